@@ -15,6 +15,7 @@
 #include "daemon/attach/internal.h"
 #include "daemon/commands/dispatch.h"
 #include "daemon/runtime/descriptors.h"
+#include "daemon/runtime/workers.h"
 
 enum {
     STRANGERS = 64, // connections beyond max_clients, so that they can be told why not
@@ -182,10 +183,57 @@ static void add_connection(struct kvq__attach *a, int fd, int pidfd, const struc
     uv_poll_start(&c->poll, UV_READABLE | UV_DISCONNECT, on_readable);
 }
 
+// ---- The end of a client ----
+
+static void gone_on_loop(struct kvq__mail *mail)
+{
+    struct kvq__connection *c =
+        (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, mail));
+    kvq__spares_give_back(c);
+    c->gone_due = true;
+    if (c->giving_back == 0)
+        kvq__connection_gone(c);
+}
+
+void kvq__connection_check_gone(struct kvq__connection *c)
+{
+    if (c->holding || !LIST_EMPTY(&c->lines) || !LIST_EMPTY(&c->regions) || !LIST_EMPTY(&c->tables))
+        return;
+    if (c->client)
+        LIST_REMOVE(c, client_link);
+    kvq__mailbox_post(&c->server->box, &c->mail, gone_on_loop);
+}
+
+// Poller's thread.
+static void detach_client(struct kvq__mail *mail)
+{
+    struct kvq__connection *c =
+        (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, mail));
+    c->detaching = true;
+    c->holding = true; // until all lines were told, nobody posts the end
+    c->member.broken = true;
+    if (c->client)
+        kvq__client_detach(c->client);
+    struct kvq__line *line = LIST_FIRST(&c->lines), *next;
+    for (; line; line = next) {
+        next = LIST_NEXT(line, link);
+        kvq__port_remove(c->server->poller, &line->port);
+    }
+    c->holding = false;
+    kvq__connection_check_gone(c);
+}
+
+void kvq__connection_detach(struct kvq__connection *c)
+{
+    c->state = KVQ__CONNECTION_ENDING;
+    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, detach_client);
+}
+
 // ---- Accepting ----
 
 // Tells somebody who is let in no further why.
-static void refuse(struct kvq__attach *a, int fd, const struct kvq__peer *peer, const char *text)
+static void refuse_stranger(struct kvq__attach *a, int fd, const struct kvq__peer *peer,
+                            const char *text)
 {
     size_t length;
     uint8_t bytes[2 * KVQ_TEXT_BYTES];
@@ -215,7 +263,7 @@ static int check_connections(const struct kvq__attach *a, const struct kvq__peer
     return kvq__attach_check_files(a, peer, KVQ__FILES_OF_CONNECTION, text);
 }
 
-static void on_enter(void *context, int fd)
+static void on_connection(void *context, int fd)
 {
     struct kvq__attach *a = context;
     struct kvq__peer peer;
@@ -228,7 +276,7 @@ static void on_enter(void *context, int fd)
     }
     peer.admin = kvq__server_is_admin(a->server, peer.uid);
     if (check_connections(a, &peer, text) != 0) {
-        refuse(a, fd, &peer, text);
+        refuse_stranger(a, fd, &peer, text);
         close(fd);
         if (pidfd >= 0)
             close(pidfd);
@@ -247,7 +295,7 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     }
     a->server = server;
     a->door.context = a;
-    a->door.enter = on_enter;
+    a->door.enter = on_connection;
     int error = kvq__door_open(&a->door, &server->loop, server->config.runtime_dir,
                                KVQ_ATTACH_SOCKET, SOCK_SEQPACKET, text);
     if (error) {
@@ -258,7 +306,7 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     LIST_INIT(&a->clients);
     STAILQ_INIT(&a->returns);
     STAILQ_INIT(&a->letting_go);
-    kvq__local_open(a);
+    kvq__bundles_open(a);
     *out = a;
     return 0;
 }
@@ -299,7 +347,7 @@ void kvq__attach_free(struct kvq__attach **attach)
 {
     assert(kvq__attach_idle(*attach));
     if (*attach)
-        kvq__local_close(*attach);
+        kvq__bundles_close(*attach);
     free(*attach);
     *attach = NULL;
 }

@@ -6,6 +6,7 @@
 #define KVQ_DAEMON_ATTACH_ATTACH_H
 
 #include "daemon/runtime/server.h"
+#include "proto/wire.h"
 
 int kvq__attach_open(struct kvq__server *server, struct kvq__attach **attach, char *text);
 // Takes no new connections.
@@ -16,6 +17,8 @@ uint32_t kvq__attach_count(const struct kvq__attach *attach);
 bool kvq__attach_idle(const struct kvq__attach *attach);
 // Ends the client of that id, if it is there.
 void kvq__attach_kick(struct kvq__attach *attach, uint64_t client);
+// Whether a command is one of this socket's own; dispatch runs others on it as well.
+bool kvq__attach_takes(Kvq__Request__CommandCase command);
 // After the loop has closed its handles; count is 0. NULL is fine.
 void kvq__attach_free(struct kvq__attach **attach);
 // Poller's thread: the core's buffer_gone.

@@ -16,7 +16,7 @@
 
 #include "daemon/attach/internal.h"
 
-static const struct kvq_gpu_driver *driver_of(const struct kvq__gpu *gpu)
+static const struct kvq_gpu_driver *gpu_driver_of(const struct kvq__gpu *gpu)
 {
     return kvq__gpu_driver(gpu);
 }
@@ -82,7 +82,7 @@ struct kvq__region *kvq__region_new_on(struct kvq__connection *c, uint64_t bytes
     if (*error)
         return NULL;
     int result =
-        kvq_gpu_piece_unit(driver_of(gpu), kvq__gpu_device(gpu), &unit, text, KVQ_TEXT_BYTES);
+        kvq_gpu_piece_unit(gpu_driver_of(gpu), kvq__gpu_device(gpu), &unit, text, KVQ_TEXT_BYTES);
     if (result != KVQ_GPU_OK) {
         *error = code_of(result);
         return NULL;
@@ -104,9 +104,9 @@ struct kvq__region *kvq__region_new_on(struct kvq__connection *c, uint64_t bytes
     return region;
 }
 
-static int make_piece(struct kvq__region *r, char *text)
+static int make_region_piece(struct kvq__region *r, char *text)
 {
-    const struct kvq_gpu_driver *driver = driver_of(r->gpu);
+    const struct kvq_gpu_driver *driver = gpu_driver_of(r->gpu);
     int result = KVQ_GPU_OK;
     if (r->piece.kind == KVQ_GPU_PIECE_NONE)
         result = kvq_gpu_piece_make(driver, kvq__gpu_device(r->gpu), r->bytes, &r->piece, text,
@@ -276,7 +276,7 @@ static void explain_handle(const struct kvq__connection *c, char *text)
 static int open_import(struct kvq__region *r, char *text)
 {
     struct kvq__import *import = r->import;
-    const struct kvq_gpu_driver *driver = driver_of(r->gpu);
+    const struct kvq_gpu_driver *driver = gpu_driver_of(r->gpu);
     if (import->piece.kind != KVQ_GPU_PIECE_NONE)
         return KVQ_GPU_OK;
     if (!import->by_handle)
@@ -319,7 +319,7 @@ static size_t whole_pages(size_t bytes)
 // done, if that cannot be.
 static bool reach(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
 {
-    const struct kvq_gpu_driver *driver = driver_of(kvq__gpus_get(gpus, 0));
+    const struct kvq_gpu_driver *driver = gpu_driver_of(kvq__gpus_get(gpus, 0));
     kvq_gpu_ptr at, other;
     if (kvq__gpu_enter(kvq__gpus_get(gpus, 0)) != KVQ_GPU_OK ||
         kvq_gpu_host_register(driver, p->shm.map, whole_pages(p->shm.bytes), &at, text,
@@ -350,7 +350,7 @@ static void pin(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
     p->letting_go = NULL;
 }
 
-void kvq__timeline_make(struct kvq__connection *c)
+void kvq__open_timeline_make(struct kvq__connection *c)
 {
     struct kvq__pinned *p = &c->timeline;
     c->error = kvq__shm_create(&p->shm, "kvq-timeline", KVQ_TIMELINE_BYTES, false, c->text);
@@ -380,8 +380,8 @@ void kvq__region_make(struct kvq__region *r)
     }
     int result = kvq__gpu_enter(r->gpu);
     if (result != KVQ_GPU_OK)
-        kvq_gpu_fault(driver_of(r->gpu), result, "using the GPU", c->text, sizeof c->text);
+        kvq_gpu_fault(gpu_driver_of(r->gpu), result, "using the GPU", c->text, sizeof c->text);
     else
-        result = r->import ? place_import(r, c->text) : make_piece(r, c->text);
+        result = r->import ? place_import(r, c->text) : make_region_piece(r, c->text);
     c->error = result == KVQ_GPU_OK ? 0 : code_of(result);
 }

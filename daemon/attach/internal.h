@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Connections of the attach socket, shared by attach.c (their life), commands.c (what they
-// ask for), memory.c (queues and buffers), gpu.c (memory of GPUs, and known to them),
-// return.c (giving that back) and stream_sync.c (what orders requests on streams).
+// Connections of the attach socket. attach.c has their life, commands.c the way of a command and
+// the table of its parts; hello.c, queues.c, buffers.c, sessions.c and in_context.c have these
+// parts; memory.c makes queues and buffers, gpu.c memory of GPUs, and return.c gives it all back.
 //
 // A connection runs one command at a time. On the loop's thread it is received, checked, and what
 // needs the system is done; what may take long (codebooks are read, memory is shared with a GPU)
@@ -148,9 +148,9 @@ struct kvq__connection {
     bool gone_due;        // the client is gone, but for what is not back
     struct kvq__return back;
     struct kvq_log_budget log_budget;
-    struct { // what the last command made, and the command that gives it back; or 0
+    struct { // what the last command made, and what turns a request into giving it back; or NULL
         uint32_t request;
-        Kvq__Request__CommandCase back;
+        bool (*back)(struct kvq__connection *c, uint64_t what);
         uint64_t what;
     } made;
 
@@ -219,21 +219,81 @@ void kvq__connection_back(struct kvq__connection *connection);
 // Nothing of it is left at the poller.
 void kvq__connection_gone(struct kvq__connection *connection);
 
+// Poller's thread. Posts the connection's end to the loop once nothing of the client is left there.
+void kvq__connection_check_gone(struct kvq__connection *connection);
+// Posts the taking-down of the client; kvq__connection_gone follows on the loop's thread.
+void kvq__connection_detach(struct kvq__connection *connection);
+
 // ---- commands.c ----
 
 // Takes one packet's request. Its descriptors are used up or closed.
 void kvq__connection_request(struct kvq__connection *connection, struct kvq__packet *packet);
-// Posts the taking-down of the client; kvq__connection_gone follows on the loop's thread.
-void kvq__connection_detach(struct kvq__connection *connection);
-// Poller's thread. Posts the connection's end to the loop once nothing of the client is left there.
-void kvq__connection_check_gone(struct kvq__connection *connection);
+// Poller's thread: the command under way has what it waited for.
+void kvq__connection_to_loop(struct kvq__connection *connection);
+// Loop's thread: what it waited for is given back.
+void kvq__connection_gave_back(struct kvq__connection *connection, bool awaited);
 // Says that a reply does not fit its arena; returns KVQ_E_NO_MEMORY.
 int kvq__attach_no_room(char *text);
+
+// ---- The parts of each command: what a part does and on which thread is said in commands.c ----
+
+enum { KVQ__COMES_BACK = 1 }; // of a run: kvq__connection_to_loop follows
+
+typedef int kvq__prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text);
+typedef bool kvq__is_slow(const struct kvq__connection *c);
+typedef int kvq__run(struct kvq__connection *c, char *text);
+typedef void kvq__part(struct kvq__connection *c);
+typedef uint64_t kvq__made(const struct kvq__connection *c);
+typedef bool kvq__back(struct kvq__connection *c, uint64_t what);
+
+// hello.c
+kvq__prepare kvq__hello_prepare;
+kvq__run kvq__hello_run;
 // The version of both ranges, or KVQ_E_VERSION with a text.
 int kvq__attach_agree(uint32_t min, uint32_t max, uint32_t our_min, uint32_t our_max,
                       const char *what, uint32_t *agreed, char *text);
-// Loop's thread: what it waited for is back.
-void kvq__connection_gave_back(struct kvq__connection *connection, bool awaited);
+
+// queues.c; timelines are made in gpu.c, and what no queue took is given back in return.c
+kvq__prepare kvq__open_queue_prepare, kvq__open_timeline_prepare, kvq__open_events_prepare;
+kvq__part kvq__open_timeline_make, kvq__open_events_make;
+kvq__run kvq__open_queue_run, kvq__close_queue_run, kvq__open_timeline_run, kvq__open_events_run;
+kvq__part kvq__open_timeline_put, kvq__open_events_put;
+kvq__part kvq__open_queue_sent, kvq__open_timeline_sent;
+kvq__part kvq__open_queue_undo, kvq__stream_sync_undo;
+kvq__made kvq__open_queue_made;
+kvq__back kvq__open_queue_back;
+// When no stream waits for them any more. NULL is fine.
+void kvq__line_events_close(struct kvq__line_events **events);
+
+// buffers.c
+kvq__prepare kvq__create_buffer_prepare, kvq__import_buffer_prepare;
+kvq__is_slow kvq__buffer_is_slow;
+kvq__part kvq__buffer_make;
+kvq__run kvq__buffer_run, kvq__close_buffer_run;
+kvq__part kvq__create_buffer_put, kvq__import_buffer_put, kvq__create_buffer_sent, kvq__buffer_undo;
+kvq__made kvq__buffer_made;
+kvq__back kvq__buffer_back;
+
+// sessions.c
+kvq__is_slow kvq__session_needs_codebooks;
+kvq__part kvq__session_read_codebooks;
+kvq__made kvq__open_session_made;
+kvq__back kvq__open_session_back;
+
+// in_context.c
+kvq__prepare kvq__open_pool_prepare, kvq__open_table_prepare, kvq__map_extents_prepare,
+    kvq__map_book_prepare;
+kvq__is_slow kvq__open_table_is_slow;
+kvq__part kvq__open_table_make;
+kvq__run kvq__open_pool_run, kvq__open_table_run, kvq__close_table_run, kvq__map_extents_run,
+    kvq__map_book_run;
+kvq__part kvq__open_pool_put, kvq__open_table_put;
+kvq__part kvq__open_table_sent, kvq__map_book_sent, kvq__open_table_undo;
+kvq__made kvq__open_table_made;
+kvq__back kvq__open_table_back;
+// What clients need of each GPU's kernels, for all of them.
+void kvq__bundles_open(struct kvq__attach *attach);
+void kvq__bundles_close(struct kvq__attach *attach);
 
 // ---- memory.c ----
 
@@ -269,20 +329,6 @@ void kvq__region_uncount(struct kvq__region *region);
 // Its descriptor was sent, or is not needed: the mapping and the client's own are enough.
 void kvq__region_close_fd(struct kvq__region *region);
 
-// ---- local.c ----
-
-// The parts of its commands; loop's thread but for _make (a thread of libuv's; sets the
-// connection's error and text) and _run (the poller's, which says whether the command is one).
-void kvq__local_make(struct kvq__connection *connection);
-int kvq__local_prepare(struct kvq__connection *connection, char *text);
-// What clients need of each GPU's kernels, for all of them.
-void kvq__local_open(struct kvq__attach *attach);
-void kvq__local_close(struct kvq__attach *attach);
-bool kvq__local_run(struct kvq__connection *connection, int *error, char *text);
-void kvq__local_put_made(struct kvq__connection *connection);
-void kvq__local_sent(struct kvq__connection *connection);
-void kvq__local_undo(struct kvq__connection *connection);
-
 // ---- gpu.c ----
 
 // Loop's thread. The GPU of that UUID. KVQ_E_UNSUPPORTED or KVQ_E_INVALID with a text.
@@ -296,8 +342,6 @@ struct kvq__region *kvq__region_import_on(struct kvq__connection *connection, in
                                           const Kvq__ImportBuffer *import, int *error, char *text);
 // A thread of libuv's: the part that may take long. Sets connection->error and text.
 void kvq__region_make(struct kvq__region *region);
-// A thread of libuv's. Makes a timeline page; as kvq__region_make.
-void kvq__timeline_make(struct kvq__connection *connection);
 
 // ---- return.c ----
 
@@ -307,24 +351,10 @@ void kvq__region_give_back(struct kvq__region *region);
 void kvq__line_give_back(struct kvq__line *line);
 // Loop's thread. Gives back what is left of a client that is gone.
 void kvq__spares_give_back(struct kvq__connection *connection);
-// Loop's thread. Gives back what is being opened of a timeline or of events; no queue took it.
-void kvq__order_give_back(struct kvq__connection *connection);
 // Loop's thread. Whether the user may have more host memory made known to GPUs: so much of it that
 // was closed may be waiting to be let go of. KVQ_E_LIMIT with a text.
 int kvq__attach_check_pins(const struct kvq__connection *connection, char *text);
 // Loop's thread. The connection is about to be freed.
 void kvq__pins_leave(const struct kvq__connection *connection);
-
-// ---- stream_sync.c ----
-
-// OpenTimeline and OpenEvents: on the loop's thread what can be checked at once; on a thread of
-// libuv's what may take long (sets connection->error and text); on the poller's what the core does;
-// on the loop's again what the reply tells.
-int kvq__order_prepare(struct kvq__connection *connection, char *text);
-void kvq__order_make(struct kvq__connection *connection);
-int kvq__order_open(struct kvq__connection *connection, char *text);
-void kvq__order_put(struct kvq__connection *connection);
-// When no stream waits for them any more. NULL is fine.
-void kvq__line_events_close(struct kvq__line_events **events);
 
 #endif

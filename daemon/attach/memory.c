@@ -138,7 +138,7 @@ struct kvq__line *kvq__line_new(struct kvq__connection *connection, int *error, 
 // ---- Buffers ----
 
 // Whether there is room for so many bytes, of this client's and of all clients'.
-static int check_room(const struct kvq__connection *connection, uint64_t bytes, char *text)
+static int check_buffer_room(const struct kvq__connection *connection, uint64_t bytes, char *text)
 {
     const struct kvq_config *config = &connection->server->config;
     uint64_t own = connection->buffer_bytes, all = connection->attach->buffer_bytes;
@@ -164,7 +164,7 @@ static int check_room(const struct kvq__connection *connection, uint64_t bytes, 
 struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
                                       uint64_t counted, int *error, char *text)
 {
-    *error = counted || bytes == 0 ? check_room(connection, counted, text) : 0;
+    *error = counted || bytes == 0 ? check_buffer_room(connection, counted, text) : 0;
     if (*error)
         return NULL;
     struct kvq__region *region = calloc(1, sizeof *region);
@@ -228,7 +228,7 @@ struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, ui
 
 int kvq__region_add_copy(struct kvq__region *region, uint64_t bytes, char *text)
 {
-    int error = check_room(region->connection, bytes, text);
+    int error = check_buffer_room(region->connection, bytes, text);
     if (error == 0)
         error = kvq__shm_create(&region->host.shm, "kvq-table", bytes, true, text);
     if (error)

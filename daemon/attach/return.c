@@ -69,8 +69,8 @@ static void let_go_next(struct kvq__attach *a)
 }
 
 // Takes the memory away from its connection.
-static void let_go(struct kvq__connection *c, struct kvq__pinned *p, uint64_t counted,
-                   bool timeline)
+static void let_go_of_pinned(struct kvq__connection *c, struct kvq__pinned *p, uint64_t counted,
+                             bool timeline)
 {
     struct kvq__attach *a = c->attach;
     struct kvq__letting_go *l = p->letting_go;
@@ -152,8 +152,8 @@ static void return_next(struct kvq__attach *a)
     uv_queue_work(&a->server->loop, &a->return_work, run_return, end_return);
 }
 
-static void give_back(struct kvq__connection *c, struct kvq__return *what, bool awaited,
-                      void (*run)(struct kvq__return *), void (*done)(struct kvq__return *))
+static void give_back_later(struct kvq__connection *c, struct kvq__return *what, bool awaited,
+                            void (*run)(struct kvq__return *), void (*done)(struct kvq__return *))
 {
     struct kvq__attach *a = c->attach;
     *what = (struct kvq__return){.connection = c, .awaited = awaited, .run = run, .done = done};
@@ -223,10 +223,10 @@ void kvq__region_give_back(struct kvq__region *r)
     bool slow = r->piece.kind != KVQ_GPU_PIECE_NONE ||
                 (r->import && r->import->piece.kind != KVQ_GPU_PIECE_NONE);
     if (r->host.at)
-        let_go(c, &r->host, r->counted, false);
+        let_go_of_pinned(c, &r->host, r->counted, false);
     kvq__shm_close(&r->host.shm);
     if (slow)
-        give_back(c, &r->back, r->import != NULL, run_region, end_region);
+        give_back_later(c, &r->back, r->import != NULL, run_region, end_region);
     else
         free_region(r);
 }
@@ -249,9 +249,9 @@ static void end_line(struct kvq__return *what)
 void kvq__line_give_back(struct kvq__line *line)
 {
     if (line->timeline.at)
-        let_go(line->connection, &line->timeline, 0, true);
+        let_go_of_pinned(line->connection, &line->timeline, 0, true);
     if (line->events)
-        give_back(line->connection, &line->back, false, run_line, end_line);
+        give_back_later(line->connection, &line->back, false, run_line, end_line);
     else
         kvq__line_free(line);
 }
@@ -266,12 +266,12 @@ static void end_nothing(struct kvq__return *what)
     (void)what;
 }
 
-void kvq__order_give_back(struct kvq__connection *c)
+void kvq__stream_sync_undo(struct kvq__connection *c)
 {
     if (c->timeline.at)
-        let_go(c, &c->timeline, 0, true);
+        let_go_of_pinned(c, &c->timeline, 0, true);
     if (c->events)
-        give_back(c, &c->back, true, run_events, end_nothing);
+        give_back_later(c, &c->back, true, run_events, end_nothing);
 }
 
 static void run_spares(struct kvq__return *what)
@@ -299,5 +299,5 @@ void kvq__spares_give_back(struct kvq__connection *c)
     LIST_FOREACH (spare, &c->spares, link)
         kvq__connection_count(c, 0, spare->piece.bytes);
     if (!LIST_EMPTY(&c->spares))
-        give_back(c, &c->back, false, run_spares, end_spares);
+        give_back_later(c, &c->back, false, run_spares, end_spares);
 }

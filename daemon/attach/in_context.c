@@ -22,7 +22,7 @@ static void make_bundle(struct kvq__shm *shm, const struct kvq_gpu *kernels)
         kvq_gpu_bundle_write(kvq_gpu_images(), kernels->image_capability, shm->map);
 }
 
-void kvq__local_open(struct kvq__attach *a)
+void kvq__bundles_open(struct kvq__attach *a)
 {
     for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
         a->bundles[i].fd = -1;
@@ -30,7 +30,7 @@ void kvq__local_open(struct kvq__attach *a)
         make_bundle(&a->bundles[i], kvq__gpu_kernels(kvq__gpus_get(a->server->gpus, i)));
 }
 
-void kvq__local_close(struct kvq__attach *a)
+void kvq__bundles_close(struct kvq__attach *a)
 {
     for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
         kvq__shm_close(&a->bundles[i]);
@@ -38,8 +38,9 @@ void kvq__local_close(struct kvq__attach *a)
 
 // ---- Loop's thread ----
 
-static int prepare_open_pool(struct kvq__connection *c, char *text)
+int kvq__open_pool_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
 {
+    (void)packet;
     const Kvq__OpenPool *open = c->request->open_pool;
     Kvq__OpenPoolReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
@@ -82,8 +83,9 @@ static struct kvq_table_page head_of(const Kvq__OpenTable *open)
     };
 }
 
-static int prepare_open_table(struct kvq__connection *c, char *text)
+int kvq__open_table_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
 {
+    (void)packet;
     const Kvq__OpenTable *open = c->request->open_table;
     Kvq__OpenTableReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
@@ -100,7 +102,7 @@ static int prepare_open_table(struct kvq__connection *c, char *text)
     if (open->gpu.len && open->copy)
         error = kvq__region_add_copy(c->table, bytes, text);
     if (error) {
-        kvq__local_undo(c);
+        kvq__open_table_undo(c);
         return error;
     }
     if (c->table->host.shm.map)
@@ -112,8 +114,9 @@ static int prepare_open_table(struct kvq__connection *c, char *text)
     return 0;
 }
 
-static int prepare_map_extents(struct kvq__connection *c, char *text)
+int kvq__map_extents_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
 {
+    (void)packet;
     Kvq__MapExtentsReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return kvq__attach_no_room(text);
@@ -124,8 +127,9 @@ static int prepare_map_extents(struct kvq__connection *c, char *text)
     return reply->numbers ? 0 : kvq__attach_no_room(text);
 }
 
-static int prepare_map_book(struct kvq__connection *c, char *text)
+int kvq__map_book_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
 {
+    (void)packet;
     Kvq__MapBookReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return kvq__attach_no_room(text);
@@ -135,23 +139,7 @@ static int prepare_map_book(struct kvq__connection *c, char *text)
     return 0;
 }
 
-int kvq__local_prepare(struct kvq__connection *c, char *text)
-{
-    switch (c->request->command_case) {
-    case KVQ__REQUEST__COMMAND_OPEN_POOL:
-        return prepare_open_pool(c, text);
-    case KVQ__REQUEST__COMMAND_OPEN_TABLE:
-        return prepare_open_table(c, text);
-    case KVQ__REQUEST__COMMAND_MAP_EXTENTS:
-        return prepare_map_extents(c, text);
-    case KVQ__REQUEST__COMMAND_MAP_BOOK:
-        return prepare_map_book(c, text);
-    default:
-        return 0;
-    }
-}
-
-static void put_kernels(struct kvq__connection *c)
+void kvq__open_pool_put(struct kvq__connection *c)
 {
     const struct kvq__gpus *gpus = c->server->gpus;
     for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
@@ -165,12 +153,8 @@ static void put_kernels(struct kvq__connection *c)
     }
 }
 
-void kvq__local_put_made(struct kvq__connection *c)
+void kvq__open_table_put(struct kvq__connection *c)
 {
-    if (c->request->command_case == KVQ__REQUEST__COMMAND_OPEN_POOL)
-        put_kernels(c);
-    if (c->request->command_case != KVQ__REQUEST__COMMAND_OPEN_TABLE)
-        return;
     c->reply.open_table->allocation_bytes = c->table->piece.bytes;
     if (c->table->gpu)
         c->fds[c->n_fds++] = c->table->fd;
@@ -178,9 +162,14 @@ void kvq__local_put_made(struct kvq__connection *c)
         c->fds[c->n_fds++] = c->table->host.shm.fd;
 }
 
+bool kvq__open_table_is_slow(const struct kvq__connection *c)
+{
+    return c->table->gpu != NULL;
+}
+
 // ---- A thread of libuv's ----
 
-void kvq__local_make(struct kvq__connection *c)
+void kvq__open_table_make(struct kvq__connection *c)
 {
     struct kvq_table_page head = head_of(c->request->open_table);
     const struct kvq_gpu_driver *driver = kvq__gpu_driver(c->table->gpu);
@@ -198,26 +187,39 @@ void kvq__local_make(struct kvq__connection *c)
 // ---- Loop's thread ----
 
 // The reply has its descriptor by now, or nobody wants it.
-static void let_book_go(struct kvq__connection *c)
+void kvq__map_book_sent(struct kvq__connection *c)
 {
-    if (c->book)
-        kvq__codebooks_release(c->server->codebooks, c->book);
+    kvq__codebooks_release(c->server->codebooks, c->book);
     c->book = NULL;
 }
 
-void kvq__local_sent(struct kvq__connection *c)
+void kvq__open_table_sent(struct kvq__connection *c)
 {
-    let_book_go(c);
-    if (c->table)
-        kvq__region_close_fd(c->table);
+    kvq__region_close_fd(c->table);
     c->table = NULL;
 }
 
-void kvq__local_undo(struct kvq__connection *c)
+void kvq__open_table_undo(struct kvq__connection *c)
 {
-    if (c->table)
-        kvq__region_give_back(c->table);
+    kvq__region_give_back(c->table);
     c->table = NULL;
+}
+
+uint64_t kvq__open_table_made(const struct kvq__connection *c)
+{
+    return c->request->open_table->handle;
+}
+
+bool kvq__open_table_back(struct kvq__connection *c, uint64_t what)
+{
+    Kvq__CloseTable *close = kvq_arena_alloc(&c->arena, sizeof *close);
+    if (!close)
+        return false;
+    kvq__close_table__init(close);
+    close->handle = what;
+    c->request->close_table = close;
+    c->request->command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
+    return true;
 }
 
 // ---- Poller's thread ----
@@ -238,7 +240,7 @@ static int describe_kernels(struct kvq__connection *c, const struct kvq__gpu *gp
     return 0;
 }
 
-static int run_open_pool(struct kvq__connection *c, char *text)
+int kvq__open_pool_run(struct kvq__connection *c, char *text)
 {
     struct kvq__pool_span span;
     int error = kvq__pool_span(c->server->core, c->request->open_pool->place, &span, text);
@@ -251,8 +253,8 @@ static int run_open_pool(struct kvq__connection *c, char *text)
     return 0;
 }
 
-static Kvq__TableLayer *layer_of(struct kvq_arena *arena, const struct kvq__layer_reading *from,
-                                 uint32_t number)
+static Kvq__TableLayer *table_layer_of(struct kvq_arena *arena,
+                                       const struct kvq__layer_reading *from, uint32_t number)
 {
     Kvq__TableLayer *layer = kvq_arena_alloc(arena, sizeof *layer);
     if (!layer)
@@ -292,7 +294,7 @@ static int put_layers(struct kvq__connection *c, const struct kvq__layer_reading
             reply->layers[reply->n_layers - 1]->repeat++;
             continue;
         }
-        Kvq__TableLayer *layer = layer_of(&c->arena, &layers[i], i);
+        Kvq__TableLayer *layer = table_layer_of(&c->arena, &layers[i], i);
         if (!layer)
             return kvq__attach_no_room(text);
         reply->layers[reply->n_layers++] = layer;
@@ -313,7 +315,7 @@ static int describe_table(struct kvq__connection *c, uint64_t handle, char *text
     return n < 0 ? n : put_layers(c, layers, (uint32_t)n, text);
 }
 
-static int run_open_table(struct kvq__connection *c, char *text)
+int kvq__open_table_run(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
     struct kvq__table_memory memory = {.host = c->table->gpu ? NULL : c->table->host.shm.map,
@@ -328,7 +330,7 @@ static int run_open_table(struct kvq__connection *c, char *text)
     return error;
 }
 
-static int run_map_extents(struct kvq__connection *c, char *text)
+int kvq__map_extents_run(struct kvq__connection *c, char *text)
 {
     struct kvq__extent_export extents[KVQ_MAX_PACKET_FDS];
     Kvq__MapExtentsReply *reply = c->reply.map_extents;
@@ -348,12 +350,12 @@ static int run_map_extents(struct kvq__connection *c, char *text)
 }
 
 // Where a table of floats stands behind `values`; 0 for none, which nobody looks at.
-static uint64_t place_of(const float *table, const float *values)
+static uint64_t offset_of_table(const float *table, const float *values)
 {
     return table ? (uint64_t)(table - values) : 0;
 }
 
-static int run_map_book(struct kvq__connection *c, char *text)
+int kvq__map_book_run(struct kvq__connection *c, char *text)
 {
     const Kvq__MapBook *map = c->request->map_book;
     Kvq__MapBookReply *reply = c->reply.map_book;
@@ -366,9 +368,9 @@ static int run_map_book(struct kvq__connection *c, char *text)
     c->fds[0] = kvq__codebooks_memory(c->book, &values, &n, &reply->id);
     c->n_fds = 1;
     reply->bytes = n * sizeof *values;
-    reply->smooth = place_of(book.smooth, values);
-    reply->k = place_of(book.k, values);
-    reply->v = place_of(book.v, values);
+    reply->smooth = offset_of_table(book.smooth, values);
+    reply->k = offset_of_table(book.k, values);
+    reply->v = offset_of_table(book.v, values);
     reply->k_head = book.k_head;
     reply->k_sub = book.k_sub;
     reply->v_head = book.v_head;
@@ -376,27 +378,9 @@ static int run_map_book(struct kvq__connection *c, char *text)
     return 0;
 }
 
-bool kvq__local_run(struct kvq__connection *c, int *error, char *text)
+int kvq__close_table_run(struct kvq__connection *c, char *text)
 {
-    switch (c->request->command_case) {
-    case KVQ__REQUEST__COMMAND_OPEN_POOL:
-        *error = run_open_pool(c, text);
-        return true;
-    case KVQ__REQUEST__COMMAND_OPEN_TABLE:
-        *error = run_open_table(c, text);
-        return true;
-    case KVQ__REQUEST__COMMAND_CLOSE_TABLE:
-        *error = kvq__table_close(c->client, c->request->close_table->handle, text);
-        return true;
-    case KVQ__REQUEST__COMMAND_MAP_EXTENTS:
-        *error = run_map_extents(c, text);
-        return true;
-    case KVQ__REQUEST__COMMAND_MAP_BOOK:
-        *error = run_map_book(c, text);
-        return true;
-    default:
-        return false;
-    }
+    return kvq__table_close(c->client, c->request->close_table->handle, text);
 }
 
 static void table_gone_on_loop(struct kvq__mail *mail)
