@@ -28,14 +28,14 @@ enum { DRAIN_LOOK_MS = 20, LONGEST_PID = 16 };
 
 // ---- The runtime directory ----
 
-static int fail_errno(const char *what, const char *path, char *text)
+static int fail_lifecycle(const char *what, const char *path, char *text)
 {
     int error = errno;
     snprintf(text, KVQ_TEXT_BYTES, "cannot %s %.200s: %s", what, path, strerror(error));
     return error == EACCES || error == EPERM || error == EROFS ? KVQ_E_PERMISSION : KVQ_E_SYSTEM;
 }
 
-static int refuse_second(int fd, const char *directory, char *text)
+static int refuse_second_daemon(int fd, const char *directory, char *text)
 {
     char pid[LONGEST_PID] = "";
     ssize_t got = pread(fd, pid, sizeof pid - 1, 0);
@@ -57,14 +57,14 @@ int kvq__server_lock(struct kvq__server *server, char *text)
         return error;
     snprintf(path, sizeof path, "%s/" KVQ_LOCK_FILE, directory);
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-        error = errno == EWOULDBLOCK ? refuse_second(fd, directory, text)
-                                     : fail_errno("lock", path, text);
+        error = errno == EWOULDBLOCK ? refuse_second_daemon(fd, directory, text)
+                                     : fail_lifecycle("lock", path, text);
         close(fd);
         return error;
     }
     int length = snprintf(pid, sizeof pid, "%d\n", (int)getpid());
     if (ftruncate(fd, 0) != 0 || pwrite(fd, pid, (size_t)length, 0) != length) {
-        error = fail_errno("write", path, text);
+        error = fail_lifecycle("write", path, text);
         close(fd);
         return error;
     }

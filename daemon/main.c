@@ -184,7 +184,7 @@ static void on_stuck(uint32_t clients)
 // Of libuv's: those that read and write the store block, and opens are to find one besides.
 #define POOL_THREADS "8"
 
-static int serve(char *text)
+static int serve_until_stopped(char *text)
 {
     (void)setenv("UV_THREADPOOL_SIZE", POOL_THREADS, 0); // before the first of its threads
     server.fault = on_fault;
@@ -234,7 +234,7 @@ int main(int argc, char **argv)
     error = kvq__log_open(config->log_file, (enum kvq_log_level)config->log_level, text);
     error = error ? error : raise_descriptor_limit(text);
     error = error ? error : kvq__server_lock(&server, text);
-    error = error ? error : serve(text);
+    error = error ? error : serve_until_stopped(text);
     if (error) {
         fprintf(stderr, "kvqd: %s (%s)\n", text, kvq_status_name(error));
         if (config->log_file[0])

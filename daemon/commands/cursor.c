@@ -7,7 +7,7 @@
 
 #include "proto/status.h"
 
-static const char *name_of(uint32_t list)
+static const char *name_of_list(uint32_t list)
 {
     const ProtobufCFieldDescriptor *f =
         protobuf_c_message_descriptor_get_field(&kvq__request__descriptor, list);
@@ -23,7 +23,8 @@ int kvq__cursor_check(const Kvq__Cursor *cursor, uint64_t epoch, Kvq__Request__C
         snprintf(text, KVQ_TEXT_BYTES,
                  "the cursor is one of %s (%u), not of %s (%u); begin the list anew, without a "
                  "cursor",
-                 name_of(cursor->list), cursor->list, name_of((uint32_t)list), (uint32_t)list);
+                 name_of_list(cursor->list), cursor->list, name_of_list((uint32_t)list),
+                 (uint32_t)list);
         return KVQ_E_INVALID;
     }
     if (cursor->epoch != epoch) {

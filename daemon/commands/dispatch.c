@@ -39,7 +39,7 @@ static const struct command commands[] = {
     COMMAND(LIST_QUOTAS) = {kvq__run_list_quotas, RESULT(QUOTAS)},
 };
 
-static const struct command *find(Kvq__Request__CommandCase command)
+static const struct command *find_command_row(Kvq__Request__CommandCase command)
 {
     bool inside = (size_t)command < sizeof commands / sizeof *commands;
     return inside && commands[command].run ? &commands[command] : NULL;
@@ -47,7 +47,7 @@ static const struct command *find(Kvq__Request__CommandCase command)
 
 bool kvq__dispatch_takes(Kvq__Request__CommandCase command)
 {
-    return find(command) != NULL;
+    return find_command_row(command) != NULL;
 }
 
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text)
@@ -78,7 +78,7 @@ int kvq__call_no_room(struct kvq__call *call)
 void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *request,
                        struct kvq_arena *arena, Kvq__Reply *reply)
 {
-    const struct command *command = find(request->command_case);
+    const struct command *command = find_command_row(request->command_case);
     struct kvq__call call = {.d = d, .request = request, .arena = arena, .reply = reply};
     int error = KVQ_E_INVALID;
     if (command)

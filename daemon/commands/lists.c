@@ -22,7 +22,7 @@ struct page {
 };
 
 // Begins behind what the cursor says was listed; `newest` is the last that there could be.
-static int begin(struct page *p, const Kvq__Cursor *cursor, struct kvq__list_at newest)
+static int begin_page(struct page *p, const Kvq__Cursor *cursor, struct kvq__list_at newest)
 {
     p->elements = kvq_arena_alloc(p->call->arena, KVQ_MAX_LIST * sizeof *p->elements);
     p->room = p->room ? p->room : KVQ__LIST_BYTES;
@@ -45,7 +45,7 @@ static int begin(struct page *p, const Kvq__Cursor *cursor, struct kvq__list_at 
 }
 
 // Takes an element that stands at a place of the list. False: the page is full.
-static bool add(struct page *p, ProtobufCMessage *element, struct kvq__list_at at)
+static bool add_element(struct page *p, ProtobufCMessage *element, struct kvq__list_at at)
 {
     p->bytes += element ? protobuf_c_message_get_packed_size(element) + 4 : 0;
     p->truncated = !element || p->call->arena->full || p->bytes > p->room || p->n == KVQ_MAX_LIST;
@@ -57,7 +57,7 @@ static bool add(struct page *p, ProtobufCMessage *element, struct kvq__list_at a
 }
 
 // Where the next page begins; NULL where there is none.
-static Kvq__Cursor *next_of(const struct page *p)
+static Kvq__Cursor *next_cursor(const struct page *p)
 {
     Kvq__Cursor *next = NULL;
     if (p->truncated && p->n)
@@ -82,20 +82,21 @@ int kvq__run_list_sessions(struct kvq__call *call)
     struct kvq__session_info *infos = kvq_arena_alloc(call->arena, PIECE * sizeof *infos);
     if (!list || !infos)
         return kvq__call_no_room(call);
-    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, newest.session});
+    int error = begin_page(p, ask->cursor, (struct kvq__list_at){newest.ns, newest.session});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
         n = kvq__core_sessions(call->d->core, call->d->peer, ask->namespace_, p->at, &looks, infos,
                                PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++) {
             Kvq__Session *s = kvq__session_message(call->arena, &infos[i], call->d->identity->isa);
-            add(p, s ? &s->base : NULL, (struct kvq__list_at){infos[i].ns_number, infos[i].id});
+            add_element(p, s ? &s->base : NULL,
+                        (struct kvq__list_at){infos[i].ns_number, infos[i].id});
         }
     }
     kvq__session_list__init(list);
     list->sessions = (Kvq__Session **)p->elements;
     list->n_sessions = p->n;
     list->truncated = p->truncated;
-    list->next = next_of(p);
+    list->next = next_cursor(p);
     call->reply->sessions = list;
     call->reply->result_case = KVQ__REPLY__RESULT_SESSIONS;
     return error;
@@ -131,19 +132,19 @@ int kvq__run_list_clients(struct kvq__call *call)
     struct kvq__client_info *infos = kvq_arena_alloc(call->arena, PIECE * sizeof *infos);
     if (!list || !infos)
         return kvq__call_no_room(call);
-    int error = begin(p, ask->cursor, (struct kvq__list_at){0, newest.client});
+    int error = begin_page(p, ask->cursor, (struct kvq__list_at){0, newest.client});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
         n = kvq__core_clients(call->d->core, call->d->peer, p->at.id, infos, PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++) {
             Kvq__Client *c = client_message(call->arena, &infos[i]);
-            add(p, c ? &c->base : NULL, (struct kvq__list_at){0, infos[i].id});
+            add_element(p, c ? &c->base : NULL, (struct kvq__list_at){0, infos[i].id});
         }
     }
     kvq__client_list__init(list);
     list->clients = (Kvq__Client **)p->elements;
     list->n_clients = p->n;
     list->truncated = p->truncated;
-    list->next = next_of(p);
+    list->next = next_cursor(p);
     call->reply->clients = list;
     call->reply->result_case = KVQ__REPLY__RESULT_CLIENTS;
     return error;
@@ -186,16 +187,16 @@ int kvq__run_list_formats(struct kvq__call *call)
     if (!list || !infos)
         return kvq__call_no_room(call);
     uint32_t n = kvq__core_formats(call->d->core, infos, MOST);
-    int error = begin(p, ask->cursor, (struct kvq__list_at){0, n});
+    int error = begin_page(p, ask->cursor, (struct kvq__list_at){0, n});
     for (uint64_t i = p->at.id; !error && i < n && !p->truncated; i++) {
         Kvq__Format *f = format_message(call->arena, &infos[i]);
-        add(p, f ? &f->base : NULL, (struct kvq__list_at){0, i + 1});
+        add_element(p, f ? &f->base : NULL, (struct kvq__list_at){0, i + 1});
     }
     kvq__format_list__init(list);
     list->formats = (Kvq__Format **)p->elements;
     list->n_formats = p->n;
     list->truncated = p->truncated;
-    list->next = next_of(p);
+    list->next = next_cursor(p);
     call->reply->formats = list;
     call->reply->result_case = KVQ__REPLY__RESULT_FORMATS;
     return error;
@@ -230,19 +231,19 @@ int kvq__run_list_prefixes(struct kvq__call *call)
     struct kvq__prefix_info *infos = kvq_arena_alloc(call->arena, PIECE * sizeof *infos);
     if (!list || !infos)
         return kvq__call_no_room(call);
-    int error = begin(p, ask->cursor, (struct kvq__list_at){newest.ns, 0});
+    int error = begin_page(p, ask->cursor, (struct kvq__list_at){newest.ns, 0});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
         n = kvq__core_prefixes(call->d->core, call->d->peer, p->at.ns, infos, PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++) {
             Kvq__PrefixStatus *s = prefix_message(call->arena, &infos[i]);
-            add(p, s ? &s->base : NULL, (struct kvq__list_at){infos[i].ns_number, 0});
+            add_element(p, s ? &s->base : NULL, (struct kvq__list_at){infos[i].ns_number, 0});
         }
     }
     kvq__prefix_list__init(list);
     list->prefixes = (Kvq__PrefixStatus **)p->elements;
     list->n_prefixes = p->n;
     list->truncated = p->truncated;
-    list->next = next_of(p);
+    list->next = next_cursor(p);
     call->reply->prefixes = list;
     call->reply->result_case = KVQ__REPLY__RESULT_PREFIXES;
     return error;
@@ -257,11 +258,12 @@ static int add_namespaces(struct page *p, const Kvq__Cursor *cursor, make_messag
     struct kvq__namespace_info *infos = kvq_arena_alloc(p->call->arena, PIECE * sizeof *infos);
     if (!infos)
         return kvq__call_no_room(p->call);
-    int error = begin(p, cursor, (struct kvq__list_at){newest.ns, 0});
+    int error = begin_page(p, cursor, (struct kvq__list_at){newest.ns, 0});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
         n = kvq__core_namespaces(p->call->d->core, p->call->d->peer, p->at.ns, infos, PIECE);
         for (uint32_t i = 0; i < n && !p->truncated; i++)
-            add(p, make(p->call->arena, &infos[i]), (struct kvq__list_at){infos[i].number, 0});
+            add_element(p, make(p->call->arena, &infos[i]),
+                        (struct kvq__list_at){infos[i].number, 0});
     }
     return error;
 }
@@ -281,7 +283,7 @@ int kvq__run_list_quotas(struct kvq__call *call)
     list->quotas = (Kvq__QuotaStatus **)p->elements;
     list->n_quotas = p->n;
     list->truncated = p->truncated;
-    list->next = next_of(p);
+    list->next = next_cursor(p);
     list->kept = call->d->identity->stores;
     call->reply->quotas = list;
     call->reply->result_case = KVQ__REPLY__RESULT_QUOTAS;
@@ -308,6 +310,6 @@ int kvq__status_namespaces(struct kvq__call *call, Kvq__StatusReply *s)
     s->namespaces = (Kvq__NamespaceStatus **)page.elements;
     s->n_namespaces = page.n;
     s->truncated = page.truncated;
-    s->next = next_of(&page);
+    s->next = next_cursor(&page);
     return error;
 }

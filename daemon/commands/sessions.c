@@ -101,7 +101,7 @@ static int answer_session(struct kvq__call *call, const struct kvq__session_info
 }
 
 // The shapes of a session that was opened as it is; layers that are alike stand in one row.
-static int add_layers(struct kvq__call *call, uint64_t handle)
+static int add_layer_rows(struct kvq__call *call, uint64_t handle)
 {
     struct kvq_arena *arena = call->arena;
     Kvq__Session *s = call->reply->session;
@@ -270,7 +270,7 @@ int kvq__run_open_session(struct kvq__call *call)
     error = kvq__session_open(d->client, &spec, &info, call->text);
     error = error ? error : answer_session(call, &info);
     bool as_it_is = open->n_layers == 0;
-    return error || !as_it_is ? error : add_layers(call, info.handle);
+    return error || !as_it_is ? error : add_layer_rows(call, info.handle);
 }
 
 int kvq__run_close_session(struct kvq__call *call)

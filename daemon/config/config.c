@@ -258,8 +258,8 @@ int kvq__parse_ids(const char *where, const char *name, const char *value,
 }
 
 // For options of a number's type: within [min, max].
-static int check_range(const struct kvq__option *o, const char *where, const char *value,
-                       uint64_t number, char *text)
+static int check_option_range(const struct kvq__option *o, const char *where, const char *value,
+                              uint64_t number, char *text)
 {
     if (number >= o->min && number <= o->max)
         return 0;
@@ -330,7 +330,7 @@ int kvq__option_set(struct kvq_config *config, const struct kvq__option *o,
         break;
     }
     if (error == 0 && o->type != KVQ_OPTION_TEXT && o->type != KVQ_OPTION_IDS) {
-        error = o->type == KVQ_OPTION_WORD ? 0 : check_range(o, where, value, number, text);
+        error = o->type == KVQ_OPTION_WORD ? 0 : check_option_range(o, where, value, number, text);
         if (error == 0 && o->size == sizeof(bool))
             *(bool *)field = number != 0;
         else if (error == 0)

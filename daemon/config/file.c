@@ -70,7 +70,7 @@ bool kvq__config_is_namespace(const char *name)
     return *name && *name != '#' && kvq_text_valid(name, strlen(name)) && !strpbrk(name, " /");
 }
 
-static struct kvq_config_namespace *find_namespace(struct parse *p, const char *name)
+static struct kvq_config_namespace *find_namespace_section(struct parse *p, const char *name)
 {
     struct kvq_config *config = p->config;
     for (uint32_t i = 0; i < config->n_namespaces; i++)
@@ -136,7 +136,7 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
         key++;
     if (key == N)
         return refuse_key(p, section, name);
-    struct kvq_config_namespace *ns = find_namespace(p, section + strlen("namespace "));
+    struct kvq_config_namespace *ns = find_namespace_section(p, section + strlen("namespace "));
     if (!ns)
         return 0;
     if (ns->set & 1u << key)
@@ -163,7 +163,7 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     return p->error == 0;
 }
 
-static int handle(void *context, const char *section, const char *name, const char *value)
+static int handle_key(void *context, const char *section, const char *name, const char *value)
 {
     struct parse *p = context;
     if (p->error) // told already
@@ -224,7 +224,7 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *c
     const char *what = NULL;
     int line = kvq__config_overlong(contents, &what);
     if (line == 0) {
-        line = ini_parse_string(contents, handle, &p);
+        line = ini_parse_string(contents, handle_key, &p);
         what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
     }
     const char *format = "";

@@ -28,7 +28,7 @@ static bool is_built_in(const char *name)
     return strncmp(name, "vecinfer-", 9) == 0;
 }
 
-static struct kvq_config_format *find(struct kvq_config *config, const char *name)
+static struct kvq_config_format *find_own_format(struct kvq_config *config, const char *name)
 {
     for (uint32_t i = 0; i < config->n_formats; i++)
         if (strcmp(config->own_formats[i].name, name) == 0)
@@ -48,7 +48,7 @@ const struct kvq__own_format *kvq__config_own_format(const struct kvq_config *co
     return NULL;
 }
 
-static int check_name(const char *name, char *text)
+static int check_format_name(const char *name, char *text)
 {
     static const char allowed[] =
         "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
@@ -69,8 +69,8 @@ static int check_name(const char *name, char *text)
 static struct kvq_config_format *find_or_make(struct kvq_config *config, const char *name,
                                               char *text)
 {
-    struct kvq_config_format *f = find(config, name);
-    if (f || check_name(name, text))
+    struct kvq_config_format *f = find_own_format(config, name);
+    if (f || check_format_name(name, text))
         return f;
     if (config->n_formats == KVQ_MAX_OWN_FORMATS) {
         kvq__config_refuse(text, nowhere, "more than %d formats", KVQ_MAX_OWN_FORMATS);
@@ -143,8 +143,8 @@ static const char *end_of(const char *at)
     return at + strlen(at);
 }
 
-static int check_range(const struct kvq__own_format *own, unsigned long first, unsigned long last,
-                       char *text)
+static int check_layer_range(const struct kvq__own_format *own, unsigned long first,
+                             unsigned long last, char *text)
 {
     if (first > last || last >= KVQ_MAX_LAYERS)
         return kvq__config_refuse(text, nowhere,
@@ -164,8 +164,8 @@ static int check_range(const struct kvq__own_format *own, unsigned long first, u
 }
 
 // One element without its comma. A format of this file must stand above.
-static int add_range(struct kvq_config *config, struct kvq__own_format *own, const char *element,
-                     char *text)
+static int add_format_range(struct kvq_config *config, struct kvq__own_format *own,
+                            const char *element, char *text)
 {
     unsigned long first, last;
     struct kvq_format row = {0};
@@ -175,8 +175,8 @@ static int add_range(struct kvq_config *config, struct kvq__own_format *own, con
                                   "layers: \"%.64s\" is not LAYER:FORMAT or FIRST-LAST:FORMAT, as "
                                   "in 0-1:k8v4, 2-31:oscar2",
                                   element);
-    int error = check_range(own, first, last, text);
-    if (error == 0 && find(config, name))
+    int error = check_layer_range(own, first, last, text);
+    if (error == 0 && find_own_format(config, name))
         snprintf(row.name, sizeof row.name, "%s", name);
     else if (error == 0)
         error = parse_row("layers", name, &row, text);
@@ -186,8 +186,8 @@ static int add_range(struct kvq_config *config, struct kvq__own_format *own, con
     return error;
 }
 
-static int add_layers(struct kvq_config *config, struct kvq__own_format *own, const char *value,
-                      char *text)
+static int add_layers_option(struct kvq_config *config, struct kvq__own_format *own,
+                             const char *value, char *text)
 {
     char element[256];
     int error = 0;
@@ -197,7 +197,7 @@ static int add_layers(struct kvq_config *config, struct kvq__own_format *own, co
         while (length && (at[length - 1] == ' ' || at[length - 1] == '\t'))
             length--;
         snprintf(element, sizeof element, "%.*s", length, at);
-        error = add_range(config, own, element, text);
+        error = add_format_range(config, own, element, text);
         at = *end ? end + 1 : end;
         at += strspn(at, " \t");
     }
@@ -208,7 +208,7 @@ static int add_layers(struct kvq_config *config, struct kvq__own_format *own, co
 
 // ---- Lines ----
 
-static int refuse_key(const char *section, const char *name, char *text)
+static int refuse_format_key(const char *section, const char *name, char *text)
 {
     char why[WHY];
     struct kvq_format f = *kvq_format_by_name("oscar2");
@@ -229,7 +229,7 @@ static int add_stage(struct kvq_config_format *f, const char *section, const cha
     size_t used = strlen(f->stages);
     int stage = kvq_format_stage(name, strlen(name));
     if (stage < 0)
-        return refuse_key(section, name, text);
+        return refuse_format_key(section, name, text);
     if (f->stages_set & 1ull << stage)
         return kvq__config_refuse(text, nowhere, "%.64s is set twice; set it once", name);
     f->stages_set |= 1ull << stage;
@@ -256,7 +256,7 @@ int kvq__config_format_line(struct kvq_config *config, const char *section, cons
     if (key == KEYS)
         return add_stage(f, section, name, value, text);
     if (key == KVQ_CONFIG_FORMAT_LAYERS)
-        return add_layers(config, &config->own_formats[f - config->formats], value, text);
+        return add_layers_option(config, &config->own_formats[f - config->formats], value, text);
     if (f->names[key][0])
         return kvq__config_refuse(text, nowhere, "%s is set twice; set it once", keys[key]);
     int error = parse_row(keys[key], value, &row, text);
@@ -268,7 +268,7 @@ int kvq__config_format_line(struct kvq_config *config, const char *section, cons
 // ---- The whole ----
 
 // K of `k` and V of `v`, whose codebooks must be one.
-static int join(struct kvq_format *row, const char *k, const char *v, char *text)
+static int join_stages(struct kvq_format *row, const char *k, const char *v, char *text)
 {
     struct kvq_format second;
     char why[WHY];
@@ -314,7 +314,7 @@ static int compose(struct kvq_config_format *f, struct kvq__own_format *own, cha
     if (!*k || !*v)
         return kvq__config_refuse(text, nowhere, "it has `%s` alone; give `%s`, too, or `base`",
                                   *k ? "k" : "v", *k ? "v" : "k");
-    int error = join(&own->rest, k, v, text);
+    int error = join_stages(&own->rest, k, v, text);
     error = error ? error : set_name(own, k, v, text);
     snprintf(f->composition, sizeof f->composition, "%s%s%s%s%s", k, strcmp(k, v) ? "+" : "",
              strcmp(k, v) ? v : "", f->stages[0] ? ":" : "", f->stages);
@@ -332,7 +332,7 @@ static int link_ranges(struct kvq_config *config, struct kvq__own_format *own, c
 {
     for (uint32_t i = 0; i < own->n_ranges; i++) {
         struct kvq_format *row = &own->ranges[i].row;
-        const struct kvq_config_format *f = find(config, row->name);
+        const struct kvq_config_format *f = find_own_format(config, row->name);
         if (!f)
             continue;
         const struct kvq__own_format *other = &config->own_formats[f - config->formats];

@@ -221,7 +221,7 @@ static void put_value(struct out *out, const struct kvq_config *config, const st
 }
 
 // The stages one a line, then the ranges one a line.
-static void put_format(struct out *out, const struct kvq_config *config, uint32_t index)
+static void put_own_format(struct out *out, const struct kvq_config *config, uint32_t index)
 {
     const struct kvq_config_format *f = &config->formats[index];
     const struct kvq__own_format *own = &config->own_formats[index];
@@ -278,5 +278,5 @@ void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
                 j + 1 < ns->n_share_with ? "" : "\n");
     }
     for (uint32_t i = 0; i < config->n_formats; i++)
-        put_format(&out, config, i);
+        put_own_format(&out, config, i);
 }

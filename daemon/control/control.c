@@ -97,7 +97,7 @@ struct control_task {
     uint8_t arena_memory[KVQ_WIRE_ARENA]; // last: most of it is never touched
 };
 
-static void drain(struct kvq__control *c);
+static void drain_control(struct kvq__control *c);
 
 // ---- Replies ----
 
@@ -142,7 +142,7 @@ static void send_reply(struct kvq__control *c)
     send_to(c, &c->sender, &c->reply, &c->arena);
 }
 
-static void refuse(struct kvq__control *c, int status, const char *text)
+static void refuse_request(struct kvq__control *c, int status, const char *text)
 {
     char quoted[256];
     kvq__reply_status(&c->reply, &c->arena, status, text);
@@ -163,11 +163,11 @@ static void back(struct kvq__mail *mail)
     if (c->request->command_case == KVQ__REQUEST__COMMAND_KICK_CLIENT && c->reply.status == 0)
         kvq__attach_kick(c->server->attach, c->request->kick_client->id);
     send_reply(c);
-    drain(c);
+    drain_control(c);
 }
 
 // Poller's thread.
-static void run(struct kvq__mail *mail)
+static void run_command(struct kvq__mail *mail)
 {
     struct kvq__control *c =
         (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
@@ -210,7 +210,7 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
     char text[KVQ_TEXT_BYTES] = "";
     struct control_task *e = task_allowed(c) ? calloc(1, sizeof *e) : NULL;
     if (!e) {
-        refuse(c, KVQ_E_BUSY, "too many saves and the like are under way; try again");
+        refuse_request(c, KVQ_E_BUSY, "too many saves and the like are under way; try again");
         return;
     }
     e->control = c;
@@ -223,7 +223,7 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
     int error =
         kvq_request_unpack(zmq_msg_data(body), zmq_msg_size(body), &e->arena, &e->request, text);
     if (error) {
-        refuse(c, error, text);
+        refuse_request(c, error, text);
         free(e);
         return;
     }
@@ -245,31 +245,31 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     kvq__reply__init(&c->reply);
     c->reply.epoch = c->server->identity.epoch;
     if (extra) {
-        refuse(c, KVQ_E_PROTOCOL, "a request is one frame (behind an optional empty one)");
+        refuse_request(c, KVQ_E_PROTOCOL, "a request is one frame (behind an optional empty one)");
         return;
     }
     int error =
         kvq_request_unpack(zmq_msg_data(body), zmq_msg_size(body), &c->arena, &c->request, text);
     if (error) {
-        refuse(c, error, text);
+        refuse_request(c, error, text);
         return;
     }
     c->reply.id = c->request->id;
     if (c->request->protocol < KVQ_PROTOCOL_MIN || c->request->protocol > KVQ_PROTOCOL_MAX) {
         snprintf(text, sizeof text, "protocol %u; this daemon (%s) speaks %d to %d",
                  c->request->protocol, KVQ_VERSION_TEXT, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
-        refuse(c, KVQ_E_VERSION, text);
+        refuse_request(c, KVQ_E_VERSION, text);
     } else if (c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR) {
         kvq__doctor(c->server, &c->arena, &c->reply);
         send_reply(c);
     } else if (kvq__jobs_takes(c->server->jobs, c->request)) {
         start_task(c, body);
     } else if (!kvq__dispatch_takes(c->request->command_case)) {
-        refuse(c, KVQ_E_INVALID, "that command belongs to the attach socket");
+        refuse_request(c, KVQ_E_INVALID, "that command belongs to the attach socket");
     } else {
         c->busy = true;
         count_request(c, c->sender.back, false);
-        kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run);
+        kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run_command);
     }
 }
 
@@ -327,7 +327,7 @@ static bool any_readable(const struct kvq__control *c)
 }
 
 // A message of each connection in turn.
-static void drain(struct kvq__control *c)
+static void drain_control(struct kvq__control *c)
 {
     uint32_t quiet = 0; // so many in a row had none
     for (int taken = 0; taken < DRAIN && quiet < KVQ__FRONT_MOST && c->open && !c->busy;) {
@@ -355,7 +355,7 @@ static void on_prepare(uv_prepare_t *handle)
 
 static void on_check(uv_check_t *handle)
 {
-    drain(handle->data);
+    drain_control(handle->data);
 }
 
 static void on_poll(uv_poll_t *handle, int status, int events)
@@ -363,7 +363,7 @@ static void on_poll(uv_poll_t *handle, int status, int events)
     const struct back *b = handle->data;
     (void)status;
     (void)events;
-    drain(b->control);
+    drain_control(b->control);
 }
 
 // ---- Events ----
@@ -380,7 +380,7 @@ void kvq__control_publish(struct kvq__control *c, const Kvq__Event *event)
 
 // ---- Opening and closing ----
 
-static int fail(const char *what, char *text)
+static int fail_control(const char *what, char *text)
 {
     snprintf(text, KVQ_TEXT_BYTES, "cannot %s: %s", what, zmq_strerror(zmq_errno()));
     return KVQ_E_SYSTEM;
@@ -432,7 +432,7 @@ static int connect_router(struct kvq__control *c, struct back *b, char *text)
              c->server->config.runtime_dir, (unsigned)(b->serial % 100000));
     b->router = bind_at(c, ZMQ_ROUTER, address.sun_path);
     if (!b->router)
-        return fail("serve another connection", text);
+        return fail_control("serve another connection", text);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0) {
         unlink(address.sun_path);
@@ -446,7 +446,7 @@ static int connect_router(struct kvq__control *c, struct back *b, char *text)
     return KVQ_E_SYSTEM;
 }
 
-static int open_back(void *context, uint32_t number, const struct kvq__peer *peer, char *text)
+static int open_router(void *context, uint32_t number, const struct kvq__peer *peer, char *text)
 {
     struct kvq__control *c = context;
     int event;
@@ -492,7 +492,7 @@ static int open_sockets(struct kvq__control *c, char *text)
     const char *directory = c->server->config.runtime_dir;
     c->context = zmq_ctx_new();
     if (!c->context)
-        return fail("start ZeroMQ", text);
+        return fail_control("start ZeroMQ", text);
     // Events name sessions of everybody: their directory is the daemon's user's alone.
     snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR, directory);
     if ((mkdir(path, 0700) != 0 && errno != EEXIST) || chmod(path, 0700) != 0) {
@@ -502,9 +502,9 @@ static int open_sockets(struct kvq__control *c, char *text)
     snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, directory);
     c->publisher = bind_at(c, ZMQ_PUB, path);
     if (!c->publisher)
-        return fail("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
+        return fail_control("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
     const struct kvq__front_back back = {
-        .context = c, .open = open_back, .busy = back_busy, .close = close_back};
+        .context = c, .open = open_router, .busy = back_busy, .close = close_back};
     return kvq__front_open(c->server, &back, &c->front, text);
 }
 

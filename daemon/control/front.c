@@ -107,7 +107,7 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer);
 
 // The peer has gone or must go. What it has sent still reaches ZeroMQ, which then closes its end.
 // Until it has, its descriptors are in use.
-static void end(struct guest *g)
+static void end_guest(struct guest *g)
 {
     if (g->state == ENDING)
         return;
@@ -124,7 +124,8 @@ static void end(struct guest *g)
 
 // ---- Refusing ----
 
-static void refuse(struct kvq__front *f, int fd, const struct kvq__peer *peer, const char *text)
+static void refuse_guest(struct kvq__front *f, int fd, const struct kvq__peer *peer,
+                         const char *text)
 {
     uint8_t bytes[KVQ_REFUSAL_BYTES];
     char quoted[KVQ_TEXT_BYTES];
@@ -147,14 +148,14 @@ static bool displace(struct kvq__front *f, const struct kvq__peer *by)
                 continue;
             if (g->state == PASSING && f->back.busy(f->back.context, g->number))
                 continue;
-            end(g);
+            end_guest(g);
             return true;
         }
     return false;
 }
 
 // Whether one more connection of this user may be.
-static int check_room(struct kvq__front *f, const struct kvq__peer *peer, char *text)
+static int check_guest_room(struct kvq__front *f, const struct kvq__peer *peer, char *text)
 {
     uint32_t own = 0, ending = 0, free = kvq__descriptors_free();
     struct guest *g;
@@ -184,7 +185,7 @@ static int check_room(struct kvq__front *f, const struct kvq__peer *peer, char *
 // ---- Passing bytes ----
 
 // Opens what is behind a connection that has begun to speak.
-static int open_back(struct guest *g, char *text)
+static int open_guest_back(struct guest *g, char *text)
 {
     struct kvq__front *f = g->front;
     uint32_t free = kvq__descriptors_free();
@@ -236,7 +237,7 @@ static void on_written(uv_write_t *write, int status)
         if (flow == &g->in && !uv_is_closing((uv_handle_t *)&g->back_side))
             shut_back(g);
     } else if (status < 0) {
-        end(g);
+        end_guest(g);
     } else {
         uv_read_start((uv_stream_t *)flow->from, on_alloc, on_read);
     }
@@ -250,7 +251,7 @@ static void pass_on(struct flow *flow, size_t n)
     flow->writing = true;
     if (uv_write(&flow->write, (uv_stream_t *)flow->to, &buffer, 1, on_written) != 0) {
         flow->writing = false;
-        end(flow->guest);
+        end_guest(flow->guest);
     }
 }
 
@@ -267,10 +268,10 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer)
     if (n < 0 && flow == &g->out) {
         end_now(g);
     } else if (n < 0) {
-        end(g);
-    } else if (g->state == SILENT && open_back(g, text) != 0) {
+        end_guest(g);
+    } else if (g->state == SILENT && open_guest_back(g, text) != 0) {
         if (uv_fileno((uv_handle_t *)&g->peer_side, &fd) == 0)
-            refuse(f, fd, &g->peer, text);
+            refuse_guest(f, fd, &g->peer, text);
         end_now(g);
     } else {
         if (flow == &g->out && !g->accepted) {
@@ -330,8 +331,8 @@ static void on_enter(void *context, int fd)
         return;
     }
     peer.admin = kvq__server_is_admin(f->server, peer.uid);
-    if (check_room(f, &peer, text) != 0) {
-        refuse(f, fd, &peer, text);
+    if (check_guest_room(f, &peer, text) != 0) {
+        refuse_guest(f, fd, &peer, text);
         close(fd);
     } else if (add_guest(f, fd, &peer) != 0) {
         kvq__log_client(&f->log_budget, KVQ_LOG_ERROR, "no_memory", "what=connection");

@@ -125,7 +125,7 @@ static void close_memory(struct kvq__core *core)
 }
 
 // What pools and packer need of bookkeeping memory.
-static int open_memory(struct kvq__core *core)
+static int open_core_memory(struct kvq__core *core)
 {
     core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
     bool enough = core->packer.pages && kvq__lookup_open(core) == 0;
@@ -171,7 +171,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
         TAILQ_INIT(&core->unsaved[i]);
     TAILQ_INIT(&core->gpu_packs);
     TAILQ_INIT(&core->seals);
-    if (open_memory(core) < 0) {
+    if (open_core_memory(core) < 0) {
         close_memory(core);
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the daemon's own state");
     }

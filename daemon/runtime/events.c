@@ -75,7 +75,7 @@ static void log_event(const struct event_mail *e)
 }
 
 // Loop's thread.
-static void tell(const struct event_mail *e)
+static void tell_event(const struct event_mail *e)
 {
     struct timespec now;
     Kvq__Event message;
@@ -93,14 +93,15 @@ static void tell(const struct event_mail *e)
 }
 
 // Loop's thread.
-static void deliver(struct kvq__mail *mail)
+static void deliver_event(struct kvq__mail *mail)
 {
     struct event_mail *e = (struct event_mail *)mail; // its first member
-    tell(e);
+    tell_event(e);
     kvq_word_store_release(&e->taken, 0);
 }
 
-static void fill(struct event_mail *e, struct kvq__server *server, const struct kvq__event *event)
+static void fill_event(struct event_mail *e, struct kvq__server *server,
+                       const struct kvq__event *event)
 {
     e->server = server;
     e->kind = event->kind;
@@ -113,8 +114,8 @@ static void fill(struct event_mail *e, struct kvq__server *server, const struct 
 void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event)
 {
     struct event_mail e;
-    fill(&e, server, event);
-    tell(&e);
+    fill_event(&e, server, event);
+    tell_event(&e);
 }
 
 void kvq__event_from_core(void *context, const struct kvq__event *event)
@@ -127,8 +128,8 @@ void kvq__event_from_core(void *context, const struct kvq__event *event)
     }
     next++;
     kvq_word_store(&e->taken, 1);
-    fill(e, context, event);
-    kvq__mailbox_post(&e->server->box, &e->mail, deliver);
+    fill_event(e, context, event);
+    kvq__mailbox_post(&e->server->box, &e->mail, deliver_event);
 }
 
 bool kvq__events_idle(void)

@@ -66,7 +66,7 @@ int kvq__memory_check(const struct kvq__memory_source *source,
 
 // ---- Extents ----
 
-static void tell(struct kvq__memory_source *source)
+static void tell_memory_source(struct kvq__memory_source *source)
 {
     struct kvq__huge_counts counts = kvq__huge_counts();
     uint64_t need = source->pool_bytes / KVQ__HUGE_PAGE;
@@ -115,7 +115,7 @@ static int acquire_small(size_t bytes, struct kvq__memory *memory)
     return 0;
 }
 
-static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
+static int acquire_host(void *context, size_t bytes, struct kvq__memory *memory)
 {
     struct kvq__memory_source *source = context;
     if (kvq__descriptors_free() <= kvq__descriptors_kept()) {
@@ -130,18 +130,18 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
     if (automatic && acquire_huge(bytes, memory) == 0)
         return 0;
     if (automatic)
-        tell(source);
+        tell_memory_source(source);
     return acquire_small(bytes, memory);
 }
 
-static void zero(void *context, struct kvq__memory *memory)
+static void zero_host(void *context, struct kvq__memory *memory)
 {
     (void)context;
     // Not by a hole: the seal that keeps clients from writing keeps us from that.
     memset(memory->base, 0, memory->bytes);
 }
 
-static void release(void *context, struct kvq__memory *memory)
+static void release_host(void *context, struct kvq__memory *memory)
 {
     struct kvq__shm shm = {memory->fd, memory->base, memory->bytes};
     (void)context;
@@ -153,5 +153,5 @@ struct kvq__memory_ops kvq__memory_ops(struct kvq__memory_source *source)
     // Bookkeeping memory is the core's default: a queue's scratch is large and most of it seldom
     // used, so it must become real page by page only.
     return (struct kvq__memory_ops){
-        .context = source, .acquire = acquire, .zero = zero, .release = release};
+        .context = source, .acquire = acquire_host, .zero = zero_host, .release = release_host};
 }

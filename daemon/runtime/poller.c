@@ -88,7 +88,7 @@ static struct kvq__port *port_after(const struct kvq__port *port)
     return next ? next : TAILQ_FIRST(&port->member->ports);
 }
 
-static void join(struct kvq__poller *p, struct kvq__port *port)
+static void join_port(struct kvq__poller *p, struct kvq__port *port)
 {
     struct kvq__member *member = port->member;
     if (member->n_ports++ == 0) {
@@ -99,7 +99,7 @@ static void join(struct kvq__poller *p, struct kvq__port *port)
     TAILQ_INSERT_TAIL(&member->ports, port, link);
 }
 
-static void leave(struct kvq__poller *p, struct kvq__port *port)
+static void leave_port(struct kvq__poller *p, struct kvq__port *port)
 {
     struct kvq__member *member = port->member;
     if (member->next == port)
@@ -114,7 +114,7 @@ static void leave(struct kvq__poller *p, struct kvq__port *port)
 static void finish_close(struct kvq__poller *p, struct kvq__port *port)
 {
     struct kvq__port *last = p->ports[--p->n_ports];
-    leave(p, port);
+    leave_port(p, port);
     epoll_ctl(p->epoll, EPOLL_CTL_DEL, port->request_event, NULL);
     p->free_slots[p->n_ports] = port->work.slot;
     p->ports[port->index] = last;
@@ -146,7 +146,7 @@ int kvq__port_add(struct kvq__poller *p, struct kvq__port *port, char *text)
     kvq_ring_daemon_side(port->req, port->cq, &port->rx, &port->tx);
     kvq__workers_slot(p->workers, port->work.slot, &port->work);
     p->ports[p->n_ports++] = port;
-    join(p, port);
+    join_port(p, port);
     return 0;
 }
 
@@ -177,7 +177,7 @@ static void break_off(struct kvq__port *port, const char *text)
 
 // ---- Completions ----
 
-static void publish(struct kvq__port *port)
+static void publish_port(struct kvq__port *port)
 {
     struct kvq_completion head = *kvq__queue_completion(port->queue);
     size_t bytes = (size_t)head.count * sizeof(struct kvq_result);
@@ -204,7 +204,7 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
         port->state = KVQ__PORT_IDLE;
         p->ended++; // it may have been the step that others wait for
         if (!port->closing && !port->member->broken)
-            publish(port);
+            publish_port(port);
         p->gap_open = true;
         if (port->closing)
             close_settled(p, port);
@@ -262,7 +262,7 @@ static bool copy_request(struct kvq__port *port, uint32_t ready, const char **co
 
 // Room for the largest completion is there before a request is taken, so that publishing never
 // waits. A client within its credits always leaves it.
-static bool take_request(struct kvq__port *port, uint32_t ready)
+static bool take_ring_request(struct kvq__port *port, uint32_t ready)
 {
     uint32_t room;
     const char *complaint = "the completion ring's head moved where it cannot be";
@@ -290,7 +290,7 @@ static void note_arrival(struct kvq__poller *p, struct kvq__port *port)
     }
 }
 
-static uint32_t units_of(const struct kvq__port *port)
+static uint32_t units_of_port(const struct kvq__port *port)
 {
     return REQUEST_UNITS + kvq__queue_header(port->queue)->count;
 }
@@ -310,8 +310,8 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
     p->now = p->config.clock();
     kvq__core_clock(p->core, p->now);
     note_arrival(p, port);
-    if (take_request(port, ready)) {
-        *used += units_of(port);
+    if (take_ring_request(port, ready)) {
+        *used += units_of_port(port);
         advance(p, port, kvq__request_start(port->queue));
     }
     return true;
@@ -361,7 +361,7 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
         return look_closing(p, port);
     }
     bool retry = port->state == KVQ__PORT_WAIT;
-    *used += units_of(port);
+    *used += units_of_port(port);
     enum kvq__progress progress = kvq__request_continue(port->queue);
     advance(p, port, progress);
     return !(retry && progress == KVQ__WAIT);
@@ -427,7 +427,7 @@ static bool end_background(struct kvq__poller *p)
 }
 
 // One item of the background here, and one for each worker that has nothing to do.
-static bool run_background(struct kvq__poller *p)
+static bool run_background_item(struct kvq__poller *p)
 {
     struct kvq__work *work = &p->background;
     if (!p->background_open) {
@@ -457,7 +457,7 @@ static bool hurry_background(struct kvq__poller *p)
     bool busy = true, any = false;
     for (uint64_t until = slice_end(p); busy && p->background_open && p->now < until;
          p->now = p->config.clock()) {
-        busy = run_background(p);
+        busy = run_background_item(p);
         any |= busy;
     }
     return any;
@@ -566,7 +566,7 @@ static void sleep_until_woken(struct kvq__poller *p)
     p->count_at = 0;
 }
 
-static void rest(struct kvq__poller *p)
+static void rest_poller(struct kvq__poller *p)
 {
     p->now = p->config.clock();
     note_spin(p);
@@ -604,12 +604,12 @@ static void *poller_main(void *context)
         if (p->waiting && p->background_open)
             busy |= hurry_background(p);
         else if (!busy)
-            busy |= run_background(p);
+            busy |= run_background_item(p);
         if (busy) {
             p->idle_since = p->now = p->config.clock();
             p->spun_at = 0;
         } else {
-            rest(p);
+            rest_poller(p);
         }
         if (p->now >= p->tick_at) {
             kvq__core_clock(p->core, p->now);
@@ -685,7 +685,7 @@ int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller
     return error;
 }
 
-static void stop(struct kvq__mail *mail)
+static void stop_poller(struct kvq__mail *mail)
 {
     (void)mail; // its arrival is enough: the poller looks at its stop word
 }
@@ -698,7 +698,7 @@ void kvq__poller_close(struct kvq__poller **poller)
         return;
     if (p->started) {
         kvq_word_store_release(&p->stop, 1);
-        kvq__mailbox_post(&p->box, &mail, stop);
+        kvq__mailbox_post(&p->box, &mail, stop_poller);
         pthread_join(p->thread, NULL);
         kvq__core_hush(p->core); // the driver's threads call notify() with this poller
         kvq__mailbox_deliver(&p->box);

@@ -44,7 +44,7 @@ static void *filler_main(void *context)
 }
 
 // The poller's thread.
-static void ask(void *context)
+static void ask_for_refill(void *context)
 {
     struct filler *f = context;
     pthread_mutex_lock(&f->lock);
@@ -53,7 +53,7 @@ static void ask(void *context)
     pthread_mutex_unlock(&f->lock);
 }
 
-static int start(struct filler *f)
+static int start_filler(struct filler *f)
 {
     sigset_t all, before;
     pthread_mutex_init(&f->lock, NULL);
@@ -76,10 +76,12 @@ int kvq__refill_open(struct kvq__gpus *gpus, uint64_t extent_bytes, struct kvq__
     int error = refill ? 0 : ENOMEM;
     for (uint32_t i = 0; i < kvq__gpus_count(gpus) && !error; i++) {
         struct filler *f = &refill->fillers[i];
-        struct kvq__reserve_config config = {
-            .extent_bytes = extent_bytes, .mark = KVQ__RESERVE, .ask = ask, .context = f};
+        struct kvq__reserve_config config = {.extent_bytes = extent_bytes,
+                                             .mark = KVQ__RESERVE,
+                                             .ask = ask_for_refill,
+                                             .context = f};
         f->gpu = kvq__gpus_get(gpus, i);
-        error = kvq__reserve_open(f->gpu, &config) ? ENOMEM : start(f);
+        error = kvq__reserve_open(f->gpu, &config) ? ENOMEM : start_filler(f);
         refill->n += !error;
     }
     if (error) {

@@ -56,7 +56,7 @@ static void charge(struct kvq__share *share)
 }
 
 // Moves the list on to a share with a positive deficit, giving a quantum to those passed over.
-static struct kvq__share *serve(struct kvq__schedule *schedule, enum kvq__urgency urgency)
+static struct kvq__share *serve_share(struct kvq__schedule *schedule, enum kvq__urgency urgency)
 {
     struct kvq__share_list *list = &schedule->shares[urgency];
     struct kvq__share *share;
@@ -89,7 +89,7 @@ static struct kvq__share *serve(struct kvq__schedule *schedule, enum kvq__urgenc
 static struct kvq__work *pick_of(struct kvq__schedule *schedule, enum kvq__urgency urgency,
                                  uint32_t *item)
 {
-    struct kvq__share *share = serve(schedule, urgency);
+    struct kvq__share *share = serve_share(schedule, urgency);
     if (!share)
         return NULL;
     struct kvq__work *work = TAILQ_FIRST(&share->work[urgency]);

@@ -32,7 +32,7 @@ void kvq__shm_close(struct kvq__shm *shm)
     *shm = (struct kvq__shm){.fd = -1};
 }
 
-static int fail(struct kvq__shm *shm, const char *what, char *text)
+static int fail_shm(struct kvq__shm *shm, const char *what, char *text)
 {
     int code = errno == ENOMEM || errno == ENOSPC ? KVQ_E_NO_MEMORY : KVQ_E_SYSTEM;
     snprintf(text, KVQ_TEXT_BYTES, "cannot %s %zu bytes of shared memory: %s%s", what, shm->bytes,
@@ -42,39 +42,39 @@ static int fail(struct kvq__shm *shm, const char *what, char *text)
     return code;
 }
 
-static int create(struct kvq__shm *shm, const char *name, size_t bytes, unsigned flags,
-                  bool read_only, char *text)
+static int create_shm(struct kvq__shm *shm, const char *name, size_t bytes, unsigned flags,
+                      bool read_only, char *text)
 {
     // Adding the last seal in the same call is what nobody can take back.
     int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | (read_only ? F_SEAL_FUTURE_WRITE : 0);
     *shm = (struct kvq__shm){.fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | flags),
                              .bytes = bytes};
     if (shm->fd < 0)
-        return fail(shm, "create", text);
+        return fail_shm(shm, "create", text);
     if (ftruncate(shm->fd, (off_t)bytes) != 0)
-        return fail(shm, "reserve", text);
+        return fail_shm(shm, "reserve", text);
     // Our own mapping comes before the seal against writing: it stays writable.
     void *map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shm->fd, 0);
     if (map == MAP_FAILED)
-        return fail(shm, "map", text);
+        return fail_shm(shm, "map", text);
     shm->map = map;
     if (fcntl(shm->fd, F_ADD_SEALS, seals) != 0)
-        return fail(shm, "seal", text);
+        return fail_shm(shm, "seal", text);
     return 0;
 }
 
 int kvq__shm_create(struct kvq__shm *shm, const char *name, size_t bytes, bool read_only,
                     char *text)
 {
-    return create(shm, name, bytes, 0, read_only, text);
+    return create_shm(shm, name, bytes, 0, read_only, text);
 }
 
 int kvq__shm_create_huge(struct kvq__shm *shm, const char *name, size_t bytes, char *text)
 {
-    return create(shm, name, bytes, MFD_HUGETLB | MFD_HUGE_2MB, true, text);
+    return create_shm(shm, name, bytes, MFD_HUGETLB | MFD_HUGE_2MB, true, text);
 }
 
-static int refuse(char *text, const char *why)
+static int refuse_shm(char *text, const char *why)
 {
     snprintf(text, KVQ_TEXT_BYTES, "%s", why);
     return KVQ_E_BUFFER;
@@ -87,14 +87,14 @@ static int check_seals(int fd, char *text)
     struct statfs fs;
     int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0)
-        return refuse(text, "the descriptor is not a memfd; make one with memfd_create(name, "
-                            "MFD_ALLOW_SEALING)");
+        return refuse_shm(text, "the descriptor is not a memfd; make one with memfd_create(name, "
+                                "MFD_ALLOW_SEALING)");
     if (!(seals & F_SEAL_SHRINK))
-        return refuse(text, "the memfd is not sealed against shrinking; add F_SEAL_SHRINK with "
-                            "fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)");
+        return refuse_shm(text, "the memfd is not sealed against shrinking; add F_SEAL_SHRINK with "
+                                "fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK)");
     if (fstatfs(fd, &fs) != 0 || fs.f_type != TMPFS_MAGIC)
-        return refuse(text, "a memfd of huge pages cannot be imported; make it without "
-                            "MFD_HUGETLB");
+        return refuse_shm(text, "a memfd of huge pages cannot be imported; make it without "
+                                "MFD_HUGETLB");
     return 0;
 }
 

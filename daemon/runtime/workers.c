@@ -95,7 +95,7 @@ bool kvq__workers_take(struct kvq__workers *workers, struct kvq__work **work, ui
 }
 
 // Returns when there may be something to do.
-static void rest(struct kvq__workers *w)
+static void rest_worker(struct kvq__workers *w)
 {
     uint64_t until = kvq__now_ns() + SPIN_NS;
     while (kvq_ring_may_spin(w->config.page) && kvq__now_ns() < until) {
@@ -125,7 +125,7 @@ static void *worker_main(void *context)
             if (kvq__work_run(work, item, workspace))
                 w->config.finished(w->config.context);
         } else {
-            rest(w);
+            rest_worker(w);
         }
     }
     free(workspace);

@@ -58,8 +58,8 @@ static void release_piece(struct kvq__gpu *gpu, struct kvq_gpu_piece *piece)
 
 // Exports it at once, and not when a client asks, for the driver may take its time. A result of the
 // driver, and then what failed.
-static int make(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t bytes,
-                struct kvq__memory *memory, const char **what)
+static int make_extent(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t bytes,
+                       struct kvq__memory *memory, const char **what)
 {
     struct kvq_gpu_piece piece;
     char text[KVQ_GPU_TEXT];
@@ -83,7 +83,7 @@ static int make(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t bytes,
     return result;
 }
 
-static void unmake(struct kvq__gpu *gpu, struct kvq__memory *memory)
+static void unmake_extent(struct kvq__gpu *gpu, struct kvq__memory *memory)
 {
     struct kvq_gpu_piece piece = {KVQ_GPU_PIECE_MADE, (uintptr_t)memory->base, memory->bytes,
                                   memory->handle};
@@ -107,7 +107,7 @@ static bool has_work(const struct kvq__reserve *r)
 }
 
 // Whoever waits looks again once there is what he waits for, or as much of it as there will be.
-static void tell(struct kvq__reserve *r)
+static void tell_reserve(struct kvq__reserve *r)
 {
     bool more = r->n_back > 0 || (!r->failed && r->there < r->most);
     if (!r->awaited || (r->n_ready < r->goal && more))
@@ -117,7 +117,8 @@ static void tell(struct kvq__reserve *r)
     kvq_word_store_release(&r->made, r->made + 1);
 }
 
-static void note(struct kvq__gpu *gpu, struct kvq__reserve *r, int result, const char *what)
+static void note_extent_result(struct kvq__gpu *gpu, struct kvq__reserve *r, int result,
+                               const char *what)
 {
     r->failed = result == KVQ_GPU_OUT_OF_MEMORY ? KVQ_E_NO_MEMORY : KVQ_E_SYSTEM;
     if (r->failed == KVQ_E_SYSTEM)
@@ -130,11 +131,11 @@ static void work_make(struct kvq__gpu *gpu, struct kvq__reserve *r)
     const char *what;
     r->there++;
     pthread_mutex_unlock(&r->lock);
-    int result = make(gpu, KVQ__GPU_STREAM_COPIES, r->config.extent_bytes, &memory, &what);
+    int result = make_extent(gpu, KVQ__GPU_STREAM_COPIES, r->config.extent_bytes, &memory, &what);
     pthread_mutex_lock(&r->lock);
     if (result) {
         r->there--;
-        note(gpu, r, result, what);
+        note_extent_result(gpu, r, result, what);
     } else {
         r->ready[r->n_ready++] = memory;
     }
@@ -144,7 +145,7 @@ static void work_free(struct kvq__gpu *gpu, struct kvq__reserve *r)
 {
     struct kvq__memory memory = r->back[--r->n_back];
     pthread_mutex_unlock(&r->lock);
-    unmake(gpu, &memory);
+    unmake_extent(gpu, &memory);
     pthread_mutex_lock(&r->lock);
     r->there--;
     r->failed = 0; // there is more memory than there was
@@ -162,7 +163,7 @@ bool kvq__reserve_work(struct kvq__gpu *gpu)
         work_make(gpu, r);
     else if (any)
         work_free(gpu, r);
-    tell(r);
+    tell_reserve(r);
     pthread_mutex_unlock(&r->lock);
     return any;
 }
@@ -227,9 +228,9 @@ void kvq__reserve_close(struct kvq__gpu *gpu)
     *kvq__gpu_reserve(gpu) = NULL;
     assert(r->there == r->n_ready + r->n_back); // the core has none
     while (r->n_ready > 0)
-        unmake(gpu, &r->ready[--r->n_ready]);
+        unmake_extent(gpu, &r->ready[--r->n_ready]);
     while (r->n_back > 0)
-        unmake(gpu, &r->back[--r->n_back]);
+        unmake_extent(gpu, &r->back[--r->n_back]);
     pthread_mutex_destroy(&r->lock);
     free(r->ready);
     free(r->back);
@@ -238,7 +239,7 @@ void kvq__reserve_close(struct kvq__gpu *gpu)
 
 // ---- For the core ----
 
-static int take(void *context, size_t bytes, struct kvq__memory *memory)
+static int take_extent(void *context, size_t bytes, struct kvq__memory *memory)
 {
     struct kvq__gpu *gpu = context;
     struct kvq__reserve *r = *kvq__gpu_reserve(gpu);
@@ -261,7 +262,7 @@ static void want(void *context, uint32_t n)
     pthread_mutex_lock(&r->lock);
     r->goal = n > r->goal ? n : r->goal;
     r->awaited = true;
-    tell(r); // if there are so many
+    tell_reserve(r); // if there are so many
     unlock_and_ask(r);
 }
 
@@ -273,7 +274,7 @@ static uint32_t made(void *context)
 
 // Where nobody can wait: one that is ready, or one that is made here, in the place of one that was
 // given back if there cannot be more.
-static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
+static int acquire_extent(void *context, size_t bytes, struct kvq__memory *memory)
 {
     struct kvq__gpu *gpu = context;
     struct kvq__reserve *r = *kvq__gpu_reserve(gpu);
@@ -291,7 +292,7 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
         if (ready)
             return 0;
     }
-    int result = make(gpu, KVQ__GPU_STREAM_SMALL, bytes, memory, &what);
+    int result = make_extent(gpu, KVQ__GPU_STREAM_SMALL, bytes, memory, &what);
     if (!result)
         return 0;
     if (r) {
@@ -302,7 +303,7 @@ static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
     return kvq__gpu_failed(gpu, result, what);
 }
 
-static void zero(void *context, struct kvq__memory *memory)
+static void zero_extent(void *context, struct kvq__memory *memory)
 {
     struct kvq__gpu *gpu = context;
     int result = kvq__gpu_enter(gpu);
@@ -312,12 +313,12 @@ static void zero(void *context, struct kvq__memory *memory)
         kvq__gpu_failed(gpu, result, "zeroing memory for caches");
 }
 
-static void release(void *context, struct kvq__memory *memory)
+static void release_extent(void *context, struct kvq__memory *memory)
 {
     struct kvq__gpu *gpu = context;
     struct kvq__reserve *r = *kvq__gpu_reserve(gpu);
     if (!r) {
-        unmake(gpu, memory);
+        unmake_extent(gpu, memory);
         return;
     }
     pthread_mutex_lock(&r->lock);
@@ -329,9 +330,9 @@ static void release(void *context, struct kvq__memory *memory)
 struct kvq__memory_ops kvq__gpu_memory(struct kvq__gpu *gpu)
 {
     struct kvq__memory_ops ops = {
-        .context = gpu, .acquire = acquire, .zero = zero, .release = release};
+        .context = gpu, .acquire = acquire_extent, .zero = zero_extent, .release = release_extent};
     if (*kvq__gpu_reserve(gpu)) {
-        ops.take = take;
+        ops.take = take_extent;
         ops.want = want;
         ops.made = made;
     }

@@ -345,7 +345,7 @@ static int put_table(struct kvq__gpu *gpu, const float **table, size_t floats, k
     return error;
 }
 
-static struct book *find_book(struct kvq__gpu *gpu, const struct kvq_book *host)
+static struct book *find_gpu_book(struct kvq__gpu *gpu, const struct kvq_book *host)
 {
     struct book *b;
     LIST_FOREACH (b, &gpu->books, link)
@@ -385,7 +385,7 @@ static int new_book(struct kvq__gpu *gpu, const struct kvq_format *f, const stru
 int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
                   const struct kvq_shape *shape, const struct kvq_book *book, struct kvq_book *copy)
 {
-    struct book *b = find_book(gpu, book);
+    struct book *b = find_gpu_book(gpu, book);
     int error = b ? 0 : new_book(gpu, format, shape, book, &b);
     if (error)
         return error;
@@ -396,7 +396,7 @@ int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
 
 void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book)
 {
-    struct book *b = find_book(gpu, book);
+    struct book *b = find_gpu_book(gpu, book);
     if (--b->uses > 0)
         return;
     LIST_REMOVE(b, link);
@@ -423,7 +423,7 @@ static bool is_named(const char *list, const char *uuid)
     return !list || !*list || strcasestr(list, uuid + strlen("GPU-")) != NULL;
 }
 
-static int ask(struct kvq__gpu *gpu)
+static int query_gpu(struct kvq__gpu *gpu)
 {
     const struct kvq_gpu_driver *d = gpu->driver;
     int mapping = 0, fds = 0, result = d->device_uuid(&gpu->uuid, gpu->device);
@@ -446,7 +446,7 @@ static int take_budget(struct kvq__gpu *gpu, const struct kvq__gpus_config *conf
     return result;
 }
 
-static int open_streams(struct kvq__gpu *gpu)
+static int open_gpu_streams(struct kvq__gpu *gpu)
 {
     const char *set = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
     unsigned long n = strtoul(set ? set : "", NULL, 10);
@@ -501,7 +501,7 @@ static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config,
     const struct kvq_gpu_driver *d = gpu->driver;
     int result = d->context_retain(&gpu->context, gpu->device);
     result = result ? result : kvq__gpu_enter(gpu);
-    result = result ? result : open_streams(gpu);
+    result = result ? result : open_gpu_streams(gpu);
     result = result ? result : take_budget(gpu, config);
     if (result) {
         char what[KVQ__GPU_NAME + 32];
@@ -545,7 +545,7 @@ static int add_device(struct kvq__gpus *gpus, int number, const struct kvq__gpus
     gpu->driver = &gpus->driver;
     LIST_INIT(&gpu->books);
     int result = gpu->driver->device_get(&gpu->device, number);
-    result = result ? result : ask(gpu);
+    result = result ? result : query_gpu(gpu);
     if (result || !is_named(config->devices, gpu->uuid_text)) {
         free(gpu);
         if (result)

@@ -26,7 +26,7 @@ bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__pe
     return false;
 }
 
-static struct kvq__namespace *find(struct kvq__core *core, const char *name)
+static struct kvq__namespace *find_namespace(struct kvq__core *core, const char *name)
 {
     struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &core->namespaces, link)
@@ -44,8 +44,8 @@ static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
     kvq__deallocate(core, ns, sizeof *ns);
 }
 
-static bool copy_ids(struct kvq__core *core, const uint32_t *from, uint32_t n, uint32_t **to,
-                     uint32_t *n_to)
+static bool copy_uid_list(struct kvq__core *core, const uint32_t *from, uint32_t n, uint32_t **to,
+                          uint32_t *n_to)
 {
     if (n == 0)
         return true;
@@ -79,7 +79,8 @@ bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with)
     return false;
 }
 
-static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__namespace_config *c)
+static struct kvq__namespace *make_namespace(struct kvq__core *core,
+                                             const struct kvq__namespace_config *c)
 {
     struct kvq__namespace *ns = kvq__allocate(core, sizeof *ns);
     if (!ns)
@@ -93,8 +94,9 @@ static struct kvq__namespace *make(struct kvq__core *core, const struct kvq__nam
     TAILQ_INIT(&ns->sessions);
     RB_INIT(&ns->by_id);
     kvq__prefixes_init(&ns->prefixes, ns);
-    if (!copy_ids(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
-        !copy_ids(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids) || !copy_names(core, c, ns)) {
+    if (!copy_uid_list(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
+        !copy_uid_list(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids) ||
+        !copy_names(core, c, ns)) {
         namespace_free(core, ns);
         return NULL;
     }
@@ -111,11 +113,11 @@ int kvq__core_namespace(struct kvq__core *core, const struct kvq__namespace_conf
         return kvq__fail(text, KVQ_E_INVALID,
                          "a namespace's name has %zu bytes; it can have 1 to %d", n,
                          KVQ_NAME_BYTES - 1);
-    if (find(core, config->name))
+    if (find_namespace(core, config->name))
         return kvq__fail(text, KVQ_E_EXISTS,
                          "namespace \"%s\" is configured twice; remove one of the two",
                          config->name);
-    struct kvq__namespace *ns = make(core, config);
+    struct kvq__namespace *ns = make_namespace(core, config);
     if (!ns)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for namespace \"%s\"", config->name);
     ns->configured = true;
@@ -148,7 +150,7 @@ static int make_default(struct kvq__core *core, const struct kvq__peer *peer, co
                          "user %u may not use namespace \"%s\"; use \"uid-%u\" or one that the "
                          "configuration gives to this user or its groups",
                          peer->uid, name, peer->uid);
-    *ns = make(core, &config);
+    *ns = make_namespace(core, &config);
     return *ns ? 0 : kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for namespace \"%s\"", name);
 }
 
@@ -160,7 +162,7 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
     snprintf(own, sizeof own, "uid-%u", peer->uid);
     if (!name || !*name)
         name = own;
-    *ns = find(core, name);
+    *ns = find_namespace(core, name);
     if (!*ns && parse_uid(name, &uid))
         return make_default(core, peer, name, uid, ns, text);
     if (!*ns && peer->admin)

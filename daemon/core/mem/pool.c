@@ -12,6 +12,15 @@
 
 enum { GRAIN = 64, FEWEST_RECORDS = 16, MOST_RECORDS = 1024 };
 
+uint32_t kvq__gpu_index(const struct kvq__core *core, const struct kvq__gpu *gpu)
+{
+    uint32_t i = 1;
+    while (i < KVQ_MAX_GPUS && core->pools[i].gpu != gpu)
+        i++;
+    assert(core->pools[i].gpu == gpu);
+    return i - 1;
+}
+
 const char *kvq__pool_name(const struct kvq__pool *pool)
 {
     return pool->gpu ? kvq__gpu_uuid_text(pool->gpu) : "host";
@@ -37,8 +46,8 @@ static void number_give(struct kvq__pool *pool, uint32_t number)
 }
 
 // One that this namespace had before. unseen: and that no client maps.
-static struct kvq__extent *find_own(struct kvq__pool *pool, const struct kvq__namespace *ns,
-                                    bool unseen)
+static struct kvq__extent *find_own_extent(struct kvq__pool *pool, const struct kvq__namespace *ns,
+                                           bool unseen)
 {
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
@@ -157,11 +166,11 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
 static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
                        const struct kvq__namespace *ns, bool unseen, struct kvq__extent **out)
 {
-    *out = find_own(pool, ns, unseen);
+    *out = find_own_extent(pool, ns, unseen);
     if (*out)
         return 0;
     int rc = extent_acquire(core, pool, out);
-    if (rc && rc != KVQ_E_BUSY && unseen && (*out = find_own(pool, ns, false)))
+    if (rc && rc != KVQ_E_BUSY && unseen && (*out = find_own_extent(pool, ns, false)))
         return 0;
     struct kvq__extent *untold = rc && rc != KVQ_E_BUSY ? find_untold(pool) : NULL;
     if (untold)
@@ -197,7 +206,7 @@ bool kvq__pools_poll(struct kvq__core *core)
 
 // ---- Stretches of extents ----
 
-static int compare(const struct kvq__block *a, const struct kvq__block *b)
+static int compare_blocks(const struct kvq__block *a, const struct kvq__block *b)
 {
     if (a->bytes != b->bytes)
         return a->bytes < b->bytes ? -1 : 1;
@@ -206,7 +215,7 @@ static int compare(const struct kvq__block *a, const struct kvq__block *b)
     return a->at < b->at ? -1 : a->at > b->at;
 }
 
-RB_GENERATE_STATIC(kvq__block_tree, kvq__block, free_entry, compare)
+RB_GENERATE_STATIC(kvq__block_tree, kvq__block, free_entry, compare_blocks)
 
 // As many records as the rest of the extent has room for blocks like this one, within bounds.
 static int records_add(struct kvq__core *core, struct kvq__extent *e, uint64_t bytes)
@@ -277,7 +286,7 @@ static int stretch_cut(struct kvq__core *core, struct kvq__block *b, uint64_t by
 }
 
 // `b` takes in the free stretch behind it.
-static void join(struct kvq__block *b, struct kvq__block *next)
+static void join_blocks(struct kvq__block *b, struct kvq__block *next)
 {
     struct kvq__extent *e = b->extent;
     assert(b->at + b->bytes == next->at);
@@ -292,11 +301,11 @@ static void stretch_free(struct kvq__block *b)
     struct kvq__block *before = TAILQ_PREV(b, kvq__block_row, beside);
     struct kvq__block *next = TAILQ_NEXT(b, beside);
     if (next && next->free)
-        join(b, next);
+        join_blocks(b, next);
     if (before && before->free) {
         set_used(before); // its length changes, and with it its place in the tree
         set_free(b);
-        join(before, b);
+        join_blocks(before, b);
         b = before;
     }
     set_free(b);
@@ -565,7 +574,7 @@ static void deferred_end(struct kvq__core *core, struct kvq__block *b)
     block_free(core, b);
 }
 
-static void spend(struct kvq__core *core)
+static void spend_budget(struct kvq__core *core)
 {
     core->release_left -= core->release_left > 0;
     core->released++;
@@ -577,7 +586,7 @@ static bool free_given(struct kvq__session *s, bool all)
     bool any = false;
     while ((all || s->core->release_left > 0) && (b = LIST_FIRST(&s->given))) {
         deferred_end(s->core, b);
-        spend(s->core);
+        spend_budget(s->core);
         any = true;
     }
     return any;
@@ -609,7 +618,7 @@ bool kvq__deferred_free(struct kvq__core *core, bool all)
     while ((all || core->release_left > 0) && (b = TAILQ_FIRST(&core->deferred)) &&
            is_over(core, b->retired.at)) {
         deferred_end(core, b);
-        spend(core);
+        spend_budget(core);
         any = true;
     }
     return free_quiet(core, all) || any;
@@ -623,7 +632,7 @@ bool kvq__given_end(struct kvq__session *s)
     else // a stream still packs it: what that has waits for flights, like everything else
         while (s->core->release_left > 0 && (b = LIST_FIRST(&s->given))) {
             take_back(b);
-            spend(s->core);
+            spend_budget(s->core);
         }
     if (!LIST_EMPTY(&s->given))
         return false;

@@ -156,6 +156,8 @@ struct kvq__flight {
 };
 
 void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct kvq__pool *pool);
+// The number of a GPU among the core's, from 0.
+uint32_t kvq__gpu_index(const struct kvq__core *core, const struct kvq__gpu *gpu);
 const char *kvq__pool_name(const struct kvq__pool *pool);              // "host" or the GPU's UUID
 static inline uint32_t kvq__pool_extents(const struct kvq__pool *pool) // that it may have
 {

@@ -18,7 +18,7 @@ static const struct {
     [KVQ__TABLE_BYTES] = {"for tables of sessions", "bytes", "--table-bytes"},
 };
 
-static uint64_t counted(const struct kvq__namespace *ns, enum kvq__limit which)
+static uint64_t counted_of(const struct kvq__namespace *ns, enum kvq__limit which)
 {
     return ns->used[which] - ns->exempt[which];
 }
@@ -26,18 +26,18 @@ static uint64_t counted(const struct kvq__namespace *ns, enum kvq__limit which)
 bool kvq__quota_allows(const struct kvq__namespace *ns, enum kvq__limit which, uint64_t more)
 {
     uint64_t limit = ns->quota.limit[which];
-    return limit == 0 || counted(ns, which) + more <= limit;
+    return limit == 0 || counted_of(ns, which) + more <= limit;
 }
 
 uint64_t kvq__quota_excess(const struct kvq__namespace *ns, enum kvq__limit which)
 {
-    uint64_t limit = ns->quota.limit[which], used = counted(ns, which);
+    uint64_t limit = ns->quota.limit[which], used = counted_of(ns, which);
     return limit && used > limit ? used - limit : 0;
 }
 
 // ---- Refusals ----
 
-static void tell(struct kvq__namespace *ns, const char *text)
+static void tell_refusal(struct kvq__namespace *ns, const char *text)
 {
     struct kvq__core *core = ns->core;
     if (ns->told_quota_at && core->now - ns->told_quota_at < 1000000000u)
@@ -46,7 +46,7 @@ static void tell(struct kvq__namespace *ns, const char *text)
     kvq__event(core, KVQ__EVENT_QUOTA_REACHED, ns->name, "", 0, text);
 }
 
-static void note(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more)
+static void note_refusal(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more)
 {
     ns->refused[which].times++;
     ns->refused[which].last_at = ns->core->now;
@@ -58,16 +58,16 @@ int kvq__quota_refuse(struct kvq__namespace *ns, enum kvq__limit which, uint64_t
 {
     char brief[KVQ_TEXT_BYTES / 2];
     snprintf(brief, sizeof brief, "%llu of %llu %s %s are used, %llu more were asked for",
-             (unsigned long long)counted(ns, which), (unsigned long long)ns->quota.limit[which],
+             (unsigned long long)counted_of(ns, which), (unsigned long long)ns->quota.limit[which],
              names[which].unit, names[which].where, (unsigned long long)more);
-    note(ns, which, more);
-    tell(ns, brief);
+    note_refusal(ns, which, more);
+    tell_refusal(ns, brief);
     return kvq__fail(
         text, KVQ_E_QUOTA,
         "namespace \"%s\" may have %llu %s %s; it has %llu, and %llu more are asked "
         "for: park or drop sessions of it, or raise the limit with kvqctl quota set %s %s N",
         ns->name, (unsigned long long)ns->quota.limit[which], names[which].unit, names[which].where,
-        (unsigned long long)counted(ns, which), (unsigned long long)more, ns->name,
+        (unsigned long long)counted_of(ns, which), (unsigned long long)more, ns->name,
         names[which].option);
 }
 
@@ -80,7 +80,7 @@ int kvq__namespace_room(struct kvq__namespace *ns, char *text)
 // ---- What is no block ----
 
 // What has ended goes first, then pages of the index of prefixes.
-static bool has_room(struct kvq__namespace *ns, size_t bytes)
+static bool has_quota_room(struct kvq__namespace *ns, size_t bytes)
 {
     while (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes))
         if (!ns->core->up->table_reclaim(ns))
@@ -90,7 +90,7 @@ static bool has_room(struct kvq__namespace *ns, size_t bytes)
 
 void *kvq__ns_try(struct kvq__namespace *ns, size_t bytes)
 {
-    void *memory = has_room(ns, bytes) ? kvq__allocate(ns->core, bytes) : NULL;
+    void *memory = has_quota_room(ns, bytes) ? kvq__allocate(ns->core, bytes) : NULL;
     if (memory)
         ns->used[KVQ__TABLE_BYTES] += bytes;
     return memory;
@@ -101,8 +101,8 @@ void *kvq__ns_allocate(struct kvq__namespace *ns, size_t bytes, int *rc)
     void *memory = kvq__ns_try(ns, bytes);
     if (memory)
         return memory;
-    *rc = has_room(ns, bytes) ? KVQ_E_NO_MEMORY
-                              : kvq__quota_refuse(ns, KVQ__TABLE_BYTES, bytes, NULL);
+    *rc = has_quota_room(ns, bytes) ? KVQ_E_NO_MEMORY
+                                    : kvq__quota_refuse(ns, KVQ__TABLE_BYTES, bytes, NULL);
     return NULL;
 }
 
@@ -141,7 +141,7 @@ void kvq__quota_fill_info(const struct kvq__namespace *ns, struct kvq__namespace
                                          .last_ms = (ns->core->now - last->last_at) / 1000000};
     snprintf(info->name, sizeof info->name, "%s", ns->name);
     for (int i = 0; i < KVQ__LIMITS; i++) {
-        info->used[i] = counted(ns, (enum kvq__limit)i);
+        info->used[i] = counted_of(ns, (enum kvq__limit)i);
         info->refused[i] = ns->refused[i].times;
     }
 }
@@ -224,7 +224,7 @@ int kvq__quota_apply(struct kvq__core *core, const struct kvq__override *o, char
 
 // ---- On disk ----
 
-static struct kvq__namespace *find(struct kvq__core *core, const char *name)
+static struct kvq__namespace *find_quota_namespace(struct kvq__core *core, const char *name)
 {
     static const struct kvq__peer self = {.admin = true};
     struct kvq__namespace *ns;
@@ -233,16 +233,16 @@ static struct kvq__namespace *find(struct kvq__core *core, const char *name)
 
 void kvq__disk_used(struct kvq__core *core, const char *name, uint64_t bytes)
 {
-    struct kvq__namespace *ns = find(core, name);
+    struct kvq__namespace *ns = find_quota_namespace(core, name);
     if (ns)
         ns->used[KVQ__DISK_BYTES] = bytes;
 }
 
 void kvq__disk_refused(struct kvq__core *core, const char *name, const char *text)
 {
-    struct kvq__namespace *ns = find(core, name);
+    struct kvq__namespace *ns = find_quota_namespace(core, name);
     if (!ns)
         return;
-    note(ns, KVQ__DISK_BYTES, 0);
-    tell(ns, text);
+    note_refusal(ns, KVQ__DISK_BYTES, 0);
+    tell_refusal(ns, text);
 }

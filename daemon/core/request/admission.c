@@ -33,7 +33,7 @@ struct need {
     uint64_t whole;   // with what its sessions have there
 };
 
-static struct need need_of(const struct kvq__queue *q)
+static struct need need_of_request(const struct kvq__queue *q)
 {
     const struct kvq__shortage *shortage = &q->core->shortage;
     struct need need = {0};
@@ -141,7 +141,7 @@ void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *s
     kvq__namespace_full(core, s->ns, s->pool, missing, s->code, text);
 }
 
-static void take_ticket(struct kvq__queue *q)
+static void take_request_ticket(struct kvq__queue *q)
 {
     if (q->turn.ticket)
         return;
@@ -158,7 +158,7 @@ bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own, u
     uint64_t look_at = UINT64_MAX;
     enum kvq__help help = KVQ__HELP_NONE;
     bool fits = whole <= kvq__shortage_limit(&shortage), first = q->turn.ticket == 0;
-    take_ticket(q);
+    take_request_ticket(q);
     if (shortage.code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
         kvq__pool_want(shortage.ns, shortage.pool, missing);
         enlist(q, look_at);
@@ -186,7 +186,7 @@ bool kvq__admission_ask(struct kvq__queue *q, uint32_t i)
     const struct kvq__shortage *shortage = &q->core->shortage;
     if (shortage->code == 0) // what was missing is no block
         return false;
-    struct need need = need_of(q);
+    struct need need = need_of_request(q);
     return kvq__admission_wait(q, q->work[i].session, need.missing, need.whole);
 }
 

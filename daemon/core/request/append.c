@@ -141,14 +141,14 @@ bool kvq__store_list(struct kvq__queue *q, uint32_t i, int32_t **list)
     return *list != NULL;
 }
 
-static void find_pages(struct kvq__entry *w, const struct kvq__layer *l)
+static void find_append_pages(struct kvq__entry *w, const struct kvq__layer *l)
 {
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
     for (uint32_t p = 0; p < w->n_pages; p++)
         w->pages[p] = (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
 }
 
-static bool take_memory(struct kvq__queue *q, uint32_t i)
+static bool take_append_memory(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
@@ -163,11 +163,11 @@ static bool take_memory(struct kvq__queue *q, uint32_t i)
     w->n_items = items;
     for (uint32_t j = 0; j < items; j++)
         w->store.counts[j] = (struct kvq_store_counts){0};
-    find_pages(w, l);
+    find_append_pages(w, l);
     return true;
 }
 
-static bool prepare(struct kvq__queue *q, uint32_t i)
+static bool prepare_append(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     bool paged = q->header.flags & KVQ_REQ_PAGED_KV;
@@ -178,7 +178,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
     }
-    if (!take_memory(q, i))
+    if (!take_append_memory(q, i))
         return false;
     w->store.source = kvq__store_source(q, i, w->store.list);
     int rc = paged ? take_list(q, i) : 0;
@@ -187,7 +187,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count(const struct kvq__entry *w)
+static uint32_t count_append(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -240,7 +240,7 @@ void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__s
 }
 
 // The part of one page that one head has.
-static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+static void run_append(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
@@ -250,7 +250,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     kvq__store_page(q, i, &part, &w->store.counts[item]);
 }
 
-static void finish(struct kvq__queue *q, uint32_t i)
+static void finish_append(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
@@ -273,9 +273,9 @@ static void finish(struct kvq__queue *q, uint32_t i)
     }
 }
 
-const struct kvq__pass kvq__pass_store = {.prepare = prepare,
-                                          .stages = {{count, run}},
+const struct kvq__pass kvq__pass_store = {.prepare = prepare_append,
+                                          .stages = {{count_append, run_append}},
                                           .n_stages = 1,
-                                          .finish = finish,
+                                          .finish = finish_append,
                                           .gpu_wave = kvq__gpu_store_wave,
                                           .gpu_room = kvq__gpu_store_room};

@@ -16,7 +16,7 @@ static bool is_append(const struct kvq__queue *q)
 
 // ---- Checks ----
 
-static int open_views(struct kvq__queue *q)
+static int open_attend_views(struct kvq__queue *q)
 {
     int rc = kvq__view_open(q, KVQ__VIEW_Q);
     if (rc == 0)
@@ -65,7 +65,7 @@ static int check_tail(const struct kvq__queue *q, uint32_t i)
     return 0;
 }
 
-static int check_entry(struct kvq__queue *q, uint32_t i)
+static int check_attend(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
     struct kvq__session *s = q->work[i].session;
@@ -96,7 +96,7 @@ static uint32_t items_of_entry(const struct kvq__queue *q)
     return workers > 1 && alive > 0 ? (4 * workers + alive - 1) / alive : 1;
 }
 
-static void hold_entry(struct kvq__queue *q, uint32_t i)
+static void hold_attend_entry(struct kvq__queue *q, uint32_t i)
 {
     if (is_append(q))
         kvq__append_hold(q, i);
@@ -116,7 +116,7 @@ static int check_outputs(struct kvq__queue *q, uint32_t i)
 static bool check_entries(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
-        bool fine = kvq__entry_open_at(q, i, false) == 0 && check_entry(q, i) == 0 &&
+        bool fine = kvq__entry_open_at(q, i, false) == 0 && check_attend(q, i) == 0 &&
                     (!is_append(q) || kvq__append_check(q, i) == 0) && check_outputs(q, i) == 0;
         if (fine && kvq__read_must_wait(q, i, q->header.layer))
             return false;
@@ -124,12 +124,12 @@ static bool check_entries(struct kvq__queue *q)
     return true;
 }
 
-static enum kvq__progress start(struct kvq__queue *q, const struct kvq__pass *const *passes,
-                                uint32_t n_passes)
+static enum kvq__progress start_attend(struct kvq__queue *q, const struct kvq__pass *const *passes,
+                                       uint32_t n_passes)
 {
     int rc = kvq__request_step(q);
     if (rc == 0)
-        rc = open_views(q);
+        rc = open_attend_views(q);
     if (rc == 0 && is_append(q))
         rc = kvq__append_open(q);
     if (rc < 0)
@@ -145,7 +145,7 @@ static enum kvq__progress start(struct kvq__queue *q, const struct kvq__pass *co
             continue;
         // A session may stand in two entries, but it is appended to only once.
         if (!is_append(q) || kvq__append_check(q, i) == 0)
-            hold_entry(q, i);
+            hold_attend_entry(q, i);
     }
     q->items = items_of_entry(q);
     return kvq__request_run(q, passes, n_passes);
@@ -154,14 +154,14 @@ static enum kvq__progress start(struct kvq__queue *q, const struct kvq__pass *co
 enum kvq__progress kvq__op_attend(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_pack, &kvq__pass_attend};
-    return start(q, passes, 2);
+    return start_attend(q, passes, 2);
 }
 
 enum kvq__progress kvq__op_append_attend(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_store, &kvq__pass_pack,
                                                      &kvq__pass_attend};
-    return start(q, passes, 3);
+    return start_attend(q, passes, 3);
 }
 
 // ---- The pass ----
@@ -196,7 +196,7 @@ static struct kvq_attend call_of(const struct kvq__queue *q, uint32_t i)
     return a;
 }
 
-static void plan(struct kvq__queue *q, struct kvq_attend_job *job)
+static void plan_attend(struct kvq__queue *q, struct kvq_attend_job *job)
 {
     kvq_attend_plan(&job->call, q->items, &job->plan);
     if (job->plan.partial_bytes && !job->partials)
@@ -205,7 +205,7 @@ static void plan(struct kvq__queue *q, struct kvq_attend_job *job)
         kvq_attend_plan(&job->call, 1, &job->plan);
 }
 
-static bool prepare(struct kvq__queue *q, uint32_t i)
+static bool prepare_attend(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
@@ -227,12 +227,12 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     if (!kvq__outliers_view(q, own, &w->attend.call.pool))
         return false;
     if (!q->gpu)
-        plan(q, &w->attend);
+        plan_attend(q, &w->attend);
     return true;
 }
 
 // Blocks that sessions of the wave share are unpacked once, if there is room for the partials.
-static void gather(struct kvq__queue *q)
+static void gather_shared_blocks(struct kvq__queue *q)
 {
     struct kvq_attend_job **jobs =
         kvq__arena_take(q, (q->wave_to - q->wave_from) * sizeof(struct kvq_attend_job *));
@@ -249,15 +249,15 @@ static void gather(struct kvq__queue *q)
         room = jobs[i]->partials || jobs[i]->plan.partial_bytes == 0;
     }
     for (uint32_t i = 0; !room && i < n; i++)
-        plan(q, jobs[i]);
+        plan_attend(q, jobs[i]);
 }
 
-static uint32_t count_items(const struct kvq__entry *w)
+static uint32_t count_attend_items(const struct kvq__entry *w)
 {
     return w->attend.plan.items;
 }
 
-static void run_item(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+static void run_attend_item(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     kvq_attend_item(q->core->config.kernels, &q->work[i].attend, item, workspace);
 }
@@ -273,9 +273,9 @@ static void run_merge(const struct kvq__queue *q, uint32_t i, uint32_t item, voi
 }
 
 const struct kvq__pass kvq__pass_attend = {
-    .prepare = prepare,
-    .gather = gather,
-    .stages = {{count_items, run_item}, {count_merges, run_merge}},
+    .prepare = prepare_attend,
+    .gather = gather_shared_blocks,
+    .stages = {{count_attend_items, run_attend_item}, {count_merges, run_merge}},
     .n_stages = 2,
     .gpu_wave = kvq__gpu_attend_wave,
     .gpu_room = kvq__gpu_attend_room,

@@ -11,7 +11,7 @@
 #include "daemon/core/state.h"
 
 // What both ask of an entry: `back` tokens are to be looked at again.
-static int check_entry(struct kvq__queue *q, uint32_t i, uint64_t back)
+static int check_change(struct kvq__queue *q, uint32_t i, uint64_t back)
 {
     int rc = kvq__entry_open_at(q, i, true);
     if (rc < 0)
@@ -36,7 +36,7 @@ static bool take_sessions(struct kvq__queue *q)
 {
     bool ready = true;
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_entry(q, i, back_of(q, i)) == 0 && q->work[i].session->exclusive)
+        if (check_change(q, i, back_of(q, i)) == 0 && q->work[i].session->exclusive)
             return false;
     for (uint32_t i = 0; i < q->header.count; i++) {
         if (!kvq__entry_alive(q, i))
@@ -102,7 +102,7 @@ static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
 }
 
 // Raw blocks of the last tokens, [layer][page].
-static void find_pages(struct kvq__entry *w, uint32_t first_page)
+static void find_change_pages(struct kvq__entry *w, uint32_t first_page)
 {
     const struct kvq__session *s = w->session;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -110,7 +110,7 @@ static void find_pages(struct kvq__entry *w, uint32_t first_page)
             w->pages[i * w->n_pages + p].raw = kvq__page(&s->layers[i], first_page + p)->raw.data;
 }
 
-static bool prepare(struct kvq__queue *q, uint32_t i)
+static bool prepare_change(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
@@ -130,12 +130,12 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, rc, w->past);
         return true;
     }
-    find_pages(w, first_page);
+    find_change_pages(w, first_page);
     w->n_items = w->session->n_layers;
     return true;
 }
 
-static uint32_t count(const struct kvq__entry *w)
+static uint32_t count_change(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -156,7 +156,7 @@ static void move_token(const struct kvq__layer *l, const struct kvq_page *pages,
 }
 
 // One layer. Tokens only move down, in ascending order, so none is overwritten unread.
-static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+static void run_change(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[item];
@@ -172,7 +172,7 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
 }
 
 // Ids follow their tokens while the list of those that stay is there.
-static void finish(struct kvq__queue *q, uint32_t i)
+static void finish_change(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
@@ -180,7 +180,7 @@ static void finish(struct kvq__queue *q, uint32_t i)
         kvq__ids_accept(w->session, e->append, w->accept.list, e->list_token);
 }
 
-static void end(struct kvq__queue *q, uint32_t i)
+static void end_change(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
@@ -197,10 +197,10 @@ static void end(struct kvq__queue *q, uint32_t i)
     q->results[i].value = s->tokens;
 }
 
-const struct kvq__pass kvq__pass_accept = {.prepare = prepare,
-                                           .stages = {{count, run}},
+const struct kvq__pass kvq__pass_accept = {.prepare = prepare_change,
+                                           .stages = {{count_change, run_change}},
                                            .n_stages = 1,
-                                           .finish = finish,
-                                           .end = end,
+                                           .finish = finish_change,
+                                           .end = end_change,
                                            .gpu_wave = kvq__gpu_accept_wave,
                                            .gpu_room = kvq__gpu_accept_room};

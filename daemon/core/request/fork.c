@@ -77,7 +77,7 @@ uint64_t kvq__fork_possible(const struct kvq__session *s, uint64_t at)
     return kvq__fork_floor(s, lower) <= lower ? lower : 0;
 }
 
-static int check_entry(struct kvq__queue *q, uint32_t i)
+static int check_fork(struct kvq__queue *q, uint32_t i)
 {
     uint64_t at = q->entries[i].position;
     int rc = kvq__entry_open(q, i, false);
@@ -144,8 +144,8 @@ struct cloning {
     uint64_t bytes;  // of blocks that it has needed so far
 };
 
-static void add_copy(struct cloning *c, uint32_t layer, bool packed, const uint8_t *from,
-                     uint8_t *to, uint64_t tokens)
+static void add_fork_copy(struct cloning *c, uint32_t layer, bool packed, const uint8_t *from,
+                          uint8_t *to, uint64_t tokens)
 {
     uint32_t n = tokens < KVQ_BLOCK_TOKENS ? (uint32_t)tokens : KVQ_BLOCK_TOKENS;
     assert(c->n_copies < c->room && from);
@@ -170,7 +170,7 @@ static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pag
     }
     int rc = take_block(c, l->packed_bytes, &to->packed);
     if (rc == 0 && l->packed > start)
-        add_copy(c, layer, true, from->packed.data, to->packed.data, l->packed - start);
+        add_fork_copy(c, layer, true, from->packed.data, to->packed.data, l->packed - start);
     return rc;
 }
 
@@ -186,7 +186,7 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
     }
     int rc = take_block(c, c->to->layers[layer].raw_bytes, &to->raw);
     if (rc == 0 && from->raw.data)
-        add_copy(c, layer, false, from->raw.data, to->raw.data, c->at - start);
+        add_fork_copy(c, layer, false, from->raw.data, to->raw.data, c->at - start);
     return rc;
 }
 
@@ -384,7 +384,7 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
 }
 
 // Extras are being added to just now, or a GPU has yet to pack units that would be copied.
-static bool packs(const struct kvq__session *s)
+static bool is_being_packed(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
@@ -446,7 +446,7 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
             return KVQ__AGAIN;
         if (!kvq__entry_alive(q, i) || check_again(q, i) < 0)
             continue;
-        if (packs(q->work[i].session))
+        if (is_being_packed(q->work[i].session))
             return KVQ__WAIT;
         if (!clone_entry(q, i)) {
             q->undoing = true;
@@ -464,7 +464,8 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
 enum kvq__progress kvq__op_fork(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_entry(q, i) == 0 && (q->work[i].session->exclusive || packs(q->work[i].session)))
+        if (check_fork(q, i) == 0 &&
+            (q->work[i].session->exclusive || is_being_packed(q->work[i].session)))
             return KVQ__WAIT;
     kvq__flight_begin(q->core, &q->flight);
     for (uint32_t i = 0; i < q->header.count; i++)
@@ -476,14 +477,14 @@ enum kvq__progress kvq__op_fork(struct kvq__queue *q)
     return kvq__fork_on(q);
 }
 
-static bool prepare(struct kvq__queue *q, uint32_t i)
+static bool prepare_fork(struct kvq__queue *q, uint32_t i)
 {
     (void)q;
     (void)i;
     return true;
 }
 
-static uint32_t count(const struct kvq__entry *w)
+static uint32_t count_fork(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -515,14 +516,14 @@ void kvq__copy_tokens(const struct kvq__layer *l, const struct kvq__copy *c)
         copy_raw(l, c);
 }
 
-static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+static void run_fork(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__copy *c = &q->work[i].fork.copies[item];
     (void)workspace;
     kvq__copy_tokens(&q->work[i].session->layers[c->layer], c);
 }
 
-static void end(struct kvq__queue *q, uint32_t i)
+static void end_fork(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
     if (w->forked->dropped)
@@ -531,9 +532,9 @@ static void end(struct kvq__queue *q, uint32_t i)
         q->results[i].value = w->fork.handle;
 }
 
-const struct kvq__pass kvq__pass_fork = {.prepare = prepare,
-                                         .stages = {{count, run}},
+const struct kvq__pass kvq__pass_fork = {.prepare = prepare_fork,
+                                         .stages = {{count_fork, run_fork}},
                                          .n_stages = 1,
-                                         .end = end,
+                                         .end = end_fork,
                                          .gpu_wave = kvq__gpu_fork_wave,
                                          .gpu_room = kvq__gpu_fork_room};

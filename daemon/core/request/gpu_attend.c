@@ -18,14 +18,14 @@ struct batch {
     uint64_t *shared;
 };
 
-static bool same_layer(const struct kvq_attend *a, const struct kvq_attend *b)
+static bool is_same_layer(const struct kvq_attend *a, const struct kvq_attend *b)
 {
     return kvq_format_same(a->format, b->format) && kvq_shape_same(a->shape, b->shape) &&
            a->book->k == b->book->k && a->book->v == b->book->v &&
            a->book->smooth == b->book->smooth;
 }
 
-static struct kvq_gpu_layer layer_of(const struct kvq__queue *q, const struct kvq_attend *a)
+static struct kvq_gpu_layer gpu_layer_of(const struct kvq__queue *q, const struct kvq_attend *a)
 {
     return (struct kvq_gpu_layer){
         a->format, a->shape, a->book->k || a->book->v ? a->book : NULL,
@@ -35,7 +35,7 @@ static struct kvq_gpu_layer layer_of(const struct kvq__queue *q, const struct kv
 size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_attend *a = &q->work[i].attend.call;
-    struct kvq_gpu_layer layer = layer_of(q, a);
+    struct kvq_gpu_layer layer = gpu_layer_of(q, a);
     struct kvq_gpu_attend_limits needs;
     char text[KVQ_GPU_TEXT];
     if (kvq_gpu_attend_needs(&layer, a, NULL, 1, &needs, text, sizeof text))
@@ -45,7 +45,7 @@ size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
 
 // ---- What sessions share ----
 
-static int by_block(const void *a, const void *b)
+static int order_by_block(const void *a, const void *b)
 {
     const struct kvq_attend *x = a, *y = b;
     uintptr_t p = x->n_pages ? (uintptr_t)x->pages[0].packed : 0;
@@ -60,8 +60,8 @@ static uint64_t shared_tokens(const struct kvq_attend *a, const struct kvq_atten
 
 // ---- Launching ----
 
-static int launch(struct kvq__wave *wave, const struct batch *b,
-                  const struct kvq_gpu_attend_limits *limits, uint32_t n)
+static int launch_attend(struct kvq__wave *wave, const struct batch *b,
+                         const struct kvq_gpu_attend_limits *limits, uint32_t n)
 {
     struct kvq__lane *lane = wave->lane;
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
@@ -87,7 +87,7 @@ static int launch(struct kvq__wave *wave, const struct batch *b,
 }
 
 // The first half of a call's queries, and the rest of them.
-static void cut(const struct kvq_attend *a, struct kvq_attend halves[2])
+static void cut_queries(const struct kvq_attend *a, struct kvq_attend halves[2])
 {
     uint32_t n = a->q_tokens / 2;
     halves[0] = halves[1] = *a;
@@ -111,13 +111,13 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
         return kvq__wave_launched(wave, 0, -1);
     if (kvq_gpu_attend_workspace_bytes(&b->layer, &needs) <=
         wave->queue->core->config.lane_workspace)
-        return launch(wave, b, &needs, n);
+        return launch_attend(wave, b, &needs, n);
     struct batch first = *b, rest = *b;
     uint32_t half = n / 2;
     if (n == 1 && b->calls->q_tokens == 1)
         return KVQ_E_LIMIT; // one token's partial results over a cache of many millions
     if (n == 1) {
-        cut(b->calls, halves);
+        cut_queries(b->calls, halves);
         first.calls = &halves[0];
         rest.calls = &halves[1];
         first.shared = rest.shared = NULL;
@@ -142,7 +142,7 @@ static uint32_t launches(const struct kvq_gpu_layer *layer, const struct kvq_att
         kvq_gpu_attend_needs(layer, call, NULL, 1, &needs, text, sizeof text) ||
         kvq_gpu_attend_workspace_bytes(layer, &needs) <= workspace)
         return 1;
-    cut(call, halves);
+    cut_queries(call, halves);
     return launches(layer, &halves[0], workspace) + launches(layer, &halves[1], workspace);
 }
 
@@ -150,17 +150,17 @@ static uint32_t launches(const struct kvq_gpu_layer *layer, const struct kvq_att
 uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_attend *call = &q->work[i].attend.call;
-    struct kvq_gpu_layer layer = layer_of(q, call);
+    struct kvq_gpu_layer layer = gpu_layer_of(q, call);
     return launches(&layer, call, q->core->config.lane_workspace) * (2 + KVQ_GPU_ATTEND_LAUNCHES);
 }
 
 // All calls of the wave that stand from `from` on and belong to the first of them, moved to the
 // front. Returns how many.
-static uint32_t gather(struct kvq_attend *calls, uint32_t from, uint32_t n)
+static uint32_t gather_calls(struct kvq_attend *calls, uint32_t from, uint32_t n)
 {
     uint32_t end = from + 1;
     for (uint32_t i = end; i < n; i++)
-        if (same_layer(&calls[from], &calls[i])) {
+        if (is_same_layer(&calls[from], &calls[i])) {
             struct kvq_attend moved = calls[i];
             calls[i] = calls[end];
             calls[end++] = moved;
@@ -180,13 +180,13 @@ int kvq__gpu_attend_wave(struct kvq__queue *q)
         if (kvq__entry_alive(q, i))
             calls[n++] = q->work[i].attend.call;
     for (uint32_t i = 0; rc == 0 && i < n; i += group) {
-        group = gather(calls, i, n);
-        qsort(calls + i, group, sizeof *calls, by_block);
+        group = gather_calls(calls, i, n);
+        qsort(calls + i, group, sizeof *calls, order_by_block);
         for (uint32_t j = i; j < i + group; j++)
             shared[j] = j > i ? shared_tokens(&calls[j - 1], &calls[j]) : 0;
         for (uint32_t j = i; j < i + group; j++)
             calls[j].pages = kvq__wave_there(&wave, calls[j].pages);
-        struct batch b = {layer_of(q, &calls[i]), calls + i, shared + i};
+        struct batch b = {gpu_layer_of(q, &calls[i]), calls + i, shared + i};
         rc = attend(&wave, &b, group);
     }
     return rc;

@@ -19,7 +19,7 @@ static const struct kvq__layer *own_layer(const struct kvq__queue *q, uint32_t i
 // ---- Store ----
 
 // Jobs of an entry: one, or one for each run of tokens in the engine's pages.
-static uint32_t store_jobs(const struct kvq__queue *q, uint32_t i)
+static uint32_t count_store_jobs(const struct kvq__queue *q, uint32_t i)
 {
     return q->work[i].store.list ? kvq__paged_count(&q->header, &q->entries[i]) : 1;
 }
@@ -28,7 +28,7 @@ size_t kvq__gpu_store_room(const struct kvq__queue *q, uint32_t i)
 {
     if (q->work[i].n_items == 0)
         return 0;
-    return store_jobs(q, i) * sizeof(struct kvq_gpu_store_job) + KVQ__RECIPE_ROOM;
+    return count_store_jobs(q, i) * sizeof(struct kvq_gpu_store_job) + KVQ__RECIPE_ROOM;
 }
 
 static void fill_store(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_job **next)
@@ -59,7 +59,7 @@ int kvq__gpu_store_wave(struct kvq__queue *q)
     kvq__wave_begin(&wave, q);
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (kvq__wave_has(q, i)) {
-            n += store_jobs(q, i);
+            n += count_store_jobs(q, i);
             most = q->entries[i].append > most ? q->entries[i].append : most;
         }
     struct kvq_gpu_store_job *jobs = kvq__wave_take(&wave, n * sizeof *jobs), *next = jobs;

@@ -16,7 +16,7 @@ struct kvq__pack_part {
     kvq_gpu_ptr guard;
 };
 
-static uint64_t units_of(const struct kvq__layer *l, uint64_t first, uint64_t end)
+static uint64_t units_between(const struct kvq__layer *l, uint64_t first, uint64_t end)
 {
     return (end - first) / l->format->unit_tokens;
 }
@@ -37,7 +37,7 @@ static size_t part_room(const struct kvq__layer *l, uint64_t first)
 
 size_t kvq__packs_room(const struct kvq__layer *l, uint64_t first, uint64_t end)
 {
-    return part_room(l, first) + units_of(l, first, end) * sizeof(struct kvq_gpu_unit);
+    return part_room(l, first) + units_between(l, first, end) * sizeof(struct kvq_gpu_unit);
 }
 
 void kvq__packs_begin(struct kvq__packs *p, struct kvq__queue *q)
@@ -52,7 +52,7 @@ uint64_t kvq__packs_add(struct kvq__packs *p, struct kvq__session *s, uint32_t l
     struct kvq__queue *q = p->queue;
     struct kvq__layer *l = &s->layers[layer];
     uint64_t first = l->enqueued > l->packed ? l->enqueued : l->packed;
-    uint64_t units = end > first ? units_of(l, first, end) : 0;
+    uint64_t units = end > first ? units_between(l, first, end) : 0;
     size_t used = q->arena_used + p->room + KVQ__WAVE_ROOM + part_room(l, first) + 64;
     uint64_t left = used < q->arena_bytes ? q->arena_bytes - used : 0;
     uint64_t most = left / sizeof(struct kvq_gpu_unit);
@@ -135,7 +135,7 @@ static void fill_part(struct packing *p, const struct kvq__pack_part *part)
 
 #define THERE(p, array) ((kvq_gpu_ptr)(uintptr_t)kvq__wave_there(&(p)->wave, array))
 
-static int launch(struct packing *p)
+static int launch_pack(struct packing *p)
 {
     struct kvq__wave *wave = &p->wave;
     const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
@@ -163,7 +163,7 @@ int kvq__packs_launch(struct kvq__packs *packs)
         fill_part(&p, part);
     p.runs[p.n_runs] = p.n_units;
     int rc = kvq__wave_copy(&p.wave);
-    return rc ? rc : launch(&p);
+    return rc ? rc : launch_pack(&p);
 }
 
 void kvq__packs_done(const struct kvq__packs *packs)
@@ -190,7 +190,7 @@ bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer 
 
 // ---- In a request ----
 
-static struct kvq__layer *layer_of(const struct kvq__queue *q, uint32_t i)
+static struct kvq__layer *layer_of_pack_entry(const struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
     return &s->layers[s->layers[q->header.layer].source];
@@ -199,7 +199,8 @@ static struct kvq__layer *layer_of(const struct kvq__queue *q, uint32_t i)
 size_t kvq__gpu_pack_room(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
-    return w->n_items ? kvq__packs_room(layer_of(q, i), w->pack.first, w->pack.end) + 64 : 0;
+    return w->n_items ? kvq__packs_room(layer_of_pack_entry(q, i), w->pack.first, w->pack.end) + 64
+                      : 0;
 }
 
 int kvq__gpu_pack_wave(struct kvq__queue *q)
@@ -241,7 +242,7 @@ static enum state state_of(const struct kvq__session *s, const struct kvq__lane 
     return state;
 }
 
-static void add_session(struct kvq__packs *packs, struct kvq__session *s)
+static void add_packed_session(struct kvq__packs *packs, struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
@@ -287,7 +288,7 @@ static bool pack_on(struct kvq__lane *lane)
             continue;
         if (!packs.queue && !open_background(&packs, lane))
             return false; // until something has ended there
-        add_session(&packs, s);
+        add_packed_session(&packs, s);
     }
     if (packs.queue)
         close_background(&packs);

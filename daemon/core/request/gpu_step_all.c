@@ -62,7 +62,7 @@ void kvq__gpu_part_none(struct kvq__queue *q, uint32_t i)
 
 // ---- Storing ----
 
-static uint32_t store_jobs(const struct kvq__queue *q, uint32_t i)
+static uint32_t count_step_all_stores(const struct kvq__queue *q, uint32_t i)
 {
     return q->work[i].all.list ? kvq__paged_count(&q->header, &q->entries[i]) : 1;
 }
@@ -71,7 +71,7 @@ static size_t store_room(const struct kvq__queue *q, uint32_t i, uint32_t layer)
 {
     (void)layer;
     return q->work[i].n_pages * sizeof(struct kvq_page) + 64 + KVQ__RECIPE_ROOM +
-           2 * sizeof(void *) + store_jobs(q, i) * sizeof(struct kvq_gpu_store_job);
+           2 * sizeof(void *) + count_step_all_stores(q, i) * sizeof(struct kvq_gpu_store_job);
 }
 
 bool kvq__gpu_store_all_prepare(struct kvq__queue *q, uint32_t i)
@@ -119,7 +119,7 @@ static void fill_entry(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
     w->settles = true;
 }
 
-static bool stores(const struct kvq__queue *q, uint32_t i)
+static bool entry_stores(const struct kvq__queue *q, uint32_t i)
 {
     return kvq__entry_alive(q, i) && q->work[i].part.to > q->work[i].part.from;
 }
@@ -129,10 +129,10 @@ int kvq__gpu_store_all_wave(struct kvq__queue *q)
     struct kvq__wave wave;
     uint32_t n = 0, layers = 0, most = 0;
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
-        if (stores(q, i)) {
+        if (entry_stores(q, i)) {
             const struct kvq__entry *w = &q->work[i];
             layers += w->part.to - w->part.from;
-            n += (w->part.to - w->part.from) * store_jobs(q, i);
+            n += (w->part.to - w->part.from) * count_step_all_stores(q, i);
             most = q->entries[i].append > most ? q->entries[i].append : most;
         }
     if (n == 0)
@@ -140,7 +140,7 @@ int kvq__gpu_store_all_wave(struct kvq__queue *q)
     kvq__wave_begin_for(&wave, q, layers);
     struct kvq_gpu_store_job *jobs = kvq__wave_take(&wave, n * sizeof *jobs), *next = jobs;
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
-        if (stores(q, i))
+        if (entry_stores(q, i))
             fill_entry(&wave, i, &next);
     int rc = kvq__wave_copy(&wave);
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
@@ -223,8 +223,8 @@ bool kvq__gpu_publish_prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static void add_copy(struct publishing *p, uint64_t offset, const uint8_t *from, size_t bytes,
-                     uint32_t rows)
+static void add_publish_copy(struct publishing *p, uint64_t offset, const uint8_t *from,
+                             size_t bytes, uint32_t rows)
 {
     if (bytes > 0 && rows > 0)
         p->jobs[p->n++] = (struct kvq_gpu_copy){.to = (uint8_t *)(uintptr_t)(p->table + offset),
@@ -252,8 +252,8 @@ static uint8_t *place(void *context, uint64_t offset, size_t bytes)
     p->piece_at = offset;
     p->piece_bytes = bytes;
     uint32_t rows = (uint32_t)(bytes / ROW);
-    add_copy(p, offset, memory, ROW, rows);
-    add_copy(p, offset + (uint64_t)rows * ROW, memory + (size_t)rows * ROW, bytes % ROW, 1);
+    add_publish_copy(p, offset, memory, ROW, rows);
+    add_publish_copy(p, offset + (uint64_t)rows * ROW, memory + (size_t)rows * ROW, bytes % ROW, 1);
     return memory;
 }
 
@@ -280,14 +280,14 @@ int kvq__gpu_publish_wave(struct kvq__queue *q)
     struct publishing p = {0};
     uint32_t most = 0;
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
-        if (stores(q, i) && table_of(q, i))
+        if (entry_stores(q, i) && table_of(q, i))
             most += 4 * (q->work[i].part.to - q->work[i].part.from) + 1;
     if (most == 0)
         return 0;
     kvq__wave_begin_for(&p.wave, q, 0);
     p.jobs = kvq__wave_take(&p.wave, most * sizeof *p.jobs);
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
-        if (stores(q, i) && table_of(q, i))
+        if (entry_stores(q, i) && table_of(q, i))
             publish_entry(&p, i);
     assert(p.n <= most);
     int rc = kvq__wave_copy(&p.wave);

@@ -10,8 +10,8 @@
 #include "daemon/core/state.h"
 
 // Addresses of the pages that hold tokens [first, end).
-static void find_pages(const struct kvq__layer *l, uint64_t first, uint64_t end,
-                       struct kvq_page *pages)
+static void find_pack_pages(const struct kvq__layer *l, uint64_t first, uint64_t end,
+                            struct kvq_page *pages)
 {
     uint32_t from = (uint32_t)(first / KVQ_BLOCK_TOKENS);
     for (uint32_t i = from; i < kvq__pages_of(end); i++) {
@@ -106,12 +106,12 @@ static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t 
 
 // ---- In a request ----
 
-static struct kvq__layer *layer_of(const struct kvq__queue *q, const struct kvq__session *s)
+static struct kvq__layer *next_pack_layer(const struct kvq__queue *q, const struct kvq__session *s)
 {
     return &s->layers[s->layers[q->header.layer].source];
 }
 
-static bool prepare(struct kvq__queue *q, uint32_t i)
+static bool prepare_pack(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
@@ -122,7 +122,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
         return true;
     }
-    struct kvq__layer *l = layer_of(q, s);
+    struct kvq__layer *l = next_pack_layer(q, s);
     uint64_t end = kvq__packed_at(s, l, w->past), first = l->packed;
     if (first >= end)
         return true;
@@ -130,7 +130,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     w->pages = kvq__arena_take(q, pages * sizeof *w->pages);
     if (!w->pages)
         return false;
-    find_pages(l, first, pages_end(l, end), w->pages);
+    find_pack_pages(l, first, pages_end(l, end), w->pages);
     w->pack.first = first;
     w->pack.end = end;
     w->pack.extras = l->extras.data;
@@ -138,33 +138,34 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count(const struct kvq__entry *w)
+static uint32_t count_pack(const struct kvq__entry *w)
 {
     return w->n_items;
 }
 
-static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+static void run_pack(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
-    struct packing p = {w->session,     layer_of(q, w->session), w->pages,
-                        w->pack.extras, w->pack.first,           w->pack.end};
+    struct packing p = {w->session,    next_pack_layer(q, w->session),
+                        w->pages,      w->pack.extras,
+                        w->pack.first, w->pack.end};
     pack_item(&p, item, workspace);
 }
 
-static void finish(struct kvq__queue *q, uint32_t i)
+static void finish_pack(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     if (!w->packing)
         return;
-    struct kvq__layer *l = layer_of(q, w->session);
+    struct kvq__layer *l = next_pack_layer(q, w->session);
     w->packing = false;
     finish_layer(w->session, l, w->n_items ? kvq__packed_at(w->session, l, w->past) : 0);
 }
 
-const struct kvq__pass kvq__pass_pack = {.prepare = prepare,
-                                         .stages = {{count, run}},
+const struct kvq__pass kvq__pass_pack = {.prepare = prepare_pack,
+                                         .stages = {{count_pack, run_pack}},
                                          .n_stages = 1,
-                                         .finish = finish,
+                                         .finish = finish_pack,
                                          .gpu_wave = kvq__gpu_pack_wave,
                                          .gpu_room = kvq__gpu_pack_room};
 
@@ -194,7 +195,7 @@ void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w)
         kvq__pack_queue(s);
 }
 
-static bool take_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
+static bool take_pack_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
@@ -207,7 +208,7 @@ static bool take_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     struct kvq_page *pages = kvq__arena_take(q, n * sizeof *pages);
     if (!pages)
         return false;
-    find_pages(l, first, to, pages);
+    find_pack_pages(l, first, to, pages);
     w->packs.packs[w->packs.n++] =
         (struct kvq__layer_pack){layer, w->n_items, first, end, pages, l->extras.data};
     w->n_items += items_of(l, first, end);
@@ -235,7 +236,7 @@ static bool prepare_all(struct kvq__queue *q, uint32_t i)
     room = w->packs.packs != NULL;
     for (uint32_t l = 0; l < s->n_layers && room; l++)
         if (kvq__layer_owns(s, l))
-            room = take_layer(q, i, l);
+            room = take_pack_layer(q, i, l);
     return room;
 }
 
@@ -266,7 +267,7 @@ static void finish_all(struct kvq__queue *q, uint32_t i)
 }
 
 const struct kvq__pass kvq__pass_pack_all = {.prepare = prepare_all,
-                                             .stages = {{count, run_all}},
+                                             .stages = {{count_pack, run_all}},
                                              .n_stages = 1,
                                              .finish = finish_all,
                                              .gpu_wave = kvq__gpu_pack_all_wave,
@@ -274,7 +275,7 @@ const struct kvq__pass kvq__pass_pack_all = {.prepare = prepare_all,
 
 // ---- In the background ----
 
-static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
+static void run_background_pack(struct kvq__job *job, uint32_t item, void *workspace)
 {
     struct kvq__packer *p = (void *)((char *)job - offsetof(struct kvq__packer, job));
     const struct kvq__layer *l = &p->session->layers[p->layer];
@@ -282,7 +283,7 @@ static void run_background(struct kvq__job *job, uint32_t item, void *workspace)
     pack_item(&packing, item, workspace);
 }
 
-static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer)
+static void begin_background_pack(struct kvq__core *core, struct kvq__session *s, uint32_t layer)
 {
     struct kvq__packer *p = &core->packer;
     struct kvq__layer *l = &s->layers[layer];
@@ -291,9 +292,9 @@ static void begin(struct kvq__core *core, struct kvq__session *s, uint32_t layer
     p->layer = layer;
     p->first = l->packed;
     p->end = kvq__pack_due(s, layer) < most ? kvq__pack_due(s, layer) : most;
-    find_pages(l, p->first, pages_end(l, p->end), p->pages);
+    find_pack_pages(l, p->first, pages_end(l, p->end), p->pages);
     p->extras = l->extras.data;
-    p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background};
+    p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background_pack};
     l->packer = p;
     s->refs++; // not a use that would end the session's idle time
     kvq__flight_begin(core, &p->flight);
@@ -310,7 +311,7 @@ static bool try_session(struct kvq__core *core, struct kvq__session *s, bool *be
         any = true;
         if (s->layers[i].packer)
             continue;
-        begin(core, s, i);
+        begin_background_pack(core, s, i);
         *begun = true;
         break;
     }

@@ -11,13 +11,13 @@ enum { CHUNK = 32 }; // tokens of one item
 
 // ---- Start ----
 
-static int open_views(struct kvq__queue *q)
+static int open_read_views(struct kvq__queue *q)
 {
     int rc = kvq__view_open(q, KVQ__VIEW_K);
     return rc ? rc : kvq__view_open(q, KVQ__VIEW_V);
 }
 
-static int check_entry(struct kvq__queue *q, uint32_t i)
+static int check_read(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
     int rc = kvq__entry_open(q, i, false);
@@ -57,11 +57,11 @@ static void find_range(struct kvq__queue *q, uint32_t i)
 enum kvq__progress kvq__op_read(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_pack, &kvq__pass_read};
-    int rc = open_views(q);
+    int rc = open_read_views(q);
     if (rc < 0)
         return kvq__request_end(q, rc);
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_entry(q, i) == 0 && kvq__read_must_wait(q, i, q->header.layer))
+        if (check_read(q, i) == 0 && kvq__read_must_wait(q, i, q->header.layer))
             return KVQ__WAIT;
     rc = kvq__outputs_check(q);
     if (rc < 0)
@@ -77,7 +77,7 @@ enum kvq__progress kvq__op_read(struct kvq__queue *q)
 
 // ---- The pass ----
 
-static bool prepare(struct kvq__queue *q, uint32_t i)
+static bool prepare_read(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     w->n_items = 0;
@@ -100,7 +100,7 @@ static bool prepare(struct kvq__queue *q, uint32_t i)
     return q->gpu ? kvq__gpu_read_prepare(q, i) : true;
 }
 
-static uint32_t count(const struct kvq__entry *w)
+static uint32_t count_read(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -128,7 +128,7 @@ static void scatter(const struct kvq__queue *q, uint32_t view, uint64_t row, uin
         memcpy(to + t * v->token_stride, (const uint8_t *)from + t * row_bytes, row_bytes);
 }
 
-static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+static void run_read(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     _Alignas(64) float k_rows[CHUNK * KVQ_MAX_HEAD_DIM], v_rows[CHUNK * KVQ_MAX_HEAD_DIM];
     _Alignas(64) uint8_t record[KVQ_BLOCK_TOKENS * KVQ_MAX_HEAD_DIM * 4];
@@ -160,8 +160,8 @@ static void run(const struct kvq__queue *q, uint32_t i, uint32_t item, void *wor
     }
 }
 
-const struct kvq__pass kvq__pass_read = {.prepare = prepare,
-                                         .stages = {{count, run}},
+const struct kvq__pass kvq__pass_read = {.prepare = prepare_read,
+                                         .stages = {{count_read, run_read}},
                                          .n_stages = 1,
                                          .gpu_wave = kvq__gpu_read_wave,
                                          .gpu_room = kvq__gpu_read_room,

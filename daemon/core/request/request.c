@@ -285,7 +285,7 @@ void kvq__request_release(struct kvq__queue *q)
 // ---- Waves, stages, jobs ----
 
 // The entry of the wave that the item belongs to: the last one that starts at or before it.
-static uint32_t entry_of(const struct kvq__queue *q, uint32_t item)
+static uint32_t entry_of_item(const struct kvq__queue *q, uint32_t item)
 {
     uint32_t low = 0, high = q->wave_to - q->wave_from;
     while (high - low > 1) {
@@ -298,10 +298,10 @@ static uint32_t entry_of(const struct kvq__queue *q, uint32_t item)
     return low;
 }
 
-static void run_item(struct kvq__job *job, uint32_t item, void *workspace)
+static void run_wave_item(struct kvq__job *job, uint32_t item, void *workspace)
 {
     struct kvq__queue *q = (void *)((char *)job - offsetof(struct kvq__queue, job));
-    uint32_t entry = entry_of(q, item);
+    uint32_t entry = entry_of_item(q, item);
     const struct kvq__stage *stage = &q->passes[q->pass]->stages[q->stage];
     stage->item(q, q->wave_from + entry, item - q->first_item[entry], workspace);
 }
@@ -408,7 +408,7 @@ static bool stage_begin(struct kvq__queue *q)
         if (kvq__entry_alive(q, i))
             items += stage->count(&q->work[i]);
     }
-    q->job = (struct kvq__job){items, run_item};
+    q->job = (struct kvq__job){items, run_wave_item};
     return items > 0;
 }
 
@@ -420,7 +420,7 @@ static void wave_finish(struct kvq__queue *q)
             pass->finish(q, i);
 }
 
-static bool stores(const struct kvq__queue *q)
+static bool request_stores(const struct kvq__queue *q)
 {
     return q->header.op == KVQ_OP_APPEND || q->header.op == KVQ_OP_APPEND_ATTEND;
 }
@@ -428,7 +428,7 @@ static bool stores(const struct kvq__queue *q)
 // What the GPU found out about appended values, once it is done.
 static void tell_nonfinite(struct kvq__queue *q)
 {
-    for (uint32_t i = 0; stores(q) && i < q->header.count; i++) {
+    for (uint32_t i = 0; request_stores(q) && i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
         if (!kvq__entry_alive(q, i) || !w->tail_use || w->session->step_serial != w->step_serial ||
             !kvq__step_nonfinite(w->session))
@@ -537,7 +537,7 @@ static bool any_failed(const struct kvq__queue *q)
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
     q->gpu_wait = KVQ__GPU_NONE;
-    for (uint32_t i = 0; q->holding && stores(q) && i < q->header.count; i++)
+    for (uint32_t i = 0; q->holding && request_stores(q) && i < q->header.count; i++)
         if (q->results[i].status < 0)
             kvq__append_failed(q, i);
     if (is_on_stream(q) && q->timeline.gpu)
@@ -598,7 +598,7 @@ static void reset_works(struct kvq__queue *q)
 }
 
 // Whether what the request asks of the session waits for layers that are yet to be read.
-static bool is_loading(const struct kvq__queue *q, const struct kvq__session *s)
+static bool waits_for_loading(const struct kvq__queue *q, const struct kvq__session *s)
 {
     uint32_t layer = q->header.layer;
     if (s->n_loading == 0)
@@ -620,7 +620,7 @@ static bool is_loading(const struct kvq__queue *q, const struct kvq__session *s)
 }
 
 // Whether a session of the request is not to be looked at yet.
-static bool must_wait(struct kvq__queue *q)
+static bool request_must_wait(struct kvq__queue *q)
 {
     struct kvq__handle *h;
     const struct kvq__core *core = q->core;
@@ -633,7 +633,7 @@ static bool must_wait(struct kvq__queue *q)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
             wait |= up->park_asks(q, i, h->session) || // all that are away are asked for at once
                     kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || up->move_asks(h->session) ||
-                    kvq__gpu_commit_asks(q, i, h) || is_loading(q, h->session) ||
+                    kvq__gpu_commit_asks(q, i, h) || waits_for_loading(q, h->session) ||
                     up->demoted_asks(q, i, h->session);
     return wait;
 }
@@ -665,7 +665,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     q->written_to = 0;
     memset(q->buffers, 0, sizeof q->buffers);
     reset_works(q);
-    if (must_wait(q)) {
+    if (request_must_wait(q)) {
         keep_others(q);
         return KVQ__WAIT;
     }
@@ -673,7 +673,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
 }
 
 // Whatever becomes of a request on a stream, its lane signals, and so must have room for that.
-static enum kvq__progress begin(struct kvq__queue *q)
+static enum kvq__progress begin_request(struct kvq__queue *q)
 {
     if (is_on_stream(q) && q->timeline.gpu && !kvq__lane_takes(q))
         return KVQ__GPU;
@@ -693,7 +693,7 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
         q->work[i].told = q->work[i].part.more = q->work[i].fetch_asked = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
-    return begin(q);
+    return begin_request(q);
 }
 
 enum kvq__progress kvq__request_continue(struct kvq__queue *q)
@@ -702,7 +702,7 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *q)
     if (q->cloning)
         return kvq__fork_on(q);
     if (!q->running)
-        return q->gpu_wait ? begin(q) : attempt(q);
+        return q->gpu_wait ? begin_request(q) : attempt(q);
     if (q->gpu_wait == KVQ__GPU_END && !q->client->gone)
         return all_ended(q);
     // Accept has moved committed rows by now, so it goes on to its end.

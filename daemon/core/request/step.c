@@ -147,7 +147,7 @@ static int check_commit(const struct kvq__session *s)
 }
 
 // Ends the step of a shard. If its group cannot commit, `result` says because of which.
-static int prepare(struct kvq__session *s, struct kvq_result *result)
+static int prepare_commit(struct kvq__session *s, struct kvq_result *result)
 {
     const struct kvq__session *other;
     kvq__step_part(s);
@@ -166,7 +166,7 @@ int kvq__step_commit(struct kvq__session *s, struct kvq_result *result)
     int rc = check_commit(s);
     *result = (struct kvq_result){.value = s->tokens + (rc ? 0 : s->step_tokens)};
     if (rc == 0 && s->group)
-        rc = prepare(s, result);
+        rc = prepare_commit(s, result);
     else if (rc == 0)
         kvq__step_publish(s);
     if (rc < 0)
@@ -203,12 +203,12 @@ static int check_begin(struct kvq__queue *q, uint32_t i)
 }
 
 // Something under way still uses what the step would write.
-static bool must_wait(const struct kvq__session *s)
+static bool step_must_wait(const struct kvq__session *s)
 {
     return s->exclusive || s->tail_use > 0;
 }
 
-static bool begin_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i)
+static bool begin_step_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
     if (check_begin(q, i) < 0) // again, for a session may stand in two entries
@@ -235,7 +235,7 @@ enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
     if (rc < 0)
         return kvq__request_end(q, rc);
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_begin(q, i) == 0 && must_wait(q->work[i].session))
+        if (check_begin(q, i) == 0 && step_must_wait(q->work[i].session))
             return KVQ__WAIT;
     struct kvq__step *step = step_new(q->client, number);
     if (!step)
@@ -245,7 +245,7 @@ enum kvq__progress kvq__op_step_begin(struct kvq__queue *q)
         return KVQ__WAIT;
     }
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (kvq__entry_alive(q, i) && !begin_entry(q, step, i))
+        if (kvq__entry_alive(q, i) && !begin_step_entry(q, step, i))
             kvq__admission_untake(q, i);
     kvq__step_close_if_empty(step); // if no entry got in
     q->completion.value = number;

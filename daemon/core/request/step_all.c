@@ -60,7 +60,7 @@ static int check_tensors(struct kvq__queue *q, uint32_t i)
     return rc;
 }
 
-static int check_room(const struct kvq__queue *q, uint32_t i)
+static int check_step_all_room(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__table *t = w->handle->table;
@@ -70,7 +70,7 @@ static int check_room(const struct kvq__queue *q, uint32_t i)
     return t && kvq__pages_of(w->session->tokens + append) > t->memory.pages ? KVQ_E_LIMIT : 0;
 }
 
-static int check_entry(struct kvq__queue *q, uint32_t i)
+static int check_step_all(struct kvq__queue *q, uint32_t i)
 {
     bool write = q->entries[i].append > 0;
     int rc = kvq__entry_open_at(q, i, write);
@@ -83,7 +83,7 @@ static int check_entry(struct kvq__queue *q, uint32_t i)
     else if (write && s->step)
         rc = KVQ_E_BUSY;
     else
-        rc = check_room(q, i);
+        rc = check_step_all_room(q, i);
     if (rc == 0 && write && kvq__group_missing(s, &missing))
         return kvq__entry_fail_by(q, i, KVQ_E_NO_SESSION, s->tokens, missing);
     if (rc == 0 && write)
@@ -111,7 +111,7 @@ static bool layer_must_wait(const struct kvq__queue *q, uint32_t i, const struct
                : others && !kvq__lane_ended(l->pack_lane, l->pack_number);
 }
 
-static bool must_wait(const struct kvq__queue *q, uint32_t i)
+static bool step_all_must_wait(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
     bool wait = s->exclusive || (q->entries[i].append > 0 && s->tail_use > 0);
@@ -122,7 +122,7 @@ static bool must_wait(const struct kvq__queue *q, uint32_t i)
 
 // ---- Start ----
 
-static int begin_entry(struct kvq__queue *q, uint32_t i)
+static int begin_step_all_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
     if (q->entries[i].append == 0)
@@ -142,7 +142,7 @@ static int begin_entry(struct kvq__queue *q, uint32_t i)
     return 0;
 }
 
-static void hold_entry(struct kvq__queue *q, uint32_t i)
+static void hold_step_all_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     kvq__hold(q, i);
@@ -179,7 +179,7 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
     if (rc < 0)
         return kvq__request_end(q, rc);
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (check_entry(q, i) == 0 && must_wait(q, i))
+        if (check_step_all(q, i) == 0 && step_all_must_wait(q, i))
             return KVQ__WAIT;
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
@@ -193,8 +193,8 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
     kvq__buffer_use(q->client, q->buffers[KVQ__VIEW_LIST], &q->held_buffers);
     kvq__step_open(&q->own_step, q->client);
     for (uint32_t i = 0; i < q->header.count; i++)
-        if (kvq__entry_alive(q, i) && begin_entry(q, i) == 0)
-            hold_entry(q, i);
+        if (kvq__entry_alive(q, i) && begin_step_all_entry(q, i) == 0)
+            hold_step_all_entry(q, i);
     kvq__step_close_if_empty(&q->own_step);
     q->packs.queue = NULL;
     return kvq__request_run(q, passes, 3);
@@ -202,7 +202,7 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
 
 // ---- Storing all layers ----
 
-static bool take_memory(struct kvq__queue *q, uint32_t i)
+static bool take_step_all_memory(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     uint32_t layers = w->session->n_layers;
@@ -282,7 +282,7 @@ static bool prepare_store(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
     }
-    if (!(q->gpu ? take_on_gpu(q, i) : take_memory(q, i)))
+    if (!(q->gpu ? take_on_gpu(q, i) : take_step_all_memory(q, i)))
         return false;
     int rc = find_layers(q, i);
     if (rc < 0) {
@@ -292,7 +292,7 @@ static bool prepare_store(struct kvq__queue *q, uint32_t i)
     return true;
 }
 
-static uint32_t count_items(const struct kvq__entry *w)
+static uint32_t count_step_all_items(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -336,7 +336,7 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
 }
 
 const struct kvq__pass kvq__pass_store_all = {.prepare = prepare_store,
-                                              .stages = {{count_items, run_store}},
+                                              .stages = {{count_step_all_items, run_store}},
                                               .n_stages = 1,
                                               .finish = finish_store,
                                               .gpu_wave = kvq__gpu_store_all_wave,

@@ -54,7 +54,7 @@ static bool is_inside(const struct kvq__queue *q, uint32_t view, wide start, uin
     return end <= q->buffers[view]->memory.bytes;
 }
 
-static bool overlaps(const struct kvq_wire_view *v, uint32_t heads, uint32_t dim, uint64_t n)
+static bool view_overlaps(const struct kvq_wire_view *v, uint32_t heads, uint32_t dim, uint64_t n)
 {
     uint64_t width = (uint64_t)dim * kvq__dtype_bytes(v->dtype);
     return (heads > 1 && v->head_stride < width) || (n > 1 && v->token_stride < width);
@@ -66,7 +66,7 @@ int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, ui
     const struct kvq_wire_view *v = kvq__view(q, view);
     if (n == 0)
         return 0;
-    if (overlaps(v, heads, dim, n))
+    if (view_overlaps(v, heads, dim, n))
         return KVQ_E_INVALID;
     wide last = v->offset + ((wide)row + n - 1) * v->token_stride;
     return is_inside(q, view, last, heads, dim) ? 0 : KVQ_E_BOUNDS;
@@ -194,8 +194,8 @@ int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
 {
     uint32_t n = kvq__paged_count(&q->header, e), size = q->header.page_tokens;
     uint32_t last = (uint32_t)(((uint64_t)e->list_token + e->append - 1) % size) + 1;
-    if (overlaps(&q->header.k, s->kv_heads, s->k_dim, e->append) ||
-        overlaps(&q->header.v, s->kv_heads, s->v_dim, e->append))
+    if (view_overlaps(&q->header.k, s->kv_heads, s->k_dim, e->append) ||
+        view_overlaps(&q->header.v, s->kv_heads, s->v_dim, e->append))
         return KVQ_E_INVALID;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t to = i + 1 < n ? size : last;

@@ -25,7 +25,7 @@ static bool was_refused(const struct kvq__session *s)
            s->core->now - s->home_refused_at < AGAIN_NS;
 }
 
-static bool has_room(const struct kvq__session *s, uint64_t bytes)
+static bool has_place_room(const struct kvq__session *s, uint64_t bytes)
 {
     return s->home->budget - s->home->used_bytes >= bytes && !was_refused(s) &&
            kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
@@ -40,7 +40,7 @@ void kvq__demoted_refused(struct kvq__session *s)
 void kvq__demoted_ask(struct kvq__session *s)
 {
     uint64_t bytes = s->home ? kvq__session_bytes_at(s, s->tokens) : 0;
-    if (s->home && !kvq__is_offloaded(s) && !s->move && has_room(s, bytes))
+    if (s->home && !kvq__is_offloaded(s) && !s->move && has_place_room(s, bytes))
         go_home(s);
 }
 
@@ -53,7 +53,7 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     if (s->move || s->park || s->n_loading)
         return true;
     uint64_t bytes = kvq__session_bytes_at(s, s->tokens);
-    if (has_room(s, bytes)) {
+    if (has_place_room(s, bytes)) {
         int rc = go_home(s);
         q->work[i].no_room = rc == KVQ_E_NO_MEMORY ? rc : 0;
         return rc != KVQ_E_NO_MEMORY && !core->draining;

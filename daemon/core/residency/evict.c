@@ -72,7 +72,7 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
     return seen ? own / seen : 0;
 }
 
-static uint64_t bytes_of(const struct kvq__session *s)
+static uint64_t evictable_bytes(const struct kvq__session *s)
 {
     return kvq__session_bytes_at(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
 }
@@ -85,7 +85,7 @@ static uint64_t gain_of(const struct kvq__session *s, const struct kvq__shortage
     if (!kvq__shortage_counts(shortage, s))
         return 0;
     bool begun = s->restore && !s->restore->entered; // it comes back, and has not all as yet
-    uint64_t bytes = begun ? s->restore->reserved : bytes_of(s);
+    uint64_t bytes = begun ? s->restore->reserved : evictable_bytes(s);
     return (uint64_t)((double)bytes * own_part(s, ns, shared));
 }
 
@@ -134,11 +134,12 @@ struct look {
     uint64_t gain, bytes, unsaved, idle, back, try_after;
 };
 
-static void look_at(const struct kvq__session *s, const struct choice *c, struct look *look)
+static void consider_session(const struct kvq__session *s, const struct choice *c,
+                             struct look *look)
 {
     const struct kvq__eviction_request *asked = c->asked;
     const struct kvq__core *core = s->core;
-    uint64_t idle = core->now - s->idle_since, bytes = bytes_of(s);
+    uint64_t idle = core->now - s->idle_since, bytes = evictable_bytes(s);
     look->used |= s->park || kvq__is_fetching(s) || kvq__session_in_use(s);
     look->used |= s->pool->gpu && saves_of(s); // a copy elsewhere frees nothing before they end
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
@@ -153,13 +154,13 @@ static void look_at(const struct kvq__session *s, const struct choice *c, struct
     look->try_after = s->try_after > look->try_after ? s->try_after : look->try_after;
 }
 
-static struct look look_at_all(const struct kvq__session *s, const struct choice *c)
+static struct look consider_all(const struct kvq__session *s, const struct choice *c)
 {
     struct look look = {.idle = UINT64_MAX};
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         if (m)
-            look_at(m, c, &look);
+            consider_session(m, c, &look);
     }
     return look;
 }
@@ -179,7 +180,7 @@ static bool consider(struct choice *c, struct kvq__session *s)
 {
     const struct kvq__core *core = s->core;
     const struct kvq__eviction_request *asked = c->asked;
-    struct look look = look_at_all(s, c);
+    struct look look = consider_all(s, c);
     if (look.gain == 0 || look.own)
         return false;
     if (look.used || look.claimed || look.pinned) {
@@ -340,7 +341,7 @@ static void claim_all(struct kvq__core *core, const struct kvq__eviction_request
 
 // ---- Evicting ----
 
-static struct kvq__evicting *slot_of(struct kvq__core *core, const struct kvq__pool *pool)
+static struct kvq__evicting *eviction_slot(struct kvq__core *core, const struct kvq__pool *pool)
 {
     return &core->evicting[pool - core->pools];
 }
@@ -381,9 +382,10 @@ static void note_failed(struct kvq__session *s, bool demotes, int status)
         s->try_after = after;
 }
 
-static int start(struct kvq__core *core, const struct choice *c, enum kvq__park_reason reason)
+static int start_eviction(struct kvq__core *core, const struct choice *c,
+                          enum kvq__park_reason reason)
 {
-    struct kvq__evicting *e = slot_of(core, c->best->pool);
+    struct kvq__evicting *e = eviction_slot(core, c->best->pool);
     uint64_t ticket;
     if (e->ticket)
         return KVQ_E_BUSY;
@@ -467,7 +469,7 @@ static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_r
                                                                       : KVQ__HELP_NONE;
     bool quota = asked->shortage->code == KVQ_E_QUOTA;
     while (c->best) {
-        int rc = start(core, c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
+        int rc = start_eviction(core, c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
         if (rc == 0 || rc == KVQ_E_BUSY)
             return KVQ__HELP_NOW;
         choose(core, asked, c->shared, c);
@@ -572,7 +574,7 @@ static void relieve(struct kvq__core *core, const struct choice *c)
         if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY))
             break;
     if (is_above(core, pool))
-        start(core, c, KVQ__PARK_ROOM);
+        start_eviction(core, c, KVQ__PARK_ROOM);
 }
 
 // Where nobody needs the room disk is where what is idle goes.
@@ -583,7 +585,7 @@ static void park_idle(struct kvq__core *core, struct choice *c)
         kvq__session_parkable(c->best, NULL) < 0)
         return;
     c->way = TO_DISK;
-    start(core, c, KVQ__PARK_IDLE);
+    start_eviction(core, c, KVQ__PARK_IDLE);
 }
 
 static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)

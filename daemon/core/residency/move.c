@@ -122,7 +122,7 @@ static int take_sheets(struct kvq__namespace *ns, struct kvq__moved *m)
     return rc;
 }
 
-static int take_part(struct kvq__move *move, struct kvq__moved *m)
+static int take_moved_part(struct kvq__move *move, struct kvq__moved *m)
 {
     struct kvq__core *core = move->core;
     const struct kvq__session *s = m->session;
@@ -147,7 +147,7 @@ static int take_part(struct kvq__move *move, struct kvq__moved *m)
 
 // ---- From phase to phase ----
 
-static void finish(struct kvq__move *move, int status)
+static void finish_move(struct kvq__move *move, int status)
 {
     char text[KVQ_TEXT_BYTES / 2];
     move->finished = true;
@@ -159,7 +159,7 @@ static void finish(struct kvq__move *move, int status)
 }
 
 // The session's requests go on, wherever it is by now.
-static void let_go(struct kvq__move *move, struct kvq__moved *m)
+static void let_go_of_moved(struct kvq__move *move, struct kvq__moved *m)
 {
     struct kvq__session *s = m->session;
     m->session = NULL;
@@ -188,14 +188,14 @@ static void abandon(struct kvq__move *move, struct kvq__moved *m)
     exempt_new(m);
     unequip(m, move->to->gpu);
     kvq__pack_queue(m->session);
-    let_go(move, m);
+    let_go_of_moved(move, m);
 }
 
-static void fail(struct kvq__move *move, int status)
+static void fail_move(struct kvq__move *move, int status)
 {
     for (uint32_t i = 0; i < move->n; i++)
         abandon(move, &move->moved[i]);
-    finish(move, status);
+    finish_move(move, status);
     move_enter(move, move->phase > KVQ__MOVE_WAITING ? KVQ__MOVE_DRAINING : KVQ__MOVE_OVER);
 }
 
@@ -206,10 +206,10 @@ void kvq__move_lost(struct kvq__session *s)
         return;
     kvq__fail(move->text, KVQ_E_CANCELLED, "session \"%s\" was dropped before it was moved",
               s->name);
-    fail(move, KVQ_E_CANCELLED);
+    fail_move(move, KVQ_E_CANCELLED);
 }
 
-static bool is_idle(const struct kvq__move *move)
+static bool moved_are_idle(const struct kvq__move *move)
 {
     for (uint32_t i = 0; i < move->n; i++) {
         const struct kvq__session *s = move->moved[i].session;
@@ -219,7 +219,7 @@ static bool is_idle(const struct kvq__move *move)
     return true;
 }
 
-static void begin(struct kvq__move *move)
+static void begin_move(struct kvq__move *move)
 {
     int rc = kvq__mover_open(move->core);
     move_enter(move, KVQ__MOVE_RESERVING);
@@ -231,7 +231,7 @@ static void begin(struct kvq__move *move)
     move->bytes = kvq__move_need(move);
     rc = rc ? rc : kvq__move_check_room(move, move->text);
     for (uint32_t i = 0; rc == 0 && i < move->n; i++)
-        rc = take_part(move, &move->moved[i]);
+        rc = take_moved_part(move, &move->moved[i]);
     if (rc == 0)
         return;
     if (rc == KVQ_E_QUOTA && !move->text[0])
@@ -239,13 +239,13 @@ static void begin(struct kvq__move *move)
     if (!move->text[0])
         kvq__fail(move->text, rc, "no memory on %s for a session, a client's stream or what copies",
                   kvq__pool_name(move->to));
-    fail(move, rc);
+    fail_move(move, rc);
 }
 
-static bool wait(struct kvq__move *move)
+static bool wait_for_moved(struct kvq__move *move)
 {
-    if (is_idle(move)) {
-        begin(move);
+    if (moved_are_idle(move)) {
+        begin_move(move);
         return true;
     }
     if (move->core->now < move->deadline)
@@ -254,16 +254,16 @@ static bool wait(struct kvq__move *move)
               "session \"%s\" was in a step, or in use by requests, for %llu ms without a break; "
               "end the step, or wait for longer",
               move->name, (unsigned long long)(move->wait_ns / NS_PER_MS));
-    fail(move, KVQ_E_BUSY);
+    fail_move(move, KVQ_E_BUSY);
     return true;
 }
 
 // False while extents for it are being made.
-static bool reserve(struct kvq__move *move)
+static bool reserve_place(struct kvq__move *move)
 {
     int rc = kvq__move_reserve(move);
     if (rc < 0) {
-        fail(move, rc);
+        fail_move(move, rc);
     } else if (rc == 0) {
         move_enter(move, KVQ__MOVE_COPYING);
     }
@@ -322,7 +322,7 @@ static void arrive(struct kvq__move *move, struct kvq__moved *m)
     if (!s->pool->gpu)
         publish_outliers(s);
     kvq__pack_queue(s);
-    let_go(move, m);
+    let_go_of_moved(move, m);
 }
 
 static void copy(struct kvq__move *move, bool *any)
@@ -330,7 +330,7 @@ static void copy(struct kvq__move *move, bool *any)
     int rc = kvq__mover_copy(move, any);
     if (rc < 0) {
         kvq__fail(move->text, rc, "a GPU failed while session \"%s\" was copied", move->name);
-        fail(move, rc);
+        fail_move(move, rc);
         return;
     }
     if (rc == 0)
@@ -339,13 +339,13 @@ static void copy(struct kvq__move *move, bool *any)
     kvq__flight_end(move->core, &move->flight);
     for (uint32_t i = 0; i < move->n; i++)
         arrive(move, &move->moved[i]);
-    finish(move, 0);
+    finish_move(move, 0);
     move_enter(move, KVQ__MOVE_RELEASING);
 }
 
 // ---- Afterwards ----
 
-static void release(struct kvq__move *move)
+static void release_moved(struct kvq__move *move)
 {
     // The session was quiet as the move began, and the copies of a move that failed have ended.
     kvq__drops_begin(move->core, NULL, 0);
@@ -362,7 +362,7 @@ static void release(struct kvq__move *move)
         move_enter(move, KVQ__MOVE_OVER);
 }
 
-static void drain(struct kvq__move *move)
+static void drain_moved(struct kvq__move *move)
 {
     if (!kvq__mover_drained(move->core))
         return;
@@ -381,23 +381,23 @@ static void move_free(struct kvq__move *move)
 }
 
 // True if there was something to do.
-static bool go_on(struct kvq__move *move)
+static bool move_goes_on(struct kvq__move *move)
 {
     enum kvq__move_phase phase = move->phase;
     bool any = false;
     switch (phase) {
     case KVQ__MOVE_WAITING:
-        return wait(move);
+        return wait_for_moved(move);
     case KVQ__MOVE_RESERVING:
-        return reserve(move);
+        return reserve_place(move);
     case KVQ__MOVE_COPYING:
         copy(move, &any);
         return any;
     case KVQ__MOVE_DRAINING:
-        drain(move);
+        drain_moved(move);
         return move->phase != phase;
     case KVQ__MOVE_RELEASING:
-        release(move);
+        release_moved(move);
         return true;
     default:
         return false;
@@ -410,7 +410,7 @@ static bool is_active(const struct kvq__move *move)
 }
 
 // One move at a time waits and copies, the one that has been there for longest.
-static bool start_next(struct kvq__core *core)
+static bool start_next_move(struct kvq__core *core)
 {
     struct kvq__move *move, *next = NULL;
     TAILQ_FOREACH (move, &core->moves, link) {
@@ -429,10 +429,10 @@ static bool start_next(struct kvq__core *core)
 bool kvq__moves_poll(struct kvq__core *core)
 {
     struct kvq__move *move, *after;
-    bool any = core->n_moves > 0 && start_next(core);
+    bool any = core->n_moves > 0 && start_next_move(core);
     for (move = TAILQ_FIRST(&core->moves); move; move = after) {
         after = TAILQ_NEXT(move, link);
-        any |= go_on(move);
+        any |= move_goes_on(move);
     }
     return any;
 }
@@ -461,12 +461,12 @@ void kvq__moves_close(struct kvq__core *core)
     struct kvq__move *move;
     while ((move = TAILQ_FIRST(&core->moves))) {
         if (!move->finished)
-            fail(move, KVQ_E_CANCELLED);
+            fail_move(move, KVQ_E_CANCELLED);
         kvq__mover_sync(core);
         if (move->phase == KVQ__MOVE_DRAINING)
-            drain(move);
+            drain_moved(move);
         while (move->phase == KVQ__MOVE_RELEASING)
-            release(move);
+            release_moved(move);
         move_free(move);
     }
     kvq__mover_close(core);
@@ -525,7 +525,7 @@ static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *te
               : 0;
 }
 
-static int add_session(struct kvq__move *move, struct kvq__session *s, char *text)
+static int add_moved_session(struct kvq__move *move, struct kvq__session *s, char *text)
 {
     int rc = s->pool == move->to ? 0 : kvq__session_movable(s, move->to, text);
     if (rc == 0 && s->pool == move->to &&
@@ -550,12 +550,12 @@ static int add_sessions(struct kvq__move *move, struct kvq__session *s,
     for (uint32_t i = 0; rc == 0 && i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
         if (m && (!spec->one_shard || i == spec->shard))
-            rc = add_session(move, m, text);
+            rc = add_moved_session(move, m, text);
     }
     return rc ? rc : kvq__move_check_room(move, text);
 }
 
-static void publish(struct kvq__move *move)
+static void publish_moved(struct kvq__move *move)
 {
     struct kvq__core *core = move->core;
     move->id = ++core->last_move;
@@ -567,7 +567,7 @@ static void publish(struct kvq__move *move)
         core->n_moving++;
     }
     if (move->n == 0) { // all of it is there
-        finish(move, 0);
+        finish_move(move, 0);
         move_enter(move, KVQ__MOVE_OVER);
     }
 }
@@ -583,7 +583,7 @@ static void forget_one(struct kvq__core *core)
         }
 }
 
-static void fill_info(const struct kvq__move *move, struct kvq__move_info *info)
+static void fill_move_info(const struct kvq__move *move, struct kvq__move_info *info)
 {
     static const char *const phases[] = {
         [KVQ__MOVE_QUEUED] = "queued",       [KVQ__MOVE_WAITING] = "waiting",
@@ -629,8 +629,8 @@ int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
         kvq__deallocate(core, move, sizeof *move);
         return rc;
     }
-    publish(move);
-    fill_info(move, info);
+    publish_moved(move);
+    fill_move_info(move, info);
     return 0;
 }
 
@@ -640,7 +640,7 @@ int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_
     const struct kvq__move *move;
     TAILQ_FOREACH (move, &core->moves, link)
         if (move->id == id && kvq__namespace_allows(move->ns, peer)) {
-            fill_info(move, info);
+            fill_move_info(move, info);
             return 0;
         }
     if (kvq__park_info(core, peer, id, info))

@@ -31,14 +31,6 @@ struct kvq__mover {
     struct slot slots[SLOTS];
 };
 
-static uint32_t index_of(const struct kvq__core *core, const struct kvq__gpu *gpu)
-{
-    uint32_t i = 1;
-    while (core->pools[i].gpu != gpu)
-        i++;
-    return i - 1;
-}
-
 // ---- Life ----
 
 // What an earlier attempt has made stays.
@@ -124,7 +116,7 @@ static int note_end(struct kvq__gpu *gpu, uint32_t i, struct kvq__mover *mover, 
 static int enqueue(struct kvq__core *core, struct kvq__gpu *gpu, struct slot *slot, bool fill)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
-    uint32_t i = index_of(core, gpu);
+    uint32_t i = kvq__gpu_index(core, gpu);
     struct kvq_gpu_stream *stream = core->mover->streams[i];
     int result = kvq__gpu_enter(gpu);
     if (result == 0)
@@ -138,11 +130,11 @@ static int enqueue(struct kvq__core *core, struct kvq__gpu *gpu, struct slot *sl
 }
 
 // 1 if the GPU is done with the slot.
-static int has_ended(struct kvq__core *core, struct kvq__gpu *gpu, const struct slot *slot)
+static int slot_has_ended(struct kvq__core *core, struct kvq__gpu *gpu, const struct slot *slot)
 {
     int result = kvq__gpu_enter(gpu);
     if (result == 0)
-        result = kvq__gpu_driver(gpu)->event_query(slot->events[index_of(core, gpu)]);
+        result = kvq__gpu_driver(gpu)->event_query(slot->events[kvq__gpu_index(core, gpu)]);
     if (result == KVQ_GPU_NOT_READY)
         return 0;
     return result ? kvq__gpu_failed(gpu, result, "copying a session") : 1;
@@ -154,7 +146,7 @@ struct pump {
     bool any, over; // something was done; there is no further piece
 };
 
-static int fill(struct pump *p, struct slot *slot)
+static int fill_slot(struct pump *p, struct slot *slot)
 {
     if (p->over || p->own == 0)
         return 0;
@@ -190,14 +182,14 @@ static int pump_slot(struct pump *p, struct slot *slot)
 {
     struct kvq__core *core = p->move->core;
     int rc = 0;
-    if (slot->state == EMPTYING && (rc = has_ended(core, slot->target, slot)) == 1) {
+    if (slot->state == EMPTYING && (rc = slot_has_ended(core, slot->target, slot)) == 1) {
         p->move->moved_bytes += slot->bytes;
         slot->state = EMPTY;
         p->any = true;
     }
     if (rc >= 0 && slot->state == EMPTY)
-        rc = fill(p, slot);
-    if (rc >= 0 && slot->state == FILLING && (rc = has_ended(core, slot->source, slot)) == 1) {
+        rc = fill_slot(p, slot);
+    if (rc >= 0 && slot->state == FILLING && (rc = slot_has_ended(core, slot->source, slot)) == 1) {
         slot->state = FULL;
         p->any = true;
     }
@@ -228,7 +220,7 @@ bool kvq__mover_drained(struct kvq__core *core)
         struct kvq__gpu *gpu = slot->state == FILLING    ? slot->source
                                : slot->state == EMPTYING ? slot->target
                                                          : NULL;
-        if (!gpu || has_ended(core, gpu, slot) != 0) // one that has faulted does nothing more
+        if (!gpu || slot_has_ended(core, gpu, slot) != 0) // one that has faulted does nothing more
             slot->state = EMPTY;
         drained &= slot->state == EMPTY;
     }

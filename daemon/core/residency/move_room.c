@@ -51,15 +51,14 @@ uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref)
 
 // ---- What a session needs on another place ----
 
-static uint64_t need_of(const struct kvq__session *s)
+static uint64_t need_of_moved(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        bytes += (uint64_t)(s->n_pages - l->first_page) * l->packed_bytes;
-        bytes += (uint64_t)(s->n_pages - l->raw_page) * l->raw_bytes;
+        bytes += kvq__layer_block_bytes(s, l);
         bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
     }
     return bytes;
@@ -69,11 +68,11 @@ uint64_t kvq__move_need(const struct kvq__move *move)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < move->n; i++)
-        bytes += need_of(move->moved[i].session);
+        bytes += need_of_moved(move->moved[i].session);
     return bytes;
 }
 
-static int refuse_room(const struct kvq__move *move, int rc, char *text)
+static int refuse_move_room(const struct kvq__move *move, int rc, char *text)
 {
     const struct kvq__pool *to = move->to;
     enum kvq__limit which = kvq__pool_limit(to);
@@ -111,8 +110,9 @@ int kvq__move_check_room(const struct kvq__move *move, char *text)
 {
     uint64_t need = kvq__move_need(move), limit = move->ns->quota.limit[kvq__pool_limit(move->to)];
     if (need > move->to->budget)
-        return refuse_room(move, KVQ_E_NO_MEMORY, text);
-    return limit && need > limit && changes_tier(move) ? refuse_room(move, KVQ_E_QUOTA, text) : 0;
+        return refuse_move_room(move, KVQ_E_NO_MEMORY, text);
+    return limit && need > limit && changes_tier(move) ? refuse_move_room(move, KVQ_E_QUOTA, text)
+                                                       : 0;
 }
 
 // ---- Reserving ----
@@ -179,7 +179,7 @@ int kvq__move_reserve(struct kvq__move *move)
         return 2;
     }
     if (rc < 0) {
-        refuse_room(move, rc, move->text);
+        refuse_move_room(move, rc, move->text);
         note_refused(move, rc);
         return rc;
     }

@@ -25,7 +25,7 @@ enum {
 #define NS_PER_MS 1000000ull
 
 // The name that people know it by.
-static const char *name_of(const struct kvq__session *s, char *text)
+static const char *shown_name(const struct kvq__session *s, char *text)
 {
     kvq__stored_name(s, text);
     return text;
@@ -39,7 +39,7 @@ static bool is_packed_by_itself(const struct kvq__session *s)
     return s->core->packer.session == s;
 }
 
-static bool is_loading(const struct kvq__session *s)
+static bool is_loading_session(const struct kvq__session *s)
 {
     return s->n_loading || s->residency == KVQ__LOADING || s->residency == KVQ__FETCHING;
 }
@@ -61,7 +61,7 @@ static int refuse_use(const struct kvq__session *s, char *text)
 {
     char who[KVQ_NAME_BYTES];
     unsigned long long client = s->writer ? (unsigned long long)s->writer->client->id : 0;
-    name_of(s, who);
+    shown_name(s, who);
     if (!LIST_EMPTY(&s->tables))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is read by client %llu in its own context, which has its "
@@ -72,7 +72,7 @@ static int refuse_use(const struct kvq__session *s, char *text)
                          "session \"%s\" is being moved to %s; wait until it is "
                          "there",
                          who, kvq__pool_name(s->move->to));
-    if (is_loading(s))
+    if (is_loading_session(s))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is being read from disk just now; wait "
                          "until it is there",
@@ -93,7 +93,7 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
                         char *text)
 {
     char who[KVQ_NAME_BYTES];
-    name_of(s, who);
+    shown_name(s, who);
     if (s->pinned)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is pinned; `kvqctl session unpin` lets it go", who);
@@ -105,7 +105,7 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
     if (kvq__is_offloaded(s))
         return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
                          kvq__is_fetching(s) ? ", and about to come back" : "");
-    return is_worked_on(s) || (is_loading(s) && !soon) ? refuse_use(s, text) : 0;
+    return is_worked_on(s) || (is_loading_session(s) && !soon) ? refuse_use(s, text) : 0;
 }
 
 static int check_members(const struct kvq__session *s, const struct kvq__park *own, bool soon,
@@ -147,7 +147,7 @@ bool kvq__park_is_loading(const struct kvq__park *t)
 {
     bool loading = false;
     for (uint32_t i = 0; i < t->n; i++)
-        loading |= t->members[i] && is_loading(t->members[i]);
+        loading |= t->members[i] && is_loading_session(t->members[i]);
     return loading;
 }
 
@@ -234,14 +234,14 @@ static int ticket_new(struct kvq__session *s, struct kvq__park **out, char *text
     t->ns = s->ns;
     t->id = ++core->last_move;
     t->place = "disk";
-    name_of(s, t->name);
+    shown_name(s, t->name);
     TAILQ_INSERT_TAIL(&core->parks, t, link);
     core->n_parks++;
     *out = t;
     return 0;
 }
 
-static void let_go(struct kvq__park *t)
+static void let_go_of_parked(struct kvq__park *t)
 {
     for (uint32_t i = 0; i < t->n; i++) {
         if (t->members[i])
@@ -267,9 +267,9 @@ static void tell_parked(struct kvq__park *t)
     kvq__event(t->core, KVQ__EVENT_SESSION_PARKED, t->ns->name, t->name, 0, text);
 }
 
-static void finish(struct kvq__park *t, int status)
+static void finish_park(struct kvq__park *t, int status)
 {
-    let_go(t);
+    let_go_of_parked(t);
     kvq__park_enter(t, KVQ__PARKING_OVER);
     t->finished_at = t->core->now;
     t->status = status;
@@ -279,7 +279,7 @@ static void finish(struct kvq__park *t, int status)
         kvq__park_want(t->core);
 }
 
-static void fill_info(const struct kvq__park *t, struct kvq__move_info *info)
+static void fill_park_info(const struct kvq__park *t, struct kvq__move_info *info)
 {
     static const char *const phases[] = {
         [KVQ__PARKING_WANTED] = "queued",    [KVQ__PARKING_WRITING] = "writing",
@@ -303,7 +303,7 @@ bool kvq__park_info(const struct kvq__core *core, const struct kvq__peer *peer, 
     const struct kvq__park *t;
     TAILQ_FOREACH (t, &core->parks, link)
         if (t->id == id && kvq__namespace_allows(t->ns, peer)) {
-            fill_info(t, info);
+            fill_park_info(t, info);
             return true;
         }
     return false;
@@ -311,7 +311,7 @@ bool kvq__park_info(const struct kvq__core *core, const struct kvq__peer *peer, 
 
 // ---- Parking ----
 
-static void leave(struct kvq__park *t)
+static void leave_park(struct kvq__park *t)
 {
     kvq__park_enter(t, KVQ__PARKING_LEAVING);
     t->deadline = t->core->now + LEAVE_NS;
@@ -340,11 +340,11 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
         }
     }
     if (t->n == 0)
-        finish(t, 0);
+        finish_park(t, 0);
     else
         kvq__park_want(s->core);
     if (info)
-        fill_info(t, info);
+        fill_park_info(t, info);
     return 0;
 }
 
@@ -358,9 +358,9 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
         return;
     if (status < 0) {
         snprintf(t->text, sizeof t->text, "%s", text);
-        finish(t, status);
+        finish_park(t, status);
     } else {
-        leave(t);
+        leave_park(t);
     }
 }
 
@@ -422,7 +422,7 @@ static bool go_on_leaving(struct kvq__park *t)
 {
     int rc = check_leaving(t);
     if (rc < 0) {
-        finish(t, rc);
+        finish_park(t, rc);
         return true;
     }
     if (rc == 0)
@@ -448,7 +448,7 @@ void kvq__park_empty(struct kvq__session *s)
     kvq__drops_end(core);
 }
 
-static void release(struct kvq__park *t)
+static void release_parked(struct kvq__park *t)
 {
     struct kvq__core *core = t->core;
     uint32_t done = 0;
@@ -466,7 +466,7 @@ static void release(struct kvq__park *t)
     }
     core->park_stats.parked[t->reason]++;
     core->park_stats.freed_bytes[t->reason] += t->freed_bytes;
-    finish(t, 0);
+    finish_park(t, 0);
 }
 
 bool kvq__parks_poll(struct kvq__core *core)
@@ -477,7 +477,7 @@ bool kvq__parks_poll(struct kvq__core *core)
         if (t->phase == KVQ__PARKING_LEAVING)
             any |= go_on_leaving(t);
         if (t->phase == KVQ__PARKING_RELEASING) {
-            release(t);
+            release_parked(t);
             any = true;
         }
     }
@@ -555,7 +555,7 @@ static void tell_fetched(struct kvq__session *s, int status, uint64_t bytes, con
                  kvq__pool_name(s->pool), (unsigned long long)s->tokens, (unsigned long long)bytes,
                  (unsigned long long)ms);
     }
-    kvq__event(core, KVQ__EVENT_SESSION_FETCHED, s->ns->name, name_of(s, who), 0, text);
+    kvq__event(core, KVQ__EVENT_SESSION_FETCHED, s->ns->name, shown_name(s, who), 0, text);
 }
 
 // It was asked to be parked while it came back.
@@ -563,7 +563,7 @@ static void go_on_parking(struct kvq__park *t, int status, const char *text)
 {
     if (status < 0) {
         snprintf(t->text, sizeof t->text, "%s", text[0] ? text : "it could not be read");
-        finish(t, status);
+        finish_park(t, status);
     } else {
         kvq__park_want(t->core);
     }
@@ -589,7 +589,7 @@ static void count_down(struct kvq__session *s, int status, const char *text)
         snprintf(t->text, sizeof t->text, "%s", text[0] ? text : "it could not be read");
     }
     if (t->left == 0)
-        finish(t, t->status);
+        finish_park(t, t->status);
 }
 
 void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const char *text)
@@ -633,10 +633,10 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
     }
     t->left = t->n;
     if (t->n == 0)
-        finish(t, 0);
+        finish_park(t, 0);
     kvq__fetch_ask(s);
     if (info)
-        fill_info(t, info);
+        fill_park_info(t, info);
     return 0;
 }
 
@@ -663,7 +663,7 @@ static void ticket_lost(struct kvq__session *s)
     if (t->phase == KVQ__PARKING_RELEASING && part_with(t, s))
         return; // the others are away all the same, and go on giving their memory back
     kvq__fail(t->text, KVQ_E_CANCELLED, "session \"%s\" was dropped meanwhile", t->name);
-    finish(t, KVQ_E_CANCELLED);
+    finish_park(t, KVQ_E_CANCELLED);
 }
 
 void kvq__park_lost(struct kvq__session *s)
@@ -672,7 +672,7 @@ void kvq__park_lost(struct kvq__session *s)
     ticket_lost(s);
     kvq__residency_set(s, KVQ__ENDED);
     if (s->stored && !s->kept)
-        kvq__park_forget(s->core, s->ns, name_of(s, name), s->stamp);
+        kvq__park_forget(s->core, s->ns, shown_name(s, name), s->stamp);
 }
 
 void kvq__parks_tick(struct kvq__core *core)
@@ -690,7 +690,7 @@ void kvq__parks_close(struct kvq__core *core)
 {
     struct kvq__park *t;
     while ((t = TAILQ_FIRST(&core->parks))) {
-        let_go(t);
+        let_go_of_parked(t);
         ticket_free(t);
     }
     kvq__forgets_close(core);

@@ -16,7 +16,7 @@
 
 // ---- What all shards have in common ----
 
-static const char *difference(const struct kvq__saved *a, const struct kvq__saved *b)
+static const char *source_difference(const struct kvq__saved *a, const struct kvq__saved *b)
 {
     return strcmp(a->model, b->model) != 0        ? "model fingerprint"
            : a->dtype != b->dtype                 ? "dtype"
@@ -52,7 +52,7 @@ static int check_sources(const struct kvq__saved_shard *sources, uint32_t n, cha
         const char *what = s->shard != i || s->shards != n ? "place among the shards"
                            : s->n_layers == 0              ? "number of layers, none,"
                            : !is_in_order(&sources[i])     ? "order of blocks"
-                                                           : difference(s, first);
+                                                           : source_difference(s, first);
         if (what)
             return kvq__fail(text, KVQ_E_DAMAGED,
                              "what was stored of session \"%s\" makes no sense: shard %u has "
@@ -99,7 +99,7 @@ static int refuse_parts(const struct making *m, uint32_t layer)
 
 // ---- Shards by KV heads: layers ----
 
-static bool same_layer(const struct kvq__saved_layer *a, const struct kvq__saved_layer *b)
+static bool same_saved_layer(const struct kvq__saved_layer *a, const struct kvq__saved_layer *b)
 {
     return a->row.k_dim == b->row.k_dim && a->row.v_dim == b->row.v_dim &&
            a->row.window == b->row.window && a->row.softcap == b->row.softcap &&
@@ -122,7 +122,7 @@ static int check_layer(const struct making *m, uint32_t layer, uint32_t heads)
     const struct kvq_format *f = &first->format;
     for (uint32_t i = 0; i < m->n; i++) {
         const struct kvq__saved_layer *l = &m->sources[i].saved->layers[layer];
-        if (l->row.kv_heads == 0 || !same_layer(first, l))
+        if (l->row.kv_heads == 0 || !same_saved_layer(first, l))
             return refuse(m, "layer %u is another one in shard %u than in shard 0", layer, i);
         if (l->base != first->base)
             return refuse(m,
@@ -206,7 +206,7 @@ static int make_layer(struct making *m, uint32_t layer)
 
 // ---- Parts ----
 
-static struct kvq__range *add_range(struct making *m, uint32_t source)
+static struct kvq__range *add_source_range(struct making *m, uint32_t source)
 {
     struct kvq__range *r = &m->out->ranges[m->n_ranges++];
     r->source = source;
@@ -247,7 +247,7 @@ static int gather_part(struct making *m, const struct kvq__part *model, uint32_t
         if (p->bytes % heads || p->bytes >> 40 || (record && p->bytes / heads != record))
             return refuse_parts(m, model->layer);
         record = p->bytes / heads;
-        struct kvq__range *r = add_range(m, i);
+        struct kvq__range *r = add_source_range(m, i);
         r->from = (from - start) * record;
         r->to = (from - low) * record;
         r->bytes = (until - from) * record;
@@ -296,8 +296,8 @@ static int by_heads(struct making *m)
 // ---- Shards by layers ----
 
 // Layer `to` of the new shard, which is layer `layer` of a source, whose first is `start` of all.
-static int take_layer(struct making *m, uint32_t source, uint32_t layer, uint32_t start,
-                      uint32_t to)
+static int take_source_layer(struct making *m, uint32_t source, uint32_t layer, uint32_t start,
+                             uint32_t to)
 {
     struct kvq__resharded *out = m->out;
     const struct kvq__saved_shard *s = &m->sources[source];
@@ -329,7 +329,7 @@ static int take_layer(struct making *m, uint32_t source, uint32_t layer, uint32_
         out->first[out->n_parts] = m->n_ranges;
         out->parts[out->n_parts] = *p;
         out->parts[out->n_parts++].layer = to;
-        add_range(m, source)->bytes = p->bytes;
+        add_source_range(m, source)->bytes = p->bytes;
     }
     return 0;
 }
@@ -342,7 +342,7 @@ static int by_layers(struct making *m)
         uint32_t own = m->sources[i].saved->n_layers;
         for (uint32_t j = 0; j < own && rc == 0; j++)
             if (start + j >= first && start + j < first + n)
-                rc = take_layer(m, i, j, start, to++);
+                rc = take_source_layer(m, i, j, start, to++);
         start += own;
     }
     return rc;
@@ -362,7 +362,7 @@ static uint32_t who_knows(const struct making *m)
     return best;
 }
 
-static void take_ids(struct making *m)
+static void take_source_ids(struct making *m)
 {
     struct kvq__resharded *out = m->out;
     uint32_t source = who_knows(m), i = m->sources[source].n_parts;
@@ -378,13 +378,13 @@ static void take_ids(struct making *m)
         m->at[source] = i;
         out->first[out->n_parts] = m->n_ranges;
         out->parts[out->n_parts++] = parts[i];
-        add_range(m, source)->bytes = parts[i].bytes;
+        add_source_range(m, source)->bytes = parts[i].bytes;
     }
 }
 
 // ---- The whole ----
 
-static int reserve(struct making *m, uint32_t n_layers)
+static int reserve_ranges(struct making *m, uint32_t n_layers)
 {
     struct kvq__resharded *out = m->out;
     size_t n = 0;
@@ -400,7 +400,7 @@ static int reserve(struct making *m, uint32_t n_layers)
     return out->saved.layers && out->parts && out->ranges && out->first ? 0 : KVQ_E_NO_MEMORY;
 }
 
-static void describe(struct making *m)
+static void describe_shard(struct making *m)
 {
     struct kvq__saved *to = &m->out->saved;
     bool own_format = true;
@@ -423,7 +423,7 @@ static void describe(struct making *m)
 }
 
 // What shards may be opened with each on its own, but one shard cannot have two of.
-static int check_own(const struct making *m)
+static int check_own_layers(const struct making *m)
 {
     const struct kvq__saved *a = m->sources[0].saved;
     for (uint32_t i = 1; i < m->n; i++) {
@@ -439,11 +439,11 @@ static int check_own(const struct making *m)
 }
 
 // What is asked for says whether shards are KV heads or layers.
-static int make(struct making *m)
+static int make_shard(struct making *m)
 {
     uint32_t own = m->sources[0].saved->n_layers, all = 0, asked = m->as.n_layers;
     bool alike = true;
-    int rc = check_own(m);
+    int rc = check_own_layers(m);
     if (rc < 0)
         return rc;
     for (uint32_t i = 0; i < m->n; i++) {
@@ -456,13 +456,13 @@ static int make(struct making *m)
                       "%u layers are asked for (0: as they are): as shards by KV heads each would "
                       "have the %u of shard 0, as shards by layers an equal part of the %u of all",
                       asked, own, all);
-    describe(m);
-    rc = reserve(m, heads ? own : asked);
+    describe_shard(m);
+    rc = reserve_ranges(m, heads ? own : asked);
     if (rc < 0)
         return kvq__fail(m->text, rc, "no memory to restore session \"%s\"",
                          m->sources[0].saved->name);
     rc = heads ? by_heads(m) : by_layers(m);
-    take_ids(m);
+    take_source_ids(m);
     m->out->first[m->out->n_parts] = m->n_ranges;
     return rc;
 }
@@ -474,7 +474,7 @@ int kvq__reshard(const struct kvq__saved_shard *sources, uint32_t n,
     assert(n > 0 && n <= KVQ_MAX_SHARDS && as->shard < as->shards && as->shards <= KVQ_MAX_SHARDS);
     *out = (struct kvq__resharded){0};
     int rc = check_sources(sources, n, text);
-    rc = rc ? rc : make(&m);
+    rc = rc ? rc : make_shard(&m);
     if (rc < 0)
         kvq__resharded_free(out);
     return rc;

@@ -110,7 +110,7 @@ static const char *layer_fault(const struct kvq__session *s, const struct kvq__l
     return l->learned && !l->learn ? "something learned, which its format does not" : NULL;
 }
 
-static int refuse(const struct kvq__session *s, uint32_t layer, const char *why, char *text)
+static int refuse_layer(const struct kvq__session *s, uint32_t layer, const char *why, char *text)
 {
     return kvq__fail(text, KVQ_E_DAMAGED,
                      "what was stored of session \"%s\" makes no sense: layer %u has %s; drop it, "
@@ -118,7 +118,7 @@ static int refuse(const struct kvq__session *s, uint32_t layer, const char *why,
                      s->name, layer, why);
 }
 
-static int check_counts(const struct kvq__session *s, char *text)
+static int check_restored_counts(const struct kvq__session *s, char *text)
 {
     if (s->exact_tokens && s->exact_tokens != s->prompt_tokens)
         return kvq__fail(text, KVQ_E_DAMAGED,
@@ -152,7 +152,7 @@ static int set_layers(struct kvq__session *s, const struct kvq__saved *saved, ch
         l->packed = from->packed;
         l->learned = from->learned;
         if ((why = layer_fault(s, l)))
-            return refuse(s, i, why, text);
+            return refuse_layer(s, i, why, text);
     }
     return 0;
 }
@@ -166,7 +166,7 @@ static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, ch
     s->saturated = saved->saturated;
     s->keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
     snprintf(s->own_format, sizeof s->own_format, "%s", saved->own_format);
-    int rc = check_counts(s, text);
+    int rc = check_restored_counts(s, text);
     return rc ? rc : set_layers(s, saved, text);
 }
 
@@ -186,7 +186,7 @@ static void cut_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t at,
 }
 
 // Makes it what a fork of it would be there.
-static void cut(struct kvq__session *s, uint64_t good)
+static void cut_at_good(struct kvq__session *s, uint64_t good)
 {
     uint64_t at = kvq__fork_possible(s, good), floor = kvq__fork_floor(s, at);
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -226,7 +226,7 @@ static bool comes_before(const struct kvq__part *a, const struct kvq__part *b)
                                 : a->kind < b->kind;
 }
 
-static int count_part(void *context, const struct kvq__part_of *p)
+static int count_restored_part(void *context, const struct kvq__part_of *p)
 {
     (void)p;
     ++*(uint32_t *)context;
@@ -263,7 +263,7 @@ static int list_parts(struct kvq__restore *r, const struct kvq__restore_spec *sp
 {
     static const char *const kinds[] = {"", "packed block", "raw block", "extras"};
     struct matching m = {.restore = r, .spec = spec};
-    kvq__parts_walk(r->session, count_part, &r->room);
+    kvq__parts_walk(r->session, count_restored_part, &r->room);
     r->arriving = kvq__allocate(r->core, r->room * sizeof *r->arriving);
     if (!r->arriving)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"",
@@ -279,14 +279,14 @@ static int list_parts(struct kvq__restore *r, const struct kvq__restore_spec *sp
 
 // ---- Beginning ----
 
-static void take(struct kvq__restore *r)
+static void take_blocks(struct kvq__restore *r)
 {
     kvq__session_ref(r->session);
     r->session->restore = r;
 }
 
 // Requests wait for its layers from here on.
-static void hold(struct kvq__restore *r)
+static void hold_layers(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -323,7 +323,7 @@ static int cut_to_prefix(struct kvq__session *s, const struct kvq__saved *saved,
 }
 
 // The session's counts, cut if need be, and its table.
-static int prepare(struct kvq__restore *r, char *text)
+static int prepare_restored(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;
     const struct kvq__saved *saved = r->spec.saved;
@@ -336,13 +336,14 @@ static int prepare(struct kvq__restore *r, char *text)
     if (r->spec.prefix_tokens)
         rc = cut_to_prefix(s, saved, &r->spec, text);
     else if (r->cut)
-        cut(s, r->spec.good_tokens);
+        cut_at_good(s, r->spec.good_tokens);
     rc = rc ? rc : make_table(s, text);
     return rc ? rc : kvq__ids_restore(s, saved, r->spec.parts, r->spec.n_parts, text);
 }
 
-static int begin(struct kvq__core *core, struct kvq__namespace *ns,
-                 const struct kvq__restore_spec *spec, struct kvq__restore **out, char *text)
+static int begin_restore(struct kvq__core *core, struct kvq__namespace *ns,
+                         const struct kvq__restore_spec *spec, struct kvq__restore **out,
+                         char *text)
 {
     struct kvq__restore *r = kvq__allocate(core, sizeof *r);
     if (!r)
@@ -350,7 +351,7 @@ static int begin(struct kvq__core *core, struct kvq__namespace *ns,
     r->core = core;
     r->spec = *spec;
     int rc = build(core, ns, spec, &r->session, text);
-    if (rc == 0 && (rc = prepare(r, text)) < 0)
+    if (rc == 0 && (rc = prepare_restored(r, text)) < 0)
         kvq__session_free(r->session);
     if (rc < 0) {
         restore_free(r);
@@ -362,7 +363,7 @@ static int begin(struct kvq__core *core, struct kvq__namespace *ns,
 }
 
 // Somebody may have made one of its name meanwhile.
-static int check_name(const struct kvq__session *s, char *text)
+static int check_name_is_free(const struct kvq__session *s, char *text)
 {
     const struct kvq__session_spec as = {.shards = s->shards, .n_layers = 1};
     const struct kvq__session *first = s->name[0] ? kvq__session_named(s->ns, s->name) : NULL;
@@ -372,13 +373,13 @@ static int check_name(const struct kvq__session *s, char *text)
     return rc ? rc : kvq__namespace_room(s->ns, text);
 }
 
-static int publish(struct kvq__restore *r, char *text)
+static int publish_restored(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;
     int rc = kvq__session_enter(s, text);
     if (rc < 0)
         return rc;
-    take(r);
+    take_blocks(r);
     s->stored = s->kept = true;
     if (!r->cut && !r->spec.resharded) {
         kvq__session_saved(s, s->commits);
@@ -390,15 +391,15 @@ static int publish(struct kvq__restore *r, char *text)
 static int enter(struct kvq__restore *r, char *text)
 {
     struct kvq__session *s = r->session;
-    int rc = r->fetches ? 0 : check_name(s, text);
+    int rc = r->fetches ? 0 : check_name_is_free(s, text);
     rc = rc ? rc : list_parts(r, &r->spec, text);
     if (rc == 0 && s->pool->gpu && !(r->staging = kvq__staging_take(r->core, s->pool->gpu)))
         rc = kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore session \"%s\"", s->name);
-    rc = rc || r->fetches ? rc : publish(r, text);
+    rc = rc || r->fetches ? rc : publish_restored(r, text);
     if (rc < 0)
         return rc;
     r->entered = true;
-    hold(r);
+    hold_layers(r);
     kvq__residency_set(s, r->fetches ? KVQ__FETCHING : KVQ__LOADING);
     return 0;
 }
@@ -435,7 +436,7 @@ int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
         spec->prefix_tokens ? NULL : kvq__session_named(ns, saved->name);
     if (first && kvq__group_member(first, saved->shard))
         return kvq__fail(text, KVQ_E_EXISTS, "session \"%s\" is in memory already", saved->name);
-    return begin(core, ns, spec, restore, text);
+    return begin_restore(core, ns, spec, restore, text);
 }
 
 // ---- Of a session that is parked ----
@@ -494,7 +495,7 @@ int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq_
         restore_free(r);
         return rc;
     }
-    take(r);
+    take_blocks(r);
     LIST_INSERT_HEAD(&core->restores, r, link);
     *restore = r;
     return 0;
@@ -604,7 +605,7 @@ bool kvq__restore_lost(const struct kvq__restore *r)
 
 // ---- Arriving ----
 
-static void let_go(struct kvq__restore *r, uint32_t layer)
+static void let_layer_go(struct kvq__restore *r, uint32_t layer)
 {
     r->session->layers[layer].packer = NULL;
     kvq__layer_came(r->session, layer);
@@ -622,7 +623,7 @@ void kvq__restore_layer(struct kvq__restore *r, uint32_t layer)
             r->arriving[r->at].ref.block->saved = r->arriving[r->at].id;
     if (l->extras.data && l->packed && !s->pool->gpu)
         kvq_outliers_publish(l->format, &l->shape, l->extras.data);
-    let_go(r, layer);
+    let_layer_go(r, layer);
     kvq__pack_queue(s);
     kvq__follow_layer(r, layer);
 }
@@ -638,7 +639,7 @@ void kvq__restore_drop(struct kvq__session *s)
     kvq__follow_failed(r, KVQ_E_CANCELLED);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].loading)
-            let_go(r, i);
+            let_layer_go(r, i);
 }
 
 // It is away again, as before.
@@ -646,7 +647,7 @@ static void turn_back(struct kvq__restore *r, struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
         if (s->layers[i].loading)
-            let_go(r, i);
+            let_layer_go(r, i);
     }
     kvq__park_leave(s);
     kvq__park_empty(s);

@@ -50,15 +50,14 @@ static int reserve_some(struct kvq__restore *r)
     return rc;
 }
 
-static uint64_t need_of(const struct kvq__session *s)
+static uint64_t need_of_restored(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i) || s->n_pages == 0)
             continue;
-        bytes += (s->n_pages - l->first_page) * l->packed_bytes;
-        bytes += (s->n_pages - l->raw_page) * l->raw_bytes;
+        bytes += kvq__layer_block_bytes(s, l);
         bytes += kvq_extras_bytes(l->format, &l->shape);
     }
     return bytes;
@@ -66,11 +65,11 @@ static uint64_t need_of(const struct kvq__session *s)
 
 // It still has the blocks that it got, and gives them back now: what is refused is all of it.
 // in_the_way: NULL if nobody was asked to make room.
-static int refuse_room(struct kvq__session *s, int rc, const struct kvq__in_the_way *in_the_way,
-                       char *text)
+static int refuse_restore_room(struct kvq__session *s, int rc,
+                               const struct kvq__in_the_way *in_the_way, char *text)
 {
     char way[KVQ_TEXT_BYTES / 4];
-    uint64_t need = need_of(s);
+    uint64_t need = need_of_restored(s);
     kvq__pages_trim(s, 0);
     if (rc == KVQ_E_QUOTA)
         return kvq__quota_refuse(s->ns, kvq__pool_limit(s->pool), need, text);
@@ -111,7 +110,7 @@ static bool others_hold(const struct kvq__restore *r)
     return false;
 }
 
-static void take_ticket(struct kvq__restore *r)
+static void take_restore_ticket(struct kvq__restore *r)
 {
     if (r->ticket)
         return;
@@ -120,7 +119,7 @@ static void take_ticket(struct kvq__restore *r)
 }
 
 // Two that hold what the other one waits for would wait for ever.
-static void give_back(struct kvq__restore *r)
+static void give_blocks_back(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
     uint64_t freed = r->core->freed;
@@ -142,14 +141,14 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
 {
     struct kvq__core *core = r->core;
     struct kvq__shortage shortage = core->shortage;
-    uint64_t look_at = UINT64_MAX, need = need_of(r->session);
+    uint64_t look_at = UINT64_MAX, need = need_of_restored(r->session);
     if (shortage.code == 0 || need > kvq__shortage_limit(&shortage))
         return false;
     if (kvq__ended_helps(core, &shortage))
         return true;
     if (r->spec.prefix_tokens)
         return false;
-    take_ticket(r);
+    take_restore_ticket(r);
     struct kvq__eviction_request asked = {.shortage = &shortage,
                                           .need = need - r->reserved,
                                           .ticket = r->ticket,
@@ -165,8 +164,8 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
 int kvq__restore_take(struct kvq__restore *r, char *text)
 {
     if (comes_later(r)) {
-        take_ticket(r);
-        give_back(r);
+        take_restore_ticket(r);
+        give_blocks_back(r);
         return 2;
     }
     struct kvq__in_the_way way = {0};
@@ -175,10 +174,11 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
     int rc = reserve_some(r);
     r->core->patient = false;
     if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
-        kvq__pool_want(r->session->ns, r->session->pool, need_of(r->session) - r->reserved);
+        kvq__pool_want(r->session->ns, r->session->pool,
+                       need_of_restored(r->session) - r->reserved);
         return 2;
     }
     if (rc < 0 && waits(r, &way))
         return 2;
-    return rc < 0 ? refuse_room(r->session, rc, r->ticket ? &way : NULL, text) : rc;
+    return rc < 0 ? refuse_restore_room(r->session, rc, r->ticket ? &way : NULL, text) : rc;
 }

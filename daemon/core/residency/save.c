@@ -104,7 +104,7 @@ static struct kvq__saved_layer saved_layer(const struct kvq__session *s, uint32_
     };
 }
 
-static int describe(const struct kvq__session *s, struct kvq__saved *out)
+static int describe_session(const struct kvq__session *s, struct kvq__saved *out)
 {
     *out = (struct kvq__saved){
         .shard = s->group ? s->shard : 0, // without a name each is by itself
@@ -143,14 +143,14 @@ static int describe(const struct kvq__session *s, struct kvq__saved *out)
 
 // ---- Holding ----
 
-static int count_part(void *context, const struct kvq__part_of *p)
+static int count_saved_part(void *context, const struct kvq__part_of *p)
 {
     (void)p;
     ++*(uint32_t *)context;
     return 0;
 }
 
-static int take_part(void *context, const struct kvq__part_of *p)
+static int take_saved_part(void *context, const struct kvq__part_of *p)
 {
     struct kvq__save_shard *shard = context;
     struct kvq__kept *held = &shard->held[shard->n];
@@ -162,7 +162,7 @@ static int take_part(void *context, const struct kvq__part_of *p)
     return 0;
 }
 
-static void copy_spans(struct kvq__save_shard *shard, const struct kvq__ids *ids)
+static void copy_saved_spans(struct kvq__save_shard *shard, const struct kvq__ids *ids)
 {
     for (uint32_t i = 0; i < ids->n_spans; i++) {
         shard->spans[i] =
@@ -173,7 +173,7 @@ static void copy_spans(struct kvq__save_shard *shard, const struct kvq__ids *ids
 
 // Copied here and now: a step that begins may move them elsewhere in memory. They are few bytes
 // beside the list of parts.
-static int take_ids(struct kvq__save_shard *shard, struct kvq__session *s)
+static int take_saved_ids(struct kvq__save_shard *shard, struct kvq__session *s)
 {
     const struct kvq__ids *ids = &s->ids;
     if (ids->known) {
@@ -186,7 +186,7 @@ static int take_ids(struct kvq__save_shard *shard, struct kvq__session *s)
         shard->spans = kvq__allocate(s->core, ids->n_spans * sizeof *shard->spans);
         if (!shard->spans)
             return KVQ_E_NO_MEMORY;
-        copy_spans(shard, ids);
+        copy_saved_spans(shard, ids);
     }
     for (uint32_t i = 0; i < shard->n_ids; i++) {
         struct kvq__part *part = &shard->parts[shard->n + i];
@@ -204,14 +204,14 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
 {
     struct kvq__save_shard *shard = &save->shards[save->n_shards];
     struct kvq__core *core = save->core;
-    int rc = describe(s, &shard->saved);
+    int rc = describe_session(s, &shard->saved);
     if (rc < 0)
         return rc;
     shard->saved.stamp = save->stamp;
     save->kept |= s->kept;
     save->ids[save->n_shards] = s->id;
     save->commits[save->n_shards++] = s->commits;
-    kvq__parts_walk(s, count_part, &shard->room);
+    kvq__parts_walk(s, count_saved_part, &shard->room);
     shard->n_ids = kvq__saved_ids_parts(&shard->saved);
     shard->parts = kvq__allocate(core, (shard->room + shard->n_ids) * sizeof *shard->parts);
     shard->held = kvq__allocate(core, shard->room * sizeof *shard->held);
@@ -220,11 +220,11 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
     if (!shard->parts || !shard->held || (s->pool->gpu && !shard->staging))
         return KVQ_E_NO_MEMORY;
     shard->session = s;
-    rc = kvq__parts_walk(s, take_part, shard);
-    return rc ? rc : take_ids(shard, s);
+    rc = kvq__parts_walk(s, take_saved_part, shard);
+    return rc ? rc : take_saved_ids(shard, s);
 }
 
-static void hold(struct kvq__save *save, struct kvq__session *s)
+static void hold_saved(struct kvq__save *save, struct kvq__session *s)
 {
     s->refs++; // not a use that would end its idle time
     if (s->reading++ == 0)
@@ -234,7 +234,7 @@ static void hold(struct kvq__save *save, struct kvq__session *s)
             s->layers[i].packer = save;
 }
 
-static void let_go(const struct kvq__save *save, struct kvq__session *s)
+static void let_saved_go(const struct kvq__save *save, struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].packer == save)
@@ -258,7 +258,7 @@ static bool is_busy(const struct kvq__session *s)
 // Units are being packed behind a shard's last step. When all shards have ended that, what is
 // packed of one is packed of all, so that their KV heads can be dealt out anew. (On a GPU nothing
 // is queued of what has no writer, for nobody packs it.)
-static bool is_packing(const struct kvq__session *s)
+static bool is_packing_session(const struct kvq__session *s)
 {
     bool due = false;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -267,7 +267,7 @@ static bool is_packing(const struct kvq__session *s)
 }
 
 // Shards at different counts come together by steps, and no step begins while the daemon drains.
-static int check_counts(const struct kvq__session *s, char *text)
+static int check_saved_counts(const struct kvq__session *s, char *text)
 {
     const struct kvq__session *first = s->group ? kvq__group_member(s, 0) : s, *other = NULL;
     bool in_step = false;
@@ -296,11 +296,11 @@ static int check_shards(const struct kvq__session *s, char *text)
                          "shard %u of session \"%s\" is not there; a session is saved with all its "
                          "%u shards: open that shard first",
                          missing, s->name, s->shards);
-    rc = check_counts(s, text);
+    rc = check_saved_counts(s, text);
     for (uint32_t i = 0; i < s->shards && rc == 0; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         // Shards are truncated one by one.
-        if (m && (is_busy(m) || m->tokens != s->tokens || (s->group && is_packing(m))))
+        if (m && (is_busy(m) || m->tokens != s->tokens || (s->group && is_packing_session(m))))
             rc = 1;
     }
     return rc;
@@ -351,7 +351,7 @@ static void save_free(struct kvq__save *save)
     kvq__deallocate(core, save, sizeof *save);
 }
 
-static int begin(struct kvq__session *s, bool parks, struct kvq__save **out, char *text)
+static int begin_save(struct kvq__session *s, bool parks, struct kvq__save **out, char *text)
 {
     struct kvq__save *save = kvq__allocate(s->core, sizeof *save);
     int rc = save ? 0 : KVQ_E_NO_MEMORY;
@@ -370,7 +370,7 @@ static int begin(struct kvq__session *s, bool parks, struct kvq__save **out, cha
         return kvq__fail(text, rc, "no memory to save session \"%s\"", s->name);
     }
     for (uint32_t i = 0; i < save->n_shards; i++)
-        hold(save, save->shards[i].session);
+        hold_saved(save, save->shards[i].session);
     save->holding = true;
     LIST_INSERT_HEAD(&s->core->saves, save, link);
     *out = save;
@@ -395,7 +395,7 @@ int kvq__save_begin(struct kvq__core *core, const struct kvq__peer *peer,
         return rc;
     if (any_away(s) || (!spec->again && !kvq__group_is_unsaved(s)))
         return unchanged(s, spec);
-    return spec->looks ? KVQ__SAVE_THERE_IS : begin(s, spec->parks, save, text);
+    return spec->looks ? KVQ__SAVE_THERE_IS : begin_save(s, spec->parks, save, text);
 }
 
 // ---- What is there ----
@@ -492,7 +492,7 @@ void kvq__save_copied(struct kvq__save *save)
         for (uint32_t j = 0; j < shard->n; j++)
             if (!shard->held[j].final)
                 kvq__block_let_go(save->core, &shard->held[j].ref);
-        let_go(save, shard->session);
+        let_saved_go(save, shard->session);
         shard->session = NULL; // it may end
     }
 }

@@ -35,7 +35,7 @@ struct kvq__part kvq__saved_ids_part(const struct kvq__saved *saved, uint32_t i)
 
 // ---- Reading ----
 
-static int compare(const struct kvq__part *a, const struct kvq__part *b)
+static int compare_id_parts(const struct kvq__part *a, const struct kvq__part *b)
 {
     if (a->layer != b->layer)
         return a->layer < b->layer ? -1 : 1;
@@ -45,18 +45,18 @@ static int compare(const struct kvq__part *a, const struct kvq__part *b)
 }
 
 // Its place in the list; n: it is not there.
-static uint32_t place_of(const struct kvq__ids_reader *r, const struct kvq__part *wanted)
+static uint32_t place_of_ids(const struct kvq__ids_reader *r, const struct kvq__part *wanted)
 {
     uint32_t low = 0, high = r->n;
     while (low < high) {
         uint32_t middle = low + (high - low) / 2;
-        if (compare(&r->parts[middle], wanted) < 0)
+        if (compare_id_parts(&r->parts[middle], wanted) < 0)
             low = middle + 1;
         else
             high = middle;
     }
-    bool there =
-        low < r->n && compare(&r->parts[low], wanted) == 0 && r->parts[low].bytes == wanted->bytes;
+    bool there = low < r->n && compare_id_parts(&r->parts[low], wanted) == 0 &&
+                 r->parts[low].bytes == wanted->bytes;
     return there ? low : r->n;
 }
 
@@ -65,7 +65,7 @@ static int read_part(const struct kvq__saved *saved, const struct kvq__ids_reade
                      void *out)
 {
     struct kvq__part wanted = kvq__saved_ids_part(saved, i);
-    uint32_t at = place_of(r, &wanted);
+    uint32_t at = place_of_ids(r, &wanted);
     int rc = at < r->n ? r->read(r->context, at, out) : 1;
     return rc == KVQ_E_NO_MEMORY || rc == KVQ_E_STALE ? rc : rc != 0;
 }
@@ -88,7 +88,7 @@ static int read_spans(struct kvq__saved *saved, const struct kvq__ids_reader *r)
     return rc;
 }
 
-static int read_ids(struct kvq__saved *saved, const struct kvq__ids_reader *r, uint64_t known)
+static int read_saved_ids(struct kvq__saved *saved, const struct kvq__ids_reader *r, uint64_t known)
 {
     uint64_t parts = parts_of_ids(known);
     int32_t *ids = malloc(parts * KVQ__IDS_PART * sizeof *ids);
@@ -110,7 +110,7 @@ int kvq__saved_ids_read(struct kvq__saved *saved, const struct kvq__ids_reader *
                 saved->n_spans <= KVQ_MAX_SPANS;
     int rc = !sane ? 1 : saved->n_spans ? read_spans(saved, r) : 0;
     if (rc == 0 && known > 0)
-        rc = read_ids(saved, r, known);
+        rc = read_saved_ids(saved, r, known);
     else
         saved->known = 0;
     if (!saved->spans)

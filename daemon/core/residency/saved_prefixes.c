@@ -56,7 +56,7 @@ static uint32_t final_pages(const struct kvq__saved *saved)
     return (uint32_t)(final / KVQ_BLOCK_TOKENS);
 }
 
-static struct kvq__span *copy_spans(const struct kvq__save_shard *shard)
+static struct kvq__span *copy_prefix_spans(const struct kvq__save_shard *shard)
 {
     struct kvq__span *spans = calloc(shard->saved.n_spans + 1, sizeof *spans);
     for (uint32_t i = 0; spans && i < shard->saved.n_spans; i++) {
@@ -73,7 +73,7 @@ int kvq__save_prefixes(const struct kvq__save *save, uint32_t n,
     const struct kvq__save_shard *shard = &save->shards[n];
     uint32_t pages = shard->shares ? final_pages(&shard->saved) : 0;
     uint8_t chain[KVQ__HASH_BYTES], hash[KVQ__HASH_BYTES];
-    struct kvq__span *spans = copy_spans(shard);
+    struct kvq__span *spans = copy_prefix_spans(shard);
     int rc = spans ? 0 : KVQ_E_NO_MEMORY;
     memcpy(chain, shard->root, sizeof chain);
     for (uint32_t i = 0; i < pages && rc == 0; i++) {

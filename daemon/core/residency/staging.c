@@ -58,7 +58,7 @@ void *kvq__staging_memory(struct kvq__staging *f, size_t bytes)
 }
 
 // A fault is the poller's to find and tell.
-static int wait(struct kvq__staging *f, int result)
+static int wait_for_staging(struct kvq__staging *f, int result)
 {
     result = result ? result : kvq__gpu_driver(f->gpu)->stream_sync(f->stream);
     return result ? KVQ_E_SYSTEM : 0;
@@ -69,7 +69,7 @@ int kvq__staging_fetch(struct kvq__staging *f, const uint8_t *from, size_t bytes
     int result = kvq__gpu_enter(f->gpu);
     if (result == 0)
         result = kvq__gpu_driver(f->gpu)->copy_out(f->memory, (uintptr_t)from, bytes, f->stream);
-    return wait(f, result);
+    return wait_for_staging(f, result);
 }
 
 int kvq__staging_bring(struct kvq__staging *f, uint8_t *to, size_t at, size_t bytes)
@@ -78,7 +78,7 @@ int kvq__staging_bring(struct kvq__staging *f, uint8_t *to, size_t at, size_t by
     int result = kvq__gpu_enter(f->gpu);
     if (result == 0)
         result = kvq__gpu_driver(f->gpu)->copy_in((uintptr_t)to, from, bytes, f->stream);
-    return wait(f, result);
+    return wait_for_staging(f, result);
 }
 
 void kvq__stagings_close(struct kvq__core *core)

@@ -68,7 +68,7 @@ static struct kvq__session *first_shard(struct kvq__session *s)
 }
 
 // Takes the session's group, once. False if it is not wanted.
-static bool look_at(struct ask *ask, struct kvq__session *s)
+static bool take_if_unsaved(struct ask *ask, struct kvq__session *s)
 {
     struct kvq__session *first = first_shard(s);
     if (!is_wanted(first, ask->which, ask->idle_ns))
@@ -105,7 +105,7 @@ static void look_at_list(struct ask *ask, enum kvq__unsaved_list which, uint32_t
     for (; s && ask->n < ask->max && looks-- > 0; s = next) {
         next = s == last ? NULL : TAILQ_NEXT(s, unsaved_link);
         ask->core->lookup.looks++;
-        if (!look_at(ask, s))
+        if (!take_if_unsaved(ask, s))
             put_back(s);
     }
 }
@@ -119,17 +119,17 @@ static void look_at_used(struct ask *ask)
         ask->core->lookup.looks++;
         if (ask->core->now - s->idle_since < ask->idle_ns)
             break;
-        if (!look_at(ask, s) && ask->core->now < first_shard(s)->save_after)
+        if (!take_if_unsaved(ask, s) && ask->core->now < first_shard(s)->save_after)
             kvq__unsaved_put_off(s);
     }
 }
 
-static void look_at_all(struct ask *ask)
+static void take_all_unsaved(struct ask *ask)
 {
     struct kvq__session *s;
     for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
         TAILQ_FOREACH (s, &ask->core->unsaved[i], unsaved_link)
-            look_at(ask, s);
+            take_if_unsaved(ask, s);
 }
 
 uint32_t kvq__core_unsaved(struct kvq__core *core, uint32_t which, uint64_t idle_ns,
@@ -138,7 +138,7 @@ uint32_t kvq__core_unsaved(struct kvq__core *core, uint32_t which, uint64_t idle
     struct ask ask = {core, which, idle_ns, out, 0, max};
     core->unsaved_asks++;
     if (which == KVQ__UNSAVED_ALL) {
-        look_at_all(&ask);
+        take_all_unsaved(&ask);
         return ask.n;
     }
     look_at_list(&ask, KVQ__UNSAVED_AT_ONCE, UINT32_MAX);

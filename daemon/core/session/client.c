@@ -287,7 +287,7 @@ void kvq__handle_attach(struct kvq__handle *h, struct kvq__session *s, bool read
 }
 
 // `settles`: a STEP that was answered comes to its end by itself.
-static void detach(struct kvq__handle *h, bool settles)
+static void detach_sessions(struct kvq__handle *h, bool settles)
 {
     struct kvq__session *s = h->session;
     if (!s)
@@ -306,14 +306,14 @@ static void detach(struct kvq__handle *h, bool settles)
 
 void kvq__handle_detach(struct kvq__handle *h)
 {
-    detach(h, false);
+    detach_sessions(h, false);
 }
 
 void kvq__handle_close(struct kvq__handle *h)
 {
     struct kvq__session *s = h->session;
     uint64_t client = h->client->id;
-    detach(h, s && s->committing && !h->client->gone);
+    detach_sessions(h, s && s->committing && !h->client->gone);
     kvq__handle_free(h);
     if (s) {
         kvq__event(s->core, KVQ__EVENT_SESSION_CLOSED, s->ns->name, s->name, client, "");

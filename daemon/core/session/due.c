@@ -10,7 +10,7 @@
 enum { SLOT_BITS = 27 };
 #define LONGEST_NS 1000000000ull // between two looks at one that is kept by something else
 
-static uint64_t slot_of(uint64_t ns)
+static uint64_t slot_of_time(uint64_t ns)
 {
     return ns >> SLOT_BITS;
 }
@@ -27,7 +27,7 @@ static void set_at(struct kvq__session *s, uint64_t at)
 {
     at = at > s->core->now ? at : s->core->now;
     kvq__due_clear(s);
-    LIST_INSERT_HEAD(&s->core->dues[slot_of(at) % KVQ__DUE_SLOTS], s, due_link);
+    LIST_INSERT_HEAD(&s->core->dues[slot_of_time(at) % KVQ__DUE_SLOTS], s, due_link);
     s->due = true;
 }
 
@@ -55,7 +55,7 @@ static void put_off(struct kvq__session *s)
     set_at(s, now + (late < LONGEST_NS ? late : LONGEST_NS));
 }
 
-static void look_at(struct kvq__session *s)
+static void act_when_due(struct kvq__session *s)
 {
     s->core->lookup.looks++;
     if (kvq__group_expired(s)) { // and then so are its other shards, each in its turn
@@ -72,7 +72,7 @@ static void look_at(struct kvq__session *s)
 
 void kvq__dues_tick(struct kvq__core *core)
 {
-    uint64_t last = slot_of(core->now), at = core->due_slot;
+    uint64_t last = slot_of_time(core->now), at = core->due_slot;
     if (last - at >= KVQ__DUE_SLOTS)
         at = last - KVQ__DUE_SLOTS + 1;
     for (; at <= last; at++) {
@@ -85,7 +85,7 @@ void kvq__dues_tick(struct kvq__core *core)
         }
         while ((s = LIST_FIRST(&here))) {
             kvq__due_clear(s);
-            look_at(s);
+            act_when_due(s);
         }
     }
     core->due_slot = last; // the slot of now is not over

@@ -9,7 +9,7 @@
 
 // ---- One session ----
 
-static void spend(struct kvq__core *core, uint64_t work)
+static void spend_work(struct kvq__core *core, uint64_t work)
 {
     core->release_left -= work < core->release_left ? work : core->release_left;
     core->released += work;
@@ -36,7 +36,7 @@ static void note_pages(struct kvq__session *s)
 }
 
 // A request under way may still look at the page table, and finds no block there any more.
-static uint32_t pop(struct kvq__session *s)
+static uint32_t pop_ended_page(struct kvq__session *s)
 {
     if (s->refs == 0)
         return kvq__sheets_pop(s);
@@ -56,13 +56,13 @@ static void drop_extras(struct kvq__session *s)
 
 // Gives back as much as this turn may. True if nothing is left but what waits for requests under
 // way: the last of these brings the session here again.
-static bool give_back(struct kvq__session *s)
+static bool give_session_back(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
     // Requests that began since it ended have not found it.
     kvq__session_gives(s, s->ended_flight);
     while (core->release_left > 0 && has_pages(s))
-        spend(core, pop(s));
+        spend_work(core, pop_ended_page(s));
     note_pages(s);
     if (!has_pages(s))
         drop_extras(s);
@@ -73,7 +73,7 @@ static bool give_back(struct kvq__session *s)
         return true;
     while (core->release_left > 0 && s->ids.n_parts > 0) {
         kvq__ids_pop(s);
-        spend(core, 1);
+        spend_work(core, 1);
     }
     return s->ids.n_parts == 0 && core->release_left > 0 && kvq__given_end(s);
 }
@@ -85,16 +85,16 @@ static void leave_list(struct kvq__session *s)
     note_pages(s);
 }
 
-static void go_on(struct kvq__core *core)
+static void go_on_with_ended(struct kvq__core *core)
 {
     struct kvq__session *s;
     while (core->release_left > 0 && (s = TAILQ_FIRST(&core->ended))) {
-        if (!give_back(s))
+        if (!give_session_back(s))
             return;
         leave_list(s);
         if (s->refs > 0)
             continue;
-        spend(core, 1 + s->n_layers);
+        spend_work(core, 1 + s->n_layers);
         kvq__session_dispose(s);
     }
 }
@@ -111,14 +111,14 @@ void kvq__ended_add(struct kvq__session *s)
     kvq__ids_cut(s, 0);
     TAILQ_INSERT_TAIL(&core->ended, s, link);
     note_pages(s);
-    go_on(core);
+    go_on_with_ended(core);
 }
 
 bool kvq__ended_poll(struct kvq__core *core)
 {
     core->release_left = core->config.release_work;
     bool any = kvq__deferred_free(core, false) || !TAILQ_EMPTY(&core->ended);
-    go_on(core);
+    go_on_with_ended(core);
     return any;
 }
 
@@ -148,7 +148,7 @@ bool kvq__ended_reclaim(struct kvq__namespace *ns)
     if (!s)
         return false;
     core->release_left = UINT64_MAX;
-    give_back(s);
+    give_session_back(s);
     leave_list(s);
     kvq__session_dispose(s);
     core->release_left = left;
@@ -158,7 +158,7 @@ bool kvq__ended_reclaim(struct kvq__namespace *ns)
 void kvq__ended_close(struct kvq__core *core)
 {
     core->release_left = UINT64_MAX;
-    go_on(core);
+    go_on_with_ended(core);
     kvq__deferred_free(core, true);
     assert(TAILQ_EMPTY(&core->ended) && TAILQ_EMPTY(&core->deferred));
 }

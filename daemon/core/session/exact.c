@@ -70,7 +70,7 @@ void kvq__exact_leave(struct kvq__session *s)
 // ---- Giving way ----
 
 // Requests under way have decided how they read it. What is stored or moved is left as it is.
-static bool is_idle(const struct kvq__session *s)
+static bool may_pack_prompt(const struct kvq__session *s)
 {
     return s->refs == 0 && !s->committing && !s->exclusive && !s->move && !s->park && !s->restore &&
            s->n_loading == 0;
@@ -91,7 +91,7 @@ static void pack_early(struct kvq__session *s)
 
 void kvq__exact_unused(struct kvq__session *s)
 {
-    if (s->gives_way && is_idle(s))
+    if (s->gives_way && may_pack_prompt(s))
         pack_early(s);
 }
 
@@ -108,13 +108,13 @@ static void give_way(const struct kvq__session *s)
 }
 
 // Whether its blocks go without anybody's help: a GPU packs behind its writer's work.
-static bool is_packing(const struct kvq__session *s)
+static bool packs_prompt(const struct kvq__session *s)
 {
     return s->packs_early && s->pack_queued && !kvq__is_offloaded(s) && !s->pool->gpu;
 }
 
 // Nothing of it stands in 16 bits any more that would not without the prompt.
-static bool has_ended(const struct kvq__session *s)
+static bool exact_prompt_has_ended(const struct kvq__session *s)
 {
     return s->packs_early || s->floor >= s->exact_tokens + s->max_rollback;
 }
@@ -127,7 +127,7 @@ struct prompts {
     bool sure;                    // all of the latter are being packed
 };
 
-static struct prompts look_at_all(struct kvq__core *core, const struct kvq__shortage *shortage)
+static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__shortage *shortage)
 {
     struct prompts p = {.sure = true};
     struct kvq__session *s, *next;
@@ -137,7 +137,7 @@ static struct prompts look_at_all(struct kvq__core *core, const struct kvq__shor
         core->lookup.looks++;
         bool never = kvq__is_offloaded(s) || (s->pool->gpu && !s->writer);
         uint64_t bytes = kvq__is_offloaded(s) ? 0 : held_bytes(s);
-        if (bytes == 0 && has_ended(s)) { // for good, or until it goes back
+        if (bytes == 0 && exact_prompt_has_ended(s)) { // for good, or until it goes back
             kvq__exact_leave(s);
             continue;
         }
@@ -145,7 +145,7 @@ static struct prompts look_at_all(struct kvq__core *core, const struct kvq__shor
             continue;
         if (s->gives_way || s->packs_early) {
             p.coming += bytes;
-            p.sure &= is_packing(s);
+            p.sure &= packs_prompt(s);
             continue;
         }
         p.there += bytes;
@@ -159,13 +159,13 @@ enum kvq__help kvq__exact_give_way(struct kvq__core *core,
                                    const struct kvq__eviction_request *asked, uint64_t free,
                                    uint64_t others)
 {
-    struct prompts p = look_at_all(core, asked->shortage);
+    struct prompts p = look_at_prompts(core, asked->shortage);
     if (p.there + p.coming + free + others < asked->need) // nobody gives way in vain
         return KVQ__HELP_NONE;
     // What is free may be of no use, lying in extents of other namespaces.
     while (p.largest && (p.coming == 0 || p.coming + free < asked->need)) {
         give_way(p.largest);
-        p = look_at_all(core, asked->shortage);
+        p = look_at_prompts(core, asked->shortage);
     }
     if (p.coming == 0)
         return KVQ__HELP_NONE;

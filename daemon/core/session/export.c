@@ -48,7 +48,7 @@ struct walk {
     struct kvq__extent *found; // NULL: none
 };
 
-static void look_at(struct walk *w, struct kvq__extent *e)
+static void export_if_new(struct walk *w, struct kvq__extent *e)
 {
     if (e->last == w->ns && e->serial > w->after && (!w->found || e->serial < w->found->serial))
         w->found = e;
@@ -60,9 +60,9 @@ static struct kvq__extent *next_extent(const struct kvq__namespace *ns, struct k
     struct walk w = {ns, pool, after, NULL};
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &ns->arenas[pool - ns->core->pools].extents, link)
-        look_at(&w, e);
+        export_if_new(&w, e);
     TAILQ_FOREACH (e, &pool->empty, link)
-        look_at(&w, e);
+        export_if_new(&w, e);
     return w.found;
 }
 

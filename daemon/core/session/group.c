@@ -159,7 +159,7 @@ static bool rotates_alike(const struct kvq__session *a, const struct kvq__sessio
     return (a->v_rotation == KVQ_V_ROT_ENGINE) == (b->v_rotation == KVQ_V_ROT_ENGINE);
 }
 
-static const char *difference(const struct kvq__session *a, const struct kvq__session *b)
+static const char *shard_difference(const struct kvq__session *a, const struct kvq__session *b)
 {
     return a->shards != b->shards                 ? "number of shards"
            : strcmp(a->model, b->model) != 0      ? "model fingerprint"
@@ -175,7 +175,7 @@ static const char *difference(const struct kvq__session *a, const struct kvq__se
 
 int kvq__group_agrees(const struct kvq__session *s, const struct kvq__session *other, char *text)
 {
-    const char *what = difference(s, other);
+    const char *what = shard_difference(s, other);
     if (!what)
         return 0;
     return kvq__fail(text, KVQ_E_EXISTS,

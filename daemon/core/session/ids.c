@@ -24,7 +24,7 @@ static void part_drop(struct kvq__namespace *ns, struct kvq__ids_part *part)
         kvq__ns_deallocate(ns, part, sizeof *part);
 }
 
-static int directory_grow(struct kvq__session *s, uint32_t parts)
+static int grow_id_directory(struct kvq__session *s, uint32_t parts)
 {
     struct kvq__ids *ids = &s->ids;
     uint32_t room = ids->room ? ids->room : FIRST_PARTS;
@@ -48,7 +48,7 @@ int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
 {
     struct kvq__ids *ids = &s->ids;
     uint32_t want = parts_in(tokens);
-    int rc = directory_grow(s, want);
+    int rc = grow_id_directory(s, want);
     while (rc == 0 && ids->n_parts < want) {
         struct kvq__ids_part *part = kvq__ns_allocate(s->ns, sizeof *part, &rc);
         if (!part)
@@ -129,7 +129,7 @@ static int fork_parts(struct kvq__session *to, const struct kvq__ids *a, uint64_
 {
     struct kvq__ids *b = &to->ids;
     uint64_t final = known < to->floor ? known : to->floor;
-    int rc = directory_grow(to, parts_in(known));
+    int rc = grow_id_directory(to, parts_in(known));
     for (; rc == 0 && b->n_parts < final / KVQ__IDS_PART; b->n_parts++) {
         b->parts[b->n_parts] = a->parts[b->n_parts];
         b->parts[b->n_parts]->refs++;
@@ -174,7 +174,7 @@ static int check_spans(const struct kvq__span *spans, uint32_t n, char *text)
     return 0;
 }
 
-static bool overlaps(const struct kvq__span *a, const struct kvq__span *b)
+static bool spans_overlap(const struct kvq__span *a, const struct kvq__span *b)
 {
     return a->first < b->first + b->tokens && b->first < a->first + a->tokens;
 }
@@ -182,13 +182,13 @@ static bool overlaps(const struct kvq__span *a, const struct kvq__span *b)
 static bool is_replaced(const struct kvq__span *old, const struct kvq__span *spans, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++)
-        if (overlaps(old, &spans[i]))
+        if (spans_overlap(old, &spans[i]))
             return true;
     return false;
 }
 
 // In one order, whatever order they were told in.
-static int compare(const void *left, const void *right)
+static int compare_spans(const void *left, const void *right)
 {
     const struct kvq__span *a = left, *b = right;
     return a->first != b->first ? (a->first > b->first) - (a->first < b->first)
@@ -215,7 +215,7 @@ int kvq__ids_spans(struct kvq__session *s, const struct kvq__span *spans, uint32
         if (!is_replaced(&ids->spans[i], spans, n))
             all[at++] = ids->spans[i];
     memcpy(all + at, spans, n * sizeof *all);
-    qsort(all, kept + n, sizeof *all, compare);
+    qsort(all, kept + n, sizeof *all, compare_spans);
     kvq__ns_deallocate(s->ns, ids->spans, ids->n_spans * sizeof *all);
     ids->spans = all;
     ids->n_spans = kept + n;

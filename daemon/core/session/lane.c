@@ -11,23 +11,15 @@
 
 // ---- Life ----
 
-static uint32_t index_of(const struct kvq__core *core, const struct kvq__gpu *gpu)
-{
-    uint32_t i = 1;
-    while (core->pools[i].gpu != gpu)
-        i++;
-    return i - 1;
-}
-
 // What an earlier attempt has made stays: see kvq__lane_get.
-static int open_streams(struct kvq__lane *lane)
+static int open_lane_streams(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     int result = kvq__gpu_enter(lane->gpu);
     if (!lane->stream)
         lane->alone = lane->alone || kvq__gpu_take_queues(lane->gpu);
-    lane->use =
-        lane->alone ? &lane->own_use : &lane->core->common_use[index_of(lane->core, lane->gpu)];
+    lane->use = lane->alone ? &lane->own_use
+                            : &lane->core->common_use[kvq__gpu_index(lane->core, lane->gpu)];
     if (!lane->alone) {
         lane->stream = kvq__gpu_stream(lane->gpu, KVQ__GPU_STREAM_COMMON);
         lane->watch = kvq__gpu_stream(lane->gpu, KVQ__GPU_STREAM_COMMON_WATCH);
@@ -51,7 +43,7 @@ static int open_device(const struct kvq_gpu_driver *d, size_t bytes, kvq_gpu_ptr
     return *at ? KVQ_GPU_OK : d->memory_alloc(at, bytes);
 }
 
-static int open_memory(struct kvq__lane *lane)
+static int open_lane_memory(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     const struct kvq__core_config *c = &lane->core->config;
@@ -119,8 +111,8 @@ static int lane_open(struct kvq__lane *lane)
         lane->held = kvq__allocate(core, KVQ__LANE_HELD * sizeof *lane->held);
     if (!lane->pending || !lane->held)
         return KVQ_E_NO_MEMORY;
-    int result = open_streams(lane);
-    result = result ? result : open_memory(lane);
+    int result = open_lane_streams(lane);
+    result = result ? result : open_lane_memory(lane);
     lane->ready = result == KVQ_GPU_OK;
     return result ? kvq__gpu_failed(lane->gpu, result, "making a client's stream") : 0;
 }
@@ -169,7 +161,7 @@ static bool open_common(struct kvq__core *core)
 int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **out)
 {
     struct kvq__core *core = client->core;
-    struct kvq__lane **slot = &client->lanes[index_of(core, gpu)];
+    struct kvq__lane **slot = &client->lanes[kvq__gpu_index(core, gpu)];
     if (!open_common(core))
         return KVQ_E_NO_MEMORY;
     if (!*slot) {
@@ -305,7 +297,7 @@ static int wait_for_client(struct kvq__lane *lane, struct kvq__queue *q)
 
 bool kvq__lane_open_for(struct kvq__queue *q)
 {
-    uint32_t i = index_of(q->core, q->gpu);
+    uint32_t i = kvq__gpu_index(q->core, q->gpu);
     struct kvq__lane *lane = q->client->lanes[i];
     assert(lane); // from when the client opened a session there
     if (kvq__lane_open(lane, q)) {
@@ -327,7 +319,7 @@ bool kvq__lane_again(struct kvq__queue *q)
 
 bool kvq__lane_takes(struct kvq__queue *q)
 {
-    uint32_t i = index_of(q->core, q->timeline.gpu);
+    uint32_t i = kvq__gpu_index(q->core, q->timeline.gpu);
     const struct kvq__lane *lane = q->client->lanes[i];
     if (lane->given - lane->ended < KVQ_MAX_GPU_PENDING &&
         kvq__lane_ops_left(lane) >= KVQ__CHUNK_OPS)
@@ -394,14 +386,14 @@ static int number_alone(struct kvq__lane *lane, struct kvq__queue *q)
     take_ops(lane, &lane->pending[at]);
     int result = write_number(lane, at);
     lane->pending[at].number = lane->given;
-    q->given[index_of(lane->core, lane->gpu)] = lane->given;
+    q->given[kvq__gpu_index(lane->core, lane->gpu)] = lane->given;
     return result;
 }
 
 void kvq__lane_signal(struct kvq__queue *q)
 {
     struct kvq__gpu *gpu = q->timeline.gpu;
-    struct kvq__lane *lane = q->client->lanes[index_of(q->core, gpu)];
+    struct kvq__lane *lane = q->client->lanes[kvq__gpu_index(q->core, gpu)];
     q->timeline.used = true;
     int result = kvq__gpu_enter(gpu);
     result = result ? result : kvq__stream_sync_tell(lane, q);
@@ -421,7 +413,7 @@ int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *q, bool hold)
     int result = write_number(lane, at);
     p->number = lane->given;
     p->memory = lane->tail;
-    q->given[index_of(lane->core, lane->gpu)] = lane->given;
+    q->given[kvq__gpu_index(lane->core, lane->gpu)] = lane->given;
     if (hold)
         take_holds(lane, q, p);
     q->lane = NULL;
@@ -431,7 +423,7 @@ int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *q, bool hold)
     return result ? kvq__gpu_failed(lane->gpu, result, "ending work on the GPU") : 0;
 }
 
-static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
+static void let_pending_go(struct kvq__lane *lane, struct kvq__pending *p)
 {
     for (; p->n_held > 0; p->n_held--) {
         struct kvq__held *h = &lane->held[lane->first_held];
@@ -452,7 +444,7 @@ static void let_go(struct kvq__lane *lane, struct kvq__pending *p)
 }
 
 // How far the stream has come.
-static uint64_t look(const struct kvq__lane *lane)
+static uint64_t stream_progress(const struct kvq__lane *lane)
 {
     if (kvq__gpu_has_memory_ops(lane->gpu))
         return kvq_word64_load_acquire(lane->word);
@@ -473,12 +465,12 @@ bool kvq__lane_poll(struct kvq__lane *lane)
     bool any = false;
     if (!kvq__lane_busy(lane))
         return false;
-    lane->ended = look(lane);
+    lane->ended = stream_progress(lane);
     while (lane->n > 0 && lane->pending[lane->first].number <= lane->ended) {
         struct kvq__pending *p = &lane->pending[lane->first];
         lane->first = (lane->first + 1) % KVQ_MAX_GPU_PENDING;
         lane->n--;
-        let_go(lane, p);
+        let_pending_go(lane, p);
         any = true;
     }
     if (!lane->client && !kvq__lane_busy(lane))
@@ -505,7 +497,7 @@ static bool is_shared(const struct kvq__session *s, const struct kvq__client *cl
     return false;
 }
 
-static bool packs(const struct kvq__lane *lane, const struct kvq__session *s)
+static bool lane_packs(const struct kvq__lane *lane, const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].pack_lane == lane && !kvq__lane_ended(lane, s->layers[i].pack_number))
@@ -520,7 +512,7 @@ const struct kvq__session *kvq__lane_withholds(const struct kvq__lane *lane)
         for (uint32_t j = 0; j < KVQ__HANDLE_CHUNK; j++) {
             const struct kvq__session *s = c->handles[i][j].session;
             lane->core->lookup.looks += s != NULL;
-            if (s && is_shared(s, c) && packs(lane, s))
+            if (s && is_shared(s, c) && lane_packs(lane, s))
                 return s;
         }
     return NULL;

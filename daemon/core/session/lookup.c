@@ -23,22 +23,23 @@ static uint64_t hash_of(const struct kvq__namespace *ns, const char *name)
     return hash;
 }
 
-static struct kvq__session_bucket *bucket(const struct kvq__lookup *l,
-                                          struct kvq__session_bucket *buckets, uint64_t hash)
+static struct kvq__session_bucket *session_bucket(const struct kvq__lookup *l,
+                                                  struct kvq__session_bucket *buckets,
+                                                  uint64_t hash)
 {
     return &buckets[hash & (l->n_buckets - 1)];
 }
 
 static void insert(struct kvq__lookup *l, struct kvq__session *s)
 {
-    LIST_INSERT_HEAD(bucket(l, l->ids, s->id), s, id_link);
+    LIST_INSERT_HEAD(session_bucket(l, l->ids, s->id), s, id_link);
     if (s->name[0])
-        LIST_INSERT_HEAD(bucket(l, l->names, s->name_hash), s, name_link);
+        LIST_INSERT_HEAD(session_bucket(l, l->names, s->name_hash), s, name_link);
 }
 
 // ---- The tables ----
 
-static int make(struct kvq__core *core, struct kvq__lookup *l, uint32_t n)
+static int make_buckets(struct kvq__core *core, struct kvq__lookup *l, uint32_t n)
 {
     l->ids = kvq__allocate(core, n * sizeof *l->ids);
     l->names = kvq__allocate(core, n * sizeof *l->names);
@@ -50,7 +51,7 @@ static int make(struct kvq__core *core, struct kvq__lookup *l, uint32_t n)
     return l->ids && l->names ? 0 : KVQ_E_NO_MEMORY;
 }
 
-static void unmake(struct kvq__core *core, struct kvq__lookup *l)
+static void unmake_buckets(struct kvq__core *core, struct kvq__lookup *l)
 {
     kvq__deallocate(core, l->ids, l->n_buckets * sizeof *l->ids);
     kvq__deallocate(core, l->names, l->n_buckets * sizeof *l->names);
@@ -60,12 +61,12 @@ static void unmake(struct kvq__core *core, struct kvq__lookup *l)
 int kvq__lookup_open(struct kvq__core *core)
 {
     memcpy(core->lookup.key, core->config.prefix_key, sizeof core->lookup.key);
-    return make(core, &core->lookup, FIRST_BUCKETS);
+    return make_buckets(core, &core->lookup, FIRST_BUCKETS);
 }
 
 void kvq__lookup_close(struct kvq__core *core)
 {
-    unmake(core, &core->lookup);
+    unmake_buckets(core, &core->lookup);
 }
 
 static void grow(struct kvq__core *core)
@@ -74,8 +75,8 @@ static void grow(struct kvq__core *core)
     struct kvq__session *s;
     if (core->n_sessions <= l->n_buckets)
         return;
-    if (make(core, l, 2 * old.n_buckets) < 0) {
-        unmake(core, l);
+    if (make_buckets(core, l, 2 * old.n_buckets) < 0) {
+        unmake_buckets(core, l);
         *l = old;
         return;
     }
@@ -86,7 +87,7 @@ static void grow(struct kvq__core *core)
                 LIST_REMOVE(s, name_link);
             insert(l, s);
         }
-    unmake(core, &old);
+    unmake_buckets(core, &old);
 }
 
 // ---- The order of ids ----
@@ -133,7 +134,7 @@ struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id)
 {
     struct kvq__lookup *l = &core->lookup;
     struct kvq__session *s;
-    LIST_FOREACH (s, bucket(l, l->ids, id), id_link) {
+    LIST_FOREACH (s, session_bucket(l, l->ids, id), id_link) {
         l->looks++;
         if (s->id == id)
             return s;
@@ -146,7 +147,7 @@ struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *n
     struct kvq__lookup *l = &ns->core->lookup;
     uint64_t hash = hash_of(ns, name);
     struct kvq__session *s;
-    LIST_FOREACH (s, bucket(l, l->names, hash), name_link) {
+    LIST_FOREACH (s, session_bucket(l, l->names, hash), name_link) {
         l->looks++;
         if (s->name_hash == hash && s->ns == ns && strcmp(s->name, name) == 0)
             return s;

@@ -15,14 +15,14 @@
 
 #define NS_PER_SECOND 1000000000ull
 
-static bool is_empty(const char *string)
+static bool is_empty_text(const char *string)
 {
     return !string || !*string;
 }
 
 // ---- Checks of the session as a whole ----
 
-static int check_name(const char *what, const char *name, size_t room, char *text)
+static int check_text(const char *what, const char *name, size_t room, char *text)
 {
     size_t n = name ? strlen(name) : 0;
     if (n >= room)
@@ -77,7 +77,7 @@ static int check_flags(const struct kvq__session_spec *spec, char *text)
     if ((spec->flags & KVQ__OPEN_READ_ONLY) && (spec->flags & KVQ__OPEN_TAKE_OVER))
         return kvq__fail(text, KVQ_E_INVALID,
                          "read_only and take_over exclude each other; a reader needs no hold");
-    if (is_empty(spec->name) && spec->on_detach >= KVQ__DETACH_KEEP)
+    if (is_empty_text(spec->name) && spec->on_detach >= KVQ__DETACH_KEEP)
         return kvq__fail(text, KVQ_E_INVALID,
                          "an unnamed session cannot be kept, for nobody could open it again; give "
                          "it a name");
@@ -86,13 +86,13 @@ static int check_flags(const struct kvq__session_spec *spec, char *text)
 
 int kvq__spec_check(const struct kvq__session_spec *spec, char *text)
 {
-    int rc = check_name("session's name", spec->name, KVQ_NAME_BYTES, text);
+    int rc = check_text("session's name", spec->name, KVQ_NAME_BYTES, text);
     if (rc == 0)
-        rc = check_name("model fingerprint", spec->model, KVQ_FINGERPRINT_BYTES, text);
+        rc = check_text("model fingerprint", spec->model, KVQ_FINGERPRINT_BYTES, text);
     if (rc == 0)
-        rc = check_name("salt", spec->salt, KVQ_NAME_BYTES, text);
+        rc = check_text("salt", spec->salt, KVQ_NAME_BYTES, text);
     if (rc == 0)
-        rc = check_name("adapter", spec->adapter, KVQ_NAME_BYTES, text);
+        rc = check_text("adapter", spec->adapter, KVQ_NAME_BYTES, text);
     if (rc == 0)
         rc = check_numbers(spec, text);
     return rc == 0 ? check_flags(spec, text) : rc;
@@ -141,10 +141,10 @@ static int find_format(struct kvq__session *s, const struct kvq__session_spec *s
 {
     char why[KVQ_TEXT_BYTES / 2] = "it has no format; give it one";
     struct kvq_format found;
-    const char *name = is_empty(row->format) ? spec->format : row->format;
+    const char *name = is_empty_text(row->format) ? spec->format : row->format;
     // Layers that read another's cache have its format.
     uint32_t own = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
-    if (is_empty(name))
+    if (is_empty_text(name))
         return refuse_format(s->core, layer, why, KVQ_E_FORMAT, text);
     int rc = row->exact ? take_exact(s->core, row->exact, &found, why, sizeof why)
                         : kvq__format_of_layer(s->core, name, own, &found, why, sizeof why);
@@ -159,7 +159,7 @@ static int find_format(struct kvq__session *s, const struct kvq__session_spec *s
 }
 
 // Formats with codes of a codebook name it behind '@'; others name none.
-static int find_book(struct kvq__core *core, struct kvq__layer *l, uint32_t layer, char *text)
+static int find_layer_book(struct kvq__core *core, struct kvq__layer *l, uint32_t layer, char *text)
 {
     char why[KVQ_TEXT_BYTES / 2] = "this daemon has no codebooks";
     const char *at = strchr(l->format->name, '@');
@@ -243,7 +243,7 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     rc = check_shape(s->pool, l, layer, text);
     if (rc < 0)
         return rc;
-    rc = find_book(s->core, l, row->kv_from >= 0 ? (uint32_t)row->kv_from : layer, text);
+    rc = find_layer_book(s->core, l, row->kv_from >= 0 ? (uint32_t)row->kv_from : layer, text);
     if (rc < 0)
         return rc;
     l->layout = kvq_layout_of(l->format, &l->shape);
@@ -338,7 +338,7 @@ static uint8_t common_rotation(const struct kvq__session *s)
 static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spec)
 {
     uint64_t most = UINT64_MAX / NS_PER_SECOND;
-    s->drop_on_detach = is_empty(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
+    s->drop_on_detach = is_empty_text(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
     s->save_on_detach = spec->on_detach == KVQ__DETACH_SAVE;
     s->keep_ns = s->drop_on_detach ? 0 : s->core->config.keep_ns;
     if (spec->on_detach >= KVQ__DETACH_KEEP && spec->keep_seconds)
@@ -362,12 +362,12 @@ static int find_place(struct kvq__session *s, const char *place, char *text)
 {
     struct kvq__core *core = s->core;
     s->pool = &core->pools[core->n_pools > 1];
-    for (uint32_t i = 2; is_empty(place) && i < core->n_pools; i++) {
+    for (uint32_t i = 2; is_empty_text(place) && i < core->n_pools; i++) {
         const struct kvq__pool *other = &core->pools[i];
         if (other->budget - other->used_bytes > s->pool->budget - s->pool->used_bytes)
             s->pool = &core->pools[i];
     }
-    if (is_empty(place))
+    if (is_empty_text(place))
         return 0;
     struct kvq__pool *pool = kvq__place_find(core, place, text);
     s->pool = pool ? pool : s->pool;
@@ -457,14 +457,15 @@ static void take_rotation(struct kvq__session *wanted, const struct kvq__session
             wanted->layers[i].shape.v_rotation = s->layers[i].shape.v_rotation;
 }
 
-static int compare(const struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+static int compare_with_spec(const struct kvq__session *s, const struct kvq__session_spec *spec,
+                             char *text)
 {
     struct kvq__session *wanted;
-    if (!is_empty(spec->model) && strcmp(s->model, spec->model) != 0)
+    if (!is_empty_text(spec->model) && strcmp(s->model, spec->model) != 0)
         return differs(s, "model fingerprint", text);
-    if (!is_empty(spec->salt) && strcmp(s->salt, spec->salt) != 0)
+    if (!is_empty_text(spec->salt) && strcmp(s->salt, spec->salt) != 0)
         return differs(s, "salt", text);
-    if (!is_empty(spec->adapter) && strcmp(s->adapter, spec->adapter) != 0)
+    if (!is_empty_text(spec->adapter) && strcmp(s->adapter, spec->adapter) != 0)
         return differs(s, "adapter", text);
     if (spec->n_layers == 0)
         return 0;
@@ -475,7 +476,7 @@ static int compare(const struct kvq__session *s, const struct kvq__session_spec 
         return rc;
     if (spec->v_rotation == KVQ__V_BY_PAPER)
         take_rotation(wanted, s);
-    if (!is_empty(spec->place) && wanted->pool != kvq__home_of(s))
+    if (!is_empty_text(spec->place) && wanted->pool != kvq__home_of(s))
         rc = differs(s, "place", text);
     else
         rc = compare_layers(s, wanted, text);
@@ -497,7 +498,8 @@ static int end_step(struct kvq__session *s, const struct kvq__session_spec *spec
     return 0;
 }
 
-static int take_hold(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
+static int take_hold_of_opened(struct kvq__session *s, const struct kvq__session_spec *spec,
+                               char *text)
 {
     if (spec->flags & KVQ__OPEN_READ_ONLY)
         return 0;
@@ -534,9 +536,9 @@ static int open_existing(struct kvq__client *client, struct kvq__session *s,
                          "session \"%s\" exists already%s; drop it, or open it without "
                          "must_create",
                          s->name, s->group ? ", with this shard" : "");
-    int rc = compare(s, spec, text);
+    int rc = compare_with_spec(s, spec, text);
     rc = rc ? rc : need_lane(client, s, text);
-    return rc == 0 ? take_hold(s, spec, text) : rc;
+    return rc == 0 ? take_hold_of_opened(s, spec, text) : rc;
 }
 
 // As another shard of the session of its name, if there is one.
@@ -551,9 +553,9 @@ int kvq__session_enter(struct kvq__session *s, char *text)
     return rc;
 }
 
-static int create(struct kvq__client *client, struct kvq__namespace *ns,
-                  const struct kvq__session_spec *spec, const struct kvq__session *first,
-                  struct kvq__session **s, char *text)
+static int create_session(struct kvq__client *client, struct kvq__namespace *ns,
+                          const struct kvq__session_spec *spec, const struct kvq__session *first,
+                          struct kvq__session **s, char *text)
 {
     if ((spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)) || spec->n_layers == 0)
         return kvq__fail(text, KVQ_E_NO_SESSION,
@@ -592,13 +594,14 @@ static int find_or_create(struct kvq__client *client, struct kvq__namespace *ns,
                           bool *created, char *text)
 {
     const struct kvq__session *first =
-        is_empty(spec->name) ? NULL : kvq__session_named(ns, spec->name);
+        is_empty_text(spec->name) ? NULL : kvq__session_named(ns, spec->name);
     int rc = first ? kvq__shards_check(first, spec, text) : 0;
     if (rc < 0)
         return rc;
     *s = first ? kvq__group_member(first, spec->shard) : NULL;
     *created = !*s;
-    return *s ? open_existing(client, *s, spec, text) : create(client, ns, spec, first, s, text);
+    return *s ? open_existing(client, *s, spec, text)
+              : create_session(client, ns, spec, first, s, text);
 }
 
 int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec *spec,

@@ -67,7 +67,7 @@ void kvq__sheets_place(struct kvq__session *s)
 }
 
 // Room for so many sheets.
-static int directory_grow(struct kvq__session *s, uint32_t sheets)
+static int grow_sheet_directory(struct kvq__session *s, uint32_t sheets)
 {
     uint32_t room = s->sheet_room ? s->sheet_room : FIRST_SHEETS;
     if (sheets <= s->sheet_room)
@@ -98,7 +98,7 @@ struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, i
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
 {
     uint32_t want = sheets_of(pages);
-    int rc = directory_grow(s, want);
+    int rc = grow_sheet_directory(s, want);
     while (rc == 0 && s->n_sheets < want) {
         struct kvq__sheet *sheet = kvq__sheet_new(s->ns, s->n_owned, &rc);
         if (sheet)
@@ -110,7 +110,7 @@ int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
 int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets)
 {
     assert(to->n_sheets == 0 && to->n_owned == from->n_owned && sheets <= from->n_sheets);
-    int rc = directory_grow(to, sheets);
+    int rc = grow_sheet_directory(to, sheets);
     for (; rc == 0 && to->n_sheets < sheets; to->n_sheets++) {
         to->sheets[to->n_sheets] = from->sheets[to->n_sheets];
         to->sheets[to->n_sheets]->refs++;
@@ -232,7 +232,8 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
 }
 
 // Below the floor of all who have it nothing changes, so a shared sheet goes as it came: whole.
-static uint32_t pop(struct kvq__session *s, void (*drop)(struct kvq__core *, struct kvq__ref *))
+static uint32_t pop_page(struct kvq__session *s,
+                         void (*drop)(struct kvq__core *, struct kvq__ref *))
 {
     uint32_t last = s->n_pages - 1, sheet = last / KVQ__SHEET_PAGES;
     if (s->sheets[sheet]->refs > 1) {
@@ -253,7 +254,7 @@ static uint32_t pop(struct kvq__session *s, void (*drop)(struct kvq__core *, str
 
 uint32_t kvq__pages_pop(struct kvq__session *s)
 {
-    return pop(s, kvq__block_drop);
+    return pop_page(s, kvq__block_drop);
 }
 
 static void pages_cut(struct kvq__session *s, uint32_t keep,
@@ -262,7 +263,7 @@ static void pages_cut(struct kvq__session *s, uint32_t keep,
     if (s->n_pages > keep) {
         kvq__tables_dirty(s, keep);
         while (s->n_pages > keep)
-            pop(s, drop);
+            pop_page(s, drop);
         assert(s->n_pages == keep);
     }
     for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)

@@ -21,33 +21,33 @@ enum { FIRST_BUCKETS = 64 };
 
 typedef crypto_generichash_state hash_state;
 
-static void begin(hash_state *state, const struct kvq__core *core)
+static void begin_hash(hash_state *state, const struct kvq__core *core)
 {
     crypto_generichash_init(state, core->config.prefix_key, sizeof core->config.prefix_key,
                             KVQ__HASH_BYTES);
 }
 
-static void put(hash_state *state, const void *bytes, size_t n)
+static void put_bytes(hash_state *state, const void *bytes, size_t n)
 {
     crypto_generichash_update(state, bytes, n);
 }
 
 static void put_number(hash_state *state, uint64_t value)
 {
-    put(state, &value, sizeof value);
+    put_bytes(state, &value, sizeof value);
 }
 
 // With its length before it, so that no two rows of texts look alike.
 static void put_text(hash_state *state, const char *text)
 {
     put_number(state, strlen(text));
-    put(state, text, strlen(text));
+    put_bytes(state, text, strlen(text));
 }
 
 void kvq__prefix_root(const struct kvq__session *s, const char *ns, uint8_t *root)
 {
     hash_state state;
-    begin(&state, s->core);
+    begin_hash(&state, s->core);
     put_text(&state, "kvq prefix 1");
     put_text(&state, ns);
     put_text(&state, s->model);
@@ -62,24 +62,24 @@ void kvq__prefix_root(const struct kvq__session *s, const char *ns, uint8_t *roo
 
 static void put_float(hash_state *state, float value)
 {
-    put(state, &value, sizeof value);
+    put_bytes(state, &value, sizeof value);
 }
 
 static void put_side(hash_state *state, const struct kvq_side *side)
 {
     const uint8_t bytes[] = {side->codec, side->bits, side->axis,  side->zero,
                              side->full,  side->wide, side->vector};
-    put(state, bytes, sizeof bytes);
+    put_bytes(state, bytes, sizeof bytes);
     put_number(state, side->group);
 }
 
 // By all that it says: a name of the configuration's may mean another one the next time.
-static void put_format(hash_state *state, const struct kvq_format *f)
+static void hash_format(hash_state *state, const struct kvq_format *f)
 {
     const uint8_t bytes[] = {f->k_channel, f->k_rotation, f->k_token_scale,  f->v_rotation,
                              f->raw_dtype, f->outliers,   f->extra_outliers, f->plain_layers};
     put_text(state, f->name); // with the codebook's
-    put(state, bytes, sizeof bytes);
+    put_bytes(state, bytes, sizeof bytes);
     put_side(state, &f->k);
     put_side(state, &f->v);
     put_number(state, f->unit_tokens);
@@ -107,14 +107,14 @@ static void put_layer(hash_state *state, const struct kvq__session *s, const str
     put_float(state, shape->softcap);
     put_float(state, shape->scale);
     put_number(state, l->source);
-    put_format(state, l->format);
+    hash_format(state, l->format);
     put_number(state, kvq__layer_book(s, l));
 }
 
 static void hash_layers(struct kvq__session *s)
 {
     hash_state state;
-    begin(&state, s->core);
+    begin_hash(&state, s->core);
     put_text(&state, "kvq layers 1");
     put_number(&state, s->n_layers);
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -152,16 +152,16 @@ static void put_span(hash_state *state, const struct kvq__span *span, uint64_t s
     put_number(state, from - start);
     put_number(state, to - from);
     put_number(state, from - span->first);
-    put(state, span->digest, sizeof span->digest);
+    put_bytes(state, span->digest, sizeof span->digest);
 }
 
 void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32_t *ids,
                        const struct kvq__span *spans, uint32_t n_spans, uint32_t page)
 {
     hash_state state;
-    begin(&state, core);
-    put(&state, chain, KVQ__HASH_BYTES);
-    put(&state, ids, KVQ_BLOCK_TOKENS * sizeof *ids);
+    begin_hash(&state, core);
+    put_bytes(&state, chain, KVQ__HASH_BYTES);
+    put_bytes(&state, ids, KVQ_BLOCK_TOKENS * sizeof *ids);
     for (uint32_t i = 0; i < n_spans; i++)
         put_span(&state, &spans[i], (uint64_t)page * KVQ_BLOCK_TOKENS);
     crypto_generichash_final(&state, chain, KVQ__HASH_BYTES);
@@ -173,11 +173,11 @@ void kvq__prefix_stored(const struct kvq__core *core, const uint8_t *chain, cons
                         uint32_t shard, uint8_t *out)
 {
     hash_state state;
-    begin(&state, core);
+    begin_hash(&state, core);
     put_text(&state, "kvq stored 1");
     put_number(&state, KVQ_LAYOUT_ID);
-    put(&state, chain, KVQ__HASH_BYTES);
-    put(&state, layers, KVQ__HASH_BYTES);
+    put_bytes(&state, chain, KVQ__HASH_BYTES);
+    put_bytes(&state, layers, KVQ__HASH_BYTES);
     put_number(&state, shard);
     crypto_generichash_final(&state, out, KVQ__HASH_BYTES);
 }
@@ -189,7 +189,7 @@ void kvq__core_prefix_key(struct kvq__core *core, const uint8_t key[32])
 
 // ---- The table ----
 
-static struct kvq__node_list *bucket(const struct kvq__prefixes *p, const uint8_t *chain)
+static struct kvq__node_list *node_bucket(const struct kvq__prefixes *p, const uint8_t *chain)
 {
     uint32_t hash;
     memcpy(&hash, chain, sizeof hash); // no hash of a hash: it is as good as random
@@ -203,7 +203,7 @@ struct kvq__node *kvq__prefix_find(const struct kvq__prefixes *p, const uint8_t 
     struct kvq__node *node;
     if (!p->buckets)
         return NULL;
-    LIST_FOREACH (node, bucket(p, chain), link)
+    LIST_FOREACH (node, node_bucket(p, chain), link)
         if (node->shard == shard && node->pool == pool &&
             memcmp(node->chain, chain, KVQ__HASH_BYTES) == 0 &&
             memcmp(node->layers, layers, KVQ__HASH_BYTES) == 0)
@@ -215,7 +215,7 @@ bool kvq__prefix_has_shard(const struct kvq__prefixes *p, const uint8_t *chain, 
 {
     const struct kvq__node *node;
     if (p->buckets)
-        LIST_FOREACH (node, bucket(p, chain), link)
+        LIST_FOREACH (node, node_bucket(p, chain), link)
             if (node->shard == shard && memcmp(node->chain, chain, KVQ__HASH_BYTES) == 0)
                 return true;
     return false;
@@ -236,7 +236,7 @@ static int table_grow(struct kvq__prefixes *p)
     for (uint32_t i = 0; i < old.n_buckets; i++)
         while ((node = LIST_FIRST(&old.buckets[i]))) {
             LIST_REMOVE(node, link);
-            LIST_INSERT_HEAD(bucket(p, node->chain), node, link);
+            LIST_INSERT_HEAD(node_bucket(p, node->chain), node, link);
         }
     kvq__ns_deallocate(p->ns, old.buckets, old.n_buckets * sizeof *old.buckets);
     return 0;
@@ -307,7 +307,7 @@ static void leaf_insert(struct kvq__prefixes *p, struct kvq__node *node)
 
 static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
 {
-    LIST_INSERT_HEAD(bucket(p, node->chain), node, link);
+    LIST_INSERT_HEAD(node_bucket(p, node->chain), node, link);
     p->n_nodes++;
     if (node->parent && node->parent->children++ == 0)
         TAILQ_REMOVE(&p->leaves, node->parent, leaf);
@@ -391,7 +391,7 @@ static int add_node(struct kvq__session *s, uint32_t page, const uint8_t *chain,
     return 0;
 }
 
-static struct kvq__node *find_own(const struct kvq__session *s, const uint8_t *chain)
+static struct kvq__node *find_own_node(const struct kvq__session *s, const uint8_t *chain)
 {
     return kvq__prefix_find(&s->ns->prefixes, chain, s->ids.layers, s->shard, s->pool);
 }
@@ -404,7 +404,7 @@ static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
     memcpy(chain, ids->chain, sizeof chain);
     kvq__prefix_chain(s->core, chain, page_ids(s, ids->sealed), ids->spans, ids->n_spans,
                       ids->sealed);
-    struct kvq__node *node = find_own(s, chain);
+    struct kvq__node *node = find_own_node(s, chain);
     if (!node && add_node(s, ids->sealed, chain, *parent, &node) < 0)
         return false;
     node_fill(&s->ns->prefixes, node, s);
@@ -417,7 +417,7 @@ static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
 // Nodes may be gone since, or those of another place needed: then it starts from the first page.
 static struct kvq__node *last_sealed(struct kvq__session *s)
 {
-    struct kvq__node *node = s->ids.sealed ? find_own(s, s->ids.chain) : NULL;
+    struct kvq__node *node = s->ids.sealed ? find_own_node(s, s->ids.chain) : NULL;
     if (!node) {
         s->ids.sealed = 0;
         memcpy(s->ids.chain, s->ids.root, sizeof s->ids.root);
@@ -428,12 +428,12 @@ static struct kvq__node *last_sealed(struct kvq__session *s)
 struct kvq__node *kvq__prefix_offer(struct kvq__session *s, uint32_t page, uint8_t *chain,
                                     bool *made)
 {
-    struct kvq__node *parent = page ? find_own(s, chain) : NULL;
+    struct kvq__node *parent = page ? find_own_node(s, chain) : NULL;
     *made = false;
     if (page && !parent)
         return NULL;
     kvq__prefix_chain(s->core, chain, page_ids(s, page), s->ids.spans, s->ids.n_spans, page);
-    struct kvq__node *node = find_own(s, chain);
+    struct kvq__node *node = find_own_node(s, chain);
     if (!node && add_node(s, page, chain, parent, &node) == 0) {
         node_fill(&s->ns->prefixes, node, s);
         *made = true;
@@ -530,7 +530,7 @@ static bool frees(struct kvq__core *core, const struct kvq__node *node,
     return false;
 }
 
-static bool is_empty(const struct kvq__node *node)
+static bool is_empty_node(const struct kvq__node *node)
 {
     return node->bytes == 0;
 }
@@ -540,7 +540,7 @@ static struct kvq__node *oldest(struct kvq__core *core, const struct kvq__prefix
 {
     struct kvq__node *node;
     TAILQ_FOREACH (node, &p->leaves, leaf)
-        if (is_empty(node) || frees(core, node, ns, pool))
+        if (is_empty_node(node) || frees(core, node, ns, pool))
             return node;
     return NULL;
 }
@@ -627,7 +627,7 @@ static void expire(struct kvq__core *core, struct kvq__prefixes *p)
     struct kvq__node *node;
     uint64_t keep = core->config.prefix_keep_ns;
     while (keep && (node = TAILQ_FIRST(&p->leaves)) && core->now - node->used_at >= keep) {
-        if (is_empty(node) || frees(core, node, NULL, NULL))
+        if (is_empty_node(node) || frees(core, node, NULL, NULL))
             node_evict(core, p, node, KVQ__EVICT_AGE);
         else
             kvq__prefix_touch(core, p, node);
@@ -663,7 +663,7 @@ void kvq__prefix_withdraw(struct kvq__core *core, struct kvq__prefixes *p, struc
         if (page->raw.block)
             shed_ref(core, p, node, &page->raw);
     }
-    while (node && node->children == 0 && is_empty(node)) {
+    while (node && node->children == 0 && is_empty_node(node)) {
         struct kvq__node *parent = node->parent;
         node_evict(core, p, node, KVQ__EVICT_DROP);
         node = parent;
@@ -678,7 +678,8 @@ static void drop_leaves(struct kvq__core *core, struct kvq__prefixes *p)
     struct kvq__node *node = TAILQ_FIRST(&p->leaves), *next;
     for (; node; node = next) {
         next = TAILQ_NEXT(node, leaf); // no parent of it, which is no leaf yet
-        while (node && node->children == 0 && (is_empty(node) || frees(core, node, NULL, NULL))) {
+        while (node && node->children == 0 &&
+               (is_empty_node(node) || frees(core, node, NULL, NULL))) {
             struct kvq__node *parent = node->parent;
             node_evict(core, p, node, KVQ__EVICT_DROP);
             node = parent;

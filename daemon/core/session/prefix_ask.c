@@ -43,7 +43,7 @@ static int open_source(struct kvq__client *client, const struct kvq__prefix_spec
 }
 
 // They stay where the client can change them at any time: a page is copied, then looked at.
-static void copy_ids(const struct kvq__prefix_ask *ask, uint32_t page, int32_t *ids)
+static void copy_token_ids(const struct kvq__prefix_ask *ask, uint32_t page, int32_t *ids)
 {
     const volatile int32_t *from = (const volatile int32_t *)(const volatile void *)ask->ids;
     for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t++)
@@ -145,7 +145,7 @@ static int ask_like_sketch(struct kvq__client *client, const struct kvq__session
     return rc;
 }
 
-static bool is_there(struct kvq__client *client, const struct kvq__session_spec *spec)
+static bool has_page(struct kvq__client *client, const struct kvq__session_spec *spec)
 {
     struct kvq__namespace *ns;
     char text[KVQ_TEXT_BYTES];
@@ -161,7 +161,7 @@ int kvq__prefix_ask(struct kvq__client *client, const struct kvq__session_spec *
 {
     *ask = NULL;
     if (spec->prefix.tokens < KVQ_BLOCK_TOKENS ||
-        (spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)) || is_there(client, spec))
+        (spec->flags & (KVQ__OPEN_MUST_EXIST | KVQ__OPEN_READ_ONLY)) || has_page(client, spec))
         return 0;
     return ask_like_sketch(client, spec, ask, text);
 }
@@ -187,7 +187,7 @@ static void hash_space(struct kvq__prefix_ask *ask, struct kvq__prefix_space *sp
     int32_t ids[KVQ_BLOCK_TOKENS];
     memcpy(chain, space->root, sizeof chain);
     for (uint32_t i = 0; i < ask->pages; i++) {
-        copy_ids(ask, i, ids);
+        copy_token_ids(ask, i, ids);
         kvq__prefix_chain(ask->core, chain, ids, like->spans, like->n_spans, i);
         memcpy(space->chains[i], chain, sizeof chain);
     }
@@ -267,7 +267,7 @@ static bool match_page(struct kvq__prefix_ask *ask, const struct kvq__node **bef
     const struct kvq__node *node = node_of(ask, ask->at, page);
     if (!node || node->parent != *before)
         return false;
-    copy_ids(ask, page, ids);
+    copy_token_ids(ask, page, ids);
     if (memcmp(node->ids, ids, sizeof ids) != 0 ||
         (page >= ask->stored && !all_shards(ask->like, &space->ns->prefixes, space->chains[page])))
         return false;

@@ -3,8 +3,8 @@
 // What a client must know of a session besides its pages to attend to it in its own context.
 #include "daemon/core/state.h"
 
-static int find(struct kvq__client *client, uint64_t value, struct kvq__session **session,
-                char *text)
+static int find_read_session(struct kvq__client *client, uint64_t value,
+                             struct kvq__session **session, char *text)
 {
     struct kvq__handle *h;
     int rc = kvq__handle_get(client, value, &h);
@@ -22,7 +22,7 @@ int kvq__session_reading(struct kvq__client *client, uint64_t handle,
                          char *text)
 {
     struct kvq__session *s = NULL;
-    int rc = find(client, handle, &s, text);
+    int rc = find_read_session(client, handle, &s, text);
     if (rc < 0)
         return rc;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -40,7 +40,7 @@ int kvq__session_book(struct kvq__client *client, uint64_t handle, uint32_t laye
                       struct kvq_book *book, void **hold, char *text)
 {
     struct kvq__session *s = NULL;
-    int rc = find(client, handle, &s, text);
+    int rc = find_read_session(client, handle, &s, text);
     if (rc < 0)
         return rc;
     if (layer >= s->n_layers)

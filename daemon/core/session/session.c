@@ -289,7 +289,7 @@ struct sums {
     uint64_t heads, layers;
 };
 
-static struct sums add_layers(const struct kvq__session *s, struct kvq__session_info *info)
+static struct sums sum_layers(const struct kvq__session *s, struct kvq__session_info *info)
 {
     struct sums sums = {0};
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -331,7 +331,7 @@ static const char *commonest_format(const struct kvq__session *s)
 
 static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *info)
 {
-    struct sums sums = add_layers(s, info);
+    struct sums sums = sum_layers(s, info);
     info->table_bytes = kvq__sheets_bytes(s) + s->n_layers * sizeof *s->layers +
                         kvq__formats_bytes(s) + kvq__ids_bytes(s) + sizeof *s;
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);

@@ -4,6 +4,7 @@
 #ifndef KVQ_DAEMON_CORE_SESSION_SESSION_H
 #define KVQ_DAEMON_CORE_SESSION_SESSION_H
 
+#include <assert.h>
 #include <sys/queue.h>
 #include <uv/tree.h>
 
@@ -327,6 +328,15 @@ static inline uint32_t kvq__page_owners(const struct kvq__layer *l, uint32_t pag
 static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
 {
     return s->layers[layer].source == layer;
+}
+
+// Bytes of the blocks that the layer has or, while it comes back, needs: packed ones and raw ones.
+static inline uint64_t kvq__layer_block_bytes(const struct kvq__session *s,
+                                              const struct kvq__layer *l)
+{
+    assert(l->first_page <= s->n_pages && l->raw_page <= s->n_pages);
+    return (uint64_t)(s->n_pages - l->first_page) * l->packed_bytes +
+           (uint64_t)(s->n_pages - l->raw_page) * l->raw_bytes;
 }
 
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.

@@ -230,7 +230,7 @@ static uint64_t address(const struct kvq__table *t, const struct kvq__ref *ref)
     return t->pool_at + (uint64_t)e->number * e->owner->pool->extent_bytes + at;
 }
 
-static void hold(struct kvq__core *core, struct kvq__ref *mine, const struct kvq__ref *ref)
+static void hold_page(struct kvq__core *core, struct kvq__ref *mine, const struct kvq__ref *ref)
 {
     if (mine->block == ref->block)
         return;
@@ -240,15 +240,15 @@ static void hold(struct kvq__core *core, struct kvq__ref *mine, const struct kvq
         kvq__extent_show(mine->block->extent);
 }
 
-static struct kvq_table_entry entry_of(const struct view *v, uint32_t page)
+static struct kvq_table_entry table_entry_of(const struct view *v, uint32_t page)
 {
     static const struct kvq__pageref none;
     struct kvq__core *core = v->table->client->core;
     struct kvq__table_layer *was = &v->table->layers[v->layer - v->table->session->layers];
     bool there = page >= v->layer->first_page && page < v->n_pages;
     const struct kvq__pageref *p = there ? kvq__page(v->layer, page) : &none;
-    hold(core, &was->pages[page].packed, &p->packed);
-    hold(core, &was->pages[page].raw, &p->raw);
+    hold_page(core, &was->pages[page].packed, &p->packed);
+    hold_page(core, &was->pages[page].raw, &p->raw);
     return (struct kvq_table_entry){.packed = address(v->table, &p->packed),
                                     .raw = address(v->table, &p->raw),
                                     .tokens = there ? kvq__page_part(v->tokens, page) : 0,
@@ -268,7 +268,7 @@ static void write_head(const struct view *v, uint32_t layer, const struct kvq__t
     // On a GPU kernels look at counts alone: nothing is read there before units are packed.
     bool has_extras = kvq__extras_view(t->session, l, v->tokens) != NULL || !t->memory.host;
     struct kvq_table_layer head = {.n_pages = v->n_pages};
-    hold(t->client->core, &was->extras, &l->extras);
+    hold_page(t->client->core, &was->extras, &l->extras);
     head.extras = has_extras ? address(t, &l->extras) : 0;
     bool counts = has_extras && l->format->outliers && t->memory.host;
     for (uint32_t h = 0; counts && h < l->shape.kv_heads; h++)
@@ -293,7 +293,7 @@ void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tok
                                                      (run.to - run.from) * one)
                                      : NULL;
     for (uint32_t page = run.from; page < run.to; page++, out += one) {
-        struct kvq_table_entry entry = entry_of(&v, page);
+        struct kvq_table_entry entry = table_entry_of(&v, page);
         memcpy(out, &entry, sizeof entry);
     }
     // Raw blocks go, and counts grow, from here on.
