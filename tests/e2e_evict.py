@@ -19,7 +19,7 @@ class Evicts(Stored):
         return tokens, session
 
     def eviction(self):
-        return self.daemon.status()["eviction"]
+        return self.daemon.status()["counters"]
 
     @long_emulated
     def test_two_engines_in_turns(self):
@@ -36,16 +36,17 @@ class Evicts(Stored):
             self.assertEqual(said["tokens"], [TOKENS + 2 * rounds] * 7)
             self.assertLess(said["error"], 2e-3)
         status = self.daemon.status()
-        evicted = status["eviction"]
-        self.assertEqual(evicted["refused"], 0)
-        self.assertEqual(status["refused_requests"], 0)
-        self.assertGreater(evicted["room"], 3)
+        evicted = status["counters"]
+        self.assertEqual(evicted["refused_for_room"], 0)
+        self.assertEqual(status["counters"]["refused_requests"], 0)
+        self.assertGreater(evicted["parked_room"], 3)
         self.assertGreater(evicted["fetched"], 3)
-        self.assertEqual(evicted["room"] + evicted["quota"], evicted["fetched"] + evicted["parked"])
-        self.assertGreater(evicted["room_bytes"], 3 * (500 << 10))
+        self.assertEqual(evicted["parked_room"] + evicted["parked_quota"],
+                         evicted["fetched"] + evicted["offloaded_now"])
+        self.assertGreater(evicted["parked_room_bytes"], 3 * (500 << 10))
         if BACKEND != "cpu":
             self.assertGreater(evicted["demoted"], 3)
-            self.assertGreater(evicted["returned"], 0)
+            self.assertGreater(evicted["promoted"], 0)
         self.daemon.wait_log("event=session_parked .*for room")
         for engine in engines:
             engine.tell()
@@ -62,10 +63,10 @@ class Evicts(Stored):
         self.assertTrue(read_all(self.queue, first, 2) == before)
         evicted = self.eviction()
         if BACKEND == "cpu":
-            self.assertEqual((evicted["quota"], evicted["room"]), (2, 0))
+            self.assertEqual((evicted["parked_quota"], evicted["parked_room"]), (2, 0))
         else:
             self.assertEqual(evicted["demoted"], 2)
-        self.assertEqual(evicted["refused"], 0)
+        self.assertEqual(evicted["refused_for_room"], 0)
 
     def test_pinned_and_in_use(self):
         """They stay, who needs the room is refused, and the log says what is in the way."""
@@ -79,7 +80,7 @@ class Evicts(Stored):
         self.fails(kvq.Code.E_NO_MEMORY, tokens.feed, other, last, 300, attend=False,
                    text="kvq_queue_wait_for_room")
         self.daemon.wait_log("event=memory_full .*1 are in use, 4 pinned")
-        self.assertEqual(self.eviction()["refused"], 1)
+        self.assertEqual(self.eviction()["refused_for_room"], 1)
         # Waits for it to the end of its patience.
         other.wait_for_room(0.2)
         self.fails(kvq.Code.E_DEADLINE, tokens.feed, other, last, 300, attend=False)
@@ -88,7 +89,7 @@ class Evicts(Stored):
         entries = kvq.make_entries([last])
         entries["append"] = [300]
         ticket = other.submit("step_begin", entries)
-        self.assertEqual(self.eviction()["waiting_now"], 1)
+        self.assertEqual(self.eviction()["waiting_for_room_now"], 1)
         step.abort()
         held[0][1].drop()
         ticket.wait()
@@ -101,13 +102,13 @@ class Evicts(Stored):
         held = [self.fed(i) for i in range(4)]
         self.daemon.wait_log("event=session_(parked|moved) ")
         self.assertTrue(all(s.info()["tokens"] == TOKENS for _, s in held))
-        self.assertEqual(self.eviction()["waited"], 0)
+        self.assertEqual(self.eviction()["waited_for_room"], 0)
         self.again(park_idle_seconds=1, evict_idle_ms=1, pool_bytes="32mb")
         _, session = self.fed(7)
         before = read_all(self.queue, session, 2)
         self.daemon.wait_log("event=session_parked .*nobody used it")
         self.assertEqual(session.info()["tier"], "disk")
-        self.assertEqual(self.eviction()["idle"], 1)
+        self.assertEqual(self.eviction()["parked_idle"], 1)
         self.assertTrue(read_all(self.queue, session, 2) == before)
 
     def test_restore_makes_room(self):
@@ -122,7 +123,7 @@ class Evicts(Stored):
         for other, it in held:
             self.assertEqual(it.info()["tokens"], TOKENS)
             other.feed(self.queue, it, 1)
-        self.assertEqual(self.eviction()["refused"], 0)
+        self.assertEqual(self.eviction()["refused_for_room"], 0)
 
 
 class NoStorage(Test):

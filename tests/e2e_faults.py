@@ -58,7 +58,7 @@ class DeadClients(Test):
         session, twin = (self.client.session(tokens.rows, "oscar2") for _ in range(2))
         fds = self.daemon.settled_fds()
         clients = self.daemon.status()["clients"]
-        refused = self.daemon.status()["refused_requests"]
+        refused = self.daemon.status()["counters"]["refused_requests"]
         for seed in range(12):
             way = ("tail", "all", "head", "requests")[seed % 4]
             child = Child("scribble", self.daemon.directory, seed, way)
@@ -77,7 +77,7 @@ class DeadClients(Test):
                 self.assertEqual(fate, "E_DISCONNECTED", way)
             child.end()
             self.daemon.wait_gone(number)
-        self.assertGreater(self.daemon.status()["refused_requests"], refused + 50)
+        self.assertGreater(self.daemon.status()["counters"]["refused_requests"], refused + 50)
         for _ in range(24):
             tokens.feed(self.queue, twin, 5)
         self.assertTrue(read_all(self.queue, session, 2) == read_all(self.queue, twin, 2))
@@ -200,7 +200,7 @@ class DeadDaemon(Test):
         again = self.client.session(tokens.rows, "oscar2", name="mine")
         self.assertEqual(again.tokens, 20)
         tokens.feed(self.queue, again, 40)
-        self.assertEqual(self.daemon.status()["kicked_clients"], 1)
+        self.assertEqual(self.daemon.status()["counters"]["kicked_clients"], 1)
 
     def test_calls_given_up(self):
         """What a control call makes after its caller stopped waiting is given back unasked."""

@@ -361,17 +361,20 @@ class Short(Test, Prompts):
         before = self.daemon.status()
         exact, want = self.prompts(packed_prompt=True)
         self.assertEqual(exact, [0] * self.SESSIONS)
-        self.assertEqual(self.daemon.status()["eviction"], before["eviction"])
+        now = self.daemon.status()
+        for name in ("prompts_packed", "parked_room", "refused_for_room"):
+            self.assertEqual(now["counters"][name], before["counters"][name])
         exact, stored = self.prompts()
         self.assertTrue(stored == want)
         status = self.daemon.status()
-        packed = (status["eviction"]["prompts_packed"] -
-                  before["eviction"]["prompts_packed"])
+        packed = (status["counters"]["prompts_packed"] -
+                  before["counters"]["prompts_packed"])
         self.assertGreater(packed, 0)
         self.assertEqual(exact.count(0), packed)
         self.assertEqual(set(exact) - {0}, {self.LONG} if packed < self.SESSIONS else set())
-        self.assertEqual(status["refused_requests"], before["refused_requests"])
-        self.assertGreater(status["eviction"]["prompts_packed_bytes"], MIB)
+        self.assertEqual(status["counters"]["refused_requests"],
+                         before["counters"]["refused_requests"])
+        self.assertGreater(status["counters"]["prompts_packed_bytes"], MIB)
 
     @long_emulated
     def test_beside_others(self):

@@ -235,14 +235,14 @@ static inline bool is_home(struct member *member, uint64_t handle)
 // How many have gone since others needed the room.
 static inline uint64_t evicted(void)
 {
-    struct kvq__park_stats stats;
-    kvq__core_parks(kit.core, &stats);
-    return kit.core->evicted.demoted + stats.parked[KVQ__PARK_ROOM] + stats.parked[KVQ__PARK_QUOTA];
+    struct kvq__counts stats;
+    kvq__core_counts(kit.core, &stats);
+    return kit.core->counts.demoted + stats.parked_room + stats.parked_quota;
 }
 
 static inline uint32_t refused(void)
 {
-    return (uint32_t)kit.core->evicted.refused;
+    return (uint32_t)kit.core->counts.refused_for_room;
 }
 
 #define TEST(name)  cmocka_unit_test_setup_teardown(name, setup, teardown)

@@ -118,8 +118,8 @@ class Install:
         status = json.loads(run([self.path("bin", "kvqctl"), "status", "--json"], env=self.env))
         if status["sessions"] != 0 or status["pool_used_bytes"] != 0:
             raise Failure(f"the client's session was not returned: {status}")
-        if status["appended_tokens"] != 1000:
-            raise Failure(f"{status['appended_tokens']} tokens appended, 1000 expected")
+        if status["counters"]["appended_tokens"] != 1000:
+            raise Failure(f"{status['counters']['appended_tokens']} tokens appended, 1000 expected")
 
     def check_daemon_ends(self):
         self.daemon.terminate()

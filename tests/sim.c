@@ -611,8 +611,7 @@ static void end(struct sim *sim)
     while (kvq__core_moves(sim->kit.core) || !kvq__core_idle(sim->kit.core))
         kit_poll(sim->kit.core);
     core_check(sim->kit.core);
-    kvq__core_parks(sim->kit.core, &sim->parks);
-    kvq__core_evictions(sim->kit.core, &sim->evicted);
+    kvq__core_counts(sim->kit.core, &sim->counts);
     quota_end(sim);
     trace_event(sim);
     kit_close(&sim->kit);
@@ -621,12 +620,14 @@ static void end(struct sim *sim)
             model_free(&sim->tracks[i].model);
 }
 
-static void add_parks(struct kvq__park_stats *total, const struct kvq__park_stats *one)
+static void add_counts(struct kvq__counts *total, const struct kvq__counts *one)
 {
-    for (uint32_t i = 0; i < KVQ__PARK_REASONS; i++)
-        total->parked[i] += one->parked[i];
-    total->fetched += one->fetched;
-    total->fetch_failed += one->fetch_failed;
+    uint64_t sum[KVQ__COUNTERS], add[KVQ__COUNTERS];
+    memcpy(sum, total, sizeof sum);
+    memcpy(add, one, sizeof add);
+    for (uint32_t i = 0; i < KVQ__COUNTERS; i++)
+        sum[i] += add[i];
+    memcpy(total, sum, sizeof sum);
 }
 
 // Its trace.
@@ -658,11 +659,7 @@ static uint64_t run_seed(uint64_t seed, uint32_t events, struct sim *total)
     total->keep.saves += sim->keep.saves;
     total->keep.restores += sim->keep.restores;
     total->keep.read_prefixes += sim->keep.read_prefixes;
-    add_parks(&total->parks, &sim->parks);
-    total->evicted.demoted += sim->evicted.demoted;
-    total->evicted.promoted += sim->evicted.promoted;
-    total->evicted.waited += sim->evicted.waited;
-    total->evicted.refused += sim->evicted.refused;
+    add_counts(&total->counts, &sim->counts);
     total->checked += sim->checked;
     total->checked_gpu += sim->checked_gpu;
     total->streamed += sim->streamed;
@@ -700,12 +697,11 @@ static bool all_happened(const struct sim *total, const struct kit_gpus *gpus)
     return total->checked && !total->checked_gpu == !gpus && !total->streamed == !streams &&
            total->committed && total->refused && total->failed_memory && total->deaths &&
            total->forks && total->tables && total->keep.saves && total->keep.restores &&
-           total->parks.parked[KVQ__PARK_IDLE] && total->parks.fetched && total->lowered &&
-           total->above &&
-           (gpus
-                ? total->moved
-                : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
-                      total->evicted.waited && total->evicted.refused && total->parks.fetch_failed);
+           total->counts.parked_idle && total->counts.fetched && total->lowered && total->above &&
+           (gpus ? total->moved
+                 : total->pairs && total->undone && total->prefixes && total->keep.read_prefixes &&
+                       total->counts.waited_for_room && total->counts.refused_for_room &&
+                       total->counts.fetch_failed);
 }
 
 int main(int argc, char **argv)
@@ -751,11 +747,12 @@ int main(int argc, char **argv)
         (unsigned long long)total.prefixes, (unsigned long long)total.shared,
         (unsigned long long)total.keep.read_prefixes, (unsigned long long)total.tables,
         (unsigned long long)total.keep.saves, (unsigned long long)total.keep.restores,
-        (unsigned long long)(total.parks.parked[0] + total.parks.parked[1] + total.parks.parked[2] +
-                             total.parks.parked[3]),
-        (unsigned long long)total.parks.fetched, (unsigned long long)total.parks.fetch_failed,
+        (unsigned long long)(total.counts.parked_room + total.counts.parked_quota +
+                             total.counts.parked_idle + total.counts.parked_asked),
+        (unsigned long long)total.counts.fetched, (unsigned long long)total.counts.fetch_failed,
         (unsigned long long)total.lowered, (unsigned long long)total.above,
-        (unsigned long long)total.evicted.waited, (unsigned long long)total.evicted.refused,
-        (unsigned long long)total.evicted.demoted, (unsigned long long)total.evicted.promoted);
+        (unsigned long long)total.counts.waited_for_room,
+        (unsigned long long)total.counts.refused_for_room, (unsigned long long)total.counts.demoted,
+        (unsigned long long)total.counts.promoted);
     return !whole || all_happened(&total, gpus) ? 0 : 1;
 }

@@ -134,8 +134,7 @@ struct sim {
     uint32_t *order, n_items, next_item; // of the background job
     struct kvq__job *background;
     struct keep keep;
-    struct kvq__evict_counts evicted;
-    struct kvq__park_stats parks;
+    struct kvq__counts counts;
     bool limits; // change in this run
     uint64_t joins;
     uint64_t tables, checked, checked_gpu, streamed, committed, refused, failed_memory, deaths,

@@ -44,7 +44,7 @@ static void test_turns(void **state)
         attend(of[i], handles[i], bits[i]);
         pass(2 * SECOND);
     }
-    assert_true(kit.core->evicted.demoted >= 2);
+    assert_true(kit.core->counts.demoted >= 2);
     for (uint32_t turn = 0; turn < 2; turn++)
         for (uint32_t i = 0; i < 6; i++) {
             attend(of[i], handles[i], now);
@@ -52,9 +52,9 @@ static void test_turns(void **state)
             assert_true(is_home(of[i], handles[i]));
             pass(2 * SECOND);
         }
-    assert_true(kit.core->evicted.promoted >= 8);
-    assert_int_equal(kit.core->evicted.refused, 0);
-    assert_int_equal(kit.core->evicted.demoted_bytes, kit.core->evicted.demoted * SESSION_BYTES);
+    assert_true(kit.core->counts.promoted >= 8);
+    assert_int_equal(kit.core->counts.refused_for_room, 0);
+    assert_int_equal(kit.core->counts.demoted_bytes, kit.core->counts.demoted * SESSION_BYTES);
     assert_int_equal(kit.core->n_demoted, 2);
     // They go on where they are wanted, and are dropped wherever they are.
     for (uint32_t i = 0; i < 6; i++)
@@ -161,7 +161,7 @@ static void test_too_young(void **state)
     pass(501 * MS);
     assert_int_equal(finish(&m, again(&m)), 0);
     assert_int_equal(evicted(), 1);
-    assert_int_equal(kit.core->evicted.waited, 1);
+    assert_int_equal(kit.core->counts.waited_for_room, 1);
     // The others are used all the time.
     rest();
     for (uint32_t i = 0; i < 4; i++)
@@ -445,10 +445,10 @@ static void test_group(void **state)
     pass(2 * SECOND);
     fed(&other, "");
     fed(&other, "");
-    assert_int_equal(kit.core->evicted.demoted, 0);
+    assert_int_equal(kit.core->counts.demoted, 0);
     uint64_t x = opened(&other, "x");
     assert_int_equal(step(&other, x, 1), 0); // for one page
-    assert_int_equal(kit.core->evicted.demoted, 1);
+    assert_int_equal(kit.core->counts.demoted, 1);
     assert_false(is_home(&m, shards[0]) || is_home(&m, shards[1]));
     pass(2 * SECOND);
     // Who opens it sees where it belongs, and that it is on its way there.

@@ -7,7 +7,7 @@
 static void test_disk(void **state)
 {
     static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
-    struct kvq__park_stats stats;
+    struct kvq__counts stats;
     uint64_t handles[6];
     (void)state;
     for (uint32_t i = 0; i < 6; i++) {
@@ -22,20 +22,19 @@ static void test_disk(void **state)
             assert_true(is_home(&m, handles[i]));
             pass(2 * SECOND);
         }
-    kvq__core_parks(kit.core, &stats);
-    assert_true(stats.parked[KVQ__PARK_ROOM] >= 8);
-    assert_int_equal(stats.parked[KVQ__PARK_QUOTA] + stats.parked[KVQ__PARK_IDLE], 0);
-    assert_int_equal(stats.freed_bytes[KVQ__PARK_ROOM],
-                     stats.parked[KVQ__PARK_ROOM] * SESSION_BYTES);
-    assert_int_equal(stats.fetched, stats.parked[KVQ__PARK_ROOM] - 2);
+    kvq__core_counts(kit.core, &stats);
+    assert_true(stats.parked_room >= 8);
+    assert_int_equal(stats.parked_quota + stats.parked_idle, 0);
+    assert_int_equal(stats.parked_room_bytes, stats.parked_room * SESSION_BYTES);
+    assert_int_equal(stats.fetched, stats.parked_room - 2);
     assert_int_equal(refused(), 0);
     // At the limit of its namespace.
     kit_of(&m, handles[5])->ns->quota.limit[KVQ__HOST_BYTES] = 4 * SESSION_BYTES;
     kit.core->pools[0].budget = 32 * MIB;
     pass(2 * SECOND);
     attend(&m, handles[1], now);
-    kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.parked[KVQ__PARK_QUOTA], 1);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_quota, 1);
     // And when nobody needs the room.
     kit.core->config.park_idle_ns = 5 * SECOND;
     pass(6 * SECOND);
@@ -43,8 +42,8 @@ static void test_disk(void **state)
         kvq__core_tick(kit.core);
         poll();
     }
-    kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.parked[KVQ__PARK_IDLE], 4);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_idle, 4);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
 }
 
@@ -53,7 +52,7 @@ static void test_disk(void **state)
 static void test_both(void **state)
 {
     static uint8_t bits[10][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
-    struct kvq__park_stats stats;
+    struct kvq__counts stats;
     uint64_t handles[10];
     (void)state;
     home = 1;
@@ -62,8 +61,8 @@ static void test_both(void **state)
         attend(&m, handles[i], bits[i]);
         pass(2 * SECOND);
     }
-    kvq__core_parks(kit.core, &stats);
-    assert_true(kit.core->evicted.demoted >= 4 && stats.parked[KVQ__PARK_ROOM] >= 2);
+    kvq__core_counts(kit.core, &stats);
+    assert_true(kit.core->counts.demoted >= 4 && stats.parked_room >= 2);
     for (uint32_t i = 0; i < 10; i++) {
         attend(&m, handles[i], now);
         assert_memory_equal(now, bits[i], sizeof now);
@@ -107,7 +106,7 @@ static void test_forks(void **state)
 // The host has bytes, but no extent that is this namespace's: it goes to disk instead.
 static void test_no_host(void **state)
 {
-    struct kvq__park_stats stats;
+    struct kvq__counts stats;
     struct member stranger;
     (void)state;
     attach(&stranger, 2000);
@@ -119,10 +118,10 @@ static void test_no_host(void **state)
         fed(&m, "");
     pass(2 * SECOND);
     assert_int_equal(step(&other, opened(&other, ""), 1), 0);
-    kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.parked[KVQ__PARK_ROOM], 1);
-    assert_int_equal(kit.core->evicted.demoted, 0);
-    assert_int_equal(kit.core->evicted.failed, 1);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_room, 1);
+    assert_int_equal(kit.core->counts.demoted, 0);
+    assert_int_equal(kit.core->counts.evictions_failed, 1);
     kvq__session_unref(kit_of(&stranger, theirs));
     member_close(&stranger);
 }
@@ -130,7 +129,7 @@ static void test_no_host(void **state)
 // The store fails: who is refused is told, nobody is tried again and again, and nothing is lost.
 static void test_store_fails(void **state)
 {
-    struct kvq__park_stats stats;
+    struct kvq__counts stats;
     uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     uint64_t handles[4];
     (void)state;
@@ -140,28 +139,28 @@ static void test_store_fails(void **state)
     pass(2 * SECOND);
     vault.fail = KVQ_E_NO_SPACE;
     assert_int_equal(finish(&other, begin(&other, opened(&other, "x"), 9, 1, 0)), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->evicted.failed, 4);
+    assert_int_equal(kit.core->counts.evictions_failed, 4);
     assert_int_equal(finish(&other, begin(&other, opened(&other, "y"), 9, 1, 0)), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->evicted.failed, 4);
+    assert_int_equal(kit.core->counts.evictions_failed, 4);
     attend(&m, handles[0], now);
     assert_memory_equal(now, bits, sizeof now);
     vault.fail = 0;
     pass(11 * SECOND);
     assert_int_equal(step(&other, opened(&other, "z"), 1), 0);
-    kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.parked[KVQ__PARK_ROOM], 1);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_room, 1);
 }
 
 // Above evict_above percent idle sessions go one at a time, and prefixes before them.
 static void test_above(void **state)
 {
-    struct kvq__park_stats stats;
+    struct kvq__counts stats;
     (void)state;
     kit.core->config.evict_above = 60;
     for (uint32_t i = 0; i < 3; i++)
         fed(&m, "");
     kvq__core_tick(kit.core);
-    kvq__core_parks(kit.core, &stats);
+    kvq__core_counts(kit.core, &stats);
     assert_int_equal(kit.core->n_parks, 0); // too young
     pass(2 * SECOND);
     kvq__core_tick(kit.core);
@@ -171,8 +170,8 @@ static void test_above(void **state)
     poll();
     kvq__core_tick(kit.core);
     poll();
-    kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.parked[KVQ__PARK_ROOM], 1); // 50 percent now
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_room, 1); // 50 percent now
     assert_int_equal(kit.core->pools[0].used_bytes, 2 * SESSION_BYTES);
 }
 

@@ -117,15 +117,15 @@ static void test_another_session(void **state)
     assert_int_equal(begin(&other, b, MORE), 1);
     assert_int_equal(s->exact_tokens, 0);
     assert_true(s->packs_early);
-    assert_int_equal(kit.core->evicted.prompts_packed, 1);
+    assert_int_equal(kit.core->counts.prompts_packed, 1);
     pass(5000000000ull); // however long it takes
     assert_int_equal(again(&other), 1);
     kit_pack(&kit);
     assert_in_range(s->layers[0].raw_page, 1, FED / PAGE);
-    assert_int_equal(kit.core->evicted.prompts_packed_bytes,
+    assert_int_equal(kit.core->counts.prompts_packed_bytes,
                      2 * (uint64_t)s->layers[0].raw_page * RAW);
     assert_int_equal(again(&other), 0);
-    assert_int_equal(kit.core->evicted.refused, 0);
+    assert_int_equal(kit.core->counts.refused_for_room, 0);
     assert_int_equal(kit_step(&m, a, 100, HEADS, DIM), 0); // it goes on
 }
 
@@ -141,7 +141,7 @@ static void test_itself(void **state)
     assert_int_equal(s->exact_tokens, 0);
     kit_pack(&kit);
     assert_int_equal(again(&m), 0);
-    assert_int_equal(kit.core->evicted.refused, 0);
+    assert_int_equal(kit.core->counts.refused_for_room, 0);
 }
 
 // A session with an open step between two requests of it may give way; while one is under way it
@@ -189,7 +189,7 @@ static void test_one_of_two(void **state)
     assert_int_equal(kit_of(&m, b)->exact_tokens, 0);
     kit_pack(&kit);
     assert_int_equal(again(&other), 0);
-    assert_int_equal(kit.core->evicted.prompts_packed, 1);
+    assert_int_equal(kit.core->counts.prompts_packed, 1);
 }
 
 // What cannot be had even so is refused at once, and no prompt is packed for it.
@@ -202,7 +202,7 @@ static void test_not_in_vain(void **state)
     assert_int_equal(begin(&m, c, 16 * PAGE), 0);                   // held by an open step
     assert_int_equal(begin(&other, b, 45 * PAGE), KVQ_E_NO_MEMORY);
     assert_int_equal(s->exact_tokens, PROMPT);
-    assert_int_equal(kit.core->evicted.prompts_packed, 0);
+    assert_int_equal(kit.core->counts.prompts_packed, 0);
 }
 
 // At a namespace's limit only prompts of that namespace help; and a prompt counts against it.
@@ -238,7 +238,7 @@ static void test_ended(void **state)
     kit_pack(&kit);
     assert_int_equal(kvq__exact_bytes(s), 0);
     assert_int_equal(begin(&other, b, MORE), 0);
-    assert_int_equal(kit.core->evicted.prompts_packed, 0);
+    assert_int_equal(kit.core->counts.prompts_packed, 0);
     assert_int_equal(s->exact_tokens, PROMPT);
 }
 

@@ -188,7 +188,7 @@ static void test_commit(void **state)
     assert_int_equal(tokens(&two), N);
     assert_int_equal(kit.core->n_prepared, 0);
     assert_int_equal(go_on(&one), 0); // the next step is begun
-    assert_int_equal(kit.core->appended_tokens, 2 * N);
+    assert_int_equal(kit.core->counts.appended_tokens, 2 * N);
 }
 
 // Readers of a shard that has ended its step see what is committed, and do not wait.

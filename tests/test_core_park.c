@@ -50,7 +50,7 @@ static void test_all_formats(void **state)
 static void test_what_is_away(void **state)
 {
     struct kvq__session_info info;
-    struct kvq__park_stats stats;
+    struct kvq__counts stats;
     (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 900);
@@ -65,13 +65,13 @@ static void test_what_is_away(void **state)
     assert_int_equal(info.packed_bytes + info.window_bytes + info.shared_bytes, 0);
     assert_int_equal(info.tokens, 900);
     assert_true(info.table_bytes < 16384);
-    kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.offloaded, 1);
-    assert_int_equal(stats.parked[KVQ__PARK_ASKED], 1);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.offloaded_now, 1);
+    assert_int_equal(stats.parked_asked, 1);
     assert_int_equal(kit.events[KVQ__EVENT_SESSION_PARKED], 1);
     wake(a);
-    kvq__core_parks(kit.core, &stats);
-    assert_int_equal(stats.offloaded, 0);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.offloaded_now, 0);
     assert_int_equal(stats.fetched, 1);
     assert_true(stats.fetched_bytes > 0);
     assert_int_equal(kit.events[KVQ__EVENT_SESSION_FETCHED], 1);
@@ -283,7 +283,7 @@ static int ask_in_vain(uint64_t handle)
 // Who waits is told; the session stays where it is, and comes back when there is room.
 static void test_no_room(void **state)
 {
-    struct kvq__park_stats stats;
+    struct kvq__counts stats;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 1500);
@@ -297,7 +297,7 @@ static void test_no_room(void **state)
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY);
     assert_true(kvq__is_offloaded(session_of(a)));
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY); // asked for anew
-    kvq__core_parks(kit.core, &stats);
+    kvq__core_counts(kit.core, &stats);
     assert_int_equal(stats.fetch_failed, 2);
     assert_int_equal(pool->used_bytes, 0);
     pool->budget = budget;

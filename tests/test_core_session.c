@@ -251,7 +251,7 @@ static void test_permission(void **state)
                      KVQ_E_NO_SESSION);
     assert_int_equal(kvq__core_kick(kit.core, &stranger, m.id, text), KVQ_E_PERMISSION);
     assert_int_equal(kvq__core_kick(kit.core, &admin, 999, text), KVQ_E_NO_CLIENT);
-    assert_int_equal(kit.core->kicked_clients, 0);
+    assert_int_equal(kit.core->counts.kicked_clients, 0);
     assert_int_equal(kvq__session_drop_named(kit.core, &admin, "", "#1", text), 0);
     assert_int_equal(kit.core->n_sessions, 0);
 }
@@ -335,8 +335,8 @@ static void test_info(void **state)
     kvq__core_status(kit.core, &status);
     assert_int_equal(status.pool_used_bytes, info.packed_bytes + info.window_bytes);
     assert_int_equal(status.tokens, 700);
-    assert_int_equal(status.appended_tokens, 700);
-    assert_int_equal(status.steps, 6);
+    assert_int_equal(kit.core->counts.appended_tokens, 700);
+    assert_int_equal(kit.core->counts.steps, 6);
     assert_int_equal(status.sessions, 1);
     assert_int_equal(status.clients, 2);
 }

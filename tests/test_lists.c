@@ -359,6 +359,8 @@ static void test_namespaces(void **state)
         const Kvq__StatusReply *s = ask(&admin, &request)->status_reply;
         assert_int_equal(s->truncated, s->next != NULL);
         assert_int_equal(s->clients, 1);
+        assert_int_equal(s->n_counters, KVQ__COUNTERS);
+        assert_string_equal(s->counters[0]->name, "steps");
         n += (uint32_t)s->n_namespaces;
         command.cursor = keep(s->next, &copy);
         pages++;

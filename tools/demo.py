@@ -271,8 +271,10 @@ class Demo:
         if self.daemon.wait(30):
             raise Trouble(f"kvqd ended with {self.daemon.returncode}")
         title("The end")
-        print(f"kvqd served {left['steps']:,} steps and {left['attends']:,} attentions, held "
-              f"{left['pool_used_bytes']:,} bytes when the last engine had gone, and has ended.")
+        counters = left["counters"]
+        print(f"kvqd served {counters['steps']:,} steps and {counters['attends']:,} attentions, "
+              f"held {left['pool_used_bytes']:,} bytes when the last engine had gone, "
+              "and has ended.")
 
     def close(self):
         for process in self.processes:

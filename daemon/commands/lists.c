@@ -17,7 +17,7 @@ struct page {
     struct kvq__call *call;
     struct kvq__list_at at; // what is listed by now
     ProtobufCMessage **elements;
-    size_t n, bytes, room;
+    size_t n, most, bytes, room; // most: elements, since a message has so many of all lists
     bool truncated;
 };
 
@@ -26,6 +26,7 @@ static int begin_page(struct page *p, const Kvq__Cursor *cursor, struct kvq__lis
 {
     p->elements = kvq_arena_alloc(p->call->arena, KVQ_MAX_LIST * sizeof *p->elements);
     p->room = p->room ? p->room : KVQ__LIST_BYTES;
+    p->most = p->most ? p->most : KVQ_MAX_LIST;
     if (!p->elements)
         return kvq__call_no_room(p->call);
     int error = kvq__cursor_check(cursor, p->call->d->identity->epoch,
@@ -48,7 +49,7 @@ static int begin_page(struct page *p, const Kvq__Cursor *cursor, struct kvq__lis
 static bool add_element(struct page *p, ProtobufCMessage *element, struct kvq__list_at at)
 {
     p->bytes += element ? protobuf_c_message_get_packed_size(element) + 4 : 0;
-    p->truncated = !element || p->call->arena->full || p->bytes > p->room || p->n == KVQ_MAX_LIST;
+    p->truncated = !element || p->call->arena->full || p->bytes > p->room || p->n == p->most;
     if (p->truncated)
         return false;
     p->elements[p->n++] = element;
@@ -305,7 +306,9 @@ static ProtobufCMessage *namespace_message(struct kvq_arena *arena,
 
 int kvq__status_namespaces(struct kvq__call *call, Kvq__StatusReply *s)
 {
-    struct page page = {.call = call, .room = KVQ_MAX_MESSAGE - REST_BYTES};
+    struct page page = {.call = call,
+                        .most = KVQ_MAX_LIST - KVQ__COUNTERS - KVQ_MAX_GPUS,
+                        .room = KVQ_MAX_MESSAGE - REST_BYTES};
     int error = add_namespaces(&page, call->request->status->cursor, namespace_message);
     s->namespaces = (Kvq__NamespaceStatus **)page.elements;
     s->n_namespaces = page.n;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Commands of administrators: the daemon as a whole, its places, and its clients.
+#include <string.h>
+
 #include "daemon/commands/internal.h"
 
 int kvq__run_ping(struct kvq__call *call)
@@ -45,43 +47,23 @@ static void add_gpus(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq
     }
 }
 
-static void add_eviction(const struct kvq__dispatch *d, struct kvq_arena *arena,
-                         Kvq__StatusReply *s)
+static int add_counters(struct kvq__call *call, Kvq__StatusReply *s)
 {
-    struct kvq__evict_counts e;
-    struct kvq__park_stats p;
-    Kvq__EvictionStatus *out = kvq_arena_alloc(arena, sizeof *out);
-    if (!out)
-        return;
-    kvq__core_evictions(d->core, &e);
-    kvq__core_parks(d->core, &p);
-    kvq__eviction_status__init(out);
-    out->room = p.parked[KVQ__PARK_ROOM];
-    out->room_bytes = p.freed_bytes[KVQ__PARK_ROOM];
-    out->quota = p.parked[KVQ__PARK_QUOTA];
-    out->quota_bytes = p.freed_bytes[KVQ__PARK_QUOTA];
-    out->idle = p.parked[KVQ__PARK_IDLE];
-    out->idle_bytes = p.freed_bytes[KVQ__PARK_IDLE];
-    out->asked = p.parked[KVQ__PARK_ASKED];
-    out->asked_bytes = p.freed_bytes[KVQ__PARK_ASKED];
-    out->demoted = e.demoted;
-    out->demoted_bytes = e.demoted_bytes;
-    out->returned = e.promoted;
-    out->returned_bytes = e.promoted_bytes;
-    out->fetched = p.fetched;
-    out->fetched_bytes = p.fetched_bytes;
-    out->fetch_ms = p.fetch_ns / 1000000;
-    out->fetch_longest_ms = p.fetch_ms[1];
-    out->fetch_failed = p.fetch_failed;
-    out->waited = e.waited;
-    out->refused = e.refused;
-    out->failed = e.failed;
-    out->prompts_packed = e.prompts_packed;
-    out->prompts_packed_bytes = e.prompts_packed_bytes;
-    out->parked = p.offloaded;
-    out->demoted_now = e.demoted_now;
-    out->waiting_now = e.waiting_now;
-    s->eviction = out;
+    struct kvq__counts counts;
+    uint64_t values[KVQ__COUNTERS];
+    Kvq__Counter *all = kvq_arena_alloc(call->arena, KVQ__COUNTERS * sizeof *all);
+    s->counters = kvq_arena_alloc(call->arena, KVQ__COUNTERS * sizeof(Kvq__Counter *));
+    if (!all || !s->counters)
+        return kvq__call_no_room(call);
+    kvq__core_counts(call->d->core, &counts);
+    memcpy(values, &counts, sizeof values);
+    for (uint32_t i = 0; i < KVQ__COUNTERS; i++) {
+        kvq__counter__init(&all[i]);
+        all[i].name = (char *)(uintptr_t)kvq__counters[i].name; // packing only reads it
+        all[i].value = values[i];
+        s->counters[s->n_counters++] = &all[i];
+    }
+    return 0;
 }
 
 int kvq__run_status(struct kvq__call *call)
@@ -108,16 +90,11 @@ int kvq__run_status(struct kvq__call *call)
     s->sessions = status.sessions;
     s->clients = status.clients;
     s->tokens = status.tokens;
-    s->steps = status.steps;
-    s->attends = status.attends;
-    s->appended_tokens = status.appended_tokens;
-    s->refused_requests = status.refused_requests;
-    s->kicked_clients = status.kicked_clients;
     s->draining = status.draining;
     s->runtime_dir = kvq_arena_text(arena, d->identity->runtime_dir);
     add_gpus(d, arena, s);
-    add_eviction(d, arena, s);
+    int error = add_counters(call, s);
     call->reply->status_reply = s;
     call->reply->result_case = KVQ__REPLY__RESULT_STATUS_REPLY;
-    return kvq__status_namespaces(call, s);
+    return error ? error : kvq__status_namespaces(call, s);
 }

@@ -27,6 +27,7 @@
 #define KVQ_DAEMON_CORE_CORE_H
 
 #include "daemon/core/base/base.h"
+#include "daemon/core/base/counters.h"
 
 struct kvq__core;
 struct kvq__client;
@@ -395,15 +396,6 @@ int kvq__session_pin_named(struct kvq__core *core, const struct kvq__peer *peer,
                            const char *name, bool stay, char *text);
 int kvq__session_pin(struct kvq__client *client, uint64_t handle, bool stay, char *text);
 
-struct kvq__park_stats {
-    uint64_t parked[KVQ__PARK_REASONS], freed_bytes[KVQ__PARK_REASONS];
-    uint64_t fetched, fetched_bytes, fetch_failed;
-    uint64_t fetch_ns;    // from when the first was asked for, of all together
-    uint64_t fetch_ms[2]; // how long the last and the longest took
-    uint32_t offloaded;   // sessions
-};
-void kvq__core_parks(const struct kvq__core *core, struct kvq__park_stats *stats);
-
 // ---- Snapshots ----
 
 struct kvq__status {
@@ -411,23 +403,13 @@ struct kvq__status {
     uint64_t pool_largest_free; // the budget not yet in extents, in whole extents
     uint64_t pool_huge_bytes;   // of extents in explicit huge pages
     uint32_t sessions, clients;
-    uint64_t tokens, steps, attends, appended_tokens, refused_requests, kicked_clients;
+    uint64_t tokens;
     bool draining;
 };
 void kvq__core_status(const struct kvq__core *core, struct kvq__status *status);
 
-// Of sessions that made room for others (evict.h), since the start; kvq__core_parks has those that
-// went to disk.
-struct kvq__evict_counts {
-    uint64_t demoted, demoted_bytes;               // to the host's memory
-    uint64_t promoted, promoted_bytes;             // and back
-    uint64_t waited, refused;                      // requests
-    uint64_t failed;                               // sessions that were to go, and stayed
-    uint64_t prompts_packed, prompts_packed_bytes; // before their end; bytes: that went by it
-    uint64_t ended;                                // all of it that has come to an end
-    uint32_t demoted_now, waiting_now;
-};
-void kvq__core_evictions(const struct kvq__core *core, struct kvq__evict_counts *counts);
+// All that is counted (base/counters.h).
+void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts);
 
 struct kvq__place_info {
     const char *place, *name; // live as long as the core

@@ -19,11 +19,6 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
         .sessions = core->n_sessions,
         .clients = core->n_clients,
         .tokens = core->tokens,
-        .steps = core->steps,
-        .attends = core->attends,
-        .appended_tokens = core->appended_tokens,
-        .refused_requests = core->refused_requests,
-        .kicked_clients = core->kicked_clients,
         .draining = core->draining,
     };
     const struct kvq__extent *e;
@@ -31,13 +26,14 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
         status->pool_largest_free += pool->extent_bytes;
 }
 
-void kvq__core_evictions(const struct kvq__core *core, struct kvq__evict_counts *counts)
+void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
 {
     const struct kvq__queue *q;
-    *counts = core->evicted;
+    *counts = core->counts;
+    counts->offloaded_now = core->n_offloaded;
     counts->demoted_now = core->n_demoted;
     TAILQ_FOREACH (q, &core->waiters, waiter_link)
-        counts->waiting_now++;
+        counts->waiting_for_room_now++;
 }
 
 uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out)
@@ -138,7 +134,7 @@ int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_
     TAILQ_FOREACH (c, &core->clients, link) {
         if (c->id != id)
             continue;
-        core->kicked_clients++;
+        core->counts.kicked_clients++;
         return 0;
     }
     return kvq__fail(text, KVQ_E_NO_CLIENT,

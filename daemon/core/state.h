@@ -213,7 +213,6 @@ struct kvq__core {
     uint32_t n_offloaded, n_parks, n_forgets;
     uint64_t last_stamp;
     bool closing;
-    struct kvq__park_stats park_stats;
     LIST_HEAD(, kvq__save) saves;
     LIST_HEAD(, kvq__restore) restores;
     LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
@@ -225,10 +224,10 @@ struct kvq__core {
     struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
     uint64_t last_ticket, last_claim;
     struct kvq__evicting evicting[1 + KVQ_MAX_GPUS]; // one at a time for each pool
-    struct kvq__evict_counts evicted;
-    uint64_t evict_looks;  // looks for a session that may go
+    uint64_t evictions_ended;                        // of all that were begun, whatever came of it
+    uint64_t evict_looks;                            // looks for a session that may go
     uint64_t demote_after; // there was no room on the host; not before then
-    uint64_t steps, attends, appended_tokens, refused_requests, kicked_clients;
+    struct kvq__counts counts;
 };
 
 #endif

@@ -31,28 +31,43 @@ static void print_gpu(const Kvq__PlaceStatus *g)
 }
 
 // Only what there was of it.
-static void print_eviction(const Kvq__EvictionStatus *e)
+static void print_parked(const Kvq__StatusReply *s)
 {
-    uint64_t parked = e->room + e->quota + e->idle + e->asked;
-    if (parked + e->fetch_failed)
-        printf("to disk    %" PRIu64 " for room (%s), %" PRIu64 " at limits (%s), %" PRIu64
-               " idle (%s), %" PRIu64 " as asked; %" PRIu64 " came back, in %.1f ms on average and "
-               "%" PRIu64 " at most, %" PRIu64 " failed to; %" PRIu32 " are there now\n",
-               e->room, kvq__ctl_bytes(e->room_bytes), e->quota, kvq__ctl_bytes(e->quota_bytes),
-               e->idle, kvq__ctl_bytes(e->idle_bytes), e->asked, e->fetched,
-               e->fetched ? (double)e->fetch_ms / (double)e->fetched : 0.0, e->fetch_longest_ms,
-               e->fetch_failed, e->parked);
-    if (e->demoted)
-        printf("from GPUs  %" PRIu64 " to the host's memory (%s), %" PRIu64 " came back; %" PRIu32
+    uint64_t room = kvq__ctl_counter(s, "parked_room"), quota = kvq__ctl_counter(s, "parked_quota");
+    uint64_t idle = kvq__ctl_counter(s, "parked_idle"), asked = kvq__ctl_counter(s, "parked_asked");
+    uint64_t fetched = kvq__ctl_counter(s, "fetched"), failed = kvq__ctl_counter(s, "fetch_failed");
+    double ms = (double)kvq__ctl_counter(s, "fetch_ns") / 1e6;
+    if (room + quota + idle + asked + failed == 0)
+        return;
+    printf("to disk    %" PRIu64 " for room (%s), %" PRIu64 " at limits (%s), %" PRIu64
+           " idle (%s), %" PRIu64 " as asked; %" PRIu64 " came back, in %.1f ms on average and "
+           "%" PRIu64 " at most, %" PRIu64 " failed to; %" PRIu64 " are there now\n",
+           room, kvq__ctl_bytes(kvq__ctl_counter(s, "parked_room_bytes")), quota,
+           kvq__ctl_bytes(kvq__ctl_counter(s, "parked_quota_bytes")), idle,
+           kvq__ctl_bytes(kvq__ctl_counter(s, "parked_idle_bytes")), asked, fetched,
+           fetched ? ms / (double)fetched : 0.0, kvq__ctl_counter(s, "fetch_longest_ms"), failed,
+           kvq__ctl_counter(s, "offloaded_now"));
+}
+
+static void print_evictions(const Kvq__StatusReply *s)
+{
+    uint64_t demoted = kvq__ctl_counter(s, "demoted");
+    uint64_t prompts = kvq__ctl_counter(s, "prompts_packed");
+    uint64_t waited = kvq__ctl_counter(s, "waited_for_room");
+    uint64_t refused = kvq__ctl_counter(s, "refused_for_room");
+    uint64_t failed = kvq__ctl_counter(s, "evictions_failed");
+    if (demoted)
+        printf("from GPUs  %" PRIu64 " to the host's memory (%s), %" PRIu64 " came back; %" PRIu64
                " are there now\n",
-               e->demoted, kvq__ctl_bytes(e->demoted_bytes), e->returned, e->demoted_now);
-    if (e->prompts_packed)
-        printf("prompts    %" PRIu64 " were packed before their end, for room (%s)\n",
-               e->prompts_packed, kvq__ctl_bytes(e->prompts_packed_bytes));
-    if (e->waited + e->refused + e->failed)
-        printf("for room   %" PRIu64 " requests waited, %" PRIu32 " wait now, %" PRIu64
+               demoted, kvq__ctl_bytes(kvq__ctl_counter(s, "demoted_bytes")),
+               kvq__ctl_counter(s, "promoted"), kvq__ctl_counter(s, "demoted_now"));
+    if (prompts)
+        printf("prompts    %" PRIu64 " were packed before their end, for room (%s)\n", prompts,
+               kvq__ctl_bytes(kvq__ctl_counter(s, "prompts_packed_bytes")));
+    if (waited + refused + failed)
+        printf("for room   %" PRIu64 " requests waited, %" PRIu64 " wait now, %" PRIu64
                " were refused; %" PRIu64 " sessions could not go\n",
-               e->waited, e->waiting_now, e->refused, e->failed);
+               waited, kvq__ctl_counter(s, "waiting_for_room_now"), refused, failed);
 }
 
 static void print_status(const Kvq__StatusReply *s)
@@ -75,9 +90,11 @@ static void print_status(const Kvq__StatusReply *s)
            s->sessions, s->tokens, s->clients);
     printf("so far     %" PRIu64 " steps, %" PRIu64 " attentions, %" PRIu64 " tokens appended, "
            "%" PRIu64 " requests refused, %" PRIu64 " clients kicked\n",
-           s->steps, s->attends, s->appended_tokens, s->refused_requests, s->kicked_clients);
-    if (s->eviction)
-        print_eviction(s->eviction);
+           kvq__ctl_counter(s, "steps"), kvq__ctl_counter(s, "attends"),
+           kvq__ctl_counter(s, "appended_tokens"), kvq__ctl_counter(s, "refused_requests"),
+           kvq__ctl_counter(s, "kicked_clients"));
+    print_parked(s);
+    print_evictions(s);
     if (s->n_namespaces)
         print_namespaces(s);
 }

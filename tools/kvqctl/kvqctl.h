@@ -157,6 +157,8 @@ void kvq__ctl_print_done(const struct kvq__ctl *ctl, const char *what, const cha
 
 // Prints a message as one JSON object, its fields named as in proto/kvq.proto.
 void kvq__ctl_print_json(const ProtobufCMessage *message);
+// What the daemon says of a counter; 0: nothing, since it is older or younger.
+uint64_t kvq__ctl_counter(const Kvq__StatusReply *status, const char *name);
 // Prints messages as one JSON array.
 void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n);
 

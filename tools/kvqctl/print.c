@@ -84,6 +84,14 @@ const char *kvq__ctl_clean(const char *text)
     return clean;
 }
 
+uint64_t kvq__ctl_counter(const Kvq__StatusReply *status, const char *name)
+{
+    for (size_t i = 0; i < status->n_counters; i++)
+        if (strcmp(status->counters[i]->name, name) == 0)
+            return status->counters[i]->value;
+    return 0;
+}
+
 static cJSON *json_of_message(const ProtobufCMessage *message);
 
 // To the last digit: cJSON's own numbers are doubles, which it writes and reads back to see whether
@@ -135,11 +143,22 @@ static cJSON *json_of_value(const ProtobufCFieldDescriptor *field, const char *a
     }
 }
 
+// One object for all: {"steps": 7, ..}.
+static cJSON *json_of_counters(Kvq__Counter *const *counters, size_t n)
+{
+    cJSON *object = cJSON_CreateObject();
+    for (size_t i = 0; i < n; i++)
+        cJSON_AddItemToObject(object, counters[i]->name, json_of_whole(counters[i]->value, false));
+    return object;
+}
+
 static cJSON *json_of_repeated(const ProtobufCFieldDescriptor *field, const char *base)
 {
-    cJSON *array = cJSON_CreateArray();
     size_t n = *(const size_t *)(base + field->quantifier_offset);
     ProtobufCMessage *const *messages = *(ProtobufCMessage * *const *)(base + field->offset);
+    if (field->descriptor == &kvq__counter__descriptor)
+        return json_of_counters((Kvq__Counter *const *)messages, n);
+    cJSON *array = cJSON_CreateArray();
     if (field->type == PROTOBUF_C_TYPE_MESSAGE)
         for (size_t i = 0; i < n; i++)
             cJSON_AddItemToArray(array, json_of_message(messages[i]));

@@ -27,7 +27,8 @@ struct look {
 
 static struct look look_of(const Kvq__StatusReply *s)
 {
-    return (struct look){s->uptime_ms, s->steps, s->attends, s->appended_tokens};
+    return (struct look){s->uptime_ms, kvq__ctl_counter(s, "steps"), kvq__ctl_counter(s, "attends"),
+                         kvq__ctl_counter(s, "appended_tokens")};
 }
 
 static double rate(uint64_t now, uint64_t before, uint64_t ms)
@@ -50,12 +51,15 @@ static size_t rows_for_sessions(void)
     return size.ws_row > 9 ? size.ws_row - 9u : 1;
 }
 
-static void print_eviction(const Kvq__EvictionStatus *e)
+static void print_evictions(const Kvq__StatusReply *s)
 {
-    printf("evicted %" PRIu64 "   came back %" PRIu64 "   on disk %" PRIu32 "   demoted %" PRIu32
-           "   waiting %" PRIu32 "\n",
-           e->room + e->quota + e->idle + e->demoted, e->fetched + e->returned, e->parked,
-           e->demoted_now, e->waiting_now);
+    uint64_t gone = kvq__ctl_counter(s, "parked_room") + kvq__ctl_counter(s, "parked_quota") +
+                    kvq__ctl_counter(s, "parked_idle") + kvq__ctl_counter(s, "demoted");
+    uint64_t back = kvq__ctl_counter(s, "fetched") + kvq__ctl_counter(s, "promoted");
+    printf("evicted %" PRIu64 "   came back %" PRIu64 "   on disk %" PRIu64 "   demoted %" PRIu64
+           "   waiting %" PRIu64 "\n",
+           gone, back, kvq__ctl_counter(s, "offloaded_now"), kvq__ctl_counter(s, "demoted_now"),
+           kvq__ctl_counter(s, "waiting_for_room_now"));
 }
 
 static void print_look(const Kvq__StatusReply *s, const struct kvq__ctl_list *list,
@@ -75,9 +79,8 @@ static void print_look(const Kvq__StatusReply *s, const struct kvq__ctl_list *li
            s->clients, s->tokens);
     printf("steps/s %.1f   attentions/s %.1f   tokens/s %.1f   refused %" PRIu64 "\n",
            rate(now.steps, before->steps, ms), rate(now.attends, before->attends, ms),
-           rate(now.appended, before->appended, ms), s->refused_requests);
-    if (s->eviction)
-        print_eviction(s->eviction);
+           rate(now.appended, before->appended, ms), kvq__ctl_counter(s, "refused_requests"));
+    print_evictions(s);
     printf("\n");
     size_t rows = rows_for_sessions();
     qsort(list->elements, list->n, sizeof(ProtobufCMessage *), by_memory);

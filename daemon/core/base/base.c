@@ -11,6 +11,12 @@
 
 #include "daemon/core/state.h"
 
+const struct kvq__counter kvq__counters[KVQ__COUNTERS] = {
+#define ROW(name, kind, what) {#name, what, KVQ__COUNTER_##kind},
+    KVQ__COUNTER_TABLE(ROW)
+#undef ROW
+};
+
 enum { LARGE = 128 << 10 }; // from here on memory is mapped, so that only what is used is real
 
 // ---- Bookkeeping memory, where the caller gives none ----

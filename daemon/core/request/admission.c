@@ -137,7 +137,7 @@ void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *s
     char text[KVQ_TEXT_BYTES / 2] = "more than there can be at all";
     if (in_the_way)
         kvq__in_the_way_text(core, in_the_way, text, sizeof text);
-    core->evicted.refused++;
+    core->counts.refused_for_room++;
     kvq__namespace_full(core, s->ns, s->pool, missing, s->code, text);
 }
 
@@ -176,7 +176,7 @@ bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own, u
         kvq__admission_refuse(core, &shortage, missing, fits ? &way : NULL);
         return false;
     }
-    core->evicted.waited += first;
+    core->counts.waited_for_room += first;
     enlist(q, look_at);
     return true;
 }

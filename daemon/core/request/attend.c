@@ -103,7 +103,7 @@ static void hold_attend_entry(struct kvq__queue *q, uint32_t i)
     else if (q->entries[i].append)
         kvq__hold_tail(q, i);
     kvq__hold_layer(q, i, q->header.layer);
-    q->core->attends++;
+    q->core->counts.attends++;
 }
 
 static int check_outputs(struct kvq__queue *q, uint32_t i)

@@ -67,7 +67,7 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
     note_packs(s, rc == 0);
     if (rc == 0) {
         rc = kvq__step_commit(s, &own);
-        s->core->steps += rc == 0;
+        s->core->counts.steps += rc == 0;
     } else if (!s->dropped) {
         undo(s, table);
         own = (struct kvq_result){.status = rc, .value = s->tokens};

@@ -554,7 +554,7 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
         q->completion.count = 0;
     q->completion.slots = (uint16_t)(1 + (q->completion.count + 3) / 4);
     if (status < 0 || any_failed(q))
-        q->core->refused_requests++;
+        q->core->counts.refused_requests++;
     return KVQ__DONE;
 }
 

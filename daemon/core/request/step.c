@@ -132,7 +132,7 @@ void kvq__step_publish(struct kvq__session *s)
     kvq__session_count(s, s->tokens + s->step_tokens);
     s->commits += s->step_tokens > 0;
     s->saturated += s->counts ? s->counts->host->saturated : 0;
-    s->core->appended_tokens += s->step_tokens;
+    s->core->counts.appended_tokens += s->step_tokens;
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
         s->floor = s->tokens - s->max_rollback;
     kvq__session_used(s);
@@ -302,7 +302,7 @@ static bool is_under_way(const struct kvq__step *step)
 
 enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
 {
-    uint64_t before = q->core->appended_tokens;
+    uint64_t before = q->core->counts.appended_tokens;
     int rc = 0;
     if (kvq__request_step(q) < 0 || !q->step)
         return kvq__request_end(q, KVQ_E_NO_STEP);
@@ -321,7 +321,7 @@ enum kvq__progress kvq__op_step_end(struct kvq__queue *q)
         if (kvq__entry_alive(q, i))
             kvq__step_recheck(q->work[i].session, &q->results[i]);
     kvq__pack_on_gpus(q->core);
-    q->core->steps += q->core->appended_tokens > before;
+    q->core->counts.steps += q->core->counts.appended_tokens > before;
     return kvq__request_end(q, rc);
 }
 

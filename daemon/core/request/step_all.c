@@ -331,7 +331,7 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
     } else {
         s->step_layers = s->n_owned;
         s->saturated += sum.saturated;
-        q->core->steps += kvq__step_commit(s, &q->results[i]) == 0;
+        q->core->counts.steps += kvq__step_commit(s, &q->results[i]) == 0;
     }
 }
 

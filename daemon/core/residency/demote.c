@@ -21,7 +21,7 @@ static int go_home(struct kvq__session *s)
 // Extents belong to one namespace each, so that there may be no block though there are bytes.
 static bool was_refused(const struct kvq__session *s)
 {
-    return s->home_refused == s->core->evicted.ended + 1 &&
+    return s->home_refused == s->core->evictions_ended + 1 &&
            s->core->now - s->home_refused_at < AGAIN_NS;
 }
 
@@ -33,7 +33,7 @@ static bool has_place_room(const struct kvq__session *s, uint64_t bytes)
 
 void kvq__demoted_refused(struct kvq__session *s)
 {
-    s->home_refused = s->core->evicted.ended + 1;
+    s->home_refused = s->core->evictions_ended + 1;
     s->home_refused_at = s->core->now;
 }
 
@@ -79,8 +79,8 @@ void kvq__demoted_left(struct kvq__session *s, struct kvq__pool *from, bool demo
         core->n_demoted--;
     }
     if (back) {
-        core->evicted.promoted++;
-        core->evicted.promoted_bytes += kvq__session_bytes_at(s, s->tokens);
+        core->counts.promoted++;
+        core->counts.promoted_bytes += kvq__session_bytes_at(s, s->tokens);
     }
     kvq__evict_back(s);
 }

@@ -512,15 +512,15 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
 {
     struct kvq__session *s = kvq__session_by_id(core, e->session);
     if (status == 0 && e->demotes) {
-        core->evicted.demoted++;
-        core->evicted.demoted_bytes += bytes;
+        core->counts.demoted++;
+        core->counts.demoted_bytes += bytes;
     } else if (status < 0) {
-        core->evicted.failed++;
+        core->counts.evictions_failed++;
         if (s)
             note_failed(s, e->demotes, status);
     }
     e->ticket = 0;
-    core->evicted.ended++;
+    core->evictions_ended++;
     core->freed++; // those who wait look again, whatever came of it
 }
 

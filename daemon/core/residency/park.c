@@ -448,6 +448,22 @@ void kvq__park_empty(struct kvq__session *s)
     kvq__drops_end(core);
 }
 
+static void count_parked(const struct kvq__park *t)
+{
+    struct kvq__counts *c = &t->core->counts;
+    uint64_t *const parked[KVQ__PARK_REASONS] = {[KVQ__PARK_ROOM] = &c->parked_room,
+                                                 [KVQ__PARK_QUOTA] = &c->parked_quota,
+                                                 [KVQ__PARK_IDLE] = &c->parked_idle,
+                                                 [KVQ__PARK_ASKED] = &c->parked_asked};
+    uint64_t *const freed[KVQ__PARK_REASONS] = {[KVQ__PARK_ROOM] = &c->parked_room_bytes,
+                                                [KVQ__PARK_QUOTA] = &c->parked_quota_bytes,
+                                                [KVQ__PARK_IDLE] = &c->parked_idle_bytes,
+                                                [KVQ__PARK_ASKED] = &c->parked_asked_bytes};
+    assert(t->reason < KVQ__PARK_REASONS && parked[t->reason] && freed[t->reason]);
+    ++*parked[t->reason];
+    *freed[t->reason] += t->freed_bytes;
+}
+
 static void release_parked(struct kvq__park *t)
 {
     struct kvq__core *core = t->core;
@@ -464,8 +480,7 @@ static void release_parked(struct kvq__park *t)
             return;
         kvq__park_empty(s);
     }
-    core->park_stats.parked[t->reason]++;
-    core->park_stats.freed_bytes[t->reason] += t->freed_bytes;
+    count_parked(t);
     finish_park(t, 0);
 }
 
@@ -538,19 +553,18 @@ bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 static void tell_fetched(struct kvq__session *s, int status, uint64_t bytes, const char *why)
 {
     struct kvq__core *core = s->core;
-    struct kvq__park_stats *stats = &core->park_stats;
+    struct kvq__counts *counts = &core->counts;
     char text[KVQ_TEXT_BYTES / 2], who[KVQ_NAME_BYTES];
     uint64_t ns = core->now - s->fetch_at, ms = ns / NS_PER_MS;
     if (status < 0) {
-        stats->fetch_failed++;
+        counts->fetch_failed++;
         snprintf(text, sizeof text, "not back from disk: %.200s",
                  why[0] ? why : "it could not be read");
     } else {
-        stats->fetched++;
-        stats->fetched_bytes += bytes;
-        stats->fetch_ns += ns;
-        stats->fetch_ms[0] = ms;
-        stats->fetch_ms[1] = ms > stats->fetch_ms[1] ? ms : stats->fetch_ms[1];
+        counts->fetched++;
+        counts->fetched_bytes += bytes;
+        counts->fetch_ns += ns;
+        counts->fetch_longest_ms = ms > counts->fetch_longest_ms ? ms : counts->fetch_longest_ms;
         snprintf(text, sizeof text, "back on %s: %llu tokens, %llu bytes, after %llu ms",
                  kvq__pool_name(s->pool), (unsigned long long)s->tokens, (unsigned long long)bytes,
                  (unsigned long long)ms);

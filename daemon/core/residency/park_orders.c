@@ -244,9 +244,3 @@ int kvq__session_pin(struct kvq__client *client, uint64_t handle, bool stay, cha
         set_stay(s, stay);
     return rc;
 }
-
-void kvq__core_parks(const struct kvq__core *core, struct kvq__park_stats *stats)
-{
-    *stats = core->park_stats;
-    stats->offloaded = core->n_offloaded;
-}

@@ -78,7 +78,7 @@ static bool may_pack_prompt(const struct kvq__session *s)
 
 static void pack_early(struct kvq__session *s)
 {
-    struct kvq__evict_counts *counts = &s->core->evicted;
+    struct kvq__counts *counts = &s->core->counts;
     s->gives_way = false;
     if (!s->exact_tokens || kvq__is_offloaded(s) || s->dropped)
         return;
