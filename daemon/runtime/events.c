@@ -3,6 +3,7 @@
 // A fixed number of event mails; a word in each says whose it is.
 #include "daemon/runtime/events.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -25,46 +26,21 @@ struct event_mail {
 static struct event_mail events[EVENTS];
 static uint32_t dropped;
 
-static const char *kind_name(enum kvq__event_kind kind)
-{
-    static const char *const names[] = {
-        [KVQ__EVENT_SESSION_OPENED] = "session_opened",
-        [KVQ__EVENT_SESSION_CLOSED] = "session_closed",
-        [KVQ__EVENT_SESSION_DROPPED] = "session_dropped",
-        [KVQ__EVENT_CLIENT_ATTACHED] = "client_attached",
-        [KVQ__EVENT_CLIENT_GONE] = "client_gone",
-        [KVQ__EVENT_MEMORY_FULL] = "memory_full",
-        [KVQ__EVENT_SESSION_MOVED] = "session_moved",
-        [KVQ__EVENT_CLIENT_STALLED] = "client_stalled",
-        [KVQ__EVENT_DRAINING] = "draining",
-        [KVQ__EVENT_SESSION_SAVED] = "session_saved",
-        [KVQ__EVENT_SESSION_RESTORED] = "session_restored",
-        [KVQ__EVENT_SESSION_PUSHED] = "session_pushed",
-        [KVQ__EVENT_SESSION_PULLED] = "session_pulled",
-        [KVQ__EVENT_PREFIX_RESTORED] = "prefix_restored",
-        [KVQ__EVENT_PREFIX_EVICTED] = "prefix_evicted",
-        [KVQ__EVENT_STORAGE_FULL] = "storage_full",
-        [KVQ__EVENT_STORAGE_FAILED] = "storage_failed",
-        [KVQ__EVENT_STORAGE_DAMAGED] = "storage_damaged",
-        [KVQ__EVENT_QUOTA_REACHED] = "quota_reached",
-        [KVQ__EVENT_REMOTE_FAILED] = "remote_failed",
-        [KVQ__EVENT_SESSION_PARKED] = "session_parked",
-        [KVQ__EVENT_SESSION_FETCHED] = "session_fetched",
-        [KVQ__EVENT_GPU_REFUSED] = "gpu_refused",
-    };
-    return names[kind];
-}
+static const struct {
+    const char *name;
+    enum kvq_log_level level;
+} kinds[KVQ__EVENTS] = {
+#define ROW(KIND, name, level, what) {#name, KVQ_LOG_##level},
+    KVQ__EVENT_TABLE(ROW)
+#undef ROW
+};
 
 static void log_event(const struct event_mail *e)
 {
     char ns[160], session[160], text[300];
-    bool bad = e->kind == KVQ__EVENT_MEMORY_FULL || e->kind == KVQ__EVENT_CLIENT_STALLED ||
-               e->kind == KVQ__EVENT_GPU_REFUSED || e->kind == KVQ__EVENT_QUOTA_REACHED ||
-               e->kind == KVQ__EVENT_REMOTE_FAILED ||
-               (e->kind >= KVQ__EVENT_STORAGE_FULL && e->kind <= KVQ__EVENT_STORAGE_DAMAGED);
-    enum kvq_log_level level = bad ? KVQ_LOG_WARN : KVQ_LOG_INFO;
-    kvq__log(level, kind_name(e->kind), "client=%llu namespace=%s session=%s text=%s",
-             (unsigned long long)e->client, kvq__log_quote(ns, sizeof ns, e->ns),
+    kvq__log(kinds[e->kind].level, kinds[e->kind].name,
+             "client=%llu namespace=%s session=%s text=%s", (unsigned long long)e->client,
+             kvq__log_quote(ns, sizeof ns, e->ns),
              kvq__log_quote(session, sizeof session, e->session),
              kvq__log_quote(text, sizeof text, e->text));
     uint32_t lost = kvq_word_load(&dropped);
@@ -79,10 +55,11 @@ static void tell_event(const struct event_mail *e)
 {
     struct timespec now;
     Kvq__Event message;
+    assert(e->kind < KVQ__EVENTS);
     log_event(e);
     clock_gettime(CLOCK_REALTIME, &now);
     kvq__event__init(&message);
-    message.kind = (char *)(uintptr_t)kind_name(e->kind);
+    message.kind = (char *)(uintptr_t)kinds[e->kind].name;
     message.unix_ms = (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
     message.namespace_ = (char *)(uintptr_t)e->ns; // packing only reads
     message.session = (char *)(uintptr_t)e->session;

@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "daemon/core/base/event_kinds.h"
 #include "kernels/kernels.h"
 #include "proto/limits.h"
 #include "proto/shm.h"
@@ -59,43 +60,6 @@ struct kvq__own_format {
     struct kvq_format rest; // of layers that are in no range
     uint32_t n_ranges;      // they do not overlap
     struct kvq__layer_range ranges[KVQ_MAX_FORMAT_RANGES];
-};
-
-enum kvq__event_kind {
-    KVQ__EVENT_SESSION_OPENED,
-    KVQ__EVENT_SESSION_CLOSED,
-    KVQ__EVENT_SESSION_DROPPED,
-    KVQ__EVENT_CLIENT_ATTACHED,
-    KVQ__EVENT_CLIENT_GONE,
-    KVQ__EVENT_MEMORY_FULL,    // a pool; at most once a second for each namespace
-    KVQ__EVENT_SESSION_MOVED,  // to another place, or why not
-    KVQ__EVENT_CLIENT_STALLED, // a GPU waits for the client's stream; once for each time
-    KVQ__EVENT_DRAINING,
-    // Of the daemon's edges, for sessions that are saved:
-    KVQ__EVENT_SESSION_SAVED,
-    KVQ__EVENT_SESSION_RESTORED,
-    KVQ__EVENT_SESSION_PUSHED, // to the remote store
-    KVQ__EVENT_SESSION_PULLED,
-    KVQ__EVENT_PREFIX_RESTORED, // for a session that begins so
-    KVQ__EVENT_PREFIX_EVICTED,  // at most once a second for each namespace
-    KVQ__EVENT_STORAGE_FULL,    // the disk, or its cap
-    KVQ__EVENT_STORAGE_FAILED,  // a save that nobody waits for
-    KVQ__EVENT_STORAGE_DAMAGED, // what was stored of a session, in whole or in part
-    KVQ__EVENT_QUOTA_REACHED,   // a limit of a namespace; as often as MEMORY_FULL
-    KVQ__EVENT_REMOTE_FAILED,   // a push or pull
-    // Of the core again:
-    KVQ__EVENT_SESSION_PARKED,  // its memory is free, and all of it on disk; or why not
-    KVQ__EVENT_SESSION_FETCHED, // it is back; or why not
-    KVQ__EVENT_GPU_REFUSED,     // a kernel, so that requests failed; at most once a second
-    KVQ__EVENTS
-};
-
-// Pointers are valid during the call only; never NULL, but maybe empty.
-struct kvq__event {
-    enum kvq__event_kind kind;
-    const char *ns, *session;
-    uint64_t client;
-    const char *text;
 };
 
 // Hard limits of a namespace. Its blocks in the host's memory and in that of GPUs (of all of them
