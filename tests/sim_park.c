@@ -9,6 +9,7 @@
 
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/activity.h"
 #include "tests/sim.h"
 
 static const struct kvq__peer admin = {.uid = 1000, .admin = true};
@@ -16,8 +17,8 @@ static const struct kvq__peer admin = {.uid = 1000, .admin = true};
 // Nothing that a client or anybody else does is in the way, of this shard.
 static bool is_free(const struct kvq__session *s)
 {
-    return s && !kvq__session_in_use(s) && !s->pinned && !s->park && !kvq__is_offloaded(s) &&
-           !kvq__is_fetching(s);
+    return s && !kvq__session_uses(s, KVQ__USES_EVICT) && !s->pinned && !s->park &&
+           !kvq__is_offloaded(s) && !kvq__is_fetching(s);
 }
 
 static void park(struct sim *sim, struct track *t)

@@ -8,6 +8,7 @@
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
 
 enum {
@@ -30,23 +31,12 @@ double kvq__score(const struct kvq__score *s)
     return (double)s->idle * (double)s->gain / cost;
 }
 
-// Saves that hold its blocks while they are written.
-static uint32_t saves_of(const struct kvq__session *s)
-{
-    const struct kvq__save *save;
-    uint32_t n = 0;
-    LIST_FOREACH (save, &s->core->saves, link)
-        for (uint32_t i = 0; i < save->n_shards; i++)
-            n += save->ids[i] == s->id;
-    return n;
-}
-
 // The part of a session's blocks that nobody else has. The index of prefixes gives way, and what
 // is read from disk or written to it is let go soon. With `shared` also its share of those that
 // other sessions have as well.
 static double own_part(const struct kvq__session *s, const struct kvq__namespace *ns, bool shared)
 {
-    uint32_t seen = 0, passing = saves_of(s) + (s->restore && s->restore->entered);
+    uint32_t seen = 0, passing = kvq__session_saves(s) + (s->restore && s->restore->entered);
     uint32_t offered = s->restore ? s->restore->offered : 0;
     uint32_t indexed = s->ids.sealed > offered ? s->ids.sealed : offered;
     double own = 0;
@@ -140,8 +130,9 @@ static void consider_session(const struct kvq__session *s, const struct choice *
     const struct kvq__eviction_request *asked = c->asked;
     const struct kvq__core *core = s->core;
     uint64_t idle = core->now - s->idle_since, bytes = evictable_bytes(s);
-    look->used |= s->park || kvq__is_fetching(s) || kvq__session_in_use(s);
-    look->used |= s->pool->gpu && saves_of(s); // a copy elsewhere frees nothing before they end
+    look->used |= kvq__session_uses(s, KVQ__USES_EVICT) != 0;
+    look->used |=
+        s->pool->gpu && kvq__session_saves(s); // a copy elsewhere frees nothing before they end
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
     look->pinned |= s->pinned;
     look->own |= s == asked->own;

@@ -9,6 +9,7 @@
 
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/park.h"
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
 
@@ -212,8 +213,7 @@ void kvq__move_lost(struct kvq__session *s)
 static bool moved_are_idle(const struct kvq__move *move)
 {
     for (uint32_t i = 0; i < move->n; i++) {
-        const struct kvq__session *s = move->moved[i].session;
-        if (kvq__in_step(s) || s->exclusive || s->n_loading || !kvq__session_quiet(s))
+        if (kvq__session_uses(move->moved[i].session, KVQ__USES_MOVE))
             return false;
     }
     return true;

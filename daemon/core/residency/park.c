@@ -11,6 +11,7 @@
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
@@ -33,28 +34,9 @@ static const char *shown_name(const struct kvq__session *s, char *text)
 
 // ---- Who can be parked ----
 
-// Packing of its own accord is no use: it ends soon, and nobody asked for it.
-static bool is_packed_by_itself(const struct kvq__session *s)
-{
-    return s->core->packer.session == s;
-}
-
 static bool is_loading_session(const struct kvq__session *s)
 {
     return s->n_loading || s->residency == KVQ__LOADING || s->residency == KVQ__FETCHING;
-}
-
-// By anybody but whoever reads it from disk, and what packs it.
-static bool is_worked_on(const struct kvq__session *s)
-{
-    uint32_t others = (uint32_t)is_packed_by_itself(s) + (s->restore != NULL);
-    return kvq__in_step(s) || s->exclusive || s->refs > others || s->reading || s->tail_use ||
-           s->move || !LIST_EMPTY(&s->tables);
-}
-
-bool kvq__session_in_use(const struct kvq__session *s)
-{
-    return is_worked_on(s) || s->restore || s->n_loading;
 }
 
 static int refuse_use(const struct kvq__session *s, char *text)
@@ -105,7 +87,8 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
     if (kvq__is_offloaded(s))
         return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
                          kvq__is_fetching(s) ? ", and about to come back" : "");
-    return is_worked_on(s) || (is_loading_session(s) && !soon) ? refuse_use(s, text) : 0;
+    bool used = kvq__session_uses(s, KVQ__USES_PARK) || (is_loading_session(s) && !soon);
+    return used ? refuse_use(s, text) : 0;
 }
 
 static int check_members(const struct kvq__session *s, const struct kvq__park *own, bool soon,
@@ -366,19 +349,6 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
 
 // ---- Leaving ----
 
-// What may look at its blocks without being a use: packing, and saves that somebody asked for.
-static bool is_quiet(const struct kvq__session *s)
-{
-    const struct kvq__save *save;
-    bool quiet = !is_packed_by_itself(s);
-    LIST_FOREACH (save, &s->core->saves, link)
-        for (uint32_t i = 0; i < save->n_shards; i++)
-            quiet &= save->ids[i] != s->id;
-    for (uint32_t i = 0; i < s->n_layers; i++)
-        quiet &= kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
-    return quiet;
-}
-
 // 1 if all can go, 0 if something has to end first, or why they stay.
 static int check_leaving(struct kvq__park *t)
 {
@@ -391,7 +361,8 @@ static int check_leaving(struct kvq__park *t)
                          "session \"%s\" was changed while it was written; it stays in memory",
                          t->name);
     for (uint32_t i = 0; i < t->n; i++)
-        quiet &= is_quiet(t->members[i]);
+        quiet &= !kvq__session_uses(t->members[i], KVQ__USES_LEAVE) &&
+                 kvq__session_saves(t->members[i]) == 0;
     if (!quiet && t->core->now >= t->deadline)
         return kvq__fail(t->text, KVQ_E_BUSY,
                          "session \"%s\" was saved or packed for %llu s without a break; try again",

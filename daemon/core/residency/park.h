@@ -60,8 +60,6 @@ struct kvq__forget {
 // what is in the way: KVQ_E_UNSUPPORTED (nobody saves sessions here), KVQ_E_DRAINING,
 // KVQ_E_INCOMPLETE (a shard is missing), KVQ_E_BUSY (in use, pinned, away already).
 int kvq__session_parkable(const struct kvq__session *session, char *text);
-// Whether a session is used just now, by itself: in a step, by requests, by what reads or moves it.
-bool kvq__session_in_use(const struct kvq__session *session);
 // Begins to park it. `info` may be NULL. 0, also if it is away already; else what
 // kvq__session_parkable says, KVQ_E_LIMIT or KVQ_E_NO_MEMORY.
 int kvq__park_start(struct kvq__session *session, enum kvq__park_reason reason,

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
@@ -491,12 +492,6 @@ void kvq__resharded_free(struct kvq__resharded *r)
 
 // ---- What is in memory with another number ----
 
-static bool is_at_rest(const struct kvq__session *s)
-{
-    return LIST_EMPTY(&s->handles) && s->refs == 0 && !s->restore && !s->move && !s->committing &&
-           !s->exclusive && !s->park && !kvq__is_fetching(s) && !kvq__is_unsaved(s);
-}
-
 bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                            const struct kvq__saved *stored, uint32_t shards)
 {
@@ -506,7 +501,8 @@ bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer,
         return false;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        if (m && (!is_at_rest(m) || m->stamp != stored->stamp || m->tokens != stored->tokens))
+        if (m && (kvq__session_uses(m, KVQ__USES_REPLACE) || m->stamp != stored->stamp ||
+                  m->tokens != stored->tokens))
             return false;
     }
     for (uint32_t i = 0; i < s->shards; i++)

@@ -17,6 +17,16 @@
 
 // ---- Parts ----
 
+uint32_t kvq__session_saves(const struct kvq__session *s)
+{
+    const struct kvq__save *save;
+    uint32_t n = 0;
+    LIST_FOREACH (save, &s->core->saves, link)
+        for (uint32_t i = 0; i < save->n_shards; i++)
+            n += save->ids[i] == s->id;
+    return n;
+}
+
 static uint32_t tokens_in(uint64_t tokens, uint32_t page)
 {
     uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;

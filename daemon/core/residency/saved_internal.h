@@ -70,6 +70,9 @@ struct kvq__save {
     struct kvq__save_shard shards[KVQ_MAX_SHARDS];
 };
 
+// Saves that hold blocks of the session while they are written.
+uint32_t kvq__session_saves(const struct kvq__session *session);
+
 // ---- Restores ----
 
 struct kvq__arriving {

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "daemon/core/residency/saved.h"
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
@@ -38,7 +39,7 @@ static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idl
 {
     const struct kvq__core *core = s->core;
     bool left = (s->save_on_detach && !kvq__group_is_open(s)) || kvq__group_outlived(s);
-    bool idle = !kvq__in_step(s) && s->refs == 0 && core->now - s->idle_since >= idle_ns;
+    bool idle = !kvq__session_uses(s, KVQ__USES_IDLE) && core->now - s->idle_since >= idle_ns;
     uint32_t missing;
     if (!s->name[0] || !kvq__group_is_unsaved(s))
         return false;

@@ -5,6 +5,7 @@
 // without that is packed at once, and its raw blocks go. See evict.h.
 #include <assert.h>
 
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
@@ -69,13 +70,6 @@ void kvq__exact_leave(struct kvq__session *s)
 
 // ---- Giving way ----
 
-// Requests under way have decided how they read it. What is stored or moved is left as it is.
-static bool may_pack_prompt(const struct kvq__session *s)
-{
-    return s->refs == 0 && !s->committing && !s->exclusive && !s->move && !s->park && !s->restore &&
-           s->n_loading == 0;
-}
-
 static void pack_early(struct kvq__session *s)
 {
     struct kvq__counts *counts = &s->core->counts;
@@ -91,7 +85,8 @@ static void pack_early(struct kvq__session *s)
 
 void kvq__exact_unused(struct kvq__session *s)
 {
-    if (s->gives_way && may_pack_prompt(s))
+    // Requests under way have decided how they read it. What is stored or moved is left as it is.
+    if (s->gives_way && !kvq__session_uses(s, KVQ__USES_PACK_PROMPT))
         pack_early(s);
 }
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "daemon/core/gpu/gpu.h"
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
@@ -252,10 +253,7 @@ void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
 
 bool kvq__session_quiet(const struct kvq__session *s)
 {
-    bool ended = s->refs == 0;
-    for (uint32_t i = 0; ended && i < s->n_layers; i++)
-        ended = kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
-    return ended;
+    return !kvq__session_uses(s, KVQ__USES_BLOCKS);
 }
 
 void kvq__session_gives(struct kvq__session *s, uint64_t last)
