@@ -131,7 +131,7 @@ static void see_session(const struct kvq__session *s)
 static void see_moves(const struct kvq__core *core)
 {
     const struct kvq__move *move;
-    TAILQ_FOREACH (move, &core->moves, link)
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
         for (uint32_t i = 0; i < move->n; i++) {
             const struct kvq__moved *m = &move->moved[i];
             for (uint64_t ref = 0; ref < kvq__moved_refs(m); ref++)

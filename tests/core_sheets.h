@@ -70,7 +70,7 @@ static void check_sheets(const struct kvq__core *core)
             note_sheets(s->sheets, s->n_sheets, s);
     TAILQ_FOREACH (s, &core->ended, link)
         note_sheets(s->sheets, s->n_sheets, s);
-    TAILQ_FOREACH (move, &core->moves, link)
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
         for (uint32_t i = 0; i < move->n; i++)
             note_sheets(move->moved[i].sheets, move->moved[i].n_sheets, &move->moved[i]);
     for (uint32_t i = 0; i < sizeof sheets / sizeof *sheets; i++)

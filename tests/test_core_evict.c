@@ -102,12 +102,12 @@ static void test_in_use(void **state)
     for (uint32_t i = 0; i < 3; i++)
         kvq__session_ref(kit_of(&m, handles[i])); // as requests under way do
     pass(2 * SECOND);
-    uint64_t moved = kit.core->last_move;
+    uint64_t moved = kit.core->last_ticket_id;
     int rc = begin(&m, handles[3], 9, 1, 0); // and its own is not to go
     assert_int_equal(rc, 1);
     assert_int_equal(finish(&m, rc), KVQ_E_NO_MEMORY);
     assert_int_equal(refused(), 1);
-    assert_int_equal(kit.core->last_move, moved);
+    assert_int_equal(kit.core->last_ticket_id, moved);
     assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 1);
     rc = begin(&m, handles[3], 99, 1, 0);
     assert_int_equal(rc, 1);
@@ -127,7 +127,7 @@ static void test_too_much(void **state)
     pass(2 * SECOND);
     assert_int_equal(begin(&m, b, 9, 4 * SESSION, 10 * SECOND), 0);
     assert_int_equal(status_of(&m), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->last_move, 0);
+    assert_int_equal(kit.core->last_ticket_id, 0);
 }
 
 // Nobody goes for a request that would not fit even then.
@@ -142,7 +142,7 @@ static void test_in_vain(void **state)
     pass(2 * SECOND);
     int rc = begin(&other, opened(&other, "x"), 9, 3 * SESSION, 0);
     assert_int_equal(finish(&other, rc), KVQ_E_NO_MEMORY);
-    assert_int_equal(kit.core->last_move, 0);
+    assert_int_equal(kit.core->last_ticket_id, 0);
     kvq__session_unref(kit_of(&m, handles[0]));
     kvq__session_unref(kit_of(&m, handles[1]));
 }
@@ -157,7 +157,7 @@ static void test_too_young(void **state)
     assert_int_equal(begin(&m, handles[0], 9, 1, 0), 1);
     pass(500 * MS);
     assert_int_equal(again(&m), 1);
-    assert_int_equal(kit.core->last_move, 0);
+    assert_int_equal(kit.core->last_ticket_id, 0);
     pass(501 * MS);
     assert_int_equal(finish(&m, again(&m)), 0);
     assert_int_equal(evicted(), 1);
@@ -262,7 +262,7 @@ static void test_each_other(void **state)
     assert_int_equal(begin(&other, b, 99, SESSION, 60 * SECOND), 1);
     pass(1100 * MS);
     assert_int_equal(again(&other), 1); // may not have a, which came first
-    assert_int_equal(kit.core->last_move, 0);
+    assert_int_equal(kit.core->last_ticket_id, 0);
     assert_int_equal(finish(&m, again(&m)), 0); // may have b
     assert_int_equal(again(&other), 1);
     assert_false(is_home(&other, b));

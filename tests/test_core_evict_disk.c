@@ -161,12 +161,12 @@ static void test_above(void **state)
         fed(&m, "");
     kvq__core_tick(kit.core);
     kvq__core_counts(kit.core, &stats);
-    assert_int_equal(kit.core->n_parks, 0); // too young
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 0); // too young
     pass(2 * SECOND);
     kvq__core_tick(kit.core);
-    assert_int_equal(kit.core->n_parks, 1);
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1);
     kvq__core_tick(kit.core);
-    assert_int_equal(kit.core->n_parks, 1); // one at a time
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1); // one at a time
     poll();
     kvq__core_tick(kit.core);
     poll();
@@ -326,14 +326,14 @@ static uint64_t begin_move(void)
     return a;
 }
 
-static const struct kvq__move *move_until(enum kvq__move_phase phase)
+static const struct kvq__move *move_until(enum kvq__phase phase)
 {
-    const struct kvq__move *move = TAILQ_FIRST(&kit.core->moves);
-    for (uint32_t i = 0; move->phase < phase; i++) {
+    const struct kvq__move *move = kvq__move_after(kit.core, NULL);
+    for (uint32_t i = 0; move->ticket.phase < phase; i++) {
         assert_true(i < 1000000);
         poll();
     }
-    assert_int_equal(move->phase, phase);
+    assert_int_equal(move->ticket.phase, phase);
     return move;
 }
 
@@ -344,7 +344,7 @@ static void test_beside_a_move(void **state)
     uint64_t x = opened(&other, ""); // on the host: 32 blocks
     assert_int_equal(step(&other, x, 1), 0);
     uint64_t a = begin_move();
-    assert_int_equal(move_until(KVQ__MOVE_COPYING)->reserved_bytes, SESSION_BYTES); // 8 of them
+    assert_int_equal(move_until(KVQ__COPYING)->reserved_bytes, SESSION_BYTES); // 8 of them
     home = 0;
     int rc = begin(&other, x, 9, 12 * PAGE, 0); // 24, where 22 are left
     assert_int_equal(rc, 1);
@@ -362,7 +362,7 @@ static void test_behind_a_move(void **state)
     uint64_t x = opened(&other, ""); // on the GPU: 32 blocks
     assert_int_equal(step(&other, x, 1), 0);
     begin_move();
-    move_until(KVQ__MOVE_RELEASING);
+    move_until(KVQ__RELEASING);
     int rc = begin(&other, x, 9, 12 * PAGE, 0);
     assert_int_equal(rc, 1);
     assert_int_equal(finish(&other, rc), 0);

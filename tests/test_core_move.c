@@ -644,7 +644,7 @@ static void test_others(void **state)
     assert_int_equal(kvq__move_info(kit.core, &stranger, move.id, &move, text), KVQ_E_NO_SESSION);
     kvq__core_clock(kit.core, kit.now += 61000000000u);
     kvq__core_tick(kit.core);
-    assert_int_equal(kit.core->n_moves, 0); // it has been told for long enough
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_MOVE], 0); // it has been told for long enough
 }
 
 // ---- Parked sessions ----

@@ -135,8 +135,8 @@ static void test_wanted_while_it_goes(void **state)
     kit_pack(&kit);
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
     struct kvq__park *ticket = kit_of(&m, a)->park;
-    kvq__park_leave(kit_of(&m, a));         // what a poll does, but for the rest of it
-    ticket->phase = KVQ__PARKING_RELEASING; // no writing, no leaving
+    kvq__park_leave(kit_of(&m, a));        // what a poll does, but for the rest of it
+    ticket->ticket.phase = KVQ__RELEASING; // no writing, no leaving
     kvq__session_saved(kit_of(&m, a), kit_of(&m, a)->commits);
     kit_of(&m, a)->stored = true;
     kvq__fetch_ask(kit_of(&m, a));

@@ -160,8 +160,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->namespaces);
     TAILQ_INIT(&core->flights);
     TAILQ_INIT(&core->pack_queue);
-    TAILQ_INIT(&core->moves);
-    TAILQ_INIT(&core->parks);
+    TAILQ_INIT(&core->tickets);
     TAILQ_INIT(&core->forgets);
     TAILQ_INIT(&core->prompts);
     TAILQ_INIT(&core->fetches);
@@ -257,8 +256,8 @@ void kvq__core_tick(struct kvq__core *core)
     kvq__quotas_tick(core);
     for (uint32_t i = 1; i < core->n_pools; i++)
         look_at_gpu(core, core->pools[i].gpu);
-    kvq__moves_tick(core);
-    kvq__parks_tick(core);
+    kvq__tickets_tick(core);
+    kvq__forgets_tick(core);
     kvq__evict_tick(core);
     kvq__pools_trim(core, EMPTY_EXTENT_NS);
 }

@@ -104,7 +104,6 @@ static_assert(KVQ__PACKER_PAGES * KVQ_BLOCK_TOKENS >= KVQ_MAX_LEARN, "a prompt i
 TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
-TAILQ_HEAD(kvq__move_list, kvq__move);
 TAILQ_HEAD(kvq__waiters, kvq__queue);
 struct kvq__staging;
 struct kvq__park;
@@ -200,17 +199,16 @@ struct kvq__core {
     uint32_t n_prepared;                                  // sessions that wait for their groups
     uint32_t n_committing;                                // sessions with a STEP under way on a GPU
     uint32_t n_moving;                                    // sessions that have a move
-    uint32_t n_moves;                                     // those included that are over
-    uint64_t last_move;
-    struct kvq__move_list moves;
+    TAILQ_HEAD(, kvq__ticket) tickets;                    // the oldest first
+    uint32_t n_tickets[3];                                // of each kind, those over included
+    uint64_t last_ticket_id;
     struct kvq__mover *mover; // made at the first move
     uint32_t n_demoted;       // sessions that have a home elsewhere
     uint32_t n_loading;       // sessions with layers that are yet to be read
-    TAILQ_HEAD(, kvq__park) parks;
     TAILQ_HEAD(, kvq__forget) forgets;
     struct kvq__session_list fetches; // sessions that are wanted back
     struct kvq__session_list prompts; // whose prompts may hold memory (exact.c)
-    uint32_t n_offloaded, n_parks, n_forgets;
+    uint32_t n_offloaded, n_forgets;
     uint64_t last_stamp;
     bool closing;
     LIST_HEAD(, kvq__save) saves;

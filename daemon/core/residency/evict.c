@@ -218,8 +218,8 @@ static void consider_coming(const struct kvq__core *core, struct choice *c)
         if (!r->entered && !r->fetches && r->session != asked->own &&
             kvq__shortage_counts(asked->shortage, r->session))
             bytes += r->reserved;
-    TAILQ_FOREACH (move, &core->moves, link)
-        if ((move->phase == KVQ__MOVE_RESERVING || move->phase == KVQ__MOVE_COPYING) &&
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
+        if ((move->ticket.phase == KVQ__RESERVING || move->ticket.phase == KVQ__COPYING) &&
             asked->shortage->code == KVQ_E_NO_MEMORY && move->to == asked->shortage->pool)
             bytes += move->reserved_bytes;
     if (bytes == 0)
@@ -406,7 +406,7 @@ static uint64_t free_of(const struct kvq__shortage *s)
 // Blocks that a move which has ended has yet to give back.
 static bool gives_back(const struct kvq__move *move, const struct kvq__pool *pool)
 {
-    bool ends = move->phase == KVQ__MOVE_DRAINING || move->phase == KVQ__MOVE_RELEASING;
+    bool ends = move->ticket.phase == KVQ__DRAINING || move->ticket.phase == KVQ__RELEASING;
     for (uint32_t i = move->at; ends && i < move->n; i++)
         for (uint64_t ref = i == move->at ? move->ref : 0; ref < kvq__moved_refs(&move->moved[i]);
              ref++) {
@@ -426,7 +426,7 @@ static bool is_deferred(const struct kvq__core *core, const struct kvq__pool *po
     TAILQ_FOREACH (b, &core->deferred, deferred_link)
         if (b->extent->owner->pool == pool)
             return true;
-    TAILQ_FOREACH (move, &core->moves, link)
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
         if (gives_back(move, pool))
             return true;
     return false;
@@ -490,15 +490,6 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
 
 // ---- What has become of it ----
 
-static const struct kvq__move *move_of(const struct kvq__core *core, uint64_t id)
-{
-    const struct kvq__move *move;
-    TAILQ_FOREACH (move, &core->moves, link)
-        if (move->id == id)
-            return move;
-    return NULL;
-}
-
 static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, uint64_t bytes)
 {
     struct kvq__session *s = kvq__session_by_id(core, e->session);
@@ -519,20 +510,10 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
 static bool look_at_end(struct kvq__core *core, const struct kvq__evicting *e, int *status,
                         uint64_t *bytes)
 {
-    static const struct kvq__peer self = {.admin = true};
-    const struct kvq__move *move = e->demotes ? move_of(core, e->ticket) : NULL;
-    struct kvq__move_info info;
-    *status = KVQ_E_CANCELLED;
-    *bytes = 0;
-    if (move) {
-        *status = move->status;
-        *bytes = move->moved_bytes;
-        return move->phase == KVQ__MOVE_OVER;
-    }
-    if (e->demotes || !kvq__park_info(core, &self, e->ticket, &info))
-        return true;
-    *status = info.status;
-    return info.finished;
+    const struct kvq__ticket *t = kvq__ticket_find(core, e->ticket);
+    *status = t ? t->status : KVQ_E_CANCELLED;
+    *bytes = t && e->demotes ? t->moved_bytes : 0;
+    return !t || t->phase == KVQ__OVER;
 }
 
 bool kvq__evict_poll(struct kvq__core *core)

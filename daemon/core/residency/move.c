@@ -13,32 +13,34 @@
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/lane.h"
 
-enum {
-    RELEASE_AT_ONCE = 512, // blocks between two looks at the rings
-    MOST = 64,             // moves that are remembered
-};
-#define KEEP_NS         60000000000ull // so long at least
+enum { RELEASE_AT_ONCE = 512 }; // blocks between two looks at the rings
+
 #define DEFAULT_WAIT_NS 10000000000ull
 #define NS_PER_MS       1000000ull
 
-// The way of a move; see move.h.
-static void move_enter(struct kvq__move *move, enum kvq__move_phase to)
+struct kvq__move *kvq__move_after(const struct kvq__core *core, const struct kvq__move *move)
 {
-    static const uint8_t ways[] = {
-        [KVQ__MOVE_QUEUED] = 1 << KVQ__MOVE_WAITING | 1 << KVQ__MOVE_OVER,
-        [KVQ__MOVE_WAITING] = 1 << KVQ__MOVE_RESERVING | 1 << KVQ__MOVE_OVER,
-        [KVQ__MOVE_RESERVING] = 1 << KVQ__MOVE_COPYING | 1 << KVQ__MOVE_DRAINING,
-        [KVQ__MOVE_COPYING] = 1 << KVQ__MOVE_RELEASING | 1 << KVQ__MOVE_DRAINING,
-        [KVQ__MOVE_DRAINING] = 1 << KVQ__MOVE_RELEASING,
-        [KVQ__MOVE_RELEASING] = 1 << KVQ__MOVE_OVER,
-        [KVQ__MOVE_OVER] = 0,
-    };
-    assert(ways[move->phase] & 1u << to);
-    if (to == KVQ__MOVE_COPYING || to == KVQ__MOVE_RELEASING) { // from the first block on
-        move->at = 0;
-        move->ref = 0;
-    }
-    move->phase = to;
+    struct kvq__ticket *t = move ? TAILQ_NEXT(&move->ticket, link) : TAILQ_FIRST(&core->tickets);
+    while (t && t->kind != KVQ__TICKET_MOVE)
+        t = TAILQ_NEXT(t, link);
+    return (struct kvq__move *)t; // its first member
+}
+
+// Goes on from the first block.
+static void move_enter(struct kvq__move *move, enum kvq__phase to)
+{
+    kvq__ticket_enter(&move->ticket, to);
+    move->at = 0;
+    move->ref = 0;
+}
+
+// Its parts have gone back.
+static void move_over(struct kvq__move *move)
+{
+    kvq__deallocate(move->ticket.core, move->moved, move->room * sizeof *move->moved);
+    move->moved = NULL;
+    move->n = move->room = 0;
+    kvq__ticket_enter(&move->ticket, KVQ__OVER);
 }
 
 int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *to, char *text)
@@ -125,7 +127,7 @@ static int take_sheets(struct kvq__namespace *ns, struct kvq__moved *m)
 
 static int take_moved_part(struct kvq__move *move, struct kvq__moved *m)
 {
-    struct kvq__core *core = move->core;
+    struct kvq__core *core = move->ticket.core;
     const struct kvq__session *s = m->session;
     uint32_t n = 0;
     m->n_layers = s->n_layers;
@@ -136,7 +138,7 @@ static int take_moved_part(struct kvq__move *move, struct kvq__moved *m)
     m->books = kvq__allocate(core, m->n_layers * sizeof *m->books);
     if (!m->owned || !m->extras || !m->books)
         return KVQ_E_NO_MEMORY;
-    int rc = take_sheets(move->ns, m);
+    int rc = take_sheets(move->ticket.ns, m);
     if (rc < 0)
         return rc;
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -151,12 +153,17 @@ static int take_moved_part(struct kvq__move *move, struct kvq__moved *m)
 static void finish_move(struct kvq__move *move, int status)
 {
     char text[KVQ_TEXT_BYTES / 2];
-    move->finished = true;
-    move->finished_at = move->core->now;
-    move->status = status;
+    kvq__ticket_finish(&move->ticket, status);
     snprintf(text, sizeof text, status ? "not to %s: %.200s" : "to %s", kvq__pool_name(move->to),
-             move->text);
-    kvq__event(move->core, KVQ__EVENT_SESSION_MOVED, move->ns->name, move->name, 0, text);
+             move->ticket.text);
+    kvq__event(move->ticket.core, KVQ__EVENT_SESSION_MOVED, move->ticket.ns->name,
+               move->ticket.name, 0, text);
+}
+
+// It holds its sessions, and takes or has taken blocks for them.
+static bool move_has_begun(const struct kvq__move *move)
+{
+    return move->ticket.phase != KVQ__QUEUED && move->ticket.phase != KVQ__WAITING;
 }
 
 // The session's requests go on, wherever it is by now.
@@ -166,7 +173,7 @@ static void let_go_of_moved(struct kvq__move *move, struct kvq__moved *m)
     m->session = NULL;
     s->move = NULL;
     s->core->n_moving--;
-    if (move->phase > KVQ__MOVE_WAITING)
+    if (move_has_begun(move))
         kvq__session_unref(s);
 }
 
@@ -197,7 +204,10 @@ static void fail_move(struct kvq__move *move, int status)
     for (uint32_t i = 0; i < move->n; i++)
         abandon(move, &move->moved[i]);
     finish_move(move, status);
-    move_enter(move, move->phase > KVQ__MOVE_WAITING ? KVQ__MOVE_DRAINING : KVQ__MOVE_OVER);
+    if (move_has_begun(move))
+        move_enter(move, KVQ__DRAINING);
+    else
+        move_over(move);
 }
 
 void kvq__move_lost(struct kvq__session *s)
@@ -205,7 +215,7 @@ void kvq__move_lost(struct kvq__session *s)
     struct kvq__move *move = s->move;
     if (!move)
         return;
-    kvq__fail(move->text, KVQ_E_CANCELLED, "session \"%s\" was dropped before it was moved",
+    kvq__fail(move->ticket.text, KVQ_E_CANCELLED, "session \"%s\" was dropped before it was moved",
               s->name);
     fail_move(move, KVQ_E_CANCELLED);
 }
@@ -221,23 +231,24 @@ static bool moved_are_idle(const struct kvq__move *move)
 
 static void begin_move(struct kvq__move *move)
 {
-    int rc = kvq__mover_open(move->core);
-    move_enter(move, KVQ__MOVE_RESERVING);
+    int rc = kvq__mover_open(move->ticket.core);
+    move_enter(move, KVQ__RESERVING);
     for (uint32_t i = 0; i < move->n; i++) {
         kvq__session_ref(move->moved[i].session);
         kvq__pack_unqueue(move->moved[i].session);
     }
-    kvq__flight_begin(move->core, &move->flight);
-    move->bytes = kvq__move_need(move);
-    rc = rc ? rc : kvq__move_check_room(move, move->text);
+    kvq__flight_begin(move->ticket.core, &move->flight);
+    move->ticket.bytes = kvq__move_need(move);
+    rc = rc ? rc : kvq__move_check_room(move, move->ticket.text);
     for (uint32_t i = 0; rc == 0 && i < move->n; i++)
         rc = take_moved_part(move, &move->moved[i]);
     if (rc == 0)
         return;
-    if (rc == KVQ_E_QUOTA && !move->text[0])
-        kvq__ns_refused(move->ns, rc, "another page table", move->text);
-    if (!move->text[0])
-        kvq__fail(move->text, rc, "no memory on %s for a session, a client's stream or what copies",
+    if (rc == KVQ_E_QUOTA && !move->ticket.text[0])
+        kvq__ns_refused(move->ticket.ns, rc, "another page table", move->ticket.text);
+    if (!move->ticket.text[0])
+        kvq__fail(move->ticket.text, rc,
+                  "no memory on %s for a session, a client's stream or what copies",
                   kvq__pool_name(move->to));
     fail_move(move, rc);
 }
@@ -248,12 +259,12 @@ static bool wait_for_moved(struct kvq__move *move)
         begin_move(move);
         return true;
     }
-    if (move->core->now < move->deadline)
+    if (move->ticket.core->now < move->deadline)
         return false;
-    kvq__fail(move->text, KVQ_E_BUSY,
+    kvq__fail(move->ticket.text, KVQ_E_BUSY,
               "session \"%s\" was in a step, or in use by requests, for %llu ms without a break; "
               "end the step, or wait for longer",
-              move->name, (unsigned long long)(move->wait_ns / NS_PER_MS));
+              move->ticket.name, (unsigned long long)(move->wait_ns / NS_PER_MS));
     fail_move(move, KVQ_E_BUSY);
     return true;
 }
@@ -265,7 +276,7 @@ static bool reserve_place(struct kvq__move *move)
     if (rc < 0) {
         fail_move(move, rc);
     } else if (rc == 0) {
-        move_enter(move, KVQ__MOVE_COPYING);
+        move_enter(move, KVQ__COPYING);
     }
     return rc != 2;
 }
@@ -329,18 +340,19 @@ static void copy(struct kvq__move *move, bool *any)
 {
     int rc = kvq__mover_copy(move, any);
     if (rc < 0) {
-        kvq__fail(move->text, rc, "a GPU failed while session \"%s\" was copied", move->name);
+        kvq__fail(move->ticket.text, rc, "a GPU failed while session \"%s\" was copied",
+                  move->ticket.name);
         fail_move(move, rc);
         return;
     }
     if (rc == 0)
         return;
     *any = true;
-    kvq__flight_end(move->core, &move->flight);
+    kvq__flight_end(move->ticket.core, &move->flight);
     for (uint32_t i = 0; i < move->n; i++)
         arrive(move, &move->moved[i]);
     finish_move(move, 0);
-    move_enter(move, KVQ__MOVE_RELEASING);
+    move_enter(move, KVQ__RELEASING);
 }
 
 // ---- Afterwards ----
@@ -348,55 +360,45 @@ static void copy(struct kvq__move *move, bool *any)
 static void release_moved(struct kvq__move *move)
 {
     // The session was quiet as the move began, and the copies of a move that failed have ended.
-    kvq__drops_begin(move->core, NULL, 0);
+    kvq__drops_begin(move->ticket.core, NULL, 0);
     for (uint32_t i = 0; i < RELEASE_AT_ONCE && kvq__move_next(move); i++, move->ref++) {
         const struct kvq__moved *m = &move->moved[move->at];
         if (!kvq__moved_is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
-            kvq__block_drop(move->core, kvq__moved_there(m, move->ref));
+            kvq__block_drop(move->ticket.core, kvq__moved_there(m, move->ref));
     }
     bool more = kvq__move_next(move);
     for (uint32_t i = 0; !more && i < move->n; i++)
-        free_part(move->ns, &move->moved[i]);
-    kvq__drops_end(move->core);
+        free_part(move->ticket.ns, &move->moved[i]);
+    kvq__drops_end(move->ticket.core);
     if (!more)
-        move_enter(move, KVQ__MOVE_OVER);
+        move_over(move);
 }
 
 static void drain_moved(struct kvq__move *move)
 {
-    if (!kvq__mover_drained(move->core))
+    if (!kvq__mover_drained(move->ticket.core))
         return;
-    kvq__flight_end(move->core, &move->flight);
-    move_enter(move, KVQ__MOVE_RELEASING);
-}
-
-static void move_free(struct kvq__move *move)
-{
-    struct kvq__core *core = move->core;
-    assert(move->phase == KVQ__MOVE_OVER);
-    TAILQ_REMOVE(&core->moves, move, link);
-    core->n_moves--;
-    kvq__deallocate(core, move->moved, move->room * sizeof *move->moved);
-    kvq__deallocate(core, move, sizeof *move);
+    kvq__flight_end(move->ticket.core, &move->flight);
+    move_enter(move, KVQ__RELEASING);
 }
 
 // True if there was something to do.
 static bool move_goes_on(struct kvq__move *move)
 {
-    enum kvq__move_phase phase = move->phase;
+    enum kvq__phase phase = move->ticket.phase;
     bool any = false;
     switch (phase) {
-    case KVQ__MOVE_WAITING:
+    case KVQ__WAITING:
         return wait_for_moved(move);
-    case KVQ__MOVE_RESERVING:
+    case KVQ__RESERVING:
         return reserve_place(move);
-    case KVQ__MOVE_COPYING:
+    case KVQ__COPYING:
         copy(move, &any);
         return any;
-    case KVQ__MOVE_DRAINING:
+    case KVQ__DRAINING:
         drain_moved(move);
-        return move->phase != phase;
-    case KVQ__MOVE_RELEASING:
+        return move->ticket.phase != phase;
+    case KVQ__RELEASING:
         release_moved(move);
         return true;
     default:
@@ -406,52 +408,41 @@ static bool move_goes_on(struct kvq__move *move)
 
 static bool is_active(const struct kvq__move *move)
 {
-    return move->phase >= KVQ__MOVE_WAITING && move->phase <= KVQ__MOVE_DRAINING;
+    return move->ticket.phase != KVQ__QUEUED && move->ticket.phase != KVQ__RELEASING &&
+           move->ticket.phase != KVQ__OVER;
 }
 
 // One move at a time waits and copies, the one that has been there for longest.
 static bool start_next_move(struct kvq__core *core)
 {
     struct kvq__move *move, *next = NULL;
-    TAILQ_FOREACH (move, &core->moves, link) {
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move)) {
         if (is_active(move))
             return false;
-        if (move->phase == KVQ__MOVE_QUEUED && !next)
+        if (move->ticket.phase == KVQ__QUEUED && !next)
             next = move;
     }
     if (!next)
         return false;
-    move_enter(next, KVQ__MOVE_WAITING);
+    move_enter(next, KVQ__WAITING);
     next->deadline = core->now + next->wait_ns;
     return true;
 }
 
 bool kvq__moves_poll(struct kvq__core *core)
 {
-    struct kvq__move *move, *after;
-    bool any = core->n_moves > 0 && start_next_move(core);
-    for (move = TAILQ_FIRST(&core->moves); move; move = after) {
-        after = TAILQ_NEXT(move, link);
+    struct kvq__move *move;
+    bool any = core->n_tickets[KVQ__TICKET_MOVE] > 0 && start_next_move(core);
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
         any |= move_goes_on(move);
-    }
     return any;
-}
-
-void kvq__moves_tick(struct kvq__core *core)
-{
-    struct kvq__move *move, *after;
-    for (move = TAILQ_FIRST(&core->moves); move; move = after) {
-        after = TAILQ_NEXT(move, link);
-        if (move->phase == KVQ__MOVE_OVER && core->now - move->finished_at >= KEEP_NS)
-            move_free(move);
-    }
 }
 
 bool kvq__core_moves(const struct kvq__core *core)
 {
     const struct kvq__move *move;
-    TAILQ_FOREACH (move, &core->moves, link)
-        if (move->phase != KVQ__MOVE_OVER)
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
+        if (move->ticket.phase != KVQ__OVER)
             return true;
     return kvq__parks_busy(core);
 }
@@ -459,15 +450,15 @@ bool kvq__core_moves(const struct kvq__core *core)
 void kvq__moves_close(struct kvq__core *core)
 {
     struct kvq__move *move;
-    while ((move = TAILQ_FIRST(&core->moves))) {
-        if (!move->finished)
+    while ((move = kvq__move_after(core, NULL))) {
+        if (!move->ticket.finished)
             fail_move(move, KVQ_E_CANCELLED);
         kvq__mover_sync(core);
-        if (move->phase == KVQ__MOVE_DRAINING)
+        if (move->ticket.phase == KVQ__DRAINING)
             drain_moved(move);
-        while (move->phase == KVQ__MOVE_RELEASING)
+        while (move->ticket.phase == KVQ__RELEASING)
             release_moved(move);
-        move_free(move);
+        kvq__ticket_free(&move->ticket);
     }
     kvq__mover_close(core);
 }
@@ -481,19 +472,20 @@ bool kvq__move_asks(const struct kvq__session *s)
 {
     if (!s->move)
         return false;
-    if (s->move->phase > KVQ__MOVE_WAITING)
+    if (s->move->ticket.phase > KVQ__WAITING)
         return true;
     bool in_step = false; // which has to come to its end first
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         in_step |= m && kvq__in_step(m);
     }
-    return s->move->phase == KVQ__MOVE_WAITING && !in_step;
+    return s->move->ticket.phase == KVQ__WAITING && !in_step;
 }
 
 // ---- Asking for one ----
 
-static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s, uint32_t n)
+static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s,
+                                  struct kvq__pool *to, uint32_t n)
 {
     struct kvq__move *move = kvq__allocate(core, sizeof *move);
     struct kvq__moved *moved = kvq__allocate(core, n * sizeof *moved);
@@ -502,14 +494,15 @@ static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s
         kvq__deallocate(core, moved, n * sizeof *moved);
         return NULL;
     }
-    move->core = core;
-    move->ns = s->ns;
+    move->ticket.core = core;
+    move->ticket.ns = s->ns;
+    move->ticket.kind = KVQ__TICKET_MOVE;
+    move->ticket.size = sizeof *move;
+    move->ticket.place = kvq__pool_name(to);
+    move->to = to;
     move->moved = moved;
     move->room = n;
-    if (s->name[0])
-        snprintf(move->name, sizeof move->name, "%s", s->name);
-    else
-        snprintf(move->name, sizeof move->name, "#%llu", (unsigned long long)s->id);
+    kvq__stored_name(s, move->ticket.name);
     return move;
 }
 
@@ -546,7 +539,7 @@ static int add_sessions(struct kvq__move *move, struct kvq__session *s,
     int rc = 0;
     if (spec->one_shard && !kvq__group_member(s, spec->shard))
         return kvq__fail(text, KVQ_E_NO_SESSION, "session \"%s\" has no shard %u; it has %u",
-                         move->name, spec->shard, s->shards);
+                         move->ticket.name, spec->shard, s->shards);
     for (uint32_t i = 0; rc == 0 && i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
         if (m && (!spec->one_shard || i == spec->shard))
@@ -557,50 +550,19 @@ static int add_sessions(struct kvq__move *move, struct kvq__session *s,
 
 static void publish_moved(struct kvq__move *move)
 {
-    struct kvq__core *core = move->core;
-    move->id = ++core->last_move;
-    move->bytes = kvq__move_need(move);
-    TAILQ_INSERT_TAIL(&core->moves, move, link);
-    core->n_moves++;
+    struct kvq__core *core = move->ticket.core;
+    move->ticket.bytes = kvq__move_need(move);
+    kvq__ticket_begin(&move->ticket);
     for (uint32_t i = 0; i < move->n; i++) {
-        move->moved[i].session->move = move;
+        struct kvq__session *s = move->moved[i].session;
+        assert(!s->move && !s->park);
+        s->move = move;
         core->n_moving++;
     }
     if (move->n == 0) { // all of it is there
         finish_move(move, 0);
-        move_enter(move, KVQ__MOVE_OVER);
+        move_over(move);
     }
-}
-
-// Forgets the oldest that is over.
-static void forget_one(struct kvq__core *core)
-{
-    struct kvq__move *move;
-    TAILQ_FOREACH (move, &core->moves, link)
-        if (move->phase == KVQ__MOVE_OVER) {
-            move_free(move);
-            return;
-        }
-}
-
-static void fill_move_info(const struct kvq__move *move, struct kvq__move_info *info)
-{
-    static const char *const phases[] = {
-        [KVQ__MOVE_QUEUED] = "queued",       [KVQ__MOVE_WAITING] = "waiting",
-        [KVQ__MOVE_RESERVING] = "reserving", [KVQ__MOVE_COPYING] = "copying",
-        [KVQ__MOVE_DRAINING] = "failed",     [KVQ__MOVE_RELEASING] = "done",
-        [KVQ__MOVE_OVER] = "done",
-    };
-    *info = (struct kvq__move_info){.id = move->id,
-                                    .phase = move->status ? "failed" : phases[move->phase],
-                                    .place = kvq__pool_name(move->to),
-                                    .name = move->name,
-                                    .text = move->text,
-                                    .finished = move->finished,
-                                    .status = move->status,
-                                    .bytes = move->bytes,
-                                    .moved_bytes = move->moved_bytes,
-                                    .shared_bytes = move->shared_bytes};
 }
 
 int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
@@ -612,42 +574,23 @@ int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
     struct kvq__pool *to = kvq__place_find(core, spec->place, text);
     if (!to)
         return KVQ_E_INVALID;
-    if (core->n_moves >= MOST)
-        forget_one(core);
-    if (core->n_moves >= MOST)
-        return kvq__fail(text, KVQ_E_LIMIT, "%u moves are under way; wait until some have ended",
-                         core->n_moves);
-    struct kvq__move *move = move_new(core, s, s->shards);
+    int rc = kvq__ticket_room(core, KVQ__TICKET_MOVE, text);
+    if (rc < 0)
+        return rc;
+    struct kvq__move *move = move_new(core, s, to, s->shards);
     if (!move)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a move");
-    move->to = to;
     move->demotes = spec->demotes;
     move->wait_ns = spec->wait_ms ? spec->wait_ms * NS_PER_MS : DEFAULT_WAIT_NS;
-    int rc = add_sessions(move, s, spec, text);
+    rc = add_sessions(move, s, spec, text);
     if (rc < 0) {
         kvq__deallocate(core, move->moved, s->shards * sizeof *move->moved);
         kvq__deallocate(core, move, sizeof *move);
         return rc;
     }
     publish_moved(move);
-    fill_move_info(move, info);
+    kvq__ticket_fill_info(&move->ticket, info);
     return 0;
-}
-
-int kvq__move_info(struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
-                   struct kvq__move_info *info, char *text)
-{
-    const struct kvq__move *move;
-    TAILQ_FOREACH (move, &core->moves, link)
-        if (move->id == id && kvq__namespace_allows(move->ns, peer)) {
-            fill_move_info(move, info);
-            return 0;
-        }
-    if (kvq__park_info(core, peer, id, info))
-        return 0;
-    return kvq__fail(text, KVQ_E_NO_SESSION,
-                     "no move %llu that user %u may see; what became of one is told for a minute",
-                     (unsigned long long)id, peer->uid);
 }
 
 // ---- What clients and administration ask for ----

@@ -18,19 +18,7 @@
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_MOVE_H
 #define KVQ_DAEMON_CORE_RESIDENCY_MOVE_H
 
-#include "daemon/core/state.h"
-
-// QUEUED: another one copies. WAITING: for steps and requests to end. DRAINING: it has failed, and
-// copies are under way. RELEASING: blocks are given back.
-enum kvq__move_phase {
-    KVQ__MOVE_QUEUED,
-    KVQ__MOVE_WAITING,
-    KVQ__MOVE_RESERVING,
-    KVQ__MOVE_COPYING,
-    KVQ__MOVE_DRAINING,
-    KVQ__MOVE_RELEASING,
-    KVQ__MOVE_OVER,
-};
+#include "daemon/core/residency/ticket.h"
 
 // One session's part. Its references are numbered: for each layer with pages of its own, a raw and
 // a packed block of each page, then the extras.
@@ -47,11 +35,7 @@ struct kvq__moved {
 };
 
 struct kvq__move {
-    TAILQ_ENTRY(kvq__move) link;
-    struct kvq__core *core;
-    struct kvq__namespace *ns;
-    uint64_t id;
-    enum kvq__move_phase phase;
+    struct kvq__ticket ticket; // first: it is freed with it
     struct kvq__pool *to;
     bool demotes;
     uint64_t wait_ns;  // how long it waits for steps and requests
@@ -62,12 +46,11 @@ struct kvq__move {
     uint64_t ref;
     size_t offset; // into the block, of what is copied next
     struct kvq__flight flight;
-    bool finished; // and is kept to be asked about
-    uint64_t finished_at;
-    int status;
-    uint64_t bytes, reserved_bytes, moved_bytes, shared_bytes;
-    char name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
+    uint64_t reserved_bytes;
 };
+
+// The first ticket's move behind this one's (NULL: of all); NULL = there is none.
+struct kvq__move *kvq__move_after(const struct kvq__core *core, const struct kvq__move *move);
 
 // How many there are: none before all memory was there to take part.
 static inline uint64_t kvq__moved_refs(const struct kvq__moved *m)
@@ -111,7 +94,6 @@ bool kvq__move_asks(const struct kvq__session *session);
 struct kvq__pool *kvq__move_place(const struct kvq__session *session);
 // Takes moves further; true if there was something to do.
 bool kvq__moves_poll(struct kvq__core *core);
-void kvq__moves_tick(struct kvq__core *core); // forgets those that ended long ago
 void kvq__moves_close(struct kvq__core *core);
 
 // ---- Copying (move_copy.c) ----

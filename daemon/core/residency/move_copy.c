@@ -156,7 +156,7 @@ static int fill_slot(struct pump *p, struct slot *slot)
     }
     p->any = true;
     if (slot->source)
-        return enqueue(p->move->core, slot->source, slot, true);
+        return enqueue(p->move->ticket.core, slot->source, slot, true);
     p->own--;
     memcpy(slot->memory, slot->from, slot->bytes);
     slot->state = FULL;
@@ -166,13 +166,13 @@ static int fill_slot(struct pump *p, struct slot *slot)
 static int empty(struct pump *p, struct slot *slot)
 {
     if (slot->target)
-        return enqueue(p->move->core, slot->target, slot, false);
+        return enqueue(p->move->ticket.core, slot->target, slot, false);
     if (p->own == 0)
         return 0;
     p->own--;
     p->any = true;
     memcpy(slot->to, slot->memory, slot->bytes);
-    p->move->moved_bytes += slot->bytes;
+    p->move->ticket.moved_bytes += slot->bytes;
     slot->state = EMPTY;
     return 0;
 }
@@ -180,10 +180,10 @@ static int empty(struct pump *p, struct slot *slot)
 // Takes a slot as far as it goes.
 static int pump_slot(struct pump *p, struct slot *slot)
 {
-    struct kvq__core *core = p->move->core;
+    struct kvq__core *core = p->move->ticket.core;
     int rc = 0;
     if (slot->state == EMPTYING && (rc = slot_has_ended(core, slot->target, slot)) == 1) {
-        p->move->moved_bytes += slot->bytes;
+        p->move->ticket.moved_bytes += slot->bytes;
         slot->state = EMPTY;
         p->any = true;
     }
@@ -200,7 +200,7 @@ static int pump_slot(struct pump *p, struct slot *slot)
 
 int kvq__mover_copy(struct kvq__move *move, bool *any)
 {
-    struct kvq__mover *mover = move->core->mover;
+    struct kvq__mover *mover = move->ticket.core->mover;
     struct pump p = {.move = move, .own = AT_ONCE};
     bool empty_all = true;
     int rc = 0;

@@ -77,21 +77,23 @@ static int refuse_move_room(const struct kvq__move *move, int rc, char *text)
     const struct kvq__pool *to = move->to;
     enum kvq__limit which = kvq__pool_limit(to);
     if (rc == KVQ_E_QUOTA)
-        kvq__quota_refuse(move->ns, which, kvq__move_need(move), text);
-    if (rc == KVQ_E_QUOTA && which == KVQ__DEVICE_BYTES && move->shared_bytes)
+        kvq__quota_refuse(move->ticket.ns, which, kvq__move_need(move), text);
+    if (rc == KVQ_E_QUOTA && which == KVQ__DEVICE_BYTES && move->ticket.shared_bytes)
         return kvq__fail(
             text, rc,
             "session \"%s\" shares blocks with forks or with a prefix that is kept, and "
             "these stay; with copies of them namespace \"%s\" would have more than "
             "its limit of %llu bytes in the memory of GPUs; drop the forks or raise the limit",
-            move->name, move->ns->name, (unsigned long long)move->ns->quota.limit[which]);
+            move->ticket.name, move->ticket.ns->name,
+            (unsigned long long)move->ticket.ns->quota.limit[which]);
     if (rc == KVQ_E_QUOTA)
         return rc;
     return kvq__fail(text, rc,
                      "no room on %s for session \"%s\": it takes %llu bytes, %llu of %llu are "
                      "free (in extents of %llu, each for one namespace); move "
                      "or drop others there, or give it more memory",
-                     kvq__pool_name(to), move->name, (unsigned long long)kvq__move_need(move),
+                     kvq__pool_name(to), move->ticket.name,
+                     (unsigned long long)kvq__move_need(move),
                      (unsigned long long)(to->budget - to->used_bytes + move->reserved_bytes),
                      (unsigned long long)to->budget, (unsigned long long)to->extent_bytes);
 }
@@ -108,7 +110,8 @@ static bool changes_tier(const struct kvq__move *move)
 // What is free depends on what is given up for it: reserving tells.
 int kvq__move_check_room(const struct kvq__move *move, char *text)
 {
-    uint64_t need = kvq__move_need(move), limit = move->ns->quota.limit[kvq__pool_limit(move->to)];
+    uint64_t need = kvq__move_need(move),
+             limit = move->ticket.ns->quota.limit[kvq__pool_limit(move->to)];
     if (need > move->to->budget)
         return refuse_move_room(move, KVQ_E_NO_MEMORY, text);
     return limit && need > limit && changes_tier(move) ? refuse_move_room(move, KVQ_E_QUOTA, text)
@@ -136,13 +139,14 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     bool shared = kvq__moved_is_shared(m, m->session->sheets, ref);
     bool stays = shared || here->block->refs > 1;
     struct kvq__ref *there = kvq__moved_there(m, ref);
-    int rc = shared ? kvq__block_new(move->core, move->ns, move->to, bytes, there)
-                    : kvq__block_replace(move->core, move->ns, move->to, bytes, here->block, there);
+    int rc = shared ? kvq__block_new(move->ticket.core, move->ticket.ns, move->to, bytes, there)
+                    : kvq__block_replace(move->ticket.core, move->ticket.ns, move->to, bytes,
+                                         here->block, there);
     if (rc == KVQ_E_BUSY)
         return rc;
-    if (rc < 0 && kvq__ended_helps(move->core, &move->core->shortage))
+    if (rc < 0 && kvq__ended_helps(move->ticket.core, &move->ticket.core->shortage))
         return 1; // what has ended gives its memory back first
-    move->shared_bytes += stays ? bytes : 0;
+    move->ticket.shared_bytes += stays ? bytes : 0;
     if (rc == 0) {
         there->block->saved = here->block->saved;
         move->reserved_bytes += bytes;
@@ -161,12 +165,13 @@ static void note_refused(const struct kvq__move *move, int rc)
             kvq__demoted_refused(s);
     }
     if (!home && !move->demotes)
-        kvq__namespace_full(move->core, move->ns, move->to, kvq__move_need(move), rc, NULL);
+        kvq__namespace_full(move->ticket.core, move->ticket.ns, move->to, kvq__move_need(move), rc,
+                            NULL);
 }
 
 int kvq__move_reserve(struct kvq__move *move)
 {
-    struct kvq__core *core = move->core;
+    struct kvq__core *core = move->ticket.core;
     int rc = 0;
     core->patient = true;
     for (uint32_t i = 0; rc == 0 && i < RESERVE_AT_ONCE && kvq__move_next(move); i++) {
@@ -175,11 +180,11 @@ int kvq__move_reserve(struct kvq__move *move)
     }
     core->patient = false;
     if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
-        kvq__pool_want(move->ns, move->to, kvq__move_need(move) - move->reserved_bytes);
+        kvq__pool_want(move->ticket.ns, move->to, kvq__move_need(move) - move->reserved_bytes);
         return 2;
     }
     if (rc < 0) {
-        refuse_move_room(move, rc, move->text);
+        refuse_move_room(move, rc, move->ticket.text);
         note_refused(move, rc);
         return rc;
     }

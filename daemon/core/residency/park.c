@@ -16,11 +16,8 @@
 #include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
 
-enum {
-    RELEASE_AT_ONCE = 512, // references between two looks at the rings
-    MOST = 64,             // tickets that are remembered
-};
-#define KEEP_NS   60000000000ull // so long at least
+enum { RELEASE_AT_ONCE = 512 }; // references between two looks at the rings
+
 #define LEAVE_NS  10000000000ull // how long what only packs it may take
 #define AGAIN_NS  50000000ull    // a request that waits for room has it fetched so often
 #define NS_PER_MS 1000000ull
@@ -83,7 +80,7 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is being %s already; wait until that "
                          "has ended",
-                         who, s->park->fetches ? "read back" : "parked");
+                         who, s->park->ticket.kind == KVQ__TICKET_FETCH ? "read back" : "parked");
     if (kvq__is_offloaded(s))
         return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
                          kvq__is_fetching(s) ? ", and about to come back" : "");
@@ -166,62 +163,41 @@ uint64_t kvq__park_frees(const struct kvq__session *s)
 
 // ---- Tickets ----
 
-void kvq__park_enter(struct kvq__park *t, enum kvq__park_phase to)
+struct kvq__park *kvq__park_after(const struct kvq__core *core, const struct kvq__park *park)
 {
-    enum { OVER = 1 << KVQ__PARKING_OVER };
-    static const uint8_t ways[] = {
-        [KVQ__PARKING_WANTED] = OVER | 1 << KVQ__PARKING_WRITING | 1 << KVQ__PARKING_FETCHING,
-        [KVQ__PARKING_WRITING] = OVER | 1 << KVQ__PARKING_LEAVING,
-        [KVQ__PARKING_LEAVING] = OVER | 1 << KVQ__PARKING_RELEASING,
-        [KVQ__PARKING_RELEASING] = OVER,
-        [KVQ__PARKING_FETCHING] = OVER,
-        [KVQ__PARKING_OVER] = 0,
-    };
-    assert(ways[t->phase] & 1u << to);
-    t->phase = to;
+    struct kvq__ticket *t = park ? TAILQ_NEXT(&park->ticket, link) : TAILQ_FIRST(&core->tickets);
+    while (t && t->kind == KVQ__TICKET_MOVE)
+        t = TAILQ_NEXT(t, link);
+    return (struct kvq__park *)t; // its first member
 }
 
-static void ticket_free(struct kvq__park *t)
-{
-    struct kvq__core *core = t->core;
-    TAILQ_REMOVE(&core->parks, t, link);
-    core->n_parks--;
-    kvq__deallocate(core, t, sizeof *t);
-}
-
-// Forgets the oldest that is over, if there are too many.
-static bool make_room(struct kvq__core *core)
-{
-    struct kvq__park *t;
-    if (core->n_parks < MOST)
-        return true;
-    TAILQ_FOREACH (t, &core->parks, link)
-        if (t->phase == KVQ__PARKING_OVER) {
-            ticket_free(t);
-            return true;
-        }
-    return false;
-}
-
-static int ticket_new(struct kvq__session *s, struct kvq__park **out, char *text)
+static int park_new(struct kvq__session *s, enum kvq__ticket_kind kind, struct kvq__park **out,
+                    char *text)
 {
     struct kvq__core *core = s->core;
-    if (!make_room(core))
-        return kvq__fail(text, KVQ_E_LIMIT,
-                         "%u sessions are on their way to disk or back; wait until some are there",
-                         core->n_parks);
+    int rc = kvq__ticket_room(core, kind, text);
+    *out = NULL;
+    if (rc < 0)
+        return rc;
     struct kvq__park *t = kvq__allocate(core, sizeof *t);
     if (!t)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a ticket");
-    t->core = core;
-    t->ns = s->ns;
-    t->id = ++core->last_move;
-    t->place = "disk";
-    shown_name(s, t->name);
-    TAILQ_INSERT_TAIL(&core->parks, t, link);
-    core->n_parks++;
+    t->ticket.core = core;
+    t->ticket.ns = s->ns;
+    t->ticket.kind = kind;
+    t->ticket.size = sizeof *t;
+    t->ticket.place = kind == KVQ__TICKET_PARK ? "disk" : kvq__pool_name(s->pool);
+    shown_name(s, t->ticket.name);
+    kvq__ticket_begin(&t->ticket);
     *out = t;
     return 0;
+}
+
+static void add_member(struct kvq__park *t, struct kvq__session *s)
+{
+    assert(!s->park && !s->move && t->n < KVQ_MAX_SHARDS);
+    s->park = t;
+    t->members[t->n++] = s;
 }
 
 static void let_go_of_parked(struct kvq__park *t)
@@ -242,62 +218,32 @@ static void tell_parked(struct kvq__park *t)
         [KVQ__PARK_IDLE] = "since nobody used it",
     };
     char text[KVQ_TEXT_BYTES / 2];
-    if (t->status)
-        snprintf(text, sizeof text, "not to disk: %.200s", t->text);
+    if (t->ticket.status)
+        snprintf(text, sizeof text, "not to disk: %.200s", t->ticket.text);
     else
         snprintf(text, sizeof text, "to disk, %s: %llu bytes are free", why[t->reason],
-                 (unsigned long long)t->freed_bytes);
-    kvq__event(t->core, KVQ__EVENT_SESSION_PARKED, t->ns->name, t->name, 0, text);
+                 (unsigned long long)t->ticket.moved_bytes);
+    kvq__event(t->ticket.core, KVQ__EVENT_SESSION_PARKED, t->ticket.ns->name, t->ticket.name, 0,
+               text);
 }
 
 static void finish_park(struct kvq__park *t, int status)
 {
     let_go_of_parked(t);
-    kvq__park_enter(t, KVQ__PARKING_OVER);
-    t->finished_at = t->core->now;
-    t->status = status;
-    if (!t->fetches)
+    kvq__ticket_finish(&t->ticket, status);
+    kvq__ticket_enter(&t->ticket, KVQ__OVER);
+    if (t->ticket.kind == KVQ__TICKET_PARK)
         tell_parked(t);
-    if (!TAILQ_EMPTY(&t->core->fetches)) // somebody may have asked for it meanwhile
-        kvq__park_want(t->core);
-}
-
-static void fill_park_info(const struct kvq__park *t, struct kvq__move_info *info)
-{
-    static const char *const phases[] = {
-        [KVQ__PARKING_WANTED] = "queued",    [KVQ__PARKING_WRITING] = "writing",
-        [KVQ__PARKING_LEAVING] = "leaving",  [KVQ__PARKING_RELEASING] = "releasing",
-        [KVQ__PARKING_FETCHING] = "reading", [KVQ__PARKING_OVER] = "done",
-    };
-    *info = (struct kvq__move_info){.id = t->id,
-                                    .phase = t->status ? "failed" : phases[t->phase],
-                                    .place = t->place,
-                                    .name = t->name,
-                                    .text = t->text,
-                                    .finished = t->phase == KVQ__PARKING_OVER,
-                                    .status = t->status,
-                                    .bytes = t->bytes,
-                                    .moved_bytes = t->freed_bytes};
-}
-
-bool kvq__park_info(const struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
-                    struct kvq__move_info *info)
-{
-    const struct kvq__park *t;
-    TAILQ_FOREACH (t, &core->parks, link)
-        if (t->id == id && kvq__namespace_allows(t->ns, peer)) {
-            fill_park_info(t, info);
-            return true;
-        }
-    return false;
+    if (!TAILQ_EMPTY(&t->ticket.core->fetches)) // somebody may have asked for it meanwhile
+        kvq__park_want(t->ticket.core);
 }
 
 // ---- Parking ----
 
 static void leave_park(struct kvq__park *t)
 {
-    kvq__park_enter(t, KVQ__PARKING_LEAVING);
-    t->deadline = t->core->now + LEAVE_NS;
+    kvq__ticket_enter(&t->ticket, KVQ__LEAVING);
+    t->deadline = t->ticket.core->now + LEAVE_NS;
 }
 
 int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
@@ -310,16 +256,15 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
         here |= m && (!kvq__is_offloaded(m) || m->park || kvq__is_fetching(m));
     }
     int rc = here ? check_start(s, reason == KVQ__PARK_ASKED, text) : 0;
-    rc = rc ? rc : ticket_new(s, &t, text);
+    rc = rc ? rc : park_new(s, KVQ__TICKET_PARK, &t, text);
     if (rc < 0)
         return rc;
     t->reason = reason;
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
         if (m && !kvq__is_offloaded(m)) {
-            m->park = t;
-            t->members[t->n++] = m;
-            t->bytes += frees_member(m);
+            add_member(t, m);
+            t->ticket.bytes += frees_member(m);
         }
     }
     if (t->n == 0)
@@ -327,20 +272,20 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
     else
         kvq__park_want(s->core);
     if (info)
-        fill_park_info(t, info);
+        kvq__ticket_fill_info(&t->ticket, info);
     return 0;
 }
 
 void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text)
 {
     struct kvq__park *t;
-    TAILQ_FOREACH (t, &core->parks, link)
-        if (t->id == ticket && t->phase == KVQ__PARKING_WRITING)
+    for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t))
+        if (t->ticket.id == ticket && t->ticket.phase == KVQ__WRITING)
             break;
     if (!t) // it was dropped meanwhile
         return;
     if (status < 0) {
-        snprintf(t->text, sizeof t->text, "%s", text);
+        snprintf(t->ticket.text, sizeof t->ticket.text, "%s", text);
         finish_park(t, status);
     } else {
         leave_park(t);
@@ -353,20 +298,20 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
 static int check_leaving(struct kvq__park *t)
 {
     bool quiet = true;
-    int rc = check_members(t->members[0], t, false, t->text);
+    int rc = check_members(t->members[0], t, false, t->ticket.text);
     if (rc < 0)
         return rc;
     if (kvq__park_unsaved(t))
-        return kvq__fail(t->text, KVQ_E_BUSY,
+        return kvq__fail(t->ticket.text, KVQ_E_BUSY,
                          "session \"%s\" was changed while it was written; it stays in memory",
-                         t->name);
+                         t->ticket.name);
     for (uint32_t i = 0; i < t->n; i++)
         quiet &= !kvq__session_uses(t->members[i], KVQ__USES_LEAVE) &&
                  kvq__session_saves(t->members[i]) == 0;
-    if (!quiet && t->core->now >= t->deadline)
-        return kvq__fail(t->text, KVQ_E_BUSY,
+    if (!quiet && t->ticket.core->now >= t->deadline)
+        return kvq__fail(t->ticket.text, KVQ_E_BUSY,
                          "session \"%s\" was saved or packed for %llu s without a break; try again",
-                         t->name, LEAVE_NS / 1000000000);
+                         t->ticket.name, LEAVE_NS / 1000000000);
     return quiet;
 }
 
@@ -399,10 +344,10 @@ static bool go_on_leaving(struct kvq__park *t)
     if (rc == 0)
         return false;
     for (uint32_t i = 0; i < t->n; i++) {
-        t->freed_bytes += frees_member(t->members[i]);
+        t->ticket.moved_bytes += frees_member(t->members[i]);
         kvq__park_leave(t->members[i]);
     }
-    kvq__park_enter(t, KVQ__PARKING_RELEASING);
+    kvq__ticket_enter(&t->ticket, KVQ__RELEASING);
     return true;
 }
 
@@ -421,7 +366,7 @@ void kvq__park_empty(struct kvq__session *s)
 
 static void count_parked(const struct kvq__park *t)
 {
-    struct kvq__counts *c = &t->core->counts;
+    struct kvq__counts *c = &t->ticket.core->counts;
     uint64_t *const parked[KVQ__PARK_REASONS] = {[KVQ__PARK_ROOM] = &c->parked_room,
                                                  [KVQ__PARK_QUOTA] = &c->parked_quota,
                                                  [KVQ__PARK_IDLE] = &c->parked_idle,
@@ -432,12 +377,12 @@ static void count_parked(const struct kvq__park *t)
                                                 [KVQ__PARK_ASKED] = &c->parked_asked_bytes};
     assert(t->reason < KVQ__PARK_REASONS && parked[t->reason] && freed[t->reason]);
     ++*parked[t->reason];
-    *freed[t->reason] += t->freed_bytes;
+    *freed[t->reason] += t->ticket.moved_bytes;
 }
 
 static void release_parked(struct kvq__park *t)
 {
-    struct kvq__core *core = t->core;
+    struct kvq__core *core = t->ticket.core;
     uint32_t done = 0;
     for (uint32_t i = 0; i < t->n; i++) {
         struct kvq__session *s = t->members[i];
@@ -459,10 +404,10 @@ bool kvq__parks_poll(struct kvq__core *core)
 {
     struct kvq__park *t;
     bool any = false;
-    TAILQ_FOREACH (t, &core->parks, link) {
-        if (t->phase == KVQ__PARKING_LEAVING)
+    for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t)) {
+        if (t->ticket.phase == KVQ__LEAVING)
             any |= go_on_leaving(t);
-        if (t->phase == KVQ__PARKING_RELEASING) {
+        if (t->ticket.phase == KVQ__RELEASING) {
             release_parked(t);
             any = true;
         }
@@ -473,8 +418,8 @@ bool kvq__parks_poll(struct kvq__core *core)
 bool kvq__parks_busy(const struct kvq__core *core)
 {
     const struct kvq__park *t;
-    TAILQ_FOREACH (t, &core->parks, link)
-        if (t->phase == KVQ__PARKING_LEAVING || t->phase == KVQ__PARKING_RELEASING)
+    for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t))
+        if (t->ticket.phase == KVQ__LEAVING || t->ticket.phase == KVQ__RELEASING)
             return true;
     return false;
 }
@@ -547,10 +492,11 @@ static void tell_fetched(struct kvq__session *s, int status, uint64_t bytes, con
 static void go_on_parking(struct kvq__park *t, int status, const char *text)
 {
     if (status < 0) {
-        snprintf(t->text, sizeof t->text, "%s", text[0] ? text : "it could not be read");
+        snprintf(t->ticket.text, sizeof t->ticket.text, "%s",
+                 text[0] ? text : "it could not be read");
         finish_park(t, status);
     } else {
-        kvq__park_want(t->core);
+        kvq__park_want(t->ticket.core);
     }
 }
 
@@ -560,7 +506,7 @@ static void count_down(struct kvq__session *s, int status, const char *text)
     struct kvq__park *t = s->park;
     if (!t)
         return;
-    if (!t->fetches) {
+    if (t->ticket.kind == KVQ__TICKET_PARK) {
         go_on_parking(t, status, text);
         return;
     }
@@ -569,12 +515,13 @@ static void count_down(struct kvq__session *s, int status, const char *text)
             t->members[i] = NULL;
     s->park = NULL;
     t->left--;
-    if (status < 0 && t->status == 0) {
-        t->status = status;
-        snprintf(t->text, sizeof t->text, "%s", text[0] ? text : "it could not be read");
+    if (status < 0 && t->failed == 0) {
+        t->failed = status;
+        snprintf(t->ticket.text, sizeof t->ticket.text, "%s",
+                 text[0] ? text : "it could not be read");
     }
     if (t->left == 0)
-        finish_park(t, t->status);
+        finish_park(t, t->failed);
 }
 
 void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const char *text)
@@ -601,19 +548,17 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
             return kvq__fail(text, KVQ_E_BUSY,
                              "session \"%s\" is being %s just now; wait until "
                              "that has ended",
-                             m->park->name, m->park->fetches ? "read back" : "parked");
+                             m->park->ticket.name,
+                             m->park->ticket.kind == KVQ__TICKET_FETCH ? "read back" : "parked");
     }
-    int rc = ticket_new(s, &t, text);
+    int rc = park_new(s, KVQ__TICKET_FETCH, &t, text);
     if (rc < 0)
         return rc;
-    t->fetches = true;
-    t->place = kvq__pool_name(s->pool);
-    kvq__park_enter(t, KVQ__PARKING_FETCHING);
+    kvq__ticket_enter(&t->ticket, KVQ__READING);
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
         if (m && (kvq__is_offloaded(m) || kvq__is_fetching(m))) {
-            m->park = t;
-            t->members[t->n++] = m;
+            add_member(t, m);
         }
     }
     t->left = t->n;
@@ -621,7 +566,7 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
         finish_park(t, 0);
     kvq__fetch_ask(s);
     if (info)
-        fill_park_info(t, info);
+        kvq__ticket_fill_info(&t->ticket, info);
     return 0;
 }
 
@@ -645,9 +590,10 @@ static void ticket_lost(struct kvq__session *s)
     struct kvq__park *t = s->park;
     if (!t)
         return;
-    if (t->phase == KVQ__PARKING_RELEASING && part_with(t, s))
+    if (t->ticket.phase == KVQ__RELEASING && part_with(t, s))
         return; // the others are away all the same, and go on giving their memory back
-    kvq__fail(t->text, KVQ_E_CANCELLED, "session \"%s\" was dropped meanwhile", t->name);
+    kvq__fail(t->ticket.text, KVQ_E_CANCELLED, "session \"%s\" was dropped meanwhile",
+              t->ticket.name);
     finish_park(t, KVQ_E_CANCELLED);
 }
 
@@ -660,23 +606,16 @@ void kvq__park_lost(struct kvq__session *s)
         kvq__park_forget(s->core, s->ns, shown_name(s, name), s->stamp);
 }
 
-void kvq__parks_tick(struct kvq__core *core)
-{
-    struct kvq__park *t, *after;
-    for (t = TAILQ_FIRST(&core->parks); t; t = after) {
-        after = TAILQ_NEXT(t, link);
-        if (t->phase == KVQ__PARKING_OVER && core->now - t->finished_at >= KEEP_NS)
-            ticket_free(t);
-    }
-    kvq__forgets_tick(core);
-}
-
 void kvq__parks_close(struct kvq__core *core)
 {
     struct kvq__park *t;
-    while ((t = TAILQ_FIRST(&core->parks))) {
-        let_go_of_parked(t);
-        ticket_free(t);
+    while ((t = kvq__park_after(core, NULL))) {
+        if (!t->ticket.finished) {
+            let_go_of_parked(t);
+            kvq__ticket_finish(&t->ticket, KVQ_E_CANCELLED);
+            kvq__ticket_enter(&t->ticket, KVQ__OVER);
+        }
+        kvq__ticket_free(&t->ticket);
     }
     kvq__forgets_close(core);
 }

@@ -18,34 +18,21 @@
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_PARK_H
 #define KVQ_DAEMON_CORE_RESIDENCY_PARK_H
 
-#include "daemon/core/state.h"
+#include "daemon/core/residency/ticket.h"
 
-enum kvq__park_phase {
-    KVQ__PARKING_WANTED,
-    KVQ__PARKING_WRITING,
-    KVQ__PARKING_LEAVING,
-    KVQ__PARKING_RELEASING,
-    KVQ__PARKING_FETCHING, // a ticket for bringing it back
-    KVQ__PARKING_OVER,
-};
-
+// Parks a session, or brings one back.
 struct kvq__park {
-    TAILQ_ENTRY(kvq__park) link;
-    struct kvq__core *core;
-    struct kvq__namespace *ns;
-    uint64_t id; // as of moves
-    enum kvq__park_phase phase;
+    struct kvq__ticket
+        ticket; // first: it is freed with it; moved_bytes are those that are free now
     enum kvq__park_reason reason;
-    bool fetches; // brings it back
-    uint32_t n, left;
+    uint32_t n, left;                             // of a fetch: left are not there yet
     struct kvq__session *members[KVQ_MAX_SHARDS]; // shards that take part; NULL: no longer
     uint64_t deadline;                            // for LEAVING
-    uint64_t bytes, freed_bytes;
-    int status;
-    uint64_t finished_at;
-    char name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
-    const char *place; // where it goes
+    int failed;                                   // of a fetch: why the first that failed did
 };
+
+// The first ticket's park or fetch behind this one's (NULL: of all); NULL = there is none.
+struct kvq__park *kvq__park_after(const struct kvq__core *core, const struct kvq__park *park);
 
 // What is stored under a name because a session was parked, and is to go now that it has ended.
 struct kvq__forget {
@@ -71,10 +58,6 @@ int kvq__prefetch_start(struct kvq__session *session, struct kvq__move_info *inf
 uint64_t kvq__park_frees(const struct kvq__session *session);
 
 // ---- For the rest of the core ----
-
-// Takes a ticket on. Asserts that there is that way: WANTED, WRITING, LEAVING, RELEASING in this
-// order, or from WANTED to FETCHING, and OVER from each of them.
-void kvq__park_enter(struct kvq__park *park, enum kvq__park_phase to);
 
 // Asks for what is away of the session and its other shards; nothing if it was asked for already.
 void kvq__fetch_ask(struct kvq__session *session);
@@ -105,11 +88,7 @@ void kvq__park_empty(struct kvq__session *session);
 void kvq__fetch_ended(struct kvq__session *session, int status, uint64_t bytes, const char *text);
 // Takes tickets further; true if there was something to do.
 bool kvq__parks_poll(struct kvq__core *core);
-void kvq__parks_tick(struct kvq__core *core);
 void kvq__parks_close(struct kvq__core *core);
 bool kvq__parks_busy(const struct kvq__core *core); // kvq__parks_poll should be called again soon
-// What a ticket of that id says; false if there is none that the peer may see.
-bool kvq__park_info(const struct kvq__core *core, const struct kvq__peer *peer, uint64_t id,
-                    struct kvq__move_info *info);
 
 #endif

@@ -127,12 +127,12 @@ bool kvq__park_unsaved(const struct kvq__park *t)
 static bool next_save(struct kvq__core *core, struct kvq__store_job *job)
 {
     struct kvq__park *t;
-    TAILQ_FOREACH (t, &core->parks, link) {
-        if (t->phase != KVQ__PARKING_WANTED || kvq__park_is_loading(t))
+    for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t)) {
+        if (t->ticket.phase != KVQ__QUEUED || kvq__park_is_loading(t))
             continue;
-        kvq__park_enter(t, KVQ__PARKING_WRITING);
+        kvq__ticket_enter(&t->ticket, KVQ__WRITING);
         *job = (struct kvq__store_job){.kind = KVQ__JOB_SAVE,
-                                       .id = t->id,
+                                       .id = t->ticket.id,
                                        .stamp = t->members[0]->stamp,
                                        .stored = !kvq__park_unsaved(t)};
         name_job(job, t->members[0]);
@@ -145,7 +145,7 @@ static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
 {
     struct kvq__session *s;
     TAILQ_FOREACH (s, &core->fetches, fetch_link) {
-        if (s->park && !s->park->fetches) // its blocks are still going
+        if (s->park && s->park->ticket.kind == KVQ__TICKET_PARK) // its blocks are still going
             continue;
         kvq__residency_set(s, KVQ__FETCH_TAKEN);
         *job = (struct kvq__store_job){.kind = KVQ__JOB_FETCH,

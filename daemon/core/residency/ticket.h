@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What is on its way: a session that moves to another place, is parked on disk, or comes back from
+// there. Each has a ticket: a number to ask about it by, a phase, and what became of it.
+//
+//   move    QUEUED > WAITING > RESERVING > COPYING > RELEASING > OVER
+//                       |          |          |          |
+//                       > OVER     +----------+> DRAINING+        failed, and copies are under way
+//   park    QUEUED > WRITING > LEAVING > RELEASING > OVER         and OVER from each of them
+//   fetch   QUEUED > READING > OVER
+//
+// A ticket that is over is kept, so that it can be asked about: for a minute, if there is room.
+// A move, or a park, begins with its ticket, and is freed with it.
+#ifndef KVQ_DAEMON_CORE_RESIDENCY_TICKET_H
+#define KVQ_DAEMON_CORE_RESIDENCY_TICKET_H
+
+#include "daemon/core/state.h"
+
+enum kvq__ticket_kind { KVQ__TICKET_MOVE, KVQ__TICKET_PARK, KVQ__TICKET_FETCH };
+
+enum kvq__phase {
+    KVQ__QUEUED,    // another move copies, or no store job has begun with it
+    KVQ__WAITING,   // for the session's step and requests to end
+    KVQ__RESERVING, // takes blocks at the other place
+    KVQ__COPYING,   // fills them
+    KVQ__DRAINING,  // the move has failed; copies are under way
+    KVQ__WRITING,   // a store job writes what is not saved; the session is used as ever
+    KVQ__LEAVING,   // all is stored; what only packs the session has to end
+    KVQ__READING,   // store jobs read the session's shards
+    KVQ__RELEASING, // gives blocks back, some at a time
+    KVQ__OVER,
+    KVQ__PHASES,
+};
+
+struct kvq__ticket {
+    TAILQ_ENTRY(kvq__ticket) link;
+    struct kvq__core *core;
+    struct kvq__namespace *ns;
+    uint64_t id; // 0: it has not begun
+    enum kvq__ticket_kind kind;
+    enum kvq__phase phase; // kvq__ticket_enter alone changes it
+    size_t size;           // of what begins with the ticket
+    const char *place;     // where the session goes
+    bool finished; // what was asked for is done, or has failed; blocks may still be given back
+    uint64_t finished_at;
+    int status;
+    uint64_t bytes, moved_bytes, shared_bytes;
+    char name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
+};
+
+// Takes a ticket on; asserts that there is that way.
+void kvq__ticket_enter(struct kvq__ticket *ticket, enum kvq__phase to);
+// Forgets the oldest one of the kind that is over if there are too many. KVQ_E_LIMIT with a text if
+// none is over.
+int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, char *text);
+// Begins: gives it a number. Its core, namespace, kind, size, place and name are set.
+void kvq__ticket_begin(struct kvq__ticket *ticket);
+void kvq__ticket_finish(struct kvq__ticket *ticket, int status);
+void kvq__ticket_fill_info(const struct kvq__ticket *ticket, struct kvq__move_info *info);
+// By its number; NULL = none.
+const struct kvq__ticket *kvq__ticket_find(const struct kvq__core *core, uint64_t id);
+void kvq__tickets_tick(struct kvq__core *core); // forgets those that were over long ago
+void kvq__ticket_free(struct kvq__ticket *ticket);
+
+#endif
