@@ -3,6 +3,7 @@
 // See base.h.
 #include "daemon/core/base/base.h"
 
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,6 +36,8 @@ static void *default_allocate(void *context, size_t bytes)
 
 static void default_deallocate(void *context, void *memory, size_t bytes)
 {
+    // What comes here with another size than it was taken with is seen by this, mostly.
+    assert(bytes < LARGE || (uintptr_t)memory % 4096 == 0);
     (void)context;
     if (bytes >= LARGE && memory)
         munmap(memory, bytes);
@@ -44,6 +47,8 @@ static void default_deallocate(void *context, void *memory, size_t bytes)
 
 void kvq__memory_defaults(struct kvq__memory_ops *memory)
 {
+    assert(!memory->allocate == !memory->deallocate);
+    assert(!memory->take == !memory->want && !memory->take == !memory->made);
     if (!memory->allocate) {
         memory->allocate = default_allocate;
         memory->deallocate = default_deallocate;
@@ -65,6 +70,7 @@ void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes)
 
 int kvq__fail(char *text, int code, const char *format, ...)
 {
+    assert(code < 0);
     va_list args;
     va_start(args, format);
     if (text)
@@ -77,6 +83,7 @@ void kvq__event(struct kvq__core *core, enum kvq__event_kind kind, const char *n
                 const char *session, uint64_t client, const char *text)
 {
     struct kvq__event event = {kind, ns, session, client, text};
+    assert(kind < KVQ__EVENTS && ns && session && text);
     if (core->config.event)
         core->config.event(core->config.context, &event);
 }
