@@ -68,6 +68,7 @@ static int make_extent(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t 
     result = result ? result : make_piece(gpu, bytes, &piece);
     if (result)
         return result;
+    assert(piece.bytes >= bytes); // the driver's granule
     *memory = (struct kvq__memory){.base = (uint8_t *)(uintptr_t)piece.at,
                                    .bytes = piece.bytes,
                                    .fd = -1,
@@ -85,6 +86,7 @@ static int make_extent(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t 
 
 static void unmake_extent(struct kvq__gpu *gpu, struct kvq__memory *memory)
 {
+    assert(memory->base && memory->bytes > 0);
     struct kvq_gpu_piece piece = {KVQ_GPU_PIECE_MADE, (uintptr_t)memory->base, memory->bytes,
                                   memory->handle};
     if (memory->fd >= 0)
@@ -129,6 +131,7 @@ static void work_make(struct kvq__gpu *gpu, struct kvq__reserve *r)
 {
     struct kvq__memory memory;
     const char *what;
+    assert(should_make(r));
     r->there++;
     pthread_mutex_unlock(&r->lock);
     int result = make_extent(gpu, KVQ__GPU_STREAM_COPIES, r->config.extent_bytes, &memory, &what);
@@ -137,6 +140,7 @@ static void work_make(struct kvq__gpu *gpu, struct kvq__reserve *r)
         r->there--;
         note_extent_result(gpu, r, result, what);
     } else {
+        assert(r->n_ready <= r->most); // the stack has room for one more
         r->ready[r->n_ready++] = memory;
     }
 }
@@ -144,9 +148,11 @@ static void work_make(struct kvq__gpu *gpu, struct kvq__reserve *r)
 static void work_free(struct kvq__gpu *gpu, struct kvq__reserve *r)
 {
     struct kvq__memory memory = r->back[--r->n_back];
+    assert(r->n_back < r->there);
     pthread_mutex_unlock(&r->lock);
     unmake_extent(gpu, &memory);
     pthread_mutex_lock(&r->lock);
+    assert(r->there > r->n_ready + r->n_back);
     r->there--;
     r->failed = 0; // there is more memory than there was
 }
@@ -171,6 +177,7 @@ bool kvq__reserve_work(struct kvq__gpu *gpu)
 static void unlock_and_ask(struct kvq__reserve *r)
 {
     bool work = has_work(r);
+    assert(r->n_ready + r->n_back <= r->there);
     pthread_mutex_unlock(&r->lock);
     if (work && r->config.ask)
         r->config.ask(r->config.context);
@@ -185,6 +192,7 @@ void kvq__reserve_tick(struct kvq__gpu *gpu)
     r->failed = 0;
     for (; !r->awaited && r->n_ready > r->config.mark; r->n_back++)
         r->back[r->n_back] = r->ready[--r->n_ready];
+    assert(r->n_back <= r->most && r->n_ready + r->n_back <= r->there);
     bool surplus = r->n_back > 0;
     pthread_mutex_unlock(&r->lock);
     if (surplus && r->config.ask)
@@ -199,6 +207,7 @@ uint64_t kvq__reserve_made_in_place(const struct kvq__gpu *gpu)
 
 int kvq__reserve_open(struct kvq__gpu *gpu, const struct kvq__reserve_config *config)
 {
+    assert(!*kvq__gpu_reserve(gpu) && config->extent_bytes > 0);
     if (!kvq__gpu_maps(gpu))
         return 0;
     struct kvq__reserve *r = calloc(1, sizeof *r);
@@ -259,6 +268,7 @@ static int take_extent(void *context, size_t bytes, struct kvq__memory *memory)
 static void want(void *context, uint32_t n)
 {
     struct kvq__reserve *r = *kvq__gpu_reserve(context);
+    assert(r && n > 0);
     pthread_mutex_lock(&r->lock);
     r->goal = n > r->goal ? n : r->goal;
     r->awaited = true;
@@ -281,6 +291,7 @@ static int acquire_extent(void *context, size_t bytes, struct kvq__memory *memor
     const char *what;
     if (r) {
         pthread_mutex_lock(&r->lock);
+        assert(bytes == r->config.extent_bytes);
         bool ready = r->n_ready > 0;
         if (ready)
             *memory = r->ready[--r->n_ready];
@@ -323,6 +334,7 @@ static void release_extent(void *context, struct kvq__memory *memory)
     }
     pthread_mutex_lock(&r->lock);
     assert(r->n_back < r->most);
+    assert(r->n_ready + r->n_back < r->there && memory->bytes >= r->config.extent_bytes);
     r->back[r->n_back++] = *memory;
     unlock_and_ask(r);
 }

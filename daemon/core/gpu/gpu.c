@@ -3,6 +3,7 @@
 // See gpu.h.
 #include "daemon/core/gpu/gpu.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -74,6 +75,7 @@ struct kvq__gpu *const *kvq__gpus_list(const struct kvq__gpus *gpus)
 
 struct kvq__gpu *kvq__gpus_get(const struct kvq__gpus *gpus, uint32_t i)
 {
+    assert(i < kvq__gpus_count(gpus));
     return gpus->gpu[i];
 }
 
@@ -142,6 +144,7 @@ struct kvq__reserve **kvq__gpu_reserve(struct kvq__gpu *gpu)
 
 struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu_stream which)
 {
+    assert(which < KVQ__GPU_STREAMS && gpu->streams[which]);
     return gpu->streams[which];
 }
 
@@ -163,6 +166,7 @@ uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu)
 
 bool kvq__gpu_take_queues(struct kvq__gpu *gpu)
 {
+    assert(gpu->connections_left <= connections_for_clients(gpu));
     if (gpu->connections_left < 2)
         return false;
     gpu->connections_left -= 2;
@@ -171,6 +175,7 @@ bool kvq__gpu_take_queues(struct kvq__gpu *gpu)
 
 void kvq__gpu_give_queues(struct kvq__gpu *gpu)
 {
+    assert(gpu->connections_left + 2 <= connections_for_clients(gpu));
     gpu->connections_left += 2;
 }
 
@@ -182,6 +187,7 @@ uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu)
 int kvq__gpu_enter(const struct kvq__gpu *gpu)
 {
     struct kvq_gpu_context *current = NULL;
+    assert(gpu->context);
     if (gpu->driver->context_get(&current) == KVQ_GPU_OK && current == gpu->context)
         return KVQ_GPU_OK;
     return gpu->driver->context_set(gpu->context);
@@ -196,6 +202,7 @@ const char *kvq__gpu_fault(const struct kvq__gpu *gpu)
 
 int kvq__gpu_failed(struct kvq__gpu *gpu, int result, const char *what)
 {
+    assert(result != KVQ_GPU_OK);
     if (result == KVQ_GPU_OUT_OF_MEMORY)
         return KVQ_E_NO_MEMORY;
     if (!gpu->fault[0])
@@ -205,6 +212,7 @@ int kvq__gpu_failed(struct kvq__gpu *gpu, int result, const char *what)
 
 int kvq__gpu_faulted(struct kvq__gpu *gpu, const char *text)
 {
+    assert(text[0]); // an empty one would say that nothing has failed
     if (!gpu->fault[0])
         snprintf(gpu->fault, sizeof gpu->fault, "%s", text);
     return KVQ_E_SYSTEM;
@@ -224,6 +232,7 @@ const char *kvq__gpu_look(struct kvq__gpu *gpu)
 int kvq__gpu_put(struct kvq__gpu *gpu, kvq_gpu_ptr to, const void *from, size_t bytes)
 {
     int result = kvq__gpu_enter(gpu);
+    assert(to && bytes > 0);
     result = result ? result : gpu->driver->copy_in(to, from, bytes, gpu->stream);
     result = result ? result : gpu->driver->stream_sync(gpu->stream);
     return result ? kvq__gpu_failed(gpu, result, "copying to the GPU") : 0;
@@ -232,6 +241,7 @@ int kvq__gpu_put(struct kvq__gpu *gpu, kvq_gpu_ptr to, const void *from, size_t 
 int kvq__gpu_take(struct kvq__gpu *gpu, void *to, kvq_gpu_ptr from, size_t bytes)
 {
     int result = kvq__gpu_enter(gpu);
+    assert(from && bytes > 0);
     result = result ? result : gpu->driver->copy_out(to, from, bytes, gpu->stream);
     result = result ? result : gpu->driver->stream_sync(gpu->stream);
     return result ? kvq__gpu_failed(gpu, result, "copying from the GPU") : 0;
@@ -240,6 +250,7 @@ int kvq__gpu_take(struct kvq__gpu *gpu, void *to, kvq_gpu_ptr from, size_t bytes
 int kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value)
 {
     int result = kvq__gpu_enter(gpu);
+    assert(at % sizeof value == 0);
     result = result ? result : gpu->driver->stream_write64(gpu->stream, at, value, 0);
     return result ? kvq__gpu_failed(gpu, result, "writing a word of a timeline") : 0;
 }
@@ -249,6 +260,7 @@ int kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value)
 void kvq__gpu_free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory)
 {
     struct leftover *l = calloc(1, sizeof *l);
+    assert(memory);
     if (!l) {
         gpu->driver->memory_free(memory);
         return;
@@ -264,6 +276,7 @@ static bool add_slab(struct kvq__gpu *gpu)
     const struct kvq_gpu_driver *d = gpu->driver;
     const unsigned flags = KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED;
     struct slab *slab = calloc(1, sizeof *slab);
+    assert(!gpu->free_counts);
     kvq_gpu_ptr at = 0;
     if (!slab)
         return false;
@@ -301,6 +314,7 @@ struct kvq__gpu_counts *kvq__gpu_counts_new(struct kvq__gpu *gpu)
 
 void kvq__gpu_counts_free(struct kvq__gpu *gpu, struct kvq__gpu_counts *counts)
 {
+    assert(counts->host && counts != gpu->free_counts);
     counts->next = gpu->free_counts;
     gpu->free_counts = counts;
 }
@@ -322,6 +336,7 @@ static size_t table_floats(const struct kvq_side *side, uint32_t heads, uint32_t
                            size_t sub)
 {
     size_t entries = (size_t)side->vector << side->bits;
+    assert(heads > 0 && side->vector > 0 && dim % side->vector == 0);
     return (heads - 1) * head + (dim / side->vector - 1) * sub + entries;
 }
 
@@ -371,6 +386,7 @@ static int new_book(struct kvq__gpu *gpu, const struct kvq_format *f, const stru
     error = error ? error : put_table(gpu, &b->copy.k, k, &next);
     error = error ? error : put_table(gpu, &b->copy.v, v, &next);
     error = error ? error : put_table(gpu, &b->copy.smooth, smooth, &next);
+    assert(next <= b->memory + (k + v + smooth) * sizeof(float));
     if (error) {
         if (b->memory)
             kvq__gpu_free_later(gpu, b->memory);
@@ -397,6 +413,7 @@ int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
 void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book)
 {
     struct book *b = find_gpu_book(gpu, book);
+    assert(b && b->uses > 0);
     if (--b->uses > 0)
         return;
     LIST_REMOVE(b, link);
@@ -441,6 +458,7 @@ static int take_budget(struct kvq__gpu *gpu, const struct kvq__gpus_config *conf
 {
     size_t available = 0, total = 0;
     int result = gpu->driver->memory_info(&available, &total);
+    assert(config->extent_bytes > 0);
     gpu->budget = config->bytes ? config->bytes : available / 2;
     gpu->budget = gpu->budget / config->extent_bytes * config->extent_bytes;
     return result;
@@ -521,6 +539,7 @@ static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config,
 
 static void close_gpu(struct kvq__gpu *gpu)
 {
+    assert(LIST_EMPTY(&gpu->books) && gpu->connections_left == connections_for_clients(gpu));
     if (gpu->context)
         kvq__gpu_enter(gpu);
     kvq__reserve_close(gpu);
@@ -540,6 +559,7 @@ static int add_device(struct kvq__gpus *gpus, int number, const struct kvq__gpus
                       char *text)
 {
     struct kvq__gpu *gpu = calloc(1, sizeof *gpu);
+    assert(gpus->n < KVQ_MAX_GPUS);
     if (!gpu)
         return KVQ_E_NO_MEMORY;
     gpu->driver = &gpus->driver;
