@@ -18,6 +18,7 @@ static bool contains(const uint32_t *list, uint32_t n, uint32_t value)
 
 bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__peer *peer)
 {
+    assert(peer->n_gids <= KVQ_MAX_GROUPS);
     if (peer->admin || contains(ns->uids, ns->n_uids, peer->uid))
         return true;
     for (uint32_t i = 0; i < peer->n_gids; i++)
@@ -37,6 +38,8 @@ static struct kvq__namespace *find_namespace(struct kvq__core *core, const char 
 
 static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
 {
+    assert(TAILQ_EMPTY(&ns->sessions) && RB_EMPTY(&ns->by_id) && LIST_EMPTY(&ns->exports));
+    assert(ns->used[KVQ__HOST_BYTES] == 0 && ns->used[KVQ__DEVICE_BYTES] == 0);
     assert(ns->used[KVQ__TABLE_BYTES] == 0);
     kvq__deallocate(core, ns->uids, ns->n_uids * sizeof *ns->uids);
     kvq__deallocate(core, ns->gids, ns->n_gids * sizeof *ns->gids);
@@ -47,6 +50,7 @@ static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
 static bool copy_uid_list(struct kvq__core *core, const uint32_t *from, uint32_t n, uint32_t **to,
                           uint32_t *n_to)
 {
+    assert(!*to && *n_to == 0);
     if (n == 0)
         return true;
     *to = kvq__allocate(core, n * sizeof **to);
@@ -83,6 +87,7 @@ static struct kvq__namespace *make_namespace(struct kvq__core *core,
                                              const struct kvq__namespace_config *c)
 {
     struct kvq__namespace *ns = kvq__allocate(core, sizeof *ns);
+    assert(strlen(c->name) < KVQ_NAME_BYTES && !find_namespace(core, c->name));
     if (!ns)
         return NULL;
     ns->core = core;
@@ -182,6 +187,7 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
 void kvq__namespaces_close(struct kvq__core *core)
 {
     struct kvq__namespace *ns;
+    assert(core->n_clients == 0 && core->n_sessions == 0);
     while ((ns = TAILQ_FIRST(&core->namespaces))) {
         TAILQ_REMOVE(&core->namespaces, ns, link);
         namespace_free(core, ns);
@@ -192,6 +198,7 @@ void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
                          const struct kvq__pool *pool, uint64_t bytes, int code, const char *why)
 {
     char text[KVQ_TEXT_BYTES];
+    assert(pool->used_bytes <= pool->extents_taken && pool->extents_taken <= pool->budget);
     if (code == KVQ_E_QUOTA)
         kvq__quota_refuse(ns, kvq__pool_limit(pool), bytes, NULL);
     if (code != KVQ_E_NO_MEMORY || (ns->told_full_at && core->now - ns->told_full_at < 1000000000u))

@@ -32,6 +32,7 @@ const char *kvq__pool_name(const struct kvq__pool *pool)
 static uint32_t number_take(struct kvq__pool *pool)
 {
     uint32_t word = 0;
+    assert(pool->extents_taken / pool->extent_bytes < kvq__pool_extents(pool)); // one is free
     while (pool->numbers[word] == UINT64_MAX)
         word++;
     uint32_t bit = (uint32_t)__builtin_ctzll(~pool->numbers[word]);
@@ -42,6 +43,8 @@ static uint32_t number_take(struct kvq__pool *pool)
 
 static void number_give(struct kvq__pool *pool, uint32_t number)
 {
+    assert(number < kvq__pool_extents(pool));
+    assert(pool->numbers[number / 64] >> number % 64 & 1);
     pool->numbers[number / 64] &= ~(1ull << number % 64);
 }
 
@@ -87,6 +90,7 @@ static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct
         return rc;
     }
     e->number = number_take(pool);
+    assert(e->memory.bytes >= pool->extent_bytes && (uintptr_t)e->memory.base % GRAIN == 0);
     pool->extents_taken += pool->extent_bytes;
     pool->huge_bytes += e->memory.huge ? pool->extent_bytes : 0;
     TAILQ_INSERT_TAIL(&pool->empty, e, link);
@@ -96,6 +100,8 @@ static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct
 
 static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e)
 {
+    assert(pool->extents_taken >= pool->extent_bytes);
+    assert(!e->memory.huge || pool->huge_bytes >= pool->extent_bytes);
     assert(e->used_bytes == 0 && !e->owner && SLIST_EMPTY(&e->records));
     TAILQ_REMOVE(&pool->empty, e, link);
     number_give(pool, e->number);
@@ -111,6 +117,7 @@ static bool is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
     const struct kvq__export_record *t;
     if (!e->told)
         return false;
+    assert(e->last && e->serial > 0);
     LIST_FOREACH (t, &e->last->exports, link)
         if (t->pool == pool && t->serial >= e->serial)
             return true;
@@ -122,6 +129,7 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
     struct kvq__extent *e = TAILQ_FIRST(&pool->empty), *next;
     for (; e; e = next) {
         next = TAILQ_NEXT(e, link);
+        assert(!e->owner && e->empty_since <= core->now);
         if (core->now - e->empty_since >= age_ns && !is_told(e, pool))
             extent_release(core, pool, e);
     }
@@ -132,6 +140,7 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
 static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e,
                      struct kvq__extent **out)
 {
+    assert(!e->owner && !e->told && e->used_bytes == 0);
     if (pool->memory.take) {
         extent_release(core, pool, e);
         return extent_acquire(core, pool, out);
@@ -185,6 +194,7 @@ void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *poo
     const struct kvq__extent *e;
     uint64_t n = (bytes + pool->extent_bytes - 1) / pool->extent_bytes;
     uint64_t most = (pool->budget - pool->extents_taken) / pool->extent_bytes;
+    assert(pool->memory.want && pool->extents_taken <= pool->budget);
     TAILQ_FOREACH (e, &pool->empty, link) // it has these already
         n -= e->last == ns && n > 0;
     n = n == 0 ? 1 : n < most ? n : most;
@@ -221,6 +231,7 @@ RB_GENERATE_STATIC(kvq__block_tree, kvq__block, free_entry, compare_blocks)
 static int records_add(struct kvq__core *core, struct kvq__extent *e, uint64_t bytes)
 {
     uint64_t n = (e->memory.bytes - e->used_bytes) / bytes + 1;
+    assert(bytes > 0 && e->used_bytes <= e->memory.bytes);
     n = n < FEWEST_RECORDS ? FEWEST_RECORDS : n > MOST_RECORDS ? MOST_RECORDS : n;
     struct kvq__records *r = kvq__allocate(core, sizeof *r + n * sizeof *r->blocks);
     if (!r)
@@ -235,6 +246,7 @@ static int records_add(struct kvq__core *core, struct kvq__extent *e, uint64_t b
 static struct kvq__block *record_take(struct kvq__extent *e)
 {
     struct kvq__block *b = STAILQ_FIRST(&e->spare);
+    assert(b && b->refs == 0);
     STAILQ_REMOVE_HEAD(&e->spare, link);
     *b = (struct kvq__block){.extent = e};
     return b;
@@ -242,17 +254,20 @@ static struct kvq__block *record_take(struct kvq__extent *e)
 
 static struct kvq__block_tree *tree_of(const struct kvq__block *b)
 {
+    assert(b->extent->owner);
     return &b->extent->owner->free[b->extent->passing];
 }
 
 static void set_free(struct kvq__block *b)
 {
+    assert(!b->free && b->refs == 0 && b->bytes > 0);
     b->free = true;
     RB_INSERT(kvq__block_tree, tree_of(b), b);
 }
 
 static void set_used(struct kvq__block *b)
 {
+    assert(b->free && b->refs == 0);
     b->free = false;
     RB_REMOVE(kvq__block_tree, tree_of(b), b);
 }
@@ -289,6 +304,7 @@ static int stretch_cut(struct kvq__core *core, struct kvq__block *b, uint64_t by
 static void join_blocks(struct kvq__block *b, struct kvq__block *next)
 {
     struct kvq__extent *e = b->extent;
+    assert(next->free && next->extent == e);
     assert(b->at + b->bytes == next->at);
     set_used(next);
     b->bytes += next->bytes;
@@ -300,6 +316,7 @@ static void stretch_free(struct kvq__block *b)
 {
     struct kvq__block *before = TAILQ_PREV(b, kvq__block_row, beside);
     struct kvq__block *next = TAILQ_NEXT(b, beside);
+    assert(!before || before->at + before->bytes == b->at);
     if (next && next->free)
         join_blocks(b, next);
     if (before && before->free) {
@@ -313,6 +330,7 @@ static void stretch_free(struct kvq__block *b)
 
 void kvq__extent_show(struct kvq__extent *e)
 {
+    assert(e->owner && e->serial <= e->owner->last_serial);
     if (e->serial == 0)
         e->serial = ++e->owner->last_serial;
 }
@@ -321,6 +339,7 @@ void kvq__extent_show(struct kvq__extent *e)
 static int extent_give(struct kvq__core *core, struct kvq__extent *e, struct kvq__arena *arena,
                        bool passing, uint64_t bytes)
 {
+    assert(!e->owner && e->used_bytes == 0);
     SLIST_INIT(&e->records);
     STAILQ_INIT(&e->spare);
     TAILQ_INIT(&e->blocks);
@@ -347,6 +366,7 @@ static void extent_empty(struct kvq__core *core, struct kvq__extent *e)
     struct kvq__arena *arena = e->owner;
     struct kvq__records *r;
     struct kvq__block *all = TAILQ_FIRST(&e->blocks);
+    assert(e->used_bytes == 0 && !TAILQ_NEXT(all, beside));
     assert(all->free && all->bytes == arena->pool->extent_bytes);
     set_used(all);
     TAILQ_INIT(&e->blocks);
@@ -406,6 +426,7 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     struct kvq__arena *arena = &ns->arenas[pool - core->pools];
     uint64_t bytes = wanted->bytes;
     struct kvq__block *b;
+    assert((size_t)(pool - core->pools) < core->n_pools && arena->pool == pool);
     assert(bytes > 0 && bytes % GRAIN == 0 && bytes <= pool->extent_bytes && !ref->block);
     int rc = stretch_find(core, arena, wanted, &b);
     if (rc < 0)
@@ -413,12 +434,14 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     rc = stretch_cut(core, b, bytes);
     if (rc < 0)
         return rc;
+    assert(b->refs == 0 && !b->exempt && b->at + bytes <= pool->extent_bytes);
     b->refs = 1;
     b->retired = (struct kvq__retired){0};
     b->saved = 0;
     b->extent->used_bytes += bytes;
     pool->used_bytes += bytes;
     ns->used[kvq__pool_limit(pool)] += bytes;
+    assert(pool->used_bytes <= pool->extents_taken && pool->extents_taken <= pool->budget);
     ref->block = b;
     ref->data = b->extent->memory.base + b->at;
     return 0;
@@ -443,6 +466,7 @@ static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct k
                                                  : KVQ_E_QUOTA;
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
            (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
+    assert((rc == 0) == (ref->block != NULL));
     return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
 }
 
@@ -462,6 +486,7 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
                        uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref)
 {
     const struct kvq__arena *arena = old->extent->owner;
+    assert(old->refs > 0 && !old->free);
     if (old->refs > 1 || arena->ns != ns || old->bytes != bytes ||
         kvq__pool_limit(arena->pool) != kvq__pool_limit(pool))
         return kvq__block_new(core, ns, pool, bytes, ref);
@@ -477,6 +502,7 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
 
 struct kvq__ref kvq__block_share(struct kvq__ref ref)
 {
+    assert(!ref.block || (ref.block->refs > 0 && !ref.block->free));
     if (ref.block)
         ref.block->refs++;
     return ref;
@@ -486,6 +512,7 @@ void kvq__block_exempt(struct kvq__block *b, bool exempt)
 {
     const struct kvq__arena *arena = b->extent->owner;
     uint64_t *bytes = &arena->ns->exempt[kvq__pool_limit(arena->pool)];
+    assert(!b->free && (!b->exempt || *bytes >= b->bytes));
     if (exempt && !b->exempt)
         *bytes += b->bytes;
     else if (!exempt && b->exempt)
@@ -497,6 +524,8 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
 {
     struct kvq__extent *e = b->extent;
     struct kvq__arena *arena = e->owner;
+    assert(e->used_bytes >= b->bytes && arena->pool->used_bytes >= b->bytes);
+    assert(arena->ns->used[kvq__pool_limit(arena->pool)] >= b->bytes);
     assert(!b->free && b->refs == 0);
     kvq__block_exempt(b, false);
     e->used_bytes -= b->bytes;
@@ -535,6 +564,7 @@ void kvq__retire(const struct kvq__core *core, struct kvq__retired *r)
 {
     const struct kvq__drop *d = &core->drop;
     uint64_t last = core->last_flight < d->last ? core->last_flight : d->last;
+    assert(r->at <= core->last_flight);
     if (is_over(core, last))
         return;
     r->by = is_over(core, r->at) || r->by == d->by ? d->by : KVQ__BY_SEVERAL;
@@ -545,6 +575,7 @@ static void deferred_add(struct kvq__core *core, struct kvq__block *b)
 {
     struct kvq__session *giver = core->drop.giver;
     const struct kvq__block *first = TAILQ_FIRST(&core->deferred);
+    assert(b->refs == 0 && !b->free && !is_over(core, b->retired.at));
     if (first && first->retired.at > b->retired.at)
         TAILQ_INSERT_HEAD(&core->deferred, b, deferred_link);
     else
@@ -569,6 +600,7 @@ static void take_back(struct kvq__block *b)
 
 static void deferred_end(struct kvq__core *core, struct kvq__block *b)
 {
+    assert(b->refs == 0 && !b->free);
     take_back(b);
     TAILQ_REMOVE(&core->deferred, b, deferred_link);
     block_free(core, b);
@@ -599,6 +631,7 @@ static bool free_quiet(struct kvq__core *core, bool all)
     bool any = false;
     for (uint32_t n = core->n_givers < most ? core->n_givers : most; n > 0; n--) {
         struct kvq__session *s = TAILQ_FIRST(&core->givers);
+        assert(s && s->gives && core->n_givers > 0);
         if (!LIST_EMPTY(&s->given) && s->core->up->session_quiet(s))
             any |= free_given(s, all);
         TAILQ_REMOVE(&core->givers, s, giver_link);
@@ -640,6 +673,7 @@ bool kvq__given_end(struct kvq__session *s)
         TAILQ_REMOVE(&s->core->givers, s, giver_link);
         s->core->n_givers--;
     }
+    assert(TAILQ_EMPTY(&s->core->givers) == (s->core->n_givers == 0));
     s->gives = false;
     return true;
 }
@@ -700,6 +734,8 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref)
 
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight)
 {
+    assert(TAILQ_EMPTY(&core->flights) ||
+           TAILQ_LAST(&core->flights, kvq__flight_list)->number <= core->last_flight);
     assert(flight->number == 0);
     flight->number = ++core->last_flight;
     TAILQ_INSERT_TAIL(&core->flights, flight, link);
@@ -707,6 +743,7 @@ void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight)
 
 void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to)
 {
+    assert(from != to && to->number == 0);
     to->number = from->number;
     if (from->number) {
         TAILQ_INSERT_BEFORE(from, to, link);
@@ -717,6 +754,7 @@ void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct k
 
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
 {
+    assert(flight->number <= core->last_flight);
     assert(flight->number != 0);
     TAILQ_REMOVE(&core->flights, flight, link);
     flight->number = 0;
@@ -725,5 +763,6 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
 
 uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
 {
+    assert(s->code < 0 && s->pool);
     return s->code == KVQ_E_QUOTA ? s->ns->quota.limit[kvq__pool_limit(s->pool)] : s->pool->budget;
 }

@@ -20,6 +20,7 @@ static const struct {
 
 static uint64_t counted_of(const struct kvq__namespace *ns, enum kvq__limit which)
 {
+    assert(ns->used[which] >= ns->exempt[which]);
     return ns->used[which] - ns->exempt[which];
 }
 
@@ -48,6 +49,7 @@ static void tell_refusal(struct kvq__namespace *ns, const char *text)
 
 static void note_refusal(struct kvq__namespace *ns, enum kvq__limit which, uint64_t more)
 {
+    assert(which < KVQ__LIMITS && ns->refused[which].last_at <= ns->core->now);
     ns->refused[which].times++;
     ns->refused[which].last_at = ns->core->now;
     ns->refused[which].last_more = more;
@@ -117,6 +119,7 @@ void kvq__ns_deallocate(struct kvq__namespace *ns, void *memory, size_t bytes)
 
 int kvq__ns_refused(const struct kvq__namespace *ns, int rc, const char *what, char *text)
 {
+    assert(rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY);
     if (rc != KVQ_E_QUOTA)
         return kvq__fail(text, rc, "no memory for %s", what);
     return kvq__fail(text, rc,
@@ -132,6 +135,7 @@ int kvq__ns_refused(const struct kvq__namespace *ns, int rc, const char *what, c
 void kvq__quota_fill_info(const struct kvq__namespace *ns, struct kvq__namespace_info *info)
 {
     const struct kvq__refusals *last = &ns->refused[ns->last_refused];
+    assert(last->last_at <= ns->core->now);
     *info = (struct kvq__namespace_info){.number = ns->number,
                                          .quota = ns->quota,
                                          .configured = ns->base_quota,
