@@ -98,6 +98,7 @@ static void set_defaults(struct kvq__core_config *c)
 static void open_pools(struct kvq__core *core)
 {
     const struct kvq__core_config *c = &core->config;
+    assert(c->n_gpus <= KVQ_MAX_GPUS);
     core->n_pools = 1 + c->n_gpus;
     for (uint32_t i = 0; i < core->n_pools; i++) {
         struct kvq__pool *pool = &core->pools[i];
@@ -116,6 +117,7 @@ static size_t numbers_bytes(const struct kvq__pool *pool)
 
 static void close_memory(struct kvq__core *core)
 {
+    assert(TAILQ_EMPTY(&core->namespaces) && TAILQ_EMPTY(&core->clients));
     for (uint32_t i = 0; i < core->n_pools; i++)
         kvq__deallocate(core, core->pools[i].numbers, numbers_bytes(&core->pools[i]));
     kvq__lookup_close(core);
@@ -206,6 +208,11 @@ void kvq__core_close(struct kvq__core **pointer)
     kvq__pools_trim(core, 0);
     for (uint32_t i = 0; i < core->n_pools; i++)
         assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);
+    assert(core->n_sessions == 0 && core->n_steps == 0 && core->tokens == 0);
+    assert(core->n_unsaved == 0 && core->n_prepared == 0 && core->n_committing == 0);
+    assert(core->n_moving == 0 && core->n_demoted == 0 && core->n_loading == 0);
+    assert(core->n_offloaded == 0 && TAILQ_EMPTY(&core->tickets) && core->n_givers == 0);
+    assert(TAILQ_EMPTY(&core->deferred) && TAILQ_EMPTY(&core->ended));
     kvq__namespaces_close(core);
     close_memory(core);
 }
@@ -222,6 +229,7 @@ void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
 static void tell_stalled(struct kvq__core *core, const struct kvq__lane *lane)
 {
     const struct kvq__session *s = kvq__lane_withholds(lane);
+    assert(lane->client && (!s || s->core == core));
     kvq__event(core, KVQ__EVENT_CLIENT_STALLED, s ? s->ns->name : "", s ? s->name : "",
                lane->client->id,
                s ? "its stream does not signal, so its work on the GPU waits, and so do all others "
@@ -273,6 +281,7 @@ bool kvq__core_poll(struct kvq__core *core)
 {
     struct kvq__lane *lane, *next;
     bool any = kvq__pools_poll(core);
+    assert(core->n_offloaded <= core->n_sessions && core->n_moving <= core->n_sessions);
     for (lane = LIST_FIRST(&core->lanes); lane; lane = next) {
         next = LIST_NEXT(lane, link);
         any |= kvq__lane_poll(lane);
@@ -290,6 +299,7 @@ bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *c
 {
     struct kvq__lane *lane;
     bool any = false;
+    assert(wake);
     LIST_FOREACH (lane, &core->lanes, link)
         any |= kvq__lane_wake(lane, wake, context);
     return any;

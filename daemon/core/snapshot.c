@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What administration sees: counters, and lists of what the asking user may know of.
+#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -10,6 +11,7 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
 {
     const struct kvq__pool *pool = &core->pools[0];
     uint64_t extents = pool->budget / pool->extent_bytes;
+    assert(pool->used_bytes <= pool->extents_taken && pool->extents_taken <= pool->budget);
     *status = (struct kvq__status){
         .pool_bytes = pool->budget,
         .pool_extent_bytes = pool->extents_taken,
@@ -24,11 +26,13 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
     const struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
         status->pool_largest_free += pool->extent_bytes;
+    assert(status->pool_largest_free <= pool->budget);
 }
 
 void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
 {
     const struct kvq__queue *q;
+    assert(core->n_offloaded <= core->n_sessions && core->n_demoted <= core->n_sessions);
     *counts = core->counts;
     counts->offloaded_now = core->n_offloaded;
     counts->demoted_now = core->n_demoted;
@@ -38,6 +42,7 @@ void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
 
 uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out)
 {
+    assert(core->n_pools >= 1 && core->n_pools <= 1 + KVQ_MAX_GPUS);
     for (uint32_t i = 1; i < core->n_pools; i++) {
         const struct kvq__pool *pool = &core->pools[i];
         out[i - 1] = (struct kvq__place_info){.place = kvq__pool_name(pool),
@@ -107,6 +112,7 @@ uint32_t kvq__core_clients(const struct kvq__core *core, const struct kvq__peer 
             break;
         if (c->id <= after || !may_see(peer, c))
             continue;
+        assert(c->connected_at <= core->now && c->n_handles <= KVQ_MAX_OPEN);
         struct kvq__client_info *info = &out[n++];
         *info = (struct kvq__client_info){
             .id = c->id,
