@@ -15,16 +15,16 @@ static int check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer *
 {
     long page = sysconf(_SC_PAGESIZE);
     if (!client || !buffer)
-        return kvq__fail(KVQ_E_INVALID, "a buffer needs a client and a place for its pointer");
+        return kvq__set_error(KVQ_E_INVALID, "a buffer needs a client and a place for its pointer");
     *buffer = NULL;
     if (bytes == 0)
-        return kvq__fail(KVQ_E_INVALID, "a buffer of 0 bytes: at least 1 is needed");
+        return kvq__set_error(KVQ_E_INVALID, "a buffer of 0 bytes: at least 1 is needed");
     if (bytes > KVQ_MAX_BUFFER_BYTES)
-        return kvq__fail(KVQ_E_LIMIT, "a buffer of %zu bytes: at most %llu are allowed", bytes,
-                         KVQ_MAX_BUFFER_BYTES);
+        return kvq__set_error(KVQ_E_LIMIT, "a buffer of %zu bytes: at most %llu are allowed", bytes,
+                              KVQ_MAX_BUFFER_BYTES);
     if (offset % (uint64_t)page)
-        return kvq__fail(KVQ_E_BUFFER, "offset %llu is not a multiple of the page size %ld",
-                         (unsigned long long)offset, page);
+        return kvq__set_error(KVQ_E_BUFFER, "offset %llu is not a multiple of the page size %ld",
+                              (unsigned long long)offset, page);
     return KVQ_OK;
 }
 
@@ -33,7 +33,7 @@ static kvq_buffer *make(kvq_client *client, uint64_t offset, size_t bytes)
 {
     kvq_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer) {
-        kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
         return NULL;
     }
     buffer->client = client;
@@ -64,8 +64,9 @@ void kvq__buffer_free(kvq_buffer *buffer)
 static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
 {
     if (reply->buffer == 0 || reply->bytes < buffer->bytes)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave buffer %u of %llu bytes for %zu bytes",
-                         reply->buffer, (unsigned long long)reply->bytes, buffer->bytes);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon gave buffer %u of %llu bytes for %zu bytes",
+                              reply->buffer, (unsigned long long)reply->bytes, buffer->bytes);
     buffer->id = reply->buffer;
     return KVQ_OK;
 }
@@ -145,9 +146,9 @@ int kvq__buffer_register(kvq_buffer *buffer)
 {
     if (buffer->kind == KVQ__BUFFER_HOST)
         return register_host(buffer);
-    struct kvq_gpu_context *before = kvq__gpu_enter(&buffer->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&buffer->here);
     int rc = register_gpu(buffer);
-    kvq__gpu_leave(&buffer->here, before);
+    kvq__context_leave(&buffer->here, before);
     return rc;
 }
 
@@ -200,24 +201,25 @@ static int check_memfd(int memfd, uint64_t offset, size_t bytes)
     struct stat st;
     int flags = fcntl(memfd, F_GETFL), seals = fcntl(memfd, F_GET_SEALS);
     if (flags < 0 || fstat(memfd, &st) < 0)
-        return kvq__fail(KVQ_E_BUFFER, "descriptor %d is not open", memfd);
+        return kvq__set_error(KVQ_E_BUFFER, "descriptor %d is not open", memfd);
     if (seals < 0)
-        return kvq__fail(KVQ_E_BUFFER,
-                         "descriptor %d is not a memfd; make one with memfd_create(..., "
-                         "MFD_ALLOW_SEALING)",
-                         memfd);
+        return kvq__set_error(KVQ_E_BUFFER,
+                              "descriptor %d is not a memfd; make one with memfd_create(..., "
+                              "MFD_ALLOW_SEALING)",
+                              memfd);
     if ((flags & O_ACCMODE) != O_RDWR || (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)))
-        return kvq__fail(KVQ_E_BUFFER, "memfd %d is not writable for the daemon (seals %#x)", memfd,
-                         (unsigned)seals);
+        return kvq__set_error(KVQ_E_BUFFER, "memfd %d is not writable for the daemon (seals %#x)",
+                              memfd, (unsigned)seals);
     if (offset > (uint64_t)st.st_size || bytes > (uint64_t)st.st_size - offset)
-        return kvq__fail(KVQ_E_BUFFER,
-                         "memfd %d has %lld bytes: %zu from offset %llu reach behind its end",
-                         memfd, (long long)st.st_size, bytes, (unsigned long long)offset);
+        return kvq__set_error(KVQ_E_BUFFER,
+                              "memfd %d has %lld bytes: %zu from offset %llu reach behind its end",
+                              memfd, (long long)st.st_size, bytes, (unsigned long long)offset);
     if (!(seals & F_SEAL_SHRINK) && fcntl(memfd, F_ADD_SEALS, F_SEAL_SHRINK) < 0)
-        return kvq__fail(KVQ_E_BUFFER,
-                         "memfd %d cannot be sealed against shrinking (seals %#x); make it with "
-                         "MFD_ALLOW_SEALING",
-                         memfd, (unsigned)seals);
+        return kvq__set_error(
+            KVQ_E_BUFFER,
+            "memfd %d cannot be sealed against shrinking (seals %#x); make it with "
+            "MFD_ALLOW_SEALING",
+            memfd, (unsigned)seals);
     return KVQ_OK;
 }
 
@@ -227,7 +229,7 @@ static int map_imported(kvq_buffer *buffer)
     void *mapping = mmap(NULL, buffer->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, buffer->memfd,
                          (off_t)buffer->offset);
     if (mapping == MAP_FAILED)
-        return kvq__fail_errno("cannot map %zu bytes of a memfd", buffer->bytes);
+        return kvq__set_error_errno("cannot map %zu bytes of a memfd", buffer->bytes);
     buffer->host = mapping;
     return KVQ_OK;
 }
@@ -245,7 +247,7 @@ int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size
         return KVQ_E_SYSTEM;
     made->memfd = fcntl(memfd, F_DUPFD_CLOEXEC, 0);
     if (made->memfd < 0)
-        rc = kvq__fail_errno("cannot duplicate descriptor %d", memfd);
+        rc = kvq__set_error_errno("cannot duplicate descriptor %d", memfd);
     else
         rc = map_imported(made);
     if (rc == KVQ_OK)
@@ -294,10 +296,11 @@ int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_
         return rc;
     kvq__gpu_place(client, here.uuid, place);
     if (gpu && !kvq_gpu_place_is(gpu, place))
-        return kvq__fail(KVQ_E_INVALID,
-                         "creating a buffer on %.60s: the current context is of %s; make one of "
-                         "that GPU current first",
-                         gpu, place);
+        return kvq__set_error(
+            KVQ_E_INVALID,
+            "creating a buffer on %.60s: the current context is of %s; make one of "
+            "that GPU current first",
+            gpu, place);
     kvq_buffer *made = make(client, 0, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
@@ -315,7 +318,8 @@ int kvq_buffer_import(kvq_client *client, void *device_pointer, size_t bytes, kv
     struct kvq__here here;
     int rc = check(client, 0, bytes, buffer);
     if (rc == KVQ_OK && !device_pointer)
-        rc = kvq__fail(KVQ_E_INVALID, "importing a buffer of a GPU: the device pointer is NULL");
+        rc = kvq__set_error(KVQ_E_INVALID,
+                            "importing a buffer of a GPU: the device pointer is NULL");
     if (rc == KVQ_OK)
         rc = kvq__gpu_here(client, "importing a buffer of a GPU", &here);
     if (rc)

@@ -45,8 +45,8 @@ static int write_at(kvq_capture *c, uint64_t at, const void *data, size_t n)
         if (put < 0 && errno == EINTR)
             continue;
         if (put < 0)
-            return c->failed = kvq__fail_errno("cannot write the capture file at byte %llu",
-                                               (unsigned long long)at);
+            return c->failed = kvq__set_error_errno("cannot write the capture file at byte %llu",
+                                                    (unsigned long long)at);
         from += put;
         at += (uint64_t)put;
         n -= (size_t)put;
@@ -73,20 +73,21 @@ static int put_row(kvq_capture *c, const struct kvq_layer *l)
 {
     uint32_t layer = c->header.layers++;
     if (l->kv_from > KVQ_MAX_LAYERS)
-        return kvq__fail(KVQ_E_SHAPE,
-                         "capturing layer %u: kv_from is %u; 0 is a cache of its own, 1 to %d are "
-                         "layers 0 to %d",
-                         layer, l->kv_from, KVQ_MAX_LAYERS, KVQ_MAX_LAYERS - 1);
+        return kvq__set_error(
+            KVQ_E_SHAPE,
+            "capturing layer %u: kv_from is %u; 0 is a cache of its own, 1 to %d are "
+            "layers 0 to %d",
+            layer, l->kv_from, KVQ_MAX_LAYERS, KVQ_MAX_LAYERS - 1);
     if (l->kv_from && l->kv_from - 1 != layer)
         return KVQ_OK; // all 0: it has no keys of its own
     if (l->kv_heads == 0 || l->q_heads == 0 || l->q_heads % l->kv_heads ||
         l->q_heads > KVQ_MAX_HEADS || l->k_dim == 0 || l->k_dim > KVQ_MAX_CAPTURE_DIM ||
         l->v_dim == 0 || l->v_dim > KVQ_MAX_CAPTURE_DIM)
-        return kvq__fail(KVQ_E_SHAPE,
-                         "capturing layer %u: %u query heads, %u KV heads, head_dim %u and %u; at "
-                         "most %d heads and head_dim %d can be, and none may be 0",
-                         layer, l->q_heads, l->kv_heads, l->k_dim, l->v_dim, KVQ_MAX_HEADS,
-                         KVQ_MAX_CAPTURE_DIM);
+        return kvq__set_error(
+            KVQ_E_SHAPE,
+            "capturing layer %u: %u query heads, %u KV heads, head_dim %u and %u; at "
+            "most %d heads and head_dim %d can be, and none may be 0",
+            layer, l->q_heads, l->kv_heads, l->k_dim, l->v_dim, KVQ_MAX_HEADS, KVQ_MAX_CAPTURE_DIM);
     c->rows[layer] = (struct kvq_capture_row){l->q_heads, l->kv_heads, l->k_dim, l->v_dim};
     return KVQ_OK;
 }
@@ -96,23 +97,23 @@ static int put_rows(kvq_capture *c, const struct kvq_capture_options *o)
     for (uint32_t i = 0; i < o->n_layers; i++) {
         uint32_t repeat = o->layers[i].repeat ? o->layers[i].repeat : 1;
         if (repeat > KVQ_MAX_LAYERS - c->header.layers)
-            return kvq__fail(KVQ_E_LIMIT, "capturing more than %d layers", KVQ_MAX_LAYERS);
+            return kvq__set_error(KVQ_E_LIMIT, "capturing more than %d layers", KVQ_MAX_LAYERS);
         for (uint32_t r = 0; r < repeat; r++) {
             int rc = put_row(c, &o->layers[i]);
             if (rc)
                 return rc;
         }
     }
-    return c->header.layers ? KVQ_OK : kvq__fail(KVQ_E_INVALID, "capturing 0 layers");
+    return c->header.layers ? KVQ_OK : kvq__set_error(KVQ_E_INVALID, "capturing 0 layers");
 }
 
 static int prepare(kvq_capture *c, const struct kvq_capture_options *o)
 {
     size_t length = o->model ? strlen(o->model) : 0;
     if (length >= sizeof c->header.model || (o->model && !kvq_text_valid(o->model, length)))
-        return kvq__fail(KVQ_E_INVALID,
-                         "the capture's model name has %zu bytes; up to %zu of UTF-8 are allowed",
-                         length, sizeof c->header.model - 1);
+        return kvq__set_error(
+            KVQ_E_INVALID, "the capture's model name has %zu bytes; up to %zu of UTF-8 are allowed",
+            length, sizeof c->header.model - 1);
     memcpy(c->header.magic, KVQ_CAPTURE_MAGIC, sizeof c->header.magic);
     if (o->model)
         memcpy(c->header.model, o->model, length);
@@ -126,7 +127,7 @@ static int take_options(struct kvq_capture_options *to, const struct kvq_capture
 {
     int rc = KVQ__SIZED_TAKE(to, from, "kvq_capture_options");
     if (rc == KVQ_OK && to->n_layers && !to->layers)
-        rc = kvq__fail(KVQ_E_INVALID, "a capture of %u rows of layers at NULL", to->n_layers);
+        rc = kvq__set_error(KVQ_E_INVALID, "a capture of %u rows of layers at NULL", to->n_layers);
     return rc;
 }
 
@@ -134,8 +135,8 @@ int kvq_capture_open(const char *path, const struct kvq_capture_options *options
                      kvq_capture **capture)
 {
     if (!path || !capture || !options)
-        return kvq__fail(KVQ_E_INVALID, "a capture needs a path, options, and a place for its "
-                                        "pointer");
+        return kvq__set_error(KVQ_E_INVALID, "a capture needs a path, options, and a place for its "
+                                             "pointer");
     *capture = NULL;
     struct kvq_capture_options o;
     int rc = take_options(&o, options);
@@ -143,14 +144,14 @@ int kvq_capture_open(const char *path, const struct kvq_capture_options *options
         return rc;
     kvq_capture *c = calloc(1, sizeof *c);
     if (!c)
-        return kvq__fail_errno("no memory for a capture");
+        return kvq__set_error_errno("no memory for a capture");
     c->fd = -1;
     rc = prepare(c, &o);
     if (rc)
         goto error;
     c->tracks = calloc(KVQ_MAX_CAPTURE_SESSIONS, sizeof *c->tracks);
     c->fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    rc = !c->tracks || c->fd < 0 ? kvq__fail_errno("cannot make %s", path) : write_head(c);
+    rc = !c->tracks || c->fd < 0 ? kvq__set_error_errno("cannot make %s", path) : write_head(c);
     if (rc)
         goto error;
     c->end = kvq_capture_first_chunk(c->header.layers);
@@ -219,9 +220,9 @@ struct source {
 static int copy(const kvq_buffer *b, uint64_t offset, void *to, uint64_t n, const char *name)
 {
     if (offset > b->bytes || n > b->bytes - offset)
-        return kvq__fail(KVQ_E_BOUNDS,
-                         "capturing %s: %llu bytes at %llu reach behind the buffer's %zu", name,
-                         (unsigned long long)n, (unsigned long long)offset, b->bytes);
+        return kvq__set_error(KVQ_E_BOUNDS,
+                              "capturing %s: %llu bytes at %llu reach behind the buffer's %zu",
+                              name, (unsigned long long)n, (unsigned long long)offset, b->bytes);
     if (b->data) {
         memcpy(to, (const uint8_t *)b->data + offset, n);
         return KVQ_OK;
@@ -230,7 +231,7 @@ static int copy(const kvq_buffer *b, uint64_t offset, void *to, uint64_t n, cons
         return kvq__gpu_buffer_read(b, offset, to, n);
     ssize_t got = pread(b->memfd, to, n, (off_t)(b->offset + offset));
     return got == (ssize_t)n ? KVQ_OK
-                             : kvq__fail_errno("capturing %s: cannot read its memfd", name);
+                             : kvq__set_error_errno("capturing %s: cannot read its memfd", name);
 }
 
 // Offset of a token's row of head 0.
@@ -246,7 +247,7 @@ static int token_offset(const struct source *s, uint32_t t, uint64_t *offset)
     int rc = copy(p->list, p->list_offset + 4 * (s->list_row + i / p->page_tokens), &page,
                   sizeof page, "the list of pages");
     if (rc == KVQ_OK && page < 0)
-        rc = kvq__fail(KVQ_E_BOUNDS, "capturing %s: page %d", s->name, page);
+        rc = kvq__set_error(KVQ_E_BOUNDS, "capturing %s: page %d", s->name, page);
     *offset = s->tensor->offset + (uint64_t)page * s->page_stride +
               i % p->page_tokens * s->tensor->token_stride;
     return rc;
@@ -276,7 +277,7 @@ static int make_room(kvq_capture *c, size_t bytes)
         return KVQ_OK;
     uint8_t *more = realloc(c->data, bytes);
     if (!more)
-        return kvq__fail_errno("no memory for %zu bytes of a capture", bytes);
+        return kvq__set_error_errno("no memory for %zu bytes of a capture", bytes);
     c->data = more;
     c->room = bytes;
     return KVQ_OK;
@@ -302,8 +303,8 @@ static int append_entry(kvq_capture *c, const struct kvq_work *w, const struct k
 {
     const struct kvq_capture_row *r = &c->rows[w->layer];
     if (c->queries && e->queries != e->append)
-        return kvq__fail(KVQ_E_INVALID, "capturing %u query tokens for %u tokens", e->queries,
-                         e->append);
+        return kvq__set_error(KVQ_E_INVALID, "capturing %u query tokens for %u tokens", e->queries,
+                              e->append);
     const struct track *t = track_step(c, e, w->layer);
     if (!t || t->take == 0 || c->chunks == KVQ_MAX_CAPTURE_CHUNKS)
         return KVQ_OK;
@@ -336,9 +337,9 @@ static int append_entry(kvq_capture *c, const struct kvq_work *w, const struct k
 static int check_tensor(const struct kvq_tensor *t, const char *name)
 {
     if (!t->buffer)
-        return kvq__fail(KVQ_E_BUFFER, "capturing needs %s, but its buffer is NULL", name);
+        return kvq__set_error(KVQ_E_BUFFER, "capturing needs %s, but its buffer is NULL", name);
     if (!kvq_capture_element(t->dtype))
-        return kvq__fail(KVQ_E_DTYPE, "capturing %s: dtype %u is unknown", name, t->dtype);
+        return kvq__set_error(KVQ_E_DTYPE, "capturing %s: dtype %u is unknown", name, t->dtype);
     return KVQ_OK;
 }
 
@@ -346,13 +347,15 @@ static int check_append(const kvq_capture *c, const struct kvq_work *w,
                         const struct kvq_entry *entries, uint32_t n)
 {
     if (!c || !w || (n && !entries))
-        return kvq__fail(KVQ_E_INVALID, "capturing needs a capture, work and entries");
+        return kvq__set_error(KVQ_E_INVALID, "capturing needs a capture, work and entries");
     if (c->failed)
-        return kvq__fail(c->failed, "the capture failed before: nothing more is written to it");
+        return kvq__set_error(c->failed,
+                              "the capture failed before: nothing more is written to it");
     if (w->layer >= c->header.layers || c->rows[w->layer].kv_heads == 0)
-        return kvq__fail(KVQ_E_SHAPE, "capturing layer %u: it has no keys of its own", w->layer);
+        return kvq__set_error(KVQ_E_SHAPE, "capturing layer %u: it has no keys of its own",
+                              w->layer);
     if (w->pages.page_tokens && !w->pages.list)
-        return kvq__fail(KVQ_E_BUFFER, "capturing pages needs a list, but its buffer is NULL");
+        return kvq__set_error(KVQ_E_BUFFER, "capturing pages needs a list, but its buffer is NULL");
     int rc = check_tensor(&w->k, "k");
     if (rc == KVQ_OK)
         rc = check_tensor(&w->v, "v");
@@ -385,7 +388,7 @@ int kvq_capture_close(kvq_capture **capture)
     int rc = c->failed;
     // Behind the last whole chunk may stand a part of one that found no room.
     if (ftruncate(c->fd, (off_t)c->end) < 0 && rc == KVQ_OK)
-        rc = kvq__fail_errno("cannot set the length of the capture file");
+        rc = kvq__set_error_errno("cannot set the length of the capture file");
     if (rc == KVQ_OK) {
         c->header.chunks = c->chunks;
         c->header.bytes = c->chunks ? c->end : 0;
@@ -393,7 +396,7 @@ int kvq_capture_close(kvq_capture **capture)
         rc = write_head(c);
     }
     if (close(c->fd) < 0 && rc == KVQ_OK)
-        rc = kvq__fail_errno("cannot close the capture file");
+        rc = kvq__set_error_errno("cannot close the capture file");
     free(c->data);
     free(c->tracks);
     free(c);

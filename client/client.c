@@ -28,9 +28,9 @@ static int choose_runtime_dir(kvq_client *client, const char *given)
     else
         n = snprintf(client->runtime_dir, sizeof client->runtime_dir, "/run/kvqd");
     if (n < 0 || (size_t)n >= sizeof client->runtime_dir)
-        return kvq__fail(KVQ_E_INVALID,
-                         "the runtime directory's path has %d bytes, at most %zu fit", n,
-                         sizeof client->runtime_dir - 1);
+        return kvq__set_error(KVQ_E_INVALID,
+                              "the runtime directory's path has %d bytes, at most %zu fit", n,
+                              sizeof client->runtime_dir - 1);
     return KVQ_OK;
 }
 
@@ -42,11 +42,12 @@ static int choose_name(kvq_client *client, const char *given)
     if (!given && !(valid && fits))
         name = "unnamed";
     else if (!valid)
-        return kvq__fail(KVQ_E_INVALID,
-                         "the client's name is not UTF-8 without control characters");
+        return kvq__set_error(KVQ_E_INVALID,
+                              "the client's name is not UTF-8 without control characters");
     else if (!fits)
-        return kvq__fail(KVQ_E_LIMIT, "the client's name has %zu bytes, at most %zu are allowed",
-                         strlen(name), sizeof client->name - 1);
+        return kvq__set_error(KVQ_E_LIMIT,
+                              "the client's name has %zu bytes, at most %zu are allowed",
+                              strlen(name), sizeof client->name - 1);
     copy_text(client->name, sizeof client->name, name);
     return KVQ_OK;
 }
@@ -59,7 +60,7 @@ static int client_make(const struct kvq_connect_options *options, kvq_client **m
     if (!client || !arena) {
         free(client);
         free(arena);
-        kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
         return KVQ_E_SYSTEM;
     }
     client->socket = -1;
@@ -96,10 +97,10 @@ static int map_page(kvq_client *client, int fd, uint64_t epoch)
         return rc;
     client->page = mapping;
     if (client->page->magic != KVQ_SHM_MAGIC_DAEMON || client->page->epoch != epoch)
-        return kvq__fail(KVQ_E_PROTOCOL,
-                         "the daemon's page has mark %#x and epoch %llx, its reply %#x and %llx",
-                         client->page->magic, (unsigned long long)client->page->epoch,
-                         KVQ_SHM_MAGIC_DAEMON, (unsigned long long)epoch);
+        return kvq__set_error(
+            KVQ_E_PROTOCOL, "the daemon's page has mark %#x and epoch %llx, its reply %#x and %llx",
+            client->page->magic, (unsigned long long)client->page->epoch, KVQ_SHM_MAGIC_DAEMON,
+            (unsigned long long)epoch);
     return KVQ_OK;
 }
 
@@ -107,11 +108,11 @@ static int check_agreed(const Kvq__HelloReply *hello)
 {
     if (hello->protocol >= KVQ_PROTOCOL_MIN && hello->protocol <= KVQ_PROTOCOL_MAX)
         return KVQ_OK;
-    return kvq__fail(KVQ_E_VERSION,
-                     "the daemon (version %s) speaks protocol %u, this library (%s) speaks %d to "
-                     "%d; install matching versions",
-                     hello->daemon_version, hello->protocol, kvq_version(), KVQ_PROTOCOL_MIN,
-                     KVQ_PROTOCOL_MAX);
+    return kvq__set_error(
+        KVQ_E_VERSION,
+        "the daemon (version %s) speaks protocol %u, this library (%s) speaks %d to "
+        "%d; install matching versions",
+        hello->daemon_version, hello->protocol, kvq_version(), KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
 }
 
 static int say_hello(kvq_client *client)
@@ -135,7 +136,7 @@ static int say_hello(kvq_client *client)
     const Kvq__HelloReply *reply = call.reply->hello;
     rc = check_agreed(reply);
     if (rc == KVQ_OK)
-        rc = kvq__gpu_take(client, reply);
+        rc = kvq__gpus_learn(client, reply);
     if (rc == KVQ_OK)
         rc = map_page(client, call.fds[0], call.reply->epoch);
     kvq__close_fds(call.fds, 1);
@@ -179,7 +180,7 @@ int kvq_connect(const struct kvq_connect_options *options, kvq_client **client)
 {
     struct kvq_connect_options o = {0};
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_connect: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_connect: client is NULL");
     *client = NULL;
     kvq_client *made = NULL;
     int rc = options ? KVQ__SIZED_TAKE(&o, options, "kvq_connect_options") : KVQ_OK;
@@ -223,7 +224,7 @@ void kvq_disconnect(kvq_client **client)
 int kvq_daemon_gpus(kvq_client *client, struct kvq_gpu_info *gpus, uint32_t max, uint32_t *n)
 {
     if (!client || !n || (max > 0 && !gpus))
-        return kvq__fail(KVQ_E_INVALID, "kvq_daemon_gpus: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_daemon_gpus: an argument is NULL");
     *n = client->n_gpus;
     for (uint32_t i = 0; i < client->n_gpus && i < max; i++) {
         kvq__gpu_place(client, client->gpus[i].uuid, gpus[i].place);
@@ -235,7 +236,7 @@ int kvq_daemon_gpus(kvq_client *client, struct kvq_gpu_info *gpus, uint32_t max,
 int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info)
 {
     if (!client || !info)
-        return kvq__fail(KVQ_E_INVALID, "kvq_daemon_info: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_daemon_info: an argument is NULL");
     int rc = kvq__sized_check(info, "kvq_daemon_info");
     if (rc == KVQ_OK)
         kvq__sized_give(info, &client->info, sizeof client->info);
@@ -286,7 +287,7 @@ static void leave(kvq_client *client, bool wait)
 int kvq_reattach(kvq_client *client, uint32_t *lost)
 {
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_reattach: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_reattach: client is NULL");
     uint64_t epoch = client->info.epoch;
     leave(client, true);
     int rc = attach_again(client);
@@ -299,9 +300,10 @@ int kvq_reattach(kvq_client *client, uint32_t *lost)
     if (lost)
         *lost = held;
     if (client->info.epoch != epoch)
-        return kvq__fail(KVQ_E_EPOCH,
-                         "the daemon was restarted; %u session handles of this client are lost; "
-                         "open named sessions again and see what they hold",
-                         held);
+        return kvq__set_error(
+            KVQ_E_EPOCH,
+            "the daemon was restarted; %u session handles of this client are lost; "
+            "open named sessions again and see what they hold",
+            held);
     return KVQ_OK;
 }

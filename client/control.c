@@ -17,7 +17,7 @@ static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n
     for (;;) {
         char text[KVQ_TEXT_BYTES] = "";
         size_t n;
-        int rc = kvq__packet_receive(client->socket, client->packet, sizeof client->packet, &n,
+        int rc = kvq__socket_receive(client->socket, client->packet, sizeof client->packet, &n,
                                      call->fds, n_fds, deadline_ns);
         if (rc)
             return rc;
@@ -29,11 +29,11 @@ static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n
         kvq__close_fds(call->fds, *n_fds);
         *n_fds = 0;
         if (rc)
-            return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's reply cannot be read: %s",
-                             call->what, text);
+            return kvq__set_error(KVQ_E_PROTOCOL, "%s: the daemon's reply cannot be read: %s",
+                                  call->what, text);
         // Number 0 answers no call: the daemon says why it is about to close the connection.
         if (call->reply->id == 0 && call->reply->status < 0)
-            return kvq__fail(call->reply->status, "%s: %s", call->what, call->reply->text);
+            return kvq__set_error(call->reply->status, "%s: %s", call->what, call->reply->text);
     }
 }
 
@@ -41,15 +41,15 @@ static int check_reply(struct kvq__call *call, uint32_t n_fds)
 {
     const Kvq__Reply *reply = call->reply;
     if (reply->status < 0)
-        return kvq__fail(reply->status, "%s: %s", call->what,
-                         *reply->text ? reply->text : kvq_strerror(reply->status));
+        return kvq__set_error(reply->status, "%s: %s", call->what,
+                              *reply->text ? reply->text : kvq_strerror(reply->status));
     bool counted = n_fds == call->want_fds || call->want_fds == KVQ__ANY_FDS;
     if (reply->status > 0 || reply->result_case != call->want || !counted)
-        return kvq__fail(KVQ_E_PROTOCOL,
-                         "%s: the daemon answered status %d, result %d and %u descriptors; %d "
-                         "and %u belong to it",
-                         call->what, reply->status, (int)reply->result_case, n_fds, (int)call->want,
-                         call->want_fds);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "%s: the daemon answered status %d, result %d and %u descriptors; %d "
+                              "and %u belong to it",
+                              call->what, reply->status, (int)reply->result_case, n_fds,
+                              (int)call->want, call->want_fds);
     return KVQ_OK;
 }
 
@@ -61,9 +61,9 @@ static int send_request(kvq_client *client, struct kvq__call *call, uint64_t dea
     call->request.protocol = client->info.protocol;
     int rc = kvq_request_pack(&call->request, client->packet, sizeof client->packet, &length);
     if (rc)
-        return kvq__fail(rc, "%s: the request does not fit a packet of %d bytes", call->what,
-                         KVQ_MAX_MESSAGE);
-    rc = kvq__packet_send(client->socket, client->packet, length, call->send_fd, deadline_ns);
+        return kvq__set_error(rc, "%s: the request does not fit a packet of %d bytes", call->what,
+                              KVQ_MAX_MESSAGE);
+    rc = kvq__socket_send(client->socket, client->packet, length, call->send_fd, deadline_ns);
     // What cannot even be handed over can never be taken back. The daemon sees the connection's
     // end when it looks again, behind all that it has not taken yet.
     if (rc == KVQ_E_DEADLINE)
@@ -88,22 +88,23 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     uint64_t deadline = kvq__now_ns() + (uint64_t)timeout_ms * 1000000u;
     uint32_t n_fds = 0;
     if (client->socket < 0)
-        return kvq__fail(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
-                         call->what);
+        return kvq__set_error(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
+                              call->what);
     int rc = send_request(client, call, deadline);
     if (rc == KVQ_E_DEADLINE)
-        return kvq__fail(KVQ_E_DISCONNECTED,
-                         "%s: the daemon took no requests for %u ms and earlier ones fill the "
-                         "connection, so it was closed; see whether kvqd is stopped; kvq_reattach "
-                         "connects again",
-                         call->what, timeout_ms);
+        return kvq__set_error(
+            KVQ_E_DISCONNECTED,
+            "%s: the daemon took no requests for %u ms and earlier ones fill the "
+            "connection, so it was closed; see whether kvqd is stopped; kvq_reattach "
+            "connects again",
+            call->what, timeout_ms);
     // Even where the connection is closed there may be words why.
     if (rc == 0 || rc == KVQ_E_DISCONNECTED)
         rc = receive_reply(client, call, &n_fds, deadline);
     if (rc == KVQ_E_DEADLINE) {
         kvq__give_back(client);
-        return kvq__fail(rc, "%s: the daemon did not answer within %u ms", call->what,
-                         client->timeout_ms);
+        return kvq__set_error(rc, "%s: the daemon did not answer within %u ms", call->what,
+                              client->timeout_ms);
     }
     if (rc)
         return rc;

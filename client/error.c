@@ -27,7 +27,7 @@ const char *kvq_version(void)
     return STRING(KVQ_VERSION_MAJOR) "." STRING(KVQ_VERSION_MINOR) "." STRING(KVQ_VERSION_PATCH);
 }
 
-int kvq__fail(int code, const char *format, ...)
+int kvq__set_error(int code, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -36,7 +36,7 @@ int kvq__fail(int code, const char *format, ...)
     return code;
 }
 
-int kvq__fail_errno(const char *format, ...)
+int kvq__set_error_errno(const char *format, ...)
 {
     int error = errno;
     char reason[128];

@@ -15,18 +15,20 @@ static int open_one(const struct kvq__here *here, const ProtobufCBinaryData *fro
     char text[KVQ__TEXT_BYTES / 2];
     struct kvq_gpu_ipc_event handle;
     if (from->len != sizeof handle.bytes)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's handle of an event has %zu bytes, not %zu",
-                         from->len, sizeof handle.bytes);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon's handle of an event has %zu bytes, not %zu", from->len,
+                              sizeof handle.bytes);
     memcpy(handle.bytes, from->data, sizeof handle.bytes);
     int result = here->driver->ipc_event_open(event, handle);
     if (result == KVQ_GPU_OK)
         return KVQ_OK;
     *event = NULL;
     kvq_gpu_fault(here->driver, result, "opening the daemon's events", text, sizeof text);
-    return kvq__fail(KVQ_E_UNSUPPORTED,
-                     "%s; containers must share /dev/shm (--ipc=host) and have different pids for "
-                     "that; KVQ_GPU_ORDER=host works without",
-                     text);
+    return kvq__set_error(
+        KVQ_E_UNSUPPORTED,
+        "%s; containers must share /dev/shm (--ipc=host) and have different pids for "
+        "that; KVQ_GPU_ORDER=host works without",
+        text);
 }
 
 static int take(struct kvq__timeline *t, const Kvq__OpenEventsReply *reply)
@@ -34,10 +36,10 @@ static int take(struct kvq__timeline *t, const Kvq__OpenEventsReply *reply)
     size_t n = reply->n_ready;
     int rc = KVQ_OK;
     if (n == 0 || n > KVQ_QUEUE_EVENTS || reply->n_done != n)
-        return kvq__fail(KVQ_E_PROTOCOL,
-                         "the daemon sent %zu and %zu events, 1 to %d of each are "
-                         "agreed",
-                         n, reply->n_done, KVQ_QUEUE_EVENTS);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon sent %zu and %zu events, 1 to %d of each are "
+                              "agreed",
+                              n, reply->n_done, KVQ_QUEUE_EVENTS);
     t->n_events = (uint32_t)n;
     for (size_t i = 0; i < n && rc == KVQ_OK; i++) {
         rc = open_one(&t->here, &reply->ready[i], &t->ready_events[i]);
@@ -64,8 +66,9 @@ int kvq__events_open(kvq_queue *queue, struct kvq__timeline *t)
                              .want = KVQ__REPLY__RESULT_OPEN_EVENTS,
                              .what = "opening a queue's events"};
     if (!daemon_has_events(client, &t->here))
-        return kvq__fail(KVQ_E_UNSUPPORTED, "the daemon has no events that other processes can "
-                                            "open on this GPU; kvqctl doctor says more");
+        return kvq__set_error(KVQ_E_UNSUPPORTED,
+                              "the daemon has no events that other processes can "
+                              "open on this GPU; kvqctl doctor says more");
     message.queue = queue->id;
     message.gpu.data = t->here.uuid;
     message.gpu.len = sizeof t->here.uuid;
@@ -96,7 +99,7 @@ static int fault(const struct kvq__here *here, int result, const char *what)
 {
     char text[KVQ__TEXT_BYTES / 2];
     kvq_gpu_fault(here->driver, result, what, text, sizeof text);
-    return kvq__fail(kvq__gpu_code(result), "%s", text);
+    return kvq__set_error(kvq__gpu_code(result), "%s", text);
 }
 
 int kvq__events_send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)

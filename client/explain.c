@@ -100,12 +100,12 @@ static bool explain_extents(const struct subject *s, const char *where,
         uint64_t end = end_of(e);
         if (e->view->buffer == 0 || end <= bytes)
             continue;
-        kvq__fail(KVQ_E_BOUNDS,
-                  "%s: %s rows %" PRIu64 " to %" PRIu64 " (offset %" PRIu64 ", strides %" PRIu64
-                  " and %" PRIu64 ", %u heads of %u) end at byte %" PRIu64
-                  ", its buffer has %zu bytes",
-                  where, e->name, e->first, e->first + e->rows - 1, e->view->offset,
-                  e->view->token_stride, e->view->head_stride, e->heads, e->dim, end, bytes);
+        kvq__set_error(KVQ_E_BOUNDS,
+                       "%s: %s rows %" PRIu64 " to %" PRIu64 " (offset %" PRIu64
+                       ", strides %" PRIu64 " and %" PRIu64 ", %u heads of %u) end at byte %" PRIu64
+                       ", its buffer has %zu bytes",
+                       where, e->name, e->first, e->first + e->rows - 1, e->view->offset,
+                       e->view->token_stride, e->view->head_stride, e->heads, e->dim, end, bytes);
         return true;
     }
     return false;
@@ -146,14 +146,14 @@ static bool explain_layer(const struct subject *s)
     const struct kvq__shape *shape = s->handle ? s->handle->shape : NULL;
     uint32_t layer = s->request->layer;
     if (shape && s->request->op == KVQ_OP_STEP && layer != shape->layers) {
-        kvq__fail(KVQ_E_SHAPE, "%s: K and V of %u layers were given, the session has %u", s->where,
-                  layer, shape->layers);
+        kvq__set_error(KVQ_E_SHAPE, "%s: K and V of %u layers were given, the session has %u",
+                       s->where, layer, shape->layers);
         return true;
     }
     if (!has_layer(s->request->op) || !shape || layer < shape->layers)
         return false;
-    kvq__fail(KVQ_E_SHAPE, "%s: the session has %u layers, 0 to %u", s->where, shape->layers,
-              shape->layers - 1);
+    kvq__set_error(KVQ_E_SHAPE, "%s: the session has %u layers, 0 to %u", s->where, shape->layers,
+                   shape->layers - 1);
     return true;
 }
 
@@ -161,23 +161,25 @@ static bool explain_limits(const struct subject *s)
 {
     const struct kvq_entry *e = s->entry;
     if (s->request->op == KVQ_OP_FORK) // of a fork the daemon limits nothing else by this code
-        kvq__fail(KVQ_E_LIMIT,
-                  "%s: this client has %d sessions open, the most it can have; it was not forked; "
-                  "close some (kvq_session_close), or fork from another client",
-                  s->where, KVQ_MAX_OPEN);
+        kvq__set_error(
+            KVQ_E_LIMIT,
+            "%s: this client has %d sessions open, the most it can have; it was not forked; "
+            "close some (kvq_session_close), or fork from another client",
+            s->where, KVQ_MAX_OPEN);
     else if (e->append > KVQ_MAX_STEP_TOKENS)
-        kvq__fail(KVQ_E_LIMIT, "%s: %u tokens, at most %d go into one step", s->where, e->append,
-                  KVQ_MAX_STEP_TOKENS);
+        kvq__set_error(KVQ_E_LIMIT, "%s: %u tokens, at most %d go into one step", s->where,
+                       e->append, KVQ_MAX_STEP_TOKENS);
     else if (e->queries > KVQ_MAX_STEP_QUERIES)
-        kvq__fail(KVQ_E_LIMIT, "%s: %u query tokens, at most %d go into one call", s->where,
-                  e->queries, KVQ_MAX_STEP_QUERIES);
+        kvq__set_error(KVQ_E_LIMIT, "%s: %u query tokens, at most %d go into one call", s->where,
+                       e->queries, KVQ_MAX_STEP_QUERIES);
     else if (e->position + e->append > KVQ_MAX_SESSION_TOKENS)
-        kvq__fail(KVQ_E_LIMIT, "%s: %" PRIu64 " and %u more tokens, a session holds at most %d",
-                  s->where, e->position, e->append, KVQ_MAX_SESSION_TOKENS);
+        kvq__set_error(KVQ_E_LIMIT,
+                       "%s: %" PRIu64 " and %u more tokens, a session holds at most %d", s->where,
+                       e->position, e->append, KVQ_MAX_SESSION_TOKENS);
     else if (e->queries > KVQ_MAX_GPU_QUERIES)
-        kvq__fail(KVQ_E_LIMIT,
-                  "%s: %u query tokens, at most %d go into one call for a session on a GPU",
-                  s->where, e->queries, KVQ_MAX_GPU_QUERIES);
+        kvq__set_error(KVQ_E_LIMIT,
+                       "%s: %u query tokens, at most %d go into one call for a session on a GPU",
+                       s->where, e->queries, KVQ_MAX_GPU_QUERIES);
     else
         return false;
     return true;
@@ -185,19 +187,19 @@ static bool explain_limits(const struct subject *s)
 
 static bool explain_position(const struct subject *s)
 {
-    kvq__fail(KVQ_E_POSITION,
-              "%s: position %" PRIu64 " was given, the session holds %" PRIu64
-              " tokens; nothing was done; take its count from kvq_session_info and send again "
-              "what lies behind it",
-              s->where, s->entry->position, s->entry->value);
+    kvq__set_error(KVQ_E_POSITION,
+                   "%s: position %" PRIu64 " was given, the session holds %" PRIu64
+                   " tokens; nothing was done; take its count from kvq_session_info and send again "
+                   "what lies behind it",
+                   s->where, s->entry->position, s->entry->value);
     return true;
 }
 
 static bool explain_stale(const struct subject *s)
 {
-    kvq__fail(KVQ_E_STALE,
-              "%s: the handle is %s; its session was closed, dropped or lost; open it again",
-              s->where, s->handle ? "known here, but no longer to the daemon" : "not open here");
+    kvq__set_error(
+        KVQ_E_STALE, "%s: the handle is %s; its session was closed, dropped or lost; open it again",
+        s->where, s->handle ? "known here, but no longer to the daemon" : "not open here");
     return true;
 }
 
@@ -210,10 +212,11 @@ static bool explain_rollback(const struct subject *s)
     else
         snprintf(what, sizeof what, "%u tokens back from %" PRIu64 " is too far",
                  s->request->op == KVQ_OP_TRUNCATE ? e->list_token : e->append, e->position);
-    kvq__fail(KVQ_E_ROLLBACK,
-              "%s: %s; %" PRIu64 " tokens are possible, nothing was changed; a session opened with "
-              "a larger max_rollback (at most %d) can go further back",
-              s->where, what, e->value, KVQ_MAX_ROLLBACK);
+    kvq__set_error(KVQ_E_ROLLBACK,
+                   "%s: %s; %" PRIu64
+                   " tokens are possible, nothing was changed; a session opened with "
+                   "a larger max_rollback (at most %d) can go further back",
+                   s->where, what, e->value, KVQ_MAX_ROLLBACK);
     return true;
 }
 
@@ -237,34 +240,36 @@ static bool explain_invalid(const struct subject *s)
     bool attends = r->op == KVQ_OP_ATTEND || r->op == KVQ_OP_APPEND_ATTEND;
     uint32_t source;
     if (attends && e->queries == 0)
-        kvq__fail(KVQ_E_INVALID, "%s: 0 query tokens, at least 1 is needed", s->where);
+        kvq__set_error(KVQ_E_INVALID, "%s: 0 query tokens, at least 1 is needed", s->where);
     else if (attends && e->append && e->queries > e->append)
-        kvq__fail(KVQ_E_INVALID, "%s: %u query tokens, but the step has only %u tokens", s->where,
-                  e->queries, e->append);
+        kvq__set_error(KVQ_E_INVALID, "%s: %u query tokens, but the step has only %u tokens",
+                       s->where, e->queries, e->append);
     else if ((r->flags & KVQ_REQ_PAGED_KV) && e->list_token >= r->page_tokens)
-        kvq__fail(KVQ_E_INVALID, "%s: %u tokens to skip in the first page, pages hold %u", s->where,
-                  e->list_token, r->page_tokens);
+        kvq__set_error(KVQ_E_INVALID, "%s: %u tokens to skip in the first page, pages hold %u",
+                       s->where, e->list_token, r->page_tokens);
     else if (r->op == KVQ_OP_ACCEPT)
-        kvq__fail(KVQ_E_INVALID, "%s: its list of %u indices must be ascending and below %u",
-                  s->where, e->list_token, e->append);
+        kvq__set_error(KVQ_E_INVALID, "%s: its list of %u indices must be ascending and below %u",
+                       s->where, e->list_token, e->append);
     else if (appends_elsewhere(s, &source))
-        kvq__fail(
+        kvq__set_error(
             KVQ_E_INVALID,
             "%s: the layer has no cache of its own, it reads that of layer %u (kv_from): hand "
             "K and V to that layer alone; this step can only be aborted",
             s->where, source);
     else if (r->op == KVQ_OP_APPEND || attends)
-        kvq__fail(KVQ_E_INVALID,
-                  "%s: %u tokens: all tokens of the step are appended at once, once for each "
-                  "layer with a cache of its own; strides and offsets are multiples of the dtype's "
-                  "size, rows and heads do not overlap, and no two entries write the same rows "
-                  "(q_row %u, %u queries)",
-                  s->where, e->append, e->q_row, e->queries);
+        kvq__set_error(
+            KVQ_E_INVALID,
+            "%s: %u tokens: all tokens of the step are appended at once, once for each "
+            "layer with a cache of its own; strides and offsets are multiples of the dtype's "
+            "size, rows and heads do not overlap, and no two entries write the same rows "
+            "(q_row %u, %u queries)",
+            s->where, e->append, e->q_row, e->queries);
     else if (r->op == KVQ_OP_READ)
-        kvq__fail(KVQ_E_INVALID,
-                  "%s: strides and offsets are multiples of the dtype's size, rows and heads do "
-                  "not overlap, and no two entries write the same rows (row %u, %u tokens)",
-                  s->where, e->row, e->append);
+        kvq__set_error(
+            KVQ_E_INVALID,
+            "%s: strides and offsets are multiples of the dtype's size, rows and heads do "
+            "not overlap, and no two entries write the same rows (row %u, %u tokens)",
+            s->where, e->row, e->append);
     else
         return false;
     return true;
@@ -286,15 +291,15 @@ static bool explain_reach(const struct subject *s)
     const kvq_client *c = s->queue->client;
     if (!has_layer(r->op))
         return false;
-    kvq__fail(KVQ_E_BUFFER,
-              "%s: a tensor lies where the session cannot reach it (k: %s, v: %s, q: %s, out: %s, "
-              "lse: %s); of sessions on a GPU they lie on that GPU, or in host memory that the "
-              "daemon could register; of sessions on the host in host memory%s",
-              s->where, place_of(c, &r->k), place_of(c, &r->v), place_of(c, &r->q),
-              place_of(c, &r->out), place_of(c, &r->lse),
-              r->flags & KVQ_REQ_ON_STREAM
-                  ? "; or the session is not of the GPU whose stream was given"
-                  : "");
+    kvq__set_error(
+        KVQ_E_BUFFER,
+        "%s: a tensor lies where the session cannot reach it (k: %s, v: %s, q: %s, out: %s, "
+        "lse: %s); of sessions on a GPU they lie on that GPU, or in host memory that the "
+        "daemon could register; of sessions on the host in host memory%s",
+        s->where, place_of(c, &r->k), place_of(c, &r->v), place_of(c, &r->q), place_of(c, &r->out),
+        place_of(c, &r->lse),
+        r->flags & KVQ_REQ_ON_STREAM ? "; or the session is not of the GPU whose stream was given"
+                                     : "");
     return true;
 }
 
@@ -304,30 +309,34 @@ static bool explain_shard(const struct subject *s)
     uint32_t shard = s->shard - 1;
     switch (s->entry->status) {
     case KVQ_E_NO_SESSION:
-        kvq__fail(KVQ_E_NO_SESSION,
-                  "%s: shard %u of this session does not exist; all its shards are opened before "
-                  "the first step of any",
-                  s->where, shard);
+        kvq__set_error(
+            KVQ_E_NO_SESSION,
+            "%s: shard %u of this session does not exist; all its shards are opened before "
+            "the first step of any",
+            s->where, shard);
         return true;
     case KVQ_E_CANCELLED:
-        kvq__fail(KVQ_E_CANCELLED,
-                  "%s: shard %u left the step (it was aborted, closed or taken over, its client "
-                  "died, or its K or V were not whole or not finite), so no shard has it; this one "
-                  "stands at %" PRIu64 " tokens; begin the step again on all of them",
-                  s->where, shard, s->entry->value);
+        kvq__set_error(
+            KVQ_E_CANCELLED,
+            "%s: shard %u left the step (it was aborted, closed or taken over, its client "
+            "died, or its K or V were not whole or not finite), so no shard has it; this one "
+            "stands at %" PRIu64 " tokens; begin the step again on all of them",
+            s->where, shard, s->entry->value);
         return true;
     case KVQ_E_BUSY:
-        kvq__fail(KVQ_E_BUSY,
-                  "%s: its step has ended and waits for shard %u, whose step this very queue would "
-                  "have to end first; end the step on all shards before anything else",
-                  s->where, shard);
+        kvq__set_error(
+            KVQ_E_BUSY,
+            "%s: its step has ended and waits for shard %u, whose step this very queue would "
+            "have to end first; end the step on all shards before anything else",
+            s->where, shard);
         return true;
     case KVQ_E_POSITION:
-        kvq__fail(KVQ_E_POSITION,
-                  "%s: shard %u began its step at another count, or ends it at another (%" PRIu64
-                  " tokens): nothing was committed on any shard; kvqctl session show says where "
-                  "each stands; truncate those that are ahead, and append alike to all",
-                  s->where, shard, s->entry->value);
+        kvq__set_error(
+            KVQ_E_POSITION,
+            "%s: shard %u began its step at another count, or ends it at another (%" PRIu64
+            " tokens): nothing was committed on any shard; kvqctl session show says where "
+            "each stands; truncate those that are ahead, and append alike to all",
+            s->where, shard, s->entry->value);
         return true;
     default:
         return false;
@@ -410,9 +419,9 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
              s.entry->session);
     if (!explain_code(&s)) {
         const char *more = advice(s.entry->status);
-        kvq__fail(s.entry->status, "%s: position %" PRIu64 ", %u tokens, %u queries: %s%s%s",
-                  s.where, s.entry->position, s.entry->append, s.entry->queries,
-                  kvq_strerror(s.entry->status), more ? "; " : "", more ? more : "");
+        kvq__set_error(s.entry->status, "%s: position %" PRIu64 ", %u tokens, %u queries: %s%s%s",
+                       s.where, s.entry->position, s.entry->append, s.entry->queries,
+                       kvq_strerror(s.entry->status), more ? "; " : "", more ? more : "");
     }
     pthread_mutex_unlock(&queue->client->table);
 }
@@ -425,11 +434,13 @@ static void explain_request(const struct kvq__pending *p)
         more = "there may have been no room in memory all the time: kvqctl status says so";
     name_request(where, sizeof where, &p->request);
     if (p->status == KVQ_E_DISCONNECTED || p->status == KVQ_E_CANCELLED)
-        kvq__fail(p->status, "%s of %u sessions: the connection was lost before the answer came%s",
-                  where, p->n, p->status == KVQ_E_CANCELLED ? "" : "; kvq_reattach connects again");
+        kvq__set_error(p->status,
+                       "%s of %u sessions: the connection was lost before the answer came%s", where,
+                       p->n, p->status == KVQ_E_CANCELLED ? "" : "; kvq_reattach connects again");
     else
-        kvq__fail(p->status, "%s of %u sessions (step %#" PRIx64 "): %s%s%s", where, p->n,
-                  p->request.step, kvq_strerror(p->status), more ? "; " : "", more ? more : "");
+        kvq__set_error(p->status, "%s of %u sessions (step %#" PRIx64 "): %s%s%s", where, p->n,
+                       p->request.step, kvq_strerror(p->status), more ? "; " : "",
+                       more ? more : "");
 }
 
 void kvq__explain(kvq_queue *queue, const struct kvq__pending *p)

@@ -22,21 +22,21 @@ static int load(void)
     const char *named = secure_getenv("KVQ_GPU_DRIVER");
     bool given = named && *named;
     if (given && strlen(named) >= sizeof gpu.library)
-        return kvq__fail(KVQ_E_INVALID, "KVQ_GPU_DRIVER has %zu bytes, at most %zu fit",
-                         strlen(named), sizeof gpu.library - 1);
+        return kvq__set_error(KVQ_E_INVALID, "KVQ_GPU_DRIVER has %zu bytes, at most %zu fit",
+                              strlen(named), sizeof gpu.library - 1);
     if (given)
         memcpy(gpu.library, named, strlen(named) + 1);
     if (kvq_gpu_driver_open(&gpu.driver, given ? gpu.library : NULL, text, sizeof text) != 0)
-        return kvq__fail(KVQ_E_UNSUPPORTED, "the GPU's driver: %s", text);
+        return kvq__set_error(KVQ_E_UNSUPPORTED, "the GPU's driver: %s", text);
     int result = gpu.driver.init(0);
     if (result == KVQ_GPU_OK)
         return KVQ_OK;
     kvq_gpu_fault(&gpu.driver, result, "starting the GPU's driver", text, sizeof text);
     kvq_gpu_driver_close(&gpu.driver);
-    return kvq__fail(kvq__gpu_code(result), "%s", text);
+    return kvq__set_error(kvq__gpu_code(result), "%s", text);
 }
 
-int kvq__gpu_driver(const struct kvq_gpu_driver **driver)
+int kvq__driver_load(const struct kvq_gpu_driver **driver)
 {
     pthread_mutex_lock(&gpu.lock);
     int rc = gpu.open ? KVQ_OK : load();
@@ -73,17 +73,19 @@ void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place)
     kvq_gpu_place(&of, name, place);
 }
 
-int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello)
+int kvq__gpus_learn(kvq_client *client, const Kvq__HelloReply *hello)
 {
     client->n_gpus = 0;
     if (hello->n_gpus > KVQ_MAX_GPUS)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon says it has %zu GPUs, at most %d are agreed",
-                         hello->n_gpus, KVQ_MAX_GPUS);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon says it has %zu GPUs, at most %d are agreed",
+                              hello->n_gpus, KVQ_MAX_GPUS);
     for (size_t i = 0; i < hello->n_gpus; i++) {
         struct kvq__daemon_gpu *g = &client->gpus[i];
         if (hello->gpus[i]->uuid.len != KVQ__UUID_BYTES)
-            return kvq__fail(KVQ_E_PROTOCOL, "the daemon names a GPU by %zu bytes, a UUID has %d",
-                             hello->gpus[i]->uuid.len, KVQ__UUID_BYTES);
+            return kvq__set_error(KVQ_E_PROTOCOL,
+                                  "the daemon names a GPU by %zu bytes, a UUID has %d",
+                                  hello->gpus[i]->uuid.len, KVQ__UUID_BYTES);
         memcpy(g->uuid, hello->gpus[i]->uuid.data, KVQ__UUID_BYTES);
         snprintf(g->name, sizeof g->name, "%s", hello->gpus[i]->name);
         g->orders = hello->gpus[i]->orders;
@@ -103,10 +105,11 @@ static int no_such_gpu(const kvq_client *client, const char *what, const uint8_t
         kvq__gpu_place(client, client->gpus[i].uuid, one);
         snprintf(list + strlen(list), sizeof list - strlen(list), "%s%s", i ? " " : "", one);
     }
-    return kvq__fail(KVQ_E_UNSUPPORTED,
-                     "%s: the current context's GPU, %s, is none of the daemon's (%s%s); give it "
-                     "to kvqd, or make a context of one of those current",
-                     what, place, list, client->n_gpus > 4 ? " .." : "");
+    return kvq__set_error(
+        KVQ_E_UNSUPPORTED,
+        "%s: the current context's GPU, %s, is none of the daemon's (%s%s); give it "
+        "to kvqd, or make a context of one of those current",
+        what, place, list, client->n_gpus > 4 ? " .." : "");
 }
 
 static int ask_here(struct kvq__here *here, const char *what)
@@ -115,10 +118,11 @@ static int ask_here(struct kvq__here *here, const char *what)
     struct kvq_gpu_uuid uuid;
     int result = here->driver->context_get(&here->context);
     if (result == KVQ_GPU_OK && !here->context)
-        return kvq__fail(KVQ_E_INVALID,
-                         "%s: this thread has no current CUDA context; make one current first "
-                         "(cudaSetDevice and cudaFree(0), or torch.cuda.init() and any tensor)",
-                         what);
+        return kvq__set_error(
+            KVQ_E_INVALID,
+            "%s: this thread has no current CUDA context; make one current first "
+            "(cudaSetDevice and cudaFree(0), or torch.cuda.init() and any tensor)",
+            what);
     if (result == KVQ_GPU_OK)
         result = here->driver->context_device(&here->device);
     if (result == KVQ_GPU_OK)
@@ -126,7 +130,7 @@ static int ask_here(struct kvq__here *here, const char *what)
     if (result != KVQ_GPU_OK) {
         kvq_gpu_fault(here->driver, result, "asking for the current context's GPU", text,
                       sizeof text);
-        return kvq__fail(kvq__gpu_code(result), "%s: %s", what, text);
+        return kvq__set_error(kvq__gpu_code(result), "%s: %s", what, text);
     }
     memcpy(here->uuid, uuid.bytes, sizeof here->uuid);
     return KVQ_OK;
@@ -136,10 +140,10 @@ int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here)
 {
     *here = (struct kvq__here){0};
     if (client->n_gpus == 0)
-        return kvq__fail(KVQ_E_UNSUPPORTED,
-                         "%s: the daemon (%s, backend %s) has no GPU; kvqctl doctor says why", what,
-                         client->info.version, client->info.backend);
-    int rc = kvq__gpu_driver(&here->driver);
+        return kvq__set_error(KVQ_E_UNSUPPORTED,
+                              "%s: the daemon (%s, backend %s) has no GPU; kvqctl doctor says why",
+                              what, client->info.version, client->info.backend);
+    int rc = kvq__driver_load(&here->driver);
     if (rc == KVQ_OK)
         rc = ask_here(here, what);
     if (rc)
@@ -150,7 +154,7 @@ int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here)
     return no_such_gpu(client, what, here->uuid);
 }
 
-struct kvq_gpu_context *kvq__gpu_enter(const struct kvq__here *here)
+struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here)
 {
     struct kvq_gpu_context *before = NULL;
     here->driver->context_get(&before);
@@ -159,7 +163,7 @@ struct kvq_gpu_context *kvq__gpu_enter(const struct kvq__here *here)
     return before;
 }
 
-void kvq__gpu_leave(const struct kvq__here *here, struct kvq_gpu_context *before)
+void kvq__context_leave(const struct kvq__here *here, struct kvq_gpu_context *before)
 {
     if (before != here->context)
         here->driver->context_set(before);

@@ -13,12 +13,12 @@ int kvq__gpu_buffer_map(kvq_buffer *b, uint64_t allocation_bytes)
 {
     char text[KVQ__TEXT_BYTES / 2];
     if (allocation_bytes < b->bytes || allocation_bytes > SIZE_MAX)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon made %llu bytes of GPU memory, not %zu",
-                         (unsigned long long)allocation_bytes, b->bytes);
+        return kvq__set_error(KVQ_E_PROTOCOL, "the daemon made %llu bytes of GPU memory, not %zu",
+                              (unsigned long long)allocation_bytes, b->bytes);
     int result = kvq_gpu_piece_map(b->here.driver, b->here.device, b->memfd,
                                    (size_t)allocation_bytes, false, &b->piece, text, sizeof text);
     if (result != KVQ_GPU_OK)
-        return kvq__fail(kvq__gpu_code(result), "creating a buffer on a GPU: %s", text);
+        return kvq__set_error(kvq__gpu_code(result), "creating a buffer on a GPU: %s", text);
     b->at = b->piece.at;
     return KVQ_OK;
 }
@@ -34,17 +34,18 @@ int kvq__gpu_buffer_export(const kvq_buffer *b, struct kvq_gpu_export *e)
     }
     int result = kvq_gpu_memory_export(b->here.driver, b->at, b->bytes, e, text, sizeof text);
     if (result != KVQ_GPU_OK)
-        return kvq__fail(kvq__gpu_code(result), "importing a buffer of a GPU: %s", text);
+        return kvq__set_error(kvq__gpu_code(result), "importing a buffer of a GPU: %s", text);
     if (e->device != b->here.device)
-        rc = kvq__fail(KVQ_E_BUFFER,
-                       "importing a buffer of a GPU: the memory is of device %d, the current "
-                       "context of device %d; make a context of the memory's current",
-                       e->device, b->here.device);
+        rc = kvq__set_error(KVQ_E_BUFFER,
+                            "importing a buffer of a GPU: the memory is of device %d, the current "
+                            "context of device %d; make a context of the memory's current",
+                            e->device, b->here.device);
     else if (b->number && b->number != e->number)
-        rc = kvq__fail(KVQ_E_BUFFER,
-                       "the memory of a buffer of %zu bytes was freed and its address is another "
-                       "allocation's now; close the buffer",
-                       b->bytes);
+        rc = kvq__set_error(
+            KVQ_E_BUFFER,
+            "the memory of a buffer of %zu bytes was freed and its address is another "
+            "allocation's now; close the buffer",
+            b->bytes);
     if (rc && e->fd >= 0)
         close(e->fd);
     return rc;
@@ -78,10 +79,11 @@ static int pin(kvq_buffer *b, const struct kvq__here *here)
     if (result == KVQ_GPU_ALREADY_REGISTERED)
         result = find_pinned(b, here, &at);
     if (result != KVQ_GPU_OK)
-        return kvq__fail(kvq__gpu_code(result),
-                         "a buffer of %zu bytes in the host's memory cannot be pinned for the GPU "
-                         "(%s); make buffers by kvq_buffer_create_on or kvq_buffer_import",
-                         b->bytes, text);
+        return kvq__set_error(
+            kvq__gpu_code(result),
+            "a buffer of %zu bytes in the host's memory cannot be pinned for the GPU "
+            "(%s); make buffers by kvq_buffer_create_on or kvq_buffer_import",
+            b->bytes, text);
     b->here = *here;
     kvq_long_store(&b->reach, at);
     return KVQ_OK;
@@ -114,10 +116,10 @@ kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *b, const struct kvq__here *here
 // Kernels may still be on their way to it.
 static void unpin(kvq_buffer *b)
 {
-    struct kvq_gpu_context *before = kvq__gpu_enter(&b->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&b->here);
     b->here.driver->context_sync();
     kvq_gpu_host_unregister(b->here.driver, b->host);
-    kvq__gpu_leave(&b->here, before);
+    kvq__context_leave(&b->here, before);
 }
 
 // ---- Both ----
@@ -128,22 +130,22 @@ void kvq__gpu_buffer_release(kvq_buffer *b)
         unpin(b);
     if (b->piece.kind == KVQ_GPU_PIECE_NONE)
         return;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&b->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&b->here);
     kvq_gpu_piece_release(b->here.driver, &b->piece);
-    kvq__gpu_leave(&b->here, before);
+    kvq__context_leave(&b->here, before);
 }
 
 int kvq__gpu_buffer_read(const kvq_buffer *b, uint64_t offset, void *to, size_t n)
 {
     char text[KVQ__TEXT_BYTES / 2];
     const struct kvq_gpu_driver *driver = b->here.driver;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&b->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&b->here);
     int result = driver->copy_out(to, b->at + offset, n, NULL);
     if (result == KVQ_GPU_OK)
         result = driver->stream_sync(NULL);
-    kvq__gpu_leave(&b->here, before);
+    kvq__context_leave(&b->here, before);
     if (result == KVQ_GPU_OK)
         return KVQ_OK;
     kvq_gpu_fault(driver, result, "reading a buffer of a GPU", text, sizeof text);
-    return kvq__fail(kvq__gpu_code(result), "%s", text);
+    return kvq__set_error(kvq__gpu_code(result), "%s", text);
 }

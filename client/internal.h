@@ -198,9 +198,9 @@ struct kvq_client {
 // ---- error.c: codes and texts ----
 
 // Sets the thread's error text and returns code.
-int kvq__fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+int kvq__set_error(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 // The same with strerror(errno) behind the text; code KVQ_E_SYSTEM.
-int kvq__fail_errno(const char *format, ...) __attribute__((format(printf, 1, 2)));
+int kvq__set_error_errno(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 // ---- sized.c: structures that begin with their size ----
 
@@ -221,10 +221,10 @@ uint64_t kvq__now_ns(void);
 
 int kvq__socket_connect(const char *runtime_dir, uint32_t timeout_ms, int *fd);
 // send_fd -1: none.
-int kvq__packet_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t deadline_ns);
+int kvq__socket_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t deadline_ns);
 // Fills fds (KVQ_MAX_PACKET_FDS of them) with what travelled beside the packet; the caller owns
 // them. On an error there are none.
-int kvq__packet_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, uint32_t *n_fds,
+int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, uint32_t *n_fds,
                         uint64_t deadline_ns);
 void kvq__close_fds(int *fds, uint32_t n);
 // Waits until the peer has closed its end, at most timeout_ms.
@@ -259,17 +259,17 @@ void kvq__give_back(kvq_client *client);
 // ---- gpu.c: the driver, and GPUs by name ----
 
 // The driver's table, which is loaded and initialized when it is first needed.
-int kvq__gpu_driver(const struct kvq_gpu_driver **driver);
+int kvq__driver_load(const struct kvq_gpu_driver **driver);
 // A KVQ_E code for a result of the driver.
 int kvq__gpu_code(int result);
 // The calling thread's current context, whose GPU must be one of the daemon's. what: for texts.
 int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
 // Makes a context the calling thread's; gives back the one it had.
-struct kvq_gpu_context *kvq__gpu_enter(const struct kvq__here *here);
-void kvq__gpu_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
+struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here);
+void kvq__context_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
 // "GPU-01234567-..", or "MIG-.." of a part of a GPU; place has KVQ__PLACE_BYTES.
 void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place);
-int kvq__gpu_take(kvq_client *client, const Kvq__HelloReply *hello);
+int kvq__gpus_learn(kvq_client *client, const Kvq__HelloReply *hello);
 
 // ---- watch.c: the thread that lets streams go when the daemon is gone ----
 

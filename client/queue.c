@@ -17,10 +17,11 @@ static int check_page(const char *what, const uint32_t *page, uint32_t magic, ui
     if (page[0] == magic && page[1] >= KVQ_PROTOCOL_MIN && page[1] <= KVQ_PROTOCOL_MAX &&
         page[2] == slots)
         return KVQ_OK;
-    return kvq__fail(KVQ_E_PROTOCOL,
-                     "the daemon's %s ring has mark %#x, version %u and %u slots; %#x and %u slots "
-                     "are expected",
-                     what, page[0], page[1], page[2], magic, slots);
+    return kvq__set_error(
+        KVQ_E_PROTOCOL,
+        "the daemon's %s ring has mark %#x, version %u and %u slots; %#x and %u slots "
+        "are expected",
+        what, page[0], page[1], page[2], magic, slots);
 }
 
 static int map_rings(kvq_queue *queue, const int *fds)
@@ -48,7 +49,7 @@ static int take_wakers(kvq_queue *queue, int *fds)
     for (int i = FD_WAKE_DAEMON; i <= FD_WAKE_CLIENT; i++) {
         int flags = fcntl(fds[i], F_GETFL);
         if (flags < 0 || fcntl(fds[i], F_SETFL, flags | O_NONBLOCK) < 0)
-            return kvq__fail_errno("what wakes a queue cannot be made non-blocking");
+            return kvq__set_error_errno("what wakes a queue cannot be made non-blocking");
     }
     queue->wake_daemon = fds[FD_WAKE_DAEMON];
     queue->wake_client = fds[FD_WAKE_CLIENT];
@@ -118,11 +119,11 @@ void kvq__queue_free(kvq_queue *queue)
 int kvq_queue_open(kvq_client *client, kvq_queue **queue)
 {
     if (!client || !queue)
-        return kvq__fail(KVQ_E_INVALID, "kvq_queue_open: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_queue_open: an argument is NULL");
     *queue = NULL;
     kvq_queue *made = calloc(1, sizeof *made);
     if (!made)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     made->client = client;
     made->wake_daemon = made->wake_client = -1;
     pthread_mutex_lock(&client->table);

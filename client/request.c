@@ -58,13 +58,13 @@ static int check_buffer(const kvq_queue *queue, unsigned op, const char *name,
                         const kvq_buffer *buffer)
 {
     if (buffer->client != queue->client)
-        return kvq__fail(KVQ_E_BUFFER, "%s: %s lies in a buffer of another connection",
-                         kvq__op_name(op), name);
+        return kvq__set_error(KVQ_E_BUFFER, "%s: %s lies in a buffer of another connection",
+                              kvq__op_name(op), name);
     if (buffer->id == 0)
-        return kvq__fail(KVQ_E_BUFFER,
-                         "%s: %s lies in a buffer that is not registered; call "
-                         "kvq_reattach first",
-                         kvq__op_name(op), name);
+        return kvq__set_error(KVQ_E_BUFFER,
+                              "%s: %s lies in a buffer that is not registered; call "
+                              "kvq_reattach first",
+                              kvq__op_name(op), name);
     return KVQ_OK;
 }
 
@@ -72,14 +72,14 @@ int kvq__put_view(const kvq_queue *queue, unsigned op, const char *name, bool ne
                   const struct kvq_tensor *tensor, struct kvq_wire_view *view)
 {
     if (!tensor->buffer && need)
-        return kvq__fail(KVQ_E_BUFFER, "%s needs %s, but its buffer is NULL", kvq__op_name(op),
-                         name);
+        return kvq__set_error(KVQ_E_BUFFER, "%s needs %s, but its buffer is NULL", kvq__op_name(op),
+                              name);
     if (!tensor->buffer)
         return KVQ_OK;
     if (tensor->dtype < KVQ_DTYPE_F16 || tensor->dtype > KVQ_DTYPE_F32)
-        return kvq__fail(KVQ_E_DTYPE,
-                         "%s: dtype %u of %s is unknown; 1 (f16), 2 (bf16) and 3 (f32) are known",
-                         kvq__op_name(op), tensor->dtype, name);
+        return kvq__set_error(
+            KVQ_E_DTYPE, "%s: dtype %u of %s is unknown; 1 (f16), 2 (bf16) and 3 (f32) are known",
+            kvq__op_name(op), tensor->dtype, name);
     *view = (struct kvq_wire_view){.offset = tensor->offset,
                                    .token_stride = tensor->token_stride,
                                    .head_stride = tensor->head_stride,
@@ -92,7 +92,8 @@ static int put_list(const kvq_queue *queue, unsigned op, bool need, const struct
                     struct kvq_request *r)
 {
     if (!pages->list && (need || pages->page_tokens))
-        return kvq__fail(KVQ_E_BUFFER, "%s needs a list, but its buffer is NULL", kvq__op_name(op));
+        return kvq__set_error(KVQ_E_BUFFER, "%s needs a list, but its buffer is NULL",
+                              kvq__op_name(op));
     if (!pages->list)
         return KVQ_OK;
     r->list = (struct kvq_wire_view){
@@ -113,14 +114,15 @@ static int put_ids(const kvq_queue *queue, unsigned op, const struct kvq_ids *id
     if (!ids->buffer)
         return KVQ_OK;
     if (op != KVQ_OP_STEP_BEGIN && op != KVQ_OP_STEP_END && op != KVQ_OP_STEP)
-        return kvq__fail(KVQ_E_INVALID,
-                         "%s takes no token ids; they go with a step's beginning or its end",
-                         kvq__op_name(op));
+        return kvq__set_error(KVQ_E_INVALID,
+                              "%s takes no token ids; they go with a step's beginning or its end",
+                              kvq__op_name(op));
     if (pages->list && (pages->list != ids->buffer || pages->list_offset != ids->offset))
-        return kvq__fail(KVQ_E_INVALID,
-                         "%s: token ids must stand in the same buffer as the lists of pages, and "
-                         "be counted from the same offset",
-                         kvq__op_name(op));
+        return kvq__set_error(
+            KVQ_E_INVALID,
+            "%s: token ids must stand in the same buffer as the lists of pages, and "
+            "be counted from the same offset",
+            kvq__op_name(op));
     r->list = (struct kvq_wire_view){
         .offset = ids->offset, .token_stride = sizeof(int32_t), .buffer = ids->buffer->id};
     r->flags |= KVQ_REQ_TOKEN_IDS;
@@ -131,8 +133,9 @@ int kvq__put_work(const kvq_queue *queue, const struct kvq_work *w, struct kvq_r
 {
     unsigned need = needed(r->op);
     if (w->flags & ~(uint32_t)KVQ_PAST_ONLY)
-        return kvq__fail(KVQ_E_INVALID, "%s: flags %#x are unknown; KVQ_PAST_ONLY (1) is known",
-                         kvq__op_name(r->op), w->flags);
+        return kvq__set_error(KVQ_E_INVALID,
+                              "%s: flags %#x are unknown; KVQ_PAST_ONLY (1) is known",
+                              kvq__op_name(r->op), w->flags);
     r->flags = (uint16_t)w->flags;
     r->layer = w->layer;
     r->step = w->step;

@@ -26,11 +26,12 @@ static int check_text(const char *name, const char *text, size_t size)
         return KVQ_OK;
     size_t length = strnlen(text, size);
     if (length >= size)
-        return kvq__fail(KVQ_E_LIMIT, "opening a session: its %s has more than %zu bytes", name,
-                         size - 1);
+        return kvq__set_error(KVQ_E_LIMIT, "opening a session: its %s has more than %zu bytes",
+                              name, size - 1);
     if (!kvq_text_valid(text, length))
-        return kvq__fail(KVQ_E_INVALID,
-                         "opening a session: its %s is not UTF-8 without control characters", name);
+        return kvq__set_error(KVQ_E_INVALID,
+                              "opening a session: its %s is not UTF-8 without control characters",
+                              name);
     return KVQ_OK;
 }
 
@@ -52,9 +53,9 @@ static int check_options(const struct kvq_session_options *o)
     if (rc)
         return rc;
     if (o->n_layers > KVQ_MAX_LAYERS || (o->n_layers && !o->layers))
-        return kvq__fail(o->layers ? KVQ_E_LIMIT : KVQ_E_INVALID,
-                         "opening a session: %u rows of layers%s, at most %d are allowed",
-                         o->n_layers, o->layers ? "" : " at NULL", KVQ_MAX_LAYERS);
+        return kvq__set_error(o->layers ? KVQ_E_LIMIT : KVQ_E_INVALID,
+                              "opening a session: %u rows of layers%s, at most %d are allowed",
+                              o->n_layers, o->layers ? "" : " at NULL", KVQ_MAX_LAYERS);
     for (uint32_t i = 0; i < o->n_layers; i++) {
         rc = check_text("layer's format", o->layers[i].format, KVQ_NAME_BYTES);
         if (rc)
@@ -63,8 +64,9 @@ static int check_options(const struct kvq_session_options *o)
     const uint32_t known = KVQ_OPEN_READ_ONLY | KVQ_OPEN_TAKE_OVER | KVQ_OPEN_MUST_EXIST |
                            KVQ_OPEN_MUST_CREATE | KVQ_OPEN_EXACT_PROMPT | KVQ_OPEN_PACKED_PROMPT;
     if (o->flags & ~known)
-        return kvq__fail(KVQ_E_INVALID, "opening a session: flags %#x are unknown, %#x are known",
-                         o->flags, known);
+        return kvq__set_error(KVQ_E_INVALID,
+                              "opening a session: flags %#x are unknown, %#x are known", o->flags,
+                              known);
     return KVQ_OK;
 }
 
@@ -209,7 +211,7 @@ static int put_prefix(kvq_client *client, const struct kvq_prefix *p, struct ope
     kvq__prefix__init(&o->prefix);
     o->message.prefix = &o->prefix;
     if (p->buffer && p->buffer->client != client)
-        return kvq__fail(KVQ_E_BUFFER, "a prefix in a buffer of another connection");
+        return kvq__set_error(KVQ_E_BUFFER, "a prefix in a buffer of another connection");
     if (p->buffer) {
         o->prefix.buffer = p->buffer->id;
         o->prefix.offset = p->offset;
@@ -226,7 +228,7 @@ static int opening_make(kvq_client *client, const struct kvq_session_options *op
 {
     struct opening *o = calloc(1, sizeof *o);
     if (!o)
-        return kvq__fail(KVQ_E_NO_MEMORY, "no memory for a message");
+        return kvq__set_error(KVQ_E_NO_MEMORY, "no memory for a message");
     put_options(options, &o->message);
     for (uint32_t i = 0; i < options->n_layers; i++) {
         put_layer(&options->layers[i], &o->rows[i]);
@@ -303,16 +305,16 @@ static int lookup(kvq_client *client, const struct kvq_session_options *o, uint6
 int kvq_lookup(kvq_client *client, const struct kvq_session_options *options, uint64_t *tokens)
 {
     if (!client || !options || !tokens)
-        return kvq__fail(KVQ_E_INVALID, "kvq_lookup: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_lookup: an argument is NULL");
     *tokens = 0;
     struct kvq_session_options o;
     int rc = take_options(&o, options);
     if (rc)
         return rc;
     if (!o.prefix.buffer)
-        return kvq__fail(KVQ_E_BUFFER,
-                         "kvq_lookup: no token ids to look up: options->prefix.buffer "
-                         "is NULL");
+        return kvq__set_error(KVQ_E_BUFFER,
+                              "kvq_lookup: no token ids to look up: options->prefix.buffer "
+                              "is NULL");
     return lookup(client, &o, tokens);
 }
 
@@ -320,7 +322,7 @@ int kvq_session_open(kvq_client *client, const struct kvq_session_options *optio
                      kvq_session *session, struct kvq_session_info *info)
 {
     if (!client || !options || !session)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_open: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_open: an argument is NULL");
     *session = 0;
     struct kvq_session_options o;
     int rc = take_options(&o, options);
@@ -333,7 +335,7 @@ int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer
                        uint32_t max, uint32_t *n)
 {
     if (!client || !n || (max && !rows))
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_layers: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_layers: an argument is NULL");
     *n = 0;
     pthread_mutex_lock(&client->table);
     const struct kvq__handle *h = kvq__handle_find(client, session);
@@ -347,13 +349,13 @@ int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer
                 .v_dim = shape->layer[i].v_dim,
                 .kv_from = shape->layer[i].source == i ? 0 : shape->layer[i].source + 1,
                 .repeat = 1};
-    int rc =
-        shape ? KVQ_OK
-        : h   ? kvq__fail(KVQ_E_UNSUPPORTED,
-                          "session %#llx was opened as it is, and this daemon is of an earlier "
-                            "version, which does not say what layers it has",
-                          (unsigned long long)session)
-            : kvq__fail(KVQ_E_STALE, "session %#llx is not open here", (unsigned long long)session);
+    int rc = shape ? KVQ_OK
+             : h   ? kvq__set_error(KVQ_E_UNSUPPORTED,
+                                    "session %#llx was opened as it is, and this daemon is of an "
+                                      "earlier version, which does not say what layers it has",
+                                    (unsigned long long)session)
+                   : kvq__set_error(KVQ_E_STALE, "session %#llx is not open here",
+                                    (unsigned long long)session);
     pthread_mutex_unlock(&client->table);
     return rc;
 }
@@ -364,7 +366,7 @@ int kvq_session_close(kvq_client *client, kvq_session session)
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a session"};
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_close: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_close: client is NULL");
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_SESSION;
     call.request.close_session = &message;
@@ -382,7 +384,7 @@ int kvq_session_drop(kvq_client *client, kvq_session session)
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "dropping a session"};
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_drop: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_drop: client is NULL");
     message.which_case = KVQ__DROP_SESSION__WHICH_HANDLE;
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
@@ -429,7 +431,7 @@ static int follow_move(kvq_client *client, struct kvq__call *call)
         call->request.ask_move = &ask;
         rc = ask_move(client, call, &answer);
     }
-    return rc || answer.status == KVQ_OK ? rc : kvq__fail(answer.status, "%s", answer.text);
+    return rc || answer.status == KVQ_OK ? rc : kvq__set_error(answer.status, "%s", answer.text);
 }
 
 int kvq_session_move(kvq_client *client, kvq_session session, const char *place)
@@ -437,9 +439,9 @@ int kvq_session_move(kvq_client *client, kvq_session session, const char *place)
     Kvq__MoveSession message = KVQ__MOVE_SESSION__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT, .what = "moving a session"};
     if (!client || !place)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_move: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_move: an argument is NULL");
     if (strlen(place) >= KVQ_NAME_BYTES || !kvq_text_valid(place, strlen(place)))
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_move: the place is no short text");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_move: the place is no short text");
     message.which_case = KVQ__MOVE_SESSION__WHICH_HANDLE;
     message.handle = session;
     message.place = text_of(place);
@@ -453,7 +455,7 @@ int kvq_session_park(kvq_client *client, kvq_session session)
     Kvq__ParkSession message = KVQ__PARK_SESSION__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT, .what = "parking a session"};
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_park: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_park: client is NULL");
     message.which_case = KVQ__PARK_SESSION__WHICH_HANDLE;
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_PARK_SESSION;
@@ -467,7 +469,7 @@ int kvq_session_prefetch(kvq_client *client, kvq_session session)
     struct kvq__call call = {.request = KVQ__REQUEST__INIT, .what = "bringing a session back"};
     struct move_answer answer;
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_prefetch: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_prefetch: client is NULL");
     message.which_case = KVQ__PREFETCH_SESSION__WHICH_HANDLE;
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_PREFETCH_SESSION;
@@ -481,7 +483,7 @@ int kvq_session_pin(kvq_client *client, kvq_session session, int pin)
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "pinning a session"};
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_pin: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_pin: client is NULL");
     message.which_case = KVQ__PIN_SESSION__WHICH_HANDLE;
     message.handle = session;
     message.pin = pin != 0;
@@ -513,7 +515,7 @@ int kvq_session_save(kvq_client *client, kvq_session session)
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .want = KVQ__REPLY__RESULT_SAVE, .what = "saving a session"};
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_save: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_save: an argument is NULL");
     message.which_case = KVQ__SAVE_SESSION__WHICH_HANDLE;
     message.handle = session;
     call.request.command_case = KVQ__REQUEST__COMMAND_SAVE_SESSION;
@@ -535,9 +537,9 @@ int kvq_session_restore(kvq_client *client, const char *ns, const char *name, ui
                              .want = KVQ__REPLY__RESULT__NOT_SET,
                              .what = "restoring a session"};
     if (!client || !name)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_restore: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_restore: an argument is NULL");
     if (!is_name(name) || (ns && !is_name(ns)))
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_restore: a name is no short text");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_restore: a name is no short text");
     ref.name = text_of(name);
     ref.namespace_ = text_of(ns ? ns : "");
     message.ref = &ref;
@@ -567,7 +569,7 @@ int kvq_session_info(kvq_client *client, kvq_session session, struct kvq_session
                              .want = KVQ__REPLY__RESULT_SESSION,
                              .what = "asking about a session"};
     if (!client || !info)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_info: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_info: an argument is NULL");
     int rc = kvq__sized_check(info, "kvq_session_info");
     if (rc)
         return rc;

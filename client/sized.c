@@ -25,8 +25,8 @@ static int check(uint32_t size, const char *name)
 {
     if (size > sizeof size && size <= MOST_BYTES && size % _Alignof(uint64_t) == 0)
         return KVQ_OK;
-    return kvq__fail(KVQ_E_INVALID, "struct %s: size is %u; set it to sizeof(struct %s)", name,
-                     size, name);
+    return kvq__set_error(KVQ_E_INVALID, "struct %s: size is %u; set it to sizeof(struct %s)", name,
+                          size, name);
 }
 
 int kvq__sized_take(void *to, size_t known, const void *from, const char *name)
@@ -40,10 +40,11 @@ int kvq__sized_take(void *to, size_t known, const void *from, const char *name)
         return rc;
     for (size_t i = known; i < size; i++)
         if (bytes[i])
-            return kvq__fail(KVQ_E_UNSUPPORTED,
-                             "struct %s: byte %zu of %u is set, but libkvq %s knows %zu bytes: "
-                             "install a library as new as the headers, or leave that field 0",
-                             name, i, size, kvq_version(), known);
+            return kvq__set_error(
+                KVQ_E_UNSUPPORTED,
+                "struct %s: byte %zu of %u is set, but libkvq %s knows %zu bytes: "
+                "install a library as new as the headers, or leave that field 0",
+                name, i, size, kvq_version(), known);
     memset(to, 0, known);
     memcpy(to, from, size < known ? size : known);
     return KVQ_OK;

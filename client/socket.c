@@ -32,21 +32,22 @@ static int explain_connect(const char *path, uint32_t timeout_ms)
     case ENOENT:
     case ECONNREFUSED:
     case ENOTDIR:
-        return kvq__fail(KVQ_E_NO_DAEMON,
-                         "nothing listens at %s (%s); start kvqd, or name its runtime directory in "
-                         "KVQ_RUNTIME_DIR",
-                         path, errno == ENOENT ? "no such file" : "connection refused");
+        return kvq__set_error(
+            KVQ_E_NO_DAEMON,
+            "nothing listens at %s (%s); start kvqd, or name its runtime directory in "
+            "KVQ_RUNTIME_DIR",
+            path, errno == ENOENT ? "no such file" : "connection refused");
     case EACCES:
     case EPERM:
-        return kvq__fail(KVQ_E_PERMISSION,
-                         "user %u may not enter %s; ask for its group or runtime_mode",
-                         (unsigned)geteuid(), path);
+        return kvq__set_error(KVQ_E_PERMISSION,
+                              "user %u may not enter %s; ask for its group or runtime_mode",
+                              (unsigned)geteuid(), path);
     case EAGAIN:
-        return kvq__fail(KVQ_E_NO_DAEMON,
-                         "the daemon at %s took no connection within %u ms; is it stopped?", path,
-                         timeout_ms);
+        return kvq__set_error(KVQ_E_NO_DAEMON,
+                              "the daemon at %s took no connection within %u ms; is it stopped?",
+                              path, timeout_ms);
     default:
-        return kvq__fail_errno("cannot connect to %s", path);
+        return kvq__set_error_errno("cannot connect to %s", path);
     }
 }
 
@@ -56,13 +57,14 @@ int kvq__socket_connect(const char *runtime_dir, uint32_t timeout_ms, int *fd)
     int length =
         snprintf(address.sun_path, sizeof address.sun_path, "%s/" KVQ_ATTACH_SOCKET, runtime_dir);
     if (length < 0 || (size_t)length >= sizeof address.sun_path)
-        return kvq__fail(KVQ_E_INVALID,
-                         "the runtime directory's path has %zu bytes, at most %zu fit a socket: %s",
-                         strlen(runtime_dir),
-                         sizeof address.sun_path - sizeof "/" KVQ_ATTACH_SOCKET, runtime_dir);
+        return kvq__set_error(
+            KVQ_E_INVALID,
+            "the runtime directory's path has %zu bytes, at most %zu fit a socket: %s",
+            strlen(runtime_dir), sizeof address.sun_path - sizeof "/" KVQ_ATTACH_SOCKET,
+            runtime_dir);
     *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (*fd < 0)
-        return kvq__fail_errno("cannot make a socket");
+        return kvq__set_error_errno("cannot make a socket");
     // Also bounds a connect that waits for a full backlog.
     struct timeval limit = {timeout_ms / 1000, timeout_ms % 1000 * 1000};
     setsockopt(*fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
@@ -92,18 +94,18 @@ static int wait_for(int fd, short events, uint64_t deadline_ns)
         if (n == 0)
             return KVQ_E_DEADLINE;
         if (errno != EINTR)
-            return kvq__fail_errno("cannot wait for the daemon");
+            return kvq__set_error_errno("cannot wait for the daemon");
     }
 }
 
 static int disconnected(void)
 {
-    return kvq__fail(KVQ_E_DISCONNECTED,
-                     "the daemon is gone or has closed this connection; its log says why; "
-                     "kvq_reattach connects again");
+    return kvq__set_error(KVQ_E_DISCONNECTED,
+                          "the daemon is gone or has closed this connection; its log says why; "
+                          "kvq_reattach connects again");
 }
 
-int kvq__packet_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t deadline_ns)
+int kvq__socket_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t deadline_ns)
 {
     union {
         struct cmsghdr header;
@@ -127,7 +129,7 @@ int kvq__packet_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t 
         if (errno == EPIPE || errno == ECONNRESET)
             return disconnected();
         if (errno != EAGAIN && errno != EINTR)
-            return kvq__fail_errno("cannot send %zu bytes to the daemon", n);
+            return kvq__set_error_errno("cannot send %zu bytes to the daemon", n);
         int rc = wait_for(fd, POLLOUT, deadline_ns);
         if (rc)
             return rc;
@@ -145,7 +147,7 @@ static void collect_fds(struct msghdr *message, int *fds, uint32_t *n_fds)
     }
 }
 
-int kvq__packet_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, uint32_t *n_fds,
+int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, uint32_t *n_fds,
                         uint64_t deadline_ns)
 {
     union {
@@ -172,16 +174,17 @@ int kvq__packet_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, u
     if (got == 0 || (got < 0 && errno == ECONNRESET))
         return disconnected();
     if (got < 0)
-        return kvq__fail_errno("cannot receive from the daemon");
+        return kvq__set_error_errno("cannot receive from the daemon");
     collect_fds(&message, fds, n_fds);
     if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) {
         kvq__close_fds(fds, *n_fds);
         *n_fds = 0;
-        return kvq__fail(KVQ_E_PROTOCOL, "%s",
-                         message.msg_flags & MSG_TRUNC
-                             ? "the daemon sent a packet longer than the protocol allows"
-                             : "file descriptors of the daemon did not fit; is the limit of open "
-                               "files (ulimit -n) reached?");
+        return kvq__set_error(
+            KVQ_E_PROTOCOL, "%s",
+            message.msg_flags & MSG_TRUNC
+                ? "the daemon sent a packet longer than the protocol allows"
+                : "file descriptors of the daemon did not fit; is the limit of open "
+                  "files (ulimit -n) reached?");
     }
     *n = (size_t)got;
     return KVQ_OK;
@@ -204,7 +207,7 @@ void kvq__socket_finish(int fd, uint32_t timeout_ms)
     uint32_t n_fds;
     size_t n;
     shutdown(fd, SHUT_WR);
-    while (kvq__packet_receive(fd, rest, sizeof rest, &n, fds, &n_fds, deadline) == KVQ_OK)
+    while (kvq__socket_receive(fd, rest, sizeof rest, &n, fds, &n_fds, deadline) == KVQ_OK)
         kvq__close_fds(fds, n_fds);
 }
 
@@ -213,13 +216,14 @@ int kvq__check_memfd(int memfd, size_t bytes, const char *what)
     struct stat st;
     int seals = fcntl(memfd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
-        return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's memory is not sealed against shrinking",
-                         what);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "%s: the daemon's memory is not sealed against shrinking", what);
     if (fstat(memfd, &st) < 0)
-        return kvq__fail_errno("%s: cannot ask for the size of the daemon's memory", what);
+        return kvq__set_error_errno("%s: cannot ask for the size of the daemon's memory", what);
     if ((uint64_t)st.st_size < bytes)
-        return kvq__fail(KVQ_E_PROTOCOL, "%s: the daemon's memory has %llu bytes, %zu are needed",
-                         what, (unsigned long long)st.st_size, bytes);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "%s: the daemon's memory has %llu bytes, %zu are needed", what,
+                              (unsigned long long)st.st_size, bytes);
     return KVQ_OK;
 }
 
@@ -231,7 +235,7 @@ int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping
     *mapping = mmap(NULL, bytes, prot, MAP_SHARED, memfd, 0);
     if (*mapping == MAP_FAILED) {
         *mapping = NULL;
-        return kvq__fail_errno("%s: cannot map %zu bytes", what, bytes);
+        return kvq__set_error_errno("%s: cannot map %zu bytes", what, bytes);
     }
     return KVQ_OK;
 }

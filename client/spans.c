@@ -9,14 +9,14 @@ int kvq__spans_put(struct kvq__spans *s, const struct kvq_span *spans, uint32_t 
 {
     *s = (struct kvq__spans){0};
     if (n > KVQ_MAX_SPANS || (n && !spans))
-        return kvq__fail(spans ? KVQ_E_LIMIT : KVQ_E_INVALID,
-                         "%u spans of images or audio%s; a session has %d at most", n,
-                         spans ? "" : " at NULL", KVQ_MAX_SPANS);
+        return kvq__set_error(spans ? KVQ_E_LIMIT : KVQ_E_INVALID,
+                              "%u spans of images or audio%s; a session has %d at most", n,
+                              spans ? "" : " at NULL", KVQ_MAX_SPANS);
     s->spans = calloc(n + 1, sizeof *s->spans);
     s->pointers = calloc(n + 1, sizeof *s->pointers);
     if (!s->spans || !s->pointers) {
         kvq__spans_free(s);
-        return kvq__fail(KVQ_E_NO_MEMORY, "no memory for a message");
+        return kvq__set_error(KVQ_E_NO_MEMORY, "no memory for a message");
     }
     for (uint32_t i = 0; i < n; i++) {
         kvq__span__init(&s->spans[i]);
@@ -44,7 +44,7 @@ int kvq_session_spans(kvq_client *client, kvq_session session, const struct kvq_
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "telling what tokens stand for"};
     if (!client)
-        return kvq__fail(KVQ_E_INVALID, "kvq_session_spans: client is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_session_spans: client is NULL");
     int rc = kvq__spans_put(&own, spans, n);
     if (rc)
         return rc;

@@ -31,10 +31,11 @@ static int check_layers(const kvq_queue *queue, const struct kvq_step_work *w)
                               &view))
                 return explain_view(queue, w, i, side);
         if (!w->k[i].buffer != !w->v[i].buffer)
-            return kvq__fail(KVQ_E_BUFFER,
-                             "step: layer %u has a buffer for one of k and v, but none for the "
-                             "other",
-                             i);
+            return kvq__set_error(
+                KVQ_E_BUFFER,
+                "step: layer %u has a buffer for one of k and v, but none for the "
+                "other",
+                i);
     }
     return KVQ_OK;
 }
@@ -42,12 +43,12 @@ static int check_layers(const kvq_queue *queue, const struct kvq_step_work *w)
 static int check_work(const struct kvq_step_work *w)
 {
     if (!w || !w->k || !w->v)
-        return kvq__fail(KVQ_E_INVALID, "step: work, or one of its arrays, is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "step: work, or one of its arrays, is NULL");
     if (w->n_layers == 0 || w->n_layers > KVQ_MAX_LAYERS)
-        return kvq__fail(KVQ_E_SHAPE,
-                         "step of %u layers: it can be 1 to %d, as many as the "
-                         "sessions have",
-                         w->n_layers, KVQ_MAX_LAYERS);
+        return kvq__set_error(KVQ_E_SHAPE,
+                              "step of %u layers: it can be 1 to %d, as many as the "
+                              "sessions have",
+                              w->n_layers, KVQ_MAX_LAYERS);
     return KVQ_OK;
 }
 

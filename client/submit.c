@@ -17,23 +17,25 @@ static int check_call(const kvq_queue *queue, unsigned op, const struct kvq_work
                       const struct kvq_entry *entries, uint32_t n)
 {
     if (!queue)
-        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "the queue is NULL");
     if (op >= KVQ_OP_COUNT)
-        return kvq__fail(KVQ_E_INVALID, "operation %u is unknown; 0 to %d are known", op,
-                         KVQ_OP_COUNT - 1);
+        return kvq__set_error(KVQ_E_INVALID, "operation %u is unknown; 0 to %d are known", op,
+                              KVQ_OP_COUNT - 1);
     if (queue->dead)
-        return kvq__fail(queue->dead, "%s: the connection was lost; kvq_reattach connects again",
-                         kvq__op_name(op));
+        return kvq__set_error(queue->dead,
+                              "%s: the connection was lost; kvq_reattach connects again",
+                              kvq__op_name(op));
     if (n > KVQ_MAX_BATCH)
-        return kvq__fail(KVQ_E_LIMIT, "%s of %u sessions: at most %d go into one request",
-                         kvq__op_name(op), n, KVQ_MAX_BATCH);
+        return kvq__set_error(KVQ_E_LIMIT, "%s of %u sessions: at most %d go into one request",
+                              kvq__op_name(op), n, KVQ_MAX_BATCH);
     if (n > 0 && !entries)
-        return kvq__fail(KVQ_E_INVALID, "%s of %u sessions, but entries is NULL", kvq__op_name(op),
-                         n);
+        return kvq__set_error(KVQ_E_INVALID, "%s of %u sessions, but entries is NULL",
+                              kvq__op_name(op), n);
     if (n == 0 && op != KVQ_OP_NOP && op != KVQ_OP_STEP_END && op != KVQ_OP_STEP_ABORT)
-        return kvq__fail(KVQ_E_INVALID, "%s of 0 sessions: at least 1 is needed", kvq__op_name(op));
+        return kvq__set_error(KVQ_E_INVALID, "%s of 0 sessions: at least 1 is needed",
+                              kvq__op_name(op));
     if (!work && kvq__op_takes_work(op))
-        return kvq__fail(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name(op));
+        return kvq__set_error(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name(op));
     return KVQ_OK;
 }
 
@@ -43,17 +45,17 @@ static int send_request(kvq_queue *queue, const struct kvq__pending *p)
 {
     uint32_t room;
     if (kvq_ring_room(&queue->tx, &room) || room < p->request.slots)
-        return kvq__queue_kill(queue,
-                               kvq__fail(KVQ_E_PROTOCOL,
-                                         "queue %u: the daemon's count of taken requests makes no "
-                                         "sense; kvq_reattach connects again",
-                                         queue->id));
+        return kvq__queue_kill(
+            queue, kvq__set_error(KVQ_E_PROTOCOL,
+                                  "queue %u: the daemon's count of taken requests makes no "
+                                  "sense; kvq_reattach connects again",
+                                  queue->id));
     kvq__request_write(queue, p);
     kvq_ring_publish(&queue->tx, p->request.slots);
     const uint64_t one = 1;
     if (kvq_ring_sleeps(&queue->client->page->poller_sleeping) &&
         write(queue->wake_daemon, &one, sizeof one) < 0 && errno != EAGAIN)
-        return kvq__queue_kill(queue, kvq__fail_errno("cannot wake the daemon"));
+        return kvq__queue_kill(queue, kvq__set_error_errno("cannot wake the daemon"));
     return KVQ_OK;
 }
 
@@ -75,7 +77,7 @@ static uint16_t slots_of(uint32_t n)
 int kvq_queue_wait_for_room(kvq_queue *queue, uint64_t timeout_ns)
 {
     if (!queue)
-        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "the queue is NULL");
     queue->room_ns = timeout_ns;
     return KVQ_OK;
 }
@@ -100,8 +102,9 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
         return rc;
     struct kvq__pending *p = free_slot(queue);
     if (!p)
-        return kvq__fail(KVQ_E_CREDITS, "%s: %d tickets of this queue are open; wait for one first",
-                         kvq__op_name(op), KVQ_QUEUE_CREDITS);
+        return kvq__set_error(KVQ_E_CREDITS,
+                              "%s: %d tickets of this queue are open; wait for one first",
+                              kvq__op_name(op), KVQ_QUEUE_CREDITS);
     p->request = (struct kvq_request){
         .op = (uint8_t)op, .count = (uint16_t)n, .slots = slots_of(n), .seq = queue->seq + 1};
     if (work) {
@@ -136,9 +139,9 @@ int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
 {
     struct kvq__pending *p = NULL;
     if (!ticket)
-        return kvq__fail(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
+        return kvq__set_error(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
     if ((unsigned)op == KVQ_OP_STEP)
-        return kvq__fail(KVQ_E_INVALID, "step: has no ticket; call kvq_step");
+        return kvq__set_error(KVQ_E_INVALID, "step: has no ticket; call kvq_step");
     int rc = kvq__submit_make(queue, (unsigned)op, work, entries, n, &p);
     if (!p)
         return rc;
@@ -150,11 +153,11 @@ int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
 int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns)
 {
     if (!queue)
-        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "the queue is NULL");
     struct kvq__pending *p = &queue->pending[ticket % KVQ_QUEUE_CREDITS];
     if (ticket == 0 || p->ticket != ticket)
-        return kvq__fail(KVQ_E_INVALID, "ticket %#llx is not open on this queue",
-                         (unsigned long long)ticket);
+        return kvq__set_error(KVQ_E_INVALID, "ticket %#llx is not open on this queue",
+                              (unsigned long long)ticket);
     int rc = KVQ_OK;
     if (!p->done) {
         uint64_t now = timeout_ns == UINT64_MAX || timeout_ns == 0 ? 0 : kvq__now_ns();
@@ -163,8 +166,8 @@ int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns)
     }
     if (!p->done)
         return rc == KVQ_E_DEADLINE
-                   ? kvq__fail(rc, "%s: not done within %llu ns; the ticket stays open",
-                               kvq__op_name(p->request.op), (unsigned long long)timeout_ns)
+                   ? kvq__set_error(rc, "%s: not done within %llu ns; the ticket stays open",
+                                    kvq__op_name(p->request.op), (unsigned long long)timeout_ns)
                    : rc;
     queue->shard = p->any_failed ? p->shard : 0;
     if (rc == KVQ_OK) // else this wait saw the queue die, and said how

@@ -49,9 +49,9 @@ void kvq__shape_unref(struct kvq__shape *shape)
 static int add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
 {
     if (handle == 0 || index_of(handle) >= KVQ__HANDLES)
-        return kvq__fail(KVQ_E_PROTOCOL,
-                         "the daemon gave a session handle of index %u, at most %d are agreed",
-                         index_of(handle), KVQ__HANDLES - 1);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon gave a session handle of index %u, at most %d are agreed",
+                              index_of(handle), KVQ__HANDLES - 1);
     struct kvq__handle *h = &client->handles[index_of(handle)];
     if (h->handle == 0)
         client->open_handles++;

@@ -19,7 +19,7 @@ static int fault(const struct kvq__here *here, int result, const char *what)
 {
     char text[KVQ__TEXT_BYTES / 2];
     kvq_gpu_fault(here->driver, result, what, text, sizeof text);
-    return kvq__fail(kvq__gpu_code(result), "%s", text);
+    return kvq__set_error(kvq__gpu_code(result), "%s", text);
 }
 
 // What the environment asks for; KVQ_ORDER_NONE: nothing.
@@ -36,8 +36,8 @@ static int order_asked(int *order)
     else if (strcmp(text, "host") == 0)
         *order = KVQ_ORDER_HOST;
     else
-        return kvq__fail(KVQ_E_INVALID, "KVQ_GPU_ORDER is %.40s: words, events or host is possible",
-                         text);
+        return kvq__set_error(KVQ_E_INVALID,
+                              "KVQ_GPU_ORDER is %.40s: words, events or host is possible", text);
     return KVQ_OK;
 }
 
@@ -53,11 +53,11 @@ static int take_page(struct kvq__timeline *t, int fd)
         return rc;
     const struct kvq_timeline_page *page = mapping;
     if (page->magic != KVQ_SHM_MAGIC_TIMELINE)
-        rc = kvq__fail(KVQ_E_PROTOCOL, "the daemon's timeline page has mark %#x, not %#x",
-                       page->magic, KVQ_SHM_MAGIC_TIMELINE);
+        rc = kvq__set_error(KVQ_E_PROTOCOL, "the daemon's timeline page has mark %#x, not %#x",
+                            page->magic, KVQ_SHM_MAGIC_TIMELINE);
     else if (kvq_gpu_host_register(t->here.driver, mapping, KVQ_TIMELINE_BYTES, &at, text,
                                    sizeof text) != KVQ_GPU_OK)
-        rc = kvq__fail(KVQ_E_UNSUPPORTED, "a timeline page: %s", text);
+        rc = kvq__set_error(KVQ_E_UNSUPPORTED, "a timeline page: %s", text);
     if (rc) {
         munmap(mapping, KVQ_TIMELINE_BYTES);
         return rc;
@@ -127,9 +127,9 @@ static int try_words(kvq_queue *queue, struct kvq__timeline *t)
         return fault(&t->here, result, "making a stream");
     int rc = ask_daemon(queue, t);
     if (rc == KVQ_OK && !words_work(t))
-        rc = kvq__fail(KVQ_E_UNSUPPORTED,
-                       "this GPU's streams cannot wait for words in host memory, as "
-                       "KVQ_GPU_ORDER=words asks for");
+        rc = kvq__set_error(KVQ_E_UNSUPPORTED,
+                            "this GPU's streams cannot wait for words in host memory, as "
+                            "KVQ_GPU_ORDER=words asks for");
     if (rc == KVQ_OK)
         rc = kvq__watch_start(queue->client);
     if (rc == KVQ_OK)
@@ -192,11 +192,11 @@ int kvq_queue_prepare_streams(kvq_queue *queue)
 {
     struct kvq__here here;
     if (!queue)
-        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "the queue is NULL");
     if (queue->timeline.order != KVQ_ORDER_NONE)
         return KVQ_OK;
     if (queue->dead)
-        return kvq__fail(queue->dead, "the connection was lost; kvq_reattach connects again");
+        return kvq__set_error(queue->dead, "the connection was lost; kvq_reattach connects again");
     int rc = kvq__gpu_here(queue->client, "ordering a queue's requests by streams", &here);
     return rc ? rc : open_timeline(queue, &here);
 }
@@ -211,9 +211,9 @@ int kvq__timeline_again(kvq_queue *queue)
     const struct kvq__here here = queue->timeline.here;
     if (!here.driver)
         return KVQ_OK;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&here);
+    struct kvq_gpu_context *before = kvq__context_enter(&here);
     int rc = open_timeline(queue, &here);
-    kvq__gpu_leave(&here, before);
+    kvq__context_leave(&here, before);
     return rc;
 }
 
@@ -224,7 +224,7 @@ void kvq__timeline_close(kvq_queue *queue)
     struct kvq__timeline *t = &queue->timeline, gone;
     if (t->order == KVQ_ORDER_NONE)
         return;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&t->here);
     // Streams may still have to pass the words; the watch sees to it if nobody else does. Events
     // must have been passed, too, before the daemon's lane is asked to come to its end.
     if (t->order != KVQ_ORDER_HOST)
@@ -235,7 +235,7 @@ void kvq__timeline_close(kvq_queue *queue)
     *t = (struct kvq__timeline){.here = gone.here};
     pthread_mutex_unlock(&queue->client->table);
     give_back(&gone);
-    kvq__gpu_leave(&gone.here, before);
+    kvq__context_leave(&gone.here, before);
 }
 
 // ---- Requests ----
@@ -251,7 +251,7 @@ static int check_stream(kvq_queue *queue, unsigned op, struct kvq_gpu_stream *st
 {
     int status = KVQ_GPU_CAPTURE_NONE;
     if (!queue)
-        return kvq__fail(KVQ_E_INVALID, "the queue is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "the queue is NULL");
     int rc = kvq_queue_prepare_streams(queue);
     if (rc)
         return rc;
@@ -260,10 +260,10 @@ static int check_stream(kvq_queue *queue, unsigned op, struct kvq_gpu_stream *st
     if (result != KVQ_GPU_OK)
         return fault(here, result, "looking at the stream that was given");
     if (status != KVQ_GPU_CAPTURE_NONE)
-        return kvq__fail(KVQ_E_UNSUPPORTED,
-                         "%s: the stream is being captured into a graph, and a request of the "
-                         "daemon cannot be; make the call between graphs",
-                         kvq__op_name(op));
+        return kvq__set_error(KVQ_E_UNSUPPORTED,
+                              "%s: the stream is being captured into a graph, and a request of the "
+                              "daemon cannot be; make the call between graphs",
+                              kvq__op_name(op));
     return KVQ_OK;
 }
 
@@ -357,9 +357,9 @@ static int submit(kvq_queue *queue, unsigned op, struct kvq_work *work, struct k
 {
     struct kvq__pending *p = NULL;
     if (!has_stream_variant(op))
-        return kvq__fail(KVQ_E_INVALID,
-                         "%s cannot run on a stream; append, attend, both and read can",
-                         kvq__op_name(op));
+        return kvq__set_error(KVQ_E_INVALID,
+                              "%s cannot run on a stream; append, attend, both and read can",
+                              kvq__op_name(op));
     int rc = check_stream(queue, op, stream);
     if (rc == KVQ_OK)
         rc = kvq__submit_make(queue, op, work, entries, n, &p);
@@ -387,7 +387,7 @@ int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op, struct kvq_wor
                          struct kvq_entry *entries, uint32_t n, void *stream, kvq_ticket *ticket)
 {
     if (!ticket)
-        return kvq__fail(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
+        return kvq__set_error(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
     return submit(queue, (unsigned)op, work, entries, n, stream, ticket);
 }
 
@@ -396,7 +396,7 @@ static int run(kvq_queue *queue, unsigned op, const struct kvq_work *work,
 {
     kvq_ticket ticket = 0;
     if (!work)
-        return kvq__fail(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name(op));
+        return kvq__set_error(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name(op));
     struct kvq_work copy = *work;
     int rc = submit(queue, op, &copy, entries, n, stream, &ticket);
     return rc ? rc : kvq_wait(queue, ticket, UINT64_MAX);

@@ -44,18 +44,19 @@ int kvq__queue_kill(kvq_queue *queue, int code)
 
 static int damaged(kvq_queue *queue, const char *what, uint64_t value)
 {
-    return kvq__queue_kill(queue,
-                           kvq__fail(KVQ_E_PROTOCOL,
-                                     "queue %u: the daemon's completion ring makes no sense: %s "
-                                     "%llu; kvq_reattach connects again",
-                                     queue->id, what, (unsigned long long)value));
+    return kvq__queue_kill(
+        queue, kvq__set_error(KVQ_E_PROTOCOL,
+                              "queue %u: the daemon's completion ring makes no sense: %s "
+                              "%llu; kvq_reattach connects again",
+                              queue->id, what, (unsigned long long)value));
 }
 
 static int lost(kvq_queue *queue)
 {
-    return kvq__queue_kill(queue, kvq__fail(KVQ_E_DISCONNECTED,
-                                            "the daemon is gone or has closed this connection; its "
-                                            "log says why; kvq_reattach connects again"));
+    return kvq__queue_kill(queue,
+                           kvq__set_error(KVQ_E_DISCONNECTED,
+                                          "the daemon is gone or has closed this connection; its "
+                                          "log says why; kvq_reattach connects again"));
 }
 
 // ---- Completions ----
@@ -233,7 +234,7 @@ static int sleep_once(kvq_queue *queue, uint64_t left_ns)
     struct timespec t = {(time_t)(left_ns / 1000000000u), (long)(left_ns % 1000000000u)};
     int n = ppoll(p, 2, left_ns == UINT64_MAX ? NULL : &t, NULL);
     if (n < 0 && errno != EINTR)
-        return kvq__fail_errno("cannot wait for the daemon");
+        return kvq__set_error_errno("cannot wait for the daemon");
     if (n <= 0)
         return KVQ_OK;
     if (p[0].revents && !drain(queue->wake_client))

@@ -22,10 +22,10 @@ static void let_stream_go(const struct kvq__timeline *t)
 {
     if (!t->page || kvq_long_load(&t->page->done) == INT64_MAX)
         return;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&t->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&t->here);
     t->here.driver->stream_write64(t->spare, t->done, INT64_MAX, 0);
     kvq_long_store(&t->page->done, INT64_MAX);
-    kvq__gpu_leave(&t->here, before);
+    kvq__context_leave(&t->here, before);
 }
 
 static void let_all_go(kvq_client *client)
@@ -87,8 +87,8 @@ int kvq__watch_start(kvq_client *client)
         if (error) {
             if (w->wake >= 0)
                 close(w->wake);
-            rc = kvq__fail(KVQ_E_SYSTEM, "cannot start the thread that watches the daemon: %s",
-                           strerror(error));
+            rc = kvq__set_error(KVQ_E_SYSTEM, "cannot start the thread that watches the daemon: %s",
+                                strerror(error));
         }
         w->running = error == 0;
     }

@@ -16,7 +16,7 @@ static int run_work(kvq_queue *queue, enum kvq_operation op, const struct kvq_wo
 {
     struct kvq_work copy;
     if (!work)
-        return kvq__fail(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name((unsigned)op));
+        return kvq__set_error(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name((unsigned)op));
     copy = *work;
     return run(queue, op, &copy, entries, n);
 }
@@ -31,7 +31,7 @@ int kvq_step_begin_ids(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
 {
     struct kvq_work work = {0};
     if (!step || !ids)
-        return kvq__fail(KVQ_E_INVALID, "kvq_step_begin: step or ids is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_step_begin: step or ids is NULL");
     work.ids = *ids;
     int rc = run(queue, KVQ_DO_STEP_BEGIN, &work, entries, n);
     *step = work.step;
@@ -78,7 +78,7 @@ static int count_dropped(struct kvq_entry *entries, const uint64_t *tokens, uint
 {
     for (uint32_t i = 0; i < n; i++) {
         if (tokens[i] > entries[i].position)
-            return kvq__fail(
+            return kvq__set_error(
                 KVQ_E_INVALID,
                 "truncate, entry %u: to %llu tokens, but the session has %llu; nothing "
                 "was done",
@@ -94,7 +94,7 @@ static int count_dropped(struct kvq_entry *entries, const uint64_t *tokens, uint
 int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries, const uint64_t *tokens, uint32_t n)
 {
     if (n > 0 && (!entries || !tokens))
-        return kvq__fail(KVQ_E_INVALID, "truncate of %u sessions, but an array is NULL", n);
+        return kvq__set_error(KVQ_E_INVALID, "truncate of %u sessions, but an array is NULL", n);
     int rc = count_dropped(entries, tokens, n);
     return rc ? rc : run(queue, KVQ_DO_TRUNCATE, NULL, entries, n);
 }

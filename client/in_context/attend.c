@@ -23,7 +23,7 @@ static void *reserve(size_t bytes)
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory != MAP_FAILED)
         return memory;
-    kvq__fail_errno("no %zu bytes of memory for attention", bytes);
+    kvq__set_error_errno("no %zu bytes of memory for attention", bytes);
     return NULL;
 }
 
@@ -50,8 +50,8 @@ static int start_workers(struct kvq_local *local)
                     : 0;
     if (error == 0)
         return KVQ_OK;
-    return kvq__fail(KVQ_E_SYSTEM, "kvq_local_open: %u threads cannot be started: %s",
-                     local->threads, strerror(-error));
+    return kvq__set_error(KVQ_E_SYSTEM, "kvq_local_open: %u threads cannot be started: %s",
+                          local->threads, strerror(-error));
 }
 
 int kvq__attend_open(struct kvq_local *local)
@@ -273,13 +273,13 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
                                 meets_step(local, &lse, entries, n, s)));
     if (!bad)
         return KVQ_OK;
-    return kvq__fail(KVQ_E_INVALID,
-                     "attend, layer %u of %u sessions: out (offset %llu, strides %llu and %llu) or "
-                     "lse overlaps itself, the other, or Q, K or V of the step, which are read "
-                     "until its end",
-                     w->layer, n, (unsigned long long)w->out.offset,
-                     (unsigned long long)w->out.token_stride,
-                     (unsigned long long)w->out.head_stride);
+    return kvq__set_error(
+        KVQ_E_INVALID,
+        "attend, layer %u of %u sessions: out (offset %llu, strides %llu and %llu) or "
+        "lse overlaps itself, the other, or Q, K or V of the step, which are read "
+        "until its end",
+        w->layer, n, (unsigned long long)w->out.offset, (unsigned long long)w->out.token_stride,
+        (unsigned long long)w->out.head_stride);
 }
 
 // ---- The call of the kernels ----
@@ -482,18 +482,20 @@ int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *
     struct kvq_request request = {.op = w->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND};
     int rc = kvq__put_work(local->queue, w, &request);
     if (rc == KVQ_OK && w->pages.page_tokens)
-        rc = kvq__fail(KVQ_E_INVALID, "attend: K and V cannot be paged where attention is in the "
-                                      "engine's context");
+        rc = kvq__set_error(KVQ_E_INVALID,
+                            "attend: K and V cannot be paged where attention is in the "
+                            "engine's context");
     if (rc == KVQ_OK && w->lse.buffer && w->lse.dtype != KVQ_DTYPE_F32)
-        rc = kvq__fail(KVQ_E_DTYPE, "attend: lse is fp32 (3); dtype %u was given", w->lse.dtype);
+        rc = kvq__set_error(KVQ_E_DTYPE, "attend: lse is fp32 (3); dtype %u was given",
+                            w->lse.dtype);
     for (int i = 0; i < 5 && rc == KVQ_OK; i++) {
         static const char *const names[] = {"k", "v", "q", "out", "lse"};
         rc = check_tensor(local, tensors[i]);
         if (rc)
-            kvq__fail(rc, "attend, layer %u: %s (offset %llu, strides %llu and %llu): %s", w->layer,
-                      names[i], (unsigned long long)tensors[i]->offset,
-                      (unsigned long long)tensors[i]->token_stride,
-                      (unsigned long long)tensors[i]->head_stride, kvq_strerror(rc));
+            kvq__set_error(rc, "attend, layer %u: %s (offset %llu, strides %llu and %llu): %s",
+                           w->layer, names[i], (unsigned long long)tensors[i]->offset,
+                           (unsigned long long)tensors[i]->token_stride,
+                           (unsigned long long)tensors[i]->head_stride, kvq_strerror(rc));
     }
     return rc;
 }

@@ -32,7 +32,7 @@ static int count_one(const struct kvq_gpu_layer *layer, uint64_t tokens, uint32_
     const struct kvq_attend call = {
         .past_tokens = tokens, .q_start = tokens, .q_tokens = queries, .step_tokens = 0};
     if (kvq_gpu_attend_needs(layer, &call, NULL, 1, &needs, text, sizeof text))
-        return kvq__fail(KVQ_E_LIMIT, "%s", text);
+        return kvq__set_error(KVQ_E_LIMIT, "%s", text);
     raise(&most->tiles, needs.tiles);
     raise(&most->narrow_items, needs.narrow_items);
     raise(&most->wide_items, needs.wide_items);
@@ -107,7 +107,7 @@ static int take_host(struct kvq_bucket *b, const struct kvq__local_session *s)
     b->shared = calloc(b->max_sessions, sizeof *b->shared);
     if (!b->layers || !b->limits || !b->batch_at || !b->narrow_rows || !b->order || !b->calls ||
         !b->shared)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     b->n_layers = s->n_layers;
     memcpy(b->layers, s->layers, s->n_layers * sizeof *b->layers);
     return KVQ_OK;
@@ -136,8 +136,9 @@ static int open_here(struct kvq_bucket *b, kvq_session session)
     size_t workspace;
     const struct kvq__local_session *s = kvq__local_find(b->local, session);
     if (!s)
-        return kvq__fail(KVQ_E_STALE, "kvq_bucket_open: session %#llx is not in this kvq_local",
-                         (unsigned long long)session);
+        return kvq__set_error(KVQ_E_STALE,
+                              "kvq_bucket_open: session %#llx is not in this kvq_local",
+                              (unsigned long long)session);
     int rc = take_host(b, s);
     if (rc == KVQ_OK)
         rc = count(b, &workspace);
@@ -150,7 +151,7 @@ int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options, 
     if (bucket)
         *bucket = NULL;
     if (!options || !bucket)
-        return kvq__fail(KVQ_E_INVALID, "kvq_bucket_open: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_bucket_open: an argument is NULL");
     int rc = kvq__local_check(local);
     if (rc == KVQ_OK)
         rc = KVQ__SIZED_TAKE(o, options, "kvq_bucket_options");
@@ -160,14 +161,15 @@ int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options, 
         return rc;
     if (o->max_tokens > local->max_tokens || o->max_sessions > KVQ_MAX_BATCH ||
         o->max_queries > KVQ_MAX_GPU_QUERIES)
-        return kvq__fail(KVQ_E_LIMIT,
-                         "kvq_bucket_open: %llu tokens, %u sessions, %u queries; at most %llu, %d "
-                         "and %d can be",
-                         (unsigned long long)o->max_tokens, o->max_sessions, o->max_queries,
-                         (unsigned long long)local->max_tokens, KVQ_MAX_BATCH, KVQ_MAX_GPU_QUERIES);
+        return kvq__set_error(
+            KVQ_E_LIMIT,
+            "kvq_bucket_open: %llu tokens, %u sessions, %u queries; at most %llu, %d "
+            "and %d can be",
+            (unsigned long long)o->max_tokens, o->max_sessions, o->max_queries,
+            (unsigned long long)local->max_tokens, KVQ_MAX_BATCH, KVQ_MAX_GPU_QUERIES);
     kvq_bucket *b = calloc(1, sizeof *b);
     if (!b)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     b->local = local;
     b->max_tokens = o->max_tokens ? o->max_tokens : local->max_tokens;
     b->max_sessions = o->max_sessions ? o->max_sessions : 1;
@@ -185,7 +187,7 @@ void kvq_bucket_close(kvq_bucket **bucket)
     if (!b)
         return;
     const struct kvq_gpu_driver *d = b->local->here.driver;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&b->local->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&b->local->here);
     if (b->local->bucket == b)
         kvq_local_abort(b->local);
     if (b->used)
@@ -200,7 +202,7 @@ void kvq_bucket_close(kvq_bucket **bucket)
         d->memory_free(b->batch);
     if (b->workspace)
         d->memory_free(b->workspace);
-    kvq__gpu_leave(&b->local->here, before);
+    kvq__context_leave(&b->local->here, before);
     free(b->layers);
     free(b->limits);
     free(b->batch_at);
@@ -307,7 +309,7 @@ int kvq__bucket_fill(struct kvq_bucket *b, const struct kvq_work *w,
         return KVQ_OK;
     }
     return kvq_gpu_attend_fill(&l, b->calls, b->shared, m, &limits, batch, text, sizeof text)
-               ? kvq__fail(KVQ_E_LIMIT, "attention on a stream: %s", text)
+               ? kvq__set_error(KVQ_E_LIMIT, "attention on a stream: %s", text)
                : KVQ_OK;
 }
 
@@ -331,6 +333,6 @@ int kvq__bucket_launch(struct kvq_bucket *b, uint32_t layer, bool captured,
     if (!captured)
         launch.limits.narrow_rows = b->narrow_rows[layer];
     if (kvq_gpu_attend(&b->local->pool->kernels, &launch, text, sizeof text))
-        return kvq__fail(KVQ_E_SYSTEM, "launching attention: %.600s", text);
+        return kvq__set_error(KVQ_E_SYSTEM, "launching attention: %.600s", text);
     return KVQ_OK;
 }

@@ -14,7 +14,7 @@ static int fault(const struct kvq__here *here, int result, const char *what)
 {
     char text[KVQ__TEXT_BYTES / 2];
     kvq_gpu_fault(here->driver, result, what, text, sizeof text);
-    return kvq__fail(kvq__gpu_code(result), "%s", text);
+    return kvq__set_error(kvq__gpu_code(result), "%s", text);
 }
 
 int kvq__local_fault(const struct kvq_local *local, int result, const char *what)
@@ -32,19 +32,21 @@ static int open_kernels(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int
     void *bundle = NULL;
     kvq_gpu_kernels_text(ours);
     if (strcmp(ours, r->kernels) != 0)
-        return kvq__fail(KVQ_E_VERSION,
-                         "the daemon's kernels take other arguments than this library gives (%s; "
-                         "%s): install matching versions",
-                         r->kernels, ours);
+        return kvq__set_error(
+            KVQ_E_VERSION,
+            "the daemon's kernels take other arguments than this library gives (%s; "
+            "%s): install matching versions",
+            r->kernels, ours);
     if ((fd < 0) != (bytes == 0))
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's kernels have %zu bytes and %s descriptor",
-                         bytes, fd < 0 ? "no" : "a");
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon's kernels have %zu bytes and %s descriptor", bytes,
+                              fd < 0 ? "no" : "a");
     int rc = fd < 0 ? KVQ_OK : kvq__map(fd, bytes, PROT_READ, "the kernels", &bundle);
     if (rc)
         return rc;
     if (kvq_gpu_open_bundle(&pool->kernels, pool->here.driver, bundle, bytes, text, sizeof text))
-        rc = kvq__fail(KVQ_E_UNSUPPORTED, "the daemon's kernels cannot be loaded here: %.600s",
-                       text);
+        rc = kvq__set_error(KVQ_E_UNSUPPORTED, "the daemon's kernels cannot be loaded here: %.600s",
+                            text);
     if (bundle)
         munmap(bundle, bytes);
     return rc;
@@ -56,7 +58,7 @@ int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int 
     kvq_gpu_ptr at = 0;
     pool->mapped = calloc(pool->span / pool->extent_bytes, sizeof *pool->mapped);
     if (!pool->mapped)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     int result = driver->address_reserve(&at, pool->span, 0, 0, 0);
     int rc = result ? fault(&pool->here, result, "reserving addresses for the daemon's pool")
                     : open_kernels(pool, r, fd);
@@ -93,16 +95,16 @@ int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
 {
     uint64_t at = (uint64_t)number * pool->extent_bytes;
     if (at >= pool->span)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave extent %u of a pool with %llu", number,
-                         (unsigned long long)(pool->span / pool->extent_bytes));
-    struct kvq_gpu_context *before = kvq__gpu_enter(&pool->here);
+        return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave extent %u of a pool with %llu",
+                              number, (unsigned long long)(pool->span / pool->extent_bytes));
+    struct kvq_gpu_context *before = kvq__context_enter(&pool->here);
     kvq_gpu_ptr there = (uintptr_t)pool->at + at;
     // Other memory may have the number by now: what was there is nobody's any more.
     if (pool->mapped[number])
         pool->here.driver->memory_unmap(there, pool->extent_bytes);
     int result = map_at(&pool->here, there, pool->extent_bytes, fd);
     pool->mapped[number] = result == KVQ_GPU_OK;
-    kvq__gpu_leave(&pool->here, before);
+    kvq__context_leave(&pool->here, before);
     return result ? fault(&pool->here, result, "mapping an extent of the daemon's pool") : KVQ_OK;
 }
 
@@ -121,7 +123,7 @@ void kvq__pool_gpu_close(struct kvq__pool *pool)
 int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book)
 {
     const struct kvq_gpu_driver *driver = pool->here.driver;
-    struct kvq_gpu_context *before = kvq__gpu_enter(&pool->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&pool->here);
     int result = driver->memory_alloc(&book->there, book->bytes);
     if (result == KVQ_GPU_OK) {
         result = driver->copy_in(book->there, book->values, book->bytes, NULL);
@@ -129,7 +131,7 @@ int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book)
         if (result)
             driver->memory_free(book->there);
     }
-    kvq__gpu_leave(&pool->here, before);
+    kvq__context_leave(&pool->here, before);
     return result ? fault(&pool->here, result, "copying a codebook to the GPU") : KVQ_OK;
 }
 
@@ -141,31 +143,31 @@ static uint64_t layer_at(const struct kvq_local *local, uint32_t layer)
     return sizeof(struct kvq_table_page) + layer * kvq_table_layer_bytes(pages);
 }
 
-int kvq__table_gpu_map(struct kvq_local *local, struct kvq__local_session *s,
-                       const Kvq__OpenTableReply *r, int fd)
+int kvq__page_table_gpu_map(struct kvq_local *local, struct kvq__local_session *s,
+                            const Kvq__OpenTableReply *r, int fd)
 {
     char text[KVQ__TEXT_BYTES / 2];
     if (r->bytes < layer_at(local, s->n_layers) || r->allocation_bytes < r->bytes)
-        return kvq__fail(KVQ_E_PROTOCOL,
-                         "the daemon's page table has %llu bytes of %llu, %llu are needed",
-                         (unsigned long long)r->bytes, (unsigned long long)r->allocation_bytes,
-                         (unsigned long long)layer_at(local, s->n_layers));
-    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon's page table has %llu bytes of %llu, %llu are needed",
+                              (unsigned long long)r->bytes, (unsigned long long)r->allocation_bytes,
+                              (unsigned long long)layer_at(local, s->n_layers));
+    struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     int result = kvq_gpu_piece_map(local->here.driver, local->here.device, fd,
                                    (size_t)r->allocation_bytes, true, &s->piece, text, sizeof text);
-    kvq__gpu_leave(&local->here, before);
+    kvq__context_leave(&local->here, before);
     if (result)
-        return kvq__fail(kvq__gpu_code(result), "mapping a page table: %s", text);
+        return kvq__set_error(kvq__gpu_code(result), "mapping a page table: %s", text);
     for (uint32_t i = 0; i < s->n_layers; i++)
         s->layers[i].pages_there =
             s->piece.at + layer_at(local, s->layers[i].source) + sizeof(struct kvq_table_layer);
     return KVQ_OK;
 }
 
-void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *s)
+void kvq__page_table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *s)
 {
-    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+    struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     local->here.driver->context_sync();
     kvq_gpu_piece_release(local->here.driver, &s->piece);
-    kvq__gpu_leave(&local->here, before);
+    kvq__context_leave(&local->here, before);
 }

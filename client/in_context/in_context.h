@@ -155,10 +155,10 @@ int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *reply, 
 int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd);
 void kvq__pool_gpu_close(struct kvq__pool *pool);
 int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book);
-int kvq__table_gpu_map(struct kvq_local *local, struct kvq__local_session *session,
-                       const Kvq__OpenTableReply *reply, int fd);
+int kvq__page_table_gpu_map(struct kvq_local *local, struct kvq__local_session *session,
+                            const Kvq__OpenTableReply *reply, int fd);
 // When the GPU has done what this process gave it.
-void kvq__table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *session);
+void kvq__page_table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *session);
 // A code and a text for a result of the driver.
 int kvq__local_fault(const struct kvq_local *local, int result, const char *what);
 
@@ -173,11 +173,11 @@ int kvq__reading_books(kvq_client *client, struct kvq__pool *pool,
 
 // ---- page_table.c ----
 
-int kvq__table_open(struct kvq_local *local, struct kvq__local_session *session);
+int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *session);
 // Tells the daemon, too, if the connection is the same.
-void kvq__table_close(struct kvq_local *local, struct kvq__local_session *session);
+void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *session);
 // Whether its counts make sense: KVQ_OK or KVQ_E_PROTOCOL.
-int kvq__table_check(const struct kvq__local_session *session);
+int kvq__page_table_check(const struct kvq__local_session *session);
 
 // ---- members.c ----
 

@@ -84,7 +84,7 @@ static int keep(struct kvq__pool *pool, const struct kvq_format *f, const struct
     if (!row) {
         row = calloc(1, sizeof *row);
         if (!row)
-            return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+            return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
         row->format = *f;
         LIST_INSERT_HEAD(&pool->rows, row, link);
     }
@@ -100,8 +100,8 @@ static int take_format(struct kvq__pool *pool, const Kvq__TableFormat *m,
     char why[KVQ__TEXT_BYTES / 2] = "a number is out of range";
     fill_row(&n, m, &f);
     if (n.wrong || !is_whole(&f) || (!kvq_is_raw(&f) && kvq_format_check(&f, why, sizeof why)))
-        return kvq__fail(KVQ_E_VERSION, "this library does not know a format of the daemon's: %s",
-                         why);
+        return kvq__set_error(KVQ_E_VERSION,
+                              "this library does not know a format of the daemon's: %s", why);
     return keep(pool, &f, out);
 }
 
@@ -129,7 +129,8 @@ static int take_layer(struct kvq__pool *pool, const Kvq__TableLayer *m, uint32_t
     };
     if (n.wrong || m->kv_heads > KVQ_MAX_HEADS ||
         kvq_shape_check(&layer->shape, layer->format, why, sizeof why))
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's layer %u makes no sense: %s", number, why);
+        return kvq__set_error(KVQ_E_PROTOCOL, "the daemon's layer %u makes no sense: %s", number,
+                              why);
     return KVQ_OK;
 }
 
@@ -139,8 +140,8 @@ static int take_layers(struct kvq__pool *pool, const Kvq__OpenTableReply *r,
     uint32_t layer = 0;
     for (size_t i = 0; i < r->n_layers; i++) {
         if (r->layers[i]->repeat > s->n_layers - layer)
-            return kvq__fail(KVQ_E_PROTOCOL, "the daemon tells of more than %u layers",
-                             s->n_layers);
+            return kvq__set_error(KVQ_E_PROTOCOL, "the daemon tells of more than %u layers",
+                                  s->n_layers);
         for (uint32_t j = 0; j < r->layers[i]->repeat; j++, layer++) {
             int rc = take_layer(pool, r->layers[i], layer, &s->layers[layer]);
             if (rc)
@@ -148,13 +149,13 @@ static int take_layers(struct kvq__pool *pool, const Kvq__OpenTableReply *r,
         }
     }
     if (layer < s->n_layers)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon tells of %u layers, %u were asked for", layer,
-                         s->n_layers);
+        return kvq__set_error(KVQ_E_PROTOCOL, "the daemon tells of %u layers, %u were asked for",
+                              layer, s->n_layers);
     for (uint32_t i = 0; i < layer; i++)
         if (s->layers[i].source >= layer ||
             s->layers[s->layers[i].source].source != s->layers[i].source)
-            return kvq__fail(KVQ_E_PROTOCOL, "layer %u of the daemon's reads layer %u", i,
-                             s->layers[i].source);
+            return kvq__set_error(KVQ_E_PROTOCOL, "layer %u of the daemon's reads layer %u", i,
+                                  s->layers[i].source);
     return KVQ_OK;
 }
 
@@ -163,10 +164,10 @@ int kvq__reading_take(struct kvq__pool *pool, const Kvq__OpenTableReply *reply,
 {
     s->layers = calloc(s->n_layers, sizeof *s->layers);
     if (!s->layers)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     if (reply->path > KVQ_PATH_FAST)
-        return kvq__fail(KVQ_E_VERSION, "the daemon computes by path %u, 0 and 1 are known",
-                         reply->path);
+        return kvq__set_error(KVQ_E_VERSION, "the daemon computes by path %u, 0 and 1 are known",
+                              reply->path);
     s->path = (uint8_t)reply->path;
     s->sharded = reply->shards > 1;
     return take_layers(pool, reply, s);
@@ -190,11 +191,11 @@ static int map_book(struct kvq__pool *pool, const Kvq__MapBookReply *r, int fd,
     size_t bytes = r->bytes;
     void *mapping = NULL;
     if (!book)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     int rc = r->bytes > 0 && r->bytes <= KVQ_MAX_CODEBOOK_BYTES
                  ? kvq__map(fd, bytes, PROT_READ, "a codebook", &mapping)
-                 : kvq__fail(KVQ_E_PROTOCOL, "the daemon's codebook has %llu bytes",
-                             (unsigned long long)r->bytes);
+                 : kvq__set_error(KVQ_E_PROTOCOL, "the daemon's codebook has %llu bytes",
+                                  (unsigned long long)r->bytes);
     if (rc) {
         free(book);
         return rc;
@@ -282,7 +283,8 @@ static int ask_book(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
     kvq__close_fds(call.fds, call.n_fds);
     assert(rc || book);
     if (rc == KVQ_OK && !take_tables(book, r, layer))
-        rc = kvq__fail(KVQ_E_PROTOCOL, "the daemon's codebook of layer %u ends too early", number);
+        rc = kvq__set_error(KVQ_E_PROTOCOL, "the daemon's codebook of layer %u ends too early",
+                            number);
     return rc;
 }
 

@@ -11,16 +11,17 @@
 int kvq__local_check(const struct kvq_local *local)
 {
     if (!local)
-        return kvq__fail(KVQ_E_INVALID, "the kvq_local is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "the kvq_local is NULL");
     if (local->connection != local->client->connection)
-        return kvq__fail(
+        return kvq__set_error(
             KVQ_E_CANCELLED,
             "this kvq_local was opened before kvq_reattach: close it and open another, "
             "and take the sessions in again");
     if (local->queue->dead)
-        return kvq__fail(local->queue->dead,
-                         "the connection was lost; kvq_reattach connects again, then close this "
-                         "kvq_local and open another");
+        return kvq__set_error(
+            local->queue->dead,
+            "the connection was lost; kvq_reattach connects again, then close this "
+            "kvq_local and open another");
     return KVQ_OK;
 }
 
@@ -31,10 +32,11 @@ int kvq__local_check_call(const struct kvq_local *local, const char *what,
     if (rc)
         return rc;
     if (n == 0 || n > KVQ_MAX_BATCH)
-        return kvq__fail(n ? KVQ_E_LIMIT : KVQ_E_INVALID, "%s of %u sessions: it can be 1 to %d",
-                         what, n, KVQ_MAX_BATCH);
-    return entries ? KVQ_OK
-                   : kvq__fail(KVQ_E_INVALID, "%s of %u sessions, but entries is NULL", what, n);
+        return kvq__set_error(n ? KVQ_E_LIMIT : KVQ_E_INVALID,
+                              "%s of %u sessions: it can be 1 to %d", what, n, KVQ_MAX_BATCH);
+    return entries
+               ? KVQ_OK
+               : kvq__set_error(KVQ_E_INVALID, "%s of %u sessions, but entries is NULL", what, n);
 }
 
 int kvq__local_check_place(const struct kvq_local *local, bool on_stream)
@@ -42,11 +44,11 @@ int kvq__local_check_place(const struct kvq_local *local, bool on_stream)
     bool gpu = local->here.driver != NULL;
     if (gpu == on_stream)
         return KVQ_OK;
-    return kvq__fail(KVQ_E_INVALID,
-                     gpu ? "this kvq_local is for sessions on a GPU: its calls have a "
-                           "stream (kvq_local_begin_on_stream, ..)"
-                         : "this kvq_local is for sessions on the host: its calls "
-                           "have no stream");
+    return kvq__set_error(KVQ_E_INVALID,
+                          gpu ? "this kvq_local is for sessions on a GPU: its calls have a "
+                                "stream (kvq_local_begin_on_stream, ..)"
+                              : "this kvq_local is for sessions on the host: its calls "
+                                "have no stream");
 }
 
 int kvq__local_check_attend(const struct kvq_local *local, const struct kvq_work *work,
@@ -59,11 +61,11 @@ int kvq__local_check_attend(const struct kvq_local *local, const struct kvq_work
     if (rc)
         return rc;
     if (!work)
-        return kvq__fail(KVQ_E_INVALID, "attend: work is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "attend: work is NULL");
     return n && n <= KVQ_MAX_BATCH && entries
                ? KVQ_OK
-               : kvq__fail(KVQ_E_INVALID, "attend of %u sessions: it can be 1 to %d", n,
-                           KVQ_MAX_BATCH);
+               : kvq__set_error(KVQ_E_INVALID, "attend of %u sessions: it can be 1 to %d", n,
+                                KVQ_MAX_BATCH);
 }
 
 // ---- Members ----
@@ -161,11 +163,12 @@ static bool explain_limit(const struct kvq_local *local, const struct kvq_entry 
     if (i == n || entries[i].status != KVQ_E_LIMIT ||
         entries[i].position + entries[i].append <= local->max_tokens)
         return false;
-    kvq__fail(KVQ_E_LIMIT,
-              "step begin, entry %u (session %#llx): %llu and %u more tokens; this kvq_local was "
-              "opened for at most %llu (max_tokens)",
-              i, (unsigned long long)entries[i].session, (unsigned long long)entries[i].position,
-              entries[i].append, (unsigned long long)local->max_tokens);
+    kvq__set_error(
+        KVQ_E_LIMIT,
+        "step begin, entry %u (session %#llx): %llu and %u more tokens; this kvq_local was "
+        "opened for at most %llu (max_tokens)",
+        i, (unsigned long long)entries[i].session, (unsigned long long)entries[i].position,
+        entries[i].append, (unsigned long long)local->max_tokens);
     return true;
 }
 

@@ -18,16 +18,16 @@ static int find_kernels(const kvq_client *client, const struct kvq_kernels **ker
         if (strcmp(kvq_kernels_isa(*kernels), isa) == 0)
             return KVQ_OK;
     }
-    return kvq__fail(KVQ_E_UNSUPPORTED,
-                     "the daemon computes with %s instructions, this process can use %s",
-                     *isa ? isa : "unknown", kvq_kernels_isa(*kernels));
+    return kvq__set_error(KVQ_E_UNSUPPORTED,
+                          "the daemon computes with %s instructions, this process can use %s",
+                          *isa ? isa : "unknown", kvq_kernels_isa(*kernels));
 }
 
 static int find_context(struct kvq_local *local, const char *place)
 {
     const char *wish = getenv("KVQ_LOCAL");
     if (wish && strcmp(wish, "daemon") == 0)
-        return kvq__fail(KVQ_E_UNSUPPORTED, "KVQ_LOCAL=daemon in the environment asks for it");
+        return kvq__set_error(KVQ_E_UNSUPPORTED, "KVQ_LOCAL=daemon in the environment asks for it");
     if (local->here.driver)
         return kvq__pool_get(local->client, place, &local->here, &local->pool);
     int rc = find_kernels(local->client, &local->kernels);
@@ -48,10 +48,11 @@ static int find_gpu(struct kvq_local *local)
     kvq__gpu_place(local->client, local->here.uuid, place);
     return kvq_gpu_place_is(place, local->place)
                ? KVQ_OK
-               : kvq__fail(KVQ_E_INVALID,
-                           "kvq_local_open for %s: the current context is of %s; make one of that "
-                           "GPU current first",
-                           local->place, place);
+               : kvq__set_error(
+                     KVQ_E_INVALID,
+                     "kvq_local_open for %s: the current context is of %s; make one of that "
+                     "GPU current first",
+                     local->place, place);
 }
 
 static bool is_refusal(int code)
@@ -62,7 +63,7 @@ static bool is_refusal(int code)
 // Takes a session out that is a member of no step.
 static void forget(struct kvq_local *local, struct kvq__local_session *s)
 {
-    kvq__table_close(local, s);
+    kvq__page_table_close(local, s);
     local->sessions[kvq__handle_index(s->handle)] = NULL;
     free(s->layers);
     free(s);
@@ -74,14 +75,14 @@ static int give_up(struct kvq_local *local, const char *why)
     char copy[KVQ__TEXT_BYTES];
     snprintf(copy, sizeof copy, "%s", why);
     if (local->flags & KVQ_LOCAL_REQUIRE)
-        return kvq__fail(KVQ_E_UNSUPPORTED,
-                         "attention cannot be in this process's context, as KVQ_LOCAL_REQUIRE "
-                         "asks: %s",
-                         copy);
+        return kvq__set_error(KVQ_E_UNSUPPORTED,
+                              "attention cannot be in this process's context, as KVQ_LOCAL_REQUIRE "
+                              "asks: %s",
+                              copy);
     snprintf(local->why, sizeof local->why, "%s", copy);
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (local->sessions[i])
-            kvq__table_close(local, local->sessions[i]);
+            kvq__page_table_close(local, local->sessions[i]);
     return KVQ_OK;
 }
 
@@ -91,24 +92,25 @@ static int check_options(const kvq_queue *queue, const struct kvq_local_options 
                          kvq_local *const *local)
 {
     if (!queue || !local)
-        return kvq__fail(KVQ_E_INVALID, "kvq_local_open: an argument is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "kvq_local_open: an argument is NULL");
     if (queue->dead)
-        return kvq__fail(queue->dead, "kvq_local_open: the connection was lost; kvq_reattach "
-                                      "connects again");
+        return kvq__set_error(queue->dead, "kvq_local_open: the connection was lost; kvq_reattach "
+                                           "connects again");
     if (o->flags & ~(uint32_t)KVQ_LOCAL_REQUIRE)
-        return kvq__fail(KVQ_E_INVALID,
-                         "kvq_local_open: flags %#x are unknown; KVQ_LOCAL_REQUIRE (1) is known",
-                         o->flags);
+        return kvq__set_error(
+            KVQ_E_INVALID, "kvq_local_open: flags %#x are unknown; KVQ_LOCAL_REQUIRE (1) is known",
+            o->flags);
     if (o->max_tokens > KVQ_MAX_SESSION_TOKENS)
-        return kvq__fail(KVQ_E_LIMIT, "kvq_local_open: max_tokens %llu; a session holds at most %d",
-                         (unsigned long long)o->max_tokens, KVQ_MAX_SESSION_TOKENS);
+        return kvq__set_error(KVQ_E_LIMIT,
+                              "kvq_local_open: max_tokens %llu; a session holds at most %d",
+                              (unsigned long long)o->max_tokens, KVQ_MAX_SESSION_TOKENS);
     if (o->threads > KVQ__LOCAL_THREADS)
-        return kvq__fail(KVQ_E_INVALID, "kvq_local_open: %u threads; there can be %d at most",
-                         o->threads, KVQ__LOCAL_THREADS);
+        return kvq__set_error(KVQ_E_INVALID, "kvq_local_open: %u threads; there can be %d at most",
+                              o->threads, KVQ__LOCAL_THREADS);
     if (o->place && strlen(o->place) >= KVQ__PLACE_BYTES)
-        return kvq__fail(KVQ_E_INVALID,
-                         "kvq_local_open: the place is \"host\", or \"GPU-\" or \"MIG-\" "
-                         "and a UUID");
+        return kvq__set_error(KVQ_E_INVALID,
+                              "kvq_local_open: the place is \"host\", or \"GPU-\" or \"MIG-\" "
+                              "and a UUID");
     return KVQ_OK;
 }
 
@@ -116,7 +118,7 @@ static struct kvq_local *make(kvq_queue *queue, const struct kvq_local_options *
 {
     struct kvq_local *local = calloc(1, sizeof *local);
     if (!local) {
-        kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
         return NULL;
     }
     local->client = queue->client;
@@ -196,28 +198,30 @@ static int look_up(kvq_client *client, uint64_t handle, bool *read_only)
     *read_only = h && h->read_only;
     pthread_mutex_unlock(&client->table);
     return h ? KVQ_OK
-             : kvq__fail(KVQ_E_STALE, "session %#llx is not open here", (unsigned long long)handle);
+             : kvq__set_error(KVQ_E_STALE, "session %#llx is not open here",
+                              (unsigned long long)handle);
 }
 
 static int check_info(const struct kvq_local *local, const struct kvq_session_info *info)
 {
     if (strcmp(info->place, local->place) != 0)
-        return kvq__fail(KVQ_E_INVALID,
-                         "the session is on %s, this kvq_local is for sessions on %s; open "
-                         "another one for it",
-                         info->place, local->place);
+        return kvq__set_error(KVQ_E_INVALID,
+                              "the session is on %s, this kvq_local is for sessions on %s; open "
+                              "another one for it",
+                              info->place, local->place);
     if (info->tokens > local->max_tokens)
-        return kvq__fail(KVQ_E_LIMIT,
-                         "the session has %llu tokens, this kvq_local was opened for at most %llu "
-                         "(max_tokens)",
-                         (unsigned long long)info->tokens, (unsigned long long)local->max_tokens);
+        return kvq__set_error(
+            KVQ_E_LIMIT,
+            "the session has %llu tokens, this kvq_local was opened for at most %llu "
+            "(max_tokens)",
+            (unsigned long long)info->tokens, (unsigned long long)local->max_tokens);
     return KVQ_OK;
 }
 
 // Its pages, in our addresses.
 static int bring_in(struct kvq_local *local, struct kvq__local_session *s)
 {
-    int rc = kvq__table_open(local, s);
+    int rc = kvq__page_table_open(local, s);
     if (rc == KVQ_OK)
         rc = kvq__reading_books(local->client, local->pool, s);
     if (rc == KVQ_OK)
@@ -231,8 +235,9 @@ static int take_in(struct kvq_local *local, struct kvq__local_session *s)
     if (!is_refusal(rc))
         return rc;
     if (local->stepping)
-        return kvq__fail(KVQ_E_BUSY, "this session would take the step under way to the daemon; "
-                                     "take it in between steps");
+        return kvq__set_error(KVQ_E_BUSY,
+                              "this session would take the step under way to the daemon; "
+                              "take it in between steps");
     return give_up(local, kvq_error_text());
 }
 
@@ -249,10 +254,10 @@ int kvq_local_add(kvq_local *local, kvq_session session)
     if (s && s->handle == session)
         return KVQ_OK;
     if (s && s->in_step)
-        return kvq__fail(KVQ_E_BUSY,
-                         "the step under way has session %#llx, whose handle was closed "
-                         "meanwhile: end or abort it first",
-                         (unsigned long long)s->handle);
+        return kvq__set_error(KVQ_E_BUSY,
+                              "the step under way has session %#llx, whose handle was closed "
+                              "meanwhile: end or abort it first",
+                              (unsigned long long)s->handle);
     if (s) // of a handle that was closed
         forget(local, s);
     rc = kvq_session_info(local->client, session, &info);
@@ -262,7 +267,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
         return rc;
     s = calloc(1, sizeof *s);
     if (!s)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     s->handle = session;
     s->read_only = read_only;
     s->n_layers = info.layers;
@@ -279,14 +284,14 @@ int kvq_local_add(kvq_local *local, kvq_session session)
 int kvq_local_remove(kvq_local *local, kvq_session session)
 {
     if (!local)
-        return kvq__fail(KVQ_E_INVALID, "the kvq_local is NULL");
+        return kvq__set_error(KVQ_E_INVALID, "the kvq_local is NULL");
     struct kvq__local_session *s = kvq__local_find(local, session);
     if (!s)
-        return kvq__fail(KVQ_E_STALE, "session %#llx is not in this kvq_local",
-                         (unsigned long long)session);
+        return kvq__set_error(KVQ_E_STALE, "session %#llx is not in this kvq_local",
+                              (unsigned long long)session);
     if (s->in_step)
-        return kvq__fail(KVQ_E_BUSY, "session %#llx is in the step under way: end or abort it",
-                         (unsigned long long)session);
+        return kvq__set_error(KVQ_E_BUSY, "session %#llx is in the step under way: end or abort it",
+                              (unsigned long long)session);
     forget(local, s);
     return KVQ_OK;
 }

@@ -17,10 +17,11 @@ static_assert(sizeof(struct kvq_table_entry) == sizeof(struct kvq_page) &&
 
 static int nonsense(const char *what, uint64_t value, uint64_t most)
 {
-    return kvq__fail(KVQ_E_PROTOCOL,
-                     "the daemon's page table makes no sense: %s is %llu, at most %llu can be; "
-                     "kvq_reattach connects again",
-                     what, (unsigned long long)value, (unsigned long long)most);
+    return kvq__set_error(
+        KVQ_E_PROTOCOL,
+        "the daemon's page table makes no sense: %s is %llu, at most %llu can be; "
+        "kvq_reattach connects again",
+        what, (unsigned long long)value, (unsigned long long)most);
 }
 
 static uint64_t pages_of(uint64_t tokens)
@@ -28,7 +29,7 @@ static uint64_t pages_of(uint64_t tokens)
     return (tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
 }
 
-int kvq__table_check(const struct kvq__local_session *s)
+int kvq__page_table_check(const struct kvq__local_session *s)
 {
     const struct kvq_table_page *t = s->table;
     if (t->tokens > (uint64_t)t->pages * KVQ_BLOCK_TOKENS)
@@ -47,11 +48,12 @@ static int check_head(const struct kvq_table_page *t, uint32_t layers, uint64_t 
         t->version <= KVQ_TABLE_VERSION_MAX && t->layers == layers &&
         t->pages == pages_of(tokens) && t->layer_bytes == kvq_table_layer_bytes(t->pages))
         return KVQ_OK;
-    return kvq__fail(KVQ_E_PROTOCOL,
-                     "the daemon's page table has mark %#x, version %u, %u layers of %u pages and "
-                     "%llu bytes; %#x, %u layers of %llu pages are expected",
-                     t->magic, t->version, t->layers, t->pages, (unsigned long long)t->layer_bytes,
-                     KVQ_SHM_MAGIC_TABLE, layers, (unsigned long long)pages_of(tokens));
+    return kvq__set_error(
+        KVQ_E_PROTOCOL,
+        "the daemon's page table has mark %#x, version %u, %u layers of %u pages and "
+        "%llu bytes; %#x, %u layers of %llu pages are expected",
+        t->magic, t->version, t->layers, t->pages, (unsigned long long)t->layer_bytes,
+        KVQ_SHM_MAGIC_TABLE, layers, (unsigned long long)pages_of(tokens));
 }
 
 // ---- Opening ----
@@ -63,8 +65,9 @@ static int map(struct kvq_local *local, struct kvq__local_session *s,
     size_t bytes = kvq_table_bytes(s->n_layers, pages);
     void *mapping;
     if (reply->bytes < bytes)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon's page table has %llu bytes, %zu are needed",
-                         (unsigned long long)reply->bytes, bytes);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon's page table has %llu bytes, %zu are needed",
+                              (unsigned long long)reply->bytes, bytes);
     int rc = kvq__map(fd, bytes, PROT_READ, "a page table", &mapping);
     if (rc)
         return rc;
@@ -85,10 +88,11 @@ static int map_all(struct kvq_local *local, struct kvq__local_session *s,
     if (!local->here.driver)
         return map(local, s, reply, fds[0]);
     if (n != 2)
-        return kvq__fail(n == 1 ? KVQ_E_VERSION : KVQ_E_PROTOCOL,
-                         "the daemon gave %u descriptors of a page table on a GPU, 2 are needed%s",
-                         n, n == 1 ? "; it is of an earlier version: install matching ones" : "");
-    int rc = kvq__table_gpu_map(local, s, reply, fds[0]);
+        return kvq__set_error(
+            n == 1 ? KVQ_E_VERSION : KVQ_E_PROTOCOL,
+            "the daemon gave %u descriptors of a page table on a GPU, 2 are needed%s", n,
+            n == 1 ? "; it is of an earlier version: install matching ones" : "");
+    int rc = kvq__page_table_gpu_map(local, s, reply, fds[0]);
     return rc ? rc : map(local, s, reply, fds[1]);
 }
 
@@ -121,7 +125,7 @@ static int open_table(struct kvq_local *local, struct kvq__local_session *s)
     return rc;
 }
 
-int kvq__table_open(struct kvq_local *local, struct kvq__local_session *s)
+int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *s)
 {
     pthread_mutex_lock(&local->client->control);
     int rc = open_table(local, s);
@@ -144,11 +148,11 @@ static void tell(struct kvq_local *local, uint64_t handle)
     pthread_mutex_unlock(&local->client->control);
 }
 
-void kvq__table_close(struct kvq_local *local, struct kvq__local_session *s)
+void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s)
 {
     bool there = s->table || s->piece.at;
     if (s->piece.at)
-        kvq__table_gpu_unmap(local, s);
+        kvq__page_table_gpu_unmap(local, s);
     if (there && local->connection == local->client->connection && !local->queue->dead)
         tell(local, s->handle);
     if (s->table)

@@ -21,18 +21,19 @@ enum { HUGE_PAGE = 2 << 20 }; // extents may be made of these
 static int check_reply(const Kvq__OpenPoolReply *r)
 {
     if (r->tables < KVQ_TABLE_VERSION_MIN || r->tables > KVQ_TABLE_VERSION_MAX)
-        return kvq__fail(KVQ_E_VERSION,
-                         "the daemon's page tables are of version %u, this library reads %d to %d",
-                         r->tables, KVQ_TABLE_VERSION_MIN, KVQ_TABLE_VERSION_MAX);
+        return kvq__set_error(
+            KVQ_E_VERSION,
+            "the daemon's page tables are of version %u, this library reads %d to %d", r->tables,
+            KVQ_TABLE_VERSION_MIN, KVQ_TABLE_VERSION_MAX);
     if (r->layout != KVQ_LAYOUT_ID)
-        return kvq__fail(KVQ_E_VERSION,
-                         "the daemon's blocks are of layout %u, this library reads %d", r->layout,
-                         KVQ_LAYOUT_ID);
+        return kvq__set_error(KVQ_E_VERSION,
+                              "the daemon's blocks are of layout %u, this library reads %d",
+                              r->layout, KVQ_LAYOUT_ID);
     if (r->span == 0 || r->span > MAX_SPAN || r->extent_bytes == 0 || r->extent_bytes % HUGE_PAGE ||
         r->span % r->extent_bytes)
-        return kvq__fail(KVQ_E_PROTOCOL,
-                         "the daemon says that its pool has %llu bytes in extents of %llu",
-                         (unsigned long long)r->span, (unsigned long long)r->extent_bytes);
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon says that its pool has %llu bytes in extents of %llu",
+                              (unsigned long long)r->span, (unsigned long long)r->extent_bytes);
     return KVQ_OK;
 }
 
@@ -41,8 +42,8 @@ static int reserve(struct kvq__pool *pool)
     void *mapping = mmap(NULL, pool->span + HUGE_PAGE, PROT_NONE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) {
-        kvq__fail_errno("no addresses for the daemon's pool of %llu bytes (is ulimit -v set?)",
-                        (unsigned long long)pool->span);
+        kvq__set_error_errno("no addresses for the daemon's pool of %llu bytes (is ulimit -v set?)",
+                             (unsigned long long)pool->span);
         return KVQ_E_UNSUPPORTED;
     }
     uintptr_t start = ((uintptr_t)mapping + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
@@ -60,11 +61,12 @@ static int take(struct kvq__pool *pool, const struct kvq__call *call)
     pool->span = r->span;
     pool->extent_bytes = r->extent_bytes;
     if (!pool->here.driver)
-        return call->n_fds ? kvq__fail(KVQ_E_PROTOCOL, "the daemon gave a descriptor with its pool")
-                           : reserve(pool);
+        return call->n_fds
+                   ? kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave a descriptor with its pool")
+                   : reserve(pool);
     if (call->n_fds > 1)
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave %u descriptors with its pool",
-                         call->n_fds);
+        return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave %u descriptors with its pool",
+                              call->n_fds);
     return kvq__pool_gpu_open(pool, r, call->n_fds ? call->fds[0] : -1);
 }
 
@@ -104,7 +106,7 @@ static int make_new(kvq_client *client, const char *place, const struct kvq__her
 {
     struct kvq__pool *pool = calloc(1, sizeof *pool);
     if (!pool)
-        return kvq__fail(KVQ_E_SYSTEM, "this process is out of memory");
+        return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     if (here)
         pool->here = *here;
     int rc = make(client, place, pool);
@@ -127,8 +129,8 @@ int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here 
     if (!pool)
         rc = make_new(client, place, here, &pool);
     else if (here && pool->here.context != here->context)
-        rc = kvq__fail(KVQ_E_INVALID, "this client attends on %s in another CUDA context already",
-                       place);
+        rc = kvq__set_error(KVQ_E_INVALID,
+                            "this client attends on %s in another CUDA context already", place);
     if (rc == KVQ_OK) {
         assert(pool);
         pool->refs++;
@@ -144,7 +146,7 @@ static void end(struct kvq__pool *pool)
 {
     struct kvq__book *book;
     struct kvq__row *row;
-    struct kvq_gpu_context *before = pool->here.driver ? kvq__gpu_enter(&pool->here) : NULL;
+    struct kvq_gpu_context *before = pool->here.driver ? kvq__context_enter(&pool->here) : NULL;
     while ((book = LIST_FIRST(&pool->books))) {
         LIST_REMOVE(book, link);
         munmap(book->values, book->bytes);
@@ -161,7 +163,7 @@ static void end(struct kvq__pool *pool)
     else
         munmap(pool->mapping, pool->span + HUGE_PAGE);
     if (pool->here.driver)
-        kvq__gpu_leave(&pool->here, before);
+        kvq__context_leave(&pool->here, before);
     free(pool);
 }
 
@@ -198,14 +200,14 @@ static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
     if (rc)
         return rc;
     if (fstat(fd, &st) < 0)
-        return kvq__fail_errno("an extent: cannot ask for the size of the daemon's memory");
+        return kvq__set_error_errno("an extent: cannot ask for the size of the daemon's memory");
     if (at >= pool->span || (uint64_t)st.st_size > pool->span - at)
-        return kvq__fail(KVQ_E_PROTOCOL,
-                         "the daemon gave extent %u of %llu bytes, but its pool has %llu", number,
-                         (unsigned long long)st.st_size, (unsigned long long)pool->span);
+        return kvq__set_error(
+            KVQ_E_PROTOCOL, "the daemon gave extent %u of %llu bytes, but its pool has %llu",
+            number, (unsigned long long)st.st_size, (unsigned long long)pool->span);
     size_t bytes = (size_t)st.st_size;
     if (mmap(pool->at + at, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
-        return kvq__fail_errno("an extent: cannot map %zu bytes", bytes);
+        return kvq__set_error_errno("an extent: cannot map %zu bytes", bytes);
     return KVQ_OK;
 }
 
@@ -214,8 +216,8 @@ static int map_packet(struct kvq__pool *pool, const struct kvq__call *call)
     const Kvq__MapExtentsReply *r = call->reply->map_extents;
     int rc = KVQ_OK;
     if (r->n_numbers != call->n_fds || (r->more && r->n_numbers == 0))
-        return kvq__fail(KVQ_E_PROTOCOL, "the daemon gave %zu extents and %u descriptors",
-                         r->n_numbers, call->n_fds);
+        return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave %zu extents and %u descriptors",
+                              r->n_numbers, call->n_fds);
     for (uint32_t i = 0; i < call->n_fds && rc == KVQ_OK; i++)
         rc = pool->here.driver ? kvq__pool_gpu_extent(pool, r->numbers[i], call->fds[i])
                                : map_extent(pool, r->numbers[i], call->fds[i]);
@@ -254,8 +256,9 @@ int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle
     int rc = KVQ_OK;
     pthread_mutex_lock(&client->control);
     if (pool->broken)
-        rc = kvq__fail(KVQ_E_SYSTEM, "an extent of the daemon's pool could not be mapped earlier; "
-                                     "kvq_disconnect, or kvq_reattach, to begin anew");
+        rc = kvq__set_error(KVQ_E_SYSTEM,
+                            "an extent of the daemon's pool could not be mapped earlier; "
+                            "kvq_disconnect, or kvq_reattach, to begin anew");
     while (rc == KVQ_OK && more)
         rc = extend(client, pool, handle, known, &more);
     pthread_mutex_unlock(&client->control);

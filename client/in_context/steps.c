@@ -36,7 +36,7 @@ static int look_at(struct kvq_local *local, struct kvq__local_session *s, uint32
     s->lacking |= extents > s->known;
     int rc = s->lacking ? kvq__pool_extend(local->client, local->pool, s->handle, &s->known) : 0;
     s->lacking = rc != KVQ_OK;
-    return rc || !s->table ? rc : kvq__table_check(s);
+    return rc || !s->table ? rc : kvq__page_table_check(s);
 }
 
 // The next entries of pending sessions that have equally many layers, as a request that only
@@ -72,9 +72,10 @@ static int take_one(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
     int rc = look_at(local, s, local->extents[j]);
     s->published = e->value;
     if (rc == KVQ_OK && published_at(s) != e->position)
-        rc = kvq__fail(KVQ_E_PROTOCOL,
-                       "the daemon published a page table for %llu tokens of a session with %llu",
-                       (unsigned long long)published_at(s), (unsigned long long)e->position);
+        rc = kvq__set_error(
+            KVQ_E_PROTOCOL,
+            "the daemon published a page table for %llu tokens of a session with %llu",
+            (unsigned long long)published_at(s), (unsigned long long)e->position);
     return rc;
 }
 
@@ -147,8 +148,8 @@ int kvq_local_begin(kvq_local *local, struct kvq_entry *entries, uint32_t n)
     if (rc)
         return rc;
     if (local->stepping)
-        return kvq__fail(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
-                                     "kvq_local_end or kvq_local_abort ends it");
+        return kvq__set_error(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
+                                          "kvq_local_end or kvq_local_abort ends it");
     rc = kvq__local_check_place(local, false);
     if (rc)
         return rc;
@@ -246,9 +247,9 @@ int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
     struct kvq_step_work own = work ? *work : (struct kvq_step_work){0};
     bool ours = !work || (!work->k && !work->v);
     if (ours && m && local->mixed)
-        return kvq__fail(KVQ_E_INVALID,
-                         "step end: K or V of a layer was given twice, in different tensors; say "
-                         "in `work` which are the step's");
+        return kvq__set_error(
+            KVQ_E_INVALID, "step end: K or V of a layer was given twice, in different tensors; say "
+                           "in `work` which are the step's");
     if (ours && m) {
         own.k = local->k;
         own.v = local->v;
@@ -274,7 +275,8 @@ int kvq_local_end(kvq_local *local, const struct kvq_step_work *work, struct kvq
     if (rc)
         return rc;
     if (!local->stepping)
-        return kvq__fail(KVQ_E_NO_STEP, "step end: no step was begun; kvq_local_begin begins one");
+        return kvq__set_error(KVQ_E_NO_STEP,
+                              "step end: no step was begun; kvq_local_begin begins one");
     rc = kvq__local_check_place(local, false);
     if (rc)
         return rc;

@@ -14,11 +14,11 @@ static int check(const struct kvq_local *local, const struct kvq_bucket *bucket,
     if (rc)
         return rc;
     if (!bucket || bucket->local != local)
-        return kvq__fail(KVQ_E_INVALID, "%s: the bucket is %s", what,
-                         bucket ? "of another kvq_local" : "NULL");
+        return kvq__set_error(KVQ_E_INVALID, "%s: the bucket is %s", what,
+                              bucket ? "of another kvq_local" : "NULL");
     if (n > bucket->max_sessions)
-        return kvq__fail(KVQ_E_LIMIT, "%s of %u sessions: the bucket is for at most %u", what, n,
-                         bucket->max_sessions);
+        return kvq__set_error(KVQ_E_LIMIT, "%s of %u sessions: the bucket is for at most %u", what,
+                              n, bucket->max_sessions);
     return KVQ_OK;
 }
 
@@ -90,11 +90,11 @@ int kvq_local_begin_on_stream(kvq_local *local, kvq_bucket *bucket, struct kvq_e
     if (rc)
         return rc;
     if (local->stepping)
-        return kvq__fail(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
-                                     "kvq_local_end_on_stream or kvq_local_abort ends it");
-    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+        return kvq__set_error(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
+                                          "kvq_local_end_on_stream or kvq_local_abort ends it");
+    struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     rc = begin(local, bucket, entries, n, stream);
-    kvq__gpu_leave(&local->here, before);
+    kvq__context_leave(&local->here, before);
     if (rc || !local->stepping)
         kvq__local_over(local);
     for (uint32_t i = 0; rc && i < n; i++)
@@ -123,11 +123,12 @@ static int reach(const struct kvq_local *local, const struct kvq_tensor *t, uint
         return KVQ_OK;
     if (!capturing)
         return kvq__gpu_buffer_reach(b, &local->here);
-    return kvq__fail(KVQ_E_UNSUPPORTED,
-                     "attend, layer %u: the stream is being captured into a graph, and a buffer of "
-                     "%zu bytes in the host's memory is not pinned yet; give it to a "
-                     "kvq_local_attend_on_stream before the capture begins",
-                     layer, b->bytes);
+    return kvq__set_error(
+        KVQ_E_UNSUPPORTED,
+        "attend, layer %u: the stream is being captured into a graph, and a buffer of "
+        "%zu bytes in the host's memory is not pinned yet; give it to a "
+        "kvq_local_attend_on_stream before the capture begins",
+        layer, b->bytes);
 }
 
 static int reach_all(const struct kvq_local *local, const struct kvq_work *w, bool capturing)
@@ -145,10 +146,10 @@ static int capture(struct kvq_local *local, struct kvq_bucket *b, const struct k
     for (uint32_t i = 0; i < n; i++)
         entries[i].status = KVQ_OK;
     if (*local->why)
-        return kvq__fail(KVQ_E_UNSUPPORTED,
-                         "attend: the stream is being captured into a graph, but "
-                         "attention goes through the daemon (%s)",
-                         local->why);
+        return kvq__set_error(KVQ_E_UNSUPPORTED,
+                              "attend: the stream is being captured into a graph, but "
+                              "attention goes through the daemon (%s)",
+                              local->why);
     b->noted[work->layer] = true;
     b->works[work->layer] = *work;
     return KVQ_OK;
@@ -190,13 +191,13 @@ static int attend(struct kvq_local *local, struct kvq_bucket *b, const struct kv
     if (rc)
         return rc;
     if (!capturing && (!local->stepping || local->bucket != b))
-        return kvq__fail(KVQ_E_NO_STEP, "attend: no step was begun with this bucket; "
-                                        "kvq_local_begin_on_stream begins one");
+        return kvq__set_error(KVQ_E_NO_STEP, "attend: no step was begun with this bucket; "
+                                             "kvq_local_begin_on_stream begins one");
     if (*local->why && !capturing)
         return kvq__through_attend(local, work, entries, n);
     if (!*local->why && work->layer >= b->n_layers)
-        return kvq__fail(KVQ_E_SHAPE, "attend, layer %u: the bucket's sessions have %u",
-                         work->layer, b->n_layers);
+        return kvq__set_error(KVQ_E_SHAPE, "attend, layer %u: the bucket's sessions have %u",
+                              work->layer, b->n_layers);
     rc = *local->why ? KVQ_OK : reach_all(local, work, capturing);
     if (rc == KVQ_OK)
         rc = kvq__local_check_work(local, work);
@@ -213,10 +214,10 @@ int kvq_local_attend_on_stream(kvq_local *local, kvq_bucket *bucket, const struc
     if (rc)
         return rc;
     if (!work)
-        return kvq__fail(KVQ_E_INVALID, "attend: work is NULL");
-    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+        return kvq__set_error(KVQ_E_INVALID, "attend: work is NULL");
+    struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     rc = attend(local, bucket, work, entries, n, stream);
-    kvq__gpu_leave(&local->here, before);
+    kvq__context_leave(&local->here, before);
     return rc;
 }
 
@@ -231,12 +232,12 @@ int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,
     if (rc)
         return rc;
     if (!local->stepping)
-        return kvq__fail(KVQ_E_NO_STEP,
-                         "step end: no step was begun; kvq_local_begin_on_stream begins one");
-    struct kvq_gpu_context *before = kvq__gpu_enter(&local->here);
+        return kvq__set_error(KVQ_E_NO_STEP,
+                              "step end: no step was begun; kvq_local_begin_on_stream begins one");
+    struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     local->stream = stream;
     rc = *local->why ? kvq__through_end(local, work, entries, n)
                      : kvq__local_end(local, work, entries, n);
-    kvq__gpu_leave(&local->here, before);
+    kvq__context_leave(&local->here, before);
     return rc;
 }

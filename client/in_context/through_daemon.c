@@ -179,9 +179,9 @@ static int append_rest(struct kvq_local *local, const struct kvq_step_work *work
 {
     bool given = work && (work->k || work->v);
     if (given && (!work->k || !work->v || work->n_layers > KVQ_MAX_LAYERS))
-        return kvq__fail(KVQ_E_INVALID,
-                         "step end of %u layers, at most %d; k and v are both NULL or both not",
-                         work->n_layers, KVQ_MAX_LAYERS);
+        return kvq__set_error(
+            KVQ_E_INVALID, "step end of %u layers, at most %d; k and v are both NULL or both not",
+            work->n_layers, KVQ_MAX_LAYERS);
     int rc = KVQ_OK;
     for (uint32_t i = 0; given && i < work->n_layers && rc == KVQ_OK; i++)
         rc = append_layer(local, work, i, entries, n);
