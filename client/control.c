@@ -85,7 +85,7 @@ void kvq__give_back(kvq_client *client)
 int kvq__exchange(kvq_client *client, struct kvq__call *call)
 {
     uint32_t timeout_ms = call->patience_ms ? call->patience_ms : client->timeout_ms;
-    uint64_t deadline = kvq__now_ns() + (uint64_t)timeout_ms * 1000000u;
+    uint64_t deadline = kvq_now_ns() + (uint64_t)timeout_ms * 1000000u;
     uint32_t n_fds = 0;
     if (client->socket < 0)
         return kvq__set_error(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",

@@ -32,6 +32,7 @@
 
 #include "client/kvq.h"
 #include "kernels/cuda/share.h"
+#include "proto/clock.h"
 #include "proto/limits.h"
 #include "proto/ring.h"
 #include "proto/shm.h"
@@ -215,9 +216,6 @@ void kvq__sized_give(void *to, const void *from, size_t known);
 #define KVQ__SIZED_TAKE(to, from, name) kvq__sized_take(to, sizeof *(to), from, name)
 
 // ---- socket.c: packets with file descriptors, and memory that came so ----
-
-// CLOCK_MONOTONIC.
-uint64_t kvq__now_ns(void);
 
 int kvq__socket_connect(const char *runtime_dir, uint32_t timeout_ms, int *fd);
 // send_fd -1: none.

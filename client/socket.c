@@ -19,13 +19,6 @@
 #include <time.h>
 #include <unistd.h>
 
-uint64_t kvq__now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 static int explain_connect(const char *path, uint32_t timeout_ms)
 {
     switch (errno) {
@@ -85,7 +78,7 @@ static int wait_for(int fd, short events, uint64_t deadline_ns)
 {
     struct pollfd p = {.fd = fd, .events = events};
     for (;;) {
-        uint64_t now = kvq__now_ns();
+        uint64_t now = kvq_now_ns();
         uint64_t left = deadline_ns > now ? deadline_ns - now : 0;
         struct timespec t = {(time_t)(left / 1000000000u), (long)(left % 1000000000u)};
         int n = ppoll(&p, 1, &t, NULL);
@@ -201,7 +194,7 @@ void kvq__close_fds(int *fds, uint32_t n)
 
 void kvq__socket_finish(int fd, uint32_t timeout_ms)
 {
-    uint64_t deadline = kvq__now_ns() + (uint64_t)timeout_ms * 1000000u;
+    uint64_t deadline = kvq_now_ns() + (uint64_t)timeout_ms * 1000000u;
     char rest[64];
     int fds[KVQ_MAX_PACKET_FDS];
     uint32_t n_fds;

@@ -87,7 +87,7 @@ static void put_patience(const kvq_queue *queue, struct kvq_request *r)
     bool takes = r->op == KVQ_OP_STEP_BEGIN || r->op == KVQ_OP_STEP || r->op == KVQ_OP_FORK;
     if (!takes || queue->room_ns == 0)
         return;
-    uint64_t now = kvq__now_ns();
+    uint64_t now = kvq_now_ns();
     uint64_t end = queue->room_ns < UINT64_MAX - now ? now + queue->room_ns : UINT64_MAX;
     r->flags |= KVQ_REQ_WAIT_ROOM;
     if (r->deadline_ns == 0 || end < r->deadline_ns)
@@ -160,7 +160,7 @@ int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns)
                               (unsigned long long)ticket);
     int rc = KVQ_OK;
     if (!p->done) {
-        uint64_t now = timeout_ns == UINT64_MAX || timeout_ns == 0 ? 0 : kvq__now_ns();
+        uint64_t now = timeout_ns == UINT64_MAX || timeout_ns == 0 ? 0 : kvq_now_ns();
         bool ever = timeout_ns >= UINT64_MAX - now;
         rc = kvq__queue_wait(queue, p, ever ? UINT64_MAX : now + timeout_ns);
     }

@@ -201,7 +201,7 @@ static int spin(kvq_queue *queue, struct kvq__pending *p, uint64_t start, uint64
                 return rc;
             kvq_cpu_relax();
         }
-        uint64_t now = kvq__now_ns();
+        uint64_t now = kvq_now_ns();
         if (now >= end)
             break;
         if (now >= alive) {
@@ -246,7 +246,7 @@ static int sleep_until(kvq_queue *queue, struct kvq__pending *p, uint64_t deadli
 {
     int rc = KVQ_OK;
     while (rc == KVQ_OK && !p->done) {
-        uint64_t now = deadline_ns == UINT64_MAX ? 0 : kvq__now_ns();
+        uint64_t now = deadline_ns == UINT64_MAX ? 0 : kvq_now_ns();
         if (now >= deadline_ns) {
             rc = look_at_socket(queue); // who only ever polls learns of the daemon's end too
             return rc || p->done ? rc : KVQ_E_DEADLINE;
@@ -271,10 +271,10 @@ int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *p, uint64_t deadline_
             return rc;
         kvq_cpu_relax();
     }
-    uint64_t start = kvq__now_ns();
+    uint64_t start = kvq_now_ns();
     int rc = may_spin ? spin(queue, p, start, deadline_ns) : kvq__queue_take(queue);
     if (rc == KVQ_OK && !p->done)
         rc = sleep_until(queue, p, deadline_ns);
-    learn_gap(queue, kvq__now_ns() - start);
+    learn_gap(queue, kvq_now_ns() - start);
     return rc;
 }

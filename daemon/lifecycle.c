@@ -282,7 +282,7 @@ static int open_core(struct kvq__server *server, char *text)
     error = kvq__core_open(&config, &server->core, text);
     if (error)
         return error;
-    kvq__core_clock(server->core, kvq__now_ns());
+    kvq__core_clock(server->core, kvq_now_ns());
     return open_namespaces(server, text);
 }
 
@@ -308,7 +308,7 @@ static void make_identity(struct kvq__server *server)
     us->backend = "cpu";
     us->runtime_dir = server->config.runtime_dir;
     us->pid = (uint64_t)getpid();
-    us->start_ns = kvq__now_ns();
+    us->start_ns = kvq_now_ns();
     us->workers = (uint32_t)server->config.workers;
     us->stores = server->config.storage_dir[0] != 0;
     while (us->epoch == 0) // 0 means none
@@ -385,7 +385,7 @@ static void on_drain_timer(uv_timer_t *timer)
 
 static void drain_look(struct kvq__server *server)
 {
-    if (kvq__now_ns() >= server->drain_until_ns && server->drained) {
+    if (kvq_now_ns() >= server->drain_until_ns && server->drained) {
         uv_timer_stop(&server->drain_timer);
         kvq__log(KVQ_LOG_WARN, "drained", "complete=no after_ms=%llu",
                  (unsigned long long)server->config.drain_ms);
@@ -399,7 +399,7 @@ static void drain_look(struct kvq__server *server)
 void kvq__server_drain(struct kvq__server *server)
 {
     server->draining = true;
-    server->drain_until_ns = kvq__now_ns() + server->config.drain_ms * 1000000;
+    server->drain_until_ns = kvq_now_ns() + server->config.drain_ms * 1000000;
     kvq__log(KVQ_LOG_INFO, "drain_begin", "limit_ms=%llu",
              (unsigned long long)server->config.drain_ms);
     uv_timer_start(&server->drain_timer, on_drain_timer, DRAIN_LOOK_MS, DRAIN_LOOK_MS);

@@ -38,7 +38,7 @@ static void on_drained(struct kvq__server *s)
 static void on_signal(uv_signal_t *handle, int number)
 {
     (void)handle;
-    uint64_t now = kvq__now_ns();
+    uint64_t now = kvq_now_ns();
     // timeout(1) and other wrappers pass on what the whole process group was sent already.
     if (asked_ns && now - asked_ns < ECHO_NS)
         return;
@@ -65,7 +65,7 @@ static void on_lifetime(uv_poll_t *handle, int status, int events)
              server.config.lifetime_fd);
     if (asked_ns)
         return;
-    asked_ns = kvq__now_ns();
+    asked_ns = kvq_now_ns();
     kvq__server_drain(&server);
 }
 

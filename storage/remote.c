@@ -17,6 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "proto/clock.h"
 #include "storage/remote_internal.h"
 
 enum { MAX_KEYS_FILE = 64 << 10, MAX_PART = 256 << 20 };
@@ -49,9 +50,7 @@ bool kvq_remote_built(void)
 static uint64_t real_now(struct kvq_remote_clock *clock)
 {
     (void)clock;
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
+    return kvq_now_ns() / 1000000;
 }
 
 static void real_sleep(struct kvq_remote_clock *clock, uint32_t ms)

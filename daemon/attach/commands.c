@@ -251,7 +251,7 @@ static void run_at_poller(struct kvq__mail *mail)
                                   .identity = &c->server->identity,
                                   .peer = &c->peer,
                                   .client = c->client,
-                                  .now_ns = kvq__now_ns()};
+                                  .now_ns = kvq_now_ns()};
         kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
     }
     if (error == KVQ__COMES_BACK)

@@ -174,7 +174,7 @@ static void run_command(struct kvq__mail *mail)
     struct kvq__dispatch d = {.core = c->server->core,
                               .identity = &c->server->identity,
                               .peer = &c->peer,
-                              .now_ns = kvq__now_ns()};
+                              .now_ns = kvq_now_ns()};
     kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
     kvq__mailbox_post(&c->server->box, &c->mail, back);
 }

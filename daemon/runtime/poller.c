@@ -653,7 +653,7 @@ int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller
         return KVQ_E_NO_MEMORY;
     }
     p->config = *config;
-    p->config.clock = config->clock ? config->clock : kvq__now_ns;
+    p->config.clock = config->clock ? config->clock : kvq_now_ns;
     p->core = config->core;
     p->epoll = p->wake_event = -1;
     p->background.slot = BACKGROUND_SLOT;

@@ -15,7 +15,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "kernels/kernels.h"
 #include "proto/sync.h"
@@ -39,13 +38,6 @@ struct kvq__workers {
     uint32_t stop;
     uint32_t next_cpu;
 };
-
-uint64_t kvq__now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
 
 void *kvq__workspace_new(void)
 {
@@ -73,10 +65,10 @@ int kvq__pin_thread(uint32_t i)
 bool kvq__work_run(struct kvq__work *work, uint32_t item, void *workspace)
 {
     uint32_t n_items = work->n_items;
-    uint64_t start = kvq__now_ns();
+    uint64_t start = kvq_now_ns();
     work->job->run(work->job, item, workspace);
     if (work->share)
-        kvq_long_add(&work->share->cost_ns, kvq__now_ns() - start);
+        kvq_long_add(&work->share->cost_ns, kvq_now_ns() - start);
     return kvq_word_add(&work->done, 1) == n_items;
 }
 
@@ -97,8 +89,8 @@ bool kvq__workers_take(struct kvq__workers *workers, struct kvq__work **work, ui
 // Returns when there may be something to do.
 static void rest_worker(struct kvq__workers *w)
 {
-    uint64_t until = kvq__now_ns() + SPIN_NS;
-    while (kvq_ring_may_spin(w->config.page) && kvq__now_ns() < until) {
+    uint64_t until = kvq_now_ns() + SPIN_NS;
+    while (kvq_ring_may_spin(w->config.page) && kvq_now_ns() < until) {
         if (kvq_word_load(&w->head) != kvq_word_load(&w->tail))
             return;
         kvq_cpu_relax();

@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 #include "daemon/runtime/schedule.h"
+#include "proto/clock.h"
 #include "proto/shm.h"
 
 struct kvq__workers;
@@ -52,7 +53,5 @@ void *kvq__workspace_new(void);
 // Binds the calling thread to the i-th CPU that the process may use (they start again from the
 // first when there are fewer). 0 or KVQ_E_SYSTEM.
 int kvq__pin_thread(uint32_t i);
-
-uint64_t kvq__now_ns(void); // CLOCK_MONOTONIC
 
 #endif

@@ -311,7 +311,7 @@ static void finish(struct drain *d)
     if (d->saved > 0 || d->n_given > 0)
         kvq__log(d->n_given ? KVQ_LOG_WARN : KVQ_LOG_INFO, "all_saved",
                  "sessions=%u transactions=%u not_saved=%u ms=%llu", d->saved, d->transactions,
-                 d->n_given, (unsigned long long)((kvq__now_ns() - d->begun) / 1000000));
+                 d->n_given, (unsigned long long)((kvq_now_ns() - d->begun) / 1000000));
     d->task.rc = 0;
     kvq__task_end(&d->task);
 }
@@ -341,7 +341,7 @@ static void give_up_all(struct drain *d)
 
 static void end_round(struct drain *d)
 {
-    uint64_t now = kvq__now_ns();
+    uint64_t now = kvq_now_ns();
     d->n = d->kept;
     d->at = d->kept = 0;
     if (d->moved || d->waits_since == 0)
@@ -429,7 +429,7 @@ void kvq__jobs_drain_on(struct kvq__jobs *jobs)
     d->task.jobs = jobs;
     d->task.done = end;
     d->task.doing = "saving what is not saved";
-    d->begun = kvq__now_ns();
+    d->begun = kvq_now_ns();
     jobs->n_tasks++;
     kvq__task_to_poller(&d->task, ask);
 }

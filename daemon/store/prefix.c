@@ -293,7 +293,7 @@ void kvq__jobs_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
                               .identity = &server->identity,
                               .peer = t->peer,
                               .client = t->client,
-                              .now_ns = kvq__now_ns()};
+                              .now_ns = kvq_now_ns()};
     t->next = next;
     t->asked_again = t->has_asked = false;
     t->pages = 0;
@@ -314,7 +314,7 @@ static void answer(struct kvq__task *t)
                               .peer = t->peer,
                               .client = t->client,
                               .ask = t->ask,
-                              .now_ns = kvq__now_ns()};
+                              .now_ns = kvq_now_ns()};
     uint64_t on_disk = (uint64_t)t->pages * KVQ_BLOCK_TOKENS;
     kvq__dispatch_run(&d, t->request, t->arena, t->reply);
     kvq__prefix_ask_end(&t->ask);

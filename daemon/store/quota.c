@@ -129,7 +129,7 @@ static void apply(struct kvq__task *t)
                               .identity = &server->identity,
                               .peer = t->peer,
                               .client = t->client,
-                              .now_ns = kvq__now_ns()};
+                              .now_ns = kvq_now_ns()};
     t->rc = kvq__quota_apply(server->core, &t->limits, t->text);
     if (t->rc == 0)
         t->rc = kvq__core_namespace_info(server->core, t->peer, t->limits.ns, &info, t->text);

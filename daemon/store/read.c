@@ -153,6 +153,6 @@ void kvq__jobs_read(uv_work_t *work)
         kvq__mailbox_post(kvq__poller_box(l->jobs->server->poller), &l->layers[layer].mail,
                           layer_there);
         if (l->first_ns == 0)
-            l->first_ns = kvq__now_ns();
+            l->first_ns = kvq_now_ns();
     }
 }

@@ -38,7 +38,7 @@ static Kvq__Transfer *transfer_message(struct kvq_arena *arena, const struct kvq
     m->finished = ended;
     m->bytes = fetched ? x->moved.bytes : kvq_long_load(&x->all);
     m->moved_bytes = fetched ? x->moved.bytes : kvq_long_load(&x->done);
-    m->ms = ((ended ? x->ended : kvq__now_ns()) - x->begun) / 1000000;
+    m->ms = ((ended ? x->ended : kvq_now_ns()) - x->begun) / 1000000;
     m->text = kvq_arena_text(arena, "");
     if (ended) {
         m->status = x->rc;

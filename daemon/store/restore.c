@@ -210,7 +210,7 @@ static void find(struct kvq__task *t)
 static void tell(const struct kvq__loading *l)
 {
     char text[256];
-    uint64_t now = kvq__now_ns();
+    uint64_t now = kvq_now_ns();
     const char *name = l->found->saved.name;
     if (l->rc == KVQ_E_CANCELLED)
         return;
@@ -345,7 +345,7 @@ static int begin(struct kvq__task *t, const struct kvq__begin *as)
     }
     l->jobs = t->jobs;
     l->fetches = t->job != NULL;
-    l->begun = kvq__now_ns();
+    l->begun = kvq_now_ns();
     l->prefix = as->prefix_tokens > 0;
     snprintf(l->ns, sizeof l->ns, "%s", t->ns);
     t->loading = l;
@@ -454,7 +454,7 @@ static void open_now(struct kvq__task *t)
                               .client = t->client,
                               .place = t->ask ? t->ask->place : NULL, // where its prefix is
                               .ask = t->ask,
-                              .now_ns = kvq__now_ns()};
+                              .now_ns = kvq_now_ns()};
     if (t->rc == 0)
         kvq__dispatch_run(&d, t->request, t->arena, t->reply);
     kvq__prefix_ask_end(&t->ask);

@@ -303,7 +303,7 @@ static void answer(struct kvq__task *t)
             r->written_bytes = t->written_bytes;
             r->kept_blocks = t->kept_blocks;
             r->unchanged = t->unchanged;
-            r->ms = (kvq__now_ns() - t->begun) / 1000000;
+            r->ms = (kvq_now_ns() - t->begun) / 1000000;
             t->reply->save = r;
             t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
         }
@@ -347,7 +347,7 @@ static void try_again(uv_timer_t *timer)
 {
     struct kvq__jobs *jobs = timer->data;
     struct kvq__task *t = TAILQ_FIRST(&jobs->aside), *next;
-    uint64_t now = kvq__now_ns(), first = UINT64_MAX;
+    uint64_t now = kvq_now_ns(), first = UINT64_MAX;
     for (; t; t = next) {
         next = TAILQ_NEXT(t, link);
         if (t->try_at > now) {
@@ -367,7 +367,7 @@ static void set_aside(struct kvq__task *t)
     uint64_t wait = t->try_after ? 2 * t->try_after : RETRY_MS;
     kvq__task_step_aside(t);
     t->try_after = wait < RETRY_MOST_MS ? wait : RETRY_MOST_MS;
-    t->try_at = kvq__now_ns() + t->try_after * 1000000;
+    t->try_at = kvq_now_ns() + t->try_after * 1000000;
     t->waited += t->try_after;
     TAILQ_INSERT_TAIL(&jobs->aside, t, link);
     uint64_t due = uv_timer_get_due_in(&jobs->retry);
@@ -494,7 +494,7 @@ static void queue(struct kvq__task *t)
 
 void kvq__jobs_save(struct kvq__task *t)
 {
-    t->begun = kvq__now_ns();
+    t->begun = kvq_now_ns();
     t->try_after = t->waited = 0;
     kvq__task_to_poller(t, look);
 }

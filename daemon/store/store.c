@@ -93,7 +93,7 @@ static void drop_in_memory(struct kvq__task *t)
                               .identity = &server->identity,
                               .peer = t->peer,
                               .client = t->client,
-                              .now_ns = kvq__now_ns()};
+                              .now_ns = kvq_now_ns()};
     kvq__dispatch_run(&d, t->request, t->arena, t->reply);
     t->rc = t->reply->status;
     if (t->rc < 0)
@@ -217,7 +217,7 @@ static Kvq__SaveReply *save_reply(struct kvq__task *t)
         r->written_blocks += s.blocks;
         r->written_bytes += s.bytes;
     }
-    r->ms = (kvq__now_ns() - t->begun) / 1000000;
+    r->ms = (kvq_now_ns() - t->begun) / 1000000;
     t->reply->save = r;
     t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
     return r;
@@ -237,7 +237,7 @@ static int check_stored_name(struct kvq__task *t, const char *name)
 
 static void export_session(struct kvq__task *t)
 {
-    t->begun = kvq__now_ns();
+    t->begun = kvq_now_ns();
     t->rc = check_stored_name(t, t->name);
     if (t->rc == 0)
         t->rc = kvq_store_export(t->jobs->store, t->ns, t->name, t->request->export_session->path,
@@ -252,7 +252,7 @@ static void name_imported(struct kvq__task *t)
     const Kvq__ImportSession *ask = t->request->import_session;
     const char *ns = ask->ref ? ask->ref->namespace_ : "", *name = ask->ref ? ask->ref->name : "";
     struct kvq_store_session of = {0};
-    t->begun = kvq__now_ns();
+    t->begun = kvq_now_ns();
     t->rc = kvq_store_exported(t->jobs->store, ask->path, &of, t->text, sizeof t->text);
     snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : of.space);
     snprintf(t->name, sizeof t->name, "%s", name[0] ? name : of.name);

@@ -87,7 +87,7 @@ static void forget(struct kvq__transfer *x)
 static void forget_old(struct kvq__desk *desk)
 {
     struct kvq__transfer *x = TAILQ_FIRST(&desk->transfers), *next;
-    uint64_t now = kvq__now_ns();
+    uint64_t now = kvq_now_ns();
     uint32_t ended = 0;
     TAILQ_FOREACH (next, &desk->transfers, link)
         ended += next->phase == KVQ__TRANSFER_ENDED;
@@ -136,7 +136,7 @@ static void conclude(struct kvq__transfer *x, int rc)
     stop_talking(x);
     x->rc = rc;
     x->phase = KVQ__TRANSFER_ENDED;
-    x->ended = kvq__now_ns();
+    x->ended = kvq_now_ns();
     TAILQ_REMOVE(&desk->transfers, x, link); // who ended first is forgotten first
     TAILQ_INSERT_TAIL(&desk->transfers, x, link);
     if (rc == KVQ_E_CANCELLED)
@@ -539,7 +539,7 @@ int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *tex
     x->desk = desk;
     x->id = ++desk->last_id;
     x->phase = KVQ__TRANSFER_QUEUED;
-    x->begun = kvq__now_ns();
+    x->begun = kvq_now_ns();
     desk->jobs->n_tasks++;
     TAILQ_INSERT_TAIL(&desk->transfers, x, link);
     return 0;
