@@ -31,7 +31,7 @@ int kvq__complain(const struct kvq__complaint *c, int code, const char *format, 
 
 // ---- Sequences ----
 
-static int by_place(const void *a, const void *b)
+static int by_chunk_place(const void *a, const void *b)
 {
     const struct kvq__chunk_at *x = a, *y = b;
     if (x->sequence != y->sequence)
@@ -97,7 +97,7 @@ static int index_sequences(struct kvq_capture_file *f, const struct kvq__complai
 {
     if (f->n_chunks == 0)
         return KVQ_OK;
-    qsort(f->chunks, f->n_chunks, sizeof *f->chunks, by_place);
+    qsort(f->chunks, f->n_chunks, sizeof *f->chunks, by_chunk_place);
     f->info.sequences = f->chunks[f->n_chunks - 1].sequence + 1;
     if (f->info.sequences > f->n_chunks)
         return kvq__complain(c, KVQ_E_INVALID, "numbers a sequence %u, but has only %u chunks",
@@ -118,7 +118,7 @@ static int index_sequences(struct kvq_capture_file *f, const struct kvq__complai
 
 // ---- Opening ----
 
-static int measure(struct kvq_capture_file *f, const struct kvq__complaint *c)
+static int take_file_size(struct kvq_capture_file *f, const struct kvq__complaint *c)
 {
     struct stat st;
     if (fstat(f->fd, &st) < 0)
@@ -141,7 +141,7 @@ int kvq_capture_file_open_fd(int fd, const char *name, struct kvq_capture_file *
         return kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory to open it");
     }
     f->fd = fd;
-    int rc = measure(f, &c);
+    int rc = take_file_size(f, &c);
     if (rc == KVQ_OK)
         rc = kvq__capture_header(f, &header, &c);
     if (rc == KVQ_OK)

@@ -52,8 +52,8 @@ static int check_row(const struct kvq_capture_row *r, uint32_t layer,
     return KVQ_OK;
 }
 
-static int check_head(const struct kvq_capture_file *f, const struct kvq_capture_header *h,
-                      const struct kvq__complaint *c)
+static int check_capture_header(const struct kvq_capture_file *f,
+                                const struct kvq_capture_header *h, const struct kvq__complaint *c)
 {
     if (memcmp(h->magic, KVQ_CAPTURE_MAGIC, sizeof h->magic) != 0)
         return kvq__complain(c, KVQ_E_INVALID,
@@ -79,7 +79,7 @@ int kvq__capture_header(struct kvq_capture_file *f, struct kvq_capture_header *h
 {
     int rc = kvq__read_at(f->fd, 0, h, sizeof *h, c);
     if (rc == KVQ_OK)
-        rc = check_head(f, h, c);
+        rc = check_capture_header(f, h, c);
     if (rc == KVQ_OK)
         rc = kvq__read_at(f->fd, sizeof *h, f->rows, h->layers * sizeof f->rows[0], c);
     if (rc)
@@ -154,8 +154,8 @@ static int check_data(const struct kvq_capture_file *f, const struct kvq_capture
     return KVQ_OK;
 }
 
-static int keep(struct kvq_capture_file *f, const struct kvq_capture_chunk *k, uint64_t data,
-                const struct kvq__complaint *c)
+static int keep_chunk(struct kvq_capture_file *f, const struct kvq_capture_chunk *k, uint64_t data,
+                      const struct kvq__complaint *c)
 {
     if (f->n_chunks == KVQ_MAX_CAPTURE_CHUNKS)
         return kvq__complain(c, KVQ_E_LIMIT, "has more than %d chunks", KVQ_MAX_CAPTURE_CHUNKS);
@@ -179,8 +179,8 @@ static int keep(struct kvq_capture_file *f, const struct kvq_capture_chunk *k, u
 
 // One chunk at `at`; *next is where the one behind it starts, or `at` if a file that was not
 // closed ends here.
-static int read_chunk(struct kvq_capture_file *f, uint64_t at, uint8_t *piece, uint64_t *next,
-                      const struct kvq__complaint *c)
+static int read_capture_chunk(struct kvq_capture_file *f, uint64_t at, uint8_t *piece,
+                              uint64_t *next, const struct kvq__complaint *c)
 {
     struct kvq_capture_chunk k;
     *next = at;
@@ -208,7 +208,7 @@ static int read_chunk(struct kvq_capture_file *f, uint64_t at, uint8_t *piece, u
                               : KVQ_OK;
     rc = check_data(f, &k, at + sizeof k, piece, c);
     if (rc == KVQ_OK)
-        rc = keep(f, &k, at + sizeof k, c);
+        rc = keep_chunk(f, &k, at + sizeof k, c);
     *next = end;
     return rc;
 }
@@ -220,7 +220,7 @@ int kvq__capture_chunks(struct kvq_capture_file *f, const struct kvq_capture_hea
     int rc = piece ? KVQ_OK : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory to read it with");
     uint64_t at = kvq_capture_first_chunk(h->layers), next = at;
     while (rc == KVQ_OK && at < f->bytes) {
-        rc = read_chunk(f, at, piece, &next, c);
+        rc = read_capture_chunk(f, at, piece, &next, c);
         if (next == at)
             break;
         at = next;

@@ -46,7 +46,7 @@ static void fill_header(struct kvq_codebook_header *h, const struct kvq_codebook
 }
 
 // The size that the header has to state is what kvq__codebook_check expects.
-static int measure(struct kvq_codebook *book, const struct kvq__complaint *c)
+static int set_size(struct kvq_codebook *book, const struct kvq__complaint *c)
 {
     const struct kvq__complaint silent = {"", NULL, 0};
     kvq__codebook_check(book, &silent);
@@ -92,7 +92,7 @@ int kvq_codebook_new(const struct kvq_codebook_plan *plan, struct kvq_codebook *
         return kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     fill_header(&book->head, plan);
     memcpy(book->rows, plan->rows, plan->layers * sizeof *plan->rows);
-    rc = measure(book, &c);
+    rc = set_size(book, &c);
     if (rc == KVQ_OK) {
         size_t bytes = book->n_values * sizeof(float);
         book->values = aligned_alloc(KVQ_CODEBOOK_ALIGN, bytes);
@@ -133,7 +133,7 @@ void kvq_codebook_tables(struct kvq_codebook *book, uint32_t layer, struct kvq_c
 
 // ---- In a file ----
 
-static int write_all(int fd, const void *data, size_t n, const struct kvq__complaint *c)
+static int write_bytes(int fd, const void *data, size_t n, const struct kvq__complaint *c)
 {
     const uint8_t *from = data;
     while (n > 0) {
@@ -152,21 +152,21 @@ static int write_book(int fd, const struct kvq_codebook *book, const struct kvq_
 {
     static const uint8_t zeros[KVQ_CODEBOOK_ALIGN];
     size_t rows = book->head.layers * sizeof book->rows[0];
-    int rc = write_all(fd, &book->head, sizeof book->head, c);
+    int rc = write_bytes(fd, &book->head, sizeof book->head, c);
     if (rc == KVQ_OK)
-        rc = write_all(fd, book->rows, rows, c);
+        rc = write_bytes(fd, book->rows, rows, c);
     if (rc == KVQ_OK)
-        rc = write_all(fd, zeros, kvq__codebook_front(book->head.layers) - sizeof book->head - rows,
-                       c);
+        rc = write_bytes(fd, zeros,
+                         kvq__codebook_front(book->head.layers) - sizeof book->head - rows, c);
     if (rc == KVQ_OK)
-        rc = write_all(fd, book->values, book->n_values * sizeof *book->values, c);
+        rc = write_bytes(fd, book->values, book->n_values * sizeof *book->values, c);
     if (rc == KVQ_OK && fsync(fd) < 0)
         rc = kvq__complain(c, KVQ_E_SYSTEM, "cannot be written: %s", strerror(errno));
     return rc;
 }
 
 // So that the new name survives a crash, too. A file system that cannot do it is no failure.
-static void sync_folder(const char *path)
+static void sync_book_folder(const char *path)
 {
     char folder[PATH_MAX] = ".";
     const char *slash = strrchr(path, '/');
@@ -179,8 +179,8 @@ static void sync_folder(const char *path)
     close(fd);
 }
 
-static int write_file(const struct kvq_codebook *book, const char *path,
-                      const struct kvq__complaint *c)
+static int write_book_file(const struct kvq_codebook *book, const char *path,
+                           const struct kvq__complaint *c)
 {
     char temporary[PATH_MAX];
     struct stat st;
@@ -201,12 +201,12 @@ static int write_file(const struct kvq_codebook *book, const char *path,
     if (rc)
         unlink(temporary);
     else
-        sync_folder(path);
+        sync_book_folder(path);
     return rc;
 }
 
-static int save(struct kvq_codebook *book, const char *path, const char *made, bool part,
-                char *text, size_t n)
+static int save_book(struct kvq_codebook *book, const char *path, const char *made, bool part,
+                     char *text, size_t n)
 {
     const struct kvq__complaint c = {path, text, n};
     if (strlen(made) >= sizeof book->head.made)
@@ -221,7 +221,7 @@ static int save(struct kvq_codebook *book, const char *path, const char *made, b
     book->head.flags |= part ? KVQ_CODEBOOK_PART : 0;
     book->head.data_check = kvq__codebook_data_check(book);
     book->head.check = kvq__codebook_head_check(book);
-    rc = write_file(book, path, &c);
+    rc = write_book_file(book, path, &c);
     if (rc == KVQ_OK)
         book->id = book->head.check;
     return rc;
@@ -230,11 +230,11 @@ static int save(struct kvq_codebook *book, const char *path, const char *made, b
 int kvq_codebook_save(struct kvq_codebook *book, const char *path, const char *made, char *text,
                       size_t n)
 {
-    return save(book, path, made, false, text, n);
+    return save_book(book, path, made, false, text, n);
 }
 
 int kvq_codebook_save_part(struct kvq_codebook *book, const char *path, const char *made,
                            char *text, size_t n)
 {
-    return save(book, path, made, true, text, n);
+    return save_book(book, path, made, true, text, n);
 }

@@ -34,7 +34,7 @@ static uint64_t wal_bytes(const struct kvq__largest *l, uint64_t pages)
     return (bytes + KVQ_IO_PAGE - 1) / KVQ_IO_PAGE * KVQ_IO_PAGE;
 }
 
-static int hold(struct kvq_store *s, const struct kvq__largest *largest)
+static int hold_catalog(struct kvq_store *s, const struct kvq__largest *largest)
 {
     pthread_mutex_lock(&s->catalog_lock);
     uint64_t pages = database_pages(s);
@@ -51,10 +51,10 @@ int kvq__catalog_hold(struct kvq_store *s, const struct kvq__largest *largest,
     uint64_t left, need = KVQ__RESERVE + s->writer.rows * KVQ__RESERVE_ROW;
     if (s->io->space(s->io, s->folder, &left) == 0 && left < need)
         kvq__writer_spare(s);
-    int rc = hold(s, largest);
+    int rc = hold_catalog(s, largest);
     if (rc == -ENOSPC || rc == -EDQUOT) { // a quota, of which the space above says nothing
         kvq__writer_spare(s);
-        rc = hold(s, largest);
+        rc = hold_catalog(s, largest);
     }
     return rc ? kvq__io_complain(c, rc, "the catalog", "given the room that deleting will need")
               : KVQ_OK;

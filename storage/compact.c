@@ -20,11 +20,6 @@ static int64_t worthwhile(const struct kvq_store *s)
     return (int64_t)(part / 8 + 4 * KVQ_IO_PAGE);
 }
 
-static struct kvq__complaint complaint(const struct kvq_store *s, char *text, size_t n)
-{
-    return (struct kvq__complaint){s->folder, text, n};
-}
-
 // ---- Deleting ----
 
 struct shard {
@@ -92,8 +87,8 @@ static int catalog_drops(struct kvq_store *s, const struct shard *shards, size_t
     return kvq__catalog_end(s, rc, c);
 }
 
-static int delete (struct kvq_store *s, struct shard *shards, size_t n,
-                   const struct kvq__complaint *c)
+static int delete_shards(struct kvq_store *s, struct shard *shards, size_t n,
+                         const struct kvq__complaint *c)
 {
     uint64_t rows = 0;
     for (size_t i = 0; i < n; i++)
@@ -123,7 +118,7 @@ static int delete (struct kvq_store *s, struct shard *shards, size_t n,
 int kvq_store_delete(struct kvq_store *store, const char *space, const char *name, char *text,
                      size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     size_t count = 0;
     int rc = kvq__write_begin(store, &c);
     if (rc)
@@ -132,7 +127,7 @@ int kvq_store_delete(struct kvq_store *store, const char *space, const char *nam
     rc = shards ? find_shards(store, space, name, shards, &count, &c)
                 : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     if (rc == KVQ_OK)
-        rc = delete (store, shards, count, &c);
+        rc = delete_shards(store, shards, count, &c);
     free(shards);
     kvq__write_end(store);
     return rc;
@@ -158,7 +153,7 @@ static int retire_dead(struct kvq_store *s, uint32_t dead_percent, const struct 
     return rc;
 }
 
-static int64_t open_segment(const struct kvq_store *s)
+static int64_t number_of_open_segment(const struct kvq_store *s)
 {
     return s->writer.segment ? (int64_t)s->writer.segment->number : 0;
 }
@@ -169,7 +164,8 @@ static int has_empty(struct kvq_store *s, bool *found, const struct kvq__complai
     struct kvq__catalog *k = &s->catalog;
     int64_t number = 0;
     pthread_mutex_lock(&s->catalog_lock);
-    int rc = kvq__number(k, kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", open_segment(s)), 0, &number);
+    int rc = kvq__number(k, kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", number_of_open_segment(s)), 0,
+                         &number);
     if (rc)
         rc = kvq__catalog_complain(s, rc, c);
     pthread_mutex_unlock(&s->catalog_lock);
@@ -187,7 +183,7 @@ static int drop_empty(struct kvq_store *s, uint64_t **numbers, size_t *count,
     int rc = kvq__catalog_begin(s, c);
     if (rc)
         return rc;
-    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", open_segment(s));
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", number_of_open_segment(s));
     while ((rc = kvq__next(k, rows)) == 1) {
         if (!kvq__grow((void **)numbers, &room, *count, sizeof **numbers)) {
             (void)sqlite3_reset(rows);
@@ -229,7 +225,7 @@ static int remove_empty(struct kvq_store *s, struct kvq_store_freed *freed,
 
 int kvq_store_gc(struct kvq_store *store, struct kvq_store_freed *freed, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     memset(freed, 0, sizeof *freed);
     int rc = kvq__write_begin(store, &c);
     if (rc)
@@ -257,8 +253,8 @@ static int worst_segment(struct kvq_store *s, uint32_t dead_percent, uint64_t *n
     int64_t found = 0;
     pthread_mutex_lock(&s->catalog_lock);
     int rc = kvq__number(&s->catalog,
-                         kvq__rows(&s->catalog, KVQ_Q_SEGMENT_WORST, "iii", open_segment(s),
-                                   (int64_t)dead_percent, worthwhile(s)),
+                         kvq__rows(&s->catalog, KVQ_Q_SEGMENT_WORST, "iii",
+                                   number_of_open_segment(s), (int64_t)dead_percent, worthwhile(s)),
                          0, &found);
     if (rc)
         rc = kvq__catalog_complain(s, rc, c);
@@ -268,8 +264,8 @@ static int worst_segment(struct kvq_store *s, uint32_t dead_percent, uint64_t *n
 }
 
 // The first records that are alive in a segment, up to the budget.
-static int choose(struct kvq_store *s, uint64_t segment, uint64_t budget, struct move *moves,
-                  size_t *count, const struct kvq__complaint *c)
+static int choose_moves(struct kvq_store *s, uint64_t segment, uint64_t budget, struct move *moves,
+                        size_t *count, const struct kvq__complaint *c)
 {
     struct kvq__catalog *k = &s->catalog;
     uint64_t bytes = 0;
@@ -364,8 +360,8 @@ static int move_records(struct kvq_store *s, struct move *moves, size_t n,
     return rc;
 }
 
-static int compact(struct kvq_store *s, uint64_t budget, uint32_t dead_percent,
-                   struct kvq_store_freed *freed, const struct kvq__complaint *c)
+static int compact_segment(struct kvq_store *s, uint64_t budget, uint32_t dead_percent,
+                           struct kvq_store_freed *freed, const struct kvq__complaint *c)
 {
     uint64_t number;
     size_t count = 0;
@@ -373,7 +369,7 @@ static int compact(struct kvq_store *s, uint64_t budget, uint32_t dead_percent,
     int rc = worst_segment(s, dead_percent, &number, c);
     if (rc == KVQ_OK && number) {
         moves = malloc(MOVES * sizeof *moves);
-        rc = moves ? choose(s, number, budget, moves, &count, c)
+        rc = moves ? choose_moves(s, number, budget, moves, &count, c)
                    : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
     }
     if (rc == KVQ_OK && count)
@@ -390,7 +386,7 @@ static int compact(struct kvq_store *s, uint64_t budget, uint32_t dead_percent,
 int kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_percent,
                       struct kvq_store_freed *freed, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     memset(freed, 0, sizeof *freed);
     int rc = kvq__write_begin(store, &c);
     if (rc)
@@ -398,7 +394,7 @@ int kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_pe
     dead_percent = dead_percent ? dead_percent : 1;
     rc = retire_dead(store, dead_percent, &c);
     if (rc == KVQ_OK)
-        rc = compact(store, budget, dead_percent, freed, &c);
+        rc = compact_segment(store, budget, dead_percent, freed, &c);
     kvq__write_end(store);
     return rc;
 }

@@ -38,7 +38,8 @@ static int check_text(const char *what, const char *bytes, size_t n, bool needed
     return KVQ_OK;
 }
 
-static int check_head(const struct kvq_manifest_head *h, uint64_t n, const struct kvq__complaint *c)
+static int check_manifest_head(const struct kvq_manifest_head *h, uint64_t n,
+                               const struct kvq__complaint *c)
 {
     if (h->version != KVQ_MANIFEST_VERSION)
         return kvq__complain(c, KVQ_E_VERSION, "a session is of version %u; this program knows %d",
@@ -69,7 +70,7 @@ int kvq_manifest_read(const void *data, uint64_t n, struct kvq_manifest *m,
     if (n < sizeof *h)
         return kvq__complain(c, KVQ_E_INVALID, "a session has %llu bytes; its front alone has %zu",
                              (unsigned long long)n, sizeof *h);
-    int rc = check_head(h, n, c);
+    int rc = check_manifest_head(h, n, c);
     if (rc)
         return rc;
     m->head = h;
@@ -87,7 +88,7 @@ int kvq_manifest_read(const void *data, uint64_t n, struct kvq_manifest *m,
     return KVQ_OK;
 }
 
-static uint8_t *add(uint8_t *to, const void *from, size_t n)
+static uint8_t *append_bytes(uint8_t *to, const void *from, size_t n)
 {
     if (n)
         memcpy(to, from, n);
@@ -100,9 +101,9 @@ void *kvq_manifest_make(const struct kvq_manifest *m)
     uint8_t *bytes = malloc(kvq_manifest_bytes(h)), *at = bytes;
     if (!bytes)
         return NULL;
-    at = add(at, h, sizeof *h);
-    at = add(at, m->entries, h->entries * sizeof *m->entries);
-    at = add(at, m->prefixes, (size_t)h->prefixes * KVQ_PREFIX_BYTES);
-    (void)add(at, m->opaque, h->opaque_bytes);
+    at = append_bytes(at, h, sizeof *h);
+    at = append_bytes(at, m->entries, h->entries * sizeof *m->entries);
+    at = append_bytes(at, m->prefixes, (size_t)h->prefixes * KVQ_PREFIX_BYTES);
+    (void)append_bytes(at, m->opaque, h->opaque_bytes);
     return bytes;
 }

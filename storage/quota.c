@@ -82,7 +82,7 @@ static uint64_t limit_of(struct kvq_store *s, const char *space)
 int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, char *text,
                     size_t n)
 {
-    const struct kvq__complaint c = {store->folder, text, n};
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     size_t used = space ? strlen(space) : 0;
     if (!space) {
         pthread_mutex_lock(&store->lock);
@@ -125,7 +125,7 @@ int kvq__space_bytes(struct kvq_store *s, const char *space, uint64_t *bytes)
 int kvq_store_usage(struct kvq_store *store, const char *space, uint64_t *bytes, uint64_t *sessions,
                     char *text, size_t n)
 {
-    const struct kvq__complaint c = {store->folder, text, n};
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     int64_t count = 0;
     pthread_mutex_lock(&store->catalog_lock);
@@ -159,7 +159,7 @@ static int list_spaces(struct kvq__catalog *k, struct kvq_store_space **spaces, 
 int kvq_store_spaces(struct kvq_store *store, struct kvq_store_space **spaces, size_t *count,
                      char *text, size_t n)
 {
-    const struct kvq__complaint c = {store->folder, text, n};
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     *spaces = NULL;
     *count = 0;
     pthread_mutex_lock(&store->catalog_lock);
@@ -176,8 +176,8 @@ int kvq_store_spaces(struct kvq_store *store, struct kvq_store_space **spaces, s
 
 // ---- Saves ----
 
-static int refuse(const char *space, uint64_t limit, uint64_t used, uint64_t more,
-                  const struct kvq__complaint *c)
+static int refuse_quota(const char *space, uint64_t limit, uint64_t used, uint64_t more,
+                        const struct kvq__complaint *c)
 {
     return kvq__complain(c, KVQ_E_QUOTA,
                          "namespace %s may keep %llu bytes, %llu are used, and this save needs "
@@ -225,7 +225,7 @@ int kvq__quota_put(const struct kvq_save *v, const struct kvq__complaint *c)
     uint64_t after = last->used - freed + last->put_before + last->put;
     return after <= last->limit || after <= last->used
                ? KVQ_OK
-               : refuse(last->head.space, last->limit, last->used, after - last->used, c);
+               : refuse_quota(last->head.space, last->limit, last->used, after - last->used, c);
 }
 
 int kvq__quota_end(struct kvq_save *v, const struct kvq__complaint *c)
@@ -238,7 +238,7 @@ int kvq__quota_end(struct kvq_save *v, const struct kvq__complaint *c)
         if (limit)
             rc = kvq__space_bytes(v->store, space, &after);
         if (rc == KVQ_OK && limit && after > limit && after > session->used)
-            rc = refuse(space, limit, session->used, after - session->used, c);
+            rc = refuse_quota(space, limit, session->used, after - session->used, c);
     }
     return rc;
 }

@@ -8,11 +8,6 @@
 #include "proto/status.h"
 #include "storage/save.h"
 
-static struct kvq__complaint complaint(const struct kvq_store *s, char *text, size_t n)
-{
-    return (struct kvq__complaint){s->folder, text, n};
-}
-
 // ---- Sessions ----
 
 static void column_text(sqlite3_stmt *rows, int column, char *out, size_t n)
@@ -65,7 +60,7 @@ static int session_rows(struct kvq__catalog *k, sqlite3_stmt *rows, struct kvq_s
 int kvq_store_find(struct kvq_store *store, const char *space, const char *name, uint32_t shard,
                    struct kvq_store_session *out, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     uint32_t count = 0;
     pthread_mutex_lock(&store->catalog_lock);
@@ -84,7 +79,7 @@ int kvq_store_list(struct kvq_store *store, const char *space, uint64_t after,
                    struct kvq_store_session *out, uint32_t room, uint32_t *count, char *text,
                    size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     pthread_mutex_lock(&store->catalog_lock);
     int rc = session_rows(
@@ -119,7 +114,7 @@ static int check_current(struct kvq_store *s, const struct kvq_store_session *se
 int kvq_store_meta_read(struct kvq_store *store, const struct kvq_store_session *session, void *out,
                         char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     pthread_mutex_lock(&store->catalog_lock);
     int rc = check_current(store, session, &c);
@@ -143,7 +138,7 @@ int kvq_store_meta_read(struct kvq_store *store, const struct kvq_store_session 
 int kvq_store_touch(struct kvq_store *store, const struct kvq_store_use *uses, size_t count,
                     char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     int rc = count ? kvq__write_begin(store, &c) : KVQ_OK;
     if (rc || count == 0)
@@ -180,7 +175,7 @@ int kvq_store_match(struct kvq_store *store, const char *space,
                     const uint8_t (*hashes)[KVQ_PREFIX_BYTES], uint32_t pages, uint32_t *matched,
                     struct kvq_store_session *out, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     uint32_t low = 0, high = pages, count = 0; // the first `low` are there, page `high` is not
     int64_t best = 0, session = 0;
@@ -209,7 +204,7 @@ int kvq_store_match(struct kvq_store *store, const char *space,
 int kvq_store_prefixes(struct kvq_store *store, const struct kvq_store_session *session,
                        uint8_t (**hashes)[KVQ_PREFIX_BYTES], uint32_t *pages, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     size_t room = 0;
     *hashes = NULL;
@@ -280,7 +275,7 @@ static struct kvq_stored stored_row(sqlite3_stmt *rows)
 int kvq_store_blocks(struct kvq_store *store, const struct kvq_store_session *session,
                      struct kvq_stored **blocks, size_t *count, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     size_t room = 0;
     *blocks = NULL;
@@ -316,7 +311,7 @@ int kvq_store_blocks(struct kvq_store *store, const struct kvq_store_session *se
 int kvq_store_good_tokens(struct kvq_store *store, const struct kvq_store_session *session,
                           uint64_t *tokens, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
     int64_t least = 0;
     pthread_mutex_lock(&store->catalog_lock);
@@ -386,7 +381,7 @@ static int read_there(struct kvq_store *s, const struct kvq_stored *block, void 
 int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void *out, char *text,
                    size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq_stored now = *block;
     enum kvq_record_kind kind;
     if (!block->bad) {

@@ -33,7 +33,7 @@ struct many {
     struct window window[2];
 };
 
-static void open_segment(struct many *m, uint64_t segment)
+static void use_segment(struct many *m, uint64_t segment)
 {
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     if (m->segment == segment)
@@ -47,7 +47,7 @@ static void open_segment(struct many *m, uint64_t segment)
 }
 
 // The blocks from `first` on that one window can hold, at least one.
-static void choose(struct many *m, struct window *w, size_t first)
+static void choose_window(struct many *m, struct window *w, size_t first)
 {
     const struct kvq_stored *b = m->blocks;
     size_t j = first;
@@ -62,11 +62,11 @@ static void choose(struct many *m, struct window *w, size_t first)
     }
     w->count = j > first ? j - first : first < m->n;
     if (w->count)
-        open_segment(m, b[first].segment);
+        use_segment(m, b[first].segment);
     w->file = j > first && w->bytes ? m->file : -1; // else they are read one by one
 }
 
-static void *fetch(void *argument)
+static void *read_window(void *argument)
 {
     struct window *w = argument;
     size_t got = 0;
@@ -77,7 +77,7 @@ static void *fetch(void *argument)
 }
 
 // Copies a block out of a window. False: it is not there as it should be.
-static bool take(const struct many *m, const struct window *w, size_t i)
+static bool copy_block(const struct many *m, const struct window *w, size_t i)
 {
     const struct kvq_stored *b = &m->blocks[i];
     memcpy(m->out[i], w->bytes + (b->offset + KVQ_RECORD_HEAD - w->from), b->bytes);
@@ -86,12 +86,12 @@ static bool take(const struct many *m, const struct window *w, size_t i)
 
 // What cannot be had from the window is read by itself, which finds what was moved and tells what
 // is wrong.
-static int take_all(const struct many *m, const struct window *w, size_t *done, char *text,
-                    size_t n)
+static int copy_blocks(const struct many *m, const struct window *w, size_t *done, char *text,
+                       size_t n)
 {
     int rc = KVQ_OK;
     for (size_t i = w->first; i < w->first + w->count && rc == KVQ_OK; i++) {
-        if (!w->whole || !take(m, w, i))
+        if (!w->whole || !copy_block(m, w, i))
             rc = kvq_store_read(m->s, &m->blocks[i], m->out[i], text, n);
         *done += rc == KVQ_OK;
     }
@@ -104,17 +104,17 @@ static int read_windows(struct many *m, size_t *done, char *text, size_t n)
 {
     struct window *now = &m->window[0], *next = &m->window[1];
     int rc = KVQ_OK;
-    choose(m, now, 0);
-    (void)fetch(now);
+    choose_window(m, now, 0);
+    (void)read_window(now);
     while (now->count > 0 && rc == KVQ_OK) {
         pthread_t thread;
-        choose(m, next, now->first + now->count);
-        bool beside = next->file >= 0 && pthread_create(&thread, NULL, fetch, next) == 0;
-        rc = take_all(m, now, done, text, n);
+        choose_window(m, next, now->first + now->count);
+        bool beside = next->file >= 0 && pthread_create(&thread, NULL, read_window, next) == 0;
+        rc = copy_blocks(m, now, done, text, n);
         if (beside)
             pthread_join(thread, NULL);
         else
-            (void)fetch(next);
+            (void)read_window(next);
         struct window *free = now;
         now = next;
         next = free;

@@ -42,14 +42,14 @@ struct rebuild {
     uint64_t last_seen; // transaction, committed or not
 };
 
-static int no_memory(const struct rebuild *r)
+static int no_memory_to_rebuild(const struct rebuild *r)
 {
     return kvq__complain(r->c, KVQ_E_NO_MEMORY, "no memory to make the catalog anew");
 }
 
 // ---- Reading segments ----
 
-static int take_commit(struct rebuild *r, const struct kvq_walk *w)
+static int note_commit(struct rebuild *r, const struct kvq_walk *w)
 {
     struct kvq_commit commit;
     if (w->record.length != sizeof commit)
@@ -58,25 +58,25 @@ static int take_commit(struct rebuild *r, const struct kvq_walk *w)
     if (rc)
         return kvq__io_complain(r->c, rc, "a segment", "read");
     if (!kvq__grow((void **)&r->commits, &r->room_commits, r->n_commits, sizeof *r->commits))
-        return no_memory(r);
+        return no_memory_to_rebuild(r);
     r->commits[r->n_commits++] = commit;
     r->proven = commit.before > r->proven ? commit.before : r->proven;
     return KVQ_OK;
 }
 
-static int take_record(struct rebuild *r, const struct kvq__segment *g, const struct kvq_walk *w,
+static int note_record(struct rebuild *r, const struct kvq__segment *g, const struct kvq_walk *w,
                        bool bad)
 {
     const struct kvq_record *h = &w->record;
     if (h->transaction > r->last_seen)
         r->last_seen = h->transaction;
     if (h->kind == KVQ_RECORD_COMMIT && !bad) {
-        int rc = take_commit(r, w);
+        int rc = note_commit(r, w);
         if (rc)
             return rc;
     }
     if (!kvq__grow((void **)&r->found, &r->room_found, r->n_found, sizeof *r->found))
-        return no_memory(r);
+        return no_memory_to_rebuild(r);
     r->found[r->n_found++] = (struct found){
         .w = {h->id, g->number, w->at, h->length, (enum kvq_record_kind)h->kind, h->payload},
         .transaction = h->transaction,
@@ -100,13 +100,13 @@ static int walk_segment(struct rebuild *r, struct kvq__segment *g, int file)
         if (find != KVQ_WALK_RECORD)
             r->report->damaged_bytes += w.bytes;
         if (find != KVQ_WALK_DAMAGE)
-            rc = take_record(r, g, &w, find == KVQ_WALK_PAYLOAD);
+            rc = note_record(r, g, &w, find == KVQ_WALK_PAYLOAD);
     }
     return rc;
 }
 
 // What is no segment of this store, or has lost its front, is kept under another name.
-static int set_aside(struct rebuild *r, const char *name, const char *path)
+static int set_segment_aside(struct rebuild *r, const char *name, const char *path)
 {
     char to[KVQ__PATH_BYTES + 8];
     snprintf(to, sizeof to, "%s.bad", path);
@@ -136,7 +136,7 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
     } else if (front || head.number != number ||
                (!first && memcmp(head.store, s->id, sizeof s->id) != 0)) {
         r->report->damaged_bytes += status.bytes;
-        rc = status.bytes ? set_aside(r, name, path) : KVQ_OK;
+        rc = status.bytes ? set_segment_aside(r, name, path) : KVQ_OK;
     } else {
         memcpy(s->id, head.store, sizeof s->id);
         struct kvq__segment *g = kvq__segment_add(s, number, head.salt);
@@ -145,7 +145,7 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
             g->length = status.bytes;
             g->physical = status.physical;
         }
-        rc = g ? walk_segment(r, g, file) : no_memory(r);
+        rc = g ? walk_segment(r, g, file) : no_memory_to_rebuild(r);
     }
     s->io->close(s->io, file);
     return rc;
@@ -212,14 +212,14 @@ static int judge_commits(struct rebuild *r)
             continue;
         if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
                        sizeof *r->committed))
-            return no_memory(r);
+            return no_memory_to_rebuild(r);
         r->committed[r->n_committed++] = commit->transaction;
     }
     return KVQ_OK;
 }
 
 // By id; of the copies of one, the best comes first: sound, and then the latest.
-static int by_id(const void *a, const void *b)
+static int by_record_id(const void *a, const void *b)
 {
     const struct found *x = a, *y = b;
     if (x->w.id != y->w.id)
@@ -229,7 +229,7 @@ static int by_id(const void *a, const void *b)
     return (x->transaction < y->transaction) - (x->transaction > y->transaction);
 }
 
-static int by_place(const void *a, const void *b)
+static int by_record_place(const void *a, const void *b)
 {
     const struct found *x = a, *y = b;
     if (x->w.segment != y->w.segment)
@@ -254,7 +254,7 @@ static void select_records(struct rebuild *r)
     if (r->n_committed)
         qsort(r->committed, r->n_committed, sizeof *r->committed, by_number);
     if (r->n_found)
-        qsort(r->found, r->n_found, sizeof *r->found, by_id);
+        qsort(r->found, r->n_found, sizeof *r->found, by_record_id);
     for (size_t i = 0; i < r->n_found; i++) {
         const struct found *f = &r->found[i];
         if (!is_committed(r, f->transaction))
@@ -267,13 +267,13 @@ static void select_records(struct rebuild *r)
     }
     r->n_found = kept;
     if (kept)
-        qsort(r->found, kept, sizeof *r->found, by_place);
+        qsort(r->found, kept, sizeof *r->found, by_record_place);
 }
 
 // ---- Sessions ----
 
 // Reads the payload of a record, or its first n bytes.
-static int payload(struct rebuild *r, const struct found *f, void *out, uint64_t n)
+static int read_payload(struct rebuild *r, const struct found *f, void *out, uint64_t n)
 {
     struct kvq__segment *g;
     size_t got = 0;
@@ -287,7 +287,7 @@ static int payload(struct rebuild *r, const struct found *f, void *out, uint64_t
     return KVQ_OK;
 }
 
-static int claim(struct rebuild *r, size_t i)
+static int note_claim(struct rebuild *r, size_t i)
 {
     const struct found *f = &r->found[i];
     struct kvq_manifest_head h;
@@ -299,11 +299,11 @@ static int claim(struct rebuild *r, size_t i)
         r->report->lost_sessions += !drop;
         return KVQ_OK;
     }
-    int rc = payload(r, f, drop ? (void *)&h.session : &h, n);
+    int rc = read_payload(r, f, drop ? (void *)&h.session : &h, n);
     if (rc)
         return rc;
     if (!kvq__grow((void **)&r->claims, &r->room_claims, r->n_claims, sizeof *r->claims))
-        return no_memory(r);
+        return no_memory_to_rebuild(r);
     r->claims[r->n_claims++] = (struct claim){h.session, f->transaction, i, drop};
     return KVQ_OK;
 }
@@ -330,7 +330,7 @@ static int select_claims(struct rebuild *r)
 {
     int rc = KVQ_OK;
     for (size_t i = 0; i < r->n_found && rc == KVQ_OK; i++)
-        rc = claim(r, i);
+        rc = note_claim(r, i);
     if (rc || r->n_claims == 0)
         return rc;
     qsort(r->claims, r->n_claims, sizeof *r->claims, by_session);
@@ -409,7 +409,7 @@ static int apply_manifest(struct rebuild *r, const struct claim *claim, const vo
     return rc ? rc : kvq__apply_session(r->s, &v);
 }
 
-static int apply(struct rebuild *r, const struct claim *claim)
+static int apply_claim(struct rebuild *r, const struct claim *claim)
 {
     const struct found *f = &r->found[claim->found];
     if (claim->session >= r->s->next_session)
@@ -419,7 +419,7 @@ static int apply(struct rebuild *r, const struct claim *claim)
     void *bytes = malloc(f->w.length);
     if (!bytes)
         return KVQ_E_NO_MEMORY;
-    int rc = payload(r, f, bytes, f->w.length);
+    int rc = read_payload(r, f, bytes, f->w.length);
     if (rc == KVQ_OK)
         rc = apply_manifest(r, claim, bytes, f);
     free(bytes);
@@ -459,7 +459,7 @@ static int fill_catalog(struct rebuild *r)
     if (rc == KVQ_OK)
         rc = put_records(r);
     for (size_t i = 0; i < r->n_claims && rc == KVQ_OK; i++)
-        rc = apply(r, &r->claims[i]);
+        rc = apply_claim(r, &r->claims[i]);
     if (rc == KVQ_OK)
         rc = kvq__catalog_free_blocks(s);
     // Not every transaction writes records: the last one may be known only by who came after it.
@@ -504,7 +504,7 @@ int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
     struct rebuild r = {.s = s, .report = report, .c = c, .buffer = malloc(KVQ__WALK_BYTES)};
     s->next_block = s->next_session = 1;
     s->next_segment = n ? numbers[n - 1] + 1 : 1;
-    int rc = r.buffer ? read_segments(&r, numbers, n) : no_memory(&r);
+    int rc = r.buffer ? read_segments(&r, numbers, n) : no_memory_to_rebuild(&r);
     if (rc == KVQ_OK)
         rc = judge_commits(&r);
     if (rc == KVQ_OK) {

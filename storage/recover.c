@@ -21,8 +21,8 @@ enum { BEHIND = 1, OTHER = 2 }; // what makes a catalog that is sound useless
 static const char *const catalog_files[] = {"catalog.db", "catalog.db-wal", "catalog.db-journal"};
 
 // Adds a sentence to the report's text.
-__attribute__((format(printf, 2, 3))) static void tell(struct kvq_store_report *report,
-                                                       const char *format, ...)
+__attribute__((format(printf, 2, 3))) static void add_sentence(struct kvq_store_report *report,
+                                                               const char *format, ...)
 {
     size_t used = strlen(report->text);
     va_list args;
@@ -182,8 +182,8 @@ static bool has_room_for_two(struct kvq_store *s)
 
 // Renames the catalog to catalog.db.bad, over one that was set aside before, and its WAL likewise.
 // On a disk without room for another one both are removed: what counts is in the segments.
-static int set_aside(struct kvq_store *s, struct kvq_store_report *report,
-                     const struct kvq__complaint *c)
+static int set_catalog_aside(struct kvq_store *s, struct kvq_store_report *report,
+                             const struct kvq__complaint *c)
 {
     int rc = 0;
     kvq__catalog_close(&s->catalog);
@@ -191,7 +191,7 @@ static int set_aside(struct kvq_store *s, struct kvq_store_report *report,
     s->n_owed = 0; // these sessions are back
     bool keep = has_room_for_two(s);
     if (!keep)
-        tell(report, "The disk is full, so that no copy of it was kept.");
+        add_sentence(report, "The disk is full, so that no copy of it was kept.");
     for (int i = 0; i < 3 && (rc == 0 || rc == -ENOENT); i++) {
         char from[KVQ__PATH_BYTES], to[KVQ__PATH_BYTES], name[KVQ__NAME_BYTES];
         snprintf(name, sizeof name, "catalog.db.bad%s", catalog_files[i] + 10);
@@ -206,8 +206,8 @@ static int set_aside(struct kvq_store *s, struct kvq_store_report *report,
     return rc ? kvq__io_complain(c, rc, "the damaged catalog", "set aside") : KVQ_OK;
 }
 
-static int rebuild(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
-                   const struct kvq__complaint *c)
+static int rebuild_catalog(struct kvq_store *s, const struct files *f,
+                           struct kvq_store_report *report, const struct kvq__complaint *c)
 {
     char path[KVQ__PATH_BYTES];
     kvq__path(s, catalog_files[0], path);
@@ -298,7 +298,7 @@ out:
     return rc;
 }
 
-static int cut(struct kvq_store *s, struct kvq__segment *g, const struct kvq__complaint *c)
+static int cut_tail(struct kvq_store *s, struct kvq__segment *g, const struct kvq__complaint *c)
 {
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     struct kvq_io_status status;
@@ -335,7 +335,7 @@ static int drop_behind(struct kvq_store *s, const struct files *f, const uint64_
         struct kvq__segment *g = known_segment(s, f->numbers[i]);
         if (g && behind[i] == 0)
             continue;
-        rc = g ? cut(s, g, c) : remove_unknown(s, f->numbers[i], c);
+        rc = g ? cut_tail(s, g, c) : remove_unknown(s, f->numbers[i], c);
         report->tails += g != NULL;
         report->tail_bytes += g ? behind[i] : 0;
         report->removed += g == NULL;
@@ -409,7 +409,7 @@ static int start_over(struct kvq_store *s, const struct files *f, struct kvq_sto
                       const struct kvq__complaint *c)
 {
     struct files left = {0}; // some may have been set aside
-    int rc = rebuild(s, f, report, c);
+    int rc = rebuild_catalog(s, f, report, c);
     if (rc == KVQ_OK)
         rc = list_files(s, &left, c);
     if (rc == KVQ_OK)
@@ -438,54 +438,55 @@ static int recover_read_only(struct kvq_store *s, const struct files *f,
         return refuse_anew("the catalog is damaged", c);
     if (rc)
         return kvq__catalog_complain(s, rc, c);
-    tell(report, "It is read-only: %s.", s->why);
+    add_sentence(report, "It is read-only: %s.", s->why);
     rc = check_segments(s, f, report, c);
     if (rc > KVQ_OK)
         return refuse_anew("the catalog is not that of the segments", c);
     return rc ? rc : mark_missing(s, f, report, c);
 }
 
-static int recover(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
-                   const struct kvq__complaint *c)
+static int recover_writable(struct kvq_store *s, const struct files *f,
+                            struct kvq_store_report *report, const struct kvq__complaint *c)
 {
     int rc = load_catalog(s);
     if (rc == KVQ_E_NO_SESSION) {
         report->created = f->n == 0;
         if (f->n)
-            tell(report, "The catalog was missing.");
+            add_sentence(report, "The catalog was missing.");
         return start_over(s, f, report, c);
     }
     if (rc != KVQ_OK && rc != KVQ_E_DAMAGED)
         return kvq__catalog_complain(s, rc, c);
     if (rc == KVQ_E_DAMAGED) {
-        tell(report, "The catalog was damaged: %s.", s->catalog.error);
+        add_sentence(report, "The catalog was damaged: %s.", s->catalog.error);
     } else {
         rc = check_segments(s, f, report, c);
         if (rc <= KVQ_OK)
             return rc ? rc : mark_missing(s, f, report, c);
-        tell(report, rc == BEHIND ? "The catalog was older than the segments."
-                                  : "The catalog was not that of the segments.");
+        add_sentence(report, rc == BEHIND ? "The catalog was older than the segments."
+                                          : "The catalog was not that of the segments.");
     }
-    rc = set_aside(s, report, c);
+    rc = set_catalog_aside(s, report, c);
     return rc ? rc : start_over(s, f, report, c);
 }
 
-static void summarize(struct kvq_store_report *r)
+static void summarize_recovery(struct kvq_store_report *r)
 {
     if (r->rebuilt)
-        tell(r,
-             "It was made anew from the segments: %llu blocks and %llu sessions are lost or "
-             "damaged, %llu bytes made no sense.",
-             (unsigned long long)r->bad_blocks, (unsigned long long)r->lost_sessions,
-             (unsigned long long)r->damaged_bytes);
+        add_sentence(
+            r,
+            "It was made anew from the segments: %llu blocks and %llu sessions are lost or "
+            "damaged, %llu bytes made no sense.",
+            (unsigned long long)r->bad_blocks, (unsigned long long)r->lost_sessions,
+            (unsigned long long)r->damaged_bytes);
     else if (r->missing)
-        tell(r, "%u segments are missing or too short; %llu blocks are lost.", r->missing,
-             (unsigned long long)r->bad_blocks);
+        add_sentence(r, "%u segments are missing or too short; %llu blocks are lost.", r->missing,
+                     (unsigned long long)r->bad_blocks);
     if (r->tails || r->removed)
-        tell(r,
-             "%llu bytes at the end of %u segments, and %u whole segments, had not been "
-             "committed and were removed.",
-             (unsigned long long)r->tail_bytes, r->tails, r->removed);
+        add_sentence(r,
+                     "%llu bytes at the end of %u segments, and %u whole segments, had not been "
+                     "committed and were removed.",
+                     (unsigned long long)r->tail_bytes, r->tails, r->removed);
 }
 
 int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
@@ -494,11 +495,12 @@ int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
     struct files f;
     int rc = list_files(s, &f, c);
     if (rc == KVQ_OK)
-        rc = s->read_only ? recover_read_only(s, &f, report, c) : recover(s, &f, report, c);
+        rc =
+            s->read_only ? recover_read_only(s, &f, report, c) : recover_writable(s, &f, report, c);
     if (rc == KVQ_OK) {
         if (!s->read_only)
             kvq__catalog_hold_some(s);
-        summarize(report);
+        summarize_recovery(report);
         rc = s->io->list(s->io, s->folder, measure_other, s);
         rc = rc ? kvq__io_complain(c, rc, "the folder", "listed") : KVQ_OK;
     }

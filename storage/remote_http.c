@@ -230,7 +230,7 @@ static void set_method(CURL *easy, const struct kvq__request *q)
     curl_easy_setopt(easy, CURLOPT_RANGE, q->range);
 }
 
-static void set_up(struct attempt *a, const char *url, struct curl_slist *headers)
+static void set_up_transfer(struct attempt *a, const char *url, struct curl_slist *headers)
 {
     struct kvq_remote *r = a->call->remote;
     CURL *easy = r->easy;
@@ -258,7 +258,7 @@ static void set_up(struct attempt *a, const char *url, struct curl_slist *header
 }
 
 // Drives a transfer to its end, or until it stalls or somebody has had enough.
-static CURLMcode drive(struct attempt *a)
+static CURLMcode drive_transfer(struct attempt *a)
 {
     struct kvq_remote *r = a->call->remote;
     uint64_t patience = (uint64_t)r->stall_ms * (a->request->patience ? a->request->patience : 1);
@@ -312,8 +312,8 @@ static int try_once(struct attempt *a, bool *again)
                  : kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key, "no memory");
     if (rc != 0)
         goto out;
-    set_up(a, url, headers);
-    if (curl_multi_add_handle(r->multi, r->easy) != CURLM_OK || drive(a) != CURLM_OK)
+    set_up_transfer(a, url, headers);
+    if (curl_multi_add_handle(r->multi, r->easy) != CURLM_OK || drive_transfer(a) != CURLM_OK)
         a->no_memory = true;
     int left = 0;
     CURLMsg *message = curl_multi_info_read(r->multi, &left);
@@ -351,7 +351,7 @@ static bool is_transient(long status, const char *code)
            strcmp(code, "XAmzContentSHA256Mismatch") == 0 || strcmp(code, "BadDigest") == 0;
 }
 
-static const char *advice(long status, const char *code)
+static const char *advice_for(long status, const char *code)
 {
     static const struct {
         const char *code, *text;
@@ -377,7 +377,7 @@ static const char *advice(long status, const char *code)
 }
 
 // A code and a sentence for an answer that is none of success.
-static int refuse(struct attempt *a, bool *again)
+static int judge_answer(struct attempt *a, bool *again)
 {
     const struct kvq__request *q = a->request;
     struct kvq__answer *answer = a->answer;
@@ -403,7 +403,7 @@ static int refuse(struct attempt *a, bool *again)
                                                             : KVQ_E_REMOTE;
     return kvq__remote_say(a->call, rc, q->method, q->key, "HTTP %ld%s%s%s%s%s%s", answer->status,
                            code[0] ? " " : "", code, message[0] ? ": " : "", message, repeated,
-                           advice(answer->status, code));
+                           advice_for(answer->status, code));
 }
 
 void kvq__answer_free(struct kvq__answer *answer)
@@ -428,7 +428,7 @@ int kvq__request(struct kvq__call *call, const struct kvq__request *request,
                                                   request->key, "no memory");
         }
         if (rc == 0)
-            rc = refuse(&a, &again);
+            rc = judge_answer(&a, &again);
         kvq__answer_free(answer);
         if (!again || tries >= call->remote->retries)
             return rc;
@@ -451,7 +451,7 @@ int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request
         put_words(words, sizeof words, reply->message);
         rc = strcmp(reply->code, "NoSuchUpload") == 0 ? KVQ_E_NO_SESSION : KVQ_E_REMOTE;
         return kvq__remote_say(call, rc, request->method, request->key, "%.64s: %s%s", reply->code,
-                               words, advice(500, reply->code));
+                               words, advice_for(500, reply->code));
     }
     if (rc == 0)
         why = "it is not the document that was asked for";

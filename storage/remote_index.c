@@ -242,7 +242,7 @@ static bool read_sha(const char *hex, uint8_t out[KVQ__SHA_BYTES])
 }
 
 // Up to `most` fields of the line, in place. How many there are.
-static int split(char *line, char **fields, int most)
+static int split_fields(char *line, char **fields, int most)
 {
     int n = 0;
     for (char *at = line; at && n < most; n++) {
@@ -277,22 +277,22 @@ static bool read_parts(struct lines *r, const char *text, size_t n, struct kvq__
     return true;
 }
 
-static bool read_pack(struct lines *r, struct kvq__pack *pack)
+static bool read_pack_line(struct lines *r, struct kvq__pack *pack)
 {
     char *field[2];
     uint8_t sha[KVQ__SHA_BYTES];
-    if (!next_line(r) || split(r->line, field, 2) != 2 || !read_sha(field[0], sha) ||
+    if (!next_line(r) || split_fields(r->line, field, 2) != 2 || !read_sha(field[0], sha) ||
         !kvq__reply_number(field[1], INT64_MAX, &pack->bytes))
         return false;
     memcpy(pack->digest, field[0], sizeof pack->digest);
     return true;
 }
 
-static bool read_chunk(struct lines *r, const struct kvq__index *x, struct kvq__chunk *c)
+static bool read_chunk_line(struct lines *r, const struct kvq__index *x, struct kvq__chunk *c)
 {
     char *field[4];
     uint64_t pack;
-    if (!next_line(r) || split(r->line, field, 4) != 4 || x->n_packs == 0 ||
+    if (!next_line(r) || split_fields(r->line, field, 4) != 4 || x->n_packs == 0 ||
         !kvq__reply_number(field[0], MAX_CHUNK_BYTES, &c->size) ||
         !kvq__reply_number(field[1], x->n_packs - 1, &pack) ||
         !kvq__reply_number(field[2], INT64_MAX, &c->at) || !read_sha(field[3], c->sha))
@@ -309,13 +309,13 @@ static bool read_packs(struct lines *r, struct kvq__index *x)
         !next_number(r, "packs ", KVQ__INDEX_PACKS, &packs))
         return false;
     for (; x->n_packs < packs; x->n_packs++)
-        if (!read_pack(r, &x->packs[x->n_packs]))
+        if (!read_pack_line(r, &x->packs[x->n_packs]))
             return false;
     if (!next_number(r, "chunks ", KVQ__INDEX_CHUNKS, &chunks))
         return false;
     for (uint64_t i = 0; i < chunks; i++) {
         struct kvq__chunk *c = next_chunk(x);
-        if (!c || !read_chunk(r, x, c))
+        if (!c || !read_chunk_line(r, x, c))
             return false;
         sum += c->size; // at most 2^15 times 2^28
     }

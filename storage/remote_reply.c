@@ -52,7 +52,7 @@ struct reader {
     size_t used;
 };
 
-static void stop(struct reader *r, int rc, const char *why)
+static void stop_parsing(struct reader *r, int rc, const char *why)
 {
     if (r->rc == 0) {
         r->rc = rc;
@@ -84,9 +84,9 @@ static void on_start(void *context, const XML_Char *name, const XML_Char **attri
         return;
     r->depth++;
     if (r->depth > MAX_DEPTH)
-        return stop(r, KVQ_E_REMOTE, "elements are nested too deep");
+        return stop_parsing(r, KVQ_E_REMOTE, "elements are nested too deep");
     if (r->field)
-        return stop(r, KVQ_E_REMOTE, "there are elements where there should be text");
+        return stop_parsing(r, KVQ_E_REMOTE, "there are elements where there should be text");
     if (r->depth == 1) {
         size_t n = strnlen(name, sizeof r->out->root - 1);
         memcpy(r->out->root, name, n);
@@ -109,7 +109,7 @@ static void on_text(void *context, const XML_Char *text, int n)
     size_t take = (size_t)n < room ? (size_t)n : room;
     // A message for people may be cut; a key or an id that is cut would be another one.
     if (take < (size_t)n && r->field->at != offsetof(struct kvq__reply, message))
-        return stop(r, KVQ_E_REMOTE, "a field is too long");
+        return stop_parsing(r, KVQ_E_REMOTE, "a field is too long");
     memcpy(r->text + r->used, text, take);
     r->used += take;
 }
@@ -135,7 +135,7 @@ static void store_text(struct reader *r, const struct field *f, char *to)
 {
     size_t n = r->used;
     if (n >= f->size && f->at != offsetof(struct kvq__reply, message))
-        return stop(r, KVQ_E_REMOTE, "a field is too long");
+        return stop_parsing(r, KVQ_E_REMOTE, "a field is too long");
     n = n < f->size ? n : f->size - 1;
     memcpy(to, r->text, n);
     to[n] = '\0';
@@ -154,12 +154,12 @@ static void store_field(struct reader *r, const struct field *f)
         return;
     case NUMBER32:
         if (!kvq__reply_number(r->text, UINT32_MAX, &value))
-            return stop(r, KVQ_E_REMOTE, "a number is none");
+            return stop_parsing(r, KVQ_E_REMOTE, "a number is none");
         *(uint32_t *)(void *)(base + f->at) = (uint32_t)value;
         return;
     case NUMBER64:
         if (!kvq__reply_number(r->text, INT64_MAX, &value))
-            return stop(r, KVQ_E_REMOTE, "a number is none");
+            return stop_parsing(r, KVQ_E_REMOTE, "a number is none");
         *(uint64_t *)(void *)(base + f->at) = value;
         return;
     }
@@ -168,10 +168,10 @@ static void store_field(struct reader *r, const struct field *f)
 static void end_item(struct reader *r)
 {
     if (++r->items > KVQ__REPLY_ITEMS)
-        return stop(r, KVQ_E_REMOTE, "the list is longer than 1000");
+        return stop_parsing(r, KVQ_E_REMOTE, "the list is longer than 1000");
     int rc = r->each ? r->each(r->context, &r->item) : 0;
     if (rc != 0)
-        stop(r, rc, "the call was ended by its caller");
+        stop_parsing(r, rc, "the call was ended by its caller");
     r->item.kind[0] = '\0';
 }
 
@@ -193,7 +193,7 @@ static void on_doctype(void *context, const XML_Char *name, const XML_Char *syst
                        const XML_Char *public_id, int internal)
 {
     (void)name, (void)system_id, (void)public_id, (void)internal;
-    stop(context, KVQ_E_REMOTE, "it declares a document type");
+    stop_parsing(context, KVQ_E_REMOTE, "it declares a document type");
 }
 
 int kvq__reply_parse(const void *data, size_t n, struct kvq__reply *out,

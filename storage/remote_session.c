@@ -14,7 +14,7 @@ enum { DAMAGED_TRIES = 3 }; // of a part whose bytes are not what they should be
 
 // ---- Keys ----
 
-static size_t escape(const char *name, char *out, size_t size)
+static size_t escape_name(const char *name, char *out, size_t size)
 {
     static const char digits[] = "0123456789ABCDEF";
     size_t used = 0;
@@ -40,11 +40,11 @@ int kvq_remote_session_key(const char *space, const char *name, char out[KVQ_REM
 {
     if (strlen(space) >= KVQ_NAME_BYTES || strlen(name) >= KVQ_NAME_BYTES)
         return KVQ_E_LIMIT;
-    size_t n = escape(space, out, KVQ_REMOTE_KEY_BYTES / 2);
+    size_t n = escape_name(space, out, KVQ_REMOTE_KEY_BYTES / 2);
     if (n == 0)
         return KVQ_E_INVALID;
     out[n++] = '/';
-    return escape(name, out + n, KVQ_REMOTE_KEY_BYTES / 2) ? 0 : KVQ_E_INVALID;
+    return escape_name(name, out + n, KVQ_REMOTE_KEY_BYTES / 2) ? 0 : KVQ_E_INVALID;
 }
 
 static int digit_value(char c)
@@ -52,8 +52,8 @@ static int digit_value(char c)
     return c >= '0' && c <= '9' ? c - '0' : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
 }
 
-// Undoes escape(). False: that is no name of ours.
-static bool unescape(const char *from, size_t n, char out[KVQ_NAME_BYTES])
+// Undoes escape_name(). False: that is no name of ours.
+static bool unescape_name(const char *from, size_t n, char out[KVQ_NAME_BYTES])
 {
     size_t used = 0;
     for (size_t i = 0; i < n; i++) {
@@ -250,7 +250,7 @@ static int look_for_packs(struct push *p)
 }
 
 // What is new compared with what the head that is there names, if that can be had.
-static int plan(struct push *p, bool anew)
+static int plan_push(struct push *p, bool anew)
 {
     struct kvq__index had;
     const char *why;
@@ -260,7 +260,7 @@ static int plan(struct push *p, bool anew)
         kvq__index_free(&had);
     rc = rc ? kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory") : look_for_packs(p);
     if (rc == KVQ_E_NO_SESSION && !anew) // somebody has removed a pack
-        return plan(p, true);
+        return plan_push(p, true);
     return rc;
 }
 
@@ -329,7 +329,7 @@ static void push_clear(struct push *p)
 
 static int push_once(struct push *p, bool anew)
 {
-    int rc = plan(p, anew);
+    int rc = plan_push(p, anew);
     rc = rc ? rc : send_pack(p);
     rc = rc ? rc : send_head(p);
     if (rc == 0)
@@ -450,7 +450,7 @@ static int get_chunks(struct pull *p, const struct kvq__chunk *c, uint32_t n, ui
 }
 
 // How many chunks from the i-th on, which is missing, are fetched in one request.
-static uint32_t together(struct pull *p, uint32_t i, uint64_t at)
+static uint32_t count_together(struct pull *p, uint32_t i, uint64_t at)
 {
     const struct kvq__chunk *c = &p->index->chunks[i];
     uint64_t bytes = c->size, most = p->call->remote->part_bytes;
@@ -490,7 +490,7 @@ static int get_file(struct pull *p)
     for (uint32_t i = 0, n; rc == 0 && i < p->index->n_chunks; i += n) {
         const struct kvq__chunk *c = &p->index->chunks[i];
         bool there = chunk_is_there(p, c, at);
-        n = there ? 1 : together(p, i, at);
+        n = there ? 1 : count_together(p, i, at);
         if (!there)
             rc = get_chunks(p, c, n, at);
         for (uint32_t k = 0; k < n; k++)
@@ -676,8 +676,9 @@ static int on_session(void *context, const struct kvq_remote_object *object)
     }
     if (strncmp(end, "/data/", strlen("/data/")) == 0)
         l->bytes += object->bytes < UINT64_MAX - l->bytes ? object->bytes : 0;
-    if (strcmp(end, "/head") != 0 || !unescape(object->key, (size_t)(slash - object->key), space) ||
-        !unescape(slash + 1, (size_t)(end - slash - 1), name))
+    if (strcmp(end, "/head") != 0 ||
+        !unescape_name(object->key, (size_t)(slash - object->key), space) ||
+        !unescape_name(slash + 1, (size_t)(end - slash - 1), name))
         return 0;
     return l->each(l->context, space, name, l->bytes);
 }
@@ -698,7 +699,7 @@ int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
         snprintf(behind + used, sizeof behind - used, "/head"); // the last of its keys
     }
     if (space) {
-        size_t used = escape(space, start, sizeof start / 2);
+        size_t used = escape_name(space, start, sizeof start / 2);
         if (used == 0)
             return KVQ_E_INVALID;
         start[used] = '/';

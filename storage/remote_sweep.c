@@ -35,7 +35,7 @@ static bool is_ours(const char *name)
            (ends_with(name, ".kvq") || ends_with(name, ".kvq.part") || ends_with(name, ".kvq.tmp"));
 }
 
-static bool note(struct leftovers *l, const char *name, time_t at)
+static bool note_leftover(struct leftovers *l, const char *name, time_t at)
 {
     if (l->count == l->room) {
         size_t room = l->room ? 2 * l->room : 16;
@@ -70,7 +70,7 @@ void kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most)
         if (!is_ours(e->d_name) || fstatat(at, e->d_name, &st, AT_SYMLINK_NOFOLLOW) != 0)
             continue;
         bool old = st.st_mtime < now && (uint64_t)(now - st.st_mtime) > max_age_s;
-        if (old || ends_with(e->d_name, ".tmp") || !note(&l, e->d_name, st.st_mtime))
+        if (old || ends_with(e->d_name, ".tmp") || !note_leftover(&l, e->d_name, st.st_mtime))
             (void)unlinkat(at, e->d_name, 0);
     }
     if (l.count > most)

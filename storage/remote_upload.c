@@ -47,7 +47,7 @@ struct upload {
     uint8_t *buffer;
 };
 
-static int no_memory(struct kvq__call *call, const char *key)
+static int no_memory_for_upload(struct kvq__call *call, const char *key)
 {
     return kvq__remote_say(call, KVQ_E_NO_MEMORY, "PUT", key, "no memory for the upload");
 }
@@ -118,7 +118,7 @@ out:
     curl_free(escaped);
     free(query);
     free(reply);
-    return rc == KVQ_E_NO_MEMORY ? no_memory(call, NULL) : rc;
+    return rc == KVQ_E_NO_MEMORY ? no_memory_for_upload(call, NULL) : rc;
 }
 
 // A request that names the upload, and perhaps a part: QUERY&uploadId=ID.
@@ -135,7 +135,7 @@ static int abort_upload(struct kvq__call *call, const char *key, const char *id)
 {
     char *query = upload_query(call, "", id);
     if (!query)
-        return no_memory(call, key);
+        return no_memory_for_upload(call, key);
     struct kvq__request q = {.method = "DELETE",
                              .key = key,
                              .query = query,
@@ -177,7 +177,7 @@ static int list_parts(struct upload *u)
                                  .max = KVQ__REPLY_MAX,
                                  .absent_is_fine = true};
         struct kvq__answer answer = {0};
-        rc = query ? kvq__request(u->call, &q, &answer) : no_memory(u->call, u->key);
+        rc = query ? kvq__request(u->call, &q, &answer) : no_memory_for_upload(u->call, u->key);
         if (rc == 0)
             rc = kvq__remote_parse(u->call, &q, &answer, "ListPartsResult", reply, on_part, u);
         // Markers must grow, so that a list has an end.
@@ -187,7 +187,7 @@ static int list_parts(struct upload *u)
         free(query);
     }
     free(reply);
-    return reply ? rc : no_memory(u->call, u->key);
+    return reply ? rc : no_memory_for_upload(u->call, u->key);
 }
 
 // ---- An upload's steps ----
@@ -199,7 +199,7 @@ static int begin_upload(struct upload *u)
     struct kvq__answer answer = {0};
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     if (!reply)
-        return no_memory(u->call, u->key);
+        return no_memory_for_upload(u->call, u->key);
     int rc = kvq__request(u->call, &q, &answer);
     if (rc == 0)
         rc = kvq__remote_parse(u->call, &q, &answer, "InitiateMultipartUpload", reply, NULL, NULL);
@@ -219,7 +219,7 @@ static int send_part(struct upload *u, uint32_t i)
     int rc = read_part(u, i);
     char *query = rc == 0 ? upload_query(u->call, before, u->id) : NULL;
     if (!query)
-        return rc != 0 ? rc : no_memory(u->call, u->key);
+        return rc != 0 ? rc : no_memory_for_upload(u->call, u->key);
     size_t size = kvq__part_size(u->parts, i);
     struct kvq__request q = {.method = "PUT",
                              .key = u->key,
@@ -287,8 +287,8 @@ static int complete_upload(struct upload *u)
                              .body_bytes = bytes,
                              .patience = PATIENCE,
                              .max = KVQ__REPLY_MAX};
-    int rc =
-        list && query && reply ? kvq__request(u->call, &q, &answer) : no_memory(u->call, u->key);
+    int rc = list && query && reply ? kvq__request(u->call, &q, &answer)
+                                    : no_memory_for_upload(u->call, u->key);
     if (rc == 0)
         rc = kvq__remote_parse(u->call, &q, &answer, "CompleteMultipartUpload", reply, NULL, NULL);
     if (rc == KVQ_E_REMOTE && answer.status == 400) {
@@ -388,7 +388,7 @@ int kvq__remote_upload(struct kvq__call *call, const char *key, const struct kvq
     struct upload u = {.call = call, .key = key, .source = source, .parts = parts, .sent = sent};
     u.etags = calloc(parts->count, sizeof *u.etags);
     u.buffer = malloc(kvq__part_size(parts, 0));
-    int rc = u.etags && u.buffer ? 0 : no_memory(call, key);
+    int rc = u.etags && u.buffer ? 0 : no_memory_for_upload(call, key);
     if (rc == 0)
         rc = parts->count == 1 ? upload_whole(&u) : upload_parts(&u);
     free(u.etags);
@@ -418,7 +418,8 @@ int kvq__remote_abort_uploads(struct kvq__call *call, const char *start)
     char full[KVQ_REMOTE_KEY_BYTES];
     snprintf(full, sizeof full, "%s%s", prefix, start);
     struct upload_list l = {.items = calloc(KVQ__REPLY_ITEMS, sizeof *l.items)};
-    int rc = l.items ? list_uploads(call, full, on_any_upload, &l) : no_memory(call, start);
+    int rc =
+        l.items ? list_uploads(call, full, on_any_upload, &l) : no_memory_for_upload(call, start);
     for (uint32_t i = 0; rc == 0 && i < l.count; i++) {
         const char *key = l.items[i].key + strlen(prefix);
         if (strncmp(l.items[i].key, full, strlen(full)) == 0 &&

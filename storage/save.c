@@ -21,11 +21,6 @@ bool kvq__grow(void **array, size_t *room, size_t n, size_t size)
     return true;
 }
 
-static struct kvq__complaint complaint(const struct kvq_store *s, char *text, size_t n)
-{
-    return (struct kvq__complaint){s->folder, text, n};
-}
-
 // ---- Beginning ----
 
 // Space is kept to delete them.
@@ -49,7 +44,7 @@ static int find_largest(struct kvq_store *s, struct kvq__largest *largest,
 
 int kvq_save_begin(struct kvq_store *store, struct kvq_save **save, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__largest largest = {0};
     *save = NULL;
     int rc = kvq__write_begin(store, &c);
@@ -80,7 +75,7 @@ static void free_session(struct kvq__save_session *session)
     free(session->opaque);
 }
 
-static void release(struct kvq_save **save)
+static void free_save(struct kvq_save **save)
 {
     struct kvq_save *v = *save;
     for (size_t i = 0; i < v->n; i++)
@@ -98,7 +93,7 @@ void kvq_save_abort(struct kvq_save **save)
     if (!save || !*save)
         return;
     kvq__writer_undo((*save)->store);
-    release(save);
+    free_save(save);
 }
 
 // ---- Sessions ----
@@ -196,7 +191,7 @@ static int note_failure(struct kvq_save *v, size_t session, int rc)
 
 int kvq_save_session(struct kvq_save *save, const struct kvq_store_meta *meta, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(save->store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(save->store, text, n);
     size_t at = save->n;
     return note_failure(save, at, add_session(save, meta, &c));
 }
@@ -268,7 +263,7 @@ int kvq__save_block(struct kvq_save *v, const void *data, size_t bytes, uint64_t
 int kvq_save_put(struct kvq_save *save, const struct kvq_place *place, const void *data,
                  size_t bytes, uint64_t *id, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint(save->store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(save->store, text, n);
     *id = 0;
     if (save->n)
         save->sessions[save->n - 1].put += bytes;
@@ -309,7 +304,7 @@ static int find_block(struct kvq_save *v, uint64_t id, uint64_t *bytes,
 int kvq_save_keep(struct kvq_save *save, const struct kvq_place *place, uint64_t id, char *text,
                   size_t n)
 {
-    const struct kvq__complaint c = complaint(save->store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(save->store, text, n);
     uint64_t bytes = 0;
     int rc = find_block(save, id, &bytes, &c);
     if (rc == KVQ_OK)
@@ -320,7 +315,7 @@ int kvq_save_keep(struct kvq_save *save, const struct kvq_place *place, uint64_t
 int kvq_save_prefix(struct kvq_save *save, const uint8_t hash[KVQ_PREFIX_BYTES], char *text,
                     size_t n)
 {
-    const struct kvq__complaint c = complaint(save->store, text, n);
+    const struct kvq__complaint c = kvq__store_complaint(save->store, text, n);
     struct kvq__save_session *session = save->n ? &save->sessions[save->n - 1] : NULL;
     int rc = KVQ_OK;
     if (!session)
@@ -336,7 +331,7 @@ int kvq_save_prefix(struct kvq_save *save, const uint8_t hash[KVQ_PREFIX_BYTES],
 
 // ---- Committing ----
 
-static int by_place(const void *a, const void *b)
+static int by_entry_place(const void *a, const void *b)
 {
     return kvq_manifest_order(a, b);
 }
@@ -345,9 +340,9 @@ static int sort_entries(struct kvq__save_session *session, const struct kvq__com
 {
     uint32_t n = session->head.entries;
     if (n > 1)
-        qsort(session->entries, n, sizeof *session->entries, by_place);
+        qsort(session->entries, n, sizeof *session->entries, by_entry_place);
     for (uint32_t i = 1; i < n; i++)
-        if (by_place(&session->entries[i - 1], &session->entries[i]) == 0)
+        if (by_entry_place(&session->entries[i - 1], &session->entries[i]) == 0)
             return kvq__complain(c, KVQ_E_INVALID,
                                  "%s has two blocks at layer %u, page %u, kind %u",
                                  session->head.name, session->entries[i].layer,
@@ -459,7 +454,7 @@ static int write_gone(struct kvq_save *v, const struct kvq__complaint *c)
     return rc;
 }
 
-static int write_all(struct kvq_save *v, const struct kvq__complaint *c)
+static int write_records(struct kvq_save *v, const struct kvq__complaint *c)
 {
     int rc = v->failure;
     if (rc)
@@ -489,7 +484,7 @@ static int catalog_gone(struct kvq_save *v)
     return rc;
 }
 
-static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
+static int catalog_records(struct kvq_save *v, const struct kvq__complaint *c)
 {
     struct kvq_store *s = v->store;
     struct kvq__largest all = {0}, *most = &s->writer.largest;
@@ -522,12 +517,12 @@ static int catalog_all(struct kvq_save *v, const struct kvq__complaint *c)
 
 int kvq_save_commit(struct kvq_save **save, char *text, size_t n)
 {
-    const struct kvq__complaint c = complaint((*save)->store, text, n);
-    int rc = write_all(*save, &c);
+    const struct kvq__complaint c = kvq__store_complaint((*save)->store, text, n);
+    int rc = write_records(*save, &c);
     if (rc == KVQ_OK)
-        rc = catalog_all(*save, &c);
+        rc = catalog_records(*save, &c);
     if (rc)
         kvq__writer_undo((*save)->store);
-    release(save);
+    free_save(save);
     return rc;
 }

@@ -85,7 +85,7 @@ static int payload_sound(struct kvq_walk *w, uint64_t at)
 }
 
 // Looks at every multiple of 64 from `at` for a sound header. Leaves w->next at it, or at the end.
-static int search(struct kvq_walk *w, uint64_t at)
+static int search_header(struct kvq_walk *w, uint64_t at)
 {
     while (at < w->end) {
         size_t n = w->end - at < w->buffer_bytes ? (size_t)(w->end - at) : w->buffer_bytes, got;
@@ -118,7 +118,7 @@ static int skip_damage(struct kvq_walk *w)
         uint64_t next = w->known(w->context, from);
         w->next = next < w->end ? next : w->end;
     } else {
-        int rc = search(w, from);
+        int rc = search_header(w, from);
         if (rc)
             return rc;
     }

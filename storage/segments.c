@@ -22,7 +22,7 @@ static size_t place_of(const struct kvq_store *s, uint64_t number)
     return low;
 }
 
-static struct kvq__segment *find(const struct kvq_store *s, uint64_t number)
+static struct kvq__segment *find_segment(const struct kvq_store *s, uint64_t number)
 {
     size_t i = place_of(s, number);
     return i < s->n_segments && s->segments[i]->number == number ? s->segments[i] : NULL;
@@ -55,7 +55,7 @@ error:
     return NULL;
 }
 
-static void release(struct kvq_store *s, struct kvq__segment *segment)
+static void free_segment(struct kvq_store *s, struct kvq__segment *segment)
 {
     if (segment->file >= 0)
         s->io->close(s->io, segment->file);
@@ -73,7 +73,7 @@ void kvq__segment_remove(struct kvq_store *s, uint64_t number)
         memmove(s->segments + i, s->segments + i + 1, (s->n_segments - i) * sizeof *s->segments);
         segment->gone = true;
         if (segment->pins == 0)
-            release(s, segment);
+            free_segment(s, segment);
     }
     pthread_mutex_unlock(&s->lock);
     kvq__segment_name(number, name);
@@ -107,7 +107,7 @@ int kvq__segment_pin(struct kvq_store *s, uint64_t number, struct kvq__segment *
     kvq__segment_name(number, name);
     kvq__path(s, name, path);
     pthread_mutex_lock(&s->lock);
-    struct kvq__segment *segment = find(s, number);
+    struct kvq__segment *segment = find_segment(s, number);
     *out = segment;
     if (segment && segment->file < 0) {
         segment->file = rc = kvq_io_open(s->io, path, KVQ_IO_READ);
@@ -125,7 +125,7 @@ void kvq__segment_unpin(struct kvq_store *s, struct kvq__segment *segment)
 {
     pthread_mutex_lock(&s->lock);
     if (--segment->pins == 0 && segment->gone)
-        release(s, segment);
+        free_segment(s, segment);
     pthread_mutex_unlock(&s->lock);
 }
 
@@ -141,7 +141,7 @@ uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number)
 void kvq__segments_free(struct kvq_store *s)
 {
     for (size_t i = 0; i < s->n_segments; i++)
-        release(s, s->segments[i]);
+        free_segment(s, s->segments[i]);
     free(s->segments);
     s->segments = NULL;
     s->n_segments = s->room_segments = 0;

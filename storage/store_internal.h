@@ -150,6 +150,12 @@ void kvq__segment_name(uint64_t number, char name[KVQ__NAME_BYTES]);
 // The number in a segment's name, 0 if it is none.
 uint64_t kvq__segment_number(const char *name);
 
+// Where a call's complaints about the store go.
+static inline struct kvq__complaint kvq__store_complaint(const struct kvq_store *s, char *text,
+                                                         size_t n)
+{
+    return (struct kvq__complaint){s->folder, text, n};
+}
 // Complains about a call of the table of I/O functions: "NAME cannot be VERBED: why".
 int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name, const char *verb);
 // Complains about a failure of the catalog with what SQLite said.

@@ -14,8 +14,8 @@
 
 enum { BUFFER = 4 << 20, PATH = 4096 };
 
-static int tell(const struct kvq_store_watch *watch, uint64_t done, uint64_t all,
-                const struct kvq__complaint *c)
+static int tell_transfer(const struct kvq_store_watch *watch, uint64_t done, uint64_t all,
+                         const struct kvq__complaint *c)
 {
     if (!watch || watch->tell(watch->context, done, all) == 0)
         return KVQ_OK;
@@ -186,7 +186,7 @@ out:
     return rc;
 }
 
-static int by_id(const void *a, const void *b)
+static int by_block_id(const void *a, const void *b)
 {
     const struct kvq_stored *x = a, *y = b;
     return (x->id > y->id) - (x->id < y->id);
@@ -198,7 +198,7 @@ static int add_blocks(struct export *e)
     uint64_t done = 0, all = 0;
     int rc = KVQ_OK;
     if (e->n_blocks)
-        qsort(e->blocks, e->n_blocks, sizeof *e->blocks, by_id);
+        qsort(e->blocks, e->n_blocks, sizeof *e->blocks, by_block_id);
     for (size_t i = 0; i < e->n_blocks; i++)
         if (kept == 0 || e->blocks[kept - 1].id != e->blocks[i].id)
             e->blocks[kept++] = e->blocks[i];
@@ -214,12 +214,12 @@ static int add_blocks(struct export *e)
             rc = add_record(e, KVQ_RECORD_BLOCK, b->id, bytes, b->bytes);
         free(bytes);
         done += b->bytes;
-        rc = rc ? rc : tell(e->watch, done, all, e->c);
+        rc = rc ? rc : tell_transfer(e->watch, done, all, e->c);
     }
     return rc;
 }
 
-static int write_file(struct export *e, const char *space, const char *name)
+static int write_export(struct export *e, const char *space, const char *name)
 {
     int rc = gather_shards(e, space, name);
     if (rc == KVQ_OK)
@@ -278,8 +278,8 @@ int kvq_store_export_watched(struct kvq_store *store, const char *space, const c
     }
     (void)kvq_io_unlink(store->io, unfinished); // of an export that was cut off
     e.file = kvq_io_open(store->io, unfinished, KVQ_IO_WRITE | KVQ_IO_NEW);
-    rc =
-        e.file < 0 ? kvq__io_complain(&c, e.file, "the file", "made") : write_file(&e, space, name);
+    rc = e.file < 0 ? kvq__io_complain(&c, e.file, "the file", "made")
+                    : write_export(&e, space, name);
     if (e.file >= 0)
         store->io->close(store->io, e.file);
     if (rc == KVQ_OK)
@@ -323,7 +323,7 @@ static int spoiled(const struct import *m, const char *what)
 
 // The payload of the record that the walk is at, to be freed. The walk has checked it; it is
 // checked again, since the file may change under us.
-static int load(struct import *m, void **bytes)
+static int load_payload(struct import *m, void **bytes)
 {
     const struct kvq_record *r = &m->walk.record;
     size_t got = 0;
@@ -357,7 +357,7 @@ static int take_manifest(struct import *m)
     void *bytes;
     if (m->n_pairs || m->n == KVQ_MAX_SHARDS)
         return spoiled(m, m->n_pairs ? "a session behind blocks" : "too many sessions");
-    int rc = load(m, &bytes);
+    int rc = load_payload(m, &bytes);
     if (rc == KVQ_OK)
         rc = kvq_manifest_read(bytes, m->walk.record.length, &parts, m->c);
     if (rc == KVQ_OK && m->n > 0 &&
@@ -388,7 +388,7 @@ static int take_block(struct import *m)
         return spoiled(m, "blocks are not in the order of their ids");
     if (!kvq__grow((void **)&m->pairs, &m->room_pairs, m->n_pairs, sizeof *m->pairs))
         return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");
-    int rc = load(m, &bytes);
+    int rc = load_payload(m, &bytes);
     if (rc)
         return rc;
     struct pair *p = &m->pairs[m->n_pairs];
@@ -399,11 +399,11 @@ static int take_block(struct import *m)
     return rc;
 }
 
-static int take_commit(struct import *m)
+static int take_end(struct import *m)
 {
     struct kvq_commit commit;
     void *bytes;
-    int rc = load(m, &bytes);
+    int rc = load_payload(m, &bytes);
     if (rc)
         return rc;
     bool whole = m->walk.record.length == sizeof commit;
@@ -416,7 +416,7 @@ static int take_commit(struct import *m)
     return KVQ_OK;
 }
 
-static int take_record(struct import *m)
+static int take_imported(struct import *m)
 {
     if (m->ended)
         return spoiled(m, "something stands behind its end");
@@ -429,13 +429,13 @@ static int take_record(struct import *m)
     case KVQ_RECORD_BLOCK:
         return take_block(m);
     case KVQ_RECORD_COMMIT:
-        return take_commit(m);
+        return take_end(m);
     default:
         return spoiled(m, "a record that does not belong there");
     }
 }
 
-static int take_records(struct import *m)
+static int take_all_records(struct import *m)
 {
     int find, rc = KVQ_OK;
     while (rc == KVQ_OK && (find = kvq_walk_next(&m->walk)) != KVQ_WALK_END) {
@@ -444,8 +444,8 @@ static int take_records(struct import *m)
         else if (find != KVQ_WALK_RECORD)
             rc = spoiled(m, "it is damaged or cut off here");
         else
-            rc = take_record(m);
-        rc = rc ? rc : tell(m->watch, m->walk.next, m->walk.end, m->c);
+            rc = take_imported(m);
+        rc = rc ? rc : tell_transfer(m->watch, m->walk.next, m->walk.end, m->c);
     }
     return rc ? rc : m->ended ? KVQ_OK : spoiled(m, "it is cut off here");
 }
@@ -521,9 +521,9 @@ static int check_name(struct import *m)
     return KVQ_OK;
 }
 
-static int import(struct import *m)
+static int import_sessions(struct import *m)
 {
-    int rc = take_records(m);
+    int rc = take_all_records(m);
     if (rc == KVQ_OK)
         rc = check_name(m);
     for (size_t i = 0; i < m->n && rc == KVQ_OK; i++)
@@ -555,7 +555,7 @@ static int open_walk(struct import *m)
 }
 
 // Opens the file, with a walk that is to start behind its front. close_file frees what that took.
-static int open_file(struct import *m, const char *path)
+static int open_import(struct import *m, const char *path)
 {
     struct kvq_io *io = m->s->io;
     m->walk = (struct kvq_walk){.io = io, .file = -1, .buffer_bytes = KVQ__WALK_BYTES};
@@ -567,7 +567,7 @@ static int open_file(struct import *m, const char *path)
                             : open_walk(m);
 }
 
-static void close_file(struct import *m)
+static void close_import(struct import *m)
 {
     for (size_t i = 0; i < m->n; i++)
         free(m->manifests[i]);
@@ -585,7 +585,7 @@ int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_sto
     const struct kvq__complaint c = {path, text, n};
     struct import m = {.s = store, .c = &c};
     memset(out, 0, sizeof *out);
-    int rc = open_file(&m, path);
+    int rc = open_import(&m, path);
     int find = rc ? 0 : kvq_walk_next(&m.walk);
     if (find < 0)
         rc = kvq__io_complain(&c, find, "the file", "read");
@@ -601,7 +601,7 @@ int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_sto
         out->shard = h->shard;
         out->shards = h->shards;
     }
-    close_file(&m);
+    close_import(&m);
     return rc;
 }
 
@@ -618,12 +618,12 @@ int kvq_store_import_watched(struct kvq_store *store, const char *path, const ch
     const struct kvq__complaint c = {path, text, n};
     struct import m = {.s = store, .c = &c, .space = space, .name = name, .replace = replace};
     m.watch = watch;
-    int rc = open_file(&m, path);
+    int rc = open_import(&m, path);
     if (rc == KVQ_OK)
         rc = kvq_save_begin(store, &m.save, text, n);
     if (rc == KVQ_OK)
-        rc = import(&m);
+        rc = import_sessions(&m);
     kvq_save_abort(&m.save);
-    close_file(&m);
+    close_import(&m);
     return rc;
 }

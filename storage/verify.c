@@ -134,7 +134,7 @@ static int look_at_damage(struct verify *f, uint64_t at, uint64_t end)
     return rc;
 }
 
-static int tell(struct verify *f)
+static int tell_progress(struct verify *f)
 {
     if (f->progress && f->progress(f->context, f->v->bytes, f->all))
         return kvq__complain(f->c, KVQ_E_CANCELLED, "verifying was stopped");
@@ -156,7 +156,7 @@ static int check_front(struct verify *f, const struct kvq__segment *g)
     return KVQ_OK;
 }
 
-static int walk(struct verify *f, const struct kvq__segment *g, uint64_t end)
+static int walk_committed(struct verify *f, const struct kvq__segment *g, uint64_t end)
 {
     struct kvq_walk w = {.io = f->s->io,
                          .file = g->file,
@@ -177,7 +177,7 @@ static int walk(struct verify *f, const struct kvq__segment *g, uint64_t end)
             rc = f->failure ? f->failure : look_at_damage(f, w.at, w.at + w.bytes);
         }
         if (rc == KVQ_OK)
-            rc = tell(f);
+            rc = tell_progress(f);
     }
     return rc;
 }
@@ -204,7 +204,7 @@ static int verify_segment(struct verify *f)
     } else if (end > 0) { // else nothing is committed in it yet
         f->v->missing += status.bytes < end;
         rc = look_at_marks(f);
-        rc = rc ? rc : walk(f, g, end);
+        rc = rc ? rc : walk_committed(f, g, end);
     }
     kvq__segment_unpin(s, g);
     return rc;
@@ -240,7 +240,7 @@ static int verify_catalog(struct verify *f)
     return rc;
 }
 
-static void summarize(struct kvq_store_verified *v)
+static void summarize_damage(struct kvq_store_verified *v)
 {
     int n = 0;
     if (v->good_again)
@@ -263,7 +263,7 @@ int kvq_store_verify(struct kvq_store *store,
                      int (*progress)(void *context, uint64_t done, uint64_t all), void *context,
                      struct kvq_store_verified *verified, char *text, size_t n)
 {
-    const struct kvq__complaint c = {store->folder, text, n};
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct verify f = {.s = store,
                        .c = &c,
                        .v = verified,
@@ -279,7 +279,7 @@ int kvq_store_verify(struct kvq_store *store,
     if (rc == KVQ_OK)
         rc = verify_catalog(&f);
     if (rc == KVQ_OK)
-        summarize(verified);
+        summarize_damage(verified);
     free(f.buffer);
     return rc;
 }
@@ -312,7 +312,7 @@ static int catalog_figures(struct kvq_store *s, struct kvq_store_status *status)
 
 int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, char *text, size_t n)
 {
-    const struct kvq__complaint c = {store->folder, text, n};
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     memset(status, 0, sizeof *status);
     pthread_mutex_lock(&store->catalog_lock);
     int rc = catalog_figures(store, status);

@@ -29,7 +29,7 @@ static struct kvq_io *io_of(sqlite3_vfs *vfs)
 }
 
 // Syncs the folder that a file is in.
-static int sync_folder(struct kvq_io *io, const char *path)
+static int sync_folder_of(struct kvq_io *io, const char *path)
 {
     char folder[4096];
     const char *slash = strrchr(path, '/');
@@ -80,7 +80,7 @@ static int empty_wal(struct vfs_file *f)
 }
 
 // Truncates, but keeps the space that is held.
-static int shorten(struct vfs_file *f, uint64_t bytes)
+static int truncate_held(struct vfs_file *f, uint64_t bytes)
 {
     struct kvq__vfs_held *held = f->held;
     struct kvq_io_status status;
@@ -102,8 +102,8 @@ static int shorten(struct vfs_file *f, uint64_t bytes)
 static int file_truncate(sqlite3_file *base, sqlite3_int64 bytes)
 {
     struct vfs_file *f = file_of(base);
-    int rc =
-        f->held ? shorten(f, (uint64_t)bytes) : kvq_io_truncate(f->io, f->file, (uint64_t)bytes);
+    int rc = f->held ? truncate_held(f, (uint64_t)bytes)
+                     : kvq_io_truncate(f->io, f->file, (uint64_t)bytes);
     return rc ? SQLITE_IOERR_TRUNCATE : SQLITE_OK;
 }
 
@@ -113,7 +113,7 @@ static int file_sync(sqlite3_file *base, int flags)
     struct vfs_file *f = file_of(base);
     if (kvq_io_sync(f->io, f->file))
         return SQLITE_IOERR_FSYNC;
-    if (f->created && sync_folder(f->io, f->path))
+    if (f->created && sync_folder_of(f->io, f->path))
         return SQLITE_IOERR_DIR_FSYNC;
     f->created = false;
     return SQLITE_OK;
@@ -236,7 +236,7 @@ static int vfs_delete(sqlite3_vfs *vfs, const char *path, int sync)
         return SQLITE_IOERR_DELETE_NOENT;
     if (rc)
         return SQLITE_IOERR_DELETE;
-    return sync && sync_folder(io_of(vfs), path) ? SQLITE_IOERR_DIR_FSYNC : SQLITE_OK;
+    return sync && sync_folder_of(io_of(vfs), path) ? SQLITE_IOERR_DIR_FSYNC : SQLITE_OK;
 }
 
 static int vfs_access(sqlite3_vfs *vfs, const char *path, int flags, int *yes)

@@ -44,7 +44,8 @@ static int flush_wait(struct kvq__flusher *f)
 }
 
 // Hands a buffer over; it is free again after the next flush_wait.
-static int flush(struct kvq__flusher *f, int file, const uint8_t *data, size_t n, uint64_t at)
+static int flush_buffer(struct kvq__flusher *f, int file, const uint8_t *data, size_t n,
+                        uint64_t at)
 {
     int rc = flush_wait(f);
     if (rc)
@@ -83,7 +84,7 @@ int kvq__writer_make(struct kvq_store *s, const struct kvq__complaint *c)
     return KVQ_OK;
 }
 
-static void close_file(struct kvq_store *s)
+static void close_segment(struct kvq_store *s)
 {
     struct kvq__writer *w = &s->writer;
     if (w->file >= 0)
@@ -109,7 +110,7 @@ void kvq__writer_free(struct kvq_store *s)
     }
     if (w->segment && !s->read_only) // give back the space that was taken in advance
         (void)kvq_io_truncate(s->io, w->file, w->segment->bytes);
-    close_file(s);
+    close_segment(s);
     pthread_cond_destroy(&f->moved);
     pthread_mutex_destroy(&f->lock);
     free(w->buffer[0]);
@@ -119,7 +120,8 @@ void kvq__writer_free(struct kvq_store *s)
 }
 
 // A failed write leaves nobody knowing what is on disk, but for one that found no room.
-static int broke(struct kvq_store *s, int error, const char *verb, const struct kvq__complaint *c)
+static int note_write_failure(struct kvq_store *s, int error, const char *verb,
+                              const struct kvq__complaint *c)
 {
     if (error != -ENOSPC && error != -EDQUOT)
         s->writer.broken = true;
@@ -129,7 +131,7 @@ static int broke(struct kvq_store *s, int error, const char *verb, const struct 
 // ---- Space ----
 
 // What the segment takes on disk now, as the system says.
-static void measure(struct kvq_store *s)
+static void measure_segment(struct kvq_store *s)
 {
     struct kvq_io_status status;
     if (kvq_io_status(s->io, s->writer.file, &status))
@@ -141,7 +143,7 @@ static void measure(struct kvq_store *s)
 }
 
 // Whether the cap allows `more` bytes, the catalog's needs included.
-static int admit(struct kvq_store *s, uint64_t more, const struct kvq__complaint *c)
+static int check_cap(struct kvq_store *s, uint64_t more, const struct kvq__complaint *c)
 {
     const struct kvq__writer *w = &s->writer;
     uint64_t catalog = w->frees ? KVQ__RESERVE_FREE + w->rows * KVQ__RESERVE_FREE_ROW
@@ -169,7 +171,7 @@ static int give_back(struct kvq_store *s)
     if (rc == 0)
         rc = kvq_io_truncate(s->io, w->file, w->at - w->used);
     w->allocated = w->at - w->used;
-    measure(s);
+    measure_segment(s);
     return rc;
 }
 
@@ -180,20 +182,20 @@ void kvq__writer_spare(struct kvq_store *s)
         w->broken = true;
 }
 
-static int allocate(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
+static int allocate_segment(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
-    int rc = admit(s, bytes - w->allocated, c);
+    int rc = check_cap(s, bytes - w->allocated, c);
     if (rc)
         return rc;
     rc = kvq_io_allocate(s->io, w->file, bytes);
     if (rc && rc != -EOPNOTSUPP) {
         int failed = give_back(s);
-        return failed ? broke(s, failed, "written", c)
+        return failed ? note_write_failure(s, failed, "written", c)
                       : kvq__io_complain(c, rc, "a segment", "made longer");
     }
     w->allocated = bytes;
-    measure(s);
+    measure_segment(s);
     return KVQ_OK;
 }
 
@@ -210,10 +212,10 @@ static int take_room(struct kvq_store *s, uint64_t upto, const struct kvq__compl
         most = most < s->segment_bytes ? most : s->segment_bytes;
         if (most <= least)
             break;
-        rc = allocate(s, most, c);
+        rc = allocate_segment(s, most, c);
         w->step = rc == KVQ_E_NO_SPACE ? w->step / 4 : w->step;
     }
-    return rc == KVQ_E_NO_SPACE ? allocate(s, least, c) : rc;
+    return rc == KVQ_E_NO_SPACE ? allocate_segment(s, least, c) : rc;
 }
 
 // ---- Bytes ----
@@ -231,10 +233,10 @@ static int write_buffer(struct kvq_store *s, bool last, const struct kvq__compla
         rc = flush_wait(&w->flusher);
     if (rc == 0 && n > 0)
         rc = last ? kvq_io_write(s->io, w->file, data, n, at)
-                  : flush(&w->flusher, w->file, data, n, at);
+                  : flush_buffer(&w->flusher, w->file, data, n, at);
     w->current ^= 1;
     w->used = 0;
-    return rc ? broke(s, rc, "written", c) : KVQ_OK;
+    return rc ? note_write_failure(s, rc, "written", c) : KVQ_OK;
 }
 
 // Appends n bytes, or n zeros.
@@ -274,7 +276,7 @@ static int put_record(struct kvq_store *s, enum kvq_record_kind kind, uint64_t i
 }
 
 // Fills up to a whole page; everything is written when it returns.
-static int pad(struct kvq_store *s, const struct kvq__complaint *c)
+static int pad_page(struct kvq_store *s, const struct kvq__complaint *c)
 {
     static const uint8_t zeros[KVQ_IO_PAGE];
     struct kvq__writer *w = &s->writer;
@@ -294,21 +296,21 @@ static int pad(struct kvq_store *s, const struct kvq__complaint *c)
 static int finish_segment(struct kvq_store *s, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
-    int rc = pad(s, c);
+    int rc = pad_page(s, c);
     if (rc)
         return rc;
     rc = kvq_io_truncate(s->io, w->file, w->at);
     if (rc == 0)
         rc = kvq_io_sync(s->io, w->file);
     if (rc)
-        return broke(s, rc, "written", c);
+        return note_write_failure(s, rc, "written", c);
     w->allocated = w->at;
-    measure(s);
+    measure_segment(s);
     pthread_mutex_lock(&s->lock);
     w->segment->sealed = true;
     w->segment->end = w->at;
     pthread_mutex_unlock(&s->lock);
-    close_file(s);
+    close_segment(s);
     return KVQ_OK;
 }
 
@@ -392,7 +394,7 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
 }
 
 // A segment that the record fits in. A record larger than a segment has one for itself.
-static int fit(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
+static int fit_segment(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
     int rc = KVQ_OK;
@@ -406,7 +408,7 @@ static int fit(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint 
 int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, const void *data,
                 uint64_t n, struct kvq__written *out, const struct kvq__complaint *c)
 {
-    int rc = fit(s, kvq_record_bytes(n) + KVQ_IO_PAGE, c); // a page more: what pads it
+    int rc = fit_segment(s, kvq_record_bytes(n) + KVQ_IO_PAGE, c); // a page more: what pads it
     if (rc)
         return rc;
     *out = (struct kvq__written){.id = id,
@@ -444,15 +446,15 @@ int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__c
         rc = kvq__append(s, KVQ_RECORD_COMMIT, s->next_block++, &commit, sizeof commit, &w->commit,
                          c);
     if (rc == KVQ_OK)
-        rc = pad(s, c);
+        rc = pad_page(s, c);
     if (rc)
         return rc;
     rc = kvq_io_sync(s->io, w->file);
     if (rc == 0 && s->next_segment != w->first_new)
         rc = kvq_io_sync_dir(s->io, s->folder);
     if (rc)
-        return broke(s, rc, "synced", c);
-    measure(s);
+        return note_write_failure(s, rc, "synced", c);
+    measure_segment(s);
     return KVQ_OK;
 }
 
@@ -478,9 +480,9 @@ void kvq__writer_retire(struct kvq_store *s)
     if (w->segment) { // the space that was taken in advance
         (void)kvq_io_truncate(s->io, w->file, w->segment->bytes);
         w->allocated = w->segment->bytes;
-        measure(s);
+        measure_segment(s);
     }
-    close_file(s);
+    close_segment(s);
     pthread_mutex_lock(&s->lock);
     if (last)
         last->sealed = true;
@@ -514,7 +516,7 @@ void kvq__writer_undo(struct kvq_store *s)
     struct kvq__writer *w = &s->writer;
     if (flush_wait(&w->flusher))
         w->broken = true;
-    close_file(s);
+    close_segment(s);
     s->next_transaction++; // its records may stay where they are, if they cannot be cut off
     if (s->read_only)      // the catalog may name what was written; the next open sees to it
         return;
