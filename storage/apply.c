@@ -2,6 +2,7 @@
 //
 // A session's rows in the catalog: only what differs from its last save is changed, so that saving
 // a few new blocks of a long session costs a few rows.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -85,6 +86,7 @@ static int merge_entries(struct kvq_store *s, const struct kvq__save_session *se
     if (rc == KVQ_OK && session->known)
         rc = old_entries(s, session->head.session, &old, &n_old);
     while (rc == KVQ_OK && (i < n_old || j < n_new)) {
+        assert(j == 0 || j == n_new || kvq_manifest_order(&new[j - 1], &new[j]) < 0);
         int order = i == n_old ? 1 : j == n_new ? -1 : kvq_manifest_order(&old[i], &new[j]);
         if (order < 0)
             rc = drop_entry(&c, &old[i++]);
@@ -125,6 +127,7 @@ static int merge_prefixes(struct kvq_store *s, const struct kvq__save_session *s
     int rc = session->known ? same_prefixes(s, session, &same) : KVQ_OK;
     if (rc == KVQ_OK && session->known)
         rc = kvq__run(&s->catalog, KVQ_Q_PREFIX_CUT, "ii", id, (int64_t)same);
+    assert(same <= session->head.prefixes);
     for (uint32_t i = same; i < session->head.prefixes && rc == KVQ_OK; i++)
         rc = kvq__run(&s->catalog, KVQ_Q_PREFIX_PUT, "tbii", session->head.space,
                       (const void *)session->prefixes[i], (size_t)KVQ_PREFIX_BYTES, id, (int64_t)i);
@@ -146,6 +149,7 @@ static int put_session(struct kvq_store *s, const struct kvq__save_session *sess
 
 int kvq__apply_session(struct kvq_store *s, struct kvq__save_session *session)
 {
+    assert(session->manifest > 0 && !sqlite3_get_autocommit(s->catalog.db));
     int rc = merge_entries(s, session);
     if (rc == KVQ_OK)
         rc = merge_prefixes(s, session);
@@ -159,6 +163,7 @@ int kvq__apply_session(struct kvq_store *s, struct kvq__save_session *session)
 int kvq__apply_drop(struct kvq_store *s, uint64_t session, uint64_t manifest)
 {
     struct kvq__catalog *k = &s->catalog;
+    assert(!sqlite3_get_autocommit(k->db));
     struct kvq_manifest_entry *old;
     size_t n_old;
     int64_t space = 0, bytes = 0;

@@ -3,6 +3,7 @@
 // Capture files: opening, the index of sequences, and reading tokens as fp32.
 #include "storage/capture.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
@@ -43,6 +44,7 @@ static int by_chunk_place(const void *a, const void *b)
 
 static struct kvq__run *run_of(const struct kvq_capture_file *f, uint32_t sequence, uint32_t layer)
 {
+    assert(sequence < f->info.sequences && layer < f->info.layers);
     return &f->runs[(size_t)sequence * f->info.layers + layer];
 }
 
@@ -60,6 +62,7 @@ static int add_to_run(struct kvq_capture_file *f, uint32_t i, const struct kvq__
                              k->sequence, k->layer, (unsigned long long)k->position,
                              (unsigned long long)(r->start + r->tokens));
     }
+    assert(i == r->first + r->count);
     r->count++;
     r->tokens += k->tokens;
     return KVQ_OK;
@@ -184,6 +187,7 @@ const struct kvq_capture_info *kvq_capture_file_info(const struct kvq_capture_fi
 const struct kvq_capture_row *kvq_capture_file_row(const struct kvq_capture_file *file,
                                                    uint32_t layer)
 {
+    assert(layer < file->info.layers);
     return &file->rows[layer];
 }
 
@@ -210,6 +214,7 @@ static float from_f16(uint16_t h)
 // half, so that ascending conversion never writes what is still to be read.
 static void widen(uint8_t dtype, float *out, uint64_t n)
 {
+    assert(dtype >= 1 && dtype <= 3);
     if (dtype == 3)
         return;
     const uint8_t *from = (const uint8_t *)out + 2 * n;
@@ -242,6 +247,7 @@ static int read_piece(const struct kvq_capture_file *f, const struct kvq__chunk_
     uint64_t at = k->data + part_offset(&f->rows[k->layer], k, part, &dim) +
                   ((uint64_t)head * k->tokens + from) * dim * element;
     uint64_t n = tokens * dim;
+    assert(from <= k->tokens && tokens <= k->tokens - from && at + n * element <= f->bytes);
     int rc = kvq__read_at(f->fd, at, (uint8_t *)out + (4 - element) * n, n * element, c);
     if (rc == KVQ_OK)
         widen(k->dtype[part], out, n);
@@ -280,6 +286,7 @@ int kvq_capture_file_read(const struct kvq_capture_file *file, uint32_t sequence
     const struct kvq__run *run = run_of(file, sequence, layer);
     uint32_t dim = part == KVQ_CAPTURE_V ? file->rows[layer].v_dim : file->rows[layer].k_dim;
     for (uint32_t i = run->first; tokens > 0 && rc == KVQ_OK; i++) {
+        assert(i < run->first + run->count);
         const struct kvq__chunk_at *k = &file->chunks[i];
         uint64_t start = k->position - run->start, skip = from - start;
         if (from >= start + k->tokens)

@@ -2,6 +2,7 @@
 //
 // A capture file's first reading: header, rows and every chunk with its check.
 #define XXH_INLINE_ALL
+#include <assert.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -157,6 +158,7 @@ static int check_data(const struct kvq_capture_file *f, const struct kvq_capture
 static int keep_chunk(struct kvq_capture_file *f, const struct kvq_capture_chunk *k, uint64_t data,
                       const struct kvq__complaint *c)
 {
+    assert(data + k->bytes <= f->bytes);
     if (f->n_chunks == KVQ_MAX_CAPTURE_CHUNKS)
         return kvq__complain(c, KVQ_E_LIMIT, "has more than %d chunks", KVQ_MAX_CAPTURE_CHUNKS);
     if (f->n_chunks == f->room) {
@@ -200,6 +202,7 @@ static int read_capture_chunk(struct kvq_capture_file *f, uint64_t at, uint8_t *
         return rc;
     uint64_t end =
         at + sizeof k + (k.bytes + KVQ_CAPTURE_ALIGN - 1) / KVQ_CAPTURE_ALIGN * KVQ_CAPTURE_ALIGN;
+    assert(end > at);
     if (end > f->bytes)
         return f->info.closed ? kvq__complain(c, KVQ_E_INVALID,
                                               "chunk at %llu reaches behind the "
@@ -217,6 +220,7 @@ int kvq__capture_chunks(struct kvq_capture_file *f, const struct kvq_capture_hea
                         const struct kvq__complaint *c)
 {
     uint8_t *piece = malloc(PIECE);
+    assert(f->n_chunks == 0 && h->layers == f->info.layers);
     int rc = piece ? KVQ_OK : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory to read it with");
     uint64_t at = kvq_capture_first_chunk(h->layers), next = at;
     while (rc == KVQ_OK && at < f->bytes) {

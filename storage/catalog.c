@@ -3,6 +3,7 @@
 // The connection to the catalog: opening, and running its queries.
 #include "storage/catalog.h"
 
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,6 +20,7 @@ static const char *const sql_of[KVQ__QUERIES] = {
 
 int kvq__catalog_failed(struct kvq__catalog *k, int code)
 {
+    assert(code != SQLITE_OK && code != SQLITE_ROW && code != SQLITE_DONE);
     k->last = code;
     const char *why = code == SQLITE_NOMEM || !k->db ? sqlite3_errstr(code) : sqlite3_errmsg(k->db);
     snprintf(k->error, sizeof k->error, "SQLite says \"%s\"", why);
@@ -60,6 +62,7 @@ static int bind(sqlite3_stmt *s, const char *types, va_list args)
             break;
         default:
             p = va_arg(args, const void *);
+            assert(types[i - 1] == 'b');
             rc = sqlite3_bind_blob64(s, i, p ? p : "", va_arg(args, size_t), SQLITE_STATIC);
         }
     }
@@ -70,11 +73,13 @@ static sqlite3_stmt *prepared(struct kvq__catalog *k, enum kvq__query q, const c
                               va_list args)
 {
     int rc = SQLITE_OK;
+    assert(k->db && q < KVQ__QUERIES);
     if (!k->query[q])
         rc =
             sqlite3_prepare_v3(k->db, sql_of[q], -1, SQLITE_PREPARE_PERSISTENT, &k->query[q], NULL);
     if (rc == SQLITE_OK) {
         (void)sqlite3_reset(k->query[q]);
+        assert(sqlite3_bind_parameter_count(k->query[q]) == (int)strlen(types));
         rc = bind(k->query[q], types, args);
     }
     if (rc == SQLITE_OK)
@@ -94,8 +99,10 @@ sqlite3_stmt *kvq__rows(struct kvq__catalog *k, enum kvq__query q, const char *t
 
 int kvq__next(struct kvq__catalog *k, sqlite3_stmt *rows)
 {
-    if (!rows) // it could not be prepared, and k->last says why
+    if (!rows) { // it could not be prepared, and k->last says why
+        assert(k->last != SQLITE_OK);
         return kvq__catalog_failed(k, k->last);
+    }
     int rc = sqlite3_step(rows);
     if (rc == SQLITE_ROW)
         return 1;
@@ -202,6 +209,7 @@ int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *pat
         code = check_version(k, &version);
     if (code)
         return code;
+    assert(version >= 1 && version <= KVQ_CATALOG_VERSION);
     if (version == KVQ_CATALOG_VERSION)
         return read_only ? execute(k, KVQ_CATALOG_MARKS) : KVQ_OK;
     if (!read_only)
@@ -238,6 +246,7 @@ int kvq__catalog_check(struct kvq__catalog *k)
 int kvq__catalog_create(struct kvq__catalog *k)
 {
     char marks[96];
+    assert(!sqlite3_get_autocommit(k->db));
     snprintf(marks, sizeof marks, "PRAGMA application_id=%d; PRAGMA user_version=%d",
              APPLICATION_ID, KVQ_CATALOG_VERSION);
     int rc = execute(k, KVQ_CATALOG_SCHEMA);

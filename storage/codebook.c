@@ -3,6 +3,7 @@
 // Codebook files: opening, and handing a layer's tables to the kernels.
 #include "storage/codebook_internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -56,6 +57,7 @@ static int take_memory(struct kvq_codebook *book, const struct kvq__complaint *c
 {
     size_t bytes = book->n_values ? book->n_values * sizeof(float) : KVQ_CODEBOOK_ALIGN;
     void *mapping = MAP_FAILED;
+    assert(!book->values && book->mapped == 0 && book->memory < 0);
     book->memory = memfd_create("kvq-codebook", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (book->memory >= 0 && ftruncate(book->memory, (off_t)bytes) == 0)
         mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, book->memory, 0);
@@ -74,6 +76,7 @@ static int read_values(int fd, struct kvq_codebook *book, const struct kvq__comp
     uint8_t between[KVQ_CODEBOOK_ALIGN];
     uint64_t front = kvq__codebook_front(book->head.layers);
     uint64_t rows = sizeof book->head + book->head.layers * sizeof book->rows[0];
+    assert(rows <= front && front - rows <= sizeof between);
     int rc = take_memory(book, c);
     if (rc)
         return rc;
@@ -178,6 +181,7 @@ uint64_t kvq_codebook_id(const struct kvq_codebook *book)
 
 int kvq_codebook_memory(const struct kvq_codebook *book, const float **values, size_t *n)
 {
+    assert(book->values);
     *values = book->values;
     *n = book->n_values;
     return book->memory;
@@ -282,6 +286,7 @@ void kvq_codebook_layer(const struct kvq_codebook *book, uint32_t layer, struct 
     const struct kvq_codebook_header *h = &book->head;
     assert(layer < h->layers && book->rows[layer].kv_heads > 0);
     const struct kvq__codebook_place *at = &book->places[layer];
+    assert(at->smooth <= book->n_values && at->k <= book->n_values && at->v <= book->n_values);
     bool heads = h->flags & KVQ_CODEBOOK_OWN_HEADS, subs = h->flags & KVQ_CODEBOOK_OWN_SUBS;
     size_t k = kvq__codebook_table(h, false), v = kvq__codebook_table(h, true);
     uint16_t dim = book->rows[layer].dim;

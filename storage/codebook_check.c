@@ -2,6 +2,7 @@
 //
 // What makes a codebook valid: its header, its rows, its values.
 #define XXH_INLINE_ALL
+#include <assert.h>
 #include <math.h>
 #include <string.h>
 #include <xxhash.h>
@@ -16,6 +17,7 @@ enum {
 
 uint64_t kvq__codebook_front(uint32_t layers)
 {
+    assert(layers > 0 && layers <= KVQ_MAX_LAYERS);
     uint64_t n =
         sizeof(struct kvq_codebook_header) + (uint64_t)layers * sizeof(struct kvq_codebook_row);
     return (n + KVQ_CODEBOOK_ALIGN - 1) / KVQ_CODEBOOK_ALIGN * KVQ_CODEBOOK_ALIGN;
@@ -27,6 +29,7 @@ uint64_t kvq__codebook_data_check(const struct kvq_codebook *book)
 {
     static const uint8_t zeros[KVQ_CODEBOOK_ALIGN];
     size_t rows = book->head.layers * sizeof(struct kvq_codebook_row);
+    assert(book->values);
     XXH3_state_t state;
     XXH3_64bits_reset(&state);
     XXH3_64bits_update(&state, zeros,
@@ -132,6 +135,7 @@ static int check_format(const struct kvq_codebook_header *h, const struct kvq__c
 
 size_t kvq__codebook_table(const struct kvq_codebook_header *h, bool v)
 {
+    assert(h->k_bits < 32 && h->v_bits < 32);
     return (v ? h->v_bits : h->k_bits)
                ? (size_t)(v ? h->v_vector : h->k_vector) << (v ? h->v_bits : h->k_bits)
                : 0;
@@ -143,6 +147,7 @@ size_t kvq__codebook_tables(const struct kvq_codebook_header *h, const struct kv
     size_t vector = v ? h->v_vector : h->k_vector;
     if (vector == 0)
         return 0;
+    assert(row->dim % vector == 0);
     return (h->flags & KVQ_CODEBOOK_OWN_HEADS ? row->kv_heads : 1u) *
            (h->flags & KVQ_CODEBOOK_OWN_SUBS ? row->dim / vector : 1u);
 }
@@ -229,6 +234,7 @@ int kvq__codebook_check_values(const struct kvq_codebook *book, const struct kvq
     size_t factors = 0;
     for (uint32_t i = 0; i < book->head.layers && book->head.flags & KVQ_CODEBOOK_FACTORS; i++)
         factors += (size_t)book->rows[i].kv_heads * book->rows[i].dim;
+    assert(factors <= book->n_values);
     for (size_t i = 0; i < book->n_values; i++) {
         float x = book->values[i];
         if (i < factors && !(x >= KVQ_CODEBOOK_LEAST_FACTOR && x <= KVQ_CODEBOOK_MOST_FACTOR))

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Codebook files: making one in memory, and writing it.
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -94,6 +95,7 @@ int kvq_codebook_new(const struct kvq_codebook_plan *plan, struct kvq_codebook *
     memcpy(book->rows, plan->rows, plan->layers * sizeof *plan->rows);
     rc = set_size(book, &c);
     if (rc == KVQ_OK) {
+        assert(book->n_values > 0);
         size_t bytes = book->n_values * sizeof(float);
         book->values = aligned_alloc(KVQ_CODEBOOK_ALIGN, bytes);
         if (book->values)
@@ -126,6 +128,7 @@ void kvq_codebook_tables(struct kvq_codebook *book, uint32_t layer, struct kvq_c
         t->smooth_n = (size_t)row->kv_heads * row->dim;
     t->k_n = kvq__codebook_tables(h, row, false) * kvq__codebook_table(h, false);
     t->v_n = kvq__codebook_tables(h, row, true) * kvq__codebook_table(h, true);
+    assert(at->k + t->k_n <= book->n_values && at->v + t->v_n <= book->n_values);
     t->smooth = t->smooth_n ? book->values + at->smooth : NULL;
     t->k = t->k_n ? book->values + at->k : NULL;
     t->v = t->v_n ? book->values + at->v : NULL;
@@ -152,6 +155,7 @@ static int write_book(int fd, const struct kvq_codebook *book, const struct kvq_
 {
     static const uint8_t zeros[KVQ_CODEBOOK_ALIGN];
     size_t rows = book->head.layers * sizeof book->rows[0];
+    assert(sizeof book->head + rows <= kvq__codebook_front(book->head.layers));
     int rc = write_bytes(fd, &book->head, sizeof book->head, c);
     if (rc == KVQ_OK)
         rc = write_bytes(fd, book->rows, rows, c);
@@ -209,6 +213,7 @@ static int save_book(struct kvq_codebook *book, const char *path, const char *ma
                      char *text, size_t n)
 {
     const struct kvq__complaint c = {path, text, n};
+    assert(book->values);
     if (strlen(made) >= sizeof book->head.made)
         return kvq__complain(&c, KVQ_E_LIMIT, "the text on how it was made has %zu bytes; %zu fit",
                              strlen(made), sizeof book->head.made - 1);

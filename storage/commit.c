@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One transaction of the catalog, made only when the records that it names are synced.
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -48,6 +49,7 @@ static int hold_catalog(struct kvq_store *s, const struct kvq__largest *largest)
 int kvq__catalog_hold(struct kvq_store *s, const struct kvq__largest *largest,
                       const struct kvq__complaint *c)
 {
+    assert(s->writing);
     uint64_t left, need = KVQ__RESERVE + s->writer.rows * KVQ__RESERVE_ROW;
     if (s->io->space(s->io, s->folder, &left) == 0 && left < need)
         kvq__writer_spare(s);
@@ -75,6 +77,7 @@ void kvq__catalog_hold_some(struct kvq_store *s)
 int kvq__catalog_begin(struct kvq_store *s, const struct kvq__complaint *c)
 {
     pthread_mutex_lock(&s->catalog_lock);
+    assert(s->writing && sqlite3_get_autocommit(s->catalog.db));
     int rc = kvq__run(&s->catalog, KVQ_Q_BEGIN, "");
     if (rc == KVQ_OK)
         return KVQ_OK;
@@ -94,7 +97,9 @@ int kvq__catalog_blocks(struct kvq_store *s, const struct kvq__written *w, size_
 {
     int rc = KVQ_OK;
     int64_t live = 0; // of a run of blocks in the same segment
+    assert(!sqlite3_get_autocommit(s->catalog.db));
     for (size_t i = 0; i < n && rc == KVQ_OK; i++) {
+        assert(w[i].id > 0 && w[i].segment > 0);
         rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_PUT, "iiiiiiib", (int64_t)w[i].id,
                       (int64_t)w[i].segment, (int64_t)w[i].offset, (int64_t)w[i].length,
                       (int64_t)w[i].kind, (int64_t)0, (int64_t)0, (const void *)&w[i].checksum,
@@ -110,6 +115,7 @@ int kvq__catalog_blocks(struct kvq_store *s, const struct kvq__written *w, size_
 
 int kvq__catalog_own(struct kvq_store *s, const struct kvq__written *w)
 {
+    assert(w->kind == KVQ_RECORD_DROP || w->kind == KVQ_RECORD_COMMIT);
     int rc = kvq__catalog_blocks(s, w, 1);
     return rc ? rc : kvq__run(&s->catalog, KVQ_Q_BLOCK_REF, "ii", (int64_t)1, (int64_t)w->id);
 }
@@ -117,6 +123,7 @@ int kvq__catalog_own(struct kvq_store *s, const struct kvq__written *w)
 int kvq__catalog_free_blocks(struct kvq_store *s)
 {
     struct kvq__catalog *k = &s->catalog;
+    assert(!sqlite3_get_autocommit(k->db));
     sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_BLOCK_FREE, "");
     int rc = kvq__next(k, rows);
     while (rc == 1) {
@@ -132,6 +139,7 @@ int kvq__catalog_free_blocks(struct kvq_store *s)
 
 int kvq__catalog_counters(struct kvq_store *s, uint64_t transaction)
 {
+    assert(s->next_block > 0 && s->next_session > 0 && s->next_segment > 0);
     return kvq__run(&s->catalog, KVQ_Q_STORE_PUT, "biiii", (const void *)s->id, sizeof s->id,
                     (int64_t)transaction, (int64_t)s->next_block, (int64_t)s->next_session,
                     (int64_t)s->next_segment);
@@ -141,6 +149,7 @@ int kvq__catalog_segments(struct kvq_store *s)
 {
     const struct kvq__writer *w = &s->writer;
     int rc = KVQ_OK;
+    assert(w->segment && w->used == 0); // its COMMIT is written
     // Only the writer adds and removes segments, and so may look at the table without the lock.
     // The others have not changed, but for those that a failure sealed, which are rare.
     for (size_t i = s->n_segments; i-- > 0 && rc == KVQ_OK;) {
@@ -163,6 +172,7 @@ int kvq__catalog_segments(struct kvq_store *s)
 int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c)
 {
     struct kvq__catalog *k = &s->catalog;
+    assert(rc || !sqlite3_get_autocommit(k->db));
     // A checkpoint that finds no room for the database would leave no room in the WAL.
     int held = rc == KVQ_OK ? hold_database(s, database_pages(s)) : 0;
     if ((held == -ENOSPC || held == -EDQUOT) && !s->writer.frees) {

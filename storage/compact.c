@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Deleting sessions, and getting back the space of what nothing refers to.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -58,6 +59,7 @@ static int write_drops(struct kvq_store *s, struct shard *shards, size_t n,
                        const struct kvq__complaint *c)
 {
     int rc = KVQ_OK;
+    assert(n > 0 && n <= KVQ_MAX_SHARDS);
     for (size_t i = 0; i < n && rc == KVQ_OK; i++)
         rc = kvq__append(s, KVQ_RECORD_DROP, s->next_block++, &shards[i].session,
                          sizeof shards[i].session, &shards[i].drop, c);
@@ -180,6 +182,7 @@ static int drop_empty(struct kvq_store *s, uint64_t **numbers, size_t *count,
 {
     struct kvq__catalog *k = &s->catalog;
     size_t room = 0;
+    assert(!*numbers && *count == 0);
     int rc = kvq__catalog_begin(s, c);
     if (rc)
         return rc;
@@ -300,6 +303,7 @@ static int copy_record(struct kvq_store *s, struct move *m, struct kvq_store_fre
                        const struct kvq__complaint *c)
 {
     bool own = m->kind == KVQ_RECORD_DROP || m->kind == KVQ_RECORD_COMMIT;
+    assert(m->to.segment == 0);
     m->needless = own && kvq__segment_after(s, 0) == m->from.segment;
     if (m->needless || m->from.bad)
         return KVQ_OK;
@@ -312,6 +316,7 @@ static int copy_record(struct kvq_store *s, struct move *m, struct kvq_store_fre
         m->from.bad = true;
     else if (rc == KVQ_OK)
         rc = kvq__append(s, m->kind, m->from.id, bytes, m->from.bytes, &m->to, c);
+    assert(m->to.segment == 0 || m->to.segment != m->from.segment); // that one is to go
     if (rc == KVQ_OK)
         freed->moved += kvq_record_bytes(m->from.bytes);
     free(bytes);
@@ -322,6 +327,7 @@ static int copy_record(struct kvq_store *s, struct move *m, struct kvq_store_fre
 static int catalog_move(struct kvq_store *s, const struct move *m)
 {
     struct kvq__catalog *k = &s->catalog;
+    assert(m->to.segment || m->needless || m->from.bad);
     int64_t bytes = (int64_t)kvq_record_bytes(m->from.bytes), id = (int64_t)m->from.id;
     int rc = kvq__run(k, KVQ_Q_SEGMENT_LIVE, "ii", (int64_t)-bytes, (int64_t)m->from.segment);
     if (rc == KVQ_OK && m->to.segment)
@@ -337,6 +343,7 @@ static int catalog_move(struct kvq_store *s, const struct move *m)
 static int move_records(struct kvq_store *s, struct move *moves, size_t n,
                         struct kvq_store_freed *freed, const struct kvq__complaint *c)
 {
+    assert(n > 0 && n <= MOVES);
     int rc = kvq__writer_begin(s, true, 2 * n, c);
     for (size_t i = 0; i < n && rc == KVQ_OK; i++)
         rc = copy_record(s, &moves[i], freed, c);

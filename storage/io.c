@@ -3,6 +3,7 @@
 // Calls through the table of I/O functions, with interruptions and short transfers dealt with.
 #include "storage/io.h"
 
+#include <assert.h>
 #include <errno.h>
 
 // The call again for as long as it is interrupted.
@@ -21,9 +22,11 @@ int kvq_io_open(struct kvq_io *io, const char *path, unsigned flags)
 int kvq_io_read(struct kvq_io *io, int file, void *data, size_t n, uint64_t at, size_t *got)
 {
     size_t done = 0;
+    assert(file >= 0);
     int64_t some = 1;
     while (done < n && some > 0) {
         PERSIST(some, io->read(io, file, (char *)data + done, n - done, at + done));
+        assert(some <= (int64_t)(n - done));
         if (some > 0)
             done += (size_t)some;
     }
@@ -35,9 +38,11 @@ int kvq_io_read(struct kvq_io *io, int file, void *data, size_t n, uint64_t at, 
 int kvq_io_write(struct kvq_io *io, int file, const void *data, size_t n, uint64_t at)
 {
     size_t done = 0;
+    assert(file >= 0);
     while (done < n) {
         int64_t some;
         PERSIST(some, io->write(io, file, (const char *)data + done, n - done, at + done));
+        assert(some <= (int64_t)(n - done));
         if (some <= 0)
             return some < 0 ? (int)some : -EIO;
         done += (size_t)some;
@@ -47,6 +52,7 @@ int kvq_io_write(struct kvq_io *io, int file, const void *data, size_t n, uint64
 
 int kvq_io_sync(struct kvq_io *io, int file)
 {
+    assert(file >= 0);
     int rc;
     PERSIST(rc, io->sync(io, file));
     return rc;
@@ -54,6 +60,7 @@ int kvq_io_sync(struct kvq_io *io, int file)
 
 int kvq_io_truncate(struct kvq_io *io, int file, uint64_t bytes)
 {
+    assert(file >= 0);
     int rc;
     PERSIST(rc, io->truncate(io, file, bytes));
     return rc;
@@ -61,6 +68,7 @@ int kvq_io_truncate(struct kvq_io *io, int file, uint64_t bytes)
 
 int kvq_io_allocate(struct kvq_io *io, int file, uint64_t bytes)
 {
+    assert(file >= 0);
     int rc;
     PERSIST(rc, io->allocate(io, file, bytes));
     return rc;
@@ -68,6 +76,7 @@ int kvq_io_allocate(struct kvq_io *io, int file, uint64_t bytes)
 
 int kvq_io_status(struct kvq_io *io, int file, struct kvq_io_status *status)
 {
+    assert(file >= 0);
     int rc;
     PERSIST(rc, io->status(io, file, status));
     return rc;

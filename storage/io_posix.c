@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The table of I/O functions over Linux. It holds no state: a handle is a file descriptor.
+#include <assert.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -19,6 +20,7 @@
 
 static int result(int value)
 {
+    assert(value >= 0 || errno > 0);
     return value < 0 ? -errno : value;
 }
 
@@ -166,6 +168,7 @@ static int posix_space(struct kvq_io *io, const char *path, uint64_t *free_bytes
 static int posix_random(struct kvq_io *io, void *data, size_t n)
 {
     (void)io;
+    assert(n <= 256); // so many are given at once
     ssize_t got = getrandom(data, n, 0);
     return got == (ssize_t)n ? 0 : got < 0 ? -errno : -EINTR;
 }
@@ -173,6 +176,7 @@ static int posix_random(struct kvq_io *io, void *data, size_t n)
 void *kvq_io_memory(size_t n)
 {
     enum { HUGE = 2 << 20 };
+    assert(n > 0 && n % KVQ_IO_PAGE == 0);
     if (n < HUGE)
         return aligned_alloc(KVQ_IO_PAGE, n);
     n = (n + HUGE - 1) / HUGE * HUGE;

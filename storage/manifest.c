@@ -3,6 +3,7 @@
 // Reading manifests, which are foreign bytes in a file that was exported elsewhere.
 #include "storage/manifest.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -104,6 +105,7 @@ void *kvq_manifest_make(const struct kvq_manifest *m)
     at = append_bytes(at, h, sizeof *h);
     at = append_bytes(at, m->entries, h->entries * sizeof *m->entries);
     at = append_bytes(at, m->prefixes, (size_t)h->prefixes * KVQ_PREFIX_BYTES);
-    (void)append_bytes(at, m->opaque, h->opaque_bytes);
+    at = append_bytes(at, m->opaque, h->opaque_bytes);
+    assert((uint64_t)(at - bytes) == kvq_manifest_bytes(h));
     return bytes;
 }

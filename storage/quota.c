@@ -6,6 +6,7 @@
 // share counts in both.
 #include "storage/quota.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,7 +19,10 @@ int kvq__space_id(struct kvq_store *s, const char *space, int64_t *id)
 {
     struct kvq__catalog *k = &s->catalog;
     int rc = kvq__run(k, KVQ_Q_SPACE_ADD, "t", space);
-    return rc ? rc : kvq__number(k, kvq__rows(k, KVQ_Q_SPACE_ID, "t", space), 0, id);
+    if (rc == KVQ_OK)
+        rc = kvq__number(k, kvq__rows(k, KVQ_Q_SPACE_ID, "t", space), 0, id);
+    assert(rc || *id > 0);
+    return rc;
 }
 
 int kvq__space_of(struct kvq_store *s, uint64_t session, int64_t *id)
@@ -43,6 +47,7 @@ int kvq__space_use(struct kvq_store *s, int64_t space, uint64_t block, int64_t c
                    int64_t *bytes)
 {
     struct kvq__catalog *k = &s->catalog;
+    assert(change == 1 || change == -1);
     int64_t length = 0, id = (int64_t)block;
     bool edge = false;
     int rc = kvq__run(k, KVQ_Q_BLOCK_REF, "ii", change, id);
@@ -179,6 +184,7 @@ int kvq_store_spaces(struct kvq_store *store, struct kvq_store_space **spaces, s
 static int refuse_quota(const char *space, uint64_t limit, uint64_t used, uint64_t more,
                         const struct kvq__complaint *c)
 {
+    assert(limit > 0 && more > 0);
     return kvq__complain(c, KVQ_E_QUOTA,
                          "namespace %s may keep %llu bytes, %llu are used, and this save needs "
                          "%llu more: drop saved sessions of it, or raise its limit",
@@ -190,6 +196,7 @@ int kvq__quota_begin(struct kvq_save *v, struct kvq__save_session *session,
                      const struct kvq__complaint *c)
 {
     struct kvq_store *s = v->store;
+    assert(session->put == 0 && session->put_before == 0 && session->old_before == 0);
     const struct kvq_manifest_head *h = &session->head;
     int64_t old = 0;
     bool other_shard = false;
@@ -217,6 +224,7 @@ int kvq__quota_begin(struct kvq_save *v, struct kvq__save_session *session,
 
 int kvq__quota_put(const struct kvq_save *v, const struct kvq__complaint *c)
 {
+    assert(v->n > 0);
     const struct kvq__save_session *last = &v->sessions[v->n - 1];
     uint64_t old = last->old_before + last->old_bytes;
     uint64_t freed = old < last->used ? old : last->used;
@@ -231,6 +239,7 @@ int kvq__quota_put(const struct kvq_save *v, const struct kvq__complaint *c)
 int kvq__quota_end(struct kvq_save *v, const struct kvq__complaint *c)
 {
     int rc = KVQ_OK;
+    assert(!sqlite3_get_autocommit(v->store->catalog.db));
     for (size_t i = 0; i < v->n && rc == KVQ_OK; i++) {
         const struct kvq__save_session *session = &v->sessions[i];
         const char *space = session->head.space;

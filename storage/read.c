@@ -2,6 +2,7 @@
 //
 // Looking up sessions, and reading their blocks. Beside a writer: what is asked of the catalog is
 // asked in one query each, and blocks are read without it.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -192,6 +193,7 @@ int kvq_store_match(struct kvq_store *store, const char *space,
             high = middle;
         }
     }
+    assert(low <= pages && (best != 0) == (low > 0));
     if (rc == KVQ_OK && best)
         rc = session_rows(k, kvq__rows(k, KVQ_Q_SESSION_ID, "i", best), out, 1, &count);
     *matched = count ? low : 0;
@@ -343,12 +345,14 @@ static void read_ahead(struct kvq_store *s, struct kvq__segment *segment, uint64
 {
     uint64_t from = 0;
     pthread_mutex_lock(&s->lock);
+    assert(segment->pins > 0);
     bool far = segment->ahead < end || segment->ahead > end + KVQ__READ_AHEAD;
     if (far || segment->ahead < end + KVQ__READ_AHEAD / 2) {
         from = far ? end : segment->ahead;
         segment->ahead = end + KVQ__READ_AHEAD;
     }
     pthread_mutex_unlock(&s->lock);
+    assert(from <= end + KVQ__READ_AHEAD);
     if (from)
         s->io->will_read(s->io, segment->file, from, end + KVQ__READ_AHEAD - from);
 }

@@ -2,6 +2,7 @@
 //
 // Reading many blocks: in few large reads past the page cache. A virtual disk takes half a
 // millisecond for a read of any size up to a megabyte, and the page cache never asks for enough.
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -60,6 +61,7 @@ static void choose_window(struct many *m, struct window *w, size_t first)
             break;
         w->to = end > w->to ? end : w->to;
     }
+    assert(w->from <= w->to && w->to - w->from <= WINDOW && w->from % KVQ_IO_PAGE == 0);
     w->count = j > first ? j - first : first < m->n;
     if (w->count)
         use_segment(m, b[first].segment);
@@ -70,6 +72,7 @@ static void *read_window(void *argument)
 {
     struct window *w = argument;
     size_t got = 0;
+    assert(w->file < 0 || w->bytes);
     w->whole = w->file >= 0 &&
                kvq_io_read(w->io, w->file, w->bytes, w->to - w->from, w->from, &got) == 0 &&
                got == w->to - w->from;
@@ -80,6 +83,7 @@ static void *read_window(void *argument)
 static bool copy_block(const struct many *m, const struct window *w, size_t i)
 {
     const struct kvq_stored *b = &m->blocks[i];
+    assert(b->offset >= w->from && b->offset + KVQ_RECORD_HEAD + b->bytes <= w->to);
     memcpy(m->out[i], w->bytes + (b->offset + KVQ_RECORD_HEAD - w->from), b->bytes);
     return kvq_checksum_equal(kvq_checksum(m->out[i], b->bytes), b->checksum);
 }
@@ -90,6 +94,7 @@ static int copy_blocks(const struct many *m, const struct window *w, size_t *don
                        size_t n)
 {
     int rc = KVQ_OK;
+    assert(w->first + w->count <= m->n);
     for (size_t i = w->first; i < w->first + w->count && rc == KVQ_OK; i++) {
         if (!w->whole || !copy_block(m, w, i))
             rc = kvq_store_read(m->s, &m->blocks[i], m->out[i], text, n);
@@ -132,6 +137,7 @@ int kvq_store_read_many(struct kvq_store *store, const struct kvq_stored *blocks
     }
     *done = 0;
     int rc = read_windows(&m, done, text, text_bytes);
+    assert(rc ? *done < n : *done == n);
     if (m.file >= 0)
         store->io->close(store->io, m.file);
     free(m.window[0].bytes);

@@ -3,6 +3,7 @@
 // Making a catalog from segments alone. Records count if the COMMIT of the transaction that wrote
 // them is there. The newest manifest of a session is the session, unless a DROP names it; an entry
 // whose block is damaged or missing makes a block that is marked as bad.
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -94,6 +95,7 @@ static int walk_segment(struct rebuild *r, struct kvq__segment *g, int file)
                          .buffer = r->buffer,
                          .buffer_bytes = KVQ__WALK_BYTES};
     int find, rc = KVQ_OK;
+    assert(g->length >= KVQ_SEGMENT_FRONT);
     while (rc == KVQ_OK && (find = kvq_walk_next(&w)) != KVQ_WALK_END) {
         if (find < 0)
             return kvq__io_complain(r->c, find, "a segment", "read");
@@ -157,8 +159,10 @@ static int read_segments(struct rebuild *r, const uint64_t *numbers, size_t n)
     int rc = r->s->io->random(r->s->io, r->s->id, sizeof r->s->id);
     if (rc)
         return kvq__io_complain(r->c, rc, "a random number", "had");
-    for (size_t i = n; i-- > 0 && rc == KVQ_OK;)
+    for (size_t i = n; i-- > 0 && rc == KVQ_OK;) {
+        assert(i == 0 || numbers[i - 1] < numbers[i]);
         rc = read_segment(r, numbers[i], r->s->n_segments == 0);
+    }
     return rc;
 }
 
@@ -277,6 +281,7 @@ static int read_payload(struct rebuild *r, const struct found *f, void *out, uin
 {
     struct kvq__segment *g;
     size_t got = 0;
+    assert(n <= f->w.length);
     int rc = kvq__segment_pin(r->s, f->w.segment, &g, r->c);
     if (rc)
         return rc;
@@ -389,6 +394,7 @@ static int apply_manifest(struct rebuild *r, const struct claim *claim, const vo
 {
     struct kvq_manifest m;
     const struct kvq__complaint quiet = {0};
+    assert(f->w.kind == KVQ_RECORD_MANIFEST && !f->bad);
     if (kvq_manifest_read(bytes, f->w.length, &m, &quiet)) {
         r->report->lost_sessions++;
         return KVQ_OK;
@@ -411,6 +417,7 @@ static int apply_manifest(struct rebuild *r, const struct claim *claim, const vo
 
 static int apply_claim(struct rebuild *r, const struct claim *claim)
 {
+    assert(claim->found < r->n_found);
     const struct found *f = &r->found[claim->found];
     if (claim->session >= r->s->next_session)
         r->s->next_session = claim->session + 1;
@@ -455,6 +462,7 @@ static int put_records(struct rebuild *r)
 static int fill_catalog(struct rebuild *r)
 {
     struct kvq_store *s = r->s;
+    assert(!sqlite3_get_autocommit(s->catalog.db));
     int rc = kvq__catalog_create(&s->catalog);
     if (rc == KVQ_OK)
         rc = put_records(r);
@@ -480,6 +488,7 @@ static void forget_segments(struct kvq_store *s)
             s->segments[kept++] = g;
             continue;
         }
+        assert(g->pins == 0);
         if (g->file >= 0)
             s->io->close(s->io, g->file);
         free(g);
@@ -490,6 +499,7 @@ static void forget_segments(struct kvq_store *s)
 static int make_catalog(struct rebuild *r)
 {
     struct kvq__catalog *k = &r->s->catalog;
+    assert(sqlite3_get_autocommit(k->db));
     int rc = kvq__run(k, KVQ_Q_BEGIN, "");
     if (rc == KVQ_OK)
         rc = fill_catalog(r);
@@ -501,6 +511,7 @@ static int make_catalog(struct rebuild *r)
 int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
                  struct kvq_store_report *report, const struct kvq__complaint *c)
 {
+    assert(s->n_segments == 0 && !s->read_only);
     struct rebuild r = {.s = s, .report = report, .c = c, .buffer = malloc(KVQ__WALK_BYTES)};
     s->next_block = s->next_session = 1;
     s->next_segment = n ? numbers[n - 1] + 1 : 1;

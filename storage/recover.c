@@ -7,6 +7,7 @@
 //      there may be COMMIT records. One that names a transaction before it which the catalog does
 //      not have means that the catalog has lost transactions: it is made anew as well.
 //   3. Otherwise all of that was never acknowledged. It is cut off, and the files are removed.
+#include <assert.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -186,6 +187,7 @@ static int set_catalog_aside(struct kvq_store *s, struct kvq_store_report *repor
                              const struct kvq__complaint *c)
 {
     int rc = 0;
+    assert(!s->read_only);
     kvq__catalog_close(&s->catalog);
     kvq__segments_free(s);
     s->n_owed = 0; // these sessions are back
@@ -210,6 +212,7 @@ static int rebuild_catalog(struct kvq_store *s, const struct files *f,
                            struct kvq_store_report *report, const struct kvq__complaint *c)
 {
     char path[KVQ__PATH_BYTES];
+    assert(!s->read_only && s->n_segments == 0 && s->n_owed == 0);
     kvq__path(s, catalog_files[0], path);
     kvq__catalog_close(&s->catalog);
     int rc = kvq__catalog_open(&s->catalog, s->io, path, false);
@@ -235,6 +238,7 @@ static int look_behind(struct kvq_store *s, int file, uint64_t salt, uint64_t fr
                          .buffer = buffer,
                          .buffer_bytes = KVQ__WALK_BYTES};
     int find;
+    assert(from <= end);
     while ((find = kvq_walk_next(&w)) > KVQ_WALK_END) {
         struct kvq_commit commit;
         if (find != KVQ_WALK_RECORD || w.record.kind != KVQ_RECORD_COMMIT ||
@@ -302,6 +306,7 @@ static int cut_tail(struct kvq_store *s, struct kvq__segment *g, const struct kv
 {
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     struct kvq_io_status status;
+    assert(!s->read_only);
     kvq__segment_name(g->number, name);
     kvq__path(s, name, path);
     int file = kvq_io_open(s->io, path, KVQ_IO_WRITE);
@@ -320,6 +325,7 @@ static int cut_tail(struct kvq_store *s, struct kvq__segment *g, const struct kv
 static int remove_unknown(struct kvq_store *s, uint64_t number, const struct kvq__complaint *c)
 {
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    assert(!s->read_only && number > 0);
     kvq__segment_name(number, name);
     kvq__path(s, name, path);
     int rc = kvq_io_unlink(s->io, path);
@@ -331,6 +337,7 @@ static int drop_behind(struct kvq_store *s, const struct files *f, const uint64_
                        struct kvq_store_report *report, const struct kvq__complaint *c)
 {
     int rc = KVQ_OK;
+    assert(!s->read_only);
     for (size_t i = 0; i < f->n && rc == KVQ_OK; i++) {
         struct kvq__segment *g = known_segment(s, f->numbers[i]);
         if (g && behind[i] == 0)
@@ -431,6 +438,7 @@ static int refuse_anew(const char *what, const struct kvq__complaint *c)
 static int recover_read_only(struct kvq_store *s, const struct files *f,
                              struct kvq_store_report *report, const struct kvq__complaint *c)
 {
+    assert(s->read_only);
     int rc = load_catalog(s);
     if (rc == KVQ_E_NO_SESSION)
         return refuse_anew("the catalog is missing", c);
@@ -493,6 +501,7 @@ int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
                  const struct kvq__complaint *c)
 {
     struct files f;
+    assert(s->lock_file >= 0 || s->read_only);
     int rc = list_files(s, &f, c);
     if (rc == KVQ_OK)
         rc =

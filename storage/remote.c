@@ -3,6 +3,7 @@
 // Remotes: options, keys, time, and what a request to one needs to know.
 #include "storage/remote.h"
 
+#include <assert.h>
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -227,6 +228,7 @@ static int make_base(struct kvq_remote *r, const struct kvq_remote_options *o, c
     CURLU *url = curl_url();
     char *scheme = NULL, *host = NULL, *port = NULL, *path = NULL, *user = NULL, *query = NULL;
     int rc = 0;
+    assert(!r->base);
     if (!url)
         return complain(text, n, KVQ_E_NO_MEMORY, "no memory for a remote");
     bool parsed = curl_url_set(url, CURLUPART_URL, o->endpoint, 0) == CURLUE_OK;
@@ -363,6 +365,7 @@ void kvq_remote_close(struct kvq_remote **remote)
 
 int kvq__remote_key_check(struct kvq__call *call, const char *key)
 {
+    assert(strlen(call->remote->prefix) < KVQ_REMOTE_KEY_BYTES);
     size_t room = KVQ_REMOTE_KEY_BYTES - strlen(call->remote->prefix);
     if (*key && made_of(key, key_letters) && plain_path(key) && strlen(key) < room)
         return 0;

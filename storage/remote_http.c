@@ -5,6 +5,7 @@
 // curl's multi interface drives a single transfer, so that between its steps we can look at the
 // watcher and at our own clock. A request's body and a reply's body are in memory as a whole, which
 // the size of parts bounds.
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,6 +51,7 @@ static void put_words(char *out, size_t size, const char *words)
 int kvq__remote_say(struct kvq__call *call, int code, const char *method, const char *key,
                     const char *format, ...)
 {
+    assert(code < 0);
     if (call->n == 0)
         return code;
     int used =
@@ -79,6 +81,7 @@ int kvq__remote_tell(struct kvq__call *call, uint64_t moved)
 
 int kvq__remote_wait(struct kvq__call *call, uint32_t tries, uint32_t at_least_ms)
 {
+    assert(tries > 0);
     struct kvq_remote_clock *clock = call->remote->clock;
     uint32_t most = tries < 8 ? FIRST_WAIT_MS << (tries - 1) : LONGEST_WAIT_MS;
     most = most < LONGEST_WAIT_MS ? most : LONGEST_WAIT_MS;
@@ -126,6 +129,7 @@ static size_t on_body(char *data, size_t size, size_t count, void *context)
         answer->body = bigger;
         a->room = room;
     }
+    assert(answer->bytes + n < a->room);
     memcpy(answer->body + answer->bytes, data, n);
     answer->bytes += n;
     answer->body[answer->bytes] = '\0';
@@ -179,7 +183,8 @@ static size_t on_header(char *data, size_t size, size_t count, void *context)
 static bool add_header(struct curl_slist **list, const char *name, const char *value)
 {
     char line[sizeof((struct kvq_remote_keys *)0)->token + 64];
-    snprintf(line, sizeof line, "%s: %s", name, value);
+    int used = snprintf(line, sizeof line, "%s: %s", name, value);
+    assert(used > 0 && (size_t)used < sizeof line);
     struct curl_slist *longer = curl_slist_append(*list, line);
     explicit_bzero(line, sizeof line);
     if (!longer)
@@ -305,6 +310,7 @@ static int try_once(struct attempt *a, bool *again)
     struct kvq_remote *r = call->remote;
     struct curl_slist *headers = NULL;
     CURLcode result = CURLE_FAILED_INIT;
+    assert(!a->answer->body);
     *again = false;
     a->answer->length = UINT64_MAX;
     char *url = make_url(r, q);
@@ -381,6 +387,7 @@ static int judge_answer(struct attempt *a, bool *again)
 {
     const struct kvq__request *q = a->request;
     struct kvq__answer *answer = a->answer;
+    assert(!is_success(answer->status));
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     const char *why;
     char code[64] = "", message[200] = "", repeated[32] = "";
@@ -415,6 +422,7 @@ void kvq__answer_free(struct kvq__answer *answer)
 int kvq__request(struct kvq__call *call, const struct kvq__request *request,
                  struct kvq__answer *answer)
 {
+    assert(request->body || request->body_bytes == 0);
     for (uint32_t tries = 0;; tries++) {
         memset(answer, 0, sizeof *answer);
         struct attempt a = {.call = call, .request = request, .answer = answer, .tries = tries};
@@ -442,6 +450,7 @@ int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request
                       const struct kvq__answer *answer, const char *root, struct kvq__reply *reply,
                       int (*each)(void *context, const struct kvq__reply_item *item), void *context)
 {
+    assert(answer->body);
     const char *why = "";
     int rc = kvq__reply_parse(answer->body, answer->bytes, reply, each, context, &why);
     if (rc == 0 && strncmp(reply->root, root, strlen(root)) == 0)

@@ -3,6 +3,7 @@
 // Chunks of a session's file, the packs that they lie in, and the text that names both.
 #include "storage/remote_index.h"
 
+#include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,6 +47,7 @@ static uint64_t gear(uint8_t byte)
 // A chunk ends behind the byte at which a sum over the last 64 bytes has so many zeros in front.
 size_t kvq__chunk_end(const uint8_t *data, size_t n, uint64_t about)
 {
+    assert(n > 0 && about >= 4 && (about & (about - 1)) == 0);
     uint64_t table[256], sum = 0, mask = ~(UINT64_MAX / about); // about is a power of two
     size_t least = (size_t)(about / 4), most = (size_t)(about * 4);
     if (n <= least)
@@ -76,6 +78,7 @@ static struct kvq__chunk *next_chunk(struct kvq__index *index)
 
 int kvq__index_add(struct kvq__index *index, const void *data, size_t n)
 {
+    assert(n > 0);
     struct kvq__chunk *chunk = next_chunk(index);
     if (!chunk)
         return KVQ_E_NO_MEMORY;
@@ -105,6 +108,7 @@ static void place_fresh(struct kvq__index *to, uint64_t *fresh)
         to->chunks[i].at = at;
         at += to->chunks[i].size;
     }
+    assert(at == to->bytes);
     *fresh = at;
 }
 
@@ -124,6 +128,7 @@ static bool number_packs(struct kvq__index *to, const struct kvq__index *had, co
     }
     if (to->n_packs == KVQ__INDEX_PACKS || kept + fresh > 2 * to->bytes)
         return false;
+    assert(to->n_packs < KVQ__INDEX_PACKS);
     if (fresh)
         to->packs[to->n_packs++] = (struct kvq__pack){.bytes = fresh};
     return true;
@@ -147,6 +152,7 @@ int kvq__index_place(struct kvq__index *to, const struct kvq__index *had, uint64
         const struct kvq__chunk **same =
             n ? bsearch(&key, sorted, n, sizeof *sorted, by_sha) : NULL;
         found[i] = same ? *same : NULL;
+        assert(!same || (*same)->pack < had->n_packs);
         if (same)
             needed[(*same)->pack] = true;
         at += same ? 0 : key->size;
@@ -161,6 +167,7 @@ int kvq__index_place(struct kvq__index *to, const struct kvq__index *had, uint64
             c->pack = found[i] ? (uint32_t)number[found[i]->pack] : to->n_packs - 1;
             c->at = found[i] ? found[i]->at : at;
             at += found[i] ? 0 : c->size;
+            assert(c->pack < to->n_packs && c->at + c->size <= to->packs[c->pack].bytes);
         }
     }
     free(sorted);
@@ -184,6 +191,7 @@ int kvq__index_write(const struct kvq__index *index, char **text, size_t *n)
     fprintf(out, "chunks %" PRIu32 "\n", index->n_chunks);
     for (uint32_t i = 0; i < index->n_chunks; i++) {
         const struct kvq__chunk *c = &index->chunks[i];
+        assert(c->pack < index->n_packs);
         kvq__sha_hex(c->sha, hex);
         fprintf(out, "%" PRIu64 " %" PRIu32 " %" PRIu64 " %s\n", c->size, c->pack, c->at, hex);
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Objects: put, get, head, list, delete, and ranges of large ones.
+#include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -99,6 +100,7 @@ int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, si
                       uint64_t all, struct kvq__answer *answer)
 {
     char range[64];
+    assert(n > 0 && from < all && n <= all - from);
     uint64_t first = 0, last = n - 1, length = 0;
     snprintf(range, sizeof range, "%" PRIu64 "-%" PRIu64, from, from + n - 1);
     struct kvq__request q = {

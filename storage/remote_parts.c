@@ -3,6 +3,7 @@
 // Checksums, and the parts that an object is uploaded in.
 #include "storage/remote_parts.h"
 
+#include <assert.h>
 #include <openssl/evp.h>
 #include <stdlib.h>
 
@@ -34,6 +35,7 @@ static uint64_t count_parts(uint64_t bytes, uint64_t part_bytes)
 
 int kvq__parts_make(struct kvq__parts *parts, uint64_t bytes, uint64_t part_bytes)
 {
+    assert(part_bytes > 0);
     while (count_parts(bytes, part_bytes) > KVQ_REMOTE_MAX_PARTS)
         part_bytes *= 2;
     parts->bytes = bytes;
@@ -51,6 +53,7 @@ void kvq__parts_free(struct kvq__parts *parts)
 
 size_t kvq__part_size(const struct kvq__parts *parts, uint32_t i)
 {
+    assert(i < parts->count);
     uint64_t left = parts->bytes - i * parts->part_bytes;
     return (size_t)(left < parts->part_bytes ? left : parts->part_bytes);
 }

@@ -4,6 +4,7 @@
 // those of the document's root, and those of the lists' elements one level below.
 #include "storage/remote_reply.h"
 
+#include <assert.h>
 #include <expat.h>
 #include <stdlib.h>
 #include <string.h>
@@ -93,6 +94,7 @@ static void on_start(void *context, const XML_Char *name, const XML_Char **attri
         r->out->root[n] = '\0';
     } else if (r->depth == 2 && is_list_element(name)) {
         memset(&r->item, 0, sizeof r->item);
+        assert(strlen(name) < sizeof r->item.kind);
         memcpy(r->item.kind, name, strlen(name));
     }
     if (r->depth == 2 || (r->depth == 3 && r->item.kind[0]))
@@ -105,6 +107,7 @@ static void on_text(void *context, const XML_Char *text, int n)
     struct reader *r = context;
     if (!r->field || r->rc != 0)
         return;
+    assert(r->used < sizeof r->text);
     size_t room = sizeof r->text - 1 - r->used;
     size_t take = (size_t)n < room ? (size_t)n : room;
     // A message for people may be cut; a key or an id that is cut would be another one.
@@ -145,6 +148,7 @@ static void store_field(struct reader *r, const struct field *f)
 {
     char *base = f->level == 2 ? (char *)r->out : (char *)&r->item;
     uint64_t value = 0;
+    assert(f->level == 2 || r->item.kind[0]);
     r->text[r->used] = '\0';
     switch (f->type) {
     case TEXT:
@@ -181,6 +185,7 @@ static void on_end(void *context, const XML_Char *name)
     (void)name;
     if (r->rc != 0)
         return;
+    assert(r->depth > 0);
     if (r->field)
         store_field(r, r->field);
     r->field = NULL;

@@ -2,6 +2,7 @@
 //
 // Sessions on the remote store: a file cut into chunks, each with its checksum. A push sends those
 // that are not there, a pull fetches those that the file lacks.
+#include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -98,6 +99,7 @@ static int make_keys(struct kvq__call *call, const char *space, const char *name
 
 static void name_data(struct session_keys *keys, const char *digest)
 {
+    assert(strlen(digest) == KVQ__SHA_HEX - 1);
     snprintf(keys->data, sizeof keys->data, "%.1023s/data/%.64s", keys->base, digest);
 }
 
@@ -142,6 +144,7 @@ static int cut_file(struct kvq__call *call, const char *path, int file, uint64_t
     uint8_t *buffer = malloc(room);
     int rc = buffer ? 0 : -ENOMEM;
     while (rc == 0 && at + used < bytes) {
+        assert(used <= had && had <= room);
         if (had - used < about * 4 && at + had < bytes) { // the longest chunk may not fit
             size_t got = 0, left = had - used;
             size_t most = room - left < bytes - at - had ? room - left : (size_t)(bytes - at - had);
@@ -164,6 +167,7 @@ static int cut_file(struct kvq__call *call, const char *path, int file, uint64_t
         }
     }
     free(buffer);
+    assert(rc || index->bytes == bytes);
     return rc ? say_file(call, path, "reading it", rc) : 0;
 }
 
@@ -187,6 +191,7 @@ static int add_stretch(struct kvq__source *source, const struct kvq__chunk *c, u
 {
     struct kvq__stretch *last = source->n ? &source->stretches[source->n - 1] : NULL;
     if (last && last->from + last->bytes == from) {
+        assert(c->at == last->at + last->bytes); // as in the file
         last->bytes += c->size;
         return 0;
     }
@@ -209,6 +214,7 @@ static int make_pack(struct push *p)
     struct kvq__call *call = p->call;
     uint8_t *buffer = NULL, sha[KVQ__SHA_BYTES];
     uint64_t from = 0;
+    assert(x->n_packs > 0 && x->packs[x->n_packs - 1].bytes == p->fresh_bytes);
     int rc = kvq__parts_make(&p->parts, p->fresh_bytes, call->remote->part_bytes) ? -ENOMEM : 0;
     for (uint32_t i = 0; i < x->n_chunks && rc == 0; from += x->chunks[i++].size)
         if (x->chunks[i].pack == x->n_packs - 1)
@@ -243,6 +249,7 @@ static int look_for_pack(struct push *p, const struct kvq__pack *pack)
 static int look_for_packs(struct push *p)
 {
     int rc = 0;
+    assert(p->fresh_bytes == 0 || p->index.n_packs > 0);
     uint32_t old = p->index.n_packs - (p->fresh_bytes > 0);
     for (uint32_t i = 0; i < old && rc == 0; i++)
         rc = look_for_pack(p, &p->index.packs[i]);
@@ -293,6 +300,7 @@ static void remove_old(struct push *p)
 static int send_pack(struct push *p)
 {
     struct kvq__call *call = p->call;
+    assert(p->fresh_bytes <= p->index.bytes);
     call->done = p->index.bytes - p->fresh_bytes;
     if (p->fresh_bytes == 0)
         return 0;
@@ -329,6 +337,7 @@ static void push_clear(struct push *p)
 
 static int push_once(struct push *p, bool anew)
 {
+    assert(p->fresh.n == 0 && !p->parts.sha);
     int rc = plan_push(p, anew);
     rc = rc ? rc : send_pack(p);
     rc = rc ? rc : send_head(p);
@@ -423,6 +432,7 @@ static bool are_right(const uint8_t *bytes, const struct kvq__chunk *c, uint32_t
 static int get_chunks(struct pull *p, const struct kvq__chunk *c, uint32_t n, uint64_t at)
 {
     struct kvq__call *call = p->call;
+    assert(n > 0 && c->pack < p->index->n_packs);
     const struct kvq__pack *pack = &p->index->packs[c->pack];
     size_t size = (size_t)(c[n - 1].at + c[n - 1].size - c->at);
     int rc = 0;
@@ -501,6 +511,7 @@ static int get_file(struct pull *p)
     }
     if (rc != 0)
         return rc;
+    assert(at == p->index->bytes);
     rc = kvq_io_truncate(io, p->file, p->index->bytes);
     if (rc == 0)
         rc = kvq_io_sync(io, p->file);

@@ -2,6 +2,7 @@
 //
 // What transfers have left behind in their folder. Only files that are named as remote_move.c names
 // them are touched.
+#include <assert.h>
 #include <dirent.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -46,6 +47,7 @@ static bool note_leftover(struct leftovers *l, const char *name, time_t at)
         l->room = room;
     }
     struct leftover *f = &l->files[l->count++];
+    assert(strlen(name) < sizeof f->name);
     memcpy(f->name, name, strlen(name) + 1);
     f->at = at;
     return true;

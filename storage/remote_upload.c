@@ -5,6 +5,7 @@
 // The key of a session's data holds its checksum, so an upload of that key which a server still
 // has is of the same file: parts of the right size are left out. Should one of them be wrong
 // nevertheless, the checksum of that part says so to whoever pulls.
+#include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -165,6 +166,7 @@ static int list_parts(struct upload *u)
 {
     bool more = true;
     int rc = 0;
+    assert(u->id[0] && u->after == 0);
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     while (rc == 0 && more && reply) {
         char before[48] = "";
@@ -215,6 +217,7 @@ static int begin_upload(struct upload *u)
 static int send_part(struct upload *u, uint32_t i)
 {
     char before[40];
+    assert(u->id[0]);
     snprintf(before, sizeof before, "partNumber=%" PRIu32 "&", i + 1);
     int rc = read_part(u, i);
     char *query = rc == 0 ? upload_query(u->call, before, u->id) : NULL;
@@ -263,9 +266,11 @@ static char *part_list(struct upload *u, size_t *bytes)
     if (!out)
         return NULL;
     fputs("<CompleteMultipartUpload>", out);
-    for (uint32_t i = 0; i < u->parts->count; i++)
+    for (uint32_t i = 0; i < u->parts->count; i++) {
+        assert(u->etags[i][0]); // sent, or found there
         fprintf(out, "<Part><PartNumber>%" PRIu32 "</PartNumber><ETag>%s</ETag></Part>", i + 1,
                 u->etags[i]);
+    }
     fputs("</CompleteMultipartUpload>", out);
     if (fclose(out) == 0)
         return text;
@@ -363,6 +368,7 @@ static int upload_parts(struct upload *u)
 static int upload_whole(struct upload *u)
 {
     struct kvq__answer answer;
+    assert(u->parts->count == 1);
     int rc = read_part(u, 0);
     if (rc != 0)
         return rc;
@@ -386,6 +392,7 @@ int kvq__remote_upload(struct kvq__call *call, const char *key, const struct kvq
                        const struct kvq__parts *parts, uint64_t *sent)
 {
     struct upload u = {.call = call, .key = key, .source = source, .parts = parts, .sent = sent};
+    assert(parts->count > 0);
     u.etags = calloc(parts->count, sizeof *u.etags);
     u.buffer = malloc(kvq__part_size(parts, 0));
     int rc = u.etags && u.buffer ? 0 : no_memory_for_upload(call, key);
@@ -407,6 +414,7 @@ struct upload_list {
 static int on_any_upload(void *context, const struct kvq__reply_item *item)
 {
     struct upload_list *l = context;
+    assert(l->count < KVQ__REPLY_ITEMS);
     if (strcmp(item->kind, "Upload") == 0)
         l->items[l->count++] = *item;
     return 0;

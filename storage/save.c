@@ -10,6 +10,7 @@
 
 bool kvq__grow(void **array, size_t *room, size_t n, size_t size)
 {
+    assert(n <= *room && size > 0);
     if (n < *room)
         return true;
     size_t more = *room ? 2 * *room : 16;
@@ -78,6 +79,7 @@ static void free_session(struct kvq__save_session *session)
 static void free_save(struct kvq_save **save)
 {
     struct kvq_save *v = *save;
+    assert(v->n <= v->room && v->n_written <= v->room_written && v->n_gone <= v->room_gone);
     for (size_t i = 0; i < v->n; i++)
         free_session(&v->sessions[i]);
     free(v->sessions);
@@ -182,6 +184,7 @@ static int add_session(struct kvq_save *v, const struct kvq_store_meta *meta,
 // The first failure makes the commit fail.
 static int note_failure(struct kvq_save *v, size_t session, int rc)
 {
+    assert(rc <= 0 && session <= v->n);
     if (rc && !v->failure) {
         v->failure = rc;
         v->failed = session;
@@ -193,6 +196,7 @@ int kvq_save_session(struct kvq_save *save, const struct kvq_store_meta *meta, c
 {
     const struct kvq__complaint c = kvq__store_complaint(save->store, text, n);
     size_t at = save->n;
+    assert(save->store->writing);
     return note_failure(save, at, add_session(save, meta, &c));
 }
 
@@ -227,6 +231,7 @@ static int add_entry(struct kvq_save *v, const struct kvq_place *place, uint64_t
     if (place->from > INT64_MAX)
         return kvq__complain(c, KVQ_E_LIMIT, "token %llu", (unsigned long long)place->from);
     struct kvq__save_session *session = &v->sessions[v->n - 1];
+    assert(id > 0 && id < v->store->next_block);
     if (session->head.entries == UINT32_MAX ||
         !kvq__grow((void **)&session->entries, &session->room_entries, session->head.entries,
                    sizeof *session->entries))
@@ -245,6 +250,7 @@ int kvq__save_block(struct kvq_save *v, const void *data, size_t bytes, uint64_t
                     const struct kvq__complaint *c)
 {
     struct kvq_store *s = v->store;
+    assert(s->writing && s->next_block == v->first_block + v->n_written);
     if (bytes >> KVQ_MAX_STORE_BLOCK_LOG2)
         return kvq__complain(c, KVQ_E_LIMIT, "a block of %zu bytes; fewer than 2^%d are allowed",
                              bytes, KVQ_MAX_STORE_BLOCK_LOG2);
@@ -283,6 +289,7 @@ static int find_block(struct kvq_save *v, uint64_t id, uint64_t *bytes,
     struct kvq_stored block;
     enum kvq_record_kind kind = KVQ_RECORD_BLOCK;
     if (id >= v->first_block && id < s->next_block) {
+        assert(v->written[id - v->first_block].id == id);
         *bytes = v->written[id - v->first_block].length; // one after the other since the beginning
         return KVQ_OK;
     }
@@ -375,6 +382,7 @@ static int write_manifest(struct kvq_save *v, struct kvq__save_session *session,
                           const struct kvq__complaint *c)
 {
     struct kvq_store *s = v->store;
+    assert(session->head.session > 0 && session->manifest == 0);
     const struct kvq_manifest parts = {&session->head, session->entries,
                                        (const uint8_t(*)[KVQ_PREFIX_BYTES])session->prefixes,
                                        session->opaque};
@@ -488,6 +496,7 @@ static int catalog_records(struct kvq_save *v, const struct kvq__complaint *c)
 {
     struct kvq_store *s = v->store;
     struct kvq__largest all = {0}, *most = &s->writer.largest;
+    assert(v->n > 0 && !v->failure);
     for (size_t i = 0; i < v->n; i++) {
         const struct kvq_manifest_head *head = &v->sessions[i].head;
         uint64_t hashes = (uint64_t)head->prefixes * head->shards;
@@ -517,6 +526,7 @@ static int catalog_records(struct kvq_save *v, const struct kvq__complaint *c)
 
 int kvq_save_commit(struct kvq_save **save, char *text, size_t n)
 {
+    assert((*save)->store->writing);
     const struct kvq__complaint c = kvq__store_complaint((*save)->store, text, n);
     int rc = write_records(*save, &c);
     if (rc == KVQ_OK)

@@ -4,6 +4,7 @@
 #define XXH_STATIC_LINKING_ONLY // the streaming state on the stack
 #include "storage/segment.h"
 
+#include <assert.h>
 #include <string.h>
 #include <xxhash.h>
 
@@ -31,6 +32,7 @@ void kvq_record_make(struct kvq_record *r, enum kvq_record_kind kind, uint64_t i
                      uint64_t transaction, uint64_t length, struct kvq_checksum payload,
                      uint64_t salt)
 {
+    assert(kind >= KVQ_RECORD_FILE && kind <= KVQ_RECORD_PAD);
     memcpy(r->magic, KVQ_RECORD_MAGIC, sizeof r->magic);
     r->version = KVQ_RECORD_VERSION;
     r->kind = (uint16_t)kind;
@@ -53,6 +55,7 @@ bool kvq_record_sound(const struct kvq_record *r, uint64_t salt)
 static int header_at(struct kvq_walk *w, uint64_t at)
 {
     size_t got;
+    assert(at <= w->end);
     int rc = kvq_io_read(w->io, w->file, &w->record, sizeof w->record, at, &got);
     if (rc)
         return rc;
@@ -68,6 +71,7 @@ static int payload_sound(struct kvq_walk *w, uint64_t at)
     uint64_t left = w->record.length;
     uint64_t behind = kvq_record_bytes(left) - KVQ_RECORD_HEAD - left;
     size_t n = 1, got = 1;
+    assert(behind < KVQ_RECORD_HEAD);
     (void)XXH3_128bits_reset(&state);
     while (left > 0 && got == n) {
         n = left < w->buffer_bytes ? (size_t)left : w->buffer_bytes;
@@ -87,6 +91,7 @@ static int payload_sound(struct kvq_walk *w, uint64_t at)
 // Looks at every multiple of 64 from `at` for a sound header. Leaves w->next at it, or at the end.
 static int search_header(struct kvq_walk *w, uint64_t at)
 {
+    assert(at % KVQ_RECORD_HEAD == 0);
     while (at < w->end) {
         size_t n = w->end - at < w->buffer_bytes ? (size_t)(w->end - at) : w->buffer_bytes, got;
         int rc = kvq_io_read(w->io, w->file, w->buffer, n, at, &got);
@@ -122,6 +127,7 @@ static int skip_damage(struct kvq_walk *w)
         if (rc)
             return rc;
     }
+    assert(w->next > w->at && w->next <= w->end);
     w->bytes = w->next - w->at;
     return KVQ_WALK_DAMAGE;
 }
@@ -140,6 +146,7 @@ int kvq_walk_next(struct kvq_walk *w)
         return skip_damage(w);
     w->bytes = kvq_record_bytes(w->record.length);
     w->next = w->at + w->bytes;
+    assert(w->next <= w->end);
     rc = payload_sound(w, w->at + KVQ_RECORD_HEAD);
     return rc < 0 ? rc : rc ? KVQ_WALK_RECORD : KVQ_WALK_PAYLOAD;
 }

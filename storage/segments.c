@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The table of segments that exist: readers pin them, and what they take on disk is added up.
+#include <assert.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -44,6 +45,8 @@ struct kvq__segment *kvq__segment_add(struct kvq_store *s, uint64_t number, uint
         s->room_segments = room;
     }
     size_t i = place_of(s, number);
+    assert(s->n_segments < s->room_segments);
+    assert(i == s->n_segments || s->segments[i]->number != number);
     memmove(s->segments + i + 1, s->segments + i, (s->n_segments - i) * sizeof *s->segments);
     s->segments[i] = segment;
     s->n_segments++;
@@ -57,6 +60,7 @@ error:
 
 static void free_segment(struct kvq_store *s, struct kvq__segment *segment)
 {
+    assert(segment->pins == 0 && segment != s->writer.segment);
     if (segment->file >= 0)
         s->io->close(s->io, segment->file);
     free(segment);
@@ -69,6 +73,7 @@ void kvq__segment_remove(struct kvq_store *s, uint64_t number)
     size_t i = place_of(s, number);
     if (i < s->n_segments && s->segments[i]->number == number) {
         struct kvq__segment *segment = s->segments[i];
+        assert(!segment->gone && segment != s->writer.segment);
         s->n_segments--;
         memmove(s->segments + i, s->segments + i + 1, (s->n_segments - i) * sizeof *s->segments);
         segment->gone = true;
@@ -113,8 +118,10 @@ int kvq__segment_pin(struct kvq_store *s, uint64_t number, struct kvq__segment *
         segment->file = rc = kvq_io_open(s->io, path, KVQ_IO_READ);
         close_one(s, segment);
     }
-    if (segment && rc >= 0)
+    if (segment && rc >= 0) {
+        assert(segment->file >= 0 && !segment->gone);
         segment->pins++;
+    }
     pthread_mutex_unlock(&s->lock);
     if (!segment)
         return kvq__complain(c, KVQ_E_NO_SESSION, "%s is not there any more", name);
@@ -124,6 +131,7 @@ int kvq__segment_pin(struct kvq_store *s, uint64_t number, struct kvq__segment *
 void kvq__segment_unpin(struct kvq_store *s, struct kvq__segment *segment)
 {
     pthread_mutex_lock(&s->lock);
+    assert(segment->pins > 0);
     if (--segment->pins == 0 && segment->gone)
         free_segment(s, segment);
     pthread_mutex_unlock(&s->lock);

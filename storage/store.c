@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Opening and closing a store, and what all its parts use: names, complaints, who writes.
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,6 +37,7 @@ uint64_t kvq__segment_number(const char *name)
 
 int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name, const char *verb)
 {
+    assert(error < 0);
     switch (-error) {
     case ENOSPC:
     case EDQUOT:
@@ -56,6 +58,7 @@ int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name
 
 int kvq__catalog_complain(struct kvq_store *s, int code, const struct kvq__complaint *c)
 {
+    assert(code < 0);
     return kvq__complain(c, code, "the catalog: %s", s->catalog.error);
 }
 
@@ -85,6 +88,7 @@ void kvq__write_end(struct kvq_store *s)
 
 void kvq__set_read_only(struct kvq_store *s, const char *why)
 {
+    assert(*why);
     pthread_mutex_lock(&s->lock);
     if (!s->read_only)
         snprintf(s->why, sizeof s->why, "%s", why);

@@ -4,6 +4,7 @@
 //
 // The file is one of records (segment.h): FILE, a MANIFEST for each shard, the blocks in ascending
 // order of their ids, each once, and a COMMIT that counts them. Nothing stands behind it.
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -42,6 +43,7 @@ struct export
 
 static int write_out(struct export *e)
 {
+    assert(e->file >= 0 && e->used <= BUFFER);
     int rc = kvq_io_write(e->s->io, e->file, e->buffer, e->used, e->at);
     e->at += e->used;
     e->used = 0;
@@ -52,6 +54,7 @@ static int add_bytes(struct export *e, const void *data, uint64_t n)
 {
     int rc = KVQ_OK;
     for (uint64_t done = 0; done < n && rc == KVQ_OK;) {
+        assert(e->used < BUFFER);
         size_t room = BUFFER - e->used, some = n - done < room ? (size_t)(n - done) : room;
         memcpy(e->buffer + e->used, (const uint8_t *)data + done, some);
         e->used += some;
@@ -67,6 +70,7 @@ static int add_record(struct export *e, enum kvq_record_kind kind, uint64_t id, 
 {
     static const uint8_t zeros[KVQ_RECORD_HEAD];
     struct kvq_record r;
+    assert((e->at + e->used) % KVQ_RECORD_HEAD == 0);
     kvq_record_make(&r, kind, id, 1, n, kvq_checksum(data, (size_t)n),
                     kind == KVQ_RECORD_FILE ? 0 : e->salt);
     int rc = add_bytes(e, &r, sizeof r);
@@ -81,6 +85,7 @@ static int add_record(struct export *e, enum kvq_record_kind kind, uint64_t id, 
 static int add_front(struct export *e)
 {
     struct kvq_file_head head = {0};
+    assert(e->at == 0 && e->used == 0 && e->n_shards > 0 && e->n_shards <= KVQ_MAX_SHARDS);
     struct {
         uint8_t store[sizeof e->s->id];
         uint64_t sessions[KVQ_MAX_SHARDS];
@@ -171,6 +176,7 @@ static int add_manifest(struct export *e, const struct kvq_store_session *shard)
         rc = manifest_lists(e, blocks, n, &entries);
     if (rc)
         goto out;
+    assert(n == shard->blocks && n <= UINT32_MAX);
     head.entries = (uint32_t)n;
     const struct kvq_manifest m = {&head, entries, (const uint8_t(*)[KVQ_PREFIX_BYTES])prefixes,
                                    opaque};
@@ -216,6 +222,7 @@ static int add_blocks(struct export *e)
         done += b->bytes;
         rc = rc ? rc : tell_transfer(e->watch, done, all, e->c);
     }
+    assert(rc || done == all);
     return rc;
 }
 
@@ -468,6 +475,7 @@ static int save_entries(struct import *m, const struct kvq_manifest *parts)
         if (!p)
             return kvq__complain(m->c, KVQ_E_DAMAGED, "block %llu of layer %u is not in it",
                                  (unsigned long long)e->block, e->layer);
+        assert(p->theirs == e->block && p->ours > 0);
         rc = kvq_save_keep(m->save, &place, p->ours, m->c->text, m->c->size);
     }
     return rc;
@@ -498,6 +506,7 @@ static int save_shard(struct import *m, const struct kvq_manifest *parts)
 // Whether there is such a session already.
 static int check_name(struct import *m)
 {
+    assert(m->ended && m->n > 0);
     const struct kvq_manifest_head *h = m->parts[0].head;
     const char *space = m->space ? m->space : h->space, *name = m->name ? m->name : h->name;
     for (uint32_t i = 0; i < KVQ_MAX_SHARDS; i++) {

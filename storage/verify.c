@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Reading all of a store to see whether it is as it was written, and its figures.
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,6 +29,7 @@ static uint64_t known_record(void *context, uint64_t from)
     struct verify *f = context;
     struct kvq__catalog *k = &f->s->catalog;
     int64_t at = -1;
+    assert(f->segment > 0);
     pthread_mutex_lock(&f->s->catalog_lock);
     int rc = kvq__number(k, kvq__rows(k, KVQ_Q_BLOCK_AT, "ii", (int64_t)f->segment, (int64_t)from),
                          -1, &at);
@@ -43,6 +45,7 @@ static int blocks_from(struct verify *f, enum kvq__query which, uint64_t from,
                        struct kvq_stored blocks[BATCH], size_t *count)
 {
     struct kvq__catalog *k = &f->s->catalog;
+    assert(which == KVQ_Q_BLOCK_IN || which == KVQ_Q_BLOCK_BAD_IN);
     *count = 0;
     pthread_mutex_lock(&f->s->catalog_lock);
     sqlite3_stmt *rows =
@@ -112,6 +115,7 @@ static int look_at_marks(struct verify *f)
         rc = blocks_from(f, KVQ_Q_BLOCK_BAD_IN, at, blocks, &count);
         for (size_t i = 0; i < count && rc == KVQ_OK; i++)
             rc = try_again(f, &blocks[i]);
+        assert(count == 0 || blocks[count - 1].offset >= at); // it comes to an end
         if (count)
             at = blocks[count - 1].offset + 1;
     }
@@ -128,6 +132,7 @@ static int look_at_damage(struct verify *f, uint64_t at, uint64_t end)
         rc = blocks_from(f, KVQ_Q_BLOCK_IN, at, blocks, &count);
         for (size_t i = 0; i < count && rc == KVQ_OK && blocks[i].offset < end; i++)
             rc = try_block(f, &blocks[i]);
+        assert(count == 0 || blocks[count - 1].offset >= at);
         if (count)
             at = blocks[count - 1].offset + 1;
     }

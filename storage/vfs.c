@@ -3,6 +3,7 @@
 // The methods that SQLite calls, each a few lines over the table of I/O functions.
 #include "storage/vfs.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -43,6 +44,7 @@ static int sync_folder_of(struct kvq_io *io, const char *path)
 static int file_close(sqlite3_file *base)
 {
     struct vfs_file *f = file_of(base);
+    assert(!f->held || f->held->file == f->file);
     if (f->held)
         *f->held = (struct kvq__vfs_held){.file = -1};
     if (f->file >= 0)
@@ -68,6 +70,7 @@ static int file_read(sqlite3_file *base, void *data, int n, sqlite3_int64 at)
 static int file_write(sqlite3_file *base, const void *data, int n, sqlite3_int64 at)
 {
     struct vfs_file *f = file_of(base);
+    assert(f->file >= 0);
     int rc = kvq_io_write(f->io, f->file, data, (size_t)n, (uint64_t)at);
     return rc == 0 ? SQLITE_OK : rc == -ENOSPC || rc == -EDQUOT ? SQLITE_FULL : SQLITE_IOERR_WRITE;
 }
@@ -84,6 +87,7 @@ static int truncate_held(struct vfs_file *f, uint64_t bytes)
 {
     struct kvq__vfs_held *held = f->held;
     struct kvq_io_status status;
+    assert(f->file >= 0 && held->file == f->file);
     int rc = kvq_io_status(f->io, f->file, &status);
     if (rc || status.bytes == bytes)
         return rc;
@@ -222,6 +226,7 @@ static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int 
     f->base.pMethods = &methods;
     if (f->kind != KVQ__VFS_OTHER && flags & SQLITE_OPEN_READWRITE) {
         f->held = &v->held[f->kind];
+        assert(f->held->file < 0); // one connection opens each of them once
         *f->held = (struct kvq__vfs_held){.file = f->file};
     }
     if (given)
@@ -289,6 +294,7 @@ static int vfs_error(sqlite3_vfs *vfs, int n, char *out)
 
 int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io)
 {
+    assert(io && !v->vfs.zName);
     snprintf(v->name, sizeof v->name, "kvq-%p", (void *)v);
     v->io = io;
     for (int i = 0; i < KVQ__VFS_OTHER; i++)
@@ -313,6 +319,7 @@ int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io)
 
 int kvq__vfs_hold(struct kvq__vfs *v, enum kvq__vfs_kind kind, uint64_t bytes)
 {
+    assert(kind < KVQ__VFS_OTHER);
     struct kvq__vfs_held *held = &v->held[kind];
     if (held->file < 0 || bytes <= held->bytes)
         return 0;

@@ -2,6 +2,7 @@
 //
 // Appending records to the last segment: large writes of whole pages, past the page cache, one
 // buffer being filled while the one before it is written.
+#include <assert.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,6 +21,7 @@ static void *flusher_main(void *argument)
             pthread_cond_wait(&f->moved, &f->lock);
         if (!f->busy)
             break;
+        assert(f->data && f->n > 0 && f->n % KVQ_IO_PAGE == 0 && f->at % KVQ_IO_PAGE == 0);
         pthread_mutex_unlock(&f->lock);
         int rc = kvq_io_write(f->io, f->file, f->data, f->n, f->at);
         pthread_mutex_lock(&f->lock);
@@ -34,6 +36,7 @@ static void *flusher_main(void *argument)
 // Waits until nothing is being written; gives the first failure since the last time, once.
 static int flush_wait(struct kvq__flusher *f)
 {
+    assert(f->made);
     pthread_mutex_lock(&f->lock);
     while (f->busy)
         pthread_cond_wait(&f->moved, &f->lock);
@@ -47,6 +50,7 @@ static int flush_wait(struct kvq__flusher *f)
 static int flush_buffer(struct kvq__flusher *f, int file, const uint8_t *data, size_t n,
                         uint64_t at)
 {
+    assert(file >= 0 && n > 0);
     int rc = flush_wait(f);
     if (rc)
         return rc;
@@ -55,6 +59,7 @@ static int flush_buffer(struct kvq__flusher *f, int file, const uint8_t *data, s
     if (!f->started) // no thread to be had: slower
         return kvq_io_write(f->io, file, data, n, at);
     pthread_mutex_lock(&f->lock);
+    assert(!f->busy && !f->stop);
     f->file = file;
     f->data = data;
     f->n = n;
@@ -70,6 +75,7 @@ static int flush_buffer(struct kvq__flusher *f, int file, const uint8_t *data, s
 int kvq__writer_make(struct kvq_store *s, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
+    assert(!w->flusher.made && s->buffer_bytes > 0 && s->buffer_bytes % KVQ_IO_PAGE == 0);
     w->file = -1;
     pthread_mutex_init(&w->flusher.lock, NULL);
     pthread_cond_init(&w->flusher.moved, NULL);
@@ -87,6 +93,7 @@ int kvq__writer_make(struct kvq_store *s, const struct kvq__complaint *c)
 static void close_segment(struct kvq_store *s)
 {
     struct kvq__writer *w = &s->writer;
+    assert((w->file >= 0) == (w->segment != NULL));
     if (w->file >= 0)
         s->io->close(s->io, w->file);
     w->file = -1;
@@ -134,6 +141,7 @@ static int note_write_failure(struct kvq_store *s, int error, const char *verb,
 static void measure_segment(struct kvq_store *s)
 {
     struct kvq_io_status status;
+    assert(s->writer.segment && s->writer.file >= 0);
     if (kvq_io_status(s->io, s->writer.file, &status))
         return;
     uint64_t least = s->writer.allocated;
@@ -167,6 +175,7 @@ static int check_cap(struct kvq_store *s, uint64_t more, const struct kvq__compl
 static int give_back(struct kvq_store *s)
 {
     struct kvq__writer *w = &s->writer;
+    assert(w->at >= w->used && (w->at - w->used) % KVQ_IO_PAGE == 0);
     int rc = flush_wait(&w->flusher);
     if (rc == 0)
         rc = kvq_io_truncate(s->io, w->file, w->at - w->used);
@@ -185,6 +194,7 @@ void kvq__writer_spare(struct kvq_store *s)
 static int allocate_segment(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
+    assert(bytes > w->allocated && bytes % KVQ_IO_PAGE == 0);
     int rc = check_cap(s, bytes - w->allocated, c);
     if (rc)
         return rc;
@@ -229,6 +239,7 @@ static int write_buffer(struct kvq_store *s, bool last, const struct kvq__compla
     size_t n = w->used;
     int rc = KVQ_OK;
     assert(n % KVQ_IO_PAGE == 0 && at % KVQ_IO_PAGE == 0);
+    assert(n <= s->buffer_bytes && w->at >= n);
     if (last)
         rc = flush_wait(&w->flusher);
     if (rc == 0 && n > 0)
@@ -244,6 +255,7 @@ static int put_bytes(struct kvq_store *s, const uint8_t *data, uint64_t n,
                      const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
+    assert(w->segment && w->used < s->buffer_bytes);
     int rc = KVQ_OK;
     while (n > 0 && rc == KVQ_OK) {
         size_t room = s->buffer_bytes - w->used, some = n < room ? (size_t)n : room;
@@ -269,6 +281,7 @@ static int put_record(struct kvq_store *s, enum kvq_record_kind kind, uint64_t i
     struct kvq_record r;
     kvq_record_make(&r, kind, id, s->next_transaction, n, sum, salt);
     uint64_t behind = kvq_record_bytes(n) - sizeof r - n;
+    assert(behind < KVQ_RECORD_HEAD && s->writer.at % KVQ_RECORD_HEAD == 0);
     int rc = put_bytes(s, (const uint8_t *)&r, sizeof r, c);
     if (rc == KVQ_OK)
         rc = put_bytes(s, data, n, c);
@@ -282,6 +295,7 @@ static int pad_page(struct kvq_store *s, const struct kvq__complaint *c)
     struct kvq__writer *w = &s->writer;
     uint64_t gap = (KVQ_IO_PAGE - w->at % KVQ_IO_PAGE) % KVQ_IO_PAGE;
     int rc = KVQ_OK;
+    assert(w->segment && gap % KVQ_RECORD_HEAD == 0);
     if (gap > 0) {
         uint64_t n = gap - KVQ_RECORD_HEAD;
         rc =
@@ -296,9 +310,11 @@ static int pad_page(struct kvq_store *s, const struct kvq__complaint *c)
 static int finish_segment(struct kvq_store *s, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
+    assert(!w->segment->sealed && w->segment->end == 0);
     int rc = pad_page(s, c);
     if (rc)
         return rc;
+    assert(w->used == 0 && w->at % KVQ_IO_PAGE == 0);
     rc = kvq_io_truncate(s->io, w->file, w->at);
     if (rc == 0)
         rc = kvq_io_sync(s->io, w->file);
@@ -319,6 +335,7 @@ static int make_segment(struct kvq_store *s, const struct kvq__complaint *c)
     struct kvq__writer *w = &s->writer;
     struct kvq_file_head head = {.number = s->next_segment};
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    assert(!w->segment && head.number > 0);
     memcpy(head.store, s->id, sizeof head.store);
     int rc = s->io->random(s->io, &head.salt, sizeof head.salt);
     if (rc)
@@ -350,6 +367,7 @@ static int reopen_segment(struct kvq_store *s, const struct kvq__complaint *c)
     struct kvq__writer *w = &s->writer;
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     struct kvq__segment *last = s->n_segments ? s->segments[s->n_segments - 1] : NULL;
+    assert(!w->segment);
     if (!last || last->sealed || last->bytes % KVQ_IO_PAGE || last->bytes >= s->segment_bytes)
         return KVQ_OK;
     kvq__segment_name(last->number, name);
@@ -381,6 +399,7 @@ int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
                       const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
+    assert(s->writing && w->used == 0);
     w->first_new = s->next_segment;
     w->rows = rows;
     w->step = KVQ__STEP_BYTES;
@@ -402,15 +421,20 @@ static int fit_segment(struct kvq_store *s, uint64_t bytes, const struct kvq__co
         rc = finish_segment(s, c);
     if (rc == KVQ_OK && !w->segment)
         rc = make_segment(s, c);
-    return rc ? rc : take_room(s, w->at + bytes, c);
+    if (rc)
+        return rc;
+    assert(w->segment && !w->segment->sealed);
+    return take_room(s, w->at + bytes, c);
 }
 
 int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, const void *data,
                 uint64_t n, struct kvq__written *out, const struct kvq__complaint *c)
 {
+    assert(s->writing && kind >= KVQ_RECORD_BLOCK && kind <= KVQ_RECORD_COMMIT);
     int rc = fit_segment(s, kvq_record_bytes(n) + KVQ_IO_PAGE, c); // a page more: what pads it
     if (rc)
         return rc;
+    assert(s->writer.at + kvq_record_bytes(n) <= s->writer.allocated);
     *out = (struct kvq__written){.id = id,
                                  .segment = s->writer.segment->number,
                                  .offset = s->writer.at,
@@ -425,6 +449,7 @@ int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, con
 static int write_owed(struct kvq_store *s, const struct kvq__complaint *c)
 {
     struct kvq__writer *w = &s->writer;
+    assert(w->n_drops == 0);
     int rc = KVQ_OK;
     for (size_t i = 0; i < s->n_owed && rc == KVQ_OK; i++) {
         if (!kvq__grow((void **)&w->drops, &w->room_drops, w->n_drops, sizeof *w->drops))
@@ -438,6 +463,7 @@ static int write_owed(struct kvq_store *s, const struct kvq__complaint *c)
 
 int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__complaint *c)
 {
+    assert(s->writing && !s->read_only);
     struct kvq__writer *w = &s->writer;
     int rc = write_owed(s, c);
     const struct kvq_commit commit = {s->next_transaction, s->last_transaction, sessions,
@@ -449,6 +475,7 @@ int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__c
         rc = pad_page(s, c);
     if (rc)
         return rc;
+    assert(w->segment && w->used == 0);
     rc = kvq_io_sync(s->io, w->file);
     if (rc == 0 && s->next_segment != w->first_new)
         rc = kvq_io_sync_dir(s->io, s->folder);
@@ -461,12 +488,14 @@ int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__c
 void kvq__writer_done(struct kvq_store *s)
 {
     struct kvq__writer *w = &s->writer;
+    assert(s->writing && (w->n_drops == 0 || w->n_drops == s->n_owed));
     s->n_owed = w->n_drops ? 0 : s->n_owed;
     pthread_mutex_lock(&s->lock);
     for (size_t i = s->n_segments; i-- > 0;) {
         struct kvq__segment *g = s->segments[i];
         if (g->number < w->first_new && g != w->begun)
             break;
+        assert(g == w->segment || g->end > 0);
         g->bytes = g == w->segment ? w->at : g->end;
         g->end = 0;
     }
@@ -477,6 +506,7 @@ void kvq__writer_retire(struct kvq_store *s)
 {
     struct kvq__writer *w = &s->writer;
     struct kvq__segment *last = s->n_segments ? s->segments[s->n_segments - 1] : NULL;
+    assert(s->writing && w->used == 0);
     if (w->segment) { // the space that was taken in advance
         (void)kvq_io_truncate(s->io, w->file, w->segment->bytes);
         w->allocated = w->segment->bytes;
@@ -494,6 +524,7 @@ void kvq__writer_retire(struct kvq_store *s)
 static void cut_begun(struct kvq_store *s)
 {
     struct kvq__segment *begun = s->writer.begun;
+    assert(begun && !s->writer.segment);
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     kvq__segment_name(begun->number, name);
     kvq__path(s, name, path);
@@ -514,6 +545,7 @@ static void cut_begun(struct kvq_store *s)
 void kvq__writer_undo(struct kvq_store *s)
 {
     struct kvq__writer *w = &s->writer;
+    assert(s->writing);
     if (flush_wait(&w->flusher))
         w->broken = true;
     close_segment(s);
