@@ -11,7 +11,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static int check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
+static int check_new_buffer(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer **buffer)
 {
     long page = sysconf(_SC_PAGESIZE);
     if (!client || !buffer)
@@ -29,7 +29,7 @@ static int check(kvq_client *client, uint64_t offset, size_t bytes, kvq_buffer *
 }
 
 // A buffer with nothing in it yet, in the client's list. NULL with the error text.
-static kvq_buffer *make(kvq_client *client, uint64_t offset, size_t bytes)
+static kvq_buffer *make_buffer(kvq_client *client, uint64_t offset, size_t bytes)
 {
     kvq_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer) {
@@ -154,7 +154,7 @@ int kvq__buffer_register(kvq_buffer *buffer)
 
 // ---- The host's ----
 
-static int create(kvq_buffer *buffer)
+static int create_on_host(kvq_buffer *buffer)
 {
     kvq_client *client = buffer->client;
     Kvq__CreateBuffer message = KVQ__CREATE_BUFFER__INIT;
@@ -182,13 +182,13 @@ static int create(kvq_buffer *buffer)
 
 int kvq_buffer_create(kvq_client *client, size_t bytes, kvq_buffer **buffer)
 {
-    int rc = check(client, 0, bytes, buffer);
+    int rc = check_new_buffer(client, 0, bytes, buffer);
     if (rc)
         return rc;
-    kvq_buffer *made = make(client, 0, bytes);
+    kvq_buffer *made = make_buffer(client, 0, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
-    rc = create(made);
+    rc = create_on_host(made);
     if (rc)
         kvq_buffer_close(&made);
     *buffer = made;
@@ -237,12 +237,12 @@ static int map_imported(kvq_buffer *buffer)
 int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size_t bytes,
                             kvq_buffer **buffer)
 {
-    int rc = check(client, offset, bytes, buffer);
+    int rc = check_new_buffer(client, offset, bytes, buffer);
     if (rc == KVQ_OK)
         rc = check_memfd(memfd, offset, bytes);
     if (rc)
         return rc;
-    kvq_buffer *made = make(client, offset, bytes);
+    kvq_buffer *made = make_buffer(client, offset, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
     made->memfd = fcntl(memfd, F_DUPFD_CLOEXEC, 0);
@@ -289,7 +289,7 @@ int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_
 {
     struct kvq__here here;
     char place[KVQ__PLACE_BYTES];
-    int rc = check(client, 0, bytes, buffer);
+    int rc = check_new_buffer(client, 0, bytes, buffer);
     if (rc == KVQ_OK)
         rc = kvq__gpu_here(client, "creating a buffer on a GPU", &here);
     if (rc)
@@ -301,7 +301,7 @@ int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_
             "creating a buffer on %.60s: the current context is of %s; make one of "
             "that GPU current first",
             gpu, place);
-    kvq_buffer *made = make(client, 0, bytes);
+    kvq_buffer *made = make_buffer(client, 0, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
     made->kind = KVQ__BUFFER_ARENA;
@@ -316,7 +316,7 @@ int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_
 int kvq_buffer_import(kvq_client *client, void *device_pointer, size_t bytes, kvq_buffer **buffer)
 {
     struct kvq__here here;
-    int rc = check(client, 0, bytes, buffer);
+    int rc = check_new_buffer(client, 0, bytes, buffer);
     if (rc == KVQ_OK && !device_pointer)
         rc = kvq__set_error(KVQ_E_INVALID,
                             "importing a buffer of a GPU: the device pointer is NULL");
@@ -324,7 +324,7 @@ int kvq_buffer_import(kvq_client *client, void *device_pointer, size_t bytes, kv
         rc = kvq__gpu_here(client, "importing a buffer of a GPU", &here);
     if (rc)
         return rc;
-    kvq_buffer *made = make(client, 0, bytes);
+    kvq_buffer *made = make_buffer(client, 0, bytes);
     if (!made)
         return KVQ_E_SYSTEM;
     made->kind = KVQ__BUFFER_TENSOR;

@@ -107,7 +107,7 @@ static int put_rows(kvq_capture *c, const struct kvq_capture_options *o)
     return c->header.layers ? KVQ_OK : kvq__set_error(KVQ_E_INVALID, "capturing 0 layers");
 }
 
-static int prepare(kvq_capture *c, const struct kvq_capture_options *o)
+static int fill_header(kvq_capture *c, const struct kvq_capture_options *o)
 {
     size_t length = o->model ? strlen(o->model) : 0;
     if (length >= sizeof c->header.model || (o->model && !kvq_text_valid(o->model, length)))
@@ -123,7 +123,8 @@ static int prepare(kvq_capture *c, const struct kvq_capture_options *o)
     return put_rows(c, o);
 }
 
-static int take_options(struct kvq_capture_options *to, const struct kvq_capture_options *from)
+static int take_capture_options(struct kvq_capture_options *to,
+                                const struct kvq_capture_options *from)
 {
     int rc = KVQ__SIZED_TAKE(to, from, "kvq_capture_options");
     if (rc == KVQ_OK && to->n_layers && !to->layers)
@@ -139,14 +140,14 @@ int kvq_capture_open(const char *path, const struct kvq_capture_options *options
                                              "pointer");
     *capture = NULL;
     struct kvq_capture_options o;
-    int rc = take_options(&o, options);
+    int rc = take_capture_options(&o, options);
     if (rc)
         return rc;
     kvq_capture *c = calloc(1, sizeof *c);
     if (!c)
         return kvq__set_error_errno("no memory for a capture");
     c->fd = -1;
-    rc = prepare(c, &o);
+    rc = fill_header(c, &o);
     if (rc)
         goto error;
     c->tracks = calloc(KVQ_MAX_CAPTURE_SESSIONS, sizeof *c->tracks);
@@ -217,7 +218,8 @@ struct source {
     uint32_t list_row, list_token;
 };
 
-static int copy(const kvq_buffer *b, uint64_t offset, void *to, uint64_t n, const char *name)
+static int copy_from_buffer(const kvq_buffer *b, uint64_t offset, void *to, uint64_t n,
+                            const char *name)
 {
     if (offset > b->bytes || n > b->bytes - offset)
         return kvq__set_error(KVQ_E_BOUNDS,
@@ -244,8 +246,8 @@ static int token_offset(const struct source *s, uint32_t t, uint64_t *offset)
     }
     int32_t page = 0;
     uint64_t i = (uint64_t)s->list_token + t;
-    int rc = copy(p->list, p->list_offset + 4 * (s->list_row + i / p->page_tokens), &page,
-                  sizeof page, "the list of pages");
+    int rc = copy_from_buffer(p->list, p->list_offset + 4 * (s->list_row + i / p->page_tokens),
+                              &page, sizeof page, "the list of pages");
     if (rc == KVQ_OK && page < 0)
         rc = kvq__set_error(KVQ_E_BOUNDS, "capturing %s: page %d", s->name, page);
     *offset = s->tensor->offset + (uint64_t)page * s->page_stride +
@@ -254,15 +256,15 @@ static int token_offset(const struct source *s, uint32_t t, uint64_t *offset)
 }
 
 // Writes [heads][tokens][dim] to `to`.
-static int gather(const struct source *s, uint32_t tokens, uint8_t *to)
+static int gather_rows(const struct source *s, uint32_t tokens, uint8_t *to)
 {
     uint64_t row = s->dim * kvq_capture_element(s->tensor->dtype);
     for (uint32_t t = 0; t < tokens; t++) {
         uint64_t at;
         int rc = token_offset(s, t, &at);
         for (uint32_t h = 0; h < s->heads && rc == KVQ_OK; h++)
-            rc = copy(s->tensor->buffer, at + h * s->tensor->head_stride,
-                      to + ((uint64_t)h * tokens + t) * row, row, s->name);
+            rc = copy_from_buffer(s->tensor->buffer, at + h * s->tensor->head_stride,
+                                  to + ((uint64_t)h * tokens + t) * row, row, s->name);
         if (rc)
             return rc;
     }
@@ -327,14 +329,14 @@ static int append_entry(kvq_capture *c, const struct kvq_work *w, const struct k
     };
     uint8_t *to = c->data + sizeof k;
     for (int i = 0; i < (c->queries ? 3 : 2) && rc == KVQ_OK; i++) {
-        rc = gather(&sources[i], t->take, to);
+        rc = gather_rows(&sources[i], t->take, to);
         to += (uint64_t)sources[i].heads * t->take * sources[i].dim *
               kvq_capture_element(sources[i].tensor->dtype);
     }
     return rc ? rc : write_chunk(c, &k);
 }
 
-static int check_tensor(const struct kvq_tensor *t, const char *name)
+static int check_captured(const struct kvq_tensor *t, const char *name)
 {
     if (!t->buffer)
         return kvq__set_error(KVQ_E_BUFFER, "capturing needs %s, but its buffer is NULL", name);
@@ -356,10 +358,10 @@ static int check_append(const kvq_capture *c, const struct kvq_work *w,
                               w->layer);
     if (w->pages.page_tokens && !w->pages.list)
         return kvq__set_error(KVQ_E_BUFFER, "capturing pages needs a list, but its buffer is NULL");
-    int rc = check_tensor(&w->k, "k");
+    int rc = check_captured(&w->k, "k");
     if (rc == KVQ_OK)
-        rc = check_tensor(&w->v, "v");
-    return rc || !c->queries ? rc : check_tensor(&w->q, "q");
+        rc = check_captured(&w->v, "v");
+    return rc || !c->queries ? rc : check_captured(&w->q, "q");
 }
 
 int kvq_capture_append(kvq_capture *capture, const struct kvq_work *work,

@@ -37,7 +37,7 @@ static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n
     }
 }
 
-static int check_reply(struct kvq__call *call, uint32_t n_fds)
+static int check_call_reply(struct kvq__call *call, uint32_t n_fds)
 {
     const Kvq__Reply *reply = call->reply;
     if (reply->status < 0)
@@ -54,7 +54,7 @@ static int check_reply(struct kvq__call *call, uint32_t n_fds)
 }
 
 // Numbers, packs and sends a request. Without a text when the deadline passes.
-static int send_request(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns)
+static int send_call(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns)
 {
     size_t length;
     call->request.id = ++client->next_id ? client->next_id : ++client->next_id;
@@ -79,7 +79,7 @@ void kvq__give_back(kvq_client *client)
     message.request = client->next_id;
     call.request.command_case = KVQ__REQUEST__COMMAND_CANCEL;
     call.request.cancel = &message;
-    send_request(client, &call, 0);
+    send_call(client, &call, 0);
 }
 
 int kvq__exchange(kvq_client *client, struct kvq__call *call)
@@ -90,7 +90,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     if (client->socket < 0)
         return kvq__set_error(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
                               call->what);
-    int rc = send_request(client, call, deadline);
+    int rc = send_call(client, call, deadline);
     if (rc == KVQ_E_DEADLINE)
         return kvq__set_error(
             KVQ_E_DISCONNECTED,
@@ -108,7 +108,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     }
     if (rc)
         return rc;
-    rc = check_reply(call, n_fds);
+    rc = check_call_reply(call, n_fds);
     call->n_fds = rc ? 0 : n_fds;
     if (rc)
         kvq__close_fds(call->fds, n_fds);

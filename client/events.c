@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Requests in the order of a GPU's stream by events of the daemon's, which are opened here (see
-// daemon/core/session/order.h). An event is waited for as of its latest record, so the stream can
-// be made to wait for the daemon only once that has recorded: when the completion is there, which
-// comes when the daemon has enqueued the work. No host waits for a GPU, but the calling thread for
-// the daemon.
+// Requests in the order of a GPU's stream by events of the daemon's, which are opened here. A wait
+// for an event is for its latest record, so the stream can wait for the daemon only once the daemon
+// has recorded: when the completion is there, which comes when the daemon has enqueued the work.
+// The calling thread waits for the daemon; no host waits for a GPU.
 #include "client/internal.h"
 
 #include <string.h>
 
-static int open_one(const struct kvq__here *here, const ProtobufCBinaryData *from,
-                    struct kvq_gpu_event **event)
+static int open_event(const struct kvq__here *here, const ProtobufCBinaryData *from,
+                      struct kvq_gpu_event **event)
 {
     char text[KVQ__TEXT_BYTES / 2];
     struct kvq_gpu_ipc_event handle;
@@ -31,7 +30,7 @@ static int open_one(const struct kvq__here *here, const ProtobufCBinaryData *fro
         text);
 }
 
-static int take(struct kvq__timeline *t, const Kvq__OpenEventsReply *reply)
+static int take_events(struct kvq__timeline *t, const Kvq__OpenEventsReply *reply)
 {
     size_t n = reply->n_ready;
     int rc = KVQ_OK;
@@ -42,9 +41,9 @@ static int take(struct kvq__timeline *t, const Kvq__OpenEventsReply *reply)
                               n, reply->n_done, KVQ_QUEUE_EVENTS);
     t->n_events = (uint32_t)n;
     for (size_t i = 0; i < n && rc == KVQ_OK; i++) {
-        rc = open_one(&t->here, &reply->ready[i], &t->ready_events[i]);
+        rc = open_event(&t->here, &reply->ready[i], &t->ready_events[i]);
         if (rc == KVQ_OK)
-            rc = open_one(&t->here, &reply->done[i], &t->done_events[i]);
+            rc = open_event(&t->here, &reply->done[i], &t->done_events[i]);
     }
     return rc;
 }
@@ -77,7 +76,7 @@ int kvq__events_open(kvq_queue *queue, struct kvq__timeline *t)
     pthread_mutex_lock(&client->control);
     int rc = kvq__exchange(client, &call);
     if (rc == KVQ_OK)
-        rc = take(t, call.reply->open_events);
+        rc = take_events(t, call.reply->open_events);
     pthread_mutex_unlock(&client->control);
     return rc;
 }
@@ -95,13 +94,6 @@ void kvq__events_close(struct kvq__timeline *t)
     t->n_events = 0;
 }
 
-static int fault(const struct kvq__here *here, int result, const char *what)
-{
-    char text[KVQ__TEXT_BYTES / 2];
-    kvq_gpu_fault(here->driver, result, what, text, sizeof text);
-    return kvq__set_error(kvq__gpu_code(result), "%s", text);
-}
-
 int kvq__events_send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
 {
     struct kvq__timeline *t = &queue->timeline;
@@ -109,7 +101,8 @@ int kvq__events_send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_st
     uint32_t turn = (uint32_t)((t->last + 1) % t->n_events);
     int result = driver->event_record(t->ready_events[turn], stream);
     if (result != KVQ_GPU_OK)
-        return fault(&t->here, result, "having the stream tell the daemon that it has come so far");
+        return kvq__driver_fault(&t->here, result,
+                                 "having the stream tell the daemon that it has come so far");
     p->request.flags |= KVQ_REQ_ON_STREAM;
     p->request.signal = ++t->last;
     int rc = kvq__submit_send(queue, p);
@@ -124,5 +117,5 @@ int kvq__events_send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_st
         return KVQ_OK;
     driver->event_sync(t->done_events[turn]); // the host waits in its place
     p->ticket = 0;
-    return fault(&t->here, result, "having the stream wait for the daemon");
+    return kvq__driver_fault(&t->here, result, "having the stream wait for the daemon");
 }

@@ -275,7 +275,7 @@ static bool explain_invalid(const struct subject *s)
     return true;
 }
 
-static const char *place_of(const kvq_client *client, const struct kvq_wire_view *view)
+static const char *kind_of_place(const kvq_client *client, const struct kvq_wire_view *view)
 {
     const struct kvq_buffer *b;
     TAILQ_FOREACH (b, &client->buffers, entry)
@@ -296,8 +296,8 @@ static bool explain_reach(const struct subject *s)
         "%s: a tensor lies where the session cannot reach it (k: %s, v: %s, q: %s, out: %s, "
         "lse: %s); of sessions on a GPU they lie on that GPU, or in host memory that the "
         "daemon could register; of sessions on the host in host memory%s",
-        s->where, place_of(c, &r->k), place_of(c, &r->v), place_of(c, &r->q), place_of(c, &r->out),
-        place_of(c, &r->lse),
+        s->where, kind_of_place(c, &r->k), kind_of_place(c, &r->v), kind_of_place(c, &r->q),
+        kind_of_place(c, &r->out), kind_of_place(c, &r->lse),
         r->flags & KVQ_REQ_ON_STREAM ? "; or the session is not of the GPU whose stream was given"
                                      : "");
     return true;
@@ -370,7 +370,7 @@ static bool explain_code(const struct subject *s)
 }
 
 // What else the caller may want to know, by code; NULL if the code's own text says it all.
-static const char *advice(int code)
+static const char *advice_for(int code)
 {
     switch (code) {
     case KVQ_E_NO_MEMORY:
@@ -418,7 +418,7 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
     snprintf(s.where, sizeof s.where, "%s, entry %u (session %#" PRIx64 ")", request, index,
              s.entry->session);
     if (!explain_code(&s)) {
-        const char *more = advice(s.entry->status);
+        const char *more = advice_for(s.entry->status);
         kvq__set_error(s.entry->status, "%s: position %" PRIu64 ", %u tokens, %u queries: %s%s%s",
                        s.where, s.entry->position, s.entry->append, s.entry->queries,
                        kvq_strerror(s.entry->status), more ? "; " : "", more ? more : "");
@@ -429,7 +429,7 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
 static void explain_request(const struct kvq__pending *p)
 {
     char where[80];
-    const char *more = advice(p->status);
+    const char *more = advice_for(p->status);
     if (p->status == KVQ_E_DEADLINE && (p->request.flags & KVQ_REQ_WAIT_ROOM))
         more = "there may have been no room in memory all the time: kvqctl status says so";
     name_request(where, sizeof where, &p->request);

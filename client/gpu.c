@@ -16,7 +16,7 @@ static struct {
     struct kvq_gpu_driver driver;
 } gpu = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-static int load(void)
+static int load_driver(void)
 {
     char text[KVQ__TEXT_BYTES / 2];
     const char *named = secure_getenv("KVQ_GPU_DRIVER");
@@ -39,7 +39,7 @@ static int load(void)
 int kvq__driver_load(const struct kvq_gpu_driver **driver)
 {
     pthread_mutex_lock(&gpu.lock);
-    int rc = gpu.open ? KVQ_OK : load();
+    int rc = gpu.open ? KVQ_OK : load_driver();
     gpu.open = rc == KVQ_OK;
     pthread_mutex_unlock(&gpu.lock);
     *driver = rc ? NULL : &gpu.driver;
@@ -59,6 +59,13 @@ int kvq__gpu_code(int result)
     default:
         return KVQ_E_SYSTEM;
     }
+}
+
+int kvq__driver_fault(const struct kvq__here *here, int result, const char *what)
+{
+    char text[KVQ__TEXT_BYTES / 2];
+    kvq_gpu_fault(here->driver, result, what, text, sizeof text);
+    return kvq__set_error(kvq__gpu_code(result), "%s", text);
 }
 
 void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place)

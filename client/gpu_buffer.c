@@ -69,7 +69,7 @@ static int find_pinned(const kvq_buffer *b, const struct kvq__here *here, kvq_gp
     return result == KVQ_GPU_OK && last - *at != b->bytes - 1 ? KVQ_GPU_INVALID_VALUE : result;
 }
 
-static int pin(kvq_buffer *b, const struct kvq__here *here)
+static int pin_buffer(kvq_buffer *b, const struct kvq__here *here)
 {
     char text[KVQ__TEXT_BYTES / 2];
     kvq_gpu_ptr at = 0;
@@ -100,7 +100,7 @@ int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__here *here
     if (kvq__gpu_buffer_reached(b))
         return KVQ_OK;
     pthread_mutex_lock(&b->client->control);
-    int rc = kvq__gpu_buffer_reached(b) ? KVQ_OK : pin(b, here);
+    int rc = kvq__gpu_buffer_reached(b) ? KVQ_OK : pin_buffer(b, here);
     pthread_mutex_unlock(&b->client->control);
     return rc;
 }
@@ -114,7 +114,7 @@ kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *b, const struct kvq__here *here
 }
 
 // Kernels may still be on their way to it.
-static void unpin(kvq_buffer *b)
+static void unpin_buffer(kvq_buffer *b)
 {
     struct kvq_gpu_context *before = kvq__context_enter(&b->here);
     b->here.driver->context_sync();
@@ -127,7 +127,7 @@ static void unpin(kvq_buffer *b)
 void kvq__gpu_buffer_release(kvq_buffer *b)
 {
     if (b->pinned)
-        unpin(b);
+        unpin_buffer(b);
     if (b->piece.kind == KVQ_GPU_PIECE_NONE)
         return;
     struct kvq_gpu_context *before = kvq__context_enter(&b->here);

@@ -260,6 +260,8 @@ void kvq__give_back(kvq_client *client);
 int kvq__driver_load(const struct kvq_gpu_driver **driver);
 // A KVQ_E code for a result of the driver.
 int kvq__gpu_code(int result);
+// The same with a text that says what failed, "making a stream".
+int kvq__driver_fault(const struct kvq__here *here, int result, const char *what);
 // The calling thread's current context, whose GPU must be one of the daemon's. what: for texts.
 int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
 // Makes a context the calling thread's; gives back the one it had.

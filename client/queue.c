@@ -84,7 +84,7 @@ int kvq__queue_attach(kvq_queue *queue)
     return rc;
 }
 
-static void unmap(kvq_queue *queue)
+static void unmap_rings(kvq_queue *queue)
 {
     if (queue->req)
         munmap(queue->req, KVQ_REQ_RING_BYTES);
@@ -103,7 +103,7 @@ void kvq__queue_detach(kvq_queue *queue, int code)
 {
     kvq__queue_kill(queue, code);
     queue->dead = KVQ_E_DISCONNECTED;
-    unmap(queue);
+    unmap_rings(queue);
 }
 
 void kvq__queue_free(kvq_queue *queue)
@@ -112,7 +112,7 @@ void kvq__queue_free(kvq_queue *queue)
     pthread_mutex_lock(&client->table);
     TAILQ_REMOVE(&client->queues, queue, entry);
     pthread_mutex_unlock(&client->table);
-    unmap(queue);
+    unmap_rings(queue);
     free(queue);
 }
 

@@ -35,7 +35,7 @@ static int check_text(const char *name, const char *text, size_t size)
     return KVQ_OK;
 }
 
-static int check_options(const struct kvq_session_options *o)
+static int check_session_options(const struct kvq_session_options *o)
 {
     int rc = check_text("namespace", o->ns, KVQ_NAME_BYTES);
     if (rc == KVQ_OK)
@@ -70,10 +70,11 @@ static int check_options(const struct kvq_session_options *o)
     return KVQ_OK;
 }
 
-static int take_options(struct kvq_session_options *to, const struct kvq_session_options *from)
+static int take_session_options(struct kvq_session_options *to,
+                                const struct kvq_session_options *from)
 {
     int rc = KVQ__SIZED_TAKE(to, from, "kvq_session_options");
-    return rc ? rc : check_options(to);
+    return rc ? rc : check_session_options(to);
 }
 
 // The generated structures do not know const, but nothing writes through them.
@@ -124,7 +125,7 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->adapter = text_of(o->adapter);
 }
 
-static void copy_text(char *to, size_t size, const char *from)
+static void copy_reply_text(char *to, size_t size, const char *from)
 {
     snprintf(to, size, "%s", from);
 }
@@ -152,14 +153,14 @@ static void give_info(const Kvq__Session *s, bool read_only, struct kvq_session_
                                  .exact_tokens = s->exact_tokens,
                                  .shared_bytes = s->shared_bytes,
                                  .pinned = s->pinned};
-    copy_text(i.ns, sizeof i.ns, s->namespace_);
-    copy_text(i.name, sizeof i.name, s->name);
-    copy_text(i.format, sizeof i.format, s->format);
-    copy_text(i.attention, sizeof i.attention, s->path);
-    copy_text(i.isa, sizeof i.isa, s->isa);
-    copy_text(i.place, sizeof i.place, s->place);
-    copy_text(i.tier, sizeof i.tier, s->tier);
-    copy_text(i.v_rotation, sizeof i.v_rotation, s->v_rotation);
+    copy_reply_text(i.ns, sizeof i.ns, s->namespace_);
+    copy_reply_text(i.name, sizeof i.name, s->name);
+    copy_reply_text(i.format, sizeof i.format, s->format);
+    copy_reply_text(i.attention, sizeof i.attention, s->path);
+    copy_reply_text(i.isa, sizeof i.isa, s->isa);
+    copy_reply_text(i.place, sizeof i.place, s->place);
+    copy_reply_text(i.tier, sizeof i.tier, s->tier);
+    copy_reply_text(i.v_rotation, sizeof i.v_rotation, s->v_rotation);
     kvq__sized_give(info, &i, sizeof i);
 }
 
@@ -252,8 +253,8 @@ static void opening_free(struct opening *o)
     free(o);
 }
 
-static int open_session(kvq_client *client, const struct kvq_session_options *o,
-                        kvq_session *session, struct kvq_session_info *info)
+static int open_with_options(kvq_client *client, const struct kvq_session_options *o,
+                             kvq_session *session, struct kvq_session_info *info)
 {
     struct opening *opening = NULL;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
@@ -278,7 +279,8 @@ static int open_session(kvq_client *client, const struct kvq_session_options *o,
     return rc;
 }
 
-static int lookup(kvq_client *client, const struct kvq_session_options *o, uint64_t *tokens)
+static int lookup_prefix_of(kvq_client *client, const struct kvq_session_options *o,
+                            uint64_t *tokens)
 {
     struct opening *opening = NULL;
     Kvq__LookupPrefix message = KVQ__LOOKUP_PREFIX__INIT;
@@ -308,14 +310,14 @@ int kvq_lookup(kvq_client *client, const struct kvq_session_options *options, ui
         return kvq__set_error(KVQ_E_INVALID, "kvq_lookup: an argument is NULL");
     *tokens = 0;
     struct kvq_session_options o;
-    int rc = take_options(&o, options);
+    int rc = take_session_options(&o, options);
     if (rc)
         return rc;
     if (!o.prefix.buffer)
         return kvq__set_error(KVQ_E_BUFFER,
                               "kvq_lookup: no token ids to look up: options->prefix.buffer "
                               "is NULL");
-    return lookup(client, &o, tokens);
+    return lookup_prefix_of(client, &o, tokens);
 }
 
 int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
@@ -325,10 +327,10 @@ int kvq_session_open(kvq_client *client, const struct kvq_session_options *optio
         return kvq__set_error(KVQ_E_INVALID, "kvq_session_open: an argument is NULL");
     *session = 0;
     struct kvq_session_options o;
-    int rc = take_options(&o, options);
+    int rc = take_session_options(&o, options);
     if (rc == KVQ_OK && info)
         rc = kvq__sized_check(info, "kvq_session_info");
-    return rc ? rc : open_session(client, &o, session, info);
+    return rc ? rc : open_with_options(client, &o, session, info);
 }
 
 int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer *rows,
@@ -407,7 +409,7 @@ static int ask_move(kvq_client *client, struct kvq__call *call, struct move_answ
     if (rc == KVQ_OK) {
         const Kvq__Move *m = call->reply->move;
         *answer = (struct move_answer){.id = m->id, .finished = m->finished, .status = m->status};
-        copy_text(answer->text, sizeof answer->text, m->text);
+        copy_reply_text(answer->text, sizeof answer->text, m->text);
     }
     pthread_mutex_unlock(&client->control);
     return rc;

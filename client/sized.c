@@ -21,7 +21,7 @@ ENDS_WITH(kvq_local_options, parallel_context);
 ENDS_WITH(kvq_bucket_options, max_tokens);
 ENDS_WITH(kvq_capture_options, max_tokens);
 
-static int check(uint32_t size, const char *name)
+static int check_size(uint32_t size, const char *name)
 {
     if (size > sizeof size && size <= MOST_BYTES && size % _Alignof(uint64_t) == 0)
         return KVQ_OK;
@@ -35,7 +35,7 @@ int kvq__sized_take(void *to, size_t known, const void *from, const char *name)
     const uint8_t *bytes = from;
     assert(known > sizeof size && known <= MOST_BYTES);
     memcpy(&size, from, sizeof size);
-    int rc = check(size, name);
+    int rc = check_size(size, name);
     if (rc)
         return rc;
     for (size_t i = known; i < size; i++)
@@ -54,7 +54,7 @@ int kvq__sized_check(const void *to, const char *name)
 {
     uint32_t size;
     memcpy(&size, to, sizeof size);
-    return check(size, name);
+    return check_size(size, name);
 }
 
 void kvq__sized_give(void *to, const void *from, size_t known)

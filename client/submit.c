@@ -41,7 +41,7 @@ static int check_call(const kvq_queue *queue, unsigned op, const struct kvq_work
 
 // ---- Sending ----
 
-static int send_request(kvq_queue *queue, const struct kvq__pending *p)
+static int publish_request(kvq_queue *queue, const struct kvq__pending *p)
 {
     uint32_t room;
     if (kvq_ring_room(&queue->tx, &room) || room < p->request.slots)
@@ -128,7 +128,7 @@ int kvq__submit_send(kvq_queue *queue, struct kvq__pending *p)
 {
     queue->seq++;
     p->ticket = ++queue->tickets << TICKET_SLOT_BITS | (uint64_t)(p - queue->pending);
-    int rc = send_request(queue, p);
+    int rc = publish_request(queue, p);
     if (rc)
         p->ticket = 0;
     return rc;

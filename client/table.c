@@ -46,7 +46,7 @@ void kvq__shape_unref(struct kvq__shape *shape)
         free(shape);
 }
 
-static int add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
+static int add_handle(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
 {
     if (handle == 0 || index_of(handle) >= KVQ__HANDLES)
         return kvq__set_error(KVQ_E_PROTOCOL,
@@ -63,7 +63,7 @@ static int add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__
 int kvq__handle_add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape)
 {
     pthread_mutex_lock(&client->table);
-    int rc = add(client, handle, read_only, shape);
+    int rc = add_handle(client, handle, read_only, shape);
     if (rc)
         kvq__shape_unref(shape);
     pthread_mutex_unlock(&client->table);
@@ -77,14 +77,14 @@ int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle)
     struct kvq__shape *shape = h ? h->shape : NULL;
     if (shape)
         shape->refs++;
-    int rc = add(client, handle, false, shape);
+    int rc = add_handle(client, handle, false, shape);
     if (rc)
         kvq__shape_unref(shape);
     pthread_mutex_unlock(&client->table);
     return rc;
 }
 
-static void forget(kvq_client *client, struct kvq__handle *h)
+static void clear_handle(kvq_client *client, struct kvq__handle *h)
 {
     client->open_handles--;
     kvq__note_change(client, h->handle);
@@ -96,7 +96,7 @@ void kvq__handle_remove(kvq_client *client, uint64_t handle)
 {
     pthread_mutex_lock(&client->table);
     if (kvq__handle_find(client, handle))
-        forget(client, &client->handles[index_of(handle)]);
+        clear_handle(client, &client->handles[index_of(handle)]);
     pthread_mutex_unlock(&client->table);
 }
 
@@ -106,7 +106,7 @@ uint32_t kvq__handle_clear(kvq_client *client)
     uint32_t held = client->open_handles;
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (client->handles[i].handle)
-            forget(client, &client->handles[i]);
+            clear_handle(client, &client->handles[i]);
     pthread_mutex_unlock(&client->table);
     return held;
 }

@@ -15,13 +15,6 @@
 
 // ---- Which order ----
 
-static int fault(const struct kvq__here *here, int result, const char *what)
-{
-    char text[KVQ__TEXT_BYTES / 2];
-    kvq_gpu_fault(here->driver, result, what, text, sizeof text);
-    return kvq__set_error(kvq__gpu_code(result), "%s", text);
-}
-
 // What the environment asks for; KVQ_ORDER_NONE: nothing.
 static int order_asked(int *order)
 {
@@ -92,7 +85,7 @@ static int ask_daemon(kvq_queue *queue, struct kvq__timeline *t)
     return rc;
 }
 
-static void give_back(struct kvq__timeline *t)
+static void release_timeline(struct kvq__timeline *t)
 {
     if (t->page) {
         kvq_gpu_host_unregister(t->here.driver, t->page);
@@ -124,7 +117,7 @@ static int try_words(kvq_queue *queue, struct kvq__timeline *t)
 {
     int result = t->here.driver->stream_create(&t->spare, KVQ_GPU_STREAM_OWN);
     if (result != KVQ_GPU_OK)
-        return fault(&t->here, result, "making a stream");
+        return kvq__driver_fault(&t->here, result, "making a stream");
     int rc = ask_daemon(queue, t);
     if (rc == KVQ_OK && !words_work(t))
         rc = kvq__set_error(KVQ_E_UNSUPPORTED,
@@ -163,7 +156,7 @@ static int try_orders(kvq_queue *queue, struct kvq__timeline *t, int asked)
 }
 
 // With the table's lock: the client's queues that words order.
-static void count(const kvq_queue *queue, int more)
+static void count_timeline(const kvq_queue *queue, int more)
 {
     uint32_t *n = &queue->client->timelines;
     if (queue->timeline.order == KVQ_ORDER_WORDS)
@@ -178,12 +171,12 @@ static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
     if (rc == KVQ_OK)
         rc = try_orders(queue, &made, asked);
     if (rc) {
-        give_back(&made);
+        release_timeline(&made);
         return rc;
     }
     pthread_mutex_lock(&queue->client->table);
     queue->timeline = made;
-    count(queue, 1);
+    count_timeline(queue, 1);
     pthread_mutex_unlock(&queue->client->table);
     return KVQ_OK;
 }
@@ -231,10 +224,10 @@ void kvq__timeline_close(kvq_queue *queue)
         t->here.driver->context_sync();
     pthread_mutex_lock(&queue->client->table);
     gone = *t;
-    count(queue, -1);
+    count_timeline(queue, -1);
     *t = (struct kvq__timeline){.here = gone.here};
     pthread_mutex_unlock(&queue->client->table);
-    give_back(&gone);
+    release_timeline(&gone);
     kvq__context_leave(&gone.here, before);
 }
 
@@ -258,7 +251,7 @@ static int check_stream(kvq_queue *queue, unsigned op, struct kvq_gpu_stream *st
     const struct kvq__here *here = &queue->timeline.here;
     int result = here->driver->stream_capturing(stream, &status);
     if (result != KVQ_GPU_OK)
-        return fault(here, result, "looking at the stream that was given");
+        return kvq__driver_fault(here, result, "looking at the stream that was given");
     if (status != KVQ_GPU_CAPTURE_NONE)
         return kvq__set_error(KVQ_E_UNSUPPORTED,
                               "%s: the stream is being captured into a graph, and a request of the "
@@ -279,7 +272,7 @@ static int wait_here(kvq_queue *queue, struct kvq__pending *p, int result)
         nanosleep(&pause, NULL);
         rc = kvq__queue_take(queue);
     }
-    return fault(&t->here, result, "having the stream wait for the daemon");
+    return kvq__driver_fault(&t->here, result, "having the stream wait for the daemon");
 }
 
 // All streams of a queue count in one word, and a number there tells the daemon of all numbers
@@ -319,7 +312,8 @@ static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gp
     p->request.signal = t->last + 1;
     int result = tell_in_turn(t, stream);
     if (result != KVQ_GPU_OK)
-        return fault(&t->here, result, "having the stream tell the daemon that it has come so far");
+        return kvq__driver_fault(&t->here, result,
+                                 "having the stream tell the daemon that it has come so far");
     int rc = kvq__submit_send(queue, p);
     if (rc == KVQ_OK && kvq_word_load_acquire(&queue->client->timelines) > 1)
         rc = wait_enqueued(queue, p);
@@ -334,7 +328,7 @@ static int send_by_host(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu
     const struct kvq__here *here = &queue->timeline.here;
     int result = here->driver->stream_sync(stream);
     if (result != KVQ_GPU_OK)
-        return fault(here, result, "waiting for the stream");
+        return kvq__driver_fault(here, result, "waiting for the stream");
     int rc = kvq__submit_send(queue, p);
     if (rc == KVQ_OK)
         rc = kvq__queue_wait(queue, p, UINT64_MAX);
@@ -343,7 +337,7 @@ static int send_by_host(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu
     return rc;
 }
 
-static int send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
+static int send_in_order(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
 {
     static int (*const ways[])(kvq_queue *, struct kvq__pending *,
                                struct kvq_gpu_stream *) = {[KVQ_ORDER_WORDS] = send_in_words,
@@ -352,8 +346,9 @@ static int send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream 
     return ways[queue->timeline.order](queue, p, stream);
 }
 
-static int submit(kvq_queue *queue, unsigned op, struct kvq_work *work, struct kvq_entry *entries,
-                  uint32_t n, struct kvq_gpu_stream *stream, kvq_ticket *ticket)
+static int submit_in_order(kvq_queue *queue, unsigned op, struct kvq_work *work,
+                           struct kvq_entry *entries, uint32_t n, struct kvq_gpu_stream *stream,
+                           kvq_ticket *ticket)
 {
     struct kvq__pending *p = NULL;
     if (!has_stream_variant(op))
@@ -365,7 +360,7 @@ static int submit(kvq_queue *queue, unsigned op, struct kvq_work *work, struct k
         rc = kvq__submit_make(queue, op, work, entries, n, &p);
     if (rc)
         return rc;
-    rc = send(queue, p, stream);
+    rc = send_in_order(queue, p, stream);
     *ticket = p->ticket;
     return rc;
 }
@@ -379,7 +374,7 @@ int kvq__timeline_step(kvq_queue *queue, const struct kvq_step_work *work,
     if (rc == KVQ_OK)
         rc = kvq__step_make(queue, work, entries, n, extents, &p);
     if (rc == KVQ_OK)
-        rc = send(queue, p, stream);
+        rc = send_in_order(queue, p, stream);
     return rc ? rc : kvq_wait(queue, p->ticket, UINT64_MAX);
 }
 
@@ -388,40 +383,40 @@ int kvq_submit_on_stream(kvq_queue *queue, enum kvq_operation op, struct kvq_wor
 {
     if (!ticket)
         return kvq__set_error(KVQ_E_INVALID, "%s: ticket is NULL", kvq__op_name((unsigned)op));
-    return submit(queue, (unsigned)op, work, entries, n, stream, ticket);
+    return submit_in_order(queue, (unsigned)op, work, entries, n, stream, ticket);
 }
 
-static int run(kvq_queue *queue, unsigned op, const struct kvq_work *work,
-               struct kvq_entry *entries, uint32_t n, void *stream)
+static int run_on_stream(kvq_queue *queue, unsigned op, const struct kvq_work *work,
+                         struct kvq_entry *entries, uint32_t n, void *stream)
 {
     kvq_ticket ticket = 0;
     if (!work)
         return kvq__set_error(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name(op));
     struct kvq_work copy = *work;
-    int rc = submit(queue, op, &copy, entries, n, stream, &ticket);
+    int rc = submit_in_order(queue, op, &copy, entries, n, stream, &ticket);
     return rc ? rc : kvq_wait(queue, ticket, UINT64_MAX);
 }
 
 int kvq_append_on_stream(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries,
                          uint32_t n, void *stream)
 {
-    return run(queue, KVQ_OP_APPEND, work, entries, n, stream);
+    return run_on_stream(queue, KVQ_OP_APPEND, work, entries, n, stream);
 }
 
 int kvq_attend_on_stream(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries,
                          uint32_t n, void *stream)
 {
-    return run(queue, KVQ_OP_ATTEND, work, entries, n, stream);
+    return run_on_stream(queue, KVQ_OP_ATTEND, work, entries, n, stream);
 }
 
 int kvq_append_attend_on_stream(kvq_queue *queue, const struct kvq_work *work,
                                 struct kvq_entry *entries, uint32_t n, void *stream)
 {
-    return run(queue, KVQ_OP_APPEND_ATTEND, work, entries, n, stream);
+    return run_on_stream(queue, KVQ_OP_APPEND_ATTEND, work, entries, n, stream);
 }
 
 int kvq_read_on_stream(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries,
                        uint32_t n, void *stream)
 {
-    return run(queue, KVQ_OP_READ, work, entries, n, stream);
+    return run_on_stream(queue, KVQ_OP_READ, work, entries, n, stream);
 }

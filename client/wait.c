@@ -42,7 +42,7 @@ int kvq__queue_kill(kvq_queue *queue, int code)
     return code;
 }
 
-static int damaged(kvq_queue *queue, const char *what, uint64_t value)
+static int fail_damaged(kvq_queue *queue, const char *what, uint64_t value)
 {
     return kvq__queue_kill(
         queue, kvq__set_error(KVQ_E_PROTOCOL,
@@ -51,7 +51,7 @@ static int damaged(kvq_queue *queue, const char *what, uint64_t value)
                               queue->id, what, (unsigned long long)value));
 }
 
-static int lost(kvq_queue *queue)
+static int fail_lost(kvq_queue *queue)
 {
     return kvq__queue_kill(queue,
                            kvq__set_error(KVQ_E_DISCONNECTED,
@@ -111,7 +111,7 @@ static int take_results(kvq_queue *queue, struct kvq__pending *p)
     return KVQ_OK;
 }
 
-static int take_one(kvq_queue *queue, uint32_t ready, uint32_t *slots)
+static int take_completion(kvq_queue *queue, uint32_t ready, uint32_t *slots)
 {
     struct kvq_completion head;
     kvq_ring_copy(&queue->rx, 0, &head, sizeof head);
@@ -119,13 +119,13 @@ static int take_one(kvq_queue *queue, uint32_t ready, uint32_t *slots)
     *slots = 1 + ((uint32_t)head.count * sizeof(struct kvq_result) + KVQ_SLOT_BYTES - 1) /
                      KVQ_SLOT_BYTES;
     if (!p)
-        return damaged(queue, "it answers a request that is not open,", head.seq);
+        return fail_damaged(queue, "it answers a request that is not open,", head.seq);
     if (head.slots != *slots || *slots > ready)
-        return damaged(queue, "a message's length in slots is", head.slots);
+        return fail_damaged(queue, "a message's length in slots is", head.slots);
     if (head.count != p->n && !(head.count == 0 && head.status))
-        return damaged(queue, "the number of results is", head.count);
+        return fail_damaged(queue, "the number of results is", head.count);
     if (head.status > 0)
-        return damaged(queue, "a status is above zero:", (uint32_t)head.status);
+        return fail_damaged(queue, "a status is above zero:", (uint32_t)head.status);
     if (head.count) {
         int rc = take_results(queue, p);
         if (rc)
@@ -146,10 +146,10 @@ int kvq__queue_take(kvq_queue *queue)
     if (queue->dead)
         return queue->dead;
     if (kvq_ring_poll(&queue->rx, &ready))
-        return damaged(queue, "its tail is at", queue->cq->tail);
+        return fail_damaged(queue, "its tail is at", queue->cq->tail);
     while (ready > 0) {
         uint32_t slots;
-        int rc = take_one(queue, ready, &slots);
+        int rc = take_completion(queue, ready, &slots);
         if (rc)
             return rc;
         kvq_ring_consume(&queue->rx, slots);
@@ -166,7 +166,7 @@ static int check_alive(kvq_queue *queue, short revents)
     if (!(revents & (POLLRDHUP | POLLHUP | POLLERR | POLLNVAL)))
         return KVQ_OK;
     int rc = kvq__queue_take(queue);
-    return rc ? rc : lost(queue);
+    return rc ? rc : fail_lost(queue);
 }
 
 static int look_at_socket(kvq_queue *queue)
@@ -189,7 +189,7 @@ static void learn_gap(kvq_queue *queue, uint64_t ns)
 }
 
 // Spins until p is done, the window is over or there are too few CPUs. 0 or the queue's death.
-static int spin(kvq_queue *queue, struct kvq__pending *p, uint64_t start, uint64_t deadline_ns)
+static int spin_for(kvq_queue *queue, struct kvq__pending *p, uint64_t start, uint64_t deadline_ns)
 {
     const struct kvq_daemon_page *page = queue->client->page;
     uint64_t end = start + spin_window(queue), alive = start + ALIVE_NS;
@@ -216,7 +216,7 @@ static int spin(kvq_queue *queue, struct kvq__pending *p, uint64_t start, uint64
 
 // Takes what woke us out of its descriptor (a socket or an eventfd). False if its other end is
 // closed.
-static bool drain(int fd)
+static bool drain_wakeups(int fd)
 {
     uint64_t words[16];
     ssize_t n;
@@ -237,7 +237,7 @@ static int sleep_once(kvq_queue *queue, uint64_t left_ns)
         return kvq__set_error_errno("cannot wait for the daemon");
     if (n <= 0)
         return KVQ_OK;
-    if (p[0].revents && !drain(queue->wake_client))
+    if (p[0].revents && !drain_wakeups(queue->wake_client))
         return check_alive(queue, POLLHUP);
     return check_alive(queue, p[1].revents);
 }
@@ -272,7 +272,7 @@ int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *p, uint64_t deadline_
         kvq_cpu_relax();
     }
     uint64_t start = kvq_now_ns();
-    int rc = may_spin ? spin(queue, p, start, deadline_ns) : kvq__queue_take(queue);
+    int rc = may_spin ? spin_for(queue, p, start, deadline_ns) : kvq__queue_take(queue);
     if (rc == KVQ_OK && !p->done)
         rc = sleep_until(queue, p, deadline_ns);
     learn_gap(queue, kvq_now_ns() - start);

@@ -65,7 +65,7 @@ static void wake(struct kvq__watch *w)
 }
 
 // Signals are for the engine's threads.
-static int start(kvq_client *client)
+static int start_watching(kvq_client *client)
 {
     sigset_t all, before;
     sigfillset(&all);
@@ -83,7 +83,7 @@ int kvq__watch_start(kvq_client *client)
     if (!w->running) {
         w->stop = w->lost = 0;
         w->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        int error = w->wake < 0 ? errno : start(client);
+        int error = w->wake < 0 ? errno : start_watching(client);
         if (error) {
             if (w->wake >= 0)
                 close(w->wake);

@@ -3,22 +3,22 @@
 // The calls that wait: each submits one request and waits for its ticket.
 #include "client/internal.h"
 
-static int run(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
-               struct kvq_entry *entries, uint32_t n)
+static int submit_and_wait(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
+                           struct kvq_entry *entries, uint32_t n)
 {
     kvq_ticket ticket;
     int rc = kvq_submit(queue, op, work, entries, n, &ticket);
     return rc ? rc : kvq_wait(queue, ticket, UINT64_MAX);
 }
 
-static int run_work(kvq_queue *queue, enum kvq_operation op, const struct kvq_work *work,
-                    struct kvq_entry *entries, uint32_t n)
+static int submit_work_and_wait(kvq_queue *queue, enum kvq_operation op,
+                                const struct kvq_work *work, struct kvq_entry *entries, uint32_t n)
 {
     struct kvq_work copy;
     if (!work)
         return kvq__set_error(KVQ_E_INVALID, "%s: work is NULL", kvq__op_name((unsigned)op));
     copy = *work;
-    return run(queue, op, &copy, entries, n);
+    return submit_and_wait(queue, op, &copy, entries, n);
 }
 
 int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n, uint64_t *step)
@@ -33,25 +33,25 @@ int kvq_step_begin_ids(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
     if (!step || !ids)
         return kvq__set_error(KVQ_E_INVALID, "kvq_step_begin: step or ids is NULL");
     work.ids = *ids;
-    int rc = run(queue, KVQ_DO_STEP_BEGIN, &work, entries, n);
+    int rc = submit_and_wait(queue, KVQ_DO_STEP_BEGIN, &work, entries, n);
     *step = work.step;
     return rc;
 }
 
 int kvq_append(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries, uint32_t n)
 {
-    return run_work(queue, KVQ_DO_APPEND, work, entries, n);
+    return submit_work_and_wait(queue, KVQ_DO_APPEND, work, entries, n);
 }
 
 int kvq_attend(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries, uint32_t n)
 {
-    return run_work(queue, KVQ_DO_ATTEND, work, entries, n);
+    return submit_work_and_wait(queue, KVQ_DO_ATTEND, work, entries, n);
 }
 
 int kvq_append_attend(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries,
                       uint32_t n)
 {
-    return run_work(queue, KVQ_DO_APPEND_ATTEND, work, entries, n);
+    return submit_work_and_wait(queue, KVQ_DO_APPEND_ATTEND, work, entries, n);
 }
 
 int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_entry *entries, uint32_t n)
@@ -63,13 +63,13 @@ int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids
                       struct kvq_entry *entries, uint32_t n)
 {
     struct kvq_work work = {.step = step, .ids = *ids};
-    return run(queue, KVQ_DO_STEP_END, &work, entries, n);
+    return submit_and_wait(queue, KVQ_DO_STEP_END, &work, entries, n);
 }
 
 int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries, uint32_t n)
 {
     struct kvq_work work = {.step = step};
-    return run(queue, KVQ_DO_STEP_ABORT, &work, entries, n);
+    return submit_and_wait(queue, KVQ_DO_STEP_ABORT, &work, entries, n);
 }
 
 // On the ring a truncation counts the tokens to drop, in 16 bits. More than that is deeper than
@@ -96,29 +96,29 @@ int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries, const uint64_t *to
     if (n > 0 && (!entries || !tokens))
         return kvq__set_error(KVQ_E_INVALID, "truncate of %u sessions, but an array is NULL", n);
     int rc = count_dropped(entries, tokens, n);
-    return rc ? rc : run(queue, KVQ_DO_TRUNCATE, NULL, entries, n);
+    return rc ? rc : submit_and_wait(queue, KVQ_DO_TRUNCATE, NULL, entries, n);
 }
 
 int kvq_fork(kvq_queue *queue, struct kvq_entry *entries, uint32_t n)
 {
-    return run(queue, KVQ_DO_FORK, NULL, entries, n);
+    return submit_and_wait(queue, KVQ_DO_FORK, NULL, entries, n);
 }
 
 int kvq_accept(kvq_queue *queue, const kvq_buffer *list, uint64_t list_offset,
                struct kvq_entry *entries, uint32_t n)
 {
     struct kvq_work work = {.pages = {.list = list, .list_offset = list_offset}};
-    return run(queue, KVQ_DO_ACCEPT, &work, entries, n);
+    return submit_and_wait(queue, KVQ_DO_ACCEPT, &work, entries, n);
 }
 
 int kvq_read(kvq_queue *queue, const struct kvq_work *work, struct kvq_entry *entries, uint32_t n)
 {
-    return run_work(queue, KVQ_DO_READ, work, entries, n);
+    return submit_work_and_wait(queue, KVQ_DO_READ, work, entries, n);
 }
 
 int kvq_nop(kvq_queue *queue, struct kvq_entry *entries, uint32_t n)
 {
-    return run(queue, KVQ_DO_NOP, NULL, entries, n);
+    return submit_and_wait(queue, KVQ_DO_NOP, NULL, entries, n);
 }
 
 struct kvq_tensor kvq_tensor_make(const kvq_buffer *buffer, uint64_t offset, uint32_t heads,

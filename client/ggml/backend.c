@@ -73,7 +73,7 @@ static struct layout *layout_of(const struct ggml_backend_buffer *buffer)
     return at;
 }
 
-static void forget(const struct ggml_backend_buffer *buffer)
+static void forget_layout(const struct ggml_backend_buffer *buffer)
 {
     for (struct layout **at = &layouts; *at; at = &(*at)->next) {
         if ((*at)->buffer == buffer) {
@@ -86,7 +86,7 @@ static void forget(const struct ggml_backend_buffer *buffer)
 }
 
 // The place of a layer in its layout, in the order of llama.cpp's numbers; n if it is new.
-static uint32_t place_of(const struct layout *layout, int number)
+static uint32_t index_in_layout(const struct layout *layout, int number)
 {
     uint32_t i = 0;
     while (i < layout->n && layout->layers[i].number < number)
@@ -98,7 +98,7 @@ static uint32_t place_of(const struct layout *layout, int number)
 static bool is_another(const struct layout *layout, const struct kvq_ggml_layer *layer)
 {
     struct ggml_backend_buffer *buffer = layer->k->buffer;
-    const uint32_t i = place_of(layout, layer->number);
+    const uint32_t i = index_in_layout(layout, layer->number);
     return layout->cells != layer->k->ne[1] ||
            layout->base != ggml_backend_buffer_get_base(buffer) ||
            layout->size != ggml_backend_buffer_get_size(buffer) ||
@@ -106,11 +106,11 @@ static bool is_another(const struct layout *layout, const struct kvq_ggml_layer 
 }
 
 // Keeps what an attention says of its layer. Whether the layer is taken.
-static bool keep(const struct kvq_ggml_layer *layer, bool taken)
+static bool keep_layer(const struct kvq_ggml_layer *layer, bool taken)
 {
     struct layout *layout = layout_of(layer->k->buffer);
     if (layout && is_another(layout, layer)) {
-        forget(layer->k->buffer);
+        forget_layout(layer->k->buffer);
         layout = NULL;
     }
     if (!layout) {
@@ -124,7 +124,7 @@ static bool keep(const struct kvq_ggml_layer *layer, bool taken)
         layout->next = layouts;
         layouts = layout;
     }
-    uint32_t i = place_of(layout, layer->number);
+    uint32_t i = index_in_layout(layout, layer->number);
     if (i == layout->n) {
         if (layout->n == KVQ_GGML_LAYERS)
             return false;
@@ -164,11 +164,11 @@ static bool has_window(const struct kvq_ggml_layer *layer)
 {
     const struct layout *own = layout_of(layer->k->buffer);
     for (const struct layout *at = layouts; at; at = at->next) {
-        if (at == own || at->cells < layer->k->ne[1] || place_of(at, layer->number) < at->n)
+        if (at == own || at->cells < layer->k->ne[1] || index_in_layout(at, layer->number) < at->n)
             continue;
         bool apart = true;
         for (uint32_t i = 0; own && apart && i < at->n; i++)
-            apart = place_of(own, at->layers[i].number) == own->n;
+            apart = index_in_layout(own, at->layers[i].number) == own->n;
         if (apart)
             return true;
     }
@@ -186,7 +186,7 @@ static bool takes_attention(const struct ggml_tensor *op)
     const char *why = unserved(op, &layer);
     if (!why && has_window(&layer))
         why = "a sliding window, or a cache as large as that of layers that have one";
-    const bool taken = keep(&layer, !why);
+    const bool taken = keep_layer(&layer, !why);
     struct layout *layout = layout_of(layer.k->buffer);
     if (why && layout && !layout->told) {
         layout->told = true;
@@ -204,7 +204,7 @@ static struct layout *find_layer(const struct ggml_tensor *tensor, uint32_t *i)
     if (!is_cache(tensor, 'k', &number) && !is_cache(tensor, 'v', &number))
         return NULL;
     struct layout *layout = layout_of(tensor->buffer);
-    *i = layout ? place_of(layout, number) : 0;
+    *i = layout ? index_in_layout(layout, number) : 0;
     return layout && *i < layout->n ? layout : NULL;
 }
 
@@ -301,8 +301,8 @@ static struct kvq_ggml_cache *make_cache(struct backend *backend,
 }
 
 // The cache and the layer of a tensor; NULL: refused.
-static struct kvq_ggml_cache *find(struct backend *backend, const struct ggml_tensor *tensor,
-                                   uint32_t *layer, bool *is_v)
+static struct kvq_ggml_cache *find_cache(struct backend *backend, const struct ggml_tensor *tensor,
+                                         uint32_t *layer, bool *is_v)
 {
     uint32_t i = 0;
     while (i < backend->n && backend->buffers[i] != tensor->buffer)
@@ -317,7 +317,7 @@ static struct kvq_ggml_cache *find(struct backend *backend, const struct ggml_te
 }
 
 // llama.cpp has made something else of a cache than kvqd knows, and may go on over it.
-static void lose(struct backend *backend, const struct ggml_tensor *node)
+static void lose_caches(struct backend *backend, const struct ggml_tensor *node)
 {
     for (uint32_t i = 0; i < backend->n; i++) {
         bool touches = root(node)->buffer == backend->buffers[i];
@@ -328,22 +328,22 @@ static void lose(struct backend *backend, const struct ggml_tensor *node)
     }
 }
 
-static bool compute(struct backend *backend, struct ggml_tensor *node)
+static bool compute_node(struct backend *backend, struct ggml_tensor *node)
 {
     uint32_t layer;
     bool is_v;
     struct kvq_ggml_cache *cache;
     switch (node->op) {
     case GGML_OP_SET_ROWS:
-        cache = find(backend, root(node), &layer, &is_v);
+        cache = find_cache(backend, root(node), &layer, &is_v);
         return cache && kvq_ggml_cache_rows(cache, layer, is_v, node);
     case GGML_OP_FLASH_ATTN_EXT:
-        cache = find(backend, root(node->src[1]), &layer, &is_v);
+        cache = find_cache(backend, root(node->src[1]), &layer, &is_v);
         return cache && kvq_ggml_cache_attend(cache, layer, node);
     default:
         if (is_view(node))
             return true;
-        lose(backend, node);
+        lose_caches(backend, node);
         return kvq_ggml_refuse("llama.cpp changes or reads K and V that kvqd has (%s), as for a "
                                "context shift; start without it, with a context (-c) that is long "
                                "enough",
@@ -356,7 +356,7 @@ static enum ggml_status backend_graph_compute(ggml_backend_t backend, struct ggm
     const int n = ggml_graph_n_nodes(graph);
     for (int i = 0; i < n; i++) {
         struct ggml_tensor *node = ggml_graph_node(graph, i);
-        if (node->flags & GGML_TENSOR_FLAG_COMPUTE && !compute(backend->context, node))
+        if (node->flags & GGML_TENSOR_FLAG_COMPUTE && !compute_node(backend->context, node))
             return GGML_STATUS_FAILED;
     }
     return GGML_STATUS_SUCCESS;
@@ -375,10 +375,10 @@ static void backend_free(ggml_backend_t backend)
         kvq_ggml_cache_free(own->caches[i]);
     pthread_mutex_lock(&layouts_lock);
     for (uint32_t i = 0; i < own->n; i++)
-        forget(own->buffers[i]);
+        forget_layout(own->buffers[i]);
     contexts--;
     while (contexts == 0 && layouts)
-        forget(layouts->buffer);
+        forget_layout(layouts->buffer);
     pthread_mutex_unlock(&layouts_lock);
     kvq_queue_close(&own->daemon.queue);
     kvq_disconnect(&own->daemon.client);

@@ -147,7 +147,7 @@ static uint64_t widest(const struct kvq_ggml_cache *cache, bool of_q)
     return most;
 }
 
-static char *at(const struct kvq_ggml_cache *cache, uint64_t offset)
+static char *desk_at(const struct kvq_ggml_cache *cache, uint64_t offset)
 {
     return (char *)kvq_buffer_data(cache->desk->buffer) + offset;
 }
@@ -176,7 +176,7 @@ static bool take_desk(struct kvq_ggml_cache *cache, uint32_t rows)
 }
 
 // Where K or V of a layer lies.
-static uint64_t place(const struct desk *desk, uint32_t layer, bool is_v)
+static uint64_t kv_offset(const struct desk *desk, uint32_t layer, bool is_v)
 {
     return (2 * (layer % desk->kept) + is_v) * desk->kv_bytes;
 }
@@ -189,7 +189,7 @@ static bool is_near(const struct kvq_ggml_cache *cache)
 }
 
 // Leaves the sessions as they were before the step; always false.
-static bool give_up(struct kvq_ggml_cache *cache)
+static bool give_up_step(struct kvq_ggml_cache *cache)
 {
     if (cache->state == UNDER_WAY && is_near(cache))
         kvq_local_abort(cache->all.local);
@@ -205,7 +205,7 @@ static bool give_up(struct kvq_ggml_cache *cache)
 static bool refuse_step(struct kvq_ggml_cache *cache, const char *what)
 {
     kvq_ggml_failed(what);
-    return give_up(cache);
+    return give_up_step(cache);
 }
 
 // Whether a request and all its entries went well.
@@ -218,7 +218,7 @@ static bool went(const struct kvq_ggml_cache *cache, int code)
 }
 
 // Learns from the cells of a forward's tokens which streams it has, and where they go on.
-static bool plan(struct kvq_ggml_cache *cache, const struct ggml_tensor *cells)
+static bool plan_step(struct kvq_ggml_cache *cache, const struct ggml_tensor *cells)
 {
     const int64_t *cell = cells->data, rows = cells->ne[0], size = (int64_t)cache->all.cells;
     uint32_t n = 0;
@@ -263,19 +263,19 @@ bool kvq_ggml_cache_rows(struct kvq_ggml_cache *cache, uint32_t layer, bool is_v
     const size_t width = (size_t)shape->kv_heads * shape->k_dim * sizeof(float);
     if (layer == 0 && cache->state != IDLE &&
         (cache->state == UNDER_WAY || (is_v ? cache->has_v : cache->has_k)))
-        give_up(cache); // llama.cpp has left the last forward
+        give_up_step(cache); // llama.cpp has left the last forward
     if (layer == 0 && cache->state == IDLE) {
-        if (!plan(cache, cells))
-            return give_up(cache);
+        if (!plan_step(cache, cells))
+            return give_up_step(cache);
         cache->state = GIVEN;
     }
     if (cache->state == IDLE || layer != cache->next || (uint64_t)cells->ne[0] != cache->rows ||
         (size_t)rows->ne[0] * sizeof(float) != width || (uint64_t)rows->ne[1] != cache->rows) {
         kvq_ggml_refuse("rows of layer %d came where layer %d's were expected",
                         cache->layers[layer].number, cache->layers[cache->next].number);
-        return give_up(cache);
+        return give_up_step(cache);
     }
-    char *to = at(cache, place(cache->desk, layer, is_v));
+    char *to = desk_at(cache, kv_offset(cache->desk, layer, is_v));
     for (uint32_t i = 0; i < cache->rows; i++)
         memcpy(to + i * width, (const char *)rows->data + i * rows->nb[1], width);
     *(is_v ? &cache->has_v : &cache->has_k) = true;
@@ -335,10 +335,10 @@ static bool check_attention(struct kvq_ggml_cache *cache, uint32_t layer,
     return check_mask(cache, mask);
 }
 
-static bool begin(struct kvq_ggml_cache *cache)
+static bool begin_step(struct kvq_ggml_cache *cache)
 {
     const struct kvq_ids told = {cache->desk->buffer, cache->desk->ids_at};
-    int32_t *ids = (void *)at(cache, told.offset);
+    int32_t *ids = (void *)desk_at(cache, told.offset);
     for (uint32_t i = 0; i < cache->n; i++) {
         const uint32_t which = cache->which[i];
         struct kvq_ggml_stream *stream = &cache->streams[which];
@@ -359,7 +359,7 @@ static bool begin(struct kvq_ggml_cache *cache)
 }
 
 // Ends the step behind its last layer.
-static bool end(struct kvq_ggml_cache *cache)
+static bool end_step(struct kvq_ggml_cache *cache)
 {
     const struct kvq_step_work work = {.ids = {cache->desk->buffer, cache->desk->ids_at}};
     const int code =
@@ -382,7 +382,7 @@ static bool end(struct kvq_ggml_cache *cache)
 static void take_queries(const struct kvq_ggml_cache *cache, const struct ggml_tensor *q)
 {
     const size_t head = (size_t)q->ne[0] * sizeof(float), heads = (size_t)q->ne[2];
-    char *to = at(cache, cache->desk->q_at);
+    char *to = desk_at(cache, cache->desk->q_at);
     for (uint32_t s = 0; s < cache->n; s++) {
         for (uint32_t t = 0; t < cache->each; t++) {
             const char *from = (const char *)q->data + s * q->nb[3] + t * q->nb[1];
@@ -397,19 +397,19 @@ bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct 
     const struct kvq_layer *shape = &cache->layers[layer].shape;
     if (layer != cache->next || !cache->has_k || !cache->has_v) {
         kvq_ggml_refuse("layer %d attends without new K and V", cache->layers[layer].number);
-        return give_up(cache);
+        return give_up_step(cache);
     }
-    if (!check_attention(cache, layer, node) || (cache->state == GIVEN && !begin(cache)))
-        return give_up(cache);
+    if (!check_attention(cache, layer, node) || (cache->state == GIVEN && !begin_step(cache)))
+        return give_up_step(cache);
     take_queries(cache, node->src[0]);
     const kvq_buffer *buffer = cache->desk->buffer;
     const uint32_t dim = shape->k_dim;
     const struct kvq_work work = {
         .step = is_near(cache) ? 0 : cache->number,
         .layer = layer,
-        .k = kvq_tensor_make(buffer, place(cache->desk, layer, false), shape->kv_heads, dim,
+        .k = kvq_tensor_make(buffer, kv_offset(cache->desk, layer, false), shape->kv_heads, dim,
                              KVQ_DTYPE_F32),
-        .v = kvq_tensor_make(buffer, place(cache->desk, layer, true), shape->kv_heads, dim,
+        .v = kvq_tensor_make(buffer, kv_offset(cache->desk, layer, true), shape->kv_heads, dim,
                              KVQ_DTYPE_F32),
         .q = kvq_tensor_make(buffer, cache->desk->q_at, shape->q_heads, dim, KVQ_DTYPE_F32),
         .out = kvq_tensor_make(buffer, cache->desk->out_at, shape->q_heads, dim, KVQ_DTYPE_F32)};
@@ -419,16 +419,16 @@ bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct 
             : kvq_append_attend(cache->all.daemon->queue, &work, cache->entries, cache->n);
     if (!went(cache, code))
         return refuse_step(cache, "attention failed");
-    memcpy(node->data, at(cache, cache->desk->out_at),
+    memcpy(node->data, desk_at(cache, cache->desk->out_at),
            (size_t)cache->rows * shape->q_heads * dim * sizeof(float));
     cache->has_k = cache->has_v = false;
     cache->next++;
-    return cache->next < cache->all.n_layers || end(cache);
+    return cache->next < cache->all.n_layers || end_step(cache);
 }
 
 void kvq_ggml_cache_lose(struct kvq_ggml_cache *cache)
 {
-    give_up(cache);
+    give_up_step(cache);
     for (uint32_t i = 0; i < KVQ_GGML_STREAMS; i++) {
         if (cache->streams[i].session)
             cache->streams[i].stamp = KVQ_GGML_LOST;

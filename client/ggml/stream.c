@@ -40,7 +40,7 @@ struct asked {
     uint32_t rollback;
 };
 
-static bool ask(struct asked *asked)
+static bool ask_environment(struct asked *asked)
 {
     const char *format = getenv("KVQ_LLAMA_FORMAT"), *path = getenv("KVQ_LLAMA_ATTENTION");
     const char *back = getenv("KVQ_LLAMA_ROLLBACK");
@@ -76,7 +76,7 @@ static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_
                      uint32_t which, struct words *words, struct kvq_session_options *options)
 {
     struct asked asked;
-    if (!ask(&asked))
+    if (!ask_environment(&asked))
         return false;
     const char *name = stream->spared ? NULL : asked.name;
     for (uint32_t i = 0; i < all->n_layers; i++)
@@ -98,7 +98,7 @@ static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_
 
 // Gives the memory of a stream in llama.cpp's own tensor back to the system: it holds nothing, and
 // reads as zeros. ggml's buffers on the CPU are private anonymous memory.
-static void release(const struct ggml_tensor *tensor, uint32_t which)
+static void release_cells(const struct ggml_tensor *tensor, uint32_t which)
 {
     const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
     const uintptr_t start = (uintptr_t)tensor->data + which * tensor->nb[2];
@@ -135,13 +135,13 @@ static bool open_local(struct kvq_ggml_sessions *all)
 }
 
 // The session of a stream. One with a name may be there.
-static bool open_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
-                         uint32_t which, const struct kvq_session_options *options)
+static bool open_stream_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                                uint32_t which, const struct kvq_session_options *options)
 {
     struct kvq_session_info info = {.size = sizeof info};
     for (uint32_t i = 0; i < all->n_layers; i++) {
-        release(all->layers[i].k, which);
-        release(all->layers[i].v, which);
+        release_cells(all->layers[i].k, which);
+        release_cells(all->layers[i].v, which);
     }
     if (!all->local && !open_local(all))
         return false;
@@ -166,7 +166,7 @@ static bool open_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *str
     if (!describe(all, stream, which, &words, &options))
         return false;
     options.prompt_tokens = rows;
-    return open_session(all, stream, which, &options);
+    return open_stream_session(all, stream, which, &options);
 }
 
 void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
@@ -178,7 +178,7 @@ void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_
 }
 
 // Destroys the session. llama.cpp's cells are not taken on trust again before the next step.
-static void drop(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
+static void drop_session(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
 {
     if (stream->session)
         (void)kvq_session_drop(all->daemon->client, stream->session);
@@ -266,8 +266,8 @@ static bool append_tail(const struct kvq_ggml_sessions *all, struct kvq_ggml_str
 }
 
 // A session that ends at the cell in the place of one that is longer.
-static bool rebuild(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
-                    uint64_t cell)
+static bool rebuild_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
+                            uint32_t which, uint64_t cell)
 {
     struct words words;
     struct kvq_session_options options;
@@ -295,13 +295,13 @@ static bool rebuild(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
     options.prefix.tokens = tail->first;
     if (!tail->first)
         options.prefix.buffer = NULL;
-    drop(all, stream);
-    if (!open_session(all, stream, which, &options))
+    drop_session(all, stream);
+    if (!open_stream_session(all, stream, which, &options))
         goto out;
     if (stream->tokens != tail->first) {
         kvq_ggml_refuse("pages of the first %llu tokens are gone; begin anew",
                         (unsigned long long)tail->first);
-        drop(all, stream);
+        drop_session(all, stream);
         goto out;
     }
     well = !tail->tokens || append_tail(all, stream, tail, ids);
@@ -324,7 +324,7 @@ static bool go_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *strea
     if (code == 0)
         stream->tokens = cell;
     else if (code == KVQ_E_ROLLBACK && stream->ids)
-        return rebuild(all, stream, which, cell);
+        return rebuild_session(all, stream, which, cell);
     else
         kvq_ggml_refuse("llama.cpp goes back from %llu tokens to %llu: %s",
                         (unsigned long long)stream->tokens, (unsigned long long)cell,
@@ -338,7 +338,7 @@ static bool begin_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *st
                        uint32_t which, uint32_t rows)
 {
     if (stream->ids) {
-        drop(all, stream);
+        drop_session(all, stream);
     } else {
         kvq_ggml_stream_close(all, stream);
         stream->spared = true;

@@ -17,7 +17,7 @@ static_assert((int)KVQ__LOCAL_THREADS <= (int)KVQ_POOL_MAX_THREADS, "a pool has 
 
 // ---- Memory, once ----
 
-static void *reserve(size_t bytes)
+static void *reserve_memory(size_t bytes)
 {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -56,9 +56,9 @@ static int start_workers(struct kvq_local *local)
 
 int kvq__attend_open(struct kvq_local *local)
 {
-    local->jobs = reserve(jobs_bytes());
-    local->partials = local->jobs ? reserve(KVQ__LOCAL_PARTIALS) : NULL;
-    local->workspaces = local->partials ? reserve(workspaces_bytes(local)) : NULL;
+    local->jobs = reserve_memory(jobs_bytes());
+    local->partials = local->jobs ? reserve_memory(KVQ__LOCAL_PARTIALS) : NULL;
+    local->workspaces = local->partials ? reserve_memory(workspaces_bytes(local)) : NULL;
     return local->workspaces ? start_workers(local) : KVQ_E_SYSTEM;
 }
 
@@ -77,7 +77,7 @@ void kvq__attend_close(struct kvq_local *local)
 
 typedef unsigned __int128 wide;
 
-static uint32_t value_bytes(const struct kvq_tensor *t)
+static uint32_t element_bytes(const struct kvq_tensor *t)
 {
     return t->dtype == KVQ_DTYPE_F32 ? 4 : 2;
 }
@@ -91,26 +91,27 @@ static uint64_t base_of(const struct kvq_local *local, const struct kvq_tensor *
 }
 
 // What does not depend on an entry, as the daemon checks it.
-static int check_tensor(const struct kvq_local *local, const struct kvq_tensor *t)
+static int check_attend_tensor(const struct kvq_local *local, const struct kvq_tensor *t)
 {
     if (!t->buffer)
         return KVQ_OK;
     uint64_t base = base_of(local, t);
     if (base == 0)
         return KVQ_E_BUFFER; // of another place
-    if (base % value_bytes(t))
+    if (base % element_bytes(t))
         return KVQ_E_INVALID;
     if (t->offset > t->buffer->bytes || t->token_stride > KVQ_MAX_BUFFER_BYTES ||
         t->head_stride > KVQ_MAX_BUFFER_BYTES)
         return KVQ_E_BOUNDS;
-    return (t->offset | t->token_stride | t->head_stride) % value_bytes(t) ? KVQ_E_INVALID : KVQ_OK;
+    return (t->offset | t->token_stride | t->head_stride) % element_bytes(t) ? KVQ_E_INVALID
+                                                                             : KVQ_OK;
 }
 
 // Rows [row, row + n) of heads x dim.
 static int check_rows(const struct kvq_tensor *t, uint32_t heads, uint32_t dim, uint64_t row,
                       uint64_t n)
 {
-    uint64_t width = (uint64_t)dim * value_bytes(t);
+    uint64_t width = (uint64_t)dim * element_bytes(t);
     if (n == 0)
         return KVQ_OK;
     if ((heads > 1 && t->head_stride < width) || (n > 1 && t->token_stride < width))
@@ -213,9 +214,9 @@ bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t 
 }
 
 // From the first row to the last of all entries that can be.
-static struct kvq_rows touched(const struct kvq_local *local, const struct kvq_tensor *t,
-                               const struct kvq_entry *entries, uint32_t n, bool tokens,
-                               uint32_t heads, uint32_t dim)
+static struct kvq_rows touched_rows(const struct kvq_local *local, const struct kvq_tensor *t,
+                                    const struct kvq_entry *entries, uint32_t n, bool tokens,
+                                    uint32_t heads, uint32_t dim)
 {
     uint64_t from = UINT64_MAX, to = 0;
     struct kvq_rows r = {.row_stride = t->token_stride, .head_stride = t->head_stride};
@@ -233,7 +234,7 @@ static struct kvq_rows touched(const struct kvq_local *local, const struct kvq_t
     r.first = to ? from : 0;
     r.n = to ? to - from : 0;
     r.heads = heads;
-    r.width = dim * value_bytes(t);
+    r.width = dim * element_bytes(t);
     return r;
 }
 
@@ -243,9 +244,9 @@ static bool meets_step(const struct kvq_local *local, const struct kvq_rows *out
 {
     for (uint32_t l = 0; l < local->n_layers; l++) {
         const struct kvq_rows k =
-            touched(local, &local->k[l], entries, n, true, s->kv_heads, s->k_dim);
+            touched_rows(local, &local->k[l], entries, n, true, s->kv_heads, s->k_dim);
         const struct kvq_rows v =
-            touched(local, &local->v[l], entries, n, true, s->kv_heads, s->v_dim);
+            touched_rows(local, &local->v[l], entries, n, true, s->kv_heads, s->v_dim);
         if (kvq_rows_meet(out, &k) || kvq_rows_meet(out, &v))
             return true;
     }
@@ -261,11 +262,13 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
     if (i == n)
         return KVQ_OK;
     const struct kvq_shape *s = &kvq__local_find(local, entries[i].session)->layers[w->layer].shape;
-    const struct kvq_rows out = touched(local, &w->out, entries, n, false, s->q_heads, s->v_dim);
-    const struct kvq_rows lse = touched(local, &w->lse, entries, n, false, s->q_heads, 1);
-    const struct kvq_rows in[] = {touched(local, &w->q, entries, n, false, s->q_heads, s->k_dim),
-                                  touched(local, &w->k, entries, n, true, s->kv_heads, s->k_dim),
-                                  touched(local, &w->v, entries, n, true, s->kv_heads, s->v_dim)};
+    const struct kvq_rows out =
+        touched_rows(local, &w->out, entries, n, false, s->q_heads, s->v_dim);
+    const struct kvq_rows lse = touched_rows(local, &w->lse, entries, n, false, s->q_heads, 1);
+    const struct kvq_rows in[] = {
+        touched_rows(local, &w->q, entries, n, false, s->q_heads, s->k_dim),
+        touched_rows(local, &w->k, entries, n, true, s->kv_heads, s->k_dim),
+        touched_rows(local, &w->v, entries, n, true, s->kv_heads, s->v_dim)};
     bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
     for (int j = 0; j < 3; j++)
         bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
@@ -378,7 +381,7 @@ static void plan_all(struct kvq_local *local, uint32_t n, uint32_t items)
 }
 
 // Blocks that sessions share are unpacked once, if there is room for the partial results.
-static bool share(struct kvq_local *local, uint32_t n)
+static bool share_blocks(struct kvq_local *local, uint32_t n)
 {
     size_t used = 0;
     if (n < 2 || !kvq_attend_share(local->sorted, n))
@@ -389,11 +392,11 @@ static bool share(struct kvq_local *local, uint32_t n)
     return true;
 }
 
-static void plan(struct kvq_local *local, uint32_t n)
+static void plan_jobs(struct kvq_local *local, uint32_t n)
 {
     uint32_t items = local->threads > 1 ? (4 * local->threads + n - 1) / n : 1;
     plan_all(local, n, items);
-    if (!share(local, n))
+    if (!share_blocks(local, n))
         plan_all(local, n, items);
 }
 
@@ -443,7 +446,7 @@ static void run_stage(struct stage *s)
         run_lane(s, 0);
 }
 
-static void run(struct kvq_local *local, uint32_t n)
+static void run_jobs(struct kvq_local *local, uint32_t n)
 {
     struct stage items = {.local = local, .run = kvq_attend_item, .n_jobs = n};
     struct stage merges = {.local = local, .run = kvq_attend_merge, .n_jobs = n};
@@ -490,7 +493,7 @@ int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *
                             w->lse.dtype);
     for (int i = 0; i < 5 && rc == KVQ_OK; i++) {
         static const char *const names[] = {"k", "v", "q", "out", "lse"};
-        rc = check_tensor(local, tensors[i]);
+        rc = check_attend_tensor(local, tensors[i]);
         if (rc)
             kvq__set_error(rc, "attend, layer %u: %s (offset %llu, strides %llu and %llu): %s",
                            w->layer, names[i], (unsigned long long)tensors[i]->offset,
@@ -546,8 +549,8 @@ int kvq_local_attend(kvq_local *local, const struct kvq_work *work, struct kvq_e
     if (rc)
         return rc;
     if (m) {
-        plan(local, m);
-        run(local, m);
+        plan_jobs(local, m);
+        run_jobs(local, m);
     }
     if (m < n)
         kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,

@@ -11,7 +11,7 @@ enum { SLOTS = 3, ALIGN = 256 };
 
 // ---- How large ----
 
-static void raise(uint32_t *to, uint32_t from)
+static void raise_to(uint32_t *to, uint32_t from)
 {
     *to = from > *to ? from : *to;
 }
@@ -33,10 +33,10 @@ static int count_one(const struct kvq_gpu_layer *layer, uint64_t tokens, uint32_
         .past_tokens = tokens, .q_start = tokens, .q_tokens = queries, .step_tokens = 0};
     if (kvq_gpu_attend_needs(layer, &call, NULL, 1, &needs, text, sizeof text))
         return kvq__set_error(KVQ_E_LIMIT, "%s", text);
-    raise(&most->tiles, needs.tiles);
-    raise(&most->narrow_items, needs.narrow_items);
-    raise(&most->wide_items, needs.wide_items);
-    raise(&most->narrow_rows, needs.narrow_rows);
+    raise_to(&most->tiles, needs.tiles);
+    raise_to(&most->narrow_items, needs.narrow_items);
+    raise_to(&most->wide_items, needs.wide_items);
+    raise_to(&most->narrow_rows, needs.narrow_rows);
     if (needs.partial_rows > most->partial_rows)
         most->partial_rows = needs.partial_rows;
     return KVQ_OK;
@@ -79,7 +79,7 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
     return rc;
 }
 
-static int count(struct kvq_bucket *b, size_t *workspace)
+static int count_limits(struct kvq_bucket *b, size_t *workspace)
 {
     int rc = KVQ_OK;
     *workspace = 0;
@@ -141,7 +141,7 @@ static int open_here(struct kvq_bucket *b, kvq_session session)
                               (unsigned long long)session);
     int rc = take_host(b, s);
     if (rc == KVQ_OK)
-        rc = count(b, &workspace);
+        rc = count_limits(b, &workspace);
     return rc ? rc : take_device(b, workspace);
 }
 
@@ -234,8 +234,8 @@ int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
 }
 
 // The pages of an entry's layer, as the table's copy on the host has them.
-static const struct kvq_table_layer *pages_of(const struct kvq_bucket *b, uint32_t layer,
-                                              const struct kvq_entry *e)
+static const struct kvq_table_layer *table_layer_of(const struct kvq_bucket *b, uint32_t layer,
+                                                    const struct kvq_entry *e)
 {
     const struct kvq__local_session *s = kvq__local_find(b->local, e->session);
     return s->layers[s->layers[layer].source].pages;
@@ -243,7 +243,7 @@ static const struct kvq_table_layer *pages_of(const struct kvq_bucket *b, uint32
 
 static uint64_t first_block(const struct kvq_bucket *b, uint32_t layer, const struct kvq_entry *e)
 {
-    const struct kvq_table_layer *t = pages_of(b, layer, e);
+    const struct kvq_table_layer *t = table_layer_of(b, layer, e);
     return t->n_pages ? ((const struct kvq_table_entry *)(const void *)(t + 1))->packed : 0;
 }
 
@@ -268,14 +268,15 @@ static void sort_by_block(struct kvq_bucket *b, uint32_t layer, const struct kvq
 static uint64_t common_tokens(const struct kvq_bucket *b, uint32_t layer, const struct kvq_entry *e,
                               const struct kvq_entry *before)
 {
-    const struct kvq_table_layer *t = pages_of(b, layer, e), *u = pages_of(b, layer, before);
+    const struct kvq_table_layer *t = table_layer_of(b, layer, e),
+                                 *u = table_layer_of(b, layer, before);
     return kvq_gpu_attend_common((const struct kvq_page *)(const void *)(t + 1), t->n_pages,
                                  (const struct kvq_page *)(const void *)(u + 1), u->n_pages);
 }
 
 // Fills order, calls and shared. Returns how many entries there are; *shares: whether any do.
-static uint32_t gather(struct kvq_bucket *b, const struct kvq_work *w,
-                       const struct kvq_entry *entries, uint32_t n, bool *shares)
+static uint32_t gather_calls(struct kvq_bucket *b, const struct kvq_work *w,
+                             const struct kvq_entry *entries, uint32_t n, bool *shares)
 {
     uint32_t m = 0;
     *shares = false;
@@ -300,7 +301,7 @@ int kvq__bucket_fill(struct kvq_bucket *b, const struct kvq_work *w,
     const struct kvq_gpu_layer l = gpu_layer(b, &b->layers[w->layer]);
     struct kvq_gpu_attend_limits limits = b->limits[w->layer];
     uint8_t *batch = b->slots[b->slot].memory + b->batch_at[w->layer];
-    uint32_t m = gather(b, w, entries, n, &shares);
+    uint32_t m = gather_calls(b, w, entries, n, &shares);
     if (shares && !captured)
         limits.narrow_rows = kvq_gpu_attend_stack_rows(&l);
     b->narrow_rows[w->layer] = limits.narrow_rows;

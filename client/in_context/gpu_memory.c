@@ -10,16 +10,9 @@
 
 #include "kernels/cuda/bundle.h"
 
-static int fault(const struct kvq__here *here, int result, const char *what)
-{
-    char text[KVQ__TEXT_BYTES / 2];
-    kvq_gpu_fault(here->driver, result, what, text, sizeof text);
-    return kvq__set_error(kvq__gpu_code(result), "%s", text);
-}
-
 int kvq__local_fault(const struct kvq_local *local, int result, const char *what)
 {
-    return fault(&local->here, result, what);
+    return kvq__driver_fault(&local->here, result, what);
 }
 
 // ---- Pools ----
@@ -60,8 +53,9 @@ int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int 
     if (!pool->mapped)
         return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     int result = driver->address_reserve(&at, pool->span, 0, 0, 0);
-    int rc = result ? fault(&pool->here, result, "reserving addresses for the daemon's pool")
-                    : open_kernels(pool, r, fd);
+    int rc =
+        result ? kvq__driver_fault(&pool->here, result, "reserving addresses for the daemon's pool")
+               : open_kernels(pool, r, fd);
     if (rc && result == KVQ_GPU_OK)
         driver->address_free(at, pool->span);
     if (rc) {
@@ -105,7 +99,8 @@ int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
     int result = map_at(&pool->here, there, pool->extent_bytes, fd);
     pool->mapped[number] = result == KVQ_GPU_OK;
     kvq__context_leave(&pool->here, before);
-    return result ? fault(&pool->here, result, "mapping an extent of the daemon's pool") : KVQ_OK;
+    return result ? kvq__driver_fault(&pool->here, result, "mapping an extent of the daemon's pool")
+                  : KVQ_OK;
 }
 
 void kvq__pool_gpu_close(struct kvq__pool *pool)
@@ -132,7 +127,8 @@ int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book)
             driver->memory_free(book->there);
     }
     kvq__context_leave(&pool->here, before);
-    return result ? fault(&pool->here, result, "copying a codebook to the GPU") : KVQ_OK;
+    return result ? kvq__driver_fault(&pool->here, result, "copying a codebook to the GPU")
+                  : KVQ_OK;
 }
 
 // ---- Tables ----

@@ -75,7 +75,8 @@ static bool is_whole(const struct kvq_format *f)
            (f->unit_tokens == 32 || f->unit_tokens == 64 || f->unit_tokens == 128);
 }
 
-static int keep(struct kvq__pool *pool, const struct kvq_format *f, const struct kvq_format **out)
+static int keep_format(struct kvq__pool *pool, const struct kvq_format *f,
+                       const struct kvq_format **out)
 {
     struct kvq__row *row;
     LIST_FOREACH (row, &pool->rows, link)
@@ -102,7 +103,7 @@ static int take_format(struct kvq__pool *pool, const Kvq__TableFormat *m,
     if (n.wrong || !is_whole(&f) || (!kvq_is_raw(&f) && kvq_format_check(&f, why, sizeof why)))
         return kvq__set_error(KVQ_E_VERSION,
                               "this library does not know a format of the daemon's: %s", why);
-    return keep(pool, &f, out);
+    return keep_format(pool, &f, out);
 }
 
 // ---- Layers ----
@@ -215,7 +216,7 @@ static int map_book(struct kvq__pool *pool, const Kvq__MapBookReply *r, int fd,
 }
 
 // Floats from `at` on that the tables of one side take.
-static bool fits(const struct kvq__book *book, uint64_t at, uint64_t most)
+static bool fits_book(const struct kvq__book *book, uint64_t at, uint64_t most)
 {
     uint64_t floats = book->bytes / sizeof(float);
     return at <= floats && most <= floats - at;
@@ -236,7 +237,7 @@ static const float *take_side(const struct kvq__book *book, const struct kvq_sid
     uint64_t table = ((uint64_t)1 << side->bits) * side->vector;
     uint64_t subs = s->k_dim / side->vector;
     uint64_t end = (s->kv_heads - 1u) * head + (subs - 1) * sub + table;
-    return fits(book, at, end) ? tables_of(book) + at : NULL;
+    return fits_book(book, at, end) ? tables_of(book) + at : NULL;
 }
 
 static bool take_tables(const struct kvq__book *book, const Kvq__MapBookReply *r,
@@ -249,7 +250,7 @@ static bool take_tables(const struct kvq__book *book, const Kvq__MapBookReply *r
     *b = (struct kvq_book){
         .k_head = r->k_head, .k_sub = r->k_sub, .v_head = r->v_head, .v_sub = r->v_sub};
     if (f->k_channel == KVQ_CHANNEL_BOOK) {
-        whole = fits(book, r->smooth, (uint64_t)s->kv_heads * s->k_dim);
+        whole = fits_book(book, r->smooth, (uint64_t)s->kv_heads * s->k_dim);
         b->smooth = whole ? tables_of(book) + r->smooth : NULL;
     }
     if (f->k.codec == KVQ_CODEC_BOOK)

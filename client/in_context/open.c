@@ -61,7 +61,7 @@ static bool is_refusal(int code)
 }
 
 // Takes a session out that is a member of no step.
-static void forget(struct kvq_local *local, struct kvq__local_session *s)
+static void forget_session(struct kvq_local *local, struct kvq__local_session *s)
 {
     kvq__page_table_close(local, s);
     local->sessions[kvq__handle_index(s->handle)] = NULL;
@@ -70,7 +70,7 @@ static void forget(struct kvq_local *local, struct kvq__local_session *s)
 }
 
 // Goes through the daemon from now on, with this text.
-static int give_up(struct kvq_local *local, const char *why)
+static int go_through_daemon(struct kvq_local *local, const char *why)
 {
     char copy[KVQ__TEXT_BYTES];
     snprintf(copy, sizeof copy, "%s", why);
@@ -88,8 +88,8 @@ static int give_up(struct kvq_local *local, const char *why)
 
 // ---- Opening ----
 
-static int check_options(const kvq_queue *queue, const struct kvq_local_options *o,
-                         kvq_local *const *local)
+static int check_local_options(const kvq_queue *queue, const struct kvq_local_options *o,
+                               kvq_local *const *local)
 {
     if (!queue || !local)
         return kvq__set_error(KVQ_E_INVALID, "kvq_local_open: an argument is NULL");
@@ -114,7 +114,7 @@ static int check_options(const kvq_queue *queue, const struct kvq_local_options 
     return KVQ_OK;
 }
 
-static struct kvq_local *make(kvq_queue *queue, const struct kvq_local_options *o)
+static struct kvq_local *make_local(kvq_queue *queue, const struct kvq_local_options *o)
 {
     struct kvq_local *local = calloc(1, sizeof *local);
     if (!local) {
@@ -143,11 +143,11 @@ int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options, kv
         *local = NULL;
     int rc = options ? KVQ__SIZED_TAKE(&o, options, "kvq_local_options") : KVQ_OK;
     if (rc == KVQ_OK)
-        rc = check_options(queue, &o, local);
+        rc = check_local_options(queue, &o, local);
     if (rc)
         return rc;
     assert(local);
-    struct kvq_local *made = make(queue, &o);
+    struct kvq_local *made = make_local(queue, &o);
     if (!made)
         return KVQ_E_SYSTEM;
     rc = find_gpu(made);
@@ -157,7 +157,7 @@ int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options, kv
     }
     rc = find_context(made, made->place);
     if (is_refusal(rc))
-        rc = give_up(made, kvq_error_text());
+        rc = go_through_daemon(made, kvq_error_text());
     if (rc)
         kvq_local_close(&made);
     *local = made;
@@ -172,7 +172,7 @@ void kvq_local_close(kvq_local **local)
     kvq_local_abort(l);
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (l->sessions[i])
-            forget(l, l->sessions[i]);
+            forget_session(l, l->sessions[i]);
     pthread_mutex_lock(&l->client->table);
     LIST_REMOVE(l, link);
     pthread_mutex_unlock(&l->client->table);
@@ -238,7 +238,7 @@ static int take_in(struct kvq_local *local, struct kvq__local_session *s)
         return kvq__set_error(KVQ_E_BUSY,
                               "this session would take the step under way to the daemon; "
                               "take it in between steps");
-    return give_up(local, kvq_error_text());
+    return go_through_daemon(local, kvq_error_text());
 }
 
 int kvq_local_add(kvq_local *local, kvq_session session)
@@ -259,7 +259,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
                               "meanwhile: end or abort it first",
                               (unsigned long long)s->handle);
     if (s) // of a handle that was closed
-        forget(local, s);
+        forget_session(local, s);
     rc = kvq_session_info(local->client, session, &info);
     if (rc == KVQ_OK)
         rc = check_info(local, &info);
@@ -277,7 +277,7 @@ int kvq_local_add(kvq_local *local, kvq_session session)
     local->sessions[kvq__handle_index(session)] = s;
     rc = take_in(local, s);
     if (rc)
-        forget(local, s);
+        forget_session(local, s);
     return rc;
 }
 
@@ -292,6 +292,6 @@ int kvq_local_remove(kvq_local *local, kvq_session session)
     if (s->in_step)
         return kvq__set_error(KVQ_E_BUSY, "session %#llx is in the step under way: end or abort it",
                               (unsigned long long)session);
-    forget(local, s);
+    forget_session(local, s);
     return KVQ_OK;
 }

@@ -58,8 +58,8 @@ static int check_head(const struct kvq_table_page *t, uint32_t layers, uint64_t 
 
 // ---- Opening ----
 
-static int map(struct kvq_local *local, struct kvq__local_session *s,
-               const Kvq__OpenTableReply *reply, int fd)
+static int map_table(struct kvq_local *local, struct kvq__local_session *s,
+                     const Kvq__OpenTableReply *reply, int fd)
 {
     uint64_t pages = pages_of(local->max_tokens);
     size_t bytes = kvq_table_bytes(s->n_layers, pages);
@@ -82,18 +82,18 @@ static int map(struct kvq_local *local, struct kvq__local_session *s,
 }
 
 // On a GPU there are two: what kernels read, and its copy.
-static int map_all(struct kvq_local *local, struct kvq__local_session *s,
-                   const Kvq__OpenTableReply *reply, const int *fds, uint32_t n)
+static int map_tables(struct kvq_local *local, struct kvq__local_session *s,
+                      const Kvq__OpenTableReply *reply, const int *fds, uint32_t n)
 {
     if (!local->here.driver)
-        return map(local, s, reply, fds[0]);
+        return map_table(local, s, reply, fds[0]);
     if (n != 2)
         return kvq__set_error(
             n == 1 ? KVQ_E_VERSION : KVQ_E_PROTOCOL,
             "the daemon gave %u descriptors of a page table on a GPU, 2 are needed%s", n,
             n == 1 ? "; it is of an earlier version: install matching ones" : "");
     int rc = kvq__page_table_gpu_map(local, s, reply, fds[0]);
-    return rc ? rc : map(local, s, reply, fds[1]);
+    return rc ? rc : map_table(local, s, reply, fds[1]);
 }
 
 static int open_table(struct kvq_local *local, struct kvq__local_session *s)
@@ -118,7 +118,7 @@ static int open_table(struct kvq_local *local, struct kvq__local_session *s)
         return rc;
     rc = kvq__reading_take(local->pool, call.reply->open_table, s);
     if (rc == KVQ_OK)
-        rc = map_all(local, s, call.reply->open_table, call.fds, call.n_fds);
+        rc = map_tables(local, s, call.reply->open_table, call.fds, call.n_fds);
     kvq__close_fds(call.fds, call.n_fds);
     if (rc)
         kvq__give_back(local->client);
@@ -135,7 +135,7 @@ int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *s)
 
 // ---- Closing ----
 
-static void tell(struct kvq_local *local, uint64_t handle)
+static void tell_closed(struct kvq_local *local, uint64_t handle)
 {
     Kvq__CloseTable message = KVQ__CLOSE_TABLE__INIT;
     struct kvq__call call = {
@@ -154,7 +154,7 @@ void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s
     if (s->piece.at)
         kvq__page_table_gpu_unmap(local, s);
     if (there && local->connection == local->client->connection && !local->queue->dead)
-        tell(local, s->handle);
+        tell_closed(local, s->handle);
     if (s->table)
         munmap((void *)(uintptr_t)s->table, s->table_bytes);
     s->table = NULL;

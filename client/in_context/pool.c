@@ -18,7 +18,7 @@ enum { HUGE_PAGE = 2 << 20 }; // extents may be made of these
 
 // ---- Opening ----
 
-static int check_reply(const Kvq__OpenPoolReply *r)
+static int check_pool_reply(const Kvq__OpenPoolReply *r)
 {
     if (r->tables < KVQ_TABLE_VERSION_MIN || r->tables > KVQ_TABLE_VERSION_MAX)
         return kvq__set_error(
@@ -37,7 +37,7 @@ static int check_reply(const Kvq__OpenPoolReply *r)
     return KVQ_OK;
 }
 
-static int reserve(struct kvq__pool *pool)
+static int reserve_addresses(struct kvq__pool *pool)
 {
     void *mapping = mmap(NULL, pool->span + HUGE_PAGE, PROT_NONE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -52,10 +52,10 @@ static int reserve(struct kvq__pool *pool)
     return KVQ_OK;
 }
 
-static int take(struct kvq__pool *pool, const struct kvq__call *call)
+static int take_pool(struct kvq__pool *pool, const struct kvq__call *call)
 {
     const Kvq__OpenPoolReply *r = call->reply->open_pool;
-    int rc = check_reply(r);
+    int rc = check_pool_reply(r);
     if (rc)
         return rc;
     pool->span = r->span;
@@ -63,14 +63,14 @@ static int take(struct kvq__pool *pool, const struct kvq__call *call)
     if (!pool->here.driver)
         return call->n_fds
                    ? kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave a descriptor with its pool")
-                   : reserve(pool);
+                   : reserve_addresses(pool);
     if (call->n_fds > 1)
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave %u descriptors with its pool",
                               call->n_fds);
     return kvq__pool_gpu_open(pool, r, call->n_fds ? call->fds[0] : -1);
 }
 
-static int make(kvq_client *client, const char *place, struct kvq__pool *pool)
+static int ask_for_pool(kvq_client *client, const char *place, struct kvq__pool *pool)
 {
     Kvq__OpenPool message = KVQ__OPEN_POOL__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
@@ -87,12 +87,12 @@ static int make(kvq_client *client, const char *place, struct kvq__pool *pool)
     int rc = kvq__exchange(client, &call);
     if (rc)
         return rc;
-    rc = take(pool, &call);
+    rc = take_pool(pool, &call);
     kvq__close_fds(call.fds, call.n_fds);
     return rc;
 }
 
-static struct kvq__pool *find(kvq_client *client, const char *place)
+static struct kvq__pool *find_pool(kvq_client *client, const char *place)
 {
     struct kvq__pool *pool;
     LIST_FOREACH (pool, &client->pools, link)
@@ -101,15 +101,15 @@ static struct kvq__pool *find(kvq_client *client, const char *place)
     return pool;
 }
 
-static int make_new(kvq_client *client, const char *place, const struct kvq__here *here,
-                    struct kvq__pool **out)
+static int make_pool(kvq_client *client, const char *place, const struct kvq__here *here,
+                     struct kvq__pool **out)
 {
     struct kvq__pool *pool = calloc(1, sizeof *pool);
     if (!pool)
         return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     if (here)
         pool->here = *here;
-    int rc = make(client, place, pool);
+    int rc = ask_for_pool(client, place, pool);
     if (rc) {
         free(pool);
         return rc;
@@ -125,9 +125,9 @@ int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here 
 {
     int rc = KVQ_OK;
     pthread_mutex_lock(&client->control);
-    struct kvq__pool *pool = find(client, place);
+    struct kvq__pool *pool = find_pool(client, place);
     if (!pool)
-        rc = make_new(client, place, here, &pool);
+        rc = make_pool(client, place, here, &pool);
     else if (here && pool->here.context != here->context)
         rc = kvq__set_error(KVQ_E_INVALID,
                             "this client attends on %s in another CUDA context already", place);
@@ -142,7 +142,7 @@ int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here 
 
 // ---- Closing ----
 
-static void end(struct kvq__pool *pool)
+static void destroy_pool(struct kvq__pool *pool)
 {
     struct kvq__book *book;
     struct kvq__row *row;
@@ -167,16 +167,16 @@ static void end(struct kvq__pool *pool)
     free(pool);
 }
 
-static void put(struct kvq__pool *pool)
+static void unref_pool(struct kvq__pool *pool)
 {
     if (--pool->refs == 0)
-        end(pool);
+        destroy_pool(pool);
 }
 
 void kvq__pool_put(kvq_client *client, struct kvq__pool *pool)
 {
     pthread_mutex_lock(&client->control);
-    put(pool);
+    unref_pool(pool);
     pthread_mutex_unlock(&client->control);
 }
 
@@ -185,7 +185,7 @@ void kvq__pools_leave(kvq_client *client)
     struct kvq__pool *pool;
     while ((pool = LIST_FIRST(&client->pools))) {
         LIST_REMOVE(pool, link);
-        put(pool);
+        unref_pool(pool);
     }
 }
 
@@ -224,8 +224,8 @@ static int map_packet(struct kvq__pool *pool, const struct kvq__call *call)
     return rc;
 }
 
-static int extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known,
-                  bool *more)
+static int map_more(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known,
+                    bool *more)
 {
     Kvq__MapExtents message = KVQ__MAP_EXTENTS__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
@@ -260,7 +260,7 @@ int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle
                             "an extent of the daemon's pool could not be mapped earlier; "
                             "kvq_disconnect, or kvq_reattach, to begin anew");
     while (rc == KVQ_OK && more)
-        rc = extend(client, pool, handle, known, &more);
+        rc = map_more(client, pool, handle, known, &more);
     pthread_mutex_unlock(&client->control);
     return rc;
 }

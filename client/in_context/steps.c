@@ -41,8 +41,8 @@ static int look_at(struct kvq_local *local, struct kvq__local_session *s, uint32
 
 // The next entries of pending sessions that have equally many layers, as a request that only
 // publishes. Returns how many.
-static uint32_t gather(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n,
-                       struct kvq_step_work *work)
+static uint32_t gather_pending(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n,
+                               struct kvq_step_work *work)
 {
     uint32_t m = 0;
     *work = (struct kvq_step_work){.k = no_tensors, .v = no_tensors};
@@ -61,7 +61,7 @@ static uint32_t gather(struct kvq_local *local, const struct kvq_entry *entries,
     return m;
 }
 
-static int take_one(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
+static int take_published(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
 {
     struct kvq__local_session *s = kvq__local_find(local, e->session);
     e->status = local->some[j].status;
@@ -91,7 +91,7 @@ static void blame(struct kvq_local *local, uint32_t m)
     }
 }
 
-static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
+static int publish_pending(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     struct kvq_step_work work;
     uint32_t m;
@@ -99,11 +99,11 @@ static int refresh(struct kvq_local *local, struct kvq_entry *entries, uint32_t 
     int result = local->bucket ? local->here.driver->stream_sync(local->stream) : KVQ_GPU_OK;
     if (result != KVQ_GPU_OK)
         return kvq__local_fault(local, result, "waiting for the stream");
-    while ((m = gather(local, entries, n, &work))) {
+    while ((m = gather_pending(local, entries, n, &work))) {
         int rc = kvq__step_run(local->queue, &work, local->some, m, local->extents);
         blame(local, m);
         for (uint32_t j = 0; rc == KVQ_OK && j < m; j++)
-            rc = take_one(local, &entries[local->some_of[j]], j);
+            rc = take_published(local, &entries[local->some_of[j]], j);
         if (rc)
             return rc;
     }
@@ -127,7 +127,7 @@ int kvq__local_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_
             e->status = PENDING;
         pending |= e->status == PENDING;
     }
-    int rc = pending ? refresh(local, entries, n) : KVQ_OK;
+    int rc = pending ? publish_pending(local, entries, n) : KVQ_OK;
     if (rc)
         return rc;
     for (uint32_t i = 0; i < n; i++) {
@@ -233,7 +233,7 @@ static bool failed_there(const struct kvq_local *local, const struct kvq_entry *
     return j < m;
 }
 
-static int commit(struct kvq_local *local, const struct kvq_step_work *work, uint32_t m)
+static int commit_step(struct kvq_local *local, const struct kvq_step_work *work, uint32_t m)
 {
     if (!local->bucket)
         return kvq__step_run(local->queue, work, local->some, m, local->extents);
@@ -255,7 +255,7 @@ int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
         own.v = local->v;
         own.n_layers = kvq__local_find(local, local->some[0].session)->n_layers;
     }
-    int rc = m ? commit(local, &own, m) : KVQ_OK;
+    int rc = m ? commit_step(local, &own, m) : KVQ_OK;
     if (rc) {
         if (local->queue->dead)
             kvq__local_over(local);

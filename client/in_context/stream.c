@@ -5,8 +5,8 @@
 // was set up for.
 #include "client/in_context/in_context.h"
 
-static int check(const struct kvq_local *local, const struct kvq_bucket *bucket, const char *what,
-                 const struct kvq_entry *entries, uint32_t n)
+static int check_bucket_call(const struct kvq_local *local, const struct kvq_bucket *bucket,
+                             const char *what, const struct kvq_entry *entries, uint32_t n)
 {
     int rc = kvq__local_check_call(local, what, entries, n);
     if (rc == KVQ_OK)
@@ -60,8 +60,8 @@ static int fill_noted(struct kvq_bucket *b, const struct kvq_entry *entries, uin
     return rc || from >= to ? rc : kvq__bucket_copy(b, from, to);
 }
 
-static int set_up(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
-                  uint32_t n)
+static int set_up_noted(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
+                        uint32_t n)
 {
     for (uint32_t l = 0; l < b->n_layers; l++)
         if (b->noted[l] && b->works[l].k.buffer)
@@ -70,8 +70,8 @@ static int set_up(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entr
     return rc ? rc : fill_noted(b, entries, n);
 }
 
-static int begin(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
-                 uint32_t n, struct kvq_gpu_stream *stream)
+static int begin_in_bucket(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
+                           uint32_t n, struct kvq_gpu_stream *stream)
 {
     local->bucket = b;
     local->stream = stream;
@@ -80,20 +80,20 @@ static int begin(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry
     int rc = kvq__local_begin(local, entries, n);
     if (rc == KVQ_OK)
         rc = kvq__bucket_turn(b, stream);
-    return rc ? rc : set_up(local, b, entries, n);
+    return rc ? rc : set_up_noted(local, b, entries, n);
 }
 
 int kvq_local_begin_on_stream(kvq_local *local, kvq_bucket *bucket, struct kvq_entry *entries,
                               uint32_t n, void *stream)
 {
-    int rc = check(local, bucket, "step begin", entries, n);
+    int rc = check_bucket_call(local, bucket, "step begin", entries, n);
     if (rc)
         return rc;
     if (local->stepping)
         return kvq__set_error(KVQ_E_BUSY, "step begin: this kvq_local's step is still open; "
                                           "kvq_local_end_on_stream or kvq_local_abort ends it");
     struct kvq_gpu_context *before = kvq__context_enter(&local->here);
-    rc = begin(local, bucket, entries, n, stream);
+    rc = begin_in_bucket(local, bucket, entries, n, stream);
     kvq__context_leave(&local->here, before);
     if (rc || !local->stepping)
         kvq__local_over(local);
@@ -113,8 +113,8 @@ static int is_capturing(const struct kvq_local *local, struct kvq_gpu_stream *st
 }
 
 // Tensors in the host's memory are pinned when they are first given, which would spoil a capture.
-static int reach(const struct kvq_local *local, const struct kvq_tensor *t, uint32_t layer,
-                 bool capturing)
+static int reach_tensor(const struct kvq_local *local, const struct kvq_tensor *t, uint32_t layer,
+                        bool capturing)
 {
     const kvq_buffer *b = t->buffer;
     bool known = !b || b->kind != KVQ__BUFFER_HOST || b->client != local->client ||
@@ -131,17 +131,17 @@ static int reach(const struct kvq_local *local, const struct kvq_tensor *t, uint
         layer, b->bytes);
 }
 
-static int reach_all(const struct kvq_local *local, const struct kvq_work *w, bool capturing)
+static int reach_tensors(const struct kvq_local *local, const struct kvq_work *w, bool capturing)
 {
     const struct kvq_tensor *tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
     int rc = KVQ_OK;
     for (int i = 0; i < 5 && rc == KVQ_OK; i++)
-        rc = reach(local, tensors[i], w->layer, capturing);
+        rc = reach_tensor(local, tensors[i], w->layer, capturing);
     return rc;
 }
 
-static int capture(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
-                   struct kvq_entry *entries, uint32_t n)
+static int capture_layer(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
+                         struct kvq_entry *entries, uint32_t n)
 {
     for (uint32_t i = 0; i < n; i++)
         entries[i].status = KVQ_OK;
@@ -183,8 +183,9 @@ static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struc
     return rc;
 }
 
-static int attend(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
-                  struct kvq_entry *entries, uint32_t n, struct kvq_gpu_stream *stream)
+static int attend_in_bucket(struct kvq_local *local, struct kvq_bucket *b,
+                            const struct kvq_work *work, struct kvq_entry *entries, uint32_t n,
+                            struct kvq_gpu_stream *stream)
 {
     bool capturing;
     int rc = is_capturing(local, stream, &capturing);
@@ -198,11 +199,11 @@ static int attend(struct kvq_local *local, struct kvq_bucket *b, const struct kv
     if (!*local->why && work->layer >= b->n_layers)
         return kvq__set_error(KVQ_E_SHAPE, "attend, layer %u: the bucket's sessions have %u",
                               work->layer, b->n_layers);
-    rc = *local->why ? KVQ_OK : reach_all(local, work, capturing);
+    rc = *local->why ? KVQ_OK : reach_tensors(local, work, capturing);
     if (rc == KVQ_OK)
         rc = kvq__local_check_work(local, work);
     if (rc == KVQ_OK)
-        rc = capturing ? capture(local, b, work, entries, n)
+        rc = capturing ? capture_layer(local, b, work, entries, n)
                        : attend_now(local, b, work, entries, n);
     return rc ? rc : kvq__bucket_launch(b, work->layer, capturing, stream);
 }
@@ -210,13 +211,13 @@ static int attend(struct kvq_local *local, struct kvq_bucket *b, const struct kv
 int kvq_local_attend_on_stream(kvq_local *local, kvq_bucket *bucket, const struct kvq_work *work,
                                struct kvq_entry *entries, uint32_t n, void *stream)
 {
-    int rc = check(local, bucket, "attend", entries, n);
+    int rc = check_bucket_call(local, bucket, "attend", entries, n);
     if (rc)
         return rc;
     if (!work)
         return kvq__set_error(KVQ_E_INVALID, "attend: work is NULL");
     struct kvq_gpu_context *before = kvq__context_enter(&local->here);
-    rc = attend(local, bucket, work, entries, n, stream);
+    rc = attend_in_bucket(local, bucket, work, entries, n, stream);
     kvq__context_leave(&local->here, before);
     return rc;
 }

@@ -12,13 +12,13 @@ struct batch {
     uint32_t n;
 };
 
-static void put(struct batch *b, const struct kvq_entry *entries, uint32_t i)
+static void batch_put(struct batch *b, const struct kvq_entry *entries, uint32_t i)
 {
     b->entries[b->n] = entries[i];
     b->of[b->n++] = i;
 }
 
-static void take(const struct batch *b, struct kvq_entry *entries)
+static void batch_take(const struct batch *b, struct kvq_entry *entries)
 {
     for (uint32_t j = 0; j < b->n; j++) {
         entries[b->of[j]].status = b->entries[j].status;
@@ -53,7 +53,7 @@ int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint3
         entries[i].status = kvq__local_judge(local, &entries[i]);
         entries[i].value = entries[i].position;
         if (entries[i].status == KVQ_OK && entries[i].append)
-            put(&b, entries, i);
+            batch_put(&b, entries, i);
     }
     bool failed = any_failed(entries, n);
     int rc = b.n ? kvq_step_begin(local->queue, b.entries, b.n, &local->step) : KVQ_OK;
@@ -61,7 +61,7 @@ int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint3
         local->step = 0;
         return rc;
     }
-    take(&b, entries);
+    batch_take(&b, entries);
     for (uint32_t i = 0; i < n; i++)
         if (entries[i].status == KVQ_OK)
             kvq__local_join(local, &entries[i]);
@@ -74,8 +74,8 @@ int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint3
 
 // ---- Attend ----
 
-static int run(struct kvq_local *local, unsigned op, const struct kvq_work *work, struct batch *b,
-               struct kvq_entry *entries)
+static int run_batch(struct kvq_local *local, unsigned op, const struct kvq_work *work,
+                     struct batch *b, struct kvq_entry *entries)
 {
     struct kvq_work w = *work;
     if (b->n == 0)
@@ -92,7 +92,7 @@ static int run(struct kvq_local *local, unsigned op, const struct kvq_work *work
         rc = op == KVQ_OP_ATTEND ? kvq_attend(local->queue, &w, b->entries, b->n)
                                  : kvq_append_attend(local->queue, &w, b->entries, b->n);
     if (rc == KVQ_OK)
-        take(b, entries);
+        batch_take(b, entries);
     for (uint32_t j = 0; rc == KVQ_OK && op == KVQ_OP_APPEND_ATTEND && j < b->n; j++)
         if (b->entries[j].status == KVQ_OK)
             kvq__local_find(local, b->entries[j].session)->appended[w.layer] = 1;
@@ -114,18 +114,18 @@ static int attend_all(struct kvq_local *local, const struct kvq_work *work,
     struct batch append = first_batch(local), tail = second_batch(local), past;
     for (uint32_t i = 0; i < n; i++) {
         if (entries[i].status == KVQ_OK && appends(local, work, &entries[i]))
-            put(&append, entries, i);
+            batch_put(&append, entries, i);
         else if (entries[i].status == KVQ_OK && entries[i].append)
-            put(&tail, entries, i);
+            batch_put(&tail, entries, i);
     }
-    int rc = run(local, KVQ_OP_APPEND_ATTEND, work, &append, entries);
+    int rc = run_batch(local, KVQ_OP_APPEND_ATTEND, work, &append, entries);
     if (rc == KVQ_OK)
-        rc = run(local, KVQ_OP_ATTEND, work, &tail, entries);
+        rc = run_batch(local, KVQ_OP_ATTEND, work, &tail, entries);
     past = first_batch(local);
     for (uint32_t i = 0; i < n; i++)
         if (entries[i].status == KVQ_OK && entries[i].append == 0)
-            put(&past, entries, i);
-    return rc ? rc : run(local, KVQ_OP_ATTEND, work, &past, entries);
+            batch_put(&past, entries, i);
+    return rc ? rc : run_batch(local, KVQ_OP_ATTEND, work, &past, entries);
 }
 
 int kvq__through_attend(struct kvq_local *local, const struct kvq_work *work,
@@ -161,14 +161,14 @@ static int append_layer(struct kvq_local *local, const struct kvq_step_work *wor
     for (uint32_t i = 0; i < n; i++)
         if (entries[i].status == KVQ_OK && entries[i].append &&
             !kvq__local_find(local, entries[i].session)->appended[layer])
-            put(&b, entries, i);
+            batch_put(&b, entries, i);
     int rc = KVQ_OK;
     if (b.n && local->here.driver)
         rc = kvq_append_on_stream(local->queue, &w, b.entries, b.n, local->stream);
     else if (b.n)
         rc = kvq_append(local->queue, &w, b.entries, b.n);
     if (rc == KVQ_OK)
-        take(&b, entries);
+        batch_take(&b, entries);
     for (uint32_t j = 0; rc == KVQ_OK && j < b.n; j++)
         kvq__local_find(local, b.entries[j].session)->appended[layer] = 1;
     return rc;
@@ -218,13 +218,13 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
     struct batch b = first_batch(local);
     for (uint32_t i = 0; i < n && rc == KVQ_OK; i++)
         if (entries[i].status == KVQ_OK && entries[i].append)
-            put(&b, entries, i);
+            batch_put(&b, entries, i);
     if (rc == KVQ_OK && b.n)
         rc = kvq__step_end_ids(local->queue, local->step, &ids, b.entries, b.n);
     if (rc && !local->queue->dead)
         return rc;
     if (rc == KVQ_OK) {
-        take(&b, entries);
+        batch_take(&b, entries);
         for (uint32_t j = 0; j < b.n; j++)
             kvq__local_find(local, b.entries[j].session)->in_step = false;
         abort_others(local);
