@@ -4,6 +4,7 @@
 // the engine.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -31,6 +32,7 @@ static int check_new_buffer(kvq_client *client, uint64_t offset, size_t bytes, k
 // A buffer with nothing in it yet, in the client's list. NULL with the error text.
 static kvq_buffer *make_buffer(kvq_client *client, uint64_t offset, size_t bytes)
 {
+    assert(bytes > 0 && bytes <= KVQ_MAX_BUFFER_BYTES);
     kvq_buffer *buffer = calloc(1, sizeof *buffer);
     if (!buffer) {
         kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
@@ -49,6 +51,7 @@ static kvq_buffer *make_buffer(kvq_client *client, uint64_t offset, size_t bytes
 void kvq__buffer_free(kvq_buffer *buffer)
 {
     kvq_client *client = buffer->client;
+    assert(buffer->kind == KVQ__BUFFER_HOST || !buffer->host);
     pthread_mutex_lock(&client->table);
     TAILQ_REMOVE(&client->buffers, buffer, entry);
     pthread_mutex_unlock(&client->table);
@@ -63,6 +66,7 @@ void kvq__buffer_free(kvq_buffer *buffer)
 // The daemon's number for it, from its reply.
 static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
 {
+    assert(buffer->id == 0);
     if (reply->buffer == 0 || reply->bytes < buffer->bytes)
         return kvq__set_error(KVQ_E_PROTOCOL,
                               "the daemon gave buffer %u of %llu bytes for %zu bytes",
@@ -82,6 +86,7 @@ static ProtobufCBinaryData bytes_of(const void *data, size_t n)
 static int register_host(kvq_buffer *buffer)
 {
     kvq_client *client = buffer->client;
+    assert(buffer->kind == KVQ__BUFFER_HOST && buffer->memfd >= 0);
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = buffer->memfd,
@@ -131,6 +136,7 @@ static int send_import(kvq_buffer *b, const struct kvq_gpu_export *e, uint64_t o
 static int register_gpu(kvq_buffer *b)
 {
     struct kvq_gpu_export e;
+    assert(b->kind != KVQ__BUFFER_HOST && b->at);
     int rc = kvq__gpu_buffer_export(b, &e);
     if (rc)
         return rc;
@@ -157,6 +163,7 @@ int kvq__buffer_register(kvq_buffer *buffer)
 static int create_on_host(kvq_buffer *buffer)
 {
     kvq_client *client = buffer->client;
+    assert(buffer->memfd < 0 && !buffer->host);
     Kvq__CreateBuffer message = KVQ__CREATE_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
@@ -226,6 +233,7 @@ static int check_memfd(int memfd, uint64_t offset, size_t bytes)
 // The library's own mapping, for attention in this process.
 static int map_imported(kvq_buffer *buffer)
 {
+    assert(buffer->memfd >= 0 && !buffer->host);
     void *mapping = mmap(NULL, buffer->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, buffer->memfd,
                          (off_t)buffer->offset);
     if (mapping == MAP_FAILED)
@@ -263,6 +271,7 @@ int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset, size
 static int create_arena(kvq_buffer *b)
 {
     kvq_client *client = b->client;
+    assert(b->kind == KVQ__BUFFER_ARENA && b->memfd < 0);
     Kvq__CreateBuffer message = KVQ__CREATE_BUFFER__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,

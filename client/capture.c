@@ -4,6 +4,7 @@
 #define XXH_INLINE_ALL
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -39,6 +40,7 @@ struct kvq_capture {
 
 static int write_at(kvq_capture *c, uint64_t at, const void *data, size_t n)
 {
+    assert(c->fd >= 0);
     const uint8_t *from = data;
     while (n > 0) {
         ssize_t put = pwrite(c->fd, from, n, (off_t)at);
@@ -56,6 +58,7 @@ static int write_at(kvq_capture *c, uint64_t at, const void *data, size_t n)
 
 static int write_head(kvq_capture *c)
 {
+    assert(c->header.layers > 0 && c->header.layers <= KVQ_MAX_LAYERS);
     XXH3_state_t state;
     size_t rows = c->header.layers * sizeof c->rows[0];
     c->header.check = 0;
@@ -71,6 +74,7 @@ static int write_head(kvq_capture *c)
 
 static int put_row(kvq_capture *c, const struct kvq_layer *l)
 {
+    assert(c->header.layers < KVQ_MAX_LAYERS);
     uint32_t layer = c->header.layers++;
     if (l->kv_from > KVQ_MAX_LAYERS)
         return kvq__set_error(
@@ -200,6 +204,7 @@ static struct track *track_step(kvq_capture *c, const struct kvq_entry *e, uint3
         uint64_t left = c->max_tokens - c->tokens;
         t->take = e->append < left ? e->append : (uint32_t)left;
         c->tokens += t->take;
+        assert(c->tokens <= c->max_tokens);
         memset(t->seen, 0, sizeof t->seen);
     }
     t->seen[layer] = 1;
@@ -289,6 +294,7 @@ static int make_room(kvq_capture *c, size_t bytes)
 static int write_chunk(kvq_capture *c, struct kvq_capture_chunk *k)
 {
     uint64_t whole = (k->bytes + KVQ_CAPTURE_ALIGN - 1) / KVQ_CAPTURE_ALIGN * KVQ_CAPTURE_ALIGN;
+    assert(sizeof *k + whole <= c->room);
     memset(c->data + sizeof *k + k->bytes, 0, whole - k->bytes);
     k->data_check = XXH3_64bits(c->data + sizeof *k, k->bytes);
     k->check = XXH3_64bits(k, offsetof(struct kvq_capture_chunk, check));
@@ -333,6 +339,7 @@ static int append_entry(kvq_capture *c, const struct kvq_work *w, const struct k
         to += (uint64_t)sources[i].heads * t->take * sources[i].dim *
               kvq_capture_element(sources[i].tensor->dtype);
     }
+    assert(rc || to == c->data + sizeof k + k.bytes);
     return rc ? rc : write_chunk(c, &k);
 }
 
@@ -387,6 +394,7 @@ int kvq_capture_close(kvq_capture **capture)
     if (!c)
         return KVQ_OK;
     *capture = NULL;
+    assert(c->fd >= 0 && c->end >= kvq_capture_first_chunk(c->header.layers));
     int rc = c->failed;
     // Behind the last whole chunk may stand a part of one that found no room.
     if (ftruncate(c->fd, (off_t)c->end) < 0 && rc == KVQ_OK)

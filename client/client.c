@@ -3,6 +3,7 @@
 // Connecting, disconnecting, and connecting again after the daemon was lost.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -82,6 +83,9 @@ static int client_make(const struct kvq_connect_options *options, kvq_client **m
 
 static void client_free(kvq_client *client)
 {
+    assert(client->socket < 0 && !client->page && !client->watch.running);
+    assert(TAILQ_EMPTY(&client->queues) && TAILQ_EMPTY(&client->buffers));
+    assert(LIST_EMPTY(&client->pools) && LIST_EMPTY(&client->locals));
     kvq__handle_clear(client);
     pthread_mutex_destroy(&client->table);
     pthread_mutex_destroy(&client->control);
@@ -92,6 +96,7 @@ static void client_free(kvq_client *client)
 static int map_page(kvq_client *client, int fd, uint64_t epoch)
 {
     void *mapping;
+    assert(!client->page);
     int rc = kvq__map(fd, sizeof(struct kvq_daemon_page), PROT_READ, "the daemon's page", &mapping);
     if (rc)
         return rc;
@@ -164,6 +169,7 @@ static void hang_up(kvq_client *client)
 
 static int attach(kvq_client *client)
 {
+    assert(client->socket < 0);
     int rc = kvq__socket_connect(client->runtime_dir, client->timeout_ms, &client->socket);
     if (rc)
         return rc;

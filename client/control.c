@@ -7,6 +7,7 @@
 // whose packets the daemon does not even take is ended.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -14,6 +15,7 @@
 static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n_fds,
                          uint64_t deadline_ns)
 {
+    assert(*n_fds == 0);
     for (;;) {
         char text[KVQ_TEXT_BYTES] = "";
         size_t n;
@@ -57,6 +59,7 @@ static int check_call_reply(struct kvq__call *call, uint32_t n_fds)
 static int send_call(kvq_client *client, struct kvq__call *call, uint64_t deadline_ns)
 {
     size_t length;
+    assert(client->socket >= 0 && call->request.command_case != KVQ__REQUEST__COMMAND__NOT_SET);
     call->request.id = ++client->next_id ? client->next_id : ++client->next_id;
     call->request.protocol = client->info.protocol;
     int rc = kvq_request_pack(&call->request, client->packet, sizeof client->packet, &length);
@@ -87,6 +90,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     uint32_t timeout_ms = call->patience_ms ? call->patience_ms : client->timeout_ms;
     uint64_t deadline = kvq_now_ns() + (uint64_t)timeout_ms * 1000000u;
     uint32_t n_fds = 0;
+    assert(call->what && call->n_fds == 0);
     if (client->socket < 0)
         return kvq__set_error(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
                               call->what);

@@ -3,6 +3,7 @@
 // The calling thread's error text, and the texts of codes.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <stdio.h>
 #include <string.h>
@@ -30,6 +31,7 @@ const char *kvq_version(void)
 int kvq__set_error(int code, const char *format, ...)
 {
     va_list args;
+    assert(code != KVQ_OK);
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);

@@ -6,6 +6,7 @@
 // The calling thread waits for the daemon; no host waits for a GPU.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <string.h>
 
 static int open_event(const struct kvq__here *here, const ProtobufCBinaryData *from,
@@ -59,6 +60,7 @@ static bool daemon_has_events(const kvq_client *client, const struct kvq__here *
 int kvq__events_open(kvq_queue *queue, struct kvq__timeline *t)
 {
     kvq_client *client = queue->client;
+    assert(t->here.driver && t->n_events == 0);
     Kvq__OpenEvents message = KVQ__OPEN_EVENTS__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
@@ -83,6 +85,7 @@ int kvq__events_open(kvq_queue *queue, struct kvq__timeline *t)
 
 void kvq__events_close(struct kvq__timeline *t)
 {
+    assert(t->n_events <= KVQ_QUEUE_EVENTS);
     const struct kvq_gpu_driver *driver = t->here.driver;
     for (uint32_t i = 0; i < t->n_events; i++) {
         if (t->ready_events[i])
@@ -97,6 +100,7 @@ void kvq__events_close(struct kvq__timeline *t)
 int kvq__events_send(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
 {
     struct kvq__timeline *t = &queue->timeline;
+    assert(t->order == KVQ_ORDER_EVENTS && t->n_events > 0);
     const struct kvq_gpu_driver *driver = t->here.driver;
     uint32_t turn = (uint32_t)((t->last + 1) % t->n_events);
     int result = driver->event_record(t->ready_events[turn], stream);

@@ -4,9 +4,12 @@
 // request asked for, how long its buffers are and what shape the session has is known here.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
+
+enum { EXTENTS = 5 }; // views of a request: k, v, q, out, lse
 
 struct subject {
     kvq_queue *queue;
@@ -87,6 +90,7 @@ static uint32_t extents_of(const struct subject *s, struct extent *out)
     out[n++] =
         (struct extent){"out", &r->out, e->q_row, e->queries, qh, vd, value_bytes(r->out.dtype)};
     out[n++] = (struct extent){"lse", &r->lse, e->q_row, e->queries, qh, 1, 4};
+    assert(n <= EXTENTS);
     return n;
 }
 
@@ -132,7 +136,7 @@ static bool explain_step_bounds(const struct subject *s)
 
 static bool explain_bounds(const struct subject *s)
 {
-    struct extent extents[5];
+    struct extent extents[EXTENTS];
     if (s->request->op == KVQ_OP_STEP)
         return explain_step_bounds(s);
     uint32_t n = has_layer(s->request->op) && s->handle ? extents_of(s, extents) : 0;
@@ -306,6 +310,7 @@ static bool explain_reach(const struct subject *s)
 // Failures of one shard of a session that another one is the cause of.
 static bool explain_shard(const struct subject *s)
 {
+    assert(s->shard > 0);
     uint32_t shard = s->shard - 1;
     switch (s->entry->status) {
     case KVQ_E_NO_SESSION:
@@ -405,6 +410,7 @@ static const char *advice_for(int code)
 
 static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32_t index)
 {
+    assert(index < p->n && p->entries[index].status);
     struct subject s = {.queue = queue,
                         .request = &p->request,
                         .step = p->step,
@@ -428,6 +434,7 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
 
 static void explain_request(const struct kvq__pending *p)
 {
+    assert(p->status);
     char where[80];
     const char *more = advice_for(p->status);
     if (p->status == KVQ_E_DEADLINE && (p->request.flags & KVQ_REQ_WAIT_ROOM))

@@ -4,6 +4,7 @@
 // never touch a GPU never load it.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,6 +49,7 @@ int kvq__driver_load(const struct kvq_gpu_driver **driver)
 
 int kvq__gpu_code(int result)
 {
+    assert(result != KVQ_GPU_OK);
     switch (result) {
     case KVQ_GPU_INVALID_VALUE:
         return KVQ_E_BUFFER;
@@ -123,6 +125,7 @@ static int ask_here(struct kvq__here *here, const char *what)
 {
     char text[KVQ__TEXT_BYTES / 2];
     struct kvq_gpu_uuid uuid;
+    assert(here->driver);
     int result = here->driver->context_get(&here->context);
     if (result == KVQ_GPU_OK && !here->context)
         return kvq__set_error(
@@ -164,6 +167,7 @@ int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here)
 struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here)
 {
     struct kvq_gpu_context *before = NULL;
+    assert(here->driver && here->context);
     here->driver->context_get(&before);
     if (before != here->context)
         here->driver->context_set(here->context);
@@ -172,6 +176,7 @@ struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here)
 
 void kvq__context_leave(const struct kvq__here *here, struct kvq_gpu_context *before)
 {
+    assert(here->driver);
     if (before != here->context)
         here->driver->context_set(before);
 }

@@ -4,6 +4,7 @@
 // host's memory where kernels of this process read and write it. Nothing here asks the daemon.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 int kvq__gpu_buffer_map(kvq_buffer *b, uint64_t allocation_bytes)
 {
     char text[KVQ__TEXT_BYTES / 2];
+    assert(b->kind == KVQ__BUFFER_ARENA && b->piece.kind == KVQ_GPU_PIECE_NONE);
     if (allocation_bytes < b->bytes || allocation_bytes > SIZE_MAX)
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon made %llu bytes of GPU memory, not %zu",
                               (unsigned long long)allocation_bytes, b->bytes);
@@ -27,6 +29,7 @@ int kvq__gpu_buffer_export(const kvq_buffer *b, struct kvq_gpu_export *e)
 {
     char text[KVQ__TEXT_BYTES / 2];
     int rc = KVQ_OK;
+    assert(b->kind != KVQ__BUFFER_HOST);
     if (b->kind == KVQ__BUFFER_ARENA) {
         *e = (struct kvq_gpu_export){
             .base = b->at, .bytes = b->piece.bytes, .device = b->here.device, .fd = b->memfd};
@@ -73,6 +76,7 @@ static int pin_buffer(kvq_buffer *b, const struct kvq__here *here)
 {
     char text[KVQ__TEXT_BYTES / 2];
     kvq_gpu_ptr at = 0;
+    assert(b->kind == KVQ__BUFFER_HOST && b->host && !b->pinned);
     int result =
         kvq_gpu_host_register(here->driver, b->host, whole_pages(b->bytes), &at, text, sizeof text);
     b->pinned = result == KVQ_GPU_OK;
@@ -116,6 +120,7 @@ kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *b, const struct kvq__here *here
 // Kernels may still be on their way to it.
 static void unpin_buffer(kvq_buffer *b)
 {
+    assert(b->pinned && b->kind == KVQ__BUFFER_HOST);
     struct kvq_gpu_context *before = kvq__context_enter(&b->here);
     b->here.driver->context_sync();
     kvq_gpu_host_unregister(b->here.driver, b->host);
@@ -138,6 +143,7 @@ void kvq__gpu_buffer_release(kvq_buffer *b)
 int kvq__gpu_buffer_read(const kvq_buffer *b, uint64_t offset, void *to, size_t n)
 {
     char text[KVQ__TEXT_BYTES / 2];
+    assert(b->kind != KVQ__BUFFER_HOST && offset <= b->bytes && n <= b->bytes - offset);
     const struct kvq_gpu_driver *driver = b->here.driver;
     struct kvq_gpu_context *before = kvq__context_enter(&b->here);
     int result = driver->copy_out(to, b->at + offset, n, NULL);

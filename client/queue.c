@@ -3,6 +3,7 @@
 // Queues: opening and closing a ring pair.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,6 +28,7 @@ static int check_page(const char *what, const uint32_t *page, uint32_t magic, ui
 static int map_rings(kvq_queue *queue, const int *fds)
 {
     void *req, *cq;
+    assert(!queue->req && !queue->cq);
     int rc = kvq__map(fds[FD_REQUESTS], KVQ_REQ_RING_BYTES, PROT_READ | PROT_WRITE,
                       "the request ring", &req);
     if (rc)
@@ -45,6 +47,7 @@ static int map_rings(kvq_queue *queue, const int *fds)
 
 static int take_wakers(kvq_queue *queue, int *fds)
 {
+    assert(queue->wake_daemon < 0 && queue->wake_client < 0);
     // Reading and writing these must never block, whatever they are.
     for (int i = FD_WAKE_DAEMON; i <= FD_WAKE_CLIENT; i++) {
         int flags = fcntl(fds[i], F_GETFL);
@@ -109,6 +112,7 @@ void kvq__queue_detach(kvq_queue *queue, int code)
 void kvq__queue_free(kvq_queue *queue)
 {
     kvq_client *client = queue->client;
+    assert(queue->timeline.order == KVQ_ORDER_NONE); // else the watch still looks at it
     pthread_mutex_lock(&client->table);
     TAILQ_REMOVE(&client->queues, queue, entry);
     pthread_mutex_unlock(&client->table);

@@ -4,6 +4,8 @@
 // travels of a tensor, and where it all stands.
 #include "client/internal.h"
 
+#include <assert.h>
+
 enum { ENTRIES_AT_ONCE = 32 };
 
 // kvq/ticket.h spells out the operations for engines; they are the protocol's.
@@ -132,6 +134,7 @@ static int put_ids(const kvq_queue *queue, unsigned op, const struct kvq_ids *id
 int kvq__put_work(const kvq_queue *queue, const struct kvq_work *w, struct kvq_request *r)
 {
     unsigned need = needed(r->op);
+    assert(r->op < KVQ_OP_COUNT);
     if (w->flags & ~(uint32_t)KVQ_PAST_ONLY)
         return kvq__set_error(KVQ_E_INVALID,
                               "%s: flags %#x are unknown; KVQ_PAST_ONLY (1) is known",
@@ -160,6 +163,7 @@ struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_s
                                       uint32_t layer)
 {
     struct kvq_step_layer l = {0};
+    assert(layer < w->n_layers);
     kvq__put_view(queue, KVQ_OP_STEP, "k", false, &w->k[layer], &l.k);
     kvq__put_view(queue, KVQ_OP_STEP, "v", false, &w->v[layer], &l.v);
     return l;
@@ -193,6 +197,7 @@ static void write_entries(kvq_queue *queue, const struct kvq_entry *entries, uin
 static void write_layers(kvq_queue *queue, const struct kvq__pending *p)
 {
     const struct kvq_step_work *w = p->step;
+    assert(p->request.slots > w->n_layers);
     size_t at = (size_t)(p->request.slots - w->n_layers) * KVQ_SLOT_BYTES;
     for (uint32_t i = 0; i < w->n_layers; i++) {
         const struct kvq_step_layer layer = kvq__step_layer(queue, w, i);
@@ -202,6 +207,7 @@ static void write_layers(kvq_queue *queue, const struct kvq__pending *p)
 
 void kvq__request_write(kvq_queue *queue, const struct kvq__pending *p)
 {
+    assert(p->request.count == p->n);
     kvq_ring_write(&queue->tx, 0, &p->request, sizeof p->request);
     write_entries(queue, p->entries, p->n);
     if (p->step)

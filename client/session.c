@@ -188,6 +188,7 @@ static int take_session(kvq_client *client, const struct kvq_session_options *o,
                         struct kvq_session_info *info)
 {
     bool read_only = o->flags & KVQ_OPEN_READ_ONLY;
+    assert(*session == 0);
     int rc = kvq__handle_add(client, reply->handle, read_only, shape_of(o, reply));
     if (rc)
         return rc;
@@ -227,6 +228,7 @@ static int put_prefix(kvq_client *client, const struct kvq_prefix *p, struct ope
 static int opening_make(kvq_client *client, const struct kvq_session_options *options,
                         struct opening **out)
 {
+    assert(options->n_layers <= KVQ_MAX_LAYERS);
     struct opening *o = calloc(1, sizeof *o);
     if (!o)
         return kvq__set_error(KVQ_E_NO_MEMORY, "no memory for a message");

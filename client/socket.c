@@ -6,6 +6,7 @@
 // descriptors are counted and closed wherever they are not wanted.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -100,6 +101,7 @@ static int disconnected(void)
 
 int kvq__socket_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t deadline_ns)
 {
+    assert(fd >= 0 && n > 0 && n <= KVQ_MAX_MESSAGE);
     union {
         struct cmsghdr header;
         char space[CMSG_SPACE(sizeof(int))];
@@ -151,6 +153,7 @@ int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, u
     struct msghdr message;
     ssize_t got;
     int resets = 0;
+    assert(fd >= 0 && size > 0);
     *n_fds = 0;
     do {
         int rc = wait_for(fd, POLLIN, deadline_ns);
@@ -185,6 +188,7 @@ int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, u
 
 void kvq__close_fds(int *fds, uint32_t n)
 {
+    assert(n <= KVQ_MAX_PACKET_FDS);
     for (uint32_t i = 0; i < n; i++) {
         if (fds[i] >= 0)
             close(fds[i]);
@@ -199,6 +203,7 @@ void kvq__socket_finish(int fd, uint32_t timeout_ms)
     int fds[KVQ_MAX_PACKET_FDS];
     uint32_t n_fds;
     size_t n;
+    assert(fd >= 0);
     shutdown(fd, SHUT_WR);
     while (kvq__socket_receive(fd, rest, sizeof rest, &n, fds, &n_fds, deadline) == KVQ_OK)
         kvq__close_fds(fds, n_fds);
@@ -222,6 +227,7 @@ int kvq__check_memfd(int memfd, size_t bytes, const char *what)
 
 int kvq__map(int memfd, size_t bytes, int prot, const char *what, void **mapping)
 {
+    assert(memfd >= 0 && bytes > 0);
     int rc = kvq__check_memfd(memfd, bytes, what);
     if (rc)
         return rc;

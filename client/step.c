@@ -3,6 +3,7 @@
 // A whole step in one request: K and V of all layers stand behind its entries.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <stdio.h>
 
 static const char *const side_names[2] = {"k", "v"};
@@ -19,7 +20,9 @@ static int explain_view(const kvq_queue *queue, const struct kvq_step_work *w, u
     char name[32];
     struct kvq_wire_view view;
     snprintf(name, sizeof name, "%s of layer %u", side_names[side], layer);
-    return kvq__put_view(queue, KVQ_OP_STEP, name, false, tensor_of(w, layer, side), &view);
+    int rc = kvq__put_view(queue, KVQ_OP_STEP, name, false, tensor_of(w, layer, side), &view);
+    assert(rc); // as it was before
+    return rc;
 }
 
 static int check_layers(const kvq_queue *queue, const struct kvq_step_work *w)
@@ -66,7 +69,9 @@ int kvq__step_make(kvq_queue *queue, const struct kvq_step_work *w, struct kvq_e
         rc = check_layers(queue, w);
     if (rc)
         return rc;
+    assert(p && p->request.op == KVQ_OP_STEP);
     p->request.slots = (uint16_t)(p->request.slots + w->n_layers);
+    assert(p->request.slots <= KVQ_REQ_MAX_SLOTS);
     p->step = w;
     p->extents = extents;
     *pending = p;

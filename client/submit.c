@@ -6,6 +6,7 @@
 // itself, so that one session's mistake never fails another.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -44,6 +45,7 @@ static int check_call(const kvq_queue *queue, unsigned op, const struct kvq_work
 static int publish_request(kvq_queue *queue, const struct kvq__pending *p)
 {
     uint32_t room;
+    assert(p->ticket && !p->done);
     if (kvq_ring_room(&queue->tx, &room) || room < p->request.slots)
         return kvq__queue_kill(
             queue, kvq__set_error(KVQ_E_PROTOCOL,
@@ -69,6 +71,7 @@ static struct kvq__pending *free_slot(kvq_queue *queue)
 
 static uint16_t slots_of(uint32_t n)
 {
+    assert(n <= KVQ_MAX_BATCH);
     return (uint16_t)((sizeof(struct kvq_request) + n * sizeof(struct kvq_entry_wire) +
                        KVQ_SLOT_BYTES - 1) /
                       KVQ_SLOT_BYTES);
@@ -126,7 +129,9 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
 
 int kvq__submit_send(kvq_queue *queue, struct kvq__pending *p)
 {
+    assert(!p->ticket && p >= queue->pending && p < queue->pending + KVQ_QUEUE_CREDITS);
     queue->seq++;
+    assert(p->request.seq == queue->seq); // nothing was sent since it was made
     p->ticket = ++queue->tickets << TICKET_SLOT_BITS | (uint64_t)(p - queue->pending);
     int rc = publish_request(queue, p);
     if (rc)

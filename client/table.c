@@ -3,6 +3,7 @@
 // The session handles that this client holds, and the shapes behind them.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <stdlib.h>
 
 static uint32_t index_of(uint64_t handle)
@@ -30,6 +31,7 @@ struct kvq__shape *kvq__shape_make(const struct kvq_layer *rows, uint32_t n_rows
     for (uint32_t i = 0; i < n_rows; i++) {
         for (uint32_t r = 0; r < repeats(&rows[i]); r++) {
             uint32_t layer = shape->layers++;
+            assert(layer < layers);
             shape->layer[layer].q_heads = rows[i].q_heads;
             shape->layer[layer].kv_heads = rows[i].kv_heads;
             shape->layer[layer].k_dim = rows[i].k_dim;
@@ -42,6 +44,7 @@ struct kvq__shape *kvq__shape_make(const struct kvq_layer *rows, uint32_t n_rows
 
 void kvq__shape_unref(struct kvq__shape *shape)
 {
+    assert(!shape || shape->refs > 0);
     if (shape && --shape->refs == 0)
         free(shape);
 }
@@ -55,6 +58,7 @@ static int add_handle(kvq_client *client, uint64_t handle, bool read_only, struc
     struct kvq__handle *h = &client->handles[index_of(handle)];
     if (h->handle == 0)
         client->open_handles++;
+    assert(client->open_handles > 0 && client->open_handles < KVQ__HANDLES);
     kvq__shape_unref(h->shape);
     *h = (struct kvq__handle){handle, read_only, shape};
     return KVQ_OK;
@@ -86,6 +90,7 @@ int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle)
 
 static void clear_handle(kvq_client *client, struct kvq__handle *h)
 {
+    assert(h->handle && client->open_handles > 0);
     client->open_handles--;
     kvq__note_change(client, h->handle);
     kvq__shape_unref(h->shape);
@@ -107,6 +112,7 @@ uint32_t kvq__handle_clear(kvq_client *client)
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)
         if (client->handles[i].handle)
             clear_handle(client, &client->handles[i]);
+    assert(client->open_handles == 0);
     pthread_mutex_unlock(&client->table);
     return held;
 }

@@ -5,6 +5,7 @@
 // on the host.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -41,6 +42,7 @@ static int take_page(struct kvq__timeline *t, int fd)
     char text[KVQ__TEXT_BYTES / 2];
     void *mapping;
     kvq_gpu_ptr at = 0;
+    assert(!t->page);
     int rc = kvq__map(fd, KVQ_TIMELINE_BYTES, PROT_READ | PROT_WRITE, "a timeline page", &mapping);
     if (rc)
         return rc;
@@ -87,6 +89,7 @@ static int ask_daemon(kvq_queue *queue, struct kvq__timeline *t)
 
 static void release_timeline(struct kvq__timeline *t)
 {
+    assert(t->here.driver || (!t->page && !t->spare));
     if (t->page) {
         kvq_gpu_host_unregister(t->here.driver, t->page);
         munmap(t->page, KVQ_TIMELINE_BYTES);
@@ -103,6 +106,7 @@ static void release_timeline(struct kvq__timeline *t)
 // would wait for all the engine's work.
 static bool words_work(const struct kvq__timeline *t)
 {
+    assert(t->page && t->spare);
     const struct kvq_gpu_driver *driver = t->here.driver;
     const kvq_gpu_ptr at = t->ready + offsetof(struct kvq_timeline_page, trial) -
                            offsetof(struct kvq_timeline_page, ready);
@@ -144,6 +148,7 @@ static int try_orders(kvq_queue *queue, struct kvq__timeline *t, int asked)
     static int (*const orders[])(kvq_queue *, struct kvq__timeline *) = {
         [KVQ_ORDER_WORDS] = try_words, [KVQ_ORDER_EVENTS] = try_events};
     int rc = KVQ_E_UNSUPPORTED;
+    assert(t->order == KVQ_ORDER_NONE && asked <= KVQ_ORDER_HOST);
     if (asked == KVQ_ORDER_WORDS || asked == KVQ_ORDER_EVENTS)
         return orders[asked](queue, t);
     for (int i = KVQ_ORDER_WORDS; asked != KVQ_ORDER_HOST && i < KVQ_ORDER_HOST; i++) {
@@ -159,6 +164,7 @@ static int try_orders(kvq_queue *queue, struct kvq__timeline *t, int asked)
 static void count_timeline(const kvq_queue *queue, int more)
 {
     uint32_t *n = &queue->client->timelines;
+    assert(more > 0 || queue->timeline.order != KVQ_ORDER_WORDS || kvq_word_load(n) > 0);
     if (queue->timeline.order == KVQ_ORDER_WORDS)
         kvq_word_store_release(n, kvq_word_load(n) + (uint32_t)more);
 }
@@ -175,6 +181,7 @@ static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
         return rc;
     }
     pthread_mutex_lock(&queue->client->table);
+    assert(queue->timeline.order == KVQ_ORDER_NONE && !queue->timeline.page);
     queue->timeline = made;
     count_timeline(queue, 1);
     pthread_mutex_unlock(&queue->client->table);
@@ -266,6 +273,7 @@ static int wait_here(kvq_queue *queue, struct kvq__pending *p, int result)
 {
     const struct timespec pause = {.tv_nsec = 100 * 1000};
     struct kvq__timeline *t = &queue->timeline;
+    assert(t->page && p->ticket);
     int rc = kvq__queue_wait(queue, p, UINT64_MAX);
     p->ticket = 0;
     while (rc == KVQ_OK && (int64_t)(kvq_long_load(&t->page->done) - t->last) < 0) {
@@ -283,6 +291,7 @@ static int tell_in_turn(struct kvq__timeline *t, struct kvq_gpu_stream *stream)
     const struct kvq_gpu_driver *driver = t->here.driver;
     bool same = stream == t->stream && stream != KVQ_GPU_STREAM_OF_THREAD;
     int result = KVQ_GPU_OK;
+    assert(t->order == KVQ_ORDER_WORDS && t->page);
     if (!same && (int64_t)(kvq_long_load(&t->page->ready) - t->last) < 0)
         result = driver->stream_wait64(stream, t->ready, t->last, KVQ_GPU_WAIT_AT_LEAST);
     result = result ? result : driver->stream_write64(stream, t->ready, t->last + 1, 0);
@@ -343,6 +352,7 @@ static int send_in_order(kvq_queue *queue, struct kvq__pending *p, struct kvq_gp
                                struct kvq_gpu_stream *) = {[KVQ_ORDER_WORDS] = send_in_words,
                                                            [KVQ_ORDER_EVENTS] = kvq__events_send,
                                                            [KVQ_ORDER_HOST] = send_by_host};
+    assert(queue->timeline.order > KVQ_ORDER_NONE && queue->timeline.order <= KVQ_ORDER_HOST);
     return ways[queue->timeline.order](queue, p, stream);
 }
 

@@ -4,6 +4,7 @@
 // then sleep on the eventfd and the attach socket, so that a daemon that dies wakes us at once.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <poll.h>
 #include <time.h>
@@ -29,6 +30,7 @@ static void fail_entries(struct kvq__pending *p, int code)
 
 int kvq__queue_kill(kvq_queue *queue, int code)
 {
+    assert(code != KVQ_OK);
     for (int i = 0; i < KVQ_QUEUE_CREDITS; i++) {
         struct kvq__pending *p = &queue->pending[i];
         if (!p->ticket || p->done)
@@ -80,6 +82,7 @@ static bool changes_session(unsigned op)
 static int take_result(kvq_queue *queue, struct kvq__pending *p, uint32_t index,
                        const struct kvq_result *result)
 {
+    assert(index < p->n);
     struct kvq_entry *entry = &p->entries[index];
     entry->status = result->status;
     entry->value = result->value;
@@ -114,6 +117,7 @@ static int take_results(kvq_queue *queue, struct kvq__pending *p)
 static int take_completion(kvq_queue *queue, uint32_t ready, uint32_t *slots)
 {
     struct kvq_completion head;
+    assert(ready > 0);
     kvq_ring_copy(&queue->rx, 0, &head, sizeof head);
     struct kvq__pending *p = find_pending(queue, head.seq);
     *slots = 1 + ((uint32_t)head.count * sizeof(struct kvq_result) + KVQ_SLOT_BYTES - 1) /
@@ -152,6 +156,7 @@ int kvq__queue_take(kvq_queue *queue)
         int rc = take_completion(queue, ready, &slots);
         if (rc)
             return rc;
+        assert(slots > 0 && slots <= ready);
         kvq_ring_consume(&queue->rx, slots);
         ready -= slots;
     }
@@ -229,6 +234,7 @@ static bool drain_wakeups(int fd)
 // Sleeps until woken, or the time is over. Completions are left to the caller.
 static int sleep_once(kvq_queue *queue, uint64_t left_ns)
 {
+    assert(queue->wake_client >= 0);
     struct pollfd p[2] = {{.fd = queue->wake_client, .events = POLLIN},
                           {.fd = queue->client->socket, .events = POLLRDHUP}};
     struct timespec t = {(time_t)(left_ns / 1000000000u), (long)(left_ns % 1000000000u)};
@@ -264,6 +270,7 @@ static int sleep_until(kvq_queue *queue, struct kvq__pending *p, uint64_t deadli
 
 int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *p, uint64_t deadline_ns)
 {
+    assert(p->ticket);
     bool may_spin = deadline_ns && kvq_ring_may_spin(queue->client->page);
     for (int i = 0; may_spin && i < SPIN_FREE; i++) {
         int rc = kvq__queue_take(queue);

@@ -7,6 +7,7 @@
 // streams go, so the thread looks again until it is stopped.
 #include "client/internal.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
@@ -22,6 +23,7 @@ static void let_stream_go(const struct kvq__timeline *t)
 {
     if (!t->page || kvq_long_load(&t->page->done) == INT64_MAX)
         return;
+    assert(t->spare && t->done);
     struct kvq_gpu_context *before = kvq__context_enter(&t->here);
     t->here.driver->stream_write64(t->spare, t->done, INT64_MAX, 0);
     kvq_long_store(&t->page->done, INT64_MAX);
@@ -59,6 +61,7 @@ static void *watch(void *context)
 
 static void wake(struct kvq__watch *w)
 {
+    assert(w->wake >= 0);
     const uint64_t one = 1;
     while (write(w->wake, &one, sizeof one) < 0 && errno == EINTR)
         ;
@@ -68,6 +71,7 @@ static void wake(struct kvq__watch *w)
 static int start_watching(kvq_client *client)
 {
     sigset_t all, before;
+    assert(client->watch.wake >= 0 && client->socket >= 0);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&client->watch.thread, NULL, watch, client);

@@ -10,6 +10,7 @@
 // it asked last is known when it asks about rows: the layouts below.
 #include "client/ggml/cache.h"
 
+#include <assert.h>
 #include <ggml-backend-impl.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -136,6 +137,8 @@ static bool keep_layer(const struct kvq_ggml_layer *layer, bool taken)
         layout->read[i] = false;
         layout->n++;
     }
+    assert(i < layout->n && layout->n <= KVQ_GGML_LAYERS);
+    assert(i == 0 || layout->layers[i - 1].number < layer->number);
     layout->layers[i] = *layer;
     layout->taken[i] = taken && !layout->read[i];
     return layout->taken[i];
@@ -305,6 +308,7 @@ static struct kvq_ggml_cache *find_cache(struct backend *backend, const struct g
                                          uint32_t *layer, bool *is_v)
 {
     uint32_t i = 0;
+    assert(backend->n <= CACHES);
     while (i < backend->n && backend->buffers[i] != tensor->buffer)
         i++;
     struct kvq_ggml_cache *cache =
@@ -376,6 +380,7 @@ static void backend_free(ggml_backend_t backend)
     pthread_mutex_lock(&layouts_lock);
     for (uint32_t i = 0; i < own->n; i++)
         forget_layout(own->buffers[i]);
+    assert(contexts > 0);
     contexts--;
     while (contexts == 0 && layouts)
         forget_layout(layouts->buffer);

@@ -5,6 +5,7 @@
 // longer ones, of prompts, go through the daemon layer by layer.
 #include "client/ggml/stream.h"
 
+#include <assert.h>
 #include <ggml.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -95,6 +96,7 @@ const char *kvq_ggml_extra(const struct ggml_tensor *attention)
 struct kvq_ggml_cache *kvq_ggml_cache_new(struct kvq_ggml_daemon *daemon,
                                           const struct kvq_ggml_layer *layers, uint32_t n)
 {
+    assert(n > 0 && n <= KVQ_GGML_LAYERS);
     struct kvq_ggml_cache *cache = calloc(1, sizeof *cache + n * sizeof *layers);
     if (cache) {
         memcpy(cache->layers, layers, n * sizeof *layers);
@@ -149,12 +151,14 @@ static uint64_t widest(const struct kvq_ggml_cache *cache, bool of_q)
 
 static char *desk_at(const struct kvq_ggml_cache *cache, uint64_t offset)
 {
+    assert(offset < kvq_buffer_size(cache->desk->buffer));
     return (char *)kvq_buffer_data(cache->desk->buffer) + offset;
 }
 
 // The desk of a step of so many tokens. A prompt's goes when decoding begins.
 static bool take_desk(struct kvq_ggml_cache *cache, uint32_t rows)
 {
+    assert(rows > 0 && rows <= FAR_ROWS);
     const bool near = rows <= NEAR_ROWS;
     struct desk *desk = cache->desk = near ? &cache->near : &cache->far;
     if (near)
@@ -178,6 +182,7 @@ static bool take_desk(struct kvq_ggml_cache *cache, uint32_t rows)
 // Where K or V of a layer lies.
 static uint64_t kv_offset(const struct desk *desk, uint32_t layer, bool is_v)
 {
+    assert(desk->kept > 0);
     return (2 * (layer % desk->kept) + is_v) * desk->kv_bytes;
 }
 
@@ -222,6 +227,7 @@ static bool plan_step(struct kvq_ggml_cache *cache, const struct ggml_tensor *ce
 {
     const int64_t *cell = cells->data, rows = cells->ne[0], size = (int64_t)cache->all.cells;
     uint32_t n = 0;
+    assert(cache->state == IDLE);
     if (rows > FAR_ROWS)
         return kvq_ggml_refuse("a step of %lld tokens is longer than %d; start with a smaller "
                                "--ubatch-size",
@@ -258,6 +264,7 @@ static bool plan_step(struct kvq_ggml_cache *cache, const struct ggml_tensor *ce
 bool kvq_ggml_cache_rows(struct kvq_ggml_cache *cache, uint32_t layer, bool is_v,
                          const struct ggml_tensor *node)
 {
+    assert(layer < cache->all.n_layers);
     const struct ggml_tensor *rows = node->src[0], *cells = node->src[1];
     const struct kvq_layer *shape = &cache->layers[layer].shape;
     const size_t width = (size_t)shape->kv_heads * shape->k_dim * sizeof(float);
@@ -337,6 +344,7 @@ static bool check_attention(struct kvq_ggml_cache *cache, uint32_t layer,
 
 static bool begin_step(struct kvq_ggml_cache *cache)
 {
+    assert(cache->state == GIVEN && cache->n > 0);
     const struct kvq_ids told = {cache->desk->buffer, cache->desk->ids_at};
     int32_t *ids = (void *)desk_at(cache, told.offset);
     for (uint32_t i = 0; i < cache->n; i++) {
@@ -361,6 +369,7 @@ static bool begin_step(struct kvq_ggml_cache *cache)
 // Ends the step behind its last layer.
 static bool end_step(struct kvq_ggml_cache *cache)
 {
+    assert(cache->state == UNDER_WAY && cache->next == cache->all.n_layers);
     const struct kvq_step_work work = {.ids = {cache->desk->buffer, cache->desk->ids_at}};
     const int code =
         is_near(cache)
@@ -382,6 +391,7 @@ static bool end_step(struct kvq_ggml_cache *cache)
 static void take_queries(const struct kvq_ggml_cache *cache, const struct ggml_tensor *q)
 {
     const size_t head = (size_t)q->ne[0] * sizeof(float), heads = (size_t)q->ne[2];
+    assert(cache->n * cache->each == cache->rows);
     char *to = desk_at(cache, cache->desk->q_at);
     for (uint32_t s = 0; s < cache->n; s++) {
         for (uint32_t t = 0; t < cache->each; t++) {
@@ -394,6 +404,7 @@ static void take_queries(const struct kvq_ggml_cache *cache, const struct ggml_t
 
 bool kvq_ggml_cache_attend(struct kvq_ggml_cache *cache, uint32_t layer, struct ggml_tensor *node)
 {
+    assert(layer < cache->all.n_layers);
     const struct kvq_layer *shape = &cache->layers[layer].shape;
     if (layer != cache->next || !cache->has_k || !cache->has_v) {
         kvq_ggml_refuse("layer %d attends without new K and V", cache->layers[layer].number);

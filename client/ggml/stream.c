@@ -3,6 +3,7 @@
 // See stream.h.
 #include "client/ggml/stream.h"
 
+#include <assert.h>
 #include <ggml.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +21,7 @@ enum {
 void kvq_ggml_sessions_init(struct kvq_ggml_sessions *all, struct kvq_ggml_daemon *daemon,
                             const struct kvq_ggml_layer *layers, uint32_t n)
 {
+    assert(n > 0 && n <= KVQ_GGML_LAYERS);
     uint64_t random[2] = {(uint64_t)getpid(), 0}; // if the system has none: the salt is no secret
     (void)!getrandom(random, sizeof random, 0);
     *all = (struct kvq_ggml_sessions){.daemon = daemon,
@@ -124,6 +126,7 @@ static void in_parallel(void *context, uint32_t n, void (*item)(void *arg, uint3
 
 static bool open_local(struct kvq_ggml_sessions *all)
 {
+    assert(!all->local);
     all->threads = all->daemon->threads;
     const struct kvq_local_options options = {.size = sizeof options,
                                               .max_tokens = all->cells,
@@ -139,6 +142,7 @@ static bool open_stream_session(struct kvq_ggml_sessions *all, struct kvq_ggml_s
                                 uint32_t which, const struct kvq_session_options *options)
 {
     struct kvq_session_info info = {.size = sizeof info};
+    assert(!stream->session);
     for (uint32_t i = 0; i < all->n_layers; i++) {
         release_cells(all->layers[i].k, which);
         release_cells(all->layers[i].v, which);
@@ -206,6 +210,7 @@ static bool is_stamped(const struct kvq_ggml_sessions *all, const struct kvq_ggm
 void kvq_ggml_stream_committed(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                                uint32_t which, uint64_t tokens)
 {
+    assert(stream->session);
     stream->tokens = tokens;
     stream->stamp = ++all->last_stamp;
     memcpy(stamp_of(all, which), &stream->stamp, sizeof stream->stamp);
@@ -226,6 +231,7 @@ static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml
                       struct tail *tail)
 {
     uint64_t bytes = 0;
+    assert(tail->tokens > 0 && tail->first + tail->tokens < stream->tokens);
     for (uint32_t i = 0; i < all->n_layers; i++)
         bytes += (uint64_t)2 * tail->tokens * all->layers[i].shape.kv_heads *
                  all->layers[i].shape.k_dim * sizeof(uint16_t);
@@ -253,6 +259,7 @@ static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml
 static bool append_tail(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                         const struct tail *tail, const kvq_buffer *ids)
 {
+    assert(stream->tokens == tail->first);
     const struct kvq_step_work work = {.k = tail->k,
                                        .v = tail->v,
                                        .n_layers = all->n_layers,
@@ -274,6 +281,7 @@ static bool rebuild_session(struct kvq_ggml_sessions *all, struct kvq_ggml_strea
     struct tail *tail = calloc(1, sizeof *tail);
     kvq_buffer *ids = NULL;
     bool well = false;
+    assert(stream->ids && cell < stream->tokens);
     if (!tail || kvq_buffer_create(all->daemon->client, cell * sizeof(int32_t), &ids)) {
         kvq_ggml_failed("no buffer to go back");
         goto out;
@@ -318,6 +326,7 @@ out:
 static bool go_back(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream, uint32_t which,
                     uint64_t cell)
 {
+    assert(stream->session && cell < stream->tokens);
     struct kvq_entry entry = {.session = stream->session, .position = stream->tokens};
     int code = kvq_truncate(all->daemon->queue, &entry, &cell, 1);
     code = code ? code : entry.status;

@@ -56,6 +56,7 @@ static int start_workers(struct kvq_local *local)
 
 int kvq__attend_open(struct kvq_local *local)
 {
+    assert(!local->jobs && !local->workers);
     local->jobs = reserve_memory(jobs_bytes());
     local->partials = local->jobs ? reserve_memory(KVQ__LOCAL_PARTIALS) : NULL;
     local->workspaces = local->partials ? reserve_memory(workspaces_bytes(local)) : NULL;
@@ -86,6 +87,7 @@ static uint32_t element_bytes(const struct kvq_tensor *t)
 // none.
 static uint64_t base_of(const struct kvq_local *local, const struct kvq_tensor *t)
 {
+    assert(t->buffer);
     return local->here.driver ? kvq__gpu_buffer_at(t->buffer, &local->here)
                               : (uintptr_t)t->buffer->host;
 }
@@ -261,7 +263,9 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
         i++;
     if (i == n)
         return KVQ_OK;
-    const struct kvq_shape *s = &kvq__local_find(local, entries[i].session)->layers[w->layer].shape;
+    const struct kvq__local_session *first = kvq__local_find(local, entries[i].session);
+    assert(first && w->layer < first->n_layers);
+    const struct kvq_shape *s = &first->layers[w->layer].shape;
     const struct kvq_rows out =
         touched_rows(local, &w->out, entries, n, false, s->q_heads, s->v_dim);
     const struct kvq_rows lse = touched_rows(local, &w->lse, entries, n, false, s->q_heads, 1);
@@ -309,6 +313,7 @@ static struct kvq_attend call_of(const struct kvq_local *local, const struct par
 {
     const struct kvq_work *w = p->work;
     const struct kvq_entry *e = p->entry;
+    assert(p->session->in_step && p->session->past == e->position);
     struct kvq_attend a = {
         .format = p->layer->format,
         .shape = &p->layer->shape,
@@ -360,6 +365,7 @@ struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kv
 // Partial results of jobs that threads share; false if there is no room for another's.
 static bool take_partials(struct kvq_local *local, struct kvq_attend_job *job, size_t *used)
 {
+    assert(*used <= KVQ__LOCAL_PARTIALS);
     size_t bytes = (job->plan.partial_bytes + ALIGN - 1) / ALIGN * ALIGN;
     if (bytes > KVQ__LOCAL_PARTIALS - *used)
         return false;
@@ -394,6 +400,7 @@ static bool share_blocks(struct kvq_local *local, uint32_t n)
 
 static void plan_jobs(struct kvq_local *local, uint32_t n)
 {
+    assert(n > 0 && n <= KVQ_MAX_BATCH);
     uint32_t items = local->threads > 1 ? (4 * local->threads + n - 1) / n : 1;
     plan_all(local, n, items);
     if (!share_blocks(local, n))
@@ -418,6 +425,7 @@ static void run_items(struct stage *s, void *workspace)
     while ((item = kvq_word_add(&s->taken, 1) - 1) < s->n_items) {
         while (item >= local->first_item[job + 1])
             job++;
+        assert(job < s->n_jobs);
         s->run(local->kernels, local->sorted[job], item - local->first_item[job], workspace);
     }
 }
@@ -438,6 +446,7 @@ static void run_stage(struct stage *s)
 {
     const struct kvq_local *local = s->local;
     uint32_t lanes = local->threads < s->n_items ? local->threads : s->n_items;
+    assert(lanes <= 1 || local->workers || local->parallel);
     if (lanes > 1 && local->workers)
         kvq_pool_run(local->workers, run_worker, s, lanes);
     else if (lanes > 1)
@@ -470,6 +479,7 @@ static bool same_tensor(const struct kvq_tensor *a, const struct kvq_tensor *b)
 // For the step's end, which hands them to the daemon.
 void kvq__local_note(struct kvq_local *local, const struct kvq_work *w)
 {
+    assert(w->layer < KVQ_MAX_LAYERS);
     struct kvq_tensor *k = &local->k[w->layer], *v = &local->v[w->layer];
     if (k->buffer && (!same_tensor(k, &w->k) || !same_tensor(v, &w->v)))
         local->mixed = true;
@@ -510,6 +520,7 @@ static int make_jobs(struct kvq_local *local, const struct kvq_work *work,
     uint32_t m = 0;
     uint64_t from = UINT64_MAX, to = 0;
     bool appends = false;
+    assert(n <= KVQ_MAX_BATCH);
     for (uint32_t i = 0; i < n; i++) {
         struct part p = {.work = work, .entry = &entries[i]};
         entries[i].status = check_part(local, &p);

@@ -4,6 +4,7 @@
 // Each layer has a place of its own for its batch, so that launches are the same in every step.
 #include "client/in_context/in_context.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -58,6 +59,7 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
                        struct kvq_gpu_attend_limits *limits)
 {
     struct kvq_shape shape = l->shape;
+    assert(shape.kv_heads > 0 && shape.q_heads >= shape.kv_heads);
     struct kvq_gpu_layer layer = gpu_layer(b, l);
     layer.shape = &shape;
     uint32_t few = KVQ_GPU_NARROW_ROWS / (l->shape.q_heads / l->shape.kv_heads);
@@ -98,6 +100,7 @@ static int count_limits(struct kvq_bucket *b, size_t *workspace)
 
 static int take_host(struct kvq_bucket *b, const struct kvq__local_session *s)
 {
+    assert(!b->layers && b->n_layers == 0);
     b->layers = calloc(s->n_layers, sizeof *b->layers);
     b->limits = calloc(s->n_layers, sizeof *b->limits);
     b->batch_at = calloc(s->n_layers + 1u, sizeof *b->batch_at);
@@ -117,6 +120,7 @@ static int take_device(struct kvq_bucket *b, size_t workspace)
 {
     const struct kvq_gpu_driver *d = b->local->here.driver;
     size_t bytes = b->batch_at[b->n_layers];
+    assert(!b->batch && !b->workspace && bytes > 0);
     int result = d->memory_alloc(&b->batch, bytes);
     result = result ? result : d->fill8(b->batch, 0, bytes, NULL);
     result = result ? result : d->memory_alloc(&b->workspace, workspace);
@@ -220,6 +224,7 @@ int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
 {
     const struct kvq_gpu_driver *d = b->local->here.driver;
     int result = KVQ_GPU_OK;
+    assert(b->slot < SLOTS);
     if (b->slots[b->slot].used)
         result = d->event_record(b->slots[b->slot].passed, b->stream);
     b->slot = (b->slot + 1) % SLOTS;
@@ -238,6 +243,7 @@ static const struct kvq_table_layer *table_layer_of(const struct kvq_bucket *b, 
                                                     const struct kvq_entry *e)
 {
     const struct kvq__local_session *s = kvq__local_find(b->local, e->session);
+    assert(s && layer < s->n_layers);
     return s->layers[s->layers[layer].source].pages;
 }
 
@@ -279,6 +285,7 @@ static uint32_t gather_calls(struct kvq_bucket *b, const struct kvq_work *w,
                              const struct kvq_entry *entries, uint32_t n, bool *shares)
 {
     uint32_t m = 0;
+    assert(n <= b->max_sessions);
     *shares = false;
     for (uint32_t i = 0; i < n; i++)
         if (entries[i].status == KVQ_OK)
@@ -298,6 +305,7 @@ int kvq__bucket_fill(struct kvq_bucket *b, const struct kvq_work *w,
 {
     char text[KVQ__TEXT_BYTES / 2];
     bool shares;
+    assert(w->layer < b->n_layers);
     const struct kvq_gpu_layer l = gpu_layer(b, &b->layers[w->layer]);
     struct kvq_gpu_attend_limits limits = b->limits[w->layer];
     uint8_t *batch = b->slots[b->slot].memory + b->batch_at[w->layer];
@@ -316,6 +324,7 @@ int kvq__bucket_fill(struct kvq_bucket *b, const struct kvq_work *w,
 
 int kvq__bucket_copy(struct kvq_bucket *b, uint32_t layer, uint32_t to)
 {
+    assert(layer < to && to <= b->n_layers);
     const uint8_t *from = b->slots[b->slot].memory + b->batch_at[layer];
     int result = b->local->here.driver->copy_in(b->batch + b->batch_at[layer], from,
                                                 b->batch_at[to] - b->batch_at[layer], b->stream);
@@ -325,6 +334,7 @@ int kvq__bucket_copy(struct kvq_bucket *b, uint32_t layer, uint32_t to)
 int kvq__bucket_launch(struct kvq_bucket *b, uint32_t layer, bool captured,
                        struct kvq_gpu_stream *stream)
 {
+    assert(layer < b->n_layers && b->workspace);
     char text[KVQ_GPU_TEXT];
     struct kvq_gpu_attend_launch launch = {.layer = gpu_layer(b, &b->layers[layer]),
                                            .limits = b->limits[layer],

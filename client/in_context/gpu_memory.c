@@ -4,6 +4,7 @@
 // are kept for it, page tables, codebooks, and the daemon's own kernels.
 #include "client/in_context/in_context.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -49,6 +50,7 @@ int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int 
 {
     const struct kvq_gpu_driver *driver = pool->here.driver;
     kvq_gpu_ptr at = 0;
+    assert(!pool->mapped && pool->extent_bytes > 0 && pool->span % pool->extent_bytes == 0);
     pool->mapped = calloc(pool->span / pool->extent_bytes, sizeof *pool->mapped);
     if (!pool->mapped)
         return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
@@ -72,6 +74,7 @@ static int map_at(const struct kvq__here *here, kvq_gpu_ptr at, size_t bytes, in
     const struct kvq_gpu_access access = {{KVQ_GPU_LOCATION_DEVICE, here->device},
                                           KVQ_GPU_ACCESS_READ};
     kvq_gpu_memory memory;
+    assert(bytes > 0 && fd >= 0);
     int result = here->driver->memory_import(&memory, (void *)(uintptr_t)fd, KVQ_GPU_HANDLE_FD);
     if (result != KVQ_GPU_OK)
         return result;
@@ -88,6 +91,7 @@ static int map_at(const struct kvq__here *here, kvq_gpu_ptr at, size_t bytes, in
 int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
 {
     uint64_t at = (uint64_t)number * pool->extent_bytes;
+    assert(pool->mapped && pool->at);
     if (at >= pool->span)
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave extent %u of a pool with %llu",
                               number, (unsigned long long)(pool->span / pool->extent_bytes));
@@ -105,6 +109,7 @@ int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
 
 void kvq__pool_gpu_close(struct kvq__pool *pool)
 {
+    assert(pool->mapped && pool->at);
     const struct kvq_gpu_driver *driver = pool->here.driver;
     kvq_gpu_ptr at = (uintptr_t)pool->at;
     kvq_gpu_close(&pool->kernels);
@@ -117,6 +122,7 @@ void kvq__pool_gpu_close(struct kvq__pool *pool)
 
 int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book)
 {
+    assert(book->values && !book->there);
     const struct kvq_gpu_driver *driver = pool->here.driver;
     struct kvq_gpu_context *before = kvq__context_enter(&pool->here);
     int result = driver->memory_alloc(&book->there, book->bytes);
@@ -143,6 +149,7 @@ int kvq__page_table_gpu_map(struct kvq_local *local, struct kvq__local_session *
                             const Kvq__OpenTableReply *r, int fd)
 {
     char text[KVQ__TEXT_BYTES / 2];
+    assert(!s->piece.at && s->layers);
     if (r->bytes < layer_at(local, s->n_layers) || r->allocation_bytes < r->bytes)
         return kvq__set_error(KVQ_E_PROTOCOL,
                               "the daemon's page table has %llu bytes of %llu, %llu are needed",
@@ -162,6 +169,7 @@ int kvq__page_table_gpu_map(struct kvq_local *local, struct kvq__local_session *
 
 void kvq__page_table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *s)
 {
+    assert(s->piece.at && !s->in_step);
     struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     local->here.driver->context_sync();
     kvq_gpu_piece_release(local->here.driver, &s->piece);

@@ -144,6 +144,7 @@ static int take_layers(struct kvq__pool *pool, const Kvq__OpenTableReply *r,
             return kvq__set_error(KVQ_E_PROTOCOL, "the daemon tells of more than %u layers",
                                   s->n_layers);
         for (uint32_t j = 0; j < r->layers[i]->repeat; j++, layer++) {
+            assert(layer < s->n_layers);
             int rc = take_layer(pool, r->layers[i], layer, &s->layers[layer]);
             if (rc)
                 return rc;
@@ -163,6 +164,7 @@ static int take_layers(struct kvq__pool *pool, const Kvq__OpenTableReply *r,
 int kvq__reading_take(struct kvq__pool *pool, const Kvq__OpenTableReply *reply,
                       struct kvq__local_session *s)
 {
+    assert(!s->layers);
     s->layers = calloc(s->n_layers, sizeof *s->layers);
     if (!s->layers)
         return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
@@ -232,6 +234,7 @@ static const float *take_side(const struct kvq__book *book, const struct kvq_sid
                               const struct kvq_shape *s, uint64_t at, uint64_t head, uint64_t sub)
 {
     const uint64_t most = KVQ_MAX_CODEBOOK_BYTES;
+    assert(side->codec == KVQ_CODEC_BOOK && side->vector > 0);
     if (head > most || sub > most || at > most)
         return NULL;
     uint64_t table = ((uint64_t)1 << side->bits) * side->vector;

@@ -4,6 +4,7 @@
 // what all calls of a step check first.
 #include "client/in_context/in_context.h"
 
+#include <assert.h>
 #include <string.h>
 
 // ---- Checks of a call ----
@@ -131,6 +132,7 @@ int kvq__local_member(const struct kvq_local *local, const struct kvq_entry *e)
 void kvq__local_join(struct kvq_local *local, const struct kvq_entry *e)
 {
     struct kvq__local_session *s = kvq__local_find(local, e->session);
+    assert(s && !s->in_step && local->n_members < KVQ_MAX_BATCH);
     s->in_step = true;
     s->past = e->position;
     s->append = e->append;
@@ -141,6 +143,7 @@ void kvq__local_join(struct kvq_local *local, const struct kvq_entry *e)
 
 void kvq__local_over(struct kvq_local *local)
 {
+    assert(local->n_members <= KVQ_MAX_BATCH && local->n_layers <= KVQ_MAX_LAYERS);
     for (uint32_t i = 0; i < local->n_members; i++)
         local->members[i]->in_step = false;
     memset(local->k, 0, local->n_layers * sizeof local->k[0]);

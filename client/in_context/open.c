@@ -26,6 +26,7 @@ static int find_kernels(const kvq_client *client, const struct kvq_kernels **ker
 static int find_context(struct kvq_local *local, const char *place)
 {
     const char *wish = getenv("KVQ_LOCAL");
+    assert(!local->pool && !*local->why);
     if (wish && strcmp(wish, "daemon") == 0)
         return kvq__set_error(KVQ_E_UNSUPPORTED, "KVQ_LOCAL=daemon in the environment asks for it");
     if (local->here.driver)
@@ -63,6 +64,7 @@ static bool is_refusal(int code)
 // Takes a session out that is a member of no step.
 static void forget_session(struct kvq_local *local, struct kvq__local_session *s)
 {
+    assert(!s->in_step && local->sessions[kvq__handle_index(s->handle)] == s);
     kvq__page_table_close(local, s);
     local->sessions[kvq__handle_index(s->handle)] = NULL;
     free(s->layers);
@@ -73,6 +75,7 @@ static void forget_session(struct kvq_local *local, struct kvq__local_session *s
 static int go_through_daemon(struct kvq_local *local, const char *why)
 {
     char copy[KVQ__TEXT_BYTES];
+    assert(*why && !*local->why && !local->stepping);
     snprintf(copy, sizeof copy, "%s", why);
     if (local->flags & KVQ_LOCAL_REQUIRE)
         return kvq__set_error(KVQ_E_UNSUPPORTED,
@@ -221,6 +224,7 @@ static int check_info(const struct kvq_local *local, const struct kvq_session_in
 // Its pages, in our addresses.
 static int bring_in(struct kvq_local *local, struct kvq__local_session *s)
 {
+    assert(local->pool && !s->table);
     int rc = kvq__page_table_open(local, s);
     if (rc == KVQ_OK)
         rc = kvq__reading_books(local->client, local->pool, s);

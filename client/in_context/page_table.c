@@ -3,6 +3,7 @@
 // Page tables: opening and closing them, and what of them can be checked before every step.
 #include "client/in_context/in_context.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -32,6 +33,7 @@ static uint64_t pages_of(uint64_t tokens)
 int kvq__page_table_check(const struct kvq__local_session *s)
 {
     const struct kvq_table_page *t = s->table;
+    assert(t && s->layers);
     if (t->tokens > (uint64_t)t->pages * KVQ_BLOCK_TOKENS)
         return nonsense("its count of tokens", t->tokens, (uint64_t)t->pages * KVQ_BLOCK_TOKENS);
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -64,6 +66,7 @@ static int map_table(struct kvq_local *local, struct kvq__local_session *s,
     uint64_t pages = pages_of(local->max_tokens);
     size_t bytes = kvq_table_bytes(s->n_layers, pages);
     void *mapping;
+    assert(!s->table && s->layers);
     if (reply->bytes < bytes)
         return kvq__set_error(KVQ_E_PROTOCOL,
                               "the daemon's page table has %llu bytes, %zu are needed",
@@ -75,6 +78,7 @@ static int map_table(struct kvq_local *local, struct kvq__local_session *s,
     s->table_bytes = bytes;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const uint8_t *at = (const uint8_t *)mapping + sizeof(struct kvq_table_page);
+        assert(s->layers[i].source < s->n_layers);
         at += s->layers[i].source * kvq_table_layer_bytes(pages);
         s->layers[i].pages = (const struct kvq_table_layer *)(const void *)at;
     }
@@ -85,6 +89,7 @@ static int map_table(struct kvq_local *local, struct kvq__local_session *s,
 static int map_tables(struct kvq_local *local, struct kvq__local_session *s,
                       const Kvq__OpenTableReply *reply, const int *fds, uint32_t n)
 {
+    assert(local->here.driver || n == 1);
     if (!local->here.driver)
         return map_table(local, s, reply, fds[0]);
     if (n != 2)
@@ -98,6 +103,7 @@ static int map_tables(struct kvq_local *local, struct kvq__local_session *s,
 
 static int open_table(struct kvq_local *local, struct kvq__local_session *s)
 {
+    assert(local->pool && local->pool->at);
     Kvq__OpenTable message = KVQ__OPEN_TABLE__INIT;
     struct kvq__call call = {.request = KVQ__REQUEST__INIT,
                              .send_fd = -1,
@@ -150,6 +156,7 @@ static void tell_closed(struct kvq_local *local, uint64_t handle)
 
 void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *s)
 {
+    assert(!s->in_step);
     bool there = s->table || s->piece.at;
     if (s->piece.at)
         kvq__page_table_gpu_unmap(local, s);

@@ -47,6 +47,7 @@ static int reserve_addresses(struct kvq__pool *pool)
         return KVQ_E_UNSUPPORTED;
     }
     uintptr_t start = ((uintptr_t)mapping + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    assert(start - (uintptr_t)mapping < HUGE_PAGE);
     pool->mapping = mapping;
     pool->at = (uint8_t *)start;
     return KVQ_OK;
@@ -55,6 +56,7 @@ static int reserve_addresses(struct kvq__pool *pool)
 static int take_pool(struct kvq__pool *pool, const struct kvq__call *call)
 {
     const Kvq__OpenPoolReply *r = call->reply->open_pool;
+    assert(!pool->at);
     int rc = check_pool_reply(r);
     if (rc)
         return rc;
@@ -132,7 +134,7 @@ int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here 
         rc = kvq__set_error(KVQ_E_INVALID,
                             "this client attends on %s in another CUDA context already", place);
     if (rc == KVQ_OK) {
-        assert(pool);
+        assert(pool && pool->refs > 0);
         pool->refs++;
     }
     pthread_mutex_unlock(&client->control);
@@ -146,6 +148,7 @@ static void destroy_pool(struct kvq__pool *pool)
 {
     struct kvq__book *book;
     struct kvq__row *row;
+    assert(pool->refs == 0);
     struct kvq_gpu_context *before = pool->here.driver ? kvq__context_enter(&pool->here) : NULL;
     while ((book = LIST_FIRST(&pool->books))) {
         LIST_REMOVE(book, link);
@@ -169,6 +172,7 @@ static void destroy_pool(struct kvq__pool *pool)
 
 static void unref_pool(struct kvq__pool *pool)
 {
+    assert(pool->refs > 0);
     if (--pool->refs == 0)
         destroy_pool(pool);
 }
@@ -195,6 +199,7 @@ void kvq__pools_leave(kvq_client *client)
 static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
 {
     struct stat st;
+    assert(pool->at && !pool->here.driver);
     uint64_t at = (uint64_t)number * pool->extent_bytes;
     int rc = kvq__check_memfd(fd, pool->extent_bytes, "an extent");
     if (rc)
@@ -253,6 +258,7 @@ static int map_more(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
 int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known)
 {
     bool more = true;
+    assert(pool->refs > 0);
     int rc = KVQ_OK;
     pthread_mutex_lock(&client->control);
     if (pool->broken)

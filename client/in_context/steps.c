@@ -3,6 +3,7 @@
 // Steps of in-context mode: beginning without a request, ending with one.
 #include "client/in_context/in_context.h"
 
+#include <assert.h>
 #include <string.h>
 
 enum { PENDING = 1 }; // of an entry's status, until its session was looked at
@@ -50,6 +51,7 @@ static uint32_t gather_pending(struct kvq_local *local, const struct kvq_entry *
         if (entries[i].status != PENDING)
             continue;
         const struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        assert(s && m < KVQ_MAX_BATCH);
         work->n_layers = work->n_layers ? work->n_layers : s->n_layers;
         if (s->n_layers != work->n_layers)
             continue;
@@ -64,6 +66,7 @@ static uint32_t gather_pending(struct kvq_local *local, const struct kvq_entry *
 static int take_published(struct kvq_local *local, struct kvq_entry *e, uint32_t j)
 {
     struct kvq__local_session *s = kvq__local_find(local, e->session);
+    assert(s && e->status == PENDING);
     e->status = local->some[j].status;
     e->value = local->some[j].value;
     s->published = UINT64_MAX;
@@ -115,6 +118,7 @@ static int publish_pending(struct kvq_local *local, struct kvq_entry *entries, u
 int kvq__local_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     bool failed = false, pending = false;
+    assert(!local->stepping && local->n_members == 0);
     local->blamed = 0;
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_entry *e = &entries[i];
@@ -135,6 +139,7 @@ int kvq__local_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_
             entries[i].status = kvq__local_judge(local, &entries[i]); // for those that come twice
         if (entries[i].status == KVQ_OK)
             kvq__local_join(local, &entries[i]);
+        assert(entries[i].status != PENDING);
         failed |= entries[i].status != KVQ_OK;
     }
     if (failed)
@@ -177,6 +182,7 @@ static uint32_t gather_end(struct kvq_local *local, struct kvq_entry *entries, u
         e->value = e->position;
         if (e->status || e->append == 0)
             continue;
+        assert(s->in_step && m < KVQ_MAX_BATCH);
         local->some[m] = *e;
         local->extents[m] = 0;
         local->some_of[m++] = i;
@@ -195,6 +201,7 @@ static void take_end(struct kvq_local *local, struct kvq_entry *entries, uint32_
     for (uint32_t j = 0; j < m; j++) {
         struct kvq_entry *e = &entries[local->some_of[j]];
         struct kvq__local_session *s = kvq__local_find(local, e->session);
+        assert(s && s->in_step);
         e->status = local->some[j].status;
         e->value = local->some[j].value;
         s->published = e->status || s->sharded ? UINT64_MAX : e->value;
@@ -216,6 +223,7 @@ static void keep_some(struct kvq_local *local, const struct kvq_entry *entries, 
         s->in_step = true;
         local->members[kept++] = s;
     }
+    assert(kept <= local->n_members);
     local->n_members = kept;
     if (kept == 0)
         kvq__local_over(local);
@@ -235,6 +243,7 @@ static bool failed_there(const struct kvq_local *local, const struct kvq_entry *
 
 static int commit_step(struct kvq_local *local, const struct kvq_step_work *work, uint32_t m)
 {
+    assert(m > 0);
     if (!local->bucket)
         return kvq__step_run(local->queue, work, local->some, m, local->extents);
     return kvq__timeline_step(local->queue, work, local->some, m, local->extents, local->stream);
@@ -243,6 +252,7 @@ static int commit_step(struct kvq_local *local, const struct kvq_step_work *work
 int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
                    struct kvq_entry *entries, uint32_t n)
 {
+    assert(local->stepping);
     uint32_t m = gather_end(local, entries, n);
     struct kvq_step_work own = work ? *work : (struct kvq_step_work){0};
     bool ours = !work || (!work->k && !work->v);

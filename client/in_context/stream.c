@@ -5,6 +5,8 @@
 // was set up for.
 #include "client/in_context/in_context.h"
 
+#include <assert.h>
+
 static int check_bucket_call(const struct kvq_local *local, const struct kvq_bucket *bucket,
                              const char *what, const struct kvq_entry *entries, uint32_t n)
 {
@@ -73,6 +75,7 @@ static int set_up_noted(struct kvq_local *local, struct kvq_bucket *b, struct kv
 static int begin_in_bucket(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
                            uint32_t n, struct kvq_gpu_stream *stream)
 {
+    assert(!local->stepping && local->n_members == 0);
     local->bucket = b;
     local->stream = stream;
     if (*local->why)
@@ -150,6 +153,7 @@ static int capture_layer(struct kvq_local *local, struct kvq_bucket *b, const st
                               "attend: the stream is being captured into a graph, but "
                               "attention goes through the daemon (%s)",
                               local->why);
+    assert(work->layer < b->n_layers);
     b->noted[work->layer] = true;
     b->works[work->layer] = *work;
     return KVQ_OK;
@@ -160,6 +164,7 @@ static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struc
 {
     uint64_t from = UINT64_MAX, to = 0;
     bool failed = false;
+    assert(local->stepping && local->bucket == b);
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_entry *e = &entries[i];
         e->status = kvq__local_check_part(local, work, e);
@@ -235,6 +240,7 @@ int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,
     if (!local->stepping)
         return kvq__set_error(KVQ_E_NO_STEP,
                               "step end: no step was begun; kvq_local_begin_on_stream begins one");
+    assert(local->bucket);
     struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     local->stream = stream;
     rc = *local->why ? kvq__through_end(local, work, entries, n)

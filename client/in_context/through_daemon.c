@@ -3,6 +3,8 @@
 // The calls of in-context mode through the daemon: a step of its own, a request for each layer.
 #include "client/in_context/in_context.h"
 
+#include <assert.h>
+
 // ---- Parts of a batch ----
 
 // Entries of one kind, and which of the caller's they are.
@@ -14,6 +16,7 @@ struct batch {
 
 static void batch_put(struct batch *b, const struct kvq_entry *entries, uint32_t i)
 {
+    assert(b->n < KVQ_MAX_BATCH);
     b->entries[b->n] = entries[i];
     b->of[b->n++] = i;
 }
@@ -49,6 +52,7 @@ static bool any_failed(const struct kvq_entry *entries, uint32_t n)
 int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     struct batch b = first_batch(local);
+    assert(!local->stepping && local->step == 0);
     for (uint32_t i = 0; i < n; i++) {
         entries[i].status = kvq__local_judge(local, &entries[i]);
         entries[i].value = entries[i].position;
@@ -150,6 +154,7 @@ static int append_layer(struct kvq_local *local, const struct kvq_step_work *wor
                         struct kvq_entry *entries, uint32_t n)
 {
     struct batch b = first_batch(local);
+    assert(layer < work->n_layers && layer < KVQ_MAX_LAYERS);
     struct kvq_work w = {.step = local->step,
                          .layer = layer,
                          .deadline_ns = work->deadline_ns,
@@ -194,6 +199,7 @@ static void abort_others(struct kvq_local *local)
     struct batch b = first_batch(local);
     for (uint32_t i = 0; i < local->n_members; i++) {
         const struct kvq__local_session *s = local->members[i];
+        assert(b.n < KVQ_MAX_BATCH);
         if (s->in_step && s->append)
             local->some[b.n++] =
                 (struct kvq_entry){.session = s->handle, .position = s->past, .append = s->append};
@@ -205,6 +211,7 @@ static void abort_others(struct kvq_local *local)
 int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
                      struct kvq_entry *entries, uint32_t n)
 {
+    assert(local->stepping);
     for (uint32_t i = 0; i < n; i++) {
         const struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
         entries[i].status = kvq__local_member(local, &entries[i]);
@@ -237,6 +244,7 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
 
 void kvq__through_abort(struct kvq_local *local)
 {
+    assert(local->step);
     int rc = kvq_step_abort(local->queue, local->step, NULL, 0);
     (void)rc; // whatever it is, the step is over
 }
