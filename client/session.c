@@ -299,8 +299,12 @@ static int lookup_prefix_of(kvq_client *client, const struct kvq_session_options
     call.request.lookup_prefix = &message;
     pthread_mutex_lock(&client->control);
     rc = kvq__exchange(client, &call);
-    if (rc == KVQ_OK)
-        *tokens = call.reply->lookup_prefix->tokens;
+    uint64_t found = rc == KVQ_OK ? call.reply->lookup_prefix->tokens : 0;
+    if (found <= o->prefix.tokens)
+        *tokens = found;
+    else
+        rc = kvq__set_error(KVQ_E_PROTOCOL, "the daemon found %llu tokens of a prefix of %llu",
+                            (unsigned long long)found, (unsigned long long)o->prefix.tokens);
     pthread_mutex_unlock(&client->control);
     opening_free(opening);
     return rc;

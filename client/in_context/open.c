@@ -212,6 +212,11 @@ static int check_info(const struct kvq_local *local, const struct kvq_session_in
                               "the session is on %s, this kvq_local is for sessions on %s; open "
                               "another one for it",
                               info->place, local->place);
+    if (info->layers > KVQ_MAX_LAYERS)
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon says that the session has %u layers, at most %d are "
+                              "agreed",
+                              info->layers, KVQ_MAX_LAYERS);
     if (info->tokens > local->max_tokens)
         return kvq__set_error(
             KVQ_E_LIMIT,
