@@ -17,6 +17,8 @@ import tidy
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1",
          "kvq-codebook": "kvq-codebook.1"}
+SOURCE_PAGES = r"docs/(rooms|decisions)/|docs/(architecture|glossary|walk)\.md|CONTRIBUTING\.md"
+FOREIGN = ("uv.h", "zmq.h")  # headers of others
 COMMANDS = {
     "kvq-run": ["generate", "perplexity", "logits"],
     "kvq-bench": ["attend", "pack", "ring"],
@@ -97,6 +99,57 @@ def check_doc_names():
                 yield f"{document} speaks of {name}, which kvq.h does not have"
 
 
+def tracked():
+    """The files that git has, and those that it would take, by path."""
+    done = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT,
+                          capture_output=True, text=True)
+    return [p for p in done.stdout.split("\n") if os.path.isfile(os.path.join(ROOT, p))]
+
+
+def prose(path):
+    """A page without its blocks of code and diagrams."""
+    return re.sub(r"```.*?```", "", read(path), flags=re.S)
+
+
+def check_source_names():
+    """Names and files that pages about the code speak of exist."""
+    paths = tracked()
+    if "proto/kvq.proto" not in paths:
+        return  # the sources are no clone
+    sources = [p for p in paths if p.endswith((".c", ".h", ".cpp", ".cu", ".proto", ".py", ".txt"))]
+    text = "\n".join(read(p) for p in sources)
+    names = set(re.findall(r"\w+", text))
+    files = {os.path.basename(p) for p in paths}
+    for page in sorted(p for p in paths if re.match(SOURCE_PAGES, p)):
+        for span in re.findall(r"`([^`\n]+)`", prose(page)):
+            known = re.findall(r"(?:kvq_|KVQ_|test_|e2e_|fuzz_|sim_)\w+", span)
+            for name in sorted(set(known) - names):
+                if f"{name}.py" not in files and f"{name}.c" not in files and "*" not in span:
+                    yield f"{page} speaks of {name}, which no source has"
+            if not re.fullmatch(r"[\w./-]+\.(c|h|cu|cpp|py|sh|proto|txt|map|md)", span):
+                continue
+            if not any(f"/{p}".endswith(f"/{span}") for p in paths) and span not in FOREIGN:
+                yield f"{page} speaks of {span}, which is not there"
+
+
+def anchor_of(heading):
+    """How GitHub names a heading."""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.replace("`", "").strip())
+    return re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+
+
+def check_anchors():
+    """Links to a heading of a page lead to one."""
+    pages = [p for p in tracked() if p.endswith(".md")]
+    headings = {p: {anchor_of(h) for h in re.findall(r"^#+ (.*)$", prose(p), re.M)} for p in pages}
+    for page in pages:
+        for target in re.findall(r"\]\(([^)\s:]*#[^)\s]+)\)", prose(page)):
+            path, _, anchor = target.partition("#")
+            there = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+            if there in headings and anchor not in headings[there]:
+                yield f"{page}: no heading #{anchor} in {there}"
+
+
 def check_layers():
     """CONTRIBUTING.md says of each folder what tests/tidy.py lets it include."""
     told = dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", read("CONTRIBUTING.md"), re.M))
@@ -135,6 +188,8 @@ def main():
     checks.update({f"{p}: manual page renders": (check_page_renders, p) for p in PAGES})
     checks["status codes"] = (check_statuses,)
     checks["names in documents"] = (check_doc_names,)
+    checks["names in pages about the code"] = (check_source_names,)
+    checks["links to headings"] = (check_anchors,)
     checks["folders and their layers"] = (check_layers,)
     checks["configuration file"] = (check_config, build)
     passed = failed = 0
