@@ -403,8 +403,8 @@ double kvq_bits_per_value(const struct kvq_format *f, const struct kvq_shape *s)
 
 // ---- Codecs ----
 
-// The best quantizers of the normal distribution N(0, 1) (Lloyd and Max). tests/test_formats.c
-// computes them again.
+// The best quantizers of the normal distribution N(0, 1) (Lloyd and Max).
+// tests/kernels/test_formats.c computes them again.
 static const float lloyd2[] = {-1.5104176f, -0.4527800f, 0.4527800f, 1.5104176f};
 static const float lloyd3[] = {-2.1519457f, -1.3439093f, -0.7560053f, -0.2450942f,
                                0.2450942f,  0.7560053f,  1.3439093f,  2.1519457f};

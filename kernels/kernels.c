@@ -39,7 +39,7 @@ static bool has_avx2(void)
 }
 #endif
 
-#if defined(KVQ_AVX512_IN_SOFTWARE) // for tests alone: tests/simde/immintrin.h
+#if defined(KVQ_AVX512_IN_SOFTWARE) // for tests alone: tests/kernels/simde/immintrin.h
 static bool has_avx512(void)
 {
     return true;

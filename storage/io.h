@@ -3,8 +3,9 @@
 // The one table of functions through which storage/ reaches a disk.
 //
 // kvq_io_posix() is the operating system's. Tests have another one that keeps files in memory,
-// loses, tears and reorders what was not synced, and fails on demand (tests/fault_io.h). SQLite
-// goes through the same table (storage/vfs.c), so that both halves of a store break together.
+// loses, tears and reorders what was not synced, and fails on demand (tests/kits/fault_io.h).
+// SQLite goes through the same table (storage/vfs.c), so that both halves of a store break
+// together.
 //
 // Rules of the table
 //   - Failures are a negative errno: who calls must tell a full disk from a broken one.

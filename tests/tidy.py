@@ -302,11 +302,11 @@ def check_isa(tree):
 def check_dead(tree):
     """Every source is listed in a CMakeLists.txt, every header included by somebody.
 
-    tests/plain/cmocka.h is included by its name alone, where cmocka is not installed, and
-    tests/simde/immintrin.h in the place of the compiler's; those of tests/ggml in the place of
-    llama.cpp's."""
-    by_name = ("client/kvq.h", "tests/plain/cmocka.h", "tests/simde/immintrin.h",
-               "tests/ggml/ggml.h", "tests/ggml/ggml-backend-impl.h")
+    tests/kits/plain/cmocka.h is included by its name alone, where cmocka is not installed, and
+    tests/kernels/simde/immintrin.h in the place of the compiler's; those of tests/client/ggml in
+    the place of llama.cpp's."""
+    by_name = ("client/kvq.h", "tests/kits/plain/cmocka.h", "tests/kernels/simde/immintrin.h",
+               "tests/client/ggml/ggml.h", "tests/client/ggml/ggml-backend-impl.h")
     lists = {p: tree.text(p) for p in tree.paths if os.path.basename(p) == "CMakeLists.txt"}
     every = tree.having(*C_ENDINGS)
     included = {beside(p, h) if is_installed(p) else h

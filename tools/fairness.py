@@ -7,8 +7,8 @@
   tools/fairness.py nops              the same with NOPs on 64 queues of one client
   tools/fairness.py forks             the same with three FORKs of 256 sessions of 1M tokens
 
-KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for tests/python.py. Figures are of the moment: read
-the ratios of pairs, not the microseconds.
+KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for tests/e2e/python.py. Figures are of the
+moment: read the ratios of pairs, not the microseconds.
 """
 import os
 import subprocess

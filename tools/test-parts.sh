@@ -71,7 +71,7 @@ build() {
     local preset=$1 targets=() options=()
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
-    [ "$preset" = test ] && options=(-DKVQ_PORTABLE=ON) # tests/gpu_pack.py moves it
+    [ "$preset" = test ] && options=(-DKVQ_PORTABLE=ON) # tests/gpu/gpu_pack.py moves it
     [ "$preset" = asan ] && [ "$full" = 1 ] && options=(-DKVQ_SANITIZE_VECTORS=ON)
     # CI compiles the GPU kernels and counts their instructions, for one architecture, another one
     # with every commit: nvcc takes minutes for each.
@@ -149,10 +149,10 @@ part_planted() {
     [ -d build/test ] || build test || return
     commits=$(git rev-list --count HEAD 2>/dev/null || echo 1)
     if [ $full = 1 ]; then
-        check_counted "planted errors" 7200 tests/mutate-gpu.py build/test --jobs "$jobs" \
+        check_counted "planted errors" 7200 tests/gpu/mutate-gpu.py build/test --jobs "$jobs" \
             --resume build/full/planted-caught
     else
-        check_counted "planted errors" 600 tests/mutate-gpu.py build/test --jobs "$jobs" \
+        check_counted "planted errors" 600 tests/gpu/mutate-gpu.py build/test --jobs "$jobs" \
             --part 4 --seed "$commits"
     fi
 }
@@ -184,8 +184,8 @@ part_loop() {
 
 part_wheel() {
     check "tools/wheel.sh" 900 tools/wheel.sh KVQ_CUDA=OFF || return
-    check_counted "the wheel" 300 bash -c 'python3 tests/wheel.py build/wheel-out/*.whl'
-    check_counted "the tour" 1800 bash -c 'python3 tests/tour.py build/wheel-out/*.whl'
+    check_counted "the wheel" 300 bash -c 'python3 tests/e2e/wheel.py build/wheel-out/*.whl'
+    check_counted "the tour" 1800 bash -c 'python3 tests/e2e/tour.py build/wheel-out/*.whl'
 }
 
 # A name and what it runs; the longest first.
@@ -280,7 +280,7 @@ part_fuzz() {
         mkdir -p build/fuzz-finds/{}
         timeout -k 10 $((SECONDS_EACH + 60)) build/fuzz/tests/{} -max_total_time="$SECONDS_EACH" \
             -timeout=10 -rss_limit_mb=2048 -print_final_stats=1 \
-            -artifact_prefix=build/fuzz-finds/ build/fuzz-finds/{} tests/corpus/{} \
+            -artifact_prefix=build/fuzz-finds/ build/fuzz-finds/{} tests/fuzz/corpus/{} \
             >build/log/{}.log 2>&1
         echo "{} $?"')
     [ $ran -gt 0 ] || count_fail "no fuzzer was built"
@@ -289,9 +289,9 @@ part_fuzz() {
 # Three at a time: they wait for each other's processes more than they compute.
 part_e2e() {
     local limit=$((full ? 7200 : 900)) out=build/log/e2e bins="$PWD/build/test/bin" run
-    local scripts=(tests/e2e.py tests/e2e_kvq_run.py tests/e2e_models.py)
+    local scripts=(tests/e2e/e2e.py tests/e2e/e2e_kvq_run.py tests/e2e/e2e_models.py)
     [ -d build/test ] || build test || return
-    [ -e build/test/lib/libkvq-emu.so ] && scripts=("tests/e2e.py emu" "${scripts[@]}")
+    [ -e build/test/lib/libkvq-emu.so ] && scripts=("tests/e2e/e2e.py emu" "${scripts[@]}")
     rm -f "$out"-*
     # shellcheck disable=SC2016
     printf '%s\n' "${scripts[@]}" | KVQ_BIN_DIR=$bins KVQ_FULL=$full OUT=$out \
@@ -312,20 +312,20 @@ part_e2e() {
 part_python() {
     [ -d build/test ] || build test || return
     check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/python.py || return
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/python.py || return
     check_counted "misuse of the Python package" 1200 env \
         KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/python_misuse.py \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/python_misuse.py \
         --cases $((full ? 3000 : 400))
     python3 -c 'import torch, transformers' 2>/dev/null || return 0
     check_counted "Python under transformers" 1200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/transformers_test.py
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/transformers_test.py
     check_counted "measuring models" 600 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/eval_test.py
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/eval_test.py
     check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/vllm_test.py
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/vllm_test.py
     check_counted "kvq under llama.cpp" 600 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/llama_test.py
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/llama_test.py
 }
 
 # What users build, and nothing else.

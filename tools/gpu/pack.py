@@ -25,8 +25,8 @@ PROGRAMS = ["bin/kvqd", "bin/kvqctl", "bin/kvq-hop", "tests/test_gpu_driver",
             "tests/test_gpu_pack", "tests/test_soft_driver", "tests/test_soft_peers",
             "tests/example_cuda_engine"]
 LIBRARIES = ["lib/libkvq.so.0", "lib/libkvq-emu.so", "lib/libkvq_gpu_images.so"]
-SOURCES = ["client/python/kvq", "client/kvq.h", "client/kvq", "examples", "tests/e2e.py",
-           "tests/e2e_*.py",
+SOURCES = ["client/python/kvq", "client/kvq.h", "client/kvq", "examples", "tests/e2e/e2e.py",
+           "tests/e2e/e2e_*.py",
            "tools/gpu-check.sh", "tools/gpu/*.py"]
 # The C and C++ run time of every system, and the driver, which is no library of ours to bring.
 OUTSIDE = re.compile(r"(libc|libm|libdl|libpthread|librt|libresolv|libanl|ld-linux-x86-64|libgcc_s"

@@ -1,0 +1,776 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// libkvq against a daemon that misbehaves at every place where it could: each call ends with the
+// right code and a text, nothing hangs, no descriptor is left open.
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "client/kvq.h"
+#include "proto/shm.h"
+#include "tests/kits/fake_daemon.h"
+
+static char dir[] = "/tmp/kvq-test-XXXXXX";
+
+static int count_fds(void)
+{
+    DIR *d = opendir("/proc/self/fd");
+    int n = 0;
+    while (readdir(d))
+        n++;
+    closedir(d);
+    return n;
+}
+
+static int connect_to(struct fake_script script, uint32_t timeout_ms, struct fake_daemon **daemon,
+                      kvq_client **client)
+{
+    struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = dir, .timeout_ms = timeout_ms};
+    *daemon = fake_start(dir, &script);
+    return kvq_connect(&options, client);
+}
+
+static void expect_text(const char *part)
+{
+    if (!strstr(kvq_error_text(), part))
+        fail_msg("\"%s\" lacks \"%s\"", kvq_error_text(), part);
+}
+
+// ---- Connecting ----
+
+// Connecting to such a daemon fails with the code and the text, and leaves nothing open.
+static void expect_refused(struct fake_script script, int code, const char *text)
+{
+    struct fake_daemon *daemon;
+    kvq_client *client = (kvq_client *)&script;
+    int before = count_fds();
+    assert_int_equal(connect_to(script, 300, &daemon, &client), code);
+    assert_null(client);
+    expect_text(text);
+    fake_stop(&daemon);
+    assert_int_equal(count_fds(), before);
+}
+
+static void test_no_daemon(void **unused)
+{
+    (void)unused;
+    struct kvq_connect_options options = {.size = sizeof options, .runtime_dir = dir};
+    char path[200];
+    kvq_client *client;
+    assert_int_equal(kvq_connect(&options, &client), KVQ_E_NO_DAEMON);
+    expect_text(dir);
+    expect_text("start kvqd");
+    memset(path, 'x', sizeof path - 1);
+    path[sizeof path - 1] = 0;
+    options.runtime_dir = path;
+    assert_int_equal(kvq_connect(&options, &client), KVQ_E_INVALID);
+    expect_text("199 bytes");
+    options = (struct kvq_connect_options){
+        .size = sizeof(struct kvq_connect_options), .runtime_dir = dir, .name = "a\nb"};
+    assert_int_equal(kvq_connect(&options, &client), KVQ_E_INVALID);
+    assert_int_equal(kvq_connect(&options, NULL), KVQ_E_INVALID);
+}
+
+// A program's own name never keeps it from connecting.
+static void test_program_name(void **unused)
+{
+    (void)unused;
+    static char longest[200];
+    const char *names[] = {"a\nb", "\xff", longest}, *before = program_invocation_short_name;
+    memset(longest, 'x', sizeof longest - 1);
+    for (int i = 0; i < 3; i++) {
+        struct fake_daemon *daemon;
+        kvq_client *client;
+        program_invocation_short_name = (char *)(uintptr_t)names[i];
+        assert_int_equal(connect_to(fake_good(), 0, &daemon, &client), KVQ_OK);
+        kvq_disconnect(&client);
+        fake_stop(&daemon);
+    }
+    program_invocation_short_name = (char *)(uintptr_t)before;
+}
+
+static void test_bad_hello(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    s.hello_status = KVQ_E_DRAINING;
+    s.hello_fds = 0;
+    expect_refused(s, KVQ_E_DRAINING, "connecting");
+    s = fake_good();
+    s.hello_fds = 0;
+    expect_refused(s, KVQ_E_PROTOCOL, "0 descriptors");
+    s.hello_fds = 3;
+    expect_refused(s, KVQ_E_PROTOCOL, "3 descriptors");
+    s = fake_good();
+    s.hello_only = true;
+    expect_refused(s, KVQ_E_PROTOCOL, "result 0");
+    s = fake_good();
+    s.protocol = 9;
+    expect_refused(s, KVQ_E_VERSION, "protocol 9");
+    s = fake_good();
+    s.page_magic = 1;
+    expect_refused(s, KVQ_E_PROTOCOL, "mark 0x1");
+    s = fake_good();
+    s.page_bytes = 100;
+    expect_refused(s, KVQ_E_PROTOCOL, "100 bytes");
+    s = fake_good();
+    s.unsealed = true;
+    expect_refused(s, KVQ_E_PROTOCOL, "not sealed");
+    s = fake_good();
+    s.garbage = true;
+    expect_refused(s, KVQ_E_PROTOCOL, "cannot be read");
+    s = fake_good();
+    s.silent = true;
+    expect_refused(s, KVQ_E_DEADLINE, "300 ms");
+}
+
+// ---- Control calls ----
+
+static void test_late_replies_are_skipped(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    int before = count_fds();
+    s.stale_first = true;
+    assert_int_equal(connect_to(s, 0, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_OK);
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    kvq_disconnect(&client);
+    assert_null(client);
+    fake_stop(&daemon);
+    assert_int_equal(count_fds(), before);
+}
+
+// A call that is not answered in time is cancelled, so that the daemon keeps nothing for it; its
+// reply, with descriptors, comes late and is thrown away.
+static void test_calls_given_up(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    int before = count_fds();
+    s.late_first = true;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_E_DEADLINE);
+    assert_null(queue);
+    expect_text("500 ms");
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    assert_int_equal(fake_cancels(daemon), 1);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(count_fds(), before);
+}
+
+// Requests that a stopped daemon does not take fill the connection. Then it is ended, instead of
+// losing track of what the daemon will do with them.
+static void test_calls_that_nobody_takes(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    kvq_session session;
+    struct kvq_entry entry = {0};
+    static struct kvq_layer rows[256];
+    static char format[128]; // long, so that a few requests fill the socket
+    struct kvq_session_options o = {.size = sizeof o, .layers = rows, .n_layers = 256};
+    int before = count_fds(), rc = KVQ_E_DEADLINE;
+    memset(format, 'f', sizeof format - 1);
+    for (int i = 0; i < 256; i++)
+        rows[i].format = format;
+    s.deaf = true;
+    s.ring = FAKE_SILENT;
+    assert_int_equal(connect_to(s, 500, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_OK);
+    for (int calls = 0; rc == KVQ_E_DEADLINE && calls < 100; calls++)
+        rc = kvq_session_open(client, &o, &session, NULL);
+    assert_int_equal(rc, KVQ_E_DISCONNECTED);
+    expect_text("kvq_reattach");
+    assert_int_equal(kvq_nop(queue, &entry, 1), KVQ_E_DISCONNECTED); // nobody would answer it
+    assert_int_equal(kvq_session_close(client, 5), KVQ_E_DISCONNECTED);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(count_fds(), before);
+}
+
+static void expect_no_queue(struct fake_script s, int code, const char *text)
+{
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    int before = count_fds();
+    assert_int_equal(connect_to(s, 0, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), code);
+    assert_null(queue);
+    expect_text(text);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(count_fds(), before);
+}
+
+static void test_bad_queue(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    s.queue_fds = 3;
+    expect_no_queue(s, KVQ_E_PROTOCOL, "3 descriptors");
+    s.queue_fds = 6;
+    expect_no_queue(s, KVQ_E_PROTOCOL, "6 descriptors");
+    s = fake_good();
+    s.ring_magic = 3;
+    expect_no_queue(s, KVQ_E_PROTOCOL, "mark 0x3");
+    s = fake_good();
+    s.hang_up = true;
+    expect_no_queue(s, KVQ_E_DISCONNECTED, "kvq_reattach");
+    s = fake_good();
+    s.farewell = true;
+    expect_no_queue(s, KVQ_E_DRAINING, "the lights go out");
+}
+
+static void test_bad_buffers(void **unused)
+{
+    (void)unused;
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_buffer *buffer;
+    assert_int_equal(connect_to(fake_good(), 0, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK); // the daemon is done with hello now
+    int before = count_fds();
+    int plain = memfd_create("plain", MFD_CLOEXEC), file = open("/proc/self/exe", O_RDONLY);
+    int good = memfd_create("good", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(good, 8192), 0);
+    assert_int_equal(ftruncate(plain, 8192), 0);
+    assert_int_equal(kvq_buffer_create(client, 0, &buffer), KVQ_E_INVALID);
+    assert_int_equal(kvq_buffer_create(client, SIZE_MAX, &buffer), KVQ_E_LIMIT);
+    assert_int_equal(kvq_buffer_import_memfd(client, plain, 0, 8192, &buffer), KVQ_E_BUFFER);
+    expect_text("MFD_ALLOW_SEALING");
+    assert_int_equal(kvq_buffer_import_memfd(client, file, 0, 10, &buffer), KVQ_E_BUFFER);
+    expect_text("not a memfd");
+    assert_int_equal(kvq_buffer_import_memfd(client, good, 100, 10, &buffer), KVQ_E_BUFFER);
+    expect_text("multiple of the page size");
+    assert_int_equal(kvq_buffer_import_memfd(client, good, 4096, 4097, &buffer), KVQ_E_BUFFER);
+    expect_text("8192 bytes");
+    assert_int_equal(kvq_buffer_import_memfd(client, -1, 0, 1, &buffer), KVQ_E_BUFFER);
+    // The daemon's answer lacks a result: nothing stays open but the test's own three.
+    assert_int_equal(kvq_buffer_import_memfd(client, good, 0, 8192, &buffer), KVQ_E_PROTOCOL);
+    assert_null(buffer);
+    assert_true(fcntl(good, F_GET_SEALS) & F_SEAL_SHRINK);
+    assert_int_equal(kvq_buffer_create(client, 4096, &buffer), KVQ_E_PROTOCOL);
+    assert_int_equal(count_fds(), before + 3);
+    close(plain);
+    close(file);
+    close(good);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+}
+
+static void test_texts_that_cannot_travel(void **unused)
+{
+    (void)unused;
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_session session;
+    char name[300];
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = 0;
+    assert_int_equal(connect_to(fake_good(), 0, &daemon, &client), KVQ_OK);
+    struct kvq_session_options o = {.size = sizeof o, .name = name};
+    assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_LIMIT);
+    expect_text("127 bytes");
+    o.name = "a\x01";
+    assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
+    o.name = "\xff";
+    assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
+    o = (struct kvq_session_options){.size = sizeof(struct kvq_session_options), .n_layers = 257};
+    assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
+    o = (struct kvq_session_options){.size = sizeof(struct kvq_session_options), .flags = 64};
+    assert_int_equal(kvq_session_open(client, &o, &session, NULL), KVQ_E_INVALID);
+    expect_text("0x40");
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+}
+
+// ---- The rings ----
+
+struct rig {
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_queue *queue;
+    struct kvq_entry entries[KVQ_MAX_BATCH];
+};
+
+static void rig_up(struct rig *r, enum fake_ring ring, uint32_t cpus)
+{
+    struct fake_script s = fake_good();
+    s.ring = ring;
+    s.cpus = cpus; // 0: nobody spins; many: everybody may
+    memset(r->entries, 0, sizeof r->entries);
+    assert_int_equal(connect_to(s, 0, &r->daemon, &r->client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(r->client, &r->queue), KVQ_OK);
+}
+
+static void rig_down(struct rig *r)
+{
+    kvq_queue_close(&r->queue);
+    kvq_disconnect(&r->client);
+    fake_stop(&r->daemon);
+}
+
+static const uint32_t few_and_many_cpus[] = {0, 1000};
+
+static void test_answers(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    const uint32_t sizes[] = {0, 1, 2, 3, 4, 5, 31, 32, 33, 64, 65, 1023, KVQ_MAX_BATCH};
+    for (int c = 0; c < 2; c++) {
+        rig_up(&r, FAKE_ANSWER, few_and_many_cpus[c]);
+        for (int round = 0; round < 20; round++) { // both rings wrap around several times
+            for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+                memset(r.entries, 0, sizeof r.entries);
+                assert_int_equal(kvq_nop(r.queue, r.entries, sizes[i]), KVQ_OK);
+                for (uint32_t e = 0; e < sizes[i]; e++) {
+                    assert_int_equal(r.entries[e].status, e % 2 ? KVQ_E_POSITION : KVQ_OK);
+                    assert_int_equal(r.entries[e].value, 77);
+                }
+                for (uint32_t e = sizes[i]; e < KVQ_MAX_BATCH; e++)
+                    assert_int_equal(r.entries[e].value, 0);
+                if (sizes[i] > 1)
+                    expect_text("holds 77 tokens");
+            }
+        }
+        rig_down(&r);
+    }
+}
+
+// Steps are as long as their layers and entries say, wherever the ring's end is.
+static void test_steps_of_all_sizes(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    static struct kvq_tensor none[KVQ_MAX_LAYERS + 1];
+    const uint32_t sizes[] = {1, 2, 3, 33, KVQ_MAX_BATCH};
+    struct kvq_step_work w = {.k = none, .v = none};
+    rig_up(&r, FAKE_ANSWER, 4);
+    for (uint32_t round = 0; round < 100; round++) {
+        w.n_layers = 1 + round * 7 % KVQ_MAX_LAYERS;
+        uint32_t n = sizes[round % 5];
+        memset(r.entries, 0, sizeof r.entries);
+        assert_int_equal(kvq_step(r.queue, &w, r.entries, n), KVQ_OK);
+        for (uint32_t e = 0; e < KVQ_MAX_BATCH; e++)
+            assert_int_equal(r.entries[e].value, e < n ? 77 : 0);
+    }
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 0), KVQ_E_INVALID);
+    assert_int_equal(kvq_step(r.queue, NULL, r.entries, 1), KVQ_E_INVALID);
+    w.n_layers = KVQ_MAX_LAYERS + 1;
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_SHAPE);
+    expect_text("257");
+    w.n_layers = 0;
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_SHAPE);
+    w = (struct kvq_step_work){.k = none, .n_layers = 1};
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_INVALID);
+    w = (struct kvq_step_work){.k = none, .v = none, .n_layers = 1, .pages.page_tokens = 16};
+    assert_int_equal(kvq_step(r.queue, &w, r.entries, 1), KVQ_E_BUFFER);
+    expect_text("list");
+    rig_down(&r);
+}
+
+static void test_calls_that_cannot_be(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    uint64_t step, tokens[1] = {5};
+    kvq_ticket ticket;
+    struct kvq_work work = {.flags = 2};
+    rig_up(&r, FAKE_ANSWER, 0);
+    assert_int_equal(kvq_nop(r.queue, r.entries, KVQ_MAX_BATCH + 1), KVQ_E_LIMIT);
+    expect_text("1025");
+    expect_text("1024");
+    assert_int_equal(kvq_nop(r.queue, NULL, 1), KVQ_E_INVALID);
+    assert_int_equal(kvq_nop(NULL, r.entries, 1), KVQ_E_INVALID);
+    assert_int_equal(kvq_step_begin(r.queue, r.entries, 0, &step), KVQ_E_INVALID);
+    assert_int_equal(kvq_attend(r.queue, &work, r.entries, 1), KVQ_E_INVALID);
+    expect_text("0x2");
+    work = (struct kvq_work){0};
+    assert_int_equal(kvq_attend(r.queue, &work, r.entries, 1), KVQ_E_BUFFER);
+    expect_text("q");
+    assert_int_equal(kvq_append(r.queue, NULL, r.entries, 1), KVQ_E_INVALID);
+    assert_int_equal(kvq_truncate(r.queue, r.entries, tokens, 1), KVQ_E_INVALID);
+    expect_text("to 5 tokens, but the session has 0");
+    assert_int_equal(kvq_submit(r.queue, (enum kvq_operation)99, NULL, r.entries, 1, &ticket),
+                     KVQ_E_INVALID);
+    expect_text("99");
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_STEP, NULL, r.entries, 1, &ticket), KVQ_E_INVALID);
+    expect_text("kvq_step");
+    assert_int_equal(kvq_wait(r.queue, 0, 0), KVQ_E_INVALID);
+    assert_int_equal(kvq_wait(r.queue, 4242, 0), KVQ_E_INVALID);
+    rig_down(&r);
+}
+
+// Every lie on the ring ends with KVQ_E_PROTOCOL, and the queue stays shut after it.
+static void test_lies_on_the_ring(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    const enum fake_ring lies[] = {FAKE_WRONG_SEQ,       FAKE_WRONG_COUNT, FAKE_WRONG_SLOTS,
+                                   FAKE_POSITIVE_STATUS, FAKE_TAIL_FAR,    FAKE_TWICE,
+                                   FAKE_TAIL_BACK,       FAKE_HEAD_AHEAD};
+    for (size_t i = 0; i < sizeof lies / sizeof lies[0]; i++) {
+        rig_up(&r, lies[i], few_and_many_cpus[i % 2]);
+        int rc = KVQ_OK;
+        for (int call = 0; call < 3 && rc == KVQ_OK; call++) // some show at the next call only
+            rc = kvq_nop(r.queue, r.entries, 3);
+        assert_int_equal(rc, KVQ_E_PROTOCOL);
+        expect_text("kvq_reattach");
+        assert_int_equal(kvq_nop(r.queue, r.entries, 3), KVQ_E_PROTOCOL);
+        rig_down(&r);
+    }
+}
+
+// A connection that closes ends the wait, asleep and spinning. No hang is the point: the test
+// program's time limit is what would end it.
+static void test_death_while_waiting(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    for (int c = 0; c < 2; c++) {
+        rig_up(&r, FAKE_CLOSE, few_and_many_cpus[c]);
+        assert_int_equal(kvq_nop(r.queue, r.entries, 2), KVQ_E_DISCONNECTED);
+        assert_int_equal(r.entries[0].status, KVQ_E_DISCONNECTED);
+        assert_int_equal(r.entries[1].status, KVQ_E_DISCONNECTED);
+        expect_text("kvq_reattach");
+        assert_int_equal(kvq_nop(r.queue, r.entries, 2), KVQ_E_DISCONNECTED);
+        rig_down(&r);
+        // What was published before the end still counts.
+        rig_up(&r, FAKE_LAST_WORD, few_and_many_cpus[c]);
+        assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_OK);
+        assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_E_DISCONNECTED);
+        rig_down(&r);
+    }
+}
+
+// With spinning asked for without end the socket is still looked at.
+static void test_death_while_spinning(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    struct kvq_connect_options options = {
+        .size = sizeof options, .runtime_dir = dir, .spin_us = UINT32_MAX};
+    struct kvq_entry entry = {0};
+    kvq_client *client;
+    kvq_queue *queue;
+    s.ring = FAKE_CLOSE;
+    s.cpus = 1000;
+    daemon = fake_start(dir, &s);
+    assert_int_equal(kvq_connect(&options, &client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(client, &queue), KVQ_OK);
+    assert_int_equal(kvq_nop(queue, &entry, 1), KVQ_E_DISCONNECTED);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+}
+
+// ---- Tickets ----
+
+static void test_tickets(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    kvq_ticket tickets[9];
+    rig_up(&r, FAKE_SILENT, 0);
+    for (int i = 0; i < 8; i++)
+        assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, &r.entries[i], 1, &tickets[i]), 0);
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 1, &tickets[8]),
+                     KVQ_E_CREDITS);
+    expect_text("8 tickets");
+    assert_int_equal(kvq_wait(r.queue, tickets[3], 0), KVQ_E_DEADLINE);
+    assert_int_equal(kvq_wait(r.queue, tickets[3], 1000000), KVQ_E_DEADLINE);
+    expect_text("stays open");
+    fake_stop(&r.daemon);
+    for (int i = 7; i >= 0; i--) // whoever only polls learns of the end as well
+        assert_int_equal(kvq_wait(r.queue, tickets[i], 0), KVQ_E_DISCONNECTED);
+    assert_int_equal(kvq_wait(r.queue, tickets[3], 0), KVQ_E_INVALID);
+    kvq_disconnect(&r.client);
+}
+
+static void test_completions_out_of_order(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    kvq_ticket first, second;
+    rig_up(&r, FAKE_REVERSED, 0);
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 4, &first), KVQ_OK);
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries + 8, 2, &second), KVQ_OK);
+    assert_int_not_equal(first, second);
+    assert_int_equal(kvq_wait(r.queue, first, UINT64_MAX), KVQ_OK);
+    assert_int_equal(kvq_wait(r.queue, second, 0), KVQ_OK);
+    assert_int_equal(r.entries[3].value, 77);
+    assert_int_equal(r.entries[9].status, KVQ_E_POSITION);
+    assert_int_equal(kvq_wait(r.queue, first, 0), KVQ_E_INVALID);
+    rig_down(&r);
+}
+
+// ---- Another daemon in the same place ----
+
+static void test_reattach(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    struct fake_script s = fake_good();
+    struct kvq_daemon_info info = {.size = sizeof info};
+    kvq_ticket ticket;
+    uint32_t lost = 99;
+    rig_up(&r, FAKE_SILENT, 0);
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 1, &ticket), KVQ_OK);
+    fake_stop(&r.daemon);
+    assert_int_equal(kvq_reattach(r.client, &lost), KVQ_E_NO_DAEMON);
+    assert_int_equal(kvq_nop(r.queue, r.entries + 1, 1), KVQ_E_DISCONNECTED);
+    assert_int_equal(kvq_session_close(r.client, 1), KVQ_E_DISCONNECTED);
+    r.daemon = fake_start(dir, &s); // the same epoch: the same run, as far as a client can see
+    assert_int_equal(kvq_reattach(r.client, &lost), KVQ_OK);
+    assert_int_equal(lost, 0);
+    assert_int_equal(kvq_wait(r.queue, ticket, UINT64_MAX), KVQ_E_CANCELLED);
+    assert_int_equal(r.entries[0].status, KVQ_E_CANCELLED);
+    assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_OK);
+    fake_stop(&r.daemon);
+    s.epoch = 4712;
+    r.daemon = fake_start(dir, &s);
+    assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_E_DISCONNECTED);
+    assert_int_equal(kvq_reattach(r.client, NULL), KVQ_E_EPOCH);
+    expect_text("restarted");
+    assert_int_equal(kvq_daemon_info(r.client, &info), KVQ_OK);
+    assert_int_equal(info.epoch, 4712);
+    assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_OK);
+    // A ticket that is open when the new daemon is there already.
+    fake_stop(&r.daemon);
+    s.ring = FAKE_SILENT;
+    r.daemon = fake_start(dir, &s);
+    assert_int_equal(kvq_reattach(r.client, NULL), KVQ_OK);
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 1, &ticket), KVQ_OK);
+    fake_stop(&r.daemon);
+    r.daemon = fake_start(dir, &s);
+    assert_int_equal(kvq_reattach(r.client, NULL), KVQ_OK);
+    assert_int_equal(kvq_wait(r.queue, ticket, UINT64_MAX), KVQ_E_CANCELLED);
+    assert_int_equal(r.entries[0].status, KVQ_E_CANCELLED);
+    rig_down(&r);
+}
+
+// ---- Without a daemon ----
+
+// ---- In-context mode ----
+
+struct local_rig {
+    struct rig r;
+    kvq_local *local;
+    kvq_session session;
+};
+
+// What kvq_local_open says of a daemon with this script; the rest of the way, if it says nothing.
+static int local_up(struct local_rig *l, struct fake_script script, uint32_t flags)
+{
+    const struct kvq_local_options o = {.size = sizeof o, .max_tokens = 1024, .flags = flags};
+    const struct kvq_session_options so = {.size = sizeof so, .format = "f16"};
+    assert_int_equal(connect_to(script, 2000, &l->r.daemon, &l->r.client), KVQ_OK);
+    assert_int_equal(kvq_queue_open(l->r.client, &l->r.queue), KVQ_OK);
+    int rc = kvq_local_open(l->r.queue, &o, &l->local);
+    if (rc)
+        return rc;
+    assert_int_equal(kvq_session_open(l->r.client, &so, &l->session, NULL), KVQ_OK);
+    rc = kvq_local_add(l->local, l->session);
+    if (rc || kvq_local_why(l->local))
+        return rc;
+    struct kvq_entry entry = {.session = l->session, .position = 77};
+    return kvq_local_begin(l->local, &entry, 1);
+}
+
+static void local_down(struct local_rig *l)
+{
+    kvq_local_close(&l->local);
+    kvq_disconnect(&l->r.client);
+    fake_stop(&l->r.daemon);
+}
+
+// It goes through the daemon and says so, or is refused if that was not wanted.
+static void expect_through(struct fake_script s, const char *words)
+{
+    static struct local_rig l;
+    int before = count_fds();
+    assert_int_equal(local_up(&l, s, 0), KVQ_OK);
+    assert_non_null(kvq_local_why(l.local));
+    if (!strstr(kvq_local_why(l.local), words))
+        fail_msg("\"%s\" lacks \"%s\"", kvq_local_why(l.local), words);
+    local_down(&l);
+    assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_E_UNSUPPORTED);
+    expect_text(words);
+    local_down(&l);
+    assert_int_equal(count_fds(), before);
+}
+
+static void test_other_versions(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    struct fake_script s = fake_good();
+    unsetenv("KVQ_LOCAL");
+    assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_OK);
+    local_down(&l);
+    s.isa = "sve2";
+    expect_through(s, "sve2");
+    s = fake_good();
+    s.layout = 2;
+    expect_through(s, "layout 2");
+    s = fake_good();
+    s.tables = 9;
+    expect_through(s, "version 9");
+    s = fake_good();
+    s.pool_status = KVQ_E_UNSUPPORTED;
+    expect_through(s, "opening a pool");
+    s = fake_good();
+    s.codec = 77; // a format of a later version
+    expect_through(s, "does not know a format");
+}
+
+static void expect_nonsense(struct fake_script s, const char *words)
+{
+    static struct local_rig l;
+    int before = count_fds();
+    assert_int_equal(local_up(&l, s, 0), KVQ_E_PROTOCOL);
+    expect_text(words);
+    local_down(&l);
+    assert_int_equal(count_fds(), before);
+}
+
+// Pools, tables and extents that make no sense are errors, and nothing else.
+static void test_local_nonsense(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+#define NONSENSE(field, value, words)                                                              \
+    s = fake_good();                                                                               \
+    s.field = value;                                                                               \
+    expect_nonsense(s, words)
+    NONSENSE(span, 0, "0 bytes");
+    NONSENSE(span, (8 << 21) + 1, "extents of");
+    NONSENSE(span, UINT64_MAX / 2, "its pool has");
+    NONSENSE(extent_bytes, 4096, "extents of 4096");
+    NONSENSE(pool_fds, 1, "descriptor");
+    NONSENSE(table_magic, 1, "mark 0x1");
+    NONSENSE(table_version, 7, "version 7");
+    NONSENSE(table_layers, 2, "2 layers");
+    NONSENSE(table_pages, 9, "9 pages");
+    NONSENSE(table_bytes, 512, "512 bytes");
+    NONSENSE(table_tokens, 1025, "count of tokens is 1025");
+    NONSENSE(table_tokens, 76, "for 76 tokens");
+    NONSENSE(layer_pages, 2, "count of pages is 2");
+    NONSENSE(repeat, 2, "more than 1 layers");
+    NONSENSE(repeat, 0, "tells of 0 layers");
+    NONSENSE(source, 5, "reads layer 4");
+    NONSENSE(extents, 1, "1 extents and 0 descriptors");
+    s = fake_good();
+    s.extents = s.extent_fds = 2;
+    expect_nonsense(s, "extent 99");
+#undef NONSENSE
+}
+
+static void test_merge(void **unused)
+{
+    (void)unused;
+    float a[4] = {1, 2, NAN, NAN}, b[4] = {5, 6, 7, 8}, out[4], lse[2];
+    float lse_a[2] = {logf(3), -INFINITY}, lse_b[2] = {0, 1};
+    kvq_merge_states(a, lse_a, b, lse_b, out, lse, 2, 2);
+    assert_true(fabsf(out[0] - 2) < 1e-6f && fabsf(out[1] - 3) < 1e-6f);
+    assert_true(fabsf(lse[0] - logf(4)) < 1e-6f);
+    assert_true(out[2] == 7 && out[3] == 8 && lse[1] == 1); // exactly: a side without keys
+    kvq_merge_states(b, lse_b, a, lse_a, b, lse_b, 2, 2);   // onto an input
+    assert_memory_equal(b, out, sizeof out);
+    assert_memory_equal(lse_b, lse, sizeof lse);
+    float none[2] = {-INFINITY, -INFINITY};
+    kvq_merge_states(a, none, a, none, out, lse, 2, 2);
+    assert_true(out[2] == 0 && lse[0] == -INFINITY);
+    float far[2] = {1000, 1000}, near[2] = {-1000, -1000};
+    float x[4] = {1, 1, 1, 1}, y[4] = {2, 2, 2, 2};
+    kvq_merge_states(x, far, y, near, out, lse, 2, 2);
+    assert_true(out[0] == 1 && lse[0] == 1000);
+}
+
+static void test_texts(void **unused)
+{
+    (void)unused;
+    for (int code = KVQ_E_REMOTE; code <= 0; code++)
+        assert_string_not_equal(kvq_strerror(code), "unknown status");
+    assert_string_equal(kvq_strerror(KVQ_E_REMOTE - 1), "unknown status");
+    assert_string_equal(kvq_strerror(1), "unknown status");
+    assert_string_equal(kvq_version(), "0.1.0");
+}
+
+static void *own_text(void *seen)
+{
+    *(bool *)seen = *kvq_error_text() == 0;
+    return NULL;
+}
+
+static void test_text_is_of_the_thread(void **unused)
+{
+    (void)unused;
+    bool empty_elsewhere = false;
+    pthread_t thread;
+    assert_int_equal(kvq_nop(NULL, NULL, 0), KVQ_E_INVALID);
+    assert_int_equal(pthread_create(&thread, NULL, own_text, &empty_elsewhere), 0);
+    pthread_join(thread, NULL);
+    assert_true(empty_elsewhere);
+    expect_text("queue");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_no_daemon),
+        cmocka_unit_test(test_program_name),
+        cmocka_unit_test(test_bad_hello),
+        cmocka_unit_test(test_late_replies_are_skipped),
+        cmocka_unit_test(test_calls_given_up),
+        cmocka_unit_test(test_calls_that_nobody_takes),
+        cmocka_unit_test(test_bad_queue),
+        cmocka_unit_test(test_bad_buffers),
+        cmocka_unit_test(test_texts_that_cannot_travel),
+        cmocka_unit_test(test_answers),
+        cmocka_unit_test(test_steps_of_all_sizes),
+        cmocka_unit_test(test_calls_that_cannot_be),
+        cmocka_unit_test(test_lies_on_the_ring),
+        cmocka_unit_test(test_death_while_waiting),
+        cmocka_unit_test(test_death_while_spinning),
+        cmocka_unit_test(test_tickets),
+        cmocka_unit_test(test_completions_out_of_order),
+        cmocka_unit_test(test_reattach),
+        cmocka_unit_test(test_other_versions),
+        cmocka_unit_test(test_local_nonsense),
+        cmocka_unit_test(test_merge),
+        cmocka_unit_test(test_texts),
+        cmocka_unit_test(test_text_is_of_the_thread),
+    };
+    if (!mkdtemp(dir))
+        return 1;
+    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    rmdir(dir);
+    return failed != 0;
+}

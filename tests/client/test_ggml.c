@@ -1,0 +1,763 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The backend of ggml over a real kvqd, with graphs as llama.cpp makes them: which nodes it takes,
+// attention against a plain loop, and what it refuses.
+#include <math.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "tests/client/ggml/ggml-backend-impl.h"
+#include "tests/kits/daemon_kit.h"
+
+enum { LAYERS = 3, Q_HEADS = 4, KV_HEADS = 2, DIM = 64, KV = KV_HEADS * DIM, Q = Q_HEADS * DIM };
+enum { CELLS = 1024, STREAMS = 2, MOST = 512 };    // of a forward: tokens
+enum { ZERO = 0, HIDDEN = 0xfc00, PER_LAYER = 3 }; // a mask's values; nodes of a layer
+static const float SCALE = 0.2f, CAP = 3;          // not what kvqd takes unless it is told
+static const float NEAR = 2e-3f;                   // K and V are rounded to 16 bits
+
+ggml_backend_reg_t ggml_backend_init(void);
+
+static size_t buffer_size = 1; // of all buffers
+
+// ---- What ggml has -----------------------------------------------------------------------------
+
+struct ggml_cgraph {
+    int n;
+    struct ggml_tensor *nodes[LAYERS * PER_LAYER + 1];
+};
+
+int ggml_graph_n_nodes(struct ggml_cgraph *graph)
+{
+    return graph->n;
+}
+
+struct ggml_tensor *ggml_graph_node(struct ggml_cgraph *graph, int i)
+{
+    return graph->nodes[i];
+}
+
+ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void)
+{
+    return NULL;
+}
+
+void *ggml_backend_buffer_get_base(struct ggml_backend_buffer *buffer)
+{
+    return buffer;
+}
+
+size_t ggml_backend_buffer_get_size(struct ggml_backend_buffer *buffer)
+{
+    (void)buffer;
+    return buffer_size;
+}
+
+static bool other_version;
+
+const char *ggml_op_name(enum ggml_op op)
+{
+    return op == GGML_OP_SET_ROWS         ? other_version ? "GET_ROWS" : "SET_ROWS"
+           : op == GGML_OP_FLASH_ATTN_EXT ? "FLASH_ATTN_EXT"
+                                          : "OTHER";
+}
+
+bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
+{
+    return type == NULL;
+}
+
+// ---- A context of llama.cpp --------------------------------------------------------------------
+
+struct layer {
+    struct ggml_tensor k_cache, v_cache, k_rows, v_rows, set_k, set_v, q, k, v, attention;
+    float given_k[MOST * KV], given_v[MOST * KV], queries[MOST * Q], out[MOST * Q];
+    float all_k[STREAMS][CELLS][KV], all_v[STREAMS][CELLS][KV]; // what was handed over
+};
+
+static struct {
+    struct daemon daemon;
+    ggml_backend_dev_t device;
+    ggml_backend_t backend;
+    struct layer layers[LAYERS];
+    struct ggml_tensor cells, mask, shift;
+    int64_t cell[MOST];
+    uint16_t visible[MOST * CELLS];
+    struct ggml_cgraph graph;
+    uint64_t seed;
+} rig;
+
+static float value(void)
+{
+    rig.seed = rig.seed * 6364136223846793005u + 1442695040888963407u;
+    return (float)((int)(rig.seed >> 33) % 256 - 128) / 64; // fp16 holds it
+}
+
+static struct ggml_tensor tensor(enum ggml_type type, void *data, int64_t a, int64_t b, int64_t c,
+                                 int64_t d)
+{
+    const size_t one = type == GGML_TYPE_F32 ? 4 : type == GGML_TYPE_F16 ? 2 : 8;
+    struct ggml_tensor t = {.type = type, .data = data, .ne = {a, b, c, d}};
+    t.nb[0] = one;
+    for (int i = 1; i < 4; i++)
+        t.nb[i] = t.nb[i - 1] * (size_t)t.ne[i - 1];
+    t.flags = GGML_TENSOR_FLAG_COMPUTE;
+    return t;
+}
+
+static struct ggml_tensor view(struct ggml_tensor *of, enum ggml_op op)
+{
+    struct ggml_tensor t = *of;
+    t.view_src = of;
+    t.op = op;
+    return t;
+}
+
+// The tensors that live as long as a context.
+static void make_caches(void)
+{
+    static char buffer;
+    const size_t bytes = (size_t)2 * KV * CELLS * STREAMS;
+    for (int i = 0; i < LAYERS; i++) {
+        struct layer *l = &rig.layers[i];
+        struct ggml_tensor *both[2] = {&l->k_cache, &l->v_cache};
+        for (int j = 0; j < 2; j++) {
+            void *data = both[j]->data;
+            if (!data)
+                data =
+                    mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            memset(data, 1, bytes);
+            *both[j] = tensor(GGML_TYPE_F16, data, KV, CELLS, STREAMS, 1);
+            both[j]->buffer = (void *)&buffer;
+            snprintf(both[j]->name, sizeof both[j]->name, "cache_%c_l%d", "kv"[j], i + 2);
+        }
+    }
+}
+
+// The graph of a forward of `each` tokens of n streams, the first of which is `stream`.
+static void make_graph(int64_t each, int64_t n, int64_t stream)
+{
+    const int64_t rows = each * n;
+    const float params[3] = {SCALE, 0, CAP};
+    rig.cells = tensor(GGML_TYPE_I64, rig.cell, rows, 1, 1, 1);
+    rig.mask = tensor(GGML_TYPE_F16, rig.visible, CELLS, each, 1, n);
+    rig.graph.n = 0;
+    for (int i = 0; i < LAYERS; i++) {
+        struct layer *l = &rig.layers[i];
+        l->k_rows = tensor(GGML_TYPE_F32, l->given_k, KV, rows, 1, 1);
+        l->v_rows = tensor(GGML_TYPE_F32, l->given_v, KV, rows, 1, 1);
+        l->set_k = view(&l->k_cache, GGML_OP_SET_ROWS);
+        l->set_v = view(&l->v_cache, GGML_OP_SET_ROWS);
+        l->set_k.src[0] = &l->k_rows;
+        l->set_v.src[0] = &l->v_rows;
+        l->set_k.src[1] = l->set_v.src[1] = &rig.cells;
+        l->q = tensor(GGML_TYPE_F32, l->queries, DIM, Q_HEADS, each, n); // then permuted
+        l->q = (struct ggml_tensor){.type = GGML_TYPE_F32,
+                                    .data = l->queries,
+                                    .ne = {DIM, each, Q_HEADS, n},
+                                    .nb = {4, l->q.nb[2], l->q.nb[1], l->q.nb[3]}};
+        l->k = view(&l->k_cache, GGML_OP_PERMUTE);
+        l->v = view(&l->v_cache, GGML_OP_PERMUTE);
+        struct ggml_tensor *both[2] = {&l->k, &l->v};
+        for (int j = 0; j < 2; j++) {
+            const int64_t ne[4] = {DIM, CELLS, KV_HEADS, n};
+            memcpy(both[j]->ne, ne, sizeof ne);
+            both[j]->data = (char *)both[j]->data + stream * 2 * KV * CELLS;
+        }
+        l->attention = tensor(GGML_TYPE_F32, l->out, DIM, Q_HEADS, each, n);
+        l->attention.op = GGML_OP_FLASH_ATTN_EXT;
+        memcpy(l->attention.op_params, params, sizeof params);
+        struct ggml_tensor *from[4] = {&l->q, &l->k, &l->v, &rig.mask};
+        memcpy(l->attention.src, from, sizeof from);
+        struct ggml_tensor *nodes[PER_LAYER] = {&l->set_v, &l->set_k, &l->attention};
+        memcpy(&rig.graph.nodes[rig.graph.n], nodes, sizeof nodes);
+        rig.graph.n += PER_LAYER;
+    }
+}
+
+static bool takes(const struct ggml_tensor *node)
+{
+    return rig.device->iface.supports_op(rig.device, node);
+}
+
+// Asks about all nodes as ggml does before it computes a graph; how many are taken.
+static int ask(void)
+{
+    int taken = 0;
+    for (int i = 0; i < rig.graph.n; i++)
+        taken += takes(rig.graph.nodes[i]);
+    return taken;
+}
+
+// New K, V and Q for tokens at `first` and behind, in the cells of `stream`, by rows from `row` on.
+static void make_tokens(int64_t stream, int64_t first, int64_t each, int64_t row)
+{
+    for (int64_t t = 0; t < each; t++) {
+        rig.cell[row + t] = stream * CELLS + first + t;
+        for (int64_t c = 0; c < CELLS; c++)
+            rig.visible[(row + t) * CELLS + c] = c <= first + t ? ZERO : HIDDEN;
+        for (int i = 0; i < LAYERS; i++) {
+            struct layer *l = &rig.layers[i];
+            for (int64_t j = 0; j < KV; j++) {
+                l->given_k[(row + t) * KV + j] = l->all_k[stream][first + t][j] = value();
+                l->given_v[(row + t) * KV + j] = l->all_v[stream][first + t][j] = value();
+            }
+            for (int64_t j = 0; j < Q; j++)
+                l->queries[(row + t) * Q + j] = value();
+        }
+    }
+}
+
+static enum ggml_status compute(void)
+{
+    return rig.backend->iface.graph_compute(rig.backend, &rig.graph);
+}
+
+// Attention of one query over the tokens of a stream up to its own.
+static void attend(const struct layer *l, int64_t stream, int64_t seen, const float *q, int head,
+                   double *out)
+{
+    const int from = head / (Q_HEADS / KV_HEADS) * DIM;
+    double sum = 0, weights[CELLS];
+    for (int64_t t = 0; t < seen; t++) {
+        double dot = 0;
+        for (int i = 0; i < DIM; i++)
+            dot += (double)q[i] * l->all_k[stream][t][from + i];
+        sum += weights[t] = exp((double)CAP * tanh(dot * (double)SCALE / (double)CAP));
+    }
+    for (int i = 0; i < DIM; i++) {
+        out[i] = 0;
+        for (int64_t t = 0; t < seen; t++)
+            out[i] += weights[t] / sum * l->all_v[stream][t][from + i];
+    }
+}
+
+// The outputs of tokens at `first` and behind, in rows from `row` on.
+static void check(int64_t stream, int64_t first, int64_t each, int64_t row)
+{
+    for (int i = 0; i < LAYERS; i++) {
+        const struct layer *l = &rig.layers[i];
+        for (int64_t t = 0; t<each; t += each> 8 ? each / 5 : 1) {
+            for (int h = 0; h < Q_HEADS; h++) {
+                const int64_t at = ((row + t) * Q_HEADS + h) * DIM;
+                double want[DIM];
+                attend(l, stream, first + t + 1, l->queries + at, h, want);
+                for (int d = 0; d < DIM; d++)
+                    assert_true(fabs(want[d] - (double)l->out[at + d]) < (double)NEAR);
+            }
+        }
+    }
+}
+
+// A forward of one stream, computed and checked.
+static void forward(int64_t stream, int64_t first, int64_t each)
+{
+    make_graph(each, 1, stream);
+    make_tokens(stream, first, each, 0);
+    assert_int_equal(ask(), rig.graph.n);
+    assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+    check(stream, first, each, 0);
+}
+
+// A forward that must be refused.
+static void refused_forward(int64_t stream, int64_t first, int64_t each)
+{
+    static float kept[LAYERS][2][CELLS][KV]; // what was handed over before
+    for (int i = 0; i < LAYERS; i++) {
+        memcpy(kept[i][0], rig.layers[i].all_k[stream], sizeof kept[i][0]);
+        memcpy(kept[i][1], rig.layers[i].all_v[stream], sizeof kept[i][1]);
+    }
+    make_graph(each, 1, stream);
+    make_tokens(stream, first, each, 0);
+    assert_int_equal(ask(), rig.graph.n);
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    for (int i = 0; i < LAYERS; i++) {
+        memcpy(rig.layers[i].all_k[stream], kept[i][0], sizeof kept[i][0]);
+        memcpy(rig.layers[i].all_v[stream], kept[i][1], sizeof kept[i][1]);
+    }
+}
+
+static void begin_backend(void)
+{
+    void (*set_threads)(ggml_backend_t, int);
+    rig.backend = rig.device->iface.init_backend(rig.device, NULL);
+    assert_non_null(rig.backend);
+    *(void **)&set_threads =
+        rig.device->reg->iface.get_proc_address(rig.device->reg, "ggml_backend_set_n_threads");
+    set_threads(rig.backend, 2);
+    make_caches();
+    make_graph(1, 1, 0);
+    ask(); // llama.cpp plans before it computes
+}
+
+static void end_backend(void)
+{
+    if (rig.backend)
+        rig.backend->iface.free(rig.backend);
+    rig.backend = NULL;
+}
+
+static int setup(void **state)
+{
+    static const char *const flags[] = {"--pool-bytes", "128mb", "--workers", "1", NULL};
+    (void)state;
+    rig.seed = 7;
+    rig.daemon.flags = flags;
+    daemon_start(&rig.daemon);
+    setenv("KVQ_RUNTIME_DIR", rig.daemon.directory, 1);
+    setenv("KVQ_LLAMA_FORMAT", "f16", 1);
+    setenv("KVQ_LLAMA_ROLLBACK", "20", 1);
+    begin_backend();
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    end_backend();
+    unsetenv("KVQ_LLAMA_SESSION");
+    daemon_end(&rig.daemon, SIGTERM);
+    return 0;
+}
+
+// ---- Which nodes are taken ---------------------------------------------------------------------
+
+static void test_rows_are_taken_with_their_attention(void **state)
+{
+    (void)state;
+    end_backend();
+    rig.backend = rig.device->iface.init_backend(rig.device, NULL);
+    make_caches();
+    for (int i = 0; i < LAYERS; i++) // seen by nobody yet
+        rig.layers[i].k_cache.buffer = rig.layers[i].v_cache.buffer = (void *)&rig;
+    make_graph(1, 1, 0);
+    struct layer *l = &rig.layers[0];
+    assert_false(takes(&l->set_k));
+    assert_true(takes(&l->attention));
+    assert_true(takes(&l->set_k));
+    assert_true(takes(&l->set_v));
+    // Without flash attention, a product reads the cache.
+    struct ggml_tensor product = {.op = GGML_OP_MUL_MAT, .src = {&l->k, &l->q}};
+    assert_false(takes(&product));
+    assert_false(takes(&l->set_k));
+    assert_false(takes(&l->set_v));
+    assert_false(takes(&l->attention));
+    // That a product reads other tensors says nothing.
+    struct ggml_tensor other = {.op = GGML_OP_MUL_MAT, .src = {&l->q, &l->q}};
+    l = &rig.layers[1];
+    assert_true(takes(&l->attention));
+    assert_false(takes(&other));
+    assert_true(takes(&l->set_k));
+}
+
+static void test_attention_of_other_kinds_is_left(void **state)
+{
+    (void)state;
+    struct layer *l = &rig.layers[1];
+    const struct ggml_tensor plain = l->attention;
+    float *params = (float *)(void *)l->attention.op_params;
+    for (int i = 0; i < 5; i++) {
+        l->attention = plain;
+        l->q.type = GGML_TYPE_F32;
+        assert_true(takes(&l->attention));
+        assert_true(takes(&l->set_k));
+        if (i == 0)
+            params[1] = 8; // ALiBi
+        else if (i == 1)
+            l->attention.src[4] = &l->q; // sinks
+        else if (i == 2)
+            l->attention.src[3] = NULL; // no mask
+        else if (i == 3)
+            l->q.type = GGML_TYPE_F16;
+        else
+            l->k.ne[0] = l->v.ne[0] = 96;
+        assert_false(takes(&l->attention));
+        assert_false(takes(&l->set_k));
+    }
+    // The other layers would go without this one.
+    make_tokens(0, 0, 1, 0);
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+}
+
+// All layers, or the first two alone, in a cache of half as many cells.
+static void make_small_cache(int layers, void *buffer)
+{
+    for (int i = 0; i < layers; i++) {
+        struct ggml_tensor *both[2] = {&rig.layers[i].k_cache, &rig.layers[i].v_cache};
+        for (int j = 0; j < 2; j++) {
+            both[j]->buffer = buffer;
+            both[j]->ne[1] = CELLS / 2;
+        }
+    }
+    make_graph(1, 1, 0);
+}
+
+// A cache that only was planned with, and another one where it lay.
+static void test_a_cache_where_another_was(void **state)
+{
+    (void)state;
+    static char place;
+    make_small_cache(2, (void *)&place);
+    ask();
+    ask();
+    make_caches();
+    for (int i = 0; i < LAYERS; i++)
+        rig.layers[i].k_cache.buffer = rig.layers[i].v_cache.buffer = (void *)&place;
+    make_graph(1, 1, 0);
+    rig.graph.nodes[0] = rig.graph.nodes[3 * PER_LAYER - 3]; // the third layer's alone
+    rig.graph.nodes[1] = rig.graph.nodes[3 * PER_LAYER - 2];
+    rig.graph.nodes[2] = rig.graph.nodes[3 * PER_LAYER - 1];
+    rig.graph.n = PER_LAYER;
+    buffer_size = 2;
+    ask();
+    assert_int_equal(ask(), PER_LAYER);
+    make_tokens(0, 0, 1, 0);
+    assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+    buffer_size = 1;
+}
+
+static void test_layers_with_windows_are_left(void **state)
+{
+    (void)state;
+    static char windows, whole, draft;
+    rig.layers[2].k_cache.buffer = rig.layers[2].v_cache.buffer = (void *)&whole;
+    make_small_cache(2, (void *)&windows);
+    ask();
+    ask();
+    assert_int_equal(ask(), PER_LAYER); // of the third layer
+    make_tokens(0, 0, 1, 0);
+    for (int i = 0; i < 2 * PER_LAYER; i++)
+        rig.graph.nodes[i]->flags = 0; // ggml's own CPU backend has these
+    assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+    make_caches();
+    make_small_cache(LAYERS, (void *)&draft); // another model, with fewer cells
+    ask();
+    ask();
+    assert_int_equal(ask(), rig.graph.n);
+}
+
+// ---- Attention ---------------------------------------------------------------------------------
+
+static void test_prompt_and_decoding(void **state)
+{
+    (void)state;
+    int64_t at = 0;
+    const int64_t pieces[] = {150, 40, 1, 1, 64, 65, 1, 300, 1};
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; at += pieces[i++])
+        forward(0, at, pieces[i]);
+    const struct ggml_tensor *own[2] = {&rig.layers[1].k_cache, &rig.layers[1].v_cache};
+    for (size_t i = 0; i < own[0]->nb[2]; i++) // llama.cpp's own memory was given back
+        assert_int_equal(((char *)own[0]->data)[i] | ((char *)own[1]->data)[i], 0);
+}
+
+static void test_streams(void **state)
+{
+    (void)state;
+    forward(1, 0, 100);
+    forward(0, 0, 30);
+    for (int i = 0; i < 40; i++) {
+        make_graph(2, 2, 0);
+        make_tokens(0, 30 + 2 * i, 2, 0);
+        make_tokens(1, 100 + 2 * i, 2, 2);
+        assert_int_equal(ask(), rig.graph.n);
+        assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+        check(0, 30 + 2 * i, 2, 0);
+        check(1, 100 + 2 * i, 2, 2);
+    }
+    forward(1, 180, 1);
+}
+
+static void test_going_back(void **state)
+{
+    (void)state;
+    forward(0, 0, 200);
+    forward(0, 200, 10);
+    forward(0, 195, 4);
+    forward(0, 100, 3); // deeper than what kvqd can take back
+    forward(0, 103, 300);
+    forward(0, 403, 1);
+    forward(0, 256, 2); // where pages end
+    forward(0, 258, 150);
+    forward(0, 300, 1);
+    forward(0, 1, 1);
+    forward(0, 2, 1);
+    forward(0, 0, 20); // another sequence
+    forward(0, 20, 1);
+    refused_forward(0, 40, 1);
+    forward(0, 21, 1);
+}
+
+static void test_a_forward_that_ends_early(void **state)
+{
+    (void)state;
+    for (int64_t each = 5; each < MOST; each += 200) {
+        forward(0, 0, each);
+        const int n = rig.graph.n;
+        for (int left = 1; left < n; left++) {
+            make_graph(each, 1, 0);
+            make_tokens(0, each, each, 0);
+            rig.graph.n -= left;
+            assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+        }
+        forward(0, each, 3);
+    }
+}
+
+static void test_a_session_with_a_name(void **state)
+{
+    (void)state;
+    end_backend();
+    setenv("KVQ_LLAMA_SESSION", "chat", 1);
+    begin_backend();
+    forward(0, 0, 2); // llama.cpp warms up
+    forward(0, 0, 130);
+    forward(0, 130, 1);
+    end_backend();
+    begin_backend();
+    forward(0, 131, 1);
+    end_backend();
+    begin_backend();
+    static float kept[LAYERS][2][CELLS][KV];
+    for (int i = 0; i < LAYERS; i++) {
+        memcpy(kept[i][0], rig.layers[i].all_k[0], sizeof kept[i][0]);
+        memcpy(kept[i][1], rig.layers[i].all_v[0], sizeof kept[i][1]);
+    }
+    forward(0, 0, 2); // warms up: what was kept stays
+    refused_forward(0, 131, 1);
+    forward(0, 0, 3);
+    forward(0, 3, 1);
+    for (int i = 0; i < LAYERS; i++) {
+        memcpy(rig.layers[i].all_k[0], kept[i][0], sizeof kept[i][0]);
+        memcpy(rig.layers[i].all_v[0], kept[i][1], sizeof kept[i][1]);
+    }
+    memset(rig.layers[0].k_cache.data, 0, 64); // llama.cpp restores its cells
+    forward(0, 132, 1);
+    forward(0, 133, 100);
+    end_backend();
+    begin_backend();
+    refused_forward(0, 10, 1); // which tokens these were is forgotten
+    forward(0, 233, 1);
+}
+
+// A deep cut in a step that fails for another stream leaves nothing that is taken on trust.
+static void test_a_cut_in_a_step_that_fails(void **state)
+{
+    (void)state;
+    char *cells = rig.layers[0].k_cache.data, old[2 * KV];
+    forward(0, 0, 200);
+    memcpy(old, cells, sizeof old);
+    forward(0, 200, 100);
+    forward(1, 0, 30);
+    cells[2 * KV * CELLS] ^= 1; // the second stream's were restored
+    make_graph(2, 2, 0);
+    make_tokens(0, 150, 2, 0);
+    make_tokens(1, 30, 2, 2);
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    memcpy(cells, old, sizeof old);
+    refused_forward(0, 150, 1);
+    forward(0, 0, 3);
+}
+
+static void test_options_are_checked(void **state)
+{
+    (void)state;
+    static const char *const wrong[][2] = {{"KVQ_LLAMA_ATTENTION", "exat"},
+                                           {"KVQ_LLAMA_ROLLBACK", "many"},
+                                           {"KVQ_LLAMA_ROLLBACK", "-1"},
+                                           {"KVQ_LLAMA_ROLLBACK", "1025"}};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        setenv(wrong[i][0], wrong[i][1], 1);
+        refused_forward(0, 0, 3);
+        unsetenv(wrong[i][0]);
+    }
+    char name[200];
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = 0;
+    setenv("KVQ_LLAMA_SESSION", name, 1);
+    refused_forward(0, 0, 3);
+    unsetenv("KVQ_LLAMA_SESSION");
+    forward(0, 0, 3);
+}
+
+static void test_another_version_of_ggml(void **state)
+{
+    (void)state;
+    other_version = true;
+    assert_null(ggml_backend_init());
+    other_version = false;
+    assert_non_null(ggml_backend_init());
+}
+
+// ---- What is refused ---------------------------------------------------------------------------
+
+// llama.cpp saves and restores cells by itself.
+// llama.cpp saves and restores cells by itself.
+static void test_restored_cells(void **state)
+{
+    (void)state;
+    char *cells = rig.layers[0].k_cache.data;
+    char saved[2 * KV], copied[2 * KV];
+    forward(0, 0, 100);
+    memcpy(saved, cells, sizeof saved);
+    memcpy(cells, saved, sizeof saved); // nothing has changed since
+    forward(0, 100, 1);
+    memcpy(copied, cells, sizeof copied);
+    forward(0, 0, 150);
+    forward(1, 0, 30);
+    memcpy(cells, copied, sizeof copied);
+    refused_forward(0, 101, 1);
+    refused_forward(0, 150, 1);
+    memset(cells, 0, sizeof saved);
+    refused_forward(0, 101, 1);
+    memcpy(cells + 2 * KV * CELLS, copied, sizeof copied); // into another stream
+    refused_forward(1, 30, 1);
+    forward(0, 0, 3);
+    forward(0, 3, 1);
+    forward(1, 0, 2);
+}
+
+static void test_masks(void **state)
+{
+    (void)state;
+    forward(0, 0, 10);
+    for (int i = 0; i < 3; i++) {
+        make_graph(2, 1, 0);
+        make_tokens(0, 10, 2, 0);
+        rig.visible[CELLS * (i & 1) + (i == 0 ? 3 : i == 1 ? 2 : 11)] = i == 2 ? ZERO : HIDDEN;
+        assert_int_equal(compute(), GGML_STATUS_FAILED);
+    }
+    forward(0, 10, 2);
+}
+
+// A layer of its own kind among others.
+static void test_one_layer_is_another(void **state)
+{
+    (void)state;
+    static uint16_t window[CELLS];
+    struct ggml_tensor *attention = &rig.layers[2].attention, mask;
+    forward(0, 0, 10);
+    for (int i = 0; i < 3; i++) {
+        make_graph(1, 1, 0);
+        make_tokens(0, 10, 1, 0);
+        memcpy(window, rig.visible, sizeof window);
+        window[0] = HIDDEN; // a sliding window
+        mask = rig.mask;
+        mask.data = window;
+        if (i == 0)
+            attention->src[3] = &mask;
+        else
+            rig.layers[2].q.ne[i] += 1;
+        assert_int_equal(compute(), GGML_STATUS_FAILED);
+    }
+    forward(0, 10, 1);
+}
+
+static void test_scattered_cells(void **state)
+{
+    (void)state;
+    make_graph(3, 1, 0);
+    make_tokens(0, 0, 3, 0);
+    rig.cell[2] = 5;
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    make_graph(3, 1, 0);
+    make_tokens(0, 0, 3, 0);
+    rig.cell[1] = -1;
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    forward(0, 0, 3);
+}
+
+static void test_a_context_shift(void **state)
+{
+    (void)state;
+    forward(0, 0, 10);
+    rig.shift = view(&rig.layers[0].k_cache, GGML_OP_ROPE);
+    assert_true(takes(&rig.shift));
+    rig.graph.nodes[0] = &rig.shift;
+    rig.graph.n = 1;
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    struct ggml_tensor rope = {.op = GGML_OP_ROPE, .src = {&rig.layers[0].q}};
+    assert_false(takes(&rope));
+    refused_forward(0, 10, 1); // llama.cpp goes on all the same
+    forward(0, 0, 10);
+    forward(0, 10, 1);
+    // As it shifts keys of few bits: out of the cache, and back.
+    struct ggml_tensor out = {.op = GGML_OP_CPY, .src = {&rig.layers[1].k}};
+    assert_true(takes(&out));
+    out.flags = GGML_TENSOR_FLAG_COMPUTE;
+    rig.graph.nodes[0] = &out;
+    rig.graph.n = 1;
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    refused_forward(0, 11, 1);
+    forward(0, 0, 3);
+}
+
+static void test_attention_without_rows(void **state)
+{
+    (void)state;
+    forward(0, 0, 10);
+    make_graph(1, 1, 0);
+    make_tokens(0, 10, 1, 0);
+    rig.graph.nodes[1]->flags = 0;
+    assert_int_equal(compute(), GGML_STATUS_FAILED);
+    forward(0, 10, 1);
+}
+
+static void test_a_format_that_is_none(void **state)
+{
+    (void)state;
+    setenv("KVQ_LLAMA_FORMAT", "oscar9", 1);
+    refused_forward(0, 0, 3);
+    setenv("KVQ_LLAMA_FORMAT", "f16", 1);
+    forward(0, 0, 3);
+}
+
+static void test_a_daemon_that_goes(void **state)
+{
+    (void)state;
+    forward(0, 0, 100);
+    daemon_end(&rig.daemon, SIGKILL);
+    refused_forward(0, 100, 1);
+    assert_null(rig.device->iface.init_backend(rig.device, NULL));
+    end_backend();
+    daemon_start(&rig.daemon);
+    begin_backend();
+    forward(0, 0, 3);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_rows_are_taken_with_their_attention, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_attention_of_other_kinds_is_left, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_cache_where_another_was, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_layers_with_windows_are_left, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_prompt_and_decoding, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_streams, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_going_back, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_forward_that_ends_early, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_session_with_a_name, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_cut_in_a_step_that_fails, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_options_are_checked, setup, teardown),
+        cmocka_unit_test(test_another_version_of_ggml),
+        cmocka_unit_test_setup_teardown(test_restored_cells, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_masks, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_one_layer_is_another, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_scattered_cells, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_context_shift, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_attention_without_rows, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_format_that_is_none, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_a_daemon_that_goes, setup, teardown)};
+    daemon_prepare(&rig.daemon);
+    rig.device = ggml_backend_init()->iface.get_device(ggml_backend_init(), 0);
+    const int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    return daemon_cleanup(&rig.daemon) || failed ? 1 : 0;
+}

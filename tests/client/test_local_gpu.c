@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Attention in the engine's own context on a GPU, the software driver's: the same steps there, on
+// the engine's stream or replayed from a captured graph, and by the daemon give the same bits.
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "kernels/cuda/share.h"
+#include "tests/client/local_gpu_kit.h"
+
+// Sessions of their own, or the shards of one; a bucket for all of them.
+static void open_all(const char *format, bool shards, struct lg_pair p[SESSIONS])
+{
+    for (int i = 0; i < SESSIONS; i++)
+        lg_open_shard(format, shards ? i : -1, &p[i]);
+    lg_open_bucket(p[0].here, 64);
+}
+
+static void close_all(struct lg_pair *p, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        lg_close_pair(&p[i]);
+}
+
+static void replay(const char *format, uint32_t prompt, uint32_t steps)
+{
+    struct lg_pair p[SESSIONS];
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    assert_null(kvq_local_why(rig.local));
+    open_all(format, false, p);
+    lg_step(p, 1, prompt, NULL);
+    lg_step(p, SESSIONS, 5, NULL);
+    struct kvq_gpu_exec *exec = lg_capture(p, SESSIONS);
+    for (uint32_t i = 0; i < steps; i++)
+        lg_step(p, i % 8 == 5 ? 1 : SESSIONS, 1, i % 50 == 7 ? NULL : exec);
+    lg_end_capture(exec);
+    close_all(p, SESSIONS);
+}
+
+// Both shards of a session: what a step commits on both is packed, and shown in the page tables,
+// by whatever comes next.
+static void test_shards(void **state)
+{
+    struct lg_pair p[SESSIONS];
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    open_all("oscar2", true, p);
+    lg_step(p, SESSIONS, 40, NULL);
+    lg_step(p, SESSIONS, 60, NULL);
+    struct kvq_gpu_exec *exec = lg_capture(p, SESSIONS);
+    for (uint32_t i = 0; i < 150; i++)
+        lg_step(p, SESSIONS, 1, i % 20 == 7 ? NULL : exec);
+    lg_end_capture(exec);
+    close_all(p, SESSIONS);
+}
+
+// One graph, over 300 steps: units of 32 tokens are packed, and splits become two.
+static void test_300_replays(void **state)
+{
+    (void)state;
+    replay("oscar2", 60, 300);
+}
+
+static void test_extras(void **state)
+{
+    (void)state;
+    replay("innerq-hybrid", 220, 20);
+}
+
+// Where a session's extras lie is not known before its first step has ended. No step after that
+// waits for the GPU for it.
+static void test_waits(void **state)
+{
+    static const char *const formats[] = {"oscar2", "innerq-hybrid", "ott2", "oscar2:sink=32"};
+    struct lg_pair p[SESSIONS];
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    for (uint32_t f = 0; f < sizeof formats / sizeof *formats; f++) {
+        open_all(formats[f], false, p);
+        for (uint32_t i = 0; i < 10; i++) {
+            lg_step(p, i < 5 ? 1 : SESSIONS, i % 5 ? 1 : 200, NULL); // the first ones of each
+            if (i % 5 && rig.waits && kvq_queue_order(rig.queue) != KVQ_ORDER_HOST)
+                fail_msg("%s, step %u: %llu waits", formats[f], i, (unsigned long long)rig.waits);
+        }
+        kvq_bucket_close(&rig.bucket);
+        close_all(p, SESSIONS);
+    }
+}
+
+static void test_raw(void **state)
+{
+    (void)state;
+    replay("f16", 60, 10);
+}
+
+// Tensors in the host's memory, all or some: the bits of device tensors, by launches and replayed,
+// and nothing is taken after the step that gave them first.
+static void host_tensors(uint32_t parts)
+{
+    struct lg_pair p[SESSIONS];
+    rig.on_host = parts;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    open_all("oscar2", false, p);
+    lg_step(p, SESSIONS, 40, NULL);
+    const struct kvq_soft_counts first = soft_counts();
+    for (uint32_t i = 0; i < 3; i++)
+        lg_step(p, SESSIONS, 30, NULL);
+    struct kvq_soft_counts now = soft_counts();
+    assert_memory_equal(&now, &first, sizeof now);
+    struct kvq_gpu_exec *exec = lg_capture(p, SESSIONS);
+    for (uint32_t i = 0; i < 10; i++)
+        lg_step(p, SESSIONS, 1, i == 7 ? NULL : exec);
+    lg_end_capture(exec);
+    now = soft_counts();
+    assert_memory_equal(&now, &first, sizeof now);
+    close_all(p, SESSIONS);
+    kvq_bucket_close(&rig.bucket);
+    kvq_local_close(&rig.local);
+}
+
+static void test_host_tensors(void **state)
+{
+    (void)state;
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    host_tensors(15); // all
+    host_tensors(3);  // K and V
+    host_tensors(8);  // outputs
+}
+
+// ---- Blocks that sessions share ----
+
+enum { FORKS = 4, PREFIX = 1024 };
+
+// Steps of FORKS sessions, one token each, after prompts of more than PREFIX tokens: their own, or
+// one and the same, forked. Every session adds two tokens by launches and two by a graph. *launched
+// and *replayed: bytes that kernels here brought in the last step of both kinds.
+static void share(bool forked, uint64_t *launched, uint64_t *replayed)
+{
+    struct lg_pair p[FORKS];
+    const struct kvq_local_options options = {
+        .size = sizeof options, .place = rig.gpu, .max_tokens = 2 * PREFIX};
+    fine(kvq_local_open(rig.queue, &options, &rig.local));
+    for (uint32_t i = 0; i < FORKS; i++) {
+        if (i == 0 || !forked) {
+            lg_open_pair("kivi2", &p[i]);
+            const struct kvq_bucket_options o = {
+                .size = sizeof o, .session = p[i].here, .max_sessions = FORKS, .max_queries = 64};
+            if (i == 0)
+                fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
+            for (uint32_t t = 0; t < PREFIX + 256; t += ROWS)
+                lg_step(&p[i], 1, ROWS, NULL);
+        } else {
+            lg_fork_pair(&p[0], p[0].tokens, &p[i]);
+        }
+    }
+    for (uint32_t i = 0; i < 2; i++)
+        lg_step(p, FORKS, 1, NULL);
+    *launched = rig.brought;
+    struct kvq_gpu_exec *exec = lg_capture(p, FORKS);
+    for (uint32_t i = 0; i < 2; i++)
+        lg_step(p, FORKS, 1, exec);
+    *replayed = rig.brought;
+    lg_end_capture(exec);
+    close_all(p, FORKS);
+    kvq_bucket_close(&rig.bucket);
+    kvq_local_close(&rig.local);
+}
+
+// Blocks that several entries of a call share are read once, not once for each; the outputs are
+// those of the daemon, which shares as well.
+static void test_shared(void **state)
+{
+    uint64_t launched, replayed, alone_launched, alone_replayed;
+    (void)state;
+    share(false, &alone_launched, &alone_replayed);
+    share(true, &launched, &replayed);
+    // Codes of K and V, 2 bits each, of layer 0; the other one sees but a window.
+    const uint64_t saved = (FORKS - 1) * (uint64_t)PREFIX * KV_HEADS * DIM * 2 * 2 / 8;
+    if (launched + saved > alone_launched || replayed + saved > alone_replayed)
+        fail_msg("%llu and %llu bytes were read, %llu and %llu where nothing is shared",
+                 (unsigned long long)launched, (unsigned long long)replayed,
+                 (unsigned long long)alone_launched, (unsigned long long)alone_replayed);
+}
+
+// Memory that the engine made, and pinned itself.
+static void test_host_tensors_of_engine(void **state)
+{
+    void *mapping;
+    (void)state;
+    int fd = memfd_create("engine", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, ARENA), 0);
+    fine(kvq_buffer_import_memfd(rig.client, fd, 0, ARENA, &rig.host));
+    mapping = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    assert_ptr_not_equal(mapping, MAP_FAILED);
+    close(fd);
+    rig.mapping = mapping;
+    host_tensors(15);
+    kvq_buffer_close(&rig.host);
+    rig.mapping = NULL;
+    munmap(mapping, ARENA);
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    OK(drv.host_register(kvq_buffer_data(rig.host), ARENA, KVQ_GPU_HOST_MAPPED));
+    host_tensors(15);
+    OK(drv.host_unregister(kvq_buffer_data(rig.host)));
+}
+
+static void refused_in_capture(struct lg_batch *b, const char *words)
+{
+    struct kvq_gpu_graph *graph;
+    const struct kvq_work w = lg_work_of(0, true);
+    OK(drv.capture_begin(rig.stream, KVQ_GPU_CAPTURE_RELAXED));
+    refused(KVQ_E_UNSUPPORTED, lg_attend(&w, b), words);
+    OK(drv.capture_end(rig.stream, &graph));
+    OK(drv.graph_destroy(graph));
+}
+
+// Memory that cannot be pinned, and a capture that a first use would spoil.
+static void test_host_refusals(void **state)
+{
+    struct lg_pair p[1];
+    (void)state;
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    struct lg_batch b = lg_batch_of(p, 1, 4, true);
+    rig.on_host = 15;
+    const struct kvq_work w = lg_work_of(0, true);
+    refused_in_capture(&b, "before the capture begins");
+    fine(lg_begin(&b));
+    fine(b.entries[0].status);
+    assert_int_equal(soft_fail("host_register", 1, false, KVQ_GPU_NOT_SUPPORTED), 0);
+    refused(KVQ_E_UNSUPPORTED, lg_attend(&w, &b), "kvq_buffer_create_on");
+    kvq_local_abort(rig.local);
+    lg_step(p, 1, 4, NULL);
+    rig.on_host = 0;
+    lg_step(p, 1, 4, NULL);
+    lg_close_pair(p);
+}
+
+static void test_through_daemon(void **state)
+{
+    struct lg_pair p[SESSIONS];
+    (void)state;
+    setenv("KVQ_LOCAL", "daemon", 1);
+    lg_open_local(0);
+    assert_non_null(strstr(kvq_local_why(rig.local), "KVQ_LOCAL"));
+    open_all("oscar2", false, p);
+    lg_step(p, SESSIONS, 40, NULL);
+    for (uint32_t i = 0; i < 5; i++)
+        lg_step(p, SESSIONS, 1, NULL);
+    struct lg_batch b = lg_batch_of(p, 1, 1, true);
+    refused_in_capture(&b, "through the daemon");
+    close_all(p, SESSIONS);
+}
+
+static void test_refusals(void **state)
+{
+    struct lg_pair p[1];
+    kvq_local *host;
+    kvq_client *other;
+    kvq_buffer *elsewhere;
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    const struct kvq_bucket_options o = {.size = sizeof o, .session = 4711};
+    refused(KVQ_E_STALE, kvq_bucket_open(rig.local, &o, &rig.bucket), "not in this");
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 4);
+    struct lg_batch b = lg_batch_of(p, 1, 4, true);
+    struct kvq_work w = lg_work_of(0, true);
+    refused(KVQ_E_INVALID, kvq_local_begin(rig.local, b.entries, 1), "have a stream");
+    fine(kvq_local_open(rig.queue, NULL, &host));
+    refused(KVQ_E_INVALID, kvq_local_begin_on_stream(host, rig.bucket, b.entries, 1, rig.stream),
+            "no stream");
+    kvq_local_close(&host);
+    refused(KVQ_E_NO_STEP, lg_attend(&w, &b), "begin_on_stream");
+    b.entries[0].queries = 5;
+    fine(lg_begin(&b));
+    refused(KVQ_E_LIMIT, b.entries[0].status, "entry 0");
+    b.entries[0].queries = 4;
+    b.entries[0].position = 3;
+    fine(lg_begin(&b));
+    refused(KVQ_E_POSITION, b.entries[0].status, "holds 0 tokens");
+    b.entries[0].position = 0;
+    fine(lg_begin(&b));
+    fine(b.entries[0].status);
+    fine(kvq_connect(&(struct kvq_connect_options){.size = sizeof(struct kvq_connect_options),
+                                                   .runtime_dir = rig.daemon.directory},
+                     &other));
+    fine(kvq_buffer_create(other, ARENA, &elsewhere));
+    w.q.buffer = elsewhere;
+    refused(KVQ_E_BUFFER, lg_attend(&w, &b), "q");
+    kvq_disconnect(&other);
+    kvq_local_abort(rig.local);
+    lg_step(p, 1, 4, NULL);
+    lg_close_pair(p);
+}
+
+// What is not finite is found when nobody waits; the next end tells, and the session stands as
+// before the step that had it. Where the host orders requests it waits, and that end tells itself.
+static void test_not_finite(void **state)
+{
+    struct lg_pair p[1];
+    const float nan = __builtin_nanf("");
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 30, NULL);
+    bool waits = kvq_queue_order(rig.queue) == KVQ_ORDER_HOST;
+    for (int round = 0; round < (waits ? 1 : 2); round++) {
+        lg_fill();
+        if (round == 0)
+            OK(drv.copy_in(rig.at, &nan, sizeof nan, rig.stream));
+        int ended = lg_step_here(p, p->tokens + (uint64_t)round, 1);
+        assert_int_equal(ended, round == 0 && !waits ? 0 : KVQ_E_NONFINITE);
+        OK(drv.stream_sync(rig.stream));
+    }
+    lg_step(p, 1, 1, NULL);
+    lg_close_pair(p);
+}
+
+// What is mapped stays, and the stream goes on.
+static void test_daemon_dies(void **state)
+{
+    struct lg_pair p[1];
+    uint32_t lost;
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 40, NULL);
+    struct lg_batch b = lg_batch_of(p, 1, 1, true);
+    const struct kvq_work w = lg_work_of(0, true);
+    fine(lg_begin(&b));
+    daemon_end(&rig.daemon, SIGKILL);
+    fine(lg_attend(&w, &b));
+    OK(drv.stream_sync(rig.stream));
+    refused(KVQ_E_DISCONNECTED, kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, rig.stream),
+            "kvq_reattach");
+    OK(drv.stream_sync(rig.stream));
+    daemon_start(&rig.daemon);
+    assert_int_equal(kvq_reattach(rig.client, &lost), KVQ_E_EPOCH);
+    refused(KVQ_E_CANCELLED, lg_begin(&b), "open another");
+    kvq_bucket_close(&rig.bucket);
+    kvq_local_close(&rig.local);
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 40, NULL);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_shards, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_raw, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_extras, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_waits, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_shared, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_host_tensors, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_host_tensors_of_engine, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_host_refusals, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_through_daemon, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_daemon_dies, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_300_replays, lg_setup, lg_teardown),
+    };
+    lg_prepare();
+    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    return lg_cleanup() || failed;
+}

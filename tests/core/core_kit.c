@@ -1,0 +1,690 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See core_kit.h.
+#include "tests/core/core_kit.h"
+#include "tests/core/core_pools.h"
+#include "tests/core/core_refs.h"
+#include "tests/core/core_sheets.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/group.h"
+#include "daemon/core/session/table.h"
+
+char kit_context[256];
+
+void kit_die(const char *file, int line, const char *what)
+{
+    fprintf(stderr, "%s:%d: does not hold: %s %s\n", file, line, what, kit_context);
+    abort();
+}
+
+// ---- Random numbers ----
+
+uint64_t kit_random(struct kit *kit) // splitmix64
+{
+    uint64_t z = kit->random += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+uint32_t kit_below(struct kit *kit, uint32_t n)
+{
+    return (uint32_t)(kit_random(kit) % n);
+}
+
+bool kit_chance(struct kit *kit, uint32_t percent)
+{
+    return kit_below(kit, 100) < percent;
+}
+
+float kit_float(struct kit *kit)
+{
+    return (float)(int32_t)kit_random(kit) * 0x1p-30f;
+}
+
+// ---- Memory that can fail ----
+
+static bool fails(struct kit *kit)
+{
+    return kit->fail_one_in && kit_below(kit, kit->fail_one_in) == 0;
+}
+
+static int acquire(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    struct kit *kit = context;
+    if (fails(kit))
+        return KVQ_E_NO_MEMORY;
+    // calloc leaves pages that nobody touches alone; what it gave stands before the aligned start.
+    uint8_t *given = calloc(1, bytes + 64);
+    MUST(given);
+    *memory = (struct kvq__memory){given + 64 - (uintptr_t)given % 64, bytes, -1,
+                                   kit->extents_out % 3 == 1, 0};
+    memcpy(memory->base - sizeof given, &given, sizeof given);
+    kit->extents_out++;
+    return 0;
+}
+
+static void zero(void *context, struct kvq__memory *memory)
+{
+    (void)context;
+    memset(memory->base, 0, memory->bytes);
+}
+
+static void release(void *context, struct kvq__memory *memory)
+{
+    struct kit *kit = context;
+    uint8_t *given;
+    memcpy(&given, memory->base - sizeof given, sizeof given);
+    kit->extents_out--;
+    free(given);
+}
+
+static void *allocate(void *context, size_t bytes)
+{
+    struct kit *kit = context;
+    if (fails(kit))
+        return NULL;
+    void *memory = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+    MUST(memory);
+    kit->allocated_out += bytes;
+    // Only a queue's scratch is that large, and it need not be zero.
+    return bytes >= 1 << 20 ? memory : memset(memory, 0, bytes);
+}
+
+static void deallocate(void *context, void *memory, size_t bytes)
+{
+    struct kit *kit = context;
+    MUST(kit->allocated_out >= bytes);
+    kit->allocated_out -= bytes;
+    free(memory);
+}
+
+// ---- The core ----
+
+static void on_event(void *context, const struct kvq__event *event)
+{
+    struct kit *kit = context;
+    MUST(event->ns && event->session && event->text);
+    kit->events[event->kind]++;
+    snprintf(kit->event_session, sizeof kit->event_session, "%s", event->session);
+    snprintf(kit->event_text, sizeof kit->event_text, "%s", event->text);
+}
+
+static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
+{
+    struct kit *kit = context;
+    MUST(client && buffer);
+    kit->buffers_gone++;
+}
+
+static void on_table_gone(void *context, uint64_t client, const struct kvq__table_memory *memory)
+{
+    struct kit *kit = context;
+    MUST(client && (memory->host || memory->gpu));
+    kit->tables_gone++;
+    if (kit->table_gone)
+        kit->table_gone(kit, memory);
+}
+
+static const struct kvq__own_format *own_formats;
+static uint32_t n_own_formats;
+
+void kit_formats(const struct kvq__own_format *formats, uint32_t n)
+{
+    own_formats = formats;
+    n_own_formats = n;
+}
+
+static const struct kit_gpus no_gpus, *own_gpus = &no_gpus;
+
+void kit_gpus(const struct kit_gpus *gpus)
+{
+    own_gpus = gpus ? gpus : &no_gpus;
+}
+
+static void *memory_new(size_t bytes)
+{
+    return own_gpus->n ? own_gpus->memory_new(bytes) : aligned_alloc(64, bytes);
+}
+
+static void memory_free(void *memory)
+{
+    if (own_gpus->n && memory)
+        own_gpus->memory_free(memory);
+    else
+        free(memory);
+}
+
+// What each namespace had under each limit when it was last looked at: by its place in the list.
+static struct {
+    uint64_t counted[KVQ__LIMITS];
+} seen[64];
+
+static bool own_saves;
+static int own_isa = KVQ_ISA_AVX512;
+
+void kit_isa(int isa)
+{
+    own_isa = isa;
+}
+
+void kit_saves(bool saves)
+{
+    own_saves = saves;
+}
+
+void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    memset(seen, 0, sizeof seen);
+    *kit = (struct kit){.random = seed, .now = 1};
+    kit->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
+    struct kvq__core_config config = {
+        .pool_bytes = pool_bytes,
+        .extent_bytes = 2 << 20,
+        .keep_ns = 5000000000u,
+        .workers = 2,
+        .quota = {.limit = {[KVQ__HOST_BYTES] = limit_bytes, [KVQ__DEVICE_BYTES] = limit_bytes}},
+        .partial_bytes = 1 << 20,
+        .saves = own_saves,
+        .run = 1000000,
+        .kernels = kvq_kernels_get(own_isa),
+        .gpus = own_gpus->gpus,
+        .n_gpus = own_gpus->n,
+        .lane_bytes = 512 << 10,
+        .lane_workspace = 1 << 20,
+        .formats = own_formats,
+        .n_formats = n_own_formats,
+        .prefix_key = {1, 2, 3},
+        .prefix_keep_ns = 20000000000u,
+        .evict_idle_ns = 1000000000u,
+        .memory = {.context = kit,
+                   .acquire = acquire,
+                   .zero = zero,
+                   .release = release,
+                   .allocate = allocate,
+                   .deallocate = deallocate},
+        .context = kit,
+        .event = on_event,
+        .buffer_gone = on_buffer_gone,
+        .table_gone = on_table_gone,
+    };
+    int rc = kvq__core_open(&config, &kit->core, text);
+    MUST(rc == 0);
+    kvq__core_clock(kit->core, kit->now);
+}
+
+void kit_close(struct kit *kit)
+{
+    kvq__core_close(&kit->core);
+    MUST(kit->extents_out == 0);
+    MUST(kit->allocated_out == 0);
+    free(kit->workspace);
+}
+
+// ---- Members ----
+
+int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__peer peer = {.uid = uid, .pid = 100, .gids = {uid}, .n_gids = 1};
+    bytes = (bytes + 63) & ~(uint64_t)63;
+    *m = (struct member){.kit = kit, .bytes = bytes};
+    int rc = kvq__client_attach(kit->core, &peer, "test", &m->client, &m->id, text);
+    if (rc < 0)
+        return rc;
+    rc = kvq__queue_open(m->client, &m->queue, text);
+    if (rc < 0) {
+        kvq__client_detach(m->client);
+        return rc;
+    }
+    m->memory = memory_new(bytes);
+    memset(m->memory, 0, bytes);
+    rc = kit_buffer(m, bytes, &m->buffer);
+    MUST(rc == 0);
+    return 0;
+}
+
+int kit_buffer(struct member *m, uint64_t bytes, uint32_t *buffer)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__buffer_memory memory = {
+        .host = m->memory, .gpu = own_gpus->n ? (uintptr_t)m->memory : 0, .bytes = bytes};
+    return kvq__buffer_add(m->client, &memory, buffer, text);
+}
+
+void member_free(struct member *m)
+{
+    memory_free(m->memory);
+    *m = (struct member){0};
+}
+
+void member_close(struct member *m)
+{
+    kvq__client_detach(m->client);
+    kit_settle(m);
+    kvq__queue_close(&m->queue);
+    member_free(m);
+}
+
+// ---- Requests ----
+
+void kit_run_job(struct kit *kit, struct kvq__job *job)
+{
+    uint32_t n = job->n_items, *order = malloc(n * sizeof *order);
+    MUST(n > 0 && order);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t j = kit_below(kit, i + 1);
+        order[i] = order[j];
+        order[j] = i;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        job->run(job, order[i], kit->workspace);
+    free(order);
+}
+
+void kit_pack(struct kit *kit)
+{
+    struct kvq__job *job;
+    while ((job = kvq__background_start(kit->core))) {
+        kit_run_job(kit, job);
+        kvq__background_done(kit->core);
+    }
+}
+
+struct kvq_request kit_header(uint8_t op, uint16_t count)
+{
+    return (struct kvq_request){
+        .op = op, .count = count, .slots = (uint16_t)(4 + (count + 1) / 2), .seq = 7};
+}
+
+struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
+                              uint8_t dtype)
+{
+    uint64_t width = dtype == KVQ_F32 ? 4 : 2;
+    return (struct kvq_wire_view){.offset = offset,
+                                  .token_stride = heads * dim * width,
+                                  .head_stride = dim * width,
+                                  .buffer = m->buffer,
+                                  .dtype = dtype};
+}
+
+void kit_poll(struct kvq__core *core)
+{
+    if (own_gpus->step)
+        own_gpus->step();
+    if (!kvq__core_poll(core))
+        sched_yield(); // to the driver's threads
+}
+
+void kit_settle(struct member *m)
+{
+    while (!kvq__queue_settled(m->queue))
+        kit_poll(m->kit->core);
+}
+
+void kit_load(struct member *m, const struct kvq_request *header,
+              const struct kvq_entry_wire *entries)
+{
+    *kvq__queue_header(m->queue) = *header;
+    if (header->count && header->count <= KVQ_MAX_BATCH)
+        memcpy(kvq__queue_entries(m->queue), entries, header->count * sizeof *entries);
+    if (header->op == KVQ_OP_STEP && header->layer <= KVQ_MAX_LAYERS)
+        memcpy(kvq__queue_layers(m->queue), m->layers, header->layer * sizeof *m->layers);
+}
+
+int kit_request(struct member *m, const struct kvq_request *header,
+                const struct kvq_entry_wire *entries)
+{
+    kit_load(m, header, entries);
+    enum kvq__progress p = kvq__request_start(m->queue);
+    while (p == KVQ__RUN || p == KVQ__GPU || p == KVQ__AGAIN ||
+           (p == KVQ__WAIT && !TAILQ_EMPTY(&m->kit->core->ended))) {
+        m->kit->again += p == KVQ__AGAIN;
+        if (p == KVQ__WAIT) // it may be for the memory of what has ended
+            kit_poll(m->kit->core);
+        else if (p == KVQ__RUN)
+            kit_run_job(m->kit, kvq__queue_job(m->queue));
+        else if (p == KVQ__GPU)
+            kit_settle(m);
+        p = kvq__request_continue(m->queue);
+    }
+    return p == KVQ__WAIT ? 1 : kvq__queue_completion(m->queue)->status;
+}
+
+// ---- One session, fed from one tensor ----
+
+uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32_t n_rows,
+                     uint32_t max_rollback)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .layers = rows, .n_layers = n_rows, .max_rollback = max_rollback};
+    int rc = kvq__session_open(m->client, &spec, &info, text);
+    return rc == 0 ? info.handle : 0;
+}
+
+struct kvq__session *kit_of(struct member *m, uint64_t handle)
+{
+    struct kvq__handle *h;
+    return kvq__handle_get(m->client, handle, &h) == 0 ? h->session : NULL;
+}
+
+int kit_simple(struct member *m, uint8_t op, uint64_t step, struct kvq_entry_wire entry,
+               uint64_t *value)
+{
+    struct kvq_request r = kit_header(op, 1);
+    r.step = step;
+    int rc = kit_request(m, &r, &entry);
+    if (rc == 0) {
+        rc = kvq__queue_results(m->queue)[0].status;
+        if (value)
+            *value = kvq__queue_results(m->queue)[0].value;
+    }
+    return rc;
+}
+
+// Ids of a step's tokens, if the member tells any: that of token t is element t.
+static void put_ids(const struct member *m, struct kvq_request *r, struct kvq_entry_wire *e)
+{
+    if (!m->ids_at)
+        return;
+    r->flags |= KVQ_REQ_TOKEN_IDS;
+    r->list = (struct kvq_wire_view){.offset = m->ids_at, .buffer = m->buffer};
+    e->q_row = (uint32_t)e->position;
+}
+
+static int begin_step(struct member *m, struct kvq_entry_wire e)
+{
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    r.step = KIT_STEP;
+    put_ids(m, &r, &e);
+    int rc = kit_request(m, &r, &e);
+    return rc ? rc : kvq__queue_results(m->queue)[0].status;
+}
+
+int kit_begin(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
+{
+    const struct kvq__session *s = kit_of(m, handle);
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
+    int rc = begin_step(m, e);
+    for (uint32_t layer = 0; rc == 0 && layer < s->n_layers; layer++) {
+        struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+        r.step = KIT_STEP;
+        r.layer = layer;
+        r.k = kit_view(m, 0, heads, dim, KVQ_F32);
+        r.v = kit_view(m, m->bytes / 2, heads, dim, KVQ_F32);
+        if (!kvq__layer_owns(s, layer))
+            continue;
+        rc = kit_request(m, &r, &e);
+        if (rc == 0)
+            rc = kvq__queue_results(m->queue)[0].status;
+    }
+    return rc;
+}
+
+int kit_step(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
+{
+    struct kvq_entry_wire e = {.handle = handle, .position = kit_of(m, handle)->tokens};
+    int rc = kit_begin(m, handle, n, heads, dim);
+    return rc == 0 ? kit_simple(m, KVQ_OP_STEP_END, KIT_STEP, e, NULL) : rc;
+}
+
+int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
+{
+    const struct kvq__session *s = kit_of(m, handle);
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
+    r.layer = s->n_layers;
+    r.slots = (uint16_t)(r.slots + s->n_layers);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        m->layers[i] = (struct kvq_step_layer){kit_view(m, 0, heads, dim, KVQ_F32),
+                                               kit_view(m, m->bytes / 2, heads, dim, KVQ_F32)};
+        if (!kvq__layer_owns(s, i))
+            m->layers[i] = (struct kvq_step_layer){0};
+    }
+    put_ids(m, &r, &e);
+    int rc = kit_request(m, &r, &e);
+    return rc ? rc : kvq__queue_results(m->queue)[0].status;
+}
+
+// ---- Counting everything anew ----
+
+struct counting {
+    const struct kvq__core *core;
+    uint64_t used, tokens;
+    uint32_t on[1 + KVQ_MAX_GPUS], unsaved;
+    uint32_t sessions, prepared, namespaces, offloaded;
+};
+
+// A session that is away has blocks only while they go, or before all of them are there.
+static void check_away(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    MUST(!l->packer && !l->loading && !kvq__in_step(s) && !kvq__is_unsaved(s) && s->stored);
+    MUST(!s->exclusive && !s->pack_queued && !s->move && s->reading == 0 && s->tail_use == 0);
+    MUST(s->refs == (s->restore != NULL));
+    if (!s->park && !s->restore)
+        MUST(s->n_pages == 0 && !s->sheets && !l->sheets && !l->extras.data);
+}
+
+static void check_layer(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    uint64_t packed = kvq__packed_at(s, l, s->floor), from = 0;
+    const struct kvq__follower *f;
+    LIST_FOREACH (f, &s->follows, of_session)
+        from += f->restore->session->layers[l - s->layers].loading;
+    MUST(l->loading == from || (l->loading == 1 && s->restore && from == 0 && s->n_loading));
+    MUST(l->first_page <= l->raw_page && l->raw_page <= s->n_pages);
+    MUST(l->packed <= s->tokens && (!l->packer || s->refs > 0));
+    MUST(!!l->extras.data == (s->n_pages && kvq_extras_bytes(l->format, &l->shape)));
+    for (uint32_t p = 0; p < s->n_pages; p++) {
+        bool kept = p >= l->first_page;
+        MUST(!!kvq__page(l, p)->raw.data == (kept && p >= l->raw_page));
+        MUST(!!kvq__page(l, p)->packed.data == (kept && l->packed_bytes > 0));
+    }
+    MUST(l->raw_page <= l->first_page || (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS <= packed);
+}
+
+// A shard stands in its group, and of those of a group at least one has yet to end its step.
+static void check_group(const struct kvq__session *s)
+{
+    uint32_t prepared = 0;
+    MUST(!s->group == (s->shards == 1 || s->name[0] == 0) && kvq__group_member(s, s->shard) == s);
+    MUST(!s->prepared || (s->group && kvq__group_is_open(s) && !s->step));
+    for (uint32_t i = 0; s->group && i < s->shards; i++) {
+        const struct kvq__session *m = kvq__group_member(s, i);
+        MUST(!m || (m->group == s->group && m->shard == i && m->shards == s->shards &&
+                    m->ns == s->ns && strcmp(m->name, s->name) == 0));
+        prepared += m && m->prepared;
+    }
+    MUST(prepared < s->shards);
+}
+
+static void check_session(const struct kvq__session *s)
+{
+    const struct kvq__handle *h;
+    uint32_t readers = 0, writers = 0, owned = 0;
+    LIST_FOREACH (h, &s->handles, link) {
+        MUST(h->used && !h->taken && h->session == s);
+        readers += h->read_only;
+        writers += !h->read_only;
+    }
+    MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
+    MUST(kvq__is_offloaded(s) || s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
+    check_group(s);
+    MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        owned += kvq__layer_owns(s, i);
+        if (kvq__layer_owns(s, i) && kvq__is_offloaded(s))
+            check_away(s, &s->layers[i]);
+        else if (kvq__layer_owns(s, i))
+            check_layer(s, &s->layers[i]);
+    }
+    MUST(owned == s->n_owned);
+}
+
+static uint64_t check_node(const struct kvq__node *node)
+{
+    uint64_t bytes = 0;
+    MUST(node->page == (node->parent ? node->parent->page + 1 : 0));
+    MUST(!node->parent || (node->parent->children > 0 && node->parent->pool == node->pool &&
+                           memcmp(node->parent->layers, node->layers, KVQ__HASH_BYTES) == 0));
+    for (uint32_t i = 0; i < node->n_layers; i++) {
+        const struct kvq__pageref *page = &node->pages[i];
+        const struct kvq__block *b = page->packed.block ? page->packed.block : page->raw.block;
+        MUST(!page->packed.block || !page->raw.block);
+        MUST(!b || b->extent->owner->pool == node->pool);
+        bytes += b ? b->bytes : 0;
+    }
+    MUST(bytes == node->bytes);
+    return bytes;
+}
+
+// Every node is in the table and, without children, among the leaves in the order of their use.
+static void check_prefixes(const struct kvq__prefixes *p)
+{
+    const struct kvq__node *node;
+    uint64_t bytes = 0, last = 0;
+    uint32_t n = 0, children = 0, with_parent = 0, leaves = 0, childless = 0;
+    for (uint32_t b = 0; b < p->n_buckets; b++)
+        LIST_FOREACH (node, &p->buckets[b], link) {
+            bytes += check_node(node);
+            children += node->children;
+            with_parent += node->parent != NULL;
+            childless += node->children == 0;
+            n++;
+        }
+    TAILQ_FOREACH (node, &p->leaves, leaf) {
+        MUST(node->children == 0 && node->used_at >= last);
+        last = node->used_at;
+        leaves++;
+    }
+    MUST(n == p->n_nodes && bytes == p->bytes);
+    MUST(children == with_parent && leaves == childless);
+}
+
+// No limit is ever exceeded, and what is above one that was lowered never grows.
+static void check_limits(const struct kvq__namespace *ns, uint64_t *had)
+{
+    for (int i = 0; i < KVQ__LIMITS; i++) {
+        uint64_t limit = ns->quota.limit[i], counted = ns->used[i] - ns->exempt[i];
+        MUST(ns->exempt[i] <= ns->used[i]);
+        MUST(limit == 0 || counted <= limit || counted <= had[i]);
+        had[i] = counted;
+    }
+}
+
+// Where recent.c has put it.
+static void check_lists(const struct kvq__session *s)
+{
+    MUST(s->published && (s->recent || s->n_pages == 0));
+    MUST((s->unsaved != KVQ__SAVED) == (s->name[0] && kvq__is_unsaved(s)));
+}
+
+static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
+{
+    const struct kvq__session *s;
+    uint64_t used[KVQ__LIMITS] = {0}, exempt[KVQ__LIMITS] = {0}, refs = 0, sessions = 0;
+    for (uint32_t i = 0; i < c->core->n_pools; i++) {
+        const struct kvq__arena *arena = &ns->arenas[i];
+        enum kvq__limit which = kvq__pool_limit(&c->core->pools[i]);
+        struct cut sum = {0};
+        MUST(arena->ns == ns && arena->pool == &c->core->pools[i]);
+        check_arena(c->core, arena, &sum);
+        used[which] += sum.used;
+        exempt[which] += sum.exempt;
+        refs += sum.refs;
+    }
+    MUST(refs == references_to_all(ns));
+    for (int i = KVQ__HOST_BYTES; i <= KVQ__DEVICE_BYTES; i++)
+        MUST(exempt[i] == ns->exempt[i] && used[i] == ns->used[i]);
+    MUST(c->namespaces < sizeof seen / sizeof *seen);
+    check_limits(ns, seen[c->namespaces++].counted);
+    TAILQ_FOREACH (s, &ns->sessions, link) {
+        check_session(s);
+        check_lists(s);
+        c->tokens += s->tokens;
+        c->unsaved += s->unsaved != KVQ__SAVED;
+        c->on[s->pool - c->core->pools]++;
+        c->prepared += s->prepared;
+        c->offloaded += kvq__is_offloaded(s);
+        sessions++;
+    }
+    MUST(sessions == ns->used[KVQ__SESSIONS]);
+    check_prefixes(&ns->prefixes);
+    c->used += used[KVQ__HOST_BYTES] + used[KVQ__DEVICE_BYTES];
+    c->sessions += (uint32_t)sessions;
+}
+
+static void check_clients(const struct kvq__core *core)
+{
+    const struct kvq__client *c;
+    const struct kvq__session *s;
+    uint32_t clients = 0, steps = 0;
+    TAILQ_FOREACH (c, &core->clients, link) {
+        uint32_t named = 0;
+        clients++;
+        for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
+            if (!c->steps[i].number)
+                continue;
+            named++;
+            MUST(!LIST_EMPTY(&c->steps[i].sessions));
+            LIST_FOREACH (s, &c->steps[i].sessions, step_link)
+                MUST(s->step == &c->steps[i] && s->writer && s->writer->client == c);
+        }
+        MUST(named <= c->n_steps && c->n_steps <= named + c->n_queues); // STEPs of queues
+        steps += c->n_steps;
+    }
+    MUST(clients == core->n_clients && steps == core->n_steps);
+}
+
+// Nobody finds those that have ended; whoever is refused a block sees where some have pages.
+static void check_ended(const struct kvq__core *core)
+{
+    const struct kvq__namespace *ns;
+    const struct kvq__session *s;
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        uint32_t n = 0, noted = 0;
+        TAILQ_FOREACH (ns, &core->namespaces, link) {
+            noted += ns->arenas[i].n_ended;
+            TAILQ_FOREACH (s, &core->ended, link)
+                n += s->ns == ns && s->pool == &core->pools[i] && s->n_pages > 0;
+            MUST(n == noted);
+        }
+        MUST(noted == core->pools[i].n_ended);
+    }
+    TAILQ_FOREACH (s, &core->ended, link)
+        MUST(s->ending && LIST_EMPTY(&s->handles) && !s->park && !s->seals && !s->recent &&
+             !s->due && !s->pack_queued && s->ids.known == 0);
+}
+
+void core_check(const struct kvq__core *core)
+{
+    struct counting c = {.core = core};
+    const struct kvq__namespace *ns;
+    check_sheets(core);
+    count_references(core);
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        check_namespace(&c, ns);
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        c.used -= core->pools[i].used_bytes;
+    MUST(c.used == 0);
+    MUST(c.sessions == core->n_sessions && c.prepared == core->n_prepared);
+    MUST(c.offloaded == core->n_offloaded);
+    MUST(c.tokens == core->tokens && c.unsaved == core->n_unsaved);
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        MUST(c.on[i] == core->pools[i].sessions);
+    check_pools(core);
+    MUST(!TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->deferred) || core->release_left == 0);
+    check_ended(core);
+    check_clients(core);
+}

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of parking stand on, besides save_rig.h: a session is parked to the end, and
+// brought back by a request.
+#ifndef KVQ_TESTS_PARK_RIG_H
+#define KVQ_TESTS_PARK_RIG_H
+
+#include "daemon/core/residency/park.h"
+#include "tests/core/save_rig.h"
+
+static inline int setup_saves(void **state)
+{
+    kit_saves(true);
+    return setup(state);
+}
+
+static inline int teardown_saves(void **state)
+{
+    int rc = teardown(state);
+    kit_saves(false);
+    return rc;
+}
+
+static inline const struct kvq__session *session_of(uint64_t handle)
+{
+    return kit_of(&m, handle);
+}
+
+static inline void settle(void)
+{
+    vault_serve(&vault, kit.core);
+    core_check(kit.core);
+}
+
+static inline struct kvq__move_info ask(uint64_t id)
+{
+    struct kvq__move_info info;
+    assert_int_equal(kvq__move_info(kit.core, &admin, id, &info, text), 0);
+    return info;
+}
+
+// Parks it to the end. Returns how that went.
+static inline int park(uint64_t handle)
+{
+    struct kvq__move_info info;
+    kit_pack(&kit);
+    int rc = kvq__session_park(m.client, handle, &info, text);
+    if (rc < 0)
+        return rc;
+    assert_string_equal(info.place, "disk");
+    settle();
+    info = ask(info.id);
+    assert_true(info.finished);
+    snprintf(text, sizeof text, "%s", info.text);
+    return info.status;
+}
+
+static inline void away(uint64_t handle)
+{
+    int rc = park(handle);
+    if (rc)
+        fail_msg("%s", text);
+    assert_true(kvq__is_offloaded(session_of(handle)));
+}
+
+// A request that brings it back.
+static inline void wake(uint64_t handle)
+{
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = session_of(handle)->tokens, .queries = QUERIES};
+    struct kvq_request r = attend_of(0);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    core_check(kit.core);
+    settle();
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__RUN);
+    kit_run_job(&kit, kvq__queue_job(m.queue));
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    while (p == KVQ__RUN) {
+        kit_run_job(&kit, kvq__queue_job(m.queue));
+        p = kvq__request_continue(m.queue);
+    }
+    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+}
+
+static inline void refused(uint64_t handle, int code, const char *why)
+{
+    struct kvq__move_info info;
+    assert_int_equal(kvq__session_park(m.client, handle, &info, text), code);
+    if (!strstr(text, why))
+        fail_msg("\"%s\" does not say \"%s\"", text, why);
+    assert_false(kvq__is_offloaded(session_of(handle)));
+    core_check(kit.core);
+}
+
+// It is asked to be parked, and what the core wants to be written is copied.
+static inline struct kvq__save *begin_writing(uint64_t handle, struct kvq__store_job *job,
+                                              uint64_t *ticket)
+{
+    struct kvq__move_info info;
+    struct kvq__save *save;
+    struct kvq__save_spec spec = {.unnamed = true, .parks = true};
+    assert_int_equal(kvq__session_park(m.client, handle, &info, text), 0);
+    *ticket = info.id;
+    assert_true(kvq__park_next(kit.core, job));
+    assert_int_equal(job->kind, KVQ__JOB_SAVE);
+    spec.name = job->session;
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_copied(save);
+    return save;
+}
+
+static inline void end_writing(struct kvq__save *save, const struct kvq__store_job *job)
+{
+    vault_write(&vault, &save);
+    kvq__park_saved(kit.core, job->id, 0, "");
+    while (kvq__parks_poll(kit.core))
+        core_check(kit.core);
+}
+
+#endif

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the tests of prefixes stand on: two clients of one namespace, sessions that are fed from one
+// tensor and tell their tokens' ids, and a store in memory.
+#ifndef KVQ_TESTS_PREFIX_RIG_H
+#define KVQ_TESTS_PREFIX_RIG_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/core/vault.h"
+
+enum {
+    HEADS = 2,
+    DIM = 64,
+    ROW = HEADS * DIM * 4,
+    TOKENS = 1600,
+    BUFFER = 4 << 20,
+    IDS = 3 << 20, // where in the second half they stand
+    OUT = BUFFER - (64 << 10),
+    MIB = 1 << 20,
+    PAGE = KVQ_BLOCK_TOKENS,
+};
+
+static const struct kvq__layer_row rows[] = {
+    {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 3}};
+
+static struct kit kit;
+static struct member one, two;
+static struct vault vault;
+static char text[KVQ_TEXT_BYTES];
+
+static int32_t *ids(struct member *m)
+{
+    return (int32_t *)(void *)(m->memory + IDS);
+}
+
+static void attach(struct member *m, uint32_t uid)
+{
+    assert_int_equal(member_open(&kit, m, uid, BUFFER), 0);
+    float *memory = (float *)(void *)m->memory;
+    for (uint32_t i = 0; i < IDS / sizeof *memory; i++)
+        memory[i] = i < BUFFER / 8 || i >= IDS / 4 ? kit_float(&kit) : memory[i - BUFFER / 8];
+    for (int32_t i = 0; i < TOKENS; i++)
+        ids(m)[i] = 1000 + 7 * i;
+    m->ids_at = IDS;
+}
+
+static void open_kit(uint64_t pool, uint64_t limit)
+{
+    static const uint32_t uids[] = {1000, 1001};
+    static const char *const with[] = {"team"};
+    struct kvq__namespace_config team = {.name = "team", .uids = uids, .n_uids = 2};
+    struct kvq__namespace_config open = {
+        .name = "open", .uids = uids, .n_uids = 1, .share_with = with, .n_share_with = 1};
+    kit_open(&kit, 11, pool, limit);
+    assert_int_equal(kvq__core_namespace(kit.core, &team, text), 0);
+    assert_int_equal(kvq__core_namespace(kit.core, &open, text), 0);
+    attach(&one, 1000);
+    attach(&two, 1001);
+    memcpy(two.memory, one.memory, IDS);
+}
+
+static int setup(void **state)
+{
+    (void)state;
+    open_kit(64 * MIB, 0);
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    core_check(kit.core);
+    member_close(&one);
+    member_close(&two);
+    core_check(kit.core);
+    kit_close(&kit);
+    vault_close(&vault);
+    return 0;
+}
+
+static struct kvq__session_spec spec_of(const struct member *m, uint64_t tokens)
+{
+    return (struct kvq__session_spec){
+        .ns = "team",
+        .model = "llama",
+        .format = "oscar2",
+        .layers = rows,
+        .n_layers = 1,
+        .prefix = {.buffer = m->buffer, .offset = IDS, .tokens = tokens}};
+}
+
+static uint64_t open_as(struct member *m, const struct kvq__session_spec *spec,
+                        struct kvq__session_info *info)
+{
+    struct kvq__session_info own;
+    info = info ? info : &own;
+    text[0] = 0;
+    int rc = kvq__session_open(m->client, spec, info, text);
+    if (rc < 0)
+        print_error("%s\n", text);
+    assert_int_equal(rc, 0);
+    return info->handle;
+}
+
+static uint64_t lookup(struct member *m, const struct kvq__session_spec *spec)
+{
+    uint64_t tokens;
+    text[0] = 0;
+    assert_int_equal(kvq__prefix_lookup(m->client, spec, &tokens, text), 0);
+    return tokens;
+}
+
+// A session of the first member with so many tokens, in steps, all packed that can be.
+static uint64_t feed(struct member *m, const struct kvq__session_spec *spec, uint32_t tokens)
+{
+    struct kvq__session_spec bare = *spec;
+    bare.prefix =
+        (struct kvq__prefix_spec){.spans = spec->prefix.spans, .n_spans = spec->prefix.n_spans};
+    uint64_t handle = open_as(m, &bare, NULL);
+    for (uint32_t at = 0; at < tokens; at += 200) {
+        assert_int_equal(kit_step(m, handle, tokens - at < 200 ? tokens - at : 200, HEADS, DIM), 0);
+        kit_pack(&kit);
+    }
+    return handle;
+}
+
+static void drop(struct member *m, uint64_t handle)
+{
+    assert_int_equal(kvq__session_drop(m->client, handle, text), 0);
+}
+
+// Attention of one query behind all tokens.
+static void attend(struct member *m, uint64_t handle, uint32_t layer, float *out)
+{
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = kit_of(m, handle)->tokens, .queries = 1};
+    r.layer = layer;
+    r.q = kit_view(m, 0, 4, DIM, KVQ_F32);
+    r.out = kit_view(m, OUT, 4, DIM, KVQ_F32);
+    assert_int_equal(kit_request(m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(m->queue)[0].status, 0);
+    memcpy(out, m->memory + OUT, 4 * DIM * sizeof *out);
+}
+
+#endif

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What test_core_save.c and test_core_park.c stand on: one client, sessions of four layers fed from
+// one tensor, a store in memory, and attention of both of two sessions that should be one.
+#ifndef KVQ_TESTS_SAVE_RIG_H
+#define KVQ_TESTS_SAVE_RIG_H
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "daemon/core/residency/saved_internal.h"
+#include "tests/core/vault.h"
+
+enum {
+    HEADS = 2,
+    DIM = 64,
+    LAYERS = 4,
+    OWNED = 3,
+    QUERIES = 3,
+    MIB = 1 << 20,
+    BUFFER = 4 * MIB,
+    ROWS = 2000,
+    Q_AT = BUFFER / 2 - 128 * 1024,
+    OUT_AT = Q_AT + 64 * 1024,
+    OUT_BYTES = QUERIES * 2 * HEADS * DIM * 4,
+};
+static_assert(ROWS * HEADS * DIM * 4 < Q_AT, "K ends before the queries");
+
+static struct kit kit;
+static struct member m;
+static struct vault vault;
+static struct kvq__layer_row rows[LAYERS];
+static char text[KVQ_TEXT_BYTES];
+static const struct kvq__peer admin = {.admin = true};
+
+static void set_rows(const char *format)
+{
+    for (uint32_t i = 0; i < LAYERS; i++)
+        rows[i] =
+            (struct kvq__layer_row){2 * HEADS, HEADS, DIM, DIM, .format = format, .kv_from = -1};
+    rows[1].window = 300;
+    rows[3].kv_from = 0;
+}
+
+static void open_kit(void)
+{
+    kit_open(&kit, 7, 64 * MIB, 0);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    float *memory = (float *)(void *)m.memory;
+    for (uint32_t i = 0; i < BUFFER / sizeof *memory; i++)
+        memory[i] = kit_float(&kit);
+}
+
+static void close_kit(void)
+{
+    member_close(&m);
+    kit_close(&kit);
+}
+
+static int setup(void **state)
+{
+    (void)state;
+    set_rows("oscar2");
+    open_kit();
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    close_kit();
+    vault_close(&vault);
+    return 0;
+}
+
+static uint64_t open_as(const char *name, uint32_t n_layers, uint32_t rollback)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = name, .layers = rows, .n_layers = n_layers, .max_rollback = rollback};
+    int rc = kvq__session_open(m.client, &spec, &info, text);
+    return rc ? 0 : info.handle;
+}
+
+static void feed(uint64_t handle, uint64_t to)
+{
+    while (kit_of(&m, handle)->tokens < to) {
+        uint64_t left = to - kit_of(&m, handle)->tokens;
+        assert_int_equal(kit_step(&m, handle, left < 97 ? (uint32_t)left : 97, HEADS, DIM), 0);
+    }
+}
+
+static struct kvq_request attend_of(uint32_t layer)
+{
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    r.layer = layer;
+    r.q = kit_view(&m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    return r;
+}
+
+// 0, 1 if it waits, or what it failed with.
+static int attend(uint64_t handle, uint32_t layer, uint8_t out[OUT_BYTES])
+{
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = kit_of(&m, handle)->tokens, .queries = QUERIES};
+    struct kvq_request r = attend_of(layer);
+    int rc = kit_request(&m, &r, &e);
+    memcpy(out, m.memory + OUT_AT, OUT_BYTES);
+    return rc ? rc : kvq__queue_results(m.queue)[0].status;
+}
+
+static void same_bits(uint64_t a, uint64_t b)
+{
+    static uint8_t x[OUT_BYTES], y[OUT_BYTES];
+    assert_int_equal(kit_of(&m, a)->tokens, kit_of(&m, b)->tokens);
+    for (uint32_t i = 0; i < LAYERS; i++) {
+        assert_int_equal(attend(a, i, x), 0);
+        assert_int_equal(attend(b, i, y), 0);
+        assert_memory_equal(x, y, OUT_BYTES);
+    }
+}
+
+static void save(const char *name)
+{
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = name};
+    int rc;
+    while ((rc = vault_save(&vault, kit.core, &spec, NULL)) == 1)
+        kit_pack(&kit);
+    assert_int_equal(rc, 0);
+}
+
+static uint64_t restore_up_to(const char *name, uint64_t good)
+{
+    struct kvq__restore *r;
+    assert_int_equal(vault_restore(&vault, kit.core, name, 0, NULL, good, &r, text), 0);
+    core_check(kit.core);
+    assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, name, 0)), 0);
+    core_check(kit.core);
+    return open_as(name, 0, 0);
+}
+
+static inline uint64_t restore(const char *name)
+{
+    return restore_up_to(name, UINT64_MAX);
+}
+
+static void drop(uint64_t handle)
+{
+    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+}
+
+static void truncate_by(uint64_t handle, uint32_t n)
+{
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = kit_of(&m, handle)->tokens, .list_token = n};
+    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+}
+
+static void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
+{
+    const uint64_t at = kit_of(&m, a)->tokens;
+    same_bits(a, b);
+    if (rollback && at > rollback) {
+        truncate_by(a, rollback);
+        truncate_by(b, rollback);
+        same_bits(a, b);
+    }
+    feed(a, at + 1);
+    feed(b, at + 1);
+    same_bits(a, b);
+    feed(a, at + 290);
+    feed(b, at + 290);
+    kit_pack(&kit);
+    same_bits(a, b);
+}
+
+#endif

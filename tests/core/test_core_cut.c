@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions that were cut, by a fork or by damage, have more packed than those that were not: they
+// can be saved as they stand, and come back. And extras that have learned nothing are not taken for
+// such that have.
+#include "tests/core/save_rig.h"
+
+static const char *const formats[] = {"oscar2", "kivi-sink2", "kivi2:outliers=3:recent=64:unit=32",
+                                      "innerq-base", "quarot4"};
+enum { FORMATS = sizeof formats / sizeof *formats };
+
+static uint64_t make(uint32_t format, uint32_t rollback)
+{
+    set_rows(formats[format]);
+    rows[1].window = 0;
+    uint64_t a = open_as("it", LAYERS, rollback);
+    assert_true(a);
+    feed(a, 1000);
+    kit_pack(&kit);
+    return a;
+}
+
+static void test_cut_and_saved(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < FORMATS; i++)
+        for (uint64_t good = 512; good < 1000; good += 128)
+            for (uint32_t back = 0; back < 300; back += 70) {
+                uint64_t a = make(i, back);
+                save("it");
+                drop(a);
+                a = restore_up_to("it", good);
+                assert_int_equal(kit_of(&m, a)->tokens, good);
+                save("it");
+                drop(a);
+                a = restore("it");
+                assert_int_equal(kit_of(&m, a)->tokens, good);
+                feed(a, good + 40);
+                drop(a);
+            }
+}
+
+static void test_forked_and_saved(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < FORMATS; i++)
+        for (uint64_t at = 352; at < 1000; at += 96) {
+            uint64_t a = make(i, 150), fork, twin;
+            struct kvq_entry_wire e = {.handle = a, .position = at};
+            if (kit_simple(&m, KVQ_OP_FORK, 0, e, &fork) == 0) {
+                assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &twin), 0);
+                kit_name(kit_of(&m, fork), "fork");
+                save("fork");
+                drop(fork);
+                fork = restore("fork");
+                go_on_alike(fork, twin, 0);
+                drop(fork);
+                drop(twin);
+            }
+            drop(a);
+        }
+}
+
+static void test_learned_nothing(void **state)
+{
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = make(3, 0);
+    save("it");
+    drop(a);
+    struct vault_session *from = vault_find(&vault, "it", 0);
+    assert_true(from->saved.layers[0].learned && from->saved.layers[0].packed > 0);
+    from->saved.layers[0].learned = false;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "layer 0 has packed tokens of which it has not learned"));
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(test_cut_and_saved),
+        TEST(test_forked_and_saved),
+        TEST(test_learned_nothing),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How much the core gives to streams of the software driver, whose hardware queues take 1,024
+// pieces of work that have not begun, as a GPU's do: then the call that gives another one waits,
+// and here that is the poller. So no request may fill a queue, whatever it asks for, while its
+// client's stream stands still.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/kits/stream_kit.h"
+
+static struct kvq_entry_wire entry_of(const struct streamer *s, uint64_t session, uint32_t append)
+{
+    (void)s;
+    return (struct kvq_entry_wire){.handle = session, .append = append};
+}
+
+// Tokens of the streamer's session: n, in one step.
+static void write_tokens(struct streamer *s, uint64_t session, uint32_t n)
+{
+    struct kvq_entry_wire e = entry_of(s, session, n);
+    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+    r.step = 1;
+    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit_request(&s->m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(s->m.queue)[0].status, 0);
+    r = kit_header(KVQ_OP_STEP_END, 0);
+    r.step = 1;
+    assert_int_equal(kit_request(&s->m, &r, NULL), 0);
+    assert_int_equal(kit_of(&s->m, session)->tokens, n);
+}
+
+// Another client gets through a step.
+static void others_work(struct streamer *s)
+{
+    stream_session(s, "others", "f16");
+    write_tokens(s, s->session, TOKENS);
+}
+
+// A READ on the stream of the client, which has not come to it; then it does. Nobody waited for it.
+static void read_behind(struct streamer *s, const struct kvq_entry_wire *e, uint32_t n)
+{
+    struct kvq_request r = kit_header(KVQ_OP_READ, n);
+    r.flags = KVQ_REQ_ON_STREAM;
+    r.signal = ++s->signal;
+    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    memset(s->m.memory, 0, BUFFER);
+    kit_load(&s->m, &r, e);
+    enum kvq__progress progress = kvq__request_start(s->m.queue);
+    assert_int_equal(progress, KVQ__GPU); // it goes on once something has ended
+    assert_true(s->m.client->lanes[0]->use->ops <= KVQ_MAX_GPU_OPS);
+    others_work(&two);
+    stream_ready(s);
+    while (progress != KVQ__DONE) {
+        kvq__core_poll(kit.core);
+        if (kvq__queue_settled(s->m.queue))
+            progress = kvq__request_continue(s->m.queue);
+        assert_true(progress == KVQ__DONE || progress == KVQ__GPU);
+        assert_true(s->m.client->lanes[0]->use->ops <= KVQ_MAX_GPU_OPS + KVQ__CHUNK_OPS);
+    }
+    stream_settle(s);
+    assert_int_equal(s->m.client->lanes[0]->use->ops, 0);
+    for (uint32_t i = 0; i < n; i++) {
+        assert_int_equal(kvq__queue_results(s->m.queue)[i].status, 0);
+        assert_int_equal(kvq__queue_results(s->m.queue)[i].value, e[i].append);
+    }
+}
+
+// What the rows of K are that begin at `row` and were appended as n rows from row 0.
+static void rows_are(const struct streamer *s, const float *were, uint32_t row, uint32_t n)
+{
+    const float *k = (const float *)(void *)s->m.memory + (size_t)row * HEADS * DIM;
+    for (uint32_t i = 0; i < n * HEADS * DIM; i++) {
+        const float error = k[i] - were[i];
+        assert_true(error > -2e-3 && error < 2e-3);
+    }
+}
+
+// So many pieces that each of them as a copy and two launches would be more than a queue takes.
+static void test_many_pieces(void **state)
+{
+    enum { PIECES = 400, PIECE = 1 };
+    static float were[PIECES * HEADS * DIM];
+    (void)state;
+    memcpy(were, one.m.memory, sizeof were);
+    write_tokens(&one, one.session, PIECES);
+    kit.core->config.lane_workspace = PIECE * HEADS * DIM * 2 * sizeof(float);
+    const struct kvq_entry_wire e = entry_of(&one, one.session, PIECES);
+    read_behind(&one, &e, 1);
+    rows_are(&one, were, 0, PIECES);
+}
+
+// The same of as many sessions.
+static void test_many_sessions(void **state)
+{
+    enum { SESSIONS = 180, EACH = 2 };
+    static float were[EACH * HEADS * DIM];
+    static struct kvq_entry_wire e[SESSIONS];
+    (void)state;
+    memcpy(were, one.m.memory, sizeof were);
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        stream_session(&one, "", "f16");
+        write_tokens(&one, one.session, EACH);
+        e[i] = entry_of(&one, one.session, EACH);
+        e[i].row = i * EACH;
+    }
+    kit.core->config.lane_workspace = HEADS * DIM * 2 * sizeof(float);
+    read_behind(&one, e, SESSIONS);
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        rows_are(&one, were, i * EACH, EACH);
+}
+
+// Where the workspace has room for all of them they are read by two launches, or less than eight.
+static void test_read_together(void **state)
+{
+    enum { SESSIONS = 100, EACH = 2 };
+    static struct kvq_entry_wire e[SESSIONS];
+    (void)state;
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        stream_session(&one, "", "f16");
+        write_tokens(&one, one.session, EACH);
+        e[i] = entry_of(&one, one.session, EACH);
+        e[i].row = i * EACH;
+    }
+    struct kvq_request r = kit_header(KVQ_OP_READ, SESSIONS);
+    r.flags = KVQ_REQ_ON_STREAM;
+    r.signal = ++one.signal;
+    r.k = kit_view(&one.m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&one.m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    assert_int_equal(kit_request(&one.m, &r, e), 0);
+    const struct kvq__lane *lane = one.m.client->lanes[0];
+    assert_true(lane->n == 1 && lane->pending[lane->first].ops < 64);
+    stream_ready(&one);
+    stream_settle(&one);
+}
+
+int main(void)
+{
+#define ON_STREAMS(test) cmocka_unit_test_setup_teardown(test, stream_setup, stream_teardown)
+    kit_gpus(sim_gpus());
+    const struct CMUnitTest tests[] = {
+        ON_STREAMS(test_many_pieces),
+        ON_STREAMS(test_many_sessions),
+        ON_STREAMS(test_read_together),
+    };
+    return cmocka_run_group_tests_name("core_depth", tests, NULL, NULL);
+}

@@ -1,0 +1,601 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Eviction and waiting for room: who goes and who never does, when a request waits and when it is
+// refused, in what order, and that nobody waits for ever.
+#include "tests/core/evict_rig.h"
+
+// ---- Who ----
+
+static void test_score(void **state)
+{
+    static const struct {
+        struct kvq__score better, worse;
+    } pairs[] = {
+        // Used longer ago.
+        {{20 * SECOND, 64 * MIB, 64 * MIB, 64 * MIB}, {10 * SECOND, 64 * MIB, 64 * MIB, 64 * MIB}},
+        // Saved already.
+        {{10 * SECOND, 64 * MIB, 0, 64 * MIB}, {10 * SECOND, 64 * MIB, 64 * MIB, 64 * MIB}},
+        // Its blocks are its own.
+        {{10 * SECOND, 64 * MIB, 64 * MIB, 64 * MIB}, {10 * SECOND, 8 * MIB, 64 * MIB, 64 * MIB}},
+        // Large enough to be worth it.
+        {{10 * SECOND, 64 * MIB, 64 * MIB, 64 * MIB}, {10 * SECOND, 4096, 4096, 4096}},
+        // Twice as long outweighs that another is saved, just about.
+        {{21 * SECOND, 64 * MIB, 64 * MIB, 64 * MIB}, {10 * SECOND, 64 * MIB, 0, 64 * MIB}},
+        // Whatever frees nothing is last.
+        {{1, 1, 64 * MIB, 64 * MIB}, {3600 * SECOND, 0, 0, 64 * MIB}},
+    };
+    (void)state;
+    for (uint32_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
+        assert_true(kvq__score(&pairs[i].better) > kvq__score(&pairs[i].worse));
+    assert_true(kvq__score(&pairs[5].worse) == 0);
+}
+
+// Six sessions where four fit, used in turns by two engines: all of them work, to the bit.
+static void test_turns(void **state)
+{
+    static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    struct member *of[6] = {&m, &other, &m, &other, &m, &other};
+    uint64_t handles[6];
+    (void)state;
+    for (uint32_t i = 0; i < 6; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "s%u", i);
+        handles[i] = fed(of[i], name);
+        attend(of[i], handles[i], bits[i]);
+        pass(2 * SECOND);
+    }
+    assert_true(kit.core->counts.demoted >= 2);
+    for (uint32_t turn = 0; turn < 2; turn++)
+        for (uint32_t i = 0; i < 6; i++) {
+            attend(of[i], handles[i], now);
+            assert_memory_equal(now, bits[i], sizeof now);
+            assert_true(is_home(of[i], handles[i]));
+            pass(2 * SECOND);
+        }
+    assert_true(kit.core->counts.promoted >= 8);
+    assert_int_equal(kit.core->counts.refused_for_room, 0);
+    assert_int_equal(kit.core->counts.demoted_bytes, kit.core->counts.demoted * SESSION_BYTES);
+    assert_int_equal(kit.core->n_demoted, 2);
+    // They go on where they are wanted, and are dropped wherever they are.
+    for (uint32_t i = 0; i < 6; i++)
+        assert_int_equal(kvq__session_drop(of[i]->client, handles[i], text), 0);
+    rest();
+    assert_int_equal(kit.core->n_demoted, 0);
+}
+
+// The one that was used longest ago goes, one in a step never does.
+static void test_who(void **state)
+{
+    uint64_t a = fed(&m, "a"), b, c, d;
+    (void)state;
+    b = fed(&m, "b");
+    c = fed(&other, "c");
+    d = fed(&other, "d");
+    pass(2 * SECOND);
+    assert_int_equal(finish(&m, begin(&m, a, 99, 1, 0)), 0);
+    assert_int_equal(evicted(), 1);
+    assert_true(is_home(&m, a));
+    rest();
+    // b, c, d were idle for as long; one of them is gone, and a is in a step.
+    uint32_t home = is_home(&m, b) + is_home(&other, c) + is_home(&other, d);
+    assert_int_equal(home, 2);
+    pass(20 * SECOND);
+    uint64_t e = opened(&other, "e");
+    for (uint32_t i = 0; i < 2; i++) { // all but a go for it
+        assert_int_equal(step(&other, e, SESSION), 0);
+        pass(2 * SECOND);
+    }
+    assert_true(is_home(&m, a) && is_home(&other, e));
+    assert_non_null(kit_of(&m, a)->step);
+}
+
+// ---- Refusals ----
+
+// In steps, mapped or read: nothing can go, and nobody waits.
+// What is in use by work that ends by itself is waited for, but not for ever.
+static void test_in_use(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    for (uint32_t i = 0; i < 3; i++)
+        kvq__session_ref(kit_of(&m, handles[i])); // as requests under way do
+    pass(2 * SECOND);
+    uint64_t moved = kit.core->last_ticket_id;
+    int rc = begin(&m, handles[3], 9, 1, 0); // and its own is not to go
+    assert_int_equal(rc, 1);
+    assert_int_equal(finish(&m, rc), KVQ_E_NO_MEMORY);
+    assert_int_equal(refused(), 1);
+    assert_int_equal(kit.core->last_ticket_id, moved);
+    assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 1);
+    rc = begin(&m, handles[3], 99, 1, 0);
+    assert_int_equal(rc, 1);
+    for (uint32_t i = 0; i < 3; i++)
+        kvq__session_unref(kit_of(&m, handles[i]));
+    assert_int_equal(finish(&m, rc), 0);
+    assert_int_equal(refused(), 1);
+    assert_int_equal(go_on(&m, handles[3], 1), 0);
+}
+
+// What could never fit is refused at once, and nobody goes for it.
+static void test_too_much(void **state)
+{
+    uint64_t a = fed(&m, "a"), b = fed(&m, "b");
+    (void)state;
+    (void)a;
+    pass(2 * SECOND);
+    assert_int_equal(begin(&m, b, 9, 4 * SESSION, 10 * SECOND), 0);
+    assert_int_equal(status_of(&m), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->last_ticket_id, 0);
+}
+
+// Nobody goes for a request that would not fit even then.
+static void test_in_vain(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    kvq__session_ref(kit_of(&m, handles[0]));
+    kvq__session_ref(kit_of(&m, handles[1]));
+    pass(2 * SECOND);
+    int rc = begin(&other, opened(&other, "x"), 9, 3 * SESSION, 0);
+    assert_int_equal(finish(&other, rc), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->last_ticket_id, 0);
+    kvq__session_unref(kit_of(&m, handles[0]));
+    kvq__session_unref(kit_of(&m, handles[1]));
+}
+
+// One that was used a moment ago is waited for, but not for ever.
+static void test_too_young(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    assert_int_equal(begin(&m, handles[0], 9, 1, 0), 1);
+    pass(500 * MS);
+    assert_int_equal(again(&m), 1);
+    assert_int_equal(kit.core->last_ticket_id, 0);
+    pass(501 * MS);
+    assert_int_equal(finish(&m, again(&m)), 0);
+    assert_int_equal(evicted(), 1);
+    assert_int_equal(kit.core->counts.waited_for_room, 1);
+    // The others are used all the time.
+    rest();
+    for (uint32_t i = 0; i < 4; i++)
+        kit_of(&m, handles[i])->idle_since = kit.now;
+    assert_int_equal(begin(&other, opened(&other, "x"), 9, SESSION, 0), 1);
+    int rc = 1;
+    for (uint32_t i = 0; i < 40 && rc == 1; i++) {
+        for (uint32_t j = 0; j < 4; j++)
+            kit_of(&m, handles[j])->idle_since = kit.now;
+        pass(100 * MS);
+        poll();
+        rc = again(&other);
+    }
+    assert_int_equal(rc ? rc : status_of(&other), KVQ_E_NO_MEMORY);
+}
+
+// ---- Waiting by request ----
+
+static void test_flag(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        kvq__session_ref(kit_of(&m, handles[i]));
+    }
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
+    r.step = 9;
+    r.flags = KVQ_REQ_WAIT_ROOM;
+    assert_int_equal(kit_request(&other, &r, &e), KVQ_E_INVALID); // it needs a deadline
+    r.deadline_ns = kit.now + SECOND;
+    assert_int_equal(kit_request(&other, &r, &e), 1);
+    uint64_t free = kit.core->pools[home].used_bytes;
+    for (uint32_t i = 0; i < 9; i++) {
+        pass(100 * MS);
+        assert_int_equal(again(&other), 1);
+        core_check(kit.core);
+        assert_int_equal(kit.core->pools[home].used_bytes, free); // it holds nothing meanwhile
+    }
+    pass(101 * MS);
+    assert_int_equal(again(&other), KVQ_E_DEADLINE);
+    assert_true(TAILQ_EMPTY(&kit.core->waiters));
+    // Somebody frees some.
+    r.deadline_ns = kit.now + SECOND;
+    assert_int_equal(kit_request(&other, &r, &e), 1);
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_unref(kit_of(&m, handles[i]));
+    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    assert_int_equal(again(&other), 0);
+    assert_int_equal(status_of(&other), 0);
+    assert_int_equal(evicted(), 0);
+}
+
+// ---- Turns, and what nobody waits for for ever ----
+
+// The one that came first has the first turn, and smaller ones pass it by when it finds no room.
+static void test_order(void **state)
+{
+    struct kvq__session *s[4];
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        s[i] = kit_of(&m, handles[i]);
+        kvq__session_ref(s[i]);
+    }
+    assert_int_equal(begin(&m, opened(&m, "x"), 9, SESSION, 10 * SECOND), 1);
+    assert_int_equal(begin(&other, opened(&other, "y"), 9, SESSION, 10 * SECOND), 1);
+    kvq__session_unref(s[0]);
+    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    assert_int_equal(again(&other), 1); // not its turn
+    assert_int_equal(again(&m), 0);
+    assert_int_equal(status_of(&m), 0);
+    assert_int_equal(again(&other), 1); // its turn, and no room
+    // The next one asks for more than gets free, and a smaller one behind it does not mind.
+    assert_int_equal(begin(&m, handles[1], 10, SESSION, 10 * SECOND), 1);
+    kvq__session_unref(s[3]);
+    assert_int_equal(kvq__session_drop(m.client, handles[3], text), 0);
+    assert_int_equal(again(&m), 1);
+    assert_int_equal(again(&other), 0);
+    assert_int_equal(again(&m), 1);
+    kvq__session_unref(s[1]);
+    kvq__session_unref(s[2]);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&m, again(&m)), 0); // handles[2] goes
+    assert_int_equal(evicted(), 1);
+}
+
+// Two that wait and have what the other one needs: the first gets it, then the second.
+static void test_each_other(void **state)
+{
+    uint64_t a = fed(&m, "a"), b = fed(&other, "b"), c = fed(&m, "c"), d = fed(&m, "d");
+    (void)state;
+    kvq__session_ref(kit_of(&m, c));
+    kvq__session_ref(kit_of(&m, d));
+    assert_int_equal(begin(&m, a, 99, SESSION, 60 * SECOND), 1);
+    assert_int_equal(begin(&other, b, 99, SESSION, 60 * SECOND), 1);
+    pass(1100 * MS);
+    assert_int_equal(again(&other), 1); // may not have a, which came first
+    assert_int_equal(kit.core->last_ticket_id, 0);
+    assert_int_equal(finish(&m, again(&m)), 0); // may have b
+    assert_int_equal(again(&other), 1);
+    assert_false(is_home(&other, b));
+    assert_int_equal(go_on(&m, a, SESSION), 0);
+    assert_int_equal(finish(&other, again(&other)), 0); // a has gone for it, and b is back
+    assert_int_equal(go_on(&other, b, SESSION), 0);
+    assert_int_equal(kit_of(&m, a)->tokens, 2 * SESSION);
+    assert_int_equal(kit_of(&other, b)->tokens, 2 * SESSION);
+    kvq__session_unref(kit_of(&m, c));
+    kvq__session_unref(kit_of(&m, d));
+}
+
+static void open_shards(struct member *member, const char *name, uint64_t *shards)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = name, .place = place(home), .layers = rows, .n_layers = 1, .shards = 2};
+    for (; spec.shard < 2; spec.shard++) {
+        assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
+        shards[spec.shard] = info.handle;
+    }
+}
+
+// Two sessions have each begun the step of one shard, and there is no room for the other ones: who
+// does not wait is told, and undoing that makes room for who does.
+static void test_half_begun(void **state)
+{
+    uint64_t one[2], two[2], held[2];
+    (void)state;
+    for (uint32_t i = 0; i < 2; i++) {
+        held[i] = fed(&m, "");
+        kvq__session_ref(kit_of(&m, held[i]));
+    }
+    open_shards(&m, "one", one);
+    open_shards(&other, "two", two);
+    assert_int_equal(finish(&m, begin(&m, one[0], 7, SESSION, 0)), 0);
+    assert_int_equal(finish(&other, begin(&other, two[0], 7, SESSION, 0)), 0);
+    pass(2 * SECOND);
+    assert_int_equal(begin(&m, one[1], 8, SESSION, 60 * SECOND), 1);
+    assert_int_equal(finish(&other, begin(&other, two[1], 8, SESSION, 0)), KVQ_E_NO_MEMORY);
+    assert_int_equal(again(&m), 1);
+    struct kvq_entry_wire e = entry(&other, two[0], 0);
+    assert_int_equal(kit_simple(&other, KVQ_OP_STEP_ABORT, 7, e, NULL), 0);
+    assert_int_equal(again(&m), 0);
+    assert_int_equal(status_of(&m), 0);
+    for (uint32_t i = 0; i < 2; i++)
+        kvq__session_unref(kit_of(&m, held[i]));
+}
+
+// A request of several sessions takes the memory of all of them, or none while it waits.
+static void test_all_or_nothing(void **state)
+{
+    uint64_t handles[4], x = opened(&other, "x"), y = opened(&other, "y");
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    kvq__session_ref(kit_of(&m, handles[2]));
+    kvq__session_ref(kit_of(&m, handles[3]));
+    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    uint64_t used = kit.core->pools[home].used_bytes;
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+    struct kvq_entry_wire e[2] = {entry(&other, x, SESSION), entry(&other, y, SESSION)};
+    r.step = 9;
+    assert_int_equal(kit_request(&other, &r, e), 1);
+    core_check(kit.core);
+    assert_int_equal(kit.core->pools[home].used_bytes, used);
+    assert_null(kit_of(&other, x)->step);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&other, again(&other)), 0); // handles[1] went
+    assert_int_equal(kvq__queue_results(other.queue)[1].status, 0);
+    assert_non_null(kit_of(&other, x)->step);
+    assert_non_null(kit_of(&other, y)->step);
+    assert_int_equal(evicted(), 1);
+    kvq__session_unref(kit_of(&m, handles[2]));
+    kvq__session_unref(kit_of(&m, handles[3]));
+}
+
+// Whole steps and forks wait as well.
+static void test_operations(void **state)
+{
+    uint64_t fork[2];
+    (void)state;
+    uint64_t a = opened(&m, "a");
+    assert_int_equal(step(&m, a, SESSION - PAGE - 5), 0); // a fork has a copy of its last page
+    for (uint32_t i = 0; i < 3; i++)
+        fed(&m, "");
+    uint64_t used = kit.core->pools[home].used_bytes; // so that there is room for one fork
+    struct kvq_entry_wire e[2] = {entry(&m, a, 0), entry(&m, a, 0)};
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 2);
+    assert_int_equal(kit_request(&m, &r, e), 1);
+    core_check(kit.core);
+    assert_int_equal(kit.core->pools[home].used_bytes, used);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&m, again(&m)), 0);
+    for (uint32_t i = 0; i < 2; i++)
+        fork[i] = kvq__queue_results(m.queue)[i].value;
+    for (uint32_t i = 0; i < 2; i++)
+        assert_int_equal(kit_of(&m, fork[i])->tokens, SESSION - PAGE - 5);
+    assert_int_equal(evicted(), 1);
+    pass(2 * SECOND);
+    // As much again, twice: the others that are left go for it.
+    assert_int_equal(finish(&other, kit_whole(&other, opened(&other, "b"), SESSION, HEADS, DIM)),
+                     0);
+    pass(2 * SECOND);
+    assert_int_equal(finish(&other, kit_whole(&other, opened(&other, "c"), SESSION, HEADS, DIM)),
+                     0);
+    assert_true(evicted() >= 2);
+    assert_int_equal(refused(), 0);
+}
+
+// Who waits when the daemon drains is told, and so is nobody whose client is gone.
+static void test_drain(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        kvq__session_ref(kit_of(&m, handles[i]));
+    }
+    assert_int_equal(begin(&other, opened(&other, "x"), 9, SESSION, 10 * SECOND), 1);
+    struct member third;
+    attach(&third, 1000);
+    assert_int_equal(begin(&third, opened(&third, "y"), 9, SESSION, 10 * SECOND), 1);
+    kvq__client_detach(third.client);
+    assert_int_equal(again(&third), KVQ_E_CANCELLED);
+    kvq__queue_close(&third.queue);
+    member_free(&third);
+    core_check(kit.core);
+    kvq__core_drain(kit.core);
+    assert_true(kvq__core_idle(kit.core));
+    assert_int_equal(again(&other), KVQ_E_DRAINING);
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_unref(kit_of(&m, handles[i]));
+}
+
+// ---- Limits, groups, what has just come back ----
+
+static void test_quota(void **state)
+{
+    struct member stranger;
+    (void)state;
+    kit.core->pools[0].budget = 8 * MIB;
+    attach(&stranger, 2000);
+    uint64_t theirs = fed(&stranger, "theirs");
+    pass(10 * SECOND); // idle for longer than ours
+    uint64_t a = fed(&m, "a"), b = opened(&m, "b");
+    kit_of(&m, a)->ns->quota.limit[KVQ__HOST_BYTES] = SESSION_BYTES + SESSION_BYTES / 2;
+    pass(2 * SECOND);
+    assert_int_equal(step(&m, b, SESSION), 0);
+    assert_false(is_home(&m, a));
+    assert_true(is_home(&stranger, theirs));
+    // More than its limit at all.
+    assert_int_equal(begin(&m, b, 9, SESSION, 10 * SECOND), 0);
+    assert_int_equal(status_of(&m), KVQ_E_QUOTA);
+    kit_of(&m, a)->ns->quota.limit[KVQ__HOST_BYTES] = 0;
+    member_close(&stranger);
+}
+
+// All shards go, and each comes back when it is used.
+static void test_group(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "g", .place = place(1), .layers = rows, .n_layers = 1, .shards = 2};
+    uint64_t shards[2];
+    (void)state;
+    for (spec.shard = 0; spec.shard < 2; spec.shard++) {
+        assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+        shards[spec.shard] = info.handle;
+    }
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 2);
+    r.layer = LAYERS;
+    r.slots = (uint16_t)(r.slots + LAYERS);
+    for (uint32_t i = 0; i < LAYERS; i++)
+        m.layers[i] = (struct kvq_step_layer){kit_view(&m, 0, HEADS, DIM, KVQ_F32),
+                                              kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32)};
+    struct kvq_entry_wire e[2] = {entry(&m, shards[0], SESSION), entry(&m, shards[1], SESSION)};
+    assert_int_equal(finish(&m, kit_request(&m, &r, e)), 0);
+    rest();
+    pass(2 * SECOND);
+    fed(&other, "");
+    fed(&other, "");
+    assert_int_equal(kit.core->counts.demoted, 0);
+    uint64_t x = opened(&other, "x");
+    assert_int_equal(step(&other, x, 1), 0); // for one page
+    assert_int_equal(kit.core->counts.demoted, 1);
+    assert_false(is_home(&m, shards[0]) || is_home(&m, shards[1]));
+    pass(2 * SECOND);
+    // Who opens it sees where it belongs, and that it is on its way there.
+    assert_int_equal(kvq__session_info(m.client, shards[0], &info, text), 0);
+    assert_true(info.demoted);
+    assert_string_equal(info.place, place(1));
+    uint8_t out[LAYERS][OUT_BYTES];
+    attend(&m, shards[1], out);
+    assert_true(is_home(&m, shards[1]) && !is_home(&m, shards[0]));
+    spec.shard = 0;
+    spec.flags = KVQ__OPEN_READ_ONLY;
+    kvq__session_drop(other.client, x, text);
+    rest();
+    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
+    rest();
+    assert_true(is_home(&m, shards[0]));
+    // One that is moved to the host belongs there from then on.
+    pass(2 * SECOND);
+    assert_int_equal(step(&m, opened(&m, ""), 3 * SESSION), 0);
+    assert_false(is_home(&m, shards[0]) || is_home(&m, shards[1]));
+    static const struct kvq__peer admin = {.admin = true};
+    struct kvq__move_spec to = {.place = "host"};
+    struct kvq__move_info moved;
+    assert_int_equal(kvq__session_move_named(kit.core, &admin, "uid-1000", "g", &to, &moved, text),
+                     0);
+    rest();
+    assert_null(kit_of(&m, shards[0])->home);
+    assert_int_equal(kvq__session_info(m.client, shards[0], &info, text), 0);
+    assert_string_equal(info.place, "host");
+}
+
+// Sessions that have just come back stay, however long nobody had used them before.
+static void test_back(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    pass(10 * SECOND);
+    kit_of(&m, handles[2])->idle_since = kit.now - 5 * SECOND; // the one used last
+    for (uint32_t i = 0; i < 4; i++)
+        if (i != 2)
+            kvq__evict_back(kit_of(&m, handles[i]));
+    assert_int_equal(step(&other, opened(&other, "x"), 1), 0);
+    for (uint32_t i = 0; i < 4; i++)
+        assert_true(is_home(&m, handles[i]) == (i != 2));
+}
+
+// A limit that is lowered: those that nobody uses go, one after the other, and nobody else; and
+// they come back as far as it allows.
+static void test_lowered(void **state)
+{
+    uint64_t a = fed(&m, "a"), b = fed(&m, "b"), c = fed(&m, "c");
+    const struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    enum kvq__limit which = kvq__pool_limit(&kit.core->pools[home]);
+    struct kvq__override limit = {.ns = "uid-1000", .set = 1u << which};
+    uint8_t before[LAYERS][OUT_BYTES], after[LAYERS][OUT_BYTES];
+    (void)state;
+    attend(&m, a, before);
+    assert_int_equal(ns->used[which], 3 * SESSION_BYTES);
+    assert_int_equal(begin(&m, c, 7, 1, 0), 0); // into another page
+    uint64_t in_step = ns->used[which] - 2 * SESSION_BYTES;
+    core_check(kit.core);
+    limit.quota.limit[which] = in_step / 2;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    for (uint32_t i = 0; i < 10; i++) {
+        pass(SECOND);
+        kvq__core_tick(kit.core);
+        rest();
+    }
+    assert_int_equal(ns->used[which], in_step); // what is in a step stays
+    assert_false(is_home(&m, a) || is_home(&m, b));
+    struct kvq_entry_wire e = entry(&m, c, 1);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 7, e, NULL), 0);
+    assert_int_equal(kvq__session_drop(m.client, c, text), 0);
+    limit.quota.limit[which] = SESSION_BYTES;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    attend(&m, a, after);
+    assert_memory_equal(before, after, sizeof before);
+    assert_true(ns->used[which] <= SESSION_BYTES && is_home(&m, a));
+    limit.set = 0;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+}
+
+// Prefixes are given up only where the limit counts them that is met.
+static void test_prefixes_elsewhere(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "a", .model = "m", .place = place(1), .layers = rows, .n_layers = 1};
+    (void)state;
+    m.ids_at = 3 * MIB;
+    for (uint32_t i = 0; i < SESSION; i++)
+        ((int32_t *)(void *)(m.memory + m.ids_at))[i] = (int32_t)i;
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    uint64_t a = info.handle;
+    const struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    assert_int_equal(kit_step(&m, a, SESSION, HEADS, DIM), 0);
+    rest();
+    kvq__core_tick(kit.core);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    rest();
+    uint64_t kept = ns->used[KVQ__DEVICE_BYTES];
+    assert_true(kept > 0);
+    m.ids_at = 0;
+    struct kvq__override limit = {.ns = "uid-1000", .set = 1u << KVQ__HOST_BYTES};
+    limit.quota.limit[KVQ__HOST_BYTES] = 1;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    spec.name = spec.place = "host";
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    assert_int_equal(kit_step(&m, info.handle, 1, HEADS, DIM), KVQ_E_QUOTA);
+    assert_int_equal(ns->used[KVQ__DEVICE_BYTES], kept);
+    // On their own tier they go at once, when its limit is lowered.
+    limit = (struct kvq__override){.ns = "uid-1000", .set = 1u << KVQ__DEVICE_BYTES};
+    limit.quota.limit[KVQ__DEVICE_BYTES] = kept / 2;
+    core_check(kit.core);
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    kvq__core_tick(kit.core);
+    assert_true(ns->used[KVQ__DEVICE_BYTES] <= kept / 2);
+    limit.set = 0;
+    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+}
+
+int main(void)
+{
+    kit_gpus(sim_gpus());
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_score),
+        TEST(test_turns),
+        TEST(test_group),
+        SAVES(test_who),
+        SAVES(test_in_use),
+        SAVES(test_too_much),
+        SAVES(test_in_vain),
+        SAVES(test_too_young),
+        SAVES(test_flag),
+        SAVES(test_order),
+        SAVES(test_each_other),
+        SAVES(test_half_begun),
+        SAVES(test_all_or_nothing),
+        SAVES(test_operations),
+        SAVES(test_drain),
+        SAVES(test_quota),
+        SAVES(test_back),
+        TEST(test_lowered),
+        SAVES(test_lowered),
+        TEST(test_prefixes_elsewhere),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

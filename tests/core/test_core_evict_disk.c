@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Eviction to disk: by way of the host's memory and without, for room, for a limit and unasked;
+// when the store fails; and sessions that come back while others do.
+#include "tests/core/evict_rig.h"
+
+static void test_disk(void **state)
+{
+    static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    struct kvq__counts stats;
+    uint64_t handles[6];
+    (void)state;
+    for (uint32_t i = 0; i < 6; i++) {
+        handles[i] = fed(&m, "");
+        attend(&m, handles[i], bits[i]);
+        pass(2 * SECOND);
+    }
+    for (uint32_t turn = 0; turn < 2; turn++)
+        for (uint32_t i = 0; i < 6; i++) {
+            attend(&m, handles[i], now);
+            assert_memory_equal(now, bits[i], sizeof now);
+            assert_true(is_home(&m, handles[i]));
+            pass(2 * SECOND);
+        }
+    kvq__core_counts(kit.core, &stats);
+    assert_true(stats.parked_room >= 8);
+    assert_int_equal(stats.parked_quota + stats.parked_idle, 0);
+    assert_int_equal(stats.parked_room_bytes, stats.parked_room * SESSION_BYTES);
+    assert_int_equal(stats.fetched, stats.parked_room - 2);
+    assert_int_equal(refused(), 0);
+    // At the limit of its namespace.
+    kit_of(&m, handles[5])->ns->quota.limit[KVQ__HOST_BYTES] = 4 * SESSION_BYTES;
+    kit.core->pools[0].budget = 32 * MIB;
+    pass(2 * SECOND);
+    attend(&m, handles[1], now);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_quota, 1);
+    // And when nobody needs the room.
+    kit.core->config.park_idle_ns = 5 * SECOND;
+    pass(6 * SECOND);
+    for (uint32_t i = 0; i < 20; i++) {
+        kvq__core_tick(kit.core);
+        poll();
+    }
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_idle, 4);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+}
+
+// A GPU's sessions go to the host's memory while there is room, then to disk; from there they come
+// back to the host first, and then home.
+static void test_both(void **state)
+{
+    static uint8_t bits[10][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    struct kvq__counts stats;
+    uint64_t handles[10];
+    (void)state;
+    home = 1;
+    for (uint32_t i = 0; i < 10; i++) { // 4 fit there, 4 on the host
+        handles[i] = fed(&m, "");
+        attend(&m, handles[i], bits[i]);
+        pass(2 * SECOND);
+    }
+    kvq__core_counts(kit.core, &stats);
+    assert_true(kit.core->counts.demoted >= 4 && stats.parked_room >= 2);
+    for (uint32_t i = 0; i < 10; i++) {
+        attend(&m, handles[i], now);
+        assert_memory_equal(now, bits[i], sizeof now);
+        assert_true(is_home(&m, handles[i]));
+        pass(2 * SECOND);
+    }
+    assert_int_equal(refused(), 0);
+}
+
+static uint64_t forked(struct member *member, uint64_t handle)
+{
+    struct kvq_entry_wire e = entry(member, handle, 0);
+    uint64_t fork;
+    assert_int_equal(kit_simple(member, KVQ_OP_FORK, 0, e, &fork), 0);
+    return fork;
+}
+
+// Memory is full of sessions that share all they have with a fork: alone none of them frees
+// anything, and still they make room.
+static void test_forks(void **state)
+{
+    static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    uint64_t handles[4], forks[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        forks[i] = forked(&m, handles[i]);
+    }
+    attend(&m, handles[0], bits);
+    pass(2 * SECOND);
+    fed(&other, "");
+    assert_int_equal(refused(), 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        pass(2 * SECOND);
+        attend(&m, i ? forks[0] : handles[0], now);
+        assert_memory_equal(now, bits, sizeof now);
+    }
+    assert_int_equal(refused(), 0);
+}
+
+// The host has bytes, but no extent that is this namespace's: it goes to disk instead.
+static void test_no_host(void **state)
+{
+    struct kvq__counts stats;
+    struct member stranger;
+    (void)state;
+    attach(&stranger, 2000);
+    uint64_t theirs = opened(&stranger, "");
+    assert_int_equal(step(&stranger, theirs, 1), 0);
+    kvq__session_ref(kit_of(&stranger, theirs));
+    home = 1;
+    for (uint32_t i = 0; i < 4; i++)
+        fed(&m, "");
+    pass(2 * SECOND);
+    assert_int_equal(step(&other, opened(&other, ""), 1), 0);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_room, 1);
+    assert_int_equal(kit.core->counts.demoted, 0);
+    assert_int_equal(kit.core->counts.evictions_failed, 1);
+    kvq__session_unref(kit_of(&stranger, theirs));
+    member_close(&stranger);
+}
+
+// The store fails: who is refused is told, nobody is tried again and again, and nothing is lost.
+static void test_store_fails(void **state)
+{
+    struct kvq__counts stats;
+    uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+    attend(&m, handles[0], bits);
+    pass(2 * SECOND);
+    vault.fail = KVQ_E_NO_SPACE;
+    assert_int_equal(finish(&other, begin(&other, opened(&other, "x"), 9, 1, 0)), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->counts.evictions_failed, 4);
+    assert_int_equal(finish(&other, begin(&other, opened(&other, "y"), 9, 1, 0)), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->counts.evictions_failed, 4);
+    attend(&m, handles[0], now);
+    assert_memory_equal(now, bits, sizeof now);
+    vault.fail = 0;
+    pass(11 * SECOND);
+    assert_int_equal(step(&other, opened(&other, "z"), 1), 0);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_room, 1);
+}
+
+// Above evict_above percent idle sessions go one at a time, and prefixes before them.
+static void test_above(void **state)
+{
+    struct kvq__counts stats;
+    (void)state;
+    kit.core->config.evict_above = 60;
+    for (uint32_t i = 0; i < 3; i++)
+        fed(&m, "");
+    kvq__core_tick(kit.core);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 0); // too young
+    pass(2 * SECOND);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1); // one at a time
+    poll();
+    kvq__core_tick(kit.core);
+    poll();
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.parked_room, 1); // 50 percent now
+    assert_int_equal(kit.core->pools[0].used_bytes, 2 * SESSION_BYTES);
+}
+
+// Two sessions come back at once, and only one fits: neither keeps what the other one waits for.
+static void test_two_fetches(void **state)
+{
+    struct kvq__store_job order;
+    struct kvq__restore *r[2];
+    uint64_t big[2];
+    (void)state;
+    kit.core->pools[0].budget = 4 * MIB;
+    for (uint32_t i = 0; i < 2; i++) {
+        big[i] = opened(&m, "");
+        assert_int_equal(step(&m, big[i], 14 * PAGE), 0);
+        assert_int_equal(step(&m, big[i], 14 * PAGE), 0); // 56 blocks of 64 that there can be
+        assert_int_equal(kvq__session_park(m.client, big[i], NULL, text), 0);
+        rest();
+        assert_true(kvq__is_offloaded(kit_of(&m, big[i])));
+    }
+    for (uint32_t i = 0; i < 2; i++)
+        kvq__fetch_ask(kit_of(&m, big[i]));
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_true(kvq__park_next(kit.core, &order));
+        const struct vault_session *s = vault_find(&vault, order.name, order.shard);
+        struct kvq__restore_spec spec = {
+            .saved = &s->saved, .parts = s->parts, .n_parts = s->n, .good_tokens = UINT64_MAX};
+        assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r[i], text), 0);
+    }
+    kvq__pools_trim(kit.core, 0);
+    // The first takes one extent and some of the other one, the second what is left.
+    assert_int_equal(kvq__restore_reserve(r[0], text), 1);
+    assert_int_equal(kvq__restore_reserve(r[0], text), 1);
+    assert_true(r[0]->reserved > 32 * BLOCK);
+    assert_int_equal(kvq__restore_reserve(r[1], text), 2); // so it waits
+    assert_int_equal(kvq__restore_reserve(r[0], text), 2); // and the first gives back what it has
+    assert_int_equal(r[0]->reserved, 0);
+    assert_int_equal(kvq__restore_reserve(r[1], text), 0);
+    char name[KVQ_NAME_BYTES];
+    kvq__stored_name(r[1]->session, name);
+    assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, name, 0)), 0);
+    core_check(kit.core);
+    // The other one is told that there is no room, once the first has been used for long enough.
+    int rc = 2;
+    for (uint32_t looks = 0; rc == 2 && looks < 100; looks++) {
+        kvq__evict_back(kit_of(&m, big[1]));
+        pass(100 * MS);
+        rc = kvq__restore_reserve(r[0], text);
+    }
+    assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    kvq__restore_end(&r[0], rc);
+    core_check(kit.core);
+    uint8_t out[LAYERS][OUT_BYTES];
+    pass(2 * SECOND);
+    attend(&m, big[0], out); // and comes when that has gone
+    assert_true(kvq__is_offloaded(kit_of(&m, big[1])));
+}
+
+// ---- Memory that is taken, and that comes free by itself ----
+
+static const struct kvq__peer admin = {.admin = true};
+
+static const char *id_of(struct member *member, uint64_t handle)
+{
+    static char id[24];
+    snprintf(id, sizeof id, "#%llu", (unsigned long long)kit_of(member, handle)->id);
+    return id;
+}
+
+static void leave_step(struct member *member, uint64_t handle)
+{
+    struct kvq_entry_wire e = entry(member, handle, 0);
+    assert_int_equal(kit_simple(member, KVQ_OP_STEP_ABORT, 9, e, NULL), 0);
+}
+
+// All that could go is just being written: it goes when that has ended.
+static void test_beside_a_save(void **state)
+{
+    static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    struct kvq__save *save;
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        if (i > 0)
+            assert_int_equal(
+                kvq__session_pin_named(kit.core, &admin, NULL, id_of(&m, handles[i]), true, text),
+                0);
+    }
+    attend(&m, handles[0], bits);
+    pass(2 * SECOND);
+    struct kvq__save_spec spec = {.name = id_of(&m, handles[0]), .unnamed = true};
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_copied(save);
+    uint64_t x = opened(&other, "");
+    int rc = begin(&other, x, 9, SESSION, 0);
+    assert_int_equal(rc, 1);
+    vault_write(&vault, &save);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_true(kvq__is_offloaded(kit_of(&m, handles[0])));
+    leave_step(&other, x);
+    pass(2 * SECOND);
+    attend(&m, handles[0], now);
+    assert_memory_equal(now, bits, sizeof now);
+    assert_int_equal(refused(), 0);
+}
+
+// A session is being read, and nobody sees it before it has all its blocks: whoever needs those
+// waits until it is there, and can go.
+static void test_beside_a_restore(void **state)
+{
+    struct kvq__restore *r;
+    (void)state;
+    kit.core->pools[0].budget = 4 * MIB; // 64 blocks
+    uint64_t big = opened(&m, "big");
+    assert_int_equal(step(&m, big, 14 * PAGE), 0);
+    assert_int_equal(step(&m, big, 14 * PAGE), 0); // 56 of them
+    struct kvq__save_spec save = {.name = id_of(&m, big)};
+    assert_int_equal(vault_save(&vault, kit.core, &save, NULL), 0);
+    assert_int_equal(kvq__session_drop(m.client, big, text), 0);
+    uint64_t x = opened(&other, "");
+    assert_int_equal(step(&other, x, 1), 0);
+    kvq__pools_trim(kit.core, 0);
+    const struct vault_session *s = vault_find(&vault, "big", 0);
+    struct kvq__restore_spec spec = {.ns = s->ns,
+                                     .place = place(0),
+                                     .saved = &s->saved,
+                                     .parts = s->parts,
+                                     .n_parts = s->n,
+                                     .good_tokens = UINT64_MAX};
+    assert_int_equal(kvq__restore_begin(kit.core, &admin, &spec, &r, text), 0);
+    assert_int_equal(kvq__restore_reserve(r, text), 1);
+    assert_int_equal(r->reserved, 31 * BLOCK);  // of the first extent, and one of the second
+    int rc = begin(&other, x, 9, 20 * PAGE, 0); // 40 of the 31 that are left
+    assert_int_equal(rc, 1);
+    assert_int_equal(kvq__restore_reserve(r, text), 0);
+    assert_int_equal(vault_rest(&vault, &r, s), 0);
+    core_check(kit.core);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(refused(), 0);
+    leave_step(&other, x);
+}
+
+static uint64_t begin_move(void)
+{
+    struct kvq__move_spec spec = {.place = "host", .wait_ms = 1000};
+    struct kvq__move_info info;
+    home = 1;
+    uint64_t a = fed(&m, "");
+    assert_int_equal(
+        kvq__session_move_named(kit.core, &admin, NULL, id_of(&m, a), &spec, &info, text), 0);
+    return a;
+}
+
+static const struct kvq__move *move_until(enum kvq__phase phase)
+{
+    const struct kvq__move *move = kvq__move_after(kit.core, NULL);
+    for (uint32_t i = 0; move->ticket.phase < phase; i++) {
+        assert_true(i < 1000000);
+        poll();
+    }
+    assert_int_equal(move->ticket.phase, phase);
+    return move;
+}
+
+// A session is on its way here: it can go on to disk once it has come.
+static void test_beside_a_move(void **state)
+{
+    (void)state;
+    uint64_t x = opened(&other, ""); // on the host: 32 blocks
+    assert_int_equal(step(&other, x, 1), 0);
+    uint64_t a = begin_move();
+    assert_int_equal(move_until(KVQ__COPYING)->reserved_bytes, SESSION_BYTES); // 8 of them
+    home = 0;
+    int rc = begin(&other, x, 9, 12 * PAGE, 0); // 24, where 22 are left
+    assert_int_equal(rc, 1);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_true(kvq__is_offloaded(kit_of(&m, a)));
+    assert_int_equal(refused(), 0);
+    leave_step(&other, x);
+}
+
+// It has left, and its blocks are yet to be given back.
+static void test_behind_a_move(void **state)
+{
+    (void)state;
+    home = 1;
+    uint64_t x = opened(&other, ""); // on the GPU: 32 blocks
+    assert_int_equal(step(&other, x, 1), 0);
+    begin_move();
+    move_until(KVQ__RELEASING);
+    int rc = begin(&other, x, 9, 12 * PAGE, 0);
+    assert_int_equal(rc, 1);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(refused(), 0);
+    leave_step(&other, x);
+}
+
+int main(void)
+{
+    kit_gpus(sim_gpus());
+    const struct CMUnitTest tests[] = {
+        SAVES(test_disk),          SAVES(test_forks),         SAVES(test_both),
+        SAVES(test_no_host),       SAVES(test_store_fails),   SAVES(test_above),
+        SAVES(test_two_fetches),   SAVES(test_beside_a_save), SAVES(test_beside_a_restore),
+        SAVES(test_beside_a_move), SAVES(test_behind_a_move),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Prompts in full precision that give way: to whom, when, and never in vain. What they answer is
+// e2e_prompt.py's.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "daemon/core/residency/evict.h"
+#include "proto/status.h"
+#include "tests/core/core_kit.h"
+
+enum {
+    MIB = 1 << 20,
+    HEADS = 2,
+    DIM = 64,
+    LAYERS = 2,
+    BUFFER = 4 * MIB,
+    PAGE = KVQ_BLOCK_TOKENS,
+    RAW = 4 * HEADS * DIM * PAGE, // bytes of a page of one layer in 16 bits
+    POOL = 8 * MIB,               // of 56 pages, each with packed blocks beside it
+    PROMPT = 3072,
+    FED = 24 * PAGE - 256, // of a prompt that goes on
+    QUERIES = 1,
+};
+
+static struct kit kit;
+static struct member m, other;
+static char text[KVQ_TEXT_BYTES];
+
+static const struct kvq__layer_row rows[1] = {
+    {4, HEADS, DIM, DIM, .format = "oscar2", .kv_from = -1, .repeat = LAYERS}};
+
+static int setup(void **state)
+{
+    (void)state;
+    kit_open(&kit, 3, 64 * MIB, 0);
+    kit.core->pools[0].budget = POOL;
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    core_check(kit.core);
+    member_close(&m);
+    member_close(&other);
+    kit_close(&kit);
+    return 0;
+}
+
+static uint64_t opened(struct member *member, uint64_t prompt, uint32_t flags)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .layers = rows, .n_layers = 1, .prompt_tokens = prompt, .flags = flags};
+    assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
+    return info.handle;
+}
+
+// A session in the middle of its prompt.
+static struct kvq__session *prompt_of(struct member *member, uint64_t *handle)
+{
+    *handle = opened(member, PROMPT, 0);
+    struct kvq__session *s = kit_of(member, *handle);
+    assert_int_equal(s->exact_tokens, PROMPT);
+    assert_int_equal(kit_step(member, *handle, FED, HEADS, DIM), 0);
+    kit_pack(&kit);
+    assert_int_equal(s->layers[0].packed, 0);
+    assert_int_equal(s->layers[0].raw_page, 0);
+    return s;
+}
+
+// Begins a step as kit_request.
+static int begin(struct member *member, uint64_t handle, uint32_t n)
+{
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    uint64_t tokens = kit_of(member, handle)->tokens;
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = tokens, .row = (uint32_t)tokens, .append = n};
+    r.step = KIT_STEP;
+    int rc = kit_request(member, &r, &e);
+    return rc ? rc : kvq__queue_results(member->queue)[0].status;
+}
+
+static int again(struct member *member)
+{
+    enum kvq__progress p = kvq__request_continue(member->queue);
+    while (p == KVQ__RUN) {
+        kit_run_job(&kit, kvq__queue_job(member->queue));
+        p = kvq__request_continue(member->queue);
+    }
+    if (p == KVQ__WAIT)
+        return 1;
+    int rc = kvq__queue_completion(member->queue)->status;
+    return rc ? rc : kvq__queue_results(member->queue)[0].status;
+}
+
+static void pass(uint64_t ns)
+{
+    kvq__core_clock(kit.core, kit.now += ns);
+}
+
+enum { MORE = 36 * PAGE }; // tokens that have no room beside a prompt that is not packed
+
+static void test_another_session(void **state)
+{
+    uint64_t a, b = opened(&other, 0, 0);
+    struct kvq__session *s = prompt_of(&m, &a);
+    (void)state;
+    assert_int_equal(begin(&other, b, MORE), 1);
+    assert_int_equal(s->exact_tokens, 0);
+    assert_true(s->packs_early);
+    assert_int_equal(kit.core->counts.prompts_packed, 1);
+    pass(5000000000ull); // however long it takes
+    assert_int_equal(again(&other), 1);
+    kit_pack(&kit);
+    assert_in_range(s->layers[0].raw_page, 1, FED / PAGE);
+    assert_int_equal(kit.core->counts.prompts_packed_bytes,
+                     2 * (uint64_t)s->layers[0].raw_page * RAW);
+    assert_int_equal(again(&other), 0);
+    assert_int_equal(kit.core->counts.refused_for_room, 0);
+    assert_int_equal(kit_step(&m, a, 100, HEADS, DIM), 0); // it goes on
+}
+
+// The prompt that has no room for its own next piece.
+static void test_itself(void **state)
+{
+    uint64_t a, b = opened(&other, 0, 0);
+    (void)state;
+    assert_int_equal(kit_step(&other, b, 16 * PAGE, HEADS, DIM), 0);
+    assert_int_equal(begin(&other, b, 8 * PAGE), 0); // held by a step
+    struct kvq__session *s = prompt_of(&m, &a);
+    assert_int_equal(begin(&m, a, MORE), 1);
+    assert_int_equal(s->exact_tokens, 0);
+    kit_pack(&kit);
+    assert_int_equal(again(&m), 0);
+    assert_int_equal(kit.core->counts.refused_for_room, 0);
+}
+
+// A session with an open step between two requests of it may give way; while one is under way it
+// is waited for.
+static void test_in_a_step(void **state)
+{
+    uint64_t a, b = opened(&other, 0, 0);
+    struct kvq__session *s = prompt_of(&m, &a);
+    (void)state;
+    assert_int_equal(begin(&m, a, 10), 0);
+    struct kvq_entry_wire e = {.handle = a, .position = FED, .append = 10};
+    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+    r.step = KIT_STEP;
+    r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    kit_load(&m, &r, &e);
+    assert_int_equal(kvq__request_start(m.queue), KVQ__RUN); // its job is yet to run
+    assert_int_equal(begin(&other, b, MORE), 1);
+    assert_int_equal(s->exact_tokens, PROMPT);
+    assert_true(s->gives_way);
+    kit_pack(&kit);
+    assert_int_equal(again(&other), 1);
+    kit_run_job(&kit, kvq__queue_job(m.queue));
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+    assert_int_equal(s->exact_tokens, 0);
+    assert_true(kvq__in_step(s));
+    kit_pack(&kit);
+    assert_int_equal(again(&other), 0);
+    for (r.layer = 0; r.layer < LAYERS; r.layer++)
+        if (r.layer)
+            assert_int_equal(kit_request(&m, &r, &e), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, KIT_STEP, e, NULL), 0);
+    assert_int_equal(s->tokens, FED + 10);
+}
+
+// The one that holds most goes, and no more than are needed.
+static void test_one_of_two(void **state)
+{
+    uint64_t a = opened(&m, 1024, 0), b = opened(&m, 2048, 0), c = opened(&other, 0, 0);
+    (void)state;
+    assert_int_equal(kit_step(&m, a, 1000, HEADS, DIM), 0);
+    assert_int_equal(kit_step(&m, b, 2000, HEADS, DIM), 0);
+    assert_int_equal(begin(&other, c, 34 * PAGE), 1);
+    assert_int_equal(kit_of(&m, a)->exact_tokens, 1024);
+    assert_int_equal(kit_of(&m, b)->exact_tokens, 0);
+    kit_pack(&kit);
+    assert_int_equal(again(&other), 0);
+    assert_int_equal(kit.core->counts.prompts_packed, 1);
+}
+
+// What cannot be had even so is refused at once, and no prompt is packed for it.
+static void test_not_in_vain(void **state)
+{
+    uint64_t a, b = opened(&other, 0, 0), c = opened(&m, 0, 0);
+    struct kvq__session *s = prompt_of(&m, &a);
+    (void)state;
+    assert_int_equal(begin(&other, b, 60 * PAGE), KVQ_E_NO_MEMORY); // more than there is
+    assert_int_equal(begin(&m, c, 16 * PAGE), 0);                   // held by an open step
+    assert_int_equal(begin(&other, b, 45 * PAGE), KVQ_E_NO_MEMORY);
+    assert_int_equal(s->exact_tokens, PROMPT);
+    assert_int_equal(kit.core->counts.prompts_packed, 0);
+}
+
+// At a namespace's limit only prompts of that namespace help; and a prompt counts against it.
+static void test_quota(void **state)
+{
+    struct kvq__session_info info;
+    uint64_t a, b = opened(&other, 0, 0);
+    struct kvq__session *s = prompt_of(&m, &a);
+    (void)state;
+    kit.core->pools[0].budget = 64 * MIB;
+    s->ns->quota.limit[KVQ__HOST_BYTES] = s->ns->used[KVQ__HOST_BYTES] + 2 * RAW;
+    assert_int_equal(begin(&other, b, 8 * PAGE), 1);
+    assert_int_equal(s->exact_tokens, 0);
+    kit_pack(&kit);
+    assert_int_equal(again(&other), 0);
+    s->ns->quota.limit[KVQ__HOST_BYTES] = 2 * (uint64_t)PROMPT / PAGE * LAYERS * RAW;
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 1, .prompt_tokens = PROMPT};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    assert_int_equal(info.exact_tokens, 0); // with its packed blocks it is more than half
+    spec.prompt_tokens = PROMPT / 2;
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    assert_int_equal(info.exact_tokens, PROMPT / 2);
+}
+
+// A prompt that has ended holds nothing, and none is kept that was not to be.
+static void test_ended(void **state)
+{
+    uint64_t a, b = opened(&other, 0, 0), c = opened(&m, PROMPT, KVQ__OPEN_PACKED_PROMPT);
+    struct kvq__session *s = prompt_of(&m, &a);
+    (void)state;
+    assert_int_equal(kit_of(&m, c)->exact_tokens, 0);
+    assert_int_equal(kit_step(&m, a, 256 + 1, HEADS, DIM), 0);
+    kit_pack(&kit);
+    assert_int_equal(kvq__exact_bytes(s), 0);
+    assert_int_equal(begin(&other, b, MORE), 0);
+    assert_int_equal(kit.core->counts.prompts_packed, 0);
+    assert_int_equal(s->exact_tokens, PROMPT);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_another_session, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_itself, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_in_a_step, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_one_of_two, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_not_in_vain, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_quota, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_ended, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

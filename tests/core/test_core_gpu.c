@@ -1,0 +1,766 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The core with requests in the order of clients' streams, over the software driver: what is held
+// until a GPU has ended, what a client that does not signal can and cannot keep waiting, and what
+// becomes of requests that are refused.
+#include <dlfcn.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/ring.h"
+#include "tests/kits/stream_kit.h"
+
+// ---- What the tests do ----
+
+static struct kvq_entry_wire entry_of(struct streamer *s)
+{
+    return (struct kvq_entry_wire){
+        .handle = s->session, .position = kit_of(&s->m, s->session)->tokens, .append = TOKENS};
+}
+
+static int begin(struct streamer *s)
+{
+    return kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, entry_of(s), NULL);
+}
+
+// An append in the order of the client's stream, which has not signalled yet; or, where there is no
+// timeline, in the host's.
+static struct kvq_request append_of(struct streamer *s)
+{
+    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+    r.step = 1;
+    stream_order(s, &r);
+    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    return r;
+}
+
+static int append(struct streamer *s)
+{
+    struct kvq_request r = append_of(s);
+    struct kvq_entry_wire e = entry_of(s);
+    int rc = kit_request(&s->m, &r, &e);
+    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+}
+
+static int attend(struct streamer *s, uint32_t appended)
+{
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = entry_of(s);
+    r.step = appended ? 1 : 0;
+    e.append = appended;
+    e.queries = 1;
+    stream_order(s, &r);
+    r.q = kit_view(&s->m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&s->m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    int rc = kit_request(&s->m, &r, &e);
+    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+}
+
+static struct kvq_request end_of(void)
+{
+    struct kvq_request r = kit_header(KVQ_OP_STEP_END, 0);
+    r.step = 1;
+    return r;
+}
+
+static uint32_t buffer_uses(const struct streamer *s)
+{
+    return kvq__buffer_get(s->m.client, s->m.buffer)->uses;
+}
+
+// ---- What is held ----
+
+// Until the GPU has stored them, the tokens' blocks and the buffer they come from are held, and the
+// step does not end.
+static void test_append_is_held(void **state)
+{
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    const struct kvq__session *s = kit_of(&one.m, one.session);
+    assert_false(kvq__queue_settled(one.m.queue));
+    assert_int_equal(s->tail_use, 1);
+    assert_int_equal(s->refs, 1);
+    assert_true(buffer_uses(&one) > 0);
+    assert_false(kvq__core_idle(kit.core));
+    struct kvq_request r = end_of();
+    assert_int_equal(kit_request(&one.m, &r, NULL), 1); // waits
+    assert_int_equal(stream_done(&one), 0);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(s->tail_use, 0);
+    assert_int_equal(s->refs, 0);
+    assert_int_equal(buffer_uses(&one), 0);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_completion(one.m.queue)->status, 0);
+    assert_int_equal(s->tokens, TOKENS);
+    assert_int_equal(stream_done(&one), 1);
+}
+
+// A session that is dropped meanwhile keeps its blocks from others until the GPU is done with them.
+static void test_dropped_while_under_way(void **state)
+{
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(attend(&one, TOKENS), 0);
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit.core->pools[1].used_bytes, 0);
+}
+
+// ---- Values that are not finite ----
+
+// The append is answered before anybody has seen them; the end of the step tells, and the session
+// stands as before.
+static void test_nan_on_a_stream(void **state)
+{
+    float *k = (float *)(void *)one.m.memory;
+    const struct kvq__session *s = kit_of(&one.m, one.session);
+    struct kvq_request r = end_of();
+    (void)state;
+    stream_needed();
+    k[5] = NAN;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
+    assert_int_equal(s->tokens, 0);
+    assert_null(s->step);
+    k[5] = 1;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
+    assert_int_equal(s->tokens, TOKENS);
+}
+
+// Counters do not wrap around to "none".
+static void test_very_many_nan(void **state)
+{
+    float *k = (float *)(void *)one.m.memory;
+    struct kvq_request r = end_of();
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    kit_of(&one.m, one.session)->counts->host->nonfinite = UINT32_MAX - 15;
+    for (int i = 0; i < 16; i++)
+        k[i] = NAN;
+    assert_int_equal(append(&one), 0);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
+}
+
+// ---- Refused requests ----
+
+// They are done behind what was enqueued before them, and the words stay in use until then.
+static void test_refused_are_done_in_order(void **state)
+{
+    struct kvq_request r;
+    struct kvq_entry_wire e = entry_of(&one);
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    r = append_of(&one);
+    r.layer = 9;
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, KVQ_E_SHAPE);
+    r = append_of(&one);
+    r.op = KVQ_OP_TRUNCATE; // which takes no streams
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+    assert_int_equal(stream_done(&one), 0);
+    kvq_word64_store_release(&one.words[0], 1);
+    kit_settle(&one.m);
+    assert_int_equal(stream_done(&one), 3);
+}
+
+// A queue whose lane has yet to write `done` is not settled: its timeline cannot go.
+static void test_done_is_under_way(void **state)
+{
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    (void)state;
+    stream_needed();
+    stream_stall(stream, true);
+    r.op = KVQ_OP_TRUNCATE;
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+    kvq__core_poll(kit.core);
+    assert_false(kvq__queue_settled(one.m.queue));
+    assert_int_equal(stream_done(&one), 0);
+    stream_stall(stream, false);
+    kit_settle(&one.m);
+    assert_int_equal(stream_done(&one), 1);
+}
+
+// However many are refused, a client fills no more than its lane.
+static void test_many_refused(void **state)
+{
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    enum kvq__progress p = KVQ__DONE;
+    uint32_t n = 0;
+    (void)state;
+    stream_needed();
+    stream_stall(stream, true);
+    r.op = KVQ_OP_TRUNCATE;
+    for (; n < 2 * KVQ_MAX_GPU_PENDING && p == KVQ__DONE; n++) {
+        kit_load(&one.m, &r, &e);
+        p = kvq__request_start(one.m.queue);
+    }
+    assert_int_equal(p, KVQ__GPU);
+    assert_int_equal(n, KVQ_MAX_GPU_PENDING + 1);
+    stream_stall(stream, false);
+    kit_settle(&one.m);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_completion(one.m.queue)->status, KVQ_E_INVALID);
+}
+
+// A GPU compares differences: nothing that a queue's end writes would ever reach these.
+static void test_signals_out_of_reach(void **state)
+{
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    (void)state;
+    stream_needed();
+    r.signal = (uint64_t)INT64_MAX + 1;
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+    r.signal = UINT64_MAX;
+    assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
+}
+
+// A GPU faults where a host would not, and takes everybody's sessions with it.
+static void test_buffer_at_an_odd_address(void **state)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__buffer_memory memory = {
+        .host = one.m.memory + 1, .gpu = (uintptr_t)one.m.memory + 1, .bytes = BUFFER - 1};
+    uint32_t odd;
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(kvq__buffer_add(one.m.client, &memory, &odd, text), 0);
+    struct kvq_request r = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    r.k.buffer = odd;
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, KVQ_E_INVALID);
+    assert_int_equal(append(&one), 0);
+}
+
+// ---- Others ----
+
+// While one client's stream does not signal, another's steps go through.
+static void test_stalled_alone(void **state)
+{
+    struct kvq_request r = end_of();
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(begin(&two), 0);
+    assert_int_equal(append(&two), 0);
+    stream_ready(&two);
+    kit_settle(&two.m);
+    assert_int_equal(kit_request(&two.m, &r, NULL), 0);
+    assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
+    assert_int_equal(stream_done(&one), 0);
+}
+
+// While it does not signal, what others' sessions had comes back, on its GPU and on the host.
+static void test_given_back_beside_a_stalled(void **state)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    const struct kvq__pool *pools = kit.core->pools;
+    struct kvq__session_spec spec = {
+        .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    const uint64_t gpu = pools[1].used_bytes, host = pools[0].used_bytes;
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(kit_step(&two.m, two.session, MANY, HEADS, DIM), 0);
+        assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+        assert_int_equal(kit_step(&two.m, info.handle, MANY, HEADS, DIM), 0);
+        assert_true(pools[1].used_bytes > gpu && pools[0].used_bytes > host);
+        assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
+        assert_int_equal(kvq__session_drop(two.m.client, two.session, text), 0);
+        assert_true(pools[1].used_bytes == gpu && pools[0].used_bytes == host);
+        stream_session(&two, "two", "f16");
+    }
+    assert_int_equal(stream_done(&one), 0);
+}
+
+// A client that goes beside a stalled one is rid of its buffer and its queue as soon as its own
+// lane has ended, whether that was under way when the client went or not.
+static void test_gone_beside_a_stalled(void **state)
+{
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    for (int under_way = 0; under_way < 2; under_way++) {
+        const uint64_t gone = kit.buffers_gone;
+        assert_int_equal(begin(&two), 0);
+        assert_int_equal(append(&two), 0);
+        if (!under_way) {
+            stream_ready(&two);
+            stream_settle(&two);
+        }
+        kvq__client_detach(two.m.client);
+        assert_int_equal(kvq__queue_settled(two.m.queue), !under_way);
+        assert_int_equal(kit.buffers_gone, gone + !under_way);
+        kvq__queue_ending(two.m.queue);
+        stream_settle(&two);
+        assert_true(kvq__queue_settled(two.m.queue));
+        assert_int_equal(kit.buffers_gone, gone + 1);
+        stream_reopen(&two, "two");
+    }
+    assert_true(kvq__lane_busy(one.m.client->lanes[0]));
+    assert_int_equal(stream_done(&one), 0);
+}
+
+// Blocks that a stream may look at by way of a session that is gone stay when a fork that shares
+// them goes as well, which nobody looks at.
+static void test_shared_with_a_stalled(void **state)
+{
+    enum { SHEET = (KVQ__SHEET_PAGES + 1) * KVQ_BLOCK_TOKENS };
+    char text[KVQ_TEXT_BYTES];
+    const struct kvq__pool *pool = &kit.core->pools[1];
+    uint64_t fork;
+    (void)state;
+    stream_needed();
+    assert_int_equal(kit_step(&one.m, one.session, SHEET, HEADS, DIM), 0);
+    struct kvq_entry_wire e = {.handle = one.session, .position = SHEET};
+    assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, &fork), 0);
+    assert_int_equal(kvq__page_owners(&kit_of(&one.m, one.session)->layers[0], 0), 2);
+    assert_int_equal(attend(&one, 0), 0);
+    const uint64_t used = pool->used_bytes;
+    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    assert_int_equal(kvq__session_drop(one.m.client, fork, text), 0);
+    assert_int_equal(pool->used_bytes, used);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(pool->used_bytes, 0);
+}
+
+// A kernel that the GPU refuses to start is the end of its own request, which is told, and of
+// nothing else.
+static void test_refused_launch(void **state)
+{
+    struct kvq_request r = end_of();
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    stream_refuse("launch", 1, KVQ_GPU_INVALID_VALUE);
+    const struct kvq_request refused = append_of(&one);
+    const struct kvq_entry_wire e = entry_of(&one);
+    assert_int_equal(kit_request(&one.m, &refused, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, KVQ_E_UNSUPPORTED);
+    assert_int_equal(kit.events[KVQ__EVENT_GPU_REFUSED], 1);
+    kvq__core_tick(kit.core);
+    assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
+    stream_ready(&one);
+    assert_int_equal(begin(&two), 0);
+    assert_int_equal(append(&two), 0);
+    stream_ready(&two);
+    kit_settle(&two.m);
+    assert_int_equal(kit_request(&two.m, &r, NULL), 0);
+    assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
+}
+
+// A client that goes while some of its request is on the host and some on a GPU: what is held there
+// is held on.
+static void test_gone_with_work_on_a_gpu(void **state)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_spec spec = {
+        .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
+    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    (void)state;
+    assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
+    struct kvq_entry_wire e[2] = {entry_of(&one), {.handle = info.handle, .append = TOKENS}};
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+    r.step = 1;
+    assert_int_equal(kit_request(&one.m, &r, e), 0);
+    r = append_of(&one);
+    r.count = 2;
+    r.flags = 0;
+    r.signal = 0;
+    stream_stall(stream, true);
+    kit_load(&one.m, &r, e);
+    assert_int_equal(kvq__request_start(one.m.queue), KVQ__RUN);
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    kvq__client_detach(one.m.client);
+    kit_run_job(&kit, kvq__queue_job(one.m.queue));
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__GPU);
+    kvq__core_poll(kit.core);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    stream_stall(stream, false);
+    kit_settle(&one.m);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_completion(one.m.queue)->status, KVQ_E_CANCELLED);
+    assert_int_equal(kit.core->pools[1].used_bytes, 0);
+    stream_reopen(&one, "one");
+}
+
+// A step of a new session, ended while the stream is held back: units of it are due, and their
+// packing is under way until the stream is let go on.
+static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
+{
+    struct kvq_gpu_stream *stream = s->m.client->lanes[0]->stream;
+    struct kvq_request r = append_of(s);
+    struct kvq_entry_wire e = {.append = MANY};
+    stream_session(s, "packed", "oscar2");
+    e.handle = s->session;
+    assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit_request(&s->m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(s->m.queue)[0].status, 0);
+    stream_ready(s);
+    kit_settle(&s->m);
+    stream_stall(stream, true);
+    r = end_of();
+    assert_int_equal(kit_request(&s->m, &r, NULL), 0);
+    assert_true(kit_of(&s->m, s->session)->layers[0].packed > 0);
+    assert_true(kvq__lane_busy(s->m.client->lanes[0]));
+    return stream;
+}
+
+// Units that a stream has yet to pack are not copied before they are there.
+static void test_fork_waits_for_packing(void **state)
+{
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    struct kvq_entry_wire e = {.handle = one.session, .position = MANY};
+    (void)state;
+    assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, NULL), 1); // waits
+    stream_stall(stream, false);
+    stream_settle(&one);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__GPU);
+    kit_settle(&one.m);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+}
+
+// Others who read the session do wait, and the log names who keeps them waiting, and with what.
+static void test_stalled_while_packing(void **state)
+{
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    struct kvq__session_spec spec = {.name = "packed", .flags = KVQ__OPEN_READ_ONLY};
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    assert_null(kvq__lane_withholds(one.m.client->lanes[0])); // nobody else has it
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
+    r.q = kit_view(&two.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&two.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    assert_int_equal(kit_request(&two.m, &r, &e), 1); // waits
+    kvq__core_clock(kit.core, kit.now += 3000000000);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.events[KVQ__EVENT_CLIENT_STALLED], 1);
+    assert_string_equal(kit.event_session, "packed");
+    stream_stall(stream, false);
+    stream_settle(&one);
+    assert_null(kvq__lane_withholds(one.m.client->lanes[0]));
+    assert_int_equal(kvq__request_continue(two.m.queue), KVQ__GPU);
+    kit_settle(&two.m);
+    assert_int_equal(kvq__request_continue(two.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(two.m.queue)[0].status, 0);
+    assert_int_equal(kvq__session_close(two.m.client, info.handle, text), 0);
+}
+
+// Nobody waits for packing, so its client can go: the lane stays until it has ended, and what it
+// reads and writes stays as well.
+static void test_gone_while_packing(void **state)
+{
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    const struct kvq__lane *lane = one.m.client->lanes[0];
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    (void)state;
+    kvq__client_detach(one.m.client);
+    kvq__queue_ending(one.m.queue);
+    assert_true(kvq__queue_settled(one.m.queue));
+    stream_reopen(&one, "one");
+    assert_ptr_not_equal(one.m.client->lanes[0], lane);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    stream_stall(stream, false);
+    while (kvq__lane_busy(lane))
+        kvq__core_poll(kit.core);
+    assert_null(lane->client);
+    assert_ptr_equal(LIST_FIRST(&kit.core->spare_lanes), lane);
+}
+
+// No request holds a session that a stream packs: what it had stays all the same until that ended.
+static void test_dropped_while_packing(void **state)
+{
+    struct kvq_gpu_stream *stream = packing_is_held_back(&one);
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    assert_int_equal(kit_of(&one.m, one.session)->refs, 0);
+    const uint64_t used = kit.core->pools[1].used_bytes;
+    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    stream_stall(stream, false);
+    stream_settle(&one);
+    assert_int_equal(kit.core->pools[1].used_bytes, 0);
+}
+
+// What a session that nobody reads has been given is packed all the same, and its raw blocks are
+// given back: at once, as much as a chunk of the lane holds, and the rest when there is room again.
+static void test_packs_unasked(void **state)
+{
+    enum { MORE = 2000, OWN_HEADS = 1 };
+    static const struct kvq__layer_row rows = {.q_heads = OWN_HEADS,
+                                               .kv_heads = OWN_HEADS,
+                                               .k_dim = DIM,
+                                               .v_dim = DIM,
+                                               .kv_from = -1,
+                                               .repeat = 3};
+    (void)state;
+    kit.core->config.lane_bytes = 20 << 10;
+    struct streamer three;
+    stream_open(&three, "three");
+    struct kvq__session_spec spec = {.format = "ott2",
+                                     .place = kvq__pool_name(&kit.core->pools[1]),
+                                     .layers = &rows,
+                                     .n_layers = 1};
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
+    assert_int_equal(kit_step(&three.m, info.handle, MORE, OWN_HEADS, DIM), 0);
+    const struct kvq__session *s = kit_of(&three.m, info.handle);
+    stream_settle(&three);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        assert_int_equal(s->layers[i].packed, kvq__packed_at(s, &s->layers[i], MORE));
+        assert_true(s->layers[i].packed > MORE / 2);
+        assert_null(kvq__page(&s->layers[i], 0)->raw.data);
+    }
+    stream_close(&three);
+}
+
+// A client that finds no memory on the GPU is refused at once, whoever is stalled there: to free
+// what it got would be to wait for them.
+static void test_no_memory_beside_a_stalled(void **state)
+{
+    struct streamer three = {0};
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_spec spec = {.format = "f16",
+                                     .place = kvq__pool_name(&kit.core->pools[1]),
+                                     .layers = &stream_row,
+                                     .n_layers = 1};
+    (void)state;
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(member_open(&kit, &three.m, 1000, BUFFER), 0);
+    stream_refuse("memory_alloc", 2, KVQ_GPU_OUT_OF_MEMORY);
+    assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), KVQ_E_NO_MEMORY);
+    assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
+    member_close(&three.m);
+    assert_false(kvq__queue_settled(one.m.queue));
+}
+
+// An append that the driver had no room for is as if it had not been asked for: the same step can
+// append that layer after all.
+static void test_append_again(void **state)
+{
+    (void)state;
+    assert_int_equal(begin(&one), 0);
+    stream_refuse("copy_in", 1, KVQ_GPU_OUT_OF_MEMORY);
+    assert_int_equal(append(&one), KVQ_E_NO_MEMORY);
+    stream_ready(&one);
+    kit_settle(&one.m);
+    assert_int_equal(append(&one), 0);
+    assert_int_equal(append(&one), KVQ_E_INVALID); // once is enough
+    stream_ready(&one);
+    kit_settle(&one.m);
+    struct kvq_request r = end_of();
+    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
+    assert_int_equal(kit_of(&one.m, one.session)->tokens, TOKENS);
+}
+
+// ---- Codebooks ----
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static float smooth[HEADS * DIM], tables[2][HEADS << 14];
+    const struct kvq_side *k = &format->k, *v = &format->v;
+    const size_t k_floats = (size_t)k->vector << k->bits, v_floats = (size_t)v->vector << v->bits;
+    (void)context;
+    (void)name;
+    (void)layer;
+    (void)why;
+    assert_true(shape->kv_heads == HEADS && k_floats <= 1 << 14 && v_floats <= 1 << 14);
+    for (uint32_t i = 0; smooth[i % (HEADS * DIM)] == 0.0f; i++)
+        smooth[i] = 0.5f + (float)(i % 7) / 4;
+    for (uint32_t i = 0; tables[1][0] == 0.0f && i < HEADS << 14; i++) {
+        tables[0][i] = kit_float(&kit);
+        tables[1][(HEADS << 14) - 1 - i] = kit_float(&kit);
+    }
+    *book = (struct kvq_book){
+        .smooth = smooth, .k = tables[0], .v = tables[1], .k_head = k_floats, .v_head = v_floats};
+    *hold = smooth;
+    return 0;
+}
+
+static void ignore(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+}
+
+// The last of 400 tokens' attention, from a session at this place.
+static void attend_by_book(const char *place, float *out)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES] = "";
+    struct kvq__session_spec spec = {
+        .format = "vecinfer-2@book", .place = place, .layers = &stream_row, .n_layers = 1};
+    assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
+    assert_int_equal(kit_step(&one.m, info.handle, MANY, HEADS, DIM), 0);
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
+    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&one.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+    assert_true(kit_of(&one.m, info.handle)->layers[0].packed > 0);
+    memcpy(out, one.m.memory + OUT_AT, 2 * HEADS * DIM * sizeof *out);
+}
+
+// A GPU has tables of its own, and gives the same as the host to rounding.
+static void test_codebook(void **state)
+{
+    static float host[2 * HEADS * DIM], gpu[2 * HEADS * DIM];
+    double error = 0, size = 0;
+    (void)state;
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = kit.core->config.codebook_release = ignore;
+    attend_by_book("host", host);
+    attend_by_book(kvq__pool_name(&kit.core->pools[1]), gpu);
+    for (uint32_t i = 0; i < 2 * HEADS * DIM; i++) {
+        error += ((double)host[i] - gpu[i]) * ((double)host[i] - gpu[i]);
+        size += (double)host[i] * host[i];
+    }
+    assert_true(size > 0 && sqrt(error) <= 4e-3 * sqrt(size));
+}
+
+// ---- Large batches ----
+
+static int setup_small(void **state)
+{
+    (void)state;
+    sim_begin(0);
+    kit_open(&kit, 7, 32 * MIB, 0);
+    kit.core->config.lane_bytes = 32 << 10;
+    stream_open(&one, "one");
+    stream_open(&two, "two");
+    return 0;
+}
+
+static void commit(struct streamer *s)
+{
+    struct kvq_request r = end_of();
+    assert_int_equal(begin(s), 0);
+    assert_int_equal(append(s), 0);
+    stream_ready(s);
+    kit_settle(&s->m);
+    assert_int_equal(kit_request(&s->m, &r, NULL), 0);
+}
+
+// n entries of which every `one_in` is fine, and the others name no session.
+static void attend_many(uint16_t n, uint32_t one_in)
+{
+    static struct kvq_entry_wire e[KVQ_MAX_BATCH];
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, n);
+    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&one.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    for (uint32_t i = 0; i < n; i++) {
+        e[i] = entry_of(&one);
+        e[i].append = 0;
+        e[i].queries = 1;
+        e[i].q_row = i / one_in;
+        e[i].handle += i % one_in ? 1ull << 32 : 0;
+    }
+    assert_int_equal(kit_request(&one.m, &r, e), 0);
+    for (uint32_t i = 0; i < n; i++)
+        assert_int_equal(kvq__queue_results(one.m.queue)[i].status, i % one_in ? KVQ_E_STALE : 0);
+}
+
+// More entries than a chunk of the lane holds at a time.
+static void test_more_than_a_chunk(void **state)
+{
+    (void)state;
+    commit(&one);
+    attend_many(24, 1);
+}
+
+// What failed takes no room of what the others need.
+static void test_many_that_failed(void **state)
+{
+    (void)state;
+    commit(&one);
+    attend_many(400, 20);
+}
+
+int main(void)
+{
+    kit_gpus(sim_gpus());
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_append_is_held, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dropped_while_under_way, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_nan_on_a_stream, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_are_done_in_order, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_done_is_under_way, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_many_refused, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_signals_out_of_reach, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_stalled_alone, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_given_back_beside_a_stalled, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_gone_beside_a_stalled, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_shared_with_a_stalled, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_launch, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_very_many_nan, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_stalled_while_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_gone_while_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dropped_while_packing, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_packs_unasked, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_append_again, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_codebook, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, stream_teardown),
+    };
+    return cmocka_run_group_tests_name("core_gpu", tests, NULL, NULL);
+}

@@ -1,0 +1,424 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Parking against a store in memory: a session whose memory was freed goes on to the bit as its
+// twin that never left, waits are told apart from failures, and who is in use stays.
+#include "tests/core/park_rig.h"
+
+// ---- There and back ----
+
+static void check_format(const char *format, uint64_t tokens, uint32_t rollback, const char *name)
+{
+    set_rows(format);
+    uint64_t a = open_as(name, LAYERS, rollback), b = open_as("", LAYERS, rollback);
+    if (!a || !b)
+        fail_msg("%s: %s", format, text);
+    feed(a, tokens);
+    feed(b, tokens);
+    for (uint32_t round = 0; round < 2; round++) { // once more in another state
+        kit_pack(&kit);
+        uint64_t used = kit.core->pools[0].used_bytes;
+        away(a);
+        assert_true(tokens == 0 || kit.core->pools[0].used_bytes < used);
+        wake(a);
+        go_on_alike(a, b, rollback);
+    }
+    drop(a);
+    drop(b);
+    settle();
+    assert_int_equal(vault.n_sessions, 0);
+}
+
+static void test_all_formats(void **state)
+{
+    static const uint64_t counts[] = {40, 513, 1100};
+    uint32_t n = 0;
+    (void)state;
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
+        if (f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK)
+            continue;
+        check_format(f->name, counts[n % 3], n % 2 ? 11 : 0, n % 4 < 2 ? "it" : "");
+        n++;
+    }
+    assert_true(n > 10);
+    for (uint32_t tokens = 1; tokens < 3; tokens++)
+        check_format("oscar2", tokens, 0, "");
+    check_format("ott2", 700, 0, "it");
+    check_format("kivi2:sink=32", 700, 3, "");
+}
+
+// All that is counted while it is away, and what it keeps.
+static void test_what_is_away(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__counts stats;
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 900);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_false(info.offloaded);
+    uint64_t held = kvq__park_frees(session_of(a));
+    assert_int_equal(held, kit.core->pools[0].used_bytes);
+    away(a);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_true(info.offloaded && info.saved);
+    assert_int_equal(info.packed_bytes + info.window_bytes + info.shared_bytes, 0);
+    assert_int_equal(info.tokens, 900);
+    assert_true(info.table_bytes < 16384);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.offloaded_now, 1);
+    assert_int_equal(stats.parked_asked, 1);
+    assert_int_equal(kit.events[KVQ__EVENT_SESSION_PARKED], 1);
+    wake(a);
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.offloaded_now, 0);
+    assert_int_equal(stats.fetched, 1);
+    assert_true(stats.fetched_bytes > 0);
+    assert_int_equal(kit.events[KVQ__EVENT_SESSION_FETCHED], 1);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
+    assert_false(info.offloaded);
+}
+
+// What is saved and unchanged needs no writing; blocks that are stored are not written again.
+static void test_nothing_to_write(void **state)
+{
+    struct kvq__move_info info;
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 900);
+    kit_pack(&kit);
+    save("it");
+    uint64_t put = vault.put;
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+    settle();
+    assert_true(kvq__is_offloaded(session_of(a)));
+    assert_int_equal(vault.put, put);
+    wake(a);
+    vault_find(&vault, "it", 0)->saved.stamp = 5; // what is stored is another one
+    away(a);
+    assert_true(vault.put > put); // what cannot change is there all the same
+    wake(a);
+    put = vault.put;
+    feed(a, 901);
+    away(a);
+    assert_true(vault.put - put <= 2 * OWNED); // the page that is being filled, of each layer
+    assert_int_equal(park(a), 0);              // it is away
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    a = open_as("it", 0, 0); // which asks for it
+    assert_int_equal(vault_serve(&vault, kit.core), 1);
+    assert_false(kvq__is_offloaded(session_of(a)));
+}
+
+// Requests on layers that are there go on, others wait.
+static void test_layers_answer_as_they_come(void **state)
+{
+    static uint8_t x[OUT_BYTES], y[OUT_BYTES];
+    struct kvq__store_job order;
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    away(a);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(order.kind, KVQ__JOB_FETCH);
+    assert_true(order.name[0] == '#');
+    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+    core_check(kit.core);
+    const struct vault_session *from = vault_find(&vault, order.name, 0);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    assert_int_equal(attend(a, 0, x), 0);
+    assert_int_equal(attend(b, 0, y), 0);
+    assert_memory_equal(x, y, OUT_BYTES);
+    assert_int_equal(attend(a, 3, x), 0); // reads layer 0's
+    assert_int_equal(attend(a, 1, x), 1);
+    core_check(kit.core);
+    assert_int_equal(vault_layer(&vault, r, from, 1), 0);
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    for (; p == KVQ__RUN; p = kvq__request_continue(m.queue))
+        kit_run_job(&kit, kvq__queue_job(m.queue));
+    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(vault_layer(&vault, r, from, 2), 0);
+    kvq__restore_end(&r, 0);
+    go_on_alike(a, b, 0);
+}
+
+// ---- Who stays ----
+
+static void test_in_use(void **state)
+{
+    struct kvq__save *save;
+    struct kvq__move_info info;
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
+    struct kvq__session_info read;
+    struct kvq__session_spec reader = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 300);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = a, .position = 300, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    refused(a, KVQ_E_BUSY, "step of client");
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    refused(a, KVQ_E_BUSY, "saves it");
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_end(&save, false);
+    struct kvq__table_memory memory = {.layers = LAYERS, .pages = 8};
+    assert_non_null(memory.host = calloc(1, kvq_table_bytes(LAYERS, 8)));
+    assert_int_equal(kvq__table_open(m.client, a, 1ull << 40, &memory, text), 0);
+    refused(a, KVQ_E_BUSY, "own context");
+    assert_int_equal(kvq__table_close(m.client, a, text), 0);
+    free(memory.host);
+    assert_int_equal(kvq__session_pin(m.client, a, true, text), 0);
+    refused(a, KVQ_E_BUSY, "pinned");
+    assert_int_equal(kvq__session_pin_named(kit.core, &admin, "uid-1000", "it", false, text), 0);
+    assert_int_equal(kvq__session_open(m.client, &reader, &read, text), 0);
+    assert_int_equal(kvq__session_park(m.client, read.handle, &info, text), KVQ_E_READ_ONLY);
+    assert_int_equal(kvq__session_pin(m.client, read.handle, true, text), KVQ_E_READ_ONLY);
+    // Both at once: the second is told.
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+    refused(a, KVQ_E_BUSY, "already");
+    settle();
+    assert_true(kvq__is_offloaded(session_of(a)));
+    assert_int_equal(kvq__session_prefetch(m.client, read.handle, &info, text), 0);
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), KVQ_E_BUSY);
+    settle();
+    assert_false(kvq__is_offloaded(session_of(a)));
+    kvq__core_drain(kit.core);
+    refused(a, KVQ_E_DRAINING, "shutting down");
+    close_kit();
+    kit_saves(false);
+    open_kit();
+    refused(open_as("it", LAYERS, 0), KVQ_E_UNSUPPORTED, "storage_dir");
+}
+
+// Between the writing and the end somebody uses it: it stays, and is saved.
+static void test_used_meanwhile(void **state)
+{
+    struct kvq__store_job order;
+    uint64_t ticket;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    for (uint32_t changes = 0; changes < 2; changes++) {
+        feed(a, 300 + changes);
+        feed(b, 300 + changes);
+        kit_pack(&kit);
+        struct kvq__save *save = begin_writing(a, &order, &ticket);
+        uint64_t at = session_of(a)->tokens;
+        struct kvq_entry_wire e = {.handle = a, .position = at, .append = 1};
+        if (changes) {
+            feed(a, at + 1);
+            feed(b, at + 1);
+        } else {
+            assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+        }
+        end_writing(save, &order);
+        assert_false(kvq__is_offloaded(session_of(a)));
+        struct kvq__move_info info = ask(ticket);
+        assert_int_equal(info.status, KVQ_E_BUSY);
+        assert_true(info.finished && strstr(info.text, changes ? "changed" : "step"));
+        if (!changes)
+            assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+    }
+    go_on_alike(a, b, 0);
+}
+
+// Packing that nobody asked for is no use, but has to end first.
+static void test_packed_meanwhile(void **state)
+{
+    struct kvq__store_job order;
+    uint64_t ticket;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    struct kvq__save *save = begin_writing(a, &order, &ticket);
+    struct kvq__job *job = kvq__background_start(kit.core);
+    assert_non_null(job);
+    assert_ptr_equal(kit.core->packer.session, session_of(a));
+    end_writing(save, &order);
+    assert_false(kvq__is_offloaded(session_of(a)));
+    assert_false(ask(ticket).finished);
+    kit_run_job(&kit, job);
+    kvq__background_done(kit.core);
+    settle();
+    assert_true(kvq__is_offloaded(session_of(a)));
+    wake(a);
+    go_on_alike(a, b, 0);
+}
+
+// The disk is full: it stays as it was, and works on.
+static void test_no_space(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 600);
+    feed(b, 600);
+    vault.fail = KVQ_E_NO_SPACE;
+    assert_int_equal(park(a), KVQ_E_NO_SPACE);
+    assert_non_null(strstr(text, "broken"));
+    assert_false(kvq__is_offloaded(session_of(a)));
+    vault.fail = 0;
+    go_on_alike(a, b, 0);
+    away(a);
+    wake(a);
+    go_on_alike(a, b, 0);
+}
+
+// ---- What keeps it from coming back ----
+
+static int ask_in_vain(uint64_t handle)
+{
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = session_of(handle)->tokens, .queries = QUERIES};
+    struct kvq_request r = attend_of(0);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    settle();
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+    return kvq__queue_results(m.queue)[0].status;
+}
+
+// Who waits is told; the session stays where it is, and comes back when there is room.
+static void test_no_room(void **state)
+{
+    struct kvq__counts stats;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 1500);
+    feed(b, 1500);
+    away(a);
+    away(b);
+    struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t budget = pool->budget;
+    kvq__pools_trim(kit.core, 0);
+    pool->budget = pool->extent_bytes - 1; // for no extent
+    assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY);
+    assert_true(kvq__is_offloaded(session_of(a)));
+    assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY); // asked for anew
+    kvq__core_counts(kit.core, &stats);
+    assert_int_equal(stats.fetch_failed, 2);
+    assert_int_equal(pool->used_bytes, 0);
+    pool->budget = budget;
+    wake(a);
+    wake(b);
+    go_on_alike(a, b, 0);
+    away(a);
+    struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    ns->quota.limit[KVQ__HOST_BYTES] = ns->used[KVQ__HOST_BYTES];
+    assert_int_equal(ask_in_vain(a), KVQ_E_QUOTA);
+    ns->quota.limit[KVQ__HOST_BYTES] = 0;
+    for (uint32_t i = 1; i < 40; i++) {
+        kit.fail_one_in = i;
+        kvq__fetch_ask(kit_of(&m, a));
+        settle();
+        kit.fail_one_in = 0;
+        if (!kvq__is_offloaded(session_of(a)))
+            away(a);
+    }
+    wake(a);
+    go_on_alike(a, b, 0);
+}
+
+// The disk fails to be read for a while: nothing is lost. What is damaged stays so: handles say
+// so, and opening it again brings back what is good.
+static void test_damage(void **state)
+{
+    struct kvq__session_info info;
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    away(a);
+    away(b);
+    vault.fail = KVQ_E_SYSTEM;
+    assert_int_equal(ask_in_vain(a), KVQ_E_SYSTEM);
+    assert_true(kvq__is_offloaded(session_of(a)));
+    vault.fail = 0;
+    vault.lost_from = 600;
+    assert_int_equal(kit.core->n_sessions, 2);
+    assert_int_equal(ask_in_vain(a), KVQ_E_DAMAGED);
+    assert_int_equal(kit.core->n_sessions, 1);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "open the session again"));
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    settle();
+    assert_non_null(vault_find(&vault, "it", 0));
+    a = restore_up_to("it", 600);
+    assert_true(session_of(a)->tokens <= 600);
+    feed(a, 700);
+    // One without a name is gone for good, and so is what was stored of it.
+    assert_int_equal(ask_in_vain(b), KVQ_E_DAMAGED);
+    settle();
+    assert_int_equal(vault.n_sessions, 1);
+}
+
+// Damage that shows while layers come; and a disk that fails then.
+static void test_fails_midway(void **state)
+{
+    struct kvq__store_job order;
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    for (uint32_t i = 0; i < 3; i++) {
+        away(a);
+        kvq__fetch_ask(kit_of(&m, a));
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+        assert_int_equal(vault_layer(&vault, r, vault_find(&vault, order.name, 0), 0), 0);
+        if (i == 0) { // nobody was there: it is away again
+            kvq__restore_end(&r, KVQ_E_SYSTEM);
+            assert_true(kvq__is_offloaded(session_of(a)));
+            core_check(kit.core);
+            wake(a);
+            go_on_alike(a, b, 0);
+            continue;
+        }
+        uint64_t at = session_of(a)->tokens;
+        struct kvq_entry_wire e = {.handle = a, .position = at, .append = 1};
+        if (i == 1) {
+            drop(a);
+            core_check(kit.core);
+            kvq__restore_end(&r, KVQ_E_CANCELLED);
+            settle();
+            assert_int_equal(vault.n_sessions, 0);
+            a = open_as("", LAYERS, 0);
+            feed(a, 700);
+            continue;
+        }
+        assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+        kvq__restore_end(&r, KVQ_E_SYSTEM); // a step was begun on what is not there
+        assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), KVQ_E_NO_STEP);
+    }
+    core_check(kit.core);
+}
+
+// Somebody has put another session of that name into the store.
+static void test_replaced(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 700);
+    away(a);
+    vault_find(&vault, "it", 0)->saved.stamp++;
+    assert_int_equal(ask_in_vain(a), KVQ_E_DAMAGED);
+    assert_non_null(vault_find(&vault, "it", 0));
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(test_all_formats),      TEST(test_what_is_away),
+        TEST(test_nothing_to_write), TEST(test_layers_answer_as_they_come),
+        TEST(test_in_use),           TEST(test_used_meanwhile),
+        TEST(test_packed_meanwhile), TEST(test_no_space),
+        TEST(test_no_room),          TEST(test_damage),
+        TEST(test_fails_midway),     TEST(test_replaced),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

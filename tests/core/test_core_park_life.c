@@ -1,0 +1,446 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Parked sessions and the rest of the core: what is stored of them and when it goes, clients that
+// die, groups of shards, forks, prefixes, and the end of the daemon.
+#include "tests/core/park_rig.h"
+
+// ---- What is stored of it ----
+
+static void test_forgotten(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__store_job order;
+    (void)state;
+    struct kvq__session_spec dropping = {
+        .name = "drop", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_DROP};
+    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
+    uint64_t kept = open_as("kept", LAYERS, 0), asked = open_as("asked", LAYERS, 0);
+    assert_int_equal(kvq__session_open(m.client, &dropping, &info, text), 0);
+    uint64_t all[] = {a, b, info.handle, kept, asked};
+    for (uint32_t i = 0; i < 5; i++)
+        feed(all[i], 300);
+    kit_pack(&kit);
+    save("kept");
+    for (uint32_t i = 0; i < 5; i++)
+        away(all[i]);
+    assert_int_equal(vault.n_sessions, 5);
+    save("asked"); // there is nothing to write, but from now on it is to stay
+    uint64_t stamp = vault_find(&vault, "it", 0)->saved.stamp;
+    assert_false(kvq__park_forgotten(kit.core, stamp));
+    drop(a);
+    assert_true(kvq__park_forgotten(kit.core, stamp));
+    drop(kept);
+    drop(asked);
+    assert_int_equal(kvq__session_close(m.client, b, text), 0);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    assert_int_equal(kit.core->n_offloaded, 0);
+    assert_int_equal(vault_serve(&vault, kit.core), 3);
+    assert_int_equal(vault.n_sessions, 2);
+    assert_true(vault_find(&vault, "kept", 0) && vault_find(&vault, "asked", 0));
+    assert_true(kvq__park_forgotten(kit.core, stamp)); // for whoever has found it before
+    kit.now += 100000000000u;
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+    assert_false(kvq__park_forgotten(kit.core, stamp));
+    // One that ends while it is written, and one whose time is over.
+    a = open_as("", LAYERS, 0);
+    feed(a, 300);
+    kit_pack(&kit);
+    struct kvq__save *save = begin_writing(a, &order, &stamp);
+    drop(a);
+    end_writing(save, &order);
+    assert_int_equal(ask(stamp).status, KVQ_E_CANCELLED);
+    assert_int_equal(vault_serve(&vault, kit.core), 1);
+    a = open_as("old", LAYERS, 0);
+    feed(a, 300);
+    away(a);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    kit.now += 100000000000u;
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+    settle();
+    assert_int_equal(vault.n_sessions, 2);
+}
+
+// Its client goes while it is away, and while it comes back.
+static void test_client_goes(void **state)
+{
+    struct member other;
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = LAYERS};
+    (void)state;
+    for (uint32_t i = 0; i < 3; i++) {
+        assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
+        memcpy(other.memory, m.memory, BUFFER);
+        assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
+        assert_int_equal(kit_step(&other, info.handle, 300, HEADS, DIM), 0);
+        kit_pack(&kit);
+        struct kvq__move_info moved;
+        struct kvq__store_job order;
+        struct kvq__restore *r = NULL;
+        assert_int_equal(kvq__session_park(other.client, info.handle, &moved, text), 0);
+        settle();
+        assert_int_equal(kit.core->n_offloaded, 1);
+        if (i > 0)
+            assert_int_equal(kvq__session_prefetch(other.client, info.handle, &moved, text), 0);
+        if (i > 1) {
+            assert_true(kvq__park_next(kit.core, &order));
+            assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+        }
+        member_close(&other);
+        core_check(kit.core);
+        if (r)
+            kvq__restore_end(&r, KVQ_E_CANCELLED);
+        settle();
+        assert_int_equal(vault.n_sessions, 0);
+        assert_int_equal(kit.core->n_sessions, 0);
+    }
+}
+
+// It is dropped while memory is taken for it.
+static void test_dropped_before_it_has_room(void **state)
+{
+    struct kvq__store_job order;
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0);
+    feed(a, 300);
+    away(a);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    const struct vault_session *from = vault_find(&vault, order.name, 0);
+    struct kvq__restore_spec spec = {
+        .saved = &from->saved, .parts = from->parts, .n_parts = from->n, .good_tokens = UINT64_MAX};
+    assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r, text), 0);
+    core_check(kit.core);
+    drop(a);
+    assert_int_equal(kvq__restore_reserve(r, text), KVQ_E_CANCELLED);
+    kvq__restore_end(&r, KVQ_E_CANCELLED);
+    core_check(kit.core);
+    assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r, text), KVQ_E_CANCELLED);
+    settle();
+    assert_int_equal(vault.n_sessions, 0);
+}
+
+// It is wanted back while its blocks still go.
+static void test_wanted_while_it_goes(void **state)
+{
+    struct kvq__store_job order;
+    struct kvq__move_info info;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    kit_pack(&kit);
+    assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+    struct kvq__park *ticket = kit_of(&m, a)->park;
+    kvq__park_leave(kit_of(&m, a));        // what a poll does, but for the rest of it
+    ticket->ticket.phase = KVQ__RELEASING; // no writing, no leaving
+    kvq__session_saved(kit_of(&m, a), kit_of(&m, a)->commits);
+    kit_of(&m, a)->stored = true;
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_false(kvq__park_next(kit.core, &order));
+    while (kvq__parks_poll(kit.core))
+        core_check(kit.core);
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(order.kind, KVQ__JOB_FETCH);
+}
+
+// It is asked to be parked while it comes back: once it is there, if it ever is.
+static void test_parked_while_it_comes_back(void **state)
+{
+    struct kvq__store_job order, none;
+    struct kvq__restore *r;
+    struct kvq__move_info info;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    feed(a, 700);
+    feed(b, 700);
+    for (uint32_t fails = 0; fails < 2; fails++) {
+        away(a);
+        kvq__fetch_ask(kit_of(&m, a));
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(kvq__session_park(m.client, a, &info, text), KVQ_E_BUSY);
+        assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+        assert_int_equal(kvq__session_parkable(session_of(a), text), KVQ_E_BUSY);
+        assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
+        assert_false(kvq__park_next(kit.core, &none));
+        if (fails)
+            kvq__restore_end(&r, KVQ_E_SYSTEM);
+        else
+            assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, order.name, 0)), 0);
+        core_check(kit.core);
+        assert_int_equal(kvq__is_offloaded(session_of(a)), fails);
+        settle();
+        assert_true(kvq__is_offloaded(session_of(a)));
+        assert_int_equal(ask(info.id).status, fails ? KVQ_E_SYSTEM : 0);
+        wake(a);
+        go_on_alike(a, b, 0);
+    }
+}
+
+// ---- Shards ----
+
+static uint64_t open_shard(uint32_t shard)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "group", .layers = rows, .n_layers = LAYERS, .shard = shard, .shards = 2};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    return info.handle;
+}
+
+static void step_both(const uint64_t handles[2], uint32_t n)
+{
+    struct kvq_entry_wire e[2];
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+    uint64_t at = session_of(handles[0])->tokens;
+    for (int i = 0; i < 2; i++)
+        e[i] = (struct kvq_entry_wire){
+            .handle = handles[i], .position = at, .row = (uint32_t)at, .append = n};
+    r.step = 8;
+    int rc = kit_request(&m, &r, e);
+    if (rc == 1) {
+        settle();
+        assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
+        assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+    }
+    for (uint32_t layer = 0; layer < OWNED; layer++) {
+        r.op = KVQ_OP_APPEND;
+        r.layer = layer;
+        r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+        r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+        assert_int_equal(kit_request(&m, &r, e), 0);
+        assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    }
+    r = kit_header(KVQ_OP_STEP_END, 2);
+    r.step = 8;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+}
+
+static void test_groups(void **state)
+{
+    struct kvq__move_info info;
+    uint64_t h[2] = {open_shard(0)};
+    (void)state;
+    refused(h[0], KVQ_E_INCOMPLETE, "shard 1");
+    h[1] = open_shard(1);
+    step_both(h, 600);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = h[1], .position = 600, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    refused(h[0], KVQ_E_BUSY, "step"); // the other shard is
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+    away(h[0]);
+    assert_true(kvq__is_offloaded(session_of(h[1])));
+    assert_int_equal(kit.core->n_offloaded, 2);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    step_both(h, 100); // all are asked for at once
+    assert_int_equal(session_of(h[1])->tokens, 700);
+    away(h[1]);
+    assert_int_equal(kvq__session_prefetch(m.client, h[0], &info, text), 0);
+    struct kvq__store_job order;
+    struct kvq__restore *r[2];
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(order.shard, i);
+        assert_int_equal(vault_fetch(&vault, kit.core, &order, &r[i]), 0);
+        core_check(kit.core);
+    }
+    assert_int_equal(vault_rest(&vault, &r[0], vault_find(&vault, "group", 0)), 0);
+    assert_false(ask(info.id).finished);
+    assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, "group", 1)), 0);
+    assert_true(ask(info.id).finished);
+    away(h[0]); // one is back, and was changed: all have to be, to be saved
+    kvq__fetch_ask(kit_of(&m, h[0]));
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r[0]), 0);
+    assert_int_equal(vault_rest(&vault, &r[0], vault_find(&vault, "group", 0)), 0);
+    kvq__session_changed(kit_of(&m, h[0]));
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "group"};
+    assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 1);
+    settle();
+    bool stored;
+    assert_int_equal(vault_save(&vault, kit.core, &spec, &stored), 0);
+    assert_true(stored);
+    away(h[0]); // one shard is damaged: both go
+    vault.lost_from = 100;
+    kvq__fetch_ask(kit_of(&m, h[0]));
+    settle();
+    assert_int_equal(kit.core->n_sessions, 0);
+    assert_int_equal(vault.n_sessions, 2);
+}
+
+// ---- With everything else ----
+
+// Blocks that others have stay with them; what comes back has its own.
+static void test_forks(void **state)
+{
+    uint64_t fork;
+    (void)state;
+    rows[1].window = 0;
+    uint64_t a = open_as("", LAYERS, 5), b = open_as("", LAYERS, 5);
+    feed(a, 900);
+    feed(b, 900);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = a, .position = 384};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
+    assert_true(kvq__park_frees(session_of(a)) < kit.core->pools[0].used_bytes);
+    away(a);
+    feed(fork, 500);
+    away(fork);
+    e.handle = a; // forking what is away brings it back
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 1);
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    settle();
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    for (; p == KVQ__RUN; p = kvq__request_continue(m.queue))
+        kit_run_job(&kit, kvq__queue_job(m.queue));
+    assert_int_equal(p, KVQ__DONE);
+    uint64_t again = kvq__queue_results(m.queue)[0].value;
+    feed(again, 500);
+    wake(fork);
+    same_bits(fork, again);
+    go_on_alike(a, b, 5);
+}
+
+static uint64_t open_with(uint64_t prefix)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .model = "m",
+        .layers = rows,
+        .n_layers = LAYERS,
+        .prefix = {.buffer = m.buffer, .offset = m.ids_at, .tokens = prefix}};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    return info.handle;
+}
+
+static void reclaim(struct kvq__namespace *ns)
+{
+    while (kvq__prefix_reclaim(kit.core, ns, &kit.core->pools[0], KVQ_E_QUOTA))
+        continue;
+}
+
+// A prefix's blocks stay with the index; a session that is away, or whose layers are not there yet,
+// adds nothing to it.
+static void test_prefix(void **state)
+{
+    struct kvq__store_job order;
+    struct kvq__restore *r;
+    (void)state;
+    set_rows("f16");
+    rows[1].window = 0;
+    m.ids_at = 64; // any numbers will do
+    uint64_t a = open_with(0), b = open_with(0);
+    feed(a, 600);
+    feed(b, 600);
+    struct kvq__namespace *ns = kit_of(&m, a)->ns;
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 4);
+    away(a);
+    drop(b);
+    reclaim(ns);
+    kit_of(&m, a)->ids.sealed = 0; // as if there had been no memory for it
+    kvq__prefix_note(kit_of(&m, a));
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 0);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 0);
+    assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, order.name, 0)), 0);
+    kvq__core_tick(kit.core);
+    assert_int_equal(ns->prefixes.n_nodes, 4);
+    away(a);
+    kit_of(&m, a)->foreign = true; // as if some had been another namespace's
+    b = open_with(600);            // its blocks are there all the same
+    assert_int_equal(session_of(b)->tokens, 512);
+    feed(b, 600);
+    wake(a);
+    assert_false(session_of(a)->foreign);
+    same_bits(a, b);
+}
+
+static void test_core_closes(void **state)
+{
+    struct kvq__store_job order;
+    (void)state;
+    uint64_t a = open_as("", LAYERS, 0), b = open_as("it", LAYERS, 0);
+    feed(a, 300);
+    feed(b, 300);
+    away(a);
+    away(b);
+    feed(open_as("", LAYERS, 0), 300);
+    kvq__fetch_ask(kit_of(&m, a));
+    assert_true(kvq__park_next(kit.core, &order));
+    close_kit(); // tickets, orders and what is away go; what is stored stays
+    assert_int_equal(vault.n_sessions, 2);
+    open_kit();
+}
+
+// A session that is only kept is saved before it leaves memory; if that cannot be done it goes a
+// minute later, and one that could never be saved at once. Each time the log says why.
+static void test_kept_till_saved(void **state)
+{
+    const uint64_t second = 1000000000u;
+    struct kvq__unsaved list[4];
+    (void)state;
+    for (int can = 0; can < 2; can++) {
+        uint64_t a = open_as("it", LAYERS, 0);
+        feed(a, 10);
+        assert_int_equal(kvq__session_close(m.client, a, text), 0);
+        assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
+        kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+        for (int i = 0; i < 2; i++) { // however long the save waits for its turn
+            kvq__core_tick(kit.core);
+            assert_int_equal(kit.core->n_sessions, 1);
+            assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 1);
+            kvq__core_clock(kit.core, kit.now += 100 * second);
+        }
+        if (can)
+            save("it");
+        else
+            kvq__unsaved_failed(kit.core, list[0].ns, "it");
+        kvq__core_tick(kit.core);
+        assert_int_equal(kit.core->n_sessions, 0);
+    }
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 10);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+    kvq__unsaved_failed(kit.core, list[0].ns, "it");
+    kvq__core_clock(kit.core, kit.now += 59 * second);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 1);
+    kvq__core_clock(kit.core, kit.now += second);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+    a = open_as("empty", LAYERS, 0);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(test_forgotten),
+        TEST(test_client_goes),
+        TEST(test_dropped_before_it_has_room),
+        TEST(test_wanted_while_it_goes),
+        TEST(test_parked_while_it_comes_back),
+        TEST(test_groups),
+        TEST(test_forks),
+        TEST(test_prefix),
+        TEST(test_kept_till_saved),
+        TEST(test_core_closes),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

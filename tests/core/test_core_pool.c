@@ -1,0 +1,427 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Pools of few extents: what is refused although bytes are free, and how many these may be.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/core/core_kit.h"
+
+enum { MIB = 1 << 20, EXTENT = 2 * MIB, BUFFER = 32 * MIB, HELD = 4096 };
+
+static struct kit kit;
+
+static struct kvq__pool *pool(void)
+{
+    return &kit.core->pools[0];
+}
+
+static void start(uint64_t seed, uint64_t extents)
+{
+    snprintf(kit_context, sizeof kit_context, "seed %llu, %llu extents", (unsigned long long)seed,
+             (unsigned long long)extents);
+    kit_open(&kit, seed, extents * EXTENT, 0);
+}
+
+// ---- Blocks of any mix of sizes ----
+
+static const char *const formats[] = {"f16", "int8", "k8v4", "kvq2", "ott2", "kivi-sink2"};
+
+// Sizes of blocks as layers have them: raw, packed, and with extras.
+static uint32_t draw_sizes(uint64_t *sizes, uint32_t room)
+{
+    uint32_t n = 0;
+    while (n + 3 <= room) {
+        struct kvq_format f;
+        char why[KVQ_TEXT_BYTES];
+        uint16_t dim = kit_chance(&kit, 50) ? 64 : 128;
+        struct kvq_shape s = {.q_heads = 8,
+                              .kv_heads = (uint16_t)(1 + kit_below(&kit, 4)),
+                              .k_dim = dim,
+                              .v_dim = dim};
+        const char *name = formats[kit_below(&kit, sizeof formats / sizeof *formats)];
+        assert_int_equal(kvq_format_parse(name, &f, why, sizeof why), 0);
+        struct kvq_layout raw = kvq_layout_raw(&s), packed = kvq_layout_of(&f, &s);
+        sizes[n++] = kvq_block_bytes(&raw, &s);
+        if (!kvq_is_raw(&f))
+            sizes[n++] = kvq_block_bytes(&packed, &s);
+        if (kvq_extras_bytes(&f, &s))
+            sizes[n++] = kvq_extras_bytes(&f, &s);
+    }
+    return n;
+}
+
+static struct kvq__ref held[HELD];
+static uint32_t n_held;
+
+static int take(struct kvq__namespace *ns, uint64_t bytes)
+{
+    assert_true(n_held < HELD);
+    int rc = kit_chance(&kit, 25)
+                 ? kvq__block_new_passing(kit.core, ns, pool(), bytes, &held[n_held])
+                 : kvq__block_new(kit.core, ns, pool(), bytes, &held[n_held]);
+    n_held += rc == 0;
+    return rc;
+}
+
+static void give(uint32_t i)
+{
+    kvq__block_drop(kit.core, &held[i]);
+    held[i] = held[--n_held];
+    held[n_held] = (struct kvq__ref){0};
+}
+
+static void give_all(void)
+{
+    while (n_held)
+        give(n_held - 1);
+}
+
+static struct kvq__namespace *namespace_of(uint32_t uid)
+{
+    const struct kvq__peer peer = {.uid = uid};
+    struct kvq__namespace *ns;
+    char text[KVQ_TEXT_BYTES];
+    assert_int_equal(kvq__namespace_get(kit.core, &peer, NULL, &ns, text), 0);
+    return ns;
+}
+
+static uint64_t free_bytes(void)
+{
+    return pool()->budget - pool()->used_bytes;
+}
+
+// Nothing was given back yet: what is free and refused is one stretch of each extent at most.
+static void test_fills(void **state)
+{
+    (void)state;
+    for (uint64_t seed = 1; seed <= 200; seed++) {
+        uint64_t extents = 1 + seed % 8, sizes[12];
+        start(seed, extents);
+        struct kvq__namespace *ns = namespace_of(1000);
+        uint32_t n = draw_sizes(sizes, 12);
+        uint64_t bytes;
+        do
+            bytes = sizes[kit_below(&kit, n)];
+        while (take(ns, bytes) == 0);
+        assert_true(free_bytes() < extents * bytes);
+        give_all();
+        assert_int_equal(pool()->used_bytes, 0);
+        kit_close(&kit);
+    }
+}
+
+// ---- Blocks that come and go ----
+
+// What a namespace has of the pool.
+struct share {
+    uint64_t free, longest;
+    uint32_t extents, blocks;
+};
+
+static struct share share_of(const struct kvq__namespace *ns)
+{
+    struct share share = {0};
+    const struct kvq__extent *e;
+    const struct kvq__block *b;
+    TAILQ_FOREACH (e, &ns->arenas[0].extents, link) {
+        share.extents++;
+        TAILQ_FOREACH (b, &e->blocks, beside) {
+            share.blocks += !b->free;
+            share.free += b->free ? b->bytes : 0;
+            share.longest = b->free && b->bytes > share.longest ? b->bytes : share.longest;
+        }
+    }
+    return share;
+}
+
+// What the header of pools promises of a block that was refused.
+static void check_refusal(const struct kvq__namespace *ns, uint64_t bytes)
+{
+    struct share share = share_of(ns);
+    assert_true(share.longest < bytes);
+    assert_true(share.free <= bytes * (share.extents + share.blocks));
+    assert_true(pool()->extents_taken + EXTENT > pool()->budget);
+    assert_true(TAILQ_EMPTY(&pool()->empty)); // nobody was told of any
+}
+
+// Half of what is there, as sessions end: neighbours first, or here and there.
+static void give_half(void)
+{
+    uint32_t n = n_held / 2, at = kit_below(&kit, n_held);
+    bool together = kit_chance(&kit, 50);
+    for (uint32_t i = 0; i < n; i++)
+        give(together ? at % n_held : kit_below(&kit, n_held));
+}
+
+// Fills the pool and empties half of it again and again. Returns the largest part of the extents of
+// who was refused, in thousandths, that was free then.
+static uint64_t churn(uint64_t seed, uint32_t namespaces)
+{
+    struct kvq__namespace *ns[3];
+    uint64_t sizes[12], worst = 0;
+    start(seed, 1 + seed % 8);
+    for (uint32_t i = 0; i < namespaces; i++)
+        ns[i] = namespace_of(1000 + i);
+    uint32_t n = draw_sizes(sizes, 12);
+    for (uint32_t round = 0; round < 20; round++) {
+        uint64_t bytes;
+        uint32_t i;
+        do {
+            bytes = sizes[kit_below(&kit, n)];
+            i = kit_below(&kit, namespaces);
+        } while (take(ns[i], bytes) == 0);
+        check_refusal(ns[i], bytes);
+        struct share share = share_of(ns[i]);
+        uint64_t part = share.extents ? share.free * 1000 / (share.extents * (uint64_t)EXTENT) : 0;
+        worst = part > worst ? part : worst;
+        give_half();
+    }
+    give_all();
+    kit_close(&kit);
+    return worst;
+}
+
+static void test_churn(void **state)
+{
+    uint64_t sum = 0;
+    (void)state;
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        sum += churn(seed, 1);
+        churn(seed, 2 + seed % 2);
+    }
+    print_message("%llu%% of the pool free at the worst refusal, on average\n",
+                  (unsigned long long)sum / 1000);
+    assert_true(sum / 100 < 250); // 115 when it was written, 960 with extents of one size each
+}
+
+// ---- Sessions ----
+
+static const struct kvq__layer_row rows[][2] = {
+    {{.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "kivi2-g64", .kv_from = -1},
+     {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "f16", .kv_from = -1}},
+    {{.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "int8", .kv_from = -1},
+     {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "ott2", .kv_from = -1}},
+    {{.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "kvq2", .kv_from = -1},
+     {.q_heads = 1,
+      .kv_heads = 1,
+      .k_dim = 64,
+      .v_dim = 64,
+      .format = "kivi-sink2",
+      .kv_from = -1}},
+};
+
+// Sessions of six formats, one after the other, take steps until one is refused: by then all of the
+// pool is in use but the ends of extents and what the refused step has given back.
+static void test_sessions(void **state)
+{
+    enum { N = sizeof rows / sizeof *rows, STEP = 100, LARGEST = 128 * 64 * 2 * 2 };
+    (void)state;
+    for (uint64_t extents = 1; extents <= 4; extents++) {
+        struct member m;
+        uint64_t handles[N];
+        uint32_t i = 0, steps = 0;
+        start(extents, extents);
+        assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+        for (uint32_t j = 0; j < N; j++)
+            assert_true((handles[j] = kit_session(&m, rows[j], 2, 64 * j)) != 0);
+        int rc;
+        while ((rc = kit_step(&m, handles[i], STEP, 1, 64)) == 0) {
+            kit_pack(&kit);
+            i = kit_below(&kit, N);
+            steps++;
+        }
+        assert_int_equal(rc, KVQ_E_NO_MEMORY);
+        assert_true(steps > 20 * extents);
+        // Two layers take up to two pages of each kind.
+        assert_true(free_bytes() < LARGEST * extents + 2 * 2 * 2 * LARGEST);
+        core_check(kit.core);
+        member_close(&m);
+        kit_close(&kit);
+    }
+}
+
+// ---- Long steps ----
+
+enum { HEADS = 8, DIM = 64, LONG = 4000, LARGE = 64 }; // tokens; extents
+
+static const struct kvq__layer_row long_row = {.q_heads = HEADS,
+                                               .kv_heads = HEADS,
+                                               .k_dim = DIM,
+                                               .v_dim = DIM,
+                                               .format = "kvq2",
+                                               .kv_from = -1};
+
+// Empty extents go back, as they do some time after they have become empty.
+static void pass_time(void)
+{
+    kit.now += 11 * 1000000000ull;
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+}
+
+static uint32_t told_of(struct member *m, uint64_t handle, uint64_t *known)
+{
+    struct kvq__extent_export told[LARGE];
+    char text[KVQ_TEXT_BYTES];
+    bool more;
+    int n = kvq__extents_tell(m->client, handle, told, LARGE, known, &more, text);
+    assert_true(n >= 0 && !more);
+    return (uint32_t)n;
+}
+
+static uint32_t extents_taken(void)
+{
+    return (uint32_t)(pool()->extents_taken / EXTENT);
+}
+
+// The tokens of a long step as they came take five times what is left of them once they are packed.
+// The rest goes back to the system, and no client that maps the session's extents keeps it.
+static void test_long_steps(void **state)
+{
+    struct member m;
+    uint64_t handle, known;
+    (void)state;
+    start(1, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    assert_true((handle = kit_session(&m, &long_row, 1, 200)) != 0); // two pages stay as they are
+    assert_int_equal(kit_step(&m, handle, LONG, HEADS, DIM), 0);
+    uint32_t most = extents_taken();
+    kit_pack(&kit);
+    uint64_t needs = (pool()->used_bytes + EXTENT - 1) / EXTENT;
+    assert_true(most >= 3 * needs);
+    uint32_t told = told_of(&m, handle, &known);
+    pass_time();
+    const struct kvq__extent *e;
+    TAILQ_FOREACH (e, &kit_of(&m, handle)->ns->arenas[0].extents, link)
+        assert_false(e->passing);
+    assert_true(extents_taken() <= needs + 1);
+    assert_int_equal(told, extents_taken());
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+}
+
+// An extent that a client has mapped is not given back before the client lets go of it. So a long
+// step does not put what passes there, though the extent is empty.
+static void test_passing_is_unseen(void **state)
+{
+    struct member m;
+    uint64_t handle, known;
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    start(1, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    for (int session = 0; session < 2; session++) {
+        assert_true((handle = kit_session(&m, &long_row, 1, 200)) != 0);
+        assert_int_equal(kit_step(&m, handle, session ? LONG : 1, HEADS, DIM), 0);
+        kit_pack(&kit);
+        (void)told_of(&m, handle, &known);
+        if (session == 0)
+            assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    }
+    uint64_t needs = (pool()->used_bytes + EXTENT - 1) / EXTENT;
+    pass_time();
+    assert_true(extents_taken() <= needs + 1);
+    const struct kvq__extent *e;
+    TAILQ_FOREACH (e, &pool()->empty, link)
+        assert_false(e->told);
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+}
+
+// A page table that names tokens which are yet to be packed, of a prompt that has not ended: its
+// client has to know where they lie.
+static void test_seen_while_passing(void **state)
+{
+    struct member m;
+    uint64_t known;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_info info;
+    (void)state;
+    start(2, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    struct kvq__session_spec spec = {.layers = &long_row, .n_layers = 1, .prompt_tokens = LONG + 1};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    uint64_t handle = info.handle;
+    assert_int_equal(kit_step(&m, handle, LONG, HEADS, DIM), 0);
+    uint32_t before = told_of(&m, handle, &known);
+    struct kvq__table_memory memory = {
+        .layers = 1, .pages = LARGE, .host = calloc(1, kvq_table_bytes(1, LARGE))};
+    assert_int_equal(kvq__table_open(m.client, handle, 1ull << 40, &memory, text), 0);
+    assert_int_equal(kit_whole(&m, handle, 0, HEADS, DIM), 0);
+    assert_true(kvq__queue_results(m.queue)[0].extents > known);
+    uint32_t after = told_of(&m, handle, &known);
+    assert_int_equal(before + after, extents_taken());
+    assert_int_equal(kvq__queue_results(m.queue)[0].extents, known);
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+    free(memory.host);
+}
+
+// Where half of the pool is taken, what passes and what stays lie side by side again.
+static void test_apart_while_there_is_room(void **state)
+{
+    (void)state;
+    for (uint64_t extents = 1; extents <= 8; extents++) {
+        start(extents, extents);
+        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__ref stays = {0}, passes = {0};
+        assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+        assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+        assert_int_equal(stays.block->extent == passes.block->extent, extents < 4);
+        kvq__block_drop(kit.core, &stays);
+        kvq__block_drop(kit.core, &passes);
+        kit_close(&kit);
+    }
+}
+
+static int refuse(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    (void)context, (void)bytes, (void)memory;
+    return KVQ_E_NO_MEMORY;
+}
+
+// Where the system has no memory for a further extent, either goes where there is room.
+static void test_together_for_want_of_memory(void **state)
+{
+    (void)state;
+    for (int first = 0; first < 2; first++) {
+        start(3, LARGE);
+        struct kvq__namespace *ns = namespace_of(1000);
+        struct kvq__ref stays = {0}, passes = {0};
+        if (first)
+            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+        else
+            assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+        pool()->memory.acquire = refuse;
+        if (first)
+            assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+        else
+            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+        assert_ptr_equal(stays.block->extent, passes.block->extent);
+        kvq__block_drop(kit.core, &stays);
+        kvq__block_drop(kit.core, &passes);
+        kit_close(&kit);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fills),
+                                       cmocka_unit_test(test_churn),
+                                       cmocka_unit_test(test_sessions),
+                                       cmocka_unit_test(test_long_steps),
+                                       cmocka_unit_test(test_passing_is_unseen),
+                                       cmocka_unit_test(test_seen_while_passing),
+                                       cmocka_unit_test(test_apart_while_there_is_room),
+                                       cmocka_unit_test(test_together_for_want_of_memory)};
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

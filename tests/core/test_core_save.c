@@ -1,0 +1,800 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saves and restores of the core against a store in memory: a restored session goes on to the bit
+// as its twin that never stopped, blocks are written once, layers answer as they come, damage cuts
+// and is told, and what makes no sense is refused.
+#include "tests/core/save_rig.h"
+
+static void check_format(const char *format, uint64_t tokens, uint32_t rollback)
+{
+    set_rows(format);
+    uint64_t a = open_as("it", LAYERS, rollback), b = open_as("", LAYERS, rollback);
+    if (!a || !b)
+        fail_msg("%s: %s", format, text);
+    feed(a, tokens);
+    feed(b, tokens);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    a = restore("it");
+    go_on_alike(a, b, rollback);
+    save("it"); // once more, in another state
+    drop(a);
+    a = restore("it");
+    go_on_alike(a, b, rollback);
+    drop(a);
+    drop(b);
+    core_check(kit.core);
+}
+
+static void test_all_formats(void **state)
+{
+    static const uint64_t counts[] = {40, 513, 1100};
+    uint32_t n = 0;
+    (void)state;
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
+        if (f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK)
+            continue;
+        check_format(f->name, counts[n % 3], n % 2 ? 11 : 0);
+        n++;
+    }
+    assert_true(n > 10);
+    for (uint32_t tokens = 0; tokens < 3; tokens++)
+        check_format("oscar2", tokens, 0);
+    check_format("ott2", 700, 0);
+    check_format("innerq-hybrid", 700, 150);
+    check_format("kivi2:sink=32", 700, 3);
+}
+
+// ---- Codebooks ----
+
+static int holds;
+static uint64_t book_id = 7;
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static float numbers[1 << 15], smooth[HEADS * DIM]; // 12 bits for 8 channels at most
+    (void)context;
+    (void)name;
+    (void)layer;
+    (void)format;
+    (void)shape;
+    (void)why;
+    for (uint32_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        numbers[i] = (float)(i * 2654435761u >> 16) / 32768 - 1;
+    for (uint32_t i = 0; i < HEADS * DIM; i++)
+        smooth[i] = 0.5f + (float)(i % 7);
+    *book = (struct kvq_book){.smooth = smooth, .k = numbers, .v = numbers};
+    *hold = numbers;
+    holds++;
+    return 0;
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    holds++;
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    assert_true(holds-- > 0);
+}
+
+static uint64_t id_of_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    return book_id;
+}
+
+static void have_codebooks(void)
+{
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    kit.core->config.codebook_id = id_of_codebook;
+}
+
+// Codes of a codebook come back and mean the same, and every hold is given back. Searching 4096
+// centroids takes its time: KVQ_FULL=1 takes these formats, too. `numbers` has no room for
+// 65,536.
+static void test_codebook_formats(void **state)
+{
+    const char *wanted = getenv("KVQ_FULL");
+    bool full = wanted && strcmp(wanted, "1") == 0;
+    uint32_t n = 0;
+    (void)state;
+    have_codebooks();
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
+        char name[KVQ_FORMAT_NAME];
+        if ((f->k.codec != KVQ_CODEC_BOOK && f->v.codec != KVQ_CODEC_BOOK) || f->k.bits == 16 ||
+            (f->k.bits + f->v.bits > 16 && !full))
+            continue;
+        assert_true(snprintf(name, sizeof name, "%s@a", f->name) < (int)sizeof name);
+        check_format(name, n % 2 ? 40 : 513, n % 2 ? 11 : 0);
+        while (holds > 0 && kvq__ended_poll(kit.core)) // what has ended goes bit by bit
+            continue;
+        assert_int_equal(holds, 0);
+        n++;
+    }
+    assert_true(n >= 3);
+}
+
+// A codebook that was made anew under its old name would make other values of the codes.
+static void test_another_codebook(void **state)
+{
+    struct kvq__restore *r;
+    (void)state;
+    have_codebooks();
+    set_rows("vecinfer-2@a");
+    uint64_t a = open_as("it", LAYERS, 0);
+    assert_true(a);
+    feed(a, 300);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    book_id++;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "another codebook"));
+    assert_int_equal(holds, 0);
+    book_id--;
+    drop(restore("it"));
+    assert_int_equal(holds, 0);
+}
+
+// More may be packed than would be due at the count that it was truncated to.
+static void test_after_a_truncate(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 150), b = open_as("", LAYERS, 150);
+    feed(a, 800);
+    feed(b, 800);
+    kit_pack(&kit);
+    truncate_by(a, 150);
+    truncate_by(b, 150);
+    save("it");
+    drop(a);
+    a = restore("it");
+    go_on_alike(a, b, 0);
+}
+
+// A page that was full, and saved, may yet be written anew.
+static void test_written_anew(void **state)
+{
+    (void)state;
+    set_rows("f16");
+    uint64_t a = open_as("it", LAYERS, 100), b = open_as("", LAYERS, 100);
+    feed(a, 384);
+    feed(b, 384);
+    save("it");
+    truncate_by(a, 50);
+    truncate_by(b, 50);
+    for (uint32_t i = 340 * HEADS * DIM; i < 384 * HEADS * DIM; i++)
+        ((float *)(void *)m.memory)[i] += 1;
+    feed(a, 384);
+    feed(b, 384);
+    save("it");
+    drop(a);
+    same_bits(restore("it"), b);
+}
+
+// A fork's first tokens are only there packed.
+static void test_forks(void **state)
+{
+    uint64_t a = open_as("it", LAYERS, 5), fork, twin;
+    (void)state;
+    rows[1].window = 0;
+    drop(a);
+    a = open_as("it", LAYERS, 5);
+    feed(a, 900);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = a, .position = 384};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &twin), 0);
+    assert_int_equal(kit_of(&m, fork)->layers[0].base, 384);
+    kit_name(kit_of(&m, fork), "fork");
+    save("it");
+    uint64_t put = vault.put;
+    save("fork"); // what it shares with its source is there already
+    assert_true(vault.put - put <= OWNED * 2 && vault.kept >= OWNED * 2);
+    drop(fork);
+    fork = restore("fork");
+    assert_int_equal(kit_of(&m, fork)->layers[0].base, 384);
+    go_on_alike(fork, twin, 0);
+}
+
+static void test_incremental(void **state)
+{
+    bool stored;
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
+    rows[1].window = 0;
+    uint64_t a = open_as("it", LAYERS, 0);
+    (void)state;
+    feed(a, 1000);
+    kit_pack(&kit);
+    save("it");
+    uint64_t put = vault.put;
+    assert_int_equal(vault_save(&vault, kit.core, &spec, &stored), 0);
+    assert_false(stored); // nothing has changed
+    assert_true(kit_of(&m, a)->saved_commits == kit_of(&m, a)->commits);
+    feed(a, 1001);
+    save("it");
+    // Of each layer: the block that is being filled, raw ones of the window.
+    if (vault.put - put > OWNED * 4 || vault.kept < 6 * OWNED)
+        fail_msg("%llu blocks written, %llu kept", (unsigned long long)(vault.put - put),
+                 (unsigned long long)vault.kept);
+    spec.again = true;
+    assert_int_equal(vault_save(&vault, kit.core, &spec, &stored), 0);
+    assert_true(stored);
+    drop(a);
+    a = restore("it"); // and what was restored is not written again either
+    put = vault.put;
+    feed(a, 1002);
+    save("it");
+    assert_true(vault.put - put <= OWNED * 4);
+}
+
+// A step is open, and goes on while the save is written.
+static void test_beside_a_step(void **state)
+{
+    struct kvq__save *save;
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
+    uint64_t a = open_as("it", LAYERS, 20), b = open_as("", LAYERS, 20);
+    (void)state;
+    feed(a, 700);
+    feed(b, 700);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = a, .position = 700, .row = 700, .append = 90};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    assert_non_null(save);
+    core_check(kit.core);
+    assert_null(kvq__background_start(kit.core));
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_copied(save);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+    truncate_by(a, 20); // what was copied stays
+    feed(a, 1200);
+    kit_pack(&kit);
+    core_check(kit.core);
+    vault_write(&vault, &save);
+    assert_true(kvq__is_unsaved(kit_of(&m, a)));
+    drop(a);
+    a = restore("it");
+    go_on_alike(a, b, 20);
+}
+
+// The session ends while it is saved: what is written is whole.
+static void test_dropped_meanwhile(void **state)
+{
+    struct kvq__save *save;
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
+    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
+    (void)state;
+    feed(a, 700);
+    feed(b, 700);
+    kit_pack(&kit);
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    drop(a);
+    core_check(kit.core);
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_copied(save);
+    core_check(kit.core);
+    vault_write(&vault, &save);
+    a = restore("it");
+    go_on_alike(a, b, 0);
+}
+
+static void test_layers_answer_as_they_come(void **state)
+{
+    static uint8_t out[OUT_BYTES];
+    struct kvq__restore *r;
+    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
+    (void)state;
+    feed(a, 700);
+    feed(b, 700);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    const struct vault_session *from = vault_find(&vault, "it", 0);
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    a = open_as("it", LAYERS, 0);
+    assert_true(a);
+    assert_int_equal(kit_of(&m, a)->n_loading, OWNED);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    core_check(kit.core);
+    assert_int_equal(attend(a, 0, out), 0);
+    assert_int_equal(attend(a, 3, out), 0); // reads layer 0
+    struct kvq_entry_wire e = {.handle = a, .position = 700, .row = 700, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 4, e, NULL), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 4, e, NULL), 0);
+    struct kvq_entry_wire q = {.handle = a, .position = 700, .queries = QUERIES};
+    struct kvq_request ask = attend_of(2);
+    assert_int_equal(kit_request(&m, &ask, &q), 1); // waits
+    assert_int_equal(vault_layer(&vault, r, from, 1), 0);
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__WAIT);
+    assert_int_equal(vault_layer(&vault, r, from, 2), 0);
+    kvq__restore_end(&r, 0);
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    while (p == KVQ__RUN) {
+        kit_run_job(&kit, kvq__queue_job(m.queue));
+        p = kvq__request_continue(m.queue);
+    }
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    go_on_alike(a, b, 0);
+}
+
+static void test_dropped_while_it_loads(void **state)
+{
+    struct kvq__restore *r;
+    uint64_t a = open_as("it", LAYERS, 0);
+    (void)state;
+    feed(a, 700);
+    save("it");
+    drop(a);
+    const struct vault_session *from = vault_find(&vault, "it", 0);
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    assert_false(kvq__restore_lost(r));
+    a = open_as("it", 0, 0);
+    drop(a);
+    core_check(kit.core);
+    assert_true(kvq__restore_lost(r));
+    assert_int_equal(vault_rest(&vault, &r, from), 0);
+    core_check(kit.core);
+    assert_int_equal(kit.core->n_loading, 0);
+}
+
+// What is good of it is what a fork there would be.
+static void check_cut(const char *format, uint64_t good, uint64_t expect)
+{
+    uint64_t fork;
+    set_rows(format);
+    rows[1].window = 0;
+    uint64_t a = open_as("it", LAYERS, 5);
+    feed(a, 1000);
+    kit_pack(&kit);
+    save("it");
+    struct kvq_entry_wire e = {.handle = a, .position = expect};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
+    drop(a);
+    a = restore_up_to("it", good);
+    assert_int_equal(kit_of(&m, a)->tokens, expect);
+    assert_true(kvq__is_unsaved(kit_of(&m, a)));
+    if (expect)
+        go_on_alike(a, fork, 0);
+    drop(a);
+    drop(fork);
+}
+
+static void test_cut(void **state)
+{
+    (void)state;
+    check_cut("oscar2", 640, 640);
+    check_cut("oscar2", 0, 0);
+    check_cut("f16", 128, 128);
+    check_cut("kivi2", 896, 896);
+    check_cut("ott2", 256, 256);
+    check_cut("ott2", 64, 0); // in what it has learned from
+    set_rows("oscar2");       // with a window whose first pages are gone
+    uint64_t a = open_as("it", LAYERS, 0);
+    feed(a, 1000);
+    save("it");
+    drop(a);
+    a = restore_up_to("it", 128);
+    assert_int_equal(kit_of(&m, a)->tokens, 0);
+    feed(a, 300);
+}
+
+static void test_damage_is_told(void **state)
+{
+    struct kvq__restore *r;
+    struct kvq__session_info info;
+    static uint8_t out[OUT_BYTES];
+    uint64_t a = open_as("it", LAYERS, 0);
+    (void)state;
+    feed(a, 700);
+    save("it");
+    drop(a);
+    const struct vault_session *from = vault_find(&vault, "it", 0);
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
+    a = open_as("it", 0, 0);
+    assert_int_equal(vault_layer(&vault, r, from, 0), 0);
+    struct kvq_entry_wire e = {.handle = a, .position = 700, .row = 700, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 4, e, NULL), 0);
+    kvq__restore_end(&r, KVQ_E_DAMAGED);
+    core_check(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+    struct kvq_request ask = attend_of(0);
+    e = (struct kvq_entry_wire){.handle = a, .position = 700, .queries = 1};
+    assert_int_equal(kit_request(&m, &ask, &e), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_DAMAGED);
+    assert_int_equal(kvq__session_info(m.client, a, &info, text), KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "open the session again"));
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    a = restore_up_to("it", 512);
+    assert_true(a && kit_of(&m, a)->tokens <= 512);
+    (void)out;
+}
+
+static uint64_t open_shard(uint32_t shard, uint32_t n_layers)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "group", .layers = rows, .n_layers = n_layers, .shard = shard, .shards = 2};
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    return info.handle;
+}
+
+static void step_both(const uint64_t handles[2], uint32_t n)
+{
+    const struct kvq__session *s = kit_of(&m, handles[0]);
+    struct kvq_entry_wire e[2];
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+    for (int i = 0; i < 2; i++)
+        e[i] = (struct kvq_entry_wire){
+            .handle = handles[i], .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
+    r.step = 8;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    for (uint32_t layer = 0; layer < OWNED; layer++) {
+        r.op = KVQ_OP_APPEND;
+        r.layer = layer;
+        r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+        r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+        assert_int_equal(kit_request(&m, &r, e), 0);
+        assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    }
+    r = kit_header(KVQ_OP_STEP_END, 2);
+    r.step = 8;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+}
+
+static void test_groups(void **state)
+{
+    struct kvq__save *save;
+    struct kvq__restore *r;
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "group"};
+    uint64_t handles[2] = {open_shard(0, LAYERS)};
+    (void)state;
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_INCOMPLETE);
+    handles[1] = open_shard(1, LAYERS);
+    step_both(handles, 600);
+    kit_pack(&kit);
+    assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 0);
+    assert_int_equal(vault.n_sessions, 2);
+    drop(handles[0]);
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_int_equal(vault_restore(&vault, kit.core, "group", i, NULL, UINT64_MAX, &r, text),
+                         0);
+        assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, "group", i)), 0);
+        core_check(kit.core);
+        handles[i] = open_shard(i, 0);
+    }
+    step_both(handles, 100);
+    assert_int_equal(kit_of(&m, handles[1])->tokens, 700);
+    // Shards that stand apart wait for a step, or are refused when none can begin any more.
+    kit_of(&m, handles[0])->tokens--;
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ__SAVE_WAITS);
+    kit.core->draining = true;
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_INCOMPLETE);
+    assert_non_null(strstr(text, "shard 0 of session \"group\" stands at 699 tokens and shard 1"));
+    kit.core->draining = false;
+    kit_of(&m, handles[0])->tokens++;
+    kit_pack(&kit); // one shard is damaged: both go, for nothing was committed since
+    assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 0);
+    drop(handles[1]);
+    assert_int_equal(vault_restore(&vault, kit.core, "group", 0, NULL, UINT64_MAX, &r, text), 0);
+    assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, "group", 0)), 0);
+    handles[0] = open_shard(0, 0);
+    assert_int_equal(vault_restore(&vault, kit.core, "group", 1, NULL, UINT64_MAX, &r, text), 0);
+    kvq__restore_end(&r, KVQ_E_DAMAGED);
+    assert_int_equal(kit.core->n_sessions, 0);
+    struct kvq_entry_wire e = {.handle = handles[0], .position = 700, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 3, e, NULL), KVQ_E_DAMAGED);
+    core_check(kit.core);
+}
+
+static void test_refusals(void **state)
+{
+    struct kvq__save *save;
+    struct kvq__restore *r;
+    const struct kvq__peer other = {.uid = 2000};
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "none"};
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_NO_SESSION);
+    spec.name = "it";
+    assert_int_equal(kvq__save_begin(kit.core, &other, &spec, &save, text), KVQ_E_PERMISSION);
+    feed(a, 300);
+    kit_pack(&kit);
+    assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 0);
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_EXISTS);
+    drop(a);
+    struct vault_session *from = vault_find(&vault, "it", 0);
+    from->n--;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "page"));
+    from->n++;
+    from->saved.layers[0].format.v.bits ^= 1; // a row of the table, with another meaning
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_FORMAT);
+    core_check(kit.core);
+    struct kvq__session_info info;
+    struct kvq__session_spec open = {
+        .name = "x", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_SAVE};
+    assert_int_equal(kvq__session_open(m.client, &open, &info, text), KVQ_E_UNSUPPORTED);
+    assert_non_null(strstr(text, "storage_dir"));
+}
+
+static void configure(struct kvq__own_format *own, const char *row)
+{
+    char why[256];
+    *own = (struct kvq__own_format){.name = "mine", .has_rest = true};
+    assert_int_equal(kvq_format_parse(row, &own->rest, why, sizeof why), 0);
+    snprintf(own->rest.name, sizeof own->rest.name, "mine");
+    close_kit();
+    kit_formats(own, 1);
+    open_kit();
+}
+
+// What the configuration says of a format now must be what it said then, or nothing.
+static void test_formats_of_the_configuration(void **state)
+{
+    struct kvq__own_format own;
+    struct kvq__restore *r;
+    (void)state;
+    configure(&own, "kivi2");
+    set_rows("mine");
+    feed(open_as("it", LAYERS, 0), 600);
+    kit_pack(&kit);
+    save("it");
+    configure(&own, "kivi4");
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "mine"));
+    close_kit();
+    kit_formats(NULL, 0);
+    open_kit();
+    uint64_t a = restore("it");
+    assert_int_equal(kit_of(&m, a)->tokens, 600);
+    assert_int_equal(kit_of(&m, a)->layers[0].format->k.bits, 2);
+    feed(a, 900);
+}
+
+// Whatever stands in a store: refused, or a session that can be read.
+static void test_hostile(void **state)
+{
+    static uint8_t out[OUT_BYTES];
+    struct kvq__restore *r;
+    uint32_t refused = 0, taken = 0;
+    (void)state;
+    set_rows("ott2");
+    uint64_t a = open_as("it", LAYERS, 5);
+    feed(a, 700);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    struct vault_session *from = vault_find(&vault, "it", 0);
+    const struct kvq__saved good = from->saved;
+    struct kvq__saved_layer layers[LAYERS];
+    memcpy(layers, good.layers, sizeof layers);
+    for (uint32_t i = 0; i < 400; i++) {
+        uint64_t *numbers[] = {&from->saved.tokens,         &from->saved.floor,
+                               &from->saved.layers[0].base, &from->saved.layers[1].packed,
+                               &from->saved.exact_tokens,   &from->saved.prompt_tokens};
+        uint32_t *smalls[] = {&from->saved.layers[1].first_page,
+                              &from->saved.layers[0].raw_page,
+                              &from->saved.max_rollback,
+                              &from->saved.layers[2].first_page,
+                              &from->saved.n_layers,
+                              &from->saved.shard};
+        static const uint64_t steps[] = {1, 32, 128, 256, 1u << 31, UINT64_MAX - 5};
+        uint64_t by = steps[kit_below(&kit, 6)];
+        if (kit_chance(&kit, 50))
+            *numbers[kit_below(&kit, 6)] += kit_chance(&kit, 50) ? by : -by;
+        else if (kit_chance(&kit, 20))
+            from->saved.exact_tokens = from->saved.prompt_tokens = by;
+        else if (kit_chance(&kit, 80))
+            *smalls[kit_below(&kit, 6)] += (uint32_t)(kit_chance(&kit, 50) ? by : -by) % 7;
+        else
+            from->saved.layers[0].learned ^= 1;
+        from->saved.n_layers = from->saved.n_layers > LAYERS ? LAYERS : from->saved.n_layers;
+        text[0] = 0;
+        int rc = vault_restore(&vault, kit.core, "it", from->saved.shard, NULL,
+                               kit_below(&kit, 900), &r, text);
+        assert_true(rc == 0 || text[0]);
+        core_check(kit.core);
+        refused += rc < 0;
+        taken += rc == 0;
+        if (rc == 0) {
+            vault_rest(&vault, &r, from);
+            a = open_as("it", 0, 0);
+            for (uint32_t l = 0; a && l < LAYERS; l++)
+                attend(a, l, out);
+            kit_pack(&kit);
+            core_check(kit.core);
+            if (a)
+                drop(a);
+        }
+        from->saved = good;
+        memcpy(from->saved.layers, layers, sizeof layers);
+    }
+    assert_true(refused > 20 && taken > 20);
+    from->saved.exact_tokens = 600; // of a prompt of no tokens
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, 0, &r, text), KVQ_E_DAMAGED);
+    assert_non_null(strstr(text, "600 tokens of a prompt of 0"));
+    from->saved = good;
+}
+
+static void test_no_room(void **state)
+{
+    struct kvq__restore *r;
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 5);
+    feed(a, 1500);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    for (uint32_t i = 1; i < 60; i++) {
+        kit.fail_one_in = i;
+        int rc = vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text);
+        kit.fail_one_in = 0;
+        assert_true(rc == 0 || rc == KVQ_E_NO_MEMORY);
+        if (rc == 0) {
+            assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, "it", 0)), 0);
+            drop(open_as("it", 0, 0));
+        }
+        core_check(kit.core);
+    }
+    a = restore("it");
+    struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it", .again = true};
+    for (uint32_t i = 1; i < 30; i++) {
+        struct kvq__save *save;
+        kit.fail_one_in = i;
+        int rc = kvq__save_begin(kit.core, &m.client->peer, &spec, &save, text);
+        kit.fail_one_in = 0;
+        assert_true(rc == 0 || rc == KVQ_E_NO_MEMORY);
+        kvq__save_end(&save, false);
+        core_check(kit.core);
+    }
+}
+
+static uint32_t idle_after(uint64_t seconds)
+{
+    struct kvq__unsaved list[4];
+    kit.now += seconds * 1000000000;
+    kvq__core_clock(kit.core, kit.now);
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_ALL, 0, list, 4), 1);
+    return kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 0, list, 4);
+}
+
+// What cannot be saved is tried again after 1, 2, 4, .. 60 seconds, and told of once a minute.
+static void test_failing(void **state)
+{
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0), waited = 0;
+    feed(a, 10);
+    assert_int_equal(idle_after(1), 1);
+    for (uint64_t wait = 1, told = 0, now = 0; now < 600;
+         now += wait, wait = wait < 30 ? 2 * wait : 60) {
+        bool tell = kvq__unsaved_failed(kit.core, "uid-1000", "it");
+        assert_int_equal(tell, now == 0 || now - told >= 60);
+        told = tell ? now : told;
+        assert_int_equal(idle_after(wait - 1), 0);
+        assert_int_equal(idle_after(1), 1);
+        waited = wait;
+    }
+    assert_int_equal(waited, 60);
+    assert_false(kvq__unsaved_failed(kit.core, "uid-1000", "other"));
+    assert_false(kvq__unsaved_failed(kit.core, "nobody", "it"));
+    (void)kvq__unsaved_failed(kit.core, "uid-1000", "it");
+    save("it"); // by whomever: it starts anew
+    feed(a, 20);
+    assert_int_equal(idle_after(0), 1);
+    (void)kvq__unsaved_failed(kit.core, "uid-1000", "it");
+    assert_int_equal(idle_after(1), 1);
+}
+
+static void test_unsaved(void **state)
+{
+    struct kvq__unsaved list[4];
+    (void)state;
+    uint64_t a = open_as("it", LAYERS, 0);
+    open_as("", LAYERS, 0);
+    feed(a, 10);
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_ALL, 0, list, 4), 1);
+    assert_string_equal(list[0].name, "it");
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 1000, list, 4), 0);
+    kit.now += 2000;
+    kvq__core_clock(kit.core, kit.now);
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 1000, list, 4), 1);
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
+    kit_of(&m, a)->save_on_detach = true;
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 1);
+    kit.now += 10000000000u; // its keep time is over, but it is not saved
+    kvq__core_clock(kit.core, kit.now);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 2);
+    save("it");
+    assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_ALL, 0, list, 4), 0);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 1);
+}
+
+static uint64_t open_salted(const char *name, const char *salt, uint64_t prefix)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = name,
+        .model = "m",
+        .salt = salt,
+        .adapter = "lora",
+        .layers = rows,
+        .n_layers = LAYERS,
+        .prefix = {.buffer = m.buffer, .offset = m.ids_at, .tokens = prefix}};
+    int rc = kvq__session_open(m.client, &spec, &info, text);
+    assert_true(rc == 0 || rc == KVQ_E_EXISTS);
+    return rc ? 0 : info.handle;
+}
+
+// A session that began with another's tokens is saved like any, and has its salt and adapter again.
+static void test_prefix(void **state)
+{
+    (void)state;
+    set_rows("oscar2");
+    m.ids_at = 64; // any numbers will do
+    uint64_t first = open_salted("", "salt", 0);
+    feed(first, 512); // all that a window of 300 still sees there is still there, too
+    kit_pack(&kit);
+    uint64_t a = open_salted("it", "salt", 600), b = open_salted("", "salt", 600);
+    assert_int_equal(kit_of(&m, a)->prefix_tokens, 4 * KVQ_BLOCK_TOKENS);
+    save("it"); // though nothing was appended
+    drop(a);
+    a = restore("it");
+    assert_int_equal(kit_of(&m, a)->tokens, 4 * KVQ_BLOCK_TOKENS);
+    go_on_alike(a, b, 0);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    assert_int_equal(open_salted("it", "pepper", 0), 0);
+    assert_true(open_salted("it", "salt", 0) != 0);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(test_all_formats),
+        TEST(test_after_a_truncate),
+        TEST(test_written_anew),
+        TEST(test_forks),
+        TEST(test_incremental),
+        TEST(test_beside_a_step),
+        TEST(test_dropped_meanwhile),
+        TEST(test_layers_answer_as_they_come),
+        TEST(test_dropped_while_it_loads),
+        TEST(test_cut),
+        TEST(test_damage_is_told),
+        TEST(test_groups),
+        TEST(test_refusals),
+        TEST(test_formats_of_the_configuration),
+        TEST(test_hostile),
+        TEST(test_no_room),
+        TEST(test_unsaved),
+        TEST(test_failing),
+        TEST(test_codebook_formats),
+        TEST(test_another_codebook),
+        TEST(test_prefix),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,747 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions as the control plane sees them: opening, comparing, holds, limits, keeping and
+// dropping, and the numbers that are told.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/core/core_kit.h"
+
+enum { MIB = 1 << 20, BUFFER = 2 * MIB, DIM = 128 };
+
+static struct kit kit;
+static struct member m, other; // users 1000 and 1001
+static char text[KVQ_TEXT_BYTES];
+
+static struct kvq__layer_row row_of(const char *format)
+{
+    return (struct kvq__layer_row){
+        .q_heads = 8, .kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .format = format, .kv_from = -1};
+}
+
+static void parse(const char *name, const char *as, struct kvq_format *f)
+{
+    if (kvq_format_parse(name, f, text, sizeof text))
+        fail_msg("%s", text);
+    snprintf(f->name, sizeof f->name, "%s", as);
+}
+
+// "mymix": layer 0 as k8v4, 2 to 4 as kivi2-g64, others 3 bits for K. "part" has layer 1 alone.
+static struct kvq__own_format *own_formats(void)
+{
+    static struct kvq__own_format own[2];
+    own[0] = (struct kvq__own_format){.name = "mymix", .has_rest = true, .n_ranges = 2};
+    own[1] = (struct kvq__own_format){.name = "part", .n_ranges = 1};
+    parse("ott2:k_bits=3", "mymix", &own[0].rest);
+    own[0].ranges[1].first = 2, own[0].ranges[1].last = 4;
+    own[1].ranges[0].first = own[1].ranges[0].last = 1;
+    parse("k8v4", "k8v4", &own[0].ranges[0].row);
+    parse("kivi2-g64", "kivi2-g64", &own[0].ranges[1].row);
+    parse("vecinfer-2", "vecinfer-2", &own[1].ranges[0].row);
+    return own;
+}
+
+static int setup(void **state)
+{
+    static const uint32_t uids[] = {1000, 1001};
+    const struct kvq__namespace_config team = {
+        .name = "team",
+        .quota = {.limit = {[KVQ__HOST_BYTES] = 4 * MIB, [KVQ__SESSIONS] = 2}},
+        .uids = uids,
+        .n_uids = 2};
+    (void)state;
+    kit_formats(own_formats(), 2);
+    kit_open(&kit, 3, 64 * MIB, 0);
+    assert_int_equal(kvq__core_namespace(kit.core, &team, text), 0);
+    assert_int_equal(kvq__core_namespace(kit.core, &team, text), KVQ_E_EXISTS);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    assert_int_equal(member_open(&kit, &other, 1001, BUFFER), 0);
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    core_check(kit.core);
+    member_close(&m);
+    member_close(&other);
+    kit_close(&kit);
+    return 0;
+}
+
+static int open_as(struct member *who, const struct kvq__session_spec *spec,
+                   struct kvq__session_info *info)
+{
+    memset(text, 0, sizeof text);
+    int rc = kvq__session_open(who->client, spec, info, text);
+    if (rc < 0)
+        assert_true(strlen(text) > 20 && strlen(text) < sizeof text - 1); // a sentence, not cut
+    return rc;
+}
+
+// Opens with one row changed and expects to be refused.
+static void refused(const struct kvq__layer_row *row, int code, const char *says)
+{
+    struct kvq__session_info info;
+    const struct kvq__session_spec spec = {.layers = row, .n_layers = 1, .format = "oscar2"};
+    assert_int_equal(open_as(&m, &spec, &info), code);
+    if (!strstr(text, says))
+        fail_msg("\"%s\" does not say \"%s\"", text, says);
+}
+
+static void test_shapes(void **state)
+{
+    struct kvq__layer_row row;
+    (void)state;
+    row = row_of("oscar9");
+    refused(&row, KVQ_E_FORMAT, "known are mymix, part, f16, bf16, oscar2");
+    row = row_of(NULL);
+    row.k_dim = row.v_dim = 96;
+    refused(&row, KVQ_E_SHAPE, "96");
+    row = row_of(NULL);
+    row.v_dim = 64;
+    refused(&row, KVQ_E_SHAPE, "unequal");
+    row = row_of(NULL);
+    row.q_heads = 7;
+    refused(&row, KVQ_E_SHAPE, "multiple");
+    row = row_of(NULL);
+    row.kv_heads = 0;
+    refused(&row, KVQ_E_SHAPE, "at least 1");
+    row = row_of(NULL);
+    row.q_heads = row.kv_heads = 300;
+    refused(&row, KVQ_E_LIMIT, "256");
+    row = row_of(NULL);
+    row.repeat = UINT32_MAX;
+    refused(&row, KVQ_E_LIMIT, "256");
+    row = row_of(NULL);
+    row.kv_from = 5;
+    refused(&row, KVQ_E_SHAPE, "kv_from");
+    row = row_of(NULL);
+    row.kv_heads = 64;
+    row.q_heads = 64;
+    refused(&row, KVQ_E_LIMIT, "extent"); // a raw block of 4 MiB in extents of 2 MiB
+    assert_int_equal(kit.core->n_sessions, 0);
+}
+
+static void test_numbers_of_spec(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec good = {.layers = &row, .n_layers = 1}, spec;
+    char long_name[KVQ_NAME_BYTES + 1];
+    (void)state;
+    memset(long_name, 'x', sizeof long_name - 1);
+    long_name[sizeof long_name - 1] = 0;
+    spec = good;
+    spec.name = long_name;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_LIMIT);
+    spec.name = "line\nbreak";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec.name = "#7";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.max_rollback = KVQ_MAX_ROLLBACK + 1;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_LIMIT);
+    spec = good;
+    spec.shards = 2;
+    spec.shard = 2;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.v_rotation = KVQ__V_NONE + 1;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.dtype = KVQ_BF16; // f16 does not hold it
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_SHAPE);
+    spec = good;
+    spec.on_detach = KVQ__DETACH_KEEP; // unnamed
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    spec = good;
+    spec.flags = KVQ__OPEN_MUST_EXIST | KVQ__OPEN_MUST_CREATE;
+    spec.name = "a";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    assert_int_equal(open_as(&m, &good, &info), 0);
+}
+
+static void test_open_again(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("f16")};
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {
+        .name = "chat", .model = "llama", .layers = rows, .n_layers = 2};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_true(info.created);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), KVQ_E_STALE);
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_false(info.created);
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_BUSY);
+    spec.flags = KVQ__OPEN_MUST_CREATE;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    spec.flags = KVQ__OPEN_READ_ONLY;
+    rows[1].window = 64;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    assert_non_null(strstr(text, "shape of layer 1"));
+    rows[1] = row_of("oscar2");
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    assert_non_null(strstr(text, "f16 there, oscar2 asked"));
+    spec.n_layers = 0;
+    spec.model = "mistral";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    spec.model = NULL;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_string_equal(info.model, "llama");
+    assert_int_equal(info.layers, 2);
+    spec.name = "nobody";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_NO_SESSION);
+}
+
+static void test_take_over(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info first, second;
+    struct kvq__session_spec spec = {.ns = "team", .name = "x", .layers = &row, .n_layers = 1};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &first), 0);
+    struct kvq_entry_wire e = {.handle = first.handle, .append = 10};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(open_as(&other, &spec, &second), KVQ_E_BUSY);
+    spec.flags = KVQ__OPEN_TAKE_OVER;
+    assert_int_equal(open_as(&other, &spec, &second), 0);
+    assert_int_equal(second.writer_client, other.id);
+    assert_false(second.step_open); // the old writer's step is void
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 1, e, NULL), KVQ_E_NO_STEP);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_TAKEN);
+    assert_int_equal(kvq__session_close(m.client, first.handle, text), 0);
+    e.handle = second.handle;
+    assert_int_equal(kit_simple(&other, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_STALE); // not m's
+}
+
+// The first page of all namespaces.
+static uint32_t listed(const struct kvq__peer *peer, struct kvq__session_info *list, uint32_t max)
+{
+    uint64_t looks = KVQ__LIST_LOOKS;
+    return kvq__core_sessions(kit.core, peer, NULL, (struct kvq__list_at){0}, &looks, list, max);
+}
+
+static void test_permission(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info, list[4];
+    struct kvq__session_spec spec = {.name = "mine", .layers = &row, .n_layers = 1};
+    const struct kvq__peer stranger = {.uid = 2000}, admin = {.uid = 0, .admin = true};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_string_equal(info.ns, "uid-1000");
+    spec.ns = "uid-1000";
+    assert_int_equal(open_as(&other, &spec, &info), KVQ_E_PERMISSION);
+    spec.ns = "secret"; // does not exist: the same answer
+    assert_int_equal(open_as(&other, &spec, &info), KVQ_E_PERMISSION);
+    assert_int_equal(listed(&stranger, list, 4), 0);
+    assert_int_equal(listed(&admin, list, 4), 1);
+    assert_int_equal(kvq__session_drop_named(kit.core, &stranger, "uid-1000", "mine", text),
+                     KVQ_E_PERMISSION);
+    assert_int_equal(kvq__session_drop_named(kit.core, &stranger, "", "#1", text),
+                     KVQ_E_NO_SESSION);
+    assert_int_equal(kvq__core_kick(kit.core, &stranger, m.id, text), KVQ_E_PERMISSION);
+    assert_int_equal(kvq__core_kick(kit.core, &admin, 999, text), KVQ_E_NO_CLIENT);
+    assert_int_equal(kit.core->counts.kicked_clients, 0);
+    assert_int_equal(kvq__session_drop_named(kit.core, &admin, "", "#1", text), 0);
+    assert_int_equal(kit.core->n_sessions, 0);
+}
+
+static void test_quota(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.ns = "team", .layers = &row, .n_layers = 1};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    // 128 KiB a page and layer; the namespace has 4 MiB, the pool much more.
+    struct kvq_entry_wire e = {.handle = info.handle, .append = 33 * 128};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), KVQ_E_QUOTA);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    e.append = 32 * 128;
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 4 * MIB);
+    assert_int_equal(open_as(&other, &spec, &info), 0);
+    assert_int_equal(open_as(&other, &spec, &info), KVQ_E_QUOTA); // the third session
+    struct kvq__namespace_info ns[4];
+    assert_int_equal(kvq__core_namespaces(kit.core, &m.client->peer, 0, ns, 4), 1);
+    assert_int_equal(ns[0].used[KVQ__SESSIONS], 2);
+    assert_int_equal(ns[0].used[KVQ__HOST_BYTES], 4 * MIB);
+    assert_int_equal(ns[0].quota.limit[KVQ__HOST_BYTES], 4 * MIB);
+}
+
+static void test_keep(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.name = "kept", .layers = &row, .n_layers = 1};
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(kit_step(&m, info.handle, 20, 2, DIM), 0);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = 20, .append = 10};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    spec.name = NULL; // an unnamed one beside it
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    member_close(&m); // dies in the middle of its step
+    assert_int_equal(kit.core->n_sessions, 1);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    spec.name = "kept";
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(info.tokens, 20);
+    kvq__core_clock(kit.core, 3000000000u);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    kvq__core_clock(kit.core, 7000000000u); // kept for 5 seconds
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 1);
+    kvq__core_clock(kit.core, 8000000000u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_sessions, 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    assert_true(kit.extents_out > 0);
+    kvq__core_clock(kit.core, 30000000000u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.extents_out, 0); // empty extents go back after a while
+}
+
+static void test_info(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("oscar2")};
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
+    struct kvq__status status;
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    for (uint32_t i = 0; i < 5; i++)
+        assert_int_equal(kit_step(&m, info.handle, 128, 2, DIM), 0);
+    assert_int_equal(kit_step(&m, info.handle, 60, 2, DIM), 0);
+    kit_pack(&kit);
+    assert_int_equal(kvq__session_info(m.client, info.handle, &info, text), 0);
+    assert_int_equal(info.tokens, 700);
+    assert_int_equal(info.full_precision_tokens, 60);
+    assert_true(info.bytes_per_token_head <= 98);
+    assert_true(info.bits_per_value > 2 && info.bits_per_value < 3.1);
+    assert_true(info.bytes_per_token_head_total > info.bytes_per_token_head);
+    assert_true(info.compression > 1 && info.compression < 16 / info.bits_per_value);
+    assert_string_equal(info.format, "oscar2");
+    kvq__core_status(kit.core, &status);
+    assert_int_equal(status.pool_used_bytes, info.packed_bytes + info.window_bytes);
+    assert_int_equal(status.tokens, 700);
+    assert_int_equal(kit.core->counts.appended_tokens, 700);
+    assert_int_equal(kit.core->counts.steps, 6);
+    assert_int_equal(status.sessions, 1);
+    assert_int_equal(status.clients, 2);
+}
+
+// A cache is kept as far back as the layer that looks back farthest.
+static void test_shared_cache(void **state)
+{
+    struct kvq__layer_row rows[5];
+    (void)state;
+    for (uint32_t i = 0; i < 5; i++)
+        rows[i] = row_of("f16");
+    rows[0].window = rows[2].window = 100;
+    rows[1].kv_from = 0; // looks back without end
+    rows[3].kv_from = 2;
+    rows[3].window = 300;
+    rows[4].kv_from = 2;
+    rows[4].window = 50;
+    const struct kvq__session *s = kit_of(&m, kit_session(&m, rows, 5, 0));
+    assert_int_equal(s->n_owned, 2);
+    assert_int_equal(s->layers[0].keep, 0);
+    assert_int_equal(s->layers[2].keep, 300);
+}
+
+static void expect_format(uint64_t handle, uint32_t layer, const char *name)
+{
+    assert_string_equal(kit_of(&m, handle)->layers[layer].format->name, name);
+}
+
+static void test_own_formats(void **state)
+{
+    struct kvq__layer_row rows[3] = {row_of(NULL), row_of(NULL), row_of("int8")};
+    struct kvq__session_info info, fork;
+    struct kvq__session_spec spec = {.name = "a", .format = "mymix", .layers = rows, .n_layers = 3};
+    (void)state;
+    rows[0].repeat = 6;
+    rows[1].kv_from = 3; // layer 6 reads layer 3's cache, and so has its format
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_string_equal(info.format, "mymix");
+    assert_string_equal(info.layer_formats,
+                        "0:k8v4, 1:mymix:outliers=0, 2-4:kivi2-g64, 5:mymix, 6:kivi2-g64, 7:int8");
+    const struct kvq__session *s = kit_of(&m, info.handle);
+    assert_ptr_equal(s->layers[0].format, kvq_format_by_name("k8v4"));
+    assert_int_equal(s->layers[1].format->outliers, 0); // the first layers go without
+    assert_int_equal(s->layers[5].format->outliers, 3);
+    assert_int_equal(s->layers[5].format->k.bits, 3);
+    assert_int_equal(s->n_formats, 3);
+    assert_int_equal(kit_step(&m, info.handle, 10, 2, DIM), 0);
+    struct kvq_entry_wire e = {.handle = info.handle, .position = 10};
+    uint64_t forked;
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_drop_named(kit.core, &m.client->peer, NULL, "a", text), 0);
+    assert_int_equal(kvq__session_info(m.client, forked, &fork, text), 0);
+    assert_string_equal(fork.format, "mymix"); // its formats outlive those of the first
+    assert_string_equal(fork.layer_formats, info.layer_formats);
+    assert_int_equal(kit_step(&m, forked, 10, 2, DIM), 0);
+}
+
+// A session opened by the names that an own format stands for is the same session.
+static void test_own_formats_again(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of(NULL), row_of(NULL)};
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.name = "a",
+                                     .format = "mymix",
+                                     .layers = rows,
+                                     .n_layers = 2,
+                                     .flags = KVQ__OPEN_TAKE_OVER};
+    (void)state;
+    rows[1].format = "kivi2-g64";
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    rows[0].format = "k8v4";
+    spec.format = NULL;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    rows[1].format = "kivi2:k_group=64:v_group=64"; // the same stages by another name
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
+    spec.format = "part";
+    spec.name = "b";
+    rows[0].format = rows[1].format = NULL;
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "format part says nothing of layer 0"));
+    rows[0].format = "int8";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "format vecinfer-2 needs a codebook"));
+    spec.format = "part@mine";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "no codebooks")); // the name got as far as the folder
+    rows[0].format = "mymix-g64";
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "mymix-g64 is unknown; known are mymix, part, f16"));
+}
+
+// Pairs and stages keep their meaning where outliers are taken away.
+static void test_plain_layers(void **state)
+{
+    static const struct {
+        const char *format, *plain;
+    } cases[] = {{"ott2", "ott2-o0"},
+                 {"ott2-s32", "ott2-s32-o0"},
+                 {"ott2+kivi4", "ott2-o0+kivi4"},
+                 {"ott2:recent=64", "ott2:recent=64:outliers=0"}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct kvq__layer_row row = row_of(cases[i].format);
+        struct kvq_format same;
+        uint64_t handle;
+        row.repeat = 3;
+        assert_true((handle = kit_session(&m, &row, 1, 0)));
+        expect_format(handle, 1, cases[i].plain);
+        expect_format(handle, 2, cases[i].format);
+        parse(cases[i].plain, cases[i].plain, &same);
+        assert_int_equal(same.outliers, 0);
+    }
+}
+
+// However many formats clients make up, others still get theirs, and all memory comes back.
+static void test_made_up_formats(void **state)
+{
+    enum { SESSIONS = 700 };
+    uint64_t handles[SESSIONS];
+    (void)state;
+    uint64_t before = kit.allocated_out;
+    for (uint32_t i = 0; i < SESSIONS; i++) {
+        char name[KVQ_FORMAT_NAME];
+        snprintf(name, sizeof name, "oscar2-w%u", i);
+        struct kvq__layer_row row = row_of(name);
+        assert_true((handles[i] = kit_session(&m, &row, 1, 0)));
+        assert_int_equal(kit_of(&m, handles[i])->layers[0].format->recent_tokens, i);
+    }
+    struct kvq__layer_row row = row_of("kivi2-g128");
+    uint64_t handle = kit_session(&other, &row, 1, 0);
+    assert_true(handle);
+    assert_int_equal(kvq__session_close(other.client, handle, text), 0);
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
+    // Handles stay allocated for the next ones; sessions and their formats do not.
+    assert_true(kit.allocated_out - before < SESSIONS * sizeof(struct kvq_format));
+}
+
+// ---- Codebooks ----
+
+static int holds, one_hold;
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static const float numbers[1 << 12];
+    (void)context;
+    (void)format;
+    (void)shape;
+    if (layer == 2) {
+        snprintf(why, KVQ_TEXT_BYTES / 2, "layer 2 is not in %s", name);
+        return KVQ_E_FORMAT;
+    }
+    *book = (struct kvq_book){.smooth = numbers, .k = numbers, .v = numbers};
+    *hold = &one_hold;
+    holds++;
+    return 0;
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    (void)context;
+    assert_ptr_equal(hold, &one_hold);
+    assert_true(holds++ > 0);
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    (void)context;
+    assert_ptr_equal(hold, &one_hold);
+    assert_true(holds-- > 0);
+}
+
+// Each layer holds its codebook as long as its session lives, however that came to be.
+static void test_codebook_holds(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("kivi2")};
+    struct kvq__session_info info, again;
+    struct kvq__session_spec spec = {.name = "a", .layers = rows, .n_layers = 2};
+    uint64_t forked;
+    (void)state;
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    rows[0].repeat = 2;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(holds, 2);
+    spec.flags = KVQ__OPEN_READ_ONLY;
+    assert_int_equal(open_as(&m, &spec, &again), 0); // what was asked for is compared and dropped
+    assert_int_equal(holds, 2);
+    struct kvq_entry_wire e = {.handle = info.handle};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
+    assert_int_equal(holds, 4);
+    assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
+    assert_int_equal(holds, 2);
+    rows[1] = rows[0]; // layer 2 is refused after two were got
+    spec = (struct kvq__session_spec){.layers = rows, .n_layers = 2};
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
+    assert_int_equal(holds, 2);
+    rows[1].repeat = 1;
+    rows[1].kv_from = 0; // reads layer 0's cache, and so with its codebook
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(holds, 5);
+    member_close(&m);
+    assert_int_equal(holds, 0);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+}
+
+// What a client is told that attends in its own context.
+static void test_reading(void **state)
+{
+    struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("vecinfer-2@a")};
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 2, .path = 1, .dtype = 2};
+    struct kvq__layer_reading layers[KVQ_MAX_LAYERS];
+    struct kvq__session_info info;
+    struct kvq_book book;
+    void *hold = NULL;
+    uint8_t path;
+    uint32_t shards = 0;
+    (void)state;
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    rows[1].kv_from = 0;
+    rows[1].window = 300;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, &shards, text), 2);
+    assert_int_equal(shards, 1);
+    assert_int_equal(path, info.path);
+    assert_string_equal(layers[0].format.name, "vecinfer-2@a");
+    assert_int_equal(layers[0].shape.dtype, KVQ_BF16);
+    assert_int_equal(layers[1].shape.window, 300);
+    assert_int_equal(layers[1].source, 0);
+    int before = holds;
+    assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), 0);
+    assert_true(book.k != NULL && hold == &one_hold && holds == before + 1);
+    release_codebook(NULL, hold);
+    assert_int_equal(kvq__session_book(m.client, info.handle, 2, &book, &hold, text), KVQ_E_SHAPE);
+    assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, &shards, text),
+                     KVQ_E_STALE);
+    assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), KVQ_E_STALE);
+    spec.n_layers = 1;
+    rows[0] = row_of("kivi2");
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), KVQ_E_FORMAT);
+    member_close(&m);
+    assert_int_equal(holds, 0);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+}
+
+static void test_list_of_formats(void **state)
+{
+    static struct kvq__format_info list[100];
+    (void)state;
+    uint32_t n = kvq__core_formats(kit.core, list, 100);
+    assert_true(n > 4 + 30 && n <= 100);
+    assert_string_equal(list[1].name, "mymix");
+    assert_string_equal(list[1].row->name, "kivi2-g64");
+    assert_int_equal(list[1].first, 2);
+    assert_int_equal(list[1].last, 4);
+    assert_true(list[2].own && list[2].others && list[2].last == UINT32_MAX);
+    assert_string_equal(list[3].name, "part");
+    assert_string_equal(list[4].name, "f16");
+    assert_false(list[4].own);
+    assert_string_equal(list[n - 1].name, "kvq2");
+    assert_int_equal(kvq__core_formats(kit.core, list, 1), n);
+}
+
+static void test_drain(void **state)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
+    struct member late;
+    (void)state;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    struct kvq_entry_wire e = {.handle = info.handle};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    kvq__core_drain(kit.core);
+    assert_false(kvq__core_idle(kit.core));
+    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_DRAINING);
+    assert_int_equal(member_open(&kit, &late, 1, 64), KVQ_E_DRAINING);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_DRAINING);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 1, e, NULL), 0);
+    assert_true(kvq__core_idle(kit.core));
+}
+
+// ---- Rotation of V ----
+
+static uint8_t rotation_of(const char *format, uint32_t asked)
+{
+    const struct kvq__layer_row row = row_of(format);
+    const struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .v_rotation = asked};
+    struct kvq__session_info info;
+    if (open_as(&m, &spec, &info))
+        fail_msg("%s: %s", format, text);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    return info.v_rotation;
+}
+
+// Who says nothing gets what the format's paper does, and is told what that is.
+static void test_rotation_by_paper(void **state)
+{
+    static const char *const rotated[] = {
+        "oscar2",       "oscar4-xh",     "quarot4", "oscar2-g128-fm", "oscar3:sink=32:recent=64",
+        "kivi2+oscar2", "oscar2-noscale"};
+    static const char *const not [] = {"f16",
+                                       "kivi2",
+                                       "innerq-hybrid",
+                                       "ott2",
+                                       "turboquant3",
+                                       "k8v4",
+                                       "kvq2",
+                                       "oscar2-norot",
+                                       "oscar2:vrot=none",
+                                       "oscar2+kivi2",
+                                       "oscar2:vrot=signed",
+                                       "quarot2:rot=signed",
+                                       "oscar2:vaxis=channel",
+                                       "oscar2:channel=prompt"};
+    (void)state;
+    for (uint32_t i = 0; i < sizeof rotated / sizeof *rotated; i++)
+        assert_int_equal(rotation_of(rotated[i], KVQ__V_BY_PAPER), KVQ_V_ROT_DAEMON);
+    for (uint32_t i = 0; i < sizeof not / sizeof *not ; i++)
+        if (rotation_of(not [i], KVQ__V_BY_PAPER) != KVQ_V_ROT_NONE)
+            fail_msg("%s is rotated", not [i]);
+    assert_int_equal(rotation_of("oscar2", KVQ__V_ENGINE), KVQ_V_ROT_ENGINE);
+    assert_int_equal(rotation_of("oscar2", KVQ__V_NONE), KVQ_V_ROT_NONE);
+    assert_int_equal(rotation_of("kivi2", KVQ__V_DAEMON), KVQ_V_ROT_DAEMON);
+    const struct kvq__layer_row rows[] = {row_of("k8v4"), row_of("oscar2")};
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
+    struct kvq__session_info info;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(info.v_rotation, KVQ__V_MIXED);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    spec.v_rotation = KVQ__V_DAEMON; // in all of them
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_int_equal(info.v_rotation, KVQ_V_ROT_DAEMON);
+    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+}
+
+// What an engine cannot see it need not ask for; what it sees must be what it asks for.
+static void test_rotation_of_existing(void **state)
+{
+    static const struct {
+        uint8_t there, asked, reported;
+        bool opens;
+    } rows[] = {
+        {KVQ__V_NONE, KVQ__V_BY_PAPER, KVQ_V_ROT_NONE, true},
+        {KVQ__V_BY_PAPER, KVQ__V_BY_PAPER, KVQ_V_ROT_DAEMON, true},
+        {KVQ__V_BY_PAPER, KVQ__V_DAEMON, KVQ_V_ROT_DAEMON, true},
+        {KVQ__V_NONE, KVQ__V_DAEMON, 0, false},
+        {KVQ__V_DAEMON, KVQ__V_NONE, 0, false},
+        {KVQ__V_ENGINE, KVQ__V_BY_PAPER, 0, false},
+        {KVQ__V_BY_PAPER, KVQ__V_ENGINE, 0, false},
+        {KVQ__V_ENGINE, KVQ__V_ENGINE, KVQ_V_ROT_ENGINE, true},
+    };
+    const struct kvq__layer_row row = row_of("oscar2");
+    (void)state;
+    for (uint32_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        struct kvq__session_info first, again;
+        struct kvq__session_spec spec = {
+            .name = "there", .layers = &row, .n_layers = 1, .v_rotation = rows[i].there};
+        assert_int_equal(open_as(&m, &spec, &first), 0);
+        assert_int_equal(kvq__session_close(m.client, first.handle, text), 0);
+        spec.v_rotation = rows[i].asked;
+        int rc = open_as(&m, &spec, &again);
+        assert_int_equal(rc, rows[i].opens ? 0 : KVQ_E_EXISTS);
+        if (rc < 0) {
+            assert_non_null(strstr(text, "v_rotation"));
+            spec.n_layers = 0; // as it is
+            assert_int_equal(open_as(&m, &spec, &again), 0);
+        } else {
+            assert_int_equal(again.v_rotation, rows[i].reported);
+        }
+        assert_int_equal(kvq__session_drop(m.client, again.handle, text), 0);
+        assert_int_equal(kvq__session_close(m.client, again.handle, text), KVQ_E_STALE);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_shapes, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_numbers_of_spec, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_open_again, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_take_over, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_permission, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_quota, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_keep, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_info, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_shared_cache, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_own_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_own_formats_again, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_plain_layers, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_made_up_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_codebook_holds, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_reading, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_list_of_formats, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_rotation_by_paper, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_rotation_of_existing, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,358 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Steps, windows and packing: what is stored depends on the tokens alone, a step commits whole or
+// not at all, and going back is as if one had never gone.
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/core/core_kit.h"
+
+enum {
+    HEADS = 2,
+    DIM = 64,
+    TOKENS = 1100,
+    QUERIES = 4,
+    MIB = 1 << 20,
+    TENSOR_BYTES = TOKENS * HEADS * DIM * 4,
+    BUFFER = 4 * MIB,
+    Q_AT = BUFFER / 4,
+    OUT_AT = Q_AT + 64 * 1024,
+    LSE_AT = OUT_AT + 64 * 1024,
+};
+static_assert(TENSOR_BYTES <= Q_AT, "the tensors lie apart");
+
+static const struct kvq__layer_row two_layers[] = {
+    {.q_heads = 4,
+     .kv_heads = HEADS,
+     .k_dim = DIM,
+     .v_dim = DIM,
+     .format = "oscar2",
+     .kv_from = -1},
+    {.q_heads = 2, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .format = "f16", .kv_from = -1},
+};
+
+static struct kit kit;
+static struct member m;
+
+static int setup(void **state)
+{
+    (void)state;
+    kit_open(&kit, 7, 128 * MIB, 0);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    float *k = (float *)(void *)m.memory, *v = (float *)(void *)(m.memory + BUFFER / 2);
+    for (uint32_t i = 0; i < BUFFER / 8; i++) {
+        k[i] = kit_float(&kit);
+        v[i] = kit_float(&kit);
+    }
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    core_check(kit.core);
+    member_close(&m);
+    kit_close(&kit);
+    return 0;
+}
+
+static uint64_t fed(uint32_t piece, uint32_t tokens, uint32_t max_rollback)
+{
+    uint64_t handle = kit_session(&m, two_layers, 2, max_rollback);
+    assert_true(handle != 0);
+    for (uint32_t at = 0; at < tokens; at += piece) {
+        uint32_t n = tokens - at < piece ? tokens - at : piece;
+        assert_int_equal(kit_step(&m, handle, n, HEADS, DIM), 0);
+    }
+    return handle;
+}
+
+static void attend(uint64_t handle, uint32_t layer, uint16_t queries, uint16_t flags)
+{
+    struct kvq_entry_wire e = {
+        .handle = handle, .position = kit_of(&m, handle)->tokens, .queries = queries};
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    r.layer = layer;
+    r.flags = flags;
+    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
+    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+    r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
+    memset(m.memory + OUT_AT, 0, 64 * 1024);
+    assert_int_equal(kit_request(&m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_true(*(float *)(void *)(m.memory + OUT_AT) != 0.0f); // it was written
+}
+
+static void copy_out(uint64_t handle, uint32_t layer, uint8_t out[64 * 1024])
+{
+    attend(handle, layer, QUERIES, 0);
+    memcpy(out, m.memory + OUT_AT, 64 * 1024);
+}
+
+static void assert_same_attention(uint64_t a, uint64_t b)
+{
+    static uint8_t first[64 * 1024], second[64 * 1024];
+    for (uint32_t layer = 0; layer < 2; layer++) {
+        copy_out(a, layer, first);
+        copy_out(b, layer, second);
+        assert_memory_equal(first, second, sizeof first);
+    }
+}
+
+static void assert_same_bytes(uint64_t a, uint64_t b)
+{
+    const struct kvq__session *s = kit_of(&m, a), *t = kit_of(&m, b);
+    const struct kvq__layer *x = &s->layers[0], *y = &t->layers[0];
+    assert_int_equal(s->tokens, t->tokens);
+    assert_int_equal(x->packed, y->packed);
+    assert_true(x->packed > 0);
+    assert_int_equal(x->raw_page, y->raw_page);
+    for (uint32_t p = 0; p < x->packed / KVQ_BLOCK_TOKENS; p++)
+        assert_memory_equal(kvq__page(x, p)->packed.data, kvq__page(y, p)->packed.data,
+                            x->packed_bytes);
+}
+
+static void test_pieces(void **state)
+{
+    static const uint32_t pieces[] = {1, 17, 128, 512};
+    (void)state;
+    uint64_t whole = fed(TOKENS, TOKENS, 0);
+    kit_pack(&kit);
+    for (uint32_t i = 0; i < 4; i++) {
+        uint64_t other = fed(pieces[i], TOKENS, 0);
+        kit_pack(&kit);
+        assert_same_bytes(whole, other);
+        assert_same_attention(whole, other);
+    }
+}
+
+// The same bits alone, in a batch of 64, and however finely the work is cut.
+static void test_batch(void **state)
+{
+    static uint8_t alone[64 * 1024];
+    struct kvq_entry_wire entries[64];
+    (void)state;
+    uint64_t first = fed(300, 1000, 0);
+    copy_out(first, 0, alone);
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 64);
+    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
+    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+    r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
+    for (uint32_t i = 0; i < 64; i++) {
+        uint64_t handle = i == 40 ? first : fed(200, 30 + i, 0);
+        entries[i] = (struct kvq_entry_wire){.handle = handle,
+                                             .position = kit_of(&m, handle)->tokens,
+                                             .queries = QUERIES,
+                                             .q_row = i == 40 ? 0 : 8};
+    }
+    for (uint32_t workers = 1; workers <= 16; workers += 5) {
+        kit.core->config.workers = workers; // 1 cuts nothing, 16 all
+        r.count = workers == 16 ? 1 : 64;
+        r.slots = (uint16_t)(4 + (r.count + 1) / 2);
+        memset(m.memory + OUT_AT, 0, 64 * 1024);
+        assert_int_equal(kit_request(&m, &r, workers == 16 ? &entries[40] : entries), 0);
+        size_t bytes = QUERIES * 4 * DIM * sizeof(float);
+        assert_memory_equal(m.memory + OUT_AT, alone, bytes);
+    }
+}
+
+static void test_truncate(void **state)
+{
+    uint64_t value;
+    (void)state;
+    uint64_t plain = fed(90, 500, 40), drafted = fed(90, 500, 40);
+    assert_int_equal(kit_step(&m, drafted, 40, HEADS, DIM), 0);
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = drafted, .position = 540, .list_token = 41};
+    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, &value), KVQ_E_ROLLBACK);
+    assert_int_equal(value, 500);
+    assert_int_equal(kit_of(&m, drafted)->tokens, 540);
+    e.list_token = 40;
+    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, &value), 0);
+    assert_int_equal(value, 500);
+    assert_same_attention(plain, drafted); // with as much packed as if it had never been
+    // Going on, the tokens that were drafted do not matter, and what is packed is the same.
+    assert_int_equal(kit_step(&m, plain, 300, HEADS, DIM), 0);
+    assert_int_equal(kit_step(&m, drafted, 300, HEADS, DIM), 0);
+    kit_pack(&kit);
+    assert_same_bytes(plain, drafted);
+    assert_same_attention(plain, drafted);
+}
+
+// Accepting tokens 0, 2, 5 of a draft is the same as appending just these.
+static void test_accept(void **state)
+{
+    static const int32_t kept[] = {0, 2, 5};
+    (void)state;
+    uint64_t drafted = fed(125, 125, 8);
+    assert_int_equal(kit_step(&m, drafted, 8, HEADS, DIM), 0); // crosses a page
+    memcpy(m.memory + Q_AT, kept, sizeof kept);
+    struct kvq_request r = kit_header(KVQ_OP_ACCEPT, 1);
+    r.list = (struct kvq_wire_view){.offset = Q_AT, .buffer = m.buffer};
+    struct kvq_entry_wire e = {.handle = drafted, .position = 133, .append = 8, .list_token = 3};
+    assert_int_equal(kit_request(&m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kvq__queue_results(m.queue)[0].value, 128);
+    float *k = (float *)(void *)m.memory, *v = (float *)(void *)(m.memory + BUFFER / 2);
+    for (uint32_t j = 0; j < 3; j++) {
+        size_t row = HEADS * DIM;
+        memmove(k + (125 + j) * row, k + (125 + (uint32_t)kept[j]) * row, row * sizeof *k);
+        memmove(v + (125 + j) * row, v + (125 + (uint32_t)kept[j]) * row, row * sizeof *v);
+    }
+    assert_same_attention(fed(128, 128, 8), drafted);
+}
+
+static void test_fork(void **state)
+{
+    uint64_t value;
+    (void)state;
+    uint64_t source = fed(200, 600, 0), used = kit.core->pools[0].used_bytes;
+    kit_pack(&kit);
+    struct kvq_entry_wire e = {.handle = source, .position = 300};
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &value), KVQ_E_ROLLBACK);
+    assert_int_equal(value, 256); // cuts into a packed unit
+    e.position = 256;
+    used = kit.core->pools[0].used_bytes;
+    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &value), 0);
+    assert_int_equal(kit.core->pools[0].used_bytes, used); // all of it shared
+    uint64_t fork = value, same = fed(256, 256, 0);
+    assert_same_attention(fork, same);
+    assert_int_equal(kit_step(&m, fork, 200, HEADS, DIM), 0);
+    assert_int_equal(kit_step(&m, same, 200, HEADS, DIM), 0);
+    assert_same_attention(fork, same);
+    assert_same_attention(source, fed(600, 600, 0)); // which nobody touched
+}
+
+// A client that stops at layer l, in any of the ways there are, leaves the session at its last
+// commit, with the memory it had.
+static void test_stop_at_layer(void **state)
+{
+    static uint8_t before[64 * 1024], after[64 * 1024];
+    (void)state;
+    uint64_t handle = fed(130, 130, 0);
+    copy_out(handle, 0, before);
+    uint64_t used = kit.core->pools[0].used_bytes;
+    for (uint32_t layers = 0; layers < 2; layers++) {
+        for (uint8_t op = KVQ_OP_STEP_END; op <= KVQ_OP_STEP_ABORT; op++) {
+            struct kvq_entry_wire e = {
+                .handle = handle, .position = 130, .row = 130, .append = 200};
+            assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+            assert_true(kit.core->pools[0].used_bytes > used);
+            struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+            r.step = 5;
+            r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+            r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+            if (layers)
+                assert_int_equal(kit_request(&m, &r, &e), 0);
+            int expect = op == KVQ_OP_STEP_END ? KVQ_E_INCOMPLETE : 0;
+            assert_int_equal(kit_simple(&m, op, 5, e, NULL), expect);
+            assert_int_equal(kit_of(&m, handle)->tokens, 130);
+            assert_int_equal(kit.core->pools[0].used_bytes, used);
+            copy_out(handle, 0, after);
+            assert_memory_equal(before, after, sizeof before);
+        }
+    }
+}
+
+static void test_nonfinite(void **state)
+{
+    (void)state;
+    uint64_t handle = fed(50, 50, 0);
+    float *k = (float *)(void *)m.memory;
+    for (uint32_t row = 50; row < 60; row += 9) {
+        float *at = &k[(row * HEADS + 1) * DIM + 63], good = *at;
+        *at = row == 50 ? NAN : INFINITY;
+        assert_int_equal(kit_step(&m, handle, 10, HEADS, DIM), KVQ_E_NONFINITE);
+        assert_int_equal(kit_of(&m, handle)->tokens, 50);
+        assert_null(kit_of(&m, handle)->step);
+        *at = good;
+    }
+    assert_int_equal(kit_step(&m, handle, 10, HEADS, DIM), 0);
+    assert_same_attention(handle, fed(60, 60, 0));
+}
+
+// The step that does not fit fails at its beginning, and nothing else changes.
+static void test_memory_full(void **state)
+{
+    (void)state;
+    uint64_t handle = kit_session(&m, two_layers, 2, 0);
+    kit.core->pools[0].budget = 6 * MIB; // three extents: one for each size of block
+    struct kvq_entry_wire e = {.handle = handle, .append = 60000};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->pools[0].used_bytes, 0);
+    assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 1);
+    assert_int_equal(kit_step(&m, handle, 100, HEADS, DIM), 0);
+    uint64_t used = kit.core->pools[0].used_bytes;
+    e.position = 100;
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), KVQ_E_NO_MEMORY);
+    assert_int_equal(kit.core->pools[0].used_bytes, used);
+    kit.core->pools[0].budget = 128 * MIB;
+}
+
+// A reader stands at the committed count while a step is open, and packs what it needs itself.
+static void test_readers(void **state)
+{
+    struct kvq__session_info info;
+    struct kvq__session_spec spec = {.name = "shared", .layers = two_layers, .n_layers = 2};
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    uint64_t writer = info.handle, same = fed(300, 300, 0);
+    assert_int_equal(kit_step(&m, writer, 300, HEADS, DIM), 0);
+    spec.flags = KVQ__OPEN_READ_ONLY;
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    struct kvq_entry_wire e = {.handle = writer, .position = 300, .append = 50};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    assert_same_attention(info.handle, same);
+    assert_int_equal(kit_of(&m, writer)->layers[0].packed, 256);
+    e.handle = info.handle;
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_READ_ONLY);
+    e.handle = writer;
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 1, e, NULL), 0);
+}
+
+// Blocks wholly behind a layer's window are freed, and what is left attends as before.
+static void test_window(void **state)
+{
+    static const struct kvq__layer_row rows[] = {{.q_heads = 4,
+                                                  .kv_heads = HEADS,
+                                                  .k_dim = DIM,
+                                                  .v_dim = DIM,
+                                                  .window = 100,
+                                                  .format = "oscar4",
+                                                  .kv_from = -1}};
+    (void)state;
+    uint64_t handle = kit_session(&m, rows, 1, 0), most = 0;
+    for (uint32_t i = 0; i < 20; i++) {
+        assert_int_equal(kit_step(&m, handle, 50, HEADS, DIM), 0);
+        kit_pack(&kit);
+        most = kit.core->pools[0].used_bytes > most ? kit.core->pools[0].used_bytes : most;
+    }
+    const struct kvq__layer *l = &kit_of(&m, handle)->layers[0];
+    assert_int_equal(l->first_page, (1000 + 1 - 100) / 128);
+    assert_true(most <= 3 * (l->raw_bytes + l->packed_bytes));
+    attend(handle, 0, 1, 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_pieces, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_batch, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_truncate, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_accept, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_fork, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_stop_at_layer, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_nonfinite, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_memory_full, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_readers, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_window, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,583 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Whole steps in the order of a client's stream, over the software driver: nobody waits for them,
+// and whoever fails, goes, closes, drops or takes over meanwhile, the session, the bytes on the GPU
+// and the client's page table agree when they have ended.
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "daemon/core/residency/move.h"
+#include "daemon/core/session/table.h"
+#include "tests/kits/stream_kit.h"
+
+enum {
+    PAGES = 16,
+    OUTLIERS = 300, // tokens from which ott2 has packed some
+    EXTRAS = MIB,
+};
+
+// A session of three layers: ott2 keeps outliers from its third one on.
+static void open_layers(struct streamer *s, const char *name, const char *format)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__layer_row row = stream_row;
+    struct kvq__session_spec spec = {.name = name,
+                                     .format = format,
+                                     .place = kvq__pool_name(&kit.core->pools[1]),
+                                     .layers = &row,
+                                     .n_layers = 1};
+    row.repeat = 3;
+    assert_int_equal(kvq__session_open(s->m.client, &spec, &info, text), 0);
+    s->session = info.handle;
+}
+
+static uint32_t layers_of(struct streamer *s)
+{
+    return kit_of(&s->m, s->session)->n_layers;
+}
+
+// A page table of a session, in memory that the GPU reaches.
+struct table {
+    struct streamer *s;
+    struct kvq_table_page *page;
+    uint8_t *copy; // on the host
+};
+
+static struct table open_table(struct streamer *s)
+{
+    char text[KVQ_TEXT_BYTES];
+    uint32_t layers = layers_of(s);
+    struct table t = {s, sim_gpus()->memory_new(kvq_table_bytes(layers, PAGES)),
+                      calloc(1, kvq_table_bytes(layers, PAGES))};
+    memset(t.page, 0, kvq_table_bytes(layers, PAGES));
+    struct kvq__table_memory memory = {
+        .gpu = (uintptr_t)t.page, .copy = t.copy, .layers = layers, .pages = PAGES};
+    assert_int_equal(kvq__table_open(s->m.client, s->session, 1ull << 40, &memory, text), 0);
+    return t;
+}
+
+static struct kvq_table_layer head_of(const struct table *t, uint32_t layer)
+{
+    struct kvq_table_layer head;
+    memcpy(&head, (const uint8_t *)(t->page + 1) + layer * kvq_table_layer_bytes(PAGES),
+           sizeof head);
+    return head;
+}
+
+static struct kvq_table_entry entry_of(const struct table *t, uint32_t layer, uint32_t page)
+{
+    const uint8_t *at = (const uint8_t *)(t->page + 1) + layer * kvq_table_layer_bytes(PAGES) +
+                        sizeof(struct kvq_table_layer);
+    struct kvq_table_entry entries[PAGES];
+    memcpy(entries, at, sizeof entries);
+    return entries[page];
+}
+
+// Says of all pages what the session's own view at its count says.
+static void check_page(const struct table *t)
+{
+    struct kvq__session *s = kit_of(&t->s->m, t->s->session);
+    struct kvq_page pages[PAGES];
+    assert_int_equal(t->page->tokens, s->tokens);
+    for (uint32_t l = 0; l < s->n_layers; l++) {
+        uint32_t n = kvq__pages_view(s, l, s->tokens, s->tokens, pages);
+        struct kvq_table_layer head = head_of(t, l);
+        assert_int_equal(head.n_pages, n);
+        assert_int_equal(!head.extras, !kvq__extras_view(s, &s->layers[l], s->tokens));
+        for (uint32_t i = 0; i < n; i++) {
+            struct kvq_table_entry e = entry_of(t, l, i);
+            assert_int_equal(e.tokens, pages[i].tokens);
+            assert_int_equal(e.packed_tokens, pages[i].packed_tokens);
+            assert_int_equal(e.packed % (2 * MIB), (uintptr_t)pages[i].packed % (2 * MIB));
+            assert_true(e.packed_tokens == e.tokens || e.raw);
+        }
+    }
+}
+
+// And so does its copy on the host.
+static void check_table(const struct table *t)
+{
+    check_page(t);
+    assert_memory_equal(t->copy, t->page, kvq_table_bytes(layers_of(t->s), PAGES));
+}
+
+static uint64_t tokens_of(struct streamer *s)
+{
+    return kit_of(&s->m, s->session)->tokens;
+}
+
+static int request(struct streamer *s, uint64_t position, uint32_t n, bool on_stream)
+{
+    struct kvq_entry_wire e = {.handle = s->session, .position = position, .append = n};
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
+    r.layer = layers_of(s);
+    r.slots = (uint16_t)(r.slots + r.layer);
+    r.flags = on_stream ? KVQ_REQ_ON_STREAM : 0;
+    r.signal = on_stream ? ++s->signal : 0;
+    for (uint32_t i = 0; i < r.layer; i++)
+        s->m.layers[i] = (struct kvq_step_layer){kit_view(&s->m, 0, HEADS, DIM, KVQ_F32),
+                                                 kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32)};
+    int rc = kit_request(&s->m, &r, &e);
+    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+}
+
+// In the order of the stream, which has yet to signal; without a timeline in the host's.
+static int step(struct streamer *s, uint32_t n)
+{
+    return request(s, tokens_of(s), n, s->alone);
+}
+
+static void go_on(struct streamer *s)
+{
+    stream_ready(s);
+    stream_settle(s);
+}
+
+// What a session keeps besides its blocks, as the GPU has it.
+static void extras_of(struct streamer *s, uint8_t bytes[EXTRAS])
+{
+    const struct kvq__layer *l = &kit_of(&s->m, s->session)->layers[2];
+    size_t n = kvq_extras_bytes(l->format, &l->shape);
+    assert_in_range(n, 1, EXTRAS);
+    memset(bytes, 0, EXTRAS);
+    assert_int_equal(kvq__gpu_take(kit.core->pools[1].gpu, bytes, (uintptr_t)l->extras.data, n), 0);
+}
+
+static void close_table(struct table *t)
+{
+    uint64_t gone = kit.tables_gone;
+    assert_int_equal(kvq__table_close(t->s->m.client, t->s->session, NULL), 0);
+    stream_settle(t->s);
+    assert_int_equal(kit.tables_gone, gone + 1);
+    sim_gpus()->memory_free(t->page);
+    free(t->copy);
+}
+
+// ---- In order ----
+
+// It is answered at once with the count that it will have, and nothing is so before the stream has
+// signalled; the next one waits on the host, and so does whoever names the new count.
+static void test_settles(void **state)
+{
+    (void)state;
+    stream_needed();
+    stream_session(&one, "packed", "oscar2");
+    struct table t = open_table(&one);
+    assert_int_equal(step(&one, MANY), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].value, MANY);
+    const struct kvq__session *s = kit_of(&one.m, one.session);
+    assert_true(s->committing && s->tokens == 0 && s->layers[0].packed == 0);
+    assert_int_equal(t.page->tokens, 0);
+    assert_int_equal(request(&one, MANY, 1, true), 1); // waits
+    stream_ready(&one);
+    stream_settle(&one);
+    assert_int_equal(s->tokens, MANY);
+    check_table(&t);
+    assert_true(s->layers[0].packed > 0 &&
+                s->layers[0].packed == kvq__packed_at(s, s->layers, MANY));
+    assert_int_equal(stream_done(&one), 1);
+    assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+    go_on(&one);
+    assert_int_equal(s->tokens, MANY + 1);
+    check_table(&t);
+    close_table(&t);
+}
+
+// Readers at the committed count do not wait for the writer's step.
+static void test_readers_go_on(void **state)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_READ_ONLY};
+    (void)state;
+    stream_needed();
+    assert_int_equal(step(&one, 100), 0);
+    go_on(&one);
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    two.session = info.handle;
+    struct table t = open_table(&two);
+    assert_int_equal(step(&one, 1), 0);
+    assert_int_equal(request(&two, 100, 0, false), 0);
+    assert_int_equal(t.page->tokens, 100);
+    struct kvq_entry_wire e = {.handle = two.session, .position = 50};
+    assert_int_equal(kit_simple(&two.m, KVQ_OP_FORK, 0, e, NULL), 1); // as a change would
+    go_on(&one);
+    kit_settle(&two.m);
+    while (kvq__request_continue(two.m.queue) != KVQ__DONE)
+        kit_settle(&two.m);
+    assert_int_equal(request(&two, 101, 0, false), 0);
+    check_table(&t);
+    close_table(&t);
+}
+
+// ---- Beside a stalled client ----
+
+// What happens to a session in use: it packs, a window passes, it goes back, or it moves.
+struct use {
+    const char *format;
+    uint32_t window, goes_back;
+    bool moves;
+};
+
+static uint64_t used_now(void)
+{
+    stream_settle(&two);
+    while (kvq__core_poll(kit.core))
+        continue;
+    core_check(kit.core);
+    return kit.core->pools[0].used_bytes + kit.core->pools[1].used_bytes;
+}
+
+// Bytes that it has after some steps of client two.
+static uint64_t holds_after(const struct use *use)
+{
+    struct kvq__layer_row row = stream_row;
+    struct kvq__session_spec spec = {
+        .format = use->format, .layers = &row, .n_layers = 1, .max_rollback = 200};
+    struct kvq__move_spec to = {.place = "host"};
+    struct kvq__move_info move;
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    const uint64_t before = used_now();
+    row.window = use->window;
+    spec.place = kvq__pool_name(&kit.core->pools[1]);
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(kit_step(&two.m, info.handle, MANY, HEADS, DIM), 0);
+        stream_settle(&two);
+    }
+    struct kvq__session *s = kit_of(&two.m, info.handle);
+    struct kvq_entry_wire e = {info.handle, 2 * MANY, .list_token = use->goes_back};
+    if (use->goes_back)
+        assert_int_equal(kit_simple(&two.m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    if (use->moves)
+        assert_int_equal(kvq__move_start(s, &to, &move, text), 0);
+    while (kvq__core_moves(kit.core))
+        kvq__core_poll(kit.core);
+    const uint64_t held = used_now() - before;
+    assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
+    assert_int_equal(used_now(), before);
+    return held;
+}
+
+// No more of what sessions in use give up is kept while another client's stream does not signal.
+static void test_in_use_beside_a_stalled(void **state)
+{
+    static const struct use uses[] = {
+        {"oscar2", 0, 0, 0}, {"f16", 200, 0, 0}, {"oscar2", 0, 200, 0}, {"oscar2", 0, 0, 1}};
+    uint64_t alone[4];
+    (void)state;
+    stream_needed();
+    for (int i = 0; i < 4; i++)
+        alone[i] = holds_after(&uses[i]);
+    assert_int_equal(step(&one, 1), 0);
+    for (int i = 0; i < 4; i++)
+        assert_int_equal(holds_after(&uses[i]), alone[i]);
+    assert_int_equal(stream_done(&one), 0);
+    go_on(&one);
+}
+
+// What client two has of a new session after some steps, which its page table names.
+static uint64_t holds_after_steps(void)
+{
+    char text[KVQ_TEXT_BYTES];
+    const struct kvq__pool *pool = &kit.core->pools[1];
+    const uint64_t before = pool->used_bytes;
+    open_layers(&two, NULL, "oscar2");
+    struct table t = open_table(&two);
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(step(&two, MANY), 0);
+        go_on(&two);
+    }
+    assert_int_equal(step(&two, 1), 0); // since which the table names no raw tokens
+    go_on(&two);
+    kvq__core_poll(kit.core);
+    const uint64_t held = pool->used_bytes - before;
+    close_table(&t);
+    assert_int_equal(kvq__session_drop(two.m.client, two.session, text), 0);
+    assert_int_equal(pool->used_bytes, before);
+    return held;
+}
+
+// While another client's stream does not signal.
+static void test_steps_beside_a_stalled(void **state)
+{
+    (void)state;
+    stream_needed();
+    const uint64_t alone = holds_after_steps();
+    assert_int_equal(step(&one, 1), 0);
+    assert_int_equal(holds_after_steps(), alone);
+    assert_int_equal(stream_done(&one), 0);
+    go_on(&one);
+}
+
+// ---- Values that are not finite ----
+
+// Of a format that learns and competes: nothing of it, its pool or its table has changed, and the
+// writer's next request is told once.
+static void test_nan(void **state)
+{
+    static uint8_t before[EXTRAS], after[EXTRAS];
+    float *k = (float *)(void *)one.m.memory;
+    (void)state;
+    stream_needed();
+    open_layers(&one, "packed", "ott2");
+    struct table t = open_table(&one);
+    assert_int_equal(step(&one, OUTLIERS), 0);
+    go_on(&one);
+    const struct kvq__session *s = kit_of(&one.m, one.session);
+    const uint64_t packed = s->layers[2].packed;
+    extras_of(&one, before);
+    k[7 * HEADS * DIM] = NAN;
+    assert_int_equal(step(&one, OUTLIERS), 0);
+    go_on(&one);
+    k[7 * HEADS * DIM] = 1;
+    assert_true(s->tokens == OUTLIERS && s->layers[2].packed == packed);
+    extras_of(&one, after);
+    assert_memory_equal(before, after, sizeof before);
+    check_page(&t); // the copy was written before anybody knew
+    assert_int_equal(request(&one, 2 * OUTLIERS, 1, true), KVQ_E_NONFINITE);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].value, OUTLIERS);
+    assert_int_equal(step(&one, OUTLIERS), 0);
+    go_on(&one);
+    assert_true(s->tokens == 2 * OUTLIERS && s->layers[2].packed > packed);
+    extras_of(&one, after);
+    assert_memory_not_equal(before, after, sizeof before);
+    check_table(&t);
+    close_table(&t);
+}
+
+// ---- Who goes meanwhile ----
+
+// A client that dies with a step that its stream has not come to: the named session stands as
+// before, whatever lay in the tensors, and what its table named is given back.
+static void test_dies(void **state)
+{
+    static uint8_t before[EXTRAS], after[EXTRAS];
+    (void)state;
+    stream_needed();
+    open_layers(&one, "packed", "ott2");
+    struct table t = open_table(&one);
+    assert_int_equal(step(&one, OUTLIERS), 0);
+    go_on(&one);
+    extras_of(&one, before);
+    assert_int_equal(step(&one, OUTLIERS), 0);
+    uint64_t gone = kit.tables_gone;
+    kvq__client_detach(one.m.client);
+    kvq__queue_ending(one.m.queue);
+    kit_settle(&one.m);
+    assert_int_equal(kit.tables_gone, gone + 1);
+    sim_gpus()->memory_free(t.page);
+    free(t.copy);
+    stream_reopen(&one, "one");
+    stream_session(&one, "packed", NULL);
+    assert_int_equal(tokens_of(&one), OUTLIERS);
+    extras_of(&one, after);
+    assert_memory_equal(before, after, sizeof before);
+    assert_int_equal(step(&one, 1), 0);
+    go_on(&one);
+    assert_int_equal(tokens_of(&one), OUTLIERS + 1);
+}
+
+// Who closes a session does not take the step back that it was promised.
+static void test_closes(void **state)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_spec spec = {.name = "one"};
+    (void)state;
+    stream_needed();
+    assert_int_equal(step(&one, 100), 0);
+    assert_int_equal(kvq__session_close(one.m.client, one.session, text), 0);
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), KVQ_E_BUSY);
+    go_on(&one);
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    assert_int_equal(info.tokens, 100);
+}
+
+// Who takes a session over has it without the step, or, where the GPU was past it already, with it.
+static void test_taken_over(void **state)
+{
+    struct kvq__session_info info;
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_TAKE_OVER};
+    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    (void)state;
+    stream_needed();
+    assert_int_equal(step(&one, 100), 0);
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    two.session = info.handle;
+    assert_int_equal(request(&two, 0, 3, false), 1); // waits for the GPU to have passed it
+    go_on(&one);
+    assert_int_equal(tokens_of(&two), 0);
+    enum kvq__progress p = kvq__request_continue(two.m.queue);
+    while (p == KVQ__GPU) {
+        kit_settle(&two.m);
+        p = kvq__request_continue(two.m.queue);
+    }
+    assert_int_equal(kvq__queue_results(two.m.queue)[0].status, 0);
+    assert_int_equal(tokens_of(&two), 3);
+    // The other way: all has run by the time of the next hold, and nobody here has seen it yet.
+    spec.name = "another";
+    stream_session(&one, "another", "f16");
+    stream = one.m.client->lanes[0]->stream;
+    assert_int_equal(step(&one, 100), 0);
+    stream_ready(&one);
+    assert_int_equal(kvq__gpu_driver(kit.core->pools[1].gpu)->stream_sync(stream), 0);
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    two.session = info.handle;
+    assert_int_equal(info.tokens, 0);
+    stream_settle(&one);
+    assert_int_equal(tokens_of(&two), 100);
+}
+
+// What a table names is not given to others while its step is under way, nor afterwards while the
+// client looks: also where the session was dropped.
+static void test_dropped(void **state)
+{
+    char text[KVQ_TEXT_BYTES];
+    uint8_t before[64], after[64];
+    struct kvq__gpu *gpu = kit.core->pools[1].gpu;
+    (void)state;
+    stream_needed();
+    stream_session(&one, "packed", "oscar2");
+    struct table t = open_table(&one);
+    assert_int_equal(step(&one, MANY), 0);
+    go_on(&one);
+    const uint8_t *block = kvq__page(&kit_of(&one.m, one.session)->layers[0], 0)->packed.data;
+    assert_int_equal(kvq__gpu_take(gpu, before, (uintptr_t)block, sizeof before), 0);
+    assert_int_equal(step(&one, 50), 0);
+    uint64_t used = kit.core->pools[1].used_bytes;
+    assert_int_equal(kvq__session_drop_named(kit.core, &two.m.client->peer, NULL, "packed", text),
+                     0);
+    assert_int_equal(kit.core->pools[1].used_bytes, used);
+    go_on(&one);
+    assert_true(kit.core->pools[1].used_bytes > 0);
+    assert_int_equal(t.page->tokens, MANY); // it was cancelled
+    for (uint32_t i = 0; i < 8; i++) {
+        stream_session(&two, "", "f16");
+        assert_int_equal(request(&two, 0, 1000, false), 0);
+    }
+    assert_int_equal(kvq__gpu_take(gpu, after, (uintptr_t)block, sizeof after), 0);
+    assert_memory_equal(before, after, sizeof before);
+    used = kit.core->pools[1].used_bytes;
+    kvq__client_detach(one.m.client);
+    kvq__queue_ending(one.m.queue);
+    kit_settle(&one.m);
+    assert_true(kit.core->pools[1].used_bytes < used);
+    sim_gpus()->memory_free(t.page);
+    free(t.copy);
+    stream_reopen(&one, "one");
+}
+
+// Leaves room in a chunk for one layer at a time.
+static void shrink_lane(struct streamer *s)
+{
+    kit.core->config.lane_bytes = KVQ__WAVE_ROOM + 2048;
+    stream_open(s, "small");
+}
+
+// A step that asks for more than a chunk goes through several, and is one step all the same.
+static void test_cut(void **state)
+{
+    struct streamer small;
+    (void)state;
+    shrink_lane(&small);
+    open_layers(&small, "packed", "oscar2");
+    struct table t = open_table(&small);
+    for (uint32_t i = 1; i <= 3; i++) {
+        small.words[0] = small.signal + 1; // it comes to its signal before it asks
+        assert_int_equal(step(&small, 300), 0);
+        stream_settle(&small);
+        assert_int_equal(tokens_of(&small), 300 * i);
+        check_table(&t);
+        const struct kvq__session *s = kit_of(&small.m, small.session);
+        for (uint32_t l = 0; l < s->n_layers; l++)
+            assert_int_equal(s->layers[l].packed, kvq__packed_at(s, &s->layers[l], 300 * i));
+    }
+    close_table(&t);
+    stream_close(&small);
+}
+
+// Its client dies between two chunks: what has been stored of it is nothing.
+static void test_dies_between_chunks(void **state)
+{
+    struct streamer small;
+    (void)state;
+    shrink_lane(&small);
+    open_layers(&small, "packed", "oscar2");
+    const uint64_t id = kit_of(&small.m, small.session)->id;
+    struct kvq_entry_wire e = {.handle = small.session, .append = 300};
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
+    r.layer = 3;
+    r.slots = (uint16_t)(r.slots + r.layer);
+    for (uint32_t i = 0; i < r.layer; i++)
+        small.m.layers[i] =
+            (struct kvq_step_layer){kit_view(&small.m, 0, HEADS, DIM, KVQ_F32),
+                                    kit_view(&small.m, BUFFER / 2, HEADS, DIM, KVQ_F32)};
+    kit_load(&small.m, &r, &e);
+    assert_int_equal(kvq__request_start(small.m.queue), KVQ__GPU);
+    const struct kvq__session *s = kit_of(&small.m, small.session);
+    assert_true(s->committing && s->step_layers > 0 && s->step_layers < 3);
+    kit_settle(&small.m); // too late to cancel what has been stored
+    kvq__client_detach(small.m.client);
+    kit_settle(&small.m);
+    enum kvq__progress p = kvq__request_continue(small.m.queue);
+    while (p == KVQ__GPU) {
+        kit_settle(&small.m);
+        p = kvq__request_continue(small.m.queue);
+    }
+    assert_int_equal(kvq__queue_completion(small.m.queue)->status, KVQ_E_CANCELLED);
+    assert_true(s->id == id && s->tokens == 0 && !kvq__in_step(s) && s->n_pages == 0);
+    stream_reopen(&small, "small");
+    stream_session(&small, "packed", NULL);
+    assert_int_equal(request(&small, 0, 10, false), 0);
+    assert_int_equal(tokens_of(&small), 10);
+    stream_close(&small);
+}
+
+// A closed table is no one's to free while a GPU writes it.
+static void test_table_closed(void **state)
+{
+    (void)state;
+    stream_needed();
+    struct table t = open_table(&one);
+    uint64_t gone = kit.tables_gone;
+    assert_int_equal(step(&one, 10), 0);
+    assert_int_equal(kvq__table_close(one.m.client, one.session, NULL), 0);
+    assert_int_equal(kit.tables_gone, gone);
+    go_on(&one);
+    assert_int_equal(kit.tables_gone, gone + 1);
+    assert_int_equal(tokens_of(&one), 10);
+    sim_gpus()->memory_free(t.page);
+    free(t.copy);
+}
+
+int main(void)
+{
+    kit_gpus(sim_gpus());
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_settles, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_readers_go_on, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_in_use_beside_a_stalled, stream_setup,
+                                        stream_teardown),
+        cmocka_unit_test_setup_teardown(test_steps_beside_a_stalled, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_nan, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dies, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_closes, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_taken_over, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dropped, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_cut, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dies_between_chunks, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_table_closed, stream_setup, stream_teardown),
+    };
+    return cmocka_run_group_tests_name("gpu_step", tests, NULL, NULL);
+}

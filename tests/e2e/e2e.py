@@ -1,0 +1,50 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""End-to-end tests: real daemons on directories of their own, real client processes, kill -9.
+
+    tests/e2e/e2e.py [NAME]...     run the tests whose name holds one of these; default all
+
+KVQ_BIN_DIR says where kvqd and kvqctl are (default build/test/bin). KVQ_FULL=1 makes the soak
+last a minute. The last line is "N passed, M failed, K skipped".
+"""
+import sys
+
+import e2e_breaks
+import e2e_campaign
+import e2e_errors
+import e2e_evict
+import e2e_faults
+import e2e_floods
+import e2e_formats
+import e2e_gpu
+import e2e_group
+import e2e_life
+import e2e_lists
+import e2e_main
+import e2e_names
+import e2e_park
+import e2e_prefix
+import e2e_prompt
+import e2e_quota
+import e2e_remote
+import e2e_reshard
+import e2e_rig
+import e2e_soak
+import e2e_storage
+import e2e_work
+
+SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Change,
+          e2e_work.Requests, e2e_work.Holding, e2e_errors.BadOpen, e2e_errors.BadWork,
+          e2e_errors.BadPeople, e2e_faults.DeadClients, e2e_faults.DeadDaemon,
+          e2e_faults.Memory, e2e_formats.OwnFormats, e2e_life.Life, e2e_gpu.Faults,
+          e2e_breaks.Breaks, e2e_campaign.Campaign,
+          e2e_group.Ranks, e2e_group.Moves, e2e_prefix.Prefixes,
+          e2e_prefix.Stored, e2e_prompt.Pieces, e2e_prompt.Kept, e2e_prompt.Short,
+          e2e_park.Parks, e2e_evict.Evicts, e2e_evict.NoStorage, e2e_names.Names,
+          e2e_lists.Lists, e2e_storage.Saves, e2e_storage.Tidy, e2e_storage.Killed,
+          e2e_storage.Ends, e2e_storage.Trouble,
+          e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_reshard.Shards,
+          e2e_floods.Floods, e2e_soak.Soak]
+
+if __name__ == "__main__":
+    sys.exit(e2e_rig.run(SUITES, __doc__))

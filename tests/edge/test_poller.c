@@ -1,0 +1,697 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The poller and its workers with real threads and rings, over a fake core. Clients are threads of
+// this program. Nothing depends on timing: waits are for a state, and end by it.
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "daemon/runtime/poller.h"
+#include "proto/sync.h"
+#include "tests/kits/fake_core.h"
+
+struct rig {
+    struct kvq__core core;
+    struct kvq_daemon_page page;
+    struct kvq__poller *poller;
+};
+
+// One client with one queue, or another queue of the client `of`. What the poller's thread touches
+// comes first.
+struct fake_client {
+    struct kvq__member member;
+    struct fake_client *of; // NULL: it is a client of its own
+    struct kvq__port port;
+    struct kvq__mail add, remove;
+    struct rig *rig;
+    struct kvq__queue *queue;
+    uint32_t added, closed, complaints;
+    char complaint[128];
+    // The client's side.
+    struct kvq_req_page *req;
+    struct kvq_cq_page *cq;
+    struct kvq_ring_tx tx;
+    struct kvq_ring_rx rx;
+    int event, wake_daemon_side, wake;
+};
+
+static void wait_for_word(const uint32_t *word, uint32_t value)
+{
+    while (kvq_word_load_acquire(word) != value)
+        sched_yield();
+}
+
+// ---- The rig ----
+
+static void rig_open(struct rig *rig, uint32_t workers, uint64_t spin_ns)
+{
+    char text[KVQ_TEXT_BYTES];
+    memset(rig, 0, sizeof *rig);
+    rig->page.cpus = 64; // so that spinning is allowed wherever the test runs
+    rig->page.workers = workers;
+    struct kvq__poller_config config = {.core = &rig->core,
+                                        .page = &rig->page,
+                                        .workers = workers,
+                                        .spin_ns = spin_ns,
+                                        .clock = fake_time.item_ns ? fake_clock : NULL};
+    assert_int_equal(kvq__poller_open(&config, &rig->poller, text), 0);
+}
+
+static void on_complaint(struct kvq__member *member, const char *text)
+{
+    struct fake_client *c = (struct fake_client *)member;
+    strncpy(c->complaint, text, sizeof c->complaint - 1);
+    kvq_word_store_release(&c->complaints, c->complaints + 1);
+}
+
+static void on_closed(struct kvq__port *port)
+{
+    struct fake_client *c =
+        (struct fake_client *)((char *)port - offsetof(struct fake_client, port));
+    kvq_word_store_release(&c->closed, 1);
+}
+
+static void add_port(struct kvq__mail *mail)
+{
+    struct fake_client *c =
+        (struct fake_client *)((char *)mail - offsetof(struct fake_client, add));
+    char text[KVQ_TEXT_BYTES];
+    c->port.member = c->of ? &c->of->member : &c->member;
+    if (!c->of) {
+        kvq__share_init(&c->member.share);
+        c->member.complain = on_complaint;
+    }
+    c->port.queue = c->queue;
+    c->port.req = c->req;
+    c->port.cq = c->cq;
+    c->port.request_event = c->event;
+    c->port.client_wake = c->wake_daemon_side;
+    c->port.closed = on_closed;
+    assert_int_equal(kvq__port_add(c->rig->poller, &c->port, text), 0);
+    kvq_word_store_release(&c->added, 1);
+}
+
+static void remove_port(struct kvq__mail *mail)
+{
+    struct fake_client *c =
+        (struct fake_client *)((char *)mail - offsetof(struct fake_client, remove));
+    kvq__port_remove(c->rig->poller, &c->port);
+}
+
+static void queue_open(struct fake_client *c, struct rig *rig, struct fake_client *of)
+{
+    int pair[2];
+    memset(c, 0, sizeof *c);
+    c->rig = rig;
+    c->of = of;
+    c->queue = fake_queue_new();
+    c->req = calloc(1, KVQ_REQ_RING_BYTES);
+    c->cq = calloc(1, KVQ_CQ_RING_BYTES);
+    c->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
+    c->wake_daemon_side = pair[0];
+    c->wake = pair[1];
+    kvq_ring_client_side(c->req, c->cq, &c->tx, &c->rx);
+    kvq__mailbox_post(kvq__poller_box(rig->poller), &c->add, add_port);
+    wait_for_word(&c->added, 1);
+}
+
+static void client_open(struct fake_client *c, struct rig *rig)
+{
+    queue_open(c, rig, NULL);
+}
+
+static void client_close(struct fake_client *c)
+{
+    kvq__mailbox_post(kvq__poller_box(c->rig->poller), &c->remove, remove_port);
+    wait_for_word(&c->closed, 1);
+    assert_true(c->queue->closed);
+    fake_queue_free(c->queue);
+    free(c->req);
+    free(c->cq);
+    close(c->event);
+    close(c->wake_daemon_side);
+    close(c->wake);
+}
+
+// ---- Requests ----
+
+static void wake_poller(struct fake_client *c)
+{
+    const uint64_t one = 1;
+    if (kvq_ring_sleeps(&c->rig->page.poller_sleeping))
+        assert_int_equal(write(c->event, &one, sizeof one), sizeof one);
+}
+
+static struct kvq_request make_request(uint8_t op, uint32_t seq, uint32_t layer, uint16_t count)
+{
+    struct kvq_request r = {.op = op, .seq = seq, .layer = layer, .count = count};
+    r.slots = (uint16_t)(KVQ_REQ_HEADER_SLOTS + (count + 1) / 2);
+    return r;
+}
+
+static void put_request(struct fake_client *c, const struct kvq_request *r)
+{
+    uint32_t room;
+    assert_int_equal(kvq_ring_room(&c->tx, &room), 0);
+    assert_true(room >= r->slots);
+    kvq_ring_write(&c->tx, 0, r, sizeof *r);
+    for (uint32_t i = 0; i < r->count; i++) {
+        struct kvq_entry_wire entry = {.position = r->seq * 1000ull + i, .queries = 1};
+        kvq_ring_write(&c->tx, sizeof *r + i * sizeof entry, &entry, sizeof entry);
+    }
+    kvq_ring_publish(&c->tx, r->slots);
+    wake_poller(c);
+}
+
+static bool try_completion(struct fake_client *c, struct kvq_completion *out)
+{
+    uint32_t ready;
+    assert_int_equal(kvq_ring_poll(&c->rx, &ready), 0);
+    if (ready == 0)
+        return false;
+    kvq_ring_copy(&c->rx, 0, out, sizeof *out);
+    assert_int_equal(out->slots, 1 + (out->count + 3) / 4);
+    assert_true(ready >= out->slots);
+    for (uint32_t i = 0; i < out->count; i++) {
+        struct kvq_result result;
+        kvq_ring_copy(&c->rx, sizeof *out + i * sizeof result, &result, sizeof result);
+        assert_int_equal(result.status, 0);
+        assert_int_equal(result.value, out->seq * 1000ull + i);
+    }
+    kvq_ring_consume(&c->rx, out->slots);
+    return true;
+}
+
+static struct kvq_completion call(struct fake_client *c, uint8_t op, uint32_t seq, uint32_t layer,
+                                  uint16_t count)
+{
+    struct kvq_request r = make_request(op, seq, layer, count);
+    struct kvq_completion done;
+    put_request(c, &r);
+    while (!try_completion(c, &done))
+        sched_yield();
+    assert_int_equal(done.seq, seq);
+    assert_int_equal(done.status, 0);
+    assert_int_equal(done.count, count);
+    return done;
+}
+
+// ---- Tests ----
+
+static void test_requests_and_jobs(void **state)
+{
+    (void)state;
+    for (uint32_t workers = 1; workers <= 3; workers++) {
+        struct rig rig;
+        struct fake_client c;
+        rig_open(&rig, workers, 100000);
+        client_open(&c, &rig);
+        for (uint32_t i = 0; i < 2000; i++) {
+            call(&c, KVQ_OP_NOP, i, 0, (uint16_t)(i % 65));
+            uint32_t items = 1 + i % 37;
+            struct kvq_completion done = call(&c, KVQ_OP_ATTEND, i, items, 1);
+            assert_int_equal(done.value, items); // each exactly once
+        }
+        call(&c, KVQ_OP_NOP, 7, 0, KVQ_MAX_BATCH);
+        call(&c, KVQ_OP_APPEND, 8, 5, 1); // waits and is looked at again
+        client_close(&c);
+        kvq__poller_close(&rig.poller);
+    }
+}
+
+static void test_eight_in_flight(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c;
+    rig_open(&rig, 2, 0);
+    client_open(&c, &rig);
+    for (uint32_t round = 0; round < 200; round++) {
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+            struct kvq_request r =
+                make_request(i % 2 ? KVQ_OP_ATTEND : KVQ_OP_NOP, round * 8 + i, 3, 200);
+            put_request(&c, &r);
+        }
+        for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++) {
+            struct kvq_completion done;
+            while (!try_completion(&c, &done))
+                sched_yield();
+            assert_int_equal(done.seq, round * 8 + i); // in the order submitted
+        }
+    }
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+}
+
+static void test_sleep_and_wake(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c;
+    rig_open(&rig, 2, 0); // never spins
+    client_open(&c, &rig);
+    for (uint32_t i = 0; i < 50; i++) {
+        struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 4, 1);
+        struct kvq_completion done;
+        wait_for_word(&rig.page.poller_sleeping, 1);
+        kvq_ring_sleep_begin(&c.req->client_sleeping);
+        put_request(&c, &r);
+        struct pollfd p = {.fd = c.wake, .events = POLLIN};
+        assert_int_equal(poll(&p, 1, -1), 1); // the poller wakes us
+        uint64_t count;
+        assert_int_equal(read(c.wake, &count, sizeof count), sizeof count);
+        kvq_ring_sleep_end(&c.req->client_sleeping);
+        assert_true(try_completion(&c, &done)); // published before the wake-up
+        assert_int_equal(done.value, 4);
+    }
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+}
+
+static void count_mail(struct kvq__mail *mail)
+{
+    kvq_word_add((uint32_t *)(mail + 1), 1);
+}
+
+// The poller looks by itself at every tick, so a wake-up that is lost costs only time. That none
+// is lost shows where something is seen while no tick came: once in 50 times is proof enough. On
+// a crowded machine a tick often comes between, so it is then tried for longer.
+static bool try_again(uint32_t tries, uint32_t seen)
+{
+    return tries < 50 || (seen == 0 && tries < 400);
+}
+
+static void test_posts_wake_the_poller(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct {
+        struct kvq__mail mail;
+        uint32_t delivered;
+    } post = {.delivered = 0};
+    uint32_t woken = 0;
+    rig_open(&rig, 1, 0);
+    for (uint32_t i = 0; try_again(i, woken); i++) {
+        wait_for_word(&rig.page.poller_sleeping, 1);
+        uint32_t ticks = kvq_word_load_acquire(&rig.core.ticks);
+        kvq__mailbox_post(kvq__poller_box(rig.poller), &post.mail, count_mail);
+        wait_for_word(&post.delivered, i + 1);
+        woken += kvq_word_load_acquire(&rig.core.ticks) == ticks;
+    }
+    assert_true(woken > 0);
+    kvq__poller_close(&rig.poller);
+}
+
+static void test_workers_wake_the_poller(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c;
+    struct kvq_completion done;
+    uint32_t woken = 0, held = 0;
+    rig_open(&rig, 2, 0);
+    client_open(&c, &rig);
+    for (uint32_t i = 0; try_again(i, woken + (held == 0)); i++) {
+        uint32_t gate = 0;
+        c.queue->worker_gate = &gate;
+        struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 1, 0);
+        put_request(&c, &r);
+        bool over = false; // the poller may have run the item itself
+        while (!(over = try_completion(&c, &done)) &&
+               (kvq_word_load_acquire(&c.queue->held_by_worker) == held ||
+                kvq_word_load_acquire(&rig.page.poller_sleeping) == 0))
+            sched_yield();
+        uint32_t ticks = kvq_word_load_acquire(&rig.core.ticks);
+        kvq_word_store_release(&gate, 1);
+        bool slept = !over;
+        while (!over)
+            over = try_completion(&c, &done);
+        woken += slept && kvq_word_load_acquire(&rig.core.ticks) == ticks;
+        held = kvq_word_load_acquire(&c.queue->held_by_worker);
+    }
+    assert_true(held == 0 || woken > 0);
+    c.queue->worker_gate = NULL;
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+}
+
+static void test_background_work(void **state)
+{
+    (void)state;
+    for (uint32_t workers = 1; workers <= 3; workers++) {
+        struct rig rig;
+        struct fake_client c;
+        rig_open(&rig, workers, 0);
+        client_open(&c, &rig);
+        for (uint32_t round = 1; round <= 20; round++) {
+            kvq_word_store_release(&rig.core.background_items, 9);
+            call(&c, KVQ_OP_NOP, 1, 0, 1);
+            wait_for_word(&rig.core.background_done, round);
+            assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 9 * round);
+        }
+        client_close(&c);
+        kvq__poller_close(&rig.poller);
+    }
+}
+
+// A request that waits for background work which has begun gets it, however busy others are. A
+// turn of the poller runs one item of the background and far fewer than 1,000 of the others', so
+// the background's 200 items are done long before the other's 2,000,000.
+static void test_background_under_load(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client busy, waiting;
+    struct kvq_completion done;
+    uint32_t gate = 0;
+    rig_open(&rig, 1, 0);
+    client_open(&busy, &rig);
+    client_open(&waiting, &rig);
+    rig.core.background_gate = &gate;
+    kvq_word_store_release(&rig.core.background_items, 200);
+    while (kvq_word_load_acquire(&rig.core.background_begun) == 0)
+        wake_poller(&busy);
+    struct kvq_request work = make_request(KVQ_OP_ATTEND, 1, 2000000, 0);
+    struct kvq_request r = make_request(KVQ_OP_READ, 1, 0, 0); // waits for the background's end
+    put_request(&busy, &work);
+    put_request(&waiting, &r);
+    kvq_word_store_release(&gate, 1);
+    while (!try_completion(&waiting, &done))
+        sched_yield();
+    assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 200);
+    assert_false(try_completion(&busy, &done)); // still under way
+    while (!try_completion(&busy, &done))
+        sched_yield();
+    client_close(&waiting);
+    client_close(&busy);
+    kvq__poller_close(&rig.poller);
+}
+
+// Runs 1,000 items for one client, or in the background while a client waits for their end, where a
+// look at the rings takes so long and an item 5 us. Returns how many were run between two looks.
+static uint32_t most_between_looks(uint64_t look_ns, bool background)
+{
+    struct rig rig;
+    struct fake_client c;
+    struct kvq_completion done;
+    uint32_t gate = 0;
+    fake_time = (struct fake_time){.now = 1, .look_ns = look_ns, .item_ns = 5000};
+    rig_open(&rig, 1, 0);
+    client_open(&c, &rig);
+    if (background) {
+        rig.core.background_gate = &gate;
+        kvq_word_store_release(&rig.core.background_items, 1000);
+        while (kvq_word_load_acquire(&rig.core.background_begun) == 0)
+            wake_poller(&c);
+    }
+    struct kvq_request r =
+        make_request(background ? KVQ_OP_READ : KVQ_OP_ATTEND, 1, background ? 0 : 1000, 0);
+    put_request(&c, &r);
+    kvq_word_store_release(&gate, 1);
+    while (!try_completion(&c, &done))
+        sched_yield();
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+    fake_time.item_ns = 0;
+    return fake_time.most;
+}
+
+// Items have a slice of 20 us of each turn, or as long as the look took, but 1 ms at most.
+static void test_slices(void **state)
+{
+    (void)state;
+    for (uint32_t background = 0; background < 2; background++) {
+        assert_in_range(most_between_looks(0, background), 4, 5);
+        assert_in_range(most_between_looks(200000, background), 40, 41);
+        assert_in_range(most_between_looks(50000000, background), 200, 201);
+    }
+}
+
+// What a client can write into its ring to be cut off.
+enum scribble { TAIL_FAR, TAIL_BACK, SHORT, TOO_MANY, WRONG_LENGTH, UNFINISHED, HEAD_FAR, CREDITS };
+
+static void scribble(struct fake_client *c, enum scribble what)
+{
+    struct kvq_request r = make_request(KVQ_OP_NOP, 1, 0, 1);
+    switch (what) {
+    case TAIL_FAR:
+        kvq_word_store_release(&c->req->tail, c->tx.tail + KVQ_REQ_SLOTS + 1);
+        break;
+    case TAIL_BACK:
+        kvq_word_store_release(&c->req->tail, c->tx.tail - 1);
+        break;
+    case SHORT:
+        kvq_ring_publish(&c->tx, 1);
+        break;
+    case TOO_MANY:
+        r = make_request(KVQ_OP_NOP, 1, 0, KVQ_MAX_BATCH + 1);
+        kvq_ring_write(&c->tx, 0, &r, sizeof r);
+        kvq_ring_publish(&c->tx, r.slots);
+        break;
+    case WRONG_LENGTH:
+        r.slots++;
+        kvq_ring_write(&c->tx, 0, &r, sizeof r);
+        kvq_ring_publish(&c->tx, r.slots);
+        break;
+    case UNFINISHED:
+        r = make_request(KVQ_OP_NOP, 1, 0, 100);
+        kvq_ring_write(&c->tx, 0, &r, sizeof r);
+        kvq_ring_publish(&c->tx, 8);
+        break;
+    case HEAD_FAR:
+        kvq_word_store_release(&c->req->cq_head, 77);
+        put_request(c, &r);
+        break;
+    case CREDITS:
+        for (uint32_t i = 0; i < 20; i++) { // nobody takes the completions
+            r = make_request(KVQ_OP_NOP, i, 0, KVQ_MAX_BATCH - 1);
+            uint32_t room = 0;
+            while (kvq_word_load_acquire(&c->complaints) == 0 && room < r.slots)
+                assert_int_equal(kvq_ring_room(&c->tx, &room), 0);
+            if (room >= r.slots)
+                put_request(c, &r);
+        }
+        break;
+    }
+    wake_poller(c);
+}
+
+static void test_scribblers_are_cut_off(void **state)
+{
+    static const char *const words[] = {
+        [TAIL_FAR] = "request ring's tail",    [TAIL_BACK] = "request ring's tail",
+        [SHORT] = "less than a request",       [TOO_MANY] = "more entries",
+        [WRONG_LENGTH] = "does not match",     [UNFINISHED] = "not published whole",
+        [HEAD_FAR] = "completion ring's head", [CREDITS] = "8 credits",
+    };
+    (void)state;
+    struct rig rig;
+    struct fake_client good;
+    rig_open(&rig, 1, 0);
+    client_open(&good, &rig);
+    for (int what = TAIL_FAR; what <= CREDITS; what++) {
+        struct fake_client bad;
+        client_open(&bad, &rig);
+        call(&bad, KVQ_OP_NOP, 1, 0, 2);
+        scribble(&bad, what);
+        wait_for_word(&bad.complaints, 1);
+        if (!strstr(bad.complaint, words[what]))
+            fail_msg("\"%s\" does not say \"%s\"", bad.complaint, words[what]);
+        call(&good, KVQ_OP_NOP, (uint32_t)what, 0, 3); // others are served
+        assert_int_equal(kvq_word_load_acquire(&bad.complaints), 1);
+        client_close(&bad);
+    }
+    client_close(&good);
+    kvq__poller_close(&rig.poller);
+}
+
+static void test_removal_waits_for_the_job(void **state)
+{
+    (void)state;
+    uint32_t gate = 0;
+    struct rig rig;
+    struct fake_client c, other;
+    rig_open(&rig, 3, 0);
+    client_open(&other, &rig);
+    client_open(&c, &rig);
+    c.queue->gate = &gate;
+    struct kvq_request r = make_request(KVQ_OP_ATTEND, 1, 1, 1);
+    struct kvq_request spare = make_request(KVQ_OP_NOP, 2, 0, 1);
+    put_request(&c, &r);
+    wait_for_word(&c.cq->req_head, r.slots); // it is under way
+    put_request(&c, &spare);
+    kvq__mailbox_post(kvq__poller_box(rig.poller), &c.remove, remove_port);
+    // The item holds a thread. Unless that is the poller, others go on meanwhile; in either case
+    // the port is not closed before the item has ended.
+    assert_int_equal(kvq_word_load_acquire(&c.closed), 0);
+    kvq_word_store_release(&gate, 1);
+    wait_for_word(&c.closed, 1);
+    assert_int_equal(kvq_word_load_acquire(&c.cq->req_head), r.slots); // and nothing more
+    call(&other, KVQ_OP_ATTEND, 3, 8, 1);
+    fake_queue_free(c.queue);
+    free(c.req);
+    free(c.cq);
+    close(c.event);
+    close(c.wake_daemon_side);
+    close(c.wake);
+    client_close(&other);
+    kvq__poller_close(&rig.poller);
+}
+
+static void *busy_client(void *context)
+{
+    struct fake_client *c = context;
+    uint32_t seed = (uint32_t)(uintptr_t)c;
+    for (uint32_t i = 0; i < 1500; i++) {
+        seed = seed * 1664525 + 1013904223;
+        uint32_t kind = seed >> 30, items = 1 + (seed >> 16) % 24;
+        if (kind < 2)
+            call(c, KVQ_OP_NOP, i, 0, (uint16_t)(seed % 70));
+        else
+            assert_int_equal(call(c, KVQ_OP_ATTEND, i, items, 1).value, items);
+    }
+    return NULL;
+}
+
+static void test_many_clients(void **state)
+{
+    (void)state;
+    enum { CLIENTS = 6 };
+    struct rig rig;
+    static struct fake_client clients[CLIENTS];
+    pthread_t threads[CLIENTS];
+    rig_open(&rig, 3, 20000);
+    for (int i = 0; i < CLIENTS; i++)
+        client_open(&clients[i], &rig);
+    for (int i = 0; i < CLIENTS; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, busy_client, &clients[i]), 0);
+    for (int i = 0; i < CLIENTS; i++)
+        pthread_join(threads[i], NULL);
+    for (int i = 0; i < CLIENTS; i++) {
+        assert_int_equal(clients[i].complaints, 0);
+        client_close(&clients[i]);
+    }
+    kvq__poller_close(&rig.poller);
+}
+
+// ---- A client that floods ----
+
+enum { FLOOD_QUEUES = 64 };
+
+// A client that keeps the poller (which has no workers) in an item until the gate opens, one that
+// has put 8 requests into each of its queues meanwhile, and one that has put in `r`.
+struct flood {
+    struct rig rig;
+    struct fake_client holder, flooder[FLOOD_QUEUES], victim;
+    uint32_t gate;
+};
+
+static void flood_open(struct flood *f, uint32_t background, const struct kvq_request *r)
+{
+    struct kvq_request hold = make_request(KVQ_OP_ATTEND, 1, 1, 0);
+    f->gate = 0;
+    rig_open(&f->rig, 1, 0);
+    client_open(&f->victim, &f->rig);
+    client_open(&f->holder, &f->rig);
+    for (int i = 0; i < FLOOD_QUEUES; i++)
+        queue_open(&f->flooder[i], &f->rig, i ? &f->flooder[0] : NULL);
+    if (background) {
+        f->rig.core.background_gate = &f->gate;
+        kvq_word_store_release(&f->rig.core.background_items, background);
+        while (kvq_word_load_acquire(&f->rig.core.background_begun) == 0)
+            wake_poller(&f->holder);
+    } else {
+        f->holder.queue->gate = &f->gate;
+        put_request(&f->holder, &hold);
+        wait_for_word(&f->holder.cq->req_head, hold.slots);
+    }
+    for (int i = 0; i < FLOOD_QUEUES; i++)
+        for (uint32_t seq = 0; seq < KVQ_QUEUE_CREDITS; seq++) {
+            struct kvq_request nop = make_request(KVQ_OP_NOP, seq, 0, 0);
+            put_request(&f->flooder[i], &nop);
+        }
+    put_request(&f->victim, r);
+}
+
+// Opens the gate and waits until everything is answered.
+static void flood_run(struct flood *f)
+{
+    struct kvq_completion done;
+    kvq_word_store_release(&f->gate, 1);
+    while (!try_completion(&f->victim, &done))
+        sched_yield();
+    while (f->holder.queue->gate && !try_completion(&f->holder, &done))
+        sched_yield();
+    for (int i = 0; i < FLOOD_QUEUES; i++)
+        for (uint32_t n = 0; n < KVQ_QUEUE_CREDITS;)
+            n += try_completion(&f->flooder[i], &done);
+}
+
+static void flood_close(struct flood *f)
+{
+    for (int i = FLOOD_QUEUES; i-- > 0;)
+        client_close(&f->flooder[i]);
+    client_close(&f->holder);
+    client_close(&f->victim);
+    kvq__poller_close(&f->rig.poller);
+}
+
+// Clients take turns, however many queues they have.
+static void test_clients_before_queues(void **state)
+{
+    static struct flood f;
+    struct kvq_request r = make_request(KVQ_OP_NOP, 1, 0, 0);
+    (void)state;
+    flood_open(&f, 0, &r);
+    flood_run(&f);
+    assert_in_range(f.victim.queue->started_at - f.holder.queue->started_at, 1,
+                    1 + FLOOD_QUEUES / 2);
+    flood_close(&f);
+}
+
+// A request that waits for the background does not get one item of it for each turn in which the
+// flood's queues are looked at: its 200 items end before the flood's 512 requests.
+static void test_background_under_flood(void **state)
+{
+    static struct flood f;
+    struct kvq_request r = make_request(KVQ_OP_READ, 1, 0, 0); // waits for the background's end
+    (void)state;
+    flood_open(&f, 200, &r);
+    flood_run(&f);
+    assert_in_range(f.victim.queue->done_at - f.victim.queue->started_at, 0,
+                    FLOOD_QUEUES * KVQ_QUEUE_CREDITS / 2);
+    flood_close(&f);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_requests_and_jobs),
+        cmocka_unit_test(test_eight_in_flight),
+        cmocka_unit_test(test_sleep_and_wake),
+        cmocka_unit_test(test_posts_wake_the_poller),
+        cmocka_unit_test(test_workers_wake_the_poller),
+        cmocka_unit_test(test_background_work),
+        cmocka_unit_test(test_background_under_load),
+        cmocka_unit_test(test_slices),
+        cmocka_unit_test(test_scribblers_are_cut_off),
+        cmocka_unit_test(test_removal_waits_for_the_job),
+        cmocka_unit_test(test_many_clients),
+        cmocka_unit_test(test_clients_before_queues),
+        cmocka_unit_test(test_background_under_flood),
+    };
+    // A test that fails leaves threads that work on its stack: what came next would crash, and say
+    // nothing. The same for assertions that fail on other threads.
+    setenv("CMOCKA_TEST_ABORT", "1", 1);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,65 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# The attention loops keep their budgets: instructions per token and KV head, registers, no spills,
+# for two architectures, or the one of these that there is. $1: the folder of the build that has the
+# cubins; skipped where it has none.
+set -eu
+source=$(cd "$(dirname "$0")/../.." && pwd)
+built=
+for arch in sm_80 sm_90a; do
+    [ ! -f "$1/attend_d128.$arch.cubin" ] || built="$built $arch"
+done
+[ "$built" ] || { echo "built without KVQ_CUDA, or for other GPUs; skipped"; exit 77; }
+
+# The loop over packed affine codes is the one with the most LOP3. 168 registers let three blocks
+# of 128 threads run on a multiprocessor, 255 two.
+for arch in $built; do
+    count() {
+        name=$1
+        shift
+        "$source/tools/cubin-count.py" "$folder/attend_${name%%_*}.$arch.cubin" \
+            --kernel "$name" --by LOP3 "$@"
+    }
+    folder=$1
+    echo "$arch"
+    count d64_b2_n1 --at-most 9 --registers 168
+    count d64_b3_n1 --at-most 13 --registers 168
+    count d64_b4_n1 --at-most 13 --registers 168
+    count d128_b2_n1 --at-most 13 --registers 168
+    count d128_b3_n1 --at-most 19 --registers 168
+    count d128_b4_n1 --at-most 19 --registers 255
+    count d256_b2_n1 --at-most 22 --registers 255
+    count d256_b3_n1 --at-most 33 --registers 255
+    count d256_b4_n1 --at-most 33 --registers 255
+    count d64_b2_n2 --at-most 13.5 --registers 168
+    count d128_b2_n2 --at-most 20 --registers 255
+    for bits in 3 4; do
+        count "d64_b${bits}_n2" --registers 255
+        count "d128_b${bits}_n2" --registers 255
+    done
+    # Codebooks: the loop with the most matrix instructions.
+    "$source/tools/cubin-count.py" "$folder/attend_d128.$arch.cubin" --kernel d128_book_n1 \
+        --at-most 12.5 --registers 255
+    # InnerQ: what it takes today; a group's codes of K become numbers.
+    count d128_iq2_n1 --at-most 21.5 --registers 168
+    count d128_iq3_n1 --at-most 23.5 --registers 255
+    for kernel in d64_iq d128_iq2_n2 d128_iq3_n2 d256_iq; do
+        count "$kernel" --registers 255
+    done
+    for kernel in d64_book d128_book_n2 d256_book; do
+        count "$kernel" --registers 255
+    done
+    for dim in 64 128 256; do
+        "$source/tools/cubin-count.py" "$folder/attend_wide.$arch.cubin" --kernel "wide_d$dim" \
+            --registers 255
+    done
+    # No local memory anywhere else either.
+    for dim in 64 128 256; do
+        count "d${dim}_any" --registers 255
+        count "d${dim}_raw" --registers 255
+    done
+    if count d128_b2_n1 --at-most 5 >/dev/null || count d128_b2_n1 --registers 50 >/dev/null; then
+        echo "cubin-count.py lets a broken budget pass" >&2
+        exit 1
+    fi
+done

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What tests of broken disks and catalogs share: a disk, and random changes and comparisons that
+// end the test if they fail.
+#ifndef KVQ_TESTS_STORE_CHECK_H
+#define KVQ_TESTS_STORE_CHECK_H
+
+#include <errno.h>
+#include <inttypes.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/status.h"
+#include "tests/store/store_kit.h"
+
+static struct fault_io disk;
+static const char *const catalog = "/store/catalog.db";
+
+static void change(struct kit *k, struct world *w, int n)
+{
+    struct world after;
+    for (int i = 0; i < n; i++) {
+        int rc = kit_change(k, w, &after);
+        if (rc)
+            fail_msg("a change failed with %d: %s", rc, k->text);
+        *w = after;
+    }
+}
+
+static void check(struct kit *k, const struct world *w, const char *when)
+{
+    char why[256];
+    struct kvq_store_verified v;
+    if (!kit_same(k, w, false, why) || !kit_sound(k, why))
+        fail_msg("%s: %s", when, why);
+    if (kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text) || v.text[0])
+        fail_msg("%s: verify: %s%s", when, k->text, v.text);
+}
+
+#endif

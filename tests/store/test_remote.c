@@ -1,0 +1,732 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The remote tier against servers that misbehave, on loopback: what they answer is written out
+// here. Every answer must end in success or in an error with a sentence.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "proto/status.h"
+#include "storage/remote_parts.h"
+#include "storage/remote_reply.h"
+#include "tests/store/remote_kit.h"
+
+#define OK  "HTTP/1.1 200 OK\r\n"
+#define XML OK "Content-Type: application/xml\r\n\r\n"
+#define BUSY                                                                                       \
+    "HTTP/1.1 503 Slow Down\r\n\r\n<Error><Code>SlowDown</Code><Message>Please\nwait"              \
+    "</Message></Error>"
+
+static struct script server;
+static struct test_clock test_clock;
+static struct kvq_remote *remote;
+static char text[512];
+static struct kvq_remote_moved moved;
+
+static void open_with(const struct kvq_remote_options *o)
+{
+    int rc = kvq_remote_open(o, &remote, text, sizeof text);
+    if (rc != 0)
+        fail_msg("%s: %s", kvq_status_name(rc), text);
+}
+
+static void begin(const struct script_reply *replies, int count)
+{
+    script_start(&server, replies, count);
+    test_clock_init(&test_clock);
+    struct kvq_remote_options o = remote_options(server.port, &test_clock);
+    open_with(&o);
+    text[0] = '\0';
+}
+
+static void end(void)
+{
+    kvq_remote_close(&remote);
+    script_stop(&server);
+    assert_null(strstr(text, REMOTE_SECRET));
+}
+
+static void says(const char *words)
+{
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
+
+// ---- Answers to a GET of a small object ----
+
+struct get_case {
+    struct script_reply reply;
+    int code;
+    const char *words; // in the sentence
+    int asked;         // times
+};
+
+static const struct get_case get_cases[] = {
+    // The body is shorter than it was said to be, longer than is allowed, or has no end.
+    {{.bytes = OK "Content-Length: 10\r\n\r\nabc"}, KVQ_E_REMOTE, "after 4 tries", 4},
+    {{.bytes = OK "Content-Length: 101\r\n\r\nabc"}, KVQ_E_REMOTE, "", 4},
+    {{.bytes = OK "\r\n", .end = SCRIPT_ENDLESS}, KVQ_E_REMOTE, "longer than the 100 bytes", 1},
+    {{.bytes = OK "Content-Length: 99999999999\r\n\r\n", .end = SCRIPT_ENDLESS},
+     KVQ_E_REMOTE,
+     "longer than",
+     1},
+    {{.bytes = OK "Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\nx"},
+     KVQ_E_REMOTE,
+     "",
+     4},
+    {{.bytes = OK "Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"}, KVQ_E_REMOTE, "", 4},
+    {{.bytes = "HTTP/1.1 500 Broken\r\n\r\n", .end = SCRIPT_ENDLESS}, KVQ_E_REMOTE, "500", 4},
+    // Nothing comes, or nearly nothing.
+    {{.bytes = ""}, KVQ_E_REMOTE, "after 4 tries; check the endpoint", 4},
+    {{.bytes = "\r\n\r\n"}, KVQ_E_REMOTE, "", 4},
+    {{.bytes = "SSH-2.0-OpenSSH_9.2\r\n"}, KVQ_E_REMOTE, "", 4},
+    {{.bytes = OK}, KVQ_E_REMOTE, "names no length", 1},
+    {{.bytes = OK "\r\ncut here"}, KVQ_E_REMOTE, "names no length", 1},
+    // Somewhere else, which is not gone to.
+    {{.bytes = "HTTP/1.1 301 Moved\r\nLocation: http://127.0.0.1:1/\r\n\r\n"},
+     KVQ_E_REMOTE,
+     "redirects are not followed",
+     1},
+    {{.bytes = "HTTP/1.1 307 Moved\r\nLocation: file:///etc/passwd\r\n\r\n"},
+     KVQ_E_REMOTE,
+     "307",
+     1},
+    // Refusals, with and without words, and with words that are none.
+    {{.bytes = "HTTP/1.1 403 No\r\n\r\n"}, KVQ_E_PERMISSION, "check the keys", 1},
+    {{.bytes = "HTTP/1.1 403 No\r\n\r\n<Error><Code>RequestTimeTooSkewed</Code></Error>"},
+     KVQ_E_PERMISSION,
+     "set this machine's clock",
+     1},
+    {{.bytes = "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchKey</Code></Error>"},
+     KVQ_E_NO_SESSION,
+     "NoSuchKey",
+     1},
+    {{.bytes = "HTTP/1.1 400 No\r\n\r\n<Error><Code>\x01\x02"}, KVQ_E_REMOTE, "HTTP 400", 1},
+    {{.bytes = "HTTP/1.1 400 No\r\n\r\n<!DOCTYPE x [<!ENTITY a \"aaaaaaaaaaaaaaaa\">"
+               "<!ENTITY b \"&a;&a;&a;&a;\">]><Error><Code>&b;</Code></Error>"},
+     KVQ_E_REMOTE,
+     "HTTP 400",
+     1},
+    {{.bytes = "HTTP/1.1 400 No\r\n\r\n<Error><Code>RequestTimeout</Code></Error>"},
+     KVQ_E_REMOTE,
+     "RequestTimeout",
+     4},
+    {{.bytes = BUSY}, KVQ_E_REMOTE, "SlowDown: Please wait, after 4 tries; try again later", 4},
+    {{.bytes = "HTTP/1.1 206 Part\r\nContent-Length: 2\r\n\r\nab"}, KVQ_E_REMOTE, "a part", 1},
+};
+
+static void bad_answers_end_in_errors(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < sizeof get_cases / sizeof *get_cases; i++) {
+        const struct get_case *c = &get_cases[i];
+        void *data = NULL;
+        size_t n = 0;
+        begin(&c->reply, 1);
+        int rc = kvq_remote_get(remote, "x", 100, &data, &n, NULL, text, sizeof text);
+        end();
+        if (rc != c->code || server.n_asked != c->asked || data || !strstr(text, c->words))
+            fail_msg("case %zu: %s after %d requests: %s", i, kvq_status_name(rc), server.n_asked,
+                     text);
+    }
+}
+
+static void a_server_that_stalls_is_left(void **state)
+{
+    (void)state;
+    static const struct script_reply hang = {.bytes = "", .end = SCRIPT_HANG};
+    static const struct script_reply drip = {.bytes = OK "Content-Length: 50\r\n\r\n",
+                                             .end = SCRIPT_DRIP};
+    for (int i = 0; i < 2; i++) {
+        void *data;
+        size_t n;
+        script_start(&server, i ? &drip : &hang, 1);
+        test_clock_init(&test_clock);
+        struct kvq_remote_options o = remote_options(server.port, &test_clock);
+        o.stall_ms = 150;
+        o.retries = -1;
+        open_with(&o);
+        assert_int_equal(kvq_remote_get(remote, "x", 100, &data, &n, NULL, text, sizeof text),
+                         KVQ_E_REMOTE);
+        says("moved for too long");
+        end();
+    }
+}
+
+static void nobody_listens(void **state)
+{
+    (void)state;
+    static const struct script_reply none = {.bytes = ""};
+    begin(&none, 1);
+    script_stop(&server);
+    assert_int_equal(kvq_remote_put(remote, "x", "y", 1, NULL, text, sizeof text), KVQ_E_REMOTE);
+    says("after 4 tries; check the endpoint, and that the store is up");
+    kvq_remote_close(&remote);
+}
+
+// ---- Trying again ----
+
+static void tries_are_spread_in_time(void **state)
+{
+    (void)state;
+    static const struct script_reply replies[] = {
+        {.bytes = BUSY},
+        {.bytes = ""},
+        {.bytes = "HTTP/1.1 503 Wait\r\nRetry-After: 7\r\n\r\n"},
+        {.bytes = OK "Content-Length: 2\r\n\r\nhi"},
+    };
+    void *data;
+    size_t n;
+    begin(replies, 4);
+    assert_int_equal(kvq_remote_get(remote, "x", 100, &data, &n, NULL, text, sizeof text), 0);
+    assert_memory_equal(data, "hi", 3);
+    free(data);
+    end();
+    assert_int_equal(test_clock.waits, 3);
+    assert_in_range(test_clock.slept[0], 100, 200);
+    assert_in_range(test_clock.slept[1], 200, 400);
+    assert_int_equal(test_clock.slept[2], 7000);
+}
+
+static int cancel(void *context, uint64_t done, uint64_t all)
+{
+    (void)context, (void)done, (void)all;
+    return 1;
+}
+
+static void a_call_can_be_cancelled(void **state)
+{
+    (void)state;
+    static const struct script_reply hang = {.bytes = "", .end = SCRIPT_HANG};
+    static const struct kvq_remote_watch watch = {cancel, NULL};
+    begin(&hang, 1);
+    assert_int_equal(kvq_remote_put(remote, "x", "y", 1, &watch, text, sizeof text),
+                     KVQ_E_CANCELLED);
+    says("cancelled");
+    end();
+    // Calls that take no watcher have the remote's.
+    script_start(&server, &hang, 1);
+    struct kvq_remote_options o = remote_options(server.port, &test_clock);
+    o.watch = watch;
+    open_with(&o);
+    assert_int_equal(kvq_remote_forget(remote, "u", "s", text, sizeof text), KVQ_E_CANCELLED);
+    assert_int_equal(kvq_remote_delete(remote, "x", text, sizeof text), KVQ_E_CANCELLED);
+    end();
+}
+
+// ---- What is sent ----
+
+static void requests_are_signed(void **state)
+{
+    (void)state;
+    static const struct script_reply good = {.bytes = OK "Content-Length: 0\r\n\r\n"};
+    script_start(&server, &good, 1);
+    test_clock_init(&test_clock);
+    struct kvq_remote_options o = remote_options(server.port, &test_clock);
+    o.region = "eu-west-7";
+    o.prefix = "a/b";
+    snprintf(o.keys.token, sizeof o.keys.token, "temporary-token");
+    open_with(&o);
+    assert_int_equal(kvq_remote_put(remote, "c", "hello", 5, NULL, text, sizeof text), 0);
+    end();
+    const char *asked = server.asked[0];
+    assert_true(strncmp(asked, "PUT /sessions/a/b/c HTTP/1.1\r\n", 30) == 0);
+    assert_non_null(strstr(asked, "AWS4-HMAC-SHA256 Credential=" REMOTE_ID "/"));
+    assert_non_null(strstr(asked, "/eu-west-7/s3/aws4_request"));
+    assert_non_null(strstr(asked, "SignedHeaders=content-type;host;x-amz-content-sha256;x-amz-date;"
+                                  "x-amz-security-token"));
+    assert_non_null(strstr(asked, "x-amz-security-token: temporary-token\r\n"));
+    assert_non_null(strstr(asked, "x-amz-content-sha256: 2cf24dba5fb0a30e26e83b2ac5b9e29e"
+                                  "1b161e5c1fa7425e73043362938b9824\r\n")); // of "hello"
+    assert_non_null(strstr(asked, "\r\n\r\nhello"));
+    assert_null(strstr(asked, REMOTE_SECRET));
+}
+
+static void the_bucket_may_be_in_the_name(void **state)
+{
+    (void)state;
+    static const struct script_reply good = {.bytes = OK "Content-Length: 0\r\n\r\n"};
+    char endpoint[64];
+    script_start(&server, &good, 1);
+    test_clock_init(&test_clock);
+    struct kvq_remote_options o = remote_options(server.port, &test_clock);
+    snprintf(endpoint, sizeof endpoint, "http://localhost:%d", server.port);
+    o.endpoint = endpoint;
+    o.virtual_host = true;
+    setenv("no_proxy", "localhost,sessions.localhost", 1);
+    open_with(&o);
+    assert_int_equal(kvq_remote_put(remote, "c", "", 0, NULL, text, sizeof text), 0);
+    end();
+    assert_true(strncmp(server.asked[0], "PUT /c HTTP/1.1\r\nHost: sessions.localhost:", 42) == 0);
+}
+
+// ---- Uploads ----
+
+static char folder[] = "/tmp/kvq-remote-XXXXXX";
+static char source[64], target[64], part[64];
+
+static int push(void)
+{
+    return kvq_remote_push_file(remote, source, "s", "n", NULL, &moved, text, sizeof text);
+}
+
+#define ABSENT     "HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"
+#define NO_UPLOADS XML "<ListMultipartUploadsResult></ListMultipartUploadsResult>"
+#define BEGUN                                                                                      \
+    XML "<InitiateMultipartUploadResult><UploadId>id/1</UploadId></InitiateMultipartUploadResult>"
+#define PART_DONE OK "ETag: \"e\"\r\nContent-Length: 0\r\n\r\n"
+
+struct push_case {
+    const char *replies[8]; // behind a head and data that are not there
+    int code;
+    const char *words;
+};
+
+static const struct push_case push_cases[] = {
+    {{"HTTP/1.1 200 OK\r\n\r\n<html>It works!</html>"}, KVQ_E_REMOTE, "makes no sense"},
+    {{XML "<ListMultipartUploadsResult>"}, KVQ_E_REMOTE, "makes no sense"},
+    {{XML "<ListMultipartUploadsResult><Upload><Key><a/></Key></Upload></"
+          "ListMultipartUploadsResult>"},
+     KVQ_E_REMOTE,
+     "elements where there should be text"},
+    {{NO_UPLOADS, XML "<InitiateMultipartUploadResult/>"}, KVQ_E_REMOTE, "names no upload"},
+    {{NO_UPLOADS, BEGUN, OK "Content-Length: 0\r\n\r\n"}, KVQ_E_REMOTE, "no ETag"},
+    {{NO_UPLOADS, BEGUN, OK "ETag: </ETag><x>\r\nContent-Length: 0\r\n\r\n"},
+     KVQ_E_REMOTE,
+     "no ETag that can be used"},
+    // It says 200 and then that it failed.
+    {{NO_UPLOADS, BEGUN, PART_DONE, PART_DONE,
+      XML "<Error><Code>InternalError</Code><Message>oh</Message></Error>"},
+     KVQ_E_REMOTE,
+     "InternalError: oh"},
+    // It says that all is well, and has less than it was given.
+    {{NO_UPLOADS, BEGUN, PART_DONE, PART_DONE, XML "<CompleteMultipartUploadResult/>",
+      OK "Content-Length: 5\r\n\r\n"},
+     KVQ_E_REMOTE,
+     "has 5 bytes of"},
+    {{NO_UPLOADS, BEGUN, PART_DONE, PART_DONE, XML "<CompleteMultipartUploadResult/>", OK "\r\n"},
+     KVQ_E_REMOTE,
+     "names no length"},
+    // It forgets the upload each time.
+    {{NO_UPLOADS, BEGUN, "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchUpload</Code></Error>", ABSENT,
+      BEGUN, "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchUpload</Code></Error>", ABSENT},
+     KVQ_E_REMOTE,
+     "forgets uploads"},
+};
+
+static void bad_uploads_end_in_errors(void **state)
+{
+    (void)state;
+    make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
+    for (size_t i = 0; i < sizeof push_cases / sizeof *push_cases; i++) {
+        const struct push_case *c = &push_cases[i];
+        struct script_reply replies[10] = {{.bytes = ABSENT}, {.bytes = ABSENT}};
+        int count = 2;
+        for (int k = 0; k < 8 && c->replies[k]; k++)
+            replies[count++].bytes = c->replies[k];
+        begin(replies, count);
+        int rc = push();
+        end();
+        if (rc != c->code || !strstr(text, c->words))
+            fail_msg("case %zu: %s: %s", i, kvq_status_name(rc), text);
+        for (int k = 0; k < server.n_asked && k < SCRIPT_REQUESTS; k++)
+            assert_null(strstr(server.asked[k], "PUT /sessions/s/n/head")); // never the head
+    }
+}
+
+// The reply to "complete" got lost, the repeated request finds no upload, and all is well.
+static void a_lost_reply_is_no_failure(void **state)
+{
+    (void)state;
+    static const struct script_reply replies[] = {
+        {.bytes = ABSENT},
+        {.bytes = ABSENT},
+        {.bytes = NO_UPLOADS},
+        {.bytes = BEGUN},
+        {.bytes = PART_DONE},
+        {.bytes = PART_DONE},
+        {.bytes = ""},
+        {.bytes = "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchUpload</Code></Error>"},
+        {.bytes = OK "Content-Length: 65546\r\n\r\n"},
+        {.bytes = PART_DONE},
+        {.bytes = NO_UPLOADS},
+    };
+    make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
+    begin(replies, 11);
+    int rc = push();
+    end();
+    if (rc != 0)
+        fail_msg("%s", text);
+    assert_non_null(strstr(server.asked[4], "partNumber=1&uploadId=id%2F1"));
+    assert_non_null(strstr(server.asked[6], "<PartNumber>2</PartNumber><ETag>\"e\"</ETag>"));
+    assert_non_null(strstr(server.asked[9], "PUT /sessions/s/n/head"));
+}
+
+// Parts that a server has from before, and does not like in the end, are sent again.
+static void a_refused_upload_is_begun_anew(void **state)
+{
+    (void)state;
+    static const struct script_reply replies[] = {
+        {.bytes = ABSENT},
+        {.bytes = ABSENT},
+        {.bytes = XML "<ListMultipartUploadsResult><Upload><Key>other</Key><UploadId>z</UploadId>"
+                      "</Upload><Upload><Key>KEY</Key><UploadId>old</UploadId></Upload>"
+                      "</ListMultipartUploadsResult>"},
+        {.bytes = XML "<ListPartsResult><Part><PartNumber>1</PartNumber><Size>65536</Size>"
+                      "<ETag>\"a\"</ETag></Part><Part><PartNumber>2</PartNumber><Size>9</Size>"
+                      "<ETag>\"b\"</ETag></Part></ListPartsResult>"},
+        {.bytes = PART_DONE}, // of part 2, whose size was wrong
+        {.bytes = "HTTP/1.1 400 No\r\n\r\n<Error><Code>InvalidPart</Code></Error>"},
+        {.bytes = "HTTP/1.1 204 Gone\r\n\r\n"},
+        {.bytes = ABSENT},
+        {.bytes = BEGUN},
+        {.bytes = PART_DONE},
+        {.bytes = PART_DONE},
+        {.bytes = XML "<CompleteMultipartUploadResult/>"},
+        {.bytes = OK "Content-Length: 65546\r\n\r\n"},
+        {.bytes = PART_DONE},
+        {.bytes = NO_UPLOADS},
+    };
+    enum { COUNT = sizeof replies / sizeof *replies };
+    // The key is known once a push has asked for it.
+    char uploads[1024], key[256];
+    struct script_reply filled[COUNT];
+    make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
+    begin(replies, 2);
+    assert_int_not_equal(push(), 0);
+    end();
+    assert_int_equal(sscanf(server.asked[1], "HEAD /sessions/%255s ", key), 1);
+    const char *hole = strstr(replies[2].bytes, "KEY");
+    snprintf(uploads, sizeof uploads, "%.*s%s%s", (int)(hole - replies[2].bytes), replies[2].bytes,
+             key, hole + 3);
+    memcpy(filled, replies, sizeof replies);
+    filled[2].bytes = uploads;
+    begin(filled, COUNT);
+    int rc = push();
+    end();
+    if (rc != 0)
+        fail_msg("%s", text);
+    assert_non_null(strstr(server.asked[3], "?uploadId=old"));
+    assert_non_null(strstr(server.asked[4], "?partNumber=2&uploadId=old"));
+    assert_non_null(strstr(server.asked[5], "<ETag>\"a\"</ETag>"));
+    assert_non_null(strstr(server.asked[6], "DELETE /sessions/s/n/data/"));
+    assert_non_null(strstr(server.asked[9], "?partNumber=1&uploadId=id%2F1"));
+    assert_int_equal(server.n_asked, COUNT);
+    assert_int_equal(moved.bytes, KVQ_REMOTE_PART_MIN + 10);
+}
+
+// ---- Downloads ----
+
+#define HEX32 "0123456789abcdef0123456789abcdef"
+#define PACKS "kvq-session 2\nbytes 10\npacks 1\n" HEX32 HEX32 " 10\n"
+#define HEAD  "kvq-session 1\nbytes 10\npart 65536\n" HEX32 HEX32 "\nend\n"
+
+struct pull_case {
+    const char *replies[3]; // bodies, unless they start with HTTP/
+    int code;
+    const char *words;
+};
+
+static const struct pull_case pull_cases[] = {
+    {{"nonsense"}, KVQ_E_DAMAGED, "not the head of a session"},
+    {{"kvq-session 3\n"}, KVQ_E_VERSION, "newer version"},
+    {{PACKS "chunks 1\n10 1 0 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 1\n10 0 1 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 1\n9 0 0 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 2\n10 0 0 " HEX32 HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{PACKS "chunks 1\n10 0 0 " HEX32 HEX32 "\nend\n", "0123456789"},
+     KVQ_E_DAMAGED,
+     "wrong checksum, 3 times"},
+    {{"kvq-session 1\nbytes 10\npart 65536\n" HEX32 "\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{"kvq-session 1\nbytes 9223372036854775807\npart 1\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{"kvq-session 1\nbytes 10\npart 0\nend\n"}, KVQ_E_DAMAGED, "head"},
+    {{HEAD "x"}, KVQ_E_DAMAGED, "head"},
+    {{HEAD, "0123456789"}, KVQ_E_DAMAGED, "wrong checksum, 3 times"},
+    {{HEAD, "012345678"}, KVQ_E_REMOTE, "were asked for"},
+    {{HEAD, "0123456789a"}, KVQ_E_REMOTE, "longer than the 10 bytes"},
+    {{HEAD, "HTTP/1.1 206 P\r\nContent-Range: bytes 1-10/11\r\n\r\n0123456789"},
+     KVQ_E_DAMAGED,
+     "it is 11 bytes long instead of 10"},
+    {{HEAD, "HTTP/1.1 206 P\r\nContent-Range: bytes 0-9/nine\r\n\r\n0123456789"},
+     KVQ_E_REMOTE,
+     "does the store know ranges"},
+    {{HEAD, ABSENT, HEAD}, KVQ_E_DAMAGED, "data is not there"},
+    {{ABSENT}, KVQ_E_NO_SESSION, "404"},
+};
+
+static void bad_downloads_end_in_errors(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < sizeof pull_cases / sizeof *pull_cases; i++) {
+        const struct pull_case *c = &pull_cases[i];
+        struct script_reply replies[3] = {{0}};
+        int count = 0;
+        for (; count < 3 && c->replies[count]; count++) {
+            bool raw = strncmp(c->replies[count], "HTTP/", 5) == 0;
+            replies[count] = (struct script_reply){.bytes = c->replies[count],
+                                                   .end = raw ? SCRIPT_CLOSE : SCRIPT_BODY};
+        }
+        unlink(part);
+        begin(replies, count);
+        int rc = kvq_remote_pull_file(remote, "s", "n", target, NULL, &moved, text, sizeof text);
+        end();
+        if (rc != c->code || !strstr(text, c->words))
+            fail_msg("case %zu: %s: %s", i, kvq_status_name(rc), text);
+        assert_int_not_equal(access(target, F_OK), 0);
+    }
+}
+
+// ---- Lists without end ----
+
+static int count_one(void *context, const struct kvq_remote_object *object)
+{
+    (void)object;
+    ++*(int *)context;
+    return 0;
+}
+
+static void lists_have_an_end(void **state)
+{
+    (void)state;
+    static const struct script_reply again = {
+        .bytes = XML "<ListBucketResult><Contents><Key>a</Key></Contents><IsTruncated>true"
+                     "</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
+                     "</ListBucketResult>"};
+    int n = 0;
+    begin(&again, 1);
+    assert_int_equal(kvq_remote_list(remote, "", "", count_one, &n, text, sizeof text),
+                     KVQ_E_REMOTE);
+    says("no end");
+    end();
+    assert_int_equal(n, 2);
+}
+
+static int note_session(void *context, const char *space, const char *name, uint64_t bytes)
+{
+    char *all = context;
+    size_t used = strlen(all);
+    snprintf(all + used, 256 - used, "[%s|%s|%d]", space, name, (int)bytes);
+    return 0;
+}
+
+// A list goes on behind a session, also where the server does not know how to.
+static void lists_go_on(void **state)
+{
+    (void)state;
+#define KEY(NAME, BYTES) "<Contents><Key>" NAME "</Key><Size>" BYTES "</Size></Contents>"
+    static const struct script_reply all = {
+        .bytes = XML "<ListBucketResult>" KEY("s/a/data/1", "5") KEY("s/a/head", "1")
+            KEY("s/b/data/1", "7") KEY("s/b/head", "1")
+                KEY("s/c/head", "1") "<IsTruncated>false</IsTruncated></ListBucketResult>"};
+    static const struct kvq_remote_name names[] = {{"s", "a"}, {"s", "bb"}, {"s", ""}};
+    char found[256] = "";
+    begin(&all, 1);
+    assert_int_equal(kvq_remote_sessions(remote, "s", NULL, note_session, found, text, sizeof text),
+                     0);
+    assert_string_equal(found, "[s|a|5][s|b|7][s|c|0]");
+    found[0] = '\0';
+    assert_int_equal(
+        kvq_remote_sessions(remote, "s", &names[0], note_session, found, text, sizeof text), 0);
+    assert_string_equal(found, "[s|b|7][s|c|0]");
+    found[0] = '\0';
+    assert_int_equal( // one that is gone
+        kvq_remote_sessions(remote, NULL, &names[1], note_session, found, text, sizeof text), 0);
+    assert_string_equal(found, "[s|c|0]");
+    assert_int_equal(
+        kvq_remote_sessions(remote, "s", &names[2], note_session, found, text, sizeof text),
+        KVQ_E_INVALID);
+    end();
+    assert_null(strstr(server.asked[0], "start-after"));
+    assert_non_null(strstr(server.asked[1], "prefix=s%2F&start-after=s%2Fa%2Fhead"));
+    assert_non_null(strstr(server.asked[2], "start-after=s%2Fbb%2Fhead"));
+}
+
+// ---- Documents ----
+
+static void documents_without_sense_are_refused(void **state)
+{
+    (void)state;
+    static const char *const bad[] = {
+        "",
+        "<a>",
+        "<!DOCTYPE a><a></a>",
+        "<!DOCTYPE a [<!ENTITY b \"c\">]><Error><Code>&b;</Code></Error>",
+        "<ListPartsResult><Part><PartNumber>-1</PartNumber></Part></ListPartsResult>",
+        "<ListPartsResult><Part><Size>9223372036854775808</Size></Part></ListPartsResult>",
+        "<a><a><a><a><a><a><a><a><a><a><a><a><a><a><a><a><a></a></a></a></a></a></a></a></a></a></"
+        "a>"
+        "</a></a></a></a></a></a></a>",
+    };
+    struct kvq__reply reply;
+    const char *why;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        why = NULL;
+        if (kvq__reply_parse(bad[i], strlen(bad[i]), &reply, NULL, NULL, &why) != KVQ_E_REMOTE ||
+            !why)
+            fail_msg("document %zu was taken", i);
+    }
+    char longer[2000] = "<Error><UploadId>";
+    memset(longer + 17, 'u', KVQ__UPLOAD_BYTES);
+    snprintf(longer + 17 + KVQ__UPLOAD_BYTES, 100, "</UploadId></Error>");
+    assert_int_equal(kvq__reply_parse(longer, strlen(longer), &reply, NULL, NULL, &why),
+                     KVQ_E_REMOTE);
+}
+
+// ---- Options and keys ----
+
+static void bad_options_are_named(void **state)
+{
+    (void)state;
+    struct kvq_remote_options good = remote_options(1, &test_clock), o;
+    static const char *const endpoints[] = {"ftp://h",       "http://",    "http://u:p@h",
+                                            "http://h/path", "http://h?q", "",
+                                            "h h",           "http://h#x"};
+    for (size_t i = 0; i < sizeof endpoints / sizeof *endpoints; i++) {
+        o = good;
+        o.endpoint = endpoints[i];
+        assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_INVALID);
+        assert_null(strstr(text, ":p@"));
+    }
+    static const char *const prefixes[] = {"/a", "a//b", "../a", "a/./b", "a b", "a%2f"};
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes; i++) {
+        o = good;
+        o.prefix = prefixes[i];
+        assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_INVALID);
+    }
+    o = good;
+    o.bucket = "Has Capitals";
+    assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_INVALID);
+    o = good;
+    o.keys.secret[0] = '\0';
+    assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_PERMISSION);
+    open_with(&good);
+    assert_int_equal(kvq_remote_delete(remote, "a/../b", text, sizeof text), KVQ_E_INVALID);
+    kvq_remote_close(&remote);
+}
+
+static int load(const char *content, mode_t mode, struct kvq_remote_keys *keys)
+{
+    FILE *file = fopen(source, "w");
+    assert_non_null(file);
+    fputs(content, file);
+    fclose(file);
+    chmod(source, mode);
+    return kvq_remote_keys_load(source, NULL, keys, text, sizeof text);
+}
+
+static void keys_come_from_files_and_variables(void **state)
+{
+    (void)state;
+    static const char good[] = "[other]\naws_access_key_id = no\n[default]\n"
+                               "aws_access_key_id = ID\naws_secret_access_key = S/+=x\n";
+    struct kvq_remote_keys keys;
+    assert_int_equal(load(good, 0600, &keys), 0);
+    assert_string_equal(keys.id, "ID");
+    assert_string_equal(keys.secret, "S/+=x");
+    assert_int_equal(load(good, 0644, &keys), KVQ_E_PERMISSION);
+    says("chmod 600");
+    assert_int_equal(load("[other]\n", 0600, &keys), KVQ_E_INVALID);
+    assert_int_equal(load("[default]\nrubbish\n", 0600, &keys), KVQ_E_INVALID);
+    says("line 2");
+    assert_null(strstr(text, "rubbish")); // it may have been a key
+    unsetenv("AWS_ACCESS_KEY_ID");
+    assert_int_equal(kvq_remote_keys_load(NULL, NULL, &keys, text, sizeof text), KVQ_E_PERMISSION);
+    setenv("AWS_ACCESS_KEY_ID", "E", 1);
+    setenv("AWS_SECRET_ACCESS_KEY", "F", 1);
+    assert_int_equal(kvq_remote_keys_load(NULL, NULL, &keys, text, sizeof text), 0);
+    assert_string_equal(keys.secret, "F");
+}
+
+static int start(void **state)
+{
+    (void)state;
+    assert_non_null(mkdtemp(folder));
+    snprintf(source, sizeof source, "%s/source", folder);
+    snprintf(target, sizeof target, "%s/target", folder);
+    snprintf(part, sizeof part, "%s/target.part", folder);
+    return 0;
+}
+
+// ---- Leftovers ----
+
+static void make_old(const char *name, int64_t seconds)
+{
+    char path[128];
+    struct timespec times[2] = {{.tv_sec = time(NULL) - seconds}};
+    times[1] = times[0];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    fclose(file);
+    assert_int_equal(utimensat(AT_FDCWD, path, times, 0), 0);
+}
+
+// Whether it is there; it is not, after.
+static bool take_away(const char *name)
+{
+    char path[128];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return unlink(path) == 0;
+}
+
+static void leftovers_have_an_end(void **state)
+{
+    (void)state;
+    make_old("push-1-2.kvq", 1000);
+    make_old("pull-2.kvq.part", 10);
+    make_old("pull-3.kvq", 30);
+    make_old("push-4-5.kvq", 20);
+    make_old("push-6-7.kvq.tmp", 0);
+    make_old("keep.kvq", 5000);
+    kvq_remote_sweep("/nowhere/at/all", 100, 2);
+    kvq_remote_sweep(folder, 100, 2);
+    assert_false(take_away("push-1-2.kvq")); // too old
+    assert_false(take_away("pull-3.kvq"));   // one too many
+    assert_false(take_away("push-6-7.kvq.tmp"));
+    assert_true(take_away("pull-2.kvq.part"));
+    assert_true(take_away("push-4-5.kvq"));
+    assert_true(take_away("keep.kvq")); // not ours
+}
+
+static int stop(void **state)
+{
+    (void)state;
+    unlink(source);
+    unlink(part);
+    rmdir(folder);
+    return 0;
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(bad_answers_end_in_errors),
+        cmocka_unit_test(a_server_that_stalls_is_left),
+        cmocka_unit_test(nobody_listens),
+        cmocka_unit_test(tries_are_spread_in_time),
+        cmocka_unit_test(a_call_can_be_cancelled),
+        cmocka_unit_test(leftovers_have_an_end),
+        cmocka_unit_test(requests_are_signed),
+        cmocka_unit_test(the_bucket_may_be_in_the_name),
+        cmocka_unit_test(bad_uploads_end_in_errors),
+        cmocka_unit_test(a_lost_reply_is_no_failure),
+        cmocka_unit_test(a_refused_upload_is_begun_anew),
+        cmocka_unit_test(bad_downloads_end_in_errors),
+        cmocka_unit_test(lists_have_an_end),
+        cmocka_unit_test(lists_go_on),
+        cmocka_unit_test(documents_without_sense_are_refused),
+        cmocka_unit_test(bad_options_are_named),
+        cmocka_unit_test(keys_come_from_files_and_variables),
+    };
+    return cmocka_run_group_tests(tests, start, stop);
+}

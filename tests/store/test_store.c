@@ -1,0 +1,525 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The store on a disk that does not break: what is saved is what is read, through random changes,
+// reopenings and compactions; caps, locks, prefixes, and what is refused.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/status.h"
+#include "tests/store/store_kit.h"
+
+static struct fault_io disk;
+
+static int set_up(void **state)
+{
+    (void)state;
+    fault_open(&disk, 7);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    fault_close(&disk);
+    return 0;
+}
+
+static void check(struct kit *k, const struct world *w)
+{
+    char why[256];
+    struct kvq_store_verified v;
+    if (!kit_same(k, w, false, why) || !kit_sound(k, why))
+        fail_msg("%s", why);
+    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text), 0);
+    assert_string_equal(v.text, "");
+}
+
+static void random_changes(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 1}, after;
+    // EINTR and short transfers everywhere are nothing that anybody should notice.
+    disk.interrupt_percent = disk.short_percent = 20;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.created);
+    for (int i = 0; i < 150; i++) {
+        if (kit_change(&k, &w, &after))
+            fail_msg("change %d: %s", i, k.text);
+        w = after;
+        if (i % 10 == 0)
+            check(&k, &w);
+    }
+    check(&k, &w);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_string_equal(k.report.text, "");
+    check(&k, &w);
+    kvq_store_close(&k.store);
+}
+
+// Segments of 64 KiB, so there are many; when all sessions are gone, so are they.
+static void space_comes_back(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 2}, after;
+    struct kvq_store_freed freed;
+    struct kvq_store_status status;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (int i = 0; i < 60; i++) {
+        assert_int_equal(kit_change(&k, &w, &after), 0);
+        w = after;
+    }
+    for (int i = 0; i < WORLD_SESSIONS; i++)
+        if (w.sessions[i].used && w.sessions[i].shard == 0)
+            assert_int_equal(
+                kvq_store_delete(k.store, "uid-1", w.sessions[i].name, k.text, sizeof k.text), 0);
+    do
+        assert_int_equal(kvq_store_compact(k.store, 1 << 20, 1, &freed, k.text, sizeof k.text), 0);
+    while (freed.more);
+    assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_status(k.store, &status, k.text, sizeof k.text), 0);
+    assert_int_equal(status.sessions, 0);
+    assert_int_equal(status.blocks, 0);
+    assert_true(status.segments <= 2); // records of what was deleted
+    assert_int_equal(status.physical_bytes, fault_physical(&disk));
+    kvq_store_close(&k.store);
+}
+
+// A chain of hashes: sessions that share a part of it are found by the longest part.
+static void prefixes(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 3};
+    uint8_t hashes[6][KVQ_PREFIX_BYTES];
+    struct kvq_store_session found;
+    uint32_t matched;
+    struct world_session *s = &w.sessions[0];
+    *s = (struct world_session){.used = true, .name = "a", .shards = 1, .seed = 5, .pages = 4};
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_save(&k, &w, "a"), 0);
+    for (uint64_t i = 0; i < 6; i++)
+        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+    for (uint32_t n = 0; n <= 6; n++) {
+        assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, n, &matched,
+                                         &found, k.text, sizeof k.text),
+                         0);
+        assert_int_equal(matched, n < 4 ? n : 4);
+        assert_string_equal(found.name, n ? "a" : "");
+    }
+    assert_int_equal(kvq_store_match(k.store, "uid-2", (const void *)hashes, 6, &matched, &found,
+                                     k.text, sizeof k.text),
+                     0);
+    assert_int_equal(matched, 0); // another namespace
+    s->pages = 2;                 // saved again with fewer
+    assert_int_equal(kit_save(&k, &w, "a"), 0);
+    assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, 6, &matched, &found,
+                                     k.text, sizeof k.text),
+                     0);
+    assert_int_equal(matched, 2);
+    kvq_store_close(&k.store);
+}
+
+static void save_blocks(struct kit *k, struct world *w, const char *name, int n, int *rc)
+{
+    struct world_session *s = &w->sessions[0];
+    *s = (struct world_session){.used = true, .shards = 1, .tokens = 10};
+    snprintf(s->name, sizeof s->name, "%s", name);
+    for (int i = 0; i < n; i++)
+        s->blocks[s->n++] = (struct world_block){
+            .place = {0, (uint32_t)i, 1, 0}, .seed = (uint64_t)i, .bytes = WORLD_MAX_BYTES};
+    *rc = kit_save(k, w, name);
+}
+
+// The cap counts every byte of every file, and is refused before it is reached.
+static void cap(void **state)
+{
+    (void)state;
+    struct kit k = {.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}};
+    struct world w = {.random = 4};
+    char name[16];
+    int rc = 0, saved = 0, i;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (i = 0; i < 100 && rc == 0; i++) {
+        snprintf(name, sizeof name, "s%d", i);
+        save_blocks(&k, &w, name, 40, &rc);
+        saved += rc == 0;
+    }
+    assert_int_equal(rc, KVQ_E_NO_SPACE);
+    assert_non_null(strstr(k.text, "the cap is 16777216 bytes"));
+    assert_true(saved > 20);
+    assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
+    struct kvq_store_session none;
+    assert_int_equal(kvq_store_find(k.store, "uid-1", name, 0, &none, k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    // Deleting works at the cap, compaction too, and then there is room again.
+    struct kvq_store_freed freed;
+    for (i = 0; i < 8; i++) {
+        snprintf(name, sizeof name, "s%d", i);
+        assert_int_equal(kvq_store_delete(k.store, "uid-1", name, k.text, sizeof k.text), 0);
+    }
+    do
+        assert_int_equal(kvq_store_compact(k.store, 1 << 18, 20, &freed, k.text, sizeof k.text), 0);
+    while (freed.more);
+    save_blocks(&k, &w, "again", 40, &rc);
+    assert_int_equal(rc, 0);
+    assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
+    kvq_store_close(&k.store);
+}
+
+static uint64_t usage(struct kit *k, const char *space, uint64_t sessions)
+{
+    uint64_t bytes, count;
+    assert_int_equal(kvq_store_usage(k->store, space, &bytes, &count, k->text, sizeof k->text), 0);
+    assert_int_equal(count, sessions);
+    return bytes;
+}
+
+// Adds a session with `n` blocks of its own and all blocks of another one, and saves it.
+static int save_fork(struct kit *k, struct world *w, int at, const char *name, int n,
+                     const struct world_session *of)
+{
+    struct world_session *s = &w->sessions[at];
+    *s = (struct world_session){.used = true, .shards = 1, .tokens = 10};
+    snprintf(s->name, sizeof s->name, "%s", name);
+    for (size_t i = 0; of && i < of->n; i++)
+        s->blocks[s->n++] = of->blocks[i];
+    for (int i = 0; i < n; i++, s->n++)
+        s->blocks[s->n] =
+            (struct world_block){.place = {1, (uint32_t)s->n, 1, 0}, .seed = s->n, .bytes = 1000};
+    return kit_save(k, w, name);
+}
+
+// A save of 500 bytes more, without a limit at first, and with this one before it is committed.
+static int lowered_meanwhile(struct kit *k, uint64_t limit)
+{
+    static uint32_t n;
+    struct kvq_save *save;
+    char name[16], bytes[500] = {0};
+    uint64_t id;
+    snprintf(name, sizeof name, "more%u", n++);
+    const struct kvq_store_meta meta = {
+        .space = "uid-1", .name = name, .model = "", .formats = "", .shards = 1, .version = 1};
+    assert_int_equal(kvq_store_limit(k->store, "uid-1", 0, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_save_begin(k->store, &save, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_save_session(save, &meta, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_save_put(save, &(struct kvq_place){0}, bytes, sizeof bytes, &id, k->text,
+                                  sizeof k->text),
+                     0);
+    assert_int_equal(kvq_store_limit(k->store, "uid-1", limit, k->text, sizeof k->text), 0);
+    return kvq_save_commit(&save, k->text, sizeof k->text);
+}
+
+static void check_spaces(struct kit *k, uint64_t bytes)
+{
+    struct kvq_store_space *spaces;
+    size_t n;
+    assert_int_equal(kvq_store_spaces(k->store, &spaces, &n, k->text, sizeof k->text), 0);
+    assert_int_equal(n, 2);
+    assert_string_equal(spaces[0].space, "uid-1");
+    assert_int_equal(spaces[0].bytes, bytes);
+    assert_string_equal(spaces[1].space, "uid-2");
+    assert_int_equal(spaces[1].bytes, 0);
+    free(spaces);
+}
+
+// What a namespace may have: bytes of blocks, shared ones once, and a save or import above it is
+// refused before a byte of it counts.
+static void limits(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 6}, before;
+    struct kvq_store_session none;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 20000, k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-1", 0), 0);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 10, NULL), 0);
+    assert_int_equal(usage(&k, "uid-1", 1), 10000);
+    assert_int_equal(save_fork(&k, &w, 1, "fork", 4, &w.sessions[0]), 0);
+    assert_int_equal(usage(&k, "uid-1", 2), 14000);
+    before = w;
+    uint64_t written = disk.n_writes; // 40 blocks would fill five buffers
+    assert_int_equal(save_fork(&k, &w, 2, "b", 40, NULL), KVQ_E_QUOTA);
+    assert_non_null(strstr(k.text, "namespace uid-1 may keep 20000 bytes, 14000 are used, and this "
+                                   "save needs 7000 more"));
+    assert_int_equal(disk.n_writes, written);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "b", 0, &none, k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    w = before;
+    check(&k, &w);
+    assert_int_equal(usage(&k, "uid-1", 2), 14000);
+    // What replaces a session has its room, to the byte; a shared block's does not come back.
+    assert_int_equal(save_fork(&k, &w, 1, "fork", 20, NULL), KVQ_E_QUOTA);
+    assert_int_equal(save_fork(&k, &w, 1, "fork", 10, NULL), 0);
+    assert_int_equal(usage(&k, "uid-1", 2), 20000);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "a", "/a", k.text, sizeof k.text), 0);
+    assert_int_equal(
+        kvq_store_import(k.store, "/a", NULL, "imported", false, k.text, sizeof k.text),
+        KVQ_E_QUOTA);
+    assert_non_null(strstr(k.text, "20000 are used, and this save needs 10000 more"));
+    // Other namespaces are none of its business.
+    assert_int_equal(kvq_store_import(k.store, "/a", "uid-2", NULL, false, k.text, sizeof k.text),
+                     0);
+    assert_int_equal(usage(&k, "uid-2", 1), 10000);
+    assert_int_equal(kvq_store_delete(k.store, "uid-2", "a", k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-2", 0), 0);
+    // Above a limit that is lowered: what adds nothing is saved, what adds a byte is not.
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 5, k.text, sizeof k.text), 0);
+    assert_int_equal(kit_save(&k, &w, "a"), 0);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 1, &before.sessions[0]), KVQ_E_QUOTA);
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 0, k.text, sizeof k.text), 0);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 11, NULL), 0);
+    check(&k, &w);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "fork", k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-1", 0), 0);
+    // Those that were given none have the default; what is told counts until a save is committed.
+    assert_int_equal(kvq_store_limit(k.store, NULL, 3000, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_import(k.store, "/a", "uid-3", NULL, false, k.text, sizeof k.text),
+                     KVQ_E_QUOTA);
+    assert_int_equal(save_fork(&k, &w, 0, "a", 4, NULL), 0); // uid-1 was given none at all
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 4000, k.text, sizeof k.text), 0);
+    assert_int_equal(lowered_meanwhile(&k, 4500), 0);
+    assert_int_equal(lowered_meanwhile(&k, 4400), KVQ_E_QUOTA);
+    assert_non_null(strstr(k.text, "may keep 4400 bytes, 4500 are used"));
+    assert_int_equal(usage(&k, "uid-1", 2), 4500);
+    check_spaces(&k, 4500);
+    kvq_store_close(&k.store);
+}
+
+// Puts n blocks of 1000 bytes into a session of its own: the id of the last, and what it said.
+static int put_some(struct kit *k, struct kvq_save *save, const char *name, uint32_t n,
+                    uint64_t *id)
+{
+    static const uint8_t bytes[1000];
+    const struct kvq_store_meta meta = {
+        .space = "uid-1", .name = name, .model = "", .formats = "", .shards = 1, .version = 1};
+    int rc = kvq_save_session(save, &meta, k->text, sizeof k->text);
+    for (uint32_t i = 0; i < n && rc == 0; i++)
+        rc = kvq_save_put(save, &(struct kvq_place){.page = i}, bytes, sizeof bytes, id, k->text,
+                          sizeof k->text);
+    return rc;
+}
+
+static bool is_there(struct kit *k, const char *name)
+{
+    struct kvq_store_session s;
+    return kvq_store_find(k->store, "uid-1", name, 0, &s, k->text, sizeof k->text) == 0;
+}
+
+// One session of a save that is refused is taken out of it; the others are saved, those that come
+// after it and have a block of its included, and what it had put is dead.
+static void one_of_many(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct kvq_save *save;
+    uint64_t id;
+    char why[256];
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 6500, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(put_some(&k, save, "a", 2, &id), 0);
+    assert_int_equal(kvq_save_count(save), 1);
+    assert_int_equal(put_some(&k, save, "b", 5, &id), KVQ_E_QUOTA);
+    assert_true(kvq_save_cut(save, 1));
+    assert_int_equal(put_some(&k, save, "c", 3, &id), 0);
+    const struct kvq_place place = {.page = 9};
+    assert_int_equal(kvq_save_keep(save, &place, id - 4, k.text, sizeof k.text), 0); // of b's
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), 0);
+    assert_true(is_there(&k, "a") && is_there(&k, "c") && !is_there(&k, "b"));
+    assert_int_equal(usage(&k, "uid-1", 2), 6000);
+    if (!kit_sound(&k, why))
+        fail_msg("%s", why);
+    // What both replace counts, whichever is put last: 3000 and 3000 in the place of 2000 and 4000.
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(put_some(&k, save, "c", 3, &id), 0);
+    assert_int_equal(put_some(&k, save, "a", 3, &id), 0);
+    assert_int_equal(put_some(&k, save, "a", 0, &id), KVQ_E_INVALID); // it is in the save already
+    assert_true(kvq_save_cut(save, 2));
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), 0);
+    assert_int_equal(usage(&k, "uid-1", 2), 6000);
+    if (!kit_sound(&k, why))
+        fail_msg("%s", why);
+    // A record that was not written as a whole is nothing to go on behind.
+    assert_int_equal(kvq_store_limit(k.store, "uid-1", 0, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(put_some(&k, save, "d", 1, &id), 0);
+    disk.capacity = 1;
+    assert_int_equal(put_some(&k, save, "e", 200, &id), KVQ_E_NO_SPACE);
+    disk.capacity = 0;
+    assert_false(kvq_save_cut(save, 1));
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_NO_SPACE);
+    assert_false(is_there(&k, "d"));
+    kvq_store_close(&k.store);
+}
+
+static void one_writer(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct kvq_save *save, *second = NULL;
+    struct kvq_store_freed freed;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &disk.io), KVQ_E_BUSY);
+    assert_non_null(strstr(other.text, "another process has it open, pid "));
+    assert_null(other.store);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_begin(k.store, &second, k.text, sizeof k.text), KVQ_E_BUSY);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "x", k.text, sizeof k.text), KVQ_E_BUSY);
+    assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), KVQ_E_BUSY);
+    kvq_save_abort(&save);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "x", k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    kvq_store_close(&k.store);
+}
+
+// What is found belongs together: whoever has found a session that was saved again is told so.
+static void stale(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 5};
+    struct kvq_store_session found;
+    struct kvq_stored *blocks;
+    size_t n;
+    int rc;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    save_blocks(&k, &w, "a", 3, &rc);
+    assert_int_equal(rc, 0);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
+    assert_int_equal(kit_save(&k, &w, "a"), 0); // keeps all
+    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text),
+                     KVQ_E_STALE);
+    assert_null(blocks);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
+    assert_int_equal(n, 3);
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
+    // A block that was deleted can be read for as long as its bytes are there, and then is gone.
+    struct kvq_store_freed freed;
+    uint8_t bytes[WORLD_MAX_BYTES], want[WORLD_MAX_BYTES];
+    world_fill(0, want, sizeof want);
+    assert_int_equal(kvq_store_read(k.store, &blocks[0], bytes, k.text, sizeof k.text), 0);
+    assert_memory_equal(bytes, want, sizeof want);
+    assert_int_equal(kvq_store_compact(k.store, 1 << 20, 10, &freed, k.text, sizeof k.text), 0);
+    assert_int_equal(freed.segments, 1);
+    assert_int_equal(kvq_store_read(k.store, &blocks[0], bytes, k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    free(blocks);
+    kvq_store_close(&k.store);
+}
+
+static void refusals(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct kvq_save *save;
+    struct kvq_store_meta m = {.space = "s", .name = "n", .shards = 1};
+    const struct kvq_place place = {0};
+    uint64_t id;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_put(save, &place, "x", 1, &id, k.text, sizeof k.text),
+                     KVQ_E_INVALID); // no session yet
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_INVALID);
+    assert_null(save);
+    char longer[KVQ_NAME_BYTES + 1];
+    memset(longer, 'a', KVQ_NAME_BYTES);
+    longer[KVQ_NAME_BYTES] = '\0';
+    const struct {
+        struct kvq_store_meta m;
+        int rc;
+    } bad[] = {
+        {{.space = "", .name = "n", .shards = 1}, KVQ_E_INVALID},
+        {{.space = "s", .name = longer, .shards = 1}, KVQ_E_LIMIT},
+        {{.space = "s", .name = "a\nb", .shards = 1}, KVQ_E_INVALID},
+        {{.space = "s", .name = "n", .shards = 0}, KVQ_E_INVALID},
+        {{.space = "s", .name = "n", .shard = 2, .shards = 2}, KVQ_E_INVALID},
+        {{.space = "s", .name = "n", .shards = 1, .n_bytes = KVQ_MAX_STORE_META + 1}, KVQ_E_LIMIT}};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+        assert_int_equal(kvq_save_session(save, &bad[i].m, k.text, sizeof k.text), bad[i].rc);
+        assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), bad[i].rc);
+    }
+    // A block that is not there may be put instead, and the save goes on.
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_session(save, &m, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_keep(save, &place, 12345, k.text, sizeof k.text), KVQ_E_NO_SESSION);
+    assert_int_equal(kvq_save_put(save, &place, "x", 1, &id, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), 0);
+    // Two blocks at one place.
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_session(save, &m, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_keep(save, &place, id, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_keep(save, &place, id, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_INVALID);
+    kvq_store_close(&k.store);
+    k.options.cap_bytes = 1000;
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
+}
+
+// However many sessions were used, noting it costs one transaction; those that are gone are passed
+// over.
+static void used(void **state)
+{
+    (void)state;
+    enum { SESSIONS = 40, GONE = 7 };
+    struct kit k = {0};
+    struct kvq_save *save;
+    struct kvq_store_session all[SESSIONS];
+    struct kvq_store_use uses[SESSIONS + 1];
+    const size_t room = sizeof k.text;
+    uint32_t n;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_save_begin(k.store, &save, k.text, room), 0);
+    for (int i = 0; i < SESSIONS; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "s%d", i);
+        const struct kvq_store_meta m = {.space = "uid-1", .name = name, .shards = 1};
+        assert_int_equal(kvq_save_session(save, &m, k.text, room), 0);
+    }
+    assert_int_equal(kvq_save_commit(&save, k.text, room), 0);
+    assert_int_equal(kvq_store_list(k.store, NULL, 0, all, SESSIONS, &n, k.text, room), 0);
+    assert_int_equal(n, SESSIONS);
+    for (uint32_t i = 0; i < n; i++)
+        uses[i] = (struct kvq_store_use){all[i].id, 1000 + i};
+    uses[n] = (struct kvq_store_use){1u << 20, 5};
+    assert_int_equal(kvq_store_delete(k.store, "uid-1", all[GONE].name, k.text, room), 0);
+    fault_reset_counts(&disk);
+    assert_int_equal(kvq_store_touch(k.store, uses, SESSIONS + 1, k.text, room), 0);
+    assert_int_equal(disk.n_syncs, 1);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kvq_store_list(k.store, NULL, 0, all, SESSIONS, &n, k.text, room), 0);
+    assert_int_equal(n, SESSIONS - 1);
+    for (uint32_t i = 0; i < n; i++)
+        assert_int_equal(all[i].used_at, 1000 + i + (i >= GONE));
+    kvq_store_close(&k.store);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(random_changes, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(space_comes_back, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(prefixes, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(cap, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(limits, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(one_of_many, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(one_writer, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(used, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(refusals, set_up, tear_down),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

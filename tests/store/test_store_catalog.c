@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A catalog that is damaged, missing, older than the segments, or of another version.
+#include "storage/store_internal.h"
+#include "tests/store/store_check.h"
+
+struct spoil {
+    const char *name, *says;
+    void (*spoil)(struct fault_file *db, struct fault_file *wal);
+};
+
+static void spoil_head(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    memset(db->data, 0x5a, 100);
+}
+
+static void spoil_root(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    memset(db->data + 100, 0xff, 2000);
+}
+
+static void spoil_inside(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    for (uint64_t page = 1; page < db->bytes / 4096; page++)
+        memset(db->data + page * 4096, 0xee, 64);
+}
+
+static void cut_short(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    db->bytes = db->bytes / 2 / 4096 * 4096;
+}
+
+static void empty(struct fault_file *db, struct fault_file *wal)
+{
+    db->bytes = 0;
+    if (wal)
+        wal->bytes = 0;
+}
+
+static void spoiled_catalog(void **state)
+{
+    (void)state;
+    static const struct spoil spoils[] = {
+        {"head", "damaged", spoil_head},     {"schema", "damaged", spoil_root},
+        {"inside", "damaged", spoil_inside}, {"cut short", "damaged", cut_short},
+        {"empty", "missing", empty},
+    };
+    for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
+        struct kit k = {0};
+        struct world w = {.random = 20 + i};
+        fault_open(&disk, i);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        change(&k, &w, 40);
+        kvq_store_close(&k.store);
+        spoils[i].spoil(fault_find(&disk, catalog), fault_find(&disk, "/store/catalog.db-wal"));
+        if (kit_open(&k, &disk.io))
+            fail_msg("%s: %s", spoils[i].name, k.text);
+        assert_true(k.report.rebuilt);
+        assert_non_null(strstr(k.report.text, spoils[i].says));
+        assert_int_equal(k.report.bad_blocks, 0);
+        check(&k, &w, spoils[i].name);
+        if (strcmp(spoils[i].says, "damaged") == 0)
+            assert_non_null(fault_find(&disk, "/store/catalog.db.bad"));
+        change(&k, &w, 10);
+        check(&k, &w, spoils[i].name);
+        kvq_store_close(&k.store);
+        fault_close(&disk);
+    }
+}
+
+// Somebody put an older catalog in place: what came after it is in the segments, and not cut off.
+static void older_catalog(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 30};
+    fault_open(&disk, 30);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 15);
+    kvq_store_close(&k.store);
+    struct fault_file *db = fault_find(&disk, catalog);
+    uint64_t bytes = db->bytes;
+    uint8_t *copy = malloc(bytes);
+    assert_non_null(copy);
+    memcpy(copy, db->data, bytes);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 25);
+    kvq_store_close(&k.store);
+    db = fault_find(&disk, catalog);
+    memcpy(db->data, copy, bytes < db->bytes ? bytes : db->bytes);
+    db->bytes = bytes;
+    free(copy);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.rebuilt);
+    assert_non_null(strstr(k.report.text, "older than the segments"));
+    check(&k, &w, "older catalog");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+// ---- Versions ----
+
+static void newer_catalog(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 40};
+    fault_open(&disk, 40);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 10);
+    assert_int_equal(sqlite3_exec(k.store->catalog.db, "PRAGMA user_version=99", NULL, NULL, NULL),
+                     SQLITE_OK);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
+    assert_non_null(strstr(k.text, "is of version 99, and this program knows up to 2"));
+    assert_null(fault_find(&disk, "/store/catalog.db.bad"));
+    fault_close(&disk);
+}
+
+// A catalog as the first version made it is brought up to date, with what namespaces use.
+static void first_version(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 42};
+    uint64_t before, after, sessions;
+    fault_open(&disk, 42);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 30);
+    assert_int_equal(kvq_store_usage(k.store, "uid-1", &before, &sessions, NULL, 0), 0);
+    assert_true(before > 0 && sessions > 0);
+    assert_int_equal(
+        sqlite3_exec(k.store->catalog.db,
+                     "DROP TABLE spaces; DROP TABLE uses; DROP TABLE owed; PRAGMA user_version=1",
+                     NULL, NULL, NULL),
+        SQLITE_OK);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_false(k.report.rebuilt);
+    check(&k, &w, "first version");
+    assert_int_equal(kvq_store_usage(k.store, "uid-1", &after, &sessions, NULL, 0), 0);
+    assert_int_equal(after, before);
+    change(&k, &w, 10);
+    check(&k, &w, "changed since");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+static void newer_segment(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 41};
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    struct kvq_record front;
+    fault_open(&disk, 41);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 20);
+    kvq__segment_name(kvq__segment_after(k.store, 0), name);
+    kvq__path(k.store, name, path);
+    kvq_store_close(&k.store);
+    struct fault_file *file = fault_find(&disk, path);
+    memcpy(&front, file->data, sizeof front);
+    front.version = 2;
+    front.head = kvq_record_checksum(&front, 0);
+    memcpy(file->data, &front, sizeof front);
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
+    assert_non_null(strstr(k.text, "is of version 2; this program knows up to 1"));
+    // The same without the catalog.
+    assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
+    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
+    assert_non_null(fault_find(&disk, path));
+    fault_close(&disk);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(spoiled_catalog), cmocka_unit_test(older_catalog),
+        cmocka_unit_test(first_version),   cmocka_unit_test(newer_catalog),
+        cmocka_unit_test(newer_segment),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,430 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Sessions that move from store to store in a file, and readers beside a writer.
+//
+// What is imported is what was exported; a file that was cut, spoiled at any byte, or made by
+// somebody else is refused, and nothing of it is visible. KVQ_FULL=1 spoils every byte.
+#include <errno.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "proto/status.h"
+#include "proto/sync.h"
+#include "tests/store/store_kit.h"
+
+static struct fault_io disk, other_disk;
+static const char *const file_path = "/exported.kvqs";
+
+static bool full(void)
+{
+    const char *wanted = getenv("KVQ_FULL");
+    return wanted && strcmp(wanted, "1") == 0;
+}
+
+static int set_up(void **state)
+{
+    (void)state;
+    fault_open(&disk, 1);
+    fault_open(&other_disk, 2);
+    return 0;
+}
+
+static int tear_down(void **state)
+{
+    (void)state;
+    fault_close(&disk);
+    fault_close(&other_disk);
+    return 0;
+}
+
+// A group of two shards whose first blocks are one, and a session beside it.
+static void make_group(struct kit *k, struct world *w)
+{
+    for (uint32_t shard = 0; shard < 2; shard++) {
+        struct world_session *s = &w->sessions[shard];
+        *s = (struct world_session){.used = true,
+                                    .name = "group",
+                                    .shard = shard,
+                                    .shards = 2,
+                                    .tokens = 700,
+                                    .seed = 77 + shard,
+                                    .pages = 3};
+        for (uint32_t i = 0; i < 5; i++)
+            s->blocks[s->n++] = (struct world_block){
+                .place = {shard, i, 1, i * 128}, .seed = i + shard * 10, .bytes = 100 + i * 333};
+    }
+    assert_int_equal(kit_save(k, w, "group"), 0);
+    w->sessions[1].blocks[0].id = w->sessions[0].blocks[0].id;
+    w->sessions[1].blocks[0].seed = w->sessions[0].blocks[0].seed;
+    w->sessions[1].blocks[0].bytes = w->sessions[0].blocks[0].bytes;
+    assert_int_equal(kit_save(k, w, "group"), 0);
+    struct world beside = {0};
+    beside.sessions[0] = (struct world_session){.used = true, .name = "beside", .shards = 1};
+    assert_int_equal(kit_save(k, &beside, "beside"), 0);
+}
+
+// Copies a file from one disk to the other.
+static void carry(struct fault_io *from, struct fault_io *to, uint64_t bytes)
+{
+    struct fault_file *file = fault_find(from, file_path);
+    assert_non_null(file);
+    int handle = to->io.open(&to->io, file_path, KVQ_IO_WRITE | KVQ_IO_CREATE);
+    assert_true(handle >= 0);
+    assert_int_equal(to->io.truncate(&to->io, handle, 0), 0);
+    assert_int_equal(kvq_io_write(&to->io, handle, file->data, bytes, 0), 0);
+    to->io.close(&to->io, handle);
+}
+
+static void there_and_back(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    char why[256];
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    make_group(&k, &w);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
+                     0);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    assert_int_equal(
+        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
+        0);
+    if (!kit_same(&other, &w, false, why) || !kit_sound(&other, why))
+        fail_msg("%s", why);
+    struct kvq_store_status status; // the shared block is one there, too
+    assert_int_equal(kvq_store_status(other.store, &status, other.text, sizeof other.text), 0);
+    assert_int_equal(status.blocks, 9);
+    assert_int_equal(
+        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
+        KVQ_E_EXISTS);
+    assert_int_equal(
+        kvq_store_import(other.store, file_path, NULL, NULL, true, other.text, sizeof other.text),
+        0);
+    if (!kit_same(&other, &w, false, why) || !kit_sound(&other, why))
+        fail_msg("replaced: %s", why);
+    struct kvq_store_session found;
+    assert_int_equal(
+        kvq_store_exported(other.store, file_path, &found, other.text, sizeof other.text), 0);
+    assert_string_equal(found.space, "uid-1");
+    assert_string_equal(found.name, "group");
+    assert_int_equal(found.tokens, 700);
+    assert_int_equal(found.shards, 2);
+    assert_int_equal(kvq_store_import(other.store, file_path, "uid-2", "copy", false, other.text,
+                                      sizeof other.text),
+                     0);
+    assert_int_equal(
+        kvq_store_find(other.store, "uid-2", "copy", 1, &found, other.text, sizeof other.text), 0);
+    assert_int_equal(found.tokens, 700);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "none", file_path, k.text, sizeof k.text),
+                     KVQ_E_NO_SESSION);
+    kvq_store_close(&k.store);
+    kvq_store_close(&other.store);
+}
+
+// Nothing of a spoiled file is visible, and the store goes on.
+static void refused(struct kit *k, const char *what, uint64_t at)
+{
+    struct kvq_store_status status;
+    struct kvq_store_session of; // its first session alone may be good
+    if (kvq_store_exported(k->store, file_path, &of, k->text, sizeof k->text) == 0 && !of.name[0])
+        fail_msg("%s %" PRIu64 ": a session without a name", what, at);
+    k->text[0] = '\0';
+    int rc = kvq_store_import(k->store, file_path, NULL, NULL, false, k->text, sizeof k->text);
+    if (rc == 0 || !k->text[0])
+        fail_msg("%s %" PRIu64 ": it was taken", what, at);
+    assert_int_equal(kvq_store_status(k->store, &status, k->text, sizeof k->text), 0);
+    assert_int_equal(status.sessions, 0);
+    assert_false(status.read_only);
+}
+
+static void spoiled_files(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    make_group(&k, &w);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
+                     0);
+    kvq_store_close(&k.store);
+    uint64_t bytes = fault_find(&disk, file_path)->bytes;
+    for (uint64_t n = 0; n < bytes; n += full() ? 64 : 331) {
+        carry(&disk, &other_disk, n);
+        refused(&other, "cut at", n);
+    }
+    carry(&disk, &other_disk, bytes);
+    struct fault_file *file = fault_find(&other_disk, file_path);
+    for (uint64_t at = 0; at < bytes; at += full() ? 1 : 97) {
+        file->data[at] ^= (uint8_t)(1u << (at % 8));
+        refused(&other, "spoiled at", at);
+        file->data[at] ^= (uint8_t)(1u << (at % 8));
+    }
+    assert_int_equal(
+        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
+        0);
+    kvq_store_close(&other.store);
+}
+
+// A file whose records are all sound, but whose end counts others than there are: somebody has put
+// it together from parts.
+static void wrong_count(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    struct kvq_file_head head;
+    struct kvq_record r;
+    struct kvq_commit commit;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    make_group(&k, &w);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
+                     0);
+    kvq_store_close(&k.store);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    struct fault_file *file = fault_find(&other_disk, file_path);
+    uint8_t *end = file->data + file->bytes - kvq_record_bytes(sizeof commit);
+    memcpy(&head, file->data + sizeof r, sizeof head);
+    for (int field = 0; field < 2; field++)
+        for (int by = -1; by <= 1; by++) {
+            memcpy(&r, end, sizeof r);
+            memcpy(&commit, end + sizeof r, sizeof commit);
+            *(field ? &commit.records : &commit.sessions) += (uint64_t)by;
+            struct kvq_checksum sum = kvq_checksum(&commit, sizeof commit);
+            kvq_record_make(&r, KVQ_RECORD_COMMIT, r.id, r.transaction, r.length, sum, head.salt);
+            uint8_t keep[sizeof r + sizeof commit];
+            memcpy(keep, end, sizeof keep);
+            memcpy(end, &r, sizeof r);
+            memcpy(end + sizeof r, &commit, sizeof commit);
+            if (by) {
+                refused(&other, field ? "records" : "sessions", (uint64_t)by);
+                assert_non_null(strstr(other.text, "its end counts other sessions and records"));
+            }
+            memcpy(end, keep, sizeof keep);
+        }
+    assert_int_equal(
+        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
+        0);
+    kvq_store_close(&other.store);
+}
+
+// A disk that fills up while the file is written leaves no file, and not the old one spoiled.
+static void no_room(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 1};
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    make_group(&k, &w);
+    disk.capacity = fault_physical(&disk) + 4096;
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
+                     KVQ_E_NO_SPACE);
+    assert_null(fault_find(&disk, file_path));
+    assert_null(fault_find(&disk, "/exported.kvqs.tmp"));
+    kvq_store_close(&k.store);
+}
+
+// What did not change makes the same file, whoever exports it when; a block that is in the files of
+// two saves has the same record in both.
+static void same_saves_same_file(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 1};
+    struct kvq_store_freed freed;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    make_group(&k, &w);
+    uint64_t salts[3], bytes[3];
+    struct kvq_checksum sums[3];
+    for (int i = 0; i < 3; i++) {
+        if (i == 1) {
+            assert_int_equal(kvq_store_compact(k.store, UINT64_MAX, 0, &freed, NULL, 0), 0);
+            kvq_store_close(&k.store);
+            assert_int_equal(kit_open(&k, &disk.io), 0);
+        } else if (i == 2) {
+            assert_int_equal(kit_save(&k, &w, "group"), 0);
+        }
+        assert_int_equal(
+            kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text), 0);
+        const struct fault_file *file = fault_find(&disk, file_path);
+        bytes[i] = file->bytes;
+        sums[i] = kvq_checksum(file->data, file->bytes);
+        memcpy(&salts[i], file->data + KVQ_RECORD_HEAD + 24, sizeof salts[i]);
+    }
+    assert_int_equal(bytes[0], bytes[1]);
+    assert_true(kvq_checksum_equal(sums[0], sums[1]));
+    assert_true(salts[0] != 0 && salts[0] == salts[1] && salts[1] == salts[2]);
+    kvq_store_close(&k.store);
+}
+
+struct onlooker {
+    uint32_t told, until; // how often it lets the call go on
+    uint64_t done;
+};
+
+static int look_on(void *context, uint64_t done, uint64_t all)
+{
+    struct onlooker *o = context;
+    assert_true(done >= o->done && done <= all && all > 0);
+    o->done = done;
+    return o->told++ == o->until;
+}
+
+// Both can be ended at every step, and nothing has changed then.
+static void cancelled(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    struct onlooker o;
+    const struct kvq_store_watch watch = {look_on, &o};
+    uint32_t n = 0;
+    int rc;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    make_group(&k, &w);
+    do {
+        o = (struct onlooker){.until = n++};
+        rc = kvq_store_export_watched(k.store, "uid-1", "group", file_path, &watch, k.text,
+                                      sizeof k.text);
+        if (rc < 0)
+            assert_null(fault_find(&disk, file_path));
+    } while (rc == KVQ_E_CANCELLED);
+    assert_int_equal(rc, 0);
+    assert_int_equal(n, 10); // blocks, and one more
+    assert_int_equal(o.done, 2 * (100 + 433 + 766 + 1099 + 1432) - 100);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    n = 0;
+    do {
+        struct kvq_store_status status;
+        o = (struct onlooker){.until = n++};
+        rc = kvq_store_import_watched(other.store, file_path, NULL, NULL, false, &watch, other.text,
+                                      sizeof other.text);
+        assert_int_equal(kvq_store_status(other.store, &status, NULL, 0), 0);
+        assert_int_equal(status.sessions, rc < 0 ? 0 : 2);
+    } while (rc == KVQ_E_CANCELLED);
+    assert_int_equal(rc, 0);
+    assert_int_equal(n, 13); // two manifests and the commit, too
+    kvq_store_close(&k.store);
+    kvq_store_close(&other.store);
+}
+
+// ---- Readers beside a writer ----
+
+struct reader {
+    struct kvq_store *store;
+    const uint64_t *stop;
+    uint64_t blocks; // read
+    char failure[KVQ_TEXT_BYTES];
+};
+
+static int read_session(struct reader *r, const struct kvq_store_session *session)
+{
+    struct kvq_stored *blocks = NULL;
+    uint8_t bytes[WORLD_MAX_BYTES];
+    uint64_t good;
+    size_t n = 0;
+    int rc = kvq_store_blocks(r->store, session, &blocks, &n, r->failure, sizeof r->failure);
+    for (size_t i = 0; i < n && rc == 0; i++) {
+        rc = kvq_store_read(r->store, &blocks[i], bytes, r->failure, sizeof r->failure);
+        kvq_long_add(&r->blocks, 1);
+    }
+    free(blocks);
+    if (rc == 0)
+        rc = kvq_store_good_tokens(r->store, session, &good, r->failure, sizeof r->failure);
+    return rc == KVQ_E_STALE || rc == KVQ_E_NO_SESSION ? 0 : rc;
+}
+
+static void *reader_main(void *argument)
+{
+    struct reader *r = argument;
+    struct kvq_store_session all[WORLD_SESSIONS];
+    struct kvq_store_verified v;
+    uint32_t n = 0;
+    int rc = 0;
+    while (!kvq_long_load(r->stop) && rc == 0) {
+        rc = kvq_store_list(r->store, NULL, 0, all, WORLD_SESSIONS, &n, r->failure,
+                            sizeof r->failure);
+        for (uint32_t i = 0; i < n && rc == 0; i++)
+            rc = read_session(r, &all[i]);
+        if (rc == 0)
+            rc = kvq_store_verify(r->store, NULL, NULL, &v, r->failure, sizeof r->failure);
+        if (rc == 0 && v.text[0]) {
+            memcpy(r->failure, v.text, sizeof r->failure);
+            rc = KVQ_E_DAMAGED;
+        }
+    }
+    if (rc == 0)
+        r->failure[0] = '\0';
+    return NULL;
+}
+
+// As the daemon does: on, until there is no more to do. What is left is worth its space.
+static void tidy(struct kit *k)
+{
+    struct kvq_store_freed freed;
+    struct kvq_store_status status;
+    do {
+        if (kvq_store_compact(k->store, 20000, 30, &freed, k->text, sizeof k->text))
+            fail_msg("%s", k->text);
+    } while (freed.more);
+    assert_int_equal(kvq_store_status(k->store, &status, NULL, 0), 0);
+    // 24 KiB of a segment of 64 may be dead without it being the worst.
+    assert_in_range(status.segments, 0, 2 + status.live_bytes / (40 << 10));
+}
+
+static void readers_beside_a_writer(void **state)
+{
+    (void)state;
+    struct kit k = {.stays_open = true};
+    struct world w = {.random = 9}, after;
+    struct reader readers[2];
+    pthread_t threads[2];
+    const int least = full() ? 2000 : 100, most = 5000;
+    uint64_t stop = 0;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (int i = 0; i < 2; i++) {
+        readers[i] = (struct reader){.store = k.store, .stop = &stop};
+        assert_int_equal(pthread_create(&threads[i], NULL, reader_main, &readers[i]), 0);
+    }
+    for (int i = 0; i < most && (i < least || kvq_long_load(&readers[0].blocks) < 50); i++) {
+        if (kit_change(&k, &w, &after))
+            fail_msg("%s", k.text);
+        w = after;
+        if (i % 50 == 49)
+            tidy(&k);
+    }
+    kvq_long_store(&stop, 1);
+    for (int i = 0; i < 2; i++) {
+        pthread_join(threads[i], NULL);
+        assert_string_equal(readers[i].failure, "");
+    }
+    char why[256];
+    if (!kit_same(&k, &w, false, why))
+        fail_msg("%s", why);
+    kvq_store_close(&k.store);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(there_and_back, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(same_saves_same_file, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(cancelled, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(readers_beside_a_writer, set_up, tear_down),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
