@@ -179,6 +179,21 @@ def check_config(build):
         yield f"packaging/kvqd.conf lacks {name.replace('-', '_')}"
 
 
+def check_tables():
+    """Pages have a row for each row of the tables of counters and of events, with its words."""
+    for header, macro, page in (("counters.h", "COUNTER", "operations.md"),
+                                ("event_kinds.h", "EVENT", "protocol.md")):
+        text = read("daemon", "core", "base", header).replace("\\\n", " ")
+        rows = re.findall(r'X\((?:[A-Z_]+, )?(\w+), \w+,\s*"([^"]+)"\)', text)
+        told = dict(re.findall(r"^\| `(\w+)` \|(?: [^|]+ \|)?? ([^|]+) \|$", read("docs", page),
+                               re.M))
+        if not rows:
+            yield f"{header} has no rows of KVQ__{macro}_TABLE"
+        for name, what in rows:
+            if told.get(name) != what:
+                yield f"docs/{page} says {told.get(name)!r} of {name}, {header} {what!r}"
+
+
 def main():
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__)
@@ -190,6 +205,7 @@ def main():
     checks["names in documents"] = (check_doc_names,)
     checks["names in pages about the code"] = (check_source_names,)
     checks["links to headings"] = (check_anchors,)
+    checks["counters and events"] = (check_tables,)
     checks["folders and their layers"] = (check_layers,)
     checks["configuration file"] = (check_config, build)
     passed = failed = 0
