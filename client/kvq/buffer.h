@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvq/buffer.h: memory that tensors travel in, and tensors. For everybody; gpu.h has the buffers in
- * a GPU's memory.
+ * kvq/buffer.h: memory that holds tensors, and tensors. For everybody; gpu.h has the buffers in a
+ * GPU's memory.
  */
 #ifndef KVQ_PUBLIC_BUFFER_H
 #define KVQ_PUBLIC_BUFFER_H
@@ -12,25 +12,27 @@
 extern "C" {
 #endif
 
-/* A piece of memory that both the engine and the daemon reach. */
+/* Memory that both the engine and the daemon read and write. */
 typedef struct kvq_buffer kvq_buffer;
 
-/* Shared memory made by the daemon, zeroed, mapped read-write here. bytes > 0. Release with
- * kvq_buffer_close. KVQ_E_NO_MEMORY, KVQ_E_LIMIT. */
+/* The daemon makes zeroed shared memory of `bytes` bytes (> 0), and the library maps that memory
+ * read-write. Release with kvq_buffer_close. KVQ_E_NO_MEMORY, KVQ_E_LIMIT. */
 KVQ_API KVQ_CHECK int kvq_buffer_create(kvq_client *client, size_t bytes, kvq_buffer **buffer);
 
-/* Registers the engine's own memfd (it keeps its descriptor and its mapping). offset is a
- * multiple of the page size. The memfd must be sealed against shrinking (F_SEAL_SHRINK; added
- * here if sealing is allowed) and writable; else KVQ_E_BUFFER. kvq_buffer_data is NULL. */
+/* Registers the engine's own memfd; the engine keeps its descriptor and its mapping. offset is a
+ * multiple of the page size. The memfd must be writable and sealed against shrinking (the call adds
+ * F_SEAL_SHRINK if the memfd allows seals), else KVQ_E_BUFFER. kvq_buffer_data is NULL. Release
+ * with kvq_buffer_close. */
 KVQ_API KVQ_CHECK int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset,
                                               size_t bytes, kvq_buffer **buffer);
 
-/* Where the engine sees it; NULL for imported ones and on GPUs. */
+/* The first byte in the engine's address space; NULL for imported buffers and those on GPUs. */
 KVQ_API void *kvq_buffer_data(const kvq_buffer *buffer);
-/* In bytes, as it was asked for. */
+/* Bytes, as the engine asked for them. */
 KVQ_API size_t kvq_buffer_size(const kvq_buffer *buffer);
 
-/* Returns when nothing in flight uses the buffer any more. Accepts NULL and pointers to NULL. */
+/* Waits until no request in flight uses the buffer, then frees it. Accepts NULL and pointers to
+ * NULL. */
 KVQ_API void kvq_buffer_close(kvq_buffer **buffer);
 
 enum { KVQ_DTYPE_F16 = 1, KVQ_DTYPE_BF16 = 2, KVQ_DTYPE_F32 = 3 };
@@ -42,7 +44,7 @@ struct kvq_tensor {
     uint8_t dtype; /* KVQ_DTYPE; 0 is refused */
 };
 
-/* A contiguous [rows][heads][dim] tensor at offset. */
+/* Describes a contiguous tensor [rows][heads][dim] at `offset` bytes. */
 KVQ_API struct kvq_tensor kvq_tensor_make(const kvq_buffer *buffer, uint64_t offset, uint32_t heads,
                                           uint32_t dim, uint8_t dtype);
 

@@ -2,12 +2,12 @@
 /*
  * kvq/client.h: a connection to kvqd. For everybody.
  *
- * A kvq_client may be used from any number of threads: calls on it take a lock, and are not for the
+ * Any number of threads may use a kvq_client: calls on a client take a lock, and are not for the
  * path of a step.
  *
- * Control calls are those on clients, queues, buffers and sessions. One that ends with
- * KVQ_E_DEADLINE holds nothing: what the daemon makes for it later is given back, though a named
- * session that it created stays, as after kvq_session_close.
+ * Control calls are those on clients, queues, buffers and sessions. A control call that ends with
+ * KVQ_E_DEADLINE holds nothing: the daemon takes back whatever it makes for the call later. Only a
+ * named session that the call created stays, as after kvq_session_close.
  */
 #ifndef KVQ_PUBLIC_CLIENT_H
 #define KVQ_PUBLIC_CLIENT_H
@@ -23,21 +23,22 @@ typedef struct kvq_client kvq_client;
 struct kvq_connect_options {
     uint32_t size;       /* sizeof(struct kvq_connect_options) */
     uint32_t timeout_ms; /* for connecting and for control calls; 0: 5000 */
-    uint32_t spin_us;    /* longest time to spin before sleeping; 0: adaptive */
+    uint32_t spin_us;    /* longest time that a wait spins before it sleeps; 0: adaptive */
     /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
     const char *runtime_dir;
-    const char *name; /* for people, e.g. "myengine 1.2"; NULL: the program's name */
+    const char *name; /* shown to operators, e.g. "myengine 1.2"; NULL: the program's name */
 };
 
-/* options may be NULL. KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING.
- * Release with kvq_disconnect. */
+/* Connects to the daemon. options may be NULL. Release the client with kvq_disconnect.
+ * KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING. */
 KVQ_API KVQ_CHECK int kvq_connect(const struct kvq_connect_options *options, kvq_client **client);
 
-/* Closes queues, buffers and session handles still open (sessions go by their on_detach).
- * Accepts NULL and pointers to NULL. No other thread may be in a call on the client. */
+/* Closes the client's queues, buffers and session handles (on_detach decides what becomes of each
+ * session) and frees the client. Accepts NULL and pointers to NULL. No other thread may be in a
+ * call on the client. */
 KVQ_API void kvq_disconnect(kvq_client **client);
 
-/* What answered. Thread-safe; asks nobody. */
+/* The daemon that answered kvq_connect or kvq_reattach. Thread-safe; sends no request. */
 struct kvq_daemon_info {
     uint32_t size; /* sizeof(struct kvq_daemon_info): set before the call */
     uint32_t protocol;
@@ -50,13 +51,13 @@ struct kvq_daemon_info {
 KVQ_API int kvq_daemon_info(kvq_client *client, struct kvq_daemon_info *info);
 
 /* After KVQ_E_DISCONNECTED: connects again, opens the client's queues and registers its buffers
- * anew (same kvq_queue, same kvq_buffer, same memory). Returns KVQ_OK if the same daemon run
- * answered and KVQ_E_EPOCH if it was restarted; in both cases the client works again. Session
- * handles are stale in both: open named sessions again by name; those that the daemon still
- * has stand at their last commit. *lost (may be NULL) gets the number of session handles that
- * this client held. Open tickets and steps end with KVQ_E_CANCELLED. If it fails otherwise (no
- * daemon yet, ...), nothing is lost that was not and it may be called again. No other thread may
- * be in a call. */
+ * anew (same kvq_queue, same kvq_buffer, same memory). Returns KVQ_OK if the same run of the daemon
+ * answered, and KVQ_E_EPOCH if the daemon was restarted; in both cases the client works again, and
+ * all session handles are stale. Open named sessions again by name; a session that the daemon still
+ * has stands at its last commit. *lost (may be NULL) gets the number of session handles that this
+ * client held. Open tickets and steps end with KVQ_E_CANCELLED. If kvq_reattach fails with another
+ * code (no daemon yet, ...), the client is as disconnected as before, and the engine may call
+ * kvq_reattach again. No other thread may be in a call. */
 KVQ_API KVQ_CHECK int kvq_reattach(kvq_client *client, uint32_t *lost);
 
 #ifdef __cplusplus

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvq/error.h: what calls return, and words for it. For everybody; all other headers include it.
+ * kvq/error.h: status codes and error texts. For everybody; all other headers include this one.
  *
- * A call returns 0 or a negative KVQ_E code; kvq_error_text() has the details in words. For calls
+ * A call returns 0 or a negative KVQ_E code; kvq_error_text() has the details in words. Of a call
  * over a batch, the code is that of the request as a whole (then no session was touched), and each
  * entry has a status of its own: one session's failure never fails another.
  *
  * Structures that may get more fields in a later version begin with `size`. Set size to sizeof the
- * structure, and all other fields that are not wanted to 0. Then programs and libraries of
- * different versions understand each other: fields that an older program lacks count as 0; fields
- * that an older library does not know must be 0, else it refuses them with KVQ_E_UNSUPPORTED; and
- * it sets them to 0 where it fills the structure. A size that was not set is refused with
+ * structure, and all fields that you do not use to 0. Then programs and libraries of different
+ * versions understand each other: the library reads fields that an older program lacks as 0; an
+ * older library refuses fields that it does not know with KVQ_E_UNSUPPORTED unless they are 0, and
+ * sets them to 0 where it fills the structure. The library refuses a size that was not set with
  * KVQ_E_INVALID. Structures without `size` (entries, work, tensors, layers, ..) do not grow.
  */
 #ifndef KVQ_PUBLIC_ERROR_H
@@ -79,12 +79,12 @@ enum {
 /* One sentence for a code; never NULL. Thread-safe. */
 KVQ_API const char *kvq_strerror(int code);
 
-/* What exactly went wrong in the calling thread's last failed call: value, limit, what to do. After
- * a call over a batch that returned 0: what went wrong with the first entry whose status is not 0.
- * Never NULL; valid until the thread's next kvq call. */
+/* The cause of the calling thread's last failed call: the value, the limit, what to do. After a
+ * call over a batch that returned 0: the cause of the first entry's failure. Never NULL; valid
+ * until the thread's next kvq call. */
 KVQ_API const char *kvq_error_text(void);
 
-/* "0.1.0"; of the library, not of the daemon. */
+/* The version of the library, not of the daemon: "0.1.0". */
 KVQ_API const char *kvq_version(void);
 
 #ifdef __cplusplus

@@ -12,8 +12,9 @@
 extern "C" {
 #endif
 
-/* Merges two attentions over disjoint keys by their LSE: rows x dim fp32, lse rows. Outputs may
- * alias either input. A side with lse -inf counts for nothing. Pure function. */
+/* Merges two attentions over disjoint keys by their log-sum-exp (LSE). out_a, out_b and out are
+ * fp32 [rows][dim]; lse_a, lse_b and lse are fp32 [rows]. out and lse may alias either input. A row
+ * with LSE -inf saw no key and adds nothing. Pure function, for any thread. */
 KVQ_API void kvq_merge_states(const float *out_a, const float *lse_a, const float *out_b,
                               const float *lse_b, float *out, float *lse, size_t rows, size_t dim);
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvq/residency.h: where a session's bytes are: moving it between the host and GPUs, parking it on
- * disk and fetching it, saving and restoring it. For engines that steer this themselves; the daemon
- * makes room by itself.
+ * kvq/residency.h: where a session's bytes are: calls that move a session between the host and
+ * GPUs, park it on disk and fetch it, save and restore it. For engines that decide this themselves;
+ * the daemon evicts idle sessions without them.
  */
 #ifndef KVQ_PUBLIC_RESIDENCY_H
 #define KVQ_PUBLIC_RESIDENCY_H
@@ -13,52 +13,55 @@
 extern "C" {
 #endif
 
-/* Moves the session (of several shards this one) to another place while it is open, and returns
- * when it is there: the same bytes, so that moving back gives the same bits. It begins when the
- * session's step and the requests on it have ended, for which it waits 10 s (then KVQ_E_BUSY);
- * from then on requests of all clients wait for it, and go on at the new place. There tensors must
- * lie where that place can reach them, and calls .._on_stream need a stream of its GPU. Blocks that
- * forks or a kept prefix share are copied, and stay where they were as well. Nothing has changed if
- * it fails: KVQ_E_INVALID (no such place), KVQ_E_NO_MEMORY and KVQ_E_QUOTA (no room there),
- * KVQ_E_BUSY (it is being moved, or read by a client in its own context), KVQ_E_READ_ONLY,
- * KVQ_E_STALE, KVQ_E_CANCELLED (it was dropped meanwhile). */
+/* Moves an open session (of a sharded one, this shard) to another place, and returns when the move
+ * is done. The bytes stay the same: a move back gives the same bits. The move begins when the
+ * session's step and its requests have ended, for which the daemon waits 10 s (then KVQ_E_BUSY).
+ * During the move, requests of all clients on the session wait; they go on at the new place. There
+ * tensors must lie in memory that the place can access, and calls .._on_stream need a stream of its
+ * GPU. Blocks that forks or a cached prefix share are copied, and stay at the old place as well.
+ * If the call fails, nothing has changed: KVQ_E_INVALID (no such place), KVQ_E_NO_MEMORY and
+ * KVQ_E_QUOTA (no room there), KVQ_E_BUSY (the session is being moved, or a client reads it in its
+ * own context), KVQ_E_READ_ONLY, KVQ_E_STALE, KVQ_E_CANCELLED (a client dropped the session
+ * meanwhile). */
 KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, const char *place);
 
-/* Parks the session with all its shards: what is not saved of it is written to the daemon's
- * storage_dir, then its memory is freed, and the call returns. Handles, also those of others, stay
- * valid and say the same: whoever uses it next, or opens it, brings it back and only waits for
- * that. It need not have a name; what is stored of it then goes with it. KVQ_E_BUSY (it is in a
- * step or in use, pinned, read by a client in its own context, or was used meanwhile: it stays in
- * memory), KVQ_E_UNSUPPORTED (the daemon has no storage_dir), KVQ_E_INCOMPLETE (not all shards are
- * open), KVQ_E_NO_SPACE, KVQ_E_READ_ONLY, KVQ_E_STALE, KVQ_E_CANCELLED (it was dropped meanwhile).
- * Requests that bring it back may fail with KVQ_E_NO_MEMORY or KVQ_E_QUOTA: it then stays on disk,
- * and comes back once there is room. KVQ_E_DAMAGED, as of any handle of a session that was
- * restored: close it, and open the session again; one without a name is lost. */
+/* Parks the session with all its shards: the daemon writes the unsaved part to its storage_dir and
+ * frees the session's memory; then the call returns. All handles stay valid, those of other clients
+ * as well, and read the same tokens: the next request or open loads the session, and waits for the
+ * load. The session needs no name; the daemon deletes the stored bytes of an unnamed session with
+ * the session. KVQ_E_BUSY (the session stays in memory: it is in a step, in use or pinned, a client
+ * reads it in its own context, or a client used it meanwhile), KVQ_E_UNSUPPORTED (the daemon has no
+ * storage_dir), KVQ_E_INCOMPLETE (not all shards are open), KVQ_E_NO_SPACE, KVQ_E_READ_ONLY,
+ * KVQ_E_STALE, KVQ_E_CANCELLED (a client dropped the session meanwhile).
+ * A request that loads a parked session may fail with KVQ_E_NO_MEMORY or KVQ_E_QUOTA: the session
+ * then stays on disk, and a later request loads it once there is room. KVQ_E_DAMAGED, as for any
+ * restored session: close the handle and open the session again; an unnamed session is lost. */
 KVQ_API KVQ_CHECK int kvq_session_park(kvq_client *client, kvq_session session);
 
-/* Begins to bring a parked session back, and returns at once: by the time of the next step it may
- * be there. KVQ_E_BUSY (it is just being parked, or on its way already), KVQ_E_STALE. */
+/* Starts to load a parked session, and returns at once, so that the next step need not wait.
+ * KVQ_E_BUSY (the daemon is just parking the session, or loads it already), KVQ_E_STALE. */
 KVQ_API KVQ_CHECK int kvq_session_prefetch(kvq_client *client, kvq_session session);
 
-/* With `pin`, the session stays in memory: it is never parked, and comes back if it is. Else it may
- * be. Of all shards. KVQ_E_READ_ONLY, KVQ_E_STALE. */
+/* pin not 0: keeps the session with all its shards in memory: the daemon never parks it, and loads
+ * it if it is parked. pin 0: the daemon may park it again. KVQ_E_READ_ONLY, KVQ_E_STALE. */
 KVQ_API KVQ_CHECK int kvq_session_pin(kvq_client *client, kvq_session session, int pin);
 
-/* Saves the session with all its shards, at what is committed, to the daemon's storage_dir, and
- * returns when that is durable: it then survives a kill -9 of the daemon and a loss of power. Only
- * blocks that are new since the last save are written; nothing if nothing has changed. Other
- * threads may go on with it meanwhile, in the middle of a step as well. Waits for as long as it
- * takes. KVQ_E_UNSUPPORTED (the daemon has no storage_dir), KVQ_E_INVALID (it has no name),
- * KVQ_E_INCOMPLETE (not all shards are open), KVQ_E_NO_SPACE, KVQ_E_BUSY (it was changed for 10 s
- * without a break), KVQ_E_STALE, KVQ_E_SYSTEM. */
+/* Saves the committed tokens of the session with all its shards to the daemon's storage_dir, and
+ * returns when the save is durable: it then survives a kill -9 of the daemon and a loss of power.
+ * The daemon writes only blocks that are new since the last save. Meanwhile other threads may work
+ * with the session, in the middle of a step as well. The call has no timeout.
+ * KVQ_E_UNSUPPORTED (the daemon has no storage_dir), KVQ_E_INVALID (the session has no name),
+ * KVQ_E_INCOMPLETE (not all shards are open), KVQ_E_NO_SPACE, KVQ_E_BUSY (the session changed for
+ * 10 s without a pause), KVQ_E_STALE, KVQ_E_SYSTEM. */
 KVQ_API KVQ_CHECK int kvq_session_save(kvq_client *client, kvq_session session);
 
-/* Reads a saved session (of several shards that one) into the daemon's memory, and returns when all
- * of it is there, or was already. Not needed: opening a saved session restores it, and waits for
- * nothing; requests wait for the layers that they need. ns NULL: the user's own. shards: how many
- * it is to have, by KV heads (shards.h); 0: as it was saved. KVQ_E_NO_SESSION,
- * KVQ_E_EXISTS (not with so many shards), KVQ_E_DAMAGED, KVQ_E_NO_MEMORY, KVQ_E_QUOTA,
- * KVQ_E_UNSUPPORTED, KVQ_E_FORMAT, KVQ_E_VERSION (of another version), KVQ_E_PERMISSION. */
+/* Loads a saved session (of a sharded one, one shard) into the daemon's memory, and returns when
+ * all of it is in memory. Engines need not call this function: kvq_session_open restores a saved
+ * session without waiting, and requests wait for the layers that they need. ns NULL: the user's own
+ * namespace. shards: how many shards the session gets, by KV heads (shards.h); 0: as it was saved.
+ * KVQ_E_NO_SESSION, KVQ_E_EXISTS (the session has another number of shards),
+ * KVQ_E_DAMAGED, KVQ_E_NO_MEMORY, KVQ_E_QUOTA, KVQ_E_UNSUPPORTED, KVQ_E_FORMAT, KVQ_E_VERSION
+ * (another version of kvqd saved the session), KVQ_E_PERMISSION. */
 KVQ_API KVQ_CHECK int kvq_session_restore(kvq_client *client, const char *ns, const char *name,
                                           uint32_t shard, uint32_t shards);
 

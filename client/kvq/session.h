@@ -14,7 +14,8 @@
 extern "C" {
 #endif
 
-/* A handle of this client; 0 is none. Becomes stale (KVQ_E_STALE) when closed or lost. */
+/* A handle of this client; 0 is none. A handle becomes stale (KVQ_E_STALE) when it is closed, and
+ * when the session or the connection is lost. */
 typedef uint64_t kvq_session;
 
 /* One layer of the model, or several that are alike. Zero-initialize: the heads and dimensions are
@@ -30,47 +31,50 @@ struct kvq_layer {
     uint32_t repeat;            /* this row stands for so many layers; 0: 1 */
 };
 
-/* Who rotates V by H / sqrt(v_dim), head by head. DEFAULT: as the format's paper does (DAEMON for
- * oscar* and quarot*, else NONE); an existing session's NONE or DAEMON is taken as it is. DAEMON:
- * when tokens are packed, and outputs back. ENGINE: V comes rotated, and outputs stay so. */
+/* Who rotates V by H / sqrt(v_dim), head by head. DEFAULT: as in the format's paper (DAEMON for
+ * oscar* and quarot*, else NONE), or as an existing session was opened (NONE or DAEMON). DAEMON:
+ * the daemon rotates V when it packs tokens, and rotates outputs back. ENGINE: the engine appends
+ * rotated V and gets rotated outputs. */
 enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ_V_ROTATION_NONE };
 
-/* By which path the daemon attends on the host (docs/formats.md). DEFAULT leaves the choice to its
- * configuration: FAST, unless that says otherwise. */
+/* The path of attention on the host (docs/formats.md). DEFAULT: as the daemon is configured, FAST
+ * unless the configuration says otherwise. */
 enum { KVQ_ATTENTION_DEFAULT = 0, KVQ_ATTENTION_EXACT = 1, KVQ_ATTENTION_FAST = 2 };
 
-/* What becomes of a session when its last user has closed it. DEFAULT: a session without a name is
- * dropped, a named one is kept for the time that the daemon is configured with. */
+/* What the daemon does with a session when the last client has closed it. DEFAULT: drops a session
+ * without a name, and keeps a named one for the configured time. */
 enum {
     KVQ_ON_DETACH_DEFAULT = 0,
     KVQ_ON_DETACH_DROP = 1,
     KVQ_ON_DETACH_KEEP = 2, /* for keep_seconds */
-    KVQ_ON_DETACH_SAVE = 3, /* keep, and save when nobody has it open; needs storage_dir */
+    KVQ_ON_DETACH_SAVE = 3, /* keep, and save once no client has the session open; needs
+                             * storage_dir */
 };
 
 /* Flags of an open. */
 enum {
     KVQ_OPEN_READ_ONLY = 1,
-    KVQ_OPEN_TAKE_OVER = 2, /* end another writer's hold; its handle fails with KVQ_E_TAKEN */
+    KVQ_OPEN_TAKE_OVER = 2, /* take the session from its writer, whose handle then fails
+                             * with KVQ_E_TAKEN */
     KVQ_OPEN_MUST_EXIST = 4,
     KVQ_OPEN_MUST_CREATE = 8,
-    KVQ_OPEN_EXACT_PROMPT = 16, /* refuse an open that does not say prompt_tokens */
+    KVQ_OPEN_EXACT_PROMPT = 16, /* refuse an open without prompt_tokens */
     KVQ_OPEN_PACKED_PROMPT = 32 /* less memory; outputs of a prompt depend on its pieces */
 };
 
-/* Tokens that stand for an image or for audio: the same ids mean something else with another. */
+/* Tokens that stand for an image or for audio, whose ids alone do not say which. */
 struct kvq_span {
     uint64_t first;
     uint32_t tokens;
-    uint8_t digest[32]; /* of what they stand for, e.g. its SHA-256 */
+    uint8_t digest[32]; /* of the image or audio, e.g. its SHA-256 */
 };
 
-/* The beginning of a session's tokens: int32 ids in a buffer in the host's memory. */
+/* The first tokens of a session: int32 ids in a buffer on the host. */
 struct kvq_prefix {
     const kvq_buffer *buffer;     /* NULL: none */
     uint64_t offset;              /* a multiple of 4 */
-    uint64_t tokens;              /* ids from there on */
-    const struct kvq_span *spans; /* among these and the tokens that follow; at most 1,024 */
+    uint64_t tokens;              /* ids from `offset` on */
+    const struct kvq_span *spans; /* in these tokens and those that follow; at most 1,024 */
     uint32_t n_spans;
 };
 
@@ -79,9 +83,9 @@ struct kvq_prefix {
 struct kvq_session_options {
     uint32_t size;     /* sizeof(struct kvq_session_options) */
     const char *ns;    /* namespace; NULL: "uid-N" of this user */
-    const char *name;  /* NULL: none; private to this client, and dropped with it */
+    const char *name;  /* NULL: a session of this client alone, dropped with the client */
     const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
-    const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing one as it is */
+    const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing session as it is */
     uint32_t n_layers;              /* rows; the sum of repeats is the number of layers */
     const char *format;             /* of docs/formats.md, or of the daemon's configuration */
     uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
@@ -91,64 +95,65 @@ struct kvq_session_options {
     uint16_t shard, shards;         /* this one, from 0, of so many (0: 1); see shards.h */
     uint32_t flags;                 /* KVQ_OPEN */
     uint32_t max_rollback;          /* tokens that kvq_truncate and kvq_accept may take back */
-    uint64_t prompt_tokens;         /* the prompt's, read in 16 bits to its end if it fits; 0: none
-                                     * are told, and the prompt is packed as it comes */
-    uint64_t keep_seconds;          /* once nobody has it open; 0: the configured time */
-    const char *place;   /* "host", a kvq_gpu_info.place; NULL: the daemon chooses, or as it is */
-    const char *salt;    /* sessions share prefixes only where these two are equal; NULL: "" */
-    const char *adapter; /* what changes the weights: a LoRA's name and version */
-    struct kvq_prefix prefix; /* a session that is created begins with what is there of it */
+    uint64_t prompt_tokens;         /* of the prompt, which attention reads in 16 bits up to its
+                                     * end if that fits; 0: not known, packed as they come */
+    uint64_t keep_seconds;          /* after the last close; 0: the configured time */
+    const char *place;   /* "host", a kvq_gpu_info.place; NULL: the daemon's choice, or as it is */
+    const char *salt;    /* sessions share prefixes only if salt and adapter are equal; NULL: "" */
+    const char *adapter; /* of the weights, e.g. a LoRA's name and version */
+    struct kvq_prefix prefix; /* a new session begins with the blocks that exist of it */
 };
 
-/* What a session is and holds. Bytes and bits are those of its memory, not of disk. */
+/* A session's properties and figures. Bytes and bits are of memory, not of disk. */
 struct kvq_session_info {
     uint32_t size; /* sizeof(struct kvq_session_info): set before the call */
     uint32_t layers;
     uint64_t id;                         /* of this daemon's run */
     uint64_t tokens;                     /* committed: the position of the next step */
-    uint64_t packed_bytes, window_bytes; /* of packed blocks; of tokens still in 16 bits */
+    uint64_t packed_bytes, window_bytes; /* packed blocks; tokens still in 16 bits */
     uint64_t table_bytes;                /* of page tables */
-    uint64_t full_precision_tokens;      /* of one layer, still in the window */
-    uint64_t saturated_values;           /* clamped to the 16-bit range when they were stored */
-    double bits_per_value;               /* of packed blocks, parameters included */
+    uint64_t full_precision_tokens;      /* tokens of one layer still in the window */
+    uint64_t saturated_values;           /* clamped to the 16-bit range when appended */
+    double bits_per_value;               /* of packed blocks, with their parameters */
     double bytes_per_token_head;         /* of packed blocks: K and V of one KV head */
-    double bytes_per_token_head_total;   /* of all its memory */
-    double compression;                  /* a 16-bit cache of these tokens, over all its memory */
-    uint8_t created;                     /* 1: this open made it */
+    double bytes_per_token_head_total;   /* of all memory */
+    double compression;                  /* bytes of a 16-bit cache of these tokens / memory */
+    uint8_t created;                     /* 1: this open created the session */
     uint8_t read_only;                   /* 1: this handle only reads */
     char ns[128], name[128], format[64];
     char attention[16]; /* "exact" or "fast" on the host, "gpu" on a GPU */
-    char isa[16];       /* whose kernels attend: "c", "avx2", "avx512"; "sm_90" */
+    char isa[16];       /* of the kernels: "c", "avx2", "avx512"; "sm_90" */
     char place[48];     /* "host" or a kvq_gpu_info.place */
     uint32_t shard, shards;
     uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */
-    uint64_t prefix_tokens; /* that it began with: kvq_session_options.prefix */
-    uint64_t exact_tokens;  /* of the prompt, read in 16 bits to its end; 0: packed as it comes */
-    uint64_t shared_bytes;  /* of packed_bytes, others have them, too; of kvq_session_info alone */
-    char tier[8];           /* where its memory is: "device", "host", or "disk": it has none */
-    uint8_t pinned;         /* kvq_session_pin */
-    char v_rotation[8];     /* "none", "engine", "daemon"; "mixed": by daemon in some layers */
+    uint64_t prefix_tokens; /* shared at creation: kvq_session_options.prefix */
+    uint64_t exact_tokens;  /* of the prompt, if attention reads the prompt in 16 bits; else 0 */
+    uint64_t shared_bytes;  /* part of packed_bytes; only kvq_session_info fills it */
+    char tier[8];           /* "device", "host", or "disk" (parked) */
+    uint8_t pinned;         /* 1: by kvq_session_pin */
+    char v_rotation[8];     /* "none", "engine", "daemon"; "mixed": daemon in some layers */
 };
 
-/* Opens or creates. KVQ_E_EXISTS (other shape, format or model), KVQ_E_BUSY (has a writer),
- * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. info may be NULL.
- * Release with kvq_session_close. */
+/* Opens a session, or creates it. info may be NULL. Release the handle with kvq_session_close.
+ * KVQ_E_EXISTS (the session has another shape, format or model), KVQ_E_BUSY (another client writes
+ * it), KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. */
 KVQ_API KVQ_CHECK int kvq_session_open(kvq_client *client,
                                        const struct kvq_session_options *options,
                                        kvq_session *session, struct kvq_session_info *info);
 
-/* Ends the handle; what becomes of the session its on_detach says. */
+/* Closes the handle; on_detach decides what the daemon does with the session. */
 KVQ_API int kvq_session_close(kvq_client *client, kvq_session session);
 
-/* Destroys the session with all its shards. Readers' handles become stale. */
+/* Destroys the session with all its shards. Handles of other clients become stale. */
 KVQ_API int kvq_session_drop(kvq_client *client, kvq_session session);
 
-/* Asks the daemon. KVQ_E_STALE. */
+/* Asks the daemon for the session's properties and figures. KVQ_E_STALE. */
 KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
 
-/* The layers of an open session, also of one that was opened as it is: one row each, the first
- * `max` of them, with heads, dimensions and kv_from alone. *n: how many there are. */
+/* Fills the first `max` rows with the layers of an open session, one row each, and *n with their
+ * number. Sets heads, dimensions and kv_from, and the other fields to 0 (repeat to 1). Sends no
+ * request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (an earlier daemon did not say what the layers are). */
 KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session,
                                          struct kvq_layer *rows, uint32_t max, uint32_t *n);
 

@@ -1,35 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * kvq/shards.h: the contract of `shard` and `shards` of kvq_session_options. For engines that run
- * a model as several shards (tensor parallel, pipeline). It declares nothing of its own.
+ * a model as several shards (tensor parallel, pipeline). This header declares nothing.
  *
  * A model that runs as several shards, by KV heads or by layers, has one session with as many
- * shards: each is opened by the same name with its own `shard` (and layers, and place), usually by
- * a process of its own, and all with the same `shards`, model, max_rollback, prompt_tokens,
- * v_rotation, dtype and on_detach, else KVQ_E_EXISTS. Each shard has a handle, a writer and a token
- * count of its own. An engine works with a shard as with a session that has no others, but for
- * this:
+ * shards. Each rank, usually a process of its own, opens its shard by the same name with its own
+ * `shard` (and layers, and place). All ranks give the same `shards`, model, max_rollback,
+ * prompt_tokens, v_rotation, dtype and on_detach, else KVQ_E_EXISTS. Each shard has a handle, a
+ * writer and a token count of its own. An engine works with a shard as with an unsharded session,
+ * with these differences:
  *
- * - A step is one step of all shards. kvq_step_begin answers KVQ_E_NO_SESSION as long as a shard
- *   was never opened: let all ranks open theirs before the first step.
- * - kvq_step_end of a shard checks it and returns at once; entry.value is the token count that it
- *   will have. The tokens are committed, on all shards at once, when the last shard has ended its
- *   step. What is asked for through the handle that ended it waits until then (give a deadline if
- *   that may take for ever); readers see the committed tokens.
- *   A shard that has ended its step may be closed, and its client may even die.
- * - If a shard that has not ended the step leaves it (abort, close, take-over, death of its client,
- *   KVQ_E_NONFINITE, KVQ_E_INCOMPLETE) no shard has it, not those either that had ended it: all
- *   stand as before. The others' next call on that step, or behind its tokens, answers
- *   KVQ_E_CANCELLED, or KVQ_E_NO_STEP where the step has no other session; kvq_error_text names the
- *   shard.
- * - All shards begin the step at the same count and append as many tokens; else the last one's
- *   kvq_step_end answers KVQ_E_POSITION and no shard has it. kvq_truncate and kvq_accept act on
- *   one shard, so do the same on all of them; a step may be begun before all have.
- * - One queue can write several shards: in one request, or end all before any begins anew (else
- *   KVQ_E_BUSY). Forks are unnamed and therefore sessions of their own.
- * - Dropping one drops all; the time that a named session is kept counts from the last close of
- *   any. With n_layers 0 and shards 0 a shard is opened as it is.
- * - Saved, it can be opened with another number of shards: see docs/architecture.md.
+ * - A step is one step of all shards. kvq_step_begin returns KVQ_E_NO_SESSION until every shard has
+ *   been opened once: let all ranks open their shards before the first step.
+ * - kvq_step_end of a shard checks the shard's part of the step and returns at once; entry.value is
+ *   the token count after the commit. The daemon commits the tokens on all shards at once, when the
+ *   last shard has ended its step. Later requests through the handle wait until then (give them a
+ *   deadline if a rank may never end the step); readers see the committed tokens. After its
+ *   kvq_step_end the shard may be closed, and its client may even die.
+ * - If a shard leaves the step before its kvq_step_end (abort, close, take-over, death of its
+ *   client, KVQ_E_NONFINITE, KVQ_E_INCOMPLETE), the daemon commits the step on no shard: all stand
+ *   as before. The other shards' next call on that step, or behind its tokens, returns
+ *   KVQ_E_CANCELLED, or KVQ_E_NO_STEP if the step has no other session; kvq_error_text names the
+ *   shard that left.
+ * - All shards begin the step at the same count and append as many tokens; else the last shard's
+ *   kvq_step_end returns KVQ_E_POSITION, and the daemon commits the step on no shard. kvq_truncate
+ *   and kvq_accept act on one shard: call them alike on all shards. A rank may begin the next step
+ *   before the others have made that call.
+ * - One queue can write several shards: in one request, or by ending the step of all shards before
+ *   it begins the next step of any (else KVQ_E_BUSY). Forks have no name and therefore no shards.
+ * - kvq_session_drop of one shard drops all. keep_seconds counts from the last close of any shard.
+ *   An open with n_layers 0 and shards 0 opens a shard as it is.
+ * - A saved session can be opened with another number of shards: see docs/architecture.md.
  */
 #ifndef KVQ_PUBLIC_SHARDS_H
 #define KVQ_PUBLIC_SHARDS_H

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * kvq/step.h: the work with sessions: steps of the model, each with K and V in, attention out. For
- * everybody.
+ * kvq/step.h: steps of the model: the engine hands over K, V and Q of each layer, and gets the
+ * output of attention. For everybody.
  *
  *     kvq_step_begin     the sessions of the batch, their token counts, tokens to come
  *     kvq_append_attend  for each layer: K and V in, Q in, attention output and LSE out
@@ -20,21 +20,22 @@
 extern "C" {
 #endif
 
-/* One session's part in a request. Tensors are ragged: this session's tokens stand in rows
- * row, row + 1, ... of k and v, its queries in rows q_row, ... of q, out and lse. */
+/* One session's part in a request. Tensors are ragged: the session's tokens are rows row, row + 1,
+ * ... of k and v, its queries are rows q_row, ... of q, out and lse. */
 struct kvq_entry {
     kvq_session session;
     uint64_t position; /* the session's committed token count, else KVQ_E_POSITION */
     uint32_t row, q_row;
     uint32_t append;     /* tokens of this step (0: attend only) */
-    uint16_t queries;    /* query tokens: the step's last; with append 0 behind all tokens */
+    uint16_t queries;    /* query tokens: the last of the step; with append 0, behind all
+                          * tokens */
     uint16_t list_token; /* paged: tokens to skip in the first page */
     /* Results. */
     int32_t status;
-    uint64_t value; /* token count afterwards; fork: the new session; read: tokens read */
+    uint64_t value; /* token count after the call; fork: the new session; read: tokens read */
 };
 
-enum { KVQ_PAST_ONLY = 1 }; /* attend only to tokens before the step; merge the rest by LSE */
+enum { KVQ_PAST_ONLY = 1 }; /* attend only to tokens before the step (see merge.h) */
 
 /* K and V in the engine's own paged cache: token t of an entry lies in page list[t / page_tokens]
  * at offset + page * page_stride + (t % page_tokens) * token_stride. `list` holds int32; an
@@ -46,14 +47,15 @@ struct kvq_pages {
     uint64_t list_offset;
 };
 
-/* Ids of the tokens that a step appends, int32 in a buffer in the host's memory: an entry's start
- * at element `q_row`. */
+/* Ids of the tokens that a step appends: int32 in a buffer on the host. An entry's ids start at
+ * element `q_row`. */
 struct kvq_ids {
-    const kvq_buffer *buffer; /* NULL: none are told */
+    const kvq_buffer *buffer; /* NULL: the engine gives no ids */
     uint64_t offset;          /* a multiple of 4 */
 };
 
-/* What a call on one layer reads and writes. The caller's: it may go when the call returns. */
+/* What a call on one layer reads and writes. The caller may free the structure when the call
+ * returns. */
 struct kvq_work {
     uint64_t step; /* from kvq_step_begin */
     uint32_t layer, flags;
@@ -64,51 +66,53 @@ struct kvq_work {
     struct kvq_ids ids;     /* of KVQ_DO_STEP_BEGIN or KVQ_DO_STEP_END */
 };
 
-/* Begins a step for n sessions (at most 1,024): checks positions, reserves memory for all layers,
- * so that no later call of the step fails for room. Entries that failed are not in the step.
- * *step is its number. KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY, KVQ_E_LIMIT, ... per entry. */
+/* Begins a step of n sessions (at most 1,024): checks positions, and reserves memory for all
+ * layers, so that no later call of the step fails for lack of memory. *step is the step's number.
+ * Entries that failed are not in the step: KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY,
+ * KVQ_E_LIMIT, ... per entry. */
 KVQ_API KVQ_CHECK int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
                                      uint64_t *step);
 
-/* The same, and says which tokens they are. */
+/* As kvq_step_begin, with the ids of the tokens. */
 KVQ_API KVQ_CHECK int kvq_step_begin_ids(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
                                          const struct kvq_ids *ids, uint64_t *step);
 
-/* Hands over K and V of one layer for sessions of the step (all tokens of an entry at once;
- * fp32 is rounded to the window's dtype, saturating and counted; NaN and infinity fail that
- * session with KVQ_E_NONFINITE). */
+/* Hands over K and V of one layer for sessions of the step, all tokens of an entry at once. The
+ * daemon rounds fp32 to the dtype of the window; it clamps values beyond that range and counts them
+ * (saturated_values). A session with NaN or infinity fails with KVQ_E_NONFINITE. */
 KVQ_API KVQ_CHECK int kvq_append(kvq_queue *queue, const struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n);
 
-/* Decode attention of one layer. Legal without a step (work->step 0) on committed tokens: then
- * entries have append 0. */
+/* Attention of one layer over the session's tokens and those of the step. Without a step
+ * (work->step 0, entries with append 0) over the committed tokens. */
 KVQ_API KVQ_CHECK int kvq_attend(kvq_queue *queue, const struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n);
 
-/* kvq_append and kvq_attend in one request. What is written (out and lse here, k and v of kvq_read)
- * overlaps neither itself nor what the request reads, nor do the rows of two entries: else
- * KVQ_E_INVALID. */
+/* kvq_append and kvq_attend in one request. The bytes that a request writes (out and lse here, k
+ * and v of kvq_read) must overlap neither each other nor the bytes that it reads, and no two
+ * entries may write the same rows: else KVQ_E_INVALID. */
 KVQ_API KVQ_CHECK int kvq_append_attend(kvq_queue *queue, const struct kvq_work *work,
                                         struct kvq_entry *entries, uint32_t n);
 
-/* Commits the step's sessions. One that lacks a layer, or was asked to append what it cannot (to a
- * layer without a cache of its own), fails with KVQ_E_INCOMPLETE and is out of the step,
- * as it was before: look at each entry's status. n 0 (entries may be NULL): all of the step's
- * sessions or, if one cannot be, none, with KVQ_E_INCOMPLETE; the step is then still open. On a GPU
- * it waits for the work, and a session whose values were not finite fails with KVQ_E_NONFINITE, is
- * out of the step; with n 0 that is the whole call's code, nothing is committed, and the step is
- * still open for the others, if there are any. */
+/* Commits the step's sessions; look at each entry's status. A session that lacks a layer, or got K
+ * and V for a layer without a cache of its own, fails with KVQ_E_INCOMPLETE: it leaves the step and
+ * stands as before. With n 0 (entries may be NULL) the call commits all sessions of the step, or
+ * none if one fails: then it returns KVQ_E_INCOMPLETE, and the step stays open. On a GPU the call
+ * waits for the step's work. A session with values that are not finite fails with KVQ_E_NONFINITE
+ * and leaves the step; with n 0 that is the code of the call, which then commits nothing, and the
+ * step stays open for the other sessions, if there are any. */
 KVQ_API KVQ_CHECK int kvq_step_end(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
                                    uint32_t n);
 
-/* Leaves every session (n 0: all of the step) as it was before the step. */
+/* Ends the step for n sessions (n 0: all sessions of the step), and leaves them as they were before
+ * the step. */
 KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries,
                                      uint32_t n);
 
-/* A whole step in one request: K and V of all layers of its sessions, which all have so many
- * layers. The sessions are as after kvq_step_begin, kvq_append of each layer and kvq_step_end, or
- * as before: those codes per entry. Layers with kv_from have tensors without a buffer; all have the
- * same `pages` (page_tokens 0: not paged). */
+/* A whole step in one request: K and V of all layers. All sessions of the step have n_layers
+ * layers. Afterwards each session stands as after kvq_step_begin, kvq_append of each layer and
+ * kvq_step_end, or as before: codes per entry as of these calls. Tensors of layers with kv_from
+ * have no buffer. `pages` holds for all layers (page_tokens 0: not paged). */
 struct kvq_step_work {
     const struct kvq_tensor *k, *v; /* n_layers each */
     uint32_t n_layers;
@@ -119,7 +123,7 @@ struct kvq_step_work {
 KVQ_API KVQ_CHECK int kvq_step(kvq_queue *queue, const struct kvq_step_work *work,
                                struct kvq_entry *entries, uint32_t n);
 
-/* A request that does nothing, through the same validation: measures the ring. */
+/* A request that does nothing but pass the daemon's checks: measures the ring. */
 KVQ_API KVQ_CHECK int kvq_nop(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
 
 #ifdef __cplusplus

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * kvq/ticket.h: the calls of step.h and edit.h without waiting. For engines that do other work
- * meanwhile.
+ * while the daemon works on a request.
  *
- * kvq_submit gives a ticket, kvq_wait takes it back with the result.
+ * kvq_submit opens a ticket, kvq_wait waits for the result and closes the ticket.
  */
 #ifndef KVQ_PUBLIC_TICKET_H
 #define KVQ_PUBLIC_TICKET_H
@@ -31,17 +31,18 @@ enum kvq_operation {
 
 typedef uint64_t kvq_ticket;
 
-/* Submits; up to 8 tickets per queue may be open (else KVQ_E_CREDITS). Requests of one queue run
- * in the order submitted. `entries` must stay until the ticket is waited for; results go there.
- * For KVQ_DO_STEP_BEGIN the step's number is written to work->step at once. */
+/* Submits a request. Up to 8 tickets per queue may be open (else KVQ_E_CREDITS). The daemon runs
+ * the requests of one queue in the order submitted. `entries` must stay until kvq_wait has closed
+ * the ticket, which writes results there. For KVQ_DO_STEP_BEGIN the call writes the step's number
+ * to work->step at once. */
 KVQ_API KVQ_CHECK int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n, kvq_ticket *ticket);
 
 /* Waits for a ticket. timeout_ns: 0 polls, UINT64_MAX waits as long as the daemon lives. Returns
- * the request's status and closes the ticket; KVQ_E_DEADLINE if it is not done yet (entries are
- * untouched, the ticket stays open); KVQ_E_DISCONNECTED if the daemon died and KVQ_E_CANCELLED
- * after kvq_reattach (the ticket is closed). A request's own deadline that passed is
- * KVQ_E_DEADLINE too, but in the status of its entries as well, and closes the ticket. */
+ * the request's status and closes the ticket. KVQ_E_DEADLINE: the request is not done yet (entries
+ * are untouched, the ticket stays open). KVQ_E_DISCONNECTED (the daemon died) and KVQ_E_CANCELLED
+ * (kvq_reattach was called) close the ticket. If the request's own deadline passed, the code is
+ * KVQ_E_DEADLINE, too, but so is the status of each entry, and the ticket is closed. */
 KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns);
 
 #ifdef __cplusplus
