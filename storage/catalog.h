@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The catalog: an SQLite database in WAL mode that says what in the segments counts. Here are its
-// schema and queries; what they are for is in the files that use them.
+// The catalog: an SQLite database in WAL mode that says which records of the segments count. Here
+// are its schema and queries; the files that use them explain them.
 //
 // One connection, used under the store's catalog lock. Functions return 0 or a negative KVQ_E code
 // and leave a sentence in k->error.

@@ -8,12 +8,12 @@
 // together.
 //
 // Rules of the table
-//   - Failures are a negative errno: who calls must tell a full disk from a broken one.
+//   - Failures are a negative errno: the caller must tell a full disk from a broken one.
 //   - Any function may give -EINTR; read and write may transfer less than asked for. The
 //     kvq_io_* wrappers below deal with both, and nothing in storage/ calls the table past them.
-//   - What was written is durable after sync() of its file gave 0, and only then. A name that was
-//     made, renamed or removed is durable after sync_dir() of its folder gave 0.
-//   - After a sync() that failed nobody knows what is on disk; calling it again proves nothing.
+//   - Written bytes are durable after sync() of their file returned 0, and only then. A name that
+//     was created, renamed or removed is durable after sync_dir() of its folder returned 0.
+//   - After a sync() that failed, what is on disk is unknown; a second sync() proves nothing.
 //   - Paths are absolute or relative to the process; names of a folder are below 256 bytes.
 //   - Functions may be called by several threads at the same time, also for the same file.
 #ifndef KVQ_STORAGE_IO_H
@@ -62,8 +62,8 @@ struct kvq_io {
     int (*unlink)(struct kvq_io *io, const char *path);
     int (*make_dir)(struct kvq_io *io, const char *path); // mode 0700
     int (*sync_dir)(struct kvq_io *io, const char *path);
-    // Calls each() for every name in the folder but . and .., in any order, until it gives
-    // something else than 0, which is passed on.
+    // Calls each() for every name in the folder but . and .., in any order, until each() returns
+    // something else than 0, which list() returns.
     int (*list)(struct kvq_io *io, const char *path, int (*each)(void *context, const char *name),
                 void *context);
     int (*space)(struct kvq_io *io, const char *path, uint64_t *free_bytes); // for this user

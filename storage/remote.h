@@ -2,7 +2,7 @@
 //
 // The remote tier: objects on an S3-compatible store, and sessions pushed to it and pulled from it.
 //
-// What is stored for a session, below the configured prefix (names are escaped, see
+// The objects of a session, below the configured prefix (with escaped names, see
 // kvq_remote_session_key):
 //
 //   SPACE/NAME/head          a text that names the chunks of the session's export file (segment.h)
@@ -10,21 +10,22 @@
 //   SPACE/NAME/data/DIGEST   packs of chunks, each of one push
 //
 // Promises
-//   - A push is seen as a whole or not at all: the head is written after the data is complete, and
-//     an upload in parts is no object until then. Before that the session pushed earlier is there.
-//   - A pull gives a file whose every byte was checked against the head, and the store checks it
-//     once more when it imports it. Until the end it has another name.
-//   - What is there is not transferred: chunks that earlier pushes have brought, parts that the
-//     server has of a push that broke, and chunks that the file of a pull has.
-//   - Whatever a server answers ends in success, or in an error after a bounded time and with
-//     bounded memory. Redirects are not followed: they would take data to a place nobody named.
-//   - Keys are in no text and no file of ours, and are wiped from memory with the remote.
+//   - Readers see all of a push or nothing: the push writes the head after the data is complete,
+//     and an upload in parts is no object until then. Until the head is written, readers see the
+//     session of the push before.
+//   - A pull checks every byte of the file against the head, and the store checks the file once
+//     more when it imports the session. The file has another name until it is complete.
+//   - A push sends neither chunks of earlier pushes nor parts that the server has of a push that
+//     was cut off; a pull fetches no chunk that the file has.
+//   - Whatever a server answers, a call ends with success, or with an error after a bounded time
+//     and with bounded memory. No call follows a redirect, which could send data to a foreign host.
+//   - No text and no file of ours contains keys; closing the remote wipes them from memory.
 //
-// Threads: everything blocks. A remote is for one thread at a time; several remotes may be used at
-// the same time. One push or pull of a session at a time; that is the caller's affair.
+// Threads: all calls block. A remote belongs to one thread at a time; several remotes may work at
+// the same time. The caller makes sure that one push or pull of a session runs at a time.
 //
-// Functions return 0 or a negative KVQ_E code, with a sentence in text[n], and accept n = 0. It
-// names the endpoint, bucket and key, what the server said, and what to do:
+// Functions return 0 or a negative KVQ_E code, with a sentence in text[n], and accept n = 0. The
+// sentence names the endpoint, bucket and key, the server's answer, and what to do:
 //   E_REMOTE      not reached, or it failed or answered nonsense   E_PERMISSION  it refuses us
 //   E_NO_SESSION  no such object                                   E_DAMAGED     wrong checksums
 //   E_CANCELLED   by the watcher                                   E_UNSUPPORTED built without curl
@@ -63,16 +64,16 @@ struct kvq_remote_keys {
     char token[4097]; // of temporary keys; may be empty
 };
 
-// From a file in the form that AWS's tools use (sections in brackets, aws_access_key_id and so on),
-// which must not be readable by others; file NULL: from the variables AWS_ACCESS_KEY_ID,
-// AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN. section NULL: "default".
+// Reads keys from a file in the form of AWS's tools (sections in brackets, aws_access_key_id and so
+// on), which other users must not be able to read. file NULL: from the variables
+// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN. section NULL: "default".
 int kvq_remote_keys_load(const char *file, const char *section, struct kvq_remote_keys *keys,
                          char *text, size_t n);
 
-// Who looks on: told bytes done and all of the transfer that runs (0 of 0 while there is none),
-// several times a second, also while nothing moves and between tries (done may go back then).
-// Something else than 0 from it ends the call within a quarter of a second. May be NULL wherever it
-// is taken.
+// A watcher of transfers: tell() gets the bytes done and all of the transfer (0 of 0 while there is
+// none) several times a second, also while no bytes move and between tries (done may then fall). If
+// it returns something else than 0, the call ends within a quarter of a second. A watcher may be
+// NULL in every call.
 struct kvq_remote_watch {
     int (*tell)(void *context, uint64_t done, uint64_t all);
     void *context;
@@ -80,26 +81,26 @@ struct kvq_remote_watch {
 
 // 0 and NULL stand for defaults.
 struct kvq_remote_options {
-    const char *endpoint; // http[s]://HOST[:PORT]; http carries the data as it is, for all to read
+    const char *endpoint; // http[s]://HOST[:PORT]; http sends data unencrypted
     const char *bucket;
     const char *prefix;  // before all keys; letters, digits and . _ - / only
-    const char *region;  // us-east-1, which most other makes take
+    const char *region;  // default us-east-1, which most other servers accept
     const char *ca_file; // certificates to trust instead of the system's
-    bool virtual_host;   // the bucket is part of the host's name, not of the path
+    bool virtual_host;   // the bucket is in the host's name, not in the path
     struct kvq_remote_keys keys;
     uint32_t connect_ms; // 10 s
-    uint32_t stall_ms;   // 60 s; a request that moves less than 1 KiB in that time is given up
+    uint32_t stall_ms;   // 60 s; a request that moves less than 1 KiB in that time fails
     int32_t retries;     // 5 more tries; below 0: none
     uint32_t part_bytes; // 16 MiB; at least KVQ_REMOTE_PART_MIN (AWS refuses less than 5 MiB).
-                         // A transfer has that much in memory. Doubled where there were too many
+                         // A transfer needs that much memory; larger objects get larger parts
     struct kvq_remote_clock *clock;
     struct kvq_io *io;
-    struct kvq_remote_watch watch; // of all calls that are given none
+    struct kvq_remote_watch watch; // of calls without a watcher of their own
 };
 
-bool kvq_remote_built(void); // whether this build can do any of it
+bool kvq_remote_built(void); // whether this build has the remote tier
 
-// Checks the options; connects to nobody. *remote is closed by kvq_remote_close.
+// Checks the options, and opens no connection. Release *remote with kvq_remote_close.
 int kvq_remote_open(const struct kvq_remote_options *options, struct kvq_remote **remote,
                     char *text, size_t n);
 void kvq_remote_close(struct kvq_remote **remote); // accepts NULL and pointers to NULL
@@ -112,18 +113,20 @@ struct kvq_remote_object {
     uint64_t bytes;
 };
 
-// In one request, at most KVQ_REMOTE_MAX_SMALL bytes.
+// Uploads an object in one request: at most KVQ_REMOTE_MAX_SMALL bytes.
 int kvq_remote_put(struct kvq_remote *remote, const char *key, const void *data, size_t bytes,
                    const struct kvq_remote_watch *watch, char *text, size_t n);
-// *data has *bytes bytes, and a NUL behind, and is freed by the caller with free(). An object that
-// is larger than max (at most KVQ_REMOTE_MAX_SMALL) is refused.
+// Downloads an object of at most max bytes (up to KVQ_REMOTE_MAX_SMALL), else fails. *data has
+// *bytes bytes and a NUL behind; the caller releases *data with free().
 int kvq_remote_get(struct kvq_remote *remote, const char *key, size_t max, void **data,
                    size_t *bytes, const struct kvq_remote_watch *watch, char *text, size_t n);
 int kvq_remote_head(struct kvq_remote *remote, const char *key, struct kvq_remote_object *out,
                     char *text, size_t n);
-int kvq_remote_delete(struct kvq_remote *remote, const char *key, char *text, size_t n); // or gone
-// Calls each() for all objects whose keys start so and stand behind `after` (empty: for all), in
-// the order of their bytes, until it gives something else than 0, which is passed on.
+// 0 also if there is no such object.
+int kvq_remote_delete(struct kvq_remote *remote, const char *key, char *text, size_t n);
+// Calls each() for all objects whose keys start with `start` and are above `after` (empty: for
+// all), in the order of their bytes, until each() returns something else than 0, which the call
+// returns.
 int kvq_remote_list(struct kvq_remote *remote, const char *start, const char *after,
                     int (*each)(void *context, const struct kvq_remote_object *object),
                     void *context, char *text, size_t n);
@@ -135,27 +138,28 @@ struct kvq_remote_moved {
     uint64_t transferred; // of them in this call; the rest was there already
 };
 
-// SPACE/NAME as they stand before /head and /data: letters, digits, dots and minus signs are
-// themselves (not a dot in front), any other byte is _ and two hexadecimal digits.
+// Makes the escaped SPACE/NAME of a session's keys: letters, digits, dots and minus signs stay (but
+// not a leading dot), any other byte becomes _ and two hexadecimal digits.
 int kvq_remote_session_key(const char *space, const char *name, char out[KVQ_REMOTE_KEY_BYTES]);
 
-// Uploads what is new of a file as a session. What was pushed before under that name, and is not
-// part of it, is removed afterwards.
+// Pushes a file as a session: uploads the chunks that the remote lacks, and afterwards removes the
+// packs of earlier pushes that the session does not use.
 int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char *space,
                          const char *name, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n);
-// Downloads a session to `path`, through PATH.part, which stays there when the call fails and with
-// which the next call goes on. A file at `path` is taken for what an earlier call has made.
+// Downloads a session to PATH.part, and renames that to `path` when it is complete. After a failure
+// PATH.part stays, and the next call goes on with it. The call takes a file at `path` for the
+// result of an earlier call, and downloads only the chunks that differ.
 int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const char *name,
                          const char *path, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n);
 // Deletes a session. KVQ_E_NO_SESSION if there is none.
 int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *name, char *text,
                       size_t n);
-// Calls each() for every session there is, of a namespace or (NULL) of all, in an order that never
-// changes, until it gives something else than 0, which is passed on. `after`, which may be NULL,
-// is one that was listed before, there or not: it and those before it are left out. bytes: of its
-// data, and of data that another push has left or is about to bring.
+// Calls each() for every session of a namespace, or (NULL) of all, in an order that never changes,
+// until each() returns something else than 0, which the call returns. Skips all sessions up to
+// `after` (may be NULL), a session that an earlier call listed and that need not exist any more.
+// bytes: of the session's packs, those included that a push has left behind or is uploading.
 struct kvq_remote_name {
     const char *space, *name;
 };
@@ -166,17 +170,17 @@ int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
                         void *context, char *text, size_t n);
 
 // ---- Sessions between stores ----
-// `folder` holds the files in between; it is made if its parent is there, and should be one of its
-// own next to the store's. Space that these files take does not count for the store's cap.
+// `folder` holds temporary files; the calls create it if its parent exists. It should be a folder
+// of its own next to the store's. The store's cap does not count the space of these files.
 
-// Exports a session (all shards) and pushes it. After a failure the exported file stays for the
-// next call, which goes on where this one ended unless the session was saved again since.
+// Exports a session (all shards) and pushes the file. After a failure the file stays, and the next
+// call goes on where this one ended, unless the session was saved again since.
 int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                     const char *space, const char *name, const struct kvq_remote_watch *watch,
                     struct kvq_remote_moved *moved, char *text, size_t n);
 
-// Pulls a session and imports it, under another namespace and name where they are given (may be
-// NULL). KVQ_E_EXISTS without `replace` if the store has one of that name.
+// Pulls a session and imports it. as_space and as_name, if not NULL, replace its namespace and
+// name. KVQ_E_EXISTS without `replace` if the store has a session of that name.
 struct kvq_remote_pull {
     const char *space, *name;       // on the remote
     const char *as_space, *as_name; // in the store
@@ -186,18 +190,19 @@ int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const ch
                     const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                     struct kvq_remote_moved *moved, char *text, size_t n);
 
-// The same in two steps, for who must not write to the store for as long as a transfer takes: the
-// session comes to a file in the folder, *path, which is freed by the caller with free(), and is
-// imported from there. kvq_remote_take removes the file, unless it may go better later.
+// kvq_remote_pull in two steps, for callers that must not block the store's writer during a
+// transfer. kvq_remote_fetch downloads the session to a file in the folder, *path, which the caller
+// releases with free(). kvq_remote_take imports that file and removes it, unless a later try may
+// succeed (a full disk, a quota, a busy or read-only store).
 int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                      const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                      struct kvq_remote_moved *moved, char **path, char *text, size_t n);
 int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
                     const struct kvq_remote_watch *watch, char *text, size_t n);
 
-// What is in the folder of transfers that failed is there to go on with. Removes what is older than
-// max_age_s seconds, then the oldest until at most `most` files are left, and unfinished exports.
-// Nothing may use the folder meanwhile. It need not be there.
+// Removes the files that failed transfers left in the folder to go on with: unfinished exports,
+// files older than max_age_s seconds, then the oldest until at most `most` are left. No transfer
+// may use the folder meanwhile. The folder need not exist.
 void kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most);
 
 #endif

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a session's file on a remote store is put together of: the object SPACE/NAME/head of
-// remote.h. The file is cut into chunks where its content says so, so that two files that differ
-// in a few places have most chunks in common. Each chunk lies in a pack, an object
-// SPACE/NAME/data/DIGEST that one push has brought. Lines end with a newline, numbers are decimal:
+// The parts of a session's file on a remote store: the object SPACE/NAME/head of remote.h. Content
+// decides where the file is cut into chunks, so that two files that differ in a few places have
+// most chunks in common. Each chunk lies in a pack, an object SPACE/NAME/data/DIGEST that one push
+// has uploaded. Lines end with a newline, numbers are decimal:
 //
 //   kvq-session 2
 //   bytes BYTES            of the file, at least 1
@@ -14,8 +14,8 @@
 //                          0, where, and its SHA-256
 //   end
 //
-// What pushes made before there were packs is read as well: one object, which the SHA-256 of the
-// head names, in parts of one size.
+// kvq also reads heads that were pushed before there were packs: one object, named by the SHA-256
+// of the head, in parts of one size.
 //
 //   kvq-session 1
 //   bytes BYTES
@@ -56,19 +56,19 @@ struct kvq__index {
 
 void kvq__index_free(struct kvq__index *index); // zeros are fine
 
-// Bytes that chunks of a file of `bytes` have about, a power of two; a quarter at the least but for
-// the last one, and four times as many at the most. It grows with the file by doubling, so that a
-// file that grows keeps its chunks.
+// The average size of chunks for a file of `bytes` bytes, a power of two. A chunk has a quarter of
+// that at least (but the last one), and four times that at most. The average grows with the file by
+// doubling, so that a file that grows keeps most chunks.
 uint64_t kvq__chunk_about(uint64_t bytes, uint64_t part_bytes);
-// Where the first chunk of some data ends, if no more follows: 1 to n.
+// The length of the first chunk of n > 0 bytes, if no more bytes follow: 1 to n.
 size_t kvq__chunk_end(const uint8_t *data, size_t n, uint64_t about);
-// Adds a chunk, in no pack as yet. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+// Adds a chunk that is in no pack yet. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__index_add(struct kvq__index *index, const void *data, size_t n);
 
-// Says where the chunks of `to` lie: those that `had` has lie there, the others one after the other
-// in a new pack, which is the last then. Where more of the packs would be dead than alive, or there
-// would be too many, all are new. *fresh: bytes of the new pack, which has no digest yet; 0: there
-// is none. `had` may be NULL. 0 or KVQ_E_NO_MEMORY.
+// Gives each chunk of `to` its place: chunks that `had` has stay in their packs, the others lie one
+// after the other in a new pack, the last of `to`. If more bytes of the packs would be dead than
+// alive, or there would be too many packs, all chunks go to the new pack. *fresh: bytes of the new
+// pack, which has no digest yet; 0: there is none. `had` may be NULL. 0 or KVQ_E_NO_MEMORY.
 int kvq__index_place(struct kvq__index *to, const struct kvq__index *had, uint64_t *fresh);
 
 // *text by malloc, *n bytes without a NUL. 0 or KVQ_E_NO_MEMORY.

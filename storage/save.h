@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A save that is being put together: its sessions, and what is known of their blocks.
+// A save under way: its sessions and their blocks.
 #ifndef KVQ_STORAGE_SAVE_H
 #define KVQ_STORAGE_SAVE_H
 
 #include "storage/store_internal.h"
 
-// A session as it is to be. The strings of head are zero behind their ends, as in a file.
+// A session of the save. The strings of head are zero behind their ends, as in a file.
 struct kvq__save_session {
     struct kvq_manifest_head head;
     struct kvq_manifest_entry *entries;
@@ -15,11 +15,11 @@ struct kvq__save_session {
     size_t room_prefixes;
     uint8_t *opaque;
     uint64_t bytes; // of its blocks
-    // Its namespace's limit (0: none), what was used before the save, what all shards of the
-    // session had (0 but for the first of them in the save), and what was put. The same of all
-    // sessions of the namespace that come before it in the save.
+    // Bytes: the limit of its namespace (0: none), the namespace's usage before the save, what all
+    // shards of the session had before (0 but for the first of them in the save), and what was put.
+    // old_before and put_before are sums over the earlier sessions of the namespace in the save.
     uint64_t limit, used, old_bytes, put, old_before, put_before;
-    bool known; // it replaces one, and has its id
+    bool known; // it replaces a session, and has the id of that
     uint64_t old_manifest;
     uint64_t manifest; // block id of the new one
 };
@@ -40,15 +40,15 @@ struct kvq_save {
     size_t n_written, room_written;
     uint64_t first_block; // blocks from here on were put in this save
     int failure;          // of a put or a session; 0: none
-    size_t failed;        // the session that it is about
+    size_t failed;        // the session that failed
     bool torn;            // the last record was not written as a whole
 };
 
-// Writes a block that no session of the save has yet.
+// Writes a block, without an entry in a session.
 int kvq__save_block(struct kvq_save *v, const void *data, size_t bytes, uint64_t *id,
                     const struct kvq__complaint *c);
 
-// The catalog's part: apply.c. The caller is within a transaction of the catalog.
+// The session's rows in the catalog (apply.c), within a transaction of the catalog.
 int kvq__apply_session(struct kvq_store *s, struct kvq__save_session *session);
 // Takes a session out: its entries, prefixes and row, and the references that they held.
 int kvq__apply_drop(struct kvq_store *s, uint64_t session, uint64_t manifest);

@@ -5,7 +5,7 @@
 // Who may touch what
 //   lock          the table of segments, limits, `writing`, `why`; held for moments, no sync
 //   catalog_lock  the catalog; held over its transactions. Taken before `lock`, never inside it
-//   the writer    everything below "the writer's": whoever set `writing`
+//   the writer    the thread that set `writing`: everything below "the writer's"
 #ifndef KVQ_STORAGE_STORE_INTERNAL_H
 #define KVQ_STORAGE_STORE_INTERNAL_H
 
@@ -25,11 +25,12 @@ enum {
     KVQ__RESERVE_ROW = 512,      // and for each row that a save will write into the catalog
     KVQ__RESERVE_FREE = 1 << 20, // the same for what frees space
     KVQ__RESERVE_FREE_ROW = 256,
-    // Space on disk that only the catalog can have, so that deleting works on a full disk:
-    // KVQ__RESERVE and so many bytes for each block of the largest session in its WAL (deleting
-    // one takes about 90, docs/storage.md) and each page of tokens of the longest one (whose hash
-    // may have a page of the database to itself), of which what no checkpoint has copied yet takes
-    // up to KVQ__WAL_BACKLOG; and so many bytes behind the end of its database.
+    // Space on disk that only the catalog can have, so that deleting works on a full disk. In the
+    // WAL: KVQ__RESERVE, KVQ__RESERVE_BLOCK for each block of the largest session (deleting one
+    // takes about 90 bytes, docs/storage.md), and KVQ__RESERVE_HASH for each page of tokens of the
+    // longest session (a hash may have a page of the database to itself). Pages that no checkpoint
+    // has copied yet take up to KVQ__WAL_BACKLOG of that. Behind the end of the database:
+    // KVQ__CATALOG_SPARE.
     KVQ__RESERVE_BLOCK = 128,
     KVQ__RESERVE_HASH = 4200,
     KVQ__HASH_TOKENS = 128,
@@ -45,23 +46,23 @@ enum {
 struct kvq__segment {
     uint64_t number, salt;
     uint64_t bytes;    // committed; what stands behind them does not count
-    uint64_t end;      // the writer's: of what it wrote to a segment that it has finished; else 0
+    uint64_t end;      // the writer's: end of a segment that the transaction finished; else 0
     uint64_t physical; // on disk
     uint64_t length;   // of its file when the store was opened
     bool sealed;       // nothing is written to it any more
     uint32_t pins;     // readers
     bool gone;         // removed; freed with the last pin
     int file;          // for reading, -1: not open
-    uint64_t ahead;    // up to where the system was told that it will be read
+    uint64_t ahead;    // the system was told that bytes up to here will be read
 };
 
-// What takes most to delete, of all sessions.
+// The largest sessions, which take most space to delete.
 struct kvq__largest {
     uint64_t blocks; // of the one that has most
     uint64_t hashes; // of the longest: at most one for each page of its tokens
 };
 
-// Writes one buffer while the next is filled. Its thread starts with the first full buffer.
+// A thread that writes one buffer while the caller fills the next. The first full buffer starts it.
 struct kvq__flusher {
     pthread_t thread;
     pthread_mutex_t lock;
@@ -75,14 +76,14 @@ struct kvq__flusher {
     int error; // the first since the last kvq__flush_wait, a negative errno
 };
 
-// A record that was written and is to be in the catalog.
+// A record in a segment that the transaction puts into the catalog.
 struct kvq__written {
     uint64_t id, segment, offset, length;
     enum kvq_record_kind kind;
     struct kvq_checksum checksum;
 };
 
-// What a namespace may have in blocks, 0: any number.
+// How many bytes of blocks a namespace may have; 0: no limit.
 struct kvq__limit {
     char space[KVQ_NAME_BYTES];
     uint64_t bytes;
@@ -106,9 +107,9 @@ struct kvq__writer {
     uint64_t rows;              // of the catalog that it will change, about
     struct kvq__largest largest;
     uint64_t records;           // appended
-    bool frees;                 // it is to free space: it may use what is kept for that
-    bool broken;                // a write or sync failed: nobody knows what is on disk
-    struct kvq__written *drops; // DROP records of sessions that were deleted before without one
+    bool frees;                 // the transaction frees space: it may use the reserve
+    bool broken;                // a write or sync failed: what is on disk is unknown
+    struct kvq__written *drops; // DROP records of the sessions in `owed`
     size_t n_drops, room_drops;
 };
 
@@ -138,7 +139,7 @@ struct kvq_store {
     struct kvq__writer writer;
     uint64_t *owed; // sessions that were deleted without a DROP record, as in the catalog
     size_t n_owed, room_owed;
-    bool names_unsynced; // a file was removed, by this process or the one before, and may come back
+    bool names_unsynced; // a removed file may come back after a loss of power: sync the folder
     uint64_t last_transaction; // in the catalog
     uint64_t next_transaction, next_block, next_session, next_segment;
 };
@@ -164,21 +165,21 @@ int kvq__catalog_complain(struct kvq_store *s, int code, const struct kvq__compl
 // Makes the caller the writer, until kvq__write_end. KVQ_E_BUSY, KVQ_E_READ_ONLY.
 int kvq__write_begin(struct kvq_store *s, const struct kvq__complaint *c);
 void kvq__write_end(struct kvq_store *s);
-// Nothing is written any more before the store is opened again.
+// Refuses all writers until the store is opened again.
 void kvq__set_read_only(struct kvq_store *s, const char *why);
 
 // ---- segments.c: the table of segments ----
 
-// Adds one; bytes and salt are known. NULL: no memory.
+// Adds a segment with 0 committed bytes. NULL: no memory.
 struct kvq__segment *kvq__segment_add(struct kvq_store *s, uint64_t number, uint64_t salt);
-// Takes it out of the table and removes its file. Readers that have it pinned may finish.
-// A file that cannot be removed stays until the store is opened again.
+// Takes a segment out of the table and removes its file. Readers that pinned it may finish. A file
+// that cannot be removed stays until the store is opened again.
 void kvq__segment_remove(struct kvq_store *s, uint64_t number);
-// Pins one and opens it for reading. KVQ_E_NO_SESSION: there is none (any more).
+// Pins a segment and opens it for reading. KVQ_E_NO_SESSION: there is none (any more).
 int kvq__segment_pin(struct kvq_store *s, uint64_t number, struct kvq__segment **out,
                      const struct kvq__complaint *c);
 void kvq__segment_unpin(struct kvq_store *s, struct kvq__segment *segment);
-// The first with a number above, 0 if there is none.
+// The lowest number of a segment above `number`, 0 if there is none.
 uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number);
 void kvq__segments_free(struct kvq_store *s);
 // Physical bytes of all files.
@@ -189,65 +190,67 @@ uint64_t kvq__physical_catalog(struct kvq_store *s);
 
 int kvq__writer_make(struct kvq_store *s, const struct kvq__complaint *c);
 void kvq__writer_free(struct kvq_store *s);
-// Begins a transaction of records. `frees`: it deletes or compacts. `rows`: of the catalog, that
-// will be changed besides those of its records.
+// Begins a transaction of records. `frees`: the transaction deletes or compacts. `rows`: rows of
+// the catalog that it will change besides those of its records.
 int kvq__writer_begin(struct kvq_store *s, bool frees, uint64_t rows,
                       const struct kvq__complaint *c);
-// Appends one; *out says where it is.
+// Appends a record; *out says where it is.
 int kvq__append(struct kvq_store *s, enum kvq_record_kind kind, uint64_t id, const void *data,
                 uint64_t n, struct kvq__written *out, const struct kvq__complaint *c);
-// DROP records that are owed, COMMIT, and everything written and synced, names of new files
-// included.
+// Appends the DROP records that are owed and COMMIT, then writes and syncs everything, names of new
+// files included.
 int kvq__writer_sync(struct kvq_store *s, uint64_t sessions, const struct kvq__complaint *c);
-// After the catalog named what was written: it counts from now on.
+// The catalog has the records: they count from now on.
 void kvq__writer_done(struct kvq_store *s);
-// Writes no more to the open segment, between transactions.
+// Seals the open segment, between transactions.
 void kvq__writer_retire(struct kvq_store *s);
-// Gives back the space that was taken in advance. What was appended has been synced.
+// Gives back the space that was taken in advance. All appended records have been synced.
 void kvq__writer_spare(struct kvq_store *s);
-// Takes back what was written since kvq__writer_begin.
+// Takes back the records that were appended since kvq__writer_begin.
 void kvq__writer_undo(struct kvq_store *s);
 
-// Has room for one more element of `size` bytes. False: no memory.
+// Makes room for an element more than n, of `size` bytes each. False: no memory.
 bool kvq__grow(void **array, size_t *room, size_t n, size_t size);
 
 // ---- commit.c: one transaction of the catalog ----
 
-// Has the space on disk that deleting needs once the store has such sessions. Without it nothing is
-// saved. KVQ_E_NO_SPACE.
+// Reserves the space on disk that deleting the largest sessions will need. A save without that
+// space is refused. KVQ_E_NO_SPACE.
 int kvq__catalog_hold(struct kvq_store *s, const struct kvq__largest *largest,
                       const struct kvq__complaint *c);
-// As much of it as there is: a store opens on a full disk, too.
+// Reserves as much of that space as there is: a store opens on a full disk, too.
 void kvq__catalog_hold_some(struct kvq_store *s);
-// Begins; the caller holds catalog_lock until kvq__catalog_end.
+// Begins a transaction and takes catalog_lock, which the caller holds until kvq__catalog_end.
 int kvq__catalog_begin(struct kvq_store *s, const struct kvq__complaint *c);
-// Puts records of the transaction that is being written into `blocks`.
+// Puts records of the transaction into the table `blocks`.
 int kvq__catalog_blocks(struct kvq_store *s, const struct kvq__written *w, size_t n);
-// The same for a record that the store itself refers to: DROP, COMMIT.
+// The same for a record that the store itself references: DROP, COMMIT.
 int kvq__catalog_own(struct kvq_store *s, const struct kvq__written *w);
-int kvq__catalog_free_blocks(struct kvq_store *s); // those without references
-int kvq__catalog_segments(struct kvq_store *s);    // as the writer left them, and counters; first
+int kvq__catalog_free_blocks(struct kvq_store *s); // blocks without references
+// Puts the segments as the writer left them, and the counters; before the blocks.
+int kvq__catalog_segments(struct kvq_store *s);
 int kvq__catalog_counters(struct kvq_store *s, uint64_t transaction);
-// Commits if rc is 0, else rolls back; after it the transaction's records count, or do not.
+// Commits if rc is 0, else rolls back; then the transaction's records count, or do not. Releases
+// catalog_lock.
 int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c);
 
 // ---- recover.c, rebuild.c ----
 
 int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
                  const struct kvq__complaint *c);
-// Makes the catalog, which is open and empty, from the segments of these numbers, ascending, and
-// has those that it could make sense of in the table of segments.
+// Fills the catalog, which is open and empty, from the segments of these numbers, ascending, and
+// the table of segments with those that could be read.
 int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
                  struct kvq_store_report *report, const struct kvq__complaint *c);
 
 // ---- read.c ----
 
-// Where a block is, and whether it is damaged; kind is that of its record. The caller holds
-// catalog_lock. KVQ_E_NO_SESSION: there is none.
+// Finds a block: where it is, whether it is damaged, and the kind of its record. The caller holds
+// catalog_lock. KVQ_E_NO_SESSION: there is no such block.
 int kvq__block_find(struct kvq_store *s, uint64_t id, struct kvq_stored *out,
                     enum kvq_record_kind *kind);
 void kvq__session_row(sqlite3_stmt *rows, struct kvq_store_session *out, uint64_t *manifest);
-// Marks a block, unless it has moved meanwhile. Takes catalog_lock.
+// Marks a block as bad, unless it has moved meanwhile. Takes catalog_lock.
 void kvq__block_mark(struct kvq_store *s, uint64_t id, uint64_t segment, uint64_t offset);
 
 #endif

@@ -2,14 +2,14 @@
 //
 // SQLite over the table of I/O functions, so that one fault double breaks segments and catalog.
 //
-// Made for one connection in one process: it locks nothing and has no shared memory, which SQLite
-// accepts in WAL mode with locking_mode=EXCLUSIVE (the index of the WAL is on the heap then). The
+// For one connection in one process: this VFS locks nothing and has no shared memory, which SQLite
+// accepts in WAL mode with locking_mode=EXCLUSIVE (the index of the WAL is then on the heap). The
 // store's own lock keeps other processes out.
 //
-// A disk may become full at any moment, and deleting must work then. So space on disk is held for
-// the database and its WAL beyond what they have in them (kvq__vfs_hold), and SQLite's truncating
-// them does not give it back. The WAL stays when the database is closed, with its space and a
-// header that makes it an empty one.
+// A disk may become full at any moment, and deleting must work then. So kvq__vfs_hold reserves
+// space on disk for the database and its WAL beyond their length, and a truncation by SQLite does
+// not give that space back. When the database is closed, the WAL stays with its space, and with a
+// header that marks it as empty.
 //
 // On a file system that is read-only, files are opened to be read, and a WAL that is not there is
 // an empty one: SQLite insists on opening it. A WAL that is there is read into that index, so that
@@ -34,15 +34,14 @@ struct kvq__vfs {
     } held[KVQ__VFS_OTHER];
 };
 
-// Makes it known to SQLite under v->name, which no other has. v stays where it is until
+// Registers v with SQLite under v->name, which is unique. v must stay where it is until
 // kvq__vfs_remove. 0 or an SQLite code.
 int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io);
 void kvq__vfs_remove(struct kvq__vfs *v);
 
-// Takes space on disk for the first so many bytes of a file, for as long as it is there, without
-// changing its length. 0 or a negative errno: what was held before is held still. 0 also where the
-// file system cannot do that, or the file is not open; held[kind].bytes says so. The caller sees to
-// it that SQLite is in no call.
+// Reserves space on disk for the first `bytes` bytes of a file, without changing its length. 0 or a
+// negative errno: then the earlier reservation stays. 0 also if the file system cannot reserve, or
+// the file is not open; held[kind].bytes says what is reserved. SQLite must be in no call.
 int kvq__vfs_hold(struct kvq__vfs *v, enum kvq__vfs_kind kind, uint64_t bytes);
 
 #endif
