@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Capture files: keys, values and, if asked for, queries as an engine hands them over, for tools
-// that make codebooks and measure formats. Written by libkvq (kvq_capture_*), read by storage/.
+// Capture files: keys, values and, optionally, queries as an engine hands them over, for tools that
+// make codebooks and measure formats. libkvq writes them (kvq_capture_*), storage/ reads them.
 //
 //     header | one row per layer | zeros to a multiple of 64 | chunk | chunk | ...
 //
@@ -9,17 +9,17 @@
 //
 //     K [kv_heads][tokens][k_dim]   V [kv_heads][tokens][v_dim]   Q [q_heads][tokens][k_dim]
 //
-// each in its own dtype, one after the other without gaps, then zeros to a multiple of 64. Q is
-// there if the file's flag says so. K and Q are as handed over: after RoPE and norms. All numbers
-// are little-endian; every part is covered by a check (XXH3, 64 bits, seed 0).
+// each in its own dtype, one after the other without gaps, then zeros to a multiple of 64. The flag
+// of the file says whether it has Q. K and Q are as the engine handed them over: after RoPE and
+// norms. All numbers are little-endian; a check (XXH3, 64 bits, seed 0) covers every part.
 //
 // A sequence is one run of a session: its chunks of every layer begin at one position and follow
-// each other without gaps. A session that was truncated, or whose step was done again, goes on as
-// a new sequence. A step that was not captured in all layers leaves the sequence with the tokens
-// that all layers have.
+// each other without gaps. A session that was truncated, or that repeats a step, goes on as a new
+// sequence. If a step was not captured in all layers, the sequence has the tokens that all layers
+// have.
 //
-// The header is written again when the file is closed. A file that never was (chunks is 0) is
-// read up to its first incomplete chunk.
+// Closing the file writes the header again. Readers read a file that was never closed (chunks is 0)
+// up to its first incomplete chunk.
 #ifndef KVQ_PROTO_CAPTURE_H
 #define KVQ_PROTO_CAPTURE_H
 
@@ -42,7 +42,7 @@ struct kvq_capture_header {
     uint32_t layers, flags;
     uint64_t chunks; // in the whole file; 0: not closed
     uint64_t bytes;  // of the whole file; 0: not closed
-    uint64_t tokens; // of all sequences together, as one layer counts them; 0: not closed
+    uint64_t tokens; // of all sequences together, counted once for all layers; 0: not closed
     uint8_t zero[16];
     char model[KVQ_FINGERPRINT_BYTES]; // UTF-8, ended by 0
 };
@@ -82,7 +82,7 @@ static inline uint64_t kvq_capture_element(uint8_t dtype)
     return dtype == 1 || dtype == 2 ? 2 : dtype == 3 ? 4 : 0;
 }
 
-// What chunk->bytes has to be. Exact for values within proto/limits.h.
+// The value that chunk->bytes must have. Exact for values within proto/limits.h.
 static inline uint64_t kvq_capture_data_bytes(const struct kvq_capture_row *row,
                                               const struct kvq_capture_chunk *chunk)
 {

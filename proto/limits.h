@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Every bound of the protocol and the daemon, in one place. What the configuration may lower is
-// said there; nothing may raise these.
+// Every bound of the protocol and the daemon, in one place. The configuration may lower some of
+// them, and raises none.
 #ifndef KVQ_PROTO_LIMITS_H
 #define KVQ_PROTO_LIMITS_H
 
@@ -12,7 +12,7 @@ enum {
     KVQ_TEXT_BYTES = 512,        // error text of a reply
 
     // Shapes.
-    KVQ_MAX_CODEBOOKS = 64, // that a daemon has in memory
+    KVQ_MAX_CODEBOOKS = 64, // in a daemon's memory
     KVQ_MAX_LAYERS = 256,
     KVQ_MAX_HEADS = 256,
     KVQ_MAX_SHARDS = 64,
@@ -20,7 +20,7 @@ enum {
     KVQ_MAX_STEP_TOKENS = 1 << 16,  // appended to one session in one step
     KVQ_MAX_SPANS = 1024,           // of images and audio among a session's tokens
     KVQ_MAX_STEP_QUERIES = 1 << 15, // query tokens of one session in one call
-    KVQ_MAX_GPU_QUERIES = 512,      // the same of a session on a GPU
+    KVQ_MAX_GPU_QUERIES = 512,      // the same for a session on a GPU
     KVQ_MAX_ROLLBACK = 1024,
     KVQ_EXACT_PROMPT_SHARE = 2, // a prompt kept in 16 bits takes up to 1/2 of its place's memory
 
@@ -30,7 +30,7 @@ enum {
     KVQ_REQ_SLOTS = 1 << 13, // request ring: 512 KiB
     KVQ_CQ_SLOTS = 1 << 12,  // completion ring: 256 KiB
     KVQ_QUEUE_CREDITS = 8,   // requests in flight on one queue
-    KVQ_QUEUE_EVENTS = 8,    // where events order its requests: of each kind, used in turn
+    KVQ_QUEUE_EVENTS = 8,    // with KVQ_ORDER_EVENTS: events of each kind, used in turn
 
     // Per client.
     KVQ_MAX_CLIENTS = 1024,
@@ -51,26 +51,26 @@ enum {
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_PORTS = 4096,        // queues of all clients together
     KVQ_MAX_GPUS = 16,           // of one daemon
-    KVQ_MAX_LETTING_GO = 1024,   // closed pieces of host memory that GPUs have yet to let go of
-    KVQ_GPU_CONNECTIONS = 32,    // hardware queues that CUDA gives a process on each GPU at most
+    KVQ_MAX_LETTING_GO = 1024,   // closed host buffers that GPUs have not unregistered yet
+    KVQ_GPU_CONNECTIONS = 32,    // most hardware queues that CUDA gives a process on a GPU
     KVQ_MAX_GPU_PENDING = 64,    // pieces of one client's work that are enqueued on one GPU
-    KVQ_MAX_GPU_OPS = 512,       // operations that one stream is given and has not come to: a
-                                 // hardware queue makes callers wait from 1,000 or so on
-    KVQ_MAX_GPU_BURST = 900,     // the same of one session's work on a stream with nothing else
+    KVQ_MAX_GPU_OPS = 512,       // operations enqueued on one stream and not started: a
+                                 // hardware queue blocks the caller from about 1,000 on
+    KVQ_MAX_GPU_BURST = 900,     // the same for one session's work on an idle stream
     KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file
 
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,
     KVQ_MAX_LIST = 1024,          // elements of repeated fields in one message
-    KVQ_WIRE_ARENA = 2048 * 1024, // memory that any message can be unpacked in
+    KVQ_WIRE_ARENA = 2048 * 1024, // memory that is enough to unpack any message
     KVQ_MAX_FIELD_BYTES = 64,     // of a field that is neither text nor message
     KVQ_MAX_PACKET_FDS = 8,
-    KVQ_ATTACH_TIMEOUT_MS = 5000, // a connection that has not said hello by then is closed
+    KVQ_ATTACH_TIMEOUT_MS = 5000, // the daemon closes a connection without Hello by then
 
     // Capture files.
     KVQ_MAX_CAPTURE_DIM = 1024,          // head_dim
     KVQ_MAX_CAPTURE_SEQUENCES = 1 << 16, // runs of sessions in one file
-    KVQ_MAX_CAPTURE_SESSIONS = 4096,     // captured at a time
+    KVQ_MAX_CAPTURE_SESSIONS = 4096,     // captured at the same time
     KVQ_MAX_CAPTURE_CHUNKS = 1 << 24,
 
     // Codebook files.
@@ -83,7 +83,7 @@ enum {
     KVQ_MAX_STORE_FOLDER = 1 << 10,   // bytes of a folder's path
 };
 
-// Of a limit that a namespace has.
+// The largest limit of a namespace.
 #define KVQ_MAX_QUOTA_BYTES  (1ull << 50)
 #define KVQ_MAX_BUFFER_BYTES (1ull << KVQ_MAX_BUFFER_BYTES_LOG2)
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How the daemon refuses a connection to its control socket: a greeting of ZMTP 3.0 whose security
-// mechanism nobody has, so that ZeroMQ's side gives up, and a text behind it for those who look.
-// To a connection that it takes the daemon says nothing before it was spoken to. So who connects,
-// ends its own side (shutdown) and reads to the end learns which of the two it was.
+// How the daemon refuses a connection to its control socket: it sends a greeting of ZMTP 3.0 with a
+// security mechanism that no peer has, so that ZeroMQ gives up, and a text behind the greeting. On
+// a connection that it accepts, the daemon sends nothing before the client has sent something. So a
+// client that connects, shuts down its own side and reads to the end learns which of the two holds.
 #ifndef KVQ_PROTO_REFUSAL_H
 #define KVQ_PROTO_REFUSAL_H
 
@@ -34,8 +34,8 @@ static inline size_t kvq_refusal_put(uint8_t out[KVQ_REFUSAL_BYTES], const char 
     return KVQ_REFUSAL_GREETING + length;
 }
 
-// The text of what was read from a connection; NULL if it is no refusal. `bytes` has room for one
-// more byte behind its n.
+// The text of a refusal, from n bytes that were read from a connection; NULL if they are no
+// refusal. Writes a NUL to bytes[n].
 static inline const char *kvq_refusal_text(uint8_t *bytes, size_t n)
 {
     if (n < KVQ_REFUSAL_GREETING ||

@@ -15,10 +15,10 @@
 //   sleeping  flag = 1, full fence, poll again, sleep; awake again: flag = 0
 //   waking    publish, full fence, read the peer's flag; 1: write the peer's eventfd
 //
-// The two fences stand against each other (store, fence, load on both sides): either the
-// sleeper sees the message or the publisher sees the flag. Only the sleeper writes its flag;
-// a publisher that cleared it could wipe out the mark of the next sleep. What a wake-up leaves in
-// the eventfd is drained before the ring is polled again, never between poll and sleep.
+// The two fences pair (store, fence, load on both sides): either the sleeper sees the message or
+// the publisher sees the flag. Only the sleeper writes its flag: a publisher that cleared the flag
+// could erase the flag of the next sleep. The sleeper drains its eventfd before it polls the ring
+// again, never between poll and sleep.
 //
 // Functions are not thread-safe beyond the above; they do not allocate, lock or enter the kernel.
 #ifndef KVQ_PROTO_RING_H
@@ -211,8 +211,8 @@ static inline bool kvq_ring_sleeps(const uint32_t *peer_flag)
     return kvq_word_load(peer_flag) != 0;
 }
 
-// May a thread of a client spin? Not while daemon and clients have more runnable threads than
-// the machine has CPUs for them; a lone spinner would only keep the one it waits for from running.
+// Whether a thread of a client may spin: not while the daemon and its clients have more runnable
+// threads than CPUs, where a spinning thread could take the CPU from the thread that it waits for.
 static inline bool kvq_ring_may_spin(const struct kvq_daemon_page *page)
 {
     uint64_t runnable =
@@ -225,8 +225,8 @@ static inline bool kvq_ring_may_spin(const struct kvq_daemon_page *page)
 #define KVQ_REQ_RING_BYTES (sizeof(struct kvq_req_page) + (size_t)KVQ_REQ_SLOTS * KVQ_SLOT_BYTES)
 #define KVQ_CQ_RING_BYTES  (sizeof(struct kvq_cq_page) + (size_t)KVQ_CQ_SLOTS * KVQ_SLOT_BYTES)
 
-// Each side starts from index 0, which is what fresh memory holds; both rings are made anew for
-// every queue, so a peer that starts elsewhere is caught by the first poll.
+// Each side starts from index 0, which fresh memory holds. Every queue has fresh rings, so the
+// first poll finds a peer that starts elsewhere.
 
 // Client: sends requests, receives completions.
 static inline void kvq_ring_client_side(struct kvq_req_page *req, const struct kvq_cq_page *cq,

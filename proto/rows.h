@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which bytes a strided tensor [rows][heads][width] covers, and whether some are covered twice.
-// Daemon and libkvq refuse a request whose outputs overlap one another or what it reads; both ask
-// here. Pure functions. Numbers may be anything: sums are made in 128 bits.
+// Which bytes a strided tensor [rows][heads][width] covers, and whether two tensors overlap. The
+// daemon and libkvq refuse a request whose outputs overlap each other or the tensors that it reads;
+// both call these functions. Pure functions. All numbers are allowed: sums have 128 bits.
 #ifndef KVQ_PROTO_ROWS_H
 #define KVQ_PROTO_ROWS_H
 
@@ -18,13 +18,13 @@ struct kvq_rows {
     uint32_t heads, width;
 };
 
-// Of one row, from its first byte to the end of its last head.
+// Bytes of one row, from its first byte to the end of its last head.
 static inline kvq_wide kvq_rows_row(const struct kvq_rows *r)
 {
     return (kvq_wide)(r->heads - 1) * r->head_stride + r->width;
 }
 
-// Of one head, likewise over all rows.
+// Bytes of one head, from its first row to the end of its last row.
 static inline kvq_wide kvq_rows_head(const struct kvq_rows *r)
 {
     return (kvq_wide)(r->n - 1) * r->row_stride + r->width;
@@ -65,16 +65,17 @@ static inline bool kvq_rows_fold(const struct kvq_rows *r)
     return false;
 }
 
-// Whether what lies `apart` bytes ahead, modulo `period`, is passed by pieces of a and b bytes.
+// Whether pieces of a bytes and pieces of b bytes, `apart` bytes behind them, both repeated every
+// `period` bytes, never overlap.
 static inline bool kvq_rows_interleave(kvq_wide apart, kvq_wide period, kvq_wide a, kvq_wide b)
 {
     return period > 0 && a <= period && b <= period && apart % period >= a &&
            apart % period + b <= period;
 }
 
-// Whether two tensors share a byte. Exact for those of which one lies behind the other, and for
-// those that take turns by rows or by heads, as in a fused buffer of Q, K and V; others whose
-// bytes lie between each other's are said to.
+// Whether two tensors share a byte. Exact if one lies behind the other, and if they alternate by
+// rows or by heads, as in a fused buffer of Q, K and V. Returns true for all other tensors whose
+// ranges of addresses overlap.
 static inline bool kvq_rows_meet(const struct kvq_rows *a, const struct kvq_rows *b)
 {
     if (kvq_rows_empty(a) || kvq_rows_empty(b))

@@ -11,7 +11,7 @@
 //   reply ring    one per queue, daemon writes, client maps it read-only:
 //                 struct kvq_cq_page, then KVQ_CQ_SLOTS slots
 //   timeline page one per queue with requests in the order of a stream, both sides write it
-//                 and make it known to their GPU: struct kvq_timeline_page
+//                 and register it with their GPU: struct kvq_timeline_page
 //   page table    one for each session and client that attends to it in its own context, clients
 //                 map it read-only: struct kvq_table_page, in host memory or a GPU's
 //
@@ -20,13 +20,13 @@
 // only its own index; the other's is checked: 0 <= tail - head <= slots, or the peer is cut off.
 // Everything the client writes is copied once into private memory and validated there.
 //
-// Waking: whoever wants to sleep sets its own flag, fences, looks again, sleeps on its waker;
-// whoever published a message fences, reads the flag, and writes the other's waker if it is
-// set. Only the sleeper writes its flag. The poller sleeps by the flag of the daemon page and
-// waits for all queues' eventfds; the client waits for its socket and the attach socket, so
-// that a dead daemon wakes it. The client's waker is a socket and no eventfd, since a client could
-// make the daemon's write to an eventfd block by filling it and changing its flags; a send with
-// MSG_DONTWAIT never does. The poller never reads its eventfds: it waits for edges.
+// Waking: a side that wants to sleep sets its own flag, fences, polls again, and sleeps on its
+// waker; a side that published a message fences, reads the peer's flag, and writes the peer's waker
+// if the flag is set. Only the sleeper writes its flag. The poller's flag is in the daemon page,
+// and its wakers are the eventfds of all queues. The client waits for its waker and the attach
+// socket, so that a dead daemon wakes it. The client's waker is a socket and no eventfd: a client
+// could fill an eventfd and change its flags, and the daemon's write would block; a send with
+// MSG_DONTWAIT never blocks. The poller never reads its eventfds: it waits for edges.
 #ifndef KVQ_PROTO_SHM_H
 #define KVQ_PROTO_SHM_H
 
@@ -61,9 +61,9 @@ struct kvq_daemon_page {
     uint8_t pad0[128 - 24];
     uint32_t poller_sleeping; // 1 while the poller sleeps; only the poller writes it
     uint8_t pad1[124];
-    uint32_t runnable_clients; // client threads the poller saw active lately: nobody spins while
-                               // workers + runnable_clients exceed cpus; it is raised to cpus
-                               // when other programs crowd the CPUs
+    uint32_t runnable_clients; // client threads that were active lately: no thread spins while
+                               // workers + runnable_clients exceed cpus; the poller sets it to
+                               // cpus when other programs use up the CPUs
     uint8_t pad2[124];
 };
 static_assert(sizeof(struct kvq_daemon_page) == 384, "layout");
@@ -102,13 +102,14 @@ static_assert(sizeof(struct kvq_cq_page) == 384, "layout");
 static_assert(offsetof(struct kvq_cq_page, tail) == 128, "layout");
 static_assert(offsetof(struct kvq_cq_page, req_head) == 256, "layout");
 
-// How a client's stream and the daemon's wait for each other without either's host. Request number
-// n (1, 2, ...) of a queue with KVQ_REQ_ON_STREAM has signal = n. The client's stream writes n to
-// `ready` before it; the daemon's waits for that, does the work and writes n to `done`; the
-// client's waits for that. `ready` counts for all streams of the queue: if n comes from another
-// stream than n - 1 did, that stream first waits for n - 1 there. Both compare as GPUs do:
-// (int64_t)(word - n) >= 0. INT64_MAX lets everything pass: whoever finds the other side gone
-// writes that to the word that its own stream waits for. The values count for nothing but waiting.
+// How a client's stream and the daemon's stream wait for each other while neither host waits.
+// Request number n (1, 2, ...) of a queue with KVQ_REQ_ON_STREAM has signal = n. The client's
+// stream writes n to `ready` before the request; the daemon's stream waits for n there, does the
+// work and writes n to `done`; the client's stream waits for that. All streams of the queue share
+// `ready`: if request n is on another stream than request n - 1, that stream first waits for n - 1
+// in `ready`. Both sides compare as GPUs do: (int64_t)(word - n) >= 0. INT64_MAX ends all waits: a
+// side whose peer is gone writes INT64_MAX to the word that its own stream waits for. The words
+// serve nothing but waiting.
 enum { KVQ_TIMELINE_BYTES = 4096 };
 struct kvq_timeline_page {
     uint32_t magic; // the daemon fills these two once
@@ -118,7 +119,7 @@ struct kvq_timeline_page {
     uint8_t pad1[120];
     uint64_t done; // written on the daemon's stream
     uint8_t pad2[120];
-    uint64_t trial; // the client's: to find out whether its streams can write and wait for words
+    uint64_t trial; // the client's: tests whether its streams can write and wait for words
     uint8_t pad3[KVQ_TIMELINE_BYTES - 392];
 };
 static_assert(sizeof(struct kvq_timeline_page) == KVQ_TIMELINE_BYTES, "layout");
@@ -126,26 +127,26 @@ static_assert(offsetof(struct kvq_timeline_page, ready) == 128, "layout");
 static_assert(offsetof(struct kvq_timeline_page, done) == 256, "layout");
 static_assert(offsetof(struct kvq_timeline_page, trial) == 384, "layout");
 
-// Page tables of clients that attend in their own context. Addresses are the client's: it says
-// where it maps the pool (OpenTable.pool_at), and extent number i of the pool lies i * extent bytes
-// behind that. The daemon writes a table only while it carries out a STEP request of the same
-// client with that session, and the client reads it at no such time. Of one on a GPU there may be a
-// copy on the host, which is written when the GPU is told to write the table.
+// Page tables of clients that attend in their own context. Addresses are the client's: OpenTable's
+// pool_at says where the client maps the pool, and extent number i of the pool lies i * extent
+// bytes behind that. The daemon writes a table only while it carries out a STEP request of the same
+// client with that session, and the client does not read the table meanwhile. A table on a GPU may
+// have a copy on the host, which the daemon writes when it enqueues the write of the table.
 //
 //     struct kvq_table_page
 //     layers x layer_bytes: struct kvq_table_layer, then `pages` x struct kvq_table_entry
 //
-// A layer that reads another one's cache has a table layer that is never written.
+// The table layer of a layer that reads another layer's cache is never written.
 enum { KVQ_TABLE_VERSION_MIN = 1, KVQ_TABLE_VERSION_MAX = 1 };
 
 struct kvq_table_page {
     uint32_t magic; // the daemon fills these once
     uint32_t version;
     uint32_t layers;
-    uint32_t pages; // entries of each layer, of KVQ_BLOCK_TOKENS tokens each
+    uint32_t pages; // entries of each layer, each of KVQ_BLOCK_TOKENS tokens
     uint64_t layer_bytes;
     uint8_t pad0[104];
-    uint64_t tokens; // committed, that it was published at; attention reads as at so many
+    uint64_t tokens; // the committed count that the table was published at
     uint64_t number; // of publications
     uint8_t pad1[112];
 };
@@ -156,7 +157,7 @@ struct kvq_table_layer {
     uint64_t extras;  // 0 = none, or (on the host) nothing is packed yet; on a GPU it stays
     uint32_t n_pages; // of `tokens` tokens
     uint32_t pad;
-    uint8_t outliers[KVQ_MAX_HEADS]; // that count, for each KV head; on a GPU all do that are there
+    uint8_t outliers[KVQ_MAX_HEADS]; // how many to use, for each KV head; on a GPU: all
     uint8_t pad1[48];
 };
 static_assert(sizeof(struct kvq_table_layer) == 320, "layout");
@@ -203,11 +204,11 @@ enum kvq_req_flag {
     KVQ_REQ_PAGED_KV = 2,  // K and V lie in the engine's paged cache, see pages below
     KVQ_REQ_ON_STREAM = 4, // in the order of the client's stream, by the queue's timeline: APPEND,
     // ATTEND, APPEND_ATTEND, READ, STEP. Completed when the work is enqueued.
-    // `done` is written in any case, also if the request is refused.
+    // The daemon writes `done` in any case, also if it refuses the request.
     KVQ_REQ_TOKEN_IDS = 8,  // STEP_BEGIN, STEP_END, STEP: the ids of an entry's tokens of the step
                             // stand in `list`, as int32 from element q_row on
-    KVQ_REQ_WAIT_ROOM = 16, // STEP_BEGIN, STEP, FORK: without room, and with nothing that could be
-                            // evicted for it, wait until somebody frees some. Needs a deadline.
+    KVQ_REQ_WAIT_ROOM = 16, // STEP_BEGIN, STEP, FORK: if memory is short and nothing can be
+                            // evicted, wait until memory is free. Needs a deadline.
     KVQ_REQ_FLAGS = 31
 };
 

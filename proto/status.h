@@ -46,8 +46,8 @@
     X(E_DAMAGED, -36, "what was stored is damaged; the damaged part is never given out")           \
     X(E_REMOTE, -37, "the remote store was not reached, or failed; the text says why")
 
-// kvq/error.h, an installed header, spells the same list; whoever includes both includes it first
-// and has the agreement checked at compile time.
+// kvq/error.h, an installed header, has the same list. A file that includes both includes
+// kvq/error.h first; then the compiler checks that the lists agree.
 #ifdef KVQ_PUBLIC_ERROR_H
 #define X(name, value, text) _Static_assert((int)KVQ_##name == (value), "kvq/error.h: KVQ_" #name);
 KVQ_STATUS_LIST(X)

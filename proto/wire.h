@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Control messages in and out of bytes: the one door to the generated code of kvq.proto and
+// Packs and unpacks control messages: the only user of the generated code of kvq.proto and
 // saved.proto.
 //
-// Unpacking takes hostile bytes. Before anything is built from them, they are walked once against
-// the message's description: sizes, wire types, counts, repeated single fields, text (valid UTF-8
-// without control characters, at most KVQ_TEXT_BYTES - 1 bytes) and other bytes (at most
-// KVQ_MAX_FIELD_BYTES). What passes is built in the caller's arena; nothing is allocated elsewhere
-// and nothing needs to be freed.
-// Thread-safe: every function touches only its arguments.
+// Unpacking takes hostile bytes. Before it builds a message, it walks the bytes once and checks
+// them against the message's description: sizes, wire types, counts, repeated single fields, text
+// (valid UTF-8 without control characters, at most KVQ_TEXT_BYTES - 1 bytes) and other bytes (at
+// most KVQ_MAX_FIELD_BYTES). It builds the message in the caller's arena, allocates nothing else,
+// and leaves nothing to free. Thread-safe: every function touches only its arguments.
 #ifndef KVQ_PROTO_WIRE_H
 #define KVQ_PROTO_WIRE_H
 
@@ -20,7 +19,7 @@
 #include "proto/limits.h"
 #include "proto/saved.pb-c.h"
 
-// Memory handed out front to back and taken back all at once.
+// Memory that is allocated front to back and freed all at once.
 struct kvq_arena {
     uint8_t *memory;
     size_t size, used;
@@ -36,7 +35,7 @@ void *kvq_arena_alloc(struct kvq_arena *arena, size_t bytes);
 // Bytes that the wire refuses (control characters, broken UTF-8) become '?'.
 char *kvq_arena_text(struct kvq_arena *arena, const char *text);
 
-// Packs into buffer. 0, or KVQ_E_LIMIT when it does not fit in size bytes.
+// Packs a message into buffer. 0, or KVQ_E_LIMIT if it does not fit in size bytes.
 int kvq_request_pack(const Kvq__Request *message, void *buffer, size_t size, size_t *length);
 int kvq_reply_pack(const Kvq__Reply *message, void *buffer, size_t size, size_t *length);
 int kvq_event_pack(const Kvq__Event *message, void *buffer, size_t size, size_t *length);
@@ -45,7 +44,7 @@ int kvq_saved_pack(const Kvq__SavedSession *message, void *buffer, size_t size, 
 
 // Unpacks bytes into the arena. 0, or KVQ_E_PROTOCOL (KVQ_E_LIMIT for a message that is too long
 // or a full arena) with a sentence in text that names the field. text is KVQ_TEXT_BYTES long. A
-// Request holds exactly one command. The message lives as long as the arena's contents.
+// Request holds exactly one command. The message is valid as long as the arena's contents.
 int kvq_request_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                        Kvq__Request **message, char *text);
 int kvq_reply_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
@@ -56,7 +55,7 @@ int kvq_event_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
 int kvq_saved_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                      Kvq__SavedSession **message, char *text);
 
-// Whether a text may travel: valid UTF-8, no control characters, no NUL among the bytes.
+// Whether a message may hold this text: valid UTF-8, no control characters, no NUL in its bytes.
 int kvq_text_valid(const char *bytes, size_t length);
 
 #endif
