@@ -4,24 +4,24 @@
 //
 // The files, bottom first; each calls only those before it:
 //
-//   error sized socket control    what failed, and packets to the daemon and back
-//   gpu watch                     the driver, and streams when the daemon is gone
-//   table gpu_buffer buffer       session handles; memory that tensors travel in
-//   wait request explain submit   a request: its completion, bytes, texts, ticket
+//   error sized socket control    error texts, and packets to and from the daemon
+//   gpu watch                     the driver, and streams that wait for a dead daemon
+//   table gpu_buffer buffer       session handles; memory that holds tensors
+//   wait request explain submit   a request: its completion, bytes, error text, ticket
 //   step work                     the calls that wait
 //   events timeline               the calls in the order of a stream
 //   queue                         opening and closing queues
-//   spans session                 sessions, and what is done with a whole one
-//   capture merge                 beside all that: a file, and arithmetic
-//   in_context/                   attention in this process; in_context.h has its files
-//   client                        connecting, and taking down whatever is open
+//   spans session                 control calls on sessions
+//   capture merge                 apart from all that: capture files, and arithmetic
+//   in_context/                   attention in this process; in_context.h lists its files
+//   client                        connecting and disconnecting
 //
 // Two locks, taken in this order and never held by the hot path:
 //   control   a control call on the attach socket, from request to reply, and what it changes
 //   table     handles, shapes, the lists of queues and buffers, and the queues' timelines as the
 //             watch sees them; held for moments only
 // The hot path (submit, wait) touches only the queue, which belongs to one thread, and fields of
-// client and buffers that change in kvq_reattach alone, when no other thread may be in a call.
+// client and buffers that only kvq_reattach changes, when no other thread may be in a call.
 #ifndef KVQ_CLIENT_INTERNAL_H
 #define KVQ_CLIENT_INTERNAL_H
 
@@ -92,15 +92,15 @@ struct kvq_buffer {
     void *data;                 // NULL for an imported one, and on GPUs
     uint8_t *host;              // where the library itself sees it; NULL on GPUs
     struct kvq__here here;      // on GPUs: where it was made; on the host: where it was pinned
-    kvq_gpu_ptr at;             // likewise: its first byte
+    kvq_gpu_ptr at;             // on GPUs: its first byte
     struct kvq_gpu_piece piece; // an arena's mapping
-    uint64_t number;            // a tensor's: of its allocation
-    // Of the host: its first byte for the GPUs that this process uses; 0: they do not know it.
+    uint64_t number;            // a tensor's: CUDA's number of its allocation
+    // On the host: its first byte for the GPUs that this process uses; 0: not registered with them.
     uint64_t reach;
-    bool pinned; // for them, by the library
+    bool pinned; // the library registered it with them
 };
 
-// A request in flight, or done and not waited for.
+// A request in flight, or done and not yet collected by kvq_wait.
 struct kvq__pending {
     kvq_ticket ticket; // 0: free
     bool done;
@@ -114,7 +114,7 @@ struct kvq__pending {
     uint32_t shard; // of the first entry that failed; as in struct kvq_result
 };
 
-// How a queue's requests and streams wait for each other.
+// How a queue orders its requests and streams.
 struct kvq__timeline {
     int order; // KVQ_ORDER_..
     struct kvq__here here;
@@ -134,7 +134,7 @@ struct kvq_queue {
     kvq_client *client;
     struct kvq__timeline timeline;
     uint32_t id;
-    int dead; // 0 or the code that every call answers until kvq_reattach
+    int dead; // 0 or the code that every call returns until kvq_reattach
     struct kvq_req_page *req;
     const struct kvq_cq_page *cq;
     struct kvq_ring_tx tx;
@@ -143,7 +143,7 @@ struct kvq_queue {
     uint32_t seq, steps;
     uint64_t tickets;
     uint64_t gap_ns;  // how long waits took lately
-    uint32_t shard;   // of the latest request that was waited for, as in struct kvq__pending
+    uint32_t shard;   // of the latest request that kvq_wait collected, as in struct kvq__pending
     uint64_t room_ns; // how long requests wait for room; 0: they are refused at once
     struct kvq__pending pending[KVQ_QUEUE_CREDITS];
 };
@@ -153,13 +153,13 @@ TAILQ_HEAD(kvq__buffers, kvq_buffer);
 LIST_HEAD(kvq__pools, kvq__pool);
 LIST_HEAD(kvq__locals, kvq_local);
 
-// A thread that lets streams go when the daemon is gone; see watch.c.
+// A thread that ends the waits of streams when the daemon is gone; see watch.c.
 struct kvq__watch {
     bool running;
     pthread_t thread;
     int wake;      // eventfd
     uint32_t stop; // the thread is to end
-    uint32_t lost; // streams are to be let go, whether the daemon is there or not
+    uint32_t lost; // end the waits, whether the daemon is gone or not
 };
 
 struct kvq__daemon_gpu {
@@ -205,13 +205,13 @@ int kvq__set_error_errno(const char *format, ...) __attribute__((format(printf, 
 
 // ---- sized.c: structures that begin with their size ----
 
-// Copies a caller's structure to ours, of `known` bytes. What an earlier caller does not have is
-// zero. KVQ_E_INVALID if the size was not set, KVQ_E_UNSUPPORTED if the caller sets what this
-// library does not know; then *to is as it was.
+// Copies a caller's structure to ours, of `known` bytes; fields that an earlier caller lacks become
+// zero. KVQ_E_INVALID if the size was not set, KVQ_E_UNSUPPORTED if the caller sets a field that
+// this library does not know; then *to is unchanged.
 int kvq__sized_take(void *to, size_t known, const void *from, const char *name);
-// Whether a caller's structure that is to be filled can be: its size is set, or KVQ_E_INVALID.
+// Checks the size of a caller's structure that the library will fill: KVQ_OK or KVQ_E_INVALID.
 int kvq__sized_check(const void *to, const char *name);
-// Fills it, as far as both sides know it; the rest is zero. Its size stays.
+// Fills the fields that both sides know, and the rest with zeros. The size stays.
 void kvq__sized_give(void *to, const void *from, size_t known);
 #define KVQ__SIZED_TAKE(to, from, name) kvq__sized_take(to, sizeof *(to), from, name)
 
@@ -220,12 +220,12 @@ void kvq__sized_give(void *to, const void *from, size_t known);
 int kvq__socket_connect(const char *runtime_dir, uint32_t timeout_ms, int *fd);
 // send_fd -1: none.
 int kvq__socket_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t deadline_ns);
-// Fills fds (KVQ_MAX_PACKET_FDS of them) with what travelled beside the packet; the caller owns
+// Fills fds (room for KVQ_MAX_PACKET_FDS) with the descriptors beside the packet; the caller owns
 // them. On an error there are none.
 int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, uint32_t *n_fds,
                         uint64_t deadline_ns);
 void kvq__close_fds(int *fds, uint32_t n);
-// Waits until the peer has closed its end, at most timeout_ms.
+// Shuts our end and waits until the peer has closed its end, at most timeout_ms.
 void kvq__socket_finish(int fd, uint32_t timeout_ms);
 
 // Whether a memfd of the daemon is at least `bytes` long and sealed against shrinking, else
@@ -248,15 +248,16 @@ struct kvq__call {
     uint32_t n_fds;              // out: that is
 };
 
-// KVQ_OK, the daemon's refusal with its text, KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL.
+// Sends a request and waits for its reply. KVQ_OK, the daemon's refusal with its text,
+// KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL.
 int kvq__exchange(kvq_client *client, struct kvq__call *call);
-// Has the daemon give back what the last exchange made there, for a caller that cannot use it.
-// Waits for nothing. Under the control lock.
+// Asks the daemon to undo the last exchange, for a caller that cannot use its result. Waits for
+// nothing. Under the control lock.
 void kvq__give_back(kvq_client *client);
 
 // ---- gpu.c: the driver, and GPUs by name ----
 
-// The driver's table, which is loaded and initialized when it is first needed.
+// The driver's table; the first call loads and initializes the driver.
 int kvq__driver_load(const struct kvq_gpu_driver **driver);
 // A KVQ_E code for a result of the driver.
 int kvq__gpu_code(int result);
@@ -264,18 +265,19 @@ int kvq__gpu_code(int result);
 int kvq__driver_fault(const struct kvq__here *here, int result, const char *what);
 // The calling thread's current context, whose GPU must be one of the daemon's. what: for texts.
 int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
-// Makes a context the calling thread's; gives back the one it had.
+// Makes a context current in the calling thread; returns the one that was current.
 struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here);
 void kvq__context_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
 // "GPU-01234567-..", or "MIG-.." of a part of a GPU; place has KVQ__PLACE_BYTES.
 void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place);
+// Takes over the daemon's list of GPUs. KVQ_E_PROTOCOL.
 int kvq__gpus_learn(kvq_client *client, const Kvq__HelloReply *hello);
 
-// ---- watch.c: the thread that lets streams go when the daemon is gone ----
+// ---- watch.c: the thread that ends the waits of streams when the daemon is gone ----
 
-// Watches the connection from now on; nothing if it does already.
+// Starts the thread, unless it runs already.
 int kvq__watch_start(kvq_client *client);
-// Lets all streams go from now on, until kvq__watch_stop.
+// Ends all waits of streams from now on, until kvq__watch_stop.
 void kvq__watch_give_up(kvq_client *client);
 void kvq__watch_stop(kvq_client *client);
 
@@ -283,17 +285,17 @@ void kvq__watch_stop(kvq_client *client);
 
 struct kvq__shape *kvq__shape_make(const struct kvq_layer *rows, uint32_t n_rows);
 void kvq__shape_unref(struct kvq__shape *shape);
-// Takes over a reference to shape. KVQ_E_PROTOCOL if the daemon's handle makes no sense.
+// Takes over a reference to shape. KVQ_E_PROTOCOL if the daemon's handle is out of range.
 int kvq__handle_add(kvq_client *client, uint64_t handle, bool read_only, struct kvq__shape *shape);
 void kvq__handle_remove(kvq_client *client, uint64_t handle);
-// A handle that shares the shape of another: a fork.
+// Adds the handle of a fork, which shares the shape of its source.
 int kvq__handle_fork(kvq_client *client, uint64_t source, uint64_t handle);
-// Forgets all; returns how many there were.
+// Removes all handles; returns how many there were.
 uint32_t kvq__handle_clear(kvq_client *client);
 // The record at the handle's index if it is open, else NULL. Under the table lock.
 const struct kvq__handle *kvq__handle_find(const kvq_client *client, uint64_t handle);
 
-// A handle's index, which handles that were closed had before it.
+// A handle's index; closed handles had the same index before.
 static inline uint32_t kvq__handle_index(uint64_t handle)
 {
     return (uint32_t)handle % KVQ__HANDLES;
@@ -309,34 +311,35 @@ static inline void kvq__note_change(kvq_client *client, uint64_t handle)
 
 // Maps an arena, whose memory is behind buffer->memfd. `here` is current.
 int kvq__gpu_buffer_map(kvq_buffer *buffer, uint64_t allocation_bytes);
-// What the daemon is told of the memory: an arena's descriptor is the buffer's, any other the
-// caller's. The buffer's context is current.
+// Describes the memory for the daemon. The descriptor of an arena stays the buffer's; any other
+// becomes the caller's. The buffer's context is current.
 int kvq__gpu_buffer_export(const kvq_buffer *buffer, struct kvq_gpu_export *e);
-// Gives back what was mapped or pinned.
+// Unmaps or unpins the memory.
 void kvq__gpu_buffer_release(kvq_buffer *buffer);
-// Pins a buffer of the host, so that kernels of this process read and write it where it lies.
-// Nothing if that was done before. `here` is current. Takes the control lock; not for hot paths.
+// Pins a buffer on the host, once, so that kernels of this process read and write it in place.
+// `here` is current. Takes the control lock; not for hot paths.
 int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__here *here);
-// Whether that was done.
+// Whether the buffer is pinned.
 bool kvq__gpu_buffer_reached(const kvq_buffer *buffer);
 // A buffer's first byte for kernels of this process in that context; 0: they cannot use it.
 kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *buffer, const struct kvq__here *here);
-// Copies out of it, behind what was given to the default stream.
+// Copies n bytes out of a buffer on a GPU, after the work of the default stream.
 int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, size_t n);
 
 // ---- buffer.c: buffers, and telling the daemon ----
 
+// Tells the daemon of the buffer's memory, and learns its id.
 int kvq__buffer_register(kvq_buffer *buffer);
 void kvq__buffer_free(kvq_buffer *buffer);
 
 // ---- wait.c: completions ----
 
-// Takes the completions that are there. 0, or the code that the queue died with.
+// Takes all completions off the ring. 0, or the code that the queue died with.
 int kvq__queue_take(kvq_queue *queue);
 // Waits until `pending` is done, the deadline (KVQ_E_DEADLINE; 0 has passed already, UINT64_MAX
 // never comes), or the end of the connection.
 int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *pending, uint64_t deadline_ns);
-// From now on every call on the queue answers code; open tickets too.
+// From now on every call on the queue returns `code`; open tickets too. Returns `code`.
 int kvq__queue_kill(kvq_queue *queue, int code);
 
 // ---- request.c: from the caller's structures to the bytes of the ring ----
@@ -344,12 +347,12 @@ int kvq__queue_kill(kvq_queue *queue, int code);
 const char *kvq__op_name(unsigned op);
 // Whether an operation cannot be without a kvq_work.
 bool kvq__op_takes_work(unsigned op);
-// What travels of a tensor, and whether it may. Nothing for one without a buffer, unless needed.
+// Checks a tensor and fills its view. Without a buffer: leaves the view, and fails if `need`.
 int kvq__put_view(const kvq_queue *queue, unsigned op, const char *name, bool need,
                   const struct kvq_tensor *tensor, struct kvq_wire_view *view);
 // The tensors, layer, step and flags of a request whose operation is set.
 int kvq__put_work(const kvq_queue *queue, const struct kvq_work *work, struct kvq_request *request);
-// What travels of one layer of a step, whose tensors were checked.
+// The views of one layer of a step, whose tensors were checked.
 struct kvq_step_layer kvq__step_layer(const kvq_queue *queue, const struct kvq_step_work *work,
                                       uint32_t layer);
 // Writes the request, its entries and a step's layers to the ring, which has room for them.
@@ -357,16 +360,16 @@ void kvq__request_write(kvq_queue *queue, const struct kvq__pending *pending);
 
 // ---- explain.c: texts for what failed on a ring ----
 
-// Sets the error text to what is known about a request that is done: about its own failure, else
-// about its first failed entry. Leaves the text alone if neither failed.
+// Sets the error text for a request that is done: for its own failure, else for its first failed
+// entry. Leaves the text as it is if neither failed.
 void kvq__explain(kvq_queue *queue, const struct kvq__pending *pending);
 
 // ---- submit.c: tickets ----
 
-// Makes a request of the caller's structures, unsent, with a ticket.
+// Makes a request of the caller's structures in a free slot. Sends nothing.
 int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
                      struct kvq_entry *entries, uint32_t n, struct kvq__pending **pending);
-// Sends it; the ticket is closed if that fails.
+// Sends the request and opens its ticket; closes the ticket if that fails.
 int kvq__submit_send(kvq_queue *queue, struct kvq__pending *pending);
 
 // ---- step.c: whole steps in one request ----
@@ -380,29 +383,28 @@ int kvq__step_run(kvq_queue *queue, const struct kvq_step_work *work, struct kvq
 
 // ---- work.c: the calls that wait ----
 
-// kvq_step_end, and what tokens they are.
+// kvq_step_end with the ids of the tokens.
 int kvq__step_end_ids(kvq_queue *queue, uint64_t step, const struct kvq_ids *ids,
                       struct kvq_entry *entries, uint32_t n);
 
 // ---- events.c: streams that wait for each other by events ----
 
-// Opens the queue's events. KVQ_E_UNSUPPORTED where there can be none. What it has opened until it
-// failed is in *timeline all the same.
+// Opens the queue's events. KVQ_E_UNSUPPORTED if processes cannot share events. After a failure the
+// caller closes the events that were opened so far.
 int kvq__events_open(kvq_queue *queue, struct kvq__timeline *timeline);
 void kvq__events_close(struct kvq__timeline *timeline);
-// Sends a request, and has the stream wait for its work.
+// Sends a request, and makes the stream wait for its work.
 int kvq__events_send(kvq_queue *queue, struct kvq__pending *pending, struct kvq_gpu_stream *stream);
 
 // ---- timeline.c: calls in the order of a stream ----
 
-// Waits until the GPU has done what this process gave it, and gives the timeline back. Nothing if
-// there is none.
+// Waits until the GPU has finished this process's work, and closes the timeline, if there is one.
 void kvq__timeline_close(kvq_queue *queue);
 // As kvq__step_run, in the order of a stream: returns when the daemon has enqueued the work.
 int kvq__timeline_step(kvq_queue *queue, const struct kvq_step_work *work,
                        struct kvq_entry *entries, uint32_t n, uint32_t *extents,
                        struct kvq_gpu_stream *stream);
-// Opens it again where it was open last; for kvq_reattach.
+// Opens the timeline again for the GPU that it was open for; for kvq_reattach.
 int kvq__timeline_again(kvq_queue *queue);
 
 // ---- queue.c: queues, and what kvq_reattach makes anew ----
@@ -414,7 +416,7 @@ void kvq__queue_free(kvq_queue *queue);
 
 // ---- spans.c: spans of tokens in messages ----
 
-// As a message has them. They point to the digests that were given.
+// Spans of a message. They point to the caller's digests.
 struct kvq__spans {
     Kvq__Span *spans, **pointers;
 };
@@ -423,7 +425,7 @@ void kvq__spans_free(struct kvq__spans *s);
 
 // ---- in_context/pool.c ----
 
-// The connection is gone: pools are those of the kvq_locals that still have them.
+// The connection is gone: drops the client's references to pools; kvq_locals keep theirs.
 void kvq__pools_leave(kvq_client *client);
 
 #endif

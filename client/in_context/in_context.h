@@ -3,11 +3,11 @@
 // What the files of in-context mode share (kvq/in_context.h).
 //
 //   gpu_memory.c     pools, tables and codebooks in a GPU's memory
-//   pool.c           the daemon's pool in our addresses, and its extents
-//   layers.c         what the daemon tells of a session's layers: shapes, formats, codebooks
+//   pool.c           the daemon's pool, mapped into our addresses extent by extent
+//   layers.c         a session's layers from the daemon's reply: shapes, formats, codebooks
 //   page_table.c     page tables
-//   members.c        the sessions, the members of a step, and what its calls check first
-//   through_daemon.c the same calls through the daemon, where attention cannot be here
+//   members.c        the sessions, the members of a step, and the checks of its calls
+//   through_daemon.c the same calls through the daemon, where attention cannot run here
 //   steps.c          steps: begin, end, abort
 //   attend.c         attention in the engine's threads
 //   bucket.c         device memory for the attentions of a step
@@ -16,8 +16,8 @@
 //
 // Each of these calls only those above it.
 //
-// A kvq_local belongs to its queue's thread. Pools, with what they hold, are the client's; they
-// change under its control lock. Nothing that was mapped there is unmapped before the pool goes.
+// A kvq_local belongs to its queue's thread. Pools and their contents belong to the client, and
+// change under its control lock. A mapped extent stays mapped as long as its pool.
 #ifndef KVQ_CLIENT_IN_CONTEXT_H
 #define KVQ_CLIENT_IN_CONTEXT_H
 
@@ -26,14 +26,14 @@
 #include "kernels/kernels.h"
 
 enum {
-    KVQ__LOCAL_TOKENS = 131072, // of a page table, if nobody says
+    KVQ__LOCAL_TOKENS = 131072, // of a page table, if max_tokens is 0
     KVQ__LOCAL_THREADS = 256,
     KVQ__LOCAL_PARTIALS = 64 << 20, // bytes of partial results; addresses until they are needed
 };
 
 // ---- Pools (pool.c) ----
 
-// A codebook's tables, as they are shared.
+// A codebook's tables, mapped once for all sessions that use it.
 struct kvq__book {
     LIST_ENTRY(kvq__book) link;
     uint64_t id, bytes;
@@ -41,7 +41,7 @@ struct kvq__book {
     kvq_gpu_ptr there; // a copy in the GPU's memory; 0: none
 };
 
-// A format, once: sessions of one format point to one row.
+// A format: all sessions of a format point to one row.
 struct kvq__row {
     LIST_ENTRY(kvq__row) link;
     struct kvq_format format;
@@ -63,14 +63,14 @@ struct kvq__pool {
     LIST_HEAD(, kvq__row) rows;
 };
 
-// Finds or makes it. KVQ_E_UNSUPPORTED and KVQ_E_VERSION with a text if this cannot be; other codes
-// as for any control call. Give it back with kvq__pool_put.
-// `here`: the GPU's context, which is current; NULL: the host.
+// Finds or makes the pool of a place. Release with kvq__pool_put. `here`: the GPU's context, which
+// is current; NULL: the host. KVQ_E_UNSUPPORTED and KVQ_E_VERSION with a text if attention cannot
+// run here; other codes as for any control call.
 int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here *here,
                   struct kvq__pool **pool);
 void kvq__pool_put(kvq_client *client, struct kvq__pool *pool);
-// Maps the extents of the session's namespace that are not mapped yet. *known: how many the daemon
-// counts that we have.
+// Maps the extents of the session's namespace that are not mapped yet. *known: how many extents the
+// daemon says that we have.
 int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known);
 
 // ---- Sessions ----
@@ -87,20 +87,20 @@ struct kvq__local_layer {
 struct kvq__local_session {
     uint64_t handle;
     bool read_only;
-    uint32_t changes, all_changes; // the client's counts when it was last looked at
+    uint32_t changes, all_changes; // the client's counts when its table was last read
     // The step.
     bool in_step;
     uint64_t past;
     uint32_t append;
-    uint8_t appended[KVQ_MAX_LAYERS]; // through the daemon: these layers' K and V are there
+    uint8_t appended[KVQ_MAX_LAYERS]; // through the daemon: it has K and V of these layers
     // Attention here.
     const struct kvq_table_page *table; // a GPU's: its copy on the host. NULL: through the daemon
     size_t table_bytes;
     struct kvq_gpu_piece piece; // a GPU's: the one that kernels read
-    uint64_t published;         // on a GPU: at so many tokens; UINT64_MAX: it is not known
-    bool sharded;               // its steps publish nothing: another shard's may be yet to end
+    uint64_t published;         // on a GPU: the table's count of tokens; UINT64_MAX: unknown
+    bool sharded;               // its steps publish no table: other shards may end later
     uint64_t known;             // extents
-    bool lacking;               // there are more, which could not be mapped when it was looked at
+    bool lacking;               // some extents could not be mapped
     uint8_t path;
     uint32_t n_layers;
     struct kvq__local_layer *layers;
@@ -150,14 +150,14 @@ struct kvq_local {
 
 // ---- gpu_memory.c ----
 
-// The parts of opening a pool, mapping an extent, ending a pool and having a codebook that differ.
+// The GPU's part of opening a pool, mapping an extent, closing a pool and mapping a codebook.
 int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *reply, int fd);
 int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd);
 void kvq__pool_gpu_close(struct kvq__pool *pool);
 int kvq__pool_gpu_book(const struct kvq__pool *pool, struct kvq__book *book);
 int kvq__page_table_gpu_map(struct kvq_local *local, struct kvq__local_session *session,
                             const Kvq__OpenTableReply *reply, int fd);
-// When the GPU has done what this process gave it.
+// Waits until the GPU has finished this process's work, then unmaps the table.
 void kvq__page_table_gpu_unmap(struct kvq_local *local, struct kvq__local_session *session);
 // A code and a text for a result of the driver.
 int kvq__local_fault(const struct kvq_local *local, int result, const char *what);
@@ -174,9 +174,9 @@ int kvq__reading_books(kvq_client *client, struct kvq__pool *pool,
 // ---- page_table.c ----
 
 int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *session);
-// Tells the daemon, too, if the connection is the same.
+// Unmaps the table; tells the daemon if the connection is the same.
 void kvq__page_table_close(struct kvq_local *local, struct kvq__local_session *session);
-// Whether its counts make sense: KVQ_OK or KVQ_E_PROTOCOL.
+// Checks the counts of a table: KVQ_OK or KVQ_E_PROTOCOL.
 int kvq__page_table_check(const struct kvq__local_session *session);
 
 // ---- members.c ----
@@ -188,19 +188,20 @@ struct kvq__local_session *kvq__local_find(const struct kvq_local *local, uint64
 // Explains the first failed entry of a call: `op` and `work` (NULL: none) say what was asked for.
 void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_work *work,
                         struct kvq_entry *entries, uint32_t n);
-// What all calls of a step check first.
+// The checks that all calls of a step make first.
 int kvq__local_check_call(const struct kvq_local *local, const char *what,
                           const struct kvq_entry *entries, uint32_t n);
 int kvq__local_check_attend(const struct kvq_local *local, const struct kvq_work *work,
                             const struct kvq_entry *entries, uint32_t n);
 // Whether its calls are those with a stream: KVQ_OK or KVQ_E_INVALID.
 int kvq__local_check_place(const struct kvq_local *local, bool on_stream);
-// Why an entry cannot be in a step that begins: a code, whoever attends.
+// Whether an entry can be in a step that begins: KVQ_OK or a code.
 int kvq__local_judge(const struct kvq_local *local, const struct kvq_entry *entry);
-// Why an entry is not what was begun: a code.
+// Whether an entry matches its session's part in the step: KVQ_OK or a code.
 int kvq__local_member(const struct kvq_local *local, const struct kvq_entry *entry);
+// Adds an entry's session to the step.
 void kvq__local_join(struct kvq_local *local, const struct kvq_entry *entry);
-// The step is over for all that are still in it.
+// Ends the step for all its sessions.
 void kvq__local_over(struct kvq_local *local);
 
 // ---- through_daemon.c ----
@@ -221,11 +222,11 @@ int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
 
 // ---- attend.c ----
 
-// Takes the memory that attention needs, so that no call of a step has to.
+// Allocates all memory that attention needs, so that no call of a step allocates.
 int kvq__attend_open(struct kvq_local *local);
 void kvq__attend_close(struct kvq_local *local);
 
-// Why an entry's part in a call cannot be: a code.
+// Whether an entry's part in a call is valid: KVQ_OK or a code.
 int kvq__local_check_part(const struct kvq_local *local, const struct kvq_work *work,
                           const struct kvq_entry *entry);
 // Whether entry i writes rows that one before it writes, whose status is 0. Rows [*from, *to) are
@@ -237,10 +238,10 @@ bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t 
 // over K and V that earlier layers of the step gave.
 int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_work *work,
                              const struct kvq_entry *entries, uint32_t n, bool captured);
-// What it asks of the kernels, if it can be.
+// The call of the kernels for an entry, whose part is valid.
 struct kvq_attend kvq__local_call(const struct kvq_local *local, const struct kvq_work *work,
                                   const struct kvq_entry *entry);
-// What all entries of a call have in common: tensors. A code and a text.
+// Checks the tensors of a call. KVQ_OK, or a code and a text.
 int kvq__local_check_work(const struct kvq_local *local, const struct kvq_work *work);
 // Keeps K and V for the step's end.
 void kvq__local_note(struct kvq_local *local, const struct kvq_work *work);
@@ -277,7 +278,7 @@ struct kvq_bucket {
     uint32_t *narrow_rows; // of each layer's batch, if it is launched by itself
 };
 
-// The next slot, once the stream has passed what was copied from it.
+// Takes the next slot; waits until the stream has copied its earlier contents.
 int kvq__bucket_turn(struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
 // Writes a layer's batch, of the entries whose status is 0, to the slot, and copies it there;
 // several layers [layer, to) at once when all are written. `captured`: for the launches of a
