@@ -40,7 +40,7 @@ static const char help[] =
     "  --head-dim N      64, 128 or 256 (default 128)\n"
     "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
     "  --isa I           c, avx2 or avx512: the most to use (default the best the CPU has)\n"
-    "  --reps N          timed walks a row, their median is shown (default 7)\n"
+    "  --reps N          timed walks of each row; the table has their median (default 7)\n"
     "  --sessions S,..   ring: sessions in a request (default 1,64); shared: in a batch (16)\n"
     "  --peer LIB,..     attend: a ggml library to time beside us (libggml.so, or libggml-base.so\n"
     "                    and libggml-cpu.so, or a folder that holds them; default none)\n"

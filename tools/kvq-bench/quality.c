@@ -44,7 +44,7 @@ static const char help[] =
     "  --seeds N         how many (3)\n"
     "  --head-dim N      of formats and synthetic (128)\n"
     "  --budget B        bits a value for comparison at equal bytes (3.5)\n"
-    "  --from N          tokens of the text to pass over (0)\n"
+    "  --from N          tokens of the text to skip (0)\n"
     "  --bytes N         perplexity: tokens of the text (32768)\n"
     "  --context N       perplexity: tokens from an empty cache (4096)\n"
     "  --step N          perplexity: tokens of one step (32)\n"

@@ -22,13 +22,13 @@ struct command {
 
 static const struct command commands[] = {
     {{"status"}, NULL, kvq__ctl_status, "memory, sessions, clients and work of the daemon", ""},
-    {{"ping"}, NULL, kvq__ctl_ping, "does it answer, and how fast", ""},
-    {{"version"}, NULL, kvq__ctl_version, "of kvqctl and of the daemon", ""},
+    {{"ping"}, NULL, kvq__ctl_ping, "measures how fast the daemon answers", ""},
+    {{"version"}, NULL, kvq__ctl_version, "the versions of kvqctl and of the daemon", ""},
     {{"doctor"},
      NULL,
      kvq__ctl_doctor,
-     "what is wrong here, and what to do about it",
-     "Works without a daemon too. Ends with 7 if it found a problem.\n"},
+     "finds problems of this machine and the daemon, and says what to do",
+     "Works without a daemon, too. Exit status 7 if doctor found a problem.\n"},
     {{"session", "list"}, NULL, kvq__ctl_session_list, "the sessions this user may see", ""},
     {{"session", "show"},
      "NAME",
@@ -39,157 +39,165 @@ static const struct command commands[] = {
      "NAME",
      kvq__ctl_session_drop,
      "destroys a session and its cache",
-     "NAME is a session's name, or #ID of an unnamed one. What is saved of it goes, too. There is\n"
+     "NAME is a session's name, or #ID of an unnamed one. Deletes the saved session, too. There "
+     "is\n"
      "no way back. An engine that has the session open gets KVQ_E_STALE.\n"},
     {{"session", "move"},
      "NAME PLACE",
      kvq__ctl_session_move,
      "moves a session's memory to another place",
-     "NAME is a session's name, or #ID of an unnamed one; all its shards move, or with --shard\n"
-     "one. PLACE is host, or a GPU as status lists it. The session may be open: the move begins\n"
-     "when its step and its requests have ended (--wait MS, else 10 s), and requests wait for it.\n"
-     "Its engine must be able to hand over tensors there.\n"},
+     "NAME is a session's name, or #ID of an unnamed one. Moves all its shards, or one with\n"
+     "--shard. PLACE is host, or a GPU as status lists it. The session may be open: the move\n"
+     "begins when its step and its requests have ended (--wait MS, else 10 s), and new requests\n"
+     "wait for the move. Then its engine must hand over tensors in memory that PLACE can "
+     "access.\n"},
     {{"session", "park"},
      "NAME",
      kvq__ctl_session_park,
      "writes a session to disk and frees its memory",
-     "NAME is a session's name, or #ID of an unnamed one; with all its shards. It may be open, "
-     "and\n"
-     "not in use. Who has it open goes on with it: it comes back when it is used.\n"},
+     "NAME is a session's name, or #ID of an unnamed one. Parks all its shards. The session may "
+     "be\n"
+     "open, but not in use. Its handles stay valid: the next request loads it.\n"},
     {{"session", "prefetch"},
      "NAME",
      kvq__ctl_session_prefetch,
-     "brings a parked session back before anybody asks",
+     "loads a parked session before a request needs it",
      "Ends when all of it is in memory.\n"},
     {{"session", "pin"},
      "NAME",
      kvq__ctl_session_pin,
-     "keeps a session in memory: it is never parked",
-     "Until it is unpinned, dropped, or the daemon ends. One that is parked comes back.\n"},
-    {{"session", "unpin"}, "NAME", kvq__ctl_session_unpin, "lets it be parked again", ""},
+     "keeps a session in memory: the daemon never parks it",
+     "Until session unpin, session drop, or the end of the daemon. Loads a parked session.\n"},
+    {{"session", "unpin"}, "NAME", kvq__ctl_session_unpin, "lets the daemon park it again", ""},
     {{"prefix", "status"},
      NULL,
      kvq__ctl_prefix_status,
-     "what is kept of prefixes that sessions can begin with",
-     "For each namespace: tokens and their bytes, how many of these no session has (idle: they go\n"
-     "when room is needed), lookups and how many found something, tokens that sessions began\n"
-     "with, and tokens that were given up.\n"},
+     "the prefixes that new sessions can share",
+     "For each namespace: cached tokens and their bytes, how many of them no session uses (idle:\n"
+     "evicted first), lookups and hits, tokens that sessions shared, and tokens that were "
+     "evicted.\n"},
     {{"prefix", "drop"},
      NULL,
      kvq__ctl_prefix_drop,
-     "gives up prefixes that no session has, and frees their memory",
-     "Of one namespace (--namespace NAME), or of all that you may use. What sessions have stays,\n"
-     "and what is saved with sessions is found again.\n"},
+     "frees the prefixes that no session uses",
+     "Of one namespace (--namespace NAME), or of all that you may use. Blocks of sessions stay, "
+     "and\n"
+     "the daemon still finds prefixes of saved sessions on disk.\n"},
     {{"session", "save"},
      "NAME",
      kvq__ctl_session_save,
      "writes a session to the daemon's storage_dir",
-     "All its shards, at what is committed; only what is new since the last time. It may be open\n"
-     "and in a step. Ends when it is durable. --again writes it also if nothing has changed.\n"},
+     "Writes the committed tokens of all its shards; only blocks that are new since the last "
+     "save.\n"
+     "The session may be open and in a step. Ends when the save is durable. --again writes an\n"
+     "unchanged session, too.\n"},
     {{"session", "restore"},
      "NAME",
      kvq__ctl_session_restore,
-     "reads a saved session into memory",
-     "Ends when all of it is there. Opening a saved session does the same, and does not wait.\n"
-     "--shard N restores that shard (default 0). --shards N: with so many shards instead of as\n"
-     "many as were saved, each with its part of the KV heads; without --shard all of them.\n"},
+     "loads a saved session into memory",
+     "Ends when all of it is in memory. Engines need not wait for this: opening a saved session\n"
+     "restores it, too. --shard N restores that shard (default 0). --shards N restores it with N\n"
+     "shards instead of those saved, each with its part of the KV heads; without --shard all.\n"},
     {{"session", "export"},
      "NAME FILE",
      kvq__ctl_session_export,
      "writes a saved session to one file, for another machine",
-     "What was saved of it: save it first. The daemon writes the file. Only root and the daemon's\n"
+     "Exports the last save: run session save first. The daemon writes the file. Only root and the "
+     "daemon's\n"
      "own user may do this.\n"},
     {{"session", "import"},
      "FILE",
      kvq__ctl_session_import,
-     "takes an exported session into the storage",
-     "Under the names in the file, or --namespace NAME and --as NAME; --replace takes the place\n"
-     "of one that is saved under them. Only root and the daemon's own user may do this.\n"},
+     "adds an exported session to the storage",
+     "Under the names in the file, or --namespace NAME and --as NAME; --replace replaces a saved\n"
+     "session of that name. Only root and the daemon's own user may do this.\n"},
     {{"session", "push"},
      "NAME",
      kvq__ctl_session_push,
-     "sends a session to the remote store",
-     "What is saved of it; if it is in memory and has changed it is saved first. It may be open.\n"
-     "Shows how far it is, and goes on without this command: remote cancel ID ends it. Pushed\n"
-     "again after it broke, only what is missing is sent.\n"},
+     "uploads a session to the remote store",
+     "Saves the session first if it has changed. The session may be open. Shows the progress; the\n"
+     "push goes on without this command, and remote cancel ID ends it. After a failure the next\n"
+     "push sends only the missing parts.\n"},
     {{"session", "pull"},
      "NAME",
      kvq__ctl_session_pull,
-     "brings a session from the remote store into the storage",
-     "Opening it then restores it. --as NAME, --namespace NAME: where to; --from NAME: the\n"
-     "namespace that it was pushed from, if another. --replace takes the place of one that is\n"
-     "saved, never of one in memory. Goes on without this command, like push.\n"},
+     "downloads a session from the remote store into the storage",
+     "An open then restores it. --as NAME, --namespace NAME: its name here; --from NAME: the\n"
+     "namespace that it was pushed from, if another. --replace replaces a saved session, never\n"
+     "one in memory. The pull goes on without this command, as a push does.\n"},
     {{"remote", "status"},
      NULL,
      kvq__ctl_remote_status,
-     "the remote store, and pushes and pulls of late",
+     "the remote store, and recent pushes and pulls",
      "Your own; administrators see all.\n"},
     {{"remote", "list"}, NULL, kvq__ctl_remote_list, "the sessions on the remote store", ""},
     {{"remote", "remove"},
      "NAME",
      kvq__ctl_remote_remove,
      "deletes a session from the remote store",
-     "What is saved of it here, or in memory, stays. There is no way back.\n"},
+     "The session stays in the storage and in memory here. There is no way back.\n"},
     {{"remote", "cancel"},
      "ID",
      kvq__ctl_remote_cancel,
      "ends a push or pull",
-     "ID is its number as remote status shows it. What was transferred is kept for the next "
-     "try.\n"},
-    {{"storage", "status"}, NULL, kvq__ctl_storage_status, "what the storage holds and takes", ""},
-    {{"storage", "list"}, NULL, kvq__ctl_storage_list, "the sessions that are saved", ""},
+     "ID is its number as remote status shows it. The next try goes on where this one ended.\n"},
+    {{"storage", "status"},
+     NULL,
+     kvq__ctl_storage_status,
+     "what the storage holds, and its space on disk",
+     ""},
+    {{"storage", "list"}, NULL, kvq__ctl_storage_list, "the saved sessions", ""},
     {{"storage", "verify"},
      NULL,
      kvq__ctl_storage_verify,
-     "reads all that is saved and checks it",
-     "Beside a running daemon, or with --offline DIR in a storage that no daemon has. Ends with 7\n"
-     "if it found damage.\n"},
-    {{"storage", "gc"}, NULL, kvq__ctl_storage_gc, "removes segments that hold nothing", ""},
+     "reads and checks the whole storage",
+     "By the running daemon, or with --offline DIR in a storage that no daemon has open. Exit\n"
+     "status 7 if verify found damage.\n"},
+    {{"storage", "gc"}, NULL, kvq__ctl_storage_gc, "removes segments without live blocks", ""},
     {{"storage", "compact"},
      NULL,
      kvq__ctl_storage_compact,
-     "moves what is in use together, and frees the rest",
+     "moves live blocks together, and frees the rest",
      ""},
     {{"quota", "list"},
      NULL,
      kvq__ctl_quota_list,
-     "the limits of namespaces, and what they use of them",
-     "Blocks in the host's memory, in that of GPUs, bytes on disk, and sessions in memory, of "
-     "those\n"
-     "namespaces that this user may see.\n"},
+     "the limits of namespaces, and their usage",
+     "Bytes of blocks on the host, on GPUs and on disk, and sessions in memory, for the "
+     "namespaces\n"
+     "that this user may see.\n"},
     {{"quota", "get"},
      "NS",
      kvq__ctl_quota_get,
-     "one namespace's limits, what it uses, what was refused",
+     "one namespace's limits, usage, and refused requests",
      ""},
     {{"quota", "set"},
      "NS",
      kvq__ctl_quota_set,
      "sets limits of a namespace while the daemon runs",
      "--host-bytes, --device-bytes, --disk-bytes, --table-bytes (SIZE, as 10gb), --sessions (N);\n"
-     "each that is given takes the place of the configuration's, the others stay as they are. "
-     "none: no limit.\n"
-     "Below what is used nothing is taken away: nothing more is had until enough was given up. "
-     "Kept\n"
-     "in storage_dir over restarts. Only root and the daemon's own user may do this.\n"},
+     "none: no limit. Each replaces the configuration's limit; limits that are not given stay.\n"
+     "A limit below the usage takes nothing away, but the daemon refuses more until the usage is\n"
+     "below it. The daemon keeps limits in storage_dir over restarts. Only root and the daemon's\n"
+     "own user may do this.\n"},
     {{"quota", "delete"},
      "NS",
      kvq__ctl_quota_delete,
-     "the configuration's limits of a namespace hold again",
+     "restores the configuration's limits of a namespace",
      "Only root and the daemon's own user may do this.\n"},
     {{"format", "list"},
      NULL,
      kvq__ctl_format_list,
      "the formats that sessions can ask for by name",
-     "Those of the configuration first, layer by layer where they differ. Built-in ones can be\n"
-     "changed by suffixes, joined and changed stage by stage, too; see docs/formats.md.\n"},
+     "Formats of the configuration first, layer by layer where layers differ. Names may also join\n"
+     "built-in formats, or change them by suffixes and single stages; see docs/formats.md.\n"},
     {{"client", "list"}, NULL, kvq__ctl_client_list, "the engines that are connected", ""},
     {{"client", "kick"},
      "ID",
      kvq__ctl_client_kick,
      "closes a client's connection",
-     "Its unnamed sessions are dropped, its named ones stand at their last commit. Only root and\n"
-     "the daemon's own user may do this.\n"},
+     "The daemon drops its unnamed sessions; its named ones stand at their last commit. Only root\n"
+     "and the daemon's own user may do this.\n"},
     {{"top"},
      NULL,
      kvq__ctl_top,
@@ -205,24 +213,24 @@ static const char options_help[] =
     "Options:\n"
     "  --runtime-dir DIR  where the daemon's sockets are (else $KVQ_RUNTIME_DIR, else\n"
     "                     $XDG_RUNTIME_DIR/kvqd, else /run/kvqd)\n"
-    "  --namespace NAME   sessions of this namespace (list: else all; others: else uid-N)\n"
+    "  --namespace NAME   sessions of this namespace (default: list: all; others: uid-N)\n"
     "  --json             print JSON, for scripts\n"
-    "  --timeout MS       wait so long for an answer (default 5000)\n"
-    "  --interval S       top: seconds between two looks (default 2)\n"
-    "  --count N          top: stop after N looks (default 0: never)\n"
+    "  --timeout MS       how long to wait for an answer (default 5000)\n"
+    "  --interval S       top: seconds between two updates (default 2)\n"
+    "  --count N          top: stop after N updates (default 0: never)\n"
     "  --shard N          session move, restore: only this shard\n"
-    "  --shards N         session restore: with so many shards\n"
-    "  --wait MS          session move: wait so long for steps to end (default 10000)\n"
-    "  --again            session save: also what has not changed\n"
-    "  --as NAME          session import, pull: under this name\n"
-    "  --from NAME        session pull: of this namespace there (else the same as here)\n"
-    "  --replace          session import, pull: what is saved under that name\n"
-    "  --offline DIR      storage verify: a storage that no daemon has\n"
-    "  --host-bytes SIZE  quota set: of the host's memory (as 10gb; none: no limit)\n"
-    "  --device-bytes SIZE  of the memory of GPUs, of all of them together\n"
-    "  --disk-bytes SIZE  of what is saved\n"
-    "  --sessions N       in memory, each shard by itself\n"
-    "  --table-bytes SIZE of the host's memory besides blocks: page tables, token ids\n"
+    "  --shards N         session restore: number of shards\n"
+    "  --wait MS          session move: how long to wait for steps to end (default 10000)\n"
+    "  --again            session save: write an unchanged session, too\n"
+    "  --as NAME          session import, pull: name of the session here\n"
+    "  --from NAME        session pull: namespace on the remote store (default: as here)\n"
+    "  --replace          session import, pull: replace a saved session of that name\n"
+    "  --offline DIR      storage verify: a storage that no daemon has open\n"
+    "  --host-bytes SIZE  quota set: memory on the host (as 10gb; none: no limit)\n"
+    "  --device-bytes SIZE  quota set: memory on all GPUs together\n"
+    "  --disk-bytes SIZE  quota set: bytes of saved sessions\n"
+    "  --sessions N       quota set: sessions in memory, each shard counted\n"
+    "  --table-bytes SIZE quota set: page tables and token ids on the host\n"
     "  --help, --version\n"
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
     "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor or verify found\n"
