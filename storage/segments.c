@@ -60,7 +60,7 @@ error:
 
 static void free_segment(struct kvq_store *s, struct kvq__segment *segment)
 {
-    assert(segment->pins == 0 && segment != s->writer.segment);
+    assert(segment->pins == 0);
     if (segment->file >= 0)
         s->io->close(s->io, segment->file);
     free(segment);

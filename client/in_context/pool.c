@@ -258,9 +258,9 @@ static int map_more(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
 int kvq__pool_extend(kvq_client *client, struct kvq__pool *pool, uint64_t handle, uint64_t *known)
 {
     bool more = true;
-    assert(pool->refs > 0);
     int rc = KVQ_OK;
     pthread_mutex_lock(&client->control);
+    assert(pool->refs > 0);
     if (pool->broken)
         rc = kvq__set_error(KVQ_E_SYSTEM,
                             "an extent of the daemon's pool could not be mapped earlier; "
