@@ -14,6 +14,7 @@
 int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__client **out, uint64_t *id, char *text)
 {
+    assert(TAILQ_EMPTY(&core->clients) == (core->n_clients == 0));
     *out = NULL;
     if (core->draining)
         return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; nobody can attach");
@@ -40,6 +41,7 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
 
 static void client_free(struct kvq__client *c)
 {
+    assert(c->gone && c->n_queues == 0 && c->n_buffers == 0 && c->buffer_bytes == 0);
     for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
         kvq__lane_leave(&c->lanes[i]);
     for (uint32_t i = 0; i < KVQ__HANDLE_CHUNKS; i++)
@@ -59,6 +61,8 @@ static void buffer_forget(struct kvq__client *client, struct kvq__buffer *b)
 {
     struct kvq__core_config *config = &client->core->config;
     uint32_t id = b->id;
+    assert(b->id && b->removed && b->uses == 0);
+    assert(client->n_buffers > 0 && client->buffer_bytes >= b->memory.bytes);
     b->id = 0;
     client->n_buffers--;
     client->buffer_bytes -= b->memory.bytes;
@@ -68,6 +72,7 @@ static void buffer_forget(struct kvq__client *client, struct kvq__buffer *b)
 
 static void buffer_retire(struct kvq__client *c, struct kvq__buffer *b)
 {
+    assert(b->id && !b->removed);
     b->removed = true;
     if (b->uses == 0)
         buffer_forget(c, b);
@@ -86,6 +91,7 @@ void kvq__client_detach(struct kvq__client *c)
         if (c->buffers[i].id && !c->buffers[i].removed)
             buffer_retire(c, &c->buffers[i]);
     TAILQ_REMOVE(&core->clients, c, link);
+    assert(core->n_clients > 0);
     core->n_clients--;
     kvq__event(core, KVQ__EVENT_CLIENT_GONE, "", "", c->id, c->name);
     if (c->n_queues == 0)
@@ -97,6 +103,7 @@ void kvq__client_detach(struct kvq__client *c)
 int kvq__queue_open(struct kvq__client *client, struct kvq__queue **out, char *text)
 {
     struct kvq__core *core = client->core;
+    assert(!client->gone);
     *out = NULL;
     if (client->n_queues >= KVQ_MAX_QUEUES)
         return kvq__fail(text, KVQ_E_LIMIT, "this client has %u queues, the most it can have",
@@ -129,6 +136,7 @@ void kvq__queue_close(struct kvq__queue **pointer)
     struct kvq__core *core = q->core;
     kvq__deallocate(core, q->own_arena, q->own_arena_bytes);
     kvq__deallocate(core, q, sizeof *q);
+    assert(client->n_queues > 0);
     if (--client->n_queues == 0 && client->gone)
         client_free(client);
 }
@@ -163,6 +171,7 @@ int kvq__buffer_add(struct kvq__client *client, const struct kvq__buffer_memory 
                          "offsets into larger ones",
                          client->n_buffers);
     struct kvq__buffer *b = &client->buffers[slot];
+    assert(b->uses == 0 && client->n_buffers < KVQ_MAX_BUFFERS);
     uint32_t generation = (b->generation + 1) & (UINT32_MAX >> SLOT_BITS);
     *b = (struct kvq__buffer){.generation = generation ? generation : 1};
     b->id = b->generation << SLOT_BITS | slot;
@@ -193,6 +202,7 @@ void kvq__buffer_use(struct kvq__client *client, struct kvq__buffer *b, struct k
     if (!b)
         return;
     uint32_t place = (uint32_t)(b - client->buffers);
+    assert(place < KVQ_MAX_BUFFERS && b->id);
     uint64_t bit = 1ull << place % 64;
     b->uses += !(set->bits[place / 64] & bit);
     set->bits[place / 64] |= bit;
@@ -221,6 +231,7 @@ int kvq__handle_get(struct kvq__client *client, uint64_t value, struct kvq__hand
     struct kvq__handle *h = &client->handles[index / KVQ__HANDLE_CHUNK][index % KVQ__HANDLE_CHUNK];
     if (!h->used || h->generation != generation)
         return KVQ_E_STALE;
+    assert(h->index == index && h->client == client);
     *out = h;
     return !h->taken ? 0 : h->lost ? h->lost : KVQ_E_TAKEN;
 }
@@ -254,6 +265,7 @@ int kvq__handle_new(struct kvq__client *client, struct kvq__handle **out)
     }
     struct kvq__handle *h = LIST_FIRST(&client->free_handles);
     LIST_REMOVE(h, link);
+    assert(!h->used && !h->session && !h->table);
     h->used = true;
     client->n_handles++;
     *out = h;
@@ -262,6 +274,7 @@ int kvq__handle_new(struct kvq__client *client, struct kvq__handle **out)
 
 void kvq__handle_free(struct kvq__handle *h)
 {
+    assert(h->client->n_handles > 0);
     assert(h->used && !h->session);
     h->used = h->taken = h->read_only = false;
     h->table = NULL;
@@ -273,6 +286,7 @@ void kvq__handle_free(struct kvq__handle *h)
 
 void kvq__handle_attach(struct kvq__handle *h, struct kvq__session *s, bool read_only)
 {
+    assert(h->used && !h->session && !s->dropped);
     assert(read_only || !s->writer);
     h->session = s;
     h->read_only = read_only;
@@ -292,6 +306,7 @@ static void detach_sessions(struct kvq__handle *h, bool settles)
     struct kvq__session *s = h->session;
     if (!s)
         return;
+    assert(h->read_only == (s->writer != h) && (s->writer == h || s->readers > 0));
     if (s->writer == h) {
         if (!s->prepared && !settles) // what it has ended stands without it
             s->core->up->step_leave(s);
@@ -326,6 +341,7 @@ void kvq__handle_close(struct kvq__handle *h)
 void *kvq__arena_take(struct kvq__queue *q, size_t bytes)
 {
     size_t size = (bytes + 63) & ~(size_t)63;
+    assert(q->arena_used <= q->arena_bytes && q->arena_used % 64 == 0);
     if (bytes > q->arena_bytes || size > q->arena_bytes - q->arena_used)
         return NULL;
     void *memory = q->arena + q->arena_used;

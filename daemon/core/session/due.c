@@ -4,6 +4,8 @@
 // whose keep time ends then. One that was used meanwhile goes to a later slot when its own comes,
 // so that a use costs nothing here; one that is further ahead than the wheel reaches is looked at
 // once a turn.
+#include <assert.h>
+
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
@@ -34,6 +36,7 @@ static void set_at(struct kvq__session *s, uint64_t at)
 static void set_one(struct kvq__session *s)
 {
     uint64_t left = UINT64_MAX - s->idle_since;
+    assert(s->published && !s->dropped);
     if (s->keep_ns)
         set_at(s, s->keep_ns < left ? s->idle_since + s->keep_ns : UINT64_MAX);
 }
@@ -52,11 +55,13 @@ void kvq__due_set(struct kvq__session *s)
 static void put_off(struct kvq__session *s)
 {
     uint64_t now = s->core->now, late = now - s->idle_since - s->keep_ns;
+    assert(now - s->idle_since >= s->keep_ns);
     set_at(s, now + (late < LONGEST_NS ? late : LONGEST_NS));
 }
 
 static void act_when_due(struct kvq__session *s)
 {
+    assert(!s->due && s->published);
     s->core->lookup.looks++;
     if (kvq__group_expired(s)) { // and then so are its other shards, each in its turn
         kvq__session_end(s, "the time that it is kept is over");
@@ -73,6 +78,7 @@ static void act_when_due(struct kvq__session *s)
 void kvq__dues_tick(struct kvq__core *core)
 {
     uint64_t last = slot_of_time(core->now), at = core->due_slot;
+    assert(at <= last);
     if (last - at >= KVQ__DUE_SLOTS)
         at = last - KVQ__DUE_SLOTS + 1;
     for (; at <= last; at++) {

@@ -38,6 +38,7 @@ static void note_pages(struct kvq__session *s)
 // A request under way may still look at the page table, and finds no block there any more.
 static uint32_t pop_ended_page(struct kvq__session *s)
 {
+    assert(s->ending);
     if (s->refs == 0)
         return kvq__sheets_pop(s);
     return s->n_pages > 0 ? kvq__pages_pop(s) : 0;
@@ -59,6 +60,7 @@ static void drop_extras(struct kvq__session *s)
 static bool give_session_back(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
+    assert(s->ending && !s->published && s->ended_flight <= core->last_flight);
     // Requests that began since it ended have not found it.
     kvq__session_gives(s, s->ended_flight);
     while (core->release_left > 0 && has_pages(s))
@@ -80,6 +82,7 @@ static bool give_session_back(struct kvq__session *s)
 
 static void leave_list(struct kvq__session *s)
 {
+    assert(s->ending);
     TAILQ_REMOVE(&s->core->ended, s, link);
     s->ending = false;
     note_pages(s);
@@ -106,6 +109,7 @@ void kvq__ended_add(struct kvq__session *s)
     struct kvq__core *core = s->core;
     if (s->ending)
         return;
+    assert(!s->published && !s->writer && LIST_EMPTY(&s->handles) && LIST_EMPTY(&s->tables));
     s->ending = true;
     s->ended_flight = core->last_flight;
     kvq__ids_cut(s, 0);

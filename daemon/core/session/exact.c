@@ -38,6 +38,7 @@ uint64_t kvq__exact_fits(const struct kvq__session *s, uint64_t prompt_tokens)
 static uint64_t held_bytes(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
+    assert(!kvq__is_offloaded(s));
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
         uint64_t first = kvq__packed_early(s, l, s->floor) / KVQ_BLOCK_TOKENS;
@@ -55,6 +56,7 @@ uint64_t kvq__exact_bytes(const struct kvq__session *s)
 void kvq__exact_note(struct kvq__session *s)
 {
     bool within = s->tokens > 0 && s->tokens <= s->exact_tokens + 2 * (uint64_t)s->max_rollback;
+    assert(!s->in_prompts || s->published);
     if (!s->published || s->in_prompts || !s->exact_tokens || !within)
         return;
     TAILQ_INSERT_TAIL(&s->core->prompts, s, prompt_link);
@@ -73,6 +75,7 @@ void kvq__exact_leave(struct kvq__session *s)
 static void pack_early(struct kvq__session *s)
 {
     struct kvq__counts *counts = &s->core->counts;
+    assert(s->gives_way && s->refs == 0);
     s->gives_way = false;
     if (!s->exact_tokens || kvq__is_offloaded(s) || s->dropped)
         return;
@@ -128,6 +131,7 @@ static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__
     struct kvq__session *s, *next;
     uint64_t most = 0;
     for (s = TAILQ_FIRST(&core->prompts); s; s = next) {
+        assert(s->in_prompts && s->published);
         next = TAILQ_NEXT(s, prompt_link);
         core->lookup.looks++;
         bool never = kvq__is_offloaded(s) || (s->pool->gpu && !s->writer);

@@ -5,6 +5,7 @@
 // Nothing takes a mapping away from a client. So an extent that any client was ever told of is
 // never given to another namespace: when it is empty and those clients are gone, its memory goes
 // back to the system, and the next owner gets other memory.
+#include <assert.h>
 #include <string.h>
 
 #include "daemon/core/state.h"
@@ -63,6 +64,7 @@ static struct kvq__extent *next_extent(const struct kvq__namespace *ns, struct k
         export_if_new(&w, e);
     TAILQ_FOREACH (e, &pool->empty, link)
         export_if_new(&w, e);
+    assert(!w.found || w.found->serial <= ns->arenas[pool - ns->core->pools].last_serial);
     return w.found;
 }
 
@@ -88,6 +90,7 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
     }
     *more = e != NULL;
     *known = *more ? t->serial : ns->arenas[pool - client->core->pools].last_serial;
+    assert(t->serial <= *known);
     t->serial = (uint32_t)*known;
     return (int)n;
 }

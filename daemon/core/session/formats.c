@@ -3,6 +3,7 @@
 // Which format each layer of a session has: by a name of the table, by one that is composed of
 // such names and stages, or by one of the configuration, which may differ from layer to layer.
 // Composed formats belong to the session that asked for them, so they need no limit of their own.
+#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -98,6 +99,7 @@ static int without_outliers(const struct kvq__core *core, struct kvq_format *row
     char rest[KVQ_FORMAT_NAME];
     bool stages = strchr(row->name, ':') || kvq__own_format(core, row->name);
     size_t at = strcspn(row->name, stages ? "@" : "+@");
+    assert(row->outliers);
     snprintf(rest, sizeof rest, "%s", row->name + at);
     row->name[at] = '\0';
     row->outliers = 0;
@@ -149,12 +151,14 @@ const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct k
         s->formats = kvq__ns_allocate(s->ns, s->n_layers * sizeof *s->formats, rc);
     if (!s->formats)
         return NULL;
+    assert(s->n_formats < s->n_layers);
     s->formats[s->n_formats] = *row;
     return &s->formats[s->n_formats++];
 }
 
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from)
 {
+    assert(to->n_layers == from->n_layers);
     snprintf(to->own_format, sizeof to->own_format, "%s", from->own_format);
     for (uint32_t i = 0; i < from->n_layers; i++) {
         int rc = 0;

@@ -36,6 +36,7 @@ int kvq__group_join(struct kvq__session *s)
     s->group->shards = s->shards;
     s->group->member[s->shard] = s;
     s->group->n++;
+    assert(s->shard < s->shards && s->group->n <= s->shards);
     return 0;
 }
 
@@ -44,6 +45,7 @@ void kvq__group_part(struct kvq__session *s)
     struct kvq__group *g = s->group;
     if (!g)
         return;
+    assert(g->n > 0 && g->member[s->shard] == s);
     s->group = NULL;
     g->member[s->shard] = NULL;
     if (--g->n == 0)
@@ -52,6 +54,7 @@ void kvq__group_part(struct kvq__session *s)
 
 struct kvq__session *kvq__group_member(const struct kvq__session *s, uint32_t shard)
 {
+    assert(!s->group || s->group->shards == s->shards);
     if (!s->group)
         return s->shard == shard ? (struct kvq__session *)s : NULL;
     return shard < s->shards ? s->group->member[shard] : NULL;
@@ -120,6 +123,7 @@ static bool waits_to_be_saved(const struct kvq__session *s)
         return true;
     if (!s->core->config.saves || !s->name[0] || s->tokens == 0 || kvq__group_missing(s, &missing))
         return false;
+    assert(first);
     return first->save_wait == 0 || s->core->now - over < LAST_SAVE_NS;
 }
 
@@ -137,6 +141,7 @@ void kvq__group_end(struct kvq__session *s, const char *why)
 {
     struct kvq__group *g = s->group;
     uint32_t left = g ? g->n : 0; // with the last member the group is gone
+    assert(!g || (g->member[s->shard] == s && g->n <= g->shards));
     if (!g)
         kvq__session_end(s, why);
     for (uint32_t i = 0; left > 0; i++)
@@ -194,6 +199,7 @@ void kvq__group_undo(const struct kvq__session *s)
         if (!m || m == s || !kvq__in_step(m))
             continue;
         m->core->up->step_undo(m);
+        assert(!m->step && !m->prepared);
         m->undone_by = s->shard + 1;
     }
 }
@@ -201,6 +207,7 @@ void kvq__group_undo(const struct kvq__session *s)
 // A shard that keeps this one from committing; NULL if all are prepared.
 static struct kvq__session *unprepared(const struct kvq__session *s)
 {
+    assert(s->group->n == s->group->shards);
     for (uint32_t i = 0; i < s->shards; i++)
         if (!s->group->member[i]->prepared)
             return s->group->member[i];
@@ -210,6 +217,7 @@ static struct kvq__session *unprepared(const struct kvq__session *s)
 bool kvq__group_fits(const struct kvq__session *s)
 {
     bool whole = s->group != NULL, same = true;
+    assert(!s->group || s->group->n == s->group->shards);
     for (uint32_t i = 0; whole && i < s->shards; i++) {
         const struct kvq__session *m = s->group->member[i];
         whole = m->prepared || (m->step && m->step == s->step);
@@ -221,6 +229,7 @@ bool kvq__group_fits(const struct kvq__session *s)
 int kvq__group_commit(struct kvq__session *s, const struct kvq__session **other)
 {
     struct kvq__session **member = s->group->member;
+    assert(s->prepared);
     *other = NULL;
     if (unprepared(s))
         return 0;
@@ -237,6 +246,7 @@ int kvq__group_commit(struct kvq__session *s, const struct kvq__session **other)
 // The writer waits for a shard that nobody but itself could end: it would wait for ever.
 static bool waits_for_itself(const struct kvq__queue *q, const struct kvq__session *s)
 {
+    assert(s->prepared && s->group->n == s->group->shards);
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = s->group->member[i];
         bool own = !m->prepared && !m->committing && m->writer && m->writer->client == q->client;
@@ -256,12 +266,14 @@ enum kvq__prepared kvq__group_asks(const struct kvq__queue *q, const struct kvq_
 
 uint32_t kvq__group_awaited(const struct kvq__session *s)
 {
+    assert(s->prepared);
     return unprepared(s)->shard;
 }
 
 int kvq__shards_refuse(const struct kvq__core *core, const char *name, uint32_t there,
                        uint32_t asked, char *text)
 {
+    assert(there != asked);
     return kvq__fail(text, KVQ_E_EXISTS,
                      "session \"%s\" exists with %u shards, %u are asked for; open it with as many "
                      "as it has, %s, or use another name",

@@ -20,6 +20,7 @@ static uint32_t parts_in(uint64_t tokens)
 
 static void part_drop(struct kvq__namespace *ns, struct kvq__ids_part *part)
 {
+    assert(part->refs > 0);
     if (--part->refs == 0)
         kvq__ns_deallocate(ns, part, sizeof *part);
 }
@@ -28,6 +29,7 @@ static int grow_id_directory(struct kvq__session *s, uint32_t parts)
 {
     struct kvq__ids *ids = &s->ids;
     uint32_t room = ids->room ? ids->room : FIRST_PARTS;
+    assert(ids->n_parts <= ids->room);
     if (parts <= ids->room)
         return 0;
     while (room < parts)
@@ -54,6 +56,7 @@ int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
         if (!part)
             return rc;
         part->refs = 1;
+        assert(ids->n_parts < ids->room);
         ids->parts[ids->n_parts++] = part;
     }
     return rc;
@@ -61,6 +64,7 @@ int kvq__ids_grow(struct kvq__session *s, uint64_t tokens)
 
 void kvq__ids_read(const struct kvq__ids *ids, int32_t *out)
 {
+    assert(parts_in(ids->known) <= ids->n_parts);
     for (uint64_t t = 0; t < ids->known; t += KVQ__IDS_PART) {
         uint64_t left = ids->known - t, n = left < KVQ__IDS_PART ? left : KVQ__IDS_PART;
         memcpy(out + t, kvq__ids_at(ids, t), n * sizeof *out);
@@ -70,6 +74,7 @@ void kvq__ids_read(const struct kvq__ids *ids, int32_t *out)
 // Where an id is about to be written, in a part that nobody else has.
 static int32_t *own_at(const struct kvq__ids *ids, uint64_t token)
 {
+    assert(token / KVQ__IDS_PART < ids->n_parts);
     assert(ids->parts[token / KVQ__IDS_PART]->refs == 1);
     return kvq__ids_at(ids, token);
 }
@@ -78,6 +83,7 @@ static int32_t *own_at(const struct kvq__ids *ids, uint64_t token)
 
 int kvq__ids_take(struct kvq__session *s, const volatile int32_t *from, uint32_t tokens)
 {
+    assert(s->ids.known <= s->tokens);
     s->ids.pending = false;
     if (!from || s->ids.known < s->tokens) // behind a gap they are of no use
         return 0;
@@ -92,6 +98,7 @@ int kvq__ids_take(struct kvq__session *s, const volatile int32_t *from, uint32_t
 
 int kvq__ids_set(struct kvq__session *s, const int32_t *ids, uint64_t known)
 {
+    assert(s->ids.known == 0 && !s->ids.pending);
     int rc = kvq__ids_grow(s, known);
     for (uint64_t t = 0; t < known && rc == 0; t++)
         *own_at(&s->ids, t) = ids[t];
@@ -103,6 +110,7 @@ void kvq__ids_commit(struct kvq__session *s, uint64_t had, uint64_t tokens)
 {
     if (s->ids.pending && s->ids.known == had)
         s->ids.known += tokens;
+    assert(parts_in(s->ids.known) <= s->ids.n_parts);
     s->ids.pending = false;
 }
 
@@ -118,6 +126,7 @@ void kvq__ids_cut(struct kvq__session *s, uint64_t tokens)
 void kvq__ids_accept(struct kvq__session *s, uint32_t append, const int32_t *list, uint32_t n)
 {
     uint64_t start = s->tokens - append;
+    assert(n <= append && append <= s->tokens);
     s->ids.pending = s->ids.known >= s->tokens; // else some of those that move are not known
     kvq__ids_cut(s, start);
     for (uint32_t j = 0; s->ids.pending && j < n; j++)
@@ -129,6 +138,7 @@ static int fork_parts(struct kvq__session *to, const struct kvq__ids *a, uint64_
 {
     struct kvq__ids *b = &to->ids;
     uint64_t final = known < to->floor ? known : to->floor;
+    assert(known <= a->known && b->n_parts == 0);
     int rc = grow_id_directory(to, parts_in(known));
     for (; rc == 0 && b->n_parts < final / KVQ__IDS_PART; b->n_parts++) {
         b->parts[b->n_parts] = a->parts[b->n_parts];
@@ -145,6 +155,7 @@ int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint
     const struct kvq__ids *a = &from->ids;
     struct kvq__ids *b = &to->ids;
     uint64_t known = a->known < at ? a->known : at;
+    assert(at <= from->tokens && b->known == 0);
     assert(to->floor <= from->floor);
     int rc = known ? fork_parts(to, a, known) : 0;
     if (rc == 0 && a->n_spans)
@@ -214,6 +225,7 @@ int kvq__ids_spans(struct kvq__session *s, const struct kvq__span *spans, uint32
     for (uint32_t i = 0; i < ids->n_spans; i++)
         if (!is_replaced(&ids->spans[i], spans, n))
             all[at++] = ids->spans[i];
+    assert(at == kept);
     memcpy(all + at, spans, n * sizeof *all);
     qsort(all, kept + n, sizeof *all, compare_spans);
     kvq__ns_deallocate(s->ns, ids->spans, ids->n_spans * sizeof *all);
@@ -237,6 +249,8 @@ uint64_t kvq__ids_bytes(const struct kvq__session *s)
 
 void kvq__ids_pop(struct kvq__session *s)
 {
+    assert(s->ids.n_parts > 0);
+    assert(s->ids.known <= (s->ids.n_parts - 1) * (uint64_t)KVQ__IDS_PART);
     part_drop(s->ns, s->ids.parts[--s->ids.n_parts]);
 }
 

@@ -85,6 +85,7 @@ static void lane_free(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     struct kvq__core *core = lane->core;
+    assert(!lane->client && lane->n == 0 && lane->n_held == 0);
     kvq__gpu_enter(lane->gpu);
     close_streams(lane);
     if (lane->alone)
@@ -105,6 +106,7 @@ static void lane_free(struct kvq__lane *lane)
 static int lane_open(struct kvq__lane *lane)
 {
     struct kvq__core *core = lane->core;
+    assert(!lane->ready && !lane->client);
     if (!lane->pending)
         lane->pending = kvq__allocate(core, KVQ_MAX_GPU_PENDING * sizeof *lane->pending);
     if (!lane->held)
@@ -176,6 +178,7 @@ int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__
         *slot = lane;
         LIST_INSERT_HEAD(&core->lanes, lane, link);
     }
+    assert((*slot)->ready && (*slot)->client == client && (*slot)->gpu == gpu);
     *out = *slot;
     return 0;
 }
@@ -184,6 +187,7 @@ int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__
 // lane next, since numbers go on.
 static void spare(struct kvq__lane *lane)
 {
+    assert(!lane->client && lane->n == 0 && lane->n_held == 0);
     assert(lane->ended == lane->given);
     LIST_REMOVE(lane, link);
     LIST_INSERT_HEAD(&lane->core->spare_lanes, lane, link);
@@ -194,7 +198,7 @@ void kvq__lane_leave(struct kvq__lane **pointer)
     struct kvq__lane *lane = *pointer;
     if (!lane)
         return;
-    assert(lane->n_held == 0);
+    assert(lane->client && lane->n_held == 0);
     *pointer = NULL;
     lane->client = NULL;
     if (!kvq__lane_busy(lane))
@@ -248,6 +252,7 @@ void kvq__lane_count(struct kvq__lane *lane, uint32_t ops)
 // What was counted since the last number ends with this work.
 static void take_ops(struct kvq__lane *lane, struct kvq__pending *p)
 {
+    assert(lane->use->ops >= lane->open_ops);
     p->ops += lane->open_ops;
     lane->open_ops = 0;
 }
@@ -259,6 +264,7 @@ static uint64_t chunk_room(struct kvq__lane *lane)
 {
     if (lane->n == 0)
         lane->head = lane->tail = 0;
+    assert(lane->head <= lane->tail && lane->tail - lane->head <= lane->core->config.lane_bytes);
     uint64_t all = lane->core->config.lane_bytes, free = all - (lane->tail - lane->head);
     uint64_t to_end = all - lane->tail % all;
     if (to_end < all / KVQ__CHUNKS && to_end < free) {
@@ -271,6 +277,7 @@ static uint64_t chunk_room(struct kvq__lane *lane)
 
 bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *q)
 {
+    assert(lane->ready && !q->lane);
     uint64_t room = chunk_room(lane), all = lane->core->config.lane_bytes;
     if (kvq__lane_ops_left(lane) < KVQ_MAX_GPU_OPS / 2 || room < all / KVQ__CHUNKS ||
         lane->n + 1 >= KVQ_MAX_GPU_PENDING || lane->n_held + q->header.count > KVQ__LANE_HELD)
@@ -290,6 +297,7 @@ static int wait_for_client(struct kvq__lane *lane, struct kvq__queue *q)
     q->told = true;
     if (!waits)
         return 0;
+    assert(lane->alone && q->timeline.gpu == lane->gpu);
     q->timeline.used = true;
     int result = kvq__stream_sync_await(lane, q);
     return result ? kvq__gpu_failed(lane->gpu, result, "waiting for a client") : 0;
@@ -312,6 +320,7 @@ bool kvq__lane_open_for(struct kvq__queue *q)
 
 bool kvq__lane_again(struct kvq__queue *q)
 {
+    assert(q->lane);
     kvq__lane_close(q->lane, q, false);
     q->gpu_wait = KVQ__GPU_ROOM;
     return false;
@@ -321,6 +330,7 @@ bool kvq__lane_takes(struct kvq__queue *q)
 {
     uint32_t i = kvq__gpu_index(q->core, q->timeline.gpu);
     const struct kvq__lane *lane = q->client->lanes[i];
+    assert(lane && lane->ended <= lane->given);
     if (lane->given - lane->ended < KVQ_MAX_GPU_PENDING &&
         kvq__lane_ops_left(lane) >= KVQ__CHUNK_OPS)
         return true;
@@ -332,6 +342,7 @@ bool kvq__lane_takes(struct kvq__queue *q)
 int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *q, size_t from)
 {
     const uint8_t *host = q->arena + from;
+    assert(q->lane == lane && from <= q->arena_used);
     if (q->arena_used == from)
         return 0;
     kvq__lane_count(lane, 1);
@@ -350,6 +361,7 @@ static void take_holds(struct kvq__lane *lane, struct kvq__queue *q, struct kvq_
             continue;
         uint32_t at = (lane->first_held + lane->n_held++) % KVQ__LANE_HELD;
         assert(!w->exclusive && lane->n_held <= KVQ__LANE_HELD);
+        assert(w->session->refs > 0);
         lane->held[at] =
             (struct kvq__held){w->session, w->table, w->reading, w->tail_use, w->settles};
         w->pinned = w->reading = w->tail_use = w->settles = false;
@@ -378,6 +390,7 @@ static int number_alone(struct kvq__lane *lane, struct kvq__queue *q)
 {
     bool full = lane->n == KVQ_MAX_GPU_PENDING;
     uint32_t at = (lane->first + lane->n - full) % KVQ_MAX_GPU_PENDING;
+    assert(lane->n <= KVQ_MAX_GPU_PENDING);
     if (!full) {
         lane->pending[at] = (struct kvq__pending){.memory = lane->tail, .since = lane->core->now};
         lane->n++;
@@ -394,6 +407,7 @@ void kvq__lane_signal(struct kvq__queue *q)
 {
     struct kvq__gpu *gpu = q->timeline.gpu;
     struct kvq__lane *lane = q->client->lanes[kvq__gpu_index(q->core, gpu)];
+    assert(lane && lane->alone);
     q->timeline.used = true;
     int result = kvq__gpu_enter(gpu);
     result = result ? result : kvq__stream_sync_tell(lane, q);
@@ -407,9 +421,11 @@ int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *q, bool hold)
 {
     uint32_t at = (lane->first + lane->n++) % KVQ_MAX_GPU_PENDING;
     struct kvq__pending *p = &lane->pending[at];
+    assert(q->lane == lane && lane->n <= KVQ_MAX_GPU_PENDING);
     *p = (struct kvq__pending){.since = lane->core->now};
     take_ops(lane, p);
     lane->tail += (q->arena_used + 63) & ~(uint64_t)63;
+    assert(lane->tail - lane->head <= lane->core->config.lane_bytes);
     int result = write_number(lane, at);
     p->number = lane->given;
     p->memory = lane->tail;
@@ -425,6 +441,7 @@ int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *q, bool hold)
 
 static void let_pending_go(struct kvq__lane *lane, struct kvq__pending *p)
 {
+    assert(lane->n_held >= p->n_held && p->number <= lane->ended);
     for (; p->n_held > 0; p->n_held--) {
         struct kvq__held *h = &lane->held[lane->first_held];
         lane->first_held = (lane->first_held + 1) % KVQ__LANE_HELD;
@@ -437,6 +454,7 @@ static void let_pending_go(struct kvq__lane *lane, struct kvq__pending *p)
     }
     kvq__buffers_unuse(lane->client, &p->buffers);
     lane->head = p->memory;
+    assert(lane->head <= lane->tail);
     assert(lane->use->ops >= p->ops);
     lane->use->ops -= p->ops;
     if (p->flight.number)
@@ -466,6 +484,7 @@ bool kvq__lane_poll(struct kvq__lane *lane)
     if (!kvq__lane_busy(lane))
         return false;
     lane->ended = stream_progress(lane);
+    assert(lane->ended <= lane->given);
     while (lane->n > 0 && lane->pending[lane->first].number <= lane->ended) {
         struct kvq__pending *p = &lane->pending[lane->first];
         lane->first = (lane->first + 1) % KVQ_MAX_GPU_PENDING;
@@ -481,6 +500,7 @@ bool kvq__lane_poll(struct kvq__lane *lane)
 bool kvq__lane_stalls(struct kvq__lane *lane)
 {
     const struct kvq__pending *p = &lane->pending[lane->first];
+    assert(lane->n == 0 || p->since <= lane->core->now);
     if (lane->n == 0 || lane->told == p->number ||
         lane->core->now - p->since < lane->core->config.stall_ns)
         return false;
@@ -508,6 +528,7 @@ static bool lane_packs(const struct kvq__lane *lane, const struct kvq__session *
 const struct kvq__session *kvq__lane_withholds(const struct kvq__lane *lane)
 {
     const struct kvq__client *c = lane->client;
+    assert(c);
     for (uint32_t i = 0; i < KVQ__HANDLE_CHUNKS && c->handles[i]; i++)
         for (uint32_t j = 0; j < KVQ__HANDLE_CHUNK; j++) {
             const struct kvq__session *s = c->handles[i][j].session;

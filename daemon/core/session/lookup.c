@@ -3,6 +3,7 @@
 // Sessions by id and by name, and in the order of ids. The tables are lists of <sys/queue.h>, as
 // those of prefixes: their memory comes from the core's caller, who can refuse it; then they work
 // as they are, only slower.
+#include <assert.h>
 #include <sodium.h>
 #include <string.h>
 
@@ -27,6 +28,7 @@ static struct kvq__session_bucket *session_bucket(const struct kvq__lookup *l,
                                                   struct kvq__session_bucket *buckets,
                                                   uint64_t hash)
 {
+    assert((l->n_buckets & (l->n_buckets - 1)) == 0);
     return &buckets[hash & (l->n_buckets - 1)];
 }
 
@@ -66,6 +68,7 @@ int kvq__lookup_open(struct kvq__core *core)
 
 void kvq__lookup_close(struct kvq__core *core)
 {
+    assert(core->n_sessions == 0);
     unmake_buckets(core, &core->lookup);
 }
 
@@ -116,6 +119,7 @@ struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id)
 
 void kvq__lookup_add(struct kvq__session *s)
 {
+    assert(s->id > 0 && s->id <= s->core->last_session);
     grow(s->core);
     s->name_hash = hash_of(s->ns, s->name);
     insert(&s->core->lookup, s);
@@ -124,6 +128,7 @@ void kvq__lookup_add(struct kvq__session *s)
 
 void kvq__lookup_remove(struct kvq__session *s)
 {
+    assert(s->published);
     LIST_REMOVE(s, id_link);
     if (s->name[0])
         LIST_REMOVE(s, name_link);

@@ -116,6 +116,7 @@ static int refuse_format(const struct kvq__core *core, uint32_t layer, const cha
                          char *text)
 {
     int used = snprintf(text, KVQ_TEXT_BYTES, "layer %u: %.320s; known are ", layer, why);
+    assert(used > 0 && used < KVQ_TEXT_BYTES);
     kvq__formats_known(core, text + used, KVQ_TEXT_BYTES - (size_t)used);
     return rc;
 }
@@ -236,6 +237,7 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
                        const struct kvq__layer_row *row, uint32_t layer, char *text)
 {
     struct kvq__layer *l = &s->layers[layer];
+    assert(layer < s->n_layers);
     int rc = find_format(s, spec, row, layer, text);
     if (rc < 0)
         return rc;
@@ -253,6 +255,7 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     if (!kvq_is_raw(l->format))
         l->packed_bytes = kvq_block_bytes(&l->layout, &l->shape);
     l->source = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
+    assert(l->raw_bytes % 64 == 0 && l->packed_bytes % 64 == 0);
     return 0;
 }
 
@@ -311,6 +314,7 @@ static int build_layers(struct kvq__session *s, const struct kvq__session_spec *
                 return rc;
         }
     }
+    assert(layer == s->n_layers);
     return link_layers(s, text);
 }
 
@@ -364,6 +368,7 @@ static int find_place(struct kvq__session *s, const char *place, char *text)
     s->pool = &core->pools[core->n_pools > 1];
     for (uint32_t i = 2; is_empty_text(place) && i < core->n_pools; i++) {
         const struct kvq__pool *other = &core->pools[i];
+        assert(other->used_bytes <= other->budget);
         if (other->budget - other->used_bytes > s->pool->budget - s->pool->used_bytes)
             s->pool = &core->pools[i];
     }
@@ -378,6 +383,7 @@ int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec
                        struct kvq__session **out, char *text)
 {
     uint32_t n_layers = 0;
+    assert(spec->n_layers > 0);
     int rc = count_layers(spec, &n_layers, text);
     if (rc < 0)
         return rc;
@@ -406,6 +412,7 @@ int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec
     s->prompt_tokens = spec->prompt_tokens;
     if (!(spec->flags & KVQ__OPEN_PACKED_PROMPT))
         s->exact_tokens = kvq__exact_fits(s, spec->prompt_tokens);
+    assert(s->n_owned > 0 && s->n_owned <= s->n_layers);
     s->v_rotation = common_rotation(s);
     s->dtype = s->layers[0].shape.dtype;
     s->path = choose_path(s, spec->path);
@@ -469,6 +476,7 @@ static int compare_with_spec(const struct kvq__session *s, const struct kvq__ses
         return differs(s, "adapter", text);
     if (spec->n_layers == 0)
         return 0;
+    assert(!s->ns->lenient);
     s->ns->lenient = true; // else a session that is there could not be opened at the limit
     int rc = kvq__session_build(s->ns, spec, &wanted, text);
     s->ns->lenient = false;
@@ -489,6 +497,7 @@ static int compare_with_spec(const struct kvq__session *s, const struct kvq__ses
 // The last step of a writer that is gone may still be under way on a GPU.
 static int end_step(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
 {
+    assert(s->committing && !s->writer);
     if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" was closed with a step that a GPU has yet to end; open it "
@@ -512,6 +521,7 @@ static int take_hold_of_opened(struct kvq__session *s, const struct kvq__session
                          s->name, (unsigned long long)s->writer->client->id);
     struct kvq__handle *old = s->writer;
     kvq__handle_detach(old);
+    assert(!s->writer && !old->session);
     old->taken = true;
     return 0;
 }
@@ -545,6 +555,7 @@ static int open_existing(struct kvq__client *client, struct kvq__session *s,
 int kvq__session_enter(struct kvq__session *s, char *text)
 {
     const struct kvq__session *first = s->name[0] ? kvq__session_named(s->ns, s->name) : NULL;
+    assert(!s->published && !s->group);
     int rc = first ? kvq__group_agrees(s, first, text) : 0;
     if (rc == 0 && (rc = kvq__group_join(s)) < 0)
         kvq__ns_refused(s->ns, rc, "a session of several shards", text);

@@ -70,6 +70,7 @@ void kvq__sheets_place(struct kvq__session *s)
 static int grow_sheet_directory(struct kvq__session *s, uint32_t sheets)
 {
     uint32_t room = s->sheet_room ? s->sheet_room : FIRST_SHEETS;
+    assert(s->n_sheets <= s->sheet_room);
     if (sheets <= s->sheet_room)
         return 0;
     while (room < sheets)
@@ -89,6 +90,7 @@ static int grow_sheet_directory(struct kvq__session *s, uint32_t sheets)
 
 struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc)
 {
+    assert(n_owned > 0);
     struct kvq__sheet *sheet = kvq__ns_allocate(ns, sheet_bytes(n_owned), rc);
     if (sheet)
         sheet->refs = 1;
@@ -100,6 +102,7 @@ int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
     uint32_t want = sheets_of(pages);
     int rc = grow_sheet_directory(s, want);
     while (rc == 0 && s->n_sheets < want) {
+        assert(s->n_sheets < s->sheet_room);
         struct kvq__sheet *sheet = kvq__sheet_new(s->ns, s->n_owned, &rc);
         if (sheet)
             s->sheets[s->n_sheets++] = sheet;
@@ -109,6 +112,7 @@ int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
 
 int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets)
 {
+    assert(sheets * KVQ__SHEET_PAGES <= from->n_pages);
     assert(to->n_sheets == 0 && to->n_owned == from->n_owned && sheets <= from->n_sheets);
     int rc = grow_sheet_directory(to, sheets);
     for (; rc == 0 && to->n_sheets < sheets; to->n_sheets++) {
@@ -132,6 +136,7 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uin
     *pointer = NULL;
     if (!sheet)
         return;
+    assert(sheet->refs > 0);
     kvq__retire(core, &sheet->retired);
     if (--sheet->refs > 0)
         return;
@@ -144,6 +149,7 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uin
 
 uint32_t kvq__sheets_pop(struct kvq__session *s)
 {
+    assert(s->n_sheets > 0);
     uint32_t last = s->n_sheets - 1;
     uint32_t work = s->sheets[last]->refs > 1 ? 1 : 2 * s->n_owned * KVQ__SHEET_PAGES;
     kvq__sheet_drop(s->ns, &s->sheets[last], s->n_owned);
@@ -199,7 +205,9 @@ static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
 // The raw blocks of pages that end at `passing` or before are dropped as soon as these are packed.
 static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page, uint64_t passing)
 {
+    assert(page < s->n_pages);
     struct kvq__pageref *p = own_page(l, page);
+    assert(!p->raw.block && !p->packed.block);
     int rc = extras_fill(s, l);
     if (rc == 0 && (page + 1ull) * KVQ_BLOCK_TOKENS <= passing)
         rc = kvq__block_new_passing(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
@@ -213,6 +221,7 @@ static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
+    assert(!kvq__is_offloaded(s));
     int rc = kvq__pages_grow(s, want);
     // A client that attends in its own context reads the pages of a step of few tokens before they
     // are packed. Clients keep what they have mapped of a GPU's memory, whatever is in it.
@@ -236,6 +245,7 @@ static uint32_t pop_page(struct kvq__session *s,
                          void (*drop)(struct kvq__core *, struct kvq__ref *))
 {
     uint32_t last = s->n_pages - 1, sheet = last / KVQ__SHEET_PAGES;
+    assert(sheet < s->n_sheets);
     if (s->sheets[sheet]->refs > 1) {
         sheets_cut(s, sheet);
         s->n_pages = sheet * KVQ__SHEET_PAGES;
@@ -273,6 +283,7 @@ static void pages_cut(struct kvq__session *s, uint32_t keep,
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
 {
     uint64_t freed = s->core->freed; // nobody who waits for room gains by it
+    assert(keep <= s->n_pages);
     pages_cut(s, keep, kvq__block_drop_idle);
     s->core->freed = freed;
 }
@@ -292,6 +303,7 @@ static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_
     uint64_t kept = kvq__first_kept(l, floor);
     if (l->learn && !l->learned) // all of the prompt is needed for it
         return;
+    assert(kept <= (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
     while ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS < kept)
         page_drop(s->core, own_page(l, l->first_page++));
     uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
@@ -305,6 +317,7 @@ static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t f
 {
     uint64_t packed = kvq__packed_at(s, l, floor);
     packed = packed < l->packed ? packed : l->packed;
+    assert(packed <= (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS && l->raw_page >= l->first_page);
     while ((uint64_t)(l->raw_page + 1) * KVQ_BLOCK_TOKENS <= packed)
         kvq__block_drop(s->core, &own_page(l, l->raw_page++)->raw);
 }

@@ -192,6 +192,7 @@ void kvq__core_prefix_key(struct kvq__core *core, const uint8_t key[32])
 static struct kvq__node_list *node_bucket(const struct kvq__prefixes *p, const uint8_t *chain)
 {
     uint32_t hash;
+    assert((p->n_buckets & (p->n_buckets - 1)) == 0);
     memcpy(&hash, chain, sizeof hash); // no hash of a hash: it is as good as random
     return &p->buckets[hash & (p->n_buckets - 1)];
 }
@@ -246,6 +247,7 @@ static int table_grow(struct kvq__prefixes *p)
 
 static void node_free(struct kvq__prefixes *p, struct kvq__node *node)
 {
+    assert(node->children == 0);
     if (node->from)
         LIST_REMOVE(node, from_link);
     kvq__ns_deallocate(p->ns, node->pages, node->n_layers * sizeof *node->pages);
@@ -277,6 +279,7 @@ static uint64_t share(struct kvq__ref *to, const struct kvq__ref *from)
 // References to the blocks that the node lacks: of what is packed, or stored for good.
 static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const struct kvq__session *s)
 {
+    assert(node->page < s->n_pages && node->n_layers == s->n_owned);
     struct kvq__pageref *to = node->pages;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
@@ -297,6 +300,7 @@ static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const str
 static void leaf_insert(struct kvq__prefixes *p, struct kvq__node *node)
 {
     struct kvq__node *after = TAILQ_LAST(&p->leaves, kvq__leaf_list);
+    assert(node->children == 0);
     while (after && after->used_at > node->used_at)
         after = TAILQ_PREV(after, kvq__leaf_list, leaf);
     if (after)
@@ -307,6 +311,7 @@ static void leaf_insert(struct kvq__prefixes *p, struct kvq__node *node)
 
 static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
 {
+    assert(!node->parent || node->parent->page + 1 == node->page);
     LIST_INSERT_HEAD(node_bucket(p, node->chain), node, link);
     p->n_nodes++;
     if (node->parent && node->parent->children++ == 0)
@@ -318,6 +323,8 @@ static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
 static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
                        enum kvq__eviction why)
 {
+    assert(node != p->keep && p->n_nodes > 0 && p->bytes >= node->bytes);
+    assert(!node->parent || node->parent->children > 0);
     assert(node->children == 0);
     for (uint32_t i = 0; i < node->n_layers; i++) {
         kvq__block_drop_idle(core, &node->pages[i].raw);
@@ -365,6 +372,7 @@ static bool is_final(const struct kvq__session *s, uint32_t page)
 
 static const int32_t *page_ids(const struct kvq__session *s, uint32_t page)
 {
+    assert(((uint64_t)page + 1) * KVQ_BLOCK_TOKENS <= s->ids.known);
     return kvq__ids_at(&s->ids, (uint64_t)page * KVQ_BLOCK_TOKENS);
 }
 
@@ -373,6 +381,7 @@ static int add_node(struct kvq__session *s, uint32_t page, const uint8_t *chain,
                     struct kvq__node *parent, struct kvq__node **out)
 {
     struct kvq__prefixes *p = &s->ns->prefixes;
+    assert((page == 0) == (parent == NULL));
     p->keep = parent; // others may have to make room for this page
     struct kvq__node *node = table_grow(p) < 0 ? NULL : node_new(p, s->n_owned);
     p->keep = NULL;
@@ -401,6 +410,7 @@ static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
 {
     struct kvq__ids *ids = &s->ids;
     uint8_t chain[KVQ__HASH_BYTES];
+    assert(ids->identified);
     memcpy(chain, ids->chain, sizeof chain);
     kvq__prefix_chain(s->core, chain, page_ids(s, ids->sealed), ids->spans, ids->n_spans,
                       ids->sealed);
@@ -418,6 +428,7 @@ static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
 static struct kvq__node *last_sealed(struct kvq__session *s)
 {
     struct kvq__node *node = s->ids.sealed ? find_own_node(s, s->ids.chain) : NULL;
+    assert(!node || node->page + 1 == s->ids.sealed);
     if (!node) {
         s->ids.sealed = 0;
         memcpy(s->ids.chain, s->ids.root, sizeof s->ids.root);
@@ -511,6 +522,7 @@ static bool frees_block(struct kvq__core *core, const struct kvq__ref *ref,
                         const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
     const struct kvq__arena *arena = ref->block ? ref->block->extent->owner : NULL;
+    assert(!ns || pool);
     if (!arena || (ns && arena->ns != ns))
         return false;
     bool helps =
@@ -549,6 +561,7 @@ static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq
                      struct kvq__ref *ref)
 {
     uint64_t bytes = ref->block->bytes;
+    assert(node->bytes >= bytes && p->bytes >= bytes);
     node->bytes -= bytes;
     p->bytes -= bytes;
     kvq__block_drop_idle(core, ref);
@@ -590,6 +603,7 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
     struct kvq__namespace *at;
     struct kvq__prefixes *of = NULL;
     struct kvq__node *first = NULL;
+    assert(code == KVQ_E_QUOTA || code == KVQ_E_NO_MEMORY);
     core->index_later = false;
     TAILQ_FOREACH (at, &core->namespaces, link) {
         struct kvq__node *node = oldest(core, &at->prefixes, whose, pool);
@@ -627,6 +641,7 @@ static void expire(struct kvq__core *core, struct kvq__prefixes *p)
     struct kvq__node *node;
     uint64_t keep = core->config.prefix_keep_ns;
     while (keep && (node = TAILQ_FIRST(&p->leaves)) && core->now - node->used_at >= keep) {
+        assert(node->used_at <= core->now);
         if (is_empty_node(node) || frees(core, node, NULL, NULL))
             node_evict(core, p, node, KVQ__EVICT_AGE);
         else
@@ -714,8 +729,10 @@ int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer
         for (uint32_t b = 0; b < p->n_buckets; b++)
             LIST_FOREACH (node, &p->buckets[b], link)
                 shed_node(core, p, node, NULL, NULL);
+        assert(p->n_nodes <= had);
         *pages += had - p->n_nodes;
     }
+    assert(used_bytes(core) <= before);
     *bytes = before - used_bytes(core);
     return 0;
 }
@@ -736,6 +753,7 @@ void kvq__prefixes_close(struct kvq__core *core, struct kvq__namespace *ns)
     struct kvq__node *node;
     while ((node = TAILQ_FIRST(&p->leaves)))
         node_evict(core, p, node, KVQ__EVICT_DROP);
+    assert(p->n_nodes == 0 && p->bytes == 0);
     kvq__ns_deallocate(ns, p->buckets, p->n_buckets * sizeof *p->buckets);
     kvq__prefixes_init(p, ns);
 }

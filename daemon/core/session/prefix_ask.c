@@ -46,6 +46,7 @@ static int open_source(struct kvq__client *client, const struct kvq__prefix_spec
 static void copy_token_ids(const struct kvq__prefix_ask *ask, uint32_t page, int32_t *ids)
 {
     const volatile int32_t *from = (const volatile int32_t *)(const volatile void *)ask->ids;
+    assert(page < ask->pages);
     for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t++)
         ids[t] = from[(size_t)page * KVQ_BLOCK_TOKENS + t];
 }
@@ -63,6 +64,7 @@ static int add_space(struct kvq__prefix_ask *ask, struct kvq__namespace *ns)
 {
     struct kvq__prefix_space *space = &ask->spaces[ask->n_spaces];
     int rc = 0;
+    assert(ask->n_spaces <= KVQ_MAX_NAMESPACES);
     space->chains = ask->pages ? kvq__ns_allocate(ask->like->ns, chains_bytes(ask), &rc) : NULL;
     if (rc < 0)
         return rc;
@@ -202,6 +204,7 @@ void kvq__prefix_ask_hash(struct kvq__prefix_ask *ask)
 bool kvq__prefix_ask_same(const struct kvq__prefix_ask *a, const struct kvq__prefix_ask *b,
                           uint32_t pages)
 {
+    assert(a->n_spaces > 0 && b->n_spaces > 0);
     return pages > 0 && pages <= a->pages && pages <= b->pages && a->like->pool == b->like->pool &&
            a->like->shard == b->like->shard &&
            memcmp(a->like->ids.layers, b->like->ids.layers, KVQ__HASH_BYTES) == 0 &&
@@ -213,6 +216,7 @@ void kvq__prefix_ask_stored(const struct kvq__prefix_ask *ask, uint32_t space,
                             uint8_t (*hashes)[32])
 {
     const struct kvq__session *like = ask->like;
+    assert(space < ask->n_spaces);
     for (uint32_t i = 0; i < ask->pages; i++)
         kvq__prefix_stored(ask->core, ask->spaces[space].chains[i], like->ids.layers, like->shard,
                            hashes[i]);
@@ -222,6 +226,7 @@ void kvq__prefix_ask_stored(const struct kvq__prefix_ask *ask, uint32_t space,
 
 static void run_on(struct kvq__prefix_ask *ask, const struct kvq__node *node)
 {
+    assert(node->n_layers <= KVQ_MAX_LAYERS);
     for (uint32_t i = 0; i < node->n_layers; i++)
         if (!node->pages[i].packed.block && !node->pages[i].raw.block)
             ask->since[i] = node->page + 1;
@@ -252,6 +257,7 @@ static bool all_shards(const struct kvq__session *s, const struct kvq__prefixes 
 static struct kvq__node *node_of(const struct kvq__prefix_ask *ask, uint32_t space, uint32_t page)
 {
     const struct kvq__session *like = ask->like;
+    assert(space < ask->n_spaces && page < ask->pages);
     return kvq__prefix_find(&ask->spaces[space].ns->prefixes, ask->spaces[space].chains[page],
                             like->ids.layers, like->shard, like->pool);
 }
@@ -262,6 +268,7 @@ static bool match_page(struct kvq__prefix_ask *ask, const struct kvq__node **bef
     const struct kvq__prefix_space *space = &ask->spaces[ask->at];
     uint32_t page = ask->at_page;
     int32_t ids[KVQ_BLOCK_TOKENS];
+    assert(ask->at < ask->n_spaces && page <= ask->pages);
     if (page == ask->pages)
         return false;
     const struct kvq__node *node = node_of(ask, ask->at, page);
@@ -297,6 +304,7 @@ static bool match_piece(struct kvq__prefix_ask *ask)
 
 bool kvq__prefix_ask_match(struct kvq__prefix_ask *ask)
 {
+    assert(ask->at <= ask->n_spaces && ask->here <= ask->pages);
     if (ask->at < ask->n_spaces && !match_piece(ask)) {
         ask->at++;
         ask->at_page = 0;
@@ -307,6 +315,7 @@ bool kvq__prefix_ask_match(struct kvq__prefix_ask *ask)
 
 void kvq__prefix_ask_again(struct kvq__prefix_ask *ask, uint32_t stored)
 {
+    assert(stored <= ask->pages);
     ask->at = ask->at_page = ask->here = ask->best = 0;
     ask->stored = stored;
     memset(ask->since, 0, sizeof ask->since);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A new session that begins with what the index has of its prompt; and what is told of the index.
+#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -13,6 +14,7 @@
 static void adopt_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens)
 {
     l->first_page = (uint32_t)(kvq__first_kept(l, tokens) / KVQ_BLOCK_TOKENS);
+    assert(l->first_page <= s->n_pages);
     l->raw_page = l->first_page;
     if (l->packed_bytes == 0)
         return;
@@ -23,6 +25,7 @@ static void adopt_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t t
 static void adopt_page(struct kvq__session *s, const struct kvq__node *node)
 {
     const struct kvq__pageref *from = node->pages;
+    assert(node->page < s->n_pages && node->n_layers == s->n_owned);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
@@ -39,6 +42,7 @@ static void adopt_page(struct kvq__session *s, const struct kvq__node *node)
 
 void kvq__prefix_counts(struct kvq__session *s, uint64_t tokens)
 {
+    assert(tokens % KVQ_BLOCK_TOKENS == 0);
     s->n_pages = (uint32_t)(tokens / KVQ_BLOCK_TOKENS);
     kvq__session_count(s, tokens);
     s->floor = tokens;
@@ -52,6 +56,7 @@ void kvq__prefix_counts(struct kvq__session *s, uint64_t tokens)
 static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
 {
     struct kvq__namespace *ns = ask->spaces[ask->best].ns;
+    assert(s->n_pages == 0 && s->tokens == 0 && s->ids.known == 0);
     struct kvq__node *last = kvq__prefix_ask_found(ask, s);
     uint64_t tokens = last ? (uint64_t)ask->here * KVQ_BLOCK_TOKENS : 0;
     s->ns->prefixes.lookups++;

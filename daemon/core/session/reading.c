@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What a client must know of a session besides its pages to attend to it in its own context.
+#include <assert.h>
+
 #include "daemon/core/state.h"
 
 static int find_read_session(struct kvq__client *client, uint64_t value,
@@ -13,6 +15,7 @@ static int find_read_session(struct kvq__client *client, uint64_t value,
                          "handle %#llx is none of this client's: its session was closed, dropped "
                          "or taken over; open the session again",
                          (unsigned long long)value);
+    assert(!h->session->dropped);
     *session = h->session;
     return 0;
 }
@@ -25,6 +28,7 @@ int kvq__session_reading(struct kvq__client *client, uint64_t handle,
     int rc = find_read_session(client, handle, &s, text);
     if (rc < 0)
         return rc;
+    assert(s->n_layers <= KVQ_MAX_LAYERS);
     for (uint32_t i = 0; i < s->n_layers; i++)
         out[i] = (struct kvq__layer_reading){
             .format = *s->layers[i].format,

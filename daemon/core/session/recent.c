@@ -13,6 +13,7 @@
 
 static struct kvq__arena *arena_of(const struct kvq__session *s)
 {
+    assert((size_t)(s->pool - s->core->pools) < s->core->n_pools);
     return &s->ns->arenas[s->pool - s->core->pools];
 }
 
@@ -21,6 +22,7 @@ void kvq__recent_forget(struct kvq__session *s)
     struct kvq__arena *arena = arena_of(s);
     if (!s->recent)
         return;
+    assert(arena->n_sessions > 0);
     TAILQ_REMOVE(&arena->sessions, s, recent_link);
     arena->n_sessions--;
     s->recent = false;
@@ -29,6 +31,7 @@ void kvq__recent_forget(struct kvq__session *s)
 void kvq__recent_put(struct kvq__session *s)
 {
     struct kvq__arena *arena = arena_of(s);
+    assert(s->published);
     kvq__recent_forget(s);
     TAILQ_INSERT_TAIL(&arena->sessions, s, recent_link);
     arena->n_sessions++;
@@ -40,6 +43,8 @@ void kvq__recent_put(struct kvq__session *s)
 static void list(struct kvq__session *s, enum kvq__unsaved_list at)
 {
     struct kvq__core *core = s->core;
+    assert(s->published || at == KVQ__SAVED);
+    assert(s->unsaved < KVQ__UNSAVED_LISTS && (!s->unsaved || core->n_unsaved > 0));
     if (s->unsaved)
         TAILQ_REMOVE(&core->unsaved[s->unsaved], s, unsaved_link);
     if (at)
@@ -74,6 +79,7 @@ void kvq__unsaved_put_off(struct kvq__session *s)
 
 void kvq__session_used(struct kvq__session *s)
 {
+    assert(s->idle_since <= s->core->now);
     s->idle_since = s->core->now;
     if (!s->published)
         return;
@@ -89,12 +95,14 @@ void kvq__session_changed(struct kvq__session *s)
 
 void kvq__session_saved(struct kvq__session *s, uint64_t commits)
 {
+    assert(commits <= s->commits);
     s->saved_commits = commits;
     kvq__unsaved_note(s);
 }
 
 void kvq__session_count(struct kvq__session *s, uint64_t tokens)
 {
+    assert(!s->published || s->core->tokens >= s->tokens);
     if (s->published)
         s->core->tokens += tokens - s->tokens;
     s->tokens = tokens;
@@ -103,6 +111,8 @@ void kvq__session_count(struct kvq__session *s, uint64_t tokens)
 
 void kvq__session_lies_in(struct kvq__session *s, struct kvq__pool *pool)
 {
+    assert(!s->pack_queued || !pool->gpu == !s->pool->gpu); // each has a queue of its own
+    assert(!s->published || s->pool->sessions > 0);
     if (s->published) {
         kvq__recent_forget(s);
         s->pool->sessions--;
@@ -129,6 +139,7 @@ void kvq__recent_leave(struct kvq__session *s)
     assert(s->published);
     kvq__exact_leave(s);
     kvq__recent_forget(s);
+    assert(s->pool->sessions > 0 && s->core->tokens >= s->tokens);
     s->published = false;
     s->pool->sessions--;
     s->core->tokens -= s->tokens;

@@ -20,6 +20,7 @@ int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__s
 {
     int rc = 0;
     struct kvq__session *s = kvq__ns_allocate(ns, sizeof *s, &rc);
+    assert(n_layers > 0 && n_layers <= KVQ_MAX_LAYERS);
     *out = NULL;
     if (!s)
         return rc;
@@ -42,6 +43,7 @@ int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__s
 
 int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *l)
 {
+    assert(l->extras.data);
     size_t bytes = kvq_extras_bytes(l->format, &l->shape);
     if (!s->pool->gpu) {
         kvq_extras_init(l->format, &l->shape, l->extras.data);
@@ -79,6 +81,7 @@ int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from
 static void free_gpu(struct kvq__session *s)
 {
     struct kvq__gpu *gpu = s->pool ? s->pool->gpu : NULL;
+    assert(gpu || !s->counts);
     for (uint32_t i = 0; gpu && i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         if (l->gpu_book.k || l->gpu_book.v)
@@ -94,6 +97,7 @@ int kvq__session_place(struct kvq__session *s)
 {
     struct kvq__gpu *gpu = s->pool->gpu;
     int rc = 0;
+    assert(!s->counts);
     if (gpu && !(s->counts = kvq__gpu_counts_new(gpu)))
         return KVQ_E_NO_MEMORY;
     for (uint32_t i = 0; gpu && rc == 0 && i < s->n_layers; i++) {
@@ -108,6 +112,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
 {
     struct kvq__session there = *s; // what it has on the other place, in its layers' stead
     size_t bytes = s->n_layers * sizeof *s->layers;
+    assert(s->pool != to && s->n_pages == 0);
     there.layers = kvq__allocate(s->core, bytes);
     if (!there.layers)
         return KVQ_E_NO_MEMORY;
@@ -139,6 +144,7 @@ void kvq__session_free(struct kvq__session *s)
 void kvq__session_dispose(struct kvq__session *s)
 {
     const struct kvq__core_config *config = &s->core->config;
+    assert(!s->published && !s->group && !s->step && s->n_pages == 0);
     assert(s->n_sheets == 0 && s->refs == 0 && !s->ending && !s->gives);
     kvq__ids_free(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
@@ -153,6 +159,7 @@ void kvq__session_dispose(struct kvq__session *s)
 
 void kvq__session_publish(struct kvq__session *s)
 {
+    assert(!s->published && !s->dropped && s->id == 0);
     s->id = ++s->core->last_session;
     s->ns->used[KVQ__SESSIONS]++;
     s->core->n_sessions++;
@@ -179,6 +186,7 @@ void kvq__session_end(struct kvq__session *s, const char *why)
 {
     struct kvq__handle *h;
     assert(!s->dropped);
+    assert(s->published && s->core->n_sessions > 0 && s->ns->used[KVQ__SESSIONS] > 0);
     s->core->up->ending(s);
     s->dropped = true;
     s->core->up->step_leave(s);
@@ -186,6 +194,7 @@ void kvq__session_end(struct kvq__session *s, const char *why)
         kvq__handle_detach(h);
         kvq__handle_free(h);
     }
+    assert(!s->step && !s->writer && s->readers == 0);
     kvq__group_part(s);
     kvq__pack_unqueue(s);
     kvq__tables_orphan(s);
@@ -231,6 +240,7 @@ void kvq__session_unref(struct kvq__session *s)
 
 void kvq__reading_end(struct kvq__session *s)
 {
+    assert(s->reading > 0 && s->refs > 0);
     if (--s->reading == 0 && s->release_due && !s->dropped)
         kvq__pages_release(s);
 }
@@ -238,6 +248,7 @@ void kvq__reading_end(struct kvq__session *s)
 // On a GPU what the step has made is only now there for others.
 void kvq__tail_end(struct kvq__session *s)
 {
+    assert(s->tail_use > 0 && s->refs > 0);
     if (--s->tail_use == 0 && s->pool->gpu && !s->dropped)
         kvq__prefix_seal(s);
 }
@@ -265,6 +276,7 @@ void kvq__session_detached(struct kvq__session *s)
 {
     if (!LIST_EMPTY(&s->handles))
         return;
+    assert(!s->writer && s->readers == 0 && s->published);
     kvq__session_used(s);
     if (kvq__group_is_open(s))
         return;
@@ -330,6 +342,7 @@ static const char *commonest_format(const struct kvq__session *s)
 static void fill_sizes(const struct kvq__session *s, struct kvq__session_info *info)
 {
     struct sums sums = sum_layers(s, info);
+    assert(sums.layers == s->n_owned);
     info->table_bytes = kvq__sheets_bytes(s) + s->n_layers * sizeof *s->layers +
                         kvq__formats_bytes(s) + kvq__ids_bytes(s) + sizeof *s;
     double total = (double)(info->packed_bytes + info->window_bytes + info->table_bytes);
@@ -345,6 +358,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
 {
     uint64_t idle = s->core->now - s->idle_since;
     const struct kvq__pool *home = kvq__home_of(s);
+    assert(s->idle_since <= s->core->now);
     *info = (struct kvq__session_info){
         .id = s->id,
         .ns_number = s->ns->number,

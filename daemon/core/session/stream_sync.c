@@ -3,6 +3,8 @@
 // See stream_sync.h; and the functions of core.h about a queue's timeline.
 #include "daemon/core/session/stream_sync.h"
 
+#include <assert.h>
+
 #include "proto/ring.h"
 
 // ---- Opening ----
@@ -80,6 +82,7 @@ static uint32_t turn(const struct kvq__queue *q)
 int kvq__stream_sync_await(const struct kvq__lane *lane, const struct kvq__queue *q)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    assert(lane->alone && lane->gpu == q->timeline.gpu);
     if (q->timeline.events)
         return d->stream_wait(lane->stream, q->timeline.events->ready[turn(q)], 0);
     return d->stream_wait64(lane->stream, q->timeline.ready, q->header.signal,
@@ -89,6 +92,7 @@ int kvq__stream_sync_await(const struct kvq__lane *lane, const struct kvq__queue
 int kvq__stream_sync_tell(const struct kvq__lane *lane, const struct kvq__queue *q)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    assert(lane->alone && lane->gpu == q->timeline.gpu);
     if (q->timeline.events)
         return d->event_record(q->timeline.events->done[turn(q)], lane->stream);
     return d->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);

@@ -26,6 +26,7 @@ static size_t pages_bytes(const struct kvq__table *t)
 static void free_table(struct kvq__table *t)
 {
     struct kvq__namespace *ns = t->ns;
+    assert(t->uses == 0 && !t->session);
     kvq__ns_deallocate(ns, t->layers, t->memory.layers * sizeof *t->layers);
     kvq__ns_deallocate(ns, t->pages, pages_bytes(t));
     kvq__ns_deallocate(ns, t, sizeof *t);
@@ -104,6 +105,7 @@ void kvq__tables_orphan(struct kvq__session *s)
 {
     struct kvq__table *t;
     while ((t = LIST_FIRST(&s->tables))) {
+        assert(t->session == s);
         LIST_REMOVE(t, session_link);
         t->session = NULL;
     }
@@ -112,6 +114,7 @@ void kvq__tables_orphan(struct kvq__session *s)
 static void drop_pages(struct kvq__table *t, struct kvq__table_layer *l)
 {
     struct kvq__core *core = t->client->core;
+    assert(l->first_page <= l->n_pages && l->n_pages <= t->memory.pages);
     for (uint32_t i = l->first_page; i < l->n_pages; i++) {
         kvq__block_let_go(core, &l->pages[i].packed);
         kvq__block_let_go(core, &l->pages[i].raw);
@@ -123,6 +126,7 @@ static void drop_pages(struct kvq__table *t, struct kvq__table_layer *l)
 static void end_table(struct kvq__table *t)
 {
     const struct kvq__core_config *config = &t->client->core->config;
+    assert(t->closed && t->uses == 0);
     LIST_REMOVE(t, client_link);
     for (uint32_t i = 0; i < t->memory.layers; i++)
         drop_pages(t, &t->layers[i]);
@@ -134,6 +138,7 @@ static void end_table(struct kvq__table *t)
 static void close_table(struct kvq__table *t)
 {
     struct kvq__handle *h;
+    assert(!t->closed);
     LIST_REMOVE(t, client_link);
     if (t->session)
         LIST_REMOVE(t, session_link);
@@ -206,6 +211,7 @@ struct view {
 static struct view view_of(struct kvq__table *t, uint32_t layer, uint64_t tokens)
 {
     const struct kvq__layer *l = &t->session->layers[layer];
+    assert(layer < t->memory.layers && t->session->n_layers == t->memory.layers);
     return (struct view){t, l, tokens, kvq__packed_at(t->session, l, tokens),
                          kvq__pages_of(tokens)};
 }
@@ -218,6 +224,7 @@ struct kvq__table_run kvq__table_changes(const struct kvq__table *t, uint32_t la
     struct kvq__table_run run = {was->settled, n > was->n_pages ? n : was->n_pages};
     if (was->first_page < first_page && was->first_page < run.from)
         run.from = was->first_page; // entries behind the window are cleared
+    assert(run.to <= t->memory.pages);
     return run;
 }
 
@@ -227,6 +234,7 @@ static uint64_t address(const struct kvq__table *t, const struct kvq__ref *ref)
         return 0;
     const struct kvq__extent *e = ref->block->extent;
     uint64_t at = (uint64_t)(ref->data - e->memory.base);
+    assert(at + ref->block->bytes <= e->owner->pool->extent_bytes);
     return t->pool_at + (uint64_t)e->number * e->owner->pool->extent_bytes + at;
 }
 
@@ -246,6 +254,7 @@ static struct kvq_table_entry table_entry_of(const struct view *v, uint32_t page
     struct kvq__core *core = v->table->client->core;
     struct kvq__table_layer *was = &v->table->layers[v->layer - v->table->session->layers];
     bool there = page >= v->layer->first_page && page < v->n_pages;
+    assert(page < v->table->memory.pages);
     const struct kvq__pageref *p = there ? kvq__page(v->layer, page) : &none;
     hold_page(core, &was->pages[page].packed, &p->packed);
     hold_page(core, &was->pages[page].raw, &p->raw);
@@ -257,6 +266,7 @@ static struct kvq_table_entry table_entry_of(const struct view *v, uint32_t page
 
 static uint64_t layer_at(const struct kvq__table *t, uint32_t layer)
 {
+    assert(layer < t->memory.layers);
     return sizeof(struct kvq_table_page) + layer * kvq_table_layer_bytes(t->memory.pages);
 }
 
@@ -268,6 +278,7 @@ static void write_head(const struct view *v, uint32_t layer, const struct kvq__t
     // On a GPU kernels look at counts alone: nothing is read there before units are packed.
     bool has_extras = kvq__extras_view(t->session, l, v->tokens) != NULL || !t->memory.host;
     struct kvq_table_layer head = {.n_pages = v->n_pages};
+    assert(l->shape.kv_heads <= sizeof head.outliers / sizeof *head.outliers);
     hold_page(t->client->core, &was->extras, &l->extras);
     head.extras = has_extras ? address(t, &l->extras) : 0;
     bool counts = has_extras && l->format->outliers && t->memory.host;
@@ -318,6 +329,7 @@ void kvq__table_publish(struct kvq__table *t, uint64_t tokens,
 void kvq__table_publish_head(struct kvq__table *t, uint64_t tokens,
                              const struct kvq__table_writer *writer)
 {
+    assert(kvq__pages_of(tokens) <= t->memory.pages);
     t->tokens = tokens;
     uint64_t head[] = {tokens, ++t->number};
     memcpy(writer->place(writer->context, offsetof(struct kvq_table_page, tokens), sizeof head),
@@ -343,5 +355,6 @@ static uint8_t *place_on_host(void *context, uint64_t offset, size_t bytes)
 void kvq__table_publish_on_host(struct kvq__table *t)
 {
     struct kvq__table_writer writer = {t->memory.host, place_on_host};
+    assert(t->memory.host);
     kvq__table_publish(t, t->session->tokens, &writer);
 }
