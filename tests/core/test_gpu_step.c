@@ -113,17 +113,24 @@ static uint64_t tokens_of(struct streamer *s)
     return kit_of(&s->m, s->session)->tokens;
 }
 
-static int request(struct streamer *s, uint64_t position, uint32_t n, bool on_stream)
+// Of a STEP of all layers, whose tensors lie in the client's buffer.
+static struct kvq_request step_header(struct streamer *s, uint16_t entries)
 {
-    struct kvq_entry_wire e = {.handle = s->session, .position = position, .append = n};
-    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
+    struct kvq_request r = kit_header(KVQ_OP_STEP, entries);
     r.layer = layers_of(s);
     r.slots = (uint16_t)(r.slots + r.layer);
-    r.flags = on_stream ? KVQ_REQ_ON_STREAM : 0;
-    r.signal = on_stream ? ++s->signal : 0;
     for (uint32_t i = 0; i < r.layer; i++)
         s->m.layers[i] = (struct kvq_step_layer){kit_view(&s->m, 0, HEADS, DIM, KVQ_F32),
                                                  kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32)};
+    return r;
+}
+
+static int request(struct streamer *s, uint64_t position, uint32_t n, bool on_stream)
+{
+    struct kvq_entry_wire e = {.handle = s->session, .position = position, .append = n};
+    struct kvq_request r = step_header(s, 1);
+    r.flags = on_stream ? KVQ_REQ_ON_STREAM : 0;
+    r.signal = on_stream ? ++s->signal : 0;
     int rc = kit_request(&s->m, &r, &e);
     return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
 }
@@ -516,13 +523,7 @@ static void test_dies_between_chunks(void **state)
     open_layers(&small, "packed", "oscar2");
     const uint64_t id = kit_of(&small.m, small.session)->id;
     struct kvq_entry_wire e = {.handle = small.session, .append = 300};
-    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
-    r.layer = 3;
-    r.slots = (uint16_t)(r.slots + r.layer);
-    for (uint32_t i = 0; i < r.layer; i++)
-        small.m.layers[i] =
-            (struct kvq_step_layer){kit_view(&small.m, 0, HEADS, DIM, KVQ_F32),
-                                    kit_view(&small.m, BUFFER / 2, HEADS, DIM, KVQ_F32)};
+    struct kvq_request r = step_header(&small, 1);
     kit_load(&small.m, &r, &e);
     assert_int_equal(kvq__request_start(small.m.queue), KVQ__GPU);
     const struct kvq__session *s = kit_of(&small.m, small.session);
@@ -541,6 +542,43 @@ static void test_dies_between_chunks(void **state)
     stream_session(&small, "packed", NULL);
     assert_int_equal(request(&small, 0, 10, false), 0);
     assert_int_equal(tokens_of(&small), 10);
+    stream_close(&small);
+}
+
+// Both sessions of a step are dropped between two chunks, one of them behind its stores: nothing is
+// left to be packed, whatever the step before has packed.
+static void test_dropped_between_chunks(void **state)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct streamer small, other;
+    (void)state;
+    shrink_lane(&small);
+    open_layers(&small, "stored", "oscar2");
+    assert_int_equal(request(&small, 0, 300, false), 0);
+    other = small; // the same client and queue
+    open_layers(&other, "waiting", "oscar2");
+    struct kvq_entry_wire e[] = {{.handle = small.session, .position = 300, .append = 300},
+                                 {.handle = other.session, .append = 300}};
+    struct kvq_request r = step_header(&small, 2);
+    kit_load(&small.m, &r, e);
+    const struct kvq__session *stored = kit_of(&small.m, small.session);
+    const struct kvq__session *waiting = kit_of(&small.m, other.session);
+    assert_int_equal(kvq__request_start(small.m.queue), KVQ__GPU);
+    while (stored->step_layers < 3 || waiting->step_layers == 0) {
+        kit_settle(&small.m);
+        assert_int_equal(kvq__request_continue(small.m.queue), KVQ__GPU);
+    }
+    assert_true(waiting->step_layers < 3);
+    const struct kvq__peer *peer = &small.m.client->peer;
+    assert_int_equal(kvq__session_drop_named(kit.core, peer, NULL, "stored", text), 0);
+    assert_int_equal(kvq__session_drop_named(kit.core, peer, NULL, "waiting", text), 0);
+    enum kvq__progress p = KVQ__GPU;
+    while (p == KVQ__GPU) {
+        kit_settle(&small.m);
+        p = kvq__request_continue(small.m.queue);
+    }
+    assert_int_equal(kvq__queue_results(small.m.queue)[0].status, KVQ_E_CANCELLED);
+    assert_int_equal(kvq__queue_results(small.m.queue)[1].status, KVQ_E_CANCELLED);
     stream_close(&small);
 }
 
@@ -577,6 +615,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_dropped, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_cut, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_dies_between_chunks, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_dropped_between_chunks, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_table_closed, stream_setup, stream_teardown),
     };
     return cmocka_run_group_tests_name("gpu_step", tests, NULL, NULL);

@@ -175,6 +175,8 @@ bool kvq__gpu_pack_all_prepare(struct kvq__queue *q, uint32_t i)
 
 int kvq__gpu_pack_all_wave(struct kvq__queue *q)
 {
+    if (!q->packs.queue) // the sessions of all its entries were dropped
+        return 0;
     int rc = kvq__packs_launch(&q->packs);
     if (rc == 0)
         kvq__packs_done(&q->packs);

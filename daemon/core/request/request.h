@@ -108,7 +108,7 @@ struct kvq__entry {
 
 // Units of any layers and sessions that a wave packs on a GPU (gpu_wave.h).
 struct kvq__packs {
-    struct kvq__queue *queue; // with an open chunk
+    struct kvq__queue *queue; // with an open chunk; NULL: nothing was begun, the rest is stale
     STAILQ_HEAD(, kvq__pack_part) parts;
     uint32_t n_parts, n_units, n_lessons;
     size_t room; // of the chunk, that launching takes
