@@ -3,6 +3,7 @@
 // Requests that wait for room: what they need, their turns, and when they are refused. See evict.h.
 #include "daemon/core/request/admission.h"
 
+#include <assert.h>
 #include <stdio.h>
 
 #include "daemon/core/session/exact.h"
@@ -37,6 +38,7 @@ static struct need need_of_request(const struct kvq__queue *q)
 {
     const struct kvq__shortage *shortage = &q->core->shortage;
     struct need need = {0};
+    assert(shortage->code < 0 && shortage->pool);
     for (uint32_t i = 0; i < q->header.count; i++) {
         const struct kvq__session *s = q->work[i].session;
         if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 ||
@@ -68,6 +70,7 @@ static void enlist(struct kvq__queue *q, uint64_t look_at)
     struct kvq__core *core = q->core;
     struct kvq__queue *before = TAILQ_LAST(&core->waiters, kvq__waiters);
     uint64_t most = core->now + LOOK_NS;
+    assert(!q->turn.listed && q->turn.ticket > 0);
     while (before && before->turn.ticket > q->turn.ticket)
         before = TAILQ_PREV(before, kvq__waiters, waiter_link);
     if (before)
@@ -83,6 +86,7 @@ static void enlist(struct kvq__queue *q, uint64_t look_at)
 
 static void delist(struct kvq__queue *q)
 {
+    assert(!q->turn.listed || !TAILQ_EMPTY(&q->core->waiters));
     if (q->turn.listed)
         TAILQ_REMOVE(&q->core->waiters, q, waiter_link);
     q->turn.listed = false;
@@ -96,6 +100,7 @@ bool kvq__admission_turn(struct kvq__queue *q)
         return true;
     if (q->turn.seen == changes(q) && core->now < q->turn.look_at)
         return false;
+    assert(q->turn.ticket > 0 && q->turn.since <= core->now);
     for (before = TAILQ_FIRST(&core->waiters); before != q;
          before = TAILQ_NEXT(before, waiter_link))
         if (before->turn.place == q->turn.place && before->turn.seen != changes(before))
@@ -135,6 +140,7 @@ void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *s
                            const struct kvq__in_the_way *in_the_way)
 {
     char text[KVQ_TEXT_BYTES / 2] = "more than there can be at all";
+    assert(s->code < 0 && s->pool);
     if (in_the_way)
         kvq__in_the_way_text(core, in_the_way, text, sizeof text);
     core->counts.refused_for_room++;
@@ -158,6 +164,7 @@ bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own, u
     uint64_t look_at = UINT64_MAX;
     enum kvq__help help = KVQ__HELP_NONE;
     bool fits = whole <= kvq__shortage_limit(&shortage), first = q->turn.ticket == 0;
+    assert(shortage.code < 0 && shortage.pool);
     take_request_ticket(q);
     if (shortage.code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
         kvq__pool_want(shortage.ns, shortage.pool, missing);
@@ -197,6 +204,7 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = q->work[i].session;
     if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->taker == q)
         return true;
+    assert(!s->taker && !q->core->patient);
     q->core->shortage.code = 0;
     q->core->patient = true;
     int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);

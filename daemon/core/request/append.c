@@ -78,6 +78,8 @@ int kvq__append_check(struct kvq__queue *q, uint32_t i)
 
 void kvq__append_hold(struct kvq__queue *q, uint32_t i)
 {
+    assert(q->entries[i].append == 0 ||
+           q->work[i].session->layers[q->header.layer].append == KVQ__NOT_APPENDED);
     if (q->entries[i].append)
         q->work[i].session->layers[q->header.layer].append = KVQ__APPENDING;
     kvq__hold_tail(q, i);
@@ -126,6 +128,7 @@ int kvq__list_copy(struct kvq__queue *q, uint32_t i, int32_t *list)
 static int take_list(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
+    assert(w->store.list);
     int rc = kvq__list_copy(q, i, w->store.list);
     return rc ? rc
               : kvq__paged_check(q, &q->entries[i], &w->session->layers[q->header.layer].shape,
@@ -144,6 +147,7 @@ bool kvq__store_list(struct kvq__queue *q, uint32_t i, int32_t **list)
 static void find_append_pages(struct kvq__entry *w, const struct kvq__layer *l)
 {
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    assert(first + w->n_pages <= w->session->n_pages);
     for (uint32_t p = 0; p < w->n_pages; p++)
         w->pages[p] = (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
 }
@@ -154,6 +158,7 @@ static bool take_append_memory(struct kvq__queue *q, uint32_t i)
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     w->n_pages =
         kvq__pages_of(w->past + q->entries[i].append) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    assert(w->n_pages > 0);
     uint32_t items = w->n_pages * l->shape.kv_heads;
     w->pages = kvq__arena_take(q, w->n_pages * sizeof *w->pages);
     // On a GPU the session's counts are added to.
@@ -207,6 +212,7 @@ uint32_t kvq__store_run(const struct kvq__queue *q, uint32_t i, const struct kvq
     const struct kvq_wire_view *kv = source->k_view, *vv = source->v_view;
     uint64_t row = t, page = 0;
     uint32_t run = UINT32_MAX;
+    assert(t < q->entries[i].append);
     if (source->list) {
         uint64_t at = (uint64_t)q->entries[i].list_token + t;
         page = (uint64_t)source->list[at / r->page_tokens];
@@ -229,6 +235,7 @@ void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__s
     uint64_t from = start > w->past ? start : w->past, end = w->past + q->entries[i].append;
     uint64_t to = start + KVQ_BLOCK_TOKENS < end ? start + KVQ_BLOCK_TOKENS : end;
     uint8_t *record = part->raw + (size_t)part->head * l->raw_layout.record_bytes;
+    assert(part->head < l->shape.kv_heads);
     while (from < to) {
         struct kvq_view k, v;
         uint64_t n = kvq__store_run(q, i, part->source, (uint32_t)(from - w->past), &k, &v);
@@ -245,6 +252,7 @@ static void run_append(const struct kvq__queue *q, uint32_t i, uint32_t item, vo
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     uint32_t head = item % l->shape.kv_heads, page = item / l->shape.kv_heads;
+    assert(page < w->n_pages);
     struct kvq__store_part part = {l, &w->store.source, (uint8_t *)w->pages[page].raw, page, head};
     (void)workspace;
     kvq__store_page(q, i, &part, &w->store.counts[item]);
@@ -267,6 +275,8 @@ static void finish_append(struct kvq__queue *q, uint32_t i)
         kvq__step_leave(s);
         kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
     } else {
+        assert(s->layers[q->header.layer].append == KVQ__APPENDING);
+        assert(s->step_layers < s->n_owned);
         s->layers[q->header.layer].append = KVQ__APPENDED;
         s->step_layers++;
         s->saturated += sum.saturated;

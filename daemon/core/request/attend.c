@@ -2,6 +2,8 @@
 //
 // Attend: one layer's attention for a batch of sessions, over committed tokens and those of the
 // step. Packs first what has to be read packed.
+#include <assert.h>
+
 #include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/session/lane.h"
 #include "daemon/core/state.h"
@@ -172,6 +174,7 @@ static struct kvq_attend call_of(const struct kvq__queue *q, uint32_t i)
     const struct kvq_entry_wire *e = &q->entries[i];
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[r->layer];
+    assert(e->append == 0 || e->queries <= e->append);
     struct kvq_attend a = {
         .format = l->format,
         .shape = &l->shape,
@@ -210,6 +213,7 @@ static bool prepare_attend(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     bool tail = q->entries[i].append > 0;
+    assert(w->reading && s->reading > 0);
     if (s->dropped || (tail && s->step_serial != w->step_serial)) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
@@ -259,6 +263,7 @@ static uint32_t count_attend_items(const struct kvq__entry *w)
 
 static void run_attend_item(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
+    assert(item < q->work[i].attend.plan.items);
     kvq_attend_item(q->core->config.kernels, &q->work[i].attend, item, workspace);
 }
 

@@ -17,6 +17,7 @@ static int check_change(struct kvq__queue *q, uint32_t i, uint64_t back)
     if (rc < 0)
         return rc;
     struct kvq__session *s = q->work[i].session;
+    assert(s->floor <= s->tokens);
     if (kvq__in_step(s))
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     if (back > s->tokens - s->floor)
@@ -62,6 +63,7 @@ enum kvq__progress kvq__op_truncate(struct kvq__queue *q)
         if (!kvq__entry_alive(q, i))
             continue;
         struct kvq__session *s = q->work[i].session;
+        assert(s->exclusive == q && q->entries[i].list_token <= s->tokens - s->floor);
         kvq__session_count(s, s->tokens - q->entries[i].list_token);
         kvq__session_changed(s);
         kvq__pages_trim(s, s->tokens);
@@ -105,6 +107,7 @@ static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
 static void find_change_pages(struct kvq__entry *w, uint32_t first_page)
 {
     const struct kvq__session *s = w->session;
+    assert(first_page + w->n_pages <= s->n_pages);
     for (uint32_t i = 0; i < s->n_layers; i++)
         for (uint32_t p = 0; kvq__layer_owns(s, i) && p < w->n_pages; p++)
             w->pages[i * w->n_pages + p].raw = kvq__page(&s->layers[i], first_page + p)->raw.data;
@@ -119,6 +122,7 @@ static bool prepare_change(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
         return true;
     }
+    assert(e->append <= w->past);
     uint32_t first_page = (uint32_t)((w->past - e->append) / KVQ_BLOCK_TOKENS);
     w->n_pages = kvq__pages_of(w->past) - first_page;
     w->pages = kvq__arena_take(q, (size_t)w->n_pages * w->session->n_layers * sizeof *w->pages);
@@ -147,6 +151,7 @@ static void move_token(const struct kvq__layer *l, const struct kvq_page *pages,
     uint32_t a = from % KVQ_BLOCK_TOKENS, b = to % KVQ_BLOCK_TOKENS;
     const uint8_t *source = pages[from / KVQ_BLOCK_TOKENS].raw;
     uint8_t *target = (uint8_t *)pages[to / KVQ_BLOCK_TOKENS].raw;
+    assert(to < from);
     for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
         size_t record = (size_t)h * l->raw_layout.record_bytes;
         memcpy(target + record + b * k, source + record + a * k, k);
@@ -189,6 +194,7 @@ static void end_change(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
         return;
     }
+    assert(s->exclusive == q);
     assert(s->tokens == w->past);
     kvq__ids_commit(s, w->past - e->append, e->list_token);
     kvq__session_count(s, w->past - e->append + e->list_token);

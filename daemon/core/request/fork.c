@@ -98,6 +98,7 @@ static int check_fork(struct kvq__queue *q, uint32_t i)
 static int copy_identity(struct kvq__session *to, const struct kvq__session *from)
 {
     const struct kvq__core_config *config = &from->core->config;
+    assert(to->n_layers == from->n_layers && !to->published);
     for (uint32_t i = 0; i < from->n_layers; i++) {
         const struct kvq__layer *l = &from->layers[i];
         to->layers[i] = (struct kvq__layer){
@@ -148,6 +149,7 @@ static void add_fork_copy(struct cloning *c, uint32_t layer, bool packed, const 
                           uint8_t *to, uint64_t tokens)
 {
     uint32_t n = tokens < KVQ_BLOCK_TOKENS ? (uint32_t)tokens : KVQ_BLOCK_TOKENS;
+    assert(tokens > 0);
     assert(c->n_copies < c->room && from);
     c->copies[c->n_copies++] = (struct kvq__copy){from, to, layer, n, packed};
 }
@@ -162,6 +164,7 @@ static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pag
                         struct kvq__pageref *to, uint64_t start)
 {
     struct kvq__layer *l = &c->to->layers[layer];
+    assert(!to->packed.block);
     if (l->packed_bytes == 0)
         return 0;
     if (start + KVQ_BLOCK_TOKENS <= l->packed) {
@@ -178,6 +181,7 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
                      struct kvq__pageref *to, uint64_t start)
 {
     uint64_t end = start + KVQ_BLOCK_TOKENS;
+    assert(!to->raw.block && start < c->at);
     if (!from->raw.data && end <= c->at)
         return 0;
     if (from->raw.data && end <= c->floor) { // neither session can change it any more
@@ -241,6 +245,7 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
         b->first_page = (uint32_t)(kvq__first_kept(a, from->floor) / KVQ_BLOCK_TOKENS);
     b->raw_page = a->raw_page < whole ? a->raw_page : whole;
     b->raw_page = b->raw_page > b->first_page ? b->raw_page : b->first_page;
+    assert(b->first_page <= b->raw_page && b->raw_page <= c->to->n_pages);
     for (uint32_t p = b->first_page > c->shared ? b->first_page : c->shared;
          rc == 0 && p < c->to->n_pages; p++) {
         uint64_t start = (uint64_t)p * KVQ_BLOCK_TOKENS;
@@ -264,6 +269,7 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
     uint32_t sheets = final_sheets(c, from);
     int rc = kvq__sheets_share(c->to, from, sheets);
     c->shared = c->to->n_pages;
+    assert(c->shared <= kvq__pages_of(c->at));
     rc = rc ? rc : kvq__pages_grow(c->to, kvq__pages_of(c->at));
     c->to->floor = c->floor;
     rc = rc ? rc : kvq__ids_fork(c->to, from, c->at);
@@ -284,6 +290,7 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
 // Nobody has seen it.
 static void clone_free(struct kvq__session *s)
 {
+    assert(!s->published && s->refs == 0);
     kvq__pages_untake(s, 0);
     kvq__session_free(s);
 }
@@ -310,6 +317,7 @@ static bool clone_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct cloning c = {.at = q->entries[i].position};
+    assert(!w->forked);
     c.floor = kvq__fork_floor(w->session, c.at);
     q->core->shortage.code = 0;
     q->core->patient = true;
@@ -332,6 +340,7 @@ static bool clone_entry(struct kvq__queue *q, uint32_t i)
 
 static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
 {
+    assert(w->forked && !w->forked->published);
     kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
     clone_free(w->forked);
     w->forked = NULL;
@@ -340,6 +349,7 @@ static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
 // Likewise, but in pieces: there may be many.
 static void clone_discard(struct kvq__queue *q, struct kvq__entry *w)
 {
+    assert(w->forked && !w->forked->published);
     kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
     kvq__session_free(w->forked);
     w->forked = NULL;
@@ -371,6 +381,7 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
     struct kvq__session *s = w->forked;
     if (!s)
         return;
+    assert(s->exclusive == q && s->refs > 0);
     w->forked = NULL;
     s->exclusive = NULL;
     kvq__deallocate(q->core, w->fork.copies, w->fork.room * sizeof *w->fork.copies);
@@ -405,6 +416,7 @@ static uint64_t work_of(const struct kvq__session *s)
 static enum kvq__progress undo_on(struct kvq__queue *q)
 {
     uint64_t work = 0;
+    assert(q->undoing && q->cloned <= q->header.count);
     for (; q->cloned > 0; q->cloned--) {
         struct kvq__entry *w = &q->work[q->cloned - 1];
         if (work >= q->core->config.fork_work)
@@ -437,6 +449,7 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
     uint64_t work = 0;
+    assert(q->cloning && q->cloned <= q->header.count);
     q->undoing |= q->client->gone;
     if (q->undoing)
         return undo_on(q);
@@ -463,6 +476,7 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
 
 enum kvq__progress kvq__op_fork(struct kvq__queue *q)
 {
+    assert(!q->cloning);
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_fork(q, i) == 0 &&
             (q->work[i].session->exclusive || is_being_packed(q->work[i].session)))
@@ -492,6 +506,7 @@ static uint32_t count_fork(const struct kvq__entry *w)
 static void copy_packed(const struct kvq__layer *l, const struct kvq__copy *c)
 {
     size_t n = l->layout.groups + (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
+    assert(c->tokens % KVQ_GROUP_TOKENS == 0);
     for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
         size_t record = (size_t)h * l->layout.record_bytes;
         memcpy(c->to + record, c->from + record, n);
@@ -519,6 +534,7 @@ void kvq__copy_tokens(const struct kvq__layer *l, const struct kvq__copy *c)
 static void run_fork(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__copy *c = &q->work[i].fork.copies[item];
+    assert(item < q->work[i].n_items);
     (void)workspace;
     kvq__copy_tokens(&q->work[i].session->layers[c->layer], c);
 }

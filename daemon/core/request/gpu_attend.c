@@ -3,6 +3,7 @@
 // Attention of a wave's entries on a GPU: one launch for all that have the same format and shape,
 // or several where their partial results are more than the lane's workspace holds. The results are
 // the same to the bit.
+#include <assert.h>
 #include <stdlib.h>
 
 #include "daemon/core/request/gpu_wave.h"
@@ -66,6 +67,7 @@ static int launch_attend(struct kvq__wave *wave, const struct batch *b,
     struct kvq__lane *lane = wave->lane;
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
     size_t counters = (size_t)limits->tiles * b->layer.shape->kv_heads * sizeof(uint32_t);
+    assert(n > 0);
     void *batch = kvq__wave_take(wave, kvq_gpu_attend_batch_bytes(limits));
     if (kvq_gpu_attend_fill(&b->layer, b->calls, b->shared, n, limits, batch, wave->text,
                             sizeof wave->text))
@@ -90,6 +92,7 @@ static int launch_attend(struct kvq__wave *wave, const struct batch *b,
 static void cut_queries(const struct kvq_attend *a, struct kvq_attend halves[2])
 {
     uint32_t n = a->q_tokens / 2;
+    assert(a->q_tokens > 1);
     halves[0] = halves[1] = *a;
     halves[0].q_tokens = n;
     halves[1].q_tokens = a->q_tokens - n;
@@ -159,6 +162,7 @@ uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
 static uint32_t gather_calls(struct kvq_attend *calls, uint32_t from, uint32_t n)
 {
     uint32_t end = from + 1;
+    assert(from < n);
     for (uint32_t i = end; i < n; i++)
         if (is_same_layer(&calls[from], &calls[i])) {
             struct kvq_attend moved = calls[i];
@@ -179,6 +183,7 @@ int kvq__gpu_attend_wave(struct kvq__queue *q)
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (kvq__entry_alive(q, i))
             calls[n++] = q->work[i].attend.call;
+    assert(n == room);
     for (uint32_t i = 0; rc == 0 && i < n; i += group) {
         group = gather_calls(calls, i, n);
         qsort(calls + i, group, sizeof *calls, order_by_block);

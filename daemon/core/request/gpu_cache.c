@@ -46,6 +46,7 @@ static void fill_store(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
             .counts = (void *)(uintptr_t)w->session->counts->at,
         };
         uint32_t run = kvq__store_run(q, i, &w->store.source, t, &job.k, &job.v);
+        assert(run > 0);
         job.tokens = run < n - t ? run : n - t;
         t += job.tokens;
         **next = job;
@@ -66,6 +67,7 @@ int kvq__gpu_store_wave(struct kvq__queue *q)
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (kvq__wave_has(q, i))
             fill_store(&wave, i, &next);
+    assert((size_t)(next - jobs) <= n);
     int rc = kvq__wave_copy(&wave);
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
@@ -98,6 +100,7 @@ static uint32_t read_piece(const struct kvq__core *core, const struct kvq_shape 
 static uint32_t read_pieces(const struct kvq__queue *q, uint32_t i, uint32_t tokens)
 {
     uint32_t piece = read_piece(q->core, &own_layer(q, i)->shape);
+    assert(piece > 0);
     return (tokens + piece - 1) / piece;
 }
 
@@ -141,6 +144,7 @@ static struct kvq_gpu_put put_of(const struct kvq__queue *q, uint32_t i, uint32_
     const struct kvq_shape *s = &own_layer(q, i)->shape;
     const struct kvq_wire_view *v = kvq__view(q, view);
     uint64_t row = q->entries[i].row + (from - q->entries[i].position);
+    assert(from >= q->entries[i].position);
     return (struct kvq_gpu_put){.from = rows,
                                 .to = kvq__view_data(q, view, row),
                                 .token_stride = (int64_t)v->token_stride,
@@ -183,6 +187,7 @@ static void fill_reads(struct reading *r, uint32_t i)
         job.k_out = (float *)(uintptr_t)(r->wave.lane->workspace + r->used);
         job.v_out = job.k_out + (size_t)l->shape.kv_heads * job.n * l->shape.k_dim;
         r->used += bytes;
+        assert(r->used <= q->core->config.lane_workspace);
         r->puts[2 * r->n] = put_of(q, i, KVQ__VIEW_K, job.from, job.n, job.k_out);
         r->puts[2 * r->n + 1] = put_of(q, i, KVQ__VIEW_V, job.from, job.n, job.v_out);
         r->jobs[r->n++] = job;
@@ -194,6 +199,7 @@ static int launch_reads(struct reading *r, uint32_t from, uint32_t to)
 {
     struct kvq__wave *wave = &r->wave;
     const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
+    assert(from < to && to <= r->n);
     struct kvq_gpu_work jobs = kvq__wave_work(wave, to - from);
     struct kvq_gpu_work puts = kvq__wave_work(wave, 2 * (to - from));
     uint32_t most = 0;
@@ -272,6 +278,7 @@ int kvq__gpu_accept_wave(struct kvq__queue *q)
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (kvq__wave_has(q, i))
             fill_keeps(&wave, i, jobs, &n, &heads);
+    assert(n == room);
     int rc = n ? kvq__wave_copy(&wave) : 0;
     struct kvq_gpu_work work = kvq__wave_work(&wave, n);
     return rc || n == 0 ? rc
@@ -293,6 +300,7 @@ static struct kvq_gpu_copy *fill_copy(const struct kvq__layer *l, const struct k
 {
     size_t k = (size_t)c->tokens * 2 * l->shape.k_dim, v = (size_t)c->tokens * 2 * l->shape.v_dim;
     size_t at = l->raw_layout.v_offset;
+    assert(!c->packed || c->tokens % KVQ_GROUP_TOKENS == 0);
     if (c->packed) {
         size_t n =
             l->layout.groups + (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
@@ -320,6 +328,7 @@ int kvq__gpu_fork_wave(struct kvq__queue *q)
             const struct kvq__copy *c = &q->work[i].fork.copies[j];
             next = fill_copy(&q->work[i].session->layers[c->layer], c, next);
         }
+    assert((size_t)(next - jobs) <= n);
     if (next == jobs)
         return 0;
     int rc = kvq__wave_copy(&wave);

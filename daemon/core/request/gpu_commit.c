@@ -19,6 +19,7 @@ void kvq__gpu_commit_begin(struct kvq__session *s)
 
 void kvq__gpu_commit_cancel(struct kvq__session *s)
 {
+    assert(s->counts);
     assert(s->committing);
     kvq_word_store_release(&s->counts->host->cancelled, 1);
 }
@@ -42,6 +43,7 @@ static int status_of(const struct kvq__session *s)
 {
     const struct kvq_gpu_store_counts *counts = s->counts->host;
     bool partial = s->step_layers < s->n_owned;
+    assert(s->step_layers <= s->n_owned);
     if (counts->nonfinite && !counts->cancelled && !s->dropped)
         return KVQ_E_NONFINITE;
     return s->dropped || counts->nonfinite || partial || (s->group && counts->cancelled)
@@ -61,6 +63,7 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
 {
     struct kvq_result own = {0};
     int rc = status_of(s);
+    assert(s->core->n_committing > 0 && (!table || table->uses > 0));
     assert(s->committing);
     s->committing = false;
     s->core->n_committing--;

@@ -18,6 +18,7 @@ struct kvq__pack_part {
 
 static uint64_t units_between(const struct kvq__layer *l, uint64_t first, uint64_t end)
 {
+    assert(first <= end && (end - first) % l->format->unit_tokens == 0);
     return (end - first) / l->format->unit_tokens;
 }
 
@@ -56,6 +57,7 @@ uint64_t kvq__packs_add(struct kvq__packs *p, struct kvq__session *s, uint32_t l
     size_t used = q->arena_used + p->room + KVQ__WAVE_ROOM + part_room(l, first) + 64;
     uint64_t left = used < q->arena_bytes ? q->arena_bytes - used : 0;
     uint64_t most = left / sizeof(struct kvq_gpu_unit);
+    assert(q->lane && kvq__layer_owns(s, layer));
     p->cut |= units > most;
     units = units < most ? units : most;
     if (units == 0)
@@ -162,6 +164,8 @@ int kvq__packs_launch(struct kvq__packs *packs)
     STAILQ_FOREACH (part, &packs->parts, link)
         fill_part(&p, part);
     p.runs[p.n_runs] = p.n_units;
+    assert(p.n_units == packs->n_units && p.n_lessons == packs->n_lessons);
+    assert(p.n_runs == packs->n_parts);
     int rc = kvq__wave_copy(&p.wave);
     return rc ? rc : launch_pack(&p);
 }
@@ -173,6 +177,7 @@ void kvq__packs_done(const struct kvq__packs *packs)
         next = STAILQ_NEXT(part, link);
         if (part->guard)
             continue;
+        assert(part->first == part->layer->packed && part->end > part->first);
         part->layer->packed = part->end;
         part->layer->learned = part->layer->learn > 0;
         if (!next || next->session != part->session)

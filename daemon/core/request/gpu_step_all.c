@@ -20,6 +20,7 @@
 // Its first word is the one to look at.
 static kvq_gpu_ptr guard_of(const struct kvq__queue *q, uint32_t i)
 {
+    assert(q->entries[i].append == 0 || q->work[i].session->counts);
     static_assert(offsetof(struct kvq_gpu_store_counts, nonfinite) == 0, "guards");
     return q->entries[i].append ? q->work[i].session->counts->at : 0;
 }
@@ -32,6 +33,7 @@ static bool take_layers(struct kvq__queue *q, uint32_t i,
     struct kvq__entry *w = &q->work[i];
     uint32_t from = w->part.more ? w->part.to : 0, to = from, n = w->session->n_layers;
     size_t used = q->arena_used + q->wave_room + KVQ__WAVE_ROOM, room = 0;
+    assert(from < n);
     for (; to < n; to++) {
         size_t more = kvq__layer_owns(w->session, to) ? room_of(q, i, to) : 0;
         if (used + room + more > q->arena_bytes)
@@ -89,6 +91,7 @@ static void fill_layer(struct kvq__wave *wave, uint32_t i, uint32_t layer,
     struct kvq__source source = kvq__step_all_source(q, i, layer);
     const struct kvq_recipe *recipe = kvq__wave_recipe(wave, l);
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS), n = q->entries[i].append;
+    assert(first + w->n_pages <= w->session->n_pages);
     struct kvq_page *pages = kvq__wave_take(wave, w->n_pages * sizeof *pages);
     for (uint32_t p = 0; p < w->n_pages; p++)
         pages[p] = (struct kvq_page){.raw = kvq__page(l, first + p)->raw.data};
@@ -112,6 +115,7 @@ static void fill_entry(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
     for (uint32_t l = w->part.from; l < w->part.to; l++)
         if (kvq__layer_owns(w->session, l)) {
             fill_layer(wave, i, l, next);
+            assert(w->session->step_layers < w->session->n_owned);
             w->session->step_layers++;
         }
     if (!w->session->committing)
@@ -142,6 +146,7 @@ int kvq__gpu_store_all_wave(struct kvq__queue *q)
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (entry_stores(q, i))
             fill_entry(&wave, i, &next);
+    assert((size_t)(next - jobs) <= n);
     int rc = kvq__wave_copy(&wave);
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
@@ -248,6 +253,7 @@ static void write_copy(struct publishing *p)
 static uint8_t *place(void *context, uint64_t offset, size_t bytes)
 {
     struct publishing *p = context;
+    assert(p->table && bytes > 0);
     uint8_t *memory = kvq__wave_take(&p->wave, bytes);
     write_copy(p);
     p->piece = memory;
@@ -266,6 +272,7 @@ static void publish_entry(struct publishing *p, uint32_t i)
     struct kvq__table *t = table_of(q, i);
     uint64_t tokens = w->past + q->entries[i].append;
     struct kvq__table_writer writer = {p, place};
+    assert(t->memory.gpu && kvq__pages_of(tokens) <= t->memory.pages);
     p->table = t->memory.gpu;
     p->guard = (const uint32_t *)(uintptr_t)guard_of(q, i);
     p->copy = t->memory.copy;

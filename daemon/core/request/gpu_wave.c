@@ -15,6 +15,7 @@ void *kvq__wave_take(struct kvq__wave *wave, size_t bytes)
 
 void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *q, uint32_t n)
 {
+    assert(q->lane && q->wave_start <= q->arena_used);
     *wave = (struct kvq__wave){.queue = q, .lane = q->lane, .copied = q->wave_start};
     wave->recipes = kvq__wave_take(wave, n * sizeof *wave->recipes);
     wave->formats = kvq__wave_take(wave, n * sizeof *wave->formats);
@@ -57,11 +58,15 @@ const struct kvq_book *kvq__wave_book(struct kvq__wave *wave, const struct kvq__
 
 const void *kvq__wave_there(const struct kvq__wave *wave, const void *host)
 {
+    const uint8_t *from = wave->lane->host;
+    assert(!host || ((const uint8_t *)host >= from &&
+                     (const uint8_t *)host < from + wave->queue->core->config.lane_bytes));
     return host ? (const void *)(uintptr_t)kvq__lane_at(wave->lane, host) : NULL;
 }
 
 int kvq__wave_copy(struct kvq__wave *wave)
 {
+    assert(wave->copied <= wave->queue->arena_used);
     int rc = kvq__lane_copy(wave->lane, wave->queue, wave->copied);
     wave->copied = wave->queue->arena_used;
     return rc;

@@ -41,6 +41,7 @@ static bool is_serial(const struct kvq__layer *l)
 static uint32_t items_of(const struct kvq__layer *l, uint64_t first, uint64_t end)
 {
     uint32_t units = (uint32_t)((end - first) / l->format->unit_tokens);
+    assert(first < end && (end - first) % l->format->unit_tokens == 0);
     return is_serial(l) ? l->shape.kv_heads : units * l->shape.kv_heads;
 }
 
@@ -123,6 +124,7 @@ static bool prepare_pack(struct kvq__queue *q, uint32_t i)
         return true;
     }
     struct kvq__layer *l = next_pack_layer(q, s);
+    assert(l->packer == q);
     uint64_t end = kvq__packed_at(s, l, w->past), first = l->packed;
     if (first >= end)
         return true;
@@ -158,6 +160,7 @@ static void finish_pack(struct kvq__queue *q, uint32_t i)
     if (!w->packing)
         return;
     struct kvq__layer *l = next_pack_layer(q, w->session);
+    assert(l->packer == q);
     w->packing = false;
     finish_layer(w->session, l, w->n_items ? kvq__packed_at(w->session, l, w->past) : 0);
 }
@@ -209,6 +212,7 @@ static bool take_pack_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     if (!pages)
         return false;
     find_pack_pages(l, first, to, pages);
+    assert(w->packs.n < s->n_owned);
     w->packs.packs[w->packs.n++] =
         (struct kvq__layer_pack){layer, w->n_items, first, end, pages, l->extras.data};
     w->n_items += items_of(l, first, end);
@@ -243,6 +247,7 @@ static bool prepare_all(struct kvq__queue *q, uint32_t i)
 static void run_all(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
+    assert(w->packs.n > 0 && item < w->n_items);
     uint32_t at = w->packs.n - 1;
     while (w->packs.packs[at].first_item > item)
         at--;
@@ -288,10 +293,13 @@ static void begin_background_pack(struct kvq__core *core, struct kvq__session *s
     struct kvq__packer *p = &core->packer;
     struct kvq__layer *l = &s->layers[layer];
     uint64_t most = (l->packed / KVQ_BLOCK_TOKENS + KVQ__PACKER_PAGES) * KVQ_BLOCK_TOKENS;
+    assert(!p->session && !l->packer);
     p->session = s;
     p->layer = layer;
     p->first = l->packed;
     p->end = kvq__pack_due(s, layer) < most ? kvq__pack_due(s, layer) : most;
+    assert(p->first < p->end);
+    assert(kvq__pages_of(pages_end(l, p->end)) - p->first / KVQ_BLOCK_TOKENS <= KVQ__PACKER_PAGES);
     find_pack_pages(l, p->first, pages_end(l, p->end), p->pages);
     p->extras = l->extras.data;
     p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background_pack};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Read: K and V of committed tokens back into a client's tensors, as attention sees them.
+#include <assert.h>
 #include <string.h>
 
 #include "daemon/core/request/gpu_wave.h"
@@ -86,6 +87,7 @@ static bool prepare_read(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
         return true;
     }
+    assert(w->reading && w->read.tokens <= w->past);
     w->pages = kvq__arena_take(q, kvq__pages_of(w->past) * sizeof *w->pages);
     if (!w->pages)
         return false;
@@ -113,6 +115,7 @@ static const uint8_t *round_rows(const struct kvq__queue *q, const float *rows, 
     struct kvq_shape one = *shape;
     struct kvq_store_counts ignored = {0};
     struct kvq_view from = {rows, (int64_t)(sizeof(float) * shape->k_dim), 0, KVQ_F32};
+    assert(n <= CHUNK);
     one.dtype = dtype;
     kvq_store(q->core->config.kernels, &one, &from, &from, 0, 0, n, record, &ignored);
     return record;
@@ -136,6 +139,7 @@ static void run_read(const struct kvq__queue *q, uint32_t i, uint32_t item, void
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     uint32_t head = item % l->shape.kv_heads;
     uint32_t first = item / l->shape.kv_heads * CHUNK;
+    assert(first < w->read.tokens && l->shape.k_dim <= KVQ_MAX_HEAD_DIM);
     uint32_t n = w->read.tokens - first < CHUNK ? w->read.tokens - first : CHUNK;
     uint64_t from = w->read.from + first;
     uint64_t row = q->entries[i].row + (from - q->entries[i].position);

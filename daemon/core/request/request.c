@@ -78,6 +78,7 @@ const struct kvq_result *kvq__queue_results(const struct kvq__queue *q)
 
 int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)
 {
+    assert(code < 0 && i < q->header.count);
     q->results[i].status = code;
     q->results[i].value = value;
     return code;
@@ -85,6 +86,7 @@ int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)
 
 int kvq__entry_fail_by(struct kvq__queue *q, uint32_t i, int code, uint64_t value, uint32_t shard)
 {
+    assert(shard < KVQ_MAX_SHARDS);
     q->results[i].shard = shard + 1;
     return kvq__entry_fail(q, i, code, value);
 }
@@ -168,6 +170,7 @@ int kvq__request_step(struct kvq__queue *q)
 void kvq__hold(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
+    assert(i < q->header.count && w->session && (w->session->refs > 0 || !w->pinned));
     if (!w->pinned)
         kvq__session_ref(w->session);
     w->pinned = true;
@@ -177,6 +180,7 @@ void kvq__hold(struct kvq__queue *q, uint32_t i)
 void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
+    assert(!q->work[i].reading);
     kvq__hold(q, i);
     q->work[i].reading = true;
     if (s->reading++ == 0)
@@ -185,6 +189,7 @@ void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
 
 void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
 {
+    assert(!q->work[i].tail_use);
     kvq__hold(q, i);
     q->work[i].tail_use = true;
     q->work[i].session->tail_use++;
@@ -249,6 +254,8 @@ static void release_packing(struct kvq__queue *q, struct kvq__session *s)
 static void release_work(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->session;
+    assert(w->pinned || !(w->reading || w->tail_use || w->exclusive || w->packing));
+    assert(!w->exclusive || s->exclusive == q);
     if (w->reading)
         kvq__reading_end(s);
     if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
@@ -288,6 +295,7 @@ void kvq__request_release(struct kvq__queue *q)
 static uint32_t entry_of_item(const struct kvq__queue *q, uint32_t item)
 {
     uint32_t low = 0, high = q->wave_to - q->wave_from;
+    assert(item < q->job.n_items);
     while (high - low > 1) {
         uint32_t middle = low + (high - low) / 2;
         if (q->first_item[middle] <= item)
@@ -353,6 +361,7 @@ static bool fits(struct kvq__queue *q, uint32_t i)
 static bool wave_next(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
+    assert(q->wave_to >= q->wave_more && q->pass < q->n_passes);
     uint32_t i = q->wave_to -= q->wave_more;
     q->wave_more = false;
     q->wave_from = i;
@@ -392,6 +401,7 @@ static bool wave_next(struct kvq__queue *q)
 // Enqueues the wave's work. If that fails, all of it does.
 static void wave_enqueue(struct kvq__queue *q)
 {
+    assert(q->lane && q->lane->gpu == q->gpu);
     int rc = kvq__gpu_enter(q->gpu) ? KVQ_E_SYSTEM : q->passes[q->pass]->gpu_wave(q);
     for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
         if (kvq__entry_alive(q, i))
@@ -403,6 +413,7 @@ static bool stage_begin(struct kvq__queue *q)
 {
     const struct kvq__stage *stage = &q->passes[q->pass]->stages[q->stage];
     uint32_t items = 0;
+    assert(!q->gpu && q->stage < q->passes[q->pass]->n_stages);
     for (uint32_t i = q->wave_from; i < q->wave_to; i++) {
         q->first_item[i - q->wave_from] = items;
         if (kvq__entry_alive(q, i))
@@ -467,6 +478,7 @@ static void end_entries(struct kvq__queue *q)
 
 static enum kvq__progress all_ended(struct kvq__queue *q)
 {
+    assert(q->running && kvq__queue_settled(q));
     tell_nonfinite(q);
     settle(q);
     end_entries(q);
@@ -475,6 +487,7 @@ static enum kvq__progress all_ended(struct kvq__queue *q)
 
 static enum kvq__progress passes_end(struct kvq__queue *q)
 {
+    assert(q->pass == q->n_passes);
     q->gpu = NULL;
     if (is_on_stream(q)) // the lane takes over what it holds
         return kvq__request_end(q, 0);
@@ -511,6 +524,7 @@ static enum kvq__progress run_stages(struct kvq__queue *q)
 enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass *const *passes,
                                     uint32_t n)
 {
+    assert(n > 0 && n <= sizeof q->passes / sizeof *q->passes && !q->running);
     for (uint32_t i = 0; i < n; i++)
         q->passes[i] = passes[i];
     q->n_passes = n;
@@ -536,6 +550,7 @@ static bool any_failed(const struct kvq__queue *q)
 
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
+    assert(q->busy && status <= 0);
     q->gpu_wait = KVQ__GPU_NONE;
     for (uint32_t i = 0; q->holding && request_stores(q) && i < q->header.count; i++)
         if (q->results[i].status < 0)
@@ -587,6 +602,7 @@ static void reset_works(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
+        assert(!w->pinned && !w->forked && !w->table);
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
         w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
@@ -651,6 +667,7 @@ static void keep_others(const struct kvq__queue *q)
 // From the start: nothing is held but what an earlier attempt holds while it waits.
 static enum kvq__progress attempt(struct kvq__queue *q)
 {
+    assert(!q->running && !q->lane);
     kvq__request_release(q);
     if (q->client->gone)
         return kvq__request_end(q, KVQ_E_CANCELLED);
@@ -686,6 +703,7 @@ static enum kvq__progress begin_request(struct kvq__queue *q)
 
 enum kvq__progress kvq__request_start(struct kvq__queue *q)
 {
+    assert(!q->lane && !q->cloning && !q->turn.listed && q->flight.number == 0);
     assert(!q->busy);
     q->busy = true;
     q->running = q->holding = q->told = false;

@@ -246,7 +246,6 @@ void kvq__hold_reading(struct kvq__queue *q, uint32_t i);
 void kvq__hold_tail(struct kvq__queue *q, uint32_t i);
 void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i);
 void kvq__hold_buffers(struct kvq__queue *q);
-void kvq__drop_exclusive(struct kvq__queue *q, uint32_t i);
 // On a GPU: what the values were like that the open step's stores met. Only what has ended counts.
 bool kvq__step_nonfinite(const struct kvq__session *s);
 // Work of the open step is still under way on a GPU.

@@ -20,6 +20,7 @@ struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number)
 
 static void step_open(struct kvq__step *step, struct kvq__client *client, uint64_t number)
 {
+    assert(step->number == 0 && number > 0);
     step->number = number;
     step->client = client;
     LIST_INIT(&step->sessions);
@@ -49,6 +50,7 @@ void kvq__step_close_if_empty(struct kvq__step *step)
 {
     if (step->number == 0 || !LIST_EMPTY(&step->sessions))
         return;
+    assert(step->client->n_steps > 0 && step->client->core->n_steps > 0);
     step->number = 0;
     step->client->n_steps--;
     step->client->core->n_steps--;
@@ -77,6 +79,7 @@ void kvq__step_part(struct kvq__session *s)
 // The step is over for it, whatever has become of its tokens.
 void kvq__step_over(struct kvq__session *s)
 {
+    assert(!s->committing && (!s->prepared || s->core->n_prepared > 0));
     kvq__step_part(s);
     s->core->n_prepared -= s->prepared;
     s->prepared = false;
@@ -103,6 +106,7 @@ void kvq__step_leave(struct kvq__session *s)
 
 void kvq__step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tokens, uint64_t queue)
 {
+    assert(step->number && !kvq__in_step(s) && !s->exclusive);
     reset_layers(s);
     s->step = step;
     s->step_queue = queue;
@@ -122,6 +126,7 @@ bool kvq__step_nonfinite(const struct kvq__session *s)
 
 static bool is_complete(const struct kvq__session *s)
 {
+    assert(s->step_layers <= s->n_owned);
     return s->step_tokens == 0 || (s->step_layers == s->n_owned && !s->step_spoiled);
 }
 
@@ -135,6 +140,7 @@ void kvq__step_publish(struct kvq__session *s)
     s->core->counts.appended_tokens += s->step_tokens;
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
         s->floor = s->tokens - s->max_rollback;
+    assert(kvq__pages_of(s->tokens) <= s->n_pages);
     kvq__session_used(s);
     kvq__step_over(s);
     kvq__pages_release(s);
@@ -150,6 +156,7 @@ static int check_commit(const struct kvq__session *s)
 static int prepare_commit(struct kvq__session *s, struct kvq_result *result)
 {
     const struct kvq__session *other;
+    assert(s->group && !s->prepared);
     kvq__step_part(s);
     s->prepared = true;
     s->core->n_prepared++;

@@ -18,6 +18,7 @@
 // From here on the request's K and V views are the layer's.
 static void select_layer(struct kvq__queue *q, uint32_t layer)
 {
+    assert(layer < q->header.layer);
     q->header.k = q->layers[layer].k;
     q->header.v = q->layers[layer].v;
     q->buffers[KVQ__VIEW_K] = q->layer_buffers[layer][0];
@@ -207,6 +208,7 @@ static bool take_step_all_memory(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     uint32_t layers = w->session->n_layers;
     w->n_pages = kvq__pages_of(tokens_of(q, i)) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    assert(w->n_pages > 0);
     uint32_t items = w->n_pages * layers;
     w->pages = kvq__arena_take(q, items * sizeof *w->pages);
     w->all.sources = kvq__arena_take(q, layers * sizeof *w->all.sources);
@@ -243,6 +245,7 @@ static int find_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[layer];
     uint32_t first = (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    assert(first + w->n_pages <= w->session->n_pages);
     int rc = check_list(q, i, layer);
     w->all.sources[layer] = kvq__step_all_source(q, i, layer);
     for (uint32_t p = 0; p < w->n_pages; p++)
@@ -303,6 +306,7 @@ static void run_store(const struct kvq__queue *q, uint32_t i, uint32_t item, voi
     const struct kvq__entry *w = &q->work[i];
     uint32_t layer = item / w->n_pages, page = item % w->n_pages;
     const struct kvq__layer *l = &w->session->layers[layer];
+    assert(item < w->n_items);
     struct kvq__store_part part = {l, &w->all.sources[layer], (uint8_t *)w->pages[item].raw, page,
                                    0};
     (void)workspace;
@@ -329,6 +333,7 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
         kvq__step_leave(s);
         kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
     } else {
+        assert(s->step_layers == 0);
         s->step_layers = s->n_owned;
         s->saturated += sum.saturated;
         q->core->counts.steps += kvq__step_commit(s, &q->results[i]) == 0;

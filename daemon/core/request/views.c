@@ -2,6 +2,8 @@
 //
 // Checks of what a request says about memory. Every number here is a client's and may be
 // anything; ends are computed in 128 bits, so that nothing overflows.
+#include <assert.h>
+
 #include "daemon/core/state.h"
 #include "proto/rows.h"
 
@@ -14,6 +16,7 @@ uint32_t kvq__dtype_bytes(uint8_t dtype)
 
 const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view)
 {
+    assert(view < KVQ__VIEWS);
     const struct kvq_wire_view *views[] = {&q->header.k,   &q->header.v,   &q->header.q,
                                            &q->header.out, &q->header.lse, &q->header.list};
     return views[view];
@@ -49,6 +52,7 @@ static bool is_inside(const struct kvq__queue *q, uint32_t view, wide start, uin
                       uint32_t dim)
 {
     const struct kvq_wire_view *v = kvq__view(q, view);
+    assert(heads > 0 && q->buffers[view]);
     wide end =
         start + (wide)(heads - 1) * v->head_stride + (uint64_t)dim * kvq__dtype_bytes(v->dtype);
     return end <= q->buffers[view]->memory.bytes;
@@ -77,12 +81,14 @@ uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row)
     const struct kvq_wire_view *v = kvq__view(q, view);
     const struct kvq__buffer_memory *m = &q->buffers[view]->memory;
     uint8_t *base = q->gpu ? (uint8_t *)(uintptr_t)m->gpu : m->host;
+    assert(q->buffers[view]);
     return base + v->offset + row * v->token_stride;
 }
 
 int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s)
 {
     const struct kvq__buffer_memory *m = &q->buffers[view]->memory;
+    assert(q->buffers[view]);
     if (!s->pool->gpu)
         return m->host ? 0 : KVQ_E_BUFFER;
     if (!m->gpu || (m->on && m->on != s->pool->gpu))
@@ -176,6 +182,7 @@ int kvq__outputs_check(const struct kvq__queue *q)
 uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wire *e)
 {
     uint64_t tokens = (uint64_t)e->list_token + e->append;
+    assert(r->page_tokens > 0);
     return (uint32_t)((tokens + r->page_tokens - 1) / r->page_tokens);
 }
 
@@ -185,6 +192,7 @@ static bool page_inside(const struct kvq__queue *q, uint32_t view, const struct 
 {
     const struct kvq_wire_view *v = kvq__view(q, view);
     uint64_t stride = view == KVQ__VIEW_K ? q->header.k_page_stride : q->header.v_page_stride;
+    assert(to > 0 && to <= q->header.page_tokens);
     wide last = v->offset + (wide)page * stride + (wide)(to - 1) * v->token_stride;
     return is_inside(q, view, last, s->kv_heads, view == KVQ__VIEW_K ? s->k_dim : s->v_dim);
 }
@@ -227,6 +235,7 @@ int kvq__list_open(struct kvq__queue *q)
 const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64_t n)
 {
     const struct kvq__buffer *b = q->buffers[KVQ__VIEW_LIST];
+    assert(b);
     wide end = q->header.list.offset + ((wide)element + n) * sizeof(int32_t);
     if (end > b->memory.bytes)
         return NULL;
