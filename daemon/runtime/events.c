@@ -73,6 +73,7 @@ static void tell_event(const struct event_mail *e)
 static void deliver_event(struct kvq__mail *mail)
 {
     struct event_mail *e = (struct event_mail *)mail; // its first member
+    assert(kvq_word_load(&e->taken));
     tell_event(e);
     kvq_word_store_release(&e->taken, 0);
 }
@@ -80,6 +81,7 @@ static void deliver_event(struct kvq__mail *mail)
 static void fill_event(struct event_mail *e, struct kvq__server *server,
                        const struct kvq__event *event)
 {
+    assert(event->kind < KVQ__EVENTS && event->ns && event->session && event->text);
     e->server = server;
     e->kind = event->kind;
     e->client = event->client;

@@ -30,6 +30,7 @@ static void on_pause_over(uv_timer_t *timer)
 static void on_connect(uv_poll_t *handle, int status, int events)
 {
     struct kvq__door *door = handle->data;
+    assert(door->open && door->enter);
     (void)events;
     if (status < 0)
         return;
@@ -72,6 +73,7 @@ static int listen_at(struct kvq__door *door, const char *directory, const char *
 int kvq__door_open(struct kvq__door *door, uv_loop_t *loop, const char *directory, const char *name,
                    int type, char *text)
 {
+    assert(!door->open && (type == SOCK_STREAM || type == SOCK_SEQPACKET));
     int error = listen_at(door, directory, name, type, text);
     if (error)
         return error;

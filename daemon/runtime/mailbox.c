@@ -20,6 +20,7 @@ void kvq__mailbox_open(struct kvq__mailbox *box, void (*notify)(void *context), 
 
 void kvq__mailbox_close(struct kvq__mailbox *box)
 {
+    assert(box->last == &box->first && !box->pending);
     assert(!box->first);
     pthread_mutex_destroy(&box->lock);
 }
@@ -27,9 +28,11 @@ void kvq__mailbox_close(struct kvq__mailbox *box)
 void kvq__mailbox_post(struct kvq__mailbox *box, struct kvq__mail *mail,
                        void (*deliver)(struct kvq__mail *mail))
 {
+    assert(deliver && box->notify);
     mail->next = NULL;
     mail->deliver = deliver;
     pthread_mutex_lock(&box->lock);
+    assert(!*box->last && box->last != &mail->next); // a mail is in one box, once
     *box->last = mail;
     box->last = &mail->next;
     kvq_word_store_release(&box->pending, 1);
@@ -48,12 +51,14 @@ void kvq__mailbox_deliver(struct kvq__mailbox *box)
         return;
     pthread_mutex_lock(&box->lock);
     struct kvq__mail *mail = box->first;
+    assert(mail || box->last == &box->first);
     box->first = NULL;
     box->last = &box->first;
     kvq_word_store_release(&box->pending, 0);
     pthread_mutex_unlock(&box->lock);
     while (mail) {
         struct kvq__mail *next = mail->next; // deliver may free or post it
+        assert(mail->deliver);
         mail->deliver(mail);
         mail = next;
     }

@@ -3,6 +3,7 @@
 // Memory of extents for the core: memfds, so that they can be exported one by one, for reading.
 #include "daemon/runtime/memory.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -86,6 +87,7 @@ static int acquire_huge(size_t bytes, struct kvq__memory *memory)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq__shm shm;
+    assert(bytes % KVQ__HUGE_PAGE == 0);
     if (kvq__shm_create_huge(&shm, "kvq-extent", bytes, text) != 0)
         return KVQ_E_NO_MEMORY;
     if (fallocate(shm.fd, 0, 0, (off_t)bytes) != 0) {
@@ -136,6 +138,7 @@ static int acquire_host(void *context, size_t bytes, struct kvq__memory *memory)
 
 static void zero_host(void *context, struct kvq__memory *memory)
 {
+    assert(memory->fd >= 0 && memory->bytes > 0);
     (void)context;
     // Not by a hole: the seal that keeps clients from writing keeps us from that.
     memset(memory->base, 0, memory->bytes);
@@ -144,6 +147,7 @@ static void zero_host(void *context, struct kvq__memory *memory)
 static void release_host(void *context, struct kvq__memory *memory)
 {
     struct kvq__shm shm = {memory->fd, memory->base, memory->bytes};
+    assert(memory->fd >= 0 && memory->base);
     (void)context;
     kvq__shm_close(&shm);
 }

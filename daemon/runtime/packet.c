@@ -31,6 +31,7 @@ union received {
 
 void kvq__packet_close_fds(struct kvq__packet *packet)
 {
+    assert(packet->n_fds <= ROOM_FDS);
     for (uint32_t i = 0; i < packet->n_fds; i++)
         close(packet->fds[i]);
     packet->n_fds = 0;
@@ -90,6 +91,7 @@ int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text)
 
 int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fds, uint32_t n_fds)
 {
+    assert(length <= KVQ_MAX_MESSAGE);
     union {
         struct cmsghdr align;
         char bytes[CMSG_SPACE(KVQ_MAX_PACKET_FDS * sizeof(int))];
@@ -131,6 +133,7 @@ static int credentials_of(int socket, struct kvq__peer *peer)
 
 static void add_groups(int socket, struct kvq__peer *peer)
 {
+    assert(peer->n_gids == 1);
     gid_t groups[KVQ_MAX_GROUPS - 1];
     socklen_t bytes = sizeof groups;
     // Fails with ERANGE for members of more groups.

@@ -85,12 +85,14 @@ static void notify(void *context)
 static struct kvq__port *port_after(const struct kvq__port *port)
 {
     struct kvq__port *next = TAILQ_NEXT(port, link);
+    assert(port->member->n_ports > 0);
     return next ? next : TAILQ_FIRST(&port->member->ports);
 }
 
 static void join_port(struct kvq__poller *p, struct kvq__port *port)
 {
     struct kvq__member *member = port->member;
+    assert((member->n_ports == 0) == (member->next == NULL));
     if (member->n_ports++ == 0) {
         TAILQ_INIT(&member->ports);
         TAILQ_INSERT_TAIL(&p->members, member, link);
@@ -102,6 +104,7 @@ static void join_port(struct kvq__poller *p, struct kvq__port *port)
 static void leave_port(struct kvq__poller *p, struct kvq__port *port)
 {
     struct kvq__member *member = port->member;
+    assert(member->n_ports > 0 && member->next);
     if (member->next == port)
         member->next = port_after(port);
     TAILQ_REMOVE(&member->ports, port, link);
@@ -113,9 +116,11 @@ static void leave_port(struct kvq__poller *p, struct kvq__port *port)
 
 static void finish_close(struct kvq__poller *p, struct kvq__port *port)
 {
+    assert(p->n_ports > 0 && p->ports[port->index] == port);
     struct kvq__port *last = p->ports[--p->n_ports];
     leave_port(p, port);
     epoll_ctl(p->epoll, EPOLL_CTL_DEL, port->request_event, NULL);
+    assert(port->closing && port->work.slot < KVQ_MAX_PORTS);
     p->free_slots[p->n_ports] = port->work.slot;
     p->ports[port->index] = last;
     last->index = port->index;
@@ -125,6 +130,7 @@ static void finish_close(struct kvq__poller *p, struct kvq__port *port)
 
 int kvq__port_add(struct kvq__poller *p, struct kvq__port *port, char *text)
 {
+    assert(port->queue && port->closed && port->request_event >= 0);
     if (p->n_ports == KVQ_MAX_PORTS) {
         snprintf(text, KVQ_TEXT_BYTES, "%d queues are open already, over all clients",
                  KVQ_MAX_PORTS);
@@ -153,6 +159,7 @@ int kvq__port_add(struct kvq__poller *p, struct kvq__port *port, char *text)
 // Closes the port once nothing of its queue is on a GPU.
 static void close_settled(struct kvq__poller *p, struct kvq__port *port)
 {
+    assert(port->closing && port->state == KVQ__PORT_IDLE);
     if (kvq__queue_settled(port->queue))
         finish_close(p, port);
     else
@@ -161,6 +168,7 @@ static void close_settled(struct kvq__poller *p, struct kvq__port *port)
 
 void kvq__port_remove(struct kvq__poller *p, struct kvq__port *port)
 {
+    assert(!port->closing && p->ports[port->index] == port);
     port->closing = true;
     kvq__queue_ending(port->queue);
     if (port->state == KVQ__PORT_IDLE)
@@ -182,6 +190,7 @@ static void publish_port(struct kvq__port *port)
     struct kvq_completion head = *kvq__queue_completion(port->queue);
     size_t bytes = (size_t)head.count * sizeof(struct kvq_result);
     head.slots = (uint16_t)(1 + (bytes + KVQ_SLOT_BYTES - 1) / KVQ_SLOT_BYTES);
+    assert(head.count <= KVQ_MAX_BATCH && head.slots <= KVQ_CQ_MAX_SLOTS);
     kvq_ring_write(&port->tx, 0, &head, sizeof head);
     if (bytes)
         kvq_ring_write(&port->tx, sizeof head, kvq__queue_results(port->queue), bytes);
@@ -198,6 +207,8 @@ static void publish_port(struct kvq__port *port)
 
 static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__progress progress)
 {
+    assert(port->state != KVQ__PORT_CLOSING);
+    assert(port->state != KVQ__PORT_WAIT || p->waiting > 0);
     p->waiting -= port->state == KVQ__PORT_WAIT;
     switch (progress) {
     case KVQ__DONE:
@@ -267,6 +278,7 @@ static bool take_ring_request(struct kvq__port *port, uint32_t ready)
     uint32_t room;
     const char *complaint = "the completion ring's head moved where it cannot be";
     bool good = kvq_ring_room(&port->tx, &room) == 0;
+    assert(port->state == KVQ__PORT_IDLE && !port->closing);
     if (good && room < KVQ_CQ_MAX_SLOTS) {
         complaint = "more requests in flight than the queue's 8 credits";
         good = false;
@@ -292,6 +304,7 @@ static void note_arrival(struct kvq__poller *p, struct kvq__port *port)
 
 static uint32_t units_of_port(const struct kvq__port *port)
 {
+    assert(kvq__queue_header(port->queue)->count <= KVQ_MAX_BATCH);
     return REQUEST_UNITS + kvq__queue_header(port->queue)->count;
 }
 
@@ -328,6 +341,7 @@ static void end_again(struct kvq__poller *p, struct kvq__port *port)
 
 static bool look_closing(struct kvq__poller *p, struct kvq__port *port)
 {
+    assert(port->closing);
     if (kvq__queue_settled(port->queue)) {
         finish_close(p, port);
         return true;
@@ -373,6 +387,7 @@ static bool look_member(struct kvq__poller *p, struct kvq__member *member)
     uint32_t used = 0;
     bool busy = false;
     for (uint32_t n = member->n_ports; n > 0 && used < TURN_UNITS; n--) {
+        assert(member->next);
         struct kvq__port *port = member->next;
         member->next = port_after(port); // before it closes
         busy |= look_port(p, port, &used);
@@ -420,6 +435,7 @@ static bool end_background(struct kvq__poller *p)
     struct kvq__work *work = &p->background;
     if (!p->background_open || kvq_word_load_acquire(&work->done) != work->n_items)
         return false;
+    assert(work->picked == work->n_items);
     p->background_open = false;
     p->ended++;
     kvq__background_done(p->core);
@@ -435,6 +451,7 @@ static bool run_background_item(struct kvq__poller *p)
         if (!work->job)
             return false;
         p->background_open = true;
+        assert(work->job->n_items > 0);
         work->n_items = work->job->n_items;
         work->picked = work->done = 0;
     }
@@ -647,6 +664,7 @@ static int start_thread(struct kvq__poller *p)
 int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller **out, char *text)
 {
     struct kvq__poller *p = calloc(1, sizeof *p);
+    assert(config->core && config->page && config->workers >= 1);
     *out = NULL;
     if (!p) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory for the poller");
@@ -703,6 +721,7 @@ void kvq__poller_close(struct kvq__poller **poller)
         kvq__core_hush(p->core); // the driver's threads call notify() with this poller
         kvq__mailbox_deliver(&p->box);
     }
+    assert(p->n_ports == 0 && TAILQ_EMPTY(&p->members) && p->waiting == 0);
     kvq__workers_close(&p->workers);
     if (p->epoll >= 0)
         close(p->epoll);

@@ -3,6 +3,7 @@
 // See refill.h.
 #include "daemon/runtime/refill.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -74,6 +75,7 @@ int kvq__refill_open(struct kvq__gpus *gpus, uint64_t extent_bytes, struct kvq__
 {
     struct kvq__refill *refill = calloc(1, sizeof *refill);
     int error = refill ? 0 : ENOMEM;
+    assert(kvq__gpus_count(gpus) <= KVQ_MAX_GPUS && extent_bytes > 0);
     for (uint32_t i = 0; i < kvq__gpus_count(gpus) && !error; i++) {
         struct filler *f = &refill->fillers[i];
         struct kvq__reserve_config config = {.extent_bytes = extent_bytes,
@@ -98,6 +100,7 @@ void kvq__refill_close(struct kvq__refill **pointer)
     struct kvq__refill *refill = *pointer;
     if (!refill)
         return;
+    assert(refill->n <= KVQ_MAX_GPUS);
     *pointer = NULL;
     for (uint32_t i = 0; i < refill->n; i++) {
         struct filler *f = &refill->fillers[i];

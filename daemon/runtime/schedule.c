@@ -38,6 +38,7 @@ enum kvq__urgency kvq__urgency_of(const struct kvq_request *request,
 void kvq__schedule_add(struct kvq__schedule *schedule, struct kvq__work *work)
 {
     struct kvq__share *share = work->share;
+    assert(share && work->urgency < KVQ__URGENCIES);
     assert(work->n_items > 0);
     work->picked = 0;
     work->done = 0;
@@ -51,6 +52,7 @@ void kvq__schedule_add(struct kvq__schedule *schedule, struct kvq__work *work)
 static void charge(struct kvq__share *share)
 {
     uint64_t cost = kvq_long_load(&share->cost_ns);
+    assert(cost >= share->charged_ns);
     share->deficit_ns -= (int64_t)(cost - share->charged_ns);
     share->charged_ns = cost;
 }
@@ -63,6 +65,7 @@ static struct kvq__share *serve_share(struct kvq__schedule *schedule, enum kvq__
     int64_t least_debt = INT64_MIN;
     for (uint32_t i = 0; i < schedule->n_shares[urgency]; i++) {
         share = TAILQ_FIRST(list);
+        assert(share && !TAILQ_EMPTY(&share->work[urgency]));
         charge(share);
         if (share->deficit_ns > 0)
             return share;
@@ -93,12 +96,14 @@ static struct kvq__work *pick_of(struct kvq__schedule *schedule, enum kvq__urgen
     if (!share)
         return NULL;
     struct kvq__work *work = TAILQ_FIRST(&share->work[urgency]);
+    assert(work && work->picked < work->n_items);
     *item = work->picked++;
     TAILQ_REMOVE(&share->work[urgency], work, link);
     if (work->picked < work->n_items)
         TAILQ_INSERT_TAIL(&share->work[urgency], work, link);
     if (TAILQ_EMPTY(&share->work[urgency])) {
         TAILQ_REMOVE(&schedule->shares[urgency], share, link[urgency]);
+        assert(schedule->n_shares[urgency] > 0);
         schedule->n_shares[urgency]--;
     }
     return work;
@@ -113,5 +118,6 @@ struct kvq__work *kvq__schedule_pick(struct kvq__schedule *schedule, uint32_t *i
 
 bool kvq__schedule_empty(const struct kvq__schedule *schedule)
 {
+    assert(TAILQ_EMPTY(&schedule->shares[KVQ__DECODE]) == (schedule->n_shares[KVQ__DECODE] == 0));
     return schedule->n_shares[KVQ__DECODE] == 0 && schedule->n_shares[KVQ__PREFILL] == 0;
 }

@@ -3,6 +3,7 @@
 // Creating, sealing and checking memfds; see shm.h.
 #include "daemon/runtime/shm.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
@@ -25,6 +26,7 @@
 
 void kvq__shm_close(struct kvq__shm *shm)
 {
+    assert(!shm->map || shm->bytes > 0);
     if (shm->map)
         munmap(shm->map, shm->bytes);
     if (shm->fd >= 0)
@@ -45,6 +47,7 @@ static int fail_shm(struct kvq__shm *shm, const char *what, char *text)
 static int create_shm(struct kvq__shm *shm, const char *name, size_t bytes, unsigned flags,
                       bool read_only, char *text)
 {
+    assert(bytes > 0);
     // Adding the last seal in the same call is what nobody can take back.
     int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL | (read_only ? F_SEAL_FUTURE_WRITE : 0);
     *shm = (struct kvq__shm){.fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | flags),

@@ -8,6 +8,7 @@
 // words for that reason: a job's slot and an item.
 #include "daemon/runtime/workers.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
@@ -66,6 +67,7 @@ bool kvq__work_run(struct kvq__work *work, uint32_t item, void *workspace)
 {
     uint32_t n_items = work->n_items;
     uint64_t start = kvq_now_ns();
+    assert(item < n_items);
     work->job->run(work->job, item, workspace);
     if (work->share)
         kvq_long_add(&work->share->cost_ns, kvq_now_ns() - start);
@@ -80,6 +82,7 @@ bool kvq__workers_take(struct kvq__workers *workers, struct kvq__work **work, ui
         if (kvq_word_swap_if(&workers->head, &head, head + 1)) {
             *work = workers->slots[entry >> 32];
             *item = (uint32_t)entry;
+            assert(*work && *item < (*work)->n_items);
             return true;
         }
     }
@@ -127,6 +130,7 @@ static void *worker_main(void *context)
 int kvq__workers_open(const struct kvq__workers_config *config, struct kvq__workers **out,
                       char *text)
 {
+    assert(config->slots > 0 && config->finished);
     sigset_t all, before;
     int error = 0;
     struct kvq__workers *w = aligned_alloc(128, (sizeof *w + 127) & ~(size_t)127);
@@ -167,6 +171,7 @@ void kvq__workers_close(struct kvq__workers **workers)
     kvq_word_wake(&w->wakes, INT32_MAX);
     for (uint32_t i = 0; i < w->started; i++)
         pthread_join(w->threads[i], NULL);
+    assert(w->head == w->tail && w->started <= w->config.threads);
     free(w->threads);
     free(w->slots);
     free(w);
@@ -177,16 +182,20 @@ uint32_t kvq__workers_room(const struct kvq__workers *w)
 {
     uint32_t ahead = w->tail - kvq_word_load_acquire(&w->head);
     uint32_t most = w->config.threads < RING ? w->config.threads : RING;
+    assert(ahead <= RING);
     return ahead < most ? most - ahead : 0;
 }
 
 void kvq__workers_slot(struct kvq__workers *w, uint32_t slot, struct kvq__work *work)
 {
+    assert(slot < w->config.slots && work->slot == slot);
     w->slots[slot] = work;
 }
 
 void kvq__workers_give(struct kvq__workers *w, struct kvq__work *work, uint32_t item)
 {
+    assert(w->slots[work->slot] == work && item < work->n_items);
+    assert(w->tail - kvq_word_load(&w->head) < RING);
     kvq_long_store(&w->ring[w->tail % RING], (uint64_t)work->slot << 32 | item);
     kvq_word_store_release(&w->tail, w->tail + 1);
 }
