@@ -26,6 +26,7 @@ enum {
 static void free_connection(uv_handle_t *handle)
 {
     struct kvq__connection *c = handle->data;
+    assert(c->handles > 0);
     if (--c->handles > 0)
         return;
     if (c->pidfd >= 0)
@@ -35,11 +36,15 @@ static void free_connection(uv_handle_t *handle)
     kvq__pins_leave(c);
     TAILQ_REMOVE(&c->attach->connections, c, link);
     c->attach->count--;
+    assert(c->n_lines == 0 && c->giving_back == 0);
+    assert(LIST_EMPTY(&c->imports) && LIST_EMPTY(&c->spares));
     free(c);
 }
 
 void kvq__connection_gone(struct kvq__connection *c)
 {
+    assert(c->state == KVQ__CONNECTION_ENDING && c->giving_back == 0);
+    assert(LIST_EMPTY(&c->lines) && LIST_EMPTY(&c->regions) && LIST_EMPTY(&c->tables));
     uv_close((uv_handle_t *)&c->poll, free_connection);
     uv_close((uv_handle_t *)&c->timer, free_connection);
     if (c->pidfd >= 0)
@@ -72,6 +77,7 @@ void kvq__connection_end(struct kvq__connection *c, const char *reason)
 void kvq__connection_reply(struct kvq__connection *c)
 {
     size_t length;
+    assert(c->n_fds <= KVQ_MAX_PACKET_FDS);
     if (c->end_when_back || c->state == KVQ__CONNECTION_ENDING)
         return;
     int error = kvq_reply_pack(&c->reply, c->attach->out, sizeof c->attach->out, &length);
@@ -92,6 +98,7 @@ static void on_readable(uv_poll_t *handle, int status, int events);
 static void on_hello_late(uv_timer_t *timer)
 {
     struct kvq__connection *c = timer->data;
+    assert(c->id == 0);
     if (c->is_late) {
         kvq__connection_end(c, "said no hello in time");
         return;
@@ -102,6 +109,7 @@ static void on_hello_late(uv_timer_t *timer)
 
 void kvq__connection_back(struct kvq__connection *c)
 {
+    assert(c->state != KVQ__CONNECTION_BUSY);
     if (c->end_when_back)
         kvq__connection_detach(c);
     else if (c->state != KVQ__CONNECTION_ENDING && c->id == 0)
@@ -189,6 +197,7 @@ static void gone_on_loop(struct kvq__mail *mail)
 {
     struct kvq__connection *c =
         (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, mail));
+    assert(c->state == KVQ__CONNECTION_ENDING && !c->gone_due);
     kvq__spares_give_back(c);
     c->gone_due = true;
     if (c->giving_back == 0)
@@ -197,6 +206,7 @@ static void gone_on_loop(struct kvq__mail *mail)
 
 void kvq__connection_check_gone(struct kvq__connection *c)
 {
+    assert(c->detaching);
     if (c->holding || !LIST_EMPTY(&c->lines) || !LIST_EMPTY(&c->regions) || !LIST_EMPTY(&c->tables))
         return;
     if (c->client)
@@ -209,6 +219,7 @@ static void detach_client(struct kvq__mail *mail)
 {
     struct kvq__connection *c =
         (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, mail));
+    assert(!c->detaching && c->state == KVQ__CONNECTION_ENDING);
     c->detaching = true;
     c->holding = true; // until all lines were told, nobody posts the end
     c->member.broken = true;
@@ -225,6 +236,7 @@ static void detach_client(struct kvq__mail *mail)
 
 void kvq__connection_detach(struct kvq__connection *c)
 {
+    assert(c->state != KVQ__CONNECTION_BUSY && c->state != KVQ__CONNECTION_ENDING);
     c->state = KVQ__CONNECTION_ENDING;
     kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, detach_client);
 }
@@ -345,6 +357,8 @@ void kvq__attach_kick(struct kvq__attach *a, uint64_t client)
 
 void kvq__attach_free(struct kvq__attach **attach)
 {
+    const struct kvq__attach *a = *attach;
+    assert(!a || (STAILQ_EMPTY(&a->returns) && a->n_lines == 0 && a->buffer_bytes == 0));
     assert(kvq__attach_idle(*attach));
     if (*attach)
         kvq__bundles_close(*attach);

@@ -20,6 +20,7 @@ static Kvq__CreateBufferReply *begin_reply(struct kvq__connection *c)
 
 static void count_region(struct kvq__connection *c)
 {
+    assert(c->region && c->region->connection == c);
     kvq__region_count(c->region);
     c->reply.create_buffer->bytes = c->region->bytes;
 }
@@ -28,6 +29,7 @@ int kvq__create_buffer_prepare(struct kvq__connection *c, struct kvq__packet *pa
 {
     const Kvq__CreateBuffer *create = c->request->create_buffer;
     bool on_host = create->gpu.len == 0;
+    assert(!c->region);
     (void)packet;
     if (!begin_reply(c))
         return kvq__attach_no_room(text);
@@ -45,6 +47,7 @@ int kvq__import_buffer_prepare(struct kvq__connection *c, struct kvq__packet *pa
 {
     const Kvq__ImportBuffer *import = c->request->import_buffer;
     int fd = packet->n_fds ? packet->fds[0] : -1;
+    assert(!c->region);
     if (!begin_reply(c))
         return kvq__attach_no_room(text);
     int error = import->gpu ? 0 : kvq__attach_check_pins(c, text);
@@ -75,6 +78,7 @@ void kvq__buffer_make(struct kvq__connection *c)
 int kvq__buffer_run(struct kvq__connection *c, char *text)
 {
     struct kvq__region *region = c->region;
+    assert(region && region->id == 0);
     struct kvq__buffer_memory memory = {
         .host = region->host.shm.map, .gpu = region->at, .bytes = region->bytes, .on = region->gpu};
     int error = kvq__buffer_add(c->client, &memory, &region->id, text);
@@ -87,6 +91,7 @@ int kvq__buffer_run(struct kvq__connection *c, char *text)
 
 void kvq__create_buffer_put(struct kvq__connection *c)
 {
+    assert(c->n_fds == 0);
     c->reply.create_buffer->allocation_bytes = c->region->piece.bytes;
     c->fds[0] = c->region->gpu ? c->region->fd : c->region->host.shm.fd;
     c->n_fds = 1;
@@ -105,6 +110,7 @@ void kvq__create_buffer_sent(struct kvq__connection *c)
 
 void kvq__buffer_undo(struct kvq__connection *c)
 {
+    assert(c->region && c->reply.status != 0);
     kvq__region_give_back(c->region);
     c->region = NULL;
 }

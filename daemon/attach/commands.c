@@ -142,6 +142,7 @@ static const struct command *find_command(Kvq__Request__CommandCase command)
 
 static const struct command *command_of(const struct kvq__connection *c)
 {
+    assert(c->request);
     return find_command(c->request->command_case);
 }
 
@@ -174,6 +175,7 @@ static void note_made(struct kvq__connection *c)
 {
     const struct command *command = command_of(c);
     bool made = c->reply.status == 0 && command->made;
+    assert(!command->made == !command->back);
     c->made.request = c->request->id;
     c->made.back = made ? command->back : NULL;
     c->made.what = made ? command->made(c) : 0;
@@ -184,6 +186,7 @@ static void send_answer(struct kvq__connection *c)
 {
     const struct command *command = command_of(c);
     bool refused = c->reply.status != 0;
+    assert(c->state == KVQ__CONNECTION_BUSY && c->awaited == 0);
     c->finish_due = false;
     assert(refused || !command->result || c->reply.result_case == command->result);
     if (!refused && command->put)
@@ -235,6 +238,7 @@ static void take_mail_back(struct kvq__mail *mail)
 
 void kvq__connection_to_loop(struct kvq__connection *c)
 {
+    assert(c->state == KVQ__CONNECTION_BUSY);
     kvq__mailbox_post(&c->server->box, &c->mail, take_mail_back);
 }
 
@@ -244,6 +248,7 @@ static void run_at_poller(struct kvq__mail *mail)
     const struct command *command = command_of(c);
     char text[KVQ_TEXT_BYTES] = "";
     int error = 0;
+    assert(c->state == KVQ__CONNECTION_BUSY);
     if (command->run) {
         error = command->run(c, text);
     } else {
@@ -273,6 +278,7 @@ static void make_at_work(uv_work_t *work)
 static void made_at_work(uv_work_t *work, int status)
 {
     struct kvq__connection *c = work->data;
+    assert(c->state == KVQ__CONNECTION_BUSY);
     (void)status;
     if (c->error == 0) {
         kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run_at_poller);
@@ -376,6 +382,7 @@ static int prepare_command(struct kvq__connection *c, struct kvq__packet *packet
 void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *packet)
 {
     char text[KVQ_TEXT_BYTES] = "";
+    assert(c->state != KVQ__CONNECTION_BUSY && !c->finish_due && c->awaited == 0);
     c->timeline = (struct kvq__pinned){.shm.fd = -1};
     c->events = NULL;
     c->arena.used = 0;

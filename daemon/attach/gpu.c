@@ -23,6 +23,7 @@ static const struct kvq_gpu_driver *gpu_driver_of(const struct kvq__gpu *gpu)
 
 static int code_of(int result)
 {
+    assert(result != KVQ_GPU_OK);
     switch (result) {
     case KVQ_GPU_OUT_OF_MEMORY:
         return KVQ_E_NO_MEMORY;
@@ -108,6 +109,7 @@ static int make_region_piece(struct kvq__region *r, char *text)
 {
     const struct kvq_gpu_driver *driver = gpu_driver_of(r->gpu);
     int result = KVQ_GPU_OK;
+    assert(!r->import && r->at == 0);
     if (r->piece.kind == KVQ_GPU_PIECE_NONE)
         result = kvq_gpu_piece_make(driver, kvq__gpu_device(r->gpu), r->bytes, &r->piece, text,
                                     KVQ_TEXT_BYTES);
@@ -130,6 +132,7 @@ static int make_region_piece(struct kvq__region *r, char *text)
 static bool same_handle(const struct kvq__import *import, const struct kvq__gpu *gpu,
                         const ProtobufCBinaryData *handle)
 {
+    assert(handle->len == sizeof import->handle.bytes);
     return import->by_handle && import->gpu == gpu &&
            memcmp(import->handle.bytes, handle->data, handle->len) == 0;
 }
@@ -233,6 +236,7 @@ struct kvq__region *kvq__region_import_on(struct kvq__connection *c, int fd,
         free(region);
         return NULL;
     }
+    assert(!import->closing);
     import->users++;
     region->import = import;
     region->gpu = gpu;
@@ -277,6 +281,7 @@ static int open_import(struct kvq__region *r, char *text)
 {
     struct kvq__import *import = r->import;
     const struct kvq_gpu_driver *driver = gpu_driver_of(r->gpu);
+    assert(import->users > 0 && !import->closing);
     if (import->piece.kind != KVQ_GPU_PIECE_NONE)
         return KVQ_GPU_OK;
     if (!import->by_handle)
@@ -340,6 +345,7 @@ static bool reach(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *tex
 // What it takes to let go of it again is taken here: see return.c.
 static void pin(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
 {
+    assert(p->shm.map && !p->letting_go);
     p->at = 0;
     p->letting_go = calloc(1, sizeof *p->letting_go);
     if (p->letting_go && reach(gpus, p, text))
@@ -353,6 +359,7 @@ static void pin(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
 void kvq__open_timeline_make(struct kvq__connection *c)
 {
     struct kvq__pinned *p = &c->timeline;
+    assert(!p->shm.map);
     c->error = kvq__shm_create(&p->shm, "kvq-timeline", KVQ_TIMELINE_BYTES, false, c->text);
     if (c->error)
         return;
@@ -372,6 +379,7 @@ void kvq__region_make(struct kvq__region *r)
 {
     struct kvq__connection *c = r->connection;
     char text[KVQ_TEXT_BYTES];
+    assert(r->at == 0);
     c->error = 0;
     if (!r->gpu) { // not being able to is no failure: the memory is then of no use to GPUs
         pin(c->server->gpus, &r->host, text);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The first command of a connection: the versions that both sides speak, and a client of the core.
+#include <assert.h>
 #include <stdio.h>
 
 #include "daemon/attach/internal.h"
@@ -45,6 +46,7 @@ static int check_clients(const struct kvq__connection *c, char *text)
     uint64_t most = c->server->config.max_clients;
     uint32_t all = c->attach->count - 1;
     uint32_t own = kvq__attach_held(c->attach, c->peer.uid).connections - 1;
+    assert(c->attach->count > 0);
     if (all >= most) {
         snprintf(text, KVQ_TEXT_BYTES, "%llu clients are attached already (max_clients)",
                  (unsigned long long)most);
@@ -66,6 +68,7 @@ int kvq__hello_prepare(struct kvq__connection *c, struct kvq__packet *packet, ch
     const Kvq__Hello *hello = c->request->hello;
     const struct kvq__identity *us = &c->server->identity;
     uint32_t layout = 0;
+    assert(c->state == KVQ__CONNECTION_HELLO && c->id == 0);
     (void)packet;
     int error = kvq__attach_agree(hello->protocol_min, hello->protocol_max, KVQ_PROTOCOL_MIN,
                                   KVQ_PROTOCOL_MAX, "protocol", &c->protocol, text);
@@ -106,6 +109,7 @@ static void complain_on_loop(struct kvq__mail *mail)
 
 static void complain_of_client(struct kvq__member *member, const char *text)
 {
+    assert(member->broken);
     struct kvq__connection *c =
         (struct kvq__connection *)((char *)member - offsetof(struct kvq__connection, member));
     snprintf(c->broken_text, sizeof c->broken_text, "%s", text);
@@ -114,6 +118,7 @@ static void complain_of_client(struct kvq__member *member, const char *text)
 
 int kvq__hello_run(struct kvq__connection *c, char *text)
 {
+    assert(!c->client && c->member.n_ports == 0);
     int error =
         kvq__client_attach(c->server->core, &c->peer, c->name, &c->client, &c->client_id, text);
     if (error)

@@ -18,6 +18,7 @@ static void make_bundle(struct kvq__shm *shm, const struct kvq_gpu *kernels)
 {
     char text[KVQ_TEXT_BYTES];
     size_t bytes = kvq_gpu_bundle_bytes(kvq_gpu_images(), kernels->image_capability);
+    assert(shm->fd < 0);
     if (bytes && kvq__shm_create(shm, "kvq-kernels", bytes, true, text) == 0)
         kvq_gpu_bundle_write(kvq_gpu_images(), kernels->image_capability, shm->map);
 }
@@ -74,6 +75,7 @@ static uint32_t pages_of(const Kvq__OpenTable *open)
 
 static struct kvq_table_page head_of(const Kvq__OpenTable *open)
 {
+    assert(open->layers >= 1 && open->layers <= KVQ_MAX_LAYERS);
     return (struct kvq_table_page){
         .magic = KVQ_SHM_MAGIC_TABLE,
         .version = KVQ_TABLE_VERSION_MAX,
@@ -85,6 +87,7 @@ static struct kvq_table_page head_of(const Kvq__OpenTable *open)
 
 int kvq__open_table_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
 {
+    assert(!c->table);
     (void)packet;
     const Kvq__OpenTable *open = c->request->open_table;
     Kvq__OpenTableReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
@@ -155,6 +158,7 @@ void kvq__open_pool_put(struct kvq__connection *c)
 
 void kvq__open_table_put(struct kvq__connection *c)
 {
+    assert(c->n_fds == 0 && c->table);
     c->reply.open_table->allocation_bytes = c->table->piece.bytes;
     if (c->table->gpu)
         c->fds[c->n_fds++] = c->table->fd;
@@ -172,6 +176,7 @@ bool kvq__open_table_is_slow(const struct kvq__connection *c)
 void kvq__open_table_make(struct kvq__connection *c)
 {
     struct kvq_table_page head = head_of(c->request->open_table);
+    assert(c->table->gpu);
     const struct kvq_gpu_driver *driver = kvq__gpu_driver(c->table->gpu);
     kvq__region_make(c->table);
     if (c->error)
@@ -189,6 +194,7 @@ void kvq__open_table_make(struct kvq__connection *c)
 // The reply has its descriptor by now, or nobody wants it.
 void kvq__map_book_sent(struct kvq__connection *c)
 {
+    assert(c->book);
     kvq__codebooks_release(c->server->codebooks, c->book);
     c->book = NULL;
 }
@@ -201,6 +207,7 @@ void kvq__open_table_sent(struct kvq__connection *c)
 
 void kvq__open_table_undo(struct kvq__connection *c)
 {
+    assert(c->table);
     kvq__region_give_back(c->table);
     c->table = NULL;
 }
@@ -286,6 +293,7 @@ static int put_layers(struct kvq__connection *c, const struct kvq__layer_reading
                       uint32_t n, char *text)
 {
     Kvq__OpenTableReply *reply = c->reply.open_table;
+    assert(n >= 1 && n <= KVQ_MAX_LAYERS);
     reply->layers = kvq_arena_alloc(&c->arena, n * sizeof *reply->layers);
     if (!reply->layers)
         return kvq__attach_no_room(text);
@@ -318,6 +326,7 @@ static int describe_table(struct kvq__connection *c, uint64_t handle, char *text
 int kvq__open_table_run(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;
+    assert(c->table->bytes == kvq_table_bytes(open->layers, pages_of(open)));
     struct kvq__table_memory memory = {.host = c->table->gpu ? NULL : c->table->host.shm.map,
                                        .gpu = c->table->gpu ? c->table->at : 0,
                                        .copy = c->table->gpu ? c->table->host.shm.map : NULL,
@@ -340,6 +349,7 @@ int kvq__map_extents_run(struct kvq__connection *c, char *text)
     if (n < 0)
         return n;
     // The pool's own: an extent that was told of stays as long as the client.
+    assert(n <= KVQ_MAX_PACKET_FDS);
     for (int i = 0; i < n; i++) {
         reply->numbers[i] = extents[i].number;
         c->fds[i] = extents[i].memory->fd;
@@ -352,6 +362,7 @@ int kvq__map_extents_run(struct kvq__connection *c, char *text)
 // Where a table of floats stands behind `values`; 0 for none, which nobody looks at.
 static uint64_t offset_of_table(const float *table, const float *values)
 {
+    assert(!table || table >= values);
     return table ? (uint64_t)(table - values) : 0;
 }
 
@@ -362,6 +373,7 @@ int kvq__map_book_run(struct kvq__connection *c, char *text)
     struct kvq_book book;
     const float *values;
     size_t n;
+    assert(!c->book);
     int error = kvq__session_book(c->client, map->handle, map->layer, &book, &c->book, text);
     if (error)
         return error;

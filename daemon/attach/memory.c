@@ -58,6 +58,8 @@ void kvq__line_free(struct kvq__line *line)
     if (!line)
         return;
     assert(!line->timeline.shm.map && !line->events);
+    assert(line->connection->n_lines > 0);
+    assert(line->connection->attach->n_lines >= line->connection->n_lines);
     kvq__shm_close(&line->request);
     kvq__shm_close(&line->reply);
     close_fd(line->request_event);
@@ -142,6 +144,7 @@ static int check_buffer_room(const struct kvq__connection *connection, uint64_t 
 {
     const struct kvq_config *config = &connection->server->config;
     uint64_t own = connection->buffer_bytes, all = connection->attach->buffer_bytes;
+    assert(own <= all);
     if (bytes == 0 || bytes > config->client_bytes || own > config->client_bytes - bytes) {
         snprintf(text, KVQ_TEXT_BYTES,
                  "a buffer of %llu bytes besides %llu that this client has; client_bytes allows "
@@ -180,6 +183,7 @@ struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64
 
 void kvq__connection_count(struct kvq__connection *c, uint64_t more, uint64_t less)
 {
+    assert(c->buffer_bytes <= c->attach->buffer_bytes && c->buffer_bytes + more >= less);
     c->buffer_bytes = c->buffer_bytes + more - less;
     c->attach->buffer_bytes = c->attach->buffer_bytes + more - less;
 }
@@ -228,6 +232,7 @@ struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, ui
 
 int kvq__region_add_copy(struct kvq__region *region, uint64_t bytes, char *text)
 {
+    assert(!region->host.shm.map);
     int error = check_buffer_room(region->connection, bytes, text);
     if (error == 0)
         error = kvq__shm_create(&region->host.shm, "kvq-table", bytes, true, text);

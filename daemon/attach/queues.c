@@ -3,6 +3,7 @@
 // Commands of queues: opening and closing one, and what orders its requests on streams, as its
 // client asks for it: a page of words (made in gpu.c), or events of the daemon's, whose handles go
 // to the client. Nothing that a client makes is opened here.
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,6 +55,7 @@ static void line_closed(struct kvq__port *port)
 {
     struct kvq__line *line = (struct kvq__line *)port; // its first member
     struct kvq__connection *c = line->connection;
+    assert(line->port.closing && !line->port.queue);
     LIST_REMOVE(line, link);
     kvq__mailbox_post(&c->server->box, &line->mail, line_gone_on_loop);
     if (c->detaching)
@@ -65,6 +67,7 @@ static void line_closed(struct kvq__port *port)
 int kvq__open_queue_run(struct kvq__connection *c, char *text)
 {
     struct kvq__line *line = c->line;
+    assert(line->id == 0 && !line->port.queue);
     int error = kvq__queue_open(c->client, &line->port.queue, text);
     if (error)
         return error;
@@ -83,12 +86,14 @@ int kvq__open_queue_run(struct kvq__connection *c, char *text)
 // The client has its end of the wake-up now.
 void kvq__open_queue_sent(struct kvq__connection *c)
 {
+    assert(c->line && c->line->wake_theirs >= 0);
     close(c->line->wake_theirs);
     c->line->wake_theirs = -1;
 }
 
 void kvq__open_queue_undo(struct kvq__connection *c)
 {
+    assert(c->line);
     kvq__line_free(c->line);
 }
 
@@ -160,6 +165,7 @@ void kvq__open_events_make(struct kvq__connection *c)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(c->gpu);
     struct kvq__line_events *made = calloc(1, sizeof *made);
+    assert(!c->events);
     c->events = made; // given back by its command if this fails
     c->error = made ? 0 : KVQ_E_NO_MEMORY;
     if (!made)
@@ -206,6 +212,7 @@ static int refuse_second_order(char *text)
 int kvq__open_events_run(struct kvq__connection *c, char *text)
 {
     struct kvq__line *line = find_line(c, c->request->open_events->queue, text);
+    assert(c->events && c->events->gpu == c->gpu);
     if (!line)
         return KVQ_E_INVALID;
     if (line->events)
@@ -227,6 +234,7 @@ static void put_handles(ProtobufCBinaryData *to, size_t *n, struct kvq_gpu_ipc_e
 void kvq__open_events_put(struct kvq__connection *c)
 {
     Kvq__OpenEventsReply *reply = c->reply.open_events;
+    assert(c->events);
     put_handles(reply->ready, &reply->n_ready, c->events->ready);
     put_handles(reply->done, &reply->n_done, c->events->done);
 }
@@ -251,6 +259,7 @@ int kvq__open_timeline_prepare(struct kvq__connection *c, struct kvq__packet *pa
 int kvq__open_timeline_run(struct kvq__connection *c, char *text)
 {
     struct kvq__line *line = find_line(c, c->request->open_timeline->queue, text);
+    assert(c->timeline.at && c->timeline.shm.map);
     if (!line)
         return KVQ_E_INVALID;
     if (line->timeline.shm.map)
@@ -276,5 +285,6 @@ void kvq__open_timeline_put(struct kvq__connection *c)
 
 void kvq__open_timeline_sent(struct kvq__connection *c)
 {
+    assert(c->timeline.shm.fd >= 0);
     close(c->timeline.shm.fd);
 }

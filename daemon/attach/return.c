@@ -40,6 +40,7 @@ static void run_letting_go(uv_work_t *work)
     const struct kvq__attach *a = work->data;
     const struct kvq__gpus *gpus = a->server->gpus;
     struct kvq__letting_go *l = STAILQ_FIRST(&a->letting_go);
+    assert(l && l->shm.map);
     if (l->timeline)
         await_pokes(gpus);
     kvq__gpu_enter(kvq__gpus_get(gpus, 0));
@@ -51,6 +52,8 @@ static void end_letting_go(uv_work_t *work, int status)
 {
     struct kvq__attach *a = work->data;
     struct kvq__letting_go *l = STAILQ_FIRST(&a->letting_go);
+    assert(a->n_letting_go > 0 && a->buffer_bytes >= l->counted);
+    assert(!l->connection || l->connection->buffer_bytes >= l->counted);
     (void)status;
     STAILQ_REMOVE_HEAD(&a->letting_go, link);
     a->n_letting_go--;
@@ -134,6 +137,7 @@ static void end_return(uv_work_t *work, int status)
     struct kvq__return *what = STAILQ_FIRST(&a->returns);
     struct kvq__connection *c = what->connection;
     bool awaited = what->awaited;
+    assert(a->returning && c->giving_back > 0);
     (void)status;
     a->returning = false;
     STAILQ_REMOVE_HEAD(&a->returns, link);
@@ -156,6 +160,7 @@ static void give_back_later(struct kvq__connection *c, struct kvq__return *what,
                             void (*run)(struct kvq__return *), void (*done)(struct kvq__return *))
 {
     struct kvq__attach *a = c->attach;
+    assert(run && done);
     *what = (struct kvq__return){.connection = c, .awaited = awaited, .run = run, .done = done};
     c->giving_back++;
     c->awaited += awaited;
@@ -171,6 +176,7 @@ static struct kvq__region *region_of(struct kvq__return *what)
 static void run_region(struct kvq__return *what)
 {
     struct kvq__region *r = region_of(what);
+    assert(r->gpu);
     kvq__gpu_enter(r->gpu);
     if (r->import)
         kvq_gpu_piece_release(driver_of(r->gpu), &r->import->piece);
@@ -180,6 +186,7 @@ static void run_region(struct kvq__return *what)
 
 static void free_region(struct kvq__region *r)
 {
+    assert(!r->import || (r->import->users == 0 && r->import->closing));
     if (r->import) {
         LIST_REMOVE(r->import, link);
         free(r->import);
@@ -213,6 +220,7 @@ static bool keep_as_spare(struct kvq__region *r)
 void kvq__region_give_back(struct kvq__region *r)
 {
     struct kvq__connection *c = r->connection;
+    assert(!r->import || r->import->users > 0);
     kvq__region_close_fd(r);
     kvq__region_uncount(r);
     if (r->import && --r->import->users > 0)
@@ -248,6 +256,7 @@ static void end_line(struct kvq__return *what)
 
 void kvq__line_give_back(struct kvq__line *line)
 {
+    assert(!line->port.queue);
     if (line->timeline.at)
         let_go_of_pinned(line->connection, &line->timeline, 0, true);
     if (line->events)
@@ -268,6 +277,7 @@ static void end_nothing(struct kvq__return *what)
 
 void kvq__stream_sync_undo(struct kvq__connection *c)
 {
+    assert(!c->timeline.at || !c->events);
     if (c->timeline.at)
         let_go_of_pinned(c, &c->timeline, 0, true);
     if (c->events)

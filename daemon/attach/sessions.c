@@ -2,6 +2,7 @@
 //
 // Commands that describe a session: codebooks that its formats name are read before the core opens
 // it, on a thread of libuv's.
+#include <assert.h>
 #include <string.h>
 
 #include "daemon/attach/internal.h"
@@ -35,6 +36,7 @@ static const Kvq__OpenSession *described(const struct kvq__connection *c)
 void kvq__session_read_codebooks(struct kvq__connection *c)
 {
     const Kvq__OpenSession *open = described(c);
+    assert(open);
     read_codebooks_of(c->server, open->format);
     for (size_t i = 0; i < open->n_layers; i++) {
         const char *format = open->layers[i]->format;
