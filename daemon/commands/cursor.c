@@ -3,6 +3,7 @@
 // Cursors that come back; see cursor.h.
 #include "daemon/commands/cursor.h"
 
+#include <assert.h>
 #include <stdio.h>
 
 #include "proto/status.h"
@@ -17,6 +18,7 @@ static const char *name_of_list(uint32_t list)
 int kvq__cursor_check(const Kvq__Cursor *cursor, uint64_t epoch, Kvq__Request__CommandCase list,
                       char *text)
 {
+    assert(list != KVQ__REQUEST__COMMAND__NOT_SET);
     if (!cursor)
         return 0;
     if (cursor->list != (uint32_t)list) {
@@ -41,6 +43,7 @@ Kvq__Cursor *kvq__cursor_new(struct kvq_arena *arena, uint64_t epoch,
                              Kvq__Request__CommandCase list)
 {
     Kvq__Cursor *cursor = kvq_arena_alloc(arena, sizeof *cursor);
+    assert(list != KVQ__REQUEST__COMMAND__NOT_SET);
     if (!cursor)
         return NULL;
     kvq__cursor__init(cursor);

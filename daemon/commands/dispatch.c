@@ -53,6 +53,7 @@ bool kvq__dispatch_takes(Kvq__Request__CommandCase command)
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text)
 {
     const char *plain = status == 0 ? "" : kvq_status_text(status);
+    assert(status <= 0);
     reply->status = status;
     reply->text = kvq_arena_text(arena, status != 0 && *text ? text : plain);
     if (status != 0 && !reply->text[0]) // no room left; packing only reads it

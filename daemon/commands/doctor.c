@@ -4,6 +4,7 @@
 // knowing, what is a problem, and what to do about it.
 #include "daemon/commands/doctor.h"
 
+#include <assert.h>
 #include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -34,6 +35,7 @@ __attribute__((format(printf, 5, 6))) static void add(struct findings *f, const 
     Kvq__Finding *finding = kvq_arena_alloc(f->arena, sizeof *finding);
     if (!finding || f->reply->n_findings == MOST)
         return;
+    assert((level == FINE) == !*remedy); // what is not fine comes with what to do about it
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
@@ -246,6 +248,7 @@ void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq_
     check_huge_pages(&f, server);
     check_limits(&f, server);
     check_permissions(&f, server);
+    assert(f.reply->n_findings <= MOST);
     reply->doctor = f.reply;
     reply->result_case = KVQ__REPLY__RESULT_DOCTOR;
 }

@@ -5,6 +5,7 @@
 #include "daemon/commands/cursor.h"
 #include "daemon/commands/internal.h"
 
+#include <assert.h>
 #include <stdio.h>
 
 enum {
@@ -27,6 +28,7 @@ static int begin_page(struct page *p, const Kvq__Cursor *cursor, struct kvq__lis
     p->elements = kvq_arena_alloc(p->call->arena, KVQ_MAX_LIST * sizeof *p->elements);
     p->room = p->room ? p->room : KVQ__LIST_BYTES;
     p->most = p->most ? p->most : KVQ_MAX_LIST;
+    assert(p->most <= KVQ_MAX_LIST && p->room <= KVQ_MAX_MESSAGE);
     if (!p->elements)
         return kvq__call_no_room(p->call);
     int error = kvq__cursor_check(cursor, p->call->d->identity->epoch,
@@ -48,6 +50,8 @@ static int begin_page(struct page *p, const Kvq__Cursor *cursor, struct kvq__lis
 // Takes an element that stands at a place of the list. False: the page is full.
 static bool add_element(struct page *p, ProtobufCMessage *element, struct kvq__list_at at)
 {
+    assert(at.ns > p->at.ns || (at.ns == p->at.ns && at.id > p->at.id)); // the list's order
+    assert(!p->truncated && p->n <= p->most);
     p->bytes += element ? protobuf_c_message_get_packed_size(element) + 4 : 0;
     p->truncated = !element || p->call->arena->full || p->bytes > p->room || p->n == p->most;
     if (p->truncated)
@@ -61,6 +65,7 @@ static bool add_element(struct page *p, ProtobufCMessage *element, struct kvq__l
 static Kvq__Cursor *next_cursor(const struct page *p)
 {
     Kvq__Cursor *next = NULL;
+    assert(p->n <= p->most);
     if (p->truncated && p->n)
         next = kvq__cursor_new(p->call->arena, p->call->d->identity->epoch,
                                p->call->request->command_case);
@@ -188,6 +193,7 @@ int kvq__run_list_formats(struct kvq__call *call)
     if (!list || !infos)
         return kvq__call_no_room(call);
     uint32_t n = kvq__core_formats(call->d->core, infos, MOST);
+    assert(n <= MOST);
     int error = begin_page(p, ask->cursor, (struct kvq__list_at){0, n});
     for (uint64_t i = p->at.id; !error && i < n && !p->truncated; i++) {
         Kvq__Format *f = format_message(call->arena, &infos[i]);

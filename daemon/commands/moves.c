@@ -2,11 +2,14 @@
 //
 // Commands that send a session elsewhere: to another place, to disk, back; and how far that is.
 // They return at once.
+#include <assert.h>
+
 #include "daemon/commands/internal.h"
 
 static Kvq__Move *move_message(struct kvq_arena *arena, const struct kvq__move_info *info)
 {
     Kvq__Move *m = kvq_arena_alloc(arena, sizeof *m);
+    assert(info->phase && info->place && info->name && info->text);
     if (!m)
         return NULL;
     kvq__move__init(m);

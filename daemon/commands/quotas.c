@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Namespaces' limits, and what they use of them, as messages.
+#include <assert.h>
 #include <stdio.h>
 
 #include "daemon/commands/internal.h"
@@ -22,6 +23,7 @@ Kvq__Quota *kvq__quota_message(struct kvq_arena *arena, const uint64_t limits[KV
 ProtobufCMessage *kvq__quota_status_message(struct kvq_arena *arena,
                                             const struct kvq__namespace_info *info)
 {
+    assert(info->last_refused < KVQ__LIMITS);
     static const char *const names[KVQ__LIMITS] = {[KVQ__HOST_BYTES] = "host_bytes",
                                                    [KVQ__DEVICE_BYTES] = "device_bytes",
                                                    [KVQ__DISK_BYTES] = "disk_bytes",

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Commands of sessions: what they are opened with, what is told of them, and their prefixes.
+#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -17,6 +18,8 @@ Kvq__Session *kvq__session_message(struct kvq_arena *arena, const struct kvq__se
 {
     static const char *const rotations[] = {"none", "engine", "daemon", "mixed"};
     Kvq__Session *s = kvq_arena_alloc(arena, sizeof *s);
+    assert(info->v_rotation < sizeof rotations / sizeof *rotations);
+    assert(info->shard < info->shards && info->layers > 0);
     if (!s)
         return NULL;
     kvq__session__init(s);
@@ -73,6 +76,7 @@ static void add_shards(const struct kvq__dispatch *d, struct kvq_arena *arena, K
 {
     struct kvq__shard_info infos[KVQ_MAX_SHARDS];
     uint32_t n = kvq__session_shards(d->core, d->peer, s->id, infos);
+    assert(s->id > 0);
     s->shard_list = kvq_arena_alloc(arena, (n + 1) * sizeof(Kvq__Shard *));
     for (uint32_t i = 0; s->shard_list && i < n; i++) {
         Kvq__Shard *one = kvq_arena_alloc(arena, sizeof *one);
@@ -108,6 +112,7 @@ static int add_layer_rows(struct kvq__call *call, uint64_t handle)
     uint8_t path;
     uint32_t shards;
     struct kvq__layer_reading *from = kvq_arena_alloc(arena, KVQ_MAX_LAYERS * sizeof *from);
+    assert(call->d->client && call->reply->session);
     s->layer_rows = kvq_arena_alloc(arena, KVQ_MAX_LAYERS * sizeof(Kvq__Layer *));
     if (!from || !s->layer_rows)
         return KVQ_E_NO_MEMORY;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Commands of administrators: the daemon as a whole, its places, and its clients.
+#include <assert.h>
 #include <string.h>
 
 #include "daemon/commands/internal.h"
@@ -9,6 +10,7 @@ int kvq__run_ping(struct kvq__call *call)
 {
     const struct kvq__identity *us = call->d->identity;
     Kvq__Pong *pong = kvq_arena_alloc(call->arena, sizeof *pong);
+    assert(call->d->now_ns >= us->start_ns);
     if (!pong)
         return kvq__call_no_room(call);
     kvq__pong__init(pong);
@@ -31,6 +33,7 @@ static void add_gpus(const struct kvq__dispatch *d, struct kvq_arena *arena, Kvq
 {
     struct kvq__place_info infos[KVQ_MAX_GPUS];
     uint32_t n = kvq__core_places(d->core, infos);
+    assert(n <= KVQ_MAX_GPUS);
     s->gpus = kvq_arena_alloc(arena, (n + 1) * sizeof(Kvq__PlaceStatus *));
     for (uint32_t i = 0; s->gpus && i < n; i++) {
         Kvq__PlaceStatus *one = kvq_arena_alloc(arena, sizeof *one);
@@ -72,6 +75,7 @@ int kvq__run_status(struct kvq__call *call)
     struct kvq_arena *arena = call->arena;
     struct kvq__status status;
     Kvq__StatusReply *s = kvq_arena_alloc(arena, sizeof *s);
+    assert(d->now_ns >= d->identity->start_ns);
     if (!s)
         return kvq__call_no_room(call);
     kvq__core_status(d->core, &status);

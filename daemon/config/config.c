@@ -4,6 +4,7 @@
 // in file.c.
 #include "daemon/config/config.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <sched.h>
 #include <stdarg.h>
@@ -185,6 +186,7 @@ int kvq__config_refuse(char *text, const char *where, const char *format, ...)
 {
     va_list arguments;
     int used = snprintf(text, KVQ_TEXT_BYTES, "%.200s: ", where);
+    assert(used >= 0 && used < KVQ_TEXT_BYTES);
     va_start(arguments, format);
     vsnprintf(text + used, KVQ_TEXT_BYTES - (size_t)used, format, arguments);
     va_end(arguments);
@@ -261,6 +263,7 @@ int kvq__parse_ids(const char *where, const char *name, const char *value,
 static int check_option_range(const struct kvq__option *o, const char *where, const char *value,
                               uint64_t number, char *text)
 {
+    assert(o->min <= o->max);
     if (number >= o->min && number <= o->max)
         return 0;
     char least[32], most[32];
@@ -283,6 +286,7 @@ static int parse_word(const struct kvq__option *o, const char *where, const char
         used += (size_t)snprintf(allowed + used, sizeof allowed - used, "%s%s", i ? ", " : "",
                                  o->words[i]);
     }
+    assert(used < sizeof allowed);
     return kvq__config_refuse(text, where, "%s is \"%.64s\"; allowed is %s", kvq__option_name(o),
                               value, allowed);
 }
@@ -291,6 +295,7 @@ static int parse_text(const struct kvq__option *o, const char *where, const char
                       char *field, char *text)
 {
     size_t length = strlen(value);
+    assert(o->type == KVQ_OPTION_TEXT);
     if (length >= o->size)
         return kvq__config_refuse(text, where, "%s is %zu bytes long; allowed is %zu",
                                   kvq__option_name(o), length, o->size - 1);
@@ -309,6 +314,7 @@ int kvq__option_set(struct kvq_config *config, const struct kvq__option *o,
     const char *name = kvq__option_name(o), *rest = "";
     uint64_t number = 0;
     int error = 0;
+    assert(o->offset + o->size <= sizeof *config && o - kvq__options < KVQ_CONFIG_OPTIONS);
     switch (o->type) {
     case KVQ_OPTION_TEXT:
         error = parse_text(o, where, value, field, text);
@@ -371,6 +377,7 @@ void kvq__config_defaults(struct kvq_config *config, char *const *environment)
 static int refuse_variable(const char *name, char *text)
 {
     char nearest[64];
+    assert(strncmp(name, "KVQD_", 5) == 0);
     snprintf(nearest, sizeof nearest, "%s", kvq__option_nearest(name + 5));
     for (char *c = nearest; *c; c++)
         *c = *c >= 'a' && *c <= 'z' ? (char)(*c - 32) : *c;
@@ -479,6 +486,7 @@ static int check_remote(const struct kvq_config *config, char *text)
 
 int kvq__config_resolve(struct kvq_config *config, char *text)
 {
+    assert(config->extent_bytes > 0);
     if (config->extent_bytes % (2 << 20))
         return kvq__config_refuse(text, "extent_bytes", "%llu is not a multiple of 2mb",
                                   (unsigned long long)config->extent_bytes);

@@ -3,6 +3,7 @@
 // The configuration file: options of the table at the top (or under [kvqd]), then sections
 // [namespace NAME] and [format NAME] (formats.c). inih reads it; what inih would silently
 // cut or split is refused first.
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <ini.h>
@@ -55,6 +56,7 @@ static int refuse_twice(struct parse *p, const char *name)
 static int handle_option(struct parse *p, const char *name, const char *value)
 {
     const struct kvq__option *o = kvq__option_find(name);
+    assert(p->error == 0);
     if (!o)
         return refuse_key(p, "", name);
     uint64_t bit = 1ull << (o - kvq__options);
@@ -73,6 +75,7 @@ bool kvq__config_is_namespace(const char *name)
 static struct kvq_config_namespace *find_namespace_section(struct parse *p, const char *name)
 {
     struct kvq_config *config = p->config;
+    assert(config->n_namespaces <= KVQ_MAX_NAMESPACES && p->error == 0);
     for (uint32_t i = 0; i < config->n_namespaces; i++)
         if (strcmp(config->namespaces[i].name, name) == 0)
             return &config->namespaces[i];
@@ -149,6 +152,7 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     } else {
         uint64_t *const numbers[] = {&ns->max_sessions, &ns->host_bytes, &ns->device_bytes,
                                      &ns->disk_bytes, &ns->table_bytes};
+        assert(key - KEY_SESSIONS < sizeof numbers / sizeof *numbers);
         uint64_t *number = numbers[key - KEY_SESSIONS];
         p->error = kvq__parse_size(nowhere, name, value, number, p->text);
         if (p->error == 0 && key == KEY_SESSIONS && *number > UINT32_MAX)
@@ -205,6 +209,7 @@ static int line_of_format(const char *contents, const char *name)
 {
     char header[KVQ_FORMAT_NAME + 16];
     int line = 1;
+    assert(*name);
     snprintf(header, sizeof header, "[format %s]", name);
     for (const char *at = contents; *at; line++) {
         size_t length = strcspn(at, "\n");
@@ -225,6 +230,7 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *c
     int line = kvq__config_overlong(contents, &what);
     if (line == 0) {
         line = ini_parse_string(contents, handle_key, &p);
+        assert(p.error == 0 || strncmp(complaint, ": ", 2) == 0);
         what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
     }
     const char *format = "";

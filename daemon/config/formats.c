@@ -2,6 +2,7 @@
 //
 // Sections [format NAME] of the configuration file. What one line says is checked at that line;
 // what depends on several, when the whole file has been read.
+#include <assert.h>
 #include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -70,6 +71,7 @@ static struct kvq_config_format *find_or_make(struct kvq_config *config, const c
                                               char *text)
 {
     struct kvq_config_format *f = find_own_format(config, name);
+    assert(config->n_formats <= KVQ_MAX_OWN_FORMATS);
     if (f || check_format_name(name, text))
         return f;
     if (config->n_formats == KVQ_MAX_OWN_FORMATS) {
@@ -228,6 +230,7 @@ static int add_stage(struct kvq_config_format *f, const char *section, const cha
     char change[160], why[WHY];
     size_t used = strlen(f->stages);
     int stage = kvq_format_stage(name, strlen(name));
+    assert(used < sizeof f->stages);
     if (stage < 0)
         return refuse_format_key(section, name, text);
     if (f->stages_set & 1ull << stage)
@@ -255,6 +258,7 @@ int kvq__config_format_line(struct kvq_config *config, const char *section, cons
         key++;
     if (key == KEYS)
         return add_stage(f, section, name, value, text);
+    assert((size_t)(f - config->formats) < config->n_formats);
     if (key == KVQ_CONFIG_FORMAT_LAYERS)
         return add_layers_option(config, &config->own_formats[f - config->formats], value, text);
     if (f->names[key][0])
@@ -303,6 +307,7 @@ static int compose(struct kvq_config_format *f, struct kvq__own_format *own, cha
     char why[WHY];
     const char *base = f->names[KVQ_CONFIG_FORMAT_BASE], *k = f->names[KVQ_CONFIG_FORMAT_K];
     const char *v = f->names[KVQ_CONFIG_FORMAT_V];
+    assert(own->name[0]);
     own->has_rest = *base || *k || *v;
     if (!own->has_rest && (f->stages[0] || own->n_ranges == 0))
         return kvq__config_refuse(text, nowhere,
@@ -330,6 +335,7 @@ static int compose(struct kvq_config_format *f, struct kvq__own_format *own, cha
 // Ranges that name a format of this file get its row.
 static int link_ranges(struct kvq_config *config, struct kvq__own_format *own, char *text)
 {
+    assert(own->n_ranges <= KVQ_MAX_FORMAT_RANGES);
     for (uint32_t i = 0; i < own->n_ranges; i++) {
         struct kvq_format *row = &own->ranges[i].row;
         const struct kvq_config_format *f = find_own_format(config, row->name);

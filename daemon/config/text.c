@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Flags of the command line, and the configuration as text: --help and --print-config.
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,6 +54,7 @@ static int refuse_flag(const char *name, bool is_long, char *text)
 
 int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag, char *text)
 {
+    assert(*at < argc);
     const char *argument = argv[*at];
     size_t length = strcspn(argument, "=");
     snprintf(flag->name, sizeof flag->name, "%.*s", (int)(length < 63 ? length : 63), argument);
@@ -76,6 +78,7 @@ int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag,
 static int read_descriptor(const struct kvq__flag *flag, int *out, char *text)
 {
     char *end;
+    assert(flag->value);
     long fd = strtol(flag->value, &end, 10);
     if (*end || end == flag->value || fd < 0 || fd > 65535)
         return kvq__config_refuse(text, flag->name, "\"%.64s\" is not the number of a descriptor",
@@ -87,6 +90,7 @@ static int read_descriptor(const struct kvq__flag *flag, int *out, char *text)
 int kvq__flag_special(struct kvq_config *config, const struct kvq__flag *flag, char *text)
 {
     const char *name = special_find(flag->name)->name;
+    assert(!flag->option);
     if (strcmp(name, "--help") == 0) {
         config->help = true;
     } else if (strcmp(name, "--version") == 0) {
@@ -116,6 +120,7 @@ struct out {
 __attribute__((format(printf, 2, 3))) static void put(struct out *out, const char *format, ...)
 {
     va_list arguments;
+    assert(out->room > 0);
     va_start(arguments, format);
     int written = vsnprintf(out->at, out->room, format, arguments);
     va_end(arguments);
@@ -225,6 +230,7 @@ static void put_own_format(struct out *out, const struct kvq_config *config, uin
 {
     const struct kvq_config_format *f = &config->formats[index];
     const struct kvq__own_format *own = &config->own_formats[index];
+    assert(index < config->n_formats);
 
     static const char *const keys[] = {"base", "k", "v"};
     put(out, "\n[format %s]\n", own->name);

@@ -123,6 +123,7 @@ static void send_to(struct kvq__control *c, const struct sender *to, Kvq__Reply 
 {
     size_t length;
     const struct back *b = find_back(c, to->back);
+    assert(to->bytes > 0 && to->bytes <= sizeof to->identity);
     if (!b)
         return;
     if (kvq_reply_pack(reply, c->out, sizeof c->out, &length) != 0) {
@@ -145,6 +146,7 @@ static void send_reply(struct kvq__control *c)
 static void refuse_request(struct kvq__control *c, int status, const char *text)
 {
     char quoted[256];
+    assert(status < 0 && !c->busy);
     kvq__reply_status(&c->reply, &c->arena, status, text);
     kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused", "uid=%u status=%s text=%s",
                     c->peer.uid, kvq_status_name(status),
@@ -156,6 +158,7 @@ static void back(struct kvq__mail *mail)
 {
     struct kvq__control *c =
         (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
+    assert(c->busy);
     c->busy = false;
     count_request(c, c->sender.back, true);
     if (!c->open)
@@ -175,6 +178,7 @@ static void run_command(struct kvq__mail *mail)
                               .identity = &c->server->identity,
                               .peer = &c->peer,
                               .now_ns = kvq_now_ns()};
+    assert(c->busy && c->request);
     kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
     kvq__mailbox_post(&c->server->box, &c->mail, back);
 }
@@ -185,6 +189,7 @@ static void task_done(struct kvq__task *task)
 {
     struct control_task *e = (struct control_task *)task; // its first member
     struct kvq__control *c = e->control;
+    assert(c->n_tasks > 0);
     c->n_tasks--;
     LIST_REMOVE(e, link);
     count_request(c, e->sender.back, true);
@@ -232,6 +237,7 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
                                  .reply = &e->reply,
                                  .peer = &e->peer,
                                  .done = task_done};
+    assert(c->n_tasks < MOST_ERRANDS);
     c->n_tasks++;
     LIST_INSERT_HEAD(&c->tasks, e, link);
     count_request(c, e->sender.back, false);
@@ -241,6 +247,7 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
 static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
 {
     char text[KVQ_TEXT_BYTES] = "";
+    assert(!c->busy && c->open);
     c->arena.used = 0;
     kvq__reply__init(&c->reply);
     c->reply.epoch = c->server->identity.epoch;
@@ -276,6 +283,7 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
 // Receives one whole message: identity, maybe an empty frame, body. False if there is none.
 static bool receive(struct kvq__control *c, const struct back *b)
 {
+    assert(!c->busy);
     zmq_msg_t frame, body;
     int parts = 0;
     bool more = true, have_body = false;
@@ -415,6 +423,7 @@ static void close_back(void *context, uint32_t number)
 {
     struct kvq__control *c = context;
     struct back *b = c->backs[number];
+    assert(number < KVQ__FRONT_MOST);
     if (!b)
         return;
     c->backs[number] = NULL;
@@ -483,6 +492,7 @@ static bool back_busy(void *context, uint32_t number)
 {
     const struct kvq__control *c = context;
     const struct back *b = c->backs[number];
+    assert(number < KVQ__FRONT_MOST);
     return b && (b->requests > 0 || readable(b));
 }
 
@@ -557,6 +567,7 @@ void kvq__control_free(struct kvq__control **control)
     if (!c)
         return;
     assert(!c->busy && !c->open);
+    assert(c->n_tasks == 0 && LIST_EMPTY(&c->tasks));
     kvq__front_free(&c->front);
     if (c->publisher)
         zmq_close(c->publisher);

@@ -62,6 +62,7 @@ static void on_closed(uv_handle_t *handle)
 {
     struct guest *g = handle->data;
     struct kvq__front *f = g->front;
+    assert(g->state == ENDING && g->open_handles > 0 && f->used[g->number]);
     if (--g->open_handles > 0)
         return;
     if (g->backed)
@@ -79,6 +80,7 @@ static void close_side(uv_pipe_t *side)
 
 static void set_ending(struct guest *g)
 {
+    assert(g->state == ENDING || g->front->standing > 0);
     if (g->state != ENDING)
         g->front->standing--;
     g->state = ENDING;
@@ -87,6 +89,7 @@ static void set_ending(struct guest *g)
 // ZeroMQ's end is closed, or there is none: nothing is waited for.
 static void end_now(struct guest *g)
 {
+    assert(g->accepted || !g->backed || g->front->pending > 0);
     set_ending(g);
     g->front->pending -= g->backed && !g->accepted;
     g->accepted = true;
@@ -97,6 +100,7 @@ static void end_now(struct guest *g)
 
 static void shut_back(struct guest *g)
 {
+    assert(g->backed && g->state == ENDING);
     uv_os_fd_t fd;
     if (uv_fileno((uv_handle_t *)&g->back_side, &fd) == 0)
         shutdown(fd, SHUT_WR);
@@ -159,6 +163,7 @@ static int check_guest_room(struct kvq__front *f, const struct kvq__peer *peer, 
 {
     uint32_t own = 0, ending = 0, free = kvq__descriptors_free();
     struct guest *g;
+    assert(f->standing <= f->places && f->pending <= KVQ__FRONT_MOST);
     TAILQ_FOREACH (g, &f->guests, link) {
         own += g->state != ENDING && g->peer.uid == peer->uid;
         ending += g->state == ENDING && g->peer.uid == peer->uid;
@@ -189,6 +194,7 @@ static int open_guest_back(struct guest *g, char *text)
 {
     struct kvq__front *f = g->front;
     uint32_t free = kvq__descriptors_free();
+    assert(g->state == SILENT && !g->backed);
     if (free < f->pending + KVQ__FILES_OF_CONTROL + KVQ__FILES_SPARE) {
         snprintf(text, KVQ_TEXT_BYTES,
                  "kvqd has %u of %u descriptors left, which it keeps for itself; raise its "
@@ -218,6 +224,7 @@ static int open_guest_back(struct guest *g, char *text)
 
 static struct flow *flow_of(struct guest *g, const void *from)
 {
+    assert(from == &g->peer_side || from == &g->back_side);
     return from == &g->peer_side ? &g->in : &g->out;
 }
 
@@ -232,6 +239,7 @@ static void on_written(uv_write_t *write, int status)
 {
     struct flow *flow = write->data;
     struct guest *g = flow->guest;
+    assert(flow->writing);
     flow->writing = false;
     if (g->state == ENDING) {
         if (flow == &g->in && !uv_is_closing((uv_handle_t *)&g->back_side))
@@ -245,6 +253,7 @@ static void on_written(uv_write_t *write, int status)
 
 static void pass_on(struct flow *flow, size_t n)
 {
+    assert(!flow->writing && n > 0 && n <= sizeof flow->bytes);
     uv_buf_t buffer = uv_buf_init(flow->bytes, (unsigned)n);
     uv_read_stop((uv_stream_t *)flow->from);
     flow->write.data = flow;
@@ -343,6 +352,7 @@ int kvq__front_open(struct kvq__server *server, const struct kvq__front_back *ba
                     struct kvq__front **out, char *text)
 {
     struct kvq__front *f = calloc(1, sizeof *f);
+    assert(back->open && back->busy && back->close);
     *out = f;
     if (!f) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory for the control socket");
