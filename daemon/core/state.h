@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The state of the core, shared by its files and its tests; nobody else includes this, nor what it
-// is made of: pool.h, session.h, client.h and request.h.
+// The state of the core. Only the core's files and tests include this header and its parts: pool.h,
+// session.h, client.h and request.h.
 //
 // Ownership: the core owns namespaces and clients; a namespace owns its sessions and
 // extents; a session owns its layers and formats. Its page table comes in
@@ -9,11 +9,11 @@
 // reference to each block that it names, however many have it. Requests in flight hold references
 // to sessions and buffers.
 //
-// What keeps running work safe: workers never look at sessions or page tables. A request copies
-// the addresses it needs before its job starts, and references the sessions that they are of. A
-// block that lost its last reference is not given out again as long as any request (a "flight")
-// that started earlier is under way, or, if one session alone had it, until nothing pins that
-// session and no stream packs it (kvq__session_quiet), whichever comes first.
+// What keeps running work safe: workers never look at sessions or page tables. Before its job
+// starts a request copies the addresses of the blocks it needs, and references their sessions. A
+// block that has lost its last reference is free once all requests (their "flights") have ended
+// that began before. If only one session had the block, it is free already when no request
+// references that session and no stream packs it (kvq__session_quiet).
 #ifndef KVQ_DAEMON_CORE_STATE_H
 #define KVQ_DAEMON_CORE_STATE_H
 
@@ -39,18 +39,18 @@ struct kvq__namespace {
     struct kvq__quota quota, base_quota; // base_quota: without what was set at run time
     uint32_t quota_set;                  // which limits were: bits 1 << enum kvq__limit
     uint64_t used[KVQ__LIMITS];
-    uint64_t exempt[KVQ__LIMITS]; // of these, what the limit does not count
+    uint64_t exempt[KVQ__LIMITS]; // the part of `used` that the limits do not count
     struct kvq__refusals refused[KVQ__LIMITS];
     enum kvq__limit last_refused;
     uint32_t *uids, *gids;
     uint32_t n_uids, n_gids;
     uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
-    bool lenient; // what is taken just now is given back at once: it counts, and is not refused
+    bool lenient; // table bytes are taken for a moment only: they count, but are not refused
     LIST_HEAD(, kvq__export_record) exports;
     struct kvq__arena arenas[1 + KVQ_MAX_GPUS]; // of each pool
     struct kvq__session_list sessions;          // in the order of their ids
-    struct kvq__session_tree by_id;             // the same, to find a place among them
+    struct kvq__session_tree by_id;             // the same sessions, as a tree
     struct kvq__prefixes prefixes;
     char (*share_with)[KVQ_NAME_BYTES]; // namespaces whose sessions may begin with its prefixes
     uint32_t n_share_with;
@@ -62,16 +62,16 @@ bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__pe
 int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__namespace **ns, char *text);
 void kvq__namespaces_close(struct kvq__core *core);
-// Tells that so many bytes more were refused in a pool, by KVQ_E_NO_MEMORY or KVQ_E_QUOTA, at most
-// once a second for each namespace, and why nothing made room (NULL: nothing said). Nothing for
-// other codes.
+// Reports that a pool has refused so many bytes with KVQ_E_NO_MEMORY or KVQ_E_QUOTA, and why no
+// session made room (NULL: unknown). At most one event a second for each namespace. Does nothing
+// for other codes.
 void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
                          const struct kvq__pool *pool, uint64_t bytes, int code, const char *why);
 
 // ---- Exports (export.c) ----
 
-// A client that was told of a namespace's extents of one pool, up to a serial number, and so may
-// have them mapped as long as it is there.
+// A client may have mapped the extents of a namespace in one pool, up to this serial number: it was
+// told of them, and nothing can unmap them while the client lives.
 struct kvq__export_record {
     LIST_ENTRY(kvq__export_record) link; // in the namespace
     const struct kvq__client *client;
@@ -83,8 +83,8 @@ void kvq__exports_drop(struct kvq__client *client); // it is gone
 
 // ---- Packing (pack.c) ----
 
-// Enqueues the packing of queued sessions on GPUs, behind their writers' work (gpu_pack.c). What
-// has no room there, or must wait for something, stays queued.
+// Enqueues packing for the queued sessions on GPUs, on the lanes of their writers (gpu_pack.c).
+// Sessions whose lane has no room, or that must wait for other work, stay queued.
 void kvq__pack_on_gpus(struct kvq__core *core);
 // Packing of one layer that no request waits for.
 struct kvq__packer {
@@ -109,28 +109,29 @@ struct kvq__staging;
 struct kvq__park;
 struct kvq__forget;
 
-// Of a pool: sessions that leave it just now, so that others find room (evict.c).
+// The eviction under way in a pool: sessions that leave it to make room for others (evict.c).
 struct kvq__evicting {
     uint64_t ticket;         // of their move or parking; 0 = none
-    uint64_t session, bytes; // the first one's id; what the pool gains
+    uint64_t session, bytes; // id of the first session; bytes that the pool gains
     struct kvq__namespace *ns;
-    int why; // KVQ_E_NO_MEMORY, KVQ_E_QUOTA, or 0: before anybody needed it
+    int why; // KVQ_E_NO_MEMORY or KVQ_E_QUOTA; 0: the pool was above config.evict_above
     bool demotes;
 };
 
 LIST_HEAD(kvq__session_bucket, kvq__session);
 enum { KVQ__DUE_SLOTS = 4096 }; // nine minutes
 
-// Sessions by id and by name: as many buckets of each as a power of two, and more as they come.
+// Hash tables of sessions, by id and by name. n_buckets is a power of two and grows with the
+// sessions.
 struct kvq__lookup {
     struct kvq__session_bucket *ids, *names;
     uint32_t n_buckets;
     uint8_t key[16]; // of the hash of names, which clients choose
-    uint64_t looks;  // sessions that were looked at to find and list others
+    uint64_t looks;  // sessions visited so far by searches and lists; for tests
 };
 
-// What the rooms of the core need of rooms above them. core.c fills it in with the functions of
-// these names; the rooms' own headers say what they do.
+// Functions of upper rooms that lower rooms of the core call. core.c fills the table in; the
+// headers of the upper rooms document the functions.
 struct kvq__upward {
     // Memory calls:
     bool (*block_reclaim)(struct kvq__core *core, const struct kvq__namespace *ns,
@@ -162,34 +163,34 @@ struct kvq__core {
     const struct kvq__upward *up;
     struct kvq__lookup lookup;
     struct kvq__session_bucket dues[KVQ__DUE_SLOTS];
-    uint64_t due_slot;                        // the first that may have some; see due.c
-    struct kvq__session_list seals;           // with pages for the index that may be final by now
+    uint64_t due_slot;              // the first slot that may have sessions; see due.c
+    struct kvq__session_list seals; // sessions whose next page may be final, and go to the index
     struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
     uint32_t n_pools;
     struct kvq__block_row
         deferred; // by retired.at; some stand behind others that are retired later
     struct kvq__session_list givers; // that may have blocks there (session->given)
     uint32_t n_givers;
-    struct kvq__drop { // of what is dropped just now: see kvq__drops_begin
+    struct kvq__drop { // who drops references at the moment: see kvq__drops_begin
         struct kvq__session *giver;
         uint64_t last, by;
     } drop;
-    struct kvq__session_list ended; // that have yet to give memory back, the oldest first (ended.c)
-    uint64_t release_left;          // work that giving back may take until the next turn
-    uint64_t released;              // that it has taken
-    uint64_t shortage_looks;        // sessions that were held against what somebody was refused
+    struct kvq__session_list ended; // sessions whose memory is yet to be freed, oldest first
+    uint64_t release_left;          // work left for freeing in this turn (ended.c)
+    uint64_t released;              // work that freeing has taken in all
+    uint64_t shortage_looks;        // calls of kvq__shortage_counts; for tests
     uint64_t now;
     bool draining, faulted;
     uint64_t refusal_told; // when a refused launch was told last
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights;           // oldest first
-    LIST_HEAD(, kvq__lane) lanes, spare_lanes; // of clients, and of nobody
+    LIST_HEAD(, kvq__lane) lanes, spare_lanes; // spare: no client has them any more
     struct kvq__stream_use *common_use;        // of the stream that lanes share, for each GPU
     uint64_t last_flight, last_namespace, last_client, last_session, last_queue, last_serial;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
     LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use
-    struct kvq__queue *background; // of nobody: by it lanes are given such work; NULL without GPUs
+    struct kvq__queue *background; // no client's: background packing goes through it; NULL: no GPU
     struct kvq__packer packer;
     uint32_t n_clients, n_sessions, n_steps;
     uint64_t tokens;                                      // of all sessions
@@ -216,8 +217,8 @@ struct kvq__core {
     LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
     struct kvq__shortage shortage;      // the last block that was refused
     bool index_later;            // what the last look for room in the index says of its `later`
-    bool patient;                // whoever takes blocks just now can come again (KVQ_E_BUSY)
-    uint64_t extents_made;       // changes whenever some are there that were waited for
+    bool patient;                // the caller can try again later: blocks may answer KVQ_E_BUSY
+    uint64_t extents_made;       // changes when extents that requests wait for are there
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended
     struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
     uint64_t last_ticket, last_claim;

@@ -33,23 +33,24 @@ struct kvq__memory_ops {
     void *context;
     // Zeroed memory for one extent. 0, or KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
     int (*acquire)(void *context, size_t bytes, struct kvq__memory *memory);
-    // Zeroes an extent before it changes its owner (and may give its pages back meanwhile).
+    // Zeroes an extent before another namespace gets it. The pages may go back to the system.
     void (*zero)(void *context, struct kvq__memory *memory);
     void (*release)(void *context, struct kvq__memory *memory);
     // Zeroed bookkeeping memory, aligned to 64 bytes, or NULL. deallocate accepts NULL. Without
     // these two the core takes it from the system.
     void *(*allocate)(void *context, size_t bytes);
     void (*deallocate)(void *context, void *memory, size_t bytes);
-    // Where acquire may take long: as acquire, or KVQ_E_BUSY instead of waiting, and then some is
-    // being made elsewhere; `want` says for how many extents somebody waits; `made` gives another
-    // number once they are there, or as many as there will be. All three or none.
+    // For places where acquire may take long. take: as acquire, but returns KVQ_E_BUSY instead of
+    // waiting while another thread makes extents. want: says how many extents somebody waits for.
+    // made: returns a number that changes once these extents are there, or as many of them as there
+    // will be. All three or none.
     int (*take)(void *context, size_t bytes, struct kvq__memory *memory);
     void (*want)(void *context, uint32_t extents);
     uint32_t (*made)(void *context);
 };
 
-// A format of the configuration. Its rows have passed kvq_format_check; their names are what users
-// read, and mean the same in all formats of a core.
+// A format of the configuration. Its rows have passed kvq_format_check. Users read the names of the
+// rows; within a core, rows of one name are the same row.
 struct kvq__layer_range {
     uint32_t first, last;
     struct kvq_format row;
@@ -62,11 +63,13 @@ struct kvq__own_format {
     struct kvq__layer_range ranges[KVQ_MAX_FORMAT_RANGES];
 };
 
-// Hard limits of a namespace. Its blocks in the host's memory and in that of GPUs (of all of them
-// together) count by their bytes, each once however many sessions share it; what it has on disk
-// counts by the bytes of the blocks there. Sessions are those in memory, each shard by itself, and
-// parked ones; what is on disk alone is none. Table bytes are all that the host keeps of them
-// besides blocks: sessions, layers, page tables, token ids.
+// Hard limits of a namespace.
+//   HOST_BYTES    of its blocks in host memory; a block that several sessions share counts once
+//   DEVICE_BYTES  of its blocks on all GPUs together, likewise
+//   DISK_BYTES    of its blocks in the store
+//   SESSIONS      in memory or parked, each shard by itself; not those that only the store has
+//   TABLE_BYTES   of host memory for everything besides blocks: sessions, layers, page tables,
+//                 token ids
 enum kvq__limit {
     KVQ__HOST_BYTES,
     KVQ__DEVICE_BYTES,
@@ -76,67 +79,68 @@ enum kvq__limit {
     KVQ__LIMITS
 };
 struct kvq__quota {
-    uint64_t limit[KVQ__LIMITS]; // 0 = none but what the place has
+    uint64_t limit[KVQ__LIMITS]; // 0: only the size of the place limits it
 };
 
 // Limits of a namespace that were set at run time, in place of the configuration's.
 struct kvq__override {
     char ns[KVQ_NAME_BYTES];
-    uint32_t set; // which of them: bits 1 << enum kvq__limit; 0: none
+    uint32_t set; // bits 1 << enum kvq__limit of the limits that were set
     struct kvq__quota quota;
 };
 
 struct kvq__core_config {
-    uint64_t pool_bytes;     // budget of all extents
-    uint64_t extent_bytes;   // multiple of 2 MiB; 0 = 64 MiB
-    uint32_t release_work;   // sheets, blocks and parts of ids given back in a turn; 0 = 2048
-    uint32_t fork_work;      // sheets and parts of ids that a FORK shares in a turn; 0 = 8192
-    uint64_t keep_ns;        // how long named sessions stay when nobody has them open; 0 = for ever
-    uint32_t workers;        // threads that run jobs: decides how finely attention is cut
-    uint8_t path;            // enum kvq_path for sessions that leave it to the daemon
-    bool saves;              // somebody saves sessions (saved.h), and fetches what is parked
-    uint64_t run;            // another number for each run: what is saved is told apart by it
-    uint64_t stall_ns;       // a client is told of that stalls for so long; 0 = 2 s
+    uint64_t pool_bytes;   // budget of all extents
+    uint64_t extent_bytes; // multiple of 2 MiB; 0 = 64 MiB
+    uint32_t release_work; // sheets, blocks and id parts that a turn frees at most; 0 = 2048
+    uint32_t fork_work;    // sheets and id parts that a FORK shares in a turn; 0 = 8192
+    uint64_t keep_ns;      // how long a named session stays after its last close; 0 = for ever
+    uint32_t workers;      // threads that run jobs; attention is cut into pieces for so many
+    uint8_t path;          // enum kvq_path for sessions that leave it to the daemon
+    bool saves;            // there is a store that saves sessions and fetches parked ones (saved.h)
+    uint64_t run;          // differs from run to run; tells the saves of one run from another's
+    uint64_t stall_ns;     // a client that stalls for so long is reported; 0 = 2 s
     struct kvq__quota quota; // of namespaces that are not configured
     uint64_t partial_bytes;  // scratch of one queue for partial results; 0 = 8 MiB
     const struct kvq_kernels *kernels;
     struct kvq__gpu *const *gpus; // stay there until the core is closed; sessions may live on them
     uint32_t n_gpus;              // at most KVQ_MAX_GPUS
-    uint64_t lane_bytes;          // of a client's memory for work on one of them; 0 = 16 MiB
-    uint64_t lane_workspace;      // likewise, for partial results; 0 = 64 MiB
+    uint64_t lane_bytes;          // a client's memory for arguments, on each GPU; 0 = 16 MiB
+    uint64_t lane_workspace;      // a client's memory for partial results, likewise; 0 = 64 MiB
     const struct kvq__own_format *formats; // stay there until the core is closed
     uint32_t n_formats;
-    uint8_t prefix_key[32]; // random: what hashes of prefixes are keyed with
-    uint64_t evict_idle_ns; // sessions idle for less are not evicted (evict.h)
-    uint64_t park_idle_ns;  // sessions idle for so long go to disk; 0 = never
-    uint32_t evict_above;   // percent of a pool, above which idle ones go unasked; 0 or 100 = never
-    uint64_t prefix_keep_ns; // how long prefixes stay that no session has; 0 = while there is room
+    uint8_t prefix_key[32];  // random key of the hashes of prefixes
+    uint64_t evict_idle_ns;  // a session is evicted only if it was idle for so long (evict.h)
+    uint64_t park_idle_ns;   // sessions idle for so long go to disk; 0 = never
+    uint32_t evict_above;    // percent of a pool above which idle sessions leave it; 0, 100 = never
+    uint64_t prefix_keep_ns; // how long a prefix stays without a session; 0 = while there is room
     struct kvq__memory_ops memory;
     void *context; // for the callbacks below; they run on the poller thread
     // Any may be NULL.
     void (*event)(void *context, const struct kvq__event *event);
-    // There is something for whoever saves sessions: kvq__park_next (saved.h) has it.
+    // The store has work: kvq__park_next (saved.h) returns it.
     void (*wants)(void *context);
-    // A GPU has faulted: nothing on it can be trusted or ended any more. Called once; what it does
-    // is the caller's, and ending the process is what there is to do.
+    // A GPU has faulted: its memory cannot be trusted, and its work never ends. Called once. The
+    // process should end.
     void (*fault)(void *context, const char *place, const char *text);
-    // Nothing uses the buffer any more: the memory may be unmapped. Called once for each buffer
-    // added, from within kvq__buffer_remove, kvq__client_detach, kvq__request_continue or
+    // No request uses the buffer any more: its memory may be unmapped. Called once for each buffer
+    // that was added, by kvq__buffer_remove, kvq__client_detach, kvq__request_continue or
     // kvq__core_poll.
     void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer);
-    // The same of a page table's memory, by where it lies.
+    // The same for the memory of a page table, which its address names.
     void (*table_gone)(void *context, uint64_t client, const struct kvq__table_memory *memory);
-    // Codebooks by name, for formats "NAME@CODEBOOK": fills *book for one layer, with tables that
-    // live until *hold has been given to codebook_release as often as it was got here and given to
-    // codebook_share. A KVQ_E code and a text (KVQ_TEXT_BYTES / 2) if there is none, or if it was
-    // made for another format or shape. All three or none.
+    // Codebooks by name, for formats "NAME@CODEBOOK". codebook fills *book for one layer and counts
+    // a reference, *hold; codebook_share counts another one, codebook_release drops one. The tables
+    // live until the last reference is dropped. codebook returns a KVQ_E code and a text
+    // (KVQ_TEXT_BYTES / 2) if there is no such codebook, or if it was made for another format or
+    // shape. All three or none.
     int (*codebook)(void *context, const char *name, uint32_t layer,
                     const struct kvq_format *format, const struct kvq_shape *shape,
                     struct kvq_book *book, void **hold, char *text);
     void (*codebook_share)(void *context, void *hold);
     void (*codebook_release)(void *context, void *hold);
-    // Two codebooks with the same number have the same tables, in other runs of the daemon as
-    // well. May be NULL with the three.
+    // A number of the codebook's tables: the same number means the same tables, also in other runs
+    // of the daemon. NULL if the three are NULL.
     uint64_t (*codebook_id)(void *context, void *hold);
 };
 
@@ -160,7 +164,7 @@ struct kvq__namespace_config {
 
 // ---- For the core's rooms ----
 
-// Where the caller gives no bookkeeping memory it is the system's.
+// Takes bookkeeping memory from the system if `memory` has no functions for it.
 void kvq__memory_defaults(struct kvq__memory_ops *memory);
 void *kvq__allocate(struct kvq__core *core, size_t bytes); // zeroed; NULL if there is none
 void kvq__deallocate(struct kvq__core *core, void *memory, size_t bytes);

@@ -3,7 +3,7 @@
 // The GPUs that the daemon uses: opened at start, each with its primary context, the kernels and a
 // stream of the daemon's own for small copies. What is enqueued for clients goes to lanes (lane.h).
 //
-// Everything that fails has a sentence in text (KVQ_TEXT_BYTES). A fault of a kernel is sticky, as
+// Every failure comes with a sentence in text (KVQ_TEXT_BYTES). The fault of a kernel is sticky, as
 // in CUDA: from then on every call on that GPU fails, and the daemon has to end.
 #ifndef KVQ_DAEMON_CORE_GPU_GPU_H
 #define KVQ_DAEMON_CORE_GPU_GPU_H
@@ -50,55 +50,55 @@ bool kvq__gpu_maps(const struct kvq__gpu *gpu);           // memory is made apar
 bool kvq__gpu_exports(const struct kvq__gpu *gpu);        // memory for caches has descriptors
 bool kvq__gpu_has_events(const struct kvq__gpu *gpu);     // that other processes can open
 
-// Makes its context the calling thread's current one; 0 or a result of the driver. Any thread, and
-// cheap if it is so already.
+// Makes the GPU's context the current one of the calling thread. 0 or a result of the driver. Any
+// thread; cheap if the context is current already.
 int kvq__gpu_enter(const struct kvq__gpu *gpu);
 
-// Streams of the daemon's own on this GPU, which wait for nobody outside of it. They are there from
-// the opening to the closing, and any thread may give them work.
+// The daemon's own streams on a GPU. Their work never waits for a client. They exist as long as the
+// GPU is open, and any thread may enqueue work.
 enum kvq__gpu_stream {
     KVQ__GPU_STREAM_SMALL,        // small copies below
-    KVQ__GPU_STREAM_COPIES,       // sessions on their way to the host or from there
+    KVQ__GPU_STREAM_COPIES,       // sessions that move to the host or come from there
     KVQ__GPU_STREAM_COMMON,       // work of all clients that have no streams of their own
-    KVQ__GPU_STREAM_COMMON_WATCH, // tells the poller that it has ended
+    KVQ__GPU_STREAM_COMMON_WATCH, // wakes the poller when work of COMMON has ended
     KVQ__GPU_STREAMS,
 };
 struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu_stream which);
 
-// Streams of one process share hardware queues (CUDA_DEVICE_MAX_CONNECTIONS of them, which the
-// daemon sets to 32 unless it is set), and one that waits keeps whatever was given later to its
-// queue from beginning. So a stream may wait for a client only if it has a queue alone. True if
-// there are two left, which are the caller's then.
+// The streams of a process share hardware queues: CUDA_DEVICE_MAX_CONNECTIONS of them, which the
+// daemon sets to 32 unless it is set. A stream that waits blocks the work behind it in its hardware
+// queue, also that of other streams. So only a stream that has a hardware queue alone may wait for
+// a client. kvq__gpu_take_queues takes two of them; false if fewer are left.
 bool kvq__gpu_take_queues(struct kvq__gpu *gpu);
 void kvq__gpu_give_queues(struct kvq__gpu *gpu);
 uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu);
 // How many clients can have streams of their own, two each, besides the daemon's. Any thread.
 uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu);
 
-// Of memory for caches (extents.h): how much there may be, and where its reserve stands.
+// Bytes that caches may take on the GPU; and its reserve (extents.h), which extents.c sets.
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu);
 struct kvq__reserve **kvq__gpu_reserve(struct kvq__gpu *gpu);
 
-// Small copies between host and GPU on the daemon's own stream; they wait for it and for nothing
-// else. 0 or KVQ_E_SYSTEM. One thread at a time, as for all below.
+// Small copies between host and GPU on the stream KVQ__GPU_STREAM_SMALL; the call waits until that
+// stream is idle, and for no other. 0 or KVQ_E_SYSTEM. One thread at a time, as for all below.
 int kvq__gpu_put(struct kvq__gpu *gpu, kvq_gpu_ptr to, const void *from, size_t bytes);
 int kvq__gpu_take(struct kvq__gpu *gpu, void *to, kvq_gpu_ptr from, size_t bytes);
 // Writes a word that a stream may wait for.
 int kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value);
 
-// A copy of a layer's codebooks on the GPU, shared by all who ask for the same tables. 0 with
-// *copy's pointers on the device, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM. Given back by _book_release with
-// the same *book.
+// Copies a layer's codebooks to the GPU; callers with the same tables share one copy. 0 with device
+// pointers in *copy, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM. kvq__gpu_book_release with the same *book
+// gives the copy back.
 int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
                   const struct kvq_shape *shape, const struct kvq_book *book,
                   struct kvq_book *copy);
 void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book);
 // Memory that kvq__gpu_sweep frees.
 void kvq__gpu_free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory);
-// Frees what was released. It waits for the whole GPU, so it is called when nothing runs there.
+// Frees this memory. The driver waits for the whole GPU, so call it when nothing runs there.
 void kvq__gpu_sweep(struct kvq__gpu *gpu);
 
-// Counters of values that stores meet, in host memory that the GPU adds to. NULL without memory.
+// Counters of the values that a step stores, in host memory that the GPU writes. NULL: no memory.
 struct kvq__gpu_counts {
     struct kvq_gpu_store_counts *host;
     kvq_gpu_ptr at;
@@ -107,7 +107,7 @@ struct kvq__gpu_counts {
 struct kvq__gpu_counts *kvq__gpu_counts_new(struct kvq__gpu *gpu);
 void kvq__gpu_counts_free(struct kvq__gpu *gpu, struct kvq__gpu_counts *counts);
 
-// Asks the driver whether a kernel has faulted, and tells the first fault that was seen, or NULL.
+// Asks the driver whether a kernel has faulted. Returns the first fault that was seen, or NULL.
 const char *kvq__gpu_look(struct kvq__gpu *gpu);
 // The first fault that was seen, or NULL.
 const char *kvq__gpu_fault(const struct kvq__gpu *gpu);

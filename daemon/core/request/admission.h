@@ -6,31 +6,32 @@
 
 #include "daemon/core/state.h"
 
-// Takes the pages that the appended tokens of all entries need. False if the request is to wait for
-// room; then nothing was taken. Entries that are refused have failed.
+// Takes the pages that the appended tokens of all entries need. False if the request has to wait
+// for room; then no page was taken. An entry that is refused fails.
 bool kvq__admission_take(struct kvq__queue *queue);
-// The entry came to nothing: gives back what kvq__admission_take took for its session.
+// The entry has failed: gives back the pages that kvq__admission_take took for its session.
 void kvq__admission_untake(struct kvq__queue *queue, uint32_t entry);
-// Entry i was refused memory, and nothing that it took is held any more; core->shortage, which was
-// cleared before it was tried, says whether that was a block. True if the request is to give back
-// all that it took and wait. Else the reason was told, and the entry is to fail.
+// Entry i was refused memory, and has given back what it took. core->shortage, which the caller has
+// cleared before it tried, says whether a block was refused. True if the request has to give back
+// everything and wait. False if the entry has to fail; the reason was reported.
 bool kvq__admission_ask(struct kvq__queue *queue, uint32_t entry);
-// The same for a session of the request that needs `missing` bytes more, and has `whole` then, in
-// the place that core->shortage says.
+// The same for a session of the request that needs `missing` bytes more in the pool of
+// core->shortage, and has `whole` bytes there then.
 bool kvq__admission_wait(struct kvq__queue *queue, const struct kvq__session *own, uint64_t missing,
                          uint64_t whole);
-// Tells that somebody is refused; in_the_way NULL: it could never fit.
+// Reports a refusal. in_the_way NULL: so much could never fit.
 void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *shortage,
                            uint64_t missing, const struct kvq__in_the_way *in_the_way);
-// Whether a request that has been waiting is to be looked at again, and then takes it off the list.
+// Whether it is the turn of a request that waits for room; then it is off the list of waiters.
 bool kvq__admission_turn(struct kvq__queue *queue);
 void kvq__admission_leave(struct kvq__queue *queue); // it has ended
 // Bytes of a session's blocks if it had so many tokens.
 uint64_t kvq__session_bytes_at(const struct kvq__session *session, uint64_t tokens);
 
-// Whether who has waited since then is not to wait for a session that is old enough only then.
+// Whether `look_at`, when a session becomes old enough, is too late for a request that waits
+// `since`.
 bool kvq__admission_too_late(uint64_t since, uint64_t look_at);
-// What is in the way, for people.
+// A sentence for people about the sessions that could not make room.
 void kvq__in_the_way_text(const struct kvq__core *core, const struct kvq__in_the_way *in_the_way,
                           char *text, size_t room);
 

@@ -1,37 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// STEPs whose work is under way on a GPU. Nobody on the host waits for it: the request of a stream
-// is answered when its work is enqueued, and the session `settles` until the lane has come past it.
-// Then its step commits, or it is as it was before.
+// STEPs whose work is under way on a GPU. The host does not wait for them: a request on a stream is
+// answered when its work is enqueued, and the session is `committing` until the lane has ended that
+// work. Then the step commits, or the session is as it was before.
 //
-// Which of the two, one word says that nobody writes any more once the step's stores have run: how
-// many of its values were not finite (struct kvq_gpu_store_counts). The GPU packs and publishes
-// only if it is 0, and here it is looked at when all has ended. A step is cancelled by having its
-// stores count one more such value; where they have run already, the step commits all the same, for
-// its tokens are the client's and complete. So what the GPU has done and what the session has
-// become are always the same.
+// One word decides which: the number of values that were not finite (struct kvq_gpu_store_counts).
+// It is final when the step's stores have run. The GPU packs and publishes only if it is 0, and the
+// core reads it when all work has ended. To cancel a step, the core has its stores count one more
+// such value; if they have run already the step commits nevertheless, since its tokens are
+// complete. So the GPU and the core always agree about the step.
 //
-// Until it has settled, requests that would change the session or name another count than the
-// committed one wait; readers at the committed count do not.
+// Until then, requests wait that would change the session or that name another count than the
+// committed one. Readers at the committed count go on.
 #ifndef KVQ_DAEMON_CORE_REQUEST_GPU_COMMIT_H
 #define KVQ_DAEMON_CORE_REQUEST_GPU_COMMIT_H
 
 #include "daemon/core/state.h"
 
-// The session's first stores are enqueued: it leaves its step, whose end is the GPU's now.
+// The session's first stores are enqueued: the session leaves its step, and the GPU ends it.
 void kvq__gpu_commit_begin(struct kvq__session *session);
-// It is not to commit, if that can still be: another writer has it, or its client is gone. Of a
-// shard that is sure.
+// Cancels the STEP if its stores have not run yet, since another writer has the session or its
+// client is gone. A shard's STEP is always cancelled.
 void kvq__gpu_commit_cancel(struct kvq__session *session);
-// All of it has ended on the GPU. `table`: that was published, or NULL. With `result` its status
-// and value are told there; without, the session's writer is told by its next request what it could
-// not know.
+// All of the STEP's work has ended: commits or undoes it. `table`: the page table that the STEP has
+// published, or NULL. `result` gets status and value; without it the writer's next request says
+// that values were not finite.
 void kvq__gpu_commit(struct kvq__session *session, struct kvq__table *table,
                      struct kvq_result *result);
-// As parts of it (step.c): out of its client's step, and its end, whatever became of its tokens.
+// Parts of it (step.c): takes the session out of its client's step; and ends the step for it.
 void kvq__step_part(struct kvq__session *session);
 void kvq__step_over(struct kvq__session *session);
-// Whether entry i of a request, which has this handle, is to wait.
+// Whether entry i of a request, on this handle, has to wait for a STEP to commit.
 bool kvq__gpu_commit_asks(const struct kvq__queue *queue, uint32_t i,
                           const struct kvq__handle *handle);
 

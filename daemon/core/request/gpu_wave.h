@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the files share that enqueue waves (gpu_*.c): the recipes of a wave, and a text for faults.
+// Shared by the files that enqueue waves (gpu_*.c): recipes, copies to the GPU, units to pack.
 #ifndef KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
 #define KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
 
 #include "daemon/core/session/lane.h"
 
-// A wave's different recipes, in the arena; the GPU has them at the same places of its own.
+// The distinct recipes of a wave. They lie in the arena, and at the same offsets on the GPU.
 struct kvq__wave {
     struct kvq__queue *queue;
     struct kvq__lane *lane;
     const struct kvq_recipe **recipes;
-    const struct kvq_format **formats; // that they were made of
+    const struct kvq_format **formats; // of each recipe
     uint32_t n_recipes;
-    size_t copied; // bytes of the arena that were handed over
+    size_t copied; // bytes of the arena that were copied to the GPU
     char text[KVQ_GPU_TEXT];
 };
 enum { KVQ__RECIPE_ROOM = sizeof(struct kvq_recipe) + sizeof(struct kvq_book) + 3 * 64 + 32 };
@@ -27,11 +27,11 @@ void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *queue, uint3
 const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *layer);
 // The layer's codebooks as the GPU has them, in host memory; NULL if it has none.
 const struct kvq_book *kvq__wave_book(struct kvq__wave *wave, const struct kvq__layer *layer);
-// Memory of the arena. The wave's room was asked for, so there is some.
+// Memory from the arena. There is enough: the wave has asked for its room before.
 void *kvq__wave_take(struct kvq__wave *wave, size_t bytes);
-// What a pointer into the arena is on the GPU; NULL stays NULL.
+// The GPU's address of a place in the arena; NULL for NULL.
 const void *kvq__wave_there(const struct kvq__wave *wave, const void *host);
-// Hands over what was written since the last time.
+// Copies to the GPU what was written since the last copy.
 int kvq__wave_copy(struct kvq__wave *wave);
 // Work of cache.h for n entries of an array.
 struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n);
@@ -44,9 +44,10 @@ int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed);
 
 // One launch (formats that learn or have outliers: a few) for units of any layers and sessions.
 void kvq__packs_begin(struct kvq__packs *packs, struct kvq__queue *queue);
-// Adds the layer's units from where it is packed, up to `end` or as far as there is room, and says
-// where that is. Others now have to wait for the lane. `guard` as in struct kvq_gpu_unit; 0: none.
-// Guarded units are packed if their STEP commits (struct kvq__layer, `enqueued`).
+// Adds the layer's unpacked units up to `end`, or as far as there is room; returns where it
+// stopped. From now on other lanes wait for this one before they read the units. `guard`: as in
+// struct kvq_gpu_unit; 0: none. Guarded units are packed only if their STEP commits (`enqueued` of
+// struct kvq__layer).
 uint64_t kvq__packs_add(struct kvq__packs *packs, struct kvq__session *session, uint32_t layer,
                         uint64_t end, kvq_gpu_ptr guard);
 // Bytes of the chunk that adding [first, end) takes, at most.
@@ -54,19 +55,19 @@ size_t kvq__packs_room(const struct kvq__layer *layer, uint64_t first, uint64_t 
 // Adds due units of all layers at so many tokens. False if not all were added.
 bool kvq__packs_add_all(struct kvq__packs *packs, struct kvq__session *session, uint64_t tokens,
                         kvq_gpu_ptr guard);
-// Whether something under way has to end before a layer is packed on this lane: packing elsewhere,
-// and readers of what outliers are added to.
+// Whether other work has to end before a layer is packed on this lane: packing on another lane, or
+// readers of the outliers that packing would add to.
 bool kvq__packs_must_wait(const struct kvq__session *session, const struct kvq__layer *layer,
                           const struct kvq__lane *lane);
 // 0, KVQ_E_SYSTEM. The layers are as before.
 int kvq__packs_launch(struct kvq__packs *packs);
-// Takes all that was launched without a guard for packed, and lets those sessions give back what
-// they no longer need.
+// Marks the units that were launched without a guard as packed, and frees what their sessions no
+// longer need.
 void kvq__packs_done(const struct kvq__packs *packs);
 
 // ---- Entries ----
 
-// Entries that room was asked for: the wave may have many more that failed.
+// The wave's entries that have not failed.
 static inline uint32_t kvq__wave_alive(const struct kvq__queue *q)
 {
     uint32_t n = 0;
@@ -92,7 +93,7 @@ size_t kvq__gpu_store_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_pack_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_attend_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_read_room(const struct kvq__queue *queue, uint32_t i);
-// The part of an entry's tokens that the next wave reads. False: there is no room for any.
+// Chooses the tokens of an entry that the next wave reads. False: there is no room for any.
 bool kvq__gpu_read_prepare(struct kvq__queue *queue, uint32_t i);
 // Operations that these take for an entry, at most, besides KVQ__WAVE_OPS.
 uint32_t kvq__gpu_attend_ops(const struct kvq__queue *queue, uint32_t i);

@@ -37,7 +37,7 @@ struct kvq__source {
     const int32_t *list; // of the engine's pages; NULL = not paged
 };
 
-// Units of one layer to pack, among those of others.
+// Units of one layer to pack; the entry's items [first_item, ..) are theirs.
 struct kvq__layer_pack {
     uint32_t layer, first_item;
     uint64_t first, end;    // tokens
@@ -48,20 +48,20 @@ struct kvq__layer_pack {
 // One entry's part of a request under way.
 struct kvq__entry {
     struct kvq__session *session; // NULL if the entry failed before it got that far
-    struct kvq__handle *handle;   // valid while the request starts, never later
+    struct kvq__handle *handle;   // valid only while the request starts
     bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
     bool packing_all;                                   // layers whose packer is the request
     struct kvq__table *table; // of a STEP, used until it ends; NULL = none
-    bool told;                // that values of an earlier STEP were not finite
+    bool told;                // it reports that values of an earlier STEP were not finite
     bool fetch_asked;         // the request waits for a session that is parked
     uint64_t fetch_serial;    // the session's when it began to
-    int no_room;              // its session cannot come back where it belongs: why
+    int no_room;              // why its session cannot come back to its GPU; 0: it can
     bool settles;             // a STEP of its session is under way on a GPU for it
     struct {                  // on a GPU, of the wave: layers of a STEP, or tokens of a READ
         uint32_t from, to;
         size_t room;
         uint32_t ops;
-        bool more; // what is from `to` on is left for the next wave
+        bool more; // the next wave goes on from `to`
     } part;
     uint64_t step_serial;
     uint64_t past; // committed tokens when it started
@@ -115,48 +115,48 @@ struct kvq__packs {
     bool cut;    // there was no room for some
 };
 
-// How the entries of a request are worked on: in waves, as many entries at once as the arena
-// holds. The stages of a wave run one after the other.
+// A pass over the entries of a request goes in waves: each takes as many entries as the arena has
+// room for. The stages of a wave run one after the other.
 struct kvq__stage {
     uint32_t (*count)(const struct kvq__entry *w); // items of one entry
     void (*item)(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace);
 };
 struct kvq__pass {
-    // Takes what entry i needs from the arena, and may fail the entry. False if there is no room
-    // left in this wave; then it has changed nothing.
+    // Takes the memory for entry i from the arena; may fail the entry. False if this wave has no
+    // room left; then nothing has changed.
     bool (*prepare)(struct kvq__queue *q, uint32_t i);
-    void (*gather)(struct kvq__queue *q); // once the wave is full; may be NULL
+    void (*gather)(struct kvq__queue *q); // called when the wave is full; may be NULL
     struct kvq__stage stages[2];
     uint32_t n_stages;
-    // On a GPU instead of the stages: enqueues the work of the wave's entries. 0 or a code, by
-    // which all of them fail. And the bytes of the arena that it will take for an entry at most.
+    // On a GPU, instead of the stages: enqueues the work of the wave's entries. 0, or a code with
+    // which all of them fail. gpu_room: bytes of the arena that this takes for an entry at most.
     int (*gpu_wave)(struct kvq__queue *q);
     size_t (*gpu_room)(const struct kvq__queue *q, uint32_t i);
     // Operations that it will take for an entry at most, besides KVQ__WAVE_OPS; NULL: none.
     uint32_t (*gpu_ops)(const struct kvq__queue *q, uint32_t i);
-    // After the stages; on a GPU, once its work is enqueued. What was taken from the arena is still
-    // there. May be NULL.
+    // Called after the stages; on a GPU, when the work is enqueued. Memory of the arena is still
+    // valid. May be NULL.
     void (*finish)(struct kvq__queue *q, uint32_t i);
-    // Once all of the request's work has ended, on GPUs as well. The arena is somebody else's by
-    // then: waves after this one, and on a GPU other queues, have used it. May be NULL.
+    // Called when all work of the request has ended, also on GPUs. Memory of the arena is not valid
+    // any more: later waves, and on a GPU other queues, have used it. May be NULL.
     void (*end)(struct kvq__queue *q, uint32_t i);
 };
 
 // What a queue waits for whose request is under way on a GPU.
 enum kvq__gpu_wait {
     KVQ__GPU_NONE,
-    KVQ__GPU_ROOM, // for its lane to have room again; then the wave is filled
-    KVQ__GPU_END,  // for all its work; then the request ends
+    KVQ__GPU_ROOM, // until its lane has room; then the next wave is filled
+    KVQ__GPU_END,  // until all its work has ended; then the request ends
 };
 
 // A request's turn among those that wait for room (admission.c).
 struct kvq__turn {
-    uint64_t ticket; // 0: it does not; smaller ones came earlier
+    uint64_t ticket; // smaller ones came earlier; 0: it does not wait
     bool listed;
-    uint64_t since;                // when it began to
-    bool extents;                  // it waits for extents that are being made, not for others
-    uint64_t seen;                 // core->freed (or extents_made) when it was looked at last
-    uint64_t look_at;              // when it is looked at again though nothing was freed
+    uint64_t since;   // when it began to wait
+    bool extents;     // it waits for extents that are being made, not for memory of others
+    uint64_t seen;    // core->freed (or extents_made) when it was tried last
+    uint64_t look_at; // when it is tried again even if nothing was freed
     const struct kvq__pool *place; // where it found no room
 };
 
@@ -168,15 +168,15 @@ struct kvq__queue {
     struct kvq_completion completion;
     struct kvq__buffer *buffers[KVQ__VIEWS]; // of the views in use
     struct kvq__buffer_set held_buffers;
-    struct kvq__step *step; // valid while the request starts, never later
+    struct kvq__step *step; // valid only while the request starts
     struct kvq__flight flight;
     struct kvq__job job;
     bool busy, running; // running: passes are under way
     enum kvq__gpu_wait gpu_wait;
     struct kvq__gpu *gpu;         // that the wave is for; NULL: the host
     struct kvq__lane *lane;       // with an open chunk, which is the arena then
-    bool told;                    // that the client is ready, this request
-    uint64_t given[KVQ_MAX_GPUS]; // number of its last work on each lane
+    bool told;                    // the lane knows of the request's wait for the client
+    uint64_t given[KVQ_MAX_GPUS]; // number of the queue's last work on each lane
     struct {
         struct kvq__gpu *gpu; // NULL: none
         kvq_gpu_ptr ready, done;
@@ -186,23 +186,23 @@ struct kvq__queue {
     } timeline;
     uint8_t *own_arena;
     size_t own_arena_bytes;
-    bool holding; // of sessions
+    bool holding; // its request holds sessions
     struct kvq__turn turn;
     TAILQ_ENTRY(kvq__queue) waiter_link;
-    uint32_t items;                    // attend: what each entry is cut into, at least
-    uint64_t written_from, written_to; // rows of outputs, of the entries that were checked
+    uint32_t items;                    // attend: each entry is cut into so many items at least
+    uint64_t written_from, written_to; // output rows of the entries that were checked
     const struct kvq__pass *passes[3];
-    struct kvq__packs packs; // that the wave of a STEP has taken in, on a GPU
+    struct kvq__packs packs; // units that the wave of a STEP packs, on a GPU
     bool wave_more;          // the wave's last entry goes on in the next one
-    bool cloning;            // FORK: entries before `cloned` have their new sessions
-    bool undoing;            // and give them back
+    bool cloning;            // FORK: new sessions are being made, up to entry `cloned`
+    bool undoing;            // or are being given back
     uint32_t cloned;
     uint32_t n_passes, pass, stage, wave_from, wave_to;
     uint8_t *arena;
     size_t arena_used, arena_bytes;
     size_t wave_start; // of the arena
-    size_t wave_room;  // that the wave's GPU work will take
-    uint32_t wave_ops; // and the operations that it will be
+    size_t wave_room;  // bytes that the wave's GPU work will take
+    uint32_t wave_ops; // operations that it will be
     uint32_t first_item[KVQ_MAX_BATCH + 1];
     struct kvq_step_layer layers[KVQ_MAX_LAYERS]; // of a STEP
     struct kvq__buffer *layer_buffers[KVQ_MAX_LAYERS][2];
@@ -212,8 +212,8 @@ struct kvq__queue {
     struct kvq__entry work[KVQ_MAX_BATCH];
 };
 
-// An operation: checks all entries, then takes hold of all that it needs, or of nothing and
-// answers KVQ__WAIT; it is then called again from the start. Never blocks.
+// An operation: checks all entries, then holds everything that it needs. If it has to wait it holds
+// nothing and returns KVQ__WAIT, and is called again from the start. Never blocks.
 typedef enum kvq__progress kvq__operation(struct kvq__queue *q);
 kvq__operation kvq__op_step_begin, kvq__op_step_end, kvq__op_step_abort, kvq__op_append,
     kvq__op_attend, kvq__op_append_attend, kvq__op_truncate, kvq__op_fork, kvq__op_accept,
@@ -226,7 +226,7 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
                                     uint32_t n);
 // Sets an entry's result and returns code.
 int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value);
-// The same of a failure that another shard of the session's group is the cause of.
+// The same for a failure that another shard of the session's group has caused.
 int kvq__entry_fail_by(struct kvq__queue *q, uint32_t i, int code, uint64_t value, uint32_t shard);
 // True if the entry has not failed.
 static inline bool kvq__entry_alive(const struct kvq__queue *q, uint32_t i)
@@ -246,21 +246,22 @@ void kvq__hold_reading(struct kvq__queue *q, uint32_t i);
 void kvq__hold_tail(struct kvq__queue *q, uint32_t i);
 void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i);
 void kvq__hold_buffers(struct kvq__queue *q);
-// On a GPU: what the values were like that the open step's stores met. Only what has ended counts.
+// On a GPU: whether the open step's stores, as far as they have ended, met values that are not
+// finite.
 bool kvq__step_nonfinite(const struct kvq__session *s);
-// Work of the open step is still under way on a GPU.
+// Whether work of the open step is still under way on a GPU.
 static inline bool kvq__step_under_way(const struct kvq__session *s)
 {
     return s->pool->gpu && s->tail_use > 0;
 }
 void kvq__request_release(struct kvq__queue *q);
-// For entries that read committed tokens: true if another request changes them just now, or packs
-// what this entry would have to pack first.
+// For entries that read committed tokens: true if another request is changing these tokens, or is
+// packing units that the entry would have to pack first.
 bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer);
 // Holds the session for reading, and the layer for packing if units are due.
 void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer);
-// Holds all layers for packing that a view at so many tokens reads packed and are not; nobody else
-// packs them.
+// Holds for packing all layers that are packed less far than a view at so many tokens reads, and
+// that nobody else is packing.
 void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens);
 void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w);
 
@@ -270,24 +271,25 @@ extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend,
 enum kvq__progress kvq__fork_on(struct kvq__queue *q);
 // Lets go of an entry's new session, if there is one.
 void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
-// What storing needs of the request, of an entry (which kvq__entry_open_at found), and what it
-// holds of the entry's session.
+// Checks for storing: of the request as a whole, and of an entry that kvq__entry_open_at has
+// opened; then the hold on the entry's session.
 int kvq__append_open(struct kvq__queue *q);
 int kvq__append_check(struct kvq__queue *q, uint32_t i);
-// An entry's append was refused: its step will not commit, unless the layer can still be appended.
+// An entry's append was refused. If the session has no such layer of its own the step is spoiled;
+// else the client can append the layer again.
 void kvq__append_refused(struct kvq__queue *q, uint32_t i);
 void kvq__append_hold(struct kvq__queue *q, uint32_t i);
-// The request ends and the entry has failed: a layer that it has not come to store is as before.
+// The request ends and the entry has failed: if its layer was not stored, it can be appended again.
 void kvq__append_failed(struct kvq__queue *q, uint32_t i);
-// Whether an entry's tensors of a layer are there and can be reached. 0 or a code.
+// Checks that an entry's tensors of a layer exist and that the session's place can reach them.
 int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s);
 // Takes memory for the entry's page list, NULL if it is not paged; false if there is no room.
 bool kvq__store_list(struct kvq__queue *q, uint32_t i, int32_t **list);
-// Copies the list out of the client's reach; kvq__paged_check then judges it. 0 or KVQ_E_BOUNDS.
+// Copies the list into the daemon's memory, for kvq__paged_check. 0 or KVQ_E_BOUNDS.
 int kvq__list_copy(struct kvq__queue *q, uint32_t i, int32_t *list);
 // Where the K and V views' tensors of an entry lie.
 struct kvq__source kvq__store_source(const struct kvq__queue *q, uint32_t i, const int32_t *list);
-// Stores what one page and KV head have of an entry's tokens. Any thread.
+// Stores the part of an entry's tokens that one page and KV head have. Any thread.
 struct kvq__store_part {
     const struct kvq__layer *layer;
     const struct kvq__source *source;
@@ -300,32 +302,32 @@ void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__s
 // ---- Views of a request (views.c) ----
 
 uint32_t kvq__dtype_bytes(uint8_t dtype); // 0 if unknown
-// What does not depend on an entry: the buffer, dtype, alignment, reserved bytes. 0, KVQ_E_BUFFER,
+// Checks what no entry changes: the buffer, dtype, alignment, reserved bytes. 0, KVQ_E_BUFFER,
 // KVQ_E_DTYPE, KVQ_E_INVALID, KVQ_E_BOUNDS.
 int kvq__view_open(struct kvq__queue *q, uint32_t view);
 // Rows [row, row + n) of heads x dim: strides of at least one row where there are several, every
 // byte inside the buffer. 0, KVQ_E_INVALID, KVQ_E_BOUNDS.
 int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, uint32_t dim,
                    uint64_t row, uint64_t n);
-// Where the row lies, as the place sees it that the wave's sessions are on.
+// The address of the row, on the place of the wave's sessions.
 uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row);
 // Whether the place of the session can reach the view's buffer: 0, KVQ_E_BUFFER, or KVQ_E_INVALID
 // if it is a GPU and the buffer does not start at a multiple of the view's dtype.
 int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s);
 const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view);
-// Of ATTEND, APPEND_ATTEND and READ: whether the entry writes rows that an entry before it writes,
-// which is alive. 0 or KVQ_E_INVALID. To be called once for each entry, in their order.
+// For ATTEND, APPEND_ATTEND and READ: checks that the entry writes no output row that an earlier
+// entry writes. Call it once for each entry, in their order. 0 or KVQ_E_INVALID.
 int kvq__outputs_entry(struct kvq__queue *q, uint32_t i);
-// Likewise, once all entries are checked: whether bytes that the request writes overlap one another
-// or what it reads (of the engine's pages not looked at). 0 or KVQ_E_INVALID.
+// Then, for all entries: checks that the bytes that the request writes overlap neither each other
+// nor those that it reads. The engine's pages are not checked. 0 or KVQ_E_INVALID.
 int kvq__outputs_check(const struct kvq__queue *q);
-// Paged K and V: pages of the entry's tokens, and that all of them lie inside the buffers. The
-// list is the daemon's own copy.
+// Paged K and V: the number of pages of the entry's tokens; and a check that all of them lie inside
+// the buffers. The list is the daemon's own copy.
 uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wire *e);
 int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
                      const struct kvq_shape *s, const int32_t *list);
-// The list view: as above; n elements of it, NULL if they reach outside. Clients may write there
-// at any time: copy, then check.
+// The list view: list_open checks it as kvq__view_open does; list_at returns n elements, or NULL if
+// they reach outside. Clients may write there at any time: copy first, then check.
 int kvq__list_open(struct kvq__queue *q);
 const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64_t n);
 
@@ -335,11 +337,11 @@ const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64
 int kvq__ids_open(struct kvq__queue *queue);
 // Whether those of so many tokens of an entry's lie inside the list: 0 or KVQ_E_BOUNDS.
 int kvq__ids_check(const struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
-// Copies them, once, behind those of the session's tokens; of a request that brings none: nothing
-// is known of the tokens to come. 0, or as kvq__ns_allocate.
+// Copies the ids, once, behind those of the session's tokens. If the request brings none, the ids
+// of the tokens to come are unknown. 0, or as kvq__ns_allocate.
 int kvq__ids_bring(struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
-// The same at the end of a step, of its tokens; without any what was told before stays. 0,
-// KVQ_E_BOUNDS, or as kvq__ns_allocate.
+// The same at the end of a step, for its tokens. If the request brings none, ids that came at the
+// step's beginning stay. 0, KVQ_E_BOUNDS, or as kvq__ns_allocate.
 int kvq__ids_bring_late(struct kvq__queue *queue, uint32_t entry);
 
 #endif

@@ -7,15 +7,15 @@
 #include "daemon/core/session/client.h"
 
 struct kvq__step *kvq__step_find(struct kvq__client *client, uint64_t number); // NULL = none
-// Takes a session out of its step, as it was before, and all shards of its group out of theirs.
-// Accepts sessions without a step: their groups' steps end all the same.
+// Undoes the session's step, and the steps of all other shards of its group. A session without a
+// step is fine: the other shards' steps are undone all the same.
 void kvq__step_leave(struct kvq__session *session);
 // A step of a queue's own, which no client can name; opening an open one does nothing.
 void kvq__step_open(struct kvq__step *step, struct kvq__client *client);
 void kvq__step_join(struct kvq__step *step, struct kvq__session *session, uint32_t tokens,
                     uint64_t queue);
 void kvq__step_close_if_empty(struct kvq__step *step);
-// This session alone, which is in a step.
+// Undoes the step of this session alone, which is in a step.
 void kvq__step_undo(struct kvq__session *session);
 // Ends the session's open step. Alone it commits; a shard of a group is prepared, and the last one
 // commits all of them. 0, KVQ_E_NONFINITE, KVQ_E_INCOMPLETE, or KVQ_E_POSITION if another shard of
@@ -23,10 +23,10 @@ void kvq__step_undo(struct kvq__session *session);
 // `result` gets the status and what goes with it; its value on success is the token count that the
 // session has, or will have once the group has committed.
 int kvq__step_commit(struct kvq__session *session, struct kvq_result *result);
-// What became of a session that kvq__step_commit prepared, once the whole request has been looked
-// at: another of its entries may have undone it.
+// Corrects the result of a session that kvq__step_commit has prepared, at the end of the request: a
+// later entry may have undone its step.
 void kvq__step_recheck(const struct kvq__session *session, struct kvq_result *result);
-// Makes the tokens of a step that was checked the session's.
+// Commits the tokens of a step that was checked.
 void kvq__step_publish(struct kvq__session *session);
 
 #endif

@@ -21,7 +21,7 @@ struct kvq__buffer {
     bool removed;
 };
 
-// Some of a client's buffers, by their places.
+// A set of a client's buffers: a bit for each place in client->buffers.
 struct kvq__buffer_set {
     uint64_t bits[KVQ_MAX_BUFFERS / 64];
 };
@@ -53,7 +53,7 @@ struct kvq__client {
 
 // 0, KVQ_E_STALE or KVQ_E_TAKEN.
 int kvq__handle_get(struct kvq__client *client, uint64_t value, struct kvq__handle **handle);
-// The same, and a text; also how its session was lost.
+// The same with a text. Also the code by which its session was lost.
 int kvq__handle_attached(struct kvq__client *client, uint64_t value, struct kvq__handle **handle,
                          char *text);
 // KVQ_E_LIMIT or KVQ_E_NO_MEMORY. The handle has no session yet.
@@ -61,22 +61,24 @@ int kvq__handle_new(struct kvq__client *client, struct kvq__handle **handle);
 void kvq__handle_free(struct kvq__handle *handle);
 // Ties a new handle to a session, as its writer or as a reader.
 void kvq__handle_attach(struct kvq__handle *handle, struct kvq__session *session, bool read_only);
-// Takes the handle off its session (with its part of an open step); the handle stays.
+// Detaches the handle from its session, whose open step is undone if it was the writer's. The
+// handle stays.
 void kvq__handle_detach(struct kvq__handle *handle);
-// Detaches and frees it; the session goes by its on_detach if this was the last handle.
+// Detaches and frees the handle. After the last one on_detach decides about the session.
 void kvq__handle_close(struct kvq__handle *handle);
 static inline uint64_t kvq__handle_value(const struct kvq__handle *handle)
 {
     return (uint64_t)handle->generation << 32 | handle->index;
 }
 struct kvq__buffer *kvq__buffer_get(struct kvq__client *client, uint32_t id); // NULL = none
-// Uses a buffer until the set is released; a buffer that is in it already only once. NULL is fine.
+// Counts a use of the buffer, unless the set has it already. NULL is fine.
 void kvq__buffer_use(struct kvq__client *client, struct kvq__buffer *buffer,
                      struct kvq__buffer_set *set);
-// Lets go of all of them, and empties the set.
+// Ends the uses of all buffers in the set, and empties it.
 void kvq__buffers_unuse(struct kvq__client *client, struct kvq__buffer_set *set);
 
-// It is in a step, or has ended it and waits for the other shards of its group.
+// The session is in a step, has ended it and waits for the other shards, or waits for a GPU to
+// commit.
 static inline bool kvq__in_step(const struct kvq__session *s)
 {
     return s->step || s->prepared || s->committing;

@@ -6,23 +6,24 @@
 
 #include "daemon/core/session/session.h"
 
-// How many tokens of a new session's prompt are kept in 16 bits until it has ended: all, or none
-// where that takes more than a share of its place or of its namespace's limit.
+// How many tokens of a new session's prompt stay in 16 bits until the prompt has ended: all of
+// them, or none if they would take more than 1 / KVQ_EXACT_PROMPT_SHARE of the pool or of the
+// namespace's limit.
 uint64_t kvq__exact_fits(const struct kvq__session *session, uint64_t prompt_tokens);
-// Bytes of a session that such a prompt has and would not have if it were packed as it comes.
+// Bytes of raw blocks that the session has only because its prompt is kept in 16 bits.
 uint64_t kvq__exact_bytes(const struct kvq__session *session);
-// Has prompts packed that hold what is missing, those first that hold most, if that is enough with
-// the bytes that are free and those that others may give. KVQ__HELP_NOW while some are being
-// packed, KVQ__HELP_LATER if requests under way or a GPU come first, KVQ__HELP_NONE if there is
-// nothing to be had of them.
+// Packs prompts early to make room, the largest first, if that is enough together with the bytes
+// that are free and that evictions may give (`others`). KVQ__HELP_NOW while prompts are being
+// packed, KVQ__HELP_LATER if requests under way or a GPU have to end first, KVQ__HELP_NONE if
+// prompts cannot help.
 enum kvq__help kvq__exact_give_way(struct kvq__core *core,
                                    const struct kvq__eviction_request *asked, uint64_t free,
                                    uint64_t others);
 
-// Its count has changed, or it is published; and it ends.
+// The session's count has changed, or it was published; and it ends.
 void kvq__exact_note(struct kvq__session *session);
 void kvq__exact_leave(struct kvq__session *session);
-// Nothing uses it any more: its prompt may be packed.
+// No request uses the session any more: its prompt may be packed if it gives way.
 void kvq__exact_unused(struct kvq__session *session);
 
 #endif

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Lanes: what the core has enqueued on GPUs. A client has one on each GPU that it has sessions on:
-// a stream (its own, while hardware queues last: gpu.h), memory that the arguments of its work
-// travel in, and a list of what is held until the work has ended. A client that never signals keeps
-// its own lane from going on, and no other's.
+// Lanes: work that the core has enqueued on GPUs. A client has a lane on each GPU where it has
+// sessions: a stream (its own, as long as there are hardware queues left: gpu.h), memory for the
+// arguments of its work, and a list of what the work holds until it has ended. A client that never
+// signals stops its own lane, and no other.
 //
-// Work of one request stands in one chunk of the lane's memory, which is host memory and GPU memory
-// side by side: the core writes page tables and jobs there as it does into a queue's arena, and
-// what a wave needs is copied over in front of its kernels. Chunks are used in turn.
+// The arguments of one request stand in one chunk of the lane's memory, which exists twice: on the
+// host and on the GPU. The core writes page tables and jobs into the host's chunk as into a queue's
+// arena; each wave begins with a copy to the GPU. Chunks form a ring.
 //
-// Order. Everything of a lane runs in the order it was enqueued. Between lanes nothing is ordered,
-// so nothing crosses: readers see tokens whose work has ended, a session that another lane has
-// packed is waited for, and memory is given out again only when the flights have ended.
+// Order. The work of a lane runs in the order in which it was enqueued. Work of different lanes has
+// no order, so it never depends on each other: readers see tokens only when the work that stored
+// them has ended, a request waits for units that another lane packs, and blocks are given out again
+// only when the flights have ended.
 #ifndef KVQ_DAEMON_CORE_SESSION_LANE_H
 #define KVQ_DAEMON_CORE_SESSION_LANE_H
 
@@ -29,10 +30,10 @@ struct kvq__held {
     bool reading, tail_use, settles;
 };
 
-// Enqueued work that is let go of together.
+// Enqueued work, and what it holds until it has ended.
 struct kvq__pending {
-    uint64_t number; // reached by the lane's word when it has ended
-    uint64_t memory; // chunks below it are free then
+    uint64_t number; // the lane's word has this number when the work has ended
+    uint64_t memory; // chunks below this count are free then
     uint64_t since;  // when it was enqueued
     uint32_t ops;    // operations that it is
     uint32_t n_held;
@@ -40,17 +41,17 @@ struct kvq__pending {
     struct kvq__buffer_set buffers;
 };
 
-// What is known of a stream that lanes give work to, one or all of a GPU's that share it.
+// The use of a stream: of one lane's own, or of the one that all other lanes of a GPU share.
 struct kvq__stream_use {
-    uint32_t ops;      // that it was given and that were not seen to end
-    uint32_t watching; // 1 from the wish to be woken until it was fulfilled
+    uint32_t ops;      // operations enqueued and not seen to end
+    uint32_t watching; // 1 while a wake-up is asked for and has not come
     void (*wake)(void *context);
     void *wake_context;
 };
 
 enum {
-    KVQ__CHUNK_OPS = 4, // that a chunk is besides its waves: wait, tell, number, event
-    KVQ__WAVE_OPS = 8,  // that a wave is at most, besides what its entries are
+    KVQ__CHUNK_OPS = 4, // operations of a chunk besides its waves: wait, tell, number, event
+    KVQ__WAVE_OPS = 8,  // operations of a wave at most, besides those of its entries
 };
 
 struct kvq__lane {
@@ -85,56 +86,56 @@ enum { KVQ__LANE_HELD = 16 * KVQ_MAX_BATCH };
 
 // The client's lane on a GPU, made if need be. KVQ_E_NO_MEMORY, KVQ_E_SYSTEM. Not on the hot path.
 int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **lane);
-// The client is gone and all its work has ended, but maybe some that nobody waits for: the lane is
-// there for another client when that has, too. It is not freed: to free GPU memory or pinned memory
-// is to wait for the whole GPU, and so for every client whose stream has yet to signal. NULL is
-// fine.
+// The client is gone. Its requests have ended, but background work may still run; when that has
+// ended the lane is for another client. It is not freed: freeing GPU memory or pinned memory waits
+// for the whole GPU, and so for every client whose stream has yet to signal. NULL is fine.
 void kvq__lane_leave(struct kvq__lane **lane);
 // When no client is left: returns once no thread of the driver's calls a `wake` any more.
 void kvq__lanes_hush(struct kvq__core *core);
-// When no client is left: waits for what they still do.
+// When no client is left: waits until all lanes are idle.
 void kvq__lanes_drain(struct kvq__core *core);
-// Frees them then.
+// Frees all lanes then.
 void kvq__lanes_close(struct kvq__core *core);
 
-// Opens a chunk on its client's lane for the GPU that the queue's wave is for, and on the first one
-// of a request with KVQ_REQ_ON_STREAM has the lane wait for the client. False if there is no room:
-// then it says so to the queue, which goes on when it has settled.
+// Opens a chunk on the client's lane of the GPU q->gpu. For the first chunk of a request with
+// KVQ_REQ_ON_STREAM the lane also waits for the client's stream. False if there is no room: then
+// q->gpu_wait is KVQ__GPU_ROOM, and the queue goes on when it has settled.
 bool kvq__lane_open_for(struct kvq__queue *queue);
-// Closes the queue's chunk for another one. False: as above.
+// Closes the queue's chunk, so that the queue gets a larger one. Returns false, as above.
 bool kvq__lane_again(struct kvq__queue *queue);
-// Opens a chunk for the queue's request as its arena. False if there is none, no room to hold what
-// the request holds, or much under way on the stream, before something has ended.
+// Opens a chunk as the arena of the queue's request. False if no chunk is free, the ring of holds
+// has no room, or much is under way on the stream; then something has to end first.
 bool kvq__lane_open(struct kvq__lane *lane, struct kvq__queue *queue);
 // Whether the lane of the queue's timeline has room for a request's signal. False: as above.
 bool kvq__lane_takes(struct kvq__queue *queue);
-// Has the lane tell the client's stream that the queue's request is done, behind all that was
-// enqueued, and so in the order of the requests. Without an open chunk that is work of its own,
-// with a number: the word must be there until it is written.
+// Enqueues the signal to the client's stream that the queue's request is done, behind all earlier
+// work and so in the order of the requests. Without an open chunk the signal is work of its own,
+// with a number: the word that it writes must exist until then.
 void kvq__lane_signal(struct kvq__queue *queue);
-// Operations that are enqueued on its stream: each must be counted, by whoever enqueues it.
+// Counts operations on the lane's stream. Whoever enqueues some has to call it.
 void kvq__lane_count(struct kvq__lane *lane, uint32_t ops);
-// How many more may be enqueued before something has ended: with many more the stream could make
-// the caller, who is the poller, wait for that.
+// How many more operations may be enqueued. With many more the driver would block the poller until
+// some have ended.
 static inline uint32_t kvq__lane_ops_left(const struct kvq__lane *lane)
 {
     return lane->use->ops < KVQ_MAX_GPU_OPS ? KVQ_MAX_GPU_OPS - lane->use->ops : 0;
 }
 // Enqueues the copy of the arena's bytes [from, used). 0 or KVQ_E_SYSTEM.
 int kvq__lane_copy(struct kvq__lane *lane, struct kvq__queue *queue, size_t from);
-// Ends the queue's chunk: everything enqueued so far gets a number, which is the queue's last. With
-// `hold` the lane takes over what the request holds, its flight included.
+// Ends the queue's chunk: the work enqueued so far gets a number, which becomes the queue's last
+// one. With `hold` the lane takes over what the request holds, also its flight.
 int kvq__lane_close(struct kvq__lane *lane, struct kvq__queue *queue, bool hold);
-// Lets go of what has ended. True if anything had.
+// Lets go of what ended work held. True if any work had ended.
 bool kvq__lane_poll(struct kvq__lane *lane);
-// Has wake(context) called once work that was enqueued so far has ended, if there is any: all of it
-// where the stream is the lane's alone, else what was there when one of the lanes asked last.
+// Has wake(context) called when the work enqueued so far has ended; false if there is none. Lanes
+// that share a stream share one wake-up: it comes after the work that was there when it was asked
+// for.
 bool kvq__lane_wake(struct kvq__lane *lane, void (*wake)(void *context), void *context);
 
-// Whether its oldest work has been there for config.stall_ns; true once for each such work.
+// Whether the lane's oldest work is older than config.stall_ns; true once for each such work.
 bool kvq__lane_stalls(struct kvq__lane *lane);
-// A session that the lane's client has open, and others too, who cannot read it before the lane has
-// packed what it was given to pack of it. NULL if there is none.
+// A session that other clients have open as well and cannot read, since the lane has yet to pack
+// units of it. NULL if there is none.
 const struct kvq__session *kvq__lane_withholds(const struct kvq__lane *lane);
 
 static inline bool kvq__lane_busy(const struct kvq__lane *lane)

@@ -18,13 +18,14 @@ struct kvq__pageref {
     struct kvq__ref packed, raw;
 };
 
-// Part of a session's page table: a few pages of all layers that have their own. Forks share those
-// that can change no more (kvq__sheets_share); what has more than one owner is never written.
+// Part of a session's page table: a few pages, of all layers that have pages of their own. Forks
+// share sheets that are final (kvq__sheets_share); a sheet with more than one owner is never
+// written.
 enum { KVQ__SHEET_PAGES = 4 };
 
 struct kvq__sheet {
-    uint32_t refs;               // sessions, and moves that have yet to give it back
-    struct kvq__retired retired; // as a block's: who may look at its blocks by it
+    uint32_t refs;               // sessions that have it, and moves that still hold it
+    struct kvq__retired retired; // which flights may read its blocks through it, as for a block
     struct kvq__pageref pages[]; // KVQ__SHEET_PAGES of each such layer, in the order of layers
 };
 
@@ -40,20 +41,20 @@ struct kvq__layer {
     uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
     uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
     uint32_t learn;                   // tokens the format learns from; 0 = none
-    uint32_t keep;                    // tokens that must stay readable behind the newest; 0 = all
+    uint32_t keep;                    // tokens that stay readable before the newest one; 0 = all
     // The rest is meaningful for layers that have their own pages.
-    struct kvq__sheet **sheets;  // the session's
-    uint32_t slot;               // its place in each of them
-    struct kvq__ref extras;      // formats that keep some; from the first page on
-    bool learned;                // its extras know what the format learns
-    uint32_t first_page;         // pages before it are behind the window and freed
-    uint32_t raw_page;           // raw blocks of pages before it are released
-    uint64_t base;               // a fork's: tokens below it are only there packed
-    uint64_t packed;             // tokens [0, packed) are packed
-    uint64_t enqueued;           // will be so if the STEP under way on a GPU commits; 0 = none
-    const void *packer;          // the request or packer whose job is packing it; NULL = none
-    struct kvq__lane *pack_lane; // on a GPU: where units were packed last
-    uint64_t pack_number;        // and the work's number there
+    struct kvq__sheet **sheets; // the session's
+    uint32_t slot;              // its place in each of them
+    struct kvq__ref extras;     // formats that keep some; from the first page on
+    bool learned;               // its extras know what the format learns
+    uint32_t first_page;        // pages before it are behind the window and freed
+    uint32_t raw_page;          // raw blocks of pages before it are released
+    uint64_t base;              // of a fork: tokens below it exist in packed form only
+    uint64_t packed;            // tokens [0, packed) are packed
+    uint64_t enqueued;          // becomes `packed` if the STEP under way on a GPU commits; 0 = none
+    const void *packer;         // the request or packer whose job is packing it; NULL = none
+    struct kvq__lane *pack_lane; // on a GPU: the lane that packed units last
+    uint64_t pack_number;        // and the number of that work
     uint8_t append;              // enum kvq__append_state, in the open step
     uint32_t loading;            // restores that are yet to read blocks of it from a store
 };
@@ -63,18 +64,18 @@ struct kvq__handle {
     struct kvq__session *session; // NULL if free or taken
     uint32_t index, generation;
     bool used, taken, read_only;
-    int lost; // taken because its session could not be read from a store: why; else 0
+    int lost; // why its session could not be read from a store; 0: that is not why it was taken
     struct kvq__table *table;     // NULL = none
     LIST_ENTRY(kvq__handle) link; // in its session's handles, or its client's free ones
 };
 LIST_HEAD(kvq__handle_list, kvq__handle);
 
-// Where a session with a name stands whose last change is not saved.
+// The list that a named session stands in while its last change is not saved.
 enum kvq__unsaved_list {
     KVQ__SAVED,           // in none: it is saved, has no name, or is not published
     KVQ__UNSAVED_IN_USE,  // in the order of their last use, or of when they were opened again
-    KVQ__UNSAVED_AT_ONCE, // nobody has it open, and it is to be saved then, or before it goes
-    KVQ__UNSAVED_PUT_OFF, // that has failed
+    KVQ__UNSAVED_AT_ONCE, // to be saved now: nobody has it open any more, or its keep time is over
+    KVQ__UNSAVED_PUT_OFF, // saving it has failed: later again
     KVQ__UNSAVED_LISTS,
 };
 
@@ -97,11 +98,11 @@ struct kvq__session {
     LIST_ENTRY(kvq__session) name_link;  // likewise, if it has a name
     LIST_ENTRY(kvq__session) due_link;   // of a moment when it is looked at
     TAILQ_ENTRY(kvq__session) seal_link; // of those with pages for the index of prefixes
-    bool due, seals;                     // whether it stands in these
+    bool due, seals;                     // it stands in the list of due_link, of seal_link
     TAILQ_ENTRY(kvq__session) recent_link, unsaved_link; // see recent.c
-    bool published, recent; // it can be found; it stands in its arena's list
+    bool published, recent; // lookups find it; it stands in its arena's list
     enum kvq__unsaved_list unsaved;
-    uint64_t unsaved_ask; // the last that has found its group
+    uint64_t unsaved_ask; // number of the last kvq__core_unsaved that has visited its group
     uint64_t name_hash;
     struct kvq__core *core;
     struct kvq__namespace *ns;
@@ -112,62 +113,63 @@ struct kvq__session {
     struct kvq__layer *layers;
     uint32_t n_layers, n_owned;       // n_owned: layers with their own pages
     struct kvq_format *formats;       // composed ones, each once; NULL = none
-    uint32_t n_formats;               // of n_layers that there is room for
+    uint32_t n_formats;               // there is room for n_layers
     char own_format[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
     uint32_t shard, shards, max_rollback;
     uint64_t prompt_tokens, keep_ns;
-    uint64_t exact_tokens; // before so many are final nothing is packed; 0: it is as it comes
-    TAILQ_ENTRY(kvq__session) prompt_link; // among those whose prompts may hold memory
-    bool in_prompts;                       // it stands there
-    bool packs_early;                      // it was not 0, and gave way to others (exact.c)
-    bool gives_way;                        // it is about to: requests under way read it as it is
+    uint64_t
+        exact_tokens; // nothing is packed before so many tokens are final; 0: packed as they come
+    TAILQ_ENTRY(kvq__session) prompt_link; // among sessions whose prompts may hold raw blocks
+    bool in_prompts;                       // it stands in that list
+    bool packs_early; // exact_tokens became 0 to make room for others (exact.c)
+    bool gives_way;   // it does so when the requests that read it have ended
     uint8_t path, dtype;
     uint8_t v_rotation; // of its layers: enum kvq_v_rotation, or KVQ__V_MIXED
     bool drop_on_detach, save_on_detach, dropped;
-    bool ending;           // it stands among those that have ended (ended.c)
-    uint64_t ended_flight; // the last that began before its end
-    struct kvq__arena
-        *ended_in; // which counts it while it is ending and has pages; NULL: none does
+    bool ending;           // it stands in core->ended (ended.c)
+    uint64_t ended_flight; // the last flight that began before its end
+    // The arena that counts it in n_ended, while it is ending and still has pages; else NULL.
+    struct kvq__arena *ended_in;
 
     uint64_t tokens; // committed
     uint64_t floor;  // truncation cannot go below
     uint64_t saturated;
     uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
-    uint64_t save_after, save_wait;  // not before, since it failed; how long that was put off
-    uint64_t save_told;              // when somebody was told that it fails; 0: never
-    uint64_t stamp;                  // of its last save
-    bool stored, kept;               // a form of it is stored; and stays when the session ends
+    uint64_t save_after, save_wait; // after a failure: when to save again; how long that is put off
+    uint64_t save_told;             // when the last event said that saving fails; 0: never
+    uint64_t stamp;                 // of its last save
+    bool stored, kept;              // a store has some state of it; and keeps it after its end
     enum kvq__residency residency;
     bool pinned;                          // it is never parked
     struct kvq__park *park;               // a ticket under way; NULL = none
     TAILQ_ENTRY(kvq__session) fetch_link; // while FETCH_WANTED
-    uint64_t fetch_at;                    // since when
-    uint64_t fetch_serial;                // how many have failed
-    int fetch_error;                      // how the last one did
-    uint32_t n_loading;                   // layers
-    struct kvq__restore *restore;         // that reads them; NULL = none
-    LIST_HEAD(, kvq__follower) follows;   // prefixes it began with that are read
+    uint64_t fetch_at;                    // when it became FETCH_WANTED
+    uint64_t fetch_serial;                // fetches that have failed
+    int fetch_error;                      // the code of the last failure
+    uint32_t n_loading;                   // layers that are yet to be read
+    struct kvq__restore *restore;         // reads them; NULL = none
+    LIST_HEAD(, kvq__follower) follows;   // prefixes that it began with and that are being read
     struct kvq__ids ids;                  // of its tokens, as far as they are known
-    uint64_t prefix_tokens;               // that it began with
-    bool foreign;                         // some of its blocks are another namespace's
-    uint32_t n_pages;                     // of every layer
-    uint32_t n_sheets, sheet_room;        // sheets that there are; that `sheets` has room for
+    uint64_t prefix_tokens;               // tokens of the prefix that it began with
+    bool foreign;                         // some of its blocks belong to another namespace
+    uint32_t n_pages;                     // of each layer
+    uint32_t n_sheets, sheet_room;        // length of `sheets`; its room
     struct kvq__sheet **sheets;           // the page table
 
     struct kvq__handle_list handles;
     LIST_HEAD(, kvq__table) tables;
     struct kvq__handle *writer;
     uint32_t readers;
-    uint64_t idle_since; // last use; while nobody has it open, the keep time counts from here
+    uint64_t idle_since; // time of its last use, from which its keep time counts
 
     struct kvq__step *step; // the open step it is in
     LIST_ENTRY(kvq__session) step_link;
     uint32_t step_tokens, step_layers; // layers appended
-    bool step_spoiled;                 // it was asked to append what it cannot: it will not commit
-    uint64_t step_serial;              // changes with every beginning and end of a step
+    bool step_spoiled;                 // an append was refused for good: the step cannot commit
+    uint64_t step_serial;              // changes when a step begins or ends
     uint64_t step_queue;               // number of the queue that began it
-    bool committing;                   // a STEP's work is under way on a GPU, see settle.h
-    bool untold;                       // its writer has yet to hear that values were not finite
+    bool committing;                   // a STEP is under way on a GPU, see gpu_commit.h
+    bool untold;                       // the writer does not know yet that values were not finite
 
     struct kvq__group *group; // of named sessions with several shards; else NULL
     struct kvq__move *move;   // to another place, under way or queued; NULL = none
@@ -178,21 +180,21 @@ struct kvq__session {
     uint32_t refs;
     struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
     uint32_t reading;               // entries that read committed tokens
-    uint64_t reading_floor;         // lowest count they may stand at; meaningless if reading is 0
-    bool release_due;               // pages were kept for them
+    uint64_t reading_floor;         // the floor when the first of them began; if reading > 0
+    bool release_due;               // pages below the floor were kept for them
     uint32_t tail_use;              // entries that write or read the open step's tokens
-    struct kvq__queue *exclusive;   // the request that changes what is committed
+    struct kvq__queue *exclusive;   // the request that changes committed tokens; NULL = none
 
     // Of eviction (evict.h).
-    const struct kvq__queue *taker; // the request that takes memory for it just now
-    struct kvq__pool
-        *home; // demoted: the GPU that it goes back to when it is used; NULL = it is not
-    uint64_t home_refused; // 1 + evictions that had ended when there was no room; 0 = never
+    const struct kvq__queue *taker; // the request that is taking pages for it; NULL = none
+    struct kvq__pool *home; // demoted: the GPU that it goes back to when it is used; else NULL
+    uint64_t home_refused;  // 1 + core->evictions_ended when the GPU had no room; 0 = never
     uint64_t home_refused_at;
-    uint64_t back_at;        // when it last came back; 0 = never
-    uint64_t try_after;      // it could not be evicted; not before then
-    uint64_t evict_look;     // the last look that has found its group
-    uint64_t claim, claimed; // the oldest request that waits for room and names it, as of that look
+    uint64_t back_at;    // when it last came back; 0 = never
+    uint64_t try_after;  // after a failed eviction: not tried again before
+    uint64_t evict_look; // number of the last look that has visited its group
+    // The last look at waiting requests that name it (core->last_claim), and their oldest ticket.
+    uint64_t claim, claimed;
 
     bool pack_queued;
     TAILQ_ENTRY(kvq__session) pack_link;
@@ -200,10 +202,10 @@ struct kvq__session {
     uint64_t serial;              // of all that were made, published or not
     struct kvq__given_list given; // deferred frees that end once it is quiet
     TAILQ_ENTRY(kvq__session) giver_link;
-    bool gives; // it stands among the core's givers
+    bool gives; // it stands in core->givers
 };
 
-// It has no blocks: they are in a store alone.
+// It has no blocks in memory: only a store has its bytes.
 static inline bool kvq__is_offloaded(const struct kvq__session *s)
 {
     return s->residency >= KVQ__OFFLOADED && s->residency <= KVQ__FETCH_TAKEN;
@@ -221,26 +223,27 @@ void kvq__session_free(struct kvq__session *session);
 // Frees what is left of it; it has no pages, sheets or parts of ids.
 void kvq__session_dispose(struct kvq__session *session);
 
-// Whether nothing under way looks at its blocks: no request holds it, and no stream packs it. Then
-// what it gives up waits for nobody, also while some client's stream never goes on.
+// Whether nothing under way reads its blocks: no request holds the session, and no stream packs it.
+// Blocks that it gives up are free at once then, even while the stream of some client hangs.
 bool kvq__session_quiet(const struct kvq__session *session);
 // As kvq__drops_begin, for what the session gives up.
 void kvq__session_gives(struct kvq__session *session, uint64_t last);
 
-// ---- Those that have ended, and have yet to give their memory back (ended.c) ----
+// ---- Sessions that have ended, whose memory is not free yet (ended.c) ----
 
-// Its memory goes back, at once as far as this turn may, and then in pieces: its pages, and all
-// else when nothing pins it.
+// Frees the session's memory in pieces, the first ones at once: its pages, and the rest when no
+// request references it any more.
 void kvq__ended_add(struct kvq__session *session);
 bool kvq__ended_poll(struct kvq__core *core); // a piece; true if there was something to do
-// Whether who was refused a block may have one when what has ended has given its memory back.
+// Whether freeing the ended sessions can satisfy the block that was refused.
 bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *shortage);
-// Frees one of the namespace's at once, for its bookkeeping memory. False if there is none.
+// Frees one ended session of the namespace at once, for its bookkeeping memory. False: there is
+// none.
 bool kvq__ended_reclaim(struct kvq__namespace *ns);
-void kvq__ended_close(struct kvq__core *core); // all, at once; nothing is under way
+void kvq__ended_close(struct kvq__core *core); // frees all at once; nothing is under way
 
-// Takes what a session needs besides blocks where its pool is a GPU's, once its layers are built.
-// 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+// Takes what a session on a GPU needs besides blocks: counters and codebooks. Its layers are built.
+// Nothing on the host. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__session_place(struct kvq__session *session);
 void kvq__session_publish(struct kvq__session *session);
 // ---- What happens to it, for lists and counts of published ones (recent.c) ----
@@ -253,21 +256,21 @@ void kvq__session_saved(struct kvq__session *session, uint64_t commits); // up t
 void kvq__session_count(struct kvq__session *session, uint64_t tokens);  // it has so many
 void kvq__session_lies_in(struct kvq__session *session,
                           struct kvq__pool *pool); // it is there now
-// Its arena lists sessions in the order of their last use, or of when they were looked at since and
-// could not be evicted. One without blocks may be missing; with blocks it is there.
-void kvq__recent_put(struct kvq__session *session);    // to the end
+// An arena lists its sessions in the order of their last use; a session that could not be evicted
+// goes to the end as well. Every published session with blocks is in the list; others may be.
+void kvq__recent_put(struct kvq__session *session);    // to the end of the list
 void kvq__recent_forget(struct kvq__session *session); // it has no blocks
-// Finds its list anew: it was opened, or nobody has it open any more.
+// Moves it to the right list of core->unsaved, after it was opened or closed.
 void kvq__unsaved_note(struct kvq__session *session);
 void kvq__unsaved_outlived(struct kvq__session *session); // the time that it is kept is over
 void kvq__unsaved_put_off(struct kvq__session *session);  // saving it has failed
 
 // ---- When published ones are looked at (due.c) ----
 
-// The end of its keep time, and of its other shards', counts from their last use.
+// Schedules the look at the end of its keep time, and of its other shards'.
 void kvq__due_set(struct kvq__session *session);
 void kvq__due_clear(struct kvq__session *session);
-// Ends those whose time is over.
+// Ends the sessions whose keep time is over.
 void kvq__dues_tick(struct kvq__core *core);
 
 // ---- Finding sessions that are published (lookup.c) ----
@@ -279,26 +282,28 @@ void kvq__lookup_remove(struct kvq__session *session);
 struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id); // NULL = none
 // The first of the namespace with an id above `id`; NULL = none.
 struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id);
-// One of that name, whichever shard it is; NULL = none.
+// Some shard of the session of that name; NULL = none.
 struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
 // As kvq__session_find.
 int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                      const char *name, struct kvq__session **s, char *text);
-// Takes it out of its namespace, makes its handles stale, gives its blocks back. The log says why.
+// Ends the session: takes it out of its namespace, makes its handles stale, frees its memory. The
+// event says why.
 void kvq__session_end(struct kvq__session *session, const char *why);
 void kvq__session_ref(struct kvq__session *session);
 void kvq__session_unref(struct kvq__session *session);
-// Moves what it has on a GPU besides blocks; it has no blocks. As kvq__session_place.
+// Moves a session without blocks to another pool, with what kvq__session_place has taken, and fails
+// as that does.
 int kvq__session_replace(struct kvq__session *session, struct kvq__pool *to);
 // Nobody has it open any more: drops it or starts its keep time.
 void kvq__session_detached(struct kvq__session *session);
-// Counts its shared bytes, which means looking at every block, if it has no more than `looks`;
-// these are then fewer. Else they are unknown.
+// Counts the session's shared bytes, which takes a look at each of its blocks. If it has more than
+// *looks blocks the shared bytes stay unknown; else *looks becomes fewer by them.
 void kvq__session_count_shared(const struct kvq__session *session, struct kvq__session_info *info,
                                uint64_t *looks);
 void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
 
-// Whether its blocks count where somebody was refused one.
+// Whether freeing the session's blocks helps against this shortage.
 bool kvq__shortage_counts(const struct kvq__shortage *shortage, const struct kvq__session *session);
 
 // Where a session belongs: the GPU that it was demoted from, or where it is.
@@ -307,19 +312,19 @@ static inline struct kvq__pool *kvq__home_of(const struct kvq__session *s)
     return s->home ? s->home : s->pool;
 }
 
-// A request or a lane no longer reads its pages; or what its step appends.
+// A request or a lane no longer reads its pages (or the tokens of its open step).
 void kvq__reading_end(struct kvq__session *session);
 void kvq__tail_end(struct kvq__session *session);
-// Lets go of a session that was held and pinned.
+// Ends a hold: both of the above, as it was held, and the reference.
 void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
 
-// What holds the page, which is there, of a layer with pages of its own.
+// The blocks of a page that exists, of a layer with pages of its own.
 static inline struct kvq__pageref *kvq__page(const struct kvq__layer *l, uint32_t page)
 {
     struct kvq__sheet *sheet = l->sheets[page / KVQ__SHEET_PAGES];
     return &sheet->pages[l->slot * KVQ__SHEET_PAGES + page % KVQ__SHEET_PAGES];
 }
-// Sessions that have the page, and whatever else of its sheet, in common: 1 = no other.
+// How many owners the sheet of the page has; 1: this session alone.
 static inline uint32_t kvq__page_owners(const struct kvq__layer *l, uint32_t page)
 {
     return l->sheets[page / KVQ__SHEET_PAGES]->refs;
@@ -330,7 +335,7 @@ static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
     return s->layers[layer].source == layer;
 }
 
-// Bytes of the blocks that the layer has or, while it comes back, needs: packed ones and raw ones.
+// Bytes of the layer's packed and raw blocks; of an offloaded session, bytes that it will need.
 static inline uint64_t kvq__layer_block_bytes(const struct kvq__session *s,
                                               const struct kvq__layer *l)
 {
@@ -342,11 +347,11 @@ static inline uint64_t kvq__layer_block_bytes(const struct kvq__session *s,
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
                         uint64_t past);
-// And that it would without exact_tokens.
+// The same if exact_tokens were 0.
 uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
                            uint64_t past);
-// The first token that a view at or above `floor` may still need of a layer of which `keep` tokens
-// must stay readable behind the newest (0: all): what is behind is freed.
+// The first token, rounded down to a page, that views at `floor` tokens or more may still read of a
+// layer whose last `keep` tokens stay readable (0: all). Pages before it are freed.
 static inline uint64_t kvq__kept_from(uint32_t keep, uint64_t floor)
 {
     uint64_t behind = keep && floor + 1 > keep ? floor + 1 - keep : 0;
@@ -356,15 +361,16 @@ static inline uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t 
 {
     return kvq__kept_from(layer->keep, floor);
 }
-// What a view at `past` tokens needs of the layer besides pages: NULL while nothing is packed.
+// The extras that a view at `past` tokens reads; NULL while nothing is packed.
 const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
                                 uint64_t past);
-// Outliers that count for each KV head, in the queue's arena; NULL into *counts if the format has
-// none. False if there is no room left in this wave.
+// Copies the number of published outliers of each KV head into the queue's arena. *counts is NULL
+// if the format has none. False if this wave has no room left.
 bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
                         const uint8_t **counts);
-// What a layer's extras block holds at first, and what of another's a fork keeps below
-// to->packed. On a GPU these wait for copies (session.c). 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
+// Initialize a layer's extras block: as for a new session, or with what a fork keeps of another
+// layer's extras below to->packed. On a GPU both wait for a copy (session.c). 0, KVQ_E_NO_MEMORY or
+// KVQ_E_SYSTEM.
 int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *layer);
 int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
                      const struct kvq__layer *to);
@@ -373,29 +379,30 @@ int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
 // Gives a new session, which has no pages yet, the first `sheets` of another one's sheets.
 // Nothing in them may change any more. 0, or as kvq__ns_allocate.
 int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets);
-// The session has none any more; it has no pages.
+// Drops all sheets of a session without pages.
 void kvq__sheets_free(struct kvq__session *s);
 // An empty sheet for so many layers; NULL as kvq__ns_allocate.
 struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc);
-// Gives up a reference to a sheet of so many layers, and clears it; with the last one its blocks.
+// Drops a reference to a sheet of so many layers and clears the pointer. The last one drops the
+// sheet's blocks.
 void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **sheet, uint32_t n_owned);
 // Tells the layers where the session's sheets are.
 void kvq__sheets_place(struct kvq__session *s);
-// Of the memory of its page table, its part of what it shares included.
+// Bytes of its page table. A shared sheet counts in equal parts for its owners.
 uint64_t kvq__sheets_bytes(const struct kvq__session *s);
-// Takes the last sheet off the session, with its pages. Returns the work that it was: blocks that
-// it has looked at, or 1 if others have the sheet as well.
+// Takes the last sheet off the session, with its pages. Returns the work: the number of its blocks,
+// or 1 if other sessions have the sheet as well.
 uint32_t kvq__sheets_pop(struct kvq__session *s);
-// Takes the last page off the session, or, if that stands in a sheet that others have as well, all
-// pages of this sheet. Returns the blocks that it has looked at.
+// Takes the last page off the session, or, if its sheet is shared, all pages of the sheet. Returns
+// the work: the number of blocks visited.
 uint32_t kvq__pages_pop(struct kvq__session *s);
 // Makes room for `tokens` tokens in all layers, or changes nothing.
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
-// Gives back what was taken behind so many pages and nobody has seen since: it is free at once.
+// Undoes kvq__pages_reserve down to so many pages. No request has seen them: they are free at once.
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
-// Gives back the pages that `tokens` tokens do not need, and with the last page the extras.
+// Drops the pages that `tokens` tokens do not need, and with the last page the extras.
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
-// Releases what no view at or above the floor can read any more.
+// Drops the blocks that no view at or above the floor can read any more.
 void kvq__pages_release(struct kvq__session *s);
 // The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
 uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
@@ -420,7 +427,7 @@ struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, cha
 
 // Queues the session for packing in the background if any layer has whole units to pack.
 void kvq__pack_queue(struct kvq__session *s);
-// What of a layer is to be packed at what is committed.
+// How many tokens of a layer are to be packed at the committed count.
 uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer);
 void kvq__pack_unqueue(struct kvq__session *s);
 

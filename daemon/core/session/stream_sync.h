@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How the streams of a client and its lane wait for each other (docs/protocol.md, "In the order of
-// a stream"): by the words of a queue's timeline, or by events that both processes have open.
+// How the stream of a client and its lane wait for each other (docs/protocol.md, "In the order of a
+// stream"): by the words of a queue's timeline, or by events that both processes have opened.
 //
 // An event is waited for as of its latest record. So the client records `ready` before it sends
 // the request, and waits for `done` only once the completion says that it was recorded here. Each
 // request uses the next event of its kind, and then the first again.
 //
-// The daemon makes the events of both kinds, so nothing of a client's is opened here, and they are
-// there as long as the lane may wait for them. What it cannot do, unlike with words, is to let a
-// lane go on whose client has recorded and never gets there: CUDA has no such call. That lane waits
-// until the client's stream goes on or its process ends.
+// The daemon makes the events of both kinds: it opens nothing of a client's, and the events exist
+// as long as the lane may wait for them. With events, unlike with words, the daemon cannot release
+// a lane whose client has recorded an event that its stream never reaches: CUDA has no call for
+// that. Such a lane waits until the client's stream goes on or its process ends.
 #ifndef KVQ_DAEMON_CORE_SESSION_STREAM_SYNC_H
 #define KVQ_DAEMON_CORE_SESSION_STREAM_SYNC_H
 
 #include "daemon/core/session/lane.h"
 
-// Enqueues that the lane waits for the client's stream to have come to the queue's request. A
-// result of the driver, as of all below.
+// Enqueues on the lane a wait until the client's stream has reached the queue's request. Returns a
+// result of the driver, as all below.
 int kvq__stream_sync_await(const struct kvq__lane *lane, const struct kvq__queue *queue);
-// Enqueues that the client's stream may go on behind the queue's request.
+// Enqueues the signal that lets the client's stream go on after the queue's request.
 int kvq__stream_sync_tell(const struct kvq__lane *lane, const struct kvq__queue *queue);
 
 #endif
