@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The attach socket, as who opens and closes the daemon sees it, and who ends clients. Functions
-// belong to the loop's thread unless they say otherwise.
+// The attach socket, for those who open and close the daemon and who end clients. Functions belong
+// to the loop's thread unless they say otherwise.
 #ifndef KVQ_DAEMON_ATTACH_ATTACH_H
 #define KVQ_DAEMON_ATTACH_ATTACH_H
 
@@ -11,7 +11,7 @@
 int kvq__attach_open(struct kvq__server *server, struct kvq__attach **attach, char *text);
 // Takes no new connections.
 void kvq__attach_refuse(struct kvq__attach *attach);
-// Ends every connection and its client; all is gone when kvq__attach_idle says so.
+// Ends all connections and their clients; they are gone when kvq__attach_idle says so.
 void kvq__attach_end_all(struct kvq__attach *attach);
 uint32_t kvq__attach_count(const struct kvq__attach *attach);
 bool kvq__attach_idle(const struct kvq__attach *attach);

@@ -4,14 +4,17 @@
 // the table of its parts; hello.c, queues.c, buffers.c, sessions.c and in_context.c have these
 // parts; memory.c makes queues and buffers, gpu.c memory of GPUs, and return.c gives it all back.
 //
-// A connection runs one command at a time. On the loop's thread it is received, checked, and what
-// needs the system is done; what may take long (codebooks are read, memory is shared with a GPU)
-// is done on a thread of libuv's; then its mail takes it to the poller, where the core does its
-// part; then the mail brings it back, and the reply is sent. While it is on a thread of libuv's or
-// at the poller the loop's thread touches nothing that is marked "with the command".
+// A connection runs one command at a time:
 //
-// Giving back what takes long goes the same way: the connection ends when all of it is back but
-// host memory that GPUs reach, which nobody waits for.
+//   1. The loop's thread receives and checks it, and makes system objects.
+//   2. A thread of libuv's does what may take long: reads codebooks, shares memory with a GPU.
+//   3. The connection's mail takes it to the poller's thread, where the core does its part.
+//   4. The mail brings it back to the loop's thread, which sends the reply.
+//
+// During 2 and 3 the loop's thread touches nothing that is marked "with the command".
+//
+// What takes long to give back is given back on a thread of libuv's as well. The connection ends
+// when everything is given back except host memory that GPUs reach: nobody waits for that.
 #ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
 #define KVQ_DAEMON_ATTACH_INTERNAL_H
 
@@ -27,35 +30,35 @@
 
 struct kvq__connection;
 
-// Something that is given back on a thread of libuv's, one after the other. Zero-initialize.
+// Something that a thread of libuv's gives back; one at a time. Zero-initialize.
 struct kvq__return {
     STAILQ_ENTRY(kvq__return) link;
     struct kvq__connection *connection;
-    bool awaited;                           // by the command under way
+    bool awaited;                           // the command under way waits for it
     void (*run)(struct kvq__return *what);  // on that thread
     void (*done)(struct kvq__return *what); // on the loop's
 };
 
-// Host memory that is being taken from the GPUs: the driver waits for all work that they were
-// given, and so, maybe, for a client that never signals. Loop's thread, but for the first one's
-// memory.
+// Host memory that is being unregistered from the GPUs. The driver waits for all work on them,
+// which may wait for a client that never signals. Loop's thread, except the memory of the first in
+// the list.
 struct kvq__letting_go {
     STAILQ_ENTRY(kvq__letting_go) link;
-    struct kvq__connection *connection; // whose it was; NULL: that is gone
+    struct kvq__connection *connection; // its owner; NULL: that is gone
     uint32_t uid;
     bool timeline;
     struct kvq__shm shm;
-    uint64_t counted; // of its bytes, against what its client and all clients may have
+    uint64_t counted; // bytes of it that count against the limits of its client and of all clients
 };
 
 // Host memory that GPUs can reach.
 struct kvq__pinned {
     struct kvq__shm shm;
     kvq_gpu_ptr at;                     // 0: they cannot
-    struct kvq__letting_go *letting_go; // for then; NULL if they cannot
+    struct kvq__letting_go *letting_go; // for unregistering it; NULL if they cannot
 };
 
-// Events that order a queue's requests, and what other processes open them by.
+// Events that order a queue's requests, and the handles by which other processes open them.
 struct kvq__line_events {
     struct kvq__gpu *gpu;
     struct kvq__events all;
@@ -77,27 +80,27 @@ struct kvq__line {
     struct kvq__return back; // of the timeline and the events
 };
 
-// An allocation of a client's in a GPU's memory, opened here once for all buffers that lie in it.
-// Loop's thread, but for the piece while it is being opened or closed.
+// A client's allocation in a GPU's memory. It is opened once for all buffers that lie in it. Loop's
+// thread, except the piece while it is being opened or closed.
 struct kvq__import {
     LIST_ENTRY(kvq__import) link; // of its connection
     struct kvq__gpu *gpu;
     bool by_handle, closing;
     struct kvq_gpu_ipc_memory handle;
-    uint64_t number, bytes; // as the client says; bytes not of those by handle
+    uint64_t number, bytes; // what the client says; bytes: only if it is not opened by handle
     uint32_t users;
     struct kvq_gpu_piece piece;
 };
 
-// GPU memory that a client has closed: it may still hold a descriptor or mapping, so it counts
-// until the client is gone, and only the same client gets it again.
+// GPU memory of a closed buffer. The client may still have a descriptor or a mapping of it, so it
+// counts until the client is gone, and only that client gets it again.
 struct kvq__spare {
     LIST_ENTRY(kvq__spare) link; // of its connection
     struct kvq__gpu *gpu;
     struct kvq_gpu_piece piece;
 };
 
-// A buffer's memory: the host's, a GPU's that was made here, or in a client's allocation.
+// A buffer's memory: host memory, GPU memory that was made here, or a client's allocation.
 struct kvq__region {
     struct kvq__mail mail;
     struct kvq__connection *connection;
@@ -142,13 +145,13 @@ struct kvq__connection {
     uint32_t n_lines; // with those that are not given back yet
     LIST_HEAD(, kvq__import) imports;
     LIST_HEAD(, kvq__spare) spares;
-    uint32_t giving_back; // so much of what was this client's is not back yet
-    uint32_t awaited;     // and so much of that the command waits for
-    bool finish_due;      // the command is back, but for that
-    bool gone_due;        // the client is gone, but for what is not back
+    uint32_t giving_back; // things of this client that are being given back
+    uint32_t awaited;     // those of them that the command waits for
+    bool finish_due;      // the command is done when `awaited` is 0
+    bool gone_due;        // the connection is gone when `giving_back` is 0
     struct kvq__return back;
     struct kvq_log_budget log_budget;
-    struct { // what the last command made, and what turns a request into giving it back; or NULL
+    struct { // what the last command made, and how a cancel gives it back; back NULL: nothing
         uint32_t request;
         bool (*back)(struct kvq__connection *c, uint64_t what);
         uint64_t what;
@@ -156,9 +159,9 @@ struct kvq__connection {
 
     // With the command.
     struct kvq__mail mail;
-    uv_work_t work; // what takes long
+    uv_work_t work; // for the part that takes long
     struct kvq__task task;
-    int error; // of it, with the next
+    int error; // of that part, with its text
     char text[KVQ_TEXT_BYTES];
     Kvq__Request *request;
     Kvq__Reply reply;
@@ -228,9 +231,9 @@ void kvq__connection_detach(struct kvq__connection *connection);
 
 // Takes one packet's request. Its descriptors are used up or closed.
 void kvq__connection_request(struct kvq__connection *connection, struct kvq__packet *packet);
-// Poller's thread: the command under way has what it waited for.
+// Poller's thread: the core's part of the command is done.
 void kvq__connection_to_loop(struct kvq__connection *connection);
-// Loop's thread: what it waited for is given back.
+// Loop's thread: something of the connection was given back.
 void kvq__connection_gave_back(struct kvq__connection *connection, bool awaited);
 // Says that a reply does not fit its arena; returns KVQ_E_NO_MEMORY.
 int kvq__attach_no_room(char *text);
@@ -262,7 +265,7 @@ kvq__part kvq__open_queue_sent, kvq__open_timeline_sent;
 kvq__part kvq__open_queue_undo, kvq__stream_sync_undo;
 kvq__made kvq__open_queue_made;
 kvq__back kvq__open_queue_back;
-// When no stream waits for them any more. NULL is fine.
+// Destroys the events; no stream may wait for them any more. NULL is fine.
 void kvq__line_events_close(struct kvq__line_events **events);
 
 // buffers.c
@@ -291,7 +294,7 @@ kvq__part kvq__open_pool_put, kvq__open_table_put;
 kvq__part kvq__open_table_sent, kvq__map_book_sent, kvq__open_table_undo;
 kvq__made kvq__open_table_made;
 kvq__back kvq__open_table_back;
-// What clients need of each GPU's kernels, for all of them.
+// The bundles of kernels, one for each GPU, that clients map.
 void kvq__bundles_open(struct kvq__attach *attach);
 void kvq__bundles_close(struct kvq__attach *attach);
 
@@ -315,18 +318,18 @@ struct kvq__region *kvq__region_import(struct kvq__connection *connection, int f
 // Memory of a page table, which clients map for reading only.
 struct kvq__region *kvq__region_new_table(struct kvq__connection *connection, uint64_t bytes,
                                           int *error, char *text);
-// A region of so many bytes of which `counted` count, with nothing in it.
-// The same on the host beside memory of a GPU, once that was counted. What it fails with leaves the
-// region as it was.
-int kvq__region_add_copy(struct kvq__region *region, uint64_t bytes, char *text);
+// A region of so many bytes, of which `counted` count against the limits, without any memory yet.
 struct kvq__region *kvq__region_alloc(struct kvq__connection *connection, uint64_t bytes,
                                       uint64_t counted, int *error, char *text);
-// Adds bytes to what a client and all clients have, and takes others away.
+// Adds memory on the host, as a copy, to a region of GPU memory that was counted. If this fails the
+// region is as before.
+int kvq__region_add_copy(struct kvq__region *region, uint64_t bytes, char *text);
+// Adds to the counted bytes of a client and of all clients, and subtracts.
 void kvq__connection_count(struct kvq__connection *connection, uint64_t more, uint64_t less);
-// The same of a region's bytes.
+// The same with a region's counted bytes.
 void kvq__region_count(struct kvq__region *region);
 void kvq__region_uncount(struct kvq__region *region);
-// Its descriptor was sent, or is not needed: the mapping and the client's own are enough.
+// Closes the region's descriptors: the reply has carried them, or nobody needs them.
 void kvq__region_close_fd(struct kvq__region *region);
 
 // ---- gpu.c ----
@@ -345,14 +348,14 @@ void kvq__region_make(struct kvq__region *region);
 
 // ---- return.c ----
 
-// Loop's thread. Gives back what there is, at once or on a thread of libuv's, and frees it. A
-// region has been counted.
+// Loop's thread. Gives the region or line back, at once or on a thread of libuv's, and frees it. A
+// region must have been counted.
 void kvq__region_give_back(struct kvq__region *region);
 void kvq__line_give_back(struct kvq__line *line);
 // Loop's thread. Gives back what is left of a client that is gone.
 void kvq__spares_give_back(struct kvq__connection *connection);
-// Loop's thread. Whether the user may have more host memory made known to GPUs: so much of it that
-// was closed may be waiting to be let go of. KVQ_E_LIMIT with a text.
+// Loop's thread. Whether more host memory of the user may be registered with GPUs. Not while too
+// much closed memory of the user waits to be unregistered: KVQ_E_LIMIT with a text.
 int kvq__attach_check_pins(const struct kvq__connection *connection, char *text);
 // Loop's thread. The connection is about to be freed.
 void kvq__pins_leave(const struct kvq__connection *connection);

@@ -19,12 +19,12 @@ struct kvq__dispatch {
     const struct kvq__identity *identity;
     const struct kvq__peer *peer;
     struct kvq__client *client;        // NULL: not attached
-    const char *place;                 // of sessions that are opened and do not say where; or NULL
-    const struct kvq__prefix_ask *ask; // what was found of their prefix; or NULL
+    const char *place;                 // for a session that is opened without a place; or NULL
+    const struct kvq__prefix_ask *ask; // the answer about its prefix; or NULL
     uint64_t now_ns;
 };
 
-// Whether a command is in dispatch's table; the others are the edges' own, and the store's.
+// Whether a command is in dispatch's table. Other commands belong to a socket's room or the store.
 bool kvq__dispatch_takes(Kvq__Request__CommandCase command);
 
 // Runs one command on the thread that owns the core. Fills reply's status, text and result; what
@@ -32,7 +32,7 @@ bool kvq__dispatch_takes(Kvq__Request__CommandCase command);
 void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request *request,
                        struct kvq_arena *arena, Kvq__Reply *reply);
 
-// What a session that is opened or looked up so can begin with (kvq__prefix_ask).
+// Asks which prefix such a session can begin with (kvq__prefix_ask).
 int kvq__dispatch_ask(const struct kvq__dispatch *dispatch, const Kvq__OpenSession *open,
                       struct kvq_arena *arena, struct kvq__prefix_ask **ask, char *text);
 

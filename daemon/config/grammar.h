@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What files of this grammar share, whoever reads them: the configuration, and limits that are set
-// at run time (store/quota_file.c). Thread-safe: every function touches only its arguments.
+// The grammar that the configuration and the file of limits set at run time (store/quota_file.c)
+// share. Thread-safe: every function touches only its arguments.
 #ifndef KVQ_DAEMON_CONFIG_GRAMMAR_H
 #define KVQ_DAEMON_CONFIG_GRAMMAR_H
 
@@ -16,8 +16,8 @@ int kvq__parse_size(const char *where, const char *name, const char *value, uint
 __attribute__((format(printf, 3, 4))) int kvq__config_refuse(char *text, const char *where,
                                                              const char *format, ...);
 
-// What inih would cut or split without a word: the number of the first such line, and what is wrong
-// with it; 0: there is none.
+// Finds the first line that inih would cut or split without saying so: returns its number, and what
+// is wrong with it; 0: there is none.
 int kvq__config_overlong(const char *contents, const char **what);
 // Whether a name can be a namespace's, in a file.
 bool kvq__config_is_namespace(const char *name);

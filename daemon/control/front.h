@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The front of the control socket. ZeroMQ accepts whoever comes and ends the process when it finds
-// no descriptor to do so, so it is not let near the public socket: the front accepts, looks at the
-// user and at what the user and all others hold, and refuses with words (proto/refusal.h). From the
-// first bytes on that a connection sends it has a ZeroMQ socket of its own behind it, and the front
-// passes bytes to and fro. What comes out of that socket is then known to be that peer's.
+// The front of the control socket. ZeroMQ accepts every connection, and ends the process when it
+// has no descriptor left to do so. Therefore the front, and not ZeroMQ, listens on the public
+// socket: it accepts, checks the user and how many connections the user and all others have, and
+// refuses with a sentence (proto/refusal.h). When a connection sends its first bytes, the front
+// opens a ZeroMQ socket for it alone and passes bytes to and fro. So every message from that socket
+// is that peer's.
 //
 //   SILENT --first bytes--> PASSING --one side ends--> ENDING --ZeroMQ has closed its end--> gone
 //     |                                                   ^
 //     '--end, or another is let in instead--> gone        '-- another is let in instead
 //
-// Whoever is let in when there are as many as may be takes the place of the connection that was
-// quiet for longest and has no request under way: of the same user, or, for an administrator, of
-// anybody. Loop's thread.
+// When all places are taken, a new connection displaces the one that was quiet for longest and has
+// no request under way: one of the same user, or, for an administrator, of any user. Loop's thread.
 #ifndef KVQ_DAEMON_CONTROL_FRONT_H
 #define KVQ_DAEMON_CONTROL_FRONT_H
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Directories that are the daemon's own. One that exists is taken only if nobody else can have a
-// use for it; nothing of it is changed before that is known.
+// Directories of the daemon. One that exists already is taken only if it is of no use to anybody
+// else; it is not changed before that is known.
 #ifndef KVQ_DAEMON_RUNTIME_DIRECTORY_H
 #define KVQ_DAEMON_RUNTIME_DIRECTORY_H
 
@@ -12,12 +12,12 @@
 // KVQ_E_PERMISSION or KVQ_E_SYSTEM with a text.
 int kvq__directory_open(const struct kvq_config *config, char *text);
 
-// Opens kvqd.lock in it, which only the daemon's user may open: who can open it can lock it, and so
-// keep the daemon from starting. *fd is the caller's.
+// Opens kvqd.lock in the directory. Only the daemon's user may open that file: whoever can open it
+// can lock it, and keep the daemon from starting. *fd is the caller's.
 int kvq__directory_lock_file(const char *directory, int *fd, char *text);
 
-// Whether what is kept in this directory is safe there: it does not exist yet, or is the daemon's
-// user's and nobody else may write to it. 0 or KVQ_E_PERMISSION with a text.
+// Checks that only the daemon's user can write to the directory, or that it does not exist yet. 0
+// or KVQ_E_PERMISSION with a text.
 int kvq__directory_check(const char *option, const char *path, char *text);
 
 #endif

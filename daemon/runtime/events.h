@@ -16,7 +16,7 @@ void kvq__event_from_core(void *context, const struct kvq__event *event);
 
 // Loop's thread: logs and publishes at once.
 void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event);
-// Loop's thread: none is on its way.
+// Loop's thread: whether no event is on its way to the loop.
 bool kvq__events_idle(void);
 
 #endif

@@ -14,7 +14,7 @@ struct kvq__door {
     uv_poll_t poll;
     uv_timer_t pause; // while there is no descriptor to accept with
     void *context;
-    // Somebody has connected; the descriptor, which does not block, is the function's to close.
+    // Called for each connection. The function owns the descriptor, which is non-blocking.
     void (*enter)(void *context, int fd);
     char path[108]; // of the socket
 };
@@ -23,7 +23,7 @@ struct kvq__door {
 // SOCK_SEQPACKET. 0 or KVQ_E_SYSTEM with a text.
 int kvq__door_open(struct kvq__door *door, uv_loop_t *loop, const char *directory, const char *name,
                    int type, char *text);
-// Takes nobody any more; the loop closes its handles. Nothing if it is closed or was never open.
+// Accepts no more connections; the loop closes the handles. Does nothing if the door is not open.
 void kvq__door_close(struct kvq__door *door);
 
 #endif

@@ -10,8 +10,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-// Embedded in what is to be sent; the sender must not touch it until it is delivered, and from
-// then on the receiver may free or post it again.
+// Embed it in what is to be sent. The sender must not touch it until it is delivered; then the
+// receiver may free it or post it again.
 struct kvq__mail {
     struct kvq__mail *next;
     void (*deliver)(struct kvq__mail *mail);
@@ -20,7 +20,7 @@ struct kvq__mail {
 struct kvq__mailbox {
     pthread_mutex_t lock;
     struct kvq__mail *first, **last;
-    uint32_t pending; // not 0 while something may be in the box; read without the lock
+    uint32_t pending; // 0: the box is empty; read without the lock
     // Wakes the receiver if it sleeps; called after each post, on the posting thread.
     void (*notify)(void *context);
     void *context;
@@ -35,7 +35,7 @@ void kvq__mailbox_post(struct kvq__mailbox *box, struct kvq__mail *mail,
 
 // Receiving thread. One load when there is nothing.
 bool kvq__mailbox_pending(const struct kvq__mailbox *box);
-// Delivers what is in the box now; mail posted meanwhile waits for the next call.
+// Delivers the mails that are in the box now; mails posted meanwhile wait for the next call.
 void kvq__mailbox_deliver(struct kvq__mailbox *box);
 
 #endif

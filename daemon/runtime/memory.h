@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Where the core's extents come from, and what the system has of huge pages.
+// The source of the core's extents in host memory, and the huge pages of the system.
 //
 // Extents are memfds. The kernel puts them into huge pages by itself where
 // /sys/kernel/mm/transparent_hugepage/shmem_enabled allows it. Where it does not, explicit huge
@@ -28,9 +28,9 @@ struct kvq__memory_source {
     struct kvq_log_budget log_budget;
 };
 
-// What the system says; zeros if it says nothing.
+// What the kernel reports; zeros if it reports nothing.
 struct kvq__huge_counts {
-    uint64_t total, available; // explicit pages of 2 MiB; available: nobody has or awaits them
+    uint64_t total, available; // explicit pages of 2 MiB; available: neither used nor reserved
     bool transparent;
 };
 struct kvq__huge_counts kvq__huge_counts(void);

@@ -17,10 +17,10 @@ struct kvq__packet {
     uint32_t n_fds;
 };
 
-// A request has one descriptor at the most; two are taken, so that the refusal can count them.
-// 1: a packet; 0: nothing there now; KVQ_E_DISCONNECTED: the peer has closed its end;
-// KVQ_E_PROTOCOL with a text: the packet or its descriptors were cut short or too many. Except
-// for 1 there are no descriptors left open.
+// Receives a packet with up to two descriptors; a request has one at most, and a refusal can say
+// that there were two. 1: a packet; 0: none is there now; KVQ_E_DISCONNECTED: the peer has closed
+// its end; KVQ_E_PROTOCOL with a text: the packet was too long or had too many descriptors. If it
+// is not 1, no descriptor is left open.
 int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text);
 void kvq__packet_close_fds(struct kvq__packet *packet);
 
@@ -28,9 +28,9 @@ void kvq__packet_close_fds(struct kvq__packet *packet);
 // read what it was sent.
 int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fds, uint32_t n_fds);
 
-// Who is at the other end: user, process and groups as the kernel noted them at connect, and a
-// descriptor that becomes readable when that process ends (-1 with a text if there is none; none is
-// made where pidfd is NULL). 0 or KVQ_E_SYSTEM with a text.
+// The peer of a connected socket: user, process and groups as the kernel noted them at connect. If
+// pidfd is not NULL, *pidfd becomes readable when that process ends (-1 with a text if the kernel
+// gives no such descriptor). 0 or KVQ_E_SYSTEM with a text.
 int kvq__socket_peer(int socket, struct kvq__peer *peer, int *pidfd, char *text);
 
 #endif

@@ -5,10 +5,10 @@
 // workers, and publishes completions. It spins while work comes often and there are CPUs to
 // spare, and else sleeps until an eventfd is written (proto/shm.h has the protocol).
 //
-// Fairness: a turn of the poller gives each client with queues the same number of requests to start
-// or continue, weighed by their entries and however many queues it has, and then runs items for as
-// long as that took, at least. The schedule shares the items' time out over clients (schedule.h).
-// Background work that a request may be waiting for gets a slice of each turn as well.
+// Fairness: in a turn the poller starts or continues requests of each client up to the same number
+// of units, which count a request and its entries, however many queues the client has. Then it runs
+// items for at least as long as that took. The schedule shares the time for items among clients
+// (schedule.h). While requests wait, background work gets a slice of each turn as well.
 //
 // Other threads reach it through its mailbox alone: what is posted there is delivered on the
 // poller's thread between two looks at the rings, and may call the core and the functions marked
@@ -55,7 +55,11 @@ struct kvq__member {
 };
 TAILQ_HEAD(kvq__member_list, kvq__member);
 
-// CLOSING: only its queue's work on GPUs has yet to end.
+//   IDLE     the poller looks for the next request in the ring
+//   RUN      items of its request are to be run, or are running
+//   WAIT     its request is tried again when other work has ended, or some time has passed
+//   GPU      its request waits for work on GPUs
+//   CLOSING  the port is closed when its queue's work on GPUs has ended
 enum kvq__port_state {
     KVQ__PORT_IDLE,
     KVQ__PORT_RUN,
@@ -84,14 +88,14 @@ struct kvq__port {
     bool closing;
     uint32_t index;      // in the poller's list
     uint64_t active_ns;  // when the last request came
-    uint64_t retry_ns;   // WAIT: when to look again in any case
-    uint32_t seen_ended; // WAIT: number of jobs that had ended when it began
+    uint64_t retry_ns;   // WAIT: when to try again in any case
+    uint32_t seen_ended; // WAIT: the poller's `ended` when it began to wait
 };
 
 // Starts the poller and its workers. 0, or a negative code with a text.
 int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller **poller,
                      char *text);
-// Ends the threads. Every port must have been removed. The core is then the caller's. NULL is fine.
+// Ends the threads. All ports must have been removed. Then the caller owns the core. NULL is fine.
 void kvq__poller_close(struct kvq__poller **poller);
 
 // Any thread.
@@ -99,8 +103,8 @@ struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller);
 
 // Poller's thread. KVQ_E_LIMIT when KVQ_MAX_PORTS are served already, KVQ_E_SYSTEM.
 int kvq__port_add(struct kvq__poller *poller, struct kvq__port *port, char *text);
-// Takes nothing new from the port, ends what is in flight, closes the core's queue, then calls
-// port->closed, maybe at once.
+// Takes no more requests from the port, ends the one under way, closes the core's queue, then calls
+// port->closed, maybe within this call.
 void kvq__port_remove(struct kvq__poller *poller, struct kvq__port *port);
 
 #endif

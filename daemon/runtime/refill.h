@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The threads that keep the reserves of extents on GPUs filled (extents.h): one for each GPU,
-// which sleeps until the poller has taken an extent or given one back. A thread of its own, since
-// what libuv's do may wait for a client that never signals.
+// Threads that fill the reserves of extents (extents.h), one for each GPU. A thread sleeps until
+// the poller has taken an extent or given one back. libuv's threads cannot do this: their work may
+// wait for a client that never signals.
 #ifndef KVQ_DAEMON_RUNTIME_REFILL_H
 #define KVQ_DAEMON_RUNTIME_REFILL_H
 

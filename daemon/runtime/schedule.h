@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Which item of which job runs next: decode before prefill, fair over clients by the time that
-// their items took (deficit round-robin whose costs are charged afterwards), round robin over
-// the queues of a client. All functions run on the poller's thread; only the counters that are
-// marked are touched by workers.
+// Chooses the next item to run. Decode goes before prefill. Clients share the time fairly, by
+// deficit round-robin that charges an item's cost after it has run; the queues of a client take
+// turns. All functions run on the poller's thread. Workers touch only the counters that are marked.
 #ifndef KVQ_DAEMON_RUNTIME_SCHEDULE_H
 #define KVQ_DAEMON_RUNTIME_SCHEDULE_H
 
@@ -17,8 +16,8 @@ enum kvq__urgency { KVQ__DECODE, KVQ__PREFILL, KVQ__URGENCIES };
 
 enum {
     KVQ__QUANTUM_NS = 200000, // time that a client gets in one round
-    KVQ__PREFILL_SHARE = 8,   // one pick of so many looks at prefill first, so that it moves on
-    KVQ__DECODE_TOKENS = 16,  // more tokens than these in one entry make it a prefill
+    KVQ__PREFILL_SHARE = 8, // one pick in so many looks at prefill first, so that it makes progress
+    KVQ__DECODE_TOKENS = 16, // more tokens than these in one entry make it a prefill
 };
 
 struct kvq__share; // a client's part

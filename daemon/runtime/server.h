@@ -50,16 +50,16 @@ struct kvq__server {
     struct kvq__jobs *jobs;
     struct kvq__attach *attach;
     struct kvq__control *control;
-    // Sends an event to whoever listens (kvq__control_publish). NULL: nobody does.
+    // Publishes an event (kvq__control_publish). NULL: nobody listens.
     void (*publish)(struct kvq__control *control, const Kvq__Event *event);
     // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).
     void (*fault)(void *context, const char *place, const char *text);
-    // Closing: so many clients have work on GPUs that does not come to an end, and the process has
-    // to end without them. NULL: they are waited for.
+    // While closing: the GPU work of so many clients never ends, and the process has to end without
+    // waiting for them. NULL: it waits.
     void (*stuck)(uint32_t clients);
     int lock_fd; // held while the runtime directory is ours
     bool draining;
-    // Told once, when draining is over: nothing is in flight, or the time is up.
+    // Called once when draining is over: no request is under way, or the time is up.
     void (*drained)(struct kvq__server *server);
     uv_timer_t drain_timer;
     uint64_t drain_until_ns;

@@ -33,9 +33,10 @@ void kvq__workers_close(struct kvq__workers **workers);
 
 // The rest is for the poller's thread.
 
-// Items that may still be given out now without queueing far ahead of the scheduler.
+// How many items may be given out now, so that few wait in the ring while the schedule could
+// change.
 uint32_t kvq__workers_room(const struct kvq__workers *workers);
-// Says whose items come under work->slot, a number below config.slots. While none is under way.
+// Registers `work` under its slot, a number below config.slots. None of its items is under way.
 void kvq__workers_slot(struct kvq__workers *workers, uint32_t slot, struct kvq__work *work);
 // Gives out one item. Call kvq__workers_wake after one or several.
 void kvq__workers_give(struct kvq__workers *workers, struct kvq__work *work, uint32_t item);
@@ -43,8 +44,8 @@ void kvq__workers_wake(struct kvq__workers *workers);
 // Takes back an item that no worker has taken yet; false if there is none.
 bool kvq__workers_take(struct kvq__workers *workers, struct kvq__work **work, uint32_t *item);
 
-// Runs one item on the calling thread and counts its cost and that it is done; true for the
-// job's last one. Nothing of the work may be touched afterwards by anybody but the poller.
+// Runs one item on the calling thread, and counts its cost and that it is done. True for the job's
+// last item; afterwards only the poller may touch the work.
 bool kvq__work_run(struct kvq__work *work, uint32_t item, void *workspace);
 
 // Memory that one thread's kernels work in; released with free. NULL: no memory.
