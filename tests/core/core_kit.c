@@ -469,8 +469,9 @@ struct counting {
 // A session that is away has blocks only while they go, or before all of them are there.
 static void check_away(const struct kvq__session *s, const struct kvq__layer *l)
 {
-    MUST(!l->packer && !l->loading && !kvq__in_step(s) && !kvq__is_unsaved(s) && s->stored);
-    MUST(!s->exclusive && !s->pack_queued && !s->move && s->reading == 0 && s->tail_use == 0);
+    MUST(!l->packer && !l->loading && !kvq__in_step(s) && !kvq__is_unsaved(s) && s->saving.stored);
+    MUST(!s->exclusive && !s->pack.queued && !s->move && s->entries.reading == 0 &&
+         s->entries.tail == 0);
     MUST(s->refs == (s->restore != NULL));
     if (!s->park && !s->restore)
         MUST(s->n_pages == 0 && !s->sheets && !l->sheets && !l->extras.data);
@@ -499,12 +500,12 @@ static void check_group(const struct kvq__session *s)
 {
     uint32_t prepared = 0;
     MUST(!s->group == (s->shards == 1 || s->name[0] == 0) && kvq__group_member(s, s->shard) == s);
-    MUST(!s->prepared || (s->group && kvq__group_is_open(s) && !s->step));
+    MUST(!s->in_step.prepared || (s->group && kvq__group_is_open(s) && !s->step));
     for (uint32_t i = 0; s->group && i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
         MUST(!m || (m->group == s->group && m->shard == i && m->shards == s->shards &&
                     m->ns == s->ns && strcmp(m->name, s->name) == 0));
-        prepared += m && m->prepared;
+        prepared += m && m->in_step.prepared;
     }
     MUST(prepared < s->shards);
 }
@@ -519,7 +520,7 @@ static void check_session(const struct kvq__session *s)
         writers += !h->read_only;
     }
     MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
-    MUST(kvq__is_offloaded(s) || s->n_pages == kvq__pages_of(s->tokens + s->step_tokens));
+    MUST(kvq__is_offloaded(s) || s->n_pages == kvq__pages_of(s->tokens + s->in_step.tokens));
     check_group(s);
     MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -586,8 +587,8 @@ static void check_limits(const struct kvq__namespace *ns, uint64_t *had)
 // Where recent.c has put it.
 static void check_lists(const struct kvq__session *s)
 {
-    MUST(s->published && (s->recent || s->n_pages == 0));
-    MUST((s->unsaved != KVQ__SAVED) == (s->name[0] && kvq__is_unsaved(s)));
+    MUST(s->published && (s->last_used.listed || s->n_pages == 0));
+    MUST((s->saving.list != KVQ__SAVED) == (s->name[0] && kvq__is_unsaved(s)));
 }
 
 static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
@@ -613,9 +614,9 @@ static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
         check_session(s);
         check_lists(s);
         c->tokens += s->tokens;
-        c->unsaved += s->unsaved != KVQ__SAVED;
+        c->unsaved += s->saving.list != KVQ__SAVED;
         c->on[s->pool - c->core->pools]++;
-        c->prepared += s->prepared;
+        c->prepared += s->in_step.prepared;
         c->offloaded += kvq__is_offloaded(s);
         sessions++;
     }
@@ -638,7 +639,7 @@ static void check_clients(const struct kvq__core *core)
                 continue;
             named++;
             MUST(!LIST_EMPTY(&c->steps[i].sessions));
-            LIST_FOREACH (s, &c->steps[i].sessions, step_link)
+            LIST_FOREACH (s, &c->steps[i].sessions, in_step.link)
                 MUST(s->step == &c->steps[i] && s->writer && s->writer->client == c);
         }
         MUST(named <= c->n_steps && c->n_steps <= named + c->n_queues); // STEPs of queues
@@ -663,8 +664,8 @@ static void check_ended(const struct kvq__core *core)
         MUST(noted == core->pools[i].n_ended);
     }
     TAILQ_FOREACH (s, &core->ended, link)
-        MUST(s->ending && LIST_EMPTY(&s->handles) && !s->park && !s->seals && !s->recent &&
-             !s->due && !s->pack_queued && s->ids.known == 0);
+        MUST(s->ended.listed && LIST_EMPTY(&s->handles) && !s->park && !s->seal.listed &&
+             !s->last_used.listed && !s->timer.listed && !s->pack.queued && s->ids.known == 0);
 }
 
 void core_check(const struct kvq__core *core)

@@ -25,10 +25,10 @@ static void check_givers(const struct kvq__core *core)
     const struct kvq__session *s;
     const struct kvq__block *b;
     uint32_t givers = 0, given = 0, marked = 0;
-    TAILQ_FOREACH (s, &core->givers, giver_link) {
-        MUST(s->gives);
+    TAILQ_FOREACH (s, &core->givers, giver.link) {
+        MUST(s->giver.listed);
         givers++;
-        LIST_FOREACH (b, &s->given, given_link) {
+        LIST_FOREACH (b, &s->giver.given, given_link) {
             MUST(b->refs == 0 && !b->free && b->retired.by == s->serial);
             given++;
         }

@@ -75,9 +75,9 @@ static void check_tracks(const struct sim *sim)
         const struct kvq__session *s = find_session(sim, t->id);
         MUST(s);
         MUST(s->tokens == t->model.tokens && s->floor == t->model.floor);
-        MUST(s->committing || kvq__in_step(s) == (t->stepper || t->prepared));
-        MUST(s->prepared == t->prepared);
-        MUST(s->committing || s->step_tokens == t->step_tokens);
+        MUST(s->in_step.committing || kvq__in_step(s) == (t->stepper || t->prepared));
+        MUST(s->in_step.prepared == t->prepared);
+        MUST(s->in_step.committing || s->in_step.tokens == t->step_tokens);
         MUST((s->writer != NULL) == (t->writer != NULL) && s->readers == t->readers);
         for (uint32_t l = 0; l < MODEL_LAYERS; l++)
             MUST(!kvq__layer_owns(s, l) || s->layers[l].base == t->model.layers[l].base);
@@ -271,7 +271,7 @@ static void open_session(struct sim *sim, struct actor *a)
         spec.flags |= KVQ__OPEN_TAKE_OVER;
     int expect = predict_open(t, spec.flags);
     const struct kvq__session *s = t ? find_session(sim, t->id) : NULL;
-    if (expect == 0 && s && s->committing && !s->writer &&
+    if (expect == 0 && s && s->in_step.committing && !s->writer &&
         !(spec.flags & (KVQ__OPEN_READ_ONLY | KVQ__OPEN_TAKE_OVER)))
         expect = KVQ_E_BUSY; // its writer died with a step that a GPU has yet to end
     if (expect == 0 && !t && spec.prefix.tokens && !can_share(variant))

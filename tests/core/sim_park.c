@@ -171,7 +171,7 @@ bool park_fails(struct sim *sim)
 int park_predict(const struct sim *sim, const struct track *t)
 {
     const struct kvq__session *s = find_session(sim, t->id);
-    return kvq__is_offloaded(s) ? s->fetch_error : 0;
+    return kvq__is_offloaded(s) ? s->fetch.error : 0;
 }
 
 bool park_waits(const struct sim *sim)

@@ -95,7 +95,7 @@ void whole_follow(struct sim *sim, struct actor *a)
             undone(a, i, false);
         const struct kvq__session *s =
             p->whole && p->track->alive ? find_session(sim, p->track->id) : NULL;
-        if (!s || s->committing || s->tokens == p->past)
+        if (!s || s->in_step.committing || s->tokens == p->past)
             continue;
         MUST(s->tokens == p->past + a->entries[i].append);
         commit(sim, a, i);

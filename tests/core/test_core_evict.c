@@ -475,7 +475,7 @@ static void test_group(void **state)
     assert_int_equal(kvq__session_move_named(kit.core, &admin, "uid-1000", "g", &to, &moved, text),
                      0);
     rest();
-    assert_null(kit_of(&m, shards[0])->home);
+    assert_null(kit_of(&m, shards[0])->demoted.home);
     assert_int_equal(kvq__session_info(m.client, shards[0], &info, text), 0);
     assert_string_equal(info.place, "host");
 }

@@ -69,7 +69,7 @@ static struct kvq__session *prompt_of(struct member *member, uint64_t *handle)
 {
     *handle = opened(member, PROMPT, 0);
     struct kvq__session *s = kit_of(member, *handle);
-    assert_int_equal(s->exact_tokens, PROMPT);
+    assert_int_equal(s->prompt.exact, PROMPT);
     assert_int_equal(kit_step(member, *handle, FED, HEADS, DIM), 0);
     kit_pack(&kit);
     assert_int_equal(s->layers[0].packed, 0);
@@ -115,8 +115,8 @@ static void test_another_session(void **state)
     struct kvq__session *s = prompt_of(&m, &a);
     (void)state;
     assert_int_equal(begin(&other, b, MORE), 1);
-    assert_int_equal(s->exact_tokens, 0);
-    assert_true(s->packs_early);
+    assert_int_equal(s->prompt.exact, 0);
+    assert_true(s->prompt.packs_early);
     assert_int_equal(kit.core->counts.prompts_packed, 1);
     pass(5000000000ull); // however long it takes
     assert_int_equal(again(&other), 1);
@@ -138,7 +138,7 @@ static void test_itself(void **state)
     assert_int_equal(begin(&other, b, 8 * PAGE), 0); // held by a step
     struct kvq__session *s = prompt_of(&m, &a);
     assert_int_equal(begin(&m, a, MORE), 1);
-    assert_int_equal(s->exact_tokens, 0);
+    assert_int_equal(s->prompt.exact, 0);
     kit_pack(&kit);
     assert_int_equal(again(&m), 0);
     assert_int_equal(kit.core->counts.refused_for_room, 0);
@@ -160,13 +160,13 @@ static void test_in_a_step(void **state)
     kit_load(&m, &r, &e);
     assert_int_equal(kvq__request_start(m.queue), KVQ__RUN); // its job is yet to run
     assert_int_equal(begin(&other, b, MORE), 1);
-    assert_int_equal(s->exact_tokens, PROMPT);
-    assert_true(s->gives_way);
+    assert_int_equal(s->prompt.exact, PROMPT);
+    assert_true(s->prompt.gives_way);
     kit_pack(&kit);
     assert_int_equal(again(&other), 1);
     kit_run_job(&kit, kvq__queue_job(m.queue));
     assert_int_equal(kvq__request_continue(m.queue), KVQ__DONE);
-    assert_int_equal(s->exact_tokens, 0);
+    assert_int_equal(s->prompt.exact, 0);
     assert_true(kvq__in_step(s));
     kit_pack(&kit);
     assert_int_equal(again(&other), 0);
@@ -185,8 +185,8 @@ static void test_one_of_two(void **state)
     assert_int_equal(kit_step(&m, a, 1000, HEADS, DIM), 0);
     assert_int_equal(kit_step(&m, b, 2000, HEADS, DIM), 0);
     assert_int_equal(begin(&other, c, 34 * PAGE), 1);
-    assert_int_equal(kit_of(&m, a)->exact_tokens, 1024);
-    assert_int_equal(kit_of(&m, b)->exact_tokens, 0);
+    assert_int_equal(kit_of(&m, a)->prompt.exact, 1024);
+    assert_int_equal(kit_of(&m, b)->prompt.exact, 0);
     kit_pack(&kit);
     assert_int_equal(again(&other), 0);
     assert_int_equal(kit.core->counts.prompts_packed, 1);
@@ -201,7 +201,7 @@ static void test_not_in_vain(void **state)
     assert_int_equal(begin(&other, b, 60 * PAGE), KVQ_E_NO_MEMORY); // more than there is
     assert_int_equal(begin(&m, c, 16 * PAGE), 0);                   // held by an open step
     assert_int_equal(begin(&other, b, 45 * PAGE), KVQ_E_NO_MEMORY);
-    assert_int_equal(s->exact_tokens, PROMPT);
+    assert_int_equal(s->prompt.exact, PROMPT);
     assert_int_equal(kit.core->counts.prompts_packed, 0);
 }
 
@@ -215,7 +215,7 @@ static void test_quota(void **state)
     kit.core->pools[0].budget = 64 * MIB;
     s->ns->quota.limit[KVQ__HOST_BYTES] = s->ns->used[KVQ__HOST_BYTES] + 2 * RAW;
     assert_int_equal(begin(&other, b, 8 * PAGE), 1);
-    assert_int_equal(s->exact_tokens, 0);
+    assert_int_equal(s->prompt.exact, 0);
     kit_pack(&kit);
     assert_int_equal(again(&other), 0);
     s->ns->quota.limit[KVQ__HOST_BYTES] = 2 * (uint64_t)PROMPT / PAGE * LAYERS * RAW;
@@ -233,13 +233,13 @@ static void test_ended(void **state)
     uint64_t a, b = opened(&other, 0, 0), c = opened(&m, PROMPT, KVQ__OPEN_PACKED_PROMPT);
     struct kvq__session *s = prompt_of(&m, &a);
     (void)state;
-    assert_int_equal(kit_of(&m, c)->exact_tokens, 0);
+    assert_int_equal(kit_of(&m, c)->prompt.exact, 0);
     assert_int_equal(kit_step(&m, a, 256 + 1, HEADS, DIM), 0);
     kit_pack(&kit);
     assert_int_equal(kvq__exact_bytes(s), 0);
     assert_int_equal(begin(&other, b, MORE), 0);
     assert_int_equal(kit.core->counts.prompts_packed, 0);
-    assert_int_equal(s->exact_tokens, PROMPT);
+    assert_int_equal(s->prompt.exact, PROMPT);
 }
 
 int main(void)

@@ -87,7 +87,7 @@ static void test_append_is_held(void **state)
     assert_int_equal(append(&one), 0);
     const struct kvq__session *s = kit_of(&one.m, one.session);
     assert_false(kvq__queue_settled(one.m.queue));
-    assert_int_equal(s->tail_use, 1);
+    assert_int_equal(s->entries.tail, 1);
     assert_int_equal(s->refs, 1);
     assert_true(buffer_uses(&one) > 0);
     assert_false(kvq__core_idle(kit.core));
@@ -96,7 +96,7 @@ static void test_append_is_held(void **state)
     assert_int_equal(stream_done(&one), 0);
     stream_ready(&one);
     kit_settle(&one.m);
-    assert_int_equal(s->tail_use, 0);
+    assert_int_equal(s->entries.tail, 0);
     assert_int_equal(s->refs, 0);
     assert_int_equal(buffer_uses(&one), 0);
     assert_int_equal(kvq__request_continue(one.m.queue), KVQ__DONE);
@@ -158,7 +158,7 @@ static void test_very_many_nan(void **state)
     (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
-    kit_of(&one.m, one.session)->counts->host->nonfinite = UINT32_MAX - 15;
+    kit_of(&one.m, one.session)->in_step.counts->host->nonfinite = UINT32_MAX - 15;
     for (int i = 0; i < 16; i++)
         k[i] = NAN;
     assert_int_equal(append(&one), 0);

@@ -137,8 +137,8 @@ static void test_wanted_while_it_goes(void **state)
     struct kvq__park *ticket = kit_of(&m, a)->park;
     kvq__park_leave(kit_of(&m, a));        // what a poll does, but for the rest of it
     ticket->ticket.phase = KVQ__RELEASING; // no writing, no leaving
-    kvq__session_saved(kit_of(&m, a), kit_of(&m, a)->commits);
-    kit_of(&m, a)->stored = true;
+    kvq__session_saved(kit_of(&m, a), kit_of(&m, a)->saving.commits);
+    kit_of(&m, a)->saving.stored = true;
     kvq__fetch_ask(kit_of(&m, a));
     assert_false(kvq__park_next(kit.core, &order));
     while (kvq__parks_poll(kit.core))

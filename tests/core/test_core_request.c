@@ -529,7 +529,7 @@ static void test_pages_refused(void **state)
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
     r.list.buffer = 0;
     assert_int_equal(status_of(r, e), KVQ_E_BUFFER);
-    assert_int_equal(kit_of(&m, session)->step_layers, 1); // nothing of layer 1 was appended
+    assert_int_equal(kit_of(&m, session)->in_step.layers, 1); // nothing of layer 1 was appended
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 1, entry(0, 0), NULL), 0);
 }
 

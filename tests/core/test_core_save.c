@@ -223,7 +223,7 @@ static void test_incremental(void **state)
     uint64_t put = vault.put;
     assert_int_equal(vault_save(&vault, kit.core, &spec, &stored), 0);
     assert_false(stored); // nothing has changed
-    assert_true(kit_of(&m, a)->saved_commits == kit_of(&m, a)->commits);
+    assert_true(kit_of(&m, a)->saving.saved == kit_of(&m, a)->saving.commits);
     feed(a, 1001);
     save("it");
     // Of each layer: the block that is being filled, raw ones of the window.
@@ -719,7 +719,7 @@ static void test_unsaved(void **state)
     kvq__core_clock(kit.core, kit.now);
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 1000, list, 4), 1);
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
-    kit_of(&m, a)->save_on_detach = true;
+    kit_of(&m, a)->spec.save_on_detach = true;
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 1);
     kit.now += 10000000000u; // its keep time is over, but it is not saved

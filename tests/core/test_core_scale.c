@@ -620,7 +620,7 @@ static void test_unsaved_looks(void **state)
     assert_in_range(l->looks - looks, 1, 2);
     (void)kvq__unsaved_failed(kit.core, "uid-1000", "session 0");
     assert_int_equal(kvq__core_unsaved(kit.core, which, 2000000000, list, 4), 0);
-    kit_of(&m, handles[7])->save_on_detach = true;
+    kit_of(&m, handles[7])->spec.save_on_detach = true;
     assert_int_equal(kvq__session_close(m.client, handles[7], text), 0);
     looks = l->looks;
     assert_int_equal(kvq__core_unsaved(kit.core, which, 2000000000, list, 4), 1);

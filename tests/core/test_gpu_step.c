@@ -180,7 +180,7 @@ static void test_settles(void **state)
     assert_int_equal(step(&one, MANY), 0);
     assert_int_equal(kvq__queue_results(one.m.queue)[0].value, MANY);
     const struct kvq__session *s = kit_of(&one.m, one.session);
-    assert_true(s->committing && s->tokens == 0 && s->layers[0].packed == 0);
+    assert_true(s->in_step.committing && s->tokens == 0 && s->layers[0].packed == 0);
     assert_int_equal(t.page->tokens, 0);
     assert_int_equal(request(&one, MANY, 1, true), 1); // waits
     stream_ready(&one);
@@ -527,7 +527,7 @@ static void test_dies_between_chunks(void **state)
     kit_load(&small.m, &r, &e);
     assert_int_equal(kvq__request_start(small.m.queue), KVQ__GPU);
     const struct kvq__session *s = kit_of(&small.m, small.session);
-    assert_true(s->committing && s->step_layers > 0 && s->step_layers < 3);
+    assert_true(s->in_step.committing && s->in_step.layers > 0 && s->in_step.layers < 3);
     kit_settle(&small.m); // too late to cancel what has been stored
     kvq__client_detach(small.m.client);
     kit_settle(&small.m);
@@ -564,11 +564,11 @@ static void test_dropped_between_chunks(void **state)
     const struct kvq__session *stored = kit_of(&small.m, small.session);
     const struct kvq__session *waiting = kit_of(&small.m, other.session);
     assert_int_equal(kvq__request_start(small.m.queue), KVQ__GPU);
-    while (stored->step_layers < 3 || waiting->step_layers == 0) {
+    while (stored->in_step.layers < 3 || waiting->in_step.layers == 0) {
         kit_settle(&small.m);
         assert_int_equal(kvq__request_continue(small.m.queue), KVQ__GPU);
     }
-    assert_true(waiting->step_layers < 3);
+    assert_true(waiting->in_step.layers < 3);
     const struct kvq__peer *peer = &small.m.client->peer;
     assert_int_equal(kvq__session_drop_named(kit.core, peer, NULL, "stored", text), 0);
     assert_int_equal(kvq__session_drop_named(kit.core, peer, NULL, "waiting", text), 0);

@@ -583,12 +583,12 @@ static void deferred_add(struct kvq__core *core, struct kvq__block *b)
     b->given_link.le_prev = NULL;
     if (!giver || giver->serial != b->retired.by)
         return;
-    LIST_INSERT_HEAD(&giver->given, b, given_link);
-    if (!giver->gives) {
-        TAILQ_INSERT_TAIL(&core->givers, giver, giver_link);
+    LIST_INSERT_HEAD(&giver->giver.given, b, given_link);
+    if (!giver->giver.listed) {
+        TAILQ_INSERT_TAIL(&core->givers, giver, giver.link);
         core->n_givers++;
     }
-    giver->gives = true;
+    giver->giver.listed = true;
 }
 
 static void take_back(struct kvq__block *b)
@@ -616,7 +616,7 @@ static bool free_given(struct kvq__session *s, bool all)
 {
     struct kvq__block *b;
     bool any = false;
-    while ((all || s->core->release_left > 0) && (b = LIST_FIRST(&s->given))) {
+    while ((all || s->core->release_left > 0) && (b = LIST_FIRST(&s->giver.given))) {
         deferred_end(s->core, b);
         spend_budget(s->core);
         any = true;
@@ -631,13 +631,13 @@ static bool free_quiet(struct kvq__core *core, bool all)
     bool any = false;
     for (uint32_t n = core->n_givers < most ? core->n_givers : most; n > 0; n--) {
         struct kvq__session *s = TAILQ_FIRST(&core->givers);
-        assert(s && s->gives && core->n_givers > 0);
-        if (!LIST_EMPTY(&s->given) && s->core->up->session_quiet(s))
+        assert(s && s->giver.listed && core->n_givers > 0);
+        if (!LIST_EMPTY(&s->giver.given) && s->core->up->session_quiet(s))
             any |= free_given(s, all);
-        TAILQ_REMOVE(&core->givers, s, giver_link);
-        s->gives = !LIST_EMPTY(&s->given);
-        if (s->gives)
-            TAILQ_INSERT_TAIL(&core->givers, s, giver_link);
+        TAILQ_REMOVE(&core->givers, s, giver.link);
+        s->giver.listed = !LIST_EMPTY(&s->giver.given);
+        if (s->giver.listed)
+            TAILQ_INSERT_TAIL(&core->givers, s, giver.link);
         else
             core->n_givers--;
     }
@@ -663,18 +663,18 @@ bool kvq__given_end(struct kvq__session *s)
     if (s->core->up->session_quiet(s))
         free_given(s, false);
     else // a stream still packs it: what that has waits for flights, like everything else
-        while (s->core->release_left > 0 && (b = LIST_FIRST(&s->given))) {
+        while (s->core->release_left > 0 && (b = LIST_FIRST(&s->giver.given))) {
             take_back(b);
             spend_budget(s->core);
         }
-    if (!LIST_EMPTY(&s->given))
+    if (!LIST_EMPTY(&s->giver.given))
         return false;
-    if (s->gives) {
-        TAILQ_REMOVE(&s->core->givers, s, giver_link);
+    if (s->giver.listed) {
+        TAILQ_REMOVE(&s->core->givers, s, giver.link);
         s->core->n_givers--;
     }
     assert(TAILQ_EMPTY(&s->core->givers) == (s->core->n_givers == 0));
-    s->gives = false;
+    s->giver.listed = false;
     return true;
 }
 

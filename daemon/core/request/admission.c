@@ -202,9 +202,9 @@ bool kvq__admission_ask(struct kvq__queue *q, uint32_t i)
 static bool take_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
-    if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->taker == q)
+    if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->evict.taker == q)
         return true;
-    assert(!s->taker && !q->core->patient);
+    assert(!s->evict.taker && !q->core->patient);
     q->core->shortage.code = 0;
     q->core->patient = true;
     int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
@@ -214,14 +214,14 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     if (rc < 0)
         kvq__entry_fail(q, i, rc, s->tokens);
     else
-        s->taker = q;
+        s->evict.taker = q;
     return true;
 }
 
 void kvq__admission_untake(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
-    kvq__pages_untake(s, kvq__pages_of(s->tokens + s->step_tokens));
+    kvq__pages_untake(s, kvq__pages_of(s->tokens + s->in_step.tokens));
 }
 
 bool kvq__admission_take(struct kvq__queue *q)
@@ -232,9 +232,9 @@ bool kvq__admission_take(struct kvq__queue *q)
         all = take_entry(q, i);
     while (i-- > 0) {
         struct kvq__session *s = q->work[i].session;
-        if (!s || s->taker != q)
+        if (!s || s->evict.taker != q)
             continue;
-        s->taker = NULL;
+        s->evict.taker = NULL;
         if (!all)
             kvq__admission_untake(q, i);
     }

@@ -45,7 +45,7 @@ void kvq__append_refused(struct kvq__queue *q, uint32_t i)
     if (!s || !q->step || s->step != q->step || q->work[i].handle->read_only ||
         q->entries[i].append == 0)
         return;
-    s->step_spoiled |= layer >= s->n_layers || !kvq__layer_owns(s, layer);
+    s->in_step.spoiled |= layer >= s->n_layers || !kvq__layer_owns(s, layer);
 }
 
 static int check_append(struct kvq__queue *q, uint32_t i)
@@ -61,7 +61,7 @@ static int check_append(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail(q, i, KVQ_E_NO_STEP, s->tokens);
     if (q->work[i].handle->read_only)
         return kvq__entry_fail(q, i, KVQ_E_READ_ONLY, s->tokens);
-    if (e->append != s->step_tokens || !kvq__layer_owns(s, layer) ||
+    if (e->append != s->in_step.tokens || !kvq__layer_owns(s, layer) ||
         s->layers[layer].append != KVQ__NOT_APPENDED)
         return kvq__entry_fail(q, i, KVQ_E_INVALID, s->tokens);
     int rc = kvq__append_reach(q, i, &s->layers[layer].shape);
@@ -88,7 +88,7 @@ void kvq__append_hold(struct kvq__queue *q, uint32_t i)
 void kvq__append_failed(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
-    if (!w->tail_use || q->entries[i].append == 0 || w->session->step_serial != w->step_serial)
+    if (!w->tail_use || q->entries[i].append == 0 || w->session->in_step.serial != w->step_serial)
         return;
     struct kvq__layer *l = &w->session->layers[q->header.layer];
     if (l->append == KVQ__APPENDING)
@@ -179,7 +179,7 @@ static bool prepare_append(struct kvq__queue *q, uint32_t i)
     w->n_items = 0;
     if (q->entries[i].append == 0)
         return true;
-    if (w->session->step_serial != w->step_serial) { // dropped, taken over, aborted
+    if (w->session->in_step.serial != w->step_serial) { // dropped, taken over, aborted
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
     }
@@ -269,16 +269,16 @@ static void finish_append(struct kvq__queue *q, uint32_t i)
         sum.nonfinite += w->store.counts[j].nonfinite;
         sum.saturated += w->store.counts[j].saturated;
     }
-    if (s->step_serial != w->step_serial) {
+    if (s->in_step.serial != w->step_serial) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
     } else if (sum.nonfinite) {
         kvq__step_leave(s);
         kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
     } else {
         assert(s->layers[q->header.layer].append == KVQ__APPENDING);
-        assert(s->step_layers < s->n_owned);
+        assert(s->in_step.layers < s->n_owned);
         s->layers[q->header.layer].append = KVQ__APPENDED;
-        s->step_layers++;
+        s->in_step.layers++;
         s->saturated += sum.saturated;
     }
 }

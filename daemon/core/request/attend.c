@@ -59,7 +59,7 @@ static int check_tail(const struct kvq__queue *q, uint32_t i)
     const struct kvq__session *s = q->work[i].session;
     if (!q->step || s->step != q->step)
         return KVQ_E_NO_STEP;
-    if (e->append != s->step_tokens || e->queries > e->append)
+    if (e->append != s->in_step.tokens || e->queries > e->append)
         return KVQ_E_INVALID;
     bool needs = !(q->header.flags & KVQ_REQ_PAST_ONLY) && !is_append(q);
     if (needs && s->layers[s->layers[q->header.layer].source].append != KVQ__APPENDED)
@@ -213,8 +213,8 @@ static bool prepare_attend(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     bool tail = q->entries[i].append > 0;
-    assert(w->reading && s->reading > 0);
-    if (s->dropped || (tail && s->step_serial != w->step_serial)) {
+    assert(w->reading && s->entries.reading > 0);
+    if (s->dropped || (tail && s->in_step.serial != w->step_serial)) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
     }

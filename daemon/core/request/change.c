@@ -48,7 +48,7 @@ static bool take_sessions(struct kvq__queue *q)
             continue;
         }
         kvq__hold_exclusive(q, i);
-        ready = ready && s->reading == 0 && s->tail_use == 0;
+        ready = ready && s->entries.reading == 0 && s->entries.tail == 0;
     }
     return ready;
 }

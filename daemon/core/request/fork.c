@@ -25,7 +25,7 @@ static uint64_t raw_start(const struct kvq__session *s, const struct kvq__layer 
 // By counts alone, as everything that says where a session can be forked.
 static bool has_learned(const struct kvq__session *s, const struct kvq__layer *l)
 {
-    return l->learn && s->floor >= l->learn && s->floor >= s->exact_tokens;
+    return l->learn && s->floor >= l->learn && s->floor >= s->prompt.exact;
 }
 
 // The new session's base: below it, tokens are only there packed. False if `at` cuts into a unit
@@ -116,22 +116,22 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
         if (l->book_hold)
             config->codebook_share(config->context, l->book_hold);
     }
-    snprintf(to->model, sizeof to->model, "%s", from->model);
-    snprintf(to->salt, sizeof to->salt, "%s", from->salt);
-    snprintf(to->adapter, sizeof to->adapter, "%s", from->adapter);
+    snprintf(to->spec.model, sizeof to->spec.model, "%s", from->spec.model);
+    snprintf(to->spec.salt, sizeof to->spec.salt, "%s", from->spec.salt);
+    snprintf(to->spec.adapter, sizeof to->spec.adapter, "%s", from->spec.adapter);
     to->foreign = from->foreign;
     to->pool = from->pool;
     to->n_owned = from->n_owned;
     to->shard = from->shard;
     to->shards = from->shards;
     to->max_rollback = from->max_rollback;
-    to->prompt_tokens = from->prompt_tokens;
-    to->exact_tokens = from->exact_tokens;
-    to->packs_early = from->packs_early;
+    to->prompt.tokens = from->prompt.tokens;
+    to->prompt.exact = from->prompt.exact;
+    to->prompt.packs_early = from->prompt.packs_early;
     to->path = from->path;
     to->v_rotation = from->v_rotation;
     to->dtype = from->dtype;
-    to->drop_on_detach = true;
+    to->spec.drop_on_detach = true;
     int rc = kvq__formats_copy(to, from);
     return rc ? rc : kvq__session_place(to);
 }

@@ -43,7 +43,7 @@ static void fill_store(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
             .recipe = kvq__wave_there(wave, recipe),
             .pages = pages - w->past / KVQ_BLOCK_TOKENS, // the session's page 0
             .start = w->past + t,
-            .counts = (void *)(uintptr_t)w->session->counts->at,
+            .counts = (void *)(uintptr_t)w->session->in_step.counts->at,
         };
         uint32_t run = kvq__store_run(q, i, &w->store.source, t, &job.k, &job.v);
         assert(run > 0);

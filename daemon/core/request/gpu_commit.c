@@ -11,17 +11,17 @@
 
 void kvq__gpu_commit_begin(struct kvq__session *s)
 {
-    assert(s->step && !s->committing);
-    s->committing = true;
+    assert(s->step && !s->in_step.committing);
+    s->in_step.committing = true;
     s->core->n_committing++;
     kvq__step_part(s);
 }
 
 void kvq__gpu_commit_cancel(struct kvq__session *s)
 {
-    assert(s->counts);
-    assert(s->committing);
-    kvq_word_store_release(&s->counts->host->cancelled, 1);
+    assert(s->in_step.counts);
+    assert(s->in_step.committing);
+    kvq_word_store_release(&s->in_step.counts->host->cancelled, 1);
 }
 
 // What was enqueued to be packed is so now, or not at all.
@@ -41,9 +41,9 @@ static void note_packs(struct kvq__session *s, bool done)
 // nothing is packed before all shards have committed: any of them can still be undone.
 static int status_of(const struct kvq__session *s)
 {
-    const struct kvq_gpu_store_counts *counts = s->counts->host;
-    bool partial = s->step_layers < s->n_owned;
-    assert(s->step_layers <= s->n_owned);
+    const struct kvq_gpu_store_counts *counts = s->in_step.counts->host;
+    bool partial = s->in_step.layers < s->n_owned;
+    assert(s->in_step.layers <= s->n_owned);
     if (counts->nonfinite && !counts->cancelled && !s->dropped)
         return KVQ_E_NONFINITE;
     return s->dropped || counts->nonfinite || partial || (s->group && counts->cancelled)
@@ -64,8 +64,8 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
     struct kvq_result own = {0};
     int rc = status_of(s);
     assert(s->core->n_committing > 0 && (!table || table->uses > 0));
-    assert(s->committing);
-    s->committing = false;
+    assert(s->in_step.committing);
+    s->in_step.committing = false;
     s->core->n_committing--;
     note_packs(s, rc == 0);
     if (rc == 0) {
@@ -80,14 +80,14 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
     if (result)
         *result = own;
     else
-        s->untold = rc == KVQ_E_NONFINITE && s->writer;
+        s->in_step.untold = rc == KVQ_E_NONFINITE && s->writer;
 }
 
 bool kvq__gpu_commit_asks(const struct kvq__queue *q, uint32_t i, const struct kvq__handle *h)
 {
     const struct kvq__session *s = h->session;
     uint8_t op = q->header.op;
-    if (!s->committing)
+    if (!s->in_step.committing)
         return false;
     if (!h->read_only || op == KVQ_OP_FORK)
         return true;

@@ -188,9 +188,9 @@ void kvq__packs_done(const struct kvq__packs *packs)
 bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer *l,
                           const struct kvq__lane *lane)
 {
-    return l->packer || s->committing ||
+    return l->packer || s->in_step.committing ||
            (l->pack_lane != lane && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
-           (l->format->outliers && s->reading > 0);
+           (l->format->outliers && s->entries.reading > 0);
 }
 
 // ---- In a request ----
@@ -283,7 +283,7 @@ static bool pack_on(struct kvq__lane *lane)
     struct kvq__packs packs = {0};
     struct kvq__session *s = TAILQ_FIRST(&lane->core->gpu_packs), *next;
     for (; s && !packs.cut; s = next) {
-        next = TAILQ_NEXT(s, pack_link);
+        next = TAILQ_NEXT(s, pack.link);
         if (lane_of(s) != lane)
             continue;
         enum state state = state_of(s, lane);
@@ -304,7 +304,7 @@ static void forget_unwritten(struct kvq__core *core)
 {
     struct kvq__session *s = TAILQ_FIRST(&core->gpu_packs), *next;
     for (; s; s = next) {
-        next = TAILQ_NEXT(s, pack_link);
+        next = TAILQ_NEXT(s, pack.link);
         if (!lane_of(s))
             kvq__pack_unqueue(s);
     }

@@ -20,9 +20,9 @@
 // Its first word is the one to look at.
 static kvq_gpu_ptr guard_of(const struct kvq__queue *q, uint32_t i)
 {
-    assert(q->entries[i].append == 0 || q->work[i].session->counts);
+    assert(q->entries[i].append == 0 || q->work[i].session->in_step.counts);
     static_assert(offsetof(struct kvq_gpu_store_counts, nonfinite) == 0, "guards");
-    return q->entries[i].append ? q->work[i].session->counts->at : 0;
+    return q->entries[i].append ? q->work[i].session->in_step.counts->at : 0;
 }
 
 // Layers from where the entry's last wave has come to, as many as there is room for. False if there
@@ -100,7 +100,7 @@ static void fill_layer(struct kvq__wave *wave, uint32_t i, uint32_t layer,
             .recipe = kvq__wave_there(wave, recipe),
             .pages = (const struct kvq_page *)kvq__wave_there(wave, pages) - first,
             .start = w->past + t,
-            .counts = (void *)(uintptr_t)w->session->counts->at,
+            .counts = (void *)(uintptr_t)w->session->in_step.counts->at,
         };
         uint32_t run = kvq__store_run(q, i, &source, t, &job.k, &job.v);
         job.tokens = run < n - t ? run : n - t;
@@ -115,10 +115,10 @@ static void fill_entry(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
     for (uint32_t l = w->part.from; l < w->part.to; l++)
         if (kvq__layer_owns(w->session, l)) {
             fill_layer(wave, i, l, next);
-            assert(w->session->step_layers < w->session->n_owned);
-            w->session->step_layers++;
+            assert(w->session->in_step.layers < w->session->n_owned);
+            w->session->in_step.layers++;
         }
-    if (!w->session->committing)
+    if (!w->session->in_step.committing)
         kvq__gpu_commit_begin(w->session);
     w->settles = true;
 }

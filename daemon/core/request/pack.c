@@ -333,7 +333,7 @@ struct kvq__job *kvq__background_start(struct kvq__core *core)
     if (core->packer.session)
         return NULL;
     for (; s && !begun; s = next) {
-        next = TAILQ_NEXT(s, pack_link);
+        next = TAILQ_NEXT(s, pack.link);
         if (!try_session(core, s, &begun))
             kvq__pack_unqueue(s);
     }
@@ -346,7 +346,7 @@ void kvq__background_done(struct kvq__core *core)
     struct kvq__session *s = p->session;
     assert(s && s->layers[p->layer].packer == p);
     finish_layer(s, &s->layers[p->layer], p->end);
-    if (s->pack_queued) { // sessions take turns
+    if (s->pack.queued) { // sessions take turns
         kvq__pack_unqueue(s);
         kvq__pack_queue(s);
     }

@@ -107,11 +107,11 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
     if (is_on_stream(q) && kvq__home_of(h->session)->gpu != q->timeline.gpu)
         return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
     if (kvq__is_offloaded(h->session))                 // it was to come back, and could not
-        return kvq__entry_fail(q, i, h->session->fetch_error, h->session->tokens);
+        return kvq__entry_fail(q, i, h->session->fetch.error, h->session->tokens);
     q->work[i].handle = h;
     q->work[i].session = h->session;
     q->work[i].past = h->session->tokens;
-    q->work[i].step_serial = h->session->step_serial;
+    q->work[i].step_serial = h->session->in_step.serial;
     q->results[i].value = h->session->tokens;
     if (q->work[i].no_room)
         return kvq__entry_fail(q, i, q->work[i].no_room, h->session->tokens);
@@ -125,8 +125,8 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
 static int step_lost(struct kvq__queue *q, uint32_t i, int code)
 {
     const struct kvq__session *s = q->work[i].session;
-    if (s->undone_by && !q->work[i].handle->read_only)
-        return kvq__entry_fail_by(q, i, KVQ_E_CANCELLED, s->tokens, s->undone_by - 1);
+    if (s->in_step.undone_by && !q->work[i].handle->read_only)
+        return kvq__entry_fail_by(q, i, KVQ_E_CANCELLED, s->tokens, s->in_step.undone_by - 1);
     return kvq__entry_fail(q, i, code, s->tokens);
 }
 
@@ -136,8 +136,8 @@ static bool tell_untold(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    w->told |= s->untold && !w->handle->read_only;
-    s->untold &= !w->told;
+    w->told |= s->in_step.untold && !w->handle->read_only;
+    s->in_step.untold &= !w->told;
     return w->told;
 }
 
@@ -183,8 +183,8 @@ void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
     assert(!q->work[i].reading);
     kvq__hold(q, i);
     q->work[i].reading = true;
-    if (s->reading++ == 0)
-        s->reading_floor = s->floor; // it only rises
+    if (s->entries.reading++ == 0)
+        s->entries.floor = s->floor; // it only rises
 }
 
 void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
@@ -192,7 +192,7 @@ void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
     assert(!q->work[i].tail_use);
     kvq__hold(q, i);
     q->work[i].tail_use = true;
-    q->work[i].session->tail_use++;
+    q->work[i].session->entries.tail++;
 }
 
 void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i)
@@ -219,7 +219,7 @@ static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session 
 {
     bool others = l->pack_lane && l->pack_lane->client != q->client;
     return (others && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
-           (due && l->format->outliers && s->reading > 0);
+           (due && l->format->outliers && s->entries.reading > 0);
 }
 
 bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
@@ -227,7 +227,7 @@ bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
     const struct kvq__session *s = q->work[i].session;
     const struct kvq__layer *l = &s->layers[s->layers[layer].source];
     bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
-    return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->committing)) ||
+    return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->in_step.committing)) ||
            (s->pool->gpu && gpu_must_wait(q, s, l, due));
 }
 
@@ -441,8 +441,8 @@ static void tell_nonfinite(struct kvq__queue *q)
 {
     for (uint32_t i = 0; request_stores(q) && i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
-        if (!kvq__entry_alive(q, i) || !w->tail_use || w->session->step_serial != w->step_serial ||
-            !kvq__step_nonfinite(w->session))
+        if (!kvq__entry_alive(q, i) || !w->tail_use ||
+            w->session->in_step.serial != w->step_serial || !kvq__step_nonfinite(w->session))
             continue;
         kvq__step_leave(w->session);
         kvq__entry_fail(q, i, KVQ_E_NONFINITE, w->session->tokens);

@@ -252,7 +252,7 @@ bool kvq__step_nonfinite(const struct kvq__session *s);
 // Whether work of the open step is still under way on a GPU.
 static inline bool kvq__step_under_way(const struct kvq__session *s)
 {
-    return s->pool->gpu && s->tail_use > 0;
+    return s->pool->gpu && s->entries.tail > 0;
 }
 void kvq__request_release(struct kvq__queue *q);
 // For entries that read committed tokens: true if another request is changing these tokens, or is

@@ -58,9 +58,9 @@ void kvq__step_close_if_empty(struct kvq__step *step)
 
 static void reset_layers(struct kvq__session *s)
 {
-    s->step_layers = 0;
-    s->step_tokens = 0;
-    s->step_spoiled = false;
+    s->in_step.layers = 0;
+    s->in_step.tokens = 0;
+    s->in_step.spoiled = false;
     for (uint32_t i = 0; i < s->n_layers; i++)
         s->layers[i].append = KVQ__NOT_APPENDED;
 }
@@ -71,7 +71,7 @@ void kvq__step_part(struct kvq__session *s)
     struct kvq__step *step = s->step;
     if (!step)
         return;
-    LIST_REMOVE(s, step_link);
+    LIST_REMOVE(s, in_step.link);
     s->step = NULL;
     kvq__step_close_if_empty(step);
 }
@@ -79,11 +79,11 @@ void kvq__step_part(struct kvq__session *s)
 // The step is over for it, whatever has become of its tokens.
 void kvq__step_over(struct kvq__session *s)
 {
-    assert(!s->committing && (!s->prepared || s->core->n_prepared > 0));
+    assert(!s->in_step.committing && (!s->in_step.prepared || s->core->n_prepared > 0));
     kvq__step_part(s);
-    s->core->n_prepared -= s->prepared;
-    s->prepared = false;
-    s->step_serial++;
+    s->core->n_prepared -= s->in_step.prepared;
+    s->in_step.prepared = false;
+    s->in_step.serial++;
     reset_layers(s);
     kvq__pages_trim(s, s->tokens);
 }
@@ -91,7 +91,7 @@ void kvq__step_over(struct kvq__session *s)
 void kvq__step_undo(struct kvq__session *s)
 {
     assert(kvq__in_step(s));
-    if (s->committing)
+    if (s->in_step.committing)
         kvq__gpu_commit_cancel(s);
     else
         kvq__step_over(s);
@@ -109,35 +109,35 @@ void kvq__step_join(struct kvq__step *step, struct kvq__session *s, uint32_t tok
     assert(step->number && !kvq__in_step(s) && !s->exclusive);
     reset_layers(s);
     s->step = step;
-    s->step_queue = queue;
-    s->step_serial++;
-    s->undone_by = 0;
-    s->step_tokens = tokens;
-    if (s->counts)
-        *s->counts->host = (struct kvq_gpu_store_counts){0};
+    s->in_step.queue = queue;
+    s->in_step.serial++;
+    s->in_step.undone_by = 0;
+    s->in_step.tokens = tokens;
+    if (s->in_step.counts)
+        *s->in_step.counts->host = (struct kvq_gpu_store_counts){0};
     kvq__session_used(s);
-    LIST_INSERT_HEAD(&step->sessions, s, step_link);
+    LIST_INSERT_HEAD(&step->sessions, s, in_step.link);
 }
 
 bool kvq__step_nonfinite(const struct kvq__session *s)
 {
-    return s->counts && s->counts->host->nonfinite > 0;
+    return s->in_step.counts && s->in_step.counts->host->nonfinite > 0;
 }
 
 static bool is_complete(const struct kvq__session *s)
 {
-    assert(s->step_layers <= s->n_owned);
-    return s->step_tokens == 0 || (s->step_layers == s->n_owned && !s->step_spoiled);
+    assert(s->in_step.layers <= s->n_owned);
+    return s->in_step.tokens == 0 || (s->in_step.layers == s->n_owned && !s->in_step.spoiled);
 }
 
 void kvq__step_publish(struct kvq__session *s)
 {
     assert(is_complete(s));
-    kvq__ids_commit(s, s->tokens, s->step_tokens);
-    kvq__session_count(s, s->tokens + s->step_tokens);
-    s->commits += s->step_tokens > 0;
-    s->saturated += s->counts ? s->counts->host->saturated : 0;
-    s->core->counts.appended_tokens += s->step_tokens;
+    kvq__ids_commit(s, s->tokens, s->in_step.tokens);
+    kvq__session_count(s, s->tokens + s->in_step.tokens);
+    s->saving.commits += s->in_step.tokens > 0;
+    s->saturated += s->in_step.counts ? s->in_step.counts->host->saturated : 0;
+    s->core->counts.appended_tokens += s->in_step.tokens;
     if (s->tokens > s->max_rollback && s->tokens - s->max_rollback > s->floor)
         s->floor = s->tokens - s->max_rollback;
     assert(kvq__pages_of(s->tokens) <= s->n_pages);
@@ -156,14 +156,14 @@ static int check_commit(const struct kvq__session *s)
 static int prepare_commit(struct kvq__session *s, struct kvq_result *result)
 {
     const struct kvq__session *other;
-    assert(s->group && !s->prepared);
+    assert(s->group && !s->in_step.prepared);
     kvq__step_part(s);
-    s->prepared = true;
+    s->in_step.prepared = true;
     s->core->n_prepared++;
     int rc = kvq__group_commit(s, &other);
     if (other) {
         result->shard = other->shard + 1;
-        result->value = other->tokens + other->step_tokens;
+        result->value = other->tokens + other->in_step.tokens;
     }
     return rc;
 }
@@ -171,7 +171,7 @@ static int prepare_commit(struct kvq__session *s, struct kvq_result *result)
 int kvq__step_commit(struct kvq__session *s, struct kvq_result *result)
 {
     int rc = check_commit(s);
-    *result = (struct kvq_result){.value = s->tokens + (rc ? 0 : s->step_tokens)};
+    *result = (struct kvq_result){.value = s->tokens + (rc ? 0 : s->in_step.tokens)};
     if (rc == 0 && s->group)
         rc = prepare_commit(s, result);
     else if (rc == 0)
@@ -183,10 +183,10 @@ int kvq__step_commit(struct kvq__session *s, struct kvq_result *result)
 
 void kvq__step_recheck(const struct kvq__session *s, struct kvq_result *result)
 {
-    if (result->status < 0 || s->prepared || s->tokens == result->value)
+    if (result->status < 0 || s->in_step.prepared || s->tokens == result->value)
         return;
-    *result =
-        (struct kvq_result){.status = KVQ_E_CANCELLED, .shard = s->undone_by, .value = s->tokens};
+    *result = (struct kvq_result){
+        .status = KVQ_E_CANCELLED, .shard = s->in_step.undone_by, .value = s->tokens};
 }
 
 // ---- Begin ----
@@ -212,7 +212,7 @@ static int check_begin(struct kvq__queue *q, uint32_t i)
 // Something under way still uses what the step would write.
 static bool step_must_wait(const struct kvq__session *s)
 {
-    return s->exclusive || s->tail_use > 0;
+    return s->exclusive || s->entries.tail > 0;
 }
 
 static bool begin_step_entry(struct kvq__queue *q, struct kvq__step *step, uint32_t i)
@@ -284,7 +284,7 @@ static int end_all(struct kvq__step *step)
     struct kvq_result result;
     uint64_t number = step->number;
     int rc = 0;
-    LIST_FOREACH (s, &step->sessions, step_link) {
+    LIST_FOREACH (s, &step->sessions, in_step.link) {
         rc = check_commit(s);
         rc = rc || kvq__group_fits(s) ? rc : KVQ_E_POSITION;
         if (rc == KVQ_E_NONFINITE)
@@ -301,7 +301,7 @@ static int end_all(struct kvq__step *step)
 static bool is_under_way(const struct kvq__step *step)
 {
     const struct kvq__session *s;
-    LIST_FOREACH (s, &step->sessions, step_link)
+    LIST_FOREACH (s, &step->sessions, in_step.link)
         if (kvq__step_under_way(s))
             return true;
     return false;

@@ -115,7 +115,7 @@ static bool layer_must_wait(const struct kvq__queue *q, uint32_t i, const struct
 static bool step_all_must_wait(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
-    bool wait = s->exclusive || (q->entries[i].append > 0 && s->tail_use > 0);
+    bool wait = s->exclusive || (q->entries[i].append > 0 && s->entries.tail > 0);
     for (uint32_t l = 0; l < s->n_layers && !wait; l++)
         wait = kvq__layer_owns(s, l) && layer_must_wait(q, i, &s->layers[l]);
     return wait;
@@ -138,7 +138,7 @@ static int begin_step_all_entry(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail(q, i, rc, s->tokens);
     }
     kvq__step_join(&q->own_step, s, q->entries[i].append, q->number);
-    q->work[i].step_serial = s->step_serial;
+    q->work[i].step_serial = s->in_step.serial;
     kvq__hold_tail(q, i);
     return 0;
 }
@@ -281,7 +281,7 @@ static bool prepare_store(struct kvq__queue *q, uint32_t i)
         kvq__gpu_part_none(q, i);
     if (q->entries[i].append == 0)
         return true;
-    if (s->dropped || s->step_serial != w->step_serial) { // dropped, taken over
+    if (s->dropped || s->in_step.serial != w->step_serial) { // dropped, taken over
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;
     }
@@ -327,14 +327,14 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
     }
     if (q->entries[i].append == 0 || s->pool->gpu) // a GPU's end is to come
         return;
-    if (s->step_serial != w->step_serial) {
+    if (s->in_step.serial != w->step_serial) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
     } else if (sum.nonfinite) {
         kvq__step_leave(s);
         kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
     } else {
-        assert(s->step_layers == 0);
-        s->step_layers = s->n_owned;
+        assert(s->in_step.layers == 0);
+        s->in_step.layers = s->n_owned;
         s->saturated += sum.saturated;
         q->core->counts.steps += kvq__step_commit(s, &q->results[i]) == 0;
     }
@@ -374,7 +374,7 @@ static void finish_publish(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
     else if (q->entries[i].append > 0) // another shard's entry may have undone it
         kvq__step_recheck(s, &q->results[i]);
-    if (!kvq__entry_alive(q, i) || s->prepared) // tables of groups wait for a later request
+    if (!kvq__entry_alive(q, i) || s->in_step.prepared) // tables of groups wait for a later request
         return;
     if (w->table && !w->table->closed)
         kvq__table_publish_on_host(w->table);

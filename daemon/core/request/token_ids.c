@@ -20,7 +20,7 @@ int kvq__ids_check(const struct kvq__queue *q, uint32_t i, uint32_t tokens)
 
 int kvq__ids_bring_late(struct kvq__queue *q, uint32_t i)
 {
-    uint32_t tokens = q->work[i].session->step_tokens;
+    uint32_t tokens = q->work[i].session->in_step.tokens;
     int rc = brings_ids(q) ? kvq__ids_check(q, i, tokens) : 0;
     return rc == 0 && brings_ids(q) ? kvq__ids_bring(q, i, tokens) : rc;
 }

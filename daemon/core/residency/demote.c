@@ -11,8 +11,10 @@
 // Requests on the session wait, and no longer than for any move.
 static int go_home(struct kvq__session *s)
 {
-    struct kvq__move_spec spec = {
-        .place = kvq__pool_name(s->home), .one_shard = true, .shard = s->shard, .wait_ms = 1000};
+    struct kvq__move_spec spec = {.place = kvq__pool_name(s->demoted.home),
+                                  .one_shard = true,
+                                  .shard = s->shard,
+                                  .wait_ms = 1000};
     struct kvq__move_info info;
     char text[KVQ_TEXT_BYTES];
     return kvq__move_start(s, &spec, &info, text);
@@ -21,33 +23,33 @@ static int go_home(struct kvq__session *s)
 // Extents belong to one namespace each, so that there may be no block though there are bytes.
 static bool was_refused(const struct kvq__session *s)
 {
-    return s->home_refused == s->core->evictions_ended + 1 &&
-           s->core->now - s->home_refused_at < AGAIN_NS;
+    return s->demoted.refused == s->core->evictions_ended + 1 &&
+           s->core->now - s->demoted.refused_at < AGAIN_NS;
 }
 
 static bool has_place_room(const struct kvq__session *s, uint64_t bytes)
 {
-    return s->home->budget - s->home->used_bytes >= bytes && !was_refused(s) &&
-           kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
+    return s->demoted.home->budget - s->demoted.home->used_bytes >= bytes && !was_refused(s) &&
+           kvq__quota_allows(s->ns, kvq__pool_limit(s->demoted.home), bytes);
 }
 
 void kvq__demoted_refused(struct kvq__session *s)
 {
-    s->home_refused = s->core->evictions_ended + 1;
-    s->home_refused_at = s->core->now;
+    s->demoted.refused = s->core->evictions_ended + 1;
+    s->demoted.refused_at = s->core->now;
 }
 
 void kvq__demoted_ask(struct kvq__session *s)
 {
-    uint64_t bytes = s->home ? kvq__session_bytes_at(s, s->tokens) : 0;
-    if (s->home && !kvq__is_offloaded(s) && !s->move && has_place_room(s, bytes))
+    uint64_t bytes = s->demoted.home ? kvq__session_bytes_at(s, s->tokens) : 0;
+    if (s->demoted.home && !kvq__is_offloaded(s) && !s->move && has_place_room(s, bytes))
         go_home(s);
 }
 
 bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    if (!s->home || kvq__is_offloaded(s))
+    if (!s->demoted.home || kvq__is_offloaded(s))
         return false;
     kvq__session_used(s); // nobody else's need makes it go now
     if (s->move || s->park || s->n_loading)
@@ -58,9 +60,9 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
         q->work[i].no_room = rc == KVQ_E_NO_MEMORY ? rc : 0;
         return rc != KVQ_E_NO_MEMORY && !core->draining;
     }
-    bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->home), bytes);
-    core->shortage =
-        (struct kvq__shortage){s->ns, s->home, bytes, quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
+    bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->demoted.home), bytes);
+    core->shortage = (struct kvq__shortage){s->ns, s->demoted.home, bytes,
+                                            quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
     if (kvq__admission_wait(q, s, bytes, bytes))
         return true;
     q->work[i].no_room = core->shortage.code;
@@ -70,12 +72,12 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 void kvq__demoted_left(struct kvq__session *s, struct kvq__pool *from, bool demotes)
 {
     struct kvq__core *core = s->core;
-    bool back = s->home == s->pool;
-    if (demotes && !s->home) {
-        s->home = from;
+    bool back = s->demoted.home == s->pool;
+    if (demotes && !s->demoted.home) {
+        s->demoted.home = from;
         core->n_demoted++;
-    } else if (!demotes && s->home) {
-        s->home = NULL;
+    } else if (!demotes && s->demoted.home) {
+        s->demoted.home = NULL;
         core->n_demoted--;
     }
     if (back) {
@@ -87,6 +89,6 @@ void kvq__demoted_left(struct kvq__session *s, struct kvq__pool *from, bool demo
 
 void kvq__demoted_lost(struct kvq__session *s)
 {
-    s->core->n_demoted -= s->home != NULL;
-    s->home = NULL;
+    s->core->n_demoted -= s->demoted.home != NULL;
+    s->demoted.home = NULL;
 }

@@ -136,13 +136,13 @@ static void consider_session(const struct kvq__session *s, const struct choice *
     look->held |= kvq__in_step(s) || !LIST_EMPTY(&s->tables);
     look->pinned |= s->pinned;
     look->own |= s == asked->own;
-    look->claimed |= s->claim == core->last_claim && s->claimed <= asked->ticket;
+    look->claimed |= s->evict.claim == core->last_claim && s->evict.claimed <= asked->ticket;
     look->gain += gain_of(s, asked->shortage, c->shared);
     look->bytes += bytes;
     look->unsaved += kvq__is_unsaved(s) ? bytes : 0;
     look->idle = idle < look->idle ? idle : look->idle;
-    look->back = s->back_at > look->back ? s->back_at : look->back;
-    look->try_after = s->try_after > look->try_after ? s->try_after : look->try_after;
+    look->back = s->evict.back_at > look->back ? s->evict.back_at : look->back;
+    look->try_after = s->evict.try_after > look->try_after ? s->evict.try_after : look->try_after;
 }
 
 static struct look consider_all(const struct kvq__session *s, const struct choice *c)
@@ -246,9 +246,9 @@ static struct kvq__session *group_of(struct kvq__session *s)
     for (uint32_t i = s->shards; i-- > 0;)
         if (kvq__group_member(s, i))
             first = kvq__group_member(s, i);
-    if (first->evict_look == s->core->evict_looks)
+    if (first->evict.look == s->core->evict_looks)
         return NULL;
-    first->evict_look = s->core->evict_looks;
+    first->evict.look = s->core->evict_looks;
     return first;
 }
 
@@ -260,7 +260,7 @@ static void consider_some(struct choice *c, struct kvq__arena *arena, uint32_t m
     uint32_t n = arena->n_sessions, looks = 0;
     struct kvq__session *s = TAILQ_FIRST(&arena->sessions), *next;
     for (; s && looks < n && looks < most; looks++, s = next) {
-        next = TAILQ_NEXT(s, recent_link);
+        next = TAILQ_NEXT(s, last_used.link);
         s->core->lookup.looks++;
         if (s->n_pages == 0 && !s->restore && !s->move) { // until it is used again
             kvq__recent_forget(s);
@@ -313,10 +313,10 @@ static void claim(struct kvq__core *core, const struct kvq__queue *q, uint64_t t
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) < 0)
             continue;
         struct kvq__session *s = h->session;
-        if (s->claim == core->last_claim && s->claimed < ticket)
+        if (s->evict.claim == core->last_claim && s->evict.claimed < ticket)
             continue;
-        s->claim = core->last_claim;
-        s->claimed = ticket;
+        s->evict.claim = core->last_claim;
+        s->evict.claimed = ticket;
     }
 }
 
@@ -370,7 +370,7 @@ static void note_failed(struct kvq__session *s, bool demotes, int status)
     if (demotes && (status == KVQ_E_NO_MEMORY || status == KVQ_E_QUOTA))
         s->core->demote_after = after; // there is disk
     else if (status != KVQ_E_BUSY)
-        s->try_after = after;
+        s->evict.try_after = after;
 }
 
 static int start_eviction(struct kvq__core *core, const struct choice *c,
@@ -383,7 +383,8 @@ static int start_eviction(struct kvq__core *core, const struct choice *c,
     int rc = send(c->best, c->way, reason, &ticket);
     if (rc < 0) {
         note_failed(c->best, c->way == TO_HOST, rc);
-        c->best->try_after = rc == KVQ_E_BUSY ? core->now + TRY_AGAIN_NS : c->best->try_after;
+        c->best->evict.try_after =
+            rc == KVQ_E_BUSY ? core->now + TRY_AGAIN_NS : c->best->evict.try_after;
         return rc;
     }
     *e = (struct kvq__evicting){.ticket = ticket,
@@ -586,7 +587,7 @@ void kvq__evict_tick(struct kvq__core *core)
 
 void kvq__evict_back(struct kvq__session *s)
 {
-    s->back_at = s->core->now;
+    s->evict.back_at = s->core->now;
 }
 
 // ---- Above a limit that was lowered ----

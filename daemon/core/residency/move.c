@@ -54,7 +54,7 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
                          "session \"%s\" is on its way to disk or back; wait until it is there",
                          s->name);
     // What a demoted session's tables show is to come, at its home.
-    if (!LIST_EMPTY(&s->tables) && s->home != to)
+    if (!LIST_EMPTY(&s->tables) && s->demoted.home != to)
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is read by a client in its own context, which has its "
                          "memory mapped; close it there, then move it",
@@ -317,9 +317,9 @@ static void arrive(struct kvq__move *move, struct kvq__moved *m)
 {
     struct kvq__session *s = m->session;
     struct kvq__pool *from = s->pool;
-    struct kvq__gpu_counts *counts = s->counts;
+    struct kvq__gpu_counts *counts = s->in_step.counts;
     exchange_pages(m);
-    s->counts = m->counts;
+    s->in_step.counts = m->counts;
     m->counts = counts;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq_book book = s->layers[i].gpu_book;
@@ -522,7 +522,7 @@ static int add_moved_session(struct kvq__move *move, struct kvq__session *s, cha
 {
     int rc = s->pool == move->to ? 0 : kvq__session_movable(s, move->to, text);
     if (rc == 0 && s->pool == move->to &&
-        s->home) // that it stood there for a while no longer counts
+        s->demoted.home) // that it stood there for a while no longer counts
         kvq__demoted_lost(s);
     if (rc || s->pool == move->to)
         return rc;

@@ -160,8 +160,8 @@ static void note_refused(const struct kvq__move *move, int rc)
     bool home = false;
     for (uint32_t i = 0; i < move->n; i++) {
         struct kvq__session *s = move->moved[i].session;
-        home |= s->home == move->to;
-        if (s->home == move->to)
+        home |= s->demoted.home == move->to;
+        if (s->demoted.home == move->to)
             kvq__demoted_refused(s);
     }
     if (!home && !move->demotes)

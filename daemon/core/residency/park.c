@@ -453,14 +453,14 @@ bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     if (!kvq__is_offloaded(s))
         return false;
     if (!w->fetch_asked)
-        w->fetch_serial = s->fetch_serial;
+        w->fetch_serial = s->fetch.serial;
     w->fetch_asked = true;
-    bool failed = w->fetch_serial != s->fetch_serial;
-    if (failed && !(q->header.flags & KVQ_REQ_WAIT_ROOM && is_room(s->fetch_error)))
+    bool failed = w->fetch_serial != s->fetch.serial;
+    if (failed && !(q->header.flags & KVQ_REQ_WAIT_ROOM && is_room(s->fetch.error)))
         return false;
-    if (failed && s->core->now - s->fetch_at < AGAIN_NS)
+    if (failed && s->core->now - s->fetch.at < AGAIN_NS)
         return true;
-    w->fetch_serial = s->fetch_serial;
+    w->fetch_serial = s->fetch.serial;
     if (!kvq__is_fetching(s))
         kvq__fetch_ask(s);
     return true;
@@ -471,7 +471,7 @@ static void tell_fetched(struct kvq__session *s, int status, uint64_t bytes, con
     struct kvq__core *core = s->core;
     struct kvq__counts *counts = &core->counts;
     char text[KVQ_TEXT_BYTES / 2], who[KVQ_NAME_BYTES];
-    uint64_t ns = core->now - s->fetch_at, ms = ns / NS_PER_MS;
+    uint64_t ns = core->now - s->fetch.at, ms = ns / NS_PER_MS;
     if (status < 0) {
         counts->fetch_failed++;
         snprintf(text, sizeof text, "not back from disk: %.200s",
@@ -527,8 +527,8 @@ static void count_down(struct kvq__session *s, int status, const char *text)
 void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const char *text)
 {
     if (status < 0) {
-        s->fetch_error = status;
-        s->fetch_serial++;
+        s->fetch.error = status;
+        s->fetch.serial++;
     } else {
         kvq__session_used(s);
         kvq__evict_back(s);
@@ -602,8 +602,8 @@ void kvq__park_lost(struct kvq__session *s)
     char name[KVQ_NAME_BYTES];
     ticket_lost(s);
     kvq__residency_set(s, KVQ__ENDED);
-    if (s->stored && !s->kept)
-        kvq__park_forget(s->core, s->ns, shown_name(s, name), s->stamp);
+    if (s->saving.stored && !s->saving.kept)
+        kvq__park_forget(s->core, s->ns, shown_name(s, name), s->saving.stamp);
 }
 
 void kvq__parks_close(struct kvq__core *core)

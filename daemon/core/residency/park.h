@@ -63,7 +63,7 @@ uint64_t kvq__park_frees(const struct kvq__session *session);
 void kvq__fetch_ask(struct kvq__session *session);
 // Whether the request has to wait until the session of its entry is back. Asks for that. False also
 // if that was tried for the request and failed: its entry then fails with the session's
-// fetch_error.
+// fetch.error.
 bool kvq__park_asks(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
 // The session is about to end: its tickets do, and what was stored of it only because it was
 // parked goes.

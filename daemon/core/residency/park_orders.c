@@ -120,7 +120,8 @@ bool kvq__park_unsaved(const struct kvq__park *t)
 {
     bool unsaved = false;
     for (uint32_t i = 0; i < t->n; i++)
-        unsaved |= t->members[i] && (kvq__is_unsaved(t->members[i]) || !t->members[i]->stored);
+        unsaved |=
+            t->members[i] && (kvq__is_unsaved(t->members[i]) || !t->members[i]->saving.stored);
     return unsaved;
 }
 
@@ -133,7 +134,7 @@ static bool next_save(struct kvq__core *core, struct kvq__store_job *job)
         kvq__ticket_enter(&t->ticket, KVQ__WRITING);
         *job = (struct kvq__store_job){.kind = KVQ__JOB_SAVE,
                                        .id = t->ticket.id,
-                                       .stamp = t->members[0]->stamp,
+                                       .stamp = t->members[0]->saving.stamp,
                                        .stored = !kvq__park_unsaved(t)};
         name_job(job, t->members[0]);
         return true;
@@ -144,14 +145,14 @@ static bool next_save(struct kvq__core *core, struct kvq__store_job *job)
 static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
 {
     struct kvq__session *s;
-    TAILQ_FOREACH (s, &core->fetches, fetch_link) {
+    TAILQ_FOREACH (s, &core->fetches, fetch.link) {
         if (s->park && s->park->ticket.kind == KVQ__TICKET_PARK) // its blocks are still going
             continue;
         kvq__residency_set(s, KVQ__FETCH_TAKEN);
         *job = (struct kvq__store_job){.kind = KVQ__JOB_FETCH,
                                        .id = s->id,
                                        .shard = s->group ? s->shard : 0,
-                                       .stamp = s->stamp};
+                                       .stamp = s->saving.stamp};
         name_job(job, s);
         return true;
     }

@@ -501,13 +501,14 @@ bool kvq__reshard_make_way(struct kvq__core *core, const struct kvq__peer *peer,
         return false;
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        if (m && (kvq__session_uses(m, KVQ__USES_REPLACE) || m->stamp != stored->stamp ||
+        if (m && (kvq__session_uses(m, KVQ__USES_REPLACE) || m->saving.stamp != stored->stamp ||
                   m->tokens != stored->tokens))
             return false;
     }
     for (uint32_t i = 0; i < s->shards; i++)
         if (kvq__group_member(s, i))
-            kvq__group_member(s, i)->kept = true; // what is stored, also if it was to be parked
+            kvq__group_member(s, i)->saving.kept =
+                true; // what is stored, also if it was to be parked
     kvq__group_end(s, "it comes back with another number of shards");
     return true;
 }

@@ -21,12 +21,12 @@ void kvq__residency_set(struct kvq__session *s, enum kvq__residency to)
     enum kvq__residency from = s->residency;
     assert(to < KVQ__RESIDENCIES && ways[from] & 1u << to);
     if (from == KVQ__FETCH_WANTED)
-        TAILQ_REMOVE(&core->fetches, s, fetch_link);
+        TAILQ_REMOVE(&core->fetches, s, fetch.link);
     core->n_offloaded -= kvq__is_offloaded(s);
     s->residency = to;
     core->n_offloaded += kvq__is_offloaded(s);
     if (to == KVQ__FETCH_WANTED) {
-        s->fetch_at = core->now;
-        TAILQ_INSERT_TAIL(&core->fetches, s, fetch_link);
+        s->fetch.at = core->now;
+        TAILQ_INSERT_TAIL(&core->fetches, s, fetch.link);
     }
 }

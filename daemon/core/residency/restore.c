@@ -120,12 +120,12 @@ static int refuse_layer(const struct kvq__session *s, uint32_t layer, const char
 
 static int check_restored_counts(const struct kvq__session *s, char *text)
 {
-    if (s->exact_tokens && s->exact_tokens != s->prompt_tokens)
+    if (s->prompt.exact && s->prompt.exact != s->prompt.tokens)
         return kvq__fail(text, KVQ_E_DAMAGED,
                          "what was stored of session \"%s\" makes no sense: %llu tokens of a "
                          "prompt of %llu are to be read in 16 bits; it can be all of them or none",
-                         s->name, (unsigned long long)s->exact_tokens,
-                         (unsigned long long)s->prompt_tokens);
+                         s->name, (unsigned long long)s->prompt.exact,
+                         (unsigned long long)s->prompt.tokens);
     if (s->tokens <= KVQ_MAX_SESSION_TOKENS && s->floor <= s->tokens &&
         s->tokens - s->floor <= s->max_rollback)
         return 0;
@@ -160,12 +160,12 @@ static int set_layers(struct kvq__session *s, const struct kvq__saved *saved, ch
 static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, char *text)
 {
     uint64_t most = UINT64_MAX / NS_PER_SECOND;
-    s->exact_tokens = saved->exact_tokens; // what is packed was decided by it
+    s->prompt.exact = saved->exact_tokens; // what is packed was decided by it
     kvq__session_count(s, saved->tokens);
     s->floor = saved->floor;
     s->saturated = saved->saturated;
-    s->keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
-    snprintf(s->own_format, sizeof s->own_format, "%s", saved->own_format);
+    s->spec.keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
+    snprintf(s->own.name, sizeof s->own.name, "%s", saved->own_format);
     int rc = check_restored_counts(s, text);
     return rc ? rc : set_layers(s, saved, text);
 }
@@ -380,10 +380,10 @@ static int publish_restored(struct kvq__restore *r, char *text)
     if (rc < 0)
         return rc;
     take_blocks(r);
-    s->stored = s->kept = true;
+    s->saving.stored = s->saving.kept = true;
     if (!r->cut && !r->spec.resharded) {
-        kvq__session_saved(s, s->commits);
-        s->stamp = r->spec.saved->stamp;
+        kvq__session_saved(s, s->saving.commits);
+        s->saving.stamp = r->spec.saved->stamp;
     }
     return 0;
 }
@@ -454,7 +454,7 @@ static int check_parked(const struct kvq__session *s, const struct kvq__restore_
     const struct kvq__saved *saved = spec->saved;
     char who[KVQ_NAME_BYTES];
     kvq__stored_name(s, who);
-    bool same = saved->stamp == s->stamp && saved->n_layers == s->n_layers &&
+    bool same = saved->stamp == s->saving.stamp && saved->n_layers == s->n_layers &&
                 saved->tokens == s->tokens && saved->floor == s->floor;
     for (uint32_t i = 0; i < s->n_layers && same; i++)
         same = !kvq__layer_owns(s, i) || saved->layers[i].base == s->layers[i].base;
@@ -513,7 +513,7 @@ static void lose(struct kvq__session *s)
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
         if (m)
-            m->kept |= m->name[0] != 0;
+            m->saving.kept |= m->name[0] != 0;
     }
     kvq__session_give_up(s, KVQ_E_DAMAGED);
 }

@@ -122,12 +122,12 @@ static int describe_session(const struct kvq__session *s, struct kvq__saved *out
         .dtype = s->dtype,
         .path = s->path,
         .max_rollback = s->max_rollback,
-        .on_detach = s->drop_on_detach   ? KVQ__DETACH_DROP
-                     : s->save_on_detach ? KVQ__DETACH_SAVE
-                                         : KVQ__DETACH_KEEP,
-        .prompt_tokens = s->prompt_tokens,
-        .exact_tokens = s->exact_tokens,
-        .keep_seconds = s->keep_ns / 1000000000,
+        .on_detach = s->spec.drop_on_detach   ? KVQ__DETACH_DROP
+                     : s->spec.save_on_detach ? KVQ__DETACH_SAVE
+                                              : KVQ__DETACH_KEEP,
+        .prompt_tokens = s->prompt.tokens,
+        .exact_tokens = s->prompt.exact,
+        .keep_seconds = s->spec.keep_ns / 1000000000,
         .tokens = s->tokens,
         .floor = s->floor,
         .saturated = s->saturated,
@@ -139,10 +139,10 @@ static int describe_session(const struct kvq__session *s, struct kvq__saved *out
     if (!out->layers)
         return KVQ_E_NO_MEMORY;
     kvq__stored_name(s, out->name);
-    snprintf(out->model, sizeof out->model, "%s", s->model);
-    snprintf(out->salt, sizeof out->salt, "%s", s->salt);
-    snprintf(out->adapter, sizeof out->adapter, "%s", s->adapter);
-    snprintf(out->own_format, sizeof out->own_format, "%s", s->own_format);
+    snprintf(out->model, sizeof out->model, "%s", s->spec.model);
+    snprintf(out->salt, sizeof out->salt, "%s", s->spec.salt);
+    snprintf(out->adapter, sizeof out->adapter, "%s", s->spec.adapter);
+    snprintf(out->own_format, sizeof out->own_format, "%s", s->own.name);
     snprintf(out->isa, sizeof out->isa, "%s", kvq_kernels_isa(s->core->config.kernels));
     for (uint32_t i = 0; i < s->n_layers; i++) {
         out->layers[i] = saved_layer(s, i);
@@ -218,9 +218,9 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
     if (rc < 0)
         return rc;
     shard->saved.stamp = save->stamp;
-    save->kept |= s->kept;
+    save->kept |= s->saving.kept;
     save->ids[save->n_shards] = s->id;
-    save->commits[save->n_shards++] = s->commits;
+    save->commits[save->n_shards++] = s->saving.commits;
     kvq__parts_walk(s, count_saved_part, &shard->room);
     shard->n_ids = kvq__saved_ids_parts(&shard->saved);
     shard->parts = kvq__allocate(core, (shard->room + shard->n_ids) * sizeof *shard->parts);
@@ -237,8 +237,8 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
 static void hold_saved(struct kvq__save *save, struct kvq__session *s)
 {
     s->refs++; // not a use that would end its idle time
-    if (s->reading++ == 0)
-        s->reading_floor = s->floor;
+    if (s->entries.reading++ == 0)
+        s->entries.floor = s->floor;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
             s->layers[i].packer = save;
@@ -256,7 +256,7 @@ static void let_saved_go(const struct kvq__save *save, struct kvq__session *s)
 // Something under way changes what is committed, or the form that it is in.
 static bool is_busy(const struct kvq__session *s)
 {
-    bool busy = s->exclusive || s->n_loading || s->committing || kvq__move_asks(s);
+    bool busy = s->exclusive || s->n_loading || s->in_step.committing || kvq__move_asks(s);
     for (uint32_t i = 0; i < s->n_layers && !busy; i++)
         busy = s->layers[i].packer ||
                !kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
@@ -273,7 +273,7 @@ static bool is_packing_session(const struct kvq__session *s)
     bool due = false;
     for (uint32_t i = 0; i < s->n_layers; i++)
         due |= kvq__pack_due(s, i) > s->layers[i].packed;
-    return due && s->pack_queued;
+    return due && s->pack.queued;
 }
 
 // Shards at different counts come together by steps, and no step begins while the daemon drains.
@@ -336,7 +336,7 @@ static int unchanged(struct kvq__session *s, const struct kvq__save_spec *spec)
     for (uint32_t i = 0; i < s->shards && !spec->parks; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
         if (m)
-            m->kept = true;
+            m->saving.kept = true;
     }
     return 0;
 }
@@ -530,11 +530,11 @@ static void note_saved(struct kvq__save *save, uint32_t shard)
     struct kvq__session *s = still_there(save, shard);
     if (s) {
         note_ids(&save->shards[shard], s);
-        s->save_after = s->save_wait = 0;
+        s->saving.after = s->saving.wait = 0;
         kvq__session_saved(s, save->commits[shard]);
-        s->stamp = save->stamp;
-        s->stored = true;
-        s->kept |= !save->parks;
+        s->saving.stamp = save->stamp;
+        s->saving.stored = true;
+        s->saving.kept |= !save->parks;
         kvq__due_set(s);                     // that may be all that it was kept for
     } else if (save->parks && !save->kept) { // it has ended meanwhile, and nobody wants that
         kvq__park_forget(save->core, save->ns, save->shards[shard].saved.name, save->stamp);

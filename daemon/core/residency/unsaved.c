@@ -25,12 +25,12 @@ bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *
         s = kvq__group_member(s, 0);
     if (!s)
         return false;
-    uint64_t longer = s->save_wait ? 2 * s->save_wait : first;
-    s->save_wait = longer < minute ? longer : minute;
-    s->save_after = core->now + s->save_wait;
-    bool tell = s->save_told == 0 || core->now - s->save_told >= minute;
+    uint64_t longer = s->saving.wait ? 2 * s->saving.wait : first;
+    s->saving.wait = longer < minute ? longer : minute;
+    s->saving.after = core->now + s->saving.wait;
+    bool tell = s->saving.told == 0 || core->now - s->saving.told >= minute;
     if (tell)
-        s->save_told = core->now;
+        s->saving.told = core->now;
     return tell;
 }
 
@@ -38,7 +38,7 @@ bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *
 static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idle_ns)
 {
     const struct kvq__core *core = s->core;
-    bool left = (s->save_on_detach && !kvq__group_is_open(s)) || kvq__group_outlived(s);
+    bool left = (s->spec.save_on_detach && !kvq__group_is_open(s)) || kvq__group_outlived(s);
     bool idle = !kvq__session_uses(s, KVQ__USES_IDLE) && core->now - s->idle_since >= idle_ns;
     uint32_t missing;
     if (!s->name[0] || !kvq__group_is_unsaved(s))
@@ -47,7 +47,7 @@ static bool is_wanted(const struct kvq__session *s, uint32_t which, uint64_t idl
         return which == KVQ__UNSAVED_ALL && s->tokens > 0;
     if (which == KVQ__UNSAVED_ALL)
         return true;
-    return core->now >= s->save_after &&
+    return core->now >= s->saving.after &&
            (((which & KVQ__UNSAVED_LEFT) && left) || ((which & KVQ__UNSAVED_IDLE) && idle));
 }
 
@@ -74,9 +74,9 @@ static bool take_if_unsaved(struct ask *ask, struct kvq__session *s)
     struct kvq__session *first = first_shard(s);
     if (!is_wanted(first, ask->which, ask->idle_ns))
         return false;
-    if (first->unsaved_ask == ask->core->unsaved_asks)
+    if (first->saving.ask == ask->core->unsaved_asks)
         return true;
-    first->unsaved_ask = ask->core->unsaved_asks;
+    first->saving.ask = ask->core->unsaved_asks;
     if (ask->n < ask->max) {
         struct kvq__unsaved *out = &ask->out[ask->n];
         snprintf(out->ns, sizeof out->ns, "%s", first->ns->name);
@@ -91,7 +91,7 @@ static bool take_if_unsaved(struct ask *ask, struct kvq__session *s)
 // Finds another list for who is not wanted now.
 static void put_back(struct kvq__session *s)
 {
-    if (s->core->now < first_shard(s)->save_after)
+    if (s->core->now < first_shard(s)->saving.after)
         kvq__unsaved_put_off(s);
     else
         kvq__unsaved_note(s);
@@ -104,7 +104,7 @@ static void look_at_list(struct ask *ask, enum kvq__unsaved_list which, uint32_t
     struct kvq__session *s = TAILQ_FIRST(list), *next;
     const struct kvq__session *last = TAILQ_LAST(list, kvq__session_list);
     for (; s && ask->n < ask->max && looks-- > 0; s = next) {
-        next = s == last ? NULL : TAILQ_NEXT(s, unsaved_link);
+        next = s == last ? NULL : TAILQ_NEXT(s, saving.link);
         ask->core->lookup.looks++;
         if (!take_if_unsaved(ask, s))
             put_back(s);
@@ -116,11 +116,11 @@ static void look_at_used(struct ask *ask)
 {
     struct kvq__session *s = TAILQ_FIRST(&ask->core->unsaved[KVQ__UNSAVED_IN_USE]), *next;
     for (; s && ask->n < ask->max; s = next) {
-        next = TAILQ_NEXT(s, unsaved_link);
+        next = TAILQ_NEXT(s, saving.link);
         ask->core->lookup.looks++;
         if (ask->core->now - s->idle_since < ask->idle_ns)
             break;
-        if (!take_if_unsaved(ask, s) && ask->core->now < first_shard(s)->save_after)
+        if (!take_if_unsaved(ask, s) && ask->core->now < first_shard(s)->saving.after)
             kvq__unsaved_put_off(s);
     }
 }
@@ -129,7 +129,7 @@ static void take_all_unsaved(struct ask *ask)
 {
     struct kvq__session *s;
     for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
-        TAILQ_FOREACH (s, &ask->core->unsaved[i], unsaved_link)
+        TAILQ_FOREACH (s, &ask->core->unsaved[i], saving.link)
             take_if_unsaved(ask, s);
 }
 

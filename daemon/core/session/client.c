@@ -295,7 +295,7 @@ void kvq__handle_attach(struct kvq__handle *h, struct kvq__session *s, bool read
     else
         s->writer = h;
     if (!read_only)
-        s->undone_by = 0; // that was another writer's step
+        s->in_step.undone_by = 0; // that was another writer's step
     LIST_INSERT_HEAD(&s->handles, h, link);
     kvq__unsaved_note(s);
 }
@@ -308,10 +308,10 @@ static void detach_sessions(struct kvq__handle *h, bool settles)
         return;
     assert(h->read_only == (s->writer != h) && (s->writer == h || s->readers > 0));
     if (s->writer == h) {
-        if (!s->prepared && !settles) // what it has ended stands without it
+        if (!s->in_step.prepared && !settles) // what it has ended stands without it
             s->core->up->step_leave(s);
         s->writer = NULL;
-        s->untold = false;
+        s->in_step.untold = false;
     } else {
         s->readers--;
     }
@@ -328,7 +328,7 @@ void kvq__handle_close(struct kvq__handle *h)
 {
     struct kvq__session *s = h->session;
     uint64_t client = h->client->id;
-    detach_sessions(h, s && s->committing && !h->client->gone);
+    detach_sessions(h, s && s->in_step.committing && !h->client->gone);
     kvq__handle_free(h);
     if (s) {
         kvq__event(s->core, KVQ__EVENT_SESSION_CLOSED, s->ns->name, s->name, client, "");

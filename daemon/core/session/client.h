@@ -81,7 +81,7 @@ void kvq__buffers_unuse(struct kvq__client *client, struct kvq__buffer_set *set)
 // commit.
 static inline bool kvq__in_step(const struct kvq__session *s)
 {
-    return s->step || s->prepared || s->committing;
+    return s->step || s->in_step.prepared || s->in_step.committing;
 }
 
 // ---- Arenas: memory that a request's work is described in ----

@@ -19,9 +19,9 @@ static uint64_t slot_of_time(uint64_t ns)
 
 void kvq__due_clear(struct kvq__session *s)
 {
-    if (s->due)
-        LIST_REMOVE(s, due_link);
-    s->due = false;
+    if (s->timer.listed)
+        LIST_REMOVE(s, timer.link);
+    s->timer.listed = false;
 }
 
 // Slots before that of now are over.
@@ -29,16 +29,16 @@ static void set_at(struct kvq__session *s, uint64_t at)
 {
     at = at > s->core->now ? at : s->core->now;
     kvq__due_clear(s);
-    LIST_INSERT_HEAD(&s->core->dues[slot_of_time(at) % KVQ__DUE_SLOTS], s, due_link);
-    s->due = true;
+    LIST_INSERT_HEAD(&s->core->dues[slot_of_time(at) % KVQ__DUE_SLOTS], s, timer.link);
+    s->timer.listed = true;
 }
 
 static void set_one(struct kvq__session *s)
 {
     uint64_t left = UINT64_MAX - s->idle_since;
     assert(s->published && !s->dropped);
-    if (s->keep_ns)
-        set_at(s, s->keep_ns < left ? s->idle_since + s->keep_ns : UINT64_MAX);
+    if (s->spec.keep_ns)
+        set_at(s, s->spec.keep_ns < left ? s->idle_since + s->spec.keep_ns : UINT64_MAX);
 }
 
 void kvq__due_set(struct kvq__session *s)
@@ -54,20 +54,20 @@ void kvq__due_set(struct kvq__session *s)
 // the longer it is until the next look.
 static void put_off(struct kvq__session *s)
 {
-    uint64_t now = s->core->now, late = now - s->idle_since - s->keep_ns;
-    assert(now - s->idle_since >= s->keep_ns);
+    uint64_t now = s->core->now, late = now - s->idle_since - s->spec.keep_ns;
+    assert(now - s->idle_since >= s->spec.keep_ns);
     set_at(s, now + (late < LONGEST_NS ? late : LONGEST_NS));
 }
 
 static void act_when_due(struct kvq__session *s)
 {
-    assert(!s->due && s->published);
+    assert(!s->timer.listed && s->published);
     s->core->lookup.looks++;
     if (kvq__group_expired(s)) { // and then so are its other shards, each in its turn
         kvq__session_end(s, "the time that it is kept is over");
     } else if (kvq__group_is_open(s)) {
         return; // whoever closes it last sets it again
-    } else if (s->core->now - s->idle_since < s->keep_ns) {
+    } else if (s->core->now - s->idle_since < s->spec.keep_ns) {
         set_one(s);
     } else {
         put_off(s);
@@ -86,8 +86,8 @@ void kvq__dues_tick(struct kvq__core *core)
         struct kvq__session *s;
         LIST_INIT(&here);
         while ((s = LIST_FIRST(slot))) { // those that are set again are for another tick
-            LIST_REMOVE(s, due_link);
-            LIST_INSERT_HEAD(&here, s, due_link);
+            LIST_REMOVE(s, timer.link);
+            LIST_INSERT_HEAD(&here, s, timer.link);
         }
         while ((s = LIST_FIRST(&here))) {
             kvq__due_clear(s);

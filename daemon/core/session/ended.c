@@ -18,8 +18,8 @@ static void spend_work(struct kvq__core *core, uint64_t work)
 // Counts it where its pages are, as long as it has some to give back.
 static void note_pages(struct kvq__session *s)
 {
-    struct kvq__arena *was = s->ended_in, *now = NULL;
-    if (s->ending && s->n_pages > 0)
+    struct kvq__arena *was = s->ended.arena, *now = NULL;
+    if (s->ended.listed && s->n_pages > 0)
         now = &s->ns->arenas[s->pool - s->core->pools];
     if (was == now)
         return;
@@ -32,13 +32,13 @@ static void note_pages(struct kvq__session *s)
         now->n_ended++;
         now->pool->n_ended++;
     }
-    s->ended_in = now;
+    s->ended.arena = now;
 }
 
 // A request under way may still look at the page table, and finds no block there any more.
 static uint32_t pop_ended_page(struct kvq__session *s)
 {
-    assert(s->ending);
+    assert(s->ended.listed);
     if (s->refs == 0)
         return kvq__sheets_pop(s);
     return s->n_pages > 0 ? kvq__pages_pop(s) : 0;
@@ -60,9 +60,9 @@ static void drop_extras(struct kvq__session *s)
 static bool give_session_back(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    assert(s->ending && !s->published && s->ended_flight <= core->last_flight);
+    assert(s->ended.listed && !s->published && s->ended.flight <= core->last_flight);
     // Requests that began since it ended have not found it.
-    kvq__session_gives(s, s->ended_flight);
+    kvq__session_gives(s, s->ended.flight);
     while (core->release_left > 0 && has_pages(s))
         spend_work(core, pop_ended_page(s));
     note_pages(s);
@@ -82,9 +82,9 @@ static bool give_session_back(struct kvq__session *s)
 
 static void leave_list(struct kvq__session *s)
 {
-    assert(s->ending);
+    assert(s->ended.listed);
     TAILQ_REMOVE(&s->core->ended, s, link);
-    s->ending = false;
+    s->ended.listed = false;
     note_pages(s);
 }
 
@@ -107,11 +107,11 @@ static void go_on_with_ended(struct kvq__core *core)
 void kvq__ended_add(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    if (s->ending)
+    if (s->ended.listed)
         return;
     assert(!s->published && !s->writer && LIST_EMPTY(&s->handles) && LIST_EMPTY(&s->tables));
-    s->ending = true;
-    s->ended_flight = core->last_flight;
+    s->ended.listed = true;
+    s->ended.flight = core->last_flight;
     kvq__ids_cut(s, 0);
     TAILQ_INSERT_TAIL(&core->ended, s, link);
     note_pages(s);

@@ -50,24 +50,24 @@ static uint64_t held_bytes(const struct kvq__session *s)
 
 uint64_t kvq__exact_bytes(const struct kvq__session *s)
 {
-    return s->exact_tokens && !kvq__is_offloaded(s) ? held_bytes(s) : 0;
+    return s->prompt.exact && !kvq__is_offloaded(s) ? held_bytes(s) : 0;
 }
 
 void kvq__exact_note(struct kvq__session *s)
 {
-    bool within = s->tokens > 0 && s->tokens <= s->exact_tokens + 2 * (uint64_t)s->max_rollback;
-    assert(!s->in_prompts || s->published);
-    if (!s->published || s->in_prompts || !s->exact_tokens || !within)
+    bool within = s->tokens > 0 && s->tokens <= s->prompt.exact + 2 * (uint64_t)s->max_rollback;
+    assert(!s->prompt.listed || s->published);
+    if (!s->published || s->prompt.listed || !s->prompt.exact || !within)
         return;
-    TAILQ_INSERT_TAIL(&s->core->prompts, s, prompt_link);
-    s->in_prompts = true;
+    TAILQ_INSERT_TAIL(&s->core->prompts, s, prompt.link);
+    s->prompt.listed = true;
 }
 
 void kvq__exact_leave(struct kvq__session *s)
 {
-    if (s->in_prompts)
-        TAILQ_REMOVE(&s->core->prompts, s, prompt_link);
-    s->in_prompts = false;
+    if (s->prompt.listed)
+        TAILQ_REMOVE(&s->core->prompts, s, prompt.link);
+    s->prompt.listed = false;
 }
 
 // ---- Giving way ----
@@ -75,21 +75,21 @@ void kvq__exact_leave(struct kvq__session *s)
 static void pack_early(struct kvq__session *s)
 {
     struct kvq__counts *counts = &s->core->counts;
-    assert(s->gives_way && s->refs == 0);
-    s->gives_way = false;
-    if (!s->exact_tokens || kvq__is_offloaded(s) || s->dropped)
+    assert(s->prompt.gives_way && s->refs == 0);
+    s->prompt.gives_way = false;
+    if (!s->prompt.exact || kvq__is_offloaded(s) || s->dropped)
         return;
     counts->prompts_packed++;
     counts->prompts_packed_bytes += held_bytes(s);
-    s->exact_tokens = 0;
-    s->packs_early = true;
+    s->prompt.exact = 0;
+    s->prompt.packs_early = true;
     kvq__pack_queue(s);
 }
 
 void kvq__exact_unused(struct kvq__session *s)
 {
     // Requests under way have decided how they read it. What is stored or moved is left as it is.
-    if (s->gives_way && !kvq__session_uses(s, KVQ__USES_PACK_PROMPT))
+    if (s->prompt.gives_way && !kvq__session_uses(s, KVQ__USES_PACK_PROMPT))
         pack_early(s);
 }
 
@@ -98,9 +98,9 @@ static void give_way(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq__session *m = kvq__group_member(s, i);
-        if (!m || !m->exact_tokens)
+        if (!m || !m->prompt.exact)
             continue;
-        m->gives_way = true;
+        m->prompt.gives_way = true;
         kvq__exact_unused(m);
     }
 }
@@ -108,13 +108,13 @@ static void give_way(const struct kvq__session *s)
 // Whether its blocks go without anybody's help: a GPU packs behind its writer's work.
 static bool packs_prompt(const struct kvq__session *s)
 {
-    return s->packs_early && s->pack_queued && !kvq__is_offloaded(s) && !s->pool->gpu;
+    return s->prompt.packs_early && s->pack.queued && !kvq__is_offloaded(s) && !s->pool->gpu;
 }
 
 // Nothing of it stands in 16 bits any more that would not without the prompt.
 static bool exact_prompt_has_ended(const struct kvq__session *s)
 {
-    return s->packs_early || s->floor >= s->exact_tokens + s->max_rollback;
+    return s->prompt.packs_early || s->floor >= s->prompt.exact + s->max_rollback;
 }
 
 // What prompts hold in the place of a shortage.
@@ -131,8 +131,8 @@ static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__
     struct kvq__session *s, *next;
     uint64_t most = 0;
     for (s = TAILQ_FIRST(&core->prompts); s; s = next) {
-        assert(s->in_prompts && s->published);
-        next = TAILQ_NEXT(s, prompt_link);
+        assert(s->prompt.listed && s->published);
+        next = TAILQ_NEXT(s, prompt.link);
         core->lookup.looks++;
         bool never = kvq__is_offloaded(s) || (s->pool->gpu && !s->writer);
         uint64_t bytes = kvq__is_offloaded(s) ? 0 : held_bytes(s);
@@ -142,7 +142,7 @@ static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__
         }
         if (never || bytes == 0 || !kvq__shortage_counts(shortage, s))
             continue;
-        if (s->gives_way || s->packs_early) {
+        if (s->prompt.gives_way || s->prompt.packs_early) {
             p.coming += bytes;
             p.sure &= packs_prompt(s);
             continue;

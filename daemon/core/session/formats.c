@@ -142,24 +142,24 @@ const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct k
                                           int *rc)
 {
     const struct kvq_format *known = kvq_format_by_name(row->name);
-    for (uint32_t i = 0; i < s->n_formats && !known; i++)
-        if (strcmp(s->formats[i].name, row->name) == 0)
-            known = &s->formats[i];
+    for (uint32_t i = 0; i < s->own.n && !known; i++)
+        if (strcmp(s->own.formats[i].name, row->name) == 0)
+            known = &s->own.formats[i];
     if (known)
         return known;
-    if (!s->formats)
-        s->formats = kvq__ns_allocate(s->ns, s->n_layers * sizeof *s->formats, rc);
-    if (!s->formats)
+    if (!s->own.formats)
+        s->own.formats = kvq__ns_allocate(s->ns, s->n_layers * sizeof *s->own.formats, rc);
+    if (!s->own.formats)
         return NULL;
-    assert(s->n_formats < s->n_layers);
-    s->formats[s->n_formats] = *row;
-    return &s->formats[s->n_formats++];
+    assert(s->own.n < s->n_layers);
+    s->own.formats[s->own.n] = *row;
+    return &s->own.formats[s->own.n++];
 }
 
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from)
 {
     assert(to->n_layers == from->n_layers);
-    snprintf(to->own_format, sizeof to->own_format, "%s", from->own_format);
+    snprintf(to->own.name, sizeof to->own.name, "%s", from->own.name);
     for (uint32_t i = 0; i < from->n_layers; i++) {
         int rc = 0;
         to->layers[i].format = kvq__format_keep(to, from->layers[i].format, &rc);
@@ -171,12 +171,12 @@ int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from)
 
 size_t kvq__formats_bytes(const struct kvq__session *s)
 {
-    return s->formats ? s->n_layers * sizeof *s->formats : 0;
+    return s->own.formats ? s->n_layers * sizeof *s->own.formats : 0;
 }
 
 void kvq__formats_free(struct kvq__session *s)
 {
-    kvq__ns_deallocate(s->ns, s->formats, kvq__formats_bytes(s));
+    kvq__ns_deallocate(s->ns, s->own.formats, kvq__formats_bytes(s));
 }
 
 // ---- Telling ----

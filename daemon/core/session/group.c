@@ -103,8 +103,8 @@ bool kvq__group_outlived(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = kvq__group_member(s, i);
-        if (m && (!LIST_EMPTY(&m->handles) || m->refs > 0 || m->keep_ns == 0 ||
-                  m->core->now - m->idle_since < m->keep_ns))
+        if (m && (!LIST_EMPTY(&m->handles) || m->refs > 0 || m->spec.keep_ns == 0 ||
+                  m->core->now - m->idle_since < m->spec.keep_ns))
             return false;
     }
     return true;
@@ -115,16 +115,16 @@ bool kvq__group_outlived(const struct kvq__session *s)
 static bool waits_to_be_saved(const struct kvq__session *s)
 {
     const struct kvq__session *first = kvq__group_member(s, 0);
-    uint64_t over = s->idle_since + s->keep_ns;
+    uint64_t over = s->idle_since + s->spec.keep_ns;
     uint32_t missing;
     if (!kvq__is_unsaved(s))
         return false;
-    if (s->save_on_detach)
+    if (s->spec.save_on_detach)
         return true;
     if (!s->core->config.saves || !s->name[0] || s->tokens == 0 || kvq__group_missing(s, &missing))
         return false;
     assert(first);
-    return first->save_wait == 0 || s->core->now - over < LAST_SAVE_NS;
+    return first->saving.wait == 0 || s->core->now - over < LAST_SAVE_NS;
 }
 
 bool kvq__group_expired(const struct kvq__session *s)
@@ -166,14 +166,15 @@ static bool rotates_alike(const struct kvq__session *a, const struct kvq__sessio
 
 static const char *shard_difference(const struct kvq__session *a, const struct kvq__session *b)
 {
-    return a->shards != b->shards                 ? "number of shards"
-           : strcmp(a->model, b->model) != 0      ? "model fingerprint"
-           : a->max_rollback != b->max_rollback   ? "max_rollback"
-           : a->prompt_tokens != b->prompt_tokens ? "prompt_tokens"
-           : !rotates_alike(a, b)                 ? "v_rotation"
-           : a->dtype != b->dtype                 ? "dtype"
-           : a->drop_on_detach != b->drop_on_detach || a->save_on_detach != b->save_on_detach ||
-                   a->keep_ns != b->keep_ns
+    return a->shards != b->shards                      ? "number of shards"
+           : strcmp(a->spec.model, b->spec.model) != 0 ? "model fingerprint"
+           : a->max_rollback != b->max_rollback        ? "max_rollback"
+           : a->prompt.tokens != b->prompt.tokens      ? "prompt_tokens"
+           : !rotates_alike(a, b)                      ? "v_rotation"
+           : a->dtype != b->dtype                      ? "dtype"
+           : a->spec.drop_on_detach != b->spec.drop_on_detach ||
+                   a->spec.save_on_detach != b->spec.save_on_detach ||
+                   a->spec.keep_ns != b->spec.keep_ns
                ? "on_detach"
                : NULL;
 }
@@ -199,8 +200,8 @@ void kvq__group_undo(const struct kvq__session *s)
         if (!m || m == s || !kvq__in_step(m))
             continue;
         m->core->up->step_undo(m);
-        assert(!m->step && !m->prepared);
-        m->undone_by = s->shard + 1;
+        assert(!m->step && !m->in_step.prepared);
+        m->in_step.undone_by = s->shard + 1;
     }
 }
 
@@ -209,7 +210,7 @@ static struct kvq__session *unprepared(const struct kvq__session *s)
 {
     assert(s->group->n == s->group->shards);
     for (uint32_t i = 0; i < s->shards; i++)
-        if (!s->group->member[i]->prepared)
+        if (!s->group->member[i]->in_step.prepared)
             return s->group->member[i];
     return NULL;
 }
@@ -220,8 +221,8 @@ bool kvq__group_fits(const struct kvq__session *s)
     assert(!s->group || s->group->n == s->group->shards);
     for (uint32_t i = 0; whole && i < s->shards; i++) {
         const struct kvq__session *m = s->group->member[i];
-        whole = m->prepared || (m->step && m->step == s->step);
-        same &= m->tokens == s->tokens && m->step_tokens == s->step_tokens;
+        whole = m->in_step.prepared || (m->step && m->step == s->step);
+        same &= m->tokens == s->tokens && m->in_step.tokens == s->in_step.tokens;
     }
     return !whole || same;
 }
@@ -229,12 +230,12 @@ bool kvq__group_fits(const struct kvq__session *s)
 int kvq__group_commit(struct kvq__session *s, const struct kvq__session **other)
 {
     struct kvq__session **member = s->group->member;
-    assert(s->prepared);
+    assert(s->in_step.prepared);
     *other = NULL;
     if (unprepared(s))
         return 0;
     for (uint32_t i = 0; i < s->shards; i++)
-        if (member[i]->tokens != s->tokens || member[i]->step_tokens != s->step_tokens) {
+        if (member[i]->tokens != s->tokens || member[i]->in_step.tokens != s->in_step.tokens) {
             *other = member[i];
             return KVQ_E_POSITION;
         }
@@ -246,11 +247,12 @@ int kvq__group_commit(struct kvq__session *s, const struct kvq__session **other)
 // The writer waits for a shard that nobody but itself could end: it would wait for ever.
 static bool waits_for_itself(const struct kvq__queue *q, const struct kvq__session *s)
 {
-    assert(s->prepared && s->group->n == s->group->shards);
+    assert(s->in_step.prepared && s->group->n == s->group->shards);
     for (uint32_t i = 0; i < s->shards; i++) {
         const struct kvq__session *m = s->group->member[i];
-        bool own = !m->prepared && !m->committing && m->writer && m->writer->client == q->client;
-        if (own && (q->client->n_queues == 1 || (m->step && m->step_queue == q->number)))
+        bool own = !m->in_step.prepared && !m->in_step.committing && m->writer &&
+                   m->writer->client == q->client;
+        if (own && (q->client->n_queues == 1 || (m->step && m->in_step.queue == q->number)))
             return true;
     }
     return false;
@@ -259,14 +261,14 @@ static bool waits_for_itself(const struct kvq__queue *q, const struct kvq__sessi
 enum kvq__prepared kvq__group_asks(const struct kvq__queue *q, const struct kvq__handle *h)
 {
     const struct kvq__session *s = h->session;
-    if (!s->prepared || h->read_only)
+    if (!s->in_step.prepared || h->read_only)
         return KVQ__PREPARED_NOT;
     return waits_for_itself(q, s) ? KVQ__PREPARED_NEVER : KVQ__PREPARED_WAITS;
 }
 
 uint32_t kvq__group_awaited(const struct kvq__session *s)
 {
-    assert(s->prepared);
+    assert(s->in_step.prepared);
     return unprepared(s)->shard;
 }
 

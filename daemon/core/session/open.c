@@ -155,7 +155,7 @@ static int find_format(struct kvq__session *s, const struct kvq__session_spec *s
     if (!s->layers[layer].format)
         return kvq__ns_refused(s->ns, rc, "the formats of a session", text);
     if (kvq__own_format(s->core, name) && name == spec->format)
-        snprintf(s->own_format, sizeof s->own_format, "%s", name);
+        snprintf(s->own.name, sizeof s->own.name, "%s", name);
     return 0;
 }
 
@@ -342,11 +342,11 @@ static uint8_t common_rotation(const struct kvq__session *s)
 static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spec)
 {
     uint64_t most = UINT64_MAX / NS_PER_SECOND;
-    s->drop_on_detach = is_empty_text(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
-    s->save_on_detach = spec->on_detach == KVQ__DETACH_SAVE;
-    s->keep_ns = s->drop_on_detach ? 0 : s->core->config.keep_ns;
+    s->spec.drop_on_detach = is_empty_text(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
+    s->spec.save_on_detach = spec->on_detach == KVQ__DETACH_SAVE;
+    s->spec.keep_ns = s->spec.drop_on_detach ? 0 : s->core->config.keep_ns;
     if (spec->on_detach >= KVQ__DETACH_KEEP && spec->keep_seconds)
-        s->keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
+        s->spec.keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
 }
 
 struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text)
@@ -403,15 +403,15 @@ int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec
         return rc;
     }
     snprintf(s->name, sizeof s->name, "%s", spec->name ? spec->name : "");
-    snprintf(s->model, sizeof s->model, "%s", spec->model ? spec->model : "");
-    snprintf(s->salt, sizeof s->salt, "%s", spec->salt ? spec->salt : "");
-    snprintf(s->adapter, sizeof s->adapter, "%s", spec->adapter ? spec->adapter : "");
+    snprintf(s->spec.model, sizeof s->spec.model, "%s", spec->model ? spec->model : "");
+    snprintf(s->spec.salt, sizeof s->spec.salt, "%s", spec->salt ? spec->salt : "");
+    snprintf(s->spec.adapter, sizeof s->spec.adapter, "%s", spec->adapter ? spec->adapter : "");
     s->shard = spec->shard;
     s->shards = spec->shards ? spec->shards : 1;
     s->max_rollback = spec->max_rollback;
-    s->prompt_tokens = spec->prompt_tokens;
+    s->prompt.tokens = spec->prompt_tokens;
     if (!(spec->flags & KVQ__OPEN_PACKED_PROMPT))
-        s->exact_tokens = kvq__exact_fits(s, spec->prompt_tokens);
+        s->prompt.exact = kvq__exact_fits(s, spec->prompt_tokens);
     assert(s->n_owned > 0 && s->n_owned <= s->n_layers);
     s->v_rotation = common_rotation(s);
     s->dtype = s->layers[0].shape.dtype;
@@ -468,11 +468,11 @@ static int compare_with_spec(const struct kvq__session *s, const struct kvq__ses
                              char *text)
 {
     struct kvq__session *wanted;
-    if (!is_empty_text(spec->model) && strcmp(s->model, spec->model) != 0)
+    if (!is_empty_text(spec->model) && strcmp(s->spec.model, spec->model) != 0)
         return differs(s, "model fingerprint", text);
-    if (!is_empty_text(spec->salt) && strcmp(s->salt, spec->salt) != 0)
+    if (!is_empty_text(spec->salt) && strcmp(s->spec.salt, spec->salt) != 0)
         return differs(s, "salt", text);
-    if (!is_empty_text(spec->adapter) && strcmp(s->adapter, spec->adapter) != 0)
+    if (!is_empty_text(spec->adapter) && strcmp(s->spec.adapter, spec->adapter) != 0)
         return differs(s, "adapter", text);
     if (spec->n_layers == 0)
         return 0;
@@ -497,7 +497,7 @@ static int compare_with_spec(const struct kvq__session *s, const struct kvq__ses
 // The last step of a writer that is gone may still be under way on a GPU.
 static int end_step(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
 {
-    assert(s->committing && !s->writer);
+    assert(s->in_step.committing && !s->writer);
     if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" was closed with a step that a GPU has yet to end; open it "
@@ -513,7 +513,7 @@ static int take_hold_of_opened(struct kvq__session *s, const struct kvq__session
     if (spec->flags & KVQ__OPEN_READ_ONLY)
         return 0;
     if (!s->writer)
-        return s->committing ? end_step(s, spec, text) : 0;
+        return s->in_step.committing ? end_step(s, spec, text) : 0;
     if (!(spec->flags & KVQ__OPEN_TAKE_OVER))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" has a writer, client %llu; open it read-only, or with "

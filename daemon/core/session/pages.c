@@ -31,7 +31,7 @@ static uint64_t packed_after(const struct kvq__session *s, const struct kvq__lay
 
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer, uint64_t past)
 {
-    uint64_t raw = layer->learn > s->exact_tokens ? layer->learn : s->exact_tokens;
+    uint64_t raw = layer->learn > s->prompt.exact ? layer->learn : s->prompt.exact;
     return packed_after(s, layer, raw, past);
 }
 
@@ -328,9 +328,9 @@ void kvq__pages_release(struct kvq__session *s)
     if (kvq__is_offloaded(s))
         return;
     kvq__prefix_seal(s); // before anything of it goes
-    s->release_due = s->reading > 0 && s->reading_floor < floor;
-    if (s->release_due)
-        floor = s->reading_floor;
+    s->entries.release_due = s->entries.reading > 0 && s->entries.floor < floor;
+    if (s->entries.release_due)
+        floor = s->entries.floor;
     kvq__session_gives(s, UINT64_MAX);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         if (!kvq__layer_owns(s, i))
@@ -400,17 +400,17 @@ static struct kvq__session_list *list_of(const struct kvq__session *s)
 
 void kvq__pack_queue(struct kvq__session *s)
 {
-    if (s->pack_queued || s->dropped || kvq__is_offloaded(s))
+    if (s->pack.queued || s->dropped || kvq__is_offloaded(s))
         return;
-    for (uint32_t i = 0; i < s->n_layers && !s->pack_queued; i++)
-        s->pack_queued = kvq__pack_due(s, i) > s->layers[i].packed;
-    if (s->pack_queued)
-        TAILQ_INSERT_TAIL(list_of(s), s, pack_link);
+    for (uint32_t i = 0; i < s->n_layers && !s->pack.queued; i++)
+        s->pack.queued = kvq__pack_due(s, i) > s->layers[i].packed;
+    if (s->pack.queued)
+        TAILQ_INSERT_TAIL(list_of(s), s, pack.link);
 }
 
 void kvq__pack_unqueue(struct kvq__session *s)
 {
-    if (s->pack_queued)
-        TAILQ_REMOVE(list_of(s), s, pack_link);
-    s->pack_queued = false;
+    if (s->pack.queued)
+        TAILQ_REMOVE(list_of(s), s, pack.link);
+    s->pack.queued = false;
 }

@@ -50,9 +50,9 @@ void kvq__prefix_root(const struct kvq__session *s, const char *ns, uint8_t *roo
     begin_hash(&state, s->core);
     put_text(&state, "kvq prefix 1");
     put_text(&state, ns);
-    put_text(&state, s->model);
-    put_text(&state, s->salt);
-    put_text(&state, s->adapter);
+    put_text(&state, s->spec.model);
+    put_text(&state, s->spec.salt);
+    put_text(&state, s->spec.adapter);
     put_number(&state, s->shards);
     put_number(&state, s->dtype);
     put_number(&state, s->v_rotation == KVQ_V_ROT_ENGINE); // else each layer's own, see put_layer
@@ -124,7 +124,7 @@ static void hash_layers(struct kvq__session *s)
 
 int kvq__ids_identify(struct kvq__session *s, char *text)
 {
-    if (s->model[0] == '\0')
+    if (s->spec.model[0] == '\0')
         return kvq__fail(text, KVQ_E_UNSUPPORTED,
                          "a session without a model's fingerprint shares no prefix, since nothing "
                          "would tell two models apart; give it one");
@@ -454,9 +454,9 @@ struct kvq__node *kvq__prefix_offer(struct kvq__session *s, uint32_t page, uint8
 
 void kvq__prefix_unnote(struct kvq__session *s)
 {
-    if (s->seals)
-        TAILQ_REMOVE(&s->core->seals, s, seal_link);
-    s->seals = false;
+    if (s->seal.listed)
+        TAILQ_REMOVE(&s->core->seals, s, seal.link);
+    s->seal.listed = false;
 }
 
 // Whether its next page becomes final without another commit: when all is packed that is due, or
@@ -478,16 +478,16 @@ static bool may_seal(struct kvq__session *s)
 void kvq__prefix_note(struct kvq__session *s)
 {
     bool may = may_seal(s);
-    if (may && !s->seals)
-        TAILQ_INSERT_TAIL(&s->core->seals, s, seal_link);
+    if (may && !s->seal.listed)
+        TAILQ_INSERT_TAIL(&s->core->seals, s, seal.link);
     else if (!may)
         kvq__prefix_unnote(s);
-    s->seals = may;
+    s->seal.listed = may;
 }
 
 static void seal(struct kvq__session *s)
 {
-    bool under_way = s->pool->gpu && s->tail_use > 0;
+    bool under_way = s->pool->gpu && s->entries.tail > 0;
     if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
         s->core->up->move_asks(s)) // whose blocks are about to be others
         return;
@@ -508,7 +508,7 @@ void kvq__prefix_seal_all(struct kvq__core *core)
 {
     struct kvq__session *s = TAILQ_FIRST(&core->seals), *next;
     for (; s; s = next) {
-        next = TAILQ_NEXT(s, seal_link);
+        next = TAILQ_NEXT(s, seal.link);
         core->lookup.looks++;
         kvq__prefix_seal(s);
     }

@@ -20,12 +20,12 @@ static struct kvq__arena *arena_of(const struct kvq__session *s)
 void kvq__recent_forget(struct kvq__session *s)
 {
     struct kvq__arena *arena = arena_of(s);
-    if (!s->recent)
+    if (!s->last_used.listed)
         return;
     assert(arena->n_sessions > 0);
-    TAILQ_REMOVE(&arena->sessions, s, recent_link);
+    TAILQ_REMOVE(&arena->sessions, s, last_used.link);
     arena->n_sessions--;
-    s->recent = false;
+    s->last_used.listed = false;
 }
 
 void kvq__recent_put(struct kvq__session *s)
@@ -33,9 +33,9 @@ void kvq__recent_put(struct kvq__session *s)
     struct kvq__arena *arena = arena_of(s);
     assert(s->published);
     kvq__recent_forget(s);
-    TAILQ_INSERT_TAIL(&arena->sessions, s, recent_link);
+    TAILQ_INSERT_TAIL(&arena->sessions, s, last_used.link);
     arena->n_sessions++;
-    s->recent = true;
+    s->last_used.listed = true;
 }
 
 // ---- Whose last change is not saved ----
@@ -44,20 +44,20 @@ static void list(struct kvq__session *s, enum kvq__unsaved_list at)
 {
     struct kvq__core *core = s->core;
     assert(s->published || at == KVQ__SAVED);
-    assert(s->unsaved < KVQ__UNSAVED_LISTS && (!s->unsaved || core->n_unsaved > 0));
-    if (s->unsaved)
-        TAILQ_REMOVE(&core->unsaved[s->unsaved], s, unsaved_link);
+    assert(s->saving.list < KVQ__UNSAVED_LISTS && (!s->saving.list || core->n_unsaved > 0));
+    if (s->saving.list)
+        TAILQ_REMOVE(&core->unsaved[s->saving.list], s, saving.link);
     if (at)
-        TAILQ_INSERT_TAIL(&core->unsaved[at], s, unsaved_link);
-    core->n_unsaved += (at != 0) - (s->unsaved != 0);
-    s->unsaved = at;
+        TAILQ_INSERT_TAIL(&core->unsaved[at], s, saving.link);
+    core->n_unsaved += (at != 0) - (s->saving.list != 0);
+    s->saving.list = at;
 }
 
 void kvq__unsaved_note(struct kvq__session *s)
 {
     if (!s->published || !s->name[0] || !kvq__is_unsaved(s))
         list(s, KVQ__SAVED);
-    else if (s->save_on_detach && !kvq__group_is_open(s))
+    else if (s->spec.save_on_detach && !kvq__group_is_open(s))
         list(s, KVQ__UNSAVED_AT_ONCE);
     else
         list(s, KVQ__UNSAVED_IN_USE);
@@ -65,13 +65,13 @@ void kvq__unsaved_note(struct kvq__session *s)
 
 void kvq__unsaved_outlived(struct kvq__session *s)
 {
-    if (s->unsaved == KVQ__UNSAVED_IN_USE)
+    if (s->saving.list == KVQ__UNSAVED_IN_USE)
         list(s, KVQ__UNSAVED_AT_ONCE);
 }
 
 void kvq__unsaved_put_off(struct kvq__session *s)
 {
-    if (s->unsaved)
+    if (s->saving.list)
         list(s, KVQ__UNSAVED_PUT_OFF);
 }
 
@@ -89,14 +89,14 @@ void kvq__session_used(struct kvq__session *s)
 
 void kvq__session_changed(struct kvq__session *s)
 {
-    s->commits++;
+    s->saving.commits++;
     kvq__session_used(s);
 }
 
 void kvq__session_saved(struct kvq__session *s, uint64_t commits)
 {
-    assert(commits <= s->commits);
-    s->saved_commits = commits;
+    assert(commits <= s->saving.commits);
+    s->saving.saved = commits;
     kvq__unsaved_note(s);
 }
 
@@ -111,7 +111,7 @@ void kvq__session_count(struct kvq__session *s, uint64_t tokens)
 
 void kvq__session_lies_in(struct kvq__session *s, struct kvq__pool *pool)
 {
-    assert(!s->pack_queued || !pool->gpu == !s->pool->gpu); // each has a queue of its own
+    assert(!s->pack.queued || !pool->gpu == !s->pool->gpu); // each has a queue of its own
     assert(!s->published || s->pool->sessions > 0);
     if (s->published) {
         kvq__recent_forget(s);

@@ -33,7 +33,7 @@ int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__s
     s->ns = ns;
     s->n_layers = n_layers;
     s->idle_since = ns->core->now;
-    s->commits = 1;
+    s->saving.commits = 1;
     s->serial = ++ns->core->last_serial;
     LIST_INIT(&s->handles);
     LIST_INIT(&s->tables);
@@ -81,24 +81,24 @@ int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from
 static void free_gpu(struct kvq__session *s)
 {
     struct kvq__gpu *gpu = s->pool ? s->pool->gpu : NULL;
-    assert(gpu || !s->counts);
+    assert(gpu || !s->in_step.counts);
     for (uint32_t i = 0; gpu && i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         if (l->gpu_book.k || l->gpu_book.v)
             kvq__gpu_book_release(gpu, &l->book);
         l->gpu_book = (struct kvq_book){0};
     }
-    if (s->counts)
-        kvq__gpu_counts_free(gpu, s->counts);
-    s->counts = NULL;
+    if (s->in_step.counts)
+        kvq__gpu_counts_free(gpu, s->in_step.counts);
+    s->in_step.counts = NULL;
 }
 
 int kvq__session_place(struct kvq__session *s)
 {
     struct kvq__gpu *gpu = s->pool->gpu;
     int rc = 0;
-    assert(!s->counts);
-    if (gpu && !(s->counts = kvq__gpu_counts_new(gpu)))
+    assert(!s->in_step.counts);
+    if (gpu && !(s->in_step.counts = kvq__gpu_counts_new(gpu)))
         return KVQ_E_NO_MEMORY;
     for (uint32_t i = 0; gpu && rc == 0 && i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
@@ -119,7 +119,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
     memcpy(there.layers, s->layers, bytes);
     for (uint32_t i = 0; i < s->n_layers; i++)
         there.layers[i].gpu_book = (struct kvq_book){0};
-    there.counts = NULL;
+    there.in_step.counts = NULL;
     there.pool = to;
     int rc = kvq__session_place(&there);
     if (rc < 0) {
@@ -128,7 +128,7 @@ int kvq__session_replace(struct kvq__session *s, struct kvq__pool *to)
         free_gpu(s);
         for (uint32_t i = 0; i < s->n_layers; i++)
             s->layers[i].gpu_book = there.layers[i].gpu_book;
-        s->counts = there.counts;
+        s->in_step.counts = there.in_step.counts;
         kvq__session_lies_in(s, to);
     }
     kvq__deallocate(s->core, there.layers, bytes);
@@ -145,7 +145,7 @@ void kvq__session_dispose(struct kvq__session *s)
 {
     const struct kvq__core_config *config = &s->core->config;
     assert(!s->published && !s->group && !s->step && s->n_pages == 0);
-    assert(s->n_sheets == 0 && s->refs == 0 && !s->ending && !s->gives);
+    assert(s->n_sheets == 0 && s->refs == 0 && !s->ended.listed && !s->giver.listed);
     kvq__ids_free(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].book_hold)
@@ -178,7 +178,7 @@ static void tell_end(const struct kvq__session *s, const char *why)
     if (s->tokens && kvq__is_unsaved(s))
         snprintf(text + used, sizeof text - (size_t)used, "; its %llu tokens %s",
                  (unsigned long long)s->tokens,
-                 s->stored ? "have changed since they were saved" : "were not saved");
+                 s->saving.stored ? "have changed since they were saved" : "were not saved");
     kvq__event(s->core, KVQ__EVENT_SESSION_DROPPED, s->ns->name, s->name, 0, text);
 }
 
@@ -234,22 +234,22 @@ void kvq__session_unref(struct kvq__session *s)
     assert(s->refs > 0);
     if (--s->refs == 0 && s->dropped)
         kvq__session_free(s);
-    else if (s->gives_way)
+    else if (s->prompt.gives_way)
         kvq__exact_unused(s);
 }
 
 void kvq__reading_end(struct kvq__session *s)
 {
-    assert(s->reading > 0 && s->refs > 0);
-    if (--s->reading == 0 && s->release_due && !s->dropped)
+    assert(s->entries.reading > 0 && s->refs > 0);
+    if (--s->entries.reading == 0 && s->entries.release_due && !s->dropped)
         kvq__pages_release(s);
 }
 
 // On a GPU what the step has made is only now there for others.
 void kvq__tail_end(struct kvq__session *s)
 {
-    assert(s->tail_use > 0 && s->refs > 0);
-    if (--s->tail_use == 0 && s->pool->gpu && !s->dropped)
+    assert(s->entries.tail > 0 && s->refs > 0);
+    if (--s->entries.tail == 0 && s->pool->gpu && !s->dropped)
         kvq__prefix_seal(s);
 }
 
@@ -284,9 +284,9 @@ void kvq__session_detached(struct kvq__session *s)
         if (kvq__group_member(s, i))
             kvq__unsaved_note(kvq__group_member(s, i));
     kvq__due_set(s);
-    if (!s->committing) // nobody is left to end the others' part
+    if (!s->in_step.committing) // nobody is left to end the others' part
         s->core->up->step_leave(s);
-    if (s->drop_on_detach)
+    if (s->spec.drop_on_detach)
         kvq__group_end(s, s->name[0] ? "nobody has it open any more, and on_detach is drop"
                                      : "nobody has it open any more, and it has no name");
 }
@@ -383,17 +383,17 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .offloaded = kvq__is_offloaded(s),
         .pinned = s->pinned,
         .prefix_tokens = s->prefix_tokens,
-        .exact_tokens = s->exact_tokens,
-        .packs_early = s->packs_early,
-        .demoted = s->home != NULL,
+        .exact_tokens = s->prompt.exact,
+        .packs_early = s->prompt.packs_early,
+        .demoted = s->demoted.home != NULL,
     };
-    if (!kvq__group_is_open(s) && s->keep_ns)
-        info->keep_ms = idle < s->keep_ns ? (s->keep_ns - idle) / 1000000 : 0;
+    if (!kvq__group_is_open(s) && s->spec.keep_ns)
+        info->keep_ms = idle < s->spec.keep_ns ? (s->spec.keep_ns - idle) / 1000000 : 0;
     snprintf(info->ns, sizeof info->ns, "%s", s->ns->name);
     snprintf(info->name, sizeof info->name, "%s", s->name);
-    snprintf(info->model, sizeof info->model, "%s", s->model);
+    snprintf(info->model, sizeof info->model, "%s", s->spec.model);
     snprintf(info->format, sizeof info->format, "%s",
-             s->own_format[0] ? s->own_format : commonest_format(s));
+             s->own.name[0] ? s->own.name : commonest_format(s));
     snprintf(info->place, sizeof info->place, "%s", kvq__pool_name(home));
     if (home->gpu)
         snprintf(info->isa, sizeof info->isa, "sm_%d", kvq__gpu_kernels(home->gpu)->capability);
@@ -573,7 +573,7 @@ uint32_t kvq__session_shards(struct kvq__core *core, const struct kvq__peer *pee
                                          .tokens = m->tokens,
                                          .writer_client = m->writer ? m->writer->client->id : 0,
                                          .place = kvq__pool_name(kvq__home_of(m)),
-                                         .ended = m->prepared};
+                                         .ended = m->in_step.prepared};
     }
     return n;
 }

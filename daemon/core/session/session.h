@@ -92,117 +92,150 @@ enum kvq__residency {
 };
 
 struct kvq__session {
-    TAILQ_ENTRY(kvq__session) link;      // in its namespace; among those that have ended
-    RB_ENTRY(kvq__session) tree_link;    // there as well
-    LIST_ENTRY(kvq__session) id_link;    // among those of the core
-    LIST_ENTRY(kvq__session) name_link;  // likewise, if it has a name
-    LIST_ENTRY(kvq__session) due_link;   // of a moment when it is looked at
-    TAILQ_ENTRY(kvq__session) seal_link; // of those with pages for the index of prefixes
-    bool due, seals;                     // it stands in the list of due_link, of seal_link
-    TAILQ_ENTRY(kvq__session) recent_link, unsaved_link; // see recent.c
-    bool published, recent; // lookups find it; it stands in its arena's list
-    enum kvq__unsaved_list unsaved;
-    uint64_t unsaved_ask; // number of the last kvq__core_unsaved that has visited its group
-    uint64_t name_hash;
+    TAILQ_ENTRY(kvq__session) link; // in its namespace; among those that have ended
     struct kvq__core *core;
     struct kvq__namespace *ns;
     struct kvq__pool *pool; // where all its blocks lie
     uint64_t id;
-    char name[KVQ_NAME_BYTES], model[KVQ_FINGERPRINT_BYTES];
-    char salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
-    struct kvq__layer *layers;
-    uint32_t n_layers, n_owned;       // n_owned: layers with their own pages
-    struct kvq_format *formats;       // composed ones, each once; NULL = none
-    uint32_t n_formats;               // there is room for n_layers
-    char own_format[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
+    uint64_t serial; // of all that were made, published or not
+    char name[KVQ_NAME_BYTES];
+    struct { // as it was opened
+        char model[KVQ_FINGERPRINT_BYTES], salt[KVQ_NAME_BYTES], adapter[KVQ_NAME_BYTES];
+        bool drop_on_detach, save_on_detach;
+        uint64_t keep_ns; // how long it stays when nobody has it open; 0 = for ever
+    } spec;
     uint32_t shard, shards, max_rollback;
-    uint64_t prompt_tokens, keep_ns;
-    uint64_t
-        exact_tokens; // nothing is packed before so many tokens are final; 0: packed as they come
-    TAILQ_ENTRY(kvq__session) prompt_link; // among sessions whose prompts may hold raw blocks
-    bool in_prompts;                       // it stands in that list
-    bool packs_early; // exact_tokens became 0 to make room for others (exact.c)
-    bool gives_way;   // it does so when the requests that read it have ended
     uint8_t path, dtype;
     uint8_t v_rotation; // of its layers: enum kvq_v_rotation, or KVQ__V_MIXED
-    bool drop_on_detach, save_on_detach, dropped;
-    bool ending;           // it stands in core->ended (ended.c)
-    uint64_t ended_flight; // the last flight that began before its end
-    // The arena that counts it in n_ended, while it is ending and still has pages; else NULL.
-    struct kvq__arena *ended_in;
+    bool published;     // lookups find it
+    bool dropped;
+    struct kvq__layer *layers;
+    uint32_t n_layers, n_owned;     // n_owned: layers with their own pages
+    struct {                        // formats.c
+        struct kvq_format *formats; // composed ones, each once; NULL = none
+        uint32_t n;                 // there is room for n_layers
+        char name[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
+    } own;
 
-    uint64_t tokens; // committed
-    uint64_t floor;  // truncation cannot go below
+    // What is committed.
+    uint64_t tokens;
+    uint64_t floor; // truncation cannot go below
     uint64_t saturated;
-    uint64_t commits, saved_commits; // number of the last change, and of the last that is saved
-    uint64_t save_after, save_wait; // after a failure: when to save again; how long that is put off
-    uint64_t save_told;             // when the last event said that saving fails; 0: never
-    uint64_t stamp;                 // of its last save
-    bool stored, kept;              // a store has some state of it; and keeps it after its end
-    enum kvq__residency residency;
-    bool pinned;                          // it is never parked
-    struct kvq__park *park;               // a ticket under way; NULL = none
-    TAILQ_ENTRY(kvq__session) fetch_link; // while FETCH_WANTED
-    uint64_t fetch_at;                    // when it became FETCH_WANTED
-    uint64_t fetch_serial;                // fetches that have failed
-    int fetch_error;                      // the code of the last failure
-    uint32_t n_loading;                   // layers that are yet to be read
-    struct kvq__restore *restore;         // reads them; NULL = none
-    LIST_HEAD(, kvq__follower) follows;   // prefixes that it began with and that are being read
-    struct kvq__ids ids;                  // of its tokens, as far as they are known
-    uint64_t prefix_tokens;               // tokens of the prefix that it began with
-    bool foreign;                         // some of its blocks belong to another namespace
-    uint32_t n_pages;                     // of each layer
-    uint32_t n_sheets, sheet_room;        // length of `sheets`; its room
-    struct kvq__sheet **sheets;           // the page table
+    struct kvq__ids ids;           // of its tokens, as far as they are known
+    uint64_t prefix_tokens;        // tokens of the prefix that it began with
+    bool foreign;                  // some of its blocks belong to another namespace
+    uint32_t n_pages;              // of each layer
+    uint32_t n_sheets, sheet_room; // length of `sheets`; its room
+    struct kvq__sheet **sheets;    // the page table
 
+    // Who has it.
     struct kvq__handle_list handles;
     LIST_HEAD(, kvq__table) tables;
     struct kvq__handle *writer;
     uint32_t readers;
-    uint64_t idle_since; // time of its last use, from which its keep time counts
-
-    struct kvq__step *step; // the open step it is in
-    LIST_ENTRY(kvq__session) step_link;
-    uint32_t step_tokens, step_layers; // layers appended
-    bool step_spoiled;                 // an append was refused for good: the step cannot commit
-    uint64_t step_serial;              // changes when a step begins or ends
-    uint64_t step_queue;               // number of the queue that began it
-    bool committing;                   // a STEP is under way on a GPU, see gpu_commit.h
-    bool untold;                       // the writer does not know yet that values were not finite
-
     struct kvq__group *group; // of named sessions with several shards; else NULL
-    struct kvq__move *move;   // to another place, under way or queued; NULL = none
-    bool prepared;            // its step has ended and waits for those of the other shards
-    uint32_t undone_by;       // 1 + shard that ended its last step by leaving; 0 = none
+    uint64_t idle_since;      // time of its last use, from which its keep time counts
 
-    // Held by requests under way.
-    uint32_t refs;
-    struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
-    uint32_t reading;               // entries that read committed tokens
-    uint64_t reading_floor;         // the floor when the first of them began; if reading > 0
-    bool release_due;               // pages below the floor were kept for them
-    uint32_t tail_use;              // entries that write or read the open step's tokens
-    struct kvq__queue *exclusive;   // the request that changes committed tokens; NULL = none
+    // What is done with it. activity.h says what forbids what.
+    uint32_t refs;                // requests, moves, saves and restores that hold its blocks
+    struct kvq__queue *exclusive; // the request that changes committed tokens; NULL = none
+    struct kvq__step *step;       // the open step it is in
+    struct {                      // step.c
+        LIST_ENTRY(kvq__session) link;
+        uint32_t tokens, layers; // layers appended
+        bool spoiled;            // an append was refused for good: the step cannot commit
+        uint64_t serial;         // changes when a step begins or ends
+        uint64_t queue;          // number of the queue that began it
+        bool committing;         // a STEP is under way on a GPU, see gpu_commit.h
+        bool untold;             // the writer does not know yet that values were not finite
+        bool prepared;           // its step has ended and waits for those of the other shards
+        uint32_t undone_by;      // 1 + shard that ended its last step by leaving; 0 = none
+        struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
+    } in_step;
+    struct {              // entries of requests under way
+        uint32_t reading; // that read committed tokens
+        uint64_t floor;   // the floor when the first of them began; if reading > 0
+        bool release_due; // pages below the floor were kept for them
+        uint32_t tail;    // that write or read the open step's tokens
+    } entries;
+    struct kvq__move *move;             // to another place, under way or queued; NULL = none
+    struct kvq__park *park;             // to disk, or back; NULL = none
+    struct kvq__restore *restore;       // reads its layers; NULL = none
+    uint32_t n_loading;                 // layers that are yet to be read
+    LIST_HEAD(, kvq__follower) follows; // prefixes that it began with and that are being read
+    enum kvq__residency residency;      // kvq__residency_set alone changes it
+    bool pinned;                        // it is never parked
+    struct {                            // park.c: bringing it back
+        TAILQ_ENTRY(kvq__session) link; // while FETCH_WANTED
+        uint64_t at;                    // when it became FETCH_WANTED
+        uint64_t serial;                // fetches that have failed
+        int error;                      // the code of the last failure
+    } fetch;
 
-    // Of eviction (evict.h).
-    const struct kvq__queue *taker; // the request that is taking pages for it; NULL = none
-    struct kvq__pool *home; // demoted: the GPU that it goes back to when it is used; else NULL
-    uint64_t home_refused;  // 1 + core->evictions_ended when the GPU had no room; 0 = never
-    uint64_t home_refused_at;
-    uint64_t back_at;    // when it last came back; 0 = never
-    uint64_t try_after;  // after a failed eviction: not tried again before
-    uint64_t evict_look; // number of the last look that has visited its group
-    // The last look at waiting requests that name it (core->last_claim), and their oldest ticket.
-    uint64_t claim, claimed;
-
-    bool pack_queued;
-    TAILQ_ENTRY(kvq__session) pack_link;
-
-    uint64_t serial;              // of all that were made, published or not
-    struct kvq__given_list given; // deferred frees that end once it is quiet
-    TAILQ_ENTRY(kvq__session) giver_link;
-    bool gives; // it stands in core->givers
+    // Lists that it stands in, each with its owner.
+    struct { // lookup.c
+        RB_ENTRY(kvq__session) tree;
+        LIST_ENTRY(kvq__session) by_id;
+        LIST_ENTRY(kvq__session) by_name; // if it has a name
+        uint64_t hash;                    // of the name
+    } found;
+    struct { // due.c: a moment when it is looked at
+        LIST_ENTRY(kvq__session) link;
+        bool listed;
+    } timer;
+    struct { // recent.c
+        TAILQ_ENTRY(kvq__session) link;
+        bool listed; // it stands in its arena's list
+    } last_used;
+    struct { // pages.c: of those with units to be packed
+        TAILQ_ENTRY(kvq__session) link;
+        bool queued;
+    } pack;
+    struct { // prefix.c: of those with pages for the index of prefixes
+        TAILQ_ENTRY(kvq__session) link;
+        bool listed;
+    } seal;
+    struct { // recent.c, save.c: what is saved of it
+        TAILQ_ENTRY(kvq__session) link;
+        enum kvq__unsaved_list list;
+        uint64_t ask;            // number of the last kvq__core_unsaved that has visited its group
+        uint64_t commits, saved; // number of the last change, and of the last that is saved
+        uint64_t after, wait;    // after a failure: when to save again; how long that is put off
+        uint64_t told;           // when the last event said that saving fails; 0: never
+        uint64_t stamp;          // of its last save
+        bool stored, kept;       // a store has some state of it; and keeps it after its end
+    } saving;
+    struct {             // exact.c
+        uint64_t tokens; // its length, as the client said; 0: unknown
+        uint64_t exact; // nothing is packed before so many tokens are final; 0: packed as they come
+        TAILQ_ENTRY(kvq__session) link; // among sessions whose prompts may hold raw blocks
+        bool listed;
+        bool packs_early; // exact became 0 to make room for others
+        bool gives_way;   // it does so when the requests that read it have ended
+    } prompt;
+    struct {                            // evict.c
+        const struct kvq__queue *taker; // the request that is taking pages for it; NULL = none
+        uint64_t back_at;               // when it last came back; 0 = never
+        uint64_t try_after;             // after a failed eviction: not tried again before
+        uint64_t look;                  // number of the last look that has visited its group
+        // The last look at waiting requests that name it (core->last_claim), and their oldest ticket.
+        uint64_t claim, claimed;
+    } evict;
+    struct {                    // demote.c
+        struct kvq__pool *home; // the GPU that it goes back to when it is used; NULL = none
+        uint64_t refused;       // 1 + core->evictions_ended when the GPU had no room; 0 = never
+        uint64_t refused_at;
+    } demoted;
+    struct { // state.h: deferred frees that end once it is quiet
+        struct kvq__given_list given;
+        TAILQ_ENTRY(kvq__session) link;
+        bool listed; // it stands in core->givers
+    } giver;
+    struct {                      // ended.c
+        bool listed;              // it stands in core->ended
+        uint64_t flight;          // the last flight that began before its end
+        struct kvq__arena *arena; // counts it in n_ended while it still has pages; else NULL
+    } ended;
 };
 
 // It has no blocks in memory: only a store has its bytes.
@@ -309,7 +342,7 @@ bool kvq__shortage_counts(const struct kvq__shortage *shortage, const struct kvq
 // Where a session belongs: the GPU that it was demoted from, or where it is.
 static inline struct kvq__pool *kvq__home_of(const struct kvq__session *s)
 {
-    return s->home ? s->home : s->pool;
+    return s->demoted.home ? s->demoted.home : s->pool;
 }
 
 // A request or a lane no longer reads its pages (or the tokens of its open step).
@@ -347,7 +380,7 @@ static inline uint64_t kvq__layer_block_bytes(const struct kvq__session *s,
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
                         uint64_t past);
-// The same if exact_tokens were 0.
+// The same if prompt.exact were 0.
 uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
                            uint64_t past);
 // The first token, rounded down to a page, that views at `floor` tokens or more may still read of a
@@ -437,7 +470,7 @@ void kvq__pack_unqueue(struct kvq__session *s);
 void kvq__session_give_up(struct kvq__session *session, int status);
 static inline bool kvq__is_unsaved(const struct kvq__session *s)
 {
-    return s->commits != s->saved_commits;
+    return s->saving.commits != s->saving.saved;
 }
 
 #endif
