@@ -460,6 +460,38 @@ static void test_readers(void **state)
     member_close(&reader);
 }
 
+// A reader's table has room for what the session had when the request began; the writer goes on
+// while the request packs.
+static void test_outgrown(void **state)
+{
+    (void)state;
+    struct mapping theirs;
+    struct member reader;
+    if (pool()->gpu) // there it is published at the count that the request has named
+        return;
+    assert_int_equal(member_open(&kit, &reader, 1000, BUFFER), 0);
+    uint64_t one = open_named(&m, "one", 0, 0);
+    assert_int_equal(kit_step(&m, one, 250, HEADS, DIM), 0);
+    uint64_t seen = open_named(&reader, "one", 0, KVQ__OPEN_READ_ONLY | KVQ__OPEN_MUST_EXIST);
+    assert_int_equal(try_map(&reader, seen, &theirs, 2), 0);
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
+    struct kvq_entry_wire e = {.handle = seen, .position = 250};
+    r.layer = LAYERS;
+    r.slots = (uint16_t)(r.slots + r.layer);
+    memset(reader.layers, 0, sizeof reader.layers);
+    kit_load(&reader, &r, &e);
+    assert_int_equal(kvq__request_start(reader.queue), KVQ__RUN);
+    assert_int_equal(kit_step(&m, one, 30, HEADS, DIM), 0);
+    enum kvq__progress p = KVQ__RUN;
+    for (; p == KVQ__RUN; p = kvq__request_continue(reader.queue))
+        kit_run_job(&kit, kvq__queue_job(reader.queue));
+    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kvq__queue_results(reader.queue)[0].status, KVQ_E_LIMIT);
+    assert_int_equal(kvq__queue_results(reader.queue)[0].value, 280);
+    close_map(&theirs);
+    member_close(&reader);
+}
+
 static int begin_long(struct member *member, uint64_t handle, uint64_t step)
 {
     struct kvq_entry_wire e = {.handle = handle, .append = 4000};
@@ -604,6 +636,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_back_and_forth, setup, teardown),
         cmocka_unit_test_setup_teardown(test_leases, setup, teardown),
         cmocka_unit_test_setup_teardown(test_readers, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_outgrown, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extents_stay, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
         cmocka_unit_test_setup_teardown(test_counts, setup, teardown),

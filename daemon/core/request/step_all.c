@@ -376,7 +376,12 @@ static void finish_publish(struct kvq__queue *q, uint32_t i)
         kvq__step_recheck(s, &q->results[i]);
     if (!kvq__entry_alive(q, i) || s->in_step.prepared) // tables of groups wait for a later request
         return;
-    if (w->table && !w->table->closed)
+    bool publishes = w->table && !w->table->closed;
+    if (publishes && kvq__pages_of(s->tokens) > w->table->memory.pages) { // its writer went on
+        kvq__entry_fail(q, i, KVQ_E_LIMIT, s->tokens);
+        return;
+    }
+    if (publishes)
         kvq__table_publish_on_host(w->table);
     q->results[i].value = s->tokens;
     q->results[i].extents = s->ns->arenas[s->pool - q->core->pools].last_serial;
