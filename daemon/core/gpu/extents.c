@@ -29,7 +29,7 @@ struct kvq__reserve {
 
 // ---- One extent ----
 
-// In the order of a stream of the daemon's own, which waits for it.
+// Zeroes memory on a stream of the daemon's own, and waits for that.
 static int zero_all(struct kvq__gpu *gpu, enum kvq__gpu_stream which, kvq_gpu_ptr at, size_t bytes)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
@@ -37,7 +37,7 @@ static int zero_all(struct kvq__gpu *gpu, enum kvq__gpu_stream which, kvq_gpu_pt
     return result ? result : d->stream_sync(kvq__gpu_stream(gpu, which));
 }
 
-// Memory that clients can map; where there is none such, memory that they cannot.
+// Makes memory that clients can map, or, if the GPU has none, memory that they cannot map.
 static int make_piece(struct kvq__gpu *gpu, size_t bytes, struct kvq_gpu_piece *piece)
 {
     char text[KVQ_GPU_TEXT];
@@ -56,8 +56,8 @@ static void release_piece(struct kvq__gpu *gpu, struct kvq_gpu_piece *piece)
         kvq__gpu_free_later(gpu, piece->at);
 }
 
-// Exports it at once, and not when a client asks, for the driver may take its time. A result of the
-// driver, and then what failed.
+// Makes, zeroes and exports an extent. The export is not left for the first client that asks, since
+// the driver may take long. Returns a result of the driver; *what says what has failed.
 static int make_extent(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t bytes,
                        struct kvq__memory *memory, const char **what)
 {
@@ -108,7 +108,7 @@ static bool has_work(const struct kvq__reserve *r)
     return should_make(r) || r->n_back > 0;
 }
 
-// Whoever waits looks again once there is what he waits for, or as much of it as there will be.
+// Has the waiting caller look again when the goal is reached, or no more extents can be made.
 static void tell_reserve(struct kvq__reserve *r)
 {
     bool more = r->n_back > 0 || (!r->failed && r->there < r->most);
@@ -157,7 +157,7 @@ static void work_free(struct kvq__gpu *gpu, struct kvq__reserve *r)
     r->failed = 0; // there is more memory than there was
 }
 
-// What is needed comes first, unless what was given back has to make room for it.
+// Making goes before freeing, unless the budget has no room: then freeing makes some.
 bool kvq__reserve_work(struct kvq__gpu *gpu)
 {
     struct kvq__reserve *r = *kvq__gpu_reserve(gpu);
@@ -282,8 +282,8 @@ static uint32_t made(void *context)
     return kvq_word_load_acquire(&r->made);
 }
 
-// Where nobody can wait: one that is ready, or one that is made here, in the place of one that was
-// given back if there cannot be more.
+// For callers that cannot wait: takes a ready extent, or makes one within the call. If the budget
+// is used up an extent that was given back is freed first.
 static int acquire_extent(void *context, size_t bytes, struct kvq__memory *memory)
 {
     struct kvq__gpu *gpu = context;

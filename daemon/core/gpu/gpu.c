@@ -479,8 +479,8 @@ static int open_gpu_streams(struct kvq__gpu *gpu)
 
 // ---- What the device of the current context can do ----
 
-// Whether streams write and wait for words in host memory, found out on one that has nothing to do.
-// A wait that nothing ends would be for ever, so it comes once the word was seen to be written.
+// Whether streams can write words in host memory and wait for them: tries it on an idle stream. The
+// wait is tried only after the word was seen to be written, since it would never end otherwise.
 static bool words_work(const struct kvq_gpu_driver *d, int device, struct kvq_gpu_stream *s)
 {
     void *word = NULL;

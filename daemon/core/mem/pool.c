@@ -28,7 +28,7 @@ const char *kvq__pool_name(const struct kvq__pool *pool)
 
 // ---- Extents ----
 
-// The lowest number that no extent has: what clients map stays close together.
+// Takes the lowest free number, so that the extents that clients map lie close together.
 static uint32_t number_take(struct kvq__pool *pool)
 {
     uint32_t word = 0;
@@ -48,7 +48,7 @@ static void number_give(struct kvq__pool *pool, uint32_t number)
     pool->numbers[number / 64] &= ~(1ull << number % 64);
 }
 
-// One that this namespace had before. unseen: and that no client maps.
+// Finds an empty extent that this namespace had before. unseen: one that no client may have mapped.
 static struct kvq__extent *find_own_extent(struct kvq__pool *pool, const struct kvq__namespace *ns,
                                            bool unseen)
 {
@@ -59,7 +59,7 @@ static struct kvq__extent *find_own_extent(struct kvq__pool *pool, const struct 
     return NULL;
 }
 
-// One that may get another owner. Clients may still look at those that they were told of.
+// Finds an empty extent that another namespace may get: no client may have mapped it.
 static struct kvq__extent *find_untold(struct kvq__pool *pool)
 {
     struct kvq__extent *e;
@@ -111,7 +111,7 @@ static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struc
     kvq__deallocate(core, e, sizeof *e);
 }
 
-// Whether a client that is still there was told of it.
+// Whether a client that is still attached was told of the extent.
 static bool is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
 {
     const struct kvq__export_record *t;
@@ -135,8 +135,8 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
     }
 }
 
-// Another namespace's, which is zeroed before anybody gets it. Where that takes long it is given
-// back, and a new one made in its place.
+// Zeroes an empty extent of another namespace. Where zeroing takes long the extent goes back to the
+// system, and a new one is made in its place.
 static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e,
                      struct kvq__extent **out)
 {
@@ -151,7 +151,7 @@ static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq_
     return 0;
 }
 
-// Gives an extent back that nobody looks at any more, though somebody did. False if there is none.
+// Gives one extent back whose clients, who were told of it, are all gone. False if there is none.
 static bool release_told(struct kvq__core *core, struct kvq__pool *pool)
 {
     struct kvq__extent *e;
@@ -169,9 +169,10 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
         trim(core, &core->pools[i], age_ns);
 }
 
-// Finds an extent that nobody owns: one this namespace had before, a fresh one, or another's,
-// which is zeroed first, or gives way to a fresh one if clients were told of it. unseen: to go back
-// to the system soon, so a fresh one comes before one that clients may go on mapping.
+// Finds an extent without an owner: one that this namespace had before, a fresh one, or one of
+// another namespace, which is zeroed, or replaced by a fresh one if clients were told of it.
+// unseen: for passing blocks, which go soon; a fresh extent is better then than one that clients
+// may have mapped.
 static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
                        const struct kvq__namespace *ns, bool unseen, struct kvq__extent **out)
 {
@@ -281,7 +282,7 @@ static struct kvq__block *find_stretch(struct kvq__arena *arena, bool passing, u
     return RB_NFIND(kvq__block_tree, &arena->free[passing], &least);
 }
 
-// The first bytes of a free stretch; what is behind them stays free.
+// Takes the first bytes of a free stretch; the rest stays free.
 static int stretch_cut(struct kvq__core *core, struct kvq__block *b, uint64_t bytes)
 {
     struct kvq__extent *e = b->extent;
@@ -539,7 +540,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
 
 // ---- Deferred frees ----
 
-// Looks for sessions that have become quiet, in one go.
+// How many givers free_quiet visits in a call.
 enum { GIVERS_AT_ONCE = 4, GIVERS_FOR_ROOM = 256 };
 
 // Whether all flights until this one have ended.
@@ -624,7 +625,7 @@ static bool free_given(struct kvq__session *s, bool all)
     return any;
 }
 
-// Of sessions that are quiet by now. Some are looked at, by turns.
+// Frees what quiet sessions have given up. Visits some of the givers, by turns.
 static bool free_quiet(struct kvq__core *core, bool all)
 {
     uint32_t most = all ? GIVERS_FOR_ROOM : GIVERS_AT_ONCE;

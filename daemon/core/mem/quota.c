@@ -81,7 +81,7 @@ int kvq__namespace_room(struct kvq__namespace *ns, char *text)
 
 // ---- What is no block ----
 
-// What has ended goes first, then pages of the index of prefixes.
+// At the limit ended sessions are freed first, then pages of the prefix index are evicted.
 static bool has_quota_room(struct kvq__namespace *ns, size_t bytes)
 {
     while (!ns->lenient && !kvq__quota_allows(ns, KVQ__TABLE_BYTES, bytes))

@@ -194,7 +194,8 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
     return rc;
 }
 
-// Here and not among the copies: whoever packs the source's next units adds to them.
+// Copies the extras now, and not with the blocks: packing the source's next units would change
+// them.
 static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct kvq__layer *to)
 {
     size_t bytes = kvq_extras_bytes(from->format, &from->shape);
@@ -346,7 +347,7 @@ static void clone_undo(struct kvq__queue *q, struct kvq__entry *w)
     w->forked = NULL;
 }
 
-// Likewise, but in pieces: there may be many.
+// The same, but the memory is freed in pieces: there may be many sessions.
 static void clone_discard(struct kvq__queue *q, struct kvq__entry *w)
 {
     assert(w->forked && !w->forked->published);
@@ -394,7 +395,7 @@ void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w)
     kvq__session_unref(s);
 }
 
-// Extras are being added to just now, or a GPU has yet to pack units that would be copied.
+// Whether packing is changing the session's extras, or a GPU has yet to pack units to be copied.
 static bool is_being_packed(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
@@ -405,7 +406,7 @@ static bool is_being_packed(const struct kvq__session *s)
     return false;
 }
 
-// What it took to share the beginning.
+// The work that it took to share the beginning of a new session.
 static uint64_t work_of(const struct kvq__session *s)
 {
     return 1 + s->n_sheets + s->tokens / KVQ__IDS_PART;
@@ -431,7 +432,7 @@ static enum kvq__progress undo_on(struct kvq__queue *q)
     return q->client->gone ? kvq__request_end(q, KVQ_E_CANCELLED) : KVQ__WAIT;
 }
 
-// What has become of an entry's session since the request began. It is held, but goes on.
+// Checks an entry's session again: it is held, but may have changed since the request began.
 static int check_again(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;

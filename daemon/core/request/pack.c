@@ -81,7 +81,7 @@ static void pack_item(const struct packing *p, uint32_t item, void *workspace)
                   workspace);
 }
 
-// Where the pages end that packing [first, end) looks at.
+// The end of the tokens that packing up to `end` reads; a format that has yet to learn reads more.
 static uint64_t pages_end(const struct kvq__layer *l, uint64_t end)
 {
     return l->learn > end && !l->learned ? l->learn : end;

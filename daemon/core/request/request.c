@@ -121,7 +121,7 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
     return 0;
 }
 
-// Of the writer's: what it does not know yet is why its step is gone.
+// Fails the entry. If another shard has ended the session's step, the writer learns that first.
 static int step_lost(struct kvq__queue *q, uint32_t i, int code)
 {
     const struct kvq__session *s = q->work[i].session;
@@ -130,8 +130,8 @@ static int step_lost(struct kvq__queue *q, uint32_t i, int code)
     return kvq__entry_fail(q, i, code, s->tokens);
 }
 
-// Whether the session's writer hears now that values of its last STEP were not finite. It is told
-// once, in a request that may be looked at several times.
+// Whether the entry reports to the session's writer that values of its last STEP were not finite.
+// One request reports it, however often it is tried.
 static bool tell_untold(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
@@ -212,8 +212,8 @@ void kvq__hold_buffers(struct kvq__queue *q)
         kvq__buffer_use(q->client, q->buffers[v], &q->held_buffers);
 }
 
-// On a GPU work of two lanes has no order: what another has packed must be done, and outliers
-// are only added while nobody looks at them.
+// On a GPU the work of two lanes has no order: what another lane packs must have ended, and
+// outliers are added only while nobody reads them.
 static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session *s,
                           const struct kvq__layer *l, bool due)
 {
@@ -314,8 +314,8 @@ static void run_wave_item(struct kvq__job *job, uint32_t item, void *workspace)
     stage->item(q, q->wave_from + entry, item - q->first_item[entry], workspace);
 }
 
-// The place that the next entries are on; a wave is for one place. False if it has no room yet.
-// At the end of a pass the chunk stays open: the request's last one takes over what it holds.
+// Finds the place of the next entries; a wave is for one place. False if its lane has no room yet.
+// After the last pass the chunk stays open: closing it hands over what the request holds.
 static bool wave_place(struct kvq__queue *q)
 {
     uint32_t i = q->wave_to;
@@ -332,15 +332,15 @@ static bool wave_place(struct kvq__queue *q)
     return true;
 }
 
-// Operations of a wave, so that the stream does not make us wait. One entry alone may be more, on a
-// stream that has nothing else to do.
+// The most operations of a wave, so that the driver does not block the poller. A single entry may
+// have more, on an idle stream.
 static uint32_t most_ops(const struct kvq__queue *q, uint32_t i)
 {
     bool idle = i == q->wave_from && q->lane->use->ops <= KVQ__CHUNK_OPS;
     return idle ? KVQ_MAX_GPU_BURST : kvq__lane_ops_left(q->lane);
 }
 
-// Whether an entry fits: what it has just taken, and on a GPU what its work will take.
+// Prepares an entry. Whether it fits into the wave, with what its work on a GPU will take.
 static bool fits(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
@@ -398,7 +398,7 @@ static bool wave_next(struct kvq__queue *q)
     return i > q->wave_from;
 }
 
-// Enqueues the wave's work. If that fails, all of it does.
+// Enqueues the wave's work. If that fails all entries of the wave fail.
 static void wave_enqueue(struct kvq__queue *q)
 {
     assert(q->lane && q->lane->gpu == q->gpu);
@@ -449,7 +449,7 @@ static void tell_nonfinite(struct kvq__queue *q)
     }
 }
 
-// What has become of STEPs. A shard that was prepared may have been undone by a later entry.
+// Ends the STEPs and fills in their results. A later entry may have undone a prepared shard.
 static void settle(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
@@ -613,7 +613,7 @@ static void reset_works(struct kvq__queue *q)
     }
 }
 
-// Whether what the request asks of the session waits for layers that are yet to be read.
+// Whether the operation needs layers of the session that are yet to be read.
 static bool waits_for_loading(const struct kvq__queue *q, const struct kvq__session *s)
 {
     uint32_t layer = q->header.layer;
@@ -635,7 +635,7 @@ static bool waits_for_loading(const struct kvq__queue *q, const struct kvq__sess
     }
 }
 
-// Whether a session of the request is not to be looked at yet.
+// Whether a session of the request is not ready: offloaded, moving, prepared, committing, loading.
 static bool request_must_wait(struct kvq__queue *q)
 {
     struct kvq__handle *h;
@@ -654,7 +654,7 @@ static bool request_must_wait(struct kvq__queue *q)
     return wait;
 }
 
-// What a request waits for may take a while, and others need room: its other sessions stay.
+// While the request waits, evictions should not take its other sessions: they count as used.
 static void keep_others(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
@@ -664,7 +664,7 @@ static void keep_others(const struct kvq__queue *q)
             kvq__session_used(h->session);
 }
 
-// From the start: nothing is held but what an earlier attempt holds while it waits.
+// Tries the request from the start, after giving back what an earlier attempt holds.
 static enum kvq__progress attempt(struct kvq__queue *q)
 {
     assert(!q->running && !q->lane);
@@ -689,7 +689,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     return operations[q->header.op].start(q);
 }
 
-// Whatever becomes of a request on a stream, its lane signals, and so must have room for that.
+// The lane of a request on a stream always signals in the end, so it must have room for the signal.
 static enum kvq__progress begin_request(struct kvq__queue *q)
 {
     if (is_on_stream(q) && q->timeline.gpu && !kvq__lane_takes(q))

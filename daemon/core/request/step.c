@@ -65,7 +65,8 @@ static void reset_layers(struct kvq__session *s)
         s->layers[i].append = KVQ__NOT_APPENDED;
 }
 
-// Out of its client's step, which ends with its last session. What it has appended stays.
+// Takes the session out of its client's step. The step ends with its last session. Appended tokens
+// stay.
 void kvq__step_part(struct kvq__session *s)
 {
     struct kvq__step *step = s->step;
@@ -76,7 +77,7 @@ void kvq__step_part(struct kvq__session *s)
     kvq__step_close_if_empty(step);
 }
 
-// The step is over for it, whatever has become of its tokens.
+// Ends the step for the session: uncommitted tokens are dropped.
 void kvq__step_over(struct kvq__session *s)
 {
     assert(!s->in_step.committing && (!s->in_step.prepared || s->core->n_prepared > 0));
@@ -152,7 +153,7 @@ static int check_commit(const struct kvq__session *s)
     return kvq__step_nonfinite(s) ? KVQ_E_NONFINITE : is_complete(s) ? 0 : KVQ_E_INCOMPLETE;
 }
 
-// Ends the step of a shard. If its group cannot commit, `result` says because of which.
+// Ends the step of a shard. If its group cannot commit, `result` names the shard that differs.
 static int prepare_commit(struct kvq__session *s, struct kvq_result *result)
 {
     const struct kvq__session *other;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// When sessions that nobody has open are looked at: a wheel of slots of 134 ms, each with those
-// whose keep time ends then. One that was used meanwhile goes to a later slot when its own comes,
-// so that a use costs nothing here; one that is further ahead than the wheel reaches is looked at
-// once a turn.
+// A timer wheel for keep times. A slot is 134 ms and has the sessions whose keep time ends then.
+// The use of a session does not move it: when its slot comes it goes to a later one. A session
+// whose time is further ahead than the wheel reaches is visited once a turn of the wheel.
 #include <assert.h>
 
 #include "daemon/core/session/group.h"
@@ -50,8 +49,8 @@ void kvq__due_set(struct kvq__session *s)
     }
 }
 
-// It is due, and stays: it is saved, or read, or another shard is too young. The longer that takes
-// the longer it is until the next look.
+// The session is due and cannot end yet: it is being saved or read, or another shard was used
+// lately. The longer this lasts the later is the next look, up to LONGEST_NS.
 static void put_off(struct kvq__session *s)
 {
     uint64_t now = s->core->now, late = now - s->idle_since - s->spec.keep_ns;

@@ -15,7 +15,7 @@ static void spend_work(struct kvq__core *core, uint64_t work)
     core->released += work;
 }
 
-// Counts it where its pages are, as long as it has some to give back.
+// Keeps n_ended of the session's arena right: it counts ending sessions that still have pages.
 static void note_pages(struct kvq__session *s)
 {
     struct kvq__arena *was = s->ended.arena, *now = NULL;
@@ -35,7 +35,8 @@ static void note_pages(struct kvq__session *s)
     s->ended.arena = now;
 }
 
-// A request under way may still look at the page table, and finds no block there any more.
+// While a request references the session its sheets stay, without blocks: it may read the page
+// table.
 static uint32_t pop_ended_page(struct kvq__session *s)
 {
     assert(s->ended.listed);

@@ -33,8 +33,8 @@ uint64_t kvq__exact_fits(const struct kvq__session *s, uint64_t prompt_tokens)
 
 // ---- What a prompt holds ----
 
-// Of a session, raw blocks that nobody could ask for if its prompt were packed as it comes. Those
-// of one that gives way already: which are yet to go.
+// Bytes of the raw blocks that the session would not have if its prompt were packed as it comes. Of
+// a session that gives way: bytes that are yet to be freed.
 static uint64_t held_bytes(const struct kvq__session *s)
 {
     uint64_t bytes = 0;
@@ -105,13 +105,13 @@ static void give_way(const struct kvq__session *s)
     }
 }
 
-// Whether its blocks go without anybody's help: a GPU packs behind its writer's work.
+// Whether background packing will free its raw blocks. On a GPU that waits for the writer's stream.
 static bool packs_prompt(const struct kvq__session *s)
 {
     return s->prompt.packs_early && s->pack.queued && !kvq__is_offloaded(s) && !s->pool->gpu;
 }
 
-// Nothing of it stands in 16 bits any more that would not without the prompt.
+// Whether prompt.exact keeps no token in 16 bits any more.
 static bool exact_prompt_has_ended(const struct kvq__session *s)
 {
     return s->prompt.packs_early || s->floor >= s->prompt.exact + s->max_rollback;
@@ -119,10 +119,10 @@ static bool exact_prompt_has_ended(const struct kvq__session *s)
 
 // What prompts hold in the place of a shortage.
 struct prompts {
-    struct kvq__session *largest; // that holds most, of those that have not been asked
-    uint64_t there;               // bytes of these
-    uint64_t coming;              // and of those that were
-    bool sure;                    // all of the latter are being packed
+    struct kvq__session *largest; // holds most of all sessions that do not give way yet; or NULL
+    uint64_t there;               // bytes that these sessions hold
+    uint64_t coming;              // bytes that sessions which give way will free
+    bool sure;                    // all of those are being packed
 };
 
 static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__shortage *shortage)

@@ -110,8 +110,8 @@ bool kvq__group_outlived(const struct kvq__session *s)
     return true;
 }
 
-// Whether it may yet be saved before it goes. What is to be saved when everybody has left waits for
-// that as long as it takes; what is only kept, for a minute once that has failed.
+// Whether the session waits to be saved before it ends. With on_detach = save it waits as long as
+// that takes; else, if saving has failed, for LAST_SAVE_NS after its keep time.
 static bool waits_to_be_saved(const struct kvq__session *s)
 {
     const struct kvq__session *first = kvq__group_member(s, 0);
@@ -205,7 +205,7 @@ void kvq__group_undo(const struct kvq__session *s)
     }
 }
 
-// A shard that keeps this one from committing; NULL if all are prepared.
+// The first shard that is not prepared; NULL if all are.
 static struct kvq__session *unprepared(const struct kvq__session *s)
 {
     assert(s->group->n == s->group->shards);
@@ -244,7 +244,7 @@ int kvq__group_commit(struct kvq__session *s, const struct kvq__session **other)
     return 0;
 }
 
-// The writer waits for a shard that nobody but itself could end: it would wait for ever.
+// Whether the queue would wait for ever: for a shard that only the queue itself could end.
 static bool waits_for_itself(const struct kvq__queue *q, const struct kvq__session *s)
 {
     assert(s->in_step.prepared && s->group->n == s->group->shards);

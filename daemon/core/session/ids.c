@@ -71,7 +71,7 @@ void kvq__ids_read(const struct kvq__ids *ids, int32_t *out)
     }
 }
 
-// Where an id is about to be written, in a part that nobody else has.
+// The place of an id that is about to be written; no other session shares its part.
 static int32_t *own_at(const struct kvq__ids *ids, uint64_t token)
 {
     assert(token / KVQ__IDS_PART < ids->n_parts);

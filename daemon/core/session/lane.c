@@ -11,7 +11,7 @@
 
 // ---- Life ----
 
-// What an earlier attempt has made stays: see kvq__lane_get.
+// Makes only what an earlier attempt has not made: see kvq__lane_get.
 static int open_lane_streams(struct kvq__lane *lane)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
@@ -119,7 +119,7 @@ static int lane_open(struct kvq__lane *lane)
     return result ? kvq__gpu_failed(lane->gpu, result, "making a client's stream") : 0;
 }
 
-// One of this GPU that a client has left, if possible with streams of its own. NULL: there is none.
+// A spare lane of this GPU, if possible one with streams of its own. NULL: there is none.
 static struct kvq__lane *take_spare(struct kvq__core *core, const struct kvq__gpu *gpu)
 {
     struct kvq__lane *lane, *spare = NULL;
@@ -146,7 +146,7 @@ static size_t uses_bytes(const struct kvq__core *core)
     return (core->n_pools - 1) * sizeof *core->common_use;
 }
 
-// What all lanes share.
+// Makes what all lanes share.
 static bool open_common(struct kvq__core *core)
 {
     if (!core->common_use)
@@ -158,8 +158,8 @@ static bool open_common(struct kvq__core *core)
     return core->common_use && core->background;
 }
 
-// What could not be made whole is kept as well, for the next attempt to go on with: here, too,
-// freeing would wait for the whole GPU.
+// A lane that could not be made completely becomes a spare one, for the next attempt to go on with:
+// freeing it would wait for the whole GPU.
 int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__lane **out)
 {
     struct kvq__core *core = client->core;
@@ -183,8 +183,8 @@ int kvq__lane_get(struct kvq__client *client, struct kvq__gpu *gpu, struct kvq__
     return 0;
 }
 
-// Layers may still say that they were packed here: all of that has ended, also for whoever has the
-// lane next, since numbers go on.
+// Layers may still name the lane as the one that has packed them. That stays right for its next
+// client: the work has ended, and numbers go on.
 static void spare(struct kvq__lane *lane)
 {
     assert(!lane->client && lane->n == 0 && lane->n_held == 0);
@@ -249,7 +249,7 @@ void kvq__lane_count(struct kvq__lane *lane, uint32_t ops)
     lane->use->ops += ops;
 }
 
-// What was counted since the last number ends with this work.
+// The operations that were counted since the last number end with this work.
 static void take_ops(struct kvq__lane *lane, struct kvq__pending *p)
 {
     assert(lane->use->ops >= lane->open_ops);
@@ -259,7 +259,7 @@ static void take_ops(struct kvq__lane *lane, struct kvq__pending *p)
 
 // ---- Chunks ----
 
-// Contiguous bytes from the tail on; what is too short at the end is passed over.
+// Contiguous free bytes from the tail on. Skips the end of the ring if it is too short for a chunk.
 static uint64_t chunk_room(struct kvq__lane *lane)
 {
     if (lane->n == 0)
@@ -373,7 +373,8 @@ static void take_holds(struct kvq__lane *lane, struct kvq__queue *q, struct kvq_
     kvq__flight_move(lane->core, &q->flight, &p->flight);
 }
 
-// The number of the pending work at `at` is reached. Without memory operations an event tells it.
+// Enqueues the lane's next number, for the pending work at `at`: a write of the word, or, without
+// memory operations, an event.
 static int write_number(struct kvq__lane *lane, uint32_t at)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
@@ -384,8 +385,8 @@ static int write_number(struct kvq__lane *lane, uint32_t at)
     return result ? result : d->event_record(lane->marks[at], lane->stream);
 }
 
-// What was enqueued without a chunk is pending as well, or, where there is no room for more, ends
-// with what was enqueued last.
+// Gives work that was enqueued without a chunk a number of its own. If the ring of pending work is
+// full it joins the last pending work.
 static int number_alone(struct kvq__lane *lane, struct kvq__queue *q)
 {
     bool full = lane->n == KVQ_MAX_GPU_PENDING;

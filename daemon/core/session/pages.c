@@ -186,7 +186,7 @@ uint64_t kvq__sheets_bytes(const struct kvq__session *s)
 
 // ---- Room ----
 
-// One that changes, and so is nobody else's.
+// A page that is about to change; its sheet has no other owner.
 static struct kvq__pageref *own_page(const struct kvq__layer *l, uint32_t page)
 {
     assert(kvq__page_owners(l, page) == 1);
@@ -202,7 +202,7 @@ static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
     return rc ? rc : kvq__extras_init(s, l);
 }
 
-// The raw blocks of pages that end at `passing` or before are dropped as soon as these are packed.
+// Takes the blocks of a page. Pages that end at `passing` or before get passing raw blocks.
 static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page, uint64_t passing)
 {
     assert(page < s->n_pages);
@@ -240,7 +240,7 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
     return rc;
 }
 
-// Below the floor of all who have it nothing changes, so a shared sheet goes as it came: whole.
+// A shared sheet is taken off as a whole: all of it lies below the floor, and is never written.
 static uint32_t pop_page(struct kvq__session *s,
                          void (*drop)(struct kvq__core *, struct kvq__ref *))
 {

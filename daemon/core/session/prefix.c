@@ -73,7 +73,7 @@ static void put_side(hash_state *state, const struct kvq_side *side)
     put_number(state, side->group);
 }
 
-// By all that it says: a name of the configuration's may mean another one the next time.
+// All fields, not the name alone: a name of the configuration may mean another row in the next run.
 static void hash_format(hash_state *state, const struct kvq_format *f)
 {
     const uint8_t bytes[] = {f->k_channel, f->k_rotation, f->k_token_scale,  f->v_rotation,
@@ -167,8 +167,8 @@ void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32
     crypto_generichash_final(&state, chain, KVQ__HASH_BYTES);
 }
 
-// Of all that a session must have in common with the one that has the page: in memory nodes are
-// compared by it, in a store by their hash alone.
+// Covers everything that two sessions must have in common to share the page: a store compares
+// nothing but this hash.
 void kvq__prefix_stored(const struct kvq__core *core, const uint8_t *chain, const uint8_t *layers,
                         uint32_t shard, uint8_t *out)
 {
@@ -276,7 +276,7 @@ static uint64_t share(struct kvq__ref *to, const struct kvq__ref *from)
     return from->block->bytes;
 }
 
-// References to the blocks that the node lacks: of what is packed, or stored for good.
+// Adds references to the final blocks that the node lacks: packed ones, or raw ones of raw formats.
 static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const struct kvq__session *s)
 {
     assert(node->page < s->n_pages && node->n_layers == s->n_owned);
@@ -319,7 +319,7 @@ static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
     leaf_insert(p, node);
 }
 
-// Takes it out of the index. Its blocks are free at once where no request looks at them.
+// Takes the node out of the index. Its blocks are free at once if no request reads them.
 static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
                        enum kvq__eviction why)
 {
@@ -354,7 +354,7 @@ void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct k
 
 // ---- Giving pages to the index ----
 
-// No unit of the page is yet to be read, to be packed, or under way on a GPU.
+// Whether the page is final: all its units are read from a store, packed, and done on the GPU.
 static bool is_final(const struct kvq__session *s, uint32_t page)
 {
     uint64_t end = ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS;
@@ -405,7 +405,8 @@ static struct kvq__node *find_own_node(const struct kvq__session *s, const uint8
     return kvq__prefix_find(&s->ns->prefixes, chain, s->ids.layers, s->shard, s->pool);
 }
 
-// The next page; *parent is the node before it, and becomes this one. False if it must wait.
+// Adds the next page to the index. *parent is the node before, and becomes the new one. False: no
+// memory.
 static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
 {
     struct kvq__ids *ids = &s->ids;
@@ -424,7 +425,8 @@ static bool seal_page(struct kvq__session *s, struct kvq__node **parent)
     return true;
 }
 
-// Nodes may be gone since, or those of another place needed: then it starts from the first page.
+// The node of the last sealed page. If it was evicted, or the session has moved, sealing starts
+// again from the first page.
 static struct kvq__node *last_sealed(struct kvq__session *s)
 {
     struct kvq__node *node = s->ids.sealed ? find_own_node(s, s->ids.chain) : NULL;
@@ -516,8 +518,8 @@ void kvq__prefix_seal_all(struct kvq__core *core)
 
 // ---- Giving way ----
 
-// Whether giving the reference up frees memory, at once: of the namespace under the limit that the
-// pool has there, or, without a namespace, in the pool (if not NULL).
+// Whether dropping the reference frees memory at once that helps. ns not NULL: memory that counts
+// for the namespace's limit of such pools. Else: memory in that pool, or in any if pool is NULL.
 static bool frees_block(struct kvq__core *core, const struct kvq__ref *ref,
                         const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
@@ -582,7 +584,7 @@ static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kv
     return any;
 }
 
-// Blocks of pages before those in use that only the index has: behind a sliding window.
+// Drops blocks that only the index has, of nodes that stay: those behind a sliding window.
 static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct kvq__namespace *ns,
                  const struct kvq__pool *pool)
 {
@@ -594,8 +596,8 @@ static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct k
     return false;
 }
 
-// A quota asks for blocks of the namespace that it counts, whoever's index has them; a pool for any
-// in it.
+// At a quota only blocks of that namespace help, in whichever index; in a full pool any block there
+// does.
 bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
                          const struct kvq__pool *pool, int code)
 {
@@ -622,7 +624,7 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
     return false;
 }
 
-// By its own memory, whoever else has its blocks.
+// Frees the node's own memory; other owners may keep its blocks.
 bool kvq__prefix_reclaim_node(struct kvq__namespace *ns)
 {
     struct kvq__prefixes *p = &ns->prefixes;
@@ -635,7 +637,7 @@ bool kvq__prefix_reclaim_node(struct kvq__namespace *ns)
     return true;
 }
 
-// What sessions use counts as used now; the rest goes when its time is over.
+// Evicts leaves that were not used for long. A leaf whose blocks sessions have counts as used now.
 static void expire(struct kvq__core *core, struct kvq__prefixes *p)
 {
     struct kvq__node *node;
