@@ -187,6 +187,7 @@ static void check_queues(struct findings *f, const struct kvq__server *s,
                          const struct kvq__gpu *gpu)
 {
     uint32_t queues = kvq__gpu_connections(gpu), clients = kvq__gpu_clients_alone(gpu);
+    assert(2 * clients <= queues); // each has two
     bool few = clients < s->config.max_clients, more = queues < KVQ_GPU_CONNECTIONS;
     add(f, "gpu_queues", few ? NOTE : FINE,
         !few   ? ""

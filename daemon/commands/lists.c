@@ -312,6 +312,7 @@ static ProtobufCMessage *namespace_message(struct kvq_arena *arena,
 
 int kvq__status_namespaces(struct kvq__call *call, Kvq__StatusReply *s)
 {
+    assert(s->n_counters == KVQ__COUNTERS && s->n_gpus <= KVQ_MAX_GPUS); // of the elements' number
     struct page page = {.call = call,
                         .most = KVQ_MAX_LIST - KVQ__COUNTERS - KVQ_MAX_GPUS,
                         .room = KVQ_MAX_MESSAGE - REST_BYTES};
