@@ -16,10 +16,10 @@ struct kvq__reader {
     struct kvq_layout raw;
     uint32_t head, dim;
     bool packs;
-    uint64_t seen_from, seen_to; // groups without a position in between are left empty
+    uint64_t seen_from, seen_to; // groups without a position in this range stay empty
 };
 
-// The chunk of `tokens` positions from `start` on. What must be put together goes to room.
+// Fills the chunk of `tokens` positions from `start` on; `room` takes groups that are assembled.
 void kvq__build_chunk(const struct kvq__reader *r, uint64_t start, uint32_t tokens,
                       struct kvq__assembled *room, struct kvq__chunk *chunk);
 

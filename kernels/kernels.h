@@ -4,8 +4,8 @@
 //
 // Nothing here knows a process, a file or a socket; nothing allocates, locks or prints. All
 // functions are reentrant: they touch only their arguments, so any number of threads may work
-// on different items. Results are bitwise functions of a session's own tokens and counts: how
-// the items of an attention are spread over threads never changes a bit on the same ISA and path.
+// on different items. The bits of a result depend on the session's own tokens and counts alone: on
+// the same ISA and path it does not matter which thread computes which item of an attention.
 #ifndef KVQ_KERNELS_KERNELS_H
 #define KVQ_KERNELS_KERNELS_H
 
@@ -32,7 +32,7 @@ enum kvq_dtype { KVQ_F16 = 1, KVQ_BF16 = 2, KVQ_F32 = 3 };
 
 // ---- Formats: a format is a row of orthogonal stages ----
 
-// What K is divided by, channel by channel, before anything else; q is multiplied with it.
+// The factor of each channel that K is divided by before all other stages, and q multiplied with.
 enum kvq_k_channel {
     KVQ_CHANNEL_NONE,
     KVQ_CHANNEL_PROMPT, // sqrt(max |K_c|) over the prompt's first tokens (InnerQ)
@@ -41,7 +41,7 @@ enum kvq_k_channel {
 enum kvq_rotation {
     KVQ_ROTATE_NONE,
     KVQ_ROTATE_HADAMARD, // x * H / sqrt(dim)
-    KVQ_ROTATE_SIGNED,   // signs, H / sqrt(dim), signs again; the signs stand in layout.h
+    KVQ_ROTATE_SIGNED,   // signs, H / sqrt(dim), signs again; layout.h has the signs
 };
 enum kvq_token_scale {
     KVQ_SCALE_NONE,
@@ -73,7 +73,7 @@ struct kvq_side {
     uint8_t bits;   // of a code: 1, 2, 3, 4, 8; of a codebook 8, 10, 12; 16 if raw
     uint8_t axis;   // enum kvq_axis
     uint8_t zero;   // enum kvq_zero, affine only
-    uint8_t full;   // symmetric and hybrid: use the code that the papers' levels leave unused
+    uint8_t full;   // symmetric and hybrid: use also the code that the papers leave unused
     uint8_t wide;   // Lloyd: the first quarter of the channels has one bit more and its own scale
     uint8_t vector; // codebooks: channels per code; 2, 4 or 8
     uint16_t group; // values per scale: 32, 64 or 128; 0 = all channels. More than dim means dim
@@ -89,30 +89,30 @@ struct kvq_format {
     uint8_t k_token_scale;   // enum kvq_token_scale
     uint8_t v_rotation;      // enum kvq_rotation; NONE leaves it to the shape
     uint8_t raw_dtype;       // raw formats: the one 16-bit dtype it holds; else 0 (either)
-    uint8_t outliers;        // tokens with the smallest |K|_1 that stay raw (OTT); 0 = none
-    uint8_t extra_outliers;  // room for those that later ones displaced
-    uint8_t plain_layers;    // so many first layers go without outliers
+    uint8_t outliers;        // how many tokens with the smallest |K|_1 stay raw (OTT); 0 = none
+    uint8_t extra_outliers;  // room for outliers that later ones displaced
+    uint8_t plain_layers;    // how many first layers have no outliers
     uint8_t paper_rotates_v; // 1: its paper rotates V in the weights; see kvq_v_rotation_by_paper
     struct kvq_side k, v;
-    uint16_t unit_tokens;   // packed in whole units of so many tokens: 32, 64 or 128
+    uint16_t unit_tokens;   // tokens that are packed at a time: 32, 64 or 128
     uint16_t recent_tokens; // newest tokens kept raw besides the unit being filled
     uint16_t sink_tokens;   // first tokens of a session, always raw; 0, 32, 64 or 96
 };
 
-// The named rows, ended by one with an empty name.
+// The named rows; a row with an empty name ends the table.
 extern const struct kvq_format kvq_formats[];
 
 const struct kvq_format *kvq_format_by_name(const char *name); // a row above; NULL if there is none
 
-// Any format that has a name: a row above, or a row and suffixes that change single stages
+// Finds the format of a name: a row above, or a row and suffixes that change single stages
 // (docs/formats.md lists them: "-g64", "-fm", "-xh", ..), or "vecinfer-k<d,b>v<d,b>", or two such
-// names joined by "+": K as in the first and V as in the second. Any of these may be followed by
-// ":stage=value:..", see kvq_format_change. Returns 0, or -1 with a sentence in text.
+// names joined by "+": K as in the first and V as in the second. ":stage=value:.." may follow any
+// of these, see kvq_format_change. Returns 0, or -1 with a sentence in text.
 int kvq_format_parse(const char *name, struct kvq_format *format, char *text, size_t n);
 
-// Changes single stages: "stage=value:stage=value", as docs/formats.md lists them. The name stays,
-// and whether the row still makes sense is for kvq_format_check. Returns 0, or -1 with a sentence
-// in text that says what is allowed; nothing is changed then.
+// Changes single stages: "stage=value:stage=value", as docs/formats.md lists them. Keeps the name,
+// and does not check the row (kvq_format_check does). Returns 0, or -1 with a sentence in text that
+// says what is allowed; the format is then unchanged.
 int kvq_format_change(struct kvq_format *format, const char *changes, char *text, size_t n);
 
 // The number of the stage that these n bytes name, from 0 on; -1 if there is none. At most 32.
@@ -122,15 +122,15 @@ int kvq_format_stage(const char *name, size_t n);
 // sentence in text if they hold two 16-bit types. The name stays.
 int kvq_format_join(struct kvq_format *format, const struct kvq_format *v, char *text, size_t n);
 
-// Whether a row makes sense: 0, or -1 with a sentence. For rows that a user composed.
+// Whether a composed row is a valid format: 0, or -1 with a sentence in text.
 int kvq_format_check(const struct kvq_format *f, char *text, size_t n);
 
 static inline bool kvq_is_raw(const struct kvq_format *f)
 {
     return f->k.codec == KVQ_CODEC_RAW;
 }
-// Tokens whose values a format must have seen before it packs anything, given where the prompt
-// ended (0 = unknown). 0 for formats that learn nothing.
+// How many first tokens of a session a format learns from before it packs any, given the end of the
+// prompt (0 = unknown). 0 for formats that learn nothing.
 uint32_t kvq_learn_tokens(const struct kvq_format *f, uint64_t prompt_tokens);
 
 // The codebooks of one layer, as fp32: smoothing factors and centroids. Strides count floats; 0
@@ -148,8 +148,8 @@ enum kvq_v_rotation {
     KVQ_V_ROT_DAEMON, // rotated when packed; the packed part of the output is rotated back
 };
 
-// How V is rotated where nobody has said how: DAEMON if the format's paper rotates V in the weights
-// and the format still is the paper's in what K's rotation and V's codes are, else NONE.
+// The default rotation of V: DAEMON if the format's paper rotates V in the weights, and K's
+// rotation and V's codes are still those of the paper; else NONE.
 enum kvq_v_rotation kvq_v_rotation_by_paper(const struct kvq_format *f);
 
 // Shape of one layer. All heads of a layer share it.
@@ -163,16 +163,16 @@ struct kvq_shape {
     float scale;                // softmax scale, usually 1/sqrt(k_dim)
 };
 
-// Whether they are the same, but for a format's name, source and paper_rotates_v: blocks of both
-// are read alike.
+// Whether two formats (or shapes) have the same blocks: all fields are equal, but for a format's
+// name, source and paper_rotates_v.
 bool kvq_format_same(const struct kvq_format *a, const struct kvq_format *b);
 bool kvq_shape_same(const struct kvq_shape *a, const struct kvq_shape *b);
 
 // 0, or -1 with a plain sentence in text (what is wrong, the value, what is allowed).
 int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char *text, size_t n);
 
-// Offsets and sizes of a format's records. The shape must have passed kvq_shape_check, which also
-// asks whether the format can have that shape.
+// Offsets and sizes of a format's records. The shape must have passed kvq_shape_check with this
+// format.
 struct kvq_layout kvq_layout_of(const struct kvq_format *f, const struct kvq_shape *s);
 struct kvq_layout kvq_layout_raw(const struct kvq_shape *s); // the window's records
 size_t kvq_block_bytes(const struct kvq_layout *l, const struct kvq_shape *s);
@@ -200,7 +200,7 @@ struct kvq_view {
     uint8_t dtype; // enum kvq_dtype
 };
 
-// ---- Storing: from the caller's tensors into raw records, as handed over ----
+// ---- Storing: from the caller's tensors into raw records ----
 
 struct kvq_store_counts {
     uint64_t nonfinite; // NaN or Inf seen in the source; the caller refuses the append
@@ -218,16 +218,16 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
 // 128 positions of one layer: page i of a table holds positions 128 i to 128 i + tokens - 1.
 // Tokens below packed_tokens are read from `packed`, the others from `raw` (same slots). A raw
 // format's packed block is a raw block, too. Where either count ends within a unit, the unit's
-// other slots of `packed` must still have been packed: they are computed with and not counted.
-// The first sink_tokens positions of a session are never read packed: they are read from `raw`,
-// or from the extras where raw is NULL.
+// other slots of `packed` must still have been packed: kernels compute with them and mask the
+// result. Kernels never read the first sink_tokens positions of a session packed, but from `raw`,
+// or from the extras if raw is NULL.
 struct kvq_page {
     const uint8_t *packed; // may be NULL if packed_tokens == 0
     const uint8_t *raw;    // may be NULL if packed_tokens == tokens
     uint16_t tokens, packed_tokens;
 };
 
-// ---- What a session's layer holds besides blocks ----
+// ---- Extras: what a session's layer holds besides blocks ----
 
 // Formats with sink tokens, outliers or factors learned from the prompt keep an extras record for
 // each session and layer: one piece of memory that is saved, copied and moved as it is (layout.h,
@@ -235,24 +235,23 @@ struct kvq_page {
 size_t kvq_extras_bytes(const struct kvq_format *f, const struct kvq_shape *s);
 void kvq_extras_init(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras);
 
-// Learns what the format learns from the session's first kvq_learn_tokens() tokens, of one KV
-// head: channel factors, and the first choice of outliers. Once, before the first kvq_pack of
-// that head; all those tokens must be in raw blocks.
+// Learns from the session's first kvq_learn_tokens() tokens of one KV head: channel factors, and
+// the first choice of outliers. Call it once, before the first kvq_pack of that head; all these
+// tokens must be in raw blocks.
 void kvq_learn(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
                const struct kvq_page *pages, uint32_t learn_tokens, uint32_t head, uint8_t *extras,
                void *workspace);
 
-// Whether foreign bytes can be extras: 0, or -1 if kernels would read elsewhere because of them.
+// Whether foreign bytes are valid extras: 0, or -1 if kernels would read out of bounds with them.
 int kvq_extras_check(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *extras);
 
 // Copies extras for a fork that keeps the tokens below `at`. `to` may be `from`.
 void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
                      uint8_t *to, uint64_t at);
 
-// Outliers of one KV head. Entries are only ever added behind the others, and by kvq_learn and
-// kvq_pack alone; publishing them, after that work is done, makes them count. So work that was
-// given the published numbers may go on while another unit is being packed. Publishing and asking
-// is for one thread.
+// Outliers of one KV head. kvq_learn and kvq_pack append entries, and kvq_outliers_publish, after
+// that work, makes them count. So an attention that was given the published numbers may run while
+// another unit is being packed. One thread publishes and asks.
 void kvq_outliers_publish(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras);
 uint32_t kvq_outliers_published(const struct kvq_format *f, const struct kvq_shape *s,
                                 const uint8_t *extras, uint32_t head);
@@ -270,14 +269,14 @@ struct kvq_unit {
     const struct kvq_book *book; // codebook formats
 };
 
-// Packs tokens [first, first + unit_tokens) of one KV head. For formats whose token scale
-// spans heads all records of the raw block are read; otherwise only that head's.
-// Bytes are identical on every ISA. raw and packed are whole blocks, 64-byte aligned, and only
-// the head's slots of the unit are written; of the extras only the head's record. Units of a
-// format with outliers are packed one after the other, others in any order. Packing is also what
-// keeps sink tokens: those of the unit are copied to the extras.
-// Raw formats are copied. `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one
-// per thread; about 2 MB, of which decoding touches little.
+// Packs tokens [first, first + unit_tokens) of one KV head. For formats whose token scale spans
+// heads, reads all records of the raw block; otherwise only that head's.
+// Bytes are identical on every ISA. raw_block and packed_block are whole blocks, 64-byte aligned;
+// the call writes only the head's slots of the unit, and of the extras only the head's record. Pack
+// the units of a format with outliers one after the other, others in any order. Packing also copies
+// the sink tokens of the unit to the extras, and copies the blocks of raw formats.
+// `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 2 MB,
+// of which decoding touches little.
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
               const struct kvq_unit *unit, void *workspace);
 
@@ -316,14 +315,14 @@ struct kvq_attend {
     int64_t lse_token_stride; // bytes
 };
 
-// How an attention falls into items that threads may do in any order.
+// How an attention is split into items, which threads may compute in any order.
 struct kvq_attend_job;
 struct kvq_attend_plan {
     uint32_t split_tokens; // fixed token positions, from the session's own count alone
     uint32_t n_splits;
     uint32_t n_tiles;     // tiles of query rows per KV head
     uint32_t heads;       // KV heads in one item
-    uint32_t items;       // how many there are to do, those for other members included
+    uint32_t items;       // how many items there are, those for other members included
     bool parallel;        // splits are separate items whose partials must be merged
     size_t partial_bytes; // memory for all partials; 0 if not parallel
     // Set by kvq_attend_share. Splits below first_split are done by the items of the member that
@@ -341,16 +340,15 @@ struct kvq_attend_job {
     void *partials; // plan.partial_bytes of the caller's memory, 64-byte aligned
 };
 
-// Cuts an attention into at least so many items, if it can be; into as few as can be for 1. The
-// results are the same to the bit whatever the plan.
+// Splits an attention into at least `items` items if possible; into as few as possible for 1. The
+// plan does not change a bit of the result.
 void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_attend_plan *plan);
 
-// Finds sessions among planned jobs whose pages start with the same blocks, and changes their
-// plans so that those are unpacked once for the query rows of all. Sorts the array, which must
-// stay until the items are done. Returns whether there are such sessions; their plans are parallel
-// ones then, and partials must be allocated for them (or else kvq_attend_plan be called again for
-// every job). Sessions of formats with extras share nothing, nor do those
-// that would gain nothing by it.
+// Finds sessions among planned jobs whose pages start with the same blocks, and changes their plans
+// so that an item unpacks these blocks once for the query rows of all. Sorts the array, which must
+// stay until the items are done. Returns whether there are such sessions: their plans are then
+// parallel, and the caller allocates partials for them (or calls kvq_attend_plan again for every
+// job). Sessions of formats with extras share nothing, nor do sessions that would not get faster.
 bool kvq_attend_share(struct kvq_attend_job **jobs, uint32_t n);
 
 // Computes one item. `workspace` is the thread's own.
@@ -377,16 +375,16 @@ struct kvq_reading {
     const struct kvq_book *book;
 };
 
-// Tokens [from, from + n) of one KV head as fp32 [n][dim], dequantized and un-rotated: what
-// attention sees, in the engine's own basis. Tokens that no page holds are left untouched and
-// the number of tokens read is returned.
+// Reads tokens [from, from + n) of one KV head as fp32 [n][dim], dequantized and rotated back to
+// the engine's basis: the values that attention computes with. Leaves rows of tokens that no page
+// holds untouched, and returns the number of tokens read.
 uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *r, uint64_t from,
                        uint32_t n, uint32_t head, float *k_out, float *v_out, void *workspace);
 
 // ---- Merging two attentions over disjoint keys ----
 
 // out = (out_a e^lse_a + out_b e^lse_b) / (e^lse_a + e^lse_b), lse likewise, for `rows` rows of
-// `dim` fp32. Outputs may alias either input. A side whose lse is -inf counts for nothing.
+// `dim` fp32. Outputs may alias either input. A side whose lse is -inf adds nothing.
 void kvq_merge_rows(const float *out_a, const float *lse_a, const float *out_b, const float *lse_b,
                     float *out, float *lse, size_t rows, size_t dim);
 

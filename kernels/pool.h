@@ -14,9 +14,9 @@ enum { KVQ_POOL_MAX_THREADS = 256 };
 
 struct kvq_pool;
 
-// Makes a pool of `threads` threads (1 to KVQ_POOL_MAX_THREADS), the caller being the first. With
-// `pinned` each thread, the caller too until the pool is closed, stays on a CPU of its own as far
-// as the process may use so many. Returns 0 or a negative errno; *pool is then NULL.
+// Makes a pool of `threads` threads (1 to KVQ_POOL_MAX_THREADS), the first of which is the caller.
+// `pinned` binds each thread to a CPU of its own, as far as the process may use so many CPUs, and
+// the caller until the pool is closed. Returns 0 or a negative errno; *pool is then NULL.
 int kvq_pool_open(struct kvq_pool **pool, unsigned threads, bool pinned);
 
 // Ends the threads and frees everything; *pool becomes NULL. NULL is allowed.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A format for one shape with everything worked out, as plain numbers in one piece of memory: what
-// kernels need that run where neither the table of formats nor its strings are, as on a GPU.
+// A format resolved for one shape, as plain numbers in one piece of memory: for kernels that cannot
+// reach the table of formats and its strings, as on a GPU.
 #ifndef KVQ_KERNELS_RECIPE_H
 #define KVQ_KERNELS_RECIPE_H
 

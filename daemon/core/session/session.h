@@ -218,7 +218,7 @@ struct kvq__session {
         uint64_t back_at;               // when it last came back; 0 = never
         uint64_t try_after;             // after a failed eviction: not tried again before
         uint64_t look;                  // number of the last look that has visited its group
-        // The last look at waiting requests that name it (core->last_claim), and their oldest ticket.
+        // The last look at waiting requests that name it, and their oldest ticket.
         uint64_t claim, claimed;
     } evict;
     struct {                    // demote.c
