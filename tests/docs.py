@@ -121,8 +121,10 @@ def check_source_names():
     names = set(re.findall(r"\w+", text))
     files = {os.path.basename(p) for p in paths}
     for page in sorted(p for p in paths if re.match(SOURCE_PAGES, p)):
-        for span in re.findall(r"`([^`\n]+)`", prose(page)):
+        drawn = re.findall(r"\bkvq_\w+", " ".join(re.findall(r"```.*?```", read(page), re.S)))
+        for span in re.findall(r"`([^`\n]+)`", prose(page)) + drawn:
             known = re.findall(r"(?:kvq_|KVQ_|test_|e2e_|fuzz_|sim_)\w+", span)
+            known += re.findall(r"^[a-z]\w*_\w+$", span)  # of one file, or a field
             for name in sorted(set(known) - names):
                 if f"{name}.py" not in files and f"{name}.c" not in files and "*" not in span:
                     yield f"{page} speaks of {name}, which no source has"
