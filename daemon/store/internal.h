@@ -234,8 +234,21 @@ int kvq__jobs_sweep(struct kvq_store *store, char *text);
 // Checks what the configuration says of a remote store. 0, or a code with a text.
 int kvq__jobs_remote_open(struct kvq__jobs *jobs, char *text);
 void kvq__jobs_remote_close(struct kvq__jobs *jobs);
-bool kvq__jobs_remote_takes(const Kvq__Request *request);
-void kvq__jobs_remote(struct kvq__task *task);
+// Commands (commands.c has the table).
+void kvq__jobs_push(struct kvq__task *task);
+void kvq__jobs_pull(struct kvq__task *task);
+void kvq__jobs_list_remote(struct kvq__task *task);
+void kvq__jobs_remove_remote(struct kvq__task *task);
+void kvq__jobs_ask_transfer(struct kvq__task *task);
+void kvq__jobs_cancel_transfer(struct kvq__task *task);
+void kvq__jobs_remote_status(struct kvq__task *task);
+// Says why there is no remote store; returns KVQ_E_UNSUPPORTED.
+int kvq__jobs_refuse_remote(struct kvq__task *task);
+
+// ---- commands.c ----
+
+// What a task that writes does, for people.
+const char *kvq__jobs_doing(const struct kvq__task *task);
 
 // ---- transfer.c ----
 

@@ -183,7 +183,7 @@ int kvq__transfer_list(struct kvq__transfer *x, struct kvq_remote *remote)
 
 // ---- Asking for a transfer ----
 
-static void refuse(struct kvq__task *t, int code)
+static void refuse_transfer(struct kvq__task *t, int code)
 {
     t->rc = code;
     free(t->transfer);
@@ -191,13 +191,13 @@ static void refuse(struct kvq__task *t, int code)
     kvq__task_end(t);
 }
 
-static void add(struct kvq__task *t)
+static void add_transfer(struct kvq__task *t)
 {
     struct kvq__desk *desk = t->jobs->desk;
     struct kvq__transfer *x = t->transfer;
     int rc = t->rc ? t->rc : kvq__transfer_add(desk, x, t->text);
     if (rc < 0) {
-        refuse(t, rc);
+        refuse_transfer(t, rc);
         return;
     }
     t->transfer = NULL;
@@ -286,33 +286,23 @@ static void resolve(struct kvq__task *t)
     } else if (!t->peer->admin || r->list_remote->namespace_[0]) { // administrators see all
         t->rc = check_far(t, r->list_remote->namespace_, x->far_ns);
     }
-    kvq__task_to_loop(t, add);
+    kvq__task_to_loop(t, add_transfer);
 }
 
-static const Kvq__SessionRef *ref_of(const Kvq__Request *r)
-{
-    switch (r->command_case) {
-    case KVQ__REQUEST__COMMAND_PUSH_SESSION:
-        return r->push_session->ref;
-    case KVQ__REQUEST__COMMAND_PULL_SESSION:
-        return r->pull_session->ref;
-    default:
-        return r->remove_remote->ref;
-    }
-}
-
-static void ask(struct kvq__task *t, enum kvq__transfer_kind kind)
+// `ref`: whose session it is about; a list has none.
+static void ask_for_transfer(struct kvq__task *t, enum kvq__transfer_kind kind,
+                             const Kvq__SessionRef *ref)
 {
     bool list = kind == KVQ__TRANSFER_LIST;
     struct kvq__transfer *x = NULL;
-    if (!list && !ref_of(t->request)) {
+    if (!list && !ref) {
         snprintf(t->text, sizeof t->text, "no session named; give its name");
-        refuse(t, KVQ_E_INVALID);
+        refuse_transfer(t, KVQ_E_INVALID);
         return;
     }
     if (!(x = calloc(1, sizeof *x))) {
         snprintf(t->text, sizeof t->text, "no memory for a transfer");
-        refuse(t, KVQ_E_NO_MEMORY);
+        refuse_transfer(t, KVQ_E_NO_MEMORY);
         return;
     }
     x->kind = kind;
@@ -324,22 +314,6 @@ static void ask(struct kvq__task *t, enum kvq__transfer_kind kind)
 
 // ---- Commands ----
 
-bool kvq__jobs_remote_takes(const Kvq__Request *r)
-{
-    switch (r->command_case) {
-    case KVQ__REQUEST__COMMAND_PUSH_SESSION:
-    case KVQ__REQUEST__COMMAND_PULL_SESSION:
-    case KVQ__REQUEST__COMMAND_LIST_REMOTE:
-    case KVQ__REQUEST__COMMAND_REMOVE_REMOTE:
-    case KVQ__REQUEST__COMMAND_ASK_TRANSFER:
-    case KVQ__REQUEST__COMMAND_CANCEL_TRANSFER:
-    case KVQ__REQUEST__COMMAND_REMOTE_STATUS:
-        return true;
-    default:
-        return false;
-    }
-}
-
 static void look_at(struct kvq__task *t, uint64_t id, bool cancel)
 {
     struct kvq__transfer *x = kvq__transfer_find(t->jobs->desk, id, t->peer);
@@ -348,7 +322,7 @@ static void look_at(struct kvq__task *t, uint64_t id, bool cancel)
                  "no transfer %llu that user %u may see; what became of one is told for ten "
                  "minutes",
                  (unsigned long long)id, t->peer->uid);
-        refuse(t, KVQ_E_NO_SESSION);
+        refuse_transfer(t, KVQ_E_NO_SESSION);
         return;
     }
     if (cancel)
@@ -356,17 +330,18 @@ static void look_at(struct kvq__task *t, uint64_t id, bool cancel)
     answer_transfer(t, x);
 }
 
-// Whether the cursor of a list can be gone on from: 0 or a code with a text.
-static int check_cursor(struct kvq__task *t)
+static int check_epoch(struct kvq__task *t, const Kvq__Cursor *cursor)
 {
-    const Kvq__Request *r = t->request;
-    bool lists = r->command_case == KVQ__REQUEST__COMMAND_LIST_REMOTE;
-    if (!lists && r->command_case != KVQ__REQUEST__COMMAND_REMOTE_STATUS)
-        return 0;
-    const Kvq__Cursor *cursor = lists ? r->list_remote->cursor : r->remote_status->cursor;
+    return kvq__cursor_check(cursor, t->jobs->server->identity.epoch, t->request->command_case,
+                             t->text);
+}
+
+// Whether the cursor of a list can be gone on from: 0 or a code with a text.
+static int check_list_cursor(struct kvq__task *t, const Kvq__Cursor *cursor)
+{
     char key[KVQ_REMOTE_KEY_BYTES];
-    int rc = kvq__cursor_check(cursor, t->jobs->server->identity.epoch, r->command_case, t->text);
-    if (rc || !cursor || !lists)
+    int rc = check_epoch(t, cursor);
+    if (rc || !cursor)
         return rc;
     rc = kvq_remote_session_key(cursor->remote_namespace, cursor->remote_name, key);
     if (rc)
@@ -378,7 +353,7 @@ static int check_cursor(struct kvq__task *t)
     return rc;
 }
 
-static void refuse_all(struct kvq__task *t)
+int kvq__jobs_refuse_remote(struct kvq__task *t)
 {
     struct kvq_remote *remote;
     if (kvq_remote_built())
@@ -387,49 +362,50 @@ static void refuse_all(struct kvq__task *t)
                  "configuration");
     else
         kvq_remote_open(NULL, &remote, t->text, sizeof t->text); // says why
-    refuse(t, KVQ_E_UNSUPPORTED);
+    return KVQ_E_UNSUPPORTED;
 }
 
-void kvq__jobs_remote(struct kvq__task *t)
+void kvq__jobs_push(struct kvq__task *t)
 {
-    const Kvq__Request *r = t->request;
-    if (!t->jobs->desk) {
-        refuse_all(t);
-        return;
-    }
-    if (t->jobs->server->draining && r->command_case != KVQ__REQUEST__COMMAND_ASK_TRANSFER) {
-        snprintf(t->text, sizeof t->text, "the daemon is shutting down; nothing is transferred");
-        refuse(t, KVQ_E_DRAINING);
-        return;
-    }
-    int rc = check_cursor(t);
-    if (rc < 0) {
-        refuse(t, rc);
-        return;
-    }
-    switch (r->command_case) {
-    case KVQ__REQUEST__COMMAND_PUSH_SESSION:
-        ask(t, KVQ__TRANSFER_PUSH);
-        break;
-    case KVQ__REQUEST__COMMAND_PULL_SESSION:
-        ask(t, KVQ__TRANSFER_PULL);
-        break;
-    case KVQ__REQUEST__COMMAND_LIST_REMOTE:
-        ask(t, KVQ__TRANSFER_LIST);
-        break;
-    case KVQ__REQUEST__COMMAND_REMOVE_REMOTE:
-        ask(t, KVQ__TRANSFER_REMOVE);
-        break;
-    case KVQ__REQUEST__COMMAND_ASK_TRANSFER:
-        look_at(t, r->ask_transfer->id, false);
-        break;
-    case KVQ__REQUEST__COMMAND_CANCEL_TRANSFER:
-        look_at(t, r->cancel_transfer->id, true);
-        break;
-    default:
+    ask_for_transfer(t, KVQ__TRANSFER_PUSH, t->request->push_session->ref);
+}
+
+void kvq__jobs_pull(struct kvq__task *t)
+{
+    ask_for_transfer(t, KVQ__TRANSFER_PULL, t->request->pull_session->ref);
+}
+
+void kvq__jobs_remove_remote(struct kvq__task *t)
+{
+    ask_for_transfer(t, KVQ__TRANSFER_REMOVE, t->request->remove_remote->ref);
+}
+
+void kvq__jobs_list_remote(struct kvq__task *t)
+{
+    int rc = check_list_cursor(t, t->request->list_remote->cursor);
+    if (rc < 0)
+        refuse_transfer(t, rc);
+    else
+        ask_for_transfer(t, KVQ__TRANSFER_LIST, NULL);
+}
+
+void kvq__jobs_ask_transfer(struct kvq__task *t)
+{
+    look_at(t, t->request->ask_transfer->id, false);
+}
+
+void kvq__jobs_cancel_transfer(struct kvq__task *t)
+{
+    look_at(t, t->request->cancel_transfer->id, true);
+}
+
+void kvq__jobs_remote_status(struct kvq__task *t)
+{
+    int rc = check_epoch(t, t->request->remote_status->cursor);
+    if (rc < 0)
+        refuse_transfer(t, rc);
+    else
         answer_status(t);
-        break;
-    }
 }
 
 // ---- Opening and closing ----

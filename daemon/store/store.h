@@ -86,6 +86,8 @@ void kvq__jobs_end(struct kvq__jobs *jobs);
 
 // Whether a command is for the store jobs.
 bool kvq__jobs_takes(const struct kvq__jobs *jobs, const Kvq__Request *request);
+// Whether there are requests of this command that it takes.
+bool kvq__jobs_knows(Kvq__Request__CommandCase command);
 // Takes it; task->done follows, maybe at once.
 void kvq__jobs_start(struct kvq__jobs *jobs, struct kvq__task *task);
 // Poller's thread: the core has orders (saved.h).

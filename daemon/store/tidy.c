@@ -135,14 +135,14 @@ static void did_chore(uv_work_t *work, int status)
     kvq__task_end(kvq__task_of(work));
 }
 
-static void go(struct kvq__task *t)
+static void go_tidy_up(struct kvq__task *t)
 {
     kvq__task_to_work(t, do_chore, did_chore);
 }
 
 // Whatever hinders it, it is not tried again before something has been written. A store that is
 // read-only says so itself.
-static void done(struct kvq__task *t)
+static void tidy_done(struct kvq__task *t)
 {
     struct chore *c = chore_of(t);
     char quoted[KVQ_TEXT_BYTES + 16];
@@ -169,7 +169,7 @@ void kvq__jobs_tidy(struct kvq__jobs *jobs)
     if (!c)
         return;
     c->task.jobs = jobs;
-    c->task.done = done;
+    c->task.done = tidy_done;
     c->task.doing = "compacting";
     c->compact = jobs->untidy;
     c->used = jobs->used;
@@ -181,7 +181,7 @@ void kvq__jobs_tidy(struct kvq__jobs *jobs)
     jobs->named = NULL;
     jobs->n_named = jobs->room_named = 0;
     jobs->n_tasks++;
-    kvq__task_queue(&c->task, go);
+    kvq__task_queue(&c->task, go_tidy_up);
 }
 
 // ---- Room for a save ----
@@ -204,26 +204,6 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
 
 // ---- What it is doing ----
 
-static const char *doing(const struct kvq__task *t)
-{
-    if (t->doing || !t->request)
-        return t->doing ? t->doing : "saving";
-    switch (t->request->command_case) {
-    case KVQ__REQUEST__COMMAND_SAVE_SESSION:
-        return "saving";
-    case KVQ__REQUEST__COMMAND_DROP_SESSION:
-        return "deleting";
-    case KVQ__REQUEST__COMMAND_IMPORT_SESSION:
-        return "importing";
-    case KVQ__REQUEST__COMMAND_STORAGE:
-        return t->request->storage->action == KVQ__STORAGE_ACTION__STORAGE_GC
-                   ? "removing empty segments"
-                   : "compacting";
-    default:
-        return "writing";
-    }
-}
-
 void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32_t *queued)
 {
     struct kvq__write_turn *now = jobs->turns.now;
@@ -236,9 +216,9 @@ void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32
     if (first && first->at_poller) // which may be finding out whose it is
         first = NULL;
     if (first && first->name[0])
-        used = (size_t)snprintf(out, n, "%s %s/%s", doing(first), first->ns, first->name);
+        used = (size_t)snprintf(out, n, "%s %s/%s", kvq__jobs_doing(first), first->ns, first->name);
     else if (first)
-        used = (size_t)snprintf(out, n, "%s", doing(first));
+        used = (size_t)snprintf(out, n, "%s", kvq__jobs_doing(first));
     if (jobs->reads.under_way > 0 && used < n)
         snprintf(out + used, n - used, "%srestoring %u sessions", used ? ", " : "",
                  jobs->reads.under_way);

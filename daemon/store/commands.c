@@ -1,0 +1,539 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The commands that the store jobs take, and the short ones among them: those that drop, that only
+// read, or that tidy.
+#include <assert.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "daemon/commands/dispatch.h"
+#include "daemon/runtime/workers.h"
+#include "daemon/store/internal.h"
+
+enum { DEAD_PERCENT = 30, COMPACT_BYTES = 256 << 20 };
+
+static void task_worked(uv_work_t *work, int status)
+{
+    (void)status;
+    kvq__task_end(kvq__task_of(work));
+}
+
+// ---- Dropping ----
+
+static void delete_saved(struct kvq__task *t)
+{
+    struct kvq_store_freed freed;
+    char text[KVQ_TEXT_BYTES] = "";
+    int rc = kvq_store_delete(t->jobs->store, t->ns, t->name, text, sizeof text);
+    if (rc == KVQ_E_NO_SESSION) // it was in memory alone, or nowhere: that is known already
+        return;
+    t->rc = rc;
+    if (rc < 0)
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" is out of memory, and what is saved of it is still on disk, from "
+                 "where the next open brings it back; drop it again once this is mended: %.230s",
+                 t->name, text);
+    else
+        kvq_store_gc(t->jobs->store, &freed, NULL, 0);
+}
+
+static void go_delete(struct kvq__task *t)
+{
+    kvq__task_to_work(t, delete_saved, task_worked);
+}
+
+static void is_dropped(struct kvq__task *t)
+{
+    if (t->name[0] && (t->rc == 0 || t->rc == KVQ_E_NO_SESSION)) {
+        kvq__reply_status(t->reply, t->arena, 0, "");
+        kvq__task_queue(t, go_delete);
+    } else {
+        kvq__task_end(t);
+    }
+}
+
+// Poller's thread: who is dropped, under the name that it is stored by.
+static void name_dropped(struct kvq__task *t, const Kvq__DropSession *drop)
+{
+    struct kvq__core *core = t->jobs->server->core;
+    const Kvq__SessionRef *ref = drop->ref;
+    struct kvq__session_info info = {0};
+    int rc = KVQ_E_NO_SESSION;
+    if (drop->which_case == KVQ__DROP_SESSION__WHICH_REF)
+        rc = kvq__session_find(core, t->peer, ref->namespace_, ref->name, &info, NULL);
+    else if (drop->which_case == KVQ__DROP_SESSION__WHICH_HANDLE && t->client)
+        rc = kvq__session_info(t->client, drop->handle, &info, NULL);
+    if (rc == 0) {
+        snprintf(t->ns, sizeof t->ns, "%s", info.ns);
+        snprintf(t->name, sizeof t->name, "%s", info.name);
+    } else if (drop->which_case == KVQ__DROP_SESSION__WHICH_REF && ref->name[0] != '#' &&
+               kvq__namespace_check(core, t->peer, ref->namespace_, t->ns, NULL) == 0) {
+        snprintf(t->name, sizeof t->name, "%s", ref->name);
+    }
+}
+
+// Poller's thread, with the name held alone: nobody has it in memory again before it is gone from
+// the store.
+static void drop_in_memory(struct kvq__task *t)
+{
+    struct kvq__server *server = t->jobs->server;
+    struct kvq__dispatch d = {.core = server->core,
+                              .identity = &server->identity,
+                              .peer = t->peer,
+                              .client = t->client,
+                              .now_ns = kvq_now_ns()};
+    kvq__dispatch_run(&d, t->request, t->arena, t->reply);
+    t->rc = t->reply->status;
+    if (t->rc < 0)
+        snprintf(t->text, sizeof t->text, "%s", t->reply->text);
+    kvq__task_to_loop(t, is_dropped);
+}
+
+static void go_drop(struct kvq__task *t)
+{
+    kvq__task_to_poller(t, drop_in_memory);
+}
+
+static void take_dropped(struct kvq__task *t)
+{
+    if (t->name[0])
+        kvq__task_name(t, KVQ__HOLD_ALONE, go_drop);
+    else
+        go_drop(t);
+}
+
+static void find_dropped(struct kvq__task *t)
+{
+    name_dropped(t, t->request->drop_session);
+    kvq__task_to_loop(t, take_dropped);
+}
+
+// ---- What only reads, or tidies ----
+
+static Kvq__StorageReply *storage_reply(struct kvq__task *t)
+{
+    struct kvq_store_status s;
+    Kvq__StorageReply *r = kvq_arena_alloc(t->arena, sizeof *r);
+    t->rc = r ? kvq_store_status(t->jobs->store, &s, t->text, sizeof t->text) : KVQ_E_NO_MEMORY;
+    if (t->rc < 0)
+        return NULL;
+    kvq__storage_reply__init(r);
+    r->folder = kvq_arena_text(t->arena, t->jobs->server->config.storage_dir);
+    r->sessions = s.sessions;
+    r->blocks = s.blocks;
+    r->bad_blocks = s.bad_blocks;
+    r->segments = s.segments;
+    r->live_bytes = s.live_bytes;
+    r->dead_bytes = s.dead_bytes;
+    r->catalog_bytes = s.catalog_bytes;
+    r->physical_bytes = s.physical_bytes;
+    r->cap_bytes = s.cap_bytes;
+    r->free_bytes = s.free_bytes;
+    r->read_only = s.read_only;
+    r->queued = t->queued;
+    r->working = kvq_arena_text(t->arena, t->working);
+    r->why = kvq_arena_text(t->arena, s.why);
+    t->reply->storage = r;
+    t->reply->result_case = KVQ__REPLY__RESULT_STORAGE;
+    return r;
+}
+
+static void tell_store_status(struct kvq__task *t)
+{
+    storage_reply(t);
+}
+
+static void verify_store(struct kvq__task *t)
+{
+    struct kvq_store_verified v;
+    int rc = kvq_store_verify(t->jobs->store, NULL, NULL, &v, t->text, sizeof t->text);
+    Kvq__StorageReply *r = rc == 0 ? storage_reply(t) : NULL;
+    t->rc = rc ? rc : t->rc;
+    if (!r)
+        return;
+    r->verified_bytes = v.bytes;
+    r->damaged_bytes = v.damaged_bytes;
+    r->missing_segments = v.missing;
+    r->cut_sessions = v.sessions;
+    r->catalog_bad = v.catalog_bad;
+    r->text = kvq_arena_text(t->arena, v.text);
+}
+
+static void tidy_store(struct kvq__task *t)
+{
+    struct kvq_store_freed freed = {0}, all = {0};
+    const Kvq__Storage *ask = t->request->storage;
+    bool compact = ask->action == KVQ__STORAGE_ACTION__STORAGE_COMPACT;
+    uint32_t percent = ask->dead_percent ? ask->dead_percent : DEAD_PERCENT;
+    int rc;
+    do {
+        rc = compact ? kvq_store_compact(t->jobs->store, COMPACT_BYTES, percent, &freed, t->text,
+                                         sizeof t->text)
+                     : kvq_store_gc(t->jobs->store, &freed, t->text, sizeof t->text);
+        all.segments += freed.segments;
+        all.bytes += freed.bytes;
+        all.moved += freed.moved;
+    } while (rc == 0 && freed.more);
+    Kvq__StorageReply *r = rc == 0 ? storage_reply(t) : NULL;
+    t->rc = rc ? rc : t->rc;
+    if (!r)
+        return;
+    r->freed_segments = all.segments;
+    r->freed_bytes = all.bytes;
+    r->moved_bytes = all.moved;
+}
+
+static void go_tidy(struct kvq__task *t)
+{
+    kvq__task_to_work(t, tidy_store, task_worked);
+}
+
+// What the store has of the session, all shards together.
+static Kvq__SaveReply *save_reply(struct kvq__task *t)
+{
+    Kvq__SaveReply *r = kvq_arena_alloc(t->arena, sizeof *r);
+    struct kvq_store_session s = {.shards = 1};
+    if (!r)
+        return NULL;
+    kvq__save_reply__init(r);
+    r->namespace_ = kvq_arena_text(t->arena, t->ns);
+    r->name = kvq_arena_text(t->arena, t->name);
+    for (uint32_t i = 0; i < s.shards; i++) {
+        if (kvq_store_find(t->jobs->store, t->ns, t->name, i, &s, NULL, 0) < 0)
+            break;
+        r->tokens = s.tokens;
+        r->written_blocks += s.blocks;
+        r->written_bytes += s.bytes;
+    }
+    r->ms = (kvq_now_ns() - t->begun) / 1000000;
+    t->reply->save = r;
+    t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
+    return r;
+}
+
+// What is stored under a number was parked, and goes when its session ends.
+static int check_stored_name(struct kvq__task *t, const char *name)
+{
+    if (name[0] != '#')
+        return 0;
+    snprintf(t->text, sizeof t->text,
+             "\"%s\" is the number of a session without a name; only sessions with names are "
+             "exported and imported",
+             name);
+    return KVQ_E_INVALID;
+}
+
+static void export_session(struct kvq__task *t)
+{
+    t->begun = kvq_now_ns();
+    t->rc = check_stored_name(t, t->name);
+    if (t->rc == 0)
+        t->rc = kvq_store_export(t->jobs->store, t->ns, t->name, t->request->export_session->path,
+                                 t->text, sizeof t->text);
+    if (t->rc == 0 && !save_reply(t))
+        t->rc = KVQ_E_NO_MEMORY;
+}
+
+// Whose session it will be: the file's, unless somebody says otherwise.
+static void name_imported(struct kvq__task *t)
+{
+    const Kvq__ImportSession *ask = t->request->import_session;
+    const char *ns = ask->ref ? ask->ref->namespace_ : "", *name = ask->ref ? ask->ref->name : "";
+    struct kvq_store_session of = {0};
+    t->begun = kvq_now_ns();
+    t->rc = kvq_store_exported(t->jobs->store, ask->path, &of, t->text, sizeof t->text);
+    snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : of.space);
+    snprintf(t->name, sizeof t->name, "%s", name[0] ? name : of.name);
+    if (t->rc == 0)
+        t->rc = check_stored_name(t, t->name);
+}
+
+static void import_session(struct kvq__task *t)
+{
+    const Kvq__ImportSession *ask = t->request->import_session;
+    t->rc = kvq_store_import(t->jobs->store, ask->path, t->ns, t->name, ask->replace, t->text,
+                             sizeof t->text);
+    if (t->rc == 0 && !save_reply(t))
+        t->rc = KVQ_E_NO_MEMORY;
+}
+
+static void queue_import(struct kvq__task *t)
+{
+    kvq__task_to_work(t, import_session, task_worked);
+}
+
+static void import_if_away(struct kvq__task *t)
+{
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else
+        kvq__task_queue(t, queue_import);
+}
+
+// Poller's thread, with the name held alone.
+static void refuse_if_in_memory(struct kvq__task *t)
+{
+    t->rc = kvq__jobs_refuse_here(t);
+    kvq__task_to_loop(t, import_if_away);
+}
+
+static void go_refuse_if_in_memory(struct kvq__task *t)
+{
+    kvq__task_to_poller(t, refuse_if_in_memory);
+}
+
+static void imported_name(uv_work_t *work, int status)
+{
+    struct kvq__task *t = kvq__task_of(work);
+    (void)status;
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else
+        kvq__task_name(t, KVQ__HOLD_ALONE, go_refuse_if_in_memory);
+}
+
+int kvq__jobs_refuse_here(struct kvq__task *t)
+{
+    struct kvq__session_info info;
+    if (kvq__session_find(t->jobs->server->core, t->peer, t->ns, t->name, &info, NULL) < 0)
+        return 0;
+    snprintf(t->text, sizeof t->text,
+             "session \"%s\" of \"%s\" is in memory, or parked for it, and is not replaced there: "
+             "drop it, or use another name",
+             t->name, t->ns);
+    return KVQ_E_EXISTS;
+}
+
+// ---- Sessions that may be on disk alone ----
+
+// On the poller's thread, for commands that name a session which may be on disk alone.
+static void namespace_is_known(struct kvq__task *t)
+{
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else if (t->request->command_case == KVQ__REQUEST__COMMAND_LIST_SAVED)
+        kvq__task_to_work(t, kvq__jobs_list, task_worked);
+    else if (t->request->command_case == KVQ__REQUEST__COMMAND_EXPORT_SESSION)
+        kvq__task_to_work(t, export_session, task_worked);
+    else
+        kvq__jobs_restore(t);
+}
+
+static void check_namespace(struct kvq__task *t)
+{
+    char ns[KVQ_NAME_BYTES];
+    snprintf(ns, sizeof ns, "%s", t->ns);
+    t->rc = kvq__namespace_check(t->jobs->server->core, t->peer, ns, t->ns, t->text);
+    kvq__task_to_loop(t, namespace_is_known);
+}
+
+static void resolve_namespace(struct kvq__task *t, const Kvq__SessionRef *ref)
+{
+    snprintf(t->ns, sizeof t->ns, "%s", ref ? ref->namespace_ : "");
+    snprintf(t->name, sizeof t->name, "%s", ref ? ref->name : "");
+    kvq__task_to_poller(t, check_namespace);
+}
+
+static void start_save(struct kvq__task *t)
+{
+    t->again = t->request->save_session->again;
+    kvq__jobs_save(t);
+}
+
+static void start_drop(struct kvq__task *t)
+{
+    kvq__task_to_poller(t, find_dropped);
+}
+
+static void start_restore(struct kvq__task *t)
+{
+    resolve_namespace(t, t->request->restore_session->ref);
+}
+
+static void start_export(struct kvq__task *t)
+{
+    resolve_namespace(t, t->request->export_session->ref);
+}
+
+static void start_import(struct kvq__task *t)
+{
+    kvq__task_to_work(t, name_imported, imported_name);
+}
+
+static void start_list(struct kvq__task *t)
+{
+    const Kvq__ListSaved *list = t->request->list_saved;
+    if ((t->rc = kvq__jobs_list_check(t)) < 0) {
+        kvq__task_end(t);
+    } else if (t->peer->admin && !list->namespace_[0]) { // administrators see all
+        kvq__task_to_work(t, kvq__jobs_list, task_worked);
+    } else {
+        snprintf(t->ns, sizeof t->ns, "%s", list->namespace_);
+        kvq__task_to_poller(t, check_namespace);
+    }
+}
+
+static void start_storage(struct kvq__task *t)
+{
+    kvq__jobs_working(t->jobs, t->working, sizeof t->working, &t->queued);
+    switch (t->request->storage->action) {
+    case KVQ__STORAGE_ACTION__STORAGE_VERIFY:
+        kvq__task_to_work(t, verify_store, task_worked);
+        break;
+    case KVQ__STORAGE_ACTION__STORAGE_GC:
+        t->doing = "removing empty segments";
+        kvq__task_queue(t, go_tidy);
+        break;
+    case KVQ__STORAGE_ACTION__STORAGE_COMPACT:
+        kvq__task_queue(t, go_tidy);
+        break;
+    default:
+        kvq__task_to_work(t, tell_store_status, task_worked);
+        break;
+    }
+}
+
+// ---- The table ----
+
+enum needs { NOTHING, STORE, REMOTE }; // REMOTE: the remote store, and a daemon that goes on
+
+struct command {
+    void (*start)(struct kvq__task *task);
+    enum needs needs;
+    const char *doing; // of a task that writes; NULL: it says so itself
+    bool (*takes)(const struct kvq__jobs *jobs, const Kvq__Request *r); // NULL: always
+    bool (*is_for_admins)(const Kvq__Request *r);                       // NULL: it never is
+    bool while_draining;                                                // of REMOTE ones
+};
+
+static bool always(const Kvq__Request *r)
+{
+    (void)r;
+    return true;
+}
+
+// Its status may be asked for by everybody.
+static bool is_storage_action(const Kvq__Request *r)
+{
+    return r->storage->action != 0;
+}
+
+static bool takes_drop(const struct kvq__jobs *jobs, const Kvq__Request *r)
+{
+    (void)r;
+    return jobs->store != NULL;
+}
+
+// Of one with a name the store may have tokens; and of the prefix of a page or more.
+static bool takes_open(const struct kvq__jobs *jobs, const Kvq__Request *r)
+{
+    const Kvq__OpenSession *open = r->open_session;
+    bool asks_for_a_page = open->prefix && open->prefix->tokens >= KVQ_BLOCK_TOKENS;
+    return (jobs->store && open->name[0]) || asks_for_a_page;
+}
+
+#define COMMAND(name) [KVQ__REQUEST__COMMAND_##name]
+
+static const struct command commands[] = {
+    COMMAND(OPEN_SESSION) = {kvq__jobs_open_session, NOTHING, .takes = takes_open},
+    COMMAND(LOOKUP_PREFIX) = {kvq__jobs_lookup, NOTHING},
+    COMMAND(DROP_SESSION) = {start_drop, STORE, "deleting", .takes = takes_drop},
+    COMMAND(SAVE_SESSION) = {start_save, STORE, "saving"},
+    COMMAND(RESTORE_SESSION) = {start_restore, STORE},
+    COMMAND(EXPORT_SESSION) = {start_export, STORE, .is_for_admins = always},
+    COMMAND(IMPORT_SESSION) = {start_import, STORE, "importing", .is_for_admins = always},
+    COMMAND(LIST_SAVED) = {start_list, STORE},
+    COMMAND(STORAGE) = {start_storage, STORE, "compacting", .is_for_admins = is_storage_action},
+    COMMAND(SET_QUOTA) = {kvq__jobs_set_quota, NOTHING},
+    COMMAND(DELETE_QUOTA) = {kvq__jobs_set_quota, NOTHING},
+    COMMAND(PUSH_SESSION) = {kvq__jobs_push, REMOTE},
+    COMMAND(PULL_SESSION) = {kvq__jobs_pull, REMOTE},
+    COMMAND(LIST_REMOTE) = {kvq__jobs_list_remote, REMOTE},
+    COMMAND(REMOVE_REMOTE) = {kvq__jobs_remove_remote, REMOTE},
+    COMMAND(ASK_TRANSFER) = {kvq__jobs_ask_transfer, REMOTE, .while_draining = true},
+    COMMAND(CANCEL_TRANSFER) = {kvq__jobs_cancel_transfer, REMOTE},
+    COMMAND(REMOTE_STATUS) = {kvq__jobs_remote_status, REMOTE},
+};
+
+static const struct command *find_job_command(Kvq__Request__CommandCase command)
+{
+    bool inside = (size_t)command < sizeof commands / sizeof *commands;
+    return inside && commands[command].start ? &commands[command] : NULL;
+}
+
+bool kvq__jobs_knows(Kvq__Request__CommandCase command)
+{
+    return find_job_command(command) != NULL;
+}
+
+bool kvq__jobs_takes(const struct kvq__jobs *jobs, const Kvq__Request *r)
+{
+    const struct command *command = find_job_command(r->command_case);
+    return command && (!command->takes || command->takes(jobs, r));
+}
+
+const char *kvq__jobs_doing(const struct kvq__task *t)
+{
+    const struct command *command = t->request ? find_job_command(t->request->command_case) : NULL;
+    if (t->doing)
+        return t->doing;
+    if (!t->request) // a save of the store jobs' own
+        return "saving";
+    return command && command->doing ? command->doing : "writing";
+}
+
+// 0, or why the task is not begun, with a text.
+static int check_command(struct kvq__task *t, const struct command *command)
+{
+    const struct kvq__jobs *jobs = t->jobs;
+    const char *why = NULL;
+    int code = 0;
+    if (jobs->ended) {
+        code = KVQ_E_DRAINING;
+        why = "the daemon is shutting down";
+    } else if (command->needs == REMOTE && !jobs->desk) {
+        return kvq__jobs_refuse_remote(t);
+    } else if (command->needs == REMOTE && jobs->server->draining && !command->while_draining) {
+        code = KVQ_E_DRAINING;
+        why = "the daemon is shutting down; nothing is transferred";
+    } else if (command->needs == STORE && !jobs->store) {
+        code = KVQ_E_UNSUPPORTED;
+        why = "this daemon saves no sessions; set storage_dir in its configuration";
+    } else if (command->is_for_admins && command->is_for_admins(t->request) && !t->peer->admin) {
+        code = KVQ_E_PERMISSION;
+        why = "only root and the daemon's own user may do this: it reads or writes files of the "
+              "daemon's, or what is everybody's";
+    }
+    snprintf(t->text, sizeof t->text, "%s", why ? why : "");
+    return code;
+}
+
+void kvq__jobs_start(struct kvq__jobs *jobs, struct kvq__task *t)
+{
+    const struct command *command = find_job_command(t->request->command_case);
+    assert(command && t->done);
+    t->jobs = jobs;
+    t->rc = 0;
+    t->text[0] = t->ns[0] = t->name[0] = 0;
+    t->writes = t->own = t->again = t->unchanged = t->quiet = false;
+    t->looked_again = false;
+    t->doing = NULL;
+    t->working[0] = 0;
+    t->queued = 0;
+    t->stored = 0;
+    t->save = NULL;
+    t->found = NULL;
+    t->loading = t->reading = NULL;
+    t->transfer = NULL;
+    t->job = NULL;
+    t->hold = (struct kvq__hold){0};
+    t->turn = (struct kvq__write_turn){0};
+    t->ask = NULL;
+    t->pages = 0;
+    jobs->n_tasks++;
+    t->rc = check_command(t, command);
+    if (t->rc < 0)
+        kvq__task_end(t);
+    else
+        command->start(t);
+}
