@@ -79,7 +79,7 @@ void kvq__codebooks_free(struct kvq__codebooks **pointer)
     free(books);
 }
 
-static struct entry *find(struct entries *list, const char *name)
+static struct entry *find_loaded(struct entries *list, const char *name)
 {
     struct entry *e;
     TAILQ_FOREACH (e, list, link)
@@ -124,11 +124,11 @@ static int refuse_room(struct kvq__codebooks *books, const char *name, char *tex
 
 // With the lock held: puts a codebook that was read into the list, unless somebody else was
 // faster. What is not needed any more goes to *rest, to be closed without the lock.
-static int add(struct kvq__codebooks *books, struct entry *e, struct entry **out,
-               struct entry **rest, char *text)
+static int add_codebook(struct kvq__codebooks *books, struct entry *e, struct entry **out,
+                        struct entry **rest, char *text)
 {
     *rest = NULL;
-    if ((*out = find(&books->entries, e->name))) {
+    if ((*out = find_loaded(&books->entries, e->name))) {
         *rest = e;
         return 0;
     }
@@ -161,7 +161,8 @@ static int read_file(struct kvq__codebooks *books, const char *name, struct entr
 }
 
 // With the lock held, which is let go while the file is read.
-static int load(struct kvq__codebooks *books, const char *name, struct entry **out, char *text)
+static int load_codebook(struct kvq__codebooks *books, const char *name, struct entry **out,
+                         char *text)
 {
     struct entry *e, *rest = NULL;
     uint32_t used = 0;
@@ -174,7 +175,7 @@ static int load(struct kvq__codebooks *books, const char *name, struct entry **o
     int rc = read_file(books, name, &e, text);
     pthread_mutex_lock(&books->lock);
     if (rc == 0)
-        rc = add(books, e, out, &rest, text);
+        rc = add_codebook(books, e, out, &rest, text);
     if (!rest)
         return rc;
     if (*out)
@@ -191,7 +192,7 @@ static int load(struct kvq__codebooks *books, const char *name, struct entry **o
 static void note_failure(struct kvq__codebooks *books, const char *name, int error,
                          const char *text)
 {
-    struct entry *e = find(&books->failures, name);
+    struct entry *e = find_loaded(&books->failures, name);
     if (e) {
         TAILQ_REMOVE(&books->failures, e, link);
     } else if (books->n_failures < MAX_FAILURES) {
@@ -212,7 +213,7 @@ static void note_failure(struct kvq__codebooks *books, const char *name, int err
 // With the lock held: a failure of just now, or 0.
 static int take_failure(struct kvq__codebooks *books, const char *name, char *text)
 {
-    struct entry *e = find(&books->failures, name);
+    struct entry *e = find_loaded(&books->failures, name);
     if (!e)
         return 0;
     int error = e->error;
@@ -230,8 +231,8 @@ void kvq__codebooks_load(struct kvq__codebooks *books, const char *name)
     if (!books->folder[0] || !is_plain(name))
         return; // kvq__codebooks_get says so
     pthread_mutex_lock(&books->lock);
-    if (!find(&books->entries, name)) {
-        int rc = load(books, name, &e, text);
+    if (!find_loaded(&books->entries, name)) {
+        int rc = load_codebook(books, name, &e, text);
         if (rc < 0)
             note_failure(books, name, rc, text);
     }
@@ -244,9 +245,9 @@ void kvq__codebooks_load(struct kvq__codebooks *books, const char *name)
 static int find_or_load(struct kvq__codebooks *books, const char *name, struct entry **e,
                         char *text)
 {
-    *e = find(&books->entries, name);
+    *e = find_loaded(&books->entries, name);
     int rc = *e ? 0 : take_failure(books, name, text);
-    return *e || rc < 0 ? rc : load(books, name, e, text);
+    return *e || rc < 0 ? rc : load_codebook(books, name, e, text);
 }
 
 int kvq__codebooks_get(struct kvq__codebooks *books, const char *name, uint32_t layer,

@@ -150,7 +150,7 @@ static void write_batch(struct kvq__task *task)
 // ---- A batch ----
 
 static void next_batch(struct kvq__task *task);
-static void ask(struct kvq__task *task);
+static void ask_what_is_unsaved(struct kvq__task *task);
 
 static void keep(struct drain *d, const struct kvq__task *t)
 {
@@ -221,7 +221,7 @@ static void end_saves(struct kvq__task *task)
     kvq__task_to_loop(task, end_batch);
 }
 
-static void written(uv_work_t *work, int status)
+static void drained_is_written(uv_work_t *work, int status)
 {
     (void)status;
     kvq__task_to_poller(kvq__task_of(work), end_saves);
@@ -229,11 +229,11 @@ static void written(uv_work_t *work, int status)
 
 static void go_write(struct kvq__task *task)
 {
-    kvq__task_to_work(task, write_batch, written);
+    kvq__task_to_work(task, write_batch, drained_is_written);
 }
 
 // Poller's thread.
-static void take_hold(struct kvq__task *task)
+static void take_hold_of_unsaved(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
     uint64_t bytes = 0;
@@ -253,12 +253,12 @@ static void take_hold(struct kvq__task *task)
     kvq__task_to_loop(task, go_write);
 }
 
-static void has_turn(struct kvq__task *task)
+static void drain_has_turn(struct kvq__task *task)
 {
-    kvq__task_to_poller(task, take_hold);
+    kvq__task_to_poller(task, take_hold_of_unsaved);
 }
 
-static void has_name(struct kvq__hold *hold)
+static void drain_has_name(struct kvq__hold *hold)
 {
     (void)hold; // who asked looks whether it is held
 }
@@ -281,7 +281,7 @@ static void take_names(struct drain *d)
         snprintf(t->ns, sizeof t->ns, "%s", u.ns);
         snprintf(t->name, sizeof t->name, "%s", u.name);
         t->hold.kind = KVQ__HOLD_ALONE;
-        kvq__name_take(&jobs->names, &t->hold, t->ns, t->name, has_name);
+        kvq__name_take(&jobs->names, &t->hold, t->ns, t->name, drain_has_name);
         if (t->hold.held) {
             d->batch[d->n_batch++] = t;
         } else {
@@ -294,7 +294,7 @@ static void take_names(struct drain *d)
 
 // ---- Rounds ----
 
-static void end(struct kvq__task *task)
+static void end_drain(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
     struct kvq__jobs *jobs = task->jobs;
@@ -306,7 +306,7 @@ static void end(struct kvq__task *task)
     drained(jobs->server);
 }
 
-static void finish(struct drain *d)
+static void finish_drain(struct drain *d)
 {
     if (d->saved > 0 || d->n_given > 0)
         kvq__log(d->n_given ? KVQ_LOG_WARN : KVQ_LOG_INFO, "all_saved",
@@ -316,15 +316,15 @@ static void finish(struct drain *d)
     kvq__task_end(&d->task);
 }
 
-static void go_on(struct kvq__task *task)
+static void go_on_draining(struct kvq__task *task)
 {
     next_batch(task);
 }
 
 // Poller's thread, some milliseconds later.
-static void look_again(struct kvq__task *task)
+static void look_for_unsaved_again(struct kvq__task *task)
 {
-    kvq__task_to_loop(task, go_on);
+    kvq__task_to_loop(task, go_on_draining);
 }
 
 static void give_up_all(struct drain *d)
@@ -336,7 +336,7 @@ static void give_up_all(struct drain *d)
              PATIENCE_MS / 1000.0);
     for (uint32_t i = 0; i < d->n; i++)
         give_up(d, &d->list[i], text);
-    finish(d);
+    finish_drain(d);
 }
 
 static void end_round(struct drain *d)
@@ -348,16 +348,16 @@ static void end_round(struct drain *d)
         d->waits_since = now;
     if (d->n == 0 && d->any) {
         d->any = false;
-        kvq__task_to_poller(&d->task, ask);
+        kvq__task_to_poller(&d->task, ask_what_is_unsaved);
     } else if (d->n == 0) {
-        finish(d);
+        finish_drain(d);
     } else if (d->moved) {
         d->moved = false;
         next_batch(&d->task);
     } else if (now - d->waits_since >= PATIENCE_MS * 1000000ull) {
         give_up_all(d);
     } else {
-        kvq__task_later(&d->task, look_again);
+        kvq__task_later(&d->task, look_for_unsaved_again);
     }
 }
 
@@ -365,12 +365,12 @@ static void next_batch(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
     if (task->jobs->ended) {
-        finish(d);
+        finish_drain(d);
         return;
     }
     take_names(d);
     if (d->n_batch > 0)
-        kvq__task_queue(task, has_turn);
+        kvq__task_queue(task, drain_has_turn);
     else
         end_round(d);
 }
@@ -385,14 +385,14 @@ static bool is_given_up(const struct drain *d, uint64_t id)
     return false;
 }
 
-static void told(struct kvq__task *task)
+static void told_what_is_unsaved(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
     struct kvq__unsaved *more = NULL;
     if (d->found > d->room && (more = realloc(d->list, d->found * sizeof *more))) {
         d->list = more;
         d->room = d->found;
-        kvq__task_to_poller(task, ask);
+        kvq__task_to_poller(task, ask_what_is_unsaved);
         return;
     }
     d->n = d->at = d->kept = 0;
@@ -406,11 +406,11 @@ static void told(struct kvq__task *task)
 }
 
 // Poller's thread.
-static void ask(struct kvq__task *task)
+static void ask_what_is_unsaved(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
     d->found = kvq__core_unsaved(task->jobs->server->core, KVQ__UNSAVED_ALL, 0, d->list, d->room);
-    kvq__task_to_loop(task, told);
+    kvq__task_to_loop(task, told_what_is_unsaved);
 }
 
 void kvq__jobs_drain_on(struct kvq__jobs *jobs)
@@ -427,11 +427,11 @@ void kvq__jobs_drain_on(struct kvq__jobs *jobs)
         return;
     }
     d->task.jobs = jobs;
-    d->task.done = end;
+    d->task.done = end_drain;
     d->task.doing = "saving what is not saved";
     d->begun = kvq_now_ns();
     jobs->n_tasks++;
-    kvq__task_to_poller(&d->task, ask);
+    kvq__task_to_poller(&d->task, ask_what_is_unsaved);
 }
 
 void kvq__jobs_drain(struct kvq__jobs *jobs, void (*done)(struct kvq__server *server))

@@ -70,7 +70,7 @@ static int read_key(const char *path, uint8_t *key, char *text)
     return rc ? rc : !whole;
 }
 
-static int write_file(int fd, const struct key_file *file)
+static int write_key_file(int fd, const struct key_file *file)
 {
     ssize_t put = write(fd, file, sizeof *file);
     if (put >= 0 && put != sizeof *file)
@@ -100,7 +100,7 @@ static int make_key(const char *folder, const char *path, const uint8_t *key, ch
     int fd = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0)
         return complain(path, "made", text);
-    int rc = write_file(fd, &file);
+    int rc = write_key_file(fd, &file);
     close(fd);
     if (rc == 0 && (rc = rename(temporary, path)) == 0)
         rc = sync_folder(folder);

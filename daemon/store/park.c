@@ -24,14 +24,14 @@ static struct kvq__jobs *of_wants(struct kvq__mail *mail)
 
 // ---- Jobs ----
 
-static void done(struct kvq__task *t)
+static void job_done(struct kvq__task *t)
 {
     free((struct job_task *)t); // its first member
 }
 
 // Poller's thread: it is not carried out.
-static void refuse(struct kvq__core *core, const struct kvq__store_job *o, int status,
-                   const char *text)
+static void refuse_job(struct kvq__core *core, const struct kvq__store_job *o, int status,
+                       const char *text)
 {
     switch (o->kind) {
     case KVQ__JOB_SAVE:
@@ -46,22 +46,22 @@ static void refuse(struct kvq__core *core, const struct kvq__store_job *o, int s
     }
 }
 
-static void end(struct kvq__task *t)
+static void end_job(struct kvq__task *t)
 {
     kvq__task_end(t);
 }
 
 static void refuse_late(struct kvq__task *t)
 {
-    refuse(t->jobs->server->core, t->job, KVQ_E_DRAINING, "the daemon is shutting down");
-    kvq__task_to_loop(t, end);
+    refuse_job(t->jobs->server->core, t->job, KVQ_E_DRAINING, "the daemon is shutting down");
+    kvq__task_to_loop(t, end_job);
 }
 
-static void forget(struct kvq__task *t);
+static void forget_stored(struct kvq__task *t);
 
 static void queue_forget(struct kvq__task *t)
 {
-    kvq__task_queue(t, forget);
+    kvq__task_queue(t, forget_stored);
 }
 
 static void go_forget(struct kvq__task *t)
@@ -72,7 +72,7 @@ static void go_forget(struct kvq__task *t)
 // ---- Saving ----
 
 // What counts as stored may have been replaced or damaged since.
-static void look(struct kvq__task *t)
+static void look_at_parked(struct kvq__task *t)
 {
     t->again =
         !kvq__jobs_is_whole(t, t->job->stamp) || (t->name[0] == '#' && kvq__jobs_read_back(t) != 0);
@@ -83,10 +83,10 @@ static void look(struct kvq__task *t)
 static void is_stored(struct kvq__task *t)
 {
     kvq__park_saved(t->jobs->server->core, t->job->id, 0, "");
-    kvq__task_to_loop(t, end);
+    kvq__task_to_loop(t, end_job);
 }
 
-static void looked(uv_work_t *work, int status)
+static void looked_at_parked(uv_work_t *work, int status)
 {
     struct kvq__task *t = kvq__task_of(work);
     (void)status;
@@ -96,10 +96,10 @@ static void looked(uv_work_t *work, int status)
         kvq__task_to_poller(t, is_stored);
 }
 
-static void start_save(struct kvq__task *t)
+static void begin_parking_save(struct kvq__task *t)
 {
     if (t->job->stored)
-        kvq__task_to_work(t, look, looked);
+        kvq__task_to_work(t, look_at_parked, looked_at_parked);
     else
         kvq__jobs_save(t);
 }
@@ -111,7 +111,7 @@ static void start(struct kvq__task *t)
     if (jobs->ended)
         kvq__task_to_poller(t, refuse_late);
     else if (t->job->kind == KVQ__JOB_SAVE)
-        start_save(t);
+        begin_parking_save(t);
     else if (t->job->kind == KVQ__JOB_FETCH)
         kvq__jobs_fetch(t);
     else
@@ -122,13 +122,13 @@ static void send_on(struct kvq__jobs *jobs, const struct kvq__store_job *job)
 {
     struct job_task *e = calloc(1, sizeof *e);
     if (!e) {
-        refuse(jobs->server->core, job, KVQ_E_NO_MEMORY, "no memory to do what it takes");
+        refuse_job(jobs->server->core, job, KVQ_E_NO_MEMORY, "no memory to do what it takes");
         return;
     }
     e->job = *job;
     e->task.jobs = jobs;
     e->task.peer = &self;
-    e->task.done = done;
+    e->task.done = job_done;
     e->task.job = &e->job;
     snprintf(e->task.ns, sizeof e->task.ns, "%s", job->ns);
     snprintf(e->task.name, sizeof e->task.name, "%s", job->name);
@@ -200,7 +200,7 @@ static void delete_parked(struct kvq__task *t)
 static void forgot(struct kvq__task *t)
 {
     kvq__park_forgot(t->jobs->server->core, t->job->stamp);
-    kvq__task_to_loop(t, end);
+    kvq__task_to_loop(t, end_job);
 }
 
 static void deleted(uv_work_t *work, int status)
@@ -214,7 +214,7 @@ static void deleted(uv_work_t *work, int status)
     kvq__task_to_poller(t, forgot);
 }
 
-static void forget(struct kvq__task *t)
+static void forget_stored(struct kvq__task *t)
 {
     kvq__task_to_work(t, delete_parked, deleted);
 }

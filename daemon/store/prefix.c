@@ -68,7 +68,7 @@ static int check_others(struct kvq__task *t, const struct best *best, uint32_t *
 }
 
 // How much of it can be had; task->found is then what it is read from.
-static int find(struct kvq__task *t, const struct best *best, uint32_t *pages)
+static int find_prefix(struct kvq__task *t, const struct best *best, uint32_t *pages)
 {
     snprintf(t->ns, sizeof t->ns, "%s", best->session.space);
     snprintf(t->name, sizeof t->name, "%s", best->session.name);
@@ -96,7 +96,7 @@ static int ask_space(struct kvq__task *t, uint32_t space, uint8_t (*hashes)[KVQ_
         return rc;
     struct kvq__found *had = t->found;
     t->found = NULL;
-    rc = find(t, &best, &pages);
+    rc = find_prefix(t, &best, &pages);
     if (rc < 0 || pages <= t->pages || pages <= ask->here) {
         kvq__found_free(&t->found);
         t->found = had;
@@ -126,7 +126,7 @@ static void ask_store(struct kvq__task *t)
 static void look_in_memory(struct kvq__task *t);
 
 // Poller's thread. The ask goes with the command, which ends it.
-static void go_on(struct kvq__task *t)
+static void go_on_with_prefix(struct kvq__task *t)
 {
     t->rc = 0;
     t->text[0] = 0;
@@ -197,7 +197,7 @@ static void has_begun(struct kvq__task *t)
 static void is_shown(struct kvq__task *t)
 {
     kvq__jobs_load_leave(t);
-    kvq__task_to_poller(t, go_on);
+    kvq__task_to_poller(t, go_on_with_prefix);
 }
 
 static void is_not_shown(struct kvq__task *t)
@@ -211,7 +211,7 @@ static void is_there(struct kvq__task *t)
     TAILQ_REMOVE(&t->jobs->beginning, t, link);
     wake_waiting(t);
     kvq__found_free(&t->found);
-    kvq__task_to_poller(t, go_on);
+    kvq__task_to_poller(t, go_on_with_prefix);
 }
 
 // Poller's thread.
@@ -247,7 +247,7 @@ static void asked(uv_work_t *work, int status)
     if (reads)
         TAILQ_INSERT_TAIL(&jobs->waiting, t, link);
     else
-        kvq__task_to_poller(t, go_on);
+        kvq__task_to_poller(t, go_on_with_prefix);
 }
 
 static void go_ask(struct kvq__task *t)
@@ -261,7 +261,7 @@ static void look_in_memory(struct kvq__task *t)
     if (!kvq__prefix_ask_match(t->ask))
         kvq__task_to_poller(t, look_in_memory);
     else if (t->has_asked || !t->jobs->store || t->ask->here == t->ask->pages)
-        go_on(t);
+        go_on_with_prefix(t);
     else {
         t->pages = 0;
         kvq__task_to_loop(t, go_ask);
@@ -298,7 +298,7 @@ void kvq__jobs_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
     t->asked_again = t->has_asked = false;
     t->pages = 0;
     if (kvq__dispatch_ask(&d, open, t->arena, &t->ask, t->text) < 0 || !t->ask)
-        go_on(t);
+        go_on_with_prefix(t);
     else
         kvq__task_to_loop(t, go_hash);
 }
@@ -306,7 +306,7 @@ void kvq__jobs_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
 // ---- Lookups ----
 
 // Poller's thread.
-static void answer(struct kvq__task *t)
+static void answer_prefix(struct kvq__task *t)
 {
     const struct kvq__server *server = t->jobs->server;
     struct kvq__dispatch d = {.core = server->core,
@@ -327,18 +327,18 @@ static void look_up(struct kvq__task *t)
 {
     const Kvq__OpenSession *session = t->request->lookup_prefix->session;
     if (session)
-        kvq__jobs_prefix(t, session, answer);
+        kvq__jobs_prefix(t, session, answer_prefix);
     else
-        answer(t);
+        answer_prefix(t);
 }
 
-static void read_before(struct kvq__task *t)
+static void read_prefix_codebooks(struct kvq__task *t)
 {
     if (t->before)
         t->before(t);
 }
 
-static void has_read_before(uv_work_t *work, int status)
+static void prefix_codebooks_are_read(uv_work_t *work, int status)
 {
     (void)status;
     kvq__task_to_poller(kvq__task_of(work), look_up);
@@ -346,5 +346,5 @@ static void has_read_before(uv_work_t *work, int status)
 
 void kvq__jobs_lookup(struct kvq__task *t)
 {
-    kvq__task_to_work(t, read_before, has_read_before);
+    kvq__task_to_work(t, read_prefix_codebooks, prefix_codebooks_are_read);
 }

@@ -20,7 +20,7 @@ static struct kvq__holds *bucket_of(struct kvq__names *names, const char *ns, co
     return &names->buckets[hash % KVQ__NAME_BUCKETS];
 }
 
-static bool clash(const struct kvq__hold *a, const struct kvq__hold *b)
+static bool holds_clash(const struct kvq__hold *a, const struct kvq__hold *b)
 {
     bool shared = a->kind == KVQ__HOLD_LOOK && b->kind == KVQ__HOLD_LOOK;
     return !shared && strcmp(a->name, b->name) == 0 && strcmp(a->ns, b->ns) == 0;
@@ -33,7 +33,7 @@ static bool may_go(const struct kvq__holds *bucket, const struct kvq__hold *h)
     TAILQ_FOREACH (other, bucket, link) {
         if (other == h)
             return true;
-        if (clash(h, other))
+        if (holds_clash(h, other))
             return false;
     }
     assert(!"a hold is in its bucket");
@@ -125,7 +125,7 @@ static bool has_its_share(const struct kvq__turns *turns, const char *ns)
     return n >= turns->most_of;
 }
 
-static void start_next(struct kvq__turns *turns)
+static void start_next_turn(struct kvq__turns *turns)
 {
     struct kvq__write_turn *t = TAILQ_FIRST(&turns->first), *heir;
     while (t && has_its_share(turns, t->ns))
@@ -161,7 +161,7 @@ void kvq__turn_wait(struct kvq__turns *turns, struct kvq__write_turn *t, const c
     else
         TAILQ_INSERT_TAIL(&turns->first, t, link);
     turns->n++;
-    start_next(turns);
+    start_next_turn(turns);
 }
 
 void kvq__turn_end(struct kvq__turns *turns, struct kvq__write_turn *t)
@@ -172,5 +172,5 @@ void kvq__turn_end(struct kvq__turns *turns, struct kvq__write_turn *t)
     if (turns->now == t)
         turns->now = NULL;
     t->queued = false;
-    start_next(turns);
+    start_next_turn(turns);
 }

@@ -53,7 +53,7 @@ void kvq__jobs_count(struct kvq__task *t)
 
 // ---- The table ----
 
-static struct kvq__override *find(struct kvq__limits *limits, const char *ns)
+static struct kvq__override *find_override(struct kvq__limits *limits, const char *ns)
 {
     for (uint32_t i = 0; i < limits->n; i++)
         if (strcmp(limits->at[i].ns, ns) == 0)
@@ -64,7 +64,7 @@ static struct kvq__override *find(struct kvq__limits *limits, const char *ns)
 // What is to be written: the table with the task's limits in it. False if there is no room.
 static bool note(struct kvq__limits *limits, const struct kvq__override *change)
 {
-    struct kvq__override *o = find(limits, change->ns);
+    struct kvq__override *o = find_override(limits, change->ns);
     if (!o && limits->n == KVQ_MAX_OVERRIDES)
         return false;
     if (!o)
@@ -84,16 +84,16 @@ static void forget_empty(struct kvq__limits *limits)
 
 // ---- A command ----
 
-static void begin(struct kvq__task *t);
+static void begin_limits(struct kvq__task *t);
 
-static void end(struct kvq__task *t)
+static void end_limits(struct kvq__task *t)
 {
     struct kvq__limits *limits = &t->jobs->limits;
     TAILQ_REMOVE(&limits->queue, t, link);
     struct kvq__task *next = TAILQ_FIRST(&limits->queue);
     kvq__task_end(t);
     if (next)
-        begin(next);
+        begin_limits(next);
 }
 
 static void log_change(const struct kvq__task *t)
@@ -117,7 +117,7 @@ static void applied(struct kvq__task *t)
                                 t->text, sizeof t->text);
     if (t->rc == 0)
         log_change(t);
-    end(t);
+    end_limits(t);
 }
 
 // Poller's thread. The task's limits are from here on all that are in effect.
@@ -140,14 +140,14 @@ static void apply(struct kvq__task *t)
     kvq__task_to_loop(t, applied);
 }
 
-static void write_file(struct kvq__task *t)
+static void write_limits(struct kvq__task *t)
 {
     const struct kvq__limits *limits = &t->jobs->limits;
     t->rc = kvq__quota_file_write(kvq_io_posix(), t->jobs->server->config.storage_dir, limits->at,
                                   limits->n, t->text);
 }
 
-static void written(uv_work_t *work, int status)
+static void limits_are_written(uv_work_t *work, int status)
 {
     struct kvq__task *t = kvq__task_of(work);
     struct kvq__limits *limits = &t->jobs->limits;
@@ -155,7 +155,7 @@ static void written(uv_work_t *work, int status)
     if (t->rc < 0) { // as it was before
         note(limits, &limits->before);
         forget_empty(limits);
-        end(t);
+        end_limits(t);
         return;
     }
     forget_empty(limits);
@@ -166,10 +166,10 @@ static void planned(struct kvq__task *t)
 {
     struct kvq__limits *limits = &t->jobs->limits;
     if (t->rc < 0) {
-        end(t);
+        end_limits(t);
         return;
     }
-    const struct kvq__override *before = find(limits, t->limits.ns);
+    const struct kvq__override *before = find_override(limits, t->limits.ns);
     limits->before = before ? *before : (struct kvq__override){0};
     memcpy(limits->before.ns, t->limits.ns, sizeof limits->before.ns);
     if (!note(limits, &t->limits)) {
@@ -177,9 +177,9 @@ static void planned(struct kvq__task *t)
                  "%d namespaces have limits that were set; delete those of another one first",
                  KVQ_MAX_OVERRIDES);
         t->rc = KVQ_E_LIMIT;
-        end(t);
+        end_limits(t);
     } else if (t->jobs->store) {
-        kvq__task_to_work(t, write_file, written);
+        kvq__task_to_work(t, write_limits, limits_are_written);
     } else {
         forget_empty(limits);
         kvq__task_to_poller(t, apply);
@@ -219,7 +219,7 @@ static void plan(struct kvq__task *t)
     kvq__task_to_loop(t, planned);
 }
 
-static void begin(struct kvq__task *t)
+static void begin_limits(struct kvq__task *t)
 {
     kvq__task_to_poller(t, plan);
 }
@@ -229,7 +229,7 @@ void kvq__jobs_set_quota(struct kvq__task *t)
     struct kvq__limits *limits = &t->jobs->limits;
     TAILQ_INSERT_TAIL(&limits->queue, t, link);
     if (TAILQ_FIRST(&limits->queue) == t)
-        begin(t);
+        begin_limits(t);
 }
 
 // ---- Opening and closing ----

@@ -126,7 +126,7 @@ int kvq__quota_file_parse(const char *name, const char *contents, struct kvq__ov
                               what);
 }
 
-static int refuse(const char *path, int error, const char *what, char *text)
+static int refuse_file(const char *path, int error, const char *what, char *text)
 {
     snprintf(text, KVQ_TEXT_BYTES, "%.256s cannot be %s: %s", path, what, strerror(-error));
     if (error == -ENOSPC || error == -EDQUOT)
@@ -135,12 +135,13 @@ static int refuse(const char *path, int error, const char *what, char *text)
 }
 
 // Of a file that is open; contents has KVQ_MAX_CONFIG + 1 zeros.
-static int read_all(struct kvq_io *io, int file, const char *path, char *contents, char *text)
+static int read_whole_file(struct kvq_io *io, int file, const char *path, char *contents,
+                           char *text)
 {
     size_t length = 0;
     int rc = kvq_io_read(io, file, contents, KVQ_MAX_CONFIG, 0, &length);
     if (rc < 0)
-        return refuse(path, rc, "read", text);
+        return refuse_file(path, rc, "read", text);
     if (length == KVQ_MAX_CONFIG)
         return kvq__config_refuse(text, path, "longer than %d bytes; remove the file",
                                   KVQ_MAX_CONFIG - 1);
@@ -159,9 +160,9 @@ int kvq__quota_file_read(struct kvq_io *io, const char *folder, struct kvq__over
     if (file == -ENOENT)
         return 0;
     if (file < 0)
-        return refuse(path, file, "opened", text);
+        return refuse_file(path, file, "opened", text);
     char *contents = calloc(1, KVQ_MAX_CONFIG + 1);
-    int rc = contents ? read_all(io, file, path, contents, text) : KVQ_E_NO_MEMORY;
+    int rc = contents ? read_whole_file(io, file, path, contents, text) : KVQ_E_NO_MEMORY;
     if (!contents)
         snprintf(text, KVQ_TEXT_BYTES, "no memory to read %.256s", path);
     io->close(io, file);
@@ -215,5 +216,5 @@ int kvq__quota_file_write(struct kvq_io *io, const char *folder, const struct kv
     rc = rc ? rc : kvq_io_rename(io, new_path, path);
     rc = rc ? rc : kvq_io_sync_dir(io, folder);
     free(contents);
-    return rc ? refuse(path, rc, "written, and so no limit was changed", text) : 0;
+    return rc ? refuse_file(path, rc, "written, and so no limit was changed", text) : 0;
 }

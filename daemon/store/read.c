@@ -30,7 +30,7 @@ struct lying {
     uint32_t which;
 };
 
-static int by_place(const void *a, const void *b)
+static int order_by_place(const void *a, const void *b)
 {
     const struct kvq_stored *x = &((const struct lying *)a)->block;
     const struct kvq_stored *y = &((const struct lying *)b)->block;
@@ -62,7 +62,7 @@ static int reading_make(struct reading *r, uint32_t i)
         all[k] = (struct lying){kvq__found_block(l->found, w.part), i + k};
     }
     if (had && r->n)
-        qsort(all, r->n, sizeof *all, by_place);
+        qsort(all, r->n, sizeof *all, order_by_place);
     for (uint32_t k = 0; had && k < r->n; k++) {
         r->which[k] = all[k].which;
         r->blocks[k] = all[k].block;

@@ -119,7 +119,7 @@ struct gathering {
     uint32_t n;
 };
 
-static int by_place(const void *a, const void *b)
+static int sources_by_place(const void *a, const void *b)
 {
     const struct kvq_stored *x = &((const struct piece *)a)->block;
     const struct kvq_stored *y = &((const struct piece *)b)->block;
@@ -135,8 +135,8 @@ static size_t source_bytes(const struct kvq__found *f, uint32_t part)
     return bytes;
 }
 
-static int reserve(struct gathering *g, const struct kvq__found *f, const uint32_t *parts,
-                   uint32_t n)
+static int reserve_found(struct gathering *g, const struct kvq__found *f, const uint32_t *parts,
+                         uint32_t n)
 {
     size_t count = 0, bytes = 0;
     for (uint32_t i = 0; i < n; i++) {
@@ -167,7 +167,7 @@ static void list_pieces(struct gathering *g, const struct kvq__found *f, const u
             scratch += p->block.bytes;
         }
     if (g->n)
-        qsort(g->pieces, g->n, sizeof *g->pieces, by_place);
+        qsort(g->pieces, g->n, sizeof *g->pieces, sources_by_place);
     for (uint32_t i = 0; i < g->n; i++) {
         g->blocks[i] = g->pieces[i].block;
         g->out[i] = g->pieces[i].scratch ? g->pieces[i].scratch : g->pieces[i].room;
@@ -179,7 +179,7 @@ static int gather(struct kvq_store *store, const struct kvq__found *f, const uin
 {
     struct gathering g = {0};
     size_t done;
-    int rc = reserve(&g, f, parts, n);
+    int rc = reserve_found(&g, f, parts, n);
     if (rc == 0) {
         list_pieces(&g, f, parts, n, rooms);
         rc = kvq_store_read_many(store, g.blocks, g.out, g.n, &done, text, KVQ_TEXT_BYTES);

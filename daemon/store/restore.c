@@ -189,7 +189,7 @@ void kvq__found_books(struct kvq__task *t)
     }
 }
 
-static void find(struct kvq__task *t)
+static void find_stored(struct kvq__task *t)
 {
     t->rc = KVQ_E_STALE;
     if (t->as.shards > KVQ_MAX_SHARDS || (t->as.shards && t->as.shard >= t->as.shards))
@@ -207,7 +207,7 @@ static void find(struct kvq__task *t)
 
 // ---- From queue to end ----
 
-static void tell(const struct kvq__loading *l)
+static void tell_loaded(const struct kvq__loading *l)
 {
     char text[256];
     uint64_t now = kvq_now_ns();
@@ -244,7 +244,7 @@ static void ended_on_loop(struct kvq__mail *mail)
         (struct kvq__loading *)((char *)mail - offsetof(struct kvq__loading, mail));
     struct kvq__jobs *jobs = l->jobs;
     struct kvq__task *t = l->task;
-    tell(l);
+    tell_loaded(l);
     if (t) {
         t->rc = l->rc;
         t->reading = NULL;
@@ -288,7 +288,7 @@ static void start_reading(struct kvq__write_turn *turn)
 }
 
 // Reads what was begun, if anything was. The task may wait for the end (read), or leave it.
-static void load(struct kvq__task *t)
+static void load_found(struct kvq__task *t)
 {
     struct kvq__jobs *jobs = t->jobs;
     struct kvq__loading *l = t->loading;
@@ -319,7 +319,7 @@ void kvq__jobs_load_leave(struct kvq__task *t)
 // ---- At the poller ----
 
 // Makes the session that was found, if it is not there.
-static int begin(struct kvq__task *t, const struct kvq__begin *as)
+static int begin_loading(struct kvq__task *t, const struct kvq__begin *as)
 {
     struct kvq__found *f = t->found;
     struct kvq__restore_spec spec = {.ns = as->ns,
@@ -353,16 +353,16 @@ static int begin(struct kvq__task *t, const struct kvq__begin *as)
 }
 
 // Takes memory for it, bit by bit: others have their turn in between. Then goes on.
-static void reserve(struct kvq__task *t)
+static void reserve_loading(struct kvq__task *t)
 {
     struct kvq__loading *l = t->loading;
     int rc = l ? kvq__restore_reserve(l->restore, t->text) : 0;
     if (rc == 1) {
-        kvq__task_to_poller(t, reserve);
+        kvq__task_to_poller(t, reserve_loading);
         return;
     }
     if (rc == 2) {
-        kvq__task_later(t, reserve);
+        kvq__task_later(t, reserve_loading);
         return;
     }
     if (rc < 0) { // also if somebody else has restored it meanwhile
@@ -382,7 +382,7 @@ static void reserve(struct kvq__task *t)
 static void go_load(struct kvq__task *t)
 {
     kvq__found_free(&t->found);
-    load(t);
+    load_found(t);
     t->begun_load(t);
 }
 
@@ -394,10 +394,10 @@ static void load_next(struct kvq__task *t)
 void kvq__jobs_load(struct kvq__task *t, const struct kvq__begin *as,
                     void (*begun)(struct kvq__task *task))
 {
-    t->rc = begin(t, as);
+    t->rc = begin_loading(t, as);
     t->begun_load = begun;
     t->then = load_next;
-    reserve(t);
+    reserve_loading(t);
 }
 
 static void opened(struct kvq__task *t)
@@ -407,7 +407,7 @@ static void opened(struct kvq__task *t)
     else if (t->rc == 0 && t->reply->status == 0 && t->jobs->store)
         kvq__jobs_used_name(t->jobs, t->ns, t->name, t->as.shard); // it was in memory
     kvq__found_free(&t->found);
-    load(t);
+    load_found(t);
     kvq__jobs_load_leave(t);
     kvq__task_end(t);
 }
@@ -473,7 +473,7 @@ static int refuse_to_create(struct kvq__task *t)
     return rc ? rc : KVQ_E_EXISTS;
 }
 
-static void look_again(struct kvq__task *t);
+static void look_in_store_again(struct kvq__task *t);
 
 // What is about to be deleted, or was just now, is not there.
 static void check_found(struct kvq__task *t)
@@ -494,33 +494,33 @@ static void open_session(struct kvq__task *t)
         kvq__jobs_prefix(t, open, open_now);
         return;
     }
-    if (looks_again(t, look_again))
+    if (looks_again(t, look_in_store_again))
         return;
     if (t->rc == 0 && t->found)
-        t->rc = begin(t, &as);
+        t->rc = begin_loading(t, &as);
     t->then = open_now;
-    reserve(t);
+    reserve_loading(t);
 }
 
-static void look(struct kvq__task *t)
+static void look_in_store(struct kvq__task *t)
 {
-    find(t);
+    find_stored(t);
 }
 
-static void looked(uv_work_t *work, int status)
+static void looked_in_store(uv_work_t *work, int status)
 {
     (void)status;
     kvq__task_to_poller(kvq__task_of(work), open_session);
 }
 
-static void look_again(struct kvq__task *t)
+static void look_in_store_again(struct kvq__task *t)
 {
-    kvq__task_to_work(t, look, looked);
+    kvq__task_to_work(t, look_in_store, looked_in_store);
 }
 
 static void take_to_open(struct kvq__task *t)
 {
-    kvq__task_name(t, KVQ__HOLD_LOOK, look_again);
+    kvq__task_name(t, KVQ__HOLD_LOOK, look_in_store_again);
 }
 
 // Poller's thread. What is in memory is opened there, and what the peer may not use is refused;
@@ -538,12 +538,12 @@ static void open_if_here(struct kvq__task *t)
         kvq__task_to_loop(t, take_to_open);
 }
 
-static void read_before(struct kvq__task *t)
+static void read_codebooks(struct kvq__task *t)
 {
     t->before(t);
 }
 
-static void has_read_before(uv_work_t *work, int status)
+static void codebooks_are_read(uv_work_t *work, int status)
 {
     (void)status;
     kvq__task_to_poller(kvq__task_of(work), open_if_here);
@@ -571,7 +571,7 @@ void kvq__jobs_open_session(struct kvq__task *t)
     else
         snprintf(t->ns, sizeof t->ns, "uid-%u", t->peer->uid);
     if (t->before)
-        kvq__task_to_work(t, read_before, has_read_before);
+        kvq__task_to_work(t, read_codebooks, codebooks_are_read);
     else
         kvq__task_to_poller(t, open_if_here);
 }
@@ -587,7 +587,7 @@ static void restored(struct kvq__task *t)
         kvq__task_end(t);
         return;
     }
-    load(t);
+    load_found(t);
     kvq__jobs_load_wait(t, kvq__task_end);
 }
 
@@ -612,11 +612,11 @@ static void restore_now(struct kvq__task *t)
     if (there && info.shards != t->as.shards)
         t->rc = kvq__shards_refuse(core, t->name, info.shards, t->as.shards, t->text);
     if (t->rc == 0 && t->found)
-        t->rc = begin(t, &as);
+        t->rc = begin_loading(t, &as);
     else if (t->rc == 0) // it may be in memory alone
         t->rc = kvq__session_find(core, t->peer, t->ns, t->name, &info, t->text);
     t->then = back_to_loop;
-    reserve(t);
+    reserve_loading(t);
 }
 
 static void looked_for_restore(uv_work_t *work, int status)
@@ -627,7 +627,7 @@ static void looked_for_restore(uv_work_t *work, int status)
 
 static void look_again_to_restore(struct kvq__task *t)
 {
-    kvq__task_to_work(t, look, looked_for_restore);
+    kvq__task_to_work(t, look_in_store, looked_for_restore);
 }
 
 static void take_to_restore(struct kvq__task *t)
@@ -671,17 +671,17 @@ static void fetch_now(struct kvq__task *t)
         t->rc = KVQ_E_NO_SESSION;
     }
     if (t->rc == 0)
-        t->rc = begin(t, &(struct kvq__begin){0});
+        t->rc = begin_loading(t, &(struct kvq__begin){0});
     if (t->rc < 0)
         kvq__fetch_failed(t->jobs->server->core, t->job->id, t->rc, t->text);
     t->then = back_to_loop;
-    reserve(t);
+    reserve_loading(t);
 }
 
 static void look_for_parked(struct kvq__task *t)
 {
     t->as = (struct kvq__reshard_as){.shard = t->job->shard};
-    find(t);
+    find_stored(t);
 }
 
 static void looked_for_parked(uv_work_t *work, int status)

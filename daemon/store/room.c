@@ -5,7 +5,7 @@
 
 enum { ROOM_MS = 3 };
 
-static void look_again(uv_timer_t *timer)
+static void look_for_room_again(uv_timer_t *timer)
 {
     struct kvq__jobs *jobs = timer->data;
     struct kvq__task *t;
@@ -19,7 +19,7 @@ static void wait(struct kvq__task *t)
 {
     TAILQ_INSERT_TAIL(&t->jobs->roomless, t, room_link);
     if (!uv_is_active((const uv_handle_t *)&t->jobs->room))
-        uv_timer_start(&t->jobs->room, look_again, ROOM_MS, 0);
+        uv_timer_start(&t->jobs->room, look_for_room_again, ROOM_MS, 0);
 }
 
 void kvq__task_later(struct kvq__task *t, void (*step)(struct kvq__task *task))

@@ -196,7 +196,8 @@ uint64_t kvq__jobs_unsaved_bytes(const struct kvq__task *t)
 }
 
 // All blocks are read, also behind the first that is damaged: each is marked then.
-static int read_all(struct kvq_store *store, const struct kvq_stored *blocks, size_t n, char *text)
+static int read_all_back(struct kvq_store *store, const struct kvq_stored *blocks, size_t n,
+                         char *text)
 {
     uint64_t most = 1;
     int rc = 0;
@@ -226,7 +227,7 @@ int kvq__jobs_read_back(struct kvq__task *t)
         rc = kvq_store_blocks(store, &s, &blocks, &n, t->text, sizeof t->text);
     if (rc < 0)
         return rc;
-    rc = read_all(store, blocks, n, t->text);
+    rc = read_all_back(store, blocks, n, t->text);
     free(blocks);
     return rc;
 }
@@ -290,7 +291,7 @@ void kvq__jobs_tell_saved(struct kvq__task *t)
     }
 }
 
-static void answer(struct kvq__task *t)
+static void answer_save(struct kvq__task *t)
 {
     if (t->rc == 0 && t->reply) {
         Kvq__SaveReply *r = kvq_arena_alloc(t->arena, sizeof *r);
@@ -311,10 +312,10 @@ static void answer(struct kvq__task *t)
     kvq__task_end(t);
 }
 
-static void saved(struct kvq__task *t)
+static void is_saved(struct kvq__task *t)
 {
     kvq__jobs_tell_saved(t);
-    answer(t);
+    answer_save(t);
 }
 
 // Poller's thread.
@@ -325,10 +326,10 @@ static void end_save(struct kvq__task *t)
         t->quiet = !kvq__unsaved_failed(t->jobs->server->core, t->ns, t->name);
     if (t->job)
         kvq__park_saved(t->jobs->server->core, t->job->id, t->rc, t->text);
-    kvq__task_to_loop(t, saved);
+    kvq__task_to_loop(t, is_saved);
 }
 
-static void written(uv_work_t *work, int status)
+static void is_written(uv_work_t *work, int status)
 {
     (void)status;
     kvq__task_to_poller(kvq__task_of(work), end_save);
@@ -340,7 +341,7 @@ static void written(uv_work_t *work, int status)
 // waiting for it: neither its name nor whoever else writes. It is looked whether there is anything
 // to save, without either; then the save waits for both, and if it comes too late, looks again.
 
-static void look(struct kvq__task *t);
+static void look_at_saved(struct kvq__task *t);
 
 // Those whose time it is look again; the others have the timer set anew.
 static void try_again(uv_timer_t *timer)
@@ -355,7 +356,7 @@ static void try_again(uv_timer_t *timer)
             continue;
         }
         TAILQ_REMOVE(&jobs->aside, t, link);
-        kvq__task_to_poller(t, look);
+        kvq__task_to_poller(t, look_at_saved);
     }
     if (first != UINT64_MAX)
         uv_timer_start(timer, try_again, (first - now) / 1000000 + 1, 0);
@@ -382,7 +383,7 @@ static int patience_ms(const struct kvq__task *t)
 
 static void queue(struct kvq__task *t);
 
-static void take_name(struct kvq__task *t)
+static void take_save_name(struct kvq__task *t)
 {
     kvq__task_name(t, KVQ__HOLD_ALONE, queue);
 }
@@ -394,7 +395,7 @@ static void tried(struct kvq__task *t)
         return;
     }
     if (t->rc == KVQ__SAVE_THERE_IS) {
-        take_name(t);
+        take_save_name(t);
         return;
     }
     if (t->rc == KVQ__SAVE_WAITS) {
@@ -406,11 +407,11 @@ static void tried(struct kvq__task *t)
     }
     t->unchanged = t->rc == 0 && !t->save;
     if (t->save)
-        kvq__task_to_work(t, write_save, written);
+        kvq__task_to_work(t, write_save, is_written);
     else if (t->job || (t->own && t->rc < 0))
         kvq__task_to_poller(t, end_save);
     else
-        answer(t);
+        answer_save(t);
 }
 
 // Who it is, by the handle of a client. Poller's thread.
@@ -463,7 +464,7 @@ static void try_save(struct kvq__task *t, bool looks)
 }
 
 // Poller's thread.
-static void look(struct kvq__task *t)
+static void look_at_saved(struct kvq__task *t)
 {
     const Kvq__SaveSession *ask = t->request ? t->request->save_session : NULL;
     t->rc = 0;
@@ -477,24 +478,24 @@ static void look(struct kvq__task *t)
 }
 
 // Poller's thread, with the name held alone, and in its turn.
-static void take_hold(struct kvq__task *t)
+static void take_hold_of_session(struct kvq__task *t)
 {
     try_save(t, false);
 }
 
-static void go(struct kvq__task *t)
+static void go_save(struct kvq__task *t)
 {
-    kvq__task_to_poller(t, take_hold);
+    kvq__task_to_poller(t, take_hold_of_session);
 }
 
 static void queue(struct kvq__task *t)
 {
-    kvq__task_queue(t, go);
+    kvq__task_queue(t, go_save);
 }
 
 void kvq__jobs_save(struct kvq__task *t)
 {
     t->begun = kvq_now_ns();
     t->try_after = t->waited = 0;
-    kvq__task_to_poller(t, look);
+    kvq__task_to_poller(t, look_at_saved);
 }

@@ -24,7 +24,7 @@ enum {
 
 static const struct kvq__peer self = {.admin = true};
 
-static void start_next(struct kvq__desk *desk);
+static void start_next_transfer(struct kvq__desk *desk);
 
 static bool has_ticket(const struct kvq__transfer *x)
 {
@@ -71,12 +71,12 @@ struct kvq__transfer *kvq__transfer_find(struct kvq__desk *desk, uint64_t id,
 void kvq__transfer_cancel(struct kvq__transfer *x)
 {
     kvq_word_store(&x->cancel, 1);
-    start_next(x->desk); // if it is queued, it ends now
+    start_next_transfer(x->desk); // if it is queued, it ends now
 }
 
 // ---- The end ----
 
-static void forget(struct kvq__transfer *x)
+static void forget_transfer(struct kvq__transfer *x)
 {
     TAILQ_REMOVE(&x->desk->transfers, x, link);
     free(x->path);
@@ -96,12 +96,12 @@ static void forget_old(struct kvq__desk *desk)
         if (x->phase != KVQ__TRANSFER_ENDED)
             continue;
         if (ended > TOLD || now - x->ended > TOLD_SECONDS * 1000000000ull)
-            forget(x);
+            forget_transfer(x);
         ended--;
     }
 }
 
-static void tell(const struct kvq__transfer *x)
+static void tell_transfer(const struct kvq__transfer *x)
 {
     char text[KVQ_TEXT_BYTES + 16];
     struct kvq__jobs *jobs = x->desk->jobs;
@@ -151,16 +151,16 @@ static void conclude(struct kvq__transfer *x, int rc)
     desk->jobs->n_tasks--;
     if (has_ticket(x)) {
         desk->failed += rc < 0;
-        tell(x);
+        tell_transfer(x);
     } else {
         struct kvq__task *asker = x->asker;
         asker->rc = rc;
         snprintf(asker->text, sizeof asker->text, "%s", x->text);
-        forget(x);
+        forget_transfer(x);
         kvq__task_end(asker);
     }
     forget_old(desk);
-    start_next(desk);
+    start_next_transfer(desk);
 }
 
 static void say(struct kvq__transfer *x, const char *text)
@@ -279,7 +279,7 @@ static void start_talking(struct kvq__transfer *x)
     conclude(x, KVQ_E_SYSTEM);
 }
 
-static void take_name(struct kvq__transfer *x);
+static void take_transfer_name(struct kvq__transfer *x);
 
 static void talked(struct kvq__mail *mail)
 {
@@ -287,7 +287,7 @@ static void talked(struct kvq__mail *mail)
         (struct kvq__transfer *)((char *)mail - offsetof(struct kvq__transfer, mail));
     uv_thread_join(&x->thread);
     if (x->rc == 0 && x->kind == KVQ__TRANSFER_PULL)
-        take_name(x);
+        take_transfer_name(x);
     else
         conclude(x, x->rc);
 }
@@ -307,7 +307,7 @@ static void begin_task(struct kvq__transfer *x, void (*done)(struct kvq__task *t
     x->desk->jobs->n_tasks++;
 }
 
-static void saved(struct kvq__task *t)
+static void transfer_is_saved(struct kvq__task *t)
 {
     struct kvq__transfer *x = of_task(t);
     // If it is not in memory, what was saved of it before is what there is.
@@ -319,7 +319,7 @@ static void saved(struct kvq__task *t)
     } else { // its turn to talk may yet come
         x->saved = true;
         x->phase = KVQ__TRANSFER_QUEUED;
-        start_next(x->desk);
+        start_next_transfer(x->desk);
     }
 }
 
@@ -333,7 +333,7 @@ static void imported(struct kvq__task *t)
     conclude(x, t->rc);
 }
 
-static void finish(uv_work_t *work, int status)
+static void finish_transfer(uv_work_t *work, int status)
 {
     (void)status;
     kvq__task_end(kvq__task_of(work));
@@ -352,10 +352,10 @@ static void import(struct kvq__task *t)
 
 static void go_import(struct kvq__task *t)
 {
-    kvq__task_to_work(t, import, finish);
+    kvq__task_to_work(t, import, finish_transfer);
 }
 
-static void looked(struct kvq__task *t)
+static void looked_at_transfer(struct kvq__task *t)
 {
     if (t->rc < 0)
         kvq__task_end(t);
@@ -364,20 +364,20 @@ static void looked(struct kvq__task *t)
 }
 
 // Poller's thread.
-static void look(struct kvq__task *t)
+static void look_at_transfer(struct kvq__task *t)
 {
     t->rc = kvq__jobs_refuse_here(t);
-    kvq__task_to_loop(t, looked);
+    kvq__task_to_loop(t, looked_at_transfer);
 }
 
 // It holds the name alone.
 static void go_look(struct kvq__task *t)
 {
     of_task(t)->phase = KVQ__TRANSFER_IMPORTING;
-    kvq__task_to_poller(t, look);
+    kvq__task_to_poller(t, look_at_transfer);
 }
 
-static void take_name(struct kvq__transfer *x)
+static void take_transfer_name(struct kvq__transfer *x)
 {
     struct kvq__desk *desk = x->desk;
     if (is_cancelled(x)) {
@@ -389,7 +389,7 @@ static void take_name(struct kvq__transfer *x)
     begin_task(x, imported);
     x->task.doing = "importing";
     kvq__task_name(&x->task, KVQ__HOLD_ALONE, go_look);
-    start_next(desk);
+    start_next_transfer(desk);
 }
 
 // ---- Sweeping ----
@@ -406,7 +406,7 @@ static void swept(uv_work_t *work, int status)
     (void)status;
     desk->sweeping = false;
     desk->jobs->n_tasks--;
-    start_next(desk);
+    start_next_transfer(desk);
 }
 
 // Nothing uses the folder: neither threads nor imports.
@@ -443,7 +443,7 @@ static bool may_begin(const struct kvq__desk *desk, const struct kvq__transfer *
     return desk->n_talking < TALK_AT_ONCE && !desk->sweeping && desk->failed < KVQ__LEFT_FILES;
 }
 
-static void begin(struct kvq__transfer *x)
+static void begin_transfer(struct kvq__transfer *x)
 {
     if (is_cancelled(x)) {
         conclude(x, KVQ_E_CANCELLED);
@@ -451,7 +451,7 @@ static void begin(struct kvq__transfer *x)
     }
     if (x->kind == KVQ__TRANSFER_PUSH && !x->saved) {
         x->phase = KVQ__TRANSFER_SAVING;
-        begin_task(x, saved);
+        begin_task(x, transfer_is_saved);
         kvq__jobs_save(&x->task);
         return;
     }
@@ -484,16 +484,16 @@ static struct kvq__transfer *next_to_begin(struct kvq__desk *desk)
     return first;
 }
 
-static void start_next(struct kvq__desk *desk)
+static void start_next_transfer(struct kvq__desk *desk)
 {
     struct kvq__transfer *x;
     if (desk->failed >= KVQ__LEFT_FILES && !desk->sweeping && is_folder_free(desk))
         start_sweep(desk);
     while ((x = next_to_begin(desk)))
-        begin(x);
+        begin_transfer(x);
 }
 
-static bool clash(const struct kvq__transfer *a, const struct kvq__transfer *b)
+static bool transfers_clash(const struct kvq__transfer *a, const struct kvq__transfer *b)
 {
     bool here = a->ns[0] && strcmp(a->ns, b->ns) == 0 && strcmp(a->name, b->name) == 0;
     bool there = strcmp(a->far_ns, b->far_ns) == 0 && strcmp(a->far, b->far) == 0;
@@ -525,7 +525,7 @@ int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *tex
     const struct kvq__transfer *other;
     TAILQ_FOREACH (other, &desk->transfers, link) {
         if (x->kind == KVQ__TRANSFER_LIST || other->kind == KVQ__TRANSFER_LIST ||
-            other->phase == KVQ__TRANSFER_ENDED || !clash(x, other))
+            other->phase == KVQ__TRANSFER_ENDED || !transfers_clash(x, other))
             continue;
         snprintf(text, KVQ_TEXT_BYTES,
                  "a %s of session \"%s\" is under way (%s); wait until it has ended",
@@ -547,7 +547,7 @@ int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *tex
 
 void kvq__transfers_run(struct kvq__desk *desk)
 {
-    start_next(desk);
+    start_next_transfer(desk);
 }
 
 void kvq__transfers_stop(struct kvq__jobs *jobs)
@@ -556,5 +556,5 @@ void kvq__transfers_stop(struct kvq__jobs *jobs)
     if (!desk || kvq_word_load(&desk->stop))
         return;
     kvq_word_store(&desk->stop, 1);
-    start_next(desk); // those that are queued end now
+    start_next_transfer(desk); // those that are queued end now
 }
