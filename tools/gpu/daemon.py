@@ -131,7 +131,7 @@ def soft(machine, name):
 
 def end_to_end(machine, suite):
     machine.need(SERVES + (("pidfd",) if ".Dead" in suite else ()))
-    done = machine.run(sys.executable, machine.folder / "tests" / "e2e.py", suite)
+    done = machine.run(sys.executable, machine.folder / "tests" / "e2e" / "e2e.py", suite)
     counted = re.search(r"(\d+) passed, (\d+) failed, (\d+) skipped\n$", done.stdout)
     if not counted:
         return {"wrong": f"exit status {done.returncode}: {done.stdout[-300:]}"}
@@ -186,7 +186,7 @@ def example(machine, name):
 
 
 def suites(folder):
-    return re.findall(r"\be2e_\w+\.[A-Z]\w+", (folder / "tests" / "e2e.py").read_text())
+    return re.findall(r"\be2e_\w+\.[A-Z]\w+", (folder / "tests" / "e2e" / "e2e.py").read_text())
 
 
 def plan(folder):
