@@ -395,7 +395,8 @@ static void start_storage(struct kvq__task *t)
 
 // ---- The table ----
 
-enum needs { NOTHING, STORE, REMOTE }; // REMOTE: the remote store, and a daemon that goes on
+// DESK: the remote store. REMOTE: that as well, and a daemon that is not shutting down.
+enum needs { NOTHING, STORE, DESK, REMOTE };
 
 struct command {
     void (*start)(struct kvq__task *task);
@@ -403,7 +404,6 @@ struct command {
     const char *doing; // of a task that writes; NULL: it says so itself
     bool (*takes)(const struct kvq__jobs *jobs, const Kvq__Request *r); // NULL: always
     bool (*is_for_admins)(const Kvq__Request *r);                       // NULL: it never is
-    bool while_draining;                                                // of REMOTE ones
 };
 
 static bool always(const Kvq__Request *r)
@@ -435,24 +435,33 @@ static bool takes_open(const struct kvq__jobs *jobs, const Kvq__Request *r)
 #define COMMAND(name) [KVQ__REQUEST__COMMAND_##name]
 
 static const struct command commands[] = {
-    COMMAND(OPEN_SESSION) = {kvq__jobs_open_session, NOTHING, .takes = takes_open},
-    COMMAND(LOOKUP_PREFIX) = {kvq__jobs_lookup, NOTHING},
-    COMMAND(DROP_SESSION) = {start_drop, STORE, "deleting", .takes = takes_drop},
-    COMMAND(SAVE_SESSION) = {start_save, STORE, "saving"},
-    COMMAND(RESTORE_SESSION) = {start_restore, STORE},
-    COMMAND(EXPORT_SESSION) = {start_export, STORE, .is_for_admins = always},
-    COMMAND(IMPORT_SESSION) = {start_import, STORE, "importing", .is_for_admins = always},
-    COMMAND(LIST_SAVED) = {start_list, STORE},
-    COMMAND(STORAGE) = {start_storage, STORE, "compacting", .is_for_admins = is_storage_action},
-    COMMAND(SET_QUOTA) = {kvq__jobs_set_quota, NOTHING},
-    COMMAND(DELETE_QUOTA) = {kvq__jobs_set_quota, NOTHING},
-    COMMAND(PUSH_SESSION) = {kvq__jobs_push, REMOTE},
-    COMMAND(PULL_SESSION) = {kvq__jobs_pull, REMOTE},
-    COMMAND(LIST_REMOTE) = {kvq__jobs_list_remote, REMOTE},
-    COMMAND(REMOVE_REMOTE) = {kvq__jobs_remove_remote, REMOTE},
-    COMMAND(ASK_TRANSFER) = {kvq__jobs_ask_transfer, REMOTE, .while_draining = true},
-    COMMAND(CANCEL_TRANSFER) = {kvq__jobs_cancel_transfer, REMOTE},
-    COMMAND(REMOTE_STATUS) = {kvq__jobs_remote_status, REMOTE},
+    COMMAND(OPEN_SESSION) = {.start = kvq__jobs_open_session, .takes = takes_open},
+    COMMAND(LOOKUP_PREFIX) = {.start = kvq__jobs_lookup},
+    COMMAND(DROP_SESSION) = {.start = start_drop,
+                             .needs = STORE,
+                             .doing = "deleting",
+                             .takes = takes_drop},
+    COMMAND(SAVE_SESSION) = {.start = start_save, .needs = STORE, .doing = "saving"},
+    COMMAND(RESTORE_SESSION) = {.start = start_restore, .needs = STORE},
+    COMMAND(EXPORT_SESSION) = {.start = start_export, .needs = STORE, .is_for_admins = always},
+    COMMAND(IMPORT_SESSION) = {.start = start_import,
+                               .needs = STORE,
+                               .doing = "importing",
+                               .is_for_admins = always},
+    COMMAND(LIST_SAVED) = {.start = start_list, .needs = STORE},
+    COMMAND(STORAGE) = {.start = start_storage,
+                        .needs = STORE,
+                        .doing = "compacting",
+                        .is_for_admins = is_storage_action},
+    COMMAND(SET_QUOTA) = {.start = kvq__jobs_set_quota},
+    COMMAND(DELETE_QUOTA) = {.start = kvq__jobs_set_quota},
+    COMMAND(PUSH_SESSION) = {.start = kvq__jobs_push, .needs = REMOTE},
+    COMMAND(PULL_SESSION) = {.start = kvq__jobs_pull, .needs = REMOTE},
+    COMMAND(LIST_REMOTE) = {.start = kvq__jobs_list_remote, .needs = REMOTE},
+    COMMAND(REMOVE_REMOTE) = {.start = kvq__jobs_remove_remote, .needs = REMOTE},
+    COMMAND(ASK_TRANSFER) = {.start = kvq__jobs_ask_transfer, .needs = DESK},
+    COMMAND(CANCEL_TRANSFER) = {.start = kvq__jobs_cancel_transfer, .needs = REMOTE},
+    COMMAND(REMOTE_STATUS) = {.start = kvq__jobs_remote_status, .needs = REMOTE},
 };
 
 static const struct command *find_job_command(Kvq__Request__CommandCase command)
@@ -491,9 +500,9 @@ static int check_command(struct kvq__task *t, const struct command *command)
     if (jobs->ended) {
         code = KVQ_E_DRAINING;
         why = "the daemon is shutting down";
-    } else if (command->needs == REMOTE && !jobs->desk) {
+    } else if (command->needs >= DESK && !jobs->desk) {
         return kvq__jobs_refuse_remote(t);
-    } else if (command->needs == REMOTE && jobs->server->draining && !command->while_draining) {
+    } else if (command->needs == REMOTE && jobs->server->draining) {
         code = KVQ_E_DRAINING;
         why = "the daemon is shutting down; nothing is transferred";
     } else if (command->needs == STORE && !jobs->store) {
