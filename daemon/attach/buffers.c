@@ -25,12 +25,11 @@ static void count_region(struct kvq__connection *c)
     c->reply.create_buffer->bytes = c->region->bytes;
 }
 
-int kvq__create_buffer_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__create_buffer_prepare(struct kvq__connection *c, char *text)
 {
     const Kvq__CreateBuffer *create = c->request->create_buffer;
     bool on_host = create->gpu.len == 0;
     assert(!c->region);
-    (void)packet;
     if (!begin_reply(c))
         return kvq__attach_no_room(text);
     int error = on_host ? kvq__attach_check_pins(c, text) : 0;
@@ -43,9 +42,10 @@ int kvq__create_buffer_prepare(struct kvq__connection *c, struct kvq__packet *pa
     return error;
 }
 
-int kvq__import_buffer_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__import_buffer_prepare(struct kvq__connection *c, char *text)
 {
     const Kvq__ImportBuffer *import = c->request->import_buffer;
+    struct kvq__packet *packet = &c->attach->packet; // the one that the request came in
     int fd = packet->n_fds ? packet->fds[0] : -1;
     assert(!c->region);
     if (!begin_reply(c))
@@ -118,18 +118,6 @@ void kvq__buffer_undo(struct kvq__connection *c)
 uint64_t kvq__buffer_made(const struct kvq__connection *c)
 {
     return c->reply.create_buffer->buffer;
-}
-
-bool kvq__buffer_back(struct kvq__connection *c, uint64_t what)
-{
-    Kvq__CloseBuffer *close = kvq_arena_alloc(&c->arena, sizeof *close);
-    if (!close)
-        return false;
-    kvq__close_buffer__init(close);
-    close->buffer = (uint32_t)what;
-    c->request->close_buffer = close;
-    c->request->command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
-    return true;
 }
 
 // ---- Closing ----

@@ -4,6 +4,7 @@
 // does on its way; see internal.h.
 #include <assert.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "daemon/attach/attach.h"
 #include "daemon/attach/internal.h"
@@ -29,28 +30,48 @@ struct command {
     kvq__part *sent;
     // Loop's thread, after a refusal: gives back what prepare and make have made.
     kvq__part *undo;
-    // What a success has made, and how a request becomes the one that gives it back: the command's
-    // client may cancel it before the reply arrives. False: no room left for that.
+    // What a success has made, and the command that gives it back: the client may cancel before the
+    // reply arrives. The message of that command has one field, the number of what was made.
     kvq__made *made;
-    kvq__back *back;
+    Kvq__Request__CommandCase closed_by;
     Kvq__Reply__ResultCase result; // of a success, where prepare makes it
 };
 
-static int refuse_kick(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+static int refuse_kick(struct kvq__connection *c, char *text)
 {
     (void)c;
-    (void)packet;
     snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
     return KVQ_E_INVALID;
 }
 
-// Turns a cancel into the command that gives back what was made; leaves it if there is nothing.
-static int prepare_cancel(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+// Makes the request one of the given command, about `what`. False: no room left for its message.
+static bool become_closing(struct kvq__connection *c, Kvq__Request__CommandCase command,
+                           uint64_t what)
 {
-    (void)packet;
-    if (!c->made.back || c->made.request != c->request->cancel->request)
+    const ProtobufCFieldDescriptor *member =
+        protobuf_c_message_descriptor_get_field(&kvq__request__descriptor, (unsigned)command);
+    const ProtobufCMessageDescriptor *type = member->descriptor;
+    const ProtobufCFieldDescriptor *number = &type->fields[0];
+    char *message = kvq_arena_alloc(&c->arena, type->sizeof_message);
+    assert(type->n_fields == 1);
+    if (!message)
+        return false;
+    protobuf_c_message_init(type, message);
+    if (number->type == PROTOBUF_C_TYPE_UINT32)
+        *(uint32_t *)(message + number->offset) = (uint32_t)what;
+    else
+        *(uint64_t *)(message + number->offset) = what;
+    memcpy((char *)c->request + member->offset, &message, sizeof message);
+    c->request->command_case = command;
+    return true;
+}
+
+// Turns a cancel into the command that gives back what was made; leaves it if there is nothing.
+static int prepare_cancel(struct kvq__connection *c, char *text)
+{
+    if (!c->made.closed_by || c->made.request != c->request->cancel->request)
         return 0;
-    return c->made.back(c, c->made.what) ? 0 : kvq__attach_no_room(text);
+    return become_closing(c, c->made.closed_by, c->made.what) ? 0 : kvq__attach_no_room(text);
 }
 
 #define COMMAND(name) [KVQ__REQUEST__COMMAND_##name]
@@ -66,7 +87,7 @@ static const struct command commands[] = {
                            .sent = kvq__open_queue_sent,
                            .undo = kvq__open_queue_undo,
                            .made = kvq__open_queue_made,
-                           .back = kvq__open_queue_back,
+                           .closed_by = KVQ__REQUEST__COMMAND_CLOSE_QUEUE,
                            RESULT(OPEN_QUEUE)},
     COMMAND(CLOSE_QUEUE) = {.run = kvq__close_queue_run},
     COMMAND(OPEN_TIMELINE) = {.prepare = kvq__open_timeline_prepare,
@@ -90,7 +111,7 @@ static const struct command commands[] = {
                               .sent = kvq__create_buffer_sent,
                               .undo = kvq__buffer_undo,
                               .made = kvq__buffer_made,
-                              .back = kvq__buffer_back,
+                              .closed_by = KVQ__REQUEST__COMMAND_CLOSE_BUFFER,
                               RESULT(CREATE_BUFFER)},
     COMMAND(IMPORT_BUFFER) = {.prepare = kvq__import_buffer_prepare,
                               .is_slow = kvq__buffer_is_slow,
@@ -99,13 +120,13 @@ static const struct command commands[] = {
                               .put = kvq__import_buffer_put,
                               .undo = kvq__buffer_undo,
                               .made = kvq__buffer_made,
-                              .back = kvq__buffer_back,
+                              .closed_by = KVQ__REQUEST__COMMAND_CLOSE_BUFFER,
                               RESULT(CREATE_BUFFER)},
     COMMAND(CLOSE_BUFFER) = {.run = kvq__close_buffer_run},
     COMMAND(OPEN_SESSION) = {.is_slow = kvq__session_needs_codebooks,
                              .make = kvq__session_read_codebooks,
                              .made = kvq__open_session_made,
-                             .back = kvq__open_session_back},
+                             .closed_by = KVQ__REQUEST__COMMAND_CLOSE_SESSION},
     COMMAND(LOOKUP_PREFIX) = {.is_slow = kvq__session_needs_codebooks,
                               .make = kvq__session_read_codebooks},
     COMMAND(OPEN_POOL) = {.prepare = kvq__open_pool_prepare,
@@ -120,7 +141,7 @@ static const struct command commands[] = {
                            .sent = kvq__open_table_sent,
                            .undo = kvq__open_table_undo,
                            .made = kvq__open_table_made,
-                           .back = kvq__open_table_back,
+                           .closed_by = KVQ__REQUEST__COMMAND_CLOSE_TABLE,
                            RESULT(OPEN_TABLE)},
     COMMAND(CLOSE_TABLE) = {.run = kvq__close_table_run},
     COMMAND(MAP_EXTENTS) = {.prepare = kvq__map_extents_prepare,
@@ -175,9 +196,9 @@ static void note_made(struct kvq__connection *c)
 {
     const struct command *command = command_of(c);
     bool made = c->reply.status == 0 && command->made;
-    assert(!command->made == !command->back);
+    assert(!command->made == !command->closed_by);
     c->made.request = c->request->id;
-    c->made.back = made ? command->back : NULL;
+    c->made.closed_by = made ? command->closed_by : KVQ__REQUEST__COMMAND__NOT_SET;
     c->made.what = made ? command->made(c) : 0;
 }
 
@@ -373,12 +394,6 @@ static int check_request(const struct kvq__connection *c, const struct kvq__pack
     return 0;
 }
 
-static int prepare_command(struct kvq__connection *c, struct kvq__packet *packet, char *text)
-{
-    const struct command *command = command_of(c);
-    return command->prepare ? command->prepare(c, packet, text) : 0;
-}
-
 void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *packet)
 {
     char text[KVQ_TEXT_BYTES] = "";
@@ -399,8 +414,8 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     bool fatal = error != 0;
     if (error == 0 && c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR)
         kvq__doctor(c->server, &c->arena, &c->reply);
-    else if (error == 0)
-        error = prepare_command(c, packet, text);
+    else if (error == 0 && command_of(c)->prepare)
+        error = command_of(c)->prepare(c, text);
     kvq__packet_close_fds(packet);
     // A cancel that is still one found nothing to give back.
     bool local = error || c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR ||
@@ -412,7 +427,7 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     if (error)
         set_status(c, error, text);
     c->n_fds = 0;
-    c->made.back = NULL;
+    c->made.closed_by = KVQ__REQUEST__COMMAND__NOT_SET;
     kvq__connection_reply(c);
     if (fatal || (error && c->state == KVQ__CONNECTION_HELLO))
         kvq__connection_end(c, text);

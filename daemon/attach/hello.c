@@ -63,13 +63,12 @@ static int check_clients(const struct kvq__connection *c, char *text)
     return 0;
 }
 
-int kvq__hello_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__hello_prepare(struct kvq__connection *c, char *text)
 {
     const Kvq__Hello *hello = c->request->hello;
     const struct kvq__identity *us = &c->server->identity;
     uint32_t layout = 0;
     assert(c->state == KVQ__CONNECTION_HELLO && c->id == 0);
-    (void)packet;
     int error = kvq__attach_agree(hello->protocol_min, hello->protocol_max, KVQ_PROTOCOL_MIN,
                                   KVQ_PROTOCOL_MAX, "protocol", &c->protocol, text);
     if (error == 0 && (hello->layout_min || hello->layout_max))

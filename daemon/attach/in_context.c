@@ -39,9 +39,8 @@ void kvq__bundles_close(struct kvq__attach *a)
 
 // ---- Loop's thread ----
 
-int kvq__open_pool_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__open_pool_prepare(struct kvq__connection *c, char *text)
 {
-    (void)packet;
     const Kvq__OpenPool *open = c->request->open_pool;
     Kvq__OpenPoolReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
@@ -85,10 +84,9 @@ static struct kvq_table_page head_of(const Kvq__OpenTable *open)
     };
 }
 
-int kvq__open_table_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__open_table_prepare(struct kvq__connection *c, char *text)
 {
     assert(!c->table);
-    (void)packet;
     const Kvq__OpenTable *open = c->request->open_table;
     Kvq__OpenTableReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
@@ -117,9 +115,8 @@ int kvq__open_table_prepare(struct kvq__connection *c, struct kvq__packet *packe
     return 0;
 }
 
-int kvq__map_extents_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__map_extents_prepare(struct kvq__connection *c, char *text)
 {
-    (void)packet;
     Kvq__MapExtentsReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return kvq__attach_no_room(text);
@@ -130,9 +127,8 @@ int kvq__map_extents_prepare(struct kvq__connection *c, struct kvq__packet *pack
     return reply->numbers ? 0 : kvq__attach_no_room(text);
 }
 
-int kvq__map_book_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__map_book_prepare(struct kvq__connection *c, char *text)
 {
-    (void)packet;
     Kvq__MapBookReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return kvq__attach_no_room(text);
@@ -215,18 +211,6 @@ void kvq__open_table_undo(struct kvq__connection *c)
 uint64_t kvq__open_table_made(const struct kvq__connection *c)
 {
     return c->request->open_table->handle;
-}
-
-bool kvq__open_table_back(struct kvq__connection *c, uint64_t what)
-{
-    Kvq__CloseTable *close = kvq_arena_alloc(&c->arena, sizeof *close);
-    if (!close)
-        return false;
-    kvq__close_table__init(close);
-    close->handle = what;
-    c->request->close_table = close;
-    c->request->command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
-    return true;
 }
 
 // ---- Poller's thread ----

@@ -153,7 +153,7 @@ struct kvq__connection {
     struct kvq_log_budget log_budget;
     struct { // what the last command made, and how a cancel gives it back; back NULL: nothing
         uint32_t request;
-        bool (*back)(struct kvq__connection *c, uint64_t what);
+        Kvq__Request__CommandCase closed_by;
         uint64_t what;
     } made;
 
@@ -242,12 +242,11 @@ int kvq__attach_no_room(char *text);
 
 enum { KVQ__COMES_BACK = 1 }; // of a run: kvq__connection_to_loop follows
 
-typedef int kvq__prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text);
+typedef int kvq__prepare(struct kvq__connection *c, char *text);
 typedef bool kvq__is_slow(const struct kvq__connection *c);
 typedef int kvq__run(struct kvq__connection *c, char *text);
 typedef void kvq__part(struct kvq__connection *c);
 typedef uint64_t kvq__made(const struct kvq__connection *c);
-typedef bool kvq__back(struct kvq__connection *c, uint64_t what);
 
 // hello.c
 kvq__prepare kvq__hello_prepare;
@@ -264,7 +263,6 @@ kvq__part kvq__open_timeline_put, kvq__open_events_put;
 kvq__part kvq__open_queue_sent, kvq__open_timeline_sent;
 kvq__part kvq__open_queue_undo, kvq__stream_sync_undo;
 kvq__made kvq__open_queue_made;
-kvq__back kvq__open_queue_back;
 // Destroys the events; no stream may wait for them any more. NULL is fine.
 void kvq__line_events_close(struct kvq__line_events **events);
 
@@ -275,13 +273,11 @@ kvq__part kvq__buffer_make;
 kvq__run kvq__buffer_run, kvq__close_buffer_run;
 kvq__part kvq__create_buffer_put, kvq__import_buffer_put, kvq__create_buffer_sent, kvq__buffer_undo;
 kvq__made kvq__buffer_made;
-kvq__back kvq__buffer_back;
 
 // sessions.c
 kvq__is_slow kvq__session_needs_codebooks;
 kvq__part kvq__session_read_codebooks;
 kvq__made kvq__open_session_made;
-kvq__back kvq__open_session_back;
 
 // in_context.c
 kvq__prepare kvq__open_pool_prepare, kvq__open_table_prepare, kvq__map_extents_prepare,
@@ -293,7 +289,6 @@ kvq__run kvq__open_pool_run, kvq__open_table_run, kvq__close_table_run, kvq__map
 kvq__part kvq__open_pool_put, kvq__open_table_put;
 kvq__part kvq__open_table_sent, kvq__map_book_sent, kvq__open_table_undo;
 kvq__made kvq__open_table_made;
-kvq__back kvq__open_table_back;
 // The bundles of kernels, one for each GPU, that clients map.
 void kvq__bundles_open(struct kvq__attach *attach);
 void kvq__bundles_close(struct kvq__attach *attach);

@@ -23,10 +23,9 @@ static struct kvq__line *find_line(const struct kvq__connection *c, uint32_t id,
 
 // ---- Opening and closing ----
 
-int kvq__open_queue_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__open_queue_prepare(struct kvq__connection *c, char *text)
 {
     int error;
-    (void)packet;
     Kvq__OpenQueueReply *reply = kvq_arena_alloc(&c->arena, sizeof *reply);
     if (!reply)
         return kvq__attach_no_room(text);
@@ -102,18 +101,6 @@ uint64_t kvq__open_queue_made(const struct kvq__connection *c)
     return c->reply.open_queue->queue;
 }
 
-bool kvq__open_queue_back(struct kvq__connection *c, uint64_t what)
-{
-    Kvq__CloseQueue *close = kvq_arena_alloc(&c->arena, sizeof *close);
-    if (!close)
-        return false;
-    kvq__close_queue__init(close);
-    close->queue = (uint32_t)what;
-    c->request->close_queue = close;
-    c->request->command_case = KVQ__REQUEST__COMMAND_CLOSE_QUEUE;
-    return true;
-}
-
 int kvq__close_queue_run(struct kvq__connection *c, char *text)
 {
     struct kvq__line *line = find_line(c, c->request->close_queue->queue, text);
@@ -125,9 +112,8 @@ int kvq__close_queue_run(struct kvq__connection *c, char *text)
 
 // ---- Events ----
 
-int kvq__open_events_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__open_events_prepare(struct kvq__connection *c, char *text)
 {
-    (void)packet;
     int error = kvq__attach_gpu(c, &c->request->open_events->gpu, &c->gpu, text);
     if (error)
         return error;
@@ -241,9 +227,8 @@ void kvq__open_events_put(struct kvq__connection *c)
 
 // ---- Timelines ----
 
-int kvq__open_timeline_prepare(struct kvq__connection *c, struct kvq__packet *packet, char *text)
+int kvq__open_timeline_prepare(struct kvq__connection *c, char *text)
 {
-    (void)packet;
     int error = kvq__attach_gpu(c, &c->request->open_timeline->gpu, &c->gpu, text);
     if (error == 0 && kvq__attach_check_pins(c, text))
         error = KVQ_E_UNSUPPORTED; // clients go on to the next order

@@ -66,15 +66,3 @@ uint64_t kvq__open_session_made(const struct kvq__connection *c)
 {
     return c->reply.session->handle;
 }
-
-bool kvq__open_session_back(struct kvq__connection *c, uint64_t what)
-{
-    Kvq__CloseSession *close = kvq_arena_alloc(&c->arena, sizeof *close);
-    if (!close)
-        return false;
-    kvq__close_session__init(close);
-    close->handle = what;
-    c->request->close_session = close;
-    c->request->command_case = KVQ__REQUEST__COMMAND_CLOSE_SESSION;
-    return true;
-}
