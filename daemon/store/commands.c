@@ -306,19 +306,15 @@ int kvq__jobs_refuse_here(struct kvq__task *t)
 
 // ---- Sessions that may be on disk alone ----
 
-// On the poller's thread, for commands that name a session which may be on disk alone.
 static void namespace_is_known(struct kvq__task *t)
 {
     if (t->rc < 0)
         kvq__task_end(t);
-    else if (t->request->command_case == KVQ__REQUEST__COMMAND_LIST_SAVED)
-        kvq__task_to_work(t, kvq__jobs_list, task_worked);
-    else if (t->request->command_case == KVQ__REQUEST__COMMAND_EXPORT_SESSION)
-        kvq__task_to_work(t, export_session, task_worked);
     else
-        kvq__jobs_restore(t);
+        t->next(t);
 }
 
+// Poller's thread.
 static void check_namespace(struct kvq__task *t)
 {
     char ns[KVQ_NAME_BYTES];
@@ -327,11 +323,24 @@ static void check_namespace(struct kvq__task *t)
     kvq__task_to_loop(t, namespace_is_known);
 }
 
-static void resolve_namespace(struct kvq__task *t, const Kvq__SessionRef *ref)
+// Goes on with next() once the namespace is found that the peer means, and may use.
+static void resolve_namespace(struct kvq__task *t, const char *ns, const char *name,
+                              void (*next)(struct kvq__task *task))
 {
-    snprintf(t->ns, sizeof t->ns, "%s", ref ? ref->namespace_ : "");
-    snprintf(t->name, sizeof t->name, "%s", ref ? ref->name : "");
+    snprintf(t->ns, sizeof t->ns, "%s", ns);
+    snprintf(t->name, sizeof t->name, "%s", name);
+    t->next = next;
     kvq__task_to_poller(t, check_namespace);
+}
+
+static void go_list(struct kvq__task *t)
+{
+    kvq__task_to_work(t, kvq__jobs_list, task_worked);
+}
+
+static void go_export(struct kvq__task *t)
+{
+    kvq__task_to_work(t, export_session, task_worked);
 }
 
 static void start_save(struct kvq__task *t)
@@ -347,12 +356,14 @@ static void start_drop(struct kvq__task *t)
 
 static void start_restore(struct kvq__task *t)
 {
-    resolve_namespace(t, t->request->restore_session->ref);
+    const Kvq__SessionRef *ref = t->request->restore_session->ref;
+    resolve_namespace(t, ref ? ref->namespace_ : "", ref ? ref->name : "", kvq__jobs_restore);
 }
 
 static void start_export(struct kvq__task *t)
 {
-    resolve_namespace(t, t->request->export_session->ref);
+    const Kvq__SessionRef *ref = t->request->export_session->ref;
+    resolve_namespace(t, ref ? ref->namespace_ : "", ref ? ref->name : "", go_export);
 }
 
 static void start_import(struct kvq__task *t)
@@ -363,14 +374,12 @@ static void start_import(struct kvq__task *t)
 static void start_list(struct kvq__task *t)
 {
     const Kvq__ListSaved *list = t->request->list_saved;
-    if ((t->rc = kvq__jobs_list_check(t)) < 0) {
+    if ((t->rc = kvq__jobs_list_check(t)) < 0)
         kvq__task_end(t);
-    } else if (t->peer->admin && !list->namespace_[0]) { // administrators see all
-        kvq__task_to_work(t, kvq__jobs_list, task_worked);
-    } else {
-        snprintf(t->ns, sizeof t->ns, "%s", list->namespace_);
-        kvq__task_to_poller(t, check_namespace);
-    }
+    else if (t->peer->admin && !list->namespace_[0]) // administrators see all
+        go_list(t);
+    else
+        resolve_namespace(t, list->namespace_, "", go_list);
 }
 
 static void start_storage(struct kvq__task *t)
@@ -424,7 +433,7 @@ static bool takes_drop(const struct kvq__jobs *jobs, const Kvq__Request *r)
     return jobs->store != NULL;
 }
 
-// Of one with a name the store may have tokens; and of the prefix of a page or more.
+// The store may have tokens of a session with a name, and pages of a prefix that fills one.
 static bool takes_open(const struct kvq__jobs *jobs, const Kvq__Request *r)
 {
     const Kvq__OpenSession *open = r->open_session;

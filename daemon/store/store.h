@@ -45,7 +45,7 @@ struct kvq__task {
     void (*then)(struct kvq__task *task);  // and once memory is there
     void (*begun_load)(struct kvq__task *task); // and once reading has begun
     void (*read)(struct kvq__task *task);       // and once all is read; NULL: nobody waits
-    void (*next)(struct kvq__task *task);       // and once that is over
+    void (*next)(struct kvq__task *task);       // once that is over, or the namespace is known
     bool writes, again, unchanged, own, quiet, looked_again;
     bool at_poller;              // the poller's thread may write to it; the loop's own
     struct kvq__reshard_as as;   // shards 0: as many as were saved
