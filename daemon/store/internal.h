@@ -102,7 +102,7 @@ static inline struct kvq__task *kvq__task_of(uv_work_t *work)
 {
     return work->data;
 }
-// From the poller's thread to the same, some milliseconds later (room.c).
+// From the poller's thread to the same, some milliseconds later.
 void kvq__task_later(struct kvq__task *task, void (*step)(struct kvq__task *task));
 // Waits for its turn to write.
 void kvq__task_queue(struct kvq__task *task, void (*step)(struct kvq__task *task));

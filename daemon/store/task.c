@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How a task goes from thread to thread, waits for its name and its turn, and ends.
+// How a task goes from thread to thread, waits (for its name, its turn, room) and ends.
 #include <assert.h>
 
 #include "daemon/commands/dispatch.h"
@@ -52,6 +52,33 @@ void kvq__task_to_work(struct kvq__task *t, void (*step)(struct kvq__task *task)
     int error = uv_queue_work(&t->jobs->server->loop, &t->work, work, after);
     assert(error == 0); // only for what is none of libuv's
     (void)error;
+}
+
+// ---- Waiting for room in memory ----
+
+enum { ROOM_MS = 3 }; // so often a session that waits for room is tried again
+
+static void look_for_room_again(uv_timer_t *timer)
+{
+    struct kvq__jobs *jobs = timer->data;
+    struct kvq__task *t;
+    while ((t = TAILQ_FIRST(&jobs->roomless))) {
+        TAILQ_REMOVE(&jobs->roomless, t, room_link);
+        kvq__task_to_poller(t, t->later);
+    }
+}
+
+static void wait_for_room(struct kvq__task *t)
+{
+    TAILQ_INSERT_TAIL(&t->jobs->roomless, t, room_link);
+    if (!uv_is_active((const uv_handle_t *)&t->jobs->room))
+        uv_timer_start(&t->jobs->room, look_for_room_again, ROOM_MS, 0);
+}
+
+void kvq__task_later(struct kvq__task *t, void (*step)(struct kvq__task *task))
+{
+    t->later = step;
+    kvq__task_to_loop(t, wait_for_room);
 }
 
 // ---- Whose turn it is ----
