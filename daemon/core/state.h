@@ -158,6 +158,14 @@ struct kvq__upward {
     enum kvq__help (*evict_for)(struct kvq__core *core, const struct kvq__eviction_request *asked);
 };
 
+// What is on its way (residency/ticket.h).
+enum kvq__ticket_kind {
+    KVQ__TICKET_MOVE,
+    KVQ__TICKET_PARK,
+    KVQ__TICKET_FETCH,
+    KVQ__TICKET_KINDS,
+};
+
 struct kvq__core {
     struct kvq__core_config config;
     const struct kvq__upward *up;
@@ -201,7 +209,7 @@ struct kvq__core {
     uint32_t n_committing;                                // sessions with a STEP under way on a GPU
     uint32_t n_moving;                                    // sessions that have a move
     TAILQ_HEAD(, kvq__ticket) tickets;                    // the oldest first
-    uint32_t n_tickets[3];                                // of each kind, those over included
+    uint32_t n_tickets[KVQ__TICKET_KINDS];                // of each kind, those over included
     uint64_t last_ticket_id;
     struct kvq__mover *mover; // made at the first move
     uint32_t n_demoted;       // sessions that have a home elsewhere

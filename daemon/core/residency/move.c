@@ -20,10 +20,8 @@ enum { RELEASE_AT_ONCE = 512 }; // blocks between two looks at the rings
 
 struct kvq__move *kvq__move_after(const struct kvq__core *core, const struct kvq__move *move)
 {
-    struct kvq__ticket *t = move ? TAILQ_NEXT(&move->ticket, link) : TAILQ_FIRST(&core->tickets);
-    while (t && t->kind != KVQ__TICKET_MOVE)
-        t = TAILQ_NEXT(t, link);
-    return (struct kvq__move *)t; // its first member
+    return (struct kvq__move *)kvq__ticket_after(core, move ? &move->ticket : NULL,
+                                                 KVQ__MOVE_TICKETS);
 }
 
 // Goes on from the first block.

@@ -165,10 +165,8 @@ uint64_t kvq__park_frees(const struct kvq__session *s)
 
 struct kvq__park *kvq__park_after(const struct kvq__core *core, const struct kvq__park *park)
 {
-    struct kvq__ticket *t = park ? TAILQ_NEXT(&park->ticket, link) : TAILQ_FIRST(&core->tickets);
-    while (t && t->kind == KVQ__TICKET_MOVE)
-        t = TAILQ_NEXT(t, link);
-    return (struct kvq__park *)t; // its first member
+    return (struct kvq__park *)kvq__ticket_after(core, park ? &park->ticket : NULL,
+                                                 KVQ__PARK_TICKETS);
 }
 
 static int park_new(struct kvq__session *s, enum kvq__ticket_kind kind, struct kvq__park **out,

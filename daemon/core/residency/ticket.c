@@ -39,34 +39,35 @@ void kvq__ticket_enter(struct kvq__ticket *t, enum kvq__phase to)
     t->phase = to;
 }
 
+struct kvq__ticket *kvq__ticket_after(const struct kvq__core *core,
+                                      const struct kvq__ticket *ticket, uint32_t kinds)
+{
+    struct kvq__ticket *t = ticket ? TAILQ_NEXT(ticket, link) : TAILQ_FIRST(&core->tickets);
+    while (t && !(kinds & 1u << t->kind))
+        t = TAILQ_NEXT(t, link);
+    return t;
+}
+
 // Moves have a limit of their own; parks and fetches share one.
-static bool count_together(enum kvq__ticket_kind a, enum kvq__ticket_kind b)
-{
-    return (a == KVQ__TICKET_MOVE) == (b == KVQ__TICKET_MOVE);
-}
-
-static uint32_t count_alike(const struct kvq__core *core, enum kvq__ticket_kind kind)
-{
-    uint32_t store = core->n_tickets[KVQ__TICKET_PARK] + core->n_tickets[KVQ__TICKET_FETCH];
-    return kind == KVQ__TICKET_MOVE ? core->n_tickets[KVQ__TICKET_MOVE] : store;
-}
-
 int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, char *text)
 {
-    struct kvq__ticket *t;
-    if (count_alike(core, kind) < MOST)
+    const bool moves = kind == KVQ__TICKET_MOVE;
+    const uint32_t *n = core->n_tickets;
+    uint32_t all = moves ? n[KVQ__TICKET_MOVE] : n[KVQ__TICKET_PARK] + n[KVQ__TICKET_FETCH];
+    uint32_t kinds = moves ? KVQ__MOVE_TICKETS : KVQ__PARK_TICKETS;
+    struct kvq__ticket *t = kvq__ticket_after(core, NULL, kinds);
+    if (all < MOST)
         return 0;
-    TAILQ_FOREACH (t, &core->tickets, link)
-        if (t->phase == KVQ__OVER && count_together(t->kind, kind)) {
-            kvq__ticket_free(t);
-            return 0;
-        }
-    return kvq__fail(
-        text, KVQ_E_LIMIT,
-        kind == KVQ__TICKET_MOVE
-            ? "%u moves are under way; wait until some have ended"
-            : "%u sessions are on their way to disk or back; wait until some are there",
-        count_alike(core, kind));
+    while (t && t->phase != KVQ__OVER)
+        t = kvq__ticket_after(core, t, kinds);
+    if (!t)
+        return kvq__fail(
+            text, KVQ_E_LIMIT,
+            moves ? "%u moves are under way; wait until some have ended"
+                  : "%u sessions are on their way to disk or back; wait until some are there",
+            all);
+    kvq__ticket_free(t);
+    return 0;
 }
 
 void kvq__ticket_begin(struct kvq__ticket *t)

@@ -16,8 +16,6 @@
 
 #include "daemon/core/state.h"
 
-enum kvq__ticket_kind { KVQ__TICKET_MOVE, KVQ__TICKET_PARK, KVQ__TICKET_FETCH };
-
 enum kvq__phase {
     KVQ__QUEUED,    // another move copies, or no store job has begun with it
     KVQ__WAITING,   // for the session's step and requests to end
@@ -48,6 +46,11 @@ struct kvq__ticket {
     char name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
 };
 
+enum {
+    KVQ__MOVE_TICKETS = 1 << KVQ__TICKET_MOVE,
+    KVQ__PARK_TICKETS = 1 << KVQ__TICKET_PARK | 1 << KVQ__TICKET_FETCH, // as struct kvq__park
+};
+
 // Takes a ticket on; asserts that there is that way.
 void kvq__ticket_enter(struct kvq__ticket *ticket, enum kvq__phase to);
 // Forgets the oldest one of the kind that is over if there are too many. KVQ_E_LIMIT with a text if
@@ -57,6 +60,10 @@ int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, char *t
 void kvq__ticket_begin(struct kvq__ticket *ticket);
 void kvq__ticket_finish(struct kvq__ticket *ticket, int status);
 void kvq__ticket_fill_info(const struct kvq__ticket *ticket, struct kvq__move_info *info);
+// The first ticket of one of these kinds (bits 1 << enum kvq__ticket_kind) behind another one, or,
+// with NULL, of all. NULL = there is none.
+struct kvq__ticket *kvq__ticket_after(const struct kvq__core *core,
+                                      const struct kvq__ticket *ticket, uint32_t kinds);
 // By its number; NULL = none.
 const struct kvq__ticket *kvq__ticket_find(const struct kvq__core *core, uint64_t id);
 void kvq__tickets_tick(struct kvq__core *core); // forgets those that were over long ago
