@@ -194,6 +194,12 @@ def check_tables():
         for name, what in rows:
             if told.get(name) != what:
                 yield f"docs/{page} says {told.get(name)!r} of {name}, {header} {what!r}"
+    counters = set(re.findall(r"^    X\((\w+), ",
+                              read("daemon", "core", "base", "counters.h"), re.M))
+    for source in ("daemon_commands.c", "top.c"):
+        asked = re.findall(r'kvq__ctl_counter\(s, "(\w+)"\)', read("tools", "kvqctl", source))
+        yield from (f"{source} asks for {name}, which is no counter" for name in asked
+                    if name not in counters)
 
 
 def main():

@@ -62,7 +62,7 @@ static int add_counters(struct kvq__call *call, Kvq__StatusReply *s)
     memcpy(values, &counts, sizeof values);
     for (uint32_t i = 0; i < KVQ__COUNTERS; i++) {
         kvq__counter__init(&all[i]);
-        all[i].name = (char *)(uintptr_t)kvq__counters[i].name; // packing only reads it
+        all[i].name = (char *)(uintptr_t)kvq__counter_names[i]; // packing only reads it
         all[i].value = values[i];
         s->counters[s->n_counters++] = &all[i];
     }

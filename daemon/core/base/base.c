@@ -12,8 +12,8 @@
 
 #include "daemon/core/state.h"
 
-const struct kvq__counter kvq__counters[KVQ__COUNTERS] = {
-#define ROW(name, kind, what) {#name, what, KVQ__COUNTER_##kind},
+const char *const kvq__counter_names[KVQ__COUNTERS] = {
+#define ROW(name, kind, what) #name,
     KVQ__COUNTER_TABLE(ROW)
 #undef ROW
 };

@@ -10,7 +10,8 @@
 // X(KIND, name, level of its log line, what has happened)
 #define KVQ__EVENT_TABLE(X)                                                                        \
     X(SESSION_OPENED, session_opened, INFO, "a session was made")                                  \
-    X(SESSION_CLOSED, session_closed, INFO, "a client closed a session, or is gone")               \
+    X(SESSION_CLOSED, session_closed, INFO,                                                        \
+      "a client has closed a session, or has gone with it open")                                   \
     X(SESSION_DROPPED, session_dropped, INFO, "a session was ended; the text says why")            \
     X(SESSION_MOVED, session_moved, INFO, "a session went to another place, or why it could not")  \
     X(SESSION_PARKED, session_parked, INFO,                                                        \
@@ -21,9 +22,10 @@
     X(SESSION_PUSHED, session_pushed, INFO, "a session is on the remote store")                    \
     X(SESSION_PULLED, session_pulled, INFO, "a session came from the remote store")                \
     X(PREFIX_RESTORED, prefix_restored, INFO, "a prefix was read, for a session that begins so")   \
-    X(PREFIX_EVICTED, prefix_evicted, INFO, "prefixes gave way; once a second for each namespace") \
-    X(CLIENT_ATTACHED, client_attached, INFO, "a client is there")                                 \
-    X(CLIENT_GONE, client_gone, INFO, "a client is gone")                                          \
+    X(PREFIX_EVICTED, prefix_evicted, INFO,                                                        \
+      "prefixes made room; once a second for each namespace")                                      \
+    X(CLIENT_ATTACHED, client_attached, INFO, "a client has attached")                             \
+    X(CLIENT_GONE, client_gone, INFO, "a client has detached, or its process has ended")           \
     X(CLIENT_STALLED, client_stalled, WARN, "a GPU waits for the client's stream")                 \
     X(MEMORY_FULL, memory_full, WARN, "a pool is full; once a second for each namespace")          \
     X(QUOTA_REACHED, quota_reached, WARN, "a namespace is at a limit; once a second for each")     \
