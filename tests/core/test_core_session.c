@@ -382,7 +382,7 @@ static void test_own_formats(void **state)
     assert_int_equal(s->layers[1].format->outliers, 0); // the first layers go without
     assert_int_equal(s->layers[5].format->outliers, 3);
     assert_int_equal(s->layers[5].format->k.bits, 3);
-    assert_int_equal(s->own.n, 3);
+    assert_int_equal(s->composed.n, 3);
     assert_int_equal(kit_step(&m, info.handle, 10, 2, DIM), 0);
     struct kvq_entry_wire e = {.handle = info.handle, .position = 10};
     uint64_t forked;

@@ -165,7 +165,7 @@ static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, ch
     s->floor = saved->floor;
     s->saturated = saved->saturated;
     s->spec.keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
-    snprintf(s->own.name, sizeof s->own.name, "%s", saved->own_format);
+    snprintf(s->composed.name, sizeof s->composed.name, "%s", saved->own_format);
     int rc = check_restored_counts(s, text);
     return rc ? rc : set_layers(s, saved, text);
 }

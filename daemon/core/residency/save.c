@@ -142,7 +142,7 @@ static int describe_session(const struct kvq__session *s, struct kvq__saved *out
     snprintf(out->model, sizeof out->model, "%s", s->spec.model);
     snprintf(out->salt, sizeof out->salt, "%s", s->spec.salt);
     snprintf(out->adapter, sizeof out->adapter, "%s", s->spec.adapter);
-    snprintf(out->own_format, sizeof out->own_format, "%s", s->own.name);
+    snprintf(out->own_format, sizeof out->own_format, "%s", s->composed.name);
     snprintf(out->isa, sizeof out->isa, "%s", kvq_kernels_isa(s->core->config.kernels));
     for (uint32_t i = 0; i < s->n_layers; i++) {
         out->layers[i] = saved_layer(s, i);

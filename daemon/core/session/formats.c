@@ -142,24 +142,25 @@ const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct k
                                           int *rc)
 {
     const struct kvq_format *known = kvq_format_by_name(row->name);
-    for (uint32_t i = 0; i < s->own.n && !known; i++)
-        if (strcmp(s->own.formats[i].name, row->name) == 0)
-            known = &s->own.formats[i];
+    for (uint32_t i = 0; i < s->composed.n && !known; i++)
+        if (strcmp(s->composed.formats[i].name, row->name) == 0)
+            known = &s->composed.formats[i];
     if (known)
         return known;
-    if (!s->own.formats)
-        s->own.formats = kvq__ns_allocate(s->ns, s->n_layers * sizeof *s->own.formats, rc);
-    if (!s->own.formats)
+    if (!s->composed.formats)
+        s->composed.formats =
+            kvq__ns_allocate(s->ns, s->n_layers * sizeof *s->composed.formats, rc);
+    if (!s->composed.formats)
         return NULL;
-    assert(s->own.n < s->n_layers);
-    s->own.formats[s->own.n] = *row;
-    return &s->own.formats[s->own.n++];
+    assert(s->composed.n < s->n_layers);
+    s->composed.formats[s->composed.n] = *row;
+    return &s->composed.formats[s->composed.n++];
 }
 
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from)
 {
     assert(to->n_layers == from->n_layers);
-    snprintf(to->own.name, sizeof to->own.name, "%s", from->own.name);
+    snprintf(to->composed.name, sizeof to->composed.name, "%s", from->composed.name);
     for (uint32_t i = 0; i < from->n_layers; i++) {
         int rc = 0;
         to->layers[i].format = kvq__format_keep(to, from->layers[i].format, &rc);
@@ -171,12 +172,12 @@ int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from)
 
 size_t kvq__formats_bytes(const struct kvq__session *s)
 {
-    return s->own.formats ? s->n_layers * sizeof *s->own.formats : 0;
+    return s->composed.formats ? s->n_layers * sizeof *s->composed.formats : 0;
 }
 
 void kvq__formats_free(struct kvq__session *s)
 {
-    kvq__ns_deallocate(s->ns, s->own.formats, kvq__formats_bytes(s));
+    kvq__ns_deallocate(s->ns, s->composed.formats, kvq__formats_bytes(s));
 }
 
 // ---- Telling ----

@@ -34,9 +34,9 @@ static struct kvq__session_bucket *session_bucket(const struct kvq__lookup *l,
 
 static void insert(struct kvq__lookup *l, struct kvq__session *s)
 {
-    LIST_INSERT_HEAD(session_bucket(l, l->ids, s->id), s, found.by_id);
+    LIST_INSERT_HEAD(session_bucket(l, l->ids, s->id), s, lookup.by_id);
     if (s->name[0])
-        LIST_INSERT_HEAD(session_bucket(l, l->names, s->found.hash), s, found.by_name);
+        LIST_INSERT_HEAD(session_bucket(l, l->names, s->lookup.hash), s, lookup.by_name);
 }
 
 // ---- The tables ----
@@ -85,9 +85,9 @@ static void grow(struct kvq__core *core)
     }
     for (uint32_t i = 0; i < old.n_buckets; i++)
         while ((s = LIST_FIRST(&old.ids[i]))) {
-            LIST_REMOVE(s, found.by_id);
+            LIST_REMOVE(s, lookup.by_id);
             if (s->name[0])
-                LIST_REMOVE(s, found.by_name);
+                LIST_REMOVE(s, lookup.by_name);
             insert(l, s);
         }
     unmake_buckets(core, &old);
@@ -100,7 +100,7 @@ static int by_id(struct kvq__session *a, struct kvq__session *b)
     return a->id < b->id ? -1 : a->id > b->id;
 }
 
-RB_GENERATE_STATIC(kvq__session_tree, kvq__session, found.tree, by_id)
+RB_GENERATE_STATIC(kvq__session_tree, kvq__session, lookup.tree, by_id)
 
 // RB_NFIND, which does not say what it looked at.
 struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id)
@@ -110,7 +110,7 @@ struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id)
         ns->core->lookup.looks++;
         if (s->id > id)
             found = s;
-        s = s->id > id ? RB_LEFT(s, found.tree) : RB_RIGHT(s, found.tree);
+        s = s->id > id ? RB_LEFT(s, lookup.tree) : RB_RIGHT(s, lookup.tree);
     }
     return found;
 }
@@ -121,7 +121,7 @@ void kvq__lookup_add(struct kvq__session *s)
 {
     assert(s->id > 0 && s->id <= s->core->last_session);
     grow(s->core);
-    s->found.hash = hash_of(s->ns, s->name);
+    s->lookup.hash = hash_of(s->ns, s->name);
     insert(&s->core->lookup, s);
     RB_INSERT(kvq__session_tree, &s->ns->by_id, s);
 }
@@ -129,9 +129,9 @@ void kvq__lookup_add(struct kvq__session *s)
 void kvq__lookup_remove(struct kvq__session *s)
 {
     assert(s->published);
-    LIST_REMOVE(s, found.by_id);
+    LIST_REMOVE(s, lookup.by_id);
     if (s->name[0])
-        LIST_REMOVE(s, found.by_name);
+        LIST_REMOVE(s, lookup.by_name);
     RB_REMOVE(kvq__session_tree, &s->ns->by_id, s);
 }
 
@@ -139,7 +139,7 @@ struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id)
 {
     struct kvq__lookup *l = &core->lookup;
     struct kvq__session *s;
-    LIST_FOREACH (s, session_bucket(l, l->ids, id), found.by_id) {
+    LIST_FOREACH (s, session_bucket(l, l->ids, id), lookup.by_id) {
         l->looks++;
         if (s->id == id)
             return s;
@@ -152,9 +152,9 @@ struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *n
     struct kvq__lookup *l = &ns->core->lookup;
     uint64_t hash = hash_of(ns, name);
     struct kvq__session *s;
-    LIST_FOREACH (s, session_bucket(l, l->names, hash), found.by_name) {
+    LIST_FOREACH (s, session_bucket(l, l->names, hash), lookup.by_name) {
         l->looks++;
-        if (s->found.hash == hash && s->ns == ns && strcmp(s->name, name) == 0)
+        if (s->lookup.hash == hash && s->ns == ns && strcmp(s->name, name) == 0)
             return s;
     }
     return NULL;

@@ -155,7 +155,7 @@ static int find_format(struct kvq__session *s, const struct kvq__session_spec *s
     if (!s->layers[layer].format)
         return kvq__ns_refused(s->ns, rc, "the formats of a session", text);
     if (kvq__own_format(s->core, name) && name == spec->format)
-        snprintf(s->own.name, sizeof s->own.name, "%s", name);
+        snprintf(s->composed.name, sizeof s->composed.name, "%s", name);
     return 0;
 }
 

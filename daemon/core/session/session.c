@@ -393,7 +393,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
     snprintf(info->name, sizeof info->name, "%s", s->name);
     snprintf(info->model, sizeof info->model, "%s", s->spec.model);
     snprintf(info->format, sizeof info->format, "%s",
-             s->own.name[0] ? s->own.name : commonest_format(s));
+             s->composed.name[0] ? s->composed.name : commonest_format(s));
     snprintf(info->place, sizeof info->place, "%s", kvq__pool_name(home));
     if (home->gpu)
         snprintf(info->isa, sizeof info->isa, "sm_%d", kvq__gpu_kernels(home->gpu)->capability);

@@ -112,10 +112,10 @@ struct kvq__session {
     struct kvq__layer *layers;
     uint32_t n_layers, n_owned;     // n_owned: layers with their own pages
     struct {                        // formats.c
-        struct kvq_format *formats; // composed ones, each once; NULL = none
+        struct kvq_format *formats; // each once; NULL = none
         uint32_t n;                 // there is room for n_layers
         char name[KVQ_FORMAT_NAME]; // the configuration's that it was opened with, or empty
-    } own;
+    } composed;
 
     // What is committed.
     uint64_t tokens;
@@ -178,7 +178,7 @@ struct kvq__session {
         LIST_ENTRY(kvq__session) by_id;
         LIST_ENTRY(kvq__session) by_name; // if it has a name
         uint64_t hash;                    // of the name
-    } found;
+    } lookup;
     struct { // due.c: a moment when it is looked at
         LIST_ENTRY(kvq__session) link;
         bool listed;
