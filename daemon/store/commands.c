@@ -12,12 +12,6 @@
 
 enum { DEAD_PERCENT = 30, COMPACT_BYTES = 256 << 20 };
 
-static void task_worked(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_end(kvq__task_of(work));
-}
-
 // ---- Dropping ----
 
 static void delete_saved(struct kvq__task *t)
@@ -37,24 +31,10 @@ static void delete_saved(struct kvq__task *t)
         kvq_store_gc(t->jobs->store, &freed, NULL, 0);
 }
 
-static void go_delete(struct kvq__task *t)
-{
-    kvq__task_to_work(t, delete_saved, task_worked);
-}
-
-static void is_dropped(struct kvq__task *t)
-{
-    if (t->name[0] && (t->rc == 0 || t->rc == KVQ_E_NO_SESSION)) {
-        kvq__reply_status(t->reply, t->arena, 0, "");
-        kvq__task_queue(t, go_delete);
-    } else {
-        kvq__task_end(t);
-    }
-}
-
 // Poller's thread: who is dropped, under the name that it is stored by.
-static void name_dropped(struct kvq__task *t, const Kvq__DropSession *drop)
+static void find_dropped(struct kvq__task *t)
 {
+    const Kvq__DropSession *drop = t->request->drop_session;
     struct kvq__core *core = t->jobs->server->core;
     const Kvq__SessionRef *ref = drop->ref;
     struct kvq__session_info info = {0};
@@ -86,26 +66,19 @@ static void drop_in_memory(struct kvq__task *t)
     t->rc = t->reply->status;
     if (t->rc < 0)
         snprintf(t->text, sizeof t->text, "%s", t->reply->text);
-    kvq__task_to_loop(t, is_dropped);
 }
 
-static void go_drop(struct kvq__task *t)
+static void drop_everywhere(struct kvq__task *t)
 {
-    kvq__task_to_poller(t, drop_in_memory);
-}
-
-static void take_dropped(struct kvq__task *t)
-{
+    kvq__task_at_poller(t, find_dropped);
     if (t->name[0])
-        kvq__task_name(t, KVQ__HOLD_ALONE, go_drop);
-    else
-        go_drop(t);
-}
-
-static void find_dropped(struct kvq__task *t)
-{
-    name_dropped(t, t->request->drop_session);
-    kvq__task_to_loop(t, take_dropped);
+        kvq__task_take_name(t, KVQ__HOLD_ALONE);
+    kvq__task_at_poller(t, drop_in_memory);
+    if (!t->name[0] || (t->rc < 0 && t->rc != KVQ_E_NO_SESSION))
+        return;
+    kvq__reply_status(t->reply, t->arena, 0, "");
+    kvq__task_take_turn(t);
+    kvq__task_at_work(t, delete_saved);
 }
 
 // ---- What only reads, or tidies ----
@@ -183,10 +156,27 @@ static void tidy_store(struct kvq__task *t)
     r->moved_bytes = all.moved;
 }
 
-static void go_tidy(struct kvq__task *t)
+static void run_storage(struct kvq__task *t)
 {
-    kvq__task_to_work(t, tidy_store, task_worked);
+    kvq__jobs_working(t->jobs, t->working, sizeof t->working, &t->queued);
+    switch (t->request->storage->action) {
+    case KVQ__STORAGE_ACTION__STORAGE_VERIFY:
+        kvq__task_at_work(t, verify_store);
+        break;
+    case KVQ__STORAGE_ACTION__STORAGE_GC:
+    case KVQ__STORAGE_ACTION__STORAGE_COMPACT:
+        if (t->request->storage->action == KVQ__STORAGE_ACTION__STORAGE_GC)
+            t->doing = "removing empty segments";
+        kvq__task_take_turn(t);
+        kvq__task_at_work(t, tidy_store);
+        break;
+    default:
+        kvq__task_at_work(t, tell_store_status);
+        break;
+    }
 }
+
+// ---- To files and back ----
 
 // What the store has of the session, all shards together.
 static Kvq__SaveReply *save_reply(struct kvq__task *t)
@@ -223,7 +213,7 @@ static int check_stored_name(struct kvq__task *t, const char *name)
     return KVQ_E_INVALID;
 }
 
-static void export_session(struct kvq__task *t)
+static void export_to_file(struct kvq__task *t)
 {
     t->begun = kvq_now_ns();
     t->rc = check_stored_name(t, t->name);
@@ -248,7 +238,7 @@ static void name_imported(struct kvq__task *t)
         t->rc = check_stored_name(t, t->name);
 }
 
-static void import_session(struct kvq__task *t)
+static void read_import(struct kvq__task *t)
 {
     const Kvq__ImportSession *ask = t->request->import_session;
     t->rc = kvq_store_import(t->jobs->store, ask->path, t->ns, t->name, ask->replace, t->text,
@@ -257,39 +247,23 @@ static void import_session(struct kvq__task *t)
         t->rc = KVQ_E_NO_MEMORY;
 }
 
-static void queue_import(struct kvq__task *t)
-{
-    kvq__task_to_work(t, import_session, task_worked);
-}
-
-static void import_if_away(struct kvq__task *t)
-{
-    if (t->rc < 0)
-        kvq__task_end(t);
-    else
-        kvq__task_queue(t, queue_import);
-}
-
 // Poller's thread, with the name held alone.
 static void refuse_if_in_memory(struct kvq__task *t)
 {
     t->rc = kvq__jobs_refuse_here(t);
-    kvq__task_to_loop(t, import_if_away);
 }
 
-static void go_refuse_if_in_memory(struct kvq__task *t)
+static void import_session(struct kvq__task *t)
 {
-    kvq__task_to_poller(t, refuse_if_in_memory);
-}
-
-static void imported_name(uv_work_t *work, int status)
-{
-    struct kvq__task *t = kvq__task_of(work);
-    (void)status;
+    kvq__task_at_work(t, name_imported);
     if (t->rc < 0)
-        kvq__task_end(t);
-    else
-        kvq__task_name(t, KVQ__HOLD_ALONE, go_refuse_if_in_memory);
+        return;
+    kvq__task_take_name(t, KVQ__HOLD_ALONE);
+    kvq__task_at_poller(t, refuse_if_in_memory);
+    if (t->rc < 0)
+        return;
+    kvq__task_take_turn(t);
+    kvq__task_at_work(t, read_import);
 }
 
 int kvq__jobs_refuse_here(struct kvq__task *t)
@@ -306,100 +280,41 @@ int kvq__jobs_refuse_here(struct kvq__task *t)
 
 // ---- Sessions that may be on disk alone ----
 
-static void namespace_is_known(struct kvq__task *t)
-{
-    if (t->rc < 0)
-        kvq__task_end(t);
-    else
-        t->next(t);
-}
-
 // Poller's thread.
 static void check_namespace(struct kvq__task *t)
 {
     char ns[KVQ_NAME_BYTES];
     snprintf(ns, sizeof ns, "%s", t->ns);
     t->rc = kvq__namespace_check(t->jobs->server->core, t->peer, ns, t->ns, t->text);
-    kvq__task_to_loop(t, namespace_is_known);
 }
 
-// Goes on with next() once the namespace is found that the peer means, and may use.
-static void resolve_namespace(struct kvq__task *t, const char *ns, const char *name,
-                              void (*next)(struct kvq__task *task))
+void kvq__jobs_resolve(struct kvq__task *t, const char *ns, const char *name)
 {
     snprintf(t->ns, sizeof t->ns, "%s", ns);
     snprintf(t->name, sizeof t->name, "%s", name);
-    t->next = next;
-    kvq__task_to_poller(t, check_namespace);
+    kvq__task_at_poller(t, check_namespace);
 }
 
-static void go_list(struct kvq__task *t)
-{
-    kvq__task_to_work(t, kvq__jobs_list, task_worked);
-}
-
-static void go_export(struct kvq__task *t)
-{
-    kvq__task_to_work(t, export_session, task_worked);
-}
-
-static void start_save(struct kvq__task *t)
+static void save_session(struct kvq__task *t)
 {
     t->again = t->request->save_session->again;
     kvq__jobs_save(t);
 }
 
-static void start_drop(struct kvq__task *t)
-{
-    kvq__task_to_poller(t, find_dropped);
-}
-
-static void start_restore(struct kvq__task *t)
+static void restore_session(struct kvq__task *t)
 {
     const Kvq__SessionRef *ref = t->request->restore_session->ref;
-    resolve_namespace(t, ref ? ref->namespace_ : "", ref ? ref->name : "", kvq__jobs_restore);
+    kvq__jobs_resolve(t, ref ? ref->namespace_ : "", ref ? ref->name : "");
+    if (t->rc == 0)
+        kvq__jobs_restore(t);
 }
 
-static void start_export(struct kvq__task *t)
+static void export_session(struct kvq__task *t)
 {
     const Kvq__SessionRef *ref = t->request->export_session->ref;
-    resolve_namespace(t, ref ? ref->namespace_ : "", ref ? ref->name : "", go_export);
-}
-
-static void start_import(struct kvq__task *t)
-{
-    kvq__task_to_work(t, name_imported, imported_name);
-}
-
-static void start_list(struct kvq__task *t)
-{
-    const Kvq__ListSaved *list = t->request->list_saved;
-    if ((t->rc = kvq__jobs_list_check(t)) < 0)
-        kvq__task_end(t);
-    else if (t->peer->admin && !list->namespace_[0]) // administrators see all
-        go_list(t);
-    else
-        resolve_namespace(t, list->namespace_, "", go_list);
-}
-
-static void start_storage(struct kvq__task *t)
-{
-    kvq__jobs_working(t->jobs, t->working, sizeof t->working, &t->queued);
-    switch (t->request->storage->action) {
-    case KVQ__STORAGE_ACTION__STORAGE_VERIFY:
-        kvq__task_to_work(t, verify_store, task_worked);
-        break;
-    case KVQ__STORAGE_ACTION__STORAGE_GC:
-        t->doing = "removing empty segments";
-        kvq__task_queue(t, go_tidy);
-        break;
-    case KVQ__STORAGE_ACTION__STORAGE_COMPACT:
-        kvq__task_queue(t, go_tidy);
-        break;
-    default:
-        kvq__task_to_work(t, tell_store_status, task_worked);
-        break;
-    }
+    kvq__jobs_resolve(t, ref ? ref->namespace_ : "", ref ? ref->name : "");
+    if (t->rc == 0)
+        kvq__task_at_work(t, export_to_file);
 }
 
 // ---- The table ----
@@ -408,7 +323,7 @@ static void start_storage(struct kvq__task *t)
 enum needs { NOTHING, STORE, DESK, REMOTE };
 
 struct command {
-    void (*start)(struct kvq__task *task);
+    void (*run)(struct kvq__task *task);
     enum needs needs;
     const char *doing; // of a task that writes; NULL: it says so itself
     bool (*takes)(const struct kvq__jobs *jobs, const Kvq__Request *r); // NULL: always
@@ -444,39 +359,39 @@ static bool takes_open(const struct kvq__jobs *jobs, const Kvq__Request *r)
 #define COMMAND(name) [KVQ__REQUEST__COMMAND_##name]
 
 static const struct command commands[] = {
-    COMMAND(OPEN_SESSION) = {.start = kvq__jobs_open_session, .takes = takes_open},
-    COMMAND(LOOKUP_PREFIX) = {.start = kvq__jobs_lookup},
-    COMMAND(DROP_SESSION) = {.start = start_drop,
+    COMMAND(OPEN_SESSION) = {.run = kvq__jobs_open_session, .takes = takes_open},
+    COMMAND(LOOKUP_PREFIX) = {.run = kvq__jobs_lookup},
+    COMMAND(DROP_SESSION) = {.run = drop_everywhere,
                              .needs = STORE,
                              .doing = "deleting",
                              .takes = takes_drop},
-    COMMAND(SAVE_SESSION) = {.start = start_save, .needs = STORE, .doing = "saving"},
-    COMMAND(RESTORE_SESSION) = {.start = start_restore, .needs = STORE},
-    COMMAND(EXPORT_SESSION) = {.start = start_export, .needs = STORE, .is_for_admins = always},
-    COMMAND(IMPORT_SESSION) = {.start = start_import,
+    COMMAND(SAVE_SESSION) = {.run = save_session, .needs = STORE, .doing = "saving"},
+    COMMAND(RESTORE_SESSION) = {.run = restore_session, .needs = STORE},
+    COMMAND(EXPORT_SESSION) = {.run = export_session, .needs = STORE, .is_for_admins = always},
+    COMMAND(IMPORT_SESSION) = {.run = import_session,
                                .needs = STORE,
                                .doing = "importing",
                                .is_for_admins = always},
-    COMMAND(LIST_SAVED) = {.start = start_list, .needs = STORE},
-    COMMAND(STORAGE) = {.start = start_storage,
+    COMMAND(LIST_SAVED) = {.run = kvq__jobs_list, .needs = STORE},
+    COMMAND(STORAGE) = {.run = run_storage,
                         .needs = STORE,
                         .doing = "compacting",
                         .is_for_admins = is_storage_action},
-    COMMAND(SET_QUOTA) = {.start = kvq__jobs_set_quota},
-    COMMAND(DELETE_QUOTA) = {.start = kvq__jobs_set_quota},
-    COMMAND(PUSH_SESSION) = {.start = kvq__jobs_push, .needs = REMOTE},
-    COMMAND(PULL_SESSION) = {.start = kvq__jobs_pull, .needs = REMOTE},
-    COMMAND(LIST_REMOTE) = {.start = kvq__jobs_list_remote, .needs = REMOTE},
-    COMMAND(REMOVE_REMOTE) = {.start = kvq__jobs_remove_remote, .needs = REMOTE},
-    COMMAND(ASK_TRANSFER) = {.start = kvq__jobs_ask_transfer, .needs = DESK},
-    COMMAND(CANCEL_TRANSFER) = {.start = kvq__jobs_cancel_transfer, .needs = REMOTE},
-    COMMAND(REMOTE_STATUS) = {.start = kvq__jobs_remote_status, .needs = REMOTE},
+    COMMAND(SET_QUOTA) = {.run = kvq__jobs_set_quota},
+    COMMAND(DELETE_QUOTA) = {.run = kvq__jobs_set_quota},
+    COMMAND(PUSH_SESSION) = {.run = kvq__jobs_push, .needs = REMOTE},
+    COMMAND(PULL_SESSION) = {.run = kvq__jobs_pull, .needs = REMOTE},
+    COMMAND(LIST_REMOTE) = {.run = kvq__jobs_list_remote, .needs = REMOTE},
+    COMMAND(REMOVE_REMOTE) = {.run = kvq__jobs_remove_remote, .needs = REMOTE},
+    COMMAND(ASK_TRANSFER) = {.run = kvq__jobs_ask_transfer, .needs = DESK},
+    COMMAND(CANCEL_TRANSFER) = {.run = kvq__jobs_cancel_transfer, .needs = REMOTE},
+    COMMAND(REMOTE_STATUS) = {.run = kvq__jobs_remote_status, .needs = REMOTE},
 };
 
 static const struct command *find_job_command(Kvq__Request__CommandCase command)
 {
     bool inside = (size_t)command < sizeof commands / sizeof *commands;
-    return inside && commands[command].start ? &commands[command] : NULL;
+    return inside && commands[command].run ? &commands[command] : NULL;
 }
 
 bool kvq__jobs_knows(Kvq__Request__CommandCase command)
@@ -529,29 +444,15 @@ static int check_command(struct kvq__task *t, const struct command *command)
 void kvq__jobs_start(struct kvq__jobs *jobs, struct kvq__task *t)
 {
     const struct command *command = find_job_command(t->request->command_case);
-    assert(command && t->done);
+    assert(command && t->done && t->reply);
     t->jobs = jobs;
-    t->rc = 0;
-    t->text[0] = t->ns[0] = t->name[0] = 0;
-    t->writes = t->own = t->again = t->unchanged = t->quiet = false;
-    t->looked_again = false;
-    t->doing = NULL;
-    t->working[0] = 0;
-    t->queued = 0;
-    t->stored = 0;
-    t->save = NULL;
-    t->found = NULL;
-    t->loading = t->reading = NULL;
-    t->transfer = NULL;
-    t->job = NULL;
-    t->hold = (struct kvq__hold){0};
-    t->turn = (struct kvq__write_turn){0};
-    t->ask = NULL;
-    t->pages = 0;
-    jobs->n_tasks++;
     t->rc = check_command(t, command);
-    if (t->rc < 0)
-        kvq__task_end(t);
-    else
-        command->start(t);
+    if (t->rc == 0)
+        t->rc = kvq__task_make(jobs, t);
+    if (t->rc == 0) {
+        kvq__task_start(t, command->run);
+    } else {
+        kvq__reply_status(t->reply, t->arena, t->rc, t->text);
+        t->done(t);
+    }
 }

@@ -15,7 +15,8 @@
 enum {
     BATCH = 256,                // sessions in one transaction,
     BATCH_BYTES = 64 << 20,     // which take in no more once they have so much to write
-    PATIENCE_MS = 10000,        // in which no session could be taken hold of
+    PATIENCE_MS = 10000,        // in which no session could be taken hold of,
+    AGAIN_MS = 3,               // looked at again so often
     AGAIN = KVQ__SAVE_THERE_IS, // of a task: there was no room in the transaction
     WAITS = KVQ__SAVE_WAITS,    // and something has to end first
 };
@@ -32,9 +33,8 @@ struct drain {
     uint32_t n_given, room_given;
     struct kvq__task *batch[BATCH];
     uint32_t n_batch;
-    bool moved, any;      // some were saved or given up in this round; since the core was asked
-    bool full;            // nothing can be made room with
-    uint64_t waits_since; // nothing has moved; 0: that is not so
+    bool moved, any; // some were saved or given up in this round; since the core was asked
+    bool full;       // nothing can be made room with
     uint64_t begun;
     uint32_t saved, transactions;
 };
@@ -149,9 +149,6 @@ static void write_batch(struct kvq__task *task)
 
 // ---- A batch ----
 
-static void next_batch(struct kvq__task *task);
-static void ask_what_is_unsaved(struct kvq__task *task);
-
 static void keep(struct drain *d, const struct kvq__task *t)
 {
     struct kvq__unsaved *u = &d->list[d->kept++];
@@ -202,34 +199,12 @@ static void end_one(struct drain *d, struct kvq__task *t)
     free(t);
 }
 
-static void end_batch(struct kvq__task *task)
-{
-    struct drain *d = drain_of(task);
-    kvq__turn_end(&task->jobs->turns, &task->turn);
-    for (uint32_t i = 0; i < d->n_batch; i++)
-        end_one(d, d->batch[i]);
-    d->n_batch = 0;
-    next_batch(task);
-}
-
 // Poller's thread.
 static void end_saves(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
     for (uint32_t i = 0; i < d->n_batch; i++)
         kvq__save_end(&d->batch[i]->save, d->batch[i]->rc == 0);
-    kvq__task_to_loop(task, end_batch);
-}
-
-static void drained_is_written(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), end_saves);
-}
-
-static void go_write(struct kvq__task *task)
-{
-    kvq__task_to_work(task, write_batch, drained_is_written);
 }
 
 // Poller's thread.
@@ -250,12 +225,6 @@ static void take_hold_of_unsaved(struct kvq__task *task)
         bytes += t->save ? kvq__jobs_unsaved_bytes(t) : 0;
         sessions += t->save ? kvq__save_shards(t->save) : 0;
     }
-    kvq__task_to_loop(task, go_write);
-}
-
-static void drain_has_turn(struct kvq__task *task)
-{
-    kvq__task_to_poller(task, take_hold_of_unsaved);
 }
 
 static void drain_has_name(struct kvq__hold *hold)
@@ -292,7 +261,111 @@ static void take_names(struct drain *d)
     }
 }
 
+// Saves those whose names it has. Waits.
+static void save_batch(struct drain *d)
+{
+    struct kvq__task *task = &d->task;
+    kvq__task_take_turn(task);
+    kvq__task_at_poller(task, take_hold_of_unsaved);
+    kvq__task_at_work(task, write_batch);
+    kvq__task_at_poller(task, end_saves);
+    kvq__task_step_aside(task);
+    for (uint32_t i = 0; i < d->n_batch; i++)
+        end_one(d, d->batch[i]);
+    d->n_batch = 0;
+}
+
 // ---- Rounds ----
+
+static void give_up_all(struct drain *d)
+{
+    char text[KVQ_TEXT_BYTES];
+    snprintf(text, sizeof text,
+             "it was changed, packed, moved, read from disk, or in use by another command for %g s "
+             "without a break",
+             PATIENCE_MS / 1000.0);
+    for (uint32_t i = 0; i < d->n; i++)
+        give_up(d, &d->list[i], text);
+}
+
+// All of the list, and those that something under way still changes again. False if some of them
+// cannot be had, or the time is up. Waits.
+static bool save_list(struct drain *d)
+{
+    uint64_t waits_since = kvq_now_ns(); // nothing has moved
+    while (d->n > 0 && !d->task.jobs->ended) {
+        d->moved = false;
+        for (d->at = d->kept = 0; d->at < d->n && !d->task.jobs->ended;) {
+            take_names(d);
+            if (d->n_batch > 0)
+                save_batch(d);
+        }
+        d->n = d->kept;
+        uint64_t now = kvq_now_ns();
+        if (d->moved)
+            waits_since = now;
+        if (d->n > 0 && now - waits_since >= PATIENCE_MS * 1000000ull) {
+            give_up_all(d);
+            return false;
+        }
+        if (d->n > 0 && !d->moved)
+            kvq__task_sleep(&d->task, AGAIN_MS);
+    }
+    return d->n == 0;
+}
+
+// ---- What there is to be saved ----
+
+static bool is_given_up(const struct drain *d, uint64_t id)
+{
+    for (uint32_t i = 0; i < d->n_given; i++)
+        if (d->given[i].id == id)
+            return true;
+    return false;
+}
+
+// Poller's thread.
+static void ask_what_is_unsaved(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    d->found = kvq__core_unsaved(task->jobs->server->core, KVQ__UNSAVED_ALL, 0, d->list, d->room);
+}
+
+// Puts what is unsaved and was not given up into the list. Waits.
+static void list_unsaved(struct drain *d)
+{
+    struct kvq__unsaved *more;
+    kvq__task_at_poller(&d->task, ask_what_is_unsaved);
+    while (d->found > d->room && (more = realloc(d->list, d->found * sizeof *more))) {
+        d->list = more;
+        d->room = d->found;
+        kvq__task_at_poller(&d->task, ask_what_is_unsaved);
+    }
+    d->n = 0;
+    for (uint32_t i = 0; i < d->found && i < d->room; i++)
+        if (!is_given_up(d, d->list[i].id))
+            d->list[d->n++] = d->list[i];
+    if (d->n > 0)
+        kvq__log(KVQ_LOG_INFO, "saving", "sessions=%u", d->n);
+}
+
+// ---- From beginning to end ----
+
+static void drain(struct kvq__task *task)
+{
+    struct drain *d = drain_of(task);
+    d->begun = kvq_now_ns();
+    do {
+        d->any = false;
+        list_unsaved(d);
+    } while (save_list(d) && d->any); // more may have come since
+    if (d->saved > 0 || d->n_given > 0)
+        kvq__log(d->n_given ? KVQ_LOG_WARN : KVQ_LOG_INFO, "all_saved",
+                 "sessions=%u transactions=%u not_saved=%u ms=%llu", d->saved, d->transactions,
+                 d->n_given, (unsigned long long)((kvq_now_ns() - d->begun) / 1000000));
+    task->rc = 0;
+    task->writes = d->transactions > 0;
+}
 
 static void end_drain(struct kvq__task *task)
 {
@@ -306,113 +379,6 @@ static void end_drain(struct kvq__task *task)
     drained(jobs->server);
 }
 
-static void finish_drain(struct drain *d)
-{
-    if (d->saved > 0 || d->n_given > 0)
-        kvq__log(d->n_given ? KVQ_LOG_WARN : KVQ_LOG_INFO, "all_saved",
-                 "sessions=%u transactions=%u not_saved=%u ms=%llu", d->saved, d->transactions,
-                 d->n_given, (unsigned long long)((kvq_now_ns() - d->begun) / 1000000));
-    d->task.rc = 0;
-    kvq__task_end(&d->task);
-}
-
-static void go_on_draining(struct kvq__task *task)
-{
-    next_batch(task);
-}
-
-// Poller's thread, some milliseconds later.
-static void look_for_unsaved_again(struct kvq__task *task)
-{
-    kvq__task_to_loop(task, go_on_draining);
-}
-
-static void give_up_all(struct drain *d)
-{
-    char text[KVQ_TEXT_BYTES];
-    snprintf(text, sizeof text,
-             "it was changed, packed, moved, read from disk, or in use by another command for %g s "
-             "without a break",
-             PATIENCE_MS / 1000.0);
-    for (uint32_t i = 0; i < d->n; i++)
-        give_up(d, &d->list[i], text);
-    finish_drain(d);
-}
-
-static void end_round(struct drain *d)
-{
-    uint64_t now = kvq_now_ns();
-    d->n = d->kept;
-    d->at = d->kept = 0;
-    if (d->moved || d->waits_since == 0)
-        d->waits_since = now;
-    if (d->n == 0 && d->any) {
-        d->any = false;
-        kvq__task_to_poller(&d->task, ask_what_is_unsaved);
-    } else if (d->n == 0) {
-        finish_drain(d);
-    } else if (d->moved) {
-        d->moved = false;
-        next_batch(&d->task);
-    } else if (now - d->waits_since >= PATIENCE_MS * 1000000ull) {
-        give_up_all(d);
-    } else {
-        kvq__task_later(&d->task, look_for_unsaved_again);
-    }
-}
-
-static void next_batch(struct kvq__task *task)
-{
-    struct drain *d = drain_of(task);
-    if (task->jobs->ended) {
-        finish_drain(d);
-        return;
-    }
-    take_names(d);
-    if (d->n_batch > 0)
-        kvq__task_queue(task, drain_has_turn);
-    else
-        end_round(d);
-}
-
-// ---- What there is to be saved ----
-
-static bool is_given_up(const struct drain *d, uint64_t id)
-{
-    for (uint32_t i = 0; i < d->n_given; i++)
-        if (d->given[i].id == id)
-            return true;
-    return false;
-}
-
-static void told_what_is_unsaved(struct kvq__task *task)
-{
-    struct drain *d = drain_of(task);
-    struct kvq__unsaved *more = NULL;
-    if (d->found > d->room && (more = realloc(d->list, d->found * sizeof *more))) {
-        d->list = more;
-        d->room = d->found;
-        kvq__task_to_poller(task, ask_what_is_unsaved);
-        return;
-    }
-    d->n = d->at = d->kept = 0;
-    for (uint32_t i = 0; i < d->found && i < d->room; i++)
-        if (!is_given_up(d, d->list[i].id))
-            d->list[d->n++] = d->list[i];
-    d->moved = false;
-    if (d->n > 0)
-        kvq__log(KVQ_LOG_INFO, "saving", "sessions=%u", d->n);
-    next_batch(task);
-}
-
-// Poller's thread.
-static void ask_what_is_unsaved(struct kvq__task *task)
-{
-    struct drain *d = drain_of(task);
-    d->found = kvq__core_unsaved(task->jobs->server->core, KVQ__UNSAVED_ALL, 0, d->list, d->room);
-    kvq__task_to_loop(task, told_what_is_unsaved);
-}
-
 void kvq__jobs_drain_on(struct kvq__jobs *jobs)
 {
     void (*drained)(struct kvq__server *) = jobs->drained;
@@ -420,18 +386,16 @@ void kvq__jobs_drain_on(struct kvq__jobs *jobs)
         return;
     struct drain *d = calloc(1, sizeof *d);
     jobs->drain_begun = true;
-    if (!d) {
+    if (!d || kvq__task_make(jobs, &d->task) < 0) {
+        free(d);
         kvq__log(KVQ_LOG_WARN, "not_saved", "text=\"no memory to save what is not saved\"");
         jobs->drained = NULL;
         drained(jobs->server);
         return;
     }
-    d->task.jobs = jobs;
     d->task.done = end_drain;
     d->task.doing = "saving what is not saved";
-    d->begun = kvq_now_ns();
-    jobs->n_tasks++;
-    kvq__task_to_poller(&d->task, ask_what_is_unsaved);
+    kvq__task_start(&d->task, drain);
 }
 
 void kvq__jobs_drain(struct kvq__jobs *jobs, void (*done)(struct kvq__server *server))

@@ -10,7 +10,6 @@
 #include "storage/store.h"
 
 TAILQ_HEAD(kvq__tasks, kvq__task);
-TAILQ_HEAD(kvq__loadings, kvq__loading);
 
 struct kvq__desk;
 struct kvq__used_name;
@@ -28,39 +27,34 @@ struct kvq__layer_mail {
     uint32_t layer;
 };
 
-// A session that is being restored.
+// A session that is being restored: a task of its own, beside the one that asked for it.
 struct kvq__loading {
-    TAILQ_ENTRY(kvq__loading) link;
-    struct kvq__jobs *jobs;
+    struct kvq__task task; // ns, rc, text, begun; its turn is to read
     struct kvq__restore *restore;
     struct kvq__found *found;
-    struct kvq__task *task;      // that waits for the end; NULL = none
-    struct kvq__write_turn turn; // to be read
+    struct kvq__task *asker; // that learns of the end; NULL: none
+    bool awaited;            // the asker waits for the end
     bool fetches, prefix;
-    uv_work_t work;
-    struct kvq__mail mail;
     struct kvq__layer_mail layers[KVQ_MAX_LAYERS];
-    char ns[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
-    int rc;
-    uint64_t tokens, begun, first_ns, bytes;
+    uint64_t tokens, first_ns, bytes;
 };
 
 // Limits that were set at run time, as the file has them.
 struct kvq__limits {
-    struct kvq__tasks queue;  // that set some; the first is under way
+    struct kvq__turns turns;  // of those who set some
     struct kvq__override *at; // KVQ_MAX_OVERRIDES of them
     uint32_t n;
-    struct kvq__override before; // of the namespace whose limits are being set
 };
 
 struct kvq__jobs {
     struct kvq__server *server;
     struct kvq_store *store; // NULL: nothing is saved
+    struct kvq__fibers fibers;
     struct kvq__names names;
-    struct kvq__turns turns; // of those that write
-    struct kvq__tasks aside; // saves whose sessions cannot be taken hold of as yet
-    uint32_t n_tasks, n_own; // n_own: of these, the store jobs' own saves
-    uv_timer_t retry, tick;
+    struct kvq__turns turns;    // of those that write
+    struct kvq__tasks sleepers; // who wait for time to pass
+    uint32_t n_tasks, n_own;    // n_own: of these, the store jobs' own saves
+    uv_timer_t alarm, tick;     // alarm: for the sleeper who is first
     bool timers, ended;
 
     struct kvq__mail unsaved_mail; // at the poller while asking
@@ -77,8 +71,7 @@ struct kvq__jobs {
 
     struct kvq__limits limits;
 
-    struct kvq__loadings loadings;
-    struct kvq__turns reads; // of these
+    struct kvq__turns reads; // of loadings
 
     struct kvq_store_use *used; // not yet in the store
     uint32_t n_used, room_used;
@@ -86,38 +79,53 @@ struct kvq__jobs {
     uint32_t n_named, room_named;
     bool untidy; // something was written since there was nothing to be compacted
 
-    struct kvq__tasks roomless; // whose sessions wait for room in memory
-    uv_timer_t room;
-
     struct kvq__tasks beginning; // to read prefixes, which the index does not show yet
     struct kvq__tasks waiting;   // for one of these, which is what they want, too
 };
 
-// Sends a task on: to the poller's thread, back to the loop's, or to one of libuv's and then back.
-void kvq__task_to_poller(struct kvq__task *task, void (*step)(struct kvq__task *task));
-void kvq__task_to_loop(struct kvq__task *task, void (*step)(struct kvq__task *task));
-void kvq__task_to_work(struct kvq__task *task, void (*work)(struct kvq__task *task),
-                       uv_after_work_cb after);
-static inline struct kvq__task *kvq__task_of(uv_work_t *work)
-{
-    return work->data;
-}
-// From the poller's thread to the same, some milliseconds later.
-void kvq__task_later(struct kvq__task *task, void (*step)(struct kvq__task *task));
-// Waits for its turn to write.
-void kvq__task_queue(struct kvq__task *task, void (*step)(struct kvq__task *task));
+// ---- task.c: a task, and how it waits ----
+//
+// While a call waits, others run: what belongs to the loop's thread may have changed when the call
+// returns. A step on another thread has the task to itself until then.
+
+// Gives it what it needs to be started. 0, or KVQ_E_NO_MEMORY with a text. Any thread.
+int kvq__task_make(struct kvq__jobs *jobs, struct kvq__task *task);
+// Runs it; if a task calls this, behind that one. When run() returns, the task gives back its name
+// and its turn, and its rc and text go into its reply; done() follows.
+void kvq__task_start(struct kvq__task *task, void (*run)(struct kvq__task *task));
+
+// All that follow are called by the task itself, and wait.
+
+// For a call on the poller's thread, which owns the core.
+void kvq__task_at_poller(struct kvq__task *task, void (*call)(struct kvq__task *task));
+// The same for what takes long: until a piece returns true, others have their turn in between.
+void kvq__task_at_poller_in_pieces(struct kvq__task *task, bool (*piece)(struct kvq__task *task));
+// For a call on one of libuv's threads, which may read and write files.
+void kvq__task_at_work(struct kvq__task *task, void (*call)(struct kvq__task *task));
+// For some milliseconds to pass.
+void kvq__task_sleep(struct kvq__task *task, uint64_t ms);
+// For the name that task->ns and task->name are, before its turn is waited for. What the task goes
+// on to find in memory and in the store is then as it stays, until it ends.
+void kvq__task_take_name(struct kvq__task *task, enum kvq__hold_kind kind);
+// For its turn to write to the store.
+void kvq__task_take_turn(struct kvq__task *task);
+// For its turn of others, in which it does not write. ns: whose it is, empty: nobody's.
+void kvq__task_take_turn_of(struct kvq__task *task, struct kvq__turns *turns, const char *ns);
+// Its turn is over, if it has one: it counts what is on disk now, and gives back its name and its
+// turn. Whoever has no more to do need not call this.
+void kvq__task_end_turn(struct kvq__task *task);
+// For somebody to wake it.
+void kvq__task_wait(struct kvq__task *task);
+
+// Not by the task itself: goes on with one that waits to be woken.
+void kvq__task_wake(struct kvq__task *task);
+// Gives back its name and its turn, in which it has written nothing.
+void kvq__task_step_aside(struct kvq__task *task);
 static inline struct kvq__task *kvq__task_of_turn(struct kvq__write_turn *turn)
 {
     return (struct kvq__task *)((char *)turn - offsetof(struct kvq__task, turn));
 }
-// Takes the name that task->ns and task->name are, before its turn is waited for. What the task
-// goes on to find in memory and in the store is then as it stays, until it ends.
-void kvq__task_name(struct kvq__task *task, enum kvq__hold_kind kind,
-                    void (*step)(struct kvq__task *task));
-// Gives back its name and its turn, in which it has written nothing.
-void kvq__task_step_aside(struct kvq__task *task);
-// Ends it with task->rc and its text.
-void kvq__task_end(struct kvq__task *task);
+
 void kvq__jobs_tell(struct kvq__jobs *jobs, enum kvq__event_kind kind, const char *ns,
                     const char *name, const char *text);
 
@@ -143,14 +151,14 @@ void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32
 
 // ---- list.c ----
 
-// A page of what is saved, of task->ns or (empty) of all; on a thread of libuv's.
+// LIST_SAVED. Waits.
 void kvq__jobs_list(struct kvq__task *task);
-// Whether the request's cursor can be gone on from: 0 or a code with a text.
-int kvq__jobs_list_check(struct kvq__task *task);
 
 // ---- save.c ----
 
-void kvq__jobs_save(struct kvq__task *task); // task->ns and name, or its request's, are set
+// Saves the session that task->ns and name, or its request, are about. Waits. task->rc says what
+// came of it.
+void kvq__jobs_save(struct kvq__task *task);
 
 // Blocks that were put in a save, of which sessions that come after may have the same ones.
 struct kvq__same_blocks {
@@ -182,21 +190,23 @@ void kvq__jobs_drain_on(struct kvq__jobs *jobs);
 
 // ---- read.c ----
 
-// Reads all of the kvq__loading that work->data is. On a thread of libuv's.
-void kvq__jobs_read(uv_work_t *work);
+// Reads all of the kvq__loading that the task begins. On a thread of libuv's.
+void kvq__jobs_read(struct kvq__task *task);
 
 // ---- quota.c ----
 
 // Reads the file of limits that were set and puts them in effect; before anything else runs.
 int kvq__jobs_quotas_open(struct kvq__jobs *jobs, char *text);
 void kvq__jobs_quotas_close(struct kvq__jobs *jobs);
-void kvq__jobs_set_quota(struct kvq__task *task); // or delete
+// SET_QUOTA or DELETE_QUOTA. Waits.
+void kvq__jobs_set_quota(struct kvq__task *task);
 // After a task that may have changed what is on disk: tells the core what namespaces have there
-// now, and goes on with kvq__task_end.
+// now. Waits.
 void kvq__jobs_count(struct kvq__task *task);
 
 // ---- restore.c ----
 
+// OPEN_SESSION and RESTORE_SESSION. Both wait.
 void kvq__jobs_open_session(struct kvq__task *task);
 void kvq__jobs_restore(struct kvq__task *task);
 // All that the store has of a shard, and how far all shards are good. The task says whose.
@@ -215,7 +225,7 @@ struct kvq_stored kvq__found_block(const struct kvq__found *found, uint32_t part
 int kvq__found_gather(struct kvq_store *store, const struct kvq__found *found,
                       const uint32_t *parts, uint32_t n, void *const *rooms, char *text);
 
-// A FETCH.
+// A job to fetch a session. Waits.
 void kvq__jobs_fetch(struct kvq__task *task);
 // The stamp of what is stored as task->ns and name. 0 or a code with a text; any thread of libuv's.
 int kvq__jobs_stamp(struct kvq__task *task, uint64_t *stamp);
@@ -247,6 +257,8 @@ int kvq__jobs_refuse_remote(struct kvq__task *task);
 
 // ---- commands.c ----
 
+// Finds the namespace that the peer means, and may use: task->ns, or task->rc < 0. Waits.
+void kvq__jobs_resolve(struct kvq__task *task, const char *ns, const char *name);
 // What a task that writes does, for people.
 const char *kvq__jobs_doing(const struct kvq__task *task);
 
@@ -284,22 +296,26 @@ void kvq__found_books(struct kvq__task *task);
 struct kvq__begin {
     const char *ns, *place;
     uint64_t prefix_tokens;
+    // Poller's thread: called at once when there is memory, or there is none; before anybody else
+    // sees the session. NULL: nothing is.
+    void (*then)(struct kvq__task *task);
 };
-// Poller's thread. Makes task->found and begins to read it; begun() then follows on the loop's
-// thread, with task->rc: task->reading is what is read, and NULL once it has ended.
-void kvq__jobs_load(struct kvq__task *task, const struct kvq__begin *as,
-                    void (*begun)(struct kvq__task *task));
-// Loop's thread. read() follows when that has ended, with its task->rc; or at once.
-void kvq__jobs_load_wait(struct kvq__task *task, void (*read)(struct kvq__task *task));
-// Loop's thread. It goes on without the task.
-void kvq__jobs_load_leave(struct kvq__task *task);
+// Makes task->found in memory, and takes memory for it. Waits. Then task->loading is what is to be
+// read; NULL: nothing is, or it failed (task->rc).
+void kvq__load_begin(struct kvq__task *task, const struct kvq__begin *as);
+// Begins to read that, if anything is: task->reading, until it has ended.
+void kvq__load_start(struct kvq__task *task);
+// Waits until that has ended, and has its task->rc then.
+void kvq__load_wait(struct kvq__task *task);
+// It goes on without the task.
+void kvq__load_leave(struct kvq__task *task);
 
 // ---- prefix.c ----
 
-// Poller's thread. If the store has more of the prefix than memory, it is read first; then next()
-// follows, on the poller's thread, whatever came of it.
-void kvq__jobs_prefix(struct kvq__task *task, const Kvq__OpenSession *open,
-                      void (*next)(struct kvq__task *task));
+// If the store has more of the prefix than memory, it is read, or is being read, when this returns.
+// Whatever came of it, task->ask is what the session begins with. Waits.
+void kvq__jobs_prefix(struct kvq__task *task);
+// LOOKUP_PREFIX. Waits.
 void kvq__jobs_lookup(struct kvq__task *task);
 // The key that hashes are keyed with: the store's, made if there is none. 0 or a code with a text.
 int kvq__prefix_key(const char *folder, uint8_t key[32], char *text);

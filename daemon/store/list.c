@@ -8,7 +8,8 @@
 #include "daemon/commands/dispatch.h"
 #include "daemon/store/internal.h"
 
-int kvq__jobs_list_check(struct kvq__task *t)
+// Whether the request's cursor can be gone on from: 0 or a code with a text.
+static int check_saved_cursor(struct kvq__task *t)
 {
     const Kvq__Cursor *cursor = t->request->list_saved->cursor;
     int rc = kvq__cursor_check(cursor, t->jobs->server->identity.epoch,
@@ -83,7 +84,8 @@ static void fill_saved(struct kvq__task *t, Kvq__SavedList *list, struct kvq_sto
         list->next->id = after;
 }
 
-void kvq__jobs_list(struct kvq__task *t)
+// A page of what is saved, of task->ns or (empty) of all. On a thread of libuv's.
+static void list_saved(struct kvq__task *t)
 {
     enum { ROOM = 256 };
     struct kvq_store_session *s = calloc(ROOM, sizeof *s);
@@ -100,4 +102,15 @@ void kvq__jobs_list(struct kvq__task *t)
     t->reply->saved = list;
     t->reply->result_case = KVQ__REPLY__RESULT_SAVED;
     free(s);
+}
+
+void kvq__jobs_list(struct kvq__task *t)
+{
+    const Kvq__ListSaved *list = t->request->list_saved;
+    t->rc = check_saved_cursor(t);
+    bool all = t->peer->admin && !list->namespace_[0]; // administrators see all
+    if (t->rc == 0 && !all)
+        kvq__jobs_resolve(t, list->namespace_, "");
+    if (t->rc == 0)
+        kvq__task_at_work(t, list_saved);
 }

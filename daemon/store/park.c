@@ -46,27 +46,9 @@ static void refuse_job(struct kvq__core *core, const struct kvq__store_job *o, i
     }
 }
 
-static void end_job(struct kvq__task *t)
-{
-    kvq__task_end(t);
-}
-
 static void refuse_late(struct kvq__task *t)
 {
     refuse_job(t->jobs->server->core, t->job, KVQ_E_DRAINING, "the daemon is shutting down");
-    kvq__task_to_loop(t, end_job);
-}
-
-static void forget_stored(struct kvq__task *t);
-
-static void queue_forget(struct kvq__task *t)
-{
-    kvq__task_queue(t, forget_stored);
-}
-
-static void go_forget(struct kvq__task *t)
-{
-    kvq__task_name(t, KVQ__HOLD_ALONE, queue_forget);
 }
 
 // ---- Saving ----
@@ -83,56 +65,88 @@ static void look_at_parked(struct kvq__task *t)
 static void is_stored(struct kvq__task *t)
 {
     kvq__park_saved(t->jobs->server->core, t->job->id, 0, "");
-    kvq__task_to_loop(t, end_job);
 }
 
-static void looked_at_parked(uv_work_t *work, int status)
+static void save_parked(struct kvq__task *t)
 {
-    struct kvq__task *t = kvq__task_of(work);
-    (void)status;
-    if (t->again)
-        kvq__jobs_save(t);
-    else
-        kvq__task_to_poller(t, is_stored);
+    if (t->job->stored) {
+        kvq__task_at_work(t, look_at_parked);
+        if (!t->again) {
+            kvq__task_at_poller(t, is_stored);
+            return;
+        }
+    }
+    kvq__jobs_save(t);
 }
 
-static void begin_parking_save(struct kvq__task *t)
+// ---- Forgetting ----
+
+// Only what was stored to be parked: another save of that name may have taken its place.
+static void delete_parked(struct kvq__task *t)
 {
-    if (t->job->stored)
-        kvq__task_to_work(t, look_at_parked, looked_at_parked);
-    else
-        kvq__jobs_save(t);
+    struct kvq_store_freed freed;
+    uint64_t stamp = 0;
+    t->rc = kvq__jobs_stamp(t, &stamp);
+    if (t->rc < 0 || stamp != t->job->stamp)
+        return;
+    t->rc = kvq_store_delete(t->jobs->store, t->ns, t->name, t->text, sizeof t->text);
+    if (t->rc == 0)
+        kvq_store_gc(t->jobs->store, &freed, NULL, 0);
 }
 
-static void start(struct kvq__task *t)
+// Poller's thread.
+static void forgot(struct kvq__task *t)
 {
-    struct kvq__jobs *jobs = t->jobs;
-    jobs->n_tasks++;
-    if (jobs->ended)
-        kvq__task_to_poller(t, refuse_late);
+    kvq__park_forgot(t->jobs->server->core, t->job->stamp);
+}
+
+static void forget_parked(struct kvq__task *t)
+{
+    char quoted[KVQ_TEXT_BYTES + 16];
+    kvq__task_take_name(t, KVQ__HOLD_ALONE);
+    kvq__task_take_turn(t);
+    kvq__task_at_work(t, delete_parked);
+    if (t->rc < 0 && t->rc != KVQ_E_NO_SESSION)
+        kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s", t->name,
+                 kvq__log_quote(quoted, sizeof quoted, t->text));
+    kvq__task_at_poller(t, forgot);
+}
+
+// ---- From the poller to the loop ----
+
+static void carry_out(struct kvq__task *t)
+{
+    if (t->jobs->ended)
+        kvq__task_at_poller(t, refuse_late);
     else if (t->job->kind == KVQ__JOB_SAVE)
-        begin_parking_save(t);
+        save_parked(t);
     else if (t->job->kind == KVQ__JOB_FETCH)
         kvq__jobs_fetch(t);
     else
-        go_forget(t);
+        forget_parked(t);
+}
+
+static void has_come(struct kvq__mail *mail)
+{
+    struct kvq__task *t = (struct kvq__task *)((char *)mail - offsetof(struct kvq__task, mail));
+    kvq__task_start(t, carry_out);
 }
 
 static void send_on(struct kvq__jobs *jobs, const struct kvq__store_job *job)
 {
     struct job_task *e = calloc(1, sizeof *e);
-    if (!e) {
+    if (!e || kvq__task_make(jobs, &e->task) < 0) {
         refuse_job(jobs->server->core, job, KVQ_E_NO_MEMORY, "no memory to do what it takes");
+        free(e);
         return;
     }
     e->job = *job;
-    e->task.jobs = jobs;
     e->task.peer = &self;
     e->task.done = job_done;
     e->task.job = &e->job;
     snprintf(e->task.ns, sizeof e->task.ns, "%s", job->ns);
     snprintf(e->task.name, sizeof e->task.name, "%s", job->name);
-    kvq__task_to_loop(&e->task, start);
+    kvq__mailbox_post(&jobs->server->box, &e->task.mail, has_come);
 }
 
 // Poller's thread.
@@ -179,44 +193,6 @@ void kvq__jobs_stop_orders(struct kvq__jobs *jobs)
         return;
     jobs->n_tasks++;
     kvq__mailbox_post(kvq__poller_box(jobs->server->poller), &jobs->stop_mail, stop);
-}
-
-// ---- Forgetting ----
-
-// Only what was stored to be parked: another save of that name may have taken its place.
-static void delete_parked(struct kvq__task *t)
-{
-    struct kvq_store_freed freed;
-    uint64_t stamp = 0;
-    t->rc = kvq__jobs_stamp(t, &stamp);
-    if (t->rc < 0 || stamp != t->job->stamp)
-        return;
-    t->rc = kvq_store_delete(t->jobs->store, t->ns, t->name, t->text, sizeof t->text);
-    if (t->rc == 0)
-        kvq_store_gc(t->jobs->store, &freed, NULL, 0);
-}
-
-// Poller's thread.
-static void forgot(struct kvq__task *t)
-{
-    kvq__park_forgot(t->jobs->server->core, t->job->stamp);
-    kvq__task_to_loop(t, end_job);
-}
-
-static void deleted(uv_work_t *work, int status)
-{
-    struct kvq__task *t = kvq__task_of(work);
-    char quoted[KVQ_TEXT_BYTES + 16];
-    (void)status;
-    if (t->rc < 0 && t->rc != KVQ_E_NO_SESSION)
-        kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s", t->name,
-                 kvq__log_quote(quoted, sizeof quoted, t->text));
-    kvq__task_to_poller(t, forgot);
-}
-
-static void forget_stored(struct kvq__task *t)
-{
-    kvq__task_to_work(t, delete_parked, deleted);
 }
 
 // ---- What a run before has left ----

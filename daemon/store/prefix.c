@@ -123,16 +123,6 @@ static void ask_store(struct kvq__task *t)
 
 // ---- There and back ----
 
-static void look_in_memory(struct kvq__task *t);
-
-// Poller's thread. The ask goes with the command, which ends it.
-static void go_on_with_prefix(struct kvq__task *t)
-{
-    t->rc = 0;
-    t->text[0] = 0;
-    t->next(t);
-}
-
 // What another one is about to put into the index is what this one wants. NULL: nobody does.
 static struct kvq__task *who_begins(const struct kvq__jobs *jobs, const struct kvq__task *t)
 {
@@ -153,140 +143,92 @@ static void wake_waiting(const struct kvq__task *t)
         if (other->pages != t->pages || !kvq__prefix_ask_same(other->ask, t->ask, t->pages))
             continue;
         TAILQ_REMOVE(&jobs->waiting, other, link);
-        kvq__prefix_ask_again(other->ask, 0);
-        kvq__task_to_poller(other, look_in_memory);
+        kvq__task_wake(other);
     }
 }
 
-// The index has less of it than was to be read, or it could not be begun.
-static void has_read(struct kvq__task *t)
+static bool match_pages(struct kvq__task *t)
 {
-    bool less = t->rc == KVQ_E_DAMAGED && !t->asked_again; // may be good: the store knows now
-    t->asked_again |= less;
-    t->has_asked = !less;
-    kvq__prefix_ask_again(t->ask, less ? 0 : t->pages);
-    kvq__task_to_poller(t, look_in_memory);
+    return kvq__prefix_ask_match(t->ask);
 }
 
-static void is_shown(struct kvq__task *t);
-static void is_not_shown(struct kvq__task *t);
-
-// Poller's thread.
-static void look_at_begun(struct kvq__task *t)
+// Waits.
+static void look_in_memory(struct kvq__task *t, uint32_t from)
 {
-    if (!kvq__prefix_ask_match(t->ask))
-        kvq__task_to_poller(t, look_at_begun);
-    else
-        kvq__task_to_loop(t, t->ask->here >= t->pages ? is_shown : is_not_shown);
+    kvq__prefix_ask_again(t->ask, from);
+    kvq__task_at_poller_in_pieces(t, match_pages);
 }
 
-// All of it has memory, and is in the index unless that went for something else. It is read while
-// the session goes on.
-static void has_begun(struct kvq__task *t)
+// Nobody waits for it any more, or thinks that it begins.
+static void end_beginning(struct kvq__task *t)
 {
     TAILQ_REMOVE(&t->jobs->beginning, t, link);
     wake_waiting(t);
-    if (!t->reading) {
-        has_read(t);
-        return;
-    }
-    kvq__prefix_ask_again(t->ask, t->pages);
-    kvq__task_to_poller(t, look_at_begun);
 }
 
-static void is_shown(struct kvq__task *t)
+// Reads the pages that the store has and memory lacks. True once the index shows them, while they
+// are still being read; false if it shows less, or they cannot be read (task->rc). Waits.
+static bool read_prefix(struct kvq__task *t)
 {
-    kvq__jobs_load_leave(t);
-    kvq__task_to_poller(t, go_on_with_prefix);
-}
-
-static void is_not_shown(struct kvq__task *t)
-{
-    kvq__jobs_load_wait(t, has_read);
-}
-
-// Somebody has put it there while the store was asked.
-static void is_there(struct kvq__task *t)
-{
-    TAILQ_REMOVE(&t->jobs->beginning, t, link);
-    wake_waiting(t);
-    kvq__found_free(&t->found);
-    kvq__task_to_poller(t, go_on_with_prefix);
-}
-
-// Poller's thread.
-static void read_prefix(struct kvq__task *t)
-{
-    if (!kvq__prefix_ask_match(t->ask)) {
-        kvq__task_to_poller(t, read_prefix);
-        return;
-    }
-    if (t->ask->here >= t->pages) {
-        kvq__task_to_loop(t, is_there);
-        return;
-    }
     const struct kvq__begin as = {.ns = t->ask->ns,
                                   .place = t->ask->place,
                                   .prefix_tokens = (uint64_t)t->pages * KVQ_BLOCK_TOKENS};
-    kvq__jobs_load(t, &as, has_begun);
-}
-
-static void asked(uv_work_t *work, int status)
-{
-    struct kvq__task *t = kvq__task_of(work);
-    struct kvq__jobs *jobs = t->jobs;
-    (void)status;
-    bool reads = !only_asks(t) && t->found && t->pages > t->ask->here;
-    if (reads && !who_begins(jobs, t)) {
-        TAILQ_INSERT_TAIL(&jobs->beginning, t, link);
-        kvq__prefix_ask_again(t->ask, t->pages);
-        kvq__task_to_poller(t, read_prefix);
-        return;
+    TAILQ_INSERT_TAIL(&t->jobs->beginning, t, link);
+    look_in_memory(t, t->pages);
+    if (t->ask->here >= t->pages) { // somebody has put it there while the store was asked
+        end_beginning(t);
+        return true;
     }
-    kvq__found_free(&t->found);
-    if (reads)
-        TAILQ_INSERT_TAIL(&jobs->waiting, t, link);
-    else
-        kvq__task_to_poller(t, go_on_with_prefix);
+    t->rc = 0;
+    kvq__load_begin(t, &as);
+    kvq__load_start(t);
+    end_beginning(t);
+    if (t->reading) {
+        look_in_memory(t, t->pages);
+        if (t->ask->here >= t->pages) {
+            kvq__load_leave(t);
+            return true;
+        }
+        kvq__load_wait(t); // its memory went for something else, and all of it is read first
+    }
+    return false;
 }
 
-static void go_ask(struct kvq__task *t)
+// Waits until others have put it there, or does so.
+static void look_for_prefix(struct kvq__task *t)
 {
-    kvq__task_to_work(t, ask_store, asked);
-}
-
-// Poller's thread. A piece at a time: others are served in between.
-static void look_in_memory(struct kvq__task *t)
-{
-    if (!kvq__prefix_ask_match(t->ask))
-        kvq__task_to_poller(t, look_in_memory);
-    else if (t->has_asked || !t->jobs->store || t->ask->here == t->ask->pages)
-        go_on_with_prefix(t);
-    else {
+    bool again = false; // since something was damaged
+    for (;;) {
         t->pages = 0;
-        kvq__task_to_loop(t, go_ask);
+        kvq__task_at_poller_in_pieces(t, match_pages);
+        if (!t->jobs->store || t->ask->here == t->ask->pages)
+            return;
+        kvq__task_at_work(t, ask_store);
+        if (only_asks(t) || !t->found || t->pages <= t->ask->here)
+            return;
+        if (who_begins(t->jobs, t)) {
+            kvq__found_free(&t->found);
+            TAILQ_INSERT_TAIL(&t->jobs->waiting, t, link);
+            kvq__task_wait(t);
+        } else if (read_prefix(t)) {
+            return;
+        } else if (again || t->rc != KVQ_E_DAMAGED) {
+            look_in_memory(t, t->pages);
+            return;
+        } else { // it may be good: the store knows now
+            again = true;
+        }
+        kvq__prefix_ask_again(t->ask, 0);
     }
 }
 
-static void hash(struct kvq__task *t)
+static void hash_pages(struct kvq__task *t)
 {
     kvq__prefix_ask_hash(t->ask);
 }
 
-static void hashed(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), look_in_memory);
-}
-
-static void go_hash(struct kvq__task *t)
-{
-    kvq__task_to_work(t, hash, hashed);
-}
-
 // Poller's thread.
-void kvq__jobs_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
-                      void (*next)(struct kvq__task *task))
+static void ask_for_prefix(struct kvq__task *t)
 {
     const struct kvq__server *server = t->jobs->server;
     struct kvq__dispatch d = {.core = server->core,
@@ -294,13 +236,23 @@ void kvq__jobs_prefix(struct kvq__task *t, const Kvq__OpenSession *open,
                               .peer = t->peer,
                               .client = t->client,
                               .now_ns = kvq_now_ns()};
-    t->next = next;
-    t->asked_again = t->has_asked = false;
+    const Kvq__OpenSession *open =
+        only_asks(t) ? t->request->lookup_prefix->session : t->request->open_session;
+    if (kvq__dispatch_ask(&d, open, t->arena, &t->ask, t->text) < 0)
+        t->ask = NULL;
+}
+
+void kvq__jobs_prefix(struct kvq__task *t)
+{
     t->pages = 0;
-    if (kvq__dispatch_ask(&d, open, t->arena, &t->ask, t->text) < 0 || !t->ask)
-        go_on_with_prefix(t);
-    else
-        kvq__task_to_loop(t, go_hash);
+    kvq__task_at_poller(t, ask_for_prefix);
+    if (t->ask) {
+        kvq__task_at_work(t, hash_pages);
+        look_for_prefix(t);
+    }
+    kvq__found_free(&t->found);
+    t->rc = 0;
+    t->text[0] = 0;
 }
 
 // ---- Lookups ----
@@ -320,31 +272,13 @@ static void answer_prefix(struct kvq__task *t)
     kvq__prefix_ask_end(&t->ask);
     if (t->reply->status == 0 && t->reply->lookup_prefix->tokens < on_disk)
         t->reply->lookup_prefix->tokens = on_disk;
-    kvq__task_to_loop(t, kvq__task_end);
-}
-
-static void look_up(struct kvq__task *t)
-{
-    const Kvq__OpenSession *session = t->request->lookup_prefix->session;
-    if (session)
-        kvq__jobs_prefix(t, session, answer_prefix);
-    else
-        answer_prefix(t);
-}
-
-static void read_prefix_codebooks(struct kvq__task *t)
-{
-    if (t->before)
-        t->before(t);
-}
-
-static void prefix_codebooks_are_read(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), look_up);
 }
 
 void kvq__jobs_lookup(struct kvq__task *t)
 {
-    kvq__task_to_work(t, read_prefix_codebooks, prefix_codebooks_are_read);
+    if (t->before)
+        kvq__task_at_work(t, t->before);
+    if (t->request->lookup_prefix->session)
+        kvq__jobs_prefix(t);
+    kvq__task_at_poller(t, answer_prefix);
 }

@@ -23,7 +23,7 @@ static void note_used(struct kvq__core *core, const struct kvq_store_space *spac
 }
 
 // Poller's thread.
-static void counted(struct kvq__task *t)
+static void tell_counted(struct kvq__task *t)
 {
     struct kvq__core *core = t->jobs->server->core;
     note_used(core, t->spaces, t->n_spaces);
@@ -31,24 +31,17 @@ static void counted(struct kvq__task *t)
     t->spaces = NULL;
     if (t->rc == KVQ_E_QUOTA && t->ns[0])
         kvq__disk_refused(core, t->ns, t->text);
-    kvq__task_to_loop(t, kvq__task_end);
 }
 
-static void count(struct kvq__task *t)
+static void count_spaces(struct kvq__task *t)
 {
     kvq_store_spaces(t->jobs->store, &t->spaces, &t->n_spaces, NULL, 0);
 }
 
-static void tell_poller(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), counted);
-}
-
 void kvq__jobs_count(struct kvq__task *t)
 {
-    t->counted = true;
-    kvq__task_to_work(t, count, tell_poller);
+    kvq__task_at_work(t, count_spaces);
+    kvq__task_at_poller(t, tell_counted);
 }
 
 // ---- The table ----
@@ -84,18 +77,6 @@ static void forget_empty(struct kvq__limits *limits)
 
 // ---- A command ----
 
-static void begin_limits(struct kvq__task *t);
-
-static void end_limits(struct kvq__task *t)
-{
-    struct kvq__limits *limits = &t->jobs->limits;
-    TAILQ_REMOVE(&limits->queue, t, link);
-    struct kvq__task *next = TAILQ_FIRST(&limits->queue);
-    kvq__task_end(t);
-    if (next)
-        begin_limits(next);
-}
-
 static void log_change(const struct kvq__task *t)
 {
     char ns[160];
@@ -107,17 +88,6 @@ static void log_change(const struct kvq__task *t)
              (unsigned long long)limit[KVQ__DEVICE_BYTES],
              (unsigned long long)limit[KVQ__DISK_BYTES], (unsigned long long)limit[KVQ__SESSIONS],
              (unsigned long long)limit[KVQ__TABLE_BYTES], t->jobs->store ? "yes" : "no");
-}
-
-static void applied(struct kvq__task *t)
-{
-    struct kvq_store *store = t->jobs->store;
-    if (t->rc == 0 && store)
-        t->rc = kvq_store_limit(store, t->limits.ns, t->limits.quota.limit[KVQ__DISK_BYTES],
-                                t->text, sizeof t->text);
-    if (t->rc == 0)
-        log_change(t);
-    end_limits(t);
 }
 
 // Poller's thread. The task's limits are from here on all that are in effect.
@@ -137,7 +107,6 @@ static void apply(struct kvq__task *t)
         t->limits.quota = info.quota;
     if (t->rc == 0)
         t->rc = kvq__dispatch_quota(&d, t->limits.ns, t->arena, t->reply, t->text);
-    kvq__task_to_loop(t, applied);
 }
 
 static void write_limits(struct kvq__task *t)
@@ -147,43 +116,25 @@ static void write_limits(struct kvq__task *t)
                                   limits->n, t->text);
 }
 
-static void limits_are_written(uv_work_t *work, int status)
-{
-    struct kvq__task *t = kvq__task_of(work);
-    struct kvq__limits *limits = &t->jobs->limits;
-    (void)status;
-    if (t->rc < 0) { // as it was before
-        note(limits, &limits->before);
-        forget_empty(limits);
-        end_limits(t);
-        return;
-    }
-    forget_empty(limits);
-    kvq__task_to_poller(t, apply);
-}
-
-static void planned(struct kvq__task *t)
+// Puts the task's limits into the table and the file, or into neither. Waits.
+static void keep_limits(struct kvq__task *t)
 {
     struct kvq__limits *limits = &t->jobs->limits;
-    if (t->rc < 0) {
-        end_limits(t);
-        return;
-    }
     const struct kvq__override *before = find_override(limits, t->limits.ns);
-    limits->before = before ? *before : (struct kvq__override){0};
-    memcpy(limits->before.ns, t->limits.ns, sizeof limits->before.ns);
+    struct kvq__override old = before ? *before : (struct kvq__override){0};
+    memcpy(old.ns, t->limits.ns, sizeof old.ns);
     if (!note(limits, &t->limits)) {
         snprintf(t->text, sizeof t->text,
                  "%d namespaces have limits that were set; delete those of another one first",
                  KVQ_MAX_OVERRIDES);
         t->rc = KVQ_E_LIMIT;
-        end_limits(t);
-    } else if (t->jobs->store) {
-        kvq__task_to_work(t, write_limits, limits_are_written);
-    } else {
-        forget_empty(limits);
-        kvq__task_to_poller(t, apply);
+        return;
     }
+    if (t->jobs->store)
+        kvq__task_at_work(t, write_limits);
+    if (t->rc < 0)
+        note(limits, &old);
+    forget_empty(limits);
 }
 
 static uint64_t limits_of(const Kvq__Quota *q, struct kvq__quota *out)
@@ -216,20 +167,23 @@ static void plan(struct kvq__task *t)
     }
     if (t->rc == 0)
         t->rc = kvq__quota_change(t->jobs->server->core, t->peer, &change, &t->limits, t->text);
-    kvq__task_to_loop(t, planned);
-}
-
-static void begin_limits(struct kvq__task *t)
-{
-    kvq__task_to_poller(t, plan);
 }
 
 void kvq__jobs_set_quota(struct kvq__task *t)
 {
-    struct kvq__limits *limits = &t->jobs->limits;
-    TAILQ_INSERT_TAIL(&limits->queue, t, link);
-    if (TAILQ_FIRST(&limits->queue) == t)
-        begin_limits(t);
+    struct kvq_store *store = t->jobs->store;
+    kvq__task_take_turn_of(t, &t->jobs->limits.turns, "");
+    kvq__task_at_poller(t, plan);
+    if (t->rc == 0)
+        keep_limits(t);
+    if (t->rc < 0)
+        return;
+    kvq__task_at_poller(t, apply);
+    if (t->rc == 0 && store)
+        t->rc = kvq_store_limit(store, t->limits.ns, t->limits.quota.limit[KVQ__DISK_BYTES],
+                                t->text, sizeof t->text);
+    if (t->rc == 0)
+        log_change(t);
 }
 
 // ---- Opening and closing ----
@@ -263,7 +217,7 @@ int kvq__jobs_quotas_open(struct kvq__jobs *jobs, char *text)
     struct kvq__limits *limits = &jobs->limits;
     struct kvq_store_space *spaces;
     size_t n_spaces;
-    TAILQ_INIT(&limits->queue);
+    kvq__turns_init(&limits->turns, 1, 1);
     limits->at = calloc(KVQ_MAX_OVERRIDES, sizeof *limits->at);
     if (!limits->at) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory");

@@ -80,7 +80,7 @@ static int fill_batch(const struct reading *r, uint32_t from, uint32_t count)
         l->bytes += r->blocks[k].bytes;
     }
     if (rc < 0)
-        snprintf(l->text, sizeof l->text, "layer %u: %s", r->layer,
+        snprintf(l->task.text, sizeof l->task.text, "layer %u: %s", r->layer,
                  rc == KVQ_E_DAMAGED ? "the outliers that were stored make no sense"
                                      : "a GPU failed");
     return rc;
@@ -97,7 +97,7 @@ static int read_ranges(const struct reading *r, uint32_t from, uint32_t n)
         parts[k] = w.part;
     }
     if (rc == 0)
-        rc = kvq__found_gather(l->jobs->store, l->found, parts, n, r->rooms, l->text);
+        rc = kvq__found_gather(l->task.jobs->store, l->found, parts, n, r->rooms, l->task.text);
     free(parts);
     return rc;
 }
@@ -115,8 +115,8 @@ static int read_batch(const struct reading *r, uint32_t *from)
     if (rc == 0 && l->found->n_sources)
         rc = read_ranges(r, *from, n);
     else if (rc == 0)
-        rc = kvq_store_read_many(l->jobs->store, r->blocks + *from, r->rooms, n, &done, l->text,
-                                 sizeof l->text);
+        rc = kvq_store_read_many(l->task.jobs->store, r->blocks + *from, r->rooms, n, &done,
+                                 l->task.text, sizeof l->task.text);
     if (rc == 0)
         rc = fill_batch(r, *from, n);
     *from += n;
@@ -131,26 +131,26 @@ static int read_layer(struct kvq__loading *l, uint32_t layer, uint32_t *i)
     for (uint32_t at = 0; rc == 0 && at < r.n;)
         rc = kvq__restore_lost(l->restore) ? KVQ_E_CANCELLED : read_batch(&r, &at);
     if (rc == KVQ_E_NO_MEMORY)
-        snprintf(l->text, sizeof l->text, "no memory to read layer %u", layer);
+        snprintf(l->task.text, sizeof l->task.text, "no memory to read layer %u", layer);
     *i += r.n;
     reading_free(&r);
     return rc;
 }
 
-void kvq__jobs_read(uv_work_t *work)
+void kvq__jobs_read(struct kvq__task *t)
 {
-    struct kvq__loading *l = work->data;
+    struct kvq__loading *l = (struct kvq__loading *)t; // its first member
     const struct kvq__saved *saved = &l->found->saved;
     uint32_t i = 0;
-    for (uint32_t layer = 0; layer < saved->n_layers && l->rc == 0; layer++) {
+    for (uint32_t layer = 0; layer < saved->n_layers && t->rc == 0; layer++) {
         if (saved->layers[layer].row.kv_from >= 0)
             continue;
-        l->rc = read_layer(l, layer, &i);
-        if (l->rc < 0)
+        t->rc = read_layer(l, layer, &i);
+        if (t->rc < 0)
             return;
         l->layers[layer].restore = l->restore;
         l->layers[layer].layer = layer;
-        kvq__mailbox_post(kvq__poller_box(l->jobs->server->poller), &l->layers[layer].mail,
+        kvq__mailbox_post(kvq__poller_box(t->jobs->server->poller), &l->layers[layer].mail,
                           layer_there);
         if (l->first_ns == 0)
             l->first_ns = kvq_now_ns();

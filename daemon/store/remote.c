@@ -55,7 +55,6 @@ static void answer_transfer(struct kvq__task *t, const struct kvq__transfer *x)
         t->reply->result_case = KVQ__REPLY__RESULT_TRANSFER;
     else
         t->rc = KVQ_E_NO_MEMORY;
-    kvq__task_end(t);
 }
 
 // The one with the lowest number above `after`: they stand in another order, and are few.
@@ -98,7 +97,6 @@ static void answer_status(struct kvq__task *t)
     Kvq__Transfer **transfers = kvq_arena_alloc(t->arena, KVQ_MAX_LIST * sizeof *transfers);
     if (!r || !transfers) {
         t->rc = KVQ_E_NO_MEMORY;
-        kvq__task_end(t);
         return;
     }
     kvq__remote_status_reply__init(r);
@@ -109,7 +107,6 @@ static void answer_status(struct kvq__task *t)
     list_transfers(t, r, cursor ? cursor->id : 0);
     t->reply->remote_status = r;
     t->reply->result_case = KVQ__REPLY__RESULT_REMOTE_STATUS;
-    kvq__task_end(t);
 }
 
 // ---- Lists ----
@@ -182,29 +179,6 @@ int kvq__transfer_list(struct kvq__transfer *x, struct kvq_remote *remote)
 }
 
 // ---- Asking for a transfer ----
-
-static void refuse_transfer(struct kvq__task *t, int code)
-{
-    t->rc = code;
-    free(t->transfer);
-    t->transfer = NULL;
-    kvq__task_end(t);
-}
-
-static void add_transfer(struct kvq__task *t)
-{
-    struct kvq__desk *desk = t->jobs->desk;
-    struct kvq__transfer *x = t->transfer;
-    int rc = t->rc ? t->rc : kvq__transfer_add(desk, x, t->text);
-    if (rc < 0) {
-        refuse_transfer(t, rc);
-        return;
-    }
-    t->transfer = NULL;
-    if (!x->asker)
-        answer_transfer(t, x);
-    kvq__transfers_run(desk);
-}
 
 static int check_name(const char *name, char *text)
 {
@@ -286,30 +260,39 @@ static void resolve(struct kvq__task *t)
     } else if (!t->peer->admin || r->list_remote->namespace_[0]) { // administrators see all
         t->rc = check_far(t, r->list_remote->namespace_, x->far_ns);
     }
-    kvq__task_to_loop(t, add_transfer);
 }
 
-// `ref`: whose session it is about; a list has none.
+// `ref`: the session that it is about; a list has none. A push or a pull is answered with a ticket
+// and goes on, a list or a removal is answered when it is done.
 static void ask_for_transfer(struct kvq__task *t, enum kvq__transfer_kind kind,
                              const Kvq__SessionRef *ref)
 {
     bool list = kind == KVQ__TRANSFER_LIST;
-    struct kvq__transfer *x = NULL;
     if (!list && !ref) {
         snprintf(t->text, sizeof t->text, "no session named; give its name");
-        refuse_transfer(t, KVQ_E_INVALID);
+        t->rc = KVQ_E_INVALID;
         return;
     }
-    if (!(x = calloc(1, sizeof *x))) {
+    struct kvq__transfer *x = calloc(1, sizeof *x);
+    if (!x) {
         snprintf(t->text, sizeof t->text, "no memory for a transfer");
-        refuse_transfer(t, KVQ_E_NO_MEMORY);
+        t->rc = KVQ_E_NO_MEMORY;
         return;
     }
     x->kind = kind;
     x->uid = t->peer->uid;
     x->asker = list || kind == KVQ__TRANSFER_REMOVE ? t : NULL;
     t->transfer = x;
-    kvq__task_to_poller(t, resolve);
+    kvq__task_at_poller(t, resolve);
+    t->transfer = NULL;
+    if (t->rc == 0)
+        t->rc = kvq__transfer_add(t->jobs->desk, x, t->text);
+    if (t->rc < 0)
+        free(x);
+    else if (x->asker)
+        kvq__task_wait(t);
+    else
+        answer_transfer(t, x);
 }
 
 // ---- Commands ----
@@ -322,7 +305,7 @@ static void look_at(struct kvq__task *t, uint64_t id, bool cancel)
                  "no transfer %llu that user %u may see; what became of one is told for ten "
                  "minutes",
                  (unsigned long long)id, t->peer->uid);
-        refuse_transfer(t, KVQ_E_NO_SESSION);
+        t->rc = KVQ_E_NO_SESSION;
         return;
     }
     if (cancel)
@@ -382,10 +365,8 @@ void kvq__jobs_remove_remote(struct kvq__task *t)
 
 void kvq__jobs_list_remote(struct kvq__task *t)
 {
-    int rc = check_list_cursor(t, t->request->list_remote->cursor);
-    if (rc < 0)
-        refuse_transfer(t, rc);
-    else
+    t->rc = check_list_cursor(t, t->request->list_remote->cursor);
+    if (t->rc == 0)
         ask_for_transfer(t, KVQ__TRANSFER_LIST, NULL);
 }
 
@@ -401,10 +382,8 @@ void kvq__jobs_cancel_transfer(struct kvq__task *t)
 
 void kvq__jobs_remote_status(struct kvq__task *t)
 {
-    int rc = check_epoch(t, t->request->remote_status->cursor);
-    if (rc < 0)
-        refuse_transfer(t, rc);
-    else
+    t->rc = check_epoch(t, t->request->remote_status->cursor);
+    if (t->rc == 0)
         answer_status(t);
 }
 

@@ -3,6 +3,7 @@
 // Restoring a session: a thread of libuv's looks what the store has, the poller makes the session,
 // and while whoever opened it goes on, another thread reads its layers one after the other
 // (read.c).
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +14,13 @@
 #include "daemon/store/codebooks.h"
 #include "daemon/store/internal.h"
 
-enum { TRIES = 3 }; // looks at what changes meanwhile
+enum {
+    TRIES = 3,   // looks at what changes meanwhile
+    ROOM_MS = 3, // so often a session that waits for room in memory is tried again
+    // What kvq__restore_reserve returns beside 0 and codes.
+    MORE = 1,
+    NO_ROOM = 2,
+};
 
 void kvq__found_free(struct kvq__found **found)
 {
@@ -205,18 +212,18 @@ static void find_stored(struct kvq__task *t)
         kvq__found_books(t);
 }
 
-// ---- From queue to end ----
+// ---- Reading, beside the task that has asked for it ----
 
 static void tell_loaded(const struct kvq__loading *l)
 {
     char text[256];
     uint64_t now = kvq_now_ns();
     const char *name = l->found->saved.name;
-    if (l->rc == KVQ_E_CANCELLED)
+    if (l->task.rc == KVQ_E_CANCELLED)
         return;
-    if (l->rc < 0) {
-        snprintf(text, sizeof text, "not restored: %.200s", l->text);
-        kvq__jobs_tell(l->jobs, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
+    if (l->task.rc < 0) {
+        snprintf(text, sizeof text, "not restored: %.200s", l->task.text);
+        kvq__jobs_tell(l->task.jobs, KVQ__EVENT_STORAGE_DAMAGED, l->task.ns, name, text);
         return;
     }
     if (l->fetches) // the core has told
@@ -224,104 +231,107 @@ static void tell_loaded(const struct kvq__loading *l)
     if (!l->prefix && l->tokens < l->found->saved.tokens) {
         snprintf(text, sizeof text, "%llu of %llu tokens are good and were restored",
                  (unsigned long long)l->tokens, (unsigned long long)l->found->saved.tokens);
-        kvq__jobs_tell(l->jobs, KVQ__EVENT_STORAGE_DAMAGED, l->ns, name, text);
+        kvq__jobs_tell(l->task.jobs, KVQ__EVENT_STORAGE_DAMAGED, l->task.ns, name, text);
     }
     int used = snprintf(text, sizeof text,
                         "%llu tokens, %llu bytes, first layer after %.1f ms, all after %.1f",
                         (unsigned long long)l->tokens, (unsigned long long)l->bytes,
-                        (double)((l->first_ns ? l->first_ns : now) - l->begun) / 1e6,
-                        (double)(now - l->begun) / 1e6);
+                        (double)((l->first_ns ? l->first_ns : now) - l->task.begun) / 1e6,
+                        (double)(now - l->task.begun) / 1e6);
     if (l->found->n_sources)
         snprintf(text + used, sizeof text - (size_t)used, "; shard %u of %u, of %u saved",
                  l->found->saved.shard, l->found->saved.shards, l->found->n_sources);
-    kvq__jobs_tell(l->jobs, l->prefix ? KVQ__EVENT_PREFIX_RESTORED : KVQ__EVENT_SESSION_RESTORED,
-                   l->ns, name, text);
+    kvq__jobs_tell(l->task.jobs,
+                   l->prefix ? KVQ__EVENT_PREFIX_RESTORED : KVQ__EVENT_SESSION_RESTORED, l->task.ns,
+                   name, text);
 }
 
-static void ended_on_loop(struct kvq__mail *mail)
+// Poller's thread. Whatever kept it from being read, what is in memory then is not the session.
+static void end_restore(struct kvq__task *t)
 {
-    struct kvq__loading *l =
-        (struct kvq__loading *)((char *)mail - offsetof(struct kvq__loading, mail));
-    struct kvq__jobs *jobs = l->jobs;
-    struct kvq__task *t = l->task;
-    tell_loaded(l);
-    if (t) {
-        t->rc = l->rc;
-        t->reading = NULL;
-        snprintf(t->text, sizeof t->text, "%s", l->text);
+    struct kvq__loading *l = (struct kvq__loading *)t; // its first member
+    kvq__restore_end(&l->restore, t->rc);
+}
+
+static void read_loading(struct kvq__task *t)
+{
+    kvq__task_take_turn_of(t, &t->jobs->reads, t->ns);
+    kvq__task_at_work(t, kvq__jobs_read);
+    kvq__task_at_poller(t, end_restore);
+    tell_loaded((struct kvq__loading *)t);
+}
+
+static void end_loading(struct kvq__task *t)
+{
+    struct kvq__loading *l = (struct kvq__loading *)t;
+    struct kvq__task *asker = l->asker;
+    bool awaited = l->awaited;
+    if (asker) {
+        assert(asker->reading == l);
+        asker->rc = t->rc;
+        asker->reading = NULL;
+        snprintf(asker->text, sizeof asker->text, "%s", t->text);
     }
-    TAILQ_REMOVE(&jobs->loadings, l, link);
-    kvq__turn_end(&jobs->reads, &l->turn);
     kvq__found_free(&l->found);
     free(l);
-    if (t && t->read)
-        t->read(t);
+    if (awaited)
+        kvq__task_wake(asker);
 }
 
-// Poller's thread.
-static void end_restore(struct kvq__mail *mail)
+void kvq__load_start(struct kvq__task *t)
 {
-    struct kvq__loading *l =
-        (struct kvq__loading *)((char *)mail - offsetof(struct kvq__loading, mail));
-    kvq__restore_end(&l->restore, l->rc);
-    kvq__mailbox_post(&l->jobs->server->box, &l->mail, ended_on_loop);
-}
-
-static void all_read(uv_work_t *work, int status)
-{
-    struct kvq__loading *l = work->data;
-    if (status < 0)
-        l->rc = KVQ_E_CANCELLED;
-    // Whatever kept it from being read, what is in memory now is not the session.
-    kvq__mailbox_post(kvq__poller_box(l->jobs->server->poller), &l->mail, end_restore);
-}
-
-static void start_reading(struct kvq__write_turn *turn)
-{
-    struct kvq__loading *l =
-        (struct kvq__loading *)((char *)turn - offsetof(struct kvq__loading, turn));
-    l->work.data = l;
-    if (uv_queue_work(&l->jobs->server->loop, &l->work, kvq__jobs_read, all_read) != 0) {
-        l->rc = KVQ_E_SYSTEM;
-        all_read(&l->work, 0);
-    }
-}
-
-// Reads what was begun, if anything was. The task may wait for the end (read), or leave it.
-static void load_found(struct kvq__task *t)
-{
-    struct kvq__jobs *jobs = t->jobs;
     struct kvq__loading *l = t->loading;
     if (!l)
         return;
-    t->read = NULL;
     t->reading = l;
     t->loading = NULL;
-    l->task = t;
-    TAILQ_INSERT_TAIL(&jobs->loadings, l, link);
-    kvq__turn_wait(&jobs->reads, &l->turn, l->ns, start_reading);
+    l->asker = t;
+    kvq__task_start(&l->task, read_loading);
 }
 
-void kvq__jobs_load_wait(struct kvq__task *t, void (*read)(struct kvq__task *task))
+void kvq__load_wait(struct kvq__task *t)
 {
-    t->read = read;
     if (!t->reading)
-        read(t);
+        return;
+    t->reading->awaited = true;
+    kvq__task_wait(t);
+    assert(!t->reading);
 }
 
-void kvq__jobs_load_leave(struct kvq__task *t)
+void kvq__load_leave(struct kvq__task *t)
 {
     if (t->reading)
-        t->reading->task = NULL;
+        t->reading->asker = NULL;
     t->reading = NULL;
 }
 
-// ---- At the poller ----
+// ---- Making the session ----
 
-// Makes the session that was found, if it is not there.
-static int begin_loading(struct kvq__task *t, const struct kvq__begin *as)
+static void free_loading(struct kvq__loading *l)
+{
+    if (l)
+        kvq__fiber_unmake(&l->task.jobs->fibers, &l->task.fiber);
+    free(l);
+}
+
+// NULL with a text: no memory.
+static struct kvq__loading *new_loading(struct kvq__task *t)
+{
+    struct kvq__loading *l = calloc(1, sizeof *l);
+    if (l && kvq__task_make(t->jobs, &l->task) < 0) {
+        free(l);
+        l = NULL;
+    }
+    if (!l)
+        snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
+    return l;
+}
+
+// Makes the session that was found, if it is not there. Poller's thread.
+static void begin_loading(struct kvq__task *t)
 {
     struct kvq__found *f = t->found;
+    const struct kvq__begin *as = t->begin;
     struct kvq__restore_spec spec = {.ns = as->ns,
                                      .place = as->place,
                                      .prefix_tokens = as->prefix_tokens,
@@ -331,85 +341,68 @@ static int begin_loading(struct kvq__task *t, const struct kvq__begin *as)
                                      .good_tokens = f->good,
                                      .resharded = f->n_sources > 0,
                                      .ahead = f->ahead};
-    struct kvq__loading *l = calloc(1, sizeof *l);
-    if (!l) {
-        snprintf(t->text, sizeof t->text, "no memory to restore session \"%s\"", t->name);
-        return KVQ_E_NO_MEMORY;
-    }
+    struct kvq__loading *l = new_loading(t);
     struct kvq__core *core = t->jobs->server->core;
-    int rc = t->job ? kvq__fetch_begin(core, t->job->id, &spec, &l->restore, t->text)
-                    : kvq__restore_begin(core, t->peer, &spec, &l->restore, t->text);
-    if (rc < 0) {
-        free(l);
-        return rc == KVQ_E_EXISTS ? 0 : rc;
+    if (!l)
+        t->rc = KVQ_E_NO_MEMORY;
+    else if (t->job)
+        t->rc = kvq__fetch_begin(core, t->job->id, &spec, &l->restore, t->text);
+    else
+        t->rc = kvq__restore_begin(core, t->peer, &spec, &l->restore, t->text);
+    if (t->rc == KVQ_E_EXISTS)
+        t->rc = 0;
+    else if (t->rc == 0)
+        t->loading = l;
+    if (t->rc < 0 && t->job)
+        kvq__fetch_failed(core, t->job->id, t->rc, t->text);
+    if (!t->loading) {
+        free_loading(l);
+        return;
     }
-    l->jobs = t->jobs;
     l->fetches = t->job != NULL;
-    l->begun = kvq_now_ns();
     l->prefix = as->prefix_tokens > 0;
-    snprintf(l->ns, sizeof l->ns, "%s", t->ns);
-    t->loading = l;
-    return 0;
+    l->task.done = end_loading;
+    l->task.begun = kvq_now_ns();
+    snprintf(l->task.ns, sizeof l->task.ns, "%s", t->ns);
 }
 
-// Takes memory for it, bit by bit: others have their turn in between. Then goes on.
-static void reserve_loading(struct kvq__task *t)
+// Takes some memory for it. Poller's thread. True once it has all, or has failed, or has to wait
+// for room.
+static bool reserve_loading(struct kvq__task *t)
 {
-    struct kvq__loading *l = t->loading;
-    int rc = l ? kvq__restore_reserve(l->restore, t->text) : 0;
-    if (rc == 1) {
-        kvq__task_to_poller(t, reserve_loading);
-        return;
-    }
-    if (rc == 2) {
-        kvq__task_later(t, reserve_loading);
-        return;
-    }
-    if (rc < 0) { // also if somebody else has restored it meanwhile
-        kvq__restore_end(&l->restore, rc);
-        free(l);
+    if (!t->loading)
+        begin_loading(t);
+    if (t->rc == 0 && t->loading)
+        t->rc = kvq__restore_reserve(t->loading->restore, t->text);
+    if (t->rc < 0 && t->loading) { // also if somebody else has restored it meanwhile
+        kvq__restore_end(&t->loading->restore, t->rc);
+        free_loading(t->loading);
         t->loading = NULL;
-        t->rc = rc == KVQ_E_EXISTS ? 0 : rc;
-    } else if (l) {
-        l->tokens = kvq__restore_tokens(l->restore);
-        l->found = t->found;
+        t->rc = t->rc == KVQ_E_EXISTS ? 0 : t->rc;
+    }
+    bool goes_on = t->rc == MORE;
+    t->rc = goes_on ? 0 : t->rc;
+    if (!goes_on && t->rc != NO_ROOM && t->begin->then)
+        t->begin->then(t);
+    return !goes_on;
+}
+
+void kvq__load_begin(struct kvq__task *t, const struct kvq__begin *as)
+{
+    assert(t->found && t->rc == 0 && !t->loading && !t->reading);
+    t->begin = as;
+    kvq__task_at_poller_in_pieces(t, reserve_loading);
+    while (t->rc == NO_ROOM) {
+        t->rc = 0;
+        kvq__task_sleep(t, ROOM_MS);
+        kvq__task_at_poller_in_pieces(t, reserve_loading);
+    }
+    if (t->loading) {
+        t->loading->tokens = kvq__restore_tokens(t->loading->restore);
+        t->loading->found = t->found;
         t->found = NULL;
     }
-    t->then(t);
-}
-
-// For prefixes: begun() follows on the loop's thread, whatever comes of it.
-static void go_load(struct kvq__task *t)
-{
     kvq__found_free(&t->found);
-    load_found(t);
-    t->begun_load(t);
-}
-
-static void load_next(struct kvq__task *t)
-{
-    kvq__task_to_loop(t, go_load);
-}
-
-void kvq__jobs_load(struct kvq__task *t, const struct kvq__begin *as,
-                    void (*begun)(struct kvq__task *task))
-{
-    t->rc = begin_loading(t, as);
-    t->begun_load = begun;
-    t->then = load_next;
-    reserve_loading(t);
-}
-
-static void opened(struct kvq__task *t)
-{
-    if (t->rc == 0 && t->reply->status == 0 && t->stored)
-        kvq__jobs_used(t->jobs, t->stored);
-    else if (t->rc == 0 && t->reply->status == 0 && t->jobs->store)
-        kvq__jobs_used_name(t->jobs, t->ns, t->name, t->as.shard); // it was in memory
-    kvq__found_free(&t->found);
-    load_found(t);
-    kvq__jobs_load_leave(t);
-    kvq__task_end(t);
 }
 
 // Who names no layers wants what shards there are in memory.
@@ -426,25 +419,54 @@ static bool is_there_otherwise(struct kvq__task *t)
 
 // What is in memory with another number of shards may make room for what is stored, or say how it
 // is to come; then that is looked for anew, for it may have been saved meanwhile. Poller's thread.
-static bool looks_again(struct kvq__task *t, void (*again)(struct kvq__task *t))
+static bool has_to_look_again(struct kvq__task *t)
 {
     struct kvq__core *core = t->jobs->server->core;
-    if (t->rc < 0 || !t->found || t->looked_again)
-        return false;
     const struct kvq__saved *stored = &t->found->saved;
     bool goes = t->as.shards && t->found->good >= stored->tokens && // else memory has more
                 kvq__reshard_make_way(core, t->peer, t->ns, stored, t->as.shards);
-    if (!goes && !is_there_otherwise(t)) {
-        if (t->found->saved.shard != t->as.shard) // it has fewer, and is as it was saved
-            kvq__found_free(&t->found);
-        return false;
-    }
-    t->looked_again = true;
-    kvq__found_free(&t->found);
-    kvq__task_to_loop(t, again);
-    return true;
+    return goes || is_there_otherwise(t);
 }
 
+// Looks what the store has of the session, which nobody changes meanwhile, and then at the poller
+// what to do with it: look() sets task->again if it is to be looked for anew, once. Waits.
+static void find_session(struct kvq__task *t, void (*look)(struct kvq__task *task))
+{
+    kvq__task_take_name(t, KVQ__HOLD_LOOK);
+    kvq__task_at_work(t, find_stored);
+    kvq__task_at_poller(t, look);
+    if (!t->again)
+        return;
+    kvq__found_free(&t->found);
+    kvq__task_at_work(t, find_stored);
+    kvq__task_at_poller(t, look);
+}
+
+// Poller's thread. What is stored is about to be deleted, or was just now.
+static bool is_forgotten(const struct kvq__task *t)
+{
+    return kvq__park_forgotten(t->jobs->server->core, t->found->saved.stamp);
+}
+
+// Poller's thread. task->found is then what is to be loaded, NULL: nothing is, or not yet.
+static void check_found(struct kvq__task *t)
+{
+    bool looked_again = t->again;
+    t->again = false;
+    if (t->rc < 0 || !t->found)
+        return;
+    bool forgotten = is_forgotten(t), has_fewer = false;
+    if (!forgotten && !looked_again) {
+        t->again = has_to_look_again(t);
+        has_fewer = !t->again && t->found->saved.shard != t->as.shard; // and is as it was saved
+    }
+    if (forgotten || has_fewer)
+        kvq__found_free(&t->found);
+}
+
+// ---- Opening ----
+
+// Poller's thread.
 static void open_now(struct kvq__task *t)
 {
     struct kvq__server *server = t->jobs->server;
@@ -458,95 +480,44 @@ static void open_now(struct kvq__task *t)
     if (t->rc == 0)
         kvq__dispatch_run(&d, t->request, t->arena, t->reply);
     kvq__prefix_ask_end(&t->ask);
-    kvq__task_to_loop(t, opened);
 }
 
-// Nobody learns whether a namespace has a session that may not use it.
-static int refuse_to_create(struct kvq__task *t)
-{
-    char ns[KVQ_NAME_BYTES];
-    int rc = kvq__namespace_check(t->jobs->server->core, t->peer, t->ns, ns, t->text);
-    if (rc == 0)
-        snprintf(t->text, sizeof t->text,
-                 "session \"%s\" exists already, on disk; drop it, or open it without must_create",
-                 t->name);
-    return rc ? rc : KVQ_E_EXISTS;
-}
-
-static void look_in_store_again(struct kvq__task *t);
-
-// What is about to be deleted, or was just now, is not there.
-static void check_found(struct kvq__task *t)
-{
-    if (t->found && kvq__park_forgotten(t->jobs->server->core, t->found->saved.stamp))
-        kvq__found_free(&t->found);
-}
-
-// Poller's thread.
-static void open_session(struct kvq__task *t)
-{
-    const Kvq__OpenSession *open = t->request->open_session;
-    const struct kvq__begin as = {.ns = t->ns, .place = open->place};
-    check_found(t);
-    if (t->rc == 0 && t->found && open->must_create)
-        t->rc = refuse_to_create(t);
-    if (t->rc == 0 && !t->found && open->prefix) {
-        kvq__jobs_prefix(t, open, open_now);
-        return;
-    }
-    if (looks_again(t, look_in_store_again))
-        return;
-    if (t->rc == 0 && t->found)
-        t->rc = begin_loading(t, &as);
-    t->then = open_now;
-    reserve_loading(t);
-}
-
-static void look_in_store(struct kvq__task *t)
-{
-    find_stored(t);
-}
-
-static void looked_in_store(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), open_session);
-}
-
-static void look_in_store_again(struct kvq__task *t)
-{
-    kvq__task_to_work(t, look_in_store, looked_in_store);
-}
-
-static void take_to_open(struct kvq__task *t)
-{
-    kvq__task_name(t, KVQ__HOLD_LOOK, look_in_store_again);
-}
-
-// Poller's thread. What is in memory is opened there, and what the peer may not use is refused;
-// else the store is asked, and nobody changes what it has meanwhile.
+// Poller's thread. What is in memory is opened there, and what the peer may not use is refused.
 static void open_if_here(struct kvq__task *t)
 {
     char ns[KVQ_NAME_BYTES];
     struct kvq__core *core = t->jobs->server->core;
-    if (!t->name[0] || !t->jobs->store)
-        open_session(t);
-    else if (kvq__namespace_check(core, t->peer, t->ns, ns, NULL) < 0 ||
-             kvq__session_here(core, t->peer, t->ns, t->name, t->as.shard, t->as.shards))
+    t->answered = kvq__namespace_check(core, t->peer, t->ns, ns, NULL) < 0 ||
+                  kvq__session_here(core, t->peer, t->ns, t->name, t->as.shard, t->as.shards);
+    if (t->answered)
         open_now(t);
-    else
-        kvq__task_to_loop(t, take_to_open);
 }
 
-static void read_codebooks(struct kvq__task *t)
+// Poller's thread. Nobody learns whether a namespace has a session that may not use it.
+static void refuse_if_stored(struct kvq__task *t)
 {
-    t->before(t);
+    char ns[KVQ_NAME_BYTES];
+    if (t->rc < 0 || !t->found || is_forgotten(t))
+        return;
+    t->rc = kvq__namespace_check(t->jobs->server->core, t->peer, t->ns, ns, t->text);
+    if (t->rc < 0)
+        return;
+    t->rc = KVQ_E_EXISTS;
+    snprintf(t->text, sizeof t->text,
+             "session \"%s\" exists already, on disk; drop it, or open it without must_create",
+             t->name);
 }
 
-static void codebooks_are_read(uv_work_t *work, int status)
+// Poller's thread. What is stored nowhere is made here and now.
+static void look_to_open(struct kvq__task *t)
 {
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), open_if_here);
+    const Kvq__OpenSession *open = t->request->open_session;
+    if (open->must_create)
+        refuse_if_stored(t);
+    check_found(t);
+    t->answered = t->rc == 0 && !t->found && !t->again && !open->prefix;
+    if (t->answered)
+        open_now(t);
 }
 
 static struct kvq__reshard_as as_asked(const Kvq__OpenSession *open)
@@ -561,6 +532,35 @@ static struct kvq__reshard_as as_asked(const Kvq__OpenSession *open)
     return as;
 }
 
+// Of a session that is not in memory: begins to load what the store has of it, or of its prefix,
+// and then opens it. Waits.
+static void open_from_store(struct kvq__task *t)
+{
+    const Kvq__OpenSession *open = t->request->open_session;
+    const struct kvq__begin as = {.ns = t->ns, .place = open->place, .then = open_now};
+    if (t->name[0] && t->jobs->store)
+        find_session(t, look_to_open);
+    if (t->answered || t->rc < 0)
+        return;
+    if (t->found) {
+        kvq__load_begin(t, &as);
+        return;
+    }
+    if (open->prefix)
+        kvq__jobs_prefix(t);
+    kvq__task_at_poller(t, open_now);
+}
+
+static void note_opened(struct kvq__task *t)
+{
+    if (t->rc < 0 || t->reply->status < 0)
+        return;
+    if (t->stored)
+        kvq__jobs_used(t->jobs, t->stored);
+    else if (t->jobs->store) // it was in memory
+        kvq__jobs_used_name(t->jobs, t->ns, t->name, t->as.shard);
+}
+
 void kvq__jobs_open_session(struct kvq__task *t)
 {
     const Kvq__OpenSession *open = t->request->open_session;
@@ -571,126 +571,93 @@ void kvq__jobs_open_session(struct kvq__task *t)
     else
         snprintf(t->ns, sizeof t->ns, "uid-%u", t->peer->uid);
     if (t->before)
-        kvq__task_to_work(t, read_codebooks, codebooks_are_read);
-    else
-        kvq__task_to_poller(t, open_if_here);
+        kvq__task_at_work(t, t->before);
+    if (t->name[0] && t->jobs->store)
+        kvq__task_at_poller(t, open_if_here);
+    if (!t->answered)
+        open_from_store(t);
+    note_opened(t);
+    kvq__found_free(&t->found);
+    kvq__load_start(t);
+    kvq__load_leave(t);
 }
 
 // ---- By command ----
 
-static void restored(struct kvq__task *t)
-{
-    if (t->rc == 0)
-        kvq__jobs_used(t->jobs, t->stored);
-    kvq__found_free(&t->found);
-    if (!t->loading) {
-        kvq__task_end(t);
-        return;
-    }
-    load_found(t);
-    kvq__jobs_load_wait(t, kvq__task_end);
-}
-
-static void back_to_loop(struct kvq__task *t)
-{
-    kvq__task_to_loop(t, restored);
-}
-
-static void look_again_to_restore(struct kvq__task *t);
-
 // Poller's thread.
-static void restore_now(struct kvq__task *t)
+static void look_in_memory_to_restore(struct kvq__task *t)
+{
+    t->answered = kvq__session_here(t->jobs->server->core, t->peer, t->ns, t->name, t->as.shard,
+                                    t->as.shards);
+}
+
+// Poller's thread. What is not stored may be in memory alone; if it is in neither, that is said.
+static void look_to_restore(struct kvq__task *t)
 {
     struct kvq__session_info info;
-    const struct kvq__begin as = {.ns = t->ns, .place = t->request->restore_session->place};
     struct kvq__core *core = t->jobs->server->core;
     check_found(t);
-    if (looks_again(t, look_again_to_restore))
+    if (t->rc < 0 || t->again)
         return;
-    bool there = t->rc == 0 && t->as.shards &&
-                 kvq__session_find(core, t->peer, t->ns, t->name, &info, NULL) == 0;
+    bool there = t->as.shards && kvq__session_find(core, t->peer, t->ns, t->name, &info, NULL) == 0;
     if (there && info.shards != t->as.shards)
         t->rc = kvq__shards_refuse(core, t->name, info.shards, t->as.shards, t->text);
-    if (t->rc == 0 && t->found)
-        t->rc = begin_loading(t, &as);
-    else if (t->rc == 0) // it may be in memory alone
+    if (t->rc == 0 && !t->found)
         t->rc = kvq__session_find(core, t->peer, t->ns, t->name, &info, t->text);
-    t->then = back_to_loop;
-    reserve_loading(t);
-}
-
-static void looked_for_restore(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), restore_now);
-}
-
-static void look_again_to_restore(struct kvq__task *t)
-{
-    kvq__task_to_work(t, look_in_store, looked_for_restore);
-}
-
-static void take_to_restore(struct kvq__task *t)
-{
-    kvq__task_name(t, KVQ__HOLD_LOOK, look_again_to_restore);
-}
-
-// Poller's thread.
-static void restore_if_away(struct kvq__task *t)
-{
-    if (!t->name[0])
-        restore_now(t); // which says that it is missing
-    else if (kvq__session_here(t->jobs->server->core, t->peer, t->ns, t->name, t->as.shard,
-                               t->as.shards))
-        kvq__task_to_loop(t, kvq__task_end);
-    else
-        kvq__task_to_loop(t, take_to_restore);
 }
 
 void kvq__jobs_restore(struct kvq__task *t)
 {
     const Kvq__RestoreSession *ask = t->request->restore_session;
+    const struct kvq__begin as = {.ns = t->ns, .place = ask->place};
     t->as = (struct kvq__reshard_as){.shard = ask->shard, .shards = ask->shards};
     if (ask->shards > KVQ_MAX_SHARDS || (ask->shards && ask->shard >= ask->shards)) {
         snprintf(t->text, sizeof t->text, "shard %u of %u; there can be %d, counted from 0",
                  ask->shard, ask->shards, KVQ_MAX_SHARDS);
         t->rc = KVQ_E_INVALID;
-        kvq__task_end(t);
         return;
     }
-    kvq__task_to_poller(t, restore_if_away);
+    if (t->name[0])
+        kvq__task_at_poller(t, look_in_memory_to_restore);
+    if (t->answered)
+        return;
+    if (t->name[0])
+        find_session(t, look_to_restore);
+    else // which says that it is missing
+        kvq__task_at_poller(t, look_to_restore);
+    if (t->rc == 0 && t->found)
+        kvq__load_begin(t, &as);
+    if (t->rc == 0)
+        kvq__jobs_used(t->jobs, t->stored);
+    kvq__found_free(&t->found);
+    kvq__load_start(t);
+    kvq__load_wait(t);
 }
 
 // ---- Sessions that are parked ----
 
-// Poller's thread. Where reserving has failed the core knows already.
-static void fetch_now(struct kvq__task *t)
+// Poller's thread.
+static void tell_not_fetched(struct kvq__task *t)
 {
+    kvq__fetch_failed(t->jobs->server->core, t->job->id, t->rc, t->text);
+}
+
+void kvq__jobs_fetch(struct kvq__task *t)
+{
+    const struct kvq__begin as = {0}; // the core knows
+    t->as = (struct kvq__reshard_as){.shard = t->job->shard};
+    kvq__task_at_work(t, find_stored);
     if (t->rc == 0 && !t->found) {
         snprintf(t->text, sizeof t->text, "nothing is stored of session \"%s\" any more", t->name);
         t->rc = KVQ_E_NO_SESSION;
     }
     if (t->rc == 0)
-        t->rc = begin_loading(t, &(struct kvq__begin){0});
-    if (t->rc < 0)
-        kvq__fetch_failed(t->jobs->server->core, t->job->id, t->rc, t->text);
-    t->then = back_to_loop;
-    reserve_loading(t);
-}
-
-static void look_for_parked(struct kvq__task *t)
-{
-    t->as = (struct kvq__reshard_as){.shard = t->job->shard};
-    find_stored(t);
-}
-
-static void looked_for_parked(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), fetch_now);
-}
-
-void kvq__jobs_fetch(struct kvq__task *t)
-{
-    kvq__task_to_work(t, look_for_parked, looked_for_parked);
+        kvq__load_begin(t, &as);
+    else
+        kvq__task_at_poller(t, tell_not_fetched);
+    if (t->rc == 0)
+        kvq__jobs_used(t->jobs, t->stored);
+    kvq__found_free(&t->found);
+    kvq__load_start(t);
+    kvq__load_wait(t);
 }

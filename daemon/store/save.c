@@ -293,29 +293,20 @@ void kvq__jobs_tell_saved(struct kvq__task *t)
 
 static void answer_save(struct kvq__task *t)
 {
-    if (t->rc == 0 && t->reply) {
-        Kvq__SaveReply *r = kvq_arena_alloc(t->arena, sizeof *r);
-        if (r) {
-            kvq__save_reply__init(r);
-            r->namespace_ = kvq_arena_text(t->arena, t->ns);
-            r->name = kvq_arena_text(t->arena, t->name);
-            r->tokens = t->tokens;
-            r->written_blocks = t->written_blocks;
-            r->written_bytes = t->written_bytes;
-            r->kept_blocks = t->kept_blocks;
-            r->unchanged = t->unchanged;
-            r->ms = (kvq_now_ns() - t->begun) / 1000000;
-            t->reply->save = r;
-            t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
-        }
-    }
-    kvq__task_end(t);
-}
-
-static void is_saved(struct kvq__task *t)
-{
-    kvq__jobs_tell_saved(t);
-    answer_save(t);
+    Kvq__SaveReply *r = kvq_arena_alloc(t->arena, sizeof *r);
+    if (!r)
+        return;
+    kvq__save_reply__init(r);
+    r->namespace_ = kvq_arena_text(t->arena, t->ns);
+    r->name = kvq_arena_text(t->arena, t->name);
+    r->tokens = t->tokens;
+    r->written_blocks = t->written_blocks;
+    r->written_bytes = t->written_bytes;
+    r->kept_blocks = t->kept_blocks;
+    r->unchanged = t->unchanged;
+    r->ms = (kvq_now_ns() - t->begun) / 1000000;
+    t->reply->save = r;
+    t->reply->result_case = KVQ__REPLY__RESULT_SAVE;
 }
 
 // Poller's thread.
@@ -326,13 +317,6 @@ static void end_save(struct kvq__task *t)
         t->quiet = !kvq__unsaved_failed(t->jobs->server->core, t->ns, t->name);
     if (t->job)
         kvq__park_saved(t->jobs->server->core, t->job->id, t->rc, t->text);
-    kvq__task_to_loop(t, is_saved);
-}
-
-static void is_written(uv_work_t *work, int status)
-{
-    (void)status;
-    kvq__task_to_poller(kvq__task_of(work), end_save);
 }
 
 // ---- Taking hold ----
@@ -340,79 +324,6 @@ static void is_written(uv_work_t *work, int status)
 // What keeps a session from being taken hold of may be up to its clients, so nothing is kept
 // waiting for it: neither its name nor whoever else writes. It is looked whether there is anything
 // to save, without either; then the save waits for both, and if it comes too late, looks again.
-
-static void look_at_saved(struct kvq__task *t);
-
-// Those whose time it is look again; the others have the timer set anew.
-static void try_again(uv_timer_t *timer)
-{
-    struct kvq__jobs *jobs = timer->data;
-    struct kvq__task *t = TAILQ_FIRST(&jobs->aside), *next;
-    uint64_t now = kvq_now_ns(), first = UINT64_MAX;
-    for (; t; t = next) {
-        next = TAILQ_NEXT(t, link);
-        if (t->try_at > now) {
-            first = t->try_at < first ? t->try_at : first;
-            continue;
-        }
-        TAILQ_REMOVE(&jobs->aside, t, link);
-        kvq__task_to_poller(t, look_at_saved);
-    }
-    if (first != UINT64_MAX)
-        uv_timer_start(timer, try_again, (first - now) / 1000000 + 1, 0);
-}
-
-static void set_aside(struct kvq__task *t)
-{
-    struct kvq__jobs *jobs = t->jobs;
-    uint64_t wait = t->try_after ? 2 * t->try_after : RETRY_MS;
-    kvq__task_step_aside(t);
-    t->try_after = wait < RETRY_MOST_MS ? wait : RETRY_MOST_MS;
-    t->try_at = kvq_now_ns() + t->try_after * 1000000;
-    t->waited += t->try_after;
-    TAILQ_INSERT_TAIL(&jobs->aside, t, link);
-    uint64_t due = uv_timer_get_due_in(&jobs->retry);
-    if (!uv_is_active((const uv_handle_t *)&jobs->retry) || due > t->try_after)
-        uv_timer_start(&jobs->retry, try_again, t->try_after, 0);
-}
-
-static int patience_ms(const struct kvq__task *t)
-{
-    return t->own ? PATIENCE_OWN_MS : PATIENCE_MS;
-}
-
-static void queue(struct kvq__task *t);
-
-static void take_save_name(struct kvq__task *t)
-{
-    kvq__task_name(t, KVQ__HOLD_ALONE, queue);
-}
-
-static void tried(struct kvq__task *t)
-{
-    if (t->rc == KVQ__SAVE_WAITS && t->waited < (uint64_t)patience_ms(t)) {
-        set_aside(t);
-        return;
-    }
-    if (t->rc == KVQ__SAVE_THERE_IS) {
-        take_save_name(t);
-        return;
-    }
-    if (t->rc == KVQ__SAVE_WAITS) {
-        snprintf(t->text, sizeof t->text,
-                 "session \"%s\" was changed, packed or moved for %g s without a break, or its "
-                 "shards stand at different counts; try again",
-                 t->name, patience_ms(t) / 1000.0);
-        t->rc = KVQ_E_BUSY;
-    }
-    t->unchanged = t->rc == 0 && !t->save;
-    if (t->save)
-        kvq__task_to_work(t, write_save, is_written);
-    else if (t->job || (t->own && t->rc < 0))
-        kvq__task_to_poller(t, end_save);
-    else
-        answer_save(t);
-}
 
 // Who it is, by the handle of a client. Poller's thread.
 static int find_by_handle(struct kvq__task *t, uint64_t handle)
@@ -460,7 +371,6 @@ static void try_save(struct kvq__task *t, bool looks)
                                   .parks = parks,
                                   .looks = looks};
     t->rc = kvq__save_begin(t->jobs->server->core, t->peer, &spec, &t->save, t->text);
-    kvq__task_to_loop(t, tried);
 }
 
 // Poller's thread.
@@ -473,8 +383,6 @@ static void look_at_saved(struct kvq__task *t)
                                                                 : find_by_handle(t, ask->handle);
     if (t->rc == 0)
         try_save(t, true);
-    else
-        kvq__task_to_loop(t, tried);
 }
 
 // Poller's thread, with the name held alone, and in its turn.
@@ -483,19 +391,48 @@ static void take_hold_of_session(struct kvq__task *t)
     try_save(t, false);
 }
 
-static void go_save(struct kvq__task *t)
+// Until there is a save, nothing to be saved, or no more patience.
+static void take_hold(struct kvq__task *t)
 {
-    kvq__task_to_poller(t, take_hold_of_session);
+    uint64_t patience = t->own ? PATIENCE_OWN_MS : PATIENCE_MS, wait = RETRY_MS, waited = 0;
+    for (;;) {
+        kvq__task_at_poller(t, look_at_saved);
+        if (t->rc == KVQ__SAVE_THERE_IS) {
+            kvq__task_take_name(t, KVQ__HOLD_ALONE);
+            kvq__task_take_turn(t);
+            kvq__task_at_poller(t, take_hold_of_session);
+        }
+        if (t->rc != KVQ__SAVE_WAITS)
+            return;
+        if (waited >= patience)
+            break;
+        kvq__task_step_aside(t);
+        t->set_aside = true;
+        kvq__task_sleep(t, wait);
+        t->set_aside = false;
+        waited += wait;
+        wait = 2 * wait < RETRY_MOST_MS ? 2 * wait : RETRY_MOST_MS;
+    }
+    snprintf(t->text, sizeof t->text,
+             "session \"%s\" was changed, packed or moved for %g s without a break, or its "
+             "shards stand at different counts; try again",
+             t->name, (double)patience / 1000.0);
+    t->rc = KVQ_E_BUSY;
 }
 
-static void queue(struct kvq__task *t)
-{
-    kvq__task_queue(t, go_save);
-}
+// ---- A save ----
 
 void kvq__jobs_save(struct kvq__task *t)
 {
     t->begun = kvq_now_ns();
-    t->try_after = t->waited = 0;
-    kvq__task_to_poller(t, look_at_saved);
+    take_hold(t);
+    t->unchanged = t->rc == 0 && !t->save;
+    if (t->save)
+        kvq__task_at_work(t, write_save);
+    if (t->save || t->job || (t->own && t->rc < 0)) {
+        kvq__task_at_poller(t, end_save);
+        kvq__jobs_tell_saved(t);
+    }
+    if (t->rc == 0 && t->reply)
+        answer_save(t);
 }

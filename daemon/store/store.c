@@ -40,15 +40,17 @@ static void save_one(struct kvq__jobs *jobs, const struct kvq__unsaved *u)
     struct kvq__task *t = calloc(1, sizeof *t);
     if (!t)
         return;
-    t->jobs = jobs;
     t->peer = &self;
     t->own = true;
     t->done = end_own;
     snprintf(t->ns, sizeof t->ns, "%s", u->ns);
     snprintf(t->name, sizeof t->name, "%s", u->name);
-    jobs->n_tasks++;
+    if (kvq__task_make(jobs, t) < 0) { // it is looked for again
+        free(t);
+        return;
+    }
     jobs->n_own++;
-    kvq__jobs_save(t);
+    kvq__task_start(t, kvq__jobs_save);
 }
 
 static struct kvq__jobs *of_unsaved(struct kvq__mail *mail)
@@ -148,22 +150,22 @@ int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **out, char *tex
     kvq__names_init(&jobs->names);
     kvq__turns_init(&jobs->turns, 1, 1);
     kvq__turns_init(&jobs->reads, KVQ__READ_AT_ONCE, KVQ__READ_AT_ONCE_OF);
-    TAILQ_INIT(&jobs->aside);
-    TAILQ_INIT(&jobs->loadings);
+    TAILQ_INIT(&jobs->sleepers);
     TAILQ_INIT(&jobs->beginning);
     TAILQ_INIT(&jobs->waiting);
-    TAILQ_INIT(&jobs->roomless);
     bool stores = server->config.storage_dir[0] != 0;
-    int rc = stores ? open_store(jobs, text) : 0;
+    int rc = kvq__fibers_open(&jobs->fibers);
+    if (rc < 0)
+        snprintf(text, KVQ_TEXT_BYTES, "no memory");
+    rc = rc || !stores ? rc : open_store(jobs, text);
     rc = rc ? rc : kvq__jobs_quotas_open(jobs, text);
     rc = rc || !stores ? rc : kvq__jobs_remote_open(jobs, text);
     if (rc < 0 || !stores)
         return rc;
     use_key(jobs);
-    uv_timer_init(&server->loop, &jobs->retry);
+    uv_timer_init(&server->loop, &jobs->alarm);
     uv_timer_init(&server->loop, &jobs->tick);
-    uv_timer_init(&server->loop, &jobs->room);
-    jobs->retry.data = jobs->tick.data = jobs->room.data = jobs;
+    jobs->alarm.data = jobs->tick.data = jobs;
     uv_timer_start(&jobs->tick, on_tick, TICK_MS, TICK_MS);
     jobs->timers = jobs->untidy = true;
     return 0;
@@ -171,7 +173,7 @@ int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **out, char *tex
 
 bool kvq__jobs_idle(const struct kvq__jobs *jobs)
 {
-    return !jobs || (jobs->n_tasks == 0 && !jobs->asking && TAILQ_EMPTY(&jobs->loadings));
+    return !jobs || (jobs->n_tasks == 0 && !jobs->asking);
 }
 
 void kvq__jobs_end(struct kvq__jobs *jobs)
@@ -196,6 +198,7 @@ void kvq__jobs_close(struct kvq__jobs **pointer)
     kvq__jobs_note_used(jobs);
     kvq__jobs_quotas_close(jobs);
     kvq_store_close(&jobs->store);
+    kvq__fibers_close(&jobs->fibers);
     free(jobs->used);
     free(jobs->named);
     free(jobs);

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The store jobs own the store of saved sessions (storage/store.h) and bring it and the core
-// together. Whatever reads or writes files runs on libuv's threads; one task at a time writes, and
-// those of one name go one after the other (queue.h). Everything here belongs to the loop's thread.
+// together. A task is a function on a fiber of the loop's thread (runtime/fiber.h), which waits
+// for its steps on other threads: what reads or writes files runs on libuv's, what needs the core
+// on the poller's. One task at a time writes, and those of one name go one after the other
+// (queue.h). Everything here belongs to the loop's thread.
+//
+//   MADE --start--> RUNNING <--> WAITING for another thread, its name, its turn, or time to pass
+//                      |
+//                      `--> ENDED, done() is called on the loop's own stack
 #ifndef KVQ_DAEMON_STORE_STORE_H
 #define KVQ_DAEMON_STORE_STORE_H
 
@@ -11,6 +17,7 @@
 
 #include "daemon/core/core.h"
 #include "daemon/core/residency/reshard.h"
+#include "daemon/runtime/fiber.h"
 #include "daemon/runtime/mailbox.h"
 #include "daemon/store/queue.h"
 #include "proto/wire.h"
@@ -19,6 +26,7 @@ struct kvq__server;
 struct kvq__jobs;
 struct kvq__save;
 struct kvq__found;
+struct kvq__begin;
 struct kvq__loading;
 struct kvq__transfer;
 struct kvq__prefix_ask;
@@ -37,20 +45,22 @@ struct kvq__task {
 
     // The store jobs'.
     struct kvq__jobs *jobs;
-    TAILQ_ENTRY(kvq__task) link, room_link;
+    struct kvq__fiber fiber;
+    void (*run)(struct kvq__task *task);   // all that it does
+    void (*call)(struct kvq__task *task);  // what it waits for, on another thread
+    bool (*piece)(struct kvq__task *task); // likewise, called until it returns true
+    TAILQ_ENTRY(kvq__task) link, sleep_link;
     struct kvq__mail mail, copied_mail;
     uv_work_t work;
-    void (*step)(struct kvq__task *task);  // what comes next, on the thread that it was sent to
-    void (*later)(struct kvq__task *task); // once it has waited for memory
-    void (*then)(struct kvq__task *task);  // and once memory is there
-    void (*begun_load)(struct kvq__task *task); // and once reading has begun
-    void (*read)(struct kvq__task *task);       // and once all is read; NULL: nobody waits
-    void (*next)(struct kvq__task *task);       // once that is over, or the namespace is known
-    bool writes, again, unchanged, own, quiet, looked_again;
-    bool at_poller;              // the poller's thread may write to it; the loop's own
-    struct kvq__reshard_as as;   // shards 0: as many as were saved
-    struct kvq__hold hold;       // of the name that it is about
-    struct kvq__write_turn turn; // to write
+    uint64_t wake_at; // when it has slept enough
+    bool writes, again, unchanged, own, quiet;
+    bool answered;             // by what is in memory
+    bool at_poller;            // the poller's thread may write to it; the loop's own
+    struct kvq__reshard_as as; // shards 0: as many as were saved
+    struct kvq__hold hold;     // of the name that it is about
+    struct kvq__turns *turns;  // that it has a turn of, or waits for one; NULL: of none
+    struct kvq__write_turn turn;
+    bool has_turn;
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
     const char *doing;                     // for people; NULL: what the request says
     char working[2 * KVQ_NAME_BYTES + 64]; // what was being done, and how many waited, when it came
@@ -58,22 +68,20 @@ struct kvq__task {
     uint64_t stored; // the session in the store that it is about; 0: none
     int rc;
     uint64_t begun;
-    // A save that was set aside: when it is tried again, for how many ms that is, and was in all.
-    uint64_t try_at, try_after, waited;
+    bool set_aside; // a save whose session cannot be taken hold of as yet
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;
     struct kvq__save *save;
     struct kvq__found *found;
+    const struct kvq__begin *begin;   // as what it is loaded
     struct kvq__loading *loading;     // that is begun
     struct kvq__loading *reading;     // that is read while the task goes on; NULL: it has ended
     struct kvq__transfer *transfer;   // that is being asked for
     struct kvq__prefix_ask *ask;      // for what the session begins with; NULL: none
     uint32_t pages;                   // that the store has of it
-    bool asked_again, has_asked;      // the store: since something was damaged; and read all it has
     const struct kvq__store_job *job; // of the core's, so that a session is parked; else NULL
     struct kvq__override limits;      // that are to be a namespace's
     struct kvq_store_space *spaces;   // what namespaces have on disk now
     size_t n_spaces;
-    bool counted;
 };
 
 // Opens the store, if the configuration has one. 0, or a code with a text.

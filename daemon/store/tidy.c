@@ -129,15 +129,10 @@ static void do_chore(struct kvq__task *t)
             kvq_store_compact(store, GO_BYTES, DEAD_PERCENT, &c->freed, t->text, sizeof t->text);
 }
 
-static void did_chore(uv_work_t *work, int status)
+static void tidy_up(struct kvq__task *t)
 {
-    (void)status;
-    kvq__task_end(kvq__task_of(work));
-}
-
-static void go_tidy_up(struct kvq__task *t)
-{
-    kvq__task_to_work(t, do_chore, did_chore);
+    kvq__task_take_turn(t);
+    kvq__task_at_work(t, do_chore);
 }
 
 // Whatever hinders it, it is not tried again before something has been written. A store that is
@@ -166,9 +161,10 @@ void kvq__jobs_tidy(struct kvq__jobs *jobs)
     if (jobs->n_used == 0 && jobs->n_named == 0 && !jobs->untidy)
         return;
     struct chore *c = calloc(1, sizeof *c);
-    if (!c)
+    if (!c || kvq__task_make(jobs, &c->task) < 0) {
+        free(c);
         return;
-    c->task.jobs = jobs;
+    }
     c->task.done = tidy_done;
     c->task.doing = "compacting";
     c->compact = jobs->untidy;
@@ -180,8 +176,7 @@ void kvq__jobs_tidy(struct kvq__jobs *jobs)
     c->n_named = jobs->n_named;
     jobs->named = NULL;
     jobs->n_named = jobs->room_named = 0;
-    jobs->n_tasks++;
-    kvq__task_queue(&c->task, go_tidy_up);
+    kvq__task_start(&c->task, tidy_up);
 }
 
 // ---- Room for a save ----
@@ -211,8 +206,8 @@ void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32
     size_t used = 0;
     out[0] = '\0';
     *queued = jobs->turns.n;
-    TAILQ_FOREACH (t, &jobs->aside, link)
-        *queued += 1;
+    TAILQ_FOREACH (t, &jobs->sleepers, sleep_link)
+        *queued += t->set_aside;
     if (first && first->at_poller) // which may be finding out whose it is
         first = NULL;
     if (first && first->name[0])

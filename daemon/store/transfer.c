@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // How transfers run; see transfer.h.
+#include <assert.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -129,43 +130,42 @@ static bool is_cancelled(const struct kvq__transfer *x)
     return kvq_word_load(&x->cancel) || kvq_word_load(&x->desk->stop);
 }
 
-// Ends it with rc, and x->text if that is below 0.
-static void conclude(struct kvq__transfer *x, int rc)
+static struct kvq__transfer *of_task(struct kvq__task *t)
 {
+    return (struct kvq__transfer *)((char *)t - offsetof(struct kvq__transfer, task));
+}
+
+// How it has ended, with x->text if x->rc is below 0.
+static void conclude(struct kvq__task *t)
+{
+    struct kvq__transfer *x = of_task(t);
     struct kvq__desk *desk = x->desk;
     stop_talking(x);
-    x->rc = rc;
     x->phase = KVQ__TRANSFER_ENDED;
     x->ended = kvq_now_ns();
     TAILQ_REMOVE(&desk->transfers, x, link); // who ended first is forgotten first
     TAILQ_INSERT_TAIL(&desk->transfers, x, link);
-    if (rc == KVQ_E_CANCELLED)
+    if (x->rc == KVQ_E_CANCELLED)
         snprintf(x->text, sizeof x->text,
                  "%s; what was transferred is kept, and the next try goes on from there",
                  kvq_word_load(&desk->stop) ? "the daemon is shutting down"
                                             : "the transfer was cancelled");
-    else if (rc == 0)
+    else if (x->rc == 0)
         x->text[0] = '\0';
     else if (!x->text[0])
-        snprintf(x->text, sizeof x->text, "%s", kvq_status_text(rc));
-    desk->jobs->n_tasks--;
+        snprintf(x->text, sizeof x->text, "%s", kvq_status_text(x->rc));
     if (has_ticket(x)) {
-        desk->failed += rc < 0;
+        desk->failed += x->rc < 0;
         tell_transfer(x);
     } else {
         struct kvq__task *asker = x->asker;
-        asker->rc = rc;
+        asker->rc = x->rc;
         snprintf(asker->text, sizeof asker->text, "%s", x->text);
         forget_transfer(x);
-        kvq__task_end(asker);
+        kvq__task_wake(asker);
     }
     forget_old(desk);
     start_next_transfer(desk);
-}
-
-static void say(struct kvq__transfer *x, const char *text)
-{
-    snprintf(x->text, sizeof x->text, "%s", text);
 }
 
 // ---- Talking to the remote store ----
@@ -244,7 +244,12 @@ static void say_absent(struct kvq__transfer *x)
 
 // ---- Its thread ----
 
-static void talked(struct kvq__mail *mail);
+static void has_talked(struct kvq__mail *mail)
+{
+    struct kvq__transfer *x =
+        (struct kvq__transfer *)((char *)mail - offsetof(struct kvq__transfer, mail));
+    kvq__task_wake(&x->task);
+}
 
 static void talk(void *context)
 {
@@ -265,78 +270,55 @@ static void talk(void *context)
         say_absent(x);
     if (x->rc == KVQ_E_PERMISSION) // it is the daemon who may not, not who asked
         x->rc = KVQ_E_REMOTE;
-    kvq__mailbox_post(&server->box, &x->mail, talked);
+    kvq__mailbox_post(&server->box, &x->mail, has_talked);
 }
 
-static void start_talking(struct kvq__transfer *x)
+static int talk_to_remote(struct kvq__transfer *x)
 {
     x->phase = KVQ__TRANSFER_TALKING;
     int error = uv_thread_create(&x->thread, talk, x);
-    if (error == 0)
-        return;
-    snprintf(x->text, sizeof x->text, "a thread for the transfer cannot be made: %s",
-             uv_strerror(error));
-    conclude(x, KVQ_E_SYSTEM);
-}
-
-static void take_transfer_name(struct kvq__transfer *x);
-
-static void talked(struct kvq__mail *mail)
-{
-    struct kvq__transfer *x =
-        (struct kvq__transfer *)((char *)mail - offsetof(struct kvq__transfer, mail));
-    uv_thread_join(&x->thread);
-    if (x->rc == 0 && x->kind == KVQ__TRANSFER_PULL)
-        take_transfer_name(x);
-    else
-        conclude(x, x->rc);
-}
-
-// ---- A push saves first ----
-
-static struct kvq__transfer *of_task(struct kvq__task *t)
-{
-    return (struct kvq__transfer *)((char *)t - offsetof(struct kvq__transfer, task));
-}
-
-static void begin_task(struct kvq__transfer *x, void (*done)(struct kvq__task *task))
-{
-    x->task = (struct kvq__task){.jobs = x->desk->jobs, .peer = &self, .done = done};
-    snprintf(x->task.ns, sizeof x->task.ns, "%s", x->ns);
-    snprintf(x->task.name, sizeof x->task.name, "%s", x->name);
-    x->desk->jobs->n_tasks++;
-}
-
-static void transfer_is_saved(struct kvq__task *t)
-{
-    struct kvq__transfer *x = of_task(t);
-    // If it is not in memory, what was saved of it before is what there is.
-    if (t->rc < 0 && t->rc != KVQ_E_NO_SESSION) {
-        say(x, t->text);
-        conclude(x, t->rc);
-    } else if (is_cancelled(x)) {
-        conclude(x, KVQ_E_CANCELLED);
-    } else { // its turn to talk may yet come
-        x->saved = true;
-        x->phase = KVQ__TRANSFER_QUEUED;
-        start_next_transfer(x->desk);
+    if (error != 0) {
+        snprintf(x->text, sizeof x->text, "a thread for the transfer cannot be made: %s",
+                 uv_strerror(error));
+        return KVQ_E_SYSTEM;
     }
+    kvq__task_wait(&x->task);
+    uv_thread_join(&x->thread);
+    return x->rc;
 }
 
-// ---- A pull imports in the end ----
+// ---- From beginning to end: its task ----
 
-static void imported(struct kvq__task *t)
+// What is in memory and not saved. If it is not in memory, what was saved before is what there is.
+static int save_first(struct kvq__transfer *x)
 {
-    struct kvq__transfer *x = of_task(t);
+    struct kvq__task *t = &x->task;
+    x->phase = KVQ__TRANSFER_SAVING;
+    kvq__jobs_save(t);
+    kvq__task_end_turn(t);
+    if (t->rc == KVQ_E_NO_SESSION)
+        t->rc = 0;
     if (t->rc < 0)
-        say(x, t->text);
-    conclude(x, t->rc);
+        snprintf(x->text, sizeof x->text, "%s", t->text);
+    return t->rc;
 }
 
-static void finish_transfer(uv_work_t *work, int status)
+// Waits for one of the threads that talk.
+static int stand_in_line(struct kvq__transfer *x)
 {
-    (void)status;
-    kvq__task_end(kvq__task_of(work));
+    x->phase = KVQ__TRANSFER_QUEUED;
+    x->in_line = true;
+    start_next_transfer(x->desk);
+    if (x->in_line)
+        kvq__task_wait(&x->task);
+    assert(!x->in_line && (x->talks || is_cancelled(x)));
+    return x->talks ? 0 : KVQ_E_CANCELLED;
+}
+
+// Poller's thread, with the name held alone.
+static void refuse_to_replace(struct kvq__task *t)
+{
+    t->rc = kvq__jobs_refuse_here(t);
 }
 
 static void import(struct kvq__task *t)
@@ -350,46 +332,40 @@ static void import(struct kvq__task *t)
         t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
 }
 
-static void go_import(struct kvq__task *t)
+// What was fetched becomes one of the store's sessions.
+static int import_fetched(struct kvq__transfer *x)
 {
-    kvq__task_to_work(t, import, finish_transfer);
-}
-
-static void looked_at_transfer(struct kvq__task *t)
-{
-    if (t->rc < 0)
-        kvq__task_end(t);
-    else
-        kvq__task_queue(t, go_import);
-}
-
-// Poller's thread.
-static void look_at_transfer(struct kvq__task *t)
-{
-    t->rc = kvq__jobs_refuse_here(t);
-    kvq__task_to_loop(t, looked_at_transfer);
-}
-
-// It holds the name alone.
-static void go_look(struct kvq__task *t)
-{
-    of_task(t)->phase = KVQ__TRANSFER_IMPORTING;
-    kvq__task_to_poller(t, look_at_transfer);
-}
-
-static void take_transfer_name(struct kvq__transfer *x)
-{
-    struct kvq__desk *desk = x->desk;
-    if (is_cancelled(x)) {
-        conclude(x, KVQ_E_CANCELLED);
-        return;
-    }
+    struct kvq__task *t = &x->task;
     stop_talking(x);
     x->phase = KVQ__TRANSFER_WAITING;
-    begin_task(x, imported);
-    x->task.doing = "importing";
-    kvq__task_name(&x->task, KVQ__HOLD_ALONE, go_look);
-    start_next_transfer(desk);
+    start_next_transfer(x->desk);
+    t->doing = "importing";
+    kvq__task_take_name(t, KVQ__HOLD_ALONE);
+    x->phase = KVQ__TRANSFER_IMPORTING;
+    kvq__task_at_poller(t, refuse_to_replace);
+    if (t->rc == 0) {
+        kvq__task_take_turn(t);
+        kvq__task_at_work(t, import);
+    }
+    kvq__task_end_turn(t);
+    if (t->rc < 0)
+        snprintf(x->text, sizeof x->text, "%s", t->text);
+    return t->rc;
+}
+
+static void transfer(struct kvq__task *t)
+{
+    struct kvq__transfer *x = of_task(t);
+    int rc = is_cancelled(x) ? KVQ_E_CANCELLED : 0;
+    if (rc == 0 && x->kind == KVQ__TRANSFER_PUSH)
+        rc = save_first(x);
+    if (rc == 0)
+        rc = stand_in_line(x);
+    if (rc == 0)
+        rc = talk_to_remote(x);
+    if (rc == 0 && x->kind == KVQ__TRANSFER_PULL)
+        rc = is_cancelled(x) ? KVQ_E_CANCELLED : import_fetched(x);
+    x->rc = rc;
 }
 
 // ---- Sweeping ----
@@ -428,36 +404,28 @@ static void start_sweep(struct kvq__desk *desk)
     uv_queue_work(&desk->jobs->server->loop, &desk->sweep, sweep, swept);
 }
 
-// ---- The beginning ----
+// ---- Who talks next ----
 
 static bool may_begin(const struct kvq__desk *desk, const struct kvq__transfer *x)
 {
-    if (x->phase != KVQ__TRANSFER_QUEUED)
+    if (!x->in_line)
         return false;
     if (is_cancelled(x))
         return true;
     if (!has_ticket(x))
         return desk->n_asking < ASK_AT_ONCE;
-    if (x->kind == KVQ__TRANSFER_PUSH && !x->saved)
-        return true; // a save that waits for its session keeps nobody from talking
     return desk->n_talking < TALK_AT_ONCE && !desk->sweeping && desk->failed < KVQ__LEFT_FILES;
 }
 
-static void begin_transfer(struct kvq__transfer *x)
+// One that is cancelled leaves the line without a thread.
+static void leave_line(struct kvq__transfer *x)
 {
-    if (is_cancelled(x)) {
-        conclude(x, KVQ_E_CANCELLED);
-        return;
-    }
-    if (x->kind == KVQ__TRANSFER_PUSH && !x->saved) {
-        x->phase = KVQ__TRANSFER_SAVING;
-        begin_task(x, transfer_is_saved);
-        kvq__jobs_save(&x->task);
-        return;
-    }
-    x->talks = true;
-    *(has_ticket(x) ? &x->desk->n_talking : &x->desk->n_asking) += 1;
-    start_talking(x);
+    x->in_line = false;
+    x->talks = !is_cancelled(x);
+    if (x->talks)
+        *(has_ticket(x) ? &x->desk->n_talking : &x->desk->n_asking) += 1;
+    if (x->task.fiber.state == KVQ__FIBER_WAITING)
+        kvq__task_wake(&x->task);
 }
 
 static bool user_talks(const struct kvq__desk *desk, uint32_t uid)
@@ -490,7 +458,7 @@ static void start_next_transfer(struct kvq__desk *desk)
     if (desk->failed >= KVQ__LEFT_FILES && !desk->sweeping && is_folder_free(desk))
         start_sweep(desk);
     while ((x = next_to_begin(desk)))
-        begin_transfer(x);
+        leave_line(x);
 }
 
 static bool transfers_clash(const struct kvq__transfer *a, const struct kvq__transfer *b)
@@ -534,20 +502,22 @@ int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *tex
         return KVQ_E_BUSY;
     }
     int rc = check_room(desk, x, text);
+    rc = rc ? rc : kvq__task_make(desk->jobs, &x->task);
+    if (rc == KVQ_E_NO_MEMORY)
+        snprintf(text, KVQ_TEXT_BYTES, "no memory for a transfer");
     if (rc < 0)
         return rc;
     x->desk = desk;
+    x->task.peer = &self;
+    x->task.done = conclude;
+    snprintf(x->task.ns, sizeof x->task.ns, "%s", x->ns);
+    snprintf(x->task.name, sizeof x->task.name, "%s", x->name);
     x->id = ++desk->last_id;
     x->phase = KVQ__TRANSFER_QUEUED;
     x->begun = kvq_now_ns();
-    desk->jobs->n_tasks++;
     TAILQ_INSERT_TAIL(&desk->transfers, x, link);
+    kvq__task_start(&x->task, transfer);
     return 0;
-}
-
-void kvq__transfers_run(struct kvq__desk *desk)
-{
-    start_next_transfer(desk);
 }
 
 void kvq__transfers_stop(struct kvq__jobs *jobs)

@@ -2,11 +2,11 @@
 //
 // Transfers to and from the remote store (storage/remote.h): pushes, pulls, lists and removals.
 //
-// A transfer has a thread of its own while it talks to the remote store, so that a slow one keeps
-// no file from being read or written; so many at a time, the others queue. What a push sends is
-// exported beside whoever writes to the store; only the import at the end of a pull is one of those
-// who write, and queues with them (store.c). While it runs, nobody opens a session of that name:
-// who tries waits until it has ended.
+// A transfer is a task (internal.h), which has a thread of its own while it talks to the remote
+// store, so that a slow one keeps no file from being read or written; so many at a time, the others
+// queue. What a push sends is exported beside whoever writes to the store; only the import at the
+// end of a pull is one of those who write, and waits for its turn with them. While it runs, nobody
+// opens a session of that name: who tries waits until it has ended.
 //
 // Everything here belongs to the loop's thread.
 #ifndef KVQ_DAEMON_STORE_TRANSFER_H
@@ -47,13 +47,12 @@ struct kvq__transfer {
     bool replace;
     struct kvq__task *asker; // who waits for a list or a removal, which have no ticket
 
-    bool saved;      // a push's session, so that it can be sent
-    bool talks;      // it has one of the threads
+    bool in_line;    // waits for one of the threads
+    bool talks;      // it has one
     uint32_t cancel; // a word: not 0 once it is to end
     uv_thread_t thread;
-    int (*job)(struct kvq__transfer *x); // on that thread
     struct kvq__mail mail;
-    struct kvq__task task; // its save, or its import
+    struct kvq__task task; // all of it
     char *path;            // what a pull has fetched
 
     uint64_t done, all; // long words: bytes, as the thread tells them
@@ -78,11 +77,10 @@ struct kvq__desk {
     char folder[KVQ_CONFIG_PATH + 16];
 };
 
-// Queues a transfer, which belongs to the desk from now on. KVQ_E_BUSY if one of that session is
-// under way, KVQ_E_LIMIT if too many are; then it is still the caller's.
+// Begins a transfer behind the task that calls this; it belongs to the desk from now on. KVQ_E_BUSY
+// if one of that session is under way, KVQ_E_LIMIT if too many are, KVQ_E_NO_MEMORY; then it is
+// still the caller's. When it has ended, its asker is woken, and it is gone.
 int kvq__transfer_add(struct kvq__desk *desk, struct kvq__transfer *x, char *text);
-// Begins those that can. One without a ticket may have ended, and be gone, when it returns.
-void kvq__transfers_run(struct kvq__desk *desk);
 // One that has not been forgotten, NULL: none of that id that a user may see.
 struct kvq__transfer *kvq__transfer_find(struct kvq__desk *desk, uint64_t id,
                                          const struct kvq__peer *peer);

@@ -44,7 +44,7 @@ void kvq__prefix_ask_hash(struct kvq__prefix_ask *ask);
 // Poller's thread. Looks at so many pages of the index as take some tens of microseconds. True once
 // all have been looked at: `here` is then how many it has.
 bool kvq__prefix_ask_match(struct kvq__prefix_ask *ask);
-// Poller's thread. Matching begins anew; a store has so many of the pages of all shards.
+// Any thread. Matching begins anew; a store has so many of the pages of all shards.
 void kvq__prefix_ask_again(struct kvq__prefix_ask *ask, uint32_t stored);
 // Any thread, once both are hashed. Whether the first so many pages (1 at least) of both are the
 // same ones, in the same place and namespace.
