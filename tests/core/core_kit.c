@@ -2,16 +2,13 @@
 //
 // See core_kit.h.
 #include "tests/core/core_kit.h"
-#include "tests/core/core_pools.h"
-#include "tests/core/core_refs.h"
-#include "tests/core/core_sheets.h"
 
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/check.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/table.h"
 
@@ -161,11 +158,7 @@ static void memory_free(void *memory)
         free(memory);
 }
 
-// What each namespace had under each limit when it was last looked at: by its place in the list.
-static struct {
-    uint64_t counted[KVQ__LIMITS];
-} seen[64];
-
+static struct kvq__check *check; // of the program's core, made with its first check
 static bool own_saves;
 static int own_isa = KVQ_ISA_AVX512;
 
@@ -182,7 +175,8 @@ void kit_saves(bool saves)
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
 {
     char text[KVQ_TEXT_BYTES] = "";
-    memset(seen, 0, sizeof seen);
+    if (check)
+        kvq__check_forget(check);
     *kit = (struct kit){.random = seed, .now = 1};
     kit->workspace = aligned_alloc(64, (kvq_workspace_bytes() + 63) & ~(size_t)63);
     struct kvq__core_config config = {
@@ -459,233 +453,16 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
 
 // ---- Counting everything anew ----
 
-struct counting {
-    const struct kvq__core *core;
-    uint64_t used, tokens;
-    uint32_t on[1 + KVQ_MAX_GPUS], unsaved;
-    uint32_t sessions, prepared, namespaces, offloaded;
-};
-
-// A session that is away has blocks only while they go, or before all of them are there.
-static void check_away(const struct kvq__session *s, const struct kvq__layer *l)
+static void free_check(void)
 {
-    MUST(!l->packer && !l->loading && !kvq__in_step(s) && !kvq__is_unsaved(s) && s->saving.stored);
-    MUST(!s->exclusive && !s->pack.queued && !s->move && s->entries.reading == 0 &&
-         s->entries.tail == 0);
-    MUST(s->refs == (s->restore != NULL));
-    if (!s->park && !s->restore)
-        MUST(s->n_pages == 0 && !s->sheets && !l->sheets && !l->extras.data);
-}
-
-static void check_layer(const struct kvq__session *s, const struct kvq__layer *l)
-{
-    uint64_t packed = kvq__packed_at(s, l, s->floor), from = 0;
-    const struct kvq__follower *f;
-    LIST_FOREACH (f, &s->follows, of_session)
-        from += f->restore->session->layers[l - s->layers].loading;
-    MUST(l->loading == from || (l->loading == 1 && s->restore && from == 0 && s->n_loading));
-    MUST(l->first_page <= l->raw_page && l->raw_page <= s->n_pages);
-    MUST(l->packed <= s->tokens && (!l->packer || s->refs > 0));
-    MUST(!!l->extras.data == (s->n_pages && kvq_extras_bytes(l->format, &l->shape)));
-    for (uint32_t p = 0; p < s->n_pages; p++) {
-        bool kept = p >= l->first_page;
-        MUST(!!kvq__page(l, p)->raw.data == (kept && p >= l->raw_page));
-        MUST(!!kvq__page(l, p)->packed.data == (kept && l->packed_bytes > 0));
-    }
-    MUST(l->raw_page <= l->first_page || (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS <= packed);
-}
-
-// A shard stands in its group, and of those of a group at least one has yet to end its step.
-static void check_group(const struct kvq__session *s)
-{
-    uint32_t prepared = 0;
-    MUST(!s->group == (s->shards == 1 || s->name[0] == 0) && kvq__group_member(s, s->shard) == s);
-    MUST(!s->in_step.prepared || (s->group && kvq__group_is_open(s) && !s->step));
-    for (uint32_t i = 0; s->group && i < s->shards; i++) {
-        const struct kvq__session *m = kvq__group_member(s, i);
-        MUST(!m || (m->group == s->group && m->shard == i && m->shards == s->shards &&
-                    m->ns == s->ns && strcmp(m->name, s->name) == 0));
-        prepared += m && m->in_step.prepared;
-    }
-    MUST(prepared < s->shards);
-}
-
-static void check_session(const struct kvq__session *s)
-{
-    const struct kvq__handle *h;
-    uint32_t readers = 0, writers = 0, owned = 0;
-    LIST_FOREACH (h, &s->handles, link) {
-        MUST(h->used && !h->taken && h->session == s);
-        readers += h->read_only;
-        writers += !h->read_only;
-    }
-    MUST(readers == s->readers && writers == (s->writer != NULL) && !s->dropped);
-    MUST(kvq__is_offloaded(s) || s->n_pages == kvq__pages_of(s->tokens + s->in_step.tokens));
-    check_group(s);
-    MUST(s->floor <= s->tokens && s->tokens - s->floor <= s->max_rollback);
-    for (uint32_t i = 0; i < s->n_layers; i++) {
-        owned += kvq__layer_owns(s, i);
-        if (kvq__layer_owns(s, i) && kvq__is_offloaded(s))
-            check_away(s, &s->layers[i]);
-        else if (kvq__layer_owns(s, i))
-            check_layer(s, &s->layers[i]);
-    }
-    MUST(owned == s->n_owned);
-}
-
-static uint64_t check_node(const struct kvq__node *node)
-{
-    uint64_t bytes = 0;
-    MUST(node->page == (node->parent ? node->parent->page + 1 : 0));
-    MUST(!node->parent || (node->parent->children > 0 && node->parent->pool == node->pool &&
-                           memcmp(node->parent->layers, node->layers, KVQ__HASH_BYTES) == 0));
-    for (uint32_t i = 0; i < node->n_layers; i++) {
-        const struct kvq__pageref *page = &node->pages[i];
-        const struct kvq__block *b = page->packed.block ? page->packed.block : page->raw.block;
-        MUST(!page->packed.block || !page->raw.block);
-        MUST(!b || b->extent->owner->pool == node->pool);
-        bytes += b ? b->bytes : 0;
-    }
-    MUST(bytes == node->bytes);
-    return bytes;
-}
-
-// Every node is in the table and, without children, among the leaves in the order of their use.
-static void check_prefixes(const struct kvq__prefixes *p)
-{
-    const struct kvq__node *node;
-    uint64_t bytes = 0, last = 0;
-    uint32_t n = 0, children = 0, with_parent = 0, leaves = 0, childless = 0;
-    for (uint32_t b = 0; b < p->n_buckets; b++)
-        LIST_FOREACH (node, &p->buckets[b], link) {
-            bytes += check_node(node);
-            children += node->children;
-            with_parent += node->parent != NULL;
-            childless += node->children == 0;
-            n++;
-        }
-    TAILQ_FOREACH (node, &p->leaves, leaf) {
-        MUST(node->children == 0 && node->used_at >= last);
-        last = node->used_at;
-        leaves++;
-    }
-    MUST(n == p->n_nodes && bytes == p->bytes);
-    MUST(children == with_parent && leaves == childless);
-}
-
-// No limit is ever exceeded, and what is above one that was lowered never grows.
-static void check_limits(const struct kvq__namespace *ns, uint64_t *had)
-{
-    for (int i = 0; i < KVQ__LIMITS; i++) {
-        uint64_t limit = ns->quota.limit[i], counted = ns->used[i] - ns->exempt[i];
-        MUST(ns->exempt[i] <= ns->used[i]);
-        MUST(limit == 0 || counted <= limit || counted <= had[i]);
-        had[i] = counted;
-    }
-}
-
-// Where recent.c has put it.
-static void check_lists(const struct kvq__session *s)
-{
-    MUST(s->published && (s->last_used.listed || s->n_pages == 0));
-    MUST((s->saving.list != KVQ__SAVED) == (s->name[0] && kvq__is_unsaved(s)));
-}
-
-static void check_namespace(struct counting *c, const struct kvq__namespace *ns)
-{
-    const struct kvq__session *s;
-    uint64_t used[KVQ__LIMITS] = {0}, exempt[KVQ__LIMITS] = {0}, refs = 0, sessions = 0;
-    for (uint32_t i = 0; i < c->core->n_pools; i++) {
-        const struct kvq__arena *arena = &ns->arenas[i];
-        enum kvq__limit which = kvq__pool_limit(&c->core->pools[i]);
-        struct cut sum = {0};
-        MUST(arena->ns == ns && arena->pool == &c->core->pools[i]);
-        check_arena(c->core, arena, &sum);
-        used[which] += sum.used;
-        exempt[which] += sum.exempt;
-        refs += sum.refs;
-    }
-    MUST(refs == references_to_all(ns));
-    for (int i = KVQ__HOST_BYTES; i <= KVQ__DEVICE_BYTES; i++)
-        MUST(exempt[i] == ns->exempt[i] && used[i] == ns->used[i]);
-    MUST(c->namespaces < sizeof seen / sizeof *seen);
-    check_limits(ns, seen[c->namespaces++].counted);
-    TAILQ_FOREACH (s, &ns->sessions, link) {
-        check_session(s);
-        check_lists(s);
-        c->tokens += s->tokens;
-        c->unsaved += s->saving.list != KVQ__SAVED;
-        c->on[s->pool - c->core->pools]++;
-        c->prepared += s->in_step.prepared;
-        c->offloaded += kvq__is_offloaded(s);
-        sessions++;
-    }
-    MUST(sessions == ns->used[KVQ__SESSIONS]);
-    check_prefixes(&ns->prefixes);
-    c->used += used[KVQ__HOST_BYTES] + used[KVQ__DEVICE_BYTES];
-    c->sessions += (uint32_t)sessions;
-}
-
-static void check_clients(const struct kvq__core *core)
-{
-    const struct kvq__client *c;
-    const struct kvq__session *s;
-    uint32_t clients = 0, steps = 0;
-    TAILQ_FOREACH (c, &core->clients, link) {
-        uint32_t named = 0;
-        clients++;
-        for (uint32_t i = 0; i < KVQ_MAX_STEPS; i++) {
-            if (!c->steps[i].number)
-                continue;
-            named++;
-            MUST(!LIST_EMPTY(&c->steps[i].sessions));
-            LIST_FOREACH (s, &c->steps[i].sessions, in_step.link)
-                MUST(s->step == &c->steps[i] && s->writer && s->writer->client == c);
-        }
-        MUST(named <= c->n_steps && c->n_steps <= named + c->n_queues); // STEPs of queues
-        steps += c->n_steps;
-    }
-    MUST(clients == core->n_clients && steps == core->n_steps);
-}
-
-// Nobody finds those that have ended; whoever is refused a block sees where some have pages.
-static void check_ended(const struct kvq__core *core)
-{
-    const struct kvq__namespace *ns;
-    const struct kvq__session *s;
-    for (uint32_t i = 0; i < core->n_pools; i++) {
-        uint32_t n = 0, noted = 0;
-        TAILQ_FOREACH (ns, &core->namespaces, link) {
-            noted += ns->arenas[i].n_ended;
-            TAILQ_FOREACH (s, &core->ended, link)
-                n += s->ns == ns && s->pool == &core->pools[i] && s->n_pages > 0;
-            MUST(n == noted);
-        }
-        MUST(noted == core->pools[i].n_ended);
-    }
-    TAILQ_FOREACH (s, &core->ended, link)
-        MUST(s->ended.listed && LIST_EMPTY(&s->handles) && !s->park && !s->seal.listed &&
-             !s->last_used.listed && !s->timer.listed && !s->pack.queued && s->ids.known == 0);
+    kvq__check_free(&check);
 }
 
 void core_check(const struct kvq__core *core)
 {
-    struct counting c = {.core = core};
-    const struct kvq__namespace *ns;
-    check_sheets(core);
-    count_references(core);
-    TAILQ_FOREACH (ns, &core->namespaces, link)
-        check_namespace(&c, ns);
-    for (uint32_t i = 0; i < core->n_pools; i++)
-        c.used -= core->pools[i].used_bytes;
-    MUST(c.used == 0);
-    MUST(c.sessions == core->n_sessions && c.prepared == core->n_prepared);
-    MUST(c.offloaded == core->n_offloaded);
-    MUST(c.tokens == core->tokens && c.unsaved == core->n_unsaved);
-    for (uint32_t i = 0; i < core->n_pools; i++)
-        MUST(c.on[i] == core->pools[i].sessions);
-    check_pools(core);
-    MUST(!TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->deferred) || core->release_left == 0);
-    check_ended(core);
-    check_clients(core);
+    if (!check) {
+        check = kvq__check_new(kit_die);
+        MUST(check && atexit(free_check) == 0);
+    }
+    kvq__check_core(check, core);
 }

@@ -716,3 +716,12 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
     kvq__session_unref(s);
     restore_free(r);
 }
+
+void kvq__restores_each_ref(const struct kvq__core *core,
+                            void (*see)(void *context, const struct kvq__ref *ref), void *context)
+{
+    const struct kvq__restore *r;
+    LIST_FOREACH (r, &core->restores, link)
+        for (uint32_t i = 0; i < r->n; i++)
+            see(context, &r->arriving[i].ref);
+}

@@ -150,3 +150,12 @@ void kvq__follow_failed(struct kvq__restore *r, int status)
         kvq__session_give_up(s, status);
     }
 }
+
+uint64_t kvq__follows_loading(const struct kvq__session *s, uint32_t layer)
+{
+    const struct kvq__follower *f;
+    uint64_t n = 0;
+    LIST_FOREACH (f, &s->follows, of_session)
+        n += f->restore->session->layers[layer].loading;
+    return n;
+}

@@ -559,3 +559,13 @@ void kvq__save_end(struct kvq__save **pointer, bool saved)
     LIST_REMOVE(save, link);
     save_free(save);
 }
+
+void kvq__saves_each_ref(const struct kvq__core *core,
+                         void (*see)(void *context, const struct kvq__ref *ref), void *context)
+{
+    const struct kvq__save *save;
+    LIST_FOREACH (save, &core->saves, link)
+        for (uint32_t i = 0; i < save->n_shards; i++)
+            for (uint32_t j = 0; j < save->shards[i].n; j++)
+                see(context, &save->shards[i].held[j].ref);
+}

@@ -268,4 +268,14 @@ void kvq__restore_layer(struct kvq__restore *restore, uint32_t layer);
 // all its shards, and its handles answer with that status. Accepts pointers to NULL.
 void kvq__restore_end(struct kvq__restore **restore, int status);
 
+// ---- What saves and restores hold, for core/check.h ----
+
+// Calls see() for each reference of a save, or of a restore, to a block.
+void kvq__saves_each_ref(const struct kvq__core *core,
+                         void (*see)(void *context, const struct kvq__ref *ref), void *context);
+void kvq__restores_each_ref(const struct kvq__core *core,
+                            void (*see)(void *context, const struct kvq__ref *ref), void *context);
+// Layers that are yet to come of prefixes that the session began with, counted for one of its own.
+uint64_t kvq__follows_loading(const struct kvq__session *session, uint32_t layer);
+
 #endif
