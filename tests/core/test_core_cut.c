@@ -3,7 +3,7 @@
 // Sessions that were cut, by a fork or by damage, have more packed than those that were not: they
 // can be saved as they stand, and come back. And extras that have learned nothing are not taken for
 // such that have.
-#include "tests/core/save_rig.h"
+#include "tests/core/save_kit.h"
 
 static const char *const formats[] = {"oscar2", "kivi-sink2", "kivi2:outliers=3:recent=64:unit=32",
                                       "innerq-base", "quarot4"};

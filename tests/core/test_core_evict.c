@@ -2,7 +2,7 @@
 //
 // Eviction and waiting for room: who goes and who never does, when a request waits and when it is
 // refused, in what order, and that nobody waits for ever.
-#include "tests/core/evict_rig.h"
+#include "tests/core/evict_kit.h"
 
 // ---- Who ----
 
@@ -172,7 +172,7 @@ static void test_too_young(void **state)
         for (uint32_t j = 0; j < 4; j++)
             kit_of(&m, handles[j])->idle_since = kit.now;
         pass(100 * MS);
-        poll();
+        poll_core();
         rc = again(&other);
     }
     assert_int_equal(rc ? rc : status_of(&other), KVQ_E_NO_MEMORY);

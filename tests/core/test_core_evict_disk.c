@@ -2,7 +2,7 @@
 //
 // Eviction to disk: by way of the host's memory and without, for room, for a limit and unasked;
 // when the store fails; and sessions that come back while others do.
-#include "tests/core/evict_rig.h"
+#include "tests/core/evict_kit.h"
 
 static void test_disk(void **state)
 {
@@ -40,7 +40,7 @@ static void test_disk(void **state)
     pass(6 * SECOND);
     for (uint32_t i = 0; i < 20; i++) {
         kvq__core_tick(kit.core);
-        poll();
+        poll_core();
     }
     kvq__core_counts(kit.core, &stats);
     assert_int_equal(stats.parked_idle, 4);
@@ -167,9 +167,9 @@ static void test_above(void **state)
     assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1);
     kvq__core_tick(kit.core);
     assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 1); // one at a time
-    poll();
+    poll_core();
     kvq__core_tick(kit.core);
-    poll();
+    poll_core();
     kvq__core_counts(kit.core, &stats);
     assert_int_equal(stats.parked_room, 1); // 50 percent now
     assert_int_equal(kit.core->pools[0].used_bytes, 2 * SESSION_BYTES);
@@ -331,7 +331,7 @@ static const struct kvq__move *move_until(enum kvq__phase phase)
     const struct kvq__move *move = kvq__move_after(kit.core, NULL);
     for (uint32_t i = 0; move->ticket.phase < phase; i++) {
         assert_true(i < 1000000);
-        poll();
+        poll_core();
     }
     assert_int_equal(move->ticket.phase, phase);
     return move;

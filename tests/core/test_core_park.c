@@ -2,7 +2,7 @@
 //
 // Parking against a store in memory: a session whose memory was freed goes on to the bit as its
 // twin that never left, waits are told apart from failures, and who is in use stays.
-#include "tests/core/park_rig.h"
+#include "tests/core/park_kit.h"
 
 // ---- There and back ----
 

@@ -2,7 +2,7 @@
 //
 // Parked sessions and the rest of the core: what is stored of them and when it goes, clients that
 // die, groups of shards, forks, prefixes, and the end of the daemon.
-#include "tests/core/park_rig.h"
+#include "tests/core/park_kit.h"
 
 // ---- What is stored of it ----
 

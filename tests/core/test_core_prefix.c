@@ -3,7 +3,7 @@
 // Prefixes: sessions that begin with the same tokens share blocks, those whose tokens mean
 // something else never do, and what only the index keeps gives way before anything fails.
 #include "daemon/core/residency/saved.h"
-#include "tests/core/prefix_rig.h"
+#include "tests/core/prefix_kit.h"
 
 static int refused(struct member *m, const struct kvq__session_spec *spec)
 {

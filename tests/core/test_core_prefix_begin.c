@@ -2,7 +2,7 @@
 //
 // Sessions that begin with a prefix while it is read from a store: layers answer as they come, and
 // what cannot be read ends them.
-#include "tests/core/prefix_rig.h"
+#include "tests/core/prefix_kit.h"
 
 #include "daemon/core/residency/saved_internal.h"
 

@@ -2,7 +2,7 @@
 //
 // Prefixes and the store: sessions come back with the ids of their tokens, and begin others; ids
 // that were lost or make no sense never stand for anything.
-#include "tests/core/prefix_rig.h"
+#include "tests/core/prefix_kit.h"
 
 #include "daemon/core/residency/saved_internal.h"
 

@@ -2,7 +2,7 @@
 //
 // Sessions that are saved with one number of shards and opened with another: to the bit as if they
 // had always had that number, for every format that knows its heads one by one.
-#include "tests/core/reshard_rig.h"
+#include "tests/core/reshard_kit.h"
 
 static struct set make(bool stages, const char *name, uint32_t shards)
 {

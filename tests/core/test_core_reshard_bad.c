@@ -4,7 +4,7 @@
 // heads, what cannot be shared equally, stored numbers that make no sense; and sessions in memory,
 // which make way or not.
 #include "daemon/core/residency/park.h"
-#include "tests/core/reshard_rig.h"
+#include "tests/core/reshard_kit.h"
 
 static void refused(const struct set *s, uint32_t shard, int rc, const char *why)
 {

@@ -3,7 +3,7 @@
 // Rotation of V over saves and restores: what a session was opened with it keeps, layer by layer,
 // whatever the default has become since.
 #include "daemon/store/saved_wire.h"
-#include "tests/core/save_rig.h"
+#include "tests/core/save_kit.h"
 
 // What is written of it, and read again: that is what is in the vault now. Returns the version.
 static uint32_t by_wire(const char *name)

@@ -3,7 +3,7 @@
 // Saves and restores of the core against a store in memory: a restored session goes on to the bit
 // as its twin that never stopped, blocks are written once, layers answer as they come, damage cuts
 // and is told, and what makes no sense is refused.
-#include "tests/core/save_rig.h"
+#include "tests/core/save_kit.h"
 
 static void check_format(const char *format, uint64_t tokens, uint32_t rollback)
 {

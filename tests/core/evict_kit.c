@@ -1,53 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests of eviction share: two engines, sessions of four pages that fit four at a time on
-// the first GPU (or, with a store, in the host's memory), and requests that may wait.
-#ifndef KVQ_TESTS_EVICT_RIG_H
-#define KVQ_TESTS_EVICT_RIG_H
+// See evict_kit.h.
+#include "tests/core/evict_kit.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "daemon/core/residency/evict.h"
-#include "daemon/core/residency/move.h"
-#include "daemon/core/residency/park.h"
-#include "daemon/core/residency/saved_internal.h"
-#include "tests/core/sim.h"
-
-enum {
-    HEADS = 2,
-    DIM = 64,
-    LAYERS = 2,
-    QUERIES = 2,
-    MIB = 1 << 20,
-    PAGE = KVQ_BLOCK_TOKENS,
-    SESSION = 4 * PAGE,                              // tokens of most sessions
-    BLOCK = 4 * HEADS * DIM * PAGE,                  // bytes of a page of one layer, as f16
-    SESSION_BYTES = LAYERS * SESSION / PAGE * BLOCK, // 512 KiB
-    GPU = 2 * MIB,                                   // so that 4 of them fit
-    BUFFER = 4 * MIB,
-    Q_AT = BUFFER / 4,
-    OUT_AT = Q_AT + 64 * 1024,
-    OUT_BYTES = QUERIES * 2 * HEADS * DIM * 4,
-};
-#define MS     1000000ull
-#define SECOND (1000 * MS)
-
-static const struct kvq__layer_row rows[1] = {
+const struct kvq__layer_row rows[1] = {
     {4, HEADS, DIM, DIM, .format = "f16", .kv_from = -1, .repeat = LAYERS}};
 
-static struct kit kit;
-static struct member m, other;
-static struct vault vault;
-static char text[KVQ_TEXT_BYTES];
-static uint32_t home = 1; // where sessions are opened: the first GPU, or 0, the host
+struct kit kit;
+struct member m, other;
+struct vault vault;
+char text[KVQ_TEXT_BYTES];
+uint32_t home = 1;
 
-static inline void attach(struct member *member, uint32_t uid)
+void attach(struct member *member, uint32_t uid)
 {
     assert_int_equal(member_open(&kit, member, uid, BUFFER), 0);
     float *memory = (float *)(void *)member->memory;
@@ -55,7 +20,7 @@ static inline void attach(struct member *member, uint32_t uid)
         memory[i] = kit_float(&kit);
 }
 
-static inline int setup(void **state)
+int setup(void **state)
 {
     (void)state;
     sim_in_steps(5);
@@ -66,8 +31,7 @@ static inline int setup(void **state)
     return 0;
 }
 
-// With a store, and sessions in 2 MiB of the host's memory.
-static inline int setup_saves(void **state)
+int setup_saves(void **state)
 {
     kit_saves(true);
     setup(state);
@@ -77,7 +41,7 @@ static inline int setup_saves(void **state)
     return 0;
 }
 
-static inline void poll(void)
+void poll_core(void)
 {
     bool served = kit.core->config.saves && vault_serve(&vault, kit.core) > 0;
     kit_poll(kit.core);
@@ -85,22 +49,21 @@ static inline void poll(void)
         core_check(kit.core);
 }
 
-static inline void pass(uint64_t ns)
+void pass(uint64_t ns)
 {
     kvq__core_clock(kit.core, kit.now += ns);
 }
 
-// All that GPUs, moves and evictions do has ended.
-static inline void rest(void)
+void rest(void)
 {
     for (uint32_t i = 0; kvq__core_moves(kit.core) || !TAILQ_EMPTY(&kit.core->flights); i++) {
         assert_true(i < 1000000);
-        poll();
+        poll_core();
     }
-    poll();
+    poll_core();
 }
 
-static inline int teardown(void **state)
+int teardown(void **state)
 {
     (void)state;
     member_close(&m);
@@ -114,12 +77,12 @@ static inline int teardown(void **state)
     return 0;
 }
 
-static inline const char *place(uint32_t pool)
+const char *place(uint32_t pool)
 {
     return kvq__pool_name(&kit.core->pools[pool]);
 }
 
-static inline uint64_t opened(struct member *member, const char *name)
+uint64_t opened(struct member *member, const char *name)
 {
     struct kvq__session_info info;
     struct kvq__session_spec spec = {
@@ -130,8 +93,7 @@ static inline uint64_t opened(struct member *member, const char *name)
 
 // ---- Requests that may wait ----
 
-// Looks again: 1 if it waits still, else its status.
-static inline int again(struct member *member)
+int again(struct member *member)
 {
     enum kvq__progress p = kvq__request_continue(member->queue);
     while (p == KVQ__RUN || p == KVQ__GPU) {
@@ -144,34 +106,31 @@ static inline int again(struct member *member)
     return p == KVQ__WAIT ? 1 : kvq__queue_completion(member->queue)->status;
 }
 
-static inline int status_of(const struct member *member)
+int status_of(const struct member *member)
 {
     const struct kvq_completion *c = kvq__queue_completion(member->queue);
     return c->status ? c->status : kvq__queue_results(member->queue)[0].status;
 }
 
-// Until it is answered. A request that waits for ever ends the test.
-static inline int finish(struct member *member, int rc)
+int finish(struct member *member, int rc)
 {
     for (uint32_t looks = 0; rc == 1; looks++) {
         assert_true(looks < 100000);
-        poll();
+        poll_core();
         pass(MS / 10);
         rc = again(member);
     }
     return rc ? rc : status_of(member);
 }
 
-static inline struct kvq_entry_wire entry(struct member *member, uint64_t handle, uint32_t append)
+struct kvq_entry_wire entry(struct member *member, uint64_t handle, uint32_t append)
 {
     uint64_t tokens = kit_of(member, handle)->tokens;
     return (struct kvq_entry_wire){
         .handle = handle, .position = tokens, .row = (uint32_t)tokens, .append = append};
 }
 
-// Begins to ask for a step; as kit_request.
-static inline int begin(struct member *member, uint64_t handle, uint64_t step, uint32_t n,
-                        uint64_t wait)
+int begin(struct member *member, uint64_t handle, uint64_t step, uint32_t n, uint64_t wait)
 {
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     struct kvq_entry_wire e = entry(member, handle, n);
@@ -181,7 +140,7 @@ static inline int begin(struct member *member, uint64_t handle, uint64_t step, u
     return kit_request(member, &r, &e);
 }
 
-static inline int go_on(struct member *member, uint64_t handle, uint32_t n)
+int go_on(struct member *member, uint64_t handle, uint32_t n)
 {
     struct kvq_entry_wire e = entry(member, handle, n);
     int rc = 0;
@@ -196,14 +155,13 @@ static inline int go_on(struct member *member, uint64_t handle, uint32_t n)
     return rc ? rc : kit_simple(member, KVQ_OP_STEP_END, 99, e, NULL);
 }
 
-static inline int step(struct member *member, uint64_t handle, uint32_t n)
+int step(struct member *member, uint64_t handle, uint32_t n)
 {
     int rc = finish(member, begin(member, handle, 99, n, 0));
     return rc ? rc : go_on(member, handle, n);
 }
 
-// A session of 512 KiB.
-static inline uint64_t fed(struct member *member, const char *name)
+uint64_t fed(struct member *member, const char *name)
 {
     uint64_t handle = opened(member, name);
     assert_int_equal(step(member, handle, SESSION), 0);
@@ -211,8 +169,7 @@ static inline uint64_t fed(struct member *member, const char *name)
     return handle;
 }
 
-// What a token behind the session sees, of all layers.
-static inline void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTES])
+void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTES])
 {
     struct kvq_entry_wire e = entry(member, handle, 0);
     e.queries = QUERIES;
@@ -226,26 +183,20 @@ static inline void attend(struct member *member, uint64_t handle, uint8_t out[LA
     }
 }
 
-static inline bool is_home(struct member *member, uint64_t handle)
+bool is_home(struct member *member, uint64_t handle)
 {
     const struct kvq__session *s = kit_of(member, handle);
     return s->pool == &kit.core->pools[home] && !kvq__is_offloaded(s);
 }
 
-// How many have gone since others needed the room.
-static inline uint64_t evicted(void)
+uint64_t evicted(void)
 {
     struct kvq__counts stats;
     kvq__core_counts(kit.core, &stats);
     return kit.core->counts.demoted + stats.parked_room + stats.parked_quota;
 }
 
-static inline uint32_t refused(void)
+uint32_t refused(void)
 {
     return (uint32_t)kit.core->counts.refused_for_room;
 }
-
-#define TEST(name)  cmocka_unit_test_setup_teardown(name, setup, teardown)
-#define SAVES(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown)
-
-#endif

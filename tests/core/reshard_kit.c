@@ -1,57 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests of sessions that get another number of shards stand on: one client with all shards
-// of a session, by KV heads or by layers, fed from one tensor of all heads, and a store in memory.
-#ifndef KVQ_TESTS_RESHARD_RIG_H
-#define KVQ_TESTS_RESHARD_RIG_H
+// See reshard_kit.h.
+#include "tests/core/reshard_kit.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "daemon/core/residency/saved_internal.h"
-#include "tests/core/vault.h"
-
-enum {
-    HEADS = 8, // of all shards
-    RATIO = 2,
-    DIM = 64,
-    LAYERS = 3,
-    QUERIES = 3,
-    MIB = 1 << 20,
-    BUFFER = 8 * MIB,
-    ROWS = 1700,
-    Q_AT = BUFFER / 2 - 128 * 1024,
-    OUT_AT = Q_AT + 64 * 1024,
-    OUT_BYTES = QUERIES * RATIO * HEADS * DIM * 4,
-};
 static_assert(ROWS * HEADS * DIM * 4 < Q_AT, "K ends before the queries");
 
-// Those of the table have no outliers in a model's first layers; these have.
-#define OUTLIERS "kivi2:outliers=3:displaced=32:recent=32"
+struct kit kit;
+struct member m;
+struct vault vault;
+char text[KVQ_TEXT_BYTES];
+const struct kvq__peer admin = {.admin = true};
 
-static struct kit kit;
-static struct member m;
-static struct vault vault;
-static char text[KVQ_TEXT_BYTES];
-static const struct kvq__peer admin = {.admin = true};
-
-// One session with all its shards, by KV heads or by layers.
-struct set {
-    char name[32];
-    uint32_t shards, layers; // of each
-    uint32_t heads;          // of each
-    uint32_t more;           // of the last one; the first has as many less
-    uint64_t handles[HEADS];
-    bool stages; // shards are layers
-};
-
-static inline int setup(void **state)
+int setup(void **state)
 {
     (void)state;
     kit_open(&kit, 11, 256 * MIB, 0);
@@ -62,7 +22,7 @@ static inline int setup(void **state)
     return 0;
 }
 
-static inline int teardown(void **state)
+int teardown(void **state)
 {
     (void)state;
     core_check(kit.core);
@@ -74,11 +34,11 @@ static inline int teardown(void **state)
 
 // ---- Sets ----
 
-static const char *format = "oscar2";
-static uint32_t rollback;
+const char *format = "oscar2";
+uint32_t rollback;
 
 // Layer 1 has a window, layer 2 reads layer 0 if shards are heads.
-static inline void set_rows(const struct set *s, uint32_t shard, struct kvq__layer_row *rows)
+static void set_rows(const struct set *s, uint32_t shard, struct kvq__layer_row *rows)
 {
     uint32_t heads = s->heads - (shard == 0 ? s->more : 0);
     heads += shard + 1 == s->shards ? s->more : 0;
@@ -96,7 +56,7 @@ static inline void set_rows(const struct set *s, uint32_t shard, struct kvq__lay
     }
 }
 
-static inline int open_shard(struct set *s, uint32_t i, uint32_t flags)
+int open_shard(struct set *s, uint32_t i, uint32_t flags)
 {
     struct kvq__layer_row rows[HEADS];
     struct kvq__session_info info;
@@ -113,38 +73,38 @@ static inline int open_shard(struct set *s, uint32_t i, uint32_t flags)
     return rc;
 }
 
-static inline void open_all(struct set *s)
+void open_all(struct set *s)
 {
     for (uint32_t i = 0; i < s->shards; i++)
         if (open_shard(s, i, 0))
             fail_msg("%s, shard %u of %u: %s", format, i, s->shards, text);
 }
 
-static inline struct set by_heads(const char *name, uint32_t shards)
+struct set by_heads(const char *name, uint32_t shards)
 {
     struct set s = {.shards = shards, .layers = LAYERS, .heads = HEADS / shards};
     snprintf(s.name, sizeof s.name, "%s", name);
     return s;
 }
 
-static inline struct set by_layers(const char *name, uint32_t shards)
+struct set by_layers(const char *name, uint32_t shards)
 {
     struct set s = {.shards = shards, .layers = HEADS / shards, .heads = 2, .stages = true};
     snprintf(s.name, sizeof s.name, "%s", name);
     return s;
 }
 
-static inline const struct kvq__session *shard_of(const struct set *s, uint32_t i)
+const struct kvq__session *shard_of(const struct set *s, uint32_t i)
 {
     return kit_of(&m, s->handles[i]);
 }
 
-static inline uint64_t tokens_of(const struct set *s)
+uint64_t tokens_of(const struct set *s)
 {
     return shard_of(s, 0)->tokens;
 }
 
-static inline void drop(const struct set *s)
+void drop(const struct set *s)
 {
     assert_int_equal(kvq__session_drop(m.client, s->handles[0], text), 0);
 }
@@ -152,14 +112,14 @@ static inline void drop(const struct set *s)
 // ---- Steps ----
 
 // Where a shard's part of a tensor of all heads starts. Stages have the heads that their layer is.
-static inline uint64_t part_at(const struct set *s, uint32_t shard, uint32_t layer, uint32_t ratio)
+static uint64_t part_at(const struct set *s, uint32_t shard, uint32_t layer, uint32_t ratio)
 {
     uint32_t first = shard * s->heads - (shard ? s->more : 0);
     first = s->stages ? (shard * s->layers + layer) % 4 : first;
     return (uint64_t)first * ratio * DIM * 4;
 }
 
-static inline void append(const struct set *s, uint32_t shard, uint32_t layer, uint32_t n)
+static void append(const struct set *s, uint32_t shard, uint32_t layer, uint32_t n)
 {
     struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
     struct kvq_entry_wire e = {.handle = s->handles[shard],
@@ -178,7 +138,7 @@ static inline void append(const struct set *s, uint32_t shard, uint32_t layer, u
 }
 
 // The step's beginning or end, of all shards in one request.
-static inline void step_all(const struct set *s, uint8_t op, uint32_t n)
+static void step_all(const struct set *s, uint8_t op, uint32_t n)
 {
     struct kvq_request r = kit_header(op, (uint16_t)s->shards);
     struct kvq_entry_wire e[HEADS];
@@ -191,7 +151,7 @@ static inline void step_all(const struct set *s, uint8_t op, uint32_t n)
         assert_int_equal(kvq__queue_results(m.queue)[i].status, 0);
 }
 
-static inline void feed(const struct set *s, uint64_t to)
+void feed(const struct set *s, uint64_t to)
 {
     while (tokens_of(s) < to) {
         uint64_t left = to - tokens_of(s);
@@ -204,7 +164,7 @@ static inline void feed(const struct set *s, uint64_t to)
     }
 }
 
-static inline void truncate_by(const struct set *s, uint32_t n)
+void truncate_by(const struct set *s, uint32_t n)
 {
     for (uint32_t i = 0; i < s->shards; i++) {
         struct kvq_entry_wire e = {
@@ -213,8 +173,7 @@ static inline void truncate_by(const struct set *s, uint32_t n)
     }
 }
 
-static inline void attend_shard(const struct set *s, uint32_t shard, uint32_t layer,
-                                uint64_t out_at)
+void attend_shard(const struct set *s, uint32_t shard, uint32_t layer, uint64_t out_at)
 {
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {
@@ -227,8 +186,7 @@ static inline void attend_shard(const struct set *s, uint32_t shard, uint32_t la
     assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
 }
 
-// All heads of layer i of the model.
-static inline void attend(const struct set *s, uint32_t i, uint8_t out[OUT_BYTES])
+void attend(const struct set *s, uint32_t i, uint8_t out[OUT_BYTES])
 {
     memset(m.memory + OUT_AT, 0, OUT_BYTES);
     if (s->stages)
@@ -238,7 +196,7 @@ static inline void attend(const struct set *s, uint32_t i, uint8_t out[OUT_BYTES
     memcpy(out, m.memory + OUT_AT, OUT_BYTES);
 }
 
-static inline void same_bits(const struct set *a, const struct set *b)
+void same_bits(const struct set *a, const struct set *b)
 {
     static uint8_t x[OUT_BYTES], y[OUT_BYTES], zero[OUT_BYTES];
     assert_int_equal(tokens_of(a), tokens_of(b));
@@ -252,8 +210,7 @@ static inline void same_bits(const struct set *a, const struct set *b)
     }
 }
 
-// The same is packed, and kept, to the byte.
-static inline void same_blocks(const struct set *a, const struct set *b)
+void same_blocks(const struct set *a, const struct set *b)
 {
     kit_pack(&kit);
     for (uint32_t i = 0; i < a->shards; i++)
@@ -276,7 +233,7 @@ static inline void same_blocks(const struct set *a, const struct set *b)
 
 // ---- Saving and restoring ----
 
-static inline void save(const struct set *s)
+void save(const struct set *s)
 {
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = s->name};
     int rc;
@@ -285,7 +242,7 @@ static inline void save(const struct set *s)
     assert_int_equal(rc, 0);
 }
 
-static inline int restore_shard(const struct set *s, uint32_t i, uint64_t good)
+int restore_shard(const struct set *s, uint32_t i, uint64_t good)
 {
     const struct kvq__reshard_as as = {i, s->shards, s->layers};
     text[0] = 0;
@@ -295,7 +252,7 @@ static inline int restore_shard(const struct set *s, uint32_t i, uint64_t good)
     return rc;
 }
 
-static inline void restore(struct set *s, uint64_t good)
+void restore(struct set *s, uint64_t good)
 {
     for (uint32_t i = 0; i < s->shards; i++)
         if (restore_shard(s, i, good))
@@ -303,7 +260,7 @@ static inline void restore(struct set *s, uint64_t good)
     open_all(s);
 }
 
-static inline void go_on_alike(const struct set *a, const struct set *b)
+void go_on_alike(const struct set *a, const struct set *b)
 {
     same_bits(a, b);
     if (rollback && tokens_of(a) > rollback) {
@@ -320,5 +277,3 @@ static inline void go_on_alike(const struct set *a, const struct set *b)
     same_blocks(a, b);
     same_bits(a, b);
 }
-
-#endif

@@ -1,47 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests of prefixes stand on: two clients of one namespace, sessions that are fed from one
-// tensor and tell their tokens' ids, and a store in memory.
-#ifndef KVQ_TESTS_PREFIX_RIG_H
-#define KVQ_TESTS_PREFIX_RIG_H
-
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "tests/core/vault.h"
-
-enum {
-    HEADS = 2,
-    DIM = 64,
-    ROW = HEADS * DIM * 4,
-    TOKENS = 1600,
-    BUFFER = 4 << 20,
-    IDS = 3 << 20, // where in the second half they stand
-    OUT = BUFFER - (64 << 10),
-    MIB = 1 << 20,
-    PAGE = KVQ_BLOCK_TOKENS,
-};
+// See prefix_kit.h.
+#include "tests/core/prefix_kit.h"
 
 static const struct kvq__layer_row rows[] = {
     {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 3}};
 
-static struct kit kit;
-static struct member one, two;
-static struct vault vault;
-static char text[KVQ_TEXT_BYTES];
+struct kit kit;
+struct member one, two;
+struct vault vault;
+char text[KVQ_TEXT_BYTES];
 
-static int32_t *ids(struct member *m)
+int32_t *ids(struct member *m)
 {
     return (int32_t *)(void *)(m->memory + IDS);
 }
 
-static void attach(struct member *m, uint32_t uid)
+void attach(struct member *m, uint32_t uid)
 {
     assert_int_equal(member_open(&kit, m, uid, BUFFER), 0);
     float *memory = (float *)(void *)m->memory;
@@ -52,7 +27,7 @@ static void attach(struct member *m, uint32_t uid)
     m->ids_at = IDS;
 }
 
-static void open_kit(uint64_t pool, uint64_t limit)
+void open_kit(uint64_t pool, uint64_t limit)
 {
     static const uint32_t uids[] = {1000, 1001};
     static const char *const with[] = {"team"};
@@ -67,14 +42,14 @@ static void open_kit(uint64_t pool, uint64_t limit)
     memcpy(two.memory, one.memory, IDS);
 }
 
-static int setup(void **state)
+int setup(void **state)
 {
     (void)state;
     open_kit(64 * MIB, 0);
     return 0;
 }
 
-static int teardown(void **state)
+int teardown(void **state)
 {
     (void)state;
     core_check(kit.core);
@@ -86,7 +61,7 @@ static int teardown(void **state)
     return 0;
 }
 
-static struct kvq__session_spec spec_of(const struct member *m, uint64_t tokens)
+struct kvq__session_spec spec_of(const struct member *m, uint64_t tokens)
 {
     return (struct kvq__session_spec){
         .ns = "team",
@@ -97,8 +72,8 @@ static struct kvq__session_spec spec_of(const struct member *m, uint64_t tokens)
         .prefix = {.buffer = m->buffer, .offset = IDS, .tokens = tokens}};
 }
 
-static uint64_t open_as(struct member *m, const struct kvq__session_spec *spec,
-                        struct kvq__session_info *info)
+uint64_t open_as(struct member *m, const struct kvq__session_spec *spec,
+                 struct kvq__session_info *info)
 {
     struct kvq__session_info own;
     info = info ? info : &own;
@@ -110,7 +85,7 @@ static uint64_t open_as(struct member *m, const struct kvq__session_spec *spec,
     return info->handle;
 }
 
-static uint64_t lookup(struct member *m, const struct kvq__session_spec *spec)
+uint64_t lookup(struct member *m, const struct kvq__session_spec *spec)
 {
     uint64_t tokens;
     text[0] = 0;
@@ -118,8 +93,7 @@ static uint64_t lookup(struct member *m, const struct kvq__session_spec *spec)
     return tokens;
 }
 
-// A session of the first member with so many tokens, in steps, all packed that can be.
-static uint64_t feed(struct member *m, const struct kvq__session_spec *spec, uint32_t tokens)
+uint64_t feed(struct member *m, const struct kvq__session_spec *spec, uint32_t tokens)
 {
     struct kvq__session_spec bare = *spec;
     bare.prefix =
@@ -132,13 +106,12 @@ static uint64_t feed(struct member *m, const struct kvq__session_spec *spec, uin
     return handle;
 }
 
-static void drop(struct member *m, uint64_t handle)
+void drop(struct member *m, uint64_t handle)
 {
     assert_int_equal(kvq__session_drop(m->client, handle, text), 0);
 }
 
-// Attention of one query behind all tokens.
-static void attend(struct member *m, uint64_t handle, uint32_t layer, float *out)
+void attend(struct member *m, uint64_t handle, uint32_t layer, float *out)
 {
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {
@@ -150,5 +123,3 @@ static void attend(struct member *m, uint64_t handle, uint32_t layer, float *out
     assert_int_equal(kvq__queue_results(m->queue)[0].status, 0);
     memcpy(out, m->memory + OUT, 4 * DIM * sizeof *out);
 }
-
-#endif

@@ -1,45 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What test_core_save.c and test_core_park.c stand on: one client, sessions of four layers fed from
-// one tensor, a store in memory, and attention of both of two sessions that should be one.
-#ifndef KVQ_TESTS_SAVE_RIG_H
-#define KVQ_TESTS_SAVE_RIG_H
+// See save_kit.h.
+#include "tests/core/save_kit.h"
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include <cmocka.h>
-
-#include "daemon/core/residency/saved_internal.h"
-#include "tests/core/vault.h"
-
-enum {
-    HEADS = 2,
-    DIM = 64,
-    LAYERS = 4,
-    OWNED = 3,
-    QUERIES = 3,
-    MIB = 1 << 20,
-    BUFFER = 4 * MIB,
-    ROWS = 2000,
-    Q_AT = BUFFER / 2 - 128 * 1024,
-    OUT_AT = Q_AT + 64 * 1024,
-    OUT_BYTES = QUERIES * 2 * HEADS * DIM * 4,
-};
 static_assert(ROWS * HEADS * DIM * 4 < Q_AT, "K ends before the queries");
 
-static struct kit kit;
-static struct member m;
-static struct vault vault;
-static struct kvq__layer_row rows[LAYERS];
-static char text[KVQ_TEXT_BYTES];
-static const struct kvq__peer admin = {.admin = true};
+struct kit kit;
+struct member m;
+struct vault vault;
+struct kvq__layer_row rows[LAYERS];
+char text[KVQ_TEXT_BYTES];
+const struct kvq__peer admin = {.admin = true};
 
-static void set_rows(const char *format)
+void set_rows(const char *format)
 {
     for (uint32_t i = 0; i < LAYERS; i++)
         rows[i] =
@@ -48,7 +21,7 @@ static void set_rows(const char *format)
     rows[3].kv_from = 0;
 }
 
-static void open_kit(void)
+void open_kit(void)
 {
     kit_open(&kit, 7, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
@@ -57,13 +30,13 @@ static void open_kit(void)
         memory[i] = kit_float(&kit);
 }
 
-static void close_kit(void)
+void close_kit(void)
 {
     member_close(&m);
     kit_close(&kit);
 }
 
-static int setup(void **state)
+int setup(void **state)
 {
     (void)state;
     set_rows("oscar2");
@@ -71,7 +44,7 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
+int teardown(void **state)
 {
     (void)state;
     close_kit();
@@ -79,7 +52,7 @@ static int teardown(void **state)
     return 0;
 }
 
-static uint64_t open_as(const char *name, uint32_t n_layers, uint32_t rollback)
+uint64_t open_as(const char *name, uint32_t n_layers, uint32_t rollback)
 {
     struct kvq__session_info info;
     struct kvq__session_spec spec = {
@@ -88,7 +61,7 @@ static uint64_t open_as(const char *name, uint32_t n_layers, uint32_t rollback)
     return rc ? 0 : info.handle;
 }
 
-static void feed(uint64_t handle, uint64_t to)
+void feed(uint64_t handle, uint64_t to)
 {
     while (kit_of(&m, handle)->tokens < to) {
         uint64_t left = to - kit_of(&m, handle)->tokens;
@@ -96,7 +69,7 @@ static void feed(uint64_t handle, uint64_t to)
     }
 }
 
-static struct kvq_request attend_of(uint32_t layer)
+struct kvq_request attend_of(uint32_t layer)
 {
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     r.layer = layer;
@@ -105,8 +78,7 @@ static struct kvq_request attend_of(uint32_t layer)
     return r;
 }
 
-// 0, 1 if it waits, or what it failed with.
-static int attend(uint64_t handle, uint32_t layer, uint8_t out[OUT_BYTES])
+int attend(uint64_t handle, uint32_t layer, uint8_t out[OUT_BYTES])
 {
     struct kvq_entry_wire e = {
         .handle = handle, .position = kit_of(&m, handle)->tokens, .queries = QUERIES};
@@ -116,7 +88,7 @@ static int attend(uint64_t handle, uint32_t layer, uint8_t out[OUT_BYTES])
     return rc ? rc : kvq__queue_results(m.queue)[0].status;
 }
 
-static void same_bits(uint64_t a, uint64_t b)
+void same_bits(uint64_t a, uint64_t b)
 {
     static uint8_t x[OUT_BYTES], y[OUT_BYTES];
     assert_int_equal(kit_of(&m, a)->tokens, kit_of(&m, b)->tokens);
@@ -127,7 +99,7 @@ static void same_bits(uint64_t a, uint64_t b)
     }
 }
 
-static void save(const char *name)
+void save(const char *name)
 {
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = name};
     int rc;
@@ -136,7 +108,7 @@ static void save(const char *name)
     assert_int_equal(rc, 0);
 }
 
-static uint64_t restore_up_to(const char *name, uint64_t good)
+uint64_t restore_up_to(const char *name, uint64_t good)
 {
     struct kvq__restore *r;
     assert_int_equal(vault_restore(&vault, kit.core, name, 0, NULL, good, &r, text), 0);
@@ -146,24 +118,24 @@ static uint64_t restore_up_to(const char *name, uint64_t good)
     return open_as(name, 0, 0);
 }
 
-static inline uint64_t restore(const char *name)
+uint64_t restore(const char *name)
 {
     return restore_up_to(name, UINT64_MAX);
 }
 
-static void drop(uint64_t handle)
+void drop(uint64_t handle)
 {
     assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
 }
 
-static void truncate_by(uint64_t handle, uint32_t n)
+void truncate_by(uint64_t handle, uint32_t n)
 {
     struct kvq_entry_wire e = {
         .handle = handle, .position = kit_of(&m, handle)->tokens, .list_token = n};
     assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
 }
 
-static void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
+void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
 {
     const uint64_t at = kit_of(&m, a)->tokens;
     same_bits(a, b);
@@ -180,5 +152,3 @@ static void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
     kit_pack(&kit);
     same_bits(a, b);
 }
-
-#endif

@@ -1,46 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the tests of parking stand on, besides save_rig.h: a session is parked to the end, and
-// brought back by a request.
-#ifndef KVQ_TESTS_PARK_RIG_H
-#define KVQ_TESTS_PARK_RIG_H
+// See park_kit.h.
+#include "tests/core/park_kit.h"
 
-#include "daemon/core/residency/park.h"
-#include "tests/core/save_rig.h"
-
-static inline int setup_saves(void **state)
+int setup_saves(void **state)
 {
     kit_saves(true);
     return setup(state);
 }
 
-static inline int teardown_saves(void **state)
+int teardown_saves(void **state)
 {
     int rc = teardown(state);
     kit_saves(false);
     return rc;
 }
 
-static inline const struct kvq__session *session_of(uint64_t handle)
+const struct kvq__session *session_of(uint64_t handle)
 {
     return kit_of(&m, handle);
 }
 
-static inline void settle(void)
+void settle(void)
 {
     vault_serve(&vault, kit.core);
     core_check(kit.core);
 }
 
-static inline struct kvq__move_info ask(uint64_t id)
+struct kvq__move_info ask(uint64_t id)
 {
     struct kvq__move_info info;
     assert_int_equal(kvq__move_info(kit.core, &admin, id, &info, text), 0);
     return info;
 }
 
-// Parks it to the end. Returns how that went.
-static inline int park(uint64_t handle)
+int park(uint64_t handle)
 {
     struct kvq__move_info info;
     kit_pack(&kit);
@@ -55,7 +49,7 @@ static inline int park(uint64_t handle)
     return info.status;
 }
 
-static inline void away(uint64_t handle)
+void away(uint64_t handle)
 {
     int rc = park(handle);
     if (rc)
@@ -63,8 +57,7 @@ static inline void away(uint64_t handle)
     assert_true(kvq__is_offloaded(session_of(handle)));
 }
 
-// A request that brings it back.
-static inline void wake(uint64_t handle)
+void wake(uint64_t handle)
 {
     struct kvq_entry_wire e = {
         .handle = handle, .position = session_of(handle)->tokens, .queries = QUERIES};
@@ -83,7 +76,7 @@ static inline void wake(uint64_t handle)
     assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
 }
 
-static inline void refused(uint64_t handle, int code, const char *why)
+void refused(uint64_t handle, int code, const char *why)
 {
     struct kvq__move_info info;
     assert_int_equal(kvq__session_park(m.client, handle, &info, text), code);
@@ -93,9 +86,7 @@ static inline void refused(uint64_t handle, int code, const char *why)
     core_check(kit.core);
 }
 
-// It is asked to be parked, and what the core wants to be written is copied.
-static inline struct kvq__save *begin_writing(uint64_t handle, struct kvq__store_job *job,
-                                              uint64_t *ticket)
+struct kvq__save *begin_writing(uint64_t handle, struct kvq__store_job *job, uint64_t *ticket)
 {
     struct kvq__move_info info;
     struct kvq__save *save;
@@ -111,12 +102,10 @@ static inline struct kvq__save *begin_writing(uint64_t handle, struct kvq__store
     return save;
 }
 
-static inline void end_writing(struct kvq__save *save, const struct kvq__store_job *job)
+void end_writing(struct kvq__save *save, const struct kvq__store_job *job)
 {
     vault_write(&vault, &save);
     kvq__park_saved(kit.core, job->id, 0, "");
     while (kvq__parks_poll(kit.core))
         core_check(kit.core);
 }
-
-#endif
