@@ -147,7 +147,7 @@ static void hold_step_all_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     kvq__hold(q, i);
-    if (w->session->pool->gpu && q->entries[i].append == 0) // what it publishes stays until then
+    if (q->entries[i].append == 0) // what it publishes stays until then, whatever its writer does
         kvq__hold_reading(q, i);
     kvq__hold_packing(q, i, tokens_of(q, i));
     w->table = w->handle->table;
@@ -376,14 +376,9 @@ static void finish_publish(struct kvq__queue *q, uint32_t i)
         kvq__step_recheck(s, &q->results[i]);
     if (!kvq__entry_alive(q, i) || s->in_step.prepared) // tables of groups wait for a later request
         return;
-    bool publishes = w->table && !w->table->closed;
-    if (publishes && kvq__pages_of(s->tokens) > w->table->memory.pages) { // its writer went on
-        kvq__entry_fail(q, i, KVQ_E_LIMIT, s->tokens);
-        return;
-    }
-    if (publishes)
-        kvq__table_publish_on_host(w->table);
-    q->results[i].value = s->tokens;
+    if (w->table && !w->table->closed)
+        kvq__table_publish_on_host(w->table, tokens_of(q, i));
+    q->results[i].value = tokens_of(q, i);
     q->results[i].extents = s->ns->arenas[s->pool - q->core->pools].last_serial;
 }
 

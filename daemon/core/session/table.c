@@ -352,9 +352,13 @@ static uint8_t *place_on_host(void *context, uint64_t offset, size_t bytes)
     return (uint8_t *)context + offset;
 }
 
-void kvq__table_publish_on_host(struct kvq__table *t)
+void kvq__table_publish_on_host(struct kvq__table *t, uint64_t tokens)
 {
     struct kvq__table_writer writer = {t->memory.host, place_on_host};
+    const struct kvq__session *s = t->session;
     assert(t->memory.host);
-    kvq__table_publish(t, t->session->tokens, &writer);
+    for (uint32_t i = 0; i < s->n_layers; i++) // what the view reads packed is packed
+        assert(!kvq__layer_owns(s, i) ||
+               s->layers[i].packed >= kvq__packed_at(s, &s->layers[i], tokens));
+    kvq__table_publish(t, tokens, &writer);
 }

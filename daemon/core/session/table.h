@@ -55,8 +55,8 @@ void kvq__table_publish_head(struct kvq__table *t, uint64_t tokens,
                              const struct kvq__table_writer *writer);
 // The last publication did not happen: the next one writes everything.
 void kvq__table_lost(struct kvq__table *t);
-void kvq__table_publish_on_host(struct kvq__table *t); // at the committed count
-void kvq__table_unuse(struct kvq__table *t);           // a request that used it has ended
+void kvq__table_publish_on_host(struct kvq__table *t, uint64_t tokens);
+void kvq__table_unuse(struct kvq__table *t); // a request that used it has ended
 
 // From this page on the session may have other blocks: the next publication writes these entries.
 void kvq__tables_dirty(struct kvq__session *s, uint32_t page);
