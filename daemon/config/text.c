@@ -145,18 +145,43 @@ void kvq__size_text(char *out, size_t size, uint64_t value, enum kvq__option_typ
     snprintf(out, size, "%llu%s", (unsigned long long)value, units[unit]);
 }
 
-static void put_default(struct out *out, const struct kvq__option *o)
+enum { HELP_LEFT = 26, HELP_COLUMNS = 80 };
+
+// A row of the help: a flag and its text, in lines of HELP_COLUMNS at most.
+static void put_row(struct out *out, const char *left, const char *text)
 {
-    char value[32];
+    size_t at = (size_t)snprintf(NULL, 0, "  %-*s", HELP_LEFT - 2, left);
+    put(out, "  %-*s", HELP_LEFT - 2, left);
+    while (*text) {
+        size_t word = strcspn(text, " ");
+        if (at + 1 + word > HELP_COLUMNS) {
+            put(out, "\n%*s", HELP_LEFT, "");
+            at = HELP_LEFT;
+        }
+        put(out, " %.*s", (int)word, text);
+        at += 1 + word;
+        text += word + strspn(text + word, " ");
+    }
+    put(out, "\n");
+}
+
+static void put_option(struct out *out, const struct kvq__option *o)
+{
+    char flag[48], left[64], value[32], text[512];
+    struct out help = {text, sizeof text};
+    flag_name(flag, sizeof flag, kvq__option_name(o));
+    snprintf(left, sizeof left, "%s %s", flag, o->argument);
+    put(&help, "%s", o->help);
     if (o->type == KVQ_OPTION_WORD) {
-        put(out, " (");
+        put(&help, " (");
         for (unsigned i = 0; o->words[i]; i++)
-            put(out, "%s%s", i ? ", " : "", o->words[i]);
-        put(out, "; default %s)", o->words[o->initial]);
+            put(&help, "%s%s", i ? ", " : "", o->words[i]);
+        put(&help, "; default %s)", o->words[o->initial]);
     } else if (o->type != KVQ_OPTION_TEXT && o->type != KVQ_OPTION_IDS) {
         kvq__size_text(value, sizeof value, o->initial, o->type);
-        put(out, " (default %s)", value);
+        put(&help, " (default %s)", value);
     }
+    put_row(out, left, text);
 }
 
 void kvq__config_help(char *text, size_t size)
@@ -170,28 +195,23 @@ void kvq__config_help(char *text, size_t size)
         const struct special *s = &specials[i];
         snprintf(left, sizeof left, "%s%s%s%s%s", s->brief ? s->brief : "", s->brief ? ", " : "",
                  s->name, s->argument ? " " : "", s->argument ? s->argument : "");
-        put(&out, "  %-24s %s\n", left, s->help);
+        put_row(&out, left, s->help);
     }
     put(&out, "\nOptions. Each may also stand in the file, as `pool_bytes = 30gb`, or in the\n"
-              "environment, as KVQD_POOL_BYTES=30gb. Flags win over the environment, that over\n"
-              "the file. Sizes are whole numbers with b, kb, mb, gb or tb (powers of 1024).\n\n");
-    for (const struct kvq__option *o = kvq__options; o->name; o++) {
-        char flag[48];
-        flag_name(flag, sizeof flag, kvq__option_name(o));
-        snprintf(left, sizeof left, "%s %s", flag, o->argument);
-        put(&out, "  %-24s %s", left, o->help);
-        put_default(&out, o);
-        put(&out, "\n");
-    }
+              "environment, as KVQD_POOL_BYTES=30gb. Flags win over the environment, and the\n"
+              "environment over the file. Sizes are whole numbers with b, kb, mb, gb or tb\n"
+              "(powers of 1024).\n\n");
+    for (const struct kvq__option *o = kvq__options; o->name; o++)
+        put_option(&out, o);
     put(&out,
         "\nIn the file, a section says who may use a namespace besides administrators, and\n"
-        "how much of it; other users have the namespace uid-N of their own.\n\n"
+        "how much it may hold; other users have the namespace uid-N of their own.\n\n"
         "  [namespace team-a]\n  uids = 1000, 1001\n  gids = 2000\n  host_bytes = 10gb\n"
         "  device_bytes = 4gb\n  disk_bytes = 100gb\n  table_bytes = 1gb\n  max_sessions = 100\n"
         "  share_prefixes_with = team-b\n\n"
-        "Likewise formats of your own, for sessions to ask for by name: K as in one format\n"
-        "and V as in another (or both as in `base`), with single stages changed, and\n"
-        "others for some layers. `kvqctl format list` shows them.\n\n"
+        "Another section is a format of your own, which sessions ask for by name: K as in\n"
+        "one format and V as in another (or both as in `base`), with single stages\n"
+        "changed, and other formats for some layers. `kvqctl format list` shows them.\n\n"
         "  [format mymix]\n  k = oscar2-g64\n  v = innerq-hybrid\n  recent = 64\n"
         "  layers = 0-1:k8v4, 31:int8\n\n"
         "SIGTERM and SIGINT refuse new work, finish what runs, and leave; a second one\n"

@@ -393,6 +393,8 @@ static void test_texts_for_people(void **state)
     kvq__config_help(help, sizeof help);
     assert_non_null(strstr(help, "--pool-bytes SIZE"));
     assert_non_null(strstr(help, "(default 64mb)"));
+    for (const char *line = help; *line; line += strcspn(line, "\n") + 1)
+        assert_true(strcspn(line, "\n") <= 80);
     // What is printed is a file that means the same.
     struct kvq_config before = config;
     kvq__config_print(&config, printed, sizeof printed);
