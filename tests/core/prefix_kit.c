@@ -123,3 +123,28 @@ void attend(struct member *m, uint64_t handle, uint32_t layer, float *out)
     assert_int_equal(kvq__queue_results(m->queue)[0].status, 0);
     memcpy(out, m->memory + OUT, 4 * DIM * sizeof *out);
 }
+
+void restart(void)
+{
+    core_check(kit.core);
+    member_close(&one);
+    member_close(&two);
+    kit_close(&kit);
+    open_kit(64 * MIB, 0);
+}
+
+struct kvq__session_spec named(const struct member *m, uint64_t tokens)
+{
+    struct kvq__session_spec spec = spec_of(m, tokens);
+    spec.name = "it";
+    return spec;
+}
+
+void save(const char *name)
+{
+    struct kvq__save_spec spec = {.ns = "team", .name = name};
+    int rc;
+    while ((rc = vault_save(&vault, kit.core, &spec, NULL)) == 1)
+        kit_pack(&kit);
+    assert_int_equal(rc, 0);
+}

@@ -49,4 +49,11 @@ void drop(struct member *m, uint64_t handle);
 // Attention of one query behind all tokens.
 void attend(struct member *m, uint64_t handle, uint32_t layer, float *out);
 
+// The daemon ends, and another begins with what is stored.
+void restart(void);
+// As spec_of, of the name "it".
+struct kvq__session_spec named(const struct member *m, uint64_t tokens);
+// Packs what has to be, and saves.
+void save(const char *name);
+
 #endif

@@ -152,3 +152,19 @@ void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
     kit_pack(&kit);
     same_bits(a, b);
 }
+
+void append_both(uint64_t step, const struct kvq_entry_wire e[2])
+{
+    struct kvq_request r = kit_header(KVQ_OP_APPEND, 2);
+    r.step = step;
+    r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    for (r.layer = 0; r.layer < OWNED; r.layer++) {
+        assert_int_equal(kit_request(&m, &r, e), 0);
+        assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    }
+    r = kit_header(KVQ_OP_STEP_END, 2);
+    r.step = step;
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+}

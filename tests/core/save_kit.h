@@ -62,5 +62,7 @@ void drop(uint64_t handle);
 void truncate_by(uint64_t handle, uint32_t n);
 // Both get the same tokens, and lose some, in turns.
 void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback);
+// The rest of a step of two shards, which has begun: K and V of all layers, and its end.
+void append_both(uint64_t step, const struct kvq_entry_wire e[2]);
 
 #endif

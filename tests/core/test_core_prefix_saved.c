@@ -8,32 +8,6 @@
 
 static const struct kvq__span cat = {.first = 200, .tokens = 150, .digest = {1, 2, 3}};
 
-// The daemon ends, and another begins with what is stored.
-static void restart(void)
-{
-    core_check(kit.core);
-    member_close(&one);
-    member_close(&two);
-    kit_close(&kit);
-    open_kit(64 * MIB, 0);
-}
-
-static struct kvq__session_spec named(const struct member *m, uint64_t tokens)
-{
-    struct kvq__session_spec spec = spec_of(m, tokens);
-    spec.name = "it";
-    return spec;
-}
-
-static void save(const char *name)
-{
-    struct kvq__save_spec spec = {.ns = "team", .name = name};
-    int rc;
-    while ((rc = vault_save(&vault, kit.core, &spec, NULL)) == 1)
-        kit_pack(&kit);
-    assert_int_equal(rc, 0);
-}
-
 static struct kvq__restore *begin_restore(uint64_t good)
 {
     struct kvq__restore *r;

@@ -443,18 +443,7 @@ static void step_both(const uint64_t handles[2], uint32_t n)
             .handle = handles[i], .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
     r.step = 8;
     assert_int_equal(kit_request(&m, &r, e), 0);
-    for (uint32_t layer = 0; layer < OWNED; layer++) {
-        r.op = KVQ_OP_APPEND;
-        r.layer = layer;
-        r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
-        r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
-        assert_int_equal(kit_request(&m, &r, e), 0);
-        assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
-    }
-    r = kit_header(KVQ_OP_STEP_END, 2);
-    r.step = 8;
-    assert_int_equal(kit_request(&m, &r, e), 0);
-    assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+    append_both(8, e);
 }
 
 static void test_groups(void **state)
