@@ -379,6 +379,10 @@ static bool reserve_loading(struct kvq__task *t)
         free_loading(t->loading);
         t->loading = NULL;
         t->rc = t->rc == KVQ_E_EXISTS ? 0 : t->rc;
+    } else if (t->rc == 0 && t->loading) {
+        t->loading->tokens = kvq__restore_tokens(t->loading->restore);
+        t->loading->found = t->found;
+        t->found = NULL;
     }
     bool goes_on = t->rc == MORE;
     t->rc = goes_on ? 0 : t->rc;
@@ -396,11 +400,6 @@ void kvq__load_begin(struct kvq__task *t, const struct kvq__begin *as)
         t->rc = 0;
         kvq__task_sleep(t, ROOM_MS);
         kvq__task_at_poller_in_pieces(t, reserve_loading);
-    }
-    if (t->loading) {
-        t->loading->tokens = kvq__restore_tokens(t->loading->restore);
-        t->loading->found = t->found;
-        t->found = NULL;
     }
     kvq__found_free(&t->found);
 }
