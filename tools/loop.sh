@@ -36,7 +36,7 @@ for file in "${files[@]}"; do
     storage/*) areas+=(storage edges) ;;
     kernels/*) areas+=(kernels core) ;;
     client/* | examples/*) areas+=(client) ;;
-    tools/*) areas+=(other) targets+=(kvqctl kvq-bench kvq-run kvq-codebook) ;;
+    tools/*) areas+=(other) ;;
     proto/*) areas+=(core edges client storage other) ;;
     tests/*) areas+=(core edges client storage kernels other) ;;
     esac
