@@ -226,7 +226,7 @@ void kvq__timeline_close(kvq_queue *queue)
         return;
     struct kvq_gpu_context *before = kvq__context_enter(&t->here);
     // Streams may still have to pass the words; the watch sees to it if nobody else does. Events
-    // must have been passed, too, before the daemon's lane is asked to come to its end.
+    // must have been passed, too, before the daemon's work stream is asked to come to its end.
     if (t->order != KVQ_ORDER_HOST)
         t->here.driver->context_sync();
     pthread_mutex_lock(&queue->client->table);

@@ -13,7 +13,7 @@
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/residency.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
@@ -83,10 +83,10 @@ static void set_defaults(struct kvq__core_config *c)
         c->partial_bytes = DEFAULT_PARTIALS;
     if (c->stall_ns == 0)
         c->stall_ns = DEFAULT_STALL_NS;
-    if (c->lane_bytes == 0)
-        c->lane_bytes = DEFAULT_LANE;
-    if (c->lane_workspace == 0)
-        c->lane_workspace = DEFAULT_WORKSPACE;
+    if (c->work_stream_bytes == 0)
+        c->work_stream_bytes = DEFAULT_LANE;
+    if (c->work_stream_workspace == 0)
+        c->work_stream_workspace = DEFAULT_WORKSPACE;
     if (c->fork_work == 0)
         c->fork_work = DEFAULT_FORK_WORK;
     if (c->release_work == 0)
@@ -194,7 +194,7 @@ void kvq__core_close(struct kvq__core **pointer)
     kvq__parks_close(core);
     while ((client = TAILQ_FIRST(&core->clients)))
         kvq__client_detach(client);
-    kvq__lanes_drain(core);
+    kvq__work_streams_drain(core);
     assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
@@ -202,7 +202,7 @@ void kvq__core_close(struct kvq__core **pointer)
     kvq__ended_close(core);
     TAILQ_FOREACH (ns, &core->namespaces, link)
         kvq__prefixes_close(core, ns);
-    kvq__lanes_close(core);
+    kvq__work_streams_close(core);
     assert(LIST_EMPTY(&core->saves) && LIST_EMPTY(&core->restores));
     kvq__stagings_close(core);
     kvq__pools_trim(core, 0);
@@ -226,21 +226,22 @@ void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
 }
 
 // Names a session that others wait for because of it, if there is one.
-static void tell_stalled(struct kvq__core *core, const struct kvq__lane *lane)
+static void tell_stalled(struct kvq__core *core, const struct kvq__work_stream *stream)
 {
-    const struct kvq__session *s = kvq__lane_withholds(lane);
-    assert(lane->client && (!s || s->core == core));
+    const struct kvq__session *s = kvq__work_stream_withholds(stream);
+    assert(stream->client && (!s || s->core == core));
     kvq__event(core, KVQ__EVENT_CLIENT_STALLED, s ? s->ns->name : "", s ? s->name : "",
-               lane->client->id,
+               stream->client->id,
                s ? "its stream does not signal, so its work on the GPU waits, and so do all others "
                    "who read the session that it packs; end the client"
                  : "its stream does not signal, so its work on the GPU waits; nobody else's does");
 }
 
-// A fault is told once; a client whose stream a lane waits for, once each time that it stalls.
+// A fault is told once; a client whose stream a work stream waits for, once each time that it
+// stalls.
 static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
 {
-    struct kvq__lane *lane;
+    struct kvq__work_stream *stream;
     const char *fault = kvq__gpu_look(gpu);
     kvq__reserve_tick(gpu);
     if (fault && !core->faulted && core->config.fault) {
@@ -248,13 +249,13 @@ static void look_at_gpu(struct kvq__core *core, struct kvq__gpu *gpu)
         core->config.fault(core->config.context, kvq__gpu_uuid_text(gpu), fault);
     }
     bool busy = false;
-    LIST_FOREACH (lane, &core->lanes, link)
-        busy |= lane->gpu == gpu && kvq__lane_busy(lane);
+    LIST_FOREACH (stream, &core->streams, link)
+        busy |= stream->gpu == gpu && kvq__work_stream_busy(stream);
     if (!busy)
         kvq__gpu_sweep(gpu);
-    LIST_FOREACH (lane, &core->lanes, link)
-        if (lane->gpu == gpu && lane->client && kvq__lane_stalls(lane))
-            tell_stalled(core, lane);
+    LIST_FOREACH (stream, &core->streams, link)
+        if (stream->gpu == gpu && stream->client && kvq__work_stream_stalls(stream))
+            tell_stalled(core, stream);
 }
 
 void kvq__core_tick(struct kvq__core *core)
@@ -279,12 +280,12 @@ void kvq__core_drain(struct kvq__core *core)
 
 bool kvq__core_poll(struct kvq__core *core)
 {
-    struct kvq__lane *lane, *next;
+    struct kvq__work_stream *stream, *next;
     bool any = kvq__pools_poll(core);
     assert(core->n_offloaded <= core->n_sessions && core->n_moving <= core->n_sessions);
-    for (lane = LIST_FIRST(&core->lanes); lane; lane = next) {
-        next = LIST_NEXT(lane, link);
-        any |= kvq__lane_poll(lane);
+    for (stream = LIST_FIRST(&core->streams); stream; stream = next) {
+        next = LIST_NEXT(stream, link);
+        any |= kvq__work_stream_poll(stream);
     }
     any |= kvq__ended_poll(core);
     any |= kvq__moves_poll(core);
@@ -297,17 +298,17 @@ bool kvq__core_poll(struct kvq__core *core)
 
 bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *context)
 {
-    struct kvq__lane *lane;
+    struct kvq__work_stream *stream;
     bool any = false;
     assert(wake);
-    LIST_FOREACH (lane, &core->lanes, link)
-        any |= kvq__lane_wake(lane, wake, context);
+    LIST_FOREACH (stream, &core->streams, link)
+        any |= kvq__work_stream_wake(stream, wake, context);
     return any;
 }
 
 void kvq__core_hush(struct kvq__core *core)
 {
-    kvq__lanes_hush(core);
+    kvq__work_streams_hush(core);
 }
 
 bool kvq__core_idle(const struct kvq__core *core)

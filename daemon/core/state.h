@@ -83,8 +83,9 @@ void kvq__exports_drop(struct kvq__client *client); // it is gone
 
 // ---- Packing (pack.c) ----
 
-// Enqueues packing for the queued sessions on GPUs, on the lanes of their writers (gpu_pack.c).
-// Sessions whose lane has no room, or that must wait for other work, stay queued.
+// Enqueues packing for the queued sessions on GPUs, on the work streams of their writers
+// (gpu_pack.c). Sessions whose work stream has no room, or that must wait for other work, stay
+// queued.
 void kvq__pack_on_gpus(struct kvq__core *core);
 // Packing of one layer that no request waits for.
 struct kvq__packer {
@@ -192,9 +193,9 @@ struct kvq__core {
     uint64_t refusal_told; // when a refused launch was told last
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
-    struct kvq__flight_list flights;           // oldest first
-    LIST_HEAD(, kvq__lane) lanes, spare_lanes; // spare: no client has them any more
-    struct kvq__stream_use *common_use;        // of the stream that lanes share, for each GPU
+    struct kvq__flight_list flights;                      // oldest first
+    LIST_HEAD(, kvq__work_stream) streams, spare_streams; // spare: no client has them any more
+    struct kvq__stream_use *common_use; // of the stream that work streams share, for each GPU
     uint64_t last_flight, last_namespace, last_client, last_session, last_queue, last_serial;
     struct kvq__session_list pack_queue, gpu_packs; // on the host, on GPUs
     LIST_HEAD(, kvq__table) closed_tables;          // that requests under way still use

@@ -55,7 +55,7 @@ static void read_behind(struct streamer *s, const struct kvq_entry_wire *e, uint
     kit_load(&s->m, &r, e);
     enum kvq__progress progress = kvq__request_start(s->m.queue);
     assert_int_equal(progress, KVQ__GPU); // it goes on once something has ended
-    assert_true(s->m.client->lanes[0]->use->ops <= KVQ_MAX_GPU_OPS);
+    assert_true(s->m.client->streams[0]->use->ops <= KVQ_MAX_GPU_OPS);
     others_work(&two);
     stream_ready(s);
     while (progress != KVQ__DONE) {
@@ -63,10 +63,10 @@ static void read_behind(struct streamer *s, const struct kvq_entry_wire *e, uint
         if (kvq__queue_settled(s->m.queue))
             progress = kvq__request_continue(s->m.queue);
         assert_true(progress == KVQ__DONE || progress == KVQ__GPU);
-        assert_true(s->m.client->lanes[0]->use->ops <= KVQ_MAX_GPU_OPS + KVQ__CHUNK_OPS);
+        assert_true(s->m.client->streams[0]->use->ops <= KVQ_MAX_GPU_OPS + KVQ__CHUNK_OPS);
     }
     stream_settle(s);
-    assert_int_equal(s->m.client->lanes[0]->use->ops, 0);
+    assert_int_equal(s->m.client->streams[0]->use->ops, 0);
     for (uint32_t i = 0; i < n; i++) {
         assert_int_equal(kvq__queue_results(s->m.queue)[i].status, 0);
         assert_int_equal(kvq__queue_results(s->m.queue)[i].value, e[i].append);
@@ -91,7 +91,7 @@ static void test_many_pieces(void **state)
     (void)state;
     memcpy(were, one.m.memory, sizeof were);
     write_tokens(&one, one.session, PIECES);
-    kit.core->config.lane_workspace = PIECE * HEADS * DIM * 2 * sizeof(float);
+    kit.core->config.work_stream_workspace = PIECE * HEADS * DIM * 2 * sizeof(float);
     const struct kvq_entry_wire e = entry_of(&one, one.session, PIECES);
     read_behind(&one, &e, 1);
     rows_are(&one, were, 0, PIECES);
@@ -111,7 +111,7 @@ static void test_many_sessions(void **state)
         e[i] = entry_of(&one, one.session, EACH);
         e[i].row = i * EACH;
     }
-    kit.core->config.lane_workspace = HEADS * DIM * 2 * sizeof(float);
+    kit.core->config.work_stream_workspace = HEADS * DIM * 2 * sizeof(float);
     read_behind(&one, e, SESSIONS);
     for (uint32_t i = 0; i < SESSIONS; i++)
         rows_are(&one, were, i * EACH, EACH);
@@ -135,8 +135,8 @@ static void test_read_together(void **state)
     r.k = kit_view(&one.m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&one.m, BUFFER / 2, HEADS, DIM, KVQ_F32);
     assert_int_equal(kit_request(&one.m, &r, e), 0);
-    const struct kvq__lane *lane = one.m.client->lanes[0];
-    assert_true(lane->n == 1 && lane->pending[lane->first].ops < 64);
+    const struct kvq__work_stream *stream = one.m.client->streams[0];
+    assert_true(stream->n == 1 && stream->pending[stream->first].ops < 64);
     stream_ready(&one);
     stream_settle(&one);
 }

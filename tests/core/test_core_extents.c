@@ -139,7 +139,7 @@ static int setup_with(uint32_t mark)
     assert_int_equal(member_open(&kit, &stranger, 1001, BUFFER), 0);
     waits = helped = 0;
     others_work();
-    // What a client's first session on a GPU brings with it: a lane.
+    // What a client's first session on a GPU brings with it: a work stream.
     close_session(&member, session(&member));
     close_session(&stranger, session(&stranger));
     return 0;

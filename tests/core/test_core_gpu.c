@@ -191,12 +191,12 @@ static void test_refused_are_done_in_order(void **state)
     assert_int_equal(stream_done(&one), 3);
 }
 
-// A queue whose lane has yet to write `done` is not settled: its timeline cannot go.
+// A queue whose work stream has yet to write `done` is not settled: its timeline cannot go.
 static void test_done_is_under_way(void **state)
 {
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
-    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
     (void)state;
     stream_needed();
     stream_stall(stream, true);
@@ -210,12 +210,12 @@ static void test_done_is_under_way(void **state)
     assert_int_equal(stream_done(&one), 1);
 }
 
-// However many are refused, a client fills no more than its lane.
+// However many are refused, a client fills no more than its work stream.
 static void test_many_refused(void **state)
 {
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
-    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
     enum kvq__progress p = KVQ__DONE;
     uint32_t n = 0;
     (void)state;
@@ -311,7 +311,7 @@ static void test_given_back_beside_a_stalled(void **state)
 }
 
 // A client that goes beside a stalled one is rid of its buffer and its queue as soon as its own
-// lane has ended, whether that was under way when the client went or not.
+// work stream has ended, whether that was under way when the client went or not.
 static void test_gone_beside_a_stalled(void **state)
 {
     (void)state;
@@ -335,7 +335,7 @@ static void test_gone_beside_a_stalled(void **state)
         assert_int_equal(kit.buffers_gone, gone + 1);
         stream_reopen(&two, "two");
     }
-    assert_true(kvq__lane_busy(one.m.client->lanes[0]));
+    assert_true(kvq__work_stream_busy(one.m.client->streams[0]));
     assert_int_equal(stream_done(&one), 0);
 }
 
@@ -395,7 +395,7 @@ static void test_gone_with_work_on_a_gpu(void **state)
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {
         .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
-    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
     (void)state;
     assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
     struct kvq_entry_wire e[2] = {entry_of(&one), {.handle = info.handle, .append = TOKENS}};
@@ -427,7 +427,7 @@ static void test_gone_with_work_on_a_gpu(void **state)
 // packing is under way until the stream is let go on.
 static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
 {
-    struct kvq_gpu_stream *stream = s->m.client->lanes[0]->stream;
+    struct kvq_gpu_stream *stream = s->m.client->streams[0]->gpu_stream;
     struct kvq_request r = append_of(s);
     struct kvq_entry_wire e = {.append = MANY};
     stream_session(s, "packed", "oscar2");
@@ -441,7 +441,7 @@ static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
     r = end_of();
     assert_int_equal(kit_request(&s->m, &r, NULL), 0);
     assert_true(kit_of(&s->m, s->session)->layers[0].packed > 0);
-    assert_true(kvq__lane_busy(s->m.client->lanes[0]));
+    assert_true(kvq__work_stream_busy(s->m.client->streams[0]));
     return stream;
 }
 
@@ -468,7 +468,7 @@ static void test_stalled_while_packing(void **state)
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     (void)state;
-    assert_null(kvq__lane_withholds(one.m.client->lanes[0])); // nobody else has it
+    assert_null(kvq__work_stream_withholds(one.m.client->streams[0])); // nobody else has it
     assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
@@ -481,7 +481,7 @@ static void test_stalled_while_packing(void **state)
     assert_string_equal(kit.event_session, "packed");
     stream_stall(stream, false);
     stream_settle(&one);
-    assert_null(kvq__lane_withholds(one.m.client->lanes[0]));
+    assert_null(kvq__work_stream_withholds(one.m.client->streams[0]));
     assert_int_equal(kvq__request_continue(two.m.queue), KVQ__GPU);
     kit_settle(&two.m);
     assert_int_equal(kvq__request_continue(two.m.queue), KVQ__DONE);
@@ -489,25 +489,25 @@ static void test_stalled_while_packing(void **state)
     assert_int_equal(kvq__session_close(two.m.client, info.handle, text), 0);
 }
 
-// Nobody waits for packing, so its client can go: the lane stays until it has ended, and what it
-// reads and writes stays as well.
+// Nobody waits for packing, so its client can go: the work stream stays until it has ended, and
+// what it reads and writes stays as well.
 static void test_gone_while_packing(void **state)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
-    const struct kvq__lane *lane = one.m.client->lanes[0];
+    const struct kvq__work_stream *work = one.m.client->streams[0];
     const uint64_t used = kit.core->pools[1].used_bytes;
     (void)state;
     kvq__client_detach(one.m.client);
     kvq__queue_ending(one.m.queue);
     assert_true(kvq__queue_settled(one.m.queue));
     stream_reopen(&one, "one");
-    assert_ptr_not_equal(one.m.client->lanes[0], lane);
+    assert_ptr_not_equal(one.m.client->streams[0], work);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
     stream_stall(stream, false);
-    while (kvq__lane_busy(lane))
+    while (kvq__work_stream_busy(work))
         kvq__core_poll(kit.core);
-    assert_null(lane->client);
-    assert_ptr_equal(LIST_FIRST(&kit.core->spare_lanes), lane);
+    assert_null(work->client);
+    assert_ptr_equal(LIST_FIRST(&kit.core->spare_streams), work);
 }
 
 // No request holds a session that a stream packs: what it had stays all the same until that ended.
@@ -526,7 +526,8 @@ static void test_dropped_while_packing(void **state)
 }
 
 // What a session that nobody reads has been given is packed all the same, and its raw blocks are
-// given back: at once, as much as a chunk of the lane holds, and the rest when there is room again.
+// given back: at once, as much as a chunk of the work stream holds, and the rest when there is room
+// again.
 static void test_packs_unasked(void **state)
 {
     enum { MORE = 2000, OWN_HEADS = 1 };
@@ -537,7 +538,7 @@ static void test_packs_unasked(void **state)
                                                .kv_from = -1,
                                                .repeat = 3};
     (void)state;
-    kit.core->config.lane_bytes = 20 << 10;
+    kit.core->config.work_stream_bytes = 20 << 10;
     struct streamer three;
     stream_open(&three, "three");
     struct kvq__session_spec spec = {.format = "ott2",
@@ -675,7 +676,7 @@ static int setup_small(void **state)
     (void)state;
     sim_begin(0);
     kit_open(&kit, 7, 32 * MIB, 0);
-    kit.core->config.lane_bytes = 32 << 10;
+    kit.core->config.work_stream_bytes = 32 << 10;
     stream_open(&one, "one");
     stream_open(&two, "two");
     return 0;
@@ -710,7 +711,7 @@ static void attend_many(uint16_t n, uint32_t one_in)
         assert_int_equal(kvq__queue_results(one.m.queue)[i].status, i % one_in ? KVQ_E_STALE : 0);
 }
 
-// More entries than a chunk of the lane holds at a time.
+// More entries than a chunk of the work stream holds at a time.
 static void test_more_than_a_chunk(void **state)
 {
     (void)state;

@@ -16,7 +16,7 @@
 #include <cmocka.h>
 
 #include "daemon/core/residency/move.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "tests/core/sim.h"
 
 enum {
@@ -261,7 +261,7 @@ static void stall(struct member *member, bool held)
     void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_stall");
     assert_non_null(symbol);
     memcpy(&call, &symbol, sizeof call);
-    call(member->client->lanes[0]->stream, held);
+    call(member->client->streams[0]->gpu_stream, held);
 }
 
 // What a GPU packs before anybody asks is waited for, too.

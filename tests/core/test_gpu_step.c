@@ -416,7 +416,7 @@ static void test_taken_over(void **state)
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_TAKE_OVER};
-    struct kvq_gpu_stream *stream = one.m.client->lanes[0]->stream;
+    struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
     (void)state;
     stream_needed();
     assert_int_equal(step(&one, 100), 0);
@@ -435,7 +435,7 @@ static void test_taken_over(void **state)
     // The other way: all has run by the time of the next hold, and nobody here has seen it yet.
     spec.name = "another";
     stream_session(&one, "another", "f16");
-    stream = one.m.client->lanes[0]->stream;
+    stream = one.m.client->streams[0]->gpu_stream;
     assert_int_equal(step(&one, 100), 0);
     stream_ready(&one);
     assert_int_equal(kvq__gpu_driver(kit.core->pools[1].gpu)->stream_sync(stream), 0);
@@ -486,9 +486,9 @@ static void test_dropped(void **state)
 }
 
 // Leaves room in a chunk for one layer at a time.
-static void shrink_lane(struct streamer *s)
+static void shrink_stream(struct streamer *s)
 {
-    kit.core->config.lane_bytes = KVQ__WAVE_ROOM + 2048;
+    kit.core->config.work_stream_bytes = KVQ__WAVE_ROOM + 2048;
     stream_open(s, "small");
 }
 
@@ -497,7 +497,7 @@ static void test_cut(void **state)
 {
     struct streamer small;
     (void)state;
-    shrink_lane(&small);
+    shrink_stream(&small);
     open_layers(&small, "packed", "oscar2");
     struct table t = open_table(&small);
     for (uint32_t i = 1; i <= 3; i++) {
@@ -519,7 +519,7 @@ static void test_dies_between_chunks(void **state)
 {
     struct streamer small;
     (void)state;
-    shrink_lane(&small);
+    shrink_stream(&small);
     open_layers(&small, "packed", "oscar2");
     const uint64_t id = kit_of(&small.m, small.session)->id;
     struct kvq_entry_wire e = {.handle = small.session, .append = 300};
@@ -552,7 +552,7 @@ static void test_dropped_between_chunks(void **state)
     char text[KVQ_TEXT_BYTES];
     struct streamer small, other;
     (void)state;
-    shrink_lane(&small);
+    shrink_stream(&small);
     open_layers(&small, "stored", "oscar2");
     assert_int_equal(request(&small, 0, 300, false), 0);
     other = small; // the same client and queue

@@ -326,43 +326,43 @@ static void test_cancel(void **state)
 }
 
 // A ring pair of ours, mapped like a client does.
-struct lane {
+struct rings {
     struct kvq_req_page *req;
     struct kvq_cq_page *cq;
     int event, wake;
 };
 
-static struct lane lane_open(struct peer *p)
+static struct rings rings_open(struct peer *p)
 {
     assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(p->n_fds, 4);
     assert_int_equal(p->reply->open_queue->request_slots, KVQ_REQ_SLOTS);
-    struct lane lane = {.event = dup(p->fds[2]), .wake = dup(p->fds[3])};
-    lane.req = mmap(NULL, KVQ_REQ_RING_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, p->fds[0], 0);
-    assert_true(lane.req != MAP_FAILED);
+    struct rings rings = {.event = dup(p->fds[2]), .wake = dup(p->fds[3])};
+    rings.req = mmap(NULL, KVQ_REQ_RING_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, p->fds[0], 0);
+    assert_true(rings.req != MAP_FAILED);
     assert_true(mmap(NULL, KVQ_CQ_RING_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, p->fds[1], 0) ==
                 MAP_FAILED); // replies are the daemon's to write
-    lane.cq = mmap(NULL, KVQ_CQ_RING_BYTES, PROT_READ, MAP_SHARED, p->fds[1], 0);
-    assert_true(lane.cq != MAP_FAILED);
+    rings.cq = mmap(NULL, KVQ_CQ_RING_BYTES, PROT_READ, MAP_SHARED, p->fds[1], 0);
+    assert_true(rings.cq != MAP_FAILED);
     assert_int_equal(ftruncate(p->fds[0], 0), -1);
-    assert_int_equal(lane.req->magic, KVQ_SHM_MAGIC_REQUEST);
-    assert_int_equal(lane.cq->magic, KVQ_SHM_MAGIC_REPLY);
+    assert_int_equal(rings.req->magic, KVQ_SHM_MAGIC_REQUEST);
+    assert_int_equal(rings.cq->magic, KVQ_SHM_MAGIC_REPLY);
     peer_close_fds(p);
-    return lane;
+    return rings;
 }
 
-static void lane_close(struct lane *lane)
+static void rings_close(struct rings *rings)
 {
-    munmap(lane->req, KVQ_REQ_RING_BYTES);
-    munmap((void *)lane->cq, KVQ_CQ_RING_BYTES);
-    close(lane->event);
-    close(lane->wake);
+    munmap(rings->req, KVQ_REQ_RING_BYTES);
+    munmap((void *)rings->cq, KVQ_CQ_RING_BYTES);
+    close(rings->event);
+    close(rings->wake);
 }
 
-static void lane_wake(const struct lane *lane)
+static void rings_wake(const struct rings *rings)
 {
     const uint64_t one = 1;
-    assert_int_equal(write(lane->event, &one, sizeof one), sizeof one);
+    assert_int_equal(write(rings->event, &one, sizeof one), sizeof one);
 }
 
 static void test_queues(void **state)
@@ -370,15 +370,15 @@ static void test_queues(void **state)
     (void)state;
     begin_counting();
     struct peer *p = peer_attached();
-    struct lane lane = lane_open(p);
+    struct rings rings = rings_open(p);
     uint32_t queue = p->reply->open_queue->queue;
     struct kvq_ring_tx tx;
     struct kvq_ring_rx rx;
-    kvq_ring_client_side(lane.req, lane.cq, &tx, &rx);
+    kvq_ring_client_side(rings.req, rings.cq, &tx, &rx);
     struct kvq_request nop = {.op = KVQ_OP_NOP, .seq = 5, .slots = KVQ_REQ_HEADER_SLOTS};
     kvq_ring_write(&tx, 0, &nop, sizeof nop);
     kvq_ring_publish(&tx, nop.slots);
-    lane_wake(&lane);
+    rings_wake(&rings);
     uint32_t ready = 0;
     while (ready == 0) {
         assert_int_equal(kvq_ring_poll(&rx, &ready), 0);
@@ -387,7 +387,7 @@ static void test_queues(void **state)
     assert_int_equal(peer_close_queue(p, queue + 1), KVQ_E_INVALID);
     assert_int_equal(peer_close_queue(p, queue), 0);
     assert_int_equal(peer_close_queue(p, queue), KVQ_E_INVALID);
-    lane_close(&lane);
+    rings_close(&rings);
     for (int i = 0; i < KVQ_MAX_QUEUES; i++)
         assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(peer_open_queue(p), KVQ_E_LIMIT);
@@ -400,11 +400,11 @@ static void test_scribbler_is_closed(void **state)
     (void)state;
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
-    struct lane lane = lane_open(p);
-    kvq_word_store_release(&lane.req->tail, 123456789);
-    lane_wake(&lane);
+    struct rings rings = rings_open(p);
+    kvq_word_store_release(&rings.req->tail, 123456789);
+    rings_wake(&rings);
     assert_false(peer_receive(p));
-    lane_close(&lane);
+    rings_close(&rings);
     peer_free(p);
     assert_int_equal(peer_create_buffer(other, 4096), 0);
     peer_free(other);
@@ -418,24 +418,24 @@ static void test_hostile_wakers(void **state)
     (void)state;
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
-    struct lane lane = lane_open(p);
+    struct rings rings = rings_open(p);
     uint64_t most = UINT64_MAX - 1, got;
-    fcntl(lane.event, F_SETFL, 0);
-    fcntl(lane.wake, F_SETFL, 0);
+    fcntl(rings.event, F_SETFL, 0);
+    fcntl(rings.wake, F_SETFL, 0);
     struct kvq_ring_tx tx;
     struct kvq_ring_rx rx;
-    kvq_ring_client_side(lane.req, lane.cq, &tx, &rx);
-    kvq_ring_sleep_begin(&lane.req->client_sleeping); // for ever: each completion is a wake-up
+    kvq_ring_client_side(rings.req, rings.cq, &tx, &rx);
+    kvq_ring_sleep_begin(&rings.req->client_sleeping); // for ever: each completion is a wake-up
     for (uint32_t i = 0; i < 3000; i++) {
         struct kvq_request nop = {.op = KVQ_OP_NOP, .seq = i, .slots = KVQ_REQ_HEADER_SLOTS};
         kvq_ring_write(&tx, 0, &nop, sizeof nop);
         kvq_ring_publish(&tx, nop.slots);
         if (i == 0)
-            assert_int_equal(write(lane.event, &most, sizeof most), sizeof most);
+            assert_int_equal(write(rings.event, &most, sizeof most), sizeof most);
         else if (i == 1)
-            assert_int_equal(read(lane.event, &got, sizeof got), sizeof got);
+            assert_int_equal(read(rings.event, &got, sizeof got), sizeof got);
         if (i > 0)
-            lane_wake(&lane);
+            rings_wake(&rings);
         uint32_t ready = 0, room;
         while (ready == 0) {
             assert_int_equal(kvq_ring_poll(&rx, &ready), 0);
@@ -446,7 +446,7 @@ static void test_hostile_wakers(void **state)
     }
     assert_int_equal(peer_create_buffer(other, 4096), 0);
     peer_free(other);
-    lane_close(&lane);
+    rings_close(&rings);
     peer_free(p);
     end_counting();
 }

@@ -102,7 +102,7 @@ void stream_refuse(const char *name, uint64_t n, int result)
 
 void stream_settle(struct streamer *s)
 {
-    while (kvq__lane_busy(s->m.client->lanes[0]))
+    while (kvq__work_stream_busy(s->m.client->streams[0]))
         kvq__core_poll(kit.core);
 }
 

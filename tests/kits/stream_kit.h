@@ -5,7 +5,7 @@
 #ifndef KVQ_TESTS_STREAM_KIT_H
 #define KVQ_TESTS_STREAM_KIT_H
 
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "tests/core/sim.h"
 
 enum {
@@ -51,7 +51,7 @@ void stream_ready(struct streamer *s); // its stream comes to its last signal
 uint64_t stream_done(const struct streamer *s);
 // Holds a stream of the driver's back, or lets it go on.
 void stream_stall(struct kvq_gpu_stream *stream, bool held);
-// Until nothing of the client's lane is under way, what nobody waits for included.
+// Until nothing of the client's work stream is under way, what nobody waits for included.
 void stream_settle(struct streamer *s);
 // Makes the driver refuse the n-th call of that name from now on.
 void stream_refuse(const char *name, uint64_t n, int result);

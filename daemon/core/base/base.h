@@ -105,8 +105,8 @@ struct kvq__core_config {
     const struct kvq_kernels *kernels;
     struct kvq__gpu *const *gpus; // stay there until the core is closed; sessions may live on them
     uint32_t n_gpus;              // at most KVQ_MAX_GPUS
-    uint64_t lane_bytes;          // a client's memory for arguments, on each GPU; 0 = 16 MiB
-    uint64_t lane_workspace;      // a client's memory for partial results, likewise; 0 = 64 MiB
+    uint64_t work_stream_bytes;   // a client's memory for arguments, on each GPU; 0 = 16 MiB
+    uint64_t work_stream_workspace; // a client's memory for partial results, likewise; 0 = 64 MiB
     const struct kvq__own_format *formats; // stay there until the core is closed
     uint32_t n_formats;
     uint8_t prefix_key[32];  // random key of the hashes of prefixes

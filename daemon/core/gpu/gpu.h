@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The GPUs that the daemon uses: opened at start, each with its primary context, the kernels and a
-// stream of the daemon's own for small copies. What is enqueued for clients goes to lanes (lane.h).
+// stream of the daemon's own for small copies. What is enqueued for clients goes to work streams
+// (work_stream.h).
 //
 // Every failure comes with a sentence in text (KVQ_TEXT_BYTES). The fault of a kernel is sticky, as
 // in CUDA: from then on every call on that GPU fails, and the daemon has to end.

@@ -4,7 +4,7 @@
 #include <assert.h>
 
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 // ---- Checks ----

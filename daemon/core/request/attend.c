@@ -5,7 +5,7 @@
 #include <assert.h>
 
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 static_assert((int)KVQ_MAX_STEP_QUERIES == (int)KVQ_MAX_QUERY_TOKENS,

@@ -9,8 +9,8 @@
 
 #include "daemon/core/request/admission.h"
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 // ---- Where a session can be forked ----
@@ -400,7 +400,8 @@ static bool is_being_packed(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
-        if ((l->packer && l->extras.data) || !kvq__lane_ended(l->pack_lane, l->pack_number))
+        if ((l->packer && l->extras.data) ||
+            !kvq__work_stream_ended(l->pack_stream, l->pack_number))
             return true;
     }
     return false;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Attention of a wave's entries on a GPU: one launch for all that have the same format and shape,
-// or several where their partial results are more than the lane's workspace holds. The results are
-// the same to the bit.
+// or several where their partial results are more than the work stream's workspace holds. The
+// results are the same to the bit.
 #include <assert.h>
 #include <stdlib.h>
 
@@ -64,8 +64,8 @@ static uint64_t shared_tokens(const struct kvq_attend *a, const struct kvq_atten
 static int launch_attend(struct kvq__wave *wave, const struct batch *b,
                          const struct kvq_gpu_attend_limits *limits, uint32_t n)
 {
-    struct kvq__lane *lane = wave->lane;
-    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
+    struct kvq__work_stream *stream = wave->stream;
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(stream->gpu);
     size_t counters = (size_t)limits->tiles * b->layer.shape->kv_heads * sizeof(uint32_t);
     assert(n > 0);
     void *batch = kvq__wave_take(wave, kvq_gpu_attend_batch_bytes(limits));
@@ -74,18 +74,18 @@ static int launch_attend(struct kvq__wave *wave, const struct batch *b,
         return kvq__wave_launched(wave, 0, -1);
     struct kvq_gpu_attend_launch l = {.layer = b->layer,
                                       .limits = *limits,
-                                      .batch = kvq__lane_at(lane, batch),
-                                      .workspace = lane->workspace,
-                                      .stream = lane->stream};
+                                      .batch = kvq__work_stream_at(stream, batch),
+                                      .workspace = stream->workspace,
+                                      .stream = stream->gpu_stream};
     int rc = kvq__wave_copy(wave);
     if (rc)
         return rc;
-    int result = d->fill8(lane->workspace, 0, counters, lane->stream);
+    int result = d->fill8(stream->workspace, 0, counters, stream->gpu_stream);
     if (result)
-        return kvq__gpu_failed(lane->gpu, result, "preparing attention");
+        return kvq__gpu_failed(stream->gpu, result, "preparing attention");
     return kvq__wave_launched(
         wave, 1 + KVQ_GPU_ATTEND_LAUNCHES,
-        kvq_gpu_attend(kvq__gpu_kernels(lane->gpu), &l, wave->text, sizeof wave->text));
+        kvq_gpu_attend(kvq__gpu_kernels(stream->gpu), &l, wave->text, sizeof wave->text));
 }
 
 // The first half of a call's queries, and the rest of them.
@@ -113,7 +113,7 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
                              sizeof wave->text))
         return kvq__wave_launched(wave, 0, -1);
     if (kvq_gpu_attend_workspace_bytes(&b->layer, &needs) <=
-        wave->queue->core->config.lane_workspace)
+        wave->queue->core->config.work_stream_workspace)
         return launch_attend(wave, b, &needs, n);
     struct batch first = *b, rest = *b;
     uint32_t half = n / 2;
@@ -154,7 +154,8 @@ uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
 {
     const struct kvq_attend *call = &q->work[i].attend.call;
     struct kvq_gpu_layer layer = gpu_layer_of(q, call);
-    return launches(&layer, call, q->core->config.lane_workspace) * (2 + KVQ_GPU_ATTEND_LAUNCHES);
+    return launches(&layer, call, q->core->config.work_stream_workspace) *
+           (2 + KVQ_GPU_ATTEND_LAUNCHES);
 }
 
 // All calls of the wave that stand from `from` on and belong to the first of them, moved to the

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Storing, reading back and changing caches on a GPU: one launch for all entries of a wave
-// (or as many as the lane's workspace asks for).
+// (or as many as the work stream's workspace asks for).
 #include <assert.h>
 #include <string.h>
 
@@ -72,7 +72,7 @@ int kvq__gpu_store_wave(struct kvq__queue *q)
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
               : kvq__wave_launched(&wave, 1,
-                                   kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                   kvq_gpu_store(kvq__gpu_kernels(wave.stream->gpu), &work,
                                                  THERE(&wave, jobs), most, wave.text,
                                                  sizeof wave.text));
 }
@@ -94,7 +94,7 @@ static uint64_t read_bytes(const struct kvq_shape *s, uint32_t tokens)
 // Tokens of one entry that fit the workspace at a time.
 static uint32_t read_piece(const struct kvq__core *core, const struct kvq_shape *s)
 {
-    return (uint32_t)(core->config.lane_workspace / read_bytes(s, 1));
+    return (uint32_t)(core->config.work_stream_workspace / read_bytes(s, 1));
 }
 
 static uint32_t read_pieces(const struct kvq__queue *q, uint32_t i, uint32_t tokens)
@@ -111,7 +111,7 @@ bool kvq__gpu_read_prepare(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     uint32_t from = w->part.more ? w->part.to : 0, left = w->read.tokens - from;
     size_t used = q->arena_used + q->wave_room + KVQ__WAVE_ROOM + KVQ__RECIPE_ROOM;
-    uint32_t n = read_pieces(q, i, left), ops = kvq__lane_ops_left(q->lane);
+    uint32_t n = read_pieces(q, i, left), ops = kvq__work_stream_ops_left(q->stream);
     size_t most = used < q->arena_bytes ? (q->arena_bytes - used) / READ_PIECE_ROOM : 0;
     uint32_t deep = ops > q->wave_ops ? (ops - q->wave_ops) / READ_OPS : 0;
     n = n < READ_PIECES ? n : READ_PIECES;
@@ -183,11 +183,11 @@ static void fill_reads(struct reading *r, uint32_t i)
         job.from = w->read.from + t;
         job.n = w->part.to - t < most ? w->part.to - t : most;
         const uint64_t bytes = read_bytes(&l->shape, job.n);
-        r->used = r->used + bytes > q->core->config.lane_workspace ? 0 : r->used;
-        job.k_out = (float *)(uintptr_t)(r->wave.lane->workspace + r->used);
+        r->used = r->used + bytes > q->core->config.work_stream_workspace ? 0 : r->used;
+        job.k_out = (float *)(uintptr_t)(r->wave.stream->workspace + r->used);
         job.v_out = job.k_out + (size_t)l->shape.kv_heads * job.n * l->shape.k_dim;
         r->used += bytes;
-        assert(r->used <= q->core->config.lane_workspace);
+        assert(r->used <= q->core->config.work_stream_workspace);
         r->puts[2 * r->n] = put_of(q, i, KVQ__VIEW_K, job.from, job.n, job.k_out);
         r->puts[2 * r->n + 1] = put_of(q, i, KVQ__VIEW_V, job.from, job.n, job.v_out);
         r->jobs[r->n++] = job;
@@ -198,7 +198,7 @@ static void fill_reads(struct reading *r, uint32_t i)
 static int launch_reads(struct reading *r, uint32_t from, uint32_t to)
 {
     struct kvq__wave *wave = &r->wave;
-    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
+    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->stream->gpu);
     assert(from < to && to <= r->n);
     struct kvq_gpu_work jobs = kvq__wave_work(wave, to - from);
     struct kvq_gpu_work puts = kvq__wave_work(wave, 2 * (to - from));
@@ -228,7 +228,7 @@ int kvq__gpu_read_wave(struct kvq__queue *q)
             fill_reads(&r, i);
     assert(r.n == n);
     int rc = kvq__wave_copy(&r.wave);
-    const float *workspace = (const float *)(uintptr_t)r.wave.lane->workspace;
+    const float *workspace = (const float *)(uintptr_t)r.wave.stream->workspace;
     for (uint32_t from = 0, to; rc == 0 && from < n; from = to) {
         for (to = from + 1; to < n && r.jobs[to].k_out != workspace; to++)
             ;
@@ -283,7 +283,7 @@ int kvq__gpu_accept_wave(struct kvq__queue *q)
     struct kvq_gpu_work work = kvq__wave_work(&wave, n);
     return rc || n == 0 ? rc
                         : kvq__wave_launched(&wave, 1,
-                                             kvq_gpu_keep_rows(kvq__gpu_kernels(wave.lane->gpu),
+                                             kvq_gpu_keep_rows(kvq__gpu_kernels(wave.stream->gpu),
                                                                &work, THERE(&wave, jobs), heads,
                                                                wave.text, sizeof wave.text));
 }
@@ -335,7 +335,7 @@ int kvq__gpu_fork_wave(struct kvq__queue *q)
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
               : kvq__wave_launched(&wave, 1,
-                                   kvq_gpu_copy_rows(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                   kvq_gpu_copy_rows(kvq__gpu_kernels(wave.stream->gpu), &work,
                                                      THERE(&wave, jobs), wave.text,
                                                      sizeof wave.text));
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // STEPs whose work is under way on a GPU. The host does not wait for them: a request on a stream is
-// answered when its work is enqueued, and the session is `committing` until the lane has ended that
-// work. Then the step commits, or the session is as it was before.
+// answered when its work is enqueued, and the session is `committing` until the work stream has
+// ended that work. Then the step commits, or the session is as it was before.
 //
 // One word decides which: the number of values that were not finite (struct kvq_gpu_store_counts).
 // It is final when the step's stores have run. The GPU packs and publishes only if it is 0, and the

@@ -57,7 +57,7 @@ uint64_t kvq__packs_add(struct kvq__packs *p, struct kvq__session *s, uint32_t l
     size_t used = q->arena_used + p->room + KVQ__WAVE_ROOM + part_room(l, first) + 64;
     uint64_t left = used < q->arena_bytes ? q->arena_bytes - used : 0;
     uint64_t most = left / sizeof(struct kvq_gpu_unit);
-    assert(q->lane && kvq__layer_owns(s, layer));
+    assert(q->stream && kvq__layer_owns(s, layer));
     p->cut |= units > most;
     units = units < most ? units : most;
     if (units == 0)
@@ -73,8 +73,8 @@ uint64_t kvq__packs_add(struct kvq__packs *p, struct kvq__session *s, uint32_t l
     p->n_units += (uint32_t)units;
     p->n_lessons += has_lesson(l, first);
     l->enqueued = guard ? end : 0;
-    l->pack_lane = q->lane;
-    l->pack_number = q->lane->given + 1; // which closing the chunk gives
+    l->pack_stream = q->stream;
+    l->pack_number = q->stream->given + 1; // which closing the chunk gives
     return end;
 }
 
@@ -140,7 +140,7 @@ static void fill_part(struct packing *p, const struct kvq__pack_part *part)
 static int launch_pack(struct packing *p)
 {
     struct kvq__wave *wave = &p->wave;
-    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->lane->gpu);
+    const struct kvq_gpu *gpu = kvq__gpu_kernels(wave->stream->gpu);
     struct kvq_gpu_work lessons = kvq__wave_work(wave, p->n_lessons);
     struct kvq_gpu_work units = kvq__wave_work(wave, p->n_units);
     int failed = kvq_gpu_learn(gpu, &lessons, THERE(p, p->lessons), wave->text, sizeof wave->text);
@@ -186,10 +186,10 @@ void kvq__packs_done(const struct kvq__packs *packs)
 }
 
 bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer *l,
-                          const struct kvq__lane *lane)
+                          const struct kvq__work_stream *stream)
 {
     return l->packer || s->in_step.committing ||
-           (l->pack_lane != lane && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
+           (l->pack_stream != stream && !kvq__work_stream_ended(l->pack_stream, l->pack_number)) ||
            (l->format->outliers && s->entries.reading > 0);
 }
 
@@ -227,23 +227,23 @@ int kvq__gpu_pack_wave(struct kvq__queue *q)
 // ---- Before anybody asks ----
 
 // Where the session's units are packed: behind its writer's work. NULL: nobody writes to it.
-static struct kvq__lane *lane_of(const struct kvq__session *s)
+static struct kvq__work_stream *stream_of(const struct kvq__session *s)
 {
     const struct kvq__core *core = s->core;
     for (uint32_t i = 0; s->writer && i + 1 < core->n_pools; i++)
         if (core->pools[i + 1].gpu == s->pool->gpu)
-            return s->writer->client->lanes[i];
+            return s->writer->client->streams[i];
     return NULL;
 }
 
 enum state { NOTHING_DUE, WAITS, READY };
 
-static enum state state_of(const struct kvq__session *s, const struct kvq__lane *lane)
+static enum state state_of(const struct kvq__session *s, const struct kvq__work_stream *stream)
 {
     enum state state = NOTHING_DUE;
     for (uint32_t i = 0; state != READY && i < s->n_layers; i++)
         if (kvq__pack_due(s, i) > s->layers[i].packed)
-            state = kvq__packs_must_wait(s, &s->layers[i], lane) ? WAITS : READY;
+            state = kvq__packs_must_wait(s, &s->layers[i], stream) ? WAITS : READY;
     return state;
 }
 
@@ -252,46 +252,46 @@ static void add_packed_session(struct kvq__packs *packs, struct kvq__session *s)
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         uint64_t due = kvq__pack_due(s, i);
-        if (due > l->packed && !kvq__packs_must_wait(s, l, packs->queue->lane))
+        if (due > l->packed && !kvq__packs_must_wait(s, l, packs->queue->stream))
             kvq__packs_add(packs, s, i, due, 0);
     }
 }
 
-static bool open_background(struct kvq__packs *packs, struct kvq__lane *lane)
+static bool open_background(struct kvq__packs *packs, struct kvq__work_stream *stream)
 {
-    struct kvq__queue *q = lane->core->background;
-    if (!kvq__lane_open(lane, q))
+    struct kvq__queue *q = stream->core->background;
+    if (!kvq__work_stream_open(stream, q))
         return false;
-    kvq__flight_begin(lane->core, &q->flight);
+    kvq__flight_begin(stream->core, &q->flight);
     kvq__packs_begin(packs, q);
     return true;
 }
 
-// The lane takes over the flight: what the session gives back now may still be read there.
+// The work stream takes over the flight: what the session gives back now may still be read there.
 static void close_background(struct kvq__packs *packs)
 {
     struct kvq__queue *q = packs->queue;
-    int rc = kvq__gpu_enter(q->lane->gpu) ? KVQ_E_SYSTEM : kvq__packs_launch(packs);
+    int rc = kvq__gpu_enter(q->stream->gpu) ? KVQ_E_SYSTEM : kvq__packs_launch(packs);
     if (rc == 0)
         kvq__packs_done(packs);
-    kvq__lane_close(q->lane, q, true);
+    kvq__work_stream_close(q->stream, q, true);
 }
 
-// One launch on a lane. Whether there is more, for another one.
-static bool pack_on(struct kvq__lane *lane)
+// One launch on a work stream. Whether there is more, for another one.
+static bool pack_on(struct kvq__work_stream *stream)
 {
     struct kvq__packs packs = {0};
-    struct kvq__session *s = TAILQ_FIRST(&lane->core->gpu_packs), *next;
+    struct kvq__session *s = TAILQ_FIRST(&stream->core->gpu_packs), *next;
     for (; s && !packs.cut; s = next) {
         next = TAILQ_NEXT(s, pack.link);
-        if (lane_of(s) != lane)
+        if (stream_of(s) != stream)
             continue;
-        enum state state = state_of(s, lane);
+        enum state state = state_of(s, stream);
         if (state == NOTHING_DUE)
             kvq__pack_unqueue(s);
         if (state != READY)
             continue;
-        if (!packs.queue && !open_background(&packs, lane))
+        if (!packs.queue && !open_background(&packs, stream))
             return false; // until something has ended there
         add_packed_session(&packs, s);
     }
@@ -305,18 +305,18 @@ static void forget_unwritten(struct kvq__core *core)
     struct kvq__session *s = TAILQ_FIRST(&core->gpu_packs), *next;
     for (; s; s = next) {
         next = TAILQ_NEXT(s, pack.link);
-        if (!lane_of(s))
+        if (!stream_of(s))
             kvq__pack_unqueue(s);
     }
 }
 
 void kvq__pack_on_gpus(struct kvq__core *core)
 {
-    struct kvq__lane *lane;
+    struct kvq__work_stream *stream;
     if (TAILQ_EMPTY(&core->gpu_packs))
         return;
     forget_unwritten(core);
-    LIST_FOREACH (lane, &core->lanes, link)
-        while (pack_on(lane))
+    LIST_FOREACH (stream, &core->streams, link)
+        while (pack_on(stream))
             ;
 }

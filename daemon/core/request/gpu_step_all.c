@@ -2,7 +2,8 @@
 //
 // A STEP on a GPU: one launch that stores all layers of the wave's sessions, one that packs what
 // will be due then (gpu_pack.c), and one that publishes the client's page tables, all behind each
-// other on the lane. Work that asks for more than a chunk of the lane is cut between layers.
+// other on the work stream. Work that asks for more than a chunk of the work stream is cut between
+// layers.
 //
 // What is packed and published depends on the stores' counts of values that are not finite, which
 // nobody on the host has seen by then: see gpu_commit.h.
@@ -151,7 +152,7 @@ int kvq__gpu_store_all_wave(struct kvq__queue *q)
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
     return rc ? rc
               : kvq__wave_launched(&wave, 1,
-                                   kvq_gpu_store(kvq__gpu_kernels(wave.lane->gpu), &work,
+                                   kvq_gpu_store(kvq__gpu_kernels(wave.stream->gpu), &work,
                                                  THERE(&wave, jobs), most, wave.text,
                                                  sizeof wave.text));
 }
@@ -303,7 +304,7 @@ int kvq__gpu_publish_wave(struct kvq__queue *q)
     struct kvq_gpu_work work = kvq__wave_work(&p.wave, p.n);
     return rc ? rc
               : kvq__wave_launched(&p.wave, 1,
-                                   kvq_gpu_copy_rows(kvq__gpu_kernels(p.wave.lane->gpu), &work,
+                                   kvq_gpu_copy_rows(kvq__gpu_kernels(p.wave.stream->gpu), &work,
                                                      THERE(&p.wave, p.jobs), p.wave.text,
                                                      sizeof p.wave.text));
 }

@@ -15,8 +15,8 @@ void *kvq__wave_take(struct kvq__wave *wave, size_t bytes)
 
 void kvq__wave_begin_for(struct kvq__wave *wave, struct kvq__queue *q, uint32_t n)
 {
-    assert(q->lane && q->wave_start <= q->arena_used);
-    *wave = (struct kvq__wave){.queue = q, .lane = q->lane, .copied = q->wave_start};
+    assert(q->stream && q->wave_start <= q->arena_used);
+    *wave = (struct kvq__wave){.queue = q, .stream = q->stream, .copied = q->wave_start};
     wave->recipes = kvq__wave_take(wave, n * sizeof *wave->recipes);
     wave->formats = kvq__wave_take(wave, n * sizeof *wave->formats);
 }
@@ -58,23 +58,23 @@ const struct kvq_book *kvq__wave_book(struct kvq__wave *wave, const struct kvq__
 
 const void *kvq__wave_there(const struct kvq__wave *wave, const void *host)
 {
-    const uint8_t *from = wave->lane->host;
+    const uint8_t *from = wave->stream->host;
     assert(!host || ((const uint8_t *)host >= from &&
-                     (const uint8_t *)host < from + wave->queue->core->config.lane_bytes));
-    return host ? (const void *)(uintptr_t)kvq__lane_at(wave->lane, host) : NULL;
+                     (const uint8_t *)host < from + wave->queue->core->config.work_stream_bytes));
+    return host ? (const void *)(uintptr_t)kvq__work_stream_at(wave->stream, host) : NULL;
 }
 
 int kvq__wave_copy(struct kvq__wave *wave)
 {
     assert(wave->copied <= wave->queue->arena_used);
-    int rc = kvq__lane_copy(wave->lane, wave->queue, wave->copied);
+    int rc = kvq__work_stream_copy(wave->stream, wave->queue, wave->copied);
     wave->copied = wave->queue->arena_used;
     return rc;
 }
 
 struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n)
 {
-    return (struct kvq_gpu_work){wave->recipes, wave->n_recipes, n, wave->lane->stream};
+    return (struct kvq_gpu_work){wave->recipes, wave->n_recipes, n, wave->stream->gpu_stream};
 }
 
 // Tells it, at most once a second.
@@ -85,18 +85,18 @@ static void tell_refused(struct kvq__wave *wave)
         return;
     core->refusal_told = core->now ? core->now : 1;
     kvq__event(core, KVQ__EVENT_GPU_REFUSED, "", "",
-               wave->lane->client ? wave->lane->client->id : 0, wave->text);
+               wave->stream->client ? wave->stream->client->id : 0, wave->text);
 }
 
 int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed)
 {
-    struct kvq__lane *lane = wave->lane;
-    kvq__lane_count(lane, ops);
+    struct kvq__work_stream *stream = wave->stream;
+    kvq__work_stream_count(stream, ops);
     if (!failed)
         return 0;
-    int result = kvq__gpu_driver(lane->gpu)->stream_query(lane->stream);
+    int result = kvq__gpu_driver(stream->gpu)->stream_query(stream->gpu_stream);
     if (result != KVQ_GPU_OK && result != KVQ_GPU_NOT_READY)
-        return kvq__gpu_faulted(lane->gpu, wave->text);
+        return kvq__gpu_faulted(stream->gpu, wave->text);
     tell_refused(wave);
     return KVQ_E_UNSUPPORTED;
 }

@@ -4,12 +4,12 @@
 #ifndef KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
 #define KVQ_DAEMON_CORE_REQUEST_GPU_WAVE_H
 
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 
 // The distinct recipes of a wave. They lie in the arena, and at the same offsets on the GPU.
 struct kvq__wave {
     struct kvq__queue *queue;
-    struct kvq__lane *lane;
+    struct kvq__work_stream *stream;
     const struct kvq_recipe **recipes;
     const struct kvq_format **formats; // of each recipe
     uint32_t n_recipes;
@@ -45,9 +45,9 @@ int kvq__wave_launched(struct kvq__wave *wave, uint32_t ops, int failed);
 // One launch (formats that learn or have outliers: a few) for units of any layers and sessions.
 void kvq__packs_begin(struct kvq__packs *packs, struct kvq__queue *queue);
 // Adds the layer's unpacked units up to `end`, or as far as there is room; returns where it
-// stopped. From now on other lanes wait for this one before they read the units. `guard`: as in
-// struct kvq_gpu_unit; 0: none. Guarded units are packed only if their STEP commits (`enqueued` of
-// struct kvq__layer).
+// stopped. From now on other work streams wait for this one before they read the units. `guard`: as
+// in struct kvq_gpu_unit; 0: none. Guarded units are packed only if their STEP commits (`enqueued`
+// of struct kvq__layer).
 uint64_t kvq__packs_add(struct kvq__packs *packs, struct kvq__session *session, uint32_t layer,
                         uint64_t end, kvq_gpu_ptr guard);
 // Bytes of the chunk that adding [first, end) takes, at most.
@@ -55,10 +55,10 @@ size_t kvq__packs_room(const struct kvq__layer *layer, uint64_t first, uint64_t 
 // Adds due units of all layers at so many tokens. False if not all were added.
 bool kvq__packs_add_all(struct kvq__packs *packs, struct kvq__session *session, uint64_t tokens,
                         kvq_gpu_ptr guard);
-// Whether other work has to end before a layer is packed on this lane: packing on another lane, or
-// readers of the outliers that packing would add to.
+// Whether other work has to end before a layer is packed on this work stream: packing on another
+// work stream, or readers of the outliers that packing would add to.
 bool kvq__packs_must_wait(const struct kvq__session *session, const struct kvq__layer *layer,
-                          const struct kvq__lane *lane);
+                          const struct kvq__work_stream *stream);
 // 0, KVQ_E_SYSTEM. The layers are as before.
 int kvq__packs_launch(struct kvq__packs *packs);
 // Marks the units that were launched without a guard as packed, and frees what their sessions no

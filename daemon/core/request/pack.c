@@ -6,7 +6,7 @@
 
 #include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/request/step_all.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 // Addresses of the pages that hold tokens [first, end).

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 enum { CHUNK = 32 }; // tokens of one item

@@ -8,9 +8,9 @@
 #include "daemon/core/request/admission.h"
 #include "daemon/core/request/gpu_commit.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/prefix.h"
 #include "daemon/core/session/table.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
@@ -212,13 +212,13 @@ void kvq__hold_buffers(struct kvq__queue *q)
         kvq__buffer_use(q->client, q->buffers[v], &q->held_buffers);
 }
 
-// On a GPU the work of two lanes has no order: what another lane packs must have ended, and
-// outliers are added only while nobody reads them.
+// On a GPU the work of two work streams has no order: what another work stream packs must have
+// ended, and outliers are added only while nobody reads them.
 static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session *s,
                           const struct kvq__layer *l, bool due)
 {
-    bool others = l->pack_lane && l->pack_lane->client != q->client;
-    return (others && !kvq__lane_ended(l->pack_lane, l->pack_number)) ||
+    bool others = l->pack_stream && l->pack_stream->client != q->client;
+    return (others && !kvq__work_stream_ended(l->pack_stream, l->pack_number)) ||
            (due && l->format->outliers && s->entries.reading > 0);
 }
 
@@ -314,8 +314,8 @@ static void run_wave_item(struct kvq__job *job, uint32_t item, void *workspace)
     stage->item(q, q->wave_from + entry, item - q->first_item[entry], workspace);
 }
 
-// Finds the place of the next entries; a wave is for one place. False if its lane has no room yet.
-// After the last pass the chunk stays open: closing it hands over what the request holds.
+// Finds the place of the next entries; a wave is for one place. False if its work stream has no
+// room yet. After the last pass the chunk stays open: closing it hands over what the request holds.
 static bool wave_place(struct kvq__queue *q)
 {
     uint32_t i = q->wave_to;
@@ -323,11 +323,11 @@ static bool wave_place(struct kvq__queue *q)
         i++;
     bool any = i < q->header.count;
     q->gpu = any ? q->work[i].session->pool->gpu : NULL;
-    if (any && q->lane && q->lane->gpu != q->gpu)
-        kvq__lane_close(q->lane, q, false);
-    if (q->gpu && !q->lane)
-        return kvq__lane_open_for(q);
-    if (!q->lane)
+    if (any && q->stream && q->stream->gpu != q->gpu)
+        kvq__work_stream_close(q->stream, q, false);
+    if (q->gpu && !q->stream)
+        return kvq__work_stream_open_for(q);
+    if (!q->stream)
         q->arena_used = 0;
     return true;
 }
@@ -336,15 +336,15 @@ static bool wave_place(struct kvq__queue *q)
 // have more, on an idle stream.
 static uint32_t most_ops(const struct kvq__queue *q, uint32_t i)
 {
-    bool idle = i == q->wave_from && q->lane->use->ops <= KVQ__CHUNK_OPS;
-    return idle ? KVQ_MAX_GPU_BURST : kvq__lane_ops_left(q->lane);
+    bool idle = i == q->wave_from && q->stream->use->ops <= KVQ__CHUNK_OPS;
+    return idle ? KVQ_MAX_GPU_BURST : kvq__work_stream_ops_left(q->stream);
 }
 
 // Prepares an entry. Whether it fits into the wave, with what its work on a GPU will take.
 static bool fits(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
-    if (q->gpu && q->wave_ops > kvq__lane_ops_left(q->lane))
+    if (q->gpu && q->wave_ops > kvq__work_stream_ops_left(q->stream))
         return false;
     if (!pass->prepare(q, i))
         return false;
@@ -387,9 +387,9 @@ static bool wave_next(struct kvq__queue *q)
         q->wave_ops = ops;
         if (i > q->wave_from)
             break;
-        if (q->gpu && (used > 0 || q->arena_bytes < q->core->config.lane_bytes ||
-                       q->lane->use->ops > KVQ__CHUNK_OPS))
-            return kvq__lane_again(q); // for a larger chunk, and a stream with nothing to do
+        if (q->gpu && (used > 0 || q->arena_bytes < q->core->config.work_stream_bytes ||
+                       q->stream->use->ops > KVQ__CHUNK_OPS))
+            return kvq__work_stream_again(q); // for a larger chunk, and a stream with nothing to do
         kvq__entry_fail(q, i, KVQ_E_LIMIT, 0); // more than the whole arena
     }
     q->wave_to = i;
@@ -401,7 +401,7 @@ static bool wave_next(struct kvq__queue *q)
 // Enqueues the wave's work. If that fails all entries of the wave fail.
 static void wave_enqueue(struct kvq__queue *q)
 {
-    assert(q->lane && q->lane->gpu == q->gpu);
+    assert(q->stream && q->stream->gpu == q->gpu);
     int rc = kvq__gpu_enter(q->gpu) ? KVQ_E_SYSTEM : q->passes[q->pass]->gpu_wave(q);
     for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
         if (kvq__entry_alive(q, i))
@@ -489,10 +489,10 @@ static enum kvq__progress passes_end(struct kvq__queue *q)
 {
     assert(q->pass == q->n_passes);
     q->gpu = NULL;
-    if (is_on_stream(q)) // the lane takes over what it holds
+    if (is_on_stream(q)) // the work stream takes over what it holds
         return kvq__request_end(q, 0);
-    if (q->lane)
-        kvq__lane_close(q->lane, q, false);
+    if (q->stream)
+        kvq__work_stream_close(q->stream, q, false);
     if (kvq__queue_settled(q))
         return all_ended(q);
     q->gpu_wait = KVQ__GPU_END;
@@ -556,9 +556,9 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
         if (q->results[i].status < 0)
             kvq__append_failed(q, i);
     if (is_on_stream(q) && q->timeline.gpu)
-        kvq__lane_signal(q);
-    if (q->lane)
-        kvq__lane_close(q->lane, q, is_on_stream(q));
+        kvq__work_stream_signal(q);
+    if (q->stream)
+        kvq__work_stream_close(q->stream, q, is_on_stream(q));
     kvq__request_release(q);
     kvq__admission_leave(q);
     if (q->flight.number)
@@ -667,7 +667,7 @@ static void keep_others(const struct kvq__queue *q)
 // Tries the request from the start, after giving back what an earlier attempt holds.
 static enum kvq__progress attempt(struct kvq__queue *q)
 {
-    assert(!q->running && !q->lane);
+    assert(!q->running && !q->stream);
     kvq__request_release(q);
     if (q->client->gone)
         return kvq__request_end(q, KVQ_E_CANCELLED);
@@ -689,10 +689,11 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     return operations[q->header.op].start(q);
 }
 
-// The lane of a request on a stream always signals in the end, so it must have room for the signal.
+// The work stream of a request on a stream always signals in the end, so it must have room for the
+// signal.
 static enum kvq__progress begin_request(struct kvq__queue *q)
 {
-    if (is_on_stream(q) && q->timeline.gpu && !kvq__lane_takes(q))
+    if (is_on_stream(q) && q->timeline.gpu && !kvq__work_stream_takes(q))
         return KVQ__GPU;
     q->gpu_wait = KVQ__GPU_NONE;
     int rc = check_header(q);
@@ -703,7 +704,7 @@ static enum kvq__progress begin_request(struct kvq__queue *q)
 
 enum kvq__progress kvq__request_start(struct kvq__queue *q)
 {
-    assert(!q->lane && !q->cloning && !q->turn.listed && q->flight.number == 0);
+    assert(!q->stream && !q->cloning && !q->turn.listed && q->flight.number == 0);
     assert(!q->busy);
     q->busy = true;
     q->running = q->holding = q->told = false;

@@ -145,7 +145,7 @@ struct kvq__pass {
 // What a queue waits for whose request is under way on a GPU.
 enum kvq__gpu_wait {
     KVQ__GPU_NONE,
-    KVQ__GPU_ROOM, // until its lane has room; then the next wave is filled
+    KVQ__GPU_ROOM, // until its work stream has room; then the next wave is filled
     KVQ__GPU_END,  // until all its work has ended; then the request ends
 };
 
@@ -173,10 +173,10 @@ struct kvq__queue {
     struct kvq__job job;
     bool busy, running; // running: passes are under way
     enum kvq__gpu_wait gpu_wait;
-    struct kvq__gpu *gpu;         // that the wave is for; NULL: the host
-    struct kvq__lane *lane;       // with an open chunk, which is the arena then
-    bool told;                    // the lane knows of the request's wait for the client
-    uint64_t given[KVQ_MAX_GPUS]; // number of the queue's last work on each lane
+    struct kvq__gpu *gpu;            // that the wave is for; NULL: the host
+    struct kvq__work_stream *stream; // with an open chunk, which is the arena then
+    bool told;                       // the work stream knows of the request's wait for the client
+    uint64_t given[KVQ_MAX_GPUS];    // number of the queue's last work on each work stream
     struct {
         struct kvq__gpu *gpu; // NULL: none
         kvq_gpu_ptr ready, done;

@@ -9,8 +9,8 @@
 #include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/request/step_all.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 // ---- Views of the layers ----
@@ -100,16 +100,16 @@ static uint64_t tokens_of(const struct kvq__queue *q, uint32_t i)
     return q->work[i].past + q->entries[i].append;
 }
 
-// On a GPU tables also wait for what another lane packs that they name.
+// On a GPU tables also wait for what another work stream packs that they name.
 static bool layer_must_wait(const struct kvq__queue *q, uint32_t i, const struct kvq__layer *l)
 {
     const struct kvq__session *s = q->work[i].session;
     bool due = kvq__packed_at(s, l, tokens_of(q, i)) > l->packed;
     if (!s->pool->gpu)
         return due && l->packer;
-    bool others = l->pack_lane && l->pack_lane->client != q->client;
-    return due ? kvq__packs_must_wait(s, l, others ? NULL : l->pack_lane)
-               : others && !kvq__lane_ended(l->pack_lane, l->pack_number);
+    bool others = l->pack_stream && l->pack_stream->client != q->client;
+    return due ? kvq__packs_must_wait(s, l, others ? NULL : l->pack_stream)
+               : others && !kvq__work_stream_ended(l->pack_stream, l->pack_number);
 }
 
 static bool step_all_must_wait(const struct kvq__queue *q, uint32_t i)

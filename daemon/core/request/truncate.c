@@ -6,8 +6,8 @@
 #include <string.h>
 
 #include "daemon/core/request/gpu_wave.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 // What both ask of an entry: `back` tokens are to be looked at again.

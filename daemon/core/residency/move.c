@@ -11,7 +11,7 @@
 #include "daemon/core/residency/park.h"
 #include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 
 enum { RELEASE_AT_ONCE = 512 }; // blocks between two looks at the rings
 
@@ -61,14 +61,14 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
 }
 
 // Everybody who has it open will enqueue there.
-static int take_lanes(const struct kvq__session *s, struct kvq__pool *to)
+static int take_streams(const struct kvq__session *s, struct kvq__pool *to)
 {
     const struct kvq__handle *h;
-    struct kvq__lane *lane;
+    struct kvq__work_stream *stream;
     int rc = 0;
     LIST_FOREACH (h, &s->handles, link)
         if (rc == 0 && to->gpu)
-            rc = kvq__lane_get(h->client, to->gpu, &lane);
+            rc = kvq__work_stream_get(h->client, to->gpu, &stream);
     return rc;
 }
 
@@ -142,7 +142,7 @@ static int take_moved_part(struct kvq__move *move, struct kvq__moved *m)
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
             m->owned[n++] = i;
-    rc = take_lanes(s, move->to);
+    rc = take_streams(s, move->to);
     return rc ? rc : equip(m, move->to->gpu);
 }
 
@@ -322,7 +322,7 @@ static void arrive(struct kvq__move *move, struct kvq__moved *m)
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq_book book = s->layers[i].gpu_book;
         s->layers[i].gpu_book = m->books[i];
-        s->layers[i].pack_lane = NULL;
+        s->layers[i].pack_stream = NULL;
         m->books[i] = book;
     }
     unequip(m, from->gpu);
@@ -507,7 +507,7 @@ static struct kvq__move *move_new(struct kvq__core *core, struct kvq__session *s
 // It has nothing to be copied: it will come back there.
 static int send_back_to(struct kvq__move *move, struct kvq__session *s, char *text)
 {
-    int rc = take_lanes(s, move->to);
+    int rc = take_streams(s, move->to);
     rc = rc ? rc : kvq__session_replace(s, move->to);
     if (rc == 0)
         kvq__demoted_lost(s);

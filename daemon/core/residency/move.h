@@ -9,8 +9,8 @@
 // before that moment, the new ones are given back instead and nothing has changed.
 //
 // Bytes travel through pieces of pinned memory, on a stream of the mover's own on each GPU, which
-// it looks at between two looks at the rings: no client's lane waits for it, and the poller never
-// does. All of it happens in kvq__moves_poll, a little at a time.
+// it looks at between two looks at the rings: no client's work stream waits for it, and the poller
+// never does. All of it happens in kvq__moves_poll, a little at a time.
 //
 // While both copies are there a limit that counts both (from one GPU to another) counts one: of
 // each pair the old block is exempt (struct kvq__block), unless a fork shares it and so keeps it.

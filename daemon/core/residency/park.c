@@ -13,8 +13,8 @@
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
+#include "daemon/core/session/work_stream.h"
 
 enum { RELEASE_AT_ONCE = 512 }; // references between two looks at the rings
 
@@ -321,7 +321,7 @@ static void forget_layers(struct kvq__session *s)
         l->first_page = l->raw_page = 0;
         l->packed = 0;
         l->learned = false;
-        l->pack_lane = NULL;
+        l->pack_stream = NULL;
     }
 }
 

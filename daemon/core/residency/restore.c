@@ -10,8 +10,8 @@
 #include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
+#include "daemon/core/session/work_stream.h"
 #include "proto/sync.h"
 
 #define NS_PER_SECOND 1000000000ull

@@ -12,8 +12,8 @@
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
+#include "daemon/core/session/work_stream.h"
 
 // ---- Parts ----
 
@@ -259,7 +259,7 @@ static bool is_busy(const struct kvq__session *s)
     bool busy = s->exclusive || s->n_loading || s->in_step.committing || kvq__move_asks(s);
     for (uint32_t i = 0; i < s->n_layers && !busy; i++)
         busy = s->layers[i].packer ||
-               !kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number);
+               !kvq__work_stream_ended(s->layers[i].pack_stream, s->layers[i].pack_number);
     return busy;
 }
 

@@ -5,13 +5,13 @@
 
 #include "daemon/core/session/client.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 static bool is_packed_on_stream(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++)
-        if (!kvq__lane_ended(s->layers[i].pack_lane, s->layers[i].pack_number))
+        if (!kvq__work_stream_ended(s->layers[i].pack_stream, s->layers[i].pack_number))
             return true;
     return false;
 }

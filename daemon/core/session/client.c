@@ -5,8 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 // ---- Clients ----
@@ -43,7 +43,7 @@ static void client_free(struct kvq__client *c)
 {
     assert(c->gone && c->n_queues == 0 && c->n_buffers == 0 && c->buffer_bytes == 0);
     for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
-        kvq__lane_leave(&c->lanes[i]);
+        kvq__work_stream_leave(&c->streams[i]);
     for (uint32_t i = 0; i < KVQ__HANDLE_CHUNKS; i++)
         kvq__deallocate(c->core, c->handles[i], KVQ__HANDLE_CHUNK * sizeof **c->handles);
     kvq__deallocate(c->core, c, sizeof *c);
@@ -144,7 +144,7 @@ void kvq__queue_close(struct kvq__queue **pointer)
 bool kvq__queue_settled(const struct kvq__queue *q)
 {
     for (uint32_t i = 0; i + 1 < q->core->n_pools; i++)
-        if (!kvq__lane_ended(q->client->lanes[i], q->given[i]))
+        if (!kvq__work_stream_ended(q->client->streams[i], q->given[i]))
             return false;
     return true;
 }

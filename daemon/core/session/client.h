@@ -32,7 +32,7 @@ struct kvq__step {
     LIST_HEAD(, kvq__session) sessions;
 };
 
-struct kvq__lane;
+struct kvq__work_stream;
 
 struct kvq__client {
     TAILQ_ENTRY(kvq__client) link;
@@ -46,7 +46,7 @@ struct kvq__client {
     struct kvq__handle *handles[KVQ__HANDLE_CHUNKS];
     struct kvq__handle_list free_handles;
     LIST_HEAD(, kvq__table) tables;
-    struct kvq__lane *lanes[KVQ_MAX_GPUS]; // in the order of the core's GPUs; NULL = none yet
+    struct kvq__work_stream *streams[KVQ_MAX_GPUS]; // by GPU; NULL = none yet
     struct kvq__buffer buffers[KVQ_MAX_BUFFERS];
     struct kvq__step steps[KVQ_MAX_STEPS];
 };

@@ -9,8 +9,8 @@
 
 #include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/open.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 #define NS_PER_SECOND 1000000000ull
@@ -527,12 +527,12 @@ static int take_hold_of_opened(struct kvq__session *s, const struct kvq__session
 }
 
 // What the client enqueues on the session's GPU, if it lives on one.
-static int need_lane(struct kvq__client *client, const struct kvq__session *s, char *text)
+static int need_stream(struct kvq__client *client, const struct kvq__session *s, char *text)
 {
-    struct kvq__lane *lane;
+    struct kvq__work_stream *stream;
     const struct kvq__pool *next = s->core->up->move_place(s);
-    int rc = s->pool->gpu ? kvq__lane_get(client, s->pool->gpu, &lane) : 0;
-    rc = rc || !next || !next->gpu ? rc : kvq__lane_get(client, next->gpu, &lane);
+    int rc = s->pool->gpu ? kvq__work_stream_get(client, s->pool->gpu, &stream) : 0;
+    rc = rc || !next || !next->gpu ? rc : kvq__work_stream_get(client, next->gpu, &stream);
     return rc < 0 ? kvq__fail(text, rc, "no memory on %s for a client's stream",
                               kvq__pool_name(s->pool))
                   : 0;
@@ -547,7 +547,7 @@ static int open_existing(struct kvq__client *client, struct kvq__session *s,
                          "must_create",
                          s->name, s->group ? ", with this shard" : "");
     int rc = compare_with_spec(s, spec, text);
-    rc = rc ? rc : need_lane(client, s, text);
+    rc = rc ? rc : need_stream(client, s, text);
     return rc == 0 ? take_hold_of_opened(s, spec, text) : rc;
 }
 
@@ -582,7 +582,7 @@ static int create_session(struct kvq__client *client, struct kvq__namespace *ns,
         rc = kvq__session_build(ns, spec, s, text);
     if (rc < 0)
         return rc;
-    rc = need_lane(client, *s, text);
+    rc = need_stream(client, *s, text);
     rc = rc ? rc : kvq__prefix_adopt(client, *s, &spec->prefix, text);
     rc = rc ? rc : kvq__session_enter(*s, text);
     if (rc < 0)

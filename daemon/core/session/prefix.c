@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "daemon/core/session/lane.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-256");
@@ -364,7 +364,7 @@ static bool is_final(const struct kvq__session *s, uint32_t page)
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i) || l->packed_bytes == 0)
             continue;
-        if (l->packed < end || !kvq__lane_ended(l->pack_lane, l->pack_number))
+        if (l->packed < end || !kvq__work_stream_ended(l->pack_stream, l->pack_number))
             return false;
     }
     return true;

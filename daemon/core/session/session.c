@@ -10,8 +10,8 @@
 #include "daemon/core/session/activity.h"
 #include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
-#include "daemon/core/session/lane.h"
 #include "daemon/core/session/table.h"
+#include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
 // ---- Life ----

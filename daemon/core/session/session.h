@@ -53,10 +53,10 @@ struct kvq__layer {
     uint64_t packed;            // tokens [0, packed) are packed
     uint64_t enqueued;          // becomes `packed` if the STEP under way on a GPU commits; 0 = none
     const void *packer;         // the request or packer whose job is packing it; NULL = none
-    struct kvq__lane *pack_lane; // on a GPU: the lane that packed units last
-    uint64_t pack_number;        // and the number of that work
-    uint8_t append;              // enum kvq__append_state, in the open step
-    uint32_t loading;            // restores that are yet to read blocks of it from a store
+    struct kvq__work_stream *pack_stream; // on a GPU: the work stream that packed units last
+    uint64_t pack_number;                 // and the number of that work
+    uint8_t append;                       // enum kvq__append_state, in the open step
+    uint32_t loading;                     // restores that are yet to read blocks of it from a store
 };
 
 struct kvq__handle {
@@ -345,7 +345,7 @@ static inline struct kvq__pool *kvq__home_of(const struct kvq__session *s)
     return s->demoted.home ? s->demoted.home : s->pool;
 }
 
-// A request or a lane no longer reads its pages (or the tokens of its open step).
+// A request or a work stream no longer reads its pages (or the tokens of its open step).
 void kvq__reading_end(struct kvq__session *session);
 void kvq__tail_end(struct kvq__session *session);
 // Ends a hold: both of the above, as it was held, and the reference.

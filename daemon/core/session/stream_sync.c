@@ -11,12 +11,12 @@
 
 static int open_on(struct kvq__queue *q, struct kvq__gpu *gpu, char *text)
 {
-    struct kvq__lane *lane;
-    int rc = kvq__lane_get(q->client, gpu, &lane);
+    struct kvq__work_stream *stream;
+    int rc = kvq__work_stream_get(q->client, gpu, &stream);
     if (rc < 0)
         return kvq__fail(text, rc, "no memory on %s for a client's stream",
                          kvq__gpu_uuid_text(gpu));
-    if (!lane->alone)
+    if (!stream->alone)
         return kvq__fail(text, KVQ_E_UNSUPPORTED,
                          "of %u hardware queues on %s (CUDA_DEVICE_MAX_CONNECTIONS of the daemon) "
                          "none is left for a stream that waits for this client; wait on the host",
@@ -79,21 +79,21 @@ static uint32_t turn(const struct kvq__queue *q)
     return q->header.signal % KVQ_QUEUE_EVENTS;
 }
 
-int kvq__stream_sync_await(const struct kvq__lane *lane, const struct kvq__queue *q)
+int kvq__stream_sync_await(const struct kvq__work_stream *stream, const struct kvq__queue *q)
 {
-    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
-    assert(lane->alone && lane->gpu == q->timeline.gpu);
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(stream->gpu);
+    assert(stream->alone && stream->gpu == q->timeline.gpu);
     if (q->timeline.events)
-        return d->stream_wait(lane->stream, q->timeline.events->ready[turn(q)], 0);
-    return d->stream_wait64(lane->stream, q->timeline.ready, q->header.signal,
+        return d->stream_wait(stream->gpu_stream, q->timeline.events->ready[turn(q)], 0);
+    return d->stream_wait64(stream->gpu_stream, q->timeline.ready, q->header.signal,
                             KVQ_GPU_WAIT_AT_LEAST);
 }
 
-int kvq__stream_sync_tell(const struct kvq__lane *lane, const struct kvq__queue *q)
+int kvq__stream_sync_tell(const struct kvq__work_stream *stream, const struct kvq__queue *q)
 {
-    const struct kvq_gpu_driver *d = kvq__gpu_driver(lane->gpu);
-    assert(lane->alone && lane->gpu == q->timeline.gpu);
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(stream->gpu);
+    assert(stream->alone && stream->gpu == q->timeline.gpu);
     if (q->timeline.events)
-        return d->event_record(q->timeline.events->done[turn(q)], lane->stream);
-    return d->stream_write64(lane->stream, q->timeline.done, q->header.signal, 0);
+        return d->event_record(q->timeline.events->done[turn(q)], stream->gpu_stream);
+    return d->stream_write64(stream->gpu_stream, q->timeline.done, q->header.signal, 0);
 }
