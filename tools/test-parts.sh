@@ -191,7 +191,8 @@ part_wheel() {
 # A name and what it runs; the longest first.
 attacks() {
     cat <<'ATTACKS'
-sim_soft_asan build/asan/tests/sim_soft 1 400
+sim_soft_asan build/asan/tests/sim_soft 1 500
+sim_soft_asan_2 build/asan/tests/sim_soft 501 500
 test_store_faults build/test/tests/test_store_faults
 test_store_crash build/test/tests/test_store_crash
 test_store_edits build/test/tests/test_store_edits
