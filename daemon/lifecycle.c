@@ -15,6 +15,7 @@
 #include "daemon/attach/attach.h"
 #include "daemon/control/control.h"
 #include "daemon/core/gpu/gpu.h"
+#include "daemon/http/http.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/directory.h"
 #include "daemon/runtime/events.h"
@@ -316,10 +317,16 @@ static void make_identity(struct kvq__server *server)
             us->epoch = us->start_ns;
 }
 
+static void publish_event(struct kvq__server *server, const Kvq__Event *event)
+{
+    kvq__control_publish(server->control, event);
+    kvq__http_publish(server->http, event);
+}
+
 int kvq__server_open(struct kvq__server *server, char *text)
 {
     server->page.fd = -1;
-    server->publish = kvq__control_publish;
+    server->publish = publish_event;
     make_identity(server);
     int error = open_loop(server, text);
     error = error ? error : open_page(server, text);
@@ -340,6 +347,7 @@ int kvq__server_open(struct kvq__server *server, char *text)
     error = error ? error : kvq__jobs_open(server, &server->jobs, text);
     error = error ? error : kvq__poller_open(&config, &server->poller, text);
     error = error ? error : kvq__control_open(server, &server->control, text);
+    error = error ? error : kvq__http_open(server, &server->http, text);
     return error ? error : kvq__attach_open(server, &server->attach, text);
 }
 
@@ -418,7 +426,8 @@ static void close_handle(uv_handle_t *handle, void *context)
 static bool all_back(const struct kvq__server *server)
 {
     return kvq__attach_idle(server->attach) && kvq__control_idle(server->control) &&
-           !server->drain_asked && kvq__jobs_idle(server->jobs) && kvq__events_idle();
+           kvq__http_idle(server->http) && !server->drain_asked && kvq__jobs_idle(server->jobs) &&
+           kvq__events_idle();
 }
 
 static void on_close_timer(uv_timer_t *timer)
@@ -438,6 +447,7 @@ void kvq__server_close(struct kvq__server *server)
         kvq__attach_end_all(server->attach);
     }
     kvq__jobs_end(server->jobs);
+    kvq__http_end(server->http);
     while (!all_back(server))
         uv_run(&server->loop, UV_RUN_ONCE);
     uv_timer_stop(&server->drain_timer);
@@ -460,6 +470,7 @@ void kvq__server_close(struct kvq__server *server)
     }
     kvq__jobs_close(&server->jobs);
     kvq__attach_free(&server->attach);
+    kvq__http_free(&server->http);
     kvq__control_free(&server->control);
     kvq__shm_close(&server->page);
     kvq__mailbox_close(&server->box);

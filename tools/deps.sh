@@ -13,7 +13,7 @@ kvq_build_packages=(
     gcc g++ libc6-dev make cmake pkg-config python3
     libuv1-dev libzmq3-dev libprotobuf-c-dev protobuf-c-compiler libinih-dev libcjson-dev
     libxxhash-dev libsodium-dev libsqlite3-dev libopenblas-dev libcmocka-dev
-    libcurl4-openssl-dev libssl-dev libexpat1-dev
+    libcurl4-openssl-dev libssl-dev libexpat1-dev libmicrohttpd-dev
 )
 kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy

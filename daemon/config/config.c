@@ -117,6 +117,11 @@ const struct kvq__option kvq__options[] = {
      .help = "seconds after which a request without progress is given up and tried again"},
     {FIELD(admin_uids), KVQ_OPTION_IDS, "UID,..",
      .help = "users besides root and the daemon's own who may see and end everything"},
+    {FIELD(http), KVQ_OPTION_WORD, "WORD", .words = bool_words, .initial = 1,
+     .help =
+         "serve metrics, health and lists by HTTP, at http.sock in runtime_dir and http_address"},
+    {FIELD(http_address), KVQ_OPTION_TEXT, "ADDRESS", .initial_text = "127.0.0.1:9647",
+     .help = "loopback address and port that HTTP is served at as well; empty: none"},
     {FIELD(log_level), KVQ_OPTION_WORD, "WORD", .initial = KVQ_LOG_INFO, .words = level_words,
      .help = "level of the least important lines in the log"},
     {FIELD(log_file), KVQ_OPTION_TEXT, "PATH", .initial_text = "",
@@ -125,6 +130,13 @@ const struct kvq__option kvq__options[] = {
 };
 _Static_assert(sizeof kvq__options / sizeof *kvq__options <= KVQ_CONFIG_OPTIONS, "source[]");
 _Static_assert(KVQ_CONFIG_OPTIONS <= 64, "bits of what the file has set");
+
+bool kvq__config_was_given(const struct kvq_config *config, const char *name)
+{
+    const struct kvq__option *option = kvq__option_find(name);
+    assert(option);
+    return config->source[option - kvq__options] != KVQ_FROM_DEFAULT;
+}
 
 const char *kvq__option_name(const struct kvq__option *option)
 {

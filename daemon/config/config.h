@@ -109,7 +109,9 @@ struct kvq_config {
     char remote_keys_section[64];
     uint64_t remote_part_bytes, remote_stall_seconds;
     struct kvq_config_ids admin_uids;
-    uint64_t log_level; // enum kvq_log_level
+    bool http;
+    char http_address[KVQ_CONFIG_PATH]; // "": the Unix socket alone
+    uint64_t log_level;                 // enum kvq_log_level
     char log_file[KVQ_CONFIG_PATH];
 
     uint32_t n_namespaces;
@@ -132,6 +134,9 @@ struct kvq_config {
 // (KVQ_TEXT_BYTES). With help or version asked for, the rest is left at defaults.
 int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
                      char *const *environment, char *text);
+
+// Whether file, environment or flags gave an option a value.
+bool kvq__config_was_given(const struct kvq_config *config, const char *name);
 
 // The steps of the above, for tests: `name` stands for the file in complaints. `contents` ends
 // with a NUL.

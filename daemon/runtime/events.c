@@ -66,7 +66,7 @@ static void tell_event(const struct event_mail *e)
     message.client = e->client;
     message.text = (char *)(uintptr_t)e->text;
     if (e->server->publish)
-        e->server->publish(e->server->control, &message);
+        e->server->publish(e->server, &message);
 }
 
 // Loop's thread.

@@ -70,18 +70,17 @@ static int listen_at(struct kvq__door *door, const char *directory, const char *
     return KVQ_E_SYSTEM;
 }
 
-int kvq__door_open(struct kvq__door *door, uv_loop_t *loop, const char *directory, const char *name,
-                   int type, char *text)
+int kvq__door_open_fd(struct kvq__door *door, uv_loop_t *loop, int fd, char *text)
 {
-    assert(!door->open && (type == SOCK_STREAM || type == SOCK_SEQPACKET));
-    int error = listen_at(door, directory, name, type, text);
-    if (error)
-        return error;
-    error = uv_poll_init(loop, &door->poll, door->fd);
+    assert(!door->open && door->enter);
+    door->fd = fd;
+    int error = uv_poll_init(loop, &door->poll, fd);
     if (error) {
-        snprintf(text, KVQ_TEXT_BYTES, "cannot watch %s: %s", door->path, uv_strerror(error));
-        close(door->fd);
-        unlink(door->path);
+        snprintf(text, KVQ_TEXT_BYTES, "cannot watch %s: %s",
+                 door->path[0] ? door->path : "a socket", uv_strerror(error));
+        close(fd);
+        if (door->path[0])
+            unlink(door->path);
         return KVQ_E_SYSTEM;
     }
     uv_timer_init(loop, &door->pause);
@@ -89,6 +88,14 @@ int kvq__door_open(struct kvq__door *door, uv_loop_t *loop, const char *director
     door->open = true;
     uv_poll_start(&door->poll, UV_READABLE, on_connect);
     return 0;
+}
+
+int kvq__door_open(struct kvq__door *door, uv_loop_t *loop, const char *directory, const char *name,
+                   int type, char *text)
+{
+    assert(!door->open && (type == SOCK_STREAM || type == SOCK_SEQPACKET));
+    int error = listen_at(door, directory, name, type, text);
+    return error ? error : kvq__door_open_fd(door, loop, door->fd, text);
 }
 
 void kvq__door_close(struct kvq__door *door)
@@ -99,5 +106,6 @@ void kvq__door_close(struct kvq__door *door)
     uv_close((uv_handle_t *)&door->poll, NULL);
     uv_close((uv_handle_t *)&door->pause, NULL);
     close(door->fd);
-    unlink(door->path);
+    if (door->path[0])
+        unlink(door->path);
 }

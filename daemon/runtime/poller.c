@@ -48,6 +48,8 @@ struct kvq__poller {
     uint32_t free_slots[KVQ_MAX_PORTS];
     struct kvq__work background;
     bool background_open;
+    uint64_t background_at; // when it began
+    struct kvq__latencies latencies;
     void *workspace;
     int epoll, wake_event;
     pthread_t thread;
@@ -67,6 +69,11 @@ struct kvq__poller {
 struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller)
 {
     return &poller->box;
+}
+
+const struct kvq__latencies *kvq__poller_latencies(const struct kvq__poller *poller)
+{
+    return &poller->latencies;
 }
 
 // Any thread: something was done that the poller should see.
@@ -205,15 +212,29 @@ static void publish_port(struct kvq__port *port)
         break_off(port, "a request that breaks the protocol");
 }
 
+static void note_latency(struct kvq__poller *p, const struct kvq__port *port)
+{
+    uint8_t op = kvq__queue_header(port->queue)->op;
+    uint64_t now = p->config.clock();
+    assert(now >= port->taken_ns);
+    kvq__histogram_add(&p->latencies.request[op < KVQ_OP_COUNT ? op : KVQ_OP_NOP],
+                       now - port->taken_ns);
+    kvq__histogram_add(&p->latencies.wait, port->waited_ns);
+}
+
 static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__progress progress)
 {
     assert(port->state != KVQ__PORT_CLOSING);
     assert(port->state != KVQ__PORT_WAIT || p->waiting > 0);
-    p->waiting -= port->state == KVQ__PORT_WAIT;
+    if (port->state == KVQ__PORT_WAIT) {
+        p->waiting--;
+        port->waited_ns += p->now - port->wait_at;
+    }
     switch (progress) {
     case KVQ__DONE:
         port->state = KVQ__PORT_IDLE;
         p->ended++; // it may have been the step that others wait for
+        note_latency(p, port);
         if (!port->closing && !port->member->broken)
             publish_port(port);
         p->gap_open = true;
@@ -234,6 +255,7 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
         port->state = KVQ__PORT_WAIT;
         port->retry_ns = progress == KVQ__AGAIN ? 0 : p->now + RETRY_NS;
         port->seen_ended = p->ended;
+        port->wait_at = p->now;
         p->waiting++;
         break;
     }
@@ -325,6 +347,8 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
     note_arrival(p, port);
     if (take_ring_request(port, ready)) {
         *used += units_of_port(port);
+        port->taken_ns = p->now;
+        port->waited_ns = 0;
         advance(p, port, kvq__request_start(port->queue));
     }
     return true;
@@ -438,6 +462,7 @@ static bool end_background(struct kvq__poller *p)
     assert(work->picked == work->n_items);
     p->background_open = false;
     p->ended++;
+    kvq__histogram_add(&p->latencies.background, p->config.clock() - p->background_at);
     kvq__background_done(p->core);
     return true;
 }
@@ -451,6 +476,7 @@ static bool run_background_item(struct kvq__poller *p)
         if (!work->job)
             return false;
         p->background_open = true;
+        p->background_at = p->config.clock();
         assert(work->job->n_items > 0);
         work->n_items = work->job->n_items;
         work->picked = work->done = 0;

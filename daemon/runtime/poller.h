@@ -20,6 +20,7 @@
 #include <stdint.h>
 #include <sys/queue.h>
 
+#include "daemon/core/base/histogram.h"
 #include "daemon/core/core.h"
 #include "daemon/runtime/mailbox.h"
 #include "daemon/runtime/schedule.h"
@@ -89,7 +90,17 @@ struct kvq__port {
     uint32_t index;      // in the poller's list
     uint64_t active_ns;  // when the last request came
     uint64_t retry_ns;   // WAIT: when to try again in any case
+    uint64_t taken_ns;   // when its request was taken off the ring
+    uint64_t waited_ns;  // how long its request has been in WAIT, the present time left out
+    uint64_t wait_at;    // WAIT: since when
     uint32_t seen_ended; // WAIT: the poller's `ended` when it began to wait
+};
+
+// How long requests took: from when one was taken off its ring until its completion was published.
+struct kvq__latencies {
+    struct kvq__histogram request[KVQ_OP_COUNT]; // by operation; one without a name counts as NOP
+    struct kvq__histogram wait; // of these, for room, other sessions' work or their turn; 0 too
+    struct kvq__histogram background; // packing that no request waited for, a job at a time
 };
 
 // Starts the poller and its workers. 0, or a negative code with a text.
@@ -101,6 +112,8 @@ void kvq__poller_close(struct kvq__poller **poller);
 // Any thread.
 struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller);
 
+// Poller's thread.
+const struct kvq__latencies *kvq__poller_latencies(const struct kvq__poller *poller);
 // Poller's thread. KVQ_E_LIMIT when KVQ_MAX_PORTS are served already, KVQ_E_SYSTEM.
 int kvq__port_add(struct kvq__poller *poller, struct kvq__port *port, char *text);
 // Takes no more requests from the port, ends the one under way, closes the core's queue, then calls

@@ -20,6 +20,7 @@
 struct kvq__attach;
 struct kvq__control;
 struct kvq__gpus;
+struct kvq__http;
 struct kvq__jobs;
 struct kvq__codebooks;
 struct kvq__refill;
@@ -50,8 +51,9 @@ struct kvq__server {
     struct kvq__jobs *jobs;
     struct kvq__attach *attach;
     struct kvq__control *control;
-    // Publishes an event (kvq__control_publish). NULL: nobody listens.
-    void (*publish)(struct kvq__control *control, const Kvq__Event *event);
+    struct kvq__http *http; // NULL: not served
+    // Publishes an event to those who listen. NULL: nobody does.
+    void (*publish)(struct kvq__server *server, const Kvq__Event *event);
     // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).
     void (*fault)(void *context, const char *place, const char *text);
     // While closing: the GPU work of so many clients never ends, and the process has to end without

@@ -82,6 +82,7 @@ class Daemon:
         options.setdefault("backend", BACKEND)
         if options["backend"] != "cpu":
             options.setdefault("gpu_bytes", options["pool_bytes"])
+        options.setdefault("http_address", "")  # others listen there
         options.setdefault("attention", "exact")  # held against double precision here
         flags = [x for name, value in options.items()
                  for x in ("--" + name.replace("_", "-"), str(value))]

@@ -87,8 +87,9 @@ class _Daemon:
             with open(self.log, "wb") as log:
                 self.process = subprocess.Popen(
                     [kvqd, "--runtime-dir", self.directory, "--lifetime-fd", str(held),
-                     "--ready-fd", str(told), *flags], pass_fds=[held, told], stdout=log,
-                    stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+                     "--http", "no", "--ready-fd", str(told), *flags],
+                    pass_fds=[held, told], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    start_new_session=True)
             os.close(told)
             told = None
             if not select.select([ready], [], [], _BOUND)[0] or not os.read(ready, 64):

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the files of this room share.
+//
+//   http.c     listening, connections, and which path is whose (the table of routes)
+//   ask.c      what the core knows, asked for on the poller's thread, one request at a time
+//   metrics.c  Prometheus' and OpenMetrics' text
+//   events.c   the last events, kept for those who ask
+#ifndef KVQ_DAEMON_HTTP_INTERNAL_H
+#define KVQ_DAEMON_HTTP_INTERNAL_H
+
+#include <microhttpd.h>
+#include <stdio.h>
+#include <sys/queue.h>
+
+#include "daemon/http/http.h"
+#include "daemon/runtime/listen.h"
+
+enum {
+    KVQ__HTTP_MOST = 32,          // connections to each of the two sockets
+    KVQ__HTTP_IDLE_SECONDS = 10,  // after which a connection without a request ends
+    KVQ__HTTP_MEMORY = 32 << 10,  // of a connection: headers, and buffers of what is sent
+    KVQ__HTTP_PATIENCE_MS = 5000, // until a request that the poller does not answer is refused
+    KVQ__HTTP_EVENTS = 512,       // that are kept
+    KVQ__HTTP_TOKEN_BYTES = 32,   // random ones; in hexadecimal digits in the file
+    KVQ__HTTP_NAMESPACES = 64,    // asked for in one visit of the poller
+};
+
+struct kvq__http_ask;
+
+// Who is at the other end of a connection.
+struct kvq__http_guest {
+    LIST_ENTRY(kvq__http_guest) link;
+    int fd;
+    bool local; // by the Unix socket: the kernel says who; else only a token does
+    struct kvq__peer peer;
+};
+
+struct kvq__http_text {
+    char *at; // NULL: no memory
+    size_t n;
+};
+
+// ---- ask.c ----
+
+enum kvq__http_topic {
+    KVQ__HTTP_METRICS,
+    KVQ__HTTP_OPEN_METRICS,
+    KVQ__HTTP_HEALTH,
+    KVQ__HTTP_READY,
+    KVQ__HTTP_STATUS,
+    KVQ__HTTP_SESSIONS,
+    KVQ__HTTP_CLIENTS,
+    KVQ__HTTP_PREFIXES,
+    KVQ__HTTP_QUOTAS,
+};
+
+// A question to the core. It is made and answered on the loop's thread.
+struct kvq__http_ask {
+    struct kvq__mail mail;
+    TAILQ_ENTRY(kvq__http_ask) link; // of those that wait for the poller
+    struct kvq__http *http;
+    enum kvq__http_topic topic;
+    struct kvq__peer peer;
+    uint64_t asked_ns;
+    bool at_poller, answered;
+    bool late;                         // the poller took too long, and the connection was told so
+    struct MHD_Connection *connection; // suspended until the answer; NULL: nobody waits any more
+    int status;                        // of HTTP
+    const char *type;                  // of the content
+    struct kvq__http_text text;
+    void *part; // what the topic gathers, page by page
+};
+TAILQ_HEAD(kvq__http_asks, kvq__http_ask);
+
+struct kvq__http_asking {
+    struct kvq__http_asks waiting;
+    struct kvq__http_ask *current; // at the poller
+    struct kvq_arena arena;        // of the reply that it fills
+};
+
+// Queues it; kvq__http_answered follows, maybe after KVQ__HTTP_PATIENCE_MS. 0 or KVQ_E_NO_MEMORY.
+int kvq__http_ask(struct kvq__http *http, struct kvq__http_ask *ask);
+// The connection has gone or was answered otherwise: frees the question, once the poller is done.
+void kvq__http_ask_leave(struct kvq__http_ask *ask);
+// Has those answered that have waited too long (`late`).
+void kvq__http_ask_tick(struct kvq__http *http);
+
+// ---- metrics.c ----
+
+// All that metrics are made of, as the poller and the store jobs have it at one moment.
+struct kvq__snapshot {
+    struct kvq__status status;
+    struct kvq__counts counts;
+    struct kvq__latencies latencies;
+    struct kvq__place_info places[KVQ_MAX_GPUS];
+    uint32_t n_places;
+    struct kvq__namespace_info *namespaces;
+    struct kvq__prefix_info *prefixes;
+    uint32_t n_namespaces, room_namespaces, n_prefixes, room_prefixes;
+    const struct kvq__identity *identity;
+    uint64_t uptime_ns;
+};
+// Writes them; `open`: as OpenMetrics 1.0, else as Prometheus' text format 0.0.4.
+void kvq__metrics_write(FILE *out, const struct kvq__snapshot *snapshot, bool open);
+
+// ---- events.c ----
+
+struct kvq__http_events {
+    struct kvq__http_text kept[KVQ__HTTP_EVENTS]; // as JSON; number n at n % KVQ__HTTP_EVENTS
+    uint64_t last;                                // number of the last one, counted from 1
+};
+void kvq__http_events_add(struct kvq__http_events *events, const Kvq__Event *event);
+// {"last": N, "events": [..]} of those with a number above `after`.
+struct kvq__http_text kvq__http_events_since(const struct kvq__http_events *events, uint64_t after);
+void kvq__http_events_free(struct kvq__http_events *events);
+
+// ---- http.c ----
+
+struct kvq__http {
+    struct kvq__server *server;
+    struct MHD_Daemon *daemon;
+    uv_poll_t poll;
+    uv_timer_t timer, tick;
+    struct kvq__door local;
+    struct kvq__door loopback;
+    LIST_HEAD(, kvq__http_guest) guests;
+    struct kvq__http_asking asking;
+    struct kvq__http_events events;
+    char token[2 * KVQ__HTTP_TOKEN_BYTES + 1];
+    struct kvq_log_budget log_budget;
+    bool open;
+};
+
+// Loop's thread: the question is answered; its connection goes on.
+void kvq__http_answered(struct kvq__http_ask *ask);
+
+#endif

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HTTP: what monitors see, who may see what, and that nobody can hold the daemon up by it."""
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import unittest
+
+from e2e_rig import BOUND, Daemon, Test, Tokens
+
+
+class Local(http.client.HTTPConnection):
+    """By the Unix socket, which knows its users."""
+
+    def __init__(self, daemon):
+        super().__init__("localhost", timeout=BOUND)
+        self.path = os.path.join(daemon.directory, "http.sock")
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(BOUND)
+        self.sock.connect(self.path)
+
+
+def get(connection, path, method="GET", **headers):
+    """Status, content type and body."""
+    connection.request(method, path, headers=headers)
+    reply = connection.getresponse()
+    return reply.status, reply.getheader("Content-Type"), reply.read().decode()
+
+
+def free_port():
+    """A port that nobody has just now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def samples(text):
+    """Values by name with labels."""
+    return {name: float(value) for name, value in
+            (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))}
+
+
+class Monitors(Test):
+    @classmethod
+    def setUpClass(cls):
+        cls.daemon = None  # each test has its own
+
+    tearDownClass = setUpClass
+
+    def setUp(self):
+        self.port = free_port()
+        self.daemon = Daemon(http_address=f"127.0.0.1:{self.port}")
+        super().setUp()
+        self.local = Local(self.daemon)
+        self.remote = http.client.HTTPConnection("127.0.0.1", self.port, timeout=BOUND)
+
+    def tearDown(self):
+        self.local.close()
+        self.remote.close()
+        self.client.close()
+        self.daemon.stop()
+
+    def token(self):
+        with open(os.path.join(self.daemon.directory, "admin", "http-token"),
+                  encoding="ascii") as file:
+            return {"Authorization": "Bearer " + file.read()}
+
+    def test_metrics(self):
+        """Prometheus' own checker has nothing to say, the figures are what happened, and no session
+        is named."""
+        tokens = Tokens(1, 300)
+        session = self.client.session(tokens.rows, "f16", name="a-secret-of-its-user")
+        before = samples(get(self.remote, "/metrics")[2])
+        tokens.feed(self.queue, session, 300)
+        status, kind, text = get(self.remote, "/metrics")
+        self.assertEqual((status, kind), (200, "text/plain; version=0.0.4; charset=utf-8"))
+        self.assertNotIn("secret", text)
+        after = samples(text)
+        calls = 'kvqd_request_seconds_count{op="append_attend"}'
+        self.assertEqual(after[calls] - before[calls], tokens.layers)
+        self.assertEqual(after['kvqd_request_seconds_bucket{op="append_attend",le="+Inf"}'],
+                         after[calls])
+        self.assertGreater(after['kvqd_request_seconds_sum{op="append_attend"}'], 0)
+        self.assertEqual(after["kvqd_appended_tokens_total"], 300)
+        self.assertEqual(after["kvqd_tokens"], 300)
+        self.assertEqual(after["kvqd_sessions"], 1)
+        self.assertEqual(after["kvqd_steps_total"], 1)
+        space = self.daemon.ctl("session", "list")[0]["namespace"]
+        self.assertGreater(after[f'kvqd_namespace_bytes{{namespace="{space}",tier="host"}}'], 0)
+        if shutil.which("promtool"):
+            done = subprocess.run(["promtool", "check", "metrics"], input=text, text=True,
+                                  capture_output=True, check=False)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_every_counter(self):
+        """All that the daemon counts is there, in base units."""
+        counters = self.daemon.ctl("status")["counters"]
+        families = re.findall(r"^# TYPE kvqd_(\S+)", get(self.remote, "/metrics")[2], re.M)
+        for name in counters:
+            name = re.sub("_[nm]s$", "_seconds", name)
+            self.assertTrue({name, name + "_total"} & set(families), name)
+        self.assertEqual(len(families), len(set(families)))
+
+    def test_open_metrics(self):
+        """The same families for those who ask for OpenMetrics, to the end mark."""
+        _, kind, text = get(self.remote, "/metrics", Accept="application/openmetrics-text")
+        self.assertEqual(kind, "application/openmetrics-text; version=1.0.0; charset=utf-8")
+        self.assertTrue(text.endswith("# EOF\n"))
+        self.assertEqual(set(samples(text)), set(samples(get(self.remote, "/metrics")[2])))
+        types = dict(re.findall(r"^# TYPE (\S+) (\S+)", text, re.M))
+        self.assertEqual(types["kvqd_steps"], "counter")
+        self.assertEqual(types["kvqd_build"], "info")
+
+    def test_health(self):
+        self.assertEqual(get(self.remote, "/health")[0], 200)
+        for path in ("/health", "/health/live", "/health/ready"):
+            status, kind, text = get(self.local, path)
+            self.assertEqual((status, kind), (200, "application/json"))
+            self.assertEqual(json.loads(text), {"live": True, "ready": True, "draining": False})
+        version = json.loads(get(self.remote, "/version")[2])
+        self.assertEqual(version["version"], self.daemon.status()["version"])
+        self.assertEqual(version["pid"], self.daemon.process.pid)
+
+    def test_lists(self):
+        """What kvqctl shows, also where it takes many pages."""
+        rows = Tokens(1, 1).rows
+        names = {f"{i:0100}" for i in range(700)}
+        for name in names:
+            self.client.session(rows, "f16", name=name).close()
+        listed = json.loads(get(self.local, "/sessions")[2])
+        self.assertEqual({s["name"] for s in listed}, names)
+        self.assertEqual(len(listed), len(names))
+        self.assertEqual(set(listed[0]), set(self.daemon.ctl("session", "list")[0]))
+        self.assertEqual(json.loads(get(self.local, "/status")[2])["sessions"], 700)
+        self.assertEqual(len(json.loads(get(self.local, "/clients")[2])), 1)
+        self.assertEqual(len(json.loads(get(self.local, "/quotas")[2])), 1)
+        json.loads(get(self.local, "/prefixes")[2])
+
+    def test_who_sees_what(self):
+        """By the loopback address only the token shows what names sessions."""
+        self.client.session(Tokens(1, 1).rows, "f16", name="mine")
+        for path in ("/status", "/sessions", "/clients", "/prefixes", "/quotas", "/events"):
+            self.assertEqual(get(self.remote, path)[0], 401, path)
+            for wrong in ("Bearer ", "Bearer " + "0" * 64, "Basic eDp5"):
+                self.assertEqual(get(self.remote, path, Authorization=wrong)[0], 401, path)
+            self.assertEqual(get(self.remote, path, **self.token())[0], 200, path)
+            self.assertEqual(get(self.local, path)[0], 200, path)
+        self.assertIn('"mine"', get(self.remote, "/sessions", **self.token())[2])
+
+    def test_another_user(self):
+        """The Unix socket shows a user's own sessions, and no events, which name everybody's."""
+        if os.getuid() != 0:
+            self.skipTest("only root can be another user")
+        os.chmod(self.daemon.directory, 0o755)
+        self.client.session(Tokens(1, 1).rows, "f16", name="mine")
+        program = (
+            "import os, socket, sys\n"
+            "os.setgroups([]); os.setgid(61234); os.setuid(61234)\n"
+            "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
+            "s.sendall(f'GET {sys.argv[2]} HTTP/1.0\\r\\n\\r\\n'.encode())\n"
+            "print(b''.join(iter(lambda: s.recv(65536), b'')).decode())\n")
+        for path, status, there in (("/sessions", "200", "[]"), ("/events", "403", "admin_uids")):
+            done = subprocess.run(["python3", "-c", program, self.local.path, path],
+                                  capture_output=True, text=True, check=True, timeout=BOUND)
+            self.assertIn(f"HTTP/1.1 {status}", done.stdout)
+            self.assertIn(there, done.stdout)
+            self.assertNotIn("mine", done.stdout)
+
+    def test_events(self):
+        """Those that are kept, and those behind one."""
+        self.client.session(Tokens(1, 1).rows, "f16", name="one")
+        self.daemon.wait_log("event=session_opened .*one")
+        all_of_them = json.loads(get(self.local, "/events")[2])
+        last = all_of_them["last"]
+        self.assertEqual([e["number"] for e in all_of_them["events"]], list(range(1, last + 1)))
+        self.assertIn("one", [e["session"] for e in all_of_them["events"]])
+        self.assertEqual(json.loads(get(self.local, f"/events?after={last}")[2]),
+                         {"last": last, "events": []})
+        self.client.session(Tokens(1, 1).rows, "f16", name="two")
+        self.daemon.wait_log("event=session_opened .*two")
+        news = json.loads(get(self.local, f"/events?after={last}")[2])
+        self.assertEqual([e["session"] for e in news["events"]], ["two"])
+        for wrong in ("x", "-1", "1x", "99999999999999999999999"):
+            self.assertEqual(get(self.local, f"/events?after={wrong}")[0], 400)
+
+    def test_nonsense(self):
+        """Other methods, paths and sites are refused; the connection goes on."""
+        self.assertEqual(get(self.remote, "/nothing")[0], 404)
+        self.assertEqual(get(self.remote, "/health", method="DELETE")[0], 405)
+        self.remote.request("POST", "/health", body=b"x" * 100000)
+        reply = self.remote.getresponse()
+        self.assertEqual(reply.status, 405)
+        reply.read()
+        self.assertEqual(get(self.remote, "/health", Host="evil.example")[0], 421)
+        self.assertEqual(get(self.remote, "/health", Host="localhost:1")[0], 200)
+        self.assertEqual(get(self.remote, "/health", method="HEAD")[0], 200)
+
+    def test_many_connections(self):
+        """Those of the loopback address leave the Unix socket its own, and come back."""
+        many = [socket.create_connection(("127.0.0.1", self.port)) for _ in range(100)]
+        self.daemon.wait_log("event=http_refused socket=tcp")
+        self.assertEqual(get(self.local, "/health")[0], 200)
+        for one in many:
+            one.close()
+        while True: # until the daemon has seen that they are gone
+            try:
+                status = get(self.remote, "/health")[0]
+                break
+            except (ConnectionError, http.client.HTTPException):
+                self.remote.close()
+        self.assertEqual(status, 200)
+
+    def test_ends_with_questions_open(self):
+        """The daemon ends, whatever is asked meanwhile."""
+        many = []
+        for _ in range(8):
+            one = Local(self.daemon)
+            one.request("GET", "/metrics")
+            many.append(one)
+        self.daemon.process.terminate()
+        self.assertEqual(self.daemon.process.wait(BOUND), 0)
+        self.assertFalse(os.path.exists(self.local.path))
+        for one in many:
+            one.close()
+
+
+class Addresses(unittest.TestCase):
+    def test_taken(self):
+        """A taken address keeps the daemon from starting only if it was asked for."""
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            taken = f"127.0.0.1:{other.getsockname()[1]}"
+            with self.assertRaisesRegex(AssertionError, f"http_address {taken}: Address already"):
+                Daemon(http_address=taken)
+
+    def test_off_the_machine(self):
+        """Never."""
+        for address in ("0.0.0.0:9647", "[::]:9647", "10.0.0.1:80", "9647", "localhost:9647",
+                        "127.0.0.1:", "127.0.0.1:70000", "127.0.0.1:-1", "[::1:9"):
+            with self.assertRaisesRegex(AssertionError, "has to be a loopback address"):
+                Daemon(http_address=address)
+
+    def test_off(self):
+        daemon = Daemon(http="no")
+        self.assertFalse(os.path.exists(os.path.join(daemon.directory, "http.sock")))
+        daemon.stop()
