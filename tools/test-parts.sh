@@ -339,6 +339,11 @@ part_docs() {
     [ -d build/test ] || build test || return
     check_counted "documentation" 60 python3 tests/docs.py build/test
     check_counted "house" 60 python3 tests/house.py build/test
+    if command -v promtool >/dev/null; then
+        check_counted "alerts" 120 python3 tests/tools/alerts.py
+    else
+        skipped=$((skipped + 1)) # Debian's package prometheus has it
+    fi
 }
 
 # tidy_files CHECKS FILE...: clang-tidy, one test for each file.

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import unittest
 
-from e2e_rig import BOUND, Daemon, Test, Tokens
+from e2e_rig import BOUND, ROOT, Daemon, Test, Tokens
 
 
 class Local(http.client.HTTPConnection):
@@ -115,6 +115,17 @@ class Monitors(Test):
         types = dict(re.findall(r"^# TYPE (\S+) (\S+)", text, re.M))
         self.assertEqual(types["kvqd_steps"], "counter")
         self.assertEqual(types["kvqd_build"], "info")
+
+    def test_alerts(self):
+        """Each metric of the alerts is there."""
+        self.client.session(Tokens(1, 1).rows, "f16")
+        there = set(re.findall(r"^(kvqd_\w+)", get(self.remote, "/metrics")[2], re.M))
+        there |= {re.sub("_(bucket|sum|count)$", "", name) for name in there}
+        with open(os.path.join(ROOT, "packaging", "prometheus", "kvqd.rules.yml"),
+                  encoding="utf-8") as file:
+            named = set(re.findall(r"kvqd_[a-z]\w+", file.read()))
+        self.assertGreater(len(named), 10)
+        self.assertLessEqual(named, there)
 
     def test_health(self):
         self.assertEqual(get(self.remote, "/health")[0], 200)

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Each alert of packaging/prometheus fires when it should, and not before.
+
+    tests/tools/alerts.py
+
+Writes a test of Prometheus' own for each rule and has promtool run it; exit status 77 where there
+is no promtool (Debian's package `prometheus`). Without this file's row an alert fails the test.
+"""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+RULES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "packaging",
+                     "prometheus", "kvqd.rules.yml")
+HOST = 'instance="n1:9647", job="kvqd"'
+
+
+def rising(name, step, labels=""):
+    """A counter that stands still for ten minutes, and then grows so much a minute."""
+    return {f"{name}{{{HOST}{labels}}}": f"0x10 0+{step}x50"}
+
+
+def slow(name, bucket, labels=""):
+    """A histogram whose observations of the last 50 minutes are all in one bucket."""
+    bounds = ["0.001", "0.05", "0.2", "2.097152", "8", "+Inf"]
+    at = bounds.index(bucket)
+    return {f'{name}{{{HOST}{labels}, le="{bound}"}}':
+            "0+60x10 " + (f"{600 + 0}x50" if i < at else "600+60x50")
+            for i, bound in enumerate(bounds)}
+
+
+# Series by the minute: quiet for ten minutes, then what the alert is about.
+CASES = {
+    "KvqdDown": {f"up{{{HOST}}}": "1x10 0x50"},
+    "KvqdRestarted": {f"kvqd_uptime_seconds{{{HOST}}}": "1000+60x10 0+60x50"},
+    "KvqdDraining": {f"kvqd_draining{{{HOST}}}": "0x10 1x50"},
+    "KvqdPoolFull": {f'kvqd_pool_used_bytes{{{HOST}, place="host"}}': "50x10 96x50",
+                     f'kvqd_pool_bytes{{{HOST}, place="host"}}': "100x60"},
+    "KvqdRefusesForRoom": rising("kvqd_refused_for_room_total", 5),
+    "KvqdWaitsForRoom": {f"kvqd_waiting_for_room_now{{{HOST}}}": "0x10 3x50"},
+    "KvqdNamespaceNearLimit": {
+        f'kvqd_namespace_bytes{{{HOST}, namespace="a", tier="host"}}': "50x10 95x50",
+        f'kvqd_namespace_limit_bytes{{{HOST}, namespace="a", tier="host"}}': "100x60"},
+    "KvqdNamespaceRefused": rising("kvqd_namespace_refused_total", 5,
+                                   ', namespace="a", limit="host"'),
+    "KvqdThrashing": {**rising("kvqd_fetched_total", 60), **rising("kvqd_parked_room_total", 60)},
+    "KvqdFetchFailed": rising("kvqd_fetch_failed_total", 1),
+    "KvqdEvictionsFail": rising("kvqd_evictions_failed_total", 1),
+    "KvqdAttentionSlow": slow("kvqd_request_seconds_bucket", "0.2", ', op="attend"'),
+    "KvqdRequestsWait": slow("kvqd_request_wait_seconds_bucket", "2.097152"),
+    "KvqdErrors": rising("kvqd_refused_requests_total", 600),
+}
+FIRES = {"KvqdRestarted": "13m"}  # when to look; the others fire on until the end
+
+
+def main():
+    """Exit status: 0, 1 if an alert is not as it should be, 77 without promtool."""
+    if not shutil.which("promtool"):
+        print("alerts: skipped: there is no promtool (apt install prometheus)")
+        return 77
+    with open(RULES, encoding="utf-8") as file:
+        names = re.findall(r"- alert: (\w+)", file.read())
+    failed = [f"{name}: no test in tests/tools/alerts.py" for name in names if name not in CASES]
+    failed += [f"{name}: is no alert" for name in CASES if name not in names]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in set(names) & set(CASES):
+            for when, fires in (("9m", False), (FIRES.get(name, "59m"), True)):
+                failed += check(folder, name, when, fires)
+    print(*failed, sep="\n", end="\n" if failed else "")
+    print(f"alerts: {len(names) - len(failed)} passed, {len(failed)} failed")
+    return 1 if failed else 0
+
+
+def check(folder, name, when, fires):
+    """What is wrong with an alert at a minute. For alerts promtool compares all labels and texts,
+    so it is asked for the series that Prometheus makes of each."""
+    look = {"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)',
+            "eval_time": when, "exp_samples": [{"labels": "{}", "value": 1 if fires else 0}]}
+    test = {"rule_files": [os.path.realpath(RULES)], "evaluation_interval": "1m", "tests": [
+        {"interval": "1m", "promql_expr_test": [look],
+         "input_series": [{"series": s, "values": v} for s, v in CASES[name].items()]}]}
+    path = os.path.join(folder, f"{name}.yml")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(test, file)  # YAML, too
+    done = subprocess.run(["promtool", "test", "rules", path], capture_output=True, text=True,
+                          check=False)
+    said = "fires" if fires else "is quiet"
+    return [] if done.returncode == 0 else [f"{name}: not so that it {said} at {when}:\n"
+                                            f"{done.stdout}{done.stderr}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
