@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "daemon/http/internal.h"
+#include "daemon/http/page.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
 #include "daemon/runtime/packet.h"
@@ -78,7 +79,7 @@ static enum MHD_Result answer(struct MHD_Connection *connection, int status, con
         {"Referrer-Policy", "no-referrer"},
         {"Content-Security-Policy",
          "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-         "img-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"},
+         "img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"},
     };
     struct MHD_Response *response =
         MHD_create_response_from_buffer(text.n, text.at, MHD_RESPMEM_MUST_FREE);
@@ -187,7 +188,36 @@ static enum MHD_Result show_events(struct kvq__http *h, struct MHD_Connection *c
     return text.at ? answer(connection, MHD_HTTP_OK, "application/json", text) : MHD_NO;
 }
 
-static enum MHD_Result show_root(struct kvq__http *h, struct MHD_Connection *connection);
+// A file of the page.
+static enum MHD_Result show_file(struct MHD_Connection *connection, const char *type,
+                                 const unsigned char *bytes, size_t n)
+{
+    struct kvq__http_text text = {malloc(n), n};
+    if (!text.at)
+        return MHD_NO;
+    memcpy(text.at, bytes, n);
+    return answer(connection, MHD_HTTP_OK, type, text);
+}
+
+static enum MHD_Result show_html(struct kvq__http *h, struct MHD_Connection *connection)
+{
+    (void)h;
+    return show_file(connection, "text/html; charset=utf-8", kvq__kvq_html, kvq__kvq_html_bytes);
+}
+
+static enum MHD_Result show_css(struct kvq__http *h, struct MHD_Connection *connection)
+{
+    (void)h;
+    return show_file(connection, "text/css; charset=utf-8", kvq__kvq_css, kvq__kvq_css_bytes);
+}
+
+static enum MHD_Result show_js(struct kvq__http *h, struct MHD_Connection *connection)
+{
+    (void)h;
+    return show_file(connection, "text/javascript; charset=utf-8", kvq__kvq_js, kvq__kvq_js_bytes);
+}
+
+static enum MHD_Result show_paths(struct kvq__http *h, struct MHD_Connection *connection);
 
 // Who may ask for it. What names sessions is for users that are known: the Unix socket shows what
 // `kvqctl` would show them; by the loopback address the token makes an administrator.
@@ -200,7 +230,10 @@ struct route {
     enum MHD_Result (*show)(struct kvq__http *h, struct MHD_Connection *connection);
 };
 static const struct route routes[] = {
-    {"/", "this list", ANYBODY, 0, show_root},
+    {"/", "the page that shows all this", ANYBODY, 0, show_html},
+    {"/kvq.css", "its style", ANYBODY, 0, show_css},
+    {"/kvq.js", "its program", ANYBODY, 0, show_js},
+    {"/help", "this list", ANYBODY, 0, show_paths},
     {"/metrics", "metrics for Prometheus, also as OpenMetrics", ANYBODY, KVQ__HTTP_METRICS, NULL},
     {"/health", "whether the daemon answers", ANYBODY, KVQ__HTTP_HEALTH, NULL},
     {"/health/live", "the same", ANYBODY, KVQ__HTTP_HEALTH, NULL},
@@ -215,7 +248,7 @@ static const struct route routes[] = {
     {"/events", "the last events; ?after=N: those behind number N", ADMINS, 0, show_events},
 };
 
-static enum MHD_Result show_root(struct kvq__http *h, struct MHD_Connection *connection)
+static enum MHD_Result show_paths(struct kvq__http *h, struct MHD_Connection *connection)
 {
     struct kvq__http_text text = {0};
     FILE *out = open_memstream(&text.at, &text.n);
@@ -273,7 +306,8 @@ static enum MHD_Result take_request(struct kvq__http *h, struct MHD_Connection *
         if (strcmp(path, routes[i].path) == 0)
             route = &routes[i];
     if (!route)
-        return answer_text(connection, MHD_HTTP_NOT_FOUND, "there is no such page; / lists all");
+        return answer_text(connection, MHD_HTTP_NOT_FOUND,
+                           "there is no such page; /help lists all");
     bool token = has_token(h, connection);
     peer.admin |= token;
     if (route->audience != ANYBODY && !guest->local && !token)

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 import unittest
 
 from e2e_rig import BOUND, ROOT, Daemon, Test, Tokens
@@ -126,6 +127,35 @@ class Monitors(Test):
             named = set(re.findall(r"kvqd_[a-z]\w+", file.read()))
         self.assertGreater(len(named), 10)
         self.assertLessEqual(named, there)
+
+    def test_page_files(self):
+        """They come from here alone."""
+        for path, kind in (("/", "html"), ("/kvq.css", "css"), ("/kvq.js", "javascript")):
+            status, told, text = get(self.remote, path)
+            self.assertEqual((status, told), (200, f"text/{kind}; charset=utf-8"))
+            links = re.findall(r"https?://[^\s\"'`]+", text)
+            self.assertLessEqual(set(links), {"http://www.w3.org/2000/svg"})  # a name, not a link
+        self.assertIn("/metrics", get(self.remote, "/help")[2])
+
+    def test_page_in_a_browser(self):
+        """It shows sessions, whatever they are called, to who has the token."""
+        chromium = shutil.which("chromium")
+        if not chromium:
+            self.skipTest("there is no chromium (apt install chromium)")
+        tokens = Tokens(1, 200)
+        session = self.client.session(tokens.rows, "f16", name="<img src=x onerror=alert(1)>")
+        tokens.feed(self.queue, session, 200)
+        secret = self.token()["Authorization"].split()[1]
+        for fragment, there, not_there in ((f"#token={secret}", "&lt;img src=x", "<img"),
+                                           ("", "needs the daemon's token", "&lt;img")):
+            with tempfile.TemporaryDirectory() as profile:
+                done = subprocess.run(
+                    [chromium, "--headless=new", "--no-sandbox", "--disable-gpu",
+                     f"--user-data-dir={profile}", "--virtual-time-budget=5000", "--dump-dom",
+                     f"http://127.0.0.1:{self.port}/{fragment}"], capture_output=True, text=True,
+                    check=False, timeout=BOUND)
+            self.assertIn(there, done.stdout, done.stderr[-2000:])
+            self.assertNotIn(not_there, done.stdout)
 
     def test_health(self):
         self.assertEqual(get(self.remote, "/health")[0], 200)
