@@ -194,6 +194,11 @@ def check_tables():
         for name, what in rows:
             if told.get(name) != what:
                 yield f"docs/{page} says {told.get(name)!r} of {name}, {header} {what!r}"
+    kinds = set(re.findall(r"^    X\([A-Z_]+, (\w+), ",
+                           read("daemon", "core", "base", "event_kinds.h"), re.M))
+    table = re.search(r"kinds\[\] = \{(.*?)\}", read("tools", "kvqctl", "events.c"), re.S)
+    for name in sorted(kinds ^ set(re.findall(r'"(\w+)"', table[1]))):
+        yield f"kinds[] of tools/kvqctl/events.c and event_kinds.h do not agree about {name}"
     counters = set(re.findall(r"^    X\((\w+), ",
                               read("daemon", "core", "base", "counters.h"), re.M))
     for source in ("daemon_commands.c", "top.c"):

@@ -356,6 +356,13 @@ static void test_usage(void **state)
     char out[16384]; // all of --help
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
         assert_int_equal(run(f, wrong[i], out, sizeof out), 2);
+    run(f, "--namspace a status", out, sizeof out);
+    assert_non_null(strstr(out, "no option '--namspace'; did you mean '--namespace'?"));
+    run(f, "--zzzzzz status", out, sizeof out);
+    assert_null(strstr(out, "did you mean"));
+    assert_int_equal(run(f, "--json=3 status", out, sizeof out), 2);
+    assert_int_equal(run(f, "status --kind", out, sizeof out), 2);
+    assert_non_null(strstr(out, "--kind needs a value behind it: K[,K]"));
     assert_int_equal(run(f, "--help", out, sizeof out), 0);
     assert_non_null(strstr(out, "session drop NAME"));
     assert_int_equal(run(f, "session show --help", out, sizeof out), 0);

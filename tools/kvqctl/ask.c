@@ -64,6 +64,17 @@ static int explain_silence(const struct kvq__ctl *ctl)
     return KVQ_EXIT_TIMEOUT;
 }
 
+int kvq__ctl_explain_connection(const struct kvq__ctl *ctl, const char *path, int error,
+                                const char *text)
+{
+    if (error == -EUSERS)
+        return kvq__ctl_refused(KVQ_E_LIMIT, text);
+    if (error == -ETIMEDOUT)
+        return explain_silence(ctl);
+    explain_absence(ctl, path, error);
+    return error == -EACCES || error == -EPERM ? KVQ_EXIT_PERMISSION : KVQ_EXIT_NO_DAEMON;
+}
+
 // Connects if this run has not yet. An exit status.
 static int connect_once(struct kvq__ctl *ctl)
 {
@@ -72,14 +83,7 @@ static int connect_once(struct kvq__ctl *ctl)
         return KVQ_EXIT_OK;
     snprintf(path, sizeof path, "%s/%s", ctl->runtime_dir, KVQ_CONTROL_SOCKET);
     int result = kvq__transport_open(&ctl->transport, path, ctl->timeout_ms, text);
-    if (result == 0)
-        return KVQ_EXIT_OK;
-    if (result == -EUSERS)
-        return kvq__ctl_refused(KVQ_E_LIMIT, text);
-    if (result == -ETIMEDOUT)
-        return explain_silence(ctl);
-    explain_absence(ctl, path, result);
-    return result == -EACCES || result == -EPERM ? KVQ_EXIT_PERMISSION : KVQ_EXIT_NO_DAEMON;
+    return result ? kvq__ctl_explain_connection(ctl, path, result, text) : KVQ_EXIT_OK;
 }
 
 static int64_t now_ms(void)

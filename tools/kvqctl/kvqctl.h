@@ -36,17 +36,19 @@ struct kvq__ctl {
     bool json;
     int timeout_ms;
     bool timeout_given;
-    double interval;     // top: seconds between two looks
-    unsigned long count; // top: looks, 0 for no end
-    int shard;           // move, restore: only this one; -1: not given
-    unsigned shards;     // restore: so many; 0: as many as were saved
-    unsigned wait_ms;    // move: for steps to end; 0: the daemon's default
-    bool again;          // save: also what has not changed
-    bool replace;        // import, pull: what is saved under that name
-    const char *as;      // import, pull: another name; NULL: the file's, or the same
-    const char *from;    // pull: the namespace on the remote store; NULL: the same
-    const char *offline; // verify: a folder that no daemon has; NULL: the daemon's
+    double interval;         // top: seconds between two looks
+    unsigned long count;     // top, events: looks or events, 0 for no end
+    int shard;               // move, restore: only this one; -1: not given
+    unsigned shards;         // restore: so many; 0: as many as were saved
+    unsigned wait_ms;        // move: for steps to end; 0: the daemon's default
+    bool again;              // save: also what has not changed
+    bool replace;            // import, pull: what is saved under that name
+    const char *as;          // import, pull: another name; NULL: the file's, or the same
+    const char *from;        // pull: the namespace on the remote store; NULL: the same
+    const char *offline;     // verify: a folder that no daemon has; NULL: the daemon's
+    const char *event_kinds; // events: "K,K"; NULL: all
     struct kvq__ctl_quota quota;
+    int stop_fd; // readable once the user wants an end; -1: a signal ends the program
     struct kvq__transport *transport;
     uint32_t next_id;
     struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run
@@ -62,6 +64,15 @@ const char *kvq__ctl_runtime_dir(const char *option);
 // what went wrong and what to do has been printed, and *reply is NULL.
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply);
+
+// Says why nothing could be connected to, by kvq__transport_try's negative errno, and what to do.
+// Returns the exit status for it.
+int kvq__ctl_explain_connection(const struct kvq__ctl *ctl, const char *path, int error,
+                                const char *text);
+
+// From now on SIGINT and SIGTERM end nothing, but make ctl->stop_fd readable. An exit status.
+int kvq__ctl_catch_stop(struct kvq__ctl *ctl);
+bool kvq__ctl_stopped(const struct kvq__ctl *ctl);
 
 // A session by its name, in the namespace that was given. It points to both.
 Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name);
@@ -105,6 +116,7 @@ int kvq__ctl_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_ping(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_version(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_events(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_session_drop(struct kvq__ctl *ctl, char **args);
@@ -162,6 +174,8 @@ uint64_t kvq__ctl_counter(const Kvq__StatusReply *status, const char *name);
 // Prints messages as one JSON array.
 void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n);
 
+// Prints a message as one JSON object on one line.
+void kvq__ctl_print_json_message(const ProtobufCMessage *message);
 // Prints {"status": ..., "sessions": ...} on one line.
 void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *const *sessions,
                               size_t n);

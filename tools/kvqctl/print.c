@@ -139,6 +139,15 @@ void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n)
     putchar('\n');
 }
 
+void kvq__ctl_print_json_message(const ProtobufCMessage *message)
+{
+    cJSON *json = json_of_message(message);
+    char *text = cJSON_PrintUnformatted(json);
+    printf("%s\n", text ? text : "null");
+    cJSON_free(text);
+    cJSON_Delete(json);
+}
+
 void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *const *sessions,
                               size_t n)
 {

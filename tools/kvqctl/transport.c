@@ -4,6 +4,8 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -131,4 +133,121 @@ int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t 
         return -zmq_errno();
     // zmq_recv cuts a longer message short and returns its full size.
     return (size_t)size > capacity ? -EMSGSIZE : size;
+}
+
+// ---- Events ----
+
+struct kvq__subscription {
+    void *context, *socket;
+    void *monitor; // tells of connections that were made and ended
+    bool connected;
+};
+
+static int fail_subscription(struct kvq__subscription **made)
+{
+    int error = -zmq_errno();
+    kvq__subscription_close(made);
+    return error;
+}
+
+int kvq__subscription_open(struct kvq__subscription **subscription, const char *path,
+                           const char *const *topics, size_t n)
+{
+    static const char watch[] = "inproc://connections";
+    char endpoint[sizeof "ipc://" + sizeof((struct sockaddr_un *)0)->sun_path];
+    int none = 0, slowest = 1000;
+    *subscription = NULL;
+    snprintf(endpoint, sizeof endpoint, "ipc://%s", path);
+    struct kvq__subscription *made = calloc(1, sizeof *made);
+    if (!made)
+        return -ENOMEM;
+    made->context = zmq_ctx_new();
+    made->socket = made->context ? zmq_socket(made->context, ZMQ_SUB) : NULL;
+    made->monitor = made->context ? zmq_socket(made->context, ZMQ_PAIR) : NULL;
+    if (!made->socket || !made->monitor)
+        return fail_subscription(&made);
+    zmq_setsockopt(made->socket, ZMQ_RCVHWM, &none, sizeof none); // keeps all that come
+    zmq_setsockopt(made->socket, ZMQ_RECONNECT_IVL_MAX, &slowest, sizeof slowest);
+    for (size_t i = 0; i < n || i == 0; i++) {
+        const char *topic = n ? topics[i] : "";
+        if (zmq_setsockopt(made->socket, ZMQ_SUBSCRIBE, topic, strlen(topic)) != 0)
+            return fail_subscription(&made);
+    }
+    if (zmq_socket_monitor(made->socket, watch,
+                           ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_DISCONNECTED) != 0 ||
+        zmq_connect(made->monitor, watch) != 0 || zmq_connect(made->socket, endpoint) != 0)
+        return fail_subscription(&made);
+    *subscription = made;
+    return 0;
+}
+
+void kvq__subscription_close(struct kvq__subscription **subscription)
+{
+    struct kvq__subscription *s = *subscription;
+    int none = 0;
+    if (!s)
+        return;
+    if (s->socket) {
+        zmq_socket_monitor(s->socket, NULL, 0);
+        zmq_setsockopt(s->socket, ZMQ_LINGER, &none, sizeof none);
+        zmq_close(s->socket);
+    }
+    if (s->monitor)
+        zmq_close(s->monitor);
+    if (s->context)
+        zmq_ctx_term(s->context);
+    free(s);
+    *subscription = NULL;
+}
+
+// Reads one message of two frames; the second one goes to data. Its size or a negative errno.
+static int receive_pair(void *socket, void *first, size_t n, void *data, size_t capacity)
+{
+    int more = 0;
+    size_t bytes = sizeof more;
+    if (zmq_recv(socket, first, n, ZMQ_DONTWAIT) < 0)
+        return -zmq_errno();
+    if (zmq_getsockopt(socket, ZMQ_RCVMORE, &more, &bytes) != 0 || !more)
+        return -EPROTO;
+    int size = zmq_recv(socket, data, capacity, ZMQ_DONTWAIT);
+    if (size < 0)
+        return -zmq_errno();
+    return (size_t)size > capacity ? -EMSGSIZE : size;
+}
+
+// What the monitor has told: -EISCONN, -ENOTCONN, or 0 if that changes nothing.
+static int take_change(struct kvq__subscription *s)
+{
+    uint8_t event[6], address[128];
+    uint16_t kind;
+    if (receive_pair(s->monitor, event, sizeof event, address, sizeof address) < 0)
+        return 0;
+    memcpy(&kind, event, sizeof kind);
+    bool connected = kind == ZMQ_EVENT_HANDSHAKE_SUCCEEDED;
+    if (connected == s->connected)
+        return 0;
+    s->connected = connected;
+    return connected ? -EISCONN : -ENOTCONN;
+}
+
+int kvq__subscription_next(struct kvq__subscription *s, void *data, size_t capacity, int stop_fd)
+{
+    for (;;) {
+        char topic[64];
+        zmq_pollitem_t items[] = {{.fd = stop_fd, .events = ZMQ_POLLIN},
+                                  {.socket = s->socket, .events = ZMQ_POLLIN},
+                                  {.socket = s->monitor, .events = ZMQ_POLLIN}};
+        if (zmq_poll(items, 3, -1) < 0 && zmq_errno() != EINTR)
+            return -zmq_errno();
+        if (items[0].revents)
+            return -ECANCELED;
+        int result = items[1].revents ? receive_pair(s->socket, topic, sizeof topic, data, capacity)
+                                      : -EAGAIN;
+        if (result == -EAGAIN && items[2].revents)
+            result = take_change(s);
+        else if (result == -EAGAIN)
+            result = 0;
+        if (result)
+            return result;
+    }
 }

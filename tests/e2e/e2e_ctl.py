@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvqctl as people and scripts use it: what follows, repeats, completes and refuses."""
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+
+from e2e_rig import BIN, BOUND, Daemon, Test, Tokens, die_with_parent, everybodys_kvqctl
+
+OWN = f"uid-{os.geteuid()}"
+ROWS = Tokens(1, 1).rows
+
+
+class Running:
+    """A kvqctl that goes on until it is told to end; its lines are read one by one."""
+
+    def __init__(self, daemon, *arguments):
+        self.process = subprocess.Popen(
+            [os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory, *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+            preexec_fn=die_with_parent)
+        self.rest = {self.process.stdout: b"", self.process.stderr: b""}
+
+    def line(self, stream, bound=BOUND):
+        """The stream's next line; None if none comes within the bound."""
+        while b"\n" not in self.rest[stream]:
+            if not select.select([stream], [], [], bound)[0]:
+                return None
+            more = os.read(stream.fileno(), 65536)
+            if not more:
+                raise AssertionError(f"kvqctl ended: {self.process.wait(BOUND)}, {self.rest}")
+            self.rest[stream] += more
+        line, _, self.rest[stream] = self.rest[stream].partition(b"\n")
+        return line.decode()
+
+    def out(self, bound=BOUND):
+        return self.line(self.process.stdout, bound)
+
+    def complaint(self):
+        return self.line(self.process.stderr)
+
+    def out_while(self, act):
+        """The next line of output; meanwhile it is done again and again, since nobody is told when
+        a subscription is in force."""
+        end = time.monotonic() + BOUND
+        while time.monotonic() < end:
+            act()
+            line = self.out(0.02)
+            if line is not None:
+                return line
+        raise AssertionError("kvqctl never said anything")
+
+    def end(self, number=signal.SIGINT):
+        """Ends it by a signal. Its exit status and what else it had to say."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self):
+        out, complaint = self.process.communicate(timeout=BOUND)
+        status = self.process.returncode
+        return status, (self.rest[self.process.stdout] + out).decode(), complaint.decode()
+
+
+def come_and_go(daemon, name):
+    """A client makes a session of that name, which ends with it."""
+    with daemon.client() as client, client.session(ROWS, "f16", name=name) as session:
+        session.drop()
+
+
+class Events(Test):
+    """kvqctl events."""
+
+    def touch(self):
+        """Opens, closes and drops a session."""
+        with self.client.session(ROWS, "f16", name="touched") as session:
+            session.drop()
+
+    def test_chosen_and_counted(self):
+        """Only kinds and namespace that were asked for, as JSON, and so many."""
+        ctl = Running(self.daemon, "events", "--json", "--count", "3", "--namespace", OWN, "--kind",
+                      "session_opened,session_dropped")
+        self.assertIn("following", ctl.complaint())
+        lines = [json.loads(ctl.out_while(self.touch)) for _ in range(3)]
+        status, rest, complaint = ctl.wait()
+        self.assertEqual((status, rest, complaint), (0, "", ""))
+        for event in lines:
+            self.assertEqual((event["namespace"], event["session"]), (OWN, "touched"))
+            self.assertIn(event["kind"], ("session_opened", "session_dropped"))
+            self.assertLess(abs(event["unix_ms"] / 1000 - time.time()), BOUND)
+        self.assertGreater(len({e["kind"] for e in lines}), 1)
+
+    def test_another_namespace(self):
+        """An event of another namespace is not shown; one without a namespace neither."""
+        ctl = Running(self.daemon, "events", "--namespace", "uid-4711", "--json")
+        ctl.complaint()
+        with self.client.session(ROWS, "f16", ns="uid-4711", name="other"):
+            pass
+
+        def both():
+            self.touch()
+            with self.client.session(ROWS, "f16", ns="uid-4711", name="other") as session:
+                session.drop()
+
+        self.assertEqual(json.loads(ctl.out_while(both))["session"], "other")
+        status, rest, _ = ctl.end(signal.SIGTERM)
+        self.assertEqual(status, 0)
+        for line in rest.splitlines():
+            self.assertEqual(json.loads(line)["namespace"], "uid-4711")
+
+    def test_restart(self):
+        """It says that the daemon is gone and that one is back, and goes on; text for people."""
+        folder = tempfile.mkdtemp(prefix="kvq-e2e-")
+        self.addCleanup(shutil.rmtree, folder)
+        daemon = Daemon(folder)
+        ctl = Running(daemon, "events", "--kind", "session_opened")
+        self.assertIn("following", ctl.complaint())
+        line = ctl.out_while(lambda: come_and_go(daemon, "before"))
+        self.assertRegex(line, r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}  session_opened +" + OWN +
+                         " +before +client [0-9]+: created$")
+        daemon.kill()
+        daemon.reader.join(BOUND)
+        daemon.process.stderr.close()
+        self.assertIn("is gone", ctl.complaint())
+        with Daemon(folder) as again:
+            self.assertIn("there again", ctl.complaint())
+            while " after " not in line:
+                line = ctl.out_while(lambda: come_and_go(again, "after"))
+            self.assertEqual(ctl.end()[0], 0)
+
+    def test_refused(self):
+        """A kind that is none, no daemon, and a user who may not."""
+        status, _, complaint = self.daemon.ctl("events", "--kind", "sesion_saved", check=False)
+        self.assertEqual(status, 2)
+        self.assertIn("did you mean 'session_saved'?", complaint)
+        status, _, complaint = self.daemon.ctl("events", "--kind", "nonsense", check=False)
+        self.assertIn("quota_reached", complaint)
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", "/nonexistent",
+                               "events"], capture_output=True, text=True, timeout=BOUND)
+        self.assertEqual(done.returncode, 3, done.stderr)
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+    def test_another_user(self):
+        with Daemon(runtime_mode="0755") as daemon:
+            os.chmod(daemon.directory, 0o755)
+            done = subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory,
+                                   "events"], capture_output=True, text=True, timeout=BOUND,
+                                  user=65534, extra_groups=[], cwd="/")
+        self.assertEqual(done.returncode, 6, done.stderr)
+        self.assertIn("only root", done.stderr)

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The command line as tables: what kvqctl does, and the options it takes. Help, the reading of the
+// command line and suggestions for misspelt words follow from the rows.
+#ifndef KVQ_TOOLS_KVQCTL_COMMANDS_H
+#define KVQ_TOOLS_KVQCTL_COMMANDS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+struct kvq__ctl;
+
+struct kvq__ctl_command {
+    const char *words[2];
+    const char *argument; // its name, or several with blanks between, or NULL for none
+    int (*run)(struct kvq__ctl *ctl, char **args);
+    const char *about;
+    const char *more; // for --help
+};
+
+extern const struct kvq__ctl_command kvq__ctl_commands[];
+extern const size_t kvq__ctl_n_commands;
+
+enum kvq__ctl_option_kind {
+    KVQ__CTL_FLAG,     // bool
+    KVQ__CTL_TEXT,     // const char *
+    KVQ__CTL_INT,      // int
+    KVQ__CTL_UNSIGNED, // unsigned
+    KVQ__CTL_ULONG,    // unsigned long
+    KVQ__CTL_REAL,     // double
+    KVQ__CTL_LIMIT,    // of struct kvq__ctl_quota; `at` is its number there
+    KVQ__CTL_HELP,
+    KVQ__CTL_VERSION,
+};
+
+struct kvq__ctl_option {
+    const char *name, *value; // value: what stands behind it; NULL: nothing
+    enum kvq__ctl_option_kind kind;
+    size_t at; // of its field in struct kvq__ctl
+    double least, most;
+    const char *must;  // be what, if a value can be wrong
+    const char *about; // for --help; lines behind the first are indented there
+};
+
+extern const struct kvq__ctl_option kvq__ctl_options[];
+extern const size_t kvq__ctl_n_options;
+
+// What the command line said of help.
+struct kvq__ctl_asked {
+    bool help, version;
+};
+
+// Takes all options of the command line into ctl, and moves what is none behind them. An exit
+// status, with the complaint printed. *first: where in argv the rest begins.
+int kvq__ctl_take_options(struct kvq__ctl *ctl, int argc, char **argv, int *first,
+                          struct kvq__ctl_asked *asked);
+
+// "session list", in one of a few static buffers.
+const char *kvq__ctl_words(const struct kvq__ctl_command *command);
+// Help of one command, of those that begin with a word, or (both NULL) of all.
+void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word);
+// Says what is wrong with the command line. KVQ_EXIT_USAGE.
+int kvq__ctl_bad_usage(const char *what, const char *value);
+
+// How many letters have to be put in, taken out, changed or swapped with the next one to make one
+// word the other; a large number for words that are longer than any name here.
+size_t kvq__ctl_distance(const char *a, const char *b);
+// Whether a word may be another one misspelt.
+bool kvq__ctl_resembles(const char *given, const char *name);
+
+#endif

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What kvqctl says of itself, out of the tables of commands and options.
+#include <stdio.h>
+#include <string.h>
+
+#include "tools/kvqctl/commands.h"
+#include "tools/kvqctl/kvqctl.h"
+
+enum { COMMAND_WIDTH = 23, OPTION_WIDTH = 18 };
+
+static const char statuses[] =
+    "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
+    "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor or verify found\n"
+    "a problem.\n";
+
+const char *kvq__ctl_words(const struct kvq__ctl_command *command)
+{
+    static char buffers[4][64];
+    static unsigned next;
+    char *text = buffers[next++ % 4];
+    snprintf(text, sizeof buffers[0], "%s%s%s", command->words[0], command->words[1] ? " " : "",
+             command->words[1] ? command->words[1] : "");
+    return text;
+}
+
+static void print_options(void)
+{
+    printf("Options:\n");
+    for (size_t i = 0; i < kvq__ctl_n_options; i++) {
+        const struct kvq__ctl_option *o = &kvq__ctl_options[i];
+        char line[64];
+        const char *about = o->about;
+        snprintf(line, sizeof line, "--%s%s%s", o->name, o->value ? " " : "",
+                 o->value ? o->value : "");
+        printf("  %-*s %.*s\n", OPTION_WIDTH, line, (int)strcspn(about, "\n"), about);
+        while (*(about += strcspn(about, "\n"))) {
+            about++;
+            printf("  %-*s %.*s\n", OPTION_WIDTH, "", (int)strcspn(about, "\n"), about);
+        }
+    }
+}
+
+void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
+{
+    printf("kvqctl %s: administers kvqd, the daemon that owns quantized KV caches\n\n"
+           "usage: kvqctl [options] COMMAND\n\n",
+           KVQ_VERSION);
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
+        const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
+        char line[64];
+        snprintf(line, sizeof line, "%s%s%s", kvq__ctl_words(c), c->argument ? " " : "",
+                 c->argument ? c->argument : "");
+        if (only ? only == c : !word || strcmp(word, c->words[0]) == 0)
+            printf("  %-*s %s\n", COMMAND_WIDTH, line, c->about);
+    }
+    printf("\n%s%s", only ? only->more : "", only && *only->more ? "\n" : "");
+    print_options();
+    printf("%s", statuses);
+}
+
+int kvq__ctl_bad_usage(const char *what, const char *value)
+{
+    fprintf(stderr, "kvqctl: %s%s%s\nkvqctl --help lists the commands and options.\n", what,
+            value ? " " : "", value ? value : "");
+    return KVQ_EXIT_USAGE;
+}

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table of options, and the reading of the command line by it.
+#include <assert.h>
+#include <errno.h>
+#include <getopt.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "proto/limits.h"
+#include "tools/kvqctl/commands.h"
+#include "tools/kvqctl/kvqctl.h"
+
+#define AT(FIELD) offsetof(struct kvq__ctl, FIELD)
+
+const struct kvq__ctl_option kvq__ctl_options[] = {
+    {"runtime-dir", "DIR", KVQ__CTL_TEXT, AT(runtime_dir), 0, 0, NULL,
+     "where the daemon's sockets are (else $KVQ_RUNTIME_DIR, else\n"
+     "$XDG_RUNTIME_DIR/kvqd, else /run/kvqd)"},
+    {"namespace", "NAME", KVQ__CTL_TEXT, AT(ns), 0, 0, NULL,
+     "sessions of this namespace (default: list: all; others: uid-N)"},
+    {"json", NULL, KVQ__CTL_FLAG, AT(json), 0, 0, NULL, "print JSON, for scripts"},
+    {"timeout", "MS", KVQ__CTL_INT, AT(timeout_ms), 1, 3600000, "1 to 3600000 milliseconds",
+     "how long to wait for an answer (default 5000)"},
+    {"interval", "S", KVQ__CTL_REAL, AT(interval), 0.1, 3600, "0.1 to 3600 seconds",
+     "top: seconds between two updates (default 2)"},
+    {"count", "N", KVQ__CTL_ULONG, AT(count), 0, 1e9, "0 to 1000000000",
+     "top, events: stop after N updates or events (default 0: never)"},
+    {"kind", "K[,K]", KVQ__CTL_TEXT, AT(event_kinds), 0, 0, NULL,
+     "events: only those of these kinds"},
+    {"shard", "N", KVQ__CTL_INT, AT(shard), 0, KVQ_MAX_SHARDS - 1, "0 to 63",
+     "session move, restore: only this shard"},
+    {"shards", "N", KVQ__CTL_UNSIGNED, AT(shards), 1, KVQ_MAX_SHARDS, "1 to 64",
+     "session restore: number of shards"},
+    {"wait", "MS", KVQ__CTL_UNSIGNED, AT(wait_ms), 1, 3600000, "1 to 3600000 milliseconds",
+     "session move: how long to wait for steps to end (default 10000)"},
+    {"again", NULL, KVQ__CTL_FLAG, AT(again), 0, 0, NULL,
+     "session save: write an unchanged session, too"},
+    {"as", "NAME", KVQ__CTL_TEXT, AT(as), 0, 0, NULL,
+     "session import, pull: name of the session here"},
+    {"from", "NAME", KVQ__CTL_TEXT, AT(from), 0, 0, NULL,
+     "session pull: namespace on the remote store (default: as here)"},
+    {"replace", NULL, KVQ__CTL_FLAG, AT(replace), 0, 0, NULL,
+     "session import, pull: replace a saved session of that name"},
+    {"offline", "DIR", KVQ__CTL_TEXT, AT(offline), 0, 0, NULL,
+     "storage verify: a storage that no daemon has open"},
+    {"host-bytes", "SIZE", KVQ__CTL_LIMIT, 0, 0, 0, "a size, as 10gb, or none",
+     "quota set: memory on the host (as 10gb; none: no limit)"},
+    {"device-bytes", "SIZE", KVQ__CTL_LIMIT, 1, 0, 0, "a size, as 10gb, or none",
+     "quota set: memory on all GPUs together"},
+    {"disk-bytes", "SIZE", KVQ__CTL_LIMIT, 2, 0, 0, "a size, as 10gb, or none",
+     "quota set: bytes of saved sessions"},
+    {"sessions", "N", KVQ__CTL_LIMIT, 3, 0, 0, "a number, or none",
+     "quota set: sessions in memory, each shard counted"},
+    {"table-bytes", "SIZE", KVQ__CTL_LIMIT, 4, 0, 0, "a size, as 10gb, or none",
+     "quota set: page tables and token ids on the host"},
+    {"help", NULL, KVQ__CTL_HELP, 0, 0, 0, NULL, "what a command does, or this"},
+    {"version", NULL, KVQ__CTL_VERSION, 0, 0, 0, NULL, "the version of kvqctl"},
+};
+
+const size_t kvq__ctl_n_options = sizeof kvq__ctl_options / sizeof *kvq__ctl_options;
+
+enum { N_OPTIONS = sizeof kvq__ctl_options / sizeof *kvq__ctl_options, FIRST = 256 };
+
+// A number within the option's range. False: it is none.
+static bool parse_number(const struct kvq__ctl_option *o, const char *text, double *number)
+{
+    char *end;
+    errno = 0;
+    *number = strtod(text, &end);
+    bool whole = o->kind == KVQ__CTL_REAL || *number == floor(*number);
+    return !errno && end != text && !*end && isfinite(*number) && whole && *number >= o->least &&
+           *number <= o->most;
+}
+
+static bool take_number(struct kvq__ctl *ctl, const struct kvq__ctl_option *o, const char *text)
+{
+    double number;
+    void *field = (char *)ctl + o->at;
+    if (!parse_number(o, text, &number))
+        return false;
+    if (o->kind == KVQ__CTL_INT)
+        *(int *)field = (int)number;
+    else if (o->kind == KVQ__CTL_UNSIGNED)
+        *(unsigned *)field = (unsigned)number;
+    else if (o->kind == KVQ__CTL_ULONG)
+        *(unsigned long *)field = (unsigned long)number;
+    else
+        *(double *)field = number;
+    return true;
+}
+
+// Takes one option into ctl. An exit status.
+static int take_option(struct kvq__ctl *ctl, const struct kvq__ctl_option *o, char *value,
+                       struct kvq__ctl_asked *asked)
+{
+    bool good = true;
+    switch (o->kind) {
+    case KVQ__CTL_FLAG:
+        *(bool *)((char *)ctl + o->at) = true;
+        break;
+    case KVQ__CTL_TEXT:
+        *(const char **)((char *)ctl + o->at) = value;
+        break;
+    case KVQ__CTL_LIMIT:
+        good = kvq__ctl_quota_option(ctl, (int)o->at, value);
+        break;
+    case KVQ__CTL_HELP:
+        asked->help = true;
+        break;
+    case KVQ__CTL_VERSION:
+        asked->version = true;
+        break;
+    default:
+        good = take_number(ctl, o, value);
+    }
+    if (good)
+        return KVQ_EXIT_OK;
+    fprintf(stderr, "kvqctl: --%s is %s, not '%s'\n", o->name, o->must, kvq__ctl_clean(value));
+    return KVQ_EXIT_USAGE;
+}
+
+static int unknown_option(const char *given)
+{
+    char name[64];
+    const struct kvq__ctl_option *best = NULL;
+    const char *at = given + strspn(given, "-");
+    snprintf(name, sizeof name, "%.*s", (int)strcspn(at, "="), at);
+    for (size_t i = 0; i < N_OPTIONS; i++) {
+        const struct kvq__ctl_option *o = &kvq__ctl_options[i];
+        if (kvq__ctl_resembles(name, o->name) &&
+            (!best || kvq__ctl_distance(name, o->name) < kvq__ctl_distance(name, best->name)))
+            best = o;
+    }
+    fprintf(stderr, "kvqctl: there is no option '%.*s'", (int)strcspn(given, "="),
+            kvq__ctl_clean(given));
+    if (best)
+        fprintf(stderr, "; did you mean '--%s'?", best->name);
+    fprintf(stderr, "\nkvqctl --help lists the options.\n");
+    return KVQ_EXIT_USAGE;
+}
+
+// What getopt_long refused stands at argv[optind - 1].
+static int refuse(int option, int index, char **argv)
+{
+    const char *given = argv[optind - 1];
+    if (option == ':') {
+        const struct kvq__ctl_option *o = &kvq__ctl_options[index];
+        fprintf(stderr, "kvqctl: --%s needs a value behind it: %s\n", o->name, o->value);
+        return KVQ_EXIT_USAGE;
+    }
+    if (index >= 0) {
+        fprintf(stderr, "kvqctl: --%s takes no value: %s\n", kvq__ctl_options[index].name,
+                kvq__ctl_clean(given));
+        return KVQ_EXIT_USAGE;
+    }
+    return unknown_option(given);
+}
+
+int kvq__ctl_take_options(struct kvq__ctl *ctl, int argc, char **argv, int *first,
+                          struct kvq__ctl_asked *asked)
+{
+    struct option options[N_OPTIONS + 1];
+    int option, result = KVQ_EXIT_OK;
+    memset(options, 0, sizeof options);
+    for (int i = 0; i < N_OPTIONS; i++) {
+        options[i].name = kvq__ctl_options[i].name;
+        options[i].has_arg = kvq__ctl_options[i].value ? required_argument : no_argument;
+        options[i].val = FIRST + i;
+    }
+    opterr = 0;
+    while (result == KVQ_EXIT_OK && (option = getopt_long(argc, argv, ":h", options, NULL)) != -1) {
+        if (option == 'h')
+            asked->help = true;
+        else if (option == '?' || option == ':')
+            result = refuse(option, optopt >= FIRST ? optopt - FIRST : -1, argv);
+        else
+            result = take_option(ctl, &kvq__ctl_options[option - FIRST], optarg, asked);
+    }
+    *first = optind;
+    ctl->timeout_given = ctl->timeout_ms > 0;
+    if (!ctl->timeout_given)
+        ctl->timeout_ms = 5000;
+    return result;
+}
