@@ -372,6 +372,38 @@ static void test_usage(void **state)
     assert_int_equal(run(f, "--version", out, sizeof out), 0);
 }
 
+// A misspelt command is answered with the nearest one, if any is near; help is --help.
+static void test_suggestions(void **state)
+{
+    struct fixture *f = *state;
+    static const struct {
+        const char *given, *meant; // NULL: nothing is near
+    } cases[] = {{"sesion list", "'sesion list'; did you mean 'session list'?"},
+                 {"session lits", "'session lits'; did you mean 'session list'?"},
+                 {"stauts", "'stauts'; did you mean 'status'?"},
+                 {"sesion", "'sesion'; did you mean 'session'?"},
+                 {"storage compct now", "'storage compct'; did you mean 'storage compact'?"},
+                 {"help cleint kick", "'cleint kick'; did you mean 'client kick'?"},
+                 {"xyzzy", NULL},
+                 {"session frobnicate", NULL}};
+    char out[16384], help[16384];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        assert_int_equal(run(f, cases[i].given, out, sizeof out), 2);
+        assert_non_null(strstr(out, "kvqctl: there is no command '"));
+        if (cases[i].meant ? !strstr(out, cases[i].meant) : !!strstr(out, "did you mean"))
+            fail_msg("%s said: %s", cases[i].given, out);
+    }
+    static const char *const topics[] = {"", "session", "session list", "top"};
+    for (size_t i = 0; i < sizeof topics / sizeof *topics; i++) {
+        char command[64];
+        snprintf(command, sizeof command, "help %s", topics[i]);
+        assert_int_equal(run(f, command, out, sizeof out), 0);
+        snprintf(command, sizeof command, "%s --help", topics[i]);
+        assert_int_equal(run(f, command, help, sizeof help), 0);
+        assert_string_equal(out, help);
+    }
+}
+
 static void test_refusals(void **state)
 {
     struct fixture *f = *state;
@@ -517,6 +549,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_no_daemon, setup, teardown),
         cmocka_unit_test_setup_teardown(test_socket_left_behind, setup, teardown),
         cmocka_unit_test_setup_teardown(test_usage, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_suggestions, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
         cmocka_unit_test_setup_teardown(test_silence_and_nonsense, setup, teardown),
         cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),

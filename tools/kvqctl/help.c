@@ -43,7 +43,8 @@ static void print_options(void)
 void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
 {
     printf("kvqctl %s: administers kvqd, the daemon that owns quantized KV caches\n\n"
-           "usage: kvqctl [options] COMMAND\n\n",
+           "usage: kvqctl [options] COMMAND\n"
+           "       kvqctl help [COMMAND]\n\n",
            KVQ_VERSION);
     for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
         const struct kvq__ctl_command *c = &kvq__ctl_commands[i];

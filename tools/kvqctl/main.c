@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvqctl: administers kvqd from the command line. This file finds the command that the words name
 // and runs it; commands and options stand in tables (commands.c, options.c).
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -39,20 +40,52 @@ static bool begins_commands(const char *word)
     return false;
 }
 
+// What was probably meant: the words of a command, or of a group of commands; NULL: nothing is near.
+static const char *nearest_command(char **words, int n)
+{
+    static char nearest[64];
+    size_t least = SIZE_MAX;
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
+        const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
+        bool two = n > 1 && c->words[1];
+        char given[64];
+        snprintf(given, sizeof given, "%s%s%s", words[0], two ? " " : "", two ? words[1] : "");
+        const char *meant = two ? kvq__ctl_words(c) : c->words[0];
+        size_t distance = kvq__ctl_distance(given, meant);
+        if (!kvq__ctl_resembles(given, meant) || distance >= least)
+            continue;
+        least = distance;
+        snprintf(nearest, sizeof nearest, "%s", meant);
+    }
+    return least < SIZE_MAX ? nearest : NULL;
+}
+
 static int no_command(char **words, int n)
 {
     if (n == 0)
         return kvq__ctl_bad_usage("what to do?", NULL);
-    if (!begins_commands(words[0]))
-        return kvq__ctl_bad_usage("there is no command", words[0]);
-    fprintf(stderr, "kvqctl: there %s \"%s\"\nkvqctl %s --help lists what there is.\n",
-            n > 1 ? "is no such command behind" : "has to be more behind", words[0], words[0]);
+    bool group = begins_commands(words[0]);
+    if (group && n == 1) {
+        fprintf(stderr, "kvqctl: there has to be more behind \"%s\"\n", words[0]);
+    } else {
+        const char *meant = nearest_command(words, n);
+        fprintf(stderr, "kvqctl: there is no command '%s%s%s'", kvq__ctl_clean(words[0]),
+                n > 1 ? " " : "", n > 1 ? kvq__ctl_clean(words[1]) : "");
+        if (meant)
+            fprintf(stderr, "; did you mean '%s'?", meant);
+        fprintf(stderr, "\n");
+    }
+    fprintf(stderr, "kvqctl %s%s--help lists what there is.\n", group ? words[0] : "",
+            group ? " " : "");
     return KVQ_EXIT_USAGE;
 }
 
+// "help session list" is "session list --help".
 static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
 {
     int used = 0;
+    if (n > 0 && strcmp(words[0], "help") == 0)
+        return run_command(ctl, words + 1, n - 1, true);
     const struct kvq__ctl_command *command = n > 0 ? find_command(words, n, &used) : NULL;
     bool group = n == 1 && !command && begins_commands(words[0]);
     if (help && (command || group || n == 0)) {
