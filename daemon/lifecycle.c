@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "daemon/attach/attach.h"
+#include "daemon/config/change.h"
 #include "daemon/control/control.h"
 #include "daemon/core/gpu/gpu.h"
 #include "daemon/http/http.h"
@@ -120,47 +121,13 @@ static void on_wants(void *context)
     kvq__jobs_wants(server->jobs);
 }
 
-// Where the configuration does not say how much the tables of sessions may take: a quarter of what
-// their blocks may, so that many empty sessions cannot have more memory than full ones.
-static uint64_t table_bytes(const struct kvq_config *c, uint64_t given, uint64_t host)
+static int open_namespaces(struct kvq__core *core, const struct kvq__core_settings *settings,
+                           char *text)
 {
-    const uint64_t least = 64 << 20;
-    uint64_t part = (host && host < c->pool_bytes ? host : c->pool_bytes) / 4;
-    return given ? given : part > least ? part : least;
-}
-
-static struct kvq__quota quota_of(const struct kvq_config *c, const struct kvq_config_namespace *ns)
-{
-    uint64_t host = ns ? ns->host_bytes : c->host_bytes;
-    uint64_t tables = table_bytes(c, ns ? ns->table_bytes : c->table_bytes, host);
-    return (struct kvq__quota){
-        .limit = {[KVQ__HOST_BYTES] = host,
-                  [KVQ__DEVICE_BYTES] = ns ? ns->device_bytes : c->device_bytes,
-                  [KVQ__DISK_BYTES] = ns ? ns->disk_bytes : c->disk_bytes,
-                  [KVQ__SESSIONS] = ns ? kvq__config_sessions(c, ns) : c->max_sessions,
-                  [KVQ__TABLE_BYTES] = tables}};
-}
-
-static int open_namespaces(struct kvq__server *server, char *text)
-{
-    const char *share_with[KVQ_MAX_SHARE_WITH];
-    for (uint32_t i = 0; i < server->config.n_namespaces; i++) {
-        const struct kvq_config_namespace *ns = &server->config.namespaces[i];
-        struct kvq__namespace_config config = {.name = ns->name,
-                                               .quota = quota_of(&server->config, ns),
-                                               .uids = ns->uids.id,
-                                               .n_uids = ns->uids.n,
-                                               .gids = ns->gids.id,
-                                               .n_gids = ns->gids.n,
-                                               .share_with = share_with,
-                                               .n_share_with = ns->n_share_with};
-        for (uint32_t j = 0; j < ns->n_share_with; j++)
-            share_with[j] = ns->share_with[j];
-        int error = kvq__core_namespace(server->core, &config, text);
-        if (error)
-            return error;
-    }
-    return 0;
+    int error = 0;
+    for (uint32_t i = 0; i < settings->n_namespaces && error == 0; i++)
+        error = kvq__core_namespace(core, &settings->namespaces[i], text);
+    return error;
 }
 
 static int find_codebook(void *context, const char *name, uint32_t layer,
@@ -231,21 +198,22 @@ static int open_gpus(struct kvq__server *server, char *text)
     return 0;
 }
 
-static int open_core(struct kvq__server *server, char *text)
+static int open_core_with(struct kvq__server *server, const struct kvq__core_settings *settings,
+                          char *text)
 {
     const struct kvq_config *c = &server->config;
     const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     server->identity.isa = kvq_kernels_isa(kernels);
     struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
                                       .extent_bytes = c->extent_bytes,
-                                      .keep_ns = c->keep_seconds * 1000000000,
-                                      .prefix_keep_ns = c->prefix_keep_seconds * 1000000000,
-                                      .evict_idle_ns = c->evict_idle_ms * 1000000,
-                                      .evict_above = (uint32_t)c->evict_above,
-                                      .park_idle_ns = c->park_idle_seconds * 1000000000,
+                                      .keep_ns = settings->keep_ns,
+                                      .prefix_keep_ns = settings->prefix_keep_ns,
+                                      .evict_idle_ns = settings->evict_idle_ns,
+                                      .evict_above = settings->evict_above,
+                                      .park_idle_ns = settings->park_idle_ns,
                                       .workers = (uint32_t)c->workers,
-                                      .path = c->fast ? KVQ_PATH_FAST : KVQ_PATH_EXACT,
-                                      .quota = quota_of(c, NULL),
+                                      .path = settings->path,
+                                      .quota = settings->quota,
                                       .kernels = kernels,
                                       .saves = c->storage_dir[0] != 0,
                                       .run = server->identity.epoch,
@@ -284,7 +252,18 @@ static int open_core(struct kvq__server *server, char *text)
     if (error)
         return error;
     kvq__core_clock(server->core, kvq_now_ns());
-    return open_namespaces(server, text);
+    return open_namespaces(server->core, settings, text);
+}
+
+static int open_core(struct kvq__server *server, char *text)
+{
+    struct kvq__core_settings *settings = kvq__config_settings(&server->config);
+    int error = KVQ_E_NO_MEMORY;
+    snprintf(text, KVQ_TEXT_BYTES, "no memory");
+    if (settings)
+        error = open_core_with(server, settings, text);
+    free(settings);
+    return error;
 }
 
 static int open_page(struct kvq__server *server, char *text)

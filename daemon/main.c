@@ -16,15 +16,17 @@
 #include "daemon/runtime/descriptors.h"
 #include "daemon/runtime/server.h"
 #include "daemon/runtime/workers.h"
+#include "daemon/store/store.h"
 #include "proto/status.h"
 
 enum { ECHO_NS = 200000000 }; // a signal this soon after another is the same one, told twice
 
-static const int ends[] = {SIGTERM, SIGINT, SIGHUP};
+static const int ends[] = {SIGTERM, SIGINT};
 enum { ENDS = sizeof ends / sizeof *ends };
 
 static struct kvq__server server;
-static uv_signal_t watchers[ENDS];
+static uv_signal_t watchers[ENDS], hangup;
+static bool hangup_ignored; // from the start on
 static uv_poll_t lifetime;
 static uint64_t asked_ns; // when it was first asked to end; 0: not yet
 static bool stop;
@@ -49,6 +51,13 @@ static void on_signal(uv_signal_t *handle, int number)
     asked_ns = now;
     kvq__log(KVQ_LOG_INFO, "signal", "signal=%d", number);
     kvq__server_drain(&server);
+}
+
+static void on_hangup(uv_signal_t *handle, int number)
+{
+    (void)handle;
+    kvq__log(KVQ_LOG_INFO, "signal", "signal=%d", number);
+    kvq__jobs_reload(server.jobs);
 }
 
 // The process that started the daemon holds the write end of the pipe whose read end this is. When
@@ -102,21 +111,25 @@ static int raise_descriptor_limit(char *text)
     return 0;
 }
 
-// nohup(1) and the like have it ignored, and mean it.
-static bool is_ignored(int number)
+// nohup(1) and the like have it ignored, and mean it. Until it is watched, it does not end the
+// daemon either: the configuration was only just read.
+static void hold_hangup(void)
 {
     struct sigaction action;
-    return sigaction(number, NULL, &action) == 0 && action.sa_handler == SIG_IGN;
+    hangup_ignored = sigaction(SIGHUP, NULL, &action) == 0 && action.sa_handler == SIG_IGN;
+    signal(SIGHUP, SIG_IGN);
 }
 
 static int watch_signals(char *text)
 {
     int error = 0;
     for (int i = 0; i < ENDS && error == 0; i++) {
-        if (ends[i] == SIGHUP && is_ignored(SIGHUP))
-            continue;
         error = uv_signal_init(&server.loop, &watchers[i]);
         error = error ? error : uv_signal_start(&watchers[i], on_signal, ends[i]);
+    }
+    if (error == 0 && !hangup_ignored) {
+        error = uv_signal_init(&server.loop, &hangup);
+        error = error ? error : uv_signal_start(&hangup, on_hangup, SIGHUP);
     }
     if (error == 0)
         return 0;
@@ -229,6 +242,10 @@ int main(int argc, char **argv)
     }
     if (config->help || config->version || config->print)
         return show(config);
+    server.argc = argc;
+    server.argv = argv;
+    server.environment = environ;
+    hold_hangup();
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN); // under ulimit -f: an error of the call, not the daemon's end
     error = kvq__log_open(config->log_file, (enum kvq_log_level)config->log_level, text);

@@ -65,7 +65,13 @@ enum kvq__backend {
 };
 
 // Where an option's value came from, least to most important.
-enum kvq_config_source { KVQ_FROM_DEFAULT, KVQ_FROM_FILE, KVQ_FROM_ENVIRONMENT, KVQ_FROM_FLAG };
+enum kvq_config_source {
+    KVQ_FROM_DEFAULT,
+    KVQ_FROM_FILE,
+    KVQ_FROM_ENVIRONMENT,
+    KVQ_FROM_FLAG,
+    KVQ_FROM_COMMAND, // kvqctl config set
+};
 
 struct kvq_config {
     char runtime_dir[KVQ_CONFIG_PATH];

@@ -19,12 +19,19 @@ enum kvq__option_type {
     KVQ_OPTION_IDS,
 };
 
+// When a new value takes effect.
+enum kvq__option_when {
+    KVQ_OPTION_LIVE = 1, // while the daemon runs
+    KVQ_OPTION_RESTART,  // when it is started again
+};
+
 struct kvq__option {
     const char *name;
     size_t offset, size; // of the field in struct kvq_config
     enum kvq__option_type type;
     const char *argument; // its kind, for --help
-    const char *alias;    // name for people, if not the field's
+    enum kvq__option_when when;
+    const char *alias; // name for people, if not the field's
     uint64_t initial, min, max;
     const char *initial_text;
     const char *const *words;
@@ -62,6 +69,20 @@ struct kvq__flag {
 };
 int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag, char *text);
 int kvq__flag_special(struct kvq_config *config, const struct kvq__flag *flag, char *text);
+
+// Where a value came from, in a word (enum kvq_config_source).
+const char *kvq__source_name(uint8_t source);
+// The option's value, and its default, as the file has them.
+void kvq__option_value(char *out, size_t size, const struct kvq_config *config,
+                       const struct kvq__option *option);
+void kvq__option_initial(char *out, size_t size, const struct kvq__option *option);
+// The keys of a namespace, from 0 on (NULL: there are no more), and what it has of them.
+const char *kvq__namespace_key(unsigned key);
+void kvq__namespace_value(char *out, size_t size, const struct kvq_config *config,
+                          const struct kvq_config_namespace *ns, unsigned key);
+// A format's section as the file has it.
+enum { KVQ_FORMAT_SECTION = 8192 };
+void kvq__format_section(char *out, size_t size, const struct kvq_config *config, uint32_t index);
 
 // A number as its type is written: 64mb, 0750, 12.
 void kvq__size_text(char *out, size_t size, uint64_t value, enum kvq__option_type type);

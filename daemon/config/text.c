@@ -165,6 +165,12 @@ static void put_row(struct out *out, const char *left, const char *text)
     put(out, "\n");
 }
 
+static const char *when_name(const struct kvq__option *o)
+{
+    assert(o->when == KVQ_OPTION_LIVE || o->when == KVQ_OPTION_RESTART);
+    return o->when == KVQ_OPTION_LIVE ? "live" : "restart";
+}
+
 static void put_option(struct out *out, const struct kvq__option *o)
 {
     char flag[48], left[64], value[32], text[512];
@@ -176,10 +182,12 @@ static void put_option(struct out *out, const struct kvq__option *o)
         put(&help, " (");
         for (unsigned i = 0; o->words[i]; i++)
             put(&help, "%s%s", i ? ", " : "", o->words[i]);
-        put(&help, "; default %s)", o->words[o->initial]);
+        put(&help, "; default %s; %s)", o->words[o->initial], when_name(o));
     } else if (o->type != KVQ_OPTION_TEXT && o->type != KVQ_OPTION_IDS) {
         kvq__size_text(value, sizeof value, o->initial, o->type);
-        put(&help, " (default %s)", value);
+        put(&help, " (default %s; %s)", value, when_name(o));
+    } else {
+        put(&help, " (%s)", when_name(o));
     }
     put_row(out, left, text);
 }
@@ -200,7 +208,8 @@ void kvq__config_help(char *text, size_t size)
     put(&out, "\nOptions. Each may also stand in the file, as `pool_bytes = 30gb`, or in the\n"
               "environment, as KVQD_POOL_BYTES=30gb. Flags win over the environment, and the\n"
               "environment over the file. Sizes are whole numbers with b, kb, mb, gb or tb\n"
-              "(powers of 1024).\n\n");
+              "(powers of 1024). SIGHUP and kvqctl config reload read the file again: options\n"
+              "marked live then take effect, those marked restart at the next start.\n\n");
     for (const struct kvq__option *o = kvq__options; o->name; o++)
         put_option(&out, o);
     put(&out,
@@ -215,34 +224,60 @@ void kvq__config_help(char *text, size_t size)
         "  [format mymix]\n  k = oscar2-g64\n  v = innerq-hybrid\n  recent = 64\n"
         "  layers = 0-1:k8v4, 31:int8\n\n"
         "SIGTERM and SIGINT refuse new work, finish what runs, and leave; a second one\n"
-        "leaves at once.\n");
+        "leaves at once. SIGHUP reopens the log file and reads the configuration again.\n");
 }
 
 static void put_ids(struct out *out, const struct kvq_config_ids *ids)
 {
     for (uint32_t i = 0; i < ids->n; i++)
         put(out, "%s%u", i ? ", " : "", ids->id[i]);
-    put(out, "\n");
+}
+
+static void put_number(struct out *out, const struct kvq__option *o, uint64_t number)
+{
+    char value[32];
+    if (o->type == KVQ_OPTION_WORD)
+        snprintf(value, sizeof value, "%s", o->words[number]);
+    else
+        kvq__size_text(value, sizeof value, number, o->type);
+    put(out, "%s", value);
 }
 
 static void put_value(struct out *out, const struct kvq_config *config, const struct kvq__option *o)
 {
     const char *field = (const char *)config + o->offset;
-    char value[32];
-    if (o->type == KVQ_OPTION_TEXT) {
-        put(out, "%s\n", field);
-        return;
-    }
-    if (o->type == KVQ_OPTION_IDS) {
+    if (o->type == KVQ_OPTION_TEXT)
+        put(out, "%s", field);
+    else if (o->type == KVQ_OPTION_IDS)
         put_ids(out, (const struct kvq_config_ids *)field);
-        return;
-    }
-    uint64_t number = o->size == sizeof(bool) ? *(const bool *)field : *(const uint64_t *)field;
-    if (o->type == KVQ_OPTION_WORD)
-        snprintf(value, sizeof value, "%s", o->words[number]);
     else
-        kvq__size_text(value, sizeof value, number, o->type);
-    put(out, "%s\n", value);
+        put_number(out, o,
+                   o->size == sizeof(bool) ? *(const bool *)field : *(const uint64_t *)field);
+}
+
+void kvq__option_value(char *text, size_t size, const struct kvq_config *config,
+                       const struct kvq__option *o)
+{
+    struct out out = {text, size};
+    *text = 0;
+    put_value(&out, config, o);
+}
+
+void kvq__option_initial(char *text, size_t size, const struct kvq__option *o)
+{
+    struct out out = {text, size};
+    *text = 0;
+    if (o->type == KVQ_OPTION_TEXT)
+        put(&out, "%s", o->initial_text);
+    else if (o->type != KVQ_OPTION_IDS)
+        put_number(&out, o, o->initial);
+}
+
+const char *kvq__source_name(uint8_t source)
+{
+    static const char *const names[] = {"default", "file", "environment", "flag", "command"};
+    assert(source < sizeof names / sizeof *names);
+    return names[source];
 }
 
 // The stages one a line, then the ranges one a line.
@@ -271,38 +306,66 @@ static void put_own_format(struct out *out, const struct kvq_config *config, uin
     }
 }
 
-static void put_limits(struct out *out, const struct kvq_config *config,
-                       const struct kvq_config_namespace *ns)
+void kvq__format_section(char *text, size_t size, const struct kvq_config *config, uint32_t index)
 {
-    static const char *const keys[] = {"host_bytes", "device_bytes", "disk_bytes", "table_bytes"};
-    const uint64_t bytes[] = {ns->host_bytes, ns->device_bytes, ns->disk_bytes, ns->table_bytes};
+    struct out out = {text, size};
+    put_own_format(&out, config, index);
+}
+
+enum { KEY_UIDS, KEY_GIDS, KEY_SIZES, KEY_SESSIONS = KEY_SIZES + 4, KEY_SHARE };
+
+const char *kvq__namespace_key(unsigned key)
+{
+    static const char *const keys[] = {
+        "uids",       "gids",        "host_bytes",   "device_bytes",
+        "disk_bytes", "table_bytes", "max_sessions", "share_prefixes_with"};
+    return key < sizeof keys / sizeof *keys ? keys[key] : NULL;
+}
+
+void kvq__namespace_value(char *text, size_t size, const struct kvq_config *config,
+                          const struct kvq_config_namespace *ns, unsigned key)
+{
+    const uint64_t sizes[] = {ns->host_bytes, ns->device_bytes, ns->disk_bytes, ns->table_bytes};
+    struct out out = {text, size};
     char value[32];
-    for (int i = 0; i < 4; i++) {
-        kvq__size_text(value, sizeof value, bytes[i], KVQ_OPTION_SIZE);
-        put(out, "%s = %s\n", keys[i], value);
+    *text = 0;
+    if (key == KEY_UIDS || key == KEY_GIDS) {
+        put_ids(&out, key == KEY_UIDS ? &ns->uids : &ns->gids);
+    } else if (key == KEY_SESSIONS) {
+        put(&out, "%llu", (unsigned long long)kvq__config_sessions(config, ns));
+    } else if (key == KEY_SHARE) {
+        for (uint32_t i = 0; i < ns->n_share_with; i++)
+            put(&out, "%s%s", i ? ", " : "", ns->share_with[i]);
+    } else {
+        kvq__size_text(value, sizeof value, sizes[key - KEY_SIZES], KVQ_OPTION_SIZE);
+        put(&out, "%s", value);
     }
-    put(out, "max_sessions = %llu\n", (unsigned long long)kvq__config_sessions(config, ns));
+}
+
+static void put_namespace(struct out *out, const struct kvq_config *config,
+                          const struct kvq_config_namespace *ns)
+{
+    char value[KVQ_MAX_SHARE_WITH * (KVQ_NAME_BYTES + 2)];
+    const char *key;
+    put(out, "\n[namespace %s]\n", ns->name);
+    for (unsigned i = 0; (key = kvq__namespace_key(i)); i++) {
+        kvq__namespace_value(value, sizeof value, config, ns, i);
+        if (i != KEY_SHARE || *value)
+            put(out, "%s = %s\n", key, value);
+    }
 }
 
 void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
 {
-    static const char *const sources[] = {"default", "file", "environment", "flag"};
     struct out out = {text, size};
     for (const struct kvq__option *o = kvq__options; o->name; o++) {
-        put(&out, "# %s\n%s = ", sources[config->source[o - kvq__options]], kvq__option_name(o));
+        put(&out, "# %s, %s\n%s = ", kvq__source_name(config->source[o - kvq__options]),
+            when_name(o), kvq__option_name(o));
         put_value(&out, config, o);
+        put(&out, "\n");
     }
-    for (uint32_t i = 0; i < config->n_namespaces; i++) {
-        const struct kvq_config_namespace *ns = &config->namespaces[i];
-        put(&out, "\n[namespace %s]\nuids = ", ns->name);
-        put_ids(&out, &ns->uids);
-        put(&out, "gids = ");
-        put_ids(&out, &ns->gids);
-        put_limits(&out, config, ns);
-        for (uint32_t j = 0; j < ns->n_share_with; j++)
-            put(&out, "%s%s%s", j ? ", " : "share_prefixes_with = ", ns->share_with[j],
-                j + 1 < ns->n_share_with ? "" : "\n");
-    }
+    for (uint32_t i = 0; i < config->n_namespaces; i++)
+        put_namespace(&out, config, &config->namespaces[i]);
     for (uint32_t i = 0; i < config->n_formats; i++)
         put_own_format(&out, config, i);
 }

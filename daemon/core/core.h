@@ -48,6 +48,13 @@ void kvq__core_prefix_key(struct kvq__core *core, const uint8_t key[32]);
 // Configures a namespace; before any client attaches.
 int kvq__core_namespace(struct kvq__core *core, const struct kvq__namespace_config *config,
                         char *text);
+// Puts settings in effect, all at once. Namespaces that are configured stay, and have from then on
+// what their entry says: who may use them, their limits (except those that were set at run time),
+// whom they share with; entries of new names make new namespaces. Namespaces without an entry that
+// are not configured get the default limits. Sessions stay as they are: keep_ns and path hold for
+// those that are opened later. KVQ_E_NO_MEMORY, and nothing has changed.
+int kvq__core_reconfigure(struct kvq__core *core, const struct kvq__core_settings *settings,
+                          char *text);
 
 // Tells the time (CLOCK_MONOTONIC). Cheap; the poller calls it before it starts requests or runs
 // commands. Deadlines and idle times are measured against the last time told.

@@ -3,20 +3,24 @@
 // Builds log lines on the stack and writes each with one call; see log.h.
 #include "daemon/log/log.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "proto/limits.h"
+#include "proto/ring.h"
 #include "proto/status.h"
 
+// The number of the descriptor stays the same once it is open; what it stands for may change.
 static struct {
     int fd;
-    enum kvq_log_level level;
+    uint32_t level; // enum kvq_log_level
 } sink = {STDERR_FILENO, KVQ_LOG_INFO};
 
 static const char *level_name(enum kvq_log_level level)
@@ -25,18 +29,36 @@ static const char *level_name(enum kvq_log_level level)
     return names[level];
 }
 
+int kvq__log_prepare(const char *path, char *text)
+{
+    bool file = path && *path;
+    int fd = file ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY, 0640)
+                  : fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    if (fd >= 0)
+        return fd;
+    snprintf(text, KVQ_TEXT_BYTES, "cannot open the log file %s: %s", file ? path : "(stderr)",
+             strerror(errno));
+    return KVQ_E_SYSTEM;
+}
+
+void kvq__log_use(int fd, enum kvq_log_level level)
+{
+    assert(fd > STDERR_FILENO && fd != sink.fd);
+    kvq_word_store(&sink.level, level);
+    if (sink.fd == STDERR_FILENO) { // it was not opened
+        sink.fd = fd;
+        return;
+    }
+    dup3(fd, sink.fd, O_CLOEXEC); // at once, for whoever writes at the same time
+    close(fd);
+}
+
 int kvq__log_open(const char *path, enum kvq_log_level level, char *text)
 {
-    sink.level = level;
-    if (!path || !*path)
-        return 0;
-    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY, 0640);
-    if (fd < 0) {
-        snprintf(text, KVQ_TEXT_BYTES, "cannot open the log file %s: %s", path, strerror(errno));
-        return KVQ_E_SYSTEM;
-    }
-    sink.fd = fd;
-    return 0;
+    int fd = kvq__log_prepare(path, text);
+    if (fd >= 0)
+        kvq__log_use(fd, level);
+    return fd < 0 ? fd : 0;
 }
 
 void kvq__log_close(void)
@@ -94,7 +116,7 @@ static void emit(enum kvq_log_level level, const char *event, uint32_t held_back
 
 void kvq__log(enum kvq_log_level level, const char *event, const char *format, ...)
 {
-    if (level > sink.level)
+    if (level > kvq_word_load(&sink.level))
         return;
     va_list arguments;
     va_start(arguments, format);
@@ -105,7 +127,7 @@ void kvq__log(enum kvq_log_level level, const char *event, const char *format, .
 void kvq__log_client(struct kvq_log_budget *budget, enum kvq_log_level level, const char *event,
                      const char *format, ...)
 {
-    if (level > sink.level)
+    if (level > kvq_word_load(&sink.level))
         return;
     const uint64_t second = 1000000000;
     struct timespec now;

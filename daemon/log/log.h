@@ -18,6 +18,13 @@ enum { KVQ_LOG_LINE = 1024 };
 int kvq__log_open(const char *path, enum kvq_log_level level, char *text);
 void kvq__log_close(void);
 
+// Opens where lines are to go from some time on, as kvq__log_open does: a descriptor for
+// kvq__log_use or close(), or a negative code with text. Any thread.
+int kvq__log_prepare(const char *path, char *text);
+// From here on lines go there, while other threads may log; takes the descriptor. One thread at a
+// time.
+void kvq__log_use(int fd, enum kvq_log_level level);
+
 // `event` is a word; `format` gives the pairs that follow it, e.g. "client=%llu uid=%u". Texts
 // from outside go through kvq__log_quote first.
 __attribute__((format(printf, 3, 4))) void kvq__log(enum kvq_log_level level, const char *event,

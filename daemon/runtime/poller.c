@@ -66,6 +66,11 @@ struct kvq__poller {
     uint64_t lost_at, crowded_until;
 };
 
+void kvq__poller_spin(struct kvq__poller *p, uint64_t ns)
+{
+    p->config.spin_ns = ns;
+}
+
 struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller)
 {
     return &poller->box;

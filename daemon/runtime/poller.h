@@ -114,6 +114,9 @@ struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller);
 
 // Poller's thread.
 const struct kvq__latencies *kvq__poller_latencies(const struct kvq__poller *poller);
+// Poller's thread: as spin_ns of struct kvq__poller_config, from now on.
+void kvq__poller_spin(struct kvq__poller *poller, uint64_t ns);
+
 // Poller's thread. KVQ_E_LIMIT when KVQ_MAX_PORTS are served already, KVQ_E_SYSTEM.
 int kvq__port_add(struct kvq__poller *poller, struct kvq__port *port, char *text);
 // Takes no more requests from the port, ends the one under way, closes the core's queue, then calls

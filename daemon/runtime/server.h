@@ -35,6 +35,8 @@ struct kvq__identity {
 
 struct kvq__server {
     struct kvq_config config;
+    int argc; // the command line and the environment, for when the configuration is read again
+    char *const *argv, *const *environment;
     struct kvq__identity identity;
     uv_loop_t loop;
     bool loop_open;

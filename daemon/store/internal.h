@@ -62,6 +62,7 @@ struct kvq__jobs {
     uint32_t n_unsaved;
     struct kvq__unsaved unsaved[KVQ__KEEPER_UNSAVED];
     uint32_t which;
+    uint64_t idle_ns;                            // that such sessions have been idle for
     void (*drained)(struct kvq__server *server); // still to be called; NULL: nobody waits for it
 
     struct kvq__desk *desk; // NULL: there is no remote store
@@ -70,6 +71,7 @@ struct kvq__jobs {
     bool wanted, deaf; // poller's thread: the mail is on its way; no orders are taken any more
 
     struct kvq__limits limits;
+    bool reloading, reload_again; // for a signal; and one has come since
 
     struct kvq__turns reads; // of loadings
 
@@ -200,6 +202,8 @@ int kvq__jobs_quotas_open(struct kvq__jobs *jobs, char *text);
 void kvq__jobs_quotas_close(struct kvq__jobs *jobs);
 // SET_QUOTA or DELETE_QUOTA. Waits.
 void kvq__jobs_set_quota(struct kvq__task *task);
+// Tells the store of the limits on disk that the configuration has. 0, or a code with a text.
+int kvq__jobs_tell_limits(struct kvq__jobs *jobs, char *text);
 // After a task that may have changed what is on disk: tells the core what namespaces have there
 // now. Waits.
 void kvq__jobs_count(struct kvq__task *task);

@@ -188,13 +188,19 @@ void kvq__jobs_set_quota(struct kvq__task *t)
 
 // ---- Opening and closing ----
 
-static int tell_store(struct kvq__jobs *jobs, char *text)
+int kvq__jobs_tell_limits(struct kvq__jobs *jobs, char *text)
 {
     const struct kvq_config *c = &jobs->server->config;
-    int rc = kvq_store_limit(jobs->store, NULL, c->disk_bytes, text, KVQ_TEXT_BYTES);
-    for (uint32_t i = 0; i < c->n_namespaces && rc == 0; i++)
-        rc = kvq_store_limit(jobs->store, c->namespaces[i].name, c->namespaces[i].disk_bytes, text,
-                             KVQ_TEXT_BYTES);
+    int rc = 0;
+    if (jobs->store)
+        rc = kvq_store_limit(jobs->store, NULL, c->disk_bytes, text, KVQ_TEXT_BYTES);
+    for (uint32_t i = 0; i < c->n_namespaces && jobs->store && rc == 0; i++) {
+        const char *ns = c->namespaces[i].name;
+        const struct kvq__override *o = find_override(&jobs->limits, ns);
+        bool set = o && o->set >> KVQ__DISK_BYTES & 1;
+        uint64_t bytes = set ? o->quota.limit[KVQ__DISK_BYTES] : c->namespaces[i].disk_bytes;
+        rc = kvq_store_limit(jobs->store, ns, bytes, text, KVQ_TEXT_BYTES);
+    }
     return rc;
 }
 
@@ -225,7 +231,7 @@ int kvq__jobs_quotas_open(struct kvq__jobs *jobs, char *text)
     }
     if (!jobs->store)
         return 0;
-    int rc = tell_store(jobs, text);
+    int rc = kvq__jobs_tell_limits(jobs, text);
     rc = rc ? rc
             : kvq__quota_file_read(kvq_io_posix(), jobs->server->config.storage_dir, limits->at,
                                    &limits->n, text);

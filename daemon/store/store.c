@@ -74,10 +74,8 @@ static void told_of_unsaved(struct kvq__mail *mail)
 static void ask_for_unsaved(struct kvq__mail *mail)
 {
     struct kvq__jobs *jobs = of_unsaved(mail);
-    const struct kvq__server *server = jobs->server;
-    jobs->n_unsaved =
-        kvq__core_unsaved(server->core, jobs->which, server->config.save_idle_seconds * 1000000000,
-                          jobs->unsaved, KVQ__KEEPER_UNSAVED);
+    jobs->n_unsaved = kvq__core_unsaved(jobs->server->core, jobs->which, jobs->idle_ns,
+                                        jobs->unsaved, KVQ__KEEPER_UNSAVED);
     kvq__mailbox_post(&jobs->server->box, mail, told_of_unsaved);
 }
 
@@ -86,6 +84,7 @@ static void look_for_unsaved(struct kvq__jobs *jobs, uint32_t which)
     if (jobs->asking)
         return;
     jobs->which = which;
+    jobs->idle_ns = jobs->server->config.save_idle_seconds * 1000000000;
     jobs->asking = true;
     kvq__mailbox_post(kvq__poller_box(jobs->server->poller), &jobs->unsaved_mail, ask_for_unsaved);
 }

@@ -27,6 +27,7 @@ struct kvq__jobs;
 struct kvq__save;
 struct kvq__found;
 struct kvq__begin;
+struct kvq__change;
 struct kvq__loading;
 struct kvq__transfer;
 struct kvq__prefix_ask;
@@ -80,6 +81,7 @@ struct kvq__task {
     uint32_t pages;                   // that the store has of it
     const struct kvq__store_job *job; // of the core's, so that a session is parked; else NULL
     struct kvq__override limits;      // that are to be a namespace's
+    struct kvq__change *change;       // of the configuration
     struct kvq_store_space *spaces;   // what namespaces have on disk now
     size_t n_spaces;
 };
@@ -100,6 +102,9 @@ bool kvq__jobs_knows(Kvq__Request__CommandCase command);
 void kvq__jobs_start(struct kvq__jobs *jobs, struct kvq__task *task);
 // Poller's thread: the core has orders (saved.h).
 void kvq__jobs_wants(struct kvq__jobs *jobs);
+// Reopens the log file, reads the configuration again and puts what can change in effect: at once
+// or, if that is being done, once more when it has ended. The log says what came of it.
+void kvq__jobs_reload(struct kvq__jobs *jobs);
 // Saves all named sessions that are not saved, if the configuration says so; then calls done.
 void kvq__jobs_drain(struct kvq__jobs *jobs, void (*done)(struct kvq__server *server));
 

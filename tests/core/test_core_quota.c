@@ -298,6 +298,54 @@ static void test_disk(void **state)
     assert_int_equal(kit.events[KVQ__EVENT_QUOTA_REACHED], 1);
 }
 
+// A configuration that is read again changes limits and users, all or nothing.
+static void test_reconfigure(void **state)
+{
+    static const uint32_t uids[] = {7};
+    static const char *const with[] = {"*"};
+    const struct kvq__namespace_config sections[] = {
+        {.name = "team",
+         .quota = {.limit = {[KVQ__HOST_BYTES] = 16 * MIB, [KVQ__SESSIONS] = 9}},
+         .uids = uids,
+         .n_uids = 1,
+         .share_with = with,
+         .n_share_with = 1},
+        {.name = "new", .uids = uids, .n_uids = 1},
+        {.name = "uid-1000", .quota = {.limit = {[KVQ__HOST_BYTES] = 2 * MIB}}}};
+    const struct kvq__core_settings settings = {.quota = {.limit = {[KVQ__HOST_BYTES] = 3 * MIB}},
+                                                .namespaces = sections,
+                                                .n_namespaces = 3};
+    (void)state;
+    fed("team", "x", 2);
+    set("team", KVQ__SESSIONS, 5);
+    uint64_t used = info_of("team").used[KVQ__HOST_BYTES];
+    info_of("uid-5"), info_of("uid-1000");
+    uint64_t before = kit.allocated_out;
+    int rc = KVQ_E_NO_MEMORY, refused = 0;
+    for (kit.fail_one_in = 2; rc == KVQ_E_NO_MEMORY; refused++) {
+        core_check(kit.core);
+        rc = kvq__core_reconfigure(kit.core, &settings, text);
+        if (rc < 0) { // nothing has changed
+            assert_int_equal(kit.allocated_out, before);
+            assert_int_equal(info_of("team").quota.limit[KVQ__HOST_BYTES], 8 * MIB);
+            assert_int_equal(info_of("uid-5").quota.limit[KVQ__HOST_BYTES], 0);
+        }
+    }
+    kit.fail_one_in = 0;
+    assert_true(rc == 0 && refused > 1);
+    assert_int_equal(info_of("team").quota.limit[KVQ__HOST_BYTES], 16 * MIB);
+    assert_int_equal(info_of("team").quota.limit[KVQ__SESSIONS], 5); // as it was set
+    assert_int_equal(info_of("team").configured.limit[KVQ__SESSIONS], 9);
+    assert_int_equal(info_of("team").used[KVQ__HOST_BYTES], used);
+    assert_int_equal(info_of("uid-5").quota.limit[KVQ__HOST_BYTES], 3 * MIB);
+    assert_int_equal(info_of("uid-1000").quota.limit[KVQ__HOST_BYTES], 2 * MIB);
+    struct kvq__namespace_info info;
+    assert_int_equal(kvq__core_namespace_info(kit.core, &stranger, "team", &info, text), 0);
+    assert_int_equal(kvq__core_namespace_info(kit.core, &stranger, "new", &info, text), 0);
+    assert_int_equal(kvq__core_namespace_info(kit.core, &user, "team", &info, text),
+                     KVQ_E_PERMISSION);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -309,6 +357,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_sessions, setup, teardown),
         cmocka_unit_test_setup_teardown(test_told, setup, teardown),
         cmocka_unit_test_setup_teardown(test_disk, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_reconfigure, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

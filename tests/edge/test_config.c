@@ -10,6 +10,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/config/change.h"
 #include "daemon/config/config.h"
 #include "proto/status.h"
 
@@ -392,7 +393,7 @@ static void test_texts_for_people(void **state)
     config.n_namespaces = 1;
     kvq__config_help(help, sizeof help);
     assert_non_null(strstr(help, "--pool-bytes SIZE"));
-    assert_non_null(strstr(help, "(default 64mb)"));
+    assert_non_null(strstr(help, "(default 64mb; restart)"));
     for (const char *line = help; *line; line += strcspn(line, "\n") + 1)
         assert_true(strcspn(line, "\n") <= 80);
     // What is printed is a file that means the same.
@@ -405,6 +406,120 @@ static void test_texts_for_people(void **state)
     assert_int_equal(config.namespaces[0].host_bytes, 3 << 20);
     kvq__config_help(help, 64); // cut, not overrun
     assert_true(strlen(help) < 64);
+}
+
+// ---- Changes while the daemon runs ----
+
+static char told[8192];
+
+static void note_told(void *context, const struct kvq__config_change *change)
+{
+    size_t used = strlen(told);
+    (void)context;
+    snprintf(told + used, sizeof told - used, "%s: %s -> %s (%s)\n", change->name, change->before,
+             change->after, change->live ? "live" : "restart");
+}
+
+static void test_every_option_says_when(void **state)
+{
+    static char help[65536];
+    static struct kvq__option_text option;
+    uint32_t n = 0, live = 0;
+    (void)state;
+    kvq__config_defaults(&config, no_environment);
+    kvq__config_help(help, sizeof help);
+    for (; kvq__config_option(&config, n, &option); n++) {
+        live += option.live;
+        assert_string_equal(option.source, "default");
+        assert_int_equal(kvq__config_find(option.name, text), (int)n);
+    }
+    uint32_t shown = 0, shown_live = 0;
+    for (const char *at = help; (at = strpbrk(at, "(;")); at++) {
+        const char *word = at + 1 + (*at == ';');
+        shown_live += strncmp(word, "live)", 5) == 0;
+        shown += strncmp(word, "live)", 5) == 0 || strncmp(word, "restart)", 8) == 0;
+    }
+    assert_in_range(live, 15, n - 15);
+    assert_true(shown_live > 0 && shown >= shown_live && shown <= n);
+    assert_int_equal(kvq__config_find("pool_byte", text), KVQ_E_INVALID);
+    assert_non_null(strstr(text, "the nearest is pool_bytes"));
+}
+
+static void test_compare(void **state)
+{
+    static struct kvq_config next;
+    (void)state;
+    kvq__config_defaults(&config, no_environment);
+    assert_int_equal(kvq__config_parse(&config, "a",
+                                       "workers = 2\nadmin_uids = 3\n[namespace a]\nuids = 1\n"
+                                       "[namespace b]\nhost_bytes = 5mb\n[format m]\nk = int8\n"
+                                       "v = int8\n[format g]\nbase = int8\n",
+                                       text),
+                     0);
+    kvq__config_defaults(&next, no_environment);
+    assert_int_equal(kvq__config_parse(&next, "b",
+                                       "workers = 3\nadmin_uids = 3, 4\nlog_level = debug\n"
+                                       "[namespace b]\nhost_bytes = 6mb\ngids = 9\n"
+                                       "[namespace c]\nuids = 1\n[format m]\nbase = oscar2\n",
+                                       text),
+                     0);
+    told[0] = 0;
+    kvq__config_compare(&config, &next, note_told, NULL);
+    assert_string_equal(told, "workers: 2 -> 3 (restart)\n"
+                              "admin_uids: 3 -> 3, 4 (live)\n"
+                              "log_level: info -> debug (live)\n"
+                              "[namespace b] gids:  -> 9 (live)\n"
+                              "[namespace b] host_bytes: 5mb -> 6mb (live)\n"
+                              "[namespace c]: not there -> there (live)\n"
+                              "[namespace a]: there -> not there (restart)\n"
+                              "[format m]: there -> another (restart)\n"
+                              "[format g]: there -> not there (restart)\n");
+    assert_int_equal(kvq__config_merge(&next, &config, text), 0);
+    kvq__config_adopt(&config, &next);
+    assert_true(config.workers == 2 && config.admin_uids.n == 2 && config.log_level == 3);
+    assert_true(config.n_namespaces == 3 && config.n_formats == 2);
+    assert_string_equal(config.namespaces[2].name, "a"); // until a restart
+    told[0] = 0;
+    kvq__config_compare(&config, &next, note_told, NULL);
+    assert_string_equal(told, "[format m]: there -> another (restart)\n"
+                              "[format g]: there -> not there (restart)\n");
+}
+
+static void test_too_many_together(void **state)
+{
+    static struct kvq_config next;
+    (void)state;
+    kvq__config_defaults(&config, no_environment);
+    kvq__config_defaults(&next, no_environment);
+    config.n_namespaces = 1;
+    snprintf(config.namespaces[0].name, sizeof config.namespaces[0].name, "old");
+    next.n_namespaces = KVQ_MAX_NAMESPACES;
+    for (unsigned i = 0; i < KVQ_MAX_NAMESPACES; i++)
+        snprintf(next.namespaces[i].name, sizeof next.namespaces[i].name, "n%u", i);
+    assert_int_equal(kvq__config_merge(&next, &config, text), KVQ_E_INVALID);
+    assert_non_null(strstr(text, "restart kvqd"));
+    next.n_namespaces--;
+    assert_int_equal(kvq__config_merge(&next, &config, text), 0);
+}
+
+static void test_set_one(void **state)
+{
+    (void)state;
+    kvq__config_defaults(&config, no_environment);
+    assert_int_equal(kvq__config_set(&config, "drain_ms", "77", text), 0);
+    assert_int_equal(config.drain_ms, 77);
+    static const char *const wrong[][3] = {
+        {"drain_ms", "-1", "drain_ms is \"-1\""},
+        {"drain_ms", "600001", "allowed is 0 to 600000"},
+        {"workers", "1", "takes effect only when kvqd starts"},
+        {"drian_ms", "1", "the nearest is drain_ms"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_equal(kvq__config_set(&config, wrong[i][0], wrong[i][1], text), KVQ_E_INVALID);
+        if (!strstr(text, wrong[i][2]))
+            fail_msg("\"%s\" does not say \"%s\"", text, wrong[i][2]);
+    }
+    assert_int_equal(config.drain_ms, 77);
 }
 
 int main(void)
@@ -423,6 +538,10 @@ int main(void)
         cmocka_unit_test(test_wrong_formats),
         cmocka_unit_test(test_too_many_formats),
         cmocka_unit_test(test_texts_for_people),
+        cmocka_unit_test(test_every_option_says_when),
+        cmocka_unit_test(test_compare),
+        cmocka_unit_test(test_too_many_together),
+        cmocka_unit_test(test_set_one),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

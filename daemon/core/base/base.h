@@ -162,6 +162,16 @@ struct kvq__namespace_config {
     uint32_t n_share_with;
 };
 
+// What may change while the core runs; as the fields of the same names in struct kvq__core_config.
+struct kvq__core_settings {
+    uint64_t keep_ns, prefix_keep_ns, evict_idle_ns, park_idle_ns;
+    uint32_t evict_above;
+    uint8_t path;
+    struct kvq__quota quota;
+    const struct kvq__namespace_config *namespaces; // all of the configuration
+    uint32_t n_namespaces;
+};
+
 // ---- For the core's rooms ----
 
 // Takes bookkeeping memory from the system if `memory` has no functions for it.

@@ -36,16 +36,12 @@ static struct kvq__namespace *find_namespace(struct kvq__core *core, const char 
     return NULL;
 }
 
-static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
-{
-    assert(TAILQ_EMPTY(&ns->sessions) && RB_EMPTY(&ns->by_id) && LIST_EMPTY(&ns->exports));
-    assert(ns->used[KVQ__HOST_BYTES] == 0 && ns->used[KVQ__DEVICE_BYTES] == 0);
-    assert(ns->used[KVQ__TABLE_BYTES] == 0);
-    kvq__deallocate(core, ns->uids, ns->n_uids * sizeof *ns->uids);
-    kvq__deallocate(core, ns->gids, ns->n_gids * sizeof *ns->gids);
-    kvq__deallocate(core, ns->share_with, ns->n_share_with * sizeof *ns->share_with);
-    kvq__deallocate(core, ns, sizeof *ns);
-}
+// What a namespace has of its section besides limits.
+struct lists {
+    uint32_t *uids, *gids;
+    char (*share_with)[KVQ_NAME_BYTES];
+    uint32_t n_uids, n_gids, n_share_with;
+};
 
 static bool copy_uid_list(struct kvq__core *core, const uint32_t *from, uint32_t n, uint32_t **to,
                           uint32_t *n_to)
@@ -62,17 +58,58 @@ static bool copy_uid_list(struct kvq__core *core, const uint32_t *from, uint32_t
 }
 
 static bool copy_names(struct kvq__core *core, const struct kvq__namespace_config *c,
-                       struct kvq__namespace *ns)
+                       struct lists *to)
 {
     if (c->n_share_with == 0)
         return true;
-    ns->share_with = kvq__allocate(core, c->n_share_with * sizeof *ns->share_with);
-    if (!ns->share_with)
+    to->share_with = kvq__allocate(core, c->n_share_with * sizeof *to->share_with);
+    if (!to->share_with)
         return false;
-    ns->n_share_with = c->n_share_with;
+    to->n_share_with = c->n_share_with;
     for (uint32_t i = 0; i < c->n_share_with; i++)
-        snprintf(ns->share_with[i], sizeof ns->share_with[i], "%s", c->share_with[i]);
+        snprintf(to->share_with[i], sizeof to->share_with[i], "%s", c->share_with[i]);
     return true;
+}
+
+static void free_lists(struct kvq__core *core, const struct lists *l)
+{
+    kvq__deallocate(core, l->uids, l->n_uids * sizeof *l->uids);
+    kvq__deallocate(core, l->gids, l->n_gids * sizeof *l->gids);
+    kvq__deallocate(core, l->share_with, l->n_share_with * sizeof *l->share_with);
+}
+
+// False if there is no memory; what was copied is to be freed all the same.
+static bool copy_lists(struct kvq__core *core, const struct kvq__namespace_config *c,
+                       struct lists *to)
+{
+    *to = (struct lists){0};
+    return copy_uid_list(core, c->uids, c->n_uids, &to->uids, &to->n_uids) &&
+           copy_uid_list(core, c->gids, c->n_gids, &to->gids, &to->n_gids) &&
+           copy_names(core, c, to);
+}
+
+// The namespace takes them over; returns those that it had.
+static struct lists take_lists(struct kvq__namespace *ns, const struct lists *l)
+{
+    struct lists before = {ns->uids,   ns->gids,   ns->share_with,
+                           ns->n_uids, ns->n_gids, ns->n_share_with};
+    ns->uids = l->uids;
+    ns->n_uids = l->n_uids;
+    ns->gids = l->gids;
+    ns->n_gids = l->n_gids;
+    ns->share_with = l->share_with;
+    ns->n_share_with = l->n_share_with;
+    return before;
+}
+
+static void namespace_free(struct kvq__core *core, struct kvq__namespace *ns)
+{
+    struct lists lists = take_lists(ns, &(struct lists){0});
+    assert(TAILQ_EMPTY(&ns->sessions) && RB_EMPTY(&ns->by_id) && LIST_EMPTY(&ns->exports));
+    assert(ns->used[KVQ__HOST_BYTES] == 0 && ns->used[KVQ__DEVICE_BYTES] == 0);
+    assert(ns->used[KVQ__TABLE_BYTES] == 0);
+    free_lists(core, &lists);
+    kvq__deallocate(core, ns, sizeof *ns);
 }
 
 bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with)
@@ -86,6 +123,7 @@ bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with)
 static struct kvq__namespace *make_namespace(struct kvq__core *core,
                                              const struct kvq__namespace_config *c)
 {
+    struct lists lists;
     struct kvq__namespace *ns = kvq__allocate(core, sizeof *ns);
     assert(strlen(c->name) < KVQ_NAME_BYTES && !find_namespace(core, c->name));
     if (!ns)
@@ -99,9 +137,9 @@ static struct kvq__namespace *make_namespace(struct kvq__core *core,
     TAILQ_INIT(&ns->sessions);
     RB_INIT(&ns->by_id);
     kvq__prefixes_init(&ns->prefixes, ns);
-    if (!copy_uid_list(core, c->uids, c->n_uids, &ns->uids, &ns->n_uids) ||
-        !copy_uid_list(core, c->gids, c->n_gids, &ns->gids, &ns->n_gids) ||
-        !copy_names(core, c, ns)) {
+    bool copied = copy_lists(core, c, &lists);
+    take_lists(ns, &lists);
+    if (!copied) {
         namespace_free(core, ns);
         return NULL;
     }
@@ -182,6 +220,91 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
                          "or its group added to it in the configuration",
                          peer->uid, KVQ_NAME_BYTES, name, own);
     return 0;
+}
+
+// ---- At run time ----
+
+// One entry of new settings, with memory for all that it says.
+struct draft {
+    struct kvq__namespace *ns;
+    struct lists lists; // of a namespace that was there; a new one has its own
+    bool made;
+};
+
+static bool draft_namespace(struct kvq__core *core, const struct kvq__namespace_config *c,
+                            struct draft *d)
+{
+    d->ns = find_namespace(core, c->name);
+    if (d->ns)
+        return copy_lists(core, c, &d->lists);
+    d->ns = make_namespace(core, c);
+    d->made = d->ns != NULL;
+    return d->made;
+}
+
+static void undo_draft(struct kvq__core *core, const struct draft *d)
+{
+    free_lists(core, &d->lists);
+    if (!d->made)
+        return;
+    TAILQ_REMOVE(&core->namespaces, d->ns, link);
+    namespace_free(core, d->ns);
+}
+
+static void rebase(struct kvq__namespace *ns, const struct kvq__quota *base)
+{
+    ns->base_quota = *base;
+    for (int i = 0; i < KVQ__LIMITS; i++)
+        if (!(ns->quota_set >> i & 1))
+            ns->quota.limit[i] = base->limit[i];
+}
+
+static void put_draft(struct kvq__core *core, const struct kvq__namespace_config *c,
+                      const struct draft *d)
+{
+    if (!d->made) {
+        struct lists before = take_lists(d->ns, &d->lists);
+        free_lists(core, &before);
+    }
+    d->ns->configured = true;
+    rebase(d->ns, &c->quota);
+}
+
+static void put_settings(struct kvq__core *core, const struct kvq__core_settings *s)
+{
+    struct kvq__core_config *c = &core->config;
+    struct kvq__namespace *ns;
+    c->keep_ns = s->keep_ns;
+    c->prefix_keep_ns = s->prefix_keep_ns;
+    c->evict_idle_ns = s->evict_idle_ns;
+    c->park_idle_ns = s->park_idle_ns;
+    c->evict_above = s->evict_above;
+    c->path = s->path;
+    c->quota = s->quota;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        if (!ns->configured)
+            rebase(ns, &s->quota);
+}
+
+int kvq__core_reconfigure(struct kvq__core *core, const struct kvq__core_settings *s, char *text)
+{
+    size_t bytes = (s->n_namespaces + 1) * sizeof(struct draft);
+    struct draft *drafts = kvq__allocate(core, bytes);
+    uint32_t n = 0;
+    bool ok = drafts != NULL;
+    while (ok && n < s->n_namespaces) {
+        ok = draft_namespace(core, &s->namespaces[n], &drafts[n]);
+        n++;
+    }
+    for (uint32_t i = 0; i < n && ok; i++)
+        put_draft(core, &s->namespaces[i], &drafts[i]);
+    while (!ok && n > 0)
+        undo_draft(core, &drafts[--n]);
+    if (ok)
+        put_settings(core, s);
+    kvq__deallocate(core, drafts, drafts ? bytes : 0);
+    return ok ? 0
+              : kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for the namespaces of new settings");
 }
 
 void kvq__namespaces_close(struct kvq__core *core)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvqd as a service: SIGHUP, the configuration while it runs, how it is ended, and what it tells
+systemd."""
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+import unittest
+
+from e2e_rig import BOUND, Daemon, Tokens, feed, kvq
+
+UID = os.geteuid()
+
+
+class Configured(unittest.TestCase):
+    """Tests with daemons of their own, which read a file that the test writes."""
+
+    def setUp(self):
+        self.folder = tempfile.mkdtemp(prefix="kvq-e2e-")
+        self.addCleanup(shutil.rmtree, self.folder)
+        self.path = os.path.join(self.folder, "kvqd.conf")
+
+    def write(self, text):
+        with open(self.path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def start(self, text, **options):
+        """A daemon that has read this text."""
+        self.write(text)
+        daemon = Daemon(config=self.path, **options)
+        self.addCleanup(daemon.stop)
+        return daemon
+
+    def hang_up(self, daemon, event="reloaded"):
+        """SIGHUP; waits for what came of it, and returns the log's lines since."""
+        before = len([x for x in daemon.lines if f"event={event} " in x])
+        at = len(daemon.lines)
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_log(f"event={event} ", before + 1)
+        daemon.status()  # lines that belong to it have come
+        return "\n".join(daemon.lines[at:])
+
+
+class Reloads(Configured):
+    def limits(self, daemon, ns):
+        return daemon.ctl("quota", "get", ns)["limit"]
+
+    def test_live_options(self):
+        """What the file says anew is in effect, while a step goes on."""
+        daemon = self.start("drain_ms = 5000\nmax_clients = 100\nlog_level = info\n")
+        with daemon.client() as client:
+            queue, tokens = client.queue(), Tokens(1, 20)
+            session = client.session(tokens.rows, "f16")
+            feed(queue, [tokens], [session], [10])
+            self.write("drain_ms = 6001\nmax_clients = 1\nlog_level = warn\n")
+            daemon.process.send_signal(signal.SIGHUP)
+            feed(queue, [tokens], [session], [10])
+            end = time.monotonic() + BOUND
+            while True:  # no line tells, at this level
+                try:
+                    daemon.client().close()
+                except kvq.Error as error:
+                    self.assertIn("max_clients", error.text)
+                    break
+                self.assertLess(time.monotonic(), end)
+            self.write("drain_ms = 6002\n")
+            lines = self.hang_up(daemon)
+            for words in ("drain_ms 6001 to 6002", "max_clients 1 to 256",
+                          "log_level warn to info"):
+                self.assertIn(words, lines)
+            daemon.client().close()
+        daemon.stop()
+        daemon.wait_log("event=drain_begin limit_ms=6002")
+
+    def test_flags_still_win(self):
+        daemon = self.start("drain_ms = 1\n", drain_ms=4000)
+        self.write("drain_ms = 2\n")
+        self.assertNotIn("drain_ms", self.hang_up(daemon))
+        daemon.stop()
+        daemon.wait_log("event=drain_begin limit_ms=4000")
+
+    def test_what_needs_a_restart(self):
+        """One line names it with both values, and the daemon keeps what it has."""
+        daemon = self.start("workers = 1\nspin_us = 10\n[format mine]\nbase = oscar2\n")
+        self.write("workers = 2\nspin_us = 20\nstorage_dir = /tmp/x\n[format mine]\nbase = int8\n")
+        lines = [x for x in self.hang_up(daemon).split("\n") if "event=needs_restart" in x]
+        self.assertEqual(len(lines), 1)
+        for words in ("workers 1 to 2", "storage_dir", "/tmp/x", "[format mine] there to another"):
+            self.assertIn(words, lines[0])
+        self.assertNotIn("spin_us", lines[0])
+        self.assertEqual(daemon.status()["workers"], 1)
+        with daemon.client() as client:
+            self.assertTrue(client.session(Tokens(1, 1).rows, "mine"))
+
+    def test_an_error_changes_nothing(self):
+        daemon = self.start("max_clients = 7\n[namespace a]\nuids = 1\nhost_bytes = 10mb\n")
+        for wrong, words in (("max_clients = 8\nwrokers = 1\n", ":2: wrokers is not known"),
+                             ("max_clients = many\n", "kvqd.conf:1: max_clients is"),
+                             ("max_clients = 8\nlog_file = /nonexistent/kvqd.log\n",
+                              "/nonexistent/kvqd.log"),
+                             ("max_clients = 8\nremote_bucket = b\n", "remote_bucket")):
+            self.write(wrong)
+            lines = self.hang_up(daemon, "reload_failed")
+            self.assertIn(words, lines)
+            self.assertIn("nothing has changed", lines)
+        os.unlink(self.path)
+        self.assertIn("cannot read it", self.hang_up(daemon, "reload_failed"))
+        self.write("max_clients = 9\n[namespace a]\nuids = 1\nhost_bytes = 10mb\n")
+        lines = self.hang_up(daemon)
+        self.assertIn('options="max_clients 7 to 9"', lines)
+
+    def test_namespaces(self):
+        """Limits and users of sections change, new sections come, and old ones wait for a restart.
+        Limits that were set at run time stay."""
+        daemon = self.start(f"host_bytes = 64mb\n[namespace a]\nuids = {UID + 1}\n"
+                            "host_bytes = 10mb\nmax_sessions = 5\n[namespace gone]\nuids = 7\n")
+        daemon.ctl("quota", "set", "a", "--sessions", "3")
+        with daemon.client() as client:
+            own = client.session(Tokens(1, 1).rows, "f16", name="x")
+            self.write(f"host_bytes = 32mb\n[namespace a]\nuids = {UID}, 12\nhost_bytes = 20mb\n"
+                       "max_sessions = 6\n[namespace b]\nuids = 8\nhost_bytes = 1mb\n")
+            lines = self.hang_up(daemon)
+            self.assertIn("[namespace a] host_bytes 10mb to 20mb", lines)
+            self.assertIn("[namespace b] not there to there", lines)
+            self.assertIn('needs_restart options="[namespace gone] there to not there"', lines)
+            a, b = self.limits(daemon, "a"), self.limits(daemon, "b")
+            self.assertEqual((a["host_bytes"], a["sessions"]), (20 << 20, 3))
+            self.assertEqual(b["host_bytes"], 1 << 20)
+            self.assertEqual(self.limits(daemon, f"uid-{UID}")["host_bytes"], 32 << 20)
+            daemon.ctl("quota", "delete", "a")
+            self.assertEqual(self.limits(daemon, "a")["sessions"], 6)
+            self.assertTrue(daemon.ctl("quota", "get", "gone"))
+            self.assertNotIn("[namespace a]", self.hang_up(daemon))  # nothing is new
+            own.drop()
+
+    def test_rotated_log(self):
+        """The file is opened again by its name; no line is lost, and no descriptor is left."""
+        log = os.path.join(self.folder, "kvqd.log")
+        daemon = self.start(f"log_file = {log}\n")
+        before = daemon.settled_fds()
+        for number in range(3):
+            os.rename(log, f"{log}.{number}")
+            daemon.process.send_signal(signal.SIGHUP)
+            self.wait_in(log, "event=reloaded ", daemon)
+            with open(f"{log}.{number}", encoding="utf-8") as old:
+                self.assertEqual(old.read().count("event=reloaded "), min(number, 1))
+        self.assertEqual(daemon.settled_fds(), before)
+        other = os.path.join(self.folder, "other.log")
+        self.write(f"log_file = {other}\n")
+        daemon.process.send_signal(signal.SIGHUP)
+        self.wait_in(other, "event=changed options=.*log_file", daemon)
+        self.write("")
+        self.hang_up(daemon)  # to stderr
+
+    def wait_in(self, path, pattern, daemon):
+        end = time.monotonic() + BOUND
+        while time.monotonic() < end:
+            daemon.status()
+            if os.path.exists(path):
+                with open(path, encoding="utf-8") as file:
+                    if re.search(pattern, file.read()):
+                        return
+        raise AssertionError(f"{path} never said {pattern!r}")
+
+    def test_many_signals(self):
+        """However fast they come, the last file is read."""
+        daemon = self.start("max_clients = 10\n")
+        for number in range(20):
+            self.write(f"max_clients = {20 + number}\n")
+            daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_log("max_clients .*to 39")
