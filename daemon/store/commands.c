@@ -386,6 +386,9 @@ static const struct command commands[] = {
     COMMAND(ASK_TRANSFER) = {.run = kvq__jobs_ask_transfer, .needs = DESK},
     COMMAND(CANCEL_TRANSFER) = {.run = kvq__jobs_cancel_transfer, .needs = REMOTE},
     COMMAND(REMOTE_STATUS) = {.run = kvq__jobs_remote_status, .needs = REMOTE},
+    COMMAND(GET_CONFIG) = {.run = kvq__jobs_get_config, .is_for_admins = always},
+    COMMAND(SET_CONFIG) = {.run = kvq__jobs_set_config, .is_for_admins = always},
+    COMMAND(RELOAD_CONFIG) = {.run = kvq__jobs_reload_config, .is_for_admins = always},
 };
 
 static const struct command *find_job_command(Kvq__Request__CommandCase command)

@@ -208,6 +208,13 @@ int kvq__jobs_tell_limits(struct kvq__jobs *jobs, char *text);
 // now. Waits.
 void kvq__jobs_count(struct kvq__task *task);
 
+// ---- settings.c ----
+
+// GET_CONFIG, SET_CONFIG and RELOAD_CONFIG. The last two wait.
+void kvq__jobs_get_config(struct kvq__task *task);
+void kvq__jobs_set_config(struct kvq__task *task);
+void kvq__jobs_reload_config(struct kvq__task *task);
+
 // ---- restore.c ----
 
 // OPEN_SESSION and RESTORE_SESSION. Both wait.

@@ -16,7 +16,11 @@
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
 
-enum { LOG_WORDS = 700 };
+enum {
+    LOG_WORDS = 700,
+    MOST_CHANGES = 256,     // in a reply,
+    MOST_BYTES = 48 * 1024, // and their texts
+};
 
 // Differences in words, for a line of the log; cut where they are too many.
 struct words {
@@ -30,6 +34,8 @@ struct kvq__change {
     struct kvq__core_settings *settings; // of next
     int log_fd;                          // where lines go from then on; -1: none
     struct words changed, restart;
+    Kvq__ConfigChanges *told; // the reply's; NULL: nobody is told
+    size_t told_bytes;
 };
 
 // ---- Beginning and ending ----
@@ -74,10 +80,53 @@ static void add_words(struct words *w, const struct kvq__config_change *change)
         w->text[w->used] = 0;
 }
 
+static void tell_change(struct kvq__change *c, const struct kvq__config_change *change)
+{
+    Kvq__ConfigChanges *told = c->told;
+    struct kvq_arena *arena = c->task->arena;
+    Kvq__ConfigChange *m = NULL;
+    size_t bytes = strlen(change->name) + strlen(change->before) + strlen(change->after) + 16;
+    bool fits = told->n_changed + told->n_needs_restart < MOST_CHANGES &&
+                c->told_bytes + bytes <= MOST_BYTES;
+    if (fits)
+        m = kvq_arena_alloc(arena, sizeof *m);
+    if (!m) {
+        told->left_out++;
+        return;
+    }
+    c->told_bytes += bytes;
+    kvq__config_change__init(m);
+    m->name = kvq_arena_text(arena, change->name);
+    m->before = kvq_arena_text(arena, change->before);
+    m->after = kvq_arena_text(arena, change->after);
+    if (change->live)
+        told->changed[told->n_changed++] = m;
+    else
+        told->needs_restart[told->n_needs_restart++] = m;
+}
+
 static void note_change(void *context, const struct kvq__config_change *change)
 {
     struct kvq__change *c = context;
     add_words(change->live ? &c->changed : &c->restart, change);
+    if (c->told)
+        tell_change(c, change);
+}
+
+// Makes the task's reply, if it has one, ready to be told of changes.
+static int open_reply(struct kvq__task *t)
+{
+    if (!t->reply)
+        return 0;
+    Kvq__ConfigChanges *told = kvq_arena_alloc(t->arena, sizeof *told);
+    Kvq__ConfigChange **lists = kvq_arena_alloc(t->arena, 2 * MOST_CHANGES * sizeof *lists);
+    if (!told || !lists)
+        return KVQ_E_NO_MEMORY;
+    kvq__config_changes__init(told);
+    told->changed = lists;
+    told->needs_restart = lists + MOST_CHANGES;
+    t->change->told = told;
+    return 0;
 }
 
 static void log_words(enum kvq_log_level level, const char *event, const char *what,
@@ -147,10 +196,17 @@ static void read_config(struct kvq__task *t)
         kvq__config_load(t->change->next, server->argc, server->argv, server->environment, t->text);
 }
 
+static void log_changes(const struct kvq__change *c)
+{
+    if (c->changed.used)
+        log_words(KVQ_LOG_INFO, "changed", "options", &c->changed);
+    if (c->restart.used)
+        log_words(KVQ_LOG_WARN, "needs_restart", "options", &c->restart);
+}
+
 static void log_reload(const struct kvq__task *t)
 {
     char quoted[KVQ_TEXT_BYTES + 16], path[KVQ_CONFIG_PATH + 16];
-    const struct kvq__change *c = t->change;
     const char *file = t->jobs->server->config.file;
     if (t->rc < 0) {
         kvq__log(KVQ_LOG_ERROR, "reload_failed", "error=%s text=\"nothing has changed\"",
@@ -159,29 +215,101 @@ static void log_reload(const struct kvq__task *t)
     }
     kvq__log(KVQ_LOG_INFO, "reloaded", "file=%s",
              kvq__log_quote(path, sizeof path, *file ? file : "none"));
-    if (c->changed.used)
-        log_words(KVQ_LOG_INFO, "changed", "options", &c->changed);
-    if (c->restart.used)
-        log_words(KVQ_LOG_WARN, "needs_restart", "options", &c->restart);
+    log_changes(t->change);
 }
 
-// Waits.
-static void reload(struct kvq__task *t)
+// Takes its turn, and is ready to change something; or task->rc < 0. Waits.
+static void begin_change(struct kvq__task *t)
 {
     kvq__task_take_turn_of(t, &t->jobs->limits.turns, "");
     t->change = change_new(t);
-    if (!t->change) {
-        snprintf(t->text, sizeof t->text, "no memory to read the configuration again");
-        t->rc = KVQ_E_NO_MEMORY;
-        kvq__log(KVQ_LOG_ERROR, "reload_failed", "error=\"%s\"", t->text);
-        return;
+    t->rc = t->change ? open_reply(t) : KVQ_E_NO_MEMORY;
+    if (t->rc < 0)
+        snprintf(t->text, sizeof t->text, "no memory to change the configuration");
+}
+
+static void end_change(struct kvq__task *t)
+{
+    struct kvq__change *c = t->change;
+    if (t->rc == 0 && c->told) {
+        c->told->file = kvq_arena_text(t->arena, t->jobs->server->config.file);
+        t->reply->config_changes = c->told;
+        t->reply->result_case = KVQ__REPLY__RESULT_CONFIG_CHANGES;
     }
-    kvq__task_at_work(t, read_config);
+    if (c)
+        change_free(c);
+    t->change = NULL;
+}
+
+void kvq__jobs_reload_config(struct kvq__task *t)
+{
+    begin_change(t);
+    if (t->rc == 0)
+        kvq__task_at_work(t, read_config);
     if (t->rc == 0)
         put_in_effect(t);
     log_reload(t);
-    change_free(t->change);
-    t->change = NULL;
+    end_change(t);
+}
+
+// ---- One option ----
+
+void kvq__jobs_set_config(struct kvq__task *t)
+{
+    const Kvq__SetConfig *set = t->request->set_config;
+    begin_change(t);
+    if (t->rc == 0)
+        t->rc = kvq__config_set(t->change->next, set->name, set->value, t->text);
+    if (t->rc == 0)
+        t->rc = kvq__config_resolve(t->change->next, t->text);
+    if (t->rc == 0)
+        put_in_effect(t);
+    if (t->rc == 0)
+        log_changes(t->change);
+    end_change(t);
+}
+
+static Kvq__ConfigOption *option_message(struct kvq_arena *arena,
+                                         const struct kvq__option_text *option)
+{
+    Kvq__ConfigOption *m = kvq_arena_alloc(arena, sizeof *m);
+    if (!m)
+        return NULL;
+    kvq__config_option__init(m);
+    m->name = kvq_arena_text(arena, option->name);
+    m->value = kvq_arena_text(arena, option->value);
+    m->initial = kvq_arena_text(arena, option->initial);
+    m->source = kvq_arena_text(arena, option->source);
+    m->live = option->live;
+    return m;
+}
+
+void kvq__jobs_get_config(struct kvq__task *t)
+{
+    const struct kvq_config *config = &t->jobs->server->config;
+    const char *name = t->request->get_config->name;
+    struct kvq__option_text option;
+    int only = *name ? kvq__config_find(name, t->text) : -1;
+    Kvq__ConfigReply *reply = kvq_arena_alloc(t->arena, sizeof *reply);
+    t->rc = *name && only < 0 ? only : 0;
+    Kvq__ConfigOption **list = kvq_arena_alloc(t->arena, KVQ_CONFIG_OPTIONS * sizeof *list);
+    if (t->rc < 0)
+        return;
+    t->rc = reply && list ? 0 : KVQ_E_NO_MEMORY;
+    if (t->rc < 0)
+        return;
+    kvq__config_reply__init(reply);
+    reply->options = list;
+    reply->file = kvq_arena_text(t->arena, config->file);
+    for (uint32_t i = only < 0 ? 0 : (uint32_t)only; kvq__config_option(config, i, &option); i++) {
+        Kvq__ConfigOption *m = option_message(t->arena, &option);
+        if (m)
+            list[reply->n_options++] = m;
+        if (only >= 0)
+            break;
+    }
+    t->reply->config = reply;
+    t->reply->result_case = KVQ__REPLY__RESULT_CONFIG;
 }
 
 // ---- For a signal ----
@@ -211,5 +339,5 @@ void kvq__jobs_reload(struct kvq__jobs *jobs)
     t->done = end_reload;
     t->doing = "reading the configuration again";
     jobs->reloading = true;
-    kvq__task_start(t, reload);
+    kvq__task_start(t, kvq__jobs_reload_config);
 }

@@ -5,11 +5,12 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 import unittest
 
-from e2e_rig import BOUND, Daemon, Tokens, feed, kvq
+from e2e_rig import BIN, BOUND, Daemon, Tokens, everybodys_kvqctl, feed, kvq
 
 UID = os.geteuid()
 
@@ -163,6 +164,84 @@ class Reloads(Configured):
                     if re.search(pattern, file.read()):
                         return
         raise AssertionError(f"{path} never said {pattern!r}")
+
+    def test_config_get(self):
+        """Every option with its value, its default, and where the value comes from."""
+        daemon = self.start("keep_seconds = 7\n", drain_ms=4000)
+        got = daemon.ctl("config", "get")
+        self.assertEqual(got["file"], self.path)
+        options = {o["name"]: o for o in got["options"]}
+        shown = subprocess.run([os.path.join(BIN, "kvqd"), "--print-config"], text=True,
+                               capture_output=True, timeout=BOUND, check=True).stdout
+        self.assertEqual(list(options), re.findall(r"^(\w+) =", shown, re.M))
+        for name, value, initial, source, live in (
+                ("keep_seconds", "7", "600", "file", True),
+                ("drain_ms", "4000", "5000", "flag", True),
+                ("spin_us", "1000", "1000", "default", True),
+                ("pool_bytes", "256mb", "0", "flag", False)):
+            self.assertEqual(options[name], {"name": name, "value": value, "initial": initial,
+                                             "source": source, "live": live})
+        self.assertEqual(daemon.ctl("config", "get", "keep-seconds")["options"],
+                         [options["keep_seconds"]])
+        status, _, complaint = daemon.ctl("config", "get", "keep_second", check=False)
+        self.assertEqual(status, 1)
+        self.assertIn("the nearest is keep_seconds", complaint)
+
+    def test_config_set(self):
+        """A live option changes until the next reload; others are refused with a sentence."""
+        daemon = self.start("max_clients = 7\n")
+        got = daemon.ctl("config", "set", "max_clients", "1")
+        self.assertEqual(got["changed"], [{"name": "max_clients", "before": "7", "after": "1"}])
+        with daemon.client(), self.assertRaises(kvq.Error):
+            daemon.client()
+        option, = daemon.ctl("config", "get", "max_clients")["options"]
+        self.assertEqual((option["value"], option["source"]), ("1", "command"))
+        for name, value, words in (("workers", "2", "takes effect only when kvqd starts"),
+                                   ("max_clients", "0", "allowed is 1 to 1024"),
+                                   ("max_client", "3", "the nearest is max_clients"),
+                                   ("log_file", "/nonexistent/log", "/nonexistent/log")):
+            status, _, complaint = daemon.ctl("config", "set", name, value, check=False)
+            self.assertEqual(status, 1)
+            self.assertIn(words, complaint)
+        self.assertEqual(daemon.ctl("config", "get", "max_clients")["options"], [option])
+        got = daemon.ctl("config", "reload")
+        self.assertEqual(got["changed"], [{"name": "max_clients", "before": "1", "after": "7"}])
+
+    def test_config_reload(self):
+        daemon = self.start("max_clients = 7\n")
+        self.write("max_clients = 8\nworkers = 5\n[namespace a]\nuids = 3\n")
+        got = daemon.ctl("config", "reload")
+        self.assertEqual([c["name"] for c in got["changed"]], ["max_clients", "[namespace a]"])
+        self.assertEqual([c["name"] for c in got["needs_restart"]], ["workers"])
+        self.write("max_clients = 9\nworkers = x\n")
+        status, _, complaint = daemon.ctl("config", "reload", check=False)
+        self.assertEqual(status, 1)
+        self.assertIn(f"{self.path}:2: workers is \"x\"", complaint)
+        daemon.wait_log("event=reload_failed")
+        option, = daemon.ctl("config", "get", "max_clients")["options"]
+        self.assertEqual(option["value"], "8")
+
+    def test_more_changes_than_a_reply_holds(self):
+        daemon = self.start("".join(f"[namespace n{i}]\nuids = {i + 1}\n" for i in range(120)))
+        self.write("".join(f"[namespace n{i}]\nuids = {i + 2}\ngids = 1\nhost_bytes = 1gb\n"
+                           for i in range(120)))
+        got = daemon.ctl("config", "reload")
+        self.assertEqual(len(got["changed"]) + got["left_out"], 360)
+        self.assertGreater(got["left_out"], 0)
+
+    @unittest.skipUnless(UID == 0, "asks as another user: needs root")
+    def test_config_is_for_administrators(self):
+        daemon = self.start("", runtime_mode="0755")
+        ctl = everybodys_kvqctl()
+        for words in (("get",), ("set", "drain_ms", "1"), ("reload",)):
+            done = subprocess.run([ctl, "--runtime-dir", daemon.directory, "config", *words],
+                                  capture_output=True, text=True, timeout=BOUND, user=4321)
+            self.assertEqual(done.returncode, 6, done.stderr)
+        daemon.ctl("config", "set", "admin_uids", "4321")
+        done = subprocess.run([ctl, "--runtime-dir", daemon.directory, "config", "get", "drain_ms"],
+                              capture_output=True, text=True, timeout=BOUND, user=4321)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, r"(?m)^drain_ms +5000 +5000 +default +live$")
 
     def test_many_signals(self):
         """However fast they come, the last file is read."""

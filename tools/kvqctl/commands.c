@@ -182,6 +182,24 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      "the formats that sessions can ask for by name",
      "Formats of the configuration first, layer by layer where layers differ. Names may also join\n"
      "built-in formats, or change them by suffixes and single stages; see docs/formats.md.\n"},
+    {{"config", "get"},
+     "[NAME]",
+     kvq__ctl_config_get,
+     "the configuration in effect, and where it comes from",
+     "All options, or the one of that name: value, default, where the value comes from (default,\n"
+     "file, environment, flag, or command: config set), and when a new value takes effect (live:\n"
+     "while the daemon runs). Only administrators may do this.\n"},
+    {{"config", "set"},
+     "NAME VALUE",
+     kvq__ctl_config_set,
+     "sets a live option until the next reload or restart",
+     "VALUE as in the configuration file. Only administrators may do this.\n"},
+    {{"config", "reload"},
+     NULL,
+     kvq__ctl_config_reload,
+     "reads the configuration again, and reopens the log",
+     "As SIGHUP does. Prints what has changed and what needs a restart. If the configuration has\n"
+     "an error, nothing changes. Only administrators may do this.\n"},
     {{"client", "list"}, NULL, kvq__ctl_client_list, "the engines that are connected", ""},
     {{"client", "kick"},
      "ID",

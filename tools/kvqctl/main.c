@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvqctl: administers kvqd from the command line. This file finds the command that the words name
 // and runs it; commands and options stand in tables (commands.c, options.c).
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -40,7 +41,7 @@ static bool begins_commands(const char *word)
     return false;
 }
 
-// What was probably meant: the words of a command, or of a group of commands; NULL: nothing is near.
+// What was probably meant: the words of a command, or of a group of them; NULL: nothing is near.
 static const char *nearest_command(char **words, int n)
 {
     static char nearest[64];
@@ -94,7 +95,8 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     }
     if (!command)
         return no_command(words, n);
-    if (n - used != count_arguments(command))
+    bool optional = command->argument && command->argument[0] == '[';
+    if (n - used != count_arguments(command) && !(optional && n == used))
         return kvq__ctl_bad_usage(command->argument ? "this command takes" : "too much behind",
                                   command->argument ? command->argument : words[used - 1]);
     return command->run(ctl, words + used);

@@ -141,7 +141,7 @@ void kvq__ctl_print_json_array(ProtobufCMessage *const *messages, size_t n)
 
 void kvq__ctl_print_json_message(const ProtobufCMessage *message)
 {
-    cJSON *json = json_of_message(message);
+    cJSON *json = kvq_json_of_message(message);
     char *text = cJSON_PrintUnformatted(json);
     printf("%s\n", text ? text : "null");
     cJSON_free(text);
