@@ -152,3 +152,55 @@ class Events(Test):
                                   user=65534, extra_groups=[], cwd="/")
         self.assertEqual(done.returncode, 6, done.stderr)
         self.assertIn("only root", done.stderr)
+
+
+class Watch(Test):
+    """--watch."""
+
+    def test_repeats(self):
+        """Again and again, with what has changed meanwhile; a signal ends it with status 0."""
+        ctl = Running(self.daemon, "session", "list", "--watch", "0.1")
+        self.assertEqual([ctl.out() for _ in range(3)], ["no sessions", "", "no sessions"])
+        with self.client.session(ROWS, "f16", name="seen") as session:
+            while " seen " not in ctl.out():
+                pass
+            session.drop()
+        while ctl.out() != "no sessions":
+            pass
+        self.assertEqual(ctl.end()[0], 0)
+
+    def wait_asking(self, pid):
+        """Until it waits for a reply, and not for the next look: it polls two descriptors then, the
+        daemon's and that of signals."""
+        end = time.monotonic() + BOUND
+        while time.monotonic() < end:
+            with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
+                words = file.read().split()
+            if len(words) > 2 and words[2] == "0x2":
+                return
+        raise AssertionError("kvqctl asks no more")
+
+    def test_ends_with_the_daemon(self):
+        """Whatever keeps it from going on is its exit status."""
+        with Daemon() as daemon:
+            ctl = Running(daemon, "client", "list", "--watch", "0.1", "--timeout", "500")
+            self.assertEqual(ctl.out(), "no clients")
+        status, _, complaint = ctl.wait()
+        self.assertEqual(status, 4, complaint)
+
+    def test_ends_while_it_waits(self):
+        """Also while the daemon does not answer."""
+        ctl = Running(self.daemon, "status", "--watch", "0.1", "--timeout", str(BOUND * 1000))
+        ctl.out()
+        self.daemon.pause()
+        try:
+            self.wait_asking(ctl.process.pid)
+            self.assertEqual(ctl.end(signal.SIGTERM)[0], 0)
+        finally:
+            self.daemon.process.send_signal(signal.SIGCONT)
+
+    def test_refused(self):
+        """Nothing that changes anything is repeated."""
+        status, _, complaint = self.daemon.ctl("session", "drop", "x", "--watch", "1", check=False)
+        self.assertEqual(status, 2)
+        self.assertIn("--watch is for status and lists, not for session drop", complaint)

@@ -144,10 +144,12 @@ static int receive_reply(struct kvq__ctl *ctl, uint32_t id, Kvq__Reply **reply)
     int64_t end = now_ms() + ctl->timeout_ms;
     for (;;) {
         int64_t left = end - now_ms();
-        int size =
-            kvq__transport_receive(ctl->transport, data, sizeof data, left > 0 ? (int)left : 0);
+        int size = kvq__transport_receive(ctl->transport, data, sizeof data,
+                                          left > 0 ? (int)left : 0, ctl->stop_fd);
         if (size == -EINTR && left > 0)
             continue;
+        if (size == -ECANCELED) // what was asked for is not wanted any more
+            return KVQ_EXIT_STOPPED;
         if (size == -ETIMEDOUT || size == -EINTR)
             return explain_silence(ctl);
         if (size < 0)

@@ -16,6 +16,7 @@ struct kvq__ctl_command {
     int (*run)(struct kvq__ctl *ctl, char **args);
     const char *about;
     const char *more; // for --help
+    bool repeats;     // takes --watch
 };
 
 extern const struct kvq__ctl_command kvq__ctl_commands[];

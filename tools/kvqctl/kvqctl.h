@@ -21,6 +21,7 @@ enum {
     KVQ_EXIT_NOT_FOUND = 5,  // no such session or client
     KVQ_EXIT_PERMISSION = 6, // this user may not
     KVQ_EXIT_PROBLEM = 7,    // doctor found a problem
+    KVQ_EXIT_STOPPED = -1,   // within kvqctl: the user ended a command that goes on
 };
 
 // Limits on the command line: bits of which are given, and each of them; 0: none.
@@ -46,6 +47,7 @@ struct kvq__ctl {
     const char *as;          // import, pull: another name; NULL: the file's, or the same
     const char *from;        // pull: the namespace on the remote store; NULL: the same
     const char *offline;     // verify: a folder that no daemon has; NULL: the daemon's
+    double watch;            // seconds until the command is run again; 0: it is run once
     const char *event_kinds; // events: "K,K"; NULL: all
     struct kvq__ctl_quota quota;
     int stop_fd; // readable once the user wants an end; -1: a signal ends the program
@@ -72,7 +74,8 @@ int kvq__ctl_explain_connection(const struct kvq__ctl *ctl, const char *path, in
 
 // From now on SIGINT and SIGTERM end nothing, but make ctl->stop_fd readable. An exit status.
 int kvq__ctl_catch_stop(struct kvq__ctl *ctl);
-bool kvq__ctl_stopped(const struct kvq__ctl *ctl);
+// Waits so long, or until the user wants an end. Whether that is so.
+bool kvq__ctl_wait(const struct kvq__ctl *ctl, double seconds);
 
 // A session by its name, in the namespace that was given. It points to both.
 Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name);

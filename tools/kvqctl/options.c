@@ -28,6 +28,8 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
      "top: seconds between two updates (default 2)"},
     {"count", "N", KVQ__CTL_ULONG, AT(count), 0, 1e9, "0 to 1000000000",
      "top, events: stop after N updates or events (default 0: never)"},
+    {"watch", "S", KVQ__CTL_REAL, AT(watch), 0.1, 3600, "0.1 to 3600 seconds",
+     "status, lists: again every S seconds, until Ctrl-C"},
     {"kind", "K[,K]", KVQ__CTL_TEXT, AT(event_kinds), 0, 0, NULL,
      "events: only those of these kinds"},
     {"shard", "N", KVQ__CTL_INT, AT(shard), 0, KVQ_MAX_SHARDS - 1, "0 to 63",

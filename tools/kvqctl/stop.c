@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ending a command that goes on: SIGINT and SIGTERM make a descriptor readable, so that whatever
 // waits can wait for them as well, and none comes between a look and a wait.
-#include <errno.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/signalfd.h>
-#include <time.h>
 
 #include "tools/kvqctl/kvqctl.h"
 
@@ -20,8 +18,8 @@ int kvq__ctl_catch_stop(struct kvq__ctl *ctl)
     return ctl->stop_fd < 0 ? KVQ_EXIT_FAILED : KVQ_EXIT_OK;
 }
 
-bool kvq__ctl_stopped(const struct kvq__ctl *ctl)
+bool kvq__ctl_wait(const struct kvq__ctl *ctl, double seconds)
 {
     struct pollfd stop = {.fd = ctl->stop_fd, .events = POLLIN};
-    return poll(&stop, 1, 0) > 0;
+    return poll(&stop, 1, (int)(seconds * 1000)) > 0;
 }

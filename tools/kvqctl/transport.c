@@ -120,12 +120,15 @@ int kvq__transport_send(struct kvq__transport *transport, const void *data, size
 }
 
 int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t capacity,
-                           int timeout_ms)
+                           int timeout_ms, int stop_fd)
 {
-    zmq_pollitem_t item = {.socket = transport->socket, .events = ZMQ_POLLIN};
-    int ready = zmq_poll(&item, 1, timeout_ms);
+    zmq_pollitem_t items[] = {{.socket = transport->socket, .events = ZMQ_POLLIN},
+                              {.fd = stop_fd, .events = ZMQ_POLLIN}};
+    int ready = zmq_poll(items, stop_fd < 0 ? 1 : 2, timeout_ms);
     if (ready < 0)
         return -zmq_errno();
+    if (stop_fd >= 0 && items[1].revents)
+        return -ECANCELED;
     if (ready == 0)
         return -ETIMEDOUT;
     int size = zmq_recv(transport->socket, data, capacity, ZMQ_DONTWAIT);

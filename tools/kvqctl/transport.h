@@ -24,9 +24,10 @@ void kvq__transport_close(struct kvq__transport **transport);
 int kvq__transport_send(struct kvq__transport *transport, const void *data, size_t size);
 
 // Receives one message of at most `capacity` bytes within the time. Returns its size, or
-// -ETIMEDOUT, -EMSGSIZE, -EINTR or another negative errno.
+// -ETIMEDOUT, -EMSGSIZE, -EINTR, -ECANCELED once stop_fd (-1: none) is readable, or another
+// negative errno.
 int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t capacity,
-                           int timeout_ms);
+                           int timeout_ms, int stop_fd);
 
 // The daemon's events.
 struct kvq__subscription;
