@@ -231,7 +231,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      "All options, or the one of that name: value, default, where the value comes from (default,\n"
      "file, environment, flag, or command: config set), and when a new value takes effect (live:\n"
      "while the daemon runs). Only administrators may do this.\n",
-     true},
+     false},
     {{"config", "set"},
      "NAME VALUE",
      kvq__ctl_config_set,

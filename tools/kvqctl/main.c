@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvqctl: administers kvqd from the command line. This file finds the command that the words name
 // and runs it; commands and options stand in tables (commands.c, options.c).
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
@@ -42,10 +40,11 @@ static bool begins_commands(const char *word)
     return false;
 }
 
-// What was probably meant: the words of a command, or of a group of them; NULL: nothing is near.
+// What was probably meant: the words of a command or of a group of them. NULL: nothing is near.
 static const char *nearest_command(char **words, int n)
 {
     static char nearest[64];
+    bool group = begins_commands(words[0]); // so the second word is the wrong one
     size_t least = SIZE_MAX;
     for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
         const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
@@ -54,7 +53,7 @@ static const char *nearest_command(char **words, int n)
         snprintf(given, sizeof given, "%s%s%s", words[0], two ? " " : "", two ? words[1] : "");
         const char *meant = two ? kvq__ctl_words(c) : c->words[0];
         size_t distance = kvq__ctl_distance(given, meant);
-        if (!kvq__ctl_resembles(given, meant) || distance >= least)
+        if (!kvq__ctl_resembles(given, meant) || distance >= least || (!two && group))
             continue;
         least = distance;
         snprintf(nearest, sizeof nearest, "%s", meant);
@@ -82,24 +81,6 @@ static int no_command(char **words, int n)
     return KVQ_EXIT_USAGE;
 }
 
-// Runs it again and again until the user ends it. A terminal shows the newest answer alone.
-static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, char **args)
-{
-    int result = kvq__ctl_catch_stop(ctl);
-    bool terminal = isatty(STDOUT_FILENO);
-    for (bool first = true; result == KVQ_EXIT_OK; first = false) {
-        if (terminal)
-            printf("\033[H\033[J");
-        else if (!first && !ctl->json)
-            printf("\n");
-        result = command->run(ctl, args);
-        fflush(stdout);
-        if (result == KVQ_EXIT_OK && kvq__ctl_wait(ctl, ctl->watch))
-            break;
-    }
-    return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
-}
-
 // "help session list" is "session list --help".
 static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
 {
@@ -118,10 +99,7 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     if (n - used != count_arguments(command) && !(optional && n == used))
         return kvq__ctl_bad_usage(command->argument ? "this command takes" : "too much behind",
                                   command->argument ? command->argument : words[used - 1]);
-    if (ctl->watch > 0 && !command->repeats)
-        return kvq__ctl_bad_usage("--watch is for status and lists, not for",
-                                  kvq__ctl_words(command));
-    return ctl->watch > 0 ? watch(ctl, command, words + used) : command->run(ctl, words + used);
+    return command->run(ctl, words + used);
 }
 
 int main(int argc, char **argv)
