@@ -2,26 +2,56 @@
 # What `cmake --install` lays down: the library with its headers and pkg-config file, the
 # programs, their manual pages, the configuration file and what systemd wants to know. Programs and
 # libraries are stripped on the way.
-install(CODE "set(CMAKE_INSTALL_DO_STRIP 1)")
-install(TARGETS kvqd kvqctl kvq-run kvq-bench kvq-codebook
-        RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+# Each line names its component, of which cmake/deb.cmake makes a Debian package.
+install(CODE "set(CMAKE_INSTALL_DO_STRIP 1)" ALL_COMPONENTS)
+install(TARGETS kvqd kvqctl RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT kvqd)
+install(TARGETS kvq-run kvq-bench kvq-codebook
+        RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT kvq-tools)
 
 set_target_properties(kvq PROPERTIES INSTALL_RPATH "")
-install(TARGETS kvq LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS kvq LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+        COMPONENT libkvq0 NAMELINK_COMPONENT libkvq-dev)
 if(TARGET kvq_gpu_images)
-    install(TARGETS kvq_gpu_images LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+    install(TARGETS kvq_gpu_images LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT libkvq0)
 endif()
-install(FILES client/kvq.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
-install(DIRECTORY client/kvq DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN *.h)
+install(FILES client/kvq.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT libkvq-dev)
+install(DIRECTORY client/kvq DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT libkvq-dev
+        FILES_MATCHING PATTERN *.h)
 # Relative to the file itself, so that the tree may be installed under any prefix.
 file(RELATIVE_PATH KVQ_PC_TO_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(packaging/kvq.pc.in ${CMAKE_BINARY_DIR}/kvq.pc @ONLY)
-install(FILES ${CMAKE_BINARY_DIR}/kvq.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+install(FILES ${CMAKE_BINARY_DIR}/kvq.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig
+        COMPONENT libkvq-dev)
 
-install(FILES docs/man/kvqctl.1 docs/man/kvq-run.1 docs/man/kvq-bench.1 docs/man/kvq-codebook.1
-        DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
-install(FILES docs/man/kvqd.8 DESTINATION ${CMAKE_INSTALL_MANDIR}/man8)
+# Installs a manual page of docs/man, compressed in a Debian package.
+function(kvq_install_page component name section)
+    set(page ${CMAKE_SOURCE_DIR}/docs/man/${name}.${section})
+    if(KVQ_DEB)
+        set(packed ${CMAKE_BINARY_DIR}/${name}.${section}.gz)
+        execute_process(COMMAND gzip -9nc ${page} OUTPUT_FILE ${packed} COMMAND_ERROR_IS_FATAL ANY)
+        set(page ${packed})
+    endif()
+    install(FILES ${page} DESTINATION ${CMAKE_INSTALL_MANDIR}/man${section} COMPONENT ${component})
+endfunction()
+kvq_install_page(kvqd kvqd 8)
+kvq_install_page(kvqd kvqctl 1)
+kvq_install_page(kvq-tools kvq-run 1)
+kvq_install_page(kvq-tools kvq-bench 1)
+kvq_install_page(kvq-tools kvq-codebook 1)
+
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)
-install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system)
-install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf)
-install(FILES packaging/kvqd.conf DESTINATION ${CMAKE_INSTALL_SYSCONFDIR})
+install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system COMPONENT kvqd)
+install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)
+set(kvq_conf packaging/kvqd.conf)
+if(KVQ_DEB) # what is saved when the daemon ends outlives an upgrade
+    file(READ packaging/kvqd.conf text)
+    string(REPLACE "# storage_dir =                ;" "storage_dir = /var/lib/kvqd    ;" text
+           "${text}")
+    set(kvq_conf ${CMAKE_BINARY_DIR}/kvqd.conf)
+    file(CONFIGURE OUTPUT ${kvq_conf} CONTENT "${text}" @ONLY)
+endif()
+set(kvq_conf_folder ${CMAKE_INSTALL_SYSCONFDIR}/kvqd)
+if(KVQ_DEB)
+    set(kvq_conf_folder ${CMAKE_INSTALL_FULL_SYSCONFDIR}/kvqd) # not below /usr
+endif()
+install(FILES ${kvq_conf} DESTINATION ${kvq_conf_folder} COMPONENT kvqd)

@@ -22,7 +22,7 @@ INSTALLED = (
     *(f"include/kvq/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "client", "kvq")))),
     "lib/libkvq.so", "lib/libkvq.so.0", "lib/pkgconfig/kvq.pc",
     "lib/systemd/system/kvqd.service",
-    "lib/sysusers.d/kvqd.conf", "etc/kvqd.conf", "share/man/man1/kvqctl.1",
+    "lib/sysusers.d/kvqd.conf", "etc/kvqd/kvqd.conf", "share/man/man1/kvqctl.1",
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
     "share/man/man8/kvqd.8",
 )
@@ -101,7 +101,7 @@ class Install:
         reader, writer = os.pipe()
         self.daemon = subprocess.Popen(
             [self.path("bin", "kvqd"), "--runtime-dir", self.runtime, "--pool-bytes", "256mb",
-             "--config", self.path("etc", "kvqd.conf"), "--ready-fd", str(writer)],
+             "--config", self.path("etc", "kvqd", "kvqd.conf"), "--ready-fd", str(writer)],
             pass_fds=[writer], stderr=subprocess.PIPE, text=True)
         os.close(writer)
         ready = os.read(reader, 64)

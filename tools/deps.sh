@@ -5,6 +5,7 @@
 #
 #   tools/deps.sh [build|test|full]   `build` is enough for the programs and the demo
 #   tools/deps.sh loop                what tools/loop.sh needs
+#   tools/deps.sh deb                 what tools/deb.sh needs
 #   tools/deps.sh cuda                the CUDA compiler for the GPU kernels, into build/cuda
 #   tools/deps.sh s3                  rclone, whose S3 server the remote tier is tested with, into
 #                                     build/s3
@@ -19,6 +20,7 @@ kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
     libsimde-dev
 )
+kvq_deb_packages=(dpkg-dev file)
 kvq_loop_packages=(ninja-build ccache clang-format-14)
 kvq_full_packages=(qemu-user python3-venv)
 kvq_cuda_packages=(g++ python3-pip)
@@ -36,6 +38,7 @@ kvq_missing_packages() {
     local wanted=("${kvq_build_packages[@]}") package
     [ "$1" = test ] || [ "$1" = full ] && wanted+=("${kvq_test_packages[@]}")
     [ "$1" = full ] && wanted+=("${kvq_full_packages[@]}")
+    [ "$1" = deb ] && wanted+=("${kvq_deb_packages[@]}")
     [ "$1" = loop ] && wanted+=("${kvq_loop_packages[@]}")
     [ "$1" = cuda ] && wanted=("${kvq_cuda_packages[@]}")
     for package in "${wanted[@]}"; do
@@ -116,12 +119,12 @@ kvq_install_s3() {
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     cd "$(dirname "$0")/.." || exit 1
     case "${1:-build}" in
-    build | loop | test | full) kvq_install_packages "${1:-build}" ;;
+    build | loop | deb | test | full) kvq_install_packages "${1:-build}" ;;
     cuda) kvq_install_cuda ;;
     s3) kvq_install_s3 ;;
-    -h | --help) sed -n '3,10s/^# \{0,1\}//p' "$0" ;;
+    -h | --help) sed -n '3,11s/^# \{0,1\}//p' "$0" ;;
     *)
-        echo "deps.sh: '$1' is none of build, loop, test, full, cuda, s3"
+        echo "deps.sh: '$1' is none of build, loop, deb, test, full, cuda, s3"
         exit 2
         ;;
     esac
