@@ -338,15 +338,21 @@ def _named(decoder, args, options):
     return dict(zip(inspect.signature(decoder.forward).parameters, args)) | options
 
 
+def cache_among(given):
+    """The cache among a call's arguments, which transformers names `cache` from 5.24 on."""
+    cache = given.get("cache")
+    return given.get("past_key_values") if cache is None else cache
+
+
 def _begins(decoder, args, options):
     given = _named(decoder, args, options)
-    cache = given.get("past_key_values")
+    cache = cache_among(given)
     if isinstance(cache, KvqCache):
         check_positions(given.get("position_ids"), given.get("attention_mask"))
         cache.state.begins(given.get("input_ids"))
 
 
 def _ended(decoder, args, options, output):
-    cache = _named(decoder, args, options).get("past_key_values")
+    cache = cache_among(_named(decoder, args, options))
     if isinstance(cache, KvqCache):
         cache.state.over(failed=output is None)

@@ -10,7 +10,7 @@ import transformers
 
 import kvq
 
-from .cache import KvqCache
+from .cache import KvqCache, cache_among
 from .table import Table
 
 
@@ -76,7 +76,7 @@ class _Attached:
             done = plain.generate(inputs, generation_config, *rest, past_key_values=cache, **given)
             return done
         finally:
-            if getattr(done, "past_key_values", None) is not cache:
+            if not any(getattr(done, name, None) is cache for name in ("cache", "past_key_values")):
                 cache.close()
 
 
@@ -98,7 +98,7 @@ class _Asked:
     def makes_its_own(self):
         """A cache was given, or is asked for by another name; generate() or kvq's attention says
         what is wrong with it."""
-        return self.given.get("past_key_values") is not None \
+        return cache_among(self.given) is not None \
             or self.option("cache_implementation") is not None \
             or self.option("use_cache") is False
 
