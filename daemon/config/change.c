@@ -122,7 +122,8 @@ static void compare_namespaces(const struct kvq_config *a, const struct kvq_conf
                          c);
 }
 
-static const struct kvq__own_format *find_format(const struct kvq_config *config, const char *name)
+static const struct kvq__own_format *find_same_format(const struct kvq_config *config,
+                                                      const char *name)
 {
     for (uint32_t i = 0; i < config->n_formats; i++)
         if (strcmp(config->own_formats[i].name, name) == 0)
@@ -133,8 +134,8 @@ static const struct kvq__own_format *find_format(const struct kvq_config *config
 static bool same_format(const struct kvq_config *a, const struct kvq_config *b, const char *name)
 {
     char was[KVQ_FORMAT_SECTION], is[KVQ_FORMAT_SECTION];
-    kvq__format_section(was, sizeof was, a, (uint32_t)(find_format(a, name) - a->own_formats));
-    kvq__format_section(is, sizeof is, b, (uint32_t)(find_format(b, name) - b->own_formats));
+    kvq__format_section(was, sizeof was, a, (uint32_t)(find_same_format(a, name) - a->own_formats));
+    kvq__format_section(is, sizeof is, b, (uint32_t)(find_same_format(b, name) - b->own_formats));
     return strcmp(was, is) == 0;
 }
 
@@ -145,13 +146,13 @@ static void compare_formats(const struct kvq_config *a, const struct kvq_config 
     c->live = false;
     for (uint32_t i = 0; i < b->n_formats; i++) {
         const char *name = b->own_formats[i].name;
-        if (!find_format(a, name))
+        if (!find_same_format(a, name))
             tell_section("format", name, "not there", "there", tell, context, c);
         else if (!same_format(a, b, name))
             tell_section("format", name, "there", "another", tell, context, c);
     }
     for (uint32_t i = 0; i < a->n_formats; i++)
-        if (!find_format(b, a->own_formats[i].name))
+        if (!find_same_format(b, a->own_formats[i].name))
             tell_section("format", a->own_formats[i].name, "there", "not there", tell, context, c);
 }
 

@@ -233,7 +233,7 @@ static void put_ids(struct out *out, const struct kvq_config_ids *ids)
         put(out, "%s%u", i ? ", " : "", ids->id[i]);
 }
 
-static void put_number(struct out *out, const struct kvq__option *o, uint64_t number)
+static void put_whole(struct out *out, const struct kvq__option *o, uint64_t number)
 {
     char value[32];
     if (o->type == KVQ_OPTION_WORD)
@@ -251,8 +251,8 @@ static void put_value(struct out *out, const struct kvq_config *config, const st
     else if (o->type == KVQ_OPTION_IDS)
         put_ids(out, (const struct kvq_config_ids *)field);
     else
-        put_number(out, o,
-                   o->size == sizeof(bool) ? *(const bool *)field : *(const uint64_t *)field);
+        put_whole(out, o,
+                  o->size == sizeof(bool) ? *(const bool *)field : *(const uint64_t *)field);
 }
 
 void kvq__option_value(char *text, size_t size, const struct kvq_config *config,
@@ -270,7 +270,7 @@ void kvq__option_initial(char *text, size_t size, const struct kvq__option *o)
     if (o->type == KVQ_OPTION_TEXT)
         put(&out, "%s", o->initial_text);
     else if (o->type != KVQ_OPTION_IDS)
-        put_number(&out, o, o->initial);
+        put_whole(&out, o, o->initial);
 }
 
 const char *kvq__source_name(uint8_t source)

@@ -81,7 +81,7 @@ static void run_list(struct kvq__http_ask *ask)
 }
 
 // Room for KVQ__HTTP_NAMESPACES more elements. False: there is no memory.
-static bool grow(void **array, uint32_t n, uint32_t *room, size_t bytes)
+static bool make_room_in(void **array, uint32_t n, uint32_t *room, size_t bytes)
 {
     if (n + KVQ__HTTP_NAMESPACES <= *room)
         return true;
@@ -250,9 +250,10 @@ static bool write_answer(struct kvq__http_ask *ask)
 static bool make_room(struct gathering *g)
 {
     struct kvq__snapshot *s = &g->snapshot;
-    return grow((void **)&s->namespaces, s->n_namespaces, &s->room_namespaces,
-                sizeof *s->namespaces) &&
-           grow((void **)&s->prefixes, s->n_prefixes, &s->room_prefixes, sizeof *s->prefixes);
+    return make_room_in((void **)&s->namespaces, s->n_namespaces, &s->room_namespaces,
+                        sizeof *s->namespaces) &&
+           make_room_in((void **)&s->prefixes, s->n_prefixes, &s->room_prefixes,
+                        sizeof *s->prefixes);
 }
 
 static void send_next(struct kvq__http *http)
@@ -337,7 +338,7 @@ void kvq__http_ask_leave(struct kvq__http_ask *ask)
     free_ask(ask);
 }
 
-static void give_up(struct kvq__http_ask *ask, uint64_t since)
+static void let_wait_no_more(struct kvq__http_ask *ask, uint64_t since)
 {
     if (ask->late || !ask->connection || ask->asked_ns > since)
         return;
@@ -351,9 +352,9 @@ void kvq__http_ask_tick(struct kvq__http *http)
     const uint64_t since = kvq_now_ns() - KVQ__HTTP_PATIENCE_MS * 1000000ull;
     struct kvq__http_ask *ask, *next;
     if (http->asking.current)
-        give_up(http->asking.current, since);
+        let_wait_no_more(http->asking.current, since);
     for (ask = TAILQ_FIRST(&http->asking.waiting); ask; ask = next) {
         next = TAILQ_NEXT(ask, link);
-        give_up(ask, since);
+        let_wait_no_more(ask, since);
     }
 }

@@ -54,7 +54,7 @@ static void on_ready(uv_poll_t *poll, int status, int events)
     run_http(poll->data);
 }
 
-static void on_tick(uv_timer_t *timer)
+static void on_late_tick(uv_timer_t *timer)
 {
     kvq__http_ask_tick(timer->data);
 }
@@ -290,9 +290,9 @@ static enum MHD_Result ask_core(struct kvq__http *h, struct MHD_Connection *conn
     return MHD_YES;
 }
 
-static enum MHD_Result take_request(struct kvq__http *h, struct MHD_Connection *connection,
-                                    const struct kvq__http_guest *guest, const char *path,
-                                    const char *method, struct kvq__http_ask **ask)
+static enum MHD_Result route_request(struct kvq__http *h, struct MHD_Connection *connection,
+                                     const struct kvq__http_guest *guest, const char *path,
+                                     const char *method, struct kvq__http_ask **ask)
 {
     const struct route *route = NULL;
     struct kvq__peer peer = guest->peer;
@@ -366,7 +366,7 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
         ask->text = (struct kvq__http_text){0};
         return answer(connection, ask->status, ask->type, text);
     }
-    return take_request(h, connection, guest, path, method, (struct kvq__http_ask **)request);
+    return route_request(h, connection, guest, path, method, (struct kvq__http_ask **)request);
 }
 
 static void on_completed(void *context, struct MHD_Connection *connection, void **request,
@@ -381,8 +381,8 @@ static void on_completed(void *context, struct MHD_Connection *connection, void 
 
 // ---- Connections ----
 
-static void on_connection(void *context, struct MHD_Connection *connection, void **own,
-                          enum MHD_ConnectionNotificationCode code)
+static void on_guest(void *context, struct MHD_Connection *connection, void **own,
+                     enum MHD_ConnectionNotificationCode code)
 {
     struct kvq__http *h = context;
     struct kvq__http_guest *guest = guest_of(h, connection);
@@ -407,7 +407,7 @@ static bool has_room(const struct kvq__http *h, bool local, const struct kvq__pe
                                  : kvq__share_allows(own, 1, all, KVQ__HTTP_MOST);
 }
 
-static void enter(struct kvq__http *h, int fd, bool local)
+static void admit(struct kvq__http *h, int fd, bool local)
 {
     static const struct sockaddr_un nowhere = {.sun_family = AF_UNIX};
     struct kvq__http_guest *guest = calloc(1, sizeof *guest);
@@ -439,12 +439,12 @@ static void enter(struct kvq__http *h, int fd, bool local)
 
 static void on_local(void *context, int fd)
 {
-    enter(context, fd, true);
+    admit(context, fd, true);
 }
 
 static void on_loopback(void *context, int fd)
 {
-    enter(context, fd, false);
+    admit(context, fd, false);
 }
 
 // ---- Opening and closing ----
@@ -541,7 +541,7 @@ static int open_daemon(struct kvq__http *h, char *text)
     h->daemon = MHD_start_daemon(
         MHD_USE_EPOLL | MHD_USE_NO_LISTEN_SOCKET | MHD_ALLOW_SUSPEND_RESUME, 0, NULL, NULL,
         on_request, h, MHD_OPTION_NOTIFY_COMPLETED, on_completed, h, MHD_OPTION_NOTIFY_CONNECTION,
-        on_connection, h, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)KVQ__HTTP_IDLE_SECONDS,
+        on_guest, h, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)KVQ__HTTP_IDLE_SECONDS,
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)KVQ__HTTP_MEMORY, MHD_OPTION_CONNECTION_LIMIT,
         (unsigned)(2 * KVQ__HTTP_MOST), MHD_OPTION_END);
     const union MHD_DaemonInfo *info =
@@ -551,7 +551,7 @@ static int open_daemon(struct kvq__http *h, char *text)
         uv_timer_init(&h->server->loop, &h->tick);
         h->poll.data = h->timer.data = h->tick.data = h;
         uv_poll_start(&h->poll, UV_READABLE, on_ready);
-        uv_timer_start(&h->tick, on_tick, TICK_MS, TICK_MS);
+        uv_timer_start(&h->tick, on_late_tick, TICK_MS, TICK_MS);
         h->open = true;
         return 0;
     }

@@ -169,7 +169,7 @@ static void open_log(struct kvq__task *t)
 }
 
 // Puts task->change->next in effect, or none of it. Waits.
-static void put_in_effect(struct kvq__task *t)
+static void apply_settings(struct kvq__task *t)
 {
     struct kvq__change *c = t->change;
     const struct kvq_config *running = &t->jobs->server->config;
@@ -228,7 +228,7 @@ static void begin_change(struct kvq__task *t)
         snprintf(t->text, sizeof t->text, "no memory to change the configuration");
 }
 
-static void end_change(struct kvq__task *t)
+static void end_settings(struct kvq__task *t)
 {
     struct kvq__change *c = t->change;
     if (t->rc == 0 && c->told) {
@@ -247,9 +247,9 @@ void kvq__jobs_reload_config(struct kvq__task *t)
     if (t->rc == 0)
         kvq__task_at_work(t, read_config);
     if (t->rc == 0)
-        put_in_effect(t);
+        apply_settings(t);
     log_reload(t);
-    end_change(t);
+    end_settings(t);
 }
 
 // ---- One option ----
@@ -263,10 +263,10 @@ void kvq__jobs_set_config(struct kvq__task *t)
     if (t->rc == 0)
         t->rc = kvq__config_resolve(t->change->next, t->text);
     if (t->rc == 0)
-        put_in_effect(t);
+        apply_settings(t);
     if (t->rc == 0)
         log_changes(t->change);
-    end_change(t);
+    end_settings(t);
 }
 
 static Kvq__ConfigOption *option_message(struct kvq_arena *arena,

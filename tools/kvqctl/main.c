@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
@@ -81,6 +82,24 @@ static int no_command(char **words, int n)
     return KVQ_EXIT_USAGE;
 }
 
+// Runs it again and again until the user ends it. A terminal shows the newest answer alone.
+static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, char **args)
+{
+    int result = kvq__ctl_catch_stop(ctl);
+    bool terminal = isatty(STDOUT_FILENO);
+    for (bool first = true; result == KVQ_EXIT_OK; first = false) {
+        if (terminal)
+            printf("\033[H\033[J");
+        else if (!first && !ctl->json)
+            printf("\n");
+        result = command->run(ctl, args);
+        fflush(stdout);
+        if (result == KVQ_EXIT_OK && kvq__ctl_wait(ctl, ctl->watch))
+            break;
+    }
+    return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
+}
+
 // "help session list" is "session list --help".
 static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
 {
@@ -99,7 +118,10 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     if (n - used != count_arguments(command) && !(optional && n == used))
         return kvq__ctl_bad_usage(command->argument ? "this command takes" : "too much behind",
                                   command->argument ? command->argument : words[used - 1]);
-    return command->run(ctl, words + used);
+    if (ctl->watch > 0 && !command->repeats)
+        return kvq__ctl_bad_usage("--watch is for status and lists, not for",
+                                  kvq__ctl_words(command));
+    return ctl->watch > 0 ? watch(ctl, command, words + used) : command->run(ctl, words + used);
 }
 
 int main(int argc, char **argv)

@@ -12,7 +12,7 @@
 // ---- Life ----
 
 // Makes only what an earlier attempt has not made: see kvq__work_stream_get.
-static int open_gpu_streams(struct kvq__work_stream *stream)
+static int open_own_streams(struct kvq__work_stream *stream)
 {
     const struct kvq_gpu_driver *d = kvq__gpu_driver(stream->gpu);
     int result = kvq__gpu_enter(stream->gpu);
@@ -115,7 +115,7 @@ static int stream_open(struct kvq__work_stream *stream)
         stream->held = kvq__allocate(core, KVQ__WORK_STREAM_HELD * sizeof *stream->held);
     if (!stream->pending || !stream->held)
         return KVQ_E_NO_MEMORY;
-    int result = open_gpu_streams(stream);
+    int result = open_own_streams(stream);
     result = result ? result : open_stream_memory(stream);
     stream->ready = result == KVQ_GPU_OK;
     return result ? kvq__gpu_failed(stream->gpu, result, "making a client's stream") : 0;
