@@ -602,11 +602,12 @@ void kvq__http_end(struct kvq__http *h)
     kvq__door_close(&h->local);
     kvq__door_close(&h->loopback);
     // Suspended connections have to go on before libmicrohttpd can end.
-    if (h->asking.current && h->asking.current->connection)
+    if (h->asking.current && h->asking.current->connection && !h->asking.current->late)
         MHD_resume_connection(h->asking.current->connection);
     for (ask = TAILQ_FIRST(&h->asking.waiting); ask; ask = next) {
         next = TAILQ_NEXT(ask, link);
-        MHD_resume_connection(ask->connection);
+        if (!ask->late)
+            MHD_resume_connection(ask->connection);
     }
     h->open = false;
     uv_poll_stop(&h->poll);
