@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 enum {
-    KVQ__FILES_NEEDED = 64, // kvqd starts with no lower limit
+    KVQ__FILES_NEEDED = 72, // kvqd starts with no lower limit
     KVQ__FILES_SPARE = 8,   // for the store and libraries: nothing that users cause takes these
     KVQ__FILES_KEPT_LEAST = 23,
     KVQ__FILES_KEPT_MOST = 256,

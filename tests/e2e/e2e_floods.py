@@ -13,7 +13,7 @@ import numpy as np
 
 from e2e_rig import BOUND, ROUNDING, Child, Daemon, everybodys_kvqctl, kvq
 
-LIMITS = [int(x) for x in os.environ.get("KVQ_FLOOD_LIMITS", "64 256 2048").split()]
+LIMITS = [int(x) for x in os.environ.get("KVQ_FLOOD_LIMITS", "72 256 2048").split()]
 FULL = os.environ.get("KVQ_FULL") == "1"
 ROOT = os.geteuid() == 0
 FLOODER, VICTIM = (60001, 60002) if ROOT else (os.geteuid(), os.geteuid())
@@ -111,7 +111,7 @@ class Floods(unittest.TestCase):
                 self.look(daemon, victim)
                 if ROOT:  # somebody else still gets what one needs to work
                     other = Child("open_queues", daemon.directory, 60003, 1, 1)
-                    self.assertEqual(other.hear()["queues"], 1 if limit > 64 else 0)
+                    self.assertEqual(other.hear()["queues"], 1 if limit > 72 else 0)
                     other.tell()
                     self.assertEqual(other.close(), 0)
                 self.settle(daemon, child, before)
@@ -134,7 +134,7 @@ class Floods(unittest.TestCase):
 
     def test_a_flood_that_never_ends(self):
         """Connections come and go as fast as somebody can make them; some speak a little ZMTP."""
-        daemon = self.start(64)
+        daemon = self.start(72)
         victim = self.victim(daemon)
         child, _ = self.flood("come_and_go", daemon)
         for _ in range(300 if FULL else 10):
