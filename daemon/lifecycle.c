@@ -26,7 +26,7 @@
 #include "daemon/store/store.h"
 #include "proto/ring.h"
 
-enum { DRAIN_LOOK_MS = 20, LONGEST_PID = 16 };
+enum { DRAIN_LOOK_MS = 20, FAREWELL_NS = 1000000000, LONGEST_PID = 16 };
 
 // ---- The runtime directory ----
 
@@ -334,12 +334,41 @@ int kvq__server_open(struct kvq__server *server, char *text)
 
 static void drain_look(struct kvq__server *server);
 
-// Sessions are saved, too; however long that takes, a second signal ends it.
-static void drain_end(struct kvq__server *server)
+static void leave(struct kvq__server *server)
 {
+    uv_timer_stop(&server->drain_timer);
     if (server->drained)
         server->drained(server);
     server->drained = NULL;
+}
+
+// Those who have asked how far the end is may ask once more.
+static void on_farewell(uv_timer_t *timer)
+{
+    struct kvq__server *server = timer->data;
+    if (kvq_now_ns() >= server->drain_until_ns || !kvq__control_awaited(server->control))
+        leave(server);
+}
+
+static void drain_end(struct kvq__server *server)
+{
+    server->drain.phase = KVQ__DRAIN_OVER;
+    server->drain.unsaved = 0;
+    if (!kvq__control_awaited(server->control)) {
+        leave(server);
+        return;
+    }
+    server->drain_until_ns = kvq_now_ns() + FAREWELL_NS;
+    uv_timer_start(&server->drain_timer, on_farewell, DRAIN_LOOK_MS, DRAIN_LOOK_MS);
+}
+
+// Sessions are saved, too; however long that takes, a second signal ends it.
+static void drain_save(struct kvq__server *server, bool complete)
+{
+    uv_timer_stop(&server->drain_timer);
+    server->drain.phase = KVQ__DRAIN_SAVES;
+    server->drain.complete = complete;
+    kvq__jobs_drain(server->jobs, drain_end);
 }
 
 static void drain_answer(struct kvq__mail *mail)
@@ -347,12 +376,10 @@ static void drain_answer(struct kvq__mail *mail)
     struct kvq__server *server =
         (struct kvq__server *)((char *)mail - offsetof(struct kvq__server, drain_mail));
     server->drain_asked = false;
-    if (!server->core_idle || !server->drained ||
-        !uv_is_active((uv_handle_t *)&server->drain_timer))
+    if (!server->core_idle || !server->drained || server->drain.phase != KVQ__DRAIN_STEPS)
         return;
-    uv_timer_stop(&server->drain_timer);
     kvq__log(KVQ_LOG_INFO, "drained", "complete=yes");
-    kvq__jobs_drain(server->jobs, drain_end);
+    drain_save(server, true);
 }
 
 // Poller's thread.
@@ -373,10 +400,9 @@ static void on_drain_timer(uv_timer_t *timer)
 static void drain_look(struct kvq__server *server)
 {
     if (kvq_now_ns() >= server->drain_until_ns && server->drained) {
-        uv_timer_stop(&server->drain_timer);
         kvq__log(KVQ_LOG_WARN, "drained", "complete=no after_ms=%llu",
                  (unsigned long long)server->config.drain_ms);
-        kvq__jobs_drain(server->jobs, drain_end);
+        drain_save(server, false);
     } else if (!server->drain_asked) {
         server->drain_asked = true;
         kvq__mailbox_post(kvq__poller_box(server->poller), &server->drain_mail, drain_ask);

@@ -19,6 +19,7 @@
 #include "daemon/store/store.h"
 #include "proto/status.h"
 
+enum { QUIT_MS = 50 };
 enum { ECHO_NS = 200000000 }; // a signal this soon after another is the same one, told twice
 
 static const int ends[] = {SIGTERM, SIGINT};
@@ -28,6 +29,7 @@ static struct kvq__server server;
 static uv_signal_t watchers[ENDS], hangup;
 static bool hangup_ignored; // from the start on
 static uv_poll_t lifetime;
+static uv_timer_t quit;
 static uint64_t asked_ns; // when it was first asked to end; 0: not yet
 static bool stop;
 
@@ -51,6 +53,27 @@ static void on_signal(uv_signal_t *handle, int number)
     asked_ns = now;
     kvq__log(KVQ_LOG_INFO, "signal", "signal=%d", number);
     kvq__server_drain(&server);
+}
+
+static void on_quit(uv_timer_t *timer)
+{
+    (void)timer;
+    _exit(1);
+}
+
+// kvqctl. The reply that is to say so gets a moment to leave.
+static void on_asked(struct kvq__server *s, bool now)
+{
+    if (now) {
+        kvq__log(KVQ_LOG_WARN, "quit", "reason=\"kvqctl shutdown --now\"");
+        uv_timer_start(&quit, on_quit, QUIT_MS, 0);
+        return;
+    }
+    if (asked_ns)
+        return;
+    asked_ns = kvq_now_ns();
+    kvq__log(KVQ_LOG_INFO, "asked_to_end", "reason=kvqctl");
+    kvq__server_drain(s);
 }
 
 static void on_hangup(uv_signal_t *handle, int number)
@@ -207,6 +230,8 @@ static int serve_until_stopped(char *text)
     error = error ? error : watch_lifetime(text);
     if (error == 0) {
         server.drained = on_drained;
+        uv_timer_init(&server.loop, &quit);
+        server.end = on_asked;
         tell_ready();
         while (!stop)
             uv_run(&server.loop, UV_RUN_DEFAULT);

@@ -45,6 +45,7 @@ struct back {
     uint64_t serial; // never used twice
     struct kvq__peer peer;
     uint32_t requests; // under way
+    bool awaits;       // the daemon's end
     void *router;
     uv_poll_t poll;
 };
@@ -237,6 +238,9 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
                                  .reply = &e->reply,
                                  .peer = &e->peer,
                                  .done = task_done};
+    struct back *b = find_back(c, e->sender.back);
+    if (b && e->peer.admin && e->request->command_case == KVQ__REQUEST__COMMAND_DRAIN)
+        b->awaits = true;
     assert(c->n_tasks < MOST_ERRANDS);
     c->n_tasks++;
     LIST_INSERT_HEAD(&c->tasks, e, link);
@@ -553,6 +557,14 @@ void kvq__control_end(struct kvq__control *c)
     uv_close((uv_handle_t *)&c->prepare, NULL);
     uv_close((uv_handle_t *)&c->check, NULL);
     uv_close((uv_handle_t *)&c->idle, NULL);
+}
+
+bool kvq__control_awaited(const struct kvq__control *c)
+{
+    for (uint32_t i = 0; c && i < KVQ__FRONT_MOST; i++)
+        if (c->backs[i] && c->backs[i]->awaits)
+            return true;
+    return false;
 }
 
 bool kvq__control_idle(const struct kvq__control *c)

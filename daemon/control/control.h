@@ -11,6 +11,8 @@ int kvq__control_open(struct kvq__server *server, struct kvq__control **control,
 void kvq__control_publish(struct kvq__control *control, const Kvq__Event *event);
 // Stops listening and closes its handles in the loop.
 void kvq__control_end(struct kvq__control *control);
+// Whether a connection that has asked for the daemon's end, or how far it is, is still there.
+bool kvq__control_awaited(const struct kvq__control *control);
 // True once nothing of it is at the poller any more.
 bool kvq__control_idle(const struct kvq__control *control);
 void kvq__control_free(struct kvq__control **control); // after the loop; NULL is fine

@@ -33,6 +33,14 @@ struct kvq__identity {
     bool stores; // sessions, in a folder
 };
 
+// How far the daemon's end is.
+enum kvq__drain_phase { KVQ__DRAIN_STEPS, KVQ__DRAIN_SAVES, KVQ__DRAIN_OVER };
+struct kvq__drain_state {
+    enum kvq__drain_phase phase;
+    bool complete; // all steps and requests have ended; known from KVQ__DRAIN_SAVES on
+    uint32_t saved, not_saved, unsaved;
+};
+
 struct kvq__server {
     struct kvq_config config;
     int argc; // the command line and the environment, for when the configuration is read again
@@ -61,6 +69,8 @@ struct kvq__server {
     // While closing: the GPU work of so many clients never ends, and the process has to end without
     // waiting for them. NULL: it waits.
     void (*stuck)(uint32_t clients);
+    // Begins the daemon's end if it has not begun, or ends it at once. NULL: nobody can.
+    void (*end)(struct kvq__server *server, bool now);
     int lock_fd; // held while the runtime directory is ours
     bool draining;
     // Called once when draining is over: no request is under way, or the time is up.
@@ -70,6 +80,7 @@ struct kvq__server {
     struct kvq__mail drain_mail;
     bool drain_asked; // the poller has the mail
     bool core_idle;   // its answer
+    struct kvq__drain_state drain;
 };
 
 // Whether a user may see and end everything: root, the daemon's own user, config.admin_uids.

@@ -317,6 +317,24 @@ static void export_session(struct kvq__task *t)
         kvq__task_at_work(t, export_to_file);
 }
 
+static void drain_daemon(struct kvq__task *t)
+{
+    struct kvq__server *server = t->jobs->server;
+    Kvq__DrainReply *r = kvq_arena_alloc(t->arena, sizeof *r);
+    t->rc = !r ? KVQ_E_NO_MEMORY : server->end ? 0 : KVQ_E_UNSUPPORTED;
+    if (t->rc < 0)
+        return;
+    server->end(server, t->request->drain->now);
+    kvq__drain_reply__init(r);
+    r->phase = server->drain.phase;
+    r->complete = server->drain.complete;
+    r->saved = server->drain.saved;
+    r->not_saved = server->drain.not_saved;
+    r->unsaved = server->drain.unsaved;
+    t->reply->drain = r;
+    t->reply->result_case = KVQ__REPLY__RESULT_DRAIN;
+}
+
 // ---- The table ----
 
 // DESK: the remote store. REMOTE: that as well, and a daemon that is not shutting down.
@@ -388,6 +406,7 @@ static const struct command commands[] = {
     COMMAND(REMOTE_STATUS) = {.run = kvq__jobs_remote_status, .needs = REMOTE},
     COMMAND(GET_CONFIG) = {.run = kvq__jobs_get_config, .is_for_admins = always},
     COMMAND(SET_CONFIG) = {.run = kvq__jobs_set_config, .is_for_admins = always},
+    COMMAND(DRAIN) = {.run = drain_daemon, .is_for_admins = always},
     COMMAND(RELOAD_CONFIG) = {.run = kvq__jobs_reload_config, .is_for_admins = always},
 };
 

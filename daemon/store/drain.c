@@ -174,6 +174,7 @@ static void give_up(struct drain *d, const struct kvq__unsaved *u, const char *t
         d->room_given = room;
     }
     d->given[d->n_given++] = *u;
+    d->task.jobs->server->drain.not_saved = d->n_given;
 }
 
 static void end_one(struct drain *d, struct kvq__task *t)
@@ -186,6 +187,8 @@ static void end_one(struct drain *d, struct kvq__task *t)
     } else if (t->rc == 0) {
         d->moved = d->any = true;
         d->saved += !t->unchanged;
+        t->jobs->server->drain.unsaved -= t->jobs->server->drain.unsaved > 0;
+        t->jobs->server->drain.saved = d->saved;
         t->quiet = t->unchanged;
         kvq__jobs_tell_saved(t);
     } else if (t->rc != KVQ_E_NO_SESSION) { // that it was dropped meanwhile
@@ -345,6 +348,7 @@ static void list_unsaved(struct drain *d)
     for (uint32_t i = 0; i < d->found && i < d->room; i++)
         if (!is_given_up(d, d->list[i].id))
             d->list[d->n++] = d->list[i];
+    d->task.jobs->server->drain.unsaved = d->n;
     if (d->n > 0)
         kvq__log(KVQ_LOG_INFO, "saving", "sessions=%u", d->n);
 }

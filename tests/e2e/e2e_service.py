@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvqd as a service: SIGHUP, the configuration while it runs, how it is ended, and what it tells
 systemd."""
+import json
 import os
 import re
 import shutil
@@ -42,6 +43,97 @@ class Configured(unittest.TestCase):
         daemon.wait_log(f"event={event} ", before + 1)
         daemon.status()  # lines that belong to it have come
         return "\n".join(daemon.lines[at:])
+
+
+class Ends(Configured):
+    """kvqctl ends the daemon."""
+
+    def begin(self, *words, daemon):
+        """kvqctl, beside the test; dies with it."""
+        process = subprocess.Popen([os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory,
+                                    *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True)
+        self.addCleanup(process.kill)
+        return process
+
+    def ended(self, process):
+        out, complaint = process.communicate(timeout=BOUND)
+        return process.returncode, out, complaint
+
+    def test_drain(self):
+        """Waits for a step that is open, and for sessions to be saved; then nothing is left."""
+        daemon = self.start("", storage_dir=os.path.join(self.folder, "store"), drain_ms=600000)
+        client = daemon.client()
+        self.addCleanup(client.close)
+        queue, tokens = client.queue(), Tokens(1, 20)
+        session = client.session(tokens.rows, "f16", name="kept")
+        feed(queue, [tokens], [session], [10])
+        step = queue.step([session], 10)
+        ctl = self.begin("drain", daemon=daemon)
+        daemon.wait_log("event=draining")
+        status, _, complaint = daemon.ctl("drain", "--wait", "1", check=False)
+        self.assertEqual(status, 4)
+        self.assertIn("steps have not ended yet", complaint)
+        self.assertIsNone(ctl.poll())
+        with self.assertRaises(kvq.Error):
+            client.session(tokens.rows, "f16", name="new")
+        for layer in range(tokens.layers):
+            step.append(layer, tokens.k[layer, 10:], tokens.v[layer, 10:])
+        step.end()
+        status, out, complaint = self.ended(ctl)
+        self.assertEqual(status, 0, complaint)
+        self.assertIn("all steps have ended; 1 sessions were saved", out)
+        self.assertEqual(daemon.process.wait(0), 0)  # it has waited for that
+        daemon.wait_log("event=end")
+
+    def test_drain_that_is_not_whole(self):
+        daemon = self.start("drain_ms = 1\n")
+        client = daemon.client()
+        self.addCleanup(client.close)
+        client.queue().step([client.session(Tokens(1, 1).rows, "f16")], 1)
+        status, out, _ = self.ended(self.begin("drain", "--json", daemon=daemon))
+        self.assertEqual(status, 1)
+        self.assertFalse(json.loads(out)["complete"])
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+
+    def test_what_cannot_be_saved(self):
+        daemon = self.start("disk_bytes = 1\n", storage_dir=os.path.join(self.folder, "store"))
+        with daemon.client() as client:
+            queue, tokens = client.queue(), Tokens(1, 10)
+            feed(queue, [tokens], [client.session(tokens.rows, "f16", name="kept")], [10])
+        status, out, _ = self.ended(self.begin("drain", "--json", daemon=daemon))
+        told = json.loads(out)
+        self.assertEqual((status, told["complete"], told["not_saved"]), (1, True, 1))
+
+    def test_killed_meanwhile(self):
+        daemon = self.start("drain_ms = 600000\n")
+        client = daemon.client()
+        self.addCleanup(client.close)
+        client.queue().step([client.session(Tokens(1, 1).rows, "f16")], 1)
+        ctl = self.begin("drain", daemon=daemon)
+        daemon.wait_log("event=draining")
+        daemon.ctl("shutdown")  # it is ending already
+        got = daemon.ctl("shutdown", "--now")
+        self.assertEqual(got["phase"], 0)
+        self.assertEqual(daemon.process.wait(BOUND), 1)
+        daemon.wait_log("event=quit")
+        status, _, complaint = self.ended(ctl)
+        self.assertEqual(status, 1)
+        self.assertIn("ended before it was drained", complaint)
+
+    def test_shutdown(self):
+        daemon = self.start("")
+        daemon.ctl("shutdown")
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+
+    @unittest.skipUnless(UID == 0, "asks as another user: needs root")
+    def test_for_administrators(self):
+        daemon = self.start("", runtime_mode="0755")
+        for words in (("drain",), ("shutdown",), ("shutdown", "--now")):
+            done = subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory, *words],
+                                  capture_output=True, text=True, timeout=BOUND, user=4321)
+            self.assertEqual(done.returncode, 6, done.stderr)
+        self.assertFalse(daemon.status()["draining"])
 
 
 class Reloads(Configured):

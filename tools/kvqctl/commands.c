@@ -224,6 +224,22 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      "Formats of the configuration first, layer by layer where layers differ. Names may also join\n"
      "built-in formats, or change them by suffixes and single stages; see docs/formats.md.\n",
      true},
+    {{"drain"},
+     NULL,
+     kvq__ctl_drain,
+     "ends the daemon in good order, and waits for it",
+     "The daemon takes nothing new, lets open steps end (drain_ms), saves sessions as on SIGTERM,\n"
+     "and ends. Prints how that went: exit status 1 if the daemon cut steps off or could not save\n"
+     "sessions. --wait MS: waits no longer; the daemon goes on ending. Only administrators may do\n"
+     "this.\n",
+     false},
+    {{"shutdown"},
+     NULL,
+     kvq__ctl_shutdown,
+     "ends the daemon in good order, without waiting for it",
+     "As drain, but returns at once. --now: the daemon ends at once, as by a second signal, with\n"
+     "status 1; what is not saved is lost. Only administrators may do this.\n",
+     false},
     {{"config", "get"},
      "[NAME]",
      kvq__ctl_config_get,

@@ -41,7 +41,8 @@ struct kvq__ctl {
     unsigned long count;     // top, events: looks or events, 0 for no end
     int shard;               // move, restore: only this one; -1: not given
     unsigned shards;         // restore: so many; 0: as many as were saved
-    unsigned wait_ms;        // move: for steps to end; 0: the daemon's default
+    unsigned wait_ms;        // move: for steps to end; 0: the daemon's default. drain: 0: for ever
+    bool now;                // shutdown: without a drain
     bool again;              // save: also what has not changed
     bool replace;            // import, pull: what is saved under that name
     const char *as;          // import, pull: another name; NULL: the file's, or the same
@@ -153,6 +154,8 @@ int kvq__ctl_storage_verify(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_storage_gc(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_storage_compact(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_drain(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_shutdown(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_config_get(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_config_set(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_config_reload(struct kvq__ctl *ctl, char **args);

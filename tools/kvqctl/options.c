@@ -37,7 +37,10 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"shards", "N", KVQ__CTL_UNSIGNED, AT(shards), 1, KVQ_MAX_SHARDS, "1 to 64",
      "session restore: number of shards"},
     {"wait", "MS", KVQ__CTL_UNSIGNED, AT(wait_ms), 1, 3600000, "1 to 3600000 milliseconds",
-     "session move: how long to wait for steps to end (default 10000)"},
+     "session move: how long to wait for steps to end (default 10000)\n"
+     "drain: how long to wait for the daemon's end (default: for ever)"},
+    {"now", NULL, KVQ__CTL_FLAG, AT(now), 0, 0, NULL,
+     "shutdown: without letting steps end, and without saving"},
     {"again", NULL, KVQ__CTL_FLAG, AT(again), 0, 0, NULL,
      "session save: write an unchanged session, too"},
     {"as", "NAME", KVQ__CTL_TEXT, AT(as), 0, 0, NULL,

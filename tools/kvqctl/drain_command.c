@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Commands that end the daemon: drain, shutdown.
+#include <errno.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "proto/shm.h"
+#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/transport.h"
+
+enum { LOOK_MS = 50, OVER = 2 }; // phase of DrainReply
+
+static int64_t clock_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+// ---- The daemon's process ----
+
+static void socket_path(const struct kvq__ctl *ctl, char *path, size_t size)
+{
+    snprintf(path, size, "%s/%s", ctl->runtime_dir, KVQ_CONTROL_SOCKET);
+}
+
+// A pidfd of who listens there, by its pid as it is here; -1: it has none that is known here, as in
+// a container of its own.
+static int daemon_process(const struct kvq__ctl *ctl)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    struct ucred peer = {0};
+    socklen_t size = sizeof peer;
+    char path[4096];
+    int process = -1;
+    socket_path(ctl, path, sizeof path);
+    if (strlen(path) >= sizeof address.sun_path)
+        return -1;
+    memcpy(address.sun_path, path, strlen(path) + 1);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return -1;
+    if (connect(fd, (struct sockaddr *)&address, sizeof address) == 0 &&
+        getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.pid > 0)
+        process = (int)syscall(SYS_pidfd_open, peer.pid, 0);
+    close(fd);
+    return process;
+}
+
+// Waits some milliseconds, or until the daemon has ended. Whether it has.
+static bool has_ended(const struct kvq__ctl *ctl, int process, int ms)
+{
+    char path[4096], text[KVQ_TEXT_BYTES];
+    struct pollfd wait = {.fd = process, .events = POLLIN};
+    if (poll(&wait, process >= 0 ? 1 : 0, ms) > 0)
+        return true;
+    if (process >= 0)
+        return false;
+    socket_path(ctl, path, sizeof path);
+    int result = kvq__transport_try(path, ctl->timeout_ms, text);
+    return result == -ENOENT || result == -ECONNREFUSED;
+}
+
+// ---- Asking ----
+
+static int ask_drain(struct kvq__ctl *ctl, const Kvq__DrainReply **drain)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Drain command = KVQ__DRAIN__INIT;
+    Kvq__Reply *reply;
+    command.now = ctl->now;
+    request.command_case = KVQ__REQUEST__COMMAND_DRAIN;
+    request.drain = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_DRAIN, &reply);
+    if (result == KVQ_EXIT_OK)
+        *drain = reply->drain;
+    return result;
+}
+
+static int still_ends(const Kvq__DrainReply *drain)
+{
+    if (drain->phase == 0)
+        fprintf(stderr, "kvqctl: steps have not ended yet;");
+    else
+        fprintf(stderr, "kvqctl: %" PRIu32 " sessions are saved, and %" PRIu32 " are not yet;",
+                drain->saved, drain->unsaved);
+    fprintf(stderr, " the daemon goes on ending, and kvqctl drain waits for it again\n");
+    return KVQ_EXIT_TIMEOUT;
+}
+
+static int ended_early(void)
+{
+    fprintf(stderr, "kvqctl: the daemon ended before it was drained (a second signal, or a "
+                    "fault); its log says more\n");
+    return KVQ_EXIT_FAILED;
+}
+
+// Asks until the drain is over: the reply says how it went. An exit status.
+static int wait_drained(struct kvq__ctl *ctl, int process, int64_t until,
+                        const Kvq__DrainReply **drain)
+{
+    ctl->stop_fd = process; // nobody waits for an answer of a process that has ended
+    int result = ask_drain(ctl, drain);
+    while (result == KVQ_EXIT_OK && (*drain)->phase < OVER) {
+        if (has_ended(ctl, process, LOOK_MS))
+            return ended_early();
+        if (clock_ms() >= until)
+            return still_ends(*drain);
+        result = ask_drain(ctl, drain);
+    }
+    return result == KVQ_EXIT_STOPPED ? ended_early() : result;
+}
+
+static int say_end(const struct kvq__ctl *ctl, const Kvq__DrainReply *drain)
+{
+    if (ctl->json) {
+        kvq__ctl_print_json(&drain->base);
+    } else {
+        printf("kvqd has ended; %s; %" PRIu32 " sessions were saved",
+               drain->complete ? "all steps have ended" : "steps that took too long were cut off",
+               drain->saved);
+        if (drain->not_saved)
+            printf(", and %" PRIu32 " COULD NOT BE: its log says why", drain->not_saved);
+        printf("\n");
+    }
+    return drain->complete && drain->not_saved == 0 ? KVQ_EXIT_OK : KVQ_EXIT_FAILED;
+}
+
+int kvq__ctl_drain(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    const Kvq__DrainReply *drain = NULL;
+    int64_t until = ctl->wait_ms ? clock_ms() + ctl->wait_ms : INT64_MAX;
+    ctl->now = false;
+    int process = daemon_process(ctl);
+    int result = wait_drained(ctl, process, until, &drain);
+    if (result == KVQ_EXIT_OK) {
+        kvq__transport_close(&ctl->transport); // the daemon waits for this
+        while (result == KVQ_EXIT_OK && !has_ended(ctl, process, LOOK_MS))
+            if (clock_ms() >= until)
+                result = still_ends(drain);
+    }
+    if (process >= 0)
+        close(process);
+    return result == KVQ_EXIT_OK ? say_end(ctl, drain) : result;
+}
+
+int kvq__ctl_shutdown(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    const Kvq__DrainReply *drain;
+    int result = ask_drain(ctl, &drain);
+    if (result)
+        return result;
+    if (ctl->json)
+        kvq__ctl_print_json(&drain->base);
+    else if (ctl->now)
+        printf("kvqd ends at once\n");
+    else
+        printf("kvqd is ending; kvqctl drain waits for the end\n");
+    return KVQ_EXIT_OK;
+}
