@@ -21,6 +21,7 @@
 #include "daemon/runtime/directory.h"
 #include "daemon/runtime/events.h"
 #include "daemon/runtime/refill.h"
+#include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/codebooks.h"
 #include "daemon/store/store.h"
@@ -415,6 +416,7 @@ void kvq__server_drain(struct kvq__server *server)
     server->drain_until_ns = kvq_now_ns() + server->config.drain_ms * 1000000;
     kvq__log(KVQ_LOG_INFO, "drain_begin", "limit_ms=%llu",
              (unsigned long long)server->config.drain_ms);
+    kvq__service_stopping(server->service);
     uv_timer_start(&server->drain_timer, on_drain_timer, DRAIN_LOOK_MS, DRAIN_LOOK_MS);
     drain_look(server);
 }
@@ -432,7 +434,7 @@ static bool all_back(const struct kvq__server *server)
 {
     return kvq__attach_idle(server->attach) && kvq__control_idle(server->control) &&
            kvq__http_idle(server->http) && !server->drain_asked && kvq__jobs_idle(server->jobs) &&
-           kvq__events_idle();
+           kvq__events_idle() && kvq__service_idle(server->service);
 }
 
 static void on_close_timer(uv_timer_t *timer)
@@ -453,6 +455,7 @@ void kvq__server_close(struct kvq__server *server)
     }
     kvq__jobs_end(server->jobs);
     kvq__http_end(server->http);
+    kvq__service_end(server->service);
     while (!all_back(server))
         uv_run(&server->loop, UV_RUN_ONCE);
     uv_timer_stop(&server->drain_timer);
@@ -477,6 +480,7 @@ void kvq__server_close(struct kvq__server *server)
     kvq__attach_free(&server->attach);
     kvq__http_free(&server->http);
     kvq__control_free(&server->control);
+    kvq__service_free(&server->service);
     kvq__shm_close(&server->page);
     kvq__mailbox_close(&server->box);
 }

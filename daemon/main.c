@@ -15,6 +15,7 @@
 #include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
 #include "daemon/runtime/server.h"
+#include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/store.h"
 #include "proto/status.h"
@@ -228,6 +229,7 @@ static int serve_until_stopped(char *text)
     int error = kvq__server_open(&server, text);
     error = error ? error : watch_signals(text);
     error = error ? error : watch_lifetime(text);
+    error = error ? error : kvq__service_open(&server, &server.service, text);
     if (error == 0) {
         server.drained = on_drained;
         uv_timer_init(&server.loop, &quit);

@@ -24,6 +24,7 @@ struct kvq__http;
 struct kvq__jobs;
 struct kvq__codebooks;
 struct kvq__refill;
+struct kvq__service;
 
 // What stays the same for the daemon's whole run.
 struct kvq__identity {
@@ -61,7 +62,8 @@ struct kvq__server {
     struct kvq__jobs *jobs;
     struct kvq__attach *attach;
     struct kvq__control *control;
-    struct kvq__http *http; // NULL: not served
+    struct kvq__http *http;       // NULL: not served
+    struct kvq__service *service; // NULL: no service manager is told
     // Publishes an event to those who listen. NULL: nobody does.
     void (*publish)(struct kvq__server *server, const Kvq__Event *event);
     // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).

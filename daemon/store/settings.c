@@ -13,6 +13,7 @@
 #include "daemon/commands/dispatch.h"
 #include "daemon/config/change.h"
 #include "daemon/log/log.h"
+#include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
 
@@ -243,12 +244,15 @@ static void end_settings(struct kvq__task *t)
 
 void kvq__jobs_reload_config(struct kvq__task *t)
 {
+    struct kvq__service *service = t->jobs->server->service;
     begin_change(t);
+    kvq__service_reloading(service);
     if (t->rc == 0)
         kvq__task_at_work(t, read_config);
     if (t->rc == 0)
         apply_settings(t);
     log_reload(t);
+    kvq__service_reloaded(service);
     end_settings(t);
 }
 

@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 from e2e_rig import BIN, BOUND, Daemon, Tokens, everybodys_kvqctl, feed, kvq
 
@@ -134,6 +136,126 @@ class Ends(Configured):
                                   capture_output=True, text=True, timeout=BOUND, user=4321)
             self.assertEqual(done.returncode, 6, done.stderr)
         self.assertFalse(daemon.status()["draining"])
+
+
+class Told(Configured):
+    """What a service manager is told: this test is one, with a socket of its own."""
+
+    def manage(self, text="", name="notify", **options):
+        """A daemon that tells this test; the options are its flags, and variables in capitals."""
+        path = name if name.startswith("@") else os.path.join(self.folder, name)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.addCleanup(self.socket.close)
+        self.socket.settimeout(BOUND)
+        self.socket.bind(path.replace("@", "\0", 1))
+        variables = {k: str(v) for k, v in options.items() if k.isupper()}
+        flags = {k: v for k, v in options.items() if not k.isupper()}
+        with unittest.mock.patch.dict(os.environ, {"NOTIFY_SOCKET": path, **variables}):
+            return self.start(text, **flags)
+
+    def hear(self, pattern):
+        """The next message that matches, whatever comes before."""
+        while True:
+            message = self.socket.recv(4096).decode()
+            if found := re.fullmatch(pattern, message):
+                return found
+
+    def waiting(self):
+        """What has been told already."""
+        messages = []
+        self.socket.setblocking(False)
+        try:
+            while True:
+                messages.append(self.socket.recv(4096).decode())
+        except BlockingIOError:
+            return messages
+
+    def test_ready_and_end(self):
+        for name in ("notify", f"@kvq-e2e-{os.getpid()}"):
+            with self.subTest(name=name):
+                daemon = self.manage(name=name)
+                self.assertEqual(self.socket.recv(4096), b"READY=1")
+                daemon.process.terminate()
+                self.hear("STOPPING=1")
+                self.assertEqual(daemon.process.wait(BOUND), 0)
+                self.assertFalse([x for x in self.waiting() if "READY" in x])
+
+    def test_stopping_by_kvqctl(self):
+        daemon = self.manage()
+        daemon.ctl("shutdown")
+        self.hear("STOPPING=1")
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+
+    def test_line(self):
+        """It follows what the daemon has."""
+        daemon = self.manage()
+        memory = r"0\.0 of 0\.\d GiB of memory in use"
+        self.hear(f"STATUS=0 sessions, 0 clients, {memory}")
+        with daemon.client() as client:
+            session = client.session(Tokens(1, 1).rows, "f16")
+            self.hear(f"STATUS=1 sessions, 1 clients, {memory}")
+            session.close()
+        self.hear(f"STATUS=0 sessions, 0 clients, {memory}")
+
+    def test_reload(self):
+        """Told with the time, which systemd compares with that of its signal; and as done also
+        where nothing could be changed."""
+        daemon = self.manage("drain_ms = 1\n")
+        for text, event in (("drain_ms = 2\n", "reloaded"), ("drain_ms = x\n", "reload_failed")):
+            self.write(text)
+            before = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+            self.hang_up(daemon, event)
+            told = int(self.hear(r"RELOADING=1\nMONOTONIC_USEC=(\d+)")[1])
+            self.assertGreaterEqual(told, before)
+            self.assertLessEqual(told, time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000)
+            self.hear("READY=1")
+
+    def test_signs_of_life(self):
+        """For as long as it lives, its end included; test_watchdog has a poller that hangs."""
+        daemon = self.manage("drain_ms = 600000\n", WATCHDOG_USEC=20000)
+        for _ in range(3):
+            self.hear("WATCHDOG=1")
+        with daemon.client() as client:
+            step = client.queue().step([client.session(Tokens(1, 1).rows, "f16")], 1)
+            daemon.process.terminate()
+            self.hear("STOPPING=1")
+            for _ in range(3):
+                self.hear("WATCHDOG=1")
+            step.abort()
+            self.assertEqual(daemon.process.wait(BOUND), 0)
+
+    def test_no_signs_for_others(self):
+        daemon = self.manage(WATCHDOG_USEC=2000, WATCHDOG_PID=os.getpid())
+        self.hear("STATUS=.*")
+        self.hang_up(daemon)
+        daemon.stop()
+        self.assertNotIn("WATCHDOG=1", self.waiting())
+
+    def test_part_of_another_process(self):
+        """The socket is that process's."""
+        read, write = os.pipe()
+        self.addCleanup(os.close, read)
+        daemon = self.manage(fds=[read], lifetime_fd=read)
+        os.close(write)
+        daemon.process.wait(BOUND)
+        self.assertEqual(self.waiting(), [])
+
+    def test_wrong_address(self):
+        self.write("")
+        for wrong in ("notify", "/", "/" + 108 * "x"):
+            with unittest.mock.patch.dict(os.environ, {"NOTIFY_SOCKET": wrong}):
+                daemon = Daemon(ready=False, config=self.path)
+            self.assertEqual(daemon.process.wait(BOUND), 1)
+            daemon.wait_log("NOTIFY_SOCKET is")
+            daemon.stop()
+
+    def test_nobody_listens(self):
+        """The daemon serves all the same, and its log says so."""
+        with unittest.mock.patch.dict(
+                os.environ, {"NOTIFY_SOCKET": os.path.join(self.folder, "nothing")}):
+            daemon = self.start("")
+        daemon.wait_log('event=not_notified message="READY=1"')
+        daemon.status()
 
 
 class Reloads(Configured):
