@@ -42,6 +42,7 @@ kvq_install_page(kvq-tools kvq-codebook 1)
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system COMPONENT kvqd)
 install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)
+install(FILES packaging/kvqd-cpu.conf DESTINATION share/doc/kvqd/examples COMPONENT kvqd)
 set(kvq_conf packaging/kvqd.conf)
 if(KVQ_DEB) # what is saved when the daemon ends outlives an upgrade
     file(READ packaging/kvqd.conf text)

@@ -24,7 +24,7 @@ INSTALLED = (
     "lib/systemd/system/kvqd.service",
     "lib/sysusers.d/kvqd.conf", "etc/kvqd/kvqd.conf", "share/man/man1/kvqctl.1",
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
-    "share/man/man8/kvqd.8",
+    "share/man/man8/kvqd.8", "share/doc/kvqd/examples/kvqd-cpu.conf",
 )
 
 SIZES = {"kvqctl": 3 << 20}

@@ -333,6 +333,11 @@ part_python() {
 part_install() {
     build release || return
     check_counted "installed tree" 200 python3 tests/install.py build/release
+    if command -v systemd-analyze >/dev/null; then
+        check_counted "service unit" 200 python3 tests/tools/unit.py build/release
+    else
+        skipped=$((skipped + 1)) # Debian's package systemd has it
+    fi
 }
 
 part_docs() {

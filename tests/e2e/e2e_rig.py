@@ -72,9 +72,10 @@ def die_with_parent():
 
 class Daemon:
     """A kvqd of this build. Options are its flags: Daemon(pool_bytes="64mb"). before: called in the
-    new process, which has the descriptors of fds."""
+    new process, which has the descriptors of fds. within: a command that runs it."""
 
-    def __init__(self, directory=None, ready=True, before=lambda: None, fds=(), **options):
+    def __init__(self, directory=None, ready=True, before=lambda: None, fds=(), within=(),
+                 **options):
         self.own = directory is None
         self.directory = directory or tempfile.mkdtemp(prefix="kvq-e2e-")
         options.setdefault("pool_bytes", "256mb")
@@ -89,7 +90,7 @@ class Daemon:
         readable, writable = os.pipe()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVQD_")}
         self.process = subprocess.Popen(
-            [os.path.join(BIN, "kvqd"), "--runtime-dir", self.directory, "--ready-fd",
+            [*within, os.path.join(BIN, "kvqd"), "--runtime-dir", self.directory, "--ready-fd",
              str(writable), *flags], pass_fds=[writable, *fds], stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL, text=True, env=environment,
             preexec_fn=lambda: (die_with_parent(), before()))
