@@ -7,6 +7,7 @@
 Runs the programs of a build folder with --help and compares with manual pages, the configuration
 file that is installed, and the tables of docs/. Prints `N passed, M failed`.
 """
+import json
 import os
 import re
 import subprocess
@@ -207,6 +208,29 @@ def check_tables():
                     if name not in counters)
 
 
+def check_sizing(build):
+    """What docs/sizing.md shows of kvqctl size is what that says, table included."""
+    def size(arguments):
+        done = subprocess.run([os.path.join(build, "bin", "kvqctl"), *arguments.split()],
+                              capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout
+    page = read("docs", "sizing.md")
+    shown = re.findall(r"^    \$ kvqctl (.*)\n((?:    .*\n)+)", page, re.M)
+    table = re.findall(r"^\| ([\d,]+|tokens) \| (.*) \|$", page, re.M)
+    if len(shown) < 2 or len(table) < 4:
+        yield "docs/sizing.md has no examples, or no table; has its shape changed?"
+    for arguments, output in shown:
+        if size(arguments) != re.sub(r"^    ", "", output, flags=re.M):
+            yield f"docs/sizing.md shows another output of kvqctl {arguments}"
+    formats = re.findall(r"`([^`]+)`", table[0][1])
+    for tokens, cells in table[1:]:
+        for name, cell in zip(formats, cells.split(" | ")):
+            answer = json.loads(size(f"size --json --layers 32 --kv-heads 8 --head-dim 128 "
+                                     f"--format {name} --tokens {tokens.replace(',', '')}"))
+            if f"{answer['total_bytes'] / 2 ** 20:,.0f}" != cell:
+                yield f"docs/sizing.md says {cell} MiB of {tokens} tokens in {name}"
+
+
 def main():
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__)
@@ -220,6 +244,7 @@ def main():
     checks["links to headings"] = (check_anchors,)
     checks["counters and events"] = (check_tables,)
     checks["folders and their layers"] = (check_layers,)
+    checks["sizing"] = (check_sizing, build)
     checks["configuration file"] = (check_config, build)
     passed = failed = 0
     for name, (check, *arguments) in checks.items():

@@ -261,6 +261,16 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      "As SIGHUP does. Prints what has changed and what needs a restart. If the configuration has\n"
      "an error, nothing changes. Only administrators may do this.\n",
      false},
+    {{"size"},
+     NULL,
+     kvq__ctl_size,
+     "how much memory sessions will take",
+     "Of --sessions N (default 1) sessions of --tokens N tokens in a --format NAME, for a model "
+     "of\n"
+     "--layers N layers with --kv-heads N KV heads of --head-dim N each. --rollback N: tokens "
+     "that\n"
+     "engines may take back. Asks no daemon, and knows no formats of a configuration.\n",
+     false},
     {{"client", "list"}, NULL, kvq__ctl_client_list, "the engines that are connected", "", true},
     {{"client", "kick"},
      "ID",

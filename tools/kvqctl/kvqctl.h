@@ -30,6 +30,13 @@ struct kvq__ctl_quota {
     uint64_t limit[5]; // host, device, disk, sessions, tables
 };
 
+// What size is asked about; 0 or NULL: not given.
+struct kvq__ctl_shape {
+    const char *format;
+    unsigned layers, kv_heads, head_dim, rollback;
+    unsigned long tokens;
+};
+
 // One run: what the command line said, and the connection once there is one.
 struct kvq__ctl {
     const char *runtime_dir;
@@ -51,6 +58,7 @@ struct kvq__ctl {
     double watch;            // seconds until the command is run again; 0: it is run once
     const char *event_kinds; // events: "K,K"; NULL: all
     struct kvq__ctl_quota quota;
+    struct kvq__ctl_shape shape;
     int stop_fd; // readable once the user wants an end; -1: a signal ends the program
     struct kvq__transport *transport;
     uint32_t next_id;
@@ -162,6 +170,7 @@ int kvq__ctl_config_reload(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_top(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_size(struct kvq__ctl *ctl, char **args);
 
 // What top shares with other commands: two questions and a table. The status has all namespaces
 // once kvq__ctl_status_of was called; it is part of the list.
@@ -176,6 +185,9 @@ void kvq__ctl_print_versions(const char *ours, const char *theirs);
 // "dropped NAME", or as JSON {"dropped": "NAME"}.
 void kvq__ctl_print_done(const struct kvq__ctl *ctl, const char *what, const char *name);
 
+// Prints an object, or null if there was no memory for it, and deletes it.
+struct cJSON;
+void kvq__ctl_print_and_free(struct cJSON *json);
 // Prints a message as one JSON object, its fields named as in proto/kvq.proto.
 void kvq__ctl_print_json(const ProtobufCMessage *message);
 // What the daemon says of a counter; 0: nothing, since it is older or younger.

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/kernels.h"
 #include "proto/limits.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
@@ -58,9 +59,22 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"disk-bytes", "SIZE", KVQ__CTL_LIMIT, 2, 0, 0, "a size, as 10gb, or none",
      "quota set: bytes of saved sessions"},
     {"sessions", "N", KVQ__CTL_LIMIT, 3, 0, 0, "a number, or none",
-     "quota set: sessions in memory, each shard counted"},
+     "quota set: sessions in memory, each shard counted;\n"
+     "size: how many sessions (default 1)"},
     {"table-bytes", "SIZE", KVQ__CTL_LIMIT, 4, 0, 0, "a size, as 10gb, or none",
      "quota set: page tables and token ids on the host"},
+    {"format", "NAME", KVQ__CTL_TEXT, AT(shape.format), 0, 0, NULL,
+     "size: format of the sessions, as in docs/formats.md"},
+    {"layers", "N", KVQ__CTL_UNSIGNED, AT(shape.layers), 1, KVQ_MAX_LAYERS, "1 to 256",
+     "size: layers of the model"},
+    {"kv-heads", "N", KVQ__CTL_UNSIGNED, AT(shape.kv_heads), 1, KVQ_MAX_HEADS, "1 to 256",
+     "size: KV heads of a layer"},
+    {"head-dim", "N", KVQ__CTL_UNSIGNED, AT(shape.head_dim), 1, KVQ_MAX_HEAD_DIM, "64, 128 or 256",
+     "size: channels of a KV head (64, 128 or 256)"},
+    {"tokens", "N", KVQ__CTL_ULONG, AT(shape.tokens), 1, KVQ_MAX_SESSION_TOKENS, "1 to 16777216",
+     "size: tokens of a session"},
+    {"rollback", "N", KVQ__CTL_UNSIGNED, AT(shape.rollback), 0, KVQ_MAX_ROLLBACK, "0 to 1024",
+     "size: max_rollback of the sessions (default 0)"},
     {"help", NULL, KVQ__CTL_HELP, 0, 0, 0, NULL, "what a command does, or this"},
     {"version", NULL, KVQ__CTL_VERSION, 0, 0, 0, NULL, "the version of kvqctl"},
 };

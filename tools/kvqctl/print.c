@@ -93,7 +93,7 @@ uint64_t kvq__ctl_counter(const Kvq__StatusReply *status, const char *name)
     return 0;
 }
 
-static void print_and_free(cJSON *json)
+void kvq__ctl_print_and_free(struct cJSON *json)
 {
     char *text = cJSON_Print(json);
     printf("%s\n", text ? text : "null");
@@ -103,7 +103,7 @@ static void print_and_free(cJSON *json)
 
 void kvq__ctl_print_json(const ProtobufCMessage *message)
 {
-    print_and_free(kvq_json_of_message(message));
+    kvq__ctl_print_and_free(kvq_json_of_message(message));
 }
 
 // As an element of an array: the brackets of one that holds nothing else are left out.
@@ -169,7 +169,7 @@ void kvq__ctl_print_done(const struct kvq__ctl *ctl, const char *what, const cha
     }
     cJSON *object = cJSON_CreateObject();
     cJSON_AddStringToObject(object, what, name);
-    print_and_free(object);
+    kvq__ctl_print_and_free(object);
 }
 
 void kvq__ctl_print_versions(const char *ours, const char *theirs)
@@ -177,5 +177,5 @@ void kvq__ctl_print_versions(const char *ours, const char *theirs)
     cJSON *object = cJSON_CreateObject();
     cJSON_AddStringToObject(object, "kvqctl", ours);
     cJSON_AddItemToObject(object, "kvqd", theirs ? cJSON_CreateString(theirs) : cJSON_CreateNull());
-    print_and_free(object);
+    kvq__ctl_print_and_free(object);
 }

@@ -250,10 +250,10 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
         return rc;
     l->layout = kvq_layout_of(l->format, &l->shape);
     l->raw_layout = kvq_layout_raw(&l->shape);
-    l->raw_bytes = kvq_block_bytes(&l->raw_layout, &l->shape);
+    struct kvq_layer_bytes bytes = kvq_layer_bytes_of(l->format, &l->shape);
+    l->raw_bytes = bytes.raw;
+    l->packed_bytes = bytes.packed;
     l->learn = kvq_learn_tokens(l->format, spec->prompt_tokens);
-    if (!kvq_is_raw(l->format))
-        l->packed_bytes = kvq_block_bytes(&l->layout, &l->shape);
     l->source = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
     assert(l->raw_bytes % 64 == 0 && l->packed_bytes % 64 == 0);
     return 0;

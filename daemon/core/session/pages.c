@@ -11,21 +11,20 @@
 #include "daemon/core/session/table.h"
 #include "daemon/core/state.h"
 
-enum {
-    FIRST_SHEETS = 2,
-    LONG_STEP = 4, // pages
-};
+enum { LONG_STEP = 4 }; // pages
+
+// kvq_session_bytes_of tells no less than there is.
+static_assert(sizeof(struct kvq__session) <= KVQ_SESSION_BOOKS, "sizes.h knows a session's size");
+static_assert(sizeof(struct kvq__layer) <= KVQ_LAYER_BOOKS, "sizes.h knows a layer's size");
+static_assert(sizeof(struct kvq__sheet) <= KVQ_SHEET_BOOKS, "sizes.h knows a sheet's size");
+static_assert(sizeof(struct kvq__pageref) == KVQ_PAGE_BOOKS, "sizes.h knows a page's size");
 
 static uint64_t packed_after(const struct kvq__session *s, const struct kvq__layer *layer,
                              uint64_t raw, uint64_t past)
 {
     if (layer->packed_bytes == 0)
         return 0;
-    uint64_t back = (uint64_t)s->max_rollback + layer->format->recent_tokens;
-    if (past < raw + s->max_rollback)
-        return layer->base;
-    uint64_t unit = layer->format->unit_tokens;
-    uint64_t packed = past > back ? (past - back) / unit * unit : 0;
+    uint64_t packed = kvq_packed_tokens(layer->format, s->max_rollback, raw, past);
     return packed > layer->base ? packed : layer->base;
 }
 
@@ -49,11 +48,6 @@ static size_t sheet_bytes(uint32_t n_owned)
            (size_t)n_owned * KVQ__SHEET_PAGES * sizeof(struct kvq__pageref);
 }
 
-static uint32_t sheets_of(uint32_t pages)
-{
-    return (pages + KVQ__SHEET_PAGES - 1) / KVQ__SHEET_PAGES;
-}
-
 void kvq__sheets_place(struct kvq__session *s)
 {
     uint32_t slot = 0;
@@ -69,12 +63,10 @@ void kvq__sheets_place(struct kvq__session *s)
 // Room for so many sheets.
 static int grow_sheet_directory(struct kvq__session *s, uint32_t sheets)
 {
-    uint32_t room = s->sheet_room ? s->sheet_room : FIRST_SHEETS;
+    uint32_t room = kvq_sheet_room(s->sheet_room, sheets);
     assert(s->n_sheets <= s->sheet_room);
-    if (sheets <= s->sheet_room)
+    if (room == s->sheet_room)
         return 0;
-    while (room < sheets)
-        room *= 2;
     int rc = 0;
     struct kvq__sheet **all = kvq__ns_allocate(s->ns, room * sizeof *all, &rc);
     if (!all)
@@ -99,7 +91,7 @@ struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, i
 
 int kvq__pages_grow(struct kvq__session *s, uint32_t pages)
 {
-    uint32_t want = sheets_of(pages);
+    uint32_t want = kvq_sheets_of(pages);
     int rc = grow_sheet_directory(s, want);
     while (rc == 0 && s->n_sheets < want) {
         assert(s->n_sheets < s->sheet_room);

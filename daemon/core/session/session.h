@@ -12,6 +12,7 @@
 #include "daemon/core/mem/pool.h"
 #include "daemon/core/session/formats.h"
 #include "daemon/core/session/prefix.h"
+#include "kernels/sizes.h"
 
 // Blocks of 128 positions of one layer.
 struct kvq__pageref {
@@ -21,7 +22,7 @@ struct kvq__pageref {
 // Part of a session's page table: a few pages, of all layers that have pages of their own. Forks
 // share sheets that are final (kvq__sheets_share); a sheet with more than one owner is never
 // written.
-enum { KVQ__SHEET_PAGES = 4 };
+enum { KVQ__SHEET_PAGES = KVQ_SHEET_PAGES };
 
 struct kvq__sheet {
     uint32_t refs;               // sessions that have it, and moves that still hold it

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bytes of sessions, from counts.
+#include "kernels/sizes.h"
+
+struct kvq_layer_bytes kvq_layer_bytes_of(const struct kvq_format *f, const struct kvq_shape *s)
+{
+    struct kvq_layout packed = kvq_layout_of(f, s), raw = kvq_layout_raw(s);
+    return (struct kvq_layer_bytes){.packed = kvq_is_raw(f) ? 0 : kvq_block_bytes(&packed, s),
+                                    .raw = kvq_block_bytes(&raw, s),
+                                    .extras = kvq_extras_bytes(f, s)};
+}
+
+uint64_t kvq_packed_tokens(const struct kvq_format *f, uint32_t max_rollback, uint64_t raw,
+                           uint64_t past)
+{
+    uint64_t back = (uint64_t)max_rollback + f->recent_tokens;
+    if (kvq_is_raw(f) || past < raw + max_rollback || past <= back)
+        return 0;
+    return (past - back) / f->unit_tokens * f->unit_tokens;
+}
+
+uint32_t kvq_sheet_room(uint32_t room, uint32_t sheets)
+{
+    if (sheets <= room)
+        return room;
+    room = room ? room : KVQ_FIRST_SHEETS;
+    while (room < sheets)
+        room *= 2;
+    return room;
+}
+
+// A name that is no row of the table is kept with the session, as is what its first layers have
+// instead.
+static uint64_t books_of(const struct kvq_format *f, uint32_t layers, uint32_t pages)
+{
+    uint64_t sheets = kvq_sheets_of(pages);
+    uint64_t sheet = KVQ_SHEET_BOOKS + (uint64_t)layers * KVQ_SHEET_PAGES * KVQ_PAGE_BOOKS;
+    bool own = !kvq_format_by_name(f->name) || (f->outliers && f->plain_layers);
+    return KVQ_SESSION_BOOKS + layers * (KVQ_LAYER_BOOKS + (own ? sizeof *f : 0)) + sheets * sheet +
+           kvq_sheet_room(0, (uint32_t)sheets) * sizeof(void *);
+}
+
+// Raw blocks stay while a view that is still possible, after a rollback, reads tokens of them.
+static void add_layer(const struct kvq_format *f, const struct kvq_shape *s, uint64_t tokens,
+                      uint32_t max_rollback, struct kvq_session_bytes *all)
+{
+    struct kvq_layer_bytes one = kvq_layer_bytes_of(f, s);
+    uint64_t pages = (tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
+    uint64_t floor = tokens > max_rollback ? tokens - max_rollback : 0;
+    uint64_t settled = kvq_packed_tokens(f, max_rollback, kvq_learn_tokens(f, 0), floor);
+    uint64_t raw = (pages - settled / KVQ_BLOCK_TOKENS) * one.raw;
+    all->packed += one.packed ? pages * one.packed : raw;
+    all->window += (one.packed ? raw : 0) + (pages ? one.extras : 0);
+    all->plain += 2 * tokens * s->kv_heads * (s->k_dim + (uint64_t)s->v_dim);
+}
+
+struct kvq_session_bytes kvq_session_bytes_of(const struct kvq_format *f, const struct kvq_shape *s,
+                                              uint32_t layers, uint64_t tokens,
+                                              uint32_t max_rollback)
+{
+    struct kvq_session_bytes all = {0};
+    struct kvq_format plain = *f;
+    plain.outliers = 0;
+    for (uint32_t i = 0; i < layers; i++)
+        add_layer(i < f->plain_layers ? &plain : f, s, tokens, max_rollback, &all);
+    all.books = books_of(f, layers, (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS));
+    return all;
+}

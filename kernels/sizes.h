@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a session takes of memory, from counts alone. The daemon keeps its sessions by these
+// functions, and `kvqctl size` asks them before there is a session.
+#ifndef KVQ_KERNELS_SIZES_H
+#define KVQ_KERNELS_SIZES_H
+
+#include "kernels/kernels.h"
+
+// One layer's bytes: of a packed block (0 for raw formats), of a raw one, and of the extras, which
+// a session has once.
+struct kvq_layer_bytes {
+    uint64_t packed, raw, extras;
+};
+
+// The shape must have passed kvq_shape_check with this format.
+struct kvq_layer_bytes kvq_layer_bytes_of(const struct kvq_format *f, const struct kvq_shape *s);
+
+// How many of the first `past` tokens are read packed, in whole units. Nothing is packed before
+// `raw` tokens are there for good; the last max_rollback ones may be taken back. 0 for raw formats.
+uint64_t kvq_packed_tokens(const struct kvq_format *f, uint32_t max_rollback, uint64_t raw,
+                           uint64_t past);
+
+// What the host's memory keeps of a session besides blocks. The daemon's structs are no larger.
+enum {
+    KVQ_SESSION_BOOKS = 2048, // of the session itself
+    KVQ_LAYER_BOOKS = 448,    // of each layer
+    KVQ_SHEET_BOOKS = 32,     // of each sheet, besides its pages
+    KVQ_PAGE_BOOKS = 32,      // of each page of each layer
+    KVQ_SHEET_PAGES = 4,      // pages of each layer in a sheet
+    KVQ_FIRST_SHEETS = 2,     // that a session makes room for at first
+};
+
+// Sheets that so many pages need.
+static inline uint32_t kvq_sheets_of(uint32_t pages)
+{
+    return (pages + KVQ_SHEET_PAGES - 1) / KVQ_SHEET_PAGES;
+}
+
+// How long the list of sheets becomes that has `room` and needs `sheets`.
+uint32_t kvq_sheet_room(uint32_t room, uint32_t sheets);
+
+// A session of so many tokens in layers that are all alike. Nobody shares its blocks, the daemon
+// knows no token ids of it, and it has packed what is due.
+struct kvq_session_bytes {
+    uint64_t packed; // packed blocks; raw blocks of a raw format
+    uint64_t window; // raw blocks and extras of other formats
+    uint64_t books;  // what is kept besides blocks; the daemon's own figure is no larger
+    uint64_t plain;  // 16 bits for each value, and nothing else
+};
+struct kvq_session_bytes kvq_session_bytes_of(const struct kvq_format *f, const struct kvq_shape *s,
+                                              uint32_t layers, uint64_t tokens,
+                                              uint32_t max_rollback);
+
+#endif

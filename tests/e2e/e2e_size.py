@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvqctl size against sessions of real daemons: what it says beforehand is what there is."""
+import json
+import os
+import subprocess
+import time
+
+from e2e_rig import BIN, BOUND, Test, Tokens
+
+SHORT, LONG = 300, 2115
+BOOKS_SHARE = 0.5  # the daemon keeps at least this much of what size says of bookkeeping
+
+
+def size(*arguments, name="oscar2", layers=4, heads=2, dim=128, tokens=SHORT):
+    """Exit status, output and complaint of kvqctl size, without a daemon."""
+    done = subprocess.run(
+        [os.path.join(BIN, "kvqctl"), "--runtime-dir", "/nonexistent", "size", "--format", name,
+         "--layers", str(layers), "--kv-heads", str(heads), "--head-dim", str(dim), "--tokens",
+         str(tokens), *arguments], capture_output=True, text=True, timeout=BOUND)
+    return done.returncode, done.stdout, done.stderr
+
+
+class Size(Test):
+    """kvqctl size."""
+
+    def settled(self, session, expected):
+        """What the daemon shows of it once what is due is packed, which it does when nothing else
+        is to be done."""
+        end = time.monotonic() + BOUND
+        while True:
+            shown = self.daemon.ctl("session", "show", f"#{session.info()['id']}")
+            if shown["window_bytes"] == expected or time.monotonic() > end:
+                return shown
+
+    def holds(self, name, length, rollback=0):
+        tokens = Tokens(3, length, layers=4)
+        with self.client.session(tokens.rows, name, max_rollback=rollback) as session:
+            while session.tokens < length:
+                tokens.feed(self.queue, session, min(1000, length - session.tokens), attend=False)
+            status, out, complaint = size("--json", "--rollback", str(rollback), name=name,
+                                          tokens=length)
+            self.assertEqual(status, 0, complaint)
+            told = json.loads(out)
+            shown = self.settled(session, told["window_bytes"])
+            for field in ("packed_bytes", "window_bytes"):
+                self.assertEqual(told[field], shown[field], (name, length, field))
+            self.assertLessEqual(shown["table_bytes"], told["table_bytes"])
+            self.assertGreaterEqual(shown["table_bytes"], BOOKS_SHARE * told["table_bytes"])
+            self.assertEqual(told["bits_per_value"], shown["bits_per_value"])
+
+    def test_raw(self):
+        self.holds("f16", SHORT)
+        self.holds("f16", LONG)
+
+    def test_units(self):
+        self.holds("oscar2", SHORT)
+        self.holds("oscar2", LONG)
+
+    def test_windows_and_extras(self):
+        """A window of 128 tokens, outliers in all but the first layers, and a name of its own."""
+        for name in ("ott2", "innerq-hybrid:sink=64"):
+            self.holds(name, SHORT)
+            self.holds(name, LONG)
+
+    def test_rollback(self):
+        self.holds("oscar2", SHORT, rollback=64)
+        self.holds("oscar2", LONG, rollback=1000)
+
+    def test_next_page(self):
+        """What the token behind a full page takes."""
+        one, two = (json.loads(size("--json", tokens=n)[1]) for n in (256, 257))
+        self.assertEqual(one["next_page_bytes"], two["total_bytes"] - one["total_bytes"])
+
+    def test_larger_than_f16(self):
+        """A short session is larger than 16 bits a value, and size says so."""
+        self.assertIn("LARGER than f16", size(tokens=150)[1])
+        self.assertNotIn("LARGER", size(tokens=4096)[1])
+        self.assertTrue(json.loads(size("--json", tokens=150)[1])["larger_than_f16"])
+
+    def test_many(self):
+        """So many sessions take so many times as much."""
+        told = json.loads(size("--json", "--sessions", "100")[1])
+        self.assertEqual(told["all_block_bytes"],
+                         100 * (told["packed_bytes"] + told["window_bytes"]))
+        self.assertEqual(told["all_table_bytes"], 100 * told["table_bytes"])
+
+    def test_refused(self):
+        for arguments, words in ((("--format", "oscar9"), "oscar9"),
+                                 (("--head-dim", "96"), "64, 128 or 256"),
+                                 (("--sessions", str(10 ** 17)), "ask for fewer")):
+            status, _, complaint = size(*arguments)
+            self.assertEqual(status, 2)
+            self.assertIn(words, complaint)
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "size", "--format", "oscar2"],
+                              capture_output=True, text=True, timeout=BOUND)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("size needs --layers N", done.stderr)

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// size: what sessions will take of memory, by the functions that the daemon keeps them by.
+#include <cJSON.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "kernels/sizes.h"
+#include "proto/json.h"
+#include "tools/kvqctl/commands.h"
+#include "tools/kvqctl/kvqctl.h"
+
+enum { SESSIONS = 3 }; // of the limits of the command line
+
+struct answer {
+    struct kvq_format format;
+    struct kvq_shape shape;
+    struct kvq_session_bytes one;
+    uint64_t total, sessions;
+    uint64_t next_page; // what its next 128 tokens take when they begin
+};
+
+// The first option that is missing; NULL: none.
+static const char *missing(const struct kvq__ctl_shape *asked)
+{
+    return !asked->format     ? "--format NAME"
+           : !asked->layers   ? "--layers N"
+           : !asked->kv_heads ? "--kv-heads N"
+           : !asked->head_dim ? "--head-dim N"
+           : !asked->tokens   ? "--tokens N"
+                              : NULL;
+}
+
+// Codebooks change no size: what stands behind an @ is left out.
+static int find_format(const char *name, struct kvq_format *format, char *why, size_t n)
+{
+    char plain[KVQ_FORMAT_NAME];
+    size_t length = strcspn(name, "@");
+    if (length < sizeof plain) {
+        snprintf(plain, sizeof plain, "%.*s", (int)length, name);
+        return kvq_format_parse(plain, format, why, n);
+    }
+    snprintf(why, n, "format name %.20s... is longer than %d bytes", name, KVQ_FORMAT_NAME - 1);
+    return -1;
+}
+
+static int work_out(const struct kvq__ctl *ctl, struct answer *a, char *why, size_t n)
+{
+    const struct kvq__ctl_shape *asked = &ctl->shape;
+    if (find_format(asked->format, &a->format, why, n))
+        return -1;
+    a->shape = (struct kvq_shape){.q_heads = (uint16_t)asked->kv_heads,
+                                  .kv_heads = (uint16_t)asked->kv_heads,
+                                  .k_dim = (uint16_t)asked->head_dim,
+                                  .v_dim = (uint16_t)asked->head_dim,
+                                  .dtype = a->format.raw_dtype ? a->format.raw_dtype : KVQ_F16,
+                                  .scale = 1};
+    if (kvq_shape_check(&a->shape, &a->format, why, n))
+        return -1;
+    a->one =
+        kvq_session_bytes_of(&a->format, &a->shape, asked->layers, asked->tokens, asked->rollback);
+    a->total = a->one.packed + a->one.window + a->one.books;
+    uint64_t full = (asked->tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
+    struct kvq_session_bytes then =
+        kvq_session_bytes_of(&a->format, &a->shape, asked->layers, full + 1, asked->rollback);
+    a->next_page = then.packed + then.window + then.books - a->total;
+    a->sessions = ctl->quota.limit[SESSIONS] ? ctl->quota.limit[SESSIONS] : 1;
+    uint64_t larger = a->total > a->one.plain ? a->total : a->one.plain;
+    if (a->sessions <= UINT64_MAX / larger)
+        return 0;
+    snprintf(why, n,
+             "%" PRIu64 " sessions take more bytes than a 64-bit number holds; ask for "
+             "fewer",
+             a->sessions);
+    return -1;
+}
+
+static void add_number(cJSON *json, const char *name, uint64_t value)
+{
+    cJSON_AddItemToObject(json, name, kvq_json_of_whole(value));
+}
+
+static void print_json(const struct kvq__ctl *ctl, const struct answer *a)
+{
+    cJSON *json = cJSON_CreateObject();
+    cJSON_AddStringToObject(json, "format", ctl->shape.format);
+    add_number(json, "layers", ctl->shape.layers);
+    add_number(json, "kv_heads", ctl->shape.kv_heads);
+    add_number(json, "head_dim", ctl->shape.head_dim);
+    add_number(json, "tokens", ctl->shape.tokens);
+    cJSON_AddNumberToObject(json, "bits_per_value", kvq_bits_per_value(&a->format, &a->shape));
+    add_number(json, "packed_bytes", a->one.packed);
+    add_number(json, "window_bytes", a->one.window);
+    add_number(json, "table_bytes", a->one.books);
+    add_number(json, "total_bytes", a->total);
+    add_number(json, "next_page_bytes", a->next_page);
+    add_number(json, "f16_bytes", a->one.plain);
+    cJSON_AddNumberToObject(json, "compression", (double)a->one.plain / (double)a->total);
+    cJSON_AddBoolToObject(json, "larger_than_f16", a->total > a->one.plain);
+    add_number(json, "sessions", a->sessions);
+    add_number(json, "all_block_bytes", a->sessions * (a->one.packed + a->one.window));
+    add_number(json, "all_table_bytes", a->sessions * a->one.books);
+    add_number(json, "all_f16_bytes", a->sessions * a->one.plain);
+    kvq__ctl_print_and_free(json);
+}
+
+static void print_answer(const struct kvq__ctl *ctl, const struct answer *a)
+{
+    const struct kvq__ctl_shape *s = &ctl->shape;
+    const struct kvq_session_bytes *one = &a->one;
+    bool larger = a->total > one->plain;
+    double times = (double)one->plain / (double)a->total;
+    printf("format       %s, %.3f bits per value with parameters\n", kvq__ctl_clean(s->format),
+           kvq_bits_per_value(&a->format, &a->shape));
+    printf("a session    %lu tokens, %u layers, %u KV heads of %u\n", s->tokens, s->layers,
+           s->kv_heads, s->head_dim);
+    printf("packed       %s%s\n", kvq__ctl_bytes(one->packed),
+           kvq_is_raw(&a->format) ? ", in 16 bits" : "");
+    printf("window       %s, the newest tokens in 16 bits\n", kvq__ctl_bytes(one->window));
+    printf("bookkeeping  %s\n", kvq__ctl_bytes(one->books));
+    printf("total        %s, and %s more when its next 128 tokens begin\n",
+           kvq__ctl_bytes(a->total), kvq__ctl_bytes(a->next_page));
+    printf("f16          %s, 16 bits a value alone; the session is %.2f times %s than f16\n",
+           kvq__ctl_bytes(one->plain), larger ? 1 / times : times, larger ? "LARGER" : "smaller");
+    printf("all          %" PRIu64 " session%s: %s of blocks, %s of bookkeeping; in f16 %s\n",
+           a->sessions, a->sessions == 1 ? "" : "s",
+           kvq__ctl_bytes(a->sessions * (one->packed + one->window)),
+           kvq__ctl_bytes(a->sessions * one->books), kvq__ctl_bytes(a->sessions * one->plain));
+}
+
+int kvq__ctl_size(struct kvq__ctl *ctl, char **args)
+{
+    struct answer answer;
+    char why[512];
+    const char *lacks = missing(&ctl->shape);
+    (void)args;
+    if (lacks)
+        return kvq__ctl_bad_usage("size needs", lacks);
+    if (work_out(ctl, &answer, why, sizeof why)) {
+        fprintf(stderr, "kvqctl: %s\n", why);
+        return KVQ_EXIT_USAGE;
+    }
+    if (ctl->json)
+        print_json(ctl, &answer);
+    else
+        print_answer(ctl, &answer);
+    return KVQ_EXIT_OK;
+}
