@@ -231,6 +231,39 @@ def check_sizing(build):
                 yield f"docs/sizing.md says {cell} MiB of {tokens} tokens in {name}"
 
 
+LITERAL = r'f?"((?:[^"\\\n]|\\.)*)"'
+
+
+def texts_of_programs():
+    """What programs and libraries can say: each literal, joined with those beside it."""
+    texts = []
+    for path in tracked():
+        if re.match(r"(daemon|client|storage|kernels|proto|tools/kvqctl)/.*\.(c|h|py)$", path):
+            for run in re.finditer(rf"{LITERAL}(?:(?:\s|\\\n|[A-Z]\w+)*{LITERAL})*", read(path)):
+                parts = re.findall(LITERAL, run[0])
+                texts.append("".join(parts).replace('\\"', '"'))
+    return texts
+
+
+def check_troubleshooting():
+    """Texts that docs/troubleshooting.md quotes are those that programs say, in its first column;
+    what `..` stands for is anything. Levels of events are warn or error."""
+    rows = re.findall(r"^\| (`.*?) \|", read("docs", "troubleshooting.md"), re.M)
+    quoted = [q for row in rows for q in re.findall(r"`([^`]+)`", row)]
+    told = [q for q in quoted if not re.match(r"event=|complete=", q)]
+    if len(told) < 40:
+        yield f"docs/troubleshooting.md explains {len(told)} texts; has its shape changed?"
+    texts = texts_of_programs()
+    for quote in told:
+        parts = ".*".join(re.escape(part) for part in quote.split(".."))
+        if not any(re.search(parts, text) for text in texts):
+            yield f"docs/troubleshooting.md quotes what no program says: {quote}"
+    sources = "".join(read(p) for p in tracked() if re.match(r"daemon/.*\.[ch]$", p))
+    for name in (q[6:] for q in quoted if q.startswith("event=")):
+        if not re.search(rf'(WARN|ERROR),\s*"{name}"|, {name}, WARN,', sources):
+            yield f"docs/troubleshooting.md speaks of event={name}, which is no warning"
+
+
 def main():
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__)
@@ -244,6 +277,7 @@ def main():
     checks["links to headings"] = (check_anchors,)
     checks["counters and events"] = (check_tables,)
     checks["folders and their layers"] = (check_layers,)
+    checks["texts of errors"] = (check_troubleshooting,)
     checks["sizing"] = (check_sizing, build)
     checks["configuration file"] = (check_config, build)
     passed = failed = 0
