@@ -177,6 +177,18 @@ static int watch_lifetime(char *text)
     return KVQ_E_SYSTEM;
 }
 
+// Standard descriptors stay taken: libuv does not close what has such a number.
+static void give_up_descriptor(int fd)
+{
+    if (fd > STDERR_FILENO) {
+        close(fd);
+        return;
+    }
+    int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+    if (null >= 0 && dup2(null, fd) == fd)
+        close(null);
+}
+
 static void tell_ready(void)
 {
     const struct kvq_config *c = &server.config;
@@ -190,7 +202,7 @@ static void tell_ready(void)
         return;
     if (write(c->ready_fd, "ready\n", 6) != 6)
         kvq__log(KVQ_LOG_WARN, "ready_fd", "fd=%d error=\"cannot write\"", c->ready_fd);
-    close(c->ready_fd);
+    give_up_descriptor(c->ready_fd);
 }
 
 // What the GPU holds is lost, and every call to it fails from now on; a process that is started

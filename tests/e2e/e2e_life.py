@@ -215,6 +215,24 @@ class Life(unittest.TestCase):
                 self.assertEqual(file.read(), f"{daemon.process.pid}\n")
             self.assertEqual(daemon.lines, [])
 
+    def test_ready_on_standard_output(self):
+        """It says so, gives the descriptor up, and nothing else gets that number."""
+        with tempfile.TemporaryDirectory() as folder:
+            process = subprocess.Popen(
+                [os.path.join(BIN, "kvqd"), "--runtime-dir", os.path.join(folder, "run"),
+                 "--ready-fd", "1", "--http-address", "", "--log-file",
+                 os.path.join(folder, "log")], stdout=subprocess.PIPE)
+            try:
+                self.assertEqual(process.stdout.read(), b"ready\n")
+                self.assertEqual(os.readlink(f"/proc/{process.pid}/fd/1"), "/dev/null")
+                subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir",
+                                os.path.join(folder, "run"), "ping"], check=True, timeout=BOUND,
+                               stdout=subprocess.DEVNULL)
+            finally:
+                process.terminate()
+                process.wait(BOUND)
+                process.stdout.close()
+
     def test_idle_queues_cost_little(self):
         """Their scratch, over 12 MiB each, becomes real as it is used."""
         def resident(daemon):
