@@ -58,16 +58,21 @@ def check_page(build, program):
         yield f"{program} --help lacks --{', --'.join(sorted(page - shown))}"
 
 
+def complaints_about(path):
+    """What groff and mandoc, where they are installed, say against a manual page."""
+    for command in (["groff", "-man", "-Tutf8", "-ww", path],
+                    ["mandoc", "-Tlint", "-Werror", path]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except FileNotFoundError:
+            continue
+        if done.stderr or command[0] == "mandoc" and done.returncode:
+            yield f"{os.path.basename(path)}: {(done.stderr or done.stdout).splitlines()[0]}"
+
+
 def check_page_renders(program):
-    """groff, where it is installed, has nothing to complain about."""
-    path = os.path.join(ROOT, "docs", "man", PAGES[program])
-    try:
-        done = subprocess.run(["groff", "-man", "-Tutf8", "-ww", path], capture_output=True,
-                              text=True, timeout=20)
-    except FileNotFoundError:
-        return
-    if done.stderr:
-        yield f"{PAGES[program]}: {done.stderr.splitlines()[0]}"
+    """groff and mandoc, where they are installed, have nothing to complain about."""
+    yield from complaints_about(os.path.join(ROOT, "docs", "man", PAGES[program]))
 
 
 def public_headers():
@@ -75,6 +80,28 @@ def public_headers():
     folder = os.path.join(ROOT, "client", "kvq")
     return read("client", "kvq.h") + "".join(
         read("client", "kvq", name) for name in sorted(os.listdir(folder)))
+
+
+def check_library_pages(build):
+    """Each public function has a manual page, which says of it what its header says."""
+    folder = os.path.join(build, "man3")
+    topics = {f"kvq_{name[:-2]}": read("client", "kvq", name)
+              for name in os.listdir(os.path.join(ROOT, "client", "kvq"))}
+    functions = set(re.findall(r"\b(kvq_\w+);", read("client", "kvq.map")))
+    if set(os.listdir(folder)) != {f"{name}.3" for name in {"kvq", *topics, *functions}}:
+        yield "man3/ has other pages than there are headers and functions"
+    for name, header in {**topics, "kvq": read("client", "kvq.h").split("#ifndef")[0]}.items():
+        page = read(folder, f"{name}.3")
+        for line in re.findall(r"^(?:/\*| \*) (\S.*?)(?: \*/)?$", header, re.M)[1:]:
+            if line.replace("\\", "\\\\") not in page and not line.startswith(("kvq", "----")):
+                yield f"{name}.3 lacks a line of its header: {line}"
+        for function in re.findall(r"^KVQ_API .*?\b(kvq_\w+)\(", header, re.M):
+            there = read(folder, f"{function}.3")
+            if function != name and there != f".so man3/{name}.3\n":
+                yield f"{function}.3 does not lead to {name}.3"
+            if not re.search(rf"^\.SS .*\b{function}\(\)", page, re.M):
+                yield f"{name}.3 does not describe {function}"
+        yield from complaints_about(os.path.join(folder, f"{name}.3"))
 
 
 def check_statuses():
@@ -271,6 +298,7 @@ def main():
     build = sys.argv[1]
     checks = {f"{p}: manual page and --help": (check_page, build, p) for p in PAGES}
     checks.update({f"{p}: manual page renders": (check_page_renders, p) for p in PAGES})
+    checks["manual pages of the library"] = (check_library_pages, build)
     checks["status codes"] = (check_statuses,)
     checks["names in documents"] = (check_doc_names,)
     checks["names in pages about the code"] = (check_source_names,)

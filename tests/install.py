@@ -25,6 +25,7 @@ INSTALLED = (
     "lib/sysusers.d/kvqd.conf", "etc/kvqd/kvqd.conf", "share/man/man1/kvqctl.1",
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
     "share/man/man8/kvqd.8", "share/doc/kvqd/examples/kvqd-cpu.conf",
+    "share/man/man3/kvq.3", "share/man/man3/kvq_step.3", "share/man/man3/kvq_append_attend.3",
 )
 
 SIZES = {"kvqctl": 3 << 20}
