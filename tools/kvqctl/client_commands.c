@@ -5,24 +5,31 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 
 static const struct kvq__ctl_kind clients =
     KVQ__CTL_KIND(CLIENTS, Kvq__ClientList, clients, "clients", "");
 
-static void print_clients(const struct kvq__ctl_list *list)
-{
-    printf("%8s %-24s %8s %7s %6s %7s %11s %8s %12s %12s\n", "ID", "NAME", "PID", "UID", "QUEUES",
-           "BUFFERS", "SHARED", "SESSIONS", "REQUESTS", "CONNECTED");
-    for (size_t i = 0; i < list->n; i++) {
-        const Kvq__Client *c = (const Kvq__Client *)list->elements[i];
-        printf("%8" PRIu64 " %-24s %8" PRIu64 " %7" PRIu32 " %6" PRIu32 " %7" PRIu32
-               " %11s %8" PRIu32 " %12" PRIu64 " %12s\n",
-               c->id, kvq__ctl_clean(c->name), c->pid, c->uid, c->queues, c->buffers,
-               kvq__ctl_bytes(c->buffer_bytes), c->sessions, c->requests,
-               kvq__ctl_duration(c->connected_ms));
+#define COLUMN(NAME, HEADING, FIELD, SHOW, WIDTH)                                                  \
+    {                                                                                              \
+        .name = (NAME), .heading = (HEADING), .field = (FIELD), .show = KVQ__CTL_AS_##SHOW,        \
+        .width = (WIDTH)                                                                           \
     }
-}
+static const struct kvq__ctl_column columns[] = {
+    COLUMN("id", "ID", "id", NUMBER, 8),
+    COLUMN("name", "NAME", "name", TEXT, -24),
+    COLUMN("pid", "PID", "pid", NUMBER, 8),
+    COLUMN("uid", "UID", "uid", NUMBER, 7),
+    COLUMN("queues", "QUEUES", "queues", NUMBER, 6),
+    COLUMN("buffers", "BUFFERS", "buffers", NUMBER, 7),
+    COLUMN("shared", "SHARED", "buffer_bytes", BYTES, 11),
+    COLUMN("sessions", "SESSIONS", "sessions", NUMBER, 8),
+    COLUMN("requests", "REQUESTS", "requests", NUMBER, 12),
+    COLUMN("connected", "CONNECTED", "connected_ms", DURATION, 12),
+};
+
+const struct kvq__ctl_table kvq__ctl_clients = {
+    KVQ__CTL_TABLE(columns, "clients", "no clients", NULL)};
 
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
 {
@@ -35,13 +42,7 @@ int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
     int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &clients, &list);
     if (result)
         return result;
-    if (ctl->json)
-        kvq__ctl_print_json_array(list.elements, list.n);
-    else if (list.n == 0)
-        printf("no clients\n");
-    else
-        print_clients(&list);
-    return kvq__ctl_list_end(&list, &clients);
+    return kvq__ctl_show_list(ctl, &list, &clients, &kvq__ctl_clients);
 }
 
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args)

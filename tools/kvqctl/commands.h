@@ -9,6 +9,7 @@
 #include <stddef.h>
 
 struct kvq__ctl;
+struct kvq__ctl_table;
 
 struct kvq__ctl_command {
     const char *words[2];
@@ -25,6 +26,7 @@ extern const size_t kvq__ctl_n_commands;
 enum kvq__ctl_option_kind {
     KVQ__CTL_FLAG,     // bool
     KVQ__CTL_TEXT,     // const char *
+    KVQ__CTL_TEXTS,    // struct kvq__ctl_texts: it may be given several times
     KVQ__CTL_INT,      // int
     KVQ__CTL_UNSIGNED, // unsigned
     KVQ__CTL_ULONG,    // unsigned long
@@ -45,6 +47,9 @@ struct kvq__ctl_option {
 
 extern const struct kvq__ctl_option kvq__ctl_options[];
 extern const size_t kvq__ctl_n_options;
+
+// The columns of what a command lists, or NULL if it lists nothing.
+const struct kvq__ctl_table *kvq__ctl_table_of(const struct kvq__ctl_command *command);
 
 // What the command line said of help.
 struct kvq__ctl_asked {

@@ -5,7 +5,7 @@
 #include <string.h>
 #include <time.h>
 
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 
 static void print_namespaces(const Kvq__StatusReply *s)
 {
@@ -135,19 +135,35 @@ int kvq__ctl_status(struct kvq__ctl *ctl, char **args)
     return kvq__ctl_list_end(&list, &namespaces);
 }
 
-static void print_formats(const struct kvq__ctl_list *list)
+static const char *row_text(const ProtobufCMessage *message)
 {
-    printf("%-18s %-7s %-16s %6s %5s %7s %5s  %s\n", "FORMAT", "LAYERS", "IS", "BITS", "UNIT",
-           "RECENT", "SINK", "SOURCE");
-    for (size_t i = 0; i < list->n; i++) {
-        const Kvq__Format *f = (const Kvq__Format *)list->elements[i];
-        bool same = strcmp(f->name, f->row) == 0;
-        printf("%-18s %-7s %-16s %6.3f %5" PRIu32 " %7" PRIu32 " %5" PRIu32 "  %s\n",
-               kvq__ctl_clean(f->name), kvq__ctl_clean(f->layers),
-               same ? "" : kvq__ctl_clean(f->row), f->bits_per_value, f->unit_tokens,
-               f->recent_tokens, f->sink_tokens, kvq__ctl_clean(f->source));
-    }
+    const Kvq__Format *f = (const Kvq__Format *)message;
+    return strcmp(f->name, f->row) == 0 ? "" : f->row;
 }
+
+#define COLUMN(NAME, HEADING, FIELD, SHOW, WIDTH)                                                  \
+    {                                                                                              \
+        .name = (NAME), .heading = (HEADING), .field = (FIELD), .show = KVQ__CTL_AS_##SHOW,        \
+        .width = (WIDTH)                                                                           \
+    }
+static const struct kvq__ctl_column columns[] = {
+    COLUMN("format", "FORMAT", "name", TEXT, -18),
+    COLUMN("layers", "LAYERS", "layers", TEXT, -7),
+    {.name = "is", .heading = "IS", .text = row_text, .width = -16},
+    COLUMN("bits", "BITS", "bits_per_value", 3_PLACES, 6),
+    COLUMN("unit", "UNIT", "unit_tokens", NUMBER, 5),
+    COLUMN("recent", "RECENT", "recent_tokens", NUMBER, 7),
+    COLUMN("sink", "SINK", "sink_tokens", NUMBER, 5),
+    {.name = "source", .heading = "SOURCE", .field = "source", .width = -6, .apart = true},
+    {.name = "own",
+     .heading = "OWN",
+     .field = "own",
+     .show = KVQ__CTL_AS_YES_NO,
+     .width = 3,
+     .extra = true},
+};
+
+const struct kvq__ctl_table kvq__ctl_formats = {KVQ__CTL_TABLE(columns, "formats", NULL, NULL)};
 
 int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
 {
@@ -162,11 +178,7 @@ int kvq__ctl_format_list(struct kvq__ctl *ctl, char **args)
     int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &formats, &list);
     if (result)
         return result;
-    if (ctl->json)
-        kvq__ctl_print_json_array(list.elements, list.n);
-    else
-        print_formats(&list);
-    return kvq__ctl_list_end(&list, &formats);
+    return kvq__ctl_show_list(ctl, &list, &formats, &kvq__ctl_formats);
 }
 
 // Sends a ping. On success *microseconds is the round trip.

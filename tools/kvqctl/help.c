@@ -4,9 +4,9 @@
 #include <string.h>
 
 #include "tools/kvqctl/commands.h"
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 
-enum { COMMAND_WIDTH = 23, OPTION_WIDTH = 18 };
+enum { COMMAND_WIDTH = 23, OPTION_WIDTH = 18, LINE_WIDTH = 92 };
 
 static const char statuses[] =
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
@@ -40,6 +40,26 @@ static void print_options(void)
     }
 }
 
+// Those that are shown by themselves come first.
+static void print_columns(const struct kvq__ctl_table *table)
+{
+    for (int extra = 0; extra < 2; extra++) {
+        size_t used = 0;
+        for (size_t i = 0; i < table->n; i++) {
+            const struct kvq__ctl_column *c = &table->columns[i];
+            if (c->extra != (extra == 1))
+                continue;
+            if (used == 0)
+                used = (size_t)printf(extra ? "With --columns also:" : "Columns:");
+            else if (used + strlen(c->name) > LINE_WIDTH)
+                used = (size_t)printf("\n   ") - 1;
+            used += (size_t)printf(" %s", c->name);
+        }
+        printf("%s", used ? "\n" : "");
+    }
+    printf("\n");
+}
+
 void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
 {
     printf("kvqctl %s: administers kvqd, the daemon that owns quantized KV caches\n\n"
@@ -55,6 +75,8 @@ void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
             printf("  %-*s %s\n", COMMAND_WIDTH, line, c->about);
     }
     printf("\n%s%s", only ? only->more : "", only && *only->more ? "\n" : "");
+    if (only && kvq__ctl_table_of(only))
+        print_columns(kvq__ctl_table_of(only));
     print_options();
     printf("%s", statuses);
 }

@@ -37,6 +37,13 @@ struct kvq__ctl_shape {
     unsigned long tokens;
 };
 
+// Texts of an option that may be given several times.
+enum { KVQ__CTL_MAX_FILTERS = 16 };
+struct kvq__ctl_texts {
+    size_t n;
+    const char *texts[KVQ__CTL_MAX_FILTERS];
+};
+
 // One run: what the command line said, and the connection once there is one.
 struct kvq__ctl {
     const char *runtime_dir;
@@ -59,6 +66,9 @@ struct kvq__ctl {
     const char *event_kinds; // events: "K,K"; NULL: all
     struct kvq__ctl_quota quota;
     struct kvq__ctl_shape shape;
+    const char *columns, *sort; // lists: which, and by which, "-" before it for the largest first
+    struct kvq__ctl_texts filters;
+    bool csv;
     int stop_fd; // readable once the user wants an end; -1: a signal ends the program
     struct kvq__transport *transport;
     uint32_t next_id;
@@ -123,6 +133,11 @@ void kvq__ctl_list_free(struct kvq__ctl_list *list);
 // and KVQ_EXIT_FAILED.
 int kvq__ctl_list_end(struct kvq__ctl_list *list, const struct kvq__ctl_kind *kind);
 
+// Prints the list as the command line asks, by its table of columns, and frees it. An exit status.
+struct kvq__ctl_table;
+int kvq__ctl_show_list(struct kvq__ctl *ctl, struct kvq__ctl_list *list,
+                       const struct kvq__ctl_kind *kind, const struct kvq__ctl_table *table);
+
 // Commands. Arguments are those behind the command's words.
 int kvq__ctl_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_ping(struct kvq__ctl *ctl, char **args);
@@ -178,6 +193,10 @@ int kvq__ctl_ask_status(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 Kvq__StatusReply *kvq__ctl_status_of(const struct kvq__ctl_list *list);
 int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n);
+// What a session is called in a command, its name, or #ID if it has none, with its shard; and what
+// is done with it. In one of the buffers of kvq__ctl_text.
+const char *kvq__ctl_session_label(const Kvq__Session *session);
+const char *kvq__ctl_session_state(const Kvq__Session *session);
 
 // {"kvqctl": OURS, "kvqd": THEIRS or null}.
 void kvq__ctl_print_versions(const char *ours, const char *theirs);
@@ -200,6 +219,9 @@ void kvq__ctl_print_json_message(const ProtobufCMessage *message);
 // Prints {"status": ..., "sessions": ...} on one line.
 void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *const *sessions,
                               size_t n);
+
+// As printf, cut at 511 bytes, in one of a few static buffers, as all that follow.
+const char *kvq__ctl_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 // Short forms for people, in one of a few static buffers: "1.5 GiB", "3 h 12 min".
 const char *kvq__ctl_bytes(uint64_t bytes);

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 
 // What stands at an offset of a message; members of a type that the caller knows.
 static void *at(const ProtobufCMessage *message, size_t offset)
@@ -115,4 +115,33 @@ int kvq__ctl_list_end(struct kvq__ctl_list *list, const struct kvq__ctl_kind *ki
             "to ask for them; is it of an earlier release?%s%s\n",
             n, kind->what, *kind->remedy ? " Else " : "", kind->remedy);
     return KVQ_EXIT_FAILED;
+}
+
+static void say_none(const struct kvq__ctl *ctl, const struct kvq__ctl_table *table, size_t all)
+{
+    if (all > 0)
+        printf("none of %zu %s passes the filters\n", all, table->what);
+    else
+        printf("%s\n", ctl->ns && table->of_namespace ? table->of_namespace : table->none);
+}
+
+int kvq__ctl_show_list(struct kvq__ctl *ctl, struct kvq__ctl_list *list,
+                       const struct kvq__ctl_kind *kind, const struct kvq__ctl_table *table)
+{
+    struct kvq__ctl_view view;
+    size_t all = list->n;
+    int result = kvq__ctl_take_view(ctl, table, &view);
+    size_t n = result ? 0 : kvq__ctl_apply_view(&view, list->elements, all);
+    if (result) // cannot be: it was checked before the daemon was asked
+        fprintf(stderr, "kvqctl: the list was not printed\n");
+    else if (ctl->json)
+        kvq__ctl_print_json_array(list->elements, n);
+    else if (ctl->csv)
+        kvq__ctl_print_csv(&view, list->elements, n);
+    else if (n == 0 && table->none)
+        say_none(ctl, table, all);
+    else
+        kvq__ctl_print_table(&view, list->elements, n);
+    int end = kvq__ctl_list_end(list, kind);
+    return result ? result : end;
 }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvqctl: administers kvqd from the command line. This file finds the command that the words name
 // and runs it; commands and options stand in tables (commands.c, options.c).
+#include <locale.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "tools/kvqctl/commands.h"
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 #include "tools/kvqctl/transport.h"
 
 // Words in a command's `argument`.
@@ -100,6 +101,26 @@ static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, c
     return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
 }
 
+// Options that only lists take, before the daemon is asked. An exit status.
+static int check_view(const struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
+{
+    struct kvq__ctl_view view;
+    const struct kvq__ctl_table *table = kvq__ctl_table_of(command);
+    const char *given = ctl->columns     ? "--columns"
+                        : ctl->sort      ? "--sort"
+                        : ctl->filters.n ? "--filter"
+                        : ctl->csv       ? "--csv"
+                                         : NULL;
+    if (!given)
+        return KVQ_EXIT_OK;
+    if (!table)
+        return kvq__ctl_bad_usage(kvq__ctl_text("%s is for lists, not for", given),
+                                  kvq__ctl_words(command));
+    if (ctl->json && (ctl->csv || ctl->columns))
+        return kvq__ctl_bad_usage("--json prints all fields as JSON; leave out", given);
+    return kvq__ctl_take_view(ctl, table, &view);
+}
+
 // "help session list" is "session list --help".
 static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
 {
@@ -121,6 +142,9 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     if (ctl->watch > 0 && !command->repeats)
         return kvq__ctl_bad_usage("--watch is for status and lists, not for",
                                   kvq__ctl_words(command));
+    int result = check_view(ctl, command);
+    if (result)
+        return result;
     return ctl->watch > 0 ? watch(ctl, command, words + used) : command->run(ctl, words + used);
 }
 
@@ -128,6 +152,7 @@ int main(int argc, char **argv)
 {
     struct kvq__ctl ctl = {.interval = 2, .shard = -1, .stop_fd = -1};
     struct kvq__ctl_asked asked = {0};
+    setlocale(LC_CTYPE, "C.UTF-8"); // for the width of characters alone
     int first, result = kvq__ctl_take_options(&ctl, argc, argv, &first, &asked);
     if (result)
         return result;

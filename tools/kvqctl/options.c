@@ -15,6 +15,8 @@
 #include "tools/kvqctl/kvqctl.h"
 
 #define AT(FIELD) offsetof(struct kvq__ctl, FIELD)
+#define FILTERS   "given at most 16 times"
+_Static_assert(KVQ__CTL_MAX_FILTERS == 16, "FILTERS says another number");
 
 const struct kvq__ctl_option kvq__ctl_options[] = {
     {"runtime-dir", "DIR", KVQ__CTL_TEXT, AT(runtime_dir), 0, 0, NULL,
@@ -75,6 +77,14 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
      "size: tokens of a session"},
     {"rollback", "N", KVQ__CTL_UNSIGNED, AT(shape.rollback), 0, KVQ_MAX_ROLLBACK, "0 to 1024",
      "size: max_rollback of the sessions (default 0)"},
+    {"columns", "C[,C]", KVQ__CTL_TEXT, AT(columns), 0, 0, NULL,
+     "lists: these columns (session list --help names a list's)"},
+    {"sort", "[-]C", KVQ__CTL_TEXT, AT(sort), 0, 0, NULL,
+     "lists: by this column; with - the largest first"},
+    {"filter", "C=VALUE", KVQ__CTL_TEXTS, AT(filters), 0, 0, FILTERS,
+     "lists: only these; also !=, <, >, ~ (holds the text). Again:\n"
+     "all must hold. VALUE may be a size (2gb) or a duration (10min)"},
+    {"csv", NULL, KVQ__CTL_FLAG, AT(csv), 0, 0, NULL, "lists: comma-separated values"},
     {"help", NULL, KVQ__CTL_HELP, 0, 0, 0, NULL, "what a command does, or this"},
     {"version", NULL, KVQ__CTL_VERSION, 0, 0, 0, NULL, "the version of kvqctl"},
 };
@@ -111,6 +121,15 @@ static bool take_number(struct kvq__ctl *ctl, const struct kvq__ctl_option *o, c
     return true;
 }
 
+// False: there are as many as there may be.
+static bool add_text(struct kvq__ctl_texts *texts, const char *value)
+{
+    if (texts->n == KVQ__CTL_MAX_FILTERS)
+        return false;
+    texts->texts[texts->n++] = value;
+    return true;
+}
+
 // Takes one option into ctl. An exit status.
 static int take_option(struct kvq__ctl *ctl, const struct kvq__ctl_option *o, char *value,
                        struct kvq__ctl_asked *asked)
@@ -122,6 +141,9 @@ static int take_option(struct kvq__ctl *ctl, const struct kvq__ctl_option *o, ch
         break;
     case KVQ__CTL_TEXT:
         *(const char **)((char *)ctl + o->at) = value;
+        break;
+    case KVQ__CTL_TEXTS:
+        good = add_text((struct kvq__ctl_texts *)((char *)ctl + o->at), value);
         break;
     case KVQ__CTL_LIMIT:
         good = kvq__ctl_quota_option(ctl, (int)o->at, value);

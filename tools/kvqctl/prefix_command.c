@@ -3,23 +3,49 @@
 #include <inttypes.h>
 #include <stdio.h>
 
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
+
+enum { PAGE_TOKENS = 128 };
 
 static const struct kvq__ctl_kind prefixes =
     KVQ__CTL_KIND(PREFIXES, Kvq__PrefixList, prefixes, "namespaces with prefixes", "");
 
-static void print_prefixes(const struct kvq__ctl_list *list)
+static uint64_t tokens_of(const ProtobufCMessage *message)
 {
-    printf("%-24s %10s %11s %11s %9s %9s %12s %9s\n", "NAMESPACE", "TOKENS", "BYTES", "IDLE",
-           "LOOKUPS", "HITS", "HIT TOKENS", "EVICTED");
-    for (size_t i = 0; i < list->n; i++) {
-        const Kvq__PrefixStatus *p = (const Kvq__PrefixStatus *)list->elements[i];
-        printf("%-24s %10" PRIu64 " %11s %11s %9" PRIu64 " %9" PRIu64 " %12" PRIu64 " %9" PRIu64
-               "\n",
-               kvq__ctl_clean(p->namespace_), p->pages * 128, kvq__ctl_bytes(p->bytes),
-               kvq__ctl_bytes(p->idle_bytes), p->lookups, p->hits, p->hit_tokens, p->evicted * 128);
-    }
+    return ((const Kvq__PrefixStatus *)message)->pages * PAGE_TOKENS;
 }
+
+static uint64_t evicted_of(const ProtobufCMessage *message)
+{
+    return ((const Kvq__PrefixStatus *)message)->evicted * PAGE_TOKENS;
+}
+
+#define COLUMN(NAME, HEADING, FIELD, SHOW, WIDTH)                                                  \
+    {                                                                                              \
+        .name = (NAME), .heading = (HEADING), .field = (FIELD), .show = KVQ__CTL_AS_##SHOW,        \
+        .width = (WIDTH)                                                                           \
+    }
+static const struct kvq__ctl_column columns[] = {
+    COLUMN("namespace", "NAMESPACE", "namespace", TEXT, -24),
+    {.name = "tokens",
+     .heading = "TOKENS",
+     .whole = tokens_of,
+     .show = KVQ__CTL_AS_NUMBER,
+     .width = 10},
+    COLUMN("bytes", "BYTES", "bytes", BYTES, 11),
+    COLUMN("idle", "IDLE", "idle_bytes", BYTES, 11),
+    COLUMN("lookups", "LOOKUPS", "lookups", NUMBER, 9),
+    COLUMN("hits", "HITS", "hits", NUMBER, 9),
+    COLUMN("hit-tokens", "HIT TOKENS", "hit_tokens", NUMBER, 12),
+    {.name = "evicted",
+     .heading = "EVICTED",
+     .whole = evicted_of,
+     .show = KVQ__CTL_AS_NUMBER,
+     .width = 9},
+};
+
+const struct kvq__ctl_table kvq__ctl_prefixes = {KVQ__CTL_TABLE(
+    columns, "namespaces with prefixes", "no prefixes: no engine has told token ids", NULL)};
 
 int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
 {
@@ -32,13 +58,7 @@ int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
     int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &prefixes, &list);
     if (result)
         return result;
-    if (ctl->json)
-        kvq__ctl_print_json_array(list.elements, list.n);
-    else if (list.n == 0)
-        printf("no prefixes: no engine has told token ids\n");
-    else
-        print_prefixes(&list);
-    return kvq__ctl_list_end(&list, &prefixes);
+    return kvq__ctl_show_list(ctl, &list, &prefixes, &kvq__ctl_prefixes);
 }
 
 int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)
@@ -58,7 +78,7 @@ int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)
     if (ctl->json)
         kvq__ctl_print_json(&r->base);
     else
-        printf("gave up prefixes of %" PRIu64 " tokens; %s are free now\n", r->pages * 128,
+        printf("gave up prefixes of %" PRIu64 " tokens; %s are free now\n", r->pages * PAGE_TOKENS,
                kvq__ctl_bytes(r->bytes));
     return KVQ_EXIT_OK;
 }

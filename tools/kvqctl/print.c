@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Printing: messages as JSON by their own descriptors, and numbers in short forms for people.
 #include <cJSON.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +18,17 @@ static char *short_buffer(size_t *size)
     static unsigned next;
     *size = sizeof buffers[0];
     return buffers[next++ % 16];
+}
+
+const char *kvq__ctl_text(const char *format, ...)
+{
+    size_t size;
+    char *text = short_buffer(&size);
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, size, format, arguments);
+    va_end(arguments);
+    return text;
 }
 
 const char *kvq__ctl_bytes(uint64_t bytes)

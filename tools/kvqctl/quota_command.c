@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 
 enum { HOST = 1, DEVICE = 2, DISK = 4, SESSIONS = 8, TABLES = 16 }; // bits of SetQuota.which
 
@@ -13,38 +13,57 @@ enum { HOST = 1, DEVICE = 2, DISK = 4, SESSIONS = 8, TABLES = 16 }; // bits of S
 // What is used, and of what; a star where the limit was set at run time.
 static const char *of(uint64_t used, uint64_t limit, bool bytes, bool set)
 {
-    static char texts[10][64];
-    static unsigned next;
-    char *text = texts[next++ % 10];
-    snprintf(text, sizeof texts[0], "%s%s",
-             bytes ? kvq__ctl_of_bytes(used, limit) : kvq__ctl_of(used, limit),
-             set     ? limit ? "*" : " of any*"
-             : limit ? " "
-                     : "");
-    return text;
+    return kvq__ctl_text("%s%s", bytes ? kvq__ctl_of_bytes(used, limit) : kvq__ctl_of(used, limit),
+                         set     ? limit ? "*" : " of any*"
+                         : limit ? " "
+                                 : "");
 }
 
-static void print_list(const struct kvq__ctl_list *list)
+#define OF(FUNCTION, FIELD, BYTES, BIT)                                                            \
+    static const char *FUNCTION(const ProtobufCMessage *message)                                   \
+    {                                                                                              \
+        const Kvq__QuotaStatus *q = (const Kvq__QuotaStatus *)message;                             \
+        bool told = q->used && q->limit;                                                           \
+        return told ? of(q->used->FIELD, q->limit->FIELD, BYTES, q->which & (BIT)) : "";           \
+    }
+OF(sessions_text, sessions, false, SESSIONS)
+OF(host_text, host_bytes, true, HOST)
+OF(device_text, device_bytes, true, DEVICE)
+OF(disk_text, disk_bytes, true, DISK)
+OF(tables_text, table_bytes, true, TABLES)
+
+#define COLUMN(NAME, HEADING, FIELD, SHOW, WIDTH, EXTRA, PEOPLE)                                   \
+    {                                                                                              \
+        .name = (NAME), .heading = (HEADING), .field = (FIELD), .show = KVQ__CTL_AS_##SHOW,        \
+        .width = (WIDTH), .people = (PEOPLE), .extra = (EXTRA)                                     \
+    }
+static const struct kvq__ctl_column columns[] = {
+    {.name = "namespace", .heading = "NAMESPACE", .field = "namespace", .width = -20},
+    COLUMN("sessions", "SESSIONS", "used.sessions", NUMBER, 14, false, sessions_text),
+    COLUMN("host", "HOST", "used.host_bytes", BYTES, 22, false, host_text),
+    COLUMN("gpus", "GPUS", "used.device_bytes", BYTES, 22, false, device_text),
+    COLUMN("disk", "DISK", "used.disk_bytes", BYTES, 22, false, disk_text),
+    COLUMN("tables", "TABLES", "used.table_bytes", BYTES, 22, false, tables_text),
+    COLUMN("sessions-limit", "SESSIONS, LIMIT", "limit.sessions", NUMBER, 14, true, NULL),
+    COLUMN("host-limit", "HOST, LIMIT", "limit.host_bytes", BYTES, 11, true, NULL),
+    COLUMN("gpus-limit", "GPUS, LIMIT", "limit.device_bytes", BYTES, 11, true, NULL),
+    COLUMN("disk-limit", "DISK, LIMIT", "limit.disk_bytes", BYTES, 11, true, NULL),
+    COLUMN("tables-limit", "TABLES, LIMIT", "limit.table_bytes", BYTES, 11, true, NULL),
+    COLUMN("last-refused", "LAST REFUSED", "last_refused", TEXT, -12, true, NULL),
+};
+
+static void explain_stars(ProtobufCMessage *const *elements, size_t n)
 {
     bool any = false;
-    printf("%-20s %14s %22s %22s %22s %22s\n", "NAMESPACE", "SESSIONS", "HOST", "GPUS", "DISK",
-           "TABLES");
-    for (size_t i = 0; i < list->n; i++) {
-        const Kvq__QuotaStatus *q = (const Kvq__QuotaStatus *)list->elements[i];
-        const Kvq__Quota *used = q->used, *limit = q->limit;
-        if (!used || !limit)
-            continue;
-        any |= q->which != 0;
-        printf("%-20s %14s %22s %22s %22s %22s\n", kvq__ctl_clean(q->namespace_),
-               of(used->sessions, limit->sessions, false, q->which & SESSIONS),
-               of(used->host_bytes, limit->host_bytes, true, q->which & HOST),
-               of(used->device_bytes, limit->device_bytes, true, q->which & DEVICE),
-               of(used->disk_bytes, limit->disk_bytes, true, q->which & DISK),
-               of(used->table_bytes, limit->table_bytes, true, q->which & TABLES));
-    }
+    for (size_t i = 0; i < n; i++)
+        any |= ((const Kvq__QuotaStatus *)elements[i])->which != 0;
     if (any)
         printf("* set at run time; the others are the configuration's\n");
 }
+
+const struct kvq__ctl_table kvq__ctl_quotas = {
+    KVQ__CTL_TABLE(columns, "limits", "no namespaces that this user may see", NULL),
+    .note = explain_stars};
 
 static void print_limit(const char *what, uint64_t used, uint64_t limit, uint64_t base,
                         uint64_t refused, bool bytes, bool set)
@@ -130,13 +149,7 @@ int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
     int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &quotas, &list);
     if (result)
         return result;
-    if (ctl->json)
-        kvq__ctl_print_json_array(list.elements, list.n);
-    else if (list.n == 0)
-        printf("no namespaces that this user may see\n");
-    else
-        print_list(&list);
-    return kvq__ctl_list_end(&list, &quotas);
+    return kvq__ctl_show_list(ctl, &list, &quotas, &kvq__ctl_quotas);
 }
 
 int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)
@@ -203,35 +216,13 @@ int kvq__ctl_quota_delete(struct kvq__ctl *ctl, char **args)
 
 // ---- The command line ----
 
-// A whole number with b, kb, mb, gb or tb (powers of 1,024) behind it, or none.
-static bool parse(const char *text, bool bytes, uint64_t *value)
-{
-    static const char units[] = "kmgt";
-    unsigned shift = 0;
-    size_t digits = strspn(text, "0123456789");
-    const char *unit = text + digits;
-    *value = 0;
-    if (strcmp(text, "none") == 0)
-        return true;
-    if (digits == 0 || digits > 18)
-        return false;
-    for (size_t i = 0; i < digits; i++)
-        *value = 10 * *value + (uint64_t)(text[i] - '0');
-    const char *at = *unit ? strchr(units, *unit | 32) : NULL;
-    if (bytes && at) {
-        shift = 10 * (unsigned)(at - units + 1);
-        unit++;
-    }
-    if (bytes && (*unit | 32) == 'b')
-        unit++;
-    if (*unit || *value > UINT64_MAX >> shift)
-        return false;
-    *value <<= shift;
-    return true;
-}
-
 bool kvq__ctl_quota_option(struct kvq__ctl *ctl, int which, const char *text)
 {
+    uint64_t *limit = &ctl->quota.limit[which];
+    size_t digits = strspn(text, "0123456789");
     ctl->quota.which |= 1u << which;
-    return parse(text, which != 3, &ctl->quota.limit[which]);
+    *limit = 0;
+    if (strcmp(text, "none") == 0)
+        return true;
+    return (which != 3 || !text[digits]) && kvq__ctl_parse_size(text, limit);
 }

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "proto/status.h"
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 
 enum { SHORTEST_NS = 1000000, LONGEST_NS = 100000000 }; // between two looks
 
@@ -112,6 +112,16 @@ static void be_patient(struct kvq__ctl *ctl)
         ctl->timeout_ms = LONG_MS;
 }
 
+static const struct kvq__ctl_column columns[] = {
+    {.name = "namespace", .heading = "NAMESPACE", .field = "namespace", .width = -20},
+    {.name = "bytes", .heading = "BYTES", .field = "bytes", .show = KVQ__CTL_AS_BYTES, .width = 11},
+    {.name = "name", .heading = "NAME", .field = "name", .width = -4, .apart = true},
+};
+
+const struct kvq__ctl_table kvq__ctl_remote_sessions = {
+    KVQ__CTL_TABLE(columns, "sessions on the remote store", "there is nothing",
+                   "there is nothing of that namespace")};
+
 int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
@@ -129,20 +139,7 @@ int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
     int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &stored, &list);
     if (result)
         return result;
-    if (ctl->json) {
-        kvq__ctl_print_json_array(list.elements, list.n);
-        return kvq__ctl_list_end(&list, &stored);
-    }
-    if (list.n == 0)
-        printf("there is nothing%s\n", ctl->ns ? " of that namespace" : "");
-    else
-        printf("%-20s %11s  %s\n", "NAMESPACE", "BYTES", "NAME");
-    for (size_t i = 0; i < list.n; i++) {
-        const Kvq__RemoteEntry *e = (const Kvq__RemoteEntry *)list.elements[i];
-        printf("%-20s %11s  %s\n", kvq__ctl_clean(e->namespace_), kvq__ctl_bytes(e->bytes),
-               kvq__ctl_clean(e->name));
-    }
-    return kvq__ctl_list_end(&list, &stored);
+    return kvq__ctl_show_list(ctl, &list, &stored, &kvq__ctl_remote_sessions);
 }
 
 int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)

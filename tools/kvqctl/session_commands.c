@@ -5,54 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "tools/kvqctl/kvqctl.h"
-
-// What the session is called in a command: its name, or #ID if it has none; and which shard it is.
-static const char *session_label(const Kvq__Session *s, char *buffer, size_t size)
-{
-    if (s->name && *s->name && s->shards > 1)
-        snprintf(buffer, size, "%s %" PRIu32 "/%" PRIu32, kvq__ctl_clean(s->name), s->shard,
-                 s->shards);
-    else if (s->name && *s->name)
-        snprintf(buffer, size, "%s", kvq__ctl_clean(s->name));
-    else
-        snprintf(buffer, size, "#%" PRIu64, s->id);
-    return buffer;
-}
-
-static const char *session_state(const Kvq__Session *s, char *buffer, size_t size)
-{
-    bool away = s->tier && strcmp(s->tier, "disk") == 0;
-    int used = snprintf(buffer, size, "%s%s", away ? "on disk, " : "", s->pinned ? "pinned, " : "");
-    char *rest = buffer + used;
-    size_t room = size - (size_t)used;
-    if (s->writer_client)
-        snprintf(rest, room, "client %" PRIu64 "%s", s->writer_client,
-                 s->step_open ? ", in a step" : "");
-    else if (s->readers)
-        snprintf(rest, room, "%" PRIu32 " readers", s->readers);
-    else if (s->keep_ms)
-        snprintf(rest, room, "kept %s more", kvq__ctl_duration(s->keep_ms));
-    else
-        snprintf(rest, room, "idle %s", kvq__ctl_duration(s->idle_ms));
-    return buffer;
-}
-
-void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n)
-{
-    char label[160], state[80];
-    printf("%-14s %-20s %9s %-10s %8s %8s %11s %11s %7s  %s\n", "NAMESPACE", "NAME", "TOKENS",
-           "FORMAT", "BITS/VAL", "B/TOK/HD", "MEMORY", "SHARED", "COMPR.", "STATE");
-    for (size_t i = 0; i < n; i++) {
-        const Kvq__Session *s = sessions[i];
-        uint64_t memory = s->packed_bytes + s->window_bytes + s->table_bytes;
-        printf("%-14s %-20s %9" PRIu64 " %-10s %8.2f %8.1f %11s %11s %6.2fx  %s\n",
-               kvq__ctl_clean(s->namespace_), session_label(s, label, sizeof label), s->tokens,
-               kvq__ctl_clean(s->format), s->bits_per_value, s->bytes_per_token_head_total,
-               kvq__ctl_bytes(memory), s->shared_unknown ? "?" : kvq__ctl_bytes(s->shared_bytes),
-               s->compression, session_state(s, state, sizeof state));
-    }
-}
+#include "tools/kvqctl/table.h"
 
 static const struct kvq__ctl_kind kind = KVQ__CTL_KIND(
     SESSIONS, Kvq__SessionList, sessions, "sessions", "narrow it with --namespace NAME");
@@ -75,13 +28,7 @@ int kvq__ctl_session_list(struct kvq__ctl *ctl, char **args)
     int result = kvq__ctl_ask_sessions(ctl, &list);
     if (result)
         return result;
-    if (ctl->json)
-        kvq__ctl_print_json_array(list.elements, list.n);
-    else if (list.n == 0)
-        printf("no sessions%s\n", ctl->ns ? " in that namespace" : "");
-    else
-        kvq__ctl_print_sessions((Kvq__Session *const *)list.elements, list.n);
-    return kvq__ctl_list_end(&list, &kind);
+    return kvq__ctl_show_list(ctl, &list, &kind, &kvq__ctl_sessions);
 }
 
 static void print_shards(const Kvq__Session *s)
@@ -123,9 +70,8 @@ static void print_size(const Kvq__Session *s)
 
 static void print_session(const Kvq__Session *s)
 {
-    char label[160], state[80];
-    printf("session     %s in namespace %s (id %" PRIu64 ")\n",
-           session_label(s, label, sizeof label), kvq__ctl_clean(s->namespace_), s->id);
+    printf("session     %s in namespace %s (id %" PRIu64 ")\n", kvq__ctl_session_label(s),
+           kvq__ctl_clean(s->namespace_), s->id);
     printf("model       %s\n", s->model && *s->model ? kvq__ctl_clean(s->model) : "not said");
     printf("shape       %" PRIu32 " layers, %" PRIu32 " query heads, %" PRIu32
            " KV heads, head_dim %" PRIu32 "\n",
@@ -158,7 +104,7 @@ static void print_session(const Kvq__Session *s)
     if (s->saturated_values)
         printf("clamped     %" PRIu64 " values beyond the 16-bit range\n", s->saturated_values);
     print_shards(s);
-    printf("state       %s\n", session_state(s, state, sizeof state));
+    printf("state       %s\n", kvq__ctl_session_state(s));
 }
 
 int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args)

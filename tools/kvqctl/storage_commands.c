@@ -5,11 +5,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "proto/status.h"
 #include "storage/store.h"
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 
 enum { LONG_MS = 3600000 }; // gigabytes take their time
 
@@ -141,30 +140,35 @@ int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args)
 
 // ---- The store ----
 
-static void format_time(int64_t seconds, char out[32])
+static const char *label_text(const ProtobufCMessage *message)
 {
-    time_t at = (time_t)seconds;
-    struct tm tm;
-    strftime(out, 32, "%Y-%m-%d %H:%M", localtime_r(&at, &tm));
+    const Kvq__SavedEntry *e = (const Kvq__SavedEntry *)message;
+    const char *name = kvq__ctl_clean(e->name);
+    return e->shards > 1 ? kvq__ctl_text("%s %" PRIu32 "/%" PRIu32, name, e->shard, e->shards)
+                         : name;
 }
 
-static void print_entries(const struct kvq__ctl_list *list)
-{
-    char saved[32], used[32], label[160];
-    printf("%-14s %-20s %9s %11s  %-16s  %-16s  %s\n", "NAMESPACE", "NAME", "TOKENS", "BYTES",
-           "SAVED", "USED", "FORMATS");
-    for (size_t i = 0; i < list->n; i++) {
-        const Kvq__SavedEntry *e = (const Kvq__SavedEntry *)list->elements[i];
-        format_time(e->saved_at, saved);
-        format_time(e->used_at, used);
-        snprintf(label, sizeof label, "%s", kvq__ctl_clean(e->name));
-        if (e->shards > 1)
-            snprintf(label, sizeof label, "%s %" PRIu32 "/%" PRIu32, kvq__ctl_clean(e->name),
-                     e->shard, e->shards);
-        printf("%-14s %-20s %9" PRIu64 " %11s  %-16s  %-16s  %s\n", kvq__ctl_clean(e->namespace_),
-               label, e->tokens, kvq__ctl_bytes(e->bytes), saved, used, kvq__ctl_clean(e->formats));
+#define COLUMN(NAME, HEADING, FIELD, SHOW, WIDTH, APART, EXTRA)                                    \
+    {                                                                                              \
+        .name = (NAME), .heading = (HEADING), .field = (FIELD), .show = KVQ__CTL_AS_##SHOW,        \
+        .width = (WIDTH), .apart = (APART), .extra = (EXTRA)                                       \
     }
-}
+static const struct kvq__ctl_column columns[] = {
+    COLUMN("namespace", "NAMESPACE", "namespace", TEXT, -14, false, false),
+    {.name = "name", .heading = "NAME", .field = "name", .people = label_text, .width = -20},
+    COLUMN("tokens", "TOKENS", "tokens", NUMBER, 9, false, false),
+    COLUMN("bytes", "BYTES", "bytes", BYTES, 11, false, false),
+    COLUMN("saved", "SAVED", "saved_at", TIME, -16, true, false),
+    COLUMN("used", "USED", "used_at", TIME, -16, true, false),
+    COLUMN("formats", "FORMATS", "formats", TEXT, -7, true, false),
+    COLUMN("model", "MODEL", "model", TEXT, -12, true, true),
+    COLUMN("blocks", "BLOCKS", "blocks", NUMBER, 9, false, true),
+    COLUMN("shard", "SHARD", "shard", NUMBER, 5, false, true),
+    COLUMN("shards", "SHARDS", "shards", NUMBER, 6, false, true),
+};
+
+const struct kvq__ctl_table kvq__ctl_saved_sessions = {KVQ__CTL_TABLE(
+    columns, "saved sessions", "nothing is saved", "nothing is saved of that namespace")};
 
 int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
 {
@@ -181,13 +185,7 @@ int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
     int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &saved, &list);
     if (result)
         return result;
-    if (ctl->json)
-        kvq__ctl_print_json_array(list.elements, list.n);
-    else if (list.n == 0)
-        printf("nothing is saved%s\n", ctl->ns ? " of that namespace" : "");
-    else
-        print_entries(&list);
-    return kvq__ctl_list_end(&list, &saved);
+    return kvq__ctl_show_list(ctl, &list, &saved, &kvq__ctl_saved_sessions);
 }
 
 static int ask_storage(struct kvq__ctl *ctl, Kvq__StorageAction action, Kvq__Reply **reply)
