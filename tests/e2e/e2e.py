@@ -32,6 +32,7 @@ import e2e_remote
 import e2e_reshard
 import e2e_rig
 import e2e_service
+import e2e_short
 import e2e_size
 import e2e_soak
 import e2e_storage
@@ -48,6 +49,7 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_prefix.Stored, e2e_prompt.Pieces, e2e_prompt.Kept, e2e_prompt.Short,
           e2e_park.Parks, e2e_evict.Evicts, e2e_evict.NoStorage, e2e_names.Names,
           e2e_lists.Lists, e2e_ctl.Events, e2e_ctl.Watch, e2e_tables.Tables,
+          e2e_short.Short, e2e_short.ShortRemote,
           e2e_storage.Saves,
           e2e_storage.Tidy, e2e_storage.Killed, e2e_storage.Ends, e2e_storage.Trouble,
           e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_reshard.Shards,

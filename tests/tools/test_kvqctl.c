@@ -413,8 +413,8 @@ static void test_refusals(void **state)
         {KVQ_E_NO_SESSION, 5}, {KVQ_E_NO_CLIENT, 5}, {KVQ_E_PERMISSION, 6}, {KVQ_E_DRAINING, 1}};
     char out[4096];
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        assert_int_equal(run_with(f, ANSWER, cases[i].status, "because of this", "session drop a",
-                                  out, sizeof out),
+        assert_int_equal(run_with(f, ANSWER, cases[i].status, "because of this",
+                                  "session drop a --exact", out, sizeof out),
                          cases[i].exit);
         assert_non_null(strstr(out, "because of this"));
         assert_int_equal(f->daemon.last, KVQ__REQUEST__COMMAND_DROP_SESSION);

@@ -186,6 +186,17 @@ int kvq__ctl_refused(int status, const char *text)
     return exit_of_status(status);
 }
 
+// An answer to a request: of a session that the daemon does not know, its name may be cut short.
+static int refuse(struct kvq__ctl *ctl, int status, const char *text)
+{
+    bool told = false;
+    if (ctl->quiet)
+        return exit_of_status(status);
+    if (status == KVQ_E_NO_SESSION && (kvq__ctl_complete_name(ctl, &told) || told))
+        return KVQ_EXIT_NOT_FOUND;
+    return kvq__ctl_refused(status, text);
+}
+
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply)
 {
@@ -203,11 +214,12 @@ int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__Result
     int status = (*reply)->status;
     if (status == KVQ_OK && (*reply)->result_case == expected)
         return KVQ_EXIT_OK;
-    const char *text = (*reply)->text;
-    *reply = NULL;
     if (status == KVQ_OK)
-        return explain_nonsense("it is the answer to another command");
-    return kvq__ctl_refused(status, text);
+        result = explain_nonsense("it is the answer to another command");
+    else
+        result = refuse(ctl, status, (*reply)->text);
+    *reply = NULL;
+    return result;
 }
 
 Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name)

@@ -32,7 +32,8 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      "NAME",
      kvq__ctl_session_show,
      "one session: shape, memory, compression",
-     "NAME is a session's name, or #ID of an unnamed one as the list shows it.\n",
+     "NAME is a session's name, or #ID of an unnamed one as the list shows it. The beginning of a\n"
+     "name will do if no other name begins so.\n",
      false},
     {{"session", "drop"},
      "NAME",

@@ -44,6 +44,9 @@ struct kvq__ctl_texts {
     const char *texts[KVQ__CTL_MAX_FILTERS];
 };
 
+// Where a session is.
+enum { KVQ__CTL_MEMORY = 1, KVQ__CTL_SAVED = 2, KVQ__CTL_REMOTE = 4 };
+
 // One run: what the command line said, and the connection once there is one.
 struct kvq__ctl {
     const char *runtime_dir;
@@ -69,7 +72,12 @@ struct kvq__ctl {
     const char *columns, *sort; // lists: which, and by which, "-" before it for the largest first
     struct kvq__ctl_texts filters;
     bool csv;
-    int stop_fd; // readable once the user wants an end; -1: a signal ends the program
+    bool exact;        // a name of a session is the whole name
+    unsigned places;   // where sessions that the command names are, KVQ__CTL_MEMORY and so on
+    const char *named; // the command's, as it was given, until it was looked for; NULL: none
+    char *full_name;   // that it stands for; the command is to be run again with it
+    bool quiet;        // refusals are not printed
+    int stop_fd;       // readable once the user wants an end; -1: a signal ends the program
     struct kvq__transport *transport;
     uint32_t next_id;
     struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run
@@ -98,6 +106,11 @@ bool kvq__ctl_wait(const struct kvq__ctl *ctl, double seconds);
 
 // A session by its name, in the namespace that was given. It points to both.
 Kvq__SessionRef kvq__ctl_ref(const struct kvq__ctl *ctl, char *name);
+
+// Looks for the one name that begins with ctl->named, once the daemon knows no session of that name
+// itself. True: it is in ctl->full_name, and the command begins anew. *told: several begin so, and
+// that was printed.
+bool kvq__ctl_complete_name(struct kvq__ctl *ctl, bool *told);
 
 // Prints what went wrong in words, or the code's own, and returns the exit status for it.
 int kvq__ctl_refused(int status, const char *text);
@@ -192,6 +205,9 @@ int kvq__ctl_size(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_ask_status(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 Kvq__StatusReply *kvq__ctl_status_of(const struct kvq__ctl_list *list);
 int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+// Likewise what is saved, and what is on the remote store.
+int kvq__ctl_ask_saved(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+int kvq__ctl_ask_remote(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n);
 // What a session is called in a command, its name, or #ID if it has none, with its shard; and what
 // is done with it. In one of the buffers of kvq__ctl_text.

@@ -93,7 +93,7 @@ static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, c
             printf("\033[H\033[J");
         else if (!first && !ctl->json)
             printf("\n");
-        result = command->run(ctl, args);
+        result = kvq__ctl_run_named(ctl, command, args);
         fflush(stdout);
         if (result == KVQ_EXIT_OK && kvq__ctl_wait(ctl, ctl->watch))
             break;
@@ -145,7 +145,8 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     int result = check_view(ctl, command);
     if (result)
         return result;
-    return ctl->watch > 0 ? watch(ctl, command, words + used) : command->run(ctl, words + used);
+    return ctl->watch > 0 ? watch(ctl, command, words + used)
+                          : kvq__ctl_run_named(ctl, command, words + used);
 }
 
 int main(int argc, char **argv)

@@ -67,6 +67,9 @@ static int follow(struct kvq__ctl *ctl, Kvq__Request *request, const char *done)
     if (result)
         return result;
     const Kvq__Transfer *x = reply->transfer;
+    bool told = false;
+    if (x->status == KVQ_E_NO_SESSION && (kvq__ctl_complete_name(ctl, &told) || told))
+        return KVQ_EXIT_NOT_FOUND;
     if (ctl->json)
         kvq__ctl_print_json(&x->base);
     else if (x->status == KVQ_OK)
@@ -122,24 +125,27 @@ const struct kvq__ctl_table kvq__ctl_remote_sessions = {
     KVQ__CTL_TABLE(columns, "sessions on the remote store", "there is nothing",
                    "there is nothing of that namespace")};
 
-int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
+static const struct kvq__ctl_kind stored = KVQ__CTL_KIND(
+    REMOTE_LIST, Kvq__RemoteList, sessions, "stored sessions", "narrow it with --namespace NAME");
+
+int kvq__ctl_ask_remote(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
-    static const struct kvq__ctl_kind stored =
-        KVQ__CTL_KIND(REMOTE_LIST, Kvq__RemoteList, sessions, "stored sessions",
-                      "narrow it with --namespace NAME");
     Kvq__ListRemote command = KVQ__LIST_REMOTE__INIT;
-    struct kvq__ctl_list list;
-    (void)args;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_REMOTE;
     request.list_remote = &command;
     if (ctl->ns)
         command.namespace_ = (char *)ctl->ns;
     be_patient(ctl);
-    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &stored, &list);
-    if (result)
-        return result;
-    return kvq__ctl_show_list(ctl, &list, &stored, &kvq__ctl_remote_sessions);
+    return kvq__ctl_ask_list(ctl, &request, &command.cursor, &stored, list);
+}
+
+int kvq__ctl_remote_list(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list list;
+    (void)args;
+    int result = kvq__ctl_ask_remote(ctl, &list);
+    return result ? result : kvq__ctl_show_list(ctl, &list, &stored, &kvq__ctl_remote_sessions);
 }
 
 int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)

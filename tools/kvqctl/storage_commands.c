@@ -170,22 +170,26 @@ static const struct kvq__ctl_column columns[] = {
 const struct kvq__ctl_table kvq__ctl_saved_sessions = {KVQ__CTL_TABLE(
     columns, "saved sessions", "nothing is saved", "nothing is saved of that namespace")};
 
-int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
+static const struct kvq__ctl_kind saved = KVQ__CTL_KIND(
+    SAVED, Kvq__SavedList, sessions, "saved sessions", "narrow it with --namespace NAME");
+
+int kvq__ctl_ask_saved(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
-    static const struct kvq__ctl_kind saved = KVQ__CTL_KIND(
-        SAVED, Kvq__SavedList, sessions, "saved sessions", "narrow it with --namespace NAME");
     Kvq__ListSaved command = KVQ__LIST_SAVED__INIT;
-    struct kvq__ctl_list list;
-    (void)args;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_SAVED;
     request.list_saved = &command;
     if (ctl->ns)
         command.namespace_ = (char *)ctl->ns;
-    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &saved, &list);
-    if (result)
-        return result;
-    return kvq__ctl_show_list(ctl, &list, &saved, &kvq__ctl_saved_sessions);
+    return kvq__ctl_ask_list(ctl, &request, &command.cursor, &saved, list);
+}
+
+int kvq__ctl_storage_list(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list list;
+    (void)args;
+    int result = kvq__ctl_ask_saved(ctl, &list);
+    return result ? result : kvq__ctl_show_list(ctl, &list, &saved, &kvq__ctl_saved_sessions);
 }
 
 static int ask_storage(struct kvq__ctl *ctl, Kvq__StorageAction action, Kvq__Reply **reply)
