@@ -87,6 +87,8 @@ void kvq__connection_reply(struct kvq__connection *c)
         error = kvq_reply_pack(&c->reply, c->attach->out, sizeof c->attach->out, &length);
         assert(error == 0);
     }
+    if (c->reply.status < 0)
+        kvq__refused_add(&c->server->attach_refused, c->reply.status);
     if (kvq__packet_send(c->fd, c->attach->out, length, c->fds, c->n_fds) != 0)
         kvq__connection_end(c, "does not read its replies");
 }
@@ -254,6 +256,7 @@ static void refuse_stranger(struct kvq__attach *a, int fd, const struct kvq__pee
     reply.epoch = a->server->identity.epoch;
     reply.status = KVQ_E_LIMIT;
     reply.text = (char *)(uintptr_t)text;
+    kvq__refused_add(&a->server->attach_refused, reply.status);
     kvq__log_client(&a->log_budget, KVQ_LOG_WARN, "attach_refused", "uid=%u pid=%u text=%s",
                     peer->uid, peer->pid, kvq__log_quote(quoted, sizeof quoted, text));
     if (kvq_reply_pack(&reply, bytes, sizeof bytes, &length) == 0)

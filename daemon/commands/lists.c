@@ -225,6 +225,7 @@ static Kvq__PrefixStatus *prefix_message(struct kvq_arena *arena,
     p->lookups = info->lookups;
     p->hits = info->hits;
     p->hit_tokens = info->hit_tokens;
+    p->asked_tokens = info->asked_tokens;
     p->evicted = info->evicted;
     return p;
 }

@@ -131,6 +131,8 @@ static void send_to(struct kvq__control *c, const struct sender *to, Kvq__Reply 
         kvq__reply_status(reply, arena, KVQ_E_LIMIT, "the reply is longer than a message");
         kvq_reply_pack(reply, c->out, sizeof c->out, &length);
     }
+    if (reply->status < 0)
+        kvq__refused_add(&c->server->control_refused, reply->status);
     // A peer that is gone or does not read is nobody's loss: ROUTER drops what it cannot send.
     if (zmq_send(b->router, to->identity, to->bytes, ZMQ_SNDMORE | ZMQ_DONTWAIT) < 0)
         return;

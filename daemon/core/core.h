@@ -28,6 +28,7 @@
 
 #include "daemon/core/base/base.h"
 #include "daemon/core/base/counters.h"
+#include "daemon/core/base/statuses.h"
 
 struct kvq__core;
 struct kvq__client;
@@ -264,9 +265,10 @@ int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct
 struct kvq__prefix_info {
     char ns[KVQ_NAME_BYTES];
     uint64_t ns_number;
-    uint64_t pages;                              // of 128 tokens
-    uint64_t bytes, idle_bytes;                  // of their blocks; idle: that no session has
-    uint64_t lookups, hits, hit_tokens, evicted; // hit_tokens: that sessions began with
+    uint64_t pages;             // of 128 tokens
+    uint64_t bytes, idle_bytes; // of their blocks; idle: that no session has
+    uint64_t lookups, hits, evicted;
+    uint64_t asked_tokens, hit_tokens; // in whole pages: that new sessions were to begin with; did
 };
 // Gives up what no session has, of a namespace (NULL or empty: of all that the peer may use).
 // KVQ_E_PERMISSION, or what else a namespace's name may be refused with.
@@ -417,6 +419,9 @@ void kvq__core_status(const struct kvq__core *core, struct kvq__status *status);
 
 // All that is counted (base/counters.h).
 void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts);
+// Requests of rings that were refused: as refused_requests there. One of which some entries were
+// refused counts once, under the status of the first of these.
+const struct kvq__refused *kvq__core_refused(const struct kvq__core *core);
 
 struct kvq__place_info {
     const char *place, *name; // live as long as the core

@@ -40,6 +40,11 @@ void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
         counts->waiting_for_room_now++;
 }
 
+const struct kvq__refused *kvq__core_refused(const struct kvq__core *core)
+{
+    return &core->refused;
+}
+
 uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out)
 {
     assert(core->n_pools >= 1 && core->n_pools <= 1 + KVQ_MAX_GPUS);

@@ -236,6 +236,7 @@ struct kvq__core {
     uint64_t evict_looks;                            // looks for a session that may go
     uint64_t demote_after; // there was no room on the host; not before then
     struct kvq__counts counts;
+    struct kvq__refused refused; // requests of rings
 };
 
 #endif

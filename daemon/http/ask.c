@@ -121,6 +121,7 @@ static void run_metrics(struct kvq__http_ask *ask)
     struct kvq__snapshot *s = &g->snapshot;
     kvq__core_status(server->core, &s->status);
     kvq__core_counts(server->core, &s->counts);
+    s->refused[KVQ__HTTP_RING] = *kvq__core_refused(server->core);
     s->n_places = kvq__core_places(server->core, s->places);
     s->latencies = *kvq__poller_latencies(server->poller);
     s->identity = &server->identity;
@@ -221,6 +222,8 @@ static bool write_answer(struct kvq__http_ask *ask)
     case KVQ__HTTP_OPEN_METRICS:
         if (g->more)
             return true;
+        g->snapshot.refused[KVQ__HTTP_ATTACH] = server->attach_refused;
+        g->snapshot.refused[KVQ__HTTP_CONTROL] = server->control_refused;
         kvq__metrics_write(g->out, &g->snapshot, ask->topic == KVQ__HTTP_OPEN_METRICS);
         break;
     case KVQ__HTTP_HEALTH:

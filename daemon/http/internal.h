@@ -88,11 +88,15 @@ void kvq__http_ask_tick(struct kvq__http *http);
 
 // ---- metrics.c ----
 
+// Where requests come from: an engine's rings and its socket, kvqctl's socket.
+enum { KVQ__HTTP_RING, KVQ__HTTP_ATTACH, KVQ__HTTP_CONTROL, KVQ__HTTP_DOORS };
+
 // All that metrics are made of, as the poller and the store jobs have it at one moment.
 struct kvq__snapshot {
     struct kvq__status status;
     struct kvq__counts counts;
     struct kvq__latencies latencies;
+    struct kvq__refused refused[KVQ__HTTP_DOORS];
     struct kvq__place_info places[KVQ_MAX_GPUS];
     uint32_t n_places;
     struct kvq__namespace_info *namespaces;

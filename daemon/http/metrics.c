@@ -146,6 +146,20 @@ static void write_counters(struct writer *w, const struct kvq__counts *counts)
 #undef NOW
 }
 
+// Every status has a sample, so that the first refusal is a rise.
+static void write_refusals(struct writer *w, const struct kvq__snapshot *s)
+{
+    static const char *const doors[KVQ__HTTP_DOORS] = {"ring", "attach", "control"};
+    begin_family(w, "kvqd_refusals", COUNTER, "",
+                 "requests refused, by the door they came by and the status of the answer");
+    for (int door = 0; door < KVQ__HTTP_DOORS; door++)
+        for (int i = 1; i < KVQ__STATUSES; i++) {
+            const char *labels[][2] = {
+                {"door", doors[door]}, {"status", kvq_status_name(-i)}, {NULL, NULL}};
+            write_sample(w, labels, (double)s->refused[door].count[i]);
+        }
+}
+
 // ---- Memory ----
 
 static void write_pools(struct writer *w, const struct kvq__snapshot *s)
@@ -237,6 +251,8 @@ static void write_prefixes(struct writer *w, const struct kvq__snapshot *s)
             idle_bytes),
         ROW("kvqd_prefix_lookups", COUNTER, "", "prefixes that were looked for", lookups),
         ROW("kvqd_prefix_hits", COUNTER, "", "prefixes of which something was found", hits),
+        ROW("kvqd_prefix_asked_tokens", COUNTER, "",
+            "tokens, in whole pages, that new sessions were to begin with", asked_tokens),
         ROW("kvqd_prefix_hit_tokens", COUNTER, "", "tokens that sessions began with", hit_tokens),
 #undef ROW
     };
@@ -301,6 +317,7 @@ void kvq__metrics_write(FILE *out, const struct kvq__snapshot *s, bool open)
     write_namespaces(w, s);
     write_prefixes(w, s);
     write_counters(w, &s->counts);
+    write_refusals(w, s);
     write_latencies(w, &s->latencies);
     if (open)
         fputs("# EOF\n", out);

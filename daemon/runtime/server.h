@@ -62,8 +62,9 @@ struct kvq__server {
     struct kvq__jobs *jobs;
     struct kvq__attach *attach;
     struct kvq__control *control;
-    struct kvq__http *http;       // NULL: not served
-    struct kvq__service *service; // NULL: no service manager is told
+    struct kvq__http *http;                              // NULL: not served
+    struct kvq__service *service;                        // NULL: no service manager is told
+    struct kvq__refused attach_refused, control_refused; // requests of these sockets
     // Publishes an event to those who listen. NULL: nobody does.
     void (*publish)(struct kvq__server *server, const Kvq__Event *event);
     // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).

@@ -10,6 +10,8 @@ import subprocess
 import tempfile
 import unittest
 
+import kvq
+
 from e2e_rig import BOUND, ROOT, Daemon, Test, Tokens
 
 
@@ -99,6 +101,31 @@ class Monitors(Test):
             done = subprocess.run(["promtool", "check", "metrics"], input=text, text=True,
                                   capture_output=True, check=False)
             self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_refusals(self):
+        """Each refused request counts once, under its status and at its door."""
+        tokens = Tokens(1, 300)
+        sessions = [self.client.session(tokens.rows, "f16") for _ in range(3)]
+        before = samples(get(self.remote, "/metrics")[2])
+        sessions[1].tokens = sessions[2].tokens = 7
+        entries = kvq.make_entries(sessions, append=0)
+        ticket = self.queue.call("step_begin", entries)
+        self.queue.call("step_end", kvq.make_entries(sessions[:1]), step=ticket.step)
+        self.fails(kvq.Code.E_NO_STEP, self.queue.call, "step_end", entries[:0], step=999)
+        self.fails(kvq.Code.E_NO_SESSION, self.client.session, name="no", must_exist=True)
+        self.daemon.ctl("session", "drop", "no", check=False)
+        self.daemon.ctl("client", "kick", "12345", check=False)
+        after = samples(get(self.remote, "/metrics")[2])
+        rises = {name: after[name] - before[name] for name in after
+                 if name.startswith("kvqd_refusals_total") and after[name] != before[name]}
+        self.assertEqual(rises, {
+            'kvqd_refusals_total{door="ring",status="E_POSITION"}': 1,
+            'kvqd_refusals_total{door="ring",status="E_NO_STEP"}': 1,
+            'kvqd_refusals_total{door="attach",status="E_NO_SESSION"}': 1,
+            'kvqd_refusals_total{door="control",status="E_NO_SESSION"}': 1,
+            'kvqd_refusals_total{door="control",status="E_NO_CLIENT"}': 1})
+        ring = [after[name] for name in after if 'refusals_total{door="ring"' in name]
+        self.assertEqual(sum(ring), after["kvqd_refused_requests_total"])
 
     def test_every_counter(self):
         """All that the daemon counts is there, in base units."""

@@ -95,6 +95,7 @@ class Prefixes(Test):
         self.assertEqual(status["bytes"], info["packed_bytes"])
         self.assertEqual(status["idle_bytes"], 0)
         self.assertEqual(status["hit_tokens"], LONG)
+        self.assertEqual(status["asked_tokens"], LONG)  # lookups are not sessions that begin
         # Both read the same, and go on alone.
         a = first.queue.read(one, 1, LONG - 300)
         b = second.queue.read(two, 1, LONG - 300)

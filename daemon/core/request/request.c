@@ -540,12 +540,15 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
 
 // ---- Start, continue, end ----
 
-static bool any_failed(const struct kvq__queue *q)
+static void count_refusal(struct kvq__queue *q)
 {
-    for (uint32_t i = 0; i < q->completion.count; i++)
-        if (q->results[i].status < 0)
-            return true;
-    return false;
+    int status = q->completion.status;
+    for (uint32_t i = 0; status == 0 && i < q->completion.count; i++)
+        status = q->results[i].status < 0 ? q->results[i].status : 0;
+    if (status == 0)
+        return;
+    q->core->counts.refused_requests++;
+    kvq__refused_add(&q->core->refused, status);
 }
 
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
@@ -568,8 +571,7 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
     if (status < 0)
         q->completion.count = 0;
     q->completion.slots = (uint16_t)(1 + (q->completion.count + 3) / 4);
-    if (status < 0 || any_failed(q))
-        q->core->counts.refused_requests++;
+    count_refusal(q);
     return KVQ__DONE;
 }
 

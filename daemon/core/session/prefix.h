@@ -123,7 +123,7 @@ struct kvq__prefixes {
     struct kvq__node_list *buckets; // NULL: nothing was ever shared
     uint32_t n_buckets, n_nodes;
     struct kvq__leaf_list leaves; // the one used longest ago first
-    uint64_t bytes, lookups, hits, hit_tokens, evicted;
+    uint64_t bytes, lookups, hits, asked_tokens, hit_tokens, evicted;
     struct {
         uint64_t pages[KVQ__EVICTIONS], bytes;
     } untold; // evicted since the last event

@@ -60,6 +60,7 @@ static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
     struct kvq__node *last = kvq__prefix_ask_found(ask, s);
     uint64_t tokens = last ? (uint64_t)ask->here * KVQ_BLOCK_TOKENS : 0;
     s->ns->prefixes.lookups++;
+    s->ns->prefixes.asked_tokens += (uint64_t)ask->pages * KVQ_BLOCK_TOKENS;
     if (!last)
         return 0;
     kvq__prefix_touch(s->core, &ns->prefixes, last); // others go first where tables need room
@@ -167,6 +168,7 @@ uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer
                                            .idle_bytes = idle_bytes(p),
                                            .lookups = p->lookups,
                                            .hits = p->hits,
+                                           .asked_tokens = p->asked_tokens,
                                            .hit_tokens = p->hit_tokens,
                                            .evicted = p->evicted};
         snprintf(out[n].ns, sizeof out[n].ns, "%s", ns->name);
