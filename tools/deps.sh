@@ -6,6 +6,7 @@
 #   tools/deps.sh [build|test|full]   `build` is enough for the programs and the demo
 #   tools/deps.sh loop                what tools/loop.sh needs
 #   tools/deps.sh deb                 what tools/deb.sh needs
+#   tools/deps.sh vm                  what tests/deb.py needs
 #   tools/deps.sh cuda                the CUDA compiler for the GPU kernels, into build/cuda
 #   tools/deps.sh s3                  rclone, whose S3 server the remote tier is tested with, into
 #                                     build/s3
@@ -21,6 +22,7 @@ kvq_test_packages=(
     libsimde-dev
 )
 kvq_deb_packages=(dpkg-dev file)
+kvq_vm_packages=(debootstrap systemd-container)
 kvq_loop_packages=(ninja-build ccache clang-format-14)
 kvq_full_packages=(qemu-user python3-venv)
 kvq_cuda_packages=(g++ python3-pip)
@@ -39,6 +41,7 @@ kvq_missing_packages() {
     [ "$1" = test ] || [ "$1" = full ] && wanted+=("${kvq_test_packages[@]}")
     [ "$1" = full ] && wanted+=("${kvq_full_packages[@]}")
     [ "$1" = deb ] && wanted+=("${kvq_deb_packages[@]}")
+    [ "$1" = vm ] && wanted+=("${kvq_vm_packages[@]}")
     [ "$1" = loop ] && wanted+=("${kvq_loop_packages[@]}")
     [ "$1" = cuda ] && wanted=("${kvq_cuda_packages[@]}")
     for package in "${wanted[@]}"; do

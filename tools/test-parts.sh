@@ -188,6 +188,30 @@ part_wheel() {
     check_counted "the tour" 1800 bash -c 'python3 tests/e2e/tour.py build/wheel-out/*.whl'
 }
 
+# Where it may not be root, have a network, or run a container, there is nothing to show it with.
+part_deb() {
+    local said=build/deb-vm.log
+    check "tools/deb.sh" 1800 tools/deb.sh --out build/deb || return
+    check "tools/deb.sh, a higher version" 1800 tools/deb.sh --version 9.0-1 --out build/deb-next ||
+        return
+    if [ "$(id -u)" != 0 ] || ! { kvq_install_packages vm && python3 tests/deb.py --try; } \
+        >$said 2>&1; then
+        tail -n 3 $said
+        skipped=$((skipped + 1))
+        return
+    fi
+    check_counted "packages in a Debian" 1800 python3 tests/deb.py build/deb build/deb-next
+}
+
+part_compat() {
+    if [ -z "$(git tag --list 'v*' 2>/dev/null)" ]; then
+        echo "there is no release yet to work with"
+        skipped=$((skipped + 1))
+        return
+    fi
+    check_counted "the last release" 1800 tools/compat.sh
+}
+
 # A name and what it runs; the longest first.
 attacks() {
     cat <<'ATTACKS'

@@ -25,7 +25,7 @@ cd "$(dirname "$0")/.." || exit 1
 usage() { sed -n '3,19s/^# \{0,1\}//p' tools/test.sh; }
 
 parts=(tidy format tests planted asan tsan fuzz e2e python install docs lint)
-long_parts=(kernels clang loop wheel attacks) # under --full alone
+long_parts=(kernels clang loop wheel deb compat attacks) # under --full alone
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
@@ -41,6 +41,8 @@ declare -A part_about=(
     [docs]="links, and that manual pages and --help agree"
     [lint]="clang-tidy over the parsers of foreign bytes; under --full over all but tests"
     [wheel]="a wheel with the daemon in it, in an environment of its own; under --full alone"
+    [deb]="Debian packages, in a Debian with a systemd; under --full alone"
+    [compat]="this version with the last release; under --full alone"
     [loop]="tools/loop.sh, which builds and tests after an edit; under --full alone"
     [clang]="the optimized build with clang 14; under --full alone"
     [attacks]="simulations and attacks on the store for longer; under --full alone"

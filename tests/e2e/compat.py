@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Two builds of kvq that meet: clients, daemons, kvqctl and stores of one with those of the other,
+as while a machine is being upgraded, or goes back.
+
+    tests/e2e/compat.py OTHER
+
+OTHER is a build of another version: a folder with its bin/, lib/ and python/, as
+tools/compat.sh makes it of a tag or commit. This build is the one of KVQ_BIN_DIR, or
+build/test/bin. Prints `N passed, M failed`.
+"""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import numpy as np
+
+import e2e_rig
+from e2e_rig import BOUND, ROOT, Daemon
+
+# A client: makes the session `name` longer by 150 tokens of values that anybody can make again,
+# attends to all of it, and prints what it was told: tokens before and after, a sum of the output.
+ENGINE = """
+import sys
+import numpy as np
+import kvq
+directory, name = sys.argv[1:]
+layers = [kvq.Layer(4, 2, 64)]
+def rows(n, heads, seed):
+    return np.random.default_rng(seed).standard_normal((n, heads, 64)).astype(np.float32)
+with kvq.Client(directory) as client, client.queue() as queue:
+    session = client.session(layers, "oscar2", name=name)
+    there = session.tokens
+    k, v = (rows(there + 150, 2, seed)[there:] for seed in (1, 2))
+    with queue.step([session], tokens=150) as step:
+        out, lse = step.append_attend(0, k, v, rows(150, 4, 3))
+    print(there, session.tokens, np.abs(out).sum(), lse.sum())
+    session.close()
+"""
+
+
+class Build:
+    """Programs, library and Python package of one version."""
+
+    def __init__(self, name, folder, python):
+        self.name, self.folder, self.python = name, folder, python
+        self.bin = os.path.join(folder, "bin")
+        self.library = os.path.join(folder, "lib", "libkvq.so")
+
+    def daemon(self, **options):
+        """A kvqd of this build."""
+        before, e2e_rig.BIN = e2e_rig.BIN, self.bin
+        try:
+            return Daemon(**options)
+        finally:
+            e2e_rig.BIN = before
+
+    def engine(self, daemon, name):
+        """What a client of this build is told: tokens before and after, and two sums."""
+        done = subprocess.run(
+            [sys.executable, "-c", ENGINE, daemon.directory, name], capture_output=True, text=True,
+            timeout=BOUND, check=False, stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": self.python, "KVQ_LIBRARY": self.library})
+        if done.returncode:
+            raise AssertionError(f"a client of {self.name}: {done.stderr[-1000:]}")
+        before, after, *sums = done.stdout.split()
+        return int(before), int(after), *map(float, sums)
+
+    def ctl(self, daemon, *words):
+        """kvqctl of this build; what it says as JSON."""
+        done = subprocess.run(
+            [os.path.join(self.bin, "kvqctl"), "--runtime-dir", daemon.directory, "--json", *words],
+            capture_output=True, text=True, timeout=BOUND, check=False, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise AssertionError(f"kvqctl of {self.name}, {words}: {done.stderr[-1000:]}")
+        return json.loads(done.stdout)
+
+
+HERE = Build("this build", os.path.dirname(e2e_rig.BIN), os.path.join(ROOT, "client", "python"))
+OTHER = None
+
+
+class Meet(unittest.TestCase):
+    def setUp(self):
+        self.pairs = ((HERE, OTHER), (OTHER, HERE))
+
+    def start(self, build, **options):
+        daemon = build.daemon(attention="exact", **options)
+        self.addCleanup(daemon.stop)
+        return daemon
+
+    def folder(self):
+        folder = tempfile.mkdtemp(prefix="kvq-compat-")
+        self.addCleanup(shutil.rmtree, folder)
+        return folder
+
+    def same(self, got, expected):
+        """Tokens are the same; sums may differ by what another order of additions does."""
+        self.assertEqual(got[:2], expected[:2])
+        np.testing.assert_allclose(got[2:], expected[2:], rtol=1e-3)
+
+    def test_client_and_daemon(self):
+        """A client is told by the other's daemon what its own tells it."""
+        expected = OTHER.engine(self.start(OTHER), "it")
+        for client, server in self.pairs:
+            with self.subTest(client=client.name, daemon=server.name):
+                daemon = self.start(server)
+                self.same(client.engine(daemon, "it"), expected)
+                self.assertEqual(client.engine(daemon, "it")[:2], (150, 300))
+
+    def test_one_session_of_both(self):
+        """Clients of both go on with one session by turns."""
+        daemon = self.start(HERE)
+        self.assertEqual(OTHER.engine(daemon, "shared")[:2], (0, 150))
+        self.assertEqual(HERE.engine(daemon, "shared")[:2], (150, 300))
+        self.assertEqual(OTHER.engine(daemon, "shared")[:2], (300, 450))
+
+    def test_kvqctl(self):
+        for client, server in self.pairs:
+            with self.subTest(kvqctl=client.name, daemon=server.name):
+                daemon = self.start(server)
+                server.engine(daemon, "it")
+                self.assertEqual(client.ctl(daemon, "status")["sessions"], 1)
+                self.assertEqual([s["name"] for s in client.ctl(daemon, "session", "list")],
+                                 ["it"])
+                client.ctl(daemon, "session", "drop", "it")
+                self.assertEqual(client.ctl(daemon, "session", "list"), [])
+
+    def test_store(self):
+        """A folder of saved sessions goes from one to the other and back."""
+        alone = self.start(OTHER)
+        expected = [OTHER.engine(alone, "kept") for _ in range(3)]
+        for first, second in self.pairs:
+            with self.subTest(first=first.name, second=second.name):
+                folder = self.folder()
+                for build, tokens in zip((first, second, first), expected):
+                    daemon = self.start(build, storage_dir=folder)
+                    self.same(build.engine(daemon, "kept"), tokens)
+                    daemon.stop()
+
+    def test_exports(self):
+        """A file that one has exported is imported by the other."""
+        for first, second in self.pairs:
+            with self.subTest(first=first.name, second=second.name):
+                file = os.path.join(self.folder(), "it.kvq")
+                here, there = (self.start(b, storage_dir=self.folder()) for b in (first, second))
+                first.engine(here, "it")
+                first.ctl(here, "session", "save", "it")
+                first.ctl(here, "session", "export", "it", file)
+                second.ctl(there, "session", "import", file)
+                self.assertEqual(second.engine(there, "it")[:2], (150, 300))
+
+
+def main():
+    global OTHER
+    if len(sys.argv) != 2:
+        print(__doc__.strip(), file=sys.stderr)
+        return 2
+    folder = os.path.abspath(sys.argv.pop())
+    OTHER = Build("the other build", folder, os.path.join(folder, "python"))
+    result = unittest.main(exit=False, verbosity=2).result
+    failed = len(result.failures) + len(result.errors)
+    print(f"{result.testsRun - failed} passed, {failed} failed")
+    return 1 if failed or not result.testsRun else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
