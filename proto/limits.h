@@ -57,7 +57,9 @@ enum {
     KVQ_MAX_GPU_OPS = 512,       // operations enqueued on one stream and not started: a
                                  // hardware queue blocks the caller from about 1,000 on
     KVQ_MAX_GPU_BURST = 900,     // the same for one session's work on an idle stream
-    KVQ_MAX_CONFIG = 256 * 1024, // bytes of the configuration file
+    KVQ_MAX_CONFIG = 256 * 1024, // bytes of a configuration file
+    KVQ_MAX_CONFIG_FILES = 64,   // in conf.d
+    KVQ_CONFIG_NAME = 64,        // bytes of their names, NUL included
 
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,

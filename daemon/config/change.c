@@ -21,7 +21,7 @@ bool kvq__config_option(const struct kvq_config *config, uint32_t number,
     if (!o->name)
         return false;
     out->name = kvq__option_name(o);
-    out->source = kvq__source_name(config->source[number]);
+    kvq__source_name(config, number, out->source, sizeof out->source);
     out->live = o->when == KVQ_OPTION_LIVE;
     kvq__option_value(out->value, sizeof out->value, config, o);
     kvq__option_initial(out->initial, sizeof out->initial, o);
@@ -187,6 +187,8 @@ int kvq__config_merge(struct kvq_config *next, const struct kvq_config *running,
             continue;
         memcpy((char *)next + o->offset, (const char *)running + o->offset, o->size);
         next->source[o - kvq__options] = running->source[o - kvq__options];
+        memcpy(next->source_file[o - kvq__options], running->source_file[o - kvq__options],
+               sizeof *next->source_file);
     }
     return 0;
 }
@@ -197,6 +199,8 @@ void kvq__config_adopt(struct kvq_config *running, const struct kvq_config *next
         if (o->when == KVQ_OPTION_LIVE)
             memcpy((char *)running + o->offset, (const char *)next + o->offset, o->size);
     memcpy(running->source, next->source, sizeof running->source);
+    memcpy(running->source_file, next->source_file, sizeof running->source_file);
+    running->n_more_files = next->n_more_files;
     memcpy(running->namespaces, next->namespaces, sizeof running->namespaces);
     running->n_namespaces = next->n_namespaces;
 }

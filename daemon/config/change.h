@@ -12,8 +12,8 @@ enum { KVQ_OPTION_VALUE = KVQ_CONFIG_GPUS + 16, KVQ_OPTION_NAME = KVQ_NAME_BYTES
 // An option of a configuration, as text.
 struct kvq__option_text {
     const char *name;
-    const char *source; // default, file, environment, flag, command
-    bool live;          // it can change while the daemon runs
+    char source[KVQ_CONFIG_NAME + 16]; // default, file, conf.d/NAME, environment, flag, command
+    bool live;                         // it can change while the daemon runs
     char value[KVQ_OPTION_VALUE], initial[KVQ_OPTION_VALUE];
 };
 // The option of that number, from 0 on. False: there are no more.

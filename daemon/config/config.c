@@ -458,7 +458,7 @@ int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
     if (error || config->help || config->version)
         return error;
     if (config->file[0])
-        error = kvq__config_read_file(config, text);
+        error = kvq__config_read_files(config, text);
     if (error == 0)
         error = load_environment(config, environment, text);
     if (error == 0)

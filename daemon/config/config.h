@@ -12,6 +12,9 @@
 //     [format mymix]                  (formats likewise)
 //     k = oscar2-g64
 //     v = innerq-hybrid
+//
+// Files conf.d/*.conf beside the file are read after it, in the order of their names: what a later
+// one says holds.
 #ifndef KVQ_DAEMON_CONFIG_CONFIG_H
 #define KVQ_DAEMON_CONFIG_CONFIG_H
 
@@ -127,9 +130,12 @@ struct kvq_config {
     struct kvq__own_format own_formats[KVQ_MAX_OWN_FORMATS]; // checked, in the same order
 
     uint8_t source[KVQ_CONFIG_OPTIONS]; // enum kvq_config_source, in the order of the table
+    // KVQ_FROM_FILE: its name in conf.d; "": the file itself.
+    char source_file[KVQ_CONFIG_OPTIONS][KVQ_CONFIG_NAME];
 
     // Flags without a name in file and environment.
     char file[KVQ_CONFIG_PATH]; // --config or KVQD_CONFIG; "": none
+    uint32_t n_more_files;      // in conf.d
     int ready_fd;               // -1: none
     int lifetime_fd;            // -1: none
     bool help, version, print;  // asked for; nothing else is looked at
@@ -145,10 +151,11 @@ int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
 bool kvq__config_was_given(const struct kvq_config *config, const char *name);
 
 // The steps of the above, for tests: `name` stands for the file in complaints. `contents` ends
-// with a NUL.
+// with a NUL. Several files are parsed one after the other into one configuration; source_file is
+// the name that options get (struct kvq_config).
 void kvq__config_defaults(struct kvq_config *config, char *const *environment);
-int kvq__config_parse(struct kvq_config *config, const char *name, const char *contents,
-                      char *text);
+int kvq__config_parse(struct kvq_config *config, const char *name, const char *source_file,
+                      const char *contents, char *text);
 
 // Replaces values that mean "choose for me", and checks what depends on several options.
 int kvq__config_resolve(struct kvq_config *config, char *text);

@@ -21,7 +21,10 @@ enum { LONGEST_LINE = 190, LONGEST_SECTION = 48 }; // below inih's own buffers
 struct parse {
     struct kvq_config *config;
     char *text;
-    uint64_t set; // options seen in the file
+    const char *source_file;             // of options
+    uint64_t set;                        // options seen in the file
+    uint32_t set_in[KVQ_MAX_NAMESPACES]; // keys seen there, of each section of the configuration
+    uint32_t first_format;               // of the file
     int error;
 };
 
@@ -64,6 +67,7 @@ static int handle_option(struct parse *p, const char *name, const char *value)
         return refuse_twice(p, name);
     p->set |= bit;
     p->error = kvq__option_set(p->config, o, KVQ_FROM_FILE, nowhere, value, p->text);
+    snprintf(p->config->source_file[o - kvq__options], KVQ_CONFIG_NAME, "%s", p->source_file);
     return p->error == 0;
 }
 
@@ -100,6 +104,7 @@ static struct kvq_config_namespace *find_namespace_section(struct parse *p, cons
 // Names with commas between.
 static int parse_share_with(struct parse *p, const char *value, struct kvq_config_namespace *ns)
 {
+    ns->n_share_with = 0;
     for (const char *at = value; *at;) {
         at += strspn(at, " ,");
         int n = (int)strcspn(at, ",");
@@ -142,8 +147,10 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     struct kvq_config_namespace *ns = find_namespace_section(p, section + strlen("namespace "));
     if (!ns)
         return 0;
-    if (ns->set & 1u << key)
+    uint32_t *set_here = &p->set_in[ns - p->config->namespaces];
+    if (*set_here & 1u << key)
         return refuse_twice(p, name);
+    *set_here |= 1u << key;
     ns->set |= 1u << key;
     if (key < 2) {
         p->error = kvq__parse_ids(nowhere, name, value, key ? &ns->gids : &ns->uids, p->text);
@@ -167,6 +174,20 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     return p->error == 0;
 }
 
+static int handle_format(struct parse *p, const char *section, const char *name, const char *value)
+{
+    const char *format = section + strlen("format ");
+    const struct kvq__own_format *own = kvq__config_own_format(p->config, format);
+    if (own && own < p->config->own_formats + p->first_format)
+        p->error = kvq__config_refuse(p->text, nowhere,
+                                      "[format %.48s] stands in an earlier file as well; put all "
+                                      "of it into one file",
+                                      format);
+    else
+        p->error = kvq__config_format_line(p->config, section, name, value, p->text);
+    return p->error == 0;
+}
+
 static int handle_key(void *context, const char *section, const char *name, const char *value)
 {
     struct parse *p = context;
@@ -176,10 +197,8 @@ static int handle_key(void *context, const char *section, const char *name, cons
         return handle_option(p, name, value);
     if (strncmp(section, "namespace ", strlen("namespace ")) == 0)
         return handle_namespace(p, section, name, value);
-    if (strncmp(section, "format ", strlen("format ")) == 0) {
-        p->error = kvq__config_format_line(p->config, section, name, value, p->text);
-        return p->error == 0;
-    }
+    if (strncmp(section, "format ", strlen("format ")) == 0)
+        return handle_format(p, section, name, value);
     p->error = kvq__config_refuse(p->text, nowhere,
                                   "section [%.64s] is not known; known are [kvqd], "
                                   "[namespace NAME] and [format NAME]",
@@ -221,11 +240,15 @@ static int line_of_format(const char *contents, const char *name)
     return 1;
 }
 
-int kvq__config_parse(struct kvq_config *config, const char *name, const char *contents, char *text)
+int kvq__config_parse(struct kvq_config *config, const char *name, const char *source_file,
+                      const char *contents, char *text)
 {
-    char complaint[KVQ_TEXT_BYTES] = "", where[KVQ_CONFIG_PATH + 16];
+    char complaint[KVQ_TEXT_BYTES] = "", where[KVQ_CONFIG_PATH + KVQ_CONFIG_NAME + 32];
     char what_format[KVQ_TEXT_BYTES + KVQ_FORMAT_NAME + 16];
-    struct parse p = {.config = config, .text = complaint};
+    struct parse p = {.config = config,
+                      .text = complaint,
+                      .source_file = source_file,
+                      .first_format = config->n_formats};
     const char *what = NULL;
     int line = kvq__config_overlong(contents, &what);
     if (line == 0) {
@@ -234,7 +257,7 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *c
         what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
     }
     const char *format = "";
-    if (line == 0 && kvq__config_formats_end(config, &format, complaint) != 0) {
+    if (line == 0 && kvq__config_formats_end(config, p.first_format, &format, complaint) != 0) {
         line = line_of_format(contents, format);
         snprintf(what_format, sizeof what_format, "[format %s]%s", format, complaint);
         what = what_format;
@@ -247,24 +270,25 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *c
     return kvq__config_refuse(text, where, "%s", what);
 }
 
-int kvq__config_read_file(struct kvq_config *config, char *text)
+int kvq__config_read_file(struct kvq_config *config, const char *path, const char *source_file,
+                          char *text)
 {
     int error = 0;
     char *contents = NULL;
     ssize_t length = -1;
-    int fd = open(config->file, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
     if (fd >= 0)
         contents = calloc(1, KVQ_MAX_CONFIG + 1);
     if (contents)
         length = read(fd, contents, KVQ_MAX_CONFIG);
     if (length < 0)
-        error = kvq__config_refuse(text, config->file, "cannot read it: %s", strerror(errno));
+        error = kvq__config_refuse(text, path, "cannot read it: %s", strerror(errno));
     else if (length == KVQ_MAX_CONFIG)
-        error = kvq__config_refuse(text, config->file, "longer than %d bytes", KVQ_MAX_CONFIG - 1);
+        error = kvq__config_refuse(text, path, "longer than %d bytes", KVQ_MAX_CONFIG - 1);
     else if (memchr(contents, 0, (size_t)length))
-        error = kvq__config_refuse(text, config->file, "holds NUL characters; is it a text file?");
+        error = kvq__config_refuse(text, path, "holds NUL characters; is it a text file?");
     else
-        error = kvq__config_parse(config, config->file, contents, text);
+        error = kvq__config_parse(config, path, source_file, contents, text);
     free(contents);
     if (fd >= 0)
         close(fd);

@@ -352,14 +352,15 @@ static int link_ranges(struct kvq_config *config, struct kvq__own_format *own, c
     return 0;
 }
 
-int kvq__config_formats_end(struct kvq_config *config, const char **failed, char *text)
+int kvq__config_formats_end(struct kvq_config *config, uint32_t first, const char **failed,
+                            char *text)
 {
     int error = 0;
-    for (uint32_t i = 0; i < config->n_formats && error == 0; i++) {
+    for (uint32_t i = first; i < config->n_formats && error == 0; i++) {
         *failed = config->own_formats[i].name;
         error = compose(&config->formats[i], &config->own_formats[i], text);
     }
-    for (uint32_t i = 0; i < config->n_formats && error == 0; i++) {
+    for (uint32_t i = first; i < config->n_formats && error == 0; i++) {
         *failed = config->own_formats[i].name;
         error = link_ranges(config, &config->own_formats[i], text);
     }

@@ -56,10 +56,16 @@ int kvq__parse_ids(const char *where, const char *name, const char *value,
 // A line of a section "format NAME". Refusals have no place in front, as those of a handler.
 int kvq__config_format_line(struct kvq_config *config, const char *section, const char *name,
                             const char *value, char *text);
-// After the last line: composes all formats. On failure *failed is the section's NAME.
-int kvq__config_formats_end(struct kvq_config *config, const char **failed, char *text);
+// After a file's last line: composes its formats, from number `first` on. On failure *failed is the
+// section's NAME.
+int kvq__config_formats_end(struct kvq_config *config, uint32_t first, const char **failed,
+                            char *text);
 
-int kvq__config_read_file(struct kvq_config *config, char *text);
+// Reads one file; source_file as in kvq__config_parse.
+int kvq__config_read_file(struct kvq_config *config, const char *path, const char *source_file,
+                          char *text);
+// Reads config->file, and then those of conf.d beside it.
+int kvq__config_read_files(struct kvq_config *config, char *text);
 
 // One flag of the command line: an option of the table, or a special one without.
 struct kvq__flag {
@@ -70,8 +76,9 @@ struct kvq__flag {
 int kvq__flag_next(int argc, char *const *argv, int *at, struct kvq__flag *flag, char *text);
 int kvq__flag_special(struct kvq_config *config, const struct kvq__flag *flag, char *text);
 
-// Where a value came from, in a word (enum kvq_config_source).
-const char *kvq__source_name(uint8_t source);
+// Where option number `option` has its value from: a word, or conf.d/NAME.
+const char *kvq__source_name(const struct kvq_config *config, size_t option, char *out,
+                             size_t size);
 // The option's value, and its default, as the file has them.
 void kvq__option_value(char *out, size_t size, const struct kvq_config *config,
                        const struct kvq__option *option);

@@ -273,11 +273,18 @@ void kvq__option_initial(char *text, size_t size, const struct kvq__option *o)
         put_whole(&out, o, o->initial);
 }
 
-const char *kvq__source_name(uint8_t source)
+const char *kvq__source_name(const struct kvq_config *config, size_t option, char *text,
+                             size_t size)
 {
     static const char *const names[] = {"default", "file", "environment", "flag", "command"};
+    uint8_t source = config->source[option];
+    const char *file = config->source_file[option];
     assert(source < sizeof names / sizeof *names);
-    return names[source];
+    if (source == KVQ_FROM_FILE && *file)
+        snprintf(text, size, "conf.d/%s", file);
+    else
+        snprintf(text, size, "%s", names[source]);
+    return text;
 }
 
 // The stages one a line, then the ranges one a line.
@@ -358,9 +365,10 @@ static void put_namespace(struct out *out, const struct kvq_config *config,
 void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
 {
     struct out out = {text, size};
+    char source[KVQ_CONFIG_NAME + 16];
     for (const struct kvq__option *o = kvq__options; o->name; o++) {
-        put(&out, "# %s, %s\n%s = ", kvq__source_name(config->source[o - kvq__options]),
-            when_name(o), kvq__option_name(o));
+        kvq__source_name(config, (size_t)(o - kvq__options), source, sizeof source);
+        put(&out, "# %s, %s\n%s = ", source, when_name(o), kvq__option_name(o));
         put_value(&out, config, o);
         put(&out, "\n");
     }

@@ -214,8 +214,9 @@ static void log_reload(const struct kvq__task *t)
                  kvq__log_quote(quoted, sizeof quoted, t->text));
         return;
     }
-    kvq__log(KVQ_LOG_INFO, "reloaded", "file=%s",
-             kvq__log_quote(path, sizeof path, *file ? file : "none"));
+    kvq__log(KVQ_LOG_INFO, "reloaded", "file=%s more_files=%u",
+             kvq__log_quote(path, sizeof path, *file ? file : "none"),
+             t->jobs->server->config.n_more_files);
     log_changes(t->change);
 }
 

@@ -309,6 +309,37 @@ class Reloads(Configured):
         with daemon.client() as client:
             self.assertTrue(client.session(Tokens(1, 1).rows, "mine"))
 
+    def test_more_files(self):
+        """conf.d is read with the file, at the start and again."""
+        folder = os.path.join(self.folder, "conf.d")
+        os.mkdir(folder)
+
+        def put(name, text):
+            with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                file.write(text)
+
+        put("50-site.conf", "drain_ms = 6000\nworkers = 1\n")
+        daemon = self.start("drain_ms = 5000\nmax_clients = 100\n")
+        option = daemon.ctl("config", "get", "drain_ms")["options"][0]
+        self.assertEqual((option["value"], option["source"]), ("6000", "conf.d/50-site.conf"))
+        option = daemon.ctl("config", "get", "max_clients")["options"][0]
+        self.assertEqual(option["source"], "file")
+        put("10-first.conf", "max_clients = 50\n")  # so 50-site.conf is not the first any more
+        put("60-last.conf", "drain_ms = 7000\nworkers = 2\n")
+        lines = self.hang_up(daemon)
+        for words in ("more_files=3", "drain_ms 6000 to 7000", "max_clients 100 to 50",
+                      "workers 1 to 2"):
+            self.assertIn(words, lines)
+        for name, source in (("drain_ms", "conf.d/60-last.conf"),
+                             ("max_clients", "conf.d/10-first.conf"),
+                             ("workers", "conf.d/50-site.conf")):  # until kvqd is started again
+            option = daemon.ctl("config", "get", name)["options"][0]
+            self.assertEqual(option["source"], source)
+        put("60-last.conf", "\ndrain_ms = x\n")
+        self.assertIn("conf.d/60-last.conf:2: drain_ms", self.hang_up(daemon, "reload_failed"))
+        shutil.rmtree(folder)
+        self.assertIn("drain_ms 7000 to 5000", self.hang_up(daemon))
+
     def test_an_error_changes_nothing(self):
         daemon = self.start("max_clients = 7\n[namespace a]\nuids = 1\nhost_bytes = 10mb\n")
         for wrong, words in (("max_clients = 8\nwrokers = 1\n", ":2: wrokers is not known"),

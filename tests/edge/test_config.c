@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The configuration: precedence, values, namespaces, and what every mistake is answered with.
+#include <ftw.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -41,7 +43,7 @@ static char *file_of(const char *contents)
 static void parse_refused(const char *contents, const char *words)
 {
     kvq__config_defaults(&config, no_environment);
-    assert_int_equal(kvq__config_parse(&config, "f", contents, text), KVQ_E_INVALID);
+    assert_int_equal(kvq__config_parse(&config, "f", "", contents, text), KVQ_E_INVALID);
     if (!strstr(text, words))
         fail_msg("\"%s\" does not say \"%s\"", text, words);
 }
@@ -212,7 +214,7 @@ static void test_file(void **state)
                        "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nhost_bytes = 10gb ; ok\n"
                        "[namespace b]\nmax_sessions = 4\n[namespace team-a]\nmax_sessions = 9\n"
                        "[namespace c]\ntable_bytes = 5mb\n";
-    assert_int_equal(kvq__config_parse(&config, "f", good, text), 0);
+    assert_int_equal(kvq__config_parse(&config, "f", "", good, text), 0);
     assert_int_equal(config.workers, 3);
     assert_int_equal(config.n_namespaces, 3);
     assert_string_equal(config.namespaces[0].name, "team-a");
@@ -303,13 +305,13 @@ static void test_formats(void **state)
     static char printed[1 << 16];
     (void)state;
     kvq__config_defaults(&config, no_environment);
-    if (kvq__config_parse(&config, "f", mixes, text))
+    if (kvq__config_parse(&config, "f", "", mixes, text))
         fail_msg("%s", text);
     check_mixes();
     // What is printed means the same.
     kvq__config_print(&config, printed, sizeof printed);
     kvq__config_defaults(&config, no_environment);
-    if (kvq__config_parse(&config, "printed", printed, text))
+    if (kvq__config_parse(&config, "printed", "", printed, text))
         fail_msg("%s in\n%s", text, printed);
     check_mixes();
 }
@@ -400,7 +402,7 @@ static void test_texts_for_people(void **state)
     struct kvq_config before = config;
     kvq__config_print(&config, printed, sizeof printed);
     kvq__config_defaults(&config, no_environment);
-    assert_int_equal(kvq__config_parse(&config, "printed", printed, text), 0);
+    assert_int_equal(kvq__config_parse(&config, "printed", "", printed, text), 0);
     assert_true(config.pool_bytes == before.pool_bytes);
     assert_int_equal(config.admin_uids.n, 2);
     assert_int_equal(config.namespaces[0].host_bytes, 3 << 20);
@@ -450,14 +452,14 @@ static void test_compare(void **state)
     static struct kvq_config next;
     (void)state;
     kvq__config_defaults(&config, no_environment);
-    assert_int_equal(kvq__config_parse(&config, "a",
+    assert_int_equal(kvq__config_parse(&config, "a", "",
                                        "workers = 2\nadmin_uids = 3\n[namespace a]\nuids = 1\n"
                                        "[namespace b]\nhost_bytes = 5mb\n[format m]\nk = int8\n"
                                        "v = int8\n[format g]\nbase = int8\n",
                                        text),
                      0);
     kvq__config_defaults(&next, no_environment);
-    assert_int_equal(kvq__config_parse(&next, "b",
+    assert_int_equal(kvq__config_parse(&next, "b", "",
                                        "workers = 3\nadmin_uids = 3, 4\nlog_level = debug\n"
                                        "[namespace b]\nhost_bytes = 6mb\ngids = 9\n"
                                        "[namespace c]\nuids = 1\n[format m]\nbase = oscar2\n",
@@ -522,6 +524,164 @@ static void test_set_one(void **state)
     assert_int_equal(config.drain_ms, 77);
 }
 
+// ---- conf.d ----
+
+static char folder[64]; // with kvqd.conf and conf.d
+
+static const char *path_of(const char *name)
+{
+    static char path[256];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    return path;
+}
+
+static void put_file(const char *name, const char *contents)
+{
+    FILE *file = fopen(path_of(name), "w");
+    assert_non_null(file);
+    assert_true(fputs(contents, file) >= 0);
+    assert_int_equal(fclose(file), 0);
+}
+
+static int load_folder(void)
+{
+    char *arguments[] = {"kvqd", "--config", (char *)path_of("kvqd.conf"), NULL};
+    return load(arguments, no_environment);
+}
+
+static void folder_refused(const char *words)
+{
+    assert_int_equal(load_folder(), KVQ_E_INVALID);
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
+
+static const char *source_of(const char *name)
+{
+    static struct kvq__option_text option;
+    int number = kvq__config_find(name, text);
+    assert_true(number >= 0 && kvq__config_option(&config, (uint32_t)number, &option));
+    return option.source;
+}
+
+static int make_folder(void **state)
+{
+    (void)state;
+    snprintf(folder, sizeof folder, "/tmp/kvq-test-config-XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    put_file("kvqd.conf", "spin_us = 1\ndrain_ms = 1\nkeep_seconds = 1\n");
+    return mkdir(path_of("conf.d"), 0755);
+}
+
+static int remove_one(const char *path, const struct stat *status, int kind, struct FTW *place)
+{
+    (void)status;
+    (void)kind;
+    (void)place;
+    return remove(path);
+}
+
+static int remove_folder(void **state)
+{
+    (void)state;
+    return nftw(folder, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+}
+
+// What a later file says holds, by names in bytes; what is no NAME.conf is left alone.
+static void test_folder(void **state)
+{
+    (void)state;
+    put_file("conf.d/9.conf", "drain_ms = 9\n");
+    put_file("conf.d/10.conf", "drain_ms = 10\nspin_us = 10\n");
+    put_file("conf.d/.hidden.conf", "wrong\n");
+    put_file("conf.d/9.conf.dpkg-dist", "wrong\n");
+    put_file("conf.d/.conf", "wrong\n");
+    assert_int_equal(load_folder(), 0);
+    assert_int_equal(config.drain_ms, 9);
+    assert_int_equal(config.spin_us, 10);
+    assert_int_equal(config.keep_seconds, 1);
+    assert_int_equal(config.n_more_files, 2);
+    assert_string_equal(source_of("drain_ms"), "conf.d/9.conf");
+    assert_string_equal(source_of("spin_us"), "conf.d/10.conf");
+    assert_string_equal(source_of("keep_seconds"), "file");
+    assert_string_equal(source_of("workers"), "default");
+}
+
+static void test_no_folder(void **state)
+{
+    (void)state;
+    assert_int_equal(rmdir(path_of("conf.d")), 0);
+    assert_int_equal(load_folder(), 0);
+    put_file("conf.d", "");
+    folder_refused("conf.d: is no folder");
+}
+
+// A key of a namespace is replaced as an option is; a format stands in one file, and may build on
+// those of earlier files.
+static void test_folder_sections(void **state)
+{
+    (void)state;
+    put_file("conf.d/1.conf", "[namespace a]\nuids = 1, 2\nhost_bytes = 10mb\n"
+                              "share_prefixes_with = b, c\n[format mine]\nbase = oscar2\n");
+    put_file("conf.d/2.conf", "[namespace a]\nuids = 3\nshare_prefixes_with = d\n"
+                              "[format ours]\nbase = kivi2\nlayers = 0-1:mine\n");
+    assert_int_equal(load_folder(), 0);
+    assert_int_equal(config.n_namespaces, 1);
+    assert_int_equal(config.namespaces[0].uids.n, 1);
+    assert_int_equal(config.namespaces[0].uids.id[0], 3);
+    assert_int_equal(config.namespaces[0].host_bytes, 10 << 20);
+    assert_int_equal(config.namespaces[0].n_share_with, 1);
+    assert_string_equal(config.namespaces[0].share_with[0], "d");
+    assert_int_equal(config.n_formats, 2);
+    assert_string_equal(config.own_formats[1].ranges[0].row.name, "mine");
+    put_file("conf.d/3.conf", "[format mine]\nrecent = 64\n");
+    folder_refused("conf.d/3.conf:2: [format mine] stands in an earlier file as well");
+}
+
+// Complaints name the file and the line.
+static void test_folder_errors(void **state)
+{
+    char name[KVQ_CONFIG_NAME + 16];
+    (void)state;
+    put_file("conf.d/1.conf", "\nspin_us = many\n");
+    folder_refused("conf.d/1.conf:2: spin_us is");
+    put_file("conf.d/1.conf", "drain_ms = 1\ndrain_ms = 2\n");
+    folder_refused("conf.d/1.conf:2: drain_ms is set twice");
+    put_file("conf.d/1.conf", "");
+    snprintf(name, sizeof name, "conf.d/%0*d.conf", KVQ_CONFIG_NAME - 6, 1);
+    put_file(name, "");
+    assert_int_equal(load_folder(), 0);
+    snprintf(name, sizeof name, "conf.d/%0*d.conf", KVQ_CONFIG_NAME - 5, 1);
+    put_file(name, "");
+    folder_refused("is longer than 63 bytes");
+}
+
+static void test_folder_of_strangers(void **state)
+{
+    (void)state;
+    assert_int_equal(chmod(path_of("conf.d"), 0777), 0);
+    folder_refused("conf.d: everybody may write to it (mode 0777)");
+    assert_int_equal(chmod(path_of("conf.d"), 0775), 0);
+    assert_int_equal(load_folder(), 0);
+    if (geteuid() != 0)
+        return;
+    assert_int_equal(chown(path_of("conf.d"), 4321, (gid_t)-1), 0);
+    folder_refused("conf.d: belongs to user 4321");
+}
+
+static void test_many_files(void **state)
+{
+    char name[64];
+    (void)state;
+    for (int i = 0; i < KVQ_MAX_CONFIG_FILES; i++) {
+        snprintf(name, sizeof name, "conf.d/%03d.conf", i);
+        put_file(name, "spin_us = 5\n");
+    }
+    assert_int_equal(load_folder(), 0);
+    put_file("conf.d/more.conf", "");
+    folder_refused("conf.d: 65 files end in .conf; allowed are 64");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -542,6 +702,12 @@ int main(void)
         cmocka_unit_test(test_compare),
         cmocka_unit_test(test_too_many_together),
         cmocka_unit_test(test_set_one),
+        cmocka_unit_test_setup_teardown(test_folder, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(test_no_folder, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(test_folder_sections, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(test_folder_errors, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(test_folder_of_strangers, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(test_many_files, make_folder, remove_folder),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

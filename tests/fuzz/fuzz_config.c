@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Fuzzes the configuration file. Whatever it holds: no crash, a complaint with place and words
-// when it is refused, and when it is taken, values that print as a configuration.
+// when it is refused, and when it is taken, values that print as a configuration. A form feed ends
+// a first file, and a second one follows.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,7 +25,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     memcpy(contents, data, size);
     contents[size] = 0;
     kvq__config_defaults(&config, none);
-    int error = kvq__config_parse(&config, "fuzz", contents, text);
+    char *second = strchr(contents, '\f');
+    if (second)
+        *second++ = 0;
+    int error = kvq__config_parse(&config, "fuzz", "", contents, text);
+    if (error == 0 && second)
+        error = kvq__config_parse(&config, "second", "second", second, text);
     if (error == 0)
         error = kvq__config_resolve(&config, text);
     if (error == 0)

@@ -246,8 +246,8 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      kvq__ctl_config_get,
      "the configuration in effect, and where it comes from",
      "All options, or the one of that name: value, default, where the value comes from (default,\n"
-     "file, environment, flag, or command: config set), and when a new value takes effect (live:\n"
-     "while the daemon runs). Only administrators may do this.\n",
+     "file, conf.d/NAME, environment, flag, or command: config set), and when a new value takes\n"
+     "effect (live: while the daemon runs). Only administrators may do this.\n",
      false},
     {{"config", "set"},
      "NAME VALUE",

@@ -14,21 +14,22 @@ static int at_least(int width, const char *text)
 
 static void print_options(const Kvq__ConfigReply *r)
 {
-    int name = 6, value = 5, initial = 7;
+    int name = 6, value = 5, initial = 7, from = 11;
     for (size_t i = 0; i < r->n_options; i++) {
         name = at_least(name, r->options[i]->name);
         value = at_least(value, r->options[i]->value);
         initial = at_least(initial, r->options[i]->initial);
+        from = at_least(from, r->options[i]->source);
     }
     value = value < 40 ? value : 40; // one long path does not push all others to the right
     initial = initial < 20 ? initial : 20;
-    printf("%-*s  %-*s  %-*s  %-11s  %s\n", name, "OPTION", value, "VALUE", initial, "DEFAULT",
+    printf("%-*s  %-*s  %-*s  %-*s  %s\n", name, "OPTION", value, "VALUE", initial, "DEFAULT", from,
            "FROM", "TAKES EFFECT");
     for (size_t i = 0; i < r->n_options; i++) {
         const Kvq__ConfigOption *o = r->options[i];
         printf("%-*s  %-*s  ", name, kvq__ctl_clean(o->name), value, kvq__ctl_clean(o->value));
-        printf("%-*s  %-11s  %s\n", initial, kvq__ctl_clean(o->initial), kvq__ctl_clean(o->source),
-               o->live ? "live" : "restart");
+        printf("%-*s  %-*s  %s\n", initial, kvq__ctl_clean(o->initial), from,
+               kvq__ctl_clean(o->source), o->live ? "live" : "restart");
     }
     if (r->file[0])
         printf("file: %s\n", kvq__ctl_clean(r->file));
