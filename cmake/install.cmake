@@ -48,6 +48,7 @@ kvq_install_pages(libkvq-dev 3 ${kvq_pages})
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system COMPONENT kvqd)
 install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)
+install(FILES packaging/kvqd.tmpfiles DESTINATION lib/tmpfiles.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd-cpu.conf DESTINATION share/doc/kvqd/examples COMPONENT kvqd)
 set(kvq_conf packaging/kvqd.conf)
 if(KVQ_DEB) # what is saved when the daemon ends outlives an upgrade
@@ -57,8 +58,10 @@ if(KVQ_DEB) # what is saved when the daemon ends outlives an upgrade
     set(kvq_conf ${CMAKE_BINARY_DIR}/kvqd.conf)
     file(CONFIGURE OUTPUT ${kvq_conf} CONTENT "${text}" @ONLY)
 endif()
-set(kvq_conf_folder ${CMAKE_INSTALL_SYSCONFDIR}/kvqd)
+set(kvq_etc ${CMAKE_INSTALL_SYSCONFDIR})
 if(KVQ_DEB)
-    set(kvq_conf_folder ${CMAKE_INSTALL_FULL_SYSCONFDIR}/kvqd) # not below /usr
+    set(kvq_etc ${CMAKE_INSTALL_FULL_SYSCONFDIR}) # not below /usr
 endif()
-install(FILES ${kvq_conf} DESTINATION ${kvq_conf_folder} COMPONENT kvqd)
+install(FILES ${kvq_conf} DESTINATION ${kvq_etc}/kvqd COMPONENT kvqd)
+install(FILES packaging/kvqd.logrotate DESTINATION ${kvq_etc}/logrotate.d RENAME kvqd
+        COMPONENT kvqd)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvqd as a service: SIGHUP, the configuration while it runs, how it is ended, and what it tells
 systemd."""
+import grp
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -13,7 +15,7 @@ import time
 import unittest
 import unittest.mock
 
-from e2e_rig import BIN, BOUND, Daemon, Tokens, everybodys_kvqctl, feed, kvq
+from e2e_rig import BIN, BOUND, ROOT, Daemon, Tokens, everybodys_kvqctl, feed, kvq
 
 UID = os.geteuid()
 
@@ -399,6 +401,35 @@ class Reloads(Configured):
         self.wait_in(other, "event=changed options=.*log_file", daemon)
         self.write("")
         self.hang_up(daemon)  # to stderr
+
+    @unittest.skipUnless(shutil.which("logrotate"), "no logrotate here")
+    def test_logrotate(self):
+        """The file that is installed, over a folder of this test's: old lines are in the old file,
+        new ones in the new."""
+        log, state = os.path.join(self.folder, "kvqd.log"), os.path.join(self.folder, "state")
+        rules = os.path.join(self.folder, "rules")
+        daemon = self.start(f"log_file = {log}\n")
+        with open(os.path.join(ROOT, "packaging", "kvqd.logrotate"), encoding="utf-8") as file:
+            text = file.read().replace("/var/log/kvqd/", self.folder + "/")
+        own = f"su {pwd.getpwuid(UID).pw_name} {grp.getgrgid(os.getegid()).gr_name}"
+        with open(rules, "w", encoding="utf-8") as file:
+            file.write(text.replace("su kvqd kvqd", own))
+        os.chmod(rules, 0o644)
+        systemctl = os.path.join(self.folder, "systemctl")
+        with open(systemctl, "w", encoding="utf-8") as file:  # kvqd is active, and can be reloaded
+            file.write(f'#!/bin/sh\n[ "$1" != reload ] || kill -HUP {daemon.process.pid}\n')
+        os.chmod(systemctl, 0o755)
+        path = self.folder + os.pathsep + os.environ["PATH"]
+        for turn in range(2):
+            done = subprocess.run(["logrotate", "-f", "-s", state, rules], capture_output=True,
+                                  text=True, timeout=BOUND, env={**os.environ, "PATH": path})
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.wait_in(log, "event=reloaded ", daemon)
+            with open(log + ".1", encoding="utf-8") as old:
+                self.assertIn("event=reloaded " if turn else "event=ready ", old.read())
+            with open(log, encoding="utf-8") as new:
+                self.assertNotIn("event=ready ", new.read())
+        self.assertTrue(os.path.exists(log + ".2.gz"))
 
     def wait_in(self, path, pattern, daemon):
         end = time.monotonic() + BOUND

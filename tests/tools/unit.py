@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """The systemd unit: whether systemd takes it, how much it leaves open, and whether kvqd can live
-with it.
+with it; and the user and the folders that systemd makes.
 
     tests/tools/unit.py BUILD
 
@@ -79,6 +79,24 @@ class Unit:
             if "Overall exposure level" not in done.stdout:
                 raise Failure(f"systemd-analyze has judged nothing: {done.stdout}{done.stderr}")
 
+    def check_folders(self):
+        """In a system of its own, where no user is yet."""
+        if os.geteuid():
+            raise Skip("makes a user in a folder: needs root")
+        root = os.path.join(self.folder, "root")
+        os.makedirs(os.path.join(root, "etc"))
+        for tool, words, name in (("systemd-sysusers", (), "kvqd.sysusers"),
+                                  ("systemd-tmpfiles", ("--create",), "kvqd.tmpfiles")):
+            done = run([tool, f"--root={root}", *words, os.path.join(ROOT, "packaging", name)])
+            if "Failed" in done.stderr or "nknown" in done.stderr:
+                raise Failure(done.stderr)
+        with open(os.path.join(root, "etc", "passwd"), encoding="utf-8") as file:
+            uid = int(re.search(r"^kvqd:[^:]*:(\d+):", file.read(), re.M)[1])
+        for path, mode in (("var/lib/kvqd", 0o700), ("var/log/kvqd", 0o750)):
+            status = os.stat(os.path.join(root, path))
+            if (status.st_uid, status.st_mode & 0o7777) != (uid, mode):
+                raise Failure(f"{path} belongs to {status.st_uid}, mode {status.st_mode:o}")
+
     def allowed(self):
         """Names of the calls that SystemCallFilter lets through."""
         filters = re.findall(r"^SystemCallFilter=(.*)$", self.text, re.M)
@@ -152,7 +170,8 @@ def main():
     with tempfile.TemporaryDirectory(prefix="kvq-unit-") as folder:
         os.chmod(folder, 0o755)
         unit = Unit(os.path.abspath(sys.argv[1]), folder)
-        for check in (unit.check_it_is_valid, unit.check_what_is_open, unit.check_what_kvqd_calls):
+        for check in (unit.check_it_is_valid, unit.check_what_is_open, unit.check_folders,
+                      unit.check_what_kvqd_calls):
             try:
                 check()
                 counts["passed"] += 1
