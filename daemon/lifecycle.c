@@ -14,6 +14,7 @@
 
 #include "daemon/attach/attach.h"
 #include "daemon/config/change.h"
+#include "daemon/config/machine.h"
 #include "daemon/control/control.h"
 #include "daemon/core/gpu/gpu.h"
 #include "daemon/http/http.h"
@@ -199,6 +200,39 @@ static int open_gpus(struct kvq__server *server, char *text)
     return 0;
 }
 
+// Whether the machine has what the options give away, and a word in the log where it is in use now.
+static int check_machine(struct kvq__server *server, char *text)
+{
+    const struct kvq_config *c = &server->config;
+    struct kvq__huge_counts counts = kvq__huge_counts();
+    struct kvq__machine machine;
+    char quoted[KVQ_TEXT_BYTES + 16];
+    server->memory = (struct kvq__memory_source){.huge = (enum kvq__huge_pages)c->huge_pages,
+                                                 .transparent = counts.transparent,
+                                                 .pool_bytes = c->pool_bytes};
+    const struct {
+        const char *name;
+        uint64_t bytes, set_aside;
+        bool given;
+    } options[] = {
+        {"pool_bytes", c->pool_bytes, kvq__memory_set_aside(&server->memory, &counts), true},
+        {"buffer_bytes", c->buffer_bytes, 0, kvq__config_was_given(c, "buffer_bytes")},
+    };
+    kvq__machine_read("", &machine);
+    int error = kvq__memory_check(&server->memory, &counts, text);
+    for (size_t i = 0; i < sizeof options / sizeof *options && error == 0; i++) {
+        if (!options[i].given)
+            continue;
+        error = kvq__machine_check(&machine, options[i].name, options[i].bytes,
+                                   options[i].set_aside, text);
+        if (error == 0 && kvq__machine_is_tight(&machine, options[i].name, options[i].bytes,
+                                                options[i].set_aside, text))
+            kvq__log(KVQ_LOG_WARN, "memory_tight", "text=%s",
+                     kvq__log_quote(quoted, sizeof quoted, text));
+    }
+    return error;
+}
+
 static int open_core_with(struct kvq__server *server, const struct kvq__core_settings *settings,
                           char *text)
 {
@@ -237,19 +271,12 @@ static int open_core_with(struct kvq__server *server, const struct kvq__core_set
         snprintf(text, KVQ_TEXT_BYTES, "no random bytes for the key of prefixes");
         return KVQ_E_SYSTEM;
     }
-    struct kvq__huge_counts counts = kvq__huge_counts();
-    server->memory = (struct kvq__memory_source){.huge = (enum kvq__huge_pages)c->huge_pages,
-                                                 .transparent = counts.transparent,
-                                                 .pool_bytes = c->pool_bytes};
-    int error = kvq__memory_check(&server->memory, &counts, text);
-    if (error)
-        return error;
     server->codebooks = kvq__codebooks_new(c->codebook_dir);
     if (!server->codebooks) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory");
         return KVQ_E_NO_MEMORY;
     }
-    error = kvq__core_open(&config, &server->core, text);
+    int error = kvq__core_open(&config, &server->core, text);
     if (error)
         return error;
     kvq__core_clock(server->core, kvq_now_ns());
@@ -309,6 +336,7 @@ int kvq__server_open(struct kvq__server *server, char *text)
     server->publish = publish_event;
     make_identity(server);
     int error = open_loop(server, text);
+    error = error ? error : check_machine(server, text);
     error = error ? error : open_page(server, text);
     error = error ? error : open_gpus(server, text);
     server->identity.backend = server->gpus ? "gpu" : "cpu";

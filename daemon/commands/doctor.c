@@ -5,7 +5,6 @@
 #include "daemon/commands/doctor.h"
 
 #include <assert.h>
-#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +14,7 @@
 #include <unistd.h>
 
 #include "daemon/commands/dispatch.h"
+#include "daemon/config/machine.h"
 #include "daemon/core/gpu/gpu.h"
 #include "daemon/runtime/server.h"
 
@@ -47,17 +47,6 @@ __attribute__((format(printf, 5, 6))) static void add(struct findings *f, const 
     f->reply->findings[f->reply->n_findings++] = finding;
 }
 
-// The first bytes of a file as text; empty if it cannot be read.
-static void read_small(const char *path, char *out, size_t size)
-{
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    ssize_t got = fd < 0 ? -1 : read(fd, out, size - 1);
-    if (fd >= 0)
-        close(fd);
-    out[got > 0 ? got : 0] = 0;
-    out[strcspn(out, "\n")] = 0;
-}
-
 static void check_cpu(struct findings *f, const struct kvq__server *s)
 {
     const char *isa = s->identity.isa;
@@ -80,18 +69,16 @@ static void check_cpu(struct findings *f, const struct kvq__server *s)
 
 static void check_memory(struct findings *f, const struct kvq__server *s)
 {
-    char limit[32];
+    struct kvq__machine machine;
     uint64_t pool = s->config.pool_bytes, buffers = s->config.buffer_bytes;
-    uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
-    read_small("/sys/fs/cgroup/memory.max", limit, sizeof limit);
-    uint64_t group = limit[0] >= '0' && limit[0] <= '9' ? strtoull(limit, NULL, 10) : memory;
-    uint64_t most = group < memory ? group : memory;
+    kvq__machine_read("", &machine);
+    uint64_t most = kvq__machine_most(&machine);
     bool tight = pool > most / 10 * 9;
     add(f, "pool", tight ? PROBLEM : FINE,
         tight ? "lower pool_bytes to 9/10 of the memory or less" : "",
         "the pool may grow to %llu MiB of %llu MiB that the %s allows",
         (unsigned long long)(pool >> 20), (unsigned long long)(most >> 20),
-        group < memory ? "control group" : "machine");
+        most < machine.total ? "control group" : "machine");
     bool over = !tight && buffers > most - pool;
     add(f, "buffers", over ? NOTE : FINE,
         over ? "lower pool_bytes or buffer_bytes if clients may ever fill all of it" : "",

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "daemon/config/internal.h"
+#include "daemon/config/machine.h"
 #include "daemon/log/log.h"
 #include "proto/status.h"
 
@@ -510,7 +511,9 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
     if (config->extent_bytes % (2 << 20))
         return kvq__config_refuse(text, "extent_bytes", "%llu is not a multiple of 2mb",
                                   (unsigned long long)config->extent_bytes);
-    uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    struct kvq__machine machine;
+    kvq__machine_read("", &machine);
+    uint64_t memory = kvq__machine_most(&machine);
     if (config->pool_bytes == 0)
         config->pool_bytes = memory / 4 / config->extent_bytes * config->extent_bytes;
     if (config->buffer_bytes == 0) // what one client was explicitly allowed, it may have
@@ -518,7 +521,8 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
             config->client_bytes > memory / 2 ? config->client_bytes : memory / 2;
     if (config->pool_bytes < config->extent_bytes)
         return kvq__config_refuse(
-            text, "pool_bytes", "%llu is less than one extent (extent_bytes is %llu)",
+            text, "pool_bytes",
+            "%llu is less than one extent (extent_bytes is %llu); raise it, or lower extent_bytes",
             (unsigned long long)config->pool_bytes, (unsigned long long)config->extent_bytes);
     uint32_t cpus = kvq__usable_cpus();
     if (config->workers == 0)

@@ -80,7 +80,7 @@ struct kvq_config {
     char runtime_dir[KVQ_CONFIG_PATH];
     uint64_t runtime_mode;
     char runtime_group[KVQ_CONFIG_PATH]; // "": leave it as it is
-    uint64_t pool_bytes;                 // 0: resolved to a quarter of the machine's memory
+    uint64_t pool_bytes;                 // 0: resolved to a quarter of the memory (machine.h)
     uint64_t extent_bytes;
     uint64_t huge_pages;              // enum kvq__huge_pages
     uint64_t backend;                 // enum kvq__backend
@@ -98,7 +98,7 @@ struct kvq_config {
     uint64_t host_bytes, device_bytes, disk_bytes, max_sessions;
     uint64_t table_bytes;  // 0: by the blocks that they may have
     uint64_t client_bytes; // buffers of one client
-    uint64_t buffer_bytes; // of all clients; 0: resolved to half of the machine's memory
+    uint64_t buffer_bytes; // of all clients; 0: resolved to half of the memory
     uint64_t fast;         // 1: sessions that leave the path to the daemon get the fast one
     char codebook_dir[KVQ_CONFIG_PATH]; // "": no codebooks
     char storage_dir[KVQ_CONFIG_PATH];  // "": nothing is saved

@@ -65,6 +65,22 @@ int kvq__memory_check(const struct kvq__memory_source *source,
     return KVQ_E_NO_MEMORY;
 }
 
+static bool takes_huge_pages(const struct kvq__memory_source *source)
+{
+    bool automatic = source->huge == KVQ__HUGE_AUTO && !source->transparent;
+    return automatic || source->huge == KVQ__HUGE_REQUIRE;
+}
+
+uint64_t kvq__memory_set_aside(const struct kvq__memory_source *source,
+                               const struct kvq__huge_counts *counts)
+{
+    if (!takes_huge_pages(source))
+        return 0;
+    return counts->available < source->pool_bytes / KVQ__HUGE_PAGE
+               ? counts->available * KVQ__HUGE_PAGE
+               : source->pool_bytes;
+}
+
 // ---- Extents ----
 
 static void tell_memory_source(struct kvq__memory_source *source)

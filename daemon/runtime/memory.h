@@ -40,6 +40,10 @@ struct kvq__huge_counts kvq__huge_counts(void);
 int kvq__memory_check(const struct kvq__memory_source *source,
                       const struct kvq__huge_counts *counts, char *text);
 
+// How many bytes of the pool come out of pages that were set aside.
+uint64_t kvq__memory_set_aside(const struct kvq__memory_source *source,
+                               const struct kvq__huge_counts *counts);
+
 // The source stays where it is as long as the core lives; only the poller's thread uses it.
 struct kvq__memory_ops kvq__memory_ops(struct kvq__memory_source *source);
 

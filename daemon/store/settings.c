@@ -12,6 +12,7 @@
 
 #include "daemon/commands/dispatch.h"
 #include "daemon/config/change.h"
+#include "daemon/config/machine.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
@@ -169,6 +170,13 @@ static void open_log(struct kvq__task *t)
     t->rc = t->change->log_fd < 0 ? t->change->log_fd : 0;
 }
 
+static int check_buffer_bytes(const struct kvq_config *config, char *text)
+{
+    struct kvq__machine machine;
+    kvq__machine_read("", &machine);
+    return kvq__machine_check(&machine, "buffer_bytes", config->buffer_bytes, 0, text);
+}
+
 // Puts task->change->next in effect, or none of it. Waits.
 static void apply_settings(struct kvq__task *t)
 {
@@ -176,6 +184,8 @@ static void apply_settings(struct kvq__task *t)
     const struct kvq_config *running = &t->jobs->server->config;
     kvq__config_compare(running, c->next, note_change, c);
     t->rc = kvq__config_merge(c->next, running, t->text);
+    if (t->rc == 0 && kvq__config_was_given(c->next, "buffer_bytes"))
+        t->rc = check_buffer_bytes(c->next, t->text);
     if (t->rc == 0)
         kvq__task_at_work(t, open_log);
     if (t->rc == 0 && !(c->settings = kvq__config_settings(c->next))) {

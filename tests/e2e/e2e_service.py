@@ -140,6 +140,38 @@ class Ends(Configured):
         self.assertFalse(daemon.status()["draining"])
 
 
+class Machine(Configured):
+    """What the options give away, against what there is."""
+
+    def test_too_much(self):
+        """Refused at the start with the value, the limit, and what to do."""
+        for option in ("pool_bytes", "buffer_bytes"):
+            with self.assertRaises(AssertionError) as caught:
+                Daemon(backend="cpu", **{option: "64tb"})
+            words = rf"{option}: 67108864 MiB are more than the \d+ MiB .*; lower {option}, or"
+            self.assertRegex(str(caught.exception), words)
+
+    def test_too_much_while_it_runs(self):
+        daemon = self.start("buffer_bytes = 100mb\n")
+        status, _, complaint = daemon.ctl("config", "set", "buffer_bytes", "64tb", check=False)
+        self.assertEqual(status, 1)
+        self.assertIn("buffer_bytes: 67108864 MiB are more than", complaint)
+        self.write("buffer_bytes = 64tb\n")
+        self.assertIn("buffer_bytes: 67108864 MiB", self.hang_up(daemon, "reload_failed"))
+        self.assertEqual(
+            daemon.ctl("config", "get", "buffer_bytes")["options"][0]["value"], "100mb")
+
+    def test_more_than_is_free(self):
+        """All that this process may have is never free: the log says so, and kvqd serves."""
+        daemon = self.start("")
+        self.assertFalse([x for x in daemon.lines if "event=memory_tight" in x])
+        _, out, _ = daemon.ctl("doctor", check=False)
+        most = int(re.search(r"of (\d+) MiB that the (?:machine|control group) allows", out)[1])
+        daemon = self.start("", pool_bytes=f"{most // 4 * 4}mb", backend="cpu")
+        line = daemon.wait_log("event=memory_tight")
+        self.assertRegex(line, rf"pool_bytes allows {most // 4 * 4} MiB, and \d+ MiB are free")
+
+
 class Told(Configured):
     """What a service manager is told: this test is one, with a socket of its own."""
 
