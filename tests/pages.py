@@ -4,12 +4,12 @@
 
     tests/pages.py BUILD [PAGE]...
 
-PAGE is a page of docs/ (default: tutorial.md). Of a page, blocks of `console` are typed into one
-shell in a new home directory: lines that begin with `$ ` are commands, which must succeed, and what
-stands behind them is their output, in which `..` is any text, a line of `..` any lines, and blanks
-are any number of blanks. Blocks whose first line is `# NAME.py` or `# NAME.conf` become that file
-in the directory where the shell stands. Other blocks are not run. Programs are those of BUILD.
-Prints `N passed, M failed`.
+PAGE is a page of docs/ (default: all below; nodes.md only where there is rclone). Of a page, blocks
+of `console` are typed into one shell in a new home directory: lines that begin with `$ ` are
+commands, which must succeed, and what stands behind them is their output, in which `..` is any
+text, a line of `..` any lines, and blanks are any number of blanks. Blocks whose first line is `#
+NAME.py` or `# NAME.conf` become that file in the directory where the shell stands. Other blocks are
+not run. Programs are those of BUILD. Prints `N passed, M failed`.
 """
 import os
 import re
@@ -21,7 +21,9 @@ import tempfile
 import threading
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-PAGES = ["tutorial.md"]
+RCLONE = os.environ.get("KVQ_RCLONE") or os.path.join(ROOT, "build", "s3", "rclone", "bin",
+                                                      "rclone-linux-amd64")
+PAGES = ["tutorial.md", *(["nodes.md"] if os.access(RCLONE, os.X_OK) else [])]
 MARK = "\x01end"
 BOUND = 120  # seconds: for hangs alone
 
@@ -61,10 +63,11 @@ class Shell:
         self.home = tempfile.mkdtemp(prefix="kvq-page-")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ", "XDG"))}
         environment.update(
-            HOME=self.home, PATH=os.path.join(build, "bin") + ":" + os.environ["PATH"],
+            HOME=self.home, no_proxy="127.0.0.1", NO_PROXY="127.0.0.1",
+            PATH=":".join([os.path.join(build, "bin"), self.home, os.environ["PATH"]]),
             KVQ_LIBRARY=os.path.join(build, "lib", "libkvq.so"), KVQD_HTTP_ADDRESS="",
-            PYTHONPATH=os.path.join(ROOT, "client", "python"), PYTHONDONTWRITEBYTECODE="1",
-            KVQ_RCLONE=os.environ.get("KVQ_RCLONE", ""))
+            PYTHONPATH=os.path.join(ROOT, "client", "python"), PYTHONDONTWRITEBYTECODE="1")
+        os.symlink(RCLONE, os.path.join(self.home, "rclone"))
         self.process = subprocess.Popen(
             ["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=self.home,
             stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True)
