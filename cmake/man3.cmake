@@ -211,6 +211,7 @@ function(kvq_make_page folder name header include)
 endfunction()
 
 function(kvq_make_pages folder)
+    file(REMOVE_RECURSE ${folder}) # pages of functions that are gone
     file(GLOB headers CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/client/kvq/*.h)
     set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${headers}
                  ${CMAKE_SOURCE_DIR}/client/kvq.h)
