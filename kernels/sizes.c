@@ -48,10 +48,12 @@ static void add_layer(const struct kvq_format *f, const struct kvq_shape *s, uin
     uint64_t pages = (tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
     uint64_t floor = tokens > max_rollback ? tokens - max_rollback : 0;
     uint64_t settled = kvq_packed_tokens(f, max_rollback, kvq_learn_tokens(f, 0), floor);
-    uint64_t raw = (pages - settled / KVQ_BLOCK_TOKENS) * one.raw;
-    all->packed += one.packed ? pages * one.packed : raw;
+    uint64_t first = kvq_kept_from(s->window, floor);
+    uint64_t raw = (pages - (settled > first ? settled : first) / KVQ_BLOCK_TOKENS) * one.raw;
+    all->packed += one.packed ? (pages - first / KVQ_BLOCK_TOKENS) * one.packed : raw;
     all->window += (one.packed ? raw : 0) + (pages ? one.extras : 0);
-    all->plain += 2 * tokens * s->kv_heads * (s->k_dim + (uint64_t)s->v_dim);
+    uint64_t seen = s->window && s->window < tokens ? s->window : tokens;
+    all->plain += 2 * seen * s->kv_heads * (s->k_dim + (uint64_t)s->v_dim);
 }
 
 struct kvq_session_bytes kvq_session_bytes_of(const struct kvq_format *f, const struct kvq_shape *s,

@@ -21,6 +21,14 @@ struct kvq_layer_bytes kvq_layer_bytes_of(const struct kvq_format *f, const stru
 uint64_t kvq_packed_tokens(const struct kvq_format *f, uint32_t max_rollback, uint64_t raw,
                            uint64_t past);
 
+// The first token, rounded down to a page, that views at `floor` tokens or more may still read of a
+// layer whose last `keep` tokens stay readable (0: all). Pages before it are freed.
+static inline uint64_t kvq_kept_from(uint32_t keep, uint64_t floor)
+{
+    uint64_t behind = keep && floor + 1 > keep ? floor + 1 - keep : 0;
+    return behind / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
+}
+
 // What the host's memory keeps of a session besides blocks. The daemon's structs are no larger.
 enum {
     KVQ_SESSION_BOOKS = 2048, // of the session itself
@@ -46,7 +54,7 @@ struct kvq_session_bytes {
     uint64_t packed; // packed blocks; raw blocks of a raw format
     uint64_t window; // raw blocks and extras of other formats
     uint64_t books;  // what is kept besides blocks; the daemon's own figure is no larger
-    uint64_t plain;  // 16 bits for each value, and nothing else
+    uint64_t plain;  // 16 bits for each value that layers still see, and nothing else
 };
 struct kvq_session_bytes kvq_session_bytes_of(const struct kvq_format *f, const struct kvq_shape *s,
                                               uint32_t layers, uint64_t tokens,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvqctl size against sessions of real daemons: what it says beforehand is what there is."""
+import dataclasses
 import json
 import os
 import subprocess
@@ -32,13 +33,15 @@ class Size(Test):
             if shown["window_bytes"] == expected or time.monotonic() > end:
                 return shown
 
-    def holds(self, name, length, rollback=0):
+    def holds(self, name, length, rollback=0, window=0):
         tokens = Tokens(3, length, layers=4)
-        with self.client.session(tokens.rows, name, max_rollback=rollback) as session:
+        rows = [dataclasses.replace(row, window=window) for row in tokens.rows]
+        with self.client.session(rows, name, max_rollback=rollback) as session:
             while session.tokens < length:
                 tokens.feed(self.queue, session, min(1000, length - session.tokens), attend=False)
-            status, out, complaint = size("--json", "--rollback", str(rollback), name=name,
-                                          tokens=length)
+            status, out, complaint = size("--json", "--rollback", str(rollback),
+                                          *(["--window", str(window)] if window else []),
+                                          name=name, tokens=length)
             self.assertEqual(status, 0, complaint)
             told = json.loads(out)
             shown = self.settled(session, told["window_bytes"])
@@ -65,6 +68,13 @@ class Size(Test):
     def test_rollback(self):
         self.holds("oscar2", SHORT, rollback=64)
         self.holds("oscar2", LONG, rollback=1000)
+
+    def test_sliding_windows(self):
+        """Blocks behind the window are free, but for what a rollback may need."""
+        for name in ("f16", "oscar2"):
+            self.holds(name, SHORT, window=1000)
+            self.holds(name, LONG, window=200)
+            self.holds(name, LONG, window=1024, rollback=100)
 
     def test_next_page(self):
         """What the token behind a full page takes."""

@@ -266,11 +266,10 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      NULL,
      kvq__ctl_size,
      "how much memory sessions will take",
-     "Of --sessions N (default 1) sessions of --tokens N tokens in a --format NAME, for a model "
-     "of\n"
-     "--layers N layers with --kv-heads N KV heads of --head-dim N each. --rollback N: tokens "
-     "that\n"
-     "engines may take back. Asks no daemon, and knows no formats of a configuration.\n",
+     "Of --sessions N (default 1) sessions of --tokens N tokens in a --format NAME, for a\n"
+     "model of --layers N layers with --kv-heads N KV heads of --head-dim N each. --rollback N:\n"
+     "tokens that engines may take back. --window N: the sliding window of these layers. Asks no\n"
+     "daemon, and knows no formats of a configuration.\n",
      false},
     {{"client", "list"}, NULL, kvq__ctl_client_list, "the engines that are connected", "", true},
     {{"client", "kick"},

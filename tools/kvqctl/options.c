@@ -77,6 +77,8 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
      "size: tokens of a session"},
     {"rollback", "N", KVQ__CTL_UNSIGNED, AT(shape.rollback), 0, KVQ_MAX_ROLLBACK, "0 to 1024",
      "size: max_rollback of the sessions (default 0)"},
+    {"window", "N", KVQ__CTL_UNSIGNED, AT(shape.window), 1, KVQ_MAX_SESSION_TOKENS, "1 to 16777216",
+     "size: tokens that the layers see (default: all)"},
     {"columns", "C[,C]", KVQ__CTL_TEXT, AT(columns), 0, 0, NULL,
      "lists: these columns (session list --help names a list's)"},
     {"sort", "[-]C", KVQ__CTL_TEXT, AT(sort), 0, 0, NULL,

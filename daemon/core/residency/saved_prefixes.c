@@ -36,7 +36,7 @@ bool kvq__saved_can_begin(const struct kvq__saved *saved, uint64_t tokens)
             continue;
         if (!kvq_is_raw(&l->format) && l->packed < tokens)
             return false;
-        if ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS > kvq__kept_from(keep_of(saved, i), tokens))
+        if ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS > kvq_kept_from(keep_of(saved, i), tokens))
             return false;
     }
     return true;

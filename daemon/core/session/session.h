@@ -384,16 +384,9 @@ uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *l
 // The same if prompt.exact were 0.
 uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
                            uint64_t past);
-// The first token, rounded down to a page, that views at `floor` tokens or more may still read of a
-// layer whose last `keep` tokens stay readable (0: all). Pages before it are freed.
-static inline uint64_t kvq__kept_from(uint32_t keep, uint64_t floor)
-{
-    uint64_t behind = keep && floor + 1 > keep ? floor + 1 - keep : 0;
-    return behind / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
-}
 static inline uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor)
 {
-    return kvq__kept_from(layer->keep, floor);
+    return kvq_kept_from(layer->keep, floor);
 }
 // The extras that a view at `past` tokens reads; NULL while nothing is packed.
 const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
