@@ -31,18 +31,33 @@ static const struct kvq__ctl_column columns[] = {
 const struct kvq__ctl_table kvq__ctl_clients = {
     KVQ__CTL_TABLE(columns, "clients", "no clients", NULL)};
 
-int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_ask_clients(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
-    (void)args;
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListClients command = KVQ__LIST_CLIENTS__INIT;
-    struct kvq__ctl_list list;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_CLIENTS;
     request.list_clients = &command;
-    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &clients, &list);
-    if (result)
-        return result;
-    return kvq__ctl_show_list(ctl, &list, &clients, &kvq__ctl_clients);
+    return kvq__ctl_ask_list(ctl, &request, &command.cursor, &clients, list);
+}
+
+int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list list;
+    (void)args;
+    int result = kvq__ctl_ask_clients(ctl, &list);
+    return result ? result : kvq__ctl_show_list(ctl, &list, &clients, &kvq__ctl_clients);
+}
+
+int kvq__ctl_client_number(const char *text, uint64_t *id)
+{
+    char *end;
+    errno = 0;
+    *id = strtoull(text, &end, 10);
+    if (!errno && !*end && end != text && *text != '-')
+        return KVQ_EXIT_OK;
+    fprintf(stderr, "kvqctl: '%s' is not a client's number; kvqctl client list shows them\n",
+            kvq__ctl_clean(text));
+    return KVQ_EXIT_USAGE;
 }
 
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args)
@@ -50,17 +65,12 @@ int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args)
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__KickClient command = KVQ__KICK_CLIENT__INIT;
     Kvq__Reply *reply;
-    char *end;
-    errno = 0;
-    command.id = strtoull(args[0], &end, 10);
-    if (errno || *end || end == args[0] || args[0][0] == '-') {
-        fprintf(stderr, "kvqctl: '%s' is not a client's number; kvqctl client list shows them\n",
-                args[0]);
-        return KVQ_EXIT_USAGE;
-    }
+    int result = kvq__ctl_client_number(args[0], &command.id);
+    if (result)
+        return result;
     request.command_case = KVQ__REQUEST__COMMAND_KICK_CLIENT;
     request.kick_client = &command;
-    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
+    result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT__NOT_SET, &reply);
     if (result)
         return result;
     kvq__ctl_print_done(ctl, "kicked", args[0]);

@@ -51,6 +51,9 @@ extern const size_t kvq__ctl_n_options;
 // The columns of what a command lists, or NULL if it lists nothing.
 const struct kvq__ctl_table *kvq__ctl_table_of(const struct kvq__ctl_command *command);
 
+// What says what the command would take away (--dry-run), or NULL if it takes nothing away.
+typedef int kvq__ctl_run(struct kvq__ctl *ctl, char **args);
+kvq__ctl_run *kvq__ctl_preview_of(const struct kvq__ctl_command *command);
 // Where the session is that the command's first argument names; 0: it names none.
 unsigned kvq__ctl_places_of(const struct kvq__ctl_command *command);
 // Runs the command. If it names a session by the beginning of one name alone, that one is meant.

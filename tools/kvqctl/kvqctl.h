@@ -72,6 +72,7 @@ struct kvq__ctl {
     const char *columns, *sort; // lists: which, and by which, "-" before it for the largest first
     struct kvq__ctl_texts filters;
     bool csv;
+    bool dry_run;
     bool exact;        // a name of a session is the whole name
     unsigned places;   // where sessions that the command names are, KVQ__CTL_MEMORY and so on
     const char *named; // the command's, as it was given, until it was looked for; NULL: none
@@ -208,6 +209,16 @@ int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 // Likewise what is saved, and what is on the remote store.
 int kvq__ctl_ask_saved(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 int kvq__ctl_ask_remote(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+int kvq__ctl_ask_clients(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+int kvq__ctl_ask_prefixes(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+// One session by its name, one namespace's limits, the storage: valid as a reply of kvq__ctl_ask.
+int kvq__ctl_ask_session(struct kvq__ctl *ctl, char *name, const Kvq__Session **session);
+int kvq__ctl_ask_quota(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaStatus **quota);
+int kvq__ctl_ask_storage_status(struct kvq__ctl *ctl, const Kvq__StorageReply **storage);
+// Whether any limit is given. An exit status, with the complaint printed.
+int kvq__ctl_check_quota(const struct kvq__ctl *ctl);
+// A client's number as it was typed. An exit status, with the complaint printed.
+int kvq__ctl_client_number(const char *text, uint64_t *id);
 void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n);
 // What a session is called in a command, its name, or #ID if it has none, with its shard; and what
 // is done with it. In one of the buffers of kvq__ctl_text.

@@ -126,11 +126,12 @@ int kvq__ctl_run_named(struct kvq__ctl *ctl, const struct kvq__ctl_command *comm
 {
     ctl->places = kvq__ctl_places_of(command);
     ctl->named = ctl->places ? args[0] : NULL;
-    int result = command->run(ctl, args);
+    kvq__ctl_run *run = ctl->dry_run ? kvq__ctl_preview_of(command) : command->run;
+    int result = run(ctl, args);
     if (!ctl->full_name)
         return result;
     args[0] = ctl->full_name;
-    result = command->run(ctl, args);
+    result = run(ctl, args);
     free(ctl->full_name);
     ctl->full_name = NULL;
     return result;

@@ -87,6 +87,8 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
      "lists: only these; also !=, <, >, ~ (holds the text). Again:\n"
      "all must hold. VALUE may be a size (2gb) or a duration (10min)"},
     {"csv", NULL, KVQ__CTL_FLAG, AT(csv), 0, 0, NULL, "lists: comma-separated values"},
+    {"dry-run", NULL, KVQ__CTL_FLAG, AT(dry_run), 0, 0, NULL,
+     "drop, remove, kick, ..: say what would go, and do nothing"},
     {"exact", NULL, KVQ__CTL_FLAG, AT(exact), 0, 0, NULL,
      "session commands: NAME is the whole name, for scripts"},
     {"help", NULL, KVQ__CTL_HELP, 0, 0, 0, NULL, "what a command does, or this"},

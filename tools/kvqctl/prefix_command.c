@@ -47,18 +47,21 @@ static const struct kvq__ctl_column columns[] = {
 const struct kvq__ctl_table kvq__ctl_prefixes = {KVQ__CTL_TABLE(
     columns, "namespaces with prefixes", "no prefixes: no engine has told token ids", NULL)};
 
-int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_ask_prefixes(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
-    (void)args;
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListPrefixes command = KVQ__LIST_PREFIXES__INIT;
-    struct kvq__ctl_list list;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_PREFIXES;
     request.list_prefixes = &command;
-    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &prefixes, &list);
-    if (result)
-        return result;
-    return kvq__ctl_show_list(ctl, &list, &prefixes, &kvq__ctl_prefixes);
+    return kvq__ctl_ask_list(ctl, &request, &command.cursor, &prefixes, list);
+}
+
+int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list list;
+    (void)args;
+    int result = kvq__ctl_ask_prefixes(ctl, &list);
+    return result ? result : kvq__ctl_show_list(ctl, &list, &prefixes, &kvq__ctl_prefixes);
 }
 
 int kvq__ctl_prefix_drop(struct kvq__ctl *ctl, char **args)

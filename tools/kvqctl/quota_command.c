@@ -119,12 +119,12 @@ static int ask(struct kvq__ctl *ctl, Kvq__Request *request, const Kvq__QuotaList
 }
 
 // One namespace's, as an answer has it.
-static int tell_one(const struct kvq__ctl *ctl, const Kvq__QuotaList *list)
+static int tell_one(const struct kvq__ctl *ctl, const Kvq__QuotaStatus *quota)
 {
     if (ctl->json)
-        kvq__ctl_print_json(&list->quotas[0]->base);
+        kvq__ctl_print_json(&quota->base);
     else
-        print_one(list->quotas[0]);
+        print_one(quota);
     return KVQ_EXIT_OK;
 }
 
@@ -152,17 +152,26 @@ int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
     return kvq__ctl_show_list(ctl, &list, &quotas, &kvq__ctl_quotas);
 }
 
-int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_ask_quota(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaStatus **quota)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListQuotas command = KVQ__LIST_QUOTAS__INIT;
     const Kvq__QuotaList *list;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_QUOTAS;
     request.list_quotas = &command;
-    command.namespace_ = args[0];
+    command.namespace_ = ns;
     int result = ask(ctl, &request, &list);
     result = result ? result : check_one(list);
-    return result ? result : tell_one(ctl, list);
+    if (result == KVQ_EXIT_OK)
+        *quota = list->quotas[0];
+    return result;
+}
+
+int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)
+{
+    const Kvq__QuotaStatus *quota;
+    int result = kvq__ctl_ask_quota(ctl, args[0], &quota);
+    return result ? result : tell_one(ctl, quota);
 }
 
 static int changed(const struct kvq__ctl *ctl, const Kvq__QuotaList *list)
@@ -173,7 +182,16 @@ static int changed(const struct kvq__ctl *ctl, const Kvq__QuotaList *list)
     if (!list->kept)
         fprintf(stderr, "kvqctl: this holds until the daemon ends: it has no storage_dir to keep "
                         "it in; put it into its configuration, too\n");
-    return tell_one(ctl, list);
+    return tell_one(ctl, list->quotas[0]);
+}
+
+int kvq__ctl_check_quota(const struct kvq__ctl *ctl)
+{
+    if (ctl->quota.which)
+        return KVQ_EXIT_OK;
+    fprintf(stderr, "kvqctl: say which limits: --host-bytes SIZE, --device-bytes SIZE, "
+                    "--disk-bytes SIZE, --table-bytes SIZE, --sessions N; none is no limit\n");
+    return KVQ_EXIT_USAGE;
 }
 
 int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args)
@@ -183,11 +201,9 @@ int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args)
     Kvq__Quota limit = KVQ__QUOTA__INIT;
     const Kvq__QuotaList *list;
     const struct kvq__ctl_quota *q = &ctl->quota;
-    if (!q->which) {
-        fprintf(stderr, "kvqctl: say which limits: --host-bytes SIZE, --device-bytes SIZE, "
-                        "--disk-bytes SIZE, --table-bytes SIZE, --sessions N; none is no limit\n");
-        return KVQ_EXIT_USAGE;
-    }
+    int result = kvq__ctl_check_quota(ctl);
+    if (result)
+        return result;
     request.command_case = KVQ__REQUEST__COMMAND_SET_QUOTA;
     request.set_quota = &command;
     command.namespace_ = args[0];
@@ -198,7 +214,7 @@ int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args)
     limit.disk_bytes = q->limit[2];
     limit.sessions = q->limit[3];
     limit.table_bytes = q->limit[4];
-    int result = ask(ctl, &request, &list);
+    result = ask(ctl, &request, &list);
     return result ? result : changed(ctl, list);
 }
 

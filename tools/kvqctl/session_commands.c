@@ -107,26 +107,32 @@ static void print_session(const Kvq__Session *s)
     printf("state       %s\n", kvq__ctl_session_state(s));
 }
 
-int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_ask_session(struct kvq__ctl *ctl, char *name, const Kvq__Session **session)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__SessionInfo command = KVQ__SESSION_INFO__INIT;
-    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, name);
     Kvq__Reply *reply;
     request.command_case = KVQ__REQUEST__COMMAND_SESSION_INFO;
     request.session_info = &command;
     command.which_case = KVQ__SESSION_INFO__WHICH_REF;
     command.ref = &ref;
-    ref.name = args[0];
-    if (ctl->ns)
-        ref.namespace_ = (char *)ctl->ns;
     int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_SESSION, &reply);
+    if (result == KVQ_EXIT_OK && session)
+        *session = reply->session;
+    return result;
+}
+
+int kvq__ctl_session_show(struct kvq__ctl *ctl, char **args)
+{
+    const Kvq__Session *session;
+    int result = kvq__ctl_ask_session(ctl, args[0], &session);
     if (result)
         return result;
     if (ctl->json)
-        kvq__ctl_print_json(&reply->session->base);
+        kvq__ctl_print_json(&session->base);
     else
-        print_session(reply->session);
+        print_session(session);
     return result;
 }
 

@@ -220,17 +220,26 @@ static void print_storage(const Kvq__StorageReply *r)
         printf("READ ONLY   %s\n", kvq__ctl_clean(r->why));
 }
 
-int kvq__ctl_storage_status(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_ask_storage_status(struct kvq__ctl *ctl, const Kvq__StorageReply **storage)
 {
     Kvq__Reply *reply;
-    (void)args;
     int result = ask_storage(ctl, KVQ__STORAGE_ACTION__STORAGE_STATUS, &reply);
+    if (result == KVQ_EXIT_OK)
+        *storage = reply->storage;
+    return result;
+}
+
+int kvq__ctl_storage_status(struct kvq__ctl *ctl, char **args)
+{
+    const Kvq__StorageReply *storage;
+    (void)args;
+    int result = kvq__ctl_ask_storage_status(ctl, &storage);
     if (result)
         return result;
     if (ctl->json)
-        kvq__ctl_print_json(&reply->storage->base);
+        kvq__ctl_print_json(&storage->base);
     else
-        print_storage(reply->storage);
+        print_storage(storage);
     return KVQ_EXIT_OK;
 }
 

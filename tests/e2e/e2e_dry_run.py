@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvqctl --dry-run: it says what would go, and nothing goes; then the command takes just that."""
+import os
+import subprocess
+
+from e2e_rig import BIN, BOUND, Tokens, long_emulated
+from e2e_prefix import Engine
+from e2e_remote import Remote
+from e2e_storage import Stored
+
+OWN = f"uid-{os.geteuid()}"
+ROWS = Tokens(1, 1).rows
+
+
+def told(answer):
+    """The parts of a dry run's answer that name things."""
+    assert answer["dry_run"] is True
+    assert answer["bytes"] == sum(w["bytes"] for w in answer["would"])
+    return [(w["action"], w["what"], w["namespace"], w["name"]) for w in answer["would"]]
+
+
+class DryRun(Stored):
+    def state(self):
+        """All that a command could take away."""
+        lists = [("session", "list"), ("storage", "list"), ("quota", "list"), ("client", "list")]
+        changing = ("idle_ms", "keep_ms", "connected_ms", "used_at", "last_ms")
+        return [[{k: v for k, v in row.items() if k not in changing}
+                 for row in self.daemon.ctl(*words)] for words in lists]
+
+    def dry(self, *arguments):
+        """What a dry run tells. Nothing has changed, in either form of the answer."""
+        before = self.state()
+        answer = self.daemon.ctl(*arguments, "--dry-run")
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory,
+                               *arguments, "--dry-run"], capture_output=True, text=True,
+                              timeout=BOUND)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual(self.state(), before)
+        lines = done.stdout.splitlines()
+        self.assertEqual(lines[-1], "this was a dry run: nothing was done")
+        self.assertEqual(len(lines), 1 + max(1, len(answer["would"])))
+        for line, would in zip(lines, answer["would"]):
+            self.assertIn(f"would {would['action']} ", line)
+            self.assertIn(would["name"], line)
+        return answer
+
+    def make(self, name, n=128, **options):
+        session = self.client.session(ROWS, "f16", name=name, **options)
+        Tokens(1, n).feed(self.queue, session, n, attend=False)
+        return session
+
+    def test_drop(self):
+        """A session in memory, what is saved of it, and one that is saved alone."""
+        self.make("it").save()
+        for shard in range(2):
+            self.client.session(ROWS, "f16", name="sharded", shard=shard, shards=2).close()
+        memory = ("drop", "session", OWN, "it")
+        saved = ("drop", "saved session", OWN, "it")
+        answer = self.dry("session", "drop", "it")
+        self.assertEqual(told(answer), [memory, saved])
+        self.assertGreaterEqual(answer["would"][0]["bytes"], 128 * 2 * 2 * 128 * 2)
+        self.assertIn("128 tokens; client ", answer["would"][0]["note"])
+        self.assertEqual(told(self.dry("session", "drop", "i")), [memory, saved])
+        self.assertEqual(told(self.dry("session", "drop", "sharded")),
+                         [("drop", "session", OWN, f"sharded {i}/2") for i in range(2)])
+        self.again()
+        answer = self.dry("session", "drop", "it")
+        self.assertEqual(told(answer), [saved])
+        self.assertEqual(answer["bytes"], self.daemon.ctl("storage", "list")[0]["bytes"])
+        self.assertEqual(self.daemon.ctl("session", "drop", "it"), {"dropped": "it"})
+        status, out, _ = self.daemon.ctl("session", "drop", "it", "--dry-run", check=False)
+        self.assertEqual((status, out), (5, ""))
+
+    def test_kick(self):
+        """A client, and its sessions without a name; those with names stay."""
+        self.make("named")
+        unnamed = self.make("")
+        client, = self.daemon.ctl("client", "list")
+        number = str(client["id"])
+        answer = self.dry("client", "kick", number)
+        self.assertEqual(told(answer)[0], ("kick", "client", "", client["name"]))
+        self.assertEqual(told(answer)[1:], [("drop", "session", OWN, f"#{unnamed.info()['id']}")])
+        self.assertEqual(self.daemon.ctl("client", "kick", "9999", "--dry-run", check=False)[0], 5)
+        self.assertEqual(self.daemon.ctl("client", "kick", "x", "--dry-run", check=False)[0], 2)
+
+    def test_quota(self):
+        """Limits that would change, with what they are and would be."""
+        change = ("change", "limit", OWN, "sessions")
+        self.make("it")
+        answer = self.dry("quota", "set", OWN, "--sessions", "7", "--host-bytes", "none")
+        self.assertEqual(told(answer), [change])
+        self.assertIn("to 7", answer["would"][0]["note"])
+        self.daemon.ctl("quota", "set", OWN, "--sessions", "7")
+        answer = self.dry("quota", "delete", OWN)
+        self.assertEqual(told(answer), [change])
+        self.assertIn("from 7 to ", answer["would"][0]["note"])
+        self.assertEqual(self.daemon.ctl("quota", "set", OWN, "--dry-run", check=False)[0], 2)
+
+    def test_storage(self):
+        """The most that could go of the storage, and what an import would replace."""
+        self.make("it").save()
+        path = os.path.join(self.folder, "file")
+        self.daemon.ctl("session", "export", "it", path)
+        into = ("session", "import", path, "--namespace", OWN, "--as", "it")
+        self.assertEqual(told(self.dry(*into, "--replace")),
+                         [("replace", "saved session", OWN, "it")])
+        self.assertEqual(told(self.dry(*into)), [])
+        self.assertEqual(self.daemon.ctl(*into[:3], "--dry-run", check=False)[0], 2)
+        self.daemon.ctl("session", "drop", "it")
+        dead = self.daemon.ctl("storage", "status")["dead_bytes"]
+        self.assertGreater(dead, 0)
+        for command in ("gc", "compact"):
+            answer = self.dry("storage", command)
+            self.assertEqual(answer["bytes"], dead)
+            self.assertIn("at most", answer["would"][0]["note"])
+        self.assertEqual(self.daemon.ctl("storage", "status")["dead_bytes"], dead)
+
+    def test_prefix(self):
+        """The bytes that are free afterwards, of one namespace or of all."""
+        with Engine(self.daemon) as engine:
+            session = engine.open()
+            engine.feed(session, 1024)
+            self.assertEqual(told(self.dry("prefix", "drop")), [])
+            session.drop()
+        answer = self.dry("prefix", "drop", "--namespace", OWN)
+        self.assertEqual(told(answer), [("drop", "prefixes that no session has", "", OWN)])
+        self.assertEqual(self.daemon.ctl("prefix", "drop")["bytes"], answer["bytes"])
+        self.assertEqual(told(self.dry("prefix", "drop")), [])
+        status, _, complaint = self.daemon.ctl("prefix", "drop", "--namespace", "nobody",
+                                               "--dry-run", check=False)
+        self.assertNotEqual(status, 0, complaint)
+
+    def test_refused(self):
+        """A command that takes nothing away."""
+        for words in (("status",), ("session", "list"), ("session", "save", "x")):
+            status, _, complaint = self.daemon.ctl(*words, "--dry-run", check=False)
+            self.assertEqual(status, 2)
+            self.assertIn("--dry-run is for commands that take something away", complaint)
+
+
+class DryRunRemote(Remote):
+    @long_emulated
+    def test_remote(self):
+        """What would be removed from the remote store, and what a pull would replace."""
+        one = self.start("one")
+        with one.client() as client:
+            client.session(ROWS, "f16", name="it").close()
+        size = one.ctl("session", "push", "it")["bytes"]
+        answer = one.ctl("remote", "remove", "it", "--dry-run")
+        self.assertEqual(told(answer), [("remove", "session on the remote store", OWN, "it")])
+        self.assertGreaterEqual(size, answer["bytes"])
+        self.assertEqual(len(one.ctl("remote", "list")), 1)
+        answer = one.ctl("session", "pull", "i", "--replace", "--dry-run")
+        self.assertEqual(told(answer), [("replace", "saved session", OWN, "it")])
+        self.refused(one, 5, "remote", "remove", "other", "--dry-run", text="no session \"other\"")

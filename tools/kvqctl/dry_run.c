@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+// --dry-run: what a command would take away, by questions that change nothing.
+#include <cJSON.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "proto/json.h"
+#include "proto/status.h"
+#include "tools/kvqctl/commands.h"
+#include "tools/kvqctl/kvqctl.h"
+
+// ---- Telling ----
+
+struct plan {
+    const struct kvq__ctl *ctl;
+    cJSON *items; // with --json
+    size_t n;
+    uint64_t bytes;
+};
+
+struct item {
+    const char *action, *what, *ns, *name;
+    uint64_t bytes;
+    const char *note; // in words, or ""
+};
+
+static void tell(struct plan *plan, const struct item *item)
+{
+    plan->n++;
+    plan->bytes += item->bytes;
+    if (!plan->ctl->json) {
+        printf("would %s %s %s", item->action, item->what, kvq__ctl_clean(item->name));
+        if (*item->ns)
+            printf(" of %s", kvq__ctl_clean(item->ns));
+        printf(": %s%s%s\n", kvq__ctl_bytes(item->bytes), *item->note ? ", " : "", item->note);
+        return;
+    }
+    cJSON *object = cJSON_CreateObject();
+    cJSON_AddStringToObject(object, "action", item->action);
+    cJSON_AddStringToObject(object, "what", item->what);
+    cJSON_AddStringToObject(object, "namespace", item->ns);
+    cJSON_AddStringToObject(object, "name", item->name);
+    cJSON_AddItemToObject(object, "bytes", kvq_json_of_whole(item->bytes));
+    cJSON_AddStringToObject(object, "note", item->note);
+    cJSON_AddItemToArray(plan->items, object);
+}
+
+static struct plan begin(const struct kvq__ctl *ctl)
+{
+    return (struct plan){.ctl = ctl, .items = ctl->json ? cJSON_CreateArray() : NULL};
+}
+
+static void end(struct plan *plan)
+{
+    if (!plan->ctl->json) {
+        if (plan->n == 0)
+            printf("nothing would go\n");
+        printf("this was a dry run: nothing was done\n");
+        return;
+    }
+    cJSON *object = cJSON_CreateObject();
+    cJSON_AddBoolToObject(object, "dry_run", true);
+    cJSON_AddItemToObject(object, "bytes", kvq_json_of_whole(plan->bytes));
+    cJSON_AddItemToObject(object, "would", plan->items);
+    char *text = cJSON_Print(object);
+    printf("%s\n", text ? text : "null");
+    cJSON_free(text);
+    cJSON_Delete(object);
+}
+
+static const char *own_namespace(void)
+{
+    return kvq__ctl_text("uid-%u", (unsigned)geteuid());
+}
+
+// ---- Sessions ----
+
+static void tell_session(struct plan *plan, const char *action, const Kvq__Session *s)
+{
+    const char *user = s->writer_client
+                           ? kvq__ctl_text("; client %" PRIu64 " has it open", s->writer_client)
+                       : s->readers ? "; it is open for reading"
+                                    : "";
+    tell(plan, &(struct item){
+                   .action = action,
+                   .what = "session",
+                   .ns = s->namespace_,
+                   .name = kvq__ctl_session_label(s),
+                   .bytes = s->packed_bytes + s->window_bytes + s->table_bytes,
+                   .note = kvq__ctl_text("%" PRIu64 " tokens%s", s->tokens, user),
+               });
+}
+
+static void tell_saved(struct plan *plan, const char *action, const Kvq__SavedEntry *e)
+{
+    const char *shard =
+        e->shards > 1 ? kvq__ctl_text(", shard %" PRIu32 "/%" PRIu32, e->shard, e->shards) : "";
+    tell(plan, &(struct item){
+                   .action = action,
+                   .what = "saved session",
+                   .ns = e->namespace_,
+                   .name = e->name,
+                   .bytes = e->bytes,
+                   .note = kvq__ctl_text("%" PRIu64 " tokens%s", e->tokens, shard),
+               });
+}
+
+// What is saved under that name. Without a storage, nothing.
+static void tell_all_saved(struct kvq__ctl *ctl, struct plan *plan, const char *action,
+                           const char *ns, const char *name)
+{
+    struct kvq__ctl_list list;
+    const char *given = ctl->ns;
+    ctl->ns = ns;
+    ctl->quiet = true;
+    int result = kvq__ctl_ask_saved(ctl, &list);
+    ctl->quiet = false;
+    ctl->ns = given;
+    for (size_t i = 0; result == KVQ_EXIT_OK && i < list.n; i++) {
+        const Kvq__SavedEntry *e = (const Kvq__SavedEntry *)list.elements[i];
+        if (strcmp(e->name, name) == 0)
+            tell_saved(plan, action, e);
+    }
+    if (result == KVQ_EXIT_OK)
+        kvq__ctl_list_free(&list);
+}
+
+static bool is_named(const Kvq__Session *s, const char *name)
+{
+    return *name == '#' ? s->id == strtoull(name + 1, NULL, 10) : strcmp(s->name, name) == 0;
+}
+
+// Its shards in memory and what is saved of it; if there is neither, the daemon says so.
+static int preview_drop(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list list;
+    const char *given = ctl->ns, *ns = given ? given : own_namespace();
+    ctl->ns = *args[0] == '#' ? given : ns;
+    int result = kvq__ctl_ask_sessions(ctl, &list);
+    ctl->ns = given;
+    if (result)
+        return result;
+    struct plan plan = begin(ctl);
+    for (size_t i = 0; i < list.n; i++) {
+        const Kvq__Session *s = (const Kvq__Session *)list.elements[i];
+        if (is_named(s, args[0]))
+            tell_session(&plan, "drop", s);
+    }
+    kvq__ctl_list_free(&list);
+    tell_all_saved(ctl, &plan, "drop", ns, args[0]);
+    if (plan.n == 0) {
+        cJSON_Delete(plan.items);
+        result = kvq__ctl_ask_session(ctl, args[0], NULL);
+        return result ? result : KVQ_EXIT_NOT_FOUND;
+    }
+    end(&plan);
+    return KVQ_EXIT_OK;
+}
+
+// Imports and pulls replace what is saved under the name that they end up with.
+static int preview_replace(struct kvq__ctl *ctl, const char *ns, const char *name)
+{
+    struct plan plan = begin(ctl);
+    if (ctl->replace)
+        tell_all_saved(ctl, &plan, "replace", ns, name);
+    end(&plan);
+    return KVQ_EXIT_OK;
+}
+
+static int preview_import(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    if (!ctl->ns || !ctl->as)
+        return kvq__ctl_bad_usage("only the daemon reads the names in the file: with --dry-run say "
+                                  "--namespace NAME and --as NAME",
+                                  NULL);
+    return preview_replace(ctl, ctl->ns, ctl->as);
+}
+
+// An element of the remote store's list, told if it is asked for. An exit status.
+static int find_remote(struct kvq__ctl *ctl, const char *name, struct plan *plan, bool *found)
+{
+    struct kvq__ctl_list list;
+    const char *given = ctl->ns;
+    ctl->ns = ctl->from ? ctl->from : given ? given : own_namespace();
+    int result = kvq__ctl_ask_remote(ctl, &list);
+    ctl->ns = given;
+    *found = false;
+    for (size_t i = 0; result == KVQ_EXIT_OK && i < list.n; i++) {
+        const Kvq__RemoteEntry *e = (const Kvq__RemoteEntry *)list.elements[i];
+        if (strcmp(e->name, name) != 0)
+            continue;
+        *found = true;
+        if (plan)
+            tell(plan, &(struct item){"remove", "session on the remote store", e->namespace_,
+                                      e->name, e->bytes, ""});
+    }
+    if (result == KVQ_EXIT_OK)
+        kvq__ctl_list_free(&list);
+    bool told = false;
+    if (result || *found || kvq__ctl_complete_name(ctl, &told))
+        return result ? result : *found ? KVQ_EXIT_OK : KVQ_EXIT_NOT_FOUND;
+    return told ? KVQ_EXIT_NOT_FOUND
+                : kvq__ctl_refused(KVQ_E_NO_SESSION,
+                                   kvq__ctl_text("the remote store has no session \"%s\"", name));
+}
+
+static int preview_pull(struct kvq__ctl *ctl, char **args)
+{
+    bool found;
+    int result = find_remote(ctl, args[0], NULL, &found);
+    if (result)
+        return result;
+    return preview_replace(ctl, ctl->ns ? ctl->ns : own_namespace(), ctl->as ? ctl->as : args[0]);
+}
+
+static int preview_remove(struct kvq__ctl *ctl, char **args)
+{
+    bool found;
+    struct plan plan = begin(ctl);
+    int result = find_remote(ctl, args[0], &plan, &found);
+    if (result)
+        cJSON_Delete(plan.items);
+    else
+        end(&plan);
+    return result;
+}
+
+// ---- Prefixes, limits, the storage, clients ----
+
+static int preview_prefix_drop(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list list;
+    const Kvq__QuotaStatus *quota;
+    (void)args;
+    int result = ctl->ns ? kvq__ctl_ask_quota(ctl, (char *)ctl->ns, &quota) : KVQ_EXIT_OK;
+    if (result == KVQ_EXIT_OK)
+        result = kvq__ctl_ask_prefixes(ctl, &list);
+    if (result)
+        return result;
+    struct plan plan = begin(ctl);
+    for (size_t i = 0; i < list.n; i++) {
+        const Kvq__PrefixStatus *p = (const Kvq__PrefixStatus *)list.elements[i];
+        if ((!ctl->ns || strcmp(ctl->ns, p->namespace_) == 0) && p->idle_bytes)
+            tell(&plan, &(struct item){"drop", "prefixes that no session has", "", p->namespace_,
+                                       p->idle_bytes, ""});
+    }
+    kvq__ctl_list_free(&list);
+    end(&plan);
+    return KVQ_EXIT_OK;
+}
+
+static void tell_limit(struct plan *plan, const char *ns, int which, uint64_t before,
+                       uint64_t after)
+{
+    static const char *const names[] = {"host-bytes", "device-bytes", "disk-bytes", "sessions",
+                                        "table-bytes"};
+    bool bytes = which != 3;
+    const char *was = bytes ? kvq__ctl_bytes(before) : kvq__ctl_of(before, 0);
+    const char *is = bytes ? kvq__ctl_bytes(after) : kvq__ctl_of(after, 0);
+    const char *note = kvq__ctl_text("from %s to %s", before ? was : "none", after ? is : "none");
+    if (!plan->ctl->json) {
+        plan->n++;
+        printf("would change limit %s of %s %s\n", names[which], kvq__ctl_clean(ns), note);
+    } else {
+        tell(plan, &(struct item){"change", "limit", ns, names[which], 0, note});
+    }
+}
+
+static void limits_of(const Kvq__Quota *q, uint64_t limits[5])
+{
+    limits[0] = q->host_bytes;
+    limits[1] = q->device_bytes;
+    limits[2] = q->disk_bytes;
+    limits[3] = q->sessions;
+    limits[4] = q->table_bytes;
+}
+
+static int preview_quota(struct kvq__ctl *ctl, char *ns, bool set)
+{
+    const Kvq__QuotaStatus *q;
+    uint64_t before[5], after[5];
+    int result = kvq__ctl_ask_quota(ctl, ns, &q);
+    if (result)
+        return result;
+    struct plan plan = begin(ctl);
+    if (q->limit && q->configured) {
+        uint32_t which = set ? ctl->quota.which : q->which;
+        limits_of(q->limit, before);
+        limits_of(q->configured, after);
+        for (int i = 0; i < 5; i++) {
+            uint64_t next = set ? ctl->quota.limit[i] : after[i];
+            if (which >> i & 1 && next != before[i])
+                tell_limit(&plan, q->namespace_, i, before[i], next);
+        }
+    }
+    end(&plan);
+    return KVQ_EXIT_OK;
+}
+
+static int preview_quota_set(struct kvq__ctl *ctl, char **args)
+{
+    int result = kvq__ctl_check_quota(ctl);
+    return result ? result : preview_quota(ctl, args[0], true);
+}
+
+static int preview_quota_delete(struct kvq__ctl *ctl, char **args)
+{
+    return preview_quota(ctl, args[0], false);
+}
+
+// Which segments go is decided when it is done; bytes that nothing needs are the most that can go.
+static int preview_tidy(struct kvq__ctl *ctl, const char *action, const char *note)
+{
+    const Kvq__StorageReply *r;
+    int result = kvq__ctl_ask_storage_status(ctl, &r);
+    if (result)
+        return result;
+    struct plan plan = begin(ctl);
+    if (r->dead_bytes)
+        tell(&plan,
+             &(struct item){action, "what no session needs", "", r->folder, r->dead_bytes, note});
+    end(&plan);
+    return KVQ_EXIT_OK;
+}
+
+static int preview_gc(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    return preview_tidy(ctl, "remove", "at most: a segment that holds anything else stays");
+}
+
+static int preview_compact(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    return preview_tidy(ctl, "remove", "at most: a segment with little of it stays");
+}
+
+static int preview_kick(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list clients, sessions;
+    uint64_t id;
+    int result = kvq__ctl_client_number(args[0], &id);
+    if (result == KVQ_EXIT_OK)
+        result = kvq__ctl_ask_clients(ctl, &clients);
+    if (result)
+        return result;
+    struct plan plan = begin(ctl);
+    for (size_t i = 0; i < clients.n; i++) {
+        const Kvq__Client *c = (const Kvq__Client *)clients.elements[i];
+        if (c->id == id)
+            tell(&plan, &(struct item){"kick", "client", "", c->name, c->buffer_bytes,
+                                       kvq__ctl_text("pid %" PRIu64, c->pid)});
+    }
+    kvq__ctl_list_free(&clients);
+    if (plan.n == 0) {
+        cJSON_Delete(plan.items);
+        return kvq__ctl_refused(KVQ_E_NO_CLIENT, "no such client; kvqctl client list shows them");
+    }
+    ctl->ns = NULL;
+    result = kvq__ctl_ask_sessions(ctl, &sessions);
+    for (size_t i = 0; result == KVQ_EXIT_OK && i < sessions.n; i++) {
+        const Kvq__Session *s = (const Kvq__Session *)sessions.elements[i];
+        if (s->writer_client == id && !*s->name)
+            tell_session(&plan, "drop", s);
+    }
+    if (result == KVQ_EXIT_OK)
+        kvq__ctl_list_free(&sessions);
+    end(&plan);
+    return result;
+}
+
+// ---- Which ----
+
+struct preview {
+    int (*run)(struct kvq__ctl *ctl, char **args);
+    int (*preview)(struct kvq__ctl *ctl, char **args);
+};
+
+static const struct preview previews[] = {
+    {kvq__ctl_session_drop, preview_drop},         {kvq__ctl_session_import, preview_import},
+    {kvq__ctl_session_pull, preview_pull},         {kvq__ctl_remote_remove, preview_remove},
+    {kvq__ctl_prefix_drop, preview_prefix_drop},   {kvq__ctl_quota_set, preview_quota_set},
+    {kvq__ctl_quota_delete, preview_quota_delete}, {kvq__ctl_storage_gc, preview_gc},
+    {kvq__ctl_storage_compact, preview_compact},   {kvq__ctl_client_kick, preview_kick},
+};
+
+kvq__ctl_run *kvq__ctl_preview_of(const struct kvq__ctl_command *command)
+{
+    for (size_t i = 0; i < sizeof previews / sizeof *previews; i++)
+        if (previews[i].run == command->run)
+            return previews[i].preview;
+    return NULL;
+}
