@@ -44,7 +44,8 @@
     X(E_NO_CLIENT, -34, "no such client is attached")                                              \
     X(E_NO_SPACE, -35, "the disk, or the cap of the store on it, is full")                         \
     X(E_DAMAGED, -36, "what was stored is damaged; the damaged part is never given out")           \
-    X(E_REMOTE, -37, "the remote store was not reached, or failed; the text says why")
+    X(E_REMOTE, -37, "the remote store was not reached, or failed; the text says why")             \
+    X(E_NO_NAMESPACE, -38, "no such namespace; the configuration has no section of that name")
 
 // kvq/error.h, an installed header, has the same list. A file that includes both includes
 // kvq/error.h first; then the compiler checks that the lists agree.

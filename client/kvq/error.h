@@ -73,7 +73,8 @@ enum {
     KVQ_E_NO_CLIENT = -34,
     KVQ_E_NO_SPACE = -35,
     KVQ_E_DAMAGED = -36,
-    KVQ_E_REMOTE = -37
+    KVQ_E_REMOTE = -37,
+    KVQ_E_NO_NAMESPACE = -38
 };
 
 /* One sentence for a code; never NULL. Thread-safe. */

@@ -88,7 +88,9 @@ int kvq__run_list_sessions(struct kvq__call *call)
     struct kvq__session_info *infos = kvq_arena_alloc(call->arena, PIECE * sizeof *infos);
     if (!list || !infos)
         return kvq__call_no_room(call);
-    int error = begin_page(p, ask->cursor, (struct kvq__list_at){newest.ns, newest.session});
+    int error = kvq__core_may_list(call->d->core, call->d->peer, ask->namespace_, call->text);
+    error = error ? error
+                  : begin_page(p, ask->cursor, (struct kvq__list_at){newest.ns, newest.session});
     for (uint32_t n = PIECE; !error && n == PIECE && !p->truncated;) {
         n = kvq__core_sessions(call->d->core, call->d->peer, ask->namespace_, p->at, &looks, infos,
                                PIECE);

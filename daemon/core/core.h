@@ -467,6 +467,10 @@ struct kvq__newest kvq__core_newest(const struct kvq__core *core);
 // `looks` blocks together, and of smaller ones behind them: everybody waits meanwhile. What was
 // looked at is taken from `looks`, which begins as KVQ__LIST_LOOKS.
 enum { KVQ__LIST_LOOKS = 1 << 16 };
+// 0, or KVQ_E_NO_NAMESPACE for administrators who name a namespace that there is not. Others get an
+// empty list, as of a namespace that they may not use.
+int kvq__core_may_list(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                       char *text);
 uint32_t kvq__core_sessions(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             struct kvq__list_at after, uint64_t *looks,
                             struct kvq__session_info *out, uint32_t max);

@@ -58,7 +58,7 @@ struct kvq__namespace {
 
 bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__peer *peer);
 // Finds the one of that name (NULL or empty: the peer's own, made if need be) and checks that
-// the peer may use it.
+// the peer may use it. KVQ_E_PERMISSION, or for administrators KVQ_E_NO_NAMESPACE.
 int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__namespace **ns, char *text);
 void kvq__namespaces_close(struct kvq__core *core);

@@ -139,7 +139,8 @@ static void test_refused_settings(void **state)
     says("admin_uids");
     assert_int_equal(change(&stranger, &o), KVQ_E_PERMISSION);
     snprintf(o.ns, sizeof o.ns, "nobody");
-    assert_int_equal(change(&admin, &o), KVQ_E_PERMISSION);
+    assert_int_equal(change(&user, &o), KVQ_E_PERMISSION);
+    assert_int_equal(change(&admin, &o), KVQ_E_NO_NAMESPACE);
     says("there is no namespace \"nobody\"");
     o.ns[0] = 0;
     assert_int_equal(change(&admin, &o), KVQ_E_INVALID);

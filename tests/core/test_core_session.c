@@ -243,6 +243,14 @@ static void test_permission(void **state)
     assert_int_equal(open_as(&other, &spec, &info), KVQ_E_PERMISSION);
     spec.ns = "secret"; // does not exist: the same answer
     assert_int_equal(open_as(&other, &spec, &info), KVQ_E_PERMISSION);
+    assert_int_equal(kvq__core_may_list(kit.core, &stranger, "secret", text), 0);
+    assert_int_equal(kvq__core_may_list(kit.core, &stranger, "uid-1000", text), 0);
+    assert_int_equal(kvq__core_may_list(kit.core, &admin, "secret", text), KVQ_E_NO_NAMESPACE);
+    assert_int_equal(kvq__core_may_list(kit.core, &admin, "uid-4711", text), 0); // a user's own
+    assert_int_equal(kvq__core_may_list(kit.core, &admin, "uid-1000", text), 0);
+    assert_int_equal(kvq__core_may_list(kit.core, &admin, NULL, text), 0);
+    assert_int_equal(kvq__session_drop_named(kit.core, &admin, "secret", "mine", text),
+                     KVQ_E_NO_NAMESPACE);
     assert_int_equal(listed(&stranger, list, 4), 0);
     assert_int_equal(listed(&admin, list, 4), 1);
     assert_int_equal(kvq__session_drop_named(kit.core, &stranger, "uid-1000", "mine", text),

@@ -316,6 +316,35 @@ class BadPeople(Test):
         super().setUpClass()
         os.chmod(cls.daemon.directory, 0o755)
 
+    NAMED = (("session", "show", "x"), ("session", "drop", "x"), ("session", "pin", "x"),
+             ("session", "list"), ("prefix", "drop"))
+
+    def test_no_such_namespace(self):
+        """Administrators are told that a namespace does not exist; a user's own always does."""
+        for words in (*self.NAMED, ("quota", "get", "nobody"), ("quota", "delete", "nobody"),
+                      ("quota", "set", "nobody", "--sessions", "1")):
+            more = () if words[0] == "quota" else ("--namespace", "nobody")
+            status, out, complaint = self.daemon.ctl(*words, *more, check=False)
+            self.assertEqual((status, out), (5, ""), words)
+            self.assertRegex(complaint, 'there is no namespace "nobody".*E_NO_NAMESPACE')
+        self.assertEqual(self.daemon.ctl("session", "list", "--namespace", "uid-4712"), [])
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+    def test_namespaces_stay_secret(self):
+        """Others get the same answers of one that does not exist and of one that is not theirs."""
+        with self.client.session(Tokens(1, 1).rows, "f16", name="private", ns="uid-4713"):
+            for words in self.NAMED:
+                answers = []
+                for name in ("nobody", "uid-4713"):
+                    done = subprocess.run(
+                        [everybodys_kvqctl(), "--runtime-dir", self.daemon.directory, *words,
+                         "--namespace", name], capture_output=True, text=True, timeout=BOUND,
+                        user=65534, extra_groups=[], cwd="/")
+                    answers.append((done.returncode, done.stdout,
+                                    done.stderr.replace(name, "NAME")))
+                self.assertEqual(answers[0], answers[1], words)
+                self.assertEqual(answers[0][0], 0 if words[1] == "list" else 6, words)
+
     @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
     def test_another_users_namespace(self):
         tokens = Tokens(1, 4)

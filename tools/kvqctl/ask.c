@@ -170,6 +170,7 @@ static int exit_of_status(int status)
     switch (status) {
     case KVQ_E_NO_SESSION:
     case KVQ_E_NO_CLIENT:
+    case KVQ_E_NO_NAMESPACE:
         return KVQ_EXIT_NOT_FOUND;
     case KVQ_E_PERMISSION:
         return KVQ_EXIT_PERMISSION;

@@ -10,8 +10,8 @@ enum { COMMAND_WIDTH = 23, OPTION_WIDTH = 18, LINE_WIDTH = 92 };
 
 static const char statuses[] =
     "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
-    "4 no answer in time; 5 no such session or client; 6 not permitted; 7 doctor or verify found\n"
-    "a problem.\n";
+    "4 no answer in time; 5 no such session, client or namespace; 6 not permitted; 7 doctor or\n"
+    "verify found a problem.\n";
 
 const char *kvq__ctl_words(const struct kvq__ctl_command *command)
 {

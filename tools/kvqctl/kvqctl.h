@@ -18,7 +18,7 @@ enum {
     KVQ_EXIT_USAGE = 2,      // the command line is wrong
     KVQ_EXIT_NO_DAEMON = 3,  // nothing listens there
     KVQ_EXIT_TIMEOUT = 4,    // it listens but did not answer in time
-    KVQ_EXIT_NOT_FOUND = 5,  // no such session or client
+    KVQ_EXIT_NOT_FOUND = 5,  // no such session, client or namespace
     KVQ_EXIT_PERMISSION = 6, // this user may not
     KVQ_EXIT_PROBLEM = 7,    // doctor found a problem
     KVQ_EXIT_STOPPED = -1,   // within kvqctl: the user ended a command that goes on

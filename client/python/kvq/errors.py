@@ -49,6 +49,7 @@ class Code(enum.IntEnum):
     E_NO_SPACE = -35
     E_DAMAGED = -36
     E_REMOTE = -37
+    E_NO_NAMESPACE = -38
 
 
 def strerror(code: int) -> str:

@@ -197,6 +197,24 @@ static int make_default(struct kvq__core *core, const struct kvq__peer *peer, co
     return *ns ? 0 : kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for namespace \"%s\"", name);
 }
 
+// Administrators alone are told: to others what does not exist is like what is another's.
+static int no_namespace(const char *name, char *text)
+{
+    return kvq__fail(text, KVQ_E_NO_NAMESPACE,
+                     "there is no namespace \"%.*s\": the configuration has no section of that "
+                     "name, and it is none of a user's own, uid-N",
+                     KVQ_NAME_BYTES, name);
+}
+
+int kvq__core_may_list(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                       char *text)
+{
+    uint32_t uid;
+    if (!peer->admin || !name || !*name || find_namespace(core, name) || parse_uid(name, &uid))
+        return 0;
+    return no_namespace(name, text);
+}
+
 int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__namespace **ns, char *text)
 {
@@ -209,10 +227,7 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
     if (!*ns && parse_uid(name, &uid))
         return make_default(core, peer, name, uid, ns, text);
     if (!*ns && peer->admin)
-        return kvq__fail(text, KVQ_E_PERMISSION,
-                         "there is no namespace \"%.*s\": the configuration has no section of that "
-                         "name, and it is none of a user's own, uid-N",
-                         KVQ_NAME_BYTES, name);
+        return no_namespace(name, text);
     // One answer for what does not exist and what is another's, so that names stay secret.
     if (!*ns || !kvq__namespace_allows(*ns, peer))
         return kvq__fail(text, KVQ_E_PERMISSION,

@@ -212,7 +212,7 @@ int kvq__quota_apply(struct kvq__core *core, const struct kvq__override *o, char
     struct kvq__namespace *ns;
     int rc = check(o, text);
     rc = rc ? rc : kvq__namespace_get(core, &self, o->ns, &ns, text);
-    if (rc == KVQ_E_PERMISSION)
+    if (rc == KVQ_E_NO_NAMESPACE)
         return kvq__fail(
             text, KVQ_E_INVALID,
             "there is no namespace \"%s\" (any more): the configuration has no section "
