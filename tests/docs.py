@@ -70,6 +70,16 @@ def complaints_about(path):
             yield f"{os.path.basename(path)}: {(done.stderr or done.stdout).splitlines()[0]}"
 
 
+def check_exits(build):
+    """kvqctl(1) has a paragraph for each exit status of --help, and no other."""
+    shown = re.search(r"^Exit status:\n((?:  \d  .*\n)+)", help_of(build, "kvqctl"), re.M)
+    shown = set(re.findall(r"^  (\d)  ", shown[1], re.M)) if shown else set()
+    section = read("docs", "man", "kvqctl.1").partition(".SH EXIT STATUS\n")[2].partition(".SH")[0]
+    page = set(re.findall(r"^\.B (\d)$", section, re.M))
+    if not shown or shown != page:
+        yield f"kvqctl.1 has exit statuses {sorted(page)}, kvqctl --help {sorted(shown)}"
+
+
 def check_page_renders(program):
     """groff and mandoc, where they are installed, have nothing to complain about."""
     yield from complaints_about(os.path.join(ROOT, "docs", "man", PAGES[program]))
@@ -307,6 +317,7 @@ def main():
     checks["folders and their layers"] = (check_layers,)
     checks["texts of errors"] = (check_troubleshooting,)
     checks["sizing"] = (check_sizing, build)
+    checks["exit statuses"] = (check_exits, build)
     checks["configuration file"] = (check_config, build)
     passed = failed = 0
     for name, (check, *arguments) in checks.items():

@@ -11,6 +11,7 @@
 #include "proto/limits.h"
 #include "proto/shm.h"
 #include "proto/status.h"
+#include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
 #include "tools/kvqctl/transport.h"
 
@@ -165,26 +166,12 @@ static int receive_reply(struct kvq__ctl *ctl, uint32_t id, Kvq__Reply **reply)
     }
 }
 
-static int exit_of_status(int status)
-{
-    switch (status) {
-    case KVQ_E_NO_SESSION:
-    case KVQ_E_NO_CLIENT:
-    case KVQ_E_NO_NAMESPACE:
-        return KVQ_EXIT_NOT_FOUND;
-    case KVQ_E_PERMISSION:
-        return KVQ_EXIT_PERMISSION;
-    default:
-        return KVQ_EXIT_FAILED;
-    }
-}
-
 int kvq__ctl_refused(int status, const char *text)
 {
     fprintf(stderr, "kvqctl: %s (%s)\n",
             kvq__ctl_clean(text && *text ? text : kvq_status_text(status)),
             kvq_status_name(status));
-    return exit_of_status(status);
+    return kvq__ctl_exit_of(status);
 }
 
 // An answer to a request: of a session that the daemon does not know, its name may be cut short.
@@ -192,7 +179,7 @@ static int refuse(struct kvq__ctl *ctl, int status, const char *text)
 {
     bool told = false;
     if (ctl->quiet)
-        return exit_of_status(status);
+        return kvq__ctl_exit_of(status);
     if (status == KVQ_E_NO_SESSION && (kvq__ctl_complete_name(ctl, &told) || told))
         return KVQ_EXIT_NOT_FOUND;
     return kvq__ctl_refused(status, text);

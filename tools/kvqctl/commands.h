@@ -69,6 +69,17 @@ struct kvq__ctl_asked {
 int kvq__ctl_take_options(struct kvq__ctl *ctl, int argc, char **argv, int *first,
                           struct kvq__ctl_asked *asked);
 
+struct kvq__ctl_exit {
+    int status;
+    const char *about;
+};
+
+extern const struct kvq__ctl_exit kvq__ctl_exits[];
+extern const size_t kvq__ctl_n_exits;
+
+// The exit status for a status code of the daemon that is not 0.
+int kvq__ctl_exit_of(int status);
+
 // "session list", in one of a few static buffers.
 const char *kvq__ctl_words(const struct kvq__ctl_command *command);
 // Help of one command, of those that begin with a word, or (both NULL) of all.

@@ -8,11 +8,6 @@
 
 enum { COMMAND_WIDTH = 23, OPTION_WIDTH = 18, LINE_WIDTH = 92 };
 
-static const char statuses[] =
-    "Exit status: 0 done; 1 refused or failed; 2 wrong command line; 3 no daemon there;\n"
-    "4 no answer in time; 5 no such session, client or namespace; 6 not permitted; 7 doctor or\n"
-    "verify found a problem.\n";
-
 const char *kvq__ctl_words(const struct kvq__ctl_command *command)
 {
     static char buffers[4][64];
@@ -38,6 +33,13 @@ static void print_options(void)
             printf("  %-*s %.*s\n", OPTION_WIDTH, "", (int)strcspn(about, "\n"), about);
         }
     }
+}
+
+static void print_exits(void)
+{
+    printf("Exit status:\n");
+    for (size_t i = 0; i < kvq__ctl_n_exits; i++)
+        printf("  %d  %s\n", kvq__ctl_exits[i].status, kvq__ctl_exits[i].about);
 }
 
 // Those that are shown by themselves come first.
@@ -78,7 +80,7 @@ void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
     if (only && kvq__ctl_table_of(only))
         print_columns(kvq__ctl_table_of(only));
     print_options();
-    printf("%s", statuses);
+    print_exits();
 }
 
 int kvq__ctl_bad_usage(const char *what, const char *value)
