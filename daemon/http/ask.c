@@ -222,6 +222,7 @@ static bool write_answer(struct kvq__http_ask *ask)
     case KVQ__HTTP_OPEN_METRICS:
         if (g->more)
             return true;
+        g->snapshot.store_times = kvq__jobs_times(server->jobs);
         g->snapshot.refused[KVQ__HTTP_ATTACH] = server->attach_refused;
         g->snapshot.refused[KVQ__HTTP_CONTROL] = server->control_refused;
         kvq__metrics_write(g->out, &g->snapshot, ask->topic == KVQ__HTTP_OPEN_METRICS);

@@ -15,6 +15,7 @@
 
 #include "daemon/http/http.h"
 #include "daemon/runtime/listen.h"
+#include "daemon/store/store.h"
 
 enum {
     KVQ__HTTP_MOST = 32,          // connections to each of the two sockets
@@ -97,6 +98,7 @@ struct kvq__snapshot {
     struct kvq__counts counts;
     struct kvq__latencies latencies;
     struct kvq__refused refused[KVQ__HTTP_DOORS];
+    const struct kvq__store_times *store_times;
     struct kvq__place_info places[KVQ_MAX_GPUS];
     uint32_t n_places;
     struct kvq__namespace_info *namespaces;

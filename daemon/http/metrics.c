@@ -291,9 +291,25 @@ static void write_latencies(struct writer *w, const struct kvq__latencies *l)
     begin_family(w, "kvqd_request_wait_seconds", HISTOGRAM, "seconds",
                  "of a request's time, waiting for room, other sessions' work or its turn");
     write_histogram(w, NULL, NULL, &l->wait);
+    begin_family(w, "kvqd_request_queue_seconds", HISTOGRAM, "seconds",
+                 "of a request's time, until its work began");
+    write_histogram(w, NULL, NULL, &l->queue);
     begin_family(w, "kvqd_pack_background_seconds", HISTOGRAM, "seconds",
                  "time that packing took, a job of up to a few blocks, while no request waited");
     write_histogram(w, NULL, NULL, &l->background);
+}
+
+static void write_store_times(struct writer *w, const struct kvq__store_times *times)
+{
+    static const char *const jobs[KVQ__TIMES] = {
+        [KVQ__TIME_SAVE] = "save",     [KVQ__TIME_RESTORE] = "restore", [KVQ__TIME_FETCH] = "fetch",
+        [KVQ__TIME_PREFIX] = "prefix", [KVQ__TIME_PUSH] = "push",       [KVQ__TIME_PULL] = "pull",
+    };
+    begin_family(
+        w, "kvqd_store_seconds", HISTOGRAM, "seconds",
+        "time that jobs of the store took which ended well, from when they were asked for");
+    for (int i = 0; i < KVQ__TIMES; i++)
+        write_histogram(w, "job", jobs[i], &times->of[i]);
 }
 
 void kvq__metrics_write(FILE *out, const struct kvq__snapshot *s, bool open)
@@ -319,6 +335,7 @@ void kvq__metrics_write(FILE *out, const struct kvq__snapshot *s, bool open)
     write_counters(w, &s->counts);
     write_refusals(w, s);
     write_latencies(w, &s->latencies);
+    write_store_times(w, s->store_times);
     if (open)
         fputs("# EOF\n", out);
 }

@@ -217,14 +217,22 @@ static void publish_port(struct kvq__port *port)
         break_off(port, "a request that breaks the protocol");
 }
 
+// The clock is not read for it: it was when the poller looked at the port or ran an item last.
+static void note_begun(const struct kvq__poller *p, struct kvq__work *work)
+{
+    if (work->begun_ns == 0)
+        work->begun_ns = p->now;
+}
+
 static void note_latency(struct kvq__poller *p, const struct kvq__port *port)
 {
     uint8_t op = kvq__queue_header(port->queue)->op;
     uint64_t now = p->config.clock();
-    assert(now >= port->taken_ns);
+    assert(now >= port->work.begun_ns && port->work.begun_ns >= port->taken_ns);
     kvq__histogram_add(&p->latencies.request[op < KVQ_OP_COUNT ? op : KVQ_OP_NOP],
                        now - port->taken_ns);
     kvq__histogram_add(&p->latencies.wait, port->waited_ns);
+    kvq__histogram_add(&p->latencies.queue, port->work.begun_ns - port->taken_ns);
 }
 
 static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__progress progress)
@@ -235,6 +243,8 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
         p->waiting--;
         port->waited_ns += p->now - port->wait_at;
     }
+    if (progress != KVQ__WAIT && progress != KVQ__RUN) // of a job's items the first one counts
+        note_begun(p, &port->work);
     switch (progress) {
     case KVQ__DONE:
         port->state = KVQ__PORT_IDLE;
@@ -353,7 +363,7 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
     if (take_ring_request(port, ready)) {
         *used += units_of_port(port);
         port->taken_ns = p->now;
-        port->waited_ns = 0;
+        port->waited_ns = port->work.begun_ns = 0;
         advance(p, port, kvq__request_start(port->queue));
     }
     return true;
@@ -442,6 +452,7 @@ static void feed_workers(struct kvq__poller *p)
     uint32_t room = kvq__workers_room(p->workers), item, given = 0;
     struct kvq__work *work;
     while (given < room && (work = kvq__schedule_pick(&p->schedule, &item))) {
+        note_begun(p, work);
         kvq__workers_give(p->workers, work, item);
         given++;
     }
@@ -524,6 +535,7 @@ static bool run_items(struct kvq__poller *p)
         if (!work)
             break;
         busy = true;
+        note_begun(p, work);
         kvq__work_run(work, item, p->workspace);
         p->now = p->config.clock();
         if (p->now >= until)

@@ -99,7 +99,8 @@ struct kvq__port {
 // How long requests took: from when one was taken off its ring until its completion was published.
 struct kvq__latencies {
     struct kvq__histogram request[KVQ_OP_COUNT]; // by operation; one without a name counts as NOP
-    struct kvq__histogram wait; // of these, for room, other sessions' work or their turn; 0 too
+    struct kvq__histogram wait;  // of these, for room, other sessions' work or their turn; 0 too
+    struct kvq__histogram queue; // of these, until the work began, whatever kept it; 0 too
     struct kvq__histogram background; // packing that no request waited for, a job at a time
 };
 

@@ -27,9 +27,10 @@ struct kvq__work {
     struct kvq__job *job;
     struct kvq__share *share; // NULL: background work
     uint32_t n_items;
-    uint32_t picked; // items given out
-    uint32_t done;   // items run; workers count it up
-    uint32_t slot;   // its number in the workers' table
+    uint32_t picked;   // items given out
+    uint32_t done;     // items run; workers count it up
+    uint32_t slot;     // its number in the workers' table
+    uint64_t begun_ns; // when its request's work began; 0: not yet. The poller's own
     enum kvq__urgency urgency;
     TAILQ_ENTRY(kvq__work) link; // in the share's list while picked < n_items
 };

@@ -56,6 +56,7 @@ struct kvq__jobs {
     uint32_t n_tasks, n_own;    // n_own: of these, the store jobs' own saves
     uv_timer_t alarm, tick;     // alarm: for the sleeper who is first
     bool timers, ended;
+    struct kvq__store_times times;
 
     struct kvq__mail unsaved_mail; // at the poller while asking
     bool asking, draining, drain_begun;

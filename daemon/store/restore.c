@@ -226,6 +226,10 @@ static void tell_loaded(const struct kvq__loading *l)
         kvq__jobs_tell(l->task.jobs, KVQ__EVENT_STORAGE_DAMAGED, l->task.ns, name, text);
         return;
     }
+    kvq__histogram_add(&l->task.jobs->times.of[l->fetches  ? KVQ__TIME_FETCH
+                                               : l->prefix ? KVQ__TIME_PREFIX
+                                                           : KVQ__TIME_RESTORE],
+                       now - l->task.begun);
     if (l->fetches) // the core has told
         return;
     if (!l->prefix && l->tokens < l->found->saved.tokens) {

@@ -427,8 +427,11 @@ void kvq__jobs_save(struct kvq__task *t)
     t->begun = kvq_now_ns();
     take_hold(t);
     t->unchanged = t->rc == 0 && !t->save;
-    if (t->save)
+    if (t->save) {
         kvq__task_at_work(t, write_save);
+        if (t->rc == 0)
+            kvq__histogram_add(&t->jobs->times.of[KVQ__TIME_SAVE], kvq_now_ns() - t->begun);
+    }
     if (t->save || t->job || (t->own && t->rc < 0)) {
         kvq__task_at_poller(t, end_save);
         kvq__jobs_tell_saved(t);

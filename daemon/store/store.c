@@ -170,6 +170,11 @@ int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **out, char *tex
     return 0;
 }
 
+const struct kvq__store_times *kvq__jobs_times(const struct kvq__jobs *jobs)
+{
+    return &jobs->times;
+}
+
 bool kvq__jobs_idle(const struct kvq__jobs *jobs)
 {
     return !jobs || (jobs->n_tasks == 0 && !jobs->asking);

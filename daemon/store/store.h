@@ -15,6 +15,7 @@
 #include <sys/queue.h>
 #include <uv.h>
 
+#include "daemon/core/base/histogram.h"
 #include "daemon/core/core.h"
 #include "daemon/core/residency/reshard.h"
 #include "daemon/runtime/fiber.h"
@@ -85,6 +86,21 @@ struct kvq__task {
     struct kvq_store_space *spaces;   // what namespaces have on disk now
     size_t n_spaces;
 };
+
+// How long what has ended well took, from when it was asked for.
+enum kvq__store_time {
+    KVQ__TIME_SAVE,    // the saves when the daemon ends, and what was not changed, left out
+    KVQ__TIME_RESTORE, // sessions of which something was read
+    KVQ__TIME_FETCH,   // parked sessions that came back, from when their reading was asked for
+    KVQ__TIME_PREFIX,  // prefixes that were read for a session
+    KVQ__TIME_PUSH,
+    KVQ__TIME_PULL,
+    KVQ__TIMES,
+};
+struct kvq__store_times {
+    struct kvq__histogram of[KVQ__TIMES];
+};
+const struct kvq__store_times *kvq__jobs_times(const struct kvq__jobs *jobs);
 
 // Opens the store, if the configuration has one. 0, or a code with a text.
 int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **jobs, char *text);

@@ -112,6 +112,8 @@ static void tell_transfer(const struct kvq__transfer *x)
         kvq__jobs_tell(jobs, KVQ__EVENT_REMOTE_FAILED, x->ns, x->name, text);
         return;
     }
+    kvq__histogram_add(&jobs->times.of[push ? KVQ__TIME_PUSH : KVQ__TIME_PULL],
+                       x->ended - x->begun);
     snprintf(text, sizeof text, "%" PRIu64 " bytes, %" PRIu64 " of them transferred, in %.1f s",
              x->moved.bytes, x->moved.transferred, (double)(x->ended - x->begun) / 1e9);
     kvq__jobs_tell(jobs, push ? KVQ__EVENT_SESSION_PUSHED : KVQ__EVENT_SESSION_PULLED, x->ns,

@@ -8,8 +8,10 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 import unittest
 
+import e2e_storage
 import kvq
 
 from e2e_rig import BOUND, ROOT, Daemon, Test, Tokens
@@ -299,6 +301,47 @@ class Monitors(Test):
         self.assertFalse(os.path.exists(self.local.path))
         for one in many:
             one.close()
+
+
+def store_times(daemon):
+    """How many of each job the store has done, by its histogram; each took some time."""
+    local = Local(daemon)
+    figures = samples(get(local, "/metrics")[2])
+    local.close()
+    done = {}
+    for name, count in figures.items():
+        found = re.fullmatch(r'kvqd_store_seconds_count\{job="(\w+)"\}', name)
+        if found and count:
+            assert figures[name.replace("_count", "_sum")] > 0, name
+            done[found[1]] = count
+    return done
+
+
+def wait_times(daemon, expected):
+    """A job ends a little later than what it was for is there."""
+    until = time.monotonic() + BOUND
+    while store_times(daemon) != expected and time.monotonic() < until:
+        pass
+    unittest.TestCase().assertEqual(store_times(daemon), expected)
+
+
+class Stores(e2e_storage.Stored):
+    def test_times(self):
+        """What the store has done, and nothing else."""
+        tokens = Tokens(1, 500)
+        session = self.client.session(tokens.rows, "oscar2", name="it")
+        self.assertEqual(store_times(self.daemon), {})
+        tokens.feed(self.queue, session, 400, attend=False)
+        session.save()
+        wait_times(self.daemon, {"save": 1})
+        session.save()  # there is nothing to be saved
+        self.assertEqual(store_times(self.daemon), {"save": 1})
+        session.park()
+        session.prefetch()
+        wait_times(self.daemon, {"save": 1, "fetch": 1})
+        self.again()
+        self.client.session(tokens.rows, "oscar2", name="it")
+        wait_times(self.daemon, {"restore": 1})
 
 
 class Addresses(unittest.TestCase):

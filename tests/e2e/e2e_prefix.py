@@ -9,6 +9,7 @@ import e2e_storage
 import kvq
 import numpy as np
 
+from e2e_http import wait_times
 from e2e_rig import MIB, Test, long_emulated
 
 LAYERS, HEADS, DIM, STEP = 2, 2, 64, 512
@@ -218,6 +219,7 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(len(self.daemon.ctl("session", "list")), 3)
         read = [line for line in self.daemon.lines if "event=prefix_restored" in line]
         self.assertEqual(len(read), 1, read)
+        wait_times(self.daemon, {"prefix": 1})
         # They go on, and the longer one is found as well.
         engines[0].feed(sessions[0], self.TOKENS + 256)
         self.assertEqual(engines[1].lookup(self.TOKENS + 256), self.TOKENS + 256)

@@ -14,6 +14,7 @@ import threading
 import time
 import unittest
 
+from e2e_http import wait_times
 from e2e_rig import (BIN, BOUND, ROOT, Daemon, Tokens, die_with_parent, everybodys_kvqctl, feed,
                      kvq, long_emulated, read_all)
 
@@ -229,6 +230,7 @@ class Transfers(Remote):
         self.assertLessEqual(pushed["sent_bytes"], pushed["bytes"] - 3 * PART)
         self.assertEqual(os.listdir(os.path.join(self.folder, "one", "remote")), [])
         one.wait_log('event=session_pushed .*session="it"')
+        wait_times(one, {"push": 1})
 
         two = self.start("two")
         self.gate.close_after(down=5 * PART)
@@ -239,6 +241,7 @@ class Transfers(Remote):
         self.assertLessEqual(pulled["sent_bytes"], pulled["bytes"] - 3 * PART)
         self.assertEqual(os.listdir(os.path.join(self.folder, "two", "remote")), [])
         two.wait_log('event=session_pulled .*session="it"')
+        wait_times(two, {"pull": 1})
         answers = []
         for daemon in (one, two):
             with daemon.client() as client, client.queue() as queue:

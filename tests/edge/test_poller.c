@@ -437,6 +437,52 @@ static void test_slices(void **state)
     }
 }
 
+struct held {
+    struct kvq__mail mail; // first
+    uint32_t there, gate;
+};
+
+static void hold_poller(struct kvq__mail *mail)
+{
+    struct held *held = (struct held *)mail;
+    kvq_word_store_release(&held->there, 1);
+    wait_for_word(&held->gate, 1);
+}
+
+// Of two requests that the poller sees at once, one begins when items of the other have been run.
+// One that has nothing to run has begun at once.
+static void test_queue_time(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c[2];
+    struct held held = {0};
+    struct kvq_completion done;
+    struct kvq_request r = make_request(KVQ_OP_ATTEND, 1, 2, 0);
+    fake_time = (struct fake_time){.now = 1, .item_ns = 5000};
+    rig_open(&rig, 1, 0);
+    const struct kvq__latencies *l = kvq__poller_latencies(rig.poller);
+    for (int i = 0; i < 2; i++)
+        client_open(&c[i], &rig);
+    call(&c[0], KVQ_OP_NOP, 1, 0, 0);
+    call(&c[0], KVQ_OP_ATTEND, 1, 3, 0);
+    assert_int_equal(l->queue.count[0], 2);
+    kvq__mailbox_post(kvq__poller_box(rig.poller), &held.mail, hold_poller);
+    wait_for_word(&held.there, 1);
+    for (int i = 0; i < 2; i++)
+        put_request(&c[i], &r);
+    kvq_word_store_release(&held.gate, 1);
+    for (int i = 0; i < 2; i++)
+        while (!try_completion(&c[i], &done))
+            sched_yield();
+    assert_int_equal(l->queue.count[0], 3);
+    assert_true(l->queue.sum_ns == 5000 || l->queue.sum_ns == 10000);
+    for (int i = 0; i < 2; i++)
+        client_close(&c[i]);
+    kvq__poller_close(&rig.poller);
+    fake_time.item_ns = 0;
+}
+
 // What a client can write into its ring to be cut off.
 enum scribble { TAIL_FAR, TAIL_BACK, SHORT, TOO_MANY, WRONG_LENGTH, UNFINISHED, HEAD_FAR, CREDITS };
 
@@ -684,6 +730,7 @@ int main(void)
         cmocka_unit_test(test_background_work),
         cmocka_unit_test(test_background_under_load),
         cmocka_unit_test(test_slices),
+        cmocka_unit_test(test_queue_time),
         cmocka_unit_test(test_scribblers_are_cut_off),
         cmocka_unit_test(test_removal_waits_for_the_job),
         cmocka_unit_test(test_many_clients),
