@@ -368,6 +368,7 @@ part_docs() {
     [ -d build/test ] || build test || return
     check_counted "documentation" 60 python3 tests/docs.py build/test
     check_counted "what pages tell to type" 120 python3 tests/pages.py build/test
+    check_counted "containers" 120 python3 tests/tools/containers.py build/test
     check_counted "house" 60 python3 tests/house.py build/test
     if command -v promtool >/dev/null; then
         check_counted "alerts" 120 python3 tests/tools/alerts.py
