@@ -44,7 +44,7 @@ static int check_folder(const char *folder, const struct stat *status, char *tex
     return 0;
 }
 
-static int is_conf_file(const struct dirent *entry)
+static int ends_in_conf(const struct dirent *entry)
 {
     size_t length = strlen(entry->d_name), n = strlen(ending);
     return entry->d_name[0] != '.' && length > n && strcmp(entry->d_name + length - n, ending) == 0;
@@ -70,7 +70,7 @@ static int read_one(struct kvq_config *config, const char *folder, const char *n
 static int read_folder(struct kvq_config *config, const char *folder, char *text)
 {
     struct dirent **entries;
-    int error = 0, n = scandir(folder, &entries, is_conf_file, by_name);
+    int error = 0, n = scandir(folder, &entries, ends_in_conf, by_name);
     if (n < 0)
         return kvq__config_refuse(text, folder, "cannot read it: %s", strerror(errno));
     if (n > KVQ_MAX_CONFIG_FILES)

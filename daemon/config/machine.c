@@ -28,16 +28,17 @@ static bool read_text(const char *root, const char *path, char *out)
     return got > 0;
 }
 
-// The number behind the line's first word `name`.
-static uint64_t number_of(const char *text, const char *name)
+// The number behind the word that the line begins with.
+static uint64_t number_of(const char *text, const char *word)
 {
-    size_t length = strlen(name);
-    for (const char *at = text; at; at = strchr(at, '\n')) {
-        at += *at == '\n';
-        if (strncmp(at, name, length) == 0 && at[length] == ' ')
-            return strtoull(at + length, NULL, 10);
-    }
-    return KVQ__UNKNOWN;
+    const char *at = text;
+    char *end;
+    while ((at = strstr(at, word)) && at != text && at[-1] != '\n')
+        at++;
+    if (!at)
+        return KVQ__UNKNOWN;
+    uint64_t number = strtoull(at + strlen(word), &end, 10);
+    return end == at + strlen(word) ? KVQ__UNKNOWN : number;
 }
 
 // A file that holds one number, or "max".

@@ -153,7 +153,7 @@ static void on_line(uv_timer_t *timer)
 
 // ---- Signs of life ----
 
-static void on_heartbeat(uv_timer_t *timer)
+static void on_sign_due(uv_timer_t *timer)
 {
     struct kvq__service *s = timer->data;
     if (kvq__watchdog_look(&s->watchdog))
@@ -172,7 +172,7 @@ static void begin_watch(struct kvq__service *s)
     if (ms == 0)
         return;
     kvq__watchdog_begin(&s->watchdog, kvq__poller_box(s->server->poller), &s->server->box);
-    uv_timer_start(&s->watch_timer, on_heartbeat, ms, ms);
+    uv_timer_start(&s->watch_timer, on_sign_due, ms, ms);
 }
 
 // ---- What happens to the daemon ----
