@@ -45,6 +45,15 @@ include(cmake/man3.cmake)
 kvq_make_pages(${CMAKE_BINARY_DIR}/man3)
 kvq_install_pages(libkvq-dev 3 ${kvq_pages})
 
+# Where shells look for completion by themselves.
+function(kvq_install_completion shell folder name)
+    install(FILES ${CMAKE_BINARY_DIR}/tools/kvqctl/completion.${shell}
+            DESTINATION ${CMAKE_INSTALL_DATADIR}/${folder} RENAME ${name} COMPONENT kvqd)
+endfunction()
+kvq_install_completion(bash bash-completion/completions kvqctl)
+kvq_install_completion(zsh zsh/site-functions _kvqctl)
+kvq_install_completion(fish fish/vendor_completions.d kvqctl.fish)
+
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system COMPONENT kvqd)
 install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)

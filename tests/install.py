@@ -27,6 +27,8 @@ INSTALLED = (
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
     "share/man/man8/kvqd.8", "share/doc/kvqd/examples/kvqd-cpu.conf",
     "share/man/man3/kvq.3", "share/man/man3/kvq_step.3", "share/man/man3/kvq_append_attend.3",
+    "share/bash-completion/completions/kvqctl",
+    "share/zsh/site-functions/_kvqctl", "share/fish/vendor_completions.d/kvqctl.fish",
 )
 
 SIZES = {"kvqctl": 3 << 20}
@@ -116,6 +118,12 @@ class Install:
         if not output.startswith("1000 tokens, output[0] = "):
             raise Failure(f"README's client printed {output!r}")
 
+    def check_completion(self):
+        script = self.path("share", "bash-completion", "completions", "kvqctl")
+        rule = run(["bash", "-c", f"source '{script}' && complete -p kvqctl"])
+        if rule != "complete -F _kvqctl kvqctl\n":
+            raise Failure(f"bash completes kvqctl by {rule!r}")
+
     def check_kvqctl(self):
         status = json.loads(run([self.path("bin", "kvqctl"), "status", "--json"], env=self.env))
         if status["sessions"] != 0 or status["pool_used_bytes"] != 0:
@@ -148,7 +156,8 @@ def main():
     try:
         for check in (install.check_files, install.check_stripped, install.check_soname,
                       install.check_compiles, install.check_cxx, install.check_daemon_starts,
-                      install.check_client_runs, install.check_kvqctl, install.check_daemon_ends):
+                      install.check_client_runs, install.check_kvqctl,
+                      install.check_completion, install.check_daemon_ends):
             try:
                 check()
                 passed += 1

@@ -12,7 +12,7 @@ from e2e_storage import Stored
 
 # What stands for an argument: something that there is not.
 FILL = {"NAME": "nosuch", "PLACE": "host", "FILE": "/nosuch", "NS": "nobody", "ID": "99",
-        "VALUE": "1"}
+        "VALUE": "1", "SHELL": "bash"}
 MORE = {"quota set": ["--sessions", "1"], "top": ["--count", "1"], "events": ["--count", "1"]}
 # Commands that need no daemon, or end in a way of their own without one.
 ALONE = {"doctor": 7, "completion": 0}
@@ -31,14 +31,14 @@ def commands():
     """{"session show": ["NAME"], ..}, as --help lists them."""
     done = subprocess.run([os.path.join(BIN, "kvqctl"), "--help"], capture_output=True, text=True,
                           check=True)
-    rows = re.findall(r"^  ([a-z]+(?: [a-z]+)?)((?: \[?[A-Z|]{2,}\]?)*|(?: \[?[a-z]+(?:\|[a-z]+)+"
-                      r"\]?)) +[a-z]", done.stdout.partition("\nOptions:")[0], re.M)
+    rows = re.findall(r"^  ([a-z]+(?: [a-z]+)?)((?: \[?[A-Z]{2,}\]?)*) +[a-z]",
+                      done.stdout.partition("\nOptions:")[0], re.M)
     return {words: arguments.split() for words, arguments in rows}
 
 
 def line_of(words, arguments):
     """A command with its arguments, and what it is tried with besides."""
-    filled = [FILL.get(a, a.strip("[]").split("|")[0]) for a in arguments if a[0] != "["]
+    filled = [FILL[a] for a in arguments if a[0] != "["]
     return [*words.split(), *filled, *MORE.get(words, [])]
 
 

@@ -279,6 +279,16 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      "The daemon drops its unnamed sessions; its named ones stand at their last commit. Only root\n"
      "and the daemon's own user may do this.\n",
      false},
+    {{"completion"},
+     "SHELL",
+     kvq__ctl_completion,
+     "a script that completes command lines of kvqctl",
+     "SHELL is bash, zsh or fish: source <(kvqctl completion bash). Names of sessions come from "
+     "the\n"
+     "daemon, if it answers within 300 ms. With a command in place of SHELL, as \"session drop\", "
+     "it\n"
+     "prints the names that this command could take.\n",
+     false},
     {{"top"},
      NULL,
      kvq__ctl_top,

@@ -198,6 +198,7 @@ int kvq__ctl_config_set(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_config_reload(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_completion(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_top(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_size(struct kvq__ctl *ctl, char **args);
 
@@ -210,6 +211,7 @@ int kvq__ctl_ask_sessions(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 int kvq__ctl_ask_saved(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 int kvq__ctl_ask_remote(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 int kvq__ctl_ask_clients(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
+int kvq__ctl_ask_quotas(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 int kvq__ctl_ask_prefixes(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 // One session by its name, one namespace's limits, the storage: valid as a reply of kvq__ctl_ask.
 int kvq__ctl_ask_session(struct kvq__ctl *ctl, char *name, const Kvq__Session **session);

@@ -136,20 +136,24 @@ static int check_one(const Kvq__QuotaList *list)
     return KVQ_EXIT_FAILED;
 }
 
-int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
+static const struct kvq__ctl_kind quotas =
+    KVQ__CTL_KIND(QUOTAS, Kvq__QuotaList, quotas, "namespaces", "ask for one by its name");
+
+int kvq__ctl_ask_quotas(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
-    static const struct kvq__ctl_kind quotas =
-        KVQ__CTL_KIND(QUOTAS, Kvq__QuotaList, quotas, "namespaces", "ask for one by its name");
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListQuotas command = KVQ__LIST_QUOTAS__INIT;
-    struct kvq__ctl_list list;
-    (void)args;
     request.command_case = KVQ__REQUEST__COMMAND_LIST_QUOTAS;
     request.list_quotas = &command;
-    int result = kvq__ctl_ask_list(ctl, &request, &command.cursor, &quotas, &list);
-    if (result)
-        return result;
-    return kvq__ctl_show_list(ctl, &list, &quotas, &kvq__ctl_quotas);
+    return kvq__ctl_ask_list(ctl, &request, &command.cursor, &quotas, list);
+}
+
+int kvq__ctl_quota_list(struct kvq__ctl *ctl, char **args)
+{
+    struct kvq__ctl_list list;
+    (void)args;
+    int result = kvq__ctl_ask_quotas(ctl, &list);
+    return result ? result : kvq__ctl_show_list(ctl, &list, &quotas, &kvq__ctl_quotas);
 }
 
 int kvq__ctl_ask_quota(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaStatus **quota)

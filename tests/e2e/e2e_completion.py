@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completion of kvqctl's command lines in real shells, each on a terminal of its own."""
+import fcntl
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import termios
+import time
+
+from e2e_rig import BIN, BOUND, Test, Tokens, die_with_parent
+
+ROWS = Tokens(1, 1).rows
+# How each shell is started without anybody's settings, and how it takes the script in.
+SHELLS = {
+    "bash": (["bash", "--norc", "--noprofile", "-i"], "bind 'set bell-style none'; source {}"),
+    "zsh": (["zsh", "-f", "-i"],
+            "bindkey -e; autoload -U compinit; compinit -u -D; source {}"),
+    "fish": (["fish", "--no-config", "-i"], "source {}"),
+}
+
+
+def take_terminal():
+    """In a new session: its standard input is its terminal."""
+    die_with_parent()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Shell:
+    """An interactive shell that has kvqctl's completion."""
+
+    def __init__(self, name, daemon, folder):
+        words, take_in = SHELLS[name]
+        script = os.path.join(folder, name)
+        with open(script, "wb") as file:
+            subprocess.run([os.path.join(BIN, "kvqctl"), "completion", name], stdout=file,
+                           check=True)
+        self.name, self.seen = name, b""
+        self.fd, inside = pty.openpty()
+        termios.tcsetwinsize(inside, (50, 200))
+        self.process = subprocess.Popen(
+            words, stdin=inside, stdout=inside, stderr=inside, start_new_session=True,
+            cwd=folder, preexec_fn=take_terminal,
+            env={**os.environ, "PATH": BIN + ":" + os.environ["PATH"], "HOME": folder,
+                 "TERM": "xterm", "PS1": "$ ",
+                 "KVQ_RUNTIME_DIR": daemon.directory})
+        os.close(inside)
+        self.type(take_in.format(script) + "; printf '<%s>\\n' ready\n")
+        self.wait("<ready>")
+
+    def type(self, text):
+        os.write(self.fd, text.encode())
+
+    def wait(self, text):
+        """What the shell has printed, up to the text."""
+        end = time.monotonic() + BOUND
+        while text.encode() not in self.seen:
+            if not select.select([self.fd], [], [], max(0, end - time.monotonic()))[0]:
+                raise AssertionError(f"no {text!r} came: {self.seen!r}")
+            try:
+                self.seen += os.read(self.fd, 65536)
+            except OSError as error:  # it has ended
+                raise AssertionError(f"{self.name} ended: {self.seen!r}") from error
+        before, _, self.seen = self.seen.partition(text.encode())
+        return before.decode(errors="replace")
+
+    def complete(self, typed):
+        """The words of the command line after these keys, the last of which may be tabs. The line
+        is not run: another command is put before it."""
+        self.type(typed + " end\x01printf '<%s>\\n' \n")
+        return re.findall("<([^<>%]*)>", self.wait("<end>"))
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.fd)
+
+
+class Completion(Test):
+    def shells(self):
+        """One of each kind that is installed, and of bash in any case."""
+        folder = tempfile.mkdtemp(prefix="kvq-shell-")
+        self.addCleanup(shutil.rmtree, folder)
+        for name in SHELLS:
+            if name == "bash" or shutil.which(name):
+                shell = Shell(name, self.daemon, folder)
+                try:
+                    yield shell
+                finally:
+                    shell.end()
+
+    def test_commands_and_names(self):
+        """Commands, names of sessions with whatever is in them, options, columns; no daemon asked
+        in vain holds a shell up."""
+        for name in ("chat-with-ada", "story of a \"cat\"", "other"):
+            self.client.session(ROWS, "f16", name=name).close()
+        self.client.session(ROWS, "f16", name="elsewhere", ns="uid-4711").close()
+        for shell in self.shells():
+            for typed, words in (
+                    ("kvqctl sess\tsho\tcha\t", ["session", "show", "chat-with-ada"]),
+                    ("kvqctl session drop st\t", ["session", "drop", "story of a \"cat\""]),
+                    ("kvqctl --json stor\tver\t", ["--json", "storage", "verify"]),
+                    ("kvqctl --tim\t100 pin\t", ["--timeout", "100", "ping"]),
+                    ("kvqctl session pin else\t --namespace uid-4711",
+                     ["session", "pin", "elsewhere", "--namespace", "uid-4711"]),
+                    ("kvqctl quota get uid-47\t", ["quota", "get", "uid-4711"]),
+                    ("kvqctl comp\tfi\t", ["completion", "fish"]),
+                    ("kvqctl session drop nothing-like-it\t",
+                     ["session", "drop", "nothing-like-it"])):
+                self.assertEqual(shell.complete(typed), ["kvqctl", *words], shell.name)
+
+    def test_daemon_that_is_silent(self):
+        """Names are done without, and nothing is printed in between."""
+        for shell in self.shells():
+            self.daemon.pause()
+            try:
+                words = shell.complete("kvqctl session drop any\t")
+            finally:
+                self.daemon.process.send_signal(signal.SIGCONT)
+            self.assertEqual(words, ["kvqctl", "session", "drop", "any"], shell.name)
+
+    def test_columns(self):
+        """Columns of the list that was typed."""
+        for shell in self.shells():
+            if shell.name == "fish":
+                continue
+            self.assertEqual(shell.complete("kvqctl session list --columns compr\t"),
+                             ["kvqctl", "session", "list", "--columns", "compression"])
+            self.assertEqual(shell.complete("kvqctl client list --columns name,conn\t"),
+                             ["kvqctl", "client", "list", "--columns", "name,connected"])
+            self.assertEqual(shell.complete("kvqctl storage list --sort -form\t"),
+                             ["kvqctl", "storage", "list", "--sort", "-formats"])

@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+// kvqctl completion: scripts for shells, out of the tables of commands and options, and the names
+// that these scripts ask for.
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "tools/kvqctl/commands.h"
+#include "tools/kvqctl/table.h"
+
+enum { PATIENCE_MS = 300 }; // who presses a key does not wait longer for names
+
+// ---- Names ----
+
+// One a line: no name has a line's end in it.
+static void print_texts(const struct kvq__ctl_list *list, const char *field)
+{
+    const struct kvq__ctl_column name = {.field = field};
+    const char *last = "";
+    for (size_t i = 0; i < list->n; i++) {
+        const char *text = kvq__ctl_value_of(&name, list->elements[i]).text;
+        if (*text && strcmp(text, last) != 0) // shards of one session follow each other
+            printf("%s\n", text);
+        last = text;
+    }
+}
+
+static void print_names(struct kvq__ctl *ctl, const char *field,
+                        int (*ask)(struct kvq__ctl *ctl, struct kvq__ctl_list *list))
+{
+    struct kvq__ctl_list list;
+    if (ask(ctl, &list) != KVQ_EXIT_OK)
+        return;
+    print_texts(&list, field);
+    kvq__ctl_list_free(&list);
+}
+
+static void print_clients(struct kvq__ctl *ctl)
+{
+    struct kvq__ctl_list list;
+    if (kvq__ctl_ask_clients(ctl, &list) != KVQ_EXIT_OK)
+        return;
+    for (size_t i = 0; i < list.n; i++)
+        printf("%" PRIu64 "\n", ((const Kvq__Client *)list.elements[i])->id);
+    kvq__ctl_list_free(&list);
+}
+
+// What the command's first argument can be, as far as the daemon knows it.
+static int print_candidates(struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
+{
+    unsigned places = kvq__ctl_places_of(command);
+    if (!ctl->timeout_given)
+        ctl->timeout_ms = PATIENCE_MS;
+    ctl->timeout_given = true;
+    ctl->quiet = true;
+    if (places & KVQ__CTL_MEMORY)
+        print_names(ctl, "name", kvq__ctl_ask_sessions);
+    if (places & KVQ__CTL_SAVED)
+        print_names(ctl, "name", kvq__ctl_ask_saved);
+    if (places & KVQ__CTL_REMOTE)
+        print_names(ctl, "name", kvq__ctl_ask_remote);
+    if (command->argument && strcmp(command->argument, "NS") == 0)
+        print_names(ctl, "namespace", kvq__ctl_ask_quotas);
+    if (command->run == kvq__ctl_client_kick)
+        print_clients(ctl);
+    return KVQ_EXIT_OK;
+}
+
+// ---- Words ----
+
+// Whether a row is the first one that begins with its word.
+static bool is_first(size_t i)
+{
+    for (size_t j = 0; j < i; j++)
+        if (strcmp(kvq__ctl_commands[j].words[0], kvq__ctl_commands[i].words[0]) == 0)
+            return false;
+    return true;
+}
+
+static void print_first_words(const char *between)
+{
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++)
+        if (is_first(i))
+            printf("%s%s", kvq__ctl_commands[i].words[0], between);
+    printf("help");
+}
+
+static void print_second_words(const char *first)
+{
+    const char *before = "";
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
+        const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
+        if (strcmp(c->words[0], first) != 0 || !c->words[1])
+            continue;
+        printf("%s%s", before, c->words[1]);
+        before = " ";
+    }
+}
+
+static void print_options(bool with_value, const char *between)
+{
+    const char *before = "";
+    for (size_t i = 0; i < kvq__ctl_n_options; i++) {
+        if (with_value && !kvq__ctl_options[i].value)
+            continue;
+        printf("%s--%s", before, kvq__ctl_options[i].name);
+        before = between;
+    }
+}
+
+// "'session list') columns='namespace name ..' ;;" for every list.
+static void print_columns(void)
+{
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
+        const struct kvq__ctl_table *table = kvq__ctl_table_of(&kvq__ctl_commands[i]);
+        if (!table)
+            continue;
+        printf("    '%s') columns='", kvq__ctl_words(&kvq__ctl_commands[i]));
+        for (size_t c = 0; c < table->n; c++)
+            printf("%s%s", c ? " " : "", table->columns[c].name);
+        printf("' ;;\n");
+    }
+}
+
+// Where the words before are those of a command or a group: what can follow.
+static void print_followers(void)
+{
+    printf("    '') follow='");
+    print_first_words(" ");
+    printf("' ;;\n    help) follow='");
+    print_first_words(" ");
+    printf("' ;;\n");
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
+        const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
+        if (is_first(i) && c->words[1]) {
+            printf("    %s | 'help %s') follow='", c->words[0], c->words[0]);
+            print_second_words(c->words[0]);
+            printf("' ;;\n");
+        }
+        if (c->run == kvq__ctl_completion)
+            printf("    %s) follow='bash zsh fish' ;;\n", c->words[0]);
+        else if (c->argument && strncmp(c->argument, "FILE", 4) == 0)
+            printf("    '%s') files=1 ;;\n", kvq__ctl_words(c));
+        else if (c->argument && c->argument[0] != '[')
+            printf("    '%s') names=1 ;;\n", kvq__ctl_words(c));
+        if (c->argument && strstr(c->argument, " PLACE"))
+            printf("    '%s '*) follow=host ;;\n", kvq__ctl_words(c));
+        if (c->argument && strstr(c->argument, " FILE"))
+            printf("    '%s '*) files=1 ;;\n", kvq__ctl_words(c));
+    }
+}
+
+// ---- Scripts ----
+
+// Bash and zsh share the reading of the line: what was typed before the word under the cursor, in
+// the array `before`.
+static void print_reading(void)
+{
+    printf("    local word line='' follow='' columns='' names='' files='' last=''\n"
+           "    local -a daemon=()\n"
+           "    for word in \"${before[@]}\"; do\n"
+           "        case $last in\n"
+           "        --runtime-dir | --namespace | --from) daemon+=(\"$last\" \"$word\") ;;\n"
+           "        esac\n"
+           "        case $last in\n"
+           "        ");
+    print_options(true, " | ");
+    printf(") last='' ; continue ;;\n"
+           "        esac\n"
+           "        last=$word\n"
+           "        case $word in\n"
+           "        -*) ;;\n"
+           "        =) last=--filter ;;\n" // bash takes C=VALUE apart
+           "        *) line=${line:+$line }$word ;;\n"
+           "        esac\n"
+           "    done\n"
+           "    case $line in\n");
+    print_columns();
+    printf("    esac\n"
+           "    case $line in\n");
+    print_followers();
+    printf("    esac\n");
+}
+
+static void print_bash(void)
+{
+    printf("# bash completion for kvqctl; kvqctl completion bash prints it.\n"
+           "_kvqctl()\n"
+           "{\n"
+           "    local cur=${COMP_WORDS[COMP_CWORD]} IFS=$' \\t\\n' name\n"
+           "    local -a before=(\"${COMP_WORDS[@]:1:COMP_CWORD-1}\")\n");
+    print_reading();
+    printf(
+        "    COMPREPLY=()\n"
+        "    case $last in\n"
+        "    --runtime-dir | --offline) compopt -o filenames; IFS=$'\\n'\n"
+        "        COMPREPLY=($(compgen -d -- \"$cur\")); return ;;\n"
+        "    --columns) compopt -o nospace; name=${cur%%\"${cur##*,}\"}\n"
+        "        COMPREPLY=($(compgen -P \"$name\" -W \"$columns\" -- \"${cur##*,}\")); return ;;\n"
+        "    --sort | --filter)\n"
+        "        COMPREPLY=($(compgen -W \"$columns ${columns:+-${columns// / -}}\" -- \"$cur\"))\n"
+        "        return ;;\n"
+        "    ");
+    print_options(true, " | ");
+    printf(") return ;;\n"
+           "    esac\n"
+           "    if [[ $cur == -* ]]; then\n"
+           "        COMPREPLY=($(compgen -W '");
+    print_options(false, " ");
+    printf(
+        "' -- \"$cur\"))\n"
+        "    elif [[ $files ]]; then\n"
+        "        compopt -o filenames; IFS=$'\\n'\n"
+        "        COMPREPLY=($(compgen -f -- \"$cur\"))\n"
+        "    elif [[ $names ]]; then\n"
+        "        while IFS= read -r name; do\n"
+        "            [[ $name == \"$cur\"* ]] && COMPREPLY+=(\"$(printf %%q \"$name\")\")\n"
+        "        done < <(\"${COMP_WORDS[0]}\" \"${daemon[@]}\" completion \"$line\" 2>/dev/null)\n"
+        "    else\n"
+        "        COMPREPLY=($(compgen -W \"$follow\" -- \"$cur\"))\n"
+        "    fi\n"
+        "}\n"
+        "complete -F _kvqctl kvqctl\n");
+}
+
+static void print_zsh(void)
+{
+    printf("#compdef kvqctl\n"
+           "# zsh completion for kvqctl; kvqctl completion zsh prints it.\n"
+           "_kvqctl()\n"
+           "{\n"
+           "    local program=$words[1]\n"
+           "    local -a before=(\"${(@)words[2,CURRENT-1]}\") found\n"
+           "    _kvqctl_line\n"
+           "}\n"
+           "_kvqctl_line()\n"
+           "{\n");
+    print_reading();
+    printf("    case $last in\n"
+           "    --runtime-dir | --offline) _files -/; return ;;\n"
+           "    --columns) compset -P '*,'; compadd -S '' -- ${=columns}; return ;;\n"
+           "    --sort | --filter) compadd -- ${=columns} -${^${=columns}}; return ;;\n"
+           "    ");
+    print_options(true, " | ");
+    printf(") return ;;\n"
+           "    esac\n"
+           "    if [[ $PREFIX == -* ]]; then\n"
+           "        compadd -- ");
+    print_options(false, " ");
+    printf("\n"
+           "    elif [[ -n $files ]]; then\n"
+           "        _files\n"
+           "    elif [[ -n $names ]]; then\n"
+           "        found=(\"${(@f)$(\"$program\" \"${daemon[@]}\" completion \"$line\" "
+           "2>/dev/null)}\")\n"
+           "        compadd -- \"${(@)found:#}\"\n"
+           "    else\n"
+           "        compadd -- ${=follow}\n"
+           "    fi\n"
+           "}\n"
+           "if [[ $funcstack[1] == _kvqctl ]]; then\n"
+           "    _kvqctl \"$@\"\n"
+           "else\n"
+           "    compdef _kvqctl kvqctl\n"
+           "fi\n");
+}
+
+// In single quotes, as fish reads them.
+static void print_fish_text(const char *text)
+{
+    putchar('\'');
+    for (; *text && *text != '\n'; text++)
+        printf(*text == '\'' || *text == '\\' ? "\\%c" : "%c", *text);
+    putchar('\'');
+}
+
+static void print_fish(void)
+{
+    printf("# fish completion for kvqctl; kvqctl completion fish prints it.\n"
+           "function __kvqctl_line\n"
+           "    set -l line\n"
+           "    set -l skip 0\n"
+           "    for word in (commandline -opc)[2..-1]\n"
+           "        if test $skip = 1\n"
+           "            set skip 0\n"
+           "        else if contains -- $word ");
+    print_options(true, " ");
+    printf("\n"
+           "            set skip 1\n"
+           "        else if not string match -q -- '-*' $word\n"
+           "            set -a line $word\n"
+           "        end\n"
+           "    end\n"
+           "    test \"$line\" = \"$argv\"\n"
+           "end\n"
+           "function __kvqctl_names\n"
+           "    set -l words (commandline -opc)\n"
+           "    set -l daemon\n"
+           "    for i in (seq 2 (count $words))\n"
+           "        if contains -- $words[$i] --runtime-dir --namespace --from\n"
+           "            set -a daemon $words[$i] $words[(math $i + 1)]\n"
+           "        end\n"
+           "    end\n"
+           "    $words[1] $daemon completion \"$argv\" 2>/dev/null\n"
+           "end\n"
+           "complete -c kvqctl -f\n");
+    for (size_t i = 0; i < kvq__ctl_n_options; i++) {
+        const struct kvq__ctl_option *o = &kvq__ctl_options[i];
+        printf("complete -c kvqctl -l %s%s -d ", o->name, o->value ? " -x" : "");
+        print_fish_text(o->about);
+        printf("\n");
+    }
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
+        const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
+        if (is_first(i))
+            printf("complete -c kvqctl -n '__kvqctl_line' -a %s\n", c->words[0]);
+        if (c->words[1]) {
+            printf("complete -c kvqctl -n '__kvqctl_line %s' -a %s -d ", c->words[0], c->words[1]);
+            print_fish_text(c->about);
+            printf("\n");
+        }
+        if (c->run == kvq__ctl_completion)
+            printf("complete -c kvqctl -n '__kvqctl_line %s' -a 'bash zsh fish'\n", c->words[0]);
+        else if (c->argument && strncmp(c->argument, "FILE", 4) == 0)
+            printf("complete -c kvqctl -n '__kvqctl_line %s' -F\n", kvq__ctl_words(c));
+        else if (c->argument && c->argument[0] != '[')
+            printf("complete -c kvqctl -n '__kvqctl_line %s' -a '(__kvqctl_names %s)'\n",
+                   kvq__ctl_words(c), kvq__ctl_words(c));
+    }
+}
+
+// ---- The command ----
+
+int kvq__ctl_completion(struct kvq__ctl *ctl, char **args)
+{
+    static const struct {
+        const char *name;
+        void (*print)(void);
+    } shells[] = {{"bash", print_bash}, {"zsh", print_zsh}, {"fish", print_fish}};
+    for (size_t i = 0; i < sizeof shells / sizeof *shells; i++) {
+        if (strcmp(args[0], shells[i].name) == 0) {
+            shells[i].print();
+            return KVQ_EXIT_OK;
+        }
+    }
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++)
+        if (strcmp(args[0], kvq__ctl_words(&kvq__ctl_commands[i])) == 0)
+            return print_candidates(ctl, &kvq__ctl_commands[i]);
+    return kvq__ctl_bad_usage("completion is for bash, zsh or fish, not for",
+                              kvq__ctl_clean(args[0]));
+}
