@@ -40,6 +40,7 @@ import e2e_size
 import e2e_soak
 import e2e_storage
 import e2e_tables
+import e2e_top
 import e2e_work
 
 SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Change,
@@ -54,7 +55,8 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_park.Parks, e2e_evict.Evicts, e2e_evict.NoStorage, e2e_names.Names,
           e2e_lists.Lists, e2e_ctl.Events, e2e_ctl.Watch, e2e_tables.Tables,
           e2e_short.Short, e2e_short.ShortRemote,
-          e2e_completion.Completion, e2e_exits.Exits, e2e_dry_run.DryRun, e2e_dry_run.DryRunRemote,
+          e2e_completion.Completion, e2e_top.TopOnTerminal,
+          e2e_exits.Exits, e2e_dry_run.DryRun, e2e_dry_run.DryRunRemote,
           e2e_storage.Saves,
           e2e_storage.Tidy, e2e_storage.Killed, e2e_storage.Ends, e2e_storage.Trouble,
           e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_reshard.Shards,

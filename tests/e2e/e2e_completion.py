@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completion of kvqctl's command lines in real shells, each on a terminal of its own."""
-import fcntl
 import os
 import pty
 import re
@@ -12,7 +11,7 @@ import tempfile
 import termios
 import time
 
-from e2e_rig import BIN, BOUND, Test, Tokens, die_with_parent
+from e2e_rig import BIN, BOUND, Test, Tokens, take_terminal
 
 ROWS = Tokens(1, 1).rows
 # How each shell is started without anybody's settings, and how it takes the script in.
@@ -22,12 +21,6 @@ SHELLS = {
             "bindkey -e; autoload -U compinit; compinit -u -D; source {}"),
     "fish": (["fish", "--no-config", "-i"], "source {}"),
 }
-
-
-def take_terminal():
-    """In a new session: its standard input is its terminal."""
-    die_with_parent()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Shell:

@@ -7,6 +7,7 @@ its log; processes say where they are on their standard output. Every wait has a
 """
 import atexit
 import ctypes
+import fcntl
 import functools
 import gc
 import json
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import unittest
@@ -68,6 +70,12 @@ def everybodys_kvqctl():
 def die_with_parent():
     """In a new process: nothing stays behind, however the tests end."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def take_terminal():
+    """In a new session: its standard input is its terminal."""
+    die_with_parent()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Daemon:

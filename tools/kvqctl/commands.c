@@ -292,7 +292,10 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
     {{"top"},
      NULL,
      kvq__ctl_top,
-     "status and sessions, live; Ctrl-C ends it",
+     "status and sessions, live; q ends it",
+     "On a terminal: arrows, Page Up, Page Down, Home and End scroll, s sorts by the next column, "
+     "r\n"
+     "reverses the order, q ends it. Elsewhere it prints the 20 largest sessions again and again.\n"
      "With --json one object a line.\n",
      false},
 };

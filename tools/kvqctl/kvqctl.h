@@ -202,7 +202,7 @@ int kvq__ctl_completion(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_top(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_size(struct kvq__ctl *ctl, char **args);
 
-// What top shares with other commands: two questions and a table. The status has all namespaces
+// What top shares with other commands: two questions. The status has all namespaces
 // once kvq__ctl_status_of was called; it is part of the list.
 int kvq__ctl_ask_status(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 Kvq__StatusReply *kvq__ctl_status_of(const struct kvq__ctl_list *list);
@@ -221,7 +221,6 @@ int kvq__ctl_ask_storage_status(struct kvq__ctl *ctl, const Kvq__StorageReply **
 int kvq__ctl_check_quota(const struct kvq__ctl *ctl);
 // A client's number as it was typed. An exit status, with the complaint printed.
 int kvq__ctl_client_number(const char *text, uint64_t *id);
-void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n);
 // What a session is called in a command, its name, or #ID if it has none, with its shard; and what
 // is done with it. In one of the buffers of kvq__ctl_text.
 const char *kvq__ctl_session_label(const Kvq__Session *session);

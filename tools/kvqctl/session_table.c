@@ -126,11 +126,3 @@ static const struct kvq__ctl_column columns[] = {
 
 const struct kvq__ctl_table kvq__ctl_sessions = {
     KVQ__CTL_TABLE(columns, "sessions", "no sessions", "no sessions in that namespace")};
-
-void kvq__ctl_print_sessions(Kvq__Session *const *sessions, size_t n)
-{
-    struct kvq__ctl_view view;
-    const struct kvq__ctl nothing_asked = {0};
-    kvq__ctl_take_view(&nothing_asked, &kvq__ctl_sessions, &view);
-    kvq__ctl_print_table(&view, (ProtobufCMessage *const *)sessions, n);
-}

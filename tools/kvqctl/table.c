@@ -134,20 +134,41 @@ static const char *cell_text(const struct kvq__ctl_column *c, const ProtobufCMes
     return value.is_text ? kvq__ctl_clean(value.text) : number_text(c->show, value.number);
 }
 
+// The next character of a text: its bytes, and how many of a terminal's characters it takes.
+static size_t step_over(const char *text, size_t n, int *width)
+{
+    mbstate_t state = {0};
+    wchar_t character;
+    size_t step = (unsigned char)*text < 0x80 ? 0 : mbrtowc(&character, text, n, &state);
+    bool plain = step == 0 || step > n; // ASCII, or bytes that are no character
+    int wide = plain ? 1 : wcwidth(character);
+    *width = wide > 0 ? wide : 0;
+    return plain ? 1 : step;
+}
+
+size_t kvq__ctl_fitting(const char *text, int columns)
+{
+    size_t n = strlen(text), at = 0;
+    while (at < n) {
+        int width;
+        size_t step = step_over(text + at, n - at, &width);
+        columns -= width;
+        if (columns < 0)
+            break;
+        at += step;
+    }
+    return at;
+}
+
 // How many characters of a terminal the text takes.
 static int width_of(const char *text)
 {
-    size_t n = strlen(text), at = 0;
-    mbstate_t state = {0};
+    size_t n = strlen(text);
     int width = 0;
-    while (at < n) {
-        wchar_t character;
-        size_t step =
-            (unsigned char)text[at] < 0x80 ? 0 : mbrtowc(&character, text + at, n - at, &state);
-        bool plain = step == 0 || step > n; // ASCII, or bytes that are no character
-        int wide = plain ? 1 : wcwidth(character);
-        width += wide > 0 ? wide : 0;
-        at += plain ? 1 : step;
+    for (size_t at = 0; at < n;) {
+        int wide;
+        at += step_over(text + at, n - at, &wide);
+        width += wide;
     }
     return width;
 }

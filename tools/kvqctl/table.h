@@ -87,6 +87,8 @@ size_t kvq__ctl_apply_view(const struct kvq__ctl_view *view, ProtobufCMessage **
 // of that column is.
 void kvq__ctl_print_table(const struct kvq__ctl_view *view, ProtobufCMessage *const *elements,
                           size_t n);
+// How many bytes of the text fit into so many characters of a terminal.
+size_t kvq__ctl_fitting(const char *text, int columns);
 // As RFC 4180 quotes, with names of columns first, and numbers as --json has them.
 void kvq__ctl_print_csv(const struct kvq__ctl_view *view, ProtobufCMessage *const *elements,
                         size_t n);

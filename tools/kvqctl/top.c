@@ -1,24 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvqctl top: the daemon's status and its largest sessions, anew every few seconds, with the
-// rates between two looks. Plain ANSI; where output is no terminal it just prints.
-#include <errno.h>
+// rates between two looks. On a terminal it takes the other screen and keys; else it just prints.
 #include <inttypes.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/ioctl.h>
-#include <time.h>
+#include <string.h>
 #include <unistd.h>
 
-#include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/screen.h"
+#include "tools/kvqctl/table.h"
 
-static volatile sig_atomic_t stopped;
-
-static void stop(int signal_number)
-{
-    (void)signal_number;
-    stopped = 1;
-}
+enum { PLAIN_ROWS = 20 };
 
 // What is compared between two looks.
 struct look {
@@ -36,21 +28,6 @@ static double rate(uint64_t now, uint64_t before, uint64_t ms)
     return ms && now >= before ? (double)(now - before) * 1000.0 / (double)ms : 0;
 }
 
-static int by_memory(const void *a, const void *b)
-{
-    const Kvq__Session *x = *(Kvq__Session *const *)a, *y = *(Kvq__Session *const *)b;
-    uint64_t mx = x->packed_bytes + x->window_bytes, my = y->packed_bytes + y->window_bytes;
-    return mx < my ? 1 : mx > my ? -1 : 0;
-}
-
-static size_t rows_for_sessions(void)
-{
-    struct winsize size;
-    if (!isatty(STDOUT_FILENO) || ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0)
-        return 20;
-    return size.ws_row > 9 ? size.ws_row - 9u : 1;
-}
-
 static void print_evictions(const Kvq__StatusReply *s)
 {
     uint64_t gone = kvq__ctl_counter(s, "parked_room") + kvq__ctl_counter(s, "parked_quota") +
@@ -62,14 +39,11 @@ static void print_evictions(const Kvq__StatusReply *s)
            kvq__ctl_counter(s, "waiting_for_room_now"));
 }
 
-static void print_look(const Kvq__StatusReply *s, const struct kvq__ctl_list *list,
-                       const struct look *before)
+static void print_head(const Kvq__StatusReply *s, const struct look *before)
 {
     struct look now = look_of(s);
     uint64_t ms = now.uptime_ms - before->uptime_ms;
     double share = s->pool_bytes ? 100.0 * (double)s->pool_used_bytes / (double)s->pool_bytes : 0;
-    if (isatty(STDOUT_FILENO))
-        printf("\033[H\033[J");
     printf("kvqd %s  pid %" PRIu64 "  up %s  %s  workers %" PRIu32 "%s\n",
            kvq__ctl_clean(s->version), s->pid, kvq__ctl_duration(s->uptime_ms),
            kvq__ctl_clean(s->isa), s->workers, s->draining ? "  shutting down" : "");
@@ -82,50 +56,279 @@ static void print_look(const Kvq__StatusReply *s, const struct kvq__ctl_list *li
            rate(now.appended, before->appended, ms), kvq__ctl_counter(s, "refused_requests"));
     print_evictions(s);
     printf("\n");
-    size_t rows = rows_for_sessions();
-    qsort(list->elements, list->n, sizeof(ProtobufCMessage *), by_memory);
-    kvq__ctl_print_sessions((Kvq__Session *const *)list->elements, list->n < rows ? list->n : rows);
+}
+
+// One look: both lists, and what the look before it counted.
+struct seen {
+    struct kvq__ctl_list status, sessions;
+    struct look before;
+    bool any;
+};
+
+static void forget(struct seen *seen)
+{
+    if (seen->any) {
+        kvq__ctl_list_free(&seen->status);
+        kvq__ctl_list_free(&seen->sessions);
+    }
+    seen->any = false;
+}
+
+static int look(struct kvq__ctl *ctl, struct seen *seen)
+{
+    if (seen->any)
+        seen->before = look_of(kvq__ctl_status_of(&seen->status));
+    forget(seen);
+    int result = kvq__ctl_ask_status(ctl, &seen->status);
+    if (result)
+        return result;
+    result = kvq__ctl_ask_sessions(ctl, &seen->sessions);
+    seen->any = result == KVQ_EXIT_OK;
+    if (result)
+        kvq__ctl_list_free(&seen->status);
+    return result;
+}
+
+// What is sorted by memory at first, the largest on top.
+static void begin_view(struct kvq__ctl_view *view)
+{
+    const struct kvq__ctl by_memory = {.sort = "-memory"};
+    kvq__ctl_take_view(&by_memory, &kvq__ctl_sessions, view);
+}
+
+// ---- Where output is no terminal ----
+
+static void print_plain(const struct kvq__ctl *ctl, const struct kvq__ctl_view *view,
+                        struct seen *seen)
+{
+    struct kvq__ctl_list *list = &seen->sessions;
+    const Kvq__StatusReply *s = kvq__ctl_status_of(&seen->status);
+    if (ctl->json) {
+        kvq__ctl_print_json_line(&s->base, list->elements, list->n);
+        return;
+    }
+    print_head(s, &seen->before);
+    size_t n = kvq__ctl_apply_view(view, list->elements, list->n);
+    kvq__ctl_print_table(view, list->elements, n < PLAIN_ROWS ? n : PLAIN_ROWS);
     if (list->truncated)
         printf("(of the first %zu sessions; there are more)\n", list->n);
     fflush(stdout);
 }
 
-static int look_once(struct kvq__ctl *ctl, struct look *before)
+static int top_plain(struct kvq__ctl *ctl)
 {
-    struct kvq__ctl_list status, sessions;
-    int result = kvq__ctl_ask_status(ctl, &status);
-    if (result)
-        return result;
-    result = kvq__ctl_ask_sessions(ctl, &sessions);
-    if (result == 0) {
-        const Kvq__StatusReply *s = kvq__ctl_status_of(&status);
-        if (ctl->json)
-            kvq__ctl_print_json_line(&s->base, sessions.elements, sessions.n);
-        else
-            print_look(s, &sessions, before);
-        *before = look_of(s);
-        kvq__ctl_list_free(&sessions);
+    struct kvq__ctl_view view;
+    struct seen seen = {0};
+    int result = KVQ_EXIT_OK;
+    begin_view(&view);
+    for (unsigned long i = 0; result == KVQ_EXIT_OK; i++) {
+        result = look(ctl, &seen);
+        if (result == KVQ_EXIT_OK)
+            print_plain(ctl, &view, &seen);
+        if (ctl->count && i + 1 >= ctl->count)
+            break;
+        if (result == KVQ_EXIT_OK && kvq__ctl_wait(ctl, ctl->interval))
+            break;
     }
-    kvq__ctl_list_free(&status);
+    forget(&seen);
+    return result;
+}
+
+// ---- On a terminal ----
+
+struct top {
+    struct kvq__ctl *ctl;
+    struct kvq__screen screen;
+    struct kvq__ctl_view view;
+    struct seen seen;
+    size_t first; // of the sessions, that is shown on top
+    char *text;   // what there is to show
+    const char **lines;
+    size_t n_lines, n_head; // the head's stay where they are
+};
+
+// All of it as text, lines ended by NUL. False: out of memory.
+static bool write_text(struct top *t)
+{
+    FILE *real = stdout;
+    size_t size;
+    free(t->text);
+    t->text = NULL;
+    stdout = open_memstream(&t->text, &size);
+    if (stdout) {
+        struct kvq__ctl_list *list = &t->seen.sessions;
+        print_head(kvq__ctl_status_of(&t->seen.status), &t->seen.before);
+        size_t n = kvq__ctl_apply_view(&t->view, list->elements, list->n);
+        kvq__ctl_print_table(&t->view, list->elements, n);
+        fclose(stdout);
+    }
+    stdout = real;
+    return t->text != NULL;
+}
+
+static bool split_text(struct top *t)
+{
+    size_t n = 0;
+    for (const char *at = t->text; *at; at++)
+        n += *at == '\n';
+    free(t->lines);
+    t->lines = calloc(n + 1, sizeof *t->lines);
+    if (!t->lines)
+        return false;
+    char *at = t->text;
+    for (t->n_lines = 0; t->n_lines < n; t->n_lines++) {
+        t->lines[t->n_lines] = at;
+        at += strcspn(at, "\n");
+        *at++ = 0;
+    }
+    t->n_head = n - t->seen.sessions.n; // with the headings of the columns
+    return true;
+}
+
+// How many sessions there is room for, beside the head and the last line.
+static size_t room(const struct top *t)
+{
+    size_t taken = t->n_head + 1, rows = (size_t)t->screen.rows;
+    return rows > taken ? rows - taken : 0;
+}
+
+static void keep_within(struct top *t)
+{
+    size_t n = t->seen.sessions.n, fits = room(t);
+    size_t last = n > fits ? n - fits : 0;
+    t->first = t->first > last ? last : t->first;
+}
+
+// The head as far as there is room, sessions, and what can be done in the last line.
+static void draw(struct top *t)
+{
+    keep_within(t);
+    size_t n = t->seen.sessions.n, fits = room(t), rows = (size_t)t->screen.rows;
+    size_t shown = n - t->first < fits ? n - t->first : fits;
+    size_t head = t->n_head < rows ? t->n_head : rows;
+    const char **lines = calloc(head + shown + 1, sizeof *lines);
+    if (!lines)
+        return;
+    memcpy(lines, t->lines, head * sizeof *lines);
+    memcpy(lines + head, t->lines + t->n_head + t->first, shown * sizeof *lines);
+    lines[head + shown] =
+        kvq__ctl_text("%zu to %zu of %zu by %s, %s first; arrows and page keys: scroll, s: sort by "
+                      "the next column, r: reverse, q: quit",
+                      shown ? t->first + 1 : 0, t->first + shown, n, t->view.sort->name,
+                      t->view.descending ? "largest" : "smallest");
+    kvq__screen_draw(&t->screen, lines, head + shown + 1);
+    free(lines);
+}
+
+static void sort_by_next(struct top *t)
+{
+    size_t i = 0;
+    while (i < t->view.n_columns && t->view.columns[i] != t->view.sort)
+        i++;
+    t->view.sort = t->view.columns[(i + 1) % t->view.n_columns];
+}
+
+// Moves, or sorts anew. False: the user wants an end.
+static bool obey(struct top *t, enum kvq__screen_news news, char letter)
+{
+    size_t page = room(t) ? room(t) : 1;
+    switch (news) {
+    case KVQ__SCREEN_UP:
+        t->first -= t->first > 0;
+        break;
+    case KVQ__SCREEN_DOWN:
+        t->first++;
+        break;
+    case KVQ__SCREEN_PAGE_UP:
+        t->first -= t->first < page ? t->first : page;
+        break;
+    case KVQ__SCREEN_PAGE_DOWN:
+        t->first += page;
+        break;
+    case KVQ__SCREEN_HOME:
+        t->first = 0;
+        break;
+    case KVQ__SCREEN_END:
+        t->first = t->seen.sessions.n;
+        break;
+    case KVQ__SCREEN_LETTER:
+        if (letter == 's')
+            sort_by_next(t);
+        if (letter == 'r')
+            t->view.descending = !t->view.descending;
+        if ((letter == 's' || letter == 'r') && !(write_text(t) && split_text(t)))
+            return false;
+        return letter != 'q';
+    default:
+        break;
+    }
+    return true;
+}
+
+// Shows one look until it is time for the next one. False: the user wants an end.
+static bool show(struct top *t)
+{
+    int64_t until = kvq__screen_now() + (int64_t)(t->ctl->interval * 1000);
+    for (;;) {
+        char letter = 0;
+        draw(t);
+        enum kvq__screen_news news = kvq__screen_wait(&t->screen, t->ctl->stop_fd, until, &letter);
+        if (news == KVQ__SCREEN_TIME)
+            return true;
+        if (news == KVQ__SCREEN_STOP || !obey(t, news, letter))
+            return false;
+    }
+}
+
+static int look_again_and_again(struct top *t)
+{
+    int result = KVQ_EXIT_OK;
+    for (unsigned long i = 0; result == KVQ_EXIT_OK; i++) {
+        result = look(t->ctl, &t->seen);
+        if (result)
+            break;
+        if (!write_text(t) || !split_text(t)) {
+            fprintf(stderr, "kvqctl: out of memory\n");
+            result = KVQ_EXIT_FAILED;
+            break;
+        }
+        if ((t->ctl->count && i + 1 >= t->ctl->count) || !show(t))
+            break;
+    }
+    return result;
+}
+
+// Complaints wait until the terminal is what it was: on the other screen nobody would read them.
+static int top_on_screen(struct kvq__ctl *ctl)
+{
+    struct top t = {.ctl = ctl};
+    char *complaint = NULL;
+    size_t size;
+    FILE *real = stderr, *held = open_memstream(&complaint, &size);
+    int error = held ? kvq__screen_open(&t.screen) : -1;
+    if (error) {
+        fprintf(stderr, "kvqctl: the terminal cannot be used; kvqctl top | cat does without\n");
+        return KVQ_EXIT_FAILED;
+    }
+    begin_view(&t.view);
+    stderr = held;
+    int result = look_again_and_again(&t);
+    stderr = real;
+    fclose(held);
+    kvq__screen_close(&t.screen);
+    fputs(complaint ? complaint : "", stderr);
+    free(complaint);
+    free(t.text);
+    free(t.lines);
+    forget(&t.seen);
     return result;
 }
 
 int kvq__ctl_top(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
-    struct sigaction action = {.sa_handler = stop};
-    struct timespec pause = {.tv_sec = (time_t)ctl->interval};
-    struct look before = {0};
-    int result = KVQ_EXIT_OK;
-    pause.tv_nsec = (long)((ctl->interval - (double)pause.tv_sec) * 1e9);
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
-    for (unsigned long i = 0; !stopped && result == 0; i++) {
-        result = look_once(ctl, &before);
-        if (ctl->count && i + 1 >= ctl->count)
-            break;
-        if (result == 0)
-            nanosleep(&pause, NULL);
-    }
-    return stopped ? KVQ_EXIT_OK : result;
+    int result = kvq__ctl_catch_stop(ctl);
+    if (result == KVQ_EXIT_OK)
+        result = !ctl->json && isatty(STDOUT_FILENO) ? top_on_screen(ctl) : top_plain(ctl);
+    return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
 }
