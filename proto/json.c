@@ -4,7 +4,6 @@
 #include "proto/json.h"
 
 #include <stdbool.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "proto/kvq.pb-c.h"
@@ -14,8 +13,14 @@
 static cJSON *json_of_whole(uint64_t value, bool negative)
 {
     char text[24];
-    snprintf(text, sizeof text, "%s%llu", negative ? "-" : "", (unsigned long long)value);
-    return cJSON_CreateRaw(text);
+    char *at = text + sizeof text - 1; // by hand: a long list has hundreds of thousands of them
+    *at = 0;
+    do
+        *--at = (char)('0' + value % 10);
+    while (value /= 10);
+    if (negative)
+        *--at = '-';
+    return cJSON_CreateRaw(at);
 }
 
 static cJSON *json_of_signed(int64_t value)

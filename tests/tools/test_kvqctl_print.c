@@ -86,6 +86,19 @@ static void test_digits(void **state)
     print_many(1);
     assert_non_null(strstr(text, "18446744073709551615"));
     assert_non_null(strstr(text, "9007199254740993"));
+    Kvq__SavedEntry saved = KVQ__SAVED_ENTRY__INIT; // it has the only fields with a sign
+    ProtobufCMessage *one[] = {&saved.base};
+    saved.saved_at = INT64_MIN;
+    saved.used_at = -70;
+    FILE *real = stdout;
+    stdout = fmemopen(text, sizeof text, "w");
+    assert_non_null(stdout);
+    kvq__ctl_print_json_array(one, 1);
+    fclose(stdout);
+    stdout = real;
+    assert_non_null(strstr(text, "\"saved_at\":\t-9223372036854775808,"));
+    assert_non_null(strstr(text, "\"used_at\":\t-70\n"));
+    assert_non_null(strstr(text, "\"tokens\":\t0,"));
     print_many(0);
     assert_string_equal(text, "[]\n");
 }

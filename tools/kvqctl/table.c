@@ -16,12 +16,14 @@
 static const ProtobufCFieldDescriptor *find_field(const ProtobufCMessage *message, const char *path,
                                                   const void **at)
 {
-    char name[64];
     for (;;) {
+        char first[64]; // of several names
         size_t length = strcspn(path, ".");
-        snprintf(name, sizeof name, "%.*s", (int)length, path);
+        assert(length < sizeof first);
+        memcpy(first, path, length);
+        first[length] = 0;
         const ProtobufCFieldDescriptor *field =
-            protobuf_c_message_descriptor_get_field_by_name(message->descriptor, name);
+            protobuf_c_message_descriptor_get_field_by_name(message->descriptor, first);
         assert(field && field->label != PROTOBUF_C_LABEL_REPEATED);
         *at = (const char *)message + field->offset;
         if (!path[length])
@@ -112,17 +114,17 @@ static const char *number_text(enum kvq__ctl_show show, long double number)
     case KVQ__CTL_AS_TIME:
         return time_text((int64_t)number);
     case KVQ__CTL_AS_1_PLACE:
-        return kvq__ctl_text("%.1Lf", number);
+        return kvq__ctl_text("%.1f", (double)number);
     case KVQ__CTL_AS_2_PLACES:
-        return kvq__ctl_text("%.2Lf", number);
+        return kvq__ctl_text("%.2f", (double)number);
     case KVQ__CTL_AS_3_PLACES:
-        return kvq__ctl_text("%.3Lf", number);
+        return kvq__ctl_text("%.3f", (double)number);
     case KVQ__CTL_AS_TIMES:
-        return kvq__ctl_text("%.2Lfx", number);
+        return kvq__ctl_text("%.2fx", (double)number);
     case KVQ__CTL_AS_YES_NO:
         return number != 0 ? "yes" : "no";
     default:
-        return kvq__ctl_text("%.0Lf", number);
+        return kvq__ctl_text("%llu", (unsigned long long)number);
     }
 }
 
@@ -186,7 +188,7 @@ static void take_cell(struct cells *cells, size_t column, const char *text, FILE
     int width = width_of(text);
     if (width > cells->widths[column])
         cells->widths[column] = width;
-    fwrite(text, 1, strlen(text) + 1, out);
+    fwrite_unlocked(text, 1, strlen(text) + 1, out);
 }
 
 // False: out of memory.
@@ -207,6 +209,12 @@ static bool gather(struct cells *cells, ProtobufCMessage *const *elements, size_
     return fclose(out) == 0 && whole;
 }
 
+static void print_blanks(int n)
+{
+    for (; n > 0; n--)
+        putchar_unlocked(' ');
+}
+
 // What stands on the left of the last column is not filled up with blanks.
 static void print_cell(const struct cells *cells, size_t column, const char *text)
 {
@@ -214,14 +222,14 @@ static void print_cell(const struct cells *cells, size_t column, const char *tex
     int blanks = cells->widths[column] - width_of(text);
     bool last = column + 1 == cells->view->n_columns;
     if (column > 0)
-        fputs(c->apart ? "  " : " ", stdout);
+        print_blanks(c->apart ? 2 : 1);
     if (c->width >= 0)
-        printf("%*s", blanks, "");
-    fputs(text, stdout);
+        print_blanks(blanks);
+    fputs_unlocked(text, stdout);
     if (c->width < 0 && !last)
-        printf("%*s", blanks, "");
+        print_blanks(blanks);
     if (last)
-        putchar('\n');
+        putchar_unlocked('\n');
 }
 
 void kvq__ctl_print_table(const struct kvq__ctl_view *view, ProtobufCMessage *const *elements,
