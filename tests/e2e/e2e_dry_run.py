@@ -71,6 +71,25 @@ class DryRun(Stored):
         status, out, _ = self.daemon.ctl("session", "drop", "it", "--dry-run", check=False)
         self.assertEqual((status, out), (5, ""))
 
+    def test_end(self):
+        """What a daemon that ends saves and loses is what it said it would."""
+        self.make("written").save()
+        self.make("unwritten")
+        nameless = self.make(None)  # until it is closed
+        lost = ("lose", "session", OWN)
+        for words in (("drain",), ("shutdown",)):
+            answer = told(self.dry(*words))
+            self.assertIn(("save", "session", OWN, "unwritten"), answer)
+            self.assertEqual([w[:3] for w in answer if w[3] != "unwritten"], [lost])
+        answer = told(self.dry("shutdown", "--now"))
+        self.assertEqual([w[:3] for w in answer], [lost, lost])
+        nameless.close()
+        self.daemon.ctl("drain")
+        self.daemon.stop()
+        self.daemon = self.start()
+        self.assertEqual(sorted(e["name"] for e in self.daemon.ctl("storage", "list")),
+                         ["unwritten", "written"])
+
     def test_kick(self):
         """A client, and its sessions without a name; those with names stay."""
         self.make("named")

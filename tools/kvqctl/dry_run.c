@@ -160,6 +160,30 @@ static int preview_drop(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
+// The end of the daemon: named sessions are saved where there is a storage, all others are lost.
+static int preview_end(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    struct kvq__ctl_list sessions, saved;
+    ctl->quiet = true;
+    bool saves = kvq__ctl_ask_saved(ctl, &saved) == KVQ_EXIT_OK;
+    ctl->quiet = false;
+    if (saves)
+        kvq__ctl_list_free(&saved);
+    int result = kvq__ctl_ask_sessions(ctl, &sessions);
+    if (result)
+        return result;
+    struct plan plan = begin(ctl);
+    for (size_t i = 0; i < sessions.n; i++) {
+        const Kvq__Session *s = (const Kvq__Session *)sessions.elements[i];
+        if (!s->saved)
+            tell_session(&plan, saves && s->name[0] && !ctl->now ? "save" : "lose", s);
+    }
+    kvq__ctl_list_free(&sessions);
+    end(&plan);
+    return KVQ_EXIT_OK;
+}
+
 // Imports and pulls replace what is saved under the name that they end up with.
 static int preview_replace(struct kvq__ctl *ctl, const char *ns, const char *name)
 {
@@ -381,11 +405,18 @@ struct preview {
 };
 
 static const struct preview previews[] = {
-    {kvq__ctl_session_drop, preview_drop},         {kvq__ctl_session_import, preview_import},
-    {kvq__ctl_session_pull, preview_pull},         {kvq__ctl_remote_remove, preview_remove},
-    {kvq__ctl_prefix_drop, preview_prefix_drop},   {kvq__ctl_quota_set, preview_quota_set},
-    {kvq__ctl_quota_delete, preview_quota_delete}, {kvq__ctl_storage_gc, preview_gc},
-    {kvq__ctl_storage_compact, preview_compact},   {kvq__ctl_client_kick, preview_kick},
+    {kvq__ctl_session_drop, preview_drop},
+    {kvq__ctl_session_import, preview_import},
+    {kvq__ctl_session_pull, preview_pull},
+    {kvq__ctl_remote_remove, preview_remove},
+    {kvq__ctl_prefix_drop, preview_prefix_drop},
+    {kvq__ctl_quota_set, preview_quota_set},
+    {kvq__ctl_quota_delete, preview_quota_delete},
+    {kvq__ctl_storage_gc, preview_gc},
+    {kvq__ctl_storage_compact, preview_compact},
+    {kvq__ctl_client_kick, preview_kick},
+    {kvq__ctl_drain, preview_end},
+    {kvq__ctl_shutdown, preview_end},
 };
 
 kvq__ctl_run *kvq__ctl_preview_of(const struct kvq__ctl_command *command)
