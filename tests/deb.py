@@ -80,12 +80,13 @@ class Machine:
             raise AssertionError(f"{' '.join(command)}: exit status {status}\n{said[-3000:]}")
         return said
 
-    def boot(self):
+    def boot(self, private=True):
+        """private: without a network, but for a loopback address of its own."""
         log = open(os.path.join(self.folder, "console.log"), "ab")
         self.container = subprocess.Popen(
-            ["systemd-nspawn", "-q", "--register=no", "--keep-unit", "--private-network",
-             "--resolv-conf=off", "-D", self.root, "-b"], stdin=subprocess.DEVNULL, stdout=log,
-            stderr=log)
+            ["systemd-nspawn", "-q", "--register=no", "--keep-unit",
+             *(["--private-network"] if private else []), "--resolv-conf=off", "-D", self.root,
+             "-b"], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         log.close()
         self.wait("a systemd", self.find_leader)
         self.wait("the end of its start", lambda: self.try_run(
