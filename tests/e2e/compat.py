@@ -53,6 +53,10 @@ class Build:
 
     def daemon(self, **options):
         """A kvqd of this build."""
+        known = subprocess.run([os.path.join(self.bin, "kvqd"), "--help"], capture_output=True,
+                               text=True, check=True).stdout
+        if "--http-address" not in known:
+            options["http_address"] = None
         before, e2e_rig.BIN = e2e_rig.BIN, self.bin
         try:
             return Daemon(**options)

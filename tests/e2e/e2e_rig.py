@@ -93,7 +93,7 @@ class Daemon:
             options.setdefault("gpu_bytes", options["pool_bytes"])
         options.setdefault("http_address", "")  # others listen there
         options.setdefault("attention", "exact")  # held against double precision here
-        flags = [x for name, value in options.items()
+        flags = [x for name, value in options.items() if value is not None
                  for x in ("--" + name.replace("_", "-"), str(value))]
         readable, writable = os.pipe()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVQD_")}
