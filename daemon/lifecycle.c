@@ -246,6 +246,7 @@ static int open_core_with(struct kvq__server *server, const struct kvq__core_set
                                       .evict_idle_ns = settings->evict_idle_ns,
                                       .evict_above = settings->evict_above,
                                       .park_idle_ns = settings->park_idle_ns,
+                                      .pack_error_ns = settings->pack_error_ns,
                                       .workers = (uint32_t)c->workers,
                                       .path = settings->path,
                                       .quota = settings->quota,

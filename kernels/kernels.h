@@ -373,6 +373,7 @@ struct kvq_reading {
     const uint8_t *extras; // these three as in struct kvq_attend
     const uint8_t *pool;
     const struct kvq_book *book;
+    uint32_t first_page; // number of pages[0]
 };
 
 // Reads tokens [from, from + n) of one KV head as fp32 [n][dim], dequantized and rotated back to

@@ -119,13 +119,13 @@ uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *in
     r.extras = kvq__extras_of(in->format, in->shape, in->extras, in->pool, head);
     r.raw = kvq_layout_raw(in->shape);
     for (uint32_t i = 0, some; i < n; i += some) {
-        uint64_t page = (from + i) / KVQ_BLOCK_TOKENS;
+        uint64_t page = (from + i) / KVQ_BLOCK_TOKENS, slot = page - in->first_page;
         uint32_t at = (uint32_t)((from + i) % KVQ_BLOCK_TOKENS);
         some = min_u32(n - i, KVQ_BLOCK_TOKENS - at);
-        if (page >= in->n_pages || in->pages[page].tokens <= at)
+        if (page < in->first_page || slot >= in->n_pages || in->pages[slot].tokens <= at)
             continue;
-        uint32_t held = min_u32(some, in->pages[page].tokens - at);
-        read_page(&r, &in->pages[page], page * KVQ_BLOCK_TOKENS, at, held,
+        uint32_t held = min_u32(some, in->pages[slot].tokens - at);
+        read_page(&r, &in->pages[slot], page * KVQ_BLOCK_TOKENS, at, held,
                   k_out + (size_t)i * r.dim, v_out + (size_t)i * r.dim);
         count += held;
     }

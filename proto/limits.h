@@ -45,6 +45,7 @@ enum {
     KVQ_MAX_OVERRIDES = 1024,   // namespaces whose limits were set at run time
     KVQ_MAX_OWN_FORMATS = 32,   // [format NAME] sections
     KVQ_MAX_FORMAT_RANGES = 32, // ranges of layers in one of them
+    KVQ_MAX_PACK_ERRORS = 1024, // formats x layers whose error of packing is kept
     KVQ_MAX_SHARE_WITH = 32,    // names that a namespace shares its prefixes with
     KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
     KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts

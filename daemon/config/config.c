@@ -98,6 +98,8 @@ const struct kvq__option kvq__options[] = {
      .help = "percent of a pool in use above which idle sessions leave it early; 0 or 100: never"},
     {FIELD(park_idle_seconds), KVQ_OPTION_NUMBER, "N", LIVE, .max = 1ull << 32,
      .help = "move sessions that are idle for so many seconds to storage_dir; 0: only for room"},
+    {FIELD(pack_error_ms), KVQ_OPTION_NUMBER, "N", LIVE, .initial = 1000, .max = 3600000,
+     .help = "milliseconds between two packed units that are compared with their values; 0: never"},
     {FIELD(save_on_drain), KVQ_OPTION_WORD, "WORD", LIVE, .words = bool_words, .initial = 1,
      .help = "save named sessions before the daemon ends"},
     {FIELD(remote_endpoint), KVQ_OPTION_TEXT, "URL", RESTART, .initial_text = "",

@@ -107,6 +107,7 @@ struct kvq_config {
     uint64_t evict_idle_ms;
     uint64_t evict_above;       // percent
     uint64_t park_idle_seconds; // 0: only for room
+    uint64_t pack_error_ms;     // 0: never
     bool save_on_drain;
     char remote_endpoint[KVQ_CONFIG_PATH]; // "": no remote store; then the others are empty, too
     char remote_bucket[64];

@@ -62,6 +62,7 @@ struct kvq__core_settings *kvq__config_settings(const struct kvq_config *c)
                                     .evict_idle_ns = c->evict_idle_ms * NS_PER_MS,
                                     .evict_above = (uint32_t)c->evict_above,
                                     .park_idle_ns = c->park_idle_seconds * NS_PER_SECOND,
+                                    .pack_error_ns = c->pack_error_ms * NS_PER_MS,
                                     .path = c->fast ? KVQ_PATH_FAST : KVQ_PATH_EXACT,
                                     .quota = quota_of(c, NULL),
                                     .namespaces = plan->namespaces,

@@ -423,6 +423,17 @@ void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts);
 // refused counts once, under the status of the first of these.
 const struct kvq__refused *kvq__core_refused(const struct kvq__core *core);
 
+// What packing lost, of the units that were compared: root of the mean square of K - K', and of
+// V - V', where K' is read back from what was packed, by those of K and V. On the host alone.
+struct kvq__pack_error {
+    char format[KVQ_FORMAT_NAME];
+    uint32_t layer;
+    uint64_t count; // units
+    double k, v;    // sums over them
+};
+// In the order in which they came; at most KVQ_MAX_PACK_ERRORS, what comes later is not kept.
+uint32_t kvq__core_pack_errors(const struct kvq__core *core, const struct kvq__pack_error **out);
+
 struct kvq__place_info {
     const char *place, *name; // live as long as the core
     uint64_t pool_bytes, extent_bytes, used_bytes;

@@ -95,7 +95,8 @@ struct kvq__packer {
     uint32_t layer;
     uint64_t first, end; // tokens
     uint8_t *extras;
-    struct kvq_page *pages; // KVQ__PACKER_PAGES of them, from the page of `first` on
+    struct kvq__pack_sample *sample; // NULL: none
+    struct kvq_page *pages;          // KVQ__PACKER_PAGES of them, from the page of `first` on
 };
 enum { KVQ__PACKER_PAGES = 64 };
 static_assert(KVQ__PACKER_PAGES * KVQ_BLOCK_TOKENS >= KVQ_MAX_LEARN, "a prompt is learned at once");
@@ -237,6 +238,9 @@ struct kvq__core {
     uint64_t demote_after; // there was no room on the host; not before then
     struct kvq__counts counts;
     struct kvq__refused refused; // requests of rings
+    struct kvq__pack_sample pack_sample;
+    struct kvq__pack_error pack_errors[KVQ_MAX_PACK_ERRORS];
+    uint32_t n_pack_errors;
 };
 
 #endif

@@ -124,6 +124,9 @@ static void run_metrics(struct kvq__http_ask *ask)
     s->refused[KVQ__HTTP_RING] = *kvq__core_refused(server->core);
     s->n_places = kvq__core_places(server->core, s->places);
     s->latencies = *kvq__poller_latencies(server->poller);
+    const struct kvq__pack_error *errors;
+    s->n_pack_errors = kvq__core_pack_errors(server->core, &errors);
+    memcpy(s->pack_errors, errors, s->n_pack_errors * sizeof *errors);
     s->identity = &server->identity;
     s->uptime_ns = kvq_now_ns() - server->identity.start_ns;
     take_namespaces(server->core, g);

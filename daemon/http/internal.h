@@ -99,6 +99,8 @@ struct kvq__snapshot {
     struct kvq__latencies latencies;
     struct kvq__refused refused[KVQ__HTTP_DOORS];
     const struct kvq__store_times *store_times;
+    struct kvq__pack_error pack_errors[KVQ_MAX_PACK_ERRORS];
+    uint32_t n_pack_errors;
     struct kvq__place_info places[KVQ_MAX_GPUS];
     uint32_t n_places;
     struct kvq__namespace_info *namespaces;

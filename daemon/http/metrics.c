@@ -9,7 +9,7 @@
 #include "daemon/http/internal.h"
 #include "proto/shm.h"
 
-enum kind { GAUGE, COUNTER, HISTOGRAM, INFO };
+enum kind { GAUGE, COUNTER, HISTOGRAM, SUMMARY, INFO };
 
 struct writer {
     FILE *out;
@@ -21,12 +21,12 @@ struct writer {
 static void begin_family(struct writer *w, const char *family, enum kind kind, const char *unit,
                          const char *help)
 {
-    static const char *const kinds[] = {"gauge", "counter", "histogram", "info"};
+    static const char *const kinds[] = {"gauge", "counter", "histogram", "summary", "info"};
     const char *type = kind == INFO && !w->open ? "gauge" : kinds[kind];
     // OpenMetrics names the family without what the samples' names end in, the older format with.
-    const char *end = w->open || kind == GAUGE || kind == HISTOGRAM ? ""
-                      : kind == INFO                                ? "_info"
-                                                                    : "_total";
+    const char *end = w->open || (kind != COUNTER && kind != INFO) ? ""
+                      : kind == INFO                               ? "_info"
+                                                                   : "_total";
     w->family = family;
     w->kind = kind;
     fprintf(w->out, "# HELP %s%s %s\n# TYPE %s%s %s\n", family, end, help, family, end, type);
@@ -266,6 +266,28 @@ static void write_prefixes(struct writer *w, const struct kvq__snapshot *s)
     }
 }
 
+// ---- Quality ----
+
+static void write_pack_errors(struct writer *w, const struct kvq__snapshot *s)
+{
+    begin_family(
+        w, "kvqd_pack_error", SUMMARY, "",
+        "relative error of packed units that were compared with their values, on the host");
+    for (uint32_t i = 0; i < s->n_pack_errors; i++) {
+        const struct kvq__pack_error *e = &s->pack_errors[i];
+        for (int v = 0; v < 2; v++) {
+            static const char *const of[] = {"k", "v"};
+            fprintf(w->out, "%s_sum{", w->family);
+            write_label(w->out, "format", e->format, true);
+            fprintf(w->out, ",layer=\"%u\",of=\"%s\"} %.17g\n", e->layer, of[v], v ? e->v : e->k);
+            fprintf(w->out, "%s_count{", w->family);
+            write_label(w->out, "format", e->format, true);
+            fprintf(w->out, ",layer=\"%u\",of=\"%s\"} %llu\n", e->layer, of[v],
+                    (unsigned long long)e->count);
+        }
+    }
+}
+
 // ---- Time ----
 
 static void write_latencies(struct writer *w, const struct kvq__latencies *l)
@@ -335,6 +357,7 @@ void kvq__metrics_write(FILE *out, const struct kvq__snapshot *s, bool open)
     write_counters(w, &s->counts);
     write_refusals(w, s);
     write_latencies(w, &s->latencies);
+    write_pack_errors(w, s);
     write_store_times(w, s->store_times);
     if (open)
         fputs("# EOF\n", out);

@@ -198,6 +198,7 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
         .prefix_key = {1, 2, 3},
         .prefix_keep_ns = 20000000000u,
         .evict_idle_ns = 1000000000u,
+        .pack_error_ns = 1, // as often as can be
         .memory = {.context = kit,
                    .acquire = acquire,
                    .zero = zero,

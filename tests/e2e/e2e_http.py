@@ -13,6 +13,7 @@ import unittest
 
 import e2e_storage
 import kvq
+import numpy as np
 
 from e2e_rig import BOUND, ROOT, Daemon, Test, Tokens
 
@@ -301,6 +302,93 @@ class Monitors(Test):
         self.assertFalse(os.path.exists(self.local.path))
         for one in many:
             one.close()
+
+
+def affine2(x, axis):
+    """What 2 bits with a scale and a minimum for 32 values along an axis make of them."""
+    groups = np.moveaxis(x, axis, -1)
+    groups = groups.reshape(*groups.shape[:-1], -1, 32)
+    low = groups.min(-1, keepdims=True)
+    step = (groups.max(-1, keepdims=True) - low) / 3
+    return np.sqrt(np.square(groups - low - np.round((groups - low) / step) * step).sum()
+                   / np.square(groups).sum())
+
+
+class PackError(Test):
+    """What packing loses, as the daemon measures it, beside NumPy's."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.daemon = Daemon(pack_error_ms=1, backend="cpu")
+
+    def errors(self):
+        """Mean and number of what was measured, by format, layer and tensor."""
+        local = Local(self.daemon)
+        text = get(local, "/metrics")[2]
+        local.close()
+        found = {}
+        for end, *key, value in re.findall(
+                r'kvqd_pack_error_(\w+)\{format="(.*)",layer="(\d+)",of="(.)"\} (\S+)', text):
+            found.setdefault(tuple(key), {})[end] = float(value)
+        return {key: (x["sum"] / x["count"], x["count"]) for key, x in found.items()}
+
+    def measure(self, tokens, format, units, whole):
+        """Feeds sessions until so many units of each layer were compared."""
+        until = time.monotonic() + BOUND
+        places = [[self.client.array((128,) + tokens.k.shape[2:]) for _ in range(tokens.layers)]
+                  for _ in range(2)]
+        keys = {(format, str(layer), x) for layer in range(tokens.layers) for x in "kv"}
+        while time.monotonic() < until:
+            with self.client.session(tokens.rows, format) as session:
+                for _ in range(tokens.n // 128):
+                    if whole:
+                        for place, x in zip(places, (tokens.k, tokens.v)):
+                            for layer in range(tokens.layers):
+                                place[layer][:] = x[layer, session.tokens:session.tokens + 128]
+                        self.queue.step_whole([session], 128, *places)
+                    else:
+                        tokens.feed(self.queue, session, 128, attend=False)
+                for layer in range(tokens.layers):  # what the background has left
+                    self.queue.attend([session], layer, tokens.q[layer, :1])
+            found = self.errors()
+            if all(found.get(key, (0, 0))[1] >= units for key in keys):
+                return {key[1:]: found[key][0] for key in keys}
+        raise AssertionError(f"not measured: {found}")
+
+    def test_figures(self):
+        """Little is lost in 8 bits; in 2 bits so much as the formula says, layer by layer."""
+        tokens = Tokens(5, 2048)
+        tokens.k = np.random.default_rng(1).standard_normal(tokens.k.shape, np.float32)
+        tokens.k[1, ::16] *= 8  # outliers, of one layer alone
+        with self.client.session(tokens.rows, "f16") as session:  # which is not packed
+            tokens.feed(self.queue, session, 2048, attend=False)
+        for error in self.measure(tokens, "int8", 4, False).values():
+            self.assertTrue(0 < error < 0.02, error)
+        self.assertNotIn("f16", {key[0] for key in self.errors()})
+        found = self.measure(tokens, "kivi2", 30, False)
+        for layer in range(2):
+            self.assertAlmostEqual(found[str(layer), "k"], affine2(tokens.k[layer], 0), delta=0.02)
+            self.assertAlmostEqual(found[str(layer), "v"], affine2(tokens.v[layer], 2), delta=0.02)
+        self.assertGreater(abs(found["1", "k"] - found["0", "k"]), 0.05)
+
+    def test_whole_steps(self):
+        """Also what a request packs itself; formats with extras, too."""
+        tokens = Tokens(6, 2048)
+        for format in ("oscar2", "kivi-sink2", "innerq-hybrid"):
+            for error in self.measure(tokens, format, 4, True).values():
+                self.assertTrue(0.1 < error < 0.7, (format, error))
+
+    def test_off(self):
+        """With pack_error_ms = 0 nothing is compared any more, at once."""
+        tokens = Tokens(7, 1024)
+        self.measure(tokens, "kivi4", 1, False)
+        self.daemon.ctl("config", "set", "pack_error_ms", "0")
+        before = self.errors()
+        with self.client.session(tokens.rows, "kivi4") as session:
+            for _ in range(8):
+                tokens.feed(self.queue, session, 128)
+        self.assertEqual(self.errors(), before)
+        self.daemon.ctl("config", "set", "pack_error_ms", "1")
 
 
 def store_times(daemon):

@@ -37,6 +37,12 @@ static void check_read(const struct kvt_cache *c, uint64_t from, uint32_t n)
         for (uint32_t j = 0; j < n * dim; j++)
             k_out[j] = v_out[j] = UNTOUCHED;
         struct kvq_reading reading = kvt_reading(c);
+        // Pages before the first one that is asked for need not be there.
+        reading.first_page = from / KVQ_BLOCK_TOKENS < reading.n_pages && i % 2
+                                 ? (uint32_t)(from / KVQ_BLOCK_TOKENS)
+                                 : 0;
+        reading.pages += reading.first_page;
+        reading.n_pages -= reading.first_page;
         uint32_t got = kvq_read_rows(kernels, &reading, from, n, head, k_out, v_out, workspace);
         for (uint32_t t = 0; t < n; t++) {
             double k[KVQ_MAX_HEAD_DIM], v[KVQ_MAX_HEAD_DIM];

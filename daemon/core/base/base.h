@@ -112,6 +112,7 @@ struct kvq__core_config {
     uint8_t prefix_key[32];  // random key of the hashes of prefixes
     uint64_t evict_idle_ns;  // a session is evicted only if it was idle for so long (evict.h)
     uint64_t park_idle_ns;   // sessions idle for so long go to disk; 0 = never
+    uint64_t pack_error_ns;  // between two packed units that are compared; 0 = never (pack_error.h)
     uint32_t evict_above;    // percent of a pool above which idle sessions leave it; 0, 100 = never
     uint64_t prefix_keep_ns; // how long a prefix stays without a session; 0 = while there is room
     struct kvq__memory_ops memory;
@@ -164,7 +165,7 @@ struct kvq__namespace_config {
 
 // What may change while the core runs; as the fields of the same names in struct kvq__core_config.
 struct kvq__core_settings {
-    uint64_t keep_ns, prefix_keep_ns, evict_idle_ns, park_idle_ns;
+    uint64_t keep_ns, prefix_keep_ns, evict_idle_ns, park_idle_ns, pack_error_ns;
     uint32_t evict_above;
     uint8_t path;
     struct kvq__quota quota;

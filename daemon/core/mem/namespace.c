@@ -293,6 +293,7 @@ static void put_settings(struct kvq__core *core, const struct kvq__core_settings
     c->prefix_keep_ns = s->prefix_keep_ns;
     c->evict_idle_ns = s->evict_idle_ns;
     c->park_idle_ns = s->park_idle_ns;
+    c->pack_error_ns = s->pack_error_ns;
     c->evict_above = s->evict_above;
     c->path = s->path;
     c->quota = s->quota;

@@ -5,6 +5,7 @@
 #include <assert.h>
 
 #include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/request/pack_error.h"
 #include "daemon/core/request/step_all.h"
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
@@ -30,6 +31,7 @@ struct packing {
     const struct kvq_page *pages;
     uint8_t *extras; // like the pages, an address copied before the job started
     uint64_t first, end;
+    struct kvq__pack_sample *sample; // of one of these units; NULL: of none
 };
 
 // Formats with extras are packed head by head, in the order of tokens; others unit by unit.
@@ -59,6 +61,8 @@ static void pack_unit(const struct packing *p, uint64_t token, uint32_t head, vo
         .book = &p->l->book,
     };
     kvq_pack(p->s->core->config.kernels, p->l->format, &p->l->shape, &unit, workspace);
+    if (p->sample && p->sample->token == token && p->sample->head == head)
+        kvq__pack_sample_measure(p->sample, p->s->core, p->l, &unit, workspace);
 }
 
 static void pack_head(const struct packing *p, uint32_t head, void *workspace)
@@ -137,6 +141,8 @@ static bool prepare_pack(struct kvq__queue *q, uint32_t i)
     w->pack.end = end;
     w->pack.extras = l->extras.data;
     w->n_items = items_of(l, first, end);
+    if (!s->pool->gpu)
+        kvq__pack_sample_begin(s, (uint32_t)(l - s->layers), first, end, &w->sample);
     return true;
 }
 
@@ -150,7 +156,8 @@ static void run_pack(const struct kvq__queue *q, uint32_t i, uint32_t item, void
     const struct kvq__entry *w = &q->work[i];
     struct packing p = {w->session,    next_pack_layer(q, w->session),
                         w->pages,      w->pack.extras,
-                        w->pack.first, w->pack.end};
+                        w->pack.first, w->pack.end,
+                        w->sample};
     pack_item(&p, item, workspace);
 }
 
@@ -162,6 +169,7 @@ static void finish_pack(struct kvq__queue *q, uint32_t i)
     struct kvq__layer *l = next_pack_layer(q, w->session);
     assert(l->packer == q);
     w->packing = false;
+    kvq__pack_sample_end(q->core, &w->sample);
     finish_layer(w->session, l, w->n_items ? kvq__packed_at(w->session, l, w->past) : 0);
 }
 
@@ -216,6 +224,8 @@ static bool take_pack_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     w->packs.packs[w->packs.n++] =
         (struct kvq__layer_pack){layer, w->n_items, first, end, pages, l->extras.data};
     w->n_items += items_of(l, first, end);
+    if (!w->sample)
+        kvq__pack_sample_begin(s, layer, first, end, &w->sample);
     return true;
 }
 
@@ -236,6 +246,7 @@ static bool prepare_all(struct kvq__queue *q, uint32_t i)
         kvq__gpu_part_none(q, i);
     if (s->dropped || !w->packing_all)
         return true;
+    kvq__pack_sample_end(q->core, &w->sample); // of a wave that did not come about
     w->packs.packs = kvq__arena_take(q, s->n_owned * sizeof *w->packs.packs);
     room = w->packs.packs != NULL;
     for (uint32_t l = 0; l < s->n_layers && room; l++)
@@ -252,8 +263,14 @@ static void run_all(const struct kvq__queue *q, uint32_t i, uint32_t item, void 
     while (w->packs.packs[at].first_item > item)
         at--;
     const struct kvq__layer_pack *p = &w->packs.packs[at];
-    struct packing packing = {
-        w->session, &w->session->layers[p->layer], p->pages, p->extras, p->first, p->end};
+    struct packing packing = {.s = w->session,
+                              .l = &w->session->layers[p->layer],
+                              .pages = p->pages,
+                              .extras = p->extras,
+                              .first = p->first,
+                              .end = p->end,
+                              .sample =
+                                  w->sample && w->sample->layer == p->layer ? w->sample : NULL};
     (void)q;
     pack_item(&packing, item - p->first_item, workspace);
 }
@@ -264,6 +281,7 @@ static void finish_all(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = w->session;
     if (!w->packing_all || s->pool->gpu)
         return;
+    kvq__pack_sample_end(q->core, &w->sample);
     for (uint32_t j = 0; j < w->packs.n; j++)
         note_packed(s, &s->layers[w->packs.packs[j].layer], w->packs.packs[j].end);
     kvq__packing_release(q, w);
@@ -284,7 +302,7 @@ static void run_background_pack(struct kvq__job *job, uint32_t item, void *works
 {
     struct kvq__packer *p = (void *)((char *)job - offsetof(struct kvq__packer, job));
     const struct kvq__layer *l = &p->session->layers[p->layer];
-    struct packing packing = {p->session, l, p->pages, p->extras, p->first, p->end};
+    struct packing packing = {p->session, l, p->pages, p->extras, p->first, p->end, p->sample};
     pack_item(&packing, item, workspace);
 }
 
@@ -303,6 +321,7 @@ static void begin_background_pack(struct kvq__core *core, struct kvq__session *s
     find_pack_pages(l, p->first, pages_end(l, p->end), p->pages);
     p->extras = l->extras.data;
     p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background_pack};
+    kvq__pack_sample_begin(s, layer, p->first, p->end, &p->sample);
     l->packer = p;
     s->refs++; // not a use that would end the session's idle time
     kvq__flight_begin(core, &p->flight);
@@ -345,6 +364,7 @@ void kvq__background_done(struct kvq__core *core)
     struct kvq__packer *p = &core->packer;
     struct kvq__session *s = p->session;
     assert(s && s->layers[p->layer].packer == p);
+    kvq__pack_sample_end(core, &p->sample);
     finish_layer(s, &s->layers[p->layer], p->end);
     if (s->pack.queued) { // sessions take turns
         kvq__pack_unqueue(s);

@@ -7,6 +7,7 @@
 
 #include "daemon/core/request/admission.h"
 #include "daemon/core/request/gpu_commit.h"
+#include "daemon/core/request/pack_error.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/prefix.h"
 #include "daemon/core/session/table.h"
@@ -271,6 +272,7 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
         release_packing(q, s);
     if (w->packing_all)
         kvq__packing_release(q, w);
+    kvq__pack_sample_end(q->core, &w->sample); // of an entry that failed
     if (w->table)
         kvq__table_unuse(w->table);
     w->table = NULL;
@@ -604,12 +606,13 @@ static void reset_works(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
-        assert(!w->pinned && !w->forked && !w->table);
+        assert(!w->pinned && !w->forked && !w->table && !w->sample);
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
         w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
         w->packing_all = w->settles = false;
         w->table = NULL;
+        w->sample = NULL;
         w->forked = NULL;
         w->no_room = 0;
     }

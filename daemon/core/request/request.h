@@ -37,6 +37,18 @@ struct kvq__source {
     const int32_t *list; // of the engine's pages; NULL = not paged
 };
 
+// A unit whose error is measured where it is packed (pack_error.h). One at a time: the poller
+// begins and ends it, and in between it is the job's.
+struct kvq__pack_sample {
+    bool taken, measured;
+    char format[KVQ_FORMAT_NAME];
+    uint32_t layer, head;
+    uint64_t token; // the unit's first
+    double k, v;
+    uint64_t next_at, number;
+    uint32_t skip; // so many jobs before the next one, once it is time
+};
+
 // Units of one layer to pack; the entry's items [first_item, ..) are theirs.
 struct kvq__layer_pack {
     uint32_t layer, first_item;
@@ -51,13 +63,14 @@ struct kvq__entry {
     struct kvq__handle *handle;   // valid only while the request starts
     bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
     bool packing_all;                                   // layers whose packer is the request
-    struct kvq__table *table; // of a STEP, used until it ends; NULL = none
-    bool told;                // it reports that values of an earlier STEP were not finite
-    bool fetch_asked;         // the request waits for a session that is parked
-    uint64_t fetch_serial;    // the session's when it began to
-    int no_room;              // why its session cannot come back to its GPU; 0: it can
-    bool settles;             // a STEP of its session is under way on a GPU for it
-    struct {                  // on a GPU, of the wave: layers of a STEP, or tokens of a READ
+    struct kvq__table *table;        // of a STEP, used until it ends; NULL = none
+    bool told;                       // it reports that values of an earlier STEP were not finite
+    bool fetch_asked;                // the request waits for a session that is parked
+    uint64_t fetch_serial;           // the session's when it began to
+    int no_room;                     // why its session cannot come back to its GPU; 0: it can
+    struct kvq__pack_sample *sample; // taken for a unit that it packs; NULL: none
+    bool settles;                    // a STEP of its session is under way on a GPU for it
+    struct {                         // on a GPU, of the wave: layers of a STEP, or tokens of a READ
         uint32_t from, to;
         size_t room;
         uint32_t ops;
