@@ -59,6 +59,8 @@ install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system CO
 install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd.tmpfiles DESTINATION lib/tmpfiles.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd-cpu.conf DESTINATION share/doc/kvqd/examples COMPONENT kvqd)
+install(FILES packaging/prometheus/kvqd.rules.yml packaging/prometheus/kvqd.dashboard.json
+        DESTINATION ${CMAKE_INSTALL_DATADIR}/kvqd/prometheus COMPONENT kvqd)
 set(kvq_conf packaging/kvqd.conf)
 if(KVQ_DEB) # what is saved when the daemon ends outlives an upgrade
     file(READ packaging/kvqd.conf text)

@@ -51,6 +51,13 @@ def samples(text):
             (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))}
 
 
+def names_of_samples(text):
+    """What samples are called, those included of which there are none yet."""
+    ends = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
+    return {name + end for name, kind in re.findall(r"^# TYPE (\S+) (\S+)", text, re.M)
+            for end in ends.get(kind, ("",))}
+
+
 class Monitors(Test):
     @classmethod
     def setUpClass(cls):
@@ -154,13 +161,34 @@ class Monitors(Test):
     def test_alerts(self):
         """Each metric of the alerts is there."""
         self.client.session(Tokens(1, 1).rows, "f16")
-        there = set(re.findall(r"^(kvqd_\w+)", get(self.remote, "/metrics")[2], re.M))
-        there |= {re.sub("_(bucket|sum|count)$", "", name) for name in there}
+        there = names_of_samples(get(self.remote, "/metrics")[2])
+        there |= {re.sub("_(bucket|sum|count)$", "", name) for name in there}  # texts name these
         with open(os.path.join(ROOT, "packaging", "prometheus", "kvqd.rules.yml"),
                   encoding="utf-8") as file:
             named = set(re.findall(r"kvqd_[a-z]\w+", file.read()))
         self.assertGreater(len(named), 10)
         self.assertLessEqual(named, there)
+
+    def test_dashboard(self):
+        """Each metric of the dashboard is there, and Prometheus reads each expression."""
+        there = names_of_samples(get(self.remote, "/metrics")[2])
+        with open(os.path.join(ROOT, "packaging", "prometheus", "kvqd.dashboard.json"),
+                  encoding="utf-8") as file:
+            panels = json.load(file)["panels"]
+        self.assertEqual(len({panel["id"] for panel in panels}), len(panels))
+        exprs = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+        self.assertGreater(len(exprs), 30)
+        for expr in exprs:
+            self.assertLessEqual(set(re.findall(r"kvqd_\w+", expr)), there)
+        if shutil.which("promtool"):
+            rules = [{"record": f"panel:{i}", "expr": expr.replace("$__rate_interval", "5m")}
+                     for i, expr in enumerate(exprs)]
+            with tempfile.NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
+                json.dump({"groups": [{"name": "panels", "rules": rules}]}, file)  # YAML, too
+                file.flush()
+                done = subprocess.run(["promtool", "check", "rules", file.name], text=True,
+                                      capture_output=True, check=False)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
     def test_page_files(self):
         """They come from here alone."""

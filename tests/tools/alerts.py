@@ -53,6 +53,10 @@ CASES = {
     "KvqdEvictionsFail": rising("kvqd_evictions_failed_total", 1),
     "KvqdAttentionSlow": slow("kvqd_request_seconds_bucket", "0.2", ', op="attend"'),
     "KvqdRequestsWait": slow("kvqd_request_wait_seconds_bucket", "2.097152"),
+    "KvqdOwnFaults": rising("kvqd_refusals_total", 1, ', door="ring", status="E_SYSTEM"'),
+    "KvqdPackErrorRises": {
+        f'kvqd_pack_error_sum{{{HOST}, format="a", layer="0", of="k"}}': "0+1x10 16+6x50",
+        f'kvqd_pack_error_count{{{HOST}, format="a", layer="0", of="k"}}': "0+10x60"},
     "KvqdErrors": rising("kvqd_refused_requests_total", 600),
 }
 FIRES = {"KvqdRestarted": "13m"}  # when to look; the others fire on until the end
