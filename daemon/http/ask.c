@@ -301,10 +301,15 @@ static void ask_back(struct kvq__mail *mail)
         ask->answered = true;
         if (!ask->connection)
             free_ask(ask); // else its connection does, which has its refusal
-    } else if (write_answer(ask) && make_room(ask->part)) {
-        kvq__mailbox_post(kvq__poller_box(http->server->poller), mail, run_ask);
-        return;
     } else {
+        bool more = write_answer(ask);
+        if (more && make_room(ask->part)) {
+            kvq__mailbox_post(kvq__poller_box(http->server->poller), mail, run_ask);
+            return;
+        }
+        if (more)
+            refuse(ask, MHD_HTTP_SERVICE_UNAVAILABLE,
+                   "no memory for the rest of the answer; try again when there is some");
         http->asking.current = NULL;
         ask->at_poller = false;
         finish(ask);
