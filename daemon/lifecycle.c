@@ -398,6 +398,7 @@ static void drain_save(struct kvq__server *server, bool complete)
     uv_timer_stop(&server->drain_timer);
     server->drain.phase = KVQ__DRAIN_SAVES;
     server->drain.complete = complete;
+    kvq__service_saving(server->service);
     kvq__jobs_drain(server->jobs, drain_end);
 }
 

@@ -21,6 +21,7 @@
 enum {
     LINE_MS = 2000, // between two looks at whether the line has changed
     SEND_MS = 1000, // how long a message may wait for a manager that does not read
+    SAVE_S = 300,   // for which the manager waits at the end while no session more is saved
 };
 
 struct kvq__service {
@@ -30,6 +31,7 @@ struct kvq__service {
     socklen_t address_bytes;
     struct kvq_log_budget log_budget;
     bool ended;
+    uint32_t drained; // sessions that were saved, or could not be, when it last asked for time
 
     uv_timer_t watch_timer;
     struct kvq__watchdog watchdog;
@@ -142,9 +144,23 @@ static void read_figures(struct kvq__mail *mail)
     kvq__mailbox_post(&s->server->box, mail, take_figures);
 }
 
+// However long saves take at the end: the manager waits as long as they get on.
+static void ask_for_time(struct kvq__service *s)
+{
+    const struct kvq__drain_state *drain = &s->server->drain;
+    uint32_t drained = drain->saved + drain->not_saved;
+    char message[64];
+    if (drain->phase != KVQ__DRAIN_SAVES || s->drained == drained)
+        return;
+    s->drained = drained;
+    snprintf(message, sizeof message, "EXTEND_TIMEOUT_USEC=%llu", SAVE_S * 1000000ull);
+    tell(s, message);
+}
+
 static void on_line(uv_timer_t *timer)
 {
     struct kvq__service *s = timer->data;
+    ask_for_time(s);
     if (s->asked)
         return;
     s->asked = true;
@@ -200,6 +216,15 @@ void kvq__service_stopping(struct kvq__service *s)
     assert(s->server->draining && !s->ended);
     tell(s, "STOPPING=1");
     on_line(&s->line_timer);
+}
+
+void kvq__service_saving(struct kvq__service *s)
+{
+    if (!s)
+        return;
+    assert(s->server->drain.phase == KVQ__DRAIN_SAVES && !s->ended);
+    s->drained = UINT32_MAX; // nothing is known yet
+    ask_for_time(s);
 }
 
 // ---- Opening and closing ----

@@ -220,6 +220,18 @@ class Told(Configured):
         self.hear("STOPPING=1")
         self.assertEqual(daemon.process.wait(BOUND), 0)
 
+    def test_time_to_save(self):
+        """systemd waits for saves, however many."""
+        daemon = self.manage(f"storage_dir = {self.folder}/store\n")
+        tokens = Tokens(1, 20)
+        with daemon.client() as client:
+            session = client.session(tokens.rows, "f16", name="kept")
+            feed(client.queue(), [tokens], [session], [10])
+        daemon.process.terminate()
+        self.hear("EXTEND_TIMEOUT_USEC=300000000")
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+        daemon.wait_log("event=all_saved")
+
     def test_line(self):
         """It follows what the daemon has."""
         daemon = self.manage()
