@@ -201,6 +201,7 @@ part_deb() {
         return
     fi
     check_counted "packages in a Debian" 1800 python3 tests/deb.py build/deb build/deb-next
+    check_counted "from packages to a service" 3600 python3 tests/deb_tour.py build/deb
 }
 
 part_compat() {
