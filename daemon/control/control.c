@@ -26,6 +26,7 @@
 #include "daemon/attach/attach.h"
 #include "daemon/commands/dispatch.h"
 #include "daemon/commands/doctor.h"
+#include "daemon/control/audit.h"
 #include "daemon/control/front.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
@@ -69,7 +70,7 @@ struct kvq__control {
     uv_check_t check;
     uv_idle_t idle;
     bool open;
-    struct kvq_log_budget log_budget;
+    struct kvq_log_budget log_budget, audit_budget;
 
     // The request under way.
     bool busy; // at the poller
@@ -90,6 +91,7 @@ struct control_task {
     struct kvq__task task;
     LIST_ENTRY(control_task) link;
     struct kvq__control *control;
+    bool asks_again; // how far the daemon's end is
     struct kvq__peer peer;
     struct sender sender;
     Kvq__Request *request;
@@ -168,6 +170,7 @@ static void back(struct kvq__mail *mail)
         return;
     if (c->request->command_case == KVQ__REQUEST__COMMAND_KICK_CLIENT && c->reply.status == 0)
         kvq__attach_kick(c->server->attach, c->request->kick_client->id);
+    kvq__audit(&c->audit_budget, &c->peer, c->request, c->reply.status);
     send_reply(c);
     drain_control(c);
 }
@@ -196,6 +199,8 @@ static void task_done(struct kvq__task *task)
     c->n_tasks--;
     LIST_REMOVE(e, link);
     count_request(c, e->sender.back, true);
+    if (!e->asks_again)
+        kvq__audit(&c->audit_budget, &e->peer, e->request, e->reply.status);
     if (c->open)
         send_to(c, &e->sender, &e->reply, &e->arena);
     free(e);
@@ -241,8 +246,11 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
                                  .peer = &e->peer,
                                  .done = task_done};
     struct back *b = find_back(c, e->sender.back);
-    if (b && e->peer.admin && e->request->command_case == KVQ__REQUEST__COMMAND_DRAIN)
-        b->awaits = true;
+    if (e->request->command_case == KVQ__REQUEST__COMMAND_DRAIN) {
+        e->asks_again = c->server->draining && !e->request->drain->now;
+        if (b && e->peer.admin)
+            b->awaits = true;
+    }
     assert(c->n_tasks < MOST_ERRANDS);
     c->n_tasks++;
     LIST_INSERT_HEAD(&c->tasks, e, link);

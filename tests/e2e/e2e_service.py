@@ -304,6 +304,55 @@ class Told(Configured):
         daemon.status()
 
 
+class Audited(Configured):
+    """Who has changed what, in the log."""
+
+    def audited(self, daemon):
+        """(user, command, status, request) of each change so far, for users and administrators."""
+        found = [re.search(r'event=audit uid=(\d+) pid=\d+ command=(\w+) status=(\w+) request="(.*)"$',
+                           line) for line in daemon.lines]
+        return [(int(x[1]), x[2], x[3], x[4].replace(r'\"', '"')) for x in found if x]
+
+    def test_changes(self):
+        daemon = self.start("")
+        with daemon.client() as client:
+            client.session(Tokens(1, 1).rows, "f16", name="it").close()
+        for words in (("status",), ("session", "list"), ("quota", "list"), ("client", "list"),
+                      ("config", "get"), ("session", "show", "it")):
+            daemon.ctl(*words)
+        self.assertEqual(self.audited(daemon), [])  # they have been answered, and are not told of
+        daemon.ctl("session", "drop", "it")
+        daemon.ctl("config", "set", "log_level", "debug")
+        daemon.ctl("client", "kick", "99", check=False)
+        daemon.wait_log("event=audit .* command=kick_client")
+        told = self.audited(daemon)
+        self.assertEqual([x[:3] for x in told], [
+            (UID, "drop_session", "OK"), (UID, "set_config", "OK"),
+            (UID, "kick_client", "E_NO_CLIENT")])
+        self.assertEqual(json.loads(told[0][3])["ref"]["name"], "it")
+        self.assertEqual(json.loads(told[1][3]), {"name": "log_level", "value": "debug"})
+
+    @unittest.skipUnless(UID == 0, "asks as another user: needs root")
+    def test_refused(self):
+        """What somebody may not do is told of as well."""
+        daemon = self.start("", runtime_mode="0755")
+        subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory, "config", "set",
+                        "log_level", "debug"], capture_output=True, timeout=BOUND, user=4321)
+        daemon.wait_log("event=audit uid=4321 .* command=set_config status=E_PERMISSION")
+
+    def test_drain_once(self):
+        """kvqctl asks again and again how far it is."""
+        daemon = self.start("drain_ms = 600000\n")
+        with daemon.client() as client:
+            step = client.queue().step([client.session(Tokens(1, 1).rows, "f16")], 1)
+            status, _, _ = daemon.ctl("drain", "--wait", "200", check=False)
+            self.assertEqual(status, 4)
+            step.abort()
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+        daemon.wait_log("event=end")
+        self.assertEqual([x[1] for x in self.audited(daemon)], ["drain"])
+
+
 class Reloads(Configured):
     def limits(self, daemon, ns):
         return daemon.ctl("quota", "get", ns)["limit"]

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Who changed what by the control socket: a line of the log, event=audit, for each command that
+// may change something, done or refused. Loop's thread.
+#ifndef KVQ_DAEMON_CONTROL_AUDIT_H
+#define KVQ_DAEMON_CONTROL_AUDIT_H
+
+#include "daemon/core/core.h"
+#include "daemon/log/log.h"
+#include "proto/wire.h"
+
+// Tells of a command that has been answered with that status. Those that only read are not told of.
+// Every line of an administrator's is written; others share a budget.
+void kvq__audit(struct kvq_log_budget *budget, const struct kvq__peer *peer,
+                const Kvq__Request *request, int status);
+
+#endif
