@@ -60,7 +60,7 @@ class DryRun(Stored):
         self.assertEqual(told(answer), [memory, saved])
         self.assertGreaterEqual(answer["would"][0]["bytes"], 128 * 2 * 2 * 128 * 2)
         self.assertIn("128 tokens; client ", answer["would"][0]["note"])
-        self.assertEqual(told(self.dry("session", "drop", "i")), [memory, saved])
+        self.assertEqual(self.daemon.ctl("session", "drop", "i", "--dry-run", check=False)[0], 5)
         self.assertEqual(told(self.dry("session", "drop", "sharded")),
                          [("drop", "session", OWN, f"sharded {i}/2") for i in range(2)])
         self.again()
@@ -89,6 +89,15 @@ class DryRun(Stored):
         self.daemon = self.start()
         self.assertEqual(sorted(e["name"] for e in self.daemon.ctl("storage", "list")),
                          ["unwritten", "written"])
+
+    def test_end_without_saving(self):
+        self.daemon.stop()
+        self.daemon = self.start(save_on_drain="no")
+        self.client = self.daemon.client()
+        self.queue = self.client.queue()
+        self.make("unwritten")
+        for words in (("drain",), ("drain", "--now"), ("shutdown",)):
+            self.assertEqual(told(self.dry(*words)), [("lose", "session", OWN, "unwritten")])
 
     def test_kick(self):
         """A client, and its sessions without a name; those with names stay."""

@@ -25,8 +25,15 @@ class Short(Stored):
         self.assertEqual(self.daemon.ctl("session", "pin", "chat"), {"pinned": "chat-with-ada"})
         self.assertEqual(self.daemon.ctl("session", "unpin", "c"), {"unpinned": "chat-with-ada"})
         self.assertEqual(self.daemon.ctl("session", "save", "s")["name"], "summary")
-        self.assertEqual(self.daemon.ctl("session", "drop", "c"), {"dropped": "chat-with-ada"})
-        self.assertEqual(self.names(), ["summary"])
+
+    def test_a_drop_wants_all_of_it(self):
+        self.make("chat-with-ada")
+        status, _, complaint = self.daemon.ctl("session", "drop", "chat", check=False)
+        self.assertEqual(status, 5)
+        self.assertIn("and 1 name begins so: chat-with-ada; give the whole name", complaint)
+        self.assertEqual(self.names(), ["chat-with-ada"])
+        self.daemon.ctl("session", "drop", "chat-with-ada")
+        self.assertEqual(self.names(), [])
 
     def test_exact_wins(self):
         """A whole name is that session, whatever else begins so; and --exact takes nothing else."""
@@ -74,7 +81,7 @@ class Short(Stored):
         self.assertEqual(self.daemon.ctl("session", "restore", "ol"), {"restored": "old-story"})
         self.assertEqual(self.names(), ["old-story"])
         self.again()
-        self.assertEqual(self.daemon.ctl("session", "drop", "o"), {"dropped": "old-story"})
+        self.assertEqual(self.daemon.ctl("session", "drop", "old-story"), {"dropped": "old-story"})
         self.assertEqual(self.daemon.ctl("storage", "list"), [])
 
     def test_namespace(self):

@@ -96,7 +96,7 @@ class TopOnTerminal(Test):
         self.assertTrue(all(len(line) <= 100 for line in frame))
         self.assertRegex(frame[0], "^kvqd ")
         self.assertRegex(frame[5], "^NAMESPACE +NAME ")
-        self.assertRegex(frame[-1], f"^1 to 13 of {N} by memory, largest first;")
+        self.assertRegex(frame[-1], f"^q: quit .* 1 to 13 of {N} by memory, largest first$")
         frame = top.press("r")
         self.assertIn("by memory, smallest first", frame[-1])
         column = "memory"
@@ -126,15 +126,26 @@ class TopOnTerminal(Test):
         self.assertEqual(top.end(lambda t: os.write(t.fd, b"q")), ("", 0))
 
     def test_signals(self):
-        """SIGTERM, SIGINT and Ctrl-C leave the terminal as it was."""
+        """Signals that end it leave the terminal as it was; Ctrl-Z does nothing."""
         for act in (lambda t: t.process.send_signal(signal.SIGTERM),
                     lambda t: t.process.send_signal(signal.SIGINT),
+                    lambda t: t.process.send_signal(signal.SIGHUP),
+                    lambda t: t.process.send_signal(signal.SIGQUIT),
                     lambda t: os.write(t.fd, b"\x03")):
             top = Top(self.daemon.directory)
             top.frame()
             self.assertEqual(top.end(act), ("", 0))
-        rest, status = Top(self.daemon.directory, "--count", "1").end()
-        self.assertEqual((rest, status), ("", 0))
+        top = Top(self.daemon.directory)
+        top.frame()
+        self.assertEqual(len(top.press("\x1ar")), 20)
+        self.assertEqual(top.end(lambda t: os.write(t.fd, b"q")), ("", 0))
+
+    def test_so_many_looks(self):
+        """They are printed one after the other, for reading afterwards."""
+        top = Top(self.daemon.directory, "--count", "1")
+        with self.assertRaisesRegex(AssertionError, "the screen is not left") as caught:
+            top.end()
+        self.assertIn("NAMESPACE      NAME", str(caught.exception))
 
     def test_daemon_goes(self):
         """What went wrong is printed when the terminal is back."""

@@ -276,7 +276,8 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      "ID",
      kvq__ctl_client_kick,
      "closes a client's connection",
-     "The daemon drops its unnamed sessions; its named ones stand at their last commit. Only root\n"
+     "The daemon drops its unnamed sessions, and those with on_detach drop; its other named ones\n"
+     "stand at their last commit. Only root\n"
      "and the daemon's own user may do this.\n",
      false},
     {{"completion"},

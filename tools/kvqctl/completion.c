@@ -19,7 +19,8 @@ static void print_texts(const struct kvq__ctl_list *list, const char *field)
     const char *last = "";
     for (size_t i = 0; i < list->n; i++) {
         const char *text = kvq__ctl_value_of(&name, list->elements[i]).text;
-        if (*text && strcmp(text, last) != 0) // shards of one session follow each other
+        // Shards of one session follow each other, and a name may look like an option.
+        if (*text && *text != '-' && strcmp(text, last) != 0)
             printf("%s\n", text);
         last = text;
     }

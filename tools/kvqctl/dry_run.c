@@ -130,7 +130,10 @@ static void tell_all_saved(struct kvq__ctl *ctl, struct plan *plan, const char *
 
 static bool is_named(const Kvq__Session *s, const char *name)
 {
-    return *name == '#' ? s->id == strtoull(name + 1, NULL, 10) : strcmp(s->name, name) == 0;
+    char *end = NULL;
+    if (*name != '#')
+        return strcmp(s->name, name) == 0;
+    return s->id == strtoull(name + 1, &end, 10) && !*end;
 }
 
 // Its shards in memory and what is saved of it; if there is neither, the daemon says so.
@@ -160,16 +163,39 @@ static int preview_drop(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
-// The end of the daemon: named sessions are saved where there is a storage, all others are lost.
-static int preview_end(struct kvq__ctl *ctl, char **args)
+// Whether the daemon saves at its end: it has a storage, and save_on_drain is not off.
+static int ask_saves_at_end(struct kvq__ctl *ctl, bool *saves)
 {
-    (void)args;
-    struct kvq__ctl_list sessions, saved;
+    struct kvq__ctl_list saved;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__GetConfig command = KVQ__GET_CONFIG__INIT;
+    Kvq__Reply *reply;
+    command.name = (char *)"save_on_drain";
+    request.command_case = KVQ__REQUEST__COMMAND_GET_CONFIG;
+    request.get_config = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_CONFIG, &reply);
+    if (result)
+        return result;
+    *saves = reply->config->n_options == 1 && strcmp(reply->config->options[0]->value, "yes") == 0;
     ctl->quiet = true;
-    bool saves = kvq__ctl_ask_saved(ctl, &saved) == KVQ_EXIT_OK;
+    result = kvq__ctl_ask_saved(ctl, &saved);
     ctl->quiet = false;
-    if (saves)
+    if (result == KVQ_EXIT_OK)
         kvq__ctl_list_free(&saved);
+    *saves &= result == KVQ_EXIT_OK;
+    return KVQ_EXIT_OK;
+}
+
+// A session without a name is not saved, nor one of which a shard is missing.
+static bool can_be_saved(const Kvq__Session *s)
+{
+    bool whole = s->shards < 2 || s->group_tokens > 0 || s->tokens == 0;
+    return s->name[0] && whole;
+}
+
+static int preview_end(struct kvq__ctl *ctl, bool saves)
+{
+    struct kvq__ctl_list sessions;
     int result = kvq__ctl_ask_sessions(ctl, &sessions);
     if (result)
         return result;
@@ -177,11 +203,24 @@ static int preview_end(struct kvq__ctl *ctl, char **args)
     for (size_t i = 0; i < sessions.n; i++) {
         const Kvq__Session *s = (const Kvq__Session *)sessions.elements[i];
         if (!s->saved)
-            tell_session(&plan, saves && s->name[0] && !ctl->now ? "save" : "lose", s);
+            tell_session(&plan, saves && can_be_saved(s) ? "save" : "lose", s);
     }
     kvq__ctl_list_free(&sessions);
     end(&plan);
     return KVQ_EXIT_OK;
+}
+
+static int preview_drain(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    bool saves;
+    int result = ask_saves_at_end(ctl, &saves);
+    return result ? result : preview_end(ctl, saves);
+}
+
+static int preview_shutdown(struct kvq__ctl *ctl, char **args)
+{
+    return ctl->now ? preview_end(ctl, false) : preview_drain(ctl, args);
 }
 
 // Imports and pulls replace what is saved under the name that they end up with.
@@ -376,8 +415,11 @@ static int preview_kick(struct kvq__ctl *ctl, char **args)
     for (size_t i = 0; i < clients.n; i++) {
         const Kvq__Client *c = (const Kvq__Client *)clients.elements[i];
         if (c->id == id)
-            tell(&plan, &(struct item){"kick", "client", "", c->name, c->buffer_bytes,
-                                       kvq__ctl_text("pid %" PRIu64, c->pid)});
+            tell(&plan,
+                 &(struct item){"kick", "client", "", c->name, c->buffer_bytes,
+                                kvq__ctl_text("pid %" PRIu64 "; what it opened with on_detach "
+                                              "drop goes with it",
+                                              c->pid)});
     }
     kvq__ctl_list_free(&clients);
     if (plan.n == 0) {
@@ -415,8 +457,8 @@ static const struct preview previews[] = {
     {kvq__ctl_storage_gc, preview_gc},
     {kvq__ctl_storage_compact, preview_compact},
     {kvq__ctl_client_kick, preview_kick},
-    {kvq__ctl_drain, preview_end},
-    {kvq__ctl_shutdown, preview_end},
+    {kvq__ctl_drain, preview_drain},
+    {kvq__ctl_shutdown, preview_shutdown},
 };
 
 kvq__ctl_run *kvq__ctl_preview_of(const struct kvq__ctl_command *command)

@@ -142,6 +142,13 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     if (ctl->watch > 0 && !command->repeats)
         return kvq__ctl_bad_usage("--watch is for status and lists, not for",
                                   kvq__ctl_words(command));
+    if (ctl->offline && command->run != kvq__ctl_storage_verify)
+        return kvq__ctl_bad_usage("--offline is for storage verify, not for",
+                                  kvq__ctl_words(command));
+    if (ctl->shard >= 0 && command->run != kvq__ctl_session_move &&
+        command->run != kvq__ctl_session_restore)
+        return kvq__ctl_bad_usage("--shard is for session move and restore, not for",
+                                  kvq__ctl_words(command));
     if (ctl->dry_run && !kvq__ctl_preview_of(command))
         return kvq__ctl_bad_usage("--dry-run is for commands that take something away, not for",
                                   kvq__ctl_words(command));

@@ -94,13 +94,14 @@ static struct matches find_matches(struct kvq__ctl *ctl, const char *prefix)
 
 static void explain_choice(const char *prefix, const struct matches *m)
 {
-    fprintf(stderr, "kvqctl: no session has the name \"%s\", and %zu names begin so:",
-            kvq__ctl_clean(prefix), m->n);
+    fprintf(stderr,
+            "kvqctl: no session has the name \"%s\", and %zu %s so:", kvq__ctl_clean(prefix), m->n,
+            m->n == 1 ? "name begins" : "names begin");
     for (size_t i = 0; i < m->n && i < MOST_SHOWN; i++)
         fprintf(stderr, "%s %s", i ? "," : "", kvq__ctl_clean(m->names[i]));
     if (m->n > MOST_SHOWN)
         fprintf(stderr, ", and %zu more", m->n - MOST_SHOWN);
-    fprintf(stderr, "; give more of the name\n");
+    fprintf(stderr, m->n == 1 ? "; give the whole name\n" : "; give more of the name\n");
 }
 
 bool kvq__ctl_complete_name(struct kvq__ctl *ctl, bool *told)
@@ -111,10 +112,10 @@ bool kvq__ctl_complete_name(struct kvq__ctl *ctl, bool *told)
         return false;
     ctl->named = NULL; // only once, and not for what is asked here
     struct matches m = find_matches(ctl, prefix);
-    *told = m.n > 1;
-    if (m.n > 1)
+    *told = m.n > 1 || (m.n == 1 && ctl->destroys);
+    if (*told)
         explain_choice(prefix, &m);
-    if (m.n == 1) {
+    if (m.n == 1 && !ctl->destroys) {
         ctl->full_name = m.names[0];
         m.names[0] = NULL;
     }
@@ -126,6 +127,7 @@ int kvq__ctl_run_named(struct kvq__ctl *ctl, const struct kvq__ctl_command *comm
 {
     ctl->places = kvq__ctl_places_of(command);
     ctl->named = ctl->places ? args[0] : NULL;
+    ctl->destroys = command->run == kvq__ctl_session_drop || command->run == kvq__ctl_remote_remove;
     kvq__ctl_run *run = ctl->dry_run ? kvq__ctl_preview_of(command) : command->run;
     int result = run(ctl, args);
     if (!ctl->full_name)

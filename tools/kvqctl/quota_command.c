@@ -19,6 +19,13 @@ static const char *of(uint64_t used, uint64_t limit, bool bytes, bool set)
                                  : "");
 }
 
+static const char *limit_of(uint64_t limit, bool bytes)
+{
+    if (limit == 0)
+        return "none";
+    return bytes ? kvq__ctl_bytes(limit) : kvq__ctl_text("%" PRIu64, limit);
+}
+
 #define OF(FUNCTION, FIELD, BYTES, BIT)                                                            \
     static const char *FUNCTION(const ProtobufCMessage *message)                                   \
     {                                                                                              \
@@ -26,6 +33,17 @@ static const char *of(uint64_t used, uint64_t limit, bool bytes, bool set)
         bool told = q->used && q->limit;                                                           \
         return told ? of(q->used->FIELD, q->limit->FIELD, BYTES, q->which & (BIT)) : "";           \
     }
+#define LIMIT_OF(FUNCTION, FIELD, BYTES)                                                           \
+    static const char *FUNCTION(const ProtobufCMessage *message)                                   \
+    {                                                                                              \
+        const Kvq__QuotaStatus *q = (const Kvq__QuotaStatus *)message;                             \
+        return q->limit ? limit_of(q->limit->FIELD, BYTES) : "";                                   \
+    }
+LIMIT_OF(sessions_limit_text, sessions, false)
+LIMIT_OF(host_limit_text, host_bytes, true)
+LIMIT_OF(device_limit_text, device_bytes, true)
+LIMIT_OF(disk_limit_text, disk_bytes, true)
+LIMIT_OF(tables_limit_text, table_bytes, true)
 OF(sessions_text, sessions, false, SESSIONS)
 OF(host_text, host_bytes, true, HOST)
 OF(device_text, device_bytes, true, DEVICE)
@@ -44,11 +62,13 @@ static const struct kvq__ctl_column columns[] = {
     COLUMN("gpus", "GPUS", "used.device_bytes", BYTES, 22, false, device_text),
     COLUMN("disk", "DISK", "used.disk_bytes", BYTES, 22, false, disk_text),
     COLUMN("tables", "TABLES", "used.table_bytes", BYTES, 22, false, tables_text),
-    COLUMN("sessions-limit", "SESSIONS, LIMIT", "limit.sessions", NUMBER, 14, true, NULL),
-    COLUMN("host-limit", "HOST, LIMIT", "limit.host_bytes", BYTES, 11, true, NULL),
-    COLUMN("gpus-limit", "GPUS, LIMIT", "limit.device_bytes", BYTES, 11, true, NULL),
-    COLUMN("disk-limit", "DISK, LIMIT", "limit.disk_bytes", BYTES, 11, true, NULL),
-    COLUMN("tables-limit", "TABLES, LIMIT", "limit.table_bytes", BYTES, 11, true, NULL),
+    COLUMN("sessions-limit", "SESSIONS, LIMIT", "limit.sessions", NUMBER, 14, true,
+           sessions_limit_text),
+    COLUMN("host-limit", "HOST, LIMIT", "limit.host_bytes", BYTES, 11, true, host_limit_text),
+    COLUMN("gpus-limit", "GPUS, LIMIT", "limit.device_bytes", BYTES, 11, true, device_limit_text),
+    COLUMN("disk-limit", "DISK, LIMIT", "limit.disk_bytes", BYTES, 11, true, disk_limit_text),
+    COLUMN("tables-limit", "TABLES, LIMIT", "limit.table_bytes", BYTES, 11, true,
+           tables_limit_text),
     COLUMN("last-refused", "LAST REFUSED", "last_refused", TEXT, -12, true, NULL),
 };
 

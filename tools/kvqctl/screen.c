@@ -38,6 +38,7 @@ int kvq__screen_open(struct kvq__screen *s)
     *s = (struct kvq__screen){0};
     sigemptyset(&set);
     sigaddset(&set, SIGWINCH);
+    sigaddset(&set, SIGTSTP); // nobody would give the terminal back
     if (sigprocmask(SIG_BLOCK, &set, NULL) != 0)
         return -errno;
     s->change_fd = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);

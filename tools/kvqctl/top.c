@@ -212,8 +212,8 @@ static void draw(struct top *t)
     memcpy(lines, t->lines, head * sizeof *lines);
     memcpy(lines + head, t->lines + t->n_head + t->first, shown * sizeof *lines);
     lines[head + shown] =
-        kvq__ctl_text("%zu to %zu of %zu by %s, %s first; arrows and page keys: scroll, s: sort by "
-                      "the next column, r: reverse, q: quit",
+        kvq__ctl_text("q: quit  s: sort  r: reverse  arrows: scroll   %zu to %zu of %zu by %s, %s "
+                      "first",
                       shown ? t->first + 1 : 0, t->first + shown, n, t->view.sort->name,
                       t->view.descending ? "largest" : "smallest");
     kvq__screen_draw(&t->screen, lines, head + shown + 1);
@@ -324,11 +324,18 @@ static int top_on_screen(struct kvq__ctl *ctl)
     return result;
 }
 
+// So many looks and no more are for reading afterwards.
+static bool has_screen(const struct kvq__ctl *ctl)
+{
+    const char *term = getenv("TERM");
+    return !ctl->json && !ctl->count && isatty(STDOUT_FILENO) && term && strcmp(term, "dumb") != 0;
+}
+
 int kvq__ctl_top(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     int result = kvq__ctl_catch_stop(ctl);
     if (result == KVQ_EXIT_OK)
-        result = !ctl->json && isatty(STDOUT_FILENO) ? top_on_screen(ctl) : top_plain(ctl);
+        result = has_screen(ctl) ? top_on_screen(ctl) : top_plain(ctl);
     return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
 }
