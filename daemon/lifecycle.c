@@ -216,7 +216,7 @@ static int check_machine(struct kvq__server *server, char *text)
         bool given;
     } options[] = {
         {"pool_bytes", c->pool_bytes, kvq__memory_set_aside(&server->memory, &counts), true},
-        {"buffer_bytes", c->buffer_bytes, 0, kvq__config_was_given(c, "buffer_bytes")},
+        {"buffer_bytes", c->buffer_bytes, 0, kvq__config_sets_buffer_bytes(c)},
     };
     kvq__machine_read("", &machine);
     int error = kvq__memory_check(&server->memory, &counts, text);
@@ -398,7 +398,6 @@ static void drain_save(struct kvq__server *server, bool complete)
     uv_timer_stop(&server->drain_timer);
     server->drain.phase = KVQ__DRAIN_SAVES;
     server->drain.complete = complete;
-    kvq__service_saving(server->service);
     kvq__jobs_drain(server->jobs, drain_end);
 }
 
@@ -430,7 +429,8 @@ static void on_drain_timer(uv_timer_t *timer)
 
 static void drain_look(struct kvq__server *server)
 {
-    if (kvq_now_ns() >= server->drain_until_ns && server->drained) {
+    bool late = kvq_now_ns() >= server->drain_until_ns && server->drained;
+    if (late && server->drain_looked) {
         kvq__log(KVQ_LOG_WARN, "drained", "complete=no after_ms=%llu",
                  (unsigned long long)server->config.drain_ms);
         drain_save(server, false);
@@ -438,6 +438,7 @@ static void drain_look(struct kvq__server *server)
         server->drain_asked = true;
         kvq__mailbox_post(kvq__poller_box(server->poller), &server->drain_mail, drain_ask);
     }
+    server->drain_looked = true;
 }
 
 void kvq__server_drain(struct kvq__server *server)

@@ -32,6 +32,7 @@ static bool hangup_ignored; // from the start on
 static uv_poll_t lifetime;
 static uv_timer_t quit;
 static uint64_t asked_ns; // when it was first asked to end; 0: not yet
+static bool signalled;    // asked by a signal, and not by kvqctl or the end of its starter
 static bool stop;
 
 static void on_drained(struct kvq__server *s)
@@ -47,13 +48,16 @@ static void on_signal(uv_signal_t *handle, int number)
     // timeout(1) and other wrappers pass on what the whole process group was sent already.
     if (asked_ns && now - asked_ns < ECHO_NS)
         return;
-    if (asked_ns) {
+    if (signalled) {
         kvq__log(KVQ_LOG_WARN, "quit", "signal=%d reason=\"second signal\"", number);
         _exit(1);
     }
+    bool ends = asked_ns != 0;
+    signalled = true;
     asked_ns = now;
     kvq__log(KVQ_LOG_INFO, "signal", "signal=%d", number);
-    kvq__server_drain(&server);
+    if (!ends)
+        kvq__server_drain(&server);
 }
 
 static void on_quit(uv_timer_t *timer)

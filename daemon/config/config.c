@@ -507,6 +507,21 @@ static int check_remote(const struct kvq_config *config, char *text)
     return 0;
 }
 
+// What buffer_bytes = 0 stands for: what one client was explicitly allowed, it may have.
+static uint64_t usual_buffer_bytes(const struct kvq_config *config)
+{
+    struct kvq__machine machine;
+    kvq__machine_read("", &machine);
+    uint64_t half = kvq__machine_most(&machine) / 2;
+    return config->client_bytes > half ? config->client_bytes : half;
+}
+
+bool kvq__config_sets_buffer_bytes(const struct kvq_config *config)
+{
+    return kvq__config_was_given(config, "buffer_bytes") &&
+           config->buffer_bytes != usual_buffer_bytes(config);
+}
+
 int kvq__config_resolve(struct kvq_config *config, char *text)
 {
     assert(config->extent_bytes > 0);
@@ -518,9 +533,8 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
     uint64_t memory = kvq__machine_most(&machine);
     if (config->pool_bytes == 0)
         config->pool_bytes = memory / 4 / config->extent_bytes * config->extent_bytes;
-    if (config->buffer_bytes == 0) // what one client was explicitly allowed, it may have
-        config->buffer_bytes =
-            config->client_bytes > memory / 2 ? config->client_bytes : memory / 2;
+    if (config->buffer_bytes == 0)
+        config->buffer_bytes = usual_buffer_bytes(config);
     if (config->pool_bytes < config->extent_bytes)
         return kvq__config_refuse(
             text, "pool_bytes",

@@ -82,6 +82,8 @@ struct kvq__server {
     uint64_t drain_until_ns;
     struct kvq__mail drain_mail;
     bool drain_asked; // the poller has the mail
+    bool
+        drain_looked; // it has been asked once, so that no time at all is enough for an idle daemon
     bool core_idle;   // its answer
     struct kvq__drain_state drain;
 };

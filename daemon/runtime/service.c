@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// See service.h. Half as long as systemd waits for a sign of life, a timer looks whether the mail
-// of the look before has been at the poller and has come back. So a sign is given only while loop
-// and poller both take their mail.
+// See service.h. Four times as often as systemd wants a sign of life, a timer looks whether the
+// mail of the look before has been at the poller and has come back. So a sign is given only while
+// loop and poller both take their mail, and a look that fails does not yet end the daemon.
 #include "daemon/runtime/service.h"
 
 #include <assert.h>
@@ -22,6 +22,7 @@ enum {
     LINE_MS = 2000, // between two looks at whether the line has changed
     SEND_MS = 1000, // how long a message may wait for a manager that does not read
     SAVE_S = 300,   // for which the manager waits at the end while no session more is saved
+    CLOSE_S = 30,   // behind drain_ms
 };
 
 struct kvq__service {
@@ -144,17 +145,23 @@ static void read_figures(struct kvq__mail *mail)
     kvq__mailbox_post(&s->server->box, mail, take_figures);
 }
 
+static void tell_time(struct kvq__service *s, uint64_t seconds)
+{
+    char message[64];
+    snprintf(message, sizeof message, "EXTEND_TIMEOUT_USEC=%llu",
+             (unsigned long long)seconds * 1000000);
+    tell(s, message);
+}
+
 // However long saves take at the end: the manager waits as long as they get on.
 static void ask_for_time(struct kvq__service *s)
 {
     const struct kvq__drain_state *drain = &s->server->drain;
     uint32_t drained = drain->saved + drain->not_saved;
-    char message[64];
-    if (drain->phase != KVQ__DRAIN_SAVES || s->drained == drained)
+    if (drain->phase != KVQ__DRAIN_SAVES || drained + drain->unsaved == 0 || s->drained == drained)
         return;
     s->drained = drained;
-    snprintf(message, sizeof message, "EXTEND_TIMEOUT_USEC=%llu", SAVE_S * 1000000ull);
-    tell(s, message);
+    tell_time(s, SAVE_S);
 }
 
 static void on_line(uv_timer_t *timer)
@@ -182,7 +189,7 @@ static void on_sign_due(uv_timer_t *timer)
 
 static void begin_watch(struct kvq__service *s)
 {
-    uint64_t ms = kvq__watchdog_usec(getenv("WATCHDOG_USEC"), getenv("WATCHDOG_PID")) / 2000;
+    uint64_t ms = kvq__watchdog_usec(getenv("WATCHDOG_USEC"), getenv("WATCHDOG_PID")) / 4000;
     uv_timer_init(&s->server->loop, &s->watch_timer);
     s->watch_timer.data = s;
     if (ms == 0)
@@ -215,6 +222,7 @@ void kvq__service_stopping(struct kvq__service *s)
         return;
     assert(s->server->draining && !s->ended);
     tell(s, "STOPPING=1");
+    tell_time(s, s->server->config.drain_ms / 1000 + CLOSE_S); // steps may take so long to end
     on_line(&s->line_timer);
 }
 
@@ -223,7 +231,6 @@ void kvq__service_saving(struct kvq__service *s)
     if (!s)
         return;
     assert(s->server->drain.phase == KVQ__DRAIN_SAVES && !s->ended);
-    s->drained = UINT32_MAX; // nothing is known yet
     ask_for_time(s);
 }
 
@@ -241,6 +248,7 @@ int kvq__service_open(struct kvq__server *server, struct kvq__service **service,
         return KVQ_E_NO_MEMORY;
     }
     s->server = server;
+    s->drained = UINT32_MAX; // it has not asked
     s->fd = -1;
     int error = take_address(s, address, text);
     error = error ? error : open_socket(s, text);

@@ -19,8 +19,8 @@ void kvq__service_reloading(struct kvq__service *service);
 void kvq__service_reloaded(struct kvq__service *service);
 // The daemon ends: server->draining is set.
 void kvq__service_stopping(struct kvq__service *service);
-// It saves sessions now: server->drain is KVQ__DRAIN_SAVES. The manager is asked to wait for as
-// long as the next one is saved within five minutes.
+// It saves the sessions of server->drain now, at its end. The manager is asked to wait for as long
+// as the next one is saved within five minutes.
 void kvq__service_saving(struct kvq__service *service);
 
 // Tells nothing more, and closes its handles in the loop.

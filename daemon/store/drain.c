@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "daemon/log/log.h"
+#include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
 
@@ -349,8 +350,10 @@ static void list_unsaved(struct drain *d)
         if (!is_given_up(d, d->list[i].id))
             d->list[d->n++] = d->list[i];
     d->task.jobs->server->drain.unsaved = d->n;
-    if (d->n > 0)
-        kvq__log(KVQ_LOG_INFO, "saving", "sessions=%u", d->n);
+    if (d->n == 0)
+        return;
+    kvq__log(KVQ_LOG_INFO, "saving", "sessions=%u", d->n);
+    kvq__service_saving(d->task.jobs->server->service);
 }
 
 // ---- From beginning to end ----

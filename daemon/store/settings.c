@@ -184,7 +184,7 @@ static void apply_settings(struct kvq__task *t)
     const struct kvq_config *running = &t->jobs->server->config;
     kvq__config_compare(running, c->next, note_change, c);
     t->rc = kvq__config_merge(c->next, running, t->text);
-    if (t->rc == 0 && kvq__config_was_given(c->next, "buffer_bytes"))
+    if (t->rc == 0 && kvq__config_sets_buffer_bytes(c->next))
         t->rc = check_buffer_bytes(c->next, t->text);
     if (t->rc == 0)
         kvq__task_at_work(t, open_log);

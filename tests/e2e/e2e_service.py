@@ -125,6 +125,25 @@ class Ends(Configured):
         self.assertEqual(status, 1)
         self.assertIn("ended before it was drained", complaint)
 
+    def test_no_time_to_drain(self):
+        """An idle daemon has nothing to cut off."""
+        daemon = self.start("drain_ms = 0\n")
+        self.assertTrue(daemon.ctl("drain")["complete"])
+
+    def test_a_signal_after_it(self):
+        """It is the first one, so the steps that are open may still end, and sessions are saved."""
+        daemon = self.start("drain_ms = 600000\n")
+        client = daemon.client()
+        self.addCleanup(client.close)
+        step = client.queue().step([client.session(Tokens(1, 1).rows, "f16")], 1)
+        daemon.ctl("shutdown")
+        time.sleep(0.3)  # else it would be an echo, and nothing would be shown
+        daemon.process.terminate()
+        daemon.wait_log("event=signal")
+        self.assertIsNone(daemon.process.poll())
+        step.abort()
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+
     def test_shutdown(self):
         daemon = self.start("")
         daemon.ctl("shutdown")
@@ -150,6 +169,10 @@ class Machine(Configured):
                 Daemon(backend="cpu", **{option: "64tb"})
             words = rf"{option}: 67108864 MiB are more than the \d+ MiB .*; lower {option}, or"
             self.assertRegex(str(caught.exception), words)
+
+    def test_zero_is_never_too_much(self):
+        """kvqd chooses then, also where one client may have more than there is."""
+        self.start("client_bytes = 1tb\nbuffer_bytes = 0\n")
 
     def test_too_much_while_it_runs(self):
         daemon = self.start("buffer_bytes = 100mb\n")
@@ -228,9 +251,19 @@ class Told(Configured):
             session = client.session(tokens.rows, "f16", name="kept")
             feed(client.queue(), [tokens], [session], [10])
         daemon.process.terminate()
+        self.hear("STOPPING=1")
+        self.hear("EXTEND_TIMEOUT_USEC=35000000")  # drain_ms, and 30 s
         self.hear("EXTEND_TIMEOUT_USEC=300000000")
         self.assertEqual(daemon.process.wait(BOUND), 0)
         daemon.wait_log("event=all_saved")
+
+    def test_no_time_for_nothing(self):
+        """Where nothing is to be saved, nobody waits for it."""
+        daemon = self.manage()
+        daemon.process.terminate()
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+        self.assertEqual([x for x in self.waiting() if "EXTEND" in x],
+                         ["EXTEND_TIMEOUT_USEC=35000000"])
 
     def test_line(self):
         """It follows what the daemon has."""

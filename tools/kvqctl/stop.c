@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ending a command that goes on: SIGINT, SIGTERM, SIGHUP and SIGQUIT make a descriptor readable, so that whatever
-// waits can wait for them as well, and none comes between a look and a wait.
+// Ending a command that goes on: SIGINT, SIGTERM, SIGHUP and SIGQUIT make a descriptor readable, so
+// that whatever waits can wait for them as well, and none comes between a look and a wait.
 #include <poll.h>
 #include <signal.h>
 #include <sys/signalfd.h>

@@ -293,6 +293,8 @@ static void put_settings(struct kvq__core *core, const struct kvq__core_settings
     c->prefix_keep_ns = s->prefix_keep_ns;
     c->evict_idle_ns = s->evict_idle_ns;
     c->park_idle_ns = s->park_idle_ns;
+    if (c->pack_error_ns != s->pack_error_ns)
+        core->pack_sample.next_at = 0; // at once, whatever the interval was
     c->pack_error_ns = s->pack_error_ns;
     c->evict_above = s->evict_above;
     c->path = s->path;

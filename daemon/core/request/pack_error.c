@@ -98,7 +98,6 @@ static void add_squares(struct squares *s, const float *values, const float *rea
 
 static double error_of(const struct squares *s)
 {
-    assert(s->values >= 0 && s->differences >= 0);
     return s->values > 0 ? sqrt(s->differences / s->values) : 0;
 }
 
@@ -133,5 +132,5 @@ void kvq__pack_sample_measure(struct kvq__pack_sample *s, const struct kvq__core
     }
     s->k = error_of(&k);
     s->v = error_of(&v);
-    s->measured = true;
+    s->measured = isfinite(s->k) && isfinite(s->v); // a file that was imported may hold anything
 }
