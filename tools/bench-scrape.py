@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a scrape every second costs attention: its p99 with and without one, in alternating pairs.
+"""What watching the daemon costs attention: its p99 with and without, in alternating pairs.
 
-  tools/bench-scrape.py [PAIRS [SECONDS]]     10 pairs of windows of 2 seconds each
+  tools/bench-scrape.py [PAIRS [SECONDS [all]]]     10 pairs of windows of 2 seconds each
 
 A client attends over a session of 4,096 tokens as fast as it can. In every second window another
-process reads /metrics once a second. KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for
-tests/e2e/python.py. Figures are of the moment: read the ratios of pairs, not the microseconds.
+process reads /metrics once a second; with `all` it also asks every two seconds what the page asks
+that shows sessions, and `kvqctl top` and `kvqctl events` run. KVQ_BIN_DIR and KVQ_LIBRARY say which
+build, as for tests/e2e/python.py. Figures are of the moment: read the ratios of pairs, not the
+microseconds. On few cores they count what those programs themselves take of them.
 """
 import http.client
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import time
 
@@ -19,7 +22,7 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.join(ROOT, "tests", "e2e"), os.path.join(ROOT, "client", "python")]
-from e2e_rig import Daemon, Tokens  # noqa: E402
+from e2e_rig import BIN, Daemon, Tokens  # noqa: E402
 
 TOKENS = 4096
 
@@ -36,15 +39,37 @@ class Local(http.client.HTTPConnection):
         self.sock.connect(self.path)
 
 
-def scrape(path, on, count):
-    """Reads the metrics once a second while it is asked to."""
+PAGE = ("/status", "/clients", "/sessions", "/prefixes", "/quotas", "/events")
+
+
+def scrape(path, on, count, page):
+    """Reads the metrics once a second while it is asked to, and what the page asks for."""
     connection = Local(path)
     while True:
         on.wait()
-        connection.request("GET", "/metrics")
-        connection.getresponse().read()
+        asked = ["/metrics", *(PAGE if page and count.value % 2 == 0 else ())]
+        for what in asked:
+            connection.request("GET", what)
+            connection.getresponse().read()
         count.value += 1
         time.sleep(1)
+
+
+class Watchers:
+    """Programs that look at the daemon, for as long as a `with` lasts."""
+
+    def __init__(self, daemon, commands):
+        self.lines = [[os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory, *words]
+                      for words in commands]
+
+    def __enter__(self):
+        self.running = [subprocess.Popen(line, stdout=subprocess.DEVNULL,
+                                         stdin=subprocess.DEVNULL) for line in self.lines]
+
+    def __exit__(self, *_):
+        for process in self.running:
+            process.kill()
+            process.wait()
 
 
 def window(queue, session, tokens, seconds):
@@ -59,10 +84,13 @@ def window(queue, session, tokens, seconds):
 def main():
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 2
+    everything = sys.argv[3:] == ["all"]
     daemon = Daemon(attention="fast")
+    watchers = Watchers(daemon, (("top", "--interval", "1"), ("events",)) if everything else ())
     on, count = multiprocessing.Event(), multiprocessing.Value("i", 0)
     scraper = multiprocessing.Process(
-        target=scrape, args=(os.path.join(daemon.directory, "http.sock"), on, count), daemon=True)
+        target=scrape, args=(os.path.join(daemon.directory, "http.sock"), on, count, everything),
+        daemon=True)
     scraper.start()
     tokens = Tokens(1, TOKENS)
     client = daemon.client()
@@ -75,12 +103,16 @@ def main():
     for pair in range(pairs):
         found = {}
         for scraped in ((False, True), (True, False))[pair % 2]:
-            (on.set if scraped else on.clear)()
-            found[scraped] = window(queue, session, tokens, seconds)
-        on.clear()
+            if not scraped:
+                found[False] = window(queue, session, tokens, seconds)
+                continue
+            with watchers:
+                on.set()
+                found[True] = window(queue, session, tokens, seconds)
+                on.clear()
         ratios.append(found[True] / found[False])
-        print(f"p50 {found[False][0]:7.1f} us, scraped {found[True][0]:7.1f} us, ratio "
-              f"{ratios[-1][0]:.3f}; p99 {found[False][1]:7.1f} us, scraped {found[True][1]:7.1f} "
+        print(f"p50 {found[False][0]:7.1f} us, watched {found[True][0]:7.1f} us, ratio "
+              f"{ratios[-1][0]:.3f}; p99 {found[False][1]:7.1f} us, watched {found[True][1]:7.1f} "
               f"us, ratio {ratios[-1][1]:.3f}")
     middle, low, high = (np.percentile(ratios, p, axis=0) for p in (50, 25, 75))
     print(f"{count.value} scrapes; median ratio (quartiles) of p50 {middle[0]:.3f} ({low[0]:.3f} "

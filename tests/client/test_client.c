@@ -716,9 +716,9 @@ static void test_merge(void **unused)
 static void test_texts(void **unused)
 {
     (void)unused;
-    for (int code = KVQ_E_REMOTE; code <= 0; code++)
+    for (int code = KVQ_E_NO_NAMESPACE; code <= 0; code++)
         assert_string_not_equal(kvq_strerror(code), "unknown status");
-    assert_string_equal(kvq_strerror(KVQ_E_REMOTE - 1), "unknown status");
+    assert_string_equal(kvq_strerror(KVQ_E_NO_NAMESPACE - 1), "unknown status");
     assert_string_equal(kvq_strerror(1), "unknown status");
     assert_string_equal(kvq_version(), "0.1.0");
 }
