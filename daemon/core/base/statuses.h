@@ -9,9 +9,9 @@
 
 #include "proto/status.h"
 
-#define KVQ__PLUS_ONE(name, value, text) +1
-enum { KVQ__STATUSES = KVQ_STATUS_LIST(KVQ__PLUS_ONE) };
-#undef KVQ__PLUS_ONE
+#define KVQ__ONE_OF(name, value, text) KVQ__ONE_##name,
+enum { KVQ_STATUS_LIST(KVQ__ONE_OF) KVQ__STATUSES };
+#undef KVQ__ONE_OF
 #define KVQ__INSIDE(name, value, text)                                                             \
     static_assert((value) <= 0 && (value) > -KVQ__STATUSES, "values of statuses have no gap");
 KVQ_STATUS_LIST(KVQ__INSIDE)
