@@ -23,8 +23,8 @@ static void check(bool good, const char *what)
     abort();
 }
 
-// A leak checker does not look through the core's own memory, so what lies there would be told of as
-// leaked while the core is open. The tests of the core close it, and are looked through.
+// A leak checker does not look through the core's own memory, so what lies there would be told of
+// as leaked while the core is open. The tests of the core close it, and are looked through.
 int __lsan_is_turned_off(void);
 int __lsan_is_turned_off(void)
 {
