@@ -122,15 +122,17 @@ static void close_memory(struct kvq__core *core)
         kvq__deallocate(core, core->pools[i].numbers, numbers_bytes(&core->pools[i]));
     kvq__lookup_close(core);
     kvq__deallocate(core, core->packer.pages, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
+    kvq__deallocate(core, core->pack_errors, KVQ_MAX_PACK_ERRORS * sizeof *core->pack_errors);
     struct kvq__memory_ops memory = core->config.memory;
     memory.deallocate(memory.context, core, sizeof *core);
 }
 
-// What pools and packer need of bookkeeping memory.
+// What pools, packer and its samples need of bookkeeping memory.
 static int open_core_memory(struct kvq__core *core)
 {
     core->packer.pages = kvq__allocate(core, KVQ__PACKER_PAGES * sizeof *core->packer.pages);
-    bool enough = core->packer.pages && kvq__lookup_open(core) == 0;
+    core->pack_errors = kvq__allocate(core, KVQ_MAX_PACK_ERRORS * sizeof *core->pack_errors);
+    bool enough = core->packer.pages && core->pack_errors && kvq__lookup_open(core) == 0;
     for (uint32_t i = 0; i < core->n_pools && enough; i++) {
         struct kvq__pool *pool = &core->pools[i];
         pool->numbers = kvq__allocate(core, numbers_bytes(pool));

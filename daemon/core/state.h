@@ -239,7 +239,7 @@ struct kvq__core {
     struct kvq__counts counts;
     struct kvq__refused refused; // requests of rings
     struct kvq__pack_sample pack_sample;
-    struct kvq__pack_error pack_errors[KVQ_MAX_PACK_ERRORS];
+    struct kvq__pack_error *pack_errors; // room for KVQ_MAX_PACK_ERRORS
     uint32_t n_pack_errors;
 };
 
