@@ -210,15 +210,15 @@ static int check_machine(struct kvq__server *server, char *text)
     server->memory = (struct kvq__memory_source){.huge = (enum kvq__huge_pages)c->huge_pages,
                                                  .transparent = counts.transparent,
                                                  .pool_bytes = c->pool_bytes};
+    kvq__machine_read("", &machine);
     const struct {
         const char *name;
         uint64_t bytes, set_aside;
         bool given;
     } options[] = {
         {"pool_bytes", c->pool_bytes, kvq__memory_set_aside(&server->memory, &counts), true},
-        {"buffer_bytes", c->buffer_bytes, 0, kvq__config_sets_buffer_bytes(c)},
+        {"buffer_bytes", c->buffer_bytes, 0, kvq__config_sets_buffer_bytes(c, &machine)},
     };
-    kvq__machine_read("", &machine);
     int error = kvq__memory_check(&server->memory, &counts, text);
     for (size_t i = 0; i < sizeof options / sizeof *options && error == 0; i++) {
         if (!options[i].given)

@@ -31,8 +31,7 @@ static uv_signal_t watchers[ENDS], hangup;
 static bool hangup_ignored; // from the start on
 static uv_poll_t lifetime;
 static uv_timer_t quit;
-static uint64_t asked_ns; // when it was first asked to end; 0: not yet
-static bool signalled;    // asked by a signal, and not by kvqctl or the end of its starter
+static uint64_t signalled_ns; // when the first signal to end came; 0: none has
 static bool stop;
 
 static void on_drained(struct kvq__server *s)
@@ -46,17 +45,15 @@ static void on_signal(uv_signal_t *handle, int number)
     (void)handle;
     uint64_t now = kvq_now_ns();
     // timeout(1) and other wrappers pass on what the whole process group was sent already.
-    if (asked_ns && now - asked_ns < ECHO_NS)
+    if (signalled_ns && now - signalled_ns < ECHO_NS)
         return;
-    if (signalled) {
+    if (signalled_ns) {
         kvq__log(KVQ_LOG_WARN, "quit", "signal=%d reason=\"second signal\"", number);
         _exit(1);
     }
-    bool ends = asked_ns != 0;
-    signalled = true;
-    asked_ns = now;
+    signalled_ns = now;
     kvq__log(KVQ_LOG_INFO, "signal", "signal=%d", number);
-    if (!ends)
+    if (!server.draining) // kvqctl may have asked before
         kvq__server_drain(&server);
 }
 
@@ -74,9 +71,8 @@ static void on_asked(struct kvq__server *s, bool now)
         uv_timer_start(&quit, on_quit, QUIT_MS, 0);
         return;
     }
-    if (asked_ns)
+    if (server.draining)
         return;
-    asked_ns = kvq_now_ns();
     kvq__log(KVQ_LOG_INFO, "asked_to_end", "reason=kvqctl");
     kvq__server_drain(s);
 }
@@ -100,9 +96,8 @@ static void on_lifetime(uv_poll_t *handle, int status, int events)
     uv_poll_stop(handle);
     kvq__log(KVQ_LOG_INFO, "lifetime", "fd=%d reason=\"the process that started it is gone\"",
              server.config.lifetime_fd);
-    if (asked_ns)
+    if (server.draining)
         return;
-    asked_ns = kvq_now_ns();
     kvq__server_drain(&server);
 }
 

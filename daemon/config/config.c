@@ -508,18 +508,16 @@ static int check_remote(const struct kvq_config *config, char *text)
 }
 
 // What buffer_bytes = 0 stands for: what one client was explicitly allowed, it may have.
-static uint64_t usual_buffer_bytes(const struct kvq_config *config)
+static uint64_t usual_buffer_bytes(const struct kvq_config *config, uint64_t memory)
 {
-    struct kvq__machine machine;
-    kvq__machine_read("", &machine);
-    uint64_t half = kvq__machine_most(&machine) / 2;
-    return config->client_bytes > half ? config->client_bytes : half;
+    return config->client_bytes > memory / 2 ? config->client_bytes : memory / 2;
 }
 
-bool kvq__config_sets_buffer_bytes(const struct kvq_config *config)
+bool kvq__config_sets_buffer_bytes(const struct kvq_config *config,
+                                   const struct kvq__machine *machine)
 {
     return kvq__config_was_given(config, "buffer_bytes") &&
-           config->buffer_bytes != usual_buffer_bytes(config);
+           config->buffer_bytes != usual_buffer_bytes(config, kvq__machine_most(machine));
 }
 
 int kvq__config_resolve(struct kvq_config *config, char *text)
@@ -534,7 +532,7 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
     if (config->pool_bytes == 0)
         config->pool_bytes = memory / 4 / config->extent_bytes * config->extent_bytes;
     if (config->buffer_bytes == 0)
-        config->buffer_bytes = usual_buffer_bytes(config);
+        config->buffer_bytes = usual_buffer_bytes(config, memory);
     if (config->pool_bytes < config->extent_bytes)
         return kvq__config_refuse(
             text, "pool_bytes",

@@ -150,9 +150,10 @@ int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
 
 // Whether file, environment or flags gave an option a value.
 bool kvq__config_was_given(const struct kvq_config *config, const char *name);
-// Whether they gave buffer_bytes a value of their own: not 0, for which kvqd chooses one. Reads how
-// much memory there is.
-bool kvq__config_sets_buffer_bytes(const struct kvq_config *config);
+// Whether they gave buffer_bytes a value of their own: not 0, for which kvqd chooses one.
+struct kvq__machine;
+bool kvq__config_sets_buffer_bytes(const struct kvq_config *config,
+                                   const struct kvq__machine *machine);
 
 // The steps of the above, for tests: `name` stands for the file in complaints. `contents` ends
 // with a NUL. Several files are parsed one after the other into one configuration; source_file is

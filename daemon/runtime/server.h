@@ -81,10 +81,9 @@ struct kvq__server {
     uv_timer_t drain_timer;
     uint64_t drain_until_ns;
     struct kvq__mail drain_mail;
-    bool drain_asked; // the poller has the mail
-    bool
-        drain_looked; // it has been asked once, so that no time at all is enough for an idle daemon
-    bool core_idle;   // its answer
+    bool drain_asked;  // the poller has the mail
+    bool drain_looked; // the poller was asked once: without any time an idle daemon is drained, too
+    bool core_idle;    // its answer
     struct kvq__drain_state drain;
 };
 

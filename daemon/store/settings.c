@@ -174,6 +174,8 @@ static int check_buffer_bytes(const struct kvq_config *config, char *text)
 {
     struct kvq__machine machine;
     kvq__machine_read("", &machine);
+    if (!kvq__config_sets_buffer_bytes(config, &machine))
+        return 0;
     return kvq__machine_check(&machine, "buffer_bytes", config->buffer_bytes, 0, text);
 }
 
@@ -184,7 +186,7 @@ static void apply_settings(struct kvq__task *t)
     const struct kvq_config *running = &t->jobs->server->config;
     kvq__config_compare(running, c->next, note_change, c);
     t->rc = kvq__config_merge(c->next, running, t->text);
-    if (t->rc == 0 && kvq__config_sets_buffer_bytes(c->next))
+    if (t->rc == 0)
         t->rc = check_buffer_bytes(c->next, t->text);
     if (t->rc == 0)
         kvq__task_at_work(t, open_log);
@@ -205,6 +207,29 @@ static void read_config(struct kvq__task *t)
     const struct kvq__server *server = t->jobs->server;
     t->rc =
         kvq__config_load(t->change->next, server->argc, server->argv, server->environment, t->text);
+}
+
+static void open_old_log(struct kvq__task *t)
+{
+    char text[KVQ_TEXT_BYTES]; // t->text says already why nothing changes
+    t->change->log_fd = kvq__log_prepare(t->jobs->server->config.log_file, text);
+}
+
+// Nothing changes, but a log that was renamed goes on under its name. Waits.
+static void keep_log(struct kvq__task *t)
+{
+    struct kvq__change *c = t->change;
+    int why = t->rc;
+    if (!c)
+        return;
+    if (c->log_fd >= 0)
+        close(c->log_fd);
+    kvq__task_at_work(t, open_old_log);
+    t->rc = why;
+    if (c->log_fd < 0)
+        return;
+    kvq__log_use(c->log_fd, (enum kvq_log_level)t->jobs->server->config.log_level);
+    c->log_fd = -1;
 }
 
 static void log_changes(const struct kvq__change *c)
@@ -262,6 +287,8 @@ void kvq__jobs_reload_config(struct kvq__task *t)
         kvq__task_at_work(t, read_config);
     if (t->rc == 0)
         apply_settings(t);
+    if (t->rc < 0)
+        keep_log(t);
     log_reload(t);
     kvq__service_reloaded(service);
     end_settings(t);

@@ -137,7 +137,6 @@ class Ends(Configured):
         self.addCleanup(client.close)
         step = client.queue().step([client.session(Tokens(1, 1).rows, "f16")], 1)
         daemon.ctl("shutdown")
-        time.sleep(0.3)  # else it would be an echo, and nothing would be shown
         daemon.process.terminate()
         daemon.wait_log("event=signal")
         self.assertIsNone(daemon.process.poll())
@@ -520,6 +519,10 @@ class Reloads(Configured):
             self.wait_in(log, "event=reloaded ", daemon)
             with open(f"{log}.{number}", encoding="utf-8") as old:
                 self.assertEqual(old.read().count("event=reloaded "), min(number, 1))
+        os.rename(log, f"{log}.3")
+        self.write(f"log_file = {log}\nnonsense = 1\n")  # whatever is wrong with the rest
+        daemon.process.send_signal(signal.SIGHUP)
+        self.wait_in(log, "event=reload_failed", daemon)
         self.assertEqual(daemon.settled_fds(), before)
         other = os.path.join(self.folder, "other.log")
         self.write(f"log_file = {other}\n")

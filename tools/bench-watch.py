@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watching the daemon costs attention: its p99 with and without, in alternating pairs.
 
-  tools/bench-scrape.py [PAIRS [SECONDS [all]]]     10 pairs of windows of 2 seconds each
+  tools/bench-watch.py [PAIRS [SECONDS [all]]]     10 pairs of windows of 2 seconds each
 
 A client attends over a session of 4,096 tokens as fast as it can. In every second window another
 process reads /metrics once a second; with `all` it also asks every two seconds what the page asks
