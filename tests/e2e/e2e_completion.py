@@ -106,6 +106,29 @@ class Completion(Test):
                      ["session", "drop", "nothing-like-it"])):
                 self.assertEqual(shell.complete(typed), ["kvqctl", *words], shell.name)
 
+    def test_names_that_bash_takes_apart(self):
+        """And such as are escaped already, and such as look like options: these are left out."""
+        for name in ("user:1", "a@b", "x@long", "with space", "with spoon", "--json", "key=7"):
+            self.client.session(ROWS, "f16", name=name).close()
+        shells = self.shells()  # the first is bash; it ends with its generator
+        shell = next(shells)
+        for typed, words in (("session show user:\t", ["session", "show", "user:1"]),
+                             ("session show a@\t", ["session", "show", "a@b"]),
+                             ("session show x@lo\t", ["session", "show", "x@long"]),
+                             ("session show key=\t", ["session", "show", "key=7"]),
+                             ("session show wi\ta\t", ["session", "show", "with space"]),
+                             ("session list --columns=compr\t",
+                              ["session", "list", "--columns=compression"]),
+                             (f"--runtime-dir={self.daemon.directory} session show us\t",
+                              [f"--runtime-dir={self.daemon.directory}", "session", "show",
+                               "user:1"])):
+            self.assertEqual(shell.complete("kvqctl " + typed), ["kvqctl", *words])
+        shells.close()
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory,
+                               "completion", "session show"], capture_output=True, text=True,
+                              check=True)
+        self.assertNotIn("--json", done.stdout)
+
     def test_daemon_that_is_silent(self):
         """Names are done without, and nothing is printed in between."""
         for shell in self.shells():

@@ -160,6 +160,10 @@ static void print_reading(void)
     printf("    local word line='' follow='' columns='' names='' files='' last=''\n"
            "    local -a daemon=()\n"
            "    for word in \"${before[@]}\"; do\n"
+           "        case $word in\n"
+           "        --runtime-dir=* | --namespace=* | --from=*) daemon+=(\"$word\"); continue ;;\n"
+           "        --*=*) continue ;;\n"
+           "        esac\n"
            "        case $last in\n"
            "        --runtime-dir | --namespace | --from) daemon+=(\"$last\" \"$word\") ;;\n"
            "        esac\n"
@@ -171,7 +175,6 @@ static void print_reading(void)
            "        last=$word\n"
            "        case $word in\n"
            "        -*) ;;\n"
-           "        =) last=--filter ;;\n" // bash takes C=VALUE apart
            "        *) line=${line:+$line }$word ;;\n"
            "        esac\n"
            "    done\n"
@@ -183,13 +186,34 @@ static void print_reading(void)
     printf("    esac\n");
 }
 
+// Bash takes words apart at : = and @, also in names. What stands together in the line is one word;
+// of it bash replaces what is behind the last of these characters, and an @ as well.
+static void print_bash_words(void)
+{
+    printf("    local IFS=$' \\t\\n' name piece rest=$COMP_LINE cur cut\n"
+           "    local -a before=()\n"
+           "    for piece in \"${COMP_WORDS[@]:0:COMP_CWORD+1}\"; do\n"
+           "        if [[ ${before[0]} && $rest != [[:blank:]]* && $rest ]]; then\n"
+           "            before[-1]+=$piece\n"
+           "        else\n"
+           "            before+=(\"$piece\") rest=${rest#\"${rest%%%%[![:blank:]]*}\"}\n"
+           "        fi\n"
+           "        rest=${rest#\"$piece\"}\n"
+           "    done\n"
+           "    cur=${before[-1]} cut=${cur%%\"${cur##*[:=@]}\"}\n"
+           "    cut=${cut%%@}\n"
+           "    before=(\"${before[@]:1:${#before[@]}-2}\")\n"
+           "    case $cur in\n"
+           "    --*=*) before+=(\"${cur%%%%=*}\") cur=${cur#*=} cut=${cut#*=} ;;\n"
+           "    esac\n");
+}
+
 static void print_bash(void)
 {
     printf("# bash completion for kvqctl; kvqctl completion bash prints it.\n"
            "_kvqctl()\n"
-           "{\n"
-           "    local cur=${COMP_WORDS[COMP_CWORD]} IFS=$' \\t\\n' name\n"
-           "    local -a before=(\"${COMP_WORDS[@]:1:COMP_CWORD-1}\")\n");
+           "{\n");
+    print_bash_words();
     print_reading();
     printf(
         "    COMPREPLY=()\n"
@@ -215,7 +239,9 @@ static void print_bash(void)
         "        COMPREPLY=($(compgen -f -- \"$cur\"))\n"
         "    elif [[ $names ]]; then\n"
         "        while IFS= read -r name; do\n"
-        "            [[ $name == \"$cur\"* ]] && COMPREPLY+=(\"$(printf %%q \"$name\")\")\n"
+        "            printf -v rest %%q \"$name\"\n"
+        "            [[ $name == \"$cur\"* || $rest == \"$cur\"* ]] &&\n"
+        "                COMPREPLY+=(\"${rest#\"$cut\"}\")\n"
         "        done < <(\"${COMP_WORDS[0]}\" \"${daemon[@]}\" completion \"$line\" 2>/dev/null)\n"
         "    else\n"
         "        COMPREPLY=($(compgen -W \"$follow\" -- \"$cur\"))\n"
