@@ -132,23 +132,42 @@ class Machine:
             shutil.rmtree(self.folder)
 
 
-class Packages:
-    """What happens to the packages, in an order in which each step needs those before it."""
+class Steps:
+    """Steps on a machine, in an order in which each needs those before it, and what was seen."""
 
-    def __init__(self, machine, options):
+    def __init__(self, machine):
         self.machine, self.passed, self.failed = machine, 0, 0
-        for name in ("old", "new"):
-            os.mkdir(os.path.join(machine.root, name))
-            for package in glob.glob(os.path.join(getattr(options, name), "*.deb")):
-                shutil.copy(package, os.path.join(machine.root, name))
-        with open(os.path.join(machine.root, "root", "engine.py"), "w", encoding="utf-8") as file:
-            file.write(ENGINE)
 
     def check(self, what, holds, said=""):
         self.passed, self.failed = self.passed + bool(holds), self.failed + (not holds)
         print(f"{'ok' if holds else 'FAILED'}: {what}", flush=True)
         if not holds and said:
             print(said[-3000:])
+
+    def run(self, steps, keep=False):
+        """All steps, and the end of the machine. An exit status."""
+        try:
+            for step in steps:
+                step()
+        except (AssertionError, subprocess.SubprocessError, OSError) as error:
+            self.check(f"the steps end: {error}", False)
+        finally:
+            self.machine.close(keep)
+        print(f"{self.passed} passed, {self.failed} failed")
+        return 1 if self.failed else 0
+
+
+class Packages(Steps):
+    """What happens to the packages."""
+
+    def __init__(self, machine, options):
+        super().__init__(machine)
+        for name in ("old", "new"):
+            os.mkdir(os.path.join(machine.root, name))
+            for package in glob.glob(os.path.join(getattr(options, name), "*.deb")):
+                shutil.copy(package, os.path.join(machine.root, name))
+        with open(os.path.join(machine.root, "root", "engine.py"), "w", encoding="utf-8") as file:
+            file.write(ENGINE)
 
     def install(self, folder, *options):
         names = sorted(os.path.basename(p) for p in glob.glob(f"{self.machine.root}/{folder}/*"))
@@ -271,10 +290,8 @@ class Packages:
         self.check("nor does dpkg know of it", "kvq" not in state, state)
 
     def whole(self):
-        for step in (self.where_no_systemd_runs, self.first_boot, self.reload, self.stop_and_start,
-                     self.reboot, self.upgrade, self.downgrade, self.disabled, self.remove,
-                     self.purge):
-            step()
+        return (self.where_no_systemd_runs, self.first_boot, self.reload, self.stop_and_start,
+                self.reboot, self.upgrade, self.downgrade, self.disabled, self.remove, self.purge)
 
 
 def bare_debian(folder):
@@ -322,16 +339,8 @@ def main():
         return 0 if can_run(options.root) else 2
     if not options.new:
         parser.error("two folders of packages are needed")
-    machine = Machine(bare_debian(options.root))
-    packages = Packages(machine, options)
-    try:
-        packages.whole()
-    except (AssertionError, subprocess.SubprocessError, OSError) as error:
-        packages.check(f"the steps end: {error}", False)
-    finally:
-        machine.close(options.keep)
-    print(f"{packages.passed} passed, {packages.failed} failed")
-    return 1 if packages.failed else 0
+    packages = Packages(Machine(bare_debian(options.root)), options)
+    return packages.run(packages.whole(), options.keep)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 
-from deb import BOUND, UNIT, Machine, bare_debian
+from deb import BOUND, UNIT, Machine, Steps, bare_debian
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLE = os.path.join(HERE, "..", "examples", "transformers_session.py")
@@ -32,18 +32,12 @@ SCRAPE = """
 BOUND_OF_ALL = 3600  # seconds: packages and wheels come over a network
 
 
-class Tour:
+class Tour(Steps):
     """What is typed, as the user `ann` or as root, what is said to it, and whether it is right."""
 
     def __init__(self, machine, options):
-        self.machine, self.options = machine, options
-        self.lines, self.passed, self.failed = [], 0, 0
-
-    def check(self, what, holds, said=""):
-        self.passed, self.failed = self.passed + bool(holds), self.failed + (not holds)
-        print(f"{'ok' if holds else 'FAILED'}: {what}", flush=True)
-        if not holds and said:
-            print(said[-3000:])
+        super().__init__(machine)
+        self.options, self.lines = options, []
 
     def type(self, command, user="root", shown=None):
         """Runs a line of shell there. shown: what the transcript has of its output; all of it."""
@@ -148,8 +142,7 @@ class Tour:
                    there > 256 and of - there < 40, f"{there} of {of}")
 
     def whole(self):
-        for step in (self.prepare, self.install, self.work, self.watch, self.resume):
-            step()
+        return self.prepare, self.install, self.work, self.watch, self.resume
 
 
 def main():
@@ -161,19 +154,12 @@ def main():
     parser.add_argument("--transcript")
     parser.add_argument("--page")
     options = parser.parse_args()
-    machine = Machine(bare_debian(options.root))
-    tour = Tour(machine, options)
-    try:
-        tour.whole()
-    except (AssertionError, subprocess.SubprocessError, OSError) as error:
-        tour.check(f"the steps end: {error}", False)
-    finally:
-        machine.close(False)
+    tour = Tour(Machine(bare_debian(options.root)), options)
+    status = tour.run(tour.whole())
     if options.transcript:
         with open(options.transcript, "w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in tour.lines)
-    print(f"{tour.passed} passed, {tour.failed} failed")
-    return 1 if tour.failed else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ struct kvq__service {
     socklen_t address_bytes;
     struct kvq_log_budget log_budget;
     bool ended;
+    bool owes_ready;  // the manager waits for it since a reload, and could not be told
     uint32_t drained; // sessions that were saved, or could not be, when it last asked for time
 
     uv_timer_t watch_timer;
@@ -79,15 +80,20 @@ static int open_socket(struct kvq__service *s, char *text)
 }
 
 // To the address anew each time: a manager that was started again has another socket there.
-static void tell(struct kvq__service *s, const char *message)
+static bool tell(struct kvq__service *s, const char *message)
 {
     char quoted[64];
-    if (sendto(s->fd, message, strlen(message), MSG_NOSIGNAL, (struct sockaddr *)&s->address,
-               s->address_bytes) >= 0)
-        return;
+    ssize_t sent;
+    do
+        sent = sendto(s->fd, message, strlen(message), MSG_NOSIGNAL, (struct sockaddr *)&s->address,
+                      s->address_bytes);
+    while (sent < 0 && errno == EINTR);
+    if (sent >= 0)
+        return true;
     const char *why = strerror(errno);
     kvq__log_client(&s->log_budget, KVQ_LOG_WARN, "not_notified", "message=%s error=\"%s\"",
                     kvq__log_quote(quoted, sizeof quoted, message), why);
+    return false;
 }
 
 // ---- The line ----
@@ -107,9 +113,9 @@ static void tell_line(struct kvq__service *s)
     kvq__service_line(&s->figures, line);
     if (strcmp(line, s->line) == 0)
         return;
-    memcpy(s->line, line, sizeof line);
     snprintf(message, sizeof message, "STATUS=%s", line);
-    tell(s, message);
+    if (tell(s, message))
+        memcpy(s->line, line, sizeof line);
 }
 
 static struct kvq__service *service_of(struct kvq__mail *mail)
@@ -168,6 +174,8 @@ static void on_line(uv_timer_t *timer)
 {
     struct kvq__service *s = timer->data;
     ask_for_time(s);
+    if (s->owes_ready)
+        kvq__service_reloaded(s);
     if (s->asked)
         return;
     s->asked = true;
@@ -213,7 +221,7 @@ void kvq__service_reloading(struct kvq__service *s)
 void kvq__service_reloaded(struct kvq__service *s)
 {
     if (s && !s->ended && !s->server->draining)
-        tell(s, "READY=1");
+        s->owes_ready = !tell(s, "READY=1");
 }
 
 void kvq__service_stopping(struct kvq__service *s)

@@ -42,17 +42,22 @@ void kvq__pack_sample_begin(const struct kvq__session *session, uint32_t layer, 
     *sample = s;
 }
 
+// Where there is no room the row with the fewest samples makes some, so that formats that somebody
+// makes up only replace each other.
 static struct kvq__pack_error *row_of_sample(struct kvq__core *core,
                                              const struct kvq__pack_sample *s)
 {
+    uint32_t fewest = 0;
     for (uint32_t i = 0; i < core->n_pack_errors; i++) {
         struct kvq__pack_error *e = &core->pack_errors[i];
         if (e->layer == s->layer && strcmp(e->format, s->format) == 0)
             return e;
+        if (e->count < core->pack_errors[fewest].count)
+            fewest = i;
     }
-    if (core->n_pack_errors == KVQ_MAX_PACK_ERRORS)
-        return NULL;
-    struct kvq__pack_error *e = &core->pack_errors[core->n_pack_errors++];
+    if (core->n_pack_errors < KVQ_MAX_PACK_ERRORS)
+        fewest = core->n_pack_errors++;
+    struct kvq__pack_error *e = &core->pack_errors[fewest];
     *e = (struct kvq__pack_error){.layer = s->layer};
     memcpy(e->format, s->format, sizeof e->format);
     return e;
