@@ -199,13 +199,13 @@ class Packages(Steps):
         self.check("installs where no systemd runs", "error" not in said.lower(), said)
         self.check("the service is enabled",
                    self.there(f"/etc/systemd/system/multi-user.target.wants/{UNIT}"))
-        self.check("its folder is its own", self.owner("/var/lib/kvqd") == "kvqd:kvqd 700",
-                   self.owner("/var/lib/kvqd"))
 
     def first_boot(self):
         self.machine.boot()
         self.check("the service is active after a boot", self.active() == "active", self.journal())
         self.check("kvqctl is answered", "kvqd" in self.machine.run("kvqctl", "status"))
+        self.check("its folder is its own", self.owner("/var/lib/kvqd") == "kvqd:kvqd 700",
+                   self.owner("/var/lib/kvqd"))
         self.check("its group may enter", self.owner("/run/kvqd") == "kvqd:kvqd 750",
                    self.owner("/run/kvqd"))
         self.check("an engine works", self.engine("kept") == ["0", "100"])

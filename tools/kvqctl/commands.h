@@ -11,13 +11,21 @@
 struct kvq__ctl;
 struct kvq__ctl_table;
 
+// Does a command. An exit status, with the complaint printed.
+typedef int kvq__ctl_run(struct kvq__ctl *ctl, char **args);
+
 struct kvq__ctl_command {
     const char *words[2];
     const char *argument; // its name, or several with blanks between, or NULL for none
-    int (*run)(struct kvq__ctl *ctl, char **args);
+    kvq__ctl_run *run;
     const char *about;
-    const char *more; // for --help
-    bool repeats;     // takes --watch
+    const char *more; // for --help, or NULL
+    bool repeats;                       // takes --watch
+    const struct kvq__ctl_table *table; // of what it lists; NULL: it lists nothing
+    unsigned places;                    // where the session is that NAME means; 0: it means none
+    bool whole_name;                    // the beginning of a name does not do
+    bool by_shard, offline;             // takes --shard, --offline
+    kvq__ctl_run *preview;              // says what it would take away; NULL: it takes nothing
 };
 
 extern const struct kvq__ctl_command kvq__ctl_commands[];
@@ -48,14 +56,6 @@ struct kvq__ctl_option {
 extern const struct kvq__ctl_option kvq__ctl_options[];
 extern const size_t kvq__ctl_n_options;
 
-// The columns of what a command lists, or NULL if it lists nothing.
-const struct kvq__ctl_table *kvq__ctl_table_of(const struct kvq__ctl_command *command);
-
-// What says what the command would take away (--dry-run), or NULL if it takes nothing away.
-typedef int kvq__ctl_run(struct kvq__ctl *ctl, char **args);
-kvq__ctl_run *kvq__ctl_preview_of(const struct kvq__ctl_command *command);
-// Where the session is that the command's first argument names; 0: it names none.
-unsigned kvq__ctl_places_of(const struct kvq__ctl_command *command);
 // Runs the command. If it names a session by the beginning of one name alone, that one is meant.
 int kvq__ctl_run_named(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, char **args);
 

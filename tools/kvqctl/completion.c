@@ -49,7 +49,7 @@ static void print_clients(struct kvq__ctl *ctl)
 // What the command's first argument can be, as far as the daemon knows it.
 static int print_candidates(struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
 {
-    unsigned places = kvq__ctl_places_of(command);
+    unsigned places = command->places;
     if (!ctl->timeout_given)
         ctl->timeout_ms = PATIENCE_MS;
     ctl->timeout_given = true;
@@ -113,7 +113,7 @@ static void print_options(bool with_value, const char *between)
 static void print_columns(void)
 {
     for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
-        const struct kvq__ctl_table *table = kvq__ctl_table_of(&kvq__ctl_commands[i]);
+        const struct kvq__ctl_table *table = kvq__ctl_commands[i].table;
         if (!table)
             continue;
         printf("    '%s') columns='", kvq__ctl_words(&kvq__ctl_commands[i]));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// --dry-run: what a command would take away, by questions that change nothing.
+// See dry_run.h.
 #include <cJSON.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -10,6 +10,7 @@
 #include "proto/json.h"
 #include "proto/status.h"
 #include "tools/kvqctl/commands.h"
+#include "tools/kvqctl/dry_run.h"
 #include "tools/kvqctl/kvqctl.h"
 
 // ---- Telling ----
@@ -137,7 +138,7 @@ static bool is_named(const Kvq__Session *s, const char *name)
 }
 
 // Its shards in memory and what is saved of it; if there is neither, the daemon says so.
-static int preview_drop(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_drop(struct kvq__ctl *ctl, char **args)
 {
     struct kvq__ctl_list list;
     const char *given = ctl->ns, *ns = given ? given : own_namespace();
@@ -210,7 +211,7 @@ static int preview_end(struct kvq__ctl *ctl, bool saves)
     return KVQ_EXIT_OK;
 }
 
-static int preview_drain(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_drain(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     bool saves;
@@ -218,9 +219,9 @@ static int preview_drain(struct kvq__ctl *ctl, char **args)
     return result ? result : preview_end(ctl, saves);
 }
 
-static int preview_shutdown(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_shutdown(struct kvq__ctl *ctl, char **args)
 {
-    return ctl->now ? preview_end(ctl, false) : preview_drain(ctl, args);
+    return ctl->now ? preview_end(ctl, false) : kvq__ctl_preview_drain(ctl, args);
 }
 
 // Imports and pulls replace what is saved under the name that they end up with.
@@ -233,7 +234,7 @@ static int preview_replace(struct kvq__ctl *ctl, const char *ns, const char *nam
     return KVQ_EXIT_OK;
 }
 
-static int preview_import(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_import(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     if (!ctl->ns || !ctl->as)
@@ -271,7 +272,7 @@ static int find_remote(struct kvq__ctl *ctl, const char *name, struct plan *plan
                                    kvq__ctl_text("the remote store has no session \"%s\"", name));
 }
 
-static int preview_pull(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_pull(struct kvq__ctl *ctl, char **args)
 {
     bool found;
     int result = find_remote(ctl, args[0], NULL, &found);
@@ -280,7 +281,7 @@ static int preview_pull(struct kvq__ctl *ctl, char **args)
     return preview_replace(ctl, ctl->ns ? ctl->ns : own_namespace(), ctl->as ? ctl->as : args[0]);
 }
 
-static int preview_remove(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_remove(struct kvq__ctl *ctl, char **args)
 {
     bool found;
     struct plan plan = begin(ctl);
@@ -294,7 +295,7 @@ static int preview_remove(struct kvq__ctl *ctl, char **args)
 
 // ---- Prefixes, limits, the storage, clients ----
 
-static int preview_prefix_drop(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_prefix_drop(struct kvq__ctl *ctl, char **args)
 {
     struct kvq__ctl_list list;
     const Kvq__QuotaStatus *quota;
@@ -364,13 +365,13 @@ static int preview_quota(struct kvq__ctl *ctl, char *ns, bool set)
     return KVQ_EXIT_OK;
 }
 
-static int preview_quota_set(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_quota_set(struct kvq__ctl *ctl, char **args)
 {
     int result = kvq__ctl_check_quota(ctl);
     return result ? result : preview_quota(ctl, args[0], true);
 }
 
-static int preview_quota_delete(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_quota_delete(struct kvq__ctl *ctl, char **args)
 {
     return preview_quota(ctl, args[0], false);
 }
@@ -390,19 +391,19 @@ static int preview_tidy(struct kvq__ctl *ctl, const char *action, const char *no
     return KVQ_EXIT_OK;
 }
 
-static int preview_gc(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_gc(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     return preview_tidy(ctl, "remove", "at most: a segment that holds anything else stays");
 }
 
-static int preview_compact(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_compact(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     return preview_tidy(ctl, "remove", "at most: a segment with little of it stays");
 }
 
-static int preview_kick(struct kvq__ctl *ctl, char **args)
+int kvq__ctl_preview_kick(struct kvq__ctl *ctl, char **args)
 {
     struct kvq__ctl_list clients, sessions;
     uint64_t id;
@@ -437,34 +438,4 @@ static int preview_kick(struct kvq__ctl *ctl, char **args)
         kvq__ctl_list_free(&sessions);
     end(&plan);
     return result;
-}
-
-// ---- Which ----
-
-struct preview {
-    int (*run)(struct kvq__ctl *ctl, char **args);
-    int (*preview)(struct kvq__ctl *ctl, char **args);
-};
-
-static const struct preview previews[] = {
-    {kvq__ctl_session_drop, preview_drop},
-    {kvq__ctl_session_import, preview_import},
-    {kvq__ctl_session_pull, preview_pull},
-    {kvq__ctl_remote_remove, preview_remove},
-    {kvq__ctl_prefix_drop, preview_prefix_drop},
-    {kvq__ctl_quota_set, preview_quota_set},
-    {kvq__ctl_quota_delete, preview_quota_delete},
-    {kvq__ctl_storage_gc, preview_gc},
-    {kvq__ctl_storage_compact, preview_compact},
-    {kvq__ctl_client_kick, preview_kick},
-    {kvq__ctl_drain, preview_drain},
-    {kvq__ctl_shutdown, preview_shutdown},
-};
-
-kvq__ctl_run *kvq__ctl_preview_of(const struct kvq__ctl_command *command)
-{
-    for (size_t i = 0; i < sizeof previews / sizeof *previews; i++)
-        if (previews[i].run == command->run)
-            return previews[i].preview;
-    return NULL;
 }

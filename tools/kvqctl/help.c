@@ -76,9 +76,10 @@ void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
         if (only ? only == c : !word || strcmp(word, c->words[0]) == 0)
             printf("  %-*s %s\n", COMMAND_WIDTH, line, c->about);
     }
-    printf("\n%s%s", only ? only->more : "", only && *only->more ? "\n" : "");
-    if (only && kvq__ctl_table_of(only))
-        print_columns(kvq__ctl_table_of(only));
+    const char *more = only && only->more ? only->more : "";
+    printf("\n%s%s", more, *more ? "\n" : "");
+    if (only && only->table)
+        print_columns(only->table);
     print_options();
     print_exits();
 }

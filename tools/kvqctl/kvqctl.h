@@ -74,7 +74,7 @@ struct kvq__ctl {
     bool csv;
     bool dry_run;
     bool exact;        // a name of a session is the whole name
-    bool destroys;     // the command takes a session away: a beginning of a name does not do
+    bool whole_name;   // the beginning of a name does not do
     unsigned places;   // where sessions that the command names are, KVQ__CTL_MEMORY and so on
     const char *named; // the command's, as it was given, until it was looked for; NULL: none
     char *full_name;   // that it stands for; the command is to be run again with it

@@ -105,7 +105,7 @@ static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, c
 static int check_view(const struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
 {
     struct kvq__ctl_view view;
-    const struct kvq__ctl_table *table = kvq__ctl_table_of(command);
+    const struct kvq__ctl_table *table = command->table;
     const char *given = ctl->columns     ? "--columns"
                         : ctl->sort      ? "--sort"
                         : ctl->filters.n ? "--filter"
@@ -142,14 +142,13 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     if (ctl->watch > 0 && !command->repeats)
         return kvq__ctl_bad_usage("--watch is for status and lists, not for",
                                   kvq__ctl_words(command));
-    if (ctl->offline && command->run != kvq__ctl_storage_verify)
+    if (ctl->offline && !command->offline)
         return kvq__ctl_bad_usage("--offline is for storage verify, not for",
                                   kvq__ctl_words(command));
-    if (ctl->shard >= 0 && command->run != kvq__ctl_session_move &&
-        command->run != kvq__ctl_session_restore)
+    if (ctl->shard >= 0 && !command->by_shard)
         return kvq__ctl_bad_usage("--shard is for session move and restore, not for",
                                   kvq__ctl_words(command));
-    if (ctl->dry_run && !kvq__ctl_preview_of(command))
+    if (ctl->dry_run && !command->preview)
         return kvq__ctl_bad_usage("--dry-run is for commands that take something away, not for",
                                   kvq__ctl_words(command));
     int result = check_view(ctl, command);

@@ -112,10 +112,10 @@ bool kvq__ctl_complete_name(struct kvq__ctl *ctl, bool *told)
         return false;
     ctl->named = NULL; // only once, and not for what is asked here
     struct matches m = find_matches(ctl, prefix);
-    *told = m.n > 1 || (m.n == 1 && ctl->destroys);
+    *told = m.n > 1 || (m.n == 1 && ctl->whole_name);
     if (*told)
         explain_choice(prefix, &m);
-    if (m.n == 1 && !ctl->destroys) {
+    if (m.n == 1 && !ctl->whole_name) {
         ctl->full_name = m.names[0];
         m.names[0] = NULL;
     }
@@ -125,10 +125,10 @@ bool kvq__ctl_complete_name(struct kvq__ctl *ctl, bool *told)
 
 int kvq__ctl_run_named(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, char **args)
 {
-    ctl->places = kvq__ctl_places_of(command);
+    ctl->places = command->places;
     ctl->named = ctl->places ? args[0] : NULL;
-    ctl->destroys = command->run == kvq__ctl_session_drop || command->run == kvq__ctl_remote_remove;
-    kvq__ctl_run *run = ctl->dry_run ? kvq__ctl_preview_of(command) : command->run;
+    ctl->whole_name = command->whole_name;
+    kvq__ctl_run *run = ctl->dry_run ? command->preview : command->run;
     int result = run(ctl, args);
     if (!ctl->full_name)
         return result;
