@@ -19,7 +19,7 @@ struct kvq__ctl_command {
     const char *argument; // its name, or several with blanks between, or NULL for none
     kvq__ctl_run *run;
     const char *about;
-    const char *more; // for --help, or NULL
+    const char *more;                   // for --help, or NULL
     bool repeats;                       // takes --watch
     const struct kvq__ctl_table *table; // of what it lists; NULL: it lists nothing
     unsigned places;                    // where the session is that NAME means; 0: it means none
