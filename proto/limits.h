@@ -48,6 +48,7 @@ enum {
     KVQ_MAX_PACK_ERRORS = 1024, // formats x layers whose error of packing is kept
     KVQ_MAX_SHARE_WITH = 32,    // names that a namespace shares its prefixes with
     KVQ_MAX_NAMESPACE_IDS = 64, // uids of one namespace, and gids
+    KVQ_MAX_KEYS = 64,          // [key NAME] sections
     KVQ_MAX_GROUPS = 256,       // groups of a user; in more, only the primary one counts
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_PORTS = 4096,        // queues of all clients together

@@ -131,7 +131,8 @@ def check_doc_names():
     for document in ("README.md", "docs/writing-a-client.md", "docs/operations.md",
                      "docs/architecture.md"):
         names = re.findall(r"\b(kvq_[a-z]\w*|KVQ_[A-Z]\w*)\b", read(document))
-        variables = {"KVQ_RUNTIME_DIR", "KVQ_CPU_MASK", "KVQ_FULL", "KVQ_MODEL"}
+        variables = {"KVQ_RUNTIME_DIR", "KVQ_CONNECT", "KVQ_KEY", "KVQ_CPU_MASK", "KVQ_FULL",
+                     "KVQ_MODEL"}
         for name in sorted(set(names) - variables):
             if not re.search(rf"\b{name}\b", header):
                 yield f"{document} speaks of {name}, which kvq.h does not have"

@@ -35,10 +35,11 @@ ARROWS = {
 
 # Third-party headers and the places that may know them (a folder ends in a slash).
 CONFINED = {
-    r"zmq(_utils)?\.h": ("daemon/control/control.c", "tools/kvqctl/transport.c", "tests/"),
+    r"zmq(_utils)?\.h": ("daemon/control/control.c", "daemon/control/keys.c",
+                            "tools/kvqctl/transport.c", "tests/"),
     r"uv\.h": ("daemon/",),
     r"protobuf-c/.*": ("proto/",),
-    r"ini\.h": ("daemon/", "storage/remote.c", "tests/"),
+    r"ini\.h": ("daemon/", "storage/remote.c", "proto/key_file.c", "tests/"),
     r"curl/.*": ("storage/remote_internal.h", "tests/"),
     r"expat\.h": ("storage/remote_reply.c",),
     r"openssl/.*": ("storage/remote_parts.c",),
@@ -47,7 +48,7 @@ CONFINED = {
     r"cblas\.h|cblas-openblas\.h|openblas.*\.h|lapacke?\.h": ("tools/kvq-run/", "tests/"),
     r"cmocka\.h": ("tests/",),
     r"sqlite3\.h": ("storage/", "tests/"),
-    r"sodium.*\.h": ("daemon/",),
+    r"sodium.*\.h": ("daemon/", "proto/key_file.c"),
     r"(imm|x86|[a-z]mm)intrin\.h|cpuid\.h": ("kernels/", "proto/"),
     r"cuda.*\.h": ("kernels/cuda/",),
 }

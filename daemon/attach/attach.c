@@ -289,7 +289,7 @@ static void on_connection(void *context, int fd)
         close(fd);
         return;
     }
-    peer.admin = kvq__server_is_admin(a->server, peer.uid);
+    peer.admin = kvq__server_role(a->server, &peer) == KVQ__ROLE_ADMIN;
     if (check_connections(a, &peer, text) != 0) {
         refuse_stranger(a, fd, &peer, text);
         close(fd);

@@ -156,6 +156,29 @@ static void compare_formats(const struct kvq_config *a, const struct kvq_config 
             tell_section("format", a->own_formats[i].name, "there", "not there", tell, context, c);
 }
 
+static void compare_control_keys(const struct kvq_config *a, const struct kvq_config *b,
+                                 tell_change *tell, void *context, struct kvq__config_change *c)
+{
+    const char *key;
+    c->live = true;
+    for (uint32_t i = 0; i < b->n_keys; i++) {
+        const struct kvq_config_key *is = &b->keys[i], *was = kvq__config_key_find(a, is->name);
+        if (!was)
+            tell_section("key", is->name, "not there", "there", tell, context, c);
+        for (unsigned k = 0; was && (key = kvq__config_key_key(k)); k++) {
+            kvq__config_key_value(c->before, sizeof c->before, was, k);
+            kvq__config_key_value(c->after, sizeof c->after, is, k);
+            if (strcmp(c->before, c->after) == 0)
+                continue;
+            snprintf(c->name, sizeof c->name, "[key %.128s] %s", is->name, key);
+            tell(context, c);
+        }
+    }
+    for (uint32_t i = 0; i < a->n_keys; i++)
+        if (!kvq__config_key_find(b, a->keys[i].name))
+            tell_section("key", a->keys[i].name, "there", "not there", tell, context, c);
+}
+
 void kvq__config_compare(const struct kvq_config *before, const struct kvq_config *after,
                          tell_change *tell, void *context)
 {
@@ -163,6 +186,7 @@ void kvq__config_compare(const struct kvq_config *before, const struct kvq_confi
     compare_options(before, after, tell, context, &change);
     compare_namespaces(before, after, tell, context, &change);
     compare_formats(before, after, tell, context, &change);
+    compare_control_keys(before, after, tell, context, &change);
 }
 
 // ---- Merging ----
@@ -203,4 +227,6 @@ void kvq__config_adopt(struct kvq_config *running, const struct kvq_config *next
     running->n_more_files = next->n_more_files;
     memcpy(running->namespaces, next->namespaces, sizeof running->namespaces);
     running->n_namespaces = next->n_namespaces;
+    memcpy(running->keys, next->keys, sizeof running->keys);
+    running->n_keys = next->n_keys;
 }

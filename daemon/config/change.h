@@ -22,8 +22,8 @@ bool kvq__config_option(const struct kvq_config *config, uint32_t number,
 // The number of the option of that name. KVQ_E_INVALID, with the nearest name in text.
 int kvq__config_find(const char *name, char *text);
 
-// One difference: of an option, of a key of a namespace (as "[namespace team-a] host_bytes"), or of
-// a whole section ("[namespace team-a]", which is "not there" or "there").
+// One difference: of an option, of a key of a namespace (as "[namespace team-a] host_bytes"),
+// or of a whole section ("[namespace team-a]", which is "not there" or "there"); of keys likewise.
 struct kvq__config_change {
     char name[KVQ_OPTION_NAME];
     char before[KVQ_OPTION_VALUE], after[KVQ_OPTION_VALUE];
@@ -38,7 +38,7 @@ void kvq__config_compare(const struct kvq_config *before, const struct kvq_confi
 // they are in `running`, and namespaces that are no more in `next` stay. KVQ_E_INVALID with a text
 // if these are too many together.
 int kvq__config_merge(struct kvq_config *next, const struct kvq_config *running, char *text);
-// Then: the running one gets its live options and its namespaces. Its other options and its formats
+// Then: the running one gets its live options, namespaces and keys. Its other options and its formats
 // are not written to: other threads may read them.
 void kvq__config_adopt(struct kvq_config *running, const struct kvq_config *next);
 // Sets a live option. KVQ_E_INVALID with a text, and nothing has changed.

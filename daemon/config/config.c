@@ -124,8 +124,21 @@ const struct kvq__option kvq__options[] = {
     {FIELD(remote_stall_seconds), KVQ_OPTION_NUMBER, "N", RESTART, .initial = 60, .min = 1,
      .max = 3600,
      .help = "seconds after which a request without progress is given up and tried again"},
+    {FIELD(read_uids), KVQ_OPTION_IDS, "UID,..", LIVE,
+     .help = "users with the role read: they see everything"},
+    {FIELD(read_gids), KVQ_OPTION_IDS, "GID,..", LIVE, .help = "groups with that role"},
+    {FIELD(operate_uids), KVQ_OPTION_IDS, "UID,..", LIVE,
+     .help = "users with the role operate: they also save, move and end everybody's sessions"},
+    {FIELD(operate_gids), KVQ_OPTION_IDS, "GID,..", LIVE, .help = "groups with that role"},
     {FIELD(admin_uids), KVQ_OPTION_IDS, "UID,..", LIVE,
-     .help = "users besides root and the daemon's own who may see and end everything"},
+     .help =
+         "users with the role admin, besides root and the daemon's own: they may do everything"},
+    {FIELD(admin_gids), KVQ_OPTION_IDS, "GID,..", LIVE, .help = "groups with that role"},
+    {FIELD(control_address), KVQ_OPTION_TEXT, "ADDRESS", RESTART, .initial_text = "",
+     .help = "address and port for kvqctl on other machines, as 0.0.0.0:9648, for those who have a "
+             "key ([key NAME]); empty: none"},
+    {FIELD(control_key_file), KVQ_OPTION_TEXT, "PATH", RESTART, .initial_text = "",
+     .help = "the daemon's key for control_address, made by kvqctl key make"},
     {FIELD(http), KVQ_OPTION_WORD, "WORD", RESTART, .words = bool_words, .initial = 1,
      .help =
          "serve metrics, health and lists by HTTP, at http.sock in runtime_dir and http_address"},
@@ -550,5 +563,6 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
         return kvq__config_refuse(text, "runtime_dir",
                                   "%zu bytes long; allowed is %d, for socket paths are short",
                                   strlen(config->runtime_dir), KVQ_MAX_RUNTIME_DIR);
-    return check_remote(config, text);
+    int error = check_remote(config, text);
+    return error ? error : kvq__config_check_keys(config, text);
 }

@@ -12,6 +12,9 @@
 //     [format mymix]                  (formats likewise)
 //     k = oscar2-g64
 //     v = innerq-hybrid
+//     [key alice]                     (keys likewise)
+//     public = 64 hexadecimal digits
+//     role = operate
 //
 // Files conf.d/*.conf beside the file are read after it, in the order of their names: what a later
 // one says holds.
@@ -55,6 +58,21 @@ struct kvq_config_format {
     char stages[512];                                      // "stage=value:stage=value"
     uint64_t stages_set;                                   // by kvq_format_stage()
     char composition[768]; // k, v and stages as one name, the row's source
+};
+
+// What somebody may do with what is everybody's. Each role may do what the one before it may.
+enum kvq__role {
+    KVQ__ROLE_NONE,    // nothing: has sessions of his own alone
+    KVQ__ROLE_READ,    // sees everything
+    KVQ__ROLE_OPERATE, // saves, moves and ends sessions, kicks clients
+    KVQ__ROLE_ADMIN,   // changes limits and the configuration, ends the daemon
+};
+
+// Somebody who comes from another machine, [key NAME].
+struct kvq_config_key {
+    char name[KVQ_NAME_BYTES];
+    uint8_t public_key[32];
+    uint8_t role; // enum kvq__role
 };
 
 enum { KVQ_CONFIG_PATH = 256, KVQ_CONFIG_OPTIONS = 64, KVQ_CONFIG_GPUS = 1024 };
@@ -118,7 +136,9 @@ struct kvq_config {
     char remote_keys_file[KVQ_CONFIG_PATH]; // "": AWS_* of the environment
     char remote_keys_section[64];
     uint64_t remote_part_bytes, remote_stall_seconds;
-    struct kvq_config_ids admin_uids;
+    struct kvq_config_ids read_uids, read_gids, operate_uids, operate_gids, admin_uids, admin_gids;
+    char control_address[KVQ_CONFIG_PATH];  // "": the Unix socket alone
+    char control_key_file[KVQ_CONFIG_PATH]; // "": none; then control_address is, too
     bool http;
     char http_address[KVQ_CONFIG_PATH]; // "": the Unix socket alone
     uint64_t log_level;                 // enum kvq_log_level
@@ -129,6 +149,8 @@ struct kvq_config {
     uint32_t n_formats;
     struct kvq_config_format formats[KVQ_MAX_OWN_FORMATS];
     struct kvq__own_format own_formats[KVQ_MAX_OWN_FORMATS]; // checked, in the same order
+    uint32_t n_keys;
+    struct kvq_config_key keys[KVQ_MAX_KEYS];
 
     uint8_t source[KVQ_CONFIG_OPTIONS]; // enum kvq_config_source, in the order of the table
     // KVQ_FROM_FILE: its name in conf.d; "": the file itself.
@@ -173,6 +195,17 @@ void kvq__config_print(const struct kvq_config *config, char *out, size_t size);
 // The format of the file that a session's format, maybe with "@CODEBOOK", is; NULL: it is none.
 const struct kvq__own_format *kvq__config_own_format(const struct kvq_config *config,
                                                      const char *name);
+
+// A role's word.
+const char *kvq__role_name(enum kvq__role role);
+// The role that the options give a user, or one of its groups: the highest of them.
+enum kvq__role kvq__config_role(const struct kvq_config *config, uint32_t uid, const uint32_t *gids,
+                                uint32_t n_gids);
+// The section of a key (32 bytes), or of that name. NULL: there is none.
+const struct kvq_config_key *kvq__config_key_of(const struct kvq_config *config,
+                                                const uint8_t *public_key);
+const struct kvq_config_key *kvq__config_key_find(const struct kvq_config *config,
+                                                  const char *name);
 
 // CPUs this process may run on.
 uint32_t kvq__usable_cpus(void);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The configuration file: options of the table at the top (or under [kvqd]), then sections
-// [namespace NAME] and [format NAME] (formats.c). inih reads it; what inih would silently
-// cut or split is refused first.
+// [namespace NAME], [format NAME] (formats.c) and [key NAME] (roles.c). inih reads it; what inih
+// would silently cut or split is refused first.
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -25,6 +25,7 @@ struct parse {
     uint64_t set;                        // options seen in the file
     uint32_t set_in[KVQ_MAX_NAMESPACES]; // keys seen there, of each section of the configuration
     uint32_t first_format;               // of the file
+    uint8_t set_in_key[KVQ_MAX_KEYS];    // as set_in, of sections [key NAME]
     int error;
 };
 
@@ -199,9 +200,13 @@ static int handle_key(void *context, const char *section, const char *name, cons
         return handle_namespace(p, section, name, value);
     if (strncmp(section, "format ", strlen("format ")) == 0)
         return handle_format(p, section, name, value);
+    if (strncmp(section, "key ", strlen("key ")) == 0) {
+        p->error = kvq__config_key_line(p->config, section, name, value, p->set_in_key, p->text);
+        return p->error == 0;
+    }
     p->error = kvq__config_refuse(p->text, nowhere,
                                   "section [%.64s] is not known; known are [kvqd], "
-                                  "[namespace NAME] and [format NAME]",
+                                  "[namespace NAME], [format NAME] and [key NAME]",
                                   section);
     return 0;
 }

@@ -61,6 +61,16 @@ int kvq__config_format_line(struct kvq_config *config, const char *section, cons
 int kvq__config_formats_end(struct kvq_config *config, uint32_t first, const char **failed,
                             char *text);
 
+// A line of a section "key NAME"; set_here[KVQ_MAX_KEYS] has a bit for each key that the file has
+// set. Refusals have no place in front.
+int kvq__config_key_line(struct kvq_config *config, const char *section, const char *name,
+                         const char *value, uint8_t *set_here, char *text);
+// Of all files together.
+int kvq__config_check_keys(const struct kvq_config *config, char *text);
+// The keys of a section "key NAME", from 0 on (NULL: there are no more), and what it has of them.
+const char *kvq__config_key_key(unsigned key);
+void kvq__config_key_value(char *out, size_t size, const struct kvq_config_key *k, unsigned key);
+
 // Reads one file; source_file as in kvq__config_parse.
 int kvq__config_read_file(struct kvq_config *config, const char *path, const char *source_file,
                           char *text);

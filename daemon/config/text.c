@@ -223,6 +223,9 @@ void kvq__config_help(char *text, size_t size)
         "changed, and other formats for some layers. `kvqctl format list` shows them.\n\n"
         "  [format mymix]\n  k = oscar2-g64\n  v = innerq-hybrid\n  recent = 64\n"
         "  layers = 0-1:k8v4, 31:int8\n\n"
+        "And another one is somebody who comes from another machine with a key, to\n"
+        "control_address. Roles are read, operate and admin.\n\n"
+        "  [key alice]\n  public = 64 hexadecimal digits\n  role = operate\n\n"
         "SIGTERM and SIGINT refuse new work, finish what runs, and leave; a second one\n"
         "leaves at once. SIGHUP reopens the log file and reads the configuration again.\n");
 }
@@ -362,6 +365,17 @@ static void put_namespace(struct out *out, const struct kvq_config *config,
     }
 }
 
+static void put_key(struct out *out, const struct kvq_config_key *k)
+{
+    char value[96];
+    const char *key;
+    put(out, "\n[key %s]\n", k->name);
+    for (unsigned i = 0; (key = kvq__config_key_key(i)); i++) {
+        kvq__config_key_value(value, sizeof value, k, i);
+        put(out, "%s = %s\n", key, value);
+    }
+}
+
 void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
 {
     struct out out = {text, size};
@@ -376,4 +390,6 @@ void kvq__config_print(const struct kvq_config *config, char *text, size_t size)
         put_namespace(&out, config, &config->namespaces[i]);
     for (uint32_t i = 0; i < config->n_formats; i++)
         put_own_format(&out, config, i);
+    for (uint32_t i = 0; i < config->n_keys; i++)
+        put_key(&out, &config->keys[i]);
 }

@@ -5,13 +5,13 @@
 #ifndef KVQ_DAEMON_CONTROL_AUDIT_H
 #define KVQ_DAEMON_CONTROL_AUDIT_H
 
-#include "daemon/core/core.h"
+#include "daemon/control/roles.h"
 #include "daemon/log/log.h"
 #include "proto/wire.h"
 
 // Tells of a command that has been answered with that status. Those that only read are not told of.
-// Every line of an administrator's is written; others share a budget.
-void kvq__audit(struct kvq_log_budget *budget, const struct kvq__peer *peer,
+// Every line of somebody's with a role is written; others share a budget.
+void kvq__audit(struct kvq_log_budget *budget, const struct kvq__asker *asker,
                 const Kvq__Request *request, int status);
 
 #endif

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The control socket (ZeroMQ ROUTER) and the events socket (PUB): the only file that knows
-// ZeroMQ. Each connection that the front (front.h) lets in has a ROUTER of its own, so what comes
-// out of it is that peer's. One request is at the poller at a time; others wait in ZeroMQ's queues,
-// and connections take turns.
+// The control socket (ZeroMQ ROUTER) and the events socket (PUB): with keys.c the only file that
+// knows ZeroMQ. Each connection that the front (front.h) lets in has a ROUTER of its own, so what
+// comes out of it is that peer's. One request is at the poller at a time; others wait in ZeroMQ's
+// queues, and connections take turns.
 //
 // ZeroMQ's descriptor is edge-triggered: it tells once that something changed, and any call on the
 // socket, sending included, may use that up. So messages are looked for in its callback and
@@ -28,11 +28,14 @@
 #include "daemon/commands/doctor.h"
 #include "daemon/control/audit.h"
 #include "daemon/control/front.h"
+#include "daemon/control/keys.h"
+#include "daemon/control/roles.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
 #include "daemon/runtime/server.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/store.h"
+#include "proto/key_file.h"
 
 enum {
     DRAIN = 32, // messages looked at before others get a turn
@@ -44,7 +47,7 @@ enum {
 struct back {
     struct kvq__control *control;
     uint64_t serial; // never used twice
-    struct kvq__peer peer;
+    struct kvq__asker asker;
     uint32_t requests; // under way
     bool awaits;       // the daemon's end
     void *router;
@@ -62,6 +65,7 @@ struct sender {
 struct kvq__control {
     struct kvq__server *server;
     void *context, *publisher;
+    struct kvq__keys *keys; // NULL: nobody comes from another machine
     struct kvq__front *front;
     struct back *backs[KVQ__FRONT_MOST]; // by the front's number
     uint32_t turn;                       // the number that is looked at next
@@ -75,7 +79,7 @@ struct kvq__control {
     // The request under way.
     bool busy; // at the poller
     struct kvq__mail mail;
-    struct kvq__peer peer;
+    struct kvq__asker asker;
     struct sender sender;
     uint32_t n_tasks;
     LIST_HEAD(, control_task) tasks;
@@ -92,7 +96,7 @@ struct control_task {
     LIST_ENTRY(control_task) link;
     struct kvq__control *control;
     bool asks_again; // how far the daemon's end is
-    struct kvq__peer peer;
+    struct kvq__asker asker;
     struct sender sender;
     Kvq__Request *request;
     Kvq__Reply reply;
@@ -150,11 +154,11 @@ static void send_reply(struct kvq__control *c)
 
 static void refuse_request(struct kvq__control *c, int status, const char *text)
 {
-    char quoted[256];
+    char quoted[256], who[256];
     assert(status < 0 && !c->busy);
     kvq__reply_status(&c->reply, &c->arena, status, text);
-    kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused", "uid=%u status=%s text=%s",
-                    c->peer.uid, kvq_status_name(status),
+    kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused", "%s status=%s text=%s",
+                    kvq__asker_text(&c->asker, who, sizeof who), kvq_status_name(status),
                     kvq__log_quote(quoted, sizeof quoted, text));
     send_reply(c);
 }
@@ -170,7 +174,8 @@ static void back(struct kvq__mail *mail)
         return;
     if (c->request->command_case == KVQ__REQUEST__COMMAND_KICK_CLIENT && c->reply.status == 0)
         kvq__attach_kick(c->server->attach, c->request->kick_client->id);
-    kvq__audit(&c->audit_budget, &c->peer, c->request, c->reply.status);
+    kvq__role_explain(&c->asker, c->request, &c->arena, &c->reply);
+    kvq__audit(&c->audit_budget, &c->asker, c->request, c->reply.status);
     send_reply(c);
     drain_control(c);
 }
@@ -182,7 +187,7 @@ static void run_command(struct kvq__mail *mail)
         (struct kvq__control *)((char *)mail - offsetof(struct kvq__control, mail));
     struct kvq__dispatch d = {.core = c->server->core,
                               .identity = &c->server->identity,
-                              .peer = &c->peer,
+                              .peer = &c->asker.peer,
                               .now_ns = kvq_now_ns()};
     assert(c->busy && c->request);
     kvq__dispatch_run(&d, c->request, &c->arena, &c->reply);
@@ -199,8 +204,9 @@ static void task_done(struct kvq__task *task)
     c->n_tasks--;
     LIST_REMOVE(e, link);
     count_request(c, e->sender.back, true);
+    kvq__role_explain(&e->asker, e->request, &e->arena, &e->reply);
     if (!e->asks_again)
-        kvq__audit(&c->audit_budget, &e->peer, e->request, e->reply.status);
+        kvq__audit(&c->audit_budget, &e->asker, e->request, e->reply.status);
     if (c->open)
         send_to(c, &e->sender, &e->reply, &e->arena);
     free(e);
@@ -212,9 +218,9 @@ static bool task_allowed(const struct kvq__control *c)
     const struct control_task *e;
     uint32_t own = 0;
     LIST_FOREACH (e, &c->tasks, link)
-        own += e->peer.uid == c->peer.uid;
-    return c->peer.admin ? c->n_tasks < MOST_ERRANDS
-                         : kvq__share_allows(own, 1, c->n_tasks, MOST_ERRANDS);
+        own += e->asker.peer.uid == c->asker.peer.uid;
+    return c->asker.role == KVQ__ROLE_ADMIN ? c->n_tasks < MOST_ERRANDS
+                                            : kvq__share_allows(own, 1, c->n_tasks, MOST_ERRANDS);
 }
 
 // The message was unpacked before, so it can be again.
@@ -227,7 +233,7 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
         return;
     }
     e->control = c;
-    e->peer = c->peer;
+    e->asker = c->asker;
     e->sender = c->sender;
     kvq_arena_init(&e->arena, e->arena_memory, sizeof e->arena_memory);
     kvq__reply__init(&e->reply);
@@ -243,12 +249,12 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
     e->task = (struct kvq__task){.request = e->request,
                                  .arena = &e->arena,
                                  .reply = &e->reply,
-                                 .peer = &e->peer,
+                                 .peer = &e->asker.peer,
                                  .done = task_done};
     struct back *b = find_back(c, e->sender.back);
     if (e->request->command_case == KVQ__REQUEST__COMMAND_DRAIN) {
         e->asks_again = c->server->draining && !e->request->drain->now;
-        if (b && e->peer.admin)
+        if (b && e->asker.role == KVQ__ROLE_ADMIN)
             b->awaits = true;
     }
     assert(c->n_tasks < MOST_ERRANDS);
@@ -276,10 +282,15 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
         return;
     }
     c->reply.id = c->request->id;
+    c->asker.peer.admin = c->asker.role >= kvq__role_needed(c->request);
     if (c->request->protocol < KVQ_PROTOCOL_MIN || c->request->protocol > KVQ_PROTOCOL_MAX) {
         snprintf(text, sizeof text, "protocol %u; this daemon (%s) speaks %d to %d",
                  c->request->protocol, KVQ_VERSION_TEXT, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
         refuse_request(c, KVQ_E_VERSION, text);
+    } else if ((error = kvq__role_check(&c->asker, c->request, text)) != 0) {
+        kvq__reply_status(&c->reply, &c->arena, error, text);
+        kvq__audit(&c->audit_budget, &c->asker, c->request, error);
+        send_reply(c);
     } else if (c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR) {
         kvq__doctor(c->server, &c->arena, &c->reply);
         send_reply(c);
@@ -294,6 +305,19 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     }
 }
 
+// Who asks by this connection, with the role that the configuration gives now.
+static struct kvq__asker asker_of(const struct kvq__control *c, const struct back *b)
+{
+    struct kvq__asker asker = b->asker;
+    const struct kvq_config *config = &c->server->config;
+    const struct kvq_config_key *key = kvq__config_key_find(config, asker.key);
+    if (asker.address[0])
+        asker.role = key ? (enum kvq__role)key->role : KVQ__ROLE_NONE;
+    else
+        asker.role = kvq__server_role(c->server, &asker.peer);
+    return asker;
+}
+
 // Receives one whole message: identity, maybe an empty frame, body. False if there is none.
 static bool receive(struct kvq__control *c, const struct back *b)
 {
@@ -304,7 +328,7 @@ static bool receive(struct kvq__control *c, const struct back *b)
     c->sender.back = b->serial;
     c->sender.delimiter = false;
     c->sender.bytes = 0;
-    c->peer = b->peer;
+    c->asker = asker_of(c, b);
     zmq_msg_init(&body);
     while (more) {
         zmq_msg_init(&frame);
@@ -369,6 +393,7 @@ static void on_idle(uv_idle_t *handle)
 static void on_prepare(uv_prepare_t *handle)
 {
     struct kvq__control *c = handle->data;
+    kvq__keys_look(c->keys);
     if (!c->busy && any_readable(c))
         uv_idle_start(&c->idle, on_idle);
     else
@@ -408,7 +433,8 @@ static int fail_control(const char *what, char *text)
     return KVQ_E_SYSTEM;
 }
 
-static void *bind_at(struct kvq__control *c, int type, const char *path)
+// far: with the connection of that serial, which has to show a key; 0: one of this machine.
+static void *bind_at(struct kvq__control *c, int type, const char *path, uint64_t far)
 {
     char address[KVQ_CONFIG_PATH + 64];
     const int queue = 64, linger = type == ZMQ_PUB ? 200 : 0, patience = KVQ_ATTACH_TIMEOUT_MS;
@@ -422,7 +448,8 @@ static void *bind_at(struct kvq__control *c, int type, const char *path)
     zmq_setsockopt(socket, ZMQ_HANDSHAKE_IVL, &patience, sizeof patience);
     zmq_setsockopt(socket, ZMQ_MAXMSGSIZE, &longest, sizeof longest);
     snprintf(address, sizeof address, "ipc://%s", path);
-    if (zmq_bind(socket, address) == 0 && chmod(path, 0600) == 0)
+    bool good = far == 0 || kvq__keys_secure(c->keys, socket, far);
+    if (good && zmq_bind(socket, address) == 0 && chmod(path, 0600) == 0)
         return socket;
     zmq_close(socket);
     return NULL;
@@ -453,7 +480,7 @@ static int connect_router(struct kvq__control *c, struct back *b, char *text)
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     snprintf(address.sun_path, sizeof address.sun_path, "%.80s/" KVQ_ADMIN_DIR "/c%u",
              c->server->config.runtime_dir, (unsigned)(b->serial % 100000));
-    b->router = bind_at(c, ZMQ_ROUTER, address.sun_path);
+    b->router = bind_at(c, ZMQ_ROUTER, address.sun_path, b->asker.address[0] ? b->serial : 0);
     if (!b->router)
         return fail_control("serve another connection", text);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -469,7 +496,7 @@ static int connect_router(struct kvq__control *c, struct back *b, char *text)
     return KVQ_E_SYSTEM;
 }
 
-static int open_router(void *context, uint32_t number, const struct kvq__peer *peer, char *text)
+static int open_router(void *context, uint32_t number, const struct kvq__asker *asker, char *text)
 {
     struct kvq__control *c = context;
     int event;
@@ -482,7 +509,7 @@ static int open_router(void *context, uint32_t number, const struct kvq__peer *p
     }
     b->control = c;
     b->serial = ++c->last_serial;
-    b->peer = *peer;
+    b->asker = *asker;
     int fd = connect_router(c, b, text);
     if (fd < 0) {
         free(b);
@@ -510,6 +537,36 @@ static bool back_busy(void *context, uint32_t number)
     return b && (b->requests > 0 || readable(b));
 }
 
+static bool back_known(void *context, uint32_t number)
+{
+    const struct kvq__control *c = context;
+    const struct back *b = c->backs[number];
+    assert(number < KVQ__FRONT_MOST);
+    return b && b->asker.key[0];
+}
+
+// Whether a key may come in by that connection; from then on it is that key's.
+static bool admit_key(void *context, uint64_t serial, const uint8_t *public_key)
+{
+    struct kvq__control *c = context;
+    struct back *b = find_back(c, serial);
+    const struct kvq_config_key *key = kvq__config_key_of(&c->server->config, public_key);
+    char hex[KVQ_KEY_HEX], who[256];
+    if (!b || !b->asker.address[0])
+        return false;
+    if (key)
+        snprintf(b->asker.key, sizeof b->asker.key, "%s", key->name);
+    kvq_key_to_hex(public_key, hex);
+    kvq__asker_text(&b->asker, who, sizeof who);
+    if (key)
+        kvq__log(KVQ_LOG_INFO, "control_connected", "%s role=%s", who, kvq__role_name(key->role));
+    else
+        kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused",
+                        "%s status=%s text=\"no [key NAME] has public = %s\"", who,
+                        kvq_status_name(KVQ_E_PERMISSION), hex);
+    return key != NULL;
+}
+
 static int open_sockets(struct kvq__control *c, char *text)
 {
     char path[KVQ_CONFIG_PATH + 32];
@@ -524,11 +581,21 @@ static int open_sockets(struct kvq__control *c, char *text)
         return KVQ_E_SYSTEM;
     }
     snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, directory);
-    c->publisher = bind_at(c, ZMQ_PUB, path);
+    c->publisher = bind_at(c, ZMQ_PUB, path, 0);
     if (!c->publisher)
         return fail_control("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
-    const struct kvq__front_back back = {
-        .context = c, .open = open_router, .busy = back_busy, .close = close_back};
+    const struct kvq_config *config = &c->server->config;
+    int error = config->control_address[0]
+                    ? kvq__keys_open(&c->server->loop, c->context, config->control_key_file,
+                                     admit_key, c, &c->keys, text)
+                    : 0;
+    if (error)
+        return error;
+    const struct kvq__front_back back = {.context = c,
+                                         .open = open_router,
+                                         .busy = back_busy,
+                                         .known = back_known,
+                                         .close = close_back};
     return kvq__front_open(c->server, &back, &c->front, text);
 }
 
@@ -558,10 +625,13 @@ int kvq__control_open(struct kvq__server *server, struct kvq__control **out, cha
 
 void kvq__control_end(struct kvq__control *c)
 {
-    if (!c || !c->open)
+    if (!c)
+        return;
+    kvq__front_end(c->front);
+    kvq__keys_end(c->keys);
+    if (!c->open) // it was never opened whole
         return;
     c->open = false;
-    kvq__front_end(c->front);
     for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
         close_back(c, i);
     uv_close((uv_handle_t *)&c->prepare, NULL);
@@ -591,6 +661,7 @@ void kvq__control_free(struct kvq__control **control)
     assert(!c->busy && !c->open);
     assert(c->n_tasks == 0 && LIST_EMPTY(&c->tasks));
     kvq__front_free(&c->front);
+    kvq__keys_free(&c->keys);
     if (c->publisher)
         zmq_close(c->publisher);
     if (c->context)

@@ -3,7 +3,9 @@
 // Accepting, refusing and passing bytes; see front.h.
 #include "daemon/control/front.h"
 
+#include <arpa/inet.h>
 #include <assert.h>
+#include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,14 +19,14 @@
 #include "daemon/runtime/packet.h"
 #include "proto/refusal.h"
 
-enum { FLOW_BYTES = 16 * 1024 };
+enum { FLOW_BYTES = 16 * 1024, FAR_ALIVE_SECONDS = 60 };
 
 enum guest_state { SILENT, PASSING, ENDING };
 
 // Bytes on their way from one side to the other: read, written, then the next are read.
 struct flow {
     struct guest *guest;
-    uv_pipe_t *from, *to;
+    uv_stream_t *from, *to;
     uv_write_t write;
     bool writing;
     char bytes[FLOW_BYTES];
@@ -35,8 +37,13 @@ struct guest {
     TAILQ_ENTRY(guest) link; // the one that was quiet for longest is first
     enum guest_state state;
     uint32_t number;
-    struct kvq__peer peer;
-    uv_pipe_t peer_side, back_side;
+    struct kvq__asker asker;
+    union {
+        uv_stream_t stream;
+        uv_pipe_t pipe;
+        uv_tcp_t tcp; // from another machine
+    } peer_side;
+    uv_pipe_t back_side;
     int open_handles;
     bool backed;   // the back side is, or was, open
     bool accepted; // ZeroMQ has answered there
@@ -48,7 +55,7 @@ TAILQ_HEAD(guests, guest);
 struct kvq__front {
     struct kvq__server *server;
     struct kvq__front_back back;
-    struct kvq__door door;
+    struct kvq__door door, far_door;
     struct guests guests;
     // standing: not ENDING; pending: ZeroMQ has yet to accept them, so no count has that end
     uint32_t places, standing, pending;
@@ -72,10 +79,10 @@ static void on_closed(uv_handle_t *handle)
     free(g);
 }
 
-static void close_side(uv_pipe_t *side)
+static void close_side(void *side)
 {
-    if (!uv_is_closing((uv_handle_t *)side))
-        uv_close((uv_handle_t *)side, on_closed);
+    if (!uv_is_closing(side))
+        uv_close(side, on_closed);
 }
 
 static void set_ending(struct guest *g)
@@ -128,27 +135,30 @@ static void end_guest(struct guest *g)
 
 // ---- Refusing ----
 
-static void refuse_guest(struct kvq__front *f, int fd, const struct kvq__peer *peer,
+static void refuse_guest(struct kvq__front *f, int fd, const struct kvq__asker *asker,
                          const char *text)
 {
     uint8_t bytes[KVQ_REFUSAL_BYTES];
-    char quoted[KVQ_TEXT_BYTES];
+    char quoted[KVQ_TEXT_BYTES], who[256];
     size_t n = kvq_refusal_put(bytes, text);
-    kvq__log_client(&f->log_budget, KVQ_LOG_WARN, "control_refused", "uid=%u status=%s text=%s",
-                    peer->uid, kvq_status_name(KVQ_E_LIMIT),
+    kvq__log_client(&f->log_budget, KVQ_LOG_WARN, "control_refused", "%s status=%s text=%s",
+                    kvq__asker_text(asker, who, sizeof who), kvq_status_name(KVQ_E_LIMIT),
                     kvq__log_quote(quoted, sizeof quoted, text));
     // To an empty socket this fits; a peer that has gone is told nothing.
     (void)!send(fd, bytes, n, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
 // Lets go of the connection that was quiet for longest and may go; those that never spoke first.
-static bool displace(struct kvq__front *f, const struct kvq__peer *by)
+static bool displace(struct kvq__front *f, const struct kvq__asker *by)
 {
+    bool admin = by->role == KVQ__ROLE_ADMIN;
     struct guest *g;
     for (int spoken = 0; spoken < 2; spoken++)
         TAILQ_FOREACH (g, &f->guests, link) {
             if (g->state == ENDING || (g->state == PASSING) != (spoken == 1) ||
-                (g->peer.uid != by->uid && !by->admin))
+                (g->asker.peer.uid != by->peer.uid && !admin))
+                continue;
+            if (by->address[0] && f->back.known(f->back.context, g->number))
                 continue;
             if (g->state == PASSING && f->back.busy(f->back.context, g->number))
                 continue;
@@ -159,22 +169,29 @@ static bool displace(struct kvq__front *f, const struct kvq__peer *by)
 }
 
 // Whether one more connection of this user may be.
-static int check_guest_room(struct kvq__front *f, const struct kvq__peer *peer, char *text)
+static int check_guest_room(struct kvq__front *f, const struct kvq__asker *asker, char *text)
 {
+    uint32_t uid = asker->peer.uid;
     uint32_t own = 0, ending = 0, free = kvq__descriptors_free();
     struct guest *g;
     assert(f->standing <= f->places && f->pending <= KVQ__FRONT_MOST);
     TAILQ_FOREACH (g, &f->guests, link) {
-        own += g->state != ENDING && g->peer.uid == peer->uid;
-        ending += g->state == ENDING && g->peer.uid == peer->uid;
+        own += g->state != ENDING && g->asker.peer.uid == uid;
+        ending += g->state == ENDING && g->asker.peer.uid == uid;
     }
-    bool allowed =
-        peer->admin ? f->standing < f->places : kvq__share_allows(own, 1, f->standing, f->places);
-    if (ending > f->places || (!allowed && !displace(f, peer))) {
-        snprintf(text, KVQ_TEXT_BYTES,
-                 "user %u has %u of the %u connections that the control socket has for %u users, "
-                 "all with requests under way; wait for some to end",
-                 peer->uid, own, f->standing, f->places);
+    bool allowed = asker->role == KVQ__ROLE_ADMIN
+                       ? f->standing < f->places
+                       : kvq__share_allows(own, 1, f->standing, f->places);
+    if (ending > f->places || (!allowed && !displace(f, asker))) {
+        if (asker->address[0])
+            snprintf(text, KVQ_TEXT_BYTES,
+                     "other machines have %u connections, and no more are free; end some, or wait",
+                     own);
+        else
+            snprintf(text, KVQ_TEXT_BYTES,
+                     "user %u has %u of the %u connections that the control socket has for %u "
+                     "users, all with requests under way; wait for some to end",
+                     uid, own, f->standing, f->places);
         return KVQ_E_LIMIT;
     }
     if (free < KVQ__FILES_SPARE) {
@@ -202,7 +219,7 @@ static int open_guest_back(struct guest *g, char *text)
                  free, kvq__descriptors_limit());
         return KVQ_E_LIMIT;
     }
-    int fd = f->back.open(f->back.context, g->number, &g->peer, text);
+    int fd = f->back.open(f->back.context, g->number, &g->asker, text);
     if (fd < 0)
         return fd;
     g->backed = true;
@@ -247,7 +264,7 @@ static void on_written(uv_write_t *write, int status)
     } else if (status < 0) {
         end_guest(g);
     } else {
-        uv_read_start((uv_stream_t *)flow->from, on_alloc, on_read);
+        uv_read_start(flow->from, on_alloc, on_read);
     }
 }
 
@@ -255,10 +272,10 @@ static void pass_on(struct flow *flow, size_t n)
 {
     assert(!flow->writing && n > 0 && n <= sizeof flow->bytes);
     uv_buf_t buffer = uv_buf_init(flow->bytes, (unsigned)n);
-    uv_read_stop((uv_stream_t *)flow->from);
+    uv_read_stop(flow->from);
     flow->write.data = flow;
     flow->writing = true;
-    if (uv_write(&flow->write, (uv_stream_t *)flow->to, &buffer, 1, on_written) != 0) {
+    if (uv_write(&flow->write, flow->to, &buffer, 1, on_written) != 0) {
         flow->writing = false;
         end_guest(flow->guest);
     }
@@ -280,7 +297,7 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer)
         end_guest(g);
     } else if (g->state == SILENT && open_guest_back(g, text) != 0) {
         if (uv_fileno((uv_handle_t *)&g->peer_side, &fd) == 0)
-            refuse_guest(f, fd, &g->peer, text);
+            refuse_guest(f, fd, &g->asker, text);
         end_now(g);
     } else {
         if (flow == &g->out && !g->accepted) {
@@ -297,62 +314,138 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer)
 
 // ---- Accepting ----
 
+static int start_side(struct guest *g, uv_loop_t *loop)
+{
+    if (!g->asker.address[0])
+        return uv_pipe_init(loop, &g->peer_side.pipe, 0);
+    return uv_tcp_init(loop, &g->peer_side.tcp);
+}
+
+// Takes the descriptor over, also if it fails.
+static int open_side(struct guest *g, int fd)
+{
+    bool far = g->asker.address[0] != 0;
+    int error = far ? uv_tcp_open(&g->peer_side.tcp, fd) : uv_pipe_open(&g->peer_side.pipe, fd);
+    if (error)
+        close(fd);
+    if (error == 0 && far) { // these two do without
+        uv_tcp_nodelay(&g->peer_side.tcp, 1);
+        uv_tcp_keepalive(&g->peer_side.tcp, 1, FAR_ALIVE_SECONDS);
+    }
+    return error ? error : uv_read_start(&g->peer_side.stream, on_alloc, on_read);
+}
+
 // Takes the descriptor over.
-static int add_guest(struct kvq__front *f, int fd, const struct kvq__peer *peer)
+static int add_guest(struct kvq__front *f, int fd, const struct kvq__asker *asker)
 {
     uint32_t number = 0;
     while (number < KVQ__FRONT_MOST && f->used[number])
         number++;
     struct guest *g = number < KVQ__FRONT_MOST ? calloc(1, sizeof *g) : NULL;
-    if (!g || uv_pipe_init(&f->server->loop, &g->peer_side, 0) != 0) {
+    if (g)
+        g->asker = *asker;
+    if (!g || start_side(g, &f->server->loop) != 0) {
         free(g);
         close(fd);
         return KVQ_E_NO_MEMORY;
     }
     g->front = f;
     g->number = number;
-    g->peer = *peer;
     g->in.guest = g->out.guest = g;
-    g->in.from = g->out.to = &g->peer_side;
-    g->in.to = g->out.from = &g->back_side;
-    g->peer_side.data = g;
+    g->in.from = g->out.to = &g->peer_side.stream;
+    g->in.to = g->out.from = (uv_stream_t *)&g->back_side;
+    g->peer_side.stream.data = g;
     g->open_handles = 1;
     f->used[number] = true;
     f->standing++;
     TAILQ_INSERT_TAIL(&f->guests, g, link);
-    int error = uv_pipe_open(&g->peer_side, fd);
-    if (error)
-        close(fd);
-    error = error ? error : uv_read_start((uv_stream_t *)&g->peer_side, on_alloc, on_read);
+    int error = open_side(g, fd);
     if (error)
         end_now(g);
     return error ? KVQ_E_SYSTEM : 0;
 }
 
+static void let_in(struct kvq__front *f, int fd, const struct kvq__asker *asker)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    if (check_guest_room(f, asker, text) != 0) {
+        refuse_guest(f, fd, asker, text);
+        close(fd);
+    } else if (add_guest(f, fd, asker) != 0) {
+        kvq__log_client(&f->log_budget, KVQ_LOG_ERROR, "no_memory", "what=connection");
+    }
+}
+
 static void on_enter(void *context, int fd)
 {
     struct kvq__front *f = context;
-    struct kvq__peer peer;
+    struct kvq__asker asker = {0};
     char text[KVQ_TEXT_BYTES] = "";
-    if (kvq__socket_peer(fd, &peer, NULL, text) != 0) {
+    if (kvq__socket_peer(fd, &asker.peer, NULL, text) != 0) {
         kvq__log_client(&f->log_budget, KVQ_LOG_WARN, "unknown_peer", "error=\"%s\"", text);
         close(fd);
         return;
     }
-    peer.admin = kvq__server_is_admin(f->server, peer.uid);
-    if (check_guest_room(f, &peer, text) != 0) {
-        refuse_guest(f, fd, &peer, text);
-        close(fd);
-    } else if (add_guest(f, fd, &peer) != 0) {
-        kvq__log_client(&f->log_budget, KVQ_LOG_ERROR, "no_memory", "what=connection");
+    asker.role = kvq__server_role(f->server, &asker.peer);
+    let_in(f, fd, &asker);
+}
+
+// "10.0.0.7:40100", "[fe80::1]:40100": of a connection's other end, or where it listens here.
+static void far_address(int fd, bool peer, char out[KVQ__ADDRESS_BYTES])
+{
+    struct sockaddr_storage at = {0};
+    socklen_t size = sizeof at;
+    char host[INET6_ADDRSTRLEN] = "?";
+    const struct sockaddr_in *v4 = (const struct sockaddr_in *)&at;
+    const struct sockaddr_in6 *v6 = (const struct sockaddr_in6 *)&at;
+    if ((peer ? getpeername : getsockname)(fd, (struct sockaddr *)&at, &size) != 0)
+        at.ss_family = AF_UNSPEC; // it has gone already
+    if (at.ss_family == AF_INET6 && inet_ntop(AF_INET6, &v6->sin6_addr, host, sizeof host))
+        snprintf(out, KVQ__ADDRESS_BYTES, "[%s]:%u", host, ntohs(v6->sin6_port));
+    else if (at.ss_family == AF_INET && inet_ntop(AF_INET, &v4->sin_addr, host, sizeof host))
+        snprintf(out, KVQ__ADDRESS_BYTES, "%s:%u", host, ntohs(v4->sin_port));
+    else
+        snprintf(out, KVQ__ADDRESS_BYTES, "?");
+}
+
+// Nobody's, until ZeroMQ has asked for the key.
+static void on_enter_far(void *context, int fd)
+{
+    struct kvq__asker asker = {.peer.uid = KVQ__NO_UID};
+    far_address(fd, true, asker.address);
+    let_in(context, fd, &asker);
+}
+
+static int open_far_door(struct kvq__front *f, char *text)
+{
+    const char *given = f->server->config.control_address;
+    struct kvq__listen_address address;
+    char why[KVQ_TEXT_BYTES], here[KVQ__ADDRESS_BYTES];
+    if (!given[0])
+        return 0;
+    if (!kvq__listen_address_parse(given, &address)) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "control_address is \"%.100s\"; it has to be a numeric address and a port, as "
+                 "0.0.0.0:9648 or [::]:9648, or empty",
+                 given);
+        return KVQ_E_INVALID;
     }
+    int error = kvq__door_open_tcp(&f->far_door, &f->server->loop, &address, why);
+    if (error) {
+        snprintf(text, KVQ_TEXT_BYTES, "cannot listen at control_address %.60s: %.200s", given,
+                 why);
+        return error;
+    }
+    far_address(f->far_door.fd, false, here);
+    kvq__log(KVQ_LOG_INFO, "control_address", "address=%s keys=%u", here, f->server->config.n_keys);
+    return 0;
 }
 
 int kvq__front_open(struct kvq__server *server, const struct kvq__front_back *back,
                     struct kvq__front **out, char *text)
 {
     struct kvq__front *f = calloc(1, sizeof *f);
-    assert(back->open && back->busy && back->close);
+    assert(back->open && back->busy && back->known && back->close);
     *out = f;
     if (!f) {
         snprintf(text, KVQ_TEXT_BYTES, "no memory for the control socket");
@@ -362,11 +455,13 @@ int kvq__front_open(struct kvq__server *server, const struct kvq__front_back *ba
     f->server = server;
     f->back = *back;
     f->places = places < KVQ__FRONT_PLACES ? places : KVQ__FRONT_PLACES;
-    f->door.context = f;
+    f->door.context = f->far_door.context = f;
     f->door.enter = on_enter;
+    f->far_door.enter = on_enter_far;
     TAILQ_INIT(&f->guests);
-    return kvq__door_open(&f->door, &server->loop, server->config.runtime_dir, KVQ_CONTROL_SOCKET,
-                          SOCK_STREAM, text);
+    int error = kvq__door_open(&f->door, &server->loop, server->config.runtime_dir,
+                               KVQ_CONTROL_SOCKET, SOCK_STREAM, text);
+    return error ? error : open_far_door(f, text);
 }
 
 void kvq__front_end(struct kvq__front *f)
@@ -375,6 +470,7 @@ void kvq__front_end(struct kvq__front *f)
     if (!f)
         return;
     kvq__door_close(&f->door);
+    kvq__door_close(&f->far_door);
     TAILQ_FOREACH (g, &f->guests, link)
         end_now(g);
 }

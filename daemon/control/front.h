@@ -3,19 +3,22 @@
 // The front of the control socket. ZeroMQ accepts every connection, and ends the process when it
 // has no descriptor left to do so. Therefore the front, and not ZeroMQ, listens on the public
 // socket: it accepts, checks the user and how many connections the user and all others have, and
-// refuses with a sentence (proto/refusal.h). When a connection sends its first bytes, the front
-// opens a ZeroMQ socket for it alone and passes bytes to and fro. So every message from that socket
-// is that peer's.
+// refuses with a sentence (proto/refusal.h). It listens on control_address, too, if there is one;
+// who comes from there is nobody until his key is known (keys.h). When a connection sends its first
+// bytes, the front opens a ZeroMQ socket for it alone and passes bytes to and fro. So every message
+// from that socket is that peer's.
 //
 //   SILENT --first bytes--> PASSING --one side ends--> ENDING --ZeroMQ has closed its end--> gone
 //     |                                                   ^
 //     '--end, or another is let in instead--> gone        '-- another is let in instead
 //
 // When all places are taken, a new connection displaces the one that was quiet for longest and has
-// no request under way: one of the same user, or, for an administrator, of any user. Loop's thread.
+// no request under way: one of the same user, or, for an administrator, of any user. Those from
+// other machines are as one user, and do not displace whose key is known. Loop's thread.
 #ifndef KVQ_DAEMON_CONTROL_FRONT_H
 #define KVQ_DAEMON_CONTROL_FRONT_H
 
+#include "daemon/control/roles.h"
 #include "daemon/runtime/server.h"
 
 struct kvq__front;
@@ -24,9 +27,11 @@ struct kvq__front;
 struct kvq__front_back {
     void *context;
     // Opens what answers this peer. A connected socket, which is the front's, or a negative code.
-    int (*open)(void *context, uint32_t number, const struct kvq__peer *peer, char *text);
+    int (*open)(void *context, uint32_t number, const struct kvq__asker *asker, char *text);
     // Whether a request is under way.
     bool (*busy)(void *context, uint32_t number);
+    // Whether it is somebody from another machine whose key is known.
+    bool (*known)(void *context, uint32_t number);
     // Both ends are closed.
     void (*close)(void *context, uint32_t number);
 };

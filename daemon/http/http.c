@@ -5,11 +5,9 @@
 // comes from the core is suspended meanwhile.
 #include "daemon/http/http.h"
 
-#include <arpa/inet.h>
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -220,8 +218,8 @@ static enum MHD_Result show_js(struct kvq__http *h, struct MHD_Connection *conne
 static enum MHD_Result show_paths(struct kvq__http *h, struct MHD_Connection *connection);
 
 // Who may ask for it. What names sessions is for users that are known: the Unix socket shows what
-// `kvqctl` would show them; by the loopback address the token makes an administrator.
-enum audience { ANYBODY, USERS, ADMINS };
+// `kvqctl` would show them; by the loopback address the token opens all.
+enum audience { ANYBODY, USERS, READERS };
 
 struct route {
     const char *path, *about;
@@ -245,7 +243,7 @@ static const struct route routes[] = {
     {"/clients", "as `kvqctl client list --json`", USERS, KVQ__HTTP_CLIENTS, NULL},
     {"/prefixes", "as `kvqctl prefix status --json`", USERS, KVQ__HTTP_PREFIXES, NULL},
     {"/quotas", "as `kvqctl quota list --json`", USERS, KVQ__HTTP_QUOTAS, NULL},
-    {"/events", "the last events; ?after=N: those behind number N", ADMINS, 0, show_events},
+    {"/events", "the last events; ?after=N: those behind number N", READERS, 0, show_events},
 };
 
 static enum MHD_Result show_paths(struct kvq__http *h, struct MHD_Connection *connection)
@@ -316,10 +314,10 @@ static enum MHD_Result route_request(struct kvq__http *h, struct MHD_Connection 
             "here only the token in %s/" KVQ_ADMIN_DIR "/http-token opens %s "
             "(Authorization: Bearer TOKEN); the socket %s/" KVQ_HTTP_SOCKET " knows its users",
             h->server->config.runtime_dir, route->path, h->server->config.runtime_dir);
-    if (route->audience == ADMINS && !peer.admin)
+    if (route->audience == READERS && !peer.admin)
         return answer_text(connection, MHD_HTTP_FORBIDDEN,
-                           "user %u may not see events: they name sessions of every user; the "
-                           "daemon's own user, root and admin_uids may",
+                           "user %u may not see events: they name sessions of every user; users "
+                           "with a role may (read_uids, read_gids)",
                            peer.uid);
     return route->show ? route->show(h, connection) : ask_core(h, connection, route, &peer, ask);
 }
@@ -393,31 +391,33 @@ static void on_guest(void *context, struct MHD_Connection *connection, void **ow
     free(guest);
 }
 
-static bool has_room(const struct kvq__http *h, bool local, const struct kvq__peer *peer)
+static bool has_room(const struct kvq__http *h, bool local, enum kvq__role role, uint32_t uid)
 {
     const struct kvq__http_guest *guest;
     uint32_t own = 0, all = 0;
     LIST_FOREACH (guest, &h->guests, link) {
         all += guest->local == local;
-        own += guest->local == local && guest->peer.uid == peer->uid;
+        own += guest->local == local && guest->peer.uid == uid;
     }
     if (kvq__descriptors_free() <= kvq__descriptors_kept())
         return false;
-    return !local || peer->admin ? all < KVQ__HTTP_MOST
-                                 : kvq__share_allows(own, 1, all, KVQ__HTTP_MOST);
+    return !local || role == KVQ__ROLE_ADMIN ? all < KVQ__HTTP_MOST
+                                             : kvq__share_allows(own, 1, all, KVQ__HTTP_MOST);
 }
 
 static void admit(struct kvq__http *h, int fd, bool local)
 {
     static const struct sockaddr_un nowhere = {.sun_family = AF_UNIX};
     struct kvq__http_guest *guest = calloc(1, sizeof *guest);
+    enum kvq__role role = KVQ__ROLE_NONE;
     char text[KVQ_TEXT_BYTES] = "no memory";
     bool good = guest && (!local || kvq__socket_peer(fd, &guest->peer, NULL, text) == 0);
     if (good) {
         guest->fd = fd;
         guest->local = local;
-        guest->peer.admin = local && kvq__server_is_admin(h->server, guest->peer.uid);
-        good = has_room(h, local, &guest->peer);
+        role = local ? kvq__server_role(h->server, &guest->peer) : KVQ__ROLE_NONE;
+        guest->peer.admin = role >= KVQ__ROLE_READ; // all that is asked for here only reads
+        good = has_room(h, local, role, guest->peer.uid);
     }
     if (!good) {
         kvq__log_client(&h->log_budget, KVQ_LOG_WARN, "http_refused",
@@ -449,66 +449,30 @@ static void on_loopback(void *context, int fd)
 
 // ---- Opening and closing ----
 
-// Parses "127.0.0.1:PORT" or "[::1]:PORT".
-static int parse_address(const char *given, struct sockaddr_storage *address, socklen_t *bytes,
-                         char *text)
-{
-    struct sockaddr_in *v4 = (struct sockaddr_in *)address;
-    struct sockaddr_in6 *v6 = (struct sockaddr_in6 *)address;
-    char host[64], *end = "";
-    const char *colon = strrchr(given, ':');
-    size_t n = colon ? (size_t)(colon - given) : 0;
-    bool six = n > 2 && given[0] == '[' && given[n - 1] == ']';
-    unsigned long port = colon ? strtoul(colon + 1, &end, 10) : 0;
-    memset(address, 0, sizeof *address);
-    snprintf(host, sizeof host, "%.*s", (int)(six ? n - 2 : n), six ? given + 1 : given);
-    bool good = colon && colon[1] >= '0' && colon[1] <= '9' && !*end && port <= 65535;
-    if (good && six) {
-        *v6 = (struct sockaddr_in6){.sin6_family = AF_INET6, .sin6_port = htons((uint16_t)port)};
-        good =
-            inet_pton(AF_INET6, host, &v6->sin6_addr) == 1 && IN6_IS_ADDR_LOOPBACK(&v6->sin6_addr);
-        *bytes = sizeof *v6;
-    } else if (good) {
-        *v4 = (struct sockaddr_in){.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
-        good =
-            inet_pton(AF_INET, host, &v4->sin_addr) == 1 && ntohl(v4->sin_addr.s_addr) >> 24 == 127;
-        *bytes = sizeof *v4;
-    }
-    if (good)
-        return 0;
-    snprintf(text, KVQ_TEXT_BYTES,
-             "http_address is \"%.100s\"; it has to be a loopback address and a port, as "
-             "127.0.0.1:9647 or [::1]:9647, or empty: what should be seen from other machines "
-             "needs a proxy with TLS in front",
-             given);
-    return KVQ_E_INVALID;
-}
-
 static int open_loopback(struct kvq__http *h, char *text)
 {
     const struct kvq_config *c = &h->server->config;
-    struct sockaddr_storage address;
-    socklen_t bytes;
-    char quoted[KVQ_TEXT_BYTES];
-    const int one = 1;
+    struct kvq__listen_address address;
+    char why[KVQ_TEXT_BYTES], quoted[KVQ_TEXT_BYTES];
     if (!c->http_address[0])
         return 0;
-    int error = parse_address(c->http_address, &address, &bytes, text);
-    if (error)
-        return error;
-    int fd = socket(address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd >= 0)
-        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    if (fd >= 0 && bind(fd, (struct sockaddr *)&address, bytes) == 0 && listen(fd, 64) == 0)
-        return kvq__door_open_fd(&h->loopback, &h->server->loop, fd, text);
+    if (!kvq__listen_address_parse(c->http_address, &address) || !address.loopback) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "http_address is \"%.100s\"; it has to be a loopback address and a port, as "
+                 "127.0.0.1:9647 or [::1]:9647, or empty: what should be seen from other machines "
+                 "needs a proxy with TLS in front",
+                 c->http_address);
+        return KVQ_E_INVALID;
+    }
+    int error = kvq__door_open_tcp(&h->loopback, &h->server->loop, &address, why);
+    if (error == 0)
+        return 0;
     snprintf(text, KVQ_TEXT_BYTES,
-             "cannot listen at http_address %.60s: %s; another kvqd may: choose another port, or "
-             "leave it empty",
-             c->http_address, strerror(errno));
-    if (fd >= 0)
-        close(fd);
+             "cannot listen at http_address %.60s: %.200s; another kvqd may: choose another port, "
+             "or leave it empty",
+             c->http_address, why);
     if (kvq__config_was_given(c, "http_address"))
-        return KVQ_E_SYSTEM;
+        return error;
     kvq__log(KVQ_LOG_WARN, "http_address", "error=%s text=\"the Unix socket serves all the same\"",
              kvq__log_quote(quoted, sizeof quoted, text));
     return 0;

@@ -6,6 +6,7 @@
 #define KVQ_DAEMON_RUNTIME_LISTEN_H
 
 #include <stdbool.h>
+#include <sys/socket.h>
 #include <uv.h>
 
 struct kvq__door {
@@ -25,6 +26,17 @@ int kvq__door_open(struct kvq__door *door, uv_loop_t *loop, const char *director
                    int type, char *text);
 // The same over a socket that listens already, and is the door's from now on, also if this fails.
 int kvq__door_open_fd(struct kvq__door *door, uv_loop_t *loop, int fd, char *text);
+// A numeric address and a port: 127.0.0.1:9647, 0.0.0.0:9648, [::1]:9647.
+struct kvq__listen_address {
+    struct sockaddr_storage at;
+    socklen_t bytes;
+    bool loopback;
+};
+// False: it is none.
+bool kvq__listen_address_parse(const char *given, struct kvq__listen_address *address);
+// Listens there. 0 or KVQ_E_SYSTEM with a text, the reason alone.
+int kvq__door_open_tcp(struct kvq__door *door, uv_loop_t *loop,
+                       const struct kvq__listen_address *address, char *text);
 // Accepts no more connections; the loop closes the handles. Does nothing if the door is not open.
 void kvq__door_close(struct kvq__door *door);
 

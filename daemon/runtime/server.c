@@ -6,12 +6,12 @@
 #include <assert.h>
 #include <unistd.h>
 
-bool kvq__server_is_admin(const struct kvq__server *server, uint32_t uid)
+enum kvq__role kvq__server_role(const struct kvq__server *server, const struct kvq__peer *peer)
 {
-    const struct kvq_config_ids *admins = &server->config.admin_uids;
-    assert(admins->n <= sizeof admins->id / sizeof *admins->id);
-    for (uint32_t i = 0; i < admins->n; i++)
-        if (admins->id[i] == uid)
-            return true;
-    return uid == 0 || uid == geteuid();
+    assert(peer->n_gids <= KVQ_MAX_GROUPS);
+    if (peer->uid == KVQ__NO_UID)
+        return KVQ__ROLE_NONE;
+    if (peer->uid == 0 || peer->uid == geteuid())
+        return KVQ__ROLE_ADMIN;
+    return kvq__config_role(&server->config, peer->uid, peer->gids, peer->n_gids);
 }

@@ -87,7 +87,7 @@ struct kvq__server {
     struct kvq__drain_state drain;
 };
 
-// Whether a user may see and end everything: root, the daemon's own user, config.admin_uids.
-bool kvq__server_is_admin(const struct kvq__server *server, uint32_t uid);
+// The role of a user: admin for root and the daemon's own, else what the options give it.
+enum kvq__role kvq__server_role(const struct kvq__server *server, const struct kvq__peer *peer);
 
 #endif

@@ -456,8 +456,8 @@ static int check_command(struct kvq__task *t, const struct command *command)
         why = "this daemon saves no sessions; set storage_dir in its configuration";
     } else if (command->is_for_admins && command->is_for_admins(t->request) && !t->peer->admin) {
         code = KVQ_E_PERMISSION;
-        why = "only root and the daemon's own user may do this: it reads or writes files of the "
-              "daemon's, or what is everybody's";
+        why = "only administrators may do this (root, kvqd's own user, admin_uids, admin_gids): it "
+              "reads or writes files of the daemon's, or what is everybody's";
     }
     snprintf(t->text, sizeof t->text, "%s", why ? why : "");
     return code;

@@ -34,6 +34,7 @@ import e2e_quota
 import e2e_remote
 import e2e_reshard
 import e2e_rig
+import e2e_roles
 import e2e_service
 import e2e_short
 import e2e_size
@@ -48,7 +49,7 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_errors.BadPeople, e2e_faults.DeadClients, e2e_faults.DeadDaemon,
           e2e_faults.Memory, e2e_formats.OwnFormats, e2e_life.Life,
           e2e_service.Reloads, e2e_service.Ends, e2e_service.Audited, e2e_service.Told,
-          e2e_service.Machine, e2e_gpu.Faults,
+          e2e_service.Machine, e2e_roles.Users, e2e_roles.Keys, e2e_gpu.Faults,
           e2e_breaks.Breaks, e2e_campaign.Campaign,
           e2e_group.Ranks, e2e_group.Moves, e2e_prefix.Prefixes,
           e2e_prefix.Stored, e2e_prompt.Pieces, e2e_prompt.Kept, e2e_prompt.Short,

@@ -16,13 +16,13 @@ FILL = {"NAME": "nosuch", "PLACE": "host", "FILE": "/nosuch", "NS": "nobody", "I
 MORE = {"quota set": ["--sessions", "1"], "top": ["--count", "1"], "events": ["--count", "1"],
         "size": "--format oscar2 --layers 2 --kv-heads 2 --head-dim 64 --tokens 9".split()}
 # Commands that need no daemon, or end in a way of their own without one.
-ALONE = {"doctor": 7, "completion": 0, "size": 0}
+ALONE = {"doctor": 7, "completion": 0, "size": 0, "key make": 1, "key show": 1}
 # Commands that name a session, a client or a namespace, which a daemon without a remote store
 # looks for.
 NAMING = {"session save", "session restore", "session export", "session show", "session drop",
           "session move", "session park", "session prefetch", "session pin", "session unpin",
           "quota get", "quota set", "quota delete", "client kick"}
-# Commands for administrators alone.
+# Commands that take a role.
 ADMIN = {"session export", "session import", "storage verify", "storage gc", "storage compact",
          "events", "quota set", "quota delete", "config get", "config set", "config reload",
          "client kick", "drain", "shutdown"}
@@ -41,6 +41,8 @@ def commands():
 def line_of(words, arguments):
     """A command with its arguments, and what it is tried with besides."""
     filled = [FILL[a] for a in arguments if a[0] != "["]
+    if words == "key make":
+        filled = ["/nosuch/key"]  # it would make a file
     return [*words.split(), *filled, *MORE.get(words, [])]
 
 

@@ -267,7 +267,7 @@ class Monitors(Test):
             "s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1])\n"
             "s.sendall(f'GET {sys.argv[2]} HTTP/1.0\\r\\n\\r\\n'.encode())\n"
             "print(b''.join(iter(lambda: s.recv(65536), b'')).decode())\n")
-        for path, status, there in (("/sessions", "200", "[]"), ("/events", "403", "admin_uids")):
+        for path, status, there in (("/sessions", "200", "[]"), ("/events", "403", "read_uids")):
             done = subprocess.run(["python3", "-c", program, self.local.path, path],
                                   capture_output=True, text=True, check=True, timeout=BOUND)
             self.assertIn(f"HTTP/1.1 {status}", done.stdout)

@@ -341,7 +341,8 @@ class Audited(Configured):
 
     def audited(self, daemon):
         """(user, command, status, request) of each change so far, for users and administrators."""
-        form = r'event=audit uid=(\d+) pid=\d+ command=(\w+) status=(\w+) request="(.*)"$'
+        form = (r'event=audit uid=(\d+) pid=\d+(?: role=\w+)? command=(\w+) status=(\w+) '
+                r'request="(.*)"$')
         found = [re.search(form, line) for line in daemon.lines]
         return [(int(x[1]), x[2], x[3], x[4].replace(r'\"', '"')) for x in found if x]
 

@@ -6,11 +6,13 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include <cmocka.h>
 
 #include "daemon/attach/attach.h"
 #include "daemon/commands/dispatch.h"
+#include "daemon/control/roles.h"
 #include "daemon/store/store.h"
 
 static bool is_taken(Kvq__Request__CommandCase command)
@@ -40,6 +42,50 @@ static void test_every_command(void **state)
     assert_in_range(commands, 50, 200);
 }
 
+// What belongs to the attach socket alone is answered there, and needs no role.
+static bool is_for_clients(Kvq__Request__CommandCase command)
+{
+    return !kvq__dispatch_takes(command) && !kvq__jobs_knows(command) &&
+           command != KVQ__REQUEST__COMMAND_DOCTOR;
+}
+
+// The commands of the control socket by the least role for them, each in one of three lists.
+static void test_roles(void **state)
+{
+    static const char *const readers[] = {
+        "ping",         "status",       "doctor",        "list_sessions",
+        "list_clients", "list_formats", "list_prefixes", "list_quotas",
+        "list_saved",   "list_remote",  "remote_status", "session_info",
+        "ask_move",     "ask_transfer", "lookup_prefix", "get_config",
+    };
+    static const char *const operators[] = {
+        "kick_client",  "drop_session", "drop_prefixes",    "move_session",    "park_session",
+        "pin_session",  "save_session", "prefetch_session", "push_session",    "restore_session",
+        "pull_session", "storage",      "remove_remote",    "cancel_transfer",
+    };
+    Kvq__Storage status = KVQ__STORAGE__INIT;
+    const ProtobufCMessageDescriptor *all = &kvq__request__descriptor;
+    (void)state;
+    for (unsigned i = 0; i < all->n_fields; i++) {
+        Kvq__Request request = KVQ__REQUEST__INIT;
+        const char *name = all->fields[i].name;
+        enum kvq__role expected = KVQ__ROLE_ADMIN;
+        request.command_case = (Kvq__Request__CommandCase)all->fields[i].id;
+        request.storage = &status;
+        if (!is_command(&all->fields[i]) || is_for_clients(request.command_case))
+            continue;
+        for (size_t k = 0; k < sizeof readers / sizeof *readers; k++)
+            if (strcmp(readers[k], name) == 0)
+                expected = KVQ__ROLE_READ;
+        for (size_t k = 0; k < sizeof operators / sizeof *operators; k++)
+            if (strcmp(operators[k], name) == 0)
+                expected = KVQ__ROLE_OPERATE;
+        status.action = KVQ__STORAGE_ACTION__STORAGE_GC;
+        if (kvq__role_needed(&request) != expected)
+            fail_msg("%s needs another role", name);
+    }
+}
+
 static void test_no_other(void **state)
 {
     (void)state;
@@ -53,6 +99,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_command),
         cmocka_unit_test(test_no_other),
+        cmocka_unit_test(test_roles),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

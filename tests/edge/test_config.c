@@ -249,9 +249,61 @@ static void test_wrong_files(void **state)
     parse_refused("[namespace a]\nmax_sessions = 1tb\n", "allowed is 0 to 4294967295");
     parse_refused("[namespace aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa]\nuids=1\n",
                   "f:1: a section's name is longer");
+    parse_refused("[key a]\npublic = 00\n", "f:2: public is \"00\"; it has to be the 64");
+    parse_refused("[key a]\nrole = king\n", "f:2: role is \"king\"; allowed is read, operate");
+    parse_refused("[key a]\nrole = none\n", "f:2: role is \"none\"; allowed is read, operate");
+    parse_refused("[key a]\nrole = read\nrole = admin\n", "f:3: role is set twice");
+    parse_refused("[key a]\nuid = 1\n", "f:2: uid is not known in [key a]");
+    parse_refused("[key a b]\nrole = read\n", "without blanks");
     char line[400];
     snprintf(line, sizeof line, "workers = 1\nlog_file = %0300d\n", 0);
     parse_refused(line, "f:2: a line is longer than 190 bytes");
+}
+
+#define HEX_0 "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"
+#define HEX_1 "10112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"
+
+// Sections [key NAME], and the roles that options give.
+static void test_roles(void **state)
+{
+    const uint32_t groups[] = {7, 8};
+    (void)state;
+    kvq__config_defaults(&config, no_environment);
+    const char *good = "read_uids = 1, 2\noperate_gids = 8\nadmin_uids = 2\n"
+                       "[key alice]\npublic = " HEX_0 "\n[key bob]\nrole = ADMIN\n"
+                       "public = " HEX_1 "\n";
+    assert_int_equal(kvq__config_parse(&config, "f", "", good, text), 0);
+    assert_int_equal(kvq__config_resolve(&config, text), 0);
+    assert_int_equal(config.n_keys, 2);
+    assert_int_equal(config.keys[0].role, KVQ__ROLE_READ); // the least
+    assert_int_equal(config.keys[1].role, KVQ__ROLE_ADMIN);
+    assert_string_equal(kvq__config_key_of(&config, config.keys[1].public_key)->name, "bob");
+    assert_null(kvq__config_key_of(&config, (const uint8_t *)HEX_0));
+    assert_null(kvq__config_key_find(&config, ""));
+    assert_int_equal(kvq__config_role(&config, 1, NULL, 0), KVQ__ROLE_READ);
+    assert_int_equal(kvq__config_role(&config, 1, groups, 2), KVQ__ROLE_OPERATE); // the highest
+    assert_int_equal(kvq__config_role(&config, 2, groups, 2), KVQ__ROLE_ADMIN);
+    assert_int_equal(kvq__config_role(&config, 3, groups, 1), KVQ__ROLE_NONE);
+
+    // Of all files together.
+    config.keys[1] = config.keys[0];
+    memcpy(config.keys[1].name, "bob", 4);
+    assert_int_equal(kvq__config_resolve(&config, text), KVQ_E_INVALID);
+    assert_non_null(strstr(text, "[key alice] and [key bob] have the same public"));
+    kvq__config_defaults(&config, no_environment);
+    assert_int_equal(kvq__config_parse(&config, "f", "", "[key a]\nrole = read\n", text), 0);
+    assert_int_equal(kvq__config_resolve(&config, text), KVQ_E_INVALID);
+    assert_non_null(strstr(text, "[key a] has no public"));
+}
+
+static void test_too_many_keys(void **state)
+{
+    char contents[(KVQ_MAX_KEYS + 1) * 32];
+    size_t used = 0;
+    (void)state;
+    for (int i = 0; i <= KVQ_MAX_KEYS; i++)
+        used += (size_t)snprintf(contents + used, 32, "[key n%d]\nrole = read\n", i);
+    parse_refused(contents, "more than 64 keys");
 }
 
 static void test_too_many_namespaces(void **state)
@@ -455,14 +507,16 @@ static void test_compare(void **state)
     assert_int_equal(kvq__config_parse(&config, "a", "",
                                        "workers = 2\nadmin_uids = 3\n[namespace a]\nuids = 1\n"
                                        "[namespace b]\nhost_bytes = 5mb\n[format m]\nk = int8\n"
-                                       "v = int8\n[format g]\nbase = int8\n",
+                                       "v = int8\n[format g]\nbase = int8\n[key x]\nrole = read\n"
+                                       "[key y]\nrole = read\n",
                                        text),
                      0);
     kvq__config_defaults(&next, no_environment);
     assert_int_equal(kvq__config_parse(&next, "b", "",
                                        "workers = 3\nadmin_uids = 3, 4\nlog_level = debug\n"
                                        "[namespace b]\nhost_bytes = 6mb\ngids = 9\n"
-                                       "[namespace c]\nuids = 1\n[format m]\nbase = oscar2\n",
+                                       "[namespace c]\nuids = 1\n[format m]\nbase = oscar2\n"
+                                       "[key z]\nrole = read\n[key x]\nrole = admin\n",
                                        text),
                      0);
     told[0] = 0;
@@ -475,7 +529,10 @@ static void test_compare(void **state)
                               "[namespace c]: not there -> there (live)\n"
                               "[namespace a]: there -> not there (restart)\n"
                               "[format m]: there -> another (restart)\n"
-                              "[format g]: there -> not there (restart)\n");
+                              "[format g]: there -> not there (restart)\n"
+                              "[key z]: not there -> there (live)\n"
+                              "[key x] role: read -> admin (live)\n"
+                              "[key y]: there -> not there (live)\n");
     assert_int_equal(kvq__config_merge(&next, &config, text), 0);
     kvq__config_adopt(&config, &next);
     assert_true(config.workers == 2 && config.admin_uids.n == 2 && config.log_level == 3);
@@ -694,6 +751,8 @@ int main(void)
         cmocka_unit_test(test_file),
         cmocka_unit_test(test_wrong_files),
         cmocka_unit_test(test_too_many_namespaces),
+        cmocka_unit_test(test_roles),
+        cmocka_unit_test(test_too_many_keys),
         cmocka_unit_test(test_formats),
         cmocka_unit_test(test_wrong_formats),
         cmocka_unit_test(test_too_many_formats),

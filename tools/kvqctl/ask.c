@@ -30,6 +30,18 @@ const char *kvq__ctl_runtime_dir(const char *option)
     return path;
 }
 
+const char *kvq__ctl_where(const struct kvq__ctl *ctl)
+{
+    return ctl->connect ? kvq__ctl_text("at %s", kvq__ctl_clean(ctl->connect))
+                        : kvq__ctl_text("in %s", ctl->runtime_dir);
+}
+
+void kvq__ctl_at(const struct kvq__ctl *ctl, struct kvq__transport_at *at, char *path, size_t size)
+{
+    snprintf(path, size, "%s/%s", ctl->runtime_dir, KVQ_CONTROL_SOCKET);
+    *at = (struct kvq__transport_at){.path = path, .far = ctl->connect};
+}
+
 static void explain_absence(const struct kvq__ctl *ctl, const char *path, int error)
 {
     const char *dir = ctl->runtime_dir;
@@ -59,10 +71,41 @@ static void explain_absence(const struct kvq__ctl *ctl, const char *path, int er
 static int explain_silence(const struct kvq__ctl *ctl)
 {
     fprintf(stderr,
-            "kvqctl: the daemon in %s did not answer within %d ms; it may be busy or stopped.\n"
+            "kvqctl: the daemon %s did not answer within %d ms; it may be busy or stopped.\n"
             "Look at its log, or wait longer with --timeout MS.\n",
-            ctl->runtime_dir, ctl->timeout_ms);
+            kvq__ctl_where(ctl), ctl->timeout_ms);
     return KVQ_EXIT_TIMEOUT;
+}
+
+static int explain_far(const struct kvq__ctl *ctl, int error, const char *text)
+{
+    const char *at = kvq__ctl_clean(ctl->connect), *file = ctl->key_file;
+    if (error == -EINVAL) {
+        fprintf(stderr, "kvqctl: --connect is a host and a port, as gpu7:9648, not '%s'\n", at);
+        return KVQ_EXIT_USAGE;
+    }
+    if (error == -EACCES) {
+        fprintf(
+            stderr,
+            "kvqctl: the daemon at %s does not know the key in %s.\n"
+            "kvqctl key show %s prints what its configuration needs, a section [key NAME]; then "
+            "kvqd reads it again: kvqctl config reload.\n",
+            at, file, file);
+        return KVQ_EXIT_PERMISSION;
+    }
+    if (error == -EPROTO) {
+        fprintf(stderr,
+                "kvqctl: what listens at %s does not have the key that %s names as server.\n"
+                "It may be another daemon, or one with a new key: compare with kvqctl key show "
+                "FILE there, FILE being its control_key_file.\n",
+                at, file);
+        return KVQ_EXIT_PERMISSION;
+    }
+    fprintf(stderr,
+            "kvqctl: no daemon answers at %s: %s\n"
+            "It listens there if its configuration has control_address and control_key_file.\n",
+            at, error == -EHOSTUNREACH && *text ? text : strerror(-error));
+    return KVQ_EXIT_NO_DAEMON;
 }
 
 int kvq__ctl_explain_connection(const struct kvq__ctl *ctl, const char *path, int error,
@@ -72,19 +115,52 @@ int kvq__ctl_explain_connection(const struct kvq__ctl *ctl, const char *path, in
         return kvq__ctl_refused(KVQ_E_LIMIT, text);
     if (error == -ETIMEDOUT)
         return explain_silence(ctl);
+    if (ctl->connect)
+        return explain_far(ctl, error, text);
     explain_absence(ctl, path, error);
     return error == -EACCES || error == -EPERM ? KVQ_EXIT_PERMISSION : KVQ_EXIT_NO_DAEMON;
+}
+
+// The key for another machine. An exit status, with the complaint printed.
+static int take_key(const struct kvq__ctl *ctl, struct kvq_key_file *key)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    if (!ctl->key_file || !*ctl->key_file) {
+        fprintf(stderr, "kvqctl: --connect needs a key: --key FILE, or $KVQ_KEY (kvqctl key make "
+                        "--help)\n");
+        return KVQ_EXIT_USAGE;
+    }
+    if (kvq_key_read(ctl->key_file, key, text) != 0) {
+        fprintf(stderr, "kvqctl: %s\n", kvq__ctl_clean(text));
+        return KVQ_EXIT_USAGE;
+    }
+    if (key->has_server)
+        return KVQ_EXIT_OK;
+    fprintf(stderr,
+            "kvqctl: %s does not say whose key the daemon's is; add a line\n"
+            "  server = what kvqctl key show prints of its control_key_file\n",
+            ctl->key_file);
+    kvq_key_forget(key);
+    return KVQ_EXIT_USAGE;
 }
 
 // Connects if this run has not yet. An exit status.
 static int connect_once(struct kvq__ctl *ctl)
 {
-    char path[4096], text[KVQ_TEXT_BYTES];
+    char path[4096], text[KVQ_TEXT_BYTES] = "";
+    struct kvq__transport_at at;
+    struct kvq_key_file key;
     if (ctl->transport)
         return KVQ_EXIT_OK;
-    snprintf(path, sizeof path, "%s/%s", ctl->runtime_dir, KVQ_CONTROL_SOCKET);
-    int result = kvq__transport_open(&ctl->transport, path, ctl->timeout_ms, text);
-    return result ? kvq__ctl_explain_connection(ctl, path, result, text) : KVQ_EXIT_OK;
+    kvq__ctl_at(ctl, &at, path, sizeof path);
+    int result = ctl->connect ? take_key(ctl, &key) : KVQ_EXIT_OK;
+    if (result)
+        return result;
+    at.key = &key;
+    int error = kvq__transport_open(&ctl->transport, &at, ctl->timeout_ms, text);
+    if (ctl->connect)
+        kvq_key_forget(&key);
+    return error ? kvq__ctl_explain_connection(ctl, path, error, text) : KVQ_EXIT_OK;
 }
 
 static int64_t now_ms(void)

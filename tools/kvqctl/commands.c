@@ -119,9 +119,8 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .argument = "NAME FILE",
      .run = kvq__ctl_session_export,
      .about = "writes a saved session to one file, for another machine",
-     .more =
-         "Exports the last save: run session save first. The daemon writes the file. Only root\n"
-         "and the daemon's own user may do this.\n",
+     .more = "Exports the last save: run session save first. The daemon writes the file. It\n"
+             "takes the role admin.\n",
      .places = KVQ__CTL_SAVED},
     {.words = {"session", "import"},
      .argument = "FILE",
@@ -129,7 +128,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .about = "adds an exported session to the storage",
      .more =
          "Under the names in the file, or --namespace NAME and --as NAME; --replace replaces a\n"
-         "saved session of that name. Only root and the daemon's own user may do this.\n",
+         "saved session of that name. It takes the role admin.\n",
      .preview = kvq__ctl_preview_import},
     {.words = {"session", "push"},
      .argument = "NAME",
@@ -153,7 +152,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
     {.words = {"remote", "status"},
      .run = kvq__ctl_remote_status,
      .about = "the remote store, and recent pushes and pulls",
-     .more = "Your own; administrators see all.\n",
+     .more = "Your own; with the role read all.\n",
      .repeats = true},
     {.words = {"remote", "list"},
      .run = kvq__ctl_remote_list,
@@ -218,13 +217,13 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
          "--sessions (N); none: no limit. Each replaces the configuration's limit; limits that\n"
          "are not given stay. A limit below the usage takes nothing away, but the daemon\n"
          "refuses more until the usage is below it. The daemon keeps limits in storage_dir\n"
-         "over restarts. Only root and the daemon's own user may do this.\n",
+         "over restarts. It takes the role admin.\n",
      .preview = kvq__ctl_preview_quota_set},
     {.words = {"quota", "delete"},
      .argument = "NS",
      .run = kvq__ctl_quota_delete,
      .about = "restores the configuration's limits of a namespace",
-     .more = "Only root and the daemon's own user may do this.\n",
+     .more = "It takes the role admin.\n",
      .preview = kvq__ctl_preview_quota_delete},
     {.words = {"format", "list"},
      .run = kvq__ctl_format_list,
@@ -240,13 +239,13 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .more = "The daemon takes nothing new, lets open steps end (drain_ms), saves sessions as on\n"
              "SIGTERM, and ends. Prints how that went: exit status 1 if the daemon cut steps off\n"
              "or could not save sessions. --wait MS: waits no longer; the daemon goes on ending.\n"
-             "Only administrators may do this.\n",
+             "It takes the role admin.\n",
      .preview = kvq__ctl_preview_drain},
     {.words = {"shutdown"},
      .run = kvq__ctl_shutdown,
      .about = "ends the daemon in good order, without waiting for it",
      .more = "As drain, but returns at once. --now: the daemon ends at once, as by a second\n"
-             "signal, with status 1; what is not saved is lost. Only administrators may do this.\n",
+             "signal, with status 1; what is not saved is lost. It takes the role admin.\n",
      .preview = kvq__ctl_preview_shutdown},
     {.words = {"config", "get"},
      .argument = "[NAME]",
@@ -254,18 +253,17 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .about = "the configuration in effect, and where it comes from",
      .more = "All options, or the one of that name: value, default, where the value comes from\n"
              "(default, file, conf.d/NAME, environment, flag, or command: config set), and when a\n"
-             "new value takes effect (live: while the daemon runs). Only administrators may do\n"
-             "this.\n"},
+             "new value takes effect (live: while the daemon runs). It takes the role read.\n"},
     {.words = {"config", "set"},
      .argument = "NAME VALUE",
      .run = kvq__ctl_config_set,
      .about = "sets a live option until the next reload or restart",
-     .more = "VALUE as in the configuration file. Only administrators may do this.\n"},
+     .more = "VALUE as in the configuration file. It takes the role admin.\n"},
     {.words = {"config", "reload"},
      .run = kvq__ctl_config_reload,
      .about = "reads the configuration again, and reopens the log",
      .more = "As SIGHUP does. Prints what has changed and what needs a restart. If the\n"
-             "configuration has an error, nothing changes. Only administrators may do this.\n"},
+             "configuration has an error, nothing changes. It takes the role admin.\n"},
     {.words = {"size"},
      .run = kvq__ctl_size,
      .about = "how much memory sessions will take",
@@ -283,9 +281,20 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .run = kvq__ctl_client_kick,
      .about = "closes a client's connection",
      .more = "The daemon drops its unnamed sessions, and those with on_detach drop; its other\n"
-             "named ones stand at their last commit. Only root and the daemon's own user may do\n"
-             "this.\n",
+             "named ones stand at their last commit. It takes the role operate.\n",
      .preview = kvq__ctl_preview_kick},
+    {.words = {"key", "make"},
+     .argument = "FILE",
+     .run = kvq__ctl_key_make,
+     .about = "makes a key for kvqctl on another machine, or for the daemon",
+     .more = "Writes FILE, which is yours alone, and prints the public key: for the daemon's\n"
+             "control_key_file, or with --server HEX (the daemon's public key) for a user, who\n"
+             "then needs a section in the daemon's configuration, which is printed.\n"},
+    {.words = {"key", "show"},
+     .argument = "FILE",
+     .run = kvq__ctl_key_show,
+     .about = "the public key of such a file",
+     .more = "As key make prints it.\n"},
     {.words = {"completion"},
      .argument = "SHELL",
      .run = kvq__ctl_completion,

@@ -151,13 +151,14 @@ int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args)
     size_t n;
     check_cpu(&report);
     check_kernel(&report);
-    check_directory(&report, ctl);
+    if (!ctl->connect)
+        check_directory(&report, ctl);
     request.command_case = KVQ__REQUEST__COMMAND_DOCTOR;
     request.doctor = &command;
     int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_DOCTOR, &reply);
     if (result)
-        add(&report, "daemon", LEVEL_PROBLEM, "", "no answer from a daemon in %s",
-            ctl->runtime_dir);
+        add(&report, "daemon", LEVEL_PROBLEM, "", "no answer from a daemon %s",
+            kvq__ctl_where(ctl));
     Kvq__Finding **all = gather(&report, reply, &n);
     if (!all) {
         fprintf(stderr, "kvqctl: out of memory\n");

@@ -26,21 +26,19 @@ static int64_t clock_ms(void)
 
 // ---- The daemon's process ----
 
-static void socket_path(const struct kvq__ctl *ctl, char *path, size_t size)
-{
-    snprintf(path, size, "%s/%s", ctl->runtime_dir, KVQ_CONTROL_SOCKET);
-}
-
 // A pidfd of who listens there, by its pid as it is here; -1: it has none that is known here, as in
-// a container of its own.
+// a container of its own or on another machine.
 static int daemon_process(const struct kvq__ctl *ctl)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     struct ucred peer = {0};
     socklen_t size = sizeof peer;
+    struct kvq__transport_at at;
     char path[4096];
     int process = -1;
-    socket_path(ctl, path, sizeof path);
+    kvq__ctl_at(ctl, &at, path, sizeof path);
+    if (at.far)
+        return -1;
     if (strlen(path) >= sizeof address.sun_path)
         return -1;
     memcpy(address.sun_path, path, strlen(path) + 1);
@@ -58,13 +56,14 @@ static int daemon_process(const struct kvq__ctl *ctl)
 static bool has_ended(const struct kvq__ctl *ctl, int process, int ms)
 {
     char path[4096], text[KVQ_TEXT_BYTES];
+    struct kvq__transport_at at;
     struct pollfd wait = {.fd = process, .events = POLLIN};
     if (poll(&wait, process >= 0 ? 1 : 0, ms) > 0)
         return true;
     if (process >= 0)
         return false;
-    socket_path(ctl, path, sizeof path);
-    int result = kvq__transport_try(path, ctl->timeout_ms, text);
+    kvq__ctl_at(ctl, &at, path, sizeof path);
+    int result = kvq__transport_try(&at, ctl->timeout_ms, text);
     return result == -ENOENT || result == -ECONNREFUSED;
 }
 

@@ -158,7 +158,8 @@ int kvq__ctl_events(struct kvq__ctl *ctl, char **args)
     if (result)
         return result;
     snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, ctl->runtime_dir);
-    int error = kvq__transport_try(path, ctl->timeout_ms, text);
+    const struct kvq__transport_at at = {.path = path};
+    int error = kvq__transport_try(&at, ctl->timeout_ms, text);
     if (error == -EACCES || error == -EPERM) {
         fprintf(stderr,
                 "kvqctl: %s: only root and the user that kvqd runs as may follow events, since "

@@ -50,7 +50,10 @@ enum { KVQ__CTL_MEMORY = 1, KVQ__CTL_SAVED = 2, KVQ__CTL_REMOTE = 4 };
 // One run: what the command line said, and the connection once there is one.
 struct kvq__ctl {
     const char *runtime_dir;
-    const char *ns; // NULL: the caller's own, or all of them in listings
+    const char *connect;  // HOST:PORT of a daemon on another machine; NULL: runtime_dir
+    const char *key_file; // with the key for it
+    const char *server;   // key make: the daemon's public key
+    const char *ns;       // NULL: the caller's own, or all of them in listings
     bool json;
     int timeout_ms;
     bool timeout_given;
@@ -96,6 +99,12 @@ const char *kvq__ctl_runtime_dir(const char *option);
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply);
 
+// Where the run's daemon is, for kvq__transport_try; of another machine without the key. The path
+// is in `path`.
+struct kvq__transport_at;
+void kvq__ctl_at(const struct kvq__ctl *ctl, struct kvq__transport_at *at, char *path, size_t size);
+// The same in words, "in /run/kvqd" or "at gpu7:9648". In one of the buffers of kvq__ctl_text.
+const char *kvq__ctl_where(const struct kvq__ctl *ctl);
 // Says why nothing could be connected to, by kvq__transport_try's negative errno, and what to do.
 // Returns the exit status for it.
 int kvq__ctl_explain_connection(const struct kvq__ctl *ctl, const char *path, int error,
@@ -199,6 +208,8 @@ int kvq__ctl_config_set(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_config_reload(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_list(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_client_kick(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_key_make(struct kvq__ctl *ctl, char **args);
+int kvq__ctl_key_show(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_completion(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_top(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_size(struct kvq__ctl *ctl, char **args);

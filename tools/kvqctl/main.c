@@ -4,6 +4,7 @@
 #include <locale.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -158,6 +159,13 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
                           : kvq__ctl_run_named(ctl, command, words + used);
 }
 
+// Of the environment; NULL: it is not set, or empty.
+static const char *set_variable(const char *name)
+{
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
 int main(int argc, char **argv)
 {
     struct kvq__ctl ctl = {.interval = 2, .shard = -1, .stop_fd = -1};
@@ -170,6 +178,10 @@ int main(int argc, char **argv)
         printf("kvqctl %s\n", KVQ_VERSION);
         return KVQ_EXIT_OK;
     }
+    if (!ctl.connect && !ctl.runtime_dir) // what the command line says comes first
+        ctl.connect = set_variable("KVQ_CONNECT");
+    if (!ctl.key_file)
+        ctl.key_file = set_variable("KVQ_KEY");
     ctl.runtime_dir = kvq__ctl_runtime_dir(ctl.runtime_dir);
     result = run_command(&ctl, argv + first, argc - first, asked.help);
     kvq__transport_close(&ctl.transport);

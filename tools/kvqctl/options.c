@@ -22,6 +22,13 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"runtime-dir", "DIR", KVQ__CTL_TEXT, AT(runtime_dir), 0, 0, NULL,
      "where the daemon's sockets are (else $KVQ_RUNTIME_DIR, else\n"
      "$XDG_RUNTIME_DIR/kvqd, else /run/kvqd)"},
+    {"connect", "HOST:PORT", KVQ__CTL_TEXT, AT(connect), 0, 0, NULL,
+     "a daemon on another machine, at its control_address (else\n"
+     "$KVQ_CONNECT, else none); it needs --key"},
+    {"key", "FILE", KVQ__CTL_TEXT, AT(key_file), 0, 0, NULL,
+     "this user's key for it (else $KVQ_KEY), by kvqctl key make"},
+    {"server", "HEX", KVQ__CTL_TEXT, AT(server), 0, 0, NULL,
+     "key make: the daemon's public key, for a user's key"},
     {"namespace", "NAME", KVQ__CTL_TEXT, AT(ns), 0, 0, NULL,
      "sessions of this namespace (default: list: all; others: uid-N)"},
     {"json", NULL, KVQ__CTL_FLAG, AT(json), 0, 0, NULL, "print JSON, for scripts"},

@@ -3,6 +3,7 @@
 #include "tools/kvqctl/transport.h"
 
 #include <errno.h>
+#include <netdb.h>
 #include <poll.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -50,56 +51,196 @@ static int read_answer(int fd, int timeout_ms, uint8_t *bytes, size_t capacity)
     return (int)n;
 }
 
-int kvq__transport_try(const char *path, int timeout_ms, char text[KVQ_TEXT_BYTES])
+// Reads one message of two frames; the second one goes to data. Its size or a negative errno.
+static int receive_pair(void *socket, void *first, size_t n, void *data, size_t capacity)
+{
+    int more = 0;
+    size_t bytes = sizeof more;
+    if (zmq_recv(socket, first, n, ZMQ_DONTWAIT) < 0)
+        return -zmq_errno();
+    if (zmq_getsockopt(socket, ZMQ_RCVMORE, &more, &bytes) != 0 || !more)
+        return -EPROTO;
+    int size = zmq_recv(socket, data, capacity, ZMQ_DONTWAIT);
+    if (size < 0)
+        return -zmq_errno();
+    return (size_t)size > capacity ? -EMSGSIZE : size;
+}
+
+// ---- Connecting ----
+
+enum { MOST_NAME = 256 };
+
+// A connected socket, with its numeric address as ZeroMQ takes it. Or a negative errno.
+static int connect_path(const char *path, char endpoint[MOST_NAME])
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    uint8_t bytes[KVQ_REFUSAL_BYTES + 1];
     size_t length = strlen(path);
-    int result = 0;
     if (length >= sizeof address.sun_path)
         return -ENAMETOOLONG;
     memcpy(address.sun_path, path, length + 1);
+    snprintf(endpoint, MOST_NAME, "ipc://%s", path);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0 || connect(fd, (struct sockaddr *)&address, sizeof address) == 0)
+        return fd < 0 ? -errno : fd;
+    int error = -errno;
+    close(fd);
+    return error;
+}
+
+// "host:port" or "[host]:port". False: it is neither.
+static bool split_host(const char *far, char host[MOST_NAME], char port[16])
+{
+    const char *colon = strrchr(far, ':');
+    size_t n = colon ? (size_t)(colon - far) : 0;
+    bool braces = n > 2 && far[0] == '[' && far[n - 1] == ']';
+    if (n == 0 || n >= MOST_NAME || !colon[1] || strlen(colon + 1) >= 16)
+        return false;
+    snprintf(host, MOST_NAME, "%.*s", (int)(braces ? n - 2 : n), braces ? far + 1 : far);
+    snprintf(port, 16, "%s", colon + 1);
+    return true;
+}
+
+static int connect_address(const struct addrinfo *a, int timeout_ms)
+{
+    int error = 0;
+    socklen_t size = sizeof error;
+    int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0)
         return -errno;
-    if (connect(fd, (struct sockaddr *)&address, sizeof address) != 0)
-        result = -errno;
-    // The daemon answers our end by its own, and a refusal comes before that.
-    if (result == 0) {
-        shutdown(fd, SHUT_WR);
-        result = read_answer(fd, timeout_ms, bytes, KVQ_REFUSAL_BYTES);
-        const char *refusal = result < 0 ? NULL : kvq_refusal_text(bytes, (size_t)result);
-        if (refusal)
-            snprintf(text, KVQ_TEXT_BYTES, "%.*s", KVQ_TEXT_BYTES - 1, refusal);
-        result = refusal ? -EUSERS : result < 0 ? result : 0;
+    if (connect(fd, a->ai_addr, a->ai_addrlen) != 0)
+        error = errno;
+    if (error == EINPROGRESS) {
+        struct pollfd wait = {.fd = fd, .events = POLLOUT};
+        error = poll(&wait, 1, timeout_ms) > 0 ? 0 : ETIMEDOUT;
+        if (error == 0 && getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0)
+            error = errno;
     }
+    if (error == 0)
+        return fd;
     close(fd);
+    return -error;
+}
+
+// As connect_path. The first of the host's addresses where somebody listens.
+static int connect_far(const char *far, int timeout_ms, char endpoint[MOST_NAME], char *text)
+{
+    struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV};
+    struct addrinfo *all = NULL;
+    char host[MOST_NAME], port[16], number[64];
+    if (!split_host(far, host, port))
+        return -EINVAL;
+    int fd = -EHOSTUNREACH, wrong = getaddrinfo(host, port, &hints, &all);
+    if (wrong)
+        snprintf(text, KVQ_TEXT_BYTES, "%s", gai_strerror(wrong));
+    for (const struct addrinfo *a = wrong ? NULL : all; a && fd < 0; a = a->ai_next) {
+        fd = connect_address(a, timeout_ms);
+        if (fd >= 0 && getnameinfo(a->ai_addr, a->ai_addrlen, number, sizeof number, NULL, 0,
+                                   NI_NUMERICHOST) == 0)
+            snprintf(endpoint, MOST_NAME, strchr(number, ':') ? "tcp://[%s]:%s" : "tcp://%s:%s",
+                     number, port);
+    }
+    if (all)
+        freeaddrinfo(all);
+    return fd;
+}
+
+// The try, with the address that answered.
+static int try_at(const struct kvq__transport_at *at, int timeout_ms, char endpoint[MOST_NAME],
+                  char *text)
+{
+    uint8_t bytes[KVQ_REFUSAL_BYTES + 1];
+    int fd = at->far ? connect_far(at->far, timeout_ms, endpoint, text)
+                     : connect_path(at->path, endpoint);
+    if (fd < 0)
+        return fd;
+    // The daemon answers our end by its own, and a refusal comes before that.
+    shutdown(fd, SHUT_WR);
+    int result = read_answer(fd, timeout_ms, bytes, KVQ_REFUSAL_BYTES);
+    const char *refusal = result < 0 ? NULL : kvq_refusal_text(bytes, (size_t)result);
+    if (refusal)
+        snprintf(text, KVQ_TEXT_BYTES, "%.*s", KVQ_TEXT_BYTES - 1, refusal);
+    close(fd);
+    return refusal ? -EUSERS : result < 0 ? result : 0;
+}
+
+int kvq__transport_try(const struct kvq__transport_at *at, int timeout_ms,
+                       char text[KVQ_TEXT_BYTES])
+{
+    char endpoint[MOST_NAME];
+    return try_at(at, timeout_ms, endpoint, text);
+}
+
+static bool set_keys(void *socket, const struct kvq_key_file *key)
+{
+    const int yes = 1;
+    return zmq_setsockopt(socket, ZMQ_CURVE_SERVERKEY, key->server, KVQ_KEY_BYTES) == 0 &&
+           zmq_setsockopt(socket, ZMQ_CURVE_PUBLICKEY, key->public_key, KVQ_KEY_BYTES) == 0 &&
+           zmq_setsockopt(socket, ZMQ_CURVE_SECRETKEY, key->secret, KVQ_KEY_BYTES) == 0 &&
+           zmq_setsockopt(socket, ZMQ_IPV6, &yes, sizeof yes) == 0;
+}
+
+// How the exchange of keys went: 0, -EACCES, -EPROTO or -ETIMEDOUT.
+static int wait_for_keys(void *monitor, int timeout_ms)
+{
+    uint8_t event[6], address[MOST_NAME];
+    int64_t end = now_ms() + timeout_ms;
+    for (;;) {
+        uint16_t kind;
+        int64_t left = end - now_ms();
+        zmq_pollitem_t item = {.socket = monitor, .events = ZMQ_POLLIN};
+        if (zmq_poll(&item, 1, left > 0 ? (long)left : 0) == 0)
+            return -ETIMEDOUT;
+        if (receive_pair(monitor, event, sizeof event, address, sizeof address) < 0)
+            continue;
+        memcpy(&kind, event, sizeof kind);
+        if (kind == ZMQ_EVENT_HANDSHAKE_SUCCEEDED)
+            return 0;
+        return kind == ZMQ_EVENT_HANDSHAKE_FAILED_AUTH ? -EACCES : -EPROTO;
+    }
+}
+
+static int connect_with_keys(struct kvq__transport *t, const char *endpoint,
+                             const struct kvq_key_file *key, int timeout_ms)
+{
+    static const char watch[] = "inproc://keys";
+    const int events = ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL |
+                       ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH |
+                       ZMQ_EVENT_DISCONNECTED;
+    void *monitor = zmq_socket(t->context, ZMQ_PAIR);
+    int result = -EIO;
+    if (monitor && set_keys(t->socket, key) && zmq_socket_monitor(t->socket, watch, events) == 0 &&
+        zmq_connect(monitor, watch) == 0 && zmq_connect(t->socket, endpoint) == 0)
+        result = wait_for_keys(monitor, timeout_ms);
+    zmq_socket_monitor(t->socket, NULL, 0);
+    if (monitor)
+        zmq_close(monitor);
     return result;
 }
 
-int kvq__transport_open(struct kvq__transport **transport, const char *path, int timeout_ms,
-                        char text[KVQ_TEXT_BYTES])
+int kvq__transport_open(struct kvq__transport **transport, const struct kvq__transport_at *at,
+                        int timeout_ms, char text[KVQ_TEXT_BYTES])
 {
-    char endpoint[sizeof "ipc://" + sizeof((struct sockaddr_un *)0)->sun_path];
+    char endpoint[MOST_NAME];
     int none = 0;
-    int result = kvq__transport_try(path, timeout_ms, text);
+    int result = try_at(at, timeout_ms, endpoint, text);
     *transport = NULL;
     if (result)
         return result;
-    snprintf(endpoint, sizeof endpoint, "ipc://%s", path);
     struct kvq__transport *made = calloc(1, sizeof *made);
     if (!made)
         return -ENOMEM;
     made->context = zmq_ctx_new();
     made->socket = made->context ? zmq_socket(made->context, ZMQ_DEALER) : NULL;
-    if (!made->socket || zmq_setsockopt(made->socket, ZMQ_LINGER, &none, sizeof none) != 0 ||
-        zmq_connect(made->socket, endpoint) != 0) {
+    if (!made->socket || zmq_setsockopt(made->socket, ZMQ_LINGER, &none, sizeof none) != 0)
         result = -zmq_errno();
+    else if (at->far)
+        result = connect_with_keys(made, endpoint, at->key, timeout_ms);
+    else if (zmq_connect(made->socket, endpoint) != 0)
+        result = -zmq_errno();
+    if (result)
         kvq__transport_close(&made);
-        return result;
-    }
     *transport = made;
-    return 0;
+    return result;
 }
 
 void kvq__transport_close(struct kvq__transport **transport)
@@ -201,21 +342,6 @@ void kvq__subscription_close(struct kvq__subscription **subscription)
         zmq_ctx_term(s->context);
     free(s);
     *subscription = NULL;
-}
-
-// Reads one message of two frames; the second one goes to data. Its size or a negative errno.
-static int receive_pair(void *socket, void *first, size_t n, void *data, size_t capacity)
-{
-    int more = 0;
-    size_t bytes = sizeof more;
-    if (zmq_recv(socket, first, n, ZMQ_DONTWAIT) < 0)
-        return -zmq_errno();
-    if (zmq_getsockopt(socket, ZMQ_RCVMORE, &more, &bytes) != 0 || !more)
-        return -EPROTO;
-    int size = zmq_recv(socket, data, capacity, ZMQ_DONTWAIT);
-    if (size < 0)
-        return -zmq_errno();
-    return (size_t)size > capacity ? -EMSGSIZE : size;
 }
 
 // What the monitor has told: -EISCONN, -ENOTCONN, or 0 if that changes nothing.

@@ -146,11 +146,12 @@ struct kvq__core_config {
 };
 
 // Who asks.
+enum { KVQ__NO_UID = UINT32_MAX }; // somebody who comes from another machine is no user here
 struct kvq__peer {
     uint32_t uid, pid;
     uint32_t gids[KVQ_MAX_GROUPS]; // primary group first
     uint32_t n_gids;
-    bool admin; // the daemon's own user or root: may see, drop and kick everything
+    bool admin; // may do what is asked with everything, not only with its own
 };
 
 // A namespace of the configuration. Others come into being as "uid-N" for user N.

@@ -221,6 +221,10 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
     char own[32];
     uint32_t uid;
     snprintf(own, sizeof own, "uid-%u", peer->uid);
+    if ((!name || !*name) && peer->uid == KVQ__NO_UID)
+        return kvq__fail(text, KVQ_E_NO_NAMESPACE,
+                         "who comes with a key has no namespace of its own; name one "
+                         "(--namespace), as kvqctl session list shows them");
     if (!name || !*name)
         name = own;
     *ns = find_namespace(core, name);

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See roles.h.
+#include "daemon/control/roles.h"
+
+#include <assert.h>
+#include <stdio.h>
+
+#include "daemon/log/log.h"
+#include "proto/status.h"
+
+#define NEEDS(name, role) [KVQ__REQUEST__COMMAND_##name] = KVQ__ROLE_##role
+
+// 0, KVQ__ROLE_NONE: not named here.
+static const uint8_t needs[] = {
+    NEEDS(PING, READ),
+    NEEDS(STATUS, READ),
+    NEEDS(DOCTOR, READ),
+    NEEDS(LIST_SESSIONS, READ),
+    NEEDS(LIST_CLIENTS, READ),
+    NEEDS(LIST_FORMATS, READ),
+    NEEDS(LIST_PREFIXES, READ),
+    NEEDS(LIST_QUOTAS, READ),
+    NEEDS(LIST_SAVED, READ),
+    NEEDS(LIST_REMOTE, READ),
+    NEEDS(REMOTE_STATUS, READ),
+    NEEDS(SESSION_INFO, READ),
+    NEEDS(ASK_MOVE, READ),
+    NEEDS(ASK_TRANSFER, READ),
+    NEEDS(LOOKUP_PREFIX, READ),
+    NEEDS(GET_CONFIG, READ),
+
+    NEEDS(KICK_CLIENT, OPERATE),
+    NEEDS(DROP_SESSION, OPERATE),
+    NEEDS(DROP_PREFIXES, OPERATE),
+    NEEDS(MOVE_SESSION, OPERATE),
+    NEEDS(PARK_SESSION, OPERATE),
+    NEEDS(PREFETCH_SESSION, OPERATE),
+    NEEDS(PIN_SESSION, OPERATE),
+    NEEDS(SAVE_SESSION, OPERATE),
+    NEEDS(RESTORE_SESSION, OPERATE),
+    NEEDS(PUSH_SESSION, OPERATE),
+    NEEDS(PULL_SESSION, OPERATE),
+    NEEDS(REMOVE_REMOTE, OPERATE),
+    NEEDS(CANCEL_TRANSFER, OPERATE),
+    NEEDS(STORAGE, OPERATE), // its status: READ
+
+    // Files of the daemon's, limits, and the daemon itself.
+    NEEDS(EXPORT_SESSION, ADMIN),
+    NEEDS(IMPORT_SESSION, ADMIN),
+    NEEDS(SET_QUOTA, ADMIN),
+    NEEDS(DELETE_QUOTA, ADMIN),
+    NEEDS(SET_CONFIG, ADMIN),
+    NEEDS(RELOAD_CONFIG, ADMIN),
+    NEEDS(DRAIN, ADMIN),
+};
+
+enum kvq__role kvq__role_needed(const Kvq__Request *request)
+{
+    size_t command = (size_t)request->command_case;
+    if (request->command_case == KVQ__REQUEST__COMMAND_STORAGE &&
+        request->storage->action == KVQ__STORAGE_ACTION__STORAGE_STATUS)
+        return KVQ__ROLE_READ;
+    bool named = command < sizeof needs / sizeof *needs && needs[command] != KVQ__ROLE_NONE;
+    return named ? (enum kvq__role)needs[command] : KVQ__ROLE_ADMIN;
+}
+
+const char *kvq__asker_text(const struct kvq__asker *asker, char *out, size_t size)
+{
+    char name[2 * KVQ_NAME_BYTES + 3];
+    if (asker->address[0])
+        snprintf(out, size, "key=%s address=%s",
+                 kvq__log_quote(name, sizeof name, asker->key[0] ? asker->key : "?"),
+                 asker->address);
+    else
+        snprintf(out, size, "uid=%u pid=%u", asker->peer.uid, asker->peer.pid);
+    return out;
+}
+
+int kvq__role_check(const struct kvq__asker *asker, const Kvq__Request *request, char *text)
+{
+    enum kvq__role needed = kvq__role_needed(request);
+    assert(!asker->address[0] || asker->peer.uid == KVQ__NO_UID);
+    if (!asker->address[0] || asker->role >= needed)
+        return 0;
+    if (asker->role == KVQ__ROLE_NONE)
+        snprintf(text, KVQ_TEXT_BYTES, "the configuration has no key \"%s\" any more", asker->key);
+    else
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "the key \"%s\" has the role %s, and this needs the role %s; [key %s] in kvqd's "
+                 "configuration says which it has",
+                 asker->key, kvq__role_name(asker->role), kvq__role_name(needed), asker->key);
+    return KVQ_E_PERMISSION;
+}
+
+void kvq__role_explain(const struct kvq__asker *asker, const Kvq__Request *request,
+                       struct kvq_arena *arena, Kvq__Reply *reply)
+{
+    enum kvq__role needed = kvq__role_needed(request);
+    char text[KVQ_TEXT_BYTES];
+    if (reply->status != KVQ_E_PERMISSION || asker->role == KVQ__ROLE_NONE || asker->role >= needed)
+        return;
+    snprintf(text, sizeof text, "user %u has the role %s, and this needs the role %s: %.300s",
+             asker->peer.uid, kvq__role_name(asker->role), kvq__role_name(needed), reply->text);
+    char *told = kvq_arena_text(arena, text);
+    reply->text = told ? told : reply->text;
+}

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may do what: roles of users on the machine, and of keys from other machines."""
+import json
+import os
+import socket
+import subprocess
+import threading
+import unittest
+
+from e2e_rig import BIN, BOUND, Child, Tokens, die_with_parent, everybodys_kvqctl, feed
+from e2e_service import Configured
+
+OWN = f"uid-{os.geteuid()}"
+STRANGER = 4321
+
+
+@unittest.skipUnless(os.geteuid() == 0, "needs root to become other users")
+class Users(Configured):
+    """Roles by uid and gid."""
+
+    def begin(self, text):
+        daemon = self.start(text, runtime_mode="0755",
+                            storage_dir=os.path.join(self.folder, "store"))
+        os.chmod(daemon.directory, 0o755)
+        client = daemon.client()
+        self.addCleanup(client.close)
+        queue, tokens = client.queue(), Tokens(1, 10)
+        feed(queue, [tokens], [client.session(tokens.rows, "f16", name="mine")], [10])
+        return daemon
+
+    def ask(self, daemon, *words, groups=()):
+        """kvqctl as the stranger: its exit status, and what it says."""
+        done = subprocess.run(
+            [everybodys_kvqctl(), "--runtime-dir", daemon.directory, *words], capture_output=True,
+            text=True, timeout=BOUND, user=STRANGER, group=STRANGER, extra_groups=groups, cwd="/")
+        return done.returncode, done.stdout + done.stderr
+
+    def refuse(self, daemon, *words, role, needed, groups=()):
+        status, told = self.ask(daemon, *words, groups=groups)
+        self.assertEqual(status, 6, told)
+        self.assertIn(f"has the role {role}, and this needs the role {needed}", told)
+
+    def test_none(self):
+        daemon = self.begin("")
+        self.assertNotIn("mine", self.ask(daemon, "session", "list")[1])
+        for words in (("session", "show", "mine", "--namespace", OWN), ("config", "get"),
+                      ("client", "kick", "1")):
+            status, told = self.ask(daemon, *words)
+            self.assertIn(status, (5, 6), told)
+            self.assertNotIn("the role", told)
+
+    def test_read(self):
+        """Sees everything and changes nothing that is another's; what is its own it changes."""
+        daemon = self.begin(f"read_uids = {STRANGER}\n")
+        for words in (("session", "list"), ("session", "show", "mine", "--namespace", OWN)):
+            self.assertIn("mine", self.ask(daemon, *words)[1])
+        self.assertEqual(self.ask(daemon, "config", "get", "drain_ms")[0], 0)
+        self.assertEqual(self.ask(daemon, "storage", "status")[0], 0)
+        self.assertIn(OWN, self.ask(daemon, "quota", "list")[1])
+        for words in (("session", "drop", "mine", "--namespace", OWN), ("client", "kick", "1"),
+                      ("session", "save", "mine", "--namespace", OWN), ("storage", "gc")):
+            self.refuse(daemon, *words, role="read", needed="operate")
+        for words in (("drain",), ("quota", "set", OWN, "--sessions", "1"),
+                      ("config", "set", "drain_ms", "1")):
+            self.refuse(daemon, *words, role="read", needed="admin")
+        daemon.wait_log(f"event=audit uid={STRANGER} .*role=read command=drop_session "
+                        "status=E_PERMISSION")
+        self.assertEqual(self.ask(daemon, "prefix", "drop", "--namespace", f"uid-{STRANGER}")[0], 0)
+
+    def test_operate(self):
+        daemon = self.begin("operate_gids = 5000\n")
+        self.assertEqual(self.ask(daemon, "session", "save", "mine", "--namespace", OWN)[0], 6)
+        for words in (("session", "save", "mine"), ("session", "pin", "mine")):
+            status, told = self.ask(daemon, *words, "--namespace", OWN, groups=[5000])
+            self.assertEqual(status, 0, told)
+        self.assertEqual(self.ask(daemon, "storage", "compact", groups=[5000])[0], 0)
+        self.refuse(daemon, "shutdown", role="operate", needed="admin", groups=[5000])
+        self.refuse(daemon, "session", "export", "mine", "/tmp/x", "--namespace", OWN,
+                    role="operate", needed="admin", groups=[5000])
+
+    def test_live(self):
+        """What the configuration takes away is away, also for connections that stand."""
+        daemon = self.begin(f"admin_gids = 5000\nread_uids = {STRANGER}\n")
+        status, told = self.ask(daemon, "config", "set", "read_uids", "", groups=[5000])
+        self.assertEqual(status, 0, told)
+        self.assertEqual(self.ask(daemon, "config", "get")[0], 6)
+        self.assertEqual(self.ask(daemon, "config", "get", groups=[5000])[0], 0)
+
+    def test_engines(self):
+        """Roles below admin are for people: an engine gets at nobody's K and V by them."""
+        daemon = self.begin(f"operate_uids = {STRANGER}\n")
+        child = Child("stranger", daemon.directory, STRANGER, OWN, "mine")
+        results = child.hear()
+        child.end()
+        for attempt in ("other", "existing", "reading"):
+            self.assertEqual(results[attempt][0], "E_PERMISSION")
+
+
+def established(here, there):
+    """Whether a connection between two ports of the loopback stands at the end of `here`."""
+    with open("/proc/net/tcp", encoding="ascii") as file:
+        rows = [line.split() for line in file]
+    return any(row[1].endswith(f":{here:04X}") and row[2].endswith(f":{there:04X}") and
+               row[3] == "01" for row in rows)
+
+
+class Relay:
+    """A port that passes one connection on, and keeps what the client has sent."""
+
+    def __init__(self, port):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        self.target = port
+        self.kept = []  # of each connection
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            try:
+                near = self.listener.accept()[0]
+            except OSError:  # closed
+                return
+            far = socket.create_connection(("127.0.0.1", self.target))
+            self.kept.append(bytearray())
+            threading.Thread(target=self._pump, args=(near, far, self.kept[-1]),
+                             daemon=True).start()
+            threading.Thread(target=self._pump, args=(far, near, bytearray()), daemon=True).start()
+
+    @staticmethod
+    def _pump(source, sink, kept):
+        try:
+            while more := source.recv(65536):
+                kept += more
+                sink.sendall(more)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:  # one of them has gone
+            pass
+
+    def close(self):
+        self.listener.close()
+
+
+class Keys(Configured):
+    """kvqctl from another machine: by TCP, with a key."""
+
+    def make_key(self, name, server=None):
+        """Returns the public key."""
+        words = ["key", "make", os.path.join(self.folder, name), "--json"]
+        if server:
+            words += ["--server", server]
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), *words], capture_output=True, text=True,
+                              timeout=BOUND)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return json.loads(done.stdout)["public"]
+
+    def text(self, **roles):
+        return (f"control_address = 127.0.0.1:0\ncontrol_key_file = {self.folder}/server\n" +
+                "".join(f"[key {name}]\npublic = {self.public[name]}\nrole = {role}\n"
+                        for name, role in roles.items()))
+
+    def begin(self, **roles):
+        """A daemon to which users of these names may come, each with a key in a file of its name;
+        and a session."""
+        self.server = self.make_key("server")
+        self.public = {name: self.make_key(name, self.server) for name in roles}
+        daemon = self.start(self.text(**roles), storage_dir=os.path.join(self.folder, "store"))
+        line = daemon.wait_log("event=control_address ")
+        self.port = int(line.split("address=127.0.0.1:")[1].split()[0])
+        self.client = daemon.client()
+        self.addCleanup(self.client.close)
+        queue, tokens = self.client.queue(), Tokens(1, 10)
+        feed(queue, [tokens], [self.client.session(tokens.rows, "f16", name="mine")], [10])
+        return daemon
+
+    def words(self, key, *words, port=None):
+        return [os.path.join(BIN, "kvqctl"), "--connect", f"127.0.0.1:{port or self.port}", "--key",
+                os.path.join(self.folder, key), *words]
+
+    def ask(self, key, *words, port=None):
+        done = subprocess.run(self.words(key, *words, port=port), capture_output=True, text=True,
+                              timeout=BOUND)
+        return done.returncode, done.stdout + done.stderr
+
+    def test_roles(self):
+        daemon = self.begin(reader="read", operator="operate", boss="admin")
+        there = ("--namespace", OWN)
+        for key in ("reader", "operator", "boss"):
+            status, told = self.ask(key, "session", "list")
+            self.assertEqual(status, 0, told)
+            self.assertIn("mine", told)
+            self.assertEqual(self.ask(key, "doctor")[0], 0)
+            self.assertEqual(self.ask(key, "config", "get")[0], 0)
+        for words, needed, able in ((("session", "pin", "mine", *there), "operate", "operator"),
+                                    (("session", "save", "mine", *there), "operate", "operator"),
+                                    (("quota", "set", OWN, "--sessions", "9"), "admin", "boss"),
+                                    (("config", "set", "drain_ms", "7000"), "admin", "boss")):
+            unable = {"operate": ["reader"], "admin": ["reader", "operator"]}[needed]
+            for key in unable:
+                status, told = self.ask(key, *words)
+                self.assertEqual(status, 6, told)
+                self.assertRegex(told, f'the key "{key}" has the role .* needs the role {needed}')
+            status, told = self.ask(able, *words)
+            self.assertEqual(status, 0, told)
+            daemon.wait_log(f'event=audit key="{able}" address=127.0.0.1:[0-9]+ .* status=OK')
+            daemon.wait_log(f'event=audit key="{unable[0]}" .* status=E_PERMISSION')
+        status, told = self.ask("operator", "session", "unpin", "mine")
+        self.assertEqual(status, 5, told)
+        self.assertIn("has no namespace of its own", told)
+
+    def test_drain(self):
+        """Also from far away kvqctl waits for the daemon's end."""
+        daemon = self.begin(boss="admin")
+        status, told = self.ask("boss", "drain")
+        self.assertEqual(status, 0, told)
+        self.assertIn("1 sessions were saved", told)
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+
+    def test_wrong_keys(self):
+        """One that the daemon does not know, another daemon's, and none."""
+        daemon = self.begin(reader="read")
+        self.make_key("unknown", self.server)
+        status, told = self.ask("unknown", "status")
+        self.assertEqual(status, 6, told)
+        self.assertIn("does not know the key", told)
+        daemon.wait_log('event=control_refused key="[?]" address=127.0.0.1:[0-9]+ '
+                        "status=E_PERMISSION .*no .key NAME. has public")
+        other = self.make_key("other")
+        self.make_key("misled", other)
+        status, told = self.ask("misled", "status")
+        self.assertEqual(status, 6, told)
+        self.assertIn("names as server", told)
+        status, told = self.ask("server", "status")
+        self.assertEqual(status, 2, told)
+        self.assertIn("does not say whose key", told)
+        self.assertEqual(self.ask("reader", "status", port=1)[0], 3)
+
+    def test_taken_away(self):
+        """A key that the configuration no longer has, by a connection that stands."""
+        daemon = self.begin(reader="read")
+        process = subprocess.Popen(self.words("reader", "status", "--watch", "0.1"),
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   preexec_fn=die_with_parent)
+        self.assertIn("kvqd", process.stdout.readline())
+        self.write(self.text())
+        self.assertIn("[key reader]", self.hang_up(daemon, "changed") + "\n".join(daemon.lines))
+        _, complaint = process.communicate(timeout=BOUND)
+        self.assertEqual(process.returncode, 6, complaint)
+        self.assertIn('has no key "reader" any more', complaint)
+        self.assertEqual(self.ask("reader", "status")[0], 6)
+
+    def test_replay(self):
+        """What somebody has recorded of a connection, and sends again, does nothing."""
+        daemon = self.begin(boss="admin")
+        relay = Relay(self.port)
+        self.addCleanup(relay.close)
+        status, told = self.ask("boss", "session", "drop", "mine", "--namespace", OWN,
+                                port=relay.port)
+        self.assertEqual(status, 0, told)
+        daemon.wait_log("event=audit .*command=drop_session status=OK")
+        self.client.session(Tokens(1, 1).rows, "f16", name="mine").close()
+        recorded = max(relay.kept, key=len)
+        self.assertGreater(len(recorded), 400)  # a greeting, keys, and the command
+        before = len([x for x in daemon.lines if "event=audit" in x])
+        with socket.create_connection(("127.0.0.1", self.port)) as again:
+            again.settimeout(BOUND)
+            again.sendall(recorded)
+            while again.recv(65536):
+                pass  # to the end: the daemon has closed it
+        self.assertEqual(self.ask("boss", "session", "show", "mine", "--namespace", OWN)[0], 0)
+        self.assertEqual(len([x for x in daemon.lines if "event=audit" in x]), before)
+
+    def test_without_a_key(self):
+        """ZMTP with another mechanism, and no ZMTP at all, end without an answer."""
+        daemon = self.begin()
+        null = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32) +
+                b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+                b"\x08Identity\x00\x00\x00\x00")
+        for first in (null, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", os.urandom(4096)):
+            with socket.create_connection(("127.0.0.1", self.port)) as connection:
+                connection.settimeout(BOUND)
+                connection.sendall(first)
+                got = b""
+                try:
+                    while more := connection.recv(65536):
+                        got += more
+                except ConnectionResetError:  # closed with bytes of ours unread
+                    pass
+            self.assertNotIn(b"kvqd", got)
+        self.assertEqual(daemon.ctl("status")["sessions"], 1)
+
+    def test_flood(self):
+        """Connections that say nothing keep neither this machine's users out, nor who shows a
+        key."""
+        daemon = self.begin(reader="read")
+        process = subprocess.Popen(self.words("reader", "status", "--watch", "3600"),
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   preexec_fn=die_with_parent)
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        self.assertIn("kvqd", process.stdout.readline())
+        line = daemon.wait_log("event=control_connected ")
+        remote = int(line.split("address=127.0.0.1:")[1].split()[0])
+        flood = []
+        for _ in range(200):  # by then the one with a key has been quiet for longest
+            flood.append(socket.create_connection(("127.0.0.1", self.port)))
+            flood[-1].sendall(b"\xff")
+        self.assertEqual(daemon.ctl("status")["sessions"], 1)
+        self.assertTrue(established(self.port, remote))
+        for connection in flood:
+            connection.close()
+        status, told = self.ask("reader", "status")
+        self.assertEqual(status, 0, told)
+
+    def test_starts(self):
+        """What cannot be served ends the start, with a sentence."""
+        self.make_key("server")
+        loose = os.path.join(self.folder, "loose")
+        self.make_key("loose")
+        os.chmod(loose, 0o640)
+        server = os.path.join(self.folder, "server")
+        for text, said in (
+                ("control_address = 127.0.0.1:0\n", "control_key_file: is empty"),
+                (f"control_address = localhost\ncontrol_key_file = {server}\n", "numeric address"),
+                (f"control_address = 1.1.1.1:1\ncontrol_key_file = {server}\n", "cannot listen"),
+                (f"control_address = 127.0.0.1:0\ncontrol_key_file = {loose}\n", "chmod 600"),
+                (f"control_address = 127.0.0.1:0\ncontrol_key_file = {self.folder}/none\n",
+                 "cannot read")):
+            self.write(text)
+            done = subprocess.run(
+                [os.path.join(BIN, "kvqd"), "--runtime-dir", os.path.join(self.folder, "run"),
+                 "--config", self.path, "--pool-bytes", "64mb", "--http-address", ""],
+                capture_output=True, text=True, timeout=BOUND)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn(said, done.stderr)
+
+    def test_files(self):
+        """A key is not overwritten, and a file that is none is refused without its secret."""
+        server = self.make_key("server")
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "key", "make",
+                               os.path.join(self.folder, "server")], capture_output=True, text=True,
+                              timeout=BOUND)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("not overwritten", done.stderr)
+        path = os.path.join(self.folder, "server")
+        shown = subprocess.run([os.path.join(BIN, "kvqctl"), "key", "show", path],
+                               capture_output=True, text=True, timeout=BOUND)
+        self.assertEqual(shown.stdout, server + "\n")
+        with open(path, encoding="ascii") as file:
+            good = file.read()
+        secret = good.split("secret = ")[1].split("\n")[0]
+        for bad in (good.replace("secret", "secrets"), good.replace(secret, secret[:-1]),
+                    good.replace(secret, "0" * 64), good + good, good.replace("public", "#"),
+                    "\0" + good, good + " " * 5000, ""):
+            with open(path, "w", encoding="ascii") as file:
+                file.write(bad)
+            shown = subprocess.run([os.path.join(BIN, "kvqctl"), "key", "show", path],
+                                   capture_output=True, text=True, timeout=BOUND)
+            self.assertEqual(shown.returncode, 1, bad)
+            self.assertNotIn(secret[:-1], shown.stdout + shown.stderr)
