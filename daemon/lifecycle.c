@@ -21,6 +21,7 @@
 #include "daemon/log/log.h"
 #include "daemon/runtime/directory.h"
 #include "daemon/runtime/events.h"
+#include "daemon/runtime/history.h"
 #include "daemon/runtime/refill.h"
 #include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
@@ -325,16 +326,14 @@ static void make_identity(struct kvq__server *server)
             us->epoch = us->start_ns;
 }
 
-static void publish_event(struct kvq__server *server, const Kvq__Event *event)
-{
-    kvq__control_publish(server->control, event);
-    kvq__http_publish(server->http, event);
-}
-
 int kvq__server_open(struct kvq__server *server, char *text)
 {
     server->page.fd = -1;
-    server->publish = publish_event;
+    server->history = calloc(1, sizeof *server->history);
+    if (!server->history) {
+        snprintf(text, KVQ_TEXT_BYTES, "no memory for events");
+        return KVQ_E_NO_MEMORY;
+    }
     make_identity(server);
     int error = open_loop(server, text);
     error = error ? error : check_machine(server, text);
@@ -512,6 +511,8 @@ void kvq__server_close(struct kvq__server *server)
     kvq__http_free(&server->http);
     kvq__control_free(&server->control);
     kvq__service_free(&server->service);
+    free(server->history);
+    server->history = NULL;
     kvq__shm_close(&server->page);
     kvq__mailbox_close(&server->box);
 }

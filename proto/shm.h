@@ -43,12 +43,11 @@
 #define KVQ_SHM_MAGIC_TABLE    0x4c56514bu // "KVQL"
 
 // Files in the daemon's runtime directory.
-#define KVQ_ATTACH_SOCKET  "attach.sock"       // Unix SEQPACKET, for libkvq
-#define KVQ_CONTROL_SOCKET "control.sock"      // ZeroMQ ROUTER, for kvqctl
-#define KVQ_HTTP_SOCKET    "http.sock"         // HTTP, for monitors
-#define KVQ_ADMIN_DIR      "admin"             // for the daemon's own user alone
-#define KVQ_EVENTS_SOCKET  "admin/events.sock" // ZeroMQ PUB
-#define KVQ_LOCK_FILE      "kvqd.lock"         // held by the daemon that runs here
+#define KVQ_ATTACH_SOCKET  "attach.sock"  // Unix SEQPACKET, for libkvq
+#define KVQ_CONTROL_SOCKET "control.sock" // ZeroMQ ROUTER, for kvqctl
+#define KVQ_HTTP_SOCKET    "http.sock"    // HTTP, for monitors
+#define KVQ_ADMIN_DIR      "admin"        // for the daemon's own user alone
+#define KVQ_LOCK_FILE      "kvqd.lock"    // held by the daemon that runs here
 
 // Version of this file and of the attach messages. Client and daemon send ranges.
 enum { KVQ_PROTOCOL_MIN = 1, KVQ_PROTOCOL_MAX = 1 };

@@ -38,8 +38,8 @@ void kvq__config_compare(const struct kvq_config *before, const struct kvq_confi
 // they are in `running`, and namespaces that are no more in `next` stay. KVQ_E_INVALID with a text
 // if these are too many together.
 int kvq__config_merge(struct kvq_config *next, const struct kvq_config *running, char *text);
-// Then: the running one gets its live options, namespaces and keys. Its other options and its formats
-// are not written to: other threads may read them.
+// Then: the running one gets its live options, namespaces and keys. Its other options and its
+// formats are not written to: other threads may read them.
 void kvq__config_adopt(struct kvq_config *running, const struct kvq_config *next);
 // Sets a live option. KVQ_E_INVALID with a text, and nothing has changed.
 int kvq__config_set(struct kvq_config *config, const char *name, const char *value, char *text);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The control socket (ZeroMQ ROUTER) and the events socket (PUB): with keys.c the only file that
-// knows ZeroMQ. Each connection that the front (front.h) lets in has a ROUTER of its own, so what
-// comes out of it is that peer's. One request is at the poller at a time; others wait in ZeroMQ's
-// queues, and connections take turns.
+// The control socket (ZeroMQ ROUTER): with keys.c the only file that knows ZeroMQ. Each connection
+// that the front (front.h) lets in has a ROUTER of its own, so what comes out of it is that peer's.
+// One request is at the poller at a time; others wait in ZeroMQ's queues, and connections take
+// turns.
 //
 // ZeroMQ's descriptor is edge-triggered: it tells once that something changed, and any call on the
 // socket, sending included, may use that up. So messages are looked for in its callback and
@@ -32,6 +32,7 @@
 #include "daemon/control/roles.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/descriptors.h"
+#include "daemon/runtime/history.h"
 #include "daemon/runtime/server.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/store.h"
@@ -41,7 +42,10 @@ enum {
     DRAIN = 32, // messages looked at before others get a turn
     ENVELOPE = 512,
     MOST_ERRANDS = 16, // each has an arena
+    MOST_EVENTS = 64,  // in a reply, and so below the longest message
 };
+
+_Static_assert(MOST_EVENTS *(KVQ__EVENT_BYTES + 4) + KVQ_TEXT_BYTES < KVQ_MAX_MESSAGE, "they fit");
 
 // What answers one connection.
 struct back {
@@ -64,7 +68,7 @@ struct sender {
 
 struct kvq__control {
     struct kvq__server *server;
-    void *context, *publisher;
+    void *context;
     struct kvq__keys *keys; // NULL: nobody comes from another machine
     struct kvq__front *front;
     struct back *backs[KVQ__FRONT_MOST]; // by the front's number
@@ -264,6 +268,30 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
     kvq__jobs_start(c->server->jobs, &e->task);
 }
 
+// Those of all namespaces, so only for somebody with a role.
+static void list_events(struct kvq__control *c)
+{
+    const struct kvq__history *history = c->server->history;
+    Kvq__EventList *list = kvq_arena_alloc(&c->arena, sizeof *list);
+    Kvq__Event **events = kvq_arena_alloc(&c->arena, MOST_EVENTS * sizeof(Kvq__Event *));
+    if (!c->asker.peer.admin || !events) {
+        refuse_request(c, events ? KVQ_E_PERMISSION : KVQ_E_NO_MEMORY,
+                       "events name sessions of every user: they take the role read (read_uids, "
+                       "read_gids)");
+        return;
+    }
+    kvq__event_list__init(list);
+    list->last = history->last;
+    list->events = events;
+    uint64_t number = kvq__history_first(history, c->request->list_events->after);
+    for (; number <= history->last && list->n_events < MOST_EVENTS; number++)
+        if ((events[list->n_events] = kvq__history_get(history, number, &c->arena)))
+            list->n_events++;
+    c->reply.events = list;
+    c->reply.result_case = KVQ__REPLY__RESULT_EVENTS;
+    send_reply(c);
+}
+
 static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
 {
     char text[KVQ_TEXT_BYTES] = "";
@@ -294,6 +322,8 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     } else if (c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR) {
         kvq__doctor(c->server, &c->arena, &c->reply);
         send_reply(c);
+    } else if (c->request->command_case == KVQ__REQUEST__COMMAND_LIST_EVENTS) {
+        list_events(c);
     } else if (kvq__jobs_takes(c->server->jobs, c->request)) {
         start_task(c, body);
     } else if (!kvq__dispatch_takes(c->request->command_case)) {
@@ -413,18 +443,6 @@ static void on_poll(uv_poll_t *handle, int status, int events)
     drain_control(b->control);
 }
 
-// ---- Events ----
-
-void kvq__control_publish(struct kvq__control *c, const Kvq__Event *event)
-{
-    uint8_t bytes[4 * KVQ_TEXT_BYTES];
-    size_t length;
-    if (!c || !c->open || kvq_event_pack(event, bytes, sizeof bytes, &length) != 0)
-        return;
-    if (zmq_send(c->publisher, event->kind, strlen(event->kind), ZMQ_SNDMORE | ZMQ_DONTWAIT) >= 0)
-        zmq_send(c->publisher, bytes, length, ZMQ_DONTWAIT);
-}
-
 // ---- Opening and closing ----
 
 static int fail_control(const char *what, char *text)
@@ -434,12 +452,12 @@ static int fail_control(const char *what, char *text)
 }
 
 // far: with the connection of that serial, which has to show a key; 0: one of this machine.
-static void *bind_at(struct kvq__control *c, int type, const char *path, uint64_t far)
+static void *bind_router(struct kvq__control *c, const char *path, uint64_t far)
 {
     char address[KVQ_CONFIG_PATH + 64];
-    const int queue = 64, linger = type == ZMQ_PUB ? 200 : 0, patience = KVQ_ATTACH_TIMEOUT_MS;
+    const int queue = 64, linger = 0, patience = KVQ_ATTACH_TIMEOUT_MS;
     const int64_t longest = KVQ_MAX_MESSAGE;
-    void *socket = zmq_socket(c->context, type);
+    void *socket = zmq_socket(c->context, ZMQ_ROUTER);
     if (!socket)
         return NULL;
     zmq_setsockopt(socket, ZMQ_RCVHWM, &queue, sizeof queue);
@@ -480,7 +498,7 @@ static int connect_router(struct kvq__control *c, struct back *b, char *text)
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     snprintf(address.sun_path, sizeof address.sun_path, "%.80s/" KVQ_ADMIN_DIR "/c%u",
              c->server->config.runtime_dir, (unsigned)(b->serial % 100000));
-    b->router = bind_at(c, ZMQ_ROUTER, address.sun_path, b->asker.address[0] ? b->serial : 0);
+    b->router = bind_router(c, address.sun_path, b->asker.address[0] ? b->serial : 0);
     if (!b->router)
         return fail_control("serve another connection", text);
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -574,16 +592,12 @@ static int open_sockets(struct kvq__control *c, char *text)
     c->context = zmq_ctx_new();
     if (!c->context)
         return fail_control("start ZeroMQ", text);
-    // Events name sessions of everybody: their directory is the daemon's user's alone.
+    // For sockets of connections, which nobody else may get at, and for HTTP's token.
     snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR, directory);
     if ((mkdir(path, 0700) != 0 && errno != EEXIST) || chmod(path, 0700) != 0) {
         snprintf(text, KVQ_TEXT_BYTES, "cannot make %.200s: %s", path, strerror(errno));
         return KVQ_E_SYSTEM;
     }
-    snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, directory);
-    c->publisher = bind_at(c, ZMQ_PUB, path, 0);
-    if (!c->publisher)
-        return fail_control("bind " KVQ_EVENTS_SOCKET " in the runtime directory", text);
     const struct kvq_config *config = &c->server->config;
     int error = config->control_address[0]
                     ? kvq__keys_open(&c->server->loop, c->context, config->control_key_file,
@@ -662,16 +676,11 @@ void kvq__control_free(struct kvq__control **control)
     assert(c->n_tasks == 0 && LIST_EMPTY(&c->tasks));
     kvq__front_free(&c->front);
     kvq__keys_free(&c->keys);
-    if (c->publisher)
-        zmq_close(c->publisher);
     if (c->context)
         zmq_ctx_term(c->context);
-    static const char *const left[] = {KVQ_EVENTS_SOCKET, KVQ_ADMIN_DIR};
-    for (int i = 0; i < 2; i++) {
-        snprintf(path, sizeof path, "%s/%s", c->server->config.runtime_dir, left[i]);
-        if (remove(path) != 0 && errno != ENOENT)
-            kvq__log(KVQ_LOG_WARN, "not_removed", "path=%s error=\"%s\"", path, strerror(errno));
-    }
+    snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR, c->server->config.runtime_dir);
+    if (remove(path) != 0 && errno != ENOENT)
+        kvq__log(KVQ_LOG_WARN, "not_removed", "path=%s error=\"%s\"", path, strerror(errno));
     free(c);
     *control = NULL;
 }

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The control socket (ZeroMQ ROUTER) and the events socket (PUB). Functions belong to the loop's
-// thread.
+// The control socket (ZeroMQ ROUTER). Functions belong to the loop's thread.
 #ifndef KVQ_DAEMON_CONTROL_CONTROL_H
 #define KVQ_DAEMON_CONTROL_CONTROL_H
 
 #include "daemon/runtime/server.h"
 
 int kvq__control_open(struct kvq__server *server, struct kvq__control **control, char *text);
-void kvq__control_publish(struct kvq__control *control, const Kvq__Event *event);
 // Stops listening and closes its handles in the loop.
 void kvq__control_end(struct kvq__control *control);
 // Whether a connection that has asked for the daemon's end, or how far it is, is still there.

@@ -1,39 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Events are kept as the text that is sent; the oldest one makes room.
+// The last events, as JSON.
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "daemon/http/internal.h"
+#include "daemon/runtime/history.h"
 #include "proto/json.h"
 
-void kvq__http_events_add(struct kvq__http_events *events, const Kvq__Event *event)
+static void write_event(FILE *out, const struct kvq__history *history, uint64_t number)
 {
+    uint8_t memory[16 * KVQ__EVENT_BYTES];
+    struct kvq_arena arena;
+    kvq_arena_init(&arena, memory, sizeof memory);
+    const Kvq__Event *event = kvq__history_get(history, number, &arena);
+    assert(event);
     cJSON *json = kvq_json_of_message(&event->base);
-    cJSON_AddItemToObject(json, "number", kvq_json_of_whole(events->last + 1));
     char *text = json ? cJSON_PrintUnformatted(json) : NULL;
+    fputs(text ? text : "{}", out); // no memory: one event less
+    cJSON_free(text);
     cJSON_Delete(json);
-    if (!text) // no memory: one event less
-        return;
-    struct kvq__http_text *kept = &events->kept[++events->last % KVQ__HTTP_EVENTS];
-    free(kept->at);
-    *kept = (struct kvq__http_text){text, strlen(text)};
 }
 
-struct kvq__http_text kvq__http_events_since(const struct kvq__http_events *events, uint64_t after)
+struct kvq__http_text kvq__http_events_since(const struct kvq__history *history, uint64_t after)
 {
     struct kvq__http_text text = {0};
     FILE *out = open_memstream(&text.at, &text.n);
     if (!out)
         return text;
-    uint64_t first = events->last < KVQ__HTTP_EVENTS ? 1 : events->last - KVQ__HTTP_EVENTS + 1;
-    if (after >= first && after < events->last)
-        first = after + 1;
-    fprintf(out, "{\"last\":%llu,\"events\":[", (unsigned long long)events->last);
-    for (uint64_t n = first; n <= events->last && after != events->last; n++) {
-        assert(events->kept[n % KVQ__HTTP_EVENTS].at);
-        fprintf(out, "%s%s", n > first ? ",\n" : "", events->kept[n % KVQ__HTTP_EVENTS].at);
+    uint64_t first = kvq__history_first(history, after > history->last ? 0 : after);
+    fprintf(out, "{\"last\":%llu,\"events\":[", (unsigned long long)history->last);
+    for (uint64_t n = first; n <= history->last; n++) {
+        fputs(n > first ? ",\n" : "", out);
+        write_event(out, history, n);
     }
     fputs("]}\n", out);
     if (fclose(out) != 0) {
@@ -41,10 +41,4 @@ struct kvq__http_text kvq__http_events_since(const struct kvq__http_events *even
         text = (struct kvq__http_text){0};
     }
     return text;
-}
-
-void kvq__http_events_free(struct kvq__http_events *events)
-{
-    for (uint32_t i = 0; i < KVQ__HTTP_EVENTS; i++)
-        free(events->kept[i].at);
 }

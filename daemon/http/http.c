@@ -182,7 +182,7 @@ static enum MHD_Result show_events(struct kvq__http *h, struct MHD_Connection *c
                            "after=%.40s is no number; give the number of the last event that you "
                            "have, or 0 for all that are kept",
                            given);
-    struct kvq__http_text text = kvq__http_events_since(&h->events, after);
+    struct kvq__http_text text = kvq__http_events_since(h->server->history, after);
     return text.at ? answer(connection, MHD_HTTP_OK, "application/json", text) : MHD_NO;
 }
 
@@ -552,12 +552,6 @@ int kvq__http_open(struct kvq__server *server, struct kvq__http **out, char *tex
     return error ? error : open_loopback(h, text);
 }
 
-void kvq__http_publish(struct kvq__http *h, const Kvq__Event *event)
-{
-    if (h)
-        kvq__http_events_add(&h->events, event);
-}
-
 void kvq__http_end(struct kvq__http *h)
 {
     struct kvq__http_ask *ask, *next;
@@ -596,7 +590,6 @@ void kvq__http_free(struct kvq__http **http)
     assert(!h->open && !h->asking.current);
     snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR "/http-token", h->server->config.runtime_dir);
     unlink(path);
-    kvq__http_events_free(&h->events);
     free(h->asking.arena.memory);
     free(h);
     *http = NULL;

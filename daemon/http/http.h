@@ -13,8 +13,6 @@ struct kvq__http;
 // address), KVQ_E_UNSUPPORTED (this build has no HTTP), KVQ_E_SYSTEM, KVQ_E_NO_MEMORY, each with a
 // text. An address that is in use is an error only if the configuration names it.
 int kvq__http_open(struct kvq__server *server, struct kvq__http **http, char *text);
-// Keeps an event for those who ask; the oldest one goes. NULL is fine.
-void kvq__http_publish(struct kvq__http *http, const Kvq__Event *event);
 // Ends all connections, and closes its handles in the loop. NULL is fine.
 void kvq__http_end(struct kvq__http *http);
 // True once nothing of it is at the poller any more.

@@ -16,12 +16,6 @@ int kvq__http_open(struct kvq__server *server, struct kvq__http **http, char *te
     return KVQ_E_UNSUPPORTED;
 }
 
-void kvq__http_publish(struct kvq__http *http, const Kvq__Event *event)
-{
-    (void)http;
-    (void)event;
-}
-
 void kvq__http_end(struct kvq__http *http)
 {
     (void)http;

@@ -22,7 +22,6 @@ enum {
     KVQ__HTTP_IDLE_SECONDS = 10,  // after which a connection without a request ends
     KVQ__HTTP_MEMORY = 32 << 10,  // of a connection: headers, and buffers of what is sent
     KVQ__HTTP_PATIENCE_MS = 5000, // until a request that the poller does not answer is refused
-    KVQ__HTTP_EVENTS = 512,       // that are kept
     KVQ__HTTP_TOKEN_BYTES = 32,   // random ones; in hexadecimal digits in the file
     KVQ__HTTP_NAMESPACES = 64,    // asked for in one visit of the poller
 };
@@ -114,14 +113,10 @@ void kvq__metrics_write(FILE *out, const struct kvq__snapshot *snapshot, bool op
 
 // ---- events.c ----
 
-struct kvq__http_events {
-    struct kvq__http_text kept[KVQ__HTTP_EVENTS]; // as JSON; number n at n % KVQ__HTTP_EVENTS
-    uint64_t last;                                // number of the last one, counted from 1
-};
-void kvq__http_events_add(struct kvq__http_events *events, const Kvq__Event *event);
-// {"last": N, "events": [..]} of those with a number above `after`.
-struct kvq__http_text kvq__http_events_since(const struct kvq__http_events *events, uint64_t after);
-void kvq__http_events_free(struct kvq__http_events *events);
+// {"last": N, "events": [..]} of those with a number above `after`, or, if no event has that
+// number, of all that are kept: it was another daemon's. Nothing: there is no memory.
+struct kvq__history;
+struct kvq__http_text kvq__http_events_since(const struct kvq__history *history, uint64_t after);
 
 // ---- http.c ----
 
@@ -134,7 +129,6 @@ struct kvq__http {
     struct kvq__door loopback;
     LIST_HEAD(, kvq__http_guest) guests;
     struct kvq__http_asking asking;
-    struct kvq__http_events events;
     char token[2 * KVQ__HTTP_TOKEN_BYTES + 1];
     struct kvq_log_budget log_budget;
     bool open;

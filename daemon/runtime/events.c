@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include "daemon/log/log.h"
+#include "daemon/runtime/history.h"
 #include "daemon/runtime/server.h"
 #include "proto/sync.h"
 
@@ -65,8 +66,8 @@ static void tell_event(const struct event_mail *e)
     message.session = (char *)(uintptr_t)e->session;
     message.client = e->client;
     message.text = (char *)(uintptr_t)e->text;
-    if (e->server->publish)
-        e->server->publish(e->server, &message);
+    if (e->server->history)
+        kvq__history_add(e->server->history, &message);
 }
 
 // Loop's thread.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Events of the core, on their way from the poller's thread to the log and the events socket.
+// Events of the core, on their way from the poller's thread to the log and to those who ask.
 #ifndef KVQ_DAEMON_RUNTIME_EVENTS_H
 #define KVQ_DAEMON_RUNTIME_EVENTS_H
 
@@ -14,7 +14,7 @@ struct kvq__server;
 // come faster than the loop takes them are dropped, counted, and the count is logged.
 void kvq__event_from_core(void *context, const struct kvq__event *event);
 
-// Loop's thread: logs and publishes at once.
+// Loop's thread: logs and keeps it at once.
 void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event);
 // Loop's thread: whether no event is on its way to the loop.
 bool kvq__events_idle(void);

@@ -20,6 +20,7 @@
 struct kvq__attach;
 struct kvq__control;
 struct kvq__gpus;
+struct kvq__history;
 struct kvq__http;
 struct kvq__jobs;
 struct kvq__codebooks;
@@ -65,8 +66,7 @@ struct kvq__server {
     struct kvq__http *http;                              // NULL: not served
     struct kvq__service *service;                        // NULL: no service manager is told
     struct kvq__refused attach_refused, control_refused; // requests of these sockets
-    // Publishes an event to those who listen. NULL: nobody does.
-    void (*publish)(struct kvq__server *server, const Kvq__Event *event);
+    struct kvq__history *history; // the last events; NULL: nobody asks for them
     // Poller's thread: a GPU has faulted, and the process has to end (struct kvq__core_config).
     void (*fault)(void *context, const char *place, const char *text);
     // While closing: the GPU work of so many clients never ends, and the process has to end without

@@ -45,8 +45,7 @@ class Running:
         return self.line(self.process.stderr)
 
     def out_while(self, act):
-        """The next line of output; meanwhile it is done again and again, since nobody is told when
-        a subscription is in force."""
+        """The next line of output; meanwhile it is done again and again."""
         end = time.monotonic() + BOUND
         while time.monotonic() < end:
             act()
@@ -151,7 +150,49 @@ class Events(Test):
                                    "events"], capture_output=True, text=True, timeout=BOUND,
                                   user=65534, extra_groups=[], cwd="/")
         self.assertEqual(done.returncode, 6, done.stderr)
-        self.assertIn("only root", done.stderr)
+        self.assertIn("they take the role read", done.stderr)
+
+    def test_since(self):
+        """What has happened, as far as the daemon keeps it, without waiting for more."""
+        with Daemon() as daemon:
+            with daemon.client() as client:
+                for i in range(300):  # two events each
+                    client.session(ROWS, "f16", name=f"s{i}").drop()
+            daemon.wait_log("event=session_dropped .*s299")
+            last = self.events(daemon, "--since", "1h")
+            self.assertEqual(len(last), 512)
+            numbers = [e["number"] for e in last]
+            self.assertEqual(numbers, list(range(numbers[0], numbers[0] + 512)))
+            self.assertEqual(last[-1]["kind"], "client_gone")
+            chosen = self.events(daemon, "--since", "1h", "--kind", "session_dropped", "--count",
+                                 "7")
+            self.assertEqual([e["kind"] for e in chosen], ["session_dropped"] * 7)
+            self.assertEqual(self.events(daemon), [])
+            self.assertEqual(self.events(daemon, "--since", "0s"), [])
+            status, _, complaint = daemon.ctl("events", "--since", "yesterday", check=False)
+            self.assertEqual(status, 2)
+            self.assertIn("--since is a duration", complaint)
+
+    def events(self, daemon, *words):
+        status, out, complaint = daemon.ctl("events", "--no-follow", *words, check=False)
+        self.assertEqual((status, complaint), (0, ""))
+        return [json.loads(line) for line in out.splitlines()]
+
+    def test_missing(self):
+        """More than the daemon keeps between two looks: how many are not shown is said."""
+        with Daemon() as daemon:
+            ctl = Running(daemon, "events", "--kind", "client_gone", "--json")
+            self.assertIn("following", ctl.complaint())
+            ctl.process.send_signal(signal.SIGSTOP)
+            os.waitpid(ctl.process.pid, os.WUNTRACED)
+            with daemon.client() as client:
+                for i in range(300):
+                    client.session(ROWS, "f16", name=f"s{i}").drop()
+            daemon.wait_log("event=client_gone")
+            ctl.process.send_signal(signal.SIGCONT)
+            self.assertRegex(ctl.complaint(), "[0-9]+ events before the next one are missing")
+            self.assertEqual(json.loads(ctl.out())["kind"], "client_gone")
+            self.assertEqual(ctl.end()[0], 0)
 
 
 class Watch(Test):

@@ -207,6 +207,12 @@ class Keys(Configured):
         self.assertEqual(status, 5, told)
         self.assertIn("has no namespace of its own", told)
 
+    def test_events(self):
+        self.begin(reader="read")
+        status, told = self.ask("reader", "events", "--since", "1h", "--no-follow")
+        self.assertEqual(status, 0, told)
+        self.assertRegex(told, "session_opened .* mine ")
+
     def test_drain(self):
         """Also from far away kvqctl waits for the daemon's end."""
         daemon = self.begin(boss="admin")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Every command of the protocol is somebody's: a row of dispatch, of the attach socket or of the
-// store jobs, or the doctor's. A number that is no command is nobody's.
+// store jobs, or the control socket's own. A number that is no command is nobody's.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -18,7 +18,7 @@
 static bool is_taken(Kvq__Request__CommandCase command)
 {
     return kvq__dispatch_takes(command) || kvq__attach_takes(command) || kvq__jobs_knows(command) ||
-           command == KVQ__REQUEST__COMMAND_DOCTOR;
+           command == KVQ__REQUEST__COMMAND_DOCTOR || command == KVQ__REQUEST__COMMAND_LIST_EVENTS;
 }
 
 // In kvq.proto a command is a message of the request; its other fields are numbers.
@@ -46,17 +46,17 @@ static void test_every_command(void **state)
 static bool is_for_clients(Kvq__Request__CommandCase command)
 {
     return !kvq__dispatch_takes(command) && !kvq__jobs_knows(command) &&
-           command != KVQ__REQUEST__COMMAND_DOCTOR;
+           command != KVQ__REQUEST__COMMAND_DOCTOR && command != KVQ__REQUEST__COMMAND_LIST_EVENTS;
 }
 
 // The commands of the control socket by the least role for them, each in one of three lists.
 static void test_roles(void **state)
 {
     static const char *const readers[] = {
-        "ping",         "status",       "doctor",        "list_sessions",
-        "list_clients", "list_formats", "list_prefixes", "list_quotas",
-        "list_saved",   "list_remote",  "remote_status", "session_info",
-        "ask_move",     "ask_transfer", "lookup_prefix", "get_config",
+        "ping",          "status",        "doctor",      "list_sessions", "list_clients",
+        "list_formats",  "list_prefixes", "list_quotas", "list_saved",    "list_remote",
+        "remote_status", "session_info",  "ask_move",    "ask_transfer",  "lookup_prefix",
+        "get_config",    "list_events",
     };
     static const char *const operators[] = {
         "kick_client",  "drop_session", "drop_prefixes",    "move_session",    "park_session",

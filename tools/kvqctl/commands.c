@@ -22,8 +22,9 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .run = kvq__ctl_events,
      .about = "follows what happens in the daemon, a line for each event",
      .more = "Until it is interrupted, or --count N events were printed. --kind K[,K] and\n"
-             "--namespace NS choose. Goes on when the daemon is started again; what happened\n"
-             "meanwhile is missing. Only root and the daemon's own user may do this.\n"},
+             "--namespace NS choose. --since TIME begins with the last events, of which the\n"
+             "daemon keeps 512; with --no-follow it ends behind them. Goes on when the daemon is\n"
+             "started again. It takes the role read.\n"},
     {.words = {"session", "list"},
      .run = kvq__ctl_session_list,
      .about = "the sessions this user may see",

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// kvqctl events: a line for each event that the daemon publishes, over restarts of the daemon.
+// kvqctl events: a line for each event of the daemon, over its restarts. The daemon numbers its
+// events and keeps the last ones, so looking for new ones now and then misses none.
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 
-#include "proto/shm.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/table.h"
 #include "tools/kvqctl/transport.h"
 
 // The kinds of daemon/core/base/event_kinds.h.
@@ -22,11 +23,21 @@ static const char *const kinds[] = {
 
 enum { N_KINDS = sizeof kinds / sizeof *kinds };
 
-// Which kinds are wanted.
+static const double LOOK_SECONDS = 0.25;
+
+// Which are wanted.
 struct wanted {
-    size_t n;
+    size_t n; // of kinds; 0: all
     const char *kinds[N_KINDS + 1];
+    uint64_t since_ms; // of the epoch
 };
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
 
 static int unknown_kind(const char *given)
 {
@@ -90,93 +101,136 @@ static void print_event(const struct kvq__ctl *ctl, const Kvq__Event *e)
     fflush(stdout);
 }
 
-// A subscription's topic is the beginning of a kind, and says nothing of namespaces.
 static bool is_wanted(const struct kvq__ctl *ctl, const struct wanted *wanted, const Kvq__Event *e)
 {
     size_t i = 0;
     while (i < wanted->n && strcmp(e->kind, wanted->kinds[i]) != 0)
         i++;
-    return (wanted->n == 0 || i < wanted->n) && (!ctl->ns || strcmp(ctl->ns, e->namespace_) == 0);
+    return (wanted->n == 0 || i < wanted->n) && (!ctl->ns || strcmp(ctl->ns, e->namespace_) == 0) &&
+           e->unix_ms >= wanted->since_ms;
 }
 
-// Prints one message, if it is wanted. Whether it was.
-static bool take(const struct kvq__ctl *ctl, const struct wanted *wanted, const uint8_t *data,
-                 size_t size)
+// ---- Looking for new ones ----
+
+// How far this run has come.
+struct following {
+    uint64_t epoch; // of the daemon that was asked last; 0: none was
+    uint64_t after; // number of the last event that was seen of it
+    bool whole;     // all behind that are wanted
+    unsigned long printed;
+    bool gone; // the daemon; that was said
+};
+
+static int ask_events(struct kvq__ctl *ctl, uint64_t after, const Kvq__Reply **out)
 {
-    static uint8_t memory[KVQ_WIRE_ARENA];
-    char text[KVQ_TEXT_BYTES];
-    struct kvq_arena arena;
-    Kvq__Event *event;
-    kvq_arena_init(&arena, memory, sizeof memory);
-    if (kvq_event_unpack(data, size, &arena, &event, text) != 0) {
-        fprintf(stderr, "kvqctl: an event cannot be read: %s\n", kvq__ctl_clean(text));
-        return false;
-    }
-    if (!is_wanted(ctl, wanted, event))
-        return false;
-    print_event(ctl, event);
-    return true;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ListEvents command = KVQ__LIST_EVENTS__INIT;
+    Kvq__Reply *reply;
+    command.after = after;
+    request.command_case = KVQ__REQUEST__COMMAND_LIST_EVENTS;
+    request.list_events = &command;
+    int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_EVENTS, &reply);
+    *out = reply;
+    return result;
 }
 
-static int follow(const struct kvq__ctl *ctl, const struct wanted *wanted,
-                  struct kvq__subscription *s)
+static bool is_enough(const struct kvq__ctl *ctl, const struct following *f)
 {
-    static uint8_t data[KVQ_MAX_MESSAGE];
-    unsigned long seen = 0;
-    bool gone = false;
-    while (ctl->count == 0 || seen < ctl->count) {
-        int size = kvq__subscription_next(s, data, sizeof data, ctl->stop_fd);
-        if (size == -ECANCELED)
-            break;
-        if (size == -EISCONN) {
-            fprintf(stderr,
-                    gone ? "kvqctl: a daemon is there again; events of meanwhile are not\n"
-                         : "kvqctl: following the daemon in %s\n",
-                    ctl->runtime_dir);
-            gone = false;
-        } else if (size == -ENOTCONN) {
-            fprintf(stderr, "kvqctl: the daemon in %s is gone; waiting until one is there again\n",
-                    ctl->runtime_dir);
-            gone = true;
-        } else if (size < 0) {
-            fprintf(stderr, "kvqctl: events cannot be received: %s\n", strerror(-size));
-            return KVQ_EXIT_FAILED;
-        } else if (take(ctl, wanted, data, (size_t)size)) {
-            seen++;
+    return ctl->count > 0 && f->printed >= ctl->count;
+}
+
+// Prints what is wanted of a reply.
+static void take_events(const struct kvq__ctl *ctl, const struct wanted *wanted,
+                        struct following *f, const Kvq__EventList *list)
+{
+    uint64_t first = list->n_events ? list->events[0]->number : 0;
+    if (first > f->after + 1 && f->whole)
+        fprintf(stderr,
+                "kvqctl: %" PRIu64 " events before the next one are missing: more happened since "
+                "the last look than the daemon keeps\n",
+                first - f->after - 1);
+    f->whole = true;
+    for (size_t i = 0; i < list->n_events && !is_enough(ctl, f); i++) {
+        f->after = list->events[i]->number;
+        if (is_wanted(ctl, wanted, list->events[i])) {
+            print_event(ctl, list->events[i]);
+            f->printed++;
         }
     }
-    return KVQ_EXIT_OK;
+}
+
+// The first answer of a daemon: where to begin.
+static void begin(struct kvq__ctl *ctl, struct following *f, const Kvq__Reply *reply)
+{
+    bool first = f->epoch == 0;
+    f->epoch = reply->epoch;
+    f->after = first && !ctl->since ? reply->events->last : 0;
+    f->whole = !first || !ctl->since;
+    if (!ctl->no_follow)
+        fprintf(stderr,
+                first ? "kvqctl: following the daemon %s\n"
+                      : "kvqctl: a daemon is there again %s\n",
+                kvq__ctl_where(ctl));
+    f->gone = false;
+}
+
+// All that is new, until there is no more. An exit status.
+static int look(struct kvq__ctl *ctl, const struct wanted *wanted, struct following *f)
+{
+    const Kvq__Reply *reply;
+    int result = ask_events(ctl, f->after, &reply);
+    if (result == KVQ_EXIT_OK && reply->epoch != f->epoch) {
+        begin(ctl, f, reply);
+        result = ask_events(ctl, f->after, &reply);
+    }
+    while (result == KVQ_EXIT_OK) {
+        take_events(ctl, wanted, f, reply->events);
+        if (f->after >= reply->events->last || reply->events->n_events == 0 || is_enough(ctl, f))
+            break;
+        result = ask_events(ctl, f->after, &reply);
+    }
+    return result;
+}
+
+// Whether a daemon answers; says once that it is gone.
+static bool is_there(struct kvq__ctl *ctl, struct following *f)
+{
+    char path[4096], text[KVQ_TEXT_BYTES] = "";
+    struct kvq__transport_at at;
+    kvq__ctl_at(ctl, &at, path, sizeof path);
+    if (kvq__transport_try(&at, ctl->timeout_ms, text) == 0)
+        return true;
+    kvq__transport_close(&ctl->transport);
+    if (!f->gone)
+        fprintf(stderr, "kvqctl: the daemon %s is gone; waiting until one is there again\n",
+                kvq__ctl_where(ctl));
+    f->gone = true;
+    return false;
 }
 
 int kvq__ctl_events(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
-    char path[4096], text[KVQ_TEXT_BYTES] = "";
-    struct wanted wanted;
-    struct kvq__subscription *s = NULL;
+    struct wanted wanted = {0};
+    struct following f = {0};
+    uint64_t since_ms;
     int result = take_kinds(ctl->event_kinds, &wanted);
     if (result)
         return result;
-    snprintf(path, sizeof path, "%s/" KVQ_EVENTS_SOCKET, ctl->runtime_dir);
-    const struct kvq__transport_at at = {.path = path};
-    int error = kvq__transport_try(&at, ctl->timeout_ms, text);
-    if (error == -EACCES || error == -EPERM) {
-        fprintf(stderr,
-                "kvqctl: %s: only root and the user that kvqd runs as may follow events, since "
-                "events name sessions of every user\n",
-                path);
-        return KVQ_EXIT_PERMISSION;
-    }
-    if (error)
-        return kvq__ctl_explain_connection(ctl, path, error, text);
+    if (ctl->since && !kvq__ctl_parse_duration(ctl->since, &since_ms))
+        return kvq__ctl_bad_usage("--since is a duration, as 90s, 10min or 2h, not", ctl->since);
+    if (ctl->since)
+        wanted.since_ms = now_ms() > since_ms ? now_ms() - since_ms : 0;
     result = kvq__ctl_catch_stop(ctl);
-    error = result ? 0 : kvq__subscription_open(&s, path, wanted.kinds, wanted.n);
-    if (result || error) {
-        fprintf(stderr, "kvqctl: events cannot be followed: %s\n",
-                strerror(error ? -error : errno));
-        return KVQ_EXIT_FAILED;
+    if (result == KVQ_EXIT_OK)
+        result = look(ctl, &wanted, &f);
+    while (result == KVQ_EXIT_OK && !ctl->no_follow && !is_enough(ctl, &f)) {
+        if (kvq__ctl_wait(ctl, LOOK_SECONDS))
+            break;
+        if (is_there(ctl, &f))
+            result = look(ctl, &wanted, &f);
+        // It may have gone since; then the next look waits for another one.
+        result = result == KVQ_EXIT_NO_DAEMON || result == KVQ_EXIT_TIMEOUT ? KVQ_EXIT_OK : result;
     }
-    result = follow(ctl, &wanted, s);
-    kvq__subscription_close(&s);
-    return result;
+    return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
 }

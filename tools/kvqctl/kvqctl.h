@@ -70,6 +70,8 @@ struct kvq__ctl {
     const char *offline;     // verify: a folder that no daemon has; NULL: the daemon's
     double watch;            // seconds until the command is run again; 0: it is run once
     const char *event_kinds; // events: "K,K"; NULL: all
+    const char *since;       // events: those of so long ago as well; NULL: from now on
+    bool no_follow;          // events: none that are still to come
     struct kvq__ctl_quota quota;
     struct kvq__ctl_shape shape;
     const char *columns, *sort; // lists: which, and by which, "-" before it for the largest first

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A ZeroMQ DEALER to the daemon's control socket, here or on another machine, and a SUB to that of
-// its events. Knows bytes, not messages.
+// A ZeroMQ DEALER to the daemon's control socket, here or on another machine. Knows bytes, not
+// messages.
 #ifndef KVQ_TOOLS_KVQCTL_TRANSPORT_H
 #define KVQ_TOOLS_KVQCTL_TRANSPORT_H
 
@@ -40,18 +40,5 @@ int kvq__transport_send(struct kvq__transport *transport, const void *data, size
 // negative errno.
 int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t capacity,
                            int timeout_ms, int stop_fd);
-
-// The daemon's events.
-struct kvq__subscription;
-
-// Subscribes to topics that begin so, or to all if n is 0. Connects by itself whenever a daemon is
-// there. 0 or a negative errno.
-int kvq__subscription_open(struct kvq__subscription **subscription, const char *path,
-                           const char *const *topics, size_t n);
-void kvq__subscription_close(struct kvq__subscription **subscription);
-// Waits for the next event. Its size; -EISCONN once it is connected, -ENOTCONN once that has ended,
-// -ECANCELED once stop_fd is readable; or another negative errno.
-int kvq__subscription_next(struct kvq__subscription *subscription, void *data, size_t capacity,
-                           int stop_fd);
 
 #endif

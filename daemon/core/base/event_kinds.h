@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the daemon tells as it happens, in the log and on the events socket. A row is all that a
+// What the daemon tells as it happens, in the log and for those who ask. A row is all that a
 // kind of event needs.
 #ifndef KVQ_DAEMON_CORE_BASE_EVENT_KINDS_H
 #define KVQ_DAEMON_CORE_BASE_EVENT_KINDS_H
