@@ -96,7 +96,7 @@ class DryRun(Stored):
         self.client = self.daemon.client()
         self.queue = self.client.queue()
         self.make("unwritten")
-        for words in (("drain",), ("drain", "--now"), ("shutdown",)):
+        for words in (("drain",), ("shutdown",)):
             self.assertEqual(told(self.dry(*words)), [("lose", "session", OWN, "unwritten")])
 
     def test_kick(self):

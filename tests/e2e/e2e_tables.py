@@ -86,6 +86,8 @@ class Tables(Stored):
         for arguments, text in (
                 (("session", "drop", "x", "--csv"), "--csv is for lists, not for session drop"),
                 (("status", "--filter", "a=b"), "--filter is for lists, not for status"),
+                (("status", "--interval", "3"), "--interval is for top, not for status"),
+                (("session", "drop", "x", "--shard", "0"), "is for session move, session restore"),
                 (("session", "list", "--json", "--csv"), "--json prints all fields"),
                 (("session", "list", "--filter", "idle>x"), "idle is a duration"),
                 (("session", "list", *["--filter", "tokens=1"] * 17), "at most 16 times")):

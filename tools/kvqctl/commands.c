@@ -56,8 +56,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
          "the move begins when its step and its requests have ended (--wait MS, else 10 s),\n"
          "and new requests wait for the move. Then its engine must hand over tensors in memory\n"
          "that PLACE can access.\n",
-     .places = KVQ__CTL_MEMORY,
-     .by_shard = true},
+     .places = KVQ__CTL_MEMORY},
     {.words = {"session", "park"},
      .argument = "NAME",
      .run = kvq__ctl_session_park,
@@ -114,8 +113,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
              "session restores it, too. --shard N restores that shard (default 0). --shards N\n"
              "restores it with N shards instead of those saved, each with its part of the KV\n"
              "heads; without --shard all.\n",
-     .places = KVQ__CTL_SAVED,
-     .by_shard = true},
+     .places = KVQ__CTL_SAVED},
     {.words = {"session", "export"},
      .argument = "NAME FILE",
      .run = kvq__ctl_session_export,
@@ -187,8 +185,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .run = kvq__ctl_storage_verify,
      .about = "reads and checks the whole storage",
      .more = "By the running daemon, or with --offline DIR in a storage that no daemon has open.\n"
-             "Exit status 7 if verify found damage.\n",
-     .offline = true},
+             "Exit status 7 if verify found damage.\n"},
     {.words = {"storage", "gc"},
      .run = kvq__ctl_storage_gc,
      .about = "removes segments without live blocks",

@@ -24,7 +24,6 @@ struct kvq__ctl_command {
     const struct kvq__ctl_table *table; // of what it lists; NULL: it lists nothing
     unsigned places;                    // where the session is that NAME means; 0: it means none
     bool whole_name;                    // the beginning of a name does not do
-    bool by_shard, offline;             // takes --shard, --offline
     kvq__ctl_run *preview;              // says what it would take away; NULL: it takes nothing
 };
 
@@ -51,6 +50,7 @@ struct kvq__ctl_option {
     double least, most;
     const char *must;  // be what, if a value can be wrong
     const char *about; // for --help; lines behind the first are indented there
+    const char *of; // the commands that take it, "top, session move"; NULL: see the command's row
 };
 
 extern const struct kvq__ctl_option kvq__ctl_options[];
@@ -68,6 +68,9 @@ struct kvq__ctl_asked {
 // status, with the complaint printed. *first: where in argv the rest begins.
 int kvq__ctl_take_options(struct kvq__ctl *ctl, int argc, char **argv, int *first,
                           struct kvq__ctl_asked *asked);
+
+// Whether the command takes all options that were given. An exit status, with a complaint printed.
+int kvq__ctl_check_options(const struct kvq__ctl *ctl, const struct kvq__ctl_command *command);
 
 struct kvq__ctl_exit {
     int status;

@@ -137,7 +137,6 @@ int kvq__ctl_drain(struct kvq__ctl *ctl, char **args)
     (void)args;
     const Kvq__DrainReply *drain = NULL;
     int64_t until = ctl->wait_ms ? clock_ms() + ctl->wait_ms : INT64_MAX;
-    ctl->now = false;
     int process = daemon_process(ctl);
     int result = wait_drained(ctl, process, until, &drain);
     if (result == KVQ_EXIT_OK) {

@@ -143,16 +143,11 @@ static int run_command(struct kvq__ctl *ctl, char **words, int n, bool help)
     if (ctl->watch > 0 && !command->repeats)
         return kvq__ctl_bad_usage("--watch is for status and lists, not for",
                                   kvq__ctl_words(command));
-    if (ctl->offline && !command->offline)
-        return kvq__ctl_bad_usage("--offline is for storage verify, not for",
-                                  kvq__ctl_words(command));
-    if (ctl->shard >= 0 && !command->by_shard)
-        return kvq__ctl_bad_usage("--shard is for session move and restore, not for",
-                                  kvq__ctl_words(command));
     if (ctl->dry_run && !command->preview)
         return kvq__ctl_bad_usage("--dry-run is for commands that take something away, not for",
                                   kvq__ctl_words(command));
-    int result = check_view(ctl, command);
+    int result = kvq__ctl_check_options(ctl, command);
+    result = result ? result : check_view(ctl, command);
     if (result)
         return result;
     return ctl->watch > 0 ? watch(ctl, command, words + used)

@@ -21,92 +21,99 @@ _Static_assert(KVQ__CTL_MAX_FILTERS == 16, "FILTERS says another number");
 const struct kvq__ctl_option kvq__ctl_options[] = {
     {"runtime-dir", "DIR", KVQ__CTL_TEXT, AT(runtime_dir), 0, 0, NULL,
      "where the daemon's sockets are (else $KVQ_RUNTIME_DIR, else\n"
-     "$XDG_RUNTIME_DIR/kvqd, else /run/kvqd)"},
+     "$XDG_RUNTIME_DIR/kvqd, else /run/kvqd)",
+     NULL},
     {"connect", "HOST:PORT", KVQ__CTL_TEXT, AT(connect), 0, 0, NULL,
      "a daemon on another machine, at its control_address (else\n"
-     "$KVQ_CONNECT, else none); it needs --key"},
+     "$KVQ_CONNECT, else none); it needs --key",
+     NULL},
     {"key", "FILE", KVQ__CTL_TEXT, AT(key_file), 0, 0, NULL,
-     "this user's key for it (else $KVQ_KEY), by kvqctl key make"},
+     "this user's key for it (else $KVQ_KEY), by kvqctl key make", NULL},
     {"server", "HEX", KVQ__CTL_TEXT, AT(server), 0, 0, NULL,
-     "key make: the daemon's public key, for a user's key"},
+     "key make: the daemon's public key, for a user's key", "key make"},
     {"namespace", "NAME", KVQ__CTL_TEXT, AT(ns), 0, 0, NULL,
-     "sessions of this namespace (default: list: all; others: uid-N)"},
-    {"json", NULL, KVQ__CTL_FLAG, AT(json), 0, 0, NULL, "print JSON, for scripts"},
+     "sessions of this namespace (default: list: all; others: uid-N)", NULL},
+    {"json", NULL, KVQ__CTL_FLAG, AT(json), 0, 0, NULL, "print JSON, for scripts", NULL},
     {"timeout", "MS", KVQ__CTL_INT, AT(timeout_ms), 1, 3600000, "1 to 3600000 milliseconds",
-     "how long to wait for an answer (default 5000)"},
+     "how long to wait for an answer (default 5000)", NULL},
     {"interval", "S", KVQ__CTL_REAL, AT(interval), 0.1, 3600, "0.1 to 3600 seconds",
-     "top: seconds between two updates (default 2)"},
+     "top: seconds between two updates (default 2)", "top"},
     {"count", "N", KVQ__CTL_ULONG, AT(count), 0, 1e9, "0 to 1000000000",
-     "top, events: stop after N updates or events (default 0: never)"},
+     "top, events: stop after N updates or events (default 0: never)", "top, events"},
     {"watch", "S", KVQ__CTL_REAL, AT(watch), 0.1, 3600, "0.1 to 3600 seconds",
-     "status, lists: again every S seconds, until Ctrl-C"},
+     "status, lists: again every S seconds, until Ctrl-C", NULL},
     {"kind", "K[,K]", KVQ__CTL_TEXT, AT(event_kinds), 0, 0, NULL,
-     "events: only those of these kinds"},
+     "events: only those of these kinds", "events"},
     {"since", "TIME", KVQ__CTL_TEXT, AT(since), 0, 0, NULL,
-     "events: also those of the last TIME (10min, 2h)"},
+     "events: also those of the last TIME (10min, 2h)", "events"},
     {"no-follow", NULL, KVQ__CTL_FLAG, AT(no_follow), 0, 0, NULL,
-     "events: those that there are, without waiting for more"},
+     "events: those that there are, without waiting for more", "events"},
     {"shard", "N", KVQ__CTL_INT, AT(shard), 0, KVQ_MAX_SHARDS - 1, "0 to 63",
-     "session move, restore: only this shard"},
+     "session move, restore: only this shard", "session move, session restore"},
     {"shards", "N", KVQ__CTL_UNSIGNED, AT(shards), 1, KVQ_MAX_SHARDS, "1 to 64",
-     "session restore: number of shards"},
+     "session restore: number of shards", "session restore"},
     {"wait", "MS", KVQ__CTL_UNSIGNED, AT(wait_ms), 1, 3600000, "1 to 3600000 milliseconds",
      "session move: how long to wait for steps to end (default 10000)\n"
-     "drain: how long to wait for the daemon's end (default: for ever)"},
+     "drain: how long to wait for the daemon's end (default: for ever)",
+     "session move, drain"},
     {"now", NULL, KVQ__CTL_FLAG, AT(now), 0, 0, NULL,
-     "shutdown: without letting steps end, and without saving"},
+     "shutdown: without letting steps end, and without saving", "shutdown"},
     {"again", NULL, KVQ__CTL_FLAG, AT(again), 0, 0, NULL,
-     "session save: write an unchanged session, too"},
+     "session save: write an unchanged session, too", "session save"},
     {"as", "NAME", KVQ__CTL_TEXT, AT(as), 0, 0, NULL,
-     "session import, pull: name of the session here"},
+     "session import, pull: name of the session here", "session import, session pull"},
     {"from", "NAME", KVQ__CTL_TEXT, AT(from), 0, 0, NULL,
-     "session pull: namespace on the remote store (default: as here)"},
+     "session pull: namespace on the remote store (default: as here)", "session pull, completion"},
     {"replace", NULL, KVQ__CTL_FLAG, AT(replace), 0, 0, NULL,
-     "session import, pull: replace a saved session of that name"},
+     "session import, pull: replace a saved session of that name", "session import, session pull"},
     {"offline", "DIR", KVQ__CTL_TEXT, AT(offline), 0, 0, NULL,
-     "storage verify: a storage that no daemon has open"},
+     "storage verify: a storage that no daemon has open", "storage verify"},
     {"host-bytes", "SIZE", KVQ__CTL_LIMIT, 0, 0, 0, "a size, as 10gb, or none",
-     "quota set: memory on the host (as 10gb; none: no limit)"},
+     "quota set: memory on the host (as 10gb; none: no limit)", "quota set"},
     {"device-bytes", "SIZE", KVQ__CTL_LIMIT, 1, 0, 0, "a size, as 10gb, or none",
-     "quota set: memory on all GPUs together"},
+     "quota set: memory on all GPUs together", "quota set"},
     {"disk-bytes", "SIZE", KVQ__CTL_LIMIT, 2, 0, 0, "a size, as 10gb, or none",
-     "quota set: bytes of saved sessions"},
+     "quota set: bytes of saved sessions", "quota set"},
     {"sessions", "N", KVQ__CTL_LIMIT, 3, 0, 0, "a number, or none",
      "quota set: sessions in memory, each shard counted;\n"
-     "size: how many sessions (default 1)"},
+     "size: how many sessions (default 1)",
+     "quota set, size"},
     {"table-bytes", "SIZE", KVQ__CTL_LIMIT, 4, 0, 0, "a size, as 10gb, or none",
-     "quota set: page tables and token ids on the host"},
+     "quota set: page tables and token ids on the host", "quota set"},
     {"format", "NAME", KVQ__CTL_TEXT, AT(shape.format), 0, 0, NULL,
-     "size: format of the sessions, as in docs/formats.md"},
+     "size: format of the sessions, as in docs/formats.md", "size"},
     {"layers", "N", KVQ__CTL_UNSIGNED, AT(shape.layers), 1, KVQ_MAX_LAYERS, "1 to 256",
-     "size: layers of the model"},
+     "size: layers of the model", "size"},
     {"kv-heads", "N", KVQ__CTL_UNSIGNED, AT(shape.kv_heads), 1, KVQ_MAX_HEADS, "1 to 256",
-     "size: KV heads of a layer"},
+     "size: KV heads of a layer", "size"},
     {"head-dim", "N", KVQ__CTL_UNSIGNED, AT(shape.head_dim), 1, KVQ_MAX_HEAD_DIM, "64, 128 or 256",
-     "size: channels of a KV head (64, 128 or 256)"},
+     "size: channels of a KV head (64, 128 or 256)", "size"},
     {"tokens", "N", KVQ__CTL_ULONG, AT(shape.tokens), 1, KVQ_MAX_SESSION_TOKENS, "1 to 16777216",
-     "size: tokens of a session"},
+     "size: tokens of a session", "size"},
     {"rollback", "N", KVQ__CTL_UNSIGNED, AT(shape.rollback), 0, KVQ_MAX_ROLLBACK, "0 to 1024",
-     "size: max_rollback of the sessions (default 0)"},
+     "size: max_rollback of the sessions (default 0)", "size"},
     {"window", "N", KVQ__CTL_UNSIGNED, AT(shape.window), 1, KVQ_MAX_SESSION_TOKENS, "1 to 16777216",
-     "size: tokens that the layers see (default: all)"},
+     "size: tokens that the layers see (default: all)", "size"},
     {"columns", "C[,C]", KVQ__CTL_TEXT, AT(columns), 0, 0, NULL,
-     "lists: these columns (session list --help names a list's)"},
+     "lists: these columns (session list --help names a list's)", NULL},
     {"sort", "[-]C", KVQ__CTL_TEXT, AT(sort), 0, 0, NULL,
-     "lists: by this column; with - the largest first"},
+     "lists: by this column; with - the largest first", NULL},
     {"filter", "C=VALUE", KVQ__CTL_TEXTS, AT(filters), 0, 0, FILTERS,
      "lists: only these; also !=, <, >, ~ (holds the text). Again:\n"
-     "all must hold. VALUE may be a size (2gb) or a duration (10min)"},
-    {"csv", NULL, KVQ__CTL_FLAG, AT(csv), 0, 0, NULL, "lists: comma-separated values"},
+     "all must hold. VALUE may be a size (2gb) or a duration (10min)",
+     NULL},
+    {"csv", NULL, KVQ__CTL_FLAG, AT(csv), 0, 0, NULL, "lists: comma-separated values", NULL},
     {"dry-run", NULL, KVQ__CTL_FLAG, AT(dry_run), 0, 0, NULL,
-     "drop, remove, kick, ..: say what would go, and do nothing"},
+     "drop, remove, kick, ..: say what would go, and do nothing", NULL},
     {"exact", NULL, KVQ__CTL_FLAG, AT(exact), 0, 0, NULL,
-     "session commands: NAME is the whole name, for scripts"},
-    {"help", NULL, KVQ__CTL_HELP, 0, 0, 0, NULL, "what a command does, or this"},
-    {"version", NULL, KVQ__CTL_VERSION, 0, 0, 0, NULL, "the version of kvqctl"},
+     "session commands: NAME is the whole name, for scripts", NULL},
+    {"help", NULL, KVQ__CTL_HELP, 0, 0, 0, NULL, "what a command does, or this", NULL},
+    {"version", NULL, KVQ__CTL_VERSION, 0, 0, 0, NULL, "the version of kvqctl", NULL},
 };
 
 const size_t kvq__ctl_n_options = sizeof kvq__ctl_options / sizeof *kvq__ctl_options;
+
+_Static_assert(sizeof kvq__ctl_options / sizeof *kvq__ctl_options <= 64, "a bit for each");
 
 enum { N_OPTIONS = sizeof kvq__ctl_options / sizeof *kvq__ctl_options, FIRST = 256 };
 
@@ -174,6 +181,7 @@ static int take_option(struct kvq__ctl *ctl, const struct kvq__ctl_option *o, ch
     default:
         good = take_number(ctl, o, value);
     }
+    ctl->given |= 1ull << (o - kvq__ctl_options);
     if (good)
         return KVQ_EXIT_OK;
     fprintf(stderr, "kvqctl: --%s is %s, not '%s'\n", o->name, o->must, kvq__ctl_clean(value));
@@ -215,6 +223,31 @@ static int refuse(int option, int index, char **argv)
         return KVQ_EXIT_USAGE;
     }
     return unknown_option(given);
+}
+
+// Whether a list of commands, "top, session move", holds these words.
+static bool is_among(const char *list, const char *words)
+{
+    size_t n = strlen(words);
+    for (const char *at = list; *at;) {
+        size_t length = strcspn(at, ",");
+        if (length == n && memcmp(at, words, n) == 0)
+            return true;
+        at += length + strspn(at + length, ", ");
+    }
+    return false;
+}
+
+int kvq__ctl_check_options(const struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
+{
+    for (size_t i = 0; i < N_OPTIONS; i++) {
+        const struct kvq__ctl_option *o = &kvq__ctl_options[i];
+        if (!(ctl->given & 1ull << i) || !o->of || is_among(o->of, kvq__ctl_words(command)))
+            continue;
+        return kvq__ctl_bad_usage(kvq__ctl_text("--%s is for %s, not for", o->name, o->of),
+                                  kvq__ctl_words(command));
+    }
+    return KVQ_EXIT_OK;
 }
 
 int kvq__ctl_take_options(struct kvq__ctl *ctl, int argc, char **argv, int *first,

@@ -155,9 +155,6 @@ int kvq__ctl_remote_remove(struct kvq__ctl *ctl, char **args)
     Kvq__RemoveRemote command = KVQ__REMOVE_REMOTE__INIT;
     Kvq__SessionRef ref = ref_of(ctl->ns, args[0]);
     Kvq__Reply *reply;
-    if (ctl->from)
-        return kvq__ctl_bad_usage("--from is for session pull; what is removed is in",
-                                  "--namespace");
     request.command_case = KVQ__REQUEST__COMMAND_REMOVE_REMOTE;
     request.remove_remote = &command;
     command.ref = &ref;
