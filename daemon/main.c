@@ -160,6 +160,16 @@ static int watch_signals(char *text)
     return KVQ_E_SYSTEM;
 }
 
+// All is done but for giving back what the daemon has. libuv would let a signal have its way then.
+static void ignore_signals(void)
+{
+    for (int i = 0; i < ENDS; i++) {
+        if (uv_is_active((uv_handle_t *)&watchers[i]))
+            uv_signal_stop(&watchers[i]);
+        signal(ends[i], SIG_IGN);
+    }
+}
+
 static int watch_lifetime(char *text)
 {
     int fd = server.config.lifetime_fd;
@@ -248,6 +258,7 @@ static int serve_until_stopped(char *text)
         tell_ready();
         while (!stop)
             uv_run(&server.loop, UV_RUN_DEFAULT);
+        ignore_signals();
     }
     kvq__server_close(&server);
     return error;
