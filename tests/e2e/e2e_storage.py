@@ -9,6 +9,7 @@ import sqlite3
 import tempfile
 import threading
 import time
+import unittest
 
 from e2e_rig import BIN, BOUND, Daemon, Test, Tokens, feed, kvq, long_emulated, read_all
 
@@ -379,6 +380,25 @@ class Ends(Stored):
 
 
 class Trouble(Stored):
+    @unittest.skipUnless(os.geteuid() == 0, "needs root for a mount namespace")
+    def test_folders_of_its_own(self):
+        """The daemon exports into a folder that kvqctl sees otherwise, as with PrivateTmp=yes."""
+        tokens = Tokens(1, 10)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 10, attend=False)
+        session.save()
+        hidden = os.path.join(self.folder, "hidden")
+        os.mkdir(hidden)
+        self.again(kill=False, within=("unshare", "--mount", "sh", "-c",
+                                       f'mount -t tmpfs none {hidden} && exec "$0" "$@"'))
+        status, _, complaint = self.daemon.ctl("session", "export", "it", f"{hidden}/it",
+                                               check=False)
+        self.assertEqual(status, 0, complaint)
+        self.assertIn("is not there for you", complaint)
+        status, _, complaint = self.daemon.ctl("session", "export", "it", f"{self.folder}/it",
+                                               check=False)
+        self.assertEqual((status, complaint), (0, ""))
+
     def segments(self):
         folder = os.path.join(self.folder, "store")
         return sorted(os.path.join(folder, x) for x in os.listdir(folder) if "seg" in x)

@@ -81,6 +81,20 @@ class Tables(Stored):
             self.assertEqual(values, sorted(values, reverse=True), words)
             self.assertEqual(self.ask(*words, "--sort", column)[0], 0)
 
+    def test_times(self):
+        """A time as it is shown finds what was then."""
+        self.make()
+        shown = {line.split()[-1]: " ".join(line.split()[:2]) for line in self.ask(
+            "storage", "list", "--columns", "saved,bytes,tokens,used,name")[1].splitlines()[1:]}
+        when = shown["plain"]
+        for value in (when, when.split()[0], when.replace(" ", "T")):
+            found = {row["name"] for row in self.rows("storage", "list", "--filter",
+                                                      f"saved={value}")}
+            self.assertIn("plain", found)
+            self.assertEqual(self.rows("storage", "list", "--filter", f"saved={value}",
+                                       "--filter", f"saved!={value}"), [])
+        self.assertEqual(self.rows("storage", "list", "--filter", "saved=2001-01-01"), [])
+
     def test_refused(self):
         """What is no list, and what cannot be together."""
         for arguments, text in (

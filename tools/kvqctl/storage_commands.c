@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commands about sessions on disk: save, restore, export, import, and the store they are in.
+#include <errno.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "proto/status.h"
 #include "storage/store.h"
@@ -91,6 +93,17 @@ static char *absolute(const char *path, char out[PATH_MAX])
     return out;
 }
 
+// The daemon has written a file. A service often has a /tmp of its own, a container all folders.
+static void look_for_export(const struct kvq__ctl *ctl, const char *path)
+{
+    if (ctl->connect || access(path, F_OK) == 0 || errno != ENOENT)
+        return;
+    fprintf(stderr,
+            "kvqctl: %s is not there for you: the daemon has another folder of that name, as a "
+            "service with PrivateTmp=yes or in a container has; name one that both see\n",
+            kvq__ctl_clean(path));
+}
+
 int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
 {
     char path[PATH_MAX];
@@ -105,6 +118,7 @@ int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
     int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
     if (result)
         return result;
+    look_for_export(ctl, command.path);
     if (ctl->json)
         kvq__ctl_print_json(&reply->save->base);
     else

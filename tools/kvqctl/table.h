@@ -67,7 +67,7 @@ struct kvq__ctl_filter {
     const struct kvq__ctl_column *column;
     char compare; // one of = ! < > ~
     const char *text;
-    long double number;
+    long double number, lasts; // of a time: for so many seconds
 };
 struct kvq__ctl_view {
     const struct kvq__ctl_table *table;

@@ -61,15 +61,24 @@ static int take_sort(const char *text, struct kvq__ctl_view *view)
     return view->sort ? KVQ_EXIT_OK : unknown_column(view->table, text, strlen(text));
 }
 
-// "2026-11-25" or "2026-11-25 14:03", in local time, or seconds since 1970.
-static bool parse_time(const char *text, long double *number)
+// "2026-11-25" or "2026-11-25 14:03", in local time, or seconds since 1970. A day and a minute last
+// as long as they do.
+static bool parse_time(const char *text, long double *number, long double *lasts)
 {
-    static const char *const forms[] = {"%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d", "%s"};
+    static const struct {
+        const char *form;
+        int seconds;
+    } forms[] = {{"%Y-%m-%d %H:%M", 60},
+                 {"%Y-%m-%dT%H:%M", 60},
+                 {"%Y-%m-%d %H:%M:%S", 1},
+                 {"%Y-%m-%d", 86400},
+                 {"%s", 1}};
     for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
         struct tm tm = {.tm_isdst = -1};
-        const char *end = strptime(text, forms[i], &tm);
+        const char *end = strptime(text, forms[i].form, &tm);
         if (end && !*end) {
             *number = mktime(&tm);
+            *lasts = forms[i].seconds;
             return true;
         }
     }
@@ -92,7 +101,8 @@ static bool parse_answer(const char *text, long double *number)
 }
 
 // What a value of a column that is shown so has to be, or NULL: it may be anything.
-static const char *must_be(enum kvq__ctl_show show, const char *text, long double *number)
+static const char *must_be(enum kvq__ctl_show show, const char *text, long double *number,
+                           long double *lasts)
 {
     uint64_t whole;
     bool good = true;
@@ -109,7 +119,7 @@ static const char *must_be(enum kvq__ctl_show show, const char *text, long doubl
         *number = whole;
     } else if (show == KVQ__CTL_AS_TIME) {
         must = "a time, as 2026-11-25 or \"2026-11-25 14:03\"";
-        good = parse_time(text, number);
+        good = parse_time(text, number, lasts);
     } else if (show == KVQ__CTL_AS_YES_NO) {
         must = "yes or no";
         good = parse_answer(text, number);
@@ -138,7 +148,7 @@ static int take_filter(const char *text, struct kvq__ctl_view *view)
     f->text = compare + 1 + (*compare == '!');
     const char *must = *compare == '~' && f->column->show != KVQ__CTL_AS_TEXT
                            ? "compared by =, !=, < or >"
-                           : must_be(f->column->show, f->text, &f->number);
+                           : must_be(f->column->show, f->text, &f->number, &f->lasts);
     if (!must)
         return KVQ_EXIT_OK;
     fprintf(stderr, "kvqctl: --filter %s: %s is %s\n", kvq__ctl_clean(text), f->column->name, must);
@@ -185,15 +195,16 @@ static bool passes(const struct kvq__ctl_filter *f, const ProtobufCMessage *elem
     value.number = as_shown(f->column->show, value.number);
     other.number = as_shown(f->column->show, f->number);
     int order = compare(&value, &other);
+    bool within = order > 0 && value.number < other.number + f->lasts;
     switch (f->compare) {
     case '<':
         return order < 0;
     case '>':
         return order > 0;
     case '!':
-        return order != 0;
+        return order != 0 && !within;
     default:
-        return order == 0;
+        return order == 0 || within;
     }
 }
 
