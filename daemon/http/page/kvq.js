@@ -4,9 +4,11 @@
 
 const LOOK_MS = 2000, MINUTE = 30; // looks that a minute has
 const ROWS = 200, EVENTS = 100;    // that are shown
+const SHARE = 20;                  // a long list is asked for in a 20th of the time
 const $ = (id) => document.getElementById(id);
 let token = sessionStorage.getItem("token") || "", last = 0;
 let sort = { key: "memory", down: true }, sessions = [];
+let listAt = 0, listEvery = 0; // when sessions are to be listed next, and how often, in ms
 const looks = []; // of the last minute: when, counters, histograms
 
 // ---- Words ----
@@ -193,8 +195,9 @@ function showSessions() {
     `${s.namespace}/${s.name || "#" + s.id} ${s.format} ${s.tier}`.toLowerCase().includes(find));
   wanted.sort((a, b) => (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (sort.down ? -1 : 1));
   const shown = wanted.slice(0, ROWS);
-  $("n-sessions").textContent = shown.length < sessions.length ?
-    `${whole(shown.length)} of ${whole(sessions.length)}` : whole(sessions.length);
+  $("n-sessions").textContent = (shown.length < sessions.length ?
+    `${whole(shown.length)} of ${whole(sessions.length)}` : whole(sessions.length)) +
+    (listEvery > 2 * LOOK_MS ? `, listed every ${span(listEvery)}` : "");
   fill("sessions", shown.map((s) => COLUMNS.map(([, , get, show]) =>
     show ? { n: show(get(s)) } : get(s))), find ? "none is found" : "no session yet");
 }
@@ -228,9 +231,19 @@ function state(text, bad) {
   $("state").className = bad ? "bad" : "";
 }
 
+// Sessions, newly listed or those of before: a daemon with very many of them takes its time.
+async function listSessions() {
+  const began = performance.now();
+  if (began < listAt) return sessions;
+  const list = await ask("sessions"), now = performance.now();
+  listEvery = SHARE * (now - began);
+  listAt = now + listEvery;
+  return list;
+}
+
 async function look() {
   const [status, quotas, list, clients, prefixes, events, metrics] = await Promise.all(
-    [ask("status"), ask("quotas"), ask("sessions"), ask("clients"), ask("prefixes"),
+    [ask("status"), ask("quotas"), listSessions(), ask("clients"), ask("prefixes"),
       ask("events?after=" + last), ask("metrics", false)]);
   const now = { at: performance.now(), counters: status.counters, times: histograms(metrics) };
   if (looks.length && status.counters.steps < looks[0].counters.steps) looks.length = 0;
