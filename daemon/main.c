@@ -168,6 +168,9 @@ static void ignore_signals(void)
             uv_signal_stop(&watchers[i]);
         signal(ends[i], SIG_IGN);
     }
+    if (!hangup_ignored)
+        uv_signal_stop(&hangup);
+    signal(SIGHUP, SIG_IGN);
 }
 
 static int watch_lifetime(char *text)

@@ -109,7 +109,7 @@ static int check_owner(int fd, const char *path, char *text)
         why = strerror(errno);
     else if (!S_ISREG(s.st_mode))
         why = "not a file";
-    else if (s.st_uid != geteuid() && s.st_uid != 0)
+    else if (s.st_uid != geteuid() && s.st_uid != 0 && geteuid() != 0)
         why = "it belongs to another user; have one of your own";
     else if (s.st_mode & 077)
         why = "others may read or write it; chmod 600 it, and make a new key if they have";

@@ -28,7 +28,8 @@ struct kvq_key_file {
 // A new key, random. KVQ_E_SYSTEM with a text (KVQ_TEXT_BYTES): there is no randomness.
 int kvq_key_make(struct kvq_key_file *key, char *text);
 
-// Reads a file that nobody but its owner may read or write, and that the calling user or root owns.
+// Reads a file that nobody but its owner may read or write, and that the calling user or root owns;
+// root reads everybody's.
 // KVQ_E_INVALID or KVQ_E_SYSTEM with a text; then `key` is empty.
 int kvq_key_read(const char *path, struct kvq_key_file *key, char *text);
 // Writes a file that is not there yet, mode 0600. KVQ_E_SYSTEM with a text; then there is none.

@@ -58,7 +58,6 @@ int kvq__dispatch_quota(const struct kvq__dispatch *d, const char *ns, struct kv
     int error = kvq__core_namespace_info(d->core, d->peer, ns, &info, text);
     if (error)
         return error;
-    assert(info.number > 0);
     quotas[0] = (Kvq__QuotaStatus *)kvq__quota_status_message(arena, &info);
     if (!quotas[0])
         return KVQ_E_NO_MEMORY;

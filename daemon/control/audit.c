@@ -27,12 +27,13 @@ void kvq__audit(struct kvq_log_budget *budget, const struct kvq__asker *asker,
     char *text = cJSON_PrintUnformatted(object);
     kvq__log_quote(quoted, sizeof quoted, text ? text : "");
     kvq__asker_text(asker, who, sizeof who);
-    if (asker->role > KVQ__ROLE_NONE)
+    if (asker->role >= kvq__role_needed(request))
         kvq__log(KVQ_LOG_INFO, "audit", "%s role=%s command=%s status=%s request=%s", who,
                  kvq__role_name(asker->role), field->name, kvq_status_name(status), quoted);
     else
-        kvq__log_client(budget, KVQ_LOG_INFO, "audit", "%s command=%s status=%s request=%s", who,
-                        field->name, kvq_status_name(status), quoted);
+        kvq__log_client(budget, KVQ_LOG_INFO, "audit", "%s role=%s command=%s status=%s request=%s",
+                        who, kvq__role_name(asker->role), field->name, kvq_status_name(status),
+                        quoted);
     cJSON_free(text);
     cJSON_Delete(object);
 }

@@ -10,7 +10,7 @@
 #include "proto/wire.h"
 
 // Tells of a command that has been answered with that status. Those that only read are not told of.
-// Every line of somebody's with a role is written; others share a budget.
+// Every line is written of somebody whose role does for it; others share a budget.
 void kvq__audit(struct kvq_log_budget *budget, const struct kvq__asker *asker,
                 const Kvq__Request *request, int status);
 

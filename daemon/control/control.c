@@ -41,8 +41,9 @@
 enum {
     DRAIN = 32, // messages looked at before others get a turn
     ENVELOPE = 512,
-    MOST_ERRANDS = 16, // each has an arena
-    MOST_EVENTS = 64,  // in a reply, and so below the longest message
+    MOST_ERRANDS = 16,   // each has an arena
+    KEY_CONNECTIONS = 8, // of a key that nobody displaces
+    MOST_EVENTS = 64,    // in a reply, and so below the longest message
 };
 
 _Static_assert(MOST_EVENTS *(KVQ__EVENT_BYTES + 4) + KVQ_TEXT_BYTES < KVQ_MAX_MESSAGE, "they fit");
@@ -335,16 +336,25 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     }
 }
 
+// The key that this connection has shown, as the configuration has it now. NULL: it does not.
+static const struct kvq_config_key *key_of(const struct kvq__control *c, const struct back *b)
+{
+    static const uint8_t none[KVQ_KEY_BYTES];
+    bool shown = memcmp(b->asker.public_key, none, sizeof none) != 0;
+    return shown ? kvq__config_key_of(&c->server->config, b->asker.public_key) : NULL;
+}
+
 // Who asks by this connection, with the role that the configuration gives now.
 static struct kvq__asker asker_of(const struct kvq__control *c, const struct back *b)
 {
     struct kvq__asker asker = b->asker;
-    const struct kvq_config *config = &c->server->config;
-    const struct kvq_config_key *key = kvq__config_key_find(config, asker.key);
-    if (asker.address[0])
+    const struct kvq_config_key *key = key_of(c, b);
+    if (asker.address[0]) {
         asker.role = key ? (enum kvq__role)key->role : KVQ__ROLE_NONE;
-    else
+        snprintf(asker.key, sizeof asker.key, "%s", key ? key->name : "");
+    } else {
         asker.role = kvq__server_role(c->server, &asker.peer);
+    }
     return asker;
 }
 
@@ -555,12 +565,19 @@ static bool back_busy(void *context, uint32_t number)
     return b && (b->requests > 0 || readable(b));
 }
 
+// One of the first few connections of a key that the configuration has: no key keeps out others.
 static bool back_known(void *context, uint32_t number)
 {
     const struct kvq__control *c = context;
     const struct back *b = c->backs[number];
+    uint32_t earlier = 0;
     assert(number < KVQ__FRONT_MOST);
-    return b && b->asker.key[0];
+    if (!b || !key_of(c, b))
+        return false;
+    for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
+        earlier += c->backs[i] && c->backs[i]->serial < b->serial &&
+                   memcmp(c->backs[i]->asker.public_key, b->asker.public_key, KVQ_KEY_BYTES) == 0;
+    return earlier < KEY_CONNECTIONS;
 }
 
 // Whether a key may come in by that connection; from then on it is that key's.
@@ -573,11 +590,13 @@ static bool admit_key(void *context, uint64_t serial, const uint8_t *public_key)
     if (!b || !b->asker.address[0])
         return false;
     if (key)
-        snprintf(b->asker.key, sizeof b->asker.key, "%s", key->name);
+        memcpy(b->asker.public_key, public_key, KVQ_KEY_BYTES);
     kvq_key_to_hex(public_key, hex);
-    kvq__asker_text(&b->asker, who, sizeof who);
+    const struct kvq__asker asker = asker_of(c, b);
+    kvq__asker_text(&asker, who, sizeof who);
     if (key)
-        kvq__log(KVQ_LOG_INFO, "control_connected", "%s role=%s", who, kvq__role_name(key->role));
+        kvq__log_client(&c->log_budget, KVQ_LOG_INFO, "control_connected", "%s role=%s", who,
+                        kvq__role_name(asker.role));
     else
         kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused",
                         "%s status=%s text=\"no [key NAME] has public = %s\"", who,

@@ -168,6 +168,18 @@ static bool displace(struct kvq__front *f, const struct kvq__asker *by)
     return false;
 }
 
+static int no_descriptors(const struct kvq__asker *asker, uint32_t free, char *text)
+{
+    if (asker->address[0]) // anybody can ask
+        snprintf(text, KVQ_TEXT_BYTES, "kvqd has no room for another connection");
+    else
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "kvqd has %u of %u descriptors left, which it keeps for itself; raise its "
+                 "LimitNOFILE=",
+                 free, kvq__descriptors_limit());
+    return KVQ_E_LIMIT;
+}
+
 // Whether one more connection of this user may be.
 static int check_guest_room(struct kvq__front *f, const struct kvq__asker *asker, char *text)
 {
@@ -194,13 +206,8 @@ static int check_guest_room(struct kvq__front *f, const struct kvq__asker *asker
                      uid, own, f->standing, f->places);
         return KVQ_E_LIMIT;
     }
-    if (free < KVQ__FILES_SPARE) {
-        snprintf(text, KVQ_TEXT_BYTES,
-                 "kvqd has %u of %u descriptors left, which it keeps for itself; raise its "
-                 "LimitNOFILE=",
-                 free, kvq__descriptors_limit());
-        return KVQ_E_LIMIT;
-    }
+    if (free < KVQ__FILES_SPARE)
+        return no_descriptors(asker, free, text);
     return 0;
 }
 
@@ -212,13 +219,8 @@ static int open_guest_back(struct guest *g, char *text)
     struct kvq__front *f = g->front;
     uint32_t free = kvq__descriptors_free();
     assert(g->state == SILENT && !g->backed);
-    if (free < f->pending + KVQ__FILES_OF_CONTROL + KVQ__FILES_SPARE) {
-        snprintf(text, KVQ_TEXT_BYTES,
-                 "kvqd has %u of %u descriptors left, which it keeps for itself; raise its "
-                 "LimitNOFILE=",
-                 free, kvq__descriptors_limit());
-        return KVQ_E_LIMIT;
-    }
+    if (free < f->pending + KVQ__FILES_OF_CONTROL + KVQ__FILES_SPARE)
+        return no_descriptors(&g->asker, free, text);
     int fd = f->back.open(f->back.context, g->number, &g->asker, text);
     if (fd < 0)
         return fd;

@@ -5,6 +5,7 @@
 
 #include <assert.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "daemon/log/log.h"
 #include "proto/status.h"
@@ -41,7 +42,7 @@ static const uint8_t needs[] = {
     NEEDS(SAVE_SESSION, OPERATE),
     NEEDS(RESTORE_SESSION, OPERATE),
     NEEDS(PUSH_SESSION, OPERATE),
-    NEEDS(PULL_SESSION, OPERATE),
+    NEEDS(PULL_SESSION, OPERATE), // within a namespace
     NEEDS(REMOVE_REMOTE, OPERATE),
     NEEDS(CANCEL_TRANSFER, OPERATE),
     NEEDS(STORAGE, OPERATE), // its status: READ
@@ -56,9 +57,19 @@ static const uint8_t needs[] = {
     NEEDS(DRAIN, ADMIN),
 };
 
+// A pull from one namespace into another gives somebody the K and V of others, as an import does.
+static bool crosses_namespaces(const Kvq__PullSession *pull)
+{
+    return !pull->ref || !pull->into || !pull->ref->namespace_[0] ||
+           strcmp(pull->ref->namespace_, pull->into->namespace_) != 0;
+}
+
 enum kvq__role kvq__role_needed(const Kvq__Request *request)
 {
     size_t command = (size_t)request->command_case;
+    if (request->command_case == KVQ__REQUEST__COMMAND_PULL_SESSION &&
+        crosses_namespaces(request->pull_session))
+        return KVQ__ROLE_ADMIN;
     if (request->command_case == KVQ__REQUEST__COMMAND_STORAGE &&
         request->storage->action == KVQ__STORAGE_ACTION__STORAGE_STATUS)
         return KVQ__ROLE_READ;
@@ -85,7 +96,7 @@ int kvq__role_check(const struct kvq__asker *asker, const Kvq__Request *request,
     if (!asker->address[0] || asker->role >= needed)
         return 0;
     if (asker->role == KVQ__ROLE_NONE)
-        snprintf(text, KVQ_TEXT_BYTES, "the configuration has no key \"%s\" any more", asker->key);
+        snprintf(text, KVQ_TEXT_BYTES, "the configuration does not have this key any more");
     else
         snprintf(text, KVQ_TEXT_BYTES,
                  "the key \"%s\" has the role %s, and this needs the role %s; [key %s] in kvqd's "

@@ -20,7 +20,8 @@ struct kvq__asker {
     enum kvq__role role;   // when it asked
     // Of somebody from another machine, who is no user here (KVQ__NO_UID); else empty.
     char address[KVQ__ADDRESS_BYTES];
-    char key[KVQ_NAME_BYTES]; // whose it is; empty until that is known
+    uint8_t public_key[32];   // that it has shown; zeros until then
+    char key[KVQ_NAME_BYTES]; // its name in the configuration now; empty: there is none
 };
 
 // The least role whose holder may do this with what is another's. READ: it changes nothing. A

@@ -140,7 +140,8 @@ int kvq__core_kick(struct kvq__core *core, const struct kvq__peer *peer, uint64_
     const struct kvq__client *c;
     if (!peer->admin)
         return kvq__fail(text, KVQ_E_PERMISSION,
-                         "user %u may not end clients; the daemon's own user and root may",
+                         "user %u may not end clients: that takes the role operate (operate_uids, "
+                         "operate_gids)",
                          peer->uid);
     TAILQ_FOREACH (c, &core->clients, link) {
         if (c->id != id)

@@ -61,6 +61,10 @@ bool kvq__namespace_allows(const struct kvq__namespace *ns, const struct kvq__pe
 // the peer may use it. KVQ_E_PERMISSION, or for administrators KVQ_E_NO_NAMESPACE.
 int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__namespace **ns, char *text);
+// The same without making any: *ns is NULL, and 0 is returned, for a user's own that has had
+// nothing yet. `full` gets its name.
+int kvq__namespace_find(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                        struct kvq__namespace **ns, char full[KVQ_NAME_BYTES], char *text);
 void kvq__namespaces_close(struct kvq__core *core);
 // Reports that a pool has refused so many bytes with KVQ_E_NO_MEMORY or KVQ_E_QUOTA, and why no
 // session made room (NULL: unknown). At most one event a second for each namespace. Does nothing

@@ -307,7 +307,8 @@ static enum MHD_Result route_request(struct kvq__http *h, struct MHD_Connection 
         return answer_text(connection, MHD_HTTP_NOT_FOUND,
                            "there is no such page; /help lists all");
     bool token = has_token(h, connection);
-    peer.admin |= token;
+    // All that is asked for here only reads.
+    peer.admin = token || (guest->local && kvq__server_role(h->server, &peer) >= KVQ__ROLE_READ);
     if (route->audience != ANYBODY && !guest->local && !token)
         return answer_text(
             connection, MHD_HTTP_UNAUTHORIZED,
@@ -416,7 +417,6 @@ static void admit(struct kvq__http *h, int fd, bool local)
         guest->fd = fd;
         guest->local = local;
         role = local ? kvq__server_role(h->server, &guest->peer) : KVQ__ROLE_NONE;
-        guest->peer.admin = role >= KVQ__ROLE_READ; // all that is asked for here only reads
         good = has_room(h, local, role, guest->peer.uid);
     }
     if (!good) {

@@ -321,7 +321,12 @@ static void drain_daemon(struct kvq__task *t)
 {
     struct kvq__server *server = t->jobs->server;
     Kvq__DrainReply *r = kvq_arena_alloc(t->arena, sizeof *r);
+    uint64_t meant = t->request->drain->epoch;
     t->rc = !r ? KVQ_E_NO_MEMORY : server->end ? 0 : KVQ_E_UNSUPPORTED;
+    if (t->rc == 0 && meant && meant != server->identity.epoch) {
+        t->rc = KVQ_E_EPOCH;
+        snprintf(t->text, sizeof t->text, "the daemon that was to end is gone; this is another");
+    }
     if (t->rc < 0)
         return;
     server->end(server, t->request->drain->now);
@@ -456,8 +461,9 @@ static int check_command(struct kvq__task *t, const struct command *command)
         why = "this daemon saves no sessions; set storage_dir in its configuration";
     } else if (command->is_for_admins && command->is_for_admins(t->request) && !t->peer->admin) {
         code = KVQ_E_PERMISSION;
-        why = "only administrators may do this (root, kvqd's own user, admin_uids, admin_gids): it "
-              "reads or writes files of the daemon's, or what is everybody's";
+        why =
+            "this takes a role (read_uids, operate_uids, admin_uids, and the groups): it is about "
+            "files of the daemon's, or what is everybody's";
     }
     snprintf(t->text, sizeof t->text, "%s", why ? why : "");
     return code;

@@ -47,7 +47,7 @@ class Users(Configured):
                       ("client", "kick", "1")):
             status, told = self.ask(daemon, *words)
             self.assertIn(status, (5, 6), told)
-            self.assertNotIn("the role", told)
+            self.assertNotIn("has the role", told)
 
     def test_read(self):
         """Sees everything and changes nothing that is another's; what is its own it changes."""
@@ -81,8 +81,16 @@ class Users(Configured):
     def test_live(self):
         """What the configuration takes away is away, also for connections that stand."""
         daemon = self.begin(f"admin_gids = 5000\nread_uids = {STRANGER}\n")
+        standing = subprocess.Popen(
+            [everybodys_kvqctl(), "--runtime-dir", daemon.directory, "events"], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=die_with_parent,
+            user=STRANGER, group=STRANGER, extra_groups=[], cwd="/")
+        self.assertIn("following", standing.stderr.readline())
         status, told = self.ask(daemon, "config", "set", "read_uids", "", groups=[5000])
         self.assertEqual(status, 0, told)
+        complaint = standing.communicate(timeout=BOUND)[1]
+        self.assertEqual(standing.returncode, 6, complaint)
+        self.assertIn("they take the role read", complaint)
         self.assertEqual(self.ask(daemon, "config", "get")[0], 6)
         self.assertEqual(self.ask(daemon, "config", "get", groups=[5000])[0], 0)
 
@@ -251,8 +259,34 @@ class Keys(Configured):
         self.assertIn("[key reader]", self.hang_up(daemon, "changed") + "\n".join(daemon.lines))
         _, complaint = process.communicate(timeout=BOUND)
         self.assertEqual(process.returncode, 6, complaint)
-        self.assertIn('has no key "reader" any more', complaint)
+        self.assertIn("does not have this key any more", complaint)
         self.assertEqual(self.ask("reader", "status")[0], 6)
+
+    def test_changed(self):
+        """A name that gets another key: the old one is out, and no more what the name may."""
+        daemon = self.begin(ann="read")
+        process = subprocess.Popen(self.words("ann", "status", "--watch", "0.1"),
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   preexec_fn=die_with_parent)
+        self.assertIn("kvqd", process.stdout.readline())
+        self.public["ann"] = self.make_key("new", self.server)
+        self.write(self.text(ann="admin"))
+        self.hang_up(daemon, "changed")
+        _, complaint = process.communicate(timeout=BOUND)
+        self.assertEqual(process.returncode, 6, complaint)
+        self.assertIn("does not have this key any more", complaint)
+        self.assertEqual(self.ask("ann", "status")[0], 6)
+        self.assertEqual(self.ask("new", "config", "set", "drain_ms", "100")[0], 0)
+
+    def test_looks(self):
+        """Looking for what is not there leaves nothing behind."""
+        daemon = self.begin(reader="read")
+        namespaces = len(daemon.ctl("quota", "list"))
+        for words in (("session", "show", "x"), ("storage", "list")):
+            self.ask("reader", *words, "--namespace", "uid-77")
+        status, told = self.ask("reader", "quota", "get", "uid-78")
+        self.assertEqual(status, 0, told)
+        self.assertEqual(len(daemon.ctl("quota", "list")), namespaces)
 
     def test_replay(self):
         """What somebody has recorded of a connection, and sends again, does nothing."""

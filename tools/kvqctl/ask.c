@@ -95,7 +95,8 @@ static int explain_far(const struct kvq__ctl *ctl, int error, const char *text)
     }
     if (error == -EPROTO) {
         fprintf(stderr,
-                "kvqctl: what listens at %s does not have the key that %s names as server.\n"
+                "kvqctl: what listens at %s does not have the key that %s names as server, or has "
+                "no room for another connection.\n"
                 "It may be another daemon, or one with a new key: compare with kvqctl key show "
                 "FILE there, FILE being its control_key_file.\n",
                 at, file);

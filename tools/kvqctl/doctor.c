@@ -149,10 +149,11 @@ int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args)
     Kvq__Doctor command = KVQ__DOCTOR__INIT;
     Kvq__Reply *reply;
     size_t n;
-    check_cpu(&report);
-    check_kernel(&report);
-    if (!ctl->connect)
+    if (!ctl->connect) { // of another machine its daemon alone knows
+        check_cpu(&report);
+        check_kernel(&report);
         check_directory(&report, ctl);
+    }
     request.command_case = KVQ__REQUEST__COMMAND_DOCTOR;
     request.doctor = &command;
     int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_DOCTOR, &reply);

@@ -15,7 +15,7 @@
 #include "tools/kvqctl/kvqctl.h"
 #include "tools/kvqctl/transport.h"
 
-enum { LOOK_MS = 50, OVER = 2 }; // phase of DrainReply
+enum { LOOK_MS = 50, FAREWELL_MS = 5000, OVER = 2 }; // phase of DrainReply
 
 static int64_t clock_ms(void)
 {
@@ -64,22 +64,26 @@ static bool has_ended(const struct kvq__ctl *ctl, int process, int ms)
         return false;
     kvq__ctl_at(ctl, &at, path, sizeof path);
     int result = kvq__transport_try(&at, ctl->timeout_ms, text);
-    return result == -ENOENT || result == -ECONNREFUSED;
+    return result == -ENOENT || result == -ECONNREFUSED || (at.far && result < 0);
 }
 
 // ---- Asking ----
 
-static int ask_drain(struct kvq__ctl *ctl, const Kvq__DrainReply **drain)
+// *epoch: of the daemon that is meant; 0: whichever, and then it is set.
+static int ask_drain(struct kvq__ctl *ctl, uint64_t *epoch, const Kvq__DrainReply **drain)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Drain command = KVQ__DRAIN__INIT;
     Kvq__Reply *reply;
     command.now = ctl->now;
+    command.epoch = *epoch;
     request.command_case = KVQ__REQUEST__COMMAND_DRAIN;
     request.drain = &command;
     int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_DRAIN, &reply);
-    if (result == KVQ_EXIT_OK)
+    if (result == KVQ_EXIT_OK) {
         *drain = reply->drain;
+        *epoch = reply->epoch;
+    }
     return result;
 }
 
@@ -105,14 +109,15 @@ static int ended_early(void)
 static int wait_drained(struct kvq__ctl *ctl, int process, int64_t until,
                         const Kvq__DrainReply **drain)
 {
+    uint64_t epoch = 0;
     ctl->stop_fd = process; // nobody waits for an answer of a process that has ended
-    int result = ask_drain(ctl, drain);
+    int result = ask_drain(ctl, &epoch, drain);
     while (result == KVQ_EXIT_OK && (*drain)->phase < OVER) {
         if (has_ended(ctl, process, LOOK_MS))
             return ended_early();
         if (clock_ms() >= until)
             return still_ends(*drain);
-        result = ask_drain(ctl, drain);
+        result = ask_drain(ctl, &epoch, drain);
     }
     return result == KVQ_EXIT_STOPPED ? ended_early() : result;
 }
@@ -141,7 +146,9 @@ int kvq__ctl_drain(struct kvq__ctl *ctl, char **args)
     int result = wait_drained(ctl, process, until, &drain);
     if (result == KVQ_EXIT_OK) {
         kvq__transport_close(&ctl->transport); // the daemon waits for this
-        while (result == KVQ_EXIT_OK && !has_ended(ctl, process, LOOK_MS))
+        // On another machine a new one may listen there already; what the last answer said is true.
+        int64_t patience = ctl->connect ? clock_ms() + FAREWELL_MS : INT64_MAX;
+        while (result == KVQ_EXIT_OK && clock_ms() < patience && !has_ended(ctl, process, LOOK_MS))
             if (clock_ms() >= until)
                 result = still_ends(drain);
     }
@@ -154,7 +161,8 @@ int kvq__ctl_shutdown(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     const Kvq__DrainReply *drain;
-    int result = ask_drain(ctl, &drain);
+    uint64_t epoch = 0;
+    int result = ask_drain(ctl, &epoch, &drain);
     if (result)
         return result;
     if (ctl->json)

@@ -198,7 +198,8 @@ static bool is_there(struct kvq__ctl *ctl, struct following *f)
     char path[4096], text[KVQ_TEXT_BYTES] = "";
     struct kvq__transport_at at;
     kvq__ctl_at(ctl, &at, path, sizeof path);
-    if (kvq__transport_try(&at, ctl->timeout_ms, text) == 0)
+    int result = kvq__transport_try(&at, ctl->timeout_ms, text);
+    if (result == 0 || result == -EUSERS || result == -ETIMEDOUT) // it is there, and busy
         return true;
     kvq__transport_close(&ctl->transport);
     if (!f->gone)

@@ -118,7 +118,7 @@ static int connect_address(const struct addrinfo *a, int timeout_ms)
     if (error == 0)
         return fd;
     close(fd);
-    return -error;
+    return error == EACCES || error == EPERM ? -ENETUNREACH : -error; // a firewall of this machine
 }
 
 // As connect_path. The first of the host's addresses where somebody listens.
@@ -133,11 +133,11 @@ static int connect_far(const char *far, int timeout_ms, char endpoint[MOST_NAME]
     if (wrong)
         snprintf(text, KVQ_TEXT_BYTES, "%s", gai_strerror(wrong));
     for (const struct addrinfo *a = wrong ? NULL : all; a && fd < 0; a = a->ai_next) {
+        if (getnameinfo(a->ai_addr, a->ai_addrlen, number, sizeof number, NULL, 0, NI_NUMERICHOST))
+            continue;
         fd = connect_address(a, timeout_ms);
-        if (fd >= 0 && getnameinfo(a->ai_addr, a->ai_addrlen, number, sizeof number, NULL, 0,
-                                   NI_NUMERICHOST) == 0)
-            snprintf(endpoint, MOST_NAME, strchr(number, ':') ? "tcp://[%s]:%s" : "tcp://%s:%s",
-                     number, port);
+        snprintf(endpoint, MOST_NAME, strchr(number, ':') ? "tcp://[%s]:%s" : "tcp://%s:%s", number,
+                 port);
     }
     if (all)
         freeaddrinfo(all);

@@ -179,20 +179,20 @@ static bool parse_uid(const char *name, uint32_t *uid)
     return *end == '\0' && strcmp(again, name) == 0;
 }
 
-static int make_default(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
-                        uint32_t uid, struct kvq__namespace **ns, char *text)
+// Those of users alone are made when they are needed.
+static int make_default(struct kvq__core *core, const char *name, struct kvq__namespace **ns,
+                        char *text)
 {
+    uint32_t uid = 0;
+    bool good = parse_uid(name, &uid);
+    assert(good);
+    (void)good;
     struct kvq__namespace_config config = {
         .name = name,
         .quota = core->config.quota,
         .uids = &uid,
         .n_uids = 1,
     };
-    if (uid != peer->uid && !peer->admin)
-        return kvq__fail(text, KVQ_E_PERMISSION,
-                         "user %u may not use namespace \"%s\"; use \"uid-%u\" or one that the "
-                         "configuration gives to this user or its groups",
-                         peer->uid, name, peer->uid);
     *ns = make_namespace(core, &config);
     return *ns ? 0 : kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for namespace \"%s\"", name);
 }
@@ -215,30 +215,42 @@ int kvq__core_may_list(struct kvq__core *core, const struct kvq__peer *peer, con
     return no_namespace(name, text);
 }
 
-int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
-                       struct kvq__namespace **ns, char *text)
+int kvq__namespace_find(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                        struct kvq__namespace **ns, char full[KVQ_NAME_BYTES], char *text)
 {
     char own[32];
     uint32_t uid;
+    *ns = NULL;
     snprintf(own, sizeof own, "uid-%u", peer->uid);
     if ((!name || !*name) && peer->uid == KVQ__NO_UID)
         return kvq__fail(text, KVQ_E_NO_NAMESPACE,
                          "who comes with a key has no namespace of its own; name one "
                          "(--namespace), as kvqctl session list shows them");
-    if (!name || !*name)
-        name = own;
-    *ns = find_namespace(core, name);
-    if (!*ns && parse_uid(name, &uid))
-        return make_default(core, peer, name, uid, ns, text);
-    if (!*ns && peer->admin)
-        return no_namespace(name, text);
-    // One answer for what does not exist and what is another's, so that names stay secret.
-    if (!*ns || !kvq__namespace_allows(*ns, peer))
+    snprintf(full, KVQ_NAME_BYTES, "%s", name && *name ? name : own);
+    *ns = find_namespace(core, full);
+    bool of_user = !*ns && parse_uid(full, &uid);
+    if (of_user && uid != peer->uid && !peer->admin)
         return kvq__fail(text, KVQ_E_PERMISSION,
-                         "user %u may not use namespace \"%.*s\"; use \"%s\", or have this user "
+                         "user %u may not use namespace \"%s\"; use \"%s\" or one that the "
+                         "configuration gives to this user or its groups",
+                         peer->uid, full, own);
+    if (!*ns && !of_user && peer->admin)
+        return no_namespace(full, text);
+    // One answer for what does not exist and what is another's, so that names stay secret.
+    if (!of_user && (!*ns || !kvq__namespace_allows(*ns, peer)))
+        return kvq__fail(text, KVQ_E_PERMISSION,
+                         "user %u may not use namespace \"%s\"; use \"%s\", or have this user "
                          "or its group added to it in the configuration",
-                         peer->uid, KVQ_NAME_BYTES, name, own);
+                         peer->uid, full, own);
     return 0;
+}
+
+int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
+                       struct kvq__namespace **ns, char *text)
+{
+    char full[KVQ_NAME_BYTES];
+    int rc = kvq__namespace_find(core, peer, name, ns, full, text);
+    return rc || *ns ? rc : make_default(core, full, ns, text);
 }
 
 // ---- At run time ----

@@ -154,10 +154,18 @@ int kvq__core_namespace_info(struct kvq__core *core, const struct kvq__peer *pee
                              struct kvq__namespace_info *out, char *text)
 {
     struct kvq__namespace *ns;
-    int rc = kvq__namespace_get(core, peer, name, &ns, text);
-    if (rc == 0)
+    char full[KVQ_NAME_BYTES];
+    int rc = kvq__namespace_find(core, peer, name, &ns, full, text);
+    if (rc)
+        return rc;
+    if (ns) {
         kvq__quota_fill_info(ns, out);
-    return rc;
+    } else { // it has had nothing yet
+        *out = (struct kvq__namespace_info){.quota = core->config.quota,
+                                            .configured = core->config.quota};
+        snprintf(out->name, sizeof out->name, "%s", full);
+    }
+    return 0;
 }
 
 // ---- At run time ----
@@ -188,8 +196,8 @@ int kvq__quota_change(struct kvq__core *core, const struct kvq__peer *peer,
     struct kvq__namespace *ns;
     if (!peer->admin)
         return kvq__fail(text, KVQ_E_PERMISSION,
-                         "user %u may not change limits; root, the daemon's own user and those in "
-                         "its admin_uids may",
+                         "user %u may not change limits: that takes the role admin (admin_uids, "
+                         "admin_gids)",
                          peer->uid);
     if (!change->ns[0])
         return kvq__fail(text, KVQ_E_INVALID, "no namespace is named whose limits to change");

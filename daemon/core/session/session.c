@@ -519,6 +519,7 @@ int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const
                      const char *name, struct kvq__session **s, char *text)
 {
     struct kvq__namespace *ns;
+    char full[KVQ_NAME_BYTES];
     *s = NULL;
     if (!name || !*name)
         return kvq__fail(text, KVQ_E_INVALID,
@@ -527,13 +528,17 @@ int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const
     if (*name == '#') {
         *s = find_by_number(core, peer, name);
     } else {
-        int rc = kvq__namespace_get(core, peer, ns_name, &ns, text);
+        int rc = kvq__namespace_find(core, peer, ns_name, &ns, full, text);
         if (rc < 0)
             return rc;
-        *s = kvq__session_named(ns, name);
+        *s = ns ? kvq__session_named(ns, name) : NULL;
     }
     if (*s)
         return 0;
+    if (peer->uid == KVQ__NO_UID)
+        return kvq__fail(text, KVQ_E_NO_SESSION,
+                         "no session \"%.*s\" there; `kvqctl session list` shows all",
+                         KVQ_NAME_BYTES, name);
     return kvq__fail(text, KVQ_E_NO_SESSION,
                      "no session \"%.*s\" that user %u may see; `kvqctl session list` shows all",
                      KVQ_NAME_BYTES, name, peer->uid);
@@ -543,9 +548,10 @@ int kvq__namespace_check(struct kvq__core *core, const struct kvq__peer *peer, c
                          char *name, char *text)
 {
     struct kvq__namespace *ns;
-    int rc = kvq__namespace_get(core, peer, ns_name, &ns, text);
+    char full[KVQ_NAME_BYTES]; // ns_name may be name itself
+    int rc = kvq__namespace_find(core, peer, ns_name, &ns, full, text);
     if (rc == 0)
-        snprintf(name, KVQ_NAME_BYTES, "%s", ns->name);
+        memcpy(name, full, sizeof full);
     return rc;
 }
 
