@@ -313,10 +313,10 @@ static void test_clients(void **state)
 static void make_namespaces(uint32_t n)
 {
     char name[32];
-    struct kvq__namespace_info info;
+    struct kvq__namespace *ns;
     for (uint32_t i = 0; i < n; i++) {
         snprintf(name, sizeof name, "uid-%u", 4000000000u + i);
-        assert_int_equal(kvq__core_namespace_info(kit.core, &admin, name, &info, text), 0);
+        assert_int_equal(kvq__namespace_get(kit.core, &admin, name, &ns, text), 0);
     }
 }
 
