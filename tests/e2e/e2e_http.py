@@ -58,7 +58,9 @@ def names_of_samples(text):
             for end in ends.get(kind, ("",))}
 
 
-class Monitors(Test):
+class Watched(Test):
+    """A daemon for each test, with HTTP."""
+
     @classmethod
     def setUpClass(cls):
         cls.daemon = None  # each test has its own
@@ -83,6 +85,8 @@ class Monitors(Test):
                   encoding="ascii") as file:
             return {"Authorization": "Bearer " + file.read()}
 
+
+class Monitors(Watched):
     def test_metrics(self):
         """Prometheus' own checker has nothing to say, the figures are what happened, and no session
         is named."""
