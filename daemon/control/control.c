@@ -275,10 +275,14 @@ static void list_events(struct kvq__control *c)
     const struct kvq__history *history = c->server->history;
     Kvq__EventList *list = kvq_arena_alloc(&c->arena, sizeof *list);
     Kvq__Event **events = kvq_arena_alloc(&c->arena, MOST_EVENTS * sizeof(Kvq__Event *));
-    if (!c->asker.peer.admin || !events) {
-        refuse_request(c, events ? KVQ_E_PERMISSION : KVQ_E_NO_MEMORY,
+    if (!c->asker.peer.admin) {
+        refuse_request(c, KVQ_E_PERMISSION,
                        "events name sessions of every user: they take the role read (read_uids, "
                        "read_gids)");
+        return;
+    }
+    if (!events) {
+        refuse_request(c, KVQ_E_NO_MEMORY, "no room left for the reply");
         return;
     }
     kvq__event_list__init(list);

@@ -330,7 +330,7 @@ static int open_side(struct guest *g, int fd)
     int error = far ? uv_tcp_open(&g->peer_side.tcp, fd) : uv_pipe_open(&g->peer_side.pipe, fd);
     if (error)
         close(fd);
-    if (error == 0 && far) { // these two do without
+    if (error == 0 && far) { // if these fail, it is slower or ends later
         uv_tcp_nodelay(&g->peer_side.tcp, 1);
         uv_tcp_keepalive(&g->peer_side.tcp, 1, FAR_ALIVE_SECONDS);
     }

@@ -189,6 +189,14 @@ class Keys(Configured):
                               timeout=BOUND)
         return done.returncode, done.stdout + done.stderr
 
+    def watch(self, key, seconds):
+        """A kvqctl whose connection stands: it asks again and again, and has its first answer."""
+        process = subprocess.Popen(self.words(key, "status", "--watch", str(seconds)),
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   preexec_fn=die_with_parent)
+        self.assertIn("kvqd", process.stdout.readline())
+        return process
+
     def test_roles(self):
         daemon = self.begin(reader="read", operator="operate", boss="admin")
         there = ("--namespace", OWN)
@@ -251,10 +259,7 @@ class Keys(Configured):
     def test_taken_away(self):
         """A key that the configuration no longer has, by a connection that stands."""
         daemon = self.begin(reader="read")
-        process = subprocess.Popen(self.words("reader", "status", "--watch", "0.1"),
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   preexec_fn=die_with_parent)
-        self.assertIn("kvqd", process.stdout.readline())
+        process = self.watch("reader", 0.1)
         self.write(self.text())
         self.assertIn("[key reader]", self.hang_up(daemon, "changed") + "\n".join(daemon.lines))
         _, complaint = process.communicate(timeout=BOUND)
@@ -265,10 +270,7 @@ class Keys(Configured):
     def test_changed(self):
         """A name that gets another key: the old one is out, and no more what the name may."""
         daemon = self.begin(ann="read")
-        process = subprocess.Popen(self.words("ann", "status", "--watch", "0.1"),
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   preexec_fn=die_with_parent)
-        self.assertIn("kvqd", process.stdout.readline())
+        process = self.watch("ann", 0.1)
         self.public["ann"] = self.make_key("new", self.server)
         self.write(self.text(ann="admin"))
         self.hang_up(daemon, "changed")
@@ -332,12 +334,9 @@ class Keys(Configured):
         """Connections that say nothing keep neither this machine's users out, nor who shows a
         key."""
         daemon = self.begin(reader="read")
-        process = subprocess.Popen(self.words("reader", "status", "--watch", "3600"),
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   preexec_fn=die_with_parent)
+        process = self.watch("reader", 3600)
         self.addCleanup(process.communicate)
         self.addCleanup(process.kill)
-        self.assertIn("kvqd", process.stdout.readline())
         line = daemon.wait_log("event=control_connected ")
         remote = int(line.split("address=127.0.0.1:")[1].split()[0])
         flood = []
