@@ -35,7 +35,8 @@ struct bench_options {
     bool exact, fast;
     int isa; // KVQ_ISA_*, the highest to use
     uint32_t reps;
-    uint32_t layers; // at least so many in a cache; set by the command
+    uint32_t walk_mib; // what a walk reads at least; 0: more than the last level cache
+    uint32_t layers;   // at least so many in a cache; set by the command
     bool json;
     const char *peer; // ggml library to time beside us in `attend`; NULL: none
     const char *kvqd; // program to start for `ring`; NULL: the one beside this program

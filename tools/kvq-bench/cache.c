@@ -164,9 +164,9 @@ static size_t size_layer(struct bench_cache *c)
     return taken;
 }
 
-uint32_t bench_walk_layers(size_t layer_bytes)
+uint32_t bench_walk_layers(uint32_t walk_mib, size_t layer_bytes)
 {
-    size_t walk = WALK_CACHES * bench_last_level_cache();
+    size_t walk = walk_mib ? (size_t)walk_mib << 20 : WALK_CACHES * bench_last_level_cache();
     size_t layers = (walk + layer_bytes - 1) / layer_bytes;
     return layers > MAX_LAYERS ? MAX_LAYERS : (uint32_t)layers;
 }
@@ -199,12 +199,12 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
                       const struct kvq_format *format, uint64_t tokens)
 {
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
-    *c = (struct bench_cache){.format = format, .tokens = tokens};
+    *c = (struct bench_cache){.format = format, .tokens = tokens, .walk_mib = o->walk_mib};
     c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
     c->shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(format); // as sessions have it
     c->n_pages = (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
     size_t taken = size_layer(c);
-    c->layers = bench_walk_layers(c->layer_bytes);
+    c->layers = bench_walk_layers(c->walk_mib, c->layer_bytes);
     if (c->layers < o->layers)
         c->layers = o->layers;
     c->pages = calloc((size_t)c->layers * c->n_pages, sizeof *c->pages);

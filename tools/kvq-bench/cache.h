@@ -34,6 +34,7 @@ struct bench_cache {
     struct kvq_page *pages; // [layers][n_pages]
     struct bench_memory memory, sources, packed;
     struct bench_books books;
+    uint32_t walk_mib;          // as in struct bench_options
     float *queries, *out;       // [layers][q_heads][head_dim]
     struct kvq_attend *attends; // one a layer, exact path
 };
@@ -43,8 +44,9 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
                       const struct kvq_format *format, uint64_t tokens);
 void bench_cache_free(struct bench_cache *c);
 
-// Layers of so many bytes that together are some times bigger than the last level cache.
-uint32_t bench_walk_layers(size_t layer_bytes);
+// Layers of so many bytes that together have walk_mib, or if that is 0 are some times bigger than
+// the last level cache.
+uint32_t bench_walk_layers(uint32_t walk_mib, size_t layer_bytes);
 
 // Which of the random blocks stands at a page of a layer; the same for all formats.
 enum { BENCH_SOURCES = 16 };

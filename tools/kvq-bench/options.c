@@ -41,6 +41,8 @@ static const char help[] =
     "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
     "  --isa I           c, avx2 or avx512: the most to use (default the best the CPU has)\n"
     "  --reps N          timed walks of each row; the table has their median (default 7)\n"
+    "  --walk N          MiB that a walk of attend reads at least (default 4 times the last level\n"
+    "                    cache, so that it comes from memory)\n"
     "  --sessions S,..   ring: sessions in a request (default 1,64); shared: in a batch (16)\n"
     "  --peer LIB,..     attend: a ggml library to time beside us (libggml.so, or libggml-base.so\n"
     "                    and libggml-cpu.so, or a folder that holds them; default none)\n"
@@ -205,6 +207,8 @@ static int read_option(struct bench_options *o, int option, const char *text)
         return read_isa(text, o);
     case 'r':
         return read_one("reps", text, 1, BENCH_MAX_REPS, &o->reps);
+    case 'w':
+        return read_one("walk", text, 1, 1u << 20, &o->walk_mib);
     case 's':
         return read_list("sessions", text, 1, 1024, &o->sessions);
     case 'b':
@@ -312,14 +316,23 @@ const char *bench_format_name(const struct bench_options *o, uint32_t i)
 int bench_options_read(struct bench_options *o, int argc, char **argv)
 {
     static const struct option options[] = {
-        {"format", required_argument, NULL, 'f'},   {"tokens", required_argument, NULL, 'n'},
-        {"threads", required_argument, NULL, 't'},  {"q-heads", required_argument, NULL, 'q'},
-        {"kv-heads", required_argument, NULL, 'k'}, {"head-dim", required_argument, NULL, 'd'},
-        {"path", required_argument, NULL, 'p'},     {"isa", required_argument, NULL, 'i'},
-        {"reps", required_argument, NULL, 'r'},     {"sessions", required_argument, NULL, 's'},
-        {"peer", required_argument, NULL, 'g'},     {"kvqd", required_argument, NULL, 'b'},
-        {"json", no_argument, NULL, 'j'},           {"help", no_argument, NULL, 'h'},
-        {"version", no_argument, NULL, 'v'},        {0},
+        {"format", required_argument, NULL, 'f'},
+        {"tokens", required_argument, NULL, 'n'},
+        {"threads", required_argument, NULL, 't'},
+        {"q-heads", required_argument, NULL, 'q'},
+        {"kv-heads", required_argument, NULL, 'k'},
+        {"head-dim", required_argument, NULL, 'd'},
+        {"path", required_argument, NULL, 'p'},
+        {"isa", required_argument, NULL, 'i'},
+        {"reps", required_argument, NULL, 'r'},
+        {"sessions", required_argument, NULL, 's'},
+        {"peer", required_argument, NULL, 'g'},
+        {"kvqd", required_argument, NULL, 'b'},
+        {"json", no_argument, NULL, 'j'},
+        {"help", no_argument, NULL, 'h'},
+        {"version", no_argument, NULL, 'v'},
+        {"walk", required_argument, NULL, 'w'},
+        {0},
     };
     int option, status = read_defaults(o);
     while (!status && (option = getopt_long(argc, argv, "", options, NULL)) != -1)

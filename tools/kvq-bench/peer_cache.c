@@ -52,7 +52,7 @@ static bool take_memory(struct peer_cache *c)
         return complain(c, "the library's rows have a size that cannot be");
     c->layer_bytes = 2 * c->like->tokens * s->kv_heads * c->row_bytes;
     c->side_bytes = aligned(c->layer_bytes / 2);
-    c->layers = bench_walk_layers(c->layer_bytes);
+    c->layers = bench_walk_layers(c->like->walk_mib, c->layer_bytes);
     size_t rows = aligned(s->kv_heads * rows_of_a_head() * c->row_bytes);
     size_t mask = aligned(c->like->tokens * GGML_MASK_ROWS * sizeof(uint16_t));
     if (!bench_memory_take(&c->memory, 2 * rows + mask + 2 * c->layers * c->side_bytes))
