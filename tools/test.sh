@@ -11,7 +11,7 @@
 #   --only PART       run this part only; may be given several times
 #   --list            name the parts and what each does
 #   --jobs N          compile and test with N jobs (default: all cores)
-#   --fuzz-seconds N  seconds for each fuzzer (default: a share of 48, of 1200 with --full)
+#   --fuzz-seconds N  seconds for each fuzzer (default: a share of 48, of 600 with --full)
 #   --seeds N         --full: seeds that the kernel checks run with (default: 3)
 #
 # On Debian 12, as root or with sudo, it installs what it needs. Builds go to build/, so a second
@@ -79,10 +79,10 @@ for part in "${only[@]}"; do
 done
 [ $full = 1 ] && parts+=("${long_parts[@]}")
 [ ${#only[@]} -gt 0 ] && parts=("${only[@]}")
-# All fuzzers together have 48 seconds, or 20 minutes of a CPU, so that another one does not make a
+# All fuzzers together have 48 seconds, or 10 minutes of a CPU, so that another one does not make a
 # run longer.
 fuzzers=$(sed -n 's/^ *kvq_fuzz(\([a-z0-9_]*\).*/\1/p' tests/CMakeLists.txt)
-[ -z "$fuzz_seconds" ] && fuzz_seconds=$(((full ? 1200 : 48) / $(wc -w <<<"$fuzzers")))
+[ -z "$fuzz_seconds" ] && fuzz_seconds=$(((full ? 600 : 48) / $(wc -w <<<"$fuzzers")))
 
 exec </dev/null
 mkdir -p build/log build/full

@@ -5,7 +5,8 @@
     tests/e2e/e2e.py [NAME]...     run the tests whose name holds one of these; default all
 
 KVQ_BIN_DIR says where kvqd and kvqctl are (default build/test/bin). KVQ_FULL=1 makes the soak
-last a minute. The last line is "N passed, M failed, K skipped".
+last a minute. Several processes with the same empty folder in KVQ_E2E_CLAIMS share the tests. The
+last line is "N passed, M failed, K skipped".
 """
 import sys
 

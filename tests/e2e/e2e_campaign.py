@@ -4,7 +4,7 @@ each other's sessions, signal late or never, close and are killed, as a seed dra
 the victim, only works: every output of it is held against attention on the host, and it has to get
 on whatever the others do.
 
-KVQ_CAMPAIGN_SECONDS says for how long (6, under KVQ_FULL=1 120), KVQ_SEED what is drawn (1). A run
+KVQ_CAMPAIGN_SECONDS says for how long (6, under KVQ_FULL=1 60), KVQ_SEED what is drawn (1). A run
 cannot be repeated to the letter, for the processes run side by side; what each of them does can.
 """
 import os
@@ -17,7 +17,7 @@ from e2e_chaos import NEAR
 from e2e_rig import BACKEND, BOUND, Child, Daemon, Test
 
 FULL = os.environ.get("KVQ_FULL") == "1"
-SECONDS = float(os.environ.get("KVQ_CAMPAIGN_SECONDS") or (120 if FULL else 6))
+SECONDS = float(os.environ.get("KVQ_CAMPAIGN_SECONDS") or (60 if FULL else 6))
 LONG = FULL or SECONDS > 30
 SEED = int(os.environ.get("KVQ_SEED") or 1)
 CLIENTS = 16 if LONG else 6

@@ -11,7 +11,7 @@ import unittest
 
 import numpy as np
 
-from e2e_rig import BOUND, ROUNDING, Child, Daemon, everybodys_kvqctl, kvq
+from e2e_rig import BOUND, ROUNDING, Child, Daemon, emulated, everybodys_kvqctl, kvq
 
 LIMITS = [int(x) for x in os.environ.get("KVQ_FLOOD_LIMITS", "72 256 2048").split()]
 FULL = os.environ.get("KVQ_FULL") == "1"
@@ -137,7 +137,7 @@ class Floods(unittest.TestCase):
         daemon = self.start(72)
         victim = self.victim(daemon)
         child, _ = self.flood("come_and_go", daemon)
-        for _ in range(300 if FULL else 10):
+        for _ in range(emulated(100, 300) if FULL else 10):
             self.look(daemon, victim)
         self.assertIsNone(child.process.poll())
         child.kill()

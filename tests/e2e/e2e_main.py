@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, and the promise that a session's numbers are its own: not its batch's, not its
 pieces', not the threads'."""
-from e2e_rig import (BACKEND, ROUNDING, Child, Daemon, Test, Tokens, attend64, feed, kvq, less,
-                     long_emulated, np, read_all, relative_error)
+from e2e_rig import (BACKEND, ROUNDING, Child, Daemon, Test, Tokens, attend64, emulated, feed,
+                     kvq, less, long_emulated, np, read_all, relative_error)
 
 FORMATS = ["f16", "oscar2", "oscar3", "oscar4", "oscar2-xh"]
 
@@ -12,7 +12,8 @@ class TwoEngines(Test):
 
     @long_emulated
     def test_two_engines(self):
-        engines = [Child("engine", self.daemon.directory, f, seed, 600, 200)
+        steps = emulated(60, 200)
+        engines = [Child("engine", self.daemon.directory, f, seed, 600, steps)
                    for seed, f in enumerate(["f16", "oscar2"])]
         for engine in engines:
             self.assertEqual(engine.hear(), "ready")
@@ -24,31 +25,32 @@ class TwoEngines(Test):
             engine.tell()
             engine.end()
         for result in results:
-            self.assertEqual(result["tokens"], 800)
+            self.assertEqual(result["tokens"], 600 + steps)
             self.assertLess(result["error"], 1e-3 * ROUNDING)
         self.assertEqual(status["clients"], 3)
         self.assertEqual(status["sessions"], 2)
-        self.assertEqual(status["tokens"], 1600)
+        self.assertEqual(status["tokens"], 2 * (600 + steps))
         f16, oscar2 = (r["info"] for r in results)
         self.assertEqual(f16["bits_per_value"], 16)
         self.assertLessEqual(oscar2["bytes_per_token_head"], 98)
         self.assertLess(oscar2["full_precision_tokens"], 128 + 1)
         self.assertGreater(oscar2["compression"], 2)
         # Named sessions outlive their engines.
-        for name, tokens in (("work-f16", 800), ("work-oscar2", 800)):
+        for name in ("work-f16", "work-oscar2"):
             session = self.client.session(name=name, must_exist=True)
-            self.assertEqual(session.tokens, tokens)
+            self.assertEqual(session.tokens, 600 + steps)
             session.drop()
 
     @long_emulated
     def test_packed_cache_is_near_the_truth(self):
         """Not only consistent with itself: near to attention over what was handed over."""
-        tokens = Tokens(5, 700)
+        queries = emulated(50, 200)
+        tokens = Tokens(5, 500 + queries)
         errors = {}
         for format in ["f16", "oscar4", "oscar3", "oscar2"]:
             with self.client.session(tokens.rows, format) as session:
                 tokens.feed(self.queue, session, 500)
-                (_, _), (out, _) = tokens.feed(self.queue, session, 200)
+                (_, _), (out, _) = tokens.feed(self.queue, session, queries)
                 want, _ = attend64(tokens.k[1], tokens.v[1], tokens.q[1, 500:], 500)
                 errors[format] = relative_error(out, want)
         self.assertLess(errors["f16"], 1e-3)
@@ -62,18 +64,19 @@ class SameBits(Test):
 
     @long_emulated
     def test_batch_of_64_as_alone(self):
-        lengths = [1 + (i * 37) % 700 for i in range(64)]
-        tokens = [Tokens(i, lengths[i] + 1) for i in range(64)]
+        n = emulated(24, 64)
+        lengths = [1 + (i * 37) % 700 for i in range(n)]
+        tokens = [Tokens(i, lengths[i] + 1) for i in range(n)]
         twins = []
         for _ in range(2):
             twins.append([self.client.session(tokens[i].rows, FORMATS[i % len(FORMATS)])
-                          for i in range(64)])
+                          for i in range(n)])
         alone, batch = twins
-        for i in range(64):
+        for i in range(n):
             tokens[i].feed(self.queue, alone[i], lengths[i], attend=False)
         feed(self.queue, tokens, batch, lengths, attend=False)
-        together = feed(self.queue, tokens, batch, [1] * 64)
-        for i in range(64):
+        together = feed(self.queue, tokens, batch, [1] * n)
+        for i in range(n):
             for layer, (out, lse) in enumerate(tokens[i].feed(self.queue, alone[i], 1)):
                 self.assertEqual(out.tobytes(), together[layer][0][i:i + 1].tobytes(), i)
                 self.assertEqual(lse.tobytes(), together[layer][1][i:i + 1].tobytes(), i)
@@ -118,7 +121,8 @@ class SameBits(Test):
     @long_emulated
     def test_threads(self):
         """Daemons of 1, 2 and 5 threads give the same bits."""
-        tokens = Tokens(3, 2300)
+        past, more = emulated(600, 2200), emulated(40, 99)
+        tokens = Tokens(3, past + 1 + more)
         seen = []
         for workers in (1, 2, 5):
             with Daemon(workers=workers) as daemon, daemon.client() as client, \
@@ -127,8 +131,8 @@ class SameBits(Test):
                 answers = b""
                 for format in ("f16", "oscar2"):
                     session = client.session(tokens.rows, format)
-                    tokens.feed(queue, session, 2200, attend=False)
-                    for n in (1, 99):
+                    tokens.feed(queue, session, past, attend=False)
+                    for n in (1, more):
                         for pair in tokens.feed(queue, session, n):
                             answers += pair[0].tobytes() + pair[1].tobytes()
                     answers += read_all(queue, session, 2)

@@ -45,6 +45,11 @@ long_emulated = unittest.skipIf(BACKEND == "emu" and os.environ.get("KVQ_FULL") 
                                 "takes long on the software GPU; KVQ_FULL=1 runs it")
 
 
+def emulated(some, all_of_it):
+    """What to try: some of it on the software GPU, which computes a thousandth as fast as a GPU."""
+    return some if BACKEND == "emu" else all_of_it
+
+
 def less(all_of_it, some):
     """What to try: some of it where that takes long for the same reason."""
     return some if BACKEND == "emu" and os.environ.get("KVQ_FULL") != "1" else all_of_it
@@ -423,6 +428,20 @@ class Timed(unittest.TextTestResult):
         super().stopTest(test)
 
 
+class Claimed(unittest.TestSuite):
+    """Tests of one class, which share a daemon. Of several processes with the same folder in
+    KVQ_E2E_CLAIMS, the one that comes first runs them."""
+
+    def run(self, result, debug=False):
+        claims, first = os.environ.get("KVQ_E2E_CLAIMS"), next(iter(self), None)
+        if claims and first is not None:
+            try:
+                os.mkdir(os.path.join(claims, unittest.util.strclass(type(first))))
+            except FileExistsError:
+                return result
+        return super().run(result, debug)
+
+
 def run(suites, about):
     """Runs them and prints "N passed, M failed, K skipped" last."""
     names = sys.argv[1:]
@@ -432,9 +451,9 @@ def run(suites, about):
     started = time.monotonic()
     loader = unittest.TestLoader()
     suite = unittest.TestSuite(
-        t for s in suites for t in loader.loadTestsFromTestCase(s)
-        if not names or any(n in t.id() for n in names))
-    # Tests of one class share a daemon, so they stay together.
+        Claimed(t for t in loader.loadTestsFromTestCase(s)
+                if not names or any(n in t.id() for n in names))
+        for s in suites)
     result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2, resultclass=Timed).run(suite)
     failed = len({test.id() for test, _ in result.failures + result.errors})
     skipped = len(result.skipped)

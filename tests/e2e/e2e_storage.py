@@ -11,7 +11,8 @@ import threading
 import time
 import unittest
 
-from e2e_rig import BIN, BOUND, Daemon, Test, Tokens, feed, kvq, long_emulated, read_all
+from e2e_rig import (BIN, BOUND, Daemon, Test, Tokens, emulated, feed, kvq, long_emulated,
+                     read_all)
 
 FULL = os.environ.get("KVQ_FULL") == "1"
 KILLS = int(os.environ.get("KVQ_KILLS") or (200 if FULL else 20))
@@ -61,14 +62,15 @@ class Saves(Stored):
     def test_survives(self):
         """Saved, the daemon killed with -9, restored: as if it had never stopped."""
         tokens = Tokens(1, 1500)
-        for format in ("f16", "oscar2", "ott2", "innerq-hybrid"):
+        formats = emulated(["oscar2", "innerq-hybrid"], ["f16", "oscar2", "ott2", "innerq-hybrid"])
+        for format in formats:
             session = self.client.session(tokens.rows, format, name=format)
             tokens.feed(self.queue, session, 1000, attend=False)
             session.save()
         self.again()
         self.assertEqual(self.daemon.status()["sessions"], 0)
-        self.assertEqual(len(self.daemon.ctl("storage", "list")), 4)
-        for format in ("f16", "oscar2", "ott2", "innerq-hybrid"):
+        self.assertEqual(len(self.daemon.ctl("storage", "list")), len(formats))
+        for format in formats:
             session = self.client.session(tokens.rows, format, name=format)
             with self.client.session(tokens.rows, format) as twin:
                 tokens.feed(self.queue, twin, 1000, attend=False)
