@@ -11,6 +11,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "proto/runtime_dir.h"
+
 enum { DEFAULT_TIMEOUT_MS = 5000 };
 
 static void copy_text(char *to, size_t size, const char *from)
@@ -20,14 +22,8 @@ static void copy_text(char *to, size_t size, const char *from)
 
 static int choose_runtime_dir(kvq_client *client, const char *given)
 {
-    const char *own = getenv("KVQ_RUNTIME_DIR"), *user = getenv("XDG_RUNTIME_DIR");
-    int n;
-    if (given || (own && *own))
-        n = snprintf(client->runtime_dir, sizeof client->runtime_dir, "%s", given ? given : own);
-    else if (user && *user)
-        n = snprintf(client->runtime_dir, sizeof client->runtime_dir, "%s/kvqd", user);
-    else
-        n = snprintf(client->runtime_dir, sizeof client->runtime_dir, "/run/kvqd");
+    int n = kvq_runtime_dir(given, KVQ_SYSTEM_RUNTIME_DIR, client->runtime_dir,
+                            sizeof client->runtime_dir);
     if (n < 0 || (size_t)n >= sizeof client->runtime_dir)
         return kvq__set_error(KVQ_E_INVALID,
                               "the runtime directory's path has %d bytes, at most %zu fit", n,

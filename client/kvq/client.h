@@ -24,7 +24,8 @@ struct kvq_connect_options {
     uint32_t size;       /* sizeof(struct kvq_connect_options) */
     uint32_t timeout_ms; /* for connecting and for control calls; 0: 5000 */
     uint32_t spin_us;    /* longest time that a wait spins before it sleeps; 0: adaptive */
-    /* NULL: $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else /run/kvqd */
+    /* NULL: $KVQ_RUNTIME_DIR; else the first of $XDG_RUNTIME_DIR/kvqd and /run/kvqd that has a
+     * daemon's socket; else the first of them whose variable is set */
     const char *runtime_dir;
     const char *name; /* shown to operators, e.g. "myengine 1.2"; NULL: the program's name */
 };

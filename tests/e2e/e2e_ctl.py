@@ -6,6 +6,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -69,6 +70,34 @@ def come_and_go(daemon, name):
     """A client makes a session of that name, which ends with it."""
     with daemon.client() as client, client.session(ROWS, "f16", name=name) as session:
         session.drop()
+
+
+class Found(Test):
+    """Clients that were told nothing, in a login of its own."""
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root for a mount namespace")
+    def test_the_service(self):
+        """kvqctl and the library find it in /run/kvqd, unless the user has a daemon."""
+        ask = """
+"$0/kvqctl" --json status | grep -o '"pid":[^,]*'
+"$1" -c 'import kvq; print("client", kvq.Client(private=False).info()["version"])'
+"""
+        python = os.path.join(os.path.dirname(__file__), "..", "..", "client", "python")
+        with tempfile.TemporaryDirectory() as folder:
+            own = Daemon(directory=folder + "/kvqd")
+            try:
+                for login, pid in ((self.daemon.directory, self.daemon.status()["pid"]),
+                                   (folder, own.status()["pid"])):
+                    env = {**os.environ, "XDG_RUNTIME_DIR": login, "PYTHONPATH": python}
+                    env.pop("KVQ_RUNTIME_DIR", None)
+                    done = subprocess.run(
+                        ["unshare", "--mount", "sh", "-c",
+                         "mount -t tmpfs none /run && mkdir /run/kvqd && "
+                         f"mount --bind {self.daemon.directory} /run/kvqd && {ask}", BIN,
+                         sys.executable], env=env, capture_output=True, text=True, timeout=BOUND)
+                    self.assertRegex(done.stdout, rf"\"pid\":\s*{pid}\nclient \d", done.stderr)
+            finally:
+                own.stop()
 
 
 class Events(Test):

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "proto/limits.h"
+#include "proto/runtime_dir.h"
 #include "proto/shm.h"
 #include "proto/status.h"
 #include "tools/kvqctl/commands.h"
@@ -18,15 +19,7 @@
 const char *kvq__ctl_runtime_dir(const char *option)
 {
     static char path[4096];
-    const char *own = getenv("KVQ_RUNTIME_DIR");
-    const char *user = getenv("XDG_RUNTIME_DIR");
-    if (option)
-        return option;
-    if (own && *own)
-        return own;
-    if (!user || !*user)
-        return "/run/kvqd";
-    snprintf(path, sizeof path, "%s/kvqd", user);
+    kvq_runtime_dir(option, KVQ_SYSTEM_RUNTIME_DIR, path, sizeof path);
     return path;
 }
 
@@ -62,10 +55,15 @@ static void explain_absence(const struct kvq__ctl *ctl, const char *path, int er
                                    : strerror(-error));
     fprintf(stderr,
             "Looked for: %s\n"
-            "It comes from --runtime-dir, else $KVQ_RUNTIME_DIR, else $XDG_RUNTIME_DIR/kvqd, else "
-            "/run/kvqd.\n"
-            "Start one:  kvqd --runtime-dir %s     (or: systemctl start kvqd)\n",
-            path, dir);
+            "It comes from --runtime-dir, else $KVQ_RUNTIME_DIR, else it is that of "
+            "$XDG_RUNTIME_DIR/kvqd and " KVQ_SYSTEM_RUNTIME_DIR " in which there are sockets.\n",
+            path);
+    if (access(KVQ_SYSTEM_RUNTIME_DIR, X_OK) != 0 && errno == EACCES)
+        fprintf(stderr,
+                "%s is there, and this user (uid %u) may not enter it: join the group that owns "
+                "it, and log in again.\n",
+                KVQ_SYSTEM_RUNTIME_DIR, (unsigned)geteuid());
+    fprintf(stderr, "Start one:  kvqd --runtime-dir %s     (or: systemctl start kvqd)\n", dir);
 }
 
 static int explain_silence(const struct kvq__ctl *ctl)

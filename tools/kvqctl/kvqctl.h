@@ -92,8 +92,8 @@ struct kvq__ctl {
     struct kvq_arena *page;     // holds the next one instead; NULL = none
 };
 
-// The daemon's runtime directory: the option, $KVQ_RUNTIME_DIR, $XDG_RUNTIME_DIR/kvqd, /run/kvqd,
-// as kvq_connect looks for it. Returns a static string.
+// The daemon's runtime directory: the option, else as kvq_connect looks for it
+// (proto/runtime_dir.h). Returns a static string.
 const char *kvq__ctl_runtime_dir(const char *option);
 
 // Sends the request and waits for its reply. Returns KVQ_EXIT_OK and a reply of status 0 that

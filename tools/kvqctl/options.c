@@ -20,8 +20,8 @@ _Static_assert(KVQ__CTL_MAX_FILTERS == 16, "FILTERS says another number");
 
 const struct kvq__ctl_option kvq__ctl_options[] = {
     {"runtime-dir", "DIR", KVQ__CTL_TEXT, AT(runtime_dir), 0, 0, NULL,
-     "where the daemon's sockets are (else $KVQ_RUNTIME_DIR, else\n"
-     "$XDG_RUNTIME_DIR/kvqd, else /run/kvqd)",
+     "where the daemon's sockets are (else $KVQ_RUNTIME_DIR, else that of\n"
+     "$XDG_RUNTIME_DIR/kvqd and /run/kvqd in which there are some)",
      NULL},
     {"connect", "HOST:PORT", KVQ__CTL_TEXT, AT(connect), 0, 0, NULL,
      "a daemon on another machine, at its control_address (else\n"
