@@ -365,10 +365,17 @@ static void test_usage(void **state)
     assert_non_null(strstr(out, "--kind needs a value behind it: K[,K]"));
     assert_int_equal(run(f, "--help", out, sizeof out), 0);
     assert_non_null(strstr(out, "session drop NAME"));
+    assert_non_null(strstr(out, "--offline DIR"));
     assert_int_equal(run(f, "session show --help", out, sizeof out), 0);
+    assert_non_null(strstr(out, "  --exact")); // its own options, with what they mean
+    assert_null(strstr(out, "--offline"));
+    assert_non_null(strstr(out, "All commands take --runtime-dir"));
+    assert_non_null(strstr(out, "see kvqctl --help."));
+    assert_null(strstr(out, "Exit status"));
     assert_int_equal(run(f, "storage --help", out, sizeof out), 0);
     assert_non_null(strstr(out, "storage verify"));
     assert_null(strstr(out, "session drop"));
+    assert_non_null(strstr(out, "  --offline DIR")); // of one of them
     assert_int_equal(run(f, "--version", out, sizeof out), 0);
 }
 

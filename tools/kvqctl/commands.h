@@ -59,6 +59,10 @@ extern const size_t kvq__ctl_n_options;
 // Runs the command. If it names a session by the beginning of one name alone, that one is meant.
 int kvq__ctl_run_named(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, char **args);
 
+// Whether the command takes it, and not every command.
+bool kvq__ctl_is_own_option(const struct kvq__ctl_option *o,
+                            const struct kvq__ctl_command *command);
+
 // What the command line said of help.
 struct kvq__ctl_asked {
     bool help, version;
@@ -85,7 +89,8 @@ int kvq__ctl_exit_of(int status);
 
 // "session list", in one of a few static buffers.
 const char *kvq__ctl_words(const struct kvq__ctl_command *command);
-// Help of one command, of those that begin with a word, or (both NULL) of all.
+// Help of one command, of those that begin with a word, or (both NULL) of all; with their own
+// options alone unless of all.
 void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word);
 // Says what is wrong with the command line. KVQ_EXIT_USAGE.
 int kvq__ctl_bad_usage(const char *what, const char *value);

@@ -18,21 +18,54 @@ const char *kvq__ctl_words(const struct kvq__ctl_command *command)
     return text;
 }
 
-static void print_options(void)
+static void print_option(const struct kvq__ctl_option *o)
 {
-    printf("Options:\n");
-    for (size_t i = 0; i < kvq__ctl_n_options; i++) {
-        const struct kvq__ctl_option *o = &kvq__ctl_options[i];
-        char line[64];
-        const char *about = o->about;
-        snprintf(line, sizeof line, "--%s%s%s", o->name, o->value ? " " : "",
-                 o->value ? o->value : "");
-        printf("  %-*s %.*s\n", OPTION_WIDTH, line, (int)strcspn(about, "\n"), about);
-        while (*(about += strcspn(about, "\n"))) {
-            about++;
-            printf("  %-*s %.*s\n", OPTION_WIDTH, "", (int)strcspn(about, "\n"), about);
-        }
+    char line[64];
+    const char *about = o->about;
+    snprintf(line, sizeof line, "--%s%s%s", o->name, o->value ? " " : "", o->value ? o->value : "");
+    printf("  %-*s %.*s\n", OPTION_WIDTH, line, (int)strcspn(about, "\n"), about);
+    while (*(about += strcspn(about, "\n"))) {
+        about++;
+        printf("  %-*s %.*s\n", OPTION_WIDTH, "", (int)strcspn(about, "\n"), about);
     }
+}
+
+static bool is_meant(const struct kvq__ctl_command *c, const struct kvq__ctl_command *only,
+                     const char *word)
+{
+    return only ? only == c : !word || strcmp(word, c->words[0]) == 0;
+}
+
+// Whether one of the commands that are meant takes it, and not every command.
+static bool is_own(const struct kvq__ctl_option *o, const struct kvq__ctl_command *only,
+                   const char *word)
+{
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++)
+        if (is_meant(&kvq__ctl_commands[i], only, word) &&
+            kvq__ctl_is_own_option(o, &kvq__ctl_commands[i]))
+            return true;
+    return false;
+}
+
+static void print_options(const struct kvq__ctl_command *only, const char *word)
+{
+    bool all = !only && !word, any = all;
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        any = any || is_own(&kvq__ctl_options[i], only, word);
+    printf("%s", any ? "Options:\n" : "");
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        if (all || is_own(&kvq__ctl_options[i], only, word))
+            print_option(&kvq__ctl_options[i]);
+}
+
+// One line for what every command takes.
+static void print_common(void)
+{
+    printf("All commands take");
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        if (!is_own(&kvq__ctl_options[i], NULL, NULL) && kvq__ctl_options[i].kind < KVQ__CTL_HELP)
+            printf(" --%s", kvq__ctl_options[i].name);
+    printf(": see kvqctl --help.\n");
 }
 
 static void print_exits(void)
@@ -73,15 +106,18 @@ void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
         char line[64];
         snprintf(line, sizeof line, "%s%s%s", kvq__ctl_words(c), c->argument ? " " : "",
                  c->argument ? c->argument : "");
-        if (only ? only == c : !word || strcmp(word, c->words[0]) == 0)
+        if (is_meant(c, only, word))
             printf("  %-*s %s\n", COMMAND_WIDTH, line, c->about);
     }
     const char *more = only && only->more ? only->more : "";
     printf("\n%s%s", more, *more ? "\n" : "");
     if (only && only->table)
         print_columns(only->table);
-    print_options();
-    print_exits();
+    print_options(only, word);
+    if (only || word)
+        print_common();
+    else
+        print_exits();
 }
 
 int kvq__ctl_bad_usage(const char *what, const char *value)

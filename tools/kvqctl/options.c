@@ -35,7 +35,9 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
      "sessions of this namespace (default: list: all; others: uid-N)", NULL},
     {"json", NULL, KVQ__CTL_FLAG, AT(json), 0, 0, NULL, "print JSON, for scripts", NULL},
     {"timeout", "MS", KVQ__CTL_INT, AT(timeout_ms), 1, 3600000, "1 to 3600000 milliseconds",
-     "how long to wait for an answer (default 5000)", NULL},
+     "how long to wait for an answer (default 5000; commands that read or\n"
+     "write files, or ask the remote store, wait longer)",
+     NULL},
     {"interval", "S", KVQ__CTL_REAL, AT(interval), 0.1, 3600, "0.1 to 3600 seconds",
      "top: seconds between two updates (default 2)", "top"},
     {"count", "N", KVQ__CTL_ULONG, AT(count), 0, 1e9, "0 to 1000000000",
@@ -236,6 +238,27 @@ static bool is_among(const char *list, const char *words)
         at += length + strspn(at + length, ", ");
     }
     return false;
+}
+
+bool kvq__ctl_is_own_option(const struct kvq__ctl_option *o, const struct kvq__ctl_command *command)
+{
+    if (o->of)
+        return is_among(o->of, kvq__ctl_words(command));
+    switch (o->at) {
+    case AT(columns):
+    case AT(sort):
+    case AT(filters):
+    case AT(csv):
+        return command->table != NULL;
+    case AT(watch):
+        return command->repeats;
+    case AT(dry_run):
+        return command->preview != NULL;
+    case AT(exact):
+        return command->places != 0;
+    default:
+        return false;
+    }
 }
 
 int kvq__ctl_check_options(const struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
