@@ -37,7 +37,8 @@ const struct kvq__option kvq__options[] = {
     {FIELD(runtime_group), KVQ_OPTION_TEXT, "GROUP", RESTART, .initial_text = "",
      .help = "group that owns runtime_dir; empty: the daemon's own"},
     {FIELD(pool_bytes), KVQ_OPTION_SIZE, "SIZE", RESTART, .initial = 0, .max = 1ull << 46,
-     .help = "host memory for caches; 0: a quarter of the machine's memory"},
+     .help = "host memory for caches; 0: a quarter of the machine's, or of what its control group "
+             "allows"},
     {FIELD(extent_bytes), KVQ_OPTION_SIZE, "SIZE", RESTART, .initial = 64ull << 20,
      .min = 2ull << 20, .max = 1ull << 30,
      .help = "unit in which pools hand memory to namespaces; a multiple of 2mb"},
@@ -81,7 +82,8 @@ const struct kvq__option kvq__options[] = {
     {FIELD(client_bytes), KVQ_OPTION_SIZE, "SIZE", LIVE, .initial = 4ull << 30, .min = 1 << 20,
      .max = KVQ_MAX_BUFFER_BYTES, .help = "bytes of all buffers of one client"},
     {FIELD(buffer_bytes), KVQ_OPTION_SIZE, "SIZE", LIVE, .max = 1ull << 46,
-     .help = "bytes of all buffers of all clients; 0: half of the machine's memory"},
+     .help = "bytes of all buffers of all clients; 0: half of the machine's memory, or of what its "
+             "control group allows"},
     {FIELD(fast), KVQ_OPTION_WORD, "WORD", LIVE, .words = path_words, .initial = 1,
      .alias = "attention", .help = "attention path of sessions that do not choose one"},
     {FIELD(codebook_dir), KVQ_OPTION_TEXT, "PATH", RESTART, .initial_text = "",

@@ -183,6 +183,8 @@ static void put_option(struct out *out, const struct kvq__option *o)
         for (unsigned i = 0; o->words[i]; i++)
             put(&help, "%s%s", i ? ", " : "", o->words[i]);
         put(&help, "; default %s; %s)", o->words[o->initial], when_name(o));
+    } else if (o->type == KVQ_OPTION_TEXT && *o->initial_text) {
+        put(&help, " (default %s; %s)", o->initial_text, when_name(o));
     } else if (o->type != KVQ_OPTION_TEXT && o->type != KVQ_OPTION_IDS) {
         kvq__size_text(value, sizeof value, o->initial, o->type);
         put(&help, " (default %s; %s)", value, when_name(o));

@@ -448,6 +448,7 @@ static void test_texts_for_people(void **state)
     kvq__config_help(help, sizeof help);
     assert_non_null(strstr(help, "--pool-bytes SIZE"));
     assert_non_null(strstr(help, "(default 64mb; restart)"));
+    assert_non_null(strstr(help, "127.0.0.1:9647; restart)")); // a text's
     for (const char *line = help; *line; line += strcspn(line, "\n") + 1)
         assert_true(strcspn(line, "\n") <= 80);
     // What is printed is a file that means the same.
