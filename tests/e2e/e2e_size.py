@@ -83,7 +83,7 @@ class Size(Test):
 
     def test_larger_than_f16(self):
         """A short session is larger than 16 bits a value, and size says so."""
-        self.assertIn("LARGER than f16", size(tokens=150)[1])
+        self.assertIn("times LARGER", size(tokens=150)[1])
         self.assertNotIn("LARGER", size(tokens=4096)[1])
         self.assertTrue(json.loads(size("--json", tokens=150)[1])["larger_than_f16"])
 

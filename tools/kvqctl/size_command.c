@@ -121,9 +121,9 @@ static void print_answer(const struct kvq__ctl *ctl, const struct answer *a)
     printf("bookkeeping  %s\n", kvq__ctl_bytes(one->books));
     printf("total        %s, and %s more when its next 128 tokens begin\n",
            kvq__ctl_bytes(a->total), kvq__ctl_bytes(a->next_page));
-    printf("f16          %s, 16 bits a value alone; the session is %.2f times %s than f16\n",
+    printf("16 bits      %s for the values alone; the session is %.2f times %s\n",
            kvq__ctl_bytes(one->plain), larger ? 1 / times : times, larger ? "LARGER" : "smaller");
-    printf("all          %" PRIu64 " session%s: %s of blocks, %s of bookkeeping; in f16 %s\n",
+    printf("all          %" PRIu64 " session%s: %s of blocks, %s of bookkeeping; in 16 bits %s\n",
            a->sessions, a->sessions == 1 ? "" : "s",
            kvq__ctl_bytes(a->sessions * (one->packed + one->window)),
            kvq__ctl_bytes(a->sessions * one->books), kvq__ctl_bytes(a->sessions * one->plain));
