@@ -59,6 +59,9 @@ install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system CO
 install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd.tmpfiles DESTINATION lib/tmpfiles.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd-cpu.conf DESTINATION share/doc/kvqd/examples COMPONENT kvqd)
+# Where help, manual pages and alerts send people.
+install(FILES docs/operations.md docs/troubleshooting.md docs/formats.md docs/protocol.md
+        DESTINATION share/doc/kvqd COMPONENT kvqd)
 install(FILES packaging/prometheus/kvqd.rules.yml packaging/prometheus/kvqd.dashboard.json
         DESTINATION ${CMAKE_INSTALL_DATADIR}/kvqd/prometheus COMPONENT kvqd)
 set(kvq_conf packaging/kvqd.conf)

@@ -27,6 +27,8 @@ INSTALLED = (
     "share/kvqd/prometheus/kvqd.dashboard.json", "share/man/man1/kvqctl.1",
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
     "share/man/man8/kvqd.8", "share/doc/kvqd/examples/kvqd-cpu.conf",
+    *(f"share/doc/kvqd/{name}.md" for name in ("operations", "troubleshooting", "formats",
+                                               "protocol")),
     "share/man/man3/kvq.3", "share/man/man3/kvq_step.3", "share/man/man3/kvq_append_attend.3",
     "share/bash-completion/completions/kvqctl",
     "share/zsh/site-functions/_kvqctl", "share/fish/vendor_completions.d/kvqctl.fish",

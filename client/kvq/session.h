@@ -37,8 +37,8 @@ struct kvq_layer {
  * rotated V and gets rotated outputs. */
 enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ_V_ROTATION_NONE };
 
-/* The path of attention on the host (docs/formats.md). DEFAULT: as the daemon is configured, FAST
- * unless the configuration says otherwise. */
+/* The path of attention on the host (formats.md in share/doc/kvqd). DEFAULT: as the daemon is
+ * configured, FAST unless the configuration says otherwise. */
 enum { KVQ_ATTENTION_DEFAULT = 0, KVQ_ATTENTION_EXACT = 1, KVQ_ATTENTION_FAST = 2 };
 
 /* What the daemon does with a session when the last client has closed it. DEFAULT: drops a session
@@ -87,7 +87,7 @@ struct kvq_session_options {
     const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
     const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing session as it is */
     uint32_t n_layers;              /* rows; the sum of repeats is the number of layers */
-    const char *format;             /* of docs/formats.md, or of the daemon's configuration */
+    const char *format;             /* of formats.md in share/doc/kvqd, or of the configuration */
     uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
     uint8_t v_rotation;             /* KVQ_V_ROTATION */
     uint8_t attention;              /* KVQ_ATTENTION */

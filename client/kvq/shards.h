@@ -30,7 +30,7 @@
  *   it begins the next step of any (else KVQ_E_BUSY). Forks have no name and therefore no shards.
  * - kvq_session_drop of one shard drops all. keep_seconds counts from the last close of any shard.
  *   An open with n_layers 0 and shards 0 opens a shard as it is.
- * - A saved session can be opened with another number of shards: see docs/architecture.md.
+ * - A saved session can be opened with another number of shards (operations.md in share/doc/kvqd).
  */
 #ifndef KVQ_PUBLIC_SHARDS_H
 #define KVQ_PUBLIC_SHARDS_H

@@ -228,7 +228,7 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .about = "the formats that sessions can ask for by name",
      .more = "Formats of the configuration first, layer by layer where layers differ. Names may\n"
              "also join built-in formats, or change them by suffixes and single stages; see\n"
-             "docs/formats.md.\n",
+             "formats.md in share/doc/kvqd.\n",
      .repeats = true,
      .table = &kvq__ctl_formats},
     {.words = {"drain"},

@@ -83,7 +83,7 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"table-bytes", "SIZE", KVQ__CTL_LIMIT, 4, 0, 0, "a size, as 10gb, or none",
      "quota set: page tables and token ids on the host", "quota set"},
     {"format", "NAME", KVQ__CTL_TEXT, AT(shape.format), 0, 0, NULL,
-     "size: format of the sessions, as in docs/formats.md", "size"},
+     "size: format of the sessions (kvqctl format list; formats.md in\nshare/doc/kvqd)", "size"},
     {"layers", "N", KVQ__CTL_UNSIGNED, AT(shape.layers), 1, KVQ_MAX_LAYERS, "1 to 256",
      "size: layers of the model", "size"},
     {"kv-heads", "N", KVQ__CTL_UNSIGNED, AT(shape.kv_heads), 1, KVQ_MAX_HEADS, "1 to 256",
