@@ -89,12 +89,13 @@ class Tour:
         ready = select.select([readable], [], [], 60)[0] and os.read(readable, 6) == b"ready\n"
         os.close(readable)
         self.say("env/bin/kvqd --runtime-dir $PWD/run --storage-dir $PWD/store "
-                 "--pool-bytes 256mb &")
+                 "--pool-bytes 256mb --ready-fd 1 >ready &")
+        self.say("head -n 1 ready", "ready")
         self.check("kvqd is ready", ready)
 
     def stop(self):
         self.daemon.send_signal(signal.SIGTERM)
-        self.say("kill %1")
+        self.say("kill %1; wait %1")
         self.check("kvqd ends in order", self.daemon.wait(60) == 0)
         self.daemon = None
 
@@ -109,7 +110,7 @@ class Tour:
 
     def whole(self):
         self.install()
-        self.say("export KVQ_RUNTIME_DIR=$PWD/run")
+        self.say("export KVQ_RUNTIME_DIR=$PWD/run && mkfifo ready")
         self.start()
         self.check("nothing is there at first",
                    self.ask("alice", "When are you open on Saturdays?")[0] == 0)
