@@ -370,7 +370,7 @@ static void prepare(struct item *it)
     }
     it->reader = (struct kvq__reader){.k = it->k,
                                       .a = a,
-                                      .raw = kvq_layout_raw(a->shape),
+                                      .raw = kvq_raw_layout_of(a->shape),
                                       .dim = it->dim,
                                       .packs = it->packs,
                                       .seen_from = it->seen_from,

@@ -13,7 +13,7 @@ struct kvq__reader {
     const struct kvq_attend *a;
     const struct kvq__codec *codec;
     const struct kvq__extras *extras;
-    struct kvq_layout raw;
+    struct kvq_raw_layout raw;
     uint32_t head, dim;
     bool packs;
     uint64_t seen_from, seen_to; // groups without a position in this range stay empty

@@ -34,13 +34,11 @@ static uint32_t covered(uint32_t count, uint32_t at)
     return count <= at ? 0 : min_u32(count - at, KVQ_GROUP_TOKENS);
 }
 
-// The raw rows (K or V) of a block of raw records from token `at` on.
+// The rows of K or V of a raw block from token `at` on, to the end of its strip.
 static const uint16_t *raw_rows(const struct kvq__reader *r, const uint8_t *block, uint32_t at,
                                 bool v)
 {
-    const uint8_t *record = block + (size_t)r->head * r->raw.record_bytes;
-    record += v ? r->raw.v_offset : 0;
-    return (const uint16_t *)(const void *)record + (size_t)at * r->dim;
+    return (const uint16_t *)(const void *)(block + kvq_raw_at(&r->raw, r->head, at, v));
 }
 
 static void set_raw(const struct kvq__reader *r, const uint8_t *block, uint32_t at, uint32_t from,

@@ -196,8 +196,8 @@ static void add_entry(const struct kvq__extras *e, uint32_t dim, float score, ui
 }
 
 void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint32_t dim,
-                  const struct kvq_unit *unit, const float *scores, const uint16_t *raw_k,
-                  const uint16_t *raw_v)
+                  const struct kvq_unit *unit, const float *scores,
+                  const struct kvq_raw_layout *raw)
 {
     struct kvq_outliers *p = e->pool;
     struct ranking best = {.room = f->outliers};
@@ -218,8 +218,11 @@ void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint3
     for (uint32_t i = 0; i < best.count; i++) {
         if (best.position[i] < start)
             continue;
-        size_t row = (size_t)(best.position[i] - unit->block_start) * dim;
-        add_entry(e, dim, best.score[i], best.position[i], raw_k + row, raw_v + row);
+        uint32_t t = (uint32_t)(best.position[i] - unit->block_start);
+        const uint8_t *k = unit->raw_block + kvq_raw_at(raw, unit->head, t, false);
+        const uint8_t *v = unit->raw_block + kvq_raw_at(raw, unit->head, t, true);
+        add_entry(e, dim, best.score[i], best.position[i], (const uint16_t *)(const void *)k,
+                  (const uint16_t *)(const void *)v);
     }
 }
 
@@ -229,7 +232,7 @@ struct lesson {
     const struct kvq_kernels *k;
     const struct kvq_shape *s;
     const struct kvq_page *pages;
-    struct kvq_layout raw;
+    struct kvq_raw_layout raw;
     uint32_t head, tokens, sink;
     float *row;
 };
@@ -237,10 +240,9 @@ struct lesson {
 // K (or V) of one token as handed over.
 static const uint16_t *raw_row(const struct lesson *l, uint32_t token, bool v)
 {
-    const uint8_t *record = l->pages[token / KVQ_BLOCK_TOKENS].raw;
-    record += (size_t)l->head * l->raw.record_bytes + (v ? l->raw.v_offset : 0);
-    return (const uint16_t *)(const void *)record +
-           (size_t)(token % KVQ_BLOCK_TOKENS) * l->s->k_dim;
+    const uint8_t *block = l->pages[token / KVQ_BLOCK_TOKENS].raw;
+    block += kvq_raw_at(&l->raw, l->head, token % KVQ_BLOCK_TOKENS, v);
+    return (const uint16_t *)(const void *)block;
 }
 
 // From max |K_c| over the tokens behind the sink.
@@ -283,7 +285,7 @@ void kvq_learn(const struct kvq_kernels *k, const struct kvq_format *f, const st
     struct lesson l = {.k = k,
                        .s = s,
                        .pages = pages,
-                       .raw = kvq_layout_raw(s),
+                       .raw = kvq_raw_layout_of(s),
                        .head = head,
                        .tokens = learn_tokens,
                        .sink = f->sink_tokens,

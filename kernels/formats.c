@@ -305,11 +305,13 @@ int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char 
 
 // ---- Sizes ----
 
-struct kvq_layout kvq_layout_raw(const struct kvq_shape *s)
+struct kvq_raw_layout kvq_raw_layout_of(const struct kvq_shape *s)
 {
-    struct kvq_layout l = {0};
-    l.v_offset = KVQ_BLOCK_TOKENS * 2u * s->k_dim;
-    l.record_bytes = l.v_offset + KVQ_BLOCK_TOKENS * 2u * s->v_dim;
+    struct kvq_raw_layout l = {.row_bytes = 2u * s->k_dim};
+    assert(s->k_dim == s->v_dim);
+    l.v_offset = KVQ_GROUP_TOKENS * l.row_bytes;
+    l.part_bytes = 2 * l.v_offset;
+    l.strip_bytes = l.part_bytes * s->kv_heads;
     return l;
 }
 
@@ -364,8 +366,9 @@ static struct parts parts_of(const struct kvq_side *side, uint32_t dim, uint32_t
 
 struct kvq_layout kvq_layout_of(const struct kvq_format *f, const struct kvq_shape *s)
 {
-    if (kvq_is_raw(f))
-        return kvq_layout_raw(s);
+    if (kvq_is_raw(f)) // its blocks are raw ones, of which a head has so much
+        return (struct kvq_layout){.record_bytes =
+                                       KVQ_BLOCK_TOKENS * 2u * (s->k_dim + (uint32_t)s->v_dim)};
     struct parts k = parts_of(&f->k, s->k_dim, 0);
     uint32_t norms = f->k_token_scale == KVQ_SCALE_NONE ? 0 : 2u * KVQ_GROUP_TOKENS;
     struct parts v = parts_of(&f->v, s->v_dim, k.end + norms);

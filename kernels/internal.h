@@ -306,11 +306,11 @@ bool kvq__factors(const struct kvq_kernels *k, const struct kvq_format *f,
                   const struct kvq__extras *e, const struct kvq_book *book, uint32_t head,
                   uint32_t dim, float *factors);
 
-// A unit's tokens compete for the pool with what is in it; the winners' rows are copied. raw is
-// the head's record of the block; scores are of the unit's tokens.
+// A unit's tokens compete for the pool with what is in it; the winners' rows are copied. scores are
+// of the unit's tokens, raw is the layout of its raw block.
 void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint32_t dim,
-                  const struct kvq_unit *unit, const float *scores, const uint16_t *raw_k,
-                  const uint16_t *raw_v);
+                  const struct kvq_unit *unit, const float *scores,
+                  const struct kvq_raw_layout *raw);
 
 // ---- Workspace: one thread's memory, cut up ----
 

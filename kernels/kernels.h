@@ -174,8 +174,8 @@ int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char 
 // Offsets and sizes of a format's records. The shape must have passed kvq_shape_check with this
 // format.
 struct kvq_layout kvq_layout_of(const struct kvq_format *f, const struct kvq_shape *s);
-struct kvq_layout kvq_layout_raw(const struct kvq_shape *s); // the window's records
 size_t kvq_block_bytes(const struct kvq_layout *l, const struct kvq_shape *s);
+struct kvq_raw_layout kvq_raw_layout_of(const struct kvq_shape *s); // of the window's blocks
 double kvq_bits_per_value(const struct kvq_format *f, const struct kvq_shape *s);
 
 // ---- Kernels of one instruction set ----
@@ -200,7 +200,7 @@ struct kvq_view {
     uint8_t dtype; // enum kvq_dtype
 };
 
-// ---- Storing: from the caller's tensors into raw records ----
+// ---- Storing: from the caller's tensors into raw blocks ----
 
 struct kvq_store_counts {
     uint64_t nonfinite; // NaN or Inf seen in the source; the caller refuses the append
@@ -208,16 +208,17 @@ struct kvq_store_counts {
 };
 
 // Rounds (to nearest even, saturating) `tokens` tokens of one KV head into slots
-// [slot, slot + tokens) of a raw record. Both views' data point at the first token and head 0.
+// [slot, slot + tokens) of a raw block. Both views' data point at the first token and head 0.
 void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
                const struct kvq_view *kv_v, uint32_t head, uint32_t slot, uint32_t tokens,
-               uint8_t *raw_record, struct kvq_store_counts *counts);
+               uint8_t *raw_block, struct kvq_store_counts *counts);
 
 // ---- Pages ----
 
 // 128 positions of one layer: page i of a table holds positions 128 i to 128 i + tokens - 1.
 // Tokens below packed_tokens are read from `packed`, the others from `raw` (same slots). A raw
-// format's packed block is a raw block, too. Where either count ends within a unit, the unit's
+// format's packed block is a raw block, too. A raw block may end behind the strip (layout.h) of the
+// last token that is read from it. Where either count ends within a unit, the unit's
 // other slots of `packed` must still have been packed: kernels compute with them and mask the
 // result. Kernels never read the first sink_tokens positions of a session packed, but from `raw`,
 // or from the extras if raw is NULL.
@@ -270,11 +271,12 @@ struct kvq_unit {
 };
 
 // Packs tokens [first, first + unit_tokens) of one KV head. For formats whose token scale spans
-// heads, reads all records of the raw block; otherwise only that head's.
-// Bytes are identical on every ISA. raw_block and packed_block are whole blocks, 64-byte aligned;
-// the call writes only the head's slots of the unit, and of the extras only the head's record. Pack
-// the units of a format with outliers one after the other, others in any order. Packing also copies
-// the sink tokens of the unit to the extras, and copies the blocks of raw formats.
+// heads, reads all heads' rows of the raw block; otherwise only that head's.
+// Bytes are identical on every ISA. Blocks are 64-byte aligned, and the raw one has the unit's
+// strips; the call writes only the head's slots of the unit, and of the extras only the head's
+// record. Pack the units of a format with outliers one after the other, others in any order.
+// Packing also copies the sink tokens of the unit to the extras, and copies the blocks of raw
+// formats.
 // `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 2 MB,
 // of which decoding touches little.
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,

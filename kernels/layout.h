@@ -2,15 +2,19 @@
 //
 // The bytes of a block, once and for all backends.
 //
-// A block holds 128 consecutive tokens of one layer: one record per KV head, one after the
-// other, each self-contained and a multiple of 64 bytes. The same bytes lie in host memory, in
-// device memory, on disk and on the wire. This file is the only place that knows offsets.
+// A block holds 128 consecutive tokens of one layer. The same bytes lie in host memory, in device
+// memory, on disk and on the wire. This file is the only place that knows offsets.
 //
-// 1. Raw records (format f16 and bf16, and the window of every session)
+// 1. Raw blocks (format f16 and bf16, and the window of every session): four strips of 32 tokens,
+//    one after the other. A strip has a part for each KV head:
 //
-//      K [128 tokens][head_dim_k] 16-bit      V [128 tokens][head_dim_v] 16-bit
+//      K [32 tokens][head_dim_k] 16-bit      V [32 tokens][head_dim_v] 16-bit
 //
-// 2. Quantized records: parameters that more than 32 tokens share, if the format has any, then
+//    A raw block that ends behind an earlier strip is the beginning of a whole one, so a reader
+//    need not know how long it is.
+//
+// 2. Quantized blocks: one record per KV head, one after the other, each self-contained and a
+//    multiple of 64 bytes: parameters that more than 32 tokens share, if the format has any, then
 //    four groups of 32 tokens, one after the other. Each group owns its bytes, in this order
 //    (D = head_dim, b = bits, all parts multiples of 64 bytes; what a format lacks is absent):
 //
@@ -85,6 +89,8 @@
 #define KVQ_KERNELS_LAYOUT_H
 
 #include <assert.h>
+#include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 // A small function of a header that GPU kernels use, too.
@@ -101,7 +107,7 @@ enum {
     KVQ_BLOCK_GROUPS = KVQ_BLOCK_TOKENS / KVQ_GROUP_TOKENS,
     KVQ_RECORD_ALIGN = 64,
     KVQ_POOL_ENTRIES = 64, // outliers of one KV head at most
-    KVQ_LAYOUT_ID = 1,     // written into sessions and files; changes with any byte above
+    KVQ_LAYOUT_ID = 2,     // written into sessions and files; changes with any byte above
 };
 
 // Byte offsets within one quantized group, and sizes; made once per (format, dims).
@@ -109,7 +115,6 @@ struct kvq_layout {
     uint32_t k_codes, k_scales, k_zeros, k_norms; // k_norms == v_codes if the format has none
     uint32_t v_codes, v_scales, v_zeros;
     uint32_t group_bytes;  // 0 for raw formats
-    uint32_t v_offset;     // raw records: where V starts
     uint32_t record_bytes; // one KV head, 128 tokens; multiple of KVQ_RECORD_ALIGN
     // Parameters before the first group: k_set (v_set) bytes serve k_span (v_span) tokens, scales
     // and then zeros. Where a set is 0 bytes long, parameters stand in the groups.
@@ -117,6 +122,27 @@ struct kvq_layout {
     uint32_t k_set, v_set, v_sets;
     uint32_t k_span, v_span;
 };
+
+// Where the rows of a raw block stand, as counts of bytes.
+struct kvq_raw_layout {
+    uint32_t row_bytes;   // of K, and of V, of one token and head
+    uint32_t v_offset;    // where V starts in a head's part of a strip
+    uint32_t part_bytes;  // of a head in a strip; a multiple of KVQ_RECORD_ALIGN
+    uint32_t strip_bytes; // of all heads
+};
+
+// Offset of a token's row in a raw block. Rows of the tokens behind it in its strip follow.
+KVQ_INLINE size_t kvq_raw_at(const struct kvq_raw_layout *l, uint32_t head, uint32_t token, bool v)
+{
+    return (size_t)(token / KVQ_GROUP_TOKENS) * l->strip_bytes + (size_t)head * l->part_bytes +
+           (v ? l->v_offset : 0) + token % KVQ_GROUP_TOKENS * l->row_bytes;
+}
+
+// Bytes of a raw block with room for so many tokens.
+KVQ_INLINE uint32_t kvq_raw_bytes(const struct kvq_raw_layout *l, uint32_t tokens)
+{
+    return (tokens + KVQ_GROUP_TOKENS - 1) / KVQ_GROUP_TOKENS * l->strip_bytes;
+}
 
 // Where the parts of one quantized group are. Norms and codes are at the layout's offsets.
 struct kvq_packed {

@@ -23,7 +23,7 @@ struct packing {
     const struct kvq_shape *s;
     const struct kvq_unit *unit;
     struct kvq__codec codec;
-    struct kvq_layout raw;
+    struct kvq_raw_layout raw;
     struct kvq__extras extras;
     struct kvq__workspace *w;
     uint8_t *record;                 // the head's, packed
@@ -50,23 +50,21 @@ static void fetch_row(uintptr_t row, uint8_t dtype, uint32_t dim)
 
 void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
                const struct kvq_view *kv_v, uint32_t head, uint32_t slot, uint32_t tokens,
-               uint8_t *raw_record, struct kvq_store_counts *counts)
+               uint8_t *raw_block, struct kvq_store_counts *counts)
 {
-    struct kvq_layout raw = kvq_layout_raw(s);
+    const struct kvq_raw_layout raw = kvq_raw_layout_of(s);
     assert(slot + tokens <= KVQ_BLOCK_TOKENS);
     const uint8_t *src_k = (const uint8_t *)kv_k->data + head * kv_k->head_stride;
     const uint8_t *src_v = (const uint8_t *)kv_v->data + head * kv_v->head_stride;
-    uint8_t *dst_k = raw_record + (size_t)slot * 2 * s->k_dim;
-    uint8_t *dst_v = raw_record + raw.v_offset + (size_t)slot * 2 * s->v_dim;
     for (uint32_t t = 0; t < tokens; t++) {
         if (t + AHEAD < tokens) {
             fetch_row((uintptr_t)(src_k + (t + AHEAD) * kv_k->token_stride), kv_k->dtype, s->k_dim);
             fetch_row((uintptr_t)(src_v + (t + AHEAD) * kv_v->token_stride), kv_v->dtype, s->v_dim);
         }
-        k->store(src_k + t * kv_k->token_stride, kv_k->dtype, dst_k + (size_t)t * 2 * s->k_dim,
-                 s->dtype, s->k_dim, counts);
-        k->store(src_v + t * kv_v->token_stride, kv_v->dtype, dst_v + (size_t)t * 2 * s->v_dim,
-                 s->dtype, s->v_dim, counts);
+        uint8_t *dst = raw_block + kvq_raw_at(&raw, head, slot + t, false);
+        k->store(src_k + t * kv_k->token_stride, kv_k->dtype, dst, s->dtype, s->k_dim, counts);
+        k->store(src_v + t * kv_v->token_stride, kv_v->dtype, dst + raw.v_offset, s->dtype,
+                 s->v_dim, counts);
     }
 }
 
@@ -80,35 +78,29 @@ static void load_packable(const struct packing *p, const uint8_t *at, float *x, 
         x[i] = kvq__packable(half[i], KVQ_BF16);
 }
 
-static const uint8_t *raw_record(const struct packing *p, uint32_t head)
+// The rows of K or V of one head, from a token of the block to the end of its strip.
+static const uint8_t *raw_rows(const struct packing *p, uint32_t head, uint32_t token, bool v)
 {
-    return p->unit->raw_block + (size_t)head * p->raw.record_bytes;
+    return p->unit->raw_block + kvq_raw_at(&p->raw, head, token, v);
 }
 
-// `n` tokens of K (offset 0) or V (offset raw.v_offset) of one head as fp32. Meanwhile the lines of
-// `out` are fetched; not all at once, which memory answers slowest.
-static void load_rows(const struct packing *p, uint32_t head, uint32_t first, uint32_t n,
-                      uint32_t offset, struct lines out, float *rows)
+// `n` tokens of K or V of one head as fp32. Meanwhile the lines of `out` are fetched; not all at
+// once, which memory answers slowest.
+static void load_rows(const struct packing *p, uint32_t head, uint32_t first, uint32_t n, bool v,
+                      struct lines out, float *rows)
 {
     const uint32_t dim = p->codec.dim;
     const uintptr_t ahead = p->k->isa < KVQ_ISA_AVX512 ? p->codec.ahead : 0; // that does it later
-    const uint8_t *at = raw_record(p, head) + offset + (size_t)first * 2 * dim;
     for (uint32_t t = 0; t < n; t += PIECE) {
         uint32_t from = t * out.n / n, to = (t + PIECE) * out.n / n;
         fetch(out.at + (size_t)64 * from, 64 * (to - from));
-        if (ahead)
+        if (ahead && t < KVQ_GROUP_TOKENS) // the rows of a strip lie beside each other
             fetch(ahead + (size_t)2 * t * dim, PIECE * 2 * dim);
-        load_packable(p, at + (size_t)2 * t * dim, rows + (size_t)t * dim, PIECE * dim);
+        load_packable(p, raw_rows(p, head, first + t, v), rows + (size_t)t * dim, PIECE * dim);
     }
 }
 
 // ---- Memory: what comes next is fetched while arithmetic goes on ----
-
-// The rows of K (offset 0) or V from `first` on of one head.
-static uintptr_t rows_at(const struct packing *p, uint32_t head, uint32_t first, uint32_t offset)
-{
-    return (uintptr_t)raw_record(p, head) + offset + (size_t)first * 2 * p->codec.dim;
-}
 
 // What is loaded after n tokens from `first` on: more of the unit's, its V after K, and after V the
 // next head's K, which usually comes next.
@@ -116,10 +108,10 @@ static uintptr_t after(const struct packing *p, uint32_t first, uint32_t n, bool
 {
     uint32_t head = p->unit->head, start = p->unit->first;
     if (first + n < start + p->f->unit_tokens)
-        return rows_at(p, head, first + n, v ? p->raw.v_offset : 0);
+        return (uintptr_t)raw_rows(p, head, first + n, v);
     if (!v)
-        return rows_at(p, head, start, p->raw.v_offset);
-    return head + 1 < p->s->kv_heads ? rows_at(p, head + 1, start, 0) : 0;
+        return (uintptr_t)raw_rows(p, head, start, true);
+    return head + 1 < p->s->kv_heads ? (uintptr_t)raw_rows(p, head + 1, start, false) : 0;
 }
 
 // Where n tokens' codes go: stores that miss the cache hold up what is stored after them. Only of
@@ -160,7 +152,7 @@ static void sums_across(const struct packing *p, uint32_t first, float *total)
     _Alignas(64) float sums[KVQ_GROUP_TOKENS];
     memset(total, 0, KVQ_GROUP_TOKENS * sizeof *total);
     for (uint32_t h = 0; h < p->s->kv_heads; h++) {
-        load_rows(p, h, first, KVQ_GROUP_TOKENS, 0, (struct lines){0}, p->w->group_f32);
+        load_rows(p, h, first, KVQ_GROUP_TOKENS, false, (struct lines){0}, p->w->group_f32);
         p->k->sumsq(p->w->group_f32, KVQ_GROUP_TOKENS, p->codec.dim, sums);
         for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
             total[t] += sums[t];
@@ -224,7 +216,7 @@ static void pack_k(struct packing *p, uint32_t first)
     uint32_t dim = p->codec.dim, n = p->codec.k.span;
     struct norms norms[KVQ_BLOCK_GROUPS];
     p->codec.ahead = after(p, first, n, false);
-    load_rows(p, p->unit->head, first, n, 0, packed_at(p, first, false), rows);
+    load_rows(p, p->unit->head, first, n, false, packed_at(p, first, false), rows);
     replace(p, first, n, rows);
     divide_by_factors(p, rows, n);
     for (uint32_t t = 0; p->codec.has_norms && t < n; t += KVQ_GROUP_TOKENS)
@@ -247,19 +239,13 @@ static void pack_v(struct packing *p, uint32_t first)
     float *rows = p->w->span_f32;
     uint32_t n = p->codec.v.span;
     p->codec.ahead = after(p, first, n, true);
-    load_rows(p, p->unit->head, first, n, p->raw.v_offset, packed_at(p, first, true), rows);
+    load_rows(p, p->unit->head, first, n, true, packed_at(p, first, true), rows);
     replace(p, first, n, rows);
     kvq__rotate(p->k, kvq__v_rotation(p->f, p->s), rows, n, p->codec.dim, false);
     p->k->quant_v[p->codec.v.kind](&p->codec, rows, p->record, first / KVQ_GROUP_TOKENS);
 }
 
 // ---- Tokens that stay raw ----
-
-static const uint16_t *raw_rows(const struct packing *p, bool v)
-{
-    const uint8_t *record = raw_record(p, p->unit->head) + (v ? p->raw.v_offset : 0);
-    return (const uint16_t *)(const void *)record;
-}
 
 static void keep_sinks(struct packing *p)
 {
@@ -268,8 +254,8 @@ static void keep_sinks(struct packing *p)
     for (uint32_t t = u->first; t < u->first + p->f->unit_tokens; t++) {
         if (u->block_start + t >= p->f->sink_tokens)
             return;
-        memcpy(p->extras.sink_k + t * dim, raw_rows(p, false) + t * dim, 2 * dim);
-        memcpy(p->extras.sink_v + t * dim, raw_rows(p, true) + t * dim, 2 * dim);
+        memcpy(p->extras.sink_k + t * dim, raw_rows(p, u->head, t, false), 2 * dim);
+        memcpy(p->extras.sink_v + t * dim, raw_rows(p, u->head, t, true), 2 * dim);
         p->replaced[t] = p->replaces = true;
     }
 }
@@ -282,13 +268,13 @@ static void keep_outliers(struct packing *p)
     if (!pool)
         return;
     for (uint32_t t = 0; t < p->f->unit_tokens; t += KVQ_GROUP_TOKENS) {
-        load_rows(p, u->head, u->first + t, KVQ_GROUP_TOKENS, 0, (struct lines){0},
+        load_rows(p, u->head, u->first + t, KVQ_GROUP_TOKENS, false, (struct lines){0},
                   p->w->group_f32);
         p->k->sum_abs(p->w->group_f32, KVQ_GROUP_TOKENS, p->codec.dim, scores + t);
     }
     for (uint32_t t = 0; t < p->f->unit_tokens; t++)
         scores[t] = kvq__score(scores[t]);
-    kvq__compete(p->f, &p->extras, p->codec.dim, u, scores, raw_rows(p, false), raw_rows(p, true));
+    kvq__compete(p->f, &p->extras, p->codec.dim, u, scores, &p->raw);
     for (uint32_t i = 0; i < pool->count; i++)
         if (pool->position[i] >= u->block_start &&
             pool->position[i] - u->block_start < KVQ_BLOCK_TOKENS)
@@ -300,18 +286,17 @@ static void keep_outliers(struct packing *p)
 // A raw format's sealed block is the window's block: the same bytes.
 static void copy_unit(const struct packing *p)
 {
-    size_t at = (size_t)p->unit->head * p->raw.record_bytes;
-    at += (size_t)p->unit->first * 2 * p->codec.dim;
-    size_t n = (size_t)p->f->unit_tokens * 2 * p->codec.dim;
-    memcpy(p->unit->packed_block + at, p->unit->raw_block + at, n);
-    memcpy(p->unit->packed_block + at + p->raw.v_offset, p->unit->raw_block + at + p->raw.v_offset,
-           n);
+    const struct kvq_unit *u = p->unit;
+    for (uint32_t t = u->first; t < u->first + p->f->unit_tokens; t += KVQ_GROUP_TOKENS) {
+        uint32_t at = kvq_raw_at(&p->raw, u->head, t, false);
+        memcpy(u->packed_block + at, u->raw_block + at, p->raw.part_bytes);
+    }
 }
 
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
               const struct kvq_unit *unit, void *workspace)
 {
-    struct packing p = {.k = k, .f = f, .s = s, .unit = unit, .raw = kvq_layout_raw(s)};
+    struct packing p = {.k = k, .f = f, .s = s, .unit = unit, .raw = kvq_raw_layout_of(s)};
     uint32_t first = unit->first, end = first + f->unit_tokens;
     assert(first % f->unit_tokens == 0 && end <= KVQ_BLOCK_TOKENS && unit->head < s->kv_heads);
     p.codec = kvq__codec_of(f, s, unit->book, unit->head);

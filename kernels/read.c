@@ -10,7 +10,7 @@ struct reader {
     const struct kvq_reading *in;
     struct kvq__codec codec;
     struct kvq__extras extras;
-    struct kvq_layout raw;
+    struct kvq_raw_layout raw;
     uint32_t head, dim;
     struct kvq__workspace *w;
 };
@@ -59,11 +59,12 @@ static void read_outliers(const struct reader *r, uint64_t position, uint32_t n,
     }
 }
 
+// Tokens of one strip.
 static void read_raw(const struct reader *r, const uint8_t *block, uint32_t at, uint32_t n,
                      float *k_out, float *v_out)
 {
     size_t dim = r->dim;
-    const uint8_t *k = block + (size_t)r->head * r->raw.record_bytes + at * 2 * dim;
+    const uint8_t *k = block + kvq_raw_at(&r->raw, r->head, at, false);
     r->k->load(k, r->in->shape->dtype, k_out, n * dim);
     r->k->load(k + r->raw.v_offset, r->in->shape->dtype, v_out, n * dim);
 }
@@ -117,7 +118,7 @@ uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *in
     assert(head < in->shape->kv_heads);
     r.codec = kvq__codec_of(in->format, in->shape, in->book, head);
     r.extras = kvq__extras_of(in->format, in->shape, in->extras, in->pool, head);
-    r.raw = kvq_layout_raw(in->shape);
+    r.raw = kvq_raw_layout_of(in->shape);
     for (uint32_t i = 0, some; i < n; i += some) {
         uint64_t page = (from + i) / KVQ_BLOCK_TOKENS, slot = page - in->first_page;
         uint32_t at = (uint32_t)((from + i) % KVQ_BLOCK_TOKENS);

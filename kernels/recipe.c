@@ -25,7 +25,7 @@ struct kvq_recipe kvq_recipe_of(const struct kvq_format *f, const struct kvq_sha
     struct kvq__codec codec = kvq__codec_of(f, s, NULL, 0);
     struct kvq_recipe r = {
         .layout = codec.layout,
-        .raw = kvq_layout_raw(s),
+        .raw = kvq_raw_layout_of(s),
         .k = side_of(&codec.k, f->k_rotation),
         .v = side_of(&codec.v, kvq__v_rotation(f, s)),
         .dim = s->k_dim,

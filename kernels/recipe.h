@@ -23,15 +23,15 @@ struct kvq_recipe_side {
 };
 
 struct kvq_recipe {
-    struct kvq_layout layout;        // of packed records; of raw ones if the format is raw
-    struct kvq_layout raw;           // of raw records
+    struct kvq_layout layout;        // of packed records; only record_bytes if the format is raw
+    struct kvq_raw_layout raw;       // of raw blocks
     struct kvq_extras_layout extras; // record_bytes 0 if the format has none
     struct kvq_recipe_side k, v;
     uint32_t signs[2][8]; // before and after the signed rotation, see layout.h
     uint32_t dim, kv_heads;
     uint32_t unit_tokens, sink_tokens;
     uint32_t outliers, pool_room;     // pool_room: outliers and displaced ones
-    uint8_t is_raw, dtype;            // dtype of raw records, enum kvq_dtype
+    uint8_t is_raw, dtype;            // dtype of raw blocks, enum kvq_dtype
     uint8_t k_channel, k_token_scale; // enum kvq_k_channel, enum kvq_token_scale
 };
 

@@ -4,9 +4,10 @@
 
 struct kvq_layer_bytes kvq_layer_bytes_of(const struct kvq_format *f, const struct kvq_shape *s)
 {
-    struct kvq_layout packed = kvq_layout_of(f, s), raw = kvq_layout_raw(s);
+    struct kvq_layout packed = kvq_layout_of(f, s);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(s);
     return (struct kvq_layer_bytes){.packed = kvq_is_raw(f) ? 0 : kvq_block_bytes(&packed, s),
-                                    .raw = kvq_block_bytes(&raw, s),
+                                    .raw = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS),
                                     .extras = kvq_extras_bytes(f, s)};
 }
 

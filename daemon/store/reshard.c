@@ -107,7 +107,7 @@ struct kvq_stored kvq__found_block(const struct kvq__found *found, uint32_t part
 struct piece {
     struct kvq_stored block;
     const struct kvq__range *range;
-    uint8_t *room;    // where its part goes
+    uint8_t *room;    // of the part that is made
     uint8_t *scratch; // NULL: all of the block is wanted
 };
 
@@ -158,10 +158,9 @@ static void list_pieces(struct gathering *g, const struct kvq__found *f, const u
         for (uint32_t k = f->first[parts[i]]; k < f->first[parts[i] + 1]; k++) {
             const struct kvq__range *r = &f->ranges[k];
             struct piece *p = &g->pieces[g->n++];
-            *p = (struct piece){.block = f->sources[r->source].blocks[r->part],
-                                .range = r,
-                                .room = (uint8_t *)rooms[i] + r->to};
-            if (r->bytes == p->block.bytes)
+            *p = (struct piece){
+                .block = f->sources[r->source].blocks[r->part], .range = r, .room = rooms[i]};
+            if (kvq__range_is_whole(r, p->block.bytes))
                 continue;
             p->scratch = scratch;
             scratch += p->block.bytes;
@@ -170,7 +169,8 @@ static void list_pieces(struct gathering *g, const struct kvq__found *f, const u
         qsort(g->pieces, g->n, sizeof *g->pieces, sources_by_place);
     for (uint32_t i = 0; i < g->n; i++) {
         g->blocks[i] = g->pieces[i].block;
-        g->out[i] = g->pieces[i].scratch ? g->pieces[i].scratch : g->pieces[i].room;
+        g->out[i] = g->pieces[i].scratch ? g->pieces[i].scratch
+                                         : g->pieces[i].room + g->pieces[i].range->to;
     }
 }
 
@@ -186,8 +186,7 @@ static int gather(struct kvq_store *store, const struct kvq__found *f, const uin
     }
     for (uint32_t i = 0; i < g.n && rc == 0; i++)
         if (g.pieces[i].scratch)
-            memcpy(g.pieces[i].room, g.pieces[i].scratch + g.pieces[i].range->from,
-                   g.pieces[i].range->bytes);
+            kvq__range_copy(g.pieces[i].range, g.pieces[i].scratch, g.pieces[i].room);
     free(g.pieces);
     free(g.blocks);
     free(g.out);

@@ -46,9 +46,7 @@ KVQ_DEVICE kvq_gpu_source kvq_gpu_source_of(const kvq_gpu_attend_args &a, const 
                                      (v ? r.extras.sink_v : r.extras.sink_k) + at * 2 * D,
                                  r.dtype, r.dtype);
     const uint8_t *block = r.is_raw && at < page.packed_tokens ? page.packed : page.raw;
-    return kvq_gpu_source_at(block + head * r.raw.record_bytes + (v ? r.raw.v_offset : 0) +
-                                 at * 2 * D,
-                             r.dtype, r.dtype);
+    return kvq_gpu_source_at(block + kvq_raw_at(&r.raw, (uint32_t)head, at, v), r.dtype, r.dtype);
 }
 
 // Lanes 0 to 15 find the rows of K of tile i of the warp's list, lanes 16 to 31 those of V, and

@@ -99,14 +99,23 @@ KVQ_DEVICE float kvq_gpu_score_of(const uint16_t *row, uint32_t dim, uint8_t dty
     return kvq__score(kvq_gpu_team_sum(sum));
 }
 
-// Candidates [at, at + n) are tokens whose K rows follow each other; n is a multiple of 32.
-KVQ_DEVICE void kvq_gpu_put_tokens(const kvq_recipe &r, const uint16_t *rows, uint32_t n,
+// Tokens of a raw block.
+struct kvq_gpu_tokens {
+    const uint8_t *block;
+    uint32_t head, first, n; // multiples of 32: first, n
+};
+
+// Candidates [at, at + n) are the tokens, of which the first is at `position`.
+KVQ_DEVICE void kvq_gpu_put_tokens(const kvq_recipe &r, const kvq_gpu_tokens &tokens,
                                    uint64_t position, uint32_t at, bool limit)
 {
+    const uint32_t n = tokens.n;
     for (uint32_t from = 0; from < n; from += KVQ_GROUP_TOKENS) {
         for (uint32_t i = 0; i < 4; i++) {
             const uint32_t t = from + kvq_gpu_team_token(i);
-            const float score = kvq_gpu_score_of(rows + t * r.dim, r.dim, r.dtype, limit);
+            const uint16_t *row =
+                kvq_gpu_raw_rows(r, tokens.block, tokens.head, tokens.first + t, false);
+            const float score = kvq_gpu_score_of(row, r.dim, r.dtype, limit);
             if (kvq_gpu_team_lane() == 0)
                 kvq_gpu_put_candidate(at + t, score, position + t);
         }
@@ -145,7 +154,7 @@ struct kvq_gpu_pupil {
 KVQ_DEVICE const uint16_t *kvq_gpu_lesson_row(const kvq_gpu_pupil &p, uint64_t token, bool v)
 {
     const uint8_t *block = p.lesson.pages[token / KVQ_BLOCK_TOKENS].raw;
-    return kvq_gpu_raw_rows(p.r, block, p.head, v) + token % KVQ_BLOCK_TOKENS * p.r.dim;
+    return kvq_gpu_raw_rows(p.r, block, p.head, token % KVQ_BLOCK_TOKENS, v);
 }
 
 KVQ_DEVICE void kvq_gpu_learn_factors(const kvq_gpu_pupil &p)
@@ -169,7 +178,9 @@ KVQ_DEVICE uint32_t kvq_gpu_rank_lesson(const kvq_gpu_pupil &p)
     for (uint32_t t = p.r.sink_tokens, n; t < tokens; t += n) {
         const uint32_t left = KVQ_BLOCK_TOKENS - t % KVQ_BLOCK_TOKENS;
         n = tokens - t < left ? tokens - t : left;
-        kvq_gpu_put_tokens(p.r, kvq_gpu_lesson_row(p, t, false), n, t, best, false);
+        const kvq_gpu_tokens own_tokens = {p.lesson.pages[t / KVQ_BLOCK_TOKENS].raw, p.head,
+                                           t % KVQ_BLOCK_TOKENS, n};
+        kvq_gpu_put_tokens(p.r, own_tokens, t, best, false);
         gpu::block_sync();
         best = kvq_gpu_select(best + n, p.r.outliers);
         // The best become the first candidates of the next round.
@@ -217,10 +228,10 @@ KVQ_DEVICE uint32_t kvq_gpu_gather(const kvq_gpu_unit &u, const kvq_gpu_extras &
 {
     const kvq_recipe &r = *u.recipe;
     const uint32_t count = e.pool->count;
-    const uint16_t *rows = kvq_gpu_raw_rows(r, u.raw_block, head, false) + u.first * r.dim;
+    const kvq_gpu_tokens tokens = {u.raw_block, head, u.first, r.unit_tokens};
     for (uint32_t i = gpu::thread(); i < count; i += KVQ_GPU_CACHE_THREADS)
         kvq_gpu_put_candidate(i, e.pool->score[i], e.pool->position[i]);
-    kvq_gpu_put_tokens(r, rows, r.unit_tokens, u.block_start + u.first, count, true);
+    kvq_gpu_put_tokens(r, tokens, u.block_start + u.first, count, true);
     gpu::block_sync();
     return count + r.unit_tokens;
 }
@@ -244,9 +255,9 @@ KVQ_DEVICE void kvq_gpu_compete_unit(const kvq_gpu_unit &u, uint32_t head)
         if (number < count)
             continue;
         const kvq_gpu_candidate c = kvq_gpu_candidate_of(number);
-        const uint32_t row = (uint32_t)(c.position - u.block_start) * r.dim;
-        kvq_gpu_add_entry(e, r.dim, entry++, c, kvq_gpu_raw_rows(r, u.raw_block, head, false) + row,
-                          kvq_gpu_raw_rows(r, u.raw_block, head, true) + row);
+        const uint32_t t = (uint32_t)(c.position - u.block_start);
+        kvq_gpu_add_entry(e, r.dim, entry++, c, kvq_gpu_raw_rows(r, u.raw_block, head, t, false),
+                          kvq_gpu_raw_rows(r, u.raw_block, head, t, true));
     }
     gpu::block_sync();
     if (gpu::thread() == 0) {

@@ -57,21 +57,21 @@ template <int D> KVQ_DEVICE void kvq_gpu_keep_sinks(const kvq_gpu_part &p)
     const kvq_recipe &r = p.recipe;
     if (p.unit.block_start + p.first >= r.sink_tokens)
         return;
-    const uint8_t *from = (const uint8_t *)kvq_gpu_raw_rows(r, p.unit.raw_block, p.head, p.v);
     uint8_t *to = p.unit.extras + (size_t)p.head * r.extras.record_bytes +
-                  (p.v ? r.extras.sink_v : r.extras.sink_k);
+                  (p.v ? r.extras.sink_v : r.extras.sink_k) + p.first * 2 * D;
     const uint32_t left = r.sink_tokens - (uint32_t)(p.unit.block_start + p.first);
     const uint32_t n = (left < p.tokens ? left : p.tokens) * D / 2;
-    for (uint32_t i = p.first * D / 2 + gpu::thread(), end = p.first * D / 2 + n; i < end;
-         i += KVQ_GPU_CACHE_THREADS)
-        gpu::stg32(to + 4 * i, gpu::ldg32(from + 4 * i));
+    for (uint32_t i = gpu::thread(); i < n; i += KVQ_GPU_CACHE_THREADS) {
+        const uint8_t *from =
+            p.unit.raw_block + kvq_raw_at(&r.raw, p.head, p.first + i / (D / 2), p.v);
+        gpu::stg32(to + 4 * i, gpu::ldg32(from + 4 * (i % (D / 2))));
+    }
 }
 
 // The mean of the span's tokens that do not stay raw, in place of those of 32 tokens from `from`
 // on that do. Between syncs.
 template <int D> KVQ_DEVICE void kvq_gpu_replace(const kvq_gpu_part &p, uint32_t from)
 {
-    const uint16_t *raw = kvq_gpu_raw_rows(p.recipe, p.unit.raw_block, p.head, p.v) + p.first * D;
     for (uint32_t c = gpu::thread(); c < D; c += KVQ_GPU_CACHE_THREADS) {
         float mean = 0.0f;
         uint32_t others = 0;
@@ -79,7 +79,9 @@ template <int D> KVQ_DEVICE void kvq_gpu_replace(const kvq_gpu_part &p, uint32_t
             if (gpu::lds32(p.flags + 4 * t))
                 continue;
             others++;
-            mean += kvq__packable(gpu::ldg16(raw + t * D + c), p.recipe.dtype);
+            const uint16_t *raw =
+                kvq_gpu_raw_rows(p.recipe, p.unit.raw_block, p.head, p.first + t, p.v);
+            mean += kvq__packable(gpu::ldg16(raw + c), p.recipe.dtype);
         }
         mean = others ? mean / (float)others : 0.0f;
         for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
@@ -96,7 +98,7 @@ template <int D> KVQ_DEVICE float kvq_gpu_cross_squares(const kvq_gpu_part &p, u
 {
     float total = 0.0f;
     for (uint32_t h = 0; h < p.recipe.kv_heads; h++) {
-        const uint16_t *row = kvq_gpu_raw_rows(p.recipe, p.unit.raw_block, h, false) + token * D;
+        const uint16_t *row = kvq_gpu_raw_rows(p.recipe, p.unit.raw_block, h, token, false);
         float sum = 0.0f;
         for (uint32_t c = kvq_gpu_team_lane(); c < D; c += KVQ_GPU_TEAM) {
             const float x = kvq__packable(gpu::ldg16(row + c), p.recipe.dtype);
@@ -166,7 +168,7 @@ template <int D> KVQ_DEVICE void kvq_gpu_divide_by_norms(const kvq_gpu_part &p)
 template <int D> KVQ_DEVICE void kvq_gpu_prepare(const kvq_gpu_part &p, uint32_t from)
 {
     const kvq_recipe &r = p.recipe;
-    const uint16_t *raw = kvq_gpu_raw_rows(r, p.unit.raw_block, p.head, p.v) + (p.first + from) * D;
+    const uint16_t *raw = kvq_gpu_raw_rows(r, p.unit.raw_block, p.head, p.first + from, p.v);
     kvq_gpu_load_rows<D>(p.rows, raw, r.dtype, KVQ_GROUP_TOKENS);
     gpu::block_sync();
     if (kvq_gpu_has_raw(p))
@@ -219,10 +221,11 @@ template <int D> KVQ_DEVICE void kvq_gpu_pack_span(const kvq_gpu_part &p, uint32
 // A raw format's sealed block is the window's block: the same bytes.
 template <int D> KVQ_DEVICE void kvq_gpu_copy_part(const kvq_gpu_part &p)
 {
-    const size_t at = (size_t)p.head * p.recipe.raw.record_bytes +
-                      (p.v ? p.recipe.raw.v_offset : 0) + (size_t)p.first * 2 * D;
-    for (uint32_t i = gpu::thread(); i < p.tokens * D / 8; i += KVQ_GPU_CACHE_THREADS)
-        gpu::stg128(p.unit.packed_block + at + 16 * i, gpu::ldg128(p.unit.raw_block + at + 16 * i));
+    for (uint32_t i = gpu::thread(); i < p.tokens * D / 8; i += KVQ_GPU_CACHE_THREADS) {
+        const uint32_t at =
+            kvq_raw_at(&p.recipe.raw, p.head, p.first + i / (D / 8), p.v) + 16 * (i % (D / 8));
+        gpu::stg128(p.unit.packed_block + at, gpu::ldg128(p.unit.raw_block + at));
+    }
 }
 
 // ---- The kernel ----

@@ -157,7 +157,7 @@ KVQ_DEVICE const uint16_t *kvq_gpu_raw_row(const kvq_gpu_piece &p, uint32_t t, b
                (p.start + t) * D;
     if (t >= p.packed || r.is_raw || sink) {
         const uint8_t *block = r.is_raw && t < p.packed ? p.page.packed : p.page.raw;
-        return kvq_gpu_raw_rows(r, block, p.head, v) + (p.at + t) * D;
+        return kvq_gpu_raw_rows(r, block, p.head, p.at + t, v);
     }
     if (pooled)
         return (const uint16_t *)(kvq_gpu_piece_extras(p) +

@@ -73,11 +73,11 @@ KVQ_DEVICE float kvq_gpu_team_most(float x)
 
 // ---- Raw rows ----
 
-// Record of a head in a block.
+// The rows of a head in a raw block, from a token to the end of its strip.
 KVQ_DEVICE const uint16_t *kvq_gpu_raw_rows(const kvq_recipe &r, const uint8_t *block,
-                                            uint32_t head, bool v)
+                                            uint32_t head, uint32_t token, bool v)
 {
-    return (const uint16_t *)(block + (size_t)head * r.raw.record_bytes + (v ? r.raw.v_offset : 0));
+    return (const uint16_t *)(block + kvq_raw_at(&r.raw, head, token, v));
 }
 
 // `n` rows of raw numbers, as packing sees them. Between syncs.

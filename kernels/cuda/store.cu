@@ -29,9 +29,8 @@ KVQ_DEVICE void kvq_gpu_store_row(const kvq_gpu_store_job &job, uint64_t n,
     const kvq_view &view = v ? job.v : job.k;
     const uint8_t *from = (const uint8_t *)view.data + (int64_t)token * view.token_stride +
                           (int64_t)head * view.head_stride;
-    uint8_t *record = (uint8_t *)job.pages[position / KVQ_BLOCK_TOKENS].raw +
-                      (size_t)head * r.raw.record_bytes + (v ? r.raw.v_offset : 0);
-    uint8_t *to = record + position % KVQ_BLOCK_TOKENS * 2 * r.dim;
+    uint8_t *to = (uint8_t *)job.pages[position / KVQ_BLOCK_TOKENS].raw +
+                  kvq_raw_at(&r.raw, head, position % KVQ_BLOCK_TOKENS, v);
     for (uint32_t c = 2 * gpu::lane(); c < r.dim; c += 2 * gpu::WARP) {
         const float low = kvq__element(from, view.dtype, c);
         const float high = kvq__element(from, view.dtype, c + 1);
@@ -94,14 +93,13 @@ KVQ_KERNEL(kvq_gpu_keep_all, kvq_gpu_keep_args, a)
     const kvq_recipe &r = *job.recipe;
     if (head >= r.kv_heads)
         return;
-    const size_t record =
-        (size_t)head * r.raw.record_bytes + ((uint32_t)gpu::thread() < half ? 0 : r.raw.v_offset);
+    const bool v = (uint32_t)gpu::thread() >= half;
     for (uint32_t i = 0; i < job.n; i++) {
         const uint32_t from = job.offset + (uint32_t)job.list[i], to = job.offset + i;
-        const uint8_t *source =
-            job.pages[from / KVQ_BLOCK_TOKENS].raw + record + from % KVQ_BLOCK_TOKENS * 2 * r.dim;
-        uint8_t *target = (uint8_t *)job.pages[to / KVQ_BLOCK_TOKENS].raw + record +
-                          to % KVQ_BLOCK_TOKENS * 2 * r.dim;
+        const uint8_t *source = job.pages[from / KVQ_BLOCK_TOKENS].raw +
+                                kvq_raw_at(&r.raw, head, from % KVQ_BLOCK_TOKENS, v);
+        uint8_t *target = (uint8_t *)job.pages[to / KVQ_BLOCK_TOKENS].raw +
+                          kvq_raw_at(&r.raw, head, to % KVQ_BLOCK_TOKENS, v);
         if (from != to)
             kvq_gpu_copy_row(target, source, 2 * r.dim, gpu::thread() % half, half);
         gpu::block_sync();

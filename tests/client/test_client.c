@@ -20,6 +20,7 @@
 #include <cmocka.h>
 
 #include "client/kvq.h"
+#include "kernels/layout.h"
 #include "proto/shm.h"
 #include "tests/kits/fake_daemon.h"
 
@@ -637,8 +638,8 @@ static void test_other_versions(void **unused)
     s.isa = "sve2";
     expect_through(s, "sve2");
     s = fake_good();
-    s.layout = 2;
-    expect_through(s, "layout 2");
+    s.layout = KVQ_LAYOUT_ID + 1;
+    expect_through(s, "layout 3");
     s = fake_good();
     s.tables = 9;
     expect_through(s, "version 9");

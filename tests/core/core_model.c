@@ -20,10 +20,10 @@ static bool is_packing(const struct model_layer *l)
 static uint8_t *raw_page(struct model *m, uint32_t layer, uint64_t page)
 {
     struct model_layer *l = &m->layers[layer];
-    struct kvq_layout raw = kvq_layout_raw(&l->shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&l->shape);
     assert(page < MODEL_PAGES);
     if (!l->raw[page])
-        l->raw[page] = aligned_alloc(64, kvq_block_bytes(&raw, &l->shape));
+        l->raw[page] = aligned_alloc(64, kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS));
     return l->raw[page];
 }
 
@@ -31,7 +31,6 @@ void model_write(struct model *m, uint32_t layer, uint64_t position, uint32_t n,
                  const float *v, uint32_t row_floats)
 {
     const struct kvq_shape *s = &m->layers[layer].shape;
-    struct kvq_layout raw = kvq_layout_raw(s);
     struct kvq_store_counts ignored = {0};
     int64_t head_stride = (int64_t)(s->k_dim * sizeof(float));
     for (uint32_t t = 0; t < n; t++) {
@@ -40,8 +39,7 @@ void model_write(struct model *m, uint32_t layer, uint64_t position, uint32_t n,
         struct kvq_view kv = {k + (size_t)t * row_floats, 0, head_stride, KVQ_F32};
         struct kvq_view vv = {v + (size_t)t * row_floats, 0, head_stride, KVQ_F32};
         for (uint32_t h = 0; h < s->kv_heads; h++)
-            kvq_store(m->kernels, s, &kv, &vv, h, at % KVQ_BLOCK_TOKENS, 1,
-                      block + (size_t)h * raw.record_bytes, &ignored);
+            kvq_store(m->kernels, s, &kv, &vv, h, at % KVQ_BLOCK_TOKENS, 1, block, &ignored);
     }
 }
 
@@ -184,15 +182,14 @@ void model_read(const struct model *m, uint32_t layer, uint64_t past, uint64_t f
 static void move(struct model *m, uint32_t layer, uint64_t from, uint64_t to)
 {
     const struct kvq_shape *s = &m->layers[layer].shape;
-    struct kvq_layout raw = kvq_layout_raw(s);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(s);
     uint8_t *a = raw_page(m, layer, from / KVQ_BLOCK_TOKENS);
     uint8_t *b = raw_page(m, layer, to / KVQ_BLOCK_TOKENS);
-    for (uint32_t h = 0; h < s->kv_heads; h++) {
-        size_t at = (size_t)h * raw.record_bytes, row = 2u * s->k_dim;
-        memmove(b + at + to % KVQ_BLOCK_TOKENS * row, a + at + from % KVQ_BLOCK_TOKENS * row, row);
-        at += raw.v_offset;
-        memmove(b + at + to % KVQ_BLOCK_TOKENS * row, a + at + from % KVQ_BLOCK_TOKENS * row, row);
-    }
+    uint32_t at = from % KVQ_BLOCK_TOKENS, to_at = to % KVQ_BLOCK_TOKENS;
+    for (uint32_t h = 0; h < s->kv_heads; h++)
+        for (int v = 0; v < 2; v++)
+            memmove(b + kvq_raw_at(&raw, h, to_at, v), a + kvq_raw_at(&raw, h, at, v),
+                    raw.row_bytes);
 }
 
 void model_accept(struct model *m, uint32_t append, const int32_t *list, uint32_t n)
@@ -268,8 +265,8 @@ void model_fork(const struct model *m, struct model *to, uint64_t at)
     to->floor = fork_floor(m, at);
     for (uint32_t i = 0; i < MODEL_LAYERS; i++) {
         struct model_layer *l = &to->layers[i];
-        struct kvq_layout raw = kvq_layout_raw(&l->shape);
-        size_t bytes = kvq_block_bytes(&raw, &l->shape);
+        struct kvq_raw_layout raw = kvq_raw_layout_of(&l->shape);
+        size_t bytes = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS);
         l->base = at && l->source == i ? fork_base(m, i, at) : 0;
         for (uint32_t p = 0; p < MODEL_PAGES; p++) {
             l->packed[p] = NULL;

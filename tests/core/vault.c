@@ -343,9 +343,10 @@ static int gather_layer(struct vault *v, struct kvq__restore *restore,
         for (uint32_t k = r->first[w.part]; k < r->first[w.part + 1]; k++) {
             const struct kvq__range *g = &r->ranges[k];
             const struct vault_block *b = block_of(v, from[g->source]->parts[g->part].id);
-            MUST(b && g->from + g->bytes <= b->bytes && g->to == filled);
-            memcpy((uint8_t *)room + g->to, b->data + g->from, g->bytes);
-            filled += g->bytes;
+            MUST(b && g->from + (g->n - 1) * g->from_step + g->bytes <= b->bytes);
+            MUST(g->to + (g->n - 1) * g->to_step + g->bytes <= w.bytes);
+            kvq__range_copy(g, b->data, room);
+            filled += g->n * g->bytes;
         }
         MUST(filled == w.bytes);
         int rc = kvq__restore_fill(restore, i);

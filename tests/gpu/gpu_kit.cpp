@@ -210,7 +210,6 @@ static void fill_raw(const layer &l, session &s, std::mt19937 &random)
 {
     std::normal_distribution<float> normal;
     const int dim = l.shape.k_dim;
-    const kvq_layout raw = kvq_layout_raw(&l.shape);
     kvq_store_counts counts = {};
     vector<float> k(dim), v(dim);
     const kvq_view view_k = {k.data(), 0, 0, KVQ_F32}, view_v = {v.data(), 0, 0, KVQ_F32};
@@ -221,8 +220,8 @@ static void fill_raw(const layer &l, session &s, std::mt19937 &random)
                 k[c] = normal(random) * token * (c % 37 == 0 ? 8 : 1);
                 v[c] = normal(random) * (1 + 0.5f * (t % 7));
             }
-            kvq_store(cpu(), &l.shape, &view_k, &view_v, head, t % 128, 1,
-                      align(s.raw[t / 128]) + head * raw.record_bytes, &counts);
+            kvq_store(cpu(), &l.shape, &view_k, &view_v, head, t % 128, 1, align(s.raw[t / 128]),
+                      &counts);
         }
 }
 
@@ -375,9 +374,10 @@ session make_session(const layer &l, const wish &w, std::mt19937 &random)
 {
     session s;
     s.w = w;
-    const kvq_layout raw = kvq_layout_raw(&l.shape), packed = kvq_layout_of(&l.format, &l.shape);
+    const kvq_raw_layout raw = kvq_raw_layout_of(&l.shape);
+    const kvq_layout packed = kvq_layout_of(&l.format, &l.shape);
     const size_t blocks = (w.tokens + 127) / 128;
-    s.raw.assign(blocks, vector<uint8_t>(kvq_block_bytes(&raw, &l.shape) + 64, 0));
+    s.raw.assign(blocks, vector<uint8_t>(kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS) + 64, 0));
     s.packed.assign(blocks, vector<uint8_t>(kvq_block_bytes(&packed, &l.shape) + 64, 0xff));
     fill_raw(l, s, random);
     pack(l, s);

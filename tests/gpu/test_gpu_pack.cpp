@@ -128,8 +128,9 @@ static const kvq_book *upload_book(const host_cache &c)
 // Learns from `learn` tokens instead of all, and packs anew, at positions `shift` further on.
 static void repack(host_cache &c, uint32_t learn, uint64_t shift)
 {
-    const kvq_layout raw = kvq_layout_raw(&c.shape), packed = kvq_layout_of(c.format, &c.shape);
-    const size_t raw_block = kvq_block_bytes(&raw, &c.shape);
+    const kvq_raw_layout raw = kvq_raw_layout_of(&c.shape);
+    const size_t raw_block = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS);
+    const kvq_layout packed = kvq_layout_of(c.format, &c.shape);
     const size_t block = kvq_block_bytes(&packed, &c.shape);
     const uint32_t unit_tokens = c.format->unit_tokens, heads = c.shape.kv_heads;
     void *workspace = kvt_workspace();
@@ -158,12 +159,12 @@ static void repack(host_cache &c, uint32_t learn, uint64_t shift)
 static on_device put_on_device(const host_cache &c)
 {
     on_device d = {};
-    const kvq_layout raw = kvq_layout_raw(&c.shape), packed = kvq_layout_of(c.format, &c.shape);
+    const kvq_layout packed = kvq_layout_of(c.format, &c.shape);
     const size_t extras = kvq_extras_bytes(c.format, &c.shape);
     d.recipe = kvq_recipe_of(c.format, &c.shape);
     d.its = (const kvq_recipe *)upload(&d.recipe, sizeof(d.recipe));
     d.book = upload_book(c);
-    d.raw_block = kvq_block_bytes(&raw, &c.shape);
+    d.raw_block = kvq_raw_bytes(&d.recipe.raw, KVQ_BLOCK_TOKENS);
     d.block = kvq_block_bytes(&packed, &c.shape);
     d.raw = (uint8_t *)upload(c.raw, c.n_pages * d.raw_block);
     d.blocks = (uint8_t *)device_bytes(c.n_pages * d.block);
@@ -555,9 +556,8 @@ static void check_store(uint64_t seed)
     kvt_rng rng = {seed};
     kvq_shape s = kvt_shape(1, 1 + kvt_below(&rng, 3), 64u << kvt_below(&rng, 3),
                             (uint8_t)(KVQ_F16 + kvt_below(&rng, 2)));
-    const kvq_layout raw = kvq_layout_raw(&s);
     const kvq_recipe recipe = kvq_recipe_of(kvt_format("oscar2"), &s);
-    const size_t block = kvq_block_bytes(&raw, &s);
+    const size_t block = kvq_raw_bytes(&recipe.raw, KVQ_BLOCK_TOKENS);
     const uint32_t start = kvt_below(&rng, 200), tokens = 1 + kvt_below(&rng, full() ? 150 : 60);
     uint8_t *want = (uint8_t *)kvt_guarded(3 * block, 0);
     uint8_t *blocks = (uint8_t *)device_bytes(3 * block);
@@ -569,7 +569,7 @@ static void check_store(uint64_t seed)
             one_k.data = (const uint8_t *)one_k.data + t * one_k.token_stride;
             one_v.data = (const uint8_t *)one_v.data + t * one_v.token_stride;
             kvq_store(cpu, &s, &one_k, &one_v, h, (start + t) % 128, 1,
-                      want + (start + t) / 128 * block + h * raw.record_bytes, &counts);
+                      want + (start + t) / 128 * block, &counts);
         }
     vector<kvq_page> pages(3);
     for (size_t i = 0; i < 3; i++)
@@ -602,11 +602,11 @@ static void test_store(void **)
 static void test_cancelled(void **)
 {
     const kvq_shape s = kvt_shape(1, 2, 64, KVQ_F16);
-    const kvq_layout raw = kvq_layout_raw(&s);
     const kvq_recipe recipe = kvq_recipe_of(kvt_format("oscar2"), &s), *recipes[] = {&recipe};
     const vector<float> zeros(2 * 64 * 8);
     const kvq_view view = {upload_all(zeros), 2 * 64 * 4, 64 * 4, KVQ_F32};
-    const kvq_page page = {NULL, (const uint8_t *)device_bytes(kvq_block_bytes(&raw, &s)), 0, 0};
+    const uint8_t *strip = (const uint8_t *)device_bytes(recipe.raw.strip_bytes);
+    const kvq_page page = {NULL, strip, 0, 0};
     const kvq_recipe *on_it = (const kvq_recipe *)upload(&recipe, sizeof(recipe));
     const kvq_page *on_page = (const kvq_page *)upload(&page, sizeof(page));
     for (const uint32_t word : {0u, 1u}) {

@@ -52,16 +52,18 @@ static uint8_t *odd_tensor(struct kvt_rng *rng, struct kvq_view *view, uint32_t 
 static void check_store_call(const struct pair *p, struct kvt_rng *rng)
 {
     struct kvq_shape s = any_shape(rng);
-    struct kvq_layout raw = kvq_layout_raw(&s);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&s);
     uint32_t slot = kvt_below(rng, 128), n = kvt_below(rng, 129 - slot);
     struct kvq_view k, v;
     uint8_t *dk = odd_tensor(rng, &k, n, &s), *dv = odd_tensor(rng, &v, n, &s);
-    uint8_t *a = kvt_guarded(raw.record_bytes, 0), *b = kvt_guarded(raw.record_bytes, 0);
+    uint8_t *a = kvt_guarded(kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS), 0),
+            *b = kvt_guarded(kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS), 0);
     struct kvq_store_counts ca = {0}, cb = {0};
     kvq_store(p->c, &s, &k, &v, s.kv_heads - 1, slot, n, a, &ca);
     kvq_store(p->k, &s, &k, &v, s.kv_heads - 1, slot, n, b, &cb);
     assert_memory_equal(&ca, &cb, sizeof ca);
-    for (uint32_t i = 0; i < raw.record_bytes / 2; i++) { // NaN may differ in its payload
+    for (uint32_t i = 0; i < kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS) / 2;
+         i++) { // NaN may differ in its payload
         uint16_t x = ((uint16_t *)(void *)a)[i], y = ((uint16_t *)(void *)b)[i];
         bool nan = s.dtype == KVQ_F16 ? isnan(kvt_f16(x)) : isnan(kvt_bf16(x));
         assert_true(x == y || nan);
@@ -82,8 +84,9 @@ static void check_pack_call(const struct pair *p, struct kvt_rng *rng)
     uint64_t seed = kvt_u64(rng);
     struct kvt_cache a = kvt_cache(p->c, format, s, 256, -1, kind, seed);
     struct kvt_cache b = kvt_cache(p->k, format, s, 256, -1, kind, seed);
-    struct kvq_layout raw = kvq_layout_raw(&s), l = kvq_layout_of(a.format, &s);
-    assert_memory_equal(a.raw, b.raw, 2 * kvq_block_bytes(&raw, &s));
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&s);
+    struct kvq_layout l = kvq_layout_of(a.format, &s);
+    assert_memory_equal(a.raw, b.raw, 2 * kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS));
     assert_memory_equal(a.blocks, b.blocks, 2 * kvq_block_bytes(&l, &s));
     kvt_cache_free(&a);
     kvt_cache_free(&b);

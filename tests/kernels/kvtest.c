@@ -250,7 +250,7 @@ struct kvq_view kvt_view(const float *x, uint32_t heads, uint32_t dim)
 
 static void store_all(const struct kvq_kernels *k, struct kvt_cache *c)
 {
-    struct kvq_layout raw = kvq_layout_raw(&c->shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&c->shape);
     size_t token_values = (size_t)c->shape.kv_heads * c->shape.k_dim;
     for (uint32_t t = 0; t < c->tokens; t += 128)
         for (uint32_t h = 0; h < c->shape.kv_heads; h++) {
@@ -260,15 +260,15 @@ static void store_all(const struct kvq_kernels *k, struct kvt_cache *c)
                 kvt_view(c->v + t * token_values, c->shape.kv_heads, c->shape.k_dim);
             uint32_t n = c->tokens - t < 128 ? c->tokens - t : 128;
             struct kvq_store_counts counts = {0};
-            uint8_t *block = c->raw + t / 128 * kvq_block_bytes(&raw, &c->shape);
-            kvq_store(k, &c->shape, &key, &value, h, 0, n, block + (size_t)h * raw.record_bytes,
-                      &counts);
+            uint8_t *block = c->raw + t / 128 * kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS);
+            kvq_store(k, &c->shape, &key, &value, h, 0, n, block, &counts);
         }
 }
 
 static void pack_all(const struct kvq_kernels *k, struct kvt_cache *c)
 {
-    struct kvq_layout raw = kvq_layout_raw(&c->shape), l = kvq_layout_of(c->format, &c->shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&c->shape);
+    struct kvq_layout l = kvq_layout_of(c->format, &c->shape);
     void *workspace = kvt_workspace();
     uint32_t learn = kvq_learn_tokens(c->format, c->tokens);
     for (uint32_t h = 0; h < c->shape.kv_heads && learn && learn <= c->tokens; h++)
@@ -276,7 +276,7 @@ static void pack_all(const struct kvq_kernels *k, struct kvt_cache *c)
     for (uint32_t t = 0; t + c->format->unit_tokens <= c->packed; t += c->format->unit_tokens)
         for (uint32_t h = 0; h < c->shape.kv_heads; h++) {
             struct kvq_unit unit = {
-                .raw_block = c->raw + t / 128 * kvq_block_bytes(&raw, &c->shape),
+                .raw_block = c->raw + t / 128 * kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS),
                 .packed_block = c->blocks + t / 128 * kvq_block_bytes(&l, &c->shape),
                 .head = h,
                 .first = t % 128,
@@ -292,13 +292,14 @@ static void pack_all(const struct kvq_kernels *k, struct kvt_cache *c)
 
 static void set_pages(struct kvt_cache *c)
 {
-    struct kvq_layout raw = kvq_layout_raw(&c->shape), l = kvq_layout_of(c->format, &c->shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&c->shape);
+    struct kvq_layout l = kvq_layout_of(c->format, &c->shape);
     for (uint32_t i = 0; i < c->n_pages; i++) {
         uint32_t tokens = c->tokens - i * 128 < 128 ? c->tokens - i * 128 : 128;
         uint32_t packed = c->packed > i * 128 ? c->packed - i * 128 : 0;
         c->pages[i] = (struct kvq_page){
             .packed = c->blocks + i * kvq_block_bytes(&l, &c->shape),
-            .raw = c->raw + i * kvq_block_bytes(&raw, &c->shape),
+            .raw = c->raw + i * kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS),
             .tokens = (uint16_t)tokens,
             .packed_tokens = (uint16_t)(packed < tokens ? packed : tokens),
         };
@@ -312,16 +313,18 @@ struct kvt_cache kvt_cache_of(const struct kvq_kernels *k, const char *format,
     struct kvt_cache c = {.shape = shape, .format = kvt_format(format), .tokens = tokens};
     c.book = kvt_book(c.format, &shape);
     uint32_t channels = (uint32_t)shape.kv_heads * shape.k_dim;
-    struct kvq_layout raw = kvq_layout_raw(&shape), l = kvq_layout_of(c.format, &shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&shape);
+    struct kvq_layout l = kvq_layout_of(c.format, &shape);
     c.packed =
         packed < 0 ? tokens / c.format->unit_tokens * c.format->unit_tokens : (uint32_t)packed;
     c.n_pages = (tokens + 127) / 128;
     c.k = kvt_guarded(sizeof(float) * tokens * channels, 4);
     c.v = kvt_guarded(sizeof(float) * tokens * channels, 4);
-    c.raw = kvt_guarded(c.n_pages * kvq_block_bytes(&raw, &shape), 0);
+    c.raw = kvt_guarded(c.n_pages * kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS), 0);
     c.blocks = kvt_guarded(c.n_pages * kvq_block_bytes(&l, &shape), 0);
     c.pages = kvt_guarded(c.n_pages * sizeof *c.pages, 0);
-    memset(c.raw, 0xff, c.n_pages * kvq_block_bytes(&raw, &shape)); // NaN where nobody stored
+    memset(c.raw, 0xff,
+           c.n_pages * kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS)); // NaN where nobody stored
     fill(data, &shape, c.k, c.v, tokens);
     if (kvq_extras_bytes(c.format, &shape)) {
         c.extras = kvt_guarded(kvq_extras_bytes(c.format, &shape), 0);

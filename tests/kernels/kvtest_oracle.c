@@ -456,9 +456,9 @@ static void raw_key(const struct kvq_attend *a, uint32_t head, const uint8_t *bl
                     double *k, double *v)
 {
     size_t row = 2 * (size_t)a->shape->k_dim;
-    block += head * 128 * 2 * row;
-    load_row(a, block + t * row, k);
-    load_row(a, block + (128 + t) * row, v);
+    block += (t / 32 * a->shape->kv_heads + head) * 64 * row;
+    load_row(a, block + t % 32 * row, k);
+    load_row(a, block + (32 + t % 32) * row, v);
 }
 
 // The first tokens are never read packed.

@@ -327,13 +327,12 @@ static void test_short_pages(void **state)
 // Fills tokens [from, to) of all heads of a raw block with NaN.
 static void spoil(const struct kvt_cache *c, const uint8_t *block, uint32_t from, uint32_t to)
 {
-    struct kvq_layout raw = kvq_layout_raw(&c->shape);
-    size_t row = 2u * c->shape.k_dim;
-    for (uint32_t h = 0; h < c->shape.kv_heads; h++) {
-        uint8_t *record = (uint8_t *)block + (size_t)h * raw.record_bytes;
-        memset(record + from * row, 0xff, (to - from) * row);
-        memset(record + raw.v_offset + from * row, 0xff, (to - from) * row);
-    }
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&c->shape);
+    for (uint32_t h = 0; h < c->shape.kv_heads; h++)
+        for (uint32_t t = from; t < to; t++) {
+            memset((uint8_t *)block + kvq_raw_at(&raw, h, t, false), 0xff, raw.row_bytes);
+            memset((uint8_t *)block + kvq_raw_at(&raw, h, t, true), 0xff, raw.row_bytes);
+        }
 }
 
 // A fork in the middle of a packed block: the shared tokens packed, later ones raw, in one group.
@@ -537,7 +536,7 @@ static void test_output_saturates(void **state)
     struct kvq_shape shape = kvt_shape(1, 1, 64, KVQ_BF16);
     struct kvt_cache c = kvt_cache(all_kernels[0], "bf16", shape, 32, 0, KVT_NORMAL, kvt_seed());
     struct kvt_request r = kvt_request(&c, 1, kvt_seed());
-    uint16_t out[64], *values = (uint16_t *)(void *)(c.raw + 128 * 2 * 64);
+    uint16_t out[64], *values = (uint16_t *)(void *)(c.raw + 32 * 2 * 64);
     for (int i = 0; i < 32 * 64; i++)
         values[i] = i % 2 ? 0x4f00 : 0xcf00; // about 2^31
     r.a.out = out;

@@ -529,9 +529,9 @@ static void test_constant_groups(void **state)
         for (size_t j = 0; j < sizeof values / sizeof *values; j++) {
             struct unit u = unit_of(names[i], 64u << i % 3, KVQ_F16, KVT_NORMAL, 0.0f);
             void *workspace = kvt_workspace();
-            struct kvq_layout raw = kvq_layout_raw(&u.c.shape);
+            struct kvq_raw_layout raw = kvq_raw_layout_of(&u.c.shape);
             uint16_t *at = (void *)u.c.raw;
-            for (uint32_t e = 0; e < raw.record_bytes / 2; e++)
+            for (uint32_t e = 0; e < kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS) / 2; e++)
                 at[e] = kvq__f32_to_f16(values[j]);
             for (uint32_t t = 0; t < 128; t += u.format.unit_tokens)
                 kvq_pack(kernels, &u.format, &u.c.shape,

@@ -22,7 +22,8 @@ static const struct kvq_kernels *kernels;
 struct session {
     const struct kvq_format *f;
     struct kvq_shape s;
-    struct kvq_layout raw, packed;
+    struct kvq_raw_layout raw;
+    struct kvq_layout packed;
     uint32_t tokens, done, learn; // stored, packed; how many it learns from
     bool learned, secret;         // secret: publishes no outliers
     uint8_t *raws, *blocks, *extras;
@@ -38,11 +39,11 @@ static struct session open_session(const char *format, uint32_t heads, uint32_t 
     if (x.f->raw_dtype)
         x.s.dtype = x.f->raw_dtype;
     size_t n = (room + 127) / 128, extras = kvq_extras_bytes(x.f, &x.s);
-    x.raw = kvq_layout_raw(&x.s);
+    x.raw = kvq_raw_layout_of(&x.s);
     x.packed = kvq_layout_of(x.f, &x.s);
     x.learn = kvq_learn_tokens(x.f, prompt);
     x.book = kvt_book(x.f, &x.s);
-    x.raws = kvt_guarded(n * kvq_block_bytes(&x.raw, &x.s), 0);
+    x.raws = kvt_guarded(n * kvq_raw_bytes(&x.raw, KVQ_BLOCK_TOKENS), 0);
     x.blocks = kvt_guarded(n * kvq_block_bytes(&x.packed, &x.s), 0);
     x.pages = kvt_guarded(n * sizeof *x.pages, 0);
     x.extras = extras ? kvt_guarded(extras, 0) : NULL;
@@ -52,7 +53,7 @@ static struct session open_session(const char *format, uint32_t heads, uint32_t 
         kvq_extras_init(x.f, &x.s, x.extras);
     for (size_t i = 0; i < n; i++)
         x.pages[i] = (struct kvq_page){.packed = x.blocks + i * kvq_block_bytes(&x.packed, &x.s),
-                                       .raw = x.raws + i * kvq_block_bytes(&x.raw, &x.s)};
+                                       .raw = x.raws + i * kvq_raw_bytes(&x.raw, KVQ_BLOCK_TOKENS)};
     return x;
 }
 
@@ -114,8 +115,7 @@ static void append(struct session *x, const float *k, const float *v, uint32_t n
         uint8_t *block = (uint8_t *)x->pages[x->tokens / 128].raw;
         some = end - x->tokens < 128 - slot ? end - x->tokens : 128 - slot;
         for (uint32_t h = 0; h < x->s.kv_heads; h++)
-            kvq_store(kernels, &x->s, &kv, &vv, h, slot, some,
-                      block + (size_t)h * x->raw.record_bytes, &counts);
+            kvq_store(kernels, &x->s, &kv, &vv, h, slot, some, block, &counts);
     }
     advance(x);
 }
@@ -202,9 +202,9 @@ static void check_factors(uint32_t tokens, uint32_t prompt, uint32_t learn)
             size_t record = kvq_extras_bytes(x.f, &x.s) / HEADS;
             double most = 0;
             for (uint32_t t = 32; t < learn; t++) {
-                const uint8_t *raw = x.pages[t / 128].raw + h * x.raw.record_bytes;
+                const uint8_t *raw = x.pages[t / 128].raw;
                 uint16_t half;
-                memcpy(&half, raw + ((size_t)(t % 128) * DIM + c) * 2, 2);
+                memcpy(&half, raw + kvq_raw_at(&x.raw, h, t % 128, false) + 2 * c, 2);
                 most = fmax(most, fabs(kvt_bf16(half)));
             }
             uint16_t want = to_f16(sqrt(most)), got;

@@ -271,7 +271,8 @@ static void test_packing(void **state)
     (void)state;
     struct kvt_cache c = kvt_cache(all_kernels[0], "oscar2", kvt_shape(1, 3, 128, KVQ_F16), 1024,
                                    -1, KVT_NORMAL, kvt_seed());
-    struct kvq_layout raw = kvq_layout_raw(&c.shape), l = kvq_layout_of(c.format, &c.shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&c.shape);
+    struct kvq_layout l = kvq_layout_of(c.format, &c.shape);
     size_t bytes = kvq_block_bytes(&l, &c.shape);
     uint8_t *blocks = kvt_guarded(8 * bytes, 0);
     for (unsigned threads = 1; threads <= 5; threads += 2) {
@@ -279,11 +280,11 @@ static void test_packing(void **state)
         struct kvq_pool *pool;
         memset(blocks, 0, 8 * bytes);
         for (int i = 0; i < 8; i++)
-            jobs[i] =
-                (struct kvq_pack_job){c.format,
-                                      &c.shape,
-                                      {.raw_block = c.raw + i * kvq_block_bytes(&raw, &c.shape),
-                                       .packed_block = blocks + i * bytes}};
+            jobs[i] = (struct kvq_pack_job){
+                c.format,
+                &c.shape,
+                {.raw_block = c.raw + i * kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS),
+                 .packed_block = blocks + i * bytes}};
         assert_int_equal(kvq_pool_open(&pool, threads, false), 0);
         kvq_pool_pack(pool, all_kernels[n_kernels - 1], jobs, 8);
         kvq_pool_pack(pool, all_kernels[n_kernels - 1], jobs, 0);

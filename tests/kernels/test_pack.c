@@ -41,10 +41,11 @@ static struct packed packed_of(const struct kvq_format *f, uint32_t dim, uint8_t
 {
     struct packed p = {.shape = kvt_shape(1, 1, dim, dtype), .format = *f};
     p.format.unit_tokens = 32;
-    struct kvq_layout raw = kvq_layout_raw(&p.shape), l = kvq_layout_of(&p.format, &p.shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&p.shape);
+    struct kvq_layout l = kvq_layout_of(&p.format, &p.shape);
     p.k = kvt_guarded(sizeof(float) * 32 * dim, 0);
     p.v = kvt_guarded(sizeof(float) * 32 * dim, 0);
-    p.raw = kvt_guarded(raw.record_bytes, 0);
+    p.raw = kvt_guarded(kvq_raw_bytes(&raw, 32), 0);
     p.block = p.group = kvt_guarded(l.record_bytes, 0);
     return p;
 }
@@ -287,7 +288,7 @@ static void test_frozen_bytes(void **state)
         {"oscar3", 64, 0x3777b559337118ddu},
         {"oscar3", 256, 0x6ef7996a9788f682u},
         {"oscar2-xh", 128, 0x61ff7de88160e230u},
-        {"f16", 128, 0xbd8c75e8542ee481u},
+        {"f16", 128, 0x6acb5d066f1dbd81u},
         {"kivi1", 128, 0x8b87caa3a3ea6df5u},
         {"kivi1", 64, 0x8e4d814c4f1ee99bu},
         {"kivi2", 128, 0x52b6e64169ca798du},
@@ -318,12 +319,12 @@ static void test_frozen_bytes(void **state)
             c.k[j] = (float)((j * 2654435761u >> 20) % 257) / 64.0f - 2.0f;
             c.v[j] = (float)((j * 2246822519u >> 20) % 263) / 64.0f - 2.0f;
         }
-        struct kvq_layout raw = kvq_layout_raw(&s), l = kvq_layout_of(c.format, &s);
+        struct kvq_layout l = kvq_layout_of(c.format, &s);
         struct kvq_view k = kvt_view(c.k, 2, s.k_dim), v = kvt_view(c.v, 2, s.k_dim);
         struct kvq_store_counts counts = {0};
         void *workspace = kvt_workspace();
         for (uint32_t h = 0; h < 2; h++)
-            kvq_store(kernels, &s, &k, &v, h, 0, 128, c.raw + h * raw.record_bytes, &counts);
+            kvq_store(kernels, &s, &k, &v, h, 0, 128, c.raw, &counts);
         uint32_t unit = c.format->unit_tokens;
         assert_null(c.extras);
         for (uint32_t i = 0; i < 2 * 128 / unit; i++)
@@ -493,7 +494,7 @@ static void test_store_counts(void **state)
     kvq_store(kernels, &p.shape, &k, &v, 0, 0, 32, p.raw, &p.counts);
     assert_int_equal(p.counts.nonfinite, 3);
     assert_int_equal(p.counts.saturated, 2);
-    const uint8_t *raw_v = p.raw + kvq_layout_raw(&p.shape).v_offset;
+    const uint8_t *raw_v = p.raw + kvq_raw_layout_of(&p.shape).v_offset;
     assert_int_equal(u16_at(raw_v, 10), 0x7bff);
     assert_int_equal(u16_at(raw_v, 11), 0xfbff);
     assert_int_equal(u16_at(raw_v, 12), 0x7bff);
@@ -509,8 +510,9 @@ static void test_pieces(void **state)
     struct kvq_shape s = kvt_shape(2, 2, 64, KVQ_F16);
     (void)state;
     struct kvt_cache whole = kvt_cache(kernels, "oscar3", s, 640, -1, KVT_OUTLIERS, kvt_seed());
-    struct kvq_layout raw = kvq_layout_raw(&s), l = kvq_layout_of(whole.format, &s);
-    size_t raw_bytes = kvq_block_bytes(&raw, &s), bytes = kvq_block_bytes(&l, &s);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&s);
+    struct kvq_layout l = kvq_layout_of(whole.format, &s);
+    size_t raw_bytes = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS), bytes = kvq_block_bytes(&l, &s);
     uint8_t *window = kvt_guarded(raw_bytes, 0), *blocks = kvt_guarded(5 * bytes, 0);
     void *workspace = kvt_workspace();
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
@@ -523,7 +525,7 @@ static void test_pieces(void **state)
             struct kvq_view v = kvt_view(whole.v + t * 128, 2, 64);
             struct kvq_store_counts counts = {0};
             for (uint32_t h = 0; h < 2; h++)
-                kvq_store(kernels, &s, &k, &v, h, slot, n, window + h * raw.record_bytes, &counts);
+                kvq_store(kernels, &s, &k, &v, h, slot, n, window, &counts);
             for (uint32_t h = 0; h < 2 && slot + n == 128; h++)
                 kvq_pack(kernels, whole.format, &s,
                          &(struct kvq_unit){.raw_block = window,

@@ -16,6 +16,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "kernels/layout.h"
 #include "proto/ring.h"
 #include "proto/wire.h"
 
@@ -57,7 +58,7 @@ struct fake_script fake_good(void)
                                 .ring_magic = KVQ_SHM_MAGIC_REQUEST,
                                 .isa = "c",
                                 .tables = KVQ_TABLE_VERSION_MAX,
-                                .layout = 1,
+                                .layout = KVQ_LAYOUT_ID,
                                 .span = 8 << 21,
                                 .extent_bytes = 1 << 21,
                                 .table_magic = KVQ_SHM_MAGIC_TABLE,

@@ -276,14 +276,15 @@ static struct errors packed_errors(const char *format, const struct kvq_book *bo
     const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_AVX512);
     const struct kvq_format *f = kvt_format(format);
     struct kvq_shape s = kvt_shape(1, HEADS, DIM, KVQ_F16);
-    struct kvq_layout raw_layout = kvq_layout_raw(&s), layout = kvq_layout_of(f, &s);
+    struct kvq_raw_layout raw_layout = kvq_raw_layout_of(&s);
+    struct kvq_layout layout = kvq_layout_of(f, &s);
     struct kvq_store_counts counts = {0};
     struct kvq_page pages[TOKENS / 128];
     double wrong[2] = {0}, all[2] = {0};
     void *workspace = kvt_workspace();
     static float rows[2][TOKENS][DIM];
     for (uint32_t i = 0; i < TOKENS / 128; i++) {
-        uint8_t *raw = kvt_guarded(kvq_block_bytes(&raw_layout, &s), 0);
+        uint8_t *raw = kvt_guarded(kvq_raw_bytes(&raw_layout, KVQ_BLOCK_TOKENS), 0);
         uint8_t *packed = kvt_guarded(kvq_block_bytes(&layout, &s), 0);
         memset(packed, 0, kvq_block_bytes(&layout, &s));
         pages[i] = (struct kvq_page){.packed = packed, .raw = raw, .tokens = 128};
@@ -291,7 +292,7 @@ static struct errors packed_errors(const char *format, const struct kvq_book *bo
         for (uint32_t h = 0; h < HEADS; h++) {
             struct kvq_view k = {x->k[layer][h][128 * i], DIM * sizeof(float), 0, KVQ_F32};
             struct kvq_view v = {x->v[layer][h][128 * i], DIM * sizeof(float), 0, KVQ_F32};
-            kvq_store(kernels, &s, &k, &v, 0, 0, 128, raw + h * raw_layout.record_bytes, &counts);
+            kvq_store(kernels, &s, &k, &v, h, 0, 128, raw, &counts);
         }
         for (uint32_t h = 0; h < HEADS; h++)
             for (uint32_t t = 0; t < 128; t += f->unit_tokens) {

@@ -115,14 +115,12 @@ static int make_book(struct rig_cache *c, uint64_t *state, char *text)
 static void store_source(struct rig_cache *c, const struct kvq_kernels *k, const float *x,
                          uint8_t *block)
 {
-    struct kvq_layout l = kvq_layout_raw(&c->shape);
     struct kvq_store_counts counts = {0};
     int64_t row = (int64_t)sizeof *x * c->shape.k_dim;
     struct kvq_view view_k = {x, row * c->shape.kv_heads, row, KVQ_F32}, view_v = view_k;
     view_v.data = x + (size_t)KVQ_BLOCK_TOKENS * c->shape.kv_heads * c->shape.k_dim;
     for (uint32_t h = 0; h < c->shape.kv_heads; h++)
-        kvq_store(k, &c->shape, &view_k, &view_v, h, 0, KVQ_BLOCK_TOKENS,
-                  block + h * l.record_bytes, &counts);
+        kvq_store(k, &c->shape, &view_k, &view_v, h, 0, KVQ_BLOCK_TOKENS, block, &counts);
 }
 
 // What formats learn, they learn from the sources as if those were a session's first tokens.
@@ -336,8 +334,9 @@ static int make(struct rig_cache *c, const struct rig_wish *w, char *text)
     };
     if (kvq_shape_check(&c->shape, &c->format, text, RIG_TEXT))
         return -1;
-    struct kvq_layout raw = kvq_layout_raw(&c->shape), l = kvq_layout_of(&c->format, &c->shape);
-    c->raw_bytes = kvq_block_bytes(&raw, &c->shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&c->shape);
+    struct kvq_layout l = kvq_layout_of(&c->format, &c->shape);
+    c->raw_bytes = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS);
     c->packed_bytes = kvq_is_raw(&c->format) ? c->raw_bytes : kvq_block_bytes(&l, &c->shape);
     c->recipe = kvq_recipe_of(&c->format, &c->shape);
     c->sessions = w->sessions;

@@ -51,8 +51,8 @@ static size_t packed_bytes(const struct bench_cache *c)
 
 static size_t raw_bytes(const struct bench_cache *c)
 {
-    struct kvq_layout l = kvq_layout_raw(&c->shape);
-    return kvq_block_bytes(&l, &c->shape);
+    struct kvq_raw_layout l = kvq_raw_layout_of(&c->shape);
+    return kvq_raw_bytes(&l, KVQ_BLOCK_TOKENS);
 }
 
 uint32_t bench_page_tokens(const struct bench_cache *c, uint32_t page)
@@ -71,7 +71,6 @@ static void make_raw_source(const struct bench_cache *c, const struct kvq_kernel
 {
     const struct kvq_shape *s = &c->shape;
     size_t n = (size_t)KVQ_BLOCK_TOKENS * s->kv_heads * s->k_dim, row = sizeof(float) * s->k_dim;
-    struct kvq_layout l = kvq_layout_raw(s);
     struct kvq_store_counts counts = {0};
     bench_normal(i + 1, tokens, 2 * n);
     struct kvq_view view_k = {tokens, (int64_t)(row * s->kv_heads), (int64_t)row, KVQ_F32};
@@ -79,8 +78,7 @@ static void make_raw_source(const struct bench_cache *c, const struct kvq_kernel
     view_v.data = tokens + n;
     uint8_t *block = (uint8_t *)c->sources.data + i * raw_bytes(c);
     for (uint32_t h = 0; h < s->kv_heads; h++)
-        kvq_store(k, s, &view_k, &view_v, h, 0, KVQ_BLOCK_TOKENS, block + h * l.record_bytes,
-                  &counts);
+        kvq_store(k, s, &view_k, &view_v, h, 0, KVQ_BLOCK_TOKENS, block, &counts);
 }
 
 static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)

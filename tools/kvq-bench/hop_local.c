@@ -89,14 +89,13 @@ static void fill_page(const struct hop_local *l, const struct hop_case *c, uint3
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
     const struct kvq_shape *s = &l->shape;
     const size_t row = (size_t)s->kv_heads * s->k_dim;
-    const uint32_t record = kvq_layout_raw(s).record_bytes;
     const uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS, left = c->tokens - start;
     const uint32_t n = left < KVQ_BLOCK_TOKENS ? (uint32_t)left : KVQ_BLOCK_TOKENS;
     struct kvq_view vk = {c->k + start * row, (int64_t)(2 * row), 2 * s->k_dim, KVQ_F16};
     struct kvq_view vv = {c->v + start * row, (int64_t)(2 * row), 2 * s->k_dim, KVQ_F16};
     struct kvq_store_counts counts = {0};
     for (uint32_t h = 0; h < s->kv_heads; h++)
-        kvq_store(k, s, &vk, &vv, h, 0, n, raw + h * record, &counts);
+        kvq_store(k, s, &vk, &vv, h, 0, n, raw, &counts);
     for (uint32_t t = 0; t < n && start + t < c->packed; t += l->format->unit_tokens)
         for (uint32_t h = 0; h < s->kv_heads; h++)
             kvq_pack(k, l->format, s,
@@ -122,10 +121,11 @@ static void fill_image(const struct hop_local *l, const struct hop_case *c, uint
 
 static void lay_out(struct hop_local *l, const struct hop_case *c)
 {
-    struct kvq_layout raw = kvq_layout_raw(&l->shape), packed = {0};
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&l->shape);
+    struct kvq_layout packed = {0};
     if (!kvq_is_raw(l->format))
         packed = kvq_layout_of(l->format, &l->shape);
-    l->raw_bytes = kvq_block_bytes(&raw, &l->shape);
+    l->raw_bytes = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS);
     l->packed_bytes = c->packed ? kvq_block_bytes(&packed, &l->shape) : 0;
     l->n_pages = (uint32_t)((c->tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
     l->packed_pages = (uint32_t)((c->packed + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);

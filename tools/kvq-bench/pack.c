@@ -57,12 +57,11 @@ static void store_item(void *ctx, uint32_t item, void *workspace)
     int64_t row = (int64_t)sizeof(uint16_t) * s->k_dim;
     const uint8_t *from = (const uint8_t *)r->tokens.data + 2 * block * tokens_bytes(r);
     struct kvq_view k = {from, row * s->kv_heads, row, KVQ_F16}, v = k;
-    struct kvq_layout l = kvq_layout_raw(s);
     struct kvq_store_counts counts = {0};
     (void)workspace;
     v.data = from + tokens_bytes(r);
-    uint8_t *record = (uint8_t *)r->raw.data + block * r->raw_bytes + head * l.record_bytes;
-    kvq_store(r->k, s, &k, &v, head, 0, KVQ_BLOCK_TOKENS, record, &counts);
+    kvq_store(r->k, s, &k, &v, head, 0, KVQ_BLOCK_TOKENS,
+              (uint8_t *)r->raw.data + block * r->raw_bytes, &counts);
 }
 
 // Blocks of the piece that starts at r->first.
@@ -201,7 +200,7 @@ static bool fill_tokens(struct run *r)
     size_t n = 2 * tokens_bytes(r) / sizeof(uint16_t); // of a block
     size_t half = (size_t)KVQ_BLOCK_TOKENS * r->shape.k_dim;
     one.kv_heads = one.q_heads = 1;
-    struct kvq_layout l = kvq_layout_raw(&one);
+    struct kvq_raw_layout l = kvq_raw_layout_of(&one);
     if (!bench_memory_take(&numbers, n * sizeof(float)))
         return false;
     for (uint32_t block = 0; block < r->blocks; block++) {
@@ -212,7 +211,8 @@ static bool fill_tokens(struct run *r)
                             v = k;
             v.data = (const float *)k.data + half;
             kvq_store(r->k, &one, &k, &v, 0, 0, KVQ_BLOCK_TOKENS,
-                      (uint8_t *)r->tokens.data + 2 * block * tokens_bytes(r) + i * l.record_bytes,
+                      (uint8_t *)r->tokens.data + 2 * block * tokens_bytes(r) +
+                          i * kvq_raw_bytes(&l, KVQ_BLOCK_TOKENS),
                       &counts);
         }
     }
@@ -222,12 +222,12 @@ static bool fill_tokens(struct run *r)
 
 static bool take_memory(struct run *r)
 {
-    struct kvq_layout l = kvq_layout_raw(&r->shape);
+    struct kvq_raw_layout l = kvq_raw_layout_of(&r->shape);
     size_t blocks = 2 * bench_last_level_cache() / (2 * tokens_bytes(r));
     r->blocks = blocks < MIN_BLOCKS   ? MIN_BLOCKS
                 : blocks > MAX_BLOCKS ? MAX_BLOCKS
                                       : (uint32_t)blocks;
-    r->raw_bytes = kvq_block_bytes(&l, &r->shape); // no packed block is larger
+    r->raw_bytes = kvq_raw_bytes(&l, KVQ_BLOCK_TOKENS); // no packed block is larger
     r->jobs = calloc(r->blocks, sizeof *r->jobs);
     return r->jobs && bench_memory_take(&r->tokens, r->blocks * 2 * tokens_bytes(r)) &&
            bench_memory_take(&r->raw, r->blocks * r->raw_bytes) &&

@@ -32,9 +32,10 @@ static void *take(size_t bytes)
 
 static bool take_memory(struct quality_layer *l)
 {
-    struct kvq_layout raw = kvq_layout_raw(&l->shape), packed = kvq_layout_of(&l->m.f, &l->shape);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(&l->shape);
+    struct kvq_layout packed = kvq_layout_of(&l->m.f, &l->shape);
     size_t n = blocks_of(l), extras = kvq_extras_bytes(&l->m.f, &l->shape);
-    l->raw_bytes = kvq_block_bytes(&raw, &l->shape);
+    l->raw_bytes = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS);
     l->packed_bytes = kvq_block_bytes(&packed, &l->shape);
     l->raw = take(n * l->raw_bytes);
     l->seen = take(n * l->raw_bytes);
@@ -100,10 +101,8 @@ static void store(const struct quality_layer *l, uint8_t *blocks, uint64_t at, u
                   const struct kvq_view *k, const struct kvq_view *v, uint32_t n)
 {
     struct kvq_store_counts counts = {0};
-    struct kvq_layout raw = kvq_layout_raw(&l->shape);
-    uint8_t *record = blocks + at / KVQ_BLOCK_TOKENS * l->raw_bytes + head * raw.record_bytes;
-    kvq_store(kernels(), &l->shape, k, v, head, (uint32_t)(at % KVQ_BLOCK_TOKENS), n, record,
-              &counts);
+    kvq_store(kernels(), &l->shape, k, v, head, (uint32_t)(at % KVQ_BLOCK_TOKENS), n,
+              blocks + at / KVQ_BLOCK_TOKENS * l->raw_bytes, &counts);
 }
 
 static void set_page_tokens(struct quality_layer *l)

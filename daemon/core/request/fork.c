@@ -518,10 +518,13 @@ static void copy_packed(const struct kvq__layer *l, const struct kvq__copy *c)
 // Only rows that are committed: a step of the source may be writing those behind them.
 static void copy_raw(const struct kvq__layer *l, const struct kvq__copy *c)
 {
-    for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
-        size_t k = (size_t)h * l->raw_layout.record_bytes, v = k + l->raw_layout.v_offset;
-        memcpy(c->to + k, c->from + k, (size_t)c->tokens * 2 * l->shape.k_dim);
-        memcpy(c->to + v, c->from + v, (size_t)c->tokens * 2 * l->shape.v_dim);
+    const struct kvq_raw_layout *raw = &l->raw_layout;
+    uint32_t whole = c->tokens / KVQ_GROUP_TOKENS * KVQ_GROUP_TOKENS, rest = c->tokens - whole;
+    memcpy(c->to, c->from, kvq_raw_bytes(raw, whole));
+    for (uint32_t h = 0; h < l->shape.kv_heads && rest; h++) {
+        uint32_t k = kvq_raw_at(raw, h, whole, false), v = k + raw->v_offset;
+        memcpy(c->to + k, c->from + k, (size_t)rest * raw->row_bytes);
+        memcpy(c->to + v, c->from + v, (size_t)rest * raw->row_bytes);
     }
 }
 

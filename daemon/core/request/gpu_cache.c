@@ -290,16 +290,18 @@ int kvq__gpu_accept_wave(struct kvq__queue *q)
 
 // ---- Fork ----
 
+enum { FORK_JOBS = 3 }; // of a raw block: whole strips, then rows of K and of V
+
 size_t kvq__gpu_fork_room(const struct kvq__queue *q, uint32_t i)
 {
-    return 2 * (size_t)q->work[i].n_items * sizeof(struct kvq_gpu_copy);
+    return FORK_JOBS * (size_t)q->work[i].n_items * sizeof(struct kvq_gpu_copy);
 }
 
 static struct kvq_gpu_copy *fill_copy(const struct kvq__layer *l, const struct kvq__copy *c,
                                       struct kvq_gpu_copy *next)
 {
-    size_t k = (size_t)c->tokens * 2 * l->shape.k_dim, v = (size_t)c->tokens * 2 * l->shape.v_dim;
-    size_t at = l->raw_layout.v_offset;
+    const struct kvq_raw_layout *raw = &l->raw_layout;
+    uint32_t strips = c->tokens / KVQ_GROUP_TOKENS, rest = c->tokens % KVQ_GROUP_TOKENS;
     assert(!c->packed || c->tokens % KVQ_GROUP_TOKENS == 0);
     if (c->packed) {
         size_t n =
@@ -308,10 +310,13 @@ static struct kvq_gpu_copy *fill_copy(const struct kvq__layer *l, const struct k
                                         (uint32_t)n, l->shape.kv_heads};
         return next;
     }
-    *next++ = (struct kvq_gpu_copy){c->to,       c->from,          NULL, l->raw_layout.record_bytes,
-                                    (uint32_t)k, l->shape.kv_heads};
-    *next++ = (struct kvq_gpu_copy){c->to + at,  c->from + at,     NULL, l->raw_layout.record_bytes,
-                                    (uint32_t)v, l->shape.kv_heads};
+    size_t k = (size_t)strips * raw->strip_bytes, v = k + raw->v_offset;
+    if (strips)
+        *next++ =
+            (struct kvq_gpu_copy){c->to, c->from, NULL, raw->strip_bytes, raw->strip_bytes, strips};
+    for (size_t at = k; rest && at <= v; at += raw->v_offset)
+        *next++ = (struct kvq_gpu_copy){c->to + at,      c->from + at,          NULL,
+                                        raw->part_bytes, rest * raw->row_bytes, l->shape.kv_heads};
     return next;
 }
 
@@ -321,7 +326,7 @@ int kvq__gpu_fork_wave(struct kvq__queue *q)
     uint32_t n = 0;
     kvq__wave_begin(&wave, q);
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
-        n += kvq__wave_has(q, i) ? 2 * q->work[i].n_items : 0;
+        n += kvq__wave_has(q, i) ? FORK_JOBS * q->work[i].n_items : 0;
     struct kvq_gpu_copy *jobs = kvq__wave_take(&wave, n * sizeof *jobs), *next = jobs;
     for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         for (uint32_t j = 0; kvq__wave_has(q, i) && j < q->work[i].n_items; j++) {

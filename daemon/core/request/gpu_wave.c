@@ -30,7 +30,7 @@ void kvq__wave_begin(struct kvq__wave *wave, struct kvq__queue *q)
 static bool is_same(const struct kvq_recipe *a, const struct kvq_recipe *b)
 {
     return a->dim == b->dim && a->kv_heads == b->kv_heads && a->dtype == b->dtype &&
-           a->v.rotation == b->v.rotation && a->raw.record_bytes == b->raw.record_bytes;
+           a->v.rotation == b->v.rotation && a->raw.strip_bytes == b->raw.strip_bytes;
 }
 
 const struct kvq_recipe *kvq__wave_recipe(struct kvq__wave *wave, const struct kvq__layer *l)

@@ -8,7 +8,7 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
-enum { CHUNK = 32 }; // tokens of one item
+enum { CHUNK = KVQ_GROUP_TOKENS }; // tokens of one item
 
 // ---- Start ----
 
@@ -107,18 +107,18 @@ static uint32_t count_read(const struct kvq__entry *w)
     return w->n_items;
 }
 
-// Rounds to the client's 16-bit dtype as storing does: the first rows of a raw record are K's.
-// K and V have the same head_dim.
+// Rounds to the client's 16-bit dtype as storing does: a strip begins with the rows of K of its
+// first head. K and V have the same head_dim.
 static const uint8_t *round_rows(const struct kvq__queue *q, const float *rows, uint32_t n,
-                                 uint8_t dtype, const struct kvq_shape *shape, uint8_t *record)
+                                 uint8_t dtype, const struct kvq_shape *shape, uint8_t *strip)
 {
     struct kvq_shape one = *shape;
     struct kvq_store_counts ignored = {0};
     struct kvq_view from = {rows, (int64_t)(sizeof(float) * shape->k_dim), 0, KVQ_F32};
     assert(n <= CHUNK);
     one.dtype = dtype;
-    kvq_store(q->core->config.kernels, &one, &from, &from, 0, 0, n, record, &ignored);
-    return record;
+    kvq_store(q->core->config.kernels, &one, &from, &from, 0, 0, n, strip, &ignored);
+    return strip;
 }
 
 // Writes rows [0, n) from row-major `from` into a view.
@@ -134,7 +134,7 @@ static void scatter(const struct kvq__queue *q, uint32_t view, uint64_t row, uin
 static void run_read(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     _Alignas(64) float k_rows[CHUNK * KVQ_MAX_HEAD_DIM], v_rows[CHUNK * KVQ_MAX_HEAD_DIM];
-    _Alignas(64) uint8_t record[KVQ_BLOCK_TOKENS * KVQ_MAX_HEAD_DIM * 4];
+    _Alignas(64) uint8_t strip[CHUNK * KVQ_MAX_HEAD_DIM * 4]; // of one head
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
     uint32_t head = item % l->shape.kv_heads;
@@ -159,7 +159,7 @@ static void run_read(const struct kvq__queue *q, uint32_t i, uint32_t item, void
         size_t row_bytes = (size_t)l->shape.k_dim * kvq__dtype_bytes(dtype);
         const void *source = rows;
         if (dtype != KVQ_F32)
-            source = round_rows(q, rows, n, dtype, &l->shape, record);
+            source = round_rows(q, rows, n, dtype, &l->shape, strip);
         scatter(q, view, row, head, n, source, row_bytes);
     }
 }

@@ -147,16 +147,15 @@ static uint32_t count_change(const struct kvq__entry *w)
 static void move_token(const struct kvq__layer *l, const struct kvq_page *pages, uint64_t from,
                        uint64_t to)
 {
-    size_t k = 2u * l->shape.k_dim, v = 2u * l->shape.v_dim;
     uint32_t a = from % KVQ_BLOCK_TOKENS, b = to % KVQ_BLOCK_TOKENS;
     const uint8_t *source = pages[from / KVQ_BLOCK_TOKENS].raw;
     uint8_t *target = (uint8_t *)pages[to / KVQ_BLOCK_TOKENS].raw;
     assert(to < from);
     for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
-        size_t record = (size_t)h * l->raw_layout.record_bytes;
-        memcpy(target + record + b * k, source + record + a * k, k);
-        record += l->raw_layout.v_offset;
-        memcpy(target + record + b * v, source + record + a * v, v);
+        uint32_t at = kvq_raw_at(&l->raw_layout, h, a, false);
+        uint32_t to_at = kvq_raw_at(&l->raw_layout, h, b, false), v = l->raw_layout.v_offset;
+        memcpy(target + to_at, source + at, l->raw_layout.row_bytes);
+        memcpy(target + to_at + v, source + at + v, l->raw_layout.row_bytes);
     }
 }
 

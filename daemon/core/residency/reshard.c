@@ -207,12 +207,11 @@ static int make_layer(struct making *m, uint32_t layer)
 
 // ---- Parts ----
 
-static struct kvq__range *add_source_range(struct making *m, uint32_t source)
+// All of the part that a source is at.
+static void add_source_part(struct making *m, uint32_t source, uint64_t bytes)
 {
-    struct kvq__range *r = &m->out->ranges[m->n_ranges++];
-    r->source = source;
-    r->part = m->at[source];
-    return r;
+    m->out->ranges[m->n_ranges++] =
+        (struct kvq__range){.source = source, .part = m->at[source], .n = 1, .bytes = bytes};
 }
 
 // Goes on to a part in a source. NULL: it has none such.
@@ -223,6 +222,18 @@ static const struct kvq__part *seek(struct making *m, uint32_t source, const str
     while (*at < s->n_parts && compare_parts(&s->parts[*at], part) < 0)
         ++*at;
     return *at < s->n_parts && compare_parts(&s->parts[*at], part) == 0 ? &s->parts[*at] : NULL;
+}
+
+// How many strips, each with all heads, a part has; 1 of what has none. 0: a length that cannot be.
+static uint32_t strips_of(const struct making *m, const struct kvq__part *p, uint32_t heads)
+{
+    const struct kvq__layer_row *row = &m->out->saved.layers[p->layer].row;
+    uint64_t strip = (uint64_t)heads * KVQ_GROUP_TOKENS * 2 * (row->k_dim + (uint64_t)row->v_dim);
+    if (p->kind != KVQ__PART_RAW)
+        return 1;
+    return strip == 0 || p->bytes % strip || p->bytes / strip > KVQ_BLOCK_GROUPS
+               ? 0
+               : (uint32_t)(p->bytes / strip);
 }
 
 // Adds one part, of the KV heads [low, high) of all; or nothing if a source lacks it: whether it
@@ -245,13 +256,20 @@ static int gather_part(struct making *m, const struct kvq__part *model, uint32_t
             m->n_ranges = ranges;
             return 0;
         }
-        if (p->bytes % heads || p->bytes >> 40 || (record && p->bytes / heads != record))
+        uint32_t strips = strips_of(m, p, heads);
+        if (strips == 0 || p->bytes % heads || p->bytes >> 40 ||
+            (record && p->bytes / heads != record))
             return refuse_parts(m, model->layer);
         record = p->bytes / heads;
-        struct kvq__range *r = add_source_range(m, i);
-        r->from = (from - start) * record;
-        r->to = (from - low) * record;
-        r->bytes = (until - from) * record;
+        uint64_t unit = record / strips; // what a head has in a strip
+        out->ranges[m->n_ranges++] = (struct kvq__range){.source = i,
+                                                         .part = m->at[i],
+                                                         .n = strips,
+                                                         .from = (from - start) * unit,
+                                                         .to = (from - low) * unit,
+                                                         .bytes = (until - from) * unit,
+                                                         .from_step = heads * unit,
+                                                         .to_step = (high - low) * unit};
         to->id = until - from == heads && heads == high - low ? p->id : 0;
     }
     to->bytes = (high - low) * record;
@@ -330,7 +348,7 @@ static int take_source_layer(struct making *m, uint32_t source, uint32_t layer, 
         out->first[out->n_parts] = m->n_ranges;
         out->parts[out->n_parts] = *p;
         out->parts[out->n_parts++].layer = to;
-        add_source_range(m, source)->bytes = p->bytes;
+        add_source_part(m, source, p->bytes);
     }
     return 0;
 }
@@ -379,7 +397,7 @@ static void take_source_ids(struct making *m)
         m->at[source] = i;
         out->first[out->n_parts] = m->n_ranges;
         out->parts[out->n_parts++] = parts[i];
-        add_source_range(m, source)->bytes = parts[i].bytes;
+        add_source_part(m, source, parts[i].bytes);
     }
 }
 

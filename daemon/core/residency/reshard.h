@@ -2,15 +2,17 @@
 //
 // Saved sessions that are opened with another number of shards than they were saved with.
 //
-// Records are one per KV head, one after the other in a block, and nothing in one depends on the
-// others (kernels/layout.h). So a shard that holds other KV heads is put together from ranges of
-// the blocks that were saved, without a look into them. Where shards are layers instead, whole
-// blocks find another layer number.
+// Records are one per KV head, one after the other in a block or in a strip of a raw one, and
+// nothing in one depends on the others (kernels/layout.h). So a shard that holds other KV heads is
+// put together from ranges of the blocks that were saved, without a look into them. Where shards
+// are layers instead, whole blocks find another layer number.
 //
 // Everything here is a function of its arguments and may run on any thread. What was saved is
 // foreign: it is refused where it does not fit together.
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_RESHARD_H
 #define KVQ_DAEMON_CORE_RESIDENCY_RESHARD_H
+
+#include <string.h>
 
 #include "daemon/core/residency/saved.h"
 
@@ -26,11 +28,26 @@ struct kvq__reshard_as {
     uint32_t shard, shards, n_layers;
 };
 
-// So many bytes of a part of a source, and where they belong in the part that is made.
+// n times so many bytes of a part of a source, and where they belong in the part that is made.
 struct kvq__range {
-    uint32_t source, part;
+    uint32_t source, part, n;
     uint64_t from, to, bytes;
+    uint64_t from_step, to_step; // from one time to the next
 };
+
+// Whether the range is all of a part of so many bytes, in its order.
+static inline bool kvq__range_is_whole(const struct kvq__range *r, uint64_t bytes)
+{
+    bool together = r->n == 1 || (r->from_step == r->bytes && r->to_step == r->bytes);
+    return together && r->n * r->bytes == bytes;
+}
+
+// Copies the range out of a part of its source into the part that is made.
+static inline void kvq__range_copy(const struct kvq__range *r, const uint8_t *from, uint8_t *to)
+{
+    for (uint32_t i = 0; i < r->n; i++)
+        memcpy(to + r->to + i * r->to_step, from + r->from + i * r->from_step, r->bytes);
+}
 
 struct kvq__resharded {
     struct kvq__saved saved; // has layers of its own; ids and spans are those of a source

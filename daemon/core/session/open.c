@@ -222,8 +222,8 @@ static int check_shape(const struct kvq__pool *pool, const struct kvq__layer *l,
                          layer, s->q_heads, s->kv_heads, KVQ_MAX_HEADS);
     if (kvq_shape_check(s, l->format, why, sizeof why) < 0)
         return kvq__fail(text, KVQ_E_SHAPE, "layer %u: %s", layer, why);
-    struct kvq_layout raw = kvq_layout_raw(s);
-    size_t block = kvq_block_bytes(&raw, s), extras = kvq_extras_bytes(l->format, s);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(s);
+    size_t block = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS), extras = kvq_extras_bytes(l->format, s);
     if (block > pool->extent_bytes || extras > pool->extent_bytes)
         return kvq__fail(text, KVQ_E_LIMIT,
                          "layer %u: a block of 128 tokens takes %zu bytes, sinks and outliers %zu, "
@@ -249,7 +249,7 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     if (rc < 0)
         return rc;
     l->layout = kvq_layout_of(l->format, &l->shape);
-    l->raw_layout = kvq_layout_raw(&l->shape);
+    l->raw_layout = kvq_raw_layout_of(&l->shape);
     struct kvq_layer_bytes bytes = kvq_layer_bytes_of(l->format, &l->shape);
     l->raw_bytes = bytes.raw;
     l->packed_bytes = bytes.packed;

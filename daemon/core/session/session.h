@@ -35,7 +35,8 @@ enum kvq__append_state { KVQ__NOT_APPENDED, KVQ__APPENDING, KVQ__APPENDED };
 struct kvq__layer {
     const struct kvq_format *format; // a row of the table, or one of the session's own
     struct kvq_shape shape;
-    struct kvq_layout layout, raw_layout;
+    struct kvq_layout layout;
+    struct kvq_raw_layout raw_layout;
     struct kvq_book book;             // codebook formats
     struct kvq_book gpu_book;         // its copy on the session's GPU; zeros without
     void *book_hold;                  // keeps its tables; NULL = none
