@@ -41,17 +41,33 @@ static uint64_t books_of(const struct kvq_format *f, uint32_t layers, uint32_t p
            kvq_sheet_room(0, (uint32_t)sheets) * sizeof(void *);
 }
 
+static uint64_t pages_of(uint64_t tokens)
+{
+    return (tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
+}
+
+// Of the raw block that holds the newest of so many tokens, of which there are some.
+static uint64_t newest_bytes(const struct kvq_shape *s, uint64_t tokens)
+{
+    struct kvq_raw_layout raw = kvq_raw_layout_of(s);
+    return kvq_raw_bytes(&raw, kvq_raw_room((uint32_t)((tokens - 1) % KVQ_BLOCK_TOKENS) + 1));
+}
+
 // Raw blocks stay while a view that is still possible, after a rollback, reads tokens of them.
 static void add_layer(const struct kvq_format *f, const struct kvq_shape *s, uint64_t tokens,
                       uint32_t max_rollback, struct kvq_session_bytes *all)
 {
     struct kvq_layer_bytes one = kvq_layer_bytes_of(f, s);
-    uint64_t pages = (tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
+    uint64_t pages = pages_of(tokens);
     uint64_t floor = tokens > max_rollback ? tokens - max_rollback : 0;
-    uint64_t settled = kvq_packed_tokens(f, max_rollback, kvq_learn_tokens(f, 0), floor);
+    uint32_t learn = kvq_learn_tokens(f, 0);
+    uint64_t settled = kvq_packed_tokens(f, max_rollback, learn, floor);
     uint64_t first = kvq_kept_from(s->window, floor);
-    uint64_t raw = (pages - (settled > first ? settled : first) / KVQ_BLOCK_TOKENS) * one.raw;
-    all->packed += one.packed ? (pages - first / KVQ_BLOCK_TOKENS) * one.packed : raw;
+    uint64_t packed = pages_of(kvq_packed_tokens(f, max_rollback, learn, tokens));
+    uint64_t raws = pages - (settled > first ? settled : first) / KVQ_BLOCK_TOKENS;
+    uint64_t raw = raws ? (raws - 1) * one.raw + newest_bytes(s, tokens) : 0;
+    first /= KVQ_BLOCK_TOKENS;
+    all->packed += one.packed ? (packed > first ? packed - first : 0) * one.packed : raw;
     all->window += (one.packed ? raw : 0) + (pages ? one.extras : 0);
     uint64_t seen = s->window && s->window < tokens ? s->window : tokens;
     all->plain += 2 * seen * s->kv_heads * (s->k_dim + (uint64_t)s->v_dim);

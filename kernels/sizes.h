@@ -21,6 +21,16 @@ struct kvq_layer_bytes kvq_layer_bytes_of(const struct kvq_format *f, const stru
 uint64_t kvq_packed_tokens(const struct kvq_format *f, uint32_t max_rollback, uint64_t raw,
                            uint64_t past);
 
+// How many tokens a raw block has room for that holds so many, 1 to 128: it grows in steps, each
+// twice as long as the one before.
+static inline uint32_t kvq_raw_room(uint32_t tokens)
+{
+    uint32_t room = KVQ_GROUP_TOKENS;
+    while (room < tokens)
+        room *= 2;
+    return room;
+}
+
 // The first token, rounded down to a page, that views at `floor` tokens or more may still read of a
 // layer whose last `keep` tokens stay readable (0: all). Pages before it are freed.
 static inline uint64_t kvq_kept_from(uint32_t keep, uint64_t floor)
@@ -48,8 +58,9 @@ static inline uint32_t kvq_sheets_of(uint32_t pages)
 // How long the list of sheets becomes that has `room` and needs `sheets`.
 uint32_t kvq_sheet_room(uint32_t room, uint32_t sheets);
 
-// A session of so many tokens in layers that are all alike. Nobody shares its blocks, the daemon
-// knows no token ids of it, and it has packed what is due.
+// A session of so many tokens in layers that are all alike, on the host: on a GPU its newest raw
+// block has room for 128 tokens from the first on. Nobody shares its blocks, the daemon knows no
+// token ids of it, and it has packed what is due.
 struct kvq_session_bytes {
     uint64_t packed; // packed blocks; raw blocks of a raw format
     uint64_t window; // raw blocks and extras of other formats

@@ -428,6 +428,12 @@ static void audit_away(struct kvq__check *c, const struct kvq__session *s,
         HOLDS(c, s->n_pages == 0 && !s->sheets && !l->sheets && !l->extras.data);
 }
 
+static bool has_room(const struct kvq__session *s, const struct kvq__layer *l, uint32_t page)
+{
+    uint32_t tokens = kvq__page_part(s->tokens + s->in_step.tokens, page);
+    return kvq__page(l, page)->raw.block->bytes >= kvq_raw_bytes(&l->raw_layout, tokens);
+}
+
 static void audit_layer(struct kvq__check *c, const struct kvq__session *s,
                         const struct kvq__layer *l)
 {
@@ -440,7 +446,10 @@ static void audit_layer(struct kvq__check *c, const struct kvq__session *s,
     for (uint32_t p = 0; p < s->n_pages; p++) {
         bool kept = p >= l->first_page;
         HOLDS(c, !!kvq__page(l, p)->raw.data == (kept && p >= l->raw_page));
-        HOLDS(c, !!kvq__page(l, p)->packed.data == (kept && l->packed_bytes > 0));
+        bool packs = p < kvq__packed_pages(s, l, s->tokens + s->in_step.tokens);
+        HOLDS(c, kept || !kvq__page(l, p)->packed.data);
+        HOLDS(c, !kept || !packs || kvq__page(l, p)->packed.data);
+        HOLDS(c, !kept || p < l->raw_page || has_room(s, l, p));
     }
     HOLDS(c, l->raw_page <= l->first_page || (uint64_t)l->raw_page * KVQ_BLOCK_TOKENS <= packed);
 }

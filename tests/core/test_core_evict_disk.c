@@ -293,7 +293,7 @@ static void test_beside_a_restore(void **state)
     assert_int_equal(vault_save(&vault, kit.core, &save, NULL), 0);
     assert_int_equal(kvq__session_drop(m.client, big, text), 0);
     uint64_t x = opened(&other, "");
-    assert_int_equal(step(&other, x, 1), 0);
+    assert_int_equal(step(&other, x, PAGE), 0);
     kvq__pools_trim(kit.core, 0);
     const struct vault_session *s = vault_find(&vault, "big", 0);
     struct kvq__restore_spec spec = {.ns = s->ns,

@@ -22,7 +22,7 @@
 enum {
     HEADS = 2,
     DIM = 64,
-    TOKENS = 700,
+    TOKENS = 740, // with which the host's newest raw blocks are whole ones, as a GPU's are
     LAYERS = 4,
     QUERIES = 4,
     MIB = 1 << 20,

@@ -644,7 +644,7 @@ static void gives_way_once_read(void **state)
     mine.format = "f16";
     mine.model = "another";
     uint64_t handle = open_as(&two, &mine, NULL);
-    assert_int_equal(kit_step(&two, handle, 1, HEADS, DIM), 0);
+    assert_int_equal(kit_step(&two, handle, PAGE, HEADS, DIM), 0);
     const struct vault_session *from = vault_find(&vault, "it", 0);
     assert_int_equal(vault_prefix(&vault, kit.core, "team", from, 5 * PAGE, &r, text), 0);
     assert_int_equal(vault_layer(&vault, r, from, 0), 0);
@@ -660,7 +660,7 @@ static void gives_way_once_read(void **state)
     assert_int_equal(kvq__request_continue(two.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(two.queue)->status, 0);
     assert_int_equal(kvq__queue_results(two.queue)[0].status, 0);
-    struct kvq_entry_wire e = {.handle = handle, .position = 1};
+    struct kvq_entry_wire e = {.handle = handle, .position = PAGE};
     assert_int_equal(kit_simple(&two, KVQ_OP_STEP_ABORT, KIT_STEP, e, NULL), 0);
 }
 

@@ -264,7 +264,7 @@ static void test_told(void **state)
     assert_int_equal(kit.events[KVQ__EVENT_QUOTA_REACHED], 1); // once a second
     assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 0);
     assert_string_equal(kit.event_text, "131072 of 131072 bytes in the host's memory are used, "
-                                        "131072 more were asked for");
+                                        "32768 more were asked for"); // room for 32 tokens
     kvq__core_clock(kit.core, kit.now + 1500000000);
     set("team", KVQ__SESSIONS, 1);
     assert_int_equal(open_in("team", "b", &info), KVQ_E_QUOTA);

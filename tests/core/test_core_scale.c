@@ -637,7 +637,7 @@ static void test_unsaved_looks(void **state)
 // A request that is refused has as many idle sessions looked at as it takes, and not all.
 static void test_evict_looks(void **state)
 {
-    enum { N = 1700 };
+    enum { N = 1700, TOKENS = 65 }; // which a whole raw block has room for
     static const struct kvq__layer_row row = {.q_heads = 1,
                                               .kv_heads = HEADS,
                                               .k_dim = DIM,
@@ -650,11 +650,11 @@ static void test_evict_looks(void **state)
     for (uint32_t i = 0; i < N; i++) {
         handle = kit_session(&m, &row, 1, 0);
         assert_true(handle != 0);
-        assert_int_equal(kit_step(&m, handle, 1, HEADS, DIM), 0);
+        assert_int_equal(kit_step(&m, handle, TOKENS, HEADS, DIM), 0);
     }
     for (uint32_t i = 0; i < N; i++) // as many without blocks, which are passed by once
         assert_true(kit_session(&m, &row, 1, 0) != 0);
-    struct kvq_entry_wire e = {.handle = handle, .position = 1, .append = 60000};
+    struct kvq_entry_wire e = {.handle = handle, .position = TOKENS, .append = 60000};
     uint64_t looks = 0;
     for (uint64_t i = 0; i < 5; i++) {
         tick(2000);

@@ -303,7 +303,7 @@ def takes_turns(directory, seed, n, rounds):
         wait()
         worst = 0.0
         for t, s in zip(tokens, sessions):
-            t.feed(queue, s, 300, attend=False)
+            t.feed(queue, s, 360, attend=False)
         for _ in range(rounds):
             for t, s in zip(tokens, sessions):
                 worst = max(worst, check_step(queue, t, s, 2))

@@ -5,7 +5,7 @@ from e2e_storage import Stored
 
 # Three pages of 128 tokens of two layers take 768 KiB as f16: five such sessions fit.
 SMALL = {"pool_bytes": "4mb", "extent_bytes": "2mb", "evict_idle_ms": 0, "evict_above": 0}
-TOKENS = 300
+TOKENS = 360  # of three blocks, all but some tokens of the last
 
 
 class Evicts(Stored):
@@ -77,17 +77,17 @@ class Evicts(Stored):
         tokens = Tokens(9, 400)
         last = self.client.session(tokens.rows, "f16")
         other = self.client.queue()
-        self.fails(kvq.Code.E_NO_MEMORY, tokens.feed, other, last, 300, attend=False,
+        self.fails(kvq.Code.E_NO_MEMORY, tokens.feed, other, last, TOKENS, attend=False,
                    text="kvq_queue_wait_for_room")
         self.daemon.wait_log("event=memory_full .*1 are in use, 4 pinned")
         self.assertEqual(self.eviction()["refused_for_room"], 1)
         # Waits for it to the end of its patience.
         other.wait_for_room(0.2)
-        self.fails(kvq.Code.E_DEADLINE, tokens.feed, other, last, 300, attend=False)
+        self.fails(kvq.Code.E_DEADLINE, tokens.feed, other, last, TOKENS, attend=False)
         # And until there is some.
         other.wait_for_room(60)
         entries = kvq.make_entries([last])
-        entries["append"] = [300]
+        entries["append"] = [TOKENS]
         ticket = other.submit("step_begin", entries)
         self.assertEqual(self.eviction()["waiting_for_room_now"], 1)
         step.abort()

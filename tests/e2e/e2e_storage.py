@@ -349,7 +349,7 @@ class Ends(Stored):
         self.make(30, tokens, count=10)
         large = self.client.session(tokens.rows, "f16", name="a-large")
         tokens.feed(self.queue, large, 1100, attend=False)
-        self.daemon.ctl("quota", "set", f"uid-{os.getuid()}", "--disk-bytes", "9mb")
+        self.daemon.ctl("quota", "set", f"uid-{os.getuid()}", "--disk-bytes", "3mb")
         lines, transactions = self.end()
         self.assertLessEqual(transactions, 3)
         named = [x for x in lines if "event=not_saved" in x]

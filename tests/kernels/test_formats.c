@@ -10,6 +10,7 @@
 
 #include <cmocka.h>
 
+#include "kernels/sizes.h"
 #include "tests/kernels/kvtest.h"
 
 // ---- Sizes ----
@@ -456,6 +457,29 @@ static void test_refused_rows(void **state)
     f = *kvt_format("f16"), f.sink_tokens = 32, refused_row(f, "a raw format has no other stages");
 }
 
+static uint64_t session_bytes(const char *format, uint64_t tokens, uint64_t *plain)
+{
+    struct kvq_shape s = kvt_shape(4, 8, 128, KVQ_F16);
+    struct kvq_session_bytes b = kvq_session_bytes_of(kvt_format(format), &s, 32, tokens, 0);
+    *plain = b.plain;
+    return b.packed + b.window + b.books;
+}
+
+// docs/sizing.md: a session in a format that the docs recommend is never larger than one in f16,
+// and from 128 tokens on smaller than 16 bits a value alone.
+static void test_short_sessions(void **state)
+{
+    static const char *const names[] = {"kvq2", "oscar2", "oscar3", "oscar4", "kivi2", "kivi4"};
+    (void)state;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        for (uint64_t n = 1; n <= 4000; n++) {
+            uint64_t plain, bytes = session_bytes(names[i], n, &plain);
+            if (bytes > session_bytes("f16", n, &plain) || (n >= 128 && bytes >= plain))
+                fail_msg("%llu tokens in %s take %llu bytes", (unsigned long long)n, names[i],
+                         (unsigned long long)bytes);
+        }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -464,7 +488,7 @@ int main(void)
         cmocka_unit_test(test_pairs_and_books), cmocka_unit_test(test_stages),
         cmocka_unit_test(test_refused_names),   cmocka_unit_test(test_codes_of_books),
         cmocka_unit_test(test_longest_name),    cmocka_unit_test(test_garbage_names),
-        cmocka_unit_test(test_refused_rows),
+        cmocka_unit_test(test_refused_rows),    cmocka_unit_test(test_short_sessions),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -61,10 +61,12 @@ static int work_out(const struct kvq__ctl *ctl, struct answer *a, char *why, siz
     a->one =
         kvq_session_bytes_of(&a->format, &a->shape, asked->layers, asked->tokens, asked->rollback);
     a->total = a->one.packed + a->one.window + a->one.books;
-    uint64_t full = (asked->tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
-    struct kvq_session_bytes then =
-        kvq_session_bytes_of(&a->format, &a->shape, asked->layers, full + 1, asked->rollback);
-    a->next_page = then.packed + then.window + then.books - a->total;
+    for (uint64_t n = 1; n <= KVQ_BLOCK_TOKENS; n++) {
+        struct kvq_session_bytes then = kvq_session_bytes_of(&a->format, &a->shape, asked->layers,
+                                                             asked->tokens + n, asked->rollback);
+        uint64_t total = then.packed + then.window + then.books;
+        a->next_page = total > a->total + a->next_page ? total - a->total : a->next_page;
+    }
     a->sessions = ctl->quota.limit[SESSIONS] ? ctl->quota.limit[SESSIONS] : 1;
     uint64_t larger = a->total > a->one.plain ? a->total : a->one.plain;
     if (a->sessions <= UINT64_MAX / larger)
@@ -119,7 +121,7 @@ static void print_answer(const struct kvq__ctl *ctl, const struct answer *a)
            kvq_is_raw(&a->format) ? ", in 16 bits" : "");
     printf("window       %s, the newest tokens in 16 bits\n", kvq__ctl_bytes(one->window));
     printf("bookkeeping  %s\n", kvq__ctl_bytes(one->books));
-    printf("total        %s, and %s more when its next 128 tokens begin\n",
+    printf("total        %s, and up to %s more while its next 128 tokens come\n",
            kvq__ctl_bytes(a->total), kvq__ctl_bytes(a->next_page));
     printf("16 bits      %s for the values alone; the session is %.2f times %s\n",
            kvq__ctl_bytes(one->plain), larger ? 1 / times : times, larger ? "LARGER" : "smaller");

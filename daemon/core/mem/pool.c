@@ -731,6 +731,21 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref)
     block_free(core, b);
 }
 
+void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t bytes)
+{
+    struct kvq__extent *e = b->extent;
+    assert(bytes > 0 && bytes % GRAIN == 0 && bytes < b->bytes);
+    if (b->refs > 1 || b->exempt || !is_over(core, core->last_flight) ||
+        (STAILQ_EMPTY(&e->spare) && records_add(core, e, bytes) < 0))
+        return;
+    struct kvq__block *rest = record_take(e);
+    rest->at = b->at + bytes;
+    rest->bytes = b->bytes - bytes;
+    b->bytes = bytes;
+    TAILQ_INSERT_AFTER(&e->blocks, b, rest, beside);
+    block_free(core, rest);
+}
+
 // ---- Flights ----
 
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight)

@@ -196,6 +196,9 @@ void kvq__drops_end(struct kvq__core *core);
 void kvq__retire(const struct kvq__core *core, struct kvq__retired *retired);
 // Gives the reference up and clears it. Accepts none.
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
+// Gives the end of a block back, if nobody else has the block and no flight may read it; else the
+// block stays as it is.
+void kvq__block_shrink(struct kvq__core *core, struct kvq__block *block, uint64_t bytes);
 // As kvq__block_drop, for a reference of a shared sheet: `retired` is the sheet's.
 void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
                         const struct kvq__retired *retired);

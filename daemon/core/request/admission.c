@@ -16,14 +16,13 @@
 
 uint64_t kvq__session_bytes_at(const struct kvq__session *s, uint64_t tokens)
 {
-    uint64_t pages = kvq__pages_of(tokens), bytes = 0;
+    uint64_t bytes = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        bytes += pages > l->first_page ? (pages - l->first_page) * l->packed_bytes : 0;
-        bytes += pages > l->raw_page ? (pages - l->raw_page) * l->raw_bytes : 0;
-        bytes += pages ? kvq_extras_bytes(l->format, &l->shape) : 0;
+        bytes += kvq__layer_block_bytes(s, l, tokens);
+        bytes += tokens ? kvq_extras_bytes(l->format, &l->shape) : 0;
     }
     return bytes;
 }
@@ -44,7 +43,7 @@ static struct need need_of_request(const struct kvq__queue *q)
         if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 ||
             !kvq__shortage_counts(shortage, s))
             continue;
-        uint64_t now = kvq__session_bytes_at(s, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
+        uint64_t now = kvq__session_held_bytes(s);
         uint64_t then = kvq__session_bytes_at(s, s->tokens + q->entries[i].append);
         need.missing += then > now ? then - now : 0;
         uint64_t whole = then > now ? then : now, prompt = kvq__exact_bytes(s);

@@ -167,6 +167,8 @@ static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pag
     assert(!to->packed.block);
     if (l->packed_bytes == 0)
         return 0;
+    if (start >= (uint64_t)kvq__packed_pages(c->to, l, c->at) * KVQ_BLOCK_TOKENS)
+        return 0;
     if (start + KVQ_BLOCK_TOKENS <= l->packed) {
         to->packed = kvq__block_share(from->packed);
         return 0;
@@ -188,7 +190,9 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
         to->raw = kvq__block_share(from->raw);
         return 0;
     }
-    int rc = take_block(c, c->to->layers[layer].raw_bytes, &to->raw);
+    uint32_t tokens = end < c->at ? KVQ_BLOCK_TOKENS : (uint32_t)(c->at - start);
+    uint64_t bytes = kvq__raw_block_bytes(c->to->pool, &c->to->layers[layer], tokens);
+    int rc = take_block(c, bytes, &to->raw);
     if (rc == 0 && from->raw.data)
         add_fork_copy(c, layer, false, from->raw.data, to->raw.data, c->at - start);
     return rc;

@@ -19,7 +19,7 @@ static void find_pack_pages(const struct kvq__layer *l, uint64_t first, uint64_t
         const struct kvq__pageref *p = kvq__page(l, i);
         pages[i - from].raw = p->raw.data;
         pages[i - from].packed = p->packed.data;
-        assert(pages[i - from].raw && pages[i - from].packed);
+        assert(pages[i - from].raw); // of pages that are only learned from there is no other
     }
 }
 
@@ -60,6 +60,7 @@ static void pack_unit(const struct packing *p, uint64_t token, uint32_t head, vo
         .learned = p->l->learn,
         .book = &p->l->book,
     };
+    assert(unit.packed_block);
     kvq_pack(p->s->core->config.kernels, p->l->format, &p->l->shape, &unit, workspace);
     if (p->sample && p->sample->token == token && p->sample->head == head)
         kvq__pack_sample_measure(p->sample, p->s->core, p->l, &unit, workspace);

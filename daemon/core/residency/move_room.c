@@ -40,13 +40,29 @@ bool kvq__moved_is_shared(const struct kvq__moved *m, struct kvq__sheet *const *
     return i < refs_of_layer(m) - 1 && sheets[i / 2 / KVQ__SHEET_PAGES]->refs > 1;
 }
 
-uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref)
+static bool is_raw_ref(const struct kvq__moved *m, uint64_t ref)
 {
     uint64_t i = ref % refs_of_layer(m);
+    return i < refs_of_layer(m) - 1 && i % 2 == 0;
+}
+
+uint64_t kvq__moved_bytes(const struct kvq__moved *m, uint64_t ref)
+{
     const struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
-    if (i == refs_of_layer(m) - 1)
-        return kvq_extras_bytes(l->format, &l->shape);
-    return i % 2 ? l->packed_bytes : l->raw_bytes;
+    uint32_t page = (uint32_t)(ref % refs_of_layer(m) / 2);
+    if (is_raw_ref(m, ref))
+        return kvq_raw_bytes(&l->raw_layout, kvq__page_part(m->session->tokens, page));
+    return kvq__moved_here(m, ref)->block->bytes;
+}
+
+// Of the block there. A raw one may be longer than what is copied.
+static uint64_t bytes_there(const struct kvq__move *move, const struct kvq__moved *m, uint64_t ref)
+{
+    const struct kvq__layer *l = &m->session->layers[m->owned[ref / refs_of_layer(m)]];
+    uint32_t page = (uint32_t)(ref % refs_of_layer(m) / 2);
+    if (is_raw_ref(m, ref))
+        return kvq__raw_block_bytes(move->to, l, kvq__page_part(m->session->tokens, page));
+    return kvq__moved_bytes(m, ref);
 }
 
 // ---- What a session needs on another place ----
@@ -58,7 +74,7 @@ static uint64_t need_of_moved(const struct kvq__session *s)
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        bytes += kvq__layer_block_bytes(s, l);
+        bytes += kvq__layer_block_bytes(s, l, s->tokens);
         bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
     }
     return bytes;
@@ -132,9 +148,9 @@ bool kvq__move_next(struct kvq__move *move)
 static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t ref)
 {
     const struct kvq__ref *here = kvq__moved_here(m, ref);
-    uint64_t bytes = kvq__moved_bytes(m, ref);
     if (!here->block)
         return 0;
+    uint64_t bytes = bytes_there(move, m, ref);
     // What a fork shares stays as well; the rest only changes its place.
     bool shared = kvq__moved_is_shared(m, m->session->sheets, ref);
     bool stays = shared || here->block->refs > 1;

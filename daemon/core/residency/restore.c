@@ -233,6 +233,15 @@ static int count_restored_part(void *context, const struct kvq__part_of *p)
     return 0;
 }
 
+// Of what was saved: of a page where the session was cut more than it still has.
+static uint64_t stored_bytes(const struct kvq__restore *r, const struct kvq__part *part)
+{
+    const struct kvq__layer *l = &r->session->layers[part->layer];
+    if (part->kind != KVQ__PART_RAW)
+        return part->bytes;
+    return kvq_raw_bytes(&l->raw_layout, kvq__page_part(r->stored_tokens, part->page));
+}
+
 // Both lists have one order, so one pass finds all.
 static int match(void *context, const struct kvq__part_of *p)
 {
@@ -242,20 +251,21 @@ static int match(void *context, const struct kvq__part_of *p)
         m->at++;
     const struct kvq__part *found = &parts[m->at];
     m->wanted = p->part;
-    m->missing =
-        m->at == m->spec->n_parts || comes_before(&p->part, found) || found->bytes != p->part.bytes;
+    m->wanted.bytes = stored_bytes(m->restore, &p->part);
+    m->missing = m->at == m->spec->n_parts || comes_before(&p->part, found) ||
+                 found->bytes != m->wanted.bytes;
     if (m->missing)
         return KVQ_E_DAMAGED;
     m->restore->arriving[m->restore->n++] = (struct kvq__arriving){
         .ref = kvq__block_share(*p->ref),
-        .bytes = p->part.bytes,
+        .bytes = found->bytes,
         .id = found->id,
         .part = m->at,
         .layer = p->part.layer,
         .kind = p->part.kind,
         .final = p->final,
     };
-    m->restore->bytes += p->part.bytes;
+    m->restore->bytes += found->bytes;
     return 0;
 }
 
@@ -350,6 +360,7 @@ static int begin_restore(struct kvq__core *core, struct kvq__namespace *ns,
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore a session");
     r->core = core;
     r->spec = *spec;
+    r->stored_tokens = spec->saved->tokens;
     int rc = build(core, ns, spec, &r->session, text);
     if (rc == 0 && (rc = prepare_restored(r, text)) < 0)
         kvq__session_free(r->session);
@@ -483,6 +494,7 @@ int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq_
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to read a session back");
     r->core = core;
     r->spec = *spec;
+    r->stored_tokens = spec->saved->tokens;
     r->session = s;
     r->fetches = true;
     int rc = check_parked(s, spec, text);
@@ -713,8 +725,10 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         s->restore = NULL;
     if (!s->dropped && whole && r->spec.prefix_tokens) // the index has got its pages just now
         kvq__session_end(s, "its pages are in the index of prefixes");
-    kvq__session_unref(s);
     restore_free(r);
+    if (!s->dropped && whole)
+        kvq__pages_fit(s);
+    kvq__session_unref(s);
 }
 
 void kvq__restores_each_ref(const struct kvq__core *core,

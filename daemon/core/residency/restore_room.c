@@ -20,9 +20,15 @@ static int reserve_block(struct kvq__restore *r, uint64_t bytes, struct kvq__ref
 
 static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t page)
 {
+    const struct kvq__session *s = r->session;
     struct kvq__pageref *p = kvq__page(l, page);
-    int rc = reserve_block(r, l->packed_bytes, &p->packed);
-    return rc || page < l->raw_page ? rc : reserve_block(r, l->raw_bytes, &p->raw);
+    int rc = 0;
+    if (page < kvq__packed_pages(s, l, s->tokens))
+        rc = reserve_block(r, l->packed_bytes, &p->packed);
+    if (rc || page < l->raw_page)
+        return rc;
+    // Its session may be appended to before all of it has come: the block may not be replaced then.
+    return reserve_block(r, l->raw_bytes, &p->raw);
 }
 
 static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
@@ -57,7 +63,7 @@ static uint64_t need_of_restored(const struct kvq__session *s)
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i) || s->n_pages == 0)
             continue;
-        bytes += kvq__layer_block_bytes(s, l);
+        bytes += kvq__layer_block_bytes(s, l, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
         bytes += kvq_extras_bytes(l->format, &l->shape);
     }
     return bytes;

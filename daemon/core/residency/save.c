@@ -47,10 +47,12 @@ static int tell_page(struct walking *w, uint32_t page, enum kvq__part_kind kind)
     struct kvq__layer *l = &s->layers[w->layer];
     bool packed = kind == KVQ__PART_PACKED;
     uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
+    uint32_t tokens = tokens_in(packed ? l->packed : s->tokens, page);
+    uint64_t bytes = packed ? l->packed_bytes : kvq_raw_bytes(&l->raw_layout, tokens);
     struct kvq__part_of p = {
-        .part = {w->layer, page, kind, packed ? l->packed_bytes : l->raw_bytes, start, 0},
+        .part = {w->layer, page, kind, bytes, start, 0},
         .ref = packed ? &kvq__page(l, page)->packed : &kvq__page(l, page)->raw,
-        .tokens = tokens_in(packed ? l->packed : s->tokens, page),
+        .tokens = tokens,
         .final = start + KVQ_BLOCK_TOKENS <= (packed ? l->packed : s->floor),
     };
     return p.tokens ? w->each(w->context, &p) : 0;

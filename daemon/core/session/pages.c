@@ -2,9 +2,11 @@
 //
 // Page tables: which blocks hold a session's tokens, and in which form a token is read.
 //
-// A page is 128 positions of one layer. It has a raw block from the step that reaches it and, for
-// formats that pack, a packed block reserved at the same time, so that packing cannot fail for
-// room. Its raw block goes when every view that is still possible reads the page packed.
+// A page is 128 positions of one layer. It has a raw block from the step that reaches it; on the
+// host one that has room for 32 tokens at first and is replaced by a longer one as they come. A
+// packed block joins it, for formats that pack, at the step after which some of it may be packed,
+// so that packing cannot fail for room. The raw block goes when every view that is still possible
+// reads the page packed.
 #include <assert.h>
 #include <string.h>
 
@@ -194,19 +196,77 @@ static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
     return rc ? rc : kvq__extras_init(s, l);
 }
 
-// Takes the blocks of a page. Pages that end at `passing` or before get passing raw blocks.
-static int page_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page, uint64_t passing)
+uint32_t kvq__packed_pages(const struct kvq__session *s, const struct kvq__layer *l,
+                           uint64_t tokens)
 {
-    assert(page < s->n_pages);
+    uint64_t due = kvq__packed_early(s, l, tokens);
+    assert(due <= tokens || due == l->base);
+    return l->packed_bytes ? kvq__pages_of(due > l->packed ? due : l->packed) : 0;
+}
+
+uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__layer *l,
+                                uint64_t tokens)
+{
+    uint32_t pages = kvq__pages_of(tokens), packed = kvq__packed_pages(s, l, tokens);
+    uint64_t bytes = 0;
+    if (packed > l->first_page)
+        bytes = (uint64_t)(packed - l->first_page) * l->packed_bytes;
+    if (pages > l->raw_page)
+        bytes += (uint64_t)(pages - 1 - l->raw_page) * l->raw_bytes +
+                 kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, pages - 1));
+    return bytes;
+}
+
+// A raw block for the page, or a longer one in place of what it has. Readers that are under way
+// keep the old one.
+static int raw_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page, uint64_t bytes,
+                    bool passing)
+{
     struct kvq__pageref *p = own_page(l, page);
-    assert(!p->raw.block && !p->packed.block);
-    int rc = extras_fill(s, l);
-    if (rc == 0 && (page + 1ull) * KVQ_BLOCK_TOKENS <= passing)
-        rc = kvq__block_new_passing(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
-    else if (rc == 0)
-        rc = kvq__block_new(s->core, s->ns, s->pool, l->raw_bytes, &p->raw);
-    if (rc == 0 && l->packed_bytes)
-        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &p->packed);
+    struct kvq__ref longer = {0};
+    int rc = passing ? kvq__block_new_passing(s->core, s->ns, s->pool, bytes, &longer)
+                     : kvq__block_new(s->core, s->ns, s->pool, bytes, &longer);
+    if (rc < 0)
+        return rc;
+    if (p->raw.block) {
+        assert(!s->pool->gpu && p->raw.block->bytes < bytes);
+        memcpy(longer.data, p->raw.data, p->raw.block->bytes);
+        kvq__tables_dirty(s, page);
+        kvq__block_drop(s->core, &p->raw);
+    }
+    p->raw = longer;
+    return 0;
+}
+
+// Raw blocks with room for all tokens below `tokens`, from the page that was the last one on. Pages
+// that end at `passing` or before get passing ones.
+static int raws_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
+                     uint64_t passing)
+{
+    uint32_t end = kvq__pages_of(tokens), page = end;
+    int rc = 0;
+    assert(end == s->n_pages);
+    while (page > l->raw_page && !kvq__page(l, page - 1)->raw.block)
+        page--;
+    for (page -= page > l->raw_page; rc == 0 && page < end; page++) {
+        const struct kvq__block *had = kvq__page(l, page)->raw.block;
+        uint64_t bytes = kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, page));
+        if (!had || had->bytes < bytes)
+            rc = raw_fill(s, l, page, bytes, (page + 1ull) * KVQ_BLOCK_TOKENS <= passing);
+    }
+    return rc;
+}
+
+// Packed blocks of all pages of which a part may be packed at so many tokens.
+static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens)
+{
+    uint32_t end = kvq__packed_pages(s, l, tokens), page = end;
+    int rc = 0;
+    assert(end <= s->n_pages);
+    while (page > l->first_page && !kvq__page(l, page - 1)->packed.block)
+        page--;
+    for (; rc == 0 && page < end; page++)
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &own_page(l, page)->packed);
     return rc;
 }
 
@@ -219,13 +279,15 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
     // are packed. Clients keep what they have mapped of a GPU's memory, whatever is in it.
     bool is_long = !s->pool->gpu && want >= had + LONG_STEP;
     uint64_t fewest = tokens > s->max_rollback ? tokens - s->max_rollback : 0; // after a rollback
-    while (rc == 0 && s->n_pages < want) {
-        uint32_t page = s->n_pages++;
-        for (uint32_t i = 0; rc == 0 && i < s->n_layers; i++) {
-            struct kvq__layer *l = &s->layers[i];
-            if (kvq__layer_owns(s, i))
-                rc = page_fill(s, l, page, is_long ? kvq__packed_early(s, l, fewest) : 0);
-        }
+    if (rc == 0 && s->n_pages < want)
+        s->n_pages = want;
+    for (uint32_t i = 0; rc == 0 && i < s->n_layers; i++) {
+        struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        rc = want ? extras_fill(s, l) : 0;
+        rc = rc ? rc : raws_fill(s, l, tokens, is_long ? kvq__packed_early(s, l, fewest) : 0);
+        rc = rc ? rc : packed_fill(s, l, tokens);
     }
     if (rc < 0)
         kvq__pages_untake(s, had);
@@ -272,12 +334,47 @@ static void pages_cut(struct kvq__session *s, uint32_t keep,
         drop(s->core, &s->layers[i].extras);
 }
 
+// What a layer took for tokens that there will not be: the end of its newest raw block, and packed
+// blocks that nothing is packed into yet.
+static void layer_untake(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
+                         void (*drop)(struct kvq__core *, struct kvq__ref *))
+{
+    uint32_t end = kvq__pages_of(tokens), packed = kvq__packed_pages(s, l, tokens);
+    assert(end == s->n_pages);
+    for (uint32_t i = end; i > packed && i > l->first_page && !l->packer; i--)
+        if (kvq__page(l, i - 1)->packed.block)
+            drop(s->core, &own_page(l, i - 1)->packed);
+    if (end == 0 || end - 1 < l->raw_page)
+        return;
+    struct kvq__block *raw = kvq__page(l, end - 1)->raw.block;
+    uint64_t bytes = kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, end - 1));
+    if (raw && raw->bytes > bytes && kvq__page_owners(l, end - 1) == 1)
+        kvq__block_shrink(s->core, raw, bytes);
+}
+
+static void layers_untake(struct kvq__session *s, uint64_t tokens,
+                          void (*drop)(struct kvq__core *, struct kvq__ref *))
+{
+    for (uint32_t i = 0; i < s->n_layers; i++)
+        if (kvq__layer_owns(s, i))
+            layer_untake(s, &s->layers[i], tokens, drop);
+}
+
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
 {
     uint64_t freed = s->core->freed; // nobody who waits for room gains by it
     assert(keep <= s->n_pages);
     pages_cut(s, keep, kvq__block_drop_idle);
+    if (s->published) // else all of it is about to go
+        layers_untake(s, s->tokens + s->in_step.tokens, kvq__block_drop_idle);
     s->core->freed = freed;
+}
+
+void kvq__pages_fit(struct kvq__session *s)
+{
+    kvq__session_gives(s, UINT64_MAX);
+    layers_untake(s, s->tokens + s->in_step.tokens, kvq__block_drop);
+    kvq__drops_end(s->core);
 }
 
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
@@ -285,6 +382,8 @@ void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
     kvq__ids_cut(s, tokens);
     kvq__session_gives(s, UINT64_MAX);
     pages_cut(s, kvq__pages_of(tokens), kvq__block_drop);
+    if (!kvq__is_offloaded(s))
+        layers_untake(s, tokens, kvq__block_drop);
     kvq__drops_end(s->core);
 }
 

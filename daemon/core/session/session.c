@@ -293,6 +293,37 @@ void kvq__session_detached(struct kvq__session *s)
 
 // ---- Telling ----
 
+// The newest raw block may be shorter than the others.
+static uint64_t raw_bytes_of(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    uint64_t bytes = (uint64_t)(s->n_pages - l->raw_page) * l->raw_bytes;
+    const struct kvq__block *newest =
+        s->n_pages > l->raw_page ? kvq__page(l, s->n_pages - 1)->raw.block : NULL;
+    return newest ? bytes - l->raw_bytes + newest->bytes : bytes;
+}
+
+// The newest pages may have no packed block yet.
+static uint64_t packed_bytes_of(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    uint32_t end = kvq__is_offloaded(s) ? l->first_page : s->n_pages;
+    while (end > l->first_page && !kvq__page(l, end - 1)->packed.block)
+        end--;
+    return (uint64_t)(end - l->first_page) * l->packed_bytes;
+}
+
+uint64_t kvq__session_held_bytes(const struct kvq__session *s)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < s->n_layers && !kvq__is_offloaded(s); i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i))
+            continue;
+        bytes += raw_bytes_of(s, l) + packed_bytes_of(s, l);
+        bytes += l->extras.block ? l->extras.block->bytes : 0;
+    }
+    return bytes;
+}
+
 // Sums over the layers that have pages of their own.
 struct sums {
     double bits, record_bytes, plain_bytes;
@@ -306,10 +337,9 @@ static struct sums sum_layers(const struct kvq__session *s, struct kvq__session_
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        uint64_t blocks = kvq__is_offloaded(s) ? 0 : s->n_pages - l->first_page;
-        uint64_t raw = kvq__is_offloaded(s) ? 0 : (s->n_pages - l->raw_page) * l->raw_bytes;
+        uint64_t raw = kvq__is_offloaded(s) ? 0 : raw_bytes_of(s, l);
         // A raw format's blocks are both window and cache; they count as the latter.
-        info->packed_bytes += l->packed_bytes ? blocks * l->packed_bytes : raw;
+        info->packed_bytes += l->packed_bytes ? packed_bytes_of(s, l) : raw;
         info->window_bytes += l->packed_bytes ? raw : 0;
         info->window_bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
         uint64_t full = s->tokens - kvq__packed_at(s, l, s->tokens);

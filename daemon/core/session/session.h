@@ -370,14 +370,23 @@ static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
     return s->layers[layer].source == layer;
 }
 
-// Bytes of the layer's packed and raw blocks; of an offloaded session, bytes that it will need.
-static inline uint64_t kvq__layer_block_bytes(const struct kvq__session *s,
-                                              const struct kvq__layer *l)
+// Bytes of a raw block in a pool that holds so many tokens of a page. A GPU's never grows.
+static inline uint64_t kvq__raw_block_bytes(const struct kvq__pool *pool,
+                                            const struct kvq__layer *l, uint32_t tokens)
 {
-    assert(l->first_page <= s->n_pages && l->raw_page <= s->n_pages);
-    return (uint64_t)(s->n_pages - l->first_page) * l->packed_bytes +
-           (uint64_t)(s->n_pages - l->raw_page) * l->raw_bytes;
+    assert(tokens > 0 && tokens <= KVQ_BLOCK_TOKENS);
+    return pool->gpu ? l->raw_bytes : kvq_raw_bytes(&l->raw_layout, kvq_raw_room(tokens));
 }
+
+// How many pages have packed blocks when the session has so many tokens: all of which a part may be
+// packed by then.
+uint32_t kvq__packed_pages(const struct kvq__session *s, const struct kvq__layer *l,
+                           uint64_t tokens);
+// Bytes of the blocks that a session has; 0 of an offloaded one.
+uint64_t kvq__session_held_bytes(const struct kvq__session *s);
+// Bytes of the layer's packed and raw blocks at so many tokens, if nothing has been taken back.
+uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__layer *l,
+                                uint64_t tokens);
 
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
@@ -424,12 +433,16 @@ uint32_t kvq__sheets_pop(struct kvq__session *s);
 // Takes the last page off the session, or, if its sheet is shared, all pages of the sheet. Returns
 // the work: the number of blocks visited.
 uint32_t kvq__pages_pop(struct kvq__session *s);
-// Makes room for `tokens` tokens in all layers, or changes nothing.
+// Makes room for `tokens` tokens in all layers, or takes nothing. A newest raw block that is too
+// short is replaced.
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
 // Undoes kvq__pages_reserve down to so many pages. No request has seen them: they are free at once.
+// While others' requests are under way a longer raw block stays.
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
 // Drops the pages that `tokens` tokens do not need, and with the last page the extras.
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
+// Gives back what the newest raw blocks have room for and the session's tokens do not need.
+void kvq__pages_fit(struct kvq__session *s);
 // Drops the blocks that no view at or above the floor can read any more.
 void kvq__pages_release(struct kvq__session *s);
 // The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
