@@ -1,16 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting and leaving: with every signal, with too little of everything, and never in silence."""
+import fcntl
 import functools
 import os
 import re
 import resource
+import select
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import unittest
 
-from e2e_rig import BIN, BOUND, Daemon, Tokens, kvq
+from e2e_rig import BIN, BOUND, Daemon, Tokens, feed, kvq
+
+
+class Pipe:
+    """A log that stands still when it is full: a daemon that writes to it waits for its reader."""
+
+    def __init__(self, folder):
+        self.path = os.path.join(folder, "log")
+        os.mkfifo(self.path)
+        self.fd = os.open(self.path, os.O_RDWR)  # whoever comes to write finds a reader
+        self.text = b""
+
+    def read(self, pattern, most=65536):
+        """Reads on, so much at a time, until a line matches; returns what it has read."""
+        got, more, pattern = b"", b"", re.compile(pattern.encode() + rb".*\n")
+        while b"\n" not in more or not pattern.search(got):
+            if not select.select([self.fd], [], [], BOUND)[0]:
+                raise AssertionError(f"the log never said {pattern}:\n{self.text.decode()}")
+            more = os.read(self.fd, most)
+            got += more
+            self.text += more
+        return got
+
+    def narrow(self):
+        """It holds as little as can be; returns how much."""
+        return fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, 4096)
+
+    def close(self):
+        os.close(self.fd)
+
+
+def ignored(process):
+    """Which signals it ignores."""
+    with open(f"/proc/{process.pid}/status", encoding="ascii") as file:
+        mask = int(re.search(r"SigIgn:\s+(\w+)", file.read())[1], 16)
+    return {number for number in signal.Signals if mask >> (number - 1) & 1}
 
 
 class Life(unittest.TestCase):
@@ -96,6 +134,41 @@ class Life(unittest.TestCase):
         again = Daemon(daemon.directory)  # what it left behind does not matter
         again.stop()
         daemon.stop()
+
+    def test_signals_while_it_closes(self):
+        """They change nothing: it ends in order, with all saved. What it says while it closes is
+        more than its log holds, so it stands still there until somebody reads."""
+        ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+        folder = tempfile.mkdtemp(prefix="kvq-e2e-")
+        self.addCleanup(shutil.rmtree, folder)
+        log, store = Pipe(folder), os.path.join(folder, "store")
+        daemon = Daemon(log_file=log.path, storage_dir=store, backend="cpu",  # GPUs: 3 s to close
+                        before=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))
+        self.addCleanup(daemon.stop)
+        self.addCleanup(log.close)
+        client = daemon.client()
+        self.addCleanup(client.close)
+        tokens, names = Tokens(1, 1), [f"{i:0100}" for i in range(40)]
+        sessions = [client.session(tokens.rows, "f16", name=name) for name in names]
+        feed(client.queue(), [tokens] * 40, sessions, [1] * 40, attend=False)
+        log.read(f"event=session_opened .*{names[-1]}")
+        self.assertEqual(ignored(daemon.process) & ends, set())
+        size = log.narrow()
+        daemon.process.terminate()
+        log.read("event=all_saved", most=1)
+        until = time.monotonic() + BOUND
+        while not ends <= ignored(daemon.process):
+            self.assertLess(time.monotonic(), until, "signals are not ignored")
+        for number in ends:
+            daemon.process.send_signal(number)
+        self.assertIsNone(daemon.process.poll())
+        rest = log.read("event=end")
+        self.assertGreater(len(rest), 2 * size)  # so it was there when they came
+        self.assertEqual(daemon.process.wait(BOUND), 0)
+        self.assertEqual(log.text.count(b"event=signal "), 1)
+        with Daemon(storage_dir=store) as again:
+            saved = again.ctl("storage", "list")
+            self.assertEqual({x["name"]: x["tokens"] for x in saved}, dict.fromkeys(names, 1))
 
     def test_hangup_is_ignored_where_it_was(self):
         with Daemon(before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as daemon:
