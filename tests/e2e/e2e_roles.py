@@ -197,6 +197,21 @@ class Keys(Configured):
         self.assertIn("kvqd", process.stdout.readline())
         return process
 
+    def record(self, key, *words):
+        """What a kvqctl sends: a greeting of 64 bytes, HELLO in 202, and then what takes a key that
+        the daemon knows."""
+        relay = Relay(self.port)
+        self.addCleanup(relay.close)
+        status, told = self.ask(key, *words, port=relay.port)
+        self.assertEqual(status, 0, told)
+        recorded = bytes(max(relay.kept, key=len))
+        self.assertEqual(recorded[64:72], b"\x04\xc8\x05HELLO")
+        self.assertGreater(len(recorded), 400)
+        return recorded
+
+    def connect(self):
+        return socket.create_connection(("127.0.0.1", self.port), timeout=BOUND)
+
     def test_roles(self):
         daemon = self.begin(reader="read", operator="operate", boss="admin")
         there = ("--namespace", OWN)
@@ -293,18 +308,11 @@ class Keys(Configured):
     def test_replay(self):
         """What somebody has recorded of a connection, and sends again, does nothing."""
         daemon = self.begin(boss="admin")
-        relay = Relay(self.port)
-        self.addCleanup(relay.close)
-        status, told = self.ask("boss", "session", "drop", "mine", "--namespace", OWN,
-                                port=relay.port)
-        self.assertEqual(status, 0, told)
+        recorded = self.record("boss", "session", "drop", "mine", "--namespace", OWN)
         daemon.wait_log("event=audit .*command=drop_session status=OK")
         self.client.session(Tokens(1, 1).rows, "f16", name="mine").close()
-        recorded = max(relay.kept, key=len)
-        self.assertGreater(len(recorded), 400)  # a greeting, keys, and the command
         before = len([x for x in daemon.lines if "event=audit" in x])
-        with socket.create_connection(("127.0.0.1", self.port)) as again:
-            again.settimeout(BOUND)
+        with self.connect() as again:
             again.sendall(recorded)
             while again.recv(65536):
                 pass  # to the end: the daemon has closed it
@@ -318,8 +326,7 @@ class Keys(Configured):
                 b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
                 b"\x08Identity\x00\x00\x00\x00")
         for first in (null, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", os.urandom(4096)):
-            with socket.create_connection(("127.0.0.1", self.port)) as connection:
-                connection.settimeout(BOUND)
+            with self.connect() as connection:
                 connection.sendall(first)
                 got = b""
                 try:
@@ -341,7 +348,7 @@ class Keys(Configured):
         remote = int(line.split("address=127.0.0.1:")[1].split()[0])
         flood = []
         for _ in range(200):  # by then the one with a key has been quiet for longest
-            flood.append(socket.create_connection(("127.0.0.1", self.port)))
+            flood.append(self.connect())
             flood[-1].sendall(b"\xff")
         self.assertEqual(daemon.ctl("status")["sessions"], 1)
         self.assertTrue(established(self.port, remote))
@@ -349,6 +356,27 @@ class Keys(Configured):
             connection.close()
         status, told = self.ask("reader", "status")
         self.assertEqual(status, 0, told)
+
+    def test_handshakes_that_never_end(self):
+        """The daemon ends who began to speak and shows no key. Who has shown one stays."""
+        daemon = self.begin(reader="read")
+        process = self.watch("reader", 3600)
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        line = daemon.wait_log("event=control_connected ")
+        remote = int(line.split("address=127.0.0.1:")[1].split()[0])
+        recorded = self.record("reader", "status")
+        begun = []
+        for n in (1, 63, 64, 100, 64 + 202):  # bytes of it
+            begun.append(self.connect())
+            begun[-1].sendall(recorded[:n])
+        for connection in begun:
+            with connection:
+                got = b""
+                while more := connection.recv(65536):
+                    got += more
+        self.assertIn(b"\x07WELCOME", got)  # to the last one, which is half through
+        self.assertTrue(established(self.port, remote))
 
     def test_starts(self):
         """What cannot be served ends the start, with a sentence."""
