@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import threading
+import time
 import unittest
 
 from e2e_rig import BIN, BOUND, Child, Tokens, die_with_parent, everybodys_kvqctl, feed
@@ -110,6 +111,13 @@ def established(here, there):
         rows = [line.split() for line in file]
     return any(row[1].endswith(f":{here:04X}") and row[2].endswith(f":{there:04X}") and
                row[3] == "01" for row in rows)
+
+
+def standing(here):
+    """How many connections of a port of the loopback stand at its end."""
+    with open("/proc/net/tcp", encoding="ascii") as file:
+        rows = [line.split() for line in file]
+    return sum(row[1].endswith(f":{here:04X}") and row[3] in ("01", "08") for row in rows)
 
 
 class Relay:
@@ -377,6 +385,35 @@ class Keys(Configured):
                     got += more
         self.assertIn(b"\x07WELCOME", got)  # to the last one, which is half through
         self.assertTrue(established(self.port, remote))
+
+    def test_flood_of_handshakes(self):
+        """Hundreds of connections that stop anywhere before a key, or have a wrong one, some of
+        them with their end shut: who has a key is answered, and nothing is left of them."""
+        daemon = self.begin(reader="read")
+        self.make_key("unknown", self.server)
+        recorded = self.record("reader", "status")
+        wrong = recorded[:64 + 122] + bytes(80)  # HELLO whose box nobody can open
+        before = daemon.settled_fds()
+        silent, stages = [b""] * 40, [b"\xff", recorded[:64], recorded[:266], wrong, recorded]
+        flood = []
+        for i, words in enumerate(silent + stages * 30 + silent):
+            flood.append(self.connect())
+            try:
+                flood[-1].sendall(words)
+                if i // len(stages) % 3 == 2:
+                    flood[-1].shutdown(socket.SHUT_WR)
+            except OSError:  # it has been ended
+                pass
+        for key, expected in (("unknown", 6), ("reader", 0)):
+            until = time.monotonic() + BOUND
+            while "and no more are free" in (answer := self.ask(key, "status"))[1]:
+                self.assertLess(time.monotonic(), until)  # others are ending yet
+            self.assertEqual(answer[0], expected, answer[1])
+        self.assertLessEqual(standing(self.port), 31)  # half of the places, at most
+        self.assertEqual(daemon.ctl("status")["sessions"], 1)
+        for connection in flood:
+            connection.close()
+        daemon.wait_fds(before)
 
     def test_starts(self):
         """What cannot be served ends the start, with a sentence."""
