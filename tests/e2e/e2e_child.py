@@ -4,10 +4,12 @@
 Each says lines of JSON and waits for a line where the test has to act first.
 """
 import ctypes
+import http.client
 import json
 import os
 import random
 import re
+import socket
 import sys
 import time
 
@@ -237,6 +239,23 @@ def stranger(directory, uid, ns, name, groups=()):
         attempt("existing", ns=ns, name=name)
         attempt("reading", ns=ns, name=name, read_only=True)
     say(results)
+
+
+def http_client(path, uid, groups, questions):
+    """Asks HTTP by one connection as another user, for one path after the other; says the status
+    and the answer of each, and waits."""
+    os.setgroups(groups)
+    os.setgid(uid)
+    os.setuid(uid)
+    connection = http.client.HTTPConnection("kvqd")
+    connection.auto_open = 0  # it is this connection or none
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(path)
+    for question in questions:
+        connection.request("GET", question)
+        reply = connection.getresponse()
+        say([reply.status, reply.read().decode()])
+        wait()
 
 
 def soak_client(directory, seed, sessions, seconds):

@@ -2,6 +2,7 @@
 """Who may do what: roles of users on the machine, and of keys from other machines."""
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -94,6 +95,32 @@ class Users(Configured):
         self.assertIn("they take the role read", complaint)
         self.assertEqual(self.ask(daemon, "config", "get")[0], 6)
         self.assertEqual(self.ask(daemon, "config", "get", groups=[5000])[0], 0)
+
+    def test_live_http(self):
+        """The same by HTTP: a connection that stands shows what the user may see now."""
+        daemon = self.begin(f"read_uids = {STRANGER}\n")
+        paths = ("/sessions", "/events", "/quotas")
+        http = Child("http_client", os.path.join(daemon.directory, "http.sock"), STRANGER, [5000],
+                     paths * 4)
+
+        def look(role):
+            for path, secret in zip(paths, ('"mine"', '"mine"', f'"{OWN}"')):
+                status, text = http.hear()
+                self.assertEqual(status, 200 if role or path != "/events" else 403, path)
+                self.assertEqual(secret in text, role, text)
+                if path != paths[-1]:
+                    http.tell()
+
+        look(True)
+        for turn, (text, role) in enumerate((("", False), ("operate_gids = 5000\n", True),
+                                             ("admin_gids = 5001\n", False)), 1):
+            self.write(text)
+            daemon.process.send_signal(signal.SIGHUP)  # soon: idle connections end
+            daemon.wait_log("event=reloaded ", turn)
+            http.tell()
+            look(role)
+        http.tell()
+        http.end()
 
     def test_engines(self):
         """Roles below admin are for people: an engine gets at nobody's K and V by them."""
