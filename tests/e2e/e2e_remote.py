@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions that move between daemons by a remote store: rclone's S3 server, on loopback, behind a
 gate that can be closed in the middle of a transfer."""
+import functools
 import json
 import os
 import random
@@ -462,6 +463,38 @@ class Trouble(Remote):
             for words in (("session", "push", "it"), ("remote", "status")):
                 self.refused(none, 1, *words, text="E_UNSUPPORTED")
 
+    def as_other(self, daemon, *words):
+        """kvqctl of another user."""
+        return subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory, "--json",
+                               *words], capture_output=True, text=True, timeout=BOUND, cwd="/",
+                              user=65534, group=65534, extra_groups=[])
+
+    @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
+    def test_across_namespaces(self):
+        """A pull from one namespace into another hands somebody the K and V of others: it takes the
+        role admin. Within a namespace operate does."""
+        one = self.start("one", runtime_mode="0755", operate_uids="65534")
+        self.saved(one)
+        one.ctl("session", "push", "it")
+        os.chmod(one.directory, 0o755)
+        within = ("session", "pull", "it", "--as", "again", "--namespace", "uid-0")
+        done = self.as_other(one, *within)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        across = ("session", "pull", "it", "--from", "uid-0", "--as", "mine")
+        for words in (across, (*across, "--namespace", "uid-65534")):
+            done = self.as_other(one, *words)
+            self.assertEqual(done.returncode, 6, done.stderr)
+            self.assertIn("has the role operate, and this needs the role admin", done.stderr)
+        one.wait_log("event=audit uid=65534 .*role=operate command=pull_session "
+                     "status=E_PERMISSION", 2)
+        names = {(x["namespace"], x["name"]) for x in one.ctl("storage", "list")}
+        self.assertEqual(names, {("uid-0", "it"), ("uid-0", "again")})
+        one.ctl("config", "set", "admin_uids", "65534")
+        done = self.as_other(one, *across)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        done = self.as_other(one, "storage", "list", "--namespace", "uid-65534")
+        self.assertEqual([x["name"] for x in json.loads(done.stdout)], ["mine"])
+
     @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
     def test_others(self):
         """Users reach their own namespaces there, and no others'."""
@@ -469,12 +502,7 @@ class Trouble(Remote):
         self.saved(one)
         one.ctl("session", "push", "it")
         os.chmod(one.directory, 0o755)
-
-        def ctl(*words):
-            return subprocess.run([everybodys_kvqctl(), "--runtime-dir", one.directory, "--json",
-                                   *words], capture_output=True, text=True, timeout=BOUND, cwd="/",
-                                  user=65534, group=65534, extra_groups=[])
-
+        ctl = functools.partial(self.as_other, one)
         for words in (("session", "push", "it"), ("session", "pull", "it", "--as", "mine"),
                       ("remote", "remove", "it"), ("remote", "list")):
             self.assertEqual(ctl(*words, "--namespace", "uid-0").returncode, 6, words)
