@@ -344,8 +344,8 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
 static const struct kvq_config_key *key_of(const struct kvq__control *c, const struct back *b)
 {
     static const uint8_t none[KVQ_KEY_BYTES];
-    bool shown = memcmp(b->asker.public_key, none, sizeof none) != 0;
-    return shown ? kvq__config_key_of(&c->server->config, b->asker.public_key) : NULL;
+    bool shown = memcmp(b->asker.peer.key, none, sizeof none) != 0;
+    return shown ? kvq__config_key_of(&c->server->config, b->asker.peer.key) : NULL;
 }
 
 // Who asks by this connection, with the role that the configuration gives now.
@@ -580,7 +580,7 @@ static bool back_known(void *context, uint32_t number)
         return false;
     for (uint32_t i = 0; i < KVQ__FRONT_MOST; i++)
         earlier += c->backs[i] && c->backs[i]->serial < b->serial &&
-                   memcmp(c->backs[i]->asker.public_key, b->asker.public_key, KVQ_KEY_BYTES) == 0;
+                   memcmp(c->backs[i]->asker.peer.key, b->asker.peer.key, KVQ_KEY_BYTES) == 0;
     return earlier < KEY_CONNECTIONS;
 }
 
@@ -594,7 +594,7 @@ static bool admit_key(void *context, uint64_t serial, const uint8_t *public_key)
     if (!b || !b->asker.address[0])
         return false;
     if (key)
-        memcpy(b->asker.public_key, public_key, KVQ_KEY_BYTES);
+        memcpy(b->asker.peer.key, public_key, KVQ_KEY_BYTES);
     kvq_key_to_hex(public_key, hex);
     const struct kvq__asker asker = asker_of(c, b);
     kvq__asker_text(&asker, who, sizeof who);

@@ -20,8 +20,7 @@ struct kvq__asker {
     enum kvq__role role;   // when it asked
     // Of somebody from another machine, who is no user here (KVQ__NO_UID); else empty.
     char address[KVQ__ADDRESS_BYTES];
-    uint8_t public_key[32];   // that it has shown; zeros until then
-    char key[KVQ_NAME_BYTES]; // its name in the configuration now; empty: there is none
+    char key[KVQ_NAME_BYTES]; // what the configuration calls its key now; empty: it has none
 };
 
 // The least role whose holder may do this with what is another's. READ: it changes nothing. A

@@ -281,6 +281,7 @@ static void ask_for_transfer(struct kvq__task *t, enum kvq__transfer_kind kind,
     }
     x->kind = kind;
     x->uid = t->peer->uid;
+    memcpy(x->key, t->peer->key, sizeof x->key);
     x->asker = list || kind == KVQ__TRANSFER_REMOVE ? t : NULL;
     t->transfer = x;
     kvq__task_at_poller(t, resolve);

@@ -15,7 +15,7 @@ enum {
     TALK_AT_ONCE = 2, // pushes and pulls
     ASK_AT_ONCE = 2,  // lists and removals
     MOST = 64,        // pushes and pulls under way, queued ones included
-    MOST_OF_ONE = 16, // of one user
+    MOST_OF_ONE = 16, // of one user or key
     MOST_ASKS = 6,    // lists and removals: somebody waits for each, and takes up room
     MOST_ASKS_OF_ONE = 2,
     TOLD = 64,          // of those that have ended
@@ -54,9 +54,14 @@ const char *kvq__transfer_phase(const struct kvq__transfer *x)
     return names[x->phase];
 }
 
+static bool is_asked_by(const struct kvq__transfer *x, uint32_t uid, const uint8_t *key)
+{
+    return x->uid == uid && memcmp(x->key, key, sizeof x->key) == 0;
+}
+
 bool kvq__transfer_visible(const struct kvq__transfer *x, const struct kvq__peer *peer)
 {
-    return has_ticket(x) && (peer->admin || x->uid == peer->uid);
+    return has_ticket(x) && (peer->admin || is_asked_by(x, peer->uid, peer->key));
 }
 
 struct kvq__transfer *kvq__transfer_find(struct kvq__desk *desk, uint64_t id,
@@ -430,16 +435,17 @@ static void leave_line(struct kvq__transfer *x)
         kvq__task_wake(&x->task);
 }
 
-static bool user_talks(const struct kvq__desk *desk, uint32_t uid)
+// Whether one talks already of who asked for this one.
+static bool asker_talks(const struct kvq__desk *desk, const struct kvq__transfer *x)
 {
-    const struct kvq__transfer *x;
-    TAILQ_FOREACH (x, &desk->transfers, link)
-        if (x->talks && has_ticket(x) && x->uid == uid)
+    const struct kvq__transfer *other;
+    TAILQ_FOREACH (other, &desk->transfers, link)
+        if (other->talks && has_ticket(other) && is_asked_by(other, x->uid, x->key))
             return true;
     return false;
 }
 
-// The first of a user of whom none talks, or else the first: whoever has many leaves others their
+// The first of somebody of whom none talks, or else the first: whoever has many leaves others their
 // turn.
 static struct kvq__transfer *next_to_begin(struct kvq__desk *desk)
 {
@@ -447,7 +453,7 @@ static struct kvq__transfer *next_to_begin(struct kvq__desk *desk)
     TAILQ_FOREACH (x, &desk->transfers, link) {
         if (!may_begin(desk, x))
             continue;
-        if (!user_talks(desk, x->uid))
+        if (!asker_talks(desk, x))
             return x;
         first = first ? first : x;
     }
@@ -470,7 +476,7 @@ static bool transfers_clash(const struct kvq__transfer *a, const struct kvq__tra
     return here || there;
 }
 
-// Whether there is room for one more, so that one user leaves some to the others.
+// Whether there is room for one more, so that one user or key leaves some to the others.
 static int check_room(const struct kvq__desk *desk, const struct kvq__transfer *x, char *text)
 {
     const struct kvq__transfer *other;
@@ -479,13 +485,13 @@ static int check_room(const struct kvq__desk *desk, const struct kvq__transfer *
     TAILQ_FOREACH (other, &desk->transfers, link) {
         bool alike = other->phase != KVQ__TRANSFER_ENDED && has_ticket(other) == has_ticket(x);
         all += alike;
-        own += alike && other->uid == x->uid;
+        own += alike && is_asked_by(other, x->uid, x->key);
     }
     if (all < most && own < most_own)
         return 0;
     snprintf(text, KVQ_TEXT_BYTES,
-             "%u requests to the remote store are under way, %u of them of this user; at most %u "
-             "and %u may be: wait until some have ended",
+             "%u requests to the remote store are under way, %u of them yours; at most %u and %u "
+             "may be: wait until some have ended",
              all, own, most, most_own);
     return KVQ_E_LIMIT;
 }

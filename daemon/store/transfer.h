@@ -41,7 +41,8 @@ struct kvq__transfer {
     uint64_t id;
     enum kvq__transfer_kind kind;
     enum kvq__transfer_phase phase;
-    uint32_t uid;                                     // who asked for it
+    uint32_t uid;                                     // who asked for it: a user,
+    uint8_t key[32];                                  // or a key from another machine
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];    // here
     char far_ns[KVQ_NAME_BYTES], far[KVQ_NAME_BYTES]; // there; a list's may be empty: all
     bool replace;

@@ -16,6 +16,7 @@ import time
 import unittest
 
 from e2e_http import wait_times
+from e2e_roles import make_key
 from e2e_rig import (BIN, BOUND, ROOT, Daemon, Tokens, die_with_parent, everybodys_kvqctl, feed,
                      kvq, long_emulated, read_all)
 
@@ -210,6 +211,84 @@ class Remote(unittest.TestCase):
         code, _, complaint = daemon.ctl(*words, check=False)
         self.assertEqual(code, status, complaint)
         self.assertIn(text, complaint)
+
+
+class Keys(Remote):
+    """From other machines."""
+
+    def begin_with_keys(self, *names):
+        """A daemon to which they may come."""
+        path = os.path.join(self.folder, "config")
+        server = make_key(os.path.join(self.folder, "server"))
+        with open(path, "w", encoding="ascii") as file:
+            file.write(f"control_key_file = {self.folder}/server\n")
+            for name in names:
+                public = make_key(os.path.join(self.folder, name), server)
+                file.write(f"[key {name}]\npublic = {public}\nrole = operate\n")
+        one = self.start("one", config=path, control_address="127.0.0.1:0",
+                         remote_stall_seconds=600)
+        line = one.wait_log("event=control_address ")
+        self.address = line.split("address=")[1].split()[0]
+        return one
+
+    def begin_by(self, key, *words):
+        """A kvqctl with that key."""
+        process = subprocess.Popen([os.path.join(BIN, "kvqctl"), "--connect", self.address, "--key",
+                                    os.path.join(self.folder, key), "--json", *words],
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   preexec_fn=die_with_parent)
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        return process
+
+    def test_lists(self):
+        """One key's questions to the remote store do not count as another's."""
+        self.begin_with_keys("ann", "ben")
+        self.gate.close_after(up=0)
+        lists = [self.begin_by("ann", "remote", "list") for _ in range(2)]
+        self.gate.wait_held(2)
+        lists.append(self.begin_by("ben", "remote", "list"))
+        until, complaint = time.monotonic() + BOUND, ""
+        while "3 requests to the remote store are under way, 2 of them yours" not in complaint:
+            self.assertLess(time.monotonic(), until, complaint)
+            self.assertIsNone(lists[-1].poll())
+            complaint = self.begin_by("ann", "remote", "list").communicate(timeout=BOUND)[1]
+            self.assertIn("(E_LIMIT)", complaint)
+        self.gate.open()
+        for process in lists:
+            complaint = process.communicate(timeout=BOUND)[1]
+            self.assertEqual(process.returncode, 0, complaint)
+
+    def test_turns(self):
+        """Whose pushes are under way already comes after whose are not."""
+        def phases():
+            found = one.ctl("remote", "status")["transfers"]
+            return {x["name"]: x["phase"] for x in found if not x["finished"]}
+
+        def push(key, name):
+            """Until it is under way, or waits."""
+            self.begin_by(key, "session", "push", name, "--namespace", f"uid-{os.geteuid()}")
+            until = time.monotonic() + BOUND
+            while phases().get(name) not in ("queued", "sending"):
+                self.assertLess(time.monotonic(), until)
+
+        one, tokens = self.begin_with_keys("ann", "ben"), Tokens(1, 10)
+        with one.client() as client, client.queue() as queue:
+            for name in ("first", "second", "third", "bens"):
+                tokens.feed(queue, client.session(tokens.rows, "f16", name=name), 10, attend=False)
+        self.gate.close_after(up=0)
+        for name in ("first", "second"):
+            push("ann", name)
+        self.gate.wait_held(2)
+        push("ann", "third")
+        push("ben", "bens")
+        both = {"third": "queued", "bens": "queued"}
+        self.assertEqual(phases(), {"first": "sending", "second": "sending", **both})
+        one.ctl("remote", "cancel", "1")
+        until = time.monotonic() + BOUND
+        while (now := phases()) != {"second": "sending", "third": "queued", "bens": "sending"}:
+            self.assertNotEqual(now["third"], "sending")
+            self.assertLess(time.monotonic(), until)
 
 
 class Transfers(Remote):

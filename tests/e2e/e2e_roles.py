@@ -183,18 +183,22 @@ class Relay:
         self.listener.close()
 
 
+def make_key(path, server=None):
+    """Returns the public key."""
+    words = [os.path.join(BIN, "kvqctl"), "key", "make", path, "--json"]
+    if server:
+        words += ["--server", server]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=BOUND)
+    if done.returncode:
+        raise AssertionError(done.stderr)
+    return json.loads(done.stdout)["public"]
+
+
 class Keys(Configured):
     """kvqctl from another machine: by TCP, with a key."""
 
     def make_key(self, name, server=None):
-        """Returns the public key."""
-        words = ["key", "make", os.path.join(self.folder, name), "--json"]
-        if server:
-            words += ["--server", server]
-        done = subprocess.run([os.path.join(BIN, "kvqctl"), *words], capture_output=True, text=True,
-                              timeout=BOUND)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        return json.loads(done.stdout)["public"]
+        return make_key(os.path.join(self.folder, name), server)
 
     def text(self, **roles):
         return (f"control_address = 127.0.0.1:0\ncontrol_key_file = {self.folder}/server\n" +

@@ -149,6 +149,7 @@ struct kvq__core_config {
 enum { KVQ__NO_UID = UINT32_MAX }; // somebody who comes from another machine is no user here
 struct kvq__peer {
     uint32_t uid, pid;
+    uint8_t key[32];               // that somebody from another machine has shown; else zeros
     uint32_t gids[KVQ_MAX_GROUPS]; // primary group first
     uint32_t n_gids;
     bool admin; // may do what is asked with everything, not only with its own
