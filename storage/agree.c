@@ -12,6 +12,8 @@
 
 #define P "%1000003"
 
+static_assert(KVQ_MAX_SESSION_TOKENS == 1 << 24, "as the queries have it");
+
 // What is wrong, and the query that finds it.
 static const struct {
     const char *what, *sql;
@@ -46,7 +48,7 @@ static const struct {
      "typeof(tokens)<>'integer' OR typeof(blocks)<>'integer' OR typeof(bytes)<>'integer' OR "
      "typeof(saved_at)<>'integer' OR typeof(used_at)<>'integer' OR typeof(version)<>'integer' OR "
      "typeof(meta)<>'blob' OR typeof(manifest)<>'integer' OR shard<0 OR shard>=shards OR "
-     "tokens<0 OR bytes<0 OR space NOT IN (SELECT space FROM spaces)"},
+     "tokens NOT BETWEEN 0 AND 1<<24 OR bytes<0 OR space NOT IN (SELECT space FROM spaces)"},
     {"an entry has a value that none can have, or belongs to no session",
      "SELECT (SELECT count(*) FROM entries)<>(SELECT count(*) FROM entries WHERE layer BETWEEN 0 "
      "AND 1<<32 AND page BETWEEN 0 AND 1<<32 AND kind BETWEEN 0 AND 1<<32 AND block BETWEEN 1 AND "

@@ -114,7 +114,7 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(SESSION_SAVE, "SELECT save,tokens FROM sessions WHERE id=?")                                 \
     X(SESSION_DROP, "DELETE FROM sessions WHERE id=?")                                             \
     X(SESSION_TOUCH, "UPDATE sessions SET used_at=? WHERE id=?")                                   \
-    X(SESSION_LARGEST, "SELECT max(b),max(t) FROM (SELECT sum(blocks) b,sum(tokens) t FROM "       \
+    X(SESSION_LARGEST, "SELECT max(b),max(t) FROM (SELECT total(blocks) b,total(tokens) t FROM "   \
                        "sessions GROUP BY space,name)")                                            \
     X(SESSION_COUNT, "SELECT count(*) FROM sessions")                                              \
     X(SESSION_CUT, "SELECT count(DISTINCT session) FROM entries WHERE block IN (SELECT id FROM "   \

@@ -51,9 +51,12 @@ static int check_manifest_head(const struct kvq_manifest_head *h, uint64_t n,
     if (h->shards == 0 || h->shards > KVQ_MAX_SHARDS || h->shard >= h->shards)
         return kvq__complain(c, KVQ_E_INVALID, "it is shard %u of %u; at most %d are allowed",
                              h->shard, h->shards, KVQ_MAX_SHARDS);
-    if (h->tokens > INT64_MAX || h->opaque_bytes > KVQ_MAX_STORE_META)
-        return kvq__complain(c, KVQ_E_INVALID, "it has %llu tokens and %u opaque bytes",
-                             (unsigned long long)h->tokens, h->opaque_bytes);
+    if (h->tokens > KVQ_MAX_SESSION_TOKENS)
+        return kvq__complain(c, KVQ_E_INVALID, "it has %llu tokens; at most %d are allowed",
+                             (unsigned long long)h->tokens, KVQ_MAX_SESSION_TOKENS);
+    if (h->opaque_bytes > KVQ_MAX_STORE_META)
+        return kvq__complain(c, KVQ_E_INVALID, "it has %u opaque bytes; at most %d are allowed",
+                             h->opaque_bytes, KVQ_MAX_STORE_META);
     int rc = check_text("namespace", h->space, sizeof h->space, true, c);
     if (rc == KVQ_OK)
         rc = check_text("name", h->name, sizeof h->name, true, c);

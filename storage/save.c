@@ -136,8 +136,9 @@ static int make_head(struct kvq_manifest_head *h, const struct kvq_store_meta *m
     if (meta->shards == 0 || meta->shards > KVQ_MAX_SHARDS || meta->shard >= meta->shards)
         return kvq__complain(c, KVQ_E_INVALID, "shard %u of %u: at most %d are allowed",
                              meta->shard, meta->shards, KVQ_MAX_SHARDS);
-    if (meta->tokens > INT64_MAX)
-        return kvq__complain(c, KVQ_E_LIMIT, "%llu tokens", (unsigned long long)meta->tokens);
+    if (meta->tokens > KVQ_MAX_SESSION_TOKENS)
+        return kvq__complain(c, KVQ_E_LIMIT, "%llu tokens; at most %d are allowed",
+                             (unsigned long long)meta->tokens, KVQ_MAX_SESSION_TOKENS);
     int rc = copy_text(h->space, sizeof h->space, "namespace", meta->space, true, c);
     if (rc == KVQ_OK)
         rc = copy_text(h->name, sizeof h->name, "name", meta->name, true, c);

@@ -99,9 +99,9 @@ struct kvq_store_meta {
     const char *model;        // fingerprint, below KVQ_FINGERPRINT_BYTES
     const char *formats;      // to show and to search for, below KVQ_FINGERPRINT_BYTES
     uint32_t shard, shards;   // shard < shards <= KVQ_MAX_SHARDS
-    uint64_t tokens;
-    int64_t saved_at; // seconds since 1970, by the caller's clock
-    uint32_t version; // of the opaque bytes
+    uint64_t tokens;          // at most KVQ_MAX_SESSION_TOKENS
+    int64_t saved_at;         // seconds since 1970, by the caller's clock
+    uint32_t version;         // of the opaque bytes
     const void *bytes;
     size_t n_bytes; // below KVQ_MAX_STORE_META
 };

@@ -102,6 +102,35 @@ static void older_catalog(void **state)
     fault_close(&disk);
 }
 
+// Rows that sound sums cannot be made of, as an import could once leave them: saves go on, and the
+// next opening says what is wrong.
+static void tokens_beyond_sums(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 31};
+    fault_open(&disk, 31);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (uint32_t i = 0; i < 2; i++)
+        w.sessions[i] = (struct world_session){
+            .used = true, .name = "group", .shard = i, .shards = 2, .tokens = 5};
+    w.sessions[2] = (struct world_session){.used = true, .name = "other", .shards = 1};
+    assert_int_equal(kit_save(&k, &w, "group"), 0);
+    assert_int_equal(sqlite3_exec(k.store->catalog.db,
+                                  "UPDATE sessions SET tokens=9223372036854775807", NULL, NULL,
+                                  NULL),
+                     SQLITE_OK);
+    if (kit_save(&k, &w, "other"))
+        fail_msg("%s", k.text);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.rebuilt);
+    assert_non_null(strstr(k.report.text, "a session has a value that none can have"));
+    check(&k, &w, "made anew");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
 // ---- Versions ----
 
 static void newer_catalog(void **state)
@@ -181,9 +210,9 @@ static void newer_segment(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(spoiled_catalog), cmocka_unit_test(older_catalog),
-        cmocka_unit_test(first_version),   cmocka_unit_test(newer_catalog),
-        cmocka_unit_test(newer_segment),
+        cmocka_unit_test(spoiled_catalog),    cmocka_unit_test(older_catalog),
+        cmocka_unit_test(tokens_beyond_sums), cmocka_unit_test(first_version),
+        cmocka_unit_test(newer_catalog),      cmocka_unit_test(newer_segment),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -18,6 +18,7 @@
 
 #include "proto/status.h"
 #include "proto/sync.h"
+#include "storage/manifest.h"
 #include "tests/store/store_kit.h"
 
 static struct fault_io disk, other_disk;
@@ -175,6 +176,17 @@ static void spoiled_files(void **state)
     kvq_store_close(&other.store);
 }
 
+// Replaces a record's payload of n bytes, and makes its checksums right.
+static void forge_record(uint8_t *at, const void *payload, size_t n, uint64_t salt)
+{
+    struct kvq_record r;
+    memcpy(&r, at, sizeof r);
+    kvq_record_make(&r, (enum kvq_record_kind)r.kind, r.id, r.transaction, r.length,
+                    kvq_checksum(payload, n), salt);
+    memcpy(at, &r, sizeof r);
+    memcpy(at + sizeof r, payload, n);
+}
+
 // A file whose records are all sound, but whose end counts others than there are: somebody has put
 // it together from parts.
 static void wrong_count(void **state)
@@ -197,15 +209,11 @@ static void wrong_count(void **state)
     memcpy(&head, file->data + sizeof r, sizeof head);
     for (int field = 0; field < 2; field++)
         for (int by = -1; by <= 1; by++) {
-            memcpy(&r, end, sizeof r);
             memcpy(&commit, end + sizeof r, sizeof commit);
             *(field ? &commit.records : &commit.sessions) += (uint64_t)by;
-            struct kvq_checksum sum = kvq_checksum(&commit, sizeof commit);
-            kvq_record_make(&r, KVQ_RECORD_COMMIT, r.id, r.transaction, r.length, sum, head.salt);
             uint8_t keep[sizeof r + sizeof commit];
             memcpy(keep, end, sizeof keep);
-            memcpy(end, &r, sizeof r);
-            memcpy(end + sizeof r, &commit, sizeof commit);
+            forge_record(end, &commit, sizeof commit, head.salt);
             if (by) {
                 refused(&other, field ? "records" : "sessions", (uint64_t)by);
                 assert_non_null(strstr(other.text, "its end counts other sessions and records"));
@@ -215,6 +223,48 @@ static void wrong_count(void **state)
     assert_int_equal(
         kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
         0);
+    kvq_store_close(&other.store);
+}
+
+// Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
+static void too_many_tokens(void **state)
+{
+    (void)state;
+    static uint8_t bytes[1 << 16];
+    static const uint64_t counts[] = {INT64_MAX, KVQ_MAX_SESSION_TOKENS + 1};
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    struct kvq_file_head head;
+    struct kvq_record r;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    make_group(&k, &w);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
+                     0);
+    kvq_store_close(&k.store);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    struct fault_file *file = fault_find(&other_disk, file_path);
+    memcpy(&head, file->data + sizeof r, sizeof head);
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        uint8_t *at = file->data + KVQ_SEGMENT_FRONT;
+        for (int shard = 0; shard < 2; shard++) {
+            memcpy(&r, at, sizeof r);
+            assert_int_equal(r.kind, KVQ_RECORD_MANIFEST);
+            assert_true(r.length <= sizeof bytes);
+            memcpy(bytes, at + sizeof r, r.length);
+            memcpy(bytes + offsetof(struct kvq_manifest_head, tokens), &counts[i],
+                   sizeof counts[i]);
+            forge_record(at, bytes, r.length, head.salt);
+            at += kvq_record_bytes(r.length);
+        }
+        refused(&other, "tokens", counts[i]);
+        assert_non_null(strstr(other.text, "tokens; at most 16777216 are allowed"));
+    }
+    struct world beside = {.random = 1};
+    beside.sessions[0] = (struct world_session){.used = true, .name = "beside", .shards = 1};
+    assert_int_equal(kit_save(&other, &beside, "beside"), 0);
+    beside.sessions[0].tokens = KVQ_MAX_SESSION_TOKENS + 1;
+    assert_int_equal(kit_save(&other, &beside, "beside"), KVQ_E_LIMIT);
     kvq_store_close(&other.store);
 }
 
@@ -421,6 +471,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(there_and_back, set_up, tear_down),
         cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
         cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(too_many_tokens, set_up, tear_down),
         cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
         cmocka_unit_test_setup_teardown(same_saves_same_file, set_up, tear_down),
         cmocka_unit_test_setup_teardown(cancelled, set_up, tear_down),
