@@ -12,7 +12,7 @@
 
 #define P "%1000003"
 
-static_assert(KVQ_MAX_SESSION_TOKENS == 1 << 24, "as the queries have it");
+static_assert(KVQ_MAX_SESSION_TOKENS == 1 << 24 && KVQ_MAX_SHARDS == 64, "as the queries have it");
 
 // What is wrong, and the query that finds it.
 static const struct {
@@ -48,7 +48,8 @@ static const struct {
      "typeof(tokens)<>'integer' OR typeof(blocks)<>'integer' OR typeof(bytes)<>'integer' OR "
      "typeof(saved_at)<>'integer' OR typeof(used_at)<>'integer' OR typeof(version)<>'integer' OR "
      "typeof(meta)<>'blob' OR typeof(manifest)<>'integer' OR shard<0 OR shard>=shards OR "
-     "tokens NOT BETWEEN 0 AND 1<<24 OR bytes<0 OR space NOT IN (SELECT space FROM spaces)"},
+     "shards>64 OR tokens NOT BETWEEN 0 AND 1<<24 OR bytes<0 OR space NOT IN (SELECT space FROM "
+     "spaces)"},
     {"an entry has a value that none can have, or belongs to no session",
      "SELECT (SELECT count(*) FROM entries)<>(SELECT count(*) FROM entries WHERE layer BETWEEN 0 "
      "AND 1<<32 AND page BETWEEN 0 AND 1<<32 AND kind BETWEEN 0 AND 1<<32 AND block BETWEEN 1 AND "

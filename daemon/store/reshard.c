@@ -49,6 +49,13 @@ int kvq__found_reshard(struct kvq__task *t, const struct kvq_store_session *s,
 {
     struct kvq__saved_shard shards[KVQ_MAX_SHARDS];
     struct kvq__resharded made;
+    if (s->shards > KVQ_MAX_SHARDS) { // an edited catalog, on a file system that is read-only
+        snprintf(t->text, sizeof t->text,
+                 "session \"%s\" has %u shards in the store's catalog; at most %d are allowed: "
+                 "drop it, or restore it from an export",
+                 t->name, s->shards, KVQ_MAX_SHARDS);
+        return KVQ_E_DAMAGED;
+    }
     found->sources = calloc(s->shards, sizeof *found->sources);
     if (!found->sources)
         return KVQ_E_NO_MEMORY;

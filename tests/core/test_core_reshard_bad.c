@@ -4,6 +4,7 @@
 // heads, what cannot be shared equally, stored numbers that make no sense; and sessions in memory,
 // which make way or not.
 #include "daemon/core/residency/park.h"
+#include "daemon/store/internal.h"
 #include "tests/core/reshard_kit.h"
 
 static void refused(const struct set *s, uint32_t shard, int rc, const char *why)
@@ -303,13 +304,36 @@ static void test_makes_way(void **state)
     assert_false(makes_way(&admin, "it", 2));
 }
 
+// A catalog that somebody edited may name any number of shards.
+static void test_more_shards_than_any_has(void **state)
+{
+    (void)state;
+    struct kvq__jobs jobs = {.store = NULL}; // which is not asked
+    struct kvq__task *t = calloc(1, sizeof *t);
+    const struct kvq_store_session s = {.shards = KVQ_MAX_SHARDS + 1};
+    struct kvq__found found = {.n_sources = 0};
+    assert_non_null(t);
+    t->jobs = &jobs;
+    snprintf(t->name, sizeof t->name, "it");
+    assert_int_equal(kvq__found_reshard(t, &s, &found), KVQ_E_DAMAGED);
+    assert_string_equal(t->text, "session \"it\" has 65 shards in the store's catalog; at most 64 "
+                                 "are allowed: drop it, or restore it from an export");
+    kvq__found_clear(&found);
+    free(t);
+}
+
 #define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        TEST(test_refusals), TEST(test_refusals_of_stages), TEST(test_what_does_not_fit),
-        TEST(test_hostile),  TEST(test_no_memory),          TEST(test_makes_way),
+        TEST(test_refusals),
+        TEST(test_refusals_of_stages),
+        TEST(test_what_does_not_fit),
+        TEST(test_hostile),
+        TEST(test_no_memory),
+        TEST(test_makes_way),
+        TEST(test_more_shards_than_any_has),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
