@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Making a catalog from segments alone. Records count if the COMMIT of the transaction that wrote
-// them is there. The newest manifest of a session is the session, unless a DROP names it; an entry
-// whose block is damaged or missing makes a block that is marked as bad.
+// them is there, or one that names this transaction as the one before its own. The newest manifest
+// of a session is the session, unless a DROP names it; an entry whose block is damaged or missing
+// makes a block that is marked as bad.
 #include <assert.h>
 #include <errno.h>
 #include <stdio.h>
@@ -37,7 +38,8 @@ struct rebuild {
     size_t n_committed, room_committed;
     struct kvq_commit *commits; // COMMITs that were found, believed or not
     size_t n_commits, room_commits;
-    uint64_t proven; // a later one was begun after this one was acknowledged, so it was synced
+    uint64_t *oldest; // [i]: the oldest transaction that commits[i] or a later one comes after
+    uint64_t proven;  // a later one was begun after this one was acknowledged, so it was synced
     struct claim *claims;
     size_t n_claims, room_claims;
     uint64_t last_seen; // transaction, committed or not
@@ -200,26 +202,61 @@ static bool is_whole(const struct rebuild *r, const struct kvq_commit *commit)
     return sound == commit->records + 1; // and itself
 }
 
-// Which COMMITs count. That of a failed save may be on the disk all the same, if cutting it off was
-// not synced; the next COMMIT then names an older transaction as the one before it.
-static int judge_commits(struct rebuild *r)
+static int order_commits(struct rebuild *r)
 {
-    uint64_t before = UINT64_MAX; // the oldest that a later COMMIT names
+    uint64_t oldest = UINT64_MAX;
+    r->oldest = malloc((r->n_commits + 1) * sizeof *r->oldest);
+    if (!r->oldest)
+        return no_memory_to_rebuild(r);
     if (r->n_commits)
         qsort(r->commits, r->n_commits, sizeof *r->commits, by_transaction);
     for (size_t i = r->n_commits; i-- > 0;) {
-        const struct kvq_commit *commit = &r->commits[i];
-        bool refuted = before < commit->transaction;
-        if (i == 0 || r->commits[i - 1].transaction != commit->transaction)
-            before = commit->before < before ? commit->before : before;
-        if (refuted || (commit->transaction > r->proven && !is_whole(r, commit)))
-            continue;
-        if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
-                       sizeof *r->committed))
-            return no_memory_to_rebuild(r);
-        r->committed[r->n_committed++] = commit->transaction;
+        oldest = r->commits[i].before < oldest ? r->commits[i].before : oldest;
+        r->oldest[i] = oldest;
     }
     return KVQ_OK;
+}
+
+// Whether a later COMMIT names an older transaction as the one before it: then the save of this one
+// had failed. It may be on the disk all the same, if cutting it off was not synced.
+static bool is_refuted(const struct rebuild *r, uint64_t transaction)
+{
+    size_t low = 0, high = r->n_commits; // where the later ones start
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (r->commits[middle].transaction > transaction)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low < r->n_commits && r->oldest[low] < transaction;
+}
+
+static int note_committed(struct rebuild *r, uint64_t transaction)
+{
+    if (!kvq__grow((void **)&r->committed, &r->room_committed, r->n_committed,
+                   sizeof *r->committed))
+        return no_memory_to_rebuild(r);
+    r->committed[r->n_committed++] = transaction;
+    return KVQ_OK;
+}
+
+// Which transactions count. The one before a COMMIT was in the catalog when that was written: it
+// counts even if its own COMMIT is damaged.
+static int judge_commits(struct rebuild *r)
+{
+    int rc = order_commits(r);
+    for (size_t i = 0; i < r->n_commits && rc == KVQ_OK; i++) {
+        const struct kvq_commit *commit = &r->commits[i];
+        if (commit->before)
+            rc = note_committed(r, commit->before);
+        if (rc == KVQ_OK && !is_refuted(r, commit->transaction) &&
+            (commit->transaction <= r->proven || is_whole(r, commit)))
+            rc = note_committed(r, commit->transaction);
+    }
+    if (r->n_committed)
+        qsort(r->committed, r->n_committed, sizeof *r->committed, by_number);
+    return rc;
 }
 
 // By id; of the copies of one, the best comes first: sound, and then the latest.
@@ -251,14 +288,29 @@ static void note_end(struct kvq_store *s, const struct found *f)
     }
 }
 
+// Counts the manifests that were written by transactions of which nobody knows whether they were
+// committed: their COMMITs are damaged, or the power failed before they were there. r->found is in
+// the order of ids.
+static void count_lost(struct rebuild *r)
+{
+    for (size_t i = 0, next; i < r->n_found; i = next) {
+        bool counts = false, lost = false;
+        for (next = i; next < r->n_found && r->found[next].w.id == r->found[i].w.id; next++) {
+            const struct found *f = &r->found[next];
+            counts |= is_committed(r, f->transaction);
+            lost |= f->w.kind == KVQ_RECORD_MANIFEST && !is_refuted(r, f->transaction);
+        }
+        r->report->lost_sessions += lost && !counts;
+    }
+}
+
 // Leaves one record for each id in r->found, in the order of their places.
 static void select_records(struct rebuild *r)
 {
     size_t kept = 0;
-    if (r->n_committed)
-        qsort(r->committed, r->n_committed, sizeof *r->committed, by_number);
     if (r->n_found)
         qsort(r->found, r->n_found, sizeof *r->found, by_record_id);
+    count_lost(r);
     for (size_t i = 0; i < r->n_found; i++) {
         const struct found *f = &r->found[i];
         if (!is_committed(r, f->transaction))
@@ -528,6 +580,7 @@ int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
         forget_segments(s);
     free(r.claims);
     free(r.commits);
+    free(r.oldest);
     free(r.committed);
     free(r.found);
     free(r.buffer);

@@ -134,6 +134,85 @@ static void values_that_none_can_have(void **state)
     edit_is_undone("UPDATE sessions SET shards=65 WHERE name='group'");
 }
 
+// ---- Damage that the segments have as well ----
+
+static void lose_catalog(void)
+{
+    assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
+    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+}
+
+static void save_small(struct kit *k, struct world *w, int i)
+{
+    struct world_session *s = &w->sessions[i];
+    *s = (struct world_session){.used = true, .shards = 1, .n = 1, .seed = 60 + (uint64_t)i};
+    snprintf(s->name, sizeof s->name, "s%d", i);
+    s->blocks[0] = (struct world_block){.seed = 1 + (uint64_t)i, .bytes = 500};
+    if (kit_save(k, w, s->name))
+        fail_msg("%s: %s", s->name, k->text);
+}
+
+// The n-th COMMIT of a segment, from 0 on.
+static uint8_t *find_commit(struct fault_file *file, int n)
+{
+    struct kvq_record r;
+    for (uint64_t at = KVQ_SEGMENT_FRONT; at + sizeof r <= file->bytes;) {
+        memcpy(&r, file->data + at, sizeof r);
+        if (r.kind == KVQ_RECORD_COMMIT && n-- == 0)
+            return file->data + at;
+        at += kvq_record_bytes(r.length);
+    }
+    fail_msg("there are fewer COMMITs");
+    return NULL;
+}
+
+static void same_world(struct kit *k, const struct world *w, const char *when)
+{
+    char why[256];
+    if (!kit_same(k, w, false, why) || !kit_sound(k, why))
+        fail_msg("%s: %s", when, why);
+}
+
+// Three saves, of which the COMMITs of some are damaged: what the next one proves is there, and
+// what is lost is told.
+static void damaged_commits(void **state)
+{
+    (void)state;
+    static const struct {
+        unsigned damaged, lost; // by bits: which saves
+    } cases[] = {{1, 0}, {2, 0}, {4, 4}, {3, 1}, {5, 4}, {6, 6}, {7, 7}};
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+        unsigned damaged = cases[i / 2].damaged, lost = cases[i / 2].lost;
+        struct kit k = {0};
+        struct world w = {.random = 1};
+        char when[80];
+        snprintf(when, sizeof when, "%s of COMMITs %x", i % 2 ? "payloads" : "headers", damaged);
+        fault_open(&disk, 50);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        for (int save = 0; save < 3; save++)
+            save_small(&k, &w, save);
+        kvq_store_close(&k.store);
+        struct fault_file *file = fault_find(&disk, "/store/segment-0000000000000001.kvqs");
+        for (int save = 0; save < 3; save++) {
+            if (damaged >> save & 1)
+                find_commit(file, save)[i % 2 ? sizeof(struct kvq_record) : 17] ^= 1;
+            w.sessions[save].used = !(lost >> save & 1);
+        }
+        for (int round = 0; round < 2; round++) {
+            lose_catalog();
+            assert_int_equal(kit_open(&k, &disk.io), 0);
+            if (round == 0 && k.report.lost_sessions != (uint64_t)__builtin_popcount(lost))
+                fail_msg("%s: %s", when, k.report.text);
+            same_world(&k, &w, when);
+            if (round == 0)
+                save_small(&k, &w, 3);
+            same_world(&k, &w, when);
+            kvq_store_close(&k.store);
+        }
+        fault_close(&disk);
+    }
+}
+
 // ---- Versions ----
 
 static void newer_catalog(void **state)
@@ -216,6 +295,7 @@ int main(void)
         cmocka_unit_test(spoiled_catalog),
         cmocka_unit_test(older_catalog),
         cmocka_unit_test(values_that_none_can_have),
+        cmocka_unit_test(damaged_commits),
         cmocka_unit_test(first_version),
         cmocka_unit_test(newer_catalog),
         cmocka_unit_test(newer_segment),
