@@ -83,9 +83,11 @@ int kvq_manifest_read(const void *data, uint64_t n, struct kvq_manifest *m,
     m->opaque = (const uint8_t *)(m->prefixes + h->prefixes);
     for (uint32_t i = 0; i < h->entries; i++) {
         const struct kvq_manifest_entry *e = &m->entries[i];
-        if (e->block == 0 || e->block > INT64_MAX || e->from > INT64_MAX)
-            return kvq__complain(c, KVQ_E_INVALID, "entry %u names block %llu, token %llu", i,
-                                 (unsigned long long)e->block, (unsigned long long)e->from);
+        if (e->block == 0 || e->block >= KVQ_MAX_STORE_NUMBER || e->from >= KVQ_MAX_STORE_NUMBER)
+            return kvq__complain(
+                c, KVQ_E_INVALID,
+                "entry %u names block %llu, token %llu; fewer than 2^62 are allowed", i,
+                (unsigned long long)e->block, (unsigned long long)e->from);
         if (i > 0 && kvq_manifest_order(e - 1, e) >= 0)
             return kvq__complain(c, KVQ_E_INVALID, "entry %u is not behind the one before it", i);
     }

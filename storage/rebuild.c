@@ -60,6 +60,8 @@ static int note_commit(struct rebuild *r, const struct kvq_walk *w)
     int rc = kvq_io_read(w->io, w->file, &commit, sizeof commit, w->at + KVQ_RECORD_HEAD, NULL);
     if (rc)
         return kvq__io_complain(r->c, rc, "a segment", "read");
+    if (!kvq_commit_sane(&commit))
+        return KVQ_OK;
     if (!kvq__grow((void **)&r->commits, &r->room_commits, r->n_commits, sizeof *r->commits))
         return no_memory_to_rebuild(r);
     r->commits[r->n_commits++] = commit;
@@ -101,9 +103,10 @@ static int walk_segment(struct rebuild *r, struct kvq__segment *g, int file)
     while (rc == KVQ_OK && (find = kvq_walk_next(&w)) != KVQ_WALK_END) {
         if (find < 0)
             return kvq__io_complain(r->c, find, "a segment", "read");
-        if (find != KVQ_WALK_RECORD)
+        bool sane = find != KVQ_WALK_DAMAGE && kvq_record_sane(&w.record);
+        if (find != KVQ_WALK_RECORD || !sane)
             r->report->damaged_bytes += w.bytes;
-        if (find != KVQ_WALK_DAMAGE)
+        if (sane)
             rc = note_record(r, g, &w, find == KVQ_WALK_PAYLOAD);
     }
     return rc;
@@ -359,6 +362,10 @@ static int note_claim(struct rebuild *r, size_t i)
     int rc = read_payload(r, f, drop ? (void *)&h.session : &h, n);
     if (rc)
         return rc;
+    if (h.session == 0 || h.session >= KVQ_MAX_STORE_NUMBER) {
+        r->report->lost_sessions += !drop;
+        return KVQ_OK;
+    }
     if (!kvq__grow((void **)&r->claims, &r->room_claims, r->n_claims, sizeof *r->claims))
         return no_memory_to_rebuild(r);
     r->claims[r->n_claims++] = (struct claim){h.session, f->transaction, i, drop};
@@ -420,6 +427,8 @@ static int fill_gaps(struct rebuild *r, struct kvq__save_session *v)
         rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_PUT, "iiiiiiib", (int64_t)v->entries[i].block,
                       (int64_t)0, (int64_t)0, (int64_t)0, (int64_t)KVQ_RECORD_BLOCK, (int64_t)0,
                       (int64_t)1, (const void *)&none, sizeof none);
+        if (v->entries[i].block >= s->next_block)
+            s->next_block = v->entries[i].block + 1;
         r->report->bad_blocks++;
     }
     return rc;

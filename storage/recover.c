@@ -242,12 +242,12 @@ static int look_behind(struct kvq_store *s, int file, uint64_t salt, uint64_t fr
     while ((find = kvq_walk_next(&w)) > KVQ_WALK_END) {
         struct kvq_commit commit;
         if (find != KVQ_WALK_RECORD || w.record.kind != KVQ_RECORD_COMMIT ||
-            w.record.length != sizeof commit)
+            !kvq_record_sane(&w.record) || w.record.length != sizeof commit)
             continue;
         int rc = kvq_io_read(s->io, file, &commit, sizeof commit, w.at + KVQ_RECORD_HEAD, NULL);
         if (rc)
             return rc;
-        if (commit.before > s->last_transaction)
+        if (kvq_commit_sane(&commit) && commit.before > s->last_transaction)
             return BEHIND;
     }
     return find < 0 ? find : 0;

@@ -229,8 +229,9 @@ static int add_entry(struct kvq_save *v, const struct kvq_place *place, uint64_t
 {
     if (v->n == 0)
         return kvq__complain(c, KVQ_E_INVALID, "no session was named yet");
-    if (place->from > INT64_MAX)
-        return kvq__complain(c, KVQ_E_LIMIT, "token %llu", (unsigned long long)place->from);
+    if (place->from >= KVQ_MAX_STORE_NUMBER)
+        return kvq__complain(c, KVQ_E_LIMIT, "token %llu; fewer than 2^62 are allowed",
+                             (unsigned long long)place->from);
     struct kvq__save_session *session = &v->sessions[v->n - 1];
     assert(id > 0 && id < v->store->next_block);
     if (session->head.entries == UINT32_MAX ||

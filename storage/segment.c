@@ -49,6 +49,19 @@ bool kvq_record_sound(const struct kvq_record *r, uint64_t salt)
            kvq_checksum_equal(r->head, kvq_record_checksum(r, salt));
 }
 
+bool kvq_record_sane(const struct kvq_record *r)
+{
+    bool pad = r->kind == KVQ_RECORD_PAD;
+    bool known = pad || (r->kind >= KVQ_RECORD_BLOCK && r->kind <= KVQ_RECORD_COMMIT);
+    return known && pad == (r->id == 0) && r->id < KVQ_MAX_STORE_NUMBER &&
+           r->transaction < KVQ_MAX_STORE_NUMBER;
+}
+
+bool kvq_commit_sane(const struct kvq_commit *c)
+{
+    return c->before < c->transaction && c->transaction < KVQ_MAX_STORE_NUMBER;
+}
+
 // ---- Walking ----
 
 // Whether a sound header stands at `at`, whose record ends within the walk. Negative errno.

@@ -62,6 +62,10 @@ enum {
     KVQ_STORE_ID_BYTES = 16,
 };
 
+// Ids, transactions, sessions and segments are below that: it leaves counters room in SQLite's 64
+// bits with a sign.
+#define KVQ_MAX_STORE_NUMBER (1ull << 62)
+
 enum kvq_record_kind {
     KVQ_RECORD_FILE = 1,
     KVQ_RECORD_BLOCK = 2,
@@ -131,6 +135,11 @@ void kvq_record_make(struct kvq_record *r, enum kvq_record_kind kind, uint64_t i
 // Whether 64 bytes that were read are a header that was written under the salt. Of version it says
 // nothing: a header of a newer version is sound as well.
 bool kvq_record_sound(const struct kvq_record *r, uint64_t salt);
+
+// Whether a sound header, and the payload of a COMMIT, say what a segment's can: a kind that there
+// is, and numbers within their bounds. A checksum alone keeps nobody from making up others.
+bool kvq_record_sane(const struct kvq_record *r);
+bool kvq_commit_sane(const struct kvq_commit *c);
 
 // ---- Reading a file record by record ----
 

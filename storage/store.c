@@ -30,7 +30,7 @@ uint64_t kvq__segment_number(const char *name)
     if (sscanf(name, "segment-%16llx.kvqs", &number) != 1) // NOLINT(cert-err34-c): checked below
         return 0;
     kvq__segment_name(number, back);
-    return strcmp(name, back) == 0 ? number : 0;
+    return strcmp(name, back) == 0 && number < KVQ_MAX_STORE_NUMBER ? number : 0;
 }
 
 // ---- Complaints ----

@@ -213,6 +213,131 @@ static void damaged_commits(void **state)
     }
 }
 
+static const uint64_t most = UINT64_MAX, most_signed = INT64_MAX, far_off = 1ull << 40, other = 7;
+
+// What somebody appends to a segment, with sums that are right and a COMMIT of its own.
+struct forgery {
+    const char *what;
+    uint16_t kind;
+    uint64_t id, transaction, before;
+    const uint64_t *session, *block; // in place of those of the first session's manifest
+};
+
+static const struct forgery forgeries[] = {
+    {"a kind that there is not", 77, 900, 100, 2, NULL, NULL},
+    {"a front", KVQ_RECORD_FILE, 900, 100, 2, NULL, NULL},
+    {"padding with an id", KVQ_RECORD_PAD, 900, 100, 2, NULL, NULL},
+    {"a block without an id", KVQ_RECORD_BLOCK, 0, 100, 2, NULL, NULL},
+    {"an id of 64 bits", KVQ_RECORD_BLOCK, UINT64_MAX, 100, 2, NULL, NULL},
+    {"an id of 63 bits", KVQ_RECORD_BLOCK, INT64_MAX, 100, 2, NULL, NULL},
+    {"a transaction of 64 bits", KVQ_RECORD_BLOCK, 900, UINT64_MAX, 2, NULL, NULL},
+    {"a transaction before it", KVQ_RECORD_BLOCK, 900, 100, UINT64_MAX, NULL, NULL},
+    {"DROP of a session of 64 bits", KVQ_RECORD_DROP, 900, 100, 2, &most, NULL},
+    {"a session of 64 bits", KVQ_RECORD_MANIFEST, 900, 100, 2, &most, NULL},
+    {"a session of 63 bits", KVQ_RECORD_MANIFEST, 900, 100, 2, &most_signed, NULL},
+    {"a session without an id", KVQ_RECORD_MANIFEST, 900, 100, 2, &forgeries[3].id, NULL},
+    {"an entry of 63 bits", KVQ_RECORD_MANIFEST, 900, 100, 2, &other, &most_signed},
+    {"a block that nobody has", KVQ_RECORD_MANIFEST, 900, 100, 2, &other, &far_off},
+};
+
+static void append_record(struct fault_file *file, const struct forgery *f, uint16_t kind,
+                          const void *payload, size_t n)
+{
+    struct kvq_file_head head;
+    struct kvq_record r;
+    uint64_t end = file->bytes + kvq_record_bytes(n);
+    memcpy(&head, file->data + sizeof r, sizeof head);
+    kvq_record_make(&r, KVQ_RECORD_BLOCK, f->id + (kind == KVQ_RECORD_COMMIT), f->transaction, n,
+                    kvq_checksum(payload, n), head.salt);
+    r.kind = kind;
+    r.head = kvq_record_checksum(&r, head.salt);
+    file->data = realloc(file->data, end);
+    assert_non_null(file->data);
+    memset(file->data + file->bytes, 0, end - file->bytes);
+    memcpy(file->data + file->bytes, &r, sizeof r);
+    memcpy(file->data + file->bytes + sizeof r, payload, n);
+    file->bytes = end;
+}
+
+static void forge(struct fault_file *file, const struct forgery *f)
+{
+    static uint8_t bytes[4096];
+    const struct kvq_commit commit = {f->transaction, f->before, 1, 1};
+    struct kvq_record r = {.length = 64};
+    uint64_t at = KVQ_SEGMENT_FRONT;
+    if (f->kind == KVQ_RECORD_MANIFEST) {
+        for (; r.kind != f->kind; at += kvq_record_bytes(r.length))
+            memcpy(&r, file->data + at, sizeof r);
+        assert_true(r.length <= sizeof bytes);
+        memcpy(bytes, file->data + at - kvq_record_bytes(r.length) + sizeof r, r.length);
+        if (f->session)
+            memcpy(bytes + offsetof(struct kvq_manifest_head, session), f->session, 8);
+        if (f->block)
+            memcpy(bytes + sizeof(struct kvq_manifest_head), f->block, 8);
+        bytes[offsetof(struct kvq_manifest_head, name)] = 'f';
+    } else if (f->session) {
+        r.length = sizeof *f->session;
+        memcpy(bytes, f->session, sizeof *f->session);
+    }
+    append_record(file, f, f->kind, bytes, r.length);
+    append_record(file, f, KVQ_RECORD_COMMIT, &commit, sizeof commit);
+    fault_settle(file);
+}
+
+// Numbers that somebody made up, with sums that are right: the store opens, with what else it has,
+// goes on, and does not make its catalog anew at every start.
+static void forged_numbers(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < 2 * sizeof forgeries / sizeof *forgeries; i++) {
+        const struct forgery *f = &forgeries[i / 2];
+        struct kit k = {0};
+        struct world w = {.random = 1};
+        fault_open(&disk, 51);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        save_small(&k, &w, 0);
+        save_small(&k, &w, 1);
+        kvq_store_close(&k.store);
+        forge(fault_find(&disk, "/store/segment-0000000000000001.kvqs"), f);
+        if (i % 2)
+            lose_catalog();
+        for (int start = 0; start < 3; start++) {
+            if (kit_open(&k, &disk.io) || (start && k.report.rebuilt))
+                fail_msg("%s, start %d: %s%s", f->what, start, k.text, k.report.text);
+            if (start == 1) {
+                (void)kvq_store_delete(k.store, "uid-1", "f0", NULL, 0); // the forged one
+                save_small(&k, &w, 2);
+            }
+            if (start)
+                same_world(&k, &w, f->what);
+            kvq_store_close(&k.store);
+        }
+        fault_close(&disk);
+    }
+}
+
+// A file whose name has a number that no segment has is none.
+static void forged_name(void **state)
+{
+    (void)state;
+    static const char *const path = "/store/segment-ffffffffffffffff.kvqs";
+    struct kit k = {0};
+    struct world w = {.random = 1};
+    fault_open(&disk, 52);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    save_small(&k, &w, 0);
+    kvq_store_close(&k.store);
+    lose_catalog();
+    int file = disk.io.open(&disk.io, path, KVQ_IO_WRITE | KVQ_IO_NEW);
+    assert_true(file >= 0);
+    disk.io.close(&disk.io, file);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    same_world(&k, &w, "forged name");
+    assert_non_null(fault_find(&disk, path));
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
 // ---- Versions ----
 
 static void newer_catalog(void **state)
@@ -296,6 +421,8 @@ int main(void)
         cmocka_unit_test(older_catalog),
         cmocka_unit_test(values_that_none_can_have),
         cmocka_unit_test(damaged_commits),
+        cmocka_unit_test(forged_numbers),
+        cmocka_unit_test(forged_name),
         cmocka_unit_test(first_version),
         cmocka_unit_test(newer_catalog),
         cmocka_unit_test(newer_segment),
