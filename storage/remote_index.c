@@ -35,6 +35,11 @@ uint64_t kvq__chunk_about(uint64_t bytes, uint64_t part_bytes)
     return about;
 }
 
+size_t kvq__chunk_most(uint64_t about)
+{
+    return (size_t)(about * 4 < MAX_CHUNK_BYTES ? about * 4 : MAX_CHUNK_BYTES);
+}
+
 // A number for each byte, as good as random.
 static uint64_t gear(uint8_t byte)
 {
@@ -49,7 +54,7 @@ size_t kvq__chunk_end(const uint8_t *data, size_t n, uint64_t about)
 {
     assert(n > 0 && about >= 4 && (about & (about - 1)) == 0);
     uint64_t table[256], sum = 0, mask = ~(UINT64_MAX / about); // about is a power of two
-    size_t least = (size_t)(about / 4), most = (size_t)(about * 4);
+    size_t most = kvq__chunk_most(about), least = about / 4 < most ? (size_t)(about / 4) : most;
     if (n <= least)
         return n;
     for (int i = 0; i < 256; i++)

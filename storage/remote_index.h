@@ -57,9 +57,11 @@ struct kvq__index {
 void kvq__index_free(struct kvq__index *index); // zeros are fine
 
 // The average size of chunks for a file of `bytes` bytes, a power of two. A chunk has a quarter of
-// that at least (but the last one), and four times that at most. The average grows with the file by
-// doubling, so that a file that grows keeps most chunks.
+// that at least (but the last one), and kvq__chunk_most at most: four times that, or 256 MiB, which
+// is all that a reader takes. The average grows with the file by doubling, so that a file that
+// grows keeps most chunks.
 uint64_t kvq__chunk_about(uint64_t bytes, uint64_t part_bytes);
+size_t kvq__chunk_most(uint64_t about);
 // The length of the first chunk of n > 0 bytes, if no more bytes follow: 1 to n.
 size_t kvq__chunk_end(const uint8_t *data, size_t n, uint64_t about);
 // Adds a chunk that is in no pack yet. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.

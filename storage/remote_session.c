@@ -140,12 +140,12 @@ static int cut_file(struct kvq__call *call, const char *path, int file, uint64_t
 {
     struct kvq_io *io = call->remote->io;
     uint64_t about = kvq__chunk_about(bytes, call->remote->part_bytes), at = 0; // of the buffer
-    size_t room = (size_t)(about * 16), had = 0, used = 0;
+    size_t longest = kvq__chunk_most(about), room = 4 * longest, had = 0, used = 0;
     uint8_t *buffer = malloc(room);
     int rc = buffer ? 0 : -ENOMEM;
     while (rc == 0 && at + used < bytes) {
         assert(used <= had && had <= room);
-        if (had - used < about * 4 && at + had < bytes) { // the longest chunk may not fit
+        if (had - used < longest && at + had < bytes) { // the longest chunk may not fit
             size_t got = 0, left = had - used;
             size_t most = room - left < bytes - at - had ? room - left : (size_t)(bytes - at - had);
             memmove(buffer, buffer + used, left);
@@ -313,6 +313,24 @@ static int send_pack(struct push *p)
                                   : rc;
 }
 
+// Whether a pull could read it: what cannot be pulled is not to look as if it had been pushed.
+static int check_head(struct push *p, const char *head, size_t bytes)
+{
+    struct kvq__index again;
+    const char *why = "";
+    int rc = bytes > KVQ__INDEX_TEXT ? KVQ_E_LIMIT : kvq__index_read(head, bytes, &again, &why);
+    if (rc == 0)
+        kvq__index_free(&again);
+    if (rc == 0 || rc == KVQ_E_NO_MEMORY)
+        return rc == 0 ? 0 : kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory");
+    return kvq__remote_say(p->call, KVQ_E_LIMIT, "PUT", p->keys->head,
+                           "the session's file of %" PRIu64 " bytes has %" PRIu32
+                           " chunks, and its head would have %zu bytes; a head has at most %d "
+                           "chunks and %d bytes: export the session instead",
+                           p->index.bytes, p->index.n_chunks, bytes, KVQ__INDEX_CHUNKS,
+                           KVQ__INDEX_TEXT);
+}
+
 static int send_head(struct push *p)
 {
     char *head = NULL;
@@ -320,6 +338,11 @@ static int send_head(struct push *p)
     int rc = kvq__index_write(&p->index, &head, &bytes);
     if (rc != 0)
         return kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory");
+    rc = check_head(p, head, bytes);
+    if (rc != 0) {
+        free(head);
+        return rc;
+    }
     bool same = p->old && p->old_bytes == bytes && memcmp(p->old, head, bytes) == 0;
     if (!same)
         rc = kvq_remote_put(p->call->remote, p->keys->head, head, bytes, NULL, p->call->text,

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include "proto/status.h"
+#include "storage/remote_index.h"
 #include "storage/remote_parts.h"
 #include "storage/remote_reply.h"
 #include "tests/store/remote_kit.h"
@@ -486,6 +487,38 @@ static void bad_downloads_end_in_errors(void **state)
     }
 }
 
+// ---- Chunks ----
+
+// Of a file of any size a chunk is no longer than what a pull reads.
+static void chunks_can_be_read(void **state)
+{
+    (void)state;
+    enum { ROOM = 513 << 20 };
+    static const uint64_t sizes[] = {1ull << 30, 256ull << 30, 1ull << 40, 8ull << 40};
+    uint8_t *zeros = calloc(1, ROOM); // a sum over zeros ends no chunk
+    assert_non_null(zeros);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        struct kvq__index index = {.bytes = 0}, again;
+        const char *why = "";
+        char *head = NULL;
+        size_t n = 0;
+        uint64_t fresh = 0, about = kvq__chunk_about(sizes[i], 16 << 20);
+        size_t chunk = kvq__chunk_end(zeros, ROOM, about);
+        assert_int_equal(chunk, kvq__chunk_most(about));
+        assert_true(sizes[i] / (about / 4 < chunk ? about / 4 : chunk) <= KVQ__INDEX_CHUNKS);
+        assert_int_equal(kvq__index_add(&index, zeros, chunk), 0);
+        assert_int_equal(kvq__index_place(&index, NULL, &fresh), 0);
+        memset(index.packs[0].digest, 'a', KVQ__SHA_HEX - 1);
+        assert_int_equal(kvq__index_write(&index, &head, &n), 0);
+        if (kvq__index_read(head, n, &again, &why) != 0)
+            fail_msg("a chunk of %zu bytes: %s", chunk, why);
+        kvq__index_free(&again);
+        kvq__index_free(&index);
+        free(head);
+    }
+    free(zeros);
+}
+
 // ---- Lists without end ----
 
 static int count_one(void *context, const struct kvq_remote_object *object)
@@ -722,6 +755,7 @@ int main(void)
         cmocka_unit_test(a_lost_reply_is_no_failure),
         cmocka_unit_test(a_refused_upload_is_begun_anew),
         cmocka_unit_test(bad_downloads_end_in_errors),
+        cmocka_unit_test(chunks_can_be_read),
         cmocka_unit_test(lists_have_an_end),
         cmocka_unit_test(lists_go_on),
         cmocka_unit_test(documents_without_sense_are_refused),
