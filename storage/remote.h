@@ -153,7 +153,8 @@ int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char
 int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const char *name,
                          const char *path, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n);
-// Deletes a session. KVQ_E_NO_SESSION if there is none.
+// Deletes a session, its head first. After a failure the next call goes on. KVQ_E_NO_SESSION if
+// there is neither a head nor data.
 int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *name, char *text,
                       size_t n);
 // Calls each() for every session of a namespace, or (NULL) of all, in an order that never changes,

@@ -646,19 +646,52 @@ struct doomed {
 
 static int on_doomed(void *context, const struct kvq_remote_object *object)
 {
-    enum { MOST = 1000 }; // a session has two objects, and some that a push left behind
+    enum { MOST = 1000, FULL = 1 }; // a session has few objects, and some that pushes left behind
     struct doomed *d = context;
     if (d->count == MOST)
-        return KVQ_E_LIMIT;
+        return FULL;
     if (d->count == d->room) {
-        d->room = d->room ? 2 * d->room : 16;
-        void *bigger = realloc(d->keys, d->room * sizeof *d->keys);
+        size_t room = d->room ? 2 * d->room : 16;
+        void *bigger = realloc(d->keys, room * sizeof *d->keys);
         if (!bigger)
             return KVQ_E_NO_MEMORY;
         d->keys = bigger;
+        d->room = room;
     }
     memcpy(d->keys[d->count++], object->key, sizeof object->key);
     return 0;
+}
+
+static int delete_doomed(struct kvq__call *call, struct doomed *d)
+{
+    int rc = 0;
+    for (size_t i = 0; i < d->count; i++) {
+        int gone = kvq_remote_delete(call->remote, d->keys[i], call->text, call->n);
+        rc = rc == 0 ? gone : rc;
+    }
+    free(d->keys);
+    *d = (struct doomed){0};
+    return rc;
+}
+
+// Deletes all objects whose keys start so, and counts them: until a list is empty, so that nothing
+// is left that came meanwhile.
+static int delete_all(struct kvq__call *call, const char *start, size_t *deleted)
+{
+    enum { ROUNDS = 100 };
+    for (int round = 0; round < ROUNDS; round++) {
+        struct doomed d = {0};
+        int rc = kvq_remote_list(call->remote, start, "", on_doomed, &d, call->text, call->n);
+        size_t count = d.count;
+        int gone = delete_doomed(call, &d);
+        rc = rc < 0 ? rc : gone;
+        *deleted += count;
+        if (rc != 0 || count == 0)
+            return rc;
+    }
+    return kvq__remote_say(call, KVQ_E_REMOTE, "DELETE", start,
+                           "after %zu deletions the store still lists objects there; try again",
+                           *deleted);
 }
 
 int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *name, char *text,
@@ -666,25 +699,24 @@ int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *
 {
     struct kvq__call call = {.remote = remote, .text = text, .n = n};
     struct session_keys keys;
-    struct doomed d = {0};
     struct kvq_remote_object head;
     char start[KVQ_REMOTE_KEY_BYTES + 8];
+    size_t deleted = 0;
     int rc = make_keys(&call, space, name, &keys);
     if (rc == 0)
         rc = kvq_remote_head(remote, keys.head, &head, text, n);
-    if (rc == 0) // first, so that nobody pulls what is half there
+    bool had = rc == 0; // if not, an earlier call may have come no further than that
+    if (had)            // first, so that nobody pulls what is half there
         rc = kvq_remote_delete(remote, keys.head, text, n);
-    if (rc != 0)
+    if (rc != 0 && rc != KVQ_E_NO_SESSION)
         return rc;
     snprintf(start, sizeof start, "%s/data/", keys.base);
-    rc = kvq_remote_list(remote, start, "", on_doomed, &d, text, n);
-    for (size_t i = 0; i < d.count; i++) {
-        int gone = kvq_remote_delete(remote, d.keys[i], text, n);
-        rc = rc == 0 ? gone : rc;
-    }
+    rc = delete_all(&call, start, &deleted);
     if (rc == 0)
         rc = kvq__remote_abort_uploads(&call, start);
-    free(d.keys);
+    if (rc == 0 && !had && deleted == 0)
+        rc =
+            kvq__remote_say(&call, KVQ_E_NO_SESSION, "HEAD", keys.head, "there is no such session");
     return rc;
 }
 

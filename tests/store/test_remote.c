@@ -2,65 +2,13 @@
 //
 // The remote tier against servers that misbehave, on loopback: what they answer is written out
 // here. Every answer must end in success or in an error with a sentence.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "tests/store/remote_check.h"
 
-#include <cmocka.h>
-#include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
-
-#include "proto/status.h"
-#include "storage/remote_index.h"
-#include "storage/remote_parts.h"
-#include "storage/remote_reply.h"
-#include "tests/store/remote_kit.h"
-
-#define OK  "HTTP/1.1 200 OK\r\n"
-#define XML OK "Content-Type: application/xml\r\n\r\n"
-#define BUSY                                                                                       \
-    "HTTP/1.1 503 Slow Down\r\n\r\n<Error><Code>SlowDown</Code><Message>Please\nwait"              \
-    "</Message></Error>"
-
-static struct script server;
-static struct test_clock test_clock;
-static struct kvq_remote *remote;
-static char text[512];
 static struct kvq_remote_moved moved;
 
-static void open_with(const struct kvq_remote_options *o)
+static int push(void)
 {
-    int rc = kvq_remote_open(o, &remote, text, sizeof text);
-    if (rc != 0)
-        fail_msg("%s: %s", kvq_status_name(rc), text);
-}
-
-static void begin(const struct script_reply *replies, int count)
-{
-    script_start(&server, replies, count);
-    test_clock_init(&test_clock);
-    struct kvq_remote_options o = remote_options(server.port, &test_clock);
-    open_with(&o);
-    text[0] = '\0';
-}
-
-static void end(void)
-{
-    kvq_remote_close(&remote);
-    script_stop(&server);
-    assert_null(strstr(text, REMOTE_SECRET));
-}
-
-static void says(const char *words)
-{
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
+    return kvq_remote_push_file(remote, source, "s", "n", NULL, &moved, text, sizeof text);
 }
 
 // ---- Answers to a GET of a small object ----
@@ -273,20 +221,6 @@ static void the_bucket_may_be_in_the_name(void **state)
 
 // ---- Uploads ----
 
-static char folder[] = "/tmp/kvq-remote-XXXXXX";
-static char source[64], target[64], part[64];
-
-static int push(void)
-{
-    return kvq_remote_push_file(remote, source, "s", "n", NULL, &moved, text, sizeof text);
-}
-
-#define ABSENT     "HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"
-#define NO_UPLOADS XML "<ListMultipartUploadsResult></ListMultipartUploadsResult>"
-#define BEGUN                                                                                      \
-    XML "<InitiateMultipartUploadResult><UploadId>id/1</UploadId></InitiateMultipartUploadResult>"
-#define PART_DONE OK "ETag: \"e\"\r\nContent-Length: 0\r\n\r\n"
-
 struct push_case {
     const char *replies[8]; // behind a head and data that are not there
     int code;
@@ -487,38 +421,6 @@ static void bad_downloads_end_in_errors(void **state)
     }
 }
 
-// ---- Chunks ----
-
-// Of a file of any size a chunk is no longer than what a pull reads.
-static void chunks_can_be_read(void **state)
-{
-    (void)state;
-    enum { ROOM = 513 << 20 };
-    static const uint64_t sizes[] = {1ull << 30, 256ull << 30, 1ull << 40, 8ull << 40};
-    uint8_t *zeros = calloc(1, ROOM); // a sum over zeros ends no chunk
-    assert_non_null(zeros);
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        struct kvq__index index = {.bytes = 0}, again;
-        const char *why = "";
-        char *head = NULL;
-        size_t n = 0;
-        uint64_t fresh = 0, about = kvq__chunk_about(sizes[i], 16 << 20);
-        size_t chunk = kvq__chunk_end(zeros, ROOM, about);
-        assert_int_equal(chunk, kvq__chunk_most(about));
-        assert_true(sizes[i] / (about / 4 < chunk ? about / 4 : chunk) <= KVQ__INDEX_CHUNKS);
-        assert_int_equal(kvq__index_add(&index, zeros, chunk), 0);
-        assert_int_equal(kvq__index_place(&index, NULL, &fresh), 0);
-        memset(index.packs[0].digest, 'a', KVQ__SHA_HEX - 1);
-        assert_int_equal(kvq__index_write(&index, &head, &n), 0);
-        if (kvq__index_read(head, n, &again, &why) != 0)
-            fail_msg("a chunk of %zu bytes: %s", chunk, why);
-        kvq__index_free(&again);
-        kvq__index_free(&index);
-        free(head);
-    }
-    free(zeros);
-}
-
 // ---- Lists without end ----
 
 static int count_one(void *context, const struct kvq_remote_object *object)
@@ -556,7 +458,6 @@ static int note_session(void *context, const char *space, const char *name, uint
 static void lists_go_on(void **state)
 {
     (void)state;
-#define KEY(NAME, BYTES) "<Contents><Key>" NAME "</Key><Size>" BYTES "</Size></Contents>"
     static const struct script_reply all = {
         .bytes = XML "<ListBucketResult>" KEY("s/a/data/1", "5") KEY("s/a/head", "1")
             KEY("s/b/data/1", "7") KEY("s/b/head", "1")
@@ -680,16 +581,6 @@ static void keys_come_from_files_and_variables(void **state)
     assert_string_equal(keys.secret, "F");
 }
 
-static int start(void **state)
-{
-    (void)state;
-    assert_non_null(mkdtemp(folder));
-    snprintf(source, sizeof source, "%s/source", folder);
-    snprintf(target, sizeof target, "%s/target", folder);
-    snprintf(part, sizeof part, "%s/target.part", folder);
-    return 0;
-}
-
 // ---- Leftovers ----
 
 static void make_old(const char *name, int64_t seconds)
@@ -731,15 +622,6 @@ static void leftovers_have_an_end(void **state)
     assert_true(take_away("keep.kvq")); // not ours
 }
 
-static int stop(void **state)
-{
-    (void)state;
-    unlink(source);
-    unlink(part);
-    rmdir(folder);
-    return 0;
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -755,7 +637,6 @@ int main(void)
         cmocka_unit_test(a_lost_reply_is_no_failure),
         cmocka_unit_test(a_refused_upload_is_begun_anew),
         cmocka_unit_test(bad_downloads_end_in_errors),
-        cmocka_unit_test(chunks_can_be_read),
         cmocka_unit_test(lists_have_an_end),
         cmocka_unit_test(lists_go_on),
         cmocka_unit_test(documents_without_sense_are_refused),
