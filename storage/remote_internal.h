@@ -89,6 +89,28 @@ int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request
 int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, size_t n,
                       uint64_t all, struct kvq__answer *answer);
 
+// ---- Sessions (remote_session.c) ----
+
+// Keys of one session, and what is under them.
+struct kvq__session_keys {
+    char base[KVQ_REMOTE_KEY_BYTES]; // SPACE/NAME
+    char head[KVQ_REMOTE_KEY_BYTES + 8];
+    char data[KVQ_REMOTE_KEY_BYTES + 80];
+};
+
+// Names of a session that cannot be one are complained about.
+int kvq__session_keys_make(struct kvq__call *call, const char *space, const char *name,
+                           struct kvq__session_keys *keys);
+// Makes keys->data that of the pack with that digest.
+void kvq__session_name_data(struct kvq__session_keys *keys, const char *digest);
+// Gets the head, by malloc. KVQ_E_NO_SESSION, with a sentence: there is none.
+int kvq__session_get_head(struct kvq__call *call, const struct kvq__session_keys *keys, char **head,
+                          size_t *n);
+// Complains about a file on this side; `error` is a negative errno.
+int kvq__remote_say_file(struct kvq__call *call, const char *path, const char *what, int error);
+
+// ---- Uploads (remote_upload.c) ----
+
 // What an object is made of: stretches of an open file, one after the other.
 struct kvq__stretch {
     uint64_t at, from, bytes; // in the object, and in the file

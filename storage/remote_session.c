@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions on the remote store: a file cut into chunks, each with its checksum. A push sends those
-// that are not there, a pull fetches those that the file lacks.
+// Sessions on the remote store: a file cut into chunks, each with its checksum. A pull fetches
+// those that the file lacks; here are also the keys, the lists and removing. Pushing: remote_push.c.
 #include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -75,15 +75,8 @@ static bool unescape_name(const char *from, size_t n, char out[KVQ_NAME_BYTES])
     return used > 0;
 }
 
-// Keys of one session, and what is under them.
-struct session_keys {
-    char base[KVQ_REMOTE_KEY_BYTES]; // SPACE/NAME
-    char head[KVQ_REMOTE_KEY_BYTES + 8];
-    char data[KVQ_REMOTE_KEY_BYTES + 80];
-};
-
-static int make_keys(struct kvq__call *call, const char *space, const char *name,
-                     struct session_keys *keys)
+int kvq__session_keys_make(struct kvq__call *call, const char *space, const char *name,
+                           struct kvq__session_keys *keys)
 {
     int rc = kvq_remote_session_key(space, name, keys->base);
     if (rc != 0) {
@@ -97,14 +90,14 @@ static int make_keys(struct kvq__call *call, const char *space, const char *name
     return kvq__remote_key_check(call, keys->data);
 }
 
-static void name_data(struct session_keys *keys, const char *digest)
+void kvq__session_name_data(struct kvq__session_keys *keys, const char *digest)
 {
     assert(strlen(digest) == KVQ__SHA_HEX - 1);
     snprintf(keys->data, sizeof keys->data, "%.1023s/data/%.64s", keys->base, digest);
 }
 
-// Gets the head, by malloc. KVQ_E_NO_SESSION, with a sentence: there is none.
-static int get_head(struct kvq__call *call, const struct session_keys *keys, char **head, size_t *n)
+int kvq__session_get_head(struct kvq__call *call, const struct kvq__session_keys *keys, char **head,
+                          size_t *n)
 {
     void *data = NULL;
     int rc = kvq_remote_get(call->remote, keys->head, KVQ__INDEX_TEXT, &data, n, call->watch,
@@ -115,7 +108,7 @@ static int get_head(struct kvq__call *call, const struct session_keys *keys, cha
 
 // ---- Files ----
 
-static int say_file(struct kvq__call *call, const char *path, const char *what, int error)
+int kvq__remote_say_file(struct kvq__call *call, const char *path, const char *what, int error)
 {
     int code = error == -ENOSPC || error == -EDQUOT ? KVQ_E_NO_SPACE
                : error == -EWOULDBLOCK              ? KVQ_E_BUSY
@@ -134,292 +127,12 @@ static char *folder_of(const char *path)
     return strndup(path, slash == path ? 1 : (size_t)(slash - path));
 }
 
-// Cuts an open file into chunks.
-static int cut_file(struct kvq__call *call, const char *path, int file, uint64_t bytes,
-                    struct kvq__index *index)
-{
-    struct kvq_io *io = call->remote->io;
-    uint64_t about = kvq__chunk_about(bytes, call->remote->part_bytes), at = 0; // of the buffer
-    size_t longest = kvq__chunk_most(about), room = 4 * longest, had = 0, used = 0;
-    uint8_t *buffer = malloc(room);
-    int rc = buffer ? 0 : -ENOMEM;
-    while (rc == 0 && at + used < bytes) {
-        assert(used <= had && had <= room);
-        if (had - used < longest && at + had < bytes) { // the longest chunk may not fit
-            size_t got = 0, left = had - used;
-            size_t most = room - left < bytes - at - had ? room - left : (size_t)(bytes - at - had);
-            memmove(buffer, buffer + used, left);
-            at += used;
-            used = 0;
-            had = left;
-            rc = kvq_io_read(io, file, buffer + had, most, at + had, &got);
-            rc = rc == 0 && got != most ? -EIO : rc;
-            had += got;
-            continue;
-        }
-        size_t n = kvq__chunk_end(buffer + used, had - used, about);
-        if (kvq__index_add(index, buffer + used, n) != 0)
-            rc = -ENOMEM;
-        used += n;
-        if (rc == 0 && kvq__remote_tell(call, 0) != 0) {
-            free(buffer);
-            return KVQ_E_CANCELLED;
-        }
-    }
-    free(buffer);
-    assert(rc || index->bytes == bytes);
-    return rc ? say_file(call, path, "reading it", rc) : 0;
-}
-
-// ---- Push ----
-
-// A push under way.
-struct push {
-    struct kvq__call *call;
-    struct session_keys *keys;
-    const char *path;
-    struct kvq__index index; // of the file
-    struct kvq__source fresh;
-    struct kvq__parts parts; // of that
-    uint64_t fresh_bytes;
-    char *old; // the head that is there; NULL: there is none
-    size_t old_bytes;
-    struct kvq_remote_moved *moved;
-};
-
-static int add_stretch(struct kvq__source *source, const struct kvq__chunk *c, uint64_t from)
-{
-    struct kvq__stretch *last = source->n ? &source->stretches[source->n - 1] : NULL;
-    if (last && last->from + last->bytes == from) {
-        assert(c->at == last->at + last->bytes); // as in the file
-        last->bytes += c->size;
-        return 0;
-    }
-    if (source->n == source->room) {
-        uint32_t room = source->room ? 2 * source->room : 64;
-        void *more = realloc(source->stretches, room * sizeof *source->stretches);
-        if (!more)
-            return -ENOMEM;
-        source->stretches = more;
-        source->room = room;
-    }
-    source->stretches[source->n++] = (struct kvq__stretch){c->at, from, c->size};
-    return 0;
-}
-
-// The new pack: its stretches, its parts with their checksums, and its digest.
-static int make_pack(struct push *p)
-{
-    struct kvq__index *x = &p->index;
-    struct kvq__call *call = p->call;
-    uint8_t *buffer = NULL, sha[KVQ__SHA_BYTES];
-    uint64_t from = 0;
-    assert(x->n_packs > 0 && x->packs[x->n_packs - 1].bytes == p->fresh_bytes);
-    int rc = kvq__parts_make(&p->parts, p->fresh_bytes, call->remote->part_bytes) ? -ENOMEM : 0;
-    for (uint32_t i = 0; i < x->n_chunks && rc == 0; from += x->chunks[i++].size)
-        if (x->chunks[i].pack == x->n_packs - 1)
-            rc = add_stretch(&p->fresh, &x->chunks[i], from);
-    buffer = rc ? NULL : malloc(kvq__part_size(&p->parts, 0));
-    rc = rc || buffer ? rc : -ENOMEM;
-    for (uint32_t i = 0; i < p->parts.count && rc == 0; i++) {
-        size_t size = kvq__part_size(&p->parts, i);
-        rc = kvq__source_read(call->remote->io, &p->fresh, buffer, size, i * p->parts.part_bytes);
-        if (rc == 0 && kvq__sha256(buffer, size, p->parts.sha[i]) != 0)
-            rc = -ENOSYS;
-    }
-    free(buffer);
-    if (rc == 0 && kvq__sha256(p->parts.sha, p->parts.count * sizeof *p->parts.sha, sha) != 0)
-        rc = -ENOSYS;
-    if (rc)
-        return say_file(call, p->path, "reading what is new of it", rc);
-    kvq__sha_hex(sha, x->packs[x->n_packs - 1].digest);
-    return 0;
-}
-
-// Whether the store has the pack as a whole. 0, KVQ_E_NO_SESSION, or a code with a sentence.
-static int look_for_pack(struct push *p, const struct kvq__pack *pack)
-{
-    struct kvq_remote_object there;
-    name_data(p->keys, pack->digest);
-    int rc = kvq_remote_head(p->call->remote, p->keys->data, &there, p->call->text, p->call->n);
-    return rc == 0 && there.bytes != pack->bytes ? KVQ_E_NO_SESSION : rc;
-}
-
-// Packs that were there before.
-static int look_for_packs(struct push *p)
-{
-    int rc = 0;
-    assert(p->fresh_bytes == 0 || p->index.n_packs > 0);
-    uint32_t old = p->index.n_packs - (p->fresh_bytes > 0);
-    for (uint32_t i = 0; i < old && rc == 0; i++)
-        rc = look_for_pack(p, &p->index.packs[i]);
-    return rc;
-}
-
-// What is new compared with what the head that is there names, if that can be had.
-static int plan_push(struct push *p, bool anew)
-{
-    struct kvq__index had;
-    const char *why;
-    bool has = !anew && p->old && kvq__index_read(p->old, p->old_bytes, &had, &why) == 0;
-    int rc = kvq__index_place(&p->index, has ? &had : NULL, &p->fresh_bytes);
-    if (has)
-        kvq__index_free(&had);
-    rc = rc ? kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory") : look_for_packs(p);
-    if (rc == KVQ_E_NO_SESSION && !anew) // somebody has removed a pack
-        return plan_push(p, true);
-    return rc;
-}
-
-static bool has_pack(const struct kvq__index *x, const char *digest)
-{
-    for (uint32_t i = 0; i < x->n_packs; i++)
-        if (strcmp(x->packs[i].digest, digest) == 0)
-            return true;
-    return false;
-}
-
-// What is done once the new head is there. That it fails costs space, and no more.
-static void remove_old(struct push *p)
-{
-    struct kvq__index had = {0};
-    const char *why;
-    char start[KVQ_REMOTE_KEY_BYTES + 80];
-    struct kvq__call quiet = {.remote = p->call->remote};
-    if (p->old && kvq__index_read(p->old, p->old_bytes, &had, &why) == 0)
-        for (uint32_t i = 0; i < had.n_packs; i++) {
-            name_data(p->keys, had.packs[i].digest);
-            if (!has_pack(&p->index, had.packs[i].digest))
-                (void)kvq_remote_delete(p->call->remote, p->keys->data, NULL, 0);
-        }
-    kvq__index_free(&had);
-    snprintf(start, sizeof start, "%s/data/", p->keys->base);
-    (void)kvq__remote_abort_uploads(&quiet, start);
-}
-
-static int send_pack(struct push *p)
-{
-    struct kvq__call *call = p->call;
-    assert(p->fresh_bytes <= p->index.bytes);
-    call->done = p->index.bytes - p->fresh_bytes;
-    if (p->fresh_bytes == 0)
-        return 0;
-    int rc = make_pack(p);
-    if (rc != 0)
-        return rc;
-    rc = look_for_pack(p, &p->index.packs[p->index.n_packs - 1]);
-    return rc == KVQ_E_NO_SESSION ? kvq__remote_upload(call, p->keys->data, &p->fresh, &p->parts,
-                                                       &p->moved->transferred)
-                                  : rc;
-}
-
-// Whether a pull could read it: what cannot be pulled is not to look as if it had been pushed.
-static int check_head(struct push *p, const char *head, size_t bytes)
-{
-    struct kvq__index again;
-    const char *why = "";
-    int rc = bytes > KVQ__INDEX_TEXT ? KVQ_E_LIMIT : kvq__index_read(head, bytes, &again, &why);
-    if (rc == 0)
-        kvq__index_free(&again);
-    if (rc == 0 || rc == KVQ_E_NO_MEMORY)
-        return rc == 0 ? 0 : kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory");
-    return kvq__remote_say(p->call, KVQ_E_LIMIT, "PUT", p->keys->head,
-                           "the session's file of %" PRIu64 " bytes has %" PRIu32
-                           " chunks, and its head would have %zu bytes; a head has at most %d "
-                           "chunks and %d bytes: export the session instead",
-                           p->index.bytes, p->index.n_chunks, bytes, KVQ__INDEX_CHUNKS,
-                           KVQ__INDEX_TEXT);
-}
-
-static int send_head(struct push *p)
-{
-    char *head = NULL;
-    size_t bytes = 0;
-    int rc = kvq__index_write(&p->index, &head, &bytes);
-    if (rc != 0)
-        return kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory");
-    rc = check_head(p, head, bytes);
-    if (rc != 0) {
-        free(head);
-        return rc;
-    }
-    bool same = p->old && p->old_bytes == bytes && memcmp(p->old, head, bytes) == 0;
-    if (!same)
-        rc = kvq_remote_put(p->call->remote, p->keys->head, head, bytes, NULL, p->call->text,
-                            p->call->n);
-    free(head);
-    return rc;
-}
-
-static void push_clear(struct push *p)
-{
-    free(p->fresh.stretches);
-    p->fresh = (struct kvq__source){.file = p->fresh.file};
-    kvq__parts_free(&p->parts);
-}
-
-static int push_once(struct push *p, bool anew)
-{
-    assert(p->fresh.n == 0 && !p->parts.sha);
-    int rc = plan_push(p, anew);
-    rc = rc ? rc : send_pack(p);
-    rc = rc ? rc : send_head(p);
-    if (rc == 0)
-        rc = look_for_packs(p); // another push may have removed one meanwhile
-    push_clear(p);
-    return rc;
-}
-
-static int push_file(struct push *p)
-{
-    int rc = get_head(p->call, p->keys, &p->old, &p->old_bytes);
-    if (rc == KVQ_E_NO_SESSION || rc == KVQ_E_REMOTE) // whatever is there is replaced
-        rc = 0;
-    rc = rc ? rc : push_once(p, false);
-    if (rc == KVQ_E_NO_SESSION)
-        rc = push_once(p, true);
-    if (rc == 0)
-        remove_old(p);
-    return rc;
-}
-
-int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char *space,
-                         const char *name, const struct kvq_remote_watch *watch,
-                         struct kvq_remote_moved *moved, char *text, size_t n)
-{
-    struct kvq__call call = {.remote = remote, .watch = watch, .text = text, .n = n};
-    struct session_keys keys;
-    struct push p = {.call = &call, .keys = &keys, .path = path, .moved = moved};
-    struct kvq_io_status status = {0};
-    memset(moved, 0, sizeof *moved);
-    int rc = make_keys(&call, space, name, &keys);
-    if (rc != 0)
-        return rc;
-    int file = kvq_io_open(remote->io, path, KVQ_IO_READ);
-    if (file < 0)
-        return say_file(&call, path, "opening it", file);
-    p.fresh.file = file;
-    rc = kvq_io_status(remote->io, file, &status);
-    if (rc != 0 || status.bytes == 0) {
-        rc = say_file(&call, path, rc ? "looking at it" : "it is empty", rc ? rc : -EINVAL);
-        goto out;
-    }
-    moved->bytes = call.all = status.bytes;
-    rc = cut_file(&call, path, file, status.bytes, &p.index);
-    rc = rc ? rc : push_file(&p);
-out:
-    kvq__index_free(&p.index);
-    free(p.old);
-    remote->io->close(remote->io, file);
-    return rc;
-}
-
 // ---- Pull ----
 
 // A pull under way.
 struct pull {
     struct kvq__call *call;
-    struct session_keys *keys;
+    struct kvq__session_keys *keys;
     const struct kvq__index *index;
     const char *path;
     int file;
@@ -459,7 +172,7 @@ static int get_chunks(struct pull *p, const struct kvq__chunk *c, uint32_t n, ui
     const struct kvq__pack *pack = &p->index->packs[c->pack];
     size_t size = (size_t)(c[n - 1].at + c[n - 1].size - c->at);
     int rc = 0;
-    name_data(p->keys, pack->digest);
+    kvq__session_name_data(p->keys, pack->digest);
     for (uint32_t tries = 0; tries < DAMAGED_TRIES; tries++) {
         struct kvq__answer answer = {0};
         rc = tries ? kvq__remote_wait(call, tries, 0) : 0;
@@ -472,7 +185,7 @@ static int get_chunks(struct pull *p, const struct kvq__chunk *c, uint32_t n, ui
         }
         kvq__answer_free(&answer);
         if (rc < 0 && right)
-            return say_file(call, p->path, "writing it", rc);
+            return kvq__remote_say_file(call, p->path, "writing it", rc);
         if (rc != 0 || right)
             return rc;
     }
@@ -505,12 +218,12 @@ static int make_room(struct pull *p)
     uint64_t room = 0;
     int rc = kvq_io_status(io, p->file, &status);
     if (rc != 0)
-        return say_file(p->call, p->path, "looking at it", rc);
+        return kvq__remote_say_file(p->call, p->path, "looking at it", rc);
     p->had = status.bytes;
     char *folder = folder_of(p->path);
     if (folder && p->index->bytes > p->had && io->space(io, folder, &room) == 0 &&
         room < p->index->bytes - p->had)
-        rc = say_file(p->call, p->path, "making room for the session", -ENOSPC);
+        rc = kvq__remote_say_file(p->call, p->path, "making room for the session", -ENOSPC);
     free(folder);
     return rc;
 }
@@ -538,12 +251,12 @@ static int get_file(struct pull *p)
     rc = kvq_io_truncate(io, p->file, p->index->bytes);
     if (rc == 0)
         rc = kvq_io_sync(io, p->file);
-    return rc == 0 ? 0 : say_file(p->call, p->path, "writing it", rc);
+    return rc == 0 ? 0 : kvq__remote_say_file(p->call, p->path, "writing it", rc);
 }
 
 // Brings what a head names into PART, an open file's path.
-static int pull_head(struct kvq__call *call, struct session_keys *keys, const char *head, size_t n,
-                     const char *part, int file, struct kvq_remote_moved *moved)
+static int pull_head(struct kvq__call *call, struct kvq__session_keys *keys, const char *head,
+                     size_t n, const char *part, int file, struct kvq_remote_moved *moved)
 {
     struct kvq__index index;
     const char *why = "";
@@ -566,19 +279,19 @@ static int pull_head(struct kvq__call *call, struct session_keys *keys, const ch
 }
 
 // Brings the newest data into an open file, also if it is replaced meanwhile.
-static int pull_newest(struct kvq__call *call, struct session_keys *keys, const char *part,
+static int pull_newest(struct kvq__call *call, struct kvq__session_keys *keys, const char *part,
                        int file, struct kvq_remote_moved *moved)
 {
     enum { ROUNDS = 3 };
     char *head = NULL, *newer = NULL;
     size_t n = 0, newer_n = 0;
-    int rc = get_head(call, keys, &head, &n);
+    int rc = kvq__session_get_head(call, keys, &head, &n);
     for (int round = 0; rc == 0 && round < ROUNDS; round++) {
         rc = pull_head(call, keys, head, n, part, file, moved);
         if (rc != KVQ_E_NO_SESSION)
             break;
         // The data is not there. Somebody may have pushed again and removed it.
-        rc = get_head(call, keys, &newer, &newer_n);
+        rc = kvq__session_get_head(call, keys, &newer, &newer_n);
         bool same = rc == 0 && newer_n == n && memcmp(newer, head, n) == 0;
         free(head);
         head = newer;
@@ -598,23 +311,23 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
 {
     struct kvq__call call = {.remote = remote, .watch = watch, .text = text, .n = n};
     struct kvq_io *io = remote->io;
-    struct session_keys keys;
+    struct kvq__session_keys keys;
     struct kvq_io_status status;
     bool ours = false;
     char *part = NULL, *folder = folder_of(path);
-    int file = -1, rc = make_keys(&call, space, name, &keys);
+    int file = -1, rc = kvq__session_keys_make(&call, space, name, &keys);
     memset(moved, 0, sizeof *moved);
     if (rc != 0)
         goto out;
     if (asprintf(&part, "%s.part", path) < 0 || !folder) {
-        rc = say_file(&call, path, "naming a file beside it", -ENOMEM);
+        rc = kvq__remote_say_file(&call, path, "naming a file beside it", -ENOMEM);
         goto out;
     }
     (void)kvq_io_rename(io, path, part); // what an earlier call has made is checked again
     file = kvq_io_open(io, part, KVQ_IO_WRITE | KVQ_IO_CREATE);
     rc = file < 0 ? file : io->lock(io, file);
     if (rc < 0) {
-        rc = say_file(&call, part, "opening it for this transfer alone", rc);
+        rc = kvq__remote_say_file(&call, part, "opening it for this transfer alone", rc);
         goto out;
     }
     ours = true;
@@ -625,7 +338,7 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
     if (rc == 0)
         rc = kvq_io_sync_dir(io, folder);
     if (rc != 0)
-        rc = say_file(&call, path, "giving it its name", rc);
+        rc = kvq__remote_say_file(&call, path, "giving it its name", rc);
 out:
     if (rc != 0 && ours && kvq_io_status(io, file, &status) == 0 && status.bytes == 0)
         (void)kvq_io_unlink(io, part); // nothing in it to go on with
@@ -698,11 +411,11 @@ int kvq_remote_forget(struct kvq_remote *remote, const char *space, const char *
                       size_t n)
 {
     struct kvq__call call = {.remote = remote, .text = text, .n = n};
-    struct session_keys keys;
+    struct kvq__session_keys keys;
     struct kvq_remote_object head;
     char start[KVQ_REMOTE_KEY_BYTES + 8];
     size_t deleted = 0;
-    int rc = make_keys(&call, space, name, &keys);
+    int rc = kvq__session_keys_make(&call, space, name, &keys);
     if (rc == 0)
         rc = kvq_remote_head(remote, keys.head, &head, text, n);
     bool had = rc == 0; // if not, an earlier call may have come no further than that
