@@ -61,6 +61,8 @@ struct push {
     uint64_t fresh_bytes;
     char *old; // the head that is there; NULL: there is none
     size_t old_bytes;
+    char *head; // the new one
+    size_t head_bytes;
     struct kvq_remote_moved *moved;
 };
 
@@ -156,6 +158,18 @@ static bool has_pack(const struct kvq__index *x, const char *digest)
     return false;
 }
 
+// Whether the head that is there still is the one that was put: if another push has put one since,
+// it names what that one needs.
+static bool is_head_ours(struct push *p, struct kvq__call *quiet)
+{
+    char *there = NULL;
+    size_t n = 0;
+    bool ours = kvq__session_get_head(quiet, p->keys, &there, &n) == 0 && n == p->head_bytes &&
+                memcmp(there, p->head, n) == 0;
+    free(there);
+    return ours;
+}
+
 // What is done once the new head is there. That it fails costs space, and no more.
 static void remove_old(struct push *p)
 {
@@ -163,6 +177,8 @@ static void remove_old(struct push *p)
     const char *why;
     char start[KVQ_REMOTE_KEY_BYTES + 80];
     struct kvq__call quiet = {.remote = p->call->remote};
+    if (!is_head_ours(p, &quiet))
+        return;
     if (p->old && kvq__index_read(p->old, p->old_bytes, &had, &why) == 0)
         for (uint32_t i = 0; i < had.n_packs; i++) {
             kvq__session_name_data(p->keys, had.packs[i].digest);
@@ -210,22 +226,15 @@ static int check_head(struct push *p, const char *head, size_t bytes)
 
 static int send_head(struct push *p)
 {
-    char *head = NULL;
-    size_t bytes = 0;
-    int rc = kvq__index_write(&p->index, &head, &bytes);
+    int rc = kvq__index_write(&p->index, &p->head, &p->head_bytes);
     if (rc != 0)
         return kvq__remote_say(p->call, rc, "PUT", p->keys->head, "no memory");
-    rc = check_head(p, head, bytes);
-    if (rc != 0) {
-        free(head);
-        return rc;
-    }
-    bool same = p->old && p->old_bytes == bytes && memcmp(p->old, head, bytes) == 0;
-    if (!same)
-        rc = kvq_remote_put(p->call->remote, p->keys->head, head, bytes, NULL, p->call->text,
-                            p->call->n);
-    free(head);
-    return rc;
+    rc = check_head(p, p->head, p->head_bytes);
+    bool same =
+        p->old && p->old_bytes == p->head_bytes && memcmp(p->old, p->head, p->head_bytes) == 0;
+    return rc != 0 || same ? rc
+                           : kvq_remote_put(p->call->remote, p->keys->head, p->head, p->head_bytes,
+                                            NULL, p->call->text, p->call->n);
 }
 
 static void push_clear(struct push *p)
@@ -233,6 +242,8 @@ static void push_clear(struct push *p)
     free(p->fresh.stretches);
     p->fresh = (struct kvq__source){.file = p->fresh.file};
     kvq__parts_free(&p->parts);
+    free(p->head);
+    p->head = NULL;
 }
 
 static int push_once(struct push *p, bool anew)
@@ -243,6 +254,8 @@ static int push_once(struct push *p, bool anew)
     rc = rc ? rc : send_head(p);
     if (rc == 0)
         rc = look_for_packs(p); // another push may have removed one meanwhile
+    if (rc == 0)
+        remove_old(p);
     push_clear(p);
     return rc;
 }
@@ -255,8 +268,6 @@ static int push_file(struct push *p)
     rc = rc ? rc : push_once(p, false);
     if (rc == KVQ_E_NO_SESSION)
         rc = push_once(p, true);
-    if (rc == 0)
-        remove_old(p);
     return rc;
 }
 

@@ -41,6 +41,7 @@ static struct script server;
 static struct test_clock test_clock;
 static struct kvq_remote *remote;
 static char text[512];
+static struct kvq_remote_moved moved;
 
 static void open_with(const struct kvq_remote_options *o)
 {
@@ -75,6 +76,11 @@ static void says(const char *words)
 
 static char folder[] = "/tmp/kvq-remote-XXXXXX";
 static char source[64], target[64], part[64];
+
+static int push(void)
+{
+    return kvq_remote_push_file(remote, source, "s", "n", NULL, &moved, text, sizeof text);
+}
 
 static int start(void **state)
 {

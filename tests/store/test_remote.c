@@ -4,13 +4,6 @@
 // here. Every answer must end in success or in an error with a sentence.
 #include "tests/store/remote_check.h"
 
-static struct kvq_remote_moved moved;
-
-static int push(void)
-{
-    return kvq_remote_push_file(remote, source, "s", "n", NULL, &moved, text, sizeof text);
-}
-
 // ---- Answers to a GET of a small object ----
 
 struct get_case {

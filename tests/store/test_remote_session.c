@@ -36,6 +36,58 @@ static void chunks_can_be_read(void **state)
     free(zeros);
 }
 
+// ---- Pushing ----
+
+#define HEX32 "0123456789abcdef0123456789abcdef"
+#define OLD   HEX32 HEX32
+// The head of a session that was pushed before, of which nothing is in the file that is pushed now.
+#define OLD_HEAD "kvq-session 2\nbytes 10\npacks 1\n" OLD " 10\nchunks 1\n10 0 0 " OLD "\nend\n"
+
+enum { SMALL = 1000 };
+#define SMALL_THERE OK "Content-Length: 1000\r\n\r\n"
+
+// The head that the request puts.
+static const char *head_put(int request)
+{
+    assert_non_null(strstr(server.asked[request], "PUT /sessions/s/n/head"));
+    const char *body = strstr(server.asked[request], "\r\n\r\n");
+    assert_non_null(body);
+    return body + 4;
+}
+
+// Another push has put its head behind ours, and may need the packs that we would remove.
+static void packs_of_another_push_stay(void **state)
+{
+    (void)state;
+    char *ours = NULL;
+    make_file(source, SMALL, 1);
+    for (int round = 0; round < 2; round++) {
+        const struct script_reply replies[] = {
+            {.bytes = OLD_HEAD, .end = SCRIPT_BODY},
+            {.bytes = ABSENT}, // the new pack
+            {.bytes = PART_DONE},
+            {.bytes = SMALL_THERE},
+            {.bytes = PART_DONE}, // the new head
+            {.bytes = SMALL_THERE},
+            {.bytes = ours ? ours : OLD_HEAD, .end = SCRIPT_BODY},
+            {.bytes = PART_DONE}, // the old pack is deleted
+            {.bytes = NO_UPLOADS},
+        };
+        begin(replies, sizeof replies / sizeof *replies);
+        int rc = push();
+        end();
+        if (rc != 0)
+            fail_msg("%s", text);
+        bool deleted = false;
+        for (int i = 0; i < server.n_asked; i++)
+            deleted |= strncmp(server.asked[i], "DELETE /sessions/s/n/data/" OLD, 90) == 0;
+        assert_int_equal(deleted, round);
+        free(ours);
+        ours = round ? NULL : strdup(head_put(4));
+        assert_true(round || ours);
+    }
+}
+
 // ---- Removing ----
 
 // A removal that failed behind the head goes on with the data, whose list may be longer than one
@@ -91,6 +143,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(chunks_can_be_read),
+        cmocka_unit_test(packs_of_another_push_stay),
         cmocka_unit_test(a_removal_is_finished),
         cmocka_unit_test(a_removal_has_an_end),
     };
