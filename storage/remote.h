@@ -143,7 +143,8 @@ struct kvq_remote_moved {
 int kvq_remote_session_key(const char *space, const char *name, char out[KVQ_REMOTE_KEY_BYTES]);
 
 // Pushes a file as a session: uploads the chunks that the remote lacks, and afterwards removes the
-// packs of earlier pushes that the session does not use.
+// packs of earlier pushes that the session does not use. KVQ_E_REMOTE if others remove its packs
+// meanwhile, never KVQ_E_NO_SESSION.
 int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char *space,
                          const char *name, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n);

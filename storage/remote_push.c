@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Pushing a session: its file is cut into chunks, and those that are not there are sent as one pack.
+// Pushing a session: its file is cut into chunks, and those that are not there go as one pack.
 #include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -268,6 +268,9 @@ static int push_file(struct push *p)
     rc = rc ? rc : push_once(p, false);
     if (rc == KVQ_E_NO_SESSION)
         rc = push_once(p, true);
+    if (rc == KVQ_E_NO_SESSION) // which is what the session's absence here would be
+        rc = kvq__remote_say(p->call, KVQ_E_REMOTE, "PUT", p->keys->head,
+                             "its packs were removed while it was pushed, twice; push it again");
     return rc;
 }
 

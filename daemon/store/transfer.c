@@ -239,9 +239,14 @@ static int remove_session(struct kvq__transfer *x, struct kvq_remote *remote)
     return kvq_remote_forget(remote, x->far_ns, x->far, x->text, sizeof x->text);
 }
 
+// What is absent, where it is the session itself: another thing that is has its sentence.
 static void say_absent(struct kvq__transfer *x)
 {
+    struct kvq_store_session session;
     bool push = x->kind == KVQ__TRANSFER_PUSH;
+    if (push && kvq_store_find(x->desk->jobs->store, x->ns, x->name, 0, &session, NULL, 0) !=
+                    KVQ_E_NO_SESSION)
+        return;
     snprintf(x->text, sizeof x->text,
              push ? "session \"%s\" of \"%s\" is neither in memory nor saved"
                   : "the remote store has no session \"%s\" of \"%s\"; kvqctl remote list shows "

@@ -88,6 +88,24 @@ static void packs_of_another_push_stay(void **state)
     }
 }
 
+// Somebody removes each pack as soon as it is there: that is no session's absence here.
+static void packs_that_are_removed_meanwhile(void **state)
+{
+    (void)state;
+    static const struct script_reply replies[] = {
+        {.bytes = ABSENT},                                          // the head
+        {.bytes = ABSENT}, {.bytes = PART_DONE}, {.bytes = ABSENT}, // the pack
+        {.bytes = ABSENT}, {.bytes = PART_DONE}, {.bytes = ABSENT}, // once more
+    };
+    make_file(source, SMALL, 1);
+    begin(replies, sizeof replies / sizeof *replies);
+    int rc = push();
+    end();
+    assert_int_equal(rc, KVQ_E_REMOTE);
+    says("its packs were removed while it was pushed, twice; push it again");
+    assert_int_equal(server.n_asked, sizeof replies / sizeof *replies);
+}
+
 // ---- Removing ----
 
 // A removal that failed behind the head goes on with the data, whose list may be longer than one
@@ -144,6 +162,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(chunks_can_be_read),
         cmocka_unit_test(packs_of_another_push_stay),
+        cmocka_unit_test(packs_that_are_removed_meanwhile),
         cmocka_unit_test(a_removal_is_finished),
         cmocka_unit_test(a_removal_has_an_end),
     };
