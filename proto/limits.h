@@ -65,8 +65,9 @@ enum {
 
     // Control messages and attach packets.
     KVQ_MAX_MESSAGE = 64 * 1024,
-    KVQ_MAX_LIST = 1024,          // elements of repeated fields in one message
-    KVQ_WIRE_ARENA = 2048 * 1024, // memory that is enough to unpack any message
+    // Elements of all repeated fields in one message: a session's spans and layers, and some more.
+    KVQ_MAX_LIST = KVQ_MAX_SPANS + KVQ_MAX_LAYERS + 256,
+    KVQ_WIRE_ARENA = 3072 * 1024, // memory that is enough to unpack any message
     KVQ_MAX_FIELD_BYTES = 64,     // of a field that is neither text nor message
     KVQ_MAX_PACKET_FDS = 8,
     KVQ_ATTACH_TIMEOUT_MS = 5000, // the daemon closes a connection without Hello by then

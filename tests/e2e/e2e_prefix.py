@@ -155,6 +155,18 @@ class Prefixes(Test):
             engine.seed = 4
             self.assertEqual(engine.lookup(1024, spans=[image]), 0)
 
+    def test_as_many_spans_and_layers_as_can_be(self):
+        spans = [(2 * i, 1, i.to_bytes(32, "little")) for i in range(1024)]
+        with Engine(self.daemon) as engine:
+            engine.rows = [kvq.Layer(4, HEADS, DIM) for _ in range(256)]
+            self.assertEqual(engine.lookup(2048, spans=spans), 0)
+            with engine.open(2048, spans=spans) as session:
+                session.tell_spans(spans)
+                self.assertEqual(session.tokens, 0)
+            with self.assertRaises(kvq.Error) as caught:
+                engine.open(2048, spans=[*spans, (2048, 1, bytes(32))])
+            self.assertEqual(caught.exception.code, kvq.Code.E_LIMIT)
+
     def test_refusals(self):
         rows = [kvq.Layer(4, HEADS, DIM)]
         with self.assertRaises(kvq.Error) as caught:

@@ -231,7 +231,7 @@ static void test_too_many_elements(void **state)
     put_block(&inner, 6, "", 0);
     b.n = 0;
     put_block(&b, 16, inner.data, inner.n);
-    refused(&b, KVQ_E_PROTOCOL, "more than 1024");
+    refused(&b, KVQ_E_PROTOCOL, "more than 1536");
     b.n = 0;
     put_block(&b, 30, "", 0);
     for (int i = 0; i <= KVQ_MAX_LIST; i++)
@@ -244,6 +244,33 @@ static void test_too_many_elements(void **state)
     for (int i = 0; i <= KVQ_MAX_LIST / 2; i++)
         put_number(&b, 1000, 0);
     refused(&b, KVQ_E_PROTOCOL, "unknown fields");
+}
+
+// A list's elements with as many fields as fit: no other message needs as much memory.
+static void test_the_largest_fits_the_arena(void **state)
+{
+    enum { FIELDS = 18 };
+    (void)state;
+    const ProtobufCMessageDescriptor *d = &kvq__session__descriptor;
+    struct bytes session = {.n = 0}, list = {.n = 0}, b = {.n = 0};
+    Kvq__Reply *reply;
+    for (unsigned i = 0, n = 0; i < d->n_fields && n < FIELDS; i++) {
+        const ProtobufCFieldDescriptor *f = &d->fields[i];
+        if (f->label == PROTOBUF_C_LABEL_REPEATED || f->type == PROTOBUF_C_TYPE_FLOAT ||
+            f->type == PROTOBUF_C_TYPE_DOUBLE)
+            continue;
+        if (f->type == PROTOBUF_C_TYPE_STRING || f->type == PROTOBUF_C_TYPE_MESSAGE)
+            put_block(&session, f->id, "", 0);
+        else
+            put_number(&session, f->id, 1);
+        n++;
+    }
+    assert_in_range(session.n, 2 * FIELDS, 3 * FIELDS);
+    for (int i = 0; i < KVQ_MAX_LIST && list.n + session.n + 16 < KVQ_MAX_MESSAGE; i++)
+        put_block(&list, 1, session.data, session.n);
+    put_block(&b, 32, list.data, list.n);
+    assert_int_equal(kvq_reply_unpack(b.data, b.n, &arena, &reply, text), 0);
+    assert_true(arena.used > KVQ_WIRE_ARENA / 2);
 }
 
 static void test_unknown_fields_are_ignored(void **state)
@@ -308,6 +335,7 @@ int main(void)
         cmocka_unit_test_setup(test_bytes, setup),
         cmocka_unit_test_setup(test_broken_structure, setup),
         cmocka_unit_test_setup(test_too_many_elements, setup),
+        cmocka_unit_test_setup(test_the_largest_fits_the_arena, setup),
         cmocka_unit_test_setup(test_unknown_fields_are_ignored, setup),
         cmocka_unit_test_setup(test_arena, setup),
         cmocka_unit_test_setup(test_random_bytes, setup),
