@@ -106,7 +106,9 @@ static int take_results(kvq_queue *queue, struct kvq__pending *p)
         kvq_ring_copy(&queue->rx, sizeof(struct kvq_completion) + from * sizeof results[0], results,
                       n * sizeof results[0]);
         for (uint32_t i = 0; i < n; i++) {
-            int rc = take_result(queue, p, from + i, &results[i]);
+            int rc = results[i].status > 0 ? fail_damaged(queue, "a result's status is above zero:",
+                                                          (uint32_t)results[i].status)
+                                           : take_result(queue, p, from + i, &results[i]);
             if (rc)
                 return rc;
         }

@@ -92,7 +92,7 @@ int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
 {
     uint64_t at = (uint64_t)number * pool->extent_bytes;
     assert(pool->mapped && pool->at);
-    if (at >= pool->span)
+    if (number >= pool->span / pool->extent_bytes)
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave extent %u of a pool with %llu",
                               number, (unsigned long long)(pool->span / pool->extent_bytes));
     struct kvq_gpu_context *before = kvq__context_enter(&pool->here);

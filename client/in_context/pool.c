@@ -206,7 +206,7 @@ static int map_extent(struct kvq__pool *pool, uint32_t number, int fd)
         return rc;
     if (fstat(fd, &st) < 0)
         return kvq__set_error_errno("an extent: cannot ask for the size of the daemon's memory");
-    if (at >= pool->span || (uint64_t)st.st_size > pool->span - at)
+    if (number >= pool->span / pool->extent_bytes || (uint64_t)st.st_size > pool->span - at)
         return kvq__set_error(
             KVQ_E_PROTOCOL, "the daemon gave extent %u of %llu bytes, but its pool has %llu",
             number, (unsigned long long)st.st_size, (unsigned long long)pool->span);

@@ -435,7 +435,7 @@ static void test_lies_on_the_ring(void **unused)
     static struct rig r;
     const enum fake_ring lies[] = {FAKE_WRONG_SEQ,       FAKE_WRONG_COUNT, FAKE_WRONG_SLOTS,
                                    FAKE_POSITIVE_STATUS, FAKE_TAIL_FAR,    FAKE_TWICE,
-                                   FAKE_TAIL_BACK,       FAKE_HEAD_AHEAD};
+                                   FAKE_TAIL_BACK,       FAKE_HEAD_AHEAD,  FAKE_POSITIVE_RESULT};
     for (size_t i = 0; i < sizeof lies / sizeof lies[0]; i++) {
         rig_up(&r, lies[i], few_and_many_cpus[i % 2]);
         int rc = KVQ_OK;
@@ -690,6 +690,11 @@ static void test_local_nonsense(void **unused)
     s = fake_good();
     s.extents = s.extent_fds = 2;
     expect_nonsense(s, "extent 99");
+    s = fake_good(); // times its bytes, the number is 0 in 64 bits
+    s.span = s.extent_bytes = UINT64_C(1) << 40;
+    s.extent = 1 << 24;
+    s.extents = s.extent_fds = 1;
+    expect_nonsense(s, "extent 16777216");
 #undef NONSENSE
 }
 

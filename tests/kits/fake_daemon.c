@@ -284,7 +284,7 @@ static void answer_open_table(struct fake_daemon *d, Kvq__Reply *reply)
 static void answer_map_extents(struct fake_daemon *d, Kvq__Reply *reply)
 {
     Kvq__MapExtentsReply result = KVQ__MAP_EXTENTS_REPLY__INIT;
-    uint32_t numbers[KVQ_MAX_PACKET_FDS] = {0, 99};
+    uint32_t numbers[KVQ_MAX_PACKET_FDS] = {d->script.extent, 99};
     int fds[KVQ_MAX_PACKET_FDS];
     void *map;
     for (uint32_t i = 0; i < d->script.extent_fds; i++) {
@@ -398,6 +398,7 @@ static void receive_command(struct fake_daemon *d)
 static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_t seq,
                      uint32_t count, int status, uint32_t extra_slots)
 {
+    int second = d->script.ring == FAKE_POSITIVE_RESULT ? 5 : KVQ_E_POSITION;
     struct kvq_completion done = {.seq = seq, .status = status, .count = (uint16_t)count};
     uint32_t room = 0, slots = 1 + (count + 3) / 4;
     must(kvq_ring_room(&d->tx, &room) == 0 && room >= slots, "room");
@@ -405,7 +406,7 @@ static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_
     done.value = r->step;
     kvq_ring_write(&d->tx, 0, &done, sizeof done);
     for (uint32_t i = 0; i < count; i++) {
-        struct kvq_result result = {.status = i % 2 ? KVQ_E_POSITION : 0, .value = 77};
+        struct kvq_result result = {.status = i % 2 ? second : 0, .value = 77};
         kvq_ring_write(&d->tx, sizeof done + i * sizeof result, &result, sizeof result);
     }
     kvq_ring_publish(&d->tx, slots);

@@ -20,6 +20,7 @@ enum fake_ring {
     FAKE_WRONG_COUNT,     // one result too many
     FAKE_WRONG_SLOTS,     // says that the message is longer than it is
     FAKE_POSITIVE_STATUS, // a status above 0
+    FAKE_POSITIVE_RESULT, // the same, of the second entry
     FAKE_TAIL_FAR,        // claims more completions than the ring holds
     FAKE_TAIL_BACK,       // takes completions back
     FAKE_HEAD_AHEAD,      // claims to have taken more requests than were made
@@ -57,6 +58,7 @@ struct fake_script {
     uint32_t layer_pages;           // of the layer in the table; the right number is 1
     uint32_t repeat, source, codec; // of the layer's row
     uint32_t extents, extent_fds;   // numbers and descriptors that MapExtents answers
+    uint32_t extent;                // the first of these numbers
     uint32_t cpus;                  // shown in the page: enough of them let clients spin
     uint64_t epoch;
 };
