@@ -363,24 +363,33 @@ size_t kvq_buffer_size(const kvq_buffer *buffer)
     return buffer ? buffer->bytes : 0;
 }
 
-// The daemon answers when nothing in flight uses the buffer any more.
-void kvq_buffer_close(kvq_buffer **buffer)
+static int ask_to_close(kvq_buffer *b)
 {
-    kvq_buffer *b = buffer ? *buffer : NULL;
-    if (!b)
-        return;
+    enum { LEAST_MS = 1000 }; // so that asking again does not fill the connection
     kvq_client *client = b->client;
     Kvq__CloseBuffer message = KVQ__CLOSE_BUFFER__INIT;
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a buffer"};
     message.buffer = b->id;
+    call.patience_ms = client->timeout_ms > LEAST_MS ? client->timeout_ms : LEAST_MS;
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
     call.request.close_buffer = &message;
-    if (b->id) {
-        pthread_mutex_lock(&client->control);
-        kvq__exchange(client, &call);
-        pthread_mutex_unlock(&client->control);
-    }
+    pthread_mutex_lock(&client->control);
+    int rc = kvq__exchange(client, &call);
+    pthread_mutex_unlock(&client->control);
+    return rc;
+}
+
+// The daemon answers when nothing in flight uses the buffer any more. Until then it may read and
+// write the memory. A question that comes after that is refused, which is an answer as well.
+void kvq_buffer_close(kvq_buffer **buffer)
+{
+    kvq_buffer *b = buffer ? *buffer : NULL;
+    if (!b)
+        return;
+    int rc = b->id ? ask_to_close(b) : KVQ_OK;
+    while (rc == KVQ_E_DEADLINE)
+        rc = ask_to_close(b);
     kvq__buffer_free(b);
     *buffer = NULL;
 }

@@ -250,6 +250,27 @@ static void test_bad_buffers(void **unused)
     fake_stop(&daemon);
 }
 
+// A buffer that requests in flight use stays until the daemon says that they are done.
+static void test_buffers_that_are_in_use(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_buffer *buffer;
+    int before = client_fds();
+    s.buffers = true;
+    s.busy_closes = 2;
+    assert_int_equal(connect_to(s, 20, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_buffer_create(client, 4096, &buffer), KVQ_OK);
+    kvq_buffer_close(&buffer);
+    assert_null(buffer);
+    assert_int_equal(fake_closes(daemon), 3);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(client_fds(), before);
+}
+
 static void test_texts_that_cannot_travel(void **unused)
 {
     (void)unused;
@@ -287,6 +308,7 @@ int main(void)
         cmocka_unit_test(test_calls_that_nobody_takes),
         cmocka_unit_test(test_bad_queue),
         cmocka_unit_test(test_bad_buffers),
+        cmocka_unit_test(test_buffers_that_are_in_use),
         cmocka_unit_test(test_texts_that_cannot_travel),
     };
     client_prepare();

@@ -35,7 +35,7 @@ struct fake_daemon {
     bool deaf;
     uint8_t held[KVQ_MAX_MESSAGE]; // the request whose reply is late
     size_t held_bytes;
-    uint32_t held_id, cancels;
+    uint32_t held_id, cancels, closes;
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
@@ -204,6 +204,35 @@ static void answer_open_queue(struct fake_daemon *d, Kvq__Reply *reply)
     close(pair[1]);
 }
 
+// ---- Buffers ----
+
+static void answer_create_buffer(struct fake_daemon *d, const Kvq__CreateBuffer *ask,
+                                 Kvq__Reply *reply)
+{
+    Kvq__CreateBufferReply result = KVQ__CREATE_BUFFER_REPLY__INIT;
+    void *map;
+    int fd = make_memory(ask->bytes, true, &map);
+    munmap(map, ask->bytes);
+    result.buffer = 1;
+    result.bytes = ask->bytes;
+    reply->result_case = KVQ__REPLY__RESULT_CREATE_BUFFER;
+    reply->create_buffer = &result;
+    send_reply(d, reply, &fd, 1);
+    close(fd);
+}
+
+static bool answer_buffers(struct fake_daemon *d, const Kvq__Request *request, Kvq__Reply *reply)
+{
+    if (!d->script.buffers)
+        return false;
+    if (request->command_case == KVQ__REQUEST__COMMAND_CREATE_BUFFER) {
+        answer_create_buffer(d, request->create_buffer, reply);
+        return true;
+    }
+    return request->command_case == KVQ__REQUEST__COMMAND_CLOSE_BUFFER &&
+           ++d->closes <= d->script.busy_closes;
+}
+
 // ---- In-context mode ----
 
 static void answer_open_pool(struct fake_daemon *d, Kvq__Reply *reply)
@@ -370,7 +399,7 @@ static void answer(struct fake_daemon *d, const Kvq__Request *request)
         hang_up(d);
     } else if (request->command_case == KVQ__REQUEST__COMMAND_OPEN_QUEUE) {
         answer_open_queue(d, &reply);
-    } else if (!answer_local(d, request, &reply)) {
+    } else if (!answer_buffers(d, request, &reply) && !answer_local(d, request, &reply)) {
         send_reply(d, &reply, NULL, 0);
     }
 }
@@ -559,4 +588,9 @@ void fake_stop(struct fake_daemon **daemon)
 uint32_t fake_cancels(const struct fake_daemon *daemon)
 {
     return daemon->cancels;
+}
+
+uint32_t fake_closes(const struct fake_daemon *daemon)
+{
+    return daemon->closes;
 }

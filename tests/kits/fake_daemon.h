@@ -47,6 +47,9 @@ struct fake_script {
     uint32_t queue_fds; // the right number is 4
     uint32_t ring_magic;
     enum fake_ring ring;
+    // Buffers.
+    bool buffers;         // makes them; else the reply holds no result
+    uint32_t busy_closes; // so many requests to close one get no answer
     // In-context mode: one session of one layer, with 77 tokens.
     const char *isa;   // that it names; NULL: none
     int pool_status;   // of OpenPool
@@ -73,5 +76,7 @@ struct fake_daemon *fake_start(const char *dir, const struct fake_script *script
 void fake_stop(struct fake_daemon **daemon);
 // Requests that were cancelled by their right number. Once a later call was answered.
 uint32_t fake_cancels(const struct fake_daemon *daemon);
+// Requests to close a buffer. Once a later call was answered.
+uint32_t fake_closes(const struct fake_daemon *daemon);
 
 #endif
