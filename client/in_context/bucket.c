@@ -233,6 +233,7 @@ int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
     if (result == KVQ_GPU_NOT_READY) // the host is as many steps ahead as there are slots
         result = d->event_sync(b->slots[b->slot].passed);
     b->slots[b->slot].used = true;
+    memset(b->filled, 0, sizeof b->filled);
     b->stream = stream;
     b->used = true;
     return result ? kvq__local_fault(b->local, result, "waiting for an earlier step") : KVQ_OK;
@@ -305,7 +306,8 @@ int kvq__bucket_fill(struct kvq_bucket *b, const struct kvq_work *w,
 {
     char text[KVQ__TEXT_BYTES / 2];
     bool shares;
-    assert(w->layer < b->n_layers);
+    assert(w->layer < b->n_layers && !b->filled[w->layer]);
+    b->filled[w->layer] = true;
     const struct kvq_gpu_layer l = gpu_layer(b, &b->layers[w->layer]);
     struct kvq_gpu_attend_limits limits = b->limits[w->layer];
     uint8_t *batch = b->slots[b->slot].memory + b->batch_at[w->layer];

@@ -264,6 +264,7 @@ struct kvq_bucket {
         bool used;
     } slots[3];
     uint32_t slot;
+    bool filled[KVQ_MAX_LAYERS];   // layers whose batches were written to the slot
     struct kvq_gpu_stream *stream; // that it was used on last
     bool used;
     // Noted while a graph was captured.
@@ -278,9 +279,10 @@ struct kvq_bucket {
     uint32_t *narrow_rows; // of each layer's batch, if it is launched by itself
 };
 
-// Takes the next slot; waits until the stream has copied its earlier contents.
+// Takes the next slot, which no batch was written to; waits until the stream has copied its earlier
+// contents.
 int kvq__bucket_turn(struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
-// Writes a layer's batch, of the entries whose status is 0, to the slot, and copies it there;
+// Writes a layer's batch, of the entries whose status is 0, to the slot, once a turn; copies it, or
 // several layers [layer, to) at once when all are written. `captured`: for the launches of a
 // graph.
 int kvq__bucket_fill(struct kvq_bucket *bucket, const struct kvq_work *work,

@@ -159,6 +159,16 @@ static int capture_layer(struct kvq_local *local, struct kvq_bucket *b, const st
     return KVQ_OK;
 }
 
+// Writes the batch where the stream may not have copied an earlier one of this layer yet.
+static int fill_now(struct kvq_bucket *b, const struct kvq_work *work,
+                    const struct kvq_entry *entries, uint32_t n)
+{
+    int rc = b->filled[work->layer] ? kvq__bucket_turn(b, b->stream) : KVQ_OK;
+    if (rc == KVQ_OK)
+        rc = kvq__bucket_fill(b, work, entries, n, false);
+    return rc ? rc : kvq__bucket_copy(b, work->layer, work->layer + 1);
+}
+
 static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struct kvq_work *work,
                       struct kvq_entry *entries, uint32_t n)
 {
@@ -177,9 +187,7 @@ static int attend_now(struct kvq_local *local, struct kvq_bucket *b, const struc
     }
     int rc = kvq__local_check_outputs(local, work, entries, n, false);
     if (rc == KVQ_OK)
-        rc = kvq__bucket_fill(b, work, entries, n, false);
-    if (rc == KVQ_OK)
-        rc = kvq__bucket_copy(b, work->layer, work->layer + 1);
+        rc = fill_now(b, work, entries, n);
     if (rc == KVQ_OK && work->k.buffer)
         kvq__local_note(local, work);
     if (rc == KVQ_OK && failed)
@@ -199,6 +207,11 @@ static int attend_in_bucket(struct kvq_local *local, struct kvq_bucket *b,
     if (!capturing && (!local->stepping || local->bucket != b))
         return kvq__set_error(KVQ_E_NO_STEP, "attend: no step was begun with this bucket; "
                                              "kvq_local_begin_on_stream begins one");
+    if (!capturing && stream != local->stream)
+        return kvq__set_error(KVQ_E_INVALID,
+                              "attend, layer %u: the stream is not the one that "
+                              "kvq_local_begin_on_stream began the step on",
+                              work->layer);
     if (*local->why && !capturing)
         return kvq__through_attend(local, work, entries, n);
     if (!*local->why && work->layer >= b->n_layers)
@@ -242,9 +255,11 @@ int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,
                               "step end: no step was begun; kvq_local_begin_on_stream begins one");
     assert(local->bucket);
     struct kvq_gpu_context *before = kvq__context_enter(&local->here);
+    struct kvq_gpu_stream *begun_on = local->stream;
     local->stream = stream;
     rc = *local->why ? kvq__through_end(local, work, entries, n)
                      : kvq__local_end(local, work, entries, n);
+    local->stream = begun_on; // of those who stay in the step
     kvq__context_leave(&local->here, before);
     return rc;
 }

@@ -211,7 +211,7 @@ void lg_all_fine(int rc, const struct lg_batch *b)
         fine(b->entries[i].status);
 }
 
-static void step_there(struct lg_batch *b)
+void lg_step_there(struct lg_batch *b)
 {
     uint64_t step;
     lg_all_fine(kvq_step_begin(rig.queue, b->entries, b->n, &step), b);
@@ -262,7 +262,7 @@ void lg_step_from(struct lg_pair *p, uint32_t n, uint32_t append, uint32_t row,
         here.entries[i].row = there.entries[i].row += row;
         here.entries[i].q_row = there.entries[i].q_row += row;
     }
-    step_there(&there);
+    lg_step_there(&there);
     uint64_t before = lg_waits(), brought = soft_brought();
     lg_all_fine(lg_begin(&here), &here);
     for (uint32_t i = 0; i < rig.layers && !exec; i++) {

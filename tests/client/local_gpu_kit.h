@@ -88,6 +88,8 @@ struct lg_batch {
 
 struct lg_batch lg_batch_of(const struct lg_pair *p, uint32_t n, uint32_t append, bool here);
 void lg_all_fine(int rc, const struct lg_batch *b);
+// A step of the daemon's.
+void lg_step_there(struct lg_batch *b);
 int lg_begin(struct lg_batch *b);
 int lg_attend(const struct kvq_work *w, struct lg_batch *b);
 // A step of a session here, whose other side has none: the entry's status.

@@ -306,6 +306,42 @@ static void test_refusals(void **state)
     lg_close_pair(p);
 }
 
+// Two calls for one layer before the stream has come to the first one: each has its own batch.
+static void test_calls_ahead_of_the_stream(void **state)
+{
+    struct lg_pair p[SESSIONS];
+    struct kvq_gpu_stream *other;
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    open_all("oscar2", false, p);
+    lg_step(p, SESSIONS, 5, NULL);
+    lg_fill();
+    struct lg_batch there = lg_batch_of(p, SESSIONS, 4, false);
+    struct lg_batch here = lg_batch_of(p, SESSIONS, 4, true);
+    lg_step_there(&there);
+    lg_all_fine(lg_begin(&here), &here);
+    OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
+    const struct kvq_work first = lg_work_of(0, true);
+    refused(KVQ_E_INVALID,
+            kvq_local_attend_on_stream(rig.local, rig.bucket, &first, here.entries, 1, other),
+            "begun");
+    OK(drv.stream_destroy(other));
+    soft_stall(rig.stream, true);
+    for (uint32_t i = 0; i < rig.layers; i++) {
+        const struct kvq_work w = lg_work_of(i, true);
+        for (uint32_t s = 0; s < SESSIONS; s++) {
+            struct lg_batch one = {.entries = {here.entries[s]}, .n = 1};
+            lg_all_fine(lg_attend(&w, &one), &one);
+        }
+    }
+    soft_stall(rig.stream, false);
+    lg_all_fine(kvq_local_end_on_stream(rig.local, NULL, here.entries, SESSIONS, rig.stream),
+                &here);
+    OK(drv.stream_sync(rig.stream));
+    lg_compare(here.q_rows, p->tokens);
+    close_all(p, SESSIONS);
+}
+
 // What is not finite is found when nobody waits; the next end tells, and the session stands as
 // before the step that had it. Where the host orders requests it waits, and that end tells itself.
 static void test_not_finite(void **state)
@@ -373,6 +409,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_host_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_daemon_dies, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_300_replays, lg_setup, lg_teardown),
