@@ -541,6 +541,25 @@ static int make_jobs(struct kvq_local *local, const struct kvq_work *work,
     return rc;
 }
 
+static int attend_here(struct kvq_local *local, const struct kvq_work *work,
+                       struct kvq_entry *entries, uint32_t n)
+{
+    uint32_t m;
+    int rc = kvq__local_check_work(local, work);
+    if (rc == KVQ_OK)
+        rc = make_jobs(local, work, entries, n, &m);
+    if (rc)
+        return rc;
+    if (m) {
+        plan_jobs(local, m);
+        run_jobs(local, m);
+    }
+    if (m < n)
+        kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,
+                           entries, n);
+    return KVQ_OK;
+}
+
 int kvq_local_attend(kvq_local *local, const struct kvq_work *work, struct kvq_entry *entries,
                      uint32_t n)
 {
@@ -552,19 +571,7 @@ int kvq_local_attend(kvq_local *local, const struct kvq_work *work, struct kvq_e
         return rc;
     if (*local->why)
         return kvq__through_attend(local, work, entries, n);
-    rc = kvq__local_check_work(local, work);
-    if (rc)
-        return rc;
-    uint32_t m;
-    rc = make_jobs(local, work, entries, n, &m);
-    if (rc)
-        return rc;
-    if (m) {
-        plan_jobs(local, m);
-        run_jobs(local, m);
-    }
-    if (m < n)
-        kvq__local_explain(local, work->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, work,
-                           entries, n);
-    return KVQ_OK;
+    rc = attend_here(local, work, entries, n);
+    kvq__local_gave(local, work, entries, n, rc);
+    return rc;
 }

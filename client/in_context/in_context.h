@@ -93,6 +93,7 @@ struct kvq__local_session {
     uint64_t past;
     uint32_t append;
     uint8_t appended[KVQ_MAX_LAYERS]; // through the daemon: it has K and V of these layers
+    uint8_t lacks[KVQ_MAX_LAYERS];    // here: the last call that gave K and V of these failed
     // Attention here.
     const struct kvq_table_page *table; // a GPU's: its copy on the host. NULL: through the daemon
     size_t table_bytes;
@@ -201,6 +202,11 @@ int kvq__local_judge(const struct kvq_local *local, const struct kvq_entry *entr
 int kvq__local_member(const struct kvq_local *local, const struct kvq_entry *entry);
 // Adds an entry's session to the step.
 void kvq__local_join(struct kvq_local *local, const struct kvq_entry *entry);
+// Takes an entry's session out of the step.
+void kvq__local_leave(struct kvq_local *local, const struct kvq_entry *entry);
+// Notes of which entries a call that ended with rc has, or lacks, K and V that `work` gives.
+void kvq__local_gave(struct kvq_local *local, const struct kvq_work *work,
+                     const struct kvq_entry *entries, uint32_t n, int rc);
 // Ends the step for all its sessions.
 void kvq__local_over(struct kvq_local *local);
 

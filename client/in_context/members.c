@@ -137,8 +137,34 @@ void kvq__local_join(struct kvq_local *local, const struct kvq_entry *e)
     s->past = e->position;
     s->append = e->append;
     memset(s->appended, 0, sizeof s->appended);
+    memset(s->lacks, 0, sizeof s->lacks);
     local->members[local->n_members++] = s;
     local->stepping = true;
+}
+
+void kvq__local_leave(struct kvq_local *local, const struct kvq_entry *e)
+{
+    struct kvq__local_session *s = kvq__local_find(local, e->session);
+    uint32_t kept = 0;
+    assert(s && s->in_step && local->n_members > 0);
+    for (uint32_t i = 0; i < local->n_members; i++)
+        if (local->members[i] != s)
+            local->members[kept++] = local->members[i];
+    assert(kept == local->n_members - 1);
+    s->in_step = false;
+    local->n_members = kept;
+    local->stepping = kept > 0;
+}
+
+void kvq__local_gave(struct kvq_local *local, const struct kvq_work *w,
+                     const struct kvq_entry *entries, uint32_t n, int rc)
+{
+    for (uint32_t i = 0; i < n && w->k.buffer; i++) {
+        struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        if (s && s->in_step && entries[i].append && w->layer < s->n_layers &&
+            s->layers[w->layer].source == w->layer)
+            s->lacks[w->layer] = rc || entries[i].status;
+    }
 }
 
 void kvq__local_over(struct kvq_local *local)

@@ -169,8 +169,10 @@ int kvq_local_begin(kvq_local *local, struct kvq_entry *entries, uint32_t n)
 
 // ---- End ----
 
-// Entries that have something to commit go to local->some; the others have nothing to lose.
-static uint32_t gather_end(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
+// Entries that have something to commit go to local->some; the others have nothing to lose. `ours`:
+// K and V are those that the attends gave.
+static uint32_t gather_end(struct kvq_local *local, struct kvq_entry *entries, uint32_t n,
+                           bool ours)
 {
     uint32_t m = 0;
     for (uint32_t i = 0; i < n; i++) {
@@ -179,6 +181,8 @@ static uint32_t gather_end(struct kvq_local *local, struct kvq_entry *entries, u
         e->status = kvq__local_member(local, e);
         if (e->status == KVQ_OK && e->append != s->append)
             e->status = KVQ_E_INVALID;
+        if (e->status == KVQ_OK && ours && memchr(s->lacks, 1, sizeof s->lacks))
+            e->status = KVQ_E_INCOMPLETE;
         e->value = e->position;
         if (e->status || e->append == 0)
             continue;
@@ -253,9 +257,9 @@ int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
                    struct kvq_entry *entries, uint32_t n)
 {
     assert(local->stepping);
-    uint32_t m = gather_end(local, entries, n);
-    struct kvq_step_work own = work ? *work : (struct kvq_step_work){0};
     bool ours = !work || (!work->k && !work->v);
+    uint32_t m = gather_end(local, entries, n, ours);
+    struct kvq_step_work own = work ? *work : (struct kvq_step_work){0};
     if (ours && m && local->mixed)
         return kvq__set_error(
             KVQ_E_INVALID, "step end: K or V of a layer was given twice, in different tensors; say "

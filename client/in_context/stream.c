@@ -26,22 +26,51 @@ static int check_bucket_call(const struct kvq_local *local, const struct kvq_buc
 
 // ---- Begin ----
 
-// Entries that cannot be attended to with the tensors that were noted are not in the step.
+// Whether an entry can be attended to with the tensors that were noted: KVQ_OK or a code, with
+// *work those of the layer that it cannot be with.
+static int judge_noted(const struct kvq_local *local, const struct kvq_bucket *b,
+                       const struct kvq_entry *e, const struct kvq_work **work)
+{
+    int rc = KVQ_OK;
+    for (uint32_t l = 0; l < b->n_layers && rc == KVQ_OK; l++) {
+        if (!b->noted[l])
+            continue;
+        *work = &b->works[l];
+        rc = kvq__local_check_part(local, *work, e);
+    }
+    return rc;
+}
+
+// Entries that cannot be are not in the step. Explains the first one, unless begin has already
+// refused one before it.
+static void refuse_noted(struct kvq_local *local, const struct kvq_bucket *b,
+                         struct kvq_entry *entries, uint32_t n)
+{
+    const struct kvq_work *work = NULL, *first = NULL;
+    uint64_t from = UINT64_MAX, to = 0;
+    bool failed = false;
+    for (uint32_t i = 0; i < n; i++) {
+        bool joined = entries[i].status == KVQ_OK;
+        if (joined)
+            entries[i].status = judge_noted(local, b, &entries[i], &work);
+        if (entries[i].status == KVQ_OK && work && kvq__local_row_taken(entries, i, &from, &to))
+            entries[i].status = KVQ_E_INVALID;
+        if (joined && entries[i].status) {
+            kvq__local_leave(local, &entries[i]);
+            first = failed ? first : work;
+        }
+        failed |= entries[i].status != KVQ_OK;
+    }
+    if (first)
+        kvq__local_explain(local, first->k.buffer ? KVQ_OP_APPEND_ATTEND : KVQ_OP_ATTEND, first,
+                           entries, n);
+}
+
 static int check_noted(struct kvq_local *local, const struct kvq_bucket *b,
                        struct kvq_entry *entries, uint32_t n)
 {
-    uint64_t from = UINT64_MAX, to = 0;
     int rc = KVQ_OK;
-    for (uint32_t i = 0; i < n; i++) {
-        bool noted = false;
-        for (uint32_t l = 0; l < b->n_layers && entries[i].status == KVQ_OK; l++) {
-            noted |= b->noted[l];
-            if (b->noted[l])
-                entries[i].status = kvq__local_check_part(local, &b->works[l], &entries[i]);
-        }
-        if (noted && entries[i].status == KVQ_OK && kvq__local_row_taken(entries, i, &from, &to))
-            entries[i].status = KVQ_E_INVALID;
-    }
+    refuse_noted(local, b, entries, n);
     for (uint32_t l = 0; l < b->n_layers && rc == KVQ_OK; l++)
         if (b->noted[l])
             rc = kvq__local_check_outputs(local, &b->works[l], entries, n, true);
@@ -223,7 +252,11 @@ static int attend_in_bucket(struct kvq_local *local, struct kvq_bucket *b,
     if (rc == KVQ_OK)
         rc = capturing ? capture_layer(local, b, work, entries, n)
                        : attend_now(local, b, work, entries, n);
-    return rc ? rc : kvq__bucket_launch(b, work->layer, capturing, stream);
+    if (rc == KVQ_OK)
+        rc = kvq__bucket_launch(b, work->layer, capturing, stream);
+    if (!capturing)
+        kvq__local_gave(local, work, entries, n, rc);
+    return rc;
 }
 
 int kvq_local_attend_on_stream(kvq_local *local, kvq_bucket *bucket, const struct kvq_work *work,

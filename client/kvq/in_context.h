@@ -86,8 +86,9 @@ KVQ_API KVQ_CHECK int kvq_local_attend(kvq_local *local, const struct kvq_work *
 
 /* Commits the step: hands the daemon K and V of all layers, from the calls of kvq_local_attend or
  * from `work`. If work->k and work->v are NULL, `work` only gives the ids of the tokens
- * (work->ids). Statuses per entry, as of kvq_step. Sessions of the step without an entry here stay
- * as before the step. */
+ * (work->ids). Statuses per entry, as of kvq_step; KVQ_E_INCOMPLETE if the last kvq_local_attend
+ * that gave an entry's K and V of a layer failed, and `work` does not give them. Sessions of the
+ * step without an entry here stay as before the step. */
 KVQ_API KVQ_CHECK int kvq_local_end(kvq_local *local, const struct kvq_step_work *work,
                                     struct kvq_entry *entries, uint32_t n);
 
@@ -102,7 +103,8 @@ KVQ_API void kvq_local_abort(kvq_local *local);
  * A CUDA graph may capture the attentions of a bucket. On a stream that is being captured,
  * kvq_local_attend_on_stream only records the tensors and the launches. Before each replay, outside
  * of the graph, kvq_local_begin_on_stream sets the bucket up for its entries: any sessions of any
- * lengths and rows within the bucket's limits. The tensors are those of the capture. Call
+ * lengths and rows within the bucket's limits. The tensors are those of the capture; an entry that
+ * does not fit them is not in the step, and its status says why. Call
  * kvq_local_end_on_stream after the replay, outside of the graph.
  *
  * Tensors may lie in buffers on the host: the first call with such a buffer pins the buffer, and is

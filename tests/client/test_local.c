@@ -564,8 +564,22 @@ static void test_refused_ends(void **state)
     assert_int_not_equal(e.status, 0);
     fine(small_step(rig.local, &e, 2, 3));
     assert_int_equal(e.value, 3);
+    // An attend has failed for one of two.
+    struct kvq_entry two[2] = {e, {.session = open_small("b", 0, 2), .append = 3, .queries = 1}};
+    fine(kvq_local_add(rig.local, two[1].session));
+    two[0].position = 3;
+    fine(kvq_local_begin(rig.local, two, 2));
+    for (uint32_t i = 0; i < 2; i++) {
+        w = small_work(&m, i);
+        two[1].q_row = i ? 1 : 1 << 20;
+        fine(kvq_local_attend(rig.local, &w, two, 2));
+    }
+    fine(kvq_local_end(rig.local, NULL, two, 2));
+    refused(KVQ_E_INCOMPLETE, two[1].status, "entry 1");
+    assert_int_equal(two[0].value, 6);
     // Given twice, differently.
-    e.position = 3;
+    w = small_work(&m, 0);
+    e.position = 6;
     fine(kvq_local_begin(rig.local, &e, 1));
     w.k.offset += 4096;
     fine(kvq_local_attend(rig.local, &w, &e, 1));
