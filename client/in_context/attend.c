@@ -215,26 +215,54 @@ bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t 
     return false;
 }
 
-// From the first row to the last of all entries that can be.
-static struct kvq_rows touched_rows(const struct kvq_local *local, const struct kvq_tensor *t,
-                                    const struct kvq_entry *entries, uint32_t n, bool tokens,
-                                    uint32_t heads, uint32_t dim)
+// Of all entries that can be: from the first row to the last, and the largest shape that the layer
+// has in their sessions.
+struct touched {
+    uint64_t first, n;
+    struct kvq_shape shape;
+};
+
+static void raise_shape(struct kvq_shape *to, const struct kvq_shape *s)
 {
+    to->q_heads = s->q_heads > to->q_heads ? s->q_heads : to->q_heads;
+    to->kv_heads = s->kv_heads > to->kv_heads ? s->kv_heads : to->kv_heads;
+    to->k_dim = s->k_dim > to->k_dim ? s->k_dim : to->k_dim;
+    to->v_dim = s->v_dim > to->v_dim ? s->v_dim : to->v_dim;
+}
+
+// tokens: rows of K and V, else of Q, out and lse.
+static struct touched touched_by(const struct kvq_local *local, const struct kvq_entry *entries,
+                                 uint32_t n, uint32_t layer, bool tokens)
+{
+    struct touched all = {0};
     uint64_t from = UINT64_MAX, to = 0;
-    struct kvq_rows r = {.row_stride = t->token_stride, .head_stride = t->head_stride};
-    if (!t->buffer)
-        return r;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t row = tokens ? entries[i].row : entries[i].q_row;
         uint32_t rows = tokens ? entries[i].append : entries[i].queries;
         if (entries[i].status || rows == 0)
             continue;
+        const struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        assert(s);
+        if (layer >= s->n_layers)
+            continue;
+        raise_shape(&all.shape, &s->layers[layer].shape);
         from = row < from ? row : from;
         to = (uint64_t)row + rows > to ? (uint64_t)row + rows : to;
     }
+    all.first = to ? from : 0;
+    all.n = to ? to - from : 0;
+    return all;
+}
+
+static struct kvq_rows touched_rows(const struct kvq_local *local, const struct kvq_tensor *t,
+                                    const struct touched *all, uint32_t heads, uint32_t dim)
+{
+    struct kvq_rows r = {.row_stride = t->token_stride, .head_stride = t->head_stride};
+    if (!t->buffer)
+        return r;
     r.start = (uint64_t)(uintptr_t)row_at(local, t, 0);
-    r.first = to ? from : 0;
-    r.n = to ? to - from : 0;
+    r.first = all->first;
+    r.n = all->n;
     r.heads = heads;
     r.width = dim * element_bytes(t);
     return r;
@@ -242,14 +270,17 @@ static struct kvq_rows touched_rows(const struct kvq_local *local, const struct 
 
 // K and V that an earlier layer of the step gave are read until its end, too.
 static bool meets_step(const struct kvq_local *local, const struct kvq_rows *out,
-                       const struct kvq_entry *entries, uint32_t n, const struct kvq_shape *s)
+                       const struct kvq_rows *lse, const struct kvq_entry *entries, uint32_t n)
 {
     for (uint32_t l = 0; l < local->n_layers; l++) {
-        const struct kvq_rows k =
-            touched_rows(local, &local->k[l], entries, n, true, s->kv_heads, s->k_dim);
-        const struct kvq_rows v =
-            touched_rows(local, &local->v[l], entries, n, true, s->kv_heads, s->v_dim);
-        if (kvq_rows_meet(out, &k) || kvq_rows_meet(out, &v))
+        if (!local->k[l].buffer)
+            continue;
+        const struct touched all = touched_by(local, entries, n, l, true);
+        const struct kvq_shape *s = &all.shape;
+        const struct kvq_rows k = touched_rows(local, &local->k[l], &all, s->kv_heads, s->k_dim);
+        const struct kvq_rows v = touched_rows(local, &local->v[l], &all, s->kv_heads, s->v_dim);
+        if (kvq_rows_meet(out, &k) || kvq_rows_meet(out, &v) || kvq_rows_meet(lse, &k) ||
+            kvq_rows_meet(lse, &v))
             return true;
     }
     return false;
@@ -263,21 +294,18 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
         i++;
     if (i == n)
         return KVQ_OK;
-    const struct kvq__local_session *first = kvq__local_find(local, entries[i].session);
-    assert(first && w->layer < first->n_layers);
-    const struct kvq_shape *s = &first->layers[w->layer].shape;
-    const struct kvq_rows out =
-        touched_rows(local, &w->out, entries, n, false, s->q_heads, s->v_dim);
-    const struct kvq_rows lse = touched_rows(local, &w->lse, entries, n, false, s->q_heads, 1);
+    const struct touched q = touched_by(local, entries, n, w->layer, false);
+    const struct touched kv = touched_by(local, entries, n, w->layer, true);
+    const struct kvq_rows out = touched_rows(local, &w->out, &q, q.shape.q_heads, q.shape.v_dim);
+    const struct kvq_rows lse = touched_rows(local, &w->lse, &q, q.shape.q_heads, 1);
     const struct kvq_rows in[] = {
-        touched_rows(local, &w->q, entries, n, false, s->q_heads, s->k_dim),
-        touched_rows(local, &w->k, entries, n, true, s->kv_heads, s->k_dim),
-        touched_rows(local, &w->v, entries, n, true, s->kv_heads, s->v_dim)};
+        touched_rows(local, &w->q, &q, q.shape.q_heads, q.shape.k_dim),
+        touched_rows(local, &w->k, &kv, kv.shape.kv_heads, kv.shape.k_dim),
+        touched_rows(local, &w->v, &kv, kv.shape.kv_heads, kv.shape.v_dim)};
     bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
     for (int j = 0; j < 3; j++)
         bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);
-    bad = bad || (!captured && (meets_step(local, &out, entries, n, s) ||
-                                meets_step(local, &lse, entries, n, s)));
+    bad = bad || (!captured && meets_step(local, &out, &lse, entries, n));
     if (!bad)
         return KVQ_OK;
     return kvq__set_error(
