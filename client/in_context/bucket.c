@@ -178,7 +178,9 @@ int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options, 
     b->max_tokens = o->max_tokens ? o->max_tokens : local->max_tokens;
     b->max_sessions = o->max_sessions ? o->max_sessions : 1;
     b->max_queries = o->max_queries ? o->max_queries : 1;
+    struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     rc = *local->why ? KVQ_OK : open_here(b, o->session);
+    kvq__context_leave(&local->here, before);
     if (rc)
         kvq_bucket_close(&b);
     *bucket = b;

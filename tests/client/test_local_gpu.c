@@ -275,7 +275,9 @@ static void test_refusals(void **state)
     const struct kvq_bucket_options o = {.size = sizeof o, .session = 4711};
     refused(KVQ_E_STALE, kvq_bucket_open(rig.local, &o, &rig.bucket), "not in this");
     lg_open_pair("oscar2", p);
+    OK(drv.context_set(NULL)); // whatever context is current
     lg_open_bucket(p->here, 4);
+    OK(drv.context_set(soft_context));
     struct lg_batch b = lg_batch_of(p, 1, 4, true);
     struct kvq_work w = lg_work_of(0, true);
     refused(KVQ_E_INVALID, kvq_local_begin(rig.local, b.entries, 1), "have a stream");
