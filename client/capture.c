@@ -310,9 +310,6 @@ static int write_chunk(kvq_capture *c, struct kvq_capture_chunk *k)
 static int append_entry(kvq_capture *c, const struct kvq_work *w, const struct kvq_entry *e)
 {
     const struct kvq_capture_row *r = &c->rows[w->layer];
-    if (c->queries && e->queries != e->append)
-        return kvq__set_error(KVQ_E_INVALID, "capturing %u query tokens for %u tokens", e->queries,
-                              e->append);
     const struct track *t = track_step(c, e, w->layer);
     if (!t || t->take == 0 || c->chunks == KVQ_MAX_CAPTURE_CHUNKS)
         return KVQ_OK;
@@ -340,7 +337,9 @@ static int append_entry(kvq_capture *c, const struct kvq_work *w, const struct k
               kvq_capture_element(sources[i].tensor->dtype);
     }
     assert(rc || to == c->data + sizeof k + k.bytes);
-    return rc ? rc : write_chunk(c, &k);
+    rc = rc ? rc : write_chunk(c, &k);
+    c->failed = rc; // of a step that was begun, a layer without its chunk is a gap
+    return rc;
 }
 
 static int check_captured(const struct kvq_tensor *t, const char *name)
@@ -349,6 +348,16 @@ static int check_captured(const struct kvq_tensor *t, const char *name)
         return kvq__set_error(KVQ_E_BUFFER, "capturing needs %s, but its buffer is NULL", name);
     if (!kvq_capture_element(t->dtype))
         return kvq__set_error(KVQ_E_DTYPE, "capturing %s: dtype %u is unknown", name, t->dtype);
+    return KVQ_OK;
+}
+
+static int check_queries(const struct kvq_entry *entries, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (entries[i].status == KVQ_OK && entries[i].append &&
+            entries[i].queries != entries[i].append)
+            return kvq__set_error(KVQ_E_INVALID, "capturing %u query tokens for %u tokens",
+                                  entries[i].queries, entries[i].append);
     return KVQ_OK;
 }
 
@@ -368,7 +377,9 @@ static int check_append(const kvq_capture *c, const struct kvq_work *w,
     int rc = check_captured(&w->k, "k");
     if (rc == KVQ_OK)
         rc = check_captured(&w->v, "v");
-    return rc || !c->queries ? rc : check_captured(&w->q, "q");
+    if (rc == KVQ_OK && c->queries)
+        rc = check_captured(&w->q, "q");
+    return rc || !c->queries ? rc : check_queries(entries, n);
 }
 
 int kvq_capture_append(kvq_capture *capture, const struct kvq_work *work,

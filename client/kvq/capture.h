@@ -34,8 +34,10 @@ KVQ_API KVQ_CHECK int kvq_capture_open(const char *path, const struct kvq_captur
 /* Writes one layer of a step. Call this function with the work and entries of kvq_append or
  * kvq_append_attend, after that call and before the tensors change. The function skips entries
  * whose status is not 0. If the capture has queries, each entry must have as many query tokens as
- * tokens. After a failure (KVQ_E_SYSTEM, when the disk is full) the file keeps what was written
- * before, and every further call returns the same code. */
+ * tokens. A call whose arguments cannot be is refused before it begins, and may be repeated with
+ * better ones. After any other failure (KVQ_E_SYSTEM, when the disk is full; KVQ_E_BOUNDS, when a
+ * tensor reaches behind its buffer) the file keeps what was written before, and every further call
+ * returns the same code. */
 KVQ_API KVQ_CHECK int kvq_capture_append(kvq_capture *capture, const struct kvq_work *work,
                                          const struct kvq_entry *entries, uint32_t n);
 
