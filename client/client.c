@@ -127,7 +127,7 @@ static int say_hello(kvq_client *client)
     hello.protocol_min = KVQ_PROTOCOL_MIN;
     hello.protocol_max = KVQ_PROTOCOL_MAX;
     hello.client_name = client->name;
-    hello.last_epoch = client->info.epoch;
+    hello.last_epoch = client->epoch;
     call.request.command_case = KVQ__REQUEST__COMMAND_HELLO;
     call.request.hello = &hello;
     client->info.protocol = KVQ_PROTOCOL_MAX;
@@ -190,10 +190,12 @@ int kvq_connect(const struct kvq_connect_options *options, kvq_client **client)
         rc = client_make(&o, &made);
     if (rc == KVQ_OK)
         rc = attach(made);
-    if (rc == KVQ_OK)
+    if (rc == KVQ_OK) {
+        made->epoch = made->info.epoch;
         *client = made;
-    else if (made)
+    } else if (made) {
         client_free(made);
+    }
     return rc;
 }
 
@@ -290,7 +292,7 @@ int kvq_reattach(kvq_client *client, uint32_t *lost)
 {
     if (!client)
         return kvq__set_error(KVQ_E_INVALID, "kvq_reattach: client is NULL");
-    uint64_t epoch = client->info.epoch;
+    uint64_t epoch = client->epoch;
     leave(client, true);
     int rc = attach_again(client);
     if (rc) {
@@ -298,6 +300,7 @@ int kvq_reattach(kvq_client *client, uint32_t *lost)
         leave(client, false);
         return rc;
     }
+    client->epoch = client->info.epoch;
     uint32_t held = kvq__handle_clear(client);
     if (lost)
         *lost = held;

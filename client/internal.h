@@ -175,6 +175,7 @@ struct kvq_client {
     uint32_t next_id;
     const struct kvq_daemon_page *page; // NULL when there is no connection
     struct kvq_daemon_info info;
+    uint64_t epoch; // of the daemon that was connected to last, all of the way
     struct kvq__daemon_gpu gpus[KVQ_MAX_GPUS];
     uint32_t n_gpus;
     struct kvq__watch watch;

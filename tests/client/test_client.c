@@ -262,8 +262,13 @@ static void test_reattach(void **unused)
     assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_OK);
     fake_stop(&r.daemon);
     s.epoch = 4712;
+    s.queue_fds = 3; // half of the way
     r.daemon = fake_start(client_dir, &s);
     assert_int_equal(kvq_nop(r.queue, r.entries, 1), KVQ_E_DISCONNECTED);
+    assert_int_equal(kvq_reattach(r.client, NULL), KVQ_E_PROTOCOL);
+    fake_stop(&r.daemon);
+    s.queue_fds = 4;
+    r.daemon = fake_start(client_dir, &s);
     assert_int_equal(kvq_reattach(r.client, NULL), KVQ_E_EPOCH);
     expect_text("restarted");
     assert_int_equal(kvq_daemon_info(r.client, &info), KVQ_OK);
