@@ -429,6 +429,9 @@ static void test_merge(void **unused)
     float x[4] = {1, 1, 1, 1}, y[4] = {2, 2, 2, 2};
     kvq_merge_states(x, far, y, near, out, lse, 2, 2);
     assert_true(out[0] == 1 && lse[0] == 1000);
+    float any[4] = {NAN, NAN, INFINITY, INFINITY}; // of a side whose weight is too small for fp32
+    kvq_merge_states(x, far, any, near, out, lse, 2, 2);
+    assert_true(out[0] == 1 && out[2] == 1 && lse[0] == 1000);
 }
 
 static void test_texts(void **unused)
