@@ -9,10 +9,11 @@
 
 #include <assert.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 // The reply to this call: earlier ones, whose callers gave up, are skipped with their descriptors.
-static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n_fds,
+static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n_fds, bool *lost,
                          uint64_t deadline_ns)
 {
     assert(*n_fds == 0);
@@ -20,7 +21,7 @@ static int receive_reply(kvq_client *client, struct kvq__call *call, uint32_t *n
         char text[KVQ_TEXT_BYTES] = "";
         size_t n;
         int rc = kvq__socket_receive(client->socket, client->packet, sizeof client->packet, &n,
-                                     call->fds, n_fds, deadline_ns);
+                                     call->fds, n_fds, lost, deadline_ns);
         if (rc)
             return rc;
         client->arena.used = 0;
@@ -85,11 +86,24 @@ void kvq__give_back(kvq_client *client)
     send_call(client, &call, 0);
 }
 
+// What the daemon made is no use without its descriptors.
+static int give_back_lost(kvq_client *client, const struct kvq__call *call)
+{
+    struct rlimit limit = {0};
+    kvq__give_back(client);
+    getrlimit(RLIMIT_NOFILE, &limit);
+    return kvq__set_error(KVQ_E_SYSTEM,
+                          "%s: the daemon's file descriptors do not fit: this process has as many "
+                          "open as it may have, %llu; raise its limit (ulimit -n) or close some",
+                          call->what, (unsigned long long)limit.rlim_cur);
+}
+
 int kvq__exchange(kvq_client *client, struct kvq__call *call)
 {
     uint32_t timeout_ms = call->patience_ms ? call->patience_ms : client->timeout_ms;
     uint64_t deadline = kvq_now_ns() + (uint64_t)timeout_ms * 1000000u;
     uint32_t n_fds = 0;
+    bool lost = false;
     assert(call->what && call->n_fds == 0);
     if (client->socket < 0)
         return kvq__set_error(KVQ_E_DISCONNECTED, "%s: not connected; call kvq_reattach first",
@@ -104,7 +118,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
             call->what, timeout_ms);
     // Even where the connection is closed there may be words why.
     if (rc == 0 || rc == KVQ_E_DISCONNECTED)
-        rc = receive_reply(client, call, &n_fds, deadline);
+        rc = receive_reply(client, call, &n_fds, &lost, deadline);
     if (rc == KVQ_E_DEADLINE) {
         kvq__give_back(client);
         return kvq__set_error(rc, "%s: the daemon did not answer within %u ms", call->what,
@@ -112,7 +126,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     }
     if (rc)
         return rc;
-    rc = check_call_reply(call, n_fds);
+    rc = lost ? give_back_lost(client, call) : check_call_reply(call, n_fds);
     call->n_fds = rc ? 0 : n_fds;
     if (rc)
         kvq__close_fds(call->fds, n_fds);

@@ -222,9 +222,9 @@ int kvq__socket_connect(const char *runtime_dir, uint32_t timeout_ms, int *fd);
 // send_fd -1: none.
 int kvq__socket_send(int fd, const void *bytes, size_t n, int send_fd, uint64_t deadline_ns);
 // Fills fds (room for KVQ_MAX_PACKET_FDS) with the descriptors beside the packet; the caller owns
-// them. On an error there are none.
+// them. On an error there are none. *lost: there were more of them than this process may have.
 int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, uint32_t *n_fds,
-                        uint64_t deadline_ns);
+                        bool *lost, uint64_t deadline_ns);
 void kvq__close_fds(int *fds, uint32_t n);
 // Shuts our end and waits until the peer has closed its end, at most timeout_ms.
 void kvq__socket_finish(int fd, uint32_t timeout_ms);
@@ -250,7 +250,8 @@ struct kvq__call {
 };
 
 // Sends a request and waits for its reply. KVQ_OK, the daemon's refusal with its text,
-// KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL.
+// KVQ_E_DISCONNECTED, KVQ_E_DEADLINE or KVQ_E_PROTOCOL; KVQ_E_SYSTEM if this process may not have
+// the descriptors beside the reply: what the request made is given back then.
 int kvq__exchange(kvq_client *client, struct kvq__call *call);
 // Asks the daemon to undo the last exchange, for a caller that cannot use its result. Waits for
 // nothing. Under the control lock.

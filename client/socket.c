@@ -143,7 +143,7 @@ static void collect_fds(struct msghdr *message, int *fds, uint32_t *n_fds)
 }
 
 int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, uint32_t *n_fds,
-                        uint64_t deadline_ns)
+                        bool *lost, uint64_t deadline_ns)
 {
     union {
         struct cmsghdr header;
@@ -172,15 +172,12 @@ int kvq__socket_receive(int fd, void *bytes, size_t size, size_t *n, int *fds, u
     if (got < 0)
         return kvq__set_error_errno("cannot receive from the daemon");
     collect_fds(&message, fds, n_fds);
-    if (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) {
+    *lost = message.msg_flags & MSG_CTRUNC;
+    if (message.msg_flags & MSG_TRUNC) {
         kvq__close_fds(fds, *n_fds);
         *n_fds = 0;
-        return kvq__set_error(
-            KVQ_E_PROTOCOL, "%s",
-            message.msg_flags & MSG_TRUNC
-                ? "the daemon sent a packet longer than the protocol allows"
-                : "file descriptors of the daemon did not fit; is the limit of open "
-                  "files (ulimit -n) reached?");
+        return kvq__set_error(KVQ_E_PROTOCOL,
+                              "the daemon sent a packet longer than the protocol allows");
     }
     *n = (size_t)got;
     return KVQ_OK;
@@ -203,9 +200,10 @@ void kvq__socket_finish(int fd, uint32_t timeout_ms)
     int fds[KVQ_MAX_PACKET_FDS];
     uint32_t n_fds;
     size_t n;
+    bool lost;
     assert(fd >= 0);
     shutdown(fd, SHUT_WR);
-    while (kvq__socket_receive(fd, rest, sizeof rest, &n, fds, &n_fds, deadline) == KVQ_OK)
+    while (kvq__socket_receive(fd, rest, sizeof rest, &n, fds, &n_fds, &lost, deadline) == KVQ_OK)
         kvq__close_fds(fds, n_fds);
 }
 

@@ -243,8 +243,10 @@ static int map_more(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
     call.request.map_extents = &message;
     *more = false;
     int rc = kvq__exchange(client, &call);
-    if (rc)
+    if (rc) {
+        pool->broken |= rc == KVQ_E_SYSTEM; // the descriptors came, and were lost
         return rc;
+    }
     rc = map_packet(pool, &call);
     kvq__close_fds(call.fds, call.n_fds);
     *known = call.reply->map_extents->known;

@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -271,6 +272,37 @@ static void test_buffers_that_are_in_use(void **unused)
     assert_int_equal(client_fds(), before);
 }
 
+// What comes with a descriptor that this process may not have is given back.
+static void test_no_more_descriptors(void **unused)
+{
+    (void)unused;
+    struct fake_script s = fake_good();
+    struct fake_daemon *daemon;
+    kvq_client *client;
+    kvq_buffer *buffer;
+    struct rlimit old, full;
+    int before = client_fds();
+    s.buffers = s.no_memory = true;
+    assert_int_equal(connect_to(s, 0, &daemon, &client), KVQ_OK);
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK); // the daemon is done with hello now
+    int next = dup(0);
+    assert_true(next > 0);
+    close(next);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &old), 0);
+    full = (struct rlimit){(rlim_t)next, old.rlim_max};
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &full), 0);
+    int rc = kvq_buffer_create(client, 4096, &buffer);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &old), 0);
+    assert_int_equal(rc, KVQ_E_SYSTEM);
+    assert_null(buffer);
+    expect_text("ulimit -n");
+    assert_int_equal(kvq_session_close(client, 5), KVQ_OK);
+    assert_int_equal(fake_cancels(daemon), 1);
+    kvq_disconnect(&client);
+    fake_stop(&daemon);
+    assert_int_equal(client_fds(), before);
+}
+
 static void test_texts_that_cannot_travel(void **unused)
 {
     (void)unused;
@@ -309,6 +341,7 @@ int main(void)
         cmocka_unit_test(test_bad_queue),
         cmocka_unit_test(test_bad_buffers),
         cmocka_unit_test(test_buffers_that_are_in_use),
+        cmocka_unit_test(test_no_more_descriptors),
         cmocka_unit_test(test_texts_that_cannot_travel),
     };
     client_prepare();

@@ -36,6 +36,7 @@ struct fake_daemon {
     uint8_t held[KVQ_MAX_MESSAGE]; // the request whose reply is late
     size_t held_bytes;
     uint32_t held_id, cancels, closes;
+    uint32_t made; // the request that made a buffer
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
@@ -211,14 +212,17 @@ static void answer_create_buffer(struct fake_daemon *d, const Kvq__CreateBuffer 
 {
     Kvq__CreateBufferReply result = KVQ__CREATE_BUFFER_REPLY__INIT;
     void *map;
-    int fd = make_memory(ask->bytes, true, &map);
-    munmap(map, ask->bytes);
+    int fd = d->script.no_memory ? d->listener : make_memory(ask->bytes, true, &map);
+    if (fd != d->listener)
+        munmap(map, ask->bytes);
     result.buffer = 1;
     result.bytes = ask->bytes;
     reply->result_case = KVQ__REPLY__RESULT_CREATE_BUFFER;
     reply->create_buffer = &result;
     send_reply(d, reply, &fd, 1);
-    close(fd);
+    if (fd != d->listener)
+        close(fd);
+    d->made = reply->id;
 }
 
 static bool answer_buffers(struct fake_daemon *d, const Kvq__Request *request, Kvq__Reply *reply)
@@ -229,6 +233,8 @@ static bool answer_buffers(struct fake_daemon *d, const Kvq__Request *request, K
         answer_create_buffer(d, request->create_buffer, reply);
         return true;
     }
+    if (request->command_case == KVQ__REQUEST__COMMAND_CANCEL)
+        d->cancels += d->made && request->cancel->request == d->made;
     return request->command_case == KVQ__REQUEST__COMMAND_CLOSE_BUFFER &&
            ++d->closes <= d->script.busy_closes;
 }

@@ -49,6 +49,7 @@ struct fake_script {
     enum fake_ring ring;
     // Buffers.
     bool buffers;         // makes them; else the reply holds no result
+    bool no_memory;       // the descriptors beside them are none of memory
     uint32_t busy_closes; // so many requests to close one get no answer
     // In-context mode: one session of one layer, with 77 tokens.
     const char *isa;   // that it names; NULL: none
