@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches with names and prefixes; transformers_test.py runs these."""
+import copy
+import inspect
+import os
+import tempfile
+import warnings
+
+import e2e_rig
+from e2e_rig import kvq
+from transformers_rig import Case, models, prompt
+
+import torch
+from kvq.transformers import KvqCache
+
+
+class Sessions(Case):
+    """Sessions that outlive their cache, and beginnings that sessions have in common."""
+    DAEMON = {"attention": "exact"}
+
+    def setUp(self):
+        super().setUp()
+        self.model = models("llama")[1]
+
+    def test_name(self):
+        """The second turn in another cache, of another connection."""
+        ids, more = prompt(300), prompt(20, 5)
+        with self.cache(self.model, name="chat") as cache:
+            first = self.model.generate(ids, past_key_values=cache, max_new_tokens=6,
+                                        do_sample=False)
+        turn = torch.cat([first, more], 1)
+        with self.daemon.client() as client, \
+                KvqCache(self.model, "16bit", client=client, name="chat") as cache:
+            self.assertEqual(cache.get_seq_length(), 305)
+            got = self.model.generate(turn, past_key_values=cache, max_new_tokens=9,
+                                      do_sample=False)
+            cache.crop(-3)
+            self.assertEqual(cache.get_seq_length(), got.shape[1] - 4)
+            eager = models("llama")[0]
+            want = eager.generate(turn, max_new_tokens=9, do_sample=False)
+            self.same_tokens(eager, want, got)
+            cache.reset()
+        with self.cache(self.model, name="chat") as cache:
+            self.assertEqual(cache.get_seq_length(), 0)
+
+    def test_names_that_do_not_fit(self):
+        """Other weights do not go on with a session, nor does another writer beside the first."""
+        with self.cache(self.model, name="one") as cache:
+            self.model(prompt(9), past_key_values=cache)
+        self.fails(kvq.Code.E_PERMISSION, self.cache, self.model, name="one", namespace="others")
+        other = copy.deepcopy(self.model)
+        other.model.layers[1].mlp.up_proj.weight.data += 0.01
+        self.fails(kvq.Code.E_EXISTS, self.cache, other, name="one")
+        cache = self.cache(self.model, name="one")
+        self.assertEqual(cache.get_seq_length(), 9)
+        self.fails(kvq.Code.E_BUSY, self.cache, self.model, name="one",
+                   namespace=f"uid-{os.getuid()}")
+        with self.assertRaises(NotImplementedError):
+            self.model(prompt(3, rows=2), past_key_values=cache)
+
+    def test_prefix(self):
+        """What one cache has computed the next finds; so does a fork's, and one after a crop."""
+        for family in ("llama", "mistral", "gemma3"):
+            with self.subTest(family):
+                eager, model = models(family)
+                ids = torch.cat([prompt(400, 7), prompt(30)], 1)
+                with self.cache(model, prefix=ids) as cache:
+                    self.assertEqual(cache.get_seq_length(), 0)
+                    model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False,
+                                   prompt_lookup_num_tokens=3, eos_token_id=2)
+                other = torch.cat([ids[:, :390], prompt(60, 2)], 1)
+                with self.cache(model, prefix=other[0].tolist()) as cache:
+                    found = cache.get_seq_length()
+                    self.assertEqual(found, 384)
+                    got = model.generate(other, past_key_values=cache, max_new_tokens=12,
+                                         do_sample=False)
+                    want = eager.generate(other, max_new_tokens=12, do_sample=False)
+                    self.same_tokens(eager, want, got)
+                with self.cache(model, prefix=ids, salt="another tenant") as cache:
+                    self.assertEqual(cache.get_seq_length(), 0)
+
+    def test_prefix_of_short_steps(self):
+        """Ids are told by steps of this process as well, by pieces and by a copy."""
+        ids = prompt(400, 11)
+        with self.cache(self.model, prefix=ids) as cache:
+            for at in range(0, 200, 50):
+                self.model(ids[:, at:at + 50], past_key_values=cache)
+            fork = copy.deepcopy(cache)
+        for at in range(200, 400, 50):
+            self.model(ids[:, at:at + 50], past_key_values=fork)
+        fork.close()  # 32 tokens could have been cropped: they are nobody else's
+        self.assertEqual(self.cache(self.model, prefix=ids).get_seq_length(), 256)
+
+    def test_prefix_in_other_calls(self):
+        """Ids are told too where the cache comes by position, where a wrapper calls the model's
+        forward past its hooks, as PEFT does, and where the decoder is called by itself."""
+        class Wrapper(torch.nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner, self.config, self.dtype = inner, inner.config, inner.dtype
+
+            def forward(self, *arguments, **options):
+                return self.inner.forward(*arguments, **options)
+
+        def by_position(model, ids, cache):
+            at = list(inspect.signature(llama.forward).parameters).index("past_key_values")
+            return model(ids, *[None] * (at - 1), cache)  # LlamaModel's begins with the same ones
+
+        def by_name(model, ids, cache):
+            return model(ids, past_key_values=cache)
+        llama, wrapped = self.model, Wrapper(self.model)
+        calls = [(llama, llama, by_position), (llama, wrapped, by_name),
+                 (wrapped, wrapped, by_name), (llama, wrapped, by_position),
+                 (llama, llama.model, by_name), (llama, llama.model, by_position)]
+        for n, (made_with, called, call) in enumerate(calls):
+            with self.subTest(n):
+                ids = prompt(400, 30 + n)
+                with self.cache(made_with, prefix=ids, salt=f"call {n}") as cache:
+                    call(called, ids, cache)
+                cache = self.cache(made_with, prefix=ids, salt=f"call {n}")
+                self.assertEqual(cache.get_seq_length(), 256)
+                cache.close()
+
+    def test_nothing_to_tell(self):
+        """Forwards whose ids cannot be known end the telling, with one warning."""
+        embedded = self.model.get_input_embeddings()(prompt(300, 13))
+        for n, first in enumerate((
+                lambda cache: self.model(inputs_embeds=embedded, past_key_values=cache),
+                lambda cache: self.model.model.forward(prompt(300, 13), past_key_values=cache))):
+            ids = prompt(300, 13)
+            with self.cache(self.model, prefix=ids, salt=f"nothing {n}") as cache:
+                with self.assertWarnsRegex(UserWarning, "will not find them"):
+                    first(cache)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    self.model(ids[:, :200], past_key_values=cache)
+            cache = self.cache(self.model, prefix=ids, salt=f"nothing {n}")
+            self.assertEqual(cache.get_seq_length(), 0)
+
+
+class Saved(Case):
+    """Sessions on disk."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.TemporaryDirectory(prefix="kvq-")
+        cls.daemon = e2e_rig.Daemon(storage_dir=cls.folder.name)
+
+    @classmethod
+    def tearDownClass(cls):
+        super().tearDownClass()
+        cls.folder.cleanup()
+
+    def test_another_daemon_goes_on(self):
+        eager, model = models("llama")
+        ids = prompt(300)
+        with self.cache(model, name="saved", on_detach="save") as cache:
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            cache.save()
+        self.client.close()
+        self.daemon.stop()
+        type(self).daemon = e2e_rig.Daemon(storage_dir=self.folder.name)
+        with self.daemon.client() as client:
+            cache = KvqCache(model, "16bit", client=client, name="saved")
+            self.assertEqual(cache.get_seq_length(), 305)
+            got = model.generate(ids, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        self.same_tokens(eager, eager.generate(ids, max_new_tokens=9, do_sample=False), got)
