@@ -47,7 +47,7 @@ class Sessions(Case):
         """Other weights do not go on with a session, nor does another writer beside the first."""
         with self.cache(self.model, name="one") as cache:
             self.model(prompt(9), past_key_values=cache)
-        self.fails(kvq.Code.E_PERMISSION, self.cache, self.model, name="one", namespace="others")
+        self.fails(kvq.Code.E_NO_NAMESPACE, self.cache, self.model, name="one", namespace="others")
         other = copy.deepcopy(self.model)
         other.model.layers[1].mlp.up_proj.weight.data += 0.01
         self.fails(kvq.Code.E_EXISTS, self.cache, other, name="one")
