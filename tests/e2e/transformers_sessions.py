@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 import tempfile
+import unittest
 import warnings
 
 import e2e_rig
@@ -11,6 +12,10 @@ from e2e_rig import kvq
 from transformers_rig import Case, models, prompt
 
 import torch
+try:
+    import peft
+except ImportError:
+    peft = None
 from kvq.transformers import KvqCache
 
 
@@ -57,6 +62,60 @@ class Sessions(Case):
                    namespace=f"uid-{os.getuid()}")
         with self.assertRaises(NotImplementedError):
             self.model(prompt(3, rows=2), past_key_values=cache)
+
+    def test_adapters_and_quantized_weights(self):
+        """Models tell what they compute K and V with: an adapter that is switched, switched off or
+        weakened, and weights that are buffers. The same state again is the same model."""
+        class Adapted(torch.nn.Linear):  # as PEFT's layers have it
+            _active_adapter, _disable_adapters = "one", False
+
+        def seen():
+            found, = {kvq.transformers.table.fingerprint(copy.deepcopy(model)) for _ in range(2)}
+            return found
+        model = copy.deepcopy(self.model)
+        mlp = model.model.layers[1].mlp
+        mlp.up_proj = Adapted(128, 128, bias=False)
+        mlp.up_proj.scaling, mlp.up_proj.merged_adapters = {"one": 2.0, "two": 1.0}, []
+        mlp.up_proj.register_buffer("qweight", torch.zeros(9, dtype=torch.int32))
+        before = seen()
+        for name, value in (("_active_adapter", ["two"]), ("_disable_adapters", True),
+                            ("merged_adapters", ["one"]), ("scaling", {"one": 1.0, "two": 1.0}),
+                            ("qweight", torch.ones(9, dtype=torch.int32))):
+            with self.subTest(name):
+                was = getattr(mlp.up_proj, name)
+                setattr(mlp.up_proj, name, value)
+                self.assertNotEqual(seen(), before)
+                setattr(mlp.up_proj, name, was)
+                self.assertEqual(seen(), before)
+        mlp.up_proj._active_adapter = ["one"]
+        mlp.up_proj.scaling = {"two": 1.0, "one": 2.0}
+        model.model.rotary_emb.inv_freq += 1  # which a longer prompt may do
+        self.assertEqual(seen(), before)
+
+    @unittest.skipUnless(peft, "PEFT is not installed")
+    def test_adapters_of_peft(self):
+        """Another adapter, or none, finds nothing of the first one's; the first one does."""
+        model, ids = copy.deepcopy(self.model), prompt(300, 17)
+        config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config, "one")
+        model.add_adapter("two", config)
+
+        def found():
+            with self.cache(model, prefix=ids) as cache:
+                tokens = cache.get_seq_length()
+                model(ids[:, tokens:], past_key_values=cache)
+                return tokens
+        self.assertEqual([found(), found()], [0, 256])
+        model.set_adapter("two")
+        self.assertEqual([found(), found()], [0, 256])
+        with model.disable_adapter():
+            self.assertEqual([found(), found()], [0, 256])
+        model.set_adapter("one")
+        self.assertEqual(found(), 256)
+        for module in model.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("one", 3.0)
+        self.assertEqual(found(), 0)
 
     def test_prefix(self):
         """What one cache has computed the next finds; so does a fork's, and one after a crop."""

@@ -144,13 +144,43 @@ class Table:
                    f"understood as {have} when the cache was made")
 
 
+def _sample(tensor):
+    """Bytes of up to 4,096 of a tensor's values, evenly spread."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[::max(flat.numel() // 4096, 1)][:4096].contiguous()
+    return some.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _weights(model):
+    """Parameters, and the buffers that are saved with them, as quantized weights are. Those that
+    are not follow from the configuration, and may change with the length of what was computed."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        for buffer, tensor in module.named_buffers(name, recurse=False):
+            if buffer.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield buffer, tensor
+
+
+def _switches(module):
+    """What PEFT's layers choose their weights by."""
+    for name in ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling"):
+        value = getattr(module, name, None)
+        if isinstance(value, str):  # one of the list that set_adapter() makes
+            value = [value]
+        elif isinstance(value, dict):
+            value = sorted(value.items())
+        if isinstance(value, (bool, int, float, list, tuple)):
+            yield f"{name}={value}"
+
+
 def fingerprint(model):
-    """Tells models apart whose keys and values differ: the configuration, and of every parameter
-    its name, shape and up to 4,096 of its values, evenly spread."""
+    """Tells models apart whose keys and values differ: the configuration, of every parameter and
+    saved buffer its name, shape and up to 4,096 of its values, and which adapters are active."""
     told = hashlib.sha256(text_config(model).to_json_string().encode())
-    for name, tensor in model.named_parameters():
+    for name, tensor in _weights(model):
         told.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        flat = tensor.detach().reshape(-1)
-        some = flat[::max(flat.numel() // 4096, 1)][:4096].contiguous()
-        told.update(some.cpu().view(torch.uint8).numpy().tobytes())
+        told.update(_sample(tensor))
+    for name, module in model.named_modules():
+        for switch in _switches(module):
+            told.update(f"{name} {switch}".encode())
     return f"transformers {told.hexdigest()[:32]}"
