@@ -358,6 +358,9 @@ class Client:
         lost = c_uint32()
         with self._alone():
             code = lib.kvq_reattach(self.pointer, byref(lost))
+            if code in (Code.OK, Code.E_EPOCH):
+                for queue in self._queues:  # the library has cancelled what was under way
+                    queue._tickets = []
         if code not in (Code.OK, Code.E_EPOCH):
             raise Error(code, last_text())
         return code == Code.E_EPOCH, lost.value
@@ -381,12 +384,14 @@ class Client:
         with self._alone():
             for queue in self._queues:
                 queue._close_locals()
+            open_tickets = [queue._tickets for queue in self._queues]
             for owner in self._buffers + self._device_buffers + self._queues:
                 owner._forget()
             self._buffers.clear()
             self._device_buffers.clear()
             self._queues.clear()
             lib.kvq_disconnect(byref(self.pointer))
+            del open_tickets  # what streams still owed has come
         self._gate.closed = True
 
     def __enter__(self) -> Client:

@@ -23,7 +23,7 @@ from ._ffi import ENTRY, U64_MAX, lib
 from .buffers import F32, Buffer, dtype_code, numpy_dtype, own_code
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
-from .errors import Error, check
+from .errors import Code, Error, check
 from .hints import Array, Counts, CudaTensor, Dtype, Entries, Floats, HostArray, Ids, Output
 from .views import is_tensor
 
@@ -69,14 +69,25 @@ def nanoseconds(seconds: Optional[SupportsFloat]) -> int:
 
 
 class Ticket:
-    """A request under way. Keeps alive what the daemon reads and writes. entries: an array
-    [sessions] of ENTRY, whose status and value the daemon sets."""
+    """A request under way. Keeps alive what the daemon reads and writes; the queue keeps the ticket
+    until a wait has closed it, or the queue is closed. entries: an array [sessions] of ENTRY, whose
+    status and value the daemon sets."""
 
-    def __init__(self, queue: Queue, number: int, entries: Entries, work: _ffi.Work,
-                 tensors: Dict[str, Any], keep: object) -> None:
-        self.queue, self.number, self.entries = queue, number, entries
-        self.step, self.work, self.tensors = work.step, work, tensors
-        self._keep = keep
+    def __init__(self, queue: Queue, entries: Entries, work: _ffi.Work, tensors: Dict[str, Any],
+                 keep: object) -> None:
+        self.queue, self.entries, self.work, self.tensors = queue, entries, work, tensors
+        self._number = c_uint64()
+        self._keep = keep, entries  # also if the attribute is given others
+
+    @property
+    def number(self) -> int:
+        """The library's number of it; 0 before it was sent."""
+        return self._number.value
+
+    @property
+    def step(self) -> int:
+        """The number of the step that it is of, or that it begins."""
+        return self.work.step
 
     def wait(self, timeout: Optional[SupportsFloat] = None) -> Entries:
         """Waits at most timeout seconds (None: for as long as the daemon lives) and returns the
@@ -93,6 +104,7 @@ class Queue:
         self.turn = Turn("queue")
         self._staging: Optional[Buffer] = None
         self._locals: List[kvq.Local] = []
+        self._tickets: List[Ticket] = []  # open ones: the library writes to their entries
         client.control(lib.kvq_queue_open, byref(self.pointer))
         client._queues.append(self)
 
@@ -120,6 +132,7 @@ class Queue:
     def _forget(self):
         self.pointer = c_void_p()
         self._staging = None
+        self._tickets = []
 
     def __enter__(self) -> Queue:
         return self
@@ -135,28 +148,51 @@ class Queue:
         """kvq_submit: operation by name, entries an array [sessions] of ENTRY, work by the fields
         of struct kvq_work (tensors from Buffer.tensor or DeviceBuffer.tensor). With a stream (the
         number of a CUDA stream, torch.cuda.Stream.cuda_stream; 0 is the default one)
-        kvq_submit_on_stream. Returns a Ticket."""
+        kvq_submit_on_stream. Returns a Ticket; up to 8 of a queue may be open."""
         fields, tensors = make_work(work)
-        number = c_uint64()
         front = [self.pointer, choice("operation", operation, OPERATIONS), byref(fields),
                  check_entries(entries).ctypes.data if len(entries) else None, len(entries)]
-        if stream is None:
-            check(lib.kvq_submit(*front, byref(number)))
-        else:
-            check(lib.kvq_submit_on_stream(*front, integer("stream", stream, 64), byref(number)))
-        return Ticket(self, number.value, entries, fields, tensors, keep)
+        numbers = () if stream is None else (integer("stream", stream, 64),)
+        if len(entries):
+            entries["status"] = 0  # what _close_ticket() sees there is the answer
+        ticket = Ticket(self, entries, fields, tensors, keep)
+        self._tickets.append(ticket)  # before it is sent: an interrupt may come right behind that
+        function = lib.kvq_submit if stream is None else lib.kvq_submit_on_stream
+        code = function(*front, *numbers, byref(ticket._number))
+        if not ticket.number:
+            self._tickets.remove(ticket)
+        check(code)
+        return ticket
 
     @alone
     def call(self, operation: str, entries: Entries, **work: Any) -> Ticket:
         """submit() and wait(), without raising for single entries: returns the ticket."""
-        ticket = self.submit(operation, entries, **work)
-        check(lib.kvq_wait(self.pointer, ticket.number, U64_MAX))
+        before = len(self._tickets)
+        try:
+            ticket = self.submit(operation, entries, **work)
+            check(self._close_ticket(ticket, U64_MAX))
+        except Error:
+            raise
+        except BaseException:  # an interrupt: nobody else will wait
+            for left in self._tickets[before:]:
+                self._close_ticket(left, U64_MAX)
+            raise
         return ticket
 
     @alone
     def _wait(self, ticket, ns):
-        check(lib.kvq_wait(self.pointer, ticket.number, ns), ticket.entries)
+        check(self._close_ticket(ticket, ns), ticket.entries)
         return ticket.entries
+
+    def _close_ticket(self, ticket, ns):
+        """kvq_wait. The ticket is open behind it if the time is over, or if waiting itself failed;
+        a request that failed alike says so in its entries."""
+        code = lib.kvq_wait(self.pointer, ticket.number, ns)
+        entries = ticket._keep[1]
+        if code not in (Code.E_DEADLINE, Code.E_SYSTEM) \
+                or (len(entries) and (entries["status"] == code).all()):
+            self._tickets = [t for t in self._tickets if t is not ticket]
+        return code
 
     @alone
     def order(self) -> str:

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a queue keeps while requests are under way; python.py runs these."""
+import gc
+import signal
+import unittest.mock
+import weakref
+
+from e2e_rig import Test, Tokens, kvq
+
+from kvq._ffi import lib
+
+
+class Tickets(Test):
+    """The library writes to the entries of a ticket whenever its results come."""
+
+    def setUp(self):
+        super().setUp()
+        self.session = self.client.session(Tokens(1, 1).rows, "f16")
+        self.entries = kvq.make_entries([self.session])
+
+    def submit(self, **work):
+        """A ticket that nobody has, and a reference to its entries that does not keep them."""
+        entries = self.entries.copy()
+        self.queue.submit("nop", entries, **work)
+        return weakref.ref(entries)
+
+    def freed(self, entries):
+        gc.collect()
+        return entries() is None
+
+    def test_one_that_is_let_go(self):
+        """Its entries stay, also when its results have come with another call, until its queue, or
+        its client, is closed."""
+        queues = [self.queue, self.client.queue(), self.daemon.client().queue()]
+        entries = []
+        for self.queue in queues:
+            entries.append(self.submit())
+            self.assertFalse(self.freed(entries[-1]))
+            self.queue.nop()
+            self.assertFalse(self.freed(entries[-1]))
+        queues[1].close()
+        self.assertTrue(self.freed(entries[1]))
+        queues[2].client.reattach()
+        self.assertTrue(self.freed(entries[2]))
+        queues[2].client.close()
+        self.client.close()
+        self.assertTrue(self.freed(entries[0]))
+
+    def test_one_that_is_waited_for(self):
+        """Is kept while it is open, and not longer."""
+        self.daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            entries = self.entries.copy()
+            entries["status"] = kvq.Code.E_DEADLINE  # of a call before
+            ticket = self.queue.submit("nop", entries)
+            entries = weakref.ref(entries)
+            self.fails(kvq.Code.E_DEADLINE, ticket.wait, 0.001)
+            number, ticket = ticket.number, None
+            self.assertFalse(self.freed(entries))
+        finally:
+            self.daemon.process.send_signal(signal.SIGCONT)
+        ticket, = self.queue._tickets
+        self.assertEqual(ticket.number, number)
+        self.assertEqual(ticket.wait()["status"].tolist(), [0])
+        self.fails(kvq.Code.E_INVALID, ticket.wait)
+        del ticket
+        self.assertTrue(self.freed(entries))
+        q = self.client.array((1, 8, 128))
+        q = self.client.find_buffer(q).tensor(q)
+        for _ in range(20):  # its own deadline closes a ticket, too; so does a request that fails
+            late = self.queue.submit("attend", self.entries.copy(), deadline_ns=1, q=q, out=q)
+            self.fails(kvq.Code.E_DEADLINE, late.wait)
+            self.fails(kvq.Code.E_NO_STEP,
+                       self.queue.submit("step_abort", self.entries.copy(), step=1).wait)
+        self.assertEqual(self.queue._tickets, [])
+
+    def test_an_interrupt(self):
+        """Before a call's request was waited for, or right behind that: nothing is left open."""
+        submit, wait = lib.kvq_submit, lib.kvq_wait
+
+        def interrupted(function, before):
+            def call(*arguments):
+                patch.stop()
+                if not before:
+                    function(*arguments)
+                raise KeyboardInterrupt
+            return call
+        for name, function, before in (("kvq_submit", submit, False), ("kvq_wait", wait, True),
+                                       ("kvq_wait", wait, False)):
+            for _ in range(10):  # more than may be open
+                patch = unittest.mock.patch.object(lib, name, interrupted(function, before))
+                patch.start()
+                with self.assertRaises(KeyboardInterrupt):
+                    self.queue.call("nop", self.entries)
+                self.assertEqual(self.queue._tickets, [])
