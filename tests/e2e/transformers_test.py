@@ -8,6 +8,7 @@ models with transformers' own eager attention and its own cache.
 Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
 kvqd is, KVQ_SMOLLM2 where a GGUF file of SmolLM2-135M-Instruct is.
 """
+import contextlib
 import copy
 import os
 import subprocess
@@ -371,6 +372,50 @@ class Llama(Case):
                 with self.assertRaises(ValueError):
                     call()
             cache.close()
+
+    def test_closed_by_another_thread(self):
+        """Within any of the library's calls of a forward, closing and attaching the connection
+        again are refused, and the forward is none the worse."""
+        _, model = models("llama")
+        library, ids, said = kvq._ffi.lib, prompt(1190), {}
+
+        def fail(*_):
+            raise ZeroDivisionError
+
+        def other(name):
+            for end in (self.client.close, self.client.reattach):
+                try:
+                    end()
+                except RuntimeError as error:
+                    said.setdefault(name, set()).add(str(error))
+
+        def watched(name, function):
+            def call(*arguments):
+                thread = threading.Thread(target=other, args=(name,))
+                thread.start()
+                thread.join()
+                return function(*arguments)
+            return call
+        names = ("local_add", "local_begin", "local_attend", "local_end", "local_abort", "append",
+                 "attend", "append_attend", "step_begin", "step_end", "step_abort", "local_why")
+        cache = self.cache(model)
+        with contextlib.ExitStack() as stack:
+            for name in ["kvq_" + n for n in names]:
+                stack.enter_context(unittest.mock.patch.object(
+                    library, name, watched(name, getattr(library, name))))
+            got, at = [], 0
+            for n in (3, 300, 3, 600, 284):
+                hook = model.model.layers[1].mlp.register_forward_hook(fail)
+                self.assertRaises(ZeroDivisionError, model, ids[:, at:at + n],
+                                  past_key_values=cache)
+                hook.remove()
+                got.append(model(ids[:, at:at + n], past_key_values=cache).logits)
+                at += n
+            self.assertIsNone(cache.why)
+        self.same_logits(self.logits("llama", ids), torch.cat(got, 1))
+        self.assertEqual(set(said), {"kvq_" + n for n in names})
+        for text in set().union(*said.values()):
+            self.assertIn("another thread is using this queue", text)
 
     def test_a_fork_that_fails(self):
         """Of rows that are forked together, none is if one cannot be; the others stay."""

@@ -122,21 +122,24 @@ def owner(name, tensor):
 
 
 class Turn:
-    """Of what one thread may use at a time."""
+    """Of what one thread may use at a time. That thread may take it again meanwhile. It is taken in
+    each layer of a model, so it has no generator."""
 
     def __init__(self, what):
         self._what = what
         self._lock = threading.RLock()
+        self._leave = self._lock.release
 
-    @contextmanager
     def __call__(self):
-        if not self._lock.acquire(blocking=False):
+        return self
+
+    def __enter__(self):
+        if not self._lock.acquire(False):
             raise RuntimeError(f"another thread is using this {self._what}; open one for each "
                                "thread")
-        try:
-            yield
-        finally:
-            self._lock.release()
+
+    def __exit__(self, *_):
+        self._leave()
 
 
 class Gate:

@@ -58,8 +58,9 @@ class Local:
     @property
     def why(self) -> Optional[str]:
         """None if attention runs here, else why it goes through the daemon."""
-        self._check_open()
-        said = lib.kvq_local_why(self.pointer)
+        with self.turn():
+            self._check_open()
+            said = lib.kvq_local_why(self.pointer)
         return said.decode() if said else None
 
     @alone

@@ -9,6 +9,7 @@ All rows take a step or none does. The daemon ends its own steps like that. One 
 commits row by row: rows go back from it if another failed, so in a batch it has no more tokens than
 can be cropped.
 """
+import functools
 import threading
 from ctypes import byref, c_uint64
 
@@ -42,6 +43,16 @@ def shared_client():
         return _shared
 
 
+def in_turn(method):
+    """Of Rows: the client cannot be closed or attached again meanwhile, nor the queue be used by
+    another thread."""
+    @functools.wraps(method)
+    def wrapped(self, *arguments):
+        with self.queue.turn:
+            return method(self, *arguments)
+    return wrapped
+
+
 def _roomy(rows):
     """Some more rows, so that a desk serves a next step of a few more as well."""
     return max(8, 1 << (rows - 1).bit_length()) if rows < ROOMY else -(-rows // ROOMY) * ROOMY
@@ -68,7 +79,8 @@ class Step:
 
 
 class Rows:
-    """Sessions and steps. Knows nothing of transformers' classes."""
+    """Sessions and steps. Knows nothing of transformers' classes. What it tells the library are
+    pointers: it does so in its queue's turn, and looks first whether they are there."""
 
     def __init__(self, table, client, options, max_tokens):
         self.table, self.client, self.options = table, client, options
@@ -87,6 +99,7 @@ class Rows:
 
     # ---- Sessions ----
 
+    @in_turn
     def open(self, batch, dtype, prompt=0):
         """One session for each row of a batch. One that is there already, by its name or by what it
         begins with, goes on where it stands."""
@@ -119,6 +132,7 @@ class Rows:
                 check(lib.kvq_local_add(local.pointer, session.handle))
                 self.held.add(session.handle)
 
+    @in_turn
     def attach(self):
         """The kvq.Local that steps of few tokens attend by."""
         if self.local is None:
@@ -126,6 +140,7 @@ class Rows:
                                           threads=self.threads)
         return self.local
 
+    @in_turn
     def select(self, indices):
         """Makes the rows those of `indices`: forks a session for each further time that its row is
         there, and closes the sessions of rows that are not."""
@@ -151,6 +166,7 @@ class Rows:
         """Which columns are tokens; None: all."""
         self.real = None if real is None or bool(real.all()) else real
 
+    @in_turn
     def fork(self):
         """The same sessions once more, for a copy of the cache."""
         self.check_open()
@@ -175,6 +191,7 @@ class Rows:
         if failed:
             raise failed
 
+    @in_turn
     def crop(self, columns):
         """Takes the last `columns` away again."""
         self.check_open()
@@ -209,6 +226,7 @@ class Rows:
             self.broken = f"rows of the cache stand at different tokens since this: {error}"
             raise
 
+    @in_turn
     def drop(self):
         """Ends all sessions: those with names are destroyed."""
         self.abort()
@@ -216,6 +234,7 @@ class Rows:
         self.seen, self.real, self.broken = 0, None, None
         self._end_all(sessions, kvq.Session.drop)
 
+    @in_turn
     def close(self):
         """Gives everything back. May be called again."""
         if not self.queue.pointer:
@@ -256,6 +275,7 @@ class Rows:
         counts = keep.sum(1).tolist()
         return counts, None if all(n == columns for n in counts) else keep
 
+    @in_turn
     def begin(self, key, mask, ids=None):
         """Begins a step of K's tokens. ids: [batch][columns], told to the daemon."""
         self.check_open()
@@ -333,6 +353,7 @@ class Rows:
             finally:
                 self.abort()
 
+    @in_turn
     def end(self):
         """Commits the step."""
         step = self.step
@@ -383,6 +404,7 @@ class Rows:
         if self.broken:
             raise ValueError(f"{self.broken}; reset() or close() the cache")
 
+    @in_turn
     def abort(self):
         """Ends an open step, and leaves every session as it was."""
         step, self.step = self.step, None
@@ -399,8 +421,11 @@ class Rows:
     def attend(self, layer, query, key, value, want_lse):
         """Appends K and V [batch][heads][columns][dim] of a layer to the step, and attends. Returns
         [batch][columns][q_heads][dim], zeros at pads, and the LSE alike where it is wanted."""
-        step = self.step
-        self.check_open()
+        with self.queue.turn:
+            self.check_open()
+            return self._attend(self.step, layer, query, key, value, want_lse)
+
+    def _attend(self, step, layer, query, key, value, want_lse):
         if not step.total:
             shape = (query.shape[0], query.shape[2], query.shape[1])
             return query.new_zeros(*shape, query.shape[3]), torch.zeros(shape)
