@@ -6,7 +6,9 @@
 
 The first call with a NAME begins a chat, further ones go on with it. MODEL is a name or a folder,
 as transformers takes it, or a file that ends in .gguf. The chat's words and ids are kept in
-NAME.json, its K and V in the session NAME of a kvqd with a --storage-dir.
+NAME.json, its K and V in the session NAME of a kvqd with a --storage-dir. Both belong together: a
+session that is there without its NAME.json, or with an older one, is refused, or goes on wrongly
+(kvqctl session drop NAME ends it).
 """
 import json
 import os

@@ -12,6 +12,7 @@ from e2e_rig import kvq
 from transformers_rig import Case, models, prompt
 
 import torch
+import transformers
 try:
     import peft
 except ImportError:
@@ -47,6 +48,38 @@ class Sessions(Case):
             cache.reset()
         with self.cache(self.model, name="chat") as cache:
             self.assertEqual(cache.get_seq_length(), 0)
+
+    def test_a_prompt_that_is_there_already(self):
+        """Of no more tokens than the session has: it is not appended again."""
+        ids = prompt(300, 21)
+        with self.cache(self.model, name="again") as cache:
+            self.model(ids, past_key_values=cache)
+        for n in (200, 300):
+            with self.assertRaisesRegex(NotImplementedError, f"300 tokens .*, and prefix {n} ids"):
+                self.cache(self.model, name="again", prefix=ids[:, :n])
+            mask = torch.ones(1, n, dtype=torch.long)
+            with self.cache(self.model, name="again") as cache:
+                for options in ({}, {"attention_mask": mask}):
+                    if transformers.__version__ < "5":  # says nothing of use, but appends nothing
+                        with self.assertRaises(IndexError):
+                            self.model.generate(ids[:, :n], past_key_values=cache, **options)
+                        continue
+                    with self.assertRaisesRegex(NotImplementedError, f"300 tokens, .* to {n}: "):
+                        self.model.generate(ids[:, :n], past_key_values=cache, **options)
+                with self.assertRaisesRegex(NotImplementedError, f"300 tokens, .* to {n}: "):
+                    self.model(ids[:, :n], past_key_values=cache, attention_mask=torch.ones(
+                        1, 300 + n), position_ids=torch.arange(n)[None])
+                self.assertEqual(cache.get_seq_length(), 300)
+        more = torch.cat([ids, prompt(3, 4)], 1)
+        with self.cache(self.model, name="again", prefix=more) as cache:
+            self.model.generate(more, past_key_values=cache, max_new_tokens=4, do_sample=False)
+            self.assertEqual(cache.get_seq_length(), 306)
+            self.model(ids[:, :2], past_key_values=cache)  # without positions, they go on
+            cache.crop(-8)
+            self.model(ids[:, :2], past_key_values=cache, position_ids=torch.tensor([[300, 301]]))
+            cache.reset()
+            self.model(ids[:, :2], past_key_values=cache, position_ids=torch.arange(2)[None])
+            cache.reset()
 
     def test_names_that_do_not_fit(self):
         """Other weights do not go on with a session, nor does another writer beside the first."""

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kvq
 
-from .masks import check_positions
+from .masks import check_goes_on, check_positions
 from ..memory import CODES
 from .owner import Owner
 from .rows import MAX_TOKENS, Rows, shared_client
@@ -187,7 +187,8 @@ class KvqCache(Cache):
     max_tokens     that a row may have
     threads        that attend in this process; see docs/engines.md
     name           of a session that outlives the cache: one that is there goes on where it stands,
-                   and get_seq_length() says how many tokens it has. Its cache has one row
+                   and get_seq_length() says how many tokens it has; a prompt has the ids of all of
+                   them and new ones. Its cache has one row
     namespace      of the name, and of prefixes
     prefix         ids of the prompt, [tokens] or [1][tokens]: what other sessions have of it need
                    not be computed again, and what this one computes is there for others. The cache
@@ -212,8 +213,9 @@ class KvqCache(Cache):
             "format": format, "attention": attention, "max_rollback": max_rollback,
             "prompt_tokens": prompt_tokens, "name": name, "ns": namespace, "on_detach": on_detach,
             "keep_seconds": keep_seconds, "salt": salt, "adapter": adapter, "threads": threads}
+        ids = [] if prefix is None else _one_row(prefix)
         if prefix is not None:
-            options["prefix"] = _one_row(prefix)[:-1]  # the last token's logits are needed
+            options["prefix"] = ids[:-1]  # the last token's logits are needed
         if name is not None or prefix is not None:
             options["model"] = fingerprint(model)
         rows = Rows(table, client or shared_client(), options,
@@ -222,7 +224,12 @@ class KvqCache(Cache):
         self.state.tells = prefix is not None
         watch(table.decoder(model))
         if "model" in options:
-            rows.open(1, model.dtype, 0 if prefix is None else len(options["prefix"]))
+            rows.open(1, model.dtype, max(len(ids) - 1, 0))
+            if prefix is not None and rows.seen >= len(ids):
+                rows.close()
+                refuse(f"the session {name!r} has {rows.seen} tokens already, and prefix {len(ids)}"
+                       " ids: they would be appended again. Give the ids of all of its tokens and "
+                       "new ones; or make the cache without prefix, and crop() or reset() it first")
 
     def _set(self, state):
         self.state = state
@@ -348,7 +355,11 @@ def _begins(decoder, args, options):
     given = _named(decoder, args, options)
     cache = cache_among(given)
     if isinstance(cache, KvqCache):
-        check_positions(given.get("position_ids"), given.get("attention_mask"))
+        positions, mask = given.get("position_ids"), given.get("attention_mask")
+        check_positions(positions, mask)
+        rows = cache.state.rows
+        if rows.options.get("name") and rows.real is None:
+            check_goes_on(rows.options["name"], rows.seen, positions, mask)
         cache.state.begins(given.get("input_ids"))
 
 

@@ -84,3 +84,19 @@ def check_positions(positions, attention_mask):
             at = int(again[0])
             refuse(f"position_ids of row {i} go from {int(row[at])} to {int(row[at + 1])}: packed "
                    "sequences, which would see each other; give each a row of its own")
+
+
+def check_goes_on(name, seen, positions, attention_mask):
+    """Refuses positions [1][columns] without pads that do not begin behind the tokens which the
+    session of that name has: generate() appends a prompt of no more tokens than these again."""
+    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or not positions.numel():
+        return
+    masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
+    if any(isinstance(mask, torch.Tensor) and not mask.all() for mask in masks):
+        return
+    first = int(positions[0, 0])
+    if first != seen:
+        refuse(f"the session {name!r} has {seen} tokens, and by its position_ids this forward has "
+               f"those from {first} to {first + positions.shape[1]}: give the ids of all the "
+               f"session's tokens and new ones behind them, more than {seen}; or crop() or reset() "
+               "the cache first")
