@@ -205,6 +205,9 @@ def case_attend(bench, random):
     n, session = int(random.integers(1, 9)), bench.sessions[random.integers(2)]
     q = arrays.array("q", (n, Q_HEADS, DIM))
     out = arrays.array("out", (n, Q_HEADS, DIM), True) if random.random() < 0.7 else None
+    if random.random() < 0.05:
+        out = q
+        arrays.wrong.append("out is q")
     layer = int(random.integers(LAYERS))
     failed, result = refused(arrays, bench.queue.attend, [session], layer, q, n, out=out)
     if not failed:
@@ -224,6 +227,9 @@ def case_step(bench, random):
     q, out = arrays.array("q", (n, Q_HEADS, DIM)), None
     if random.random() < 0.5:
         out = arrays.array("out", (n, Q_HEADS, DIM), True)
+        if random.random() < 0.05:
+            out = q
+            arrays.wrong.append("out is q")
     failed, _ = refused(arrays, step.append_attend, 0, k, v, q, out=out)
     if failed or random.random() < 0.5:
         step.abort()

@@ -499,6 +499,14 @@ def _kind(name, array, dtype):
     return dtype if dtype is not None and dtype_code(dtype) != F32 else None
 
 
+def _share(one, other):
+    """Whether two arrays have bytes in common, or may have: where that is too hard to tell."""
+    try:
+        return np.may_share_memory(one, other) and np.shares_memory(one, other, max_work=1 << 16)
+    except RuntimeError:
+        return True
+
+
 def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, q=None, out=None,
            lse=True, past_only=False, dtype=None, out_dtype=None, pages=None, timeout=None):
     """One request of append, attend or both. Returns (out, lse): `out` as given, or a new array of
@@ -519,6 +527,10 @@ def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, 
     given = {"q": q, "out": out, "k": k, "v": v}
     arrays = {n: None if a is None else shapes.check(n, a, written=n == "out")
               for n, a in given.items()}
+    for n in "qkv":
+        if out is not None and arrays[n] is not None and _share(arrays["out"], arrays[n]):
+            raise ValueError(f"out overlaps {n}, which is read while out is written: give an array "
+                             "of its own")
     kinds = {n: None if a is None else _kind(n, a, out_dtype or dtype if n == "out" else dtype)
              for n, a in given.items()}
     deadline = 0 if timeout is None else max(time.monotonic_ns() + nanoseconds(timeout), 1)
