@@ -5,7 +5,7 @@ import signal
 import unittest.mock
 import weakref
 
-from e2e_rig import Test, Tokens, kvq
+from e2e_rig import Test, Tokens, kvq, np
 
 from kvq._ffi import lib
 
@@ -93,3 +93,31 @@ class Tickets(Test):
                 with self.assertRaises(KeyboardInterrupt):
                     self.queue.call("nop", self.entries)
                 self.assertEqual(self.queue._tickets, [])
+
+
+class Buffers(Test):
+    """Buffers that come and go while others are looked for."""
+
+    def tearDown(self):
+        gc.collect()  # mocks hold arrays, in circles
+        super().tearDown()
+
+    def test_one_that_closes_meanwhile(self):
+        """In another thread, say. The one that is behind it is found, with one look at each."""
+        first, second = self.client.buffer(4096), self.client.buffer(4096)
+        array = second.array(4)
+
+        def close(_):
+            first.close()
+            return False
+        with unittest.mock.patch.object(first, "contains", close):
+            self.assertIs(self.client.find_buffer(array), second)
+        plain = np.zeros(3, np.int32)
+        with unittest.mock.patch.object(self.client, "find_buffer",
+                                        side_effect=self.client.find_buffer) as looked:
+            (one, buffer, copied), none, (two, staging, staged) = self.queue._place(
+                [array, None, plain])
+        self.assertEqual(looked.call_count, 2)
+        self.assertEqual((one is array, buffer is second, copied), (True, True, False))
+        self.assertEqual((two is plain, staging is second, staged), (False, False, True))
+        self.assertEqual(none, (None, None, False))

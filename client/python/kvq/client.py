@@ -255,11 +255,11 @@ class Client:
 
     def find_buffer(self, array: object) -> Optional[Buffer]:
         """The open buffer that holds all of an array, of any shape and dtype, or None."""
-        return next((b for b in self._buffers if b.contains(array)), None)
+        return next((b for b in list(self._buffers) if b.contains(array)), None)
 
     def find_device_buffer(self, tensor: CudaTensor) -> Optional[DeviceBuffer]:
         """The open buffer on a GPU that holds all of a CUDA tensor, or None."""
-        return next((b for b in self._device_buffers if b.contains(tensor)), None)
+        return next((b for b in list(self._device_buffers) if b.contains(tensor)), None)
 
     def restore(self, name: str, ns: Optional[str] = None, shard: SupportsIndex = 0,
                 shards: SupportsIndex = 0) -> None:
@@ -379,7 +379,7 @@ class Client:
         the daemon made; RuntimeError while another thread is in a call."""
         if not self.pointer:
             return
-        for buffer in [b for b in self._buffers if b._daemon_made]:
+        for buffer in [b for b in list(self._buffers) if b._daemon_made]:
             buffer.close()
         with self._alone():
             for queue in self._queues:

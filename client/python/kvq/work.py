@@ -230,19 +230,18 @@ class Queue:
         """Buffer arrays for the given ones: themselves if they lie in a buffer, else staged copies;
         of those among the results, which the daemon writes, just the room. None stays None. Each
         comes with its buffer, and whether it is a copy."""
-        outside = [a for a in arrays if a is not None and self.client.find_buffer(a) is None]
-        buffer, starts = self._stage([a.nbytes for a in outside]) if outside else (None, [])
+        found = [None if a is None else self.client.find_buffer(a) for a in arrays]
+        sizes = [a.nbytes for a, own in zip(arrays, found) if a is not None and own is None]
+        staging, starts = self._stage(sizes) if sizes else (None, [])
         placed = []
-        for array in arrays:
-            if array is None:
-                placed.append((None, None, False))
-            elif any(array is o for o in outside):
-                copy = buffer.array(array.shape, array.dtype, starts.pop(0))
-                if not any(array is r for r in results):
-                    copy[...] = array
-                placed.append((copy, buffer, True))
-            else:
-                placed.append((array, self.client.find_buffer(array), False))
+        for array, own in zip(arrays, found):
+            if array is None or own is not None:
+                placed.append((array, own, False))
+                continue
+            copy = staging.array(array.shape, array.dtype, starts.pop(0))
+            if not any(array is r for r in results):
+                copy[...] = array
+            placed.append((copy, staging, True))
         return placed
 
     # ---- Steps ----
