@@ -121,3 +121,20 @@ class Buffers(Test):
         self.assertEqual((one is array, buffer is second, copied), (True, True, False))
         self.assertEqual((two is plain, staging is second, staged), (False, False, True))
         self.assertEqual(none, (None, None, False))
+
+    def test_array_of_a_client(self):
+        """Its buffer stays without it, until it is closed; the memory goes with the array then."""
+        array = self.client.array((4, 4))
+        array[...] = 3
+        buffer, self.memory = self.client.find_buffer(array), []
+        weakref.finalize(buffer._memory, self.memory.append, "gone")
+        del array
+        gc.collect()
+        self.assertEqual((self.client._buffers, self.memory), ([buffer], []))
+        array = buffer.array((4, 4))
+        self.client.find_buffer(array).close()
+        self.assertEqual((self.client._buffers, self.memory), ([], []))
+        self.assertEqual(array.sum(), 48)
+        del array
+        gc.collect()
+        self.assertEqual(self.memory, ["gone"])

@@ -247,7 +247,10 @@ class Client:
         return DeviceBuffer(self, tensor.numel() * tensor.element_size(), tensor=tensor)
 
     def array(self, shape: Shape, dtype: npt.DTypeLike = np.float32) -> Array:
-        """An array in a buffer of its own; shape and dtype as for Buffer.array."""
+        """An array in a buffer of its own; shape and dtype as for Buffer.array. The client holds
+        the buffer, and with it the memory, until the client is closed, also if the array is let go
+        of. To end it earlier, client.find_buffer(array).close(): the array stays as it is then,
+        and its memory goes with it."""
         kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
         sizes = [integer("shape", n, 62) for n in np.atleast_1d(np.asarray(shape, object))]
         nbytes = math.prod(sizes) * kind.itemsize
