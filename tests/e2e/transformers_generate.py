@@ -103,6 +103,13 @@ class Attached(Case):
             with self.assertRaises(NotImplementedError):
                 self.model.generate(ids, **STEPS, **options)
 
+    def test_no_cache_of_the_callers(self):
+        """One that is given as None, by any of its names, is none."""
+        for names in (["past_key_values"], ["cache"], ["cache", "past_key_values"]):
+            ids = prompt(40, len(names))
+            got = self.model.generate(ids, **STEPS, **dict.fromkeys(names))
+            self.same_tokens(self.eager, self.eager.generate(ids, **STEPS), got)
+
     def check_with(self, ids, cache):
         got = self.model.generate(ids, past_key_values=cache, **STEPS)
         self.same_tokens(self.eager, self.eager.generate(ids, **STEPS), got)

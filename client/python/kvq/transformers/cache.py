@@ -20,6 +20,7 @@ from .owner import Owner
 from .rows import MAX_TOKENS, Rows, shared_client
 from .table import Table, check_implementation, fingerprint, refuse
 
+CACHE_NAMES = "cache", "past_key_values"  # of the argument: from transformers 5.24 on, and before
 _LENGTHS = int(transformers.__version__.split(".", 1)[0]) < 5  # crop() takes the length to keep
 
 
@@ -346,9 +347,8 @@ def _named(decoder, args, options):
 
 
 def cache_among(given):
-    """The cache among a call's arguments, which transformers names `cache` from 5.24 on."""
-    cache = given.get("cache")
-    return given.get("past_key_values") if cache is None else cache
+    """The cache among a call's arguments."""
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
 def _begins(decoder, args, options):

@@ -10,7 +10,7 @@ import transformers
 
 import kvq
 
-from .cache import KvqCache, cache_among
+from .cache import CACHE_NAMES, KvqCache, cache_among
 from .table import Table
 
 
@@ -71,12 +71,14 @@ class _Attached:
             if error.code == kvq.Code.E_UNSUPPORTED and hasattr(error, "add_note"):
                 error.add_note("attach(reuse=False) shares no prefixes")
             raise
+        for name in CACHE_NAMES:  # given as None
+            given.pop(name, None)
         done = None
         try:
             done = plain.generate(inputs, generation_config, *rest, past_key_values=cache, **given)
             return done
         finally:
-            if not any(getattr(done, name, None) is cache for name in ("cache", "past_key_values")):
+            if not any(getattr(done, name, None) is cache for name in CACHE_NAMES):
                 cache.close()
 
 
