@@ -24,7 +24,8 @@ def main(name, form="oscar4", question="What is a key-value cache?"):
                                            add_generation_prompt=True, tokenize=False)
     given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     with kvq.transformers.KvqCache(model, form) as cache:
-        ids = model.generate(**given, past_key_values=cache, max_new_tokens=64, do_sample=False)
+        given[kvq.transformers.cache_name(model)] = cache
+        ids = model.generate(**given, max_new_tokens=64, do_sample=False)
         print(tokenizer.decode(ids[0, given["input_ids"].shape[1]:], skip_special_tokens=True))
         print(f"{cache.get_seq_length()} tokens in {form}, "
               f"{cache.sessions[0].info()['bits_per_value']:.2f} bits per packed value")

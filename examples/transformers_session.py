@@ -50,8 +50,9 @@ def main(model, name, question):
     with kvq.transformers.KvqCache(model, "oscar4", name=name, prefix=ids) as cache:
         print(f"{cache.get_seq_length()} of {len(ids)} tokens are there")
         given = torch.tensor([ids])
-        out = model.generate(given, attention_mask=torch.ones_like(given), past_key_values=cache,
-                             max_new_tokens=40, do_sample=False)[0].tolist()
+        named = {kvq.transformers.cache_name(model): cache}
+        out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=40,
+                             do_sample=False, **named)[0].tolist()
         cache.save()
     answer = tokenizer.decode(out[len(ids):], skip_special_tokens=True)
     print(answer)

@@ -94,16 +94,17 @@ def main():
     model, clock, measured = make_model(given), watch(), []
     one = torch.tensor([[5]])
     with kvq.transformers.KvqCache(model, given.format, attention="fast") as cache:
+        named = {kvq.transformers.cache_name(model): cache}
         while cache.get_seq_length() < given.tokens:
             left = min(PIECE, given.tokens - cache.get_seq_length())
-            model(torch.randint(0, 1000, (1, left)), past_key_values=cache)
-        model(one, past_key_values=cache)
+            model(torch.randint(0, 1000, (1, left)), **named)
+        model(one, **named)
         if cache.why:
             raise SystemExit(f"attention is not in this process: {cache.why}")
         for _ in range(given.steps):
             clock.spent.clear()
             began = time.perf_counter()
-            model(one, past_key_values=cache)
+            model(one, **named)
             whole = time.perf_counter() - began
             own, library = clock.spent["kvq"], clock.spent["library"]
             measured.append((whole, own, library, own - library))

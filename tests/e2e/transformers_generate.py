@@ -2,6 +2,7 @@
 """attach(), and `transformers serve` over it; transformers_test.py runs these."""
 import contextlib
 import copy
+import inspect
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import unittest
 import unittest.mock
 import urllib.error
 import urllib.request
+import warnings
 
 import e2e_rig
 from e2e_rig import kvq
@@ -22,6 +24,7 @@ from transformers_rig import SIZES, Case, models, prompt
 
 import torch
 import transformers
+from kvq.eval.sides import Side
 from kvq.transformers import KvqCache, attach, detach, serve
 
 STEPS = {"max_new_tokens": 8, "do_sample": False}
@@ -109,6 +112,19 @@ class Attached(Case):
             ids = prompt(40, len(names))
             got = self.model.generate(ids, **STEPS, **dict.fromkeys(names))
             self.same_tokens(self.eager, self.eager.generate(ids, **STEPS), got)
+
+    def test_the_name_of_the_cache(self):
+        """Calls of ours and of the examples use the name that this transformers has."""
+        ids, names = prompt(40), inspect.signature(type(self.eager).forward).parameters
+        name = kvq.transformers.cache_name(self.model)
+        self.assertIn(name, names)
+        self.assertEqual(name == "cache", "past_key_values" not in names)
+        side = Side(unittest.mock.Mock(reference=self.eager))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            self.model.generate(ids, **STEPS)
+            side.begin()
+            self.assertEqual(side.forward(ids[0]).shape[0], 40)
 
     def check_with(self, ids, cache):
         got = self.model.generate(ids, past_key_values=cache, **STEPS)

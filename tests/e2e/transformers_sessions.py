@@ -17,7 +17,7 @@ try:
     import peft
 except ImportError:
     peft = None
-from kvq.transformers import KvqCache
+from kvq.transformers import KvqCache, cache_name
 
 
 class Sessions(Case):
@@ -195,17 +195,18 @@ class Sessions(Case):
                 return self.inner.forward(*arguments, **options)
 
         def by_position(model, ids, cache):
-            at = list(inspect.signature(llama.forward).parameters).index("past_key_values")
+            at = list(inspect.signature(llama.forward).parameters).index(cache_name(llama))
             return model(ids, *[None] * (at - 1), cache)  # LlamaModel's begins with the same ones
 
         def by_name(model, ids, cache):
-            return model(ids, past_key_values=cache)
+            return model(ids, **{cache_name(model): cache})
         llama, wrapped = self.model, Wrapper(self.model)
         calls = [(llama, llama, by_position), (llama, wrapped, by_name),
                  (wrapped, wrapped, by_name), (llama, wrapped, by_position),
                  (llama, llama.model, by_name), (llama, llama.model, by_position)]
         for n, (made_with, called, call) in enumerate(calls):
-            with self.subTest(n):
+            with self.subTest(n), warnings.catch_warnings():
+                warnings.simplefilter("error")
                 ids = prompt(400, 30 + n)
                 with self.cache(made_with, prefix=ids, salt=f"call {n}") as cache:
                     call(called, ids, cache)

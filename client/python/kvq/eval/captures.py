@@ -11,7 +11,7 @@ import torch
 import kvq
 from kvq._ffi import lib
 from kvq.errors import check
-from kvq.transformers import KvqCache
+from kvq.transformers import KvqCache, cache_name
 from kvq.transformers.rows import NEAR_ROWS
 
 from .models import Models
@@ -42,7 +42,7 @@ def write(models: Models, windows: Sequence[List[int]], step: int, path: str,
             say(f"capture: window {number + 1} of {len(windows)}")
             with KvqCache(models.over_kvq, "16bit", client=client, max_rollback=0) as cache:
                 _watch(cache, capture)
-                given = torch.tensor([ids])
+                given, named = torch.tensor([ids]), {cache_name(models.over_kvq): cache}
                 for at in range(0, len(ids), step):
-                    models.over_kvq(given[:, at:at + step], past_key_values=cache)
+                    models.over_kvq(given[:, at:at + step], **named)
         return capture.tokens

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import kvq
-from kvq.transformers import KvqCache
+from kvq.transformers import KvqCache, cache_name
 
 from .models import Models
 
@@ -54,14 +54,14 @@ class Side:
 
     def forward(self, ids: torch.Tensor, last: Optional[int] = None) -> torch.Tensor:
         """Appends ids [n]; logits [n][vocabulary], or of the last tokens alone."""
-        more: Dict[str, Any] = {}
+        more: Dict[str, Any] = {cache_name(self.model): self.cache}
         mask = self.hidden(self.tokens + len(ids))
         if mask is not None:
             more["attention_mask"] = mask
         if last is not None and _takes_logits_to_keep(self.model):
             more["logits_to_keep"] = last
         began = time.perf_counter()
-        out = self.model(ids[None], past_key_values=self.cache, use_cache=True, **more).logits[0]
+        out = self.model(ids[None], use_cache=True, **more).logits[0]
         self.seconds += time.perf_counter() - began
         self.forwards += 1
         self.tokens += len(ids)

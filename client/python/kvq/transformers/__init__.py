@@ -4,7 +4,7 @@
     import kvq.transformers
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvq")
     cache = kvq.transformers.KvqCache(model, "oscar4")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, past_key_values=cache)    # from transformers 5.24 on: cache=cache
 
 or, where other people's code calls generate():
 
@@ -21,11 +21,11 @@ except ImportError as error:
                       f"(pip install 'kvq[transformers]'): {error}") from None
 
 from .attention import kvq_attention
-from .cache import KvqCache
+from .cache import KvqCache, cache_name
 from .generate import attach, detach
 from .masks import kvq_mask
 
-__all__ = ["KvqCache", "attach", "detach"]
+__all__ = ["KvqCache", "attach", "cache_name", "detach"]
 
 AttentionInterface.register("kvq", kvq_attention)
 AttentionMaskInterface.register("kvq", kvq_mask)

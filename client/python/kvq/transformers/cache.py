@@ -346,6 +346,19 @@ def _named(decoder, args, options):
     return dict(zip(inspect.signature(decoder.forward).parameters, args)) | options
 
 
+@functools.lru_cache(maxsize=None)
+def _name_in(kind):
+    names = inspect.signature(kind.forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def cache_name(model: torch.nn.Module) -> str:
+    """The name by which generate() and forwards of a model, or of a wrapper of one, take the cache:
+    "cache" from transformers 5.24 on, which warns of "past_key_values", the older name."""
+    kinds = (type(module) for module in model.modules())
+    return next(filter(None, map(_name_in, kinds)), CACHE_NAMES[-1])
+
+
 def cache_among(given):
     """The cache among a call's arguments."""
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)

@@ -10,7 +10,7 @@ import transformers
 
 import kvq
 
-from .cache import CACHE_NAMES, KvqCache, cache_among
+from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
 from .table import Table
 
 
@@ -73,9 +73,10 @@ class _Attached:
             raise
         for name in CACHE_NAMES:  # given as None
             given.pop(name, None)
+        given[cache_name(self)] = cache
         done = None
         try:
-            done = plain.generate(inputs, generation_config, *rest, past_key_values=cache, **given)
+            done = plain.generate(inputs, generation_config, *rest, **given)
             return done
         finally:
             if not any(getattr(done, name, None) is cache for name in CACHE_NAMES):
