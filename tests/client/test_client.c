@@ -13,8 +13,8 @@
 
 #include <cmocka.h>
 
-#include "proto/limits.h"
 #include "kernels/layout.h"
+#include "proto/limits.h"
 #include "tests/client/client_kit.h"
 
 // ---- The rings ----
