@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Sessions on the remote store: a file cut into chunks, each with its checksum. A pull fetches
-// those that the file lacks; here are also the keys, the lists and removing. Pushing: remote_push.c.
+// those that the file lacks; here are also the keys, the lists and removing. Pushing is in
+// remote_push.c.
 #include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
