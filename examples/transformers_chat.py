@@ -15,7 +15,7 @@ import kvq.transformers
 
 
 def main(name, form="oscar4", question="What is a key-value cache?"):
-    folder, file = os.path.split(name)
+    folder, file = os.path.split(os.path.abspath(name))
     where = {"gguf_file": file} if file.endswith(".gguf") else {}
     name = folder if where else name
     tokenizer = AutoTokenizer.from_pretrained(name, **where)

@@ -33,7 +33,7 @@ borrowed. Ask for a name and the number of a card before you say what somebody h
 
 
 def main(model, name, question):
-    folder, file = os.path.split(model)
+    folder, file = os.path.split(os.path.abspath(model))
     where = {"gguf_file": file} if file.endswith(".gguf") else {}
     tokenizer = AutoTokenizer.from_pretrained(folder if where else model, **where)
     model = AutoModelForCausalLM.from_pretrained(folder if where else model,

@@ -3,8 +3,10 @@
 import copy
 import inspect
 import os
+import runpy
 import tempfile
 import unittest
+import unittest.mock
 import warnings
 
 import e2e_rig
@@ -229,6 +231,27 @@ class Sessions(Case):
                     self.model(ids[:, :200], past_key_values=cache)
             cache = self.cache(self.model, prefix=ids, salt=f"nothing {n}")
             self.assertEqual(cache.get_seq_length(), 0)
+
+
+class Examples(unittest.TestCase):
+    """Programs of examples/, without a model."""
+
+    def test_a_file_in_the_current_folder(self):
+        """A .gguf is looked for in its folder, also where its name comes without one."""
+        asked = {}
+
+        def from_pretrained(name, gguf_file=None, **_):
+            asked["model"] = name, gguf_file
+            raise ZeroDivisionError
+        for name, rest in (("chat", []), ("session", ["nobody", "?"])):
+            path = os.path.join(e2e_rig.ROOT, "examples", f"transformers_{name}.py")
+            main = runpy.run_path(path)["main"]
+            with unittest.mock.patch.object(transformers.AutoTokenizer, "from_pretrained",
+                                            from_pretrained):
+                for given, want in (("m.gguf", (os.getcwd(), "m.gguf")), ("org/m", ("org/m", None)),
+                                    ("/a/m.gguf", ("/a", "m.gguf"))):
+                    self.assertRaises(ZeroDivisionError, main, given, *rest)
+                    self.assertEqual(asked["model"], want)
 
 
 class Saved(Case):
