@@ -83,6 +83,21 @@ class Sessions(Case):
             self.model(ids[:, :2], past_key_values=cache, position_ids=torch.arange(2)[None])
             cache.reset()
 
+    def test_prompt_tokens(self):
+        """What the daemon is told of a prompt that may come in pieces."""
+        ids = prompt(700, 23)
+        for options, want in (({"name": "told"}, [0]), ({"prefix": ids}, [512]),
+                              ({"prefix": ids[:, :9]}, [8]), ({}, [512]), ({"name": "told",
+                              "prompt_tokens": 77}, [77])):
+            with unittest.mock.patch.object(self.client, "session",
+                                            side_effect=self.client.session) as opened:
+                with self.cache(self.model, **options) as cache:
+                    if not options:
+                        self.model(ids, past_key_values=cache)
+                    told = [call.kwargs["prompt_tokens"] for call in opened.call_args_list]
+                    self.assertEqual(told, want)
+                    cache.reset()
+
     def test_names_that_do_not_fit(self):
         """Other weights do not go on with a session, nor does another writer beside the first."""
         with self.cache(self.model, name="one") as cache:

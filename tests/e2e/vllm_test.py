@@ -380,6 +380,8 @@ class Refused(unittest.TestCase):
                 ("kv_sharing_target_layer_name", "l", "other layers")):
             with self.subTest(name), self.assertRaisesRegex(NotImplementedError, says):
                 checks.check_layer({**LAYER, name: value})
+        for dtype in ("auto", "float16", "bfloat16"):
+            checks.check_layer({**LAYER, "kv_cache_dtype": dtype})
 
     def test_options(self):
         made = config()

@@ -184,7 +184,9 @@ class KvqCache(Cache):
     client         a kvq.Client; None: one that all caches share, as kvq.Client() finds it
     attention      "exact", "fast", or "default": as the daemon is configured
     max_rollback   tokens that crop() can take away, as speculative decoding does
-    prompt_tokens  of a prompt that comes in pieces: so many are attended to in 16 bits
+    prompt_tokens  of a prompt that comes in pieces: so many are attended to in 16 bits. None: as
+                   many as the first forward or the prefix has, at most 512; with a name and no
+                   prefix 0
     max_tokens     that a row may have
     threads        that attend in this process; see docs/engines.md
     name           of a session that outlives the cache: one that is there goes on where it stands,

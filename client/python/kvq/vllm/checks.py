@@ -107,10 +107,12 @@ def check_layer(layer):
     if layer["head_size"] > HEAD_DIMS[-1]:
         refuse(f"heads of {layer['head_size']} dimensions", f"kvqd serves up to {HEAD_DIMS[-1]}",
                "serve this model without KVQ_VLLM")
+    # A dtype of 16 bits is let through: it says how vLLM's own pages would hold K and V, which are
+    # in none here.
     if layer["kv_cache_dtype"] not in ("auto", "float16", "bfloat16"):
         refuse(f"kv_cache_dtype={layer['kv_cache_dtype']!r}", "kvqd's format says how K and V are "
-               "stored", "leave kv_cache_dtype at \"auto\", and choose a format in "
-               "kv_connector_extra_config")
+               "stored", "leave kv_cache_dtype at \"auto\", float16 or bfloat16, and choose a "
+               "format in kv_connector_extra_config")
     served = "serve this model without KVQ_VLLM"
     if layer["sliding_window"]:
         refuse(f"a sliding window of {layer['sliding_window']} tokens", "vLLM gives a request's "
