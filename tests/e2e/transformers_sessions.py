@@ -248,6 +248,37 @@ class Sessions(Case):
             self.assertEqual(cache.get_seq_length(), 0)
 
 
+class Shared(Case):
+    """The client of caches that are given none."""
+
+    def test_its_daemon_ended(self):
+        """Caches that are made afterwards have a new client, of the next daemon; its own goes on
+        saying so to those before."""
+        daemon, model, ids = e2e_rig.Daemon(), models("llama")[1], prompt(9)
+        with unittest.mock.patch.object(kvq.transformers.rows, "_shared", None), \
+                unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=daemon.directory):
+            first, other = KvqCache(model, "16bit"), KvqCache(model, "16bit")
+            model(ids, past_key_values=first)
+            self.assertIs(first.state.rows.client, other.state.rows.client)
+            daemon.stop()
+            self.fails(kvq.Code.E_DISCONNECTED, model, ids, past_key_values=first)
+            os.environ["KVQ_RUNTIME_DIR"] = self.daemon.directory
+            made = [KvqCache(model, "16bit") for _ in range(2)]
+            for cache in made:
+                self.same_logits(self.logits("llama", ids),
+                                 model(ids, past_key_values=cache).logits)
+            new, = {cache.state.rows.client for cache in made}
+            self.assertIsNot(new, first.state.rows.client)
+            new.close()
+            first.state.rows.client.close()
+            with self.assertRaises(kvq.Error):  # a client that is given is not replaced
+                client = self.daemon.client()
+                with unittest.mock.patch.object(client, "queue", side_effect=kvq.Error(
+                        kvq.Code.E_DISCONNECTED, "gone")):
+                    KvqCache(model, "16bit", client=client)
+            client.close()
+
+
 class Examples(unittest.TestCase):
     """Programs of examples/, without a model."""
 

@@ -17,7 +17,7 @@ import kvq
 from .masks import check_goes_on, check_positions
 from ..memory import CODES
 from .owner import Owner
-from .rows import MAX_TOKENS, Rows, shared_client
+from .rows import MAX_TOKENS, Rows
 from .table import Table, check_implementation, fingerprint, refuse
 
 CACHE_NAMES = "cache", "past_key_values"  # of the argument: from transformers 5.24 on, and before
@@ -221,7 +221,7 @@ class KvqCache(Cache):
             options["prefix"] = ids[:-1]  # the last token's logits are needed
         if name is not None or prefix is not None:
             options["model"] = fingerprint(model)
-        rows = Rows(table, client or shared_client(), options,
+        rows = Rows(table, client, options,
                     max_tokens or min(max(longest, MAX_TOKENS), 1 << 20))
         self._set(State(table, rows))
         self.state.tells = prefix is not None

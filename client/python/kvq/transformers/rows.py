@@ -43,6 +43,23 @@ def shared_client():
         return _shared
 
 
+def shared_queue():
+    """The client that all caches share, and a queue of it. Where the client's daemon has ended, a
+    new client takes the place of the one before, which caches that are there keep."""
+    global _shared
+    client = shared_client()
+    try:
+        return client, client.queue()
+    except kvq.Error as error:
+        if error.code != kvq.Code.E_DISCONNECTED:
+            raise
+    with _shared_lock:
+        if _shared is client:
+            _shared = None
+    client = shared_client()
+    return client, client.queue()
+
+
 def in_turn(method):
     """Of Rows: the client cannot be closed or attached again meanwhile, nor the queue be used by
     another thread."""
@@ -83,10 +100,10 @@ class Rows:
     pointers: it does so in its queue's turn, and looks first whether they are there."""
 
     def __init__(self, table, client, options, max_tokens):
-        self.table, self.client, self.options = table, client, options
+        self.table, self.options = table, options
         self.format, self.threads = options.pop("format"), options.pop("threads")
         self.max_tokens = max_tokens
-        self.queue = client.queue()
+        self.client, self.queue = (client, client.queue()) if client else shared_queue()
         self.local = None
         self.broken = None      # or why the cache can only be closed or reset
         self.held = set()       # handles that the kvq_local has
