@@ -126,6 +126,42 @@ class Attached(Case):
             side.begin()
             self.assertEqual(side.forward(ids[0]).shape[0], 40)
 
+    def test_an_interrupt(self):
+        """In a forward: an attached model's generate() leaves the caller's cache as it was, and
+        free for other threads; so does abort() behind a forward."""
+        cache, ids, refused = self.cache(self.model), prompt(40), []
+        eager = self.eager(ids).logits
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        def other():
+            try:
+                cache.crop(0)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+        def in_a_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            return len(refused)
+        named = {kvq.transformers.cache_name(self.model): cache}
+        hook = self.model.model.layers[1].mlp.register_forward_hook(interrupt)
+        self.assertRaises(KeyboardInterrupt, self.model.generate, ids, **STEPS, **named)
+        self.assertEqual((in_a_thread(), cache.state.rows.step), (0, None))
+        self.assertRaises(KeyboardInterrupt, self.model, ids, **named)
+        self.assertEqual(in_a_thread(), 1)
+        self.assertIn("abort()", refused[0])
+        cache.abort()
+        self.assertEqual((in_a_thread(), cache.state.rows.step), (1, None))
+        self.assertRaises(KeyboardInterrupt, self.model.generate, ids, **STEPS)
+        hook.remove()
+        self.assertEqual(cache.get_seq_length(), 0)
+        self.same_logits(eager, self.model(ids, **named).logits)
+        cache.abort()  # of what is no forward, nothing
+        self.assertEqual(cache.get_seq_length(), 40)
+
     def check_with(self, ids, cache):
         got = self.model.generate(ids, past_key_values=cache, **STEPS)
         self.same_tokens(self.eager, self.eager.generate(ids, **STEPS), got)

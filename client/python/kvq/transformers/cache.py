@@ -299,6 +299,13 @@ class KvqCache(Cache):
         """Gives sessions and buffers back. A cache that nothing refers to does so by itself."""
         self.state.rows.close()
 
+    def abort(self) -> None:
+        """Ends a forward of this thread's that was left by an interrupt, for which PyTorch calls no
+        hooks: its tokens are not in the cache, and other threads may use it. Does nothing where no
+        forward is open. RuntimeError if the forward is another thread's."""
+        self.state.owner.take()
+        self.state.over(failed=True)
+
     def save(self) -> None:
         """Saves a named session to the daemon's storage; returns when that is durable."""
         for session in self.state.rows.sessions:

@@ -63,7 +63,12 @@ class _Attached:
         plain, how = super(), self._kvq_attached
         asked = _Asked(self, inputs, generation_config, given)
         if asked.makes_its_own():
-            return plain.generate(inputs, generation_config, *rest, **given)
+            try:
+                return plain.generate(inputs, generation_config, *rest, **given)
+            except BaseException:
+                if isinstance(cache_among(given), KvqCache):  # Ctrl-C: PyTorch calls no hooks
+                    cache_among(given).abort()
+                raise
         try:
             cache = KvqCache(self, how.format, prefix=asked.prompt() if how.reuse else None,
                              **how.options)
@@ -78,6 +83,9 @@ class _Attached:
         try:
             done = plain.generate(inputs, generation_config, *rest, **given)
             return done
+        except BaseException:
+            cache.abort()
+            raise
         finally:
             if not any(getattr(done, name, None) is cache for name in CACHE_NAMES):
                 cache.close()

@@ -21,7 +21,8 @@ class Owner:
                 raise RuntimeError(
                     f"thread {other.name!r} is in a forward or a call of this KvqCache, which one "
                     "thread uses at a time; give each thread a cache of its own (copy.deepcopy() "
-                    "of one, made before, is a fork)")
+                    "of one, made before, is a fork). After a forward that was interrupted "
+                    "(KeyboardInterrupt) the cache's abort(), in that thread, gives it free")
             self._thread = me
             return True
 
