@@ -111,6 +111,7 @@ void kvq_remote_close(struct kvq_remote **remote); // accepts NULL and pointers 
 struct kvq_remote_object {
     char key[KVQ_REMOTE_KEY_BYTES]; // without the prefix
     uint64_t bytes;
+    int64_t modified; // in a list: seconds since 1970 by the store's clock; 0: it does not say
 };
 
 // Uploads an object in one request: at most KVQ_REMOTE_MAX_SMALL bytes.

@@ -109,6 +109,16 @@ int kvq__session_get_head(struct kvq__call *call, const struct kvq__session_keys
 // Complains about a file on this side; `error` is a negative errno.
 int kvq__remote_say_file(struct kvq__call *call, const char *path, const char *what, int error);
 
+// Objects that are to be deleted, kept while a list is read.
+struct kvq__doomed {
+    char (*keys)[KVQ_REMOTE_KEY_BYTES]; // by malloc
+    size_t count, room;
+};
+// Adds one, for kvq_remote_list. 1: there are enough for now.
+int kvq__remote_doom(void *doomed, const struct kvq_remote_object *object);
+// Deletes them, and empties *doomed. 0 or the first failure.
+int kvq__remote_delete_doomed(struct kvq__call *call, struct kvq__doomed *doomed);
+
 // ---- Uploads (remote_upload.c) ----
 
 // What an object is made of: stretches of an open file, one after the other.

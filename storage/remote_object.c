@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "storage/remote_internal.h"
 
@@ -135,6 +136,14 @@ struct lister {
     int given; // what each() gave if that ended it
 };
 
+// "2009-10-12T17:50:30.000Z"; 0: it is not that.
+static int64_t read_time(const char *at)
+{
+    struct tm time = {0};
+    const char *end = strptime(at, "%Y-%m-%dT%H:%M:%S", &time);
+    return end && (*end == '.' || *end == 'Z') ? (int64_t)timegm(&time) : 0;
+}
+
 static int on_object(void *context, const struct kvq__reply_item *item)
 {
     struct lister *l = context;
@@ -149,7 +158,7 @@ static int on_object(void *context, const struct kvq__reply_item *item)
         strcmp(item->key + skip, l->after) <= 0 || // from a store that does not know start-after
         n - skip >= KVQ_REMOTE_KEY_BYTES)
         return 0;
-    struct kvq_remote_object object = {.bytes = item->bytes};
+    struct kvq_remote_object object = {.bytes = item->bytes, .modified = read_time(item->modified)};
     memcpy(object.key, item->key + skip, n - skip + 1);
     l->given = l->each(l->context, &object);
     return l->given;

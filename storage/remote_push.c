@@ -4,8 +4,10 @@
 #include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "storage/remote_internal.h"
 
@@ -170,24 +172,42 @@ static bool is_head_ours(struct push *p, struct kvq__call *quiet)
     return ours;
 }
 
-// What is done once the new head is there. That it fails costs space, and no more.
+// What a push looks for below data/ once its head is there.
+struct needless {
+    const struct push *push;
+    const char *start; // of the keys
+    struct kvq__index had;
+    int64_t before; // when a pack that no head names has had time enough to be named
+    struct kvq__doomed doomed;
+};
+
+static int on_pack(void *context, const struct kvq_remote_object *object)
+{
+    struct needless *l = context;
+    const char *digest = object->key + strlen(l->start);
+    bool left = object->modified > 0 && object->modified < l->before;
+    bool goes = !has_pack(&l->push->index, digest) && (left || has_pack(&l->had, digest));
+    return goes ? kvq__remote_doom(&l->doomed, object) : 0;
+}
+
+// Once the new head is there: the packs that only the old one named, and those that pushes have
+// left which ended before their heads. That it fails costs space, and no more.
 static void remove_old(struct push *p)
 {
-    struct kvq__index had = {0};
+    enum { LEFT_SECONDS = 24 * 3600 };
     const char *why;
-    char start[KVQ_REMOTE_KEY_BYTES + 80];
+    char start[KVQ_REMOTE_KEY_BYTES + 8];
     struct kvq__call quiet = {.remote = p->call->remote};
+    struct needless l = {.push = p, .start = start, .before = time(NULL) - LEFT_SECONDS};
     if (!is_head_ours(p, &quiet))
         return;
-    if (p->old && kvq__index_read(p->old, p->old_bytes, &had, &why) == 0)
-        for (uint32_t i = 0; i < had.n_packs; i++) {
-            kvq__session_name_data(p->keys, had.packs[i].digest);
-            if (!has_pack(&p->index, had.packs[i].digest))
-                (void)kvq_remote_delete(p->call->remote, p->keys->data, NULL, 0);
-        }
-    kvq__index_free(&had);
     snprintf(start, sizeof start, "%s/data/", p->keys->base);
+    if (p->old)
+        (void)kvq__index_read(p->old, p->old_bytes, &l.had, &why);
+    (void)kvq_remote_list(quiet.remote, start, "", on_pack, &l, NULL, 0);
+    (void)kvq__remote_delete_doomed(&quiet, &l.doomed);
     (void)kvq__remote_abort_uploads(&quiet, start);
+    kvq__index_free(&l.had);
 }
 
 static int send_pack(struct push *p)
@@ -260,11 +280,21 @@ static int push_once(struct push *p, bool anew)
     return rc;
 }
 
+// The head that is there, if there is one. One that is too long for any is replaced, as is one that
+// makes no sense; but who cannot be asked may have one, whose packs nobody would remove.
+static int get_old_head(struct push *p)
+{
+    struct kvq_remote_object there;
+    int rc = kvq__session_get_head(p->call, p->keys, &p->old, &p->old_bytes);
+    bool too_long = rc == KVQ_E_REMOTE &&
+                    kvq_remote_head(p->call->remote, p->keys->head, &there, NULL, 0) == 0 &&
+                    there.bytes > KVQ__INDEX_TEXT;
+    return rc == KVQ_E_NO_SESSION || too_long ? 0 : rc;
+}
+
 static int push_file(struct push *p)
 {
-    int rc = kvq__session_get_head(p->call, p->keys, &p->old, &p->old_bytes);
-    if (rc == KVQ_E_NO_SESSION || rc == KVQ_E_REMOTE) // whatever is there is replaced
-        rc = 0;
+    int rc = get_old_head(p);
     rc = rc ? rc : push_once(p, false);
     if (rc == KVQ_E_NO_SESSION)
         rc = push_once(p, true);

@@ -35,6 +35,7 @@ static const struct field fields[] = {
     {"Key", 3, TEXT, IN(kvq__reply_item, key)},
     {"UploadId", 3, TEXT, IN(kvq__reply_item, upload)},
     {"ETag", 3, TEXT, IN(kvq__reply_item, etag)},
+    {"LastModified", 3, TEXT, IN(kvq__reply_item, modified)},
     {"Size", 3, NUMBER64, IN(kvq__reply_item, bytes)},
     {"PartNumber", 3, NUMBER32, IN(kvq__reply_item, number)},
 };

@@ -22,6 +22,7 @@ struct kvq__reply_item {
     char key[1025];
     char upload[KVQ__UPLOAD_BYTES];
     char etag[KVQ__ETAG_BYTES];
+    char modified[40]; // LastModified
     uint64_t bytes;
     uint32_t number;
 };

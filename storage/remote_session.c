@@ -352,16 +352,10 @@ out:
 
 // ---- Lists ----
 
-// Keys below a session that are to be deleted, kept while the list is read.
-struct doomed {
-    char (*keys)[KVQ_REMOTE_KEY_BYTES];
-    size_t count, room;
-};
-
-static int on_doomed(void *context, const struct kvq_remote_object *object)
+int kvq__remote_doom(void *context, const struct kvq_remote_object *object)
 {
     enum { MOST = 1000, FULL = 1 }; // a session has few objects, and some that pushes left behind
-    struct doomed *d = context;
+    struct kvq__doomed *d = context;
     if (d->count == MOST)
         return FULL;
     if (d->count == d->room) {
@@ -376,7 +370,7 @@ static int on_doomed(void *context, const struct kvq_remote_object *object)
     return 0;
 }
 
-static int delete_doomed(struct kvq__call *call, struct doomed *d)
+int kvq__remote_delete_doomed(struct kvq__call *call, struct kvq__doomed *d)
 {
     int rc = 0;
     for (size_t i = 0; i < d->count; i++) {
@@ -384,7 +378,7 @@ static int delete_doomed(struct kvq__call *call, struct doomed *d)
         rc = rc == 0 ? gone : rc;
     }
     free(d->keys);
-    *d = (struct doomed){0};
+    *d = (struct kvq__doomed){0};
     return rc;
 }
 
@@ -394,10 +388,11 @@ static int delete_all(struct kvq__call *call, const char *start, size_t *deleted
 {
     enum { ROUNDS = 100 };
     for (int round = 0; round < ROUNDS; round++) {
-        struct doomed d = {0};
-        int rc = kvq_remote_list(call->remote, start, "", on_doomed, &d, call->text, call->n);
+        struct kvq__doomed d = {0};
+        int rc =
+            kvq_remote_list(call->remote, start, "", kvq__remote_doom, &d, call->text, call->n);
         size_t count = d.count;
-        int gone = delete_doomed(call, &d);
+        int gone = kvq__remote_delete_doomed(call, &d);
         rc = rc < 0 ? rc : gone;
         *deleted += count;
         if (rc != 0 || count == 0)

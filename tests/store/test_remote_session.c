@@ -70,6 +70,7 @@ static void packs_of_another_push_stay(void **state)
             {.bytes = PART_DONE}, // the new head
             {.bytes = SMALL_THERE},
             {.bytes = ours ? ours : OLD_HEAD, .end = SCRIPT_BODY},
+            {.bytes = LIST(KEY("s/n/data/" OLD, "10"))},
             {.bytes = PART_DONE}, // the old pack is deleted
             {.bytes = NO_UPLOADS},
         };
@@ -86,6 +87,76 @@ static void packs_of_another_push_stay(void **state)
         ours = round ? NULL : strdup(head_put(4));
         assert_true(round || ours);
     }
+}
+
+// Packs of pushes that ended before their heads are removed when they are a day old.
+static void packs_without_a_head(void **state)
+{
+    (void)state;
+#define AGED(NAME, YEAR)                                                                           \
+    "<Contents><Key>s/n/data/" NAME "</Key><LastModified>" YEAR "-02-03T04:05:06.000Z"             \
+    "</LastModified><Size>10</Size></Contents>"
+    char *ours = NULL, list[2048], digest[80] = "";
+    make_file(source, SMALL, 1);
+    for (int round = 0; round < 2; round++) {
+        snprintf(list, sizeof list,
+                 LIST(AGED("old", "1999") AGED("new", "2999") KEY("s/n/data/no-time", "10")
+                          AGED("%s", "1999")),
+                 digest);
+        const struct script_reply replies[] = {
+            {.bytes = ABSENT},
+            {.bytes = ABSENT},
+            {.bytes = PART_DONE},
+            {.bytes = SMALL_THERE},
+            {.bytes = PART_DONE}, // the new head
+            {.bytes = ours ? ours : "", .end = SCRIPT_BODY},
+            {.bytes = list},
+            {.bytes = PART_DONE},
+            {.bytes = NO_UPLOADS},
+        };
+        begin(replies, sizeof replies / sizeof *replies);
+        int rc = push();
+        end();
+        if (rc != 0)
+            fail_msg("%s", text);
+        free(ours);
+        ours = round ? NULL : strdup(head_put(4));
+        if (!round)
+            assert_int_equal(sscanf(server.asked[1], "HEAD /sessions/s/n/data/%64s ", digest), 1);
+    }
+    assert_non_null(strstr(server.asked[7], "DELETE /sessions/s/n/data/old HTTP"));
+    assert_int_equal(server.n_asked, 9); // that one alone
+}
+
+// Whoever cannot get the old head does not know its packs, and pushes nothing; one that is too long
+// to be any is replaced.
+static void the_old_head_is_known_first(void **state)
+{
+    (void)state;
+    static const struct script_reply busy[] = {
+        {.bytes = BUSY},   {.bytes = BUSY},      {.bytes = BUSY},        {.bytes = BUSY},
+        {.bytes = ABSENT}, {.bytes = PART_DONE}, {.bytes = SMALL_THERE},
+    };
+    static const struct script_reply replies[] = {
+        {.bytes = OK "Content-Length: 99999999\r\n\r\n", .end = SCRIPT_ENDLESS},
+        {.bytes = OK "Content-Length: 99999999\r\n\r\n"},
+        {.bytes = ABSENT},
+        {.bytes = PART_DONE},
+        {.bytes = SMALL_THERE},
+        {.bytes = PART_DONE},
+    };
+    make_file(source, SMALL, 1);
+    begin(busy, sizeof busy / sizeof *busy);
+    assert_int_equal(push(), KVQ_E_REMOTE);
+    end();
+    for (int i = 0; i < server.n_asked; i++)
+        assert_null(strstr(server.asked[i], "PUT "));
+    begin(replies, sizeof replies / sizeof *replies);
+    int rc = push();
+    end();
+    if (rc != 0)
+        fail_msg("%s", text);
+    assert_non_null(head_put(5));
 }
 
 // Somebody removes each pack as soon as it is there: that is no session's absence here.
@@ -162,6 +233,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(chunks_can_be_read),
         cmocka_unit_test(packs_of_another_push_stay),
+        cmocka_unit_test(packs_without_a_head),
+        cmocka_unit_test(the_old_head_is_known_first),
         cmocka_unit_test(packs_that_are_removed_meanwhile),
         cmocka_unit_test(a_removal_is_finished),
         cmocka_unit_test(a_removal_has_an_end),
