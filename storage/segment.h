@@ -20,7 +20,7 @@
 //
 //   0   16  id of the store, random; of an export, the store that it came from
 //   16  8   number of the segment (as in its name); 0 in an export
-//   24  8   salt, random; of an export, of the store's id and the saves that it holds
+//   24  8   salt, random; of an export, a hash of the store's and its sessions' ids
 //   32  4000 zeros
 //
 // The salt keeps bytes that a client chose (a block's payload may be any bytes) from being taken

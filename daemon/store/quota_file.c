@@ -214,7 +214,13 @@ int kvq__quota_file_write(struct kvq_io *io, const char *folder, const struct kv
     snprintf(new_path, sizeof new_path, "%s/" NEW_FILE, folder);
     int rc = write_new(io, new_path, contents, length);
     rc = rc ? rc : kvq_io_rename(io, new_path, path);
-    rc = rc ? rc : kvq_io_sync_dir(io, folder);
     free(contents);
-    return rc ? refuse_file(path, rc, "written, and so no limit was changed", text) : 0;
+    if (rc)
+        return refuse_file(path, rc, "written, and so no limit was changed", text);
+    rc = kvq_io_sync_dir(io, folder);
+    return rc ? refuse_file(path, rc,
+                            "synced in its folder: it has the new limits, which do not hold before "
+                            "kvqd starts again, and may be lost with the power; set them again",
+                            text)
+              : 0;
 }

@@ -147,6 +147,16 @@ static void test_disk_fails(void **state)
     disk.read_only = true;
     assert_int_equal(kvq__quota_file_write(&disk.io, "/q", &new, 1, text), KVQ_E_READ_ONLY);
     disk.read_only = false;
+    // The new file is in place when its folder cannot be synced, and nobody says that it is not.
+    fault_reset_counts(&disk);
+    disk.fail_sync = 2;
+    disk.fail_with = EIO;
+    assert_int_equal(kvq__quota_file_write(&disk.io, "/q", &new, 1, text), KVQ_E_SYSTEM);
+    assert_null(strstr(text, "no limit was changed"));
+    assert_non_null(strstr(text, "it has the new limits, which do not hold before kvqd starts"));
+    assert_int_equal(read_file(), 1);
+    assert_true(same(&read_back[0], &new));
+    fault_reset_counts(&disk);
     // What a write that failed has left is no hindrance.
     assert_int_equal(kvq__quota_file_write(&disk.io, "/q", &new, 1, text), 0);
     assert_int_equal(read_file(), 1);
