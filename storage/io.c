@@ -5,6 +5,8 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <stdio.h>
+#include <string.h>
 
 // The call again for as long as it is interrupted.
 #define PERSIST(result, call)                                                                      \
@@ -101,4 +103,27 @@ int kvq_io_sync_dir(struct kvq_io *io, const char *path)
     int rc;
     PERSIST(rc, io->sync_dir(io, path));
     return rc;
+}
+
+int kvq_io_make_dir(struct kvq_io *io, const char *path)
+{
+    int rc;
+    PERSIST(rc, io->make_dir(io, path));
+    return rc;
+}
+
+int kvq_io_sync_parent(struct kvq_io *io, const char *path)
+{
+    char folder[4096];
+    size_t n = strlen(path);
+    while (n > 1 && path[n - 1] == '/')
+        n--;
+    while (n > 0 && path[n - 1] != '/')
+        n--;
+    while (n > 1 && path[n - 1] == '/')
+        n--;
+    if (n >= sizeof folder)
+        return -ENAMETOOLONG;
+    snprintf(folder, sizeof folder, "%.*s", n ? (int)n : 1, n ? path : ".");
+    return kvq_io_sync_dir(io, folder);
 }

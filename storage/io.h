@@ -90,6 +90,9 @@ int kvq_io_allocate(struct kvq_io *io, int file, uint64_t bytes);
 int kvq_io_status(struct kvq_io *io, int file, struct kvq_io_status *status);
 int kvq_io_unlink(struct kvq_io *io, const char *path);
 int kvq_io_rename(struct kvq_io *io, const char *from, const char *to);
+int kvq_io_make_dir(struct kvq_io *io, const char *path);
 int kvq_io_sync_dir(struct kvq_io *io, const char *path);
+// Syncs the folder that has the last name of a path, which may end with slashes or have no folder.
+int kvq_io_sync_parent(struct kvq_io *io, const char *path);
 
 #endif

@@ -146,9 +146,13 @@ static int complain_locked(struct kvq_store *s, const struct kvq__complaint *c)
 static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
 {
     char path[KVQ__PATH_BYTES], pid[24];
-    int rc = s->io->make_dir(s->io, s->folder);
+    int rc = kvq_io_make_dir(s->io, s->folder);
     if (rc && rc != -EEXIST)
         return kvq__io_complain(c, rc, "the folder", "made");
+    if (rc == 0) // else all of it may be gone after a loss of power
+        rc = kvq_io_sync_parent(s->io, s->folder);
+    if (rc && rc != -EEXIST)
+        return kvq__io_complain(c, rc, "the folder above it", "synced");
     kvq__path(s, "lock", path);
     s->lock_file = kvq_io_open(s->io, path, KVQ_IO_WRITE | KVQ_IO_CREATE);
     if (s->lock_file == -EROFS) { // others may have it open where it can be written

@@ -250,13 +250,9 @@ static int write_export(struct export *e, const char *space, const char *name)
 static int place_file(struct kvq_io *io, const char *from, const char *path,
                       const struct kvq__complaint *c)
 {
-    char folder[PATH];
-    const char *slash = strrchr(path, '/');
-    int n = slash ? (int)(slash - path) : 0;
-    snprintf(folder, sizeof folder, "%.*s", n ? n : 1, n ? path : slash ? "/" : ".");
     int rc = kvq_io_rename(io, from, path);
     if (rc == 0)
-        rc = kvq_io_sync_dir(io, folder);
+        rc = kvq_io_sync_parent(io, path);
     return rc ? kvq__io_complain(c, rc, "the file", "renamed") : KVQ_OK;
 }
 

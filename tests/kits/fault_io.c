@@ -452,16 +452,21 @@ static int fault_unlink(struct kvq_io *io, const char *path)
 
 static int fault_make_dir(struct kvq_io *io, const char *path)
 {
-    (void)path;
-    return self(io)->crashed ? -EIO : -EEXIST;
+    struct fault_io *f = self(io);
+    if (f->crashed)
+        return -EIO;
+    if (f->folder_made || !f->new_folder || strcmp(path, f->new_folder) != 0)
+        return -EEXIST;
+    f->folder_made = true;
+    return 0;
 }
 
 static int fault_sync_dir(struct kvq_io *io, const char *path)
 {
     struct fault_io *f = self(io);
-    (void)path;
     pthread_mutex_lock(&f->lock);
     int rc = before_sync(f);
+    f->folder_synced |= rc == 0 && f->folder_made && strcmp(path, f->above) == 0;
     while (rc == 0 && f->changes) {
         struct fault_change *change = f->changes;
         f->changes = change->next;
@@ -594,6 +599,18 @@ static void crash_file(struct fault_io *f, struct fault_file *file, uint32_t kee
     file->locked = false;
 }
 
+// What is in a folder goes with its name.
+static void lose_folder(struct fault_io *f)
+{
+    size_t n = f->new_folder ? strlen(f->new_folder) : 0;
+    if (n == 0 || f->folder_synced)
+        return;
+    for (int i = 0; i < FAULT_FILES; i++)
+        if (f->durable[i].file && strncmp(f->durable[i].path, f->new_folder, n) == 0)
+            set_name(f->durable, f->durable[i].path, NULL);
+    f->folder_made = false;
+}
+
 void fault_crash(struct fault_io *f)
 {
     // Some crashes lose everything that was not synced, some nothing, most this and that.
@@ -609,6 +626,7 @@ void fault_crash(struct fault_io *f)
             set_name(f->durable, change->name.path, change->name.file);
     }
     forget_changes(f);
+    lose_folder(f);
     for (int i = 0; i < FAULT_FILES; i++) {
         unuse(f->now[i].file);
         f->now[i] = f->durable[i];

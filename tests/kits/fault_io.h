@@ -77,7 +77,11 @@ struct fault_io {
     uint32_t interrupt_percent, short_percent; // EINTR, and transfers of a part
     bool read_only;                            // EROFS for all that changes anything
     bool lose_all;                             // a crash keeps nothing that was not synced
-    uint64_t peak;                             // physical bytes, the most there were
+    // A folder that is not there until it is made (NULL: all are), and the one above it: a crash
+    // before that was synced takes the folder away, with all that is in it.
+    const char *new_folder, *above;
+    bool folder_made, folder_synced;
+    uint64_t peak; // physical bytes, the most there were
 };
 
 void fault_open(struct fault_io *f, uint64_t seed);

@@ -507,6 +507,46 @@ static void used(void **state)
     kvq_store_close(&k.store);
 }
 
+// A folder that the store has made is there after a loss of power, with what was saved in it.
+static void new_folder(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *path, *above;
+    } folders[] = {{"/store", "/"},
+                   {"/new/store", "/new"},
+                   {"/new//store//", "/new"},
+                   {"store", "."},
+                   {"new/store", "new"}};
+    for (size_t i = 0; i < sizeof folders / sizeof *folders; i++) {
+        static struct fault_io fresh;
+        struct kvq_store *store;
+        struct kvq_save *save;
+        struct kvq_store_session found;
+        char text[KVQ_TEXT_BYTES];
+        const struct kvq_store_options options = {.io = &fresh.io, .segment_bytes = 64 << 10};
+        const struct kvq_store_meta m = {.space = "uid-1", .name = "s", .shards = 1};
+        fault_open(&fresh, i);
+        fresh.new_folder = folders[i].path;
+        fresh.above = folders[i].above;
+        fresh.lose_all = true;
+        for (int start = 0; start < 2; start++) {
+            if (kvq_store_open(folders[i].path, &options, &store, NULL, text, sizeof text))
+                fail_msg("%s: %s", folders[i].path, text);
+            if (start == 0) {
+                assert_int_equal(kvq_save_begin(store, &save, text, sizeof text), 0);
+                assert_int_equal(kvq_save_session(save, &m, text, sizeof text), 0);
+                assert_int_equal(kvq_save_commit(&save, text, sizeof text), 0);
+            } else if (kvq_store_find(store, "uid-1", "s", 0, &found, text, sizeof text)) {
+                fail_msg("%s: %s", folders[i].path, text);
+            }
+            kvq_store_close(&store);
+            fault_crash(&fresh);
+        }
+        fault_close(&fresh);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -520,6 +560,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(used, set_up, tear_down),
         cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
         cmocka_unit_test_setup_teardown(refusals, set_up, tear_down),
+        cmocka_unit_test(new_folder),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
