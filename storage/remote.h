@@ -196,7 +196,7 @@ int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const ch
 // kvq_remote_pull in two steps, for callers that must not block the store's writer during a
 // transfer. kvq_remote_fetch downloads the session to a file in the folder, *path, which the caller
 // releases with free(). kvq_remote_take imports that file and removes it, unless a later try may
-// succeed (a full disk, a quota, a busy or read-only store).
+// succeed (a full disk, a busy or read-only store).
 int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                      const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                      struct kvq_remote_moved *moved, char **path, char *text, size_t n);

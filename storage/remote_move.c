@@ -195,9 +195,9 @@ int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what,
     const char *name = what->as_name ? what->as_name : what->name;
     int rc = kvq_store_import_watched(store, path, space, name, what->replace,
                                       watch ? &import : NULL, text, n);
-    // Kept where a later try may go better.
-    if (rc != KVQ_E_CANCELLED && rc != KVQ_E_NO_SPACE && rc != KVQ_E_QUOTA && rc != KVQ_E_BUSY &&
-        rc != KVQ_E_READ_ONLY)
+    // Kept where a later try may go better. One that a limit refuses is not: it would take from the
+    // disk what its namespace may not have.
+    if (rc != KVQ_E_CANCELLED && rc != KVQ_E_NO_SPACE && rc != KVQ_E_BUSY && rc != KVQ_E_READ_ONLY)
         (void)kvq_io_unlink(kvq_io_posix(), path);
     return rc;
 }

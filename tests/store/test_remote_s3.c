@@ -673,6 +673,12 @@ static void a_session_moves_between_stores(void **state)
     assert_in_range(moved.transferred, 1, moved.bytes / 4);
     good(kvq_remote_pull(remote, there, moving, &what, NULL, &moved, text, sizeof text));
     check_session(there, "copy", 2);
+    // What a limit refuses does not stay in the folder.
+    what.as_name = "more";
+    good(kvq_store_limit(there, "u", SHARDS * BLOCKS * BLOCK_BYTES + 1, text, sizeof text));
+    assert_int_equal(kvq_remote_pull(remote, there, moving, &what, NULL, &moved, text, sizeof text),
+                     KVQ_E_QUOTA);
+    assert_int_equal(left_behind("moving"), 0);
     what.name = "nobody";
     assert_int_equal(kvq_remote_pull(remote, there, moving, &what, NULL, &moved, text, sizeof text),
                      KVQ_E_NO_SESSION);
