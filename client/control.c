@@ -122,7 +122,7 @@ int kvq__exchange(kvq_client *client, struct kvq__call *call)
     if (rc == KVQ_E_DEADLINE) {
         kvq__give_back(client);
         return kvq__set_error(rc, "%s: the daemon did not answer within %u ms", call->what,
-                              client->timeout_ms);
+                              timeout_ms);
     }
     if (rc)
         return rc;
