@@ -59,7 +59,10 @@ struct kvq_ids {
 struct kvq_work {
     uint64_t step; /* from kvq_step_begin */
     uint32_t layer, flags;
-    uint64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
+    /* CLOCK_MONOTONIC; 0: none. The daemon ends the request then (KVQ_E_DEADLINE). A call that
+     * waits returns with the daemon's answer, however late that is: a daemon that is stopped
+     * (SIGSTOP) holds up the call. kvq_wait has a deadline of its own, without the daemon. */
+    uint64_t deadline_ns;
     struct kvq_tensor k, v, q, out;
     struct kvq_tensor lse;  /* fp32 [rows][query heads]; optional */
     struct kvq_pages pages; /* page_tokens 0: not paged */
@@ -116,7 +119,7 @@ KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq
 struct kvq_step_work {
     const struct kvq_tensor *k, *v; /* n_layers each */
     uint32_t n_layers;
-    uint64_t deadline_ns; /* CLOCK_MONOTONIC; 0: none */
+    uint64_t deadline_ns; /* as of kvq_work */
     struct kvq_pages pages;
     struct kvq_ids ids; /* with pages: the same buffer and offset as their list */
 };
