@@ -10,10 +10,11 @@
 #include <assert.h>
 #include <errno.h>
 #include <poll.h>
-#include <signal.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
+
+#include "kernels/pool.h"
 
 enum { AGAIN_MS = 5 };
 
@@ -67,16 +68,10 @@ static void wake(struct kvq__watch *w)
         ;
 }
 
-// Signals are for the engine's threads.
 static int start_watching(kvq_client *client)
 {
-    sigset_t all, before;
     assert(client->watch.wake >= 0 && client->socket >= 0);
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    int error = pthread_create(&client->watch.thread, NULL, watch, client);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    return error;
+    return kvq_thread_start(&client->watch.thread, watch, client);
 }
 
 int kvq__watch_start(kvq_client *client)

@@ -11,6 +11,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
@@ -167,9 +168,22 @@ static void choose_cpus(struct kvq_pool *pool)
     pin(pthread_self(), pool->workers[0].cpu);
 }
 
+int kvq_thread_start(pthread_t *thread, void *(*run)(void *arg), void *arg)
+{
+    static const int own[] = {SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGTRAP};
+    sigset_t others, before;
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        sigdelset(&others, own[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    int error = pthread_create(thread, NULL, run, arg);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
 static int start_worker(struct kvq_pool *pool, struct worker *w)
 {
-    int rc = pthread_create(&w->thread, NULL, run_worker, w);
+    int rc = kvq_thread_start(&w->thread, run_worker, w);
     if (rc)
         return -rc;
     pool->started++;

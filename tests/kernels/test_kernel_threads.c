@@ -4,6 +4,7 @@
 // one session alone or in a batch of 64, tiles of one query or of many, blocks of its own or shared
 // with others. Every instruction set, both paths.
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,6 +17,7 @@
 
 static const struct kvq_kernels *all_kernels[3];
 static int n_kernels;
+static pthread_t caller;
 
 struct session {
     struct kvt_cache c;
@@ -305,6 +307,38 @@ static void test_pool_refuses(void **state)
     kvq_pool_close(&pool);
 }
 
+// 0 for the caller's items; else 4, and 1 if SIGTERM is blocked, and 2 if SIGSEGV is.
+static void blocked(void *context, uint32_t item, void *workspace)
+{
+    sigset_t now;
+    (void)workspace;
+    pthread_sigmask(SIG_BLOCK, NULL, &now);
+    ((int *)context)[item] = pthread_equal(pthread_self(), caller)
+                                 ? 0
+                                 : 4 + sigismember(&now, SIGTERM) + 2 * sigismember(&now, SIGSEGV);
+}
+
+// Signals are for the program's threads.
+static void test_signals(void **state)
+{
+    enum { ITEMS = 4096 };
+    static int seen[ITEMS];
+    struct kvq_pool *pool;
+    int others = 0;
+    (void)state;
+    caller = pthread_self();
+    assert_int_equal(kvq_pool_open(&pool, 4, false), 0);
+    for (int round = 0; round < 10000 && others == 0; round++) {
+        kvq_pool_run(pool, blocked, seen, ITEMS);
+        for (int i = 0; i < ITEMS; i++) {
+            others += seen[i] != 0;
+            assert_true(seen[i] == 0 || seen[i] == 5);
+        }
+    }
+    assert_true(others > 0);
+    kvq_pool_close(&pool);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -315,6 +349,7 @@ int main(void)
         cmocka_unit_test(test_shared_plans),
         cmocka_unit_test(test_packing),
         cmocka_unit_test(test_pool_refuses),
+        cmocka_unit_test(test_signals),
     };
 #ifdef __SANITIZE_THREAD__
     // Threads meet in the driver and the pool, which are the same above every instruction set.
