@@ -326,8 +326,9 @@ static void test_calls_ahead_of_the_stream(void **state)
     const struct kvq_work first = lg_work_of(0, true);
     refused(KVQ_E_INVALID,
             kvq_local_attend_on_stream(rig.local, rig.bucket, &first, here.entries, 1, other),
-            "begun");
+            "began the step on");
     OK(drv.stream_destroy(other));
+    OK(drv.stream_sync(rig.stream)); // so that no call here waits for it
     soft_stall(rig.stream, true);
     for (uint32_t i = 0; i < rig.layers; i++) {
         const struct kvq_work w = lg_work_of(i, true);
