@@ -352,9 +352,13 @@ static void layer_untake(struct kvq__session *s, struct kvq__layer *l, uint64_t 
         kvq__block_shrink(s->core, raw, bytes);
 }
 
+// Of a session that nobody has seen all is about to go, and one that a waiting request has taken
+// pages for keeps what it has.
 static void layers_untake(struct kvq__session *s, uint64_t tokens,
                           void (*drop)(struct kvq__core *, struct kvq__ref *))
 {
+    if (!s->published || s->n_pages != kvq__pages_of(tokens))
+        return;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
             layer_untake(s, &s->layers[i], tokens, drop);
@@ -365,8 +369,7 @@ void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
     uint64_t freed = s->core->freed; // nobody who waits for room gains by it
     assert(keep <= s->n_pages);
     pages_cut(s, keep, kvq__block_drop_idle);
-    if (s->published) // else all of it is about to go
-        layers_untake(s, s->tokens + s->in_step.tokens, kvq__block_drop_idle);
+    layers_untake(s, s->tokens + s->in_step.tokens, kvq__block_drop_idle);
     s->core->freed = freed;
 }
 
