@@ -403,10 +403,10 @@ static void test_local_nonsense(void **unused)
     s.extents = s.extent_fds = 2;
     expect_nonsense(s, "extent 99");
     s = fake_good(); // times its bytes, the number is 0 in 64 bits
-    s.span = s.extent_bytes = UINT64_C(1) << 40;
-    s.extent = 1 << 24;
+    s.span = s.extent_bytes = UINT64_C(1) << 36;
+    s.extent = 1 << 28;
     s.extents = s.extent_fds = 1;
-    expect_nonsense(s, "extent 16777216");
+    expect_nonsense(s, "extent 268435456");
 #undef NONSENSE
 }
 
