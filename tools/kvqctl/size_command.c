@@ -61,6 +61,7 @@ static int work_out(const struct kvq__ctl *ctl, struct answer *a, char *why, siz
     a->one =
         kvq_session_bytes_of(&a->format, &a->shape, asked->layers, asked->tokens, asked->rollback);
     a->total = a->one.packed + a->one.window + a->one.books;
+    a->next_page = 0;
     for (uint64_t n = 1; n <= KVQ_BLOCK_TOKENS; n++) {
         struct kvq_session_bytes then = kvq_session_bytes_of(&a->format, &a->shape, asked->layers,
                                                              asked->tokens + n, asked->rollback);
