@@ -106,7 +106,7 @@ class Moves(Test):
         tokens = Tokens(5, 700)
         places = self.places()
         session = self.client.session(tokens.rows, "oscar2", name="nomad", place=places[1])
-        tokens.feed(self.queue, session, 600, attend=False)
+        tokens.feed(self.queue, session, 620, attend=False)  # a whole newest block
         q = tokens.q[0, :1]
         before = read_all(self.queue, session, 2), self.queue.attend([session], 0, q)[0].tobytes()
         bytes_there = self.used()[1]
