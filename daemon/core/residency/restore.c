@@ -233,13 +233,13 @@ static int count_restored_part(void *context, const struct kvq__part_of *p)
     return 0;
 }
 
-// Of what was saved: of a page where the session was cut more than it still has.
-static uint64_t stored_bytes(const struct kvq__restore *r, const struct kvq__part *part)
+// Bytes of a part as it was saved. The page in which a session is cut had more tokens then.
+static uint64_t stored_bytes(const struct matching *m, const struct kvq__part *part)
 {
-    const struct kvq__layer *l = &r->session->layers[part->layer];
+    const struct kvq__layer *l = &m->restore->session->layers[part->layer];
     if (part->kind != KVQ__PART_RAW)
         return part->bytes;
-    return kvq_raw_bytes(&l->raw_layout, kvq__page_part(r->stored_tokens, part->page));
+    return kvq_raw_bytes(&l->raw_layout, kvq__page_part(m->spec->saved->tokens, part->page));
 }
 
 // Both lists have one order, so one pass finds all.
@@ -251,7 +251,7 @@ static int match(void *context, const struct kvq__part_of *p)
         m->at++;
     const struct kvq__part *found = &parts[m->at];
     m->wanted = p->part;
-    m->wanted.bytes = stored_bytes(m->restore, &p->part);
+    m->wanted.bytes = stored_bytes(m, &p->part);
     m->missing = m->at == m->spec->n_parts || comes_before(&p->part, found) ||
                  found->bytes != m->wanted.bytes;
     if (m->missing)
@@ -360,7 +360,6 @@ static int begin_restore(struct kvq__core *core, struct kvq__namespace *ns,
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to restore a session");
     r->core = core;
     r->spec = *spec;
-    r->stored_tokens = spec->saved->tokens;
     int rc = build(core, ns, spec, &r->session, text);
     if (rc == 0 && (rc = prepare_restored(r, text)) < 0)
         kvq__session_free(r->session);
@@ -494,7 +493,6 @@ int kvq__fetch_begin(struct kvq__core *core, uint64_t session, const struct kvq_
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to read a session back");
     r->core = core;
     r->spec = *spec;
-    r->stored_tokens = spec->saved->tokens;
     r->session = s;
     r->fetches = true;
     int rc = check_parked(s, spec, text);

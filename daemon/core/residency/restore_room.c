@@ -27,7 +27,8 @@ static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t p
         rc = reserve_block(r, l->packed_bytes, &p->packed);
     if (rc || page < l->raw_page)
         return rc;
-    // Its session may be appended to before all of it has come: the block may not be replaced then.
+    // A step may append to the session before all of the block has come, and must not have to
+    // replace the block then.
     return reserve_block(r, l->raw_bytes, &p->raw);
 }
 

@@ -95,7 +95,6 @@ struct kvq__restore {
     bool fetches;                 // a session that is parked
     char why[KVQ_TEXT_BYTES / 2]; // it could not be
     uint64_t bytes;
-    uint64_t stored_tokens; // that were saved
     struct kvq__restore_spec spec;
     uint32_t layer, page; // of the block that is reserved next
     uint64_t reserved;    // bytes
