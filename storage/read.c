@@ -3,6 +3,7 @@
 // Looking up sessions, and reading their blocks. Beside a writer: what is asked of the catalog is
 // asked in one query each, and blocks are read without it.
 #include <assert.h>
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -357,9 +358,19 @@ static void read_ahead(struct kvq_store *s, struct kvq__segment *segment, uint64
         s->io->will_read(s->io, segment->file, from, end + KVQ__READ_AHEAD - from);
 }
 
-// Reads it where it is said to be.
+static int complain_block(const struct kvq_stored *block, int code, const char *what,
+                          const char *why, const struct kvq__complaint *c)
+{
+    return kvq__complain(c, code, "block %llu (segment %llu, byte %llu, %llu bytes) %s: %s",
+                         (unsigned long long)block->id, (unsigned long long)block->segment,
+                         (unsigned long long)block->offset, (unsigned long long)block->bytes, what,
+                         why);
+}
+
+// Reads it where it is said to be. What the disk cannot read (EIO) may be there again when its
+// cable is mended: it is marked as damaged only if `past_errors`.
 static int read_there(struct kvq_store *s, const struct kvq_stored *block, void *out,
-                      const struct kvq__complaint *c)
+                      bool past_errors, const struct kvq__complaint *c)
 {
     struct kvq__segment *segment;
     size_t got = 0;
@@ -370,26 +381,32 @@ static int read_there(struct kvq_store *s, const struct kvq_stored *block, void 
     read_ahead(s, segment, at + block->bytes);
     int error = kvq_io_read(s->io, segment->file, out, block->bytes, at, &got);
     kvq__segment_unpin(s, segment);
-    if (error)
+    if (error == -EIO && !past_errors)
+        return complain_block(block, KVQ_E_SYSTEM, "cannot be read",
+                              "the disk failed (Input/output error). If it does so again, "
+                              "\"kvqctl storage verify\" marks what is lost, and the tokens "
+                              "before that can be had",
+                              c);
+    if (error && error != -EIO)
         return kvq__io_complain(c, error, "a segment", "read");
-    if (got == block->bytes && kvq_checksum_equal(kvq_checksum(out, block->bytes), block->checksum))
+    if (!error && got == block->bytes &&
+        kvq_checksum_equal(kvq_checksum(out, block->bytes), block->checksum))
         return KVQ_OK;
     kvq__block_mark(s, block->id, block->segment, block->offset);
-    return kvq__complain(c, KVQ_E_DAMAGED,
-                         "block %llu (segment %llu, byte %llu, %llu bytes) is damaged: %s",
-                         (unsigned long long)block->id, (unsigned long long)block->segment,
-                         (unsigned long long)block->offset, (unsigned long long)block->bytes,
-                         got == block->bytes ? "its checksum is wrong" : "the file ends before");
+    return complain_block(block, KVQ_E_DAMAGED, "is damaged",
+                          error                 ? "the disk cannot read it"
+                          : got == block->bytes ? "its checksum is wrong"
+                                                : "the file ends before",
+                          c);
 }
 
-int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void *out, char *text,
-                   size_t n)
+int kvq__block_read(struct kvq_store *store, const struct kvq_stored *block, void *out,
+                    bool past_errors, const struct kvq__complaint *c)
 {
-    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq_stored now = *block;
     enum kvq_record_kind kind;
     if (!block->bad) {
-        int rc = read_there(store, block, out, &c);
+        int rc = read_there(store, block, out, past_errors, c);
         if (rc != KVQ_E_NO_SESSION)
             return rc;
     }
@@ -397,11 +414,18 @@ int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void
     int rc = kvq__block_find(store, block->id, &now, &kind);
     pthread_mutex_unlock(&store->catalog_lock);
     if (rc == KVQ_E_NO_SESSION)
-        return kvq__complain(&c, rc, "block %llu was deleted", (unsigned long long)block->id);
+        return kvq__complain(c, rc, "block %llu was deleted", (unsigned long long)block->id);
     if (rc)
-        return kvq__catalog_complain(store, rc, &c);
+        return kvq__catalog_complain(store, rc, c);
     if (now.bad || now.bytes != block->bytes)
-        return kvq__complain(&c, KVQ_E_DAMAGED, "block %llu is damaged, as was found before",
+        return kvq__complain(c, KVQ_E_DAMAGED, "block %llu is damaged, as was found before",
                              (unsigned long long)block->id);
-    return read_there(store, &now, out, &c);
+    return read_there(store, &now, out, past_errors, c);
+}
+
+int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void *out, char *text,
+                   size_t n)
+{
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
+    return kvq__block_read(store, block, out, false, &c);
 }

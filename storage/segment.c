@@ -5,6 +5,7 @@
 #include "storage/segment.h"
 
 #include <assert.h>
+#include <errno.h>
 #include <string.h>
 #include <xxhash.h>
 
@@ -64,12 +65,19 @@ bool kvq_commit_sane(const struct kvq_commit *c)
 
 // ---- Walking ----
 
+// What the disk cannot read is not there, if the walk goes past errors.
+static int walk_read(const struct kvq_walk *w, void *data, size_t n, uint64_t at, size_t *got)
+{
+    int rc = kvq_io_read(w->io, w->file, data, n, at, got);
+    return rc == -EIO && w->past_errors ? 0 : rc;
+}
+
 // Whether a sound header stands at `at`, whose record ends within the walk. Negative errno.
 static int header_at(struct kvq_walk *w, uint64_t at)
 {
     size_t got;
     assert(at <= w->end);
-    int rc = kvq_io_read(w->io, w->file, &w->record, sizeof w->record, at, &got);
+    int rc = walk_read(w, &w->record, sizeof w->record, at, &got);
     if (rc)
         return rc;
     return got == sizeof w->record && kvq_record_sound(&w->record, w->salt) &&
@@ -88,7 +96,7 @@ static int payload_sound(struct kvq_walk *w, uint64_t at)
     (void)XXH3_128bits_reset(&state);
     while (left > 0 && got == n) {
         n = left < w->buffer_bytes ? (size_t)left : w->buffer_bytes;
-        int rc = kvq_io_read(w->io, w->file, w->buffer, n, at, &got);
+        int rc = walk_read(w, w->buffer, n, at, &got);
         if (rc)
             return rc;
         (void)XXH3_128bits_update(&state, w->buffer, got);
@@ -97,14 +105,14 @@ static int payload_sound(struct kvq_walk *w, uint64_t at)
     }
     if (left > 0 || !kvq_checksum_equal(of_hash(XXH3_128bits_digest(&state)), w->record.payload))
         return 0;
-    int rc = kvq_io_read(w->io, w->file, w->buffer, (size_t)behind, at, &got);
+    int rc = walk_read(w, w->buffer, (size_t)behind, at, &got);
     return rc ? rc : got == behind && memcmp(w->buffer, zeros, (size_t)behind) == 0;
 }
 
 // Looks at every multiple of 64 from `at` for a sound header. Leaves w->next at it, or at the end.
 static int search_header(struct kvq_walk *w, uint64_t at)
 {
-    assert(at % KVQ_RECORD_HEAD == 0);
+    assert(at % KVQ_RECORD_HEAD == 0 && !w->past_errors);
     while (at < w->end) {
         size_t n = w->end - at < w->buffer_bytes ? (size_t)(w->end - at) : w->buffer_bytes, got;
         int rc = kvq_io_read(w->io, w->file, w->buffer, n, at, &got);

@@ -165,12 +165,13 @@ struct kvq_walk {
     // or UINT64_MAX for none. NULL: the file is searched for the next sound header.
     uint64_t (*known)(void *context, uint64_t from);
     void *context;
+    bool past_errors;    // what the disk cannot read (EIO) is damage as any other
     uint8_t *buffer;     // of the caller, what payloads are read through
     size_t buffer_bytes; // at least KVQ_IO_PAGE, a multiple of it
 };
 
-// The next find, or a negative errno. KVQ_WALK_DAMAGE at the very front means that this is no
-// segment, or another one.
+// The next find, or a negative errno (-EIO not with past_errors). KVQ_WALK_DAMAGE at the very front
+// means that this is no segment, or another one.
 int kvq_walk_next(struct kvq_walk *w);
 
 // Reads and checks the FILE record. 0, a negative errno, or a KVQ_WALK_* of what is there instead;

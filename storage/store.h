@@ -203,7 +203,8 @@ int kvq_store_prefixes(struct kvq_store *store, const struct kvq_store_session *
 
 // Reads block->bytes bytes into out and checks them, also if compaction has moved the block since.
 // A deleted block can be read until its segment is removed. KVQ_E_DAMAGED: the store marks the
-// block, and out holds nothing of use. KVQ_E_NO_SESSION: the block was deleted, and its segment was
+// block, and out holds nothing of use. KVQ_E_SYSTEM: the disk cannot read it, now or for ever; only
+// kvq_store_verify marks it for that. KVQ_E_NO_SESSION: the block was deleted, and its segment was
 // removed.
 int kvq_store_read(struct kvq_store *store, const struct kvq_stored *block, void *out, char *text,
                    size_t n);
@@ -268,7 +269,8 @@ struct kvq_store_verified {
     uint64_t sessions;      // that lack tokens by bad blocks, also of earlier runs
     char text[KVQ_TEXT_BYTES];
 };
-// Reads every segment, each record's header and payload, and marks damaged blocks. Removes the
+// Reads every segment, each record's header and payload, and marks blocks that are damaged or that
+// the disk cannot read. Removes the
 // marks of blocks that are sound now (their file was restored, or the disk failed for a while). May
 // run beside readers and a writer; checks what was committed when the call reached the segment.
 // progress() (may be NULL) gets the bytes done and all; if it returns something else than 0, the

@@ -250,6 +250,9 @@ int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
 int kvq__block_find(struct kvq_store *s, uint64_t id, struct kvq_stored *out,
                     enum kvq_record_kind *kind);
 void kvq__session_row(sqlite3_stmt *rows, struct kvq_store_session *out, uint64_t *manifest);
+// kvq_store_read. past_errors: what the disk cannot read (EIO) counts as damaged and is marked.
+int kvq__block_read(struct kvq_store *s, const struct kvq_stored *block, void *out,
+                    bool past_errors, const struct kvq__complaint *c);
 // Marks a block as bad, unless it has moved meanwhile. Takes catalog_lock.
 void kvq__block_mark(struct kvq_store *s, uint64_t id, uint64_t segment, uint64_t offset);
 

@@ -2,6 +2,7 @@
 //
 // Reading all of a store to see whether it is as it was written, and its figures.
 #include <assert.h>
+#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -75,7 +76,7 @@ static int read_block(struct verify *f, struct kvq_stored block)
         return kvq__complain(f->c, KVQ_E_NO_MEMORY, "no memory for a block of %llu bytes",
                              (unsigned long long)block.bytes);
     block.bad = false;
-    int rc = kvq_store_read(f->s, &block, bytes, f->c->text, f->c->size);
+    int rc = kvq__block_read(f->s, &block, bytes, true, f->c);
     free(bytes);
     return rc;
 }
@@ -153,7 +154,7 @@ static int check_front(struct verify *f, const struct kvq__segment *g)
     struct kvq_file_head head;
     uint16_t version;
     int rc = kvq_segment_front(f->s->io, g->file, &head, &version);
-    if (rc < 0)
+    if (rc < 0 && rc != -EIO)
         return kvq__io_complain(f->c, rc, "a segment", "read");
     if (rc || head.number != g->number || head.salt != g->salt)
         f->v->damaged_bytes += KVQ_SEGMENT_FRONT;
@@ -170,6 +171,7 @@ static int walk_committed(struct verify *f, const struct kvq__segment *g, uint64
                          .end = end,
                          .known = known_record,
                          .context = f,
+                         .past_errors = true,
                          .buffer = f->buffer,
                          .buffer_bytes = KVQ__WALK_BYTES};
     int find, rc = check_front(f, g);

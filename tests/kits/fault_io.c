@@ -262,6 +262,8 @@ static int64_t fault_read(struct kvq_io *io, int handle, void *data, size_t n, u
         rc = -EINTR;
     } else if (hit(f, f->fail_read, ++f->n_reads)) {
         rc = -f->fail_with;
+    } else if (f->sick == file && at <= f->sick_at && f->sick_at - at < n) {
+        rc = -EIO;
     } else if (at < file->bytes && n > 0) {
         n = file->bytes - at < n ? (size_t)(file->bytes - at) : n;
         if (chance(f, f->short_percent))

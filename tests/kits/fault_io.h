@@ -74,6 +74,8 @@ struct fault_io {
     uint64_t fail_write, fail_sync, fail_read; // that one and those after it
     uint64_t fail_count;                       // how many of them; 0: all
     int fail_with;                             // errno
+    const struct fault_file *sick;             // reads of this file's byte sick_at fail with EIO
+    uint64_t sick_at;
     uint32_t interrupt_percent, short_percent; // EINTR, and transfers of a part
     bool read_only;                            // EROFS for all that changes anything
     bool lose_all;                             // a crash keeps nothing that was not synced

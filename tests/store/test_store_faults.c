@@ -664,6 +664,59 @@ static void planted_records(void **state)
     fault_close(&disk);
 }
 
+// A sector that the disk cannot read: a reader is told so and marks nothing, for it may be the
+// cable. verify goes past it and marks what lies there, and takes the marks off when it is mended.
+static void sick_sector(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 8};
+    struct kvq_store_verified v;
+    struct kvq_store_session found;
+    struct kvq_stored *blocks;
+    uint32_t sessions;
+    size_t n;
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
+    fault_open(&disk, 8);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 40);
+    assert_int_equal(kvq_store_list(k.store, NULL, 0, &found, 1, &sessions, k.text, sizeof k.text),
+                     0);
+    assert_int_equal(sessions, 1);
+    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
+    struct kvq_stored block = blocks[n / 2];
+    uint8_t *out = malloc(block.bytes + 1);
+    kvq__segment_name(block.segment, name);
+    kvq__path(k.store, name, path);
+    uint64_t end = block.offset + kvq_record_bytes(block.bytes);
+    for (disk.sick_at = block.offset; disk.sick_at < end; disk.sick_at += 41) {
+        bool head = disk.sick_at < block.offset + KVQ_RECORD_HEAD;
+        bool pad = disk.sick_at >= block.offset + KVQ_RECORD_HEAD + block.bytes;
+        disk.sick = fault_find(&disk, path);
+        int rc = kvq_store_read(k.store, &block, out, k.text, sizeof k.text);
+        assert_int_equal(rc, head || pad ? 0 : KVQ_E_SYSTEM);
+        if (rc)
+            assert_non_null(strstr(k.text, "kvqctl storage verify"));
+        uint64_t good;
+        assert_int_equal(kvq_store_good_tokens(k.store, &found, &good, k.text, sizeof k.text), 0);
+        assert_int_equal(good, found.tokens);
+        assert_int_equal(kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text), 0);
+        assert_int_equal(v.bad_blocks, head || pad ? 0 : 1);
+        assert_true(v.damaged_bytes > 0);
+        if (!kit_same(&k, &w, true, why))
+            fail_msg("byte %" PRIu64 ": %s", disk.sick_at, why);
+        disk.sick = NULL;
+        uint64_t marked = v.bad_blocks;
+        assert_int_equal(kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text), 0);
+        assert_true(v.good_again == marked && v.damaged_bytes == 0 && v.sessions == 0);
+    }
+    free(out);
+    free(blocks);
+    check(&k, &w, "with the disk mended");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
 // A segment is gone: the sessions that had nothing in it do not notice.
 static void missing_segment(void **state)
 {
@@ -716,6 +769,7 @@ int main(void)
         cmocka_unit_test(read_only_disk),
         cmocka_unit_test(read_fails),
         cmocka_unit_test(flipped_bits),
+        cmocka_unit_test(sick_sector),
         cmocka_unit_test(missing_segment),
         cmocka_unit_test(planted_records),
     };
