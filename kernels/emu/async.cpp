@@ -7,10 +7,9 @@
 
 namespace gpu
 {
-static place here(const char *what, const char *file, int line)
+static site here(const char *what, const char *file, int line)
 {
-    const place p = {what, file, line};
-    return p;
+    return emu_site({what, file, line});
 }
 
 // ---- Copies of 16 bytes: they land when their thread waits ----
@@ -47,8 +46,9 @@ void emu_copy_wait(int left)
 // ---- Barriers ----
 
 // The barrier that stands there, which this thread has seen made.
-static barrier_state &barrier_at(smem at, const place &p)
+static barrier_state &barrier_at(smem at, site here)
 {
+    const place &p = emu_place(here);
     barrier_state &b = emu_machine->barriers[at];
     if (b.count == 0)
         emu_refuse("%s on shared byte %u by thread %d at %s:%d: no barrier was made there", p.what,
@@ -56,17 +56,19 @@ static barrier_state &barrier_at(smem at, const place &p)
     if (!emu_ordered(b.maker))
         emu_refuse("%s on shared byte %u by thread %d at %s:%d without a sync after the barrier "
                    "was made at %s:%d",
-                   p.what, at, thread(), p.file, p.line, b.maker.at.file, b.maker.at.line);
+                   p.what, at, thread(), p.file, p.line, emu_place(b.maker.at).file,
+                   emu_place(b.maker.at).line);
     if (!b.fenced)
         emu_refuse("%s on shared byte %u by thread %d at %s:%d without a barrier_fence after the "
                    "barrier was made at %s:%d",
-                   p.what, at, thread(), p.file, p.line, b.maker.at.file, b.maker.at.line);
+                   p.what, at, thread(), p.file, p.line, emu_place(b.maker.at).file,
+                   emu_place(b.maker.at).line);
     return b;
 }
 
 void barrier_init(smem at, uint32_t count, const char *file, int line)
 {
-    const place p = here("barrier_init", file, line);
+    const site p = here("barrier_init", file, line);
     if (count == 0)
         emu_refuse("barrier_init on shared byte %u by thread %d at %s:%d: nobody would arrive", at,
                    thread(), file, line);
@@ -97,9 +99,10 @@ static void barrier_turn(smem at, barrier_state &b)
             emu_wake(t);
 }
 
-static void arrive(smem at, uint32_t bytes, const place &p)
+static void arrive(smem at, uint32_t bytes, site here)
 {
-    barrier_state &b = barrier_at(at, p);
+    const place &p = emu_place(here);
+    barrier_state &b = barrier_at(at, here);
     if (b.pending == 0)
         emu_refuse("%s on shared byte %u by thread %d at %s:%d: more than %u arrive in one phase",
                    p.what, at, thread(), p.file, p.line, b.count);
@@ -121,7 +124,7 @@ void barrier_expect(smem at, uint32_t bytes, const char *file, int line)
 
 void barrier_wait(smem at, uint32_t parity, const char *file, int line)
 {
-    const place p = here("barrier_wait", file, line);
+    const site p = here("barrier_wait", file, line);
     barrier_state *b = &barrier_at(at, p);
     while (b->phase % 2 == parity % 2) {
         emu_self().barrier = at;
@@ -136,7 +139,7 @@ void barrier_wait(smem at, uint32_t parity, const char *file, int line)
 
 void copy_bulk(smem to, const void *from, uint32_t bytes, smem barrier, const char *file, int line)
 {
-    const place p = here("copy_bulk", file, line);
+    const site p = here("copy_bulk", file, line);
     barrier_at(barrier, p);
     if (bytes == 0 || bytes % 16 != 0 || to % 16 != 0 || (uintptr_t)from % 16 != 0)
         emu_refuse("copy_bulk of %u bytes from %p to shared byte %u by thread %d at %s:%d: all "
@@ -174,7 +177,7 @@ void emu_flights_end()
     const copy &c = m->flights[0];
     snprintf(m->report->text, sizeof(m->report->text),
              "block (%d, %d) ended while the copy started at %s:%d was under way", m->block_x,
-             m->block_y, c.at.file, c.at.line);
+             m->block_y, emu_place(c.at).file, emu_place(c.at).line);
     emu_machine->refused = true;
 }
 } // namespace gpu

@@ -7,24 +7,17 @@
 
 namespace gpu
 {
-static place here(const char *what, const char *file, int line)
+static site here(const char *what, const char *file, int line)
 {
-    const place p = {what, file, line};
-    return p;
-}
-
-static bool same_place(const place &a, const place &b)
-{
-    return a.line == b.line && (a.file == b.file || strcmp(a.file, b.file) == 0) &&
-           (a.what == b.what || strcmp(a.what, b.what) == 0);
+    return emu_site({what, file, line});
 }
 
 void emu_check_together(int first, int count)
 {
-    const place &a = emu_machine->fibers[first].at;
+    const site at = emu_machine->fibers[first].at;
     for (int t = first + 1; t < first + count; t++) {
-        const place &b = emu_machine->fibers[t].at;
-        if (!same_place(a, b))
+        const place &a = emu_place(at), &b = emu_place(emu_machine->fibers[t].at);
+        if (emu_machine->fibers[t].at != at)
             emu_refuse("divergent collective: thread %d in %s at %s:%d, thread %d in %s at %s:%d",
                        first, a.what, a.file, a.line, t, b.what, b.file, b.line);
     }
@@ -32,8 +25,7 @@ void emu_check_together(int first, int count)
 
 // Hands in `n` words; returns when all lanes have, and the last one has run `compute`, which then
 // goes on at once. The results of a lane stay in out[] until it enters its next collective.
-static const uint32_t *meet(const place &at, const uint32_t *in, int n,
-                            void (*compute)(warp_state &))
+static const uint32_t *meet(site at, const uint32_t *in, int n, void (*compute)(warp_state &))
 {
     const int first = warp() * WARP;
     warp_state &w = emu_machine->warps[warp()];
@@ -72,7 +64,7 @@ void warp_sync(const char *file, int line)
 }
 
 // Threads [first, first + count) wait for each other.
-static void sync_threads(int group, int first, int count, const place &at)
+static void sync_threads(int group, int first, int count, site at)
 {
     machine *m = emu_machine;
     emu_self().loads = 0;
@@ -103,7 +95,7 @@ void block_sync(const char *file, int line)
 
 void warps_sync(int number, int first, int count, const char *file, int line)
 {
-    const place at = here("warps_sync", file, line);
+    const site at = here("warps_sync", file, line);
     if (number < 1 || number > 15 || count < 1 || warp() < first || warp() >= first + count ||
         (first + count) * WARP > emu_machine->threads)
         emu_refuse("warps_sync number %d of %d warps from %d, by thread %d, at %s:%d: numbers are "
@@ -131,7 +123,8 @@ struct matrices {
 };
 
 // The matrices in the words of all lanes: a[0..3], b0, b1, then c[0..3] as bits.
-static void gather(const warp_state &w, float (*lo)(uint32_t), float (*hi)(uint32_t), matrices &x)
+template <float lo(uint32_t), float hi(uint32_t)>
+static void gather(const warp_state &w, matrices &x)
 {
     for (int l = 0; l < WARP; l++) {
         const int g = l >> 2, j = l & 3;
@@ -167,10 +160,10 @@ static void multiply(matrices &x)
                 x.c[row][column] += x.a[row][k] * x.b[k][column];
 }
 
-static void compute_mma_of(warp_state &w, float (*lo)(uint32_t), float (*hi)(uint32_t))
+template <float lo(uint32_t), float hi(uint32_t)> static void compute_mma_of(warp_state &w)
 {
     matrices x;
-    gather(w, lo, hi, x);
+    gather<lo, hi>(w, x);
     if (emu_machine->truncate)
         multiply_cut(x);
     else
@@ -182,15 +175,15 @@ static void compute_mma_of(warp_state &w, float (*lo)(uint32_t), float (*hi)(uin
 
 static void compute_mma(warp_state &w)
 {
-    compute_mma_of(w, low, high);
+    compute_mma_of<low, high>(w);
 }
 
 static void compute_mma_bf16(warp_state &w)
 {
-    compute_mma_of(w, low_bf16, high_bf16);
+    compute_mma_of<low_bf16, high_bf16>(w);
 }
 
-static void mma_of(const place &at, void (*compute)(warp_state &), float d[4], const uint32_t a[4],
+static void mma_of(site at, void (*compute)(warp_state &), float d[4], const uint32_t a[4],
                    uint32_t b0, uint32_t b1, const float c[4])
 {
     const uint32_t in[10] = {a[0], a[1],          a[2],          a[3],          b0,
@@ -239,19 +232,19 @@ static void load_matrices(const place &at, void (*compute)(warp_state &), uint32
 {
     u32x4 row;
     emu_load(&row, from, sizeof(row), at.file, at.line);
-    const uint32_t *out = meet(at, row.v, 4, compute);
+    const uint32_t *out = meet(emu_site(at), row.v, 4, compute);
     for (int i = 0; i < 4; i++)
         r[i] = out[i];
 }
 
 void ldmatrix(uint32_t r[4], smem at, const char *file, int line)
 {
-    load_matrices(here("ldmatrix", file, line), compute_matrix, r, at);
+    load_matrices({"ldmatrix", file, line}, compute_matrix, r, at);
 }
 
 void ldmatrix_trans(uint32_t r[4], smem at, const char *file, int line)
 {
-    load_matrices(here("ldmatrix_trans", file, line), compute_matrix_trans, r, at);
+    load_matrices({"ldmatrix_trans", file, line}, compute_matrix_trans, r, at);
 }
 
 static void compute_transpose(warp_state &w)
@@ -281,7 +274,7 @@ static void compute_shuffle(warp_state &w)
         w.out[l][0] = w.in[w.in[l][1] % WARP][0];
 }
 
-static uint32_t shuffle_of(uint32_t x, int from, const place &at)
+static uint32_t shuffle_of(uint32_t x, int from, site at)
 {
     const uint32_t in[2] = {x, (uint32_t)from};
     return meet(at, in, 2, compute_shuffle)[0];
@@ -316,7 +309,7 @@ static void compute_ballot(warp_state &w)
         w.out[l][0] = said;
 }
 
-static uint32_t vote(bool x, const place &at)
+static uint32_t vote(bool x, site at)
 {
     const uint32_t in = x;
     return meet(at, &in, 1, compute_ballot)[0];

@@ -3,7 +3,11 @@
 // The emulator behind emu.h: launches, fibers and their turns, and who has seen what.
 #include "kernels/emu/emu.h"
 
+#include <stdlib.h>
 #include <string.h>
+
+#include <string>
+#include <tuple>
 
 #include "kernels/emu/machine.h"
 
@@ -20,6 +24,32 @@ uint64_t emu_random()
     x ^= x >> 27;
     emu_machine->random = x;
     return (x * 0x2545f4914f6cdd1dull) >> 16;
+}
+
+// ---- Places by number ----
+
+known_site emu_sites[SITES_AT_HAND];
+
+// By what they say, for one line can have several copies of its file's name.
+static std::map<std::tuple<std::string, std::string, int>, site> site_numbers;
+static std::vector<place> sites;
+
+site emu_site_new(const place &p)
+{
+    const auto made =
+        site_numbers.emplace(std::make_tuple(p.what, p.file, p.line), (site)sites.size());
+    if (made.second)
+        sites.push_back(p);
+    if (sites.size() > UINT16_MAX)
+        abort();
+    const size_t i = (size_t)p.file / 8 + (size_t)p.what + (size_t)p.line;
+    emu_sites[i % SITES_AT_HAND] = {p, made.first->second};
+    return made.first->second;
+}
+
+const place &emu_place(site number)
+{
+    return sites[number];
 }
 
 // ---- Turns ----
@@ -40,13 +70,14 @@ void emu_refuse(const char *format, ...)
 // Where a fiber waits, in words.
 static int describe(char *text, size_t n, size_t t, const fiber &f)
 {
+    const place &at = emu_place(f.at);
     if (f.state == ENDED)
         return snprintf(text, n, "\n  warp %zu from lane %zu: ended", t / WARP, t % WARP);
     if (f.state == AT_BARRIER)
         return snprintf(text, n, "\n  warp %zu from lane %zu: waits in %s at %s:%d for phase %u",
-                        t / WARP, t % WARP, f.at.what, f.at.file, f.at.line, f.phase);
+                        t / WARP, t % WARP, at.what, at.file, at.line, f.phase);
     return snprintf(text, n, "\n  warp %zu from lane %zu: waits in %s at %s:%d", t / WARP, t % WARP,
-                    f.at.what, f.at.file, f.at.line);
+                    at.what, at.file, at.line);
 }
 
 // Says for each warp which lanes wait at which line, and which have ended. Lanes that wait in a
@@ -61,7 +92,7 @@ static void report_deadlock()
         const fiber &f = m->fibers[t];
         const fiber *before = t % WARP ? &m->fibers[t - 1] : NULL;
         const bool alike = before && before->state == f.state &&
-                           (f.state == ENDED || before->at.line == f.at.line);
+                           (f.state == ENDED || emu_place(before->at).line == emu_place(f.at).line);
         if (!alike)
             used += describe(r->text + used, sizeof(r->text) - used, t, f);
     }
@@ -139,10 +170,9 @@ void emu_new_order(warp_state &w)
 
 static void fiber_main()
 {
-    const place end = {"the end", "", 0};
     emu_machine->kernel(emu_machine->args);
     emu_machine->ended++;
-    emu_sleep(ENDED, end);
+    emu_sleep(ENDED, emu_site({"the end", "", 0}));
     for (;;)
         emu_yield();
 }
@@ -219,6 +249,7 @@ int emu_launch(void (*kernel)(const void *), const void *args, const emu_shape &
     m.random = shape.seed * 2 + 1;
     m.truncate = shape.truncate;
     m.driver = shape.driver;
+    m.count_bytes = shape.count_bytes;
     m.device = shape.device;
     m.fibers.resize(shape.threads);
     m.warps.resize(shape.threads / WARP);
@@ -251,10 +282,11 @@ int grid_x()
 
 // ---- Who has seen what ----
 
+// Compared as signed numbers, which every CPU does for several at once.
 static void raise(uint32_t *to, const uint32_t *from, int n)
 {
     for (int i = 0; i < n; i++)
-        to[i] = to[i] > from[i] ? to[i] : from[i];
+        to[i] = (int32_t)to[i] > (int32_t)from[i] ? to[i] : from[i];
 }
 
 // Most often nobody, or all, know the same.

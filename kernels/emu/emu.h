@@ -75,6 +75,7 @@ struct emu_shape {
     bool truncate;
     bool driver = false;
     int device = 0; // the bit of its pieces, see global.h
+    bool count_bytes = false;
 };
 int emu_launch(void (*kernel)(const void *), const void *args, const emu_shape &shape,
                emu_report *report);
@@ -98,7 +99,8 @@ int launch(void (*kernel)(const Args &), const Args &args, const emu_shape &shap
     return emu_launch(emu_call<Args>::run, &call, shape, report);
 }
 
-// How many times each byte of shared memory was loaded by lanes of the last block that ran.
+// How many times each byte of shared memory was loaded by lanes of the last block that ran, if
+// count_bytes was set.
 const uint32_t *emu_byte_loads();
 
 uint16_t float_to_half(float x); // to nearest even

@@ -25,7 +25,9 @@
 
 namespace gpu
 {
-enum { STACK_BYTES = 256 * 1024 };
+// All stacks at the same distance from a page would share a few sets of every cache: their tops
+// are some lines apart, at COLORS places.
+enum { STACK_BYTES = 256 * 1024, COLORS = 61, COLOR_BYTES = 17 * 64 };
 
 // The memory of stack `number`, without marks that a sanitizer left there when it was last used.
 static char *memory(size_t number)
@@ -70,7 +72,8 @@ __asm__(".text\n"
 emu_stack *emu_stack_start(size_t number, void (*run)())
 {
     // `run` finds the stack as after a call: 8 bytes off a multiple of 16.
-    uint64_t *top = (uint64_t *)(memory(number) + STACK_BYTES) - 1;
+    const size_t color = number % COLORS * COLOR_BYTES;
+    uint64_t *top = (uint64_t *)(memory(number) + STACK_BYTES - color) - 1;
     top[0] = 0;
     *--top = (uint64_t)run;
     for (int i = 0; i < 6; i++)

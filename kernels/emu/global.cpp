@@ -166,6 +166,20 @@ struct written {
 static std::vector<written> table; // open addressing; a power of two long
 static size_t in_table;
 
+// A bit for each 64 bytes, by a few bits of the address: most loads are of what nobody writes.
+enum { LINE = 64, LINES = 1 << 16 };
+static uint64_t lines[LINES / 64];
+
+static size_t line_of(uintptr_t unit)
+{
+    return unit / (LINE / UNIT) % LINES;
+}
+
+static bool may_be_written(uintptr_t unit)
+{
+    return lines[line_of(unit) / 64] >> line_of(unit) % 64 & 1;
+}
+
 struct counter {
     std::shared_ptr<const foreign> told; // by those who were here
 };
@@ -176,6 +190,7 @@ void emu_global_start()
     if (in_table > 0 || table.empty())
         table.assign(1024, written());
     in_table = 0;
+    memset(lines, 0, sizeof(lines));
     counters.clear();
     guard g(pieces_lock);
     launched = pieces;
@@ -210,19 +225,21 @@ static bool seen(const written &w)
     return found != others->end() && found->second[w.by.thread] >= w.by.time;
 }
 
-static void check_seen(uintptr_t unit, const place &p, bool counting)
+static void check_seen(uintptr_t unit, site here, bool counting)
 {
     const written &w = slot_of(unit);
     if (w.unit == 0 || (counting && w.counted) || seen(w))
         return;
+    const place &p = emu_place(here), &by = emu_place(w.by.at);
     emu_refuse("race on device memory: block %d, thread %d in %s at %s:%d and block %d, thread %d "
                "in %s at %s:%d, which has not seen it",
-               w.block, w.by.thread, w.by.at.what, w.by.at.file, w.by.at.line, emu_block(),
-               thread(), p.what, p.file, p.line);
+               w.block, w.by.thread, by.what, by.file, by.line, emu_block(), thread(), p.what,
+               p.file, p.line);
 }
 
-static void check_place(const void *at, uint32_t bytes, bool write, const place &p)
+static void check_place(const void *at, uint32_t bytes, bool write, site here)
 {
+    const place &p = emu_place(here);
     const uint32_t align = bytes < 16 ? bytes : 16, device = 1u << emu_machine->device;
     if ((uintptr_t)at % align != 0)
         emu_refuse("%s at %p by block %d, thread %d at %s:%d: the address must be a multiple of %u",
@@ -235,22 +252,24 @@ static void check_place(const void *at, uint32_t bytes, bool write, const place 
                                                           : "has them all");
 }
 
-void emu_global_check(const void *from, uint32_t bytes, const place &p)
+void emu_global_check(const void *from, uint32_t bytes, site p)
 {
     check_place(from, bytes, false, p);
     if (in_table == 0)
         return;
     for (uintptr_t u = (uintptr_t)from / UNIT; u <= ((uintptr_t)from + bytes - 1) / UNIT; u++)
-        check_seen(u, p, false);
+        if (may_be_written(u))
+            check_seen(u, p, false);
 }
 
-static void note_write(const void *at, uint32_t bytes, const place &p, bool counting)
+static void note_write(const void *at, uint32_t bytes, site p, bool counting)
 {
     check_place(at, bytes, true, p);
     for (uintptr_t u = (uintptr_t)at / UNIT; u <= ((uintptr_t)at + bytes - 1) / UNIT; u++) {
         check_seen(u, p, counting);
         written &w = slot_of(u);
         in_table += w.unit == 0;
+        lines[line_of(u) / 64] |= 1ull << line_of(u) % 64;
         w = {u, emu_block(), counting, emu_now(p)};
         if (in_table > table.size() / 2)
             grow();
@@ -259,13 +278,13 @@ static void note_write(const void *at, uint32_t bytes, const place &p, bool coun
 
 void emu_global_load(void *to, const void *from, uint32_t bytes, const char *file, int line)
 {
-    emu_global_check(from, bytes, {"a load", file, line});
+    emu_global_check(from, bytes, emu_site({"a load", file, line}));
     memcpy(to, from, bytes);
 }
 
 void emu_global_store(void *at, const void *from, uint32_t bytes, const char *file, int line)
 {
-    note_write(at, bytes, {"a store", file, line}, false);
+    note_write(at, bytes, emu_site({"a store", file, line}), false);
     memcpy(at, from, bytes);
 }
 
@@ -291,7 +310,7 @@ static void release(const void *at)
 }
 
 // Nothing comes between reading and writing, since fibers take turns only where they say so.
-template <typename Change> static uint32_t count(uint32_t *at, Change change, const place &p)
+template <typename Change> static uint32_t count(uint32_t *at, Change change, site p)
 {
     note_write(at, sizeof(*at), p, true);
     const uint32_t before = *at;
@@ -302,32 +321,36 @@ template <typename Change> static uint32_t count(uint32_t *at, Change change, co
 uint32_t fetch_inc(uint32_t *at, uint32_t last, const char *file, int line)
 {
     acquire(at);
-    const uint32_t before =
-        count(at, [=](uint32_t x) { return x >= last ? 0 : x + 1; }, {"fetch_inc", file, line});
+    const uint32_t before = count(
+        at, [=](uint32_t x) { return x >= last ? 0 : x + 1; }, emu_site({"fetch_inc", file, line}));
     release(at);
     return before;
 }
 
 uint32_t fetch_add(uint32_t *at, uint32_t x, const char *file, int line)
 {
-    return count(at, [=](uint32_t before) { return before + x; }, {"fetch_add", file, line});
+    return count(
+        at, [=](uint32_t before) { return before + x; }, emu_site({"fetch_add", file, line}));
 }
 
 uint32_t fetch_max(uint32_t *at, uint32_t x, const char *file, int line)
 {
-    return count(at, [=](uint32_t before) { return before > x ? before : x; },
-                 {"fetch_max", file, line});
+    return count(
+        at, [=](uint32_t before) { return before > x ? before : x; },
+        emu_site({"fetch_max", file, line}));
 }
 
 uint32_t load_acquire(const uint32_t *at, const char *file, int line)
 {
     acquire(at);
-    return count((uint32_t *)at, [](uint32_t x) { return x; }, {"load_acquire", file, line});
+    return count((uint32_t *)at, [](uint32_t x) { return x; },
+                 emu_site({"load_acquire", file, line}));
 }
 
 void store_release(uint32_t *at, uint32_t x, const char *file, int line)
 {
-    count(at, [=](uint32_t) { return x; }, {"store_release", file, line});
+    count(
+        at, [=](uint32_t) { return x; }, emu_site({"store_release", file, line}));
     release(at);
 }
 } // namespace gpu

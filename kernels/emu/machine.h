@@ -25,10 +25,13 @@ struct place {
     int line;
 };
 
+// The number of a place: each word of shared memory remembers two.
+typedef uint16_t site;
+
 struct touch {
-    int thread; // -1: nobody
     uint32_t time;
-    place at;
+    int16_t thread; // -1: nobody
+    site at;
 };
 
 // An asynchronous copy that has been started and has not landed.
@@ -38,7 +41,7 @@ struct copy {
     uint32_t bytes;
     uint64_t batch; // of the thread; bulk copies have none
     smem barrier;   // of a bulk copy
-    place at;
+    site at;
 };
 
 enum fiber_state { READY, AT_WARP, AT_BLOCK, AT_BARRIER, ENDED };
@@ -49,7 +52,7 @@ typedef std::map<int, std::vector<uint32_t>> foreign;
 struct fiber {
     emu_stack *stack;
     enum fiber_state state;
-    place at;       // where it waits
+    site at;        // where it waits
     smem barrier;   // that it waits for, or number of the group
     uint32_t phase; // of the barrier
     std::vector<copy> copies;
@@ -60,7 +63,7 @@ struct fiber {
 
 // One shared load of a warp: what its lanes asked for so far.
 struct warp_load {
-    place at;
+    site at;
     uint32_t bytes, lanes; // lanes: one bit each
     smem from[WARP];
 };
@@ -96,7 +99,7 @@ struct machine {
     std::vector<uint32_t> known;
     uint32_t time;
     uint64_t random;
-    bool truncate, refused, driver;
+    bool truncate, refused, driver, count_bytes;
     int device;
     emu_stack *launcher;
 };
@@ -116,6 +119,28 @@ static inline int emu_block()
     return emu_machine->block_y * emu_machine->grid_x + emu_machine->block_x;
 }
 
+// ---- Places by number ----
+
+enum { SITES_AT_HAND = 1024 };
+
+struct known_site {
+    place at;
+    site number;
+};
+extern known_site emu_sites[SITES_AT_HAND]; // those met last
+
+site emu_site_new(const place &p);
+const place &emu_place(site number);
+
+static inline site emu_site(const place &p)
+{
+    const size_t i = (size_t)p.file / 8 + (size_t)p.what + (size_t)p.line;
+    const known_site &s = emu_sites[i % SITES_AT_HAND];
+    if (s.at.line == p.line && s.at.file == p.file && s.at.what == p.what)
+        return s.number;
+    return emu_site_new(p);
+}
+
 // Ends the launch with this text. Called by a fiber, it does not return.
 void emu_refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
@@ -123,7 +148,7 @@ void emu_refuse(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void emu_yield();
 void emu_wake(int thread);
 void emu_new_order(warp_state &w); // of the lanes that run next
-static inline void emu_sleep(enum fiber_state why, const place &at)
+static inline void emu_sleep(enum fiber_state why, site at)
 {
     emu_self().state = why;
     emu_self().at = at;
@@ -146,9 +171,9 @@ static inline bool emu_ordered(const touch &t)
            emu_knows(emu_machine->current)[t.thread] >= t.time;
 }
 
-static inline touch emu_now(const place &at)
+static inline touch emu_now(site at)
 {
-    const touch t = {emu_machine->current, emu_machine->time, at};
+    const touch t = {emu_machine->time, (int16_t)emu_machine->current, at};
     return t;
 }
 
@@ -164,9 +189,9 @@ std::shared_ptr<const foreign> emu_merge_foreign(const std::shared_ptr<const for
 void emu_shared_reset(uint32_t bytes); // before a block
 void emu_shared_end();                 // after it: what remains to be counted
 void emu_loads_end(warp_state &w);     // the warp meets: loads that not all lanes made
-void emu_copy_start(smem to, uint32_t bytes, const place &at);
+void emu_copy_start(smem to, uint32_t bytes, site at);
 void emu_copy_land(const copy &c, int thread);
-void emu_barrier_take(smem at, const place &here); // the words become a barrier
+void emu_barrier_take(smem at, site here); // the words become a barrier
 
 // ---- Asynchronous copies and barriers ----
 
@@ -176,7 +201,7 @@ void emu_flights_end();  // the block ends
 // ---- Device memory ----
 
 void emu_global_start(); // before a launch
-void emu_global_check(const void *from, uint32_t bytes, const place &at);
+void emu_global_check(const void *from, uint32_t bytes, site at);
 } // namespace gpu
 
 #endif

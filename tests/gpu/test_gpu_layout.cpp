@@ -245,8 +245,9 @@ static vector<uint8_t> random_group(const variant &v, std::mt19937 &random, vect
 
 static gpu::emu_report run_probe(void (*kernel)(const probe &), const probe &p)
 {
-    const gpu::emu_shape shape = {1, 1, 32, 128 * 1024, 7, false};
+    gpu::emu_shape shape = {1, 1, 32, 128 * 1024, 7, false};
     gpu::emu_report report;
+    shape.count_bytes = true;
     if (gpu::launch(kernel, p, shape, &report) != 0)
         fail_msg("%s", report.text);
     if (report.conflict[0])
