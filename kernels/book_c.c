@@ -33,14 +33,23 @@ void kvq__put_book_code(uint8_t *codes, uint32_t bits, uint32_t subs, uint32_t m
         put_field(codes + kvq__book_high_row(bits, subs, m), high, t, code >> low);
 }
 
+// With the length of a vector known to the compiler.
+static uint32_t nearest(const float *x, const float *table, uint32_t vector, uint32_t count)
+{
+    assert(vector == 2 || vector == 4 || vector == 8);
+    return vector == 2   ? kvq__nearest_centroid(x, table, 2, count)
+           : vector == 4 ? kvq__nearest_centroid(x, table, 4, count)
+                         : kvq__nearest_centroid(x, table, 8, count);
+}
+
 static void quant(const struct kvq__side *side, uint32_t dim, const float *rows, uint8_t *codes)
 {
     uint32_t vector = side->row.vector, bits = side->row.bits, subs = dim / vector;
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
         for (uint32_t m = 0; m < subs; m++)
-            kvq__put_book_code(codes, bits, subs, m, t,
-                               kvq__nearest_centroid(rows + t * dim + m * vector, table_of(side, m),
-                                                     vector, 1u << bits));
+            kvq__put_book_code(
+                codes, bits, subs, m, t,
+                nearest(rows + t * dim + m * vector, table_of(side, m), vector, 1u << bits));
 }
 
 static void dequant(const struct kvq__side *side, uint32_t dim, const uint8_t *codes, float *rows)
