@@ -121,7 +121,7 @@ static void ragged(uint32_t threads, bool own)
         append[i] = 1 + 170 * i;
     }
     local_step(&m, pairs, N, append, 0, true);
-    for (uint32_t i = 0; i < 24; i++) {
+    for (uint32_t i = 0; i < 24 / LOCAL_PART; i++) {
         for (uint32_t j = 0; j < N; j++)
             append[j] = local_random(4) ? local_random(3) : 40;
         local_step(&m, pairs, N, append, i % 4 == 1 ? KVQ_PAST_ONLY : 0, i % 4 != 2);
@@ -352,7 +352,7 @@ static void test_forks(void **state)
         fine(kvq_local_add(rig.local, pairs[i].here));
     }
     append[0] = 1;
-    for (uint32_t i = 0; i < 70; i++)
+    for (uint32_t i = 0; i < 70 / LOCAL_PART; i++)
         local_step(&m, pairs, N, append, 0, true);
     for (uint32_t i = 0; i < N; i++)
         local_close_pair(&pairs[i]);
