@@ -340,6 +340,65 @@ static void test_window(void **state)
     attend(handle, 0, 1, 0);
 }
 
+// A session that stands in two entries: one of them is refused, whichever appends.
+static void test_begin_twice(void **state)
+{
+    (void)state;
+    for (uint32_t tokens = 0; tokens <= 128; tokens += 64)
+        for (uint32_t which = 0; which < 4; which++) {
+            uint64_t handle = tokens ? fed(tokens, tokens, 0) : kit_session(&m, two_layers, 2, 0);
+            uint64_t used = kit.core->pools[0].used_bytes;
+            struct kvq_entry_wire e[2] = {{.handle = handle, .position = tokens},
+                                          {.handle = handle, .position = tokens}};
+            struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
+            e[0].append = which & 1 ? 300 : 0;
+            e[1].append = which & 2 ? 1 : 0;
+            r.step = 5;
+            assert_int_equal(kit_request(&m, &r, e), 0);
+            assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+            assert_int_equal(kvq__queue_results(m.queue)[1].status, KVQ_E_BUSY);
+            core_check(kit.core);
+            assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e[0], NULL), 0);
+            assert_int_equal(kit.core->pools[0].used_bytes, used);
+        }
+}
+
+// The entry that was to pack what is due fails: the other one of the session packs it, and reads
+// what was written there.
+static void test_packer_fails(void **state)
+{
+    static uint8_t before[64 * 1024], after[64 * 1024];
+    (void)state;
+    uint64_t handle = fed(300, 300, 0), twin = fed(300, 300, 0);
+    float *bad = (float *)(void *)m.memory + (size_t)300 * HEADS * DIM, value = *bad;
+    copy_out(twin, 0, before); // which packs
+    struct kvq_entry_wire e[2] = {{.handle = handle,
+                                   .position = 300,
+                                   .row = 300,
+                                   .append = 1,
+                                   .queries = 1,
+                                   .q_row = QUERIES},
+                                  {.handle = handle, .position = 300, .queries = QUERIES}};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e[0], NULL), 0);
+    struct kvq_request r = kit_header(KVQ_OP_APPEND_ATTEND, 2);
+    r.step = 5;
+    r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
+    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+    r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
+    *bad = (float)NAN;
+    memset(m.memory + OUT_AT, 0, 64 * 1024);
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    *bad = value;
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_NONFINITE);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
+    memcpy(after, m.memory + OUT_AT, sizeof after);
+    assert_memory_equal(before, after, sizeof before);
+    assert_true(kit_of(&m, handle)->layers[0].packed > 0);
+    core_check(kit.core);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -353,6 +412,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_memory_full, setup, teardown),
         cmocka_unit_test_setup_teardown(test_readers, setup, teardown),
         cmocka_unit_test_setup_teardown(test_window, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_begin_twice, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_packer_fails, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

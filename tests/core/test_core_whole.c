@@ -591,6 +591,37 @@ static void test_refusals(void **state)
     core_check(kit.core);
 }
 
+// A session that stands in two entries, with units that are due: one entry is refused, so that
+// nothing is published before it is packed.
+static void test_twice(void **state)
+{
+    (void)state;
+    struct mapping map;
+    uint64_t one = open_named(&m, "one", 0, 0);
+    assert_int_equal(kit_step(&m, one, 300, HEADS, DIM), 0); // not packed yet
+    open_map(&m, one, &map);
+    for (uint32_t swapped = 0; swapped < 2; swapped++) {
+        uint64_t past = kit_of(&m, one)->tokens;
+        struct kvq_entry_wire e[2] = {
+            {.handle = one, .position = past, .row = (uint32_t)past, .append = swapped ? 128 : 0},
+            {.handle = one, .position = past, .row = (uint32_t)past, .append = swapped ? 0 : 128}};
+        struct kvq_request r = kit_header(KVQ_OP_STEP, 2);
+        r.layer = LAYERS;
+        r.slots = (uint16_t)(r.slots + LAYERS);
+        for (uint32_t i = 0; i < LAYERS; i++)
+            m.layers[i] = (struct kvq_step_layer){
+                kit_view(&m, 0, rows[i].kv_from < 0 ? HEADS : 0, DIM, KVQ_F32),
+                kit_view(&m, m.bytes / 2, rows[i].kv_from < 0 ? HEADS : 0, DIM, KVQ_F32)};
+        m.layers[2] = (struct kvq_step_layer){0};
+        assert_int_equal(kit_request(&m, &r, e), 0);
+        assert_int_equal(kvq__queue_results(m.queue)[swapped].status, KVQ_E_BUSY);
+        assert_int_equal(kvq__queue_results(m.queue)[!swapped].status, 0);
+        assert_int_equal(kit_of(&m, one)->tokens, past + 128);
+        core_check(kit.core);
+    }
+    close_map(&map);
+}
+
 // A page table counts for the session's namespace, up to its limit.
 static void test_counts(void **state)
 {
@@ -645,6 +676,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_overtaken, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extents_stay, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_twice, setup, teardown),
         cmocka_unit_test_setup_teardown(test_counts, setup, teardown),
         cmocka_unit_test_setup_teardown(test_no_room, setup, teardown),
     };

@@ -117,11 +117,26 @@ static struct kvq__layer *next_pack_layer(const struct kvq__queue *q, const stru
     return &s->layers[s->layers[q->header.layer].source];
 }
 
+// What another entry of the session was to pack, which has failed.
+static void inherit_packing(struct kvq__queue *q, uint32_t i)
+{
+    struct kvq__entry *w = &q->work[i];
+    for (uint32_t j = 0; j < q->header.count && !w->packing; j++) {
+        struct kvq__entry *other = &q->work[j];
+        if (other->session != w->session || !other->packing || kvq__entry_alive(q, j))
+            continue;
+        other->packing = false;
+        w->packing = true;
+    }
+}
+
 static bool prepare_pack(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     w->n_items = 0;
+    if (!w->packing && next_pack_layer(q, s)->packer == q)
+        inherit_packing(q, i);
     if (!w->packing)
         return true;
     if (s->dropped) {

@@ -223,7 +223,8 @@ static bool begin_step_entry(struct kvq__queue *q, struct kvq__step *step, uint3
         return false;
     int rc = kvq__ids_bring(q, i, q->entries[i].append);
     // Taken already, unless an earlier entry of the session has failed.
-    rc = rc ? rc : kvq__pages_reserve(s, s->tokens + q->entries[i].append);
+    if (rc == 0 && q->entries[i].append > 0)
+        rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
     if (rc < 0) {
         kvq__entry_fail(q, i, rc, s->tokens);
         return false;

@@ -155,15 +155,16 @@ static void hold_step_all_entry(struct kvq__queue *q, uint32_t i)
         w->table->uses++;
 }
 
-// Work of all entries is enqueued there before any of it has been done, so that a session that
-// stands in several would be published as it never was.
+// A session that stands in several entries would be published as it never was: on a GPU work of all
+// entries is enqueued before any of it has been done, and on the host one entry packs for all.
 static void check_once(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__session *s = q->work[i].session;
-    if (!s->pool->gpu || q->entries[i].append > 0)
+    if (q->entries[i].append > 0)
         return;
     for (uint32_t j = 0; j < q->header.count; j++)
-        if (j != i && kvq__entry_alive(q, j) && q->work[j].session == s) {
+        if (j != i && kvq__entry_alive(q, j) && q->work[j].session == s &&
+            (j < i || q->entries[j].append > 0)) {
             kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
             return;
         }
