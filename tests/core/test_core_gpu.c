@@ -307,6 +307,13 @@ static void test_given_back_beside_a_stalled(void **state)
         assert_true(pools[1].used_bytes == gpu && pools[0].used_bytes == host);
         stream_session(&two, "two", "f16");
     }
+    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    assert_int_equal(kit_step(&two.m, info.handle, 1, HEADS, DIM), 0);
+    const uint64_t strip = pools[0].used_bytes - host;
+    for (int i = 0; i < 64; i++)
+        assert_int_equal(kit_step(&two.m, info.handle, 1, HEADS, DIM), 0);
+    assert_int_equal(pools[0].used_bytes, host + 4 * strip); // the shorter blocks are gone
+    assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
     assert_int_equal(stream_done(&one), 0);
 }
 

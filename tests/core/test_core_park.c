@@ -286,12 +286,15 @@ static void test_no_room(void **state)
     struct kvq__counts stats;
     (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
+    m.ids_at = 64; // any numbers will do
     feed(a, 1500);
+    m.ids_at = 0;
     feed(b, 1500);
     away(a);
     away(b);
     struct kvq__pool *pool = &kit.core->pools[0];
-    uint64_t budget = pool->budget;
+    uint64_t budget = pool->budget, known = kit_of(&m, a)->ids.known;
+    assert_int_equal(known, 1500);
     kvq__pools_trim(kit.core, 0);
     pool->budget = pool->extent_bytes - 1; // for no extent
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY);
@@ -303,6 +306,7 @@ static void test_no_room(void **state)
     pool->budget = budget;
     wake(a);
     wake(b);
+    assert_int_equal(kit_of(&m, a)->ids.known, known);
     go_on_alike(a, b, 0);
     away(a);
     struct kvq__namespace *ns = kit_of(&m, a)->ns;

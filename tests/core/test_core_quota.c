@@ -186,6 +186,26 @@ static void test_never_more(void **state)
     assert_int_equal(kit_step(&m, b, 3 * PAGE, 2, DIM), 0);
 }
 
+// A block that grows with its session counts once, as what it becomes.
+static void test_growing(void **state)
+{
+    uint64_t a = fed("team", "a", 0);
+    (void)state;
+    set("team", KVQ__HOST_BYTES, PAGE_BYTES);
+    assert_int_equal(kit_step(&m, a, 1, 2, DIM), 0);
+    assert_int_equal(kit_step(&m, a, 63, 2, DIM), 0);
+    assert_int_equal(info_of("team").used[KVQ__HOST_BYTES], PAGE_BYTES / 2);
+    assert_int_equal(kit_step(&m, a, 1, 2, DIM), 0);
+    assert_int_equal(info_of("team").used[KVQ__HOST_BYTES], PAGE_BYTES);
+    core_check(kit.core);
+    assert_int_equal(kit_step(&m, a, PAGE - 64, 2, DIM), KVQ_E_QUOTA);
+    set("team", KVQ__HOST_BYTES, PAGE_BYTES - 1);
+    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    a = fed("team", "a", 0);
+    assert_int_equal(kit_step(&m, a, 64, 2, DIM), 0);
+    assert_int_equal(kit_step(&m, a, 1, 2, DIM), KVQ_E_QUOTA);
+}
+
 static void test_lowered(void **state)
 {
     uint64_t a = fed("team", "a", 3), b = fed("team", "b", 0), fork;
@@ -353,6 +373,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_set, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refused_settings, setup, teardown),
         cmocka_unit_test_setup_teardown(test_never_more, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_growing, setup, teardown),
         cmocka_unit_test_setup_teardown(test_lowered, setup, teardown),
         cmocka_unit_test_setup_teardown(test_own_alone, setup, teardown),
         cmocka_unit_test_setup_teardown(test_sessions, setup, teardown),

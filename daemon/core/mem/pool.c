@@ -487,9 +487,11 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
                        uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref)
 {
     const struct kvq__arena *arena = old->extent->owner;
+    enum kvq__limit which = kvq__pool_limit(pool);
     assert(old->refs > 0 && !old->free);
-    if (old->refs > 1 || arena->ns != ns || old->bytes != bytes ||
-        kvq__pool_limit(arena->pool) != kvq__pool_limit(pool))
+    if (old->refs > 1 || arena->ns != ns || old->bytes > bytes ||
+        kvq__pool_limit(arena->pool) != which ||
+        (old->bytes < bytes && !kvq__quota_allows(ns, which, bytes - old->bytes)))
         return kvq__block_new(core, ns, pool, bytes, ref);
     int rc;
     do

@@ -181,7 +181,7 @@ int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
 // A page table is about to name the extent's blocks: clients have to know it from now on.
 void kvq__extent_show(struct kvq__extent *extent);
 // Takes a block that is to replace `old`, whose last reference is dropped then. If one limit counts
-// both blocks, it counts only one of them, and does not refuse the new one.
+// both blocks, it counts only the new one, and refuses it only for what it is longer than `old`.
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                        uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref);
 struct kvq__ref kvq__block_share(struct kvq__ref ref);

@@ -14,14 +14,15 @@
 
 // ---- What is needed ----
 
-uint64_t kvq__session_bytes_at(const struct kvq__session *s, uint64_t tokens)
+uint64_t kvq__session_bytes_at(const struct kvq__session *s, const struct kvq__pool *pool,
+                               uint64_t tokens)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        bytes += kvq__layer_block_bytes(s, l, tokens);
+        bytes += kvq__layer_block_bytes(s, l, pool, tokens);
         bytes += tokens ? kvq_extras_bytes(l->format, &l->shape) : 0;
     }
     return bytes;
@@ -44,7 +45,7 @@ static struct need need_of_request(const struct kvq__queue *q)
             !kvq__shortage_counts(shortage, s))
             continue;
         uint64_t now = kvq__session_held_bytes(s);
-        uint64_t then = kvq__session_bytes_at(s, s->tokens + q->entries[i].append);
+        uint64_t then = kvq__session_bytes_at(s, s->pool, s->tokens + q->entries[i].append);
         need.missing += then > now ? then - now : 0;
         uint64_t whole = then > now ? then : now, prompt = kvq__exact_bytes(s);
         need.whole += whole > prompt ? whole - prompt : 0;

@@ -26,7 +26,8 @@ void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *s
 bool kvq__admission_turn(struct kvq__queue *queue);
 void kvq__admission_leave(struct kvq__queue *queue); // it has ended
 // Bytes of a session's blocks if it had so many tokens.
-uint64_t kvq__session_bytes_at(const struct kvq__session *session, uint64_t tokens);
+uint64_t kvq__session_bytes_at(const struct kvq__session *session, const struct kvq__pool *pool,
+                               uint64_t tokens);
 
 // Whether `look_at`, when a session becomes old enough, is too late for a request that waits
 // `since`.

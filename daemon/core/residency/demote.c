@@ -3,8 +3,8 @@
 // Demoted sessions: they belong on a GPU, stand in the host's memory because others needed the room
 // there, and go back when somebody uses them. See evict.h.
 #include "daemon/core/residency/evict.h"
-
 #include "daemon/core/residency/move.h"
+#include "daemon/core/session/table.h"
 
 #define AGAIN_NS 50000000ull // it tries again so often though nobody was evicted
 
@@ -41,7 +41,7 @@ void kvq__demoted_refused(struct kvq__session *s)
 
 void kvq__demoted_ask(struct kvq__session *s)
 {
-    uint64_t bytes = s->demoted.home ? kvq__session_bytes_at(s, s->tokens) : 0;
+    uint64_t bytes = s->demoted.home ? kvq__session_bytes_at(s, s->demoted.home, s->tokens) : 0;
     if (s->demoted.home && !kvq__is_offloaded(s) && !s->move && has_place_room(s, bytes))
         go_home(s);
 }
@@ -54,10 +54,12 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     kvq__session_used(s); // nobody else's need makes it go now
     if (s->move || s->park || s->n_loading)
         return true;
-    uint64_t bytes = kvq__session_bytes_at(s, s->tokens);
+    uint64_t bytes = kvq__session_bytes_at(s, s->demoted.home, s->tokens);
     if (has_place_room(s, bytes)) {
         int rc = go_home(s);
-        q->work[i].no_room = rc == KVQ_E_NO_MEMORY ? rc : 0;
+        const struct kvq__table *table = q->work[i].handle->table;
+        bool only_home = table && !table->memory.host; // that is what it publishes into
+        q->work[i].no_room = rc == KVQ_E_NO_MEMORY || (rc < 0 && only_home) ? rc : 0;
         return rc != KVQ_E_NO_MEMORY && !core->draining;
     }
     bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->demoted.home), bytes);
@@ -82,7 +84,7 @@ void kvq__demoted_left(struct kvq__session *s, struct kvq__pool *from, bool demo
     }
     if (back) {
         core->counts.promoted++;
-        core->counts.promoted_bytes += kvq__session_bytes_at(s, s->tokens);
+        core->counts.promoted_bytes += kvq__session_bytes_at(s, s->pool, s->tokens);
     }
     kvq__evict_back(s);
 }

@@ -64,7 +64,7 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
 
 static uint64_t evictable_bytes(const struct kvq__session *s)
 {
-    return kvq__session_bytes_at(s, s->tokens);
+    return kvq__session_bytes_at(s, s->pool, s->tokens);
 }
 
 // Bytes that a shortage has less of without the session.

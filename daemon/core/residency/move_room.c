@@ -67,14 +67,14 @@ static uint64_t bytes_there(const struct kvq__move *move, const struct kvq__move
 
 // ---- What a session needs on another place ----
 
-static uint64_t need_of_moved(const struct kvq__session *s)
+static uint64_t need_of_moved(const struct kvq__session *s, const struct kvq__pool *to)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        bytes += kvq__layer_block_bytes(s, l, s->tokens);
+        bytes += kvq__layer_block_bytes(s, l, to, s->tokens);
         bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
     }
     return bytes;
@@ -84,7 +84,7 @@ uint64_t kvq__move_need(const struct kvq__move *move)
 {
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < move->n; i++)
-        bytes += need_of_moved(move->moved[i].session);
+        bytes += need_of_moved(move->moved[i].session, move->to);
     return bytes;
 }
 
@@ -196,7 +196,8 @@ int kvq__move_reserve(struct kvq__move *move)
     }
     core->patient = false;
     if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
-        kvq__pool_want(move->ticket.ns, move->to, kvq__move_need(move) - move->reserved_bytes);
+        uint64_t need = kvq__move_need(move), has = move->reserved_bytes;
+        kvq__pool_want(move->ticket.ns, move->to, need > has ? need - has : 1);
         return 2;
     }
     if (rc < 0) {

@@ -64,7 +64,7 @@ static uint64_t need_of_restored(const struct kvq__session *s)
         const struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i) || s->n_pages == 0)
             continue;
-        bytes += kvq__layer_block_bytes(s, l, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
+        bytes += kvq__layer_block_bytes(s, l, s->pool, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
         bytes += kvq_extras_bytes(l->format, &l->shape);
     }
     return bytes;
@@ -77,7 +77,7 @@ static int refuse_restore_room(struct kvq__session *s, int rc,
 {
     char way[KVQ_TEXT_BYTES / 4];
     uint64_t need = need_of_restored(s);
-    kvq__pages_trim(s, 0);
+    kvq__pages_empty(s);
     if (rc == KVQ_E_QUOTA)
         return kvq__quota_refuse(s->ns, kvq__pool_limit(s->pool), need, text);
     if (in_the_way)

@@ -205,7 +205,7 @@ uint32_t kvq__packed_pages(const struct kvq__session *s, const struct kvq__layer
 }
 
 uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__layer *l,
-                                uint64_t tokens)
+                                const struct kvq__pool *pool, uint64_t tokens)
 {
     uint32_t pages = kvq__pages_of(tokens), packed = kvq__packed_pages(s, l, tokens);
     uint64_t bytes = 0;
@@ -213,7 +213,7 @@ uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__
         bytes = (uint64_t)(packed - l->first_page) * l->packed_bytes;
     if (pages > l->raw_page)
         bytes += (uint64_t)(pages - 1 - l->raw_page) * l->raw_bytes +
-                 kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, pages - 1));
+                 kvq__raw_block_bytes(pool, l, kvq__page_part(tokens, pages - 1));
     return bytes;
 }
 
@@ -224,16 +224,18 @@ static int raw_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page,
 {
     struct kvq__pageref *p = own_page(l, page);
     struct kvq__ref longer = {0};
-    int rc = passing ? kvq__block_new_passing(s->core, s->ns, s->pool, bytes, &longer)
-                     : kvq__block_new(s->core, s->ns, s->pool, bytes, &longer);
+    if (!p->raw.block)
+        return passing ? kvq__block_new_passing(s->core, s->ns, s->pool, bytes, &p->raw)
+                       : kvq__block_new(s->core, s->ns, s->pool, bytes, &p->raw);
+    assert(!s->pool->gpu && p->raw.block->bytes < bytes);
+    int rc = kvq__block_replace(s->core, s->ns, s->pool, bytes, p->raw.block, &longer);
     if (rc < 0)
         return rc;
-    if (p->raw.block) {
-        assert(!s->pool->gpu && p->raw.block->bytes < bytes);
-        memcpy(longer.data, p->raw.data, p->raw.block->bytes);
-        kvq__tables_dirty(s, page);
-        kvq__block_drop(s->core, &p->raw);
-    }
+    memcpy(longer.data, p->raw.data, p->raw.block->bytes);
+    kvq__tables_dirty(s, page);
+    kvq__session_gives(s, UINT64_MAX);
+    kvq__block_drop(s->core, &p->raw);
+    kvq__drops_end(s->core);
     p->raw = longer;
     return 0;
 }
@@ -273,7 +275,10 @@ static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t to
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
+    uint64_t freed = s->core->freed;
     assert(!kvq__is_offloaded(s));
+    if (want < had) // another entry of the request has taken more
+        return 0;
     int rc = kvq__pages_grow(s, want);
     // A client that attends in its own context reads the pages of a step of few tokens before they
     // are packed. Clients keep what they have mapped of a GPU's memory, whatever is in it.
@@ -289,8 +294,10 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
         rc = rc ? rc : raws_fill(s, l, tokens, is_long ? kvq__packed_early(s, l, fewest) : 0);
         rc = rc ? rc : packed_fill(s, l, tokens);
     }
-    if (rc < 0)
+    if (rc < 0) {
         kvq__pages_untake(s, had);
+        s->core->freed = freed; // shorter blocks were replaced: nobody who waits gains by it
+    }
     return rc;
 }
 
@@ -339,11 +346,11 @@ static void pages_cut(struct kvq__session *s, uint32_t keep,
 static void layer_untake(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
                          void (*drop)(struct kvq__core *, struct kvq__ref *))
 {
-    uint32_t end = kvq__pages_of(tokens), packed = kvq__packed_pages(s, l, tokens);
+    uint32_t end = kvq__pages_of(tokens), page = kvq__packed_pages(s, l, tokens);
     assert(end == s->n_pages);
-    for (uint32_t i = end; i > packed && i > l->first_page && !l->packer; i--)
-        if (kvq__page(l, i - 1)->packed.block)
-            drop(s->core, &own_page(l, i - 1)->packed);
+    page = page > l->first_page ? page : l->first_page;
+    for (; page < end && !l->packer && kvq__page(l, page)->packed.block; page++)
+        drop(s->core, &own_page(l, page)->packed);
     if (end == 0 || end - 1 < l->raw_page)
         return;
     struct kvq__block *raw = kvq__page(l, end - 1)->raw.block;
@@ -387,6 +394,13 @@ void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
     pages_cut(s, kvq__pages_of(tokens), kvq__block_drop);
     if (!kvq__is_offloaded(s))
         layers_untake(s, tokens, kvq__block_drop);
+    kvq__drops_end(s->core);
+}
+
+void kvq__pages_empty(struct kvq__session *s)
+{
+    kvq__session_gives(s, UINT64_MAX);
+    pages_cut(s, 0, kvq__block_drop);
     kvq__drops_end(s->core);
 }
 

@@ -305,7 +305,7 @@ static uint64_t raw_bytes_of(const struct kvq__session *s, const struct kvq__lay
 // The newest pages may have no packed block yet.
 static uint64_t packed_bytes_of(const struct kvq__session *s, const struct kvq__layer *l)
 {
-    uint32_t end = kvq__is_offloaded(s) ? l->first_page : s->n_pages;
+    uint32_t end = kvq__is_offloaded(s) || l->packed_bytes == 0 ? l->first_page : s->n_pages;
     while (end > l->first_page && !kvq__page(l, end - 1)->packed.block)
         end--;
     return (uint64_t)(end - l->first_page) * l->packed_bytes;

@@ -384,9 +384,10 @@ uint32_t kvq__packed_pages(const struct kvq__session *s, const struct kvq__layer
                            uint64_t tokens);
 // Bytes of the blocks that a session has; 0 of an offloaded one.
 uint64_t kvq__session_held_bytes(const struct kvq__session *s);
-// Bytes of the layer's packed and raw blocks at so many tokens, if nothing has been taken back.
+// Bytes that the layer's packed and raw blocks have in the pool at so many tokens, if nothing has
+// been taken back.
 uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__layer *l,
-                                uint64_t tokens);
+                                const struct kvq__pool *pool, uint64_t tokens);
 
 // Tokens that a view at `past` tokens reads packed: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
@@ -439,6 +440,8 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
 // Undoes kvq__pages_reserve down to so many pages. No request has seen them: they are free at once.
 // While others' requests are under way a longer raw block stays.
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
+// Drops all pages and extras. Its counts and ids stay, for whoever fetches it later.
+void kvq__pages_empty(struct kvq__session *s);
 // Drops the pages that `tokens` tokens do not need, and with the last page the extras.
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
 // Gives back what the newest raw blocks have room for and the session's tokens do not need.
