@@ -63,13 +63,14 @@ int kvq__queue_events(struct kvq__queue *q, struct kvq__gpu *gpu, const struct k
 }
 
 // By a store, since a stream's write could stand behind the very wait that it is to end; and by the
-// daemon's own stream, since a store of the host's need not wake a stream.
+// daemon's own stream, since a store of the host's need not wake a stream. The store comes first:
+// it needs no driver, which another thread's call may hold until the stream goes on.
 void kvq__queue_ending(struct kvq__queue *q)
 {
     if (!q->timeline.gpu || q->timeline.events || kvq__queue_settled(q))
         return;
-    kvq__gpu_poke(q->timeline.gpu, q->timeline.ready, INT64_MAX);
     kvq_word64_store_release(q->timeline.ready_here, INT64_MAX);
+    kvq__gpu_poke(q->timeline.gpu, q->timeline.ready, INT64_MAX);
 }
 
 // ---- Requests ----
