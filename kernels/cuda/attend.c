@@ -44,6 +44,17 @@ size_t kvq_gpu_attend_batch_bytes(const struct kvq_gpu_attend_limits *limits)
     return places_of(limits).end;
 }
 
+size_t kvq_gpu_attend_batch_used(const struct kvq_gpu_attend_limits *limits, const void *batch)
+{
+    struct places p = places_of(limits);
+    struct header h;
+    memcpy(&h, batch, sizeof h);
+    assert(h.narrow_items <= limits->narrow_items && h.wide_items <= limits->wide_items);
+    if (h.wide_items)
+        return p.wide + h.wide_items * sizeof(struct kvq_gpu_item);
+    return h.narrow_items ? p.narrow + h.narrow_items * sizeof(struct kvq_gpu_item) : sizeof h;
+}
+
 // Byte offsets within the workspace: counters first, then both kinds of sums.
 static size_t counters_bytes(const struct kvq_gpu_layer *layer,
                              const struct kvq_gpu_attend_limits *l)
@@ -165,7 +176,7 @@ static void add_item(struct walk *w, bool wide, struct kvq_gpu_item item)
     uint32_t *used = wide ? &w->used.wide_items : &w->used.narrow_items;
     size_t place = wide ? w->places.wide : w->places.narrow;
     uint32_t i = (*used)++;
-    if (w->limits && i < (wide ? w->limits->wide_items : w->limits->narrow_items))
+    if (i < (wide ? w->limits->wide_items : w->limits->narrow_items))
         memcpy(w->batch + place + i * sizeof item, &item, sizeof item);
 }
 
@@ -174,11 +185,23 @@ struct range {
     uint32_t from, to;
 };
 
+static uint32_t splits_of(struct range in, struct range but)
+{
+    uint32_t from = in.from > but.from ? in.from : but.from, to = in.to < but.to ? in.to : but.to;
+    uint32_t all = in.to > in.from ? in.to - in.from : 0;
+    return all - (to > from ? to - from : 0);
+}
+
 // Items for all KV heads of splits in `in`, but those in `but`. Heads one after the other, so that
 // blocks of threads seldom change queries.
 static void add_items(struct walk *w, bool wide, uint32_t tile, uint32_t tiles, struct range in,
                       struct range but)
 {
+    if (!w->limits) {
+        uint32_t *used = wide ? &w->used.wide_items : &w->used.narrow_items;
+        *used += w->layer->shape->kv_heads * splits_of(in, but);
+        return;
+    }
     for (uint32_t head = 0; head < w->layer->shape->kv_heads; head++)
         for (uint32_t split = in.from; split < in.to; split++)
             if (split < but.from || split >= but.to)

@@ -148,6 +148,9 @@ int kvq_gpu_attend_needs(const struct kvq_gpu_layer *layer, const struct kvq_att
                          const uint64_t *shared, uint32_t n, struct kvq_gpu_attend_limits *needs,
                          char *text, size_t text_n);
 
+// How many bytes of a batch that was filled kernels may read: no more of it needs to be copied.
+size_t kvq_gpu_attend_batch_used(const struct kvq_gpu_attend_limits *limits, const void *batch);
+
 // How many of the first tokens of two sessions lie in the same packed blocks; pages are the host's.
 uint64_t kvq_gpu_attend_common(const struct kvq_page *a, uint32_t n_a, const struct kvq_page *b,
                                uint32_t n_b);

@@ -459,6 +459,8 @@ vector<result> run(const layer &l, const vector<session *> &sessions, const run_
     if (kvq_gpu_attend_fill(&launch.layer, calls.data(), options.shared, n, &launch.limits,
                             batch.data(), text, sizeof(text)))
         fail_msg("%s", text);
+    const size_t used = kvq_gpu_attend_batch_used(&launch.limits, batch.data());
+    memset(batch.data() + used, 0xff, batch.size() - used);
     const size_t bytes = kvq_gpu_attend_workspace_bytes(&launch.layer, &launch.limits);
     const memory batch_at = copy_of(batch),
                  workspace = memory(vector<uint8_t>(bytes).data(), bytes);
