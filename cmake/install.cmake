@@ -55,7 +55,8 @@ kvq_install_completion(zsh zsh/site-functions _kvqctl)
 kvq_install_completion(fish fish/vendor_completions.d kvqctl.fish)
 
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)
-install(FILES ${CMAKE_BINARY_DIR}/kvqd.service DESTINATION lib/systemd/system COMPONENT kvqd)
+install(FILES ${CMAKE_BINARY_DIR}/kvqd.service packaging/kvqd-nvidia.service
+        DESTINATION lib/systemd/system COMPONENT kvqd)
 install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd.tmpfiles DESTINATION lib/tmpfiles.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd-cpu.conf DESTINATION share/doc/kvqd/examples COMPONENT kvqd)

@@ -21,7 +21,7 @@ INSTALLED = (
     "include/kvq.h",
     *(f"include/kvq/{name}" for name in sorted(os.listdir(os.path.join(ROOT, "client", "kvq")))),
     "lib/libkvq.so", "lib/libkvq.so.0", "lib/pkgconfig/kvq.pc",
-    "lib/systemd/system/kvqd.service",
+    "lib/systemd/system/kvqd.service", "lib/systemd/system/kvqd-nvidia.service",
     "lib/sysusers.d/kvqd.conf", "lib/tmpfiles.d/kvqd.conf", "etc/logrotate.d/kvqd",
     "etc/kvqd/kvqd.conf", "share/kvqd/prometheus/kvqd.rules.yml",
     "share/kvqd/prometheus/kvqd.dashboard.json", "share/man/man1/kvqctl.1",

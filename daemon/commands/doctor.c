@@ -201,8 +201,9 @@ static void check_mps(struct findings *f)
         runs ? "MPS seems to run: kernels run side by side, but a fault in one process, or a kill "
                "-9 "
                "of one with work in flight, can end the GPU work of all, the daemon's too"
-             : "MPS does not seem to run: daemon and engines take turns on a GPU, which costs time "
-               "at every change");
+             : "MPS does not seem to run (no CUDA_MPS_PIPE_DIRECTORY nor /tmp/nvidia-mps, which a "
+               "service with a /tmp of its own does not see): daemon and engines take turns on a "
+               "GPU, which costs time at every change");
 }
 
 static void check_gpus(struct findings *f, const struct kvq__server *s)

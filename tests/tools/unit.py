@@ -54,6 +54,8 @@ class Unit:
         if "@" in re.sub(r"#.*|@[a-z-]+", "", self.text):
             raise Failure("the unit has more to be filled in than this test knows")
         settings = read("packaging", "kvqd-cpu.conf").split("[Service]\n")[1]
+        self.nvidia = self.write("kvqd-nvidia", read("packaging", "kvqd-nvidia.service").replace(
+            "/usr/bin/nvidia-modprobe -c", "/bin/true -c"))
         self.paths = {"kvqd": self.write("kvqd", self.text),
                       "kvqd-cpu": self.write("kvqd-cpu", self.text.replace(
                           "\n[Install]", settings + "\n[Install]"))}
@@ -66,7 +68,7 @@ class Unit:
 
     def check_it_is_valid(self):
         """Unknown names and values are warnings to systemd."""
-        for path in self.paths.values():
+        for path in (self.nvidia, *self.paths.values()):
             done = run(["systemd-analyze", "verify", "--man=no", path])
             said = [x for x in done.stderr.splitlines() if os.path.basename(path) in x]
             if said:
