@@ -85,7 +85,7 @@ static int map_at(const struct kvq__here *here, kvq_gpu_ptr at, size_t bytes, in
     result = here->driver->memory_access(at, bytes, &access, 1);
     if (result != KVQ_GPU_OK)
         here->driver->memory_unmap(at, bytes);
-    return result;
+    return result == KVQ_GPU_INVALID_VALUE ? KVQ_GPU_NOT_SUPPORTED : result; // read-only mappings
 }
 
 int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)

@@ -56,6 +56,8 @@ static int map(const struct kvq_gpu_driver *driver, int device, kvq_gpu_memory m
         goto error_map;
     }
     result = driver->memory_access(at, bytes, &access, 1);
+    if (result == KVQ_GPU_INVALID_VALUE && read_only) // the one thing here that a driver may lack
+        result = KVQ_GPU_NOT_SUPPORTED;
     if (result != KVQ_GPU_OK) {
         fault(driver, result, "allowing access to GPU memory", text, n);
         goto error_access;

@@ -264,6 +264,21 @@ static void test_through_daemon(void **state)
     close_all(p, SESSIONS);
 }
 
+// A driver that maps no memory for reading alone.
+static void test_no_read_only(void **state)
+{
+    struct lg_pair p[SESSIONS];
+    (void)state;
+    lg_open_local(0);
+    assert_null(kvq_local_why(rig.local));
+    assert_int_equal(soft_fail("memory_access", 1, true, KVQ_GPU_INVALID_VALUE), 0);
+    open_all("oscar2", false, p);
+    assert_int_equal(soft_fail("memory_access", 0, false, 0), 0);
+    assert_non_null(strstr(kvq_local_why(rig.local), "GPU memory"));
+    lg_step(p, SESSIONS, 40, NULL);
+    close_all(p, SESSIONS);
+}
+
 static void test_refusals(void **state)
 {
     struct lg_pair p[1];
@@ -411,6 +426,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_host_tensors_of_engine, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_host_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_no_read_only, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
