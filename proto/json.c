@@ -6,7 +6,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-#include "proto/kvq.pb-c.h"
+#include "proto/wire.h"
 
 // To the last digit: cJSON's own numbers are doubles, which it writes and reads back to see whether
 // all digits are there.
@@ -94,7 +94,8 @@ cJSON *kvq_json_of_message(const ProtobufCMessage *message)
     for (unsigned i = 0; i < message->descriptor->n_fields; i++) {
         const ProtobufCFieldDescriptor *field = &message->descriptor->fields[i];
         // A handle belongs to a client's attachment, a cursor to a page: here they say nothing.
-        if (strcmp(field->name, "handle") == 0 || strcmp(field->name, "next") == 0)
+        if (strcmp(field->name, "handle") == 0 || strcmp(field->name, "next") == 0 ||
+            !kvq_field_held(message, field))
             continue;
         cJSON_AddItemToObjectCS(object, field->name,
                                 field->label == PROTOBUF_C_LABEL_REPEATED

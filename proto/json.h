@@ -10,8 +10,9 @@
 #include <stdint.h>
 
 // An object of all fields, by their names; null for NULL. Leaves out handles, which belong to one
-// client's attachment, and cursors, which belong to a page. The caller deletes it (cJSON_Delete).
-// Where there is no memory, parts of it are missing, or it is NULL.
+// client's attachment, cursors, which belong to a page, and what a oneof does not hold. The
+// caller deletes it (cJSON_Delete). Where there is no memory, parts of it are missing, or it is
+// NULL.
 cJSON *kvq_json_of_message(const ProtobufCMessage *message);
 // A whole number to its last digit; cJSON's own numbers are doubles.
 cJSON *kvq_json_of_whole(uint64_t value);

@@ -5,6 +5,7 @@
 // that appears twice.
 #include "proto/wire.h"
 
+#include <assert.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -70,6 +71,15 @@ int kvq_text_valid(const char *bytes, size_t length)
         at += step;
     }
     return 1;
+}
+
+bool kvq_field_held(const ProtobufCMessage *message, const ProtobufCFieldDescriptor *field)
+{
+    const char *base = (const char *)message;
+    assert(field >= message->descriptor->fields &&
+           field < message->descriptor->fields + message->descriptor->n_fields);
+    return !(field->flags & PROTOBUF_C_FIELD_FLAG_ONEOF) ||
+           *(const uint32_t *)(base + field->quantifier_offset) == field->id;
 }
 
 char *kvq_arena_text(struct kvq_arena *arena, const char *text)

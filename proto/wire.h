@@ -55,6 +55,10 @@ int kvq_event_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
 int kvq_saved_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                      Kvq__SavedSession **message, char *text);
 
+// Whether a message has this field of its description, as all but the members of a oneof that are
+// not its choice. These share the memory of the one that is, so nobody may read them.
+bool kvq_field_held(const ProtobufCMessage *message, const ProtobufCFieldDescriptor *field);
+
 // Whether a message may hold this text: valid UTF-8, no control characters, no NUL in its bytes.
 int kvq_text_valid(const char *bytes, size_t length);
 

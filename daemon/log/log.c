@@ -124,21 +124,32 @@ void kvq__log(enum kvq_log_level level, const char *event, const char *format, .
     va_end(arguments);
 }
 
-void kvq__log_client(struct kvq_log_budget *budget, enum kvq_log_level level, const char *event,
-                     const char *format, ...)
+// When the budget would be whole again after one more line; 0: there is none for a line now.
+static uint64_t full_after_line(const struct kvq_log_budget *budget)
 {
-    if (level > kvq_word_load(&sink.level))
-        return;
     const uint64_t second = 1000000000;
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     uint64_t ns = (uint64_t)now.tv_sec * second + (uint64_t)now.tv_nsec;
-    uint64_t full_at = budget->full_at_ns > ns ? budget->full_at_ns : ns;
-    if (full_at + second > ns + KVQ_LOG_BURST * second) {
-        budget->held_back++;
+    uint64_t full_at = (budget->full_at_ns > ns ? budget->full_at_ns : ns) + second;
+    return full_at > ns + KVQ_LOG_BURST * second ? 0 : full_at;
+}
+
+bool kvq__log_allows(struct kvq_log_budget *budget, enum kvq_log_level level)
+{
+    if (level > kvq_word_load(&sink.level))
+        return false;
+    bool allowed = full_after_line(budget) != 0;
+    budget->held_back += !allowed;
+    return allowed;
+}
+
+void kvq__log_client(struct kvq_log_budget *budget, enum kvq_log_level level, const char *event,
+                     const char *format, ...)
+{
+    if (!kvq__log_allows(budget, level))
         return;
-    }
-    budget->full_at_ns = full_at + second;
+    budget->full_at_ns = full_after_line(budget);
     va_list arguments;
     va_start(arguments, format);
     emit(level, event, budget->held_back, format, arguments);

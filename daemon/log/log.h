@@ -6,6 +6,7 @@
 #ifndef KVQ_DAEMON_LOG_LOG_H
 #define KVQ_DAEMON_LOG_LOG_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -42,6 +43,9 @@ __attribute__((format(printf, 4, 5))) void kvq__log_client(struct kvq_log_budget
                                                            enum kvq_log_level level,
                                                            const char *event, const char *format,
                                                            ...);
+// Whether kvq__log_client would write a line now, for callers to whom its text is work. A line that
+// it would not write for want of budget is counted as held back.
+bool kvq__log_allows(struct kvq_log_budget *budget, enum kvq_log_level level);
 
 // Writes "text" in quotes, with quotes, backslashes and control characters escaped, cut to fit.
 // Returns out.

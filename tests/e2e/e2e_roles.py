@@ -132,6 +132,55 @@ class Users(Configured):
             self.assertEqual(results[attempt][0], "E_PERMISSION")
 
 
+class Plain:
+    """A connection to the control socket that sends what kvqctl would not (ZMTP 3.0)."""
+
+    def __init__(self, daemon):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(BOUND)
+        self.socket.connect(os.path.join(daemon.directory, "control.sock"))
+        self.socket.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
+        self.read(64)
+        ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+        self.socket.sendall(bytes((4, len(ready))) + ready)
+        self.frame()
+
+    def read(self, n):
+        got = b""
+        while len(got) < n:
+            more = self.socket.recv(n - len(got))
+            if not more:
+                raise ConnectionError("the daemon ended the connection")
+            got += more
+        return got
+
+    def frame(self):
+        flags, n = self.read(2)
+        if flags & 2:  # a long one
+            n = int.from_bytes(bytes((n,)) + self.read(7), "big")
+        return self.read(n)
+
+    def ask(self, field, command):
+        """The reply's bytes to a request of version 1; both below 128 bytes."""
+        tag = field << 3 | 2
+        body = b"\x08\x07\x10\x01" + bytes((tag & 127 | 128, tag >> 7, len(command))) + command
+        self.socket.sendall(bytes((0, len(body))) + body)
+        return self.frame()
+
+
+class Choices(Configured):
+    def test_handles(self):
+        """A command that names its session by a handle, as attached clients do, is refused; also
+        where the handle would be an address."""
+        plain = Plain(daemon := self.start("", storage_dir=os.path.join(self.folder, "store")))
+        self.addCleanup(plain.socket.close)
+        for field in (18, 19, 40, 42, 43, 44, 50):
+            for number in (b"\x01", b"\xff" * 9 + b"\x01"):
+                told = plain.ask(field, b"\x08" + number)
+                self.assertIn(b"name the session instead", told, field)
+        self.assertIsNone(daemon.process.poll())
+
+
 def established(here, there):
     """Whether a connection between two ports of the loopback stands at the end of `here`."""
     with open("/proc/net/tcp", encoding="ascii") as file:

@@ -6,14 +6,17 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <cmocka.h>
 
 #include "daemon/attach/attach.h"
 #include "daemon/commands/dispatch.h"
+#include "daemon/control/audit.h"
 #include "daemon/control/roles.h"
 #include "daemon/store/store.h"
+#include "proto/json.h"
 
 static bool is_taken(Kvq__Request__CommandCase command)
 {
@@ -116,6 +119,95 @@ static void test_role_of_pull(void **state)
     }
 }
 
+static ProtobufCMessage *make_message(const ProtobufCMessageDescriptor *descriptor)
+{
+    ProtobufCMessage *message = calloc(1, descriptor->sizeof_message);
+    assert_non_null(message);
+    protobuf_c_message_init(descriptor, message);
+    return message;
+}
+
+// Gives the field a value: a message without contents, or a number that is no address.
+static void choose(ProtobufCMessage *message, const ProtobufCFieldDescriptor *field)
+{
+    char *base = (char *)message;
+    *(uint32_t *)(base + field->quantifier_offset) = field->id;
+    if (field->type == PROTOBUF_C_TYPE_MESSAGE)
+        *(ProtobufCMessage **)(base + field->offset) = make_message(field->descriptor);
+    else
+        *(uint64_t *)(base + field->offset) = 1;
+}
+
+// What the JSON of the message has of the members of its oneofs: `chosen` or nothing.
+static void check_json(const ProtobufCMessage *message, const ProtobufCFieldDescriptor *chosen)
+{
+    cJSON *json = kvq_json_of_message(message);
+    assert_non_null(json);
+    for (unsigned i = 0; i < message->descriptor->n_fields; i++) {
+        const ProtobufCFieldDescriptor *field = &message->descriptor->fields[i];
+        bool is_left_out = (field->flags & PROTOBUF_C_FIELD_FLAG_ONEOF) && field != chosen;
+        if (strcmp(field->name, "handle") != 0 && strcmp(field->name, "next") != 0)
+            assert_int_equal(!cJSON_GetObjectItemCaseSensitive(json, field->name), is_left_out);
+    }
+    cJSON_Delete(json);
+}
+
+// The members of a oneof share their memory: a handle must not be taken for the session's name.
+static void test_json_of_choices(void **state)
+{
+    const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
+    uint32_t choices = 0;
+    (void)state;
+    for (unsigned i = 0; i < request->n_fields; i++) {
+        if (!is_command(&request->fields[i]))
+            continue;
+        const ProtobufCMessageDescriptor *descriptor = request->fields[i].descriptor;
+        ProtobufCMessage *command = make_message(descriptor);
+        check_json(command, NULL);
+        protobuf_c_message_free_unpacked(command, NULL);
+        for (unsigned k = 0; k < descriptor->n_fields; k++) {
+            if (!(descriptor->fields[k].flags & PROTOBUF_C_FIELD_FLAG_ONEOF))
+                continue;
+            command = make_message(descriptor);
+            choose(command, &descriptor->fields[k]);
+            check_json(command, &descriptor->fields[k]);
+            protobuf_c_message_free_unpacked(command, NULL);
+            choices++;
+        }
+    }
+    assert_in_range(choices, 14, 200); // drop, info, move, park, prefetch, pin and save have two
+}
+
+static uint32_t json_allocations;
+
+static void *count_allocation(size_t bytes)
+{
+    json_allocations++;
+    return malloc(bytes);
+}
+
+// Who may not do what it asks for is told of within a budget, and costs no text beyond it.
+static void test_audit_budget(void **state)
+{
+    struct kvq_log_budget budget = {0};
+    struct kvq__asker asker = {.role = KVQ__ROLE_NONE};
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__DropSession drop = KVQ__DROP_SESSION__INIT;
+    uint32_t dear = 0;
+    (void)state;
+    request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
+    request.drop_session = &drop;
+    cJSON_InitHooks(&(cJSON_Hooks){count_allocation, free});
+    for (int i = 0; i < 100; i++) {
+        json_allocations = 0;
+        kvq__audit(&budget, &asker, &request, KVQ_E_PERMISSION);
+        dear += json_allocations > 0;
+    }
+    cJSON_InitHooks(NULL);
+    assert_in_range(dear, KVQ_LOG_BURST, 2 * KVQ_LOG_BURST); // a slow machine has some more
+    assert_int_equal(budget.held_back, 100 - dear);
+}
+
 static void test_no_other(void **state)
 {
     (void)state;
@@ -127,10 +219,9 @@ static void test_no_other(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_command),
-        cmocka_unit_test(test_no_other),
-        cmocka_unit_test(test_roles),
-        cmocka_unit_test(test_role_of_pull),
+        cmocka_unit_test(test_every_command),   cmocka_unit_test(test_no_other),
+        cmocka_unit_test(test_json_of_choices), cmocka_unit_test(test_audit_budget),
+        cmocka_unit_test(test_roles),           cmocka_unit_test(test_role_of_pull),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

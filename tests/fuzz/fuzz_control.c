@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Fuzzes control messages: bytes are unpacked as a Request, and what passes is run against a real
-// core by a client without privileges. The reply must pack and unpack again.
+// core by a client without privileges. The reply must pack and unpack again. The request and the
+// reply are told as JSON, as the log and the HTTP socket tell them.
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "daemon/commands/dispatch.h"
 #include "daemon/runtime/server.h"
+#include "proto/json.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -35,6 +37,13 @@ static void open_core(void)
     check(kvq__core_open(&config, &core, text) == 0, text);
 }
 
+static void tell(const ProtobufCMessage *message)
+{
+    cJSON *json = kvq_json_of_message(message);
+    check(json != NULL, "no JSON of a message");
+    cJSON_Delete(json);
+}
+
 static void run(const Kvq__Request *request, struct kvq_arena *arena)
 {
     static uint8_t out[KVQ_MAX_MESSAGE], again[KVQ_WIRE_ARENA];
@@ -57,6 +66,7 @@ static void run(const Kvq__Request *request, struct kvq_arena *arena)
         check(kvq_reply_pack(&reply, out, sizeof out, &length) == 0, "a reply that is too long");
         kvq_arena_init(&second, again, sizeof again);
         check(kvq_reply_unpack(out, length, &second, &back, text) == 0, text);
+        tell(&back->base);
     }
     kvq__client_detach(client);
 }
@@ -73,6 +83,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     int error = kvq_request_unpack(data, size, &arena, &request, text);
     check(error <= 0 && (error == 0) == (request != NULL), "code and message disagree");
     check(error == 0 || text[0], "a refusal without words");
+    if (error == 0)
+        tell(&request->base);
     if (error == 0 && kvq__dispatch_takes(request->command_case))
         run(request, &arena);
     return 0;
