@@ -10,6 +10,7 @@
 struct command {
     kvq__run_command *run;
     Kvq__Reply__ResultCase result; // of a success; NOT_SET: it tells nothing
+    bool for_clients;              // attached ones alone
 };
 
 #define COMMAND(name) [KVQ__REQUEST__COMMAND_##name]
@@ -17,8 +18,8 @@ struct command {
 #define NOTHING       KVQ__REPLY__RESULT__NOT_SET
 
 static const struct command commands[] = {
-    COMMAND(OPEN_SESSION) = {kvq__run_open_session, RESULT(SESSION)},
-    COMMAND(CLOSE_SESSION) = {kvq__run_close_session, NOTHING},
+    COMMAND(OPEN_SESSION) = {kvq__run_open_session, RESULT(SESSION), true},
+    COMMAND(CLOSE_SESSION) = {kvq__run_close_session, NOTHING, true},
     COMMAND(DROP_SESSION) = {kvq__run_drop_session, NOTHING},
     COMMAND(SESSION_INFO) = {kvq__run_session_info, RESULT(SESSION)},
     COMMAND(PIN_SESSION) = {kvq__run_pin_session, NOTHING},
@@ -26,8 +27,8 @@ static const struct command commands[] = {
     COMMAND(PARK_SESSION) = {kvq__run_park_session, RESULT(MOVE)},
     COMMAND(PREFETCH_SESSION) = {kvq__run_prefetch_session, RESULT(MOVE)},
     COMMAND(ASK_MOVE) = {kvq__run_ask_move, RESULT(MOVE)},
-    COMMAND(LOOKUP_PREFIX) = {kvq__run_lookup_prefix, RESULT(LOOKUP_PREFIX)},
-    COMMAND(TELL_SPANS) = {kvq__run_tell_spans, NOTHING},
+    COMMAND(LOOKUP_PREFIX) = {kvq__run_lookup_prefix, RESULT(LOOKUP_PREFIX), true},
+    COMMAND(TELL_SPANS) = {kvq__run_tell_spans, NOTHING, true},
     COMMAND(DROP_PREFIXES) = {kvq__run_drop_prefixes, RESULT(DROPPED_PREFIXES)},
     COMMAND(PING) = {kvq__run_ping, RESULT(PONG)},
     COMMAND(STATUS) = {kvq__run_status, RESULT(STATUS_REPLY)},
@@ -48,6 +49,12 @@ static const struct command *find_command_row(Kvq__Request__CommandCase command)
 bool kvq__dispatch_takes(Kvq__Request__CommandCase command)
 {
     return find_command_row(command) != NULL;
+}
+
+bool kvq__dispatch_is_for_clients(Kvq__Request__CommandCase command)
+{
+    const struct command *row = find_command_row(command);
+    return row && row->for_clients;
 }
 
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text)

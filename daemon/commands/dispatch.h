@@ -27,6 +27,10 @@ struct kvq__dispatch {
 // Whether a command is in dispatch's table. Other commands belong to a socket's room or the store.
 bool kvq__dispatch_takes(Kvq__Request__CommandCase command);
 
+// Whether a command of dispatch's or the store's is for attached clients alone, because it gives or
+// takes a handle. The control socket refuses it before anything is done for it.
+bool kvq__dispatch_is_for_clients(Kvq__Request__CommandCase command);
+
 // Runs one command on the thread that owns the core. Fills reply's status, text and result; what
 // they point to is in the arena. The reply was initialized, with id and epoch.
 void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request *request,

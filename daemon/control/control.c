@@ -299,6 +299,7 @@ static void list_events(struct kvq__control *c)
 
 static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
 {
+    static const char for_clients[] = "that command belongs to the attach socket";
     char text[KVQ_TEXT_BYTES] = "";
     assert(!c->busy && c->open);
     c->arena.used = 0;
@@ -320,6 +321,8 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
         snprintf(text, sizeof text, "protocol %u; this daemon (%s) speaks %d to %d",
                  c->request->protocol, KVQ_VERSION_TEXT, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
         refuse_request(c, KVQ_E_VERSION, text);
+    } else if (kvq__dispatch_is_for_clients(c->request->command_case)) {
+        refuse_request(c, KVQ_E_INVALID, for_clients);
     } else if ((error = kvq__role_check(&c->asker, c->request, text)) != 0) {
         kvq__reply_status(&c->reply, &c->arena, error, text);
         kvq__audit(&c->audit_budget, &c->asker, c->request, error);
@@ -332,7 +335,7 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     } else if (kvq__jobs_takes(c->server->jobs, c->request)) {
         start_task(c, body);
     } else if (!kvq__dispatch_takes(c->request->command_case)) {
-        refuse_request(c, KVQ_E_INVALID, "that command belongs to the attach socket");
+        refuse_request(c, KVQ_E_INVALID, for_clients);
     } else {
         c->busy = true;
         count_request(c, c->sender.back, false);

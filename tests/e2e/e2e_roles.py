@@ -180,6 +180,24 @@ class Choices(Configured):
                 self.assertIn(b"name the session instead", told, field)
         self.assertIsNone(daemon.process.poll())
 
+    def test_for_clients(self):
+        """What only an attached client can have is refused before anything is done for it: a saved
+        session stays on disk."""
+        daemon = self.start("", storage_dir=os.path.join(self.folder, "store"))
+        with daemon.client() as client, client.queue() as queue:
+            tokens = Tokens(1, 10)
+            session = client.session(tokens.rows, "f16", name="it")
+            feed(queue, [tokens], [session], [10])
+            session.park()
+        plain = Plain(daemon)
+        self.addCleanup(plain.socket.close)
+        name = b"\x12\x02it"
+        for field, command in ((16, name), (60, b"\x0a" + bytes((len(name),)) + name),
+                               (17, b"\x08\x01"), (61, b"\x08\x01")):
+            told = plain.ask(field, command)
+            self.assertIn(b"belongs to the attach socket", told, field)
+        self.assertEqual(daemon.ctl("session", "show", "it")["tier"], "disk")
+
 
 def established(here, there):
     """Whether a connection between two ports of the loopback stands at the end of `here`."""

@@ -48,18 +48,36 @@ static void test_every_command(void **state)
 // What belongs to the attach socket alone is answered there, and needs no role.
 static bool is_for_clients(Kvq__Request__CommandCase command)
 {
-    return !kvq__dispatch_takes(command) && !kvq__jobs_knows(command) &&
-           command != KVQ__REQUEST__COMMAND_DOCTOR && command != KVQ__REQUEST__COMMAND_LIST_EVENTS;
+    bool elsewhere = !kvq__dispatch_takes(command) && !kvq__jobs_knows(command) &&
+                     command != KVQ__REQUEST__COMMAND_DOCTOR &&
+                     command != KVQ__REQUEST__COMMAND_LIST_EVENTS;
+    return elsewhere || kvq__dispatch_is_for_clients(command);
+}
+
+// Of those that dispatch or the store takes, these give or take a handle whatever they say.
+static void test_for_clients(void **state)
+{
+    const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
+    (void)state;
+    for (unsigned i = 0; i < request->n_fields; i++) {
+        Kvq__Request__CommandCase command = (Kvq__Request__CommandCase)request->fields[i].id;
+        bool expected = command == KVQ__REQUEST__COMMAND_OPEN_SESSION ||
+                        command == KVQ__REQUEST__COMMAND_CLOSE_SESSION ||
+                        command == KVQ__REQUEST__COMMAND_LOOKUP_PREFIX ||
+                        command == KVQ__REQUEST__COMMAND_TELL_SPANS;
+        if (kvq__dispatch_is_for_clients(command) != expected)
+            fail_msg("%s", request->fields[i].name);
+    }
 }
 
 // The commands of the control socket by the least role for them, each in one of three lists.
 static void test_roles(void **state)
 {
     static const char *const readers[] = {
-        "ping",          "status",        "doctor",      "list_sessions", "list_clients",
-        "list_formats",  "list_prefixes", "list_quotas", "list_saved",    "list_remote",
-        "remote_status", "session_info",  "ask_move",    "ask_transfer",  "lookup_prefix",
-        "get_config",    "list_events",
+        "ping",         "status",       "doctor",        "list_sessions",
+        "list_clients", "list_formats", "list_prefixes", "list_quotas",
+        "list_saved",   "list_remote",  "remote_status", "session_info",
+        "ask_move",     "ask_transfer", "get_config",    "list_events",
     };
     static const char *const operators[] = {
         "kick_client", "drop_session",  "drop_prefixes",    "move_session", "park_session",
@@ -219,9 +237,10 @@ static void test_no_other(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_command),   cmocka_unit_test(test_no_other),
-        cmocka_unit_test(test_json_of_choices), cmocka_unit_test(test_audit_budget),
-        cmocka_unit_test(test_roles),           cmocka_unit_test(test_role_of_pull),
+        cmocka_unit_test(test_every_command), cmocka_unit_test(test_no_other),
+        cmocka_unit_test(test_for_clients),   cmocka_unit_test(test_json_of_choices),
+        cmocka_unit_test(test_audit_budget),  cmocka_unit_test(test_roles),
+        cmocka_unit_test(test_role_of_pull),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
