@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "daemon/config/internal.h"
@@ -275,6 +276,29 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *s
     return kvq__config_refuse(text, where, "%s", what);
 }
 
+// Bytes from the front of the file, `room` at most; -1 with errno.
+static ssize_t read_whole(int fd, char *contents, size_t room)
+{
+    size_t length = 0;
+    ssize_t got = 1;
+    while (got != 0 && length < room) {
+        got = read(fd, contents + length, room - length);
+        if (got < 0 && errno != EINTR)
+            return -1;
+        length += got > 0 ? (size_t)got : 0;
+    }
+    assert(length <= room);
+    return (ssize_t)length;
+}
+
+// What comes through a pipe may come later, and comes once, but a reload reads the file again.
+// /dev/null may stand for an empty file.
+static bool is_readable_twice(int fd)
+{
+    struct stat status;
+    return fstat(fd, &status) == 0 && (S_ISREG(status.st_mode) || S_ISCHR(status.st_mode));
+}
+
 int kvq__config_read_file(struct kvq_config *config, const char *path, const char *source_file,
                           char *text)
 {
@@ -282,10 +306,16 @@ int kvq__config_read_file(struct kvq_config *config, const char *path, const cha
     char *contents = NULL;
     ssize_t length = -1;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    if (fd >= 0 && !is_readable_twice(fd)) {
+        close(fd);
+        return kvq__config_refuse(text, path,
+                                  "is no regular file; give the path of one (a reload could not "
+                                  "read a pipe again)");
+    }
     if (fd >= 0)
         contents = calloc(1, KVQ_MAX_CONFIG + 1);
     if (contents)
-        length = read(fd, contents, KVQ_MAX_CONFIG);
+        length = read_whole(fd, contents, KVQ_MAX_CONFIG);
     if (length < 0)
         error = kvq__config_refuse(text, path, "cannot read it: %s", strerror(errno));
     else if (length == KVQ_MAX_CONFIG)

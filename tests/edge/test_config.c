@@ -75,6 +75,29 @@ static void test_precedence(void **state)
     assert_non_null(strstr(text, "/nonexistent/kvqd.conf: cannot read it"));
 }
 
+// A pipe would be read once, in part; it is refused, with and without somebody who writes.
+static void test_no_regular_file(void **state)
+{
+    (void)state;
+    char folder[] = "/tmp/kvq-test-config-XXXXXX", fifo[64], of_pipe[32];
+    int ends[2];
+    assert_non_null(mkdtemp(folder));
+    snprintf(fifo, sizeof fifo, "%s/kvqd.conf", folder);
+    assert_int_equal(mkfifo(fifo, 0600), 0);
+    assert_int_equal(pipe(ends), 0);
+    assert_int_equal(write(ends[1], "spin_us = 7\n", 12), 12);
+    snprintf(of_pipe, sizeof of_pipe, "/dev/fd/%d", ends[0]);
+    const char *const paths[] = {fifo, of_pipe, folder};
+    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++)
+        flags_refused("--config", paths[i], "is no regular file");
+    close(ends[0]);
+    close(ends[1]);
+    unlink(fifo);
+    rmdir(folder);
+    char *nothing[] = {"kvqd", "--config", "/dev/null", NULL};
+    assert_int_equal(load(nothing, no_environment), 0);
+}
+
 static void test_values(void **state)
 {
     (void)state;
@@ -745,6 +768,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_precedence),
         cmocka_unit_test(test_values),
+        cmocka_unit_test(test_no_regular_file),
         cmocka_unit_test(test_runtime_dir),
         cmocka_unit_test(test_wrong_values),
         cmocka_unit_test(test_unknown_names),
