@@ -143,9 +143,29 @@ static int complain_locked(struct kvq_store *s, const struct kvq__complaint *c)
                          pid);
 }
 
-static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
+static int is_of_store(void *context, const char *name)
 {
-    char path[KVQ__PATH_BYTES], pid[24];
+    (void)context;
+    return strcmp(name, "catalog.db") == 0 || kvq__segment_number(name) != 0;
+}
+
+// A name that somebody has mistyped must not become an empty store that is all good.
+static int check_existing(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    int found = s->io->list(s->io, s->folder, is_of_store, NULL);
+    assert(s->lock_file < 0);
+    if (found == 0 || found == -ENOENT || found == -ENOTDIR)
+        return kvq__complain(c, KVQ_E_INVALID,
+                             "no store is there: %s; give the storage_dir of a daemon, or a copy "
+                             "of it",
+                             found == 0         ? "the folder has neither catalog.db nor a segment"
+                             : found == -ENOENT ? "there is no such folder"
+                                                : "it is no folder");
+    return found < 0 ? kvq__io_complain(c, found, "the folder", "listed") : KVQ_OK;
+}
+
+static int make_store_folder(struct kvq_store *s, const struct kvq__complaint *c)
+{
     int rc = kvq_io_make_dir(s->io, s->folder);
     if (rc && rc != -EEXIST)
         return kvq__io_complain(c, rc, "the folder", "made");
@@ -153,6 +173,12 @@ static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
         rc = kvq_io_sync_parent(s->io, s->folder);
     if (rc && rc != -EEXIST)
         return kvq__io_complain(c, rc, "the folder above it", "synced");
+    return KVQ_OK;
+}
+
+static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
+{
+    char path[KVQ__PATH_BYTES], pid[24];
     kvq__path(s, "lock", path);
     s->lock_file = kvq_io_open(s->io, path, KVQ_IO_WRITE | KVQ_IO_CREATE);
     if (s->lock_file == -EROFS) { // others may have it open where it can be written
@@ -163,7 +189,7 @@ static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
     }
     if (s->lock_file < 0)
         return kvq__io_complain(c, s->lock_file, "lock", "opened");
-    rc = s->io->lock(s->io, s->lock_file);
+    int rc = s->io->lock(s->io, s->lock_file);
     if (rc == -EWOULDBLOCK)
         return complain_locked(s, c);
     if (rc || s->read_only)
@@ -193,6 +219,8 @@ int kvq_store_open(const char *folder, const struct kvq_store_options *options,
     s->lock_file = s->writer.file = -1;
     s->names_unsynced = true;
     int rc = take_options(s, folder, options, &c);
+    if (rc == KVQ_OK)
+        rc = options->existing_only ? check_existing(s, &c) : make_store_folder(s, &c);
     if (rc == KVQ_OK)
         rc = lock_folder(s, &c);
     if (rc == KVQ_OK)

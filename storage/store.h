@@ -53,6 +53,7 @@ struct kvq_store_options {
                             // sealed when the next record would exceed it
     uint64_t cap_bytes;     // physical, of all files; 0: none; at least KVQ_STORE_MIN_CAP
     uint32_t buffer_bytes;  // 0: 4 MiB; of one write; a multiple of KVQ_IO_PAGE
+    bool existing_only;     // KVQ_E_INVALID, and nothing is made, where no store is
 };
 
 enum { KVQ_STORE_MIN_CAP = 16 << 20 }; // bytes; the catalog needs some of it to be able to delete

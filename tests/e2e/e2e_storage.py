@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import sqlite3
+import subprocess
 import tempfile
 import threading
 import time
@@ -571,6 +572,14 @@ class Trouble(Stored):
         code = os.spawnv(os.P_WAIT, os.path.join(BIN, "kvqctl"),
                          ["kvqctl", "storage", "verify", "--json", "--offline", where])
         self.assertEqual(code, 0)
+        os.mkdir(empty := os.path.join(self.folder, "empty"))
+        for wrong in (empty, os.path.join(self.folder, "stroe")):
+            done = subprocess.run([os.path.join(BIN, "kvqctl"), "storage", "verify", "--offline",
+                                   wrong], capture_output=True, text=True, timeout=BOUND)
+            self.assertNotEqual(done.returncode, 0, done.stdout)
+            self.assertIn("no store is there", done.stderr)
+        self.assertEqual(os.listdir(empty), [])
+        self.assertFalse(os.path.exists(os.path.join(self.folder, "stroe")))
         self.daemon = self.start()
         self.client = self.daemon.client()
         self.queue = self.client.queue()

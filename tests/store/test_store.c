@@ -547,6 +547,50 @@ static void new_folder(void **state)
     }
 }
 
+static int count_name(void *context, const char *name)
+{
+    (void)name;
+    ++*(int *)context;
+    return 0;
+}
+
+// Who wants a store that is there gets none made: not in an empty folder, and not where nothing is.
+static void existing_only(void **state)
+{
+    (void)state;
+    struct kit k = {.options.existing_only = true};
+    struct world w = {.random = 4}, after;
+    struct kvq_store *store;
+    int names = 0;
+    assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
+    assert_non_null(strstr(k.text, "no store is there"));
+    assert_null(k.store);
+    assert_int_equal(disk.io.list(&disk.io, "/store", count_name, &names), 0);
+    assert_int_equal(names, 0);
+    const struct kvq_store_options options = {.existing_only = true};
+    const char *const wrong[] = {"/nonexistent/kvq-test-store", "/dev/null"};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_equal(kvq_store_open(wrong[i], &options, &store, NULL, k.text, sizeof k.text),
+                         KVQ_E_INVALID);
+        assert_non_null(strstr(k.text, i ? "it is no folder" : "there is no such folder"));
+    }
+    k.options.existing_only = false;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (int i = 0; i < 20; i++) {
+        assert_int_equal(kit_change(&k, &w, &after), 0);
+        w = after;
+    }
+    kvq_store_close(&k.store);
+    k.options.existing_only = true;
+    for (int lost = 0; lost < 2; lost++) { // the second has segments alone
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        check(&k, &w);
+        kvq_store_close(&k.store);
+        if (lost == 0)
+            assert_int_equal(kvq_io_unlink(&disk.io, "/store/catalog.db"), 0);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -560,6 +604,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(used, set_up, tear_down),
         cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
         cmocka_unit_test_setup_teardown(refusals, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(existing_only, set_up, tear_down),
         cmocka_unit_test(new_folder),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -282,7 +282,7 @@ static int verify_offline(struct kvq__ctl *ctl)
     struct kvq_store_status s;
     char text[KVQ_TEXT_BYTES] = "";
     Kvq__StorageReply r = KVQ__STORAGE_REPLY__INIT;
-    const struct kvq_store_options options = {0};
+    const struct kvq_store_options options = {.existing_only = true};
     int rc = kvq_store_open(ctl->offline, &options, &store, &report, text, sizeof text);
     if (rc < 0)
         return kvq__ctl_refused(rc, text);
