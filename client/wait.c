@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Taking completions off the ring, and waiting for them: spin for a while if CPUs are to spare,
-// then sleep on the eventfd and the attach socket, so that a daemon that dies wakes us at once.
+// then sleep on the queue's waker and on the attach socket, by which a daemon that dies wakes us at
+// once.
 #include "client/internal.h"
 
 #include <assert.h>
@@ -221,8 +222,7 @@ static int spin_for(kvq_queue *queue, struct kvq__pending *p, uint64_t start, ui
     return KVQ_OK;
 }
 
-// Takes what woke us out of its descriptor (a socket or an eventfd). False if its other end is
-// closed.
+// Takes what woke us out of the queue's waker, a socket. False if its other end is closed.
 static bool drain_wakeups(int fd)
 {
     uint64_t words[16];

@@ -13,12 +13,12 @@
 //   consume   store-release of head: the bytes have been read before the slots are given back
 //   room      load-acquire of the peer's head: slots are written again only after that
 //   sleeping  flag = 1, full fence, poll again, sleep; awake again: flag = 0
-//   waking    publish, full fence, read the peer's flag; 1: write the peer's eventfd
+//   waking    publish, full fence, read the peer's flag; 1: wake the peer (shm.h says by what)
 //
 // The two fences pair (store, fence, load on both sides): either the sleeper sees the message or
 // the publisher sees the flag. Only the sleeper writes its flag: a publisher that cleared the flag
-// could erase the flag of the next sleep. The sleeper drains its eventfd before it polls the ring
-// again, never between poll and sleep.
+// could erase the flag of the next sleep. A client drains its waker before it polls the ring again,
+// never between poll and sleep. The poller waits for edges and drains nothing.
 //
 // Functions are not thread-safe beyond the above; they do not allocate, lock or enter the kernel.
 #ifndef KVQ_PROTO_RING_H
@@ -198,13 +198,13 @@ static inline void kvq_ring_sleep_begin(uint32_t *own_flag)
     kvq_word_fence();
 }
 
-// After waking up (and draining the eventfd), or when there was no need to sleep after all.
+// After waking up (a client: and draining its waker), or when there was no need to sleep after all.
 static inline void kvq_ring_sleep_end(uint32_t *own_flag)
 {
     kvq_word_store(own_flag, 0);
 }
 
-// After publishing (one message or several): must the peer's eventfd be written?
+// After publishing (one message or several): must the peer be woken?
 static inline bool kvq_ring_sleeps(const uint32_t *peer_flag)
 {
     kvq_word_fence();
