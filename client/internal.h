@@ -427,7 +427,8 @@ void kvq__spans_free(struct kvq__spans *s);
 
 // ---- in_context/pool.c ----
 
-// The connection is gone: drops the client's references to pools; kvq_locals keep theirs.
+// The connection is gone: drops the client's references to pools; each kvq_local keeps its
+// own.
 void kvq__pools_leave(kvq_client *client);
 
 #endif

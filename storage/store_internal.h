@@ -73,7 +73,7 @@ struct kvq__flusher {
     const uint8_t *data;
     size_t n;
     uint64_t at;
-    int error; // the first since the last kvq__flush_wait, a negative errno
+    int error; // the first since the last flush_wait, a negative errno
 };
 
 // A record in a segment that the transaction puts into the catalog.

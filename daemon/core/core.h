@@ -106,8 +106,8 @@ int kvq__buffer_remove(struct kvq__client *client, uint32_t buffer, char *text);
 // no such words, or no hardware queue left for a stream that waits; events likewise.
 int kvq__queue_timeline(struct kvq__queue *queue, struct kvq__gpu *gpu, uint64_t ready,
                         uint64_t done, uint64_t *ready_here, char *text);
-// The same by events that the client has opened, too (order.h), for requests whose `signal` is n at
-// n % KVQ_QUEUE_EVENTS. They are the caller's, and stay until the queue is closed. Also for a queue
+// The same by events that the client has opened, too (stream_sync.h), for requests whose `signal` is n
+// at n % KVQ_QUEUE_EVENTS. They are the caller's, and stay until the queue is closed. Also for a queue
 // that has words which no request has used.
 struct kvq_gpu_event;
 struct kvq__events {
@@ -207,7 +207,7 @@ struct kvq__session_info {
     uint64_t group_tokens;  // committed by all shards; 0 while one is missing
     uint32_t loading;       // layers that are yet to be read from a store
     bool saved;             // what is committed is in a store
-    bool demoted;           // it is in the host\'s memory, though `place` is where it belongs
+    bool demoted;           // it is in the host's memory, though `place` is where it belongs
     bool offloaded;         // parked: it has no memory, and comes back when it is used
     bool pinned;            // it is never parked
     uint64_t prefix_tokens; // that it began with

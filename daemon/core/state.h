@@ -183,7 +183,7 @@ struct kvq__core {
     uint32_t n_pools;
     struct kvq__block_row
         deferred; // by retired.at; some stand behind others that are retired later
-    struct kvq__session_list givers; // that may have blocks there (session->given)
+    struct kvq__session_list givers; // that may have blocks there (session->giver.given)
     uint32_t n_givers;
     struct kvq__drop { // who drops references at the moment: see kvq__drops_begin
         struct kvq__session *giver;

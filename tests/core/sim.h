@@ -157,7 +157,7 @@ uint32_t sim_seeds(void);
 void sim_begin(uint64_t seed);
 // What each seed of the simulation begins with: nothing happens but what the seed decides.
 void sim_in_steps(uint64_t seed);
-// Then: extents of GPUs are made and freed beside the core, when the seed says (gpu_extents.h).
+// Then: extents of GPUs are made and freed beside the core, when the seed says (extents.h).
 void sim_reserves(uint64_t seed);
 
 // ---- sim.c ----

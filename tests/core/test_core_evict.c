@@ -91,7 +91,6 @@ static void test_who(void **state)
 
 // ---- Refusals ----
 
-// In steps, mapped or read: nothing can go, and nobody waits.
 // What is in use by work that ends by itself is waited for, but not for ever.
 static void test_in_use(void **state)
 {

@@ -5,7 +5,7 @@
 // A method is a format of the table, one with stages changed, or a control. A layer is a cache of
 // one layer under a method, in this process: keys and values as they were, and as attention sees
 // them. Everything measured becomes one line of JSON in the results file, which
-// tools/quality_report.py makes the tables, plots and verdicts of. What is in the file already is
+// tools/quality/report.py makes the tables, plots and verdicts of. What is in the file already is
 // not measured again.
 #ifndef KVQ_TOOLS_BENCH_QUALITY_H
 #define KVQ_TOOLS_BENCH_QUALITY_H

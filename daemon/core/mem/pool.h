@@ -209,7 +209,7 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
 // Frees deferred blocks that no request under way can read any more: all of them, or as many as
 // this turn may (ended.c). True if there were any.
 bool kvq__deferred_free(struct kvq__core *core, bool all);
-// Empties session->given before the session is disposed of. False if this turn's work is used up.
+// Empties session->giver.given before the session is disposed of. False if this turn's work is used up.
 bool kvq__given_end(struct kvq__session *session);
 // Hands a flight over from `from` to `to`. `from` has none then.
 void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to);

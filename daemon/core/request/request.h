@@ -87,7 +87,7 @@ struct kvq__entry {
         const uint8_t *extras, *pool; // as in struct kvq_reading
     } read;
     union {      // of the pass under way
-        struct { // store.c
+        struct { // append.c
             struct kvq__source source;
             int32_t *list;
             struct kvq_store_counts *counts; // one for each item
@@ -107,7 +107,7 @@ struct kvq__entry {
             uint32_t first_page;
         } pack;
         struct kvq_attend_job attend; // attend.c
-        struct {                      // accept.c
+        struct {                      // truncate.c
             int32_t *list;
         } accept;
         struct { // fork.c

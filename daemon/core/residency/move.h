@@ -75,7 +75,7 @@ int kvq__move_check_room(const struct kvq__move *move, char *text);
 // Goes to the next reference of the move, if need be; false behind the last one.
 bool kvq__move_next(struct kvq__move *move);
 // Takes some of its blocks. 0 once it has all, 1 if there are more to be taken, 2 if extents for it
-// are being made; or a code, which has been told, with move->text.
+// are being made; or a code, which has been told, with move->ticket.text.
 int kvq__move_reserve(struct kvq__move *move);
 
 // ---- For the rest of the core (move.c) ----

@@ -11,7 +11,7 @@
 // (kvq__park_next in saved.h) and is told what became of it.
 //
 // A session is parked with all its shards, or none of it. Parking is a ticket, asked about as moves
-// are (kvq__move_info). On its way it is WANTED (nobody writes yet), WRITING (and used as ever),
+// are (kvq__move_info). On its way it is QUEUED (nobody writes yet), WRITING (and used as ever),
 // LEAVING (stored; what only packs it has to end), RELEASING (its blocks go, some at a time). If
 // the session is used or changed before it leaves, the ticket ends with KVQ_E_BUSY and nothing is
 // lost but the writing: it is saved.

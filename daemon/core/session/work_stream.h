@@ -73,10 +73,10 @@ struct kvq__work_stream {
     kvq_gpu_ptr word_at;   // the same for the GPU
     uint64_t given, ended; // numbers
     uint64_t told;         // number of the last work that was said to stall
-    uint8_t *host;         // KVQ__WORK_STREAM_BYTES, and the GPU's side of them
+    uint8_t *host;         // config.work_stream_bytes, and the GPU's side of them
     kvq_gpu_ptr device;
     uint64_t head, tail;   // of the chunks, counted on without end
-    kvq_gpu_ptr workspace; // KVQ__WORK_STREAM_WORKSPACE, zeros between requests where it matters
+    kvq_gpu_ptr workspace; // config.work_stream_workspace, zeros between requests where it matters
     uint32_t first, n;     // of pending, a ring
     struct kvq__pending *pending; // KVQ_MAX_GPU_PENDING
     uint32_t first_held, n_held;
