@@ -68,6 +68,9 @@ BANNED = {
     "system": "posix_spawn with an argument vector",
 }
 
+# Files of others that comments speak of.
+FOREIGN_FILES = {"llama.cpp", "cuda.h"}
+
 # Libraries hand codes and texts to their caller. They do not print and do not end the process.
 QUIET_FOLDERS = ("proto/", "kernels/", "client/", "storage/", "daemon/")
 LOUD = ("printf", "fprintf", "vprintf", "vfprintf", "dprintf", "puts", "fputs", "putchar", "perror",
@@ -341,6 +344,43 @@ def check_words(tree):
                 yield path, line_of(text, found.start()), f'"{found[0]}": {why}'
 
 
+def names_of(tree):
+    """Base names of files, and words with our prefix, that the tree has outside comments."""
+    ours = r"\b(?:kvq|KVQ)_\w+"
+    files, words, built = set(), set(), []
+    for path in tree.paths:
+        files.add(os.path.basename(path))
+        text = tree.text(path)
+        if path.endswith(C_ENDINGS):
+            literals = "\n".join(m[1] for m in C_COMMENT.finditer(text) if m[1])
+            words.update(re.findall(ours, tree.code(path)), re.findall(ours, literals))
+        elif tree.is_code(path) or path.endswith((".map", ".in")):
+            words.update(re.findall(ours, text))
+            built += re.findall(r"\b[\w-]+\.(?:c|h|cpp|cu|py|sh)\b", text)
+    return files.union(built, FOREIGN_FILES), words
+
+
+def check_names(tree):
+    """Files and names of ours that a comment speaks of are there.
+
+    A name may stand for the names that begin with it (KVQ_OPEN for KVQ_OPEN_READ_ONLY), and may be
+    made by a macro (kvq_gpu_attend_d128 by kvq_gpu_attend_##NAME)."""
+    files, words = names_of(tree)
+    begins = {w[:i] for w in words for i, letter in enumerate(w) if letter == "_"}
+    pasted = tuple(p for c in tree.having(*C_ENDINGS)
+                   for p in re.findall(r"\b(kvq_\w+_)##", tree.code(c))) or ("\0",)
+    a_file = r"(?<![\w*<.])[\w-]+\.(?:cpp|cu|py|sh|c|h)\b(?![\w(.])"
+    for path in tree.having(*C_ENDINGS):
+        text = tree.text(path)
+        for comment in (m for m in C_COMMENT.finditer(text) if not m[1]):
+            for found in re.finditer(a_file + r"|\b(?:kvq|KVQ)_\w+", comment[0]):
+                name = found[0].rstrip("_")
+                if not (name in files or name in words or name in begins
+                        or name.startswith(pasted)):
+                    yield (path, line_of(text, comment.start() + found.start()),
+                           f"{name} is not in the tree")
+
+
 def pkg_config_flags():
     modules = ["libuv", "libzmq", "libprotobuf-c", "inih", "libcjson", "libxxhash", "openblas",
                "libsodium"]
@@ -443,7 +483,7 @@ RULES = {
     "arrows": check_arrows, "thirdparty": check_thirdparty, "banned": check_banned,
     "quiet": check_quiet, "atomics": check_atomics, "isa": check_isa, "dead": check_dead,
     "words": check_words, "headers": check_headers, "python": check_python, "shell": check_shell,
-    "links": check_links,
+    "links": check_links, "names": check_names,
 }
 
 
@@ -473,7 +513,7 @@ CLEAN = {
                          "} // namespace a\n",
     "proto/a.h": C_HEAD + "#include <stdint.h>\nint kvq_a(uint32_t value);\n",
     "proto/a.c": C_HEAD + '#include "proto/a.h"\n\n'
-                 'int kvq_a(uint32_t value)\n{\n    return value == 0; // printf(strcpy)\n}\n',
+                 'int kvq_a(uint32_t value)\n{\n    return value == 0; // printf(strcpy), see a.h and kvq_a\n}\n',
     "client/kvq.h": KVQ_H_HEAD + '#include "kvq/b.h"\n',
     "client/kvq/b.h": KVQ_H_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
     "tools/run.sh": "#!/bin/bash\n" + PY_HEAD + "echo fine\n",
@@ -543,6 +583,9 @@ PLANTED = (
     ("shell", "tools/planted.sh", PY_HEAD + "if true; then\n"),
     ("shell", "tools/planted", "#!/bin/bash\n" + PY_HEAD + "case\n"),
     ("links", "docs/planted.md", "See [this](../nowhere.md).\n"),
+    ("names", "proto/planted.c", C_HEAD + "// As nowhere.c has it.\n"),
+    ("names", "proto/planted.c", C_HEAD + "// As kvq_nothing has it.\n"),
+    ("names", "kernels/cuda/planted.cu", C_HEAD + "/* See\n * KVQ__NOTHING. */\n"),
 )
 
 
