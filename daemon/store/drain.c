@@ -14,12 +14,12 @@
 #include "daemon/store/internal.h"
 
 enum {
-    BATCH = 256,                // sessions in one transaction,
-    BATCH_BYTES = 64 << 20,     // which take in no more once they have so much to write
-    PATIENCE_MS = 10000,        // in which no session could be taken hold of,
-    AGAIN_MS = 3,               // looked at again so often
-    AGAIN = KVQ__SAVE_THERE_IS, // of a task: there was no room in the transaction
-    WAITS = KVQ__SAVE_WAITS,    // and something has to end first
+    BATCH = 256,            // sessions in one transaction,
+    BATCH_BYTES = 64 << 20, // which take in no more once they have so much to write
+    PATIENCE_MS = 10000,    // in which no session could be taken hold of,
+    AGAIN_MS = 3,           // looked at again so often
+    // What a task's rc is beside 0, KVQ__SAVE_WAITS and codes: the transaction had no room for it.
+    NEXT_BATCH = KVQ__SAVE_THERE_IS + 1,
 };
 static_assert(BATCH * 4 <= KVQ_MAX_STORE_SESSIONS, "most sessions have fewer than four shards");
 
@@ -182,8 +182,8 @@ static void end_one(struct drain *d, struct kvq__task *t)
 {
     const struct kvq__unsaved u = {.id = t->stored, .tokens = t->tokens};
     kvq__name_give(&d->task.jobs->names, &t->hold);
-    if (t->rc == AGAIN || t->rc == WAITS) {
-        d->moved |= t->rc == AGAIN;
+    if (t->rc == NEXT_BATCH || t->rc == KVQ__SAVE_WAITS) {
+        d->moved |= t->rc == NEXT_BATCH;
         keep(d, t);
     } else if (t->rc == 0) {
         d->moved = d->any = true;
@@ -221,7 +221,7 @@ static void take_hold_of_unsaved(struct kvq__task *task)
         struct kvq__task *t = d->batch[i];
         const struct kvq__save_spec spec = {.ns = t->ns, .name = t->name};
         if (bytes >= BATCH_BYTES || sessions > KVQ_MAX_STORE_SESSIONS - KVQ_MAX_SHARDS) {
-            t->rc = AGAIN;
+            t->rc = NEXT_BATCH;
             continue;
         }
         t->rc = kvq__save_begin(task->jobs->server->core, &self, &spec, &t->save, t->text);

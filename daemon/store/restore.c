@@ -17,9 +17,6 @@
 enum {
     TRIES = 3,   // looks at what changes meanwhile
     ROOM_MS = 3, // so often a session that waits for room in memory is tried again
-    // What kvq__restore_reserve returns beside 0 and codes.
-    MORE = 1,
-    NO_ROOM = 2,
 };
 
 void kvq__found_free(struct kvq__found **found)
@@ -388,9 +385,9 @@ static bool reserve_loading(struct kvq__task *t)
         t->loading->found = t->found;
         t->found = NULL;
     }
-    bool goes_on = t->rc == MORE;
+    bool goes_on = t->rc == KVQ__MORE;
     t->rc = goes_on ? 0 : t->rc;
-    if (!goes_on && t->rc != NO_ROOM && t->begin->then)
+    if (!goes_on && t->rc != KVQ__LATER && t->begin->then)
         t->begin->then(t);
     return !goes_on;
 }
@@ -400,7 +397,7 @@ void kvq__load_begin(struct kvq__task *t, const struct kvq__begin *as)
     assert(t->found && t->rc == 0 && !t->loading && !t->reading);
     t->begin = as;
     kvq__task_at_poller_in_pieces(t, reserve_loading);
-    while (t->rc == NO_ROOM) {
+    while (t->rc == KVQ__LATER) {
         t->rc = 0;
         kvq__task_sleep(t, ROOM_MS);
         kvq__task_at_poller_in_pieces(t, reserve_loading);

@@ -202,20 +202,21 @@ static void test_two_fetches(void **state)
     }
     kvq__pools_trim(kit.core, 0);
     // The first takes one extent and some of the other one, the second what is left.
-    assert_int_equal(kvq__restore_reserve(r[0], text), 1);
-    assert_int_equal(kvq__restore_reserve(r[0], text), 1);
+    assert_int_equal(kvq__restore_reserve(r[0], text), KVQ__MORE);
+    assert_int_equal(kvq__restore_reserve(r[0], text), KVQ__MORE);
     assert_true(r[0]->reserved > 32 * BLOCK);
-    assert_int_equal(kvq__restore_reserve(r[1], text), 2); // so it waits
-    assert_int_equal(kvq__restore_reserve(r[0], text), 2); // and the first gives back what it has
+    // So it waits, and the first gives back what it has.
+    assert_int_equal(kvq__restore_reserve(r[1], text), KVQ__LATER);
+    assert_int_equal(kvq__restore_reserve(r[0], text), KVQ__LATER);
     assert_int_equal(r[0]->reserved, 0);
-    assert_int_equal(kvq__restore_reserve(r[1], text), 0);
+    assert_int_equal(kvq__restore_reserve(r[1], text), KVQ__COMPLETE);
     char name[KVQ_NAME_BYTES];
     kvq__stored_name(r[1]->session, name);
     assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, name, 0)), 0);
     core_check(kit.core);
     // The other one is told that there is no room, once the first has been used for long enough.
-    int rc = 2;
-    for (uint32_t looks = 0; rc == 2 && looks < 100; looks++) {
+    int rc = KVQ__LATER;
+    for (uint32_t looks = 0; rc == KVQ__LATER && looks < 100; looks++) {
         kvq__evict_back(kit_of(&m, big[1]));
         pass(100 * MS);
         rc = kvq__restore_reserve(r[0], text);
@@ -303,11 +304,11 @@ static void test_beside_a_restore(void **state)
                                      .n_parts = s->n,
                                      .good_tokens = UINT64_MAX};
     assert_int_equal(kvq__restore_begin(kit.core, &admin, &spec, &r, text), 0);
-    assert_int_equal(kvq__restore_reserve(r, text), 1);
+    assert_int_equal(kvq__restore_reserve(r, text), KVQ__MORE);
     assert_int_equal(r->reserved, 31 * BLOCK);  // of the first extent, and one of the second
     int rc = begin(&other, x, 9, 20 * PAGE, 0); // 40 of the 31 that are left
     assert_int_equal(rc, 1);
-    assert_int_equal(kvq__restore_reserve(r, text), 0);
+    assert_int_equal(kvq__restore_reserve(r, text), KVQ__COMPLETE);
     assert_int_equal(vault_rest(&vault, &r, s), 0);
     core_check(kit.core);
     assert_int_equal(finish(&other, rc), 0);

@@ -168,7 +168,7 @@ static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__rest
     while ((rc = kvq__restore_reserve(restore, text)) > 0) {
         if (restore->fetches) // else nobody sees it yet
             core_check(core);
-        if (rc == 1)
+        if (rc == KVQ__MORE)
             continue;
         bool making = core->shortage.code == KVQ_E_BUSY && looks++ < 1000; // of extents
         if (making || !TAILQ_EMPTY(&core->ended)) {

@@ -111,7 +111,7 @@ static void restore(struct kit *kit, const struct kvq__saved *saved, uint64_t go
     const struct kvq__restore_spec spec = {.ns = "uid-0", .saved = saved, .good_tokens = good};
     text[0] = '\0';
     int rc = kvq__restore_begin(kit->core, &admin, &spec, &r, text);
-    while (rc == 0 && (rc = kvq__restore_take(r, text)) == 1)
+    while (rc == 0 && (rc = kvq__restore_take(r, text)) == KVQ__MORE)
         rc = 0;
     if (rc == 0) {
         (void)kvq__parts_walk(r->session, collect, &list); // what a store that is whole would have

@@ -24,6 +24,10 @@
 
 #include "daemon/core/base/base.h"
 
+// How far something that takes several turns has come; below 0: a KVQ_E code. MORE: call it again in
+// the next turn. LATER: call it again some milliseconds later, for memory for it is being made.
+enum kvq__advance { KVQ__COMPLETE = 0, KVQ__MORE = 1, KVQ__LATER = 2 };
+
 // Who may still read a block that was given up: flights up to number `at`, and of these only
 // flights that hold or pack the session with the serial number `by` (0: none; KVQ__BY_SEVERAL:
 // any).

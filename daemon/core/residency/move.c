@@ -273,10 +273,10 @@ static bool reserve_place(struct kvq__move *move)
     int rc = kvq__move_reserve(move);
     if (rc < 0) {
         fail_move(move, rc);
-    } else if (rc == 0) {
+    } else if (rc == KVQ__COMPLETE) {
         move_enter(move, KVQ__COPYING);
     }
-    return rc != 2;
+    return rc != KVQ__LATER;
 }
 
 // ---- The moment ----
@@ -343,7 +343,7 @@ static void copy(struct kvq__move *move, bool *any)
         fail_move(move, rc);
         return;
     }
-    if (rc == 0)
+    if (rc != KVQ__COMPLETE)
         return;
     *any = true;
     kvq__flight_end(move->ticket.core, &move->flight);

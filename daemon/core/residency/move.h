@@ -74,8 +74,8 @@ uint64_t kvq__move_need(const struct kvq__move *move); // bytes
 int kvq__move_check_room(const struct kvq__move *move, char *text);
 // Goes to the next reference of the move, if need be; false behind the last one.
 bool kvq__move_next(struct kvq__move *move);
-// Takes some of its blocks. 0 once it has all, 1 if there are more to be taken, 2 if extents for it
-// are being made; or a code, which has been told, with move->ticket.text.
+// Takes some of its blocks: enum kvq__advance, or a code, which has been told, with
+// move->ticket.text.
 int kvq__move_reserve(struct kvq__move *move);
 
 // ---- For the rest of the core (move.c) ----
@@ -101,8 +101,8 @@ void kvq__moves_close(struct kvq__core *core);
 // What copies: made at the first move, for all that follow. 0, KVQ_E_NO_MEMORY, KVQ_E_SYSTEM.
 int kvq__mover_open(struct kvq__core *core);
 void kvq__mover_close(struct kvq__core *core); // nothing is under way
-// Takes the move's copies further. *any if there was something to do. 1 when all is copied, 0 if
-// not, or KVQ_E_SYSTEM.
+// Takes the move's copies further. *any if there was something to do. KVQ__COMPLETE when all is
+// copied, else KVQ__MORE or KVQ_E_SYSTEM.
 int kvq__mover_copy(struct kvq__move *move, bool *any);
 // Whether nothing is under way any more, for a move that has failed.
 bool kvq__mover_drained(struct kvq__core *core);

@@ -209,7 +209,9 @@ int kvq__mover_copy(struct kvq__move *move, bool *any)
     for (uint32_t i = 0; i < SLOTS; i++)
         empty_all &= mover->slots[i].state == EMPTY;
     *any = p.any;
-    return rc ? rc : p.over && empty_all;
+    if (rc)
+        return rc;
+    return p.over && empty_all ? KVQ__COMPLETE : KVQ__MORE;
 }
 
 bool kvq__mover_drained(struct kvq__core *core)

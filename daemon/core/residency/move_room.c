@@ -145,11 +145,12 @@ bool kvq__move_next(struct kvq__move *move)
     return move->at < move->n;
 }
 
+// KVQ__COMPLETE, KVQ__MORE if it is to be tried again in the next turn, or a code.
 static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t ref)
 {
     const struct kvq__ref *here = kvq__moved_here(m, ref);
     if (!here->block)
-        return 0;
+        return KVQ__COMPLETE;
     uint64_t bytes = bytes_there(move, m, ref);
     // What a fork shares stays as well; the rest only changes its place.
     bool shared = kvq__moved_is_shared(m, m->session->sheets, ref);
@@ -161,7 +162,7 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     if (rc == KVQ_E_BUSY)
         return rc;
     if (rc < 0 && kvq__ended_helps(move->ticket.core, &move->ticket.core->shortage))
-        return 1; // what has ended gives its memory back first
+        return KVQ__MORE; // what has ended gives its memory back first
     move->ticket.shared_bytes += stays ? bytes : 0;
     if (rc == 0) {
         there->block->saved = here->block->saved;
@@ -198,12 +199,12 @@ int kvq__move_reserve(struct kvq__move *move)
     if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
         uint64_t need = kvq__move_need(move), has = move->reserved_bytes;
         kvq__pool_want(move->ticket.ns, move->to, need > has ? need - has : 1);
-        return 2;
+        return KVQ__LATER;
     }
     if (rc < 0) {
         refuse_move_room(move, rc, move->ticket.text);
         note_refused(move, rc);
         return rc;
     }
-    return kvq__move_next(move) ? 1 : 0;
+    return kvq__move_next(move) ? KVQ__MORE : KVQ__COMPLETE;
 }

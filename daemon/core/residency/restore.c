@@ -418,12 +418,12 @@ int kvq__restore_reserve(struct kvq__restore *r, char *text)
 {
     if (r->fetches && r->session->dropped)
         return kvq__fail(text, KVQ_E_CANCELLED, "the session was dropped meanwhile");
-    int rc = r->entered ? 0 : kvq__restore_take(r, text);
-    if (rc == 0 && !r->entered)
+    int rc = r->entered ? KVQ__COMPLETE : kvq__restore_take(r, text);
+    if (rc == KVQ__COMPLETE && !r->entered)
         rc = enter(r, text);
     if (rc < 0)
         snprintf(r->why, sizeof r->why, "%s", text);
-    return rc == 0 && r->spec.prefix_tokens ? kvq__restore_offer(r) : rc;
+    return rc == KVQ__COMPLETE && r->spec.prefix_tokens ? kvq__restore_offer(r) : rc;
 }
 
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,

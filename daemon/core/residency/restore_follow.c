@@ -18,22 +18,22 @@ int kvq__restore_offer(struct kvq__restore *r)
     struct kvq__session *s = r->session;
     uint32_t end = r->offered + PIECE_PAGES;
     if (s->dropped || kvq__ids_identify(s, NULL) < 0 || s->ids.known < s->tokens)
-        return 0;
+        return KVQ__COMPLETE;
     if (r->offered == 0)
         memcpy(r->chain, s->ids.root, sizeof r->chain);
     for (; r->offered < s->n_pages; r->offered++) {
         bool made;
         if (r->offered == end)
-            return 1;
+            return KVQ__MORE;
         struct kvq__node *node = kvq__prefix_offer(s, r->offered, r->chain, &made);
         if (!node)
-            return 0;
+            return KVQ__COMPLETE;
         if (made) {
             node->from = r;
             LIST_INSERT_HEAD(&r->nodes, node, from_link);
         }
     }
-    return 0;
+    return KVQ__COMPLETE;
 }
 
 // ---- Following ----

@@ -38,8 +38,8 @@ static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
     return reserve_block(r, bytes, &l->extras);
 }
 
-// Takes blocks until that has needed another extent, whose memory takes a while to be had. 1 if
-// there are more to be taken.
+// Takes blocks until that has needed another extent, whose memory takes a while to be had:
+// KVQ__MORE then.
 static int reserve_some(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
@@ -51,7 +51,7 @@ static int reserve_some(struct kvq__restore *r)
             continue;
         r->page = r->page > l->first_page ? r->page : l->first_page;
         for (; rc == 0 && r->page < s->n_pages; r->page += rc == 0)
-            rc = s->pool->extents_taken != extents ? 1 : reserve_page(r, l, r->page);
+            rc = s->pool->extents_taken != extents ? KVQ__MORE : reserve_page(r, l, r->page);
         rc = rc ? rc : reserve_extras(r, l);
     }
     return rc;
@@ -173,7 +173,7 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
     if (comes_later(r)) {
         take_restore_ticket(r);
         give_blocks_back(r);
-        return 2;
+        return KVQ__LATER;
     }
     struct kvq__in_the_way way = {0};
     r->core->shortage.code = 0;
@@ -183,9 +183,9 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
     if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
         kvq__pool_want(r->session->ns, r->session->pool,
                        need_of_restored(r->session) - r->reserved);
-        return 2;
+        return KVQ__LATER;
     }
     if (rc < 0 && waits(r, &way))
-        return 2;
+        return KVQ__LATER;
     return rc < 0 ? refuse_restore_room(r->session, rc, r->ticket ? &way : NULL, text) : rc;
 }

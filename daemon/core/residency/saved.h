@@ -222,16 +222,16 @@ struct kvq__restore_spec {
 };
 
 // Begins to make the session, which nobody sees yet. What the spec points to stays until
-// kvq__restore_reserve has returned 0, or kvq__restore_end was called. KVQ_E_EXISTS if there is one
+// kvq__restore_reserve has returned KVQ__COMPLETE, or kvq__restore_end was called. KVQ_E_EXISTS if there is one
 // of that name and shard; KVQ_E_DAMAGED if parts are missing or do not fit; KVQ_E_NO_MEMORY,
 // KVQ_E_QUOTA, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID, KVQ_E_DRAINING.
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
                        const struct kvq__restore_spec *spec, struct kvq__restore **restore,
                        char *text);
-// Takes some of its memory, as much as can be had without keeping others waiting for long. 1: call
-// it again soon. 2: likewise, but some milliseconds later: others make room for it. 0: the session
-// is there, and nobody has it open yet. Below 0, the codes above: nothing but kvq__restore_end is
-// left to do. Until it has returned 0, nothing but that is called.
+// Takes some of its memory, as much as can be had without keeping others waiting for long: enum
+// kvq__advance, or the codes above. KVQ__LATER: extents are being made, or others make room for it.
+// KVQ__COMPLETE: the session is there, and nobody has it open yet. Below 0: nothing but
+// kvq__restore_end is left to do. Until it has returned KVQ__COMPLETE, nothing but that is called.
 int kvq__restore_reserve(struct kvq__restore *restore, char *text);
 // The same for a session that is parked, by its id: it is filled again. spec->ns and place are not
 // looked at. KVQ_E_DAMAGED if what is stored is not, to the last token, what was parked;

@@ -109,7 +109,7 @@ struct kvq__restore {
     LIST_HEAD(, kvq__follower) followers;
 };
 
-// Takes some of its blocks. 0 once it has all, 1 or 2 as kvq__restore_reserve, or KVQ_E_NO_MEMORY,
+// Takes some of its blocks: enum kvq__advance as kvq__restore_reserve, or KVQ_E_NO_MEMORY,
 // KVQ_E_QUOTA or KVQ_E_SYSTEM: then it has none.
 int kvq__restore_take(struct kvq__restore *restore, char *text);
 
@@ -126,8 +126,8 @@ struct kvq__follower {
     struct kvq__session *session;
 };
 
-// Gives the index some of the pages. 1: call it again soon. 0: it has been given all, or as many as
-// there was memory for.
+// Gives the index some of the pages. KVQ__MORE, or KVQ__COMPLETE: it has been given all, or as many
+// as there was memory for.
 int kvq__restore_offer(struct kvq__restore *restore);
 // A layer has come.
 void kvq__follow_layer(struct kvq__restore *restore, uint32_t layer);
