@@ -197,8 +197,8 @@ static void write_entries(kvq_queue *queue, const struct kvq_entry *entries, uin
 static void write_layers(kvq_queue *queue, const struct kvq__pending *p)
 {
     const struct kvq_step_work *w = p->step;
-    assert(p->request.slots > w->n_layers);
-    size_t at = (size_t)(p->request.slots - w->n_layers) * KVQ_SLOT_BYTES;
+    assert(p->request.slots == kvq_request_slots(p->n, w->n_layers));
+    size_t at = (size_t)kvq_request_slots(p->n, 0) * KVQ_SLOT_BYTES;
     for (uint32_t i = 0; i < w->n_layers; i++) {
         const struct kvq_step_layer layer = kvq__step_layer(queue, w, i);
         kvq_ring_write(&queue->tx, at + i * sizeof layer, &layer, sizeof layer);

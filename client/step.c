@@ -70,7 +70,7 @@ int kvq__step_make(kvq_queue *queue, const struct kvq_step_work *w, struct kvq_e
     if (rc)
         return rc;
     assert(p && p->request.op == KVQ_OP_STEP);
-    p->request.slots = (uint16_t)(p->request.slots + w->n_layers);
+    p->request.slots = (uint16_t)kvq_request_slots(n, w->n_layers);
     assert(p->request.slots <= KVQ_REQ_MAX_SLOTS);
     p->step = w;
     p->extents = extents;

@@ -69,14 +69,6 @@ static struct kvq__pending *free_slot(kvq_queue *queue)
     return NULL;
 }
 
-static uint16_t slots_of(uint32_t n)
-{
-    assert(n <= KVQ_MAX_BATCH);
-    return (uint16_t)((sizeof(struct kvq_request) + n * sizeof(struct kvq_entry_wire) +
-                       KVQ_SLOT_BYTES - 1) /
-                      KVQ_SLOT_BYTES);
-}
-
 int kvq_queue_wait_for_room(kvq_queue *queue, uint64_t timeout_ns)
 {
     if (!queue)
@@ -108,8 +100,11 @@ int kvq__submit_make(kvq_queue *queue, unsigned op, struct kvq_work *work,
         return kvq__set_error(KVQ_E_CREDITS,
                               "%s: %d tickets of this queue are open; wait for one first",
                               kvq__op_name(op), KVQ_QUEUE_CREDITS);
-    p->request = (struct kvq_request){
-        .op = (uint8_t)op, .count = (uint16_t)n, .slots = slots_of(n), .seq = queue->seq + 1};
+    assert(n <= KVQ_MAX_BATCH);
+    p->request = (struct kvq_request){.op = (uint8_t)op,
+                                      .count = (uint16_t)n,
+                                      .slots = (uint16_t)kvq_request_slots(n, 0),
+                                      .seq = queue->seq + 1};
     if (work) {
         if (op == KVQ_OP_STEP_BEGIN)
             work->step = (uint64_t)queue->id << 32 | ++queue->steps;

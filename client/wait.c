@@ -123,8 +123,7 @@ static int take_completion(kvq_queue *queue, uint32_t ready, uint32_t *slots)
     assert(ready > 0);
     kvq_ring_copy(&queue->rx, 0, &head, sizeof head);
     struct kvq__pending *p = find_pending(queue, head.seq);
-    *slots = 1 + ((uint32_t)head.count * sizeof(struct kvq_result) + KVQ_SLOT_BYTES - 1) /
-                     KVQ_SLOT_BYTES;
+    *slots = kvq_completion_slots(head.count);
     if (!p)
         return fail_damaged(queue, "it answers a request that is not open,", head.seq);
     if (head.slots != *slots || *slots > ready)

@@ -283,6 +283,14 @@ enum {
 };
 static_assert(KVQ_REQ_MAX_SLOTS * 4 <= KVQ_REQ_SLOTS, "several of the largest fit");
 
+// The length of a request with so many entries, and layers of a STEP, in slots.
+static inline uint32_t kvq_request_slots(uint32_t entries, uint32_t layers)
+{
+    size_t bytes = entries * sizeof(struct kvq_entry_wire);
+    return KVQ_REQ_HEADER_SLOTS + (uint32_t)((bytes + KVQ_SLOT_BYTES - 1) / KVQ_SLOT_BYTES) +
+           layers;
+}
+
 // ---- Completions ----
 
 struct kvq_completion {
@@ -311,5 +319,12 @@ enum {
 };
 static_assert(KVQ_CQ_MAX_SLOTS * KVQ_QUEUE_CREDITS <= KVQ_CQ_SLOTS,
               "a completion's slots are there before its request is taken");
+
+// The length of a completion with so many results, in slots.
+static inline uint32_t kvq_completion_slots(uint32_t results)
+{
+    size_t bytes = results * sizeof(struct kvq_result);
+    return 1 + (uint32_t)((bytes + KVQ_SLOT_BYTES - 1) / KVQ_SLOT_BYTES);
+}
 
 #endif

@@ -558,8 +558,9 @@ void kvq__queue_ending(struct kvq__queue *queue);
 
 // After KVQ__RUN: what to run; the same job until kvq__request_continue.
 struct kvq__job *kvq__queue_job(struct kvq__queue *queue);
-// After KVQ__DONE, until the next start: what to publish. completion->count results follow. A
-// status of KVQ_E_PROTOCOL means that the poller should cut the client off.
+// After KVQ__DONE, until the next start: what to publish. completion->count results follow. The
+// poller fills in completion->slots. A status of KVQ_E_PROTOCOL means that it should cut the client
+// off.
 const struct kvq_completion *kvq__queue_completion(const struct kvq__queue *queue);
 const struct kvq_result *kvq__queue_results(const struct kvq__queue *queue);
 

@@ -201,7 +201,7 @@ static void publish_port(struct kvq__port *port)
 {
     struct kvq_completion head = *kvq__queue_completion(port->queue);
     size_t bytes = (size_t)head.count * sizeof(struct kvq_result);
-    head.slots = (uint16_t)(1 + (bytes + KVQ_SLOT_BYTES - 1) / KVQ_SLOT_BYTES);
+    head.slots = (uint16_t)kvq_completion_slots(head.count);
     assert(head.count <= KVQ_MAX_BATCH && head.slots <= KVQ_CQ_MAX_SLOTS);
     kvq_ring_write(&port->tx, 0, &head, sizeof head);
     if (bytes)
@@ -287,9 +287,7 @@ static bool copy_request(struct kvq__port *port, uint32_t ready, const char **co
         return false;
     kvq_ring_copy(&port->rx, 0, header, sizeof *header);
     size_t entries = (size_t)header->count * sizeof(struct kvq_entry_wire);
-    size_t layers = header->op == KVQ_OP_STEP ? header->layer : 0;
-    uint32_t before =
-        KVQ_REQ_HEADER_SLOTS + (uint32_t)((entries + KVQ_SLOT_BYTES - 1) / KVQ_SLOT_BYTES);
+    uint32_t layers = header->op == KVQ_OP_STEP ? header->layer : 0;
     *complaint = "more entries in a request than the protocol's limit of 1024";
     if (header->count > KVQ_MAX_BATCH)
         return false;
@@ -297,13 +295,13 @@ static bool copy_request(struct kvq__port *port, uint32_t ready, const char **co
     if (layers > KVQ_MAX_LAYERS)
         return false;
     *complaint = "a request whose length does not match its entries, or is not published whole";
-    if (header->slots != before + layers || header->slots > ready)
+    if (header->slots != kvq_request_slots(header->count, layers) || header->slots > ready)
         return false;
     if (entries)
         kvq_ring_copy(&port->rx, sizeof *header, kvq__queue_entries(port->queue), entries);
     if (layers)
-        kvq_ring_copy(&port->rx, (size_t)before * KVQ_SLOT_BYTES, kvq__queue_layers(port->queue),
-                      layers * sizeof(struct kvq_step_layer));
+        kvq_ring_copy(&port->rx, (size_t)kvq_request_slots(header->count, 0) * KVQ_SLOT_BYTES,
+                      kvq__queue_layers(port->queue), layers * sizeof(struct kvq_step_layer));
     kvq_ring_consume(&port->rx, header->slots);
     return true;
 }

@@ -296,7 +296,7 @@ void kit_pack(struct kit *kit)
 struct kvq_request kit_header(uint8_t op, uint16_t count)
 {
     return (struct kvq_request){
-        .op = op, .count = count, .slots = (uint16_t)(4 + (count + 1) / 2), .seq = 7};
+        .op = op, .count = count, .slots = (uint16_t)kvq_request_slots(count, 0), .seq = 7};
 }
 
 struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
@@ -440,7 +440,7 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
         .handle = handle, .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
     struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
     r.layer = s->n_layers;
-    r.slots = (uint16_t)(r.slots + s->n_layers);
+    r.slots = (uint16_t)kvq_request_slots(r.count, s->n_layers);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         m->layers[i] = (struct kvq_step_layer){kit_view(m, 0, heads, dim, KVQ_F32),
                                                kit_view(m, m->bytes / 2, heads, dim, KVQ_F32)};

@@ -20,7 +20,7 @@ void whole_fill(struct actor *a)
 {
     const struct track *t = a->parts[0].hold->track;
     a->header.layer = MODEL_LAYERS;
-    a->header.slots = (uint16_t)(a->header.slots + MODEL_LAYERS);
+    a->header.slots = (uint16_t)kvq_request_slots(a->header.count, MODEL_LAYERS);
     for (uint32_t i = 0; i < MODEL_LAYERS; i++) {
         bool own = !t || t->model.layers[i].source == i;
         a->member.layers[i] = (struct kvq_step_layer){0};

@@ -434,7 +434,7 @@ static void test_group(void **state)
     }
     struct kvq_request r = kit_header(KVQ_OP_STEP, 2);
     r.layer = LAYERS;
-    r.slots = (uint16_t)(r.slots + LAYERS);
+    r.slots = (uint16_t)kvq_request_slots(r.count, LAYERS);
     for (uint32_t i = 0; i < LAYERS; i++)
         m.layers[i] = (struct kvq_step_layer){kit_view(&m, 0, HEADS, DIM, KVQ_F32),
                                               kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32)};

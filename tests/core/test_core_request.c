@@ -113,7 +113,7 @@ static void test_header(void **state)
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_PROTOCOL);
     r = good;
     r.count = KVQ_MAX_BATCH + 1;
-    r.slots = (uint16_t)(4 + (r.count + 1) / 2);
+    r.slots = (uint16_t)kvq_request_slots(r.count, 0);
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_PROTOCOL);
     for (uint8_t op = KVQ_OP_STEP_BEGIN; op < KVQ_OP_COUNT; op++) {
         bool empty_is_fine = op == KVQ_OP_STEP_END || op == KVQ_OP_STEP_ABORT;
@@ -166,7 +166,7 @@ static void test_entries_apart(void **state)
     e[2].q_row = UINT32_MAX;
     struct kvq_request r = attend();
     r.count = 3;
-    r.slots = 6;
+    r.slots = (uint16_t)kvq_request_slots(r.count, 0);
     assert_int_equal(kit_request(&m, &r, e), 0);
     const struct kvq_result *results = kvq__queue_results(m.queue);
     assert_int_equal(results[0].status, 0);
@@ -336,7 +336,7 @@ static void test_rows_of_entries_apart(void **state)
     e[2].q_row = 5; // its second row is e[1]'s
     e[3].q_row = 4; // between both
     r.count = 4;
-    r.slots = 6;
+    r.slots = (uint16_t)kvq_request_slots(r.count, 0);
     assert_int_equal(kit_request(&m, &r, e), 0);
     assert_int_equal(results[0].status, 0);
     assert_int_equal(results[1].status, 0);

@@ -154,7 +154,7 @@ static void test_batch(void **state)
     for (uint32_t workers = 1; workers <= 16; workers += 5) {
         kit.core->config.workers = workers; // 1 cuts nothing, 16 all
         r.count = workers == 16 ? 1 : 64;
-        r.slots = (uint16_t)(4 + (r.count + 1) / 2);
+        r.slots = (uint16_t)kvq_request_slots(r.count, 0);
         memset(m.memory + OUT_AT, 0, 64 * 1024);
         assert_int_equal(kit_request(&m, &r, workers == 16 ? &entries[40] : entries), 0);
         size_t bytes = QUERIES * 4 * DIM * sizeof(float);

@@ -478,7 +478,7 @@ static void test_overtaken(void **state)
     struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
     struct kvq_entry_wire e = {.handle = seen, .position = 250};
     r.layer = LAYERS;
-    r.slots = (uint16_t)(r.slots + r.layer);
+    r.slots = (uint16_t)kvq_request_slots(r.count, r.layer);
     memset(reader.layers, 0, sizeof reader.layers);
     kit_load(&reader, &r, &e);
     assert_int_equal(kvq__request_start(reader.queue), KVQ__RUN);
@@ -569,7 +569,7 @@ static void test_refusals(void **state)
     struct kvq_request r = kit_header(KVQ_OP_STEP, 1);
     struct kvq_entry_wire e = {.handle = one, .position = 100, .row = 100, .append = 1};
     r.layer = LAYERS - 1;
-    r.slots = (uint16_t)(r.slots + r.layer);
+    r.slots = (uint16_t)kvq_request_slots(r.count, r.layer);
     assert_int_equal(kit_request(&m, &r, &e), 0);
     assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_SHAPE);
     r.layer++;

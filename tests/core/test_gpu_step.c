@@ -118,7 +118,7 @@ static struct kvq_request step_header(struct streamer *s, uint16_t entries)
 {
     struct kvq_request r = kit_header(KVQ_OP_STEP, entries);
     r.layer = layers_of(s);
-    r.slots = (uint16_t)(r.slots + r.layer);
+    r.slots = (uint16_t)kvq_request_slots(r.count, r.layer);
     for (uint32_t i = 0; i < r.layer; i++)
         s->m.layers[i] = (struct kvq_step_layer){kit_view(&s->m, 0, HEADS, DIM, KVQ_F32),
                                                  kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32)};

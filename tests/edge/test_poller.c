@@ -155,7 +155,7 @@ static void wake_poller(struct fake_client *c)
 static struct kvq_request make_request(uint8_t op, uint32_t seq, uint32_t layer, uint16_t count)
 {
     struct kvq_request r = {.op = op, .seq = seq, .layer = layer, .count = count};
-    r.slots = (uint16_t)(KVQ_REQ_HEADER_SLOTS + (count + 1) / 2);
+    r.slots = (uint16_t)kvq_request_slots(count, 0);
     return r;
 }
 
@@ -180,7 +180,7 @@ static bool try_completion(struct fake_client *c, struct kvq_completion *out)
     if (ready == 0)
         return false;
     kvq_ring_copy(&c->rx, 0, out, sizeof *out);
-    assert_int_equal(out->slots, 1 + (out->count + 3) / 4);
+    assert_int_equal(out->slots, kvq_completion_slots(out->count));
     assert_true(ready >= out->slots);
     for (uint32_t i = 0; i < out->count; i++) {
         struct kvq_result result;

@@ -145,7 +145,7 @@ static void request(struct fuzz *f, uint32_t who, struct program *p)
     struct kvq_request r = kit_header((uint8_t)(take(p, 1) % (KVQ_OP_COUNT + 1)), 0);
     uint32_t count = (uint32_t)take(p, 1) % (ENTRIES + 1);
     r.count = (uint16_t)count;
-    r.slots = (uint16_t)(4 + (count + 1) / 2);
+    r.slots = (uint16_t)kvq_request_slots(count, 0);
     r.step = take(p, 1);
     r.layer = (uint32_t)take(p, 1);
     r.flags = (uint16_t)take(p, 1);

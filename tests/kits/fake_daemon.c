@@ -435,7 +435,7 @@ static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_
 {
     int second = d->script.ring == FAKE_POSITIVE_RESULT ? 5 : KVQ_E_POSITION;
     struct kvq_completion done = {.seq = seq, .status = status, .count = (uint16_t)count};
-    uint32_t room = 0, slots = 1 + (count + 3) / 4;
+    uint32_t room = 0, slots = kvq_completion_slots(count);
     must(kvq_ring_room(&d->tx, &room) == 0 && room >= slots, "room");
     done.slots = (uint16_t)(slots + extra_slots);
     done.value = r->step;

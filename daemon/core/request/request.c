@@ -572,7 +572,6 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
     q->completion.status = status;
     if (status < 0)
         q->completion.count = 0;
-    q->completion.slots = (uint16_t)(1 + (q->completion.count + 3) / 4);
     count_refusal(q);
     return KVQ__DONE;
 }
@@ -582,7 +581,7 @@ static int check_header(const struct kvq__queue *q)
     const struct kvq_request *r = &q->header;
     uint32_t layers = r->op == KVQ_OP_STEP ? r->layer : 0;
     if (r->count > KVQ_MAX_BATCH || layers > KVQ_MAX_LAYERS ||
-        r->slots != KVQ_REQ_HEADER_SLOTS + (r->count + 1u) / 2 + layers)
+        r->slots != kvq_request_slots(r->count, layers))
         return KVQ_E_PROTOCOL;
     if (r->op >= KVQ_OP_COUNT)
         return KVQ_E_UNSUPPORTED;
