@@ -32,26 +32,23 @@ const char *kvq__op_name(unsigned op)
     return op < KVQ_OP_COUNT ? names[op] : "unknown operation";
 }
 
-// Which tensors an operation needs: bits of 1 k, 2 v, 4 q, 8 out, 16 a list.
-static unsigned needed(unsigned op)
+// Which tensors an operation needs.
+enum { NEEDS_K = 1, NEEDS_V = 2, NEEDS_Q = 4, NEEDS_OUT = 8, NEEDS_LIST = 16 };
+
+static unsigned needs_of(unsigned op)
 {
-    switch (op) {
-    case KVQ_OP_APPEND:
-        return 3;
-    case KVQ_OP_ATTEND:
-        return 12;
-    case KVQ_OP_APPEND_ATTEND:
-        return 15;
-    case KVQ_OP_ACCEPT:
-        return 16;
-    default:
-        return 0;
-    }
+    static const uint8_t needs[KVQ_OP_COUNT] = {
+        [KVQ_OP_APPEND] = NEEDS_K | NEEDS_V,
+        [KVQ_OP_ATTEND] = NEEDS_Q | NEEDS_OUT,
+        [KVQ_OP_APPEND_ATTEND] = NEEDS_K | NEEDS_V | NEEDS_Q | NEEDS_OUT,
+        [KVQ_OP_ACCEPT] = NEEDS_LIST,
+    };
+    return op < KVQ_OP_COUNT ? needs[op] : 0;
 }
 
 bool kvq__op_takes_work(unsigned op)
 {
-    return needed(op) || op == KVQ_OP_STEP_BEGIN || op == KVQ_OP_READ;
+    return needs_of(op) || op == KVQ_OP_STEP_BEGIN || op == KVQ_OP_READ;
 }
 
 // ---- Tensors and lists ----
@@ -133,7 +130,7 @@ static int put_ids(const kvq_queue *queue, unsigned op, const struct kvq_ids *id
 
 int kvq__put_work(const kvq_queue *queue, const struct kvq_work *w, struct kvq_request *r)
 {
-    unsigned need = needed(r->op);
+    unsigned needs = needs_of(r->op);
     assert(r->op < KVQ_OP_COUNT);
     if (w->flags & ~(uint32_t)KVQ_PAST_ONLY)
         return kvq__set_error(KVQ_E_INVALID,
@@ -143,17 +140,17 @@ int kvq__put_work(const kvq_queue *queue, const struct kvq_work *w, struct kvq_r
     r->layer = w->layer;
     r->step = w->step;
     r->deadline_ns = w->deadline_ns;
-    int rc = kvq__put_view(queue, r->op, "k", need & 1, &w->k, &r->k);
+    int rc = kvq__put_view(queue, r->op, "k", needs & NEEDS_K, &w->k, &r->k);
     if (rc == KVQ_OK)
-        rc = kvq__put_view(queue, r->op, "v", need & 2, &w->v, &r->v);
+        rc = kvq__put_view(queue, r->op, "v", needs & NEEDS_V, &w->v, &r->v);
     if (rc == KVQ_OK)
-        rc = kvq__put_view(queue, r->op, "q", need & 4, &w->q, &r->q);
+        rc = kvq__put_view(queue, r->op, "q", needs & NEEDS_Q, &w->q, &r->q);
     if (rc == KVQ_OK)
-        rc = kvq__put_view(queue, r->op, "out", need & 8, &w->out, &r->out);
+        rc = kvq__put_view(queue, r->op, "out", needs & NEEDS_OUT, &w->out, &r->out);
     if (rc == KVQ_OK)
         rc = kvq__put_view(queue, r->op, "lse", false, &w->lse, &r->lse);
     if (rc == KVQ_OK)
-        rc = put_list(queue, r->op, need & 16, &w->pages, r);
+        rc = put_list(queue, r->op, needs & NEEDS_LIST, &w->pages, r);
     return rc ? rc : put_ids(queue, r->op, &w->ids, &w->pages, r);
 }
 

@@ -143,7 +143,7 @@ int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
     if ((unsigned)op == KVQ_OP_STEP)
         return kvq__set_error(KVQ_E_INVALID, "step: has no ticket; call kvq_step");
     int rc = kvq__submit_make(queue, (unsigned)op, work, entries, n, &p);
-    if (!p)
+    if (rc)
         return rc;
     rc = kvq__submit_send(queue, p);
     *ticket = p->ticket;
