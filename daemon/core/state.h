@@ -95,7 +95,7 @@ void kvq__pack_on_gpus(struct kvq__core *core);
 struct kvq__packer {
     struct kvq__job job;
     struct kvq__flight flight;
-    struct kvq__session *session; // pinned; NULL = idle
+    struct kvq__session *session; // referenced; NULL = idle
     uint32_t layer;
     uint64_t first, end; // tokens
     uint8_t *extras;

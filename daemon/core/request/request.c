@@ -171,10 +171,10 @@ int kvq__request_step(struct kvq__queue *q)
 void kvq__hold(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
-    assert(i < q->header.count && w->session && (w->session->refs > 0 || !w->pinned));
-    if (!w->pinned)
+    assert(i < q->header.count && w->session && (w->session->refs > 0 || !w->held));
+    if (!w->held)
         kvq__session_ref(w->session);
-    w->pinned = true;
+    w->held = true;
     q->holding = true;
 }
 
@@ -255,7 +255,7 @@ static void release_packing(struct kvq__queue *q, struct kvq__session *s)
 static void release_work(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->session;
-    assert(w->pinned || !(w->reading || w->tail_use || w->exclusive || w->packing));
+    assert(w->held || !(w->reading || w->tail_use || w->exclusive || w->packing));
     assert(!w->exclusive || s->exclusive == q);
     if (w->reading)
         kvq__reading_end(s);
@@ -276,9 +276,9 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
     if (w->table)
         kvq__table_unuse(w->table);
     w->table = NULL;
-    if (w->pinned)
+    if (w->held)
         kvq__session_unref(s);
-    w->reading = w->tail_use = w->exclusive = w->packing = w->pinned = false;
+    w->reading = w->tail_use = w->exclusive = w->packing = w->held = false;
 }
 
 void kvq__request_release(struct kvq__queue *q)
@@ -605,10 +605,10 @@ static void reset_works(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
-        assert(!w->pinned && !w->forked && !w->table && !w->sample);
+        assert(!w->held && !w->forked && !w->table && !w->sample);
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
-        w->pinned = w->reading = w->tail_use = w->exclusive = w->packing = false;
+        w->held = w->reading = w->tail_use = w->exclusive = w->packing = false;
         w->packing_all = w->settles = false;
         w->table = NULL;
         w->sample = NULL;

@@ -59,11 +59,12 @@ struct kvq__layer_pack {
 
 // One entry's part of a request under way.
 struct kvq__entry {
-    struct kvq__session *session; // NULL if the entry failed before it got that far
-    struct kvq__handle *handle;   // valid only while the request starts
-    bool pinned, reading, tail_use, exclusive, packing; // what it holds of the session
-    bool packing_all;                                   // layers whose packer is the request
-    struct kvq__table *table;        // of a STEP, used until it ends; NULL = none
+    struct kvq__session *session;               // NULL if the entry failed before it got that far
+    struct kvq__handle *handle;                 // valid only while the request starts
+    bool held;                                  // it has a reference to the session,
+    bool reading, tail_use, exclusive, packing; // and holds this of it
+    bool packing_all;                           // layers whose packer is the request
+    struct kvq__table *table;                   // of a STEP, used until it ends; NULL = none
     bool told;                       // it reports that values of an earlier STEP were not finite
     bool fetch_asked;                // the request waits for a session that is parked
     uint64_t fetch_serial;           // the session's when it began to
@@ -116,7 +117,7 @@ struct kvq__entry {
             uint64_t handle;
         } fork;
     };
-    struct kvq__session *forked; // the new session, pinned; else NULL
+    struct kvq__session *forked; // the new session, referenced; else NULL
 };
 
 // Units of any layers and sessions that a wave packs on a GPU (gpu_wave.h).

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions: their life from the first open to the last pin, and what can be told about them.
+// Sessions: their life from the first open to the last reference, and what can be told about them.
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>

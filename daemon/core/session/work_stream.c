@@ -365,14 +365,14 @@ static void take_holds(struct kvq__work_stream *stream, struct kvq__queue *q,
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
-        if (!w->pinned)
+        if (!w->held)
             continue;
         uint32_t at = (stream->first_held + stream->n_held++) % KVQ__WORK_STREAM_HELD;
         assert(!w->exclusive && stream->n_held <= KVQ__WORK_STREAM_HELD);
         assert(w->session->refs > 0);
         stream->held[at] =
             (struct kvq__held){w->session, w->table, w->reading, w->tail_use, w->settles};
-        w->pinned = w->reading = w->tail_use = w->settles = false;
+        w->held = w->reading = w->tail_use = w->settles = false;
         w->table = NULL;
         p->n_held++;
     }
