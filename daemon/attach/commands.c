@@ -412,6 +412,8 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
         error = check_request(c, packet, text);
     }
     bool fatal = error != 0;
+    if (error == 0)
+        error = kvq__dispatch_check_names(c->request, text);
     if (error == 0 && c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR)
         kvq__doctor(c->server, &c->arena, &c->reply);
     else if (error == 0 && command_of(c)->prepare)

@@ -4,6 +4,7 @@
 // are bounded and printable; what they mean is checked by the core.
 #include <assert.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "daemon/commands/internal.h"
 
@@ -55,6 +56,45 @@ bool kvq__dispatch_is_for_clients(Kvq__Request__CommandCase command)
 {
     const struct command *row = find_command_row(command);
     return row && row->for_clients;
+}
+
+// A message with a namespace names it, and what is in it, by fields of these names. An option of a
+// configuration has a name, too, which may be longer.
+static bool is_name(const ProtobufCMessageDescriptor *message,
+                    const ProtobufCFieldDescriptor *field)
+{
+    return field->type == PROTOBUF_C_TYPE_STRING &&
+           (strcmp(field->name, "namespace") == 0 || strcmp(field->name, "name") == 0) &&
+           protobuf_c_message_descriptor_get_field_by_name(message, "namespace");
+}
+
+static int check_names_in(const ProtobufCMessage *message, char *text)
+{
+    const ProtobufCMessageDescriptor *descriptor = message->descriptor;
+    int error = 0;
+    for (unsigned i = 0; i < descriptor->n_fields && error == 0; i++) {
+        const ProtobufCFieldDescriptor *field = &descriptor->fields[i];
+        const void *at = (const char *)message + field->offset;
+        if (field->label == PROTOBUF_C_LABEL_REPEATED || !kvq_field_held(message, field))
+            continue;
+        const ProtobufCMessage *inner =
+            field->type == PROTOBUF_C_TYPE_MESSAGE ? *(ProtobufCMessage *const *)at : NULL;
+        if (inner)
+            error = check_names_in(inner, text);
+        size_t n = is_name(descriptor, field) ? strlen(*(char *const *)at) : 0;
+        if (n >= KVQ_NAME_BYTES) {
+            snprintf(text, KVQ_TEXT_BYTES, "%s.%s is a name of %zu bytes; it can have %d at most",
+                     descriptor->short_name, field->name, n, KVQ_NAME_BYTES - 1);
+            error = KVQ_E_LIMIT;
+        }
+    }
+    return error;
+}
+
+int kvq__dispatch_check_names(const Kvq__Request *request, char *text)
+{
+    assert(request->command_case != KVQ__REQUEST__COMMAND__NOT_SET);
+    return check_names_in(&request->base, text);
 }
 
 void kvq__reply_status(Kvq__Reply *reply, struct kvq_arena *arena, int status, const char *text)

@@ -31,6 +31,11 @@ bool kvq__dispatch_takes(Kvq__Request__CommandCase command);
 // takes a handle. The control socket refuses it before anything is done for it.
 bool kvq__dispatch_is_for_clients(Kvq__Request__CommandCase command);
 
+// 0, or KVQ_E_LIMIT with a text: a name of a session or a namespace, anywhere in the request, is
+// longer than such names can be. Both sockets ask this first, because later on names are copied
+// into KVQ_NAME_BYTES, and one that was cut may be another's. Any thread.
+int kvq__dispatch_check_names(const Kvq__Request *request, char *text);
+
 // Runs one command on the thread that owns the core. Fills reply's status, text and result; what
 // they point to is in the arena. The reply was initialized, with id and epoch.
 void kvq__dispatch_run(const struct kvq__dispatch *dispatch, const Kvq__Request *request,

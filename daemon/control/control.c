@@ -321,6 +321,8 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
         snprintf(text, sizeof text, "protocol %u; this daemon (%s) speaks %d to %d",
                  c->request->protocol, KVQ_VERSION_TEXT, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
         refuse_request(c, KVQ_E_VERSION, text);
+    } else if ((error = kvq__dispatch_check_names(c->request, text)) != 0) {
+        refuse_request(c, error, text);
     } else if (kvq__dispatch_is_for_clients(c->request->command_case)) {
         refuse_request(c, KVQ_E_INVALID, for_clients);
     } else if ((error = kvq__role_check(&c->asker, c->request, text)) != 0) {

@@ -57,6 +57,25 @@ class Names(Stored):
         for name, n in list(saved.items())[:10]:
             self.assertEqual(self.client.session(name=name, must_exist=True).tokens, n)
 
+    def test_long_names(self):
+        """What is called by a name that is longer than names can be is refused: its front is the
+        name of another, which stays."""
+        tokens, name = Tokens(1, 400), "n" * 127
+        session = self.client.session(tokens.rows, "f16", name=name)
+        tokens.feed(self.queue, session, 128, attend=False)
+        session.save()
+        session.close()
+        own = f"uid-{os.geteuid()}"
+        for words in (("drop", name + "MORE"), ("restore", name + "MORE"), ("save", name + "MORE"),
+                      ("drop", name, "--namespace", own + "n" * 128)):
+            status, _, complaint = self.daemon.ctl("session", *words, check=False)
+            self.assertNotEqual(status, 0)
+            self.assertIn("127 at most", complaint)
+        self.again()
+        self.assertEqual([(x["name"], x["tokens"]) for x in self.daemon.ctl("storage", "list")],
+                         [(name, 128)])
+        self.assertEqual(self.client.session(name=name, must_exist=True).tokens, 128)
+
     def begin(self, *arguments):
         """A command that may wait: its process."""
         return subprocess.Popen([os.path.join(BIN, "kvqctl"), "--runtime-dir",

@@ -469,6 +469,30 @@ static void test_too_many_clients(void **state)
 }
 
 // Groups of the process at the other end.
+// A name that no session can have is refused as one, and the connection goes on.
+static void test_long_name(void **state)
+{
+    (void)state;
+    char name[KVQ_NAME_BYTES + 1] = {0};
+    struct peer *p = peer_attached();
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__DropSession drop = KVQ__DROP_SESSION__INIT;
+    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    memset(name, 'n', KVQ_NAME_BYTES - 1);
+    assert_int_equal(peer_open_session(p, name), 0);
+    ref.name = memset(name, 'n', KVQ_NAME_BYTES);
+    drop.which_case = KVQ__DROP_SESSION__WHICH_REF;
+    drop.ref = &ref;
+    request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
+    request.drop_session = &drop;
+    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_LIMIT);
+    assert_string_equal(p->reply->text,
+                        "SessionRef.name is a name of 128 bytes; it can have 127 at most");
+    name[KVQ_NAME_BYTES - 1] = '\0';
+    assert_int_equal(peer_ask(p, &request, NULL, 0), 0);
+    peer_free(p);
+}
+
 static void test_groups(void **state)
 {
     (void)state;
@@ -674,6 +698,7 @@ int main(void)
         cmocka_unit_test(test_scribbler_is_closed),
         cmocka_unit_test(test_hostile_wakers),
         cmocka_unit_test(test_too_many_clients),
+        cmocka_unit_test(test_long_name),
         cmocka_unit_test(test_groups),
         cmocka_unit_test(test_death_with_a_child),
         cmocka_unit_test(test_second_daemon),

@@ -137,6 +137,62 @@ static void test_role_of_pull(void **state)
     }
 }
 
+static int check_of(Kvq__Request__CommandCase command, void *message, char *text)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    request.command_case = command;
+    request.hello = message; // all commands are members of one union
+    text[0] = '\0';
+    return kvq__dispatch_check_names(&request, text);
+}
+
+// A name that does not fit KVQ_NAME_BYTES would be cut later on, and be another's.
+static void test_long_names(void **state)
+{
+    char name[KVQ_NAME_BYTES + 1] = {0}, text[KVQ_TEXT_BYTES];
+    Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
+    Kvq__DropSession drop = KVQ__DROP_SESSION__INIT;
+    Kvq__PullSession pull = KVQ__PULL_SESSION__INIT;
+    Kvq__OpenSession open = KVQ__OPEN_SESSION__INIT;
+    Kvq__LookupPrefix lookup = KVQ__LOOKUP_PREFIX__INIT;
+    Kvq__SetQuota quota = KVQ__SET_QUOTA__INIT;
+    Kvq__ListSaved saved = KVQ__LIST_SAVED__INIT;
+    Kvq__GetConfig option = KVQ__GET_CONFIG__INIT;
+    (void)state;
+    drop.which_case = KVQ__DROP_SESSION__WHICH_REF;
+    drop.ref = pull.into = &ref;
+    lookup.session = &open;
+    const struct {
+        Kvq__Request__CommandCase command;
+        void *message;
+        char **name;
+        const char *field;
+    } rows[] = {
+        {KVQ__REQUEST__COMMAND_DROP_SESSION, &drop, &ref.name, "SessionRef.name is"},
+        {KVQ__REQUEST__COMMAND_DROP_SESSION, &drop, &ref.namespace_, "SessionRef.namespace is"},
+        {KVQ__REQUEST__COMMAND_PULL_SESSION, &pull, &ref.name, "SessionRef.name is"},
+        {KVQ__REQUEST__COMMAND_OPEN_SESSION, &open, &open.name, "OpenSession.name is"},
+        {KVQ__REQUEST__COMMAND_LOOKUP_PREFIX, &lookup, &open.namespace_, "OpenSession.namespace"},
+        {KVQ__REQUEST__COMMAND_SET_QUOTA, &quota, &quota.namespace_, "SetQuota.namespace is"},
+        {KVQ__REQUEST__COMMAND_LIST_SAVED, &saved, &saved.namespace_, "ListSaved.namespace is"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        char *before = *rows[i].name;
+        *rows[i].name = memset(name, 'n', KVQ_NAME_BYTES);
+        assert_int_equal(check_of(rows[i].command, rows[i].message, text), KVQ_E_LIMIT);
+        assert_non_null(strstr(text, rows[i].field));
+        assert_non_null(strstr(text, "128 bytes; it can have 127"));
+        name[KVQ_NAME_BYTES - 1] = '\0';
+        assert_int_equal(check_of(rows[i].command, rows[i].message, text), 0);
+        *rows[i].name = before;
+    }
+    option.name = memset(name, 'n', KVQ_NAME_BYTES); // an option of a namespace is longer than that
+    assert_int_equal(check_of(KVQ__REQUEST__COMMAND_GET_CONFIG, &option, text), 0);
+    drop.which_case = KVQ__DROP_SESSION__WHICH_HANDLE;
+    drop.handle = 1;
+    assert_int_equal(check_of(KVQ__REQUEST__COMMAND_DROP_SESSION, &drop, text), 0);
+}
+
 static ProtobufCMessage *make_message(const ProtobufCMessageDescriptor *descriptor)
 {
     ProtobufCMessage *message = calloc(1, descriptor->sizeof_message);
@@ -237,10 +293,10 @@ static void test_no_other(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_command), cmocka_unit_test(test_no_other),
-        cmocka_unit_test(test_for_clients),   cmocka_unit_test(test_json_of_choices),
-        cmocka_unit_test(test_audit_budget),  cmocka_unit_test(test_roles),
-        cmocka_unit_test(test_role_of_pull),
+        cmocka_unit_test(test_every_command),   cmocka_unit_test(test_no_other),
+        cmocka_unit_test(test_long_names),      cmocka_unit_test(test_for_clients),
+        cmocka_unit_test(test_json_of_choices), cmocka_unit_test(test_audit_budget),
+        cmocka_unit_test(test_roles),           cmocka_unit_test(test_role_of_pull),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
