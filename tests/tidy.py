@@ -513,7 +513,8 @@ CLEAN = {
                          "} // namespace a\n",
     "proto/a.h": C_HEAD + "#include <stdint.h>\nint kvq_a(uint32_t value);\n",
     "proto/a.c": C_HEAD + '#include "proto/a.h"\n\n'
-                 'int kvq_a(uint32_t value)\n{\n    return value == 0; // printf(strcpy), see a.h and kvq_a\n}\n',
+                 'int kvq_a(uint32_t value)\n{\n'
+                 '    return value == 0; // printf(strcpy), see a.h and kvq_a\n}\n',
     "client/kvq.h": KVQ_H_HEAD + '#include "kvq/b.h"\n',
     "client/kvq/b.h": KVQ_H_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
     "tools/run.sh": "#!/bin/bash\n" + PY_HEAD + "echo fine\n",
