@@ -222,9 +222,10 @@ struct kvq__restore_spec {
 };
 
 // Begins to make the session, which nobody sees yet. What the spec points to stays until
-// kvq__restore_reserve has returned KVQ__COMPLETE, or kvq__restore_end was called. KVQ_E_EXISTS if there is one
-// of that name and shard; KVQ_E_DAMAGED if parts are missing or do not fit; KVQ_E_NO_MEMORY,
-// KVQ_E_QUOTA, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID, KVQ_E_DRAINING.
+// kvq__restore_reserve has returned KVQ__COMPLETE, or kvq__restore_end was called. KVQ_E_EXISTS if
+// there is one of that name and shard; KVQ_E_DAMAGED if parts are missing or do not fit;
+// KVQ_E_NO_MEMORY, KVQ_E_QUOTA, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_INVALID,
+// KVQ_E_DRAINING.
 int kvq__restore_begin(struct kvq__core *core, const struct kvq__peer *peer,
                        const struct kvq__restore_spec *spec, struct kvq__restore **restore,
                        char *text);
