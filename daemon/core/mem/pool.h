@@ -24,8 +24,8 @@
 
 #include "daemon/core/base/base.h"
 
-// How far something that takes several turns has come; below 0: a KVQ_E code. MORE: call it again in
-// the next turn. LATER: call it again some milliseconds later, for memory for it is being made.
+// How far something that takes several turns has come; below 0: a KVQ_E code. MORE: call it again
+// in the next turn. LATER: call it again some milliseconds later, for memory for it is being made.
 enum kvq__advance { KVQ__COMPLETE = 0, KVQ__MORE = 1, KVQ__LATER = 2 };
 
 // Who may still read a block that was given up: flights up to number `at`, and of these only
@@ -213,7 +213,8 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
 // Frees deferred blocks that no request under way can read any more: all of them, or as many as
 // this turn may (ended.c). True if there were any.
 bool kvq__deferred_free(struct kvq__core *core, bool all);
-// Empties session->giver.given before the session is disposed of. False if this turn's work is used up.
+// Empties session->giver.given before the session is disposed of. False if this turn's work is used
+// up.
 bool kvq__given_end(struct kvq__session *session);
 // Hands a flight over from `from` to `to`. `from` has none then.
 void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct kvq__flight *to);
