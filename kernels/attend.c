@@ -104,7 +104,7 @@ void kvq__count_items(const struct kvq_attend *a, struct kvq_attend_plan *plan)
 // KV heads to an item. Those of codebooks take turns item by item: each has tables of its own.
 static uint32_t heads_at_once(const struct kvq_attend *a)
 {
-    if (a->format->k.codec == KVQ_CODEC_BOOK || a->format->v.codec == KVQ_CODEC_BOOK)
+    if (kvq_has_centroids(a->format))
         return 1;
     return min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a));
 }

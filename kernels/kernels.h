@@ -129,6 +129,11 @@ static inline bool kvq_is_raw(const struct kvq_format *f)
 {
     return f->k.codec == KVQ_CODEC_RAW;
 }
+// Whether its codes are numbers of centroids, which a codebook holds.
+static inline bool kvq_has_centroids(const struct kvq_format *f)
+{
+    return f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK;
+}
 // How many first tokens of a session a format learns from before it packs any, given the end of the
 // prompt (0 = unknown). 0 for formats that learn nothing.
 uint32_t kvq_learn_tokens(const struct kvq_format *f, uint64_t prompt_tokens);

@@ -198,11 +198,6 @@ const struct kvq_codebook_row *kvq_codebook_row(const struct kvq_codebook *book,
     return &book->rows[layer];
 }
 
-bool kvq_codebook_needed(const struct kvq_format *f)
-{
-    return f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK;
-}
-
 // ---- Does it fit? ----
 
 static bool fits_side(char letter, const struct kvq_side *side, uint8_t bits, uint8_t vector,
@@ -261,7 +256,7 @@ bool kvq_codebook_fits(const struct kvq_codebook *book, uint32_t layer, const st
 {
     const struct kvq_codebook_header *h = &book->head;
     const struct kvq__complaint c = {"codebook", text, n};
-    if (!kvq_codebook_needed(f))
+    if (!kvq_has_centroids(f))
         return true;
     if (layer >= h->layers) {
         kvq__complain(&c, 0, "has layers 0 to %u; there is no layer %u in it", h->layers - 1,

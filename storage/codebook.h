@@ -110,9 +110,6 @@ bool kvq_codebook_fits(const struct kvq_codebook *book, uint32_t layer, const st
 // Fills *out with pointers into the codebook, for a layer that is in it. They live as long as it.
 void kvq_codebook_layer(const struct kvq_codebook *book, uint32_t layer, struct kvq_book *out);
 
-// Whether a format needs a codebook at all.
-bool kvq_codebook_needed(const struct kvq_format *f);
-
 // ---- Making ----
 
 struct kvq_codebook_plan {

@@ -116,7 +116,7 @@ static int check_format(const struct kvq_codebook_header *h, const struct kvq__c
     char why[200];
     if (kvq_format_parse(h->format, &f, why, sizeof why))
         return kvq__complain(c, KVQ_E_FORMAT, "is for a format that is not known here: %s", why);
-    if (!kvq_codebook_needed(&f))
+    if (!kvq_has_centroids(&f))
         return kvq__complain(c, KVQ_E_FORMAT, "is for format %s, which needs no codebook", f.name);
     bool factors = h->flags & KVQ_CODEBOOK_FACTORS;
     if (!same_side(&f.k, h->k_bits, h->k_vector) || !same_side(&f.v, h->v_bits, h->v_vector) ||

@@ -61,7 +61,7 @@ static int check_plan(const struct kvq_codebook_plan *plan, const struct kvq__co
     if (plan->layers == 0 || plan->layers > KVQ_MAX_LAYERS)
         return kvq__complain(c, KVQ_E_LIMIT, "has %u layers; 1 to %d are allowed", plan->layers,
                              KVQ_MAX_LAYERS);
-    if (!kvq_codebook_needed(plan->format))
+    if (!kvq_has_centroids(plan->format))
         return kvq__complain(c, KVQ_E_FORMAT,
                              "format %s has no codebooks; vecinfer-* and million-* have",
                              plan->format->name);

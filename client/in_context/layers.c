@@ -294,8 +294,7 @@ static int ask_book(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
 
 static bool needs_book(const struct kvq_format *f)
 {
-    return f->k_channel == KVQ_CHANNEL_BOOK || f->k.codec == KVQ_CODEC_BOOK ||
-           f->v.codec == KVQ_CODEC_BOOK;
+    return f->k_channel == KVQ_CHANNEL_BOOK || kvq_has_centroids(f);
 }
 
 int kvq__reading_books(kvq_client *client, struct kvq__pool *pool, struct kvq__local_session *s)

@@ -106,7 +106,7 @@ static int parse_row(const char *key, const char *name, struct kvq_format *row, 
                                   key, name, KVQ_FORMAT_NAME - 1);
     snprintf(format, sizeof format, "%.*s", (int)n, name);
     if (kvq_format_parse(format, row, why, sizeof why) == 0) {
-        bool books = row->k.codec == KVQ_CODEC_BOOK || row->v.codec == KVQ_CODEC_BOOK;
+        bool books = kvq_has_centroids(row);
         snprintf(row->name, sizeof row->name, "%s", name);
         if (books || !name[n])
             return 0;

@@ -134,7 +134,7 @@ enum kvq__open_flag {
     KVQ__OPEN_TAKE_OVER = 2,
     KVQ__OPEN_MUST_EXIST = 4,
     KVQ__OPEN_MUST_CREATE = 8,
-    KVQ__OPEN_EXACT_PROMPT = 16, // as it is without: it only needs to know where the prompt ends
+    KVQ__OPEN_EXACT_PROMPT = 16, // refuse an open without prompt_tokens
     KVQ__OPEN_PACKED_PROMPT = 32,
 };
 // How V is to be rotated. What a session has is resolved when it is opened: enum kvq_v_rotation of

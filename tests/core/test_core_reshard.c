@@ -53,8 +53,7 @@ static bool full(void)
 
 static bool is_dealt(const struct kvq_format *f)
 {
-    return f->k.codec != KVQ_CODEC_BOOK && f->v.codec != KVQ_CODEC_BOOK &&
-           f->k_token_scale != KVQ_SCALE_L2_CROSS;
+    return !kvq_has_centroids(f) && f->k_token_scale != KVQ_SCALE_L2_CROSS;
 }
 
 // The same as the row before, but for its bits.

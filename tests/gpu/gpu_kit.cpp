@@ -127,7 +127,7 @@ static uint8_t *align(vector<uint8_t> &bytes)
 
 bool layer::has_book() const
 {
-    return format.k.codec == KVQ_CODEC_BOOK || format.v.codec == KVQ_CODEC_BOOK;
+    return kvq_has_centroids(&format);
 }
 
 const kvq_book *layer::cpu_book() const

@@ -143,7 +143,7 @@ static struct attending make_attending(const struct pair *p, struct kvt_rng *rng
     uint32_t q = kvt_below(rng, 2) ? 1 : 1 + kvt_below(rng, 80);
     const char *name = any_format(rng, s->dtype);
     const struct kvq_format *f = kvt_format(name);
-    bool book = f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK;
+    bool book = kvq_has_centroids(f);
     // Long contexts, with several chunks a split, where they are cheap.
     bool cheap = q == 1 && (uint32_t)s->q_heads * s->k_dim <= 512 && !book;
     uint32_t tokens = 1 + kvt_below(rng, cheap ? 20000 : 1500);

@@ -85,7 +85,7 @@ static int make_table(struct rig_cache *c, const struct kvq_side *side, const fl
 
 static bool has_book(const struct rig_cache *c)
 {
-    return c->format.k.codec == KVQ_CODEC_BOOK || c->format.v.codec == KVQ_CODEC_BOOK;
+    return kvq_has_centroids(&c->format);
 }
 
 static int make_book(struct rig_cache *c, uint64_t *state, char *text)

@@ -40,8 +40,7 @@ static int fault(const struct hop_local *l, int result, const char *what, char *
 // What a session keeps beside its blocks would have to be made as the daemon does.
 static int check_format(const struct hop_local *l, const char *name, char *text)
 {
-    if (!l->format || kvq_extras_bytes(l->format, &l->shape) > 0 ||
-        l->format->k.codec == KVQ_CODEC_BOOK || l->format->v.codec == KVQ_CODEC_BOOK) {
+    if (!l->format || kvq_extras_bytes(l->format, &l->shape) > 0 || kvq_has_centroids(l->format)) {
         snprintf(
             text, HOP_TEXT,
             "--format %s: it must be one without codebooks, sinks, outliers and learning, such "

@@ -106,7 +106,7 @@ static int add_method(struct quality_options *o, const char *name)
 
 static bool has_shape(const struct kvq_format *f)
 {
-    bool books = f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK;
+    bool books = kvq_has_centroids(f);
     return !books && f->raw_dtype != KVQ_BF16;
 }
 

@@ -111,11 +111,6 @@ static bool same_saved_layer(const struct kvq__saved_layer *a, const struct kvq_
            strcmp(a->format.name, b->format.name) == 0 && kvq_format_same(&a->format, &b->format);
 }
 
-static bool has_codebook(const struct kvq_format *f)
-{
-    return f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK;
-}
-
 // Whether its heads can be dealt out anew, which needs a format that knows them one by one.
 static int check_layer(const struct making *m, uint32_t layer, uint32_t heads)
 {
@@ -136,7 +131,7 @@ static int check_layer(const struct making *m, uint32_t layer, uint32_t heads)
                       "format %s of layer %u scales a token by the length over all KV heads of its "
                       "shard, which would be others",
                       f->name, layer);
-    if (has_codebook(f))
+    if (kvq_has_centroids(f))
         return refuse(m,
                       "format %s of layer %u has a codebook, which was made for the KV heads of "
                       "one shard",
@@ -324,7 +319,7 @@ static int take_source_layer(struct making *m, uint32_t source, uint32_t layer, 
     int32_t first = (int32_t)(m->as.shard * m->as.n_layers); // of all
     *l = s->saved->layers[layer];
     l->row.format = l->format.name;
-    if (has_codebook(&l->format))
+    if (kvq_has_centroids(&l->format))
         return refuse(m,
                       "format %s of layer %u of shard %u has a codebook, in which that layer has "
                       "its number",

@@ -38,11 +38,6 @@ const struct kvq__own_format *kvq__own_format(const struct kvq__core *core, cons
     return NULL;
 }
 
-static bool wants_book(const struct kvq_format *f)
-{
-    return f->k.codec == KVQ_CODEC_BOOK || f->v.codec == KVQ_CODEC_BOOK;
-}
-
 // Appends to a name, which then must still be one.
 static int append_name(struct kvq_format *row, const char *text, char *why, size_t n)
 {
@@ -75,7 +70,9 @@ static int own_row(const struct kvq__own_format *own, const char *name, uint32_t
     }
     *row = *found;
     const char *book = strchr(name, '@');
-    return book && wants_book(row) && !strchr(row->name, '@') ? append_name(row, book, why, n) : 0;
+    return book && kvq_has_centroids(row) && !strchr(row->name, '@')
+               ? append_name(row, book, why, n)
+               : 0;
 }
 
 // The format of a name "FORMAT" or "FORMAT@CODEBOOK", under its whole name.

@@ -164,7 +164,7 @@ static int find_layer_book(struct kvq__core *core, struct kvq__layer *l, uint32_
 {
     char why[KVQ_TEXT_BYTES / 2] = "this daemon has no codebooks";
     const char *at = strchr(l->format->name, '@');
-    bool wanted = l->format->k.codec == KVQ_CODEC_BOOK || l->format->v.codec == KVQ_CODEC_BOOK;
+    bool wanted = kvq_has_centroids(l->format);
     if (!wanted && !at)
         return 0;
     if (!wanted)
