@@ -33,13 +33,6 @@ enum { DRAIN_LOOK_MS = 20, FAREWELL_NS = 1000000000, LONGEST_PID = 16 };
 
 // ---- The runtime directory ----
 
-static int fail_lifecycle(const char *what, const char *path, char *text)
-{
-    int error = errno;
-    snprintf(text, KVQ_TEXT_BYTES, "cannot %s %.200s: %s", what, path, strerror(error));
-    return error == EACCES || error == EPERM || error == EROFS ? KVQ_E_PERMISSION : KVQ_E_SYSTEM;
-}
-
 static int refuse_second_daemon(int fd, const char *directory, char *text)
 {
     char pid[LONGEST_PID] = "";
@@ -63,13 +56,13 @@ int kvq__server_lock(struct kvq__server *server, char *text)
     snprintf(path, sizeof path, "%s/" KVQ_LOCK_FILE, directory);
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
         error = errno == EWOULDBLOCK ? refuse_second_daemon(fd, directory, text)
-                                     : fail_lifecycle("lock", path, text);
+                                     : kvq__directory_fail("lock", path, text);
         close(fd);
         return error;
     }
     int length = snprintf(pid, sizeof pid, "%d\n", (int)getpid());
     if (ftruncate(fd, 0) != 0 || pwrite(fd, pid, (size_t)length, 0) != length) {
-        error = fail_lifecycle("write", path, text);
+        error = kvq__directory_fail("write", path, text);
         close(fd);
         return error;
     }

@@ -173,16 +173,10 @@ static int read_segments(struct rebuild *r, const uint64_t *numbers, size_t n)
 
 // ---- What counts ----
 
-static int by_number(const void *a, const void *b)
-{
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
-
 static bool is_committed(const struct rebuild *r, uint64_t transaction)
 {
     return r->n_committed &&
-           bsearch(&transaction, r->committed, r->n_committed, sizeof transaction, by_number);
+           bsearch(&transaction, r->committed, r->n_committed, sizeof transaction, kvq__by_number);
 }
 
 static int by_transaction(const void *a, const void *b)
@@ -258,7 +252,7 @@ static int judge_commits(struct rebuild *r)
             rc = note_committed(r, commit->transaction);
     }
     if (r->n_committed)
-        qsort(r->committed, r->n_committed, sizeof *r->committed, by_number);
+        qsort(r->committed, r->n_committed, sizeof *r->committed, kvq__by_number);
     return rc;
 }
 

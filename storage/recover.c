@@ -62,7 +62,7 @@ static int note_file(void *context, const char *name)
     return 0;
 }
 
-static int ascending(const void *a, const void *b)
+int kvq__by_number(const void *a, const void *b)
 {
     uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
     return (x > y) - (x < y);
@@ -75,13 +75,13 @@ static int list_files(struct kvq_store *s, struct files *f, const struct kvq__co
     if (rc)
         return kvq__io_complain(c, rc, "the folder", "listed");
     if (f->n)
-        qsort(f->numbers, f->n, sizeof *f->numbers, ascending);
+        qsort(f->numbers, f->n, sizeof *f->numbers, kvq__by_number);
     return KVQ_OK;
 }
 
 static bool has_file(const struct files *f, uint64_t number)
 {
-    return f->n && bsearch(&number, f->numbers, f->n, sizeof number, ascending);
+    return f->n && bsearch(&number, f->numbers, f->n, sizeof number, kvq__by_number);
 }
 
 static struct kvq__segment *known_segment(struct kvq_store *s, uint64_t number)

@@ -238,6 +238,8 @@ int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c
 
 int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
                  const struct kvq__complaint *c);
+// Compares two uint64_t, for qsort and bsearch.
+int kvq__by_number(const void *a, const void *b);
 // Fills the catalog, which is open and empty, from the segments of these numbers, ascending, and
 // the table of segments with those that could be read.
 int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,

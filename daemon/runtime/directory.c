@@ -18,7 +18,7 @@
 
 enum { OF_OTHERS = S_IWGRP | S_IWOTH, SHARED = S_ISVTX | S_IWOTH };
 
-static int fail_directory(const char *what, const char *path, char *text)
+int kvq__directory_fail(const char *what, const char *path, char *text)
 {
     int error = errno;
     snprintf(text, KVQ_TEXT_BYTES, "cannot %s %.200s: %s", what, path, strerror(error));
@@ -37,7 +37,7 @@ static int set_group(const struct kvq_config *config, int fd, char *text)
         return KVQ_E_INVALID;
     }
     if (fchown(fd, (uid_t)-1, group->gr_gid) != 0)
-        return fail_directory("change the group of", config->runtime_dir, text);
+        return kvq__directory_fail("change the group of", config->runtime_dir, text);
     return 0;
 }
 
@@ -67,7 +67,7 @@ static int check_owner(const char *path, int fd, char *text)
 {
     struct stat st;
     if (fstat(fd, &st) != 0)
-        return fail_directory("look at the runtime directory", path, text);
+        return kvq__directory_fail("look at the runtime directory", path, text);
     if (st.st_uid != geteuid()) {
         snprintf(text, KVQ_TEXT_BYTES,
                  "%.200s is not a directory of user %u (its owner is %u); remove it or choose "
@@ -85,7 +85,7 @@ static int check_owner(const char *path, int fd, char *text)
     int daemons = is_daemons(fd);
     if (daemons < 0) {
         errno = -daemons;
-        return fail_directory("look into the runtime directory", path, text);
+        return kvq__directory_fail("look into the runtime directory", path, text);
     }
     if (daemons == 0) {
         snprintf(text, KVQ_TEXT_BYTES,
@@ -108,7 +108,7 @@ int kvq__directory_open(const struct kvq_config *config, char *text)
         return KVQ_E_INVALID;
     }
     if (mkdir(path, 0700) != 0 && errno != EEXIST)
-        return fail_directory("make the runtime directory", path, text);
+        return kvq__directory_fail("make the runtime directory", path, text);
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0 && (errno == ENOTDIR || errno == ELOOP)) {
         snprintf(text, KVQ_TEXT_BYTES,
@@ -116,11 +116,11 @@ int kvq__directory_open(const struct kvq_config *config, char *text)
         return KVQ_E_PERMISSION;
     }
     if (fd < 0)
-        return fail_directory("look at the runtime directory", path, text);
+        return kvq__directory_fail("look at the runtime directory", path, text);
     int error = check_owner(path, fd, text);
     error = error ? error : set_group(config, fd, text);
     if (error == 0 && fchmod(fd, (mode_t)config->runtime_mode) != 0)
-        error = fail_directory("set the mode of", path, text);
+        error = kvq__directory_fail("set the mode of", path, text);
     close(fd);
     return error;
 }
@@ -131,9 +131,9 @@ int kvq__directory_lock_file(const char *directory, int *out, char *text)
     snprintf(path, sizeof path, "%s/" KVQ_LOCK_FILE, directory);
     int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
-        return fail_directory("open the lock file", path, text);
+        return kvq__directory_fail("open the lock file", path, text);
     if (fchmod(fd, 0600) != 0) { // one that was left behind may have had another mode
-        int error = fail_directory("set the mode of", path, text);
+        int error = kvq__directory_fail("set the mode of", path, text);
         close(fd);
         return error;
     }

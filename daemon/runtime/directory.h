@@ -12,6 +12,9 @@
 // KVQ_E_PERMISSION or KVQ_E_SYSTEM with a text.
 int kvq__directory_open(const struct kvq_config *config, char *text);
 
+// KVQ_E_PERMISSION or KVQ_E_SYSTEM by errno, with a text: what could not be done to which path.
+int kvq__directory_fail(const char *what, const char *path, char *text);
+
 // Opens kvqd.lock in the directory. Only the daemon's user may open that file: whoever can open it
 // can lock it, and keep the daemon from starting. *fd is the caller's.
 int kvq__directory_lock_file(const char *directory, int *fd, char *text);

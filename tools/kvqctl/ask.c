@@ -5,7 +5,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "proto/limits.h"
@@ -162,13 +161,6 @@ static int connect_once(struct kvq__ctl *ctl)
     return error ? kvq__ctl_explain_connection(ctl, path, error, text) : KVQ_EXIT_OK;
 }
 
-static int64_t now_ms(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
-
 // Packs and sends. An exit status.
 static int send_request(struct kvq__ctl *ctl, const Kvq__Request *request)
 {
@@ -217,9 +209,9 @@ static int receive_reply(struct kvq__ctl *ctl, uint32_t id, Kvq__Reply **reply)
 {
     static uint8_t data[KVQ_MAX_MESSAGE];
     char text[KVQ_TEXT_BYTES];
-    int64_t end = now_ms() + ctl->timeout_ms;
+    int64_t end = kvq__ctl_now_ms() + ctl->timeout_ms;
     for (;;) {
-        int64_t left = end - now_ms();
+        int64_t left = end - kvq__ctl_now_ms();
         int size = kvq__transport_receive(ctl->transport, data, sizeof data,
                                           left > 0 ? (int)left : 0, ctl->stop_fd);
         if (size == -EINTR && left > 0)

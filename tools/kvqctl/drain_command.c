@@ -8,7 +8,6 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "proto/shm.h"
@@ -16,13 +15,6 @@
 #include "tools/kvqctl/transport.h"
 
 enum { LOOK_MS = 50, FAREWELL_MS = 5000, OVER = 2 }; // phase of DrainReply
-
-static int64_t clock_ms(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
-}
 
 // ---- The daemon's process ----
 
@@ -115,7 +107,7 @@ static int wait_drained(struct kvq__ctl *ctl, int process, int64_t until,
     while (result == KVQ_EXIT_OK && (*drain)->phase < OVER) {
         if (has_ended(ctl, process, LOOK_MS))
             return ended_early();
-        if (clock_ms() >= until)
+        if (kvq__ctl_now_ms() >= until)
             return still_ends(*drain);
         result = ask_drain(ctl, &epoch, drain);
     }
@@ -141,15 +133,16 @@ int kvq__ctl_drain(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
     const Kvq__DrainReply *drain = NULL;
-    int64_t until = ctl->wait_ms ? clock_ms() + ctl->wait_ms : INT64_MAX;
+    int64_t until = ctl->wait_ms ? kvq__ctl_now_ms() + ctl->wait_ms : INT64_MAX;
     int process = daemon_process(ctl);
     int result = wait_drained(ctl, process, until, &drain);
     if (result == KVQ_EXIT_OK) {
         kvq__transport_close(&ctl->transport); // the daemon waits for this
         // On another machine a new one may listen there already; what the last answer said is true.
-        int64_t patience = ctl->connect ? clock_ms() + FAREWELL_MS : INT64_MAX;
-        while (result == KVQ_EXIT_OK && clock_ms() < patience && !has_ended(ctl, process, LOOK_MS))
-            if (clock_ms() >= until)
+        int64_t patience = ctl->connect ? kvq__ctl_now_ms() + FAREWELL_MS : INT64_MAX;
+        while (result == KVQ_EXIT_OK && kvq__ctl_now_ms() < patience &&
+               !has_ended(ctl, process, LOOK_MS))
+            if (kvq__ctl_now_ms() >= until)
                 result = still_ends(drain);
     }
     if (process >= 0)

@@ -32,7 +32,7 @@ struct wanted {
     uint64_t since_ms; // of the epoch
 };
 
-static uint64_t now_ms(void)
+static uint64_t wall_ms(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -221,7 +221,7 @@ int kvq__ctl_events(struct kvq__ctl *ctl, char **args)
     if (ctl->since && !kvq__ctl_parse_duration(ctl->since, &since_ms))
         return kvq__ctl_bad_usage("--since is a duration, as 90s, 10min or 2h, not", ctl->since);
     if (ctl->since)
-        wanted.since_ms = now_ms() > since_ms ? now_ms() - since_ms : 0;
+        wanted.since_ms = wall_ms() > since_ms ? wall_ms() - since_ms : 0;
     result = kvq__ctl_catch_stop(ctl);
     if (result == KVQ_EXIT_OK)
         result = look(ctl, &wanted, &f);

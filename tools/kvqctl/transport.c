@@ -12,10 +12,10 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <time.h>
 #include <unistd.h>
 #include <zmq.h>
 
+#include "proto/clock.h"
 #include "proto/refusal.h"
 
 struct kvq__transport {
@@ -23,20 +23,18 @@ struct kvq__transport {
     void *socket;
 };
 
-static int64_t now_ms(void)
+int64_t kvq__ctl_now_ms(void)
 {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+    return (int64_t)(kvq_now_ns() / 1000000);
 }
 
 // Reads to the end, or as far as a refusal may be long. The number of bytes or a negative errno.
 static int read_answer(int fd, int timeout_ms, uint8_t *bytes, size_t capacity)
 {
     size_t n = 0;
-    int64_t end = now_ms() + timeout_ms;
+    int64_t end = kvq__ctl_now_ms() + timeout_ms;
     while (n < capacity) {
-        int64_t left = end - now_ms();
+        int64_t left = end - kvq__ctl_now_ms();
         struct pollfd wait = {.fd = fd, .events = POLLIN};
         int ready = poll(&wait, 1, left > 0 ? (int)left : 0);
         if (ready == 0)
@@ -183,10 +181,10 @@ static bool set_keys(void *socket, const struct kvq_key_file *key)
 static int wait_for_keys(void *monitor, int timeout_ms)
 {
     uint8_t event[6], address[MOST_NAME];
-    int64_t end = now_ms() + timeout_ms;
+    int64_t end = kvq__ctl_now_ms() + timeout_ms;
     for (;;) {
         uint16_t kind;
-        int64_t left = end - now_ms();
+        int64_t left = end - kvq__ctl_now_ms();
         zmq_pollitem_t item = {.socket = monitor, .events = ZMQ_POLLIN};
         if (zmq_poll(&item, 1, left > 0 ? (long)left : 0) == 0)
             return -ETIMEDOUT;

@@ -6,11 +6,14 @@
 #define KVQ_TOOLS_KVQCTL_TRANSPORT_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 #include "proto/key_file.h"
 #include "proto/limits.h"
 
 struct kvq__transport;
+
+int64_t kvq__ctl_now_ms(void); // CLOCK_MONOTONIC
 
 // Where a daemon is: at a Unix path, or on another machine, with the keys of both ends.
 struct kvq__transport_at {
