@@ -209,7 +209,6 @@ enum kvq_req_flag {
                             // stand in `list`, as int32 from element q_row on
     KVQ_REQ_WAIT_ROOM = 16, // STEP_BEGIN, STEP, FORK: if memory is short and nothing can be
                             // evicted, wait until memory is free. Needs a deadline.
-    KVQ_REQ_FLAGS = 31
 };
 
 // A strided tensor [rows][heads][head_dim] in a registered buffer; strides in bytes, may not

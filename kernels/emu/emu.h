@@ -127,13 +127,7 @@ static inline smem smem_start()
     return 0;
 }
 
-enum : bool {
-#ifdef KVQ_EMU_NO_BULK
-    HAS_BULK = false
-#else
-    HAS_BULK = true
-#endif
-};
+enum : bool { HAS_BULK = true };
 
 void emu_load(void *to, smem at, uint32_t bytes, const char *file, int line);
 void emu_store(smem at, const void *from, uint32_t bytes, const char *file, int line);
