@@ -296,7 +296,7 @@ static int create_arena(kvq_buffer *b)
 
 int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_buffer **buffer)
 {
-    struct kvq__here here;
+    struct kvq__gpu_context here;
     char place[KVQ__PLACE_BYTES];
     int rc = check_new_buffer(client, 0, bytes, buffer);
     if (rc == KVQ_OK)
@@ -324,7 +324,7 @@ int kvq_buffer_create_on(kvq_client *client, const char *gpu, size_t bytes, kvq_
 
 int kvq_buffer_import(kvq_client *client, void *device_pointer, size_t bytes, kvq_buffer **buffer)
 {
-    struct kvq__here here;
+    struct kvq__gpu_context here;
     int rc = check_new_buffer(client, 0, bytes, buffer);
     if (rc == KVQ_OK && !device_pointer)
         rc = kvq__set_error(KVQ_E_INVALID,

@@ -9,7 +9,7 @@
 #include <assert.h>
 #include <string.h>
 
-static int open_event(const struct kvq__here *here, const ProtobufCBinaryData *from,
+static int open_event(const struct kvq__gpu_context *here, const ProtobufCBinaryData *from,
                       struct kvq_gpu_event **event)
 {
     char text[KVQ__TEXT_BYTES / 2];
@@ -49,7 +49,7 @@ static int take_events(struct kvq__timeline *t, const Kvq__OpenEventsReply *repl
     return rc;
 }
 
-static bool daemon_has_events(const kvq_client *client, const struct kvq__here *here)
+static bool daemon_has_events(const kvq_client *client, const struct kvq__gpu_context *here)
 {
     for (uint32_t i = 0; i < client->n_gpus; i++)
         if (memcmp(client->gpus[i].uuid, here->uuid, KVQ__UUID_BYTES) == 0)

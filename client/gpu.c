@@ -63,7 +63,7 @@ int kvq__gpu_code(int result)
     }
 }
 
-int kvq__driver_fault(const struct kvq__here *here, int result, const char *what)
+int kvq__driver_fault(const struct kvq__gpu_context *here, int result, const char *what)
 {
     char text[KVQ__TEXT_BYTES / 2];
     kvq_gpu_fault(here->driver, result, what, text, sizeof text);
@@ -121,7 +121,7 @@ static int no_such_gpu(const kvq_client *client, const char *what, const uint8_t
         what, place, list, client->n_gpus > 4 ? " .." : "");
 }
 
-static int ask_here(struct kvq__here *here, const char *what)
+static int ask_here(struct kvq__gpu_context *here, const char *what)
 {
     char text[KVQ__TEXT_BYTES / 2];
     struct kvq_gpu_uuid uuid;
@@ -146,9 +146,9 @@ static int ask_here(struct kvq__here *here, const char *what)
     return KVQ_OK;
 }
 
-int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here)
+int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__gpu_context *here)
 {
-    *here = (struct kvq__here){0};
+    *here = (struct kvq__gpu_context){0};
     if (client->n_gpus == 0)
         return kvq__set_error(KVQ_E_UNSUPPORTED,
                               "%s: the daemon (%s, backend %s) has no GPU; kvqctl doctor says why",
@@ -164,7 +164,7 @@ int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here)
     return no_such_gpu(client, what, here->uuid);
 }
 
-struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here)
+struct kvq_gpu_context *kvq__context_enter(const struct kvq__gpu_context *here)
 {
     struct kvq_gpu_context *before = NULL;
     assert(here->driver && here->context);
@@ -174,7 +174,7 @@ struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here)
     return before;
 }
 
-void kvq__context_leave(const struct kvq__here *here, struct kvq_gpu_context *before)
+void kvq__context_leave(const struct kvq__gpu_context *here, struct kvq_gpu_context *before)
 {
     assert(here->driver);
     if (before != here->context)

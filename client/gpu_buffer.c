@@ -63,7 +63,7 @@ static size_t whole_pages(size_t bytes)
 }
 
 // The engine has pinned it: as long as all of it is, that serves.
-static int find_pinned(const kvq_buffer *b, const struct kvq__here *here, kvq_gpu_ptr *at)
+static int find_pinned(const kvq_buffer *b, const struct kvq__gpu_context *here, kvq_gpu_ptr *at)
 {
     kvq_gpu_ptr last = 0;
     int result = here->driver->host_device(at, b->host, 0);
@@ -72,7 +72,7 @@ static int find_pinned(const kvq_buffer *b, const struct kvq__here *here, kvq_gp
     return result == KVQ_GPU_OK && last - *at != b->bytes - 1 ? KVQ_GPU_INVALID_VALUE : result;
 }
 
-static int pin_buffer(kvq_buffer *b, const struct kvq__here *here)
+static int pin_buffer(kvq_buffer *b, const struct kvq__gpu_context *here)
 {
     char text[KVQ__TEXT_BYTES / 2];
     kvq_gpu_ptr at = 0;
@@ -98,7 +98,7 @@ bool kvq__gpu_buffer_reached(const kvq_buffer *b)
     return kvq_long_load(&b->reach) != 0;
 }
 
-int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__here *here)
+int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__gpu_context *here)
 {
     kvq_buffer *b = (kvq_buffer *)(uintptr_t)buffer; // ours
     if (kvq__gpu_buffer_reached(b))
@@ -110,7 +110,7 @@ int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__here *here
 }
 
 // Pinned memory has one address for all GPUs.
-kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *b, const struct kvq__here *here)
+kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *b, const struct kvq__gpu_context *here)
 {
     if (b->kind == KVQ__BUFFER_HOST)
         return kvq_long_load(&b->reach);

@@ -68,7 +68,7 @@ struct kvq__handle {
 };
 
 // A thread's current CUDA context, and its GPU.
-struct kvq__here {
+struct kvq__gpu_context {
     const struct kvq_gpu_driver *driver;
     struct kvq_gpu_context *context;
     int device;
@@ -89,12 +89,12 @@ struct kvq_buffer {
     int memfd;   // our own descriptor of it; an arena's: of its memory; a tensor's: -1
     uint64_t offset;
     size_t bytes;
-    void *data;                 // NULL for an imported one, and on GPUs
-    uint8_t *host;              // where the library itself sees it; NULL on GPUs
-    struct kvq__here here;      // on GPUs: where it was made; on the host: where it was pinned
-    kvq_gpu_ptr at;             // on GPUs: its first byte
-    struct kvq_gpu_piece piece; // an arena's mapping
-    uint64_t number;            // a tensor's: CUDA's number of its allocation
+    void *data;                   // NULL for an imported one, and on GPUs
+    uint8_t *host;                // where the library itself sees it; NULL on GPUs
+    struct kvq__gpu_context here; // on GPUs: where it was made; on the host: where it was pinned
+    kvq_gpu_ptr at;               // on GPUs: its first byte
+    struct kvq_gpu_piece piece;   // an arena's mapping
+    uint64_t number;              // a tensor's: CUDA's number of its allocation
     // On the host: its first byte for the GPUs that this process uses; 0: not registered with them.
     uint64_t reach;
     bool pinned; // the library registered it with them
@@ -117,7 +117,7 @@ struct kvq__pending {
 // How a queue orders its requests and streams.
 struct kvq__timeline {
     int order; // KVQ_ORDER_..
-    struct kvq__here here;
+    struct kvq__gpu_context here;
     // With words.
     struct kvq_timeline_page *page;
     kvq_gpu_ptr ready, done;       // its words, for streams
@@ -264,12 +264,12 @@ int kvq__driver_load(const struct kvq_gpu_driver **driver);
 // A KVQ_E code for a result of the driver.
 int kvq__gpu_code(int result);
 // The same with a text that says what failed, "making a stream".
-int kvq__driver_fault(const struct kvq__here *here, int result, const char *what);
+int kvq__driver_fault(const struct kvq__gpu_context *here, int result, const char *what);
 // The calling thread's current context, whose GPU must be one of the daemon's. what: for texts.
-int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__here *here);
+int kvq__gpu_here(kvq_client *client, const char *what, struct kvq__gpu_context *here);
 // Makes a context current in the calling thread; returns the one that was current.
-struct kvq_gpu_context *kvq__context_enter(const struct kvq__here *here);
-void kvq__context_leave(const struct kvq__here *here, struct kvq_gpu_context *before);
+struct kvq_gpu_context *kvq__context_enter(const struct kvq__gpu_context *here);
+void kvq__context_leave(const struct kvq__gpu_context *here, struct kvq_gpu_context *before);
 // "GPU-01234567-..", or "MIG-.." of a part of a GPU; place has KVQ__PLACE_BYTES.
 void kvq__gpu_place(const kvq_client *client, const uint8_t *uuid, char *place);
 // Takes over the daemon's list of GPUs. KVQ_E_PROTOCOL.
@@ -320,11 +320,11 @@ int kvq__gpu_buffer_export(const kvq_buffer *buffer, struct kvq_gpu_export *e);
 void kvq__gpu_buffer_release(kvq_buffer *buffer);
 // Pins a buffer on the host, once, so that kernels of this process read and write it in place.
 // `here` is current. Takes the control lock; not for hot paths.
-int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__here *here);
+int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__gpu_context *here);
 // Whether the buffer is pinned.
 bool kvq__gpu_buffer_reached(const kvq_buffer *buffer);
 // A buffer's first byte for kernels of this process in that context; 0: they cannot use it.
-kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *buffer, const struct kvq__here *here);
+kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *buffer, const struct kvq__gpu_context *here);
 // Copies n bytes out of a buffer on a GPU, after the work of the default stream.
 int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, size_t n);
 

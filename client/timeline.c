@@ -170,7 +170,7 @@ static void count_timeline(const kvq_queue *queue, int more)
 }
 
 // In the context of `here`.
-static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
+static int open_timeline(kvq_queue *queue, const struct kvq__gpu_context *here)
 {
     struct kvq__timeline made = {.here = *here};
     int asked, rc = order_asked(&asked);
@@ -190,7 +190,7 @@ static int open_timeline(kvq_queue *queue, const struct kvq__here *here)
 
 int kvq_queue_prepare_streams(kvq_queue *queue)
 {
-    struct kvq__here here;
+    struct kvq__gpu_context here;
     if (!queue)
         return kvq__set_error(KVQ_E_INVALID, "the queue is NULL");
     if (queue->timeline.order != KVQ_ORDER_NONE)
@@ -208,7 +208,7 @@ int kvq_queue_order(const kvq_queue *queue)
 
 int kvq__timeline_again(kvq_queue *queue)
 {
-    const struct kvq__here here = queue->timeline.here;
+    const struct kvq__gpu_context here = queue->timeline.here;
     if (!here.driver)
         return KVQ_OK;
     struct kvq_gpu_context *before = kvq__context_enter(&here);
@@ -255,7 +255,7 @@ static int check_stream(kvq_queue *queue, unsigned op, struct kvq_gpu_stream *st
     int rc = kvq_queue_prepare_streams(queue);
     if (rc)
         return rc;
-    const struct kvq__here *here = &queue->timeline.here;
+    const struct kvq__gpu_context *here = &queue->timeline.here;
     int result = here->driver->stream_capturing(stream, &status);
     if (result != KVQ_GPU_OK)
         return kvq__driver_fault(here, result, "looking at the stream that was given");
@@ -334,7 +334,7 @@ static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gp
 
 static int send_by_host(kvq_queue *queue, struct kvq__pending *p, struct kvq_gpu_stream *stream)
 {
-    const struct kvq__here *here = &queue->timeline.here;
+    const struct kvq__gpu_context *here = &queue->timeline.here;
     int result = here->driver->stream_sync(stream);
     if (result != KVQ_GPU_OK)
         return kvq__driver_fault(here, result, "waiting for the stream");

@@ -69,7 +69,7 @@ int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int 
 }
 
 // Maps memory read-only over [at, at + bytes).
-static int map_at(const struct kvq__here *here, kvq_gpu_ptr at, size_t bytes, int fd)
+static int map_at(const struct kvq__gpu_context *here, kvq_gpu_ptr at, size_t bytes, int fd)
 {
     const struct kvq_gpu_access access = {{KVQ_GPU_LOCATION_DEVICE, here->device},
                                           KVQ_GPU_ACCESS_READ};

@@ -56,7 +56,7 @@ struct kvq__pool {
     void *mapping; // what is to be unmapped, at most one huge page before `at`
     bool broken;   // an extent could not be mapped
     // On a GPU: `at` is an address there.
-    struct kvq__here here; // driver NULL: the host
+    struct kvq__gpu_context here; // driver NULL: the host
     struct kvq_gpu kernels;
     bool *mapped; // extents, by number
     LIST_HEAD(, kvq__book) books;
@@ -66,7 +66,7 @@ struct kvq__pool {
 // Finds or makes the pool of a place. Release with kvq__pool_put. `here`: the GPU's context, which
 // is current; NULL: the host. KVQ_E_UNSUPPORTED and KVQ_E_VERSION with a text if attention cannot
 // run here; other codes as for any control call.
-int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here *here,
+int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__gpu_context *here,
                   struct kvq__pool **pool);
 void kvq__pool_put(kvq_client *client, struct kvq__pool *pool);
 // Maps the extents of the session's namespace that are not mapped yet. *known: how many extents the
@@ -118,7 +118,7 @@ struct kvq_local {
     char why[KVQ__TEXT_BYTES]; // not empty: through the daemon
     uint64_t max_tokens;
     uint32_t flags, threads;
-    struct kvq__here here;         // of a GPU's sessions; driver NULL: the host's
+    struct kvq__gpu_context here;  // of a GPU's sessions; driver NULL: the host's
     struct kvq_bucket *bucket;     // of the step under way, on a GPU
     struct kvq_gpu_stream *stream; // likewise
     void (*parallel)(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg);

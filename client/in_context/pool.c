@@ -103,7 +103,7 @@ static struct kvq__pool *find_pool(kvq_client *client, const char *place)
     return pool;
 }
 
-static int make_pool(kvq_client *client, const char *place, const struct kvq__here *here,
+static int make_pool(kvq_client *client, const char *place, const struct kvq__gpu_context *here,
                      struct kvq__pool **out)
 {
     struct kvq__pool *pool = calloc(1, sizeof *pool);
@@ -122,7 +122,7 @@ static int make_pool(kvq_client *client, const char *place, const struct kvq__he
     return KVQ_OK;
 }
 
-int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__here *here,
+int kvq__pool_get(kvq_client *client, const char *place, const struct kvq__gpu_context *here,
                   struct kvq__pool **out)
 {
     int rc = KVQ_OK;

@@ -17,7 +17,7 @@
 #include "daemon/core/state.h"
 
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
-enum { DEFAULT_LANE = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
+enum { DEFAULT_WORK_STREAM = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
 enum { DEFAULT_RELEASE_WORK = 2048 };
 #define EMPTY_EXTENT_NS  10000000000ull
 #define DEFAULT_STALL_NS 2000000000ull
@@ -84,7 +84,7 @@ static void set_defaults(struct kvq__core_config *c)
     if (c->stall_ns == 0)
         c->stall_ns = DEFAULT_STALL_NS;
     if (c->work_stream_bytes == 0)
-        c->work_stream_bytes = DEFAULT_LANE;
+        c->work_stream_bytes = DEFAULT_WORK_STREAM;
     if (c->work_stream_workspace == 0)
         c->work_stream_workspace = DEFAULT_WORKSPACE;
     if (c->fork_work == 0)

@@ -21,7 +21,7 @@
 //                     p = kvq__request_continue(q)
 //         KVQ__WAIT   something else must finish first; after any other job or request of the
 //                     core has ended, or a millisecond later, p = kvq__request_continue(q)
-//         KVQ__GPU    once kvq__queue_settled(q), p = kvq__request_continue(q)
+//         KVQ__GPU    once kvq__queue_gpu_idle(q), p = kvq__request_continue(q)
 //     publish kvq__queue_completion(q) and its kvq__queue_results(q)
 #ifndef KVQ_DAEMON_CORE_CORE_H
 #define KVQ_DAEMON_CORE_CORE_H
@@ -532,7 +532,7 @@ struct kvq__job {
     void (*run)(struct kvq__job *job, uint32_t item, void *workspace);
 };
 
-// KVQ__GPU: under way on a GPU; kvq__queue_settled says when to go on. KVQ__AGAIN: part of it is
+// KVQ__GPU: under way on a GPU; kvq__queue_gpu_idle says when to go on. KVQ__AGAIN: part of it is
 // done, and others are to have their turn before it goes on.
 enum kvq__progress { KVQ__DONE, KVQ__RUN, KVQ__WAIT, KVQ__GPU, KVQ__AGAIN };
 
@@ -547,11 +547,11 @@ struct kvq_step_layer *kvq__queue_layers(struct kvq__queue *queue);
 // Validates the request and takes it as far as it goes. One request of a queue at a time.
 enum kvq__progress kvq__request_start(struct kvq__queue *queue);
 // After KVQ__RUN: every item of the job has been run (the caller's synchronization makes their
-// writes visible here). After KVQ__WAIT and KVQ__AGAIN: look again. After KVQ__GPU: settled.
+// writes visible here). After KVQ__WAIT and KVQ__AGAIN: look again. After KVQ__GPU: kvq__queue_gpu_idle says so.
 enum kvq__progress kvq__request_continue(struct kvq__queue *queue);
 // Whether all GPU work of the queue's requests has ended, those included that are done and whose
 // completions were published. A queue may be closed only then.
-bool kvq__queue_settled(const struct kvq__queue *queue);
+bool kvq__queue_gpu_idle(const struct kvq__queue *queue);
 // The queue is about to be closed: GPU work of it that waits for its client waits no longer. (With
 // events that is not to be had: it waits until the client's stream goes on, or its process ends.)
 void kvq__queue_ending(struct kvq__queue *queue);

@@ -172,7 +172,7 @@ int kvq__port_add(struct kvq__poller *p, struct kvq__port *port, char *text)
 static void close_settled(struct kvq__poller *p, struct kvq__port *port)
 {
     assert(port->closing && port->state == KVQ__PORT_IDLE);
-    if (kvq__queue_settled(port->queue))
+    if (kvq__queue_gpu_idle(port->queue))
         finish_close(p, port);
     else
         port->state = KVQ__PORT_CLOSING;
@@ -379,7 +379,7 @@ static void end_again(struct kvq__poller *p, struct kvq__port *port)
 static bool look_closing(struct kvq__poller *p, struct kvq__port *port)
 {
     assert(port->closing);
-    if (kvq__queue_settled(port->queue)) {
+    if (kvq__queue_gpu_idle(port->queue)) {
         finish_close(p, port);
         return true;
     }
@@ -402,7 +402,7 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
             return false;
         break;
     case KVQ__PORT_GPU:
-        if (!kvq__queue_settled(port->queue)) {
+        if (!kvq__queue_gpu_idle(port->queue)) {
             if (port->closing)
                 end_again(p, port);
             return false;

@@ -15,7 +15,7 @@ struct kvq__desk;
 struct kvq__used_name;
 
 enum {
-    KVQ__KEEPER_UNSAVED = 64, // sessions that are asked for at a time
+    KVQ__UNSAVED_BATCH = 64,  // sessions that are asked for at a time
     KVQ__READ_AT_ONCE = 3,    // restores that read side by side,
     KVQ__READ_AT_ONCE_OF = 2, // and of one namespace
 };
@@ -61,7 +61,7 @@ struct kvq__jobs {
     struct kvq__mail unsaved_mail; // at the poller while asking
     bool asking, draining, drain_begun;
     uint32_t n_unsaved;
-    struct kvq__unsaved unsaved[KVQ__KEEPER_UNSAVED];
+    struct kvq__unsaved unsaved[KVQ__UNSAVED_BATCH];
     uint32_t which;
     uint64_t idle_ns;                            // that such sessions have been idle for
     void (*drained)(struct kvq__server *server); // still to be called; NULL: nobody waits for it

@@ -65,7 +65,7 @@ static void told_of_unsaved(struct kvq__mail *mail)
     jobs->asking = false;
     if (jobs->ended || jobs->draining)
         n = 0;
-    for (uint32_t i = 0; i < n && i < KVQ__KEEPER_UNSAVED; i++)
+    for (uint32_t i = 0; i < n && i < KVQ__UNSAVED_BATCH; i++)
         save_one(jobs, &jobs->unsaved[i]);
     kvq__jobs_drain_on(jobs);
 }
@@ -75,7 +75,7 @@ static void ask_for_unsaved(struct kvq__mail *mail)
 {
     struct kvq__jobs *jobs = of_unsaved(mail);
     jobs->n_unsaved = kvq__core_unsaved(jobs->server->core, jobs->which, jobs->idle_ns,
-                                        jobs->unsaved, KVQ__KEEPER_UNSAVED);
+                                        jobs->unsaved, KVQ__UNSAVED_BATCH);
     kvq__mailbox_post(&jobs->server->box, mail, told_of_unsaved);
 }
 

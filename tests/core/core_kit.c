@@ -320,7 +320,7 @@ void kit_poll(struct kvq__core *core)
 
 void kit_settle(struct member *m)
 {
-    while (!kvq__queue_settled(m->queue))
+    while (!kvq__queue_gpu_idle(m->queue))
         kit_poll(m->kit->core);
 }
 

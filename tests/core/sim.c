@@ -449,7 +449,7 @@ static void go_on(struct sim *sim, struct actor *a)
             pay(sim, a);
         return;
     }
-    if (a->phase == ON_GPU && !kvq__queue_settled(a->member.queue)) {
+    if (a->phase == ON_GPU && !kvq__queue_gpu_idle(a->member.queue)) {
         kit_poll(sim->kit.core);
         return;
     }

@@ -60,7 +60,7 @@ static void read_behind(struct streamer *s, const struct kvq_entry_wire *e, uint
     stream_ready(s);
     while (progress != KVQ__DONE) {
         kvq__core_poll(kit.core);
-        if (kvq__queue_settled(s->m.queue))
+        if (kvq__queue_gpu_idle(s->m.queue))
             progress = kvq__request_continue(s->m.queue);
         assert_true(progress == KVQ__DONE || progress == KVQ__GPU);
         assert_true(s->m.client->streams[0]->use->ops <= KVQ_MAX_GPU_OPS + KVQ__CHUNK_OPS);

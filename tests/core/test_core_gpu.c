@@ -86,7 +86,7 @@ static void test_append_is_held(void **state)
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     const struct kvq__session *s = kit_of(&one.m, one.session);
-    assert_false(kvq__queue_settled(one.m.queue));
+    assert_false(kvq__queue_gpu_idle(one.m.queue));
     assert_int_equal(s->entries.tail, 1);
     assert_int_equal(s->refs, 1);
     assert_true(buffer_uses(&one) > 0);
@@ -203,7 +203,7 @@ static void test_done_is_under_way(void **state)
     r.op = KVQ_OP_TRUNCATE;
     assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
     kvq__core_poll(kit.core);
-    assert_false(kvq__queue_settled(one.m.queue));
+    assert_false(kvq__queue_gpu_idle(one.m.queue));
     assert_int_equal(stream_done(&one), 0);
     stream_stall(stream, false);
     kit_settle(&one.m);
@@ -334,11 +334,11 @@ static void test_gone_beside_a_stalled(void **state)
             stream_settle(&two);
         }
         kvq__client_detach(two.m.client);
-        assert_int_equal(kvq__queue_settled(two.m.queue), !under_way);
+        assert_int_equal(kvq__queue_gpu_idle(two.m.queue), !under_way);
         assert_int_equal(kit.buffers_gone, gone + !under_way);
         kvq__queue_ending(two.m.queue);
         stream_settle(&two);
-        assert_true(kvq__queue_settled(two.m.queue));
+        assert_true(kvq__queue_gpu_idle(two.m.queue));
         assert_int_equal(kit.buffers_gone, gone + 1);
         stream_reopen(&two, "two");
     }
@@ -506,7 +506,7 @@ static void test_gone_while_packing(void **state)
     (void)state;
     kvq__client_detach(one.m.client);
     kvq__queue_ending(one.m.queue);
-    assert_true(kvq__queue_settled(one.m.queue));
+    assert_true(kvq__queue_gpu_idle(one.m.queue));
     stream_reopen(&one, "one");
     assert_ptr_not_equal(one.m.client->streams[0], work);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
@@ -586,7 +586,7 @@ static void test_no_memory_beside_a_stalled(void **state)
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), KVQ_E_NO_MEMORY);
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
     member_close(&three.m);
-    assert_false(kvq__queue_settled(one.m.queue));
+    assert_false(kvq__queue_gpu_idle(one.m.queue));
 }
 
 // An append that the driver had no room for is as if it had not been asked for: the same step can

@@ -81,7 +81,7 @@ bool kvq__core_wake(struct kvq__core *core, void (*wake)(void *context), void *c
     return false;
 }
 
-bool kvq__queue_settled(const struct kvq__queue *queue)
+bool kvq__queue_gpu_idle(const struct kvq__queue *queue)
 {
     (void)queue;
     return true;

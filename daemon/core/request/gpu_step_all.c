@@ -121,7 +121,7 @@ static void fill_entry(struct kvq__wave *wave, uint32_t i, struct kvq_gpu_store_
         }
     if (!w->session->in_step.committing)
         kvq__gpu_commit_begin(w->session);
-    w->settles = true;
+    w->commits_on_gpu = true;
 }
 
 static bool entry_stores(const struct kvq__queue *q, uint32_t i)

@@ -261,9 +261,9 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
         kvq__reading_end(s);
     if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
         kvq__step_leave(s);
-    if (w->settles)
+    if (w->commits_on_gpu)
         kvq__gpu_commit(s, w->table, &(struct kvq_result){0});
-    w->settles = false;
+    w->commits_on_gpu = false;
     if (w->tail_use)
         kvq__tail_end(s);
     if (w->exclusive)
@@ -452,14 +452,14 @@ static void tell_nonfinite(struct kvq__queue *q)
 }
 
 // Ends the STEPs and fills in their results. A later entry may have undone a prepared shard.
-static void settle(struct kvq__queue *q)
+static void commit_on_gpu(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
         struct kvq_result result, *told = &q->results[i];
-        if (!w->settles)
+        if (!w->commits_on_gpu)
             continue;
-        w->settles = false;
+        w->commits_on_gpu = false;
         kvq__gpu_commit(w->session, w->table, &result);
         result.extents = told->extents;
         *told = told->status < 0 ? *told : result;
@@ -480,9 +480,9 @@ static void end_entries(struct kvq__queue *q)
 
 static enum kvq__progress all_ended(struct kvq__queue *q)
 {
-    assert(q->running && kvq__queue_settled(q));
+    assert(q->running && kvq__queue_gpu_idle(q));
     tell_nonfinite(q);
-    settle(q);
+    commit_on_gpu(q);
     end_entries(q);
     return kvq__request_end(q, 0);
 }
@@ -495,7 +495,7 @@ static enum kvq__progress passes_end(struct kvq__queue *q)
         return kvq__request_end(q, 0);
     if (q->stream)
         kvq__work_stream_close(q->stream, q, false);
-    if (kvq__queue_settled(q))
+    if (kvq__queue_gpu_idle(q))
         return all_ended(q);
     q->gpu_wait = KVQ__GPU_END;
     return KVQ__GPU;
@@ -609,7 +609,7 @@ static void reset_works(struct kvq__queue *q)
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
         w->held = w->reading = w->tail_use = w->exclusive = w->packing = false;
-        w->packing_all = w->settles = false;
+        w->packing_all = w->commits_on_gpu = false;
         w->table = NULL;
         w->sample = NULL;
         w->forked = NULL;
@@ -730,7 +730,7 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *q)
         return all_ended(q);
     // Accept has moved committed rows by now, so it goes on to its end.
     if (q->client->gone && q->header.op != KVQ_OP_ACCEPT) {
-        if (kvq__queue_settled(q))
+        if (kvq__queue_gpu_idle(q))
             return kvq__request_end(q, KVQ_E_CANCELLED);
         q->gpu_wait = KVQ__GPU_END; // what it holds is in use there
         return KVQ__GPU;

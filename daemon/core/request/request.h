@@ -70,7 +70,7 @@ struct kvq__entry {
     uint64_t fetch_serial;           // the session's when it began to
     int no_room;                     // why its session cannot come back to its GPU; 0: it can
     struct kvq__pack_sample *sample; // taken for a unit that it packs; NULL: none
-    bool settles;                    // a STEP of its session is under way on a GPU for it
+    bool commits_on_gpu;             // a STEP of its session is under way on a GPU for it
     struct {                         // on a GPU, of the wave: layers of a STEP, or tokens of a READ
         uint32_t from, to;
         size_t room;

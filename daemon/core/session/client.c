@@ -130,7 +130,7 @@ void kvq__queue_close(struct kvq__queue **pointer)
     struct kvq__queue *q = *pointer;
     if (!q)
         return;
-    assert(!q->busy && q->flight.number == 0 && kvq__queue_settled(q));
+    assert(!q->busy && q->flight.number == 0 && kvq__queue_gpu_idle(q));
     *pointer = NULL;
     struct kvq__client *client = q->client;
     struct kvq__core *core = q->core;
@@ -141,7 +141,7 @@ void kvq__queue_close(struct kvq__queue **pointer)
         client_free(client);
 }
 
-bool kvq__queue_settled(const struct kvq__queue *q)
+bool kvq__queue_gpu_idle(const struct kvq__queue *q)
 {
     for (uint32_t i = 0; i + 1 < q->core->n_pools; i++)
         if (!kvq__work_stream_ended(q->client->streams[i], q->given[i]))

@@ -371,8 +371,8 @@ static void take_holds(struct kvq__work_stream *stream, struct kvq__queue *q,
         assert(!w->exclusive && stream->n_held <= KVQ__WORK_STREAM_HELD);
         assert(w->session->refs > 0);
         stream->held[at] =
-            (struct kvq__held){w->session, w->table, w->reading, w->tail_use, w->settles};
-        w->held = w->reading = w->tail_use = w->settles = false;
+            (struct kvq__held){w->session, w->table, w->reading, w->tail_use, w->commits_on_gpu};
+        w->held = w->reading = w->tail_use = w->commits_on_gpu = false;
         w->table = NULL;
         p->n_held++;
     }
@@ -456,7 +456,7 @@ static void let_pending_go(struct kvq__work_stream *stream, struct kvq__pending 
         struct kvq__held *h = &stream->held[stream->first_held];
         stream->first_held = (stream->first_held + 1) % KVQ__WORK_STREAM_HELD;
         stream->n_held--;
-        if (h->settles)
+        if (h->commits_on_gpu)
             h->session->core->up->gpu_commit(h->session, h->table, NULL);
         kvq__hold_end(h->session, h->reading, h->tail_use);
         if (h->table)

@@ -27,7 +27,7 @@ enum {
 struct kvq__held {
     struct kvq__session *session;
     struct kvq__table *table; // NULL = none
-    bool reading, tail_use, settles;
+    bool reading, tail_use, commits_on_gpu;
 };
 
 // Enqueued work, and what it holds until it has ended.
