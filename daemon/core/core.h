@@ -106,9 +106,9 @@ int kvq__buffer_remove(struct kvq__client *client, uint32_t buffer, char *text);
 // no such words, or no hardware queue left for a stream that waits; events likewise.
 int kvq__queue_timeline(struct kvq__queue *queue, struct kvq__gpu *gpu, uint64_t ready,
                         uint64_t done, uint64_t *ready_here, char *text);
-// The same by events that the client has opened, too (stream_sync.h), for requests whose `signal` is n
-// at n % KVQ_QUEUE_EVENTS. They are the caller's, and stay until the queue is closed. Also for a queue
-// that has words which no request has used.
+// The same by events that the client has opened, too (stream_sync.h), for requests whose `signal`
+// is n at n % KVQ_QUEUE_EVENTS. They are the caller's, and stay until the queue is closed. Also for
+// a queue that has words which no request has used.
 struct kvq_gpu_event;
 struct kvq__events {
     struct kvq_gpu_event *ready[KVQ_QUEUE_EVENTS], *done[KVQ_QUEUE_EVENTS];
@@ -547,7 +547,8 @@ struct kvq_step_layer *kvq__queue_layers(struct kvq__queue *queue);
 // Validates the request and takes it as far as it goes. One request of a queue at a time.
 enum kvq__progress kvq__request_start(struct kvq__queue *queue);
 // After KVQ__RUN: every item of the job has been run (the caller's synchronization makes their
-// writes visible here). After KVQ__WAIT and KVQ__AGAIN: look again. After KVQ__GPU: kvq__queue_gpu_idle says so.
+// writes visible here). After KVQ__WAIT and KVQ__AGAIN: look again. After KVQ__GPU:
+// kvq__queue_gpu_idle.
 enum kvq__progress kvq__request_continue(struct kvq__queue *queue);
 // Whether all GPU work of the queue's requests has ended, those included that are done and whose
 // completions were published. A queue may be closed only then.
