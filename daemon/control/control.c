@@ -52,6 +52,7 @@ _Static_assert(MOST_EVENTS *(KVQ__EVENT_BYTES + 4) + KVQ_TEXT_BYTES < KVQ_MAX_ME
 struct back {
     struct kvq__control *control;
     uint64_t serial; // never used twice
+    uint32_t number; // the front's
     struct kvq__asker asker;
     uint32_t requests; // under way
     bool awaits;       // the daemon's end
@@ -367,12 +368,20 @@ static struct kvq__asker asker_of(const struct kvq__control *c, const struct bac
     return asker;
 }
 
+static bool readable(const struct back *b)
+{
+    int events = 0;
+    size_t size = sizeof events;
+    return zmq_getsockopt(b->router, ZMQ_EVENTS, &events, &size) == 0 && (events & ZMQ_POLLIN);
+}
+
 // Receives one whole message: identity, maybe an empty frame, body. False if there is none.
 static bool receive(struct kvq__control *c, const struct back *b)
 {
     assert(!c->busy);
     zmq_msg_t frame, body;
     int parts = 0;
+    size_t taken = 0;
     bool more = true, have_body = false;
     c->sender.back = b->serial;
     c->sender.delimiter = false;
@@ -388,6 +397,7 @@ static bool receive(struct kvq__control *c, const struct back *b)
         }
         more = zmq_msg_more(&frame);
         size_t size = zmq_msg_size(&frame);
+        taken += size + KVQ__FRONT_FRAME;
         if (parts == 0 && size <= sizeof c->sender.identity) {
             memcpy(c->sender.identity, zmq_msg_data(&frame), size);
             c->sender.bytes = size;
@@ -400,17 +410,12 @@ static bool receive(struct kvq__control *c, const struct back *b)
         parts++;
         zmq_msg_close(&frame);
     }
+    // When nothing whole is left, what ZeroMQ has is less than one message.
+    kvq__front_took(c->front, b->number, readable(b) ? taken : SIZE_MAX);
     if (have_body && c->sender.bytes)
         take_request(c, &body, parts > 2 + c->sender.delimiter);
     zmq_msg_close(&body);
     return true;
-}
-
-static bool readable(const struct back *b)
-{
-    int events = 0;
-    size_t size = sizeof events;
-    return zmq_getsockopt(b->router, ZMQ_EVENTS, &events, &size) == 0 && (events & ZMQ_POLLIN);
 }
 
 static bool any_readable(const struct kvq__control *c)
@@ -474,12 +479,13 @@ static int fail_control(const char *what, char *text)
 static void *bind_router(struct kvq__control *c, const char *path, uint64_t far)
 {
     char address[KVQ_CONFIG_PATH + 64];
-    const int queue = 64, linger = 0, patience = KVQ_ATTACH_TIMEOUT_MS;
+    const int waiting = KVQ__FRONT_WAITING, queue = 64;
+    const int linger = 0, patience = KVQ_ATTACH_TIMEOUT_MS;
     const int64_t longest = KVQ_MAX_MESSAGE;
     void *socket = zmq_socket(c->context, ZMQ_ROUTER);
     if (!socket)
         return NULL;
-    zmq_setsockopt(socket, ZMQ_RCVHWM, &queue, sizeof queue);
+    zmq_setsockopt(socket, ZMQ_RCVHWM, &waiting, sizeof waiting);
     zmq_setsockopt(socket, ZMQ_SNDHWM, &queue, sizeof queue);
     zmq_setsockopt(socket, ZMQ_LINGER, &linger, sizeof linger);
     zmq_setsockopt(socket, ZMQ_HANDSHAKE_IVL, &patience, sizeof patience);
@@ -546,6 +552,7 @@ static int open_router(void *context, uint32_t number, const struct kvq__asker *
     }
     b->control = c;
     b->serial = ++c->last_serial;
+    b->number = number;
     b->asker = *asker;
     int fd = connect_router(c, b, text);
     if (fd < 0) {

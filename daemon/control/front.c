@@ -45,8 +45,9 @@ struct guest {
     } peer_side;
     uv_pipe_t back_side;
     int open_handles;
-    bool backed;   // the back side is, or was, open
-    bool accepted; // ZeroMQ has answered there
+    bool backed;    // the back side is, or was, open
+    bool accepted;  // ZeroMQ has answered there
+    size_t untaken; // bytes passed to ZeroMQ, less those that came out of it
     struct flow in, out;
 };
 
@@ -283,6 +284,30 @@ static void pass_on(struct flow *flow, size_t n)
     }
 }
 
+// Whether ZeroMQ may have so many bytes more of this peer; ends it if not.
+static bool check_untaken(struct guest *g, size_t n)
+{
+    char quoted[KVQ_TEXT_BYTES], who[256];
+    const char *text = "a request has no end: a message is one frame behind an optional empty one";
+    g->untaken += n;
+    if (g->untaken <= KVQ__FRONT_UNTAKEN)
+        return true;
+    kvq__log_client(&g->front->log_budget, KVQ_LOG_WARN, "control_refused", "%s status=%s text=%s",
+                    kvq__asker_text(&g->asker, who, sizeof who), kvq_status_name(KVQ_E_LIMIT),
+                    kvq__log_quote(quoted, sizeof quoted, text));
+    end_guest(g);
+    return false;
+}
+
+void kvq__front_took(struct kvq__front *f, uint32_t number, size_t bytes)
+{
+    struct guest *g;
+    assert(number < KVQ__FRONT_MOST && f->used[number]);
+    TAILQ_FOREACH (g, &f->guests, link)
+        if (g->number == number)
+            g->untaken -= bytes < g->untaken ? bytes : g->untaken;
+}
+
 static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer)
 {
     struct guest *g = stream->data;
@@ -310,7 +335,8 @@ static void on_read(uv_stream_t *stream, ssize_t n, const uv_buf_t *buffer)
             return;
         TAILQ_REMOVE(&f->guests, g, link);
         TAILQ_INSERT_TAIL(&f->guests, g, link);
-        pass_on(flow, (size_t)n);
+        if (flow == &g->out || check_untaken(g, (size_t)n))
+            pass_on(flow, (size_t)n);
     }
 }
 

@@ -368,6 +368,10 @@ def open_queues(*arguments):
     e2e_flooders.open_queues(say, wait, *arguments)
 
 
+def send_frames(*arguments):
+    e2e_flooders.send_frames(say, wait, *arguments)
+
+
 def come_and_go(*arguments):
     e2e_flooders.come_and_go(say, *arguments)
 

@@ -96,19 +96,49 @@ def open_queues(say, wait, directory, user, n_clients, n_queues):
         x.close()
 
 
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+def shake_hands(plain):
+    """Until messages may follow: ZeroMQ refuses those that come before it has sent its part."""
+    plain.sendall(GREETING + READY)
+    for bound in (len(GREETING), 2):
+        said = plain.recv(bound, socket.MSG_WAITALL)
+    if len(said) == 2:
+        plain.recv(said[1], socket.MSG_WAITALL)
+
+
+def send_frames(say, wait, directory, user, frame, most):
+    """The same frame again and again, until the daemon ends the connection or it took so many
+    bytes."""
+    become(user)
+    plain, sent, ended = connect(directory, "control.sock"), 0, False
+    frames = (bytes.fromhex(frame["flags"]) + struct.pack(">Q", frame["bytes"])
+              + bytes(frame["bytes"]))
+    frames *= 1 + 65536 // len(frames)
+    shake_hands(plain)
+    try:
+        while sent < most:
+            sent += plain.send(frames[sent % len(frames):])
+    except (BrokenPipeError, ConnectionResetError):
+        ended = True
+    say({"sent": sent, "ended": ended})
+    wait()
+
+
 def come_and_go(say, directory, user):
     """Silent connections, such that begin to speak ZeroMQ's protocol, and such that speak another,
     twenty at a time, for ever."""
     become(user)
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-    ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    words = [b"", greeting, greeting + ready, b"GET / HTTP/1.1\r\n\r\n" * 8,
-             greeting + ready + b"\x00\x03abc"]
+    words = [b"", GREETING, GREETING + READY, b"GET / HTTP/1.1\r\n\r\n" * 8, b"\x00\x03abc"]
     say("begun")
     while True:
         some = [connect(directory, "control.sock") for _ in range(20)]
         for i, plain in enumerate(some):
             try:
+                if words[i % len(words)] == words[-1]:
+                    shake_hands(plain)
                 plain.send(words[i % len(words)])
             except (BrokenPipeError, ConnectionResetError):
                 pass

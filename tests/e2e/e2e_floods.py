@@ -143,6 +143,31 @@ class Floods(unittest.TestCase):
         child.kill()
         self.look(daemon, victim)
 
+    def test_messages_without_an_end(self):
+        """ZeroMQ keeps the parts of a message until the last has come; the daemon does not wait for
+        that. An empty part is the worst: two bytes on the way, 64 in ZeroMQ."""
+        for flags, size in (("03", 60000), ("03", 0)):
+            with self.subTest(size):
+                daemon = self.start(256)
+                victim = self.victim(daemon)
+                self.look(daemon, victim)
+                before, files = resident(daemon), daemon.settled_fds()
+                frame = {"flags": flags, "bytes": size}
+                child, said = self.flood("send_frames", daemon, frame, 256 << 20)
+                self.assertTrue(said["ended"])
+                self.assertLess(said["sent"], 8 << 20)
+                self.look(daemon, victim)
+                self.assertLess(resident(daemon) - before, 96 << 20)
+                daemon.wait_log("control_refused .*a request has no end")
+                self.settle(daemon, child, files)
+
+    def test_many_messages_are_no_flood(self):
+        """Whole messages, faster than they are taken: they wait, and their sender stays."""
+        daemon = self.start(256)
+        child, said = self.flood("send_frames", daemon, {"flags": "02", "bytes": 60000}, 64 << 20)
+        self.assertFalse(said["ended"])
+        child.kill()
+
     def test_forks_of_a_long_session(self):
         """Forks share what is long; what they take is counted, and its limit ends them."""
         limit, tokens = (32 << 20, 1 << 20) if FULL else (8 << 20, 1 << 18)
