@@ -32,7 +32,7 @@ static void free_connection(uv_handle_t *handle)
     if (c->pidfd >= 0)
         close(c->pidfd);
     // Last: to the client this says that all it had is returned, but what kvq__pins_leave is about.
-    close(c->fd);
+    kvq__packet_end(c->fd, &c->attach->packet);
     kvq__pins_leave(c);
     TAILQ_REMOVE(&c->attach->connections, c, link);
     c->attach->count--;
@@ -286,13 +286,13 @@ static void on_connection(void *context, int fd)
     int pidfd;
     if (kvq__socket_peer(fd, &peer, &pidfd, text) != 0) {
         kvq__log_client(&a->log_budget, KVQ_LOG_WARN, "unknown_peer", "error=\"%s\"", text);
-        close(fd);
+        kvq__packet_end(fd, &a->packet);
         return;
     }
     peer.admin = kvq__server_role(a->server, &peer) == KVQ__ROLE_ADMIN;
     if (check_connections(a, &peer, text) != 0) {
         refuse_stranger(a, fd, &peer, text);
-        close(fd);
+        kvq__packet_end(fd, &a->packet);
         if (pidfd >= 0)
             close(pidfd);
         return;

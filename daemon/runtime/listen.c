@@ -19,6 +19,10 @@
 #include "proto/limits.h"
 #include "proto/status.h"
 
+#ifndef SO_PASSRIGHTS // Linux 6.16
+#define SO_PASSRIGHTS 83
+#endif
+
 enum { BACKLOG = 128, PAUSE_MS = 100 };
 
 static void on_connect(uv_poll_t *handle, int status, int events);
@@ -63,6 +67,12 @@ static int listen_at(struct kvq__door *door, const char *directory, const char *
     memcpy(address.sun_path, door->path, sizeof door->path);
     unlink(door->path); // ours alone: the directory's lock is held
     door->fd = socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    // Only packets have descriptors beside them. Elsewhere they would come to whoever reads plain
+    // bytes, whom closing them could make wait; what is accepted here inherits that. Older kernels
+    // do not know it.
+    const int no = 0;
+    if (door->fd >= 0 && type == SOCK_STREAM)
+        setsockopt(door->fd, SOL_SOCKET, SO_PASSRIGHTS, &no, sizeof no);
     // Whoever may enter the directory may connect; what each may do is checked by user.
     if (door->fd >= 0 && bind(door->fd, (struct sockaddr *)&address, sizeof address) == 0 &&
         chmod(door->path, 0666) == 0 && listen(door->fd, BACKLOG) == 0)

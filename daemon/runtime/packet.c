@@ -12,6 +12,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "daemon/runtime/descriptors.h"
 #include "proto/status.h"
 
 #ifndef SO_PEERPIDFD // Linux 6.5
@@ -19,21 +20,36 @@
 #endif
 
 enum {
-    // A request has one at the most; one more is seen and told. What does not fit is never ours: a
-    // packet must not use up the daemon's descriptors, not even until it is refused.
-    ROOM_FDS = 2,
+    ROOM_FDS = 2,   // a request has one at the most; one more is seen and told
+    MOST_FDS = 253, // beside a packet: the kernel's SCM_MAX_FD
 };
 
 union received {
     struct cmsghdr align;
-    char bytes[CMSG_SPACE(ROOM_FDS * sizeof(int))];
+    char bytes[CMSG_SPACE(MOST_FDS * sizeof(int)) + CMSG_SPACE(sizeof(struct ucred))];
 };
+
+// A packet must not use up the daemon's descriptors, not even until it is refused. But the kernel
+// closes what is not taken, on this thread, which may take as long as the sender likes.
+static size_t room_for_fds(void)
+{
+    bool plenty = kvq__descriptors_free() >= MOST_FDS + KVQ__FILES_SPARE;
+    return CMSG_SPACE((plenty ? MOST_FDS : ROOM_FDS) * sizeof(int));
+}
+
+// The last one of a socket that lingers would keep this thread for as long as the sender chose.
+static void close_foreign(int fd)
+{
+    const struct linger none = {.l_onoff = 0};
+    setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none); // fails for all that is no socket
+    close(fd);
+}
 
 void kvq__packet_close_fds(struct kvq__packet *packet)
 {
     assert(packet->n_fds <= ROOM_FDS);
     for (uint32_t i = 0; i < packet->n_fds; i++)
-        close(packet->fds[i]);
+        close_foreign(packet->fds[i]);
     packet->n_fds = 0;
 }
 
@@ -53,7 +69,7 @@ static uint32_t collect(struct kvq__packet *packet, struct msghdr *message)
             if (packet->n_fds < ROOM_FDS)
                 packet->fds[packet->n_fds++] = fd;
             else
-                close(fd);
+                close_foreign(fd);
         }
     }
     return came;
@@ -66,7 +82,7 @@ int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text)
     struct msghdr message = {.msg_iov = &part,
                              .msg_iovlen = 1,
                              .msg_control = &control,
-                             .msg_controllen = sizeof control};
+                             .msg_controllen = room_for_fds()};
     packet->n_fds = 0;
     ssize_t got = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (got < 0)
@@ -76,7 +92,7 @@ int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text)
     const char *complaint = NULL;
     if (message.msg_flags & MSG_TRUNC)
         complaint = "a packet is longer than 65536 bytes";
-    else if (message.msg_flags & MSG_CTRUNC)
+    else if (message.msg_flags & MSG_CTRUNC || came > ROOM_FDS)
         complaint = "more descriptors beside a packet than were taken (or the daemon's limit of "
                     "open files is reached)";
     if (complaint) {
@@ -87,6 +103,32 @@ int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text)
     if (got == 0 && came == 0)
         return KVQ_E_DISCONNECTED;
     return 1;
+}
+
+void kvq__packet_end(int socket, struct kvq__packet *packet)
+{
+    const int yes = 1;
+    ssize_t got;
+    shutdown(socket, SHUT_RD); // no more can come
+    // From here on credentials are beside each packet, an empty one too, but not at the end.
+    setsockopt(socket, SOL_SOCKET, SO_PASSCRED, &yes, sizeof yes);
+    for (;;) {
+        union received control;
+        struct iovec part = {packet->bytes, sizeof packet->bytes};
+        struct msghdr message = {.msg_iov = &part,
+                                 .msg_iovlen = 1,
+                                 .msg_control = &control,
+                                 .msg_controllen =
+                                     room_for_fds() + CMSG_SPACE(sizeof(struct ucred))};
+        got = recvmsg(socket, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (got < 0 && (errno == ECONNRESET || errno == EINTR)) // told once, before what is there
+            continue;
+        if (got < 0 || !CMSG_FIRSTHDR(&message))
+            break;
+        collect(packet, &message);
+        kvq__packet_close_fds(packet);
+    }
+    close(socket);
 }
 
 int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fds, uint32_t n_fds)

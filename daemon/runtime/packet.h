@@ -22,7 +22,10 @@ struct kvq__packet {
 // its end; KVQ_E_PROTOCOL with a text: the packet was too long or had too many descriptors. If it
 // is not 1, no descriptor is left open.
 int kvq__packet_receive(int socket, struct kvq__packet *packet, char *text);
+// Closes the descriptors. Of sockets, without waiting until all is sent.
 void kvq__packet_close_fds(struct kvq__packet *packet);
+// Closes the socket, and before that what is beside packets that nobody received, in the same way.
+void kvq__packet_end(int socket, struct kvq__packet *packet);
 
 // The descriptors stay the caller's. 0, or KVQ_E_DISCONNECTED when the peer is gone or does not
 // read what it was sent.

@@ -6,6 +6,7 @@ are the daemon's own user, whose commands are still answered.
 """
 import os
 import resource
+import socket
 import subprocess
 import unittest
 
@@ -32,6 +33,15 @@ def resident(daemon):
     """Bytes of memory that the daemon has."""
     with open(f"/proc/{daemon.process.pid}/statm") as f:
         return int(f.read().split()[1]) * resource.getpagesize()
+
+
+def passes_rights():
+    """Whether sockets of this kernel can refuse descriptors (SO_PASSRIGHTS)."""
+    with socket.socket(socket.AF_UNIX) as plain:
+        try:
+            return plain.getsockopt(socket.SOL_SOCKET, 83) == 1
+        except OSError:
+            return False
 
 
 class Floods(unittest.TestCase):
@@ -142,6 +152,17 @@ class Floods(unittest.TestCase):
         self.assertIsNone(child.process.poll())
         child.kill()
         self.look(daemon, victim)
+
+    @unittest.skipUnless(passes_rights(), "Linux before 6.16 takes descriptors beside all bytes")
+    def test_no_descriptors_beside_bytes(self):
+        """Closing one could keep the daemon for as long as its sender likes."""
+        daemon = self.start(256)
+        for name in "control.sock", "http.sock":
+            with socket.socket(socket.AF_UNIX) as plain, open(os.devnull, "rb") as null:
+                plain.connect(os.path.join(daemon.directory, name))
+                with self.assertRaises(PermissionError):
+                    socket.send_fds(plain, [b"x"], [null.fileno()])
+        self.assertEqual(daemon.ctl("status")["clients"], 0)
 
     def test_messages_without_an_end(self):
         """ZeroMQ keeps the parts of a message until the last has come; the daemon does not wait for

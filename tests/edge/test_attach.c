@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -143,6 +144,70 @@ static void test_descriptors_are_counted(void **state)
     assert_int_equal(peer_ask(p, &request, fds, 1), KVQ_E_PROTOCOL);
     peer_free(p);
     close(fd);
+    end_counting();
+}
+
+// A socket whose last close would wait for an hour: there is data that nobody reads.
+static int lingering(int *reader)
+{
+    const struct linger linger = {1, 3600};
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof at;
+    static const char bytes[65536];
+    int door = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(bind(door, (struct sockaddr *)&at, size), 0);
+    assert_int_equal(listen(door, 1), 0);
+    assert_int_equal(getsockname(door, (struct sockaddr *)&at, &size), 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&at, size), 0);
+    *reader = accept4(door, NULL, NULL, SOCK_CLOEXEC);
+    assert_true(*reader >= 0);
+    close(door);
+    assert_int_equal(setsockopt(fd, SOL_SOCKET, SO_LINGER, &linger, sizeof linger), 0);
+    while (send(fd, bytes, sizeof bytes, MSG_DONTWAIT | MSG_NOSIGNAL) > 0)
+        ;
+    assert_int_equal(errno, EAGAIN);
+    return fd;
+}
+
+struct passing {
+    struct peer *peer;
+    int fds[8];
+    uint32_t before, at; // packets without descriptors; the lingering one's place beside the last
+};
+
+// In the loop's thread, so that all of it is there before the daemon looks.
+static void pass_packets(struct kvq__server *server, void *context)
+{
+    const struct passing *p = context;
+    (void)server;
+    for (uint32_t i = 0; i < p->before; i++)
+        peer_send(p->peer, "x", i == 0, NULL, 0); // those behind the first are empty
+    peer_send(p->peer, "x", 1, p->fds, p->at + 1);
+}
+
+// Beside a packet that is refused, beyond those that are looked at, and beside one that nobody
+// reads: the daemon serves others, and does not wait for the hour.
+static void test_sockets_that_linger(void **state)
+{
+    (void)state;
+    begin_counting();
+    static const struct passing cases[] = {
+        {.at = 0}, {.at = 7}, {.before = 2}, {.before = 3, .at = 7}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct passing p = cases[i];
+        int reader, other = open("/dev/null", O_RDONLY | O_CLOEXEC);
+        p.peer = peer_attached();
+        for (uint32_t k = 0; k < 8; k++)
+            p.fds[k] = other;
+        p.fds[p.at] = lingering(&reader);
+        attach_in_loop(pass_packets, &p);
+        close(p.fds[p.at]);
+        peer_free(p.peer);
+        peer_free(peer_attached());
+        close(other);
+        close(reader);
+    }
     end_counting();
 }
 
@@ -689,6 +754,7 @@ int main(void)
         cmocka_unit_test(test_daemon_page),
         cmocka_unit_test(test_garbage),
         cmocka_unit_test(test_descriptors_are_counted),
+        cmocka_unit_test(test_sockets_that_linger),
         cmocka_unit_test(test_imports),
         cmocka_unit_test(test_buffers),
         cmocka_unit_test(test_buffers_of_all),
