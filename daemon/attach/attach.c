@@ -59,6 +59,16 @@ static void stop_watching(struct kvq__connection *c)
         uv_poll_stop(&c->pid_poll);
 }
 
+// Poller's thread, which then gives the signals that GPUs wait for in the place of the client: the
+// command under way may be one that comes back only when their work has ended.
+static void break_member(struct kvq__mail *mail)
+{
+    struct kvq__connection *c =
+        (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, ended_mail));
+    assert(!c->detaching);
+    c->member.broken = true;
+}
+
 void kvq__connection_end(struct kvq__connection *c, const char *reason)
 {
     char quoted[192];
@@ -68,10 +78,12 @@ void kvq__connection_end(struct kvq__connection *c, const char *reason)
              (unsigned long long)c->id, c->peer.uid, c->peer.pid,
              kvq__log_quote(quoted, sizeof quoted, reason));
     stop_watching(c);
-    if (c->state == KVQ__CONNECTION_BUSY)
-        c->end_when_back = true;
-    else
+    if (c->state != KVQ__CONNECTION_BUSY) {
         kvq__connection_detach(c);
+        return;
+    }
+    c->end_when_back = true;
+    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->ended_mail, break_member);
 }
 
 void kvq__connection_reply(struct kvq__connection *c)

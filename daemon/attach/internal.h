@@ -184,7 +184,7 @@ struct kvq__connection {
     LIST_HEAD(, kvq__region) regions, tables;
     uint32_t next_line;
     bool detaching, holding;
-    struct kvq__mail broken_mail;
+    struct kvq__mail broken_mail, ended_mail;
     char broken_text[128];
 
     uint8_t arena_memory[KVQ_WIRE_ARENA]; // last: most of it is never touched

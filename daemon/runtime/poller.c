@@ -343,12 +343,23 @@ static uint32_t units_of_port(const struct kvq__port *port)
     return REQUEST_UNITS + kvq__queue_header(port->queue)->count;
 }
 
+// A client that lives on may write its signals over ours: they are given again.
+static void end_again(struct kvq__poller *p, struct kvq__port *port)
+{
+    if (p->now < port->retry_ns)
+        return;
+    kvq__queue_ending(port->queue);
+    port->retry_ns = p->now + TICK_NS;
+}
+
 // True if there was something to do. What it takes of the client's part is added to *used.
 static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *used)
 {
     uint32_t ready;
-    if (port->member->broken)
+    if (port->member->broken) {
+        end_again(p, port); // what it gave to GPUs may wait for the client
         return false;
+    }
     if (kvq_ring_poll(&port->rx, &ready) != 0) {
         break_off(port, "the request ring's tail moved where it cannot be");
         return false;
@@ -365,15 +376,6 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
         advance(p, port, kvq__request_start(port->queue));
     }
     return true;
-}
-
-// A client that lives on may write its signals over ours: they are given again.
-static void end_again(struct kvq__poller *p, struct kvq__port *port)
-{
-    if (p->now < port->retry_ns)
-        return;
-    kvq__queue_ending(port->queue);
-    port->retry_ns = p->now + TICK_NS;
 }
 
 static bool look_closing(struct kvq__poller *p, struct kvq__port *port)
@@ -403,7 +405,7 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
         break;
     case KVQ__PORT_GPU:
         if (!kvq__queue_gpu_idle(port->queue)) {
-            if (port->closing)
+            if (port->closing || port->member->broken)
                 end_again(p, port);
             return false;
         }

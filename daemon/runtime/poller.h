@@ -43,7 +43,7 @@ TAILQ_HEAD(kvq__port_list, kvq__port);
 // A client, as the poller sees it. Zero-initialize; embed it where it is needed.
 struct kvq__member {
     struct kvq__share share;
-    bool broken; // is no longer served
+    bool broken; // is no longer served; signals that its GPU work waits for are given for it
     // Called on the poller's thread, once, when the client broke the rules of its rings. The text
     // is the complaint. The owner should then end the client.
     void (*complain)(struct kvq__member *member, const char *text);

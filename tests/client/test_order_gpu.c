@@ -12,11 +12,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cmocka.h>
 
+#include "client/internal.h"
 #include "client/kvq.h"
+#include "proto/wire.h"
 #include "tests/kits/daemon_kit.h"
 #include "tests/kits/soft_kit.h"
 
@@ -329,12 +332,51 @@ static void test_stalled_clients(void **state)
         engine_close(&engines[i]);
 }
 
+// What a client asks for and does not wait for the answer of.
+static void ask(const kvq_client *client, Kvq__Request *request)
+{
+    uint8_t bytes[256];
+    size_t length;
+    request->id = client->next_id + 1;
+    request->protocol = client->info.protocol;
+    assert_int_equal(kvq_request_pack(request, bytes, sizeof bytes, &length), 0);
+    assert_int_equal(send(client->socket, bytes, length, MSG_NOSIGNAL), length);
+}
+
+// A client goes whose command waits for a stream of its own that stands still for ever: the close
+// of a buffer that is in use. The daemon ends its end once all is given back.
+static void test_gone_while_closing(void **state)
+{
+    struct engine e;
+    char bytes[KVQ_TEXT_BYTES];
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__CloseBuffer close_buffer = KVQ__CLOSE_BUFFER__INIT;
+    (void)state;
+    engine_open(&e);
+    if (kvq_queue_order(e.queue) != KVQ_ORDER_WORDS) {
+        engine_close(&e);
+        skip(); // the host waits for each stream
+    }
+    engine_begin(&e, true);
+    close_buffer.buffer = e.buffer->id;
+    request.close_buffer = &close_buffer;
+    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
+    ask(e.client, &request);
+    shutdown(e.client->socket, SHUT_WR);
+    while (recv(e.client->socket, bytes, sizeof bytes, 0) > 0)
+        ;
+    soft_stall(e.stream, false);
+    OK(drv.stream_sync(e.stream));
+    engine_close(&e);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_two_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_two_queues, setup, teardown),
         cmocka_unit_test_setup_teardown(test_stalled_clients, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_gone_while_closing, setup, teardown),
     };
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
