@@ -6,6 +6,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <cmocka.h>
 
 #include "tools/kvq-run/config.h"
+#include "tools/kvq-run/fingerprint.h"
 #include "tools/kvq-run/fold.h"
 #include "tools/kvq-run/linear.h"
 #include "tools/kvq-run/rope.h"
@@ -341,13 +343,109 @@ static void sampling(void **state)
     assert_true(seen[1] > 50 && seen[2] > 50 && !seen[0] && !seen[3]);
 }
 
+// A checkpoint of one layer and of all tensors that a layer may have, as model_open binds it: small
+// ones of SMALL values, and large ones.
+enum { FILE_TENSORS = 17, SMALL = 60, LARGE = 300 * 200 };
+
+struct checkpoint {
+    struct model model;
+    struct layer_weights layer;
+    struct tensor tensor[FILE_TENSORS];
+    float *data[FILE_TENSORS];
+    uint64_t values[FILE_TENSORS];
+};
+
+static void bind_checkpoint(struct checkpoint *c, struct model *m, struct layer_weights *w)
+{
+    const struct tensor **to[FILE_TENSORS] = {
+        &m->embed,  &m->norm,   &m->head, &w->norm_in, &w->norm_mlp, &w->q,
+        &w->k,      &w->v,      &w->o,    &w->q_bias,  &w->k_bias,   &w->v_bias,
+        &w->q_norm, &w->k_norm, &w->gate, &w->up,      &w->down};
+    for (int i = 0; i < FILE_TENSORS; i++)
+        *to[i] = &c->tensor[i];
+    m->layers = w;
+}
+
+static void make_checkpoint(struct checkpoint *c)
+{
+    *c = (struct checkpoint){
+        .model.config = {
+            .family = "llama", .layers = 1, .hidden = 200, .rope = {.theta = 10000, .factor = 1}}};
+    for (int i = 0; i < FILE_TENSORS; i++) {
+        bool large = i % 2;
+        c->values[i] = large ? LARGE : SMALL;
+        c->data[i] = calloc(c->values[i], sizeof **c->data);
+        assert_non_null(c->data[i]);
+        for (uint64_t j = 0; j < c->values[i]; j++)
+            c->data[i][j] = (float)(j % 1009);
+        struct tensor *t = &c->tensor[i];
+        *t = (struct tensor){.data = c->data[i], .dims = large ? 2 : 1, .dtype = TENSOR_F32};
+        snprintf(t->name, sizeof t->name, "tensor %d", i);
+        t->shape[0] = large ? 300 : SMALL;
+        t->shape[1] = large ? 200 : 0;
+    }
+    bind_checkpoint(c, &c->model, &c->layer);
+}
+
+static void expect_other(struct checkpoint *c, bool other, const char *what, int which)
+{
+    static char first[sizeof c->model.fingerprint];
+    char now[sizeof first];
+    if (!*first)
+        fingerprint_model(&c->model, first, sizeof first);
+    fingerprint_model(&c->model, now, sizeof now);
+    if (other != (strcmp(first, now) != 0))
+        fail_msg("%s (%d): the fingerprint is %s", what, which, other ? "the same" : "another");
+}
+
+// One value of a small tensor, and a change that goes through a large one, or through its last
+// quarter, as of weights that something was merged into; and all of RoPE.
+static void fingerprints(void **state)
+{
+    (void)state;
+    struct checkpoint c;
+    make_checkpoint(&c);
+    expect_other(&c, false, "nothing", 0);
+    for (int i = 0; i < FILE_TENSORS; i++) {
+        uint64_t n = c.values[i], from = n == LARGE ? n / 4 * 3 : n - 1;
+        for (uint64_t j = from; j < n; j++)
+            c.data[i][j] += 0.5f;
+        expect_other(&c, true, "values of a tensor", i);
+        for (uint64_t j = from; j < n; j++)
+            c.data[i][j] -= 0.5f;
+        c.tensor[i].name[0] = 'T';
+        expect_other(&c, true, "name of a tensor", i);
+        c.tensor[i].name[0] = 't';
+    }
+    expect_other(&c, false, "nothing", 1);
+    struct rope_config *r = &c.model.config.rope;
+    double *numbers[] = {
+        &r->theta,     &r->factor,    &r->low_freq_factor,  &r->high_freq_factor,
+        &r->beta_fast, &r->beta_slow, &r->attention_factor, &c.model.config.norm_eps};
+    for (int i = 0; i < (int)(sizeof numbers / sizeof *numbers); i++) {
+        double was = *numbers[i];
+        *numbers[i] += 1e-5;
+        expect_other(&c, true, "a number of the configuration", i);
+        *numbers[i] = was;
+    }
+    r->original_positions = 8192;
+    expect_other(&c, true, "positions", 0);
+    r->original_positions = 0;
+    memset((uint8_t *)r + 1, 0xa5, offsetof(struct rope_config, theta) - 1); // padding
+    expect_other(&c, false, "bytes between fields", 0);
+    for (int i = 0; i < FILE_TENSORS; i++)
+        free(c.data[i]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(good_file),   cmocka_unit_test(bad_files),   cmocka_unit_test(bad_lengths),
-        cmocka_unit_test(widening),    cmocka_unit_test(products),    cmocka_unit_test(good_config),
-        cmocka_unit_test(bad_configs), cmocka_unit_test(frequencies), cmocka_unit_test(rotation),
-        cmocka_unit_test(sampling),    cmocka_unit_test(folding),
+        cmocka_unit_test(good_file),   cmocka_unit_test(bad_files),
+        cmocka_unit_test(bad_lengths), cmocka_unit_test(widening),
+        cmocka_unit_test(products),    cmocka_unit_test(good_config),
+        cmocka_unit_test(bad_configs), cmocka_unit_test(frequencies),
+        cmocka_unit_test(rotation),    cmocka_unit_test(sampling),
+        cmocka_unit_test(folding),     cmocka_unit_test(fingerprints),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

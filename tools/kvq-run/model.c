@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tools/kvq-run/fingerprint.h"
 #include "tools/kvq-run/fold.h"
 #include "tools/kvq-run/rope.h"
 
@@ -90,24 +91,6 @@ static int bind_all(struct model *m, struct problem *p)
     return 0;
 }
 
-// FNV-1a over what decides a cache's contents: shapes, rope and a sample of each weight tensor.
-// It tells checkpoints apart; it is no protection against somebody who forges one.
-static void fingerprint(struct model *m)
-{
-    uint64_t h = UINT64_C(0xcbf29ce484222325);
-    const struct config *c = &m->config;
-    for (uint32_t i = 0; i < c->layers; i++) {
-        const uint8_t *bytes = m->layers[i].k->data;
-        uint64_t n = m->layers[i].k->shape[0] * m->layers[i].k->shape[1] * 2;
-        for (uint64_t j = 0; j < n; j += n / 997 + 1)
-            h = (h ^ bytes[j]) * UINT64_C(0x100000001b3);
-    }
-    snprintf(m->fingerprint, sizeof m->fingerprint,
-             "%s L%u h%u q%u kv%u d%u theta%g rope%u %016llx", c->family, c->layers, c->hidden,
-             c->q_heads, c->kv_heads, c->head_dim, c->rope.theta, c->rope.kind,
-             (unsigned long long)h);
-}
-
 static float *floats(uint64_t n)
 {
     return aligned_alloc(64, (n * sizeof(float) + 63) / 64 * 64);
@@ -140,7 +123,7 @@ int model_open(struct model *m, const char *dir, uint32_t step_tokens, struct pr
     if (config_read(dir, &m->config, p) || tensors_open(dir, &m->tensors, p) || bind_all(m, p) ||
         make_room(m, p))
         return -1;
-    fingerprint(m);
+    fingerprint_model(m, m->fingerprint, sizeof m->fingerprint);
     return 0;
 }
 
