@@ -522,6 +522,145 @@ static void test_results(void **unused)
     assert_string_equal(quality_base_name("b"), "b");
 }
 
+// ---- What is measured again ----
+
+struct counted {
+    struct quality_results r;
+    char results[32], text[32], dir[4096];
+    size_t lines;
+};
+
+static void count_open(struct counted *c)
+{
+    const char *source = getenv("KVQ_SOURCE_DIR");
+    if (!source)
+        skip();
+    *c = (struct counted){.results = "/tmp/kvq-results-XXXXXX", .text = "/tmp/kvq-text-XXXXXX"};
+    snprintf(c->dir, sizeof c->dir, "%s/tools/model/kvq-bytes", source);
+    int fds[] = {mkstemp(c->results), mkstemp(c->text)};
+    assert_true(fds[0] >= 0 && fds[1] >= 0);
+    close(fds[0]);
+    close(fds[1]);
+}
+
+static void count_close(struct counted *c)
+{
+    unlink(c->results);
+    unlink(c->text);
+}
+
+static void write_text(const char *path, char fill)
+{
+    FILE *f = fopen(path, "w");
+    assert_non_null(f);
+    for (int i = 0; i < 700; i++)
+        fputc(i % 7 ? fill : ' ', f);
+    fclose(f);
+}
+
+// Runs a part as one run of the program does; so many lines must have come.
+static void expect_lines(struct counted *c, const struct quality_options *o,
+                         int (*part)(const struct quality_options *, struct quality_results *),
+                         size_t more)
+{
+    assert_true(quality_results_open(&c->r, c->results));
+    assert_int_equal(part(o, &c->r), 0);
+    quality_results_close(&c->r);
+    assert_true(quality_results_open(&c->r, c->results));
+    size_t lines = c->r.n_done;
+    quality_results_close(&c->r);
+    if (lines - c->lines != more)
+        fail_msg("%zu lines came, not %zu", lines - c->lines, more);
+    c->lines = lines;
+}
+
+static void test_synthetic_keys(void **unused)
+{
+    (void)unused;
+    struct counted c;
+    count_open(&c);
+    struct quality_options o = {.tokens = 512,
+                                .queries = 1,
+                                .first_seed = 1,
+                                .seeds = 1,
+                                .head_dim = 64,
+                                .budget_bits = 3.5,
+                                .method = {method("f16")},
+                                .n_methods = 1};
+    size_t names = 0;
+    while (quality_synthetic[names])
+        names++;
+    expect_lines(&c, &o, quality_part_synthetic, 3 * names);
+    expect_lines(&c, &o, quality_part_synthetic, 0);
+    o.head_dim = 128;
+    expect_lines(&c, &o, quality_part_synthetic, 3 * names);
+    count_close(&c);
+}
+
+// The same name with another text in it is another measurement, and so is another model.
+static void test_text_keys(void **unused)
+{
+    (void)unused;
+    struct counted c;
+    count_open(&c);
+    struct quality_options o = {.model = c.dir,
+                                .text = c.text,
+                                .tokens = 512,
+                                .queries = 1,
+                                .bytes = 40,
+                                .context = 40,
+                                .step = 20,
+                                .outliers = 1,
+                                .budget_bits = 3.5,
+                                .method = {method("f16")},
+                                .n_methods = 1};
+    for (char fill = 'a'; fill <= 'b'; fill++) {
+        write_text(c.text, fill);
+        expect_lines(&c, &o, quality_part_perplexity, 1);
+        expect_lines(&c, &o, quality_part_perplexity, 0);
+        expect_lines(&c, &o, quality_part_captured, 8); // 4 layers, own queries and aimed ones
+        expect_lines(&c, &o, quality_part_captured, 0);
+    }
+    count_close(&c);
+}
+
+// What codebooks are trained on belongs to the methods that have some, and to no other.
+static void test_book_keys(void **unused)
+{
+    (void)unused;
+    struct counted c;
+    count_open(&c);
+    struct quality_method book = method("vecinfer-2"), none = method("oscar2");
+    struct quality_options o = {.model = c.dir, .text = c.text, .book_from = 100, .tokens = 512};
+    struct quality_options changed[4];
+    struct quality_inputs first, other;
+    struct problem p = {0};
+    char path[sizeof c.dir + 16];
+    snprintf(path, sizeof path, "%s/config.json", c.dir);
+    o.method[0] = book;
+    o.n_methods = 1;
+    for (int i = 0; i < 4; i++)
+        changed[i] = o;
+    changed[0].book_text = path;
+    changed[1].book_from = 200;
+    changed[2].tokens = 1024;
+    write_text(c.text, 'a');
+    assert_int_equal(quality_inputs_read(&first, &o, true, path, &p), 0);
+    for (int i = 0; i < 4; i++) {
+        if (i == 3)
+            write_text(c.text, 'b');
+        assert_int_equal(quality_inputs_read(&other, &changed[i], true, path, &p), 0);
+        assert_true(quality_inputs_of(&first, &none) == quality_inputs_of(&other, &none));
+        if (quality_inputs_of(&first, &book) == quality_inputs_of(&other, &book))
+            fail_msg("other training data (%d) have the same key", i);
+    }
+    assert_int_equal(quality_inputs_read(&other, &o, false, path, &p), 0);
+    assert_true(quality_inputs_of(&first, &none) != quality_inputs_of(&other, &none));
+    assert_int_equal(quality_inputs_read(&other, &o, true, "/no/such/file", &p), -1);
+    assert_non_null(strstr(p.text, "/no/such/file"));
+    count_close(&c);
+}
+
 // ---- The model ----
 
 // Bytes are tokens for some models; for others a text is a list of numbers.
@@ -608,7 +747,8 @@ int main(void)
         cmocka_unit_test(test_controls),  cmocka_unit_test(test_windows),
         cmocka_unit_test(test_codebooks), cmocka_unit_test(test_appendix_i),
         cmocka_unit_test(test_results),   cmocka_unit_test(test_text),
-        cmocka_unit_test(test_outliers),
+        cmocka_unit_test(test_outliers),  cmocka_unit_test(test_synthetic_keys),
+        cmocka_unit_test(test_text_keys), cmocka_unit_test(test_book_keys),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

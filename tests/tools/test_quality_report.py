@@ -138,6 +138,16 @@ class Reading(Folder):
         self.assertTrue(math.isnan(results.value(key, "kivi2", "out")))
 
 
+    def test_several_inputs(self):
+        """Lines of two texts or two head_dims have no mean; lines that do not say are taken."""
+        one = [{**cache_line("oscar2", 1.0), "head_dim": 64, "inputs": "a"}]
+        self.results([cache_line("f16", 0.0)] + 2 * one)
+        self.results(one + [{**model_line("oscar2", 1.0), "inputs": "b"}])
+        for field, other in (("head_dim", 128), ("inputs", "b")):
+            with self.assertRaisesRegex(ValueError, f"synthetic: lines of {field} "):
+                self.results(one + [{**one[0], field: other}])
+
+
 class Writing(Folder):
     def test_report(self):
         lines = [format_line(m) for m in ORDER]

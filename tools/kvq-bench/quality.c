@@ -26,7 +26,7 @@ static const char help[] =
     "  recall      facts asked for again, by distance\n"
     "\n"
     "  --results FILE    one JSON object a line is added for each measurement; what the file has\n"
-    "                    already is not measured again\n"
+    "                    already, of files that hold the same, is not measured again\n"
     "  --methods M,..    formats; NAME:stage=value:.. for formats with stages changed; dropped\n"
     "                    and int2-token, the controls (default: all formats of the table, and the\n"
     "                    controls)\n"
@@ -255,13 +255,15 @@ static const struct part *find_part(int argc, char **argv)
 static bool complete(const struct quality_options *o, const struct part *part)
 {
     const char *lacks = NULL;
+    bool recall = strcmp(part->name, "recall") == 0;
+    bool captured = strcmp(part->name, "captured") == 0 && o->capture;
     if (!o->results)
         lacks = "--results FILE";
-    else if (part->model && !o->capture && !o->model)
+    else if (part->model && !captured && !o->model)
         lacks = "--model DIR";
-    else if (part->model && !o->capture && !o->text && !o->items)
-        lacks = "--text FILE (or --items FILE)";
-    else if (strcmp(part->name, "recall") == 0 && !o->items)
+    else if (part->model && !captured && !recall && !o->text)
+        lacks = "--text FILE";
+    else if (recall && !o->items)
         lacks = "--items FILE";
     if (lacks)
         fprintf(stderr, "kvq-bench: quality %s needs %s\n", part->name, lacks);

@@ -6,7 +6,7 @@
 // one layer under a method, in this process: keys and values as they were, and as attention sees
 // them. Everything measured becomes one line of JSON in the results file, which
 // tools/quality/report.py makes the tables, plots and verdicts of. What is in the file already is
-// not measured again.
+// not measured again; keys name the model, the texts and the capture by what they hold.
 #ifndef KVQ_TOOLS_BENCH_QUALITY_H
 #define KVQ_TOOLS_BENCH_QUALITY_H
 

@@ -66,6 +66,19 @@ int quality_books_make(struct quality_books *b, const struct quality_method *m,
                        const struct quality_options *o, struct problem *p);
 void quality_books_free(struct quality_books *b);
 
+// Hashes of what a part measures, and of what its codebooks are trained on. They belong to the keys
+// of results: what was measured of another model, or of a file that holds something else now, is no
+// answer.
+struct quality_inputs {
+    uint64_t data, books;
+};
+
+// data is of the file and, if `model`, of the options' model.
+int quality_inputs_read(struct quality_inputs *in, const struct quality_options *o, bool model,
+                        const char *path, struct problem *p);
+uint64_t quality_inputs_of(const struct quality_inputs *in, const struct quality_method *m);
+void quality_inputs_put(const struct quality_inputs *in, cJSON *line); // the line's "inputs"
+
 // log_softmax in double precision.
 void quality_log_softmax(const float *logits, uint32_t n, double *out);
 

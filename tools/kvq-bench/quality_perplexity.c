@@ -22,6 +22,7 @@ struct side {
 
 struct pass {
     const struct quality_options *o;
+    const struct quality_inputs *inputs;
     struct quality_model model;
     struct engine engine;
     struct side side[SIDES];
@@ -91,11 +92,13 @@ static int piece(struct pass *x, uint64_t from, uint32_t tokens, struct problem 
 
 // ---- Results ----
 
-static void add_key(const struct quality_options *o, const struct quality_method *m, char *key,
-                    size_t n)
+static void add_side(struct pass *x, struct side *s, const struct quality_method *m)
 {
-    snprintf(key, n, "perplexity|%s|%g|%u|%u|%u|%u|%s", quality_base_name(o->model), o->outliers,
-             o->from, o->bytes, o->context, o->step, m->name);
+    const struct quality_options *o = x->o;
+    s->m = m;
+    snprintf(s->key, sizeof s->key, "perplexity|%s|%g|%u|%u|%u|%u|%s|%016llx",
+             quality_base_name(o->model), o->outliers, o->from, o->bytes, o->context, o->step,
+             m->name, (unsigned long long)quality_inputs_of(x->inputs, m));
 }
 
 // The standard error of a mean, from sums of n numbers and of their squares.
@@ -112,6 +115,7 @@ static bool put(const struct pass *x, const struct side *s, struct quality_resul
     cJSON *j = cJSON_CreateObject();
     cJSON_AddStringToObject(j, "part", "perplexity");
     cJSON_AddStringToObject(j, "model", quality_base_name(x->o->model));
+    quality_inputs_put(x->inputs, j);
     cJSON_AddNumberToObject(j, "outliers", x->o->outliers);
     cJSON_AddStringToObject(j, "method", s->m->name);
     cJSON_AddNumberToObject(j, "bytes", quality_packed_bytes(s->m, shape));
@@ -183,21 +187,25 @@ static int run_pass(struct pass *x, struct quality_results *r, struct problem *p
 int quality_part_perplexity(const struct quality_options *o, struct quality_results *r)
 {
     struct quality_method f16;
+    struct quality_inputs inputs;
     struct problem p = {0};
     char text[400];
     if (quality_method_parse("f16", &f16, text, sizeof text))
         return 1;
+    if (quality_inputs_read(&inputs, o, true, o->text, &p)) {
+        fprintf(stderr, "kvq-bench: %s\n", p.text);
+        return 1;
+    }
     for (uint32_t next = 0; next < o->n_methods;) {
         struct pass *x = calloc(1, sizeof *x);
         if (!x)
             return 1;
         x->o = o;
-        x->side[x->sides].m = &f16;
-        add_key(o, &f16, x->side[x->sides++].key, sizeof x->side[0].key);
+        x->inputs = &inputs;
+        add_side(x, &x->side[x->sides++], &f16);
         for (; next < o->n_methods && x->sides < SIDES; next++) {
             struct side *s = &x->side[x->sides];
-            s->m = &o->method[next];
-            add_key(o, s->m, s->key, sizeof s->key);
+            add_side(x, s, &o->method[next]);
             x->sides += !quality_results_has(r, s->key) && strcmp(s->m->name, "f16") != 0;
         }
         bool work = x->sides > 1 || !quality_results_has(r, x->side[0].key);

@@ -19,6 +19,7 @@ struct tally {
 
 struct recall {
     const struct quality_options *o;
+    struct quality_inputs inputs;
     struct quality_model model;
     struct engine engine;
     struct quality_cache cache;
@@ -127,6 +128,7 @@ static bool put(const struct recall *x, const struct quality_method *m, const ch
     cJSON *j = cJSON_CreateObject();
     cJSON_AddStringToObject(j, "part", "recall");
     cJSON_AddStringToObject(j, "model", quality_base_name(x->o->model));
+    quality_inputs_put(&x->inputs, j);
     cJSON_AddStringToObject(j, "method", m->name);
     cJSON *list = cJSON_AddArrayToObject(j, "distances");
     for (uint32_t i = 0; i < x->n_tallies; i++) {
@@ -165,7 +167,8 @@ static int run_methods(struct recall *x, struct quality_results *r, struct probl
 {
     const struct quality_options *o = x->o;
     const struct config *c = &x->model.model.config;
-    if (quality_model_open(&x->model, o->model, STEP, o->outliers, p) ||
+    if (quality_inputs_read(&x->inputs, o, true, o->items, p) ||
+        quality_model_open(&x->model, o->model, STEP, o->outliers, p) ||
         quality_engine_open(&x->engine, c, STEP, p))
         return -1;
     if (!c->bytes)
@@ -176,8 +179,9 @@ static int run_methods(struct recall *x, struct quality_results *r, struct probl
         return problem_set(p, RUN_FAILED, "out of memory");
     for (uint32_t i = 0; i < o->n_methods; i++) {
         char key[512];
-        snprintf(key, sizeof key, "recall|%s|%g|%s|%s", quality_base_name(o->model), o->outliers,
-                 quality_base_name(o->items), o->method[i].name);
+        snprintf(key, sizeof key, "recall|%s|%g|%s|%s|%016llx", quality_base_name(o->model),
+                 o->outliers, quality_base_name(o->items), o->method[i].name,
+                 (unsigned long long)quality_inputs_of(&x->inputs, &o->method[i]));
         if (!quality_results_has(r, key) && run_method(x, &o->method[i], key, r, p))
             return -1;
     }

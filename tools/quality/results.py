@@ -19,6 +19,7 @@ class Results:
 
     def __init__(self, path):
         self.formats, self.methods = {}, []
+        self.measured = {}  # (part, field) -> what all lines of the part were measured on
         self.perplexity = collections.defaultdict(dict)  # outliers -> method -> line
         self.recall = {}
         self.caches = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -31,6 +32,11 @@ class Results:
 
     def add(self, line):
         part, method = line["part"], line["method"]
+        for field in ("head_dim", "inputs"):
+            one = self.measured.setdefault((part, field), line[field]) if field in line else None
+            if one is not None and one != line[field]:
+                raise ValueError(f"{part}: lines of {field} {one} and of {line[field]}; give each "
+                                 "model, text and head_dim a results file of its own")
         if part == "format":
             self.formats[method] = line
         elif part == "perplexity":
