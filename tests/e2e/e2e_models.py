@@ -59,6 +59,8 @@ WORKS = {
     "linear RoPE": (config("llama", 8, 1, 128, rope_scaling={"type": "linear",
                                                              "rope_type": "linear",
                                                              "factor": 2.0}), {}),
+    "Llama with biases": (config("llama", 32, 8, 128, attention_bias=True, mlp_bias=True),
+                          {"bias": "all"}),
     "head_dim 256": (config("llama", 8, 1, 256), {}),
 }
 

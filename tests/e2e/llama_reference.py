@@ -48,6 +48,7 @@ def write_safetensors(path, tensors, dtype):
 
 
 def random_tensors(config, bias, qk_norm, rng):
+    """bias: of q, k and v; "all": of every projection."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     q = config["num_attention_heads"] * config["head_dim"]
     kv = config["num_key_value_heads"] * config["head_dim"]
@@ -59,6 +60,9 @@ def random_tensors(config, bias, qk_norm, rng):
     if bias:
         shapes |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,),
                    "self_attn.v_proj.bias": (kv,)}
+    if bias == "all":
+        shapes |= {"self_attn.o_proj.bias": (hidden,), "mlp.gate_proj.bias": (inner,),
+                   "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
     if qk_norm:
         shapes |= {"self_attn.q_norm.weight": (config["head_dim"],),
                    "self_attn.k_norm.weight": (config["head_dim"],)}
@@ -168,6 +172,6 @@ def logits(config, tensors, ids):
         h = rms_norm(x, w("post_attention_layernorm.weight"), eps)
         gate = project(h, "mlp.gate_proj")
         inner = gate / (1 + np.exp(-gate)) * project(h, "mlp.up_proj")
-        x = x + inner @ w("mlp.down_proj.weight").T
+        x = x + project(inner, "mlp.down_proj")
     head = t["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return rms_norm(x, t["model.norm.weight"], eps) @ head.T

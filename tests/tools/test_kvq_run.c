@@ -345,7 +345,7 @@ static void sampling(void **state)
 
 // A checkpoint of one layer and of all tensors that a layer may have, as model_open binds it: small
 // ones of SMALL values, and large ones.
-enum { FILE_TENSORS = 17, SMALL = 60, LARGE = 300 * 200 };
+enum { FILE_TENSORS = 21, SMALL = 60, LARGE = 300 * 200 };
 
 struct checkpoint {
     struct model model;
@@ -358,9 +358,9 @@ struct checkpoint {
 static void bind_checkpoint(struct checkpoint *c, struct model *m, struct layer_weights *w)
 {
     const struct tensor **to[FILE_TENSORS] = {
-        &m->embed,  &m->norm,   &m->head, &w->norm_in, &w->norm_mlp, &w->q,
-        &w->k,      &w->v,      &w->o,    &w->q_bias,  &w->k_bias,   &w->v_bias,
-        &w->q_norm, &w->k_norm, &w->gate, &w->up,      &w->down};
+        &m->embed, &m->norm, &m->head,   &w->norm_in, &w->norm_mlp,  &w->q,       &w->k,
+        &w->v,     &w->o,    &w->q_bias, &w->k_bias,  &w->v_bias,    &w->q_norm,  &w->k_norm,
+        &w->gate,  &w->up,   &w->down,   &w->o_bias,  &w->gate_bias, &w->up_bias, &w->down_bias};
     for (int i = 0; i < FILE_TENSORS; i++)
         *to[i] = &c->tensor[i];
     m->layers = w;

@@ -48,9 +48,10 @@ static uint64_t add_tensor(uint64_t h, const struct tensor *t)
 
 static uint64_t add_layer(uint64_t h, const struct layer_weights *w)
 {
-    const struct tensor *all[] = {w->norm_in, w->norm_mlp, w->q,      w->k,      w->v,
-                                  w->o,       w->q_bias,   w->k_bias, w->v_bias, w->q_norm,
-                                  w->k_norm,  w->gate,     w->up,     w->down};
+    const struct tensor *all[] = {w->norm_in,   w->norm_mlp, w->q,        w->k,      w->v,
+                                  w->o,         w->q_bias,   w->k_bias,   w->v_bias, w->q_norm,
+                                  w->k_norm,    w->gate,     w->up,       w->down,   w->o_bias,
+                                  w->gate_bias, w->up_bias,  w->down_bias};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         h = add_tensor(h, all[i]);
     return h;

@@ -65,6 +65,10 @@ static int bind_layer(const struct model *m, uint32_t i, struct layer_weights *w
     if (bind_optional(m, &w->q_bias, q, p, i, "self_attn.q_proj.bias") ||
         bind_optional(m, &w->k_bias, kv, p, i, "self_attn.k_proj.bias") ||
         bind_optional(m, &w->v_bias, kv, p, i, "self_attn.v_proj.bias") ||
+        bind_optional(m, &w->o_bias, c->hidden, p, i, "self_attn.o_proj.bias") ||
+        bind_optional(m, &w->gate_bias, c->intermediate, p, i, "mlp.gate_proj.bias") ||
+        bind_optional(m, &w->up_bias, c->intermediate, p, i, "mlp.up_proj.bias") ||
+        bind_optional(m, &w->down_bias, c->hidden, p, i, "mlp.down_proj.bias") ||
         bind_optional(m, &w->q_norm, c->head_dim, p, i, "self_attn.q_norm.weight") ||
         bind_optional(m, &w->k_norm, c->head_dim, p, i, "self_attn.k_norm.weight"))
         return -1;
@@ -210,7 +214,7 @@ static int attention(struct model *m, struct cache *cache, uint32_t i, uint32_t 
     rotate(m, e->k, c->kv_heads, n);
     if (cache_attend(cache, i, p))
         return -1;
-    linear(&m->scratch, w->o, NULL, e->out, n, m->h);
+    linear(&m->scratch, w->o, w->o_bias, e->out, n, m->h);
     for (uint64_t j = 0; j < (uint64_t)n * c->hidden; j++)
         m->x[j] += m->h[j];
     return 0;
@@ -221,11 +225,11 @@ static void mlp(struct model *m, uint32_t i, uint32_t n)
     const struct config *c = &m->config;
     const struct layer_weights *w = &m->layers[i];
     rms_norm(m, m->x, w->norm_mlp, n, c->hidden, m->h);
-    linear(&m->scratch, w->gate, NULL, m->h, n, m->gate);
-    linear(&m->scratch, w->up, NULL, m->h, n, m->up);
+    linear(&m->scratch, w->gate, w->gate_bias, m->h, n, m->gate);
+    linear(&m->scratch, w->up, w->up_bias, m->h, n, m->up);
     for (uint64_t j = 0; j < (uint64_t)n * c->intermediate; j++)
         m->gate[j] = m->gate[j] / (1 + expf(-m->gate[j])) * m->up[j];
-    linear(&m->scratch, w->down, NULL, m->gate, n, m->h);
+    linear(&m->scratch, w->down, w->down_bias, m->gate, n, m->h);
     for (uint64_t j = 0; j < (uint64_t)n * c->hidden; j++)
         m->x[j] += m->h[j];
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A decoder-only model of the Llama family: RMSNorm, rotary embedding, grouped-query attention,
-// SwiGLU; Qwen2's biases and Qwen3's q and k norms where the checkpoint has them.
+// SwiGLU; biases of any projection and Qwen3's q and k norms where the checkpoint has them.
 #ifndef KVQ_RUN_MODEL_H
 #define KVQ_RUN_MODEL_H
 
@@ -13,9 +13,10 @@
 struct layer_weights {
     const struct tensor *norm_in, *norm_mlp;
     const struct tensor *q, *k, *v, *o;
-    const struct tensor *q_bias, *k_bias, *v_bias; // NULL if there are none
-    const struct tensor *q_norm, *k_norm;          // likewise
+    const struct tensor *q_bias, *k_bias, *v_bias, *o_bias; // NULL if there are none
+    const struct tensor *q_norm, *k_norm;                   // likewise
     const struct tensor *gate, *up, *down;
+    const struct tensor *gate_bias, *up_bias, *down_bias; // likewise
     struct tensor folded[3]; // v, v_bias and o with V's rotation in them; data NULL: not made
 };
 
