@@ -74,9 +74,15 @@ void kvq__connection_end(struct kvq__connection *c, const char *reason)
     char quoted[192];
     if (c->state == KVQ__CONNECTION_ENDING || c->end_when_back)
         return;
-    kvq__log(KVQ_LOG_INFO, "connection_end", "client=%llu uid=%u pid=%u reason=%s",
-             (unsigned long long)c->id, c->peer.uid, c->peer.pid,
-             kvq__log_quote(quoted, sizeof quoted, reason));
+    // Of a client there is one such line, beside those of its coming and going.
+    if (c->id)
+        kvq__log(KVQ_LOG_INFO, "connection_end", "client=%llu uid=%u pid=%u reason=%s",
+                 (unsigned long long)c->id, c->peer.uid, c->peer.pid,
+                 kvq__log_quote(quoted, sizeof quoted, reason));
+    else
+        kvq__log_client(&c->attach->stranger_budget, KVQ_LOG_INFO, "connection_end",
+                        "client=0 uid=%u pid=%u reason=%s", c->peer.uid, c->peer.pid,
+                        kvq__log_quote(quoted, sizeof quoted, reason));
     stop_watching(c);
     if (c->state != KVQ__CONNECTION_BUSY) {
         kvq__connection_detach(c);

@@ -150,7 +150,6 @@ struct kvq__connection {
     bool finish_due;      // the command is done when `awaited` is 0
     bool gone_due;        // the connection is gone when `giving_back` is 0
     struct kvq__return back;
-    struct kvq_log_budget log_budget;
     struct { // what the last command made, and how a cancel gives it back; back NULL: nothing
         uint32_t request;
         Kvq__Request__CommandCase closed_by;
@@ -195,8 +194,8 @@ TAILQ_HEAD(kvq__connections, kvq__connection);
 struct kvq__attach {
     struct kvq__server *server;
     struct kvq__door door;
-    struct kvq_log_budget log_budget;
-    STAILQ_HEAD(, kvq__return) returns; // the first is being given back
+    struct kvq_log_budget log_budget, stranger_budget; // stranger: ends of those that said no hello
+    STAILQ_HEAD(, kvq__return) returns;                // the first is being given back
     uv_work_t return_work;
     bool returning;
     STAILQ_HEAD(, kvq__letting_go) letting_go; // the first is being taken from the GPUs

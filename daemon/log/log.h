@@ -31,9 +31,11 @@ void kvq__log_use(int fd, enum kvq_log_level level);
 __attribute__((format(printf, 3, 4))) void kvq__log(enum kvq_log_level level, const char *event,
                                                     const char *format, ...);
 
-// Budget for lines that a client can cause at will: KVQ_LOG_BURST at once, then one a second.
-// What is held back is counted and told with the next line that passes. Zero-initialize; one
-// thread at a time.
+// Budget for lines that a peer can cause at will: KVQ_LOG_BURST at once, then one a second. What
+// tells of refusals, of connections that never became clients and of changes by the control socket
+// has one. Events of clients and sessions have none: operators find out from them who had what, and
+// each names the client. What is held back is counted and told with the next line that passes.
+// Zero-initialize; one thread at a time.
 enum { KVQ_LOG_BURST = 5 };
 struct kvq_log_budget {
     uint64_t full_at_ns; // when the budget is whole again

@@ -364,6 +364,10 @@ def connect_plainly(*arguments):
     e2e_flooders.connect_plainly(say, wait, *arguments)
 
 
+def connect_one_by_one(*arguments):
+    e2e_flooders.connect_one_by_one(say, wait, *arguments)
+
+
 def open_queues(*arguments):
     e2e_flooders.open_queues(say, wait, *arguments)
 

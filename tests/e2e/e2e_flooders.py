@@ -79,6 +79,15 @@ def connect_plainly(say, wait, directory, user, name, n):
     wait()
 
 
+def connect_one_by_one(say, wait, directory, user, name, n):
+    """Connections that say nothing and go, each when the daemon has ended the one before."""
+    become(user)
+    for _ in range(n):
+        come_to_the_end(connect(directory, name))
+    say(n)
+    wait()
+
+
 def open_queues(say, wait, directory, user, n_clients, n_queues):
     """Clients with queues, until one is refused."""
     become(user)

@@ -97,6 +97,20 @@ class Floods(unittest.TestCase):
                 self.assertGreater(said["refused"], limit // 2)
                 self.settle(daemon, child, before)
 
+    def test_connections_that_say_nothing_in_the_log(self):
+        """Their ends are counted, not written down one by one; those of clients are."""
+        daemon = self.start(256)
+        child, said = self.flood("connect_one_by_one", daemon, "attach.sock", 1000)
+        self.assertEqual(said, 1000)
+        child.kill()
+        with daemon.client() as client:
+            number = client.info()["client_id"]
+        daemon.wait_log(f"event=connection_end client={number} ")
+        with daemon.news:
+            lines = [x for x in daemon.lines if "event=connection_end client=0 " in x]
+        self.assertGreater(len(lines), 0)
+        self.assertLess(len(lines), 500)
+
     def test_plain_connections_to_the_attach_socket(self):
         for limit in LIMITS:
             with self.subTest(limit):
