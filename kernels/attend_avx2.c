@@ -184,7 +184,7 @@ KVQ__INLINE float softmax_row(float *x, int32_t n, int32_t lo, int32_t hi, float
     }
     float max = kvq__max_all(top);
     max = max > *m ? max : *m;
-    if (max == -INFINITY) {
+    if (max == -INFINITY && !kvq__sees_nan(x, lo, hi)) {
         memset(x, 0, (size_t)n * sizeof *x);
         return 1.0f;
     }
@@ -196,8 +196,11 @@ KVQ__INLINE float softmax_row(float *x, int32_t n, int32_t lo, int32_t hi, float
         sum = _mm256_add_ps(sum, p);
         _mm256_store_ps(x + t, p);
     }
+    float added = kvq__sum_all(sum);
+    if (isunordered(max, added))
+        return kvq__spoil_row(x, n, m, l);
     *m = max;
-    *l = *l * factor + kvq__sum_all(sum);
+    *l = *l * factor + added;
     return factor;
 }
 

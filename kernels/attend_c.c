@@ -60,13 +60,15 @@ static float softmax_row(float *x, uint32_t n, int32_t lo, int32_t hi, float *m,
     float max = *m, sum = 0.0f;
     for (int32_t t = lo; t < hi; t++)
         max = x[t] > max ? x[t] : max;
-    bool blind = max == -INFINITY;
+    bool blind = max == -INFINITY && !kvq__sees_nan(x, lo, hi);
     float factor = blind ? 1.0f : kvq__exp2(*m - max);
     for (int32_t t = 0; t < (int32_t)n; t++) {
         bool seen = t >= lo && t < hi && !blind;
         x[t] = seen ? kvq__exp2(x[t] - max) : 0.0f;
         sum += x[t];
     }
+    if (isunordered(max, sum))
+        return kvq__spoil_row(x, (int32_t)n, m, l);
     *m = max;
     *l = *l * factor + sum;
     return factor;

@@ -127,10 +127,10 @@ KVQ__INLINE void kvq__save8(__m256 x, uint8_t dtype, void *p)
         _mm_storeu_si128(p, dtype == KVQ_F16 ? kvq__to_f16(x) : kvq__to_bf16(x));
 }
 
-// 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf and NaN.
+// 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf, NaN for NaN.
 KVQ__INLINE __m256 kvq__exp2_ps(__m256 x)
 {
-    __m256 normal = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_GE_OQ);
+    __m256 normal = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_NLT_UQ);
     __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m256 f = _mm256_sub_ps(x, n);
     __m256 p = _mm256_set1_ps(1.5353362e-4f);

@@ -88,8 +88,8 @@ KVQ__INLINE __m512 kvq__load_bf16(const void *p)
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
-// 2^x for x <= 0, within 2 units in the last place, 1 for 0 and never more; 0 for -inf. The
-// polynomial is 2^f on [0, 1], exact at both ends; vscalefps rounds x down by itself.
+// 2^x for x <= 0, within 2 units in the last place, 1 for 0 and never more; 0 for -inf, NaN for
+// NaN. The polynomial is 2^f on [0, 1], exact at both ends; vscalefps rounds x down by itself.
 KVQ__INLINE __m512 kvq__exp2_ps(__m512 x)
 {
     __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);

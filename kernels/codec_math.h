@@ -331,7 +331,7 @@ struct kvq__merge {
 KVQ_INLINE struct kvq__merge kvq__merge_of(float a, float b)
 {
     struct kvq__merge m = {0.0f, 0.0f, -INFINITY};
-    float max = a > b ? a : b;
+    float max = a > b || a != a ? a : b; // NaN beside nothing is NaN
     if (max == -INFINITY)
         return m;
     float wa = expf(a - max), wb = expf(b - max);

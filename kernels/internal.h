@@ -350,7 +350,7 @@ struct kvq__workspace {
 
 // ---- One number at a time; more in codec_math.h ----
 
-// 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf.
+// 2^x for x <= 0, within 2 units in the last place; 0 below -126 and for -inf, NaN for NaN.
 static inline float kvq__exp2(float x)
 {
     if (!(x >= -126.0f))
@@ -366,6 +366,28 @@ static inline float kvq__exp2(float x)
     p = p * f + 6.9314718e-1f;
     p = p * f + 1.0f;
     return p * kvq__float((uint32_t)(int32_t)(n + 127.0f) << 23);
+}
+
+// ---- Rows of NaN ----
+
+// Whether a softmax step that finds no number among what a row sees, [lo, hi), finds NaN there.
+// Maxima leave NaN out, so such rows look like those that see nothing. Rare: not for every row.
+static inline bool kvq__sees_nan(const float *x, int32_t lo, int32_t hi)
+{
+    for (int32_t t = lo; t < hi; t++)
+        if (x[t] != x[t])
+            return true;
+    return false;
+}
+
+// The end of a softmax step for a row that sees NaN or an infinite logit: its state and, by the
+// factor that is returned, what was summed so far become NaN for good. Its weights are 0, for bytes
+// cannot be made of NaN.
+static inline float kvq__spoil_row(float *x, int32_t n, float *m, float *l)
+{
+    memset(x, 0, (size_t)n * sizeof *x);
+    *m = *l = NAN;
+    return NAN;
 }
 
 #endif

@@ -50,12 +50,14 @@ static float softmax_row(float *x, int32_t n, int32_t lo, int32_t hi, float *m, 
     bool masked = lo > 0 || hi < n;
     float max = masked ? row_max(x, n, lo, hi, true) : row_max(x, n, lo, hi, false);
     max = max > *m ? max : *m;
-    if (max == -INFINITY) {
+    if (max == -INFINITY && !kvq__sees_nan(x, lo, hi)) {
         memset(x, 0, (size_t)n * sizeof *x);
         return 1.0f;
     }
     float factor = kvq__exp2(*m - max);
     float sum = masked ? row_powers(x, n, lo, hi, max, true) : row_powers(x, n, lo, hi, max, false);
+    if (isunordered(max, sum))
+        return kvq__spoil_row(x, n, m, l);
     *m = max;
     *l = *l * factor + sum;
     return factor;

@@ -185,6 +185,31 @@ static void check_attend_call(const struct pair *p, struct kvt_rng *rng)
     free_attending(&at);
 }
 
+// A query with NaN gives NaN; the others give the bits that they give without it.
+static void check_attend_nan(const struct pair *p, struct kvt_rng *rng)
+{
+    struct kvq_shape s = any_shape(rng);
+    struct attending at = make_attending(p, rng, &s);
+    point(&at);
+    at.r[0].a.path = at.r[1].a.path = kvt_below(rng, 2) ? KVQ_PATH_FAST : KVQ_PATH_EXACT;
+    uint32_t spoilt = kvt_below(rng, (uint32_t)at.rows), dim = s.k_dim;
+    at.r[1].q[spoilt * dim + kvt_below(rng, dim)] = NAN;
+    kvt_attend(p->k, &at.r[0].a, 1);
+    kvt_attend(p->k, &at.r[1].a, 1);
+    for (size_t i = 0; i < at.rows; i++) {
+        const float *want = at.r[0].out + i * dim, *got = at.r[1].out + i * dim;
+        if (i != spoilt || at.r[0].lse[i] == -INFINITY) { // or sees nothing
+            assert_memory_equal(got, want, sizeof *got * dim);
+            assert_memory_equal(&at.r[1].lse[i], &at.r[0].lse[i], sizeof(float));
+            continue;
+        }
+        assert_true(isnan(at.r[1].lse[i]));
+        for (uint32_t e = 0; e < dim; e++)
+            assert_true(isnan(got[e]));
+    }
+    free_attending(&at);
+}
+
 // Keys and values of any size must not end in a crash or in what C does not give.
 static void check_attend_extreme(const struct pair *p, struct kvt_rng *rng)
 {
@@ -260,6 +285,6 @@ void check_attend_chunk_fast(const struct pair *p, struct kvt_rng *rng)
 const struct check check_calls[] = {
     {"kvq_store", 0, check_store_call, -1},    {"kvq_pack", 0, check_pack_call, -1},
     {"kvq_read_rows", 0, check_read_call, -1}, {"kvq_attend", 0, check_attend_call, -1},
-    {"extremes", 0, check_attend_extreme, -1},
+    {"NaN in q", 0, check_attend_nan, -1},     {"extremes", 0, check_attend_extreme, -1},
 };
 const size_t n_check_calls = sizeof check_calls / sizeof *check_calls;

@@ -550,6 +550,97 @@ static void test_output_saturates(void **state)
     kvt_cache_free(&c);
 }
 
+// ---- NaN ----
+
+static void assert_row(const struct kvt_request *r, uint32_t row, bool nan)
+{
+    uint32_t dim = r->a.shape->k_dim;
+    assert_int_equal(isnan(r->lse[row]) != 0, nan);
+    for (uint32_t e = 0; e < dim; e++)
+        assert_int_equal(isnan(r->out[(size_t)row * dim + e]) != 0, nan);
+}
+
+// One of the rows has a NaN in its query: it alone becomes NaN, on both paths.
+static void check_nan_query(const char *format, float cap, uint32_t window)
+{
+    struct kvq_shape shape = kvt_shape(4, 2, 128, dtype_of(kvt_format(format)));
+    shape.softcap = cap;
+    shape.window = window;
+    struct kvt_cache c = packed_cache(format, shape, 1300, kvt_seed());
+    struct kvt_request r = kvt_request(&c, 2, kvt_seed());
+    r.q[5 * 128 + 77] = NAN;
+    for (int i = 0; i < n_kernels; i++)
+        for (uint32_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++)
+            for (uint32_t items = 1; items <= 20; items += 19) {
+                r.a.path = (uint8_t)path;
+                kvt_attend(all_kernels[i], &r.a, items);
+                for (uint32_t row = 0; row < 16; row++)
+                    assert_row(&r, row, row == 5);
+            }
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+}
+
+static void test_nan_queries(void **state)
+{
+    static const char *const names[] = {"f16",   "bf16",          "oscar2", "oscar4",
+                                        "kivi4", "turboquant2.5", "kvq2",   "vecinfer-4"};
+    (void)state;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        for (uint32_t window = 0; window <= 100; window += 100) {
+            check_nan_query(names[i], 0.0f, window);
+            check_nan_query(names[i], 20.0f, window);
+        }
+}
+
+// Keys at token `at` that with like queries make a logit of inf - inf, or of infinity.
+struct overflow {
+    uint32_t at;
+    float second;
+};
+
+static void fill_overflow(const void *data, const struct kvq_shape *s, float *k, float *v,
+                          uint32_t tokens)
+{
+    const struct overflow *o = data;
+    struct kvt_rng rng = {.state = kvt_seed()};
+    kvt_fill(&rng, KVT_NORMAL, k, tokens, s->k_dim);
+    kvt_fill(&rng, KVT_NORMAL, v, tokens, s->k_dim);
+    memset(k + (size_t)o->at * s->k_dim, 0, sizeof *k * s->k_dim);
+    k[(size_t)o->at * s->k_dim] = 3e38f;
+    k[(size_t)o->at * s->k_dim + 1] = o->second;
+}
+
+// Row 0 overflows, row 1 has nothing to do with it.
+static void check_overflow(struct overflow o, float cap, bool nan)
+{
+    struct kvq_shape shape = kvt_shape(2, 1, 64, KVQ_BF16);
+    shape.softcap = cap;
+    struct kvt_cache c = kvt_cache_of(all_kernels[0], "bf16", shape, 700, -1, fill_overflow, &o);
+    struct kvt_request r = kvt_request(&c, 1, kvt_seed());
+    memset(r.q, 0, sizeof *r.q * 64);
+    r.q[0] = r.q[1] = 1000.0f;
+    r.q[64] = r.q[65] = 0.0f;
+    for (int i = 0; i < n_kernels; i++) {
+        kvt_attend(all_kernels[i], &r.a, 1);
+        assert_row(&r, 0, nan);
+        assert_row(&r, 1, false);
+    }
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+}
+
+static void test_overflowing_logits(void **state)
+{
+    (void)state;
+    for (uint32_t at = 0; at < 700; at += 233) {
+        check_overflow((struct overflow){at, -3e38f}, 0.0f, true);
+        check_overflow((struct overflow){at, -3e38f}, 20.0f, true);
+        check_overflow((struct overflow){at, 3e38f}, 0.0f, true);
+        check_overflow((struct overflow){at, 3e38f}, 20.0f, false);
+    }
+}
+
 // ---- Merging ----
 
 static void test_merge(void **state)
@@ -582,6 +673,11 @@ static void test_merge(void **state)
     for (int i = 0; i < 4 * 64; i++)
         assert_true(right.out[i] == 0.0f);
     assert_true(right.lse[3] == -INFINITY);
+    left.lse[2] = NAN; // is not lost beside nothing
+    kvq_merge_rows(left.out, left.lse, garbage, none, right.out, right.lse, 4, 64);
+    assert_true(isnan(right.lse[2]) && isnan(right.out[2 * 64]) && !isnan(right.lse[3]));
+    kvq_merge_rows(garbage, none, left.out, left.lse, right.out, right.lse, 4, 64);
+    assert_true(isnan(right.lse[2]) && isnan(right.out[2 * 64]) && !isnan(right.lse[3]));
     kvt_request_free(&whole);
     kvt_request_free(&left);
     kvt_request_free(&right);
@@ -619,6 +715,8 @@ int main(void)
         cmocka_unit_test(test_dtypes),
         cmocka_unit_test(test_f16_rounding),
         cmocka_unit_test(test_output_saturates),
+        cmocka_unit_test(test_nan_queries),
+        cmocka_unit_test(test_overflowing_logits),
         cmocka_unit_test(test_merge),
     };
     for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_AVX512; isa++) {
