@@ -57,7 +57,9 @@ static int run(const char *wrong, const char *peer, const char *words)
     int n = 2, status;
     const char *bin = getenv("KVQ_BIN_DIR");
     snprintf(program, sizeof program, "%s/kvq-bench", bin ? bin : "bin");
-    snprintf(text, sizeof text, "%s", words);
+    if (strncmp(words, "pack ", 5) == 0)
+        args[1] = (char *)"pack";
+    snprintf(text, sizeof text, "%s", strncmp(words, "pack ", 5) == 0 ? words + 5 : words);
     for (char *rest, *word = strtok_r(text, " ", &rest); word; word = strtok_r(NULL, " ", &rest))
         args[n++] = word;
     if (peer) {
@@ -150,6 +152,37 @@ static void rows_of_a_peer(void **state)
         cJSON_ArrayForEach(item, all) assert_true(item->valuedouble > 0);
         assert_true(number(all, "ggml-f16 heads") == number(ours, "vs_peer"));
     }
+    cJSON_Delete(rows);
+}
+
+// Outliers and factors are there, and attention over them is that in double precision; what is
+// packed is not what its outliers were learned from, so that some tokens of it become outliers.
+static void formats_with_extras(void **state)
+{
+    (void)state;
+    assert_int_equal(run("", NULL,
+                         "--format f16,ott2,ott2-oscar,innerq-hybrid --path exact --threads 1 "
+                         "--json" SMALL),
+                     0);
+    cJSON *rows = cJSON_Parse(out);
+    static const char *const names[] = {"f16", "innerq-hybrid", "ott2", "ott2-oscar"};
+    static const double outliers[] = {0, 0, 35, 37};
+    for (int i = 0; i < 4; i++) {
+        const cJSON *row = find(rows, names[i], "exact");
+        assert_non_null(row);
+        if (!(number(row, "rel_err") < 1e-5) || number(row, "outliers") != outliers[i])
+            fail_msg("%s: error %g, %g outliers", names[i], number(row, "rel_err"),
+                     number(row, "outliers"));
+    }
+    cJSON_Delete(rows);
+    assert_int_equal(run("", NULL,
+                         "pack --format ott2 --threads 1 --json --isa c --q-heads 1 --kv-heads 1 "
+                         "--head-dim 64 --reps 2"),
+                     0);
+    rows = cJSON_Parse(out);
+    double entered = number(cJSON_GetArrayItem(rows, 0), "outliers");
+    if (!(entered > 1.2 && entered < 1.8)) // of two blocks' six best 1.5 are the second's
+        fail_msg("%g tokens of a block become outliers", entered);
     cJSON_Delete(rows);
 }
 
@@ -319,6 +352,7 @@ int main(void)
         cmocka_unit_test(split_libraries),
         cmocka_unit_test(no_peer),
         cmocka_unit_test(rows_of_a_peer),
+        cmocka_unit_test(formats_with_extras),
         cmocka_unit_test(what_is_called),
         cmocka_unit_test(wrong_results),
         cmocka_unit_test(errors_of_the_library),

@@ -85,6 +85,7 @@ static void add_json(const struct attend_run *r, const struct attend_row *x, dou
     cJSON_AddNumberToObject(row, "bytes_per_token_head", x->bytes_per_token_head);
     cJSON_AddNumberToObject(row, "bits_per_value", x->bits);
     cJSON_AddNumberToObject(row, "rel_err", x->error);
+    cJSON_AddNumberToObject(row, "outliers", x->outliers);
     cJSON_AddNumberToObject(row, "layers", x->layers);
     cJSON_AddNumberToObject(row, "huge_pages", r->huge);
     cJSON_AddItemToArray(r->out->rows, row);
@@ -126,6 +127,7 @@ static void bench_row(struct attend_run *r, struct bench_cache *c, enum kvq_path
     double time, baseline;
     time_both(r, c, path, &time, &baseline);
     double error = bench_cache_error(c);
+    const struct kvq_outliers *outliers = bench_outliers_of(c, 0, 0);
     attend_print(r, &(struct attend_row){.format = c->format->name,
                                          .isa = kvq_kernels_isa(r->k),
                                          .path = path == KVQ_PATH_FAST ? "fast" : "exact",
@@ -136,7 +138,8 @@ static void bench_row(struct attend_run *r, struct bench_cache *c, enum kvq_path
                                          .bytes_per_token_head = bytes_per_token_head(c),
                                          .bits = kvq_bits_per_value(c->format, &c->shape),
                                          .layer_bytes = c->layer_bytes,
-                                         .layers = c->layers});
+                                         .layers = c->layers,
+                                         .outliers = outliers ? outliers->published : 0});
 }
 
 static void bench_format(struct attend_run *r, const struct kvq_format *f, uint64_t tokens)

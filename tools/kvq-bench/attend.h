@@ -37,6 +37,7 @@ struct attend_row {
     double bytes_per_token_head, bits;
     size_t layer_bytes;
     uint32_t layers;
+    uint32_t outliers; // of a KV head
 };
 void attend_print(struct attend_run *r, const struct attend_row *row);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Caches to walk.
+#include <assert.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -37,6 +38,24 @@ uint32_t bench_source_of(uint64_t layer, uint64_t page)
 {
     uint64_t state = layer << 32 | page;
     return (uint32_t)(next_random(&state) % BENCH_SOURCES);
+}
+
+// ---- What a format keeps besides blocks ----
+
+static uint8_t *extras_of(const struct bench_cache *c, uint32_t layer)
+{
+    return c->extras_bytes ? (uint8_t *)c->extras.data + layer * c->extras_bytes : NULL;
+}
+
+// Heads' records follow each other; the pool comes first where a format learns no factors.
+const struct kvq_outliers *bench_outliers_of(const struct bench_cache *c, uint32_t layer,
+                                             uint32_t head)
+{
+    if (!c->format->outliers)
+        return NULL;
+    assert(c->format->k_channel != KVQ_CHANNEL_PROMPT);
+    const uint8_t *record = extras_of(c, layer) + c->extras_bytes / c->shape.kv_heads * head;
+    return (const struct kvq_outliers *)(const void *)record;
 }
 
 // ---- Making a cache ----
@@ -81,6 +100,67 @@ static void make_raw_source(const struct bench_cache *c, const struct kvq_kernel
         kvq_store(k, s, &view_k, &view_v, h, 0, KVQ_BLOCK_TOKENS, block, &counts);
 }
 
+// Factors are learned from one of the blocks, as a session learns them from its prompt.
+static void learn_factors(const struct bench_cache *c, const struct kvq_kernels *k, void *workspace)
+{
+    const struct kvq_page page = {.raw = c->sources.data, .tokens = KVQ_BLOCK_TOKENS};
+    if (!c->extras_bytes)
+        return;
+    kvq_extras_init(c->format, &c->shape, extras_of(c, c->layers));
+    for (uint32_t h = 0; h < c->shape.kv_heads && !c->format->outliers; h++)
+        kvq_learn(k, c->format, &c->shape, &page, KVQ_BLOCK_TOKENS, h, extras_of(c, c->layers),
+                  workspace);
+}
+
+static void pack_source(const struct bench_cache *c, const struct kvq_kernels *k, uint32_t i,
+                        void *workspace)
+{
+    for (uint32_t h = 0; packed_bytes(c) && h < c->shape.kv_heads; h++)
+        for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t += c->format->unit_tokens)
+            kvq_pack(
+                k, c->format, &c->shape,
+                &(struct kvq_unit){.raw_block = (const uint8_t *)c->sources.data + i * raw_bytes(c),
+                                   .packed_block = (uint8_t *)c->packed.data + i * packed_bytes(c),
+                                   .head = h,
+                                   .first = t,
+                                   .block_start = FAR,
+                                   // Outliers are chosen layer by layer.
+                                   .extras = c->format->outliers ? NULL : extras_of(c, c->layers),
+                                   .book = bench_book_of(&c->books, 0)},
+                workspace);
+}
+
+// What each layer has: the factors that its blocks were packed with and as many outliers as there
+// is room for, chosen among all of its packed tokens.
+static bool make_extras(const struct bench_cache *c, const struct kvq_kernels *k)
+{
+    struct bench_memory pages;
+    struct kvq_format all = *c->format; // all at once
+    uint32_t packed = 0;
+    if (!c->extras_bytes)
+        return true;
+    all.outliers = (uint8_t)(all.outliers + all.extra_outliers);
+    all.extra_outliers = 0;
+    if (!bench_memory_take(&pages, kvq_workspace_bytes() + c->n_pages * sizeof(struct kvq_page)))
+        return false;
+    struct kvq_page *raw = (void *)((char *)pages.data + kvq_workspace_bytes());
+    while (packed < c->n_pages && bench_page_packed(c, packed))
+        packed++;
+    for (uint32_t i = 0; i < c->layers; i++) {
+        uint8_t *extras = extras_of(c, i);
+        memcpy(extras, extras_of(c, c->layers), c->extras_bytes);
+        for (uint32_t j = 0; j < packed; j++)
+            raw[j] = (struct kvq_page){.raw = (const uint8_t *)c->sources.data +
+                                              bench_source_of(i, j) * raw_bytes(c),
+                                       .tokens = KVQ_BLOCK_TOKENS};
+        for (uint32_t h = 0; h < c->shape.kv_heads && all.outliers; h++)
+            kvq_learn(k, &all, &c->shape, raw, packed * KVQ_BLOCK_TOKENS, h, extras, pages.data);
+        kvq_outliers_publish(c->format, &c->shape, extras);
+    }
+    bench_memory_give(&pages);
+    return true;
+}
+
 static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
 {
     const struct kvq_shape *s = &c->shape;
@@ -91,23 +171,13 @@ static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
         !bench_memory_take(&scratch, 2 * n * sizeof(float) + kvq_workspace_bytes()))
         return false;
     void *workspace = (char *)scratch.data + 2 * n * sizeof(float);
-    for (uint32_t i = 0; i < BENCH_SOURCES; i++) {
-        const uint8_t *raw = (const uint8_t *)c->sources.data + i * raw_bytes(c);
-        uint8_t *packed = (uint8_t *)c->packed.data + i * packed_bytes(c);
+    for (uint32_t i = 0; i < BENCH_SOURCES; i++)
         make_raw_source(c, k, i, scratch.data);
-        for (uint32_t h = 0; packed_bytes(c) && h < s->kv_heads; h++)
-            for (uint32_t t = 0; t < KVQ_BLOCK_TOKENS; t += c->format->unit_tokens)
-                kvq_pack(k, c->format, s,
-                         &(struct kvq_unit){.raw_block = raw,
-                                            .packed_block = packed,
-                                            .head = h,
-                                            .first = t,
-                                            .block_start = FAR,
-                                            .book = bench_book_of(&c->books, 0)},
-                         workspace);
-    }
+    learn_factors(c, k, workspace);
+    for (uint32_t i = 0; i < BENCH_SOURCES; i++)
+        pack_source(c, k, i, workspace);
     bench_memory_give(&scratch);
-    return true;
+    return make_extras(c, k);
 }
 
 // Whether attention reads tokens of this packed page from raw rows: the first of the session.
@@ -159,6 +229,8 @@ static size_t size_layer(struct bench_cache *c)
             c->layer_bytes += raw_bytes(c) * c->format->sink_tokens / KVQ_BLOCK_TOKENS;
         }
     }
+    uint32_t room = c->format->outliers ? c->format->outliers + c->format->extra_outliers : 0;
+    c->layer_bytes += 2 * sizeof(uint16_t) * room * c->shape.kv_heads * c->shape.k_dim;
     return taken;
 }
 
@@ -181,6 +253,7 @@ static void make_attends(struct bench_cache *c)
             .shape = s,
             .pages = c->pages + (size_t)i * c->n_pages,
             .n_pages = c->n_pages,
+            .extras = extras_of(c, i),
             .book = bench_book_of(&c->books, i),
             .past_tokens = c->tokens,
             .q_start = c->tokens - 1,
@@ -191,6 +264,7 @@ static void make_attends(struct bench_cache *c)
             .out_head_stride = row,
             .out_dtype = KVQ_F32,
         };
+    assert(!kvq_extras_bytes(c->format, s) || c->attends[0].extras);
 }
 
 bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
@@ -202,6 +276,7 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
     c->shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(format); // as sessions have it
     c->n_pages = (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
     size_t taken = size_layer(c);
+    c->extras_bytes = kvq_extras_bytes(format, &c->shape);
     c->layers = bench_walk_layers(c->walk_mib, c->layer_bytes);
     if (c->layers < o->layers)
         c->layers = o->layers;
@@ -210,8 +285,10 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
     c->queries = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
     c->out = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
     if (!c->pages || !c->attends || !c->queries || !c->out ||
-        !bench_books_make(&c->books, format, &c->shape, c->layers) || !make_sources(c, k) ||
-        !bench_memory_take(&c->memory, c->layers * taken)) {
+        !bench_books_make(&c->books, format, &c->shape, c->layers) ||
+        (c->extras_bytes &&
+         !bench_memory_take(&c->extras, ((size_t)c->layers + 1) * c->extras_bytes)) ||
+        !make_sources(c, k) || !bench_memory_take(&c->memory, c->layers * taken)) {
         fprintf(stderr, "kvq-bench: no memory for %llu tokens of %s\n", (unsigned long long)tokens,
                 format->name);
         bench_cache_free(c);
@@ -229,6 +306,7 @@ void bench_cache_free(struct bench_cache *c)
     bench_memory_give(&c->memory);
     bench_memory_give(&c->sources);
     bench_memory_give(&c->packed);
+    bench_memory_give(&c->extras);
     bench_books_free(&c->books);
     free(c->pages);
     free(c->attends);
@@ -251,6 +329,7 @@ void bench_cache_rows(const struct bench_cache *c, uint32_t head, bool packed, f
                                       .shape = &c->shape,
                                       .pages = page,
                                       .n_pages = 2,
+                                      .extras = extras_of(c, c->layers),
                                       .book = bench_book_of(&c->books, 0)};
         kvq_read_rows(kvq_kernels_get(KVQ_ISA_C), &reading, KVQ_BLOCK_TOKENS, KVQ_BLOCK_TOKENS,
                       head, k + i * n, v + i * n, workspace);

@@ -5,6 +5,7 @@
 #define KVQ_TOOLS_BENCH_CACHE_H
 
 #include "kernels/kernels.h"
+#include "kernels/layout.h"
 #include "kernels/pool.h"
 #include "tools/kvq-bench/bench.h"
 
@@ -34,6 +35,8 @@ struct bench_cache {
     struct kvq_page *pages; // [layers][n_pages]
     struct bench_memory memory, sources, packed;
     struct bench_books books;
+    struct bench_memory extras; // [layers + 1] records of extras_bytes, the last one the sources'
+    size_t extras_bytes;        // 0 if the format has none
     uint32_t walk_mib;          // as in struct bench_options
     float *queries, *out;       // [layers][q_heads][head_dim]
     struct kvq_attend *attends; // one a layer, exact path
@@ -55,6 +58,11 @@ uint32_t bench_source_of(uint64_t layer, uint64_t page);
 // Tokens of the page, and whether it is packed: whole blocks are, if the format packs at all.
 uint32_t bench_page_tokens(const struct bench_cache *c, uint32_t page);
 bool bench_page_packed(const struct bench_cache *c, uint32_t page);
+
+// Outliers of a layer's KV head, of which formats that have some hold as many as there is room for,
+// all among the packed tokens. NULL for other formats.
+const struct kvq_outliers *bench_outliers_of(const struct bench_cache *c, uint32_t layer,
+                                             uint32_t head);
 
 // The rows of one KV head of all random blocks, as attention sees them: fp32
 // [BENCH_SOURCES][KVQ_BLOCK_TOKENS][head_dim]. Read by the C functions, which are held against an

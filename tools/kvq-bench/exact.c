@@ -7,12 +7,22 @@
 
 #include "tools/kvq-bench/cache.h"
 
+static bool is_outlier(const struct bench_exact *e, uint64_t t)
+{
+    const struct kvq_outliers *all = bench_outliers_of(e->c, e->layer, e->head);
+    for (uint32_t i = 0; all && i < all->published; i++)
+        if (all->position[i] == t)
+            return true;
+    return false;
+}
+
 // The row of token t in one of the two arrays of rows.
 static const float *row_of(const struct bench_exact *e, const float *const *rows, uint64_t t)
 {
     uint32_t page = (uint32_t)(t / KVQ_BLOCK_TOKENS), dim = e->c->shape.k_dim;
     size_t at = (size_t)bench_source_of(e->layer, page) * KVQ_BLOCK_TOKENS + t % KVQ_BLOCK_TOKENS;
-    bool packed = bench_page_packed(e->c, page) && t >= e->c->format->sink_tokens;
+    bool packed =
+        bench_page_packed(e->c, page) && t >= e->c->format->sink_tokens && !is_outlier(e, t);
     return rows[packed] + at * dim;
 }
 

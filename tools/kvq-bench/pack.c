@@ -29,7 +29,7 @@ struct run {
     struct bench_memory tokens, raw, packed; // fp16 as handed over; blocks
     size_t raw_bytes, packed_bytes;          // of a block
     struct bench_books books;                // of the format
-    struct bench_memory extras;              // of the format, for each block its own
+    struct bench_memory extras, learned;     // of the format, for each block its own; as learned
     size_t extras_bytes;
 };
 
@@ -89,22 +89,27 @@ static uint8_t *extras_of(const struct run *r, uint32_t block)
     return r->extras_bytes ? (uint8_t *)r->extras.data + block * r->extras_bytes : NULL;
 }
 
-// What the format learns, of each block from the block itself. False: no memory, complained.
+// What the format learns, for each block from the one before it, as from the beginning of a prompt:
+// tokens of the block itself can still become outliers. False: no memory, complained.
 static bool learn(struct run *r, const struct kvq_format *f)
 {
     r->extras_bytes = kvq_extras_bytes(f, &r->shape);
     if (r->extras_bytes == 0)
         return true;
     void *workspace = aligned_alloc(KVQ_RECORD_ALIGN, kvq_workspace_bytes());
-    bool ok = workspace && bench_memory_take(&r->extras, r->blocks * r->extras_bytes);
+    bool ok = workspace && bench_memory_take(&r->extras, r->blocks * r->extras_bytes) &&
+              bench_memory_take(&r->learned, r->blocks * r->extras_bytes);
     for (uint32_t i = 0; ok && i < r->blocks; i++) {
-        struct kvq_page page = {.raw = (const uint8_t *)r->raw.data + i * r->raw_bytes,
+        uint32_t other = (i + r->blocks - 1) % r->blocks;
+        struct kvq_page page = {.raw = (const uint8_t *)r->raw.data + other * r->raw_bytes,
                                 .tokens = KVQ_BLOCK_TOKENS};
         kvq_extras_init(f, &r->shape, extras_of(r, i));
         for (uint32_t head = 0; head < r->shape.kv_heads; head++)
             kvq_learn(r->k, f, &r->shape, &page, KVQ_BLOCK_TOKENS, head, extras_of(r, i),
                       workspace);
     }
+    if (ok)
+        memcpy(r->learned.data, r->extras.data, r->blocks * r->extras_bytes);
     free(workspace);
     if (!ok)
         fprintf(stderr, "kvq-bench: no memory for what %s learns\n", f->name);
@@ -139,6 +144,8 @@ static double time_units(struct run *r, const struct kvq_format *f, uint32_t fir
 static double time_pack(struct run *r, const struct kvq_format *f)
 {
     double sum = 0;
+    if (r->extras_bytes) // outliers of the round before would be in the way of this one's
+        memcpy(r->extras.data, r->learned.data, r->blocks * r->extras_bytes);
     for (uint32_t first = 0; first < KVQ_BLOCK_TOKENS; first += f->unit_tokens)
         sum += time_units(r, f, first);
     return sum;
@@ -147,6 +154,18 @@ static double time_pack(struct run *r, const struct kvq_format *f)
 struct times {
     double copy[BENCH_MAX_REPS], store[BENCH_MAX_REPS], pack[BENCH_MAX_REPS];
 };
+
+// How many tokens of the last round's blocks have become outliers.
+static double entered(const struct run *r, const struct kvq_format *f)
+{
+    uint64_t n = 0;
+    for (uint32_t i = 0; f->outliers && i < r->blocks; i++) {
+        kvq_outliers_publish(f, &r->shape, extras_of(r, i));
+        for (uint32_t h = 0; h < r->shape.kv_heads; h++)
+            n += kvq_outliers_published(f, &r->shape, extras_of(r, i), h) - f->outliers;
+    }
+    return (double)n / r->blocks / r->shape.kv_heads;
+}
 
 static void print_row(const struct run *r, const struct kvq_format *f, struct times *t)
 {
@@ -167,6 +186,7 @@ static void print_row(const struct run *r, const struct kvq_format *f, struct ti
     cJSON_AddNumberToObject(row, "copy_us", copy);
     cJSON_AddNumberToObject(row, "store_us", store);
     cJSON_AddNumberToObject(row, "pack_us", pack);
+    cJSON_AddNumberToObject(row, "outliers", entered(r, f)); // of a block and head
     cJSON_AddItemToArray(r->out->rows, row);
 }
 
@@ -186,8 +206,9 @@ static bool bench_format(struct run *r, const struct kvq_format *f)
         t.pack[i] = kvq_is_raw(f) ? 0 : time_pack(r, f);
     }
     bench_books_free(&r->books);
-    bench_memory_give(&r->extras);
     print_row(r, f, &t);
+    bench_memory_give(&r->extras);
+    bench_memory_give(&r->learned);
     return true;
 }
 

@@ -29,6 +29,7 @@ static int attend(const struct run *r, const struct bench_cache *c, uint32_t fir
         uint32_t layer = (first + (apart ? from + i : 0)) % c->layers;
         call[i] = c->attends[from + i];
         call[i].pages = c->attends[layer].pages;
+        call[i].extras = c->attends[layer].extras;
         call[i].book = c->attends[layer].book;
         call[i].path = (uint8_t)path;
         batch[i] = &call[i];
