@@ -24,6 +24,15 @@ struct check {
 extern const struct check check_calls[];
 extern const size_t n_check_calls;
 
+// Whether number i of a dtype is NaN. NaN may differ in its payload.
+static inline bool is_nan(const void *p, uint8_t dtype, size_t i)
+{
+    if (dtype == KVQ_F32)
+        return isnan(((const float *)p)[i]);
+    uint16_t x = ((const uint16_t *)p)[i];
+    return isnan(dtype == KVQ_F16 ? kvt_f16(x) : kvt_bf16(x));
+}
+
 check_fn check_has_fast, check_prepare_fast, check_attend_chunk_fast;
 
 #endif
