@@ -22,7 +22,9 @@ enum {
     READY_V = 2,
 };
 
-// The packed groups of a chunk, by twos.
+// The packed groups of a chunk, by twos. Which of them the tile sees decides who stands beside
+// whom: an odd number of groups that are missing at the front exchanges the halves of all pairs.
+// That changes no bit, for tokens of one half are added up in order, and the halves at the end.
 struct steps {
     const uint8_t *codes[STEPS][2]; // of K or V; the last pair may be one group twice
     const uint8_t *ahead[STEPS][2]; // what to prefetch; NULL for none

@@ -75,6 +75,9 @@ static struct session *typical(int i, uint64_t seed)
         s.v_rotation = KVQ_V_ROT_DAEMON;
         s.window = 500;
         return open_session("oscar3", s, 900, 70, seed);
+    case 4:
+        s.window = 500;
+        return open_session("vecinfer-4", s, 900, 70, seed);
     default:
         s.softcap = 30.0f;
         return open_session("oscar4", s, 130, 1, seed);
@@ -166,12 +169,13 @@ static void test_tiles(void **state)
 {
     (void)state;
     for (int isa = 0; isa < n_kernels; isa++)
-        for (uint32_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++) {
-            struct session *s = typical(2, kvt_seed());
-            s->r.a.path = (uint8_t)path;
-            check_tiles(all_kernels[isa], s);
-            close_session(s);
-        }
+        for (uint32_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++)
+            for (int i = 2; i <= 4; i += 2) {
+                struct session *s = typical(i, kvt_seed());
+                s->r.a.path = (uint8_t)path;
+                check_tiles(all_kernels[isa], s);
+                close_session(s);
+            }
 }
 
 // ---- Sessions that share blocks ----
