@@ -79,6 +79,7 @@ static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
 static void prepare_vnni(struct kvq__tile *tile)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
+    v->ahead_of_dots = 0; // where keys take the exact path, nothing else sets it
     for (uint32_t r = 0; r < tile->rows; r++) {
         const float *q = tile->qt + (size_t)r * tile->dim;
         __m512 top = _mm512_set1_ps(1e-30f);
