@@ -180,6 +180,10 @@ class KvqRun(unittest.TestCase):
             self.assertAlmostEqual(got["perplexity_against"] / bench["f16"]["perplexity"], 1,
                                    delta=1e-6)
             self.assertAlmostEqual(got["kl_mean"] / bench[name]["kl"], 1, delta=0.05)
+            error = got["log_likelihood_difference_stderr"]  # both by blocks of tokens
+            self.assertAlmostEqual(error / bench[name]["gain_error"], 1, delta=0.2)
+        one = self.json("perplexity", "--format", "f16", "--text", HELDOUT, "--bytes", 100)
+        self.assertIsNone(one["log_likelihood_difference_stderr"])  # of a single block
 
     def logits(self, ids, *arguments):
         got = self.json("logits", "--ids", ids, "--top", 257, "--attention", "exact", *arguments)

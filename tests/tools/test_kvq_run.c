@@ -13,6 +13,7 @@
 
 #include <cmocka.h>
 
+#include "tools/kvq-run/clusters.h"
 #include "tools/kvq-run/config.h"
 #include "tools/kvq-run/fingerprint.h"
 #include "tools/kvq-run/fold.h"
@@ -437,6 +438,36 @@ static void fingerprints(void **state)
         free(c.data[i]);
 }
 
+// Numbers that are the same within each block say as much as one of them; a text that ends within a
+// block ends it. Reference values: kvq.eval.stats.mean over the same windows.
+static void clusters(void **state)
+{
+    (void)state;
+    struct clusters c = {0};
+    enum { BLOCKS = 10 };
+    double sum = 0, squares = 0;
+    assert_true(isnan(clusters_error(&c)));
+    for (int b = 0; b < BLOCKS; b++) {
+        double x = 0.01 * (b * 7 % 11);
+        sum += x;
+        squares += x * x;
+        for (int i = 0; i < CLUSTER_TOKENS; i++)
+            clusters_add(&c, x);
+    }
+    double want = sqrt((squares - sum * sum / BLOCKS) / (BLOCKS - 1) / BLOCKS);
+    assert_true(fabs(clusters_error(&c) / want - 1) < 1e-9);
+    assert_true(fabs(c.sum / c.tokens - sum / BLOCKS) < 1e-12);
+    c = (struct clusters){0};
+    for (int window = 0; window < 3; window++) {
+        for (int i = 0; i < 200; i++)
+            clusters_add(&c, window + 0.01 * i);
+        clusters_end(&c);
+        clusters_end(&c);
+    }
+    assert_int_equal(c.blocks, 6);
+    assert_true(fabs(clusters_error(&c) - 0.431571540612523) < 1e-9);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -446,6 +477,7 @@ int main(void)
         cmocka_unit_test(bad_configs), cmocka_unit_test(frequencies),
         cmocka_unit_test(rotation),    cmocka_unit_test(sampling),
         cmocka_unit_test(folding),     cmocka_unit_test(fingerprints),
+        cmocka_unit_test(clusters),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

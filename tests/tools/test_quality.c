@@ -574,6 +574,19 @@ static void expect_lines(struct counted *c, const struct quality_options *o,
     c->lines = lines;
 }
 
+// The last line has this part.
+static void expect_last(const struct counted *c, const char *part)
+{
+    char line[2048] = "";
+    FILE *f = fopen(c->results, "r");
+    assert_non_null(f);
+    while (fgets(line, sizeof line, f))
+        ;
+    fclose(f);
+    if (!strstr(line, part))
+        fail_msg("%s is not in %s", part, line);
+}
+
 static void test_synthetic_keys(void **unused)
 {
     (void)unused;
@@ -618,6 +631,7 @@ static void test_text_keys(void **unused)
         write_text(c.text, fill);
         expect_lines(&c, &o, quality_part_perplexity, 1);
         expect_lines(&c, &o, quality_part_perplexity, 0);
+        expect_last(&c, "\"kl_error\":null");           // one block
         expect_lines(&c, &o, quality_part_captured, 8); // 4 layers, own queries and aimed ones
         expect_lines(&c, &o, quality_part_captured, 0);
     }

@@ -138,6 +138,13 @@ class Reading(Folder):
         self.assertTrue(math.isnan(results.value(key, "kivi2", "out")))
 
 
+    def test_no_error(self):
+        """Less than two blocks of tokens have no standard error, and decide nothing."""
+        lines = [model_line("oscar2", 0.1), {**model_line("kivi2", 0.9), "kl_error": None}]
+        results = self.results(lines)
+        self.assertIs(claims.kl_less(results, 1, "oscar2", "oscar2"), False)
+        self.assertIsNone(claims.kl_less(results, 1, "oscar2", "kivi2"))
+
     def test_several_inputs(self):
         """Lines of two texts or two head_dims have no mean; lines that do not say are taken."""
         one = [{**cache_line("oscar2", 1.0), "head_dim": 64, "inputs": "a"}]

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "tools/kvq-bench/quality_model.h"
+#include "tools/kvq-run/clusters.h"
 
 enum { SIDES = 9 }; // f16 and up to eight methods in one pass
 
@@ -16,7 +17,8 @@ struct side {
     struct quality_cache cache;
     struct quality_books books;
     double *log_p;
-    double nll, kl, kl_squares, gain, gain_squares;
+    double nll;
+    struct clusters kl, gain;
     uint64_t same_top;
 };
 
@@ -50,11 +52,9 @@ static void score(struct pass *x, struct side *s, const float *logits, uint32_t 
     double kl = 0, gain = s->log_p[next] - reference[next];
     for (uint32_t i = 0; i < n; i++)
         kl += exp(reference[i]) * (reference[i] - s->log_p[i]);
-    s->kl += fmax(kl, 0);
-    s->kl_squares += kl * kl;
+    clusters_add(&s->kl, fmax(kl, 0));
+    clusters_add(&s->gain, gain);
     s->nll -= s->log_p[next];
-    s->gain += gain;
-    s->gain_squares += gain * gain;
     s->same_top += top(s->log_p, n) == top(reference, n);
 }
 
@@ -87,6 +87,10 @@ static int piece(struct pass *x, uint64_t from, uint32_t tokens, struct problem 
         if (step(x, ids, n, x->ids + from + at + 1 - bos, p))
             return -1;
     }
+    for (uint32_t s = 0; s < x->sides; s++) {
+        clusters_end(&x->side[s].kl);
+        clusters_end(&x->side[s].gain);
+    }
     return 0;
 }
 
@@ -99,13 +103,6 @@ static void add_side(struct pass *x, struct side *s, const struct quality_method
     snprintf(s->key, sizeof s->key, "perplexity|%s|%g|%u|%u|%u|%u|%s|%016llx",
              quality_base_name(o->model), o->outliers, o->from, o->bytes, o->context, o->step,
              m->name, (unsigned long long)quality_inputs_of(x->inputs, m));
-}
-
-// The standard error of a mean, from sums of n numbers and of their squares.
-static double mean_error(double sum, double squares, double n)
-{
-    double variance = n > 1 ? (squares - sum * sum / n) / (n - 1) : 0;
-    return sqrt(fmax(variance, 0) / n);
 }
 
 static bool put(const struct pass *x, const struct side *s, struct quality_results *r)
@@ -121,11 +118,11 @@ static bool put(const struct pass *x, const struct side *s, struct quality_resul
     cJSON_AddNumberToObject(j, "bytes", quality_packed_bytes(s->m, shape));
     cJSON_AddNumberToObject(j, "tokens", n);
     cJSON_AddNumberToObject(j, "perplexity", exp(s->nll / n));
-    cJSON_AddNumberToObject(j, "kl", s->kl / n);
-    cJSON_AddNumberToObject(j, "kl_error", mean_error(s->kl, s->kl_squares, n));
+    cJSON_AddNumberToObject(j, "kl", s->kl.sum / n);
+    cJSON_AddNumberToObject(j, "kl_error", clusters_error(&s->kl));
     cJSON_AddNumberToObject(j, "same_top", (double)s->same_top / n);
-    cJSON_AddNumberToObject(j, "gain", s->gain / n);
-    cJSON_AddNumberToObject(j, "gain_error", mean_error(s->gain, s->gain_squares, n));
+    cJSON_AddNumberToObject(j, "gain", s->gain.sum / n);
+    cJSON_AddNumberToObject(j, "gain_error", clusters_error(&s->gain));
     return quality_results_put(r, s->key, j);
 }
 

@@ -17,6 +17,7 @@
 
 #include <cjson/cJSON.h>
 
+#include "tools/kvq-run/clusters.h"
 #include "tools/kvq-run/commands.h"
 #include "tools/kvq-run/model.h"
 #include "tools/kvq-run/prompt.h"
@@ -36,8 +37,8 @@ struct comparison {
     uint64_t bytes;
     float *kl; // per position
     uint64_t positions, room;
-    double nll[SIDES];         // natural log, summed
-    double gain, gain_squares; // log-likelihood of test minus reference
+    double nll[SIDES];    // natural log, summed
+    struct clusters gain; // log-likelihood of test minus reference
     uint64_t same_top;
     double packed_reads, reads; // keys seen by the test side
     double seconds[SIDES];
@@ -76,12 +77,10 @@ static void score(struct comparison *c, uint32_t row, uint32_t next)
     double kl = 0;
     for (uint32_t i = 0; i < n; i++)
         kl += exp(reference[i]) * (reference[i] - test[i]);
-    double gain = test[next] - reference[next];
     c->kl[c->positions++] = (float)(kl > 0 ? kl : 0);
     c->nll[TEST] -= test[next];
     c->nll[REFERENCE] -= reference[next];
-    c->gain += gain;
-    c->gain_squares += gain * gain;
+    clusters_add(&c->gain, test[next] - reference[next]);
     c->same_top += top(test, n) == top(reference, n);
 }
 
@@ -214,6 +213,7 @@ static int piece(struct comparison *c, uint64_t from, uint32_t bytes, struct pro
             return problem_set(p, RUN_FAILED, "interrupted after %llu of %llu bytes",
                                (unsigned long long)(from + at), (unsigned long long)c->bytes);
     }
+    clusters_end(&c->gain);
     return close_caches(c, p);
 }
 
@@ -233,15 +233,13 @@ static struct summary summarize(struct comparison *c)
     qsort(c->kl, c->positions, sizeof *c->kl, by_value);
     for (uint64_t i = 0; i < c->positions; i++)
         kl += c->kl[i];
-    double mean = c->gain / n;
-    double variance = c->positions > 1 ? (c->gain_squares - n * mean * mean) / (n - 1) : 0;
     return (struct summary){
         .ppl = {exp(c->nll[TEST] / n), exp(c->nll[REFERENCE] / n)},
         .kl_mean = kl / n,
         .kl_99 = c->kl[(uint64_t)(0.99 * (n - 1))],
         .same_top = (double)c->same_top / n,
-        .gain = mean,
-        .gain_error = sqrt(fmax(variance, 0) / n),
+        .gain = c->gain.sum / n,
+        .gain_error = clusters_error(&c->gain),
         .packed = c->reads > 0 ? c->packed_reads / c->reads : 0,
         .rate = {n / c->seconds[TEST], n / c->seconds[REFERENCE]},
     };

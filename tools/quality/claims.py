@@ -15,7 +15,7 @@ def verdict(facts):
 
 def less(a, b, error_a=0.0, error_b=0.0):
     """a < b beyond twice the standard error; None if one is missing."""
-    if math.isnan(a) or math.isnan(b):
+    if any(map(math.isnan, (a, b, error_a, error_b))):
         return None
     return b - a > 2 * math.hypot(error_a, error_b)
 

@@ -151,7 +151,7 @@ def section_models(report, results, plots, out):
             report.say(f"Teacher-forced over {tokens:,} tokens of held-out text."
                        " KL is the mean divergence of the next token's distribution from f16's; "
                        "the last column is the difference of log-likelihood to f16 with its "
-                       "standard error.")
+                       "standard error, by blocks of 128 tokens.")
         else:
             base = results.model(1, "f16", "perplexity")
             moved = abs(f16.get("perplexity", math.nan) / base - 1)

@@ -58,7 +58,8 @@ class Results:
         return math.sqrt(mean(squares)) if squares else math.nan
 
     def model(self, outliers, method, field):
-        return self.perplexity.get(outliers, {}).get(method, {}).get(field, math.nan)
+        value = self.perplexity.get(outliers, {}).get(method, {}).get(field)
+        return math.nan if value is None else value
 
     def captured(self, method, field, aim=0):
         """Root mean square over layers."""
