@@ -18,27 +18,30 @@ struct command {
 #define RESULT(name)  KVQ__REPLY__RESULT_##name
 #define NOTHING       KVQ__REPLY__RESULT__NOT_SET
 
+// Who may ask: clients on their own connections alone, or people as well.
+enum { ANYBODY = false, CLIENTS = true };
+
 static const struct command commands[] = {
-    COMMAND(OPEN_SESSION) = {kvq__run_open_session, RESULT(SESSION), true},
-    COMMAND(CLOSE_SESSION) = {kvq__run_close_session, NOTHING, true},
-    COMMAND(DROP_SESSION) = {kvq__run_drop_session, NOTHING},
-    COMMAND(SESSION_INFO) = {kvq__run_session_info, RESULT(SESSION)},
-    COMMAND(PIN_SESSION) = {kvq__run_pin_session, NOTHING},
-    COMMAND(MOVE_SESSION) = {kvq__run_move_session, RESULT(MOVE)},
-    COMMAND(PARK_SESSION) = {kvq__run_park_session, RESULT(MOVE)},
-    COMMAND(PREFETCH_SESSION) = {kvq__run_prefetch_session, RESULT(MOVE)},
-    COMMAND(ASK_MOVE) = {kvq__run_ask_move, RESULT(MOVE)},
-    COMMAND(LOOKUP_PREFIX) = {kvq__run_lookup_prefix, RESULT(LOOKUP_PREFIX), true},
-    COMMAND(TELL_SPANS) = {kvq__run_tell_spans, NOTHING, true},
-    COMMAND(DROP_PREFIXES) = {kvq__run_drop_prefixes, RESULT(DROPPED_PREFIXES)},
-    COMMAND(PING) = {kvq__run_ping, RESULT(PONG)},
-    COMMAND(STATUS) = {kvq__run_status, RESULT(STATUS_REPLY)},
-    COMMAND(KICK_CLIENT) = {kvq__run_kick_client, NOTHING},
-    COMMAND(LIST_SESSIONS) = {kvq__run_list_sessions, RESULT(SESSIONS)},
-    COMMAND(LIST_CLIENTS) = {kvq__run_list_clients, RESULT(CLIENTS)},
-    COMMAND(LIST_FORMATS) = {kvq__run_list_formats, RESULT(FORMATS)},
-    COMMAND(LIST_PREFIXES) = {kvq__run_list_prefixes, RESULT(PREFIXES)},
-    COMMAND(LIST_QUOTAS) = {kvq__run_list_quotas, RESULT(QUOTAS)},
+    COMMAND(OPEN_SESSION) = {kvq__run_open_session, RESULT(SESSION), CLIENTS},
+    COMMAND(CLOSE_SESSION) = {kvq__run_close_session, NOTHING, CLIENTS},
+    COMMAND(DROP_SESSION) = {kvq__run_drop_session, NOTHING, ANYBODY},
+    COMMAND(SESSION_INFO) = {kvq__run_session_info, RESULT(SESSION), ANYBODY},
+    COMMAND(PIN_SESSION) = {kvq__run_pin_session, NOTHING, ANYBODY},
+    COMMAND(MOVE_SESSION) = {kvq__run_move_session, RESULT(MOVE), ANYBODY},
+    COMMAND(PARK_SESSION) = {kvq__run_park_session, RESULT(MOVE), ANYBODY},
+    COMMAND(PREFETCH_SESSION) = {kvq__run_prefetch_session, RESULT(MOVE), ANYBODY},
+    COMMAND(ASK_MOVE) = {kvq__run_ask_move, RESULT(MOVE), ANYBODY},
+    COMMAND(LOOKUP_PREFIX) = {kvq__run_lookup_prefix, RESULT(LOOKUP_PREFIX), CLIENTS},
+    COMMAND(TELL_SPANS) = {kvq__run_tell_spans, NOTHING, CLIENTS},
+    COMMAND(DROP_PREFIXES) = {kvq__run_drop_prefixes, RESULT(DROPPED_PREFIXES), ANYBODY},
+    COMMAND(PING) = {kvq__run_ping, RESULT(PONG), ANYBODY},
+    COMMAND(STATUS) = {kvq__run_status, RESULT(STATUS_REPLY), ANYBODY},
+    COMMAND(KICK_CLIENT) = {kvq__run_kick_client, NOTHING, ANYBODY},
+    COMMAND(LIST_SESSIONS) = {kvq__run_list_sessions, RESULT(SESSIONS), ANYBODY},
+    COMMAND(LIST_CLIENTS) = {kvq__run_list_clients, RESULT(CLIENTS), ANYBODY},
+    COMMAND(LIST_FORMATS) = {kvq__run_list_formats, RESULT(FORMATS), ANYBODY},
+    COMMAND(LIST_PREFIXES) = {kvq__run_list_prefixes, RESULT(PREFIXES), ANYBODY},
+    COMMAND(LIST_QUOTAS) = {kvq__run_list_quotas, RESULT(QUOTAS), ANYBODY},
 };
 
 static const struct command *find_command_row(Kvq__Request__CommandCase command)
