@@ -145,6 +145,7 @@ int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct kvq_work *work,
     int rc = kvq__submit_make(queue, (unsigned)op, work, entries, n, &p);
     if (rc)
         return rc;
+    assert(p);
     rc = kvq__submit_send(queue, p);
     *ticket = p->ticket;
     return rc;

@@ -298,9 +298,20 @@ static void list_events(struct kvq__control *c)
     send_reply(c);
 }
 
+// Of what is checked before anything else of a request: whether it can be meant as it is read.
+static int check_request(const Kvq__Request *request, char *text)
+{
+    uint32_t protocol = request->protocol;
+    assert(request->base.descriptor);
+    if (protocol >= KVQ_PROTOCOL_MIN && protocol <= KVQ_PROTOCOL_MAX)
+        return kvq__dispatch_check_names(request, text);
+    snprintf(text, KVQ_TEXT_BYTES, "protocol %u; this daemon (%s) speaks %d to %d", protocol,
+             KVQ_VERSION_TEXT, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
+    return KVQ_E_VERSION;
+}
+
 static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
 {
-    static const char for_clients[] = "that command belongs to the attach socket";
     char text[KVQ_TEXT_BYTES] = "";
     assert(!c->busy && c->open);
     c->arena.used = 0;
@@ -318,14 +329,11 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     }
     c->reply.id = c->request->id;
     c->asker.peer.admin = c->asker.role >= kvq__role_needed(c->request);
-    if (c->request->protocol < KVQ_PROTOCOL_MIN || c->request->protocol > KVQ_PROTOCOL_MAX) {
-        snprintf(text, sizeof text, "protocol %u; this daemon (%s) speaks %d to %d",
-                 c->request->protocol, KVQ_VERSION_TEXT, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX);
-        refuse_request(c, KVQ_E_VERSION, text);
-    } else if ((error = kvq__dispatch_check_names(c->request, text)) != 0) {
+    error = check_request(c->request, text);
+    if (error) {
         refuse_request(c, error, text);
     } else if (kvq__dispatch_is_for_clients(c->request->command_case)) {
-        refuse_request(c, KVQ_E_INVALID, for_clients);
+        refuse_request(c, KVQ_E_INVALID, "that command belongs to the attach socket");
     } else if ((error = kvq__role_check(&c->asker, c->request, text)) != 0) {
         kvq__reply_status(&c->reply, &c->arena, error, text);
         kvq__audit(&c->audit_budget, &c->asker, c->request, error);
@@ -338,7 +346,8 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     } else if (kvq__jobs_takes(c->server->jobs, c->request)) {
         start_task(c, body);
     } else if (!kvq__dispatch_takes(c->request->command_case)) {
-        refuse_request(c, KVQ_E_INVALID, for_clients);
+        refuse_request(c, KVQ_E_INVALID,
+                       "that command belongs to the attach socket, or to a newer daemon");
     } else {
         c->busy = true;
         count_request(c, c->sender.back, false);
