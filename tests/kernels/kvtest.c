@@ -58,7 +58,7 @@ static float drawn[1 << 16];
 
 static void draw_all(void)
 {
-    struct kvt_rng rng = {1};
+    struct kvt_rng rng = {2}; // numbers that tell one order of sums from another (mutate-gpu.py)
     for (size_t i = 0; i < sizeof drawn / sizeof *drawn; i++)
         drawn[i] = polar(&rng);
 }
