@@ -70,8 +70,10 @@ struct kvq_work {
 };
 
 /* Begins a step of n sessions (at most 1,024): checks positions, and reserves memory for all
- * layers, so that no later call of the step fails for lack of memory. *step is the step's number.
- * Entries that failed are not in the step: KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY,
+ * layers, so that no later call of the step fails for lack of memory. One call is excepted: an end
+ * that brings token ids (KVQ_DO_STEP_END of ticket.h) needs room for the ids, and an entry that
+ * gets none fails with KVQ_E_NO_MEMORY or KVQ_E_QUOTA and stays in the step. *step is the step's
+ * number. Entries that failed are not in the step: KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY,
  * KVQ_E_LIMIT, ... per entry. */
 KVQ_API KVQ_CHECK int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
                                      uint64_t *step);
@@ -82,7 +84,8 @@ KVQ_API KVQ_CHECK int kvq_step_begin_ids(kvq_queue *queue, struct kvq_entry *ent
 
 /* Hands over K and V of one layer for sessions of the step, all tokens of an entry at once. The
  * daemon rounds fp32 to the dtype of the window; it clamps values beyond that range and counts them
- * (saturated_values). A session with NaN or infinity fails with KVQ_E_NONFINITE. */
+ * (saturated_values). A session with NaN or infinity fails with KVQ_E_NONFINITE and leaves the
+ * step. */
 KVQ_API KVQ_CHECK int kvq_append(kvq_queue *queue, const struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n);
 

@@ -6,8 +6,10 @@
 //
 // Threads: every function here is called on one thread, the poller's, but for one: the `run` of a
 // job, which any thread may call, for any item, in any order. Nothing here blocks. Memory is
-// allocated when clients, queues and sessions are made and when a session's page tables grow,
-// never between a step's begin and end.
+// allocated when clients, queues and sessions are made, when a session's page tables grow, and for
+// jobs (forks, moves, saves, restores) and the index of prefixes. Between a step's begin and end
+// the requests of the step allocate nothing; an end that brings token ids allocates room for them,
+// and an entry that is refused it fails.
 //
 // Errors: functions that can fail return 0 or a negative KVQ_E code. Those with a `text` argument
 // (KVQ_TEXT_BYTES long) then say there what was wrong, the value, the limit and what to do.
