@@ -174,7 +174,10 @@ def main():
     lines = [*text(models), *asked(models)]
     if claims:
         lines += ["### What the papers say, on these models", "",
-                  "The mean KL of the two formats: the second is to be larger. Windows: "
+                  "A cell has the mean KL of the first format `to` that of the second, both from "
+                  "the same windows. `yes`: the first is smaller, as the claim would have it, by "
+                  "more than two standard errors; `no`: it is larger by as much; `level`: neither. "
+                  "Windows: "
                   f"{', '.join(model.windows() for model in claims)}.", "",
                   *table(["claim", "formats", *(model.name for model in claims)],
                          [row for row in (judge(claim, pairs, claims) for claim, pairs in CLAIMS)
