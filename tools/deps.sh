@@ -19,7 +19,7 @@ kvq_build_packages=(
 )
 kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
-    libsimde-dev python3-yaml
+    libsimde-dev python3-yaml ccache
 )
 kvq_deb_packages=(dpkg-dev file)
 kvq_vm_packages=(debootstrap systemd-container)

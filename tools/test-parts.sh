@@ -71,8 +71,13 @@ build() {
     local preset=$1 targets=() options=()
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
-    [ "$preset" = test ] && options=(-DKVQ_PORTABLE=ON) # tests/gpu/gpu_pack.py moves it
-    [ "$preset" = asan ] && [ "$full" = 1 ] && options=(-DKVQ_SANITIZE_VECTORS=ON)
+    # What the release build compiles the test build has compiled, and another clone may have.
+    if command -v ccache >/dev/null; then
+        export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+        options=("-DCMAKE_C_COMPILER_LAUNCHER=ccache" "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+    fi
+    [ "$preset" = test ] && options+=(-DKVQ_PORTABLE=ON) # tests/gpu/gpu_pack.py moves it
+    [ "$preset" = asan ] && [ "$full" = 1 ] && options+=(-DKVQ_SANITIZE_VECTORS=ON)
     # CI compiles the GPU kernels and counts their instructions, for one architecture, another one
     # with every commit: nvcc takes minutes for each.
     [ "$preset" = test ] && [ "${CI:-}" = true ] &&
