@@ -40,6 +40,7 @@ static int count_one(const struct kvq_gpu_layer *layer, uint64_t tokens, uint32_
     raise_to(&most->narrow_items, needs.narrow_items);
     raise_to(&most->wide_items, needs.wide_items);
     raise_to(&most->narrow_rows, needs.narrow_rows);
+    raise_to(&most->counters, needs.counters);
     if (needs.partial_rows > most->partial_rows)
         most->partial_rows = needs.partial_rows;
     return KVQ_OK;
@@ -75,6 +76,7 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
                                              .narrow_items = most.narrow_items * b->max_sessions,
                                              .wide_items = most.wide_items * b->max_sessions,
                                              .narrow_rows = most.narrow_rows,
+                                             .counters = most.counters * b->max_sessions,
                                              .partial_rows = most.partial_rows * b->max_sessions};
     // So that two sessions of one query each can share blocks in a captured launch, too.
     uint32_t two = 2u * l->shape.q_heads / l->shape.kv_heads;
@@ -83,18 +85,32 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
     return rc;
 }
 
+// Layers have one workspace in turns, and so the same number of counters.
+static size_t count_workspace(struct kvq_bucket *b)
+{
+    size_t most = 0;
+    uint32_t counters = 0;
+    for (uint32_t i = 0; i < b->n_layers; i++)
+        raise_to(&counters, b->limits[i].counters);
+    assert(counters > 0);
+    for (uint32_t i = 0; i < b->n_layers; i++) {
+        const struct kvq_gpu_layer layer = gpu_layer(b, &b->layers[i]);
+        b->limits[i].counters = counters;
+        size_t bytes = kvq_gpu_attend_workspace_bytes(&layer, &b->limits[i]);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
 static int count_limits(struct kvq_bucket *b, size_t *workspace)
 {
     int rc = KVQ_OK;
-    *workspace = 0;
     for (uint32_t i = 0; i < b->n_layers && rc == KVQ_OK; i++) {
-        const struct kvq_gpu_layer layer = gpu_layer(b, &b->layers[i]);
         rc = count_layer(b, &b->layers[i], &b->limits[i]);
         size_t bytes = kvq_gpu_attend_batch_bytes(&b->limits[i]);
-        size_t work = kvq_gpu_attend_workspace_bytes(&layer, &b->limits[i]);
         b->batch_at[i + 1] = b->batch_at[i] + (bytes + ALIGN - 1) / ALIGN * ALIGN;
-        *workspace = work > *workspace ? work : *workspace;
     }
+    *workspace = rc ? 0 : count_workspace(b);
     return rc;
 }
 

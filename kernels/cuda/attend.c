@@ -55,11 +55,10 @@ size_t kvq_gpu_attend_batch_used(const struct kvq_gpu_attend_limits *limits, con
     return h.narrow_items ? p.narrow + h.narrow_items * sizeof(struct kvq_gpu_item) : sizeof h;
 }
 
-// Byte offsets within the workspace: counters first, then both kinds of sums.
-static size_t counters_bytes(const struct kvq_gpu_layer *layer,
-                             const struct kvq_gpu_attend_limits *l)
+// Bytes of the workspace's parts: counters first, then both kinds of sums.
+static size_t counters_bytes(const struct kvq_gpu_attend_limits *l)
 {
-    return aligned((size_t)l->tiles * layer->shape->kv_heads * sizeof(uint32_t));
+    return aligned((size_t)l->counters * sizeof(uint32_t));
 }
 
 static size_t states_bytes(const struct kvq_gpu_attend_limits *l)
@@ -70,7 +69,7 @@ static size_t states_bytes(const struct kvq_gpu_attend_limits *l)
 size_t kvq_gpu_attend_workspace_bytes(const struct kvq_gpu_layer *layer,
                                       const struct kvq_gpu_attend_limits *limits)
 {
-    return counters_bytes(layer, limits) + states_bytes(limits) +
+    return counters_bytes(limits) + states_bytes(limits) +
            limits->partial_rows * layer->shape->k_dim * sizeof(float);
 }
 
@@ -213,6 +212,7 @@ static void add_tile(struct walk *w, const struct kvq_gpu_session *s, uint32_t f
                      uint32_t rows)
 {
     uint32_t i = w->used.tiles++;
+    w->used.counters += w->layer->shape->kv_heads;
     struct kvq_gpu_tile tile = {.session = w->used.sessions,
                                 .first_row = first_row,
                                 .rows = rows,
@@ -381,6 +381,7 @@ static const char *excess(const struct kvq_gpu_attend_limits *used,
         {"items", used->narrow_items, limits->narrow_items},
         {"items of many query rows", used->wide_items, limits->wide_items},
         {"query rows to an item", used->narrow_rows, limits->narrow_rows},
+        {"counters", used->counters, limits->counters},
         {"partial sums", used->partial_rows, limits->partial_rows},
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
@@ -513,7 +514,7 @@ static struct kvq_gpu_attend_args args_of(const struct kvq_gpu_attend_launch *la
         .items = (const void *)(batch + p.narrow),
         .n_items = (const void *)(batch + offsetof(struct header, narrow_items)),
         .counters = (void *)workspace,
-        .partial_ml = (void *)(workspace + counters_bytes(&launch->layer, l)),
+        .partial_ml = (void *)(workspace + counters_bytes(l)),
         .kv_heads = s->kv_heads,
         .gqa = gqa_of(&launch->layer),
         .window = s->window,

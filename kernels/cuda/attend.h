@@ -11,7 +11,9 @@
 //
 //   1. kvq_gpu_attend_needs: how large a batch is. Take its limits, or larger ones.
 //   2. memory on the device: kvq_gpu_attend_batch_bytes for the batch, copied there before every
-//      step; kvq_gpu_attend_workspace_bytes for the workspace, zeroed once.
+//      step; kvq_gpu_attend_workspace_bytes for the workspace, zeroed once. Launches one after the
+//      other may have one workspace, also for layers of different shapes, if their limits have the
+//      same number of counters: those stand first, and sums behind them.
 //   3. kvq_gpu_attend_fill, and a copy to the device.
 //   4. kvq_gpu_attend: one launch, or two if the limits have both kinds of tiles. Nothing else may
 //      use the workspace at the same time.
@@ -124,7 +126,8 @@ struct kvq_gpu_attend_args {
 struct kvq_gpu_attend_limits {
     uint32_t sessions, tiles, narrow_items, wide_items;
     uint32_t
-        narrow_rows; // of the largest narrow item, 8 or 16: so many, too, of sessions that share
+        narrow_rows;   // of the largest narrow item, 8 or 16: so many, too, of sessions that share
+    uint32_t counters; // one for each tile and KV head; alike in all that have one workspace
     uint64_t partial_rows;
 };
 

@@ -40,6 +40,9 @@ void lg_connect(void)
     rig.layers = LAYERS;
     rig.prompt = 40;
     rig.queries = 64;
+    rig.q_heads = Q_HEADS;
+    rig.kv_heads[0] = rig.kv_heads[1] = KV_HEADS;
+    rig.window = 70;
 }
 
 void lg_disconnect(void)
@@ -85,8 +88,12 @@ int lg_teardown(void **state)
 void lg_open_shard(const char *format, int shard, struct lg_pair *p)
 {
     struct kvq_layer rows[LAYERS] = {
-        {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM},
-        {.q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .window = 70}};
+        {.q_heads = rig.q_heads, .kv_heads = rig.kv_heads[0], .k_dim = DIM, .v_dim = DIM},
+        {.q_heads = rig.q_heads,
+         .kv_heads = rig.kv_heads[1],
+         .k_dim = DIM,
+         .v_dim = DIM,
+         .window = rig.window}};
     struct kvq_session_options o = {.size = sizeof o,
                                     .layers = rows,
                                     .n_layers = rig.layers,
@@ -131,7 +138,7 @@ void lg_close_pair(struct lg_pair *p)
 // The buffer: K, V and Q of each layer, then both sides' outputs.
 struct kvq_tensor lg_tensor(uint32_t part, uint32_t layer)
 {
-    uint32_t heads = part < 2 ? KV_HEADS : Q_HEADS;
+    uint32_t heads = part < 2 ? rig.kv_heads[layer] : rig.q_heads;
     return kvq_tensor_make(rig.buffer, (uint64_t)(part * LAYERS + layer) * PART, heads, DIM,
                            KVQ_DTYPE_F32);
 }
@@ -178,7 +185,8 @@ void lg_fill(void)
 void lg_compare(uint32_t rows, uint64_t tokens)
 {
     static float here[PART / sizeof(float)], there[PART / sizeof(float)];
-    size_t bytes = (size_t)rows * Q_HEADS * DIM * sizeof(float);
+    size_t bytes = (size_t)rows * rig.q_heads * DIM * sizeof(float);
+    assert_true(bytes <= PART);
     for (uint32_t i = 0; i < rig.layers; i++) {
         OK(drv.copy_out(here, rig.at + lg_tensor(3, i).offset, bytes, rig.stream));
         OK(drv.copy_out(there, rig.at + lg_tensor(4, i).offset, bytes, rig.stream));

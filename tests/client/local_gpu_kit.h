@@ -35,6 +35,8 @@ extern struct lg_rig {
     void *mapping;    // the engine's of `host`; NULL: kvq_buffer_data
     uint32_t on_host; // bits of the parts that the calls here have in the host's memory
     uint32_t layers, prompt, queries; // of sessions, and at most of a step's tokens
+    uint16_t q_heads, kv_heads[LAYERS];
+    uint32_t window; // of the second layer
     char gpu[48];
     struct kvq_gpu_stream *stream;
     struct kvq_soft_counts before;
@@ -65,8 +67,8 @@ struct lg_pair {
     uint64_t tokens;
 };
 
-// Shard 0 or 1 of a session of two, or a session of its own (-1). rig.layers layers, the second one
-// with a window.
+// Shard 0 or 1 of a session of two, or a session of its own (-1). rig.layers layers, with
+// rig.kv_heads KV heads, the second one with a window.
 void lg_open_shard(const char *format, int shard, struct lg_pair *p);
 void lg_open_pair(const char *format, struct lg_pair *p);
 // Both sides of `of`, up to so many tokens.

@@ -71,6 +71,35 @@ static void test_300_replays(void **state)
     replay("oscar2", 60, 300);
 }
 
+// Layers have one workspace in turns: sums of one with 4 KV heads are none of the counters of one
+// with 8, whose splits would else never be merged.
+static void test_unequal_layers(void **state)
+{
+    enum { N = 4, PROMPT = 300, APPEND = 60 };
+    struct lg_pair p[N];
+    (void)state;
+    rig.q_heads = rig.kv_heads[0] = 8;
+    rig.kv_heads[1] = 4;
+    rig.window = 0;
+    rig.queries = 1;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", &p[0]);
+    const struct kvq_bucket_options o = {
+        .size = sizeof o, .session = p[0].here, .max_sessions = N, .max_queries = 1};
+    fine(kvq_bucket_open(rig.local, &o, &rig.bucket));
+    for (uint32_t t = 0; t < PROMPT; t += APPEND)
+        lg_step(&p[0], 1, APPEND, NULL);
+    for (uint32_t i = 1; i < N; i++)
+        lg_fork_pair(&p[0], PROMPT, &p[i]);
+    for (uint32_t i = 0; i < 2; i++)
+        lg_step(p, N, 1, NULL);
+    struct kvq_gpu_exec *exec = lg_capture(p, N);
+    for (uint32_t i = 0; i < 2; i++)
+        lg_step(p, N, 1, exec);
+    lg_end_capture(exec);
+    close_all(p, N);
+}
+
 static void test_extras(void **state)
 {
     (void)state;
@@ -419,6 +448,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_shards, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_raw, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_unequal_layers, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_extras, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_waits, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_shared, lg_setup, lg_teardown),

@@ -539,6 +539,9 @@ static void test_limits(void **)
     kvq_gpu_attend_limits needs;
     assert_int_equal(kvq_gpu_attend_needs(&g, calls.data(), NULL, 2, &needs, text, sizeof(text)),
                      0);
+    kvq_gpu_attend_limits few = needs;
+    few.counters--;
+    refused(g, calls, few, "4 counters, and there is room for 3");
     calls[1].past_tokens = 1300; // two splits more
     calls[1].q_start = 1299;
     refused(g, calls, needs, "items, and there is room for");
