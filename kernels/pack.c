@@ -146,16 +146,30 @@ static void replace(const struct packing *p, uint32_t first, uint32_t n, float *
 
 // ---- Token norms ----
 
-// Sums of squares of 32 tokens over all heads, in ascending order.
-static void sums_across(const struct packing *p, uint32_t first, float *total)
+// What norms are taken of: lengths of all heads' keys as they came, since other heads' factors may
+// not be known yet; lengths of a head's before the rotation, which does not change them; the rest
+// after it.
+enum norm_stage { GIVEN, DIVIDED, ROTATED };
+
+static enum norm_stage stage_of(uint8_t scale)
 {
-    _Alignas(64) float sums[KVQ_GROUP_TOKENS];
+    if (scale == KVQ_SCALE_L2_CROSS)
+        return GIVEN;
+    return scale == KVQ_SCALE_L2_HEAD ? DIVIDED : ROTATED;
+}
+
+// Sums of squares of 32 tokens over all heads, in ascending order. A placeholder's are those of
+// this head's, as if the others had it, too.
+static void sums_across(const struct packing *p, uint32_t first, const float *rows, float *total)
+{
+    _Alignas(64) float sums[KVQ_GROUP_TOKENS], own[KVQ_GROUP_TOKENS];
     memset(total, 0, KVQ_GROUP_TOKENS * sizeof *total);
+    p->k->sumsq(rows, KVQ_GROUP_TOKENS, p->codec.dim, own);
     for (uint32_t h = 0; h < p->s->kv_heads; h++) {
         load_rows(p, h, first, KVQ_GROUP_TOKENS, false, (struct lines){0}, p->w->group_f32);
         p->k->sumsq(p->w->group_f32, KVQ_GROUP_TOKENS, p->codec.dim, sums);
         for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
-            total[t] += sums[t];
+            total[t] += p->replaced[first + t] ? own[t] : sums[t];
     }
 }
 
@@ -167,20 +181,17 @@ static float highest(const float *row, uint32_t n)
     return top;
 }
 
-// Of 32 tokens. Lengths do not change with a rotation and are taken before it, the others after.
-static void norms_of(const struct packing *p, uint32_t first, const float *rows, bool rotated,
+// Of 32 tokens.
+static void norms_of(const struct packing *p, uint32_t first, const float *rows,
                      struct norms *norms)
 {
     uint8_t scale = p->f->k_token_scale;
-    bool length = scale == KVQ_SCALE_L2_HEAD || scale == KVQ_SCALE_L2_CROSS;
     _Alignas(64) float norm[KVQ_GROUP_TOKENS];
     uint32_t dim = p->codec.dim;
-    if (length == rotated)
-        return;
     if (scale == KVQ_SCALE_MEAN_ABS)
         p->k->sum_abs(rows, KVQ_GROUP_TOKENS, dim, norm);
     if (scale == KVQ_SCALE_L2_CROSS)
-        sums_across(p, first, norm);
+        sums_across(p, first, rows, norm);
     else if (scale == KVQ_SCALE_L2_HEAD)
         p->k->sumsq(rows, KVQ_GROUP_TOKENS, dim, norm);
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
@@ -194,6 +205,16 @@ static void norms_of(const struct packing *p, uint32_t first, const float *rows,
         norms->stored[t] = kvq__f16_to_f32(kvq__stored_norm(norm[t]));
         norms->inverse[t] = 1.0f / norms->stored[t];
     }
+}
+
+// Of a span, if they are taken of rows at this stage.
+static void norms_at(const struct packing *p, uint32_t first, const float *rows,
+                     enum norm_stage stage, struct norms *norms)
+{
+    if (!p->codec.has_norms || stage_of(p->f->k_token_scale) != stage)
+        return;
+    for (uint32_t t = 0; t < p->codec.k.span; t += KVQ_GROUP_TOKENS)
+        norms_of(p, first + t, rows + (size_t)t * p->codec.dim, &norms[t / KVQ_GROUP_TOKENS]);
 }
 
 // ---- K and V ----
@@ -218,14 +239,14 @@ static void pack_k(struct packing *p, uint32_t first)
     p->codec.ahead = after(p, first, n, false);
     load_rows(p, p->unit->head, first, n, false, packed_at(p, first, false), rows);
     replace(p, first, n, rows);
+    norms_at(p, first, rows, GIVEN, norms);
     divide_by_factors(p, rows, n);
-    for (uint32_t t = 0; p->codec.has_norms && t < n; t += KVQ_GROUP_TOKENS)
-        norms_of(p, first + t, rows + (size_t)t * dim, false, &norms[t / KVQ_GROUP_TOKENS]);
+    norms_at(p, first, rows, DIVIDED, norms);
     kvq__rotate(p->k, p->f->k_rotation, rows, n, dim, false);
+    norms_at(p, first, rows, ROTATED, norms);
     for (uint32_t t = 0; p->codec.has_norms && t < n; t += KVQ_GROUP_TOKENS) {
-        struct norms *own = &norms[t / KVQ_GROUP_TOKENS];
+        const struct norms *own = &norms[t / KVQ_GROUP_TOKENS];
         float *at = rows + (size_t)t * dim;
-        norms_of(p, first + t, at, true, own);
         struct kvq_packed packed =
             kvq_packed_at(&p->codec.layout, p->record, (first + t) / KVQ_GROUP_TOKENS);
         p->k->scale_rows(at, own->inverse, KVQ_GROUP_TOKENS, dim);

@@ -93,15 +93,30 @@ template <int D> KVQ_DEVICE void kvq_gpu_replace(const kvq_gpu_part &p, uint32_t
 
 // ---- Norms of 32 tokens of K ----
 
-// A token's sum of squares over all heads, ascending, from the raw rows.
-template <int D> KVQ_DEVICE float kvq_gpu_cross_squares(const kvq_gpu_part &p, uint32_t token)
+// What norms are taken of, as in kernels/pack.c.
+enum kvq_gpu_norm_stage { KVQ_GPU_GIVEN, KVQ_GPU_DIVIDED, KVQ_GPU_ROTATED };
+
+KVQ_DEVICE kvq_gpu_norm_stage kvq_gpu_norm_stage_of(uint8_t scale)
 {
+    if (scale == KVQ_SCALE_L2_CROSS)
+        return KVQ_GPU_GIVEN;
+    return scale == KVQ_SCALE_L2_HEAD ? KVQ_GPU_DIVIDED : KVQ_GPU_ROTATED;
+}
+
+// A token's sum of squares over all heads, ascending, from the raw rows, or, of a placeholder,
+// from its own row for every head.
+template <int D>
+KVQ_DEVICE float kvq_gpu_cross_squares(const kvq_gpu_part &p, uint32_t from, uint32_t t)
+{
+    const bool replaced = gpu::lds32(p.flags + 4 * (from + t));
+    const uint32_t token = p.first + from + t;
     float total = 0.0f;
     for (uint32_t h = 0; h < p.recipe.kv_heads; h++) {
         const uint16_t *row = kvq_gpu_raw_rows(p.recipe, p.unit.raw_block, h, token, false);
         float sum = 0.0f;
         for (uint32_t c = kvq_gpu_team_lane(); c < D; c += KVQ_GPU_TEAM) {
-            const float x = kvq__packable(gpu::ldg16(row + c), p.recipe.dtype);
+            const float x = replaced ? kvq_gpu_get(kvq_gpu_at(p.rows, t, c))
+                                     : kvq__packable(gpu::ldg16(row + c), p.recipe.dtype);
             sum += x * x;
         }
         total += kvq_gpu_team_sum(sum);
@@ -126,13 +141,12 @@ template <int D> KVQ_DEVICE float kvq_gpu_norm_of(const kvq_gpu_part &p, gpu::sm
     return most ? kvq_gpu_team_most(x) : kvq_gpu_team_sum(x) / (float)D;
 }
 
-// Lengths do not change with a rotation and are taken before it, the others after. `from`: the
-// first token, within the span.
-template <int D> KVQ_DEVICE void kvq_gpu_norms(const kvq_gpu_part &p, uint32_t from, bool rotated)
+// If they are taken of rows at this stage. `from`: the first token, within the span.
+template <int D>
+KVQ_DEVICE void kvq_gpu_norms(const kvq_gpu_part &p, uint32_t from, kvq_gpu_norm_stage stage)
 {
     const uint8_t scale = p.recipe.k_token_scale;
-    const bool length = scale == KVQ_SCALE_L2_HEAD || scale == KVQ_SCALE_L2_CROSS;
-    if (p.v || scale == KVQ_SCALE_NONE || length == rotated)
+    if (p.v || scale == KVQ_SCALE_NONE || kvq_gpu_norm_stage_of(scale) != stage)
         return;
     const uint32_t group = (p.first + from) / KVQ_GROUP_TOKENS;
     uint16_t *norms = (uint16_t *)(kvq_packed_at(&p.recipe.layout, p.record, group).group +
@@ -140,7 +154,7 @@ template <int D> KVQ_DEVICE void kvq_gpu_norms(const kvq_gpu_part &p, uint32_t f
     for (uint32_t i = 0; i < 4; i++) {
         const uint32_t t = kvq_gpu_team_token(i);
         const float norm = scale == KVQ_SCALE_L2_CROSS
-                               ? sqrtf(kvq_gpu_cross_squares<D>(p, p.first + from + t))
+                               ? sqrtf(kvq_gpu_cross_squares<D>(p, from, t))
                                : kvq_gpu_norm_of<D>(p, kvq_gpu_at(p.rows, t, 0));
         const uint16_t stored = kvq__stored_norm(norm);
         if (kvq_gpu_team_lane() == 0) {
@@ -173,11 +187,12 @@ template <int D> KVQ_DEVICE void kvq_gpu_prepare(const kvq_gpu_part &p, uint32_t
     gpu::block_sync();
     if (kvq_gpu_has_raw(p))
         kvq_gpu_replace<D>(p, from);
+    kvq_gpu_norms<D>(p, from, KVQ_GPU_GIVEN);
     if (!p.v)
         kvq_gpu_scale_channels<D>(r, p.unit.extras, p.unit.book, p.head, p.rows, false);
-    kvq_gpu_norms<D>(p, from, false);
+    kvq_gpu_norms<D>(p, from, KVQ_GPU_DIVIDED);
     kvq_gpu_rotate<D>(r, p.side.rotation, p.rows, false);
-    kvq_gpu_norms<D>(p, from, true);
+    kvq_gpu_norms<D>(p, from, KVQ_GPU_ROTATED);
     kvq_gpu_divide_by_norms<D>(p);
 }
 

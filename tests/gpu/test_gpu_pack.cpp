@@ -275,8 +275,8 @@ static const char *const composed[] = {
     "oscar2-g64",        "oscar3-g128-fm",     "kivi2-g64",         "innerq-hybrid-full",
     "ott2-o0",           "quarot4-g128",       "innerq-small-full", "vecinfer-k8x10v2x8",
     "kivi1-g64",         "kivi4+innerq-small", "oscar2-noscale-fm", "turboquant2.5+oscar3",
-    "int8-g64",          "innerq-base+int8",   "oscar2-s32-w17",    "oscar4-max",
-    "ott2-s32",          "oscar3-mean-norot",  "kvq2:v_bits=3",     "oscar2:v_axis=channel",
+    "oscar4-max",        "oscar2-xh-g128-s32", "int8-g64",          "innerq-base:scale=xh",
+    "ott2-s32:scale=xh", "oscar3-mean-norot",  "kvq2:v_bits=3",     "oscar2:v_axis=channel",
     "innerq-hybrid-g128"};
 
 // Every row of the table and what suffixes make of some, at one head_dim.

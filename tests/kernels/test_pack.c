@@ -564,6 +564,34 @@ static void test_cross_head_norm(void **state)
     kvt_cache_free(&cross);
 }
 
+// A placeholder's norm across heads is that of the row that stands for it, as if all heads had that
+// row: neither the sink token's own, nor one of keys that channel factors have divided.
+static void test_norms_of_placeholders(void **state)
+{
+    static const char *const formats[] = {"oscar2-xh-s32-g128",
+                                          "innerq-base:scale=xh:kaxis=channel:kgroup=128:unit=128"};
+    (void)state;
+    for (size_t f = 0; f < sizeof formats / sizeof *formats; f++) {
+        struct kvq_shape s = kvt_shape(1, 3, 64, KVQ_F16);
+        struct kvt_cache c = kvt_cache(kernels, formats[f], s, 256, -1, KVT_NORMAL, kvt_seed());
+        struct kvq_layout l = kvq_layout_of(c.format, &s);
+        assert_int_equal(c.format->sink_tokens, 32);
+        for (uint32_t h = 0; h < 3; h++) {
+            const uint8_t *norms = c.blocks + h * l.record_bytes + l.groups + l.k_norms;
+            double sum = 0;
+            for (uint32_t i = 0; i < 64; i++) {
+                double mean = 0;
+                for (uint32_t t = 32; t < 128; t++)
+                    mean += c.k[(size_t)(3 * t + h) * 64 + i] / 96;
+                sum += mean * mean;
+            }
+            for (uint32_t t = 0; t < 32; t++)
+                assert_true(fabs(kvt_f16(u16_at(norms, t)) - sqrt(3 * sum)) < 0.01 * sqrt(sum));
+        }
+        kvt_cache_free(&c);
+    }
+}
+
 // ---- Sizes and shapes ----
 
 static void test_sizes(void **state)
@@ -651,6 +679,7 @@ int main(void)
         cmocka_unit_test(test_store_counts),
         cmocka_unit_test(test_pieces),
         cmocka_unit_test(test_cross_head_norm),
+        cmocka_unit_test(test_norms_of_placeholders),
         cmocka_unit_test(test_sizes),
         cmocka_unit_test(test_zero_has_no_sign),
         cmocka_unit_test(test_shapes),
