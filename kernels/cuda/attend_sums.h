@@ -143,7 +143,7 @@ KVQ_DEVICE void kvq_gpu_write_row(const kvq_gpu_attend_args &a, const kvq_gpu_ti
     const kvq_gpu_session &s = a.sessions[tile.session];
     const uint32_t row = tile.first_row + left, token = row / a.gqa;
     const uint32_t q_head = head * a.gqa + row % a.gqa;
-    const float inverse = l > 0 ? 1 / l : 0;
+    const float inverse = l == 0 ? 0 : 1 / l; // of NaN NaN
     uint8_t *out = (uint8_t *)s.out + token * s.out_token_stride + q_head * s.out_head_stride;
     KVQ_UNROLL
     for (int i = 0; i < D / 32; i++) {
@@ -152,7 +152,7 @@ KVQ_DEVICE void kvq_gpu_write_row(const kvq_gpu_attend_args &a, const kvq_gpu_ti
     }
     if (s.lse && gpu::lane() == 0) {
         float *lse = (float *)((uint8_t *)s.lse + token * s.lse_token_stride);
-        const float x = l > 0 ? m * 0.693147181f + logf(l) : -INFINITY;
+        const float x = l == 0 ? -INFINITY : m * 0.693147181f + logf(l);
         gpu::stg32(lse + q_head, gpu::as_bits(x));
     }
 }

@@ -512,6 +512,45 @@ static void test_sharing_saves(void **)
     assert_int_equal(together.narrow_rows, 16);
 }
 
+// ---- NaN ----
+
+// A query with a NaN has NaN in its output and LSE, on both kinds of kernels and merged or not;
+// other rows keep their bits.
+static void check_nan(const char *format, const wish &w, std::mt19937 &random)
+{
+    const layer l = make_layer(format, 64, 2, 2, KVQ_F16);
+    session s = make_session(l, w, random);
+    const result before = run(l, {&s}, run_options())[0];
+    const uint32_t heads = l.shape.q_heads, token = w.q_tokens / 2, head = 1;
+    const uint16_t nan = 0x7e00;
+    const kvq_gpu_ptr at = (uintptr_t)s.call.q.data;
+    const kvq_gpu_ptr at_row = at + token * s.call.q.token_stride + head * s.call.q.head_stride;
+    assert_int_equal(drv->copy_in(at_row, &nan, sizeof(nan), NULL), 0);
+    const result after = run(l, {&s}, run_options())[0];
+    for (uint32_t row = 0; row < w.q_tokens * heads; row++) {
+        const bool bad = row == token * heads + head;
+        for (uint32_t c = 0; c < 64; c++) {
+            const float x = after.out[row * 64 + c];
+            assert_true(bad ? isnan(x) : x == before.out[row * 64 + c]);
+        }
+        assert_true(bad ? isnan(after.lse[row]) : after.lse[row] == before.lse[row]);
+    }
+}
+
+static void test_nan(void **)
+{
+    std::mt19937 random(19);
+    for (const char *format : {"oscar2", "f16", "quarot2", "innerq-small", "vecinfer-2"})
+        for (const uint32_t q_tokens : {1u, 12u})
+            for (const uint64_t tokens : {200, 600}) {
+                wish w;
+                w.tokens = tokens;
+                w.packed = tokens - 60;
+                w.fresh = w.q_tokens = q_tokens;
+                check_nan(format, w, random);
+            }
+}
+
 // ---- Refusals ----
 
 static void refused(const kvq_gpu_layer &g, const vector<kvq_attend> &calls,
@@ -600,7 +639,7 @@ int main(void)
         cmocka_unit_test(test_pairs),         cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_bits),          cmocka_unit_test(test_shared),
         cmocka_unit_test(test_sharing_saves), cmocka_unit_test(test_limits),
-        cmocka_unit_test(test_all_rows),
+        cmocka_unit_test(test_nan),           cmocka_unit_test(test_all_rows),
     };
     cmocka_set_test_filter(getenv("KVQ_TEST_CASES")); // some cases alone, or with NULL all
     return cmocka_run_group_tests(tests, open_device, close_device);
