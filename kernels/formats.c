@@ -112,7 +112,7 @@ const struct kvq_format kvq_formats[] = {
     KIVI_ROW("kivi2", 2),
     KIVI_ROW("kivi4", 4),
     {.name = "kivi-sink2",
-     .source = "InnerQ, section 6 (KIVI with a sink window)",
+     .source = "InnerQ, section 5.1 (KIVI with a sink window)",
      KIVI_SIDES(2, 32),
      .unit_tokens = 32,
      .recent_tokens = 96,
