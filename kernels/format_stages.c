@@ -107,14 +107,17 @@ static void put(struct kvq_format *f, const struct stage *s, size_t offset, uint
         memcpy((char *)f + offset, &byte, sizeof byte);
 }
 
-// What V is rotated by belongs to the paper's own K rotation, channel factors and codes of V.
-static bool leaves_paper(const struct stage *s)
+// What V is rotated by belongs to the paper's own K rotation, channel factors and codes of V, until
+// one of these becomes another. What is said of V's rotation itself is said in place of the paper.
+static bool leaves_paper(const struct kvq_format *f, const struct stage *s, uint16_t value)
 {
-    const size_t own[] = {AT(k_channel), AT(k_rotation), AT(v_rotation), AT(v.codec), AT(v.axis)};
+    const size_t own[] = {AT(k_channel), AT(k_rotation), AT(v.codec), AT(v.axis)};
+    uint8_t now;
+    memcpy(&now, (const char *)f + s->offset, sizeof now);
     for (size_t i = 0; i < sizeof own / sizeof *own; i++)
         if (s->offset == own[i])
-            return true;
-    return false;
+            return now != value;
+    return s->offset == AT(v_rotation);
 }
 
 static bool value_of(const struct stage *s, const char *text, uint16_t *value)
@@ -178,9 +181,9 @@ static int change_one(struct kvq_format *f, const char *change, size_t length, c
     // Without any room for displaced tokens the first choice would be the last.
     if (stages[i].offset == AT(outliers) && x && !f->outliers && !f->extra_outliers)
         f->extra_outliers = KVQ_POOL_ENTRIES / 2;
-    put(f, &stages[i], stages[i].offset, x);
-    if (leaves_paper(&stages[i]))
+    if (leaves_paper(f, &stages[i], x))
         f->paper_rotates_v = 0;
+    put(f, &stages[i], stages[i].offset, x);
     if (stages[i].second)
         put(f, &stages[i], stages[i].second, x);
     return 0;

@@ -231,6 +231,9 @@ static void test_stages(void **state)
     SUFFIX("oscar2:k_rotation=signed:token_scale=mean:v_bits=4", "oscar2",
            f.k_rotation = KVQ_ROTATE_SIGNED;
            f.paper_rotates_v = 0; f.k_token_scale = KVQ_SCALE_MEAN_ABS; f.v.bits = 4);
+    // What is as the paper has it leaves V's rotation as the paper has it.
+    SUFFIX("oscar2:rot=hadamard:channel=none:vcodec=affine:vaxis=token", "oscar2", (void)0);
+    SUFFIX("oscar2:vrot=none", "oscar2", f.paper_rotates_v = 0);
     SUFFIX("int8:k_codec=affine:k_zero=minimum:k_axis=channel", "int8",
            f.k.codec = KVQ_CODEC_AFFINE;
            f.k.zero = KVQ_ZERO_MINIMUM; f.k.axis = KVQ_PER_CHANNEL);
