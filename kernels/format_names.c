@@ -116,8 +116,9 @@ static bool apply_word(struct kvq_format *f, const char *word)
     if (strcmp(word, "full") == 0)
         return set_full(f);
     if (strcmp(word, "norot") == 0) {
+        bool k = clear_stage(&f->k_rotation), v = clear_stage(&f->v_rotation);
         f->paper_rotates_v = 0;
-        return clear_stage(&f->k_rotation);
+        return k || v;
     }
     if (strcmp(word, "noscale") == 0)
         return clear_stage(&f->k_token_scale);

@@ -174,6 +174,8 @@ static void test_suffixes(void **state)
     SUFFIX("innerq-hybrid-full", "innerq-hybrid", f.k.full = f.v.full = 1);
     SUFFIX("k8v4-full", "k8v4", f.k.full = 1);
     SUFFIX("oscar2-norot", "oscar2", f.k_rotation = KVQ_ROTATE_NONE; f.paper_rotates_v = 0);
+    SUFFIX("turboquant3-norot", "turboquant3", f.k_rotation = f.v_rotation = KVQ_ROTATE_NONE);
+    SUFFIX("kvq2-norot", "kvq2", f.v_rotation = KVQ_ROTATE_NONE);
     SUFFIX("oscar2-noscale", "oscar2", f.k_token_scale = KVQ_SCALE_NONE);
     SUFFIX("vecinfer-2-nosmooth", "vecinfer-2", f.k_channel = KVQ_CHANNEL_NONE);
     SUFFIX("oscar2-xh", "oscar2", f.k_token_scale = KVQ_SCALE_L2_CROSS);
