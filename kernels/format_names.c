@@ -363,6 +363,10 @@ static const char *check_stages(const struct kvq_format *f)
         return "a raw format has no other stages";
     if (f->k_channel == KVQ_CHANNEL_BOOK && !book)
         return "smoothing factors come with K's codebook, and K has none";
+    if (book && f->k_channel == KVQ_CHANNEL_PROMPT)
+        return "K's codebook is made before there is a prompt to learn factors from";
+    if (book && f->k_token_scale != KVQ_SCALE_NONE)
+        return "K's codebook is made of keys that are not divided by a token's scale";
     if (f->k_channel > KVQ_CHANNEL_BOOK || f->k_rotation > KVQ_ROTATE_SIGNED ||
         f->v_rotation > KVQ_ROTATE_SIGNED || f->k_token_scale > KVQ_SCALE_MEAN_ABS)
         return "a stage is unknown";
