@@ -259,11 +259,25 @@ static void test_stages(void **state)
     assert_int_equal(kvq_format_stage("ro", 2), -1);
 }
 
+struct refused_name {
+    const char *name, *part;
+};
+
+static void assert_refused(const struct refused_name *rows, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        struct kvq_format f;
+        char text[300] = "";
+        if (kvq_format_parse(rows[i].name, &f, text, sizeof text) != -1)
+            fail_msg("%s was not refused", rows[i].name);
+        if (!strstr(text, rows[i].part))
+            fail_msg("%s: \"%s\" does not say \"%s\"", rows[i].name, text, rows[i].part);
+    }
+}
+
 static void test_refused_names(void **state)
 {
-    static const struct {
-        const char *name, *part;
-    } refused[] = {
+    static const struct refused_name names[] = {
         {"", "is unknown"},
         {"oscar5", "format oscar5 is unknown"},
         {"oscar2x", "is unknown"},
@@ -300,6 +314,15 @@ static void test_refused_names(void **state)
         {"vecinfer-k4x8v4x-8", "unknown"},
         {"vecinfer-k<4,8>v<4,8", "unknown"},
         {"vecinfer-k4x8v4", "unknown"},
+        {"oscar2-aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "at most 63"},
+    };
+    (void)state;
+    assert_refused(names, sizeof names / sizeof *names);
+}
+
+static void test_refused_stages(void **state)
+{
+    static const struct refused_name names[] = {
         {"oscar2:", "should be stage=value"},
         {"oscar2:rot", "\"rot\" should be stage=value"},
         {"oscar2:rot=odd", "stage k_rotation cannot be \"odd\"; it can be none, hadamard, signed"},
@@ -318,17 +341,9 @@ static void test_refused_names(void **state)
         {"million-2:scale=mean", "not divided by a token's scale"},
         {"f16:sink=32", "is raw"},
         {"oscar9:sink=32", "format oscar9 is unknown"},
-        {"oscar2-aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "at most 63"},
     };
     (void)state;
-    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
-        struct kvq_format f;
-        char text[300] = "";
-        if (kvq_format_parse(refused[i].name, &f, text, sizeof text) != -1)
-            fail_msg("%s was not refused", refused[i].name);
-        if (!strstr(text, refused[i].part))
-            fail_msg("%s: \"%s\" does not say \"%s\"", refused[i].name, text, refused[i].part);
-    }
+    assert_refused(names, sizeof names / sizeof *names);
 }
 
 // Why a code of so many bits cannot stand for so many channels; NULL if it can.
@@ -494,9 +509,10 @@ int main(void)
         cmocka_unit_test(test_bytes_per_token), cmocka_unit_test(test_windows),
         cmocka_unit_test(test_learn_tokens),    cmocka_unit_test(test_suffixes),
         cmocka_unit_test(test_pairs_and_books), cmocka_unit_test(test_stages),
-        cmocka_unit_test(test_refused_names),   cmocka_unit_test(test_codes_of_books),
-        cmocka_unit_test(test_longest_name),    cmocka_unit_test(test_garbage_names),
-        cmocka_unit_test(test_refused_rows),    cmocka_unit_test(test_short_sessions),
+        cmocka_unit_test(test_refused_names),   cmocka_unit_test(test_refused_stages),
+        cmocka_unit_test(test_codes_of_books),  cmocka_unit_test(test_longest_name),
+        cmocka_unit_test(test_garbage_names),   cmocka_unit_test(test_refused_rows),
+        cmocka_unit_test(test_short_sessions),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
