@@ -175,8 +175,9 @@ static int change_one(struct kvq_format *f, const char *change, size_t length, c
     int i = kvq_format_stage(change, (size_t)(equals - change));
     if (i < 0)
         return refuse_stage(change, (size_t)(equals - change), text, n);
-    snprintf(value, sizeof value, "%.*s", (int)(change + length - equals - 1), equals + 1);
-    if (!value_of(&stages[i], value, &x))
+    size_t given = (size_t)(change + length - equals - 1);
+    snprintf(value, sizeof value, "%.*s", (int)given, equals + 1);
+    if (given >= sizeof value || !value_of(&stages[i], value, &x))
         return refuse_value(&stages[i], value, text, n);
     // Without any room for displaced tokens the first choice would be the last.
     if (stages[i].offset == AT(outliers) && x && !f->outliers && !f->extra_outliers)

@@ -328,6 +328,8 @@ static void test_refused_stages(void **state)
         {"oscar2:rot=odd", "stage k_rotation cannot be \"odd\"; it can be none, hadamard, signed"},
         {"oscar2:sink=97", "stage sink cannot be \"97\"; it can be 0 to 96"},
         {"oscar2:sink=-1", "cannot be \"-1\""},
+        {"oscar2:sink=00000000000000000000000000000000064", "stage sink cannot be \"000"},
+        {"oscar2:sink=0000000000000000000000000000000many", "stage sink cannot be \"000"},
         {"oscar2:sink= 1", "cannot be \" 1\""},
         {"oscar2:sink=99999999999999999999", "it can be 0 to 96"},
         {"oscar2:colour=1", "there is no stage \"colour\"; there are k_channel, token_scale,"},
