@@ -60,7 +60,8 @@ static bool set_minimum(struct kvq_format *f)
 {
     if (f->k.codec != KVQ_CODEC_AFFINE && f->v.codec != KVQ_CODEC_AFFINE)
         return false;
-    f->k.zero = f->v.zero = KVQ_ZERO_MINIMUM;
+    f->k.zero = f->k.codec == KVQ_CODEC_AFFINE ? KVQ_ZERO_MINIMUM : f->k.zero;
+    f->v.zero = f->v.codec == KVQ_CODEC_AFFINE ? KVQ_ZERO_MINIMUM : f->v.zero;
     return true;
 }
 

@@ -161,8 +161,37 @@ static int refuse_stage(const char *name, size_t length, char *text, size_t n)
 
 // ---- Changes ----
 
+// Which of the stages for zeros were asked for.
+struct zeros {
+    bool k, v, both;
+};
+
+static void note_zero(struct zeros *asked, const struct stage *s)
+{
+    asked->both |= s->second == AT(v.zero);
+    asked->k |= s->offset == AT(k.zero) && !s->second;
+    asked->v |= s->offset == AT(v.zero);
+}
+
+// Affine codes alone have a choice of zeros; whether a side has these is known after all changes.
+static int settle_zeros(struct kvq_format *f, const struct zeros *asked, char *text, size_t n)
+{
+    bool k = f->k.codec == KVQ_CODEC_AFFINE, v = f->v.codec == KVQ_CODEC_AFFINE;
+    if ((asked->k && !k) || (asked->v && !v) || (asked->both && !k && !v)) {
+        snprintf(text, n, "stage %s goes with affine codes, and its side has others",
+                 asked->k && !k   ? "k_zero"
+                 : asked->v && !v ? "v_zero"
+                                  : "zero");
+        return -1;
+    }
+    f->k.zero = k ? f->k.zero : 0;
+    f->v.zero = v ? f->v.zero : 0;
+    return 0;
+}
+
 // "stage=value", n bytes of it.
-static int change_one(struct kvq_format *f, const char *change, size_t length, char *text, size_t n)
+static int change_one(struct kvq_format *f, const char *change, size_t length, struct zeros *asked,
+                      char *text, size_t n)
 {
     const char *equals = memchr(change, '=', length);
     char value[LONGEST];
@@ -187,24 +216,28 @@ static int change_one(struct kvq_format *f, const char *change, size_t length, c
     put(f, &stages[i], stages[i].offset, x);
     if (stages[i].second)
         put(f, &stages[i], stages[i].second, x);
+    note_zero(asked, &stages[i]);
     return 0;
 }
 
 int kvq_format_change(struct kvq_format *format, const char *changes, char *text, size_t n)
 {
     struct kvq_format f = *format;
+    struct zeros asked = {0};
     if (kvq_is_raw(&f)) {
         snprintf(text, n, "format %s is raw: it has no stages to change", f.name);
         return -1;
     }
     for (const char *at = changes;; at++) {
         size_t length = strcspn(at, ":");
-        if (change_one(&f, at, length, text, n))
+        if (change_one(&f, at, length, &asked, text, n))
             return -1;
         at += length;
         if (*at == '\0')
             break;
     }
+    if (settle_zeros(&f, &asked, text, n))
+        return -1;
     *format = f;
     return 0;
 }

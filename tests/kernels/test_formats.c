@@ -173,6 +173,8 @@ static void test_suffixes(void **state)
     SUFFIX("innerq-base-full", "innerq-base", f.k.full = f.v.full = 1);
     SUFFIX("innerq-hybrid-full", "innerq-hybrid", f.k.full = f.v.full = 1);
     SUFFIX("k8v4-full", "k8v4", f.k.full = 1);
+    SUFFIX("k8v4-fm", "k8v4", (void)0); // V has it, and K's codes have no zeros
+    SUFFIX("oscar2-g064-s032", "oscar2", f.k.group = f.v.group = 64; f.sink_tokens = 32);
     SUFFIX("oscar2-norot", "oscar2", f.k_rotation = KVQ_ROTATE_NONE; f.paper_rotates_v = 0);
     SUFFIX("turboquant3-norot", "turboquant3", f.k_rotation = f.v_rotation = KVQ_ROTATE_NONE);
     SUFFIX("kvq2-norot", "kvq2", f.v_rotation = KVQ_ROTATE_NONE);
@@ -239,6 +241,10 @@ static void test_stages(void **state)
     SUFFIX("int8:k_codec=affine:k_zero=minimum:k_axis=channel", "int8",
            f.k.codec = KVQ_CODEC_AFFINE;
            f.k.zero = KVQ_ZERO_MINIMUM; f.k.axis = KVQ_PER_CHANNEL);
+    SUFFIX("k8v4:zero=integer", "k8v4", f.v.zero = KVQ_ZERO_INTEGER);
+    SUFFIX("kivi2:kcodec=symmetric", "kivi2", f.k.codec = KVQ_CODEC_SYMMETRIC; f.k.zero = 0);
+    SUFFIX("innerq-small:zero=minimum:vcodec=affine", "innerq-small", f.v.codec = KVQ_CODEC_AFFINE;
+           f.v.zero = KVQ_ZERO_MINIMUM);
     SUFFIX("turboquant3:kbits=2:k_wide=1", "turboquant3", f.k.bits = 2; f.k.wide = 1);
     SUFFIX("kivi2:outliers=3", "kivi2", f.outliers = 3; f.extra_outliers = 32);
     SUFFIX("kivi2:displaced=7:outliers=3", "kivi2", f.outliers = 3; f.extra_outliers = 7);
@@ -338,6 +344,10 @@ static void test_refused_stages(void **state)
         {"oscar2:sink=33", "sink windows have 0, 32, 64 or 96"},
         {"oscar2:k_bits=5", "K: codes have"},
         {"oscar2:recent=1-w5", "it can be 0 to 4096"},
+        {"int8:zero=minimum", "stage zero goes with affine codes"},
+        {"k8v4:k_zero=minimum", "stage k_zero goes with affine codes"},
+        {"kivi2:v_zero=integer:v_codec=symmetric", "stage v_zero goes with affine codes"},
+        {"vecinfer-2:zero=minimum", "stage zero goes with affine codes"},
         {"vecinfer-2:channel=prompt", "before there is a prompt"},
         {"vecinfer-2:scale=l2", "not divided by a token's scale"},
         {"million-2:scale=mean", "not divided by a token's scale"},

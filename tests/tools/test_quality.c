@@ -417,7 +417,7 @@ static void test_codebooks(void **unused)
     quality_book_free(&a);
     // What a method does to keys and values, it does for training; also one with a name that is no
     // format's, and with codes of this kind for V alone.
-    m = method("innerq-base+vecinfer-k4x8v4x8:rot=signed:vrot=hadamard:zero=minimum:unit=128");
+    m = method("innerq-base+vecinfer-k4x8v4x8:rot=signed:vrot=hadamard:recent=1024:unit=128");
     assert_true(quality_book_train(&again, &m, &d, 1, text, sizeof text));
     quality_book_free(&again);
     // Nothing can be trained for keys that are scaled by what each token is.
