@@ -68,30 +68,11 @@ int kvq__pool_gpu_open(struct kvq__pool *pool, const Kvq__OpenPoolReply *r, int 
     return KVQ_OK;
 }
 
-// Maps memory read-only over [at, at + bytes).
-static int map_at(const struct kvq__gpu_context *here, kvq_gpu_ptr at, size_t bytes, int fd)
-{
-    const struct kvq_gpu_access access = {{KVQ_GPU_LOCATION_DEVICE, here->device},
-                                          KVQ_GPU_ACCESS_READ};
-    kvq_gpu_memory memory;
-    assert(bytes > 0 && fd >= 0);
-    int result = here->driver->memory_import(&memory, (void *)(uintptr_t)fd, KVQ_GPU_HANDLE_FD);
-    if (result != KVQ_GPU_OK)
-        return result;
-    result = here->driver->memory_map(at, bytes, 0, memory, 0);
-    here->driver->memory_release(memory); // the mapping holds it
-    if (result != KVQ_GPU_OK)
-        return result;
-    result = here->driver->memory_access(at, bytes, &access, 1);
-    if (result != KVQ_GPU_OK)
-        here->driver->memory_unmap(at, bytes);
-    return result == KVQ_GPU_INVALID_VALUE ? KVQ_GPU_NOT_SUPPORTED : result; // read-only mappings
-}
-
 int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
 {
+    char text[KVQ__TEXT_BYTES / 2];
     uint64_t at = (uint64_t)number * pool->extent_bytes;
-    assert(pool->mapped && pool->at);
+    assert(pool->mapped && pool->at && fd >= 0);
     if (number >= pool->span / pool->extent_bytes)
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave extent %u of a pool with %llu",
                               number, (unsigned long long)(pool->span / pool->extent_bytes));
@@ -100,11 +81,13 @@ int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
     // Other memory may have the number by now: what was there is nobody's any more.
     if (pool->mapped[number])
         pool->here.driver->memory_unmap(there, pool->extent_bytes);
-    int result = map_at(&pool->here, there, pool->extent_bytes, fd);
+    int result = kvq_gpu_memory_map_at(pool->here.driver, pool->here.device, fd, there,
+                                       pool->extent_bytes, text, sizeof text);
     pool->mapped[number] = result == KVQ_GPU_OK;
     kvq__context_leave(&pool->here, before);
-    return result ? kvq__driver_fault(&pool->here, result, "mapping an extent of the daemon's pool")
-                  : KVQ_OK;
+    return result
+               ? kvq__set_error(kvq__gpu_code(result), "an extent of the daemon's pool: %s", text)
+               : KVQ_OK;
 }
 
 void kvq__pool_gpu_close(struct kvq__pool *pool)

@@ -39,36 +39,64 @@ int kvq_gpu_piece_unit(const struct kvq_gpu_driver *driver, int device, size_t *
 
 // ---- Mapping physical memory ----
 
-// Maps all of it at addresses of its own. On success the piece has address and size.
-static int map(const struct kvq_gpu_driver *driver, int device, kvq_gpu_memory memory, size_t bytes,
-               bool read_only, struct kvq_gpu_piece *piece, char *text, size_t n)
+// Maps all of it over reserved addresses.
+static int map_at(const struct kvq_gpu_driver *driver, int device, kvq_gpu_memory memory,
+                  kvq_gpu_ptr at, size_t bytes, bool read_only, char *text, size_t n)
 {
     const struct kvq_gpu_access access = {{KVQ_GPU_LOCATION_DEVICE, device},
                                           read_only ? KVQ_GPU_ACCESS_READ
                                                     : KVQ_GPU_ACCESS_READ_WRITE};
+    int result = driver->memory_map(at, bytes, 0, memory, 0);
+    if (result != KVQ_GPU_OK)
+        return fault(driver, result, "mapping GPU memory", text, n);
+    result = driver->memory_access(at, bytes, &access, 1);
+    if (result == KVQ_GPU_INVALID_VALUE && read_only) // the one thing here that a driver may lack
+        result = KVQ_GPU_NOT_SUPPORTED;
+    if (result == KVQ_GPU_OK)
+        return result;
+    fault(driver, result, "allowing access to GPU memory", text, n);
+    driver->memory_unmap(at, bytes);
+    return result;
+}
+
+// Maps all of it at addresses of its own. On success the piece has address and size.
+static int map(const struct kvq_gpu_driver *driver, int device, kvq_gpu_memory memory, size_t bytes,
+               bool read_only, struct kvq_gpu_piece *piece, char *text, size_t n)
+{
     kvq_gpu_ptr at = 0;
     int result = driver->address_reserve(&at, bytes, 0, 0, 0);
     if (result != KVQ_GPU_OK)
         return fault(driver, result, "reserving addresses for GPU memory", text, n);
-    result = driver->memory_map(at, bytes, 0, memory, 0);
+    result = map_at(driver, device, memory, at, bytes, read_only, text, n);
     if (result != KVQ_GPU_OK) {
-        fault(driver, result, "mapping GPU memory", text, n);
-        goto error_map;
-    }
-    result = driver->memory_access(at, bytes, &access, 1);
-    if (result == KVQ_GPU_INVALID_VALUE && read_only) // the one thing here that a driver may lack
-        result = KVQ_GPU_NOT_SUPPORTED;
-    if (result != KVQ_GPU_OK) {
-        fault(driver, result, "allowing access to GPU memory", text, n);
-        goto error_access;
+        driver->address_free(at, bytes);
+        return result;
     }
     piece->at = at;
     piece->bytes = bytes;
     return KVQ_GPU_OK;
-error_access:
-    driver->memory_unmap(at, bytes);
-error_map:
-    driver->address_free(at, bytes);
+}
+
+static int import(const struct kvq_gpu_driver *driver, int fd, kvq_gpu_memory *memory, char *text,
+                  size_t n)
+{
+    int result = driver->memory_import(memory, (void *)(uintptr_t)fd, KVQ_GPU_HANDLE_FD);
+    return result == KVQ_GPU_OK
+               ? result
+               : fault(driver, result, "opening GPU memory that came as a file descriptor", text,
+                       n);
+}
+
+int kvq_gpu_memory_map_at(const struct kvq_gpu_driver *driver, int device, int fd, kvq_gpu_ptr at,
+                          size_t bytes, char *text, size_t n)
+{
+    kvq_gpu_memory memory;
+    assert(at && bytes > 0);
+    int result = import(driver, fd, &memory, text, n);
+    if (result != KVQ_GPU_OK)
+        return result;
+    result = map_at(driver, device, memory, at, bytes, true, text, n);
+    driver->memory_release(memory); // the mapping holds it
     return result;
 }
 
@@ -139,9 +167,9 @@ int kvq_gpu_piece_map(const struct kvq_gpu_driver *driver, int device, int fd, s
             bytes, unit);
         return KVQ_GPU_INVALID_VALUE;
     }
-    result = driver->memory_import(&memory, (void *)(uintptr_t)fd, KVQ_GPU_HANDLE_FD);
+    result = import(driver, fd, &memory, text, n);
     if (result != KVQ_GPU_OK)
-        return fault(driver, result, "opening GPU memory that came as a file descriptor", text, n);
+        return result;
     result = map(driver, device, memory, bytes, read_only, piece, text, n);
     driver->memory_release(memory); // the mapping holds it
     if (result == KVQ_GPU_OK)

@@ -134,6 +134,33 @@ static void test_map(void **state)
     close(fd);
 }
 
+// Over addresses that are kept for it: for reading, and nothing stays of what fails.
+static void test_map_at(void **state)
+{
+    (void)state;
+    struct kvq_gpu_piece piece = make(2 * SOFT_BLOCK);
+    kvq_gpu_ptr at;
+    int fd = export_of(&piece);
+    OK(drv.address_reserve(&at, 6 * SOFT_BLOCK, 0, 0, 0));
+    const kvq_gpu_ptr there = at + 2 * SOFT_BLOCK;
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(
+            soft_fail(i ? "memory_map" : "memory_access", 1, false, KVQ_GPU_INVALID_VALUE), 0);
+        assert_int_equal(kvq_gpu_memory_map_at(&drv, 0, fd, there, piece.bytes, text, sizeof text),
+                         i ? KVQ_GPU_INVALID_VALUE : KVQ_GPU_NOT_SUPPORTED);
+        says(i ? "mapping GPU memory" : "allowing access to GPU memory");
+    }
+    assert_int_equal(kvq_gpu_memory_map_at(&drv, 0, fd, there, piece.bytes, text, sizeof text),
+                     KVQ_GPU_OK);
+    put_word(piece.at + SOFT_BLOCK, 79);
+    assert_true(word_at(there + SOFT_BLOCK) == (79 | 79ull << 32));
+    kvq_gpu_piece_release(&drv, &piece); // the mapping keeps the memory
+    assert_true(word_at(there + SOFT_BLOCK) == (79 | 79ull << 32));
+    OK(drv.memory_unmap(there, 2 * SOFT_BLOCK));
+    OK(drv.address_free(at, 6 * SOFT_BLOCK));
+    close(fd);
+}
+
 static struct kvq_gpu_ipc_memory handle_of(const struct soft_peer *peer, uint64_t at)
 {
     const struct soft_question question = {.op = SOFT_MEMORY_GET, .a = at};
@@ -335,6 +362,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_make, remember, compare),
         cmocka_unit_test_setup_teardown(test_map, remember, compare),
+        cmocka_unit_test_setup_teardown(test_map_at, remember, compare),
         cmocka_unit_test_setup_teardown(test_open, remember, compare),
         cmocka_unit_test_setup_teardown(test_export, remember, compare),
         cmocka_unit_test_setup_teardown(test_not_exportable, remember, compare),
