@@ -115,6 +115,16 @@ int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, 
     return rc;
 }
 
+void kvq_store_limit_forget(struct kvq_store *store, const char *space)
+{
+    pthread_mutex_lock(&store->lock);
+    struct kvq__limit *limit = find_limit(store, space);
+    assert(!limit || store->n_limits > 0);
+    if (limit)
+        *limit = store->limits[--store->n_limits];
+    pthread_mutex_unlock(&store->lock);
+}
+
 // ---- Usage ----
 
 int kvq__space_bytes(struct kvq_store *s, const char *space, uint64_t *bytes)

@@ -300,6 +300,8 @@ int kvq_store_spaces(struct kvq_store *store, struct kvq_store_space **spaces, s
 // namespaces without one of their own. The store keeps limits in memory only. Any thread.
 int kvq_store_limit(struct kvq_store *store, const char *space, uint64_t bytes, char *text,
                     size_t n);
+// From now on the namespace has no limit of its own, whether or not it had one. Any thread.
+void kvq_store_limit_forget(struct kvq_store *store, const char *space);
 
 // ---- Moving sessions between stores ----
 

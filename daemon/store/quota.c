@@ -4,6 +4,7 @@
 // libuv's writes the file that makes them outlive the daemon, the poller puts them in effect, and
 // the store is told of that on disk. One after the other, and beside whoever writes to the store:
 // a limit can be raised while a save takes minutes. What was not written changes nothing.
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -73,6 +74,40 @@ static void forget_empty(struct kvq__limits *limits)
         if (limits->at[i].set)
             limits->at[n++] = limits->at[i];
     limits->n = n;
+}
+
+// ---- The store ----
+
+// What holds on disk: the limit that was set, else the one of the configuration's section, else the
+// default, which may change while the daemon runs.
+static int tell_limit(struct kvq__jobs *jobs, const char *ns, char *text)
+{
+    const struct kvq_config *c = &jobs->server->config;
+    const struct kvq__override *o = find_override(&jobs->limits, ns);
+    assert(jobs->store && *ns);
+    if (o && o->set >> KVQ__DISK_BYTES & 1)
+        return kvq_store_limit(jobs->store, ns, o->quota.limit[KVQ__DISK_BYTES], text,
+                               KVQ_TEXT_BYTES);
+    for (uint32_t i = 0; i < c->n_namespaces; i++)
+        if (strcmp(c->namespaces[i].name, ns) == 0)
+            return kvq_store_limit(jobs->store, ns, c->namespaces[i].disk_bytes, text,
+                                   KVQ_TEXT_BYTES);
+    kvq_store_limit_forget(jobs->store, ns);
+    return 0;
+}
+
+int kvq__jobs_tell_limits(struct kvq__jobs *jobs, char *text)
+{
+    const struct kvq_config *c = &jobs->server->config;
+    const struct kvq__limits *limits = &jobs->limits;
+    if (!jobs->store)
+        return 0;
+    int rc = kvq_store_limit(jobs->store, NULL, c->disk_bytes, text, KVQ_TEXT_BYTES);
+    for (uint32_t i = 0; i < c->n_namespaces && rc == 0; i++)
+        rc = tell_limit(jobs, c->namespaces[i].name, text);
+    for (uint32_t i = 0; i < limits->n && rc == 0; i++)
+        rc = tell_limit(jobs, limits->at[i].ns, text);
+    return rc;
 }
 
 // ---- A command ----
@@ -171,7 +206,6 @@ static void plan(struct kvq__task *t)
 
 void kvq__jobs_set_quota(struct kvq__task *t)
 {
-    struct kvq_store *store = t->jobs->store;
     kvq__task_take_turn_of(t, &t->jobs->limits.turns, "");
     kvq__task_at_poller(t, plan);
     if (t->rc == 0)
@@ -179,39 +213,21 @@ void kvq__jobs_set_quota(struct kvq__task *t)
     if (t->rc < 0)
         return;
     kvq__task_at_poller(t, apply);
-    if (t->rc == 0 && store)
-        t->rc = kvq_store_limit(store, t->limits.ns, t->limits.quota.limit[KVQ__DISK_BYTES],
-                                t->text, sizeof t->text);
+    if (t->rc == 0 && t->jobs->store)
+        t->rc = tell_limit(t->jobs, t->limits.ns, t->text);
     if (t->rc == 0)
         log_change(t);
 }
 
 // ---- Opening and closing ----
 
-int kvq__jobs_tell_limits(struct kvq__jobs *jobs, char *text)
-{
-    const struct kvq_config *c = &jobs->server->config;
-    int rc = 0;
-    if (jobs->store)
-        rc = kvq_store_limit(jobs->store, NULL, c->disk_bytes, text, KVQ_TEXT_BYTES);
-    for (uint32_t i = 0; i < c->n_namespaces && jobs->store && rc == 0; i++) {
-        const char *ns = c->namespaces[i].name;
-        const struct kvq__override *o = find_override(&jobs->limits, ns);
-        bool set = o && o->set >> KVQ__DISK_BYTES & 1;
-        uint64_t bytes = set ? o->quota.limit[KVQ__DISK_BYTES] : c->namespaces[i].disk_bytes;
-        rc = kvq_store_limit(jobs->store, ns, bytes, text, KVQ_TEXT_BYTES);
-    }
-    return rc;
-}
-
 // Those of namespaces that are no more stay in the file: they may come back.
 static int put_in_effect(struct kvq__jobs *jobs, const struct kvq__override *o, char *text)
 {
     char quoted[KVQ_TEXT_BYTES + 16];
     int rc = kvq__quota_apply(jobs->server->core, o, text);
-    if (rc == 0 && o->set >> KVQ__DISK_BYTES & 1)
-        return kvq_store_limit(jobs->store, o->ns, o->quota.limit[KVQ__DISK_BYTES], text,
-                               KVQ_TEXT_BYTES);
+    if (rc == 0)
+        return tell_limit(jobs, o->ns, text);
     if (rc == KVQ_E_INVALID)
         kvq__log(KVQ_LOG_WARN, "quota_unused", "file=" KVQ__QUOTA_FILE " text=%s",
                  kvq__log_quote(quoted, sizeof quoted, text));

@@ -118,6 +118,28 @@ class Quotas(Stored):
         session.drop()
         self.assertEqual(self.used("disk_bytes"), 0)
 
+    def test_disk_default(self):
+        """A namespace without a limit of its own on disk has the configuration's of the moment,
+        whatever else was set for it, or deleted."""
+        tokens = Tokens(3, 3000)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 512, attend=False)
+        session.save()
+        used = self.used("disk_bytes")
+        self.quota("set", OWN, "--sessions", "7")
+        self.daemon.ctl("config", "set", "disk_bytes", str(used + 10))
+        self.assertEqual(self.quota("get", OWN)["limit"]["disk_bytes"], used + 10)
+        tokens.feed(self.queue, session, 512, attend=False)
+        self.fails(kvq.Code.E_QUOTA, session.save, text=(OWN, str(used + 10)))
+        self.quota("set", OWN, "--disk-bytes", "none")
+        self.daemon.ctl("config", "set", "disk_bytes", "11")
+        session.save()  # what was set goes before the configuration
+        tokens.feed(self.queue, session, 512, attend=False)
+        self.quota("delete", OWN)
+        self.fails(kvq.Code.E_QUOTA, session.save, text="may keep 11 bytes")
+        self.daemon.ctl("config", "set", "disk_bytes", "0")
+        session.save()
+
     def test_kept(self):
         """What was set is there after kill -9; what was deleted is not."""
         self.quota("set", OWN, OPTION, "5mb", "--sessions", "7")

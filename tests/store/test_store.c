@@ -231,6 +231,21 @@ static void check_spaces(struct kit *k, uint64_t bytes)
     free(spaces);
 }
 
+// A limit that is forgotten leaves the default, as it is then, and the limits of others.
+static void forgotten(struct kit *k, struct world *w)
+{
+    assert_int_equal(kvq_store_limit(k->store, "uid-3", 9999, k->text, sizeof k->text), 0);
+    kvq_store_limit_forget(k->store, "uid-1");
+    kvq_store_limit_forget(k->store, "uid-1");
+    assert_int_equal(kvq_store_limit(k->store, NULL, 4700, k->text, sizeof k->text), 0);
+    assert_int_equal(save_fork(k, w, 0, "a", 5, NULL), KVQ_E_QUOTA);
+    assert_non_null(strstr(k->text, "may keep 4700 bytes, 4500 are used"));
+    assert_int_equal(
+        kvq_store_import(k->store, "/a", "uid-3", NULL, false, k->text, sizeof k->text),
+        KVQ_E_QUOTA);
+    assert_non_null(strstr(k->text, "uid-3 may keep 9999 bytes, 0 are used"));
+}
+
 // What a namespace may have: bytes of blocks, shared ones once, and a save or import above it is
 // refused before a byte of it counts.
 static void limits(void **state)
@@ -293,6 +308,7 @@ static void limits(void **state)
     assert_non_null(strstr(k.text, "may keep 4400 bytes, 4500 are used"));
     assert_int_equal(usage(&k, "uid-1", 2), 4500);
     check_spaces(&k, 4500);
+    forgotten(&k, &w);
     kvq_store_close(&k.store);
 }
 
