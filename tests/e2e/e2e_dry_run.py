@@ -71,6 +71,20 @@ class DryRun(Stored):
         status, out, _ = self.daemon.ctl("session", "drop", "it", "--dry-run", check=False)
         self.assertEqual((status, out), (5, ""))
 
+    def test_drop_of_many(self):
+        """All shards go and what is saved of them, also where one is named by its number."""
+        shards = [self.client.session(ROWS, "f16", name="it", shard=i, shards=8) for i in range(8)]
+        self.daemon.ctl("session", "save", "it")
+        goes = [("drop", "session", OWN, f"it {i}/8") for i in range(8)]
+        saved = [("drop", "saved session", OWN, "it")] * 8
+        self.assertEqual(told(self.dry("session", "drop", "it")), goes + saved)
+        number = f"#{shards[5].info()['id']}"
+        self.assertEqual(told(self.dry("session", "drop", number)), goes + saved)
+        self.assertEqual(self.daemon.ctl("session", "drop", "#99", "--dry-run", check=False)[0], 5)
+        self.daemon.ctl("session", "drop", number)
+        self.assertEqual((self.daemon.ctl("session", "list"), self.daemon.ctl("storage", "list")),
+                         ([], []))
+
     def test_end(self):
         """What a daemon that ends saves and loses is what it said it would."""
         self.make("written").save()

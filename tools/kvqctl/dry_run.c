@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "proto/json.h"
+#include "proto/limits.h"
 #include "proto/status.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/dry_run.h"
@@ -74,7 +75,9 @@ static void end(struct plan *plan)
 
 static const char *own_namespace(void)
 {
-    return kvq__ctl_text("uid-%u", (unsigned)geteuid());
+    static char name[32]; // not one of kvq__ctl_text's buffers: it is needed for longer
+    snprintf(name, sizeof name, "uid-%u", (unsigned)geteuid());
+    return name;
 }
 
 // ---- Sessions ----
@@ -137,24 +140,43 @@ static bool is_named(const Kvq__Session *s, const char *name)
     return s->id == strtoull(name + 1, &end, 10) && !*end;
 }
 
+// Under which names a drop looks. Of a session in memory the daemon knows them, also where a number
+// is given, or no namespace; what is only saved has no number.
+static int find_dropped(struct kvq__ctl *ctl, char *given, char ns[KVQ_NAME_BYTES],
+                        char name[KVQ_NAME_BYTES])
+{
+    const Kvq__Session *s = NULL;
+    bool number = *given == '#';
+    ctl->quiet = !number;
+    int result = kvq__ctl_ask_session(ctl, given, &s);
+    ctl->quiet = false;
+    snprintf(ns, KVQ_NAME_BYTES, "%s", s ? s->namespace_ : ctl->ns ? ctl->ns : own_namespace());
+    snprintf(name, KVQ_NAME_BYTES, "%s", s && s->name[0] ? s->name : given);
+    return number ? result : KVQ_EXIT_OK;
+}
+
 // Its shards in memory and what is saved of it; if there is neither, the daemon says so.
 int kvq__ctl_preview_drop(struct kvq__ctl *ctl, char **args)
 {
     struct kvq__ctl_list list;
-    const char *given = ctl->ns, *ns = given ? given : own_namespace();
-    ctl->ns = *args[0] == '#' ? given : ns;
-    int result = kvq__ctl_ask_sessions(ctl, &list);
+    const char *given = ctl->ns;
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
+    int result = find_dropped(ctl, args[0], ns, name);
+    if (result)
+        return result;
+    ctl->ns = ns;
+    result = kvq__ctl_ask_sessions(ctl, &list);
     ctl->ns = given;
     if (result)
         return result;
     struct plan plan = begin(ctl);
     for (size_t i = 0; i < list.n; i++) {
         const Kvq__Session *s = (const Kvq__Session *)list.elements[i];
-        if (is_named(s, args[0]))
+        if (is_named(s, name))
             tell_session(&plan, "drop", s);
     }
     kvq__ctl_list_free(&list);
-    tell_all_saved(ctl, &plan, "drop", ns, args[0]);
+    tell_all_saved(ctl, &plan, "drop", ns, name);
     if (plan.n == 0) {
         cJSON_Delete(plan.items);
         result = kvq__ctl_ask_session(ctl, args[0], NULL);
