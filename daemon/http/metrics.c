@@ -323,7 +323,7 @@ static void write_latencies(struct writer *w, const struct kvq__latencies *l)
 
 static void write_store_times(struct writer *w, const struct kvq__store_times *times)
 {
-    static const char *const jobs[KVQ__TIMES] = {
+    static const char *const tasks[KVQ__TIMES] = {
         [KVQ__TIME_SAVE] = "save",     [KVQ__TIME_RESTORE] = "restore", [KVQ__TIME_FETCH] = "fetch",
         [KVQ__TIME_PREFIX] = "prefix", [KVQ__TIME_PUSH] = "push",       [KVQ__TIME_PULL] = "pull",
     };
@@ -331,7 +331,7 @@ static void write_store_times(struct writer *w, const struct kvq__store_times *t
         w, "kvqd_store_seconds", HISTOGRAM, "seconds",
         "time that jobs of the store took which ended well, from when they were asked for");
     for (int i = 0; i < KVQ__TIMES; i++)
-        write_histogram(w, "job", jobs[i], &times->of[i]);
+        write_histogram(w, "task", tasks[i], &times->of[i]);
 }
 
 void kvq__metrics_write(FILE *out, const struct kvq__snapshot *s, bool open)

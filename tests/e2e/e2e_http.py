@@ -58,6 +58,10 @@ def names_of_samples(text):
             for end in ends.get(kind, ("",))}
 
 
+def names_of_labels(text):
+    return set(re.findall(r'[{,](\w+)="', text))
+
+
 class Watched(Test):
     """A daemon for each test, with HTTP."""
 
@@ -97,6 +101,7 @@ class Monitors(Watched):
         status, kind, text = get(self.remote, "/metrics")
         self.assertEqual((status, kind), (200, "text/plain; version=0.0.4; charset=utf-8"))
         self.assertNotIn("secret", text)
+        self.assertFalse({"job", "instance"} & names_of_labels(text))  # Prometheus sets these
         after = samples(text)
         calls = 'kvqd_request_seconds_count{op="append_attend"}'
         self.assertEqual(after[calls] - before[calls], tokens.layers)
@@ -176,6 +181,9 @@ class Monitors(Watched):
     def test_dashboard(self):
         """Each metric of the dashboard is there, and Prometheus reads each expression."""
         there = names_of_samples(get(self.remote, "/metrics")[2])
+        with open(os.path.join(ROOT, "docs", "operations.md"), encoding="utf-8") as file:
+            rows = re.findall(r"^\| `kvqd_[^|]*\|([^|]*)\|", file.read(), re.M)
+        labels = {"instance", "le"} | set(re.findall(r"`(\w+)`", " ".join(rows)))
         with open(os.path.join(ROOT, "packaging", "prometheus", "kvqd.dashboard.json"),
                   encoding="utf-8") as file:
             panels = json.load(file)["panels"]
@@ -184,6 +192,8 @@ class Monitors(Watched):
         self.assertGreater(len(exprs), 30)
         for expr in exprs:
             self.assertLessEqual(set(re.findall(r"kvqd_\w+", expr)), there)
+            for group in re.findall(r"by \(([^)]*)\)", expr):
+                self.assertLessEqual(set(group.split(", ")), labels)
         if shutil.which("promtool"):
             rules = [{"record": f"panel:{i}", "expr": expr.replace("$__rate_interval", "5m")}
                      for i, expr in enumerate(exprs)]
@@ -430,7 +440,7 @@ def store_times(daemon):
     local.close()
     done = {}
     for name, count in figures.items():
-        found = re.fullmatch(r'kvqd_store_seconds_count\{job="(\w+)"\}', name)
+        found = re.fullmatch(r'kvqd_store_seconds_count\{task="(\w+)"\}', name)
         if found and count:
             assert figures[name.replace("_count", "_sum")] > 0, name
             done[found[1]] = count
