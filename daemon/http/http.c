@@ -18,8 +18,8 @@
 #include "daemon/http/internal.h"
 #include "daemon/http/page.h"
 #include "daemon/log/log.h"
-#include "daemon/runtime/descriptors.h"
 #include "daemon/runtime/packet.h"
+#include "proto/clock.h"
 #include "proto/shm.h"
 
 enum { TICK_MS = 1000 };
@@ -54,7 +54,9 @@ static void on_ready(uv_poll_t *poll, int status, int events)
 
 static void on_late_tick(uv_timer_t *timer)
 {
-    kvq__http_ask_tick(timer->data);
+    struct kvq__http *h = timer->data;
+    kvq__http_ask_tick(h);
+    kvq__http_guests_tick(&h->guests, kvq_now_ns());
 }
 
 void kvq__http_answered(struct kvq__http_ask *ask)
@@ -335,6 +337,12 @@ static struct kvq__http_guest *guest_of(const struct kvq__http *h,
     return NULL;
 }
 
+static void note_request(struct kvq__http_guest *guest, bool asking)
+{
+    guest->asking = asking;
+    guest->since_ns = kvq_now_ns();
+}
+
 // Called for a request's headers, again when all of it is there, and once more when its suspended
 // connection goes on. An answer in the first call would end the connection.
 static enum MHD_Result on_request(void *context, struct MHD_Connection *connection,
@@ -365,14 +373,17 @@ static enum MHD_Result on_request(void *context, struct MHD_Connection *connecti
         ask->text = (struct kvq__http_text){0};
         return answer(connection, ask->status, ask->type, text);
     }
+    note_request(guest, true);
     return route_request(h, connection, guest, path, method, (struct kvq__http_ask **)request);
 }
 
 static void on_completed(void *context, struct MHD_Connection *connection, void **request,
                          enum MHD_RequestTerminationCode code)
 {
-    (void)connection;
+    struct kvq__http_guest *guest = guest_of(context, connection);
     (void)code;
+    if (guest)
+        note_request(guest, false);
     if (*request && *request != context)
         kvq__http_ask_leave(*request);
     *request = NULL;
@@ -386,24 +397,8 @@ static void on_guest(void *context, struct MHD_Connection *connection, void **ow
     struct kvq__http *h = context;
     struct kvq__http_guest *guest = guest_of(h, connection);
     (void)own;
-    if (code != MHD_CONNECTION_NOTIFY_CLOSED || !guest)
-        return;
-    LIST_REMOVE(guest, link);
-    free(guest);
-}
-
-static bool has_room(const struct kvq__http *h, bool local, enum kvq__role role, uint32_t uid)
-{
-    const struct kvq__http_guest *guest;
-    uint32_t own = 0, all = 0;
-    LIST_FOREACH (guest, &h->guests, link) {
-        all += guest->local == local;
-        own += guest->local == local && guest->peer.uid == uid;
-    }
-    if (kvq__descriptors_free() <= kvq__descriptors_kept())
-        return false;
-    return !local || role == KVQ__ROLE_ADMIN ? all < KVQ__HTTP_MOST
-                                             : kvq__share_allows(own, 1, all, KVQ__HTTP_MOST);
+    if (code == MHD_CONNECTION_NOTIFY_CLOSED && guest)
+        kvq__http_guest_leave(guest);
 }
 
 static void admit(struct kvq__http *h, int fd, bool local)
@@ -411,29 +406,28 @@ static void admit(struct kvq__http *h, int fd, bool local)
     static const struct sockaddr_un nowhere = {.sun_family = AF_UNIX};
     struct kvq__http_guest *guest = calloc(1, sizeof *guest);
     enum kvq__role role = KVQ__ROLE_NONE;
-    char text[KVQ_TEXT_BYTES] = "no memory";
+    char text[KVQ_TEXT_BYTES] = "no memory", quoted[KVQ_TEXT_BYTES + 16];
     bool good = guest && (!local || kvq__socket_peer(fd, &guest->peer, NULL, text) == 0);
     if (good) {
         guest->fd = fd;
         guest->local = local;
+        guest->since_ns = kvq_now_ns();
         role = local ? kvq__server_role(h->server, &guest->peer) : KVQ__ROLE_NONE;
-        good = has_room(h, local, role, guest->peer.uid);
+        good = kvq__http_guest_check(&h->guests, guest, role, guest->since_ns, text) == 0;
     }
     if (!good) {
-        kvq__log_client(&h->log_budget, KVQ_LOG_WARN, "http_refused",
-                        "socket=%s text=\"no room for another connection\"",
-                        local ? "unix" : "tcp");
+        kvq__log_client(&h->log_budget, KVQ_LOG_WARN, "http_refused", "socket=%s text=%s",
+                        local ? "unix" : "tcp", kvq__log_quote(quoted, sizeof quoted, text));
         close(fd);
         free(guest);
         return;
     }
+    run_http(h); // who was displaced is gone then
     LIST_INSERT_HEAD(&h->guests, guest, link);
     // Takes the descriptor over, and closes it also if it fails.
     if (MHD_add_connection(h->daemon, fd, (const struct sockaddr *)&nowhere, sizeof nowhere) !=
-        MHD_YES) {
-        LIST_REMOVE(guest, link);
-        free(guest);
-    }
+        MHD_YES)
+        kvq__http_guest_leave(guest);
     run_http(h);
 }
 

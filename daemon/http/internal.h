@@ -3,6 +3,7 @@
 // What the files of this room share.
 //
 //   http.c     listening, connections, and which path is whose (the table of routes)
+//   guests.c   who may connect, and who has to go
 //   ask.c      what the core knows, asked for on the poller's thread, one request at a time
 //   metrics.c  Prometheus' and OpenMetrics' text
 //   events.c   the last events, kept for those who ask
@@ -19,7 +20,7 @@
 
 enum {
     KVQ__HTTP_MOST = 32,          // connections to each of the two sockets
-    KVQ__HTTP_IDLE_SECONDS = 10,  // after which a connection without a request ends
+    KVQ__HTTP_IDLE_SECONDS = 10,  // in which a connection moves a byte, and sends a whole request
     KVQ__HTTP_MEMORY = 32 << 10,  // of a connection: headers, and buffers of what is sent
     KVQ__HTTP_PATIENCE_MS = 5000, // until a request that the poller does not answer is refused
     KVQ__HTTP_TOKEN_BYTES = 32,   // random ones; in hexadecimal digits in the file
@@ -32,9 +33,14 @@ struct kvq__http_ask;
 struct kvq__http_guest {
     LIST_ENTRY(kvq__http_guest) link;
     int fd;
-    bool local; // by the Unix socket: the kernel says who; else only a token does
+    bool local;  // by the Unix socket: the kernel says who; else only a token does
+    bool asking; // a request is there as a whole, and its answer not at the other end
+    bool ending; // the connection was shut, which libmicrohttpd has yet to see
+    // Since when it has been `asking`, or not: when it came, a request was whole, an answer sent.
+    uint64_t since_ns;
     struct kvq__peer peer;
 };
+LIST_HEAD(kvq__http_guests, kvq__http_guest);
 
 struct kvq__http_text {
     char *at; // NULL: no memory
@@ -86,6 +92,19 @@ void kvq__http_ask_leave(struct kvq__http_ask *ask);
 // Has those answered that have waited too long (`late`).
 void kvq__http_ask_tick(struct kvq__http *http);
 
+// ---- guests.c ----
+
+// Whether there is room for one more. Nobody is known who comes by the loopback address, so nobody
+// there has a share: when all places are taken, the guest goes who has been without a whole request
+// for longest, or else who has been taking an answer for longer than KVQ__HTTP_IDLE_SECONDS. 0, or
+// KVQ_E_LIMIT with a text.
+int kvq__http_guest_check(struct kvq__http_guests *guests, const struct kvq__http_guest *guest,
+                          enum kvq__role role, uint64_t now_ns, char *text);
+// Ends those who do not send a whole request in KVQ__HTTP_IDLE_SECONDS, however they drip it.
+void kvq__http_guests_tick(struct kvq__http_guests *guests, uint64_t now_ns);
+// Forgets and frees the guest.
+void kvq__http_guest_leave(struct kvq__http_guest *guest);
+
 // ---- metrics.c ----
 
 // Where requests come from: an engine's rings and its socket, kvqctl's socket.
@@ -127,7 +146,7 @@ struct kvq__http {
     uv_timer_t timer, tick;
     struct kvq__door local;
     struct kvq__door loopback;
-    LIST_HEAD(, kvq__http_guest) guests;
+    struct kvq__http_guests guests;
     struct kvq__http_asking asking;
     char token[2 * KVQ__HTTP_TOKEN_BYTES + 1];
     struct kvq_log_budget log_budget;

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Guests of HTTP: who gets in when all places are taken, and who goes, by times that the
+// test makes up.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "daemon/http/internal.h"
+
+enum { SECOND = 1000000000 };
+
+static const uint64_t start = 1000ull * SECOND;
+static struct kvq__http_guests guests;
+static char text[KVQ_TEXT_BYTES];
+
+static struct kvq__http_guest *add(bool local, uint32_t uid, uint64_t since_ns, bool asking)
+{
+    struct kvq__http_guest *guest = calloc(1, sizeof *guest);
+    int pair[2];
+    assert_non_null(guest);
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
+    close(pair[1]);
+    guest->fd = pair[0];
+    guest->local = local;
+    guest->peer.uid = uid;
+    guest->since_ns = since_ns;
+    guest->asking = asking;
+    LIST_INSERT_HEAD(&guests, guest, link);
+    return guest;
+}
+
+static void leave(struct kvq__http_guest *guest)
+{
+    close(guest->fd);
+    kvq__http_guest_leave(guest);
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    while (!LIST_EMPTY(&guests))
+        leave(LIST_FIRST(&guests));
+    return 0;
+}
+
+static int check(bool local, uint32_t uid, enum kvq__role role, uint64_t now_ns)
+{
+    const struct kvq__http_guest guest = {.local = local, .peer.uid = uid};
+    text[0] = 0;
+    return kvq__http_guest_check(&guests, &guest, role, now_ns, text);
+}
+
+static uint32_t n_ending(void)
+{
+    const struct kvq__http_guest *guest;
+    uint32_t n = 0;
+    LIST_FOREACH (guest, &guests, link)
+        n += guest->ending;
+    return n;
+}
+
+// ---- Tests ----
+
+// Of strangers who fill all places, the one goes who has been without a whole request for longest.
+static void test_displaced(void **state)
+{
+    (void)state;
+    struct kvq__http_guest *slow[KVQ__HTTP_MOST];
+    for (uint32_t i = 0; i < KVQ__HTTP_MOST; i++) {
+        assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + i), 0);
+        slow[i] = add(false, 0, start + i, i < 2);
+    }
+    struct kvq__http_guest *local = add(true, 7, start - SECOND, false);
+    assert_int_equal(n_ending(), 0);
+    for (uint32_t i = 2; i < KVQ__HTTP_MOST; i++) {
+        assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + SECOND), 0);
+        assert_true(slow[i]->ending);
+        assert_int_equal(n_ending(), i - 1);
+        add(false, 0, start + SECOND, true); // who came instead
+    }
+    // All have a request under way: nobody goes before some take too long to read an answer.
+    assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 10ull * SECOND - 1), KVQ_E_LIMIT);
+    assert_non_null(strstr(text, "all 32 connections have a request under way"));
+    assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 10ull * SECOND), 0);
+    assert_true(slow[0]->ending && !slow[1]->ending);
+    assert_false(local->ending);
+}
+
+// Users of the Unix socket have shares, and none displaces another; an administrator has all.
+static void test_shares(void **state)
+{
+    (void)state;
+    for (uint32_t i = 0; i < KVQ__HTTP_MOST / 2; i++) {
+        assert_int_equal(check(true, 7, KVQ__ROLE_NONE, start), 0);
+        add(true, 7, start, false);
+    }
+    assert_int_equal(check(true, 7, KVQ__ROLE_NONE, start + 60ull * SECOND), KVQ_E_LIMIT);
+    assert_non_null(strstr(text, "user 7 has 16 of the 32 connections"));
+    assert_int_equal(check(true, 8, KVQ__ROLE_NONE, start), 0);
+    assert_int_equal(check(true, 7, KVQ__ROLE_ADMIN, start), 0);
+    assert_int_equal(n_ending(), 0);
+}
+
+// However slowly it drips, a request has to be whole in time; an answer may take longer.
+static void test_late(void **state)
+{
+    (void)state;
+    struct kvq__http_guest *slow = add(false, 0, start, false);
+    struct kvq__http_guest *fresh = add(true, 7, start + 1, false);
+    struct kvq__http_guest *reader = add(false, 0, start, true);
+    kvq__http_guests_tick(&guests, start + 10ull * SECOND - 1);
+    assert_int_equal(n_ending(), 0);
+    kvq__http_guests_tick(&guests, start + 10ull * SECOND);
+    assert_true(slow->ending && !fresh->ending && !reader->ending);
+    char byte;
+    assert_int_equal(read(slow->fd, &byte, 1), 0); // its end, as libmicrohttpd sees it
+    kvq__http_guests_tick(&guests, start + 11ull * SECOND);
+    assert_int_equal(n_ending(), 2);
+    assert_false(reader->ending);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_teardown(test_displaced, teardown),
+        cmocka_unit_test_teardown(test_shares, teardown),
+        cmocka_unit_test_teardown(test_late, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
