@@ -45,12 +45,19 @@ static bool displace_stranger(struct kvq__http_guests *guests, uint64_t now_ns)
     return found;
 }
 
+// Of the descriptors that the daemon keeps, monitors get a few, so that they see what goes on.
+static uint32_t places(uint32_t free)
+{
+    return free > kvq__descriptors_kept() ? KVQ__HTTP_MOST
+           : free >= KVQ__FILES_SPARE     ? KVQ__HTTP_RESERVED
+                                          : 0;
+}
+
 int kvq__http_guest_check(struct kvq__http_guests *guests, const struct kvq__http_guest *guest,
                           enum kvq__role role, uint64_t now_ns, char *text)
 {
     const struct kvq__http_guest *other;
-    uint32_t own = 0, all = 0, free = kvq__descriptors_free();
-    uint32_t most = free > kvq__descriptors_kept() ? KVQ__HTTP_MOST : 0;
+    uint32_t own = 0, all = 0, free = kvq__descriptors_free(), most = places(free);
     bool local = guest->local;
     LIST_FOREACH (other, guests, link) {
         bool counts = other->local == local && !other->ending;

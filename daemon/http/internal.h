@@ -19,7 +19,8 @@
 #include "daemon/store/store.h"
 
 enum {
-    KVQ__HTTP_MOST = 32,          // connections to each of the two sockets
+    KVQ__HTTP_MOST = 32,          // connections to each of the two sockets,
+    KVQ__HTTP_RESERVED = 4,       // while only descriptors are left that the daemon keeps
     KVQ__HTTP_IDLE_SECONDS = 10,  // in which a connection moves a byte, and sends a whole request
     KVQ__HTTP_MEMORY = 32 << 10,  // of a connection: headers, and buffers of what is sent
     KVQ__HTTP_PATIENCE_MS = 5000, // until a request that the poller does not answer is refused

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Guests of HTTP: who gets in when all places are taken, and who goes, by times that the
+// Guests of HTTP: who gets in when places or descriptors are taken, and who goes, by times that the
 // test makes up.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cmocka.h>
 
 #include "daemon/http/internal.h"
+#include "daemon/runtime/descriptors.h"
 
 enum { SECOND = 1000000000 };
 
@@ -125,12 +127,52 @@ static void test_late(void **state)
     assert_false(reader->ending);
 }
 
+// So many descriptors are free.
+static void leave_free(uint32_t n)
+{
+    struct rlimit limit;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &limit), 0);
+    limit.rlim_cur = kvq__descriptors_limit() - kvq__descriptors_free() + n;
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    assert_int_equal(kvq__descriptors_free(), n);
+}
+
+// Where engines have taken all that they may, monitors still get a few, and what is said is true.
+static void test_descriptors(void **state)
+{
+    (void)state;
+    struct rlimit before;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    for (uint32_t i = 0; i < KVQ__HTTP_RESERVED; i++) {
+        leave_free(20);
+        assert_true(kvq__descriptors_free() <= kvq__descriptors_kept());
+        assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start), 0);
+        assert_int_equal(check(true, 7, KVQ__ROLE_ADMIN, start), 0);
+        add(false, 0, start + i, true);
+        add(true, 7, start, true);
+    }
+    leave_free(20);
+    assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 9), KVQ_E_LIMIT);
+    assert_non_null(strstr(text, "kvqd has 20 of "));
+    assert_int_equal(check(true, 7, KVQ__ROLE_ADMIN, start), KVQ_E_LIMIT);
+    struct kvq__http_guest *silent = add(false, 0, start + 9, false);
+    assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 9), 0);
+    assert_true(silent->ending);
+    leave(silent);
+    leave_free(KVQ__FILES_SPARE - 1);
+    assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 60ull * SECOND), KVQ_E_LIMIT);
+    assert_non_null(strstr(text, "raise its LimitNOFILE="));
+    assert_int_equal(n_ending(), 0);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_teardown(test_displaced, teardown),
         cmocka_unit_test_teardown(test_shares, teardown),
         cmocka_unit_test_teardown(test_late, teardown),
+        cmocka_unit_test_teardown(test_descriptors, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
