@@ -90,8 +90,14 @@ void kvq__http_guests_tick(struct kvq__http_guests *guests, uint64_t now_ns)
             shut(guest);
 }
 
-void kvq__http_guest_leave(struct kvq__http_guest *guest)
+void kvq__http_guest_leave(struct kvq__http_guests *guests, const struct kvq__http_guest *guest)
 {
-    LIST_REMOVE(guest, link);
-    free(guest);
+    struct kvq__http_guest *one;
+    LIST_FOREACH (one, guests, link)
+        if (one == guest)
+            break;
+    if (!one)
+        return;
+    LIST_REMOVE(one, link);
+    free(one);
 }

@@ -398,7 +398,7 @@ static void on_guest(void *context, struct MHD_Connection *connection, void **ow
     struct kvq__http_guest *guest = guest_of(h, connection);
     (void)own;
     if (code == MHD_CONNECTION_NOTIFY_CLOSED && guest)
-        kvq__http_guest_leave(guest);
+        kvq__http_guest_leave(&h->guests, guest);
 }
 
 static void admit(struct kvq__http *h, int fd, bool local)
@@ -424,10 +424,10 @@ static void admit(struct kvq__http *h, int fd, bool local)
     }
     run_http(h); // who was displaced is gone then
     LIST_INSERT_HEAD(&h->guests, guest, link);
-    // Takes the descriptor over, and closes it also if it fails.
+    // Takes the descriptor over, and closes it also if it fails, maybe with a call of on_guest.
     if (MHD_add_connection(h->daemon, fd, (const struct sockaddr *)&nowhere, sizeof nowhere) !=
         MHD_YES)
-        kvq__http_guest_leave(guest);
+        kvq__http_guest_leave(&h->guests, guest);
     run_http(h);
 }
 

@@ -103,8 +103,8 @@ int kvq__http_guest_check(struct kvq__http_guests *guests, const struct kvq__htt
                           enum kvq__role role, uint64_t now_ns, char *text);
 // Ends those who do not send a whole request in KVQ__HTTP_IDLE_SECONDS, however they drip it.
 void kvq__http_guests_tick(struct kvq__http_guests *guests, uint64_t now_ns);
-// Forgets and frees the guest.
-void kvq__http_guest_leave(struct kvq__http_guest *guest);
+// Forgets and frees the guest, if it is still there.
+void kvq__http_guest_leave(struct kvq__http_guests *guests, const struct kvq__http_guest *guest);
 
 // ---- metrics.c ----
 

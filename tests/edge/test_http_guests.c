@@ -40,7 +40,7 @@ static struct kvq__http_guest *add(bool local, uint32_t uid, uint64_t since_ns, 
 static void leave(struct kvq__http_guest *guest)
 {
     close(guest->fd);
-    kvq__http_guest_leave(guest);
+    kvq__http_guest_leave(&guests, guest);
 }
 
 static int teardown(void **state)
@@ -166,6 +166,18 @@ static void test_descriptors(void **state)
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
 }
 
+// libmicrohttpd may have told already that a connection is closed which it then refuses.
+static void test_leaves_twice(void **state)
+{
+    (void)state;
+    struct kvq__http_guest *guest = add(false, 0, start, false), *other;
+    other = add(false, 0, start, false);
+    leave(guest);
+    kvq__http_guest_leave(&guests, guest);
+    assert_ptr_equal(LIST_FIRST(&guests), other);
+    assert_null(LIST_NEXT(other, link));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -173,6 +185,7 @@ int main(void)
         cmocka_unit_test_teardown(test_shares, teardown),
         cmocka_unit_test_teardown(test_late, teardown),
         cmocka_unit_test_teardown(test_descriptors, teardown),
+        cmocka_unit_test_teardown(test_leaves_twice, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
