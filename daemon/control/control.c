@@ -290,9 +290,11 @@ static void list_events(struct kvq__control *c)
     list->last = history->last;
     list->events = events;
     uint64_t number = kvq__history_first(history, c->request->list_events->after);
-    for (; number <= history->last && list->n_events < MOST_EVENTS; number++)
+    while (number <= history->last && list->n_events < MOST_EVENTS) {
         if ((events[list->n_events] = kvq__history_get(history, number, &c->arena)))
             list->n_events++;
+        number = kvq__history_first(history, number);
+    }
     c->reply.events = list;
     c->reply.result_case = KVQ__REPLY__RESULT_EVENTS;
     send_reply(c);

@@ -31,7 +31,7 @@ struct kvq__http_text kvq__http_events_since(const struct kvq__history *history,
         return text;
     uint64_t first = kvq__history_first(history, after > history->last ? 0 : after);
     fprintf(out, "{\"last\":%llu,\"events\":[", (unsigned long long)history->last);
-    for (uint64_t n = first; n <= history->last; n++) {
+    for (uint64_t n = first; n <= history->last; n = kvq__history_first(history, n)) {
         fputs(n > first ? ",\n" : "", out);
         write_event(out, history, n);
     }

@@ -13,19 +13,19 @@
 #include "daemon/runtime/server.h"
 #include "proto/sync.h"
 
-enum { EVENTS = 256 };
+enum { EVENTS = 256, KEPT = 32 }; // KEPT: of these, for what is a warning or worse
 
 struct event_mail {
     struct kvq__mail mail;
     struct kvq__server *server;
     uint32_t taken; // 1 from the poller's posting until the loop is done with it
+    uint32_t lost;  // events that were dropped since the one before
     enum kvq__event_kind kind;
     uint64_t client;
     char ns[KVQ_NAME_BYTES], session[KVQ_NAME_BYTES], text[256];
 };
 
 static struct event_mail events[EVENTS];
-static uint32_t dropped;
 
 static const struct {
     const char *name;
@@ -44,11 +44,6 @@ static void log_event(const struct event_mail *e)
              kvq__log_quote(ns, sizeof ns, e->ns),
              kvq__log_quote(session, sizeof session, e->session),
              kvq__log_quote(text, sizeof text, e->text));
-    uint32_t lost = kvq_word_load(&dropped);
-    if (lost) {
-        kvq_word_add(&dropped, (uint32_t)-lost);
-        kvq__log(KVQ_LOG_WARN, "events_dropped", "count=%u", lost);
-    }
 }
 
 // Loop's thread.
@@ -75,6 +70,10 @@ static void deliver_event(struct kvq__mail *mail)
 {
     struct event_mail *e = (struct event_mail *)mail; // its first member
     assert(kvq_word_load(&e->taken));
+    if (e->lost)
+        kvq__log(KVQ_LOG_WARN, "events_dropped", "count=%u", e->lost);
+    if (e->lost && e->server->history)
+        kvq__history_lose(e->server->history, e->lost);
     tell_event(e);
     kvq_word_store_release(&e->taken, 0);
 }
@@ -100,13 +99,18 @@ void kvq__event_tell(struct kvq__server *server, const struct kvq__event *event)
 
 void kvq__event_from_core(void *context, const struct kvq__event *event)
 {
-    static uint32_t next;
+    static uint32_t next, lost;
     struct event_mail *e = &events[next % EVENTS];
-    if (kvq_word_load_acquire(&e->taken)) {
-        kvq_word_add(&dropped, 1);
+    // Mails come free in the order in which they were posted, so one ahead tells of all up to it.
+    assert(event->kind < KVQ__EVENTS);
+    uint32_t ahead = kinds[event->kind].level <= KVQ_LOG_WARN ? 0 : KEPT;
+    if (kvq_word_load_acquire(&events[(next + ahead) % EVENTS].taken)) {
+        lost++;
         return;
     }
     next++;
+    e->lost = lost;
+    lost = 0;
     kvq_word_store(&e->taken, 1);
     fill_event(e, context, event);
     kvq__mailbox_post(&e->server->box, &e->mail, deliver_event);

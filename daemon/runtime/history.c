@@ -24,13 +24,27 @@ void kvq__history_add(struct kvq__history *history, Kvq__Event *event)
     history->kept[at].bytes = (uint16_t)length;
 }
 
+void kvq__history_lose(struct kvq__history *history, uint32_t count)
+{
+    uint64_t begin = history->last + 1;
+    history->last += count;
+    assert(history->last >= begin);
+    if (count > KVQ__HISTORY_EVENTS)
+        begin = history->last - KVQ__HISTORY_EVENTS + 1;
+    for (uint64_t number = begin; number <= history->last; number++)
+        history->kept[number % KVQ__HISTORY_EVENTS].bytes = 0;
+}
+
 uint64_t kvq__history_first(const struct kvq__history *history, uint64_t after)
 {
     uint64_t oldest =
         history->last < KVQ__HISTORY_EVENTS ? 1 : history->last - KVQ__HISTORY_EVENTS + 1;
     if (after >= history->last)
         return history->last + 1;
-    return after < oldest ? oldest : after + 1;
+    uint64_t number = after < oldest ? oldest : after + 1;
+    while (number <= history->last && history->kept[number % KVQ__HISTORY_EVENTS].bytes == 0)
+        number++;
+    return number;
 }
 
 Kvq__Event *kvq__history_get(const struct kvq__history *history, uint64_t number,
@@ -40,6 +54,7 @@ Kvq__Event *kvq__history_get(const struct kvq__history *history, uint64_t number
     Kvq__Event *event;
     size_t at = number % KVQ__HISTORY_EVENTS;
     assert(number > 0 && number <= history->last && history->last - number < KVQ__HISTORY_EVENTS);
+    assert(history->kept[at].bytes > 0);
     int error =
         kvq_event_unpack(history->kept[at].packed, history->kept[at].bytes, arena, &event, text);
     assert(error == 0 || error == KVQ_E_LIMIT);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // kvqctl events: a line for each event of the daemon, over its restarts. The daemon numbers its
-// events and keeps the last ones, so looking for new ones now and then misses none.
+// events and keeps the last ones, so looking for new ones now and then misses none, or sees by the
+// numbers how many.
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -147,7 +148,7 @@ static void take_events(const struct kvq__ctl *ctl, const struct wanted *wanted,
     if (first > f->after + 1 && f->whole)
         fprintf(stderr,
                 "kvqctl: %" PRIu64 " events before the next one are missing: more happened since "
-                "the last look than the daemon keeps\n",
+                "the last look than the daemon keeps, or faster than it could note\n",
                 first - f->after - 1);
     f->whole = true;
     for (size_t i = 0; i < list->n_events && !is_enough(ctl, f); i++) {
