@@ -38,6 +38,7 @@ def slow(name, bucket, labels=""):
 CASES = {
     "KvqdDown": {f"up{{{HOST}}}": "1x10 0x50"},
     "KvqdRestarted": {f"kvqd_uptime_seconds{{{HOST}}}": "1000+60x10 0+60x50"},
+    "KvqdCrashLoop": {f"kvqd_uptime_seconds{{{HOST}}}": "1000+60x10" + 25 * " 0+60x1"},
     "KvqdDraining": {f"kvqd_draining{{{HOST}}}": "0x10 1x50"},
     "KvqdPoolFull": {f'kvqd_pool_used_bytes{{{HOST}, place="host"}}': "50x10 96x50",
                      f'kvqd_pool_bytes{{{HOST}, place="host"}}': "100x60"},
@@ -60,6 +61,10 @@ CASES = {
     "KvqdErrors": rising("kvqd_refused_requests_total", 600),
 }
 FIRES = {"KvqdRestarted": "13m"}  # when to look; the others fire on until the end
+# What two alerts make of each other's series: a daemon that is started again and again was started
+# anew; one that was started once is in no loop.
+BESIDE = [("KvqdRestarted", "KvqdCrashLoop", "59m", True),
+          ("KvqdCrashLoop", "KvqdRestarted", "13m", False)]
 
 
 def main():
@@ -74,20 +79,22 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for name in set(names) & set(CASES):
             for when, fires in (("9m", False), (FIRES.get(name, "59m"), True)):
-                failed += check(folder, name, when, fires)
+                failed += check(folder, name, name, when, fires)
+        for name, other, when, fires in BESIDE:
+            failed += check(folder, name, other, when, fires)
     print(*failed, sep="\n", end="\n" if failed else "")
     print(f"alerts: {len(names) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
 
 
-def check(folder, name, when, fires):
-    """What is wrong with an alert at a minute. For alerts promtool compares all labels and texts,
-    so it is asked for the series that Prometheus makes of each."""
+def check(folder, name, case, when, fires):
+    """What is wrong with an alert at a minute of a case. For alerts promtool compares all labels
+    and texts, so it is asked for the series that Prometheus makes of each."""
     look = {"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)',
             "eval_time": when, "exp_samples": [{"labels": "{}", "value": 1 if fires else 0}]}
     test = {"rule_files": [os.path.realpath(RULES)], "evaluation_interval": "1m", "tests": [
         {"interval": "1m", "promql_expr_test": [look],
-         "input_series": [{"series": s, "values": v} for s, v in CASES[name].items()]}]}
+         "input_series": [{"series": s, "values": v} for s, v in CASES[case].items()]}]}
     path = os.path.join(folder, f"{name}.yml")
     with open(path, "w", encoding="utf-8") as file:
         json.dump(test, file)  # YAML, too
