@@ -252,6 +252,16 @@ class Kubernetes(unittest.TestCase):
             self.assertIsInstance(value, str, f"{name} has to be a string")
         check_options(self, self.environment())
 
+    def test_service_links(self):
+        """Variables that Kubernetes makes of a Service named kvqd would end the start."""
+        done = subprocess.run([os.path.join(BUILD, "bin", "kvqd"), "--print-config"],
+                              capture_output=True, text=True, timeout=BOUND,
+                              env={**os.environ, "KVQD_SERVICE_HOST": "10.0.0.1"})
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("KVQD_SERVICE_HOST", done.stderr)
+        for pod in (self.pod, self.engine):
+            self.assertIs(pod["enableServiceLinks"], False)
+
     def test_probes(self):
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             words = self.kvqd[probe]["exec"]["command"]
