@@ -91,6 +91,9 @@ class Tables(Stored):
             found = {row["name"] for row in self.rows("storage", "list", "--filter",
                                                       f"saved={value}")}
             self.assertIn("plain", found)
+            for beside in "<>":
+                self.assertNotIn("plain", {row["name"] for row in self.rows(
+                    "storage", "list", "--filter", f"saved{beside}{value}")})
             self.assertEqual(self.rows("storage", "list", "--filter", f"saved={value}",
                                        "--filter", f"saved!={value}"), [])
         self.assertEqual(self.rows("storage", "list", "--filter", "saved=2001-01-01"), [])

@@ -200,7 +200,7 @@ static bool passes(const struct kvq__ctl_filter *f, const ProtobufCMessage *elem
     case '<':
         return order < 0;
     case '>':
-        return order > 0;
+        return order > 0 && !within;
     case '!':
         return order != 0 && !within;
     default:
