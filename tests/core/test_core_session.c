@@ -201,6 +201,47 @@ static void test_open_again(void **state)
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_NO_SESSION);
 }
 
+// A handle of one attachment names no session of another, of this run or of the next.
+static void test_handles_of_attachments(void **state)
+{
+    enum { ATTACHMENTS = 50, HANDLES = 3 };
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
+    uint64_t old[ATTACHMENTS * HANDLES], n = 0;
+    struct kvq__session_info info;
+    (void)state;
+    for (uint32_t i = 0; i < ATTACHMENTS; i++) {
+        if (i == ATTACHMENTS / 2) { // another run, whose clients have the same ids
+            assert_int_equal(teardown(NULL), 0);
+            assert_int_equal(setup(NULL), 0);
+            kit.core->config.run++;
+        }
+        member_close(&m);
+        assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+        for (uint32_t j = 0; j < HANDLES; j++)
+            assert_int_equal(open_as(&m, &spec, &info), 0);
+        for (uint64_t j = 0; j < n; j++)
+            assert_int_equal(kvq__session_close(m.client, old[j], text), KVQ_E_STALE);
+        assert_int_equal(m.client->n_handles, HANDLES);
+        for (uint32_t j = 0; j < HANDLES; j++)
+            old[n++] = kvq__handle_value(&m.client->handles[0][j]);
+    }
+}
+
+// No generation is 0, which in front of index 0 would be the handle that is none.
+static void test_handle_generations_wrap(void **state)
+{
+    struct kvq__handle *h;
+    (void)state;
+    m.client->first_generation = UINT32_MAX;
+    assert_int_equal(kvq__handle_new(m.client, &h), 0);
+    assert_int_equal(kvq__handle_value(h), (uint64_t)UINT32_MAX << 32);
+    kvq__handle_free(h);
+    assert_int_equal(kvq__handle_new(m.client, &h), 0);
+    assert_int_equal(kvq__handle_value(h), 1ull << 32);
+    kvq__handle_free(h);
+}
+
 static void test_take_over(void **state)
 {
     struct kvq__layer_row row = row_of("f16");
@@ -734,6 +775,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_shapes, setup, teardown),
         cmocka_unit_test_setup_teardown(test_numbers_of_spec, setup, teardown),
         cmocka_unit_test_setup_teardown(test_open_again, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_handles_of_attachments, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_handle_generations_wrap, setup, teardown),
         cmocka_unit_test_setup_teardown(test_take_over, setup, teardown),
         cmocka_unit_test_setup_teardown(test_permission, setup, teardown),
         cmocka_unit_test_setup_teardown(test_quota, setup, teardown),

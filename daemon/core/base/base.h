@@ -98,7 +98,8 @@ struct kvq__core_config {
     uint32_t workers;      // threads that run jobs; attention is cut into pieces for so many
     uint8_t path;          // enum kvq_path for sessions that leave it to the daemon
     bool saves;            // there is a store that saves sessions and fetches parked ones (saved.h)
-    uint64_t run;          // differs from run to run; tells the saves of one run from another's
+    uint64_t run;          // differs from run to run; tells the saves and the handles of one run
+                           // from another's
     uint64_t stall_ns;     // a client that stalls for so long is reported; 0 = 2 s
     struct kvq__quota quota; // of namespaces that are not configured
     uint64_t partial_bytes;  // scratch of one queue for partial results; 0 = 8 MiB

@@ -11,6 +11,17 @@
 
 // ---- Clients ----
 
+// Where the generations of an attachment's handles start: far from those of any other, of this run
+// or of one before, so that a handle of an earlier attachment is stale in a later one. Odd steps
+// visit every number, and the golden ratio's keep all of them apart.
+static uint32_t first_generation(uint64_t run, uint64_t client)
+{
+    assert(client > 0);
+    uint32_t start = (uint32_t)(run * 0xbf58476d1ce4e5b9ull >> 32);
+    uint32_t generation = start + (uint32_t)client * 0x9e3779b9u;
+    return generation ? generation : 1;
+}
+
 int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__client **out, uint64_t *id, char *text)
 {
@@ -27,6 +38,7 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
     c->core = core;
     c->peer = *peer;
     c->id = ++core->last_client;
+    c->first_generation = first_generation(core->config.run, c->id);
     c->connected_at = core->now;
     snprintf(c->name, sizeof c->name, "%s", name ? name : "");
     LIST_INIT(&c->free_handles);
@@ -250,7 +262,7 @@ static int add_chunk(struct kvq__client *client)
     for (uint32_t i = KVQ__HANDLE_CHUNK; i-- > 0;) {
         chunk[i].client = client;
         chunk[i].index = n * KVQ__HANDLE_CHUNK + i;
-        chunk[i].generation = 1;
+        chunk[i].generation = client->first_generation;
         LIST_INSERT_HEAD(&client->free_handles, &chunk[i], link);
     }
     return 0;

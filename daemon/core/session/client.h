@@ -42,6 +42,7 @@ struct kvq__client {
     uint64_t id, requests, connected_at;
     bool gone;
     uint32_t n_queues, n_buffers, n_handles, n_steps;
+    uint32_t first_generation; // of each of its handles
     uint64_t buffer_bytes;
     struct kvq__handle *handles[KVQ__HANDLE_CHUNKS];
     struct kvq__handle_list free_handles;
