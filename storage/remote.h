@@ -177,7 +177,7 @@ int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
 // of its own next to the store's. The store's cap does not count the space of these files.
 
 // Exports a session (all shards) and pushes the file. After a failure the file stays, and the next
-// call goes on where this one ended, unless the session was saved again since.
+// call goes on where this one ended, unless the session was saved again or the store begun anew.
 int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                     const char *space, const char *name, const struct kvq_remote_watch *watch,
                     struct kvq_remote_moved *moved, char *text, size_t n);

@@ -4,7 +4,7 @@
 //
 // Files in between are named by what they hold, so that a later call finds what an earlier one has
 // left: push-WHAT-VERSION.kvq and pull-WHAT.kvq. WHAT is of the namespace and name, VERSION of the
-// saves of all shards.
+// store and of the saves of all shards.
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -39,22 +39,49 @@ static int name_hash(const char *space, const char *name, char out[KVQ__SHA_HEX]
     return 0;
 }
 
-// A digest of the saves that all shards of a session are at.
+// What tells one save of a shard from any other: a store that was begun anew, or whose folder was
+// put back from a copy, counts its sessions and saves as before.
+struct save_mark {
+    uint64_t id, save, tokens;
+    int64_t saved_at;
+    uint8_t meta[KVQ__SHA_BYTES]; // of the opaque bytes
+};
+
+static int mark_save(struct kvq_store *store, const struct kvq_store_session *session,
+                     struct save_mark *mark, char *text, size_t n)
+{
+    void *meta = malloc(session->n_bytes + 1);
+    *mark = (struct save_mark){session->id, session->save, session->tokens, session->saved_at, {0}};
+    if (!meta)
+        return say(text, n, KVQ_E_NO_MEMORY, session->name, "no memory to look at it", 0);
+    int rc = kvq_store_meta_read(store, session, meta, text, n);
+    rc = rc ? rc : kvq__sha256(meta, session->n_bytes, mark->meta);
+    free(meta);
+    return rc;
+}
+
+// A digest of the store and of the saves that all shards of a session are at.
 static int saves_hash(struct kvq_store *store, const char *space, const char *name,
                       char out[KVQ__SHA_HEX], char *text, size_t n)
 {
-    uint64_t saves[KVQ_MAX_SHARDS] = {0};
+    struct {
+        uint8_t store[KVQ_STORE_ID_BYTES];
+        struct save_mark saves[KVQ_MAX_SHARDS];
+    } all;
     uint8_t sha[KVQ__SHA_BYTES];
     uint32_t shards = 1;
+    memset(&all, 0, sizeof all);
+    kvq_store_id(store, all.store);
     for (uint32_t i = 0; i < shards; i++) {
         struct kvq_store_session session;
         int rc = kvq_store_find(store, space, name, i, &session, text, n);
+        if (rc == 0)
+            rc = mark_save(store, &session, &all.saves[i], text, n);
         if (rc != 0)
             return rc;
         shards = session.shards <= KVQ_MAX_SHARDS ? session.shards : KVQ_MAX_SHARDS;
-        saves[i] = session.save;
     }
-    int rc = kvq__sha256(saves, shards * sizeof *saves, sha);
+    int rc = kvq__sha256(&all, sizeof all, sha);
     kvq__sha_hex(sha, out);
     out[HEX_KEPT] = '\0';
     return rc;

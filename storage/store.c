@@ -233,6 +233,11 @@ int kvq_store_open(const char *folder, const struct kvq_store_options *options,
     return rc;
 }
 
+void kvq_store_id(const struct kvq_store *store, uint8_t id[KVQ_STORE_ID_BYTES])
+{
+    memcpy(id, store->id, KVQ_STORE_ID_BYTES);
+}
+
 void kvq_store_close(struct kvq_store **store)
 {
     struct kvq_store *s = store ? *store : NULL;

@@ -82,6 +82,8 @@ struct kvq_store_report {
 // the open fails with that code. Marks of damaged blocks then last until the store is closed.
 int kvq_store_open(const char *folder, const struct kvq_store_options *options,
                    struct kvq_store **store, struct kvq_store_report *report, char *text, size_t n);
+// The store's own number, which no other store has: not one that was begun anew in its folder.
+void kvq_store_id(const struct kvq_store *store, uint8_t id[KVQ_STORE_ID_BYTES]);
 // Closes the store; aborts a save that is open. No other thread may be in a call on the store.
 // Accepts NULL and pointers to NULL.
 void kvq_store_close(struct kvq_store **store);

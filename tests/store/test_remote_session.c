@@ -2,6 +2,9 @@
 //
 // Pushing and removing sessions where others do so at the same time, or something was left undone,
 // against a server whose answers are written out here.
+#include <dirent.h>
+
+#include "storage/store.h"
 #include "tests/store/remote_check.h"
 
 // ---- Chunks ----
@@ -177,6 +180,84 @@ static void packs_that_are_removed_meanwhile(void **state)
     assert_int_equal(server.n_asked, sizeof replies / sizeof *replies);
 }
 
+// ---- Exports that were left ----
+
+// A store with one session of so many tokens, in the folder of the one before.
+static struct kvq_store *begin_store(const char *path, uint64_t tokens)
+{
+    struct kvq_store *store;
+    struct kvq_save *save;
+    struct kvq_store_meta meta = {.space = "s",
+                                  .name = "n",
+                                  .model = "m",
+                                  .formats = "f",
+                                  .shards = 1,
+                                  .tokens = tokens,
+                                  .saved_at = 1,
+                                  .version = 1};
+    remove_folder(path);
+    assert_int_equal(
+        kvq_store_open(path, &(struct kvq_store_options){0}, &store, NULL, text, sizeof text), 0);
+    assert_int_equal(kvq_save_begin(store, &save, text, sizeof text), 0);
+    assert_int_equal(kvq_save_session(save, &meta, text, sizeof text), 0);
+    assert_int_equal(kvq_save_commit(&save, text, sizeof text), 0);
+    return store;
+}
+
+// The tokens of the one export in the folder, and its path.
+static uint64_t exported(struct kvq_store *store, const char *transfers, char path[512])
+{
+    uint32_t files = 0;
+    struct kvq_store_session session;
+    DIR *dir = opendir(transfers);
+    assert_non_null(dir);
+    for (struct dirent *entry; (entry = readdir(dir));) {
+        if (entry->d_name[0] == '.')
+            continue;
+        snprintf(path, 512, "%s/%s", transfers, entry->d_name);
+        files++;
+    }
+    closedir(dir);
+    assert_int_equal(files, 1);
+    assert_int_equal(kvq_store_exported(store, path, &session, text, sizeof text), 0);
+    return session.tokens;
+}
+
+static void push_in_vain(struct kvq_store *store, const char *transfers)
+{
+    static const struct script_reply refuses[] = {{.bytes = "HTTP/1.1 403 No\r\n\r\n"}};
+    begin(refuses, 1);
+    int rc = kvq_remote_push(remote, store, transfers, "s", "n", NULL, &moved, text, sizeof text);
+    end();
+    assert_int_equal(rc, KVQ_E_PERMISSION);
+}
+
+// A push that fails leaves its export for the next one, but not for a store that was begun anew in
+// the same folder, whose sessions and saves have the same numbers.
+static void an_export_is_of_one_store(void **state)
+{
+    (void)state;
+    char here[64], transfers[64], first[512], again[512];
+    snprintf(here, sizeof here, "%s/here", folder);
+    snprintf(transfers, sizeof transfers, "%s/transfers", folder);
+    struct kvq_store *store = begin_store(here, 128);
+    push_in_vain(store, transfers);
+    assert_int_equal(exported(store, transfers, first), 128);
+    push_in_vain(store, transfers);
+    assert_int_equal(exported(store, transfers, again), 128);
+    assert_string_equal(first, again);
+    kvq_store_close(&store);
+    for (uint64_t tokens = 128; tokens <= 256; tokens += 128) { // also one that looks the same
+        store = begin_store(here, tokens);
+        push_in_vain(store, transfers);
+        assert_int_equal(exported(store, transfers, again), tokens);
+        assert_string_not_equal(first, again);
+        kvq_store_close(&store);
+    }
+    remove_folder(here);
+    remove_folder(transfers);
+}
+
 // ---- Removing ----
 
 // A removal that failed behind the head goes on with the data, whose list may be longer than one
@@ -236,6 +317,7 @@ int main(void)
         cmocka_unit_test(packs_without_a_head),
         cmocka_unit_test(the_old_head_is_known_first),
         cmocka_unit_test(packs_that_are_removed_meanwhile),
+        cmocka_unit_test(an_export_is_of_one_store),
         cmocka_unit_test(a_removal_is_finished),
         cmocka_unit_test(a_removal_has_an_end),
     };
