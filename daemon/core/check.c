@@ -315,7 +315,7 @@ static void audit_givers(struct kvq__check *c, const struct kvq__core *core)
 
 // What the extent's blocks add up to.
 struct cut {
-    uint64_t at, used, refs, exempt;
+    uint64_t at, used, refs, exempt, alone; // alone: of blocks that one index alone has
     uint32_t unreferenced, free[2]; // free: stretches of extents that hold what stays, what passes
 };
 
@@ -325,10 +325,12 @@ static void audit_block(struct kvq__check *c, const struct kvq__block *b, struct
     HOLDS(c, b->at == sum->at && b->bytes > 0 && b->bytes % 64 == 0 && b->at % 64 == 0);
     HOLDS(c, !b->free || (b->refs == 0 && !b->exempt && !(next && next->free)));
     HOLDS(c, b->refs == 0 || b->refs == references_to(c, b));
+    HOLDS(c, b->indexes <= b->refs && (b->indexes > 0 || b->index == 0));
     sum->at += b->bytes;
     sum->used += b->free ? 0 : b->bytes;
     sum->refs += b->refs;
     sum->exempt += b->exempt ? b->bytes : 0;
+    sum->alone += kvq__block_is_alone(b) ? b->bytes : 0;
     sum->unreferenced += b->refs == 0 && !b->free;
     sum->free[b->extent->passing] += b->free;
 }
@@ -350,6 +352,7 @@ static void audit_extent(struct kvq__check *c, const struct kvq__core *core,
     sum->used += cut.used;
     sum->refs += cut.refs;
     sum->exempt += cut.exempt;
+    sum->alone += cut.alone;
     for (int i = 0; i < 2; i++)
         sum->free[i] += cut.free[i];
 }
@@ -398,7 +401,11 @@ static void audit_pools(struct kvq__check *c, const struct kvq__core *core)
 {
     for (uint32_t i = 0; i < core->n_pools; i++) {
         const struct kvq__pool *pool = &core->pools[i];
-        uint64_t huge = 0, extents = count_extents(c, core, pool, &huge);
+        uint64_t huge = 0, alone = 0, extents = count_extents(c, core, pool, &huge);
+        const struct kvq__namespace *ns;
+        TAILQ_FOREACH (ns, &core->namespaces, link)
+            alone += ns->arenas[i].index_bytes;
+        HOLDS(c, alone == pool->index_bytes);
         HOLDS(c, extents * pool->extent_bytes == pool->extents_taken);
         HOLDS(c,
               huge * pool->extent_bytes == pool->huge_bytes && pool->extents_taken <= pool->budget);
@@ -493,7 +500,8 @@ static void audit_session(struct kvq__check *c, const struct kvq__session *s)
     HOLDS(c, owned == s->n_owned);
 }
 
-static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node)
+// Adds what the node's blocks have, of which *alone are those with no other reference.
+static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node, uint64_t *alone)
 {
     uint64_t bytes = 0;
     HOLDS(c, node->page == (node->parent ? node->parent->page + 1 : 0));
@@ -504,7 +512,9 @@ static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node)
         const struct kvq__block *b = page->packed.block ? page->packed.block : page->raw.block;
         HOLDS(c, !page->packed.block || !page->raw.block);
         HOLDS(c, !b || b->extent->owner->pool == node->pool);
+        HOLDS(c, !b || b->indexes > 0);
         bytes += b ? b->bytes : 0;
+        *alone += b && b->refs == 1 ? b->bytes : 0;
     }
     HOLDS(c, bytes == node->bytes);
     return bytes;
@@ -514,11 +524,11 @@ static uint64_t audit_node(struct kvq__check *c, const struct kvq__node *node)
 static void audit_prefixes(struct kvq__check *c, const struct kvq__prefixes *p)
 {
     const struct kvq__node *node;
-    uint64_t bytes = 0, last = 0;
+    uint64_t bytes = 0, alone = 0, last = 0;
     uint32_t n = 0, children = 0, with_parent = 0, leaves = 0, childless = 0;
     for (uint32_t b = 0; b < p->n_buckets; b++)
         LIST_FOREACH (node, &p->buckets[b], link) {
-            bytes += audit_node(c, node);
+            bytes += audit_node(c, node, &alone);
             children += node->children;
             with_parent += node->parent != NULL;
             childless += node->children == 0;
@@ -529,7 +539,7 @@ static void audit_prefixes(struct kvq__check *c, const struct kvq__prefixes *p)
         last = node->used_at;
         leaves++;
     }
-    HOLDS(c, n == p->n_nodes && bytes == p->bytes);
+    HOLDS(c, n == p->n_nodes && bytes == p->bytes && alone == p->alone_bytes);
     HOLDS(c, children == with_parent && leaves == childless);
 }
 
@@ -562,6 +572,7 @@ static void audit_namespace(struct kvq__check *c, struct counting *t,
         struct cut sum = {0};
         HOLDS(c, arena->ns == ns && arena->pool == &t->core->pools[i]);
         audit_arena(c, t->core, arena, &sum);
+        HOLDS(c, sum.alone == arena->index_bytes);
         used[which] += sum.used;
         exempt[which] += sum.exempt;
         refs += sum.refs;

@@ -106,6 +106,7 @@ static void sums(void **state)
     ASSERT_FINDS(core->pools[0].huge_bytes, 1, "huge_bytes");
     ASSERT_FINDS(core->pools[0].budget, 1, "pool->budget");
     ASSERT_FINDS(core->pools[0].n_ended, 1, "n_ended");
+    ASSERT_FINDS(core->pools[0].index_bytes, 64, "pool->index_bytes");
 }
 
 static void namespaces(void **state)
@@ -118,6 +119,8 @@ static void namespaces(void **state)
     ASSERT_FINDS(ns->arenas[0].n_ended, 1, "n == noted");
     ASSERT_FINDS(ns->prefixes.n_nodes, ns->prefixes.n_nodes + 1, "p->n_nodes");
     ASSERT_FINDS(ns->prefixes.bytes, ns->prefixes.bytes + 64, "p->bytes");
+    ASSERT_FINDS(ns->prefixes.alone_bytes, 64, "p->alone_bytes");
+    ASSERT_FINDS(ns->arenas[0].index_bytes, 64, "arena->index_bytes");
 }
 
 // Above a limit that was lowered, nothing grows.

@@ -506,6 +506,8 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
 struct kvq__ref kvq__block_share(struct kvq__ref ref)
 {
     assert(!ref.block || (ref.block->refs > 0 && !ref.block->free));
+    if (ref.block && kvq__block_is_alone(ref.block))
+        kvq__alone_count(ref.block, false);
     if (ref.block)
         ref.block->refs++;
     return ref;
@@ -529,7 +531,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
     struct kvq__arena *arena = e->owner;
     assert(e->used_bytes >= b->bytes && arena->pool->used_bytes >= b->bytes);
     assert(arena->ns->used[kvq__pool_limit(arena->pool)] >= b->bytes);
-    assert(!b->free && b->refs == 0);
+    assert(!b->free && b->refs == 0 && b->indexes == 0);
     kvq__block_exempt(b, false);
     e->used_bytes -= b->bytes;
     arena->pool->used_bytes -= b->bytes;
@@ -691,8 +693,11 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
         return;
     assert(b->refs > 0 && !b->free);
     kvq__retire(core, &b->retired);
-    if (--b->refs > 0)
+    if (--b->refs > 0) {
+        if (kvq__block_is_alone(b))
+            kvq__alone_count(b, true);
         return;
+    }
     if (is_over(core, b->retired.at))
         block_free(core, b);
     else
@@ -740,6 +745,7 @@ void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t by
     if (b->refs > 1 || b->exempt || !is_over(core, core->last_flight) ||
         (STAILQ_EMPTY(&e->spare) && records_add(core, e, bytes) < 0))
         return;
+    assert(b->indexes == 0); // which would be a second reference
     struct kvq__block *rest = record_take(e);
     rest->at = b->at + bytes;
     rest->bytes = b->bytes - bytes;

@@ -41,6 +41,9 @@ struct kvq__block {
     uint32_t refs;
     bool free;
     bool exempt;        // the namespace's limit does not count it, since a move counts its copy
+    uint16_t indexes;   // how many of its references are pages' of indexes of prefixes
+    uintptr_t index;    // of one: the address of its index's count (kvq__block_index); of several:
+                        // these addresses combined by XOR, so that what stays is that of the last
     uint64_t saved;     // the store's id of its bytes, which are final; 0: not saved
     uint64_t at, bytes; // in its extent, multiples of 64
     struct kvq__extent *extent;
@@ -104,6 +107,7 @@ struct kvq__arena {
     struct kvq__session_list sessions; // of the namespace, with blocks there: kvq__recent_put
     uint32_t n_sessions;               // in this list
     uint32_t n_ended;                  // ended sessions that still have pages there
+    uint64_t index_bytes;              // of blocks with one reference, by an index of prefixes
 };
 
 // The memory of one place: the host or a GPU. Blocks on a GPU have device addresses, which the host
@@ -116,6 +120,7 @@ struct kvq__pool {
     uint64_t used_bytes;    // of blocks, deferred frees included
     uint32_t sessions;      // that are published
     uint32_t n_ended;       // sum over the arenas of all namespaces
+    uint64_t index_bytes;   // sum over the arenas of all namespaces
     uint64_t huge_bytes;    // of extents in explicit huge pages
     uint64_t *numbers;      // a bit for each number, set if an extent has it
     uint32_t made;          // what memory.made returned last
@@ -189,6 +194,17 @@ void kvq__extent_show(struct kvq__extent *extent);
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                        uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref);
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
+// Whether its one reference is of an index of prefixes.
+static inline bool kvq__block_is_alone(const struct kvq__block *block)
+{
+    return block->refs == 1 && block->indexes == 1;
+}
+// Counts a block that has become so, or (is false) is about to be so no longer (alone.c).
+void kvq__alone_count(const struct kvq__block *block, bool is);
+// A reference of an index of prefixes, which ends with kvq__block_unindex just before it is given
+// up. *alone counts the bytes of blocks to which there is no reference but one of that index.
+struct kvq__ref kvq__block_index(struct kvq__ref ref, uint64_t *alone);
+void kvq__block_unindex(struct kvq__block *block, uint64_t *alone);
 // With `exempt` the limit of the block's namespace does not count it, until it is freed.
 void kvq__block_exempt(struct kvq__block *block, bool exempt);
 // From here to kvq__drops_end: flights after `last` do not read what is dropped. If only the

@@ -268,12 +268,20 @@ static struct kvq__node *node_new(struct kvq__prefixes *p, uint32_t n_layers)
     return node;
 }
 
-static uint64_t share(struct kvq__ref *to, const struct kvq__ref *from)
+static uint64_t share(struct kvq__prefixes *p, struct kvq__ref *to, const struct kvq__ref *from)
 {
     if (to->block || !from->block)
         return 0;
-    *to = kvq__block_share(*from);
+    *to = kvq__block_index(*from, &p->alone_bytes);
     return from->block->bytes;
+}
+
+// The block is free at once if no request reads it.
+static void unshare(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__ref *ref)
+{
+    if (ref->block)
+        kvq__block_unindex(ref->block, &p->alone_bytes);
+    kvq__block_drop_idle(core, ref);
 }
 
 // Adds references to the final blocks that the node lacks: packed ones, or raw ones of raw formats.
@@ -287,9 +295,9 @@ static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const str
         if (!kvq__layer_owns(s, i))
             continue;
         if (node->page >= l->first_page && l->packed_bytes)
-            bytes = share(&to->packed, &kvq__page(l, node->page)->packed);
+            bytes = share(p, &to->packed, &kvq__page(l, node->page)->packed);
         else if (node->page >= l->first_page)
-            bytes = share(&to->raw, &kvq__page(l, node->page)->raw);
+            bytes = share(p, &to->raw, &kvq__page(l, node->page)->raw);
         node->bytes += bytes;
         p->bytes += bytes;
         to++;
@@ -327,8 +335,8 @@ static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct k
     assert(!node->parent || node->parent->children > 0);
     assert(node->children == 0);
     for (uint32_t i = 0; i < node->n_layers; i++) {
-        kvq__block_drop_idle(core, &node->pages[i].raw);
-        kvq__block_drop_idle(core, &node->pages[i].packed);
+        unshare(core, p, &node->pages[i].raw);
+        unshare(core, p, &node->pages[i].packed);
     }
     LIST_REMOVE(node, link);
     TAILQ_REMOVE(&p->leaves, node, leaf);
@@ -553,9 +561,11 @@ static struct kvq__node *oldest(struct kvq__core *core, const struct kvq__prefix
                                 const struct kvq__namespace *ns, const struct kvq__pool *pool)
 {
     struct kvq__node *node;
-    TAILQ_FOREACH (node, &p->leaves, leaf)
+    TAILQ_FOREACH (node, &p->leaves, leaf) {
+        core->lookup.looks++;
         if (is_empty_node(node) || frees(core, node, ns, pool))
             return node;
+    }
     return NULL;
 }
 
@@ -566,7 +576,7 @@ static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq
     assert(node->bytes >= bytes && p->bytes >= bytes);
     node->bytes -= bytes;
     p->bytes -= bytes;
-    kvq__block_drop_idle(core, ref);
+    unshare(core, p, ref);
 }
 
 static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
@@ -590,9 +600,24 @@ static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct k
 {
     struct kvq__node *node;
     for (uint32_t b = 0; b < p->n_buckets; b++)
-        LIST_FOREACH (node, &p->buckets[b], link)
+        LIST_FOREACH (node, &p->buckets[b], link) {
+            core->lookup.looks++;
             if (shed_node(core, p, node, ns, pool))
                 return true;
+        }
+    return false;
+}
+
+// Whether any index has a block alone that would help.
+static bool has_alone(const struct kvq__core *core, const struct kvq__namespace *ns,
+                      const struct kvq__pool *pool)
+{
+    enum kvq__limit which = kvq__pool_limit(pool);
+    if (!ns)
+        return pool->index_bytes > 0;
+    for (uint32_t i = 0; i < core->n_pools; i++)
+        if (kvq__pool_limit(&core->pools[i]) == which && ns->arenas[i].index_bytes > 0)
+            return true;
     return false;
 }
 
@@ -607,7 +632,11 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
     struct kvq__node *first = NULL;
     assert(code == KVQ_E_QUOTA || code == KVQ_E_NO_MEMORY);
     core->index_later = false;
+    if (!has_alone(core, whose, pool))
+        return false;
     TAILQ_FOREACH (at, &core->namespaces, link) {
+        if (at->prefixes.alone_bytes == 0)
+            continue;
         struct kvq__node *node = oldest(core, &at->prefixes, whose, pool);
         if (node && (!first || node->used_at < first->used_at)) {
             first = node;
@@ -619,7 +648,7 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
         return true;
     }
     TAILQ_FOREACH (at, &core->namespaces, link)
-        if (shed(core, &at->prefixes, whose, pool))
+        if (at->prefixes.alone_bytes > 0 && shed(core, &at->prefixes, whose, pool))
             return true;
     return false;
 }

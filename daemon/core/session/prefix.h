@@ -124,6 +124,7 @@ struct kvq__prefixes {
     uint32_t n_buckets, n_nodes;
     struct kvq__leaf_list leaves; // the one used longest ago first
     uint64_t bytes, lookups, hits, asked_tokens, hit_tokens, evicted;
+    uint64_t alone_bytes; // of `bytes`, of blocks to which nothing else has a reference
     struct {
         uint64_t pages[KVQ__EVICTIONS], bytes;
     } untold; // evicted since the last event

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How much of the index of prefixes is looked at where memory is short: no more than what may go.
+#include "tests/core/prefix_kit.h"
+
+enum { SESSIONS = 40 };
+
+static uint64_t looks(void)
+{
+    return kit.core->lookup.looks;
+}
+
+static struct kvq__namespace *namespace_of(const char *name)
+{
+    static const struct kvq__peer admin = {.admin = true};
+    struct kvq__namespace *ns = NULL;
+    assert_int_equal(kvq__namespace_get(kit.core, &admin, name, &ns, text), 0);
+    return ns;
+}
+
+// A session with a prefix of its own, of so many pages, some time after the one before.
+static uint64_t feed_own(const char *ns, uint32_t which, uint32_t pages)
+{
+    char salt[16];
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    snprintf(salt, sizeof salt, "%u", which);
+    spec.ns = ns;
+    spec.salt = salt;
+    uint64_t handle = feed(&one, &spec, pages * PAGE + 1);
+    kvq__prefix_seal_all(kit.core);
+    kvq__core_clock(kit.core, ++kit.now);
+    return handle;
+}
+
+static uint64_t idle_of(const char *ns)
+{
+    static const struct kvq__peer admin = {.admin = true};
+    struct kvq__prefix_info list[8];
+    uint32_t n = kvq__core_prefixes(kit.core, &admin, 0, list, 8);
+    for (uint32_t i = 0; i < n; i++)
+        if (strcmp(list[i].ns, ns) == 0)
+            return list[i].idle_bytes;
+    return 0;
+}
+
+// An index whose blocks all have sessions is not looked at, however often somebody asks for room.
+static void all_in_use(void **state)
+{
+    (void)state;
+    struct kvq__namespace *team = namespace_of("team");
+    struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t handles[SESSIONS];
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        handles[i] = feed_own("team", i, 2);
+    assert_int_equal(team->prefixes.n_nodes, 2 * SESSIONS);
+    uint64_t before = looks();
+    for (uint32_t i = 0; i < 100; i++) {
+        assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
+        assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA));
+    }
+    assert_int_equal(looks(), before);
+    assert_int_equal(idle_of("team"), 0);
+    // What one leaves goes, by a look or two at each page; then nobody looks again.
+    uint64_t used = pool->used_bytes;
+    drop(&one, handles[0]);
+    assert_in_range(idle_of("team"), 1, used);
+    core_check(kit.core);
+    before = looks();
+    assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA));
+    assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
+    assert_in_range(looks() - before, 2, 2 * SESSIONS);
+    assert_int_equal(idle_of("team"), 0);
+    before = looks();
+    assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
+    assert_int_equal(looks(), before);
+    assert_int_equal(team->prefixes.n_nodes, 2 * SESSIONS - 2);
+}
+
+// At a namespace's limit the blocks of others do not help, and nobody looks for them.
+static void of_others(void **state)
+{
+    (void)state;
+    struct kvq__pool *pool = &kit.core->pools[0];
+    for (uint32_t i = 0; i < SESSIONS / 4; i++)
+        drop(&one, feed_own("open", i, 2));
+    feed_own("team", 0, 2);
+    uint64_t before = looks();
+    assert_false(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_QUOTA));
+    assert_int_equal(looks(), before);
+    assert_true(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_NO_MEMORY));
+    assert_true(kvq__prefix_reclaim(kit.core, namespace_of("open"), pool, KVQ_E_QUOTA));
+}
+
+// A block that two indexes have is idle in neither, until one of them gives it up.
+static void in_two_indexes(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
+    struct kvq__namespace *open = namespace_of("open");
+    struct kvq__session_info info;
+    spec.ns = "open";
+    uint64_t a = feed(&one, &spec, 600), b = open_as(&two, &other, &info); // "team" may
+    assert_int_equal(info.tokens, 4 * PAGE);
+    assert_int_equal(kit_step(&two, b, 200, HEADS, DIM), 0);
+    kit_pack(&kit);
+    kvq__prefix_seal_all(kit.core);
+    drop(&one, a);
+    drop(&two, b);
+    core_check(kit.core);
+    uint64_t own = idle_of("team"); // of the fifth page
+    assert_int_equal(idle_of("open"), 0);
+    while (kvq__prefix_reclaim_node(open))
+        core_check(kit.core);
+    assert_int_equal(idle_of("open"), 0);
+    assert_in_range(idle_of("team"), own + 1, kit.core->pools[0].used_bytes);
+    assert_int_equal(idle_of("team"), kit.core->pools[0].used_bytes);
+    assert_true(kvq__prefix_reclaim(kit.core, NULL, &kit.core->pools[0], KVQ_E_NO_MEMORY));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(all_in_use, setup, teardown),
+        cmocka_unit_test_setup_teardown(of_others, setup, teardown),
+        cmocka_unit_test_setup_teardown(in_two_indexes, setup, teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
