@@ -68,7 +68,7 @@ static void all_in_use(void **state)
     before = looks();
     assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA));
     assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
-    assert_in_range(looks() - before, 2, 2 * SESSIONS);
+    assert_in_range(looks() - before, 2, 8);
     assert_int_equal(idle_of("team"), 0);
     before = looks();
     assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
@@ -89,6 +89,26 @@ static void of_others(void **state)
     assert_int_equal(looks(), before);
     assert_true(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_NO_MEMORY));
     assert_true(kvq__prefix_reclaim(kit.core, namespace_of("open"), pool, KVQ_E_QUOTA));
+}
+
+// The page before an evicted one is as old, and is put beside it at once.
+static void old_pages_go_first(void **state)
+{
+    (void)state;
+    enum { PAGES = 5 };
+    struct kvq__namespace *team = namespace_of("team");
+    drop(&one, feed_own("team", 0, PAGES));
+    for (uint32_t i = 1; i < SESSIONS; i++)
+        drop(&one, feed_own("team", i, 1));
+    uint64_t before = looks();
+    for (uint32_t i = 0; i < PAGES; i++) {
+        struct kvq__node *first = TAILQ_FIRST(&team->prefixes.leaves);
+        assert_int_equal(first->page, PAGES - 1 - i);
+        assert_true(kvq__prefix_reclaim(kit.core, team, &kit.core->pools[0], KVQ_E_NO_MEMORY));
+        core_check(kit.core);
+    }
+    assert_in_range(looks() - before, PAGES, 3 * PAGES);
+    assert_int_equal(team->prefixes.n_nodes, SESSIONS - 1);
 }
 
 // A block that two indexes have is idle in neither, until one of them gives it up.
@@ -122,6 +142,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(all_in_use, setup, teardown),
         cmocka_unit_test_setup_teardown(of_others, setup, teardown),
+        cmocka_unit_test_setup_teardown(old_pages_go_first, setup, teardown),
         cmocka_unit_test_setup_teardown(in_two_indexes, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

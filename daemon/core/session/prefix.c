@@ -304,17 +304,24 @@ static void node_fill(struct kvq__prefixes *p, struct kvq__node *node, const str
     }
 }
 
-// Leaves stand in the order of their last use.
+// Leaves stand in the order of their last use. A new one belongs at the end, and one whose last
+// child was evicted near the front or the end: the place is looked for from both.
 static void leaf_insert(struct kvq__prefixes *p, struct kvq__node *node)
 {
+    struct kvq__node *before = TAILQ_FIRST(&p->leaves);
     struct kvq__node *after = TAILQ_LAST(&p->leaves, kvq__leaf_list);
     assert(node->children == 0);
-    while (after && after->used_at > node->used_at)
+    while (before && before->used_at <= node->used_at && after->used_at > node->used_at) {
+        p->ns->core->lookup.looks++;
+        before = TAILQ_NEXT(before, leaf);
         after = TAILQ_PREV(after, kvq__leaf_list, leaf);
-    if (after)
+    }
+    if (!after)
+        TAILQ_INSERT_HEAD(&p->leaves, node, leaf);
+    else if (after->used_at <= node->used_at)
         TAILQ_INSERT_AFTER(&p->leaves, after, node, leaf);
     else
-        TAILQ_INSERT_HEAD(&p->leaves, node, leaf);
+        TAILQ_INSERT_BEFORE(before, node, leaf);
 }
 
 static void node_insert(struct kvq__prefixes *p, struct kvq__node *node)
