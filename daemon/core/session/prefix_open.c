@@ -133,23 +133,6 @@ int kvq__session_spans(struct kvq__client *client, uint64_t handle, const struct
 
 // ---- Telling ----
 
-// Of blocks that nobody else has.
-static uint64_t idle_bytes(const struct kvq__prefixes *p)
-{
-    const struct kvq__node *node;
-    uint64_t bytes = 0;
-    for (uint32_t b = 0; b < p->n_buckets; b++)
-        LIST_FOREACH (node, &p->buckets[b], link)
-            for (uint32_t i = 0; i < node->n_layers; i++) {
-                const struct kvq__block *block = node->pages[i].packed.block
-                                                     ? node->pages[i].packed.block
-                                                     : node->pages[i].raw.block;
-                if (block && block->refs == 1)
-                    bytes += block->bytes;
-            }
-    return bytes;
-}
-
 uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer *peer,
                             uint64_t after, struct kvq__prefix_info *out, uint32_t max)
 {
@@ -165,7 +148,7 @@ uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer
         out[n] = (struct kvq__prefix_info){.ns_number = ns->number,
                                            .pages = p->n_nodes,
                                            .bytes = p->bytes,
-                                           .idle_bytes = idle_bytes(p),
+                                           .idle_bytes = p->alone_bytes,
                                            .lookups = p->lookups,
                                            .hits = p->hits,
                                            .asked_tokens = p->asked_tokens,
