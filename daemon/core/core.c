@@ -19,6 +19,7 @@
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
 enum { DEFAULT_WORK_STREAM = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
 enum { DEFAULT_RELEASE_WORK = 2048 };
+enum { TRIM_AT_ONCE = 128 << 20 }; // bytes that a tick gives back to the system
 #define EMPTY_EXTENT_NS  10000000000ull
 #define DEFAULT_STALL_NS 2000000000ull
 
@@ -207,7 +208,7 @@ void kvq__core_close(struct kvq__core **pointer)
     kvq__work_streams_close(core);
     assert(LIST_EMPTY(&core->saves) && LIST_EMPTY(&core->restores));
     kvq__stagings_close(core);
-    kvq__pools_trim(core, 0);
+    kvq__pools_trim(core, 0, UINT64_MAX);
     for (uint32_t i = 0; i < core->n_pools; i++)
         assert(core->pools[i].extents_taken == 0 && core->pools[i].used_bytes == 0);
     assert(core->n_sessions == 0 && core->n_steps == 0 && core->tokens == 0);
@@ -270,7 +271,7 @@ void kvq__core_tick(struct kvq__core *core)
     kvq__tickets_tick(core);
     kvq__forgets_tick(core);
     kvq__evict_tick(core);
-    kvq__pools_trim(core, EMPTY_EXTENT_NS);
+    kvq__pools_trim(core, EMPTY_EXTENT_NS, TRIM_AT_ONCE);
 }
 
 void kvq__core_drain(struct kvq__core *core)

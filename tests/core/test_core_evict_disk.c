@@ -200,7 +200,7 @@ static void test_two_fetches(void **state)
             .saved = &s->saved, .parts = s->parts, .n_parts = s->n, .good_tokens = UINT64_MAX};
         assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r[i], text), 0);
     }
-    kvq__pools_trim(kit.core, 0);
+    kvq__pools_trim(kit.core, 0, UINT64_MAX);
     // The first takes one extent and some of the other one, the second what is left.
     assert_int_equal(kvq__restore_reserve(r[0], text), KVQ__MORE);
     assert_int_equal(kvq__restore_reserve(r[0], text), KVQ__MORE);
@@ -295,7 +295,7 @@ static void test_beside_a_restore(void **state)
     assert_int_equal(kvq__session_drop(m.client, big, text), 0);
     uint64_t x = opened(&other, "");
     assert_int_equal(step(&other, x, PAGE), 0);
-    kvq__pools_trim(kit.core, 0);
+    kvq__pools_trim(kit.core, 0, UINT64_MAX);
     const struct vault_session *s = vault_find(&vault, "big", 0);
     struct kvq__restore_spec spec = {.ns = s->ns,
                                      .place = place(0),

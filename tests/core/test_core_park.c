@@ -295,7 +295,7 @@ static void test_no_room(void **state)
     struct kvq__pool *pool = &kit.core->pools[0];
     uint64_t budget = pool->budget, known = kit_of(&m, a)->ids.known;
     assert_int_equal(known, 1500);
-    kvq__pools_trim(kit.core, 0);
+    kvq__pools_trim(kit.core, 0, UINT64_MAX);
     pool->budget = pool->extent_bytes - 1; // for no extent
     assert_int_equal(ask_in_vain(a), KVQ_E_NO_MEMORY);
     assert_true(kvq__is_offloaded(session_of(a)));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // How much of the index of prefixes is looked at where memory is short: no more than what may go.
+// And how much of what is not needed any more goes in one tick.
 #include "tests/core/prefix_kit.h"
 
 enum { SESSIONS = 40 };
@@ -30,6 +31,14 @@ static uint64_t feed_own(const char *ns, uint32_t which, uint32_t pages)
     kvq__prefix_seal_all(kit.core);
     kvq__core_clock(kit.core, ++kit.now);
     return handle;
+}
+
+// Drops a session, and waits until none of its blocks is its own any more.
+static void end(uint64_t handle)
+{
+    drop(&one, handle);
+    while (kvq__core_poll(kit.core))
+        ;
 }
 
 static uint64_t idle_of(const char *ns)
@@ -62,7 +71,7 @@ static void all_in_use(void **state)
     assert_int_equal(idle_of("team"), 0);
     // What one leaves goes, by a look or two at each page; then nobody looks again.
     uint64_t used = pool->used_bytes;
-    drop(&one, handles[0]);
+    end(handles[0]);
     assert_in_range(idle_of("team"), 1, used);
     core_check(kit.core);
     before = looks();
@@ -82,7 +91,7 @@ static void of_others(void **state)
     (void)state;
     struct kvq__pool *pool = &kit.core->pools[0];
     for (uint32_t i = 0; i < SESSIONS / 4; i++)
-        drop(&one, feed_own("open", i, 2));
+        end(feed_own("open", i, 2));
     feed_own("team", 0, 2);
     uint64_t before = looks();
     assert_false(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_QUOTA));
@@ -97,9 +106,9 @@ static void old_pages_go_first(void **state)
     (void)state;
     enum { PAGES = 5 };
     struct kvq__namespace *team = namespace_of("team");
-    drop(&one, feed_own("team", 0, PAGES));
+    end(feed_own("team", 0, PAGES));
     for (uint32_t i = 1; i < SESSIONS; i++)
-        drop(&one, feed_own("team", i, 1));
+        end(feed_own("team", i, 1));
     uint64_t before = looks();
     for (uint32_t i = 0; i < PAGES; i++) {
         struct kvq__node *first = TAILQ_FIRST(&team->prefixes.leaves);
@@ -137,6 +146,77 @@ static void in_two_indexes(void **state)
     assert_true(kvq__prefix_reclaim(kit.core, NULL, &kit.core->pools[0], KVQ_E_NO_MEMORY));
 }
 
+// ---- Some at a time ----
+
+// What nobody has used for long goes, and what is left of a limit that was lowered, but not all of
+// it in one tick.
+static void pages_go_by_turns(void **state)
+{
+    (void)state;
+    enum { AT_ONCE = 64, PAGES = AT_ONCE + 20 };
+    struct kvq__namespace *team = namespace_of("team");
+    uint64_t *limit = &team->quota.limit[KVQ__HOST_BYTES];
+    for (int lowered = 0; lowered < 2; lowered++) {
+        for (uint32_t i = 0; i < PAGES / 4; i++)
+            end(feed_own("team", i, 4));
+        assert_int_equal(team->prefixes.n_nodes, PAGES);
+        if (lowered)
+            *limit = 64;
+        else
+            kvq__core_clock(kit.core, kit.now += kit.core->config.prefix_keep_ns);
+        kvq__core_tick(kit.core);
+        assert_int_equal(team->prefixes.n_nodes, PAGES - AT_ONCE);
+        kvq__core_tick(kit.core);
+        assert_int_equal(team->prefixes.n_nodes, 0);
+        *limit = 0;
+    }
+}
+
+// Leaves that sessions have are looked at by turns as well, and hold nobody else's up.
+static void leaves_in_use_hold_nothing_up(void **state)
+{
+    (void)state;
+    struct kvq__namespace *team = namespace_of("team");
+    for (uint32_t i = 0; i < 100; i++)
+        feed_own("team", i, 1);
+    end(feed_own("team", 100, 1));
+    kvq__core_clock(kit.core, kit.now += kit.core->config.prefix_keep_ns);
+    kvq__core_tick(kit.core);
+    assert_int_equal(team->prefixes.n_nodes, 101);
+    kvq__core_tick(kit.core);
+    assert_int_equal(team->prefixes.n_nodes, 100);
+}
+
+// Empty extents go back to the system after some seconds, a few in each tick.
+static void extents_go_by_turns(void **state)
+{
+    (void)state;
+    enum { EXTENT = 2 * MIB, AT_ONCE = 64, ALL = 2 * AT_ONCE + 5 };
+    struct kvq__pool *pool = &kit.core->pools[0];
+    struct kvq__namespace *team = namespace_of("team");
+    struct kvq__ref refs[ALL] = {0};
+    for (uint32_t i = 0; i < ALL; i++)
+        assert_int_equal(kvq__block_new(kit.core, team, pool, EXTENT, &refs[i]), 0);
+    for (uint32_t i = 0; i < ALL; i++)
+        kvq__block_drop(kit.core, &refs[i]);
+    kvq__core_clock(kit.core, kit.now += 9999999999u);
+    kvq__core_tick(kit.core);
+    assert_int_equal(pool->extents_taken, (uint64_t)ALL * EXTENT);
+    kvq__core_clock(kit.core, kit.now += 1);
+    for (uint32_t left = ALL; left > 0;) {
+        kvq__core_tick(kit.core);
+        left -= left < AT_ONCE ? left : AT_ONCE;
+        assert_int_equal(pool->extents_taken, (uint64_t)left * EXTENT);
+    }
+}
+
+static int setup_large(void **state)
+{
+    (void)state;
+    open_kit(512 * MIB, 0);
+    return 0;
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -144,6 +224,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(of_others, setup, teardown),
         cmocka_unit_test_setup_teardown(old_pages_go_first, setup, teardown),
         cmocka_unit_test_setup_teardown(in_two_indexes, setup, teardown),
+        cmocka_unit_test_setup_teardown(pages_go_by_turns, setup, teardown),
+        cmocka_unit_test_setup_teardown(leaves_in_use_hold_nothing_up, setup, teardown),
+        cmocka_unit_test_setup_teardown(extents_go_by_turns, setup_large, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

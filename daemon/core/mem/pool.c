@@ -124,14 +124,16 @@ static bool is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
     return false;
 }
 
-static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns)
+static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns, uint64_t *left)
 {
     struct kvq__extent *e = TAILQ_FIRST(&pool->empty), *next;
-    for (; e; e = next) {
+    for (; e && *left > 0; e = next) {
         next = TAILQ_NEXT(e, link);
         assert(!e->owner && e->empty_since <= core->now);
-        if (core->now - e->empty_since >= age_ns && !is_told(e, pool))
-            extent_release(core, pool, e);
+        if (core->now - e->empty_since < age_ns || is_told(e, pool))
+            continue;
+        extent_release(core, pool, e);
+        *left -= *left < pool->extent_bytes ? *left : pool->extent_bytes;
     }
 }
 
@@ -163,10 +165,10 @@ static bool release_told(struct kvq__core *core, struct kvq__pool *pool)
     return false;
 }
 
-void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns)
+void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes)
 {
     for (uint32_t i = 0; i < core->n_pools; i++)
-        trim(core, &core->pools[i], age_ns);
+        trim(core, &core->pools[i], age_ns, &bytes);
 }
 
 // Finds an extent without an owner: one that this namespace had before, a fresh one, or one of

@@ -239,8 +239,8 @@ void kvq__flight_move(struct kvq__core *core, struct kvq__flight *from, struct k
 void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *pool, uint64_t bytes);
 // Looks whether extents were made that somebody waits for; true if some were.
 bool kvq__pools_poll(struct kvq__core *core);
-// Gives back extents that have been empty since before `now - age`.
-void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns);
+// Gives back extents that have been empty since before `now - age`, until these are so many bytes.
+void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes);
 // The most bytes that the refused namespace can have there at all.
 uint64_t kvq__shortage_limit(const struct kvq__shortage *shortage);
 

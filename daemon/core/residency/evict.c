@@ -592,8 +592,8 @@ void kvq__evict_back(struct kvq__session *s)
 
 // ---- Above a limit that was lowered ----
 
-// Works towards a limit that was lowered: prefixes that no session has go at once, then sessions
-// that nobody uses, one after the other.
+// Works towards a limit that was lowered: prefixes that no session has go first, some in each tick,
+// then sessions that nobody uses, one after the other.
 static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool)
 {
     struct kvq__shortage shortage = {.pool = pool, .ns = ns, .code = KVQ_E_QUOTA};
@@ -601,7 +601,7 @@ static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, stru
     uint64_t look_at = UINT64_MAX;
     const struct kvq__eviction_request asked = {
         .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
-    while (kvq__quota_excess(ns, kvq__pool_limit(pool)) > 0)
+    for (uint32_t i = 0; i < RECLAIM_AT_ONCE && kvq__quota_excess(ns, kvq__pool_limit(pool)); i++)
         if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA)) {
             kvq__evict_for(core, &asked);
             return;

@@ -15,7 +15,7 @@
 static_assert((int)KVQ__HASH_BYTES == (int)crypto_generichash_BYTES, "a BLAKE2b-256");
 
 #define NS_PER_SECOND 1000000000ull
-enum { FIRST_BUCKETS = 64 };
+enum { FIRST_BUCKETS = 64, EXPIRE_AT_ONCE = 64 }; // leaves of an index that one tick looks at
 
 // ---- Hashes ----
 
@@ -673,13 +673,16 @@ bool kvq__prefix_reclaim_node(struct kvq__namespace *ns)
     return true;
 }
 
-// Evicts leaves that were not used for long. A leaf whose blocks sessions have counts as used now.
+// Evicts leaves that were not used for long; what is left of them goes in the next ticks. A leaf
+// whose blocks sessions have counts as used now.
 static void expire(struct kvq__core *core, struct kvq__prefixes *p)
 {
     struct kvq__node *node;
     uint64_t keep = core->config.prefix_keep_ns;
-    while (keep && (node = TAILQ_FIRST(&p->leaves)) && core->now - node->used_at >= keep) {
+    for (uint32_t i = 0; i < EXPIRE_AT_ONCE && keep && (node = TAILQ_FIRST(&p->leaves)); i++) {
         assert(node->used_at <= core->now);
+        if (core->now - node->used_at < keep)
+            return;
         if (is_empty_node(node) || frees(core, node, NULL, NULL))
             node_evict(core, p, node, KVQ__EVICT_AGE);
         else
