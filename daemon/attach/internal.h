@@ -13,8 +13,9 @@
 //
 // During 2 and 3 the loop's thread touches nothing that is marked "with the command".
 //
-// What takes long to give back is given back on a thread of libuv's as well. The connection ends
-// when everything is given back except host memory that GPUs reach: nobody waits for that.
+// What takes long to give back, large buffers too, is given back on a thread of libuv's as well.
+// The connection ends when everything is given back except host memory that GPUs reach: nobody
+// waits for that.
 #ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
 #define KVQ_DAEMON_ATTACH_INTERNAL_H
 
@@ -115,6 +116,7 @@ struct kvq__region {
     int fd;                     // of a piece made here, or by which a client's is opened
     struct kvq__import *import; // a client's
     uint64_t offset;            // in it
+    bool large;                 // it is being given back, and its memory on the host counts on
     struct kvq__return back;
 };
 

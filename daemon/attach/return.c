@@ -4,7 +4,8 @@
 // libuv's at a time:
 //
 // - Memory of GPUs, imports and events: the driver unmaps and closes them without a look at what
-//   runs. A close of an import and the end of a connection wait for these.
+//   runs. Large host memory: the system unmaps it page by page. A close of an import or of a large
+//   buffer and the end of a connection wait for these.
 // - Host memory that GPUs reach: to take it from them is to wait for all work they were given, and
 //   some of it may wait for a client that never signals. So nobody waits for this: the memory
 //   leaves its connection at once and counts on until it is back (for its client, and for all), and
@@ -15,6 +16,8 @@
 
 #include "daemon/attach/internal.h"
 #include "daemon/runtime/descriptors.h"
+
+enum { LARGE_BYTES = 1 << 20 }; // host memory that is not unmapped on the loop's thread
 
 static const struct kvq_gpu_driver *driver_of(const struct kvq__gpu *gpu)
 {
@@ -176,7 +179,10 @@ static struct kvq__region *region_of(struct kvq__return *what)
 static void run_region(struct kvq__return *what)
 {
     struct kvq__region *r = region_of(what);
-    assert(r->gpu);
+    assert(r->gpu || r->large);
+    kvq__shm_close(&r->host.shm);
+    if (!r->gpu)
+        return;
     kvq__gpu_enter(r->gpu);
     if (r->import)
         kvq_gpu_piece_release(driver_of(r->gpu), &r->import->piece);
@@ -196,7 +202,10 @@ static void free_region(struct kvq__region *r)
 
 static void end_region(struct kvq__return *what)
 {
-    free_region(region_of(what));
+    struct kvq__region *r = region_of(what);
+    if (r->large)
+        kvq__region_uncount(r);
+    free_region(r);
 }
 
 // A client may go on using memory that it has closed: it counts on until the client is gone.
@@ -216,27 +225,32 @@ static bool keep_as_spare(struct kvq__region *r)
     return true;
 }
 
-// Its client waits for the end of an import alone: only then may it free the memory.
+// Its client waits for the end of an import: only then may it free the memory. And a command that
+// closes large host memory waits for that, which counts on until it is back.
 void kvq__region_give_back(struct kvq__region *r)
 {
     struct kvq__connection *c = r->connection;
     assert(!r->import || r->import->users > 0);
     kvq__region_close_fd(r);
-    kvq__region_uncount(r);
+    r->large = r->host.shm.map && !r->host.at && r->host.shm.bytes >= LARGE_BYTES;
+    if (!r->large)
+        kvq__region_uncount(r);
     if (r->import && --r->import->users > 0)
         r->import = NULL; // others use it
     else if (r->import)
         r->import->closing = true;
     keep_as_spare(r);
-    bool slow = r->piece.kind != KVQ_GPU_PIECE_NONE ||
+    bool awaited = r->import || (r->large && c->state == KVQ__CONNECTION_BUSY);
+    bool slow = r->large || r->piece.kind != KVQ_GPU_PIECE_NONE ||
                 (r->import && r->import->piece.kind != KVQ_GPU_PIECE_NONE);
     if (r->host.at)
         let_go_of_pinned(c, &r->host, r->counted, false);
+    if (slow) {
+        give_back_later(c, &r->back, awaited, run_region, end_region);
+        return;
+    }
     kvq__shm_close(&r->host.shm);
-    if (slow)
-        give_back_later(c, &r->back, r->import != NULL, run_region, end_region);
-    else
-        free_region(r);
+    free_region(r);
 }
 
 static struct kvq__line *line_of(struct kvq__return *what)
