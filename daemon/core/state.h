@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The state of the core. Only the core's files and tests include this header and its parts: pool.h,
-// session.h, client.h and request.h.
+// The state of the core. Only the core's files and tests include this header and its parts: those
+// that it includes.
 //
 // Ownership: the core owns namespaces and clients; a namespace owns its sessions and
 // extents; a session owns its layers and formats. Its page table comes in
@@ -22,9 +22,15 @@
 #include "daemon/core/core.h"
 #include "daemon/core/mem/pool.h"
 #include "daemon/core/mem/quota.h"
+#include "daemon/core/mem/room.h"
 #include "daemon/core/request/request.h"
 #include "daemon/core/session/client.h"
+#include "daemon/core/session/due.h"
+#include "daemon/core/session/ended.h"
+#include "daemon/core/session/lookup.h"
+#include "daemon/core/session/pages.h"
 #include "daemon/core/session/prefix.h"
+#include "daemon/core/session/recent.h"
 #include "daemon/core/session/session.h"
 
 // ---- Namespaces (namespace.c) ----
@@ -65,6 +71,8 @@ int kvq__namespace_get(struct kvq__core *core, const struct kvq__peer *peer, con
 // nothing yet. `full` gets its name.
 int kvq__namespace_find(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                         struct kvq__namespace **ns, char full[KVQ_NAME_BYTES], char *text);
+// Whether sessions of the namespace of that name may share this one's prefixes.
+bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with);
 void kvq__namespaces_close(struct kvq__core *core);
 // Reports that a pool has refused so many bytes with KVQ_E_NO_MEMORY or KVQ_E_QUOTA, and why no
 // session made room (NULL: unknown). At most one event a second for each namespace. Does nothing

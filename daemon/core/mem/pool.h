@@ -24,10 +24,6 @@
 
 #include "daemon/core/base/base.h"
 
-// How far something that takes several turns has come; below 0: a KVQ_E code. MORE: call it again
-// in the next turn. LATER: call it again some milliseconds later, for memory for it is being made.
-enum kvq__advance { KVQ__COMPLETE = 0, KVQ__MORE = 1, KVQ__LATER = 2 };
-
 // Who may still read a block that was given up: flights up to number `at`, and of these only
 // flights that hold or pack the session with the serial number `by` (0: none; KVQ__BY_SEVERAL:
 // any).
@@ -138,28 +134,6 @@ struct kvq__shortage {
     bool later; // the index has blocks that it can free when the requests under way have ended
 };
 
-// How many sessions could not make room for a request, by the reason.
-struct kvq__in_the_way {
-    uint32_t in_use, pinned, young, nowhere; // nowhere: no place could take them
-};
-
-enum kvq__help {
-    KVQ__HELP_NONE,  // no session that may leave would make enough room
-    KVQ__HELP_LATER, // a session that would is not idle for long enough yet
-    KVQ__HELP_NOW,   // an eviction is under way, or an ended session's memory is being freed;
-                     // core->freed changes then
-};
-
-// A request for room, by a caller that was refused a block.
-struct kvq__eviction_request {
-    const struct kvq__shortage *shortage;
-    uint64_t need;                  // bytes that are missing there, at most
-    uint64_t ticket;                // sessions that requests with a ticket up to it use, stay
-    const struct kvq__session *own; // the caller's session: it stays, with its group; NULL = none
-    const struct kvq__queue *queue; // the queue whose request asks; NULL = none
-    struct kvq__in_the_way *in_the_way;
-    uint64_t *look_at; // KVQ__HELP_LATER: when
-};
 // Work under way that may read blocks; see the top of this file.
 struct kvq__flight {
     TAILQ_ENTRY(kvq__flight) link;
@@ -224,6 +198,10 @@ void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
                         const struct kvq__retired *retired);
 // As kvq__block_drop, for a reference by which no flight has read the block.
 void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref);
+// Whether the block has one reference, by which no request reads it, and no flight may read it
+// through references that it has lost: then it is free as soon as that reference is dropped.
+bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *block);
+void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
 // Frees deferred blocks that no request under way can read any more: all of them, or as many as

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Append: K and V of one layer into the raw blocks that the step reserved.
+#include "daemon/core/request/append.h"
+
 #include <assert.h>
 
 #include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/request/views.h"
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 

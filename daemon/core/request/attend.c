@@ -4,7 +4,9 @@
 // step. Packs first what has to be read packed.
 #include <assert.h>
 
+#include "daemon/core/request/append.h"
 #include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/request/views.h"
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 

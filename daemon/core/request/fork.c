@@ -3,6 +3,8 @@
 // Fork: a new session with the first tokens of another. Whole pages that neither can change any
 // more are shared; the rest is copied. Until the copies are done the request holds the new session
 // exclusively, so that whoever guesses its handle waits.
+#include "daemon/core/request/fork.h"
+
 #include <assert.h>
 #include <stdio.h>
 #include <string.h>

@@ -5,7 +5,10 @@
 #include <assert.h>
 #include <string.h>
 
+#include "daemon/core/request/append.h"
+#include "daemon/core/request/fork.h"
 #include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/request/views.h"
 
 static const struct kvq__layer *own_layer(const struct kvq__queue *q, uint32_t i)
 {

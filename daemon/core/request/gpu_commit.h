@@ -27,9 +27,6 @@ void kvq__gpu_commit_cancel(struct kvq__session *session);
 // that values were not finite.
 void kvq__gpu_commit(struct kvq__session *session, struct kvq__table *table,
                      struct kvq_result *result);
-// Parts of it (step.c): takes the session out of its client's step; and ends the step for it.
-void kvq__step_part(struct kvq__session *session);
-void kvq__step_over(struct kvq__session *session);
 // Whether entry i of a request, on this handle, has to wait for a STEP to commit.
 bool kvq__gpu_commit_asks(const struct kvq__queue *queue, uint32_t i,
                           const struct kvq__handle *handle);

@@ -11,9 +11,11 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "daemon/core/request/append.h"
 #include "daemon/core/request/gpu_commit.h"
 #include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/request/step_all.h"
+#include "daemon/core/request/views.h"
 #include "daemon/core/session/table.h"
 
 #define THERE(wave, array) ((kvq_gpu_ptr)(uintptr_t)kvq__wave_there(wave, array))

@@ -100,9 +100,5 @@ uint32_t kvq__gpu_attend_ops(const struct kvq__queue *queue, uint32_t i);
 uint32_t kvq__gpu_read_ops(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_accept_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_fork_room(const struct kvq__queue *queue, uint32_t i);
-// Where token t of an entry's source lies, and how many follow it there (store.c).
-uint32_t kvq__store_run(const struct kvq__queue *queue, uint32_t i,
-                        const struct kvq__source *source, uint32_t t, struct kvq_view *k,
-                        struct kvq_view *v);
 
 #endif

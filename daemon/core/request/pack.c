@@ -2,6 +2,8 @@
 //
 // Packing whole units: for a request that is about to read them packed, and in the background
 // before anybody asks. A unit is packed once, and its tokens can no longer change by then.
+#include "daemon/core/request/pack.h"
+
 #include <assert.h>
 
 #include "daemon/core/request/gpu_wave.h"

@@ -6,7 +6,10 @@
 #include <string.h>
 
 #include "daemon/core/request/admission.h"
+#include "daemon/core/request/append.h"
+#include "daemon/core/request/fork.h"
 #include "daemon/core/request/gpu_commit.h"
+#include "daemon/core/request/pack.h"
 #include "daemon/core/request/pack_error.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/prefix.h"

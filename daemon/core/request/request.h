@@ -22,14 +22,6 @@ enum {
     KVQ__VIEWS
 };
 
-// A block to be copied for a fork: `tokens` tokens of every head.
-struct kvq__copy {
-    const uint8_t *from;
-    uint8_t *to;
-    uint32_t layer, tokens;
-    bool packed;
-};
-
 // Where K and V of an entry's tokens come from.
 struct kvq__source {
     const uint8_t *k, *v; // of head 0 and the first token; paged: of page 0
@@ -260,102 +252,14 @@ void kvq__hold_reading(struct kvq__queue *q, uint32_t i);
 void kvq__hold_tail(struct kvq__queue *q, uint32_t i);
 void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i);
 void kvq__hold_buffers(struct kvq__queue *q);
-// On a GPU: whether the open step's stores, as far as they have ended, met values that are not
-// finite.
-bool kvq__step_nonfinite(const struct kvq__session *s);
-// Whether work of the open step is still under way on a GPU.
-static inline bool kvq__step_under_way(const struct kvq__session *s)
-{
-    return s->pool->gpu && s->entries.tail > 0;
-}
 void kvq__request_release(struct kvq__queue *q);
 // For entries that read committed tokens: true if another request is changing these tokens, or is
 // packing units that the entry would have to pack first.
 bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer);
 // Holds the session for reading, and the layer for packing if units are due.
 void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer);
-// Holds for packing all layers that are packed less far than a view at so many tokens reads, and
-// that nobody else is packing.
-void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens);
-void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w);
 
 extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
     kvq__pass_accept, kvq__pass_fork, kvq__pass_store_all, kvq__pass_pack_all, kvq__pass_publish;
-// Goes on with a FORK whose new sessions are not all made yet.
-enum kvq__progress kvq__fork_on(struct kvq__queue *q);
-// Lets go of an entry's new session, if there is one.
-void kvq__fork_release(struct kvq__queue *q, struct kvq__entry *w);
-// Checks for storing: of the request as a whole, and of an entry that kvq__entry_open_at has
-// opened; then the hold on the entry's session.
-int kvq__append_open(struct kvq__queue *q);
-int kvq__append_check(struct kvq__queue *q, uint32_t i);
-// An entry's append was refused. If the session has no such layer of its own the step is spoiled;
-// else the client can append the layer again.
-void kvq__append_refused(struct kvq__queue *q, uint32_t i);
-void kvq__append_hold(struct kvq__queue *q, uint32_t i);
-// The request ends and the entry has failed: if its layer was not stored, it can be appended again.
-void kvq__append_failed(struct kvq__queue *q, uint32_t i);
-// Checks that an entry's tensors of a layer exist and that the session's place can reach them.
-int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s);
-// Takes memory for the entry's page list, NULL if it is not paged; false if there is no room.
-bool kvq__store_list(struct kvq__queue *q, uint32_t i, int32_t **list);
-// Copies the list into the daemon's memory, for kvq__paged_check. 0 or KVQ_E_BOUNDS.
-int kvq__list_copy(struct kvq__queue *q, uint32_t i, int32_t *list);
-// Where the K and V views' tensors of an entry lie.
-struct kvq__source kvq__store_source(const struct kvq__queue *q, uint32_t i, const int32_t *list);
-// Stores the part of an entry's tokens that one page and KV head have. Any thread.
-struct kvq__store_part {
-    const struct kvq__layer *layer;
-    const struct kvq__source *source;
-    uint8_t *raw;        // the page's raw block
-    uint32_t page, head; // page: counted from that of the entry's first token
-};
-void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__store_part *part,
-                     struct kvq_store_counts *counts);
-
-// ---- Views of a request (views.c) ----
-
-uint32_t kvq__dtype_bytes(uint8_t dtype); // 0 if unknown
-// Checks what no entry changes: the buffer, dtype, alignment, reserved bytes. 0, KVQ_E_BUFFER,
-// KVQ_E_DTYPE, KVQ_E_INVALID, KVQ_E_BOUNDS.
-int kvq__view_open(struct kvq__queue *q, uint32_t view);
-// Rows [row, row + n) of heads x dim: strides of at least one row where there are several, every
-// byte inside the buffer. 0, KVQ_E_INVALID, KVQ_E_BOUNDS.
-int kvq__view_rows(const struct kvq__queue *q, uint32_t view, uint32_t heads, uint32_t dim,
-                   uint64_t row, uint64_t n);
-// The address of the row, on the place of the wave's sessions.
-uint8_t *kvq__view_data(const struct kvq__queue *q, uint32_t view, uint64_t row);
-// Whether the place of the session can reach the view's buffer: 0, KVQ_E_BUFFER, or KVQ_E_INVALID
-// if it is a GPU and the buffer does not start at a multiple of the view's dtype.
-int kvq__view_reach(const struct kvq__queue *q, uint32_t view, const struct kvq__session *s);
-const struct kvq_wire_view *kvq__view(const struct kvq__queue *q, uint32_t view);
-// For ATTEND, APPEND_ATTEND and READ: checks that the entry writes no output row that an earlier
-// entry writes. Call it once for each entry, in their order. 0 or KVQ_E_INVALID.
-int kvq__outputs_entry(struct kvq__queue *q, uint32_t i);
-// Then, for all entries: checks that the bytes that the request writes overlap neither each other
-// nor those that it reads. The engine's pages are not checked. 0 or KVQ_E_INVALID.
-int kvq__outputs_check(const struct kvq__queue *q);
-// Paged K and V: the number of pages of the entry's tokens; and a check that all of them lie inside
-// the buffers. The list is the daemon's own copy.
-uint32_t kvq__paged_count(const struct kvq_request *r, const struct kvq_entry_wire *e);
-int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
-                     const struct kvq_shape *s, const int32_t *list);
-// The list view: list_open checks it as kvq__view_open does; list_at returns n elements, or NULL if
-// they reach outside. Clients may write there at any time: copy first, then check.
-int kvq__list_open(struct kvq__queue *q);
-const int32_t *kvq__list_at(const struct kvq__queue *q, uint64_t element, uint64_t n);
-
-// ---- The ids of tokens that a request brings (token_ids.c) ----
-
-// The ids that a request brings: 0, also if it brings none, or what kvq__list_open says.
-int kvq__ids_open(struct kvq__queue *queue);
-// Whether those of so many tokens of an entry's lie inside the list: 0 or KVQ_E_BOUNDS.
-int kvq__ids_check(const struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
-// Copies the ids, once, behind those of the session's tokens. If the request brings none, the ids
-// of the tokens to come are unknown. 0, or as kvq__ns_allocate.
-int kvq__ids_bring(struct kvq__queue *queue, uint32_t entry, uint32_t tokens);
-// The same at the end of a step, for its tokens. If the request brings none, ids that came at the
-// step's beginning stay. 0, KVQ_E_BOUNDS, or as kvq__ns_allocate.
-int kvq__ids_bring_late(struct kvq__queue *queue, uint32_t entry);
 
 #endif

@@ -5,6 +5,7 @@
 
 #include "daemon/core/request/admission.h"
 #include "daemon/core/request/gpu_commit.h"
+#include "daemon/core/request/token_ids.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
@@ -65,8 +66,6 @@ static void reset_layers(struct kvq__session *s)
         s->layers[i].append = KVQ__NOT_APPENDED;
 }
 
-// Takes the session out of its client's step. The step ends with its last session. Appended tokens
-// stay.
 void kvq__step_part(struct kvq__session *s)
 {
     struct kvq__step *step = s->step;
@@ -77,7 +76,6 @@ void kvq__step_part(struct kvq__session *s)
     kvq__step_close_if_empty(step);
 }
 
-// Ends the step for the session: uncommitted tokens are dropped.
 void kvq__step_over(struct kvq__session *s)
 {
     assert(!s->in_step.committing && (!s->in_step.prepared || s->core->n_prepared > 0));

@@ -28,5 +28,18 @@ int kvq__step_commit(struct kvq__session *session, struct kvq_result *result);
 void kvq__step_recheck(const struct kvq__session *session, struct kvq_result *result);
 // Commits the tokens of a step that was checked.
 void kvq__step_publish(struct kvq__session *session);
+// Takes the session out of its client's step, which ends with its last session. Appended tokens
+// stay.
+void kvq__step_part(struct kvq__session *session);
+// Ends the step for the session: uncommitted tokens are dropped.
+void kvq__step_over(struct kvq__session *session);
+// On a GPU: whether the open step's stores, as far as they have ended, met values that are not
+// finite.
+bool kvq__step_nonfinite(const struct kvq__session *s);
+// Whether work of the open step is still under way on a GPU.
+static inline bool kvq__step_under_way(const struct kvq__session *s)
+{
+    return s->pool->gpu && s->entries.tail > 0;
+}
 
 #endif

@@ -6,8 +6,12 @@
 #include <assert.h>
 
 #include "daemon/core/request/admission.h"
+#include "daemon/core/request/append.h"
 #include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/request/pack.h"
 #include "daemon/core/request/step_all.h"
+#include "daemon/core/request/token_ids.h"
+#include "daemon/core/request/views.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/session/work_stream.h"

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The ids of tokens that requests bring, at a step's beginning or end.
+#include "daemon/core/request/token_ids.h"
+
+#include "daemon/core/request/views.h"
 #include "daemon/core/state.h"
 
 static bool brings_ids(const struct kvq__queue *q)

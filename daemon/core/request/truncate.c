@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "daemon/core/request/gpu_wave.h"
+#include "daemon/core/request/views.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"

@@ -2,6 +2,8 @@
 //
 // Checks of what a request says about memory. Every number here is a client's and may be
 // anything; ends are computed in 128 bits, so that nothing overflows.
+#include "daemon/core/request/views.h"
+
 #include <assert.h>
 
 #include "daemon/core/state.h"

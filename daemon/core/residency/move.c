@@ -11,6 +11,7 @@
 #include "daemon/core/residency/park.h"
 #include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
+#include "daemon/core/session/open.h"
 #include "daemon/core/session/work_stream.h"
 
 enum { RELEASE_AT_ONCE = 512 }; // blocks between two looks at the rings

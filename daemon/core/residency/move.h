@@ -18,6 +18,7 @@
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_MOVE_H
 #define KVQ_DAEMON_CORE_RESIDENCY_MOVE_H
 
+#include "daemon/core/residency/advance.h"
 #include "daemon/core/residency/ticket.h"
 
 // One session's part. Its references are numbered: for each layer with pages of its own, a raw and

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "daemon/core/request/fork.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/core/request/fork.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/saved_internal.h"

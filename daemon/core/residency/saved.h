@@ -18,6 +18,7 @@
 #define KVQ_DAEMON_CORE_RESIDENCY_SAVED_H
 
 #include "daemon/core/core.h"
+#include "daemon/core/residency/advance.h"
 #include "daemon/core/session/prefix.h"
 #include "daemon/core/session/prefix_ask.h"
 

@@ -54,9 +54,6 @@ struct kvq__client {
 
 // 0, KVQ_E_STALE or KVQ_E_TAKEN.
 int kvq__handle_get(struct kvq__client *client, uint64_t value, struct kvq__handle **handle);
-// The same with a text. Also the code by which its session was lost.
-int kvq__handle_attached(struct kvq__client *client, uint64_t value, struct kvq__handle **handle,
-                         char *text);
 // KVQ_E_LIMIT or KVQ_E_NO_MEMORY. The handle has no session yet.
 int kvq__handle_new(struct kvq__client *client, struct kvq__handle **handle);
 void kvq__handle_free(struct kvq__handle *handle);

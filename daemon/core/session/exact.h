@@ -4,6 +4,7 @@
 #ifndef KVQ_DAEMON_CORE_SESSION_EXACT_H
 #define KVQ_DAEMON_CORE_SESSION_EXACT_H
 
+#include "daemon/core/mem/room.h"
 #include "daemon/core/session/session.h"
 
 // How many tokens of a new session's prompt stay in 16 bits until the prompt has ended: all of

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Parts of open.c and fork.c for files that make sessions in other ways: of a prefix, of a saved
-// session.
+// Parts of open.c for files that make sessions in other ways: of a prefix, of a saved session.
 #ifndef KVQ_DAEMON_CORE_SESSION_OPEN_H
 #define KVQ_DAEMON_CORE_SESSION_OPEN_H
 
 #include "daemon/core/state.h"
-
-// ---- Opening (open.c) ----
 
 // A new session that nobody sees yet.
 int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec *spec,
@@ -20,16 +17,7 @@ int kvq__session_enter(struct kvq__session *s, char *text);
 int kvq__shards_check(const struct kvq__session *first, const struct kvq__session_spec *spec,
                       char *text);
 
-// ---- Where a session can be cut (fork.c) ----
-
-// fork_possible: the highest count at or below `at` where the session can be forked; 0 always is
-// one. fork_floor: the floor of a fork at that count. fork_base: of a layer of that fork, the count
-// below which tokens exist in packed form only; false if it cannot be cut there.
-uint64_t kvq__fork_possible(const struct kvq__session *s, uint64_t at);
-uint64_t kvq__fork_floor(const struct kvq__session *s, uint64_t at);
-bool kvq__fork_base(const struct kvq__session *s, const struct kvq__layer *l, uint64_t at,
-                    uint64_t *base);
-// Copies the tokens of every head. Any thread.
-void kvq__copy_tokens(const struct kvq__layer *l, const struct kvq__copy *c);
+// The pool of a place. NULL with a text if there is none of that name.
+struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text);
 
 #endif

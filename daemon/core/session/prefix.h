@@ -186,15 +186,6 @@ bool kvq__prefix_reclaim_node(struct kvq__namespace *ns);
 void kvq__prefixes_tick(struct kvq__core *core); // seals final pages, evicts unused ones
 void kvq__prefixes_close(struct kvq__core *core, struct kvq__namespace *ns);
 
-// ---- What it needs of blocks and namespaces (pool.c, namespace.c) ----
-
-// Whether the block has one reference, by which no request reads it, and no flight may read it
-// through references that it has lost: then it is free as soon as that reference is dropped.
-bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *block);
-void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref);
-// Whether sessions of the namespace of that name may share this one's prefixes.
-bool kvq__namespace_shares(const struct kvq__namespace *ns, const char *with);
-
 // ---- Looking and opening with one (prefix_ask.c, prefix_open.c; more: prefix_ask.h) ----
 
 // Asks which prefix a new, unpublished session could begin with, and answers at once. 0, a code for

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions, their layers and their pages; see session.c and pages.c. Part of state.h.
+// Sessions and their layers: what they are, their life, what can be told about them (session.c).
+// Their pages: pages.h. The lists that they stand in: recent.h, due.h, lookup.h, ended.h. Part of
+// state.h.
 #ifndef KVQ_DAEMON_CORE_SESSION_SESSION_H
 #define KVQ_DAEMON_CORE_SESSION_SESSION_H
 
-#include <assert.h>
 #include <sys/queue.h>
 #include <uv/tree.h>
 
@@ -12,23 +13,6 @@
 #include "daemon/core/mem/pool.h"
 #include "daemon/core/session/formats.h"
 #include "daemon/core/session/prefix.h"
-#include "kernels/sizes.h"
-
-// Blocks of 128 positions of one layer.
-struct kvq__pageref {
-    struct kvq__ref packed, raw;
-};
-
-// Part of a session's page table: a few pages, of all layers that have pages of their own. Forks
-// share sheets that are final (kvq__sheets_share); a sheet with more than one owner is never
-// written.
-enum { KVQ__SHEET_PAGES = KVQ_SHEET_PAGES };
-
-struct kvq__sheet {
-    uint32_t refs;               // sessions that have it, and moves that still hold it
-    struct kvq__retired retired; // which flights may read its blocks through it, as for a block
-    struct kvq__pageref pages[]; // KVQ__SHEET_PAGES of each such layer, in the order of layers
-};
 
 enum kvq__append_state { KVQ__NOT_APPENDED, KVQ__APPENDING, KVQ__APPENDED };
 
@@ -251,237 +235,83 @@ static inline bool kvq__is_fetching(const struct kvq__session *s)
     return s->residency >= KVQ__FETCH_WANTED && s->residency <= KVQ__FETCHING;
 }
 
+// Where a session belongs: the GPU that it was demoted from, or where it is.
+static inline struct kvq__pool *kvq__home_of(const struct kvq__session *s)
+{
+    return s->demoted.home ? s->demoted.home : s->pool;
+}
+static inline bool kvq__is_unsaved(const struct kvq__session *s)
+{
+    return s->saving.commits != s->saving.saved;
+}
+static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
+{
+    return s->layers[layer].source == layer;
+}
+
+// ---- Life ----
+
 // A session with zeroed layers that nobody sees yet. 0, or as kvq__ns_allocate. End it by
 // kvq__session_free before and by kvq__session_end after it was published.
 int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__session **out);
 void kvq__session_free(struct kvq__session *session);
 // Frees what is left of it; it has no pages, sheets or parts of ids.
 void kvq__session_dispose(struct kvq__session *session);
-
-// Whether nothing under way reads its blocks: no request holds the session, and no stream packs it.
-// Blocks that it gives up are free at once then, even while the stream of some client hangs.
-bool kvq__session_quiet(const struct kvq__session *session);
-// As kvq__drops_begin, for what the session gives up.
-void kvq__session_gives(struct kvq__session *session, uint64_t last);
-
-// ---- Sessions that have ended, whose memory is not free yet (ended.c) ----
-
-// Frees the session's memory in pieces, the first ones at once: its pages, and the rest when no
-// request references it any more.
-void kvq__ended_add(struct kvq__session *session);
-bool kvq__ended_poll(struct kvq__core *core); // a piece; true if there was something to do
-// Whether freeing the ended sessions can satisfy the block that was refused.
-bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *shortage);
-// Frees one ended session of the namespace at once, for its bookkeeping memory. False: there is
-// none.
-bool kvq__ended_reclaim(struct kvq__namespace *ns);
-void kvq__ended_close(struct kvq__core *core); // frees all at once; nothing is under way
-
 // Takes what a session on a GPU needs besides blocks: counters and codebooks. Its layers are built.
 // Nothing on the host. 0, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__session_place(struct kvq__session *session);
-void kvq__session_publish(struct kvq__session *session);
-// ---- What happens to it, for lists and counts of published ones (recent.c) ----
-
-void kvq__recent_enter(struct kvq__session *session);                    // it is published
-void kvq__recent_leave(struct kvq__session *session);                    // it ends
-void kvq__session_used(struct kvq__session *session);                    // now
-void kvq__session_changed(struct kvq__session *session);                 // and used
-void kvq__session_saved(struct kvq__session *session, uint64_t commits); // up to that change
-void kvq__session_count(struct kvq__session *session, uint64_t tokens);  // it has so many
-void kvq__session_lies_in(struct kvq__session *session,
-                          struct kvq__pool *pool); // it is there now
-// An arena lists its sessions in the order of their last use; a session that could not be evicted
-// goes to the end as well. Every published session with blocks is in the list; others may be.
-void kvq__recent_put(struct kvq__session *session);    // to the end of the list
-void kvq__recent_forget(struct kvq__session *session); // it has no blocks
-// Moves it to the right list of core->unsaved, after it was opened or closed.
-void kvq__unsaved_note(struct kvq__session *session);
-void kvq__unsaved_outlived(struct kvq__session *session); // the time that it is kept is over
-void kvq__unsaved_put_off(struct kvq__session *session);  // saving it has failed
-
-// ---- When published ones are looked at (due.c) ----
-
-// Schedules the look at the end of its keep time, and of its other shards'.
-void kvq__due_set(struct kvq__session *session);
-void kvq__due_clear(struct kvq__session *session);
-// Ends the sessions whose keep time is over.
-void kvq__dues_tick(struct kvq__core *core);
-
-// ---- Finding sessions that are published (lookup.c) ----
-
-int kvq__lookup_open(struct kvq__core *core); // 0 or KVQ_E_NO_MEMORY
-void kvq__lookup_close(struct kvq__core *core);
-void kvq__lookup_add(struct kvq__session *session);
-void kvq__lookup_remove(struct kvq__session *session);
-struct kvq__session *kvq__session_by_id(struct kvq__core *core, uint64_t id); // NULL = none
-// The first of the namespace with an id above `id`; NULL = none.
-struct kvq__session *kvq__session_after(struct kvq__namespace *ns, uint64_t id);
-// Some shard of the session of that name; NULL = none.
-struct kvq__session *kvq__session_named(struct kvq__namespace *ns, const char *name);
-// As kvq__session_find.
-int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
-                     const char *name, struct kvq__session **s, char *text);
-// Ends the session: takes it out of its namespace, makes its handles stale, frees its memory. The
-// event says why.
-void kvq__session_end(struct kvq__session *session, const char *why);
-void kvq__session_ref(struct kvq__session *session);
-void kvq__session_unref(struct kvq__session *session);
 // Moves a session without blocks to another pool, with what kvq__session_place has taken, and fails
 // as that does.
 int kvq__session_replace(struct kvq__session *session, struct kvq__pool *to);
-// Nobody has it open any more: drops it or starts its keep time.
-void kvq__session_detached(struct kvq__session *session);
-// Counts the session's shared bytes, which takes a look at each of its blocks. If it has more than
-// *looks blocks the shared bytes stay unknown; else *looks becomes fewer by them.
-void kvq__session_count_shared(const struct kvq__session *session, struct kvq__session_info *info,
-                               uint64_t *looks);
-void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
-
-// Whether freeing the session's blocks helps against this shortage.
-bool kvq__shortage_counts(const struct kvq__shortage *shortage, const struct kvq__session *session);
-
-// Where a session belongs: the GPU that it was demoted from, or where it is.
-static inline struct kvq__pool *kvq__home_of(const struct kvq__session *s)
-{
-    return s->demoted.home ? s->demoted.home : s->pool;
-}
-
-// A request or a work stream no longer reads its pages (or the tokens of its open step).
-void kvq__reading_end(struct kvq__session *session);
-void kvq__tail_end(struct kvq__session *session);
-// Ends a hold: both of the above, as it was held, and the reference.
-void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
-
-// The blocks of a page that exists, of a layer with pages of its own.
-static inline struct kvq__pageref *kvq__page(const struct kvq__layer *l, uint32_t page)
-{
-    struct kvq__sheet *sheet = l->sheets[page / KVQ__SHEET_PAGES];
-    return &sheet->pages[l->slot * KVQ__SHEET_PAGES + page % KVQ__SHEET_PAGES];
-}
-// How many owners the sheet of the page has; 1: this session alone.
-static inline uint32_t kvq__page_owners(const struct kvq__layer *l, uint32_t page)
-{
-    return l->sheets[page / KVQ__SHEET_PAGES]->refs;
-}
-
-static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
-{
-    return s->layers[layer].source == layer;
-}
-
-// Bytes of a raw block in a pool that holds so many tokens of a page. A GPU's never grows.
-static inline uint64_t kvq__raw_block_bytes(const struct kvq__pool *pool,
-                                            const struct kvq__layer *l, uint32_t tokens)
-{
-    assert(tokens > 0 && tokens <= KVQ_BLOCK_TOKENS);
-    return pool->gpu ? l->raw_bytes : kvq_raw_bytes(&l->raw_layout, kvq_raw_room(tokens));
-}
-
-// How many pages have packed blocks when the session has so many tokens: all of which a part may be
-// packed by then.
-uint32_t kvq__packed_pages(const struct kvq__session *s, const struct kvq__layer *l,
-                           uint64_t tokens);
-// Bytes of the blocks that a session has; 0 of an offloaded one.
-uint64_t kvq__session_held_bytes(const struct kvq__session *s);
-// Bytes that the layer's packed and raw blocks have in the pool at so many tokens, if nothing has
-// been taken back.
-uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__layer *l,
-                                const struct kvq__pool *pool, uint64_t tokens);
-
-// Tokens that a view at `past` tokens reads packed: a function of counts alone.
-uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
-                        uint64_t past);
-// The same if prompt.exact were 0.
-uint64_t kvq__packed_early(const struct kvq__session *s, const struct kvq__layer *layer,
-                           uint64_t past);
-static inline uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t floor)
-{
-    return kvq_kept_from(layer->keep, floor);
-}
-// The extras that a view at `past` tokens reads; NULL while nothing is packed.
-const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
-                                uint64_t past);
-// Copies the number of published outliers of each KV head into the queue's arena. *counts is NULL
-// if the format has none. False if this wave has no room left.
-bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
-                        const uint8_t **counts);
 // Initialize a layer's extras block: as for a new session, or with what a fork keeps of another
 // layer's extras below to->packed. On a GPU both wait for a copy (session.c). 0, KVQ_E_NO_MEMORY or
 // KVQ_E_SYSTEM.
 int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *layer);
 int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
                      const struct kvq__layer *to);
-// Makes the tables long enough for so many pages. 0, or as kvq__ns_allocate.
-int kvq__pages_grow(struct kvq__session *s, uint32_t pages);
-// Gives a new session, which has no pages yet, the first `sheets` of another one's sheets.
-// Nothing in them may change any more. 0, or as kvq__ns_allocate.
-int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, uint32_t sheets);
-// Drops all sheets of a session without pages.
-void kvq__sheets_free(struct kvq__session *s);
-// An empty sheet for so many layers; NULL as kvq__ns_allocate.
-struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc);
-// Drops a reference to a sheet of so many layers and clears the pointer. The last one drops the
-// sheet's blocks.
-void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **sheet, uint32_t n_owned);
-// Tells the layers where the session's sheets are.
-void kvq__sheets_place(struct kvq__session *s);
-// Bytes of its page table. A shared sheet counts in equal parts for its owners.
-uint64_t kvq__sheets_bytes(const struct kvq__session *s);
-// Takes the last sheet off the session, with its pages. Returns the work: the number of its blocks,
-// or 1 if other sessions have the sheet as well.
-uint32_t kvq__sheets_pop(struct kvq__session *s);
-// Takes the last page off the session, or, if its sheet is shared, all pages of the sheet. Returns
-// the work: the number of blocks visited.
-uint32_t kvq__pages_pop(struct kvq__session *s);
-// Makes room for `tokens` tokens in all layers, or takes nothing. A newest raw block that is too
-// short is replaced.
-int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
-// Undoes kvq__pages_reserve down to so many pages. No request has seen them: they are free at once.
-// While others' requests are under way a longer raw block stays.
-void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
-// Drops all pages and extras. Its counts and ids stay, for whoever fetches it later.
-void kvq__pages_empty(struct kvq__session *s);
-// Drops the pages that `tokens` tokens do not need, and with the last page the extras.
-void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
-// Gives back what the newest raw blocks have room for and the session's tokens do not need.
-void kvq__pages_fit(struct kvq__session *s);
-// Drops the blocks that no view at or above the floor can read any more.
-void kvq__pages_release(struct kvq__session *s);
-// The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
-uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
-                         uint64_t tokens, struct kvq_page *pages);
-// How many of the first `tokens` tokens the page holds.
-static inline uint16_t kvq__page_part(uint64_t tokens, uint32_t page)
-{
-    uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
-    if (tokens <= start)
-        return 0;
-    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
-}
-static inline uint32_t kvq__pages_of(uint64_t tokens)
-{
-    return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
-}
-
-// The pool of a place. NULL with a text if there is none of that name.
-struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, char *text);
-
-// ---- What is due to be packed (pages.c) ----
-
-// Queues the session for packing in the background if any layer has whole units to pack.
-void kvq__pack_queue(struct kvq__session *s);
-// How many tokens of a layer are to be packed at the committed count.
-uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer);
-void kvq__pack_unqueue(struct kvq__session *s);
-
-// ---- Saving and restoring (save.c, restore.c; see saved.h) ----
-
+void kvq__session_publish(struct kvq__session *session);
+// Nobody has it open any more: drops it or starts its keep time.
+void kvq__session_detached(struct kvq__session *session);
+// Ends the session: takes it out of its namespace, makes its handles stale, frees its memory. The
+// event says why.
+void kvq__session_end(struct kvq__session *session, const char *why);
 // Ends the session with all its shards; handles answer with the status, and stay.
 void kvq__session_give_up(struct kvq__session *session, int status);
-static inline bool kvq__is_unsaved(const struct kvq__session *s)
-{
-    return s->saving.commits != s->saving.saved;
-}
+
+// ---- Who uses it ----
+
+void kvq__session_ref(struct kvq__session *session);
+void kvq__session_unref(struct kvq__session *session);
+// A request or a work stream no longer reads its pages (or the tokens of its open step).
+void kvq__reading_end(struct kvq__session *session);
+void kvq__tail_end(struct kvq__session *session);
+// Ends a hold: both of the above, as it was held, and the reference.
+void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
+// Whether nothing under way reads its blocks: no request holds the session, and no stream packs it.
+// Blocks that it gives up are free at once then, even while the stream of some client hangs.
+bool kvq__session_quiet(const struct kvq__session *session);
+// As kvq__drops_begin, for what the session gives up.
+void kvq__session_gives(struct kvq__session *session, uint64_t last);
+
+// ---- Telling ----
+
+// Bytes of the blocks that a session has; 0 of an offloaded one.
+uint64_t kvq__session_held_bytes(const struct kvq__session *s);
+// Whether freeing the session's blocks helps against this shortage.
+bool kvq__shortage_counts(const struct kvq__shortage *shortage, const struct kvq__session *session);
+void kvq__session_fill_info(const struct kvq__session *session, struct kvq__session_info *info);
+// Counts the session's shared bytes, which takes a look at each of its blocks. If it has more than
+// *looks blocks the shared bytes stay unknown; else *looks becomes fewer by them.
+void kvq__session_count_shared(const struct kvq__session *session, struct kvq__session_info *info,
+                               uint64_t *looks);
+
+// ---- By handle, by name ----
+
+// As kvq__handle_get, with a text. Also the code by which its session was lost.
+int kvq__handle_attached(struct kvq__client *client, uint64_t value, struct kvq__handle **handle,
+                         char *text);
+// As kvq__session_find.
+int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
+                     const char *name, struct kvq__session **s, char *text);
 
 #endif

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Room that somebody has to make: what a caller asks for that was refused a block (evict_for of
+// struct kvq__upward), and what comes of it. residency/evict.h says who goes. Part of state.h.
+#ifndef KVQ_DAEMON_CORE_MEM_ROOM_H
+#define KVQ_DAEMON_CORE_MEM_ROOM_H
+
+#include "daemon/core/mem/pool.h"
+
+// How many sessions could not make room for a request, by the reason.
+struct kvq__in_the_way {
+    uint32_t in_use, pinned, young, nowhere; // nowhere: no place could take them
+};
+
+enum kvq__help {
+    KVQ__HELP_NONE,  // no session that may leave would make enough room
+    KVQ__HELP_LATER, // a session that would is not idle for long enough yet
+    KVQ__HELP_NOW,   // an eviction is under way, or an ended session's memory is being freed;
+                     // core->freed changes then
+};
+
+// A request for room, by a caller that was refused a block.
+struct kvq__eviction_request {
+    const struct kvq__shortage *shortage;
+    uint64_t need;                  // bytes that are missing there, at most
+    uint64_t ticket;                // sessions that requests with a ticket up to it use, stay
+    const struct kvq__session *own; // the caller's session: it stays, with its group; NULL = none
+    const struct kvq__queue *queue; // the queue whose request asks; NULL = none
+    struct kvq__in_the_way *in_the_way;
+    uint64_t *look_at; // KVQ__HELP_LATER: when
+};
+
+#endif

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// When published sessions are looked at (due.c). It owns the timer wheel, core->dues. Part of
+// state.h.
+#ifndef KVQ_DAEMON_CORE_SESSION_DUE_H
+#define KVQ_DAEMON_CORE_SESSION_DUE_H
+
+#include "daemon/core/session/session.h"
+
+// Schedules the look at the end of its keep time, and of its other shards'.
+void kvq__due_set(struct kvq__session *session);
+void kvq__due_clear(struct kvq__session *session);
+// Ends the sessions whose keep time is over.
+void kvq__dues_tick(struct kvq__core *core);
+
+#endif
