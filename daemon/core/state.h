@@ -149,7 +149,8 @@ struct kvq__lookup {
 struct kvq__upward {
     // Memory calls:
     bool (*block_reclaim)(struct kvq__core *core, const struct kvq__namespace *ns,
-                          const struct kvq__pool *pool, int code); // kvq__prefix_reclaim
+                          const struct kvq__pool *pool, int code,
+                          bool *later); // kvq__prefix_reclaim
     bool (*table_reclaim)(
         struct kvq__namespace *ns); // kvq__ended_reclaim, kvq__prefix_reclaim_node
     bool (*session_quiet)(const struct kvq__session *session);
@@ -237,10 +238,7 @@ struct kvq__core {
     LIST_HEAD(, kvq__save) saves;
     LIST_HEAD(, kvq__restore) restores;
     LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
-    struct kvq__shortage shortage;      // the last block that was refused
-    bool index_later;            // what the last look for room in the index says of its `later`
-    bool patient;                // the caller can try again later: blocks may answer KVQ_E_BUSY
-    uint64_t extents_made;       // changes when extents that requests wait for are there
+    uint64_t extents_made;              // changes when extents that requests wait for are there
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended
     struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
     uint64_t last_ticket, last_claim;

@@ -256,14 +256,15 @@ static void test_in_place(void **state)
     struct kvq__namespace *ns = kit_of(&member, session(&member))->ns;
     struct kvq__ref refs[EXTENTS + 1] = {0};
     for (uint32_t i = 0; i < EXTENTS; i++)
-        assert_int_equal(kvq__block_new(kit.core, ns, pool, EXTENT, &refs[i]), 0);
-    assert_int_equal(kvq__block_new(kit.core, ns, pool, EXTENT, &refs[EXTENTS]), KVQ_E_NO_MEMORY);
+        assert_int_equal(kvq__block_new(kit.core, ns, pool, EXTENT, NULL, &refs[i]), 0);
+    assert_int_equal(kvq__block_new(kit.core, ns, pool, EXTENT, NULL, &refs[EXTENTS]),
+                     KVQ_E_NO_MEMORY);
     assert_int_equal(kvq__reserve_made_in_place(pool->gpu), EXTENTS);
     for (uint32_t i = 0; i < EXTENTS; i++)
         kvq__block_drop(kit.core, &refs[i]);
     pass_time(); // given back, and not yet freed
     for (uint32_t i = 0; i < EXTENTS; i++)
-        assert_int_equal(kvq__block_new(kit.core, ns, pool, EXTENT, &refs[i]), 0);
+        assert_int_equal(kvq__block_new(kit.core, ns, pool, EXTENT, NULL, &refs[i]), 0);
     for (uint32_t i = 0; i < EXTENTS; i++)
         kvq__block_drop(kit.core, &refs[i]);
 }

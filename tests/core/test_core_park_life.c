@@ -309,7 +309,7 @@ static uint64_t open_with(uint64_t prefix)
 
 static void reclaim(struct kvq__namespace *ns)
 {
-    while (kvq__prefix_reclaim(kit.core, ns, &kit.core->pools[0], KVQ_E_QUOTA))
+    while (kvq__prefix_reclaim(kit.core, ns, &kit.core->pools[0], KVQ_E_QUOTA, NULL))
         continue;
 }
 

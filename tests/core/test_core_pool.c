@@ -64,8 +64,8 @@ static int take(struct kvq__namespace *ns, uint64_t bytes)
 {
     assert_true(n_held < HELD);
     int rc = kit_chance(&kit, 25)
-                 ? kvq__block_new_passing(kit.core, ns, pool(), bytes, &held[n_held])
-                 : kvq__block_new(kit.core, ns, pool(), bytes, &held[n_held]);
+                 ? kvq__block_new_passing(kit.core, ns, pool(), bytes, NULL, &held[n_held])
+                 : kvq__block_new(kit.core, ns, pool(), bytes, NULL, &held[n_held]);
     n_held += rc == 0;
     return rc;
 }
@@ -376,8 +376,9 @@ static void test_apart_while_there_is_room(void **state)
         start(extents, extents);
         struct kvq__namespace *ns = namespace_of(1000);
         struct kvq__ref stays = {0}, passes = {0};
-        assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
-        assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+        assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, NULL, &stays), 0);
+        assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, NULL, &passes),
+                         0);
         assert_int_equal(stays.block->extent == passes.block->extent, extents < 4);
         kvq__block_drop(kit.core, &stays);
         kvq__block_drop(kit.core, &passes);
@@ -400,14 +401,16 @@ static void test_together_for_want_of_memory(void **state)
         struct kvq__namespace *ns = namespace_of(1000);
         struct kvq__ref stays = {0}, passes = {0};
         if (first)
-            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, NULL, &stays), 0);
         else
-            assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+            assert_int_equal(
+                kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, NULL, &passes), 0);
         pool()->memory.acquire = refuse;
         if (first)
-            assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, &passes), 0);
+            assert_int_equal(
+                kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, NULL, &passes), 0);
         else
-            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, &stays), 0);
+            assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, NULL, &stays), 0);
         assert_ptr_equal(stays.block->extent, passes.block->extent);
         kvq__block_drop(kit.core, &stays);
         kvq__block_drop(kit.core, &passes);

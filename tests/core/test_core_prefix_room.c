@@ -64,8 +64,8 @@ static void all_in_use(void **state)
     assert_int_equal(team->prefixes.n_nodes, 2 * SESSIONS);
     uint64_t before = looks();
     for (uint32_t i = 0; i < 100; i++) {
-        assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
-        assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA));
+        assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY, NULL));
+        assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA, NULL));
     }
     assert_int_equal(looks(), before);
     assert_int_equal(idle_of("team"), 0);
@@ -75,12 +75,12 @@ static void all_in_use(void **state)
     assert_in_range(idle_of("team"), 1, used);
     core_check(kit.core);
     before = looks();
-    assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA));
-    assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
+    assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA, NULL));
+    assert_true(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY, NULL));
     assert_in_range(looks() - before, 2, 8);
     assert_int_equal(idle_of("team"), 0);
     before = looks();
-    assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY));
+    assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY, NULL));
     assert_int_equal(looks(), before);
     assert_int_equal(team->prefixes.n_nodes, 2 * SESSIONS - 2);
 }
@@ -94,10 +94,10 @@ static void of_others(void **state)
         end(feed_own("open", i, 2));
     feed_own("team", 0, 2);
     uint64_t before = looks();
-    assert_false(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_QUOTA));
+    assert_false(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_QUOTA, NULL));
     assert_int_equal(looks(), before);
-    assert_true(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_NO_MEMORY));
-    assert_true(kvq__prefix_reclaim(kit.core, namespace_of("open"), pool, KVQ_E_QUOTA));
+    assert_true(kvq__prefix_reclaim(kit.core, namespace_of("team"), pool, KVQ_E_NO_MEMORY, NULL));
+    assert_true(kvq__prefix_reclaim(kit.core, namespace_of("open"), pool, KVQ_E_QUOTA, NULL));
 }
 
 // The page before an evicted one is as old, and is put beside it at once.
@@ -113,7 +113,8 @@ static void old_pages_go_first(void **state)
     for (uint32_t i = 0; i < PAGES; i++) {
         struct kvq__node *first = TAILQ_FIRST(&team->prefixes.leaves);
         assert_int_equal(first->page, PAGES - 1 - i);
-        assert_true(kvq__prefix_reclaim(kit.core, team, &kit.core->pools[0], KVQ_E_NO_MEMORY));
+        assert_true(
+            kvq__prefix_reclaim(kit.core, team, &kit.core->pools[0], KVQ_E_NO_MEMORY, NULL));
         core_check(kit.core);
     }
     assert_in_range(looks() - before, PAGES, 3 * PAGES);
@@ -143,7 +144,7 @@ static void in_two_indexes(void **state)
     assert_int_equal(idle_of("open"), 0);
     assert_in_range(idle_of("team"), own + 1, kit.core->pools[0].used_bytes);
     assert_int_equal(idle_of("team"), kit.core->pools[0].used_bytes);
-    assert_true(kvq__prefix_reclaim(kit.core, NULL, &kit.core->pools[0], KVQ_E_NO_MEMORY));
+    assert_true(kvq__prefix_reclaim(kit.core, NULL, &kit.core->pools[0], KVQ_E_NO_MEMORY, NULL));
 }
 
 // ---- Some at a time ----
@@ -196,7 +197,7 @@ static void extents_go_by_turns(void **state)
     struct kvq__namespace *team = namespace_of("team");
     struct kvq__ref refs[ALL] = {0};
     for (uint32_t i = 0; i < ALL; i++)
-        assert_int_equal(kvq__block_new(kit.core, team, pool, EXTENT, &refs[i]), 0);
+        assert_int_equal(kvq__block_new(kit.core, team, pool, EXTENT, NULL, &refs[i]), 0);
     for (uint32_t i = 0; i < ALL; i++)
         kvq__block_drop(kit.core, &refs[i]);
     kvq__core_clock(kit.core, kit.now += 9999999999u);

@@ -170,13 +170,14 @@ static int reserve_all(struct vault *v, struct kvq__core *core, struct kvq__rest
             core_check(core);
         if (rc == KVQ__MORE)
             continue;
-        bool making = core->shortage.code == KVQ_E_BUSY && looks++ < 1000; // of extents
+        int refused = restore->grant.refused.code;             // 0: others had their turn first
+        bool making = refused == KVQ_E_BUSY && looks++ < 1000; // of extents
         if (making || !TAILQ_EMPTY(&core->ended)) {
             kit_poll(core);
             continue;
         }
         if (!v->serves || ++waits == 50)
-            return core->shortage.code;
+            return refused ? refused : KVQ_E_NO_MEMORY;
         vault_serve(v, core);
         kit_poll(core);
     }

@@ -69,22 +69,23 @@ static struct kvq__extent *find_untold(struct kvq__pool *pool)
     return NULL;
 }
 
-static int memory_get(struct kvq__core *core, struct kvq__pool *pool, struct kvq__memory *memory)
+static int memory_get(const struct kvq__pool *pool, bool may_wait, struct kvq__memory *memory)
 {
     const struct kvq__memory_ops *ops = &pool->memory;
-    if (ops->take && core->patient)
+    if (ops->take && may_wait)
         return ops->take(ops->context, pool->extent_bytes, memory);
     return ops->acquire(ops->context, pool->extent_bytes, memory);
 }
 
-static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent **out)
+static int extent_acquire(struct kvq__core *core, struct kvq__pool *pool, bool may_wait,
+                          struct kvq__extent **out)
 {
     if (pool->extents_taken + pool->extent_bytes > pool->budget)
         return KVQ_E_NO_MEMORY;
     struct kvq__extent *e = kvq__allocate(core, sizeof *e);
     if (!e)
         return KVQ_E_NO_MEMORY;
-    int rc = memory_get(core, pool, &e->memory);
+    int rc = memory_get(pool, may_wait, &e->memory);
     if (rc < 0) {
         kvq__deallocate(core, e, sizeof *e);
         return rc;
@@ -140,12 +141,12 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
 // Zeroes an empty extent of another namespace. Where zeroing takes long the extent goes back to the
 // system, and a new one is made in its place.
 static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e,
-                     struct kvq__extent **out)
+                     bool may_wait, struct kvq__extent **out)
 {
     assert(!e->owner && !e->told && e->used_bytes == 0);
     if (pool->memory.take) {
         extent_release(core, pool, e);
-        return extent_acquire(core, pool, out);
+        return extent_acquire(core, pool, may_wait, out);
     }
     pool->memory.zero(pool->memory.context, &e->memory);
     e->last = NULL;
@@ -176,19 +177,20 @@ void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes)
 // unseen: for passing blocks, which go soon; a fresh extent is better then than one that clients
 // may have mapped.
 static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
-                       const struct kvq__namespace *ns, bool unseen, struct kvq__extent **out)
+                       const struct kvq__namespace *ns, bool unseen, bool may_wait,
+                       struct kvq__extent **out)
 {
     *out = find_own_extent(pool, ns, unseen);
     if (*out)
         return 0;
-    int rc = extent_acquire(core, pool, out);
+    int rc = extent_acquire(core, pool, may_wait, out);
     if (rc && rc != KVQ_E_BUSY && unseen && (*out = find_own_extent(pool, ns, false)))
         return 0;
     struct kvq__extent *untold = rc && rc != KVQ_E_BUSY ? find_untold(pool) : NULL;
     if (untold)
-        return take_over(core, pool, untold, out);
+        return take_over(core, pool, untold, may_wait, out);
     if (rc == KVQ_E_NO_MEMORY && release_told(core, pool))
-        rc = extent_acquire(core, pool, out);
+        rc = extent_acquire(core, pool, may_wait, out);
     return rc;
 }
 
@@ -398,7 +400,7 @@ void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct
 // What a block is asked for.
 struct wanted {
     uint64_t bytes;
-    bool passing;
+    bool passing, may_wait;
 };
 
 // A free stretch: in extents of the wanted kind, then in a further extent, then in extents of the
@@ -414,7 +416,7 @@ static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
         *out = find_stretch(arena, !wanted->passing, wanted->bytes);
     if (*out)
         return 0;
-    int rc = extent_find(core, pool, arena->ns, wanted->passing && apart, &e);
+    int rc = extent_find(core, pool, arena->ns, wanted->passing && apart, wanted->may_wait, &e);
     rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
     if (rc == 0)
         *out = TAILQ_FIRST(&e->blocks);
@@ -450,59 +452,71 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     return 0;
 }
 
-static int note_shortage(struct kvq__core *core, const struct kvq__shortage *shortage)
+static bool may_wait(const struct kvq__grant *grant)
 {
-    if (shortage->code == KVQ_E_QUOTA || shortage->code == KVQ_E_NO_MEMORY ||
-        shortage->code == KVQ_E_BUSY)
-        core->shortage = *shortage;
-    return shortage->code;
+    return grant && grant->may_wait;
+}
+
+static int note_refused_block(struct kvq__grant *grant, const struct kvq__shortage *shortage)
+{
+    int rc = shortage->code;
+    if (grant && (rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_BUSY))
+        grant->refused = *shortage;
+    return rc;
 }
 
 static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                     const struct wanted *wanted, struct kvq__ref *ref)
+                     const struct wanted *wanted, struct kvq__grant *grant, struct kvq__ref *ref)
 {
     enum kvq__limit which = kvq__pool_limit(pool);
     uint64_t bytes = wanted->bytes;
+    bool later = false;
     int rc;
     do
         rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, wanted, ref)
                                                  : KVQ_E_QUOTA;
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
-           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
+           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc, &later)));
     assert((rc == 0) == (ref->block != NULL));
-    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
+    return note_refused_block(grant, &(struct kvq__shortage){ns, pool, bytes, rc, later});
 }
 
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                   uint64_t bytes, struct kvq__ref *ref)
+                   uint64_t bytes, struct kvq__grant *grant, struct kvq__ref *ref)
 {
-    return block_new(core, ns, pool, &(struct wanted){bytes, false}, ref);
+    struct wanted wanted = {bytes, false, may_wait(grant)};
+    return block_new(core, ns, pool, &wanted, grant, ref);
 }
 
 int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
-                           struct kvq__pool *pool, uint64_t bytes, struct kvq__ref *ref)
+                           struct kvq__pool *pool, uint64_t bytes, struct kvq__grant *grant,
+                           struct kvq__ref *ref)
 {
-    return block_new(core, ns, pool, &(struct wanted){bytes, true}, ref);
+    struct wanted wanted = {bytes, true, may_wait(grant)};
+    return block_new(core, ns, pool, &wanted, grant, ref);
 }
 
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                       uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref)
+                       uint64_t bytes, struct kvq__block *old, struct kvq__grant *grant,
+                       struct kvq__ref *ref)
 {
+    struct wanted wanted = {bytes, false, may_wait(grant)};
     const struct kvq__arena *arena = old->extent->owner;
     enum kvq__limit which = kvq__pool_limit(pool);
     assert(old->refs > 0 && !old->free);
     if (old->refs > 1 || arena->ns != ns || old->bytes > bytes ||
         kvq__pool_limit(arena->pool) != which ||
         (old->bytes < bytes && !kvq__quota_allows(ns, which, bytes - old->bytes)))
-        return kvq__block_new(core, ns, pool, bytes, ref);
+        return kvq__block_new(core, ns, pool, bytes, grant, ref);
+    bool later = false;
     int rc;
     do
-        rc = block_take(core, ns, pool, &(struct wanted){bytes, false}, ref);
+        rc = block_take(core, ns, pool, &wanted, ref);
     while (rc == KVQ_E_NO_MEMORY &&
-           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc)));
+           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc, &later)));
     if (rc == 0)
         kvq__block_exempt(old, true);
-    return note_shortage(core, &(struct kvq__shortage){ns, pool, bytes, rc, core->index_later});
+    return note_refused_block(grant, &(struct kvq__shortage){ns, pool, bytes, rc, later});
 }
 
 struct kvq__ref kvq__block_share(struct kvq__ref ref)

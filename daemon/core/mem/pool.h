@@ -134,6 +134,13 @@ struct kvq__shortage {
     bool later; // the index has blocks that it can free when the requests under way have ended
 };
 
+// By what somebody takes blocks, and what he has learned by it. `refused` is the last block that he
+// was refused; it is zero at first.
+struct kvq__grant {
+    bool may_wait; // he can try again later: KVQ_E_BUSY is an answer
+    struct kvq__shortage refused;
+};
+
 // Work under way that may read blocks; see the top of this file.
 struct kvq__flight {
     TAILQ_ENTRY(kvq__flight) link;
@@ -153,20 +160,22 @@ static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
 {
     return pool->gpu ? KVQ__DEVICE_BYTES : KVQ__HOST_BYTES;
 }
-// Takes a block. 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM; while core->patient is set also
+// Takes a block. 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM; if grant->may_wait also
 // KVQ_E_BUSY, after which the caller asks again when core->extents_made has changed. All but
-// KVQ_E_SYSTEM are noted in core->shortage.
+// KVQ_E_SYSTEM are noted in grant->refused. grant NULL: he cannot wait, and does not ask why.
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                   uint64_t bytes, struct kvq__ref *ref);
+                   uint64_t bytes, struct kvq__grant *grant, struct kvq__ref *ref);
 // As kvq__block_new, for a passing block.
 int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
-                           struct kvq__pool *pool, uint64_t bytes, struct kvq__ref *ref);
+                           struct kvq__pool *pool, uint64_t bytes, struct kvq__grant *grant,
+                           struct kvq__ref *ref);
 // A page table is about to name the extent's blocks: clients have to know it from now on.
 void kvq__extent_show(struct kvq__extent *extent);
 // Takes a block that is to replace `old`, whose last reference is dropped then. If one limit counts
 // both blocks, it counts only the new one, and refuses it only for what it is longer than `old`.
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                       uint64_t bytes, struct kvq__block *old, struct kvq__ref *ref);
+                       uint64_t bytes, struct kvq__block *old, struct kvq__grant *grant,
+                       struct kvq__ref *ref);
 struct kvq__ref kvq__block_share(struct kvq__ref ref);
 // Whether its one reference is of an index of prefixes.
 static inline bool kvq__block_is_alone(const struct kvq__block *block)

@@ -34,9 +34,10 @@ struct need {
     uint64_t whole;   // with what its sessions have there
 };
 
-static struct need need_of_request(const struct kvq__queue *q)
+// `least`: so much is missing at least; what a fork needs is known by that alone.
+static struct need need_of_request(const struct kvq__queue *q, const struct kvq__shortage *shortage,
+                                   uint64_t least)
 {
-    const struct kvq__shortage *shortage = &q->core->shortage;
     struct need need = {0};
     assert(shortage->code < 0 && shortage->pool);
     for (uint32_t i = 0; i < q->header.count; i++) {
@@ -50,8 +51,8 @@ static struct need need_of_request(const struct kvq__queue *q)
         uint64_t whole = then > now ? then : now, prompt = kvq__exact_bytes(s);
         need.whole += whole > prompt ? whole - prompt : 0;
     }
-    if (need.missing < shortage->bytes) // of a fork
-        need.missing = shortage->bytes;
+    if (need.missing < least)
+        need.missing = least;
     if (need.whole < need.missing)
         need.whole = need.missing;
     return need;
@@ -65,7 +66,7 @@ static uint64_t changes(const struct kvq__queue *q)
     return q->turn.extents ? q->core->extents_made : q->core->freed;
 }
 
-static void enlist(struct kvq__queue *q, uint64_t look_at)
+static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, uint64_t look_at)
 {
     struct kvq__core *core = q->core;
     struct kvq__queue *before = TAILQ_LAST(&core->waiters, kvq__waiters);
@@ -78,8 +79,8 @@ static void enlist(struct kvq__queue *q, uint64_t look_at)
     else
         TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
     q->turn.listed = true;
-    q->turn.place = core->shortage.pool;
-    q->turn.extents = core->shortage.code == KVQ_E_BUSY;
+    q->turn.place = refused->pool;
+    q->turn.extents = refused->code == KVQ_E_BUSY;
     q->turn.seen = changes(q);
     q->turn.look_at = look_at < most ? look_at : most;
 }
@@ -155,46 +156,43 @@ static void take_request_ticket(struct kvq__queue *q)
     q->turn.since = q->core->now;
 }
 
-bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own, uint64_t missing,
-                         uint64_t whole)
+bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own,
+                         const struct kvq__shortage *refused, uint64_t missing, uint64_t whole)
 {
     struct kvq__core *core = q->core;
-    struct kvq__shortage shortage = core->shortage;
     struct kvq__in_the_way way = {0};
     uint64_t look_at = UINT64_MAX;
     enum kvq__help help = KVQ__HELP_NONE;
-    bool fits = whole <= kvq__shortage_limit(&shortage), first = q->turn.ticket == 0;
-    assert(shortage.code < 0 && shortage.pool);
+    bool fits = whole <= kvq__shortage_limit(refused), first = q->turn.ticket == 0;
+    assert(refused->code < 0 && refused->pool);
     take_request_ticket(q);
-    if (shortage.code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
-        kvq__pool_want(shortage.ns, shortage.pool, missing);
-        enlist(q, look_at);
+    if (refused->code == KVQ_E_BUSY) { // there is room, and nobody has to go for it
+        kvq__pool_want(refused->ns, refused->pool, missing);
+        enlist(q, refused, look_at);
         return true;
     }
-    struct kvq__eviction_request asked = {&shortage, missing, q->turn.ticket, own,
-                                          q,         &way,    &look_at};
+    struct kvq__eviction_request asked = {refused, missing, q->turn.ticket, own, q, &way, &look_at};
     if (fits && !core->draining)
         help = core->up->evict_for(core, &asked);
     if (help == KVQ__HELP_LATER && kvq__admission_too_late(q->turn.since, look_at))
         help = KVQ__HELP_NONE;
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
-    core->shortage = shortage;
     if (help == KVQ__HELP_NONE && !patient) {
-        kvq__admission_refuse(core, &shortage, missing, fits ? &way : NULL);
+        kvq__admission_refuse(core, refused, missing, fits ? &way : NULL);
         return false;
     }
     core->counts.waited_for_room += first;
-    enlist(q, look_at);
+    enlist(q, refused, look_at);
     return true;
 }
 
-bool kvq__admission_ask(struct kvq__queue *q, uint32_t i)
+bool kvq__admission_ask(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused,
+                        uint64_t least)
 {
-    const struct kvq__shortage *shortage = &q->core->shortage;
-    if (shortage->code == 0) // what was missing is no block
+    if (refused->code == 0) // what was missing is no block
         return false;
-    struct need need = need_of_request(q);
-    return kvq__admission_wait(q, q->work[i].session, need.missing, need.whole);
+    struct need need = need_of_request(q, refused, least);
+    return kvq__admission_wait(q, q->work[i].session, refused, need.missing, need.whole);
 }
 
 // ---- Taking pages ----
@@ -204,12 +202,10 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = q->work[i].session;
     if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->evict.taker == q)
         return true;
-    assert(!s->evict.taker && !q->core->patient);
-    q->core->shortage.code = 0;
-    q->core->patient = true;
-    int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
-    q->core->patient = false;
-    if (rc < 0 && kvq__admission_ask(q, i))
+    assert(!s->evict.taker);
+    struct kvq__grant grant = {.may_wait = true};
+    int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append, &grant);
+    if (rc < 0 && kvq__admission_ask(q, i, &grant.refused, grant.refused.bytes))
         return false;
     if (rc < 0)
         kvq__entry_fail(q, i, rc, s->tokens);

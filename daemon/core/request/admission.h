@@ -11,14 +11,15 @@
 bool kvq__admission_take(struct kvq__queue *queue);
 // The entry has failed: gives back the pages that kvq__admission_take took for its session.
 void kvq__admission_untake(struct kvq__queue *queue, uint32_t entry);
-// Entry i was refused memory, and has given back what it took. core->shortage, which the caller has
-// cleared before it tried, says whether a block was refused. True if the request has to give back
+// Entry i was refused memory, and has given back what it took: the block `refused` (code 0: what
+// was refused is none), and with it `least` bytes at least. True if the request has to give back
 // everything and wait. False if the entry has to fail; the reason was reported.
-bool kvq__admission_ask(struct kvq__queue *queue, uint32_t entry);
-// The same for a session of the request that needs `missing` bytes more in the pool of
-// core->shortage, and has `whole` bytes there then.
-bool kvq__admission_wait(struct kvq__queue *queue, const struct kvq__session *own, uint64_t missing,
-                         uint64_t whole);
+bool kvq__admission_ask(struct kvq__queue *queue, uint32_t entry,
+                        const struct kvq__shortage *refused, uint64_t least);
+// The same for a session of the request that needs `missing` bytes more in the pool of `refused`,
+// and has `whole` bytes there then.
+bool kvq__admission_wait(struct kvq__queue *queue, const struct kvq__session *own,
+                         const struct kvq__shortage *refused, uint64_t missing, uint64_t whole);
 // Reports a refusal. in_the_way NULL: so much could never fit.
 void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *shortage,
                            uint64_t missing, const struct kvq__in_the_way *in_the_way);

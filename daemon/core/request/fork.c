@@ -145,6 +145,7 @@ struct cloning {
     uint64_t at, floor;
     uint32_t shared; // pages of sheets that both sessions have
     uint64_t bytes;  // of blocks that it has needed so far
+    struct kvq__grant grant;
 };
 
 static void add_fork_copy(struct cloning *c, uint32_t layer, bool packed, const uint8_t *from,
@@ -159,7 +160,7 @@ static void add_fork_copy(struct cloning *c, uint32_t layer, bool packed, const 
 static int take_block(struct cloning *c, uint64_t bytes, struct kvq__ref *ref)
 {
     c->bytes += bytes;
-    return kvq__block_new(c->to->core, c->to->ns, c->to->pool, bytes, ref);
+    return kvq__block_new(c->to->core, c->to->ns, c->to->pool, bytes, &c->grant, ref);
 }
 
 static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pageref *from,
@@ -323,16 +324,12 @@ static int clone(struct cloning *c, struct kvq__session *from)
 static bool clone_entry(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
-    struct cloning c = {.at = q->entries[i].position};
+    struct cloning c = {.at = q->entries[i].position, .grant.may_wait = true};
     assert(!w->forked);
     c.floor = kvq__fork_floor(w->session, c.at);
-    q->core->shortage.code = 0;
-    q->core->patient = true;
     int rc = kvq__namespace_room(w->session->ns, NULL);
     rc = rc ? rc : clone(&c, w->session);
-    q->core->patient = false;
-    q->core->shortage.bytes = c.bytes;
-    if (rc < 0 && kvq__admission_ask(q, i))
+    if (rc < 0 && kvq__admission_ask(q, i, &c.grant.refused, c.bytes))
         return false;
     if (rc < 0) {
         kvq__entry_fail(q, i, rc, w->session->tokens);

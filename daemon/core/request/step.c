@@ -222,7 +222,7 @@ static bool begin_step_entry(struct kvq__queue *q, struct kvq__step *step, uint3
     int rc = kvq__ids_bring(q, i, q->entries[i].append);
     // Taken already, unless an earlier entry of the session has failed.
     if (rc == 0 && q->entries[i].append > 0)
-        rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append);
+        rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append, NULL);
     if (rc < 0) {
         kvq__entry_fail(q, i, rc, s->tokens);
         return false;

@@ -136,7 +136,7 @@ static int begin_step_all_entry(struct kvq__queue *q, uint32_t i)
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     int rc = kvq__ids_bring(q, i, q->entries[i].append);
     // Taken already, unless an earlier entry of the session has failed.
-    rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i));
+    rc = rc ? rc : kvq__pages_reserve(s, tokens_of(q, i), NULL);
     if (rc < 0) {
         kvq__admission_untake(q, i);
         return kvq__entry_fail(q, i, rc, s->tokens);

@@ -63,11 +63,11 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
         return rc != KVQ_E_NO_MEMORY && !core->draining;
     }
     bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->demoted.home), bytes);
-    core->shortage = (struct kvq__shortage){s->ns, s->demoted.home, bytes,
-                                            quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
-    if (kvq__admission_wait(q, s, bytes, bytes))
+    struct kvq__shortage refused = {s->ns, s->demoted.home, bytes,
+                                    quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
+    if (kvq__admission_wait(q, s, &refused, bytes, bytes))
         return true;
-    q->work[i].no_room = core->shortage.code;
+    q->work[i].no_room = refused.code;
     return false;
 }
 

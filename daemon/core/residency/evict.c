@@ -544,7 +544,7 @@ static void relieve(struct kvq__core *core, const struct choice *c)
 {
     struct kvq__pool *pool = c->asked->shortage->pool;
     for (uint32_t i = 0; i < RECLAIM_AT_ONCE; i++)
-        if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY))
+        if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY, NULL))
             break;
     if (is_above(core, pool))
         start_eviction(core, c, KVQ__PARK_ROOM);
@@ -602,7 +602,7 @@ static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, stru
     const struct kvq__eviction_request asked = {
         .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
     for (uint32_t i = 0; i < RECLAIM_AT_ONCE && kvq__quota_excess(ns, kvq__pool_limit(pool)); i++)
-        if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA)) {
+        if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA, NULL)) {
             kvq__evict_for(core, &asked);
             return;
         }

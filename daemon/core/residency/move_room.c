@@ -146,7 +146,8 @@ bool kvq__move_next(struct kvq__move *move)
 }
 
 // KVQ__COMPLETE, KVQ__MORE if it is to be tried again in the next turn, or a code.
-static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t ref)
+static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t ref,
+                       struct kvq__grant *grant)
 {
     const struct kvq__ref *here = kvq__moved_here(m, ref);
     if (!here->block)
@@ -156,12 +157,13 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     bool shared = kvq__moved_is_shared(m, m->session->sheets, ref);
     bool stays = shared || here->block->refs > 1;
     struct kvq__ref *there = kvq__moved_there(m, ref);
-    int rc = shared ? kvq__block_new(move->ticket.core, move->ticket.ns, move->to, bytes, there)
-                    : kvq__block_replace(move->ticket.core, move->ticket.ns, move->to, bytes,
-                                         here->block, there);
+    int rc = shared
+                 ? kvq__block_new(move->ticket.core, move->ticket.ns, move->to, bytes, grant, there)
+                 : kvq__block_replace(move->ticket.core, move->ticket.ns, move->to, bytes,
+                                      here->block, grant, there);
     if (rc == KVQ_E_BUSY)
         return rc;
-    if (rc < 0 && kvq__ended_helps(move->ticket.core, &move->ticket.core->shortage))
+    if (rc < 0 && kvq__ended_helps(move->ticket.core, &grant->refused))
         return KVQ__MORE; // what has ended gives its memory back first
     move->ticket.shared_bytes += stays ? bytes : 0;
     if (rc == 0) {
@@ -188,14 +190,12 @@ static void note_refused(const struct kvq__move *move, int rc)
 
 int kvq__move_reserve(struct kvq__move *move)
 {
-    struct kvq__core *core = move->ticket.core;
+    struct kvq__grant grant = {.may_wait = true};
     int rc = 0;
-    core->patient = true;
     for (uint32_t i = 0; rc == 0 && i < RESERVE_AT_ONCE && kvq__move_next(move); i++) {
-        rc = reserve_one(move, &move->moved[move->at], move->ref);
+        rc = reserve_one(move, &move->moved[move->at], move->ref, &grant);
         move->ref += rc == 0;
     }
-    core->patient = false;
     if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
         uint64_t need = kvq__move_need(move), has = move->reserved_bytes;
         kvq__pool_want(move->ticket.ns, move->to, need > has ? need - has : 1);

@@ -13,7 +13,7 @@ static int reserve_block(struct kvq__restore *r, uint64_t bytes, struct kvq__ref
     const struct kvq__session *s = r->session;
     if (bytes == 0 || ref->block)
         return 0;
-    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, ref);
+    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, &r->grant, ref);
     r->reserved += rc ? 0 : bytes;
     return rc;
 }
@@ -147,16 +147,16 @@ static void give_blocks_back(struct kvq__restore *r)
 static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
 {
     struct kvq__core *core = r->core;
-    struct kvq__shortage shortage = core->shortage;
+    const struct kvq__shortage *refused = &r->grant.refused;
     uint64_t look_at = UINT64_MAX, need = need_of_restored(r->session);
-    if (shortage.code == 0 || need > kvq__shortage_limit(&shortage))
+    if (refused->code == 0 || need > kvq__shortage_limit(refused))
         return false;
-    if (kvq__ended_helps(core, &shortage))
+    if (kvq__ended_helps(core, refused))
         return true;
     if (r->spec.prefix_tokens)
         return false;
     take_restore_ticket(r);
-    struct kvq__eviction_request asked = {.shortage = &shortage,
+    struct kvq__eviction_request asked = {.shortage = refused,
                                           .need = need - r->reserved,
                                           .ticket = r->ticket,
                                           .own = r->session,
@@ -176,10 +176,8 @@ int kvq__restore_take(struct kvq__restore *r, char *text)
         return KVQ__LATER;
     }
     struct kvq__in_the_way way = {0};
-    r->core->shortage.code = 0;
-    r->core->patient = true;
+    r->grant = (struct kvq__grant){.may_wait = true};
     int rc = reserve_some(r);
-    r->core->patient = false;
     if (rc == KVQ_E_BUSY) { // there is room, and extents for it are being made
         kvq__pool_want(r->session->ns, r->session->pool,
                        need_of_restored(r->session) - r->reserved);

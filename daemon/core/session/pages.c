@@ -187,12 +187,12 @@ static struct kvq__pageref *own_page(const struct kvq__layer *l, uint32_t page)
     return kvq__page(l, page);
 }
 
-static int extras_fill(struct kvq__session *s, struct kvq__layer *l)
+static int extras_fill(struct kvq__session *s, struct kvq__layer *l, struct kvq__grant *grant)
 {
     size_t bytes = kvq_extras_bytes(l->format, &l->shape);
     if (bytes == 0 || l->extras.data)
         return 0;
-    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, &l->extras);
+    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, grant, &l->extras);
     return rc ? rc : kvq__extras_init(s, l);
 }
 
@@ -220,15 +220,15 @@ uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__
 // A raw block for the page, or a longer one in place of what it has. Readers that are under way
 // keep the old one.
 static int raw_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page, uint64_t bytes,
-                    bool passing)
+                    bool passing, struct kvq__grant *grant)
 {
     struct kvq__pageref *p = own_page(l, page);
     struct kvq__ref longer = {0};
     if (!p->raw.block)
-        return passing ? kvq__block_new_passing(s->core, s->ns, s->pool, bytes, &p->raw)
-                       : kvq__block_new(s->core, s->ns, s->pool, bytes, &p->raw);
+        return passing ? kvq__block_new_passing(s->core, s->ns, s->pool, bytes, grant, &p->raw)
+                       : kvq__block_new(s->core, s->ns, s->pool, bytes, grant, &p->raw);
     assert(!s->pool->gpu && p->raw.block->bytes < bytes);
-    int rc = kvq__block_replace(s->core, s->ns, s->pool, bytes, p->raw.block, &longer);
+    int rc = kvq__block_replace(s->core, s->ns, s->pool, bytes, p->raw.block, grant, &longer);
     if (rc < 0)
         return rc;
     memcpy(longer.data, p->raw.data, p->raw.block->bytes);
@@ -243,7 +243,7 @@ static int raw_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page,
 // Raw blocks with room for all tokens below `tokens`, from the page that was the last one on. Pages
 // that end at `passing` or before get passing ones.
 static int raws_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
-                     uint64_t passing)
+                     uint64_t passing, struct kvq__grant *grant)
 {
     uint32_t end = kvq__pages_of(tokens), page = end;
     int rc = 0;
@@ -254,13 +254,14 @@ static int raws_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t toke
         const struct kvq__block *had = kvq__page(l, page)->raw.block;
         uint64_t bytes = kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, page));
         if (!had || had->bytes < bytes)
-            rc = raw_fill(s, l, page, bytes, (page + 1ull) * KVQ_BLOCK_TOKENS <= passing);
+            rc = raw_fill(s, l, page, bytes, (page + 1ull) * KVQ_BLOCK_TOKENS <= passing, grant);
     }
     return rc;
 }
 
 // Packed blocks of all pages of which a part may be packed at so many tokens.
-static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens)
+static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
+                       struct kvq__grant *grant)
 {
     uint32_t end = kvq__packed_pages(s, l, tokens), page = end;
     int rc = 0;
@@ -268,11 +269,12 @@ static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t to
     while (page > l->first_page && !kvq__page(l, page - 1)->packed.block)
         page--;
     for (; rc == 0 && page < end; page++)
-        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, &own_page(l, page)->packed);
+        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, grant,
+                            &own_page(l, page)->packed);
     return rc;
 }
 
-int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
+int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__grant *grant)
 {
     uint32_t had = s->n_pages, want = kvq__pages_of(tokens);
     uint64_t freed = s->core->freed;
@@ -290,9 +292,10 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens)
         struct kvq__layer *l = &s->layers[i];
         if (!kvq__layer_owns(s, i))
             continue;
-        rc = want ? extras_fill(s, l) : 0;
-        rc = rc ? rc : raws_fill(s, l, tokens, is_long ? kvq__packed_early(s, l, fewest) : 0);
-        rc = rc ? rc : packed_fill(s, l, tokens);
+        uint64_t passing = is_long ? kvq__packed_early(s, l, fewest) : 0;
+        rc = want ? extras_fill(s, l, grant) : 0;
+        rc = rc ? rc : raws_fill(s, l, tokens, passing, grant);
+        rc = rc ? rc : packed_fill(s, l, tokens, grant);
     }
     if (rc < 0) {
         kvq__pages_untake(s, had);

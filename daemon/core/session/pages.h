@@ -110,8 +110,8 @@ uint32_t kvq__sheets_pop(struct kvq__session *s);
 // the work: the number of blocks visited.
 uint32_t kvq__pages_pop(struct kvq__session *s);
 // Makes room for `tokens` tokens in all layers, or takes nothing. A newest raw block that is too
-// short is replaced.
-int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens);
+// short is replaced. Codes, and grant, as of kvq__block_new.
+int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__grant *grant);
 // Undoes kvq__pages_reserve down to so many pages. No request has seen them: they are free at once.
 // While others' requests are under way a longer raw block stays.
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep);

@@ -533,30 +533,43 @@ void kvq__prefix_seal_all(struct kvq__core *core)
 
 // ---- Giving way ----
 
-// Whether dropping the reference frees memory at once that helps. ns not NULL: memory that counts
-// for the namespace's limit of such pools. Else: memory in that pool, or in any if pool is NULL.
-static bool frees_block(struct kvq__core *core, const struct kvq__ref *ref,
-                        const struct kvq__namespace *ns, const struct kvq__pool *pool)
+// The memory that is looked for in the index. ns not NULL: memory that counts for the namespace's
+// limit of such pools. Else: memory in that pool, or in any if pool is NULL.
+struct sought {
+    const struct kvq__namespace *ns;
+    const struct kvq__pool *pool;
+    bool later; // some was seen that is free only when the requests under way have ended
+};
+
+// Whether dropping the reference frees memory at once that helps.
+static bool frees_block(const struct kvq__core *core, const struct kvq__ref *ref,
+                        struct sought *sought)
 {
     const struct kvq__arena *arena = ref->block ? ref->block->extent->owner : NULL;
+    const struct kvq__namespace *ns = sought->ns;
+    const struct kvq__pool *pool = sought->pool;
     assert(!ns || pool);
     if (!arena || (ns && arena->ns != ns))
         return false;
     bool helps =
         ns ? kvq__pool_limit(arena->pool) == kvq__pool_limit(pool) : !pool || arena->pool == pool;
     bool idle = helps && kvq__block_is_idle(core, ref->block);
-    core->index_later |= helps && !idle && ref->block->refs == 1;
+    sought->later |= helps && !idle && ref->block->refs == 1;
     return idle;
 }
 
-static bool frees(struct kvq__core *core, const struct kvq__node *node,
-                  const struct kvq__namespace *ns, const struct kvq__pool *pool)
+static bool frees(const struct kvq__core *core, const struct kvq__node *node, struct sought *sought)
 {
     for (uint32_t i = 0; i < node->n_layers; i++)
-        if (frees_block(core, &node->pages[i].raw, ns, pool) ||
-            frees_block(core, &node->pages[i].packed, ns, pool))
+        if (frees_block(core, &node->pages[i].raw, sought) ||
+            frees_block(core, &node->pages[i].packed, sought))
             return true;
     return false;
+}
+
+static bool frees_any(const struct kvq__core *core, const struct kvq__node *node)
+{
+    return frees(core, node, &(struct sought){0});
 }
 
 static bool is_empty_node(const struct kvq__node *node)
@@ -565,12 +578,12 @@ static bool is_empty_node(const struct kvq__node *node)
 }
 
 static struct kvq__node *oldest(struct kvq__core *core, const struct kvq__prefixes *p,
-                                const struct kvq__namespace *ns, const struct kvq__pool *pool)
+                                struct sought *sought)
 {
     struct kvq__node *node;
     TAILQ_FOREACH (node, &p->leaves, leaf) {
         core->lookup.looks++;
-        if (is_empty_node(node) || frees(core, node, ns, pool))
+        if (is_empty_node(node) || frees(core, node, sought))
             return node;
     }
     return NULL;
@@ -587,13 +600,13 @@ static void shed_ref(struct kvq__core *core, struct kvq__prefixes *p, struct kvq
 }
 
 static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kvq__node *node,
-                      const struct kvq__namespace *ns, const struct kvq__pool *pool)
+                      struct sought *sought)
 {
     bool any = false;
     for (uint32_t i = 0; i < node->n_layers; i++) {
         struct kvq__pageref *page = &node->pages[i];
         struct kvq__ref *ref = page->packed.block ? &page->packed : &page->raw;
-        if (!frees_block(core, ref, ns, pool))
+        if (!frees_block(core, ref, sought))
             continue;
         shed_ref(core, p, node, ref);
         any = true;
@@ -602,14 +615,13 @@ static bool shed_node(struct kvq__core *core, struct kvq__prefixes *p, struct kv
 }
 
 // Drops blocks that only the index has, of nodes that stay: those behind a sliding window.
-static bool shed(struct kvq__core *core, struct kvq__prefixes *p, const struct kvq__namespace *ns,
-                 const struct kvq__pool *pool)
+static bool shed(struct kvq__core *core, struct kvq__prefixes *p, struct sought *sought)
 {
     struct kvq__node *node;
     for (uint32_t b = 0; b < p->n_buckets; b++)
         LIST_FOREACH (node, &p->buckets[b], link) {
             core->lookup.looks++;
-            if (shed_node(core, p, node, ns, pool))
+            if (shed_node(core, p, node, sought))
                 return true;
         }
     return false;
@@ -628,23 +640,18 @@ static bool has_alone(const struct kvq__core *core, const struct kvq__namespace 
     return false;
 }
 
-// At a quota only blocks of that namespace help, in whichever index; in a full pool any block there
-// does.
-bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
-                         const struct kvq__pool *pool, int code)
+// Gives up one node, or a block of one that stays; false if there is none.
+static bool reclaim(struct kvq__core *core, struct sought *sought)
 {
-    const struct kvq__namespace *whose = code == KVQ_E_QUOTA ? ns : NULL;
     struct kvq__namespace *at;
     struct kvq__prefixes *of = NULL;
     struct kvq__node *first = NULL;
-    assert(code == KVQ_E_QUOTA || code == KVQ_E_NO_MEMORY);
-    core->index_later = false;
-    if (!has_alone(core, whose, pool))
+    if (!has_alone(core, sought->ns, sought->pool))
         return false;
     TAILQ_FOREACH (at, &core->namespaces, link) {
         if (at->prefixes.alone_bytes == 0)
             continue;
-        struct kvq__node *node = oldest(core, &at->prefixes, whose, pool);
+        struct kvq__node *node = oldest(core, &at->prefixes, sought);
         if (node && (!first || node->used_at < first->used_at)) {
             first = node;
             of = &at->prefixes;
@@ -655,9 +662,22 @@ bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns
         return true;
     }
     TAILQ_FOREACH (at, &core->namespaces, link)
-        if (at->prefixes.alone_bytes > 0 && shed(core, &at->prefixes, whose, pool))
+        if (at->prefixes.alone_bytes > 0 && shed(core, &at->prefixes, sought))
             return true;
     return false;
+}
+
+// At a quota only blocks of that namespace help, in whichever index; in a full pool any block there
+// does.
+bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
+                         const struct kvq__pool *pool, int code, bool *later)
+{
+    struct sought sought = {.ns = code == KVQ_E_QUOTA ? ns : NULL, .pool = pool};
+    assert(code == KVQ_E_QUOTA || code == KVQ_E_NO_MEMORY);
+    bool any = reclaim(core, &sought);
+    if (later)
+        *later = sought.later;
+    return any;
 }
 
 // Frees the node's own memory; other owners may keep its blocks.
@@ -683,7 +703,7 @@ static void expire(struct kvq__core *core, struct kvq__prefixes *p)
         assert(node->used_at <= core->now);
         if (core->now - node->used_at < keep)
             return;
-        if (is_empty_node(node) || frees(core, node, NULL, NULL))
+        if (is_empty_node(node) || frees_any(core, node))
             node_evict(core, p, node, KVQ__EVICT_AGE);
         else
             kvq__prefix_touch(core, p, node);
@@ -734,8 +754,7 @@ static void drop_leaves(struct kvq__core *core, struct kvq__prefixes *p)
     struct kvq__node *node = TAILQ_FIRST(&p->leaves), *next;
     for (; node; node = next) {
         next = TAILQ_NEXT(node, leaf); // no parent of it, which is no leaf yet
-        while (node && node->children == 0 &&
-               (is_empty_node(node) || frees(core, node, NULL, NULL))) {
+        while (node && node->children == 0 && (is_empty_node(node) || frees_any(core, node))) {
             struct kvq__node *parent = node->parent;
             node_evict(core, p, node, KVQ__EVICT_DROP);
             node = parent;
@@ -769,7 +788,7 @@ int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer
         drop_leaves(core, p);
         for (uint32_t b = 0; b < p->n_buckets; b++)
             LIST_FOREACH (node, &p->buckets[b], link)
-                shed_node(core, p, node, NULL, NULL);
+                shed_node(core, p, node, &(struct sought){0});
         assert(p->n_nodes <= had);
         *pages += had - p->n_nodes;
     }

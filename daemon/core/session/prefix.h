@@ -177,9 +177,9 @@ void kvq__prefix_unnote(struct kvq__session *session);
 void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *prefixes,
                        struct kvq__node *node);
 // A block was refused with this code: evicts one node that keeps memory which would help. False if
-// there is none.
+// there is none. *later (NULL is accepted): some would help once the requests under way have ended.
 bool kvq__prefix_reclaim(struct kvq__core *core, const struct kvq__namespace *ns,
-                         const struct kvq__pool *pool, int code);
+                         const struct kvq__pool *pool, int code, bool *later);
 // The namespace is at its limit of table bytes: evicts the leaf that was used longest ago. False if
 // there is none.
 bool kvq__prefix_reclaim_node(struct kvq__namespace *ns);
