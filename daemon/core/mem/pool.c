@@ -541,7 +541,7 @@ void kvq__block_exempt(struct kvq__block *b, bool exempt)
     b->exempt = exempt;
 }
 
-static void block_free(struct kvq__core *core, struct kvq__block *b)
+static void block_free(struct kvq__core *core, struct kvq__block *b, bool gain)
 {
     struct kvq__extent *e = b->extent;
     struct kvq__arena *arena = e->owner;
@@ -552,7 +552,7 @@ static void block_free(struct kvq__core *core, struct kvq__block *b)
     e->used_bytes -= b->bytes;
     arena->pool->used_bytes -= b->bytes;
     arena->ns->used[kvq__pool_limit(arena->pool)] -= b->bytes;
-    core->freed++;
+    core->freed += gain;
     stretch_free(b);
     if (e->used_bytes == 0)
         extent_empty(core, e);
@@ -624,7 +624,7 @@ static void deferred_end(struct kvq__core *core, struct kvq__block *b)
     assert(b->refs == 0 && !b->free);
     take_back(b);
     TAILQ_REMOVE(&core->deferred, b, deferred_link);
-    block_free(core, b);
+    block_free(core, b, true);
 }
 
 static void spend_budget(struct kvq__core *core)
@@ -715,7 +715,7 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
         return;
     }
     if (is_over(core, b->retired.at))
-        block_free(core, b);
+        block_free(core, b, true);
     else
         deferred_add(core, b);
 }
@@ -742,7 +742,7 @@ bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *b
     return b->refs == 1 && is_over(core, b->retired.at);
 }
 
-void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref)
+void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref, bool gain)
 {
     struct kvq__block *b = ref->block;
     if (!b || !kvq__block_is_idle(core, b)) {
@@ -751,10 +751,10 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref)
     }
     *ref = (struct kvq__ref){0};
     b->refs = 0;
-    block_free(core, b);
+    block_free(core, b, gain);
 }
 
-void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t bytes)
+void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t bytes, bool gain)
 {
     struct kvq__extent *e = b->extent;
     assert(bytes > 0 && bytes % GRAIN == 0 && bytes < b->bytes);
@@ -767,7 +767,7 @@ void kvq__block_shrink(struct kvq__core *core, struct kvq__block *b, uint64_t by
     rest->bytes = b->bytes - bytes;
     b->bytes = bytes;
     TAILQ_INSERT_AFTER(&e->blocks, b, rest, beside);
-    block_free(core, rest);
+    block_free(core, rest, gain);
 }
 
 // ---- Flights ----

@@ -200,8 +200,8 @@ void kvq__retire(const struct kvq__core *core, struct kvq__retired *retired);
 // Gives the reference up and clears it. Accepts none.
 void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
 // Gives the end of a block back, if nobody else has the block and no flight may read it; else the
-// block stays as it is.
-void kvq__block_shrink(struct kvq__core *core, struct kvq__block *block, uint64_t bytes);
+// block stays as it is. gain: as of kvq__block_drop_idle.
+void kvq__block_shrink(struct kvq__core *core, struct kvq__block *block, uint64_t bytes, bool gain);
 // As kvq__block_drop, for a reference of a shared sheet: `retired` is the sheet's.
 void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
                         const struct kvq__retired *retired);
@@ -210,7 +210,8 @@ void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref);
 // Whether the block has one reference, by which no request reads it, and no flight may read it
 // through references that it has lost: then it is free as soon as that reference is dropped.
 bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *block);
-void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref);
+// Drops it. `gain`: who waits for room may gain by it, so that core->freed changes.
+void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref, bool gain);
 void kvq__flight_begin(struct kvq__core *core, struct kvq__flight *flight);
 void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight);
 // Frees deferred blocks that no request under way can read any more: all of them, or as many as

@@ -352,7 +352,7 @@ static bool go_on_leaving(struct kvq__park *t)
 void kvq__park_empty(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    kvq__session_gives(s, UINT64_MAX);
+    kvq__session_drops_begin(s, UINT64_MAX);
     forget_layers(s);
     while (s->n_pages > 0)
         kvq__pages_pop(s);
@@ -386,7 +386,7 @@ static void release_parked(struct kvq__park *t)
         struct kvq__session *s = t->members[i];
         if (!s)
             continue;
-        kvq__session_gives(s, UINT64_MAX);
+        kvq__session_drops_begin(s, UINT64_MAX);
         while (s->n_sheets > 0 && done < RELEASE_AT_ONCE)
             done += kvq__sheets_pop(s);
         kvq__drops_end(core);

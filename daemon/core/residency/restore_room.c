@@ -125,22 +125,21 @@ static void take_restore_ticket(struct kvq__restore *r)
     r->since = r->core->now;
 }
 
-// Two that hold what the other one waits for would wait for ever.
+// Two that hold what the other one waits for would wait for ever. Nobody who waits is woken: these
+// blocks are about to be taken again.
 static void give_blocks_back(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
-    uint64_t freed = r->core->freed;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
-            kvq__block_drop_idle(r->core, &kvq__page(l, p)->packed);
-            kvq__block_drop_idle(r->core, &kvq__page(l, p)->raw);
+            kvq__block_drop_idle(r->core, &kvq__page(l, p)->packed, false);
+            kvq__block_drop_idle(r->core, &kvq__page(l, p)->raw, false);
         }
-        kvq__block_drop_idle(r->core, &l->extras);
+        kvq__block_drop_idle(r->core, &l->extras, false);
     }
     r->layer = r->page = 0;
     r->reserved = 0;
-    r->core->freed = freed;
 }
 
 // It was refused a block. True if it is to wait for room.

@@ -63,7 +63,7 @@ static bool give_session_back(struct kvq__session *s)
     struct kvq__core *core = s->core;
     assert(s->ended.listed && !s->published && s->ended.flight <= core->last_flight);
     // Requests that began since it ended have not found it.
-    kvq__session_gives(s, s->ended.flight);
+    kvq__session_drops_begin(s, s->ended.flight);
     while (core->release_left > 0 && has_pages(s))
         spend_work(core, pop_ended_page(s));
     note_pages(s);

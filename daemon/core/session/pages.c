@@ -233,7 +233,7 @@ static int raw_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page,
         return rc;
     memcpy(longer.data, p->raw.data, p->raw.block->bytes);
     kvq__tables_dirty(s, page);
-    kvq__session_gives(s, UINT64_MAX);
+    kvq__session_drops_begin(s, UINT64_MAX);
     kvq__block_drop(s->core, &p->raw);
     kvq__drops_end(s->core);
     p->raw = longer;
@@ -304,9 +304,20 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__gran
     return rc;
 }
 
+// How a block goes: like any other; or at once, since no request has seen it, and without waking
+// those who wait for room.
+enum leaving { DROPPED, UNSEEN };
+
+static void leave_block(struct kvq__core *core, struct kvq__ref *ref, enum leaving how)
+{
+    if (how == UNSEEN)
+        kvq__block_drop_idle(core, ref, false);
+    else
+        kvq__block_drop(core, ref);
+}
+
 // A shared sheet is taken off as a whole: all of it lies below the floor, and is never written.
-static uint32_t pop_page(struct kvq__session *s,
-                         void (*drop)(struct kvq__core *, struct kvq__ref *))
+static uint32_t pop_page(struct kvq__session *s, enum leaving how)
 {
     uint32_t last = s->n_pages - 1, sheet = last / KVQ__SHEET_PAGES;
     assert(sheet < s->n_sheets);
@@ -320,90 +331,86 @@ static uint32_t pop_page(struct kvq__session *s,
         if (!kvq__layer_owns(s, i))
             continue;
         struct kvq__pageref *p = kvq__page(&s->layers[i], last);
-        drop(s->core, &p->raw);
-        drop(s->core, &p->packed);
+        leave_block(s->core, &p->raw, how);
+        leave_block(s->core, &p->packed, how);
     }
     return 2 * s->n_owned;
 }
 
 uint32_t kvq__pages_pop(struct kvq__session *s)
 {
-    return pop_page(s, kvq__block_drop);
+    return pop_page(s, DROPPED);
 }
 
-static void pages_cut(struct kvq__session *s, uint32_t keep,
-                      void (*drop)(struct kvq__core *, struct kvq__ref *))
+static void pages_cut(struct kvq__session *s, uint32_t keep, enum leaving how)
 {
     if (s->n_pages > keep) {
         kvq__tables_dirty(s, keep);
         while (s->n_pages > keep)
-            pop_page(s, drop);
+            pop_page(s, how);
         assert(s->n_pages == keep);
     }
     for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
-        drop(s->core, &s->layers[i].extras);
+        leave_block(s->core, &s->layers[i].extras, how);
 }
 
 // What a layer took for tokens that there will not be: the end of its newest raw block, and packed
 // blocks that nothing is packed into yet.
 static void layer_untake(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
-                         void (*drop)(struct kvq__core *, struct kvq__ref *))
+                         enum leaving how)
 {
     uint32_t end = kvq__pages_of(tokens), page = kvq__packed_pages(s, l, tokens);
     assert(end == s->n_pages);
     page = page > l->first_page ? page : l->first_page;
     for (; page < end && !l->packer && kvq__page(l, page)->packed.block; page++)
-        drop(s->core, &own_page(l, page)->packed);
+        leave_block(s->core, &own_page(l, page)->packed, how);
     if (end == 0 || end - 1 < l->raw_page)
         return;
     struct kvq__block *raw = kvq__page(l, end - 1)->raw.block;
     uint64_t bytes = kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, end - 1));
     if (raw && raw->bytes > bytes && kvq__page_owners(l, end - 1) == 1)
-        kvq__block_shrink(s->core, raw, bytes);
+        kvq__block_shrink(s->core, raw, bytes, how == DROPPED);
 }
 
 // Of a session that nobody has seen all is about to go, and one that a waiting request has taken
 // pages for keeps what it has.
-static void layers_untake(struct kvq__session *s, uint64_t tokens,
-                          void (*drop)(struct kvq__core *, struct kvq__ref *))
+static void layers_untake(struct kvq__session *s, uint64_t tokens, enum leaving how)
 {
     if (!s->published || s->n_pages != kvq__pages_of(tokens))
         return;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
-            layer_untake(s, &s->layers[i], tokens, drop);
+            layer_untake(s, &s->layers[i], tokens, how);
 }
 
 void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
 {
-    uint64_t freed = s->core->freed; // nobody who waits for room gains by it
     assert(keep <= s->n_pages);
-    pages_cut(s, keep, kvq__block_drop_idle);
-    layers_untake(s, s->tokens + s->in_step.tokens, kvq__block_drop_idle);
-    s->core->freed = freed;
+    pages_cut(s, keep, UNSEEN);
+    layers_untake(s, s->tokens + s->in_step.tokens, UNSEEN);
 }
 
 void kvq__pages_fit(struct kvq__session *s)
 {
-    kvq__session_gives(s, UINT64_MAX);
-    layers_untake(s, s->tokens + s->in_step.tokens, kvq__block_drop);
+    kvq__session_drops_begin(s, UINT64_MAX);
+    layers_untake(s, s->tokens + s->in_step.tokens, DROPPED);
     kvq__drops_end(s->core);
 }
 
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 {
     kvq__ids_cut(s, tokens);
-    kvq__session_gives(s, UINT64_MAX);
-    pages_cut(s, kvq__pages_of(tokens), kvq__block_drop);
+    kvq__session_drops_begin(s, UINT64_MAX);
+    pages_cut(s, kvq__pages_of(tokens), DROPPED);
     if (!kvq__is_offloaded(s))
-        layers_untake(s, tokens, kvq__block_drop);
+        layers_untake(s, tokens, DROPPED);
     kvq__drops_end(s->core);
 }
 
 void kvq__pages_empty(struct kvq__session *s)
 {
-    kvq__session_gives(s, UINT64_MAX);
-    pages_cut(s, 0, kvq__block_drop);
+    kvq__session_drops_begin(s, UINT64_MAX);
+    pages_cut(s, 0, DROPPED);
     kvq__drops_end(s->core);
 }
 
@@ -442,7 +449,7 @@ void kvq__pages_release(struct kvq__session *s)
     s->entries.release_due = s->entries.reading > 0 && s->entries.floor < floor;
     if (s->entries.release_due)
         floor = s->entries.floor;
-    kvq__session_gives(s, UINT64_MAX);
+    kvq__session_drops_begin(s, UINT64_MAX);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         if (!kvq__layer_owns(s, i))
             continue;

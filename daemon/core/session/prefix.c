@@ -281,7 +281,7 @@ static void unshare(struct kvq__core *core, struct kvq__prefixes *p, struct kvq_
 {
     if (ref->block)
         kvq__block_unindex(ref->block, &p->alone_bytes);
-    kvq__block_drop_idle(core, ref);
+    kvq__block_drop_idle(core, ref, true);
 }
 
 // Adds references to the final blocks that the node lacks: packed ones, or raw ones of raw formats.
