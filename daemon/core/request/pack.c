@@ -114,7 +114,8 @@ static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t 
 
 // ---- In a request ----
 
-static struct kvq__layer *next_pack_layer(const struct kvq__queue *q, const struct kvq__session *s)
+// Of the request's layer: the one whose pages it reads.
+static struct kvq__layer *source_layer_of(const struct kvq__queue *q, const struct kvq__session *s)
 {
     return &s->layers[s->layers[q->header.layer].source];
 }
@@ -137,7 +138,7 @@ static bool prepare_pack(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     w->n_items = 0;
-    if (!w->packing && next_pack_layer(q, s)->packer == q)
+    if (!w->packing && source_layer_of(q, s)->packer == q)
         inherit_packing(q, i);
     if (!w->packing)
         return true;
@@ -145,7 +146,7 @@ static bool prepare_pack(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
         return true;
     }
-    struct kvq__layer *l = next_pack_layer(q, s);
+    struct kvq__layer *l = source_layer_of(q, s);
     assert(l->packer == q);
     uint64_t end = kvq__packed_at(s, l, w->past), first = l->packed;
     if (first >= end)
@@ -172,7 +173,7 @@ static uint32_t count_pack(const struct kvq__entry *w)
 static void run_pack(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
-    struct packing p = {w->session,    next_pack_layer(q, w->session),
+    struct packing p = {w->session,    source_layer_of(q, w->session),
                         w->pages,      w->pack.extras,
                         w->pack.first, w->pack.end,
                         w->sample};
@@ -184,7 +185,7 @@ static void finish_pack(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     if (!w->packing)
         return;
-    struct kvq__layer *l = next_pack_layer(q, w->session);
+    struct kvq__layer *l = source_layer_of(q, w->session);
     assert(l->packer == q);
     w->packing = false;
     kvq__pack_sample_end(q->core, &w->sample);
@@ -213,7 +214,16 @@ void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens)
     }
 }
 
-void kvq__packing_release(struct kvq__queue *q, struct kvq__entry *w)
+void kvq__packing_release_layer(struct kvq__queue *q, struct kvq__session *s)
+{
+    struct kvq__layer *l = source_layer_of(q, s);
+    assert(l->packer == q);
+    l->packer = NULL;
+    if (!s->dropped)
+        kvq__pack_queue(s);
+}
+
+void kvq__packing_release_all(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->session;
     for (uint32_t l = 0; l < s->n_layers; l++)
@@ -257,7 +267,7 @@ static bool prepare_all(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
     // Its group has yet to commit, or was undone.
     if (w->packing_all && !s->pool->gpu && s->tokens < w->past + q->entries[i].append)
-        kvq__packing_release(q, w);
+        kvq__packing_release_all(q, w);
     if (q->gpu && !s->dropped)
         return kvq__gpu_pack_all_prepare(q, i);
     if (q->gpu)
@@ -302,7 +312,7 @@ static void finish_all(struct kvq__queue *q, uint32_t i)
     kvq__pack_sample_end(q->core, &w->sample);
     for (uint32_t j = 0; j < w->packs.n; j++)
         note_packed(s, &s->layers[w->packs.packs[j].layer], w->packs.packs[j].end);
-    kvq__packing_release(q, w);
+    kvq__packing_release_all(q, w);
     if (!s->dropped)
         kvq__pages_release(s);
 }

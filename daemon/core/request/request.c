@@ -246,15 +246,6 @@ void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     q->work[i].packing = true;
 }
 
-static void release_packing(struct kvq__queue *q, struct kvq__session *s)
-{
-    struct kvq__layer *l = &s->layers[s->layers[q->header.layer].source];
-    assert(l->packer == q);
-    l->packer = NULL;
-    if (!s->dropped)
-        kvq__pack_queue(s);
-}
-
 static void release_work(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->session;
@@ -272,9 +263,9 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
     if (w->exclusive)
         s->exclusive = NULL;
     if (w->packing)
-        release_packing(q, s);
+        kvq__packing_release_layer(q, s);
     if (w->packing_all)
-        kvq__packing_release(q, w);
+        kvq__packing_release_all(q, w);
     kvq__pack_sample_end(q->core, &w->sample); // of an entry that failed
     if (w->table)
         kvq__table_unuse(w->table);

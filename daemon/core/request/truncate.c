@@ -105,7 +105,7 @@ static int copy_list(struct kvq__queue *q, uint32_t i, int32_t *list)
 }
 
 // Raw blocks of the last tokens, [layer][page].
-static void find_change_pages(struct kvq__entry *w, uint32_t first_page)
+static void find_accept_pages(struct kvq__entry *w, uint32_t first_page)
 {
     const struct kvq__session *s = w->session;
     assert(first_page + w->n_pages <= s->n_pages);
@@ -114,7 +114,7 @@ static void find_change_pages(struct kvq__entry *w, uint32_t first_page)
             w->pages[i * w->n_pages + p].raw = kvq__page(&s->layers[i], first_page + p)->raw.data;
 }
 
-static bool prepare_change(struct kvq__queue *q, uint32_t i)
+static bool prepare_accept(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
@@ -135,12 +135,12 @@ static bool prepare_change(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, rc, w->past);
         return true;
     }
-    find_change_pages(w, first_page);
+    find_accept_pages(w, first_page);
     w->n_items = w->session->n_layers;
     return true;
 }
 
-static uint32_t count_change(const struct kvq__entry *w)
+static uint32_t count_accept(const struct kvq__entry *w)
 {
     return w->n_items;
 }
@@ -161,7 +161,7 @@ static void move_token(const struct kvq__layer *l, const struct kvq_page *pages,
 }
 
 // One layer. Tokens only move down, in ascending order, so none is overwritten unread.
-static void run_change(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
+static void run_accept(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[item];
@@ -177,7 +177,7 @@ static void run_change(const struct kvq__queue *q, uint32_t i, uint32_t item, vo
 }
 
 // Ids follow their tokens while the list of those that stay is there.
-static void finish_change(struct kvq__queue *q, uint32_t i)
+static void finish_accept(struct kvq__queue *q, uint32_t i)
 {
     const struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
@@ -185,7 +185,7 @@ static void finish_change(struct kvq__queue *q, uint32_t i)
         kvq__ids_accept(w->session, e->append, w->accept.list, e->list_token);
 }
 
-static void end_change(struct kvq__queue *q, uint32_t i)
+static void end_accept(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq_entry_wire *e = &q->entries[i];
@@ -203,10 +203,10 @@ static void end_change(struct kvq__queue *q, uint32_t i)
     q->results[i].value = s->tokens;
 }
 
-const struct kvq__pass kvq__pass_accept = {.prepare = prepare_change,
-                                           .stages = {{count_change, run_change}},
+const struct kvq__pass kvq__pass_accept = {.prepare = prepare_accept,
+                                           .stages = {{count_accept, run_accept}},
                                            .n_stages = 1,
-                                           .finish = finish_change,
-                                           .end = end_change,
+                                           .finish = finish_accept,
+                                           .end = end_accept,
                                            .gpu_wave = kvq__gpu_accept_wave,
                                            .gpu_room = kvq__gpu_accept_room};

@@ -38,7 +38,10 @@ struct kvq__layer {
     uint64_t base;              // of a fork: tokens below it exist in packed form only
     uint64_t packed;            // tokens [0, packed) are packed
     uint64_t enqueued;          // becomes `packed` if the STEP under way on a GPU commits; 0 = none
-    const void *packer;         // the request or packer whose job is packing it; NULL = none
+    // Who alone may pack it: a request (struct kvq__queue) or the core's struct kvq__packer with a
+    // job for it, a struct kvq__save that copies it, or a struct kvq__restore that is yet to read
+    // it. It is only compared. NULL = nobody.
+    const void *packer;
     struct kvq__work_stream *pack_stream; // on a GPU: the work stream that packed units last
     uint64_t pack_number;                 // and the number of that work
     uint8_t append;                       // enum kvq__append_state, in the open step
