@@ -217,7 +217,7 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
 void kvq__admission_untake(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__session *s = q->work[i].session;
-    kvq__pages_untake(s, kvq__pages_of(s->tokens + s->in_step.tokens));
+    kvq__pages_unreserve(s, kvq__pages_of(s->tokens + s->in_step.tokens));
 }
 
 bool kvq__admission_take(struct kvq__queue *q)

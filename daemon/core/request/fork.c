@@ -299,7 +299,7 @@ static int clone_pages(struct cloning *c, const struct kvq__session *from)
 static void clone_free(struct kvq__session *s)
 {
     assert(!s->published && s->refs == 0);
-    kvq__pages_untake(s, 0);
+    kvq__pages_unreserve(s, 0);
     kvq__session_free(s);
 }
 

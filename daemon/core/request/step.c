@@ -84,6 +84,7 @@ void kvq__step_over(struct kvq__session *s)
     s->in_step.prepared = false;
     s->in_step.serial++;
     reset_layers(s);
+    kvq__ids_cut(s, s->tokens);
     kvq__pages_trim(s, s->tokens);
 }
 

@@ -67,6 +67,7 @@ enum kvq__progress kvq__op_truncate(struct kvq__queue *q)
         assert(s->exclusive == q && q->entries[i].list_token <= s->tokens - s->floor);
         kvq__session_count(s, s->tokens - q->entries[i].list_token);
         kvq__session_changed(s);
+        kvq__ids_cut(s, s->tokens);
         kvq__pages_trim(s, s->tokens);
         q->results[i].value = s->tokens;
     }
@@ -199,6 +200,7 @@ static void end_accept(struct kvq__queue *q, uint32_t i)
     kvq__ids_commit(s, w->past - e->append, e->list_token);
     kvq__session_count(s, w->past - e->append + e->list_token);
     kvq__session_changed(s);
+    kvq__ids_cut(s, s->tokens);
     kvq__pages_trim(s, s->tokens);
     q->results[i].value = s->tokens;
 }

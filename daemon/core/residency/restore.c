@@ -726,7 +726,7 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         kvq__session_end(s, "its pages are in the index of prefixes");
     restore_free(r);
     if (!s->dropped && whole)
-        kvq__pages_fit(s);
+        kvq__pages_shrink_to_fit(s);
     kvq__session_unref(s);
 }
 

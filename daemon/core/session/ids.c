@@ -234,8 +234,6 @@ int kvq__ids_spans(struct kvq__session *s, const struct kvq__span *spans, uint32
     return 0;
 }
 
-// ---- Restoring ----
-
 // ---- Memory ----
 
 uint64_t kvq__ids_bytes(const struct kvq__session *s)

@@ -298,7 +298,7 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__gran
         rc = rc ? rc : packed_fill(s, l, tokens, grant);
     }
     if (rc < 0) {
-        kvq__pages_untake(s, had);
+        kvq__pages_unreserve(s, had);
         s->core->freed = freed; // shorter blocks were replaced: nobody who waits gains by it
     }
     return rc;
@@ -356,7 +356,7 @@ static void pages_cut(struct kvq__session *s, uint32_t keep, enum leaving how)
 
 // What a layer took for tokens that there will not be: the end of its newest raw block, and packed
 // blocks that nothing is packed into yet.
-static void layer_untake(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
+static void layer_shrink(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
                          enum leaving how)
 {
     uint32_t end = kvq__pages_of(tokens), page = kvq__packed_pages(s, l, tokens);
@@ -372,38 +372,37 @@ static void layer_untake(struct kvq__session *s, struct kvq__layer *l, uint64_t 
         kvq__block_shrink(s->core, raw, bytes, how == DROPPED);
 }
 
-// Of a session that nobody has seen all is about to go, and one that a waiting request has taken
-// pages for keeps what it has.
-static void layers_untake(struct kvq__session *s, uint64_t tokens, enum leaving how)
+// Skips unpublished sessions, which are freed whole, and sessions whose page count a waiting
+// request has raised: that request still needs the pages.
+static void layers_shrink(struct kvq__session *s, uint64_t tokens, enum leaving how)
 {
     if (!s->published || s->n_pages != kvq__pages_of(tokens))
         return;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
-            layer_untake(s, &s->layers[i], tokens, how);
+            layer_shrink(s, &s->layers[i], tokens, how);
 }
 
-void kvq__pages_untake(struct kvq__session *s, uint32_t keep)
+void kvq__pages_unreserve(struct kvq__session *s, uint32_t keep)
 {
     assert(keep <= s->n_pages);
     pages_cut(s, keep, UNSEEN);
-    layers_untake(s, s->tokens + s->in_step.tokens, UNSEEN);
+    layers_shrink(s, s->tokens + s->in_step.tokens, UNSEEN);
 }
 
-void kvq__pages_fit(struct kvq__session *s)
+void kvq__pages_shrink_to_fit(struct kvq__session *s)
 {
     kvq__session_drops_begin(s, UINT64_MAX);
-    layers_untake(s, s->tokens + s->in_step.tokens, DROPPED);
+    layers_shrink(s, s->tokens + s->in_step.tokens, DROPPED);
     kvq__drops_end(s->core);
 }
 
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 {
-    kvq__ids_cut(s, tokens);
     kvq__session_drops_begin(s, UINT64_MAX);
     pages_cut(s, kvq__pages_of(tokens), DROPPED);
     if (!kvq__is_offloaded(s))
-        layers_untake(s, tokens, DROPPED);
+        layers_shrink(s, tokens, DROPPED);
     kvq__drops_end(s->core);
 }
 

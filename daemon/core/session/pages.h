@@ -69,7 +69,8 @@ uint32_t kvq__packed_pages(const struct kvq__session *s, const struct kvq__layer
 uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__layer *l,
                                 const struct kvq__pool *pool, uint64_t tokens);
 
-// Tokens that a view at `past` tokens reads packed: a function of counts alone.
+// How many of the first tokens are read from packed blocks by a reader whose committed count is
+// `past`: a function of counts alone.
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer,
                         uint64_t past);
 // The same if prompt.exact were 0.
@@ -114,14 +115,16 @@ uint32_t kvq__pages_pop(struct kvq__session *s);
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__grant *grant);
 // Undoes kvq__pages_reserve down to so many pages. No request has seen them: they are free at once.
 // While others' requests are under way a longer raw block stays.
-void kvq__pages_untake(struct kvq__session *s, uint32_t keep);
+void kvq__pages_unreserve(struct kvq__session *s, uint32_t keep);
 // Drops all pages and extras. Its counts and ids stay, for whoever fetches it later.
 void kvq__pages_empty(struct kvq__session *s);
-// Drops the pages that `tokens` tokens do not need, and with the last page the extras.
+// Drops the pages that `tokens` tokens do not need, and with the last page the extras. Ids of
+// tokens stay: kvq__ids_cut cuts them.
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens);
 // Gives back what the newest raw blocks have room for and the session's tokens do not need.
-void kvq__pages_fit(struct kvq__session *s);
-// Drops the blocks that no view at or above the floor can read any more.
+void kvq__pages_shrink_to_fit(struct kvq__session *s);
+// Drops the blocks that no view at or above the floor can read any more. Before, the index of
+// prefixes gets the pages that are final.
 void kvq__pages_release(struct kvq__session *s);
 // The pages of `tokens` tokens as a view at `past` tokens sees them. Returns their number.
 uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
