@@ -9,8 +9,10 @@
 // reference to each block that it names, however many have it. Requests in flight hold references
 // to sessions and buffers.
 //
-// What keeps running work safe: workers never look at sessions or page tables. Before its job
-// starts a request copies the addresses of the blocks it needs, and references their sessions. A
+// What keeps running work safe: of a session that their request references, workers read what never
+// changes while it lives (shapes, formats, layouts and codebooks of its layers, and which layer's
+// pages each reads), and `learned` of a layer whose packer is their job. They never read its counts
+// or page tables: before its job starts a request copies the addresses of the blocks it needs. A
 // block that has lost its last reference is free once all requests (their "flights") have ended
 // that began before. If only one session had the block, it is free already when no request
 // references that session and no stream packs it (kvq__session_quiet).
