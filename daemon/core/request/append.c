@@ -159,8 +159,7 @@ static bool take_append_memory(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = &w->session->layers[q->header.layer];
-    w->n_pages =
-        kvq__pages_of(w->past + q->entries[i].append) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    w->n_pages = kvq__pages_spanned(w->past, w->past + q->entries[i].append);
     assert(w->n_pages > 0);
     uint32_t items = w->n_pages * l->shape.kv_heads;
     w->pages = kvq__arena_take(q, w->n_pages * sizeof *w->pages);
@@ -260,17 +259,23 @@ static void run_append(const struct kvq__queue *q, uint32_t i, uint32_t item, vo
     kvq__store_page(q, i, &part, &w->store.counts[item]);
 }
 
+struct kvq_store_counts kvq__store_counts_sum(const struct kvq_store_counts *counts, uint32_t n)
+{
+    struct kvq_store_counts sum = {0};
+    for (uint32_t i = 0; i < n; i++) {
+        sum.nonfinite += counts[i].nonfinite;
+        sum.saturated += counts[i].saturated;
+    }
+    return sum;
+}
+
 static void finish_append(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    struct kvq_store_counts sum = {0};
     if (w->n_items == 0)
         return;
-    for (uint32_t j = 0; j < w->n_items; j++) {
-        sum.nonfinite += w->store.counts[j].nonfinite;
-        sum.saturated += w->store.counts[j].saturated;
-    }
+    struct kvq_store_counts sum = kvq__store_counts_sum(w->store.counts, w->n_items);
     if (s->in_step.serial != w->step_serial) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
     } else if (sum.nonfinite) {

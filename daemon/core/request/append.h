@@ -33,6 +33,8 @@ struct kvq__store_part {
 };
 void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__store_part *part,
                      struct kvq_store_counts *counts);
+// The counts of an entry's items, together.
+struct kvq_store_counts kvq__store_counts_sum(const struct kvq_store_counts *counts, uint32_t n);
 // Where token t of an entry's source lies, and how many follow it there.
 uint32_t kvq__store_run(const struct kvq__queue *queue, uint32_t i,
                         const struct kvq__source *source, uint32_t t, struct kvq_view *k,

@@ -64,7 +64,7 @@ static int check_tail(const struct kvq__queue *q, uint32_t i)
     if (e->append != s->in_step.tokens || e->queries > e->append)
         return KVQ_E_INVALID;
     bool needs = !(q->header.flags & KVQ_REQ_PAST_ONLY) && !is_append(q);
-    if (needs && s->layers[s->layers[q->header.layer].source].append != KVQ__APPENDED)
+    if (needs && kvq__source_layer(s, q->header.layer)->append != KVQ__APPENDED)
         return KVQ_E_INCOMPLETE;
     return 0;
 }
@@ -227,7 +227,7 @@ static bool prepare_attend(struct kvq__queue *q, uint32_t i)
         return false;
     w->n_pages = kvq__pages_view(s, q->header.layer, w->past, tokens, w->pages);
     w->attend = (struct kvq_attend_job){.call = call_of(q, i)};
-    const struct kvq__layer *own = &s->layers[s->layers[q->header.layer].source];
+    const struct kvq__layer *own = kvq__source_layer(s, q->header.layer);
     w->attend.call.book = q->gpu ? &own->gpu_book : &own->book;
     w->attend.call.extras = kvq__extras_view(s, own, w->past);
     if (!kvq__outliers_view(q, own, &w->attend.call.pool))

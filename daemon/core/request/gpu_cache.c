@@ -12,8 +12,7 @@
 
 static const struct kvq__layer *own_layer(const struct kvq__queue *q, uint32_t i)
 {
-    const struct kvq__session *s = q->work[i].session;
-    return &s->layers[s->layers[q->header.layer].source];
+    return kvq__source_layer(q->work[i].session, q->header.layer);
 }
 
 // An array of jobs that a wave fills and launches.

@@ -197,8 +197,7 @@ bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer 
 
 static struct kvq__layer *layer_of_pack_entry(const struct kvq__queue *q, uint32_t i)
 {
-    struct kvq__session *s = q->work[i].session;
-    return &s->layers[s->layers[q->header.layer].source];
+    return kvq__source_layer(q->work[i].session, q->header.layer);
 }
 
 size_t kvq__gpu_pack_room(const struct kvq__queue *q, uint32_t i)

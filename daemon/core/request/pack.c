@@ -114,12 +114,6 @@ static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t 
 
 // ---- In a request ----
 
-// Of the request's layer: the one whose pages it reads.
-static struct kvq__layer *source_layer_of(const struct kvq__queue *q, const struct kvq__session *s)
-{
-    return &s->layers[s->layers[q->header.layer].source];
-}
-
 // What another entry of the session was to pack, which has failed.
 static void inherit_packing(struct kvq__queue *q, uint32_t i)
 {
@@ -138,7 +132,7 @@ static bool prepare_pack(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     w->n_items = 0;
-    if (!w->packing && source_layer_of(q, s)->packer == q)
+    if (!w->packing && kvq__source_layer(s, q->header.layer)->packer == q)
         inherit_packing(q, i);
     if (!w->packing)
         return true;
@@ -146,12 +140,12 @@ static bool prepare_pack(struct kvq__queue *q, uint32_t i)
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, 0);
         return true;
     }
-    struct kvq__layer *l = source_layer_of(q, s);
+    struct kvq__layer *l = kvq__source_layer(s, q->header.layer);
     assert(l->packer == q);
     uint64_t end = kvq__packed_at(s, l, w->past), first = l->packed;
     if (first >= end)
         return true;
-    uint32_t pages = kvq__pages_of(pages_end(l, end)) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    uint32_t pages = kvq__pages_spanned(first, pages_end(l, end));
     w->pages = kvq__arena_take(q, pages * sizeof *w->pages);
     if (!w->pages)
         return false;
@@ -173,7 +167,7 @@ static uint32_t count_pack(const struct kvq__entry *w)
 static void run_pack(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
 {
     const struct kvq__entry *w = &q->work[i];
-    struct packing p = {w->session,    source_layer_of(q, w->session),
+    struct packing p = {w->session,    kvq__source_layer(w->session, q->header.layer),
                         w->pages,      w->pack.extras,
                         w->pack.first, w->pack.end,
                         w->sample};
@@ -185,7 +179,7 @@ static void finish_pack(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     if (!w->packing)
         return;
-    struct kvq__layer *l = source_layer_of(q, w->session);
+    struct kvq__layer *l = kvq__source_layer(w->session, q->header.layer);
     assert(l->packer == q);
     w->packing = false;
     kvq__pack_sample_end(q->core, &w->sample);
@@ -216,7 +210,7 @@ void kvq__hold_packing(struct kvq__queue *q, uint32_t i, uint64_t tokens)
 
 void kvq__packing_release_layer(struct kvq__queue *q, struct kvq__session *s)
 {
-    struct kvq__layer *l = source_layer_of(q, s);
+    struct kvq__layer *l = kvq__source_layer(s, q->header.layer);
     assert(l->packer == q);
     l->packer = NULL;
     if (!s->dropped)
@@ -243,7 +237,7 @@ static bool take_pack_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     if (l->packer != q || first >= end)
         return true;
     uint64_t to = pages_end(l, end);
-    uint32_t n = kvq__pages_of(to) - (uint32_t)(first / KVQ_BLOCK_TOKENS);
+    uint32_t n = kvq__pages_spanned(first, to);
     struct kvq_page *pages = kvq__arena_take(q, n * sizeof *pages);
     if (!pages)
         return false;
@@ -345,7 +339,7 @@ static void begin_background_pack(struct kvq__core *core, struct kvq__session *s
     p->first = l->packed;
     p->end = kvq__pack_due(s, layer) < most ? kvq__pack_due(s, layer) : most;
     assert(p->first < p->end);
-    assert(kvq__pages_of(pages_end(l, p->end)) - p->first / KVQ_BLOCK_TOKENS <= KVQ__PACKER_PAGES);
+    assert(kvq__pages_spanned(p->first, pages_end(l, p->end)) <= KVQ__PACKER_PAGES);
     find_pack_pages(l, p->first, pages_end(l, p->end), p->pages);
     p->extras = l->extras.data;
     p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background_pack};

@@ -48,7 +48,7 @@ static void find_range(struct kvq__queue *q, uint32_t i)
     const struct kvq_entry_wire *e = &q->entries[i];
     struct kvq__entry *w = &q->work[i];
     const struct kvq__session *s = w->session;
-    uint64_t kept = kvq__first_kept(&s->layers[s->layers[q->header.layer].source], s->floor);
+    uint64_t kept = kvq__first_kept(kvq__source_layer(s, q->header.layer), s->floor);
     uint64_t end = e->position + e->append;
     end = end < s->tokens ? end : s->tokens;
     w->read.from = kept > e->position ? kept : e->position;
@@ -94,7 +94,7 @@ static bool prepare_read(struct kvq__queue *q, uint32_t i)
         return false;
     w->n_pages = kvq__pages_view(w->session, q->header.layer, w->past, w->past, w->pages);
     const struct kvq__session *s = w->session;
-    const struct kvq__layer *own = &s->layers[s->layers[q->header.layer].source];
+    const struct kvq__layer *own = kvq__source_layer(s, q->header.layer);
     w->read.extras = kvq__extras_view(s, own, w->past);
     if (!kvq__outliers_view(q, own, &w->read.pool))
         return false;
@@ -149,7 +149,7 @@ static void run_read(const struct kvq__queue *q, uint32_t i, uint32_t item, void
         .shape = &l->shape,
         .pages = w->pages,
         .n_pages = w->n_pages,
-        .book = &w->session->layers[l->source].book,
+        .book = &kvq__source_layer(w->session, q->header.layer)->book,
         .extras = w->read.extras,
         .pool = w->read.pool,
     };

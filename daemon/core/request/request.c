@@ -229,7 +229,7 @@ static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session 
 bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
 {
     const struct kvq__session *s = q->work[i].session;
-    const struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    const struct kvq__layer *l = kvq__source_layer(s, layer);
     bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
     return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->in_step.committing)) ||
            (s->pool->gpu && gpu_must_wait(q, s, l, due));
@@ -238,7 +238,7 @@ bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
 void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
 {
     struct kvq__session *s = q->work[i].session;
-    struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    struct kvq__layer *l = kvq__source_layer(s, layer);
     kvq__hold_reading(q, i);
     if (kvq__packed_at(s, l, q->work[i].past) <= l->packed || l->packer)
         return; // another entry of this request packs it
@@ -627,7 +627,7 @@ static bool waits_for_loading(const struct kvq__queue *q, const struct kvq__sess
     case KVQ_OP_ATTEND:
     case KVQ_OP_APPEND_ATTEND:
     case KVQ_OP_READ:
-        return layer < s->n_layers && s->layers[s->layers[layer].source].loading;
+        return layer < s->n_layers && kvq__source_layer(s, layer)->loading;
     default: // all layers
         return true;
     }

@@ -212,7 +212,7 @@ static bool take_step_all_memory(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     uint32_t layers = w->session->n_layers;
-    w->n_pages = kvq__pages_of(tokens_of(q, i)) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    w->n_pages = kvq__pages_spanned(w->past, tokens_of(q, i));
     assert(w->n_pages > 0);
     uint32_t items = w->n_pages * layers;
     w->pages = kvq__arena_take(q, items * sizeof *w->pages);
@@ -273,7 +273,7 @@ static int find_layers(struct kvq__queue *q, uint32_t i)
 static bool take_on_gpu(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
-    w->n_pages = kvq__pages_of(tokens_of(q, i)) - (uint32_t)(w->past / KVQ_BLOCK_TOKENS);
+    w->n_pages = kvq__pages_spanned(w->past, tokens_of(q, i));
     return kvq__store_list(q, i, &w->all.list) && kvq__gpu_store_all_prepare(q, i);
 }
 
@@ -325,13 +325,9 @@ static void finish_store(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    struct kvq_store_counts sum = {0};
-    for (uint32_t j = 0; j < w->n_items; j++) {
-        sum.nonfinite += w->all.counts[j].nonfinite;
-        sum.saturated += w->all.counts[j].saturated;
-    }
     if (q->entries[i].append == 0 || s->pool->gpu) // a GPU's end is to come
         return;
+    struct kvq_store_counts sum = kvq__store_counts_sum(w->all.counts, w->n_items);
     if (s->in_step.serial != w->step_serial) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
     } else if (sum.nonfinite) {

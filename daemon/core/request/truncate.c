@@ -126,7 +126,7 @@ static bool prepare_accept(struct kvq__queue *q, uint32_t i)
     }
     assert(e->append <= w->past);
     uint32_t first_page = (uint32_t)((w->past - e->append) / KVQ_BLOCK_TOKENS);
-    w->n_pages = kvq__pages_of(w->past) - first_page;
+    w->n_pages = kvq__pages_spanned(w->past - e->append, w->past);
     w->pages = kvq__arena_take(q, (size_t)w->n_pages * w->session->n_layers * sizeof *w->pages);
     w->accept.list = kvq__arena_take(q, e->list_token * sizeof *w->accept.list);
     if (!w->pages || !w->accept.list)

@@ -42,7 +42,7 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
     double own = 0;
     for (uint32_t k = 0; k < SAMPLES; k++) {
         const struct kvq__layer *l =
-            &s->layers[s->layers[(uint64_t)k * s->n_layers / SAMPLES].source];
+            kvq__source_layer(s, (uint32_t)((uint64_t)k * s->n_layers / SAMPLES));
         uint32_t n = s->n_pages > l->first_page ? s->n_pages - l->first_page : 0;
         if (n == 0)
             continue;

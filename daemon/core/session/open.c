@@ -295,7 +295,7 @@ static int link_layers(struct kvq__session *s, char *text)
         s->layers[i].keep = s->layers[i].shape.window;
     }
     for (uint32_t i = 0; i < s->n_layers; i++) {
-        struct kvq__layer *own = &s->layers[s->layers[i].source];
+        struct kvq__layer *own = kvq__source_layer(s, i);
         uint32_t window = s->layers[i].shape.window;
         own->keep = own->keep == 0 || window == 0 ? 0 : window > own->keep ? window : own->keep;
     }

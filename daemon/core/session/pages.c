@@ -463,7 +463,7 @@ void kvq__pages_release(struct kvq__session *s)
 uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t past,
                          uint64_t tokens, struct kvq_page *pages)
 {
-    const struct kvq__layer *l = &s->layers[s->layers[layer].source];
+    const struct kvq__layer *l = kvq__source_layer(s, layer);
     uint64_t packed = kvq__packed_at(s, l, past);
     uint32_t n = kvq__pages_of(tokens);
     assert(packed <= tokens && n <= s->n_pages);

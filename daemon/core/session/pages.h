@@ -51,6 +51,11 @@ static inline uint32_t kvq__pages_of(uint64_t tokens)
 {
     return (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
 }
+// How many pages the tokens [from, to) lie in.
+static inline uint32_t kvq__pages_spanned(uint64_t from, uint64_t to)
+{
+    return kvq__pages_of(to) - (uint32_t)(from / KVQ_BLOCK_TOKENS);
+}
 
 // Bytes of a raw block in a pool that holds so many tokens of a page. A GPU's never grows.
 static inline uint64_t kvq__raw_block_bytes(const struct kvq__pool *pool,

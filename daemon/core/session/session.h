@@ -251,6 +251,11 @@ static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
 {
     return s->layers[layer].source == layer;
 }
+// The layer whose pages it reads: itself, unless it reads another one's.
+static inline struct kvq__layer *kvq__source_layer(const struct kvq__session *s, uint32_t layer)
+{
+    return &s->layers[s->layers[layer].source];
+}
 
 // ---- Life ----
 
