@@ -200,8 +200,9 @@ void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *poo
     uint64_t n = (bytes + pool->extent_bytes - 1) / pool->extent_bytes;
     uint64_t most = (pool->budget - pool->extents_taken) / pool->extent_bytes;
     assert(pool->memory.want && pool->extents_taken <= pool->budget);
-    TAILQ_FOREACH (e, &pool->empty, link) // it has these already
-        n -= e->last == ns && n > 0;
+    TAILQ_FOREACH (e, &pool->empty, link)
+        if (e->last == ns && n > 0) // it has this one already
+            n--;
     n = n == 0 ? 1 : n < most ? n : most;
     pool->memory.want(pool->memory.context, (uint32_t)n);
 }
@@ -397,10 +398,11 @@ void kvq__arena_open(struct kvq__arena *arena, struct kvq__namespace *ns, struct
 
 // ---- Blocks ----
 
-// What a block is asked for.
+// What a block is asked for, and by whom (NULL: it does not matter).
 struct wanted {
     uint64_t bytes;
-    bool passing, may_wait;
+    bool passing;
+    struct kvq__grant *grant;
 };
 
 // A free stretch: in extents of the wanted kind, then in a further extent, then in extents of the
@@ -410,13 +412,14 @@ static int stretch_find(struct kvq__core *core, struct kvq__arena *arena,
 {
     struct kvq__pool *pool = arena->pool;
     struct kvq__extent *e = NULL;
+    bool may_wait = wanted->grant && wanted->grant->may_wait;
     bool apart = pool->extents_taken + pool->extent_bytes <= pool->budget / 2;
     *out = find_stretch(arena, wanted->passing, wanted->bytes);
     if (!*out && !apart)
         *out = find_stretch(arena, !wanted->passing, wanted->bytes);
     if (*out)
         return 0;
-    int rc = extent_find(core, pool, arena->ns, wanted->passing && apart, wanted->may_wait, &e);
+    int rc = extent_find(core, pool, arena->ns, wanted->passing && apart, may_wait, &e);
     rc = rc ? rc : extent_give(core, e, arena, wanted->passing, wanted->bytes);
     if (rc == 0)
         *out = TAILQ_FIRST(&e->blocks);
@@ -452,11 +455,6 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     return 0;
 }
 
-static bool may_wait(const struct kvq__grant *grant)
-{
-    return grant && grant->may_wait;
-}
-
 static int note_refused_block(struct kvq__grant *grant, const struct kvq__shortage *shortage)
 {
     int rc = shortage->code;
@@ -466,7 +464,7 @@ static int note_refused_block(struct kvq__grant *grant, const struct kvq__shorta
 }
 
 static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
-                     const struct wanted *wanted, struct kvq__grant *grant, struct kvq__ref *ref)
+                     const struct wanted *wanted, struct kvq__ref *ref)
 {
     enum kvq__limit which = kvq__pool_limit(pool);
     uint64_t bytes = wanted->bytes;
@@ -478,29 +476,27 @@ static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct k
     while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
            (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc, &later)));
     assert((rc == 0) == (ref->block != NULL));
-    return note_refused_block(grant, &(struct kvq__shortage){ns, pool, bytes, rc, later});
+    return note_refused_block(wanted->grant, &(struct kvq__shortage){ns, pool, bytes, rc, later});
 }
 
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__grant *grant, struct kvq__ref *ref)
 {
-    struct wanted wanted = {bytes, false, may_wait(grant)};
-    return block_new(core, ns, pool, &wanted, grant, ref);
+    return block_new(core, ns, pool, &(struct wanted){bytes, false, grant}, ref);
 }
 
 int kvq__block_new_passing(struct kvq__core *core, struct kvq__namespace *ns,
                            struct kvq__pool *pool, uint64_t bytes, struct kvq__grant *grant,
                            struct kvq__ref *ref)
 {
-    struct wanted wanted = {bytes, true, may_wait(grant)};
-    return block_new(core, ns, pool, &wanted, grant, ref);
+    return block_new(core, ns, pool, &(struct wanted){bytes, true, grant}, ref);
 }
 
 int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                        uint64_t bytes, struct kvq__block *old, struct kvq__grant *grant,
                        struct kvq__ref *ref)
 {
-    struct wanted wanted = {bytes, false, may_wait(grant)};
+    const struct wanted wanted = {bytes, false, grant};
     const struct kvq__arena *arena = old->extent->owner;
     enum kvq__limit which = kvq__pool_limit(pool);
     assert(old->refs > 0 && !old->free);
@@ -629,7 +625,8 @@ static void deferred_end(struct kvq__core *core, struct kvq__block *b)
 
 static void spend_budget(struct kvq__core *core)
 {
-    core->release_left -= core->release_left > 0;
+    if (core->release_left > 0)
+        core->release_left--;
     core->released++;
 }
 
