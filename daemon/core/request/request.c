@@ -277,10 +277,11 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
 
 void kvq__request_release(struct kvq__queue *q)
 {
-    for (uint32_t i = 0; q->holding && i < q->header.count; i++) {
-        kvq__fork_release(q, &q->work[i]);
-        release_work(q, &q->work[i]);
-    }
+    if (q->holding)
+        for (uint32_t i = 0; i < q->header.count; i++) {
+            kvq__fork_release(q, &q->work[i]);
+            release_work(q, &q->work[i]);
+        }
     kvq__buffers_unuse(q->client, &q->held_buffers);
     q->holding = false;
 }
@@ -358,7 +359,9 @@ static bool wave_next(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
     assert(q->wave_to >= q->wave_more && q->pass < q->n_passes);
-    uint32_t i = q->wave_to -= q->wave_more;
+    if (q->wave_more) // the last wave's last entry goes on
+        q->wave_to--;
+    uint32_t i = q->wave_to;
     q->wave_more = false;
     q->wave_from = i;
     q->wave_room = 0;
@@ -399,7 +402,9 @@ static void wave_enqueue(struct kvq__queue *q)
 {
     assert(q->stream && q->stream->gpu == q->gpu);
     int rc = kvq__gpu_enter(q->gpu) ? KVQ_E_SYSTEM : q->passes[q->pass]->gpu_wave(q);
-    for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
+    if (rc >= 0)
+        return;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (kvq__entry_alive(q, i))
             kvq__entry_fail(q, i, rc, 0);
 }
@@ -422,7 +427,9 @@ static bool stage_begin(struct kvq__queue *q)
 static void wave_finish(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->pass];
-    for (uint32_t i = q->wave_from; pass->finish && i < q->wave_to; i++)
+    if (!pass->finish)
+        return;
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
         if (kvq__entry_alive(q, i))
             pass->finish(q, i);
 }
@@ -435,7 +442,9 @@ static bool request_stores(const struct kvq__queue *q)
 // What the GPU found out about appended values, once it is done.
 static void tell_nonfinite(struct kvq__queue *q)
 {
-    for (uint32_t i = 0; request_stores(q) && i < q->header.count; i++) {
+    if (!request_stores(q))
+        return;
+    for (uint32_t i = 0; i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
         if (!kvq__entry_alive(q, i) || !w->tail_use ||
             w->session->in_step.serial != w->step_serial || !kvq__step_nonfinite(w->session))
@@ -467,7 +476,9 @@ static void commit_on_gpu(struct kvq__queue *q)
 static void end_entries(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->n_passes - 1];
-    for (uint32_t i = 0; pass->end && i < q->header.count; i++)
+    if (!pass->end)
+        return;
+    for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i))
             pass->end(q, i);
 }
@@ -551,9 +562,10 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
     assert(q->busy && status <= 0);
     q->gpu_wait = KVQ__GPU_NONE;
-    for (uint32_t i = 0; q->holding && request_stores(q) && i < q->header.count; i++)
-        if (q->results[i].status < 0)
-            kvq__append_failed(q, i);
+    if (q->holding && request_stores(q))
+        for (uint32_t i = 0; i < q->header.count; i++)
+            if (q->results[i].status < 0)
+                kvq__append_failed(q, i);
     if (is_on_stream(q) && q->timeline.gpu)
         kvq__work_stream_signal(q);
     if (q->stream)
@@ -643,7 +655,9 @@ static bool request_must_wait(struct kvq__queue *q)
                    core->n_offloaded + core->n_demoted >
                0;
     bool wait = false;
-    for (uint32_t i = 0; any && i < q->header.count; i++)
+    if (!any)
+        return false;
+    for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
             wait |= up->park_asks(q, i, h->session) || // all that are away are asked for at once
                     kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || up->move_asks(h->session) ||
@@ -656,8 +670,9 @@ static bool request_must_wait(struct kvq__queue *q)
 static void keep_others(const struct kvq__queue *q)
 {
     struct kvq__handle *h;
-    bool any = q->core->n_offloaded + q->core->n_demoted > 0;
-    for (uint32_t i = 0; any && i < q->header.count; i++)
+    if (q->core->n_offloaded + q->core->n_demoted == 0)
+        return;
+    for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__handle_get(q->client, q->entries[i].handle, &h) == 0)
             kvq__session_used(h->session);
 }
@@ -731,7 +746,8 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *q)
     }
     if (q->gpu_wait == KVQ__GPU_END)
         return all_ended(q);
-    q->stage += q->gpu_wait == KVQ__GPU_NONE;
+    if (q->gpu_wait == KVQ__GPU_NONE) // a stage of the host has ended
+        q->stage++;
     q->gpu_wait = KVQ__GPU_NONE;
     return run_stages(q);
 }

@@ -287,7 +287,8 @@ static int end_all(struct kvq__step *step)
     int rc = 0;
     LIST_FOREACH (s, &step->sessions, in_step.link) {
         rc = check_commit(s);
-        rc = rc || kvq__group_fits(s) ? rc : KVQ_E_POSITION;
+        if (rc == 0 && !kvq__group_fits(s))
+            rc = KVQ_E_POSITION;
         if (rc == KVQ_E_NONFINITE)
             kvq__step_leave(s);
         if (rc)
@@ -343,7 +344,8 @@ enum kvq__progress kvq__op_step_abort(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (kvq__entry_alive(q, i)) // with it may go shards of other entries
             kvq__step_leave(q->work[i].session);
-    while (q->header.count == 0 && q->step->number == number)
-        kvq__step_leave(LIST_FIRST(&q->step->sessions));
+    if (q->header.count == 0)
+        while (q->step->number == number)
+            kvq__step_leave(LIST_FIRST(&q->step->sessions));
     return kvq__request_end(q, 0);
 }

@@ -38,23 +38,34 @@ static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
     return reserve_block(r, bytes, &l->extras);
 }
 
-// Takes blocks until that has needed another extent, whose memory takes a while to be had:
-// KVQ__MORE then.
+// Goes on with a layer until that has needed another extent than these, whose memory takes a while
+// to be had: KVQ__MORE then.
+static int reserve_layer(struct kvq__restore *r, struct kvq__layer *l, uint64_t extents)
+{
+    const struct kvq__session *s = r->session;
+    if (r->page < l->first_page)
+        r->page = l->first_page;
+    for (; r->page < s->n_pages; r->page++) {
+        if (s->pool->extents_taken != extents)
+            return KVQ__MORE;
+        int rc = reserve_page(r, l, r->page);
+        if (rc)
+            return rc;
+    }
+    return reserve_extras(r, l);
+}
+
 static int reserve_some(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
     uint64_t extents = s->pool->extents_taken;
-    int rc = 0;
-    for (; rc == 0 && r->layer < s->n_layers; r->layer += rc == 0, r->page = rc ? r->page : 0) {
-        struct kvq__layer *l = &s->layers[r->layer];
-        if (!kvq__layer_owns(s, r->layer))
-            continue;
-        r->page = r->page > l->first_page ? r->page : l->first_page;
-        for (; rc == 0 && r->page < s->n_pages; r->page += rc == 0)
-            rc = s->pool->extents_taken != extents ? KVQ__MORE : reserve_page(r, l, r->page);
-        rc = rc ? rc : reserve_extras(r, l);
+    for (; r->layer < s->n_layers; r->layer++) {
+        int rc = kvq__layer_owns(s, r->layer) ? reserve_layer(r, &s->layers[r->layer], extents) : 0;
+        if (rc)
+            return rc;
+        r->page = 0;
     }
-    return rc;
+    return 0;
 }
 
 static uint64_t need_of_restored(const struct kvq__session *s)

@@ -250,7 +250,9 @@ static int raws_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t toke
     assert(end == s->n_pages);
     while (page > l->raw_page && !kvq__page(l, page - 1)->raw.block)
         page--;
-    for (page -= page > l->raw_page; rc == 0 && page < end; page++) {
+    if (page > l->raw_page) // the one that was the last may need a longer block
+        page--;
+    for (; rc == 0 && page < end; page++) {
         const struct kvq__block *had = kvq__page(l, page)->raw.block;
         uint64_t bytes = kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, page));
         if (!had || had->bytes < bytes)
@@ -350,7 +352,9 @@ static void pages_cut(struct kvq__session *s, uint32_t keep, enum leaving how)
             pop_page(s, how);
         assert(s->n_pages == keep);
     }
-    for (uint32_t i = 0; i < s->n_layers && keep == 0; i++)
+    if (keep > 0)
+        return;
+    for (uint32_t i = 0; i < s->n_layers; i++)
         leave_block(s->core, &s->layers[i].extras, how);
 }
 
