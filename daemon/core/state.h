@@ -52,7 +52,7 @@ struct kvq__namespace {
     enum kvq__limit last_refused;
     uint32_t *uids, *gids;
     uint32_t n_uids, n_gids;
-    uint64_t told_full_at, told_quota_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
+    uint64_t full_event_at, quota_event_at; // when its last KVQ__EVENT_MEMORY_FULL was sent, ...
     bool configured;
     bool lenient; // table bytes are taken for a moment only: they count, but are not refused
     LIST_HEAD(, kvq__export_record) exports;
@@ -206,7 +206,7 @@ struct kvq__core {
     uint64_t shortage_looks;        // calls of kvq__shortage_counts; for tests
     uint64_t now;
     bool draining, faulted;
-    uint64_t refusal_told; // when a refused launch was told last
+    uint64_t refusal_event_at; // when a refused launch was told last
     struct kvq__client_list clients;
     struct kvq__namespace_list namespaces;
     struct kvq__flight_list flights;                      // oldest first

@@ -332,7 +332,7 @@ static void test_passing_is_unseen(void **state)
     assert_true(extents_taken() <= needs + 1);
     const struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool()->empty, link)
-        assert_false(e->told);
+        assert_false(e->exported);
     core_check(kit.core);
     member_close(&m);
     kit_close(&kit);

@@ -535,7 +535,7 @@ static void test_extents_stay(void **state)
     uint32_t theirs = 0;
     const struct kvq__namespace *ns = kit_of(&stranger, next)->ns;
     TAILQ_FOREACH (e, &ns->arenas[pool() - kit.core->pools].extents, link) {
-        assert_false(e->told);
+        assert_false(e->exported);
         theirs++;
     }
     assert_true(theirs > 0 && theirs * 2 * MIB + taken <= budget);

@@ -358,9 +358,10 @@ void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
     assert(pool->used_bytes <= pool->extents_taken && pool->extents_taken <= pool->budget);
     if (code == KVQ_E_QUOTA)
         kvq__quota_refuse(ns, kvq__pool_limit(pool), bytes, NULL);
-    if (code != KVQ_E_NO_MEMORY || (ns->told_full_at && core->now - ns->told_full_at < 1000000000u))
+    if (code != KVQ_E_NO_MEMORY ||
+        (ns->full_event_at && core->now - ns->full_event_at < 1000000000u))
         return;
-    ns->told_full_at = core->now ? core->now : 1;
+    ns->full_event_at = core->now ? core->now : 1;
     snprintf(text, sizeof text, "%llu of %llu bytes on %s are used, %llu more were asked for%s%s",
              (unsigned long long)pool->used_bytes, (unsigned long long)pool->budget,
              kvq__pool_name(pool), (unsigned long long)bytes, why ? "; " : "", why ? why : "");

@@ -54,17 +54,17 @@ static struct kvq__extent *find_own_extent(struct kvq__pool *pool, const struct 
 {
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->last == ns && !(unseen && e->told))
+        if (e->last == ns && !(unseen && e->exported))
             return e;
     return NULL;
 }
 
 // Finds an empty extent that another namespace may get: no client may have mapped it.
-static struct kvq__extent *find_untold(struct kvq__pool *pool)
+static struct kvq__extent *find_unexported(struct kvq__pool *pool)
 {
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
-        if (!e->told)
+        if (!e->exported)
             return e;
     return NULL;
 }
@@ -112,11 +112,11 @@ static void extent_release(struct kvq__core *core, struct kvq__pool *pool, struc
     kvq__deallocate(core, e, sizeof *e);
 }
 
-// Whether a client that is still attached was told of the extent.
-static bool is_told(const struct kvq__extent *e, const struct kvq__pool *pool)
+// Whether a client that is still attached was told of the extent, and so may have mapped it.
+static bool may_be_mapped(const struct kvq__extent *e, const struct kvq__pool *pool)
 {
     const struct kvq__export_record *t;
-    if (!e->told)
+    if (!e->exported)
         return false;
     assert(e->last && e->serial > 0);
     LIST_FOREACH (t, &e->last->exports, link)
@@ -131,7 +131,7 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
     for (; e && *left > 0; e = next) {
         next = TAILQ_NEXT(e, link);
         assert(!e->owner && e->empty_since <= core->now);
-        if (core->now - e->empty_since < age_ns || is_told(e, pool))
+        if (core->now - e->empty_since < age_ns || may_be_mapped(e, pool))
             continue;
         extent_release(core, pool, e);
         *left -= *left < pool->extent_bytes ? *left : pool->extent_bytes;
@@ -143,7 +143,7 @@ static void trim(struct kvq__core *core, struct kvq__pool *pool, uint64_t age_ns
 static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq__extent *e,
                      bool may_wait, struct kvq__extent **out)
 {
-    assert(!e->owner && !e->told && e->used_bytes == 0);
+    assert(!e->owner && !e->exported && e->used_bytes == 0);
     if (pool->memory.take) {
         extent_release(core, pool, e);
         return extent_acquire(core, pool, may_wait, out);
@@ -155,11 +155,11 @@ static int take_over(struct kvq__core *core, struct kvq__pool *pool, struct kvq_
 }
 
 // Gives one extent back whose clients, who were told of it, are all gone. False if there is none.
-static bool release_told(struct kvq__core *core, struct kvq__pool *pool)
+static bool release_exported(struct kvq__core *core, struct kvq__pool *pool)
 {
     struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool->empty, link)
-        if (e->told && !is_told(e, pool)) {
+        if (e->exported && !may_be_mapped(e, pool)) {
             extent_release(core, pool, e);
             return true;
         }
@@ -186,10 +186,10 @@ static int extent_find(struct kvq__core *core, struct kvq__pool *pool,
     int rc = extent_acquire(core, pool, may_wait, out);
     if (rc && rc != KVQ_E_BUSY && unseen && (*out = find_own_extent(pool, ns, false)))
         return 0;
-    struct kvq__extent *untold = rc && rc != KVQ_E_BUSY ? find_untold(pool) : NULL;
-    if (untold)
-        return take_over(core, pool, untold, may_wait, out);
-    if (rc == KVQ_E_NO_MEMORY && release_told(core, pool))
+    struct kvq__extent *unexported = rc && rc != KVQ_E_BUSY ? find_unexported(pool) : NULL;
+    if (unexported)
+        return take_over(core, pool, unexported, may_wait, out);
+    if (rc == KVQ_E_NO_MEMORY && release_exported(core, pool))
         rc = extent_acquire(core, pool, may_wait, out);
     return rc;
 }

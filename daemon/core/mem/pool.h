@@ -82,7 +82,7 @@ struct kvq__extent {
     // Its number among the namespace's extents in this pool that clients may need to map, from 1.
     // 0: no page table has named a block of it.
     uint32_t serial;
-    bool told;           // a client was told of it and may map it: no other namespace gets it
+    bool exported;       // a client was told of it and may map it: no other namespace gets it
     uint64_t used_bytes; // of blocks in use and deferred frees; 0 only in the pool's empty list
     uint64_t empty_since;
     struct kvq__block_row blocks; // all of them, without gaps; no two free ones side by side

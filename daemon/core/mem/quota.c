@@ -41,9 +41,9 @@ uint64_t kvq__quota_excess(const struct kvq__namespace *ns, enum kvq__limit whic
 static void tell_refusal(struct kvq__namespace *ns, const char *text)
 {
     struct kvq__core *core = ns->core;
-    if (ns->told_quota_at && core->now - ns->told_quota_at < 1000000000u)
+    if (ns->quota_event_at && core->now - ns->quota_event_at < 1000000000u)
         return;
-    ns->told_quota_at = core->now ? core->now : 1;
+    ns->quota_event_at = core->now ? core->now : 1;
     kvq__event(core, KVQ__EVENT_QUOTA_REACHED, ns->name, "", 0, text);
 }
 

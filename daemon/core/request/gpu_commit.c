@@ -80,7 +80,7 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
     if (result)
         *result = own;
     else
-        s->in_step.untold = rc == KVQ_E_NONFINITE && s->writer;
+        s->in_step.nonfinite_unreported = rc == KVQ_E_NONFINITE && s->writer;
 }
 
 bool kvq__gpu_commit_asks(const struct kvq__queue *q, uint32_t i, const struct kvq__handle *h)

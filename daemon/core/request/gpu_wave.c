@@ -81,9 +81,9 @@ struct kvq_gpu_work kvq__wave_work(const struct kvq__wave *wave, uint32_t n)
 static void tell_refused(struct kvq__wave *wave)
 {
     struct kvq__core *core = wave->queue->core;
-    if (core->refusal_told && core->now - core->refusal_told < 1000000000)
+    if (core->refusal_event_at && core->now - core->refusal_event_at < 1000000000)
         return;
-    core->refusal_told = core->now ? core->now : 1;
+    core->refusal_event_at = core->now ? core->now : 1;
     kvq__event(core, KVQ__EVENT_GPU_REFUSED, "", "",
                wave->stream->client ? wave->stream->client->id : 0, wave->text);
 }

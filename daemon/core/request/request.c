@@ -136,13 +136,13 @@ static int step_lost(struct kvq__queue *q, uint32_t i, int code)
 
 // Whether the entry reports to the session's writer that values of its last STEP were not finite.
 // One request reports it, however often it is tried.
-static bool tell_untold(struct kvq__queue *q, uint32_t i)
+static bool report_nonfinite(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    w->told |= s->in_step.untold && !w->handle->read_only;
-    s->in_step.untold &= !w->told;
-    return w->told;
+    w->reports_nonfinite |= s->in_step.nonfinite_unreported && !w->handle->read_only;
+    s->in_step.nonfinite_unreported &= !w->reports_nonfinite;
+    return w->reports_nonfinite;
 }
 
 int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
@@ -151,7 +151,7 @@ int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
     if (rc < 0)
         return rc;
     struct kvq__session *s = q->work[i].session;
-    if (tell_untold(q, i))
+    if (report_nonfinite(q, i))
         return kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
     if (q->step && s->step != q->step)
         return step_lost(q, i, KVQ_E_NO_STEP);
@@ -459,13 +459,13 @@ static void commit_on_gpu(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
         struct kvq__entry *w = &q->work[i];
-        struct kvq_result result, *told = &q->results[i];
+        struct kvq_result result, *had = &q->results[i];
         if (!w->commits_on_gpu)
             continue;
         w->commits_on_gpu = false;
         kvq__gpu_commit(w->session, w->table, &result);
-        result.extents = told->extents;
-        *told = told->status < 0 ? *told : result;
+        result.extents = had->extents;
+        *had = had->status < 0 ? *had : result;
     }
     for (uint32_t i = 0; i < q->header.count; i++)
         if (q->header.op == KVQ_OP_STEP && q->entries[i].append > 0 && kvq__entry_alive(q, i) &&
@@ -720,9 +720,9 @@ enum kvq__progress kvq__request_start(struct kvq__queue *q)
     assert(!q->stream && !q->cloning && !q->turn.listed && q->flight.number == 0);
     assert(!q->busy);
     q->busy = true;
-    q->running = q->holding = q->told = false;
+    q->running = q->holding = q->stream_noted = false;
     for (uint32_t i = 0; i < q->header.count && i < KVQ_MAX_BATCH; i++)
-        q->work[i].told = q->work[i].part.more = q->work[i].fetch_asked = false;
+        q->work[i].reports_nonfinite = q->work[i].part.more = q->work[i].fetch_asked = false;
     q->client->requests++;
     q->completion = (struct kvq_completion){.seq = q->header.seq, .count = q->header.count};
     return begin_request(q);

@@ -57,7 +57,7 @@ struct kvq__entry {
     bool reading, tail_use, exclusive, packing; // and holds this of it
     bool packing_all;                           // layers whose packer is the request
     struct kvq__table *table;                   // of a STEP, used until it ends; NULL = none
-    bool told;                       // it reports that values of an earlier STEP were not finite
+    bool reports_nonfinite;          // it reports that values of an earlier STEP were not finite
     bool fetch_asked;                // the request waits for a session that is parked
     uint64_t fetch_serial;           // the session's when it began to
     int no_room;                     // why its session cannot come back to its GPU; 0: it can
@@ -181,7 +181,7 @@ struct kvq__queue {
     enum kvq__gpu_wait gpu_wait;
     struct kvq__gpu *gpu;            // that the wave is for; NULL: the host
     struct kvq__work_stream *stream; // with an open chunk, which is the arena then
-    bool told;                       // the work stream knows of the request's wait for the client
+    bool stream_noted;               // the work stream knows of the request's wait for the client
     uint64_t given[KVQ_MAX_GPUS];    // number of the queue's last work on each work stream
     struct {
         struct kvq__gpu *gpu; // NULL: none

@@ -28,9 +28,9 @@ bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *
     uint64_t longer = s->saving.wait ? 2 * s->saving.wait : first;
     s->saving.wait = longer < minute ? longer : minute;
     s->saving.after = core->now + s->saving.wait;
-    bool tell = s->saving.told == 0 || core->now - s->saving.told >= minute;
+    bool tell = s->saving.failure_event_at == 0 || core->now - s->saving.failure_event_at >= minute;
     if (tell)
-        s->saving.told = core->now;
+        s->saving.failure_event_at = core->now;
     return tell;
 }
 

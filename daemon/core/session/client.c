@@ -323,7 +323,7 @@ static void detach_sessions(struct kvq__handle *h, bool settles)
         if (!s->in_step.prepared && !settles) // what it has ended stands without it
             s->core->up->step_leave(s);
         s->writer = NULL;
-        s->in_step.untold = false;
+        s->in_step.nonfinite_unreported = false;
     } else {
         s->readers--;
     }

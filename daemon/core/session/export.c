@@ -84,7 +84,7 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
     if (!t)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to note what this client maps");
     while ((e = next_extent(ns, pool, t->serial)) && n < max) {
-        e->told = true;
+        e->exported = true;
         t->serial = e->serial;
         out[n++] = (struct kvq__extent_export){&e->memory, e->number};
     }

@@ -350,8 +350,8 @@ static void node_evict(struct kvq__core *core, struct kvq__prefixes *p, struct k
     p->n_nodes--;
     p->bytes -= node->bytes;
     p->evicted++;
-    p->untold.pages[why]++;
-    p->untold.bytes += node->bytes;
+    p->unreported.pages[why]++;
+    p->unreported.bytes += node->bytes;
     if (node->parent && --node->parent->children == 0)
         leaf_insert(p, node->parent);
     node_free(p, node);
@@ -713,20 +713,20 @@ static void expire(struct kvq__core *core, struct kvq__prefixes *p)
 static void tell_evicted(struct kvq__core *core, struct kvq__namespace *ns)
 {
     struct kvq__prefixes *p = &ns->prefixes;
-    const uint64_t *pages = p->untold.pages;
+    const uint64_t *pages = p->unreported.pages;
     uint64_t all = pages[KVQ__EVICT_ROOM] + pages[KVQ__EVICT_AGE] + pages[KVQ__EVICT_DROP];
     char text[192];
-    if (all == 0 || (p->told_at && core->now - p->told_at < NS_PER_SECOND))
+    if (all == 0 || (p->evicted_event_at && core->now - p->evicted_event_at < NS_PER_SECOND))
         return;
     snprintf(text, sizeof text,
              "%llu tokens, %llu bytes: %llu tokens for room, %llu that nobody used for long, %llu "
              "dropped",
-             (unsigned long long)all * KVQ_BLOCK_TOKENS, (unsigned long long)p->untold.bytes,
+             (unsigned long long)all * KVQ_BLOCK_TOKENS, (unsigned long long)p->unreported.bytes,
              (unsigned long long)pages[KVQ__EVICT_ROOM] * KVQ_BLOCK_TOKENS,
              (unsigned long long)pages[KVQ__EVICT_AGE] * KVQ_BLOCK_TOKENS,
              (unsigned long long)pages[KVQ__EVICT_DROP] * KVQ_BLOCK_TOKENS);
-    p->told_at = core->now;
-    memset(&p->untold, 0, sizeof p->untold);
+    p->evicted_event_at = core->now;
+    memset(&p->unreported, 0, sizeof p->unreported);
     kvq__event(core, KVQ__EVENT_PREFIX_EVICTED, ns->name, "", 0, text);
 }
 

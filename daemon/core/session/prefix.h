@@ -127,8 +127,8 @@ struct kvq__prefixes {
     uint64_t alone_bytes; // of `bytes`, of blocks to which nothing else has a reference
     struct {
         uint64_t pages[KVQ__EVICTIONS], bytes;
-    } untold; // evicted since the last event
-    uint64_t told_at;
+    } unreported;              // evicted since the last event
+    uint64_t evicted_event_at; // when that was; 0: never
 };
 
 static inline void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq__namespace *ns)

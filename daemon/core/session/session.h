@@ -131,14 +131,14 @@ struct kvq__session {
     struct kvq__step *step;       // the open step it is in
     struct {                      // step.c
         LIST_ENTRY(kvq__session) link;
-        uint32_t tokens, layers; // layers appended
-        bool spoiled;            // an append was refused for good: the step cannot commit
-        uint64_t serial;         // changes when a step begins or ends
-        uint64_t queue;          // number of the queue that began it
-        bool committing;         // a STEP is under way on a GPU, see gpu_commit.h
-        bool untold;             // the writer does not know yet that values were not finite
-        bool prepared;           // its step has ended and waits for those of the other shards
-        uint32_t undone_by;      // 1 + shard that ended its last step by leaving; 0 = none
+        uint32_t tokens, layers;   // layers appended
+        bool spoiled;              // an append was refused for good: the step cannot commit
+        uint64_t serial;           // changes when a step begins or ends
+        uint64_t queue;            // number of the queue that began it
+        bool committing;           // a STEP is under way on a GPU, see gpu_commit.h
+        bool nonfinite_unreported; // the writer does not know yet that values were not finite
+        bool prepared;             // its step has ended and waits for those of the other shards
+        uint32_t undone_by;        // 1 + shard that ended its last step by leaving; 0 = none
         struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
     } in_step;
     struct {              // entries of requests under way
@@ -190,9 +190,9 @@ struct kvq__session {
         uint64_t ask;            // number of the last kvq__core_unsaved that has visited its group
         uint64_t commits, saved; // number of the last change, and of the last that is saved
         uint64_t after, wait;    // after a failure: when to save again; how long that is put off
-        uint64_t told;           // when the last event said that saving fails; 0: never
-        uint64_t stamp;          // of its last save
-        bool stored, kept;       // a store has some state of it; and keeps it after its end
+        uint64_t failure_event_at; // when the last event said that saving fails; 0: never
+        uint64_t stamp;            // of its last save
+        bool stored, kept;         // a store has some state of it; and keeps it after its end
     } saving;
     struct {             // exact.c
         uint64_t tokens; // its length, as the client said; 0: unknown

@@ -299,8 +299,8 @@ bool kvq__work_stream_open(struct kvq__work_stream *stream, struct kvq__queue *q
 // The work stream goes on when the client's stream has come to its signal.
 static int wait_for_client(struct kvq__work_stream *stream, struct kvq__queue *q)
 {
-    bool waits = (q->header.flags & KVQ_REQ_ON_STREAM) && !q->told;
-    q->told = true;
+    bool waits = (q->header.flags & KVQ_REQ_ON_STREAM) && !q->stream_noted;
+    q->stream_noted = true;
     if (!waits)
         return 0;
     assert(stream->alone && q->timeline.gpu == stream->gpu);
@@ -511,10 +511,10 @@ bool kvq__work_stream_stalls(struct kvq__work_stream *stream)
 {
     const struct kvq__pending *p = &stream->pending[stream->first];
     assert(stream->n == 0 || p->since <= stream->core->now);
-    if (stream->n == 0 || stream->told == p->number ||
+    if (stream->n == 0 || stream->stall_reported == p->number ||
         stream->core->now - p->since < stream->core->config.stall_ns)
         return false;
-    stream->told = p->number;
+    stream->stall_reported = p->number;
     return true;
 }
 

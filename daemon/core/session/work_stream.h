@@ -69,11 +69,11 @@ struct kvq__work_stream {
     struct kvq_gpu_event *event;
     struct kvq__stream_use own_use, *use; // of `gpu_stream`; own_use if it is alone
     uint32_t open_ops;                    // enqueued since the last number
-    uint64_t *word;        // host memory that the stream writes: work up to this number has ended
-    kvq_gpu_ptr word_at;   // the same for the GPU
-    uint64_t given, ended; // numbers
-    uint64_t told;         // number of the last work that was said to stall
-    uint8_t *host;         // config.work_stream_bytes, and the GPU's side of them
+    uint64_t *word;          // host memory that the stream writes: work up to this number has ended
+    kvq_gpu_ptr word_at;     // the same for the GPU
+    uint64_t given, ended;   // numbers
+    uint64_t stall_reported; // number of the last work that was said to stall
+    uint8_t *host;           // config.work_stream_bytes, and the GPU's side of them
     kvq_gpu_ptr device;
     uint64_t head, tail;   // of the chunks, counted on without end
     kvq_gpu_ptr workspace; // config.work_stream_workspace, zeros between requests where it matters
