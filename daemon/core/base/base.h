@@ -178,6 +178,15 @@ struct kvq__core_settings {
 
 // ---- For the core's rooms ----
 
+static inline uint64_t kvq__min(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+static inline uint64_t kvq__max(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
 // Takes bookkeeping memory from the system if `memory` has no functions for it.
 void kvq__memory_defaults(struct kvq__memory_ops *memory);
 void *kvq__allocate(struct kvq__core *core, size_t bytes); // zeroed; NULL if there is none

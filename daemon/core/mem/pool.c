@@ -203,7 +203,7 @@ void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *poo
     TAILQ_FOREACH (e, &pool->empty, link)
         if (e->last == ns && n > 0) // it has this one already
             n--;
-    n = n == 0 ? 1 : n < most ? n : most;
+    n = n == 0 ? 1 : kvq__min(n, most);
     pool->memory.want(pool->memory.context, (uint32_t)n);
 }
 
@@ -238,7 +238,7 @@ static int records_add(struct kvq__core *core, struct kvq__extent *e, uint64_t b
 {
     uint64_t n = (e->memory.bytes - e->used_bytes) / bytes + 1;
     assert(bytes > 0 && e->used_bytes <= e->memory.bytes);
-    n = n < FEWEST_RECORDS ? FEWEST_RECORDS : n > MOST_RECORDS ? MOST_RECORDS : n;
+    n = kvq__min(kvq__max(n, FEWEST_RECORDS), MOST_RECORDS);
     struct kvq__records *r = kvq__allocate(core, sizeof *r + n * sizeof *r->blocks);
     if (!r)
         return KVQ_E_NO_MEMORY;
@@ -580,12 +580,12 @@ void kvq__drops_end(struct kvq__core *core)
 void kvq__retire(const struct kvq__core *core, struct kvq__retired *r)
 {
     const struct kvq__drop *d = &core->drop;
-    uint64_t last = core->last_flight < d->last ? core->last_flight : d->last;
+    uint64_t last = kvq__min(core->last_flight, d->last);
     assert(r->at <= core->last_flight);
     if (is_over(core, last))
         return;
     r->by = is_over(core, r->at) || r->by == d->by ? d->by : KVQ__BY_SEVERAL;
-    r->at = last > r->at ? last : r->at;
+    r->at = kvq__max(last, r->at);
 }
 
 static void deferred_add(struct kvq__core *core, struct kvq__block *b)

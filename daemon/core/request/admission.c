@@ -48,7 +48,7 @@ static struct need need_of_request(const struct kvq__queue *q, const struct kvq_
         uint64_t now = kvq__session_held_bytes(s);
         uint64_t then = kvq__session_bytes_at(s, s->pool, s->tokens + q->entries[i].append);
         need.missing += then > now ? then - now : 0;
-        uint64_t whole = then > now ? then : now, prompt = kvq__exact_bytes(s);
+        uint64_t whole = kvq__max(then, now), prompt = kvq__exact_bytes(s);
         need.whole += whole > prompt ? whole - prompt : 0;
     }
     if (need.missing < least)
@@ -82,7 +82,7 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, ui
     q->turn.place = refused->pool;
     q->turn.extents = refused->code == KVQ_E_BUSY;
     q->turn.seen = changes(q);
-    q->turn.look_at = look_at < most ? look_at : most;
+    q->turn.look_at = kvq__min(look_at, most);
 }
 
 static void delist(struct kvq__queue *q)

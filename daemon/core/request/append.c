@@ -234,13 +234,13 @@ void kvq__store_page(const struct kvq__queue *q, uint32_t i, const struct kvq__s
     const struct kvq__entry *w = &q->work[i];
     const struct kvq__layer *l = part->layer;
     uint64_t start = (w->past / KVQ_BLOCK_TOKENS + part->page) * KVQ_BLOCK_TOKENS;
-    uint64_t from = start > w->past ? start : w->past, end = w->past + q->entries[i].append;
-    uint64_t to = start + KVQ_BLOCK_TOKENS < end ? start + KVQ_BLOCK_TOKENS : end;
+    uint64_t from = kvq__max(start, w->past), end = w->past + q->entries[i].append;
+    uint64_t to = kvq__min(start + KVQ_BLOCK_TOKENS, end);
     assert(part->head < l->shape.kv_heads);
     while (from < to) {
         struct kvq_view k, v;
         uint64_t n = kvq__store_run(q, i, part->source, (uint32_t)(from - w->past), &k, &v);
-        n = n < to - from ? n : to - from;
+        n = kvq__min(n, to - from);
         kvq_store(q->core->config.kernels, &l->shape, &k, &v, part->head, (uint32_t)(from - start),
                   (uint32_t)n, part->raw, counts);
         from += n;

@@ -21,7 +21,7 @@
 static uint64_t raw_start(const struct kvq__session *s, const struct kvq__layer *l)
 {
     uint64_t packed = kvq__packed_at(s, l, s->floor) / KVQ_BLOCK_TOKENS * KVQ_BLOCK_TOKENS;
-    return packed > l->base ? packed : l->base;
+    return kvq__max(packed, l->base);
 }
 
 // By counts alone, as everything that says where a session can be forked.
@@ -73,7 +73,7 @@ uint64_t kvq__fork_possible(const struct kvq__session *s, uint64_t at)
         if (kvq__layer_owns(s, i) && !kvq__fork_base(s, l, at, &base)) {
             uint64_t whole = at / l->format->unit_tokens * l->format->unit_tokens;
             whole = has_learned(s, l) && whole < l->learn ? 0 : whole;
-            lower = whole < lower ? whole : lower;
+            lower = kvq__min(whole, lower);
         }
     }
     return kvq__fork_floor(s, lower) <= lower ? lower : 0;
@@ -223,15 +223,15 @@ static uint32_t final_sheets(const struct cloning *c, const struct kvq__session 
     for (uint32_t i = 0; i < from->n_layers; i++) {
         const struct kvq__layer *l = &from->layers[i];
         uint64_t final = c->floor / l->format->unit_tokens * l->format->unit_tokens;
-        uint64_t packed = (final < l->packed ? final : l->packed) / KVQ_BLOCK_TOKENS;
+        uint64_t packed = kvq__min(final, l->packed) / KVQ_BLOCK_TOKENS;
         if (!kvq__layer_owns(from, i))
             continue;
         if (l->keep)
-            pages = l->first_page < pages ? l->first_page : pages;
+            pages = kvq__min(pages, l->first_page);
         if (l->packed_bytes)
-            pages = packed < pages ? packed : pages;
+            pages = kvq__min(pages, packed);
         if (l->packed_bytes)
-            pages = l->raw_page < pages ? l->raw_page : pages;
+            pages = kvq__min(pages, l->raw_page);
     }
     return (uint32_t)(pages / KVQ__SHEET_PAGES);
 }
@@ -247,7 +247,7 @@ static int clone_layer(struct cloning *c, const struct kvq__session *from, uint3
     if (c->at == 0)
         return 0;
     kvq__fork_base(from, a, c->at, &b->base);
-    b->packed = final < a->packed ? final : a->packed;
+    b->packed = kvq__min(final, a->packed);
     rc = clone_extras(c, a, b);
     if (a->learn == 0 || a->learned)
         b->first_page = (uint32_t)(kvq__first_kept(a, from->floor) / KVQ_BLOCK_TOKENS);

@@ -337,7 +337,7 @@ static void begin_background_pack(struct kvq__core *core, struct kvq__session *s
     p->session = s;
     p->layer = layer;
     p->first = l->packed;
-    p->end = kvq__pack_due(s, layer) < most ? kvq__pack_due(s, layer) : most;
+    p->end = kvq__min(kvq__pack_due(s, layer), most);
     assert(p->first < p->end);
     assert(kvq__pages_spanned(p->first, pages_end(l, p->end)) <= KVQ__PACKER_PAGES);
     find_pack_pages(l, p->first, pages_end(l, p->end), p->pages);

@@ -164,7 +164,7 @@ static int common_state(struct making *m, uint32_t layer, struct kvq__saved_laye
         to->first_page = l->first_page > to->first_page ? l->first_page : to->first_page;
         to->raw_page = l->raw_page > to->raw_page ? l->raw_page : to->raw_page;
         m->out->ahead |= l->packed != to->packed;
-        to->packed = l->packed < to->packed ? l->packed : to->packed;
+        to->packed = kvq__min(l->packed, to->packed);
         to->learned &= l->learned;
         learned |= l->learned;
     }
@@ -427,7 +427,7 @@ static void describe_shard(struct making *m)
     to->saturated = 0;
     for (uint32_t i = 0; i < m->n; i++) {
         uint64_t floor = m->sources[i].saved->floor;
-        to->floor = floor > to->floor ? floor : to->floor; // stages that were cut may differ
+        to->floor = kvq__max(floor, to->floor); // stages that were cut may differ
         own_format &= strcmp(m->sources[i].saved->own_format, to->own_format) == 0;
         if (m->as.shard == 0) // all that is counted stays counted, once
             to->saturated += m->sources[i].saved->saturated;

@@ -103,8 +103,8 @@ static const char *layer_fault(const struct kvq__session *s, const struct kvq__l
         return "packed tokens of which it has not learned";
     uint64_t due = kvq__packed_at(s, l, s->floor + s->max_rollback); // before it was truncated
     uint64_t final = s->floor / unit * unit; // a fork may have these from its source
-    due = due > final ? due : final;
-    if (l->packed > (due > first ? due : first) || l->packed > s->tokens)
+    due = kvq__max(due, final);
+    if (l->packed > kvq__max(due, first) || l->packed > s->tokens)
         return "more packed tokens than are due";
     if (raw > first && (raw > l->packed || raw > kvq__packed_at(s, l, s->floor)))
         return "no raw tokens where it needs them";
@@ -165,7 +165,7 @@ static int set_counts(struct kvq__session *s, const struct kvq__saved *saved, ch
     kvq__session_count(s, saved->tokens);
     s->floor = saved->floor;
     s->saturated = saved->saturated;
-    s->spec.keep_ns = (saved->keep_seconds < most ? saved->keep_seconds : most) * NS_PER_SECOND;
+    s->spec.keep_ns = kvq__min(saved->keep_seconds, most) * NS_PER_SECOND;
     snprintf(s->composed.name, sizeof s->composed.name, "%s", saved->own_format);
     int rc = check_restored_counts(s, text);
     return rc ? rc : set_layers(s, saved, text);
@@ -179,7 +179,7 @@ static void cut_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t at,
     uint32_t whole = (uint32_t)(at / KVQ_BLOCK_TOKENS);
     kvq__fork_base(s, l, at, &base);
     l->base = base;
-    l->packed = final < l->packed ? final : l->packed;
+    l->packed = kvq__min(final, l->packed);
     l->learned = l->learned && l->packed > 0;
     l->raw_page = l->raw_page < whole ? l->raw_page : whole;
     if (at == 0)

@@ -26,7 +26,7 @@ bool kvq__unsaved_failed(struct kvq__core *core, const char *space, const char *
     if (!s)
         return false;
     uint64_t longer = s->saving.wait ? 2 * s->saving.wait : first;
-    s->saving.wait = longer < minute ? longer : minute;
+    s->saving.wait = kvq__min(longer, minute);
     s->saving.after = core->now + s->saving.wait;
     bool tell = s->saving.failure_event_at == 0 || core->now - s->saving.failure_event_at >= minute;
     if (tell)

@@ -26,7 +26,7 @@ void kvq__due_clear(struct kvq__session *s)
 // Slots before that of now are over.
 static void set_at(struct kvq__session *s, uint64_t at)
 {
-    at = at > s->core->now ? at : s->core->now;
+    at = kvq__max(at, s->core->now);
     kvq__due_clear(s);
     LIST_INSERT_HEAD(&s->core->dues[slot_of_time(at) % KVQ__DUE_SLOTS], s, timer.link);
     s->timer.listed = true;
@@ -55,7 +55,7 @@ static void put_off(struct kvq__session *s)
 {
     uint64_t now = s->core->now, late = now - s->idle_since - s->spec.keep_ns;
     assert(now - s->idle_since >= s->spec.keep_ns);
-    set_at(s, now + (late < LONGEST_NS ? late : LONGEST_NS));
+    set_at(s, now + kvq__min(late, LONGEST_NS));
 }
 
 static void act_when_due(struct kvq__session *s)

@@ -149,7 +149,7 @@ static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__
         }
         p.there += bytes;
         p.largest = bytes > most ? s : p.largest;
-        most = bytes > most ? bytes : most;
+        most = kvq__max(most, bytes);
     }
     return p;
 }

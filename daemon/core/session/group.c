@@ -76,7 +76,7 @@ uint64_t kvq__group_tokens(const struct kvq__session *s)
     for (uint32_t i = 0; s->group && i < s->shards; i++) {
         const struct kvq__session *m = s->group->member[i];
         uint64_t tokens = m ? m->tokens : 0;
-        least = tokens < least ? tokens : least;
+        least = kvq__min(least, tokens);
     }
     return least;
 }

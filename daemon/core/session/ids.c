@@ -66,7 +66,7 @@ void kvq__ids_read(const struct kvq__ids *ids, int32_t *out)
 {
     assert(parts_in(ids->known) <= ids->n_parts);
     for (uint64_t t = 0; t < ids->known; t += KVQ__IDS_PART) {
-        uint64_t left = ids->known - t, n = left < KVQ__IDS_PART ? left : KVQ__IDS_PART;
+        uint64_t n = kvq__min(ids->known - t, KVQ__IDS_PART);
         memcpy(out + t, kvq__ids_at(ids, t), n * sizeof *out);
     }
 }
@@ -137,7 +137,7 @@ void kvq__ids_accept(struct kvq__session *s, uint32_t append, const int32_t *lis
 static int fork_parts(struct kvq__session *to, const struct kvq__ids *a, uint64_t known)
 {
     struct kvq__ids *b = &to->ids;
-    uint64_t final = known < to->floor ? known : to->floor;
+    uint64_t final = kvq__min(known, to->floor);
     assert(known <= a->known && b->n_parts == 0);
     int rc = grow_id_directory(to, parts_in(known));
     for (; rc == 0 && b->n_parts < final / KVQ__IDS_PART; b->n_parts++) {
@@ -154,7 +154,7 @@ int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint
 {
     const struct kvq__ids *a = &from->ids;
     struct kvq__ids *b = &to->ids;
-    uint64_t known = a->known < at ? a->known : at;
+    uint64_t known = kvq__min(a->known, at);
     assert(at <= from->tokens && b->known == 0);
     assert(to->floor <= from->floor);
     int rc = known ? fork_parts(to, a, known) : 0;

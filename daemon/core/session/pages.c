@@ -27,12 +27,12 @@ static uint64_t packed_after(const struct kvq__session *s, const struct kvq__lay
     if (layer->packed_bytes == 0)
         return 0;
     uint64_t packed = kvq_packed_tokens(layer->format, s->max_rollback, raw, past);
-    return packed > layer->base ? packed : layer->base;
+    return kvq__max(packed, layer->base);
 }
 
 uint64_t kvq__packed_at(const struct kvq__session *s, const struct kvq__layer *layer, uint64_t past)
 {
-    uint64_t raw = layer->learn > s->prompt.exact ? layer->learn : s->prompt.exact;
+    uint64_t raw = kvq__max(layer->learn, s->prompt.exact);
     return packed_after(s, layer, raw, past);
 }
 
@@ -201,7 +201,7 @@ uint32_t kvq__packed_pages(const struct kvq__session *s, const struct kvq__layer
 {
     uint64_t due = kvq__packed_early(s, l, tokens);
     assert(due <= tokens || due == l->base);
-    return l->packed_bytes ? kvq__pages_of(due > l->packed ? due : l->packed) : 0;
+    return l->packed_bytes ? kvq__pages_of(kvq__max(due, l->packed)) : 0;
 }
 
 uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__layer *l,
@@ -437,7 +437,7 @@ static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_
 static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
 {
     uint64_t packed = kvq__packed_at(s, l, floor);
-    packed = packed < l->packed ? packed : l->packed;
+    packed = kvq__min(packed, l->packed);
     assert(packed <= (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS && l->raw_page >= l->first_page);
     while ((uint64_t)(l->raw_page + 1) * KVQ_BLOCK_TOKENS <= packed)
         kvq__block_drop(s->core, &own_page(l, l->raw_page++)->raw);

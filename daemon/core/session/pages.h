@@ -45,7 +45,7 @@ static inline uint16_t kvq__page_part(uint64_t tokens, uint32_t page)
     uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS;
     if (tokens <= start)
         return 0;
-    return (uint16_t)(tokens - start < KVQ_BLOCK_TOKENS ? tokens - start : KVQ_BLOCK_TOKENS);
+    return (uint16_t)kvq__min(tokens - start, KVQ_BLOCK_TOKENS);
 }
 static inline uint32_t kvq__pages_of(uint64_t tokens)
 {

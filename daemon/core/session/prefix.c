@@ -146,7 +146,7 @@ int kvq__ids_identify(struct kvq__session *s, char *text)
 static void put_span(hash_state *state, const struct kvq__span *span, uint64_t start)
 {
     uint64_t end = start + KVQ_BLOCK_TOKENS, last = span->first + span->tokens;
-    uint64_t from = span->first > start ? span->first : start, to = last < end ? last : end;
+    uint64_t from = kvq__max(span->first, start), to = kvq__min(last, end);
     if (from >= to)
         return;
     put_number(state, from - start);
