@@ -159,7 +159,6 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->deferred);
     TAILQ_INIT(&core->givers);
     TAILQ_INIT(&core->ended);
-    kvq__drops_end(core);
     core->release_left = c.release_work;
     TAILQ_INIT(&core->clients);
     TAILQ_INIT(&core->namespaces);

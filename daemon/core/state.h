@@ -196,10 +196,6 @@ struct kvq__core {
         deferred; // by retired.at; some stand behind others that are retired later
     struct kvq__session_list givers; // that may have blocks there (session->giver.given)
     uint32_t n_givers;
-    struct kvq__drop { // who drops references at the moment: see kvq__drops_begin
-        struct kvq__session *giver;
-        uint64_t last, by;
-    } drop;
     struct kvq__session_list ended; // sessions whose memory is yet to be freed, oldest first
     uint64_t release_left;          // work left for freeing in this turn (ended.c)
     uint64_t released;              // work that freeing has taken in all

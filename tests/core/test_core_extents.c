@@ -261,12 +261,12 @@ static void test_in_place(void **state)
                      KVQ_E_NO_MEMORY);
     assert_int_equal(kvq__reserve_made_in_place(pool->gpu), EXTENTS);
     for (uint32_t i = 0; i < EXTENTS; i++)
-        kvq__block_drop(kit.core, &refs[i]);
+        kvq__block_drop(kit.core, &refs[i], NULL);
     pass_time(); // given back, and not yet freed
     for (uint32_t i = 0; i < EXTENTS; i++)
         assert_int_equal(kvq__block_new(kit.core, ns, pool, EXTENT, NULL, &refs[i]), 0);
     for (uint32_t i = 0; i < EXTENTS; i++)
-        kvq__block_drop(kit.core, &refs[i]);
+        kvq__block_drop(kit.core, &refs[i], NULL);
 }
 
 // A request that waits for an extent ends with its deadline, whoever makes the extent.

@@ -72,7 +72,7 @@ static int take(struct kvq__namespace *ns, uint64_t bytes)
 
 static void give(uint32_t i)
 {
-    kvq__block_drop(kit.core, &held[i]);
+    kvq__block_drop(kit.core, &held[i], NULL);
     held[i] = held[--n_held];
     held[n_held] = (struct kvq__ref){0};
 }
@@ -380,8 +380,8 @@ static void test_apart_while_there_is_room(void **state)
         assert_int_equal(kvq__block_new_passing(kit.core, ns, pool(), EXTENT / 4, NULL, &passes),
                          0);
         assert_int_equal(stays.block->extent == passes.block->extent, extents < 4);
-        kvq__block_drop(kit.core, &stays);
-        kvq__block_drop(kit.core, &passes);
+        kvq__block_drop(kit.core, &stays, NULL);
+        kvq__block_drop(kit.core, &passes, NULL);
         kit_close(&kit);
     }
 }
@@ -412,8 +412,8 @@ static void test_together_for_want_of_memory(void **state)
         else
             assert_int_equal(kvq__block_new(kit.core, ns, pool(), EXTENT / 4, NULL, &stays), 0);
         assert_ptr_equal(stays.block->extent, passes.block->extent);
-        kvq__block_drop(kit.core, &stays);
-        kvq__block_drop(kit.core, &passes);
+        kvq__block_drop(kit.core, &stays, NULL);
+        kvq__block_drop(kit.core, &passes, NULL);
         kit_close(&kit);
     }
 }

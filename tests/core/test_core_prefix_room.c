@@ -199,7 +199,7 @@ static void extents_go_by_turns(void **state)
     for (uint32_t i = 0; i < ALL; i++)
         assert_int_equal(kvq__block_new(kit.core, team, pool, EXTENT, NULL, &refs[i]), 0);
     for (uint32_t i = 0; i < ALL; i++)
-        kvq__block_drop(kit.core, &refs[i]);
+        kvq__block_drop(kit.core, &refs[i], NULL);
     kvq__core_clock(kit.core, kit.now += 9999999999u);
     kvq__core_tick(kit.core);
     assert_int_equal(pool->extents_taken, (uint64_t)ALL * EXTENT);

@@ -566,20 +566,15 @@ static bool is_over(const struct kvq__core *core, uint64_t flight)
     return !oldest || oldest->number > flight;
 }
 
-void kvq__drops_begin(struct kvq__core *core, struct kvq__session *giver, uint64_t last)
+struct kvq__drop kvq__drop_by(struct kvq__session *giver, uint64_t last)
 {
-    assert(!core->drop.giver && core->drop.last == UINT64_MAX);
-    core->drop = (struct kvq__drop){giver, last, giver ? giver->serial : KVQ__BY_SEVERAL};
+    return (struct kvq__drop){giver, last, giver ? giver->serial : KVQ__BY_SEVERAL};
 }
 
-void kvq__drops_end(struct kvq__core *core)
+void kvq__retire(const struct kvq__core *core, struct kvq__retired *r, const struct kvq__drop *drop)
 {
-    core->drop = (struct kvq__drop){NULL, UINT64_MAX, KVQ__BY_SEVERAL};
-}
-
-void kvq__retire(const struct kvq__core *core, struct kvq__retired *r)
-{
-    const struct kvq__drop *d = &core->drop;
+    static const struct kvq__drop any = {NULL, UINT64_MAX, KVQ__BY_SEVERAL};
+    const struct kvq__drop *d = drop ? drop : &any;
     uint64_t last = kvq__min(core->last_flight, d->last);
     assert(r->at <= core->last_flight);
     if (is_over(core, last))
@@ -588,9 +583,8 @@ void kvq__retire(const struct kvq__core *core, struct kvq__retired *r)
     r->at = kvq__max(last, r->at);
 }
 
-static void deferred_add(struct kvq__core *core, struct kvq__block *b)
+static void deferred_add(struct kvq__core *core, struct kvq__block *b, struct kvq__session *giver)
 {
-    struct kvq__session *giver = core->drop.giver;
     const struct kvq__block *first = TAILQ_FIRST(&core->deferred);
     assert(b->refs == 0 && !b->free && !is_over(core, b->retired.at));
     if (first && first->retired.at > b->retired.at)
@@ -698,14 +692,14 @@ bool kvq__given_end(struct kvq__session *s)
 
 // ---- References ----
 
-void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
+void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref, const struct kvq__drop *drop)
 {
     struct kvq__block *b = ref->block;
     *ref = (struct kvq__ref){0};
     if (!b)
         return;
     assert(b->refs > 0 && !b->free);
-    kvq__retire(core, &b->retired);
+    kvq__retire(core, &b->retired, drop);
     if (--b->refs > 0) {
         if (kvq__block_is_alone(b))
             kvq__alone_count(b, true);
@@ -714,24 +708,20 @@ void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref)
     if (is_over(core, b->retired.at))
         block_free(core, b, true);
     else
-        deferred_add(core, b);
+        deferred_add(core, b, drop ? drop->giver : NULL);
 }
 
 void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
-                        const struct kvq__retired *retired)
+                        const struct kvq__retired *retired, const struct kvq__drop *drop)
 {
-    const struct kvq__drop drop = core->drop;
-    core->drop.last = retired->at;
-    core->drop.by = retired->by;
-    kvq__block_drop(core, ref);
-    core->drop = drop;
+    struct kvq__drop as = {drop ? drop->giver : NULL, retired->at, retired->by};
+    kvq__block_drop(core, ref, &as);
 }
 
 void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref)
 {
-    kvq__drops_begin(core, NULL, 0);
-    kvq__block_drop(core, ref);
-    kvq__drops_end(core);
+    struct kvq__drop none = kvq__drop_by(NULL, 0);
+    kvq__block_drop(core, ref, &none);
 }
 
 bool kvq__block_is_idle(const struct kvq__core *core, const struct kvq__block *b)
@@ -743,7 +733,7 @@ void kvq__block_drop_idle(struct kvq__core *core, struct kvq__ref *ref, bool gai
 {
     struct kvq__block *b = ref->block;
     if (!b || !kvq__block_is_idle(core, b)) {
-        kvq__block_drop(core, ref);
+        kvq__block_drop(core, ref, NULL);
         return;
     }
     *ref = (struct kvq__ref){0};

@@ -32,6 +32,13 @@ struct kvq__retired {
 };
 #define KVQ__BY_SEVERAL UINT64_MAX
 
+// Who may still read what somebody gives up: flights up to `last`. If only the session `giver`
+// (NULL: unknown) had it, no flight reads it once that session is quiet.
+struct kvq__drop {
+    struct kvq__session *giver;
+    uint64_t last, by; // by: as of struct kvq__retired
+};
+
 // A stretch of an extent: in use (referenced, or a deferred free), or free.
 struct kvq__block {
     uint32_t refs;
@@ -190,21 +197,18 @@ struct kvq__ref kvq__block_index(struct kvq__ref ref, uint64_t *alone);
 void kvq__block_unindex(struct kvq__block *block, uint64_t *alone);
 // With `exempt` the limit of the block's namespace does not count it, until it is freed.
 void kvq__block_exempt(struct kvq__block *block, bool exempt);
-// From here to kvq__drops_end: flights after `last` do not read what is dropped. If only the
-// session `giver` (NULL: unknown) had it, no flight reads it once that session is quiet. Outside of
-// such a pair any flight may read what is dropped. Pairs do not nest.
-void kvq__drops_begin(struct kvq__core *core, struct kvq__session *giver, uint64_t last);
-void kvq__drops_end(struct kvq__core *core);
-// Adds the current drop (core->drop) to what is known of the flights that may read it.
-void kvq__retire(const struct kvq__core *core, struct kvq__retired *retired);
-// Gives the reference up and clears it. Accepts none.
-void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref);
+struct kvq__drop kvq__drop_by(struct kvq__session *giver, uint64_t last);
+// Adds a drop (NULL: any flight may read it) to what is known of the flights that may read it.
+void kvq__retire(const struct kvq__core *core, struct kvq__retired *retired,
+                 const struct kvq__drop *drop);
+// Gives the reference up and clears it. Accepts none. drop NULL: any flight may read it.
+void kvq__block_drop(struct kvq__core *core, struct kvq__ref *ref, const struct kvq__drop *drop);
 // Gives the end of a block back, if nobody else has the block and no flight may read it; else the
 // block stays as it is. gain: as of kvq__block_drop_idle.
 void kvq__block_shrink(struct kvq__core *core, struct kvq__block *block, uint64_t bytes, bool gain);
 // As kvq__block_drop, for a reference of a shared sheet: `retired` is the sheet's.
 void kvq__block_drop_as(struct kvq__core *core, struct kvq__ref *ref,
-                        const struct kvq__retired *retired);
+                        const struct kvq__retired *retired, const struct kvq__drop *drop);
 // As kvq__block_drop, for a reference by which no flight has read the block.
 void kvq__block_let_go(struct kvq__core *core, struct kvq__ref *ref);
 // Whether the block has one reference, by which no request reads it, and no flight may read it

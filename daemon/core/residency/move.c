@@ -73,12 +73,13 @@ static int take_streams(const struct kvq__session *s, struct kvq__pool *to)
     return rc;
 }
 
-static void free_part(struct kvq__namespace *ns, struct kvq__moved *m)
+// drop: of the blocks that it still has.
+static void free_part(struct kvq__namespace *ns, struct kvq__moved *m, const struct kvq__drop *drop)
 {
     struct kvq__core *core = ns->core;
     kvq__deallocate(core, m->owned, m->n_owned * sizeof *m->owned);
     for (uint32_t i = 0; i < m->n_sheets; i++)
-        kvq__sheet_drop(ns, &m->sheets[i], m->n_owned);
+        kvq__sheet_drop(ns, &m->sheets[i], m->n_owned, drop);
     kvq__ns_deallocate(ns, m->sheets, m->room * sizeof *m->sheets);
     kvq__deallocate(core, m->extras, m->n_layers * sizeof *m->extras);
     kvq__deallocate(core, m->books, m->n_layers * sizeof *m->books);
@@ -359,16 +360,15 @@ static void copy(struct kvq__move *move, bool *any)
 static void release_moved(struct kvq__move *move)
 {
     // The session was quiet as the move began, and the copies of a move that failed have ended.
-    kvq__drops_begin(move->ticket.core, NULL, 0);
+    struct kvq__drop drop = kvq__drop_by(NULL, 0);
     for (uint32_t i = 0; i < RELEASE_AT_ONCE && kvq__move_next(move); i++, move->ref++) {
         const struct kvq__moved *m = &move->moved[move->at];
         if (!kvq__moved_is_shared(m, m->sheets, move->ref)) // else it goes with its sheet
-            kvq__block_drop(move->ticket.core, kvq__moved_there(m, move->ref));
+            kvq__block_drop(move->ticket.core, kvq__moved_there(m, move->ref), &drop);
     }
     bool more = kvq__move_next(move);
     for (uint32_t i = 0; !more && i < move->n; i++)
-        free_part(move->ticket.ns, &move->moved[i]);
-    kvq__drops_end(move->ticket.core);
+        free_part(move->ticket.ns, &move->moved[i], &drop);
     if (!more)
         move_over(move);
 }

@@ -351,15 +351,13 @@ static bool go_on_leaving(struct kvq__park *t)
 
 void kvq__park_empty(struct kvq__session *s)
 {
-    struct kvq__core *core = s->core;
-    kvq__session_drops_begin(s, UINT64_MAX);
+    struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
     forget_layers(s);
     while (s->n_pages > 0)
-        kvq__pages_pop(s);
+        kvq__pages_pop(s, &drop);
     for (uint32_t i = 0; i < s->n_layers; i++)
-        kvq__block_drop(core, &s->layers[i].extras);
+        kvq__block_drop(s->core, &s->layers[i].extras, &drop);
     kvq__sheets_free(s);
-    kvq__drops_end(core);
 }
 
 static void count_parked(const struct kvq__park *t)
@@ -380,16 +378,14 @@ static void count_parked(const struct kvq__park *t)
 
 static void release_parked(struct kvq__park *t)
 {
-    struct kvq__core *core = t->ticket.core;
     uint32_t done = 0;
     for (uint32_t i = 0; i < t->n; i++) {
         struct kvq__session *s = t->members[i];
         if (!s)
             continue;
-        kvq__session_drops_begin(s, UINT64_MAX);
+        struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
         while (s->n_sheets > 0 && done < RELEASE_AT_ONCE)
-            done += kvq__sheets_pop(s);
-        kvq__drops_end(core);
+            done += kvq__sheets_pop(s, &drop);
         if (s->n_sheets > 0)
             return;
         kvq__park_empty(s);

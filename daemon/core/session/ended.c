@@ -37,12 +37,12 @@ static void note_pages(struct kvq__session *s)
 
 // While a request references the session its sheets stay, without blocks: it may read the page
 // table.
-static uint32_t pop_ended_page(struct kvq__session *s)
+static uint32_t pop_ended_page(struct kvq__session *s, const struct kvq__drop *drop)
 {
     assert(s->ended.listed);
     if (s->refs == 0)
-        return kvq__sheets_pop(s);
-    return s->n_pages > 0 ? kvq__pages_pop(s) : 0;
+        return kvq__sheets_pop(s, drop);
+    return s->n_pages > 0 ? kvq__pages_pop(s, drop) : 0;
 }
 
 static bool has_pages(const struct kvq__session *s)
@@ -50,10 +50,10 @@ static bool has_pages(const struct kvq__session *s)
     return s->n_pages > 0 || (s->refs == 0 && s->n_sheets > 0);
 }
 
-static void drop_extras(struct kvq__session *s)
+static void drop_extras(struct kvq__session *s, const struct kvq__drop *drop)
 {
     for (uint32_t i = 0; i < s->n_layers; i++)
-        kvq__block_drop(s->core, &s->layers[i].extras);
+        kvq__block_drop(s->core, &s->layers[i].extras, drop);
 }
 
 // Gives back as much as this turn may. True if nothing is left but what waits for requests under
@@ -63,13 +63,12 @@ static bool give_session_back(struct kvq__session *s)
     struct kvq__core *core = s->core;
     assert(s->ended.listed && !s->published && s->ended.flight <= core->last_flight);
     // Requests that began since it ended have not found it.
-    kvq__session_drops_begin(s, s->ended.flight);
+    struct kvq__drop drop = kvq__session_drop_by(s, s->ended.flight);
     while (core->release_left > 0 && has_pages(s))
-        spend_work(core, pop_ended_page(s));
+        spend_work(core, pop_ended_page(s, &drop));
     note_pages(s);
     if (!has_pages(s))
-        drop_extras(s);
-    kvq__drops_end(core);
+        drop_extras(s, &drop);
     if (has_pages(s))
         return false;
     if (s->refs > 0)

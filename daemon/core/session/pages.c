@@ -117,13 +117,14 @@ int kvq__sheets_share(struct kvq__session *to, const struct kvq__session *from, 
     return rc;
 }
 
-static void page_drop(struct kvq__core *core, struct kvq__pageref *p)
+static void page_drop(struct kvq__core *core, struct kvq__pageref *p, const struct kvq__drop *drop)
 {
-    kvq__block_drop(core, &p->raw);
-    kvq__block_drop(core, &p->packed);
+    kvq__block_drop(core, &p->raw, drop);
+    kvq__block_drop(core, &p->packed, drop);
 }
 
-void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uint32_t n_owned)
+void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uint32_t n_owned,
+                     const struct kvq__drop *drop)
 {
     struct kvq__core *core = ns->core;
     struct kvq__sheet *sheet = *pointer;
@@ -131,38 +132,38 @@ void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **pointer, uin
     if (!sheet)
         return;
     assert(sheet->refs > 0);
-    kvq__retire(core, &sheet->retired);
+    kvq__retire(core, &sheet->retired, drop);
     if (--sheet->refs > 0)
         return;
     for (uint32_t i = 0; i < n_owned * KVQ__SHEET_PAGES; i++) {
-        kvq__block_drop_as(core, &sheet->pages[i].raw, &sheet->retired);
-        kvq__block_drop_as(core, &sheet->pages[i].packed, &sheet->retired);
+        kvq__block_drop_as(core, &sheet->pages[i].raw, &sheet->retired, drop);
+        kvq__block_drop_as(core, &sheet->pages[i].packed, &sheet->retired, drop);
     }
     kvq__ns_deallocate(ns, sheet, sheet_bytes(n_owned));
 }
 
-uint32_t kvq__sheets_pop(struct kvq__session *s)
+uint32_t kvq__sheets_pop(struct kvq__session *s, const struct kvq__drop *drop)
 {
     assert(s->n_sheets > 0);
     uint32_t last = s->n_sheets - 1;
     uint32_t work = s->sheets[last]->refs > 1 ? 1 : 2 * s->n_owned * KVQ__SHEET_PAGES;
-    kvq__sheet_drop(s->ns, &s->sheets[last], s->n_owned);
+    kvq__sheet_drop(s->ns, &s->sheets[last], s->n_owned, drop);
     s->n_sheets = last;
     if (s->n_pages > last * KVQ__SHEET_PAGES)
         s->n_pages = last * KVQ__SHEET_PAGES;
     return work;
 }
 
-static void sheets_cut(struct kvq__session *s, uint32_t keep)
+static void sheets_cut(struct kvq__session *s, uint32_t keep, const struct kvq__drop *drop)
 {
     while (s->n_sheets > keep)
-        kvq__sheet_drop(s->ns, &s->sheets[--s->n_sheets], s->n_owned);
+        kvq__sheet_drop(s->ns, &s->sheets[--s->n_sheets], s->n_owned, drop);
 }
 
 void kvq__sheets_free(struct kvq__session *s)
 {
     assert(s->n_pages == 0);
-    sheets_cut(s, 0);
+    sheets_cut(s, 0, NULL); // they name no blocks any more
     kvq__ns_deallocate(s->ns, s->sheets, s->sheet_room * sizeof *s->sheets);
     s->sheets = NULL;
     s->sheet_room = 0;
@@ -233,9 +234,8 @@ static int raw_fill(struct kvq__session *s, struct kvq__layer *l, uint32_t page,
         return rc;
     memcpy(longer.data, p->raw.data, p->raw.block->bytes);
     kvq__tables_dirty(s, page);
-    kvq__session_drops_begin(s, UINT64_MAX);
-    kvq__block_drop(s->core, &p->raw);
-    kvq__drops_end(s->core);
+    struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
+    kvq__block_drop(s->core, &p->raw, &drop);
     p->raw = longer;
     return 0;
 }
@@ -306,25 +306,30 @@ int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__gran
     return rc;
 }
 
-// How a block goes: like any other; or at once, since no request has seen it, and without waking
-// those who wait for room.
-enum leaving { DROPPED, UNSEEN };
+// How a block goes: like any other, with a drop; or at once, since no request has seen it, and
+// without waking those who wait for room.
+struct leaving {
+    const struct kvq__drop *drop;
+    bool unseen;
+};
 
-static void leave_block(struct kvq__core *core, struct kvq__ref *ref, enum leaving how)
+static const struct leaving unseen = {.unseen = true};
+
+static void leave_block(struct kvq__core *core, struct kvq__ref *ref, const struct leaving *how)
 {
-    if (how == UNSEEN)
+    if (how->unseen)
         kvq__block_drop_idle(core, ref, false);
     else
-        kvq__block_drop(core, ref);
+        kvq__block_drop(core, ref, how->drop);
 }
 
 // A shared sheet is taken off as a whole: all of it lies below the floor, and is never written.
-static uint32_t pop_page(struct kvq__session *s, enum leaving how)
+static uint32_t pop_page(struct kvq__session *s, const struct leaving *how)
 {
     uint32_t last = s->n_pages - 1, sheet = last / KVQ__SHEET_PAGES;
     assert(sheet < s->n_sheets);
     if (s->sheets[sheet]->refs > 1) {
-        sheets_cut(s, sheet);
+        sheets_cut(s, sheet, how->drop);
         s->n_pages = sheet * KVQ__SHEET_PAGES;
         return 1;
     }
@@ -339,12 +344,12 @@ static uint32_t pop_page(struct kvq__session *s, enum leaving how)
     return 2 * s->n_owned;
 }
 
-uint32_t kvq__pages_pop(struct kvq__session *s)
+uint32_t kvq__pages_pop(struct kvq__session *s, const struct kvq__drop *drop)
 {
-    return pop_page(s, DROPPED);
+    return pop_page(s, &(struct leaving){.drop = drop});
 }
 
-static void pages_cut(struct kvq__session *s, uint32_t keep, enum leaving how)
+static void pages_cut(struct kvq__session *s, uint32_t keep, const struct leaving *how)
 {
     if (s->n_pages > keep) {
         kvq__tables_dirty(s, keep);
@@ -361,7 +366,7 @@ static void pages_cut(struct kvq__session *s, uint32_t keep, enum leaving how)
 // What a layer took for tokens that there will not be: the end of its newest raw block, and packed
 // blocks that nothing is packed into yet.
 static void layer_shrink(struct kvq__session *s, struct kvq__layer *l, uint64_t tokens,
-                         enum leaving how)
+                         const struct leaving *how)
 {
     uint32_t end = kvq__pages_of(tokens), page = kvq__packed_pages(s, l, tokens);
     assert(end == s->n_pages);
@@ -373,12 +378,12 @@ static void layer_shrink(struct kvq__session *s, struct kvq__layer *l, uint64_t 
     struct kvq__block *raw = kvq__page(l, end - 1)->raw.block;
     uint64_t bytes = kvq__raw_block_bytes(s->pool, l, kvq__page_part(tokens, end - 1));
     if (raw && raw->bytes > bytes && kvq__page_owners(l, end - 1) == 1)
-        kvq__block_shrink(s->core, raw, bytes, how == DROPPED);
+        kvq__block_shrink(s->core, raw, bytes, !how->unseen);
 }
 
 // Skips unpublished sessions, which are freed whole, and sessions whose page count a waiting
 // request has raised: that request still needs the pages.
-static void layers_shrink(struct kvq__session *s, uint64_t tokens, enum leaving how)
+static void layers_shrink(struct kvq__session *s, uint64_t tokens, const struct leaving *how)
 {
     if (!s->published || s->n_pages != kvq__pages_of(tokens))
         return;
@@ -390,43 +395,42 @@ static void layers_shrink(struct kvq__session *s, uint64_t tokens, enum leaving 
 void kvq__pages_unreserve(struct kvq__session *s, uint32_t keep)
 {
     assert(keep <= s->n_pages);
-    pages_cut(s, keep, UNSEEN);
-    layers_shrink(s, s->tokens + s->in_step.tokens, UNSEEN);
+    pages_cut(s, keep, &unseen);
+    layers_shrink(s, s->tokens + s->in_step.tokens, &unseen);
 }
 
 void kvq__pages_shrink_to_fit(struct kvq__session *s)
 {
-    kvq__session_drops_begin(s, UINT64_MAX);
-    layers_shrink(s, s->tokens + s->in_step.tokens, DROPPED);
-    kvq__drops_end(s->core);
+    struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
+    layers_shrink(s, s->tokens + s->in_step.tokens, &(struct leaving){.drop = &drop});
 }
 
 void kvq__pages_trim(struct kvq__session *s, uint64_t tokens)
 {
-    kvq__session_drops_begin(s, UINT64_MAX);
-    pages_cut(s, kvq__pages_of(tokens), DROPPED);
+    struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
+    const struct leaving how = {.drop = &drop};
+    pages_cut(s, kvq__pages_of(tokens), &how);
     if (!kvq__is_offloaded(s))
-        layers_shrink(s, tokens, DROPPED);
-    kvq__drops_end(s->core);
+        layers_shrink(s, tokens, &how);
 }
 
 void kvq__pages_empty(struct kvq__session *s)
 {
-    kvq__session_drops_begin(s, UINT64_MAX);
-    pages_cut(s, 0, DROPPED);
-    kvq__drops_end(s->core);
+    struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
+    pages_cut(s, 0, &(struct leaving){.drop = &drop});
 }
 
 // ---- What nobody can read any more ----
 
-static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
+static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_t floor,
+                           const struct kvq__drop *drop)
 {
     uint64_t kept = kvq__first_kept(l, floor);
     if (l->learn && !l->learned) // all of the prompt is needed for it
         return;
     assert(kept <= (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
     while ((uint64_t)l->first_page * KVQ_BLOCK_TOKENS < kept)
-        page_drop(s->core, own_page(l, l->first_page++));
+        page_drop(s->core, own_page(l, l->first_page++), drop);
     uint64_t freed = (uint64_t)l->first_page * KVQ_BLOCK_TOKENS;
     if (l->packed_bytes && l->packed < freed)
         l->packed = freed;
@@ -434,13 +438,14 @@ static void release_window(struct kvq__session *s, struct kvq__layer *l, uint64_
         l->raw_page = l->first_page;
 }
 
-static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t floor)
+static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t floor,
+                        const struct kvq__drop *drop)
 {
     uint64_t packed = kvq__packed_at(s, l, floor);
     packed = kvq__min(packed, l->packed);
     assert(packed <= (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS && l->raw_page >= l->first_page);
     while ((uint64_t)(l->raw_page + 1) * KVQ_BLOCK_TOKENS <= packed)
-        kvq__block_drop(s->core, &own_page(l, l->raw_page++)->raw);
+        kvq__block_drop(s->core, &own_page(l, l->raw_page++)->raw, drop);
 }
 
 void kvq__pages_release(struct kvq__session *s)
@@ -452,14 +457,13 @@ void kvq__pages_release(struct kvq__session *s)
     s->entries.release_due = s->entries.reading > 0 && s->entries.floor < floor;
     if (s->entries.release_due)
         floor = s->entries.floor;
-    kvq__session_drops_begin(s, UINT64_MAX);
+    struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         if (!kvq__layer_owns(s, i))
             continue;
-        release_window(s, &s->layers[i], floor);
-        release_raw(s, &s->layers[i], floor);
+        release_window(s, &s->layers[i], floor, &drop);
+        release_raw(s, &s->layers[i], floor, &drop);
     }
-    kvq__drops_end(s->core);
 }
 
 // ---- Views ----

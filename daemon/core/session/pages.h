@@ -104,17 +104,18 @@ void kvq__sheets_free(struct kvq__session *s);
 struct kvq__sheet *kvq__sheet_new(struct kvq__namespace *ns, uint32_t n_owned, int *rc);
 // Drops a reference to a sheet of so many layers and clears the pointer. The last one drops the
 // sheet's blocks.
-void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **sheet, uint32_t n_owned);
+void kvq__sheet_drop(struct kvq__namespace *ns, struct kvq__sheet **sheet, uint32_t n_owned,
+                     const struct kvq__drop *drop);
 // Tells the layers where the session's sheets are.
 void kvq__sheets_place(struct kvq__session *s);
 // Bytes of its page table. A shared sheet counts in equal parts for its owners.
 uint64_t kvq__sheets_bytes(const struct kvq__session *s);
 // Takes the last sheet off the session, with its pages. Returns the work: the number of its blocks,
 // or 1 if other sessions have the sheet as well.
-uint32_t kvq__sheets_pop(struct kvq__session *s);
+uint32_t kvq__sheets_pop(struct kvq__session *s, const struct kvq__drop *drop);
 // Takes the last page off the session, or, if its sheet is shared, all pages of the sheet. Returns
 // the work: the number of blocks visited.
-uint32_t kvq__pages_pop(struct kvq__session *s);
+uint32_t kvq__pages_pop(struct kvq__session *s, const struct kvq__drop *drop);
 // Makes room for `tokens` tokens in all layers, or takes nothing. A newest raw block that is too
 // short is replaced. Codes, and grant, as of kvq__block_new.
 int kvq__pages_reserve(struct kvq__session *s, uint64_t tokens, struct kvq__grant *grant);

@@ -267,9 +267,9 @@ bool kvq__session_quiet(const struct kvq__session *s)
     return !kvq__session_uses(s, KVQ__USES_BLOCKS);
 }
 
-void kvq__session_drops_begin(struct kvq__session *s, uint64_t last)
+struct kvq__drop kvq__session_drop_by(struct kvq__session *s, uint64_t last)
 {
-    kvq__drops_begin(s->core, s, kvq__session_quiet(s) ? 0 : last);
+    return kvq__drop_by(s, kvq__session_quiet(s) ? 0 : last);
 }
 
 void kvq__session_detached(struct kvq__session *s)

@@ -298,8 +298,8 @@ void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
 // Whether nothing under way reads its blocks: no request holds the session, and no stream packs it.
 // Blocks that it gives up are free at once then, even while the stream of some client hangs.
 bool kvq__session_quiet(const struct kvq__session *session);
-// As kvq__drops_begin, for what the session gives up. kvq__drops_end ends it.
-void kvq__session_drops_begin(struct kvq__session *session, uint64_t last);
+// As kvq__drop_by, for what the session gives up now. If it is quiet no flight reads that.
+struct kvq__drop kvq__session_drop_by(struct kvq__session *session, uint64_t last);
 
 // ---- Telling ----
 

@@ -238,17 +238,19 @@ static uint64_t address(const struct kvq__table *t, const struct kvq__ref *ref)
     return t->pool_at + (uint64_t)e->number * e->owner->pool->extent_bytes + at;
 }
 
-static void hold_page(struct kvq__core *core, struct kvq__ref *mine, const struct kvq__ref *ref)
+static void hold_page(struct kvq__core *core, struct kvq__ref *mine, const struct kvq__ref *ref,
+                      const struct kvq__drop *drop)
 {
     if (mine->block == ref->block)
         return;
-    kvq__block_drop(core, mine);
+    kvq__block_drop(core, mine, drop);
     *mine = kvq__block_share(*ref);
     if (mine->block)
         kvq__extent_show(mine->block->extent);
 }
 
-static struct kvq_table_entry table_entry_of(const struct view *v, uint32_t page)
+static struct kvq_table_entry table_entry_of(const struct view *v, uint32_t page,
+                                             const struct kvq__drop *drop)
 {
     static const struct kvq__pageref none;
     struct kvq__core *core = v->table->client->core;
@@ -256,8 +258,8 @@ static struct kvq_table_entry table_entry_of(const struct view *v, uint32_t page
     bool there = page >= v->layer->first_page && page < v->n_pages;
     assert(page < v->table->memory.pages);
     const struct kvq__pageref *p = there ? kvq__page(v->layer, page) : &none;
-    hold_page(core, &was->pages[page].packed, &p->packed);
-    hold_page(core, &was->pages[page].raw, &p->raw);
+    hold_page(core, &was->pages[page].packed, &p->packed, drop);
+    hold_page(core, &was->pages[page].raw, &p->raw, drop);
     return (struct kvq_table_entry){.packed = address(v->table, &p->packed),
                                     .raw = address(v->table, &p->raw),
                                     .tokens = there ? kvq__page_part(v->tokens, page) : 0,
@@ -270,7 +272,8 @@ static uint64_t layer_at(const struct kvq__table *t, uint32_t layer)
     return sizeof(struct kvq_table_page) + layer * kvq_table_layer_bytes(t->memory.pages);
 }
 
-static void write_head(const struct view *v, uint32_t layer, const struct kvq__table_writer *writer)
+static void write_head(const struct view *v, uint32_t layer, const struct kvq__drop *drop,
+                       const struct kvq__table_writer *writer)
 {
     struct kvq__table *t = v->table;
     struct kvq__table_layer *was = &t->layers[layer];
@@ -279,7 +282,7 @@ static void write_head(const struct view *v, uint32_t layer, const struct kvq__t
     bool has_extras = kvq__extras_view(t->session, l, v->tokens) != NULL || !t->memory.host;
     struct kvq_table_layer head = {.n_pages = v->n_pages};
     assert(l->shape.kv_heads <= sizeof head.outliers / sizeof *head.outliers);
-    hold_page(t->client->core, &was->extras, &l->extras);
+    hold_page(t->client->core, &was->extras, &l->extras, drop);
     head.extras = has_extras ? address(t, &l->extras) : 0;
     bool counts = has_extras && l->format->outliers && t->memory.host;
     for (uint32_t h = 0; counts && h < l->shape.kv_heads; h++)
@@ -296,15 +299,15 @@ void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tok
     struct kvq__table_layer *was = &t->layers[layer];
     struct view v = view_of(t, layer, tokens);
     struct kvq__table_run run = kvq__table_changes(t, layer, tokens);
-    kvq__drops_begin(t->client->core, t->session, UINT64_MAX);
+    struct kvq__drop drop = kvq__drop_by(t->session, UINT64_MAX);
     uint64_t at = layer_at(t, layer) + sizeof(struct kvq_table_layer);
     size_t one = sizeof(struct kvq_table_entry);
-    write_head(&v, layer, writer);
+    write_head(&v, layer, &drop, writer);
     uint8_t *out = run.from < run.to ? writer->place(writer->context, at + run.from * one,
                                                      (run.to - run.from) * one)
                                      : NULL;
     for (uint32_t page = run.from; page < run.to; page++, out += one) {
-        struct kvq_table_entry entry = table_entry_of(&v, page);
+        struct kvq_table_entry entry = table_entry_of(&v, page, &drop);
         memcpy(out, &entry, sizeof entry);
     }
     // Raw blocks go, and counts grow, from here on.
@@ -312,7 +315,6 @@ void kvq__table_publish_layer(struct kvq__table *t, uint32_t layer, uint64_t tok
     was->settled = v.layer->raw_page < settled ? v.layer->raw_page : (uint32_t)settled;
     was->first_page = v.layer->first_page;
     was->n_pages = v.n_pages;
-    kvq__drops_end(t->client->core);
 }
 
 void kvq__table_publish(struct kvq__table *t, uint64_t tokens,
