@@ -8,6 +8,7 @@
 
 #include "daemon/core/gpu/extents.h"
 #include "daemon/core/request/gpu_commit.h"
+#include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"

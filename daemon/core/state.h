@@ -97,10 +97,6 @@ void kvq__exports_drop(struct kvq__client *client); // it is gone
 
 // ---- Packing (pack.c) ----
 
-// Enqueues packing for the queued sessions on GPUs, on the work streams of their writers
-// (gpu_pack.c). Sessions whose work stream has no room, or that must wait for other work, stay
-// queued.
-void kvq__pack_on_gpus(struct kvq__core *core);
 // Packing of one layer that no request waits for.
 struct kvq__packer {
     struct kvq__job job;

@@ -5,6 +5,7 @@
 
 #include "daemon/core/request/admission.h"
 #include "daemon/core/request/gpu_commit.h"
+#include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/request/token_ids.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
