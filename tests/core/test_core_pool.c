@@ -418,9 +418,57 @@ static void test_together_for_want_of_memory(void **state)
     }
 }
 
+static int make_later(void *context, size_t bytes, struct kvq__memory *memory)
+{
+    (void)context, (void)bytes, (void)memory;
+    return KVQ_E_BUSY;
+}
+
+static void assert_refused(const struct kvq__grant *grant, const struct kvq__namespace *ns,
+                           int code)
+{
+    assert_int_equal(grant->refused.code, code);
+    assert_ptr_equal(grant->refused.ns, ns);
+    assert_ptr_equal(grant->refused.pool, pool());
+    assert_int_equal(grant->refused.bytes, EXTENT);
+}
+
+// Who can wait is told that an extent is being made; who cannot has it made at once.
+static void test_a_grant_says_what_was_refused(void **state)
+{
+    (void)state;
+    start(5, 2);
+    struct kvq__namespace *ns = namespace_of(1000);
+    struct kvq__grant waits = {.may_wait = true}, cannot = {0};
+    struct kvq__ref refs[3] = {0};
+    pool()->memory.take = make_later;
+    int rc = kvq__block_new(kit.core, ns, pool(), EXTENT, &waits, &refs[0]);
+    assert_int_equal(rc, KVQ_E_BUSY);
+    assert_refused(&waits, ns, KVQ_E_BUSY);
+    for (int i = 0; i < 2; i++) {
+        rc = kvq__block_new(kit.core, ns, pool(), EXTENT, &cannot, &refs[i]);
+        assert_int_equal(rc, 0);
+        assert_int_equal(cannot.refused.code, 0);
+    }
+    rc = kvq__block_new(kit.core, ns, pool(), EXTENT, &cannot, &refs[2]);
+    assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    assert_refused(&cannot, ns, KVQ_E_NO_MEMORY);
+    rc = kvq__block_new(kit.core, ns, pool(), EXTENT, NULL, &refs[2]);
+    assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    // Those who wait for room look again only if they gain by what is dropped.
+    uint64_t freed = kit.core->freed;
+    kvq__block_drop_idle(kit.core, &refs[0], false);
+    assert_int_equal(kit.core->freed, freed);
+    kvq__block_drop_idle(kit.core, &refs[1], true);
+    assert_int_equal(kit.core->freed, freed + 1);
+    assert_int_equal(pool()->used_bytes, 0);
+    kit_close(&kit);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fills),
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_a_grant_says_what_was_refused),
+                                       cmocka_unit_test(test_fills),
                                        cmocka_unit_test(test_churn),
                                        cmocka_unit_test(test_sessions),
                                        cmocka_unit_test(test_long_steps),
