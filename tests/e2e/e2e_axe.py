@@ -26,11 +26,11 @@ addEventListener("load", () => setTimeout(async () => {
     violations: found.violations.map((v) => [v.impact, v.id, v.nodes.map((n) => n.html)]) });
   document.body.append(pre);
 }, 3500));
-</script></head>"""
+</script>"""
 
 
-def serve(daemon_port, axe):
-    """The daemon's pages by another port, with axe in the first."""
+def serve(daemon_port, script, axe=b""):
+    """The daemon's pages by another port, with a script in the first."""
 
     class Pages(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -42,7 +42,7 @@ def serve(daemon_port, axe):
                 reply = connection.getresponse()
                 kind, body, status = reply.getheader("Content-Type"), reply.read(), reply.status
             if self.path == "/":
-                body = body.replace(b"</head>", SCRIPT.encode())
+                body = body.replace(b"</head>", script.encode() + b"</head>")
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
@@ -67,7 +67,7 @@ class Axe(Watched):
         tokens.feed(self.queue, session, 200)
         secret = self.token()["Authorization"].split()[1]
         with open(os.environ["KVQ_AXE"], "rb") as file:
-            server = serve(self.port, file.read())
+            server = serve(self.port, SCRIPT, file.read())
         self.addCleanup(server.server_close)
         self.addCleanup(server.shutdown)
         for flags in (["--window-size=1280,1400"], ["--window-size=390,1400"],

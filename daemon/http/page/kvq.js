@@ -263,22 +263,38 @@ async function look() {
   showEvents(events);
 }
 
+let running = false, again = false, timer = 0;
+
+// One loop, whoever calls it how often: again at once if somebody did during a look.
 async function loop() {
+  again = running;
+  if (running) return;
+  running = true;
+  clearTimeout(timer);
+  const goesOn = await lookOnce();
+  running = false;
+  if (again) loop();
+  else if (goesOn) timer = setTimeout(loop, LOOK_MS);
+}
+
+// Whether to look again by itself.
+async function lookOnce() {
   try {
     await look();
   } catch (error) {
     if (error instanceof Refused) {
+      if (again) return true; // with another token
       $("all").hidden = true;
       $("sign-in").hidden = false;
       $("refused").textContent = token ? "That is not this daemon's token; it changes with each start." : "";
       $("token-file").textContent = (error.message.match(/\S+http-token/) || ["http-token"])[0];
       sessionStorage.removeItem("token");
       state("waiting for the token", true);
-      return; // until there is one
+      return false; // until there is one
     }
     state(`no answer: ${error.message}`, true);
   }
-  setTimeout(loop, LOOK_MS);
+  return true;
 }
 
 $("sign-in").addEventListener("submit", (event) => {

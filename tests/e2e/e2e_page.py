@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page in a browser, with a script that stands between it and the daemon."""
+import html
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+from e2e_axe import serve
+from e2e_http import Watched
+from e2e_rig import BOUND
+
+# What the script has to tell, in the page as it is at the end.
+TELL = """<script>
+function tell(told) {
+  const pre = document.getElementById("told") || document.createElement("pre");
+  pre.id = "told";
+  pre.textContent = JSON.stringify(told);
+  document.body.append(pre);
+}
+const real = window.fetch;
+"""
+
+# Presses "Show" three times, and counts how many looks are under way at once.
+THREE_TIMES = TELL + """
+let open = 0;
+const told = { most: 0, looks: 0 };
+window.fetch = async (path, options) => {
+  if (path !== "status" || !options.headers) return real(path, options);
+  told.looks++;
+  told.most = Math.max(told.most, ++open);
+  try {
+    return await real(path, options);
+  } finally {
+    open--;
+    tell(told);
+  }
+};
+const form = () => document.getElementById("sign-in");
+const waiting = setInterval(() => {
+  if (!form() || form().hidden) return;
+  clearInterval(waiting);
+  document.getElementById("token").value = "SECRET";
+  for (let i = 0; i < 3; i++) form().requestSubmit();
+}, 100);
+</script>"""
+
+
+@unittest.skipUnless(shutil.which("chromium"), "there is no chromium (apt install chromium)")
+class Page(Watched):
+    def show(self, script, fragment=""):
+        """The page after 40 seconds of its own time, and what the script told."""
+        server = serve(self.port, script)
+        self.addCleanup(server.server_close)
+        self.addCleanup(server.shutdown)
+        with tempfile.TemporaryDirectory() as profile:
+            done = subprocess.run(
+                ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu",
+                 f"--user-data-dir={profile}", "--virtual-time-budget=40000", "--dump-dom",
+                 f"http://127.0.0.1:{server.server_port}/{fragment}"],
+                capture_output=True, text=True, check=False, timeout=BOUND)
+        told = re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.S)
+        self.assertTrue(told, done.stderr[-2000:])
+        return done.stdout, json.loads(html.unescape(told.group(1)))
+
+    def secret(self):
+        return self.token()["Authorization"].split()[1]
+
+    def test_show_pressed_again(self):
+        """There is one loop, however often it is begun."""
+        page, told = self.show(THREE_TIMES.replace("SECRET", self.secret()))
+        self.assertIn('<div id="all">', page)
+        self.assertGreater(told["looks"], 2)
+        self.assertEqual(told["most"], 1)
