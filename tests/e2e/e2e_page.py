@@ -47,6 +47,24 @@ const waiting = setInterval(() => {
 }, 100);
 </script>"""
 
+# After the first look nothing is answered any more; counts what the page gives up.
+SILENT = TELL + """
+const told = { given_up: 0, never: 0 };
+window.fetch = async (path, options) => {
+  if (!document.getElementById("all") || document.getElementById("all").hidden)
+    return real(path, options);
+  return new Promise((_, refuse) => {
+    told.never++;
+    tell(told);
+    if (options.signal) options.signal.addEventListener("abort", () => {
+      told.given_up++;
+      tell(told);
+      refuse(options.signal.reason);
+    });
+  });
+};
+</script>"""
+
 
 @unittest.skipUnless(shutil.which("chromium"), "there is no chromium (apt install chromium)")
 class Page(Watched):
@@ -74,3 +92,12 @@ class Page(Watched):
         self.assertIn('<div id="all">', page)
         self.assertGreater(told["looks"], 2)
         self.assertEqual(told["most"], 1)
+
+    def test_silence(self):
+        """A question is given up after a while and asked again, and the page says how old it is."""
+        page, told = self.show(SILENT, f"#token={self.secret()}")
+        self.assertIn('<div id="all">', page)
+        self.assertGreater(told["given_up"], 0)
+        self.assertGreater(told["never"], told["given_up"])  # others were asked since
+        self.assertRegex(page, r'role="status" class="bad">no answer for \d+ s.*; the figures are '
+                               'that old<')

@@ -3,6 +3,8 @@
 "use strict";
 
 const LOOK_MS = 2000, MINUTE = 30; // looks that a minute has
+const ANSWER_MS = 10000, LIST_MS = 60000; // that an answer may take, and a list of sessions
+const SILENT_MS = 5000;            // without an answer, until that is said
 const ROWS = 200, EVENTS = 100;    // that are shown
 const SHARE = 20;                  // a long list is asked for in a 20th of the time
 const $ = (id) => document.getElementById(id);
@@ -85,8 +87,9 @@ function line(values) {
 
 class Refused extends Error {}
 
-async function ask(path, json = true) {
-  const reply = await fetch(path, token ? { headers: { Authorization: "Bearer " + token } } : {});
+async function ask(path, json = true, ms = ANSWER_MS) {
+  const reply = await fetch(path, { signal: AbortSignal.timeout(ms),
+    headers: token ? { Authorization: "Bearer " + token } : {} });
   if (reply.status === 401) throw new Refused(await reply.text());
   if (!reply.ok) throw new Error(`${path}: ${await reply.text()}`);
   return json ? reply.json() : reply.text();
@@ -235,7 +238,7 @@ function state(text, bad) {
 async function listSessions() {
   const began = performance.now();
   if (began < listAt) return sessions;
-  const list = await ask("sessions"), now = performance.now();
+  const list = await ask("sessions", true, LIST_MS), now = performance.now();
   listEvery = SHARE * (now - began);
   listAt = now + listEvery;
   return list;
@@ -254,6 +257,7 @@ async function look() {
   state(status.draining ? "ending: nothing new is taken" : "running", status.draining);
   $("sign-in").hidden = true;
   $("all").hidden = false;
+  answered = now.at;
   showNow(status, now);
   showMemory(status, quotas);
   showTime(now, looks[0]);
@@ -264,6 +268,12 @@ async function look() {
 }
 
 let running = false, again = false, timer = 0;
+let answered = performance.now(); // the last look, or the page's beginning
+
+function showSilence(why) {
+  state(`no answer for ${span(performance.now() - answered)}` + (why ? ` (${why})` : "") +
+    ($("all").hidden ? "" : "; the figures are that old"), true);
+}
 
 // One loop, whoever calls it how often: again at once if somebody did during a look.
 async function loop() {
@@ -292,7 +302,7 @@ async function lookOnce() {
       state("waiting for the token", true);
       return false; // until there is one
     }
-    state(`no answer: ${error.message}`, true);
+    showSilence(error.message);
   }
   return true;
 }
@@ -309,5 +319,8 @@ if (location.hash.startsWith("#token=")) { // of a link
   sessionStorage.setItem("token", token);
   history.replaceState(null, "", location.pathname);
 }
+setInterval(() => { // while a look takes long
+  if (running && performance.now() - answered > SILENT_MS) showSilence();
+}, LOOK_MS);
 headSessions();
 loop();
