@@ -228,6 +228,7 @@ static void command_came_back(struct kvq__connection *c)
 {
     const struct command *command = command_of(c);
     assert(c->state == KVQ__CONNECTION_BUSY && !c->finish_due);
+    kvq__codebooks_let_go(&c->books);
     c->id = c->client_id;
     if (c->reply.status != 0) {
         c->n_fds = 0;

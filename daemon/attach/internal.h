@@ -26,6 +26,7 @@
 #include "daemon/runtime/listen.h"
 #include "daemon/runtime/packet.h"
 #include "daemon/runtime/server.h"
+#include "daemon/store/codebooks.h"
 #include "daemon/store/store.h"
 #include "kernels/cuda/share.h"
 
@@ -173,6 +174,7 @@ struct kvq__connection {
     struct kvq__region *region;      // being added or removed
     struct kvq__region *table;       // being opened
     void *book;                      // a hold on the codebook that the reply tells of; NULL: none
+    struct kvq__book_holds books;    // those that a session which is being opened names
     struct kvq__gpu *gpu;            // of the timeline
     struct kvq__pinned timeline;     // being opened
     struct kvq__line_events *events; // the same

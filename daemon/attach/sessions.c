@@ -8,20 +8,36 @@
 #include "daemon/attach/internal.h"
 #include "daemon/store/codebooks.h"
 
-// Codebooks that a format name asks for, itself or by what the configuration says of it.
-static void read_codebooks_of(const struct kvq__server *server, const char *format)
+// Names of codebooks, each once. n: as many as there are, of which the first are kept.
+struct book_names {
+    uint32_t n;
+    const char *name[KVQ_MAX_CODEBOOKS];
+};
+
+static void add_book_of(struct book_names *names, const char *format)
 {
     const char *at = strchr(format, '@');
-    if (at)
-        kvq__codebooks_load(server->codebooks, at + 1);
+    if (!at || names->n > KVQ_MAX_CODEBOOKS)
+        return;
+    for (uint32_t i = 0; i < names->n; i++)
+        if (strcmp(names->name[i], at + 1) == 0)
+            return;
+    if (names->n < KVQ_MAX_CODEBOOKS)
+        names->name[names->n] = at + 1;
+    names->n++;
+}
+
+// Codebooks that a format name asks for, itself or by what the configuration says of it.
+static void add_books_of(const struct kvq__server *server, struct book_names *names,
+                         const char *format)
+{
+    add_book_of(names, format);
     const struct kvq__own_format *own = kvq__config_own_format(&server->config, format);
     if (!own)
         return;
-    if ((at = strchr(own->rest.name, '@')))
-        kvq__codebooks_load(server->codebooks, at + 1);
+    add_book_of(names, own->rest.name);
     for (uint32_t i = 0; i < own->n_ranges; i++)
-        if ((at = strchr(own->ranges[i].row.name, '@')))
-            kvq__codebooks_load(server->codebooks, at + 1);
+        add_book_of(names, own->ranges[i].row.name);
 }
 
 // The session that a command describes.
@@ -37,15 +53,12 @@ void kvq__session_read_codebooks(struct kvq__connection *c)
 {
     const Kvq__OpenSession *open = described(c);
     assert(open);
-    read_codebooks_of(c->server, open->format);
-    for (size_t i = 0; i < open->n_layers; i++) {
-        const char *format = open->layers[i]->format;
-        size_t before = 0;
-        while (before < i && strcmp(open->layers[before]->format, format) != 0)
-            before++;
-        if (before == i && strcmp(open->format, format) != 0) // each once, also if it fails
-            read_codebooks_of(c->server, format);
-    }
+    struct book_names names = {0};
+    add_books_of(c->server, &names, open->format);
+    for (size_t i = 0; i < open->n_layers; i++)
+        add_books_of(c->server, &names, open->layers[i]->format);
+    for (uint32_t i = 0; names.n <= KVQ_MAX_CODEBOOKS && i < names.n; i++) // else the core refuses
+        kvq__codebooks_load(c->server->codebooks, names.name[i], &c->books);
 }
 
 // Whether any file may have to be read before the session can be opened.

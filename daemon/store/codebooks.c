@@ -14,15 +14,15 @@
 #include "proto/status.h"
 #include "storage/codebook.h"
 
-enum { TEXT = KVQ_TEXT_BYTES / 2, PATH_BYTES = 512, MAX_FAILURES = 16 };
+enum { TEXT = KVQ_TEXT_BYTES / 2, PATH_BYTES = 512 };
 
-// A codebook; or, in the list of failures, why there is none.
+// A codebook; or, in the list of failures, why there is none, for those who wanted it.
 struct entry {
     TAILQ_ENTRY(entry) link;
     char name[KVQ_FORMAT_NAME];
-    struct kvq_codebook *book;
-    uint64_t number; // never used again
-    uint64_t refs;   // layers of sessions, and replies under way
+    struct kvq_codebook *book; // NULL: a failure
+    uint64_t number;           // never used again
+    uint64_t refs;             // layers of sessions, opens and replies under way
     int error;
     char text[TEXT];
 };
@@ -31,10 +31,10 @@ TAILQ_HEAD(entries, entry);
 struct kvq__codebooks {
     char folder[PATH_BYTES];
     pthread_mutex_t lock; // of what follows
-    uint32_t n, n_failures;
+    uint32_t n;
     uint64_t last_number;
     struct entries entries;  // last used first
-    struct entries failures; // newest first; each is told once
+    struct entries failures; // newest first
 };
 
 struct kvq__codebooks *kvq__codebooks_new(const char *folder)
@@ -113,141 +113,139 @@ static struct entry *take_unused(struct kvq__codebooks *books)
     return e;
 }
 
-static int refuse_room(struct kvq__codebooks *books, const char *name, char *text)
-{
-    snprintf(text, TEXT,
-             "codebook %s: sessions use %u others, and a daemon holds %d; drop sessions that are "
-             "not needed (kvqctl session list)",
-             name, books->n, KVQ_MAX_CODEBOOKS);
-    return KVQ_E_LIMIT;
-}
-
-// With the lock held: puts a codebook that was read into the list, unless somebody else was
-// faster. What is not needed any more goes to *rest, to be closed without the lock.
-static int add_codebook(struct kvq__codebooks *books, struct entry *e, struct entry **out,
-                        struct entry **rest, char *text)
-{
-    *rest = NULL;
-    if ((*out = find_loaded(&books->entries, e->name))) {
-        *rest = e;
-        return 0;
-    }
-    if (books->n == KVQ_MAX_CODEBOOKS && !(*rest = take_unused(books))) {
-        *rest = e;
-        return refuse_room(books, e->name, text);
-    }
-    TAILQ_INSERT_HEAD(&books->entries, e, link);
-    e->number = ++books->last_number;
-    books->n++;
-    *out = e;
-    return 0;
-}
-
 // Without the lock.
-static int read_file(struct kvq__codebooks *books, const char *name, struct entry **out, char *text)
+static int read_file(const struct kvq__codebooks *books, struct entry *e)
 {
     char path[PATH_BYTES + KVQ_FORMAT_NAME + 16];
-    snprintf(path, sizeof path, "%s/%s.kvqbook", books->folder, name);
-    struct entry *e = calloc(1, sizeof *e);
-    snprintf(text, TEXT, "no memory for codebook %s", name);
-    if (!e)
-        return KVQ_E_NO_MEMORY;
-    snprintf(e->name, sizeof e->name, "%s", name);
-    int rc = kvq_codebook_open(path, &e->book, text, TEXT);
-    if (rc < 0)
-        entry_free(e);
-    *out = rc < 0 ? NULL : e;
+    snprintf(path, sizeof path, "%s/%s.kvqbook", books->folder, e->name);
+    int rc = kvq_codebook_open(path, &e->book, e->text, TEXT);
+    assert((rc == 0) == (e->book != NULL));
     return rc;
 }
 
-// With the lock held, which is let go while the file is read.
-static int load_codebook(struct kvq__codebooks *books, const char *name, struct entry **out,
-                         char *text)
+// With the lock held: the entry becomes a failure.
+static void note_failure(struct kvq__codebooks *books, struct entry *e, int error)
 {
-    struct entry *e, *rest = NULL;
-    uint32_t used = 0;
-    *out = NULL;
-    TAILQ_FOREACH (e, &books->entries, link)
-        used += e->refs > 0;
-    if (used == KVQ_MAX_CODEBOOKS)
-        return refuse_room(books, name, text);
-    pthread_mutex_unlock(&books->lock);
-    int rc = read_file(books, name, &e, text);
-    pthread_mutex_lock(&books->lock);
-    if (rc == 0)
-        rc = add_codebook(books, e, out, &rest, text);
-    if (!rest)
-        return rc;
-    if (*out)
-        (*out)->refs++; // nobody may take it out meanwhile
-    pthread_mutex_unlock(&books->lock);
-    entry_free(rest);
-    pthread_mutex_lock(&books->lock);
-    if (*out)
-        (*out)->refs--;
-    return rc;
-}
-
-// With the lock held.
-static void note_failure(struct kvq__codebooks *books, const char *name, int error,
-                         const char *text)
-{
-    struct entry *e = find_loaded(&books->failures, name);
-    if (e) {
-        TAILQ_REMOVE(&books->failures, e, link);
-    } else if (books->n_failures < MAX_FAILURES) {
-        e = calloc(1, sizeof *e);
-        books->n_failures += e != NULL;
-    } else {
-        e = TAILQ_LAST(&books->failures, entries);
-        TAILQ_REMOVE(&books->failures, e, link);
-    }
-    if (!e)
-        return; // it will be tried again, and told then
-    snprintf(e->name, sizeof e->name, "%s", name);
-    snprintf(e->text, sizeof e->text, "%s", text);
+    assert(!e->book && error < 0);
     e->error = error;
     TAILQ_INSERT_HEAD(&books->failures, e, link);
 }
 
-// With the lock held: a failure of just now, or 0.
-static int take_failure(struct kvq__codebooks *books, const char *name, char *text)
+static void note_no_room(struct kvq__codebooks *books, struct entry *e)
 {
-    struct entry *e = find_loaded(&books->failures, name);
-    if (!e)
-        return 0;
-    int error = e->error;
-    snprintf(text, TEXT, "%s", e->text);
-    TAILQ_REMOVE(&books->failures, e, link);
-    books->n_failures--;
-    entry_free(e);
-    return error;
+    snprintf(e->text, TEXT,
+             "codebook %s: sessions use %u others, and a daemon holds %d; drop sessions that are "
+             "not needed (kvqctl session list)",
+             e->name, books->n, KVQ_MAX_CODEBOOKS);
+    note_failure(books, e, KVQ_E_LIMIT);
 }
 
-void kvq__codebooks_load(struct kvq__codebooks *books, const char *name)
+// With the lock held: puts a codebook that was read into the list, unless somebody else was
+// faster, and returns the one that is there, or the failure. *rest is to be closed without the
+// lock.
+static struct entry *add_codebook(struct kvq__codebooks *books, struct entry *e,
+                                  struct kvq_codebook **rest)
 {
-    char text[TEXT];
-    struct entry *e;
-    if (!books->folder[0] || !is_plain(name))
-        return; // kvq__codebooks_get says so
-    pthread_mutex_lock(&books->lock);
-    if (!find_loaded(&books->entries, name)) {
-        int rc = load_codebook(books, name, &e, text);
-        if (rc < 0)
-            note_failure(books, name, rc, text);
+    struct entry *there = find_loaded(&books->entries, e->name), *unused = NULL;
+    if (there || (books->n == KVQ_MAX_CODEBOOKS && !(unused = take_unused(books)))) {
+        *rest = e->book;
+        e->book = NULL;
+        if (!there)
+            note_no_room(books, e);
+        else
+            free(e);
+        return there ? there : e;
+    }
+    if (unused)
+        *rest = unused->book;
+    free(unused);
+    TAILQ_INSERT_HEAD(&books->entries, e, link);
+    e->number = ++books->last_number;
+    books->n++;
+    return e;
+}
+
+// With the lock held, which is let go while the file is read. The codebook or the failure, held
+// once; NULL: there is no memory.
+static struct entry *load_codebook(struct kvq__codebooks *books, const char *name)
+{
+    struct entry *e, *out = calloc(1, sizeof *out);
+    struct kvq_codebook *rest = NULL;
+    uint32_t used = 0;
+    if (!out)
+        return NULL;
+    snprintf(out->name, sizeof out->name, "%s", name);
+    TAILQ_FOREACH (e, &books->entries, link)
+        used += e->refs > 0;
+    if (used == KVQ_MAX_CODEBOOKS) {
+        note_no_room(books, out);
+        out->refs++;
+        return out;
     }
     pthread_mutex_unlock(&books->lock);
+    int rc = read_file(books, out);
+    pthread_mutex_lock(&books->lock);
+    if (rc < 0)
+        note_failure(books, out, rc);
+    else
+        out = add_codebook(books, out, &rest);
+    out->refs++;
+    pthread_mutex_unlock(&books->lock);
+    kvq_codebook_close(&rest);
+    pthread_mutex_lock(&books->lock);
+    return out;
+}
+
+static bool holds_name(const struct kvq__book_holds *holds, const char *name)
+{
+    for (uint32_t i = 0; i < holds->n; i++)
+        if (strcmp(((const struct entry *)holds->hold[i])->name, name) == 0)
+            return true;
+    return false;
+}
+
+void kvq__codebooks_load(struct kvq__codebooks *books, const char *name,
+                         struct kvq__book_holds *holds)
+{
+    assert(!holds->books || holds->books == books);
+    if (!books->folder[0] || !is_plain(name) || holds->n == KVQ_MAX_CODEBOOKS ||
+        holds_name(holds, name))
+        return; // kvq__codebooks_get says so
+    pthread_mutex_lock(&books->lock);
+    struct entry *e = find_loaded(&books->entries, name);
+    if (e)
+        e->refs++;
+    else
+        e = load_codebook(books, name);
+    pthread_mutex_unlock(&books->lock);
+    holds->books = books;
+    if (e)
+        holds->hold[holds->n++] = e;
+}
+
+void kvq__codebooks_let_go(struct kvq__book_holds *holds)
+{
+    assert(holds->n <= KVQ_MAX_CODEBOOKS);
+    while (holds->n > 0)
+        kvq__codebooks_release(holds->books, holds->hold[--holds->n]);
 }
 
 // ---- Holding ----
 
 // With the lock held.
-static int find_or_load(struct kvq__codebooks *books, const char *name, struct entry **e,
+static int find_or_tell(struct kvq__codebooks *books, const char *name, struct entry **out,
                         char *text)
 {
-    *e = find_loaded(&books->entries, name);
-    int rc = *e ? 0 : take_failure(books, name, text);
-    return *e || rc < 0 ? rc : load_codebook(books, name, e, text);
+    *out = find_loaded(&books->entries, name);
+    const struct entry *failed = *out ? NULL : find_loaded(&books->failures, name);
+    if (failed)
+        snprintf(text, TEXT, "%s", failed->text);
+    else if (!*out)
+        snprintf(text, TEXT,
+                 "codebook %s was not read: the session names more than %d, the most that a daemon "
+                 "holds, or there was no memory for it",
+                 name, KVQ_MAX_CODEBOOKS);
+    return *out ? 0 : failed ? failed->error : KVQ_E_LIMIT;
 }
 
 int kvq__codebooks_get(struct kvq__codebooks *books, const char *name, uint32_t layer,
@@ -267,7 +265,7 @@ int kvq__codebooks_get(struct kvq__codebooks *books, const char *name, uint32_t 
         return KVQ_E_INVALID;
     }
     pthread_mutex_lock(&books->lock);
-    int rc = find_or_load(books, name, &e, text);
+    int rc = find_or_tell(books, name, &e, text);
     if (rc == 0 && !kvq_codebook_fits(e->book, layer, format, shape, text, TEXT))
         rc = KVQ_E_FORMAT;
     if (rc == 0) {
@@ -307,6 +305,10 @@ void kvq__codebooks_release(struct kvq__codebooks *books, void *hold)
     struct entry *e = hold;
     pthread_mutex_lock(&books->lock);
     assert(e->refs > 0);
-    e->refs--;
+    bool told = --e->refs == 0 && !e->book; // a failure, to all who wanted it
+    if (told)
+        TAILQ_REMOVE(&books->failures, e, link);
     pthread_mutex_unlock(&books->lock);
+    if (told)
+        entry_free(e);
 }

@@ -5,6 +5,7 @@
 #define KVQ_DAEMON_STORE_INTERNAL_H
 
 #include "daemon/runtime/server.h"
+#include "daemon/store/codebooks.h"
 #include "daemon/store/saved_wire.h"
 #include "daemon/store/store.h"
 #include "storage/store.h"
@@ -285,7 +286,8 @@ struct kvq__found {
     struct kvq_stored *blocks;
     struct kvq__part *parts; // in the same order
     uint32_t n;
-    uint64_t good; // tokens that can be had, of all shards
+    uint64_t good;                // tokens that can be had, of all shards
+    struct kvq__book_holds books; // that it needs
     // Of one that is put together of others, as reshard.h has it: all shards that were saved. It
     // has no blocks of its own then.
     struct kvq__found *sources;
@@ -301,7 +303,7 @@ int kvq__found_meta(struct kvq__task *task, const struct kvq_store_session *sess
                     struct kvq__found *found);
 int kvq__found_blocks(struct kvq__task *task, const struct kvq_store_session *session,
                       struct kvq__found *found);
-// Reads the codebooks that task->found needs.
+// Reads the codebooks that task->found needs, which holds them from then on.
 void kvq__found_books(struct kvq__task *task);
 
 // As what it is made: in a namespace and place, and if so many tokens are given as that prefix.

@@ -91,6 +91,7 @@ static void clear_one(struct kvq__found *f)
 
 void kvq__found_clear(struct kvq__found *f)
 {
+    kvq__codebooks_let_go(&f->books);
     for (uint32_t i = 0; i < f->n_sources; i++)
         clear_one(&f->sources[i]);
     clear_one(f);

@@ -184,12 +184,10 @@ static int find_once(struct kvq__task *t)
 void kvq__found_books(struct kvq__task *t)
 {
     const struct kvq__saved *saved = &t->found->saved;
-    const char *last = "";
     for (uint32_t i = 0; i < saved->n_layers; i++) {
         const char *at = strchr(saved->layers[i].format.name, '@');
-        if (at && strcmp(at, last) != 0)
-            kvq__codebooks_load(t->jobs->server->codebooks, at + 1);
-        last = at ? at : last;
+        if (at)
+            kvq__codebooks_load(t->jobs->server->codebooks, at + 1, &t->found->books);
     }
 }
 

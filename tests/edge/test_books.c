@@ -51,7 +51,15 @@ static void write_book(int number)
     kvq_codebook_close(&book);
 }
 
-static int get(int number, void **hold)
+static void load(int number, struct kvq__book_holds *holds)
+{
+    char name[16];
+    snprintf(name, sizeof name, "b%d", number);
+    kvq__codebooks_load(books, name, holds);
+}
+
+// As the core does: what was loaded.
+static int get_loaded(int number, void **hold)
 {
     struct kvq_book book;
     char name[16];
@@ -63,11 +71,14 @@ static int get(int number, void **hold)
     return rc;
 }
 
-static void load(int number)
+// As an open of a session does.
+static int get(int number, void **hold)
 {
-    char name[16];
-    snprintf(name, sizeof name, "b%d", number);
-    kvq__codebooks_load(books, name);
+    struct kvq__book_holds holds = {0};
+    load(number, &holds);
+    int rc = get_loaded(number, hold);
+    kvq__codebooks_let_go(&holds);
+    return rc;
 }
 
 // ---- Holding and making room ----
@@ -106,37 +117,69 @@ static void test_room(void **state)
         kvq__codebooks_release(books, hold[i]);
 }
 
-// What a load could not read is told once; then the file is looked at again.
+// What a load could not read is told to those who wanted it, however many there are; then the file
+// is looked at again.
 static void test_failures(void **state)
 {
+    enum { MISSING = 40 };
+    struct kvq__book_holds holds = {0}, others = {0};
     void *hold;
     (void)state;
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < MISSING; i++)
         unlink(path_of(i));
-    for (int i = 0; i < 3; i++) {
-        load(i);
-        load(i);
+    for (int i = 0; i < MISSING; i++) {
+        load(i, &holds);
+        load(i, &holds); // each once
     }
-    for (int i = 0; i < 3; i++)
+    assert_int_equal(holds.n, MISSING);
+    for (int i = 0; i < MISSING; i++)
         write_book(i);
-    for (int i = 0; i < 3; i++) {
-        assert_int_equal(get(i, &hold), KVQ_E_SYSTEM);
-        assert_non_null(strstr(text, path_of(i)));
+    for (int i = 0; i < 2 * MISSING; i++) {
+        assert_int_equal(get_loaded(i % MISSING, &hold), KVQ_E_SYSTEM);
+        assert_non_null(strstr(text, path_of(i % MISSING)));
+    }
+    load(1, &others); // by now it is there, for whoever asks
+    assert_int_equal(get_loaded(1, &hold), 0);
+    kvq__codebooks_release(books, hold);
+    kvq__codebooks_let_go(&holds);
+    for (int i = 0; i < MISSING; i++) {
+        assert_int_equal(get_loaded(i, &hold), i == 1 ? 0 : KVQ_E_LIMIT); // nobody has loaded it
+        if (hold)
+            kvq__codebooks_release(books, hold);
         assert_int_equal(get(i, &hold), 0);
         kvq__codebooks_release(books, hold);
     }
-    for (int i = 0; i < 40; i++) { // more than are kept in mind
-        char name[16];
-        snprintf(name, sizeof name, "none%d", i);
-        kvq__codebooks_load(books, name);
-    }
-    kvq__codebooks_load(books, "../b1");
-    assert_int_equal(get(1, &hold), 0);
-    kvq__codebooks_release(books, hold);
+    kvq__codebooks_let_go(&others);
+    kvq__codebooks_load(books, "../b1", &others);
+    assert_int_equal(others.n, 0);
     unlink(path_of(1)); // what was loaded needs no file
     assert_int_equal(get(1, &hold), 0);
     kvq__codebooks_release(books, hold);
     write_book(1);
+}
+
+// What an open has loaded stays for it, though nothing uses it yet, and others come and go.
+static void test_loads_stay(void **state)
+{
+    struct kvq__book_holds holds = {0};
+    void *hold;
+    (void)state;
+    load(0, &holds);
+    for (int i = 1; i < FILES; i++) {
+        assert_int_equal(get(i, &hold), 0);
+        kvq__codebooks_release(books, hold);
+    }
+    unlink(path_of(0));
+    assert_int_equal(get_loaded(0, &hold), 0);
+    kvq__codebooks_release(books, hold);
+    for (int i = 1; i < FILES; i++)
+        load(i, &holds);
+    assert_int_equal(holds.n, KVQ_MAX_CODEBOOKS);
+    assert_int_equal(get_loaded(FILES - 1, &hold), KVQ_E_LIMIT);
+    assert_non_null(strstr(text, "was not read"));
+    kvq__codebooks_let_go(&holds);
+    assert_int_equal(holds.n, 0);
+    write_book(0);
 }
 
 static void *hammer(void *argument)
@@ -149,10 +192,11 @@ static void *hammer(void *argument)
         void *hold;
         int number = rand_r(&seed) % FILES;
         snprintf(name, sizeof name, "b%d", number);
-        if (rand_r(&seed) % 2)
-            kvq__codebooks_load(books, name);
-        if (kvq__codebooks_get(books, name, 0, &format, &s, &book, &hold, why) != 0 ||
-            book.k[0] != (float)number)
+        struct kvq__book_holds holds = {0};
+        kvq__codebooks_load(books, name, &holds);
+        int rc = kvq__codebooks_get(books, name, 0, &format, &s, &book, &hold, why);
+        kvq__codebooks_let_go(&holds);
+        if (rc != 0 || book.k[0] != (float)number)
             return "failed";
         if (rand_r(&seed) % 2) {
             kvq__codebooks_share(books, hold);
@@ -252,6 +296,57 @@ static void test_death_while_reading(void **state)
     end_counting();
 }
 
+// Asks for layers of so many codebooks, b0 and those that follow.
+static int open_many(struct peer *p, uint32_t n)
+{
+    uint8_t bytes[KVQ_MAX_MESSAGE];
+    size_t length;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenSession open = KVQ__OPEN_SESSION__INIT;
+    Kvq__Layer rows[FILES], *row[FILES];
+    char names[FILES][32];
+    for (uint32_t i = 0; i < n; i++) {
+        kvq__layer__init(&rows[i]);
+        rows[i].q_heads = rows[i].kv_heads = 1;
+        rows[i].k_dim = rows[i].v_dim = 64;
+        snprintf(names[i], sizeof names[i], "vecinfer-1@b%u", i);
+        rows[i].format = names[i];
+        row[i] = &rows[i];
+    }
+    open.format = (char *)(uintptr_t) "f16";
+    open.dtype = 1;
+    open.layers = row;
+    open.n_layers = n;
+    request.id = ++p->next_id;
+    request.protocol = KVQ_PROTOCOL_MAX;
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
+    request.open_session = &open;
+    assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
+    peer_send(p, bytes, length, NULL, 0);
+    return peer_answer(p);
+}
+
+// The poller reads no file: an open that names more codebooks than there may be is refused before
+// any is read, and others are served. The books have one layer each, so only the first fits.
+static void test_too_many(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached();
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(open_many(p, KVQ_MAX_CODEBOOKS + 1), KVQ_E_LIMIT);
+        assert_non_null(strstr(p->reply->text, "layer 0: codebook b0 was not read"));
+        assert_non_null(strstr(p->reply->text, "names more than 64"));
+    }
+    assert_int_equal(open_many(p, KVQ_MAX_CODEBOOKS), KVQ_E_FORMAT);
+    assert_non_null(strstr(p->reply->text, "layer 1"));
+    assert_int_equal(open_many(p, 1), 0);
+    peer_send_open(p, "", "vecinfer-1@b66"); // none of the 64 is held any more
+    assert_int_equal(peer_answer(p), 0);
+    peer_free(p);
+    end_counting();
+}
+
 // ---- The folder ----
 
 static int set_up(void **state)
@@ -293,8 +388,10 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_room, open_books, close_books),
         cmocka_unit_test_setup_teardown(test_failures, open_books, close_books),
+        cmocka_unit_test_setup_teardown(test_loads_stay, open_books, close_books),
         cmocka_unit_test_setup_teardown(test_threads, open_books, close_books),
         cmocka_unit_test_setup_teardown(test_nobody_waits, attach_start, attach_stop),
+        cmocka_unit_test_setup_teardown(test_too_many, attach_start, attach_stop),
         cmocka_unit_test_setup_teardown(test_death_while_reading, attach_start, attach_stop),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
