@@ -41,6 +41,7 @@ def serve(daemon_port, script, axe=b""):
                 connection.request("GET", self.path, headers={"Authorization": secret or ""})
                 reply = connection.getresponse()
                 kind, body, status = reply.getheader("Content-Type"), reply.read(), reply.status
+                connection.close()
             if self.path == "/":
                 body = body.replace(b"</head>", script.encode() + b"</head>")
             self.send_response(status)
@@ -53,6 +54,7 @@ def serve(daemon_port, script, axe=b""):
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    server.daemon_threads = False  # server_close() waits for them, and their descriptors are closed
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
