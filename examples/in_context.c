@@ -33,7 +33,11 @@ int main(void)
     struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = LAYERS};
     struct kvq_session_options options = {
-        .size = sizeof options, .layers = &layer, .n_layers = 1, .format = "kvq2"};
+        .size = sizeof options,
+        .layers = &layer,
+        .n_layers = 1,
+        .format = "kvq2",
+        .place = "host"}; // else a daemon with GPUs would choose one of them
     struct kvq_entry batch[BATCH] = {0};
     const uint64_t bytes = LAYER_FLOATS * sizeof(float), out_at = LAYERS * bytes;
     check(kvq_connect(NULL, &client));

@@ -92,7 +92,8 @@ static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_
                                             .n_layers = all->n_layers,
                                             .format = asked.format,
                                             .attention = asked.attention,
-                                            .max_rollback = asked.rollback};
+                                            .max_rollback = asked.rollback,
+                                            .place = "host"};
     return true;
 }
 

@@ -210,8 +210,9 @@ static int check_info(const struct kvq_local *local, const struct kvq_session_in
     if (strcmp(info->place, local->place) != 0)
         return kvq__set_error(KVQ_E_INVALID,
                               "the session is on %s, this kvq_local is for sessions on %s; open "
-                              "another one for it",
-                              info->place, local->place);
+                              "the session with options.place = \"%s\", or another kvq_local for "
+                              "it",
+                              info->place, local->place, local->place);
     if (info->layers > KVQ_MAX_LAYERS)
         return kvq__set_error(KVQ_E_PROTOCOL,
                               "the daemon says that the session has %u layers, at most %d are "

@@ -2,6 +2,7 @@
 //
 // The backend of ggml over a real kvqd, with graphs as llama.cpp makes them: which nodes it takes,
 // attention against a plain loop, and what it refuses.
+#include <dlfcn.h>
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -74,6 +75,21 @@ const char *ggml_op_name(enum ggml_op op)
 bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
 {
     return type == NULL;
+}
+
+// ---- What the backend asks for -----------------------------------------------------------------
+
+// In the library's stead, for the backend alone, which is in this program.
+int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
+                     kvq_session *session, struct kvq_session_info *info)
+{
+    int (*open)(kvq_client *, const struct kvq_session_options *, kvq_session *,
+                struct kvq_session_info *);
+    *(void **)&open = dlsym(RTLD_NEXT, "kvq_session_open");
+    assert_non_null(open);
+    assert_non_null(options->place); // else a daemon with GPUs would choose one of them
+    assert_string_equal(options->place, "host");
+    return open(client, options, session, info);
 }
 
 // ---- A context of llama.cpp --------------------------------------------------------------------
@@ -599,7 +615,6 @@ static void test_another_version_of_ggml(void **state)
 
 // ---- What is refused ---------------------------------------------------------------------------
 
-// llama.cpp saves and restores cells by itself.
 // llama.cpp saves and restores cells by itself.
 static void test_restored_cells(void **state)
 {

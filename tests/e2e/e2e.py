@@ -53,7 +53,7 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_faults.Memory, e2e_formats.OwnFormats, e2e_life.Life,
           e2e_service.Reloads, e2e_service.Ends, e2e_service.Audited, e2e_service.Told,
           e2e_service.Machine, e2e_roles.Users, e2e_roles.Keys,
-          e2e_roles.Choices, e2e_gpu.Faults,
+          e2e_roles.Choices, e2e_gpu.Faults, e2e_gpu.OnTheHost,
           e2e_breaks.Breaks, e2e_campaign.Campaign,
           e2e_group.Ranks, e2e_group.Moves, e2e_prefix.Prefixes,
           e2e_prefix.Stored, e2e_prompt.Pieces, e2e_prompt.Kept, e2e_prompt.Short,

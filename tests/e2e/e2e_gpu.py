@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of clients and daemon when a GPU faults or has no memory left. On the software GPU
-alone, which does so when it is told to."""
+"""What becomes of clients and daemon when a GPU faults or has no memory left, on the software GPU
+alone, which does so when it is told to. And programs that attend on the host, beside a GPU."""
 import os
+import subprocess
 import unittest
 from unittest import mock
 
-from e2e_rig import BACKEND, BOUND, Daemon, Test, Tokens, kvq
+from e2e_rig import BACKEND, BIN, BOUND, ROOT, Daemon, Test, Tokens, kvq
 
 
 def daemon_where(variables, **options):
@@ -64,3 +65,36 @@ class Faults(Test):
                 tokens.feed(queue, session, 512, attend=False)
         client.close()
         daemon.stop()
+
+
+@unittest.skipUnless(BACKEND != "cpu", "beside a daemon that has a GPU")
+class OnTheHost(Test):
+    """A daemon puts a session without a place on a GPU; programs that attend in their own threads
+    ask for the host."""
+
+    def ran(self, *command):
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=BOUND,
+            env=dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory))
+
+    def test_a_session_that_did_not_ask(self):
+        """The refusal says what to ask for."""
+        session = self.client.session(Tokens(1, 1).rows, "f16")
+        self.assertNotEqual(session.info()["place"], "host")
+        with self.queue.local() as local:
+            error = self.fails(kvq.Code.E_INVALID, local.add, session)
+            self.assertIn('options.place = "host"', error.text)
+
+    def test_kvq_run(self):
+        done = self.ran(os.path.join(BIN, "kvq-run"), "generate", "--model",
+                        os.path.join(ROOT, "tools", "model", "kvq-bytes"), "--prompt", "The ",
+                        "--tokens", "3", "--in-context", "--session", "here", "--keep")
+        self.assertNotIn("through the daemon", done.stderr)
+        session, = self.daemon.ctl("session", "list")
+        self.assertEqual(session["place"], "host")
+
+    def test_example(self):
+        program = os.path.join(os.path.dirname(BIN), "tests", "example_in_context")
+        if not os.path.exists(program):
+            self.skipTest("example_in_context was not built")
+        self.assertRegex(self.ran(program).stdout, r"^304 and 305 tokens, output -?\d")

@@ -98,6 +98,16 @@ class Sessions(Case):
                     self.assertEqual(told, want)
                     cache.reset()
 
+    def test_place(self):
+        """On the host, where the model is, also of a daemon that would choose a GPU."""
+        with unittest.mock.patch.object(self.client, "session",
+                                        side_effect=self.client.session) as opened:
+            with self.cache(self.model) as cache:
+                self.model(prompt(300), past_key_values=cache)
+                self.model(prompt(1), past_key_values=cache)
+                self.assertEqual(cache.sessions[0].info()["place"], "host")
+        self.assertEqual([call.kwargs["place"] for call in opened.call_args_list], ["host"])
+
     def test_names_that_do_not_fit(self):
         """Other weights do not go on with a session, nor does another writer beside the first."""
         with self.cache(self.model, name="one") as cache:

@@ -228,6 +228,14 @@ class Steps(e2e_rig.Test):
         self.near(engine.step([(one, 50)], preempted=[one]))
         self.near(engine.step([(one, 1)]))
 
+    def test_place(self):
+        """Both sides' sessions are on the host, also of a daemon that would choose a GPU."""
+        engine = self.engine()
+        self.assertEqual(engine.worker.options()["place"], "host")
+        self.assertEqual(engine.planner.layers.session["place"], "host")
+        self.near(engine.step([(engine.ask("one", ids(60, 1), 50), None)]))
+        self.assertEqual(engine.worker.sessions["one"].info()["place"], "host")
+
     def test_finished_requests_leave_nothing(self):
         engine = self.engine(prefix=False)
         one, two = engine.ask("one", ids(60, 1)), engine.ask("two", ids(60, 2), 50)

@@ -154,6 +154,7 @@ int cache_open(struct cache *k, struct engine *e, const struct config *c,
         .attention = o->attention,
         .on_detach = o->keep ? KVQ_ON_DETACH_KEEP : KVQ_ON_DETACH_DEFAULT,
         .prompt_tokens = o->prompt_tokens,
+        .place = e->local ? "host" : NULL, // where this process attends
     };
     struct kvq_session_info info = {.size = sizeof info};
     kvq_buffer *prompt = NULL;

@@ -133,7 +133,8 @@ class Rows:
         try:
             for _ in range(batch):
                 opened.append(self.client.session(
-                    rows, form, dtype=form if form in ("f16", "bf16") else stored, **options))
+                    rows, form, dtype=form if form in ("f16", "bf16") else stored, place="host",
+                    **options))
         except BaseException:
             for session in opened:
                 session.close()

@@ -77,7 +77,7 @@ class Worker:
         wide = "bf16" if self.dtype == torch.bfloat16 else "f16"
         form = wide if self.asked.format == "16bit" else self.asked.format
         return {"format": form, "dtype": form if form in ("f16", "bf16") else wide,
-                "attention": self.asked.attention, "ns": self.asked.namespace}
+                "attention": self.asked.attention, "ns": self.asked.namespace, "place": "host"}
 
     def prepare(self, plan):
         """Ends and begins the sessions of a step. A request that was preempted begins anew."""
