@@ -2,13 +2,15 @@
 """What kvq.transformers does not serve; transformers_test.py runs these."""
 import copy
 import unittest
+import unittest.mock
+import warnings
 
 from e2e_rig import kvq
 from transformers_rig import SIZES, WINDOW, Case, models, prompt
 
 import torch
 import transformers
-from kvq.transformers import KvqCache
+from kvq.transformers import KvqCache, attach, detach
 
 
 class Refused(Case):
@@ -114,6 +116,31 @@ class Refused(Case):
         model = copy.deepcopy(self.model)
         model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
         self.refused("linear_attention", KvqCache, model)
+
+    def test_prefixes_under_a_rope_of_many_lengths(self):
+        """Whose frequencies depend on the prompt's: the same tokens have other keys in another one.
+        Of all layers, or of those of one type."""
+        factors = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
+        for kind in ({"rope_type": "dynamic", "factor": 2.0},
+                     {"rope_type": "longrope", "factor": 2.0, **factors},
+                     {"full_attention": {"rope_type": "dynamic", "factor": 2.0},
+                      "sliding_attention": {"rope_type": "default"}}):
+            model = copy.deepcopy(self.model)
+            setattr(model.config, "rope_parameters" if transformers.__version__ >= "5" else
+                    "rope_scaling", kind)
+            self.refused("RoPE is '", self.cache, model, prefix=self.ids)
+            self.refused("reuse=False", attach, model, "16bit", reuse=True)
+            with self.assertWarnsRegex(UserWarning, "RoPE is '(dynamic|longrope)'"):
+                attach(model, "16bit", client=self.client)
+            with unittest.mock.patch.object(self.client, "session",
+                                            side_effect=self.client.session) as opened:
+                model.generate(prompt(300), max_new_tokens=2, do_sample=False)
+            self.assertNotIn("prefix", opened.call_args.kwargs)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                attach(model, "16bit", reuse=False, client=self.client)
+            self.still_serves(self.cache(model), model)
+        detach(model)
 
     def test_masks(self):
         cache = self.cache(self.model)

@@ -18,7 +18,7 @@ from .masks import check_goes_on, check_positions
 from ..memory import CODES
 from .owner import Owner
 from .rows import MAX_TOKENS, Rows
-from .table import Table, check_implementation, fingerprint, refuse
+from .table import Table, check_implementation, check_prefix, fingerprint, refuse
 
 CACHE_NAMES = "cache", "past_key_values"  # of the argument: from transformers 5.24 on, and before
 _LENGTHS = int(transformers.__version__.split(".", 1)[0]) < 5  # crop() takes the length to keep
@@ -218,6 +218,7 @@ class KvqCache(Cache):
             "keep_seconds": keep_seconds, "salt": salt, "adapter": adapter, "threads": threads}
         ids = [] if prefix is None else _one_row(prefix)
         if prefix is not None:
+            check_prefix(table.config)
             options["prefix"] = ids[:-1]  # the last token's logits are needed
         if name is not None or prefix is not None:
             options["model"] = fingerprint(model)

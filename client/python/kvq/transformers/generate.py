@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import warnings
+from typing import Any, Optional
 
 import torch
 import transformers
 
 import kvq
+from kvq.configuration import rope_by_length
 
 from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
-from .table import Table
+from .table import Table, check_prefix
 
 
-def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *, reuse: bool = True,
-           **options: Any) -> None:
+def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *,
+           reuse: Optional[bool] = None, **options: Any) -> None:
     """Makes model.generate() put K and V into kvqd: each call that is given no cache has a
     KvqCache(model, format, **options) of its own, which is closed when the call ends, unless the
     output holds it.
 
     reuse   a call with one row begins with what kvqd has of its prompt, and computes the rest; what
-            it computes is there for later calls. Formats that cannot share prefixes need False
+            it computes is there for later calls. Formats that cannot share prefixes need False;
+            None: True but for a model whose RoPE depends on the length of what is computed, which
+            shares nothing, and a warning says so
 
     Programs that know nothing of kvq, as `transformers serve`, serve an attached model. A second
     attach() replaces the first; detach() ends it. Raises NotImplementedError for models that
@@ -30,8 +34,17 @@ def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *, reuse
     for word in ("name", "prefix"):
         if word in options:
             raise TypeError(f"attach() makes a cache for every call; {word!r} is one cache's own")
-    Table(model)
+    table = Table(model)
+    if reuse:
+        check_prefix(table.config)
     inspect.signature(KvqCache).bind(model, format, **options)
+    if reuse is None:
+        kind = rope_by_length(table.config)
+        reuse = kind is None
+        if not reuse:
+            warnings.warn(f"kvq: prompts that begin alike are not shared: this model's RoPE is "
+                          f"{kind!r}, whose frequencies depend on the length of what is computed",
+                          stacklevel=2)
     detach(model)
     plain = type(model)
     setattr(model, "_kvq_attached", _How(format, reuse, options))

@@ -63,7 +63,7 @@ def prepare(ours: argparse.Namespace) -> None:
     def load(manager, *arguments, **options):
         manager.attn_implementation = "kvq"
         model = plain(manager, *arguments, **options)
-        attach(model, ours.kvq_format, reuse=not ours.kvq_no_reuse,
+        attach(model, ours.kvq_format, reuse=False if ours.kvq_no_reuse else None,
                attention=ours.kvq_attention, namespace=ours.kvq_namespace)
         return model
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 import kvq
 from kvq.client import HEAD_DIMS
+from kvq.configuration import rope_by_length
 from kvq.memory import stored_dim
 
 KINDS = {"full_attention", "sliding_attention"}
@@ -46,6 +47,15 @@ def attention_modules(model, layers):
         refuse(f"layers {missing[:8]} of this {type(model).__name__} have no attention that says "
                "its layer_idx and scaling; models whose layers all attend are served")
     return [found[i] for i in range(layers)]
+
+
+def check_prefix(config):
+    """Tokens have the same K in every prompt that begins with them."""
+    kind = rope_by_length(config)
+    if kind:
+        refuse(f"a prefix, of a model whose RoPE is {kind!r}: its frequencies depend on the length "
+               "of what is computed, so that a token has another K in a longer prompt; make the "
+               "cache without prefix (attach: reuse=False)")
 
 
 class Table:
