@@ -138,3 +138,65 @@ class Buffers(Test):
         del array
         gc.collect()
         self.assertEqual(self.memory, ["gone"])
+
+
+class Interrupts(Test):
+    """Ctrl-C within the library's calls that begin and commit a step, before or behind what they
+    do: no step stays open, and the session's count is the daemon's."""
+
+    def setUp(self):
+        super().setUp()
+        self.tokens = Tokens(1, 20)
+        self.session = self.client.session(self.tokens.rows, "f16")
+
+    def interrupted(self, name, behind, call):
+        function = getattr(lib, name)
+
+        def stop(*arguments):
+            if behind:
+                function(*arguments)
+            raise KeyboardInterrupt
+        with unittest.mock.patch.object(lib, name, stop):
+            self.assertRaises(KeyboardInterrupt, call)
+
+    def goes_on(self, begin, expected):
+        self.assertEqual(self.session.tokens, expected)
+        self.assertEqual(self.session.refresh(), expected)
+        begin().abort()
+
+    def test_steps(self):
+        def begin(**options):
+            return self.queue.step([self.session], 2, **options)
+        for behind in (False, True):
+            self.interrupted("kvq_step_begin", behind, begin)
+            self.goes_on(begin, 0)
+            self.interrupted("kvq_step_begin_ids", behind, lambda: begin(ids=[1, 2]))
+            self.goes_on(begin, 0)
+        for behind, expected in ((False, 0), (True, 2)):
+            step = begin()
+            for layer in range(2):
+                step.append(layer, self.tokens.k[layer, :2], self.tokens.v[layer, :2])
+            self.interrupted("kvq_step_end", behind, step.end)
+            self.goes_on(begin, expected)
+
+    def test_steps_of_this_process(self):
+        k, v, q = (self.client.array((2, *getattr(self.tokens, x).shape[2:])) for x in "kvq")
+        k[...], v[...], q[...] = (getattr(self.tokens, x)[0, :2] for x in "kvq")
+        with self.queue.local(max_tokens=1024) as local:
+            local.add(self.session)
+
+            def begin():
+                return local.step([self.session], 2)
+            for behind in (False, True):
+                self.interrupted("kvq_local_begin", behind, begin)
+                self.goes_on(begin, 0)
+            for behind, expected in ((False, 0), (True, 2)):
+                step = begin()
+                for layer in range(2):
+                    step.attend(layer, q, k, v)
+                self.interrupted("kvq_local_end", behind, step.end)
+                self.goes_on(begin, expected)
+            open_one = begin()  # a second one is refused, and leaves the first
+            self.assertRaises(kvq.Error, begin)
+            open_one.attend(0, q, k, v)
+            open_one.abort()

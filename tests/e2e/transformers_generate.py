@@ -233,6 +233,95 @@ def has_server():
         return False
 
 
+class Interrupted(Case):
+    """Ctrl-C within the calls of the library that begin and commit a step, before or behind what
+    they do: the cache goes on with the tokens that are stored."""
+
+    def interrupting(self, name, behind, end=lambda: None):
+        """Patches a function of the library's."""
+        function = getattr(kvq._ffi.lib, name)
+
+        def call(*arguments):
+            if behind:
+                end()
+                function(*arguments)
+            raise KeyboardInterrupt
+        return unittest.mock.patch.object(kvq._ffi.lib, name, call)
+
+    def goes_on(self, model, cache, ids, seen):
+        cache.abort()
+        self.assertEqual(cache.get_seq_length(), seen)
+        got = model(ids[:, seen:seen + 5], past_key_values=cache).logits
+        self.same_logits(self.logits("llama", ids[:, :seen + 5])[:, seen:], got)
+        self.assertEqual([s.refresh() for s in cache.sessions], [seen + 5] * len(ids))
+
+    def test_begin_and_commit(self):
+        model, ids = models("llama")[1], prompt(900)
+        for rows, names, n in ((1, ("kvq_local_begin", "kvq_local_end"), 3),
+                               (2, ("kvq_local_begin", "kvq_local_end"), 3),
+                               (1, ("kvq_step_begin", "kvq_step_end"), 300)):
+            for name in names:
+                for behind in (False, True):
+                    with self.subTest(name, rows=rows, behind=behind), self.cache(model) as cache:
+                        some = ids.repeat(rows, 1)
+                        model(some[:, :10], past_key_values=cache)
+                        with self.interrupting(name, behind):
+                            self.assertRaises(KeyboardInterrupt, model, some[:, 10:10 + n],
+                                              past_key_values=cache)
+                        stored = behind and name.endswith("end")
+                        self.goes_on(model, cache, some, 10 + n if stored else 10)
+
+    def test_begin_with_ids(self):
+        model, ids = models("llama")[1], prompt(900, 3)
+        for behind in (False, True):
+            with self.cache(model, prefix=ids[:, :600]) as cache:
+                with self.interrupting("kvq_step_begin_ids", behind):
+                    self.assertRaises(KeyboardInterrupt, model, ids[:, :600],
+                                      past_key_values=cache)
+                self.assertEqual(cache.get_seq_length(), 0)
+                self.goes_on(model, cache, ids, 0)
+
+    def test_behind_the_commit(self):
+        """When the cache has taken the columns in, some of which are pads, and while it settles."""
+        model, ids = models("llama")[1], prompt(60, rows=2)
+        mask = torch.ones(2, 60, dtype=torch.long)
+        mask[0, :4] = 0
+        rows = kvq.transformers.rows.Rows
+        count, settle = rows._count, rows._settle
+
+        def then(function):
+            def call(*arguments):
+                function(*arguments)
+                raise KeyboardInterrupt
+            return call
+        want = self.logits("llama", ids, attention_mask=mask)[:, 30:]
+        for patches in ({"_count": then(count)},
+                        {"_count": then(count), "_settle": then(settle)}):
+            with self.cache(model) as cache:
+                model(ids[:, :10], past_key_values=cache, attention_mask=mask[:, :10])
+                with unittest.mock.patch.multiple(rows, **patches):
+                    self.assertRaises(KeyboardInterrupt, model, ids[:, 10:30],
+                                      past_key_values=cache, attention_mask=mask[:, :30])
+                cache.abort()
+                self.assertEqual(cache.get_seq_length(), 30)
+                got = model(ids[:, 30:], past_key_values=cache, attention_mask=mask).logits
+                self.same_logits(want, got)
+
+    def test_some_rows_have_committed(self):
+        """These go back."""
+        model, ids = models("llama")[1], prompt(60, rows=2)
+        cache = self.cache(model)
+        model(ids[:, :10], past_key_values=cache)
+        other = cache.sessions[1].handle
+        with self.interrupting("kvq_local_end", True, lambda: self.client.control(
+                kvq._ffi.lib.kvq_session_close, other)):
+            self.assertRaises(KeyboardInterrupt, model, ids[:, 10:14], past_key_values=cache)
+        cache.abort()
+        self.assertEqual((cache.get_seq_length(), cache.sessions[0].refresh()), (10, 10))
+        cache.batch_select_indices(torch.tensor([0]))
+        self.goes_on(model, cache, ids[:1], 10)
+
+
 @unittest.skipUnless(has_server(), "transformers[serving] of version 5 is not installed")
 class Server(Case):
     """Chats over HTTP have eager's tokens, and a chat's next turn begins with the last one's."""

@@ -22,7 +22,7 @@ from e2e_rig import kvq
 from python_hints import faults
 from transformers_rig import (  # before torch: says if it is missing
     FAMILIES, TIE, Case, models, prompt)
-from transformers_generate import Attached, Server
+from transformers_generate import Attached, Interrupted, Server
 from transformers_refused import Refused
 from transformers_sessions import Examples, Saved, Sessions, Shared
 from transformers_torch import TensorsOnTheHost, WithoutTorch
@@ -615,4 +615,5 @@ class Weights(Case):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     sys.exit(e2e_rig.run([Families, Llama, Hints, Sessions, Saved, Shared, Examples, Weights,
-                          Refused, Attached, Server, TensorsOnTheHost, WithoutTorch], __doc__))
+                          Refused, Attached, Interrupted, Server, TensorsOnTheHost, WithoutTorch],
+                         __doc__))

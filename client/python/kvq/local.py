@@ -14,7 +14,8 @@ from ._ffi import lib
 from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
 from .errors import check
 from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output
-from .work import alone, attend, device_fields, make_entries, make_work, step_work
+from .work import (alone, attend, device_fields, make_entries, make_work, refresh, step_work,
+                   take_counts)
 
 REQUIRE = 1
 
@@ -204,14 +205,16 @@ class LocalStep:
     def _begin(self, local, sessions, tokens):
         self.sessions = batch(sessions, local.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
-        check(lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries)),
-              None)
-        local._given = []
-        self.open = bool((self.entries["status"] == 0).any())
+        code = None
         try:
+            code = lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries))
+            check(code)
+            local._given = []
+            self.open = bool((self.entries["status"] == 0).any())
             check(0, self.entries)
-        except Exception:
-            self.abort()
+        except BaseException:
+            if not code:  # else another step may be open, and stays so
+                self.abort()
             raise
 
     def _check_open(self):
@@ -249,12 +252,15 @@ class LocalStep:
         else:
             self.local._check_given()
         work.ids = self.local.queue._place_ids(entries, self.ids)
-        code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
-                                 len(entries))
+        try:
+            code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
+                                     len(entries))
+            take_counts(self.sessions, entries, code)
+        except BaseException:  # an interrupt: before the commit, or behind it
+            self.abort()
+            refresh(self.sessions)
+            raise
         self.open = False
-        for session, entry in zip(self.sessions, entries):
-            if code == 0 and entry["status"] == 0:
-                session.tokens = int(entry["value"])
         try:
             check(code, entries)
         except Exception:

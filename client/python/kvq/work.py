@@ -265,9 +265,7 @@ class Queue:
         work, _ = step_work(self.client, sessions, entries, k, v)
         work.ids = self._place_ids(entries, ids)
         code = lib.kvq_step(self.pointer, byref(work), entries.ctypes.data, len(entries))
-        for session, entry in zip(sessions, entries):
-            if code == 0 and entry["status"] == 0:
-                session.tokens = int(entry["value"])
+        take_counts(sessions, entries, code)
         check(code, entries)
 
     def _place_ids(self, entries, ids):
@@ -317,9 +315,7 @@ class Queue:
         wanted = integers("tokens", tokens, np.uint64, (len(entries),)).copy()
         code = lib.kvq_truncate(self.pointer, entries.ctypes.data, wanted.ctypes.data,
                                 len(entries))
-        for session, entry in zip(sessions, entries):
-            if code == 0 and entry["status"] == 0:
-                session.tokens = int(entry["value"])
+        take_counts(sessions, entries, code)
         check(code, entries)
 
     @alone
@@ -360,9 +356,7 @@ class Queue:
         (array, buffer, _), = self._place([flat if flat.size else np.zeros(1, np.int32)])
         code = lib.kvq_accept(self.pointer, buffer.pointer, array.ctypes.data - buffer.address,
                               entries.ctypes.data, len(entries))
-        for session, entry in zip(sessions, entries):
-            if code == 0 and entry["status"] == 0:
-                session.tokens = int(entry["value"])
+        take_counts(sessions, entries, code)
         check(code, entries)
 
     @alone
@@ -584,6 +578,20 @@ def device_fields(client, check_shape, tensors):
     return fields
 
 
+def take_counts(sessions, entries, code):
+    """Sessions take what a commit says: their new counts, where it did not fail."""
+    for session, entry in zip(sessions, entries):
+        if code == 0 and entry["status"] == 0:
+            session.tokens = int(entry["value"])
+
+
+def refresh(sessions):
+    """Sessions take their counts from the daemon, those that can."""
+    for session in sessions:
+        with suppress(Error):
+            session.refresh()
+
+
 class Step:
     """An open step. Sessions that fail in it raise Error with the entries; the others go on."""
 
@@ -591,14 +599,19 @@ class Step:
                  ids: Optional[Ids] = None) -> None:
         self.queue, self.turn = queue, queue.turn
         self.number = None
+        begun = c_uint64()
         with self.turn():
             queue._check_open()
-            self._begin(queue, sessions, tokens, ids)
+            try:
+                self._begin(queue, sessions, tokens, ids, begun)
+            except BaseException as error:
+                if begun.value and not isinstance(error, Error):  # an interrupt: nobody has it
+                    lib.kvq_step_abort(queue.pointer, begun.value, None, 0)
+                raise
 
-    def _begin(self, queue, sessions, tokens, ids):
+    def _begin(self, queue, sessions, tokens, ids, step):
         self.sessions = batch(sessions, queue.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
-        step = c_uint64()
         told = queue._place_ids(self.entries, ids)
         begin = (queue.pointer, self.entries.ctypes.data, len(self.entries))
         code = (lib.kvq_step_begin(*begin, byref(step)) if ids is None else
@@ -683,11 +696,16 @@ class Step:
     def end(self) -> None:
         """Commits; sessions get their new counts."""
         entries = make_entries(self.sessions, append=self.entries["append"])
-        number, self.number = self.number, None
-        code = lib.kvq_step_end(self.queue.pointer, number, entries.ctypes.data, len(entries))
-        for session, entry in zip(self.sessions, entries):
-            if code == 0 and entry["status"] == 0:
-                session.tokens = int(entry["value"])
+        try:
+            code = lib.kvq_step_end(self.queue.pointer, self.number, entries.ctypes.data,
+                                    len(entries))
+            take_counts(self.sessions, entries, code)
+        except BaseException:  # an interrupt: before the commit, or behind it
+            lib.kvq_step_abort(self.queue.pointer, self.number, None, 0)
+            refresh(self.sessions)
+            raise
+        finally:
+            self.number = None
         check(code, entries)
 
     @alone

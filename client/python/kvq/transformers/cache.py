@@ -302,8 +302,9 @@ class KvqCache(Cache):
 
     def abort(self) -> None:
         """Ends a forward of this thread's that was left by an interrupt, for which PyTorch calls no
-        hooks: its tokens are not in the cache, and other threads may use it. Does nothing where no
-        forward is open. RuntimeError if the forward is another thread's."""
+        hooks: other threads may use the cache then. The forward's tokens are not in it, but where
+        the interrupt came when all of them were stored; get_seq_length() says. Does nothing where
+        no forward is open. RuntimeError if the forward is another thread's."""
         self.state.owner.take()
         self.state.over(failed=True)
 

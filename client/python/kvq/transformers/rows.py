@@ -89,7 +89,9 @@ class Step:
         self.entries = None
         self.status = None      # of the entries
         self.pointer = None     # of the entries
-        self.number = 0         # of the daemon's step
+        self.begun = c_uint64() # the number of the daemon's step
+        self.seen = 0           # columns before it
+        self.ending = False     # its rows may have committed
         self.past = None        # what each row had before
         self.shaped = None      # the desk's tensors, where no column is a pad
         self.together = False   # one request for a layer appends and attends
@@ -312,10 +314,15 @@ class Rows:
                    f"{self.max_tokens}")
         near = total <= NEAR_ROWS and (batch == 1 or max(counts) <= self.options["max_rollback"])
         step = Step(counts, keep, columns, near or columns == 1)
-        step.past = [s.tokens for s in self.sessions]
-        if total:
+        step.past, step.seen = [s.tokens for s in self.sessions], self.seen
+        if not total:
+            self.step = step
+            return
+        try:
             self._begin(step, ids)
-        self.step = step
+        except BaseException:
+            self.abort()
+            raise
 
     def _begin(self, step, ids):
         table = self.table
@@ -339,16 +346,15 @@ class Rows:
         n = len(active)
         if step.near:
             self._take_in(active)
+            self.step = step  # so that a failure or an interrupt from here on aborts it
             check(lib.kvq_local_begin(self.local.pointer, step.pointer, n))
         else:
-            number = c_uint64()
+            self.step = step
             begin = (self.queue.pointer, step.pointer, n)
-            check(lib.kvq_step_begin(*begin, byref(number)) if step.told is None else
-                  lib.kvq_step_begin_ids(*begin, byref(step.told), byref(number)))
-            step.number = number.value
+            check(lib.kvq_step_begin(*begin, byref(step.begun)) if step.told is None else
+                  lib.kvq_step_begin_ids(*begin, byref(step.told), byref(step.begun)))
             for work in step.desk.work:
-                work.step = step.number
-        self.step = step  # so that a failure below aborts it
+                work.step = step.begun.value
         self._check(step)
 
     def _desk(self, rows, kept, asked):
@@ -373,44 +379,55 @@ class Rows:
 
     @in_turn
     def end(self):
-        """Commits the step."""
+        """Commits the step. Interrupted, it is settled by the abort that follows."""
         step = self.step
         if step.total:
+            step.ending = True
             if step.near:
                 work = None if step.told is None else byref(_ffi.StepWork(ids=step.told))
                 code = lib.kvq_local_end(self.local.pointer, work, step.pointer, len(step.rows))
                 if code or step.entries["status"].any():
-                    self._take_back(step)
-                    check(code, step.entries)
+                    try:
+                        self.abort()
+                    finally:
+                        check(code, step.entries)
             else:  # of all rows or of none
-                check(lib.kvq_step_end(self.queue.pointer, step.number, None, 0))
+                check(lib.kvq_step_end(self.queue.pointer, step.begun.value, None, 0))
             for i in step.rows:
                 self.sessions[i].tokens = step.past[i] + step.counts[i]
-        self._remember(step)
-        self.seen += step.columns
+        self._count(step)
         self.step = None
 
-    def _take_back(self, step):
-        """Takes the step's tokens from the rows that committed where others could not."""
-        self.abort()
-        done = [(self.sessions[i], step.past[i])
-                for i, entry in zip(step.rows, step.entries)
-                if entry["status"] == 0 and entry["value"] > step.past[i]]
-        for session, _ in done:
-            session.refresh()
-        try:
-            if done:
+    def _settle(self, step):
+        """Of a step whose commit failed or was interrupted. Where all rows have committed, the
+        step's tokens are in the cache; where only some have, they are taken from these again."""
+        done = []
+        for i in step.rows:
+            try:
+                if self.sessions[i].refresh() > step.past[i]:
+                    done.append((self.sessions[i], step.past[i]))
+            except kvq.Error:  # it is gone, or the daemon is: the next use of the cache says so
+                pass
+        if len(done) == len(step.rows):
+            self._count(step)
+        elif done:
+            try:
                 self._truncate(done)
-        except kvq.Error:
-            pass  # the caller raises what failed first; the next use of the cache tells of this
+            except kvq.Error:
+                pass  # the caller raises what failed first; the next use of the cache tells of this
+
+    def _count(self, step):
+        """Takes the step's columns in. Called again, it changes nothing."""
+        self._remember(step)
+        self.seen = step.seen + step.columns
 
     def _remember(self, step):
         """Which columns are tokens, as long as one of them is not."""
         if self.real is None and step.keep is None:
             return
         batch = len(self.sessions)
-        old = self.real if self.real is not None else torch.ones(batch, self.seen,
-                                                                  dtype=torch.bool)
+        old = self.real[:, :step.seen] if self.real is not None else torch.ones(
+            batch, step.seen, dtype=torch.bool)
         new = step.keep if step.keep is not None else torch.ones(batch, step.columns,
                                                                  dtype=torch.bool)
         self.real = torch.cat([old, new], 1)
@@ -424,15 +441,26 @@ class Rows:
 
     @in_turn
     def abort(self):
-        """Ends an open step, and leaves every session as it was."""
-        step, self.step = self.step, None
-        if step is None or not step.total or not self.queue.pointer:
-            return
+        """Ends an open step, and leaves every session as it was. An interrupted one can be called
+        again."""
+        step = self.step
+        try:
+            if step is not None and step.total and self.queue.pointer:
+                self._abort(step)
+        except Exception:
+            self.step = None
+            raise
+        self.step = None
+
+    def _abort(self, step):
         if step.near:
             lib.kvq_local_abort(self.local.pointer)
-        else:
-            code = lib.kvq_step_abort(self.queue.pointer, step.number, None, 0)
-            check(0 if code == kvq.Code.E_NO_STEP else code)  # ended by the failure itself
+        elif step.begun.value:
+            code = lib.kvq_step_abort(self.queue.pointer, step.begun.value, None, 0)
+            if not step.ending:
+                check(0 if code == kvq.Code.E_NO_STEP else code)  # ended by the failure itself
+        if step.ending:
+            self._settle(step)
 
     # ---- Attention ----
 
