@@ -19,7 +19,7 @@ try:
     import peft
 except ImportError:
     peft = None
-from kvq.transformers import KvqCache, cache_name
+from kvq.transformers import KvqCache, attach, cache_name
 
 
 class Sessions(Case):
@@ -176,6 +176,39 @@ class Sessions(Case):
             if hasattr(module, "set_scale"):
                 module.set_scale("one", 3.0)
         self.assertEqual(found(), 0)
+
+    @unittest.skipUnless(peft, "PEFT is not installed")
+    def test_adapters_that_a_call_chooses(self):
+        """Share nothing with the active one's, and are refused by caches that would."""
+        model, ids = copy.deepcopy(self.model), prompt(300, 18)
+        config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+        attach(model, "16bit", client=self.client)
+        adapted = peft.get_peft_model(model, config, "one").eval()
+        adapted.add_adapter("two", config)
+        steps = {"max_new_tokens": 2, "do_sample": False}
+
+        def begun(**options):
+            with unittest.mock.patch.object(self.client, "session",
+                                            side_effect=self.client.session) as opened:
+                adapted.generate(input_ids=ids, **steps, **options)
+            return "prefix" in opened.call_args.kwargs
+        self.assertTrue(begun())
+        self.assertFalse(begun(adapter_names=["two"]))
+        self.assertFalse(begun(alora_offsets=[5]))
+        self.assertTrue(begun())
+        for options in ({"name": "of one"}, {"prefix": ids}):
+            with self.cache(model, **options) as cache:
+                seen = cache.get_seq_length()
+                for asked in ({"adapter_names": ["two"]}, {"alora_offsets": [5]}):
+                    with self.assertRaisesRegex(NotImplementedError, next(iter(asked))):
+                        adapted(input_ids=ids[:, seen:], past_key_values=cache, **asked)
+                    for module in adapted.modules():  # PEFT leaves them where a forward raises
+                        if hasattr(module, "_active_adapter"):
+                            module._forward_pre_hooks.clear()
+                self.assertEqual(cache.get_seq_length(), seen)
+                adapted(input_ids=ids[:, seen:], past_key_values=cache)
+        with self.cache(model) as cache:  # is nobody else's
+            adapted(input_ids=ids, past_key_values=cache, adapter_names=["two"])
 
     def test_prefix(self):
         """What one cache has computed the next finds; so does a fork's, and one after a crop."""

@@ -382,6 +382,8 @@ def _begins(decoder, args, options):
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         check_positions(positions, mask)
         rows = cache.state.rows
+        if "model" in rows.options:
+            cache.state.table.check_adapters()
         if rows.options.get("name") and rows.real is None:
             check_goes_on(rows.options["name"], rows.seen, positions, mask)
         cache.state.begins(given.get("input_ids"))

@@ -13,7 +13,7 @@ import kvq
 from kvq.configuration import rope_by_length
 
 from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
-from .table import Table, check_prefix
+from .table import BY_CALL, Table, adapted, check_prefix, chosen_by_call
 
 
 def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *,
@@ -127,7 +127,11 @@ class _Asked:
             or self.option("use_cache") is False
 
     def prompt(self):
-        """The ids of the call's one row; None where it has more rows, pads, or embeddings."""
+        """The ids of the call's one row; None where it has more rows, pads, or embeddings, or
+        adapters of its own."""
+        if any(self.given.get(name) is not None for name in BY_CALL) \
+                or chosen_by_call(adapted(self.model)):
+            return None
         ids, mask = self.ids, self.given.get("attention_mask")
         if self.given.get("inputs_embeds") is not None or not isinstance(ids, torch.Tensor) \
                 or ids.ndim != 2 or len(ids) != 1 or ids.shape[1] < 2:

@@ -49,6 +49,25 @@ def attention_modules(model, layers):
     return [found[i] for i in range(layers)]
 
 
+BY_CALL = "adapter_names", "alora_offsets"  # PEFT's: what a call chooses adapters by
+
+
+def adapted(model):
+    """The modules that PEFT has put in, which compute with adapters."""
+    return [module for module in model.modules() if hasattr(module, "_active_adapter")]
+
+
+def chosen_by_call(modules):
+    """By which keyword the call that is under way chooses adapters for its rows, past those that
+    are active; None. PEFT hands that to its modules by hooks."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values() if module is not None else ():
+            for name in BY_CALL:
+                if name in (getattr(hook, "keywords", None) or ()):
+                    return name
+    return None
+
+
 def check_prefix(config):
     """Tokens have the same K in every prompt that begins with them."""
     kind = rope_by_length(config)
@@ -83,6 +102,7 @@ class Table:
                    "served")
         self.stored_dim = stored_dim(self.head_dim)
         self._modules = [weakref.ref(m) for m in modules]
+        self._adapted = [weakref.ref(m) for m in adapted(model)]
         self.scales = [float(m.scaling) for m in modules]
         self.windows = [self._window(m) for m in modules]
         self.softcaps = [self._softcap(m) for m in modules]
@@ -109,6 +129,15 @@ class Table:
                 if all(layer() in inside for layer in self._modules):
                     found = module
         return found
+
+    def check_adapters(self):
+        """Of a cache that others find, or that is there again: its K and V are those of the
+        adapters that were active when it was made."""
+        name = chosen_by_call(module() for module in self._adapted)
+        if name:
+            refuse(f"{name} chooses adapters for this call, but a cache with a name or a prefix is "
+                   "for those that are active when it is made: call set_adapter() and make another "
+                   "one, or make the cache without name and prefix")
 
     def check_module(self, layer, module):
         """The attention that asks is that of the model which the cache was made for."""
