@@ -348,6 +348,25 @@ def config(**changes):
     return made
 
 
+class Names(unittest.TestCase):
+    """What tells models apart whose K and V differ."""
+
+    def name(self, longest=4096, told="m", **changes):
+        said = {"model_type": "phi3", "vocab_size": 50, **changes}
+        model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda: json.dumps(said)),
+                                dtype=torch.bfloat16, quantization=None, max_model_len=longest)
+        return checks.model_name(SimpleNamespace(model_config=model), told)
+
+    def test_long_rope(self):
+        """vLLM chooses its frequencies by max_model_len, for the first token as for the last."""
+        long = {"rope_scaling": {"type": "longrope", "long_factor": [2.0]}}
+        self.assertEqual(self.name(**long), self.name(**long))
+        self.assertNotEqual(self.name(**long), self.name(9000, **long))
+        nested = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
+        self.assertNotEqual(self.name(**nested), self.name(9000, **nested))
+        self.assertEqual(self.name(), self.name(9000))
+
+
 LAYER = {"head_size": 64, "alibi_slopes": None, "sinks": None, "sliding_window": None,
          "kv_cache_dtype": "auto", "attn_type": "decoder", "kv_sharing_target_layer_name": None}
 
@@ -681,7 +700,7 @@ class Server(Engines):
     test_refused = test_a_daemon_without_room = None
 
 
-SUITES = [Steps, Refused, Engines, Processes, Server]
+SUITES = [Steps, Names, Refused, Engines, Processes, Server]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
