@@ -291,6 +291,52 @@ class Steps(e2e_rig.Test):
         engine.worker.prepare(plan)
         self.assertEqual(engine.worker.sessions["second"].tokens, 256)
 
+    def test_a_reset(self):
+        """Requests that begin behind it find nothing of before it, and each other's tokens again;
+        one that waits does not keep what it was promised."""
+        common = ids(300, 19)
+        engine = self.engine()
+        first, later = engine.ask("first", common + ids(9, 1), 302), ids(300, 20)
+        self.near(engine.step([(first, None)]))
+        waits = engine.ask("waits", common + ids(20, 6))
+        before = len(self.daemon.ctl("session", "list"))
+        self.assertEqual(engine.planner.matched(waits), 256)
+        engine.planner.reset()
+        self.assertEqual(len(self.daemon.ctl("session", "list")), before)
+        self.near(engine.step([(first, 1), (waits, None)]))
+        self.assertEqual(waits.done, 320)
+        self.assertEqual(engine.worker.sessions["waits"].info()["prefix_tokens"], 0)
+        for name, found in (("second", 0), ("third", 256)):
+            request = engine.ask(name, later)
+            self.near(engine.step([(request, None)], finished=[waits] if found == 0 else []))
+            self.assertEqual(engine.worker.sessions[name].info()["prefix_tokens"], found)
+        again = engine.ask("again", common)
+        self.near(engine.step([(again, None)]))
+        self.assertEqual(engine.worker.sessions["again"].info()["prefix_tokens"], 256)  # of "waits"
+        engine.planner.reset()
+        unshared = self.engine(prefix=False)
+        unshared.planner.reset()
+        self.assertIsNone(unshared.planner.model)
+
+    def test_the_connector_resets(self):
+        """As vLLM's scheduler asks it to, and says that it did."""
+        names = ("KVConnectorBase_V1", "KVConnectorHandshakeMetadata", "KVConnectorMetadata",
+                 "KVConnectorRole")
+        made = {"KVConnectorBase_V1": object, "KVConnectorRole": object}
+        base = SimpleNamespace(**{n: made.get(n, unittest.mock.Mock()) for n in names})
+        at = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+        registry = SimpleNamespace(AttentionBackendEnum=object)
+        with unittest.mock.patch.dict(sys.modules, {
+                at: base, "vllm.v1.attention.backends.registry": registry}):
+            sys.modules.pop("kvq.vllm.connector", None)
+            from kvq.vllm.connector import KvqConnector
+            del sys.modules["kvq.vllm.connector"]
+        connector = KvqConnector.__new__(KvqConnector)
+        connector.planner = self.engine().planner
+        before = connector.planner.model
+        self.assertIs(connector.reset_cache(), True)
+        self.assertNotEqual(connector.planner.model, before)
+
     def test_a_request_given_up_while_it_waits(self):
         common = ids(300, 10)
         engine = self.engine()

@@ -100,6 +100,11 @@ class KvqConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output):
         return self.planner.plan(scheduler_output)
 
+    def reset_cache(self):
+        """What reset_prefix_cache(reset_connector=True) asks for."""
+        self.planner.reset()
+        return True
+
     def request_finished(self, request, block_ids):
         self.planner.over(request)
         return False, None

@@ -6,6 +6,7 @@ worker's opening a session these tokens could be given up; a session of the sche
 until the worker's step has been made.
 """
 import logging
+import secrets
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Set, Tuple
 
@@ -48,6 +49,7 @@ class Planner:
     def __init__(self, asked, model):
         self.layers = None  # until the worker has told
         self.client = kvq.Client(asked.runtime_dir, name="vllm scheduler", private=False)
+        self.name = model
         self.model = model if asked.prefix else None
         if asked.prefix and self.model is None:
             _log.warning("kvq: prompts that begin alike are not shared: the model's weights are in "
@@ -139,6 +141,15 @@ class Planner:
                                    f"with page {page}")
             plan.tokens[page] = (name, at, ids)
         return plan
+
+    def reset(self):
+        """What was computed so far is of other weights, say: requests that begin from here on find
+        nothing of it, in this engine. Those that run end with what they have."""
+        for session in self.held.values():
+            session.close()
+        self.held = {}
+        if self.model is not None:
+            self.model = f"{self.name} {secrets.token_hex(8)}"
 
     def close(self):
         self.client.close()
