@@ -205,6 +205,23 @@ class Refused(Case):
         self.refused("mask for layer 0 has no window", model, prompt(40),
                      past_key_values=self.cache(model.eval()))
 
+    def test_a_cache_that_generate_drops(self):
+        """As Phi-3's does where the tokens pass a number of its configuration's."""
+        model = copy.deepcopy(models("phi3")[1])
+        model.config.original_max_position_embeddings = 40
+        if transformers.__version__ < "5":
+            model.config.rope_scaling = {"rope_type": "default"}
+        options = {"do_sample": False, "eos_token_id": None}
+        for n, count in ((44, 2), (38, 8)):  # the prompt, and the answer
+            cache = self.cache(model)
+            self.refused("original_max_position_embeddings (40)", model.generate, prompt(n),
+                         past_key_values=cache, max_new_tokens=count, **options)
+            cache.close()
+        got = model.generate(prompt(36), past_key_values=self.cache(model), max_new_tokens=5,
+                             **options)
+        self.assertEqual(got.shape[1], 41)
+        self.refused("pass past_key_values", model, prompt(30))
+
     def test_early_exit(self):
         """Of a forward that leaves out the last layers nothing is kept."""
         model = copy.deepcopy(self.model)

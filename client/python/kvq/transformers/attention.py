@@ -5,7 +5,7 @@ transformers does not hand it the cache: KvqLayer.update() tags the new K with i
 """
 import torch
 
-from .table import refuse
+from .table import check_dropped, refuse
 
 # What models hand to their attention that does not change its result: the Q and K that come have
 # their positions already, and the rest concerns what the model gives out.
@@ -46,6 +46,7 @@ def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropo
     """Attention of one layer: (out [batch][columns][heads][dim], None)."""
     layer = getattr(key, "kvq_layer", None)
     if layer is None:
+        check_dropped(getattr(module, "config", None), key.shape[2])
         refuse("attn_implementation=\"kvq\" attends to a KvqCache alone: pass "
                "past_key_values=kvq.transformers.KvqCache(model), or cache= from transformers 5.24 "
                "on (a static, quantized or paged cache is not served, nor use_cache=False, nor "

@@ -13,7 +13,7 @@ from typing import Dict
 import torch
 from transformers.masking_utils import causal_mask_function
 
-from .table import refuse
+from .table import check_dropped, refuse
 
 _no_pads: Dict[int, torch.Tensor] = {}  # by window
 
@@ -34,7 +34,7 @@ def _window(function):
     return int(window.cell_contents)
 
 
-def kvq_mask(batch_size, kv_length, mask_function=None, attention_mask=None, **_):
+def kvq_mask(batch_size, kv_length, mask_function=None, attention_mask=None, config=None, **_):
     """Called by transformers once for each kind of mask in a forward."""
     window = _window(mask_function)
     if window is None:
@@ -49,6 +49,7 @@ def kvq_mask(batch_size, kv_length, mask_function=None, attention_mask=None, **_
         refuse(f"attention_mask has shape {tuple(attention_mask.shape)}; one number for each token "
                f"of the batch of {batch_size} is served")
     if attention_mask.shape[1] != kv_length:
+        check_dropped(config, attention_mask.shape[1])
         refuse(f"attention_mask has {attention_mask.shape[1]} columns, the cache and new tokens "
                f"{kv_length}: the mask is not of this cache, or the cache is no KvqCache, or a "
                "forward before this one was left early")

@@ -77,6 +77,18 @@ def check_prefix(config):
                "cache without prefix (attach: reuse=False)")
 
 
+def check_dropped(config, tokens):
+    """generate() of a Phi-3 drops the cache that it was given where the tokens pass a number of the
+    configuration's, computes all of them anew and goes on with a cache of its own."""
+    most = getattr(config, "original_max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if most and rope and tokens > most and config.model_type.startswith("phi"):
+        refuse(f"generate() of a {config.model_type} model drops its cache where the tokens pass "
+               f"original_max_position_embeddings ({most}), to compute all of them anew: with a "
+               f"KvqCache prompt and answer can have {most} tokens together, and these are "
+               f"{tokens}; or no KvqCache was given")
+
+
 class Table:
     """Heads, dimensions, scale, window and soft-cap of each layer."""
 
