@@ -83,7 +83,7 @@ class Engine:
     def ask(self, name, ids, prompt=None, salt=None):
         return SimpleNamespace(request_id=name, all_token_ids=list(ids), cache_salt=salt,
                                num_prompt_tokens=prompt or len(ids), done=0,
-                               skip_reading_prefix_cache=False)
+                               num_computed_tokens=0, skip_reading_prefix_cache=False)
 
     def plan(self, work, preempted=(), finished=()):
         """work: of (request, tokens). A request without pages gets some, and what kvqd has."""
@@ -235,6 +235,23 @@ class Steps(e2e_rig.Test):
         self.assertEqual(engine.planner.layers.session["place"], "host")
         self.near(engine.step([(engine.ask("one", ids(60, 1), 50), None)]))
         self.assertEqual(engine.worker.sessions["one"].info()["place"], "host")
+
+    def test_input_that_comes_as_a_stream(self):
+        """vLLM places the request again for each piece, behind the tokens that it has."""
+        engine = self.engine()
+        one = engine.ask("one", ids(90, 1), 50)
+        self.near(engine.step([(one, None)]))
+        session = engine.worker.sessions["one"]
+        one.num_computed_tokens = one.done
+        blocks = SimpleNamespace(get_block_ids=lambda: ([engine.placed["one"], 7],))
+        engine.planner.placed(one, blocks, 0)
+        self.near(engine.step([(one, 40)]))
+        self.assertIs(engine.worker.sessions["one"], session)
+        self.assertEqual(session.refresh(), 90)
+        other = engine.ask("other", ids(9, 1))
+        other.num_computed_tokens = 5
+        self.assertRaisesRegex(RuntimeError, "has no session", engine.planner.placed, other, blocks,
+                               0)
 
     def test_finished_requests_leave_nothing(self):
         engine = self.engine(prefix=False)

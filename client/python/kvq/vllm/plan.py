@@ -93,8 +93,14 @@ class Planner:
         return held.tokens
 
     def placed(self, request, blocks, found):
-        """A request has got pages, and begins with `found` tokens that kvqd has."""
+        """A request has got pages, and begins with `found` tokens that kvqd has; or, with input
+        that comes as a stream, goes on in the session and the pages that it has."""
         name = request.request_id
+        if request.num_computed_tokens > found:
+            if name not in self.first:
+                raise RuntimeError(f"kvq: request {name} goes on behind "
+                                   f"{request.num_computed_tokens} tokens, and has no session")
+            return
         held = self.held.pop(name, None)
         if held is not None:
             self.done.append(held)
