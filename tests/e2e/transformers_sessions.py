@@ -115,13 +115,32 @@ class Sessions(Case):
         self.fails(kvq.Code.E_NO_NAMESPACE, self.cache, self.model, name="one", namespace="others")
         other = copy.deepcopy(self.model)
         other.model.layers[1].mlp.up_proj.weight.data += 0.01
-        self.fails(kvq.Code.E_EXISTS, self.cache, other, name="one")
+        error = self.fails(kvq.Code.E_EXISTS, self.cache, other, name="one")
+        if hasattr(error, "add_note"):
+            self.assertIn("samples of all parameters", error.__notes__[0])
         cache = self.cache(self.model, name="one")
         self.assertEqual(cache.get_seq_length(), 9)
         self.fails(kvq.Code.E_BUSY, self.cache, self.model, name="one",
                    namespace=f"uid-{os.getuid()}")
         with self.assertRaises(NotImplementedError):
             self.model(prompt(3, rows=2), past_key_values=cache)
+
+    def test_configurations(self):
+        """What K and V depend on is in the fingerprint; the version of transformers and what
+        concerns generate() are not."""
+        seen, model = kvq.transformers.table.fingerprint, copy.deepcopy(self.model)
+        before = seen(model)
+        with unittest.mock.patch.object(transformers.configuration_utils, "__version__", "9.9"):
+            self.assertIn("9.9", model.config.to_json_string())
+            self.assertEqual(seen(model), before)
+        for name, value in (("pad_token_id", 5), ("max_length", 77), ("id2label", {0: "no"}),
+                            ("new_in_a_release", None)):
+            setattr(model.config, name, value)
+            self.assertEqual(seen(model), before)
+        for name, value in (("rms_norm_eps", 0.5), ("new_in_a_release", 2)):
+            setattr(model.config, name, value)
+            self.assertNotEqual(seen(model), before)
+            before = seen(model)
 
     def test_adapters_and_quantized_weights(self):
         """Models tell what they compute K and V with: an adapter that is switched, switched off or

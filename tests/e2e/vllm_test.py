@@ -420,6 +420,15 @@ class Names(unittest.TestCase):
                                 dtype=torch.bfloat16, quantization=None, max_model_len=longest)
         return checks.model_name(SimpleNamespace(model_config=model), told)
 
+    def test_configurations(self):
+        """Not the version of transformers, nor what concerns generate() alone."""
+        self.assertEqual(self.name(), self.name(transformers_version="9.9", eos_token_id=3))
+        self.assertEqual(self.name(text={"model_type": "m", "dtype": "float32"}),
+                         self.name(text={"model_type": "m"}))
+        self.assertNotEqual(self.name(experts={"dtype": "fp8"}), self.name(experts={}))
+        self.assertNotEqual(self.name(), self.name(rope_theta=5e5))
+        self.assertNotEqual(self.name(text={"a": 1}), self.name(text={"a": 2}))
+
     def test_long_rope(self):
         """vLLM chooses its frequencies by max_model_len, for the first token as for the last."""
         long = {"rope_scaling": {"type": "longrope", "long_factor": [2.0]}}

@@ -21,6 +21,11 @@ from .rows import MAX_TOKENS, Rows
 from .table import Table, check_implementation, check_prefix, fingerprint, refuse
 
 CACHE_NAMES = "cache", "past_key_values"  # of the argument: from transformers 5.24 on, and before
+_FINGERPRINT = ("kvq.transformers' fingerprint is of the configuration (but for the version of "
+                "transformers and what concerns generate() alone), of samples of all parameters "
+                "and saved buffers, and of PEFT's active adapters; one of them is another now, or "
+                "the session is of a kvq or a transformers that wrote these down otherwise: then "
+                "drop the session, or use another name")
 _LENGTHS = int(transformers.__version__.split(".", 1)[0]) < 5  # crop() takes the length to keep
 
 
@@ -228,7 +233,12 @@ class KvqCache(Cache):
         self.state.tells = prefix is not None
         watch(table.decoder(model))
         if "model" in options:
-            rows.open(1, model.dtype, max(len(ids) - 1, 0))
+            try:
+                rows.open(1, model.dtype, max(len(ids) - 1, 0))
+            except kvq.Error as error:
+                if "model fingerprint" in error.text and hasattr(error, "add_note"):
+                    error.add_note(_FINGERPRINT)
+                raise
             if prefix is not None and rows.seen >= len(ids):
                 rows.close()
                 refuse(f"the session {name!r} has {rows.seen} tokens already, and prefix {len(ids)}"

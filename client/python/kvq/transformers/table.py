@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 import kvq
 from kvq.client import HEAD_DIMS
-from kvq.configuration import rope_by_length
+from kvq.configuration import identity, rope_by_length
 from kvq.memory import stored_dim
 
 KINDS = {"full_attention", "sliding_attention"}
@@ -225,9 +225,10 @@ def _switches(module):
 
 
 def fingerprint(model):
-    """Tells models apart whose keys and values differ: the configuration, of every parameter and
-    saved buffer its name, shape and up to 4,096 of its values, and which adapters are active."""
-    told = hashlib.sha256(text_config(model).to_json_string().encode())
+    """Tells models apart whose keys and values differ: the configuration but for fields that change
+    neither, of every parameter and saved buffer its name, shape and up to 4,096 of its values, and
+    which adapters are active."""
+    told = hashlib.sha256(identity(text_config(model)).encode())
     for name, tensor in _weights(model):
         told.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         told.update(_sample(tensor))

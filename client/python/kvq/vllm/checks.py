@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from ..client import HEAD_DIMS
-from ..configuration import rope_by_length
+from ..configuration import identity, rope_by_length
 from . import CONNECTOR
 
 MOST_QUERIES = 32768  # tokens of one session in a request
@@ -161,7 +161,7 @@ def model_name(config, told):
                 for at in range(0, size, max(size // _SAMPLES, _SAMPLE)):
                     file.seek(at)
                     digest.update(file.read(_SAMPLE))
-    digest.update(model.hf_config.to_json_string().encode())
+    digest.update(identity(model.hf_config).encode())
     digest.update(f"{model.dtype} {model.quantization}".encode())
     if rope_by_length(model.hf_config):  # vLLM chooses LongRoPE's frequencies by it, for all tokens
         digest.update(f" {model.max_model_len}".encode())
