@@ -273,7 +273,29 @@ static bool append_tail(const struct kvq_ggml_sessions *all, struct kvq_ggml_str
     return true;
 }
 
-// A session that ends at the cell in the place of one that is longer.
+static bool begins_with(uint64_t tokens, uint64_t wanted)
+{
+    assert(tokens <= wanted);
+    return tokens == wanted ||
+           kvq_ggml_refuse("pages of the first %llu tokens are gone; begin anew",
+                           (unsigned long long)wanted);
+}
+
+// Opens a session without a name that keeps the pages which another one is to begin with.
+static bool hold_prefix(const struct kvq_ggml_sessions *all,
+                        const struct kvq_session_options *options, kvq_session *holder)
+{
+    struct kvq_session_options unnamed = *options;
+    struct kvq_session_info info = {.size = sizeof info};
+    assert(options->prefix.tokens > 0);
+    unnamed.name = NULL;
+    if (kvq_session_open(all->daemon->client, &unnamed, holder, &info))
+        return kvq_ggml_failed("no session to go back");
+    return begins_with(info.tokens, options->prefix.tokens);
+}
+
+// A session that ends at the cell in the place of one that is longer, which stays until what the
+// new one begins with is sure.
 static bool rebuild_session(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream,
                             uint32_t which, uint64_t cell)
 {
@@ -281,6 +303,7 @@ static bool rebuild_session(struct kvq_ggml_sessions *all, struct kvq_ggml_strea
     struct kvq_session_options options;
     struct tail *tail = calloc(1, sizeof *tail);
     kvq_buffer *ids = NULL;
+    kvq_session holder = 0;
     bool well = false;
     assert(stream->ids && cell < stream->tokens);
     if (!tail || kvq_buffer_create(all->daemon->client, cell * sizeof(int32_t), &ids)) {
@@ -304,12 +327,12 @@ static bool rebuild_session(struct kvq_ggml_sessions *all, struct kvq_ggml_strea
     options.prefix.tokens = tail->first;
     if (!tail->first)
         options.prefix.buffer = NULL;
+    else if (!hold_prefix(all, &options, &holder))
+        goto out;
     drop_session(all, stream);
     if (!open_stream_session(all, stream, which, &options))
         goto out;
-    if (stream->tokens != tail->first) {
-        kvq_ggml_refuse("pages of the first %llu tokens are gone; begin anew",
-                        (unsigned long long)tail->first);
+    if (!begins_with(stream->tokens, tail->first)) {
         drop_session(all, stream);
         goto out;
     }
@@ -320,6 +343,8 @@ out:
     if (tail)
         kvq_buffer_close(&tail->buffer);
     kvq_buffer_close(&ids);
+    if (holder)
+        (void)kvq_session_close(all->daemon->client, holder);
     free(tail);
     return well;
 }

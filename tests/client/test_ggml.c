@@ -2,7 +2,6 @@
 //
 // The backend of ggml over a real kvqd, with graphs as llama.cpp makes them: which nodes it takes,
 // attention against a plain loop, and what it refuses.
-#include <dlfcn.h>
 #include <math.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -18,6 +17,7 @@
 #include <cmocka.h>
 
 #include "tests/client/ggml/ggml-backend-impl.h"
+#include "tests/client/ggml_kit.h"
 #include "tests/kits/daemon_kit.h"
 
 enum { LAYERS = 3, Q_HEADS = 4, KV_HEADS = 2, DIM = 64, KV = KV_HEADS * DIM, Q = Q_HEADS * DIM };
@@ -27,70 +27,6 @@ static const float SCALE = 0.2f, CAP = 3;          // not what kvqd takes unless
 static const float NEAR = 2e-3f;                   // K and V are rounded to 16 bits
 
 ggml_backend_reg_t ggml_backend_init(void);
-
-static size_t buffer_size = 1; // of all buffers
-
-// ---- What ggml has -----------------------------------------------------------------------------
-
-struct ggml_cgraph {
-    int n;
-    struct ggml_tensor *nodes[LAYERS * PER_LAYER + 1];
-};
-
-int ggml_graph_n_nodes(struct ggml_cgraph *graph)
-{
-    return graph->n;
-}
-
-struct ggml_tensor *ggml_graph_node(struct ggml_cgraph *graph, int i)
-{
-    return graph->nodes[i];
-}
-
-ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void)
-{
-    return NULL;
-}
-
-void *ggml_backend_buffer_get_base(struct ggml_backend_buffer *buffer)
-{
-    return buffer;
-}
-
-size_t ggml_backend_buffer_get_size(struct ggml_backend_buffer *buffer)
-{
-    (void)buffer;
-    return buffer_size;
-}
-
-static bool other_version;
-
-const char *ggml_op_name(enum ggml_op op)
-{
-    return op == GGML_OP_SET_ROWS         ? other_version ? "GET_ROWS" : "SET_ROWS"
-           : op == GGML_OP_FLASH_ATTN_EXT ? "FLASH_ATTN_EXT"
-                                          : "OTHER";
-}
-
-bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
-{
-    return type == NULL;
-}
-
-// ---- What the backend asks for -----------------------------------------------------------------
-
-// In the library's stead, for the backend alone, which is in this program.
-int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
-                     kvq_session *session, struct kvq_session_info *info)
-{
-    int (*open)(kvq_client *, const struct kvq_session_options *, kvq_session *,
-                struct kvq_session_info *);
-    *(void **)&open = dlsym(RTLD_NEXT, "kvq_session_open");
-    assert_non_null(open);
-    assert_non_null(options->place); // else a daemon with GPUs would choose one of them
-    assert_string_equal(options->place, "host");
-    return open(client, options, session, info);
-}
 
 // ---- A context of llama.cpp --------------------------------------------------------------------
 
@@ -433,12 +369,12 @@ static void test_a_cache_where_another_was(void **state)
     rig.graph.nodes[1] = rig.graph.nodes[3 * PER_LAYER - 2];
     rig.graph.nodes[2] = rig.graph.nodes[3 * PER_LAYER - 1];
     rig.graph.n = PER_LAYER;
-    buffer_size = 2;
+    ggml_kit.buffer_size = 2;
     ask();
     assert_int_equal(ask(), PER_LAYER);
     make_tokens(0, 0, 1, 0);
     assert_int_equal(compute(), GGML_STATUS_SUCCESS);
-    buffer_size = 1;
+    ggml_kit.buffer_size = 1;
 }
 
 static void test_layers_with_windows_are_left(void **state)
@@ -510,6 +446,24 @@ static void test_going_back(void **state)
     forward(0, 20, 1);
     refused_forward(0, 40, 1);
     forward(0, 21, 1);
+}
+
+// A session is not given up before what its replacement begins with is there.
+static void test_going_back_without_room(void **state)
+{
+    (void)state;
+    forward(0, 0, 400);
+    forward(0, 400, 1);
+    ggml_kit.opens_before_one_fails = 0;
+    refused_forward(0, 300, 1);
+    assert_int_equal(ggml_kit.opens_before_one_fails, -1);
+    forward(0, 401, 1);
+    forward(0, 300, 1);
+    forward(0, 301, 1);
+    ggml_kit.opens_before_one_fails = 1; // behind that, it is
+    refused_forward(0, 200, 1);
+    refused_forward(0, 200, 1);
+    forward(0, 0, 20);
 }
 
 static void test_a_forward_that_ends_early(void **state)
@@ -607,9 +561,9 @@ static void test_options_are_checked(void **state)
 static void test_another_version_of_ggml(void **state)
 {
     (void)state;
-    other_version = true;
+    ggml_kit.other_version = true;
     assert_null(ggml_backend_init());
-    other_version = false;
+    ggml_kit.other_version = false;
     assert_non_null(ggml_backend_init());
 }
 
@@ -758,6 +712,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_prompt_and_decoding, setup, teardown),
         cmocka_unit_test_setup_teardown(test_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_going_back, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_going_back_without_room, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_forward_that_ends_early, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_session_with_a_name, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_cut_in_a_step_that_fails, setup, teardown),

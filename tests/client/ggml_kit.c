@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// See ggml_kit.h.
+#include "tests/client/ggml_kit.h"
+
+#include <dlfcn.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "client/kvq.h"
+
+struct ggml_kit ggml_kit = {.buffer_size = 1, .opens_before_one_fails = -1};
+
+int ggml_graph_n_nodes(struct ggml_cgraph *graph)
+{
+    return graph->n;
+}
+
+struct ggml_tensor *ggml_graph_node(struct ggml_cgraph *graph, int i)
+{
+    return graph->nodes[i];
+}
+
+ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void)
+{
+    return NULL;
+}
+
+void *ggml_backend_buffer_get_base(struct ggml_backend_buffer *buffer)
+{
+    return buffer;
+}
+
+size_t ggml_backend_buffer_get_size(struct ggml_backend_buffer *buffer)
+{
+    (void)buffer;
+    return ggml_kit.buffer_size;
+}
+
+const char *ggml_op_name(enum ggml_op op)
+{
+    return op == GGML_OP_SET_ROWS         ? ggml_kit.other_version ? "GET_ROWS" : "SET_ROWS"
+           : op == GGML_OP_FLASH_ATTN_EXT ? "FLASH_ATTN_EXT"
+                                          : "OTHER";
+}
+
+bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
+{
+    return type == NULL;
+}
+
+// In the library's stead, for the backend alone, which is in this program.
+int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
+                     kvq_session *session, struct kvq_session_info *info)
+{
+    int (*open)(kvq_client *, const struct kvq_session_options *, kvq_session *,
+                struct kvq_session_info *);
+    *(void **)&open = dlsym(RTLD_NEXT, "kvq_session_open");
+    assert_non_null(open);
+    assert_non_null(options->place); // else a daemon with GPUs would choose one of them
+    assert_string_equal(options->place, "host");
+    if (ggml_kit.opens_before_one_fails-- == 0)
+        return KVQ_E_NO_MEMORY;
+    return open(client, options, session, info);
+}

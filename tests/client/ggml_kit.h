@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// As much of ggml as the backend uses, and what the backend asks the library for.
+#ifndef KVQ_TESTS_GGML_KIT_H
+#define KVQ_TESTS_GGML_KIT_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "tests/client/ggml/ggml-backend-impl.h"
+
+struct ggml_cgraph {
+    int n;
+    struct ggml_tensor *nodes[16];
+};
+
+struct ggml_kit {
+    size_t buffer_size;         // of all buffers
+    bool other_version;         // of ggml, than the backend was built for
+    int opens_before_one_fails; // of sessions; below 0: none does
+};
+extern struct ggml_kit ggml_kit;
+
+#endif
