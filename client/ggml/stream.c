@@ -67,6 +67,12 @@ static bool ask_environment(struct asked *asked)
     return true;
 }
 
+// Of windows, and of what is read back: a cache in bf16 holds K and V in nothing else.
+static uint8_t dtype_of(const char *format)
+{
+    return strcmp(format, "bf16") == 0 ? KVQ_DTYPE_BF16 : KVQ_DTYPE_F16;
+}
+
 // What options point to.
 struct words {
     char name[MOST_NAME + 28];
@@ -91,6 +97,7 @@ static bool describe(const struct kvq_ggml_sessions *all, const struct kvq_ggml_
                                             .layers = words->shapes,
                                             .n_layers = all->n_layers,
                                             .format = asked.format,
+                                            .dtype = dtype_of(asked.format),
                                             .attention = asked.attention,
                                             .max_rollback = asked.rollback,
                                             .place = "host"};
@@ -229,7 +236,7 @@ struct tail {
 };
 
 static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml_stream *stream,
-                      struct tail *tail)
+                      uint8_t dtype, struct tail *tail)
 {
     uint64_t bytes = 0;
     assert(tail->tokens > 0 && tail->first + tail->tokens < stream->tokens);
@@ -243,10 +250,9 @@ static bool read_tail(const struct kvq_ggml_sessions *all, const struct kvq_ggml
         const struct kvq_layer *shape = &all->layers[i].shape;
         const uint64_t one =
             (uint64_t)tail->tokens * shape->kv_heads * shape->k_dim * sizeof(uint16_t);
-        tail->k[i] =
-            kvq_tensor_make(tail->buffer, bytes, shape->kv_heads, shape->k_dim, KVQ_DTYPE_F16);
-        tail->v[i] = kvq_tensor_make(tail->buffer, bytes + one, shape->kv_heads, shape->k_dim,
-                                     KVQ_DTYPE_F16);
+        tail->k[i] = kvq_tensor_make(tail->buffer, bytes, shape->kv_heads, shape->k_dim, dtype);
+        tail->v[i] =
+            kvq_tensor_make(tail->buffer, bytes + one, shape->kv_heads, shape->k_dim, dtype);
         bytes += 2 * one;
         const struct kvq_work work = {.layer = i, .k = tail->k[i], .v = tail->v[i]};
         struct kvq_entry entry = {
@@ -322,7 +328,7 @@ static bool rebuild_session(struct kvq_ggml_sessions *all, struct kvq_ggml_strea
         goto out;
     }
     tail->tokens = (uint32_t)(cell - tail->first);
-    if (tail->tokens && !read_tail(all, stream, tail))
+    if (tail->tokens && !read_tail(all, stream, options.dtype, tail))
         goto out;
     options.prefix.tokens = tail->first;
     if (!tail->first)
