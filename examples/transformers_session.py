@@ -55,6 +55,8 @@ def main(model, name, question):
                              do_sample=False, **named)[0].tolist()
         cache.save()
     answer = tokenizer.decode(out[len(ids):], skip_special_tokens=True)
+    if out[-1] != tokenizer.eos_token_id:  # cut: the next turn stands behind the end of this one
+        out.append(tokenizer.eos_token_id)
     print(answer)
     with open(f"{name}.json", "w", encoding="utf-8") as kept:
         json.dump((out, [*said, {"role": "assistant", "content": answer}]), kept)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches with names and prefixes; transformers_test.py runs these."""
+import contextlib
 import copy
 import inspect
+import io
+import json
 import os
 import runpy
 import tempfile
@@ -362,6 +365,22 @@ class Examples(unittest.TestCase):
                     self.assertEqual(asked["model"], want)
 
 
+class Letters:
+    """A tokenizer whose ids are letters; "|" ends a turn. Each id that a model gives is a letter of
+    its own."""
+    eos_token_id = 2
+
+    def __call__(self, text, **_):
+        return {"input_ids": [2 if c == "|" else ord(c) % 256 for c in text]}
+
+    def decode(self, ids, **_):
+        return "".join(chr(256 + i) for i in ids if i != 2)
+
+    def apply_chat_template(self, said, add_generation_prompt=False, **_):
+        turns = "".join(f"{turn['role']}: {turn['content']}|" for turn in said)
+        return turns + "assistant: " * add_generation_prompt
+
+
 class Saved(Case):
     """Sessions on disk."""
 
@@ -374,6 +393,31 @@ class Saved(Case):
     def tearDownClass(cls):
         super().tearDownClass()
         cls.folder.cleanup()
+
+    def test_the_example_of_a_chat(self):
+        """A turn whose answer was cut stands behind the mark that ends an answer."""
+        main = runpy.run_path(os.path.join(e2e_rig.ROOT, "examples",
+                                           "transformers_session.py"))["main"]
+        tokenizer, came = Letters(), []
+
+        def cache(model, *arguments, **options):
+            came.append(list(options["prefix"]))
+            return KvqCache(model, *arguments, **options, client=self.client)
+        with unittest.mock.patch.object(transformers.AutoTokenizer, "from_pretrained",
+                                        lambda *_, **__: tokenizer), \
+                unittest.mock.patch.object(transformers.AutoModelForCausalLM, "from_pretrained",
+                                           lambda *_, **__: models("llama")[1]), \
+                unittest.mock.patch.object(kvq.transformers, "KvqCache", cache), \
+                contextlib.redirect_stdout(io.StringIO()):
+            name = os.path.join(self.folder.name, "alice")
+            for question in ("When?", "And on Sundays?"):
+                main("letters", name, question)
+        with open(f"{name}.json", encoding="utf-8") as kept:
+            ids, said = json.load(kept)
+        self.assertEqual(ids[-1], tokenizer.eos_token_id)
+        self.assertEqual(ids, tokenizer(tokenizer.apply_chat_template(said))["input_ids"])
+        text = tokenizer.apply_chat_template(said[:-1], add_generation_prompt=True)
+        self.assertEqual(came[1], tokenizer(text)["input_ids"])
 
     def test_another_daemon_goes_on(self):
         eager, model = models("llama")
