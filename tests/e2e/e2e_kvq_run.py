@@ -130,6 +130,18 @@ class KvqRun(unittest.TestCase):
         self.assertEqual(rest["tokens_found"], half["tokens_in_cache"])
         self.assertEqual(half["ids"] + [whole["ids"][32]] + rest["ids"], whole["ids"])
 
+    def test_a_text_goes_on_without_another_beginning(self):
+        """Behind a session's tokens the model's first token does not come once more."""
+        runs, rest = [], ["--tokens", 8, "--temperature", 0, "--keep", "--session"]
+        for name, words in (("text", ("--prompt", " of")), ("ids", ("--ids", "32,111,102"))):
+            self.json("generate", "--prompt", "The database file", *rest, name)
+            runs.append(self.json("generate", *words, *rest, name))
+        self.assertEqual([r["prompt_tokens"] for r in runs], [3, 3])
+        self.assertEqual(runs[0]["ids"], runs[1]["ids"])
+        self.assertEqual(runs[0]["tokens_in_cache"], runs[1]["tokens_in_cache"])
+        done = self.kvq_run("generate", *rest, "text", status=2)
+        self.assertIn(b"goes on behind its tokens; give --prompt", done.stderr)
+
     def test_second_engine_skips_its_prefill(self):
         """Another process begins with the tokens that the first has left, and says the same."""
         ids = ",".join(str((7 * i + 3) % 250) for i in range(700))

@@ -181,6 +181,8 @@ static int open_all(struct generation *g, struct problem *p)
     if (sampler_open(&g->sampler, g->model.config.vocab, o->temperature, o->top_p, o->seed, p))
         return -1;
     g->restored = g->cache.tokens - g->cache.prefix;
+    if (g->restored && ids_go_on(&g->prompt, p))
+        return -1;
     g->logits = malloc(g->model.config.vocab * sizeof *g->logits);
     g->produced = malloc(((size_t)o->tokens + 1) * sizeof *g->produced);
     if (!g->logits || !g->produced)

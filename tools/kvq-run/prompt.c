@@ -31,7 +31,8 @@ static int from_text(const uint8_t *text, uint64_t bytes, const struct config *c
     if (!ids->list)
         return problem_set(p, RUN_FAILED, "out of memory");
     ids->count = 0;
-    if (c->bos >= 0)
+    ids->begins = c->bos >= 0;
+    if (ids->begins)
         ids->list[ids->count++] = (uint32_t)c->bos;
     for (uint64_t i = 0; i < bytes; i++)
         ids->list[ids->count++] = text[i];
@@ -81,6 +82,18 @@ int file_read(const char *path, uint64_t most, uint8_t **data, uint64_t *bytes, 
     *data = all;
     *bytes = n;
     return rc;
+}
+
+int ids_go_on(struct ids *ids, struct problem *p)
+{
+    if (ids->begins) {
+        ids->begins = false;
+        memmove(ids->list, ids->list + 1, --ids->count * sizeof *ids->list);
+    }
+    return ids->count ? 0
+                      : problem_set(p, RUN_USAGE,
+                                    "the prompt is empty, and the session goes on behind its "
+                                    "tokens; give --prompt or --ids");
 }
 
 int ids_from_options(const struct options *o, const struct config *c, struct ids *ids,
