@@ -162,6 +162,14 @@ class DeadDaemon(Test):
         self.fails(kvq.Code.E_CANCELLED, ticket.wait)
         self.fails(kvq.Code.E_STALE, self.queue.step, [session], 1, text="open it again")
         self.fails(kvq.Code.E_STALE, other.info)
+        # What they were is another session's now, maybe: they do not end it.
+        with self.client.session(tokens.rows, "f16", name="new") as new:
+            tokens.feed(self.queue, new, 20)
+            other.close()
+            self.fails(kvq.Code.E_STALE, session.drop)
+            self.fails(kvq.Code.E_STALE, session.refresh)
+            self.assertEqual((session.handle, other.handle, new.refresh()), (0, 0, 20))
+            new.drop()
         # The same queue, the same buffers, the same memory.
         self.assertEqual(list(made.array(4)) + list(own.array(4)), [1, 2, 3, 4, 5, 6, 7, 8])
         session = self.client.session(tokens.rows, "oscar2", name="lost")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from contextlib import ExitStack, contextmanager
 from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, replace
@@ -79,7 +80,8 @@ def _values(structure):
 
 
 class Session:
-    """A session handle. `tokens` is the committed count as this process knows it."""
+    """A session handle. `tokens` is the committed count as this process knows it. A session that
+    was closed, or that Client.reattach() has lost, has the handle 0, and close() does nothing."""
 
     def __init__(self, client: Client, handle: int, tokens: int, layers: List[Layer],
                  read_only: bool = False) -> None:
@@ -88,6 +90,7 @@ class Session:
         self.tokens = tokens
         self.layers = layers  # of Layer, one for each layer
         self.read_only = read_only
+        client._sessions.add(self)
 
     def layer(self, number: int) -> Layer:
         """The Layer of that number."""
@@ -189,6 +192,7 @@ class Client:
         self._buffers: List[Buffer] = []
         self._device_buffers: List[DeviceBuffer] = []
         self._queues: List[Queue] = []
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         if private and runtime_dir:
             raise ValueError(f"runtime_dir is {runtime_dir!r} and private True: give one of them")
         told = runtime_dir or os.environ.get("KVQ_RUNTIME_DIR")
@@ -357,13 +361,17 @@ class Client:
 
     def reattach(self) -> Tuple[bool, int]:
         """Connects again after E_DISCONNECTED. Returns (restarted, lost): whether the daemon was
-        restarted, and how many session handles are lost. Queues and buffers go on working."""
+        restarted, and how many session handles are lost. Queues and buffers go on working. Sessions
+        are as closed: open named ones again."""
         lost = c_uint32()
         with self._alone():
             code = lib.kvq_reattach(self.pointer, byref(lost))
             if code in (Code.OK, Code.E_EPOCH):
                 for queue in self._queues:  # the library has cancelled what was under way
                     queue._tickets = []
+                for session in list(self._sessions):  # another one may get the same handle
+                    session.handle = 0
+                self._sessions.clear()
         if code not in (Code.OK, Code.E_EPOCH):
             raise Error(code, last_text())
         return code == Code.E_EPOCH, lost.value
