@@ -95,6 +95,23 @@ uint64_t kvq__ids_bytes(const struct kvq__session *session);
 void kvq__ids_pop(struct kvq__session *session);
 void kvq__ids_free(struct kvq__session *session);
 
+// ---- What a page is known by (prefix_hash.c) ----
+
+// Computes ids->root and ids->layers. 0, or KVQ_E_UNSUPPORTED with a text: the session cannot
+// share.
+int kvq__ids_identify(struct kvq__session *session, char *text);
+// The hash of the first page's predecessor, for the sessions of a namespace.
+void kvq__prefix_root(const struct kvq__session *session, const char *ns, uint8_t *root);
+// Turns `chain` from the hash of the page before into that of this page: of its ids and of the
+// parts of the spans that lie in it.
+void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32_t *ids,
+                       const struct kvq__span *spans, uint32_t n_spans, uint32_t page);
+// The key of the page in a store.
+void kvq__prefix_stored(const struct kvq__core *core, const uint8_t *chain, const uint8_t *layers,
+                        uint32_t shard, uint8_t *out);
+// The number of the layer's codebook (config.codebook_id); 0: it has none.
+uint64_t kvq__layer_book(const struct kvq__session *s, const struct kvq__layer *l);
+
 // ---- The index (prefix.c) ----
 
 struct kvq__node {
@@ -136,20 +153,6 @@ static inline void kvq__prefixes_init(struct kvq__prefixes *prefixes, struct kvq
     *prefixes = (struct kvq__prefixes){.ns = ns};
     TAILQ_INIT(&prefixes->leaves);
 }
-// Computes ids->root and ids->layers. 0, or KVQ_E_UNSUPPORTED with a text: the session cannot
-// share.
-int kvq__ids_identify(struct kvq__session *session, char *text);
-// The hash of the first page's predecessor, for the sessions of a namespace.
-void kvq__prefix_root(const struct kvq__session *session, const char *ns, uint8_t *root);
-// Turns `chain` from the hash of the page before into that of this page: of its ids and of the
-// parts of the spans that lie in it.
-void kvq__prefix_chain(const struct kvq__core *core, uint8_t *chain, const int32_t *ids,
-                       const struct kvq__span *spans, uint32_t n_spans, uint32_t page);
-// The key of the page in a store.
-void kvq__prefix_stored(const struct kvq__core *core, const uint8_t *chain, const uint8_t *layers,
-                        uint32_t shard, uint8_t *out);
-// The number of the layer's codebook (config.codebook_id); 0: it has none.
-uint64_t kvq__layer_book(const struct kvq__session *s, const struct kvq__layer *l);
 struct kvq__node *kvq__prefix_find(const struct kvq__prefixes *prefixes, const uint8_t *chain,
                                    const uint8_t *layers, uint32_t shard,
                                    const struct kvq__pool *pool);
