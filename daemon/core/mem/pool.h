@@ -141,11 +141,10 @@ struct kvq__shortage {
     bool later; // the index has blocks that it can free when the requests under way have ended
 };
 
-// By what somebody takes blocks, and what he has learned by it. `refused` is the last block that he
-// was refused; it is zero at first.
+// How a caller takes blocks, and what came of it.
 struct kvq__grant {
-    bool may_wait; // he can try again later: KVQ_E_BUSY is an answer
-    struct kvq__shortage refused;
+    bool may_wait;                // the caller can try again later: KVQ_E_BUSY is an answer
+    struct kvq__shortage refused; // the last block that the pool refused the caller; zero at first
 };
 
 // Work under way that may read blocks; see the top of this file.
@@ -169,7 +168,8 @@ static inline enum kvq__limit kvq__pool_limit(const struct kvq__pool *pool)
 }
 // Takes a block. 0, KVQ_E_QUOTA, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM; if grant->may_wait also
 // KVQ_E_BUSY, after which the caller asks again when core->extents_made has changed. All but
-// KVQ_E_SYSTEM are noted in grant->refused. grant NULL: he cannot wait, and does not ask why.
+// KVQ_E_SYSTEM are noted in grant->refused. grant NULL: the caller cannot wait, and does not ask
+// why.
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
                    uint64_t bytes, struct kvq__grant *grant, struct kvq__ref *ref);
 // As kvq__block_new, for a passing block.
