@@ -229,11 +229,11 @@ int kvq__transport_open(struct kvq__transport **transport, const struct kvq__tra
         return -ENOMEM;
     made->context = zmq_ctx_new();
     made->socket = made->context ? zmq_socket(made->context, ZMQ_DEALER) : NULL;
-    if (!made->socket || zmq_setsockopt(made->socket, ZMQ_LINGER, &none, sizeof none) != 0)
-        result = -zmq_errno();
-    else if (at->far)
+    bool made_socket =
+        made->socket && zmq_setsockopt(made->socket, ZMQ_LINGER, &none, sizeof none) == 0;
+    if (made_socket && at->far)
         result = connect_with_keys(made, endpoint, at->key, timeout_ms);
-    else if (zmq_connect(made->socket, endpoint) != 0)
+    else if (!made_socket || zmq_connect(made->socket, endpoint) != 0)
         result = -zmq_errno();
     if (result)
         kvq__transport_close(&made);
