@@ -167,7 +167,8 @@ struct kvq__upward {
     struct kvq__pool *(*move_place)(const struct kvq__session *session);
     // Requests call:
     bool (*park_asks)(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
-    bool (*demoted_asks)(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
+    bool (*demoted_asks)(struct kvq__queue *queue, uint32_t entry,
+                         const struct kvq__handle *handle);
     enum kvq__help (*evict_for)(struct kvq__core *core, const struct kvq__eviction_request *asked);
 };
 

@@ -479,6 +479,32 @@ static void test_group(void **state)
     assert_string_equal(info.place, "host");
 }
 
+// The first request of a queue may be for a session that was demoted.
+static void test_first_request(void **state)
+{
+    uint64_t handles[5], reader;
+    uint8_t out[LAYERS][OUT_BYTES];
+    (void)state;
+    for (uint32_t i = 0; i < 5; i++) {
+        handles[i] = fed(&m, i ? "" : "first");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, handles[0]));
+    struct kvq__session_info info;
+    const struct kvq__session_spec spec = {.name = "first",
+                                           .place = place(home),
+                                           .layers = rows,
+                                           .n_layers = 1,
+                                           .flags = KVQ__OPEN_READ_ONLY};
+    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
+    reader = info.handle;
+    assert_int_equal(kvq__session_drop(m.client, handles[4], text), 0);
+    rest();
+    assert_false(is_home(&m, handles[0])); // nobody has asked since there is room
+    attend(&other, reader, out);
+    assert_true(is_home(&m, handles[0]));
+}
+
 // Sessions that have just come back stay, however long nobody had used them before.
 static void test_back(void **state)
 {
@@ -578,6 +604,7 @@ int main(void)
         cmocka_unit_test(test_score),
         TEST(test_turns),
         TEST(test_group),
+        TEST(test_first_request),
         SAVES(test_who),
         SAVES(test_in_use),
         SAVES(test_too_much),

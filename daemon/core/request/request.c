@@ -662,7 +662,7 @@ static bool request_must_wait(struct kvq__queue *q)
             wait |= up->park_asks(q, i, h->session) || // all that are away are asked for at once
                     kvq__group_asks(q, h) == KVQ__PREPARED_WAITS || up->move_asks(h->session) ||
                     kvq__gpu_commit_asks(q, i, h) || waits_for_loading(q, h->session) ||
-                    up->demoted_asks(q, i, h->session);
+                    up->demoted_asks(q, i, h);
     return wait;
 }
 

@@ -46,8 +46,9 @@ void kvq__demoted_ask(struct kvq__session *s)
         go_home(s);
 }
 
-bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
+bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, const struct kvq__handle *h)
 {
+    struct kvq__session *s = h->session;
     struct kvq__core *core = s->core;
     if (!s->demoted.home || kvq__is_offloaded(s))
         return false;
@@ -57,8 +58,7 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
     uint64_t bytes = kvq__session_bytes_at(s, s->demoted.home, s->tokens);
     if (has_place_room(s, bytes)) {
         int rc = go_home(s);
-        const struct kvq__table *table = q->work[i].handle->table;
-        bool only_home = table && !table->memory.host; // that is what it publishes into
+        bool only_home = h->table && !h->table->memory.host; // that is what it publishes into
         q->work[i].no_room = rc == KVQ_E_NO_MEMORY || (rc < 0 && only_home) ? rc : 0;
         return rc != KVQ_E_NO_MEMORY && !core->draining;
     }

@@ -86,7 +86,7 @@ void kvq__evict_back(struct kvq__session *session);
 
 // Whether the request is to wait since the session of its entry is not where it belongs; has it
 // brought back. If that cannot be, the entry's no_room says why.
-bool kvq__demoted_asks(struct kvq__queue *queue, uint32_t entry, struct kvq__session *session);
+bool kvq__demoted_asks(struct kvq__queue *queue, uint32_t entry, const struct kvq__handle *handle);
 // Asks for its way back, without waiting.
 void kvq__demoted_ask(struct kvq__session *session);
 void kvq__demoted_refused(struct kvq__session *session); // there was no room at its home
