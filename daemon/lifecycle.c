@@ -231,7 +231,7 @@ static int open_core_with(struct kvq__server *server, const struct kvq__core_set
                           char *text)
 {
     const struct kvq_config *c = &server->config;
-    const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_AVX512);
+    const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_BEST);
     server->identity.isa = kvq_kernels_isa(kernels);
     struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
                                       .extent_bytes = c->extent_bytes,

@@ -6,7 +6,8 @@
 // An item has up to 64 query rows: those of one or more KV heads, and for each head those of one
 // tile of a session's query tokens, or of many sessions that share blocks. It takes 512 positions
 // at a time, and of these one head after the other, because that is how blocks lie in memory: the
-// records of all heads of 128 tokens stand side by side.
+// records of all heads of 128 tokens stand side by side. Where the kernels multiply matrices, an
+// item of a call with many query rows has 256 rows of one head, and takes 256 positions at a time.
 #include <assert.h>
 
 #include "kernels/attend.h"
@@ -29,7 +30,7 @@ struct item {
     uint32_t n_spans;
     struct span span[KVQ_TILE_ROWS];
     bool packs, rotated; // rotated: ot is apart from o and must be rotated back
-    bool fast;
+    bool fast, tall;
     uint64_t seen_from, seen_to; // what any row of the item sees lies in between
     struct kvq__reader reader;   // of the head whose turn it is
 };
@@ -55,11 +56,6 @@ static uint32_t gqa_of(const struct kvq_shape *s)
     return (uint32_t)s->q_heads / s->kv_heads;
 }
 
-static uint32_t tokens_per_tile(const struct kvq_shape *s)
-{
-    return KVQ_TILE_ROWS / gqa_of(s);
-}
-
 // Whether packed values have sums of their own, to be rotated back at the end.
 static bool is_rotated(const struct kvq_attend *a)
 {
@@ -71,21 +67,22 @@ static uint32_t min_u32(uint32_t a, uint32_t b)
     return a < b ? a : b;
 }
 
-uint32_t kvq__tile_rows(const struct kvq_attend *a)
+uint32_t kvq__tile_rows(const struct kvq_attend *a, const struct kvq_attend_plan *plan)
 {
-    return min_u32(a->q_tokens, tokens_per_tile(a->shape)) * gqa_of(a->shape);
+    return min_u32(a->q_tokens, plan->tile_tokens) * gqa_of(a->shape);
 }
 
-// Floats of m (or l) of one partial; keeps what follows aligned to 64 bytes.
-static size_t state_floats(const struct kvq_attend *a)
+// Floats of m (or l) of one partial of tiles of so many rows; keeps what follows aligned to 64
+// bytes.
+static size_t state_floats(uint32_t rows)
 {
-    return (kvq__tile_rows(a) + 15u) & ~15u;
+    return (rows + 15u) & ~15u;
 }
 
-static size_t partial_floats(const struct kvq_attend *a)
+static size_t partial_floats(const struct kvq_attend *a, uint32_t rows)
 {
-    size_t o = (size_t)kvq__tile_rows(a) * a->shape->v_dim;
-    return 2 * state_floats(a) + o * (is_rotated(a) ? 2 : 1);
+    size_t o = (size_t)rows * a->shape->v_dim;
+    return 2 * state_floats(rows) + o * (is_rotated(a) ? 2 : 1);
 }
 
 static uint32_t head_groups(const struct kvq_attend *a, uint32_t heads)
@@ -97,29 +94,41 @@ void kvq__count_items(const struct kvq_attend *a, struct kvq_attend_plan *plan)
 {
     uint32_t splits = plan->parallel ? plan->n_splits - plan->first_split : 1;
     size_t partials = (size_t)a->shape->kv_heads * plan->n_tiles * plan->n_splits;
+    size_t bytes = partial_floats(a, kvq__tile_rows(a, plan)) * sizeof(float);
     plan->items = head_groups(a, plan->heads) * plan->n_tiles * splits;
-    plan->partial_bytes = plan->parallel ? partials * partial_floats(a) * sizeof(float) : 0;
+    plan->partial_bytes = plan->parallel ? partials * bytes : 0;
 }
 
 // KV heads to an item. Those of codebooks take turns item by item: each has tables of its own.
-static uint32_t heads_at_once(const struct kvq_attend *a)
+static uint32_t heads_at_once(const struct kvq_attend *a, const struct kvq_attend_plan *plan)
 {
-    if (kvq_has_centroids(a->format))
+    if (plan->tall || kvq_has_centroids(a->format))
         return 1;
-    return min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a));
+    return min_u32(a->shape->kv_heads, KVQ_TILE_ROWS / kvq__tile_rows(a, plan));
 }
 
-void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_attend_plan *plan)
+// Centroids are faster by their own loops, which look products up.
+static bool is_tall(const struct kvq_kernels *k, const struct kvq_attend *a)
+{
+    return k->attend_chunk_tall && !kvq_has_centroids(a->format) &&
+           (uint64_t)a->q_tokens * gqa_of(a->shape) >= KVQ__TALL_FROM;
+}
+
+void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items,
+                     struct kvq_attend_plan *plan)
 {
     uint64_t total = total_tokens(a);
-    uint32_t per_tile = tokens_per_tile(a->shape);
+    uint32_t gqa = gqa_of(a->shape), per_tile;
+    bool tall = is_tall(k, a);
     assert(a->q_tokens > 0 && a->q_tokens <= KVQ_MAX_QUERY_TOKENS);
-    *plan = (struct kvq_attend_plan){.split_tokens = split_tokens_of(total)};
+    per_tile = (tall ? (uint32_t)KVQ__TALL_ROWS : (uint32_t)KVQ_TILE_ROWS) / gqa;
+    *plan = (struct kvq_attend_plan){
+        .split_tokens = split_tokens_of(total), .tile_tokens = per_tile, .tall = tall};
     plan->n_splits = (uint32_t)((total + plan->split_tokens - 1) / plan->split_tokens);
     if (plan->n_splits == 0)
         plan->n_splits = 1;
     plan->n_tiles = (a->q_tokens + per_tile - 1) / per_tile;
-    plan->heads = heads_at_once(a);
+    plan->heads = heads_at_once(a, plan);
     kvq__count_items(a, plan);
     plan->parallel = plan->items < items && plan->n_splits > 1;
     kvq__count_items(a, plan);
@@ -173,10 +182,13 @@ static void set_ranges(struct item *it, const struct kvq__chunk *chunk)
     uint64_t lo, hi;
     for (uint32_t i = 0; i < it->n_spans; i++) {
         const struct span *s = &it->span[i];
-        for (uint32_t r = 0; r < s->rows; r++) {
-            visible(&s->job->call, s->first_token + r / it->gqa, &lo, &hi);
-            it->w->lo[s->first_row + r] = within(lo, chunk->start, n);
-            it->w->hi[s->first_row + r] = within(hi, chunk->start, n);
+        for (uint32_t t = 0; t < s->tokens; t++) {
+            visible(&s->job->call, s->first_token + t, &lo, &hi);
+            int32_t from = within(lo, chunk->start, n), to = within(hi, chunk->start, n);
+            for (uint32_t r = t * it->gqa; r < (t + 1) * it->gqa; r++) {
+                it->w->lo[s->first_row + r] = from;
+                it->w->hi[s->first_row + r] = to;
+            }
         }
     }
 }
@@ -209,8 +221,9 @@ static struct rows rows_at(const struct item *it, struct kvq__sums *s, uint32_t 
 static struct rows rows_of_partial(const struct kvq_attend_job *job, uint32_t index)
 {
     const struct kvq_attend *a = &job->call;
-    float *m = (float *)job->partials + index * partial_floats(a);
-    size_t n = state_floats(a), o = (size_t)kvq__tile_rows(a) * a->shape->v_dim;
+    uint32_t rows = kvq__tile_rows(a, &job->plan);
+    float *m = (float *)job->partials + index * partial_floats(a, rows);
+    size_t n = state_floats(rows), o = (size_t)rows * a->shape->v_dim;
     return (struct rows){m, m + n, m + 2 * n, m + 2 * n + o};
 }
 
@@ -271,6 +284,7 @@ static struct item item_of(const struct kvq_kernels *k, const struct kvq_attend_
     it.split_tokens = job->plan.split_tokens;
     it.packs = !kvq_is_raw(a->format);
     it.rotated = is_rotated(a);
+    it.tall = job->plan.tall;
     it.seen_from = UINT64_MAX;
     assert(head + heads <= a->shape->kv_heads);
     return it;
@@ -278,13 +292,13 @@ static struct item item_of(const struct kvq_kernels *k, const struct kvq_attend_
 
 static void add_span(struct item *it, const struct kvq_attend_job *job, uint32_t tile)
 {
-    uint32_t per_tile = tokens_per_tile(job->call.shape), first = tile * per_tile;
+    uint32_t per_tile = job->plan.tile_tokens, first = tile * per_tile;
     struct span *s = &it->span[it->n_spans++];
     *s = (struct span){.job = job, .tile = tile, .first_token = first, .first_row = it->rows};
     s->tokens = min_u32(per_tile, job->call.q_tokens - first);
     s->rows = s->tokens * it->gqa;
     it->rows += s->rows;
-    assert(it->rows * it->heads <= KVQ_TILE_ROWS);
+    assert(it->rows * it->heads <= (it->tall ? (uint32_t)KVQ__TALL_ROWS : (uint32_t)KVQ_TILE_ROWS));
     extend_seen(it, s);
 }
 
@@ -364,8 +378,8 @@ static void prepare(struct item *it)
         prepare_tile(it, lane, h * it->rows);
         prepare_queries(it, lane, head);
         it->fast = a->path == KVQ_PATH_FAST && it->packs && it->k->has_fast &&
-                   it->k->has_fast(&lane->codec, it->rows);
-        if (it->fast)
+                   it->k->has_fast(&lane->codec, min_u32(it->rows, KVQ_TILE_ROWS));
+        if (it->fast && !it->tall)
             it->k->prepare_fast(&lane->tile);
     }
     it->reader = (struct kvq__reader){.k = it->k,
@@ -407,7 +421,10 @@ static void attend_stop(struct item *it, struct stop here, const struct kvq__chu
     struct kvq__tile *tile = &it->w->lane[here.head].tile;
     if (here.head == 0)
         set_ranges(it, chunk);
-    (it->fast ? it->k->attend_chunk_fast : it->k->attend_chunk)(it->k, tile, chunk);
+    if (it->tall)
+        it->k->attend_chunk_tall(it->k, tile, chunk, it->fast);
+    else
+        (it->fast ? it->k->attend_chunk_fast : it->k->attend_chunk)(it->k, tile, chunk);
 }
 
 // Attends to what the item sees of [begin, end). If `merging`, the sums of each split are merged
@@ -415,7 +432,8 @@ static void attend_stop(struct item *it, struct stop here, const struct kvq__chu
 static void attend_range(struct item *it, uint64_t begin, uint64_t end, bool merging)
 {
     struct kvq__chunk chunks[2];
-    uint32_t split = it->split_tokens, step = min_u32(KVQ__CHUNK, split), now = 0;
+    uint32_t split = it->split_tokens, now = 0;
+    uint32_t step = it->tall ? (uint32_t)KVQ__TALL_CHUNK : (uint32_t)KVQ__CHUNK;
     uint64_t from = it->seen_from > begin ? it->seen_from / step * step : begin;
     uint64_t to = it->seen_to < end ? it->seen_to : end;
     struct stop here = {.at = from};

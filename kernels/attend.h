@@ -27,6 +27,6 @@ void kvq__build_chunk(const struct kvq__reader *r, uint64_t start, uint32_t toke
 void kvq__count_items(const struct kvq_attend *a, struct kvq_attend_plan *plan);
 
 // Query rows of the largest tile.
-uint32_t kvq__tile_rows(const struct kvq_attend *a);
+uint32_t kvq__tile_rows(const struct kvq_attend *a, const struct kvq_attend_plan *plan);
 
 #endif

@@ -43,9 +43,8 @@ static void fetch_group(const struct kvq__tile *tile, const struct kvq__chunk *c
     fetch(values_of(tile, g), packed ? bytes - k : raw);
 }
 
-// Outliers are packed, too, but their raw rows count.
-static void logits_of_outliers(const struct kvq_kernels *k, const struct kvq__tile *tile,
-                               const struct kvq__group *g, float *logits)
+void kvq__logits_of_outliers(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                             const struct kvq__group *g, float *logits)
 {
     for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++)
         if (g->pooled >> t & 1u)
@@ -71,7 +70,7 @@ static void logits_of_group(const struct kvq_kernels *k, const struct kvq__tile 
     if (g->packed_tokens && !done)
         kvq__qk_packed(k, tile, &g->packed, logits);
     if (g->pooled)
-        logits_of_outliers(k, tile, g, logits);
+        kvq__logits_of_outliers(k, tile, g, logits);
     if (g->raw_from < g->raw_to)
         k->qk_raw(tile, g->raw_k, g->raw_from, g->raw_to, logits);
 }
@@ -87,14 +86,26 @@ static void hide(const struct kvq__tile *tile, uint32_t held, float *logits)
 
 static void rescale(const struct kvq_kernels *k, struct kvq__tile *tile)
 {
-    bool changed = false;
-    for (uint32_t r = 0; r < tile->rows; r++)
-        changed |= tile->factor[r] != 1.0f;
-    if (!changed)
-        return;
-    k->scale_rows(tile->o, tile->factor, tile->rows, tile->dim);
-    if (tile->ot != tile->o)
-        k->scale_rows(tile->ot, tile->factor, tile->rows, tile->dim);
+    for (uint32_t r = 0; r < tile->rows; r++) {
+        size_t at = (size_t)r * tile->dim;
+        if (tile->factor[r] == 1.0f)
+            continue;
+        k->scale_rows(tile->o + at, &tile->factor[r], 1, tile->dim);
+        if (tile->ot != tile->o)
+            k->scale_rows(tile->ot + at, &tile->factor[r], 1, tile->dim);
+    }
+}
+
+void kvq__weigh(const struct kvq_kernels *k, struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    uint32_t n = chunk->groups * KVQ_GROUP_TOKENS;
+    if (tile->cap != 0.0f)
+        k->softcap(tile, n);
+    for (uint32_t i = 0; i < chunk->groups; i++)
+        if (chunk->group[i].held != UINT32_MAX)
+            hide(tile, chunk->group[i].held, tile->logits + i * KVQ_GROUP_TOKENS);
+    k->softmax(tile, n);
+    rescale(k, tile);
 }
 
 void kvq__pv_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
@@ -122,13 +133,9 @@ static void values_of_outliers(const struct kvq_kernels *k, const struct kvq__ti
     }
 }
 
-// What counts with its raw row. A packed group is taken whole after that, so nothing else of it may
-// count any more.
-static void values_of_raw(const struct kvq_kernels *k, const struct kvq__tile *tile,
-                          const struct kvq__group *g, float *p)
+void kvq__leave_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                       const struct kvq__group *g, float *p)
 {
-    if (g->raw_from < g->raw_to)
-        k->pv_raw(tile, g->raw_v, g->raw_from, g->raw_to, p);
     if (g->packed_tokens == 0)
         return;
     for (uint32_t r = 0; r < tile->rows && g->packed_tokens < KVQ_GROUP_TOKENS; r++)
@@ -136,6 +143,14 @@ static void values_of_raw(const struct kvq_kernels *k, const struct kvq__tile *t
                sizeof(float) * (KVQ_GROUP_TOKENS - g->packed_tokens));
     if (g->pooled)
         values_of_outliers(k, tile, g, p);
+}
+
+static void values_of_raw(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                          const struct kvq__group *g, float *p)
+{
+    if (g->raw_from < g->raw_to)
+        k->pv_raw(tile, g->raw_v, g->raw_from, g->raw_to, p);
+    kvq__leave_packed(k, tile, g, p);
 }
 
 static void all_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
@@ -176,14 +191,7 @@ static void all_values(const struct kvq_kernels *k, struct kvq__tile *tile,
 void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk)
 {
-    uint32_t n = chunk->groups * KVQ_GROUP_TOKENS;
     all_logits(k, tile, chunk);
-    if (tile->cap != 0.0f)
-        k->softcap(tile, n);
-    for (uint32_t i = 0; i < chunk->groups; i++)
-        if (chunk->group[i].held != UINT32_MAX)
-            hide(tile, chunk->group[i].held, tile->logits + i * KVQ_GROUP_TOKENS);
-    k->softmax(tile, n);
-    rescale(k, tile);
+    kvq__weigh(k, tile, chunk);
     all_values(k, tile, chunk);
 }

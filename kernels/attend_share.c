@@ -31,8 +31,8 @@ static bool may_share(const struct kvq_attend_job *x, const struct kvq_attend_jo
 {
     const struct kvq_attend *a = &x->call, *b = &y->call;
     return a->format == b->format && a->path == b->path && a->q_tokens == b->q_tokens &&
-           x->plan.split_tokens == y->plan.split_tokens && !a->extras && !b->extras && gains(a) &&
-           same_shape(a->shape, b->shape) && same_book(a->book, b->book);
+           x->plan.split_tokens == y->plan.split_tokens && !x->plan.tall && !a->extras &&
+           !b->extras && gains(a) && same_shape(a->shape, b->shape) && same_book(a->book, b->book);
 }
 
 static bool same_page(const struct kvq_page *a, const struct kvq_page *b)
@@ -72,7 +72,7 @@ static void join(struct kvq_attend_job **members, uint32_t n, uint32_t splits)
     struct kvq_attend_plan *p = &members[0]->plan;
     for (uint32_t i = 0; i < n; i++)
         make_member(members[i], splits);
-    uint32_t rows = kvq__tile_rows(a), fit = KVQ_TILE_ROWS / rows, tiles = n * p->n_tiles;
+    uint32_t rows = kvq__tile_rows(a, p), fit = KVQ_TILE_ROWS / rows, tiles = n * p->n_tiles;
     p->members = members;
     p->n_members = n;
     p->stack_tiles = tiles < fit ? tiles : fit;

@@ -30,7 +30,11 @@ enum {
     KVQ__CHUNK = 512, // tokens whose logits are computed before one softmax step
     KVQ__CHUNK_GROUPS = KVQ__CHUNK / KVQ_GROUP_TOKENS,
     KVQ__LOGITS_STRIDE = 528, // floats from row to row; not a power of two, for the cache's sake
-    KVQ__SCRATCH_BYTES = 512 * 1024, // an instruction set's own memory in the workspace
+    KVQ__SCRATCH_BYTES = 1792 * 1024, // an instruction set's own memory in the workspace
+    // Tall tiles, of calls with many query rows, where attend_chunk_tall is there.
+    KVQ__TALL_FROM = 64,   // rows of a call that make them pay
+    KVQ__TALL_ROWS = 256,  // rows of a tile
+    KVQ__TALL_CHUNK = 256, // tokens of a chunk
 };
 
 // Kinds of codecs that instruction sets may have functions of their own for.
@@ -139,7 +143,7 @@ static inline void kvq__find_own_k(const struct kvq__chunk *chunk, uint8_t *own)
 struct kvq__tile {
     const struct kvq__codec *codec;
     uint32_t slot; // rows of the item before this tile's; slot + rows is at most KVQ_TILE_ROWS
-    uint32_t rows; // 1 to KVQ_TILE_ROWS
+    uint32_t rows; // 1 to KVQ_TILE_ROWS; of a tall one, whose slot is 0, to KVQ__TALL_ROWS
     uint32_t dim;
     // Without soft-cap q is scaled by softmax scale * log2(e), and q * k is the logit. With it, q
     // is scaled by softmax scale / softcap, and the logit is cap * tanh(q * k).
@@ -159,7 +163,7 @@ struct kvq__tile {
     // is to survive from prepare_fast to the last chunk must be kept by row, from `slot` on. Only
     // tiles of codebook formats have it for themselves, one after the other.
     void *scratch;
-    uint32_t ready; // what qk_chunk and pv_chunk have put into scratch; 0 for a new tile
+    uint32_t ready; // what qk_chunk, pv_chunk and attend_chunk_tall keep in scratch; 0: new tile
     // Memory that will be read soon, to be prefetched line by line by a step over a group, as much
     // as the step itself reads; NULL for none. Only kvq__attend_chunk sets and clears it.
     const uint8_t *ahead;
@@ -253,6 +257,12 @@ struct kvq_kernels {
     void (*attend_chunk)(const struct kvq_kernels *k, struct kvq__tile *tile,
                          const struct kvq__chunk *chunk);
 
+    // The whole step of a tall tile, on either path; NULL where there is none. Memory of rows up to
+    // the next multiple of 32 (q and qt left out) may be overwritten. `fast`: products as good as
+    // those of bf16 do.
+    void (*attend_chunk_tall)(const struct kvq_kernels *k, struct kvq__tile *tile,
+                              const struct kvq__chunk *chunk, bool fast);
+
     // ---- Attention, fast path; all three NULL where there is none ----
 
     bool (*has_fast)(const struct kvq__codec *c, uint32_t rows);
@@ -265,9 +275,20 @@ struct kvq_kernels {
 void kvq__init_c(struct kvq_kernels *k);
 void kvq__init_avx2(struct kvq_kernels *k);   // on top of C
 void kvq__init_avx512(struct kvq_kernels *k); // on top of AVX2
+void kvq__init_amx(struct kvq_kernels *k);    // on top of AVX-512
 
 void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk);
+// Parts of that. Outliers are packed, too, but their raw rows count.
+void kvq__logits_of_outliers(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                             const struct kvq__group *g, float *logits);
+// Logits of a chunk become weights; what was summed before is scaled to go with them.
+void kvq__weigh(const struct kvq_kernels *k, struct kvq__tile *tile,
+                const struct kvq__chunk *chunk);
+// Outliers of a packed group count with their raw rows. Then weights of what does not count packed
+// are 0, for a packed group is summed whole.
+void kvq__leave_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
+                       const struct kvq__group *g, float *p);
 // A packed group's logits and values by the kind's own loop, or dequantized if it has none.
 void kvq__qk_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,
                     const struct kvq_packed *packed, float *logits);
@@ -314,11 +335,11 @@ void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint3
 
 // ---- Workspace: one thread's memory, cut up ----
 
-enum { KVQ__ROWS = KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM, KVQ__GROUP_F32 = 32 * KVQ_MAX_HEAD_DIM };
+enum { KVQ__ROWS = KVQ__TALL_ROWS * KVQ_MAX_HEAD_DIM, KVQ__GROUP_F32 = 32 * KVQ_MAX_HEAD_DIM };
 
-// Softmax state and sums of one tile; o and ot as in struct kvq__tile.
+// Softmax state and sums of the rows of an item; o and ot as in struct kvq__tile.
 struct kvq__sums {
-    float m[KVQ_TILE_ROWS], l[KVQ_TILE_ROWS];
+    float m[KVQ__TALL_ROWS], l[KVQ__TALL_ROWS];
     float o[KVQ__ROWS], ot[KVQ__ROWS];
 };
 
@@ -339,8 +360,8 @@ struct kvq__workspace {
     struct kvq__lane lane[KVQ_TILE_ROWS];
     float q[KVQ__ROWS], qt[KVQ__ROWS];
     float logits[KVQ_TILE_ROWS * KVQ__LOGITS_STRIDE];
-    float factor[KVQ_TILE_ROWS];
-    int32_t lo[KVQ_TILE_ROWS], hi[KVQ_TILE_ROWS];
+    float factor[KVQ__TALL_ROWS];
+    int32_t lo[KVQ__TALL_ROWS], hi[KVQ__TALL_ROWS];
     struct kvq__sums part, total;
     float group_f32[KVQ__GROUP_F32];
     float span_f32[KVQ_BLOCK_GROUPS * KVQ__GROUP_F32];

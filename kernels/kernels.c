@@ -5,11 +5,13 @@
 #include <stdlib.h>
 #ifdef KVQ_HAVE_AVX2
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "kernels/internal.h"
 
-static struct kvq_kernels tables[KVQ_ISA_AVX512 + 1];
+static struct kvq_kernels tables[KVQ_ISA_BEST + 1];
 static int best_isa;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
@@ -21,7 +23,9 @@ static int masked_isa(void)
         return KVQ_ISA_C;
     if (mask && strcmp(mask, "avx2") == 0)
         return KVQ_ISA_AVX2;
-    return KVQ_ISA_AVX512;
+    if (mask && strcmp(mask, "avx512") == 0)
+        return KVQ_ISA_AVX512;
+    return KVQ_ISA_BEST;
 }
 
 // __builtin_cpu_supports also asks whether the operating system saves the registers.
@@ -53,6 +57,24 @@ static bool has_avx512(void)
 }
 #endif
 
+#if defined(KVQ_AVX512_IN_SOFTWARE)
+static bool has_amx(void)
+{
+    return true;
+}
+#elif defined(KVQ_HAVE_AMX)
+// Linux gives a process the tile registers when it asks. A process that has set aside too little
+// memory for signals (sigaltstack) is refused; so it may be by a sandbox.
+static bool has_amx(void)
+{
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };   // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    const unsigned wanted = 1u << 22 | 1u << 24; // AMX-BF16, AMX-TILE
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted &&
+           syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#endif
+
 static void add_table(int isa, const char *name, void (*init)(struct kvq_kernels *))
 {
     if (isa > KVQ_ISA_C)
@@ -75,6 +97,10 @@ static void fill_tables(void)
     if (!has_avx512())
         return;
     add_table(KVQ_ISA_AVX512, "avx512", kvq__init_avx512);
+#endif
+#ifdef KVQ_HAVE_AMX
+    if (has_amx())
+        add_table(KVQ_ISA_AMX, "amx", kvq__init_amx);
 #endif
 }
 

@@ -188,12 +188,18 @@ double kvq_bits_per_value(const struct kvq_format *f, const struct kvq_shape *s)
 enum kvq_path { KVQ_PATH_EXACT, KVQ_PATH_FAST };
 
 struct kvq_kernels; // a table of functions; see kernels/internal.h
-enum { KVQ_ISA_C = 0, KVQ_ISA_AVX2 = 1, KVQ_ISA_AVX512 = 2 };
+enum {
+    KVQ_ISA_C = 0,
+    KVQ_ISA_AVX2 = 1,
+    KVQ_ISA_AVX512 = 2,
+    KVQ_ISA_AMX = 3, // AVX-512, and AMX's tiles for prompts
+    KVQ_ISA_BEST = KVQ_ISA_AMX,
+};
 
 // The best table that the CPU (and `max_isa`, one of KVQ_ISA_*) allows. Environment variable
-// KVQ_CPU_MASK=c|avx2|avx512 lowers it further, for tests. Never NULL; valid for ever.
+// KVQ_CPU_MASK=c|avx2|avx512|amx lowers it further, for tests. Never NULL; valid for ever.
 const struct kvq_kernels *kvq_kernels_get(int max_isa);
-const char *kvq_kernels_isa(const struct kvq_kernels *k); // "c", "avx2", "avx512"
+const char *kvq_kernels_isa(const struct kvq_kernels *k); // "c", "avx2", "avx512", "amx"
 bool kvq_kernels_has_fast(const struct kvq_kernels *k, const struct kvq_format *f,
                           const struct kvq_shape *s);
 
@@ -282,7 +288,7 @@ struct kvq_unit {
 // record. Pack the units of a format with outliers one after the other, others in any order.
 // Packing also copies the sink tokens of the unit to the extras, and copies the blocks of raw
 // formats.
-// `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 2 MB,
+// `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 4 MB,
 // of which decoding touches little.
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
               const struct kvq_unit *unit, void *workspace);
@@ -327,7 +333,9 @@ struct kvq_attend_job;
 struct kvq_attend_plan {
     uint32_t split_tokens; // fixed token positions, from the session's own count alone
     uint32_t n_splits;
+    uint32_t tile_tokens; // query tokens of a tile, the last of which may have fewer
     uint32_t n_tiles;     // tiles of query rows per KV head
+    bool tall;            // whether tiles are those of the table's attend_chunk_tall
     uint32_t heads;       // KV heads in one item
     uint32_t items;       // how many items there are, those for other members included
     bool parallel;        // splits are separate items whose partials must be merged
@@ -348,8 +356,9 @@ struct kvq_attend_job {
 };
 
 // Splits an attention into at least `items` items if possible; into as few as possible for 1. The
-// plan does not change a bit of the result.
-void kvq_attend_plan(const struct kvq_attend *a, uint32_t items, struct kvq_attend_plan *plan);
+// plan does not change a bit of the result. Items must then be computed with the same kernels.
+void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items,
+                     struct kvq_attend_plan *plan);
 
 // Finds sessions among planned jobs whose pages start with the same blocks, and changes their plans
 // so that an item unpacks these blocks once for the query rows of all. Sorts the array, which must

@@ -310,14 +310,14 @@ static size_t partial_room(const struct kvq_attend_job *job)
 }
 
 // Plans all sessions for so many items together. Returns the bytes that partials take.
-static size_t plan_all(struct kvq_pool *pool, const struct kvq_attend *const *attends, uint32_t n,
-                       uint32_t items)
+static size_t plan_all(struct kvq_pool *pool, const struct kvq_kernels *k,
+                       const struct kvq_attend *const *attends, uint32_t n, uint32_t items)
 {
     size_t bytes = 0;
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_attend_job *job = &pool->seats[i].job;
         job->call = *attends[i];
-        kvq_attend_plan(&job->call, (items + n - 1) / n, &job->plan);
+        kvq_attend_plan(k, &job->call, (items + n - 1) / n, &job->plan);
         pool->jobs[i] = job;
     }
     if (n > 1 && items > 1)
@@ -381,9 +381,9 @@ int kvq_pool_attend(struct kvq_pool *pool, const struct kvq_kernels *k,
         return 0;
     if (grow_seats(pool, n))
         return -ENOMEM;
-    size_t bytes = plan_all(pool, attends, n, pool->n > 1 ? ITEMS_PER_THREAD * pool->n : 2);
+    size_t bytes = plan_all(pool, k, attends, n, pool->n > 1 ? ITEMS_PER_THREAD * pool->n : 2);
     if (bytes > PARTIAL_BYTES_MAX)
-        bytes = plan_all(pool, attends, n, 1);
+        bytes = plan_all(pool, k, attends, n, 1);
     if (grow_partials(pool, bytes))
         return -ENOMEM;
     number_all(pool, n, &items, &merges);

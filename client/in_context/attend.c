@@ -408,9 +408,9 @@ static void plan_all(struct kvq_local *local, uint32_t n, uint32_t items)
     size_t used = 0;
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_attend_job *job = local->sorted[i];
-        kvq_attend_plan(&job->call, items, &job->plan);
+        kvq_attend_plan(local->kernels, &job->call, items, &job->plan);
         if (!take_partials(local, job, &used))
-            kvq_attend_plan(&job->call, 1, &job->plan);
+            kvq_attend_plan(local->kernels, &job->call, 1, &job->plan);
     }
 }
 

@@ -13,7 +13,7 @@
 static int find_kernels(const kvq_client *client, const struct kvq_kernels **kernels)
 {
     const char *isa = client->info.isa;
-    for (int i = KVQ_ISA_C; i <= KVQ_ISA_AVX512; i++) {
+    for (int i = KVQ_ISA_C; i <= KVQ_ISA_BEST; i++) {
         *kernels = kvq_kernels_get(i);
         if (strcmp(kvq_kernels_isa(*kernels), isa) == 0)
             return KVQ_OK;

@@ -45,7 +45,7 @@ struct kvq_daemon_info {
     uint32_t protocol;
     char version[32];
     char backend[32]; /* "cpu" */
-    char isa[32];     /* "avx512" */
+    char isa[32];     /* "amx", "avx512", "avx2", "c" */
     uint64_t epoch;   /* changes with every start of the daemon */
     uint64_t client_id;
 };

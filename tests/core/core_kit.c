@@ -160,7 +160,7 @@ static void memory_free(void *memory)
 
 static struct kvq__check *check; // of the program's core, made with its first check
 static bool own_saves;
-static int own_isa = KVQ_ISA_AVX512;
+static int own_isa = KVQ_ISA_BEST;
 
 void kit_isa(int isa)
 {

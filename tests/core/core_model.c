@@ -158,7 +158,7 @@ void model_attend(const struct model *m, uint32_t layer, uint64_t past, uint32_t
     };
     a.extras = model_packed(m, layer, past) ? m->layers[l->source].extras : NULL;
     struct kvq_attend_job job = {.call = a};
-    kvq_attend_plan(&a, 1, &job.plan);
+    kvq_attend_plan(m->kernels, &a, 1, &job.plan);
     for (uint32_t i = 0; i < job.plan.items; i++)
         kvq_attend_item(m->kernels, &job, i, m->workspace);
 }

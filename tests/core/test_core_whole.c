@@ -235,7 +235,7 @@ static void attend_on_gpu(const struct kvq_attend *call, const struct kvq_page *
 static void attend_on_host(const struct kvq_attend *call)
 {
     struct kvq_attend_job job = {.call = *call};
-    kvq_attend_plan(&job.call, 1, &job.plan);
+    kvq_attend_plan(kit.core->config.kernels, &job.call, 1, &job.plan);
     for (uint32_t i = 0; i < job.plan.items; i++)
         kvq_attend_item(kit.core->config.kernels, &job, i, kit.workspace);
 }

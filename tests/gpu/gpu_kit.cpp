@@ -80,7 +80,7 @@ template <typename T> static memory copy_of(const vector<T> &v)
 
 static const kvq_kernels *cpu()
 {
-    return kvq_kernels_get(KVQ_ISA_AVX512);
+    return kvq_kernels_get(KVQ_ISA_BEST);
 }
 
 static size_t width(uint8_t dtype)

@@ -766,7 +766,7 @@ static void test_merge(void **)
 
 static int open_gpu(void **)
 {
-    cpu = kvq_kernels_get(KVQ_ISA_AVX512);
+    cpu = kvq_kernels_get(KVQ_ISA_BEST);
     kvq_emu_options options = {};
     options.seed = kvt_seed();
     kvq_emu_set(&options);

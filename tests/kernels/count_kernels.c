@@ -173,7 +173,7 @@ int main(int argc, char **argv)
     static const char *const formats[] = {"oscar2", "oscar3", "oscar4"};
     if (argc > 1)
         setenv("KVQ_CPU_MASK", argv[1], 1);
-    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
+    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_BEST);
     double ghz = clock_ghz();
     printf("%s, %.2f GHz, %d query heads to a KV head; per token and KV head:\n", k->name, ghz,
            ROWS);

@@ -442,7 +442,7 @@ void kvt_request_free(struct kvt_request *r)
 void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items)
 {
     struct kvq_attend_job job = {.call = *a};
-    kvq_attend_plan(a, items, &job.plan);
+    kvq_attend_plan(k, a, items, &job.plan);
     job.partials = job.plan.partial_bytes ? kvt_guarded(job.plan.partial_bytes, 0) : NULL;
     void *workspace = kvt_workspace();
     for (uint32_t i = job.plan.items; i-- > 0;)

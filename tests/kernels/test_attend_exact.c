@@ -719,7 +719,7 @@ int main(void)
         cmocka_unit_test(test_overflowing_logits),
         cmocka_unit_test(test_merge),
     };
-    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_AVX512; isa++) {
+    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_BEST; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         if (n_kernels == 0 || k != all_kernels[n_kernels - 1])
             all_kernels[n_kernels++] = k;

@@ -560,6 +560,6 @@ int main(void)
         cmocka_unit_test(test_small_scales), cmocka_unit_test(test_ties),
         cmocka_unit_test(test_edges),        cmocka_unit_test(test_constant_groups),
     };
-    kernels = kvq_kernels_get(KVQ_ISA_AVX512);
+    kernels = kvq_kernels_get(KVQ_ISA_BEST);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -612,7 +612,7 @@ static void test_outliers_in_attention(void **state)
                            .out_token_stride = HEADS * GQA * row,
                            .out_head_stride = row,
                            .out_dtype = KVQ_F32};
-    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_AVX512; isa++)
+    for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_BEST; isa++)
         for (a.path = KVQ_PATH_EXACT; a.path <= KVQ_PATH_FAST; a.path++) {
             kvt_attend(kvq_kernels_get(isa), &a, 1);
             assert_weighty(w, kvq_kernels_isa(kvq_kernels_get(isa)), a.path);
@@ -680,6 +680,6 @@ int main(void)
         cmocka_unit_test(test_sinks),
         cmocka_unit_test(test_sink_placeholders),
     };
-    kernels = kvq_kernels_get(KVQ_ISA_AVX512);
+    kernels = kvq_kernels_get(KVQ_ISA_BEST);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -325,7 +325,7 @@ static void check_edges(struct run *r)
 
 static void for_all(int kind, void (*check)(struct run *r))
 {
-    for (int isa = KVQ_ISA_AVX2; isa <= KVQ_ISA_AVX512; isa++) {
+    for (int isa = KVQ_ISA_AVX2; isa <= KVQ_ISA_BEST; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         if (k->isa != isa)
             continue;

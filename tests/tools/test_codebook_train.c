@@ -273,7 +273,7 @@ static void test_factors(void **unused)
 static struct errors packed_errors(const char *format, const struct kvq_book *book, uint32_t layer,
                                    struct tensors *x)
 {
-    const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_AVX512);
+    const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_BEST);
     const struct kvq_format *f = kvt_format(format);
     struct kvq_shape s = kvt_shape(1, HEADS, DIM, KVQ_F16);
     struct kvq_raw_layout raw_layout = kvq_raw_layout_of(&s);

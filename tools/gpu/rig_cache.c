@@ -160,7 +160,7 @@ static size_t aligned(size_t bytes)
 
 static int make_sources(struct rig_cache *c, uint64_t *state, char *text)
 {
-    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
+    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_BEST);
     size_t n = 2u * KVQ_BLOCK_TOKENS * c->shape.kv_heads * c->shape.k_dim;
     size_t extras = kvq_extras_bytes(&c->format, &c->shape);
     void *workspace = aligned_alloc(64, aligned(kvq_workspace_bytes()));

@@ -270,7 +270,7 @@ static void make_attends(struct bench_cache *c)
 bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
                       const struct kvq_format *format, uint64_t tokens)
 {
-    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
+    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_BEST);
     *c = (struct bench_cache){.format = format, .tokens = tokens, .walk_mib = o->walk_mib};
     c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
     c->shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(format); // as sessions have it

@@ -85,7 +85,7 @@ int hop_local_open(struct hop_local **out, const struct hop_gpu *gpu, const stru
 static void fill_page(const struct hop_local *l, const struct hop_case *c, uint32_t page,
                       uint8_t *raw, uint8_t *packed, void *workspace)
 {
-    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_AVX512);
+    const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_BEST);
     const struct kvq_shape *s = &l->shape;
     const size_t row = (size_t)s->kv_heads * s->k_dim;
     const uint64_t start = (uint64_t)page * KVQ_BLOCK_TOKENS, left = c->tokens - start;

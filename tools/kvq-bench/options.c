@@ -39,7 +39,7 @@ static const char help[] =
     "  --kv-heads N      KV heads (default 8)\n"
     "  --head-dim N      64, 128 or 256 (default 128)\n"
     "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
-    "  --isa I           c, avx2 or avx512: the most to use (default the best the CPU has)\n"
+    "  --isa I           c, avx2, avx512 or amx: the most to use (default the best the CPU has)\n"
     "  --reps N          timed walks of each row; the table has their median (default 7)\n"
     "  --walk N          MiB that a walk of attend reads at least (default 4 times the last level\n"
     "                    cache, so that it comes from memory)\n"
@@ -176,13 +176,13 @@ static int read_path(const char *text, struct bench_options *o)
 
 static int read_isa(const char *text, struct bench_options *o)
 {
-    static const char *const names[] = {"c", "avx2", "avx512"};
-    for (int i = 0; i <= KVQ_ISA_AVX512; i++)
+    static const char *const names[] = {"c", "avx2", "avx512", "amx"};
+    for (int i = 0; i <= KVQ_ISA_BEST; i++)
         if (strcmp(text, names[i]) == 0) {
             o->isa = i;
             return 0;
         }
-    fprintf(stderr, "kvq-bench: --isa is \"%s\"; give c, avx2 or avx512\n", text);
+    fprintf(stderr, "kvq-bench: --isa is \"%s\"; give c, avx2, avx512 or amx\n", text);
     return -1;
 }
 
@@ -239,7 +239,7 @@ static int read_defaults(struct bench_options *o)
                                 .head_dim = 128,
                                 .exact = true,
                                 .fast = true,
-                                .isa = KVQ_ISA_AVX512,
+                                .isa = KVQ_ISA_BEST,
                                 .reps = 7};
     char threads[32];
     long cpus = bench_cpus();

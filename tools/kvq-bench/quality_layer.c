@@ -13,7 +13,7 @@
 
 static const struct kvq_kernels *kernels(void)
 {
-    return kvq_kernels_get(KVQ_ISA_AVX512);
+    return kvq_kernels_get(KVQ_ISA_BEST);
 }
 
 static size_t blocks_of(const struct quality_layer *l)
@@ -264,7 +264,7 @@ void quality_layer_attend(const struct quality_layer *l, const float *q, uint32_
                                  .out_head_stride = row,
                                  .out_dtype = KVQ_F32};
     struct kvq_attend_job job = {.call = a};
-    kvq_attend_plan(&a, 1, &job.plan);
+    kvq_attend_plan(kernels(), &a, 1, &job.plan);
     for (uint32_t i = 0; i < job.plan.items; i++)
         kvq_attend_item(kernels(), &job, i, l->workspace);
 }

@@ -203,11 +203,11 @@ static struct kvq_attend call_of(const struct kvq__queue *q, uint32_t i)
 
 static void plan_attend(struct kvq__queue *q, struct kvq_attend_job *job)
 {
-    kvq_attend_plan(&job->call, q->items, &job->plan);
+    kvq_attend_plan(q->core->config.kernels, &job->call, q->items, &job->plan);
     if (job->plan.partial_bytes && !job->partials)
         job->partials = kvq__arena_take(q, job->plan.partial_bytes);
     if (!job->partials) // the same bits, from fewer items
-        kvq_attend_plan(&job->call, 1, &job->plan);
+        kvq_attend_plan(q->core->config.kernels, &job->call, 1, &job->plan);
 }
 
 static bool prepare_attend(struct kvq__queue *q, uint32_t i)

@@ -11,7 +11,9 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 
+#include <assert.h>
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 #define KVQ__SHIM static inline __attribute__((always_inline))
@@ -256,5 +258,74 @@ KVQ__SHIM simde__m512 kvq__shuffle_f32x4(simde__m512 a, simde__m512 b, int order
         kvq__shuffle_f32x4(simde_mm512_castsi512_ps(a), simde_mm512_castsi512_ps(b), order))
 #undef _mm512_shuffle_i32x4
 #define _mm512_shuffle_i32x4(a, b, order) _mm512_shuffle_i64x2(a, b, order)
+
+// ---- AMX: eight registers of 16 rows of 16 words ----
+
+static _Thread_local struct {
+    uint32_t word[16][16];
+} kvq__tile_registers[8];
+static _Thread_local bool kvq__tiles_configured;
+
+// `c`: what ldtilecfg reads. The kernels use whole registers alone.
+KVQ__SHIM void kvq__tile_loadconfig(const void *c)
+{
+    const uint8_t *bytes = c;
+    assert(bytes[0] == 1);
+    for (int i = 0; i < 8; i++)
+        assert(bytes[16 + 2 * i] == 64 && bytes[17 + 2 * i] == 0 && bytes[48 + i] == 16);
+    memset(kvq__tile_registers, 0, sizeof kvq__tile_registers);
+    kvq__tiles_configured = true;
+}
+
+KVQ__SHIM void kvq__tile_move(int tile, void *at, size_t stride, bool store)
+{
+    assert(kvq__tiles_configured);
+    for (int r = 0; r < 16; r++) {
+        uint8_t *row = (uint8_t *)at + (size_t)r * stride;
+        uint32_t *word = kvq__tile_registers[tile].word[r];
+        memcpy(store ? (void *)row : word, store ? (const void *)word : row, 64);
+    }
+}
+
+KVQ__SHIM float kvq__bf16_of(uint32_t word, bool upper)
+{
+    union {
+        uint32_t u;
+        float f;
+    } x = {upper ? word & 0xffff0000 : word << 16};
+    return x.f;
+}
+
+// As Intel writes it down: sums of the lower and of the upper halves, which are then added.
+KVQ__SHIM void kvq__tile_dots(int c, int a, int b)
+{
+    assert(kvq__tiles_configured);
+    for (int m = 0; m < 16; m++)
+        for (int n = 0; n < 16; n++) {
+            float lower = 0, upper = 0, sum;
+            for (int k = 0; k < 16; k++) {
+                uint32_t x = kvq__tile_registers[a].word[m][k];
+                uint32_t y = kvq__tile_registers[b].word[k][n];
+                lower += kvq__bf16_of(x, false) * kvq__bf16_of(y, false);
+                upper += kvq__bf16_of(x, true) * kvq__bf16_of(y, true);
+            }
+            memcpy(&sum, &kvq__tile_registers[c].word[m][n], sizeof sum);
+            sum += lower + upper;
+            memcpy(&kvq__tile_registers[c].word[m][n], &sum, sizeof sum);
+        }
+}
+
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#define _tile_loadconfig(c)         kvq__tile_loadconfig(c)
+#define _tile_release()             (kvq__tiles_configured = false)
+#define _tile_zero(t)               memset(kvq__tile_registers + (t), 0, 16 * 16 * sizeof(uint32_t))
+#define _tile_loadd(t, at, stride)  kvq__tile_move(t, (void *)(uintptr_t)(at), stride, false)
+#define _tile_stored(t, at, stride) kvq__tile_move(t, at, stride, true)
+#define _tile_dpbf16ps(c, a, b)     kvq__tile_dots(c, a, b)
 
 #endif
