@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// kvq-bench attend: decode attention, one query token, layer after layer.
+// kvq-bench attend: attention of one query token, or of a piece of a prompt, layer after layer.
 #include <math.h>
 #include <stdio.h>
 
@@ -71,6 +71,7 @@ static void add_json(const struct attend_run *r, const struct attend_row *x, dou
     cJSON_AddStringToObject(row, "path", x->path);
     cJSON_AddNumberToObject(row, "threads", r->threads);
     cJSON_AddNumberToObject(row, "tokens", (double)r->baseline->tokens);
+    cJSON_AddNumberToObject(row, "queries", r->o->queries);
     cJSON_AddNumberToObject(row, "q_heads", r->o->q_heads);
     cJSON_AddNumberToObject(row, "kv_heads", r->o->kv_heads);
     cJSON_AddNumberToObject(row, "head_dim", r->o->head_dim);
@@ -205,6 +206,8 @@ static void bench_all(struct attend_run *r)
     const struct bench_options *o = r->o;
     bench_note(r->out, "%u query heads, %u KV heads, head_dim %u; median of %u walks, f16 by turns",
                o->q_heads, o->kv_heads, o->head_dim, o->reps);
+    if (o->queries > 1)
+        bench_note(r->out, "%u query tokens, which see all tokens of the cache", o->queries);
     if (r->peer)
         bench_note(r->out, "peer: %s", r->peer->version);
     bench_note(r->out, "%-10s %-6s %-6s %7s %8s %9s %7s %6s %7s %7s %10s %5s %8s", "format", "isa",

@@ -32,6 +32,7 @@ struct bench_options {
     uint32_t n_formats;
     struct bench_list tokens, threads, sessions;
     uint32_t q_heads, kv_heads, head_dim;
+    uint32_t queries; // query tokens of a call in `attend`
     bool exact, fast;
     int isa; // KVQ_ISA_*, the highest to use
     uint32_t reps;

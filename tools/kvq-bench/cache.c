@@ -245,7 +245,8 @@ static void make_attends(struct bench_cache *c)
 {
     const struct kvq_shape *s = &c->shape;
     int64_t row = (int64_t)sizeof(float) * s->k_dim, token = row * s->q_heads;
-    size_t n = (size_t)s->q_heads * s->k_dim;
+    size_t n = (size_t)c->q_tokens * s->q_heads * s->k_dim;
+    bool prompt = c->q_tokens > 1; // its tokens stand after what is cached, and see all of it
     bench_normal(0, c->queries, c->layers * n);
     for (uint32_t i = 0; i < c->layers; i++)
         c->attends[i] = (struct kvq_attend){
@@ -256,8 +257,9 @@ static void make_attends(struct bench_cache *c)
             .extras = extras_of(c, i),
             .book = bench_book_of(&c->books, i),
             .past_tokens = c->tokens,
-            .q_start = c->tokens - 1,
-            .q_tokens = 1,
+            .flags = prompt ? KVQ_ATTEND_PAST_ONLY : 0,
+            .q_start = prompt ? c->tokens : c->tokens - 1,
+            .q_tokens = c->q_tokens,
             .q = {c->queries + i * n, token, row, KVQ_F32},
             .out = c->out + i * n,
             .out_token_stride = token,
@@ -271,7 +273,9 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
                       const struct kvq_format *format, uint64_t tokens)
 {
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_BEST);
-    *c = (struct bench_cache){.format = format, .tokens = tokens, .walk_mib = o->walk_mib};
+    size_t values = (size_t)o->queries * o->q_heads * o->head_dim;
+    *c = (struct bench_cache){
+        .format = format, .tokens = tokens, .walk_mib = o->walk_mib, .q_tokens = o->queries};
     c->shape = bench_shape(o, format->raw_dtype ? format->raw_dtype : KVQ_F16);
     c->shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(format); // as sessions have it
     c->n_pages = (uint32_t)((tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS);
@@ -282,8 +286,8 @@ bool bench_cache_make(struct bench_cache *c, const struct bench_options *o,
         c->layers = o->layers;
     c->pages = calloc((size_t)c->layers * c->n_pages, sizeof *c->pages);
     c->attends = calloc(c->layers, sizeof *c->attends);
-    c->queries = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
-    c->out = calloc((size_t)c->layers * o->q_heads * o->head_dim, sizeof(float));
+    c->queries = calloc(c->layers * values, sizeof(float));
+    c->out = calloc(c->layers * values, sizeof(float));
     if (!c->pages || !c->attends || !c->queries || !c->out ||
         !bench_books_make(&c->books, format, &c->shape, c->layers) ||
         (c->extras_bytes &&

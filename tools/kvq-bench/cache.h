@@ -38,7 +38,8 @@ struct bench_cache {
     struct bench_memory extras; // [layers + 1] records of extras_bytes, the last one the sources'
     size_t extras_bytes;        // 0 if the format has none
     uint32_t walk_mib;          // as in struct bench_options
-    float *queries, *out;       // [layers][q_heads][head_dim]
+    uint32_t q_tokens;          // of a call
+    float *queries, *out;       // [layers][q_tokens][q_heads][head_dim]
     struct kvq_attend *attends; // one a layer, exact path
 };
 

@@ -38,6 +38,8 @@ static const char help[] =
     "  --q-heads N       query heads (default 32)\n"
     "  --kv-heads N      KV heads (default 8)\n"
     "  --head-dim N      64, 128 or 256 (default 128)\n"
+    "  --queries N       attend, without --peer: query tokens of a call, all of which see all\n"
+    "                    cached tokens (default 1, up to 4096); with more a walk is one layer\n"
     "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
     "  --isa I           c, avx2, avx512 or amx: the most to use (default the best the CPU has)\n"
     "  --reps N          timed walks of each row; the table has their median (default 7)\n"
@@ -201,6 +203,8 @@ static int read_option(struct bench_options *o, int option, const char *text)
         return read_one("kv-heads", text, 1, 1024, &o->kv_heads);
     case 'd':
         return read_one("head-dim", text, 1, KVQ_MAX_HEAD_DIM, &o->head_dim);
+    case 'u':
+        return read_one("queries", text, 1, 4096, &o->queries);
     case 'p':
         return read_path(text, o);
     case 'i':
@@ -237,6 +241,7 @@ static int read_defaults(struct bench_options *o)
     *o = (struct bench_options){.q_heads = 32,
                                 .kv_heads = 8,
                                 .head_dim = 128,
+                                .queries = 1,
                                 .exact = true,
                                 .fast = true,
                                 .isa = KVQ_ISA_BEST,
@@ -296,6 +301,16 @@ static int read_command(struct bench_options *o, int argc, char **argv)
     return 0;
 }
 
+static int check_queries(const struct bench_options *o)
+{
+    bool alone = strcmp(o->command, "attend") == 0 && !o->peer;
+    if (o->queries == 1 || alone)
+        return 0;
+    fprintf(stderr, "kvq-bench: --queries %u is for attend without --peer; leave it out\n",
+            o->queries);
+    return -1;
+}
+
 // What was not given and depends on the command.
 static int fill_in(struct bench_options *o)
 {
@@ -303,6 +318,8 @@ static int fill_in(struct bench_options *o)
     int error = 0;
     if (o->tokens.n == 0)
         error = read_list("tokens", shared ? "8192" : "4096,32768", 1, 1u << 24, &o->tokens);
+    if (o->queries > 1 && o->walk_mib == 0)
+        o->walk_mib = 1; // a layer: products bind, and not memory
     if (!error && o->sessions.n == 0)
         error = read_list("sessions", shared ? "16" : "1,64", 1, 1024, &o->sessions);
     return error;
@@ -316,23 +333,15 @@ const char *bench_format_name(const struct bench_options *o, uint32_t i)
 int bench_options_read(struct bench_options *o, int argc, char **argv)
 {
     static const struct option options[] = {
-        {"format", required_argument, NULL, 'f'},
-        {"tokens", required_argument, NULL, 'n'},
-        {"threads", required_argument, NULL, 't'},
-        {"q-heads", required_argument, NULL, 'q'},
-        {"kv-heads", required_argument, NULL, 'k'},
-        {"head-dim", required_argument, NULL, 'd'},
-        {"path", required_argument, NULL, 'p'},
-        {"isa", required_argument, NULL, 'i'},
-        {"reps", required_argument, NULL, 'r'},
-        {"sessions", required_argument, NULL, 's'},
-        {"peer", required_argument, NULL, 'g'},
-        {"kvqd", required_argument, NULL, 'b'},
-        {"json", no_argument, NULL, 'j'},
-        {"help", no_argument, NULL, 'h'},
-        {"version", no_argument, NULL, 'v'},
-        {"walk", required_argument, NULL, 'w'},
-        {0},
+        {"format", required_argument, NULL, 'f'},   {"tokens", required_argument, NULL, 'n'},
+        {"threads", required_argument, NULL, 't'},  {"q-heads", required_argument, NULL, 'q'},
+        {"kv-heads", required_argument, NULL, 'k'}, {"head-dim", required_argument, NULL, 'd'},
+        {"queries", required_argument, NULL, 'u'},  {"path", required_argument, NULL, 'p'},
+        {"isa", required_argument, NULL, 'i'},      {"reps", required_argument, NULL, 'r'},
+        {"sessions", required_argument, NULL, 's'}, {"peer", required_argument, NULL, 'g'},
+        {"kvqd", required_argument, NULL, 'b'},     {"json", no_argument, NULL, 'j'},
+        {"help", no_argument, NULL, 'h'},           {"version", no_argument, NULL, 'v'},
+        {"walk", required_argument, NULL, 'w'},     {0},
     };
     int option, status = read_defaults(o);
     while (!status && (option = getopt_long(argc, argv, "", options, NULL)) != -1)
@@ -341,5 +350,7 @@ int bench_options_read(struct bench_options *o, int argc, char **argv)
         status = read_command(o, argc, argv);
     if (!status)
         status = fill_in(o);
+    if (!status)
+        status = check_queries(o);
     return status ? status : check_shape(o);
 }
