@@ -63,7 +63,7 @@ const struct kvq__option kvq__options[] = {
     {FIELD(keep_seconds), KVQ_OPTION_NUMBER, "N", LIVE, .initial = 600, .max = 1ull << 32,
      .help = "seconds that a named session outlives its last user"},
     {FIELD(prefix_keep_seconds), KVQ_OPTION_NUMBER, "N", LIVE, .initial = 3600, .max = 1ull << 32,
-     .help = "seconds that a prefix outlives its last use, while there is room; 0: for ever"},
+     .help = "seconds that a prefix outlives its last use, while there is room; 0: forever"},
     {FIELD(drain_ms), KVQ_OPTION_NUMBER, "N", LIVE, .initial = 5000, .max = 600000,
      .help = "milliseconds that running requests may take after SIGTERM"},
     {FIELD(max_clients), KVQ_OPTION_NUMBER, "N", LIVE, .initial = 256, .min = 1,

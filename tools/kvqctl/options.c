@@ -56,7 +56,7 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
      "session restore: number of shards", "session restore"},
     {"wait", "MS", KVQ__CTL_UNSIGNED, AT(wait_ms), 1, 3600000, "1 to 3600000 milliseconds",
      "session move: how long to wait for steps to end (default 10000)\n"
-     "drain: how long to wait for the daemon's end (default: for ever)",
+     "drain: how long to wait for the daemon's end (default: forever)",
      "session move, drain"},
     {"now", NULL, KVQ__CTL_FLAG, AT(now), 0, 0, NULL,
      "shutdown: without letting steps end, and without saving", "shutdown"},

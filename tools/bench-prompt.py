@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times prompts in llama.cpp, with and without kvq: tokens a second of a whole model.
+
+    tools/bench-prompt.py --rows f16,f16/fa,kvq:f16,kvq:kvq2/fast --tokens 8192 --threads 2
+
+The model is that of bench-engines.py. Rows are those of tools/engines/in_llama.py without `llama:`.
+Each runs in a process of its own, decodes the prompt once for each round, 512 tokens at a time, and
+prints how long the pieces took together, and the last one. Rows take turns round by round. Needs
+llama-cpp-python and gguf in the interpreter that runs this, and for rows of kvq the backend of ggml
+(docs/engines.md), kvq's package, and kvqd.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ENGINES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
+sys.path.insert(0, ENGINES)
+AT_ONCE = 512
+
+
+def arguments():
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="f16,f16/fa,kvq:f16,kvq:kvq2/fast", metavar="R,..",
+                        help="(%(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N",
+                        help="of the prompt, a multiple of 512 (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(%(default)s)")
+    parser.add_argument("--ggml-backend", metavar="FILE", help="libkvq-ggml.so")
+    parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
+    parser.add_argument("--model", metavar="FILE", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.tokens < AT_ONCE or given.tokens % AT_ONCE:
+        parser.error(f"--tokens {given.tokens}: expected a multiple of {AT_ONCE}")
+    return given
+
+
+def context_of(api, model, given, row):
+    """A new context of a row."""
+    import llama_files
+    kind, _, _ = row.partition("/")
+    over_kvq = kind.startswith("kvq:")
+    options = api.llama_context_default_params()
+    options.n_ctx, options.n_batch, options.n_ubatch = given.tokens, AT_ONCE, AT_ONCE
+    options.n_threads = options.n_threads_batch = given.threads
+    options.type_k = options.type_v = llama_files.TYPES["f16" if over_kvq else kind]
+    options.flash_attn_type = int(over_kvq or row.endswith("/fa"))
+    context = api.llama_init_from_model(model, options)
+    if not context:
+        raise RuntimeError(f"llama.cpp makes no context for {row}")
+    return context
+
+
+def work(given):
+    """Decodes the prompt for each line of the standard input, and prints the seconds of its
+    pieces."""
+    import llama_cpp as api
+    import llama_files
+    kind, _, path = given.worker.partition("/")
+    if kind.startswith("kvq:"):
+        from daemon import Daemon
+        daemon = Daemon(given.threads)
+        os.environ.update(KVQ_RUNTIME_DIR=daemon.directory, KVQ_LLAMA_FORMAT=kind[4:],
+                          KVQ_LLAMA_ATTENTION=path or "exact")
+    llama_files.load_backends(api)
+    api.llama_backend_init()
+    model = api.llama_model_load_from_file(given.model.encode(),
+                                           api.llama_model_default_params())
+    for _ in sys.stdin:
+        context, pieces = context_of(api, model, given, given.worker), []
+        for at in range(0, given.tokens, AT_ONCE):
+            began = time.perf_counter()
+            ids = [1 + (at + i) * 31 % 30000 for i in range(AT_ONCE)]
+            if llama_files.decode(api, context, at, ids):
+                raise RuntimeError(f"llama.cpp could not decode from position {at} on")
+            api.llama_synchronize(context)
+            pieces.append(time.perf_counter() - began)
+        api.llama_free(context)
+        print("pieces " + json.dumps(pieces), flush=True)
+    if kind.startswith("kvq:"):
+        daemon.stop()
+
+
+class Row:
+    """A worker's process."""
+
+    def __init__(self, name, given, model):
+        environment = os.environ | {"OMP_NUM_THREADS": str(given.threads),
+                                    "OMP_WAIT_POLICY": "passive"}
+        if name.startswith("kvq:"):
+            environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
+        self.name, self.rounds = name, []
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", name, "--model", model, "--tokens",
+             str(given.tokens), "--threads", str(given.threads)], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+    def run(self):
+        """One round."""
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("pieces "):
+                self.rounds.append(json.loads(line[7:]))
+                return
+        raise SystemExit(f"{self.name}: the process ended with status {self.process.wait()}")
+
+    def stop(self):
+        """Ends it."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main():
+    """Exit status."""
+    given = arguments()
+    if given.worker:
+        work(given)
+        return 0
+    import llama_files
+    with tempfile.TemporaryDirectory(prefix="kvq-bench-") as folder:
+        model = os.path.join(folder, "model.gguf")
+        llama_files.write_model(model)
+        rows = [Row(name, given, model) for name in given.rows.split(",")]
+        for _ in range(given.rounds):
+            for row in rows:
+                row.run()
+        for row in rows:
+            row.stop()
+    print("| row | tokens a second | times the first row | last 512 tokens, s "
+          "| times the first row |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        pairs = list(zip(rows[0].rounds, row.rounds))
+        whole = statistics.median(sum(a) / sum(b) for a, b in pairs)
+        last = statistics.median(a[-1] / b[-1] for a, b in pairs)
+        seconds = statistics.median(sum(r) for r in row.rounds)
+        print(f"| `{row.name}` | {given.tokens / seconds:.1f} | {whole:.2f} | "
+              f"{statistics.median(r[-1] for r in row.rounds):.2f} | {last:.2f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
