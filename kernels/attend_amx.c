@@ -7,7 +7,7 @@
 // an fp32 number is written as the sum of three bf16 ones: the number rounded, what is left,
 // rounded, and once more. Six products of these parts are as good as one in fp32; five do for keys
 // and values that are stored as fp16, which two parts hold, and three for bf16. The fast path takes
-// the product of the first parts alone.
+// the product of the first parts alone where keys and values are packed.
 //
 // The 32 numbers that one instruction sums may stand in any order, if both factors have the same:
 // words pair number i with number i + 16, which needs no shuffle from two registers of 16 floats.
@@ -116,17 +116,18 @@ static bool is_whole(const struct kvq__group *g)
     return g->packed_tokens > 0 || is_raw(g);
 }
 
-// Parts of queries and weights, and of the keys and values that they meet.
-static int parts_of_rows(const struct amx *x)
+// Parts of queries and weights, and of the keys and values that they meet. What is stored in 16
+// bits is multiplied exactly on either path, as the loops of few rows do.
+static int parts_of_rows(const struct amx *x, bool packed)
 {
-    return x->exact ? MOST_PARTS : 1;
+    return x->exact || !packed ? MOST_PARTS : 1;
 }
 
 static int parts_of_group(const struct amx *x, const struct kvq__codec *c, bool packed)
 {
-    if (!x->exact)
-        return 1;
-    return packed ? MOST_PARTS : c->raw_dtype == KVQ_F16 ? 2 : 1;
+    if (packed)
+        return parts_of_rows(x, true);
+    return c->raw_dtype == KVQ_F16 ? 2 : 1;
 }
 
 // Written out for each number of parts.
@@ -194,7 +195,7 @@ static void make_queries(const float *q, const struct kvq__tile *tile, struct am
         for (uint32_t s = 0; s < x->dim / SPAN; s++) {
             words *to = x->q[base][r / SIDE][s].part;
             const float *at = q + (size_t)r * x->dim + (size_t)SPAN * s;
-            BY_PARTS(parts_of_rows(x), split_rows(at, x->dim, n, PARTS, to));
+            BY_PARTS(parts_of_rows(x, base == OF_PACKED), split_rows(at, x->dim, n, PARTS, to));
         }
     }
 }
@@ -321,11 +322,12 @@ static void logits_of_stripe(const struct kvq_kernels *k, const struct kvq__tile
     for (uint32_t i = 0; i < chunk->groups; i++) {
         const struct kvq__group *g = &chunk->group[i];
         float *logits = stripe->logits + (size_t)i * KVQ_GROUP_TOKENS;
+        bool packed = g->packed_tokens > 0;
         for (uint32_t r = 0; is_whole(g) && r < stripe->rows; r += 2 * SIDE) {
             const struct factor(*q)[SPANS] =
-                &x->q[g->packed_tokens ? packed_base : OF_RAW][(first + r) / SIDE];
-            qk_group(q, x->k[i], x->dim / SPAN, logits + (size_t)r * KVQ__LOGITS_STRIDE, x->exact,
-                     parts_of_group(x, stripe->codec, g->packed_tokens > 0));
+                &x->q[packed ? packed_base : OF_RAW][(first + r) / SIDE];
+            qk_group(q, x->k[i], x->dim / SPAN, logits + (size_t)r * KVQ__LOGITS_STRIDE,
+                     x->exact || !packed, parts_of_group(x, stripe->codec, packed));
         }
         if (g->pooled)
             kvq__logits_of_outliers(k, stripe, g, logits);
@@ -334,14 +336,17 @@ static void logits_of_stripe(const struct kvq_kernels *k, const struct kvq__tile
     }
 }
 
-// Adds the values of the groups whose bits are set.
+// Adds the values of the groups whose bits are set, all packed ones or all raw ones.
 static void sum_groups(const struct kvq__tile *stripe, const struct amx *x, uint32_t groups,
-                       float *o, int others)
+                       bool packed)
 {
+    float *o = packed ? stripe->ot : stripe->o;
+    int others = parts_of_group(x, stripe->codec, packed);
+
     for (uint32_t c = 0; groups && c < x->dim; c += SPAN)
         for (uint32_t r = 0; r < stripe->rows; r += 2 * SIDE)
             pv_groups(&x->p[r / SIDE], (const void *)&x->v[0][c / SIDE], groups,
-                      o + (size_t)r * x->dim + c, x->dim, x->exact, others);
+                      o + (size_t)r * x->dim + c, x->dim, x->exact || !packed, others);
 }
 
 static void values_of_stripe(const struct kvq_kernels *k, const struct kvq__tile *stripe,
@@ -360,12 +365,12 @@ static void values_of_stripe(const struct kvq_kernels *k, const struct kvq__tile
         for (uint32_t r = 0; r < stripe->rows; r += SIDE) {
             uint32_t n = stripe->rows - r < SIDE ? stripe->rows - r : SIDE;
             const float *at = p + (size_t)r * KVQ__LOGITS_STRIDE;
-            BY_PARTS(parts_of_rows(x),
+            BY_PARTS(parts_of_rows(x, g->packed_tokens > 0),
                      split_rows(at, KVQ__LOGITS_STRIDE, n, PARTS, x->p[r / SIDE][i].part));
         }
     }
-    sum_groups(stripe, x, packed, stripe->ot, parts_of_group(x, stripe->codec, true));
-    sum_groups(stripe, x, raw, stripe->o, parts_of_group(x, stripe->codec, false));
+    sum_groups(stripe, x, packed, true);
+    sum_groups(stripe, x, raw, false);
 }
 
 static struct kvq__tile stripe_of(const struct kvq__tile *tile, uint32_t first)

@@ -249,7 +249,7 @@ class Package(Test):
     def test_info(self):
         info = self.client.info()
         self.assertEqual(info["backend"], "cpu")
-        self.assertIn(info["isa"], ("c", "avx2", "avx512"))
+        self.assertIn(info["isa"], ("c", "avx2", "avx512", "amx"))
         self.assertEqual(self.session.info()["ns"], f"uid-{os.getuid()}")
         self.assertEqual(self.session.info()["layers"], 2)
 
