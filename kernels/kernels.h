@@ -197,7 +197,8 @@ enum {
 };
 
 // The best table that the CPU (and `max_isa`, one of KVQ_ISA_*) allows. Environment variable
-// KVQ_CPU_MASK=c|avx2|avx512|amx lowers it further, for tests. Never NULL; valid for ever.
+// KVQ_CPU_MASK=c|avx2|avx512 lowers it further, for tests. AMX is there with KVQ_CPU_MASK=amx
+// alone, set before the first call. Never NULL; valid for ever.
 const struct kvq_kernels *kvq_kernels_get(int max_isa);
 const char *kvq_kernels_isa(const struct kvq_kernels *k); // "c", "avx2", "avx512", "amx"
 bool kvq_kernels_has_fast(const struct kvq_kernels *k, const struct kvq_format *f,
