@@ -342,7 +342,6 @@ static void sum_groups(const struct kvq__tile *stripe, const struct amx *x, uint
 {
     float *o = packed ? stripe->ot : stripe->o;
     int others = parts_of_group(x, stripe->codec, packed);
-
     for (uint32_t c = 0; groups && c < x->dim; c += SPAN)
         for (uint32_t r = 0; r < stripe->rows; r += 2 * SIDE)
             pv_groups(&x->p[r / SIDE], (const void *)&x->v[0][c / SIDE], groups,

@@ -122,7 +122,7 @@ struct kvq_session_info {
     uint8_t read_only;                   /* 1: this handle only reads */
     char ns[128], name[128], format[64];
     char attention[16]; /* "exact" or "fast" on the host, "gpu" on a GPU */
-    char isa[16];       /* of the kernels: as of the client; "sm_90" */
+    char isa[16];       /* of the kernels: "amx", "avx512", .. or "sm_90" */
     char place[48];     /* "host" or a kvq_gpu_info.place */
     uint32_t shard, shards;
     uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */

@@ -51,9 +51,10 @@ class Prompts:
     def assert_alike(self, got, want, piece, what):
         got, want = got.array(), want.array()
         self.assertEqual(got.shape, want.shape, what)
-        rounding = {"cpu": 0}.get(BACKEND, GPU_ROUNDING)
-        if BACKEND == "cpu" and self.client.info()["isa"] == "amx":
-            rounding = AMX_ROUNDING
+        if BACKEND != "cpu":
+            rounding = GPU_ROUNDING
+        else:
+            rounding = AMX_ROUNDING if self.client.info()["isa"] == "amx" else 0
         if rounding and piece % 64:
             self.assertLess(np.abs(got - want).max() / np.abs(want).max(), rounding, what)
         else:

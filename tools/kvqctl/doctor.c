@@ -51,7 +51,11 @@ static void check_cpu(struct report *report)
     const char *mask = getenv("KVQ_CPU_MASK");
     cpu_set_t set;
     int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-    if (mask && *mask)
+    if (mask && strcmp(mask, "amx") == 0 && strcmp(isa, mask) != 0)
+        add(report, "cpu", LEVEL_NOTE, "unset KVQ_CPU_MASK, or see docs/troubleshooting.md",
+            "KVQ_CPU_MASK=amx is set, and kernels run as %s: there is no AMX for this process",
+            isa);
+    else if (mask && *mask && strcmp(mask, "amx") != 0)
         add(report, "cpu", LEVEL_NOTE, "unset KVQ_CPU_MASK",
             "kernels run as %s because KVQ_CPU_MASK=%s is set", isa, mask);
     else if (strcmp(isa, "c") == 0)
