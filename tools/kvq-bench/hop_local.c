@@ -217,6 +217,24 @@ static void describe(const struct hop_local *l, const struct hop_case *c, uint32
             .out_dtype = KVQ_F32};
 }
 
+// One for all launches: which of the two kinds needs more depends on where splits grow.
+static int make_workspace(struct hop_local *l, const struct hop_case *c, struct kvq_attend *calls,
+                          char *text)
+{
+    size_t most = 0;
+    for (int fresh = 0; fresh < 2; fresh++) {
+        struct kvq_gpu_attend_limits needs;
+        describe(l, c, 0, fresh, calls);
+        if (kvq_gpu_attend_needs(&l->layer, calls, NULL, c->sessions, &needs, text, HOP_TEXT))
+            return -1;
+        size_t bytes = kvq_gpu_attend_workspace_bytes(&l->layer, &needs);
+        most = bytes > most ? bytes : most;
+    }
+    int result = l->gpu->driver.memory_alloc(&l->workspace, most);
+    result = result ? result : l->gpu->driver.fill8(l->workspace, 0, most, l->gpu->stream);
+    return fault(l, result, "taking memory for local sums", text);
+}
+
 static int make_launch(struct hop_local *l, const struct kvq_attend *calls, uint32_t n,
                        struct launch *made, char *text)
 {
@@ -224,13 +242,8 @@ static int make_launch(struct hop_local *l, const struct kvq_attend *calls, uint
     if (kvq_gpu_attend_needs(&l->layer, calls, NULL, n, &needs, text, HOP_TEXT))
         return -1;
     size_t bytes = kvq_gpu_attend_batch_bytes(&needs);
-    size_t workspace = kvq_gpu_attend_workspace_bytes(&l->layer, &needs);
     void *batch = aligned_alloc(64, (bytes + 63) / 64 * 64);
     int result = batch ? KVQ_GPU_OK : KVQ_GPU_OUT_OF_MEMORY, rc = -1;
-    if (result == KVQ_GPU_OK && !l->workspace) { // all launches are as large
-        result = l->gpu->driver.memory_alloc(&l->workspace, workspace);
-        result = result ? result : l->gpu->driver.fill8(l->workspace, 0, workspace, l->gpu->stream);
-    }
     result = result ? result : l->gpu->driver.memory_alloc(&made->memory, bytes);
     rc = fault(l, result, "taking memory for local launches", text);
     rc = rc ? rc : kvq_gpu_attend_fill(&l->layer, calls, NULL, n, &needs, batch, text, HOP_TEXT);
@@ -250,8 +263,8 @@ int hop_local_fill(struct hop_local *l, const struct hop_case *c, char *text)
     l->launches = calloc(2 * l->layers, sizeof *l->launches);
     lay_out(l, c);
     int rc = calls && l->launches ? fill_caches(l, c, text) : -1;
-    // The one with a fresh token needs the most.
-    for (uint32_t i = 2 * l->layers; rc == 0 && i-- > 0;) {
+    rc = rc ? rc : make_workspace(l, c, calls, text);
+    for (uint32_t i = 0; rc == 0 && i < 2 * l->layers; i++) {
         describe(l, c, i / 2, i % 2, calls);
         rc = make_launch(l, calls, c->sessions, &l->launches[i], text);
     }
