@@ -8,7 +8,8 @@ The model is that of bench-engines.py. Rows are those of tools/engines/in_llama.
 Each runs in a process of its own, decodes the prompt once for each round, 512 tokens at a time, and
 prints how long the pieces took together, and the last one. Rows take turns round by round. Needs
 llama-cpp-python and gguf in the interpreter that runs this, and for rows of kvq the backend of ggml
-(docs/engines.md), kvq's package, and kvqd. kvqd and llama.cpp take KVQ_CPU_MASK from the environment.
+(docs/engines.md), kvq's package, and kvqd. kvqd and llama.cpp take KVQ_CPU_MASK from the
+environment.
 """
 import argparse
 import json
