@@ -146,6 +146,8 @@ def main():
     parser.add_argument("--tokens", type=int, default=32, help="tokens a pass of the loop (32)")
     parser.add_argument("--at-most", type=float, help="most instructions per token and head")
     parser.add_argument("--registers", type=int, help="most registers a thread")
+    parser.add_argument("--spills", type=int, default=0,
+                        help="most accesses of local memory, outside of the main loop (0)")
     options = parser.parse_args()
     with open(options.cubin, "rb") as file:
         data = file.read()
@@ -164,7 +166,8 @@ def main():
         if options.kernel:
             print("  " + " ".join(f"{k} {v}" for k, v in common.most_common()))
         converts = sum(common[mnemonic] for mnemonic in CONVERSIONS)
-        bad += (spills > 0 or (options.at_most is not None and (each > options.at_most or converts))
+        over = options.at_most is not None and (each > options.at_most or converts)
+        bad += (spills > options.spills or over
                 or (options.registers is not None and used[name] > options.registers))
     if not seen:
         print(f"{options.cubin}: no kernel's name contains \"{options.kernel}\"", file=sys.stderr)

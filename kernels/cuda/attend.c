@@ -9,14 +9,30 @@
 #include <string.h>
 
 // Sources of packed keys and values, in the order of attend_list.h.
-enum kvq_gpu_source_kind { AFFINE2, AFFINE3, AFFINE4, INNERQ2, INNERQ3, BOOK, ANY, RAW, SOURCES };
+enum kvq_gpu_source_kind {
+    AFFINE2,
+    AFFINE3,
+    AFFINE4,
+    INNERQ2,
+    INNERQ3,
+    BOOK,
+    ANY,
+    RAW,
+    SOURCES
+};
 
 // ---- The batch in memory ----
 
 struct header {
     uint32_t narrow_items, wide_items;
-    uint32_t unused[14];
+    uint32_t whole; // narrow items that are the splits of the same rows and head; 0: they differ
+    uint32_t cost;  // of all narrow items
+    uint32_t unused[12];
 };
+static_assert(offsetof(struct header, narrow_items) == 0 &&
+                  offsetof(struct header, whole) == KVQ_GPU_WHOLE_WORD * sizeof(uint32_t) &&
+                  offsetof(struct header, cost) == KVQ_GPU_COST_WORD * sizeof(uint32_t),
+              "kernels find them there");
 
 static size_t aligned(size_t bytes)
 {
@@ -165,16 +181,19 @@ struct walk {
     const struct kvq_attend *calls;
     const uint64_t *shared;
     struct kvq_gpu_attend_limits used;
+    uint32_t whole, cost;                       // as in the header; whole ~0: no narrow items yet
     const struct kvq_gpu_attend_limits *limits; // NULL: only counting
     uint8_t *batch;
     struct places places;
 };
 
-static void add_item(struct walk *w, bool wide, struct kvq_gpu_item item)
+static void add_item(struct walk *w, bool wide, struct kvq_gpu_item item, uint32_t cost)
 {
     uint32_t *used = wide ? &w->used.wide_items : &w->used.narrow_items;
     size_t place = wide ? w->places.wide : w->places.narrow;
     uint32_t i = (*used)++;
+    item.before = w->cost;
+    w->cost += wide ? 0 : cost;
     if (i < (wide ? w->limits->wide_items : w->limits->narrow_items))
         memcpy(w->batch + place + i * sizeof item, &item, sizeof item);
 }
@@ -191,21 +210,39 @@ static uint32_t splits_of(struct range in, struct range but)
     return all - (to > from ? to - from : 0);
 }
 
-// Items for all KV heads of splits in `in`, but those in `but`. Heads one after the other, so that
-// blocks of threads seldom change queries.
-static void add_items(struct walk *w, bool wide, uint32_t tile, uint32_t tiles, struct range in,
-                      struct range but)
+static void note_whole(struct walk *w, bool wide, uint32_t splits)
+{
+    if (!wide && splits > 0)
+        w->whole = w->whole == ~0u || w->whole == splits ? splits : 0;
+}
+
+// What a split costs, in units of 32 tokens: its tokens, and a fixed part that is about as long on
+// an H100 as 128 tokens are.
+static uint32_t cost_of(const struct kvq_gpu_session *s, uint32_t split)
+{
+    uint64_t from = (uint64_t)split * s->split_tokens, total = s->past_tokens + s->step_tokens;
+    uint64_t left = total > from ? total - from : 0;
+    uint64_t tokens = left < s->split_tokens ? left : s->split_tokens;
+    return (uint32_t)((tokens + KVQ_BLOCK_TOKENS) / KVQ_GROUP_TOKENS);
+}
+
+// Items for all KV heads of splits of s in `in`, but those in `but`. Heads one after the other, so
+// that blocks of threads seldom change queries.
+static void add_items(struct walk *w, const struct kvq_gpu_session *s, bool wide, uint32_t tile,
+                      uint32_t tiles, struct range in, struct range but)
 {
     if (!w->limits) {
         uint32_t *used = wide ? &w->used.wide_items : &w->used.narrow_items;
         *used += w->layer->shape->kv_heads * splits_of(in, but);
         return;
     }
+    note_whole(w, wide, splits_of(in, but));
     for (uint32_t head = 0; head < w->layer->shape->kv_heads; head++)
         for (uint32_t split = in.from; split < in.to; split++)
             if (split < but.from || split >= but.to)
                 add_item(w, wide,
-                         (struct kvq_gpu_item){tile, (uint16_t)tiles, (uint16_t)head, split});
+                         (struct kvq_gpu_item){tile, (uint16_t)tiles, (uint16_t)head, split, 0},
+                         cost_of(s, split));
 }
 
 static void add_tile(struct walk *w, const struct kvq_gpu_session *s, uint32_t first_row,
@@ -237,7 +274,7 @@ static void add_session(struct walk *w, const struct kvq_attend *a, struct range
     bool wide = is_wide(w->layer, a);
     for (uint32_t row = 0; row < rows; row += most) {
         uint32_t n = rows - row < most ? rows - row : most;
-        add_items(w, wide, w->used.tiles, 1,
+        add_items(w, &s, wide, w->used.tiles, 1,
                   (struct range){s.first_split, s.first_split + s.splits}, shared);
         add_tile(w, &s, row, n);
         note_rows(w, wide, n);
@@ -318,11 +355,12 @@ static struct stack stack_at(const struct walk *w, uint32_t first, uint32_t n)
 
 static void add_stack(struct walk *w, uint32_t first, const struct stack *k)
 {
+    struct kvq_gpu_session s = session_of(w->layer, &w->calls[first]);
     uint32_t tile = w->used.tiles, n = k->end - first;
     bool wide = is_wide(w->layer, &w->calls[first]);
     for (uint32_t i = first; i < k->end; i++)
         add_session(w, &w->calls[i], k->shared);
-    add_items(w, wide, tile, n, k->shared, (struct range){0, 0});
+    add_items(w, &s, wide, tile, n, k->shared, (struct range){0, 0});
     if (k->shared.from < k->shared.to)
         note_rows(w, wide, n * rows_of(w->layer, &w->calls[first]));
 }
@@ -401,6 +439,7 @@ int kvq_gpu_attend_fill(const struct kvq_gpu_layer *layer, const struct kvq_atte
     struct walk w = {.layer = layer,
                      .calls = calls,
                      .shared = shared,
+                     .whole = ~0u,
                      .limits = limits,
                      .batch = batch,
                      .places = places_of(limits)};
@@ -419,6 +458,8 @@ int kvq_gpu_attend_fill(const struct kvq_gpu_layer *layer, const struct kvq_atte
     }
     header.narrow_items = w.used.narrow_items;
     header.wide_items = w.used.wide_items;
+    header.whole = w.whole == ~0u ? 0 : w.whole;
+    header.cost = w.cost;
     memcpy(batch, &header, sizeof header);
     return 0;
 }
@@ -469,10 +510,12 @@ static enum kvq_gpu_source_kind source_of(const struct kvq_gpu_attend_args *a)
 static uint32_t narrow_bytes(const struct kvq_gpu_attend_args *a, uint32_t rows,
                              enum kvq_gpu_source_kind kind)
 {
-    uint32_t dim = a->recipe.dim, bits = a->recipe.k.row.bits;
+    uint32_t dim = a->recipe.dim, bits = a->recipe.k.row.bits, stages = 0;
     uint32_t raw = KVQ_GPU_RAW_STAGE(dim) * (kind == RAW ? KVQ_GPU_RAW_STAGES(dim) : 1);
-    uint32_t stages = kind <= INNERQ3 ? KVQ_GPU_AFFINE_STAGES(dim, bits) : 0;
-    return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw)) +
+    bool apart = kind <= INNERQ3 && KVQ_GPU_APART(dim, rows, bits);
+    if (kind <= INNERQ3)
+        stages = KVQ_GPU_AFFINE_STAGES(dim, bits);
+    return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw), apart) +
            (kind == BOOK ? KVQ_GPU_TABLES : 0);
 }
 

@@ -21,7 +21,7 @@
 // How the work is cut. The query rows (tokens x heads of the group) of a session and KV head form
 // tiles: one of up to 16 rows (8 at head_dim 256) on the narrow kernels, where queries are the N
 // side of matrix products, or tiles of 64 rows on the wide kernels, where they are the M side. The
-// keys form splits of 256 to 2,048 tokens, so that no session has more than 32 below 64K tokens. An
+// keys form splits of 512 to 2,048 tokens, so that no session has more than 32 below 64K tokens. An
 // item is one KV head, one split and one tile, or tiles of several sessions that share the split's
 // blocks. Whoever finishes the last item of a tile merges its splits, in ascending order.
 //
@@ -41,7 +41,7 @@ extern "C" {
 enum {
     KVQ_GPU_WARPS = 4, // one per group of a block
     KVQ_GPU_THREADS = 32 * KVQ_GPU_WARPS,
-    KVQ_GPU_SPLIT_MIN = 256,
+    KVQ_GPU_SPLIT_MIN = 512,
     KVQ_GPU_SPLIT_MAX = 2048,
     KVQ_GPU_SPLITS = 32,      // wished for, as long as the split has not reached its largest size
     KVQ_GPU_NARROW_ROWS = 16, // a session with more goes to the wide kernels
@@ -76,22 +76,27 @@ struct kvq_gpu_tile {
 };
 
 struct kvq_gpu_item {
-    uint32_t tile;  // the first
-    uint16_t tiles; // more than one: of sessions that share the split
-    uint16_t head;  // KV head
-    uint32_t split; // number from the session's first token on
+    uint32_t tile;   // the first
+    uint16_t tiles;  // more than one: of sessions that share the split
+    uint16_t head;   // KV head
+    uint32_t split;  // number from the session's first token on
+    uint32_t before; // what the items before it cost, in units of 32 tokens; narrow ones
 };
 
 // ---- What a launch is told ----
+
+// Words from the number of narrow items to that of the splits that all rows have, 0 where they
+// differ, and to the cost of all narrow items.
+enum { KVQ_GPU_WHOLE_WORD = 2, KVQ_GPU_COST_WORD = 3 };
 
 struct kvq_gpu_attend_args {
     const struct kvq_gpu_session *sessions;
     const struct kvq_gpu_tile *tiles;
     const struct kvq_gpu_item *items;
-    const uint32_t *n_items;
-    uint32_t *counters; // [tile][KV head], 0 between launches
-    float *partial_ml;  // [partial row][2]: maximum in powers of two, sum
-    float *partial_o;   // [partial row][head_dim]: sum of 2^(logit - m) v
+    const uint32_t *n_items; // and behind it, from KVQ_GPU_WHOLE_WORD on, what struct header has
+    uint32_t *counters;      // [tile][KV head], 0 between launches
+    float *partial_ml;       // [partial row][2]: maximum in powers of two, sum
+    float *partial_o;        // [partial row][head_dim]: sum of 2^(logit - m) v
     uint32_t kv_heads, gqa, window;
     // q times `sign` and k gives the logit after a factor of `scale`: in powers of two, or, with a
     // soft-cap, in parts of the cap, which counts `cap` powers of two.
@@ -102,23 +107,31 @@ struct kvq_gpu_attend_args {
 
 // ---- Shared memory of the narrow kernels, in bytes ----
 //
-// As struct kvq_gpu_room (attend_item.h) has it, which is checked against this. stages: bytes.
+// As struct kvq_gpu_room (attend_item.h) has it, which is checked against this. stages: bytes;
+// apart: whether the warps' sums stand behind them.
 
 #define KVQ_GPU_MOST(a, b)      ((a) > (b) ? (a) : (b))
 #define KVQ_GPU_RAW_STAGES(dim) ((dim) == 256 ? 2 : 3)
 #define KVQ_GPU_RAW_STAGE(dim)  (4 * (64 * (dim) + 128))
 #define KVQ_GPU_AFFINE_STAGES(dim, bits)                                                           \
     (12 * (KVQ_GROUP_TOKENS * (dim) * (bits) / 8 * 2 + 8 * (dim) + 2 * KVQ_GROUP_TOKENS))
-#define KVQ_GPU_NARROW_BYTES(dim, rows, stages)                                                    \
-    ((32 * (rows) + 128 + 4 * 18 * 16 + 4 * 33 * 8 + 127) / 128 * 128 + 10 * (rows) * (dim) +      \
-     KVQ_GPU_MOST(stages, 32 * (rows) + 16 * (rows) * ((dim) + 4)))
+#define KVQ_GPU_LISTS           (96 + 256 + 4 * 34 * 16 + 4 * 65 * 8)
+#define KVQ_GPU_SUMS(dim, rows) (32 * (rows) + 16 * (rows) * ((dim) + 4))
+#define KVQ_GPU_NARROW_BYTES(dim, rows, stages, apart)                                             \
+    ((52 * (rows) + 128 + KVQ_GPU_LISTS + 127) / 128 * 128 + 10 * (rows) * (dim) +                 \
+     ((apart) ? (stages) + KVQ_GPU_SUMS(dim, rows)                                                 \
+              : KVQ_GPU_MOST(stages, KVQ_GPU_SUMS(dim, rows))))
+
+// Affine codes' sums are apart where as many blocks run on a multiprocessor of 227 KB then.
+#define KVQ_GPU_APART(dim, rows, bits)                                                             \
+    ((dim) == 64 || ((dim) == 128 && ((bits) <= 3 || (rows) <= 8)))
 
 // Codebooks' tables stand behind the rest.
 #define KVQ_GPU_TABLES (256 * 256)
 
 // Of the wide ones, struct kvq_gpu_wide_room (attend_wide.h).
 #define KVQ_GPU_WIDE_BYTES(dim)                                                                    \
-    ((32 * KVQ_GPU_WIDE_ROWS + 64 + 4 * 18 * 16 + 4 * 33 * 8 + 127) / 128 * 128 +                  \
+    ((52 * KVQ_GPU_WIDE_ROWS + 64 + KVQ_GPU_LISTS + 127) / 128 * 128 +                             \
      4 * KVQ_GPU_WIDE_ROWS * (dim) + KVQ_GPU_RAW_STAGE(dim))
 
 // ---- The host's side ----

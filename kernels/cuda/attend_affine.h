@@ -5,7 +5,7 @@
 // norms of K or not.
 //
 // Warp w owns group w (32 tokens) of every block and keeps a running maximum and output of its own,
-// so warps never wait for each other inside the loop. The cache is the A operand of mma, 8 query
+// so warps never wait for each other inside a split. The cache is the A operand of mma, 8 query
 // rows are the columns of B; with NT = 2 there are 16:
 //
 //   logits   S^T[token][row]   = K Q^T     two tiles of 16 tokens, k runs over channels
@@ -234,15 +234,16 @@ KVQ_DEVICE void kvq_gpu_scale_q(const kvq_gpu_lane<D, NT> &l, gpu::smem scales,
 }
 
 // s[nt][m][2 rh + n]: logit of token 4 g + 2 m + rh and row 8 nt + 2 j + n, before norm, in units
-// of 2^-21.
+// of 2^-21. The group's scales are at `scales`, its zeros behind them.
 template <int D, int BITS, int NT>
-KVQ_DEVICE void kvq_gpu_logits(const kvq_gpu_lane<D, NT> &l, gpu::smem k, float s[NT][2][4])
+KVQ_DEVICE void kvq_gpu_logits(const kvq_gpu_lane<D, NT> &l, gpu::smem k, gpu::smem scales,
+                               float s[NT][2][4])
 {
     typedef kvq_gpu_affine<D, BITS> G;
     float zero[NT][4];
-    kvq_gpu_zero_sums<D, NT>(l, k + G::K_ZEROS, zero);
+    kvq_gpu_zero_sums<D, NT>(l, scales + 2 * D, zero);
     uint32_t q[NT][G::PAIRS];
-    kvq_gpu_scale_q<D, NT>(l, k + G::K_SCALES, q);
+    kvq_gpu_scale_q<D, NT>(l, scales, q);
     kvq_gpu_words<BITS> w[2];
     KVQ_UNROLL
     for (int step = 0; step < G::STEPS; step++) {
@@ -434,11 +435,11 @@ KVQ_DEVICE void kvq_gpu_add_tile(float *const o[NT], const kvq_gpu_words<BITS> w
 
 // Adds zero times p in row = channel group, and p in every row. Again A is the zeros as loaded:
 // half 0 of P meets them in rows 0 to 7 (first), half 1 in rows 8 to 15 (second).
-template <int D, int NT>
+template <int GROUPS, int D, int NT>
 KVQ_DEVICE void kvq_gpu_add_sums(kvq_gpu_lane<D, NT> &l, gpu::smem zeros,
                                  const uint32_t p[NT][2][2])
 {
-    const int row = l.g % (D / KVQ_GROUP_CHANNELS); // slots 8 j + 2 x of the group: half2 number x
+    const int row = l.g % GROUPS; // slots 8 j + 2 x of the group: half2 number x
     const gpu::u32x4 zero = gpu::lds128(zeros + row * 64 + l.j * 16);
     const uint32_t ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
     KVQ_UNROLL
@@ -454,7 +455,7 @@ template <int D, int BITS, int NT>
 KVQ_DEVICE void kvq_gpu_values(kvq_gpu_lane<D, NT> &l, gpu::smem v, const uint32_t p[NT][2][2])
 {
     typedef kvq_gpu_affine<D, BITS> G;
-    kvq_gpu_add_sums<D, NT>(l, v + G::V_ZEROS, p);
+    kvq_gpu_add_sums<G::V_GROUPS>(l, v + G::V_ZEROS, p);
     kvq_gpu_words<BITS> w[2];
     KVQ_UNROLL
     for (int c = 0; c < G::V_GROUPS; c++) {
@@ -478,7 +479,7 @@ KVQ_DEVICE void kvq_gpu_values(kvq_gpu_lane<D, NT> &l, gpu::smem v, const uint32
     }
 }
 
-// ---- All groups of a warp ----
+// ---- A warp's groups of a split ----
 
 // Whether keys and values are made of codes before the products, by the functions of
 // attend_classic.h: in a build that measures what leaving codes as they are saves.
@@ -527,6 +528,12 @@ template <int D, int NT> KVQ_DEVICE void kvq_gpu_keep_q(kvq_gpu_lane<D, NT> &l)
     }
 }
 
+// Where a warp stands in its list: the entry that it attends to next, the end of those that it may
+// copy ahead, and the stages that are read and filled next.
+struct kvq_gpu_pipe {
+    gpu::smem entry, limit, use, fill;
+};
+
 // Starts copying a group, if wanted, as one batch. LEAST: bytes of the smallest group.
 template <int LEAST, int MOST>
 KVQ_DEVICE void kvq_gpu_fetch(gpu::smem to, gpu::u32x2 address, bool wanted, int bytes)
@@ -540,57 +547,108 @@ KVQ_DEVICE void kvq_gpu_fetch(gpu::smem to, gpu::u32x2 address, bool wanted, int
     gpu::copy_commit();
 }
 
+// Entry `i` of this warp's list of packed groups.
+template <class R> KVQ_DEVICE gpu::smem kvq_gpu_packed_entry(int i)
+{
+    return gpu::smem_start() + R::PACKED + gpu::warp() * R::LIST_BYTES + 16 * i;
+}
+
+// Sets out for entries [from, limit) of the list. STRIDE: from stage to stage.
+template <class R, int STRIDE, int WARP_BYTES>
+KVQ_DEVICE void kvq_gpu_set_pipe(kvq_gpu_pipe &pipe, int from, int limit)
+{
+    pipe.entry = kvq_gpu_packed_entry<R>(from);
+    pipe.limit = kvq_gpu_packed_entry<R>(limit);
+    pipe.use = gpu::smem_start() + R::STAGES + gpu::warp() * WARP_BYTES;
+    pipe.fill = pipe.use + (KVQ_GPU_STAGES - 1) * STRIDE;
+}
+
+// The same, and fills all stages but one.
+template <class R, int LEAST, int MOST, int STRIDE, int WARP_BYTES>
+KVQ_DEVICE void kvq_gpu_fill_stages(kvq_gpu_pipe &pipe, int from, int limit, int bytes)
+{
+    kvq_gpu_set_pipe<R, STRIDE, WARP_BYTES>(pipe, from, limit);
+    KVQ_UNROLL
+    for (int i = 0; i < KVQ_GPU_STAGES - 1; i++)
+        kvq_gpu_fetch<LEAST, MOST>(pipe.use + i * STRIDE, gpu::lds64(pipe.entry + 16 * i),
+                                   from + i < limit, bytes);
+}
+
+// Waits for the stage to use: then all lanes' copies are there, and all have left the one to fill.
+KVQ_DEVICE void kvq_gpu_wait_stage()
+{
+    gpu::copy_wait<KVQ_GPU_STAGES - 2>();
+    gpu::warp_sync();
+}
+
+// Waits for the stage to use, and starts on the one to fill.
+template <int LEAST, int MOST>
+KVQ_DEVICE void kvq_gpu_next_stage(const kvq_gpu_pipe &pipe, int bytes)
+{
+    const gpu::smem ahead = pipe.entry + 16 * (KVQ_GPU_STAGES - 1);
+    kvq_gpu_wait_stage();
+    kvq_gpu_fetch<LEAST, MOST>(pipe.fill, gpu::lds64(ahead), ahead < pipe.limit, bytes);
+}
+
+// Goes on by one stage. STRIDE: from stage to stage.
+template <class R, int STRIDE, int WARP_BYTES> KVQ_DEVICE void kvq_gpu_turn(kvq_gpu_pipe &pipe)
+{
+    const gpu::smem stages = gpu::smem_start() + R::STAGES + gpu::warp() * WARP_BYTES;
+    pipe.fill = pipe.use;
+    pipe.use = pipe.use == stages + (KVQ_GPU_STAGES - 1) * STRIDE ? stages : pipe.use + STRIDE;
+    pipe.entry += 16;
+}
+
 template <int D, int BITS, int NT>
-KVQ_DEVICE void kvq_gpu_affine_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend_args &a, int count)
+KVQ_DEVICE void kvq_gpu_affine_ahead(const kvq_gpu_attend_args &a, kvq_gpu_pipe &pipe, int from,
+                                     int limit)
+{
+    typedef kvq_gpu_affine<D, BITS> G;
+    kvq_gpu_fill_stages<kvq_gpu_room<D, NT>, G::BYTES - G::NORMS, G::BYTES, G::BYTES,
+                        G::WARP_BYTES>(pipe, from, limit, (int)a.recipe.layout.group_bytes);
+}
+
+template <int D, int BITS, int NT>
+KVQ_DEVICE void kvq_gpu_affine_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend_args &a,
+                                    kvq_gpu_pipe &pipe, int count)
 {
     typedef kvq_gpu_affine<D, BITS> G;
     typedef kvq_gpu_room<D, NT> R;
-    constexpr int LEAST = G::BYTES - G::NORMS;
-    const gpu::smem smem = gpu::smem_start();
-    const gpu::smem stages = smem + R::STAGES + gpu::warp() * G::WARP_BYTES;
-    const gpu::smem last = stages + (KVQ_GPU_STAGES - 1) * G::BYTES;
     const bool normed = a.recipe.k_token_scale != KVQ_SCALE_NONE;
     const int bytes = (int)a.recipe.layout.group_bytes;
     const int v = G::K_NORMS + (normed ? G::NORMS : 0);
-    gpu::smem entry = smem + R::PACKED + gpu::warp() * R::LIST_BYTES, use = stages, fill = last;
-    const gpu::smem end = entry + 16 * count;
-    for (int i = 0; i < KVQ_GPU_STAGES - 1; i++)
-        kvq_gpu_fetch<LEAST, G::BYTES>(stages + i * G::BYTES, gpu::lds64(entry + 16 * i), i < count,
-                                       bytes);
+    const gpu::smem end = pipe.entry + 16 * count;
     KVQ_NO_UNROLL
-    for (; entry < end; entry += 16) {
-        gpu::copy_wait<KVQ_GPU_STAGES - 2>();
-        gpu::warp_sync(); // the copies of all lanes are there, and all have left the stage to fill
-        const gpu::smem ahead = entry + 16 * (KVQ_GPU_STAGES - 1);
-        kvq_gpu_fetch<LEAST, G::BYTES>(fill, gpu::lds64(ahead), ahead < end, bytes);
-        const gpu::u32x2 tokens = gpu::lds64(entry + 8);
-        const kvq_gpu_staged staged = {use, normed ? use + G::K_NORMS : smem + R::ONES, use + v,
-                                       tokens.v[0], tokens.v[1]};
+    while (pipe.entry < end) {
+        kvq_gpu_next_stage<G::BYTES - G::NORMS, G::BYTES>(pipe, bytes);
+        const gpu::u32x2 tokens = gpu::lds64(pipe.entry + 8);
+        const gpu::smem norms = normed ? pipe.use + G::K_NORMS : gpu::smem_start() + R::ONES;
+        const kvq_gpu_staged staged = {pipe.use, norms, pipe.use + v, tokens.v[0], tokens.v[1]};
         float s[NT][2][4];
         uint32_t p[NT][2][2];
         if (kvq_gpu_is_classic)
             kvq_gpu_classic_logits<D, BITS, NT>(l, staged.k, s);
         else
-            kvq_gpu_logits<D, BITS, NT>(l, staged.k, s);
+            kvq_gpu_logits<D, BITS, NT>(l, staged.k, staged.k + G::K_SCALES, s);
         kvq_gpu_softmax<D, NT, true>(l, staged, a.cap, s, p);
         if (kvq_gpu_is_classic)
             kvq_gpu_classic_values<D, BITS, NT>(l, staged.v, p);
         else
             kvq_gpu_values<D, BITS, NT>(l, staged.v, p);
-        fill = use;
-        use = use == last ? stages : use + G::BYTES;
+        kvq_gpu_turn<R, G::BYTES, G::WARP_BYTES>(pipe);
     }
 }
 
-// Undoes the power of two of every position and adds the zeros' part. Channel group c's is in the
-// lanes with g = c.
-template <int D, int NT> KVQ_DEVICE void kvq_gpu_finish(kvq_gpu_lane<D, NT> &l)
+// Undoes the power of two of every position, multiplies by `unit`, and adds `zero` times the zeros'
+// part. Channel group c's is in the lanes with g = c.
+template <int D, int NT>
+KVQ_DEVICE void kvq_gpu_finish(kvq_gpu_lane<D, NT> &l, float unit, float zero)
 {
     KVQ_UNROLL
     for (int i = 0; i < 2 * NT; i++) {
         const int nt = i >> 1, n = i & 1;
         l.sums.l[nt][n] = l.total[nt][n];
-        const float zeros = l.first[nt][n] + l.second[nt][2 + n];
+        const float zeros = (l.first[nt][n] + l.second[nt][2 + n]) * zero;
         KVQ_UNROLL
         for (int t = 0; t < D / 16; t++) {
             const float own = gpu::shuffle(zeros, 4 * (t >> 1) + l.j);
@@ -598,20 +656,21 @@ template <int D, int NT> KVQ_DEVICE void kvq_gpu_finish(kvq_gpu_lane<D, NT> &l)
             for (int rh = 0; rh < 2; rh++)
                 l.sums.o[nt][t][2 * rh + n] =
                     fmaf(l.sums.o[nt][t][2 * rh + n],
-                         kvq_gpu_is_classic ? 1 : (float)(1 << (24 - 2 * s)), own);
+                         kvq_gpu_is_classic ? 1 : unit * (float)(1 << (24 - 2 * s)), own);
         }
     }
 }
 
+// `count` groups from where the pipe stands.
 template <int D, int BITS, int NT>
-KVQ_DEVICE void kvq_gpu_attend_affine(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+KVQ_DEVICE void kvq_gpu_attend_affine(const kvq_gpu_attend_args &a, kvq_gpu_pipe &pipe, int count,
                                       kvq_gpu_sums<D, NT> &sums)
 {
     kvq_gpu_lane<D, NT> l = {};
     kvq_gpu_begin<D, NT>(l, a.cap, kvq_gpu_is_classic ? 1 : (float)(1 << 21));
     kvq_gpu_keep_q<D, NT>(l);
-    kvq_gpu_affine_loop<D, BITS, NT>(l, a, h.n_packed);
-    kvq_gpu_finish<D, NT>(l);
+    kvq_gpu_affine_loop<D, BITS, NT>(l, a, pipe, count);
+    kvq_gpu_finish<D, NT>(l, 1, 1);
     sums = l.sums;
 }
 

@@ -95,7 +95,8 @@ KVQ_DEVICE void kvq_gpu_label_tile(const kvq_gpu_attend_args &a, const uint8_t *
     }
 }
 
-// Brings tile i of the warp's list of packed groups, each of which has two.
+// Brings tile i of the warp's list of packed groups, each of which has two. `i` counts from the
+// run's first group on.
 template <int D, class R>
 KVQ_DEVICE void kvq_gpu_bring_packed(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int i,
                                      gpu::smem tile)
@@ -113,7 +114,7 @@ KVQ_DEVICE void kvq_gpu_bring_packed(const kvq_gpu_attend_args &a, const kvq_gpu
 
 template <int D, int NT>
 KVQ_DEVICE void kvq_gpu_attend_any(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
-                                   kvq_gpu_sums<D, NT> &sums)
+                                   const kvq_gpu_part &part, kvq_gpu_sums<D, NT> &sums)
 {
     typedef kvq_gpu_room<D, NT> R;
     const gpu::smem tile =
@@ -121,7 +122,7 @@ KVQ_DEVICE void kvq_gpu_attend_any(const kvq_gpu_attend_args &a, const kvq_gpu_h
     const kvq_gpu_columns<NT> columns = kvq_gpu_columns_of<D, NT>(a, true);
     kvq_gpu_start(sums);
     KVQ_NO_UNROLL
-    for (int i = 0; i < 2 * h.n_packed; i++) {
+    for (int i = 2 * part.packed; i < 2 * part.packed_end; i++) {
         kvq_gpu_bring_packed<D, R>(a, h, i, tile);
         gpu::warp_sync();
         kvq_gpu_tile_attend<D, NT, false>(sums, tile, columns);

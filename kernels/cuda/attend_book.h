@@ -154,42 +154,39 @@ KVQ_DEVICE void kvq_gpu_book_values(kvq_gpu_lane<D, NT> &l, gpu::smem codes, gpu
             l, q, gpu::lds64(codes + (8 * q + l.g) * KVQ_GROUP_TOKENS + 8 * l.j), table, own, p);
 }
 
-// All groups of a warp; the tables are at `table`.
+template <int D, int NT> KVQ_DEVICE void kvq_gpu_book_ahead(kvq_gpu_pipe &pipe, int from, int limit)
+{
+    typedef kvq_gpu_book<D> B;
+    kvq_gpu_fill_stages<kvq_gpu_room<D, NT>, B::BYTES, B::BYTES, B::BYTES, B::WARP_BYTES>(
+        pipe, from, limit, B::BYTES);
+}
+
+// The tables are at `table`.
 template <int D, int NT>
-KVQ_DEVICE void kvq_gpu_book_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend_args &a, int count,
-                                  gpu::smem table)
+KVQ_DEVICE void kvq_gpu_book_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend_args &a,
+                                  kvq_gpu_pipe &pipe, int count, gpu::smem table)
 {
     typedef kvq_gpu_book<D> B;
     typedef kvq_gpu_room<D, NT> R;
-    const gpu::smem smem = gpu::smem_start();
-    const gpu::smem stages = smem + R::STAGES + gpu::warp() * B::WARP_BYTES;
-    const gpu::smem last = stages + (KVQ_GPU_STAGES - 1) * B::BYTES;
     const uint32_t own = 8 * (gpu::lane() % B::COPIES);
-    gpu::smem entry = smem + R::PACKED + gpu::warp() * R::LIST_BYTES, use = stages, fill = last;
-    const gpu::smem end = entry + 16 * count;
-    for (int i = 0; i < KVQ_GPU_STAGES - 1; i++)
-        kvq_gpu_fetch<B::BYTES, B::BYTES>(stages + i * B::BYTES, gpu::lds64(entry + 16 * i),
-                                          i < count, B::BYTES);
+    const gpu::smem end = pipe.entry + 16 * count;
     KVQ_NO_UNROLL
-    for (; entry < end; entry += 16) {
-        gpu::copy_wait<KVQ_GPU_STAGES - 2>();
-        gpu::warp_sync(); // the copies of all lanes are there, and all have left the stage to fill
-        const gpu::smem ahead = entry + 16 * (KVQ_GPU_STAGES - 1);
-        kvq_gpu_fetch<B::BYTES, B::BYTES>(fill, gpu::lds64(ahead), ahead < end, B::BYTES);
-        const gpu::u32x2 tokens = gpu::lds64(entry + 8);
-        const kvq_gpu_staged staged = {use, 0, use + B::V, tokens.v[0], tokens.v[1]};
+    while (pipe.entry < end) {
+        kvq_gpu_next_stage<B::BYTES, B::BYTES>(pipe, B::BYTES);
+        const gpu::u32x2 tokens = gpu::lds64(pipe.entry + 8);
+        const kvq_gpu_staged staged = {pipe.use, 0, pipe.use + B::V, tokens.v[0], tokens.v[1]};
         float s[NT][2][4];
         uint32_t p[NT][2][2];
         kvq_gpu_book_logits<D, NT>(l, staged.k, table, own, s);
         kvq_gpu_softmax<D, NT, false>(l, staged, a.cap, s, p);
         kvq_gpu_book_values<D, NT>(l, staged.v, table + B::V_TABLE, own, p);
-        fill = use;
-        use = use == last ? stages : use + B::BYTES;
+        kvq_gpu_turn<R, B::BYTES, B::WARP_BYTES>(pipe);
     }
 }
 
+// `count` groups from where the pipe stands.
 template <int D, int NT>
-KVQ_DEVICE void kvq_gpu_attend_book(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+KVQ_DEVICE void kvq_gpu_attend_book(const kvq_gpu_attend_args &a, kvq_gpu_pipe &pipe, int count,
                                     gpu::smem table, kvq_gpu_sums<D, NT> &sums)
 {
     kvq_gpu_lane<D, NT> l = {};
@@ -202,7 +199,7 @@ KVQ_DEVICE void kvq_gpu_attend_book(const kvq_gpu_attend_args &a, const kvq_gpu_
     KVQ_UNROLL
     for (int i = 0; i < l.KEPT && NT == 1; i++)
         l.q[i] = gpu::shuffle_bits(l.q[i], gpu::lane());
-    kvq_gpu_book_loop<D, NT>(l, a, h.n_packed, table);
+    kvq_gpu_book_loop<D, NT>(l, a, pipe, count, table);
     KVQ_UNROLL
     for (int i = 0; i < 2 * NT; i++)
         l.sums.l[i >> 1][i & 1] = l.total[i >> 1][i & 1];

@@ -205,53 +205,73 @@ KVQ_DEVICE void kvq_gpu_innerq_values(kvq_gpu_lane<D, NT> &l, gpu::smem group,
     }
 }
 
-// ---- All groups of a warp ----
+// ---- A warp's groups of a split ----
+
+// Bytes of a group, which are those from stage to stage.
+template <int D, int BITS, bool HYBRID> struct kvq_gpu_innerq_stage {
+    static constexpr int BYTES =
+        HYBRID ? kvq_gpu_innerq<D, BITS>::BYTES : kvq_gpu_innerq<D, BITS>::V_ZEROS;
+};
+
+KVQ_DEVICE bool kvq_gpu_is_hybrid(const kvq_gpu_attend_args &a, int bits)
+{
+    return bits == 2 && a.recipe.v.has_zeros;
+}
 
 template <int D, int BITS, int NT, bool HYBRID>
-KVQ_DEVICE void kvq_gpu_innerq_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend_args &a, int count)
+KVQ_DEVICE void kvq_gpu_innerq_fill(kvq_gpu_pipe &pipe, int from, int limit)
+{
+    constexpr int BYTES = kvq_gpu_innerq_stage<D, BITS, HYBRID>::BYTES;
+    kvq_gpu_fill_stages<kvq_gpu_room<D, NT>, BYTES, BYTES, BYTES,
+                        kvq_gpu_innerq<D, BITS>::WARP_BYTES>(pipe, from, limit, BYTES);
+}
+
+template <int D, int BITS, int NT>
+KVQ_DEVICE void kvq_gpu_innerq_ahead(const kvq_gpu_attend_args &a, kvq_gpu_pipe &pipe, int from,
+                                     int limit)
+{
+    if (kvq_gpu_is_hybrid(a, BITS))
+        kvq_gpu_innerq_fill<D, BITS, NT, true>(pipe, from, limit);
+    else
+        kvq_gpu_innerq_fill<D, BITS, NT, false>(pipe, from, limit);
+}
+
+template <int D, int BITS, int NT, bool HYBRID>
+KVQ_DEVICE void kvq_gpu_innerq_loop(kvq_gpu_lane<D, NT> &l, const kvq_gpu_attend_args &a,
+                                    kvq_gpu_pipe &pipe, int count)
 {
     typedef kvq_gpu_innerq<D, BITS> G;
-    typedef kvq_gpu_room<D, NT> R;
-    constexpr int BYTES = HYBRID ? G::BYTES : G::V_ZEROS;
-    const gpu::smem smem = gpu::smem_start();
-    const gpu::smem stages = smem + R::STAGES + gpu::warp() * G::WARP_BYTES;
-    const gpu::smem last = stages + (KVQ_GPU_STAGES - 1) * BYTES;
+    constexpr int BYTES = kvq_gpu_innerq_stage<D, BITS, HYBRID>::BYTES;
     const kvq_gpu_picks pick = kvq_gpu_make_picks(l.g, l.j);
-    gpu::smem entry = smem + R::PACKED + gpu::warp() * R::LIST_BYTES, use = stages, fill = last;
-    const gpu::smem end = entry + 16 * count;
-    for (int i = 0; i < KVQ_GPU_STAGES - 1; i++)
-        kvq_gpu_fetch<BYTES, BYTES>(stages + i * BYTES, gpu::lds64(entry + 16 * i), i < count,
-                                    BYTES);
+    const gpu::smem end = pipe.entry + 16 * count;
     KVQ_NO_UNROLL
-    for (; entry < end; entry += 16) {
-        gpu::copy_wait<KVQ_GPU_STAGES - 2>();
-        gpu::warp_sync(); // the copies of all lanes are there, and all have left the stage to fill
-        const gpu::smem ahead = entry + 16 * (KVQ_GPU_STAGES - 1);
-        kvq_gpu_fetch<BYTES, BYTES>(fill, gpu::lds64(ahead), ahead < end, BYTES);
-        const gpu::u32x2 tokens = gpu::lds64(entry + 8);
+    while (pipe.entry < end) {
+        kvq_gpu_next_stage<BYTES, BYTES>(pipe, BYTES);
+        const gpu::smem use = pipe.use;
+        const gpu::u32x2 tokens = gpu::lds64(pipe.entry + 8);
         const kvq_gpu_staged staged = {use, 0, use + G::V, tokens.v[0], tokens.v[1]};
         float s[NT][2][4];
         uint32_t p[NT][2][2];
         kvq_gpu_innerq_logits<D, NT>(l, use, use + G::K_SCALES, s);
         kvq_gpu_softmax<D, NT, false>(l, staged, a.cap, s, p);
         kvq_gpu_innerq_values<D, BITS, NT, HYBRID>(l, use, pick, p);
-        fill = use;
-        use = use == last ? stages : use + BYTES;
+        kvq_gpu_turn<kvq_gpu_room<D, NT>, BYTES, G::WARP_BYTES>(pipe);
     }
 }
 
+// `count` groups from where the pipe stands.
 template <int D, int BITS, int NT>
-KVQ_DEVICE void kvq_gpu_attend_innerq(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+KVQ_DEVICE void kvq_gpu_attend_innerq(const kvq_gpu_attend_args &a, kvq_gpu_pipe &pipe, int count,
                                       kvq_gpu_sums<D, NT> &sums)
 {
     kvq_gpu_lane<D, NT> l = {};
     kvq_gpu_begin<D, NT>(l, a.cap, 1);
     if (D < 256)
         kvq_gpu_keep_q<D, NT>(l);
-    if (BITS == 2 && a.recipe.v.has_zeros)
-        kvq_gpu_innerq_loop<D, BITS, NT, true>(l, a, h.n_packed);
+    if (kvq_gpu_is_hybrid(a, BITS))
+        kvq_gpu_innerq_loop<D, BITS, NT, true>(l, a, pipe, count);
     else
-        kvq_gpu_innerq_loop<D, BITS, NT, false>(l, a, h.n_packed);
+        kvq_gpu_innerq_loop<D, BITS, NT, false>(l, a, pipe, count);
     KVQ_UNROLL
     for (int i = 0; i < 2 * NT; i++)
         l.sums.l[i >> 1][i & 1] = l.total[i >> 1][i & 1];

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The skeleton of attention on the GPU: what an item's rows see, which groups of 32 tokens of its
-// split are read packed and which tokens are read raw, and where things stand in shared memory.
-// attend_query.h brings the queries there, attend_affine.h and attend_tile.h are sources of keys
-// and values, attend_sums.h takes what they add up.
+// The skeleton of attention on the GPU: what an item's rows see, which groups of 32 tokens are read
+// packed and which tokens are read raw, and where things stand in shared memory. attend_query.h
+// brings the queries there, attend_affine.h and attend_tile.h are sources of keys and values,
+// attend_sums.h takes what they add up.
 //
-// Warp w of a block of threads owns group w of every 128-token block of the split. Positions are
-// counted from the split's start ("rel") wherever 32 bits hold them.
+// A block of threads takes a run of items at a time: the same rows and KV head, splits one after
+// the other. What the splits have in common, down to the list of their groups, is found once for
+// the run; sums are made and handed over split by split, so that no bit depends on how long runs
+// are.
+//
+// Warp w of a block of threads owns group w of every 128-token block of the run. Positions are
+// counted from the run's start ("rel") wherever 32 bits hold them.
 #ifndef KVQ_KERNELS_CUDA_ATTEND_ITEM_H
 #define KVQ_KERNELS_CUDA_ATTEND_ITEM_H
 
@@ -14,30 +19,37 @@
 #include "kernels/emu/dialect.h"
 
 enum {
-    KVQ_GPU_SPLIT_BLOCKS = KVQ_GPU_SPLIT_MAX / KVQ_BLOCK_TOKENS,
-    KVQ_GPU_TILE_TOKENS = 16, // tokens of a tile of raw rows
-    KVQ_GPU_RAW_TILES =
-        2 * KVQ_GPU_SPLIT_BLOCKS + 1, // of a warp: a group's two, and one of the pool
-    KVQ_GPU_STAGES = 3,               // packed groups in shared memory per warp
-    KVQ_GPU_GROWTH = 4,               // log2 by which a logit may pass the running maximum
+    KVQ_GPU_RUN_BLOCKS = gpu::WARP, // 128-token blocks of a run at most: one for each lane
+    KVQ_GPU_TILE_TOKENS = 16,       // tokens of a tile of raw rows
+    // Of a warp: two of each group, and one for those of the split's outliers that it reads.
+    KVQ_GPU_RAW_TILES = 2 * KVQ_GPU_RUN_BLOCKS + 1,
+    KVQ_GPU_STAGES = 3, // packed groups in shared memory per warp
+    KVQ_GPU_GROWTH = 4, // log2 by which a logit may pass the running maximum
 };
+static_assert((int)KVQ_GPU_SPLIT_MAX <= KVQ_GPU_RUN_BLOCKS * KVQ_BLOCK_TOKENS,
+              "a run has one split at least");
 
 // Shared memory of a block of threads, in bytes from its start. Stages (of packed groups or raw
-// tiles) take turns with the sums of the warps.
+// tiles) take turns with the sums of the warps, or, where there is room, are apart from them: then
+// the next split's groups are on their way while a split's sums are handed over.
 template <int D, int NT> struct kvq_gpu_room {
     static constexpr int ROWS = 8 * NT;
-    static constexpr bool PLAIN = true;               // plain codecs are dequantized by the word
-    static constexpr int ROW = 2 * D;                 // bytes of a row of 16-bit values
-    static constexpr int RANGES = 0;                  // [ROWS]: first and end of what the row sees
-    static constexpr int OWNERS = RANGES + 8 * ROWS;  // [ROWS]: tile (~0: no row), row in the tile
-    static constexpr int FACTORS = OWNERS + 8 * ROWS; // [ROWS]: of raw logits, of packed ones
-    static constexpr int STATE = FACTORS + 8 * ROWS;  // [ROWS]: maximum, sum
-    static constexpr int VOTES = STATE + 8 * ROWS;    // [8] words that all threads are told
-    static constexpr int ONES = VOTES + 64;           // [32] fp16
-    // Lists: [warp][SPLIT_BLOCKS] packed groups and empty entries behind them, which are read
-    // ahead; [warp][RAW_TILES] raw tiles.
+    static constexpr bool PLAIN = true;                // plain codecs are dequantized by the word
+    static constexpr int ROW = 2 * D;                  // bytes of a row of 16-bit values
+    static constexpr int RANGES = 0;                   // [ROWS]: first and end of what the row sees
+    static constexpr int OWNERS = RANGES + 8 * ROWS;   // [ROWS]: tile (~0: no row), row in the tile
+    static constexpr int PLACES = OWNERS + 8 * ROWS;   // [ROWS]: struct kvq_gpu_partials
+    static constexpr int FACTORS = PLACES + 16 * ROWS; // [ROWS]: of raw logits, of packed ones
+    static constexpr int STATE = FACTORS + 8 * ROWS;   // [ROWS]: maximum, sum
+    static constexpr int LAST = STATE + 8 * ROWS;      // [tile]: whether this run was its last
+    static constexpr int HERE = LAST + 4 * ROWS;       // [8] words of the run, then [warp][4]
+    static constexpr int POOLED = HERE + 96;           // [warp][TILE_TOKENS] rel
+    static constexpr int VOTES = POOLED + 256;         // [warp][2] words that all threads are told
+    static constexpr int ONES = VOTES + 64;            // [32] fp16
+    // Lists: [warp][RUN_BLOCKS] packed groups and empty entries behind them, which are read ahead;
+    // [warp][RAW_TILES] raw tiles.
     static constexpr int PACKED = ONES + 64;
-    static constexpr int LIST_BYTES = 16 * (KVQ_GPU_SPLIT_BLOCKS + KVQ_GPU_STAGES - 1);
+    static constexpr int LIST_BYTES = 16 * (KVQ_GPU_RUN_BLOCKS + KVQ_GPU_STAGES - 1);
     static constexpr int RAW = PACKED + KVQ_GPU_WARPS * LIST_BYTES;
     static constexpr int RAW_END = RAW + KVQ_GPU_WARPS * KVQ_GPU_RAW_TILES * 8;
     static constexpr int QUERIES = (RAW_END + 127) / 128 * 128; // raw, raw's rest (bf16), packed
@@ -46,28 +58,44 @@ template <int D, int NT> struct kvq_gpu_room {
     static constexpr int OUT = QUERIES + 3 * QUERY_BYTES; // [ROWS][D] fp32
     static constexpr int STAGES = OUT + ROWS * D * 4;
 
-    // Sums of the warps, over the stages.
+    // Sums of the warps, over the stages or behind them: [warp][ROWS] maximum and sum, then
+    // [warp][ROWS] output.
     static constexpr int STRIDE = 4 * (D + 4); // so that a warp's stores meet no bank conflict
-    static constexpr int WARP_STATE = STAGES;  // [warp][ROWS]: maximum, sum
-    static constexpr int WARP_OUT = WARP_STATE + KVQ_GPU_WARPS * ROWS * 8; // [warp][ROWS]
-    static constexpr int SUMS_END = WARP_OUT + KVQ_GPU_WARPS * ROWS * STRIDE;
-
-    static constexpr int bytes(int stages) // of a block whose stages take so many
-    {
-        return STAGES + stages > SUMS_END ? STAGES + stages : SUMS_END;
-    }
+    static constexpr int SUMS_OUT = KVQ_GPU_WARPS * ROWS * 8;
+    static constexpr int SUMS_BYTES = SUMS_OUT + KVQ_GPU_WARPS * ROWS * STRIDE;
 };
 
-// What every thread knows about the item.
+// What every thread knows about the run. It is kept in shared memory, for want of registers. Masks
+// have a bit for each 128-token block of the run.
 struct kvq_gpu_here {
-    kvq_gpu_item item;
+    kvq_gpu_item item;              // the first
     const kvq_gpu_session *session; // of the first tile; the others' pages are the same
-    uint64_t start;                 // position of the split's first token
-    int tokens;                     // of a split
+    uint64_t start;                 // position of the run's first token
+    int splits, split_tokens;
     int rows;
-    int seen_from, seen_to; // rel: what any row sees lies in between
-    int full_from, full_to; // rel: what lies in between every row sees
-    int n_packed, n_raw;    // entries of this warp's lists
+    uint32_t packed, raw_low, raw_high; // which of this warp's groups have packed tokens, and raw
+                                        // ones in their first and second half
+    int pooled;                         // rel of the outlier that this lane reads, or -1
+};
+
+// What the rows see, rel: nothing is seen outside of the first range, and all of the second by
+// every row.
+struct kvq_gpu_sight {
+    int from, to, full_from, full_to;
+};
+
+// A split's share of a warp's lists, as numbers of entries.
+struct kvq_gpu_part {
+    int packed, packed_end;
+    int raw, raw_end; // the tile of outliers, if there is one, is raw_end - 1
+    bool pool;
+};
+
+// Where the partial sums of a row begin, and how far the next split's are from a split's; 0: the
+// row has one split.
+struct kvq_gpu_partials {
+    uint64_t first;
+    uint32_t step, unused;
 };
 
 KVQ_DEVICE int kvq_gpu_min(int a, int b)
@@ -119,6 +147,15 @@ KVQ_DEVICE void kvq_gpu_visible(const kvq_gpu_session &s, uint32_t window, uint3
     *lo = *lo < *hi ? *lo : *hi;
 }
 
+// Where the partial sums of row `left` of a tile are, split by split from the session's first on.
+KVQ_DEVICE kvq_gpu_partials kvq_gpu_partials_of(const kvq_gpu_session &s, const kvq_gpu_tile &tile,
+                                                uint32_t head, uint32_t left)
+{
+    const kvq_gpu_partials place = {tile.partial + (uint64_t)head * s.splits * tile.rows + left,
+                                    s.splits == 1 ? 0 : tile.rows, 0};
+    return place;
+}
+
 // Threads below ROWS: whose row theirs is, and what it sees.
 template <class R>
 KVQ_DEVICE void kvq_gpu_set_row(const kvq_gpu_attend_args &a, const kvq_gpu_here &h)
@@ -136,8 +173,13 @@ KVQ_DEVICE void kvq_gpu_set_row(const kvq_gpu_attend_args &a, const kvq_gpu_here
         const kvq_gpu_session &s = a.sessions[a.tiles[tile].session];
         uint64_t lo, hi;
         kvq_gpu_visible(s, a.window, (a.tiles[tile].first_row + left) / a.gqa, &lo, &hi);
-        from = kvq_gpu_within(lo, h.start, h.tokens);
-        to = kvq_gpu_within(hi, h.start, h.tokens);
+        from = kvq_gpu_within(lo, h.start, h.splits * h.split_tokens);
+        to = kvq_gpu_within(hi, h.start, h.splits * h.split_tokens);
+        kvq_gpu_partials place = kvq_gpu_partials_of(s, a.tiles[tile], h.item.head, left);
+        place.first += (uint64_t)(h.item.split - s.first_split) * place.step;
+        const gpu::u32x4 words = {
+            {(uint32_t)place.first, (uint32_t)(place.first >> 32), place.step, 0}};
+        gpu::sts128(smem + R::PLACES + 16 * row, words);
     }
     gpu::sts32(smem + R::RANGES + 8 * row, (uint32_t)from);
     gpu::sts32(smem + R::RANGES + 8 * row + 4, (uint32_t)to);
@@ -145,18 +187,19 @@ KVQ_DEVICE void kvq_gpu_set_row(const kvq_gpu_attend_args &a, const kvq_gpu_here
     gpu::sts32(smem + R::OWNERS + 8 * row + 4, left);
 }
 
-template <class R> KVQ_DEVICE void kvq_gpu_sum_up_rows(kvq_gpu_here &h)
+template <class R> KVQ_DEVICE kvq_gpu_sight kvq_gpu_sight_of(const kvq_gpu_here &h)
 {
-    h.seen_from = h.full_to = h.tokens;
-    h.seen_to = h.full_from = 0;
+    kvq_gpu_sight sight = {KVQ_GPU_RUN_BLOCKS * KVQ_BLOCK_TOKENS, 0, 0,
+                           KVQ_GPU_RUN_BLOCKS * KVQ_BLOCK_TOKENS};
     KVQ_NO_UNROLL
     for (int r = 0; r < h.rows; r++) {
         const gpu::u32x2 range = gpu::lds64(gpu::smem_start() + R::RANGES + 8 * r);
-        h.seen_from = kvq_gpu_min(h.seen_from, (int)range.v[0]);
-        h.seen_to = kvq_gpu_max(h.seen_to, (int)range.v[1]);
-        h.full_from = kvq_gpu_max(h.full_from, (int)range.v[0]);
-        h.full_to = kvq_gpu_min(h.full_to, (int)range.v[1]);
+        sight.from = kvq_gpu_min(sight.from, (int)range.v[0]);
+        sight.to = kvq_gpu_max(sight.to, (int)range.v[1]);
+        sight.full_from = kvq_gpu_max(sight.full_from, (int)range.v[0]);
+        sight.full_to = kvq_gpu_min(sight.full_to, (int)range.v[1]);
     }
+    return sight;
 }
 
 // ---- Outliers ----
@@ -237,7 +280,7 @@ KVQ_DEVICE kvq_gpu_group kvq_gpu_find_group(const kvq_gpu_attend_args &a, const 
 
 // Entries of a warp's list of packed groups: address of the group, mask of tokens, and rel with
 // bit 31 set if logits need more than a product: the soft-cap, or masks where rows see different
-// parts of the group or not all of it.
+// parts of the group or not all of it. Entries of both lists stand in the order of the blocks.
 enum { KVQ_GPU_SPECIAL = 31 };
 static constexpr uint32_t KVQ_GPU_OF_POOL = ~0u; // as rel of a raw tile: rows of the pool
 
@@ -246,100 +289,237 @@ KVQ_DEVICE uint32_t kvq_gpu_lanes_below()
     return (1u << gpu::lane()) - 1;
 }
 
+// Numbers of the bits of `mask` below bit `end`.
+KVQ_DEVICE int kvq_gpu_count_below(uint32_t mask, int end)
+{
+    return gpu::popcount(mask & kvq_gpu_bits(0, end));
+}
+
 template <class R>
 KVQ_DEVICE void kvq_gpu_list_packed(const kvq_gpu_attend_args &a, kvq_gpu_here &h,
-                                    const kvq_gpu_group &g, int rel)
+                                    const kvq_gpu_sight &sight, const kvq_gpu_group &g, int rel)
 {
     const gpu::smem list = gpu::smem_start() + R::PACKED + gpu::warp() * R::LIST_BYTES;
-    const uint32_t who = gpu::ballot(g.packed != 0);
-    const int at = gpu::popcount(who & kvq_gpu_lanes_below());
-    const bool partly = g.packed != ~0u || rel < h.full_from || rel + 32 > h.full_to;
+    h.packed = gpu::ballot(g.packed != 0);
+    const int at = gpu::popcount(h.packed & kvq_gpu_lanes_below());
+    const bool partly = g.packed != ~0u || rel < sight.full_from || rel + 32 > sight.full_to;
     const uint64_t address = (uint64_t)(uintptr_t)g.at;
     const gpu::u32x4 entry = {
         {(uint32_t)address, (uint32_t)(address >> 32), g.packed,
          (uint32_t)rel | (uint32_t)(partly || a.cap != 0) << KVQ_GPU_SPECIAL}};
     const gpu::u32x4 empty = {{0, 0, 0, 0}};
-    h.n_packed = gpu::popcount(who);
     if (g.packed)
         gpu::sts128(list + 16 * at, entry);
     if (gpu::lane() < KVQ_GPU_STAGES - 1)
-        gpu::sts128(list + 16 * (h.n_packed + gpu::lane()), empty);
+        gpu::sts128(list + 16 * (gpu::popcount(h.packed) + gpu::lane()), empty);
 }
 
-// Tiles of 16 tokens: each lane brings a mask and rel, entries stand in the lanes' order.
-template <class R> KVQ_DEVICE void kvq_gpu_list_raw(kvq_gpu_here &h, uint32_t mask, uint32_t rel)
+KVQ_DEVICE void kvq_gpu_put_raw(gpu::smem entry, uint32_t mask, uint32_t rel)
 {
-    const uint32_t who = gpu::ballot(mask != 0);
-    const int at = h.n_raw + gpu::popcount(who & kvq_gpu_lanes_below());
-    const gpu::smem entry = gpu::smem_start() + R::RAW + 8 * (gpu::warp() * KVQ_GPU_RAW_TILES + at);
-    if (mask) {
-        gpu::sts32(entry, mask);
-        gpu::sts32(entry + 4, rel);
-    }
-    h.n_raw += gpu::popcount(who);
+    gpu::sts32(entry, mask);
+    gpu::sts32(entry + 4, rel);
 }
 
-// Rel of entry i of the pool if it is one of the split's packed tokens that rows see, or -1.
+// Tiles of 16 tokens as a mask and rel, block by block.
+template <class R> KVQ_DEVICE void kvq_gpu_list_raw(kvq_gpu_here &h, uint32_t raw, uint32_t rel)
+{
+    const gpu::smem list = gpu::smem_start() + R::RAW + 8 * gpu::warp() * KVQ_GPU_RAW_TILES;
+    const uint32_t low = raw & 0xffff, high = raw >> 16, below = kvq_gpu_lanes_below();
+    h.raw_low = gpu::ballot(low != 0);
+    h.raw_high = gpu::ballot(high != 0);
+    int at = gpu::popcount(h.raw_low & below) + gpu::popcount(h.raw_high & below);
+    if (low)
+        kvq_gpu_put_raw(list + 8 * at++, low, rel);
+    if (high)
+        kvq_gpu_put_raw(list + 8 * at, high, rel + KVQ_GPU_TILE_TOKENS);
+}
+
+// Rel of entry i of the pool if it is one of the run's packed tokens that rows see, or -1.
 KVQ_DEVICE int kvq_gpu_pool_rel(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
-                                const kvq_gpu_pool &pool, uint32_t i)
+                                const kvq_gpu_sight &sight, uint32_t i)
 {
+    const kvq_gpu_pool pool = kvq_gpu_pool_of(a, *h.session, h.item.head);
     if (i >= pool.count)
         return -1;
     const uint64_t p = pool.entries->position[i];
-    if (p < h.start + (uint64_t)h.seen_from || p >= h.start + (uint64_t)h.seen_to)
+    if (p < h.start + (uint64_t)sight.from || p >= h.start + (uint64_t)sight.to)
         return -1;
     return kvq_gpu_is_packed(a.recipe, kvq_gpu_page_at(*h.session, p), p) ? (int)(p - h.start) : -1;
 }
 
-// Finds this warp's groups, lane i that of block i of the split.
+// Finds this warp's groups, lane i that of block i of the run.
 template <class R> KVQ_DEVICE void kvq_gpu_make_lists(const kvq_gpu_attend_args &a, kvq_gpu_here &h)
 {
+    const kvq_gpu_sight sight = kvq_gpu_sight_of<R>(h);
     const int lane = gpu::lane(), warp = gpu::warp();
     const int rel = lane * KVQ_BLOCK_TOKENS + warp * KVQ_GROUP_TOKENS;
     kvq_gpu_group g = {0, 0, NULL};
-    if (rel < h.seen_to && rel + KVQ_GROUP_TOKENS > h.seen_from)
+    if (rel < sight.to && rel + KVQ_GROUP_TOKENS > sight.from)
         g = kvq_gpu_find_group(a, *h.session, h.item.head, h.start + (uint64_t)rel);
-    const uint32_t seen = kvq_gpu_bits(h.seen_from - rel, h.seen_to - rel);
+    const uint32_t seen = kvq_gpu_bits(sight.from - rel, sight.to - rel);
     g.packed &= seen;
     g.raw &= seen;
-    kvq_gpu_list_packed<R>(a, h, g, rel);
-    h.n_raw = 0;
-    kvq_gpu_list_raw<R>(h, g.raw & 0xffff, (uint32_t)rel);
-    kvq_gpu_list_raw<R>(h, g.raw >> 16, (uint32_t)rel + 16);
-    const kvq_gpu_pool pool = kvq_gpu_pool_of(a, *h.session, h.item.head);
-    const uint32_t entry = (uint32_t)(warp * KVQ_GPU_TILE_TOKENS + lane);
-    const bool pooled = lane < KVQ_GPU_TILE_TOKENS && kvq_gpu_pool_rel(a, h, pool, entry) >= 0;
-    const uint32_t mask = gpu::ballot(pooled);
-    kvq_gpu_list_raw<R>(h, lane == 0 ? mask : 0, KVQ_GPU_OF_POOL);
+    kvq_gpu_list_packed<R>(a, h, sight, g, rel);
+    kvq_gpu_list_raw<R>(h, g.raw, (uint32_t)rel);
+    h.pooled = -1;
+    if (a.recipe.outliers && lane < KVQ_GPU_TILE_TOKENS)
+        h.pooled = kvq_gpu_pool_rel(a, h, sight, (uint32_t)(warp * KVQ_GPU_TILE_TOKENS + lane));
+    gpu::warp_sync();
 }
 
-// Tells all threads of the block whether any warp has packed groups (bit 0), raw tiles (bit 1).
-template <class R> KVQ_DEVICE uint32_t kvq_gpu_vote(const kvq_gpu_here &h)
+// Which lanes have an outlier of split `split` of the run.
+KVQ_DEVICE uint32_t kvq_gpu_pooled_in(const kvq_gpu_here &h, int split)
 {
-    const gpu::smem votes = gpu::smem_start() + R::VOTES;
+    const int from = split * h.split_tokens;
+    return gpu::ballot(h.pooled >= from && h.pooled < from + h.split_tokens);
+}
+
+// Split `split` of the run's share of this warp's lists, without outliers.
+KVQ_DEVICE kvq_gpu_part kvq_gpu_part_of(const kvq_gpu_here &h, int split)
+{
+    const int blocks = h.split_tokens / KVQ_BLOCK_TOKENS, from = split * blocks, to = from + blocks;
+    kvq_gpu_part part;
+    part.packed = kvq_gpu_count_below(h.packed, from);
+    part.packed_end = kvq_gpu_count_below(h.packed, to);
+    part.raw = kvq_gpu_count_below(h.raw_low, from) + kvq_gpu_count_below(h.raw_high, from);
+    part.raw_end = kvq_gpu_count_below(h.raw_low, to) + kvq_gpu_count_below(h.raw_high, to);
+    part.pool = false;
+    return part;
+}
+
+// The same with its outliers, which are listed now.
+template <class R>
+KVQ_DEVICE kvq_gpu_part kvq_gpu_list_pool(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+                                          int split)
+{
+    kvq_gpu_part part = kvq_gpu_part_of(h, split);
+    if (!a.recipe.outliers)
+        return part;
+    const uint32_t mask = kvq_gpu_pooled_in(h, split);
+    gpu::warp_sync(); // all have read the last split's
     if (gpu::lane() == 0)
-        gpu::sts32(votes + 4 * gpu::warp(), (h.n_packed > 0) | (h.n_raw > 0) << 1);
-    gpu::block_sync();
-    uint32_t all = 0;
-    for (int w = 0; w < KVQ_GPU_WARPS; w++)
-        all |= gpu::lds32(votes + 4 * w);
+        kvq_gpu_put_raw(gpu::smem_start() + R::RAW +
+                            8 * ((gpu::warp() + 1) * KVQ_GPU_RAW_TILES - 1),
+                        mask, KVQ_GPU_OF_POOL);
+    gpu::warp_sync();
+    part.pool = mask != 0;
+    part.raw_end += part.pool;
+    return part;
+}
+
+// Which splits of the run have packed groups, and which have raw tiles, in this warp's lists or,
+// where all threads have been told, in any warp's.
+struct kvq_gpu_votes {
+    uint32_t packed, raw;
+};
+
+// This warp's, for all threads of the block, which are told after their next sync.
+template <class R> KVQ_DEVICE void kvq_gpu_vote(const kvq_gpu_attend_args &a, const kvq_gpu_here &h)
+{
+    const int blocks = h.split_tokens / KVQ_BLOCK_TOKENS;
+    kvq_gpu_votes own = {0, 0};
+    KVQ_NO_UNROLL
+    for (int s = 0; s < h.splits; s++) {
+        const uint32_t some = kvq_gpu_bits(s * blocks, (s + 1) * blocks);
+        const bool pool = a.recipe.outliers && kvq_gpu_pooled_in(h, s);
+        own.packed |= (uint32_t)((h.packed & some) != 0) << s;
+        own.raw |= (uint32_t)(((h.raw_low | h.raw_high) & some) != 0 || pool) << s;
+    }
+    if (gpu::lane() == 0) {
+        gpu::sts32(gpu::smem_start() + R::VOTES + 8 * gpu::warp(), own.packed);
+        gpu::sts32(gpu::smem_start() + R::VOTES + 8 * gpu::warp() + 4, own.raw);
+    }
+}
+
+template <class R> KVQ_DEVICE kvq_gpu_votes kvq_gpu_count_votes()
+{
+    kvq_gpu_votes all = {0, 0};
+    for (int w = 0; w < KVQ_GPU_WARPS; w++) {
+        const gpu::u32x2 words = gpu::lds64(gpu::smem_start() + R::VOTES + 8 * w);
+        all.packed |= words.v[0];
+        all.raw |= words.v[1];
+    }
     return all;
 }
 
-// ---- Items ----
+// ---- Runs ----
 
-// Everything about item number i but its queries. All threads; what the rows are told is there
-// after the next sync of the block.
-template <class R> KVQ_DEVICE kvq_gpu_here kvq_gpu_enter(const kvq_gpu_attend_args &a, uint32_t i)
+// How many of the items from i on, before `end`, are splits one after the other of the same rows
+// and head as item i.
+KVQ_DEVICE int kvq_gpu_run_at(const kvq_gpu_attend_args &a, const kvq_gpu_item &item, uint32_t i,
+                              uint32_t end)
+{
+    const uint32_t at = i + (uint32_t)gpu::lane();
+    bool same = false;
+    if (at < end) {
+        const kvq_gpu_item &other = a.items[at];
+        same = other.tile == item.tile && other.tiles == item.tiles && other.head == item.head &&
+               other.split == item.split + (uint32_t)gpu::lane();
+    }
+    const uint32_t others = ~gpu::ballot(same);
+    return others ? gpu::popcount((others & (0 - others)) - 1) : gpu::WARP;
+}
+
+// Everything about the run at item number i but its queries. All threads; what the rows are told is
+// there after the next sync of the block.
+template <class R>
+KVQ_DEVICE kvq_gpu_here kvq_gpu_enter(const kvq_gpu_attend_args &a, uint32_t i, uint32_t end)
 {
     kvq_gpu_here h = {};
     h.item = a.items[i];
+    h.splits = kvq_gpu_run_at(a, h.item, i, end);
     h.session = &a.sessions[a.tiles[h.item.tile].session];
-    h.tokens = (int)h.session->split_tokens;
+    h.split_tokens = (int)h.session->split_tokens;
+    h.splits = kvq_gpu_min(h.splits, KVQ_GPU_RUN_BLOCKS * KVQ_BLOCK_TOKENS / h.split_tokens);
     h.start = (uint64_t)h.item.split * h.session->split_tokens;
     for (uint32_t t = 0; t < h.item.tiles; t++)
         h.rows += (int)a.tiles[h.item.tile + t].rows;
     kvq_gpu_set_row<R>(a, h);
+    return h;
+}
+
+// Where all threads find the run again; they do after the next sync of the block.
+template <class R> KVQ_DEVICE void kvq_gpu_remember(const kvq_gpu_here &h)
+{
+    const gpu::smem here = gpu::smem_start() + R::HERE;
+    const gpu::u32x4 item = {
+        {h.item.tile, h.item.tiles | (uint32_t)h.item.head << 16, h.item.split, 0}};
+    const gpu::u32x4 size = {{(uint32_t)h.splits, (uint32_t)h.split_tokens, (uint32_t)h.rows, 0}};
+    const gpu::u32x4 own = {{h.packed, h.raw_low, h.raw_high, 0}};
+    if (gpu::thread() == 0) {
+        gpu::sts128(here, item);
+        gpu::sts128(here + 16, size);
+    }
+    if (gpu::lane() == 0)
+        gpu::sts128(here + 32 + 16 * gpu::warp(), own);
+    if (gpu::lane() < KVQ_GPU_TILE_TOKENS)
+        gpu::sts32(gpu::smem_start() + R::POOLED +
+                       4 * (gpu::warp() * KVQ_GPU_TILE_TOKENS + gpu::lane()),
+                   (uint32_t)h.pooled);
+}
+
+template <class R> KVQ_DEVICE kvq_gpu_here kvq_gpu_recall(const kvq_gpu_attend_args &a)
+{
+    const gpu::smem here = gpu::smem_start() + R::HERE;
+    const gpu::u32x4 item = gpu::lds128(here), size = gpu::lds128(here + 16);
+    const gpu::u32x4 own = gpu::lds128(here + 32 + 16 * gpu::warp());
+    kvq_gpu_here h = {};
+    h.item.tile = item.v[0];
+    h.item.tiles = (uint16_t)item.v[1];
+    h.item.head = (uint16_t)(item.v[1] >> 16);
+    h.item.split = item.v[2];
+    h.session = &a.sessions[a.tiles[h.item.tile].session];
+    h.splits = (int)size.v[0];
+    h.split_tokens = (int)size.v[1];
+    h.rows = (int)size.v[2];
+    h.start = (uint64_t)h.item.split * size.v[1];
+    h.packed = own.v[0];
+    h.raw_low = own.v[1];
+    h.raw_high = own.v[2];
+    h.pooled = -1;
+    if (a.recipe.outliers && gpu::lane() < KVQ_GPU_TILE_TOKENS)
+        h.pooled = (int)gpu::lds32(gpu::smem_start() + R::POOLED +
+                                   4 * (gpu::warp() * KVQ_GPU_TILE_TOKENS + gpu::lane()));
     return h;
 }
 

@@ -131,10 +131,10 @@ KVQ_DEVICE void kvq_gpu_put_row(gpu::smem rows, int r, const float x[D / 32], bo
     }
 }
 
-// Channels of row r of the item's queries; zeros if there is no such row.
+// Channels of row r of the item's queries as they came; zeros if there is no such row.
 template <int D, class R>
 KVQ_DEVICE void kvq_gpu_load_row(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int r,
-                                 bool packed, float x[D / 32])
+                                 float x[D / 32])
 {
     const gpu::u32x2 owner = gpu::lds64(gpu::smem_start() + R::OWNERS + 8 * r);
     KVQ_UNROLL
@@ -150,28 +150,51 @@ KVQ_DEVICE void kvq_gpu_load_row(const kvq_gpu_attend_args &a, const kvq_gpu_her
     KVQ_UNROLL
     for (int i = 0; i < D / 32; i++)
         x[i] = a.sign * kvq__element(from, s.q.dtype, 64 * (i >> 1) + 2 * gpu::lane() + (i & 1));
-    if (packed) {
-        kvq_gpu_multiply<D>(a, s, h.item.head, x);
-        kvq_gpu_rotate<D>(a.recipe, a.recipe.k.rotation, x, false);
-    }
 }
 
-// Queries for raw keys, or for packed ones. Rows by warp.
+// As K was transformed before it was packed.
 template <int D, class R>
-KVQ_DEVICE void kvq_gpu_bring_queries(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
-                                      bool packed)
+KVQ_DEVICE void kvq_gpu_transform_query(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int r,
+                                        float x[D / 32])
+{
+    const gpu::u32x2 owner = gpu::lds64(gpu::smem_start() + R::OWNERS + 8 * r);
+    if (owner.v[0] == ~0u)
+        return;
+    kvq_gpu_multiply<D>(a, a.sessions[a.tiles[owner.v[0]].session], h.item.head, x);
+    kvq_gpu_rotate<D>(a.recipe, a.recipe.k.rotation, x, false);
+}
+
+// Puts row r into shared memory, for packed keys or for raw ones, with its factor.
+template <int D, class R>
+KVQ_DEVICE void kvq_gpu_put_query(const kvq_gpu_attend_args &a, int r, bool packed, float x[D / 32])
 {
     const gpu::smem smem = gpu::smem_start();
     const gpu::smem rows = smem + (packed ? R::PACKED_QUERIES : R::QUERIES);
+    const float factor = kvq_gpu_normalize<D>(x) * a.scale;
+    kvq_gpu_put_row<D>(rows, r, x, !packed && a.recipe.dtype == KVQ_BF16, rows + R::QUERY_BYTES);
+    if (gpu::lane() == 0)
+        kvq_gpu_put_float(smem + R::FACTORS + 8 * r + (packed ? 4 : 0), factor);
+}
+
+// Queries for raw keys, for packed ones, or, where they have places of their own, for both. Rows by
+// warp.
+template <int D, class R>
+KVQ_DEVICE void kvq_gpu_bring_queries(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, bool raw,
+                                      bool packed)
+{
     KVQ_NO_UNROLL
     for (int r = gpu::warp(); r < R::ROWS; r += KVQ_GPU_WARPS) {
-        float x[D / 32];
-        kvq_gpu_load_row<D, R>(a, h, r, packed, x);
-        const float factor = kvq_gpu_normalize<D>(x) * a.scale;
-        kvq_gpu_put_row<D>(rows, r, x, !packed && a.recipe.dtype == KVQ_BF16,
-                           rows + R::QUERY_BYTES);
-        if (gpu::lane() == 0)
-            kvq_gpu_put_float(smem + R::FACTORS + 8 * r + (packed ? 4 : 0), factor);
+        float x[D / 32], y[D / 32];
+        kvq_gpu_load_row<D, R>(a, h, r, x);
+        KVQ_UNROLL
+        for (int i = 0; i < D / 32; i++)
+            y[i] = x[i];
+        if (raw)
+            kvq_gpu_put_query<D, R>(a, r, false, x);
+        if (packed) {
+            kvq_gpu_transform_query<D, R>(a, h, r, y);
+            kvq_gpu_put_query<D, R>(a, r, true, y);
+        }
     }
 }
 

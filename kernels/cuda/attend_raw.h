@@ -49,16 +49,18 @@ KVQ_DEVICE kvq_gpu_source kvq_gpu_source_of(const kvq_gpu_attend_args &a, const 
     return kvq_gpu_source_at(block + kvq_raw_at(&r.raw, (uint32_t)head, at, v), r.dtype, r.dtype);
 }
 
-// Lanes 0 to 15 find the rows of K of tile i of the warp's list, lanes 16 to 31 those of V, and
-// each its token's rel (-1: none).
+// Lanes 0 to 15 find the rows of K of tile i of the split's, lanes 16 to 31 those of V, and each
+// its token's rel (-1: none).
 template <int D, class R>
 KVQ_DEVICE kvq_gpu_source kvq_gpu_find_row(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
-                                           int i, int *rel)
+                                           const kvq_gpu_part &part, int i, int *rel)
 {
     const int t = gpu::lane() % KVQ_GPU_TILE_TOKENS;
     const bool v = gpu::lane() >= KVQ_GPU_TILE_TOKENS;
+    const bool pooled = part.pool && part.raw + i == part.raw_end - 1;
+    const int at = pooled ? KVQ_GPU_RAW_TILES - 1 : part.raw + i;
     const gpu::u32x2 entry =
-        gpu::lds64(gpu::smem_start() + R::RAW + 8 * (gpu::warp() * KVQ_GPU_RAW_TILES + i));
+        gpu::lds64(gpu::smem_start() + R::RAW + 8 * (gpu::warp() * KVQ_GPU_RAW_TILES + at));
     const kvq_gpu_source none = {NULL, KVQ_GPU_NO_ROW, 0};
     *rel = -1;
     if (!(entry.v[0] >> t & 1))
@@ -66,7 +68,7 @@ KVQ_DEVICE kvq_gpu_source kvq_gpu_find_row(const kvq_gpu_attend_args &a, const k
     if (entry.v[1] == KVQ_GPU_OF_POOL) {
         const kvq_gpu_pool pool = kvq_gpu_pool_of(a, *h.session, h.item.head);
         const uint32_t row = (uint32_t)(gpu::warp() * KVQ_GPU_TILE_TOKENS + t);
-        *rel = kvq_gpu_pool_rel(a, h, pool, row);
+        *rel = (int)gpu::lds32(gpu::smem_start() + R::POOLED + 4 * (int)row);
         return kvq_gpu_source_at((v ? pool.v : pool.k) + row * 2 * D, a.recipe.dtype,
                                  a.recipe.dtype);
     }
@@ -125,18 +127,18 @@ KVQ_DEVICE void kvq_gpu_write_rows(gpu::smem tile, const kvq_gpu_source &source,
     }
 }
 
-// Brings tile i of the warp's list into a stage; one batch of copies.
+// Brings tile i of the split's into a stage; one batch of copies.
 template <int D, class R>
-KVQ_DEVICE void kvq_gpu_fetch_raw(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int i,
-                                  gpu::smem tile)
+KVQ_DEVICE void kvq_gpu_fetch_raw(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+                                  const kvq_gpu_part &part, int i, gpu::smem tile)
 {
     typedef kvq_gpu_tile_room<D> T;
-    if (i >= h.n_raw) {
+    if (part.raw + i >= part.raw_end) {
         gpu::copy_commit();
         return;
     }
     int rel;
-    const kvq_gpu_source source = kvq_gpu_find_row<D, R>(a, h, i, &rel);
+    const kvq_gpu_source source = kvq_gpu_find_row<D, R>(a, h, part, i, &rel);
     kvq_gpu_copy_rows<D>(tile, source);
     kvq_gpu_write_rows<D>(tile, source, a.recipe.dtype);
     if (gpu::lane() < KVQ_GPU_TILE_TOKENS) {
@@ -145,10 +147,10 @@ KVQ_DEVICE void kvq_gpu_fetch_raw(const kvq_gpu_attend_args &a, const kvq_gpu_he
     }
 }
 
-// All raw tiles of this warp, through STAGES stages.
+// The split's raw tiles of this warp, through STAGES stages.
 template <int D, int NT, int STAGES, bool BF16>
 KVQ_DEVICE void kvq_gpu_raw_loop(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
-                                 kvq_gpu_sums<D, NT> &sums)
+                                 const kvq_gpu_part &part, kvq_gpu_sums<D, NT> &sums)
 {
     typedef kvq_gpu_room<D, NT> R;
     typedef kvq_gpu_tile_room<D> T;
@@ -157,14 +159,14 @@ KVQ_DEVICE void kvq_gpu_raw_loop(const kvq_gpu_attend_args &a, const kvq_gpu_her
     const gpu::smem last = stages + (STAGES - 1) * T::BYTES;
     gpu::smem fill = stages, use = stages;
     for (int i = 0; i < STAGES - 1; i++, fill += T::BYTES)
-        kvq_gpu_fetch_raw<D, R>(a, h, i, fill);
+        kvq_gpu_fetch_raw<D, R>(a, h, part, i, fill);
     KVQ_NO_UNROLL
-    for (int i = 0; i < h.n_raw; i++) {
+    for (int i = 0; i < part.raw_end - part.raw; i++) {
         if (STAGES > 1) {
             gpu::copy_wait<(STAGES > 1 ? STAGES - 2 : 0)>();
             gpu::warp_sync(); // the rows are there, and all lanes have left the stage to fill
         }
-        kvq_gpu_fetch_raw<D, R>(a, h, i + STAGES - 1, fill);
+        kvq_gpu_fetch_raw<D, R>(a, h, part, i + STAGES - 1, fill);
         if (STAGES == 1) {
             gpu::copy_wait<0>();
             gpu::warp_sync();
@@ -178,17 +180,15 @@ KVQ_DEVICE void kvq_gpu_raw_loop(const kvq_gpu_attend_args &a, const kvq_gpu_her
 }
 
 template <int D, int NT, int STAGES>
-KVQ_DEVICE void kvq_gpu_attend_raw(const kvq_gpu_attend_args &a, const kvq_gpu_here &h)
+KVQ_DEVICE void kvq_gpu_attend_raw(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+                                   const kvq_gpu_part &part, kvq_gpu_sums<D, NT> &sums)
 {
-    kvq_gpu_sums<D, NT> sums;
     kvq_gpu_start(sums);
     if (a.recipe.dtype == KVQ_BF16)
-        kvq_gpu_raw_loop<D, NT, STAGES, true>(a, h, sums);
+        kvq_gpu_raw_loop<D, NT, STAGES, true>(a, h, part, sums);
     else
-        kvq_gpu_raw_loop<D, NT, STAGES, false>(a, h, sums);
+        kvq_gpu_raw_loop<D, NT, STAGES, false>(a, h, part, sums);
     kvq_gpu_tile_end(sums);
-    gpu::block_sync(); // the sums stand where other warps' stages are
-    kvq_gpu_publish<D, NT, false>(sums);
 }
 
 #endif

@@ -26,11 +26,15 @@ template <int D> struct kvq_gpu_wide_room {
     static constexpr int TILES = D == 256 ? 2 : KVQ_GPU_WARPS; // attended to at once: registers
     static constexpr int RANGES = 0;
     static constexpr int OWNERS = RANGES + 8 * ROWS;
-    static constexpr int FACTORS = OWNERS + 8 * ROWS;
+    static constexpr int PLACES = OWNERS + 8 * ROWS;
+    static constexpr int FACTORS = PLACES + 16 * ROWS;
     static constexpr int STATE = FACTORS + 8 * ROWS;
-    static constexpr int VOTES = STATE + 8 * ROWS;
+    static constexpr int LAST = STATE + 8 * ROWS;
+    static constexpr int HERE = LAST + 4 * ROWS;
+    static constexpr int POOLED = HERE + 96;
+    static constexpr int VOTES = POOLED + 256;
     static constexpr int PACKED = VOTES + 64;
-    static constexpr int LIST_BYTES = 16 * (KVQ_GPU_SPLIT_BLOCKS + KVQ_GPU_STAGES - 1);
+    static constexpr int LIST_BYTES = 16 * (KVQ_GPU_RUN_BLOCKS + KVQ_GPU_STAGES - 1);
     static constexpr int RAW = PACKED + KVQ_GPU_WARPS * LIST_BYTES;
     static constexpr int RAW_END = RAW + KVQ_GPU_WARPS * KVQ_GPU_RAW_TILES * 8;
     static constexpr int QUERIES = (RAW_END + 127) / 128 * 128; // and the rest of bf16 ones
@@ -270,13 +274,14 @@ KVQ_DEVICE void kvq_gpu_wide_packed(const kvq_gpu_attend_args &a, const kvq_gpu_
 
 template <int D, bool BF16>
 KVQ_DEVICE void kvq_gpu_wide_raw(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
-                                 kvq_gpu_rows<D> &r, const kvq_gpu_counts &counts)
+                                 const kvq_gpu_part &part, kvq_gpu_rows<D> &r,
+                                 const kvq_gpu_counts &counts)
 {
     typedef kvq_gpu_wide_room<D> R;
     const gpu::smem own = gpu::smem_start() + R::STAGES + gpu::warp() * kvq_gpu_tile_room<D>::BYTES;
     KVQ_NO_UNROLL
     for (int step = 0; step < counts.most; step++) {
-        kvq_gpu_fetch_raw<D, R>(a, h, step, own);
+        kvq_gpu_fetch_raw<D, R>(a, h, part, step, own);
         gpu::copy_wait<0>();
         gpu::block_sync();
         kvq_gpu_wide_attend<D, BF16>(r, counts, step);
@@ -330,7 +335,7 @@ KVQ_DEVICE void kvq_gpu_rows_rotate(const kvq_gpu_attend_args &a, kvq_gpu_rows<D
     kvq_gpu_rows_get<D>(r);
 }
 
-// Where kvq_gpu_leave looks for them.
+// Where kvq_gpu_wide_hand_over looks for them.
 template <int D> KVQ_DEVICE void kvq_gpu_rows_end(kvq_gpu_rows<D> &r)
 {
     typedef kvq_gpu_wide_room<D> R;
@@ -347,6 +352,24 @@ template <int D> KVQ_DEVICE void kvq_gpu_rows_end(kvq_gpu_rows<D> &r)
     }
 }
 
+// Hands over the sums, rows by warp.
+template <int D>
+KVQ_DEVICE void kvq_gpu_wide_hand_over(const kvq_gpu_attend_args &a, const kvq_gpu_here &h)
+{
+    typedef kvq_gpu_wide_room<D> R;
+    const gpu::smem smem = gpu::smem_start();
+    KVQ_NO_UNROLL
+    for (int row = gpu::warp(); row < h.rows; row += KVQ_GPU_WARPS) {
+        const gpu::u32x2 ml = gpu::lds64(smem + R::STATE + 8 * row);
+        float o[D / 32];
+        KVQ_UNROLL
+        for (int i = 0; i < D / 32; i++)
+            o[i] = kvq_gpu_get_float(smem + R::OUT + 4 * row * D +
+                                     4 * (64 * (i >> 1) + 2 * gpu::lane() + (i & 1)));
+        kvq_gpu_hand_over<D, R>(a, h, 0, row, gpu::as_float(ml.v[0]), gpu::as_float(ml.v[1]), o);
+    }
+}
+
 // ---- Items ----
 
 template <int D>
@@ -355,40 +378,44 @@ KVQ_DEVICE void kvq_gpu_wide_item(const kvq_gpu_attend_args &a, const kvq_gpu_he
     typedef kvq_gpu_wide_room<D> R;
     kvq_gpu_rows<D> r;
     kvq_gpu_rows_start<D>(r);
-    const kvq_gpu_counts packed = kvq_gpu_count_tiles<R>(2 * h.n_packed);
+    const kvq_gpu_part part = kvq_gpu_list_pool<R>(a, h, 0);
+    const kvq_gpu_counts packed = kvq_gpu_count_tiles<R>(2 * part.packed_end);
     if (packed.most > 0) {
-        kvq_gpu_bring_queries<D, R>(a, h, true);
+        kvq_gpu_bring_queries<D, R>(a, h, false, true);
         gpu::block_sync();
         kvq_gpu_rows_enter<D>(a, r, true);
         kvq_gpu_wide_packed<D>(a, h, r, packed);
         if (a.recipe.v.rotation != KVQ_ROTATE_NONE)
             kvq_gpu_rows_rotate<D>(a, r);
     }
-    const kvq_gpu_counts raw = kvq_gpu_count_tiles<R>(h.n_raw);
+    const kvq_gpu_counts raw = kvq_gpu_count_tiles<R>(part.raw_end);
     if (raw.most > 0) {
-        kvq_gpu_bring_queries<D, R>(a, h, false);
+        kvq_gpu_bring_queries<D, R>(a, h, true, false);
         gpu::block_sync();
         kvq_gpu_rows_enter<D>(a, r, false);
         if (a.recipe.dtype == KVQ_BF16)
-            kvq_gpu_wide_raw<D, true>(a, h, r, raw);
+            kvq_gpu_wide_raw<D, true>(a, h, part, r, raw);
         else
-            kvq_gpu_wide_raw<D, false>(a, h, r, raw);
+            kvq_gpu_wide_raw<D, false>(a, h, part, r, raw);
     }
     kvq_gpu_rows_end<D>(r);
+    gpu::block_sync();
+    kvq_gpu_wide_hand_over<D>(a, h);
     gpu::block_sync();
     kvq_gpu_leave<D, R>(a, h);
 }
 
+// The block's items, one at a time: their queries take long anyhow.
 template <int D> KVQ_DEVICE void kvq_gpu_wide_all(const kvq_gpu_attend_args &a)
 {
     typedef kvq_gpu_wide_room<D> R;
     static_assert(R::BYTES == KVQ_GPU_WIDE_BYTES(D), "the host knows the size");
     KVQ_NO_UNROLL
     for (uint32_t i = (uint32_t)gpu::block_x(); i < *a.n_items; i += (uint32_t)gpu::grid_x()) {
-        kvq_gpu_here h = kvq_gpu_enter<R>(a, i);
+        kvq_gpu_here h = kvq_gpu_enter<R>(a, i, i + 1);
         gpu::block_sync();
-        kvq_gpu_sum_up_rows<R>(h);
         kvq_gpu_make_lists<R>(a, h);
+        kvq_gpu_remember<R>(h);
         kvq_gpu_wide_item<D>(a, h);
     }
 }

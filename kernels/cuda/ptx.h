@@ -333,12 +333,12 @@ KVQ_DEVICE void stg128(void *at, const u32x4 &x)
     *(uint4 *)at = make_uint4(x.v[0], x.v[1], x.v[2], x.v[3]);
 }
 
-KVQ_DEVICE uint32_t fetch_inc(uint32_t *at, uint32_t last)
+KVQ_DEVICE uint32_t fetch_count(uint32_t *at, uint32_t x)
 {
     uint32_t r;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
                  : "=r"(r)
-                 : "l"(at), "r"(last)
+                 : "l"(at), "r"(x)
                  : "memory");
     return r;
 }

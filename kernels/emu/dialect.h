@@ -35,11 +35,10 @@
 //   ldg16/32/64/128, stg16/32/64/128
 //                           loads and stores of device memory, naturally aligned. What a kernel
 //                           writes, and what another block wrote, is reached by these alone
-//   fetch_inc(at, last)     of a word in device memory: adds 1, or makes it 0 where it is `last`
-//                           or more; returns what it was. An acquire and a release: whoever comes
-//                           later sees what was done, and synced, before
+//   fetch_count(at, x)      adds x to a word in device memory; returns what it was. An acquire and
+//                           a release: whoever comes later sees what was done, and synced, before
 //   fetch_add(at, x), fetch_max(at, x)
-//                           return what it was; they order nothing
+//                           the sum, the larger; return what it was, and order nothing
 //   load_acquire(at), store_release(at, x)
 //   mma(d, a, b0, b1, c)    d = a b + c; m16n8k16, fp16 in, fp32 out, fragments as PTX has them:
 //                           a[0] row g, k 2j and 2j+1; a[1] row g+8; a[2], a[3] the same, k + 8;

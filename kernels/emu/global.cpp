@@ -318,11 +318,11 @@ template <typename Change> static uint32_t count(uint32_t *at, Change change, si
     return before;
 }
 
-uint32_t fetch_inc(uint32_t *at, uint32_t last, const char *file, int line)
+uint32_t fetch_count(uint32_t *at, uint32_t x, const char *file, int line)
 {
     acquire(at);
     const uint32_t before = count(
-        at, [=](uint32_t x) { return x >= last ? 0 : x + 1; }, emu_site({"fetch_inc", file, line}));
+        at, [=](uint32_t was) { return was + x; }, emu_site({"fetch_count", file, line}));
     release(at);
     return before;
 }

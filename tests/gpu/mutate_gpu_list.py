@@ -32,12 +32,13 @@ MUTATIONS = [
     attend("zeros-of-another-channel-group", "attend_affine.h",
            "gpu::shuffle(zeros, 4 * (t >> 1) + l.j)", "gpu::shuffle(zeros, 4 * (t >> 2) + l.j)"),
     attend("missing-warp-sync", "attend_affine.h",
-           "        gpu::warp_sync(); // the copies of all lanes are there, and all have left the "
-           "stage to fill\n", ""),
+           "    gpu::copy_wait<KVQ_GPU_STAGES - 2>();\n    gpu::warp_sync();\n",
+           "    gpu::copy_wait<KVQ_GPU_STAGES - 2>();\n"),
     attend("stale-stage", "attend_affine.h", "gpu::copy_wait<KVQ_GPU_STAGES - 2>();",
            "gpu::copy_wait<KVQ_GPU_STAGES - 1>();"),
     one("attend-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_affine.h",
-        "        fill = use;\n", "        fill = use == last ? stages : use + G::BYTES;\n"),
+        "    pipe.fill = pipe.use;\n",
+        "    pipe.fill = pipe.fill == stages ? pipe.use : stages;\n"),
     attend("soft-cap-lost", "attend_affine.h", "        if (cap != 0)\n", "        if (cap < 0)\n"),
     attend("whole-groups-only", "attend_item.h", "const bool partly = g.packed != ~0u || rel",
            "const bool partly = rel"),
@@ -62,8 +63,6 @@ MUTATIONS = [
            "first[nt][x][n] + second[nt][x][2 + n]", "first[nt][x][n] + second[nt][x][n]"),
     attend("table-of-the-first-head", "attend_book.h", "a.book.k + head * a.book.k_head",
            "a.book.k + 0 * head"),
-    one("attend-book-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_book.h",
-        "        fill = use;\n", "        fill = use == last ? stages : use + B::BYTES;\n"),
 
     # InnerQ.
     attend("innerq-scale-of-other-channels", "attend_innerq.h", "2 * half + (j >> 1);",
@@ -79,8 +78,6 @@ MUTATIONS = [
            "G::V_ZEROS, 0x7fff7fffu);"),
     attend("innerq-sum-of-all-groups", "attend_innerq.h",
            "o[nt][i] = HYBRID ? 0 : sum[nt][i & 1]", "o[nt][i] = HYBRID ? 0 : l.total[nt][i & 1]"),
-    one("attend-innerq-stage-filled-too-soon", "test_gpu_long", CUDA + "attend_innerq.h",
-        "        fill = use;\n", "        fill = use == last ? stages : use + BYTES;\n"),
 
     # Classic dequantization, to compare with.
     one("classic-wrong-place", "test_gpu_classic", CUDA + "attend_classic.h",
@@ -124,17 +121,21 @@ MUTATIONS = [
            "            gpu::copy_wait<(STAGES > 1 ? STAGES - 1 : 0)>();\n"),
 
     # Splits, merging, output.
-    attend("split-left-out", "attend_sums.h", "for (uint32_t split = 0; split < s.splits; split++)",
-           "for (uint32_t split = 0; split + 1 < s.splits; split++)"),
-    attend("merge-lost", "attend_sums.h", "splits - 1) == splits - 1);", "splits - 1) == splits);"),
-    attend("merge-too-soon", "attend_sums.h",
-           "        gpu::block_sync(); // all rows are handed over, and nobody reads the last "
-           "tile's vote\n", ""),
-    attend("arrival-orders-nothing", "attend_sums.h",
-           "gpu::fetch_inc(a.counters + t * a.kv_heads + h.item.head,\n"
-           "                                            splits - 1) == splits - 1);",
-           "gpu::fetch_add(a.counters + t * a.kv_heads + h.item.head, 1) % splits ==\n"
-           "                                 splits - 1);"),
+    attend("split-left-out", "attend_sums.h", "for (int i = 0; i < some; i++)",
+           "for (int i = 0; i + 1 < some; i++)"),
+    attend("merge-lost", "attend_sums.h", "gpu::fetch_count(counter, n) + n == splits;",
+           "gpu::fetch_count(counter, n) + n > splits;"),
+    attend("merge-too-soon", "attend_kernel.h",
+           "    gpu::block_sync(); // all rows are handed over\n", ""),
+    attend("arrival-orders-nothing", "attend_sums.h", "gpu::fetch_count(counter, n)",
+           "gpu::fetch_add(counter, n)"),
+    attend("sums-of-the-split-before", "attend_kernel.h",
+           "    gpu::block_sync(); // nobody reads stages or sums that these sums are "
+           "written over\n", ""),
+    attend("ahead-into-raw-stages", "attend_kernel.h",
+           "    if (raw == 0)\n        return h.splits - 1;\n",
+           "    if (raw != ~0u)\n        return h.splits - 1;\n"),
+    attend("partials-of-one-split", "attend_sums.h", "(size_t)split * words.v[2];", "(size_t)0;"),
     attend("wrong-head-of-the-group", "attend_sums.h",
            "const uint32_t q_head = head * a.gqa + row % a.gqa;",
            "const uint32_t q_head = head * a.gqa + (row + 1) % a.gqa;"),
@@ -152,9 +153,7 @@ MUTATIONS = [
         "header.narrow_items = w.used.narrow_items;",
         "header.narrow_items = limits->narrow_items;"),
     one("attend-counter-stays", "test_gpu_replay", CUDA + "attend_sums.h",
-        "gpu::fetch_inc(a.counters + t * a.kv_heads + h.item.head,\n"
-        "                                            splits - 1) == splits - 1);",
-        "gpu::fetch_add(a.counters + t * a.kv_heads + h.item.head, 1) == splits - 1);"),
+        "            gpu::stg32(counter, 0); // for the next launch\n", "            (void)0;\n"),
 
     # Storing, packing, reading.
     pack("norm-not-as-stored", "pack.cu", "1.0f / kvq__f16_to_f32(stored)", "1.0f / norm"),

@@ -396,8 +396,12 @@ static void same(const char *what, const result &a, const result &b)
 static void test_bits(void **)
 {
     std::mt19937 random(16);
-    for (const char *format : {"oscar2", "bf16", "innerq-small"}) {
-        const layer l = make_layer(format, 64, 4, 2, KVQ_F16);
+    // kivi-sink2: raw tiles between packed groups; ott2: outliers. test_formats holds these three
+    // against the reference.
+    for (const std::string format :
+         {"oscar2", "bf16", "innerq-small", "kivi-sink2", "ott2", "kvq2"}) {
+        const bool held = format != "kivi-sink2" && format != "ott2" && format != "kvq2";
+        const layer l = make_layer(format.c_str(), 64, 4, 2, KVQ_F16);
         vector<session> sessions;
         for (const uint64_t tokens : {1500ull, 40ull, 900ull, 257ull, 600ull}) {
             wish w;
@@ -412,7 +416,7 @@ static void test_bits(void **)
         for (session &s : sessions)
             all.push_back(&s);
         const vector<result> first = run(l, all, run_options());
-        for (size_t i = 0; i < all.size(); i++)
+        for (size_t i = 0; i < all.size() && held; i++)
             expect("bits", l, *all[i], first[i]);
         for (const uint32_t blocks : {1u, 7u, 132u, 396u}) {
             run_options options;
@@ -506,8 +510,8 @@ static void test_sharing_saves(void **)
                      0);
     assert_int_equal(
         kvq_gpu_attend_needs(&g, calls.data(), shared, 4, &together, text, sizeof(text)), 0);
-    assert_int_equal(apart.narrow_items, 4 * 8 * 17);
-    assert_int_equal(together.narrow_items, 8 * (4 * 9 + 8));
+    assert_int_equal(apart.narrow_items, 4 * 8 * 9);
+    assert_int_equal(together.narrow_items, 8 * (4 * 5 + 4));
     assert_int_equal(apart.narrow_rows, 8);
     assert_int_equal(together.narrow_rows, 16);
 }

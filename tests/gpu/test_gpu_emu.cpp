@@ -550,7 +550,7 @@ template <way WAY> static void last_arriver(const memory &m)
     if (WAY != EARLY)
         gpu::block_sync();
     if (gpu::thread() == 0) {
-        before = WAY == RELAXED ? gpu::fetch_add(counter, 1) : gpu::fetch_inc(counter, last);
+        before = WAY == RELAXED ? gpu::fetch_add(counter, 1) : gpu::fetch_count(counter, 1);
         gpu::sts32(0, before);
     }
     if (WAY == ALONE) {
@@ -566,6 +566,8 @@ template <way WAY> static void last_arriver(const memory &m)
     for (uint32_t b = 0; b <= last; b++)
         sum += gpu::ldg32(m.out + 64 + b * THREADS + gpu::thread());
     gpu::stg32(m.out + gpu::thread(), sum);
+    if (gpu::thread() == 0)
+        gpu::stg32(counter, 0);
 }
 
 template <way WAY> static void arrive_from_zero(const memory &m)

@@ -144,7 +144,7 @@ template <int D, int BITS> static void probe_k(const probe &a)
     kvq_gpu_begin<D, 1>(l, 0, (float)(1 << 21));
     kvq_gpu_keep_q<D, 1>(l);
     float s[1][2][4];
-    kvq_gpu_logits<D, BITS, 1>(l, R::STAGES, s);
+    kvq_gpu_logits<D, BITS, 1>(l, R::STAGES, R::STAGES + kvq_gpu_affine<D, BITS>::K_SCALES, s);
     for (int m = 0; m < 2; m++)
         for (int i = 0; i < 4; i++)
             a.out[(4 * l.g + 2 * m + (i >> 1)) * 8 + 2 * l.j + (i & 1)] =
@@ -166,7 +166,7 @@ template <int D, int BITS> static void probe_v(const probe &a)
         p[0][x >> 1][x & 1] = gpu::pack2(token == wanted, token + 4 == wanted);
     }
     kvq_gpu_values<D, BITS, 1>(l, R::STAGES + G::K_NORMS + G::NORMS, p);
-    kvq_gpu_finish<D, 1>(l);
+    kvq_gpu_finish<D, 1>(l, 1, 1);
     for (int t = 0; t < D / 16; t++)
         for (int i = 0; i < 4; i++)
             a.out[(2 * l.j + (i & 1)) * D + 16 * t + 8 * (i >> 1) + l.g] = l.sums.o[0][t][i];

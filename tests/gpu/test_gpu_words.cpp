@@ -274,7 +274,7 @@ static void count_kernel(const lanes &l)
     uint32_t *out = l.out;
     gpu::fetch_add(out, (uint32_t)gpu::lane());
     gpu::fetch_max(out + 1, (uint32_t)(gpu::lane() * 7 % 32));
-    gpu::fetch_inc(out + 2, 9); // 32 steps through 0 to 9
+    gpu::fetch_count(out + 2, 3);
     if (gpu::lane() == 4)
         gpu::store_release(out + 3, 77);
     gpu::warp_sync();
@@ -297,7 +297,7 @@ static void test_counters(void **)
         fail_msg("%s", report.text);
     assert_int_equal(out[0], 31 * 32 / 2);
     assert_int_equal(out[1], 31);
-    assert_int_equal(out[2], 2);
+    assert_int_equal(out[2], 96);
     assert_int_equal(out[4], 77);
     assert_int_equal(out[5], 0x1234abcd);
     assert_true(out[6] == 1 && out[7] == 2);
