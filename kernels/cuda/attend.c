@@ -13,6 +13,8 @@ enum kvq_gpu_source_kind {
     AFFINE2,
     AFFINE3,
     AFFINE4,
+    SHARED2,
+    SHARED3,
     INNERQ2,
     INNERQ3,
     BOOK,
@@ -484,6 +486,17 @@ static bool is_innerq(const struct kvq_recipe *r)
            v->group == KVQ_GROUP_TOKENS && r->k_token_scale == KVQ_SCALE_NONE;
 }
 
+// K affine with parameters for a whole record, of 2 bits with V affine, or of 3 with V Lloyd-Max; V
+// of 2 bits, with one scale for all of a token.
+static bool is_shared(const struct kvq_recipe *r, uint8_t k_bits)
+{
+    const struct kvq_side *k = &r->k.row, *v = &r->v.row;
+    uint8_t codec = k_bits == 3 ? KVQ_CODEC_LLOYD : KVQ_CODEC_AFFINE;
+    return k->codec == KVQ_CODEC_AFFINE && k->axis == KVQ_PER_CHANNEL && k->bits == k_bits &&
+           k->group == KVQ_BLOCK_TOKENS && v->codec == codec && v->axis == KVQ_PER_TOKEN &&
+           v->bits == 2 && !v->wide && v->group == r->dim;
+}
+
 // A table of 256 entries of 4 channels, one for all sub-vectors.
 static bool is_small_book(const struct kvq_recipe_side *side, size_t sub)
 {
@@ -499,6 +512,8 @@ static enum kvq_gpu_source_kind source_of(const struct kvq_gpu_attend_args *a)
     for (uint8_t bits = 2; bits <= 4; bits++)
         if (is_affine(&r->k, KVQ_PER_CHANNEL, bits) && is_affine(&r->v, KVQ_PER_TOKEN, bits))
             return AFFINE2 + (bits - 2u);
+    if (is_shared(r, 2) || is_shared(r, 3))
+        return r->k.row.bits == 2 ? SHARED2 : SHARED3;
     if (is_innerq(r))
         return r->v.row.bits == 2 ? INNERQ2 : INNERQ3;
     if (is_small_book(&r->k, a->book.k_sub) && is_small_book(&r->v, a->book.v_sub) &&
@@ -513,7 +528,9 @@ static uint32_t narrow_bytes(const struct kvq_gpu_attend_args *a, uint32_t rows,
     uint32_t dim = a->recipe.dim, bits = a->recipe.k.row.bits, stages = 0;
     uint32_t raw = KVQ_GPU_RAW_STAGE(dim) * (kind == RAW ? KVQ_GPU_RAW_STAGES(dim) : 1);
     bool apart = kind <= INNERQ3 && KVQ_GPU_APART(dim, rows, bits);
-    if (kind <= INNERQ3)
+    if (kind == SHARED2 || kind == SHARED3)
+        stages = KVQ_GPU_SHARED_STAGES(dim, bits);
+    else if (kind <= INNERQ3)
         stages = KVQ_GPU_AFFINE_STAGES(dim, bits);
     return KVQ_GPU_NARROW_BYTES(dim, rows, KVQ_GPU_MOST(stages, raw), apart) +
            (kind == BOOK ? KVQ_GPU_TABLES : 0);

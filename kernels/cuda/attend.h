@@ -115,6 +115,9 @@ struct kvq_gpu_attend_args {
 #define KVQ_GPU_RAW_STAGE(dim)  (4 * (64 * (dim) + 128))
 #define KVQ_GPU_AFFINE_STAGES(dim, bits)                                                           \
     (12 * (KVQ_GROUP_TOKENS * (dim) * (bits) / 8 * 2 + 8 * (dim) + 2 * KVQ_GROUP_TOKENS))
+#define KVQ_GPU_SHARED_STAGES(dim, bits)                                                           \
+    (12 * (4 * (dim) + KVQ_GROUP_TOKENS * (dim) * ((bits) + 2) / 8 +                               \
+           ((bits) == 3 ? 4 : 6) * KVQ_GROUP_TOKENS))
 #define KVQ_GPU_LISTS           (96 + 256 + 4 * 34 * 16 + 4 * 65 * 8)
 #define KVQ_GPU_SUMS(dim, rows) (32 * (rows) + 16 * (rows) * ((dim) + 4))
 #define KVQ_GPU_NARROW_BYTES(dim, rows, stages, apart)                                             \

@@ -22,6 +22,7 @@
 #include "kernels/cuda/attend_classic.h"
 #include "kernels/cuda/attend_innerq.h"
 #include "kernels/cuda/attend_raw.h"
+#include "kernels/cuda/attend_shared.h"
 
 // ---- Sources ----
 
@@ -50,6 +51,27 @@ KVQ_DEVICE void kvq_gpu_take(kvq_gpu_affine_source<D, NT, BITS>, const kvq_gpu_a
                              int split, kvq_gpu_pipe &pipe, kvq_gpu_sums<D, NT> &sums)
 {
     kvq_gpu_attend_affine<D, BITS, NT>(a, pipe, kvq_gpu_groups_of<kvq_gpu_room<D, NT>>(a, split),
+                                       sums);
+}
+
+template <int D, int NT, int BITS> struct kvq_gpu_shared_source {
+    static constexpr bool FOURS = false, APART = KVQ_GPU_APART(D, 8 * NT, BITS);
+    static constexpr int TABLES = 0, RAW_STAGES = 1;
+    static constexpr int BYTES = KVQ_GPU_WARPS * kvq_gpu_shared<D, BITS>::WARP_BYTES;
+};
+
+template <int D, int NT, int BITS>
+KVQ_DEVICE void kvq_gpu_ahead(kvq_gpu_shared_source<D, NT, BITS>, const kvq_gpu_attend_args &a,
+                              kvq_gpu_pipe &pipe, int from, int limit)
+{
+    kvq_gpu_shared_ahead<D, BITS, NT>(a, pipe, from, limit);
+}
+
+template <int D, int NT, int BITS>
+KVQ_DEVICE void kvq_gpu_take(kvq_gpu_shared_source<D, NT, BITS>, const kvq_gpu_attend_args &a,
+                             int split, kvq_gpu_pipe &pipe, kvq_gpu_sums<D, NT> &sums)
+{
+    kvq_gpu_attend_shared<D, BITS, NT>(a, pipe, kvq_gpu_groups_of<kvq_gpu_room<D, NT>>(a, split),
                                        sums);
 }
 
@@ -171,6 +193,10 @@ KVQ_DEVICE void kvq_gpu_prepare(kvq_gpu_book_source<D, NT>, const kvq_gpu_attend
     KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_affine_source<D, NT, BITS>),                \
                        KVQ_GPU_MOST(KVQ_GPU_AFFINE_STAGES(D, BITS), KVQ_GPU_RAW_STAGE(D)),         \
                        KVQ_GPU_APART(D, 8 * NT, BITS), 0)
+#define KVQ_GPU_CHECK_SHARED(D, NT, BITS)                                                          \
+    KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_shared_source<D, NT, BITS>),                \
+                       KVQ_GPU_MOST(KVQ_GPU_SHARED_STAGES(D, BITS), KVQ_GPU_RAW_STAGE(D)),         \
+                       KVQ_GPU_APART(D, 8 * NT, BITS), 0)
 #define KVQ_GPU_CHECK_BYTES(D, NT)                                                                 \
     KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_any_source<D, NT>), KVQ_GPU_RAW_STAGE(D),   \
                        false, 0)                                                                   \
@@ -179,6 +205,8 @@ KVQ_DEVICE void kvq_gpu_prepare(kvq_gpu_book_source<D, NT>, const kvq_gpu_attend
     KVQ_GPU_CHECK_AFFINE(D, NT, 2)                                                                 \
     KVQ_GPU_CHECK_AFFINE(D, NT, 3)                                                                 \
     KVQ_GPU_CHECK_AFFINE(D, NT, 4)                                                                 \
+    KVQ_GPU_CHECK_SHARED(D, NT, 2)                                                                 \
+    KVQ_GPU_CHECK_SHARED(D, NT, 3)                                                                 \
     KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_innerq_source<D, NT, 2>),                   \
                        KVQ_GPU_AFFINE_STAGES(D, 3), KVQ_GPU_APART(D, 8 * NT, 3), 0)                \
     KVQ_GPU_CHECK_SIZE(D, NT, KVQ_GPU_ARGUMENT(kvq_gpu_book_source<D, NT>), KVQ_GPU_RAW_STAGE(D),  \
@@ -386,6 +414,9 @@ constexpr int kvq_gpu_residents(int dim, int nt, int bits)
 #define KVQ_GPU_ATTEND_AFFINE(D, BITS, NT)                                                         \
     KVQ_GPU_ATTEND(d##D##_b##BITS##_n##NT, D, NT, BITS,                                            \
                    KVQ_GPU_ARGUMENT(kvq_gpu_affine_source<D, NT, BITS>))
+#define KVQ_GPU_ATTEND_SHARED(D, BITS, NT)                                                         \
+    KVQ_GPU_ATTEND(d##D##_s##BITS##_n##NT, D, NT, BITS,                                            \
+                   KVQ_GPU_ARGUMENT(kvq_gpu_shared_source<D, NT, BITS>))
 #define KVQ_GPU_ATTEND_INNERQ(D, BITS, NT)                                                         \
     KVQ_GPU_ATTEND(d##D##_iq##BITS##_n##NT, D, NT, (NT) == 2 ? 4 : (BITS) + 1,                     \
                    KVQ_GPU_ARGUMENT(kvq_gpu_innerq_source<D, NT, BITS>))
@@ -400,6 +431,8 @@ constexpr int kvq_gpu_residents(int dim, int nt, int bits)
     KVQ_GPU_ATTEND_AFFINE(D, 2, NT)                                                                \
     KVQ_GPU_ATTEND_AFFINE(D, 3, NT)                                                                \
     KVQ_GPU_ATTEND_AFFINE(D, 4, NT)                                                                \
+    KVQ_GPU_ATTEND_SHARED(D, 2, NT)                                                                \
+    KVQ_GPU_ATTEND_SHARED(D, 3, NT)                                                                \
     KVQ_GPU_ATTEND_INNERQ(D, 2, NT)                                                                \
     KVQ_GPU_ATTEND_INNERQ(D, 3, NT)                                                                \
     KVQ_GPU_ATTEND_BOOK(D, NT)                                                                     \

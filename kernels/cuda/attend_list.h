@@ -11,6 +11,8 @@
     KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_B2_N##N, d##DIM##_b2_n##N)                                   \
     KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_B3_N##N, d##DIM##_b3_n##N)                                   \
     KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_B4_N##N, d##DIM##_b4_n##N)                                   \
+    KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_S2_N##N, d##DIM##_s2_n##N)                                   \
+    KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_S3_N##N, d##DIM##_s3_n##N)                                   \
     KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_IQ2_N##N, d##DIM##_iq2_n##N)                                 \
     KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_IQ3_N##N, d##DIM##_iq3_n##N)                                 \
     KVQ_GPU_ATTEND_KERNEL(X, D##DIM##_BOOK_N##N, d##DIM##_book_n##N)                               \

@@ -29,10 +29,19 @@ for arch in $built; do
     count d128_b3_n1 --at-most 19 --registers 255
     count d128_b4_n1 --at-most 19 --registers 255
     count d256_b2_n1 --at-most 22 --registers 255
-    count d256_b3_n1 --at-most 33 --registers 255 --spills 56
-    count d256_b4_n1 --at-most 33 --registers 255 --spills 56
+    count d256_b3_n1 --at-most 33 --registers 255 --spills 60
+    count d256_b4_n1 --at-most 33 --registers 255 --spills 60
     count d64_b2_n2 --at-most 13.5 --registers 168
     count d128_b2_n2 --at-most 20 --registers 255
+    count d64_s2_n1 --at-most 9 --registers 168
+    count d64_s3_n1 --at-most 12.5 --registers 168
+    count d128_s2_n1 --at-most 13 --registers 168 --spills 24
+    count d128_s3_n1 --at-most 18.5 --registers 255
+    count d256_s2_n1 --at-most 22 --registers 255
+    count d256_s3_n1 --at-most 33 --registers 255 --spills 50
+    for kernel in d64_s2_n2 d64_s3_n2 d128_s2_n2 d128_s3_n2; do
+        count "$kernel" --registers 255 --spills 24
+    done
     for bits in 3 4; do
         count "d64_b${bits}_n2" --registers 255
         count "d128_b${bits}_n2" --registers 255
