@@ -399,8 +399,7 @@ KVQ_DEVICE void kvq_gpu_attend_all(const kvq_gpu_attend_args &a)
 // Where it is two, three would make some spill, or there is no more shared memory.
 constexpr int kvq_gpu_residents(int dim, int nt, int bits)
 {
-    const bool two =
-        dim == 256 || bits == 8 || (bits >= 3 && nt == 2) || (dim == 128 && (nt == 2 || bits >= 3));
+    const bool two = dim == 256 || nt == 2 || bits == 8 || (dim == 128 && bits >= 3);
     return two ? 2 : 3;
 }
 

@@ -31,7 +31,7 @@ for arch in $built; do
     count d256_b2_n1 --at-most 22 --registers 255
     count d256_b3_n1 --at-most 33 --registers 255 --spills 60
     count d256_b4_n1 --at-most 33 --registers 255 --spills 60
-    count d64_b2_n2 --at-most 13.5 --registers 168
+    count d64_b2_n2 --at-most 13.5 --registers 255
     count d128_b2_n2 --at-most 20 --registers 255
     count d64_s2_n1 --at-most 9 --registers 168
     count d64_s3_n1 --at-most 12.5 --registers 168
