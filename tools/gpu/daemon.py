@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import check  # noqa: E402
 import report  # noqa: E402
 import sandbox  # noqa: E402
+import waits  # noqa: E402
 
 SECONDS = 280  # for one program
 KERNEL_TESTS = ("test_gpu_driver", "test_gpu_attend", "test_gpu_long", "test_gpu_replay",
@@ -129,6 +130,15 @@ def soft(machine, name):
                   KVQ_GPU_DRIVER=str(machine.folder / "lib" / "libkvq-emu.so"))
 
 
+def beside_a_wait(machine, name):
+    """Which calls of the driver come back while a stream waits, and what becomes of others."""
+    machine.need(("GPU driver", "words on streams"))
+    done = machine.run(sys.executable, waits.__file__, machine.driver, name)
+    if done.returncode:
+        return {"wrong": f"exit status {done.returncode}: {done.stdout[-300:]}"}
+    return json.loads(done.stdout)[name]
+
+
 def end_to_end(machine, suite):
     machine.need(SERVES + (("pidfd",) if ".Dead" in suite else ()))
     done = machine.run(sys.executable, machine.folder / "tests" / "e2e" / "e2e.py", suite)
@@ -193,6 +203,7 @@ def plan(folder):
     """(group, name, function) of all rows, in the order in which they run."""
     for group, names, function in (
             ("doctor", ("what kvqd finds",), doctor), ("kernel tests", KERNEL_TESTS, kernels),
+            ("beside a stream that waits", waits.NAMES, beside_a_wait),
             ("end to end", suites(folder), end_to_end),
             ("examples", ("minimal.py", "cuda_engine.c", "pytorch_engine.py"), example),
             ("software driver", SOFT_TESTS, soft)):
