@@ -147,7 +147,9 @@ def main():
     parser.add_argument("--at-most", type=float, help="most instructions per token and head")
     parser.add_argument("--registers", type=int, help="most registers a thread")
     parser.add_argument("--spills", type=int, default=0,
-                        help="most accesses of local memory, outside of the main loop (0)")
+                        help="most accesses of local memory in the main loop (0)")
+    parser.add_argument("--elsewhere", type=int, default=0,
+                        help="most accesses of local memory outside of them (0)")
     options = parser.parse_args()
     with open(options.cubin, "rb") as file:
         data = file.read()
@@ -158,16 +160,17 @@ def main():
         seen += 1
         code = decode(text)
         common, rare = count(code, options.by)
-        spills = sum(mnemonic in SPILLS for mnemonic, _ in code)
+        spills = sum(part[mnemonic] for part in [common, *rare] for mnemonic in SPILLS)
+        elsewhere = sum(mnemonic in SPILLS for mnemonic, _ in code) - spills
         each = common.total() / options.tokens
         print(f"{name}: {each:.2f} instructions per token and head ({common.total()} in the loop, "
               f"rare parts of {[part.total() for part in rare]}), {common[MATRIX]} {MATRIX}, "
-              f"{used[name]} registers, {spills} spills")
+              f"{used[name]} registers, {spills} spills, {elsewhere} elsewhere")
         if options.kernel:
             print("  " + " ".join(f"{k} {v}" for k, v in common.most_common()))
         converts = sum(common[mnemonic] for mnemonic in CONVERSIONS)
         over = options.at_most is not None and (each > options.at_most or converts)
-        bad += (spills > options.spills or over
+        bad += (spills > options.spills or elsewhere > options.elsewhere or over
                 or (options.registers is not None and used[name] > options.registers))
     if not seen:
         print(f"{options.cubin}: no kernel's name contains \"{options.kernel}\"", file=sys.stderr)

@@ -395,11 +395,20 @@ KVQ_DEVICE void kvq_gpu_attend_all(const kvq_gpu_attend_args &a)
     }
 }
 
+// Whether a multiprocessor has shared memory for three blocks with sums apart from their stages, as
+// those of capability 9 and 10 have.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
+constexpr bool kvq_gpu_is_roomy = false;
+#else
+constexpr bool kvq_gpu_is_roomy = true;
+#endif
+
 // Blocks of threads that shall run on a multiprocessor at the same time, which bounds registers.
 // Where it is two, three would make some spill, or there is no more shared memory.
 constexpr int kvq_gpu_residents(int dim, int nt, int bits)
 {
-    const bool two = dim == 256 || nt == 2 || bits == 8 || (dim == 128 && bits >= 3);
+    const bool two = dim == 256 || nt == 2 || bits == 8 || (dim == 128 && bits >= 3) ||
+                     (dim == 128 && bits == 2 && !kvq_gpu_is_roomy);
     return two ? 2 : 3;
 }
 
