@@ -7,9 +7,10 @@
 //   runs. Large host memory: the system unmaps it page by page. A close of an import or of a large
 //   buffer and the end of a connection wait for these.
 // - Host memory that GPUs reach: to take it from them is to wait for all work they were given, and
-//   some of it may wait for a client that never signals. So nobody waits for this: the memory
-//   leaves its connection at once and counts on until it is back (for its client, and for all), and
-//   a user who has much of it gets no other host memory made known to GPUs.
+//   some of it may wait for a client that never signals. The driver would let nobody give work to
+//   GPUs meanwhile, so it is asked only when no client keeps one waiting. Nobody waits for this:
+//   the memory leaves its connection at once and counts on until it is back (for its client, and
+//   for all), and a user who has much of it gets no other host memory made known to GPUs.
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,6 +45,8 @@ static void run_letting_go(uv_work_t *work)
     const struct kvq__gpus *gpus = a->server->gpus;
     struct kvq__letting_go *l = STAILQ_FIRST(&a->letting_go);
     assert(l && l->shm.map);
+    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++)
+        kvq__gpu_await_clients(kvq__gpus_get(gpus, i));
     if (l->timeline)
         await_pokes(gpus);
     kvq__gpu_enter(kvq__gpus_get(gpus, 0));

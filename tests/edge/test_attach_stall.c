@@ -8,10 +8,22 @@
 
 #include <cmocka.h>
 
+#include "daemon/core/gpu/gpu.h"
 #include "proto/limits.h"
 #include "proto/status.h"
 #include "tests/edge/attach_gpu_kit.h"
 
+static void on_stall(struct kvq__server *server, void *stream)
+{
+    kvq__gpu_may_wait(kvq__gpus_get(server->gpus, 0), stream);
+}
+
+static void on_end(struct kvq__server *server, void *stream)
+{
+    kvq__gpu_waits_no_more(kvq__gpus_get(server->gpus, 0), stream);
+}
+
+// A stream as those are that the daemon has for its clients.
 static struct kvq_gpu_stream *stall_gpu(kvq_gpu_ptr *word)
 {
     struct kvq_gpu_stream *stream;
@@ -20,11 +32,13 @@ static struct kvq_gpu_stream *stall_gpu(kvq_gpu_ptr *word)
     OK(drv.memory_alloc(word, 64));
     soft_stall(stream, true);
     OK(drv.fill32(*word, 0, 1, stream));
+    attach_in_loop(on_stall, stream);
     return stream;
 }
 
 static void end_stall(struct kvq_gpu_stream *stream, kvq_gpu_ptr word)
 {
+    attach_in_loop(on_end, stream);
     soft_stall(stream, false);
     OK(drv.stream_sync(stream));
     OK(drv.stream_destroy(stream));

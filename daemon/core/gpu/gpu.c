@@ -4,10 +4,12 @@
 #include "daemon/core/gpu/gpu.h"
 
 #include <assert.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/queue.h>
+#include <time.h>
 
 #include "daemon/core/gpu/extents.h"
 #include "proto/sync.h"
@@ -44,6 +46,9 @@ struct kvq__gpu {
     struct kvq_gpu_stream *streams[KVQ__GPU_STREAMS];
     struct kvq_gpu_stream *stream; // KVQ__GPU_STREAM_SMALL
     uint32_t connections, connections_left;
+    pthread_mutex_t waiting_lock; // of both below
+    struct kvq_gpu_stream *waiting[KVQ__GPU_WAITING];
+    uint32_t n_waiting;
     uint64_t budget;
     struct kvq_gpu_uuid uuid;
     char uuid_text[KVQ__GPU_UUID_TEXT], name[KVQ__GPU_NAME];
@@ -177,6 +182,61 @@ void kvq__gpu_give_queues(struct kvq__gpu *gpu)
 {
     assert(gpu->connections_left + 2 <= connections_for_clients(gpu));
     gpu->connections_left += 2;
+}
+
+// ---- Streams that may wait for a client ----
+
+void kvq__gpu_may_wait(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream)
+{
+    pthread_mutex_lock(&gpu->waiting_lock);
+    assert(stream && gpu->n_waiting < KVQ__GPU_WAITING);
+    gpu->waiting[gpu->n_waiting++] = stream;
+    pthread_mutex_unlock(&gpu->waiting_lock);
+}
+
+void kvq__gpu_waits_no_more(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream)
+{
+    pthread_mutex_lock(&gpu->waiting_lock);
+    uint32_t i = 0;
+    while (i < gpu->n_waiting && gpu->waiting[i] != stream)
+        i++;
+    assert(i < gpu->n_waiting);
+    gpu->waiting[i] = gpu->waiting[--gpu->n_waiting];
+    pthread_mutex_unlock(&gpu->waiting_lock);
+}
+
+// Marks where each of these streams ends today; how many marks there are.
+static uint32_t mark_ends(struct kvq__gpu *gpu, struct kvq_gpu_event *marks[KVQ__GPU_WAITING])
+{
+    const struct kvq_gpu_driver *d = gpu->driver;
+    uint32_t n = 0;
+    pthread_mutex_lock(&gpu->waiting_lock);
+    for (uint32_t i = 0; i < gpu->n_waiting; i++) {
+        if (d->event_create(&marks[n], KVQ_GPU_EVENT_UNTIMED) != KVQ_GPU_OK)
+            break;
+        if (d->event_record(marks[n], gpu->waiting[i]) == KVQ_GPU_OK)
+            n++;
+        else
+            d->event_destroy(marks[n]);
+    }
+    pthread_mutex_unlock(&gpu->waiting_lock);
+    return n;
+}
+
+void kvq__gpu_await_clients(struct kvq__gpu *gpu)
+{
+    const struct kvq_gpu_driver *d = gpu->driver;
+    const long least = 1000000, most = 50000000; // ns
+    struct kvq_gpu_event *marks[KVQ__GPU_WAITING];
+    uint32_t n = kvq__gpu_enter(gpu) == KVQ_GPU_OK ? mark_ends(gpu, marks) : 0;
+    for (uint32_t i = 0; i < n; i++) {
+        struct timespec pause = {0, least};
+        while (d->event_query(marks[i]) == KVQ_GPU_NOT_READY) {
+            nanosleep(&pause, NULL);
+            pause.tv_nsec = pause.tv_nsec * 2 < most ? pause.tv_nsec * 2 : most;
+        }
+        d->event_destroy(marks[i]);
+    }
 }
 
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu)
@@ -540,6 +600,7 @@ static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config,
 static void close_gpu(struct kvq__gpu *gpu)
 {
     assert(LIST_EMPTY(&gpu->books) && gpu->connections_left == connections_for_clients(gpu));
+    assert(gpu->n_waiting == 0);
     if (gpu->context)
         kvq__gpu_enter(gpu);
     kvq__reserve_close(gpu);
@@ -564,6 +625,7 @@ static int add_device(struct kvq__gpus *gpus, int number, const struct kvq__gpus
         return KVQ_E_NO_MEMORY;
     gpu->driver = &gpus->driver;
     LIST_INIT(&gpu->books);
+    pthread_mutex_init(&gpu->waiting_lock, NULL);
     int result = gpu->driver->device_get(&gpu->device, number);
     result = result ? result : query_gpu(gpu);
     if (result || !is_named(config->devices, gpu->uuid_text)) {

@@ -72,6 +72,18 @@ struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu
 // a client. kvq__gpu_take_queues takes two of them; false if fewer are left.
 bool kvq__gpu_take_queues(struct kvq__gpu *gpu);
 void kvq__gpu_give_queues(struct kvq__gpu *gpu);
+
+// Streams whose work may wait for a client: of these a GPU has as many as pairs of queues.
+enum { KVQ__GPU_WAITING = 16 };
+void kvq__gpu_may_wait(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream);
+void kvq__gpu_waits_no_more(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream);
+
+// Returns when these streams have ended what they have been given by now, or the GPU has faulted:
+// never, while a client keeps one waiting. To be called before the driver takes back host memory,
+// cuMemHostUnregister above all: it waits for all streams itself, and lets no thread give work to
+// any until then (seen on an H100), so that one client that stands still would stop all others.
+// Any thread that has nothing else to do.
+void kvq__gpu_await_clients(struct kvq__gpu *gpu);
 uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu);
 // How many clients can have streams of their own, two each, besides the daemon's. Any thread.
 uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu);

@@ -25,8 +25,11 @@ static int open_own_streams(struct kvq__work_stream *stream)
         stream->gpu_stream = kvq__gpu_stream(stream->gpu, KVQ__GPU_STREAM_COMMON);
         stream->watch = kvq__gpu_stream(stream->gpu, KVQ__GPU_STREAM_COMMON_WATCH);
     }
-    if (result == KVQ_GPU_OK && !stream->gpu_stream)
+    if (result == KVQ_GPU_OK && !stream->gpu_stream) {
         result = d->stream_create(&stream->gpu_stream, KVQ_GPU_STREAM_OWN);
+        if (result == KVQ_GPU_OK)
+            kvq__gpu_may_wait(stream->gpu, stream->gpu_stream);
+    }
     if (result == KVQ_GPU_OK && !stream->watch)
         result = d->stream_create(&stream->watch, KVQ_GPU_STREAM_OWN);
     if (result == KVQ_GPU_OK && !stream->event)
@@ -68,8 +71,10 @@ static void close_streams(struct kvq__work_stream *stream)
     const struct kvq_gpu_driver *d = kvq__gpu_driver(stream->gpu);
     if (stream->gpu_stream) { // its memory may still be being cleared
         d->stream_sync(stream->gpu_stream);
-        if (stream->alone)
+        if (stream->alone) {
+            kvq__gpu_waits_no_more(stream->gpu, stream->gpu_stream);
             d->stream_destroy(stream->gpu_stream);
+        }
     }
     if (stream->watch) { // its function may still run
         d->stream_sync(stream->watch);

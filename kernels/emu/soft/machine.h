@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <thread>
 #include <vector>
 
@@ -240,6 +241,9 @@ struct machine {
     uint64_t last_buffer = 0, last_memory = 0, modules = 0;
     context contexts[MAX_DEVICES] = {};
 
+    // Held by whoever gives work to a stream, and alone by whoever frees memory that streams may
+    // use, until all of them have ended: as CUDA's calls do, on an H100 at least.
+    std::shared_mutex giving;
     std::mutex order;
     std::map<const void *, stream_ptr> streams;
     std::map<const void *, event_ptr> events;

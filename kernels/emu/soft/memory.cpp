@@ -233,10 +233,20 @@ static void drop_allocation(std::map<uintptr_t, region>::iterator found)
     m.blocks.erase(b);
 }
 
+// Waits for all work of the devices from `first` to `last`; meanwhile nobody else can give any.
+static int sync_alone(int first, int last)
+{
+    std::unique_lock<std::shared_mutex> giving(m.giving);
+    for (int i = first; i <= last; i++)
+        if (const int result = sync_device(&m.contexts[i]))
+            return result;
+    return KVQ_GPU_OK;
+}
+
 // As CUDA's, this waits for all work of the device.
 int memory_free(kvq_gpu_ptr at)
 {
-    context *c = NULL;
+    int device;
     if (at == 0)
         return KVQ_GPU_OK;
     if (unsafe_now())
@@ -246,9 +256,9 @@ int memory_free(kvq_gpu_ptr at)
         const auto found = m.regions.find(at);
         if (found == m.regions.end() || found->second.kind != ALLOCATION)
             return KVQ_GPU_INVALID_VALUE;
-        c = &m.contexts[found->second.device];
+        device = found->second.device;
     }
-    const int result = sync_device(c);
+    const int result = sync_alone(device, device);
     if (result)
         return result;
     memory_change change;
@@ -336,9 +346,8 @@ static int drop_host(void *at, region_kind kind, int missing, size_t *bytes)
 {
     if (unsafe_now())
         return KVQ_GPU_CAPTURE_UNSUPPORTED;
-    for (int i = 0; i < m.set.devices; i++)
-        if (const int result = sync_device(&m.contexts[i]))
-            return result;
+    if (const int result = sync_alone(0, m.set.devices - 1))
+        return result;
     memory_change change;
     guard g(m.lock);
     const auto found = m.regions.find((uintptr_t)at);

@@ -239,6 +239,7 @@ int give(const stream_ptr &s, work &&what, uint64_t *number)
 {
     if (const int result = await_room(s))
         return result;
+    std::shared_lock<std::shared_mutex> giving(m.giving);
     guard g(m.order);
     if (s->recording)
         return add_node(s, std::move(what));
