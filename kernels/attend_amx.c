@@ -55,14 +55,22 @@ static_assert(sizeof(struct amx) <= KVQ__SCRATCH_BYTES, "the workspace holds the
 
 // ---- Into bf16 ----
 
+// The upper halves of 16 numbers, rounded. NaN stays NaN, whatever its other bits: some would become
+// 0 by rounding.
+KVQ__INLINE __m512i round_up(__m512 x)
+{
+    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32((int)0xffff0000);
+    const __m512i nan = _mm512_set1_epi32(0x7fc00000);
+    __m512i up = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), half), upper);
+    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+}
+
 // Row `at` of the parts of 32 numbers, of words with a's lanes below and b's above. Rounds halves
 // away from 0.
 KVQ__INLINE void split(__m512 a, __m512 b, int parts, words *part, uint32_t at)
 {
-    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32((int)0xffff0000);
     for (int i = 0; i < parts; i++) {
-        __m512i x = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(a), half), upper);
-        __m512i y = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(b), half), upper);
+        __m512i x = round_up(a), y = round_up(b);
         _mm512_store_si512(part[i] + SIDE * at, _mm512_or_si512(y, _mm512_srli_epi32(x, 16)));
         a = _mm512_sub_ps(a, _mm512_castsi512_ps(x));
         b = _mm512_sub_ps(b, _mm512_castsi512_ps(y));
@@ -221,6 +229,39 @@ static const struct {
 } whole_registers = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 static_assert(sizeof whole_registers == 64, "no padding");
 
+// What the thread's tiles were before: an engine's libraries, as ggml, configure them once.
+struct tile_config {
+    _Alignas(64) uint8_t bytes[64]; // 0: there was none
+};
+
+KVQ__INLINE void take_tiles(struct tile_config *before)
+{
+#ifdef KVQ_AVX512_IN_SOFTWARE
+    before->bytes[0] = 0;
+#else
+    __asm__ volatile("sttilecfg %0" : "=m"(*before));
+#endif
+    _tile_loadconfig(&whole_registers);
+}
+
+// Where there was none, none is left: each switch of threads would save the registers.
+KVQ__INLINE void give_tiles_back(const struct tile_config *before)
+{
+    _tile_release();
+#ifdef KVQ_AVX512_IN_SOFTWARE
+    (void)before;
+#else
+    if (before->bytes[0])
+        __asm__ volatile("ldtilecfg %0" ::"m"(*before));
+#endif
+}
+
+// gcc 12 does not know that loads of tiles read memory: what was written must be there by now.
+KVQ__INLINE void finish_stores(void)
+{
+    __asm__ volatile("" ::: "memory");
+}
+
 KVQ__INLINE void dots(void)
 {
     _tile_dpbf16ps(C00, A0, B0);
@@ -245,6 +286,7 @@ KVQ__INLINE void load_factors_b(const words b0, const words b1)
 KVQ__INLINE void multiply(const words *a0, const words *a1, const words *b0, const words *b1,
                           int parts, int others)
 {
+    finish_stores();
     for (int i = 0; i < parts; i++) {
         load_factors_a(a0[i], a1[i]);
         for (int j = others < parts - i ? others : parts - i; j-- > 0;) {
@@ -404,14 +446,15 @@ static void attend_chunk_tall_amx(const struct kvq_kernels *k, struct kvq__tile 
     for (uint32_t i = 0; i < chunk->groups; i++)
         if (is_whole(&chunk->group[i]))
             make_group(k, tile, &chunk->group[i], x, i);
-    _tile_loadconfig(&whole_registers);
+    struct tile_config before;
+    take_tiles(&before);
     for (uint32_t first = 0; first < tile->rows; first += STRIPE) {
         struct kvq__tile stripe = stripe_of(tile, first);
         logits_of_stripe(k, &stripe, chunk, x, first);
         kvq__weigh(k, &stripe, chunk);
         values_of_stripe(k, &stripe, chunk, x);
     }
-    _tile_release(); // else each switch of threads would save the registers
+    give_tiles_back(&before);
 }
 
 void kvq__init_amx(struct kvq_kernels *k)

@@ -28,6 +28,16 @@ uint64_t kvt_seed(void)
     return seed;
 }
 
+bool kvt_lacks_amx(void)
+{
+    const char *mask = getenv("KVQ_CPU_MASK");
+    if (!mask || strcmp(mask, "amx") != 0 ||
+        strcmp(kvq_kernels_isa(kvq_kernels_get(KVQ_ISA_BEST)), "amx") == 0)
+        return false;
+    printf("no AMX here, or no permission for it; skipped\n");
+    return true;
+}
+
 uint64_t kvt_u64(struct kvt_rng *rng)
 {
     uint64_t z = rng->state += 0x9e3779b97f4a7c15u; // splitmix64

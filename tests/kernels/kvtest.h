@@ -13,6 +13,9 @@
 // KVQ_SEED from the environment, or a fixed seed. Printed once.
 uint64_t kvt_seed(void);
 
+// Whether the program was told to use AMX (KVQ_CPU_MASK) and cannot: then it has nothing to test.
+bool kvt_lacks_amx(void);
+
 struct kvt_rng {
     uint64_t state;
 };

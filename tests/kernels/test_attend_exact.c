@@ -15,7 +15,7 @@
 // The promise is 1e-3. What fp32 reaches is printed at the end, and held to a limit near it.
 static const double LIMIT = 2e-5;
 
-static const struct kvq_kernels *all_kernels[3];
+static const struct kvq_kernels *all_kernels[KVQ_ISA_BEST + 1];
 static int n_kernels;
 static double worst;
 
@@ -560,21 +560,22 @@ static void assert_row(const struct kvt_request *r, uint32_t row, bool nan)
         assert_int_equal(isnan(r->out[(size_t)row * dim + e]) != 0, nan);
 }
 
-// One of the rows has a NaN in its query: it alone becomes NaN, on both paths.
-static void check_nan_query(const char *format, float cap, uint32_t window)
+// One of the rows has a NaN in its query, of these bits: it alone becomes NaN, on both paths.
+static void check_nan_query(const char *format, float cap, uint32_t window, uint32_t q_tokens,
+                            uint32_t bits)
 {
     struct kvq_shape shape = kvt_shape(4, 2, 128, dtype_of(kvt_format(format)));
     shape.softcap = cap;
     shape.window = window;
     struct kvt_cache c = packed_cache(format, shape, 1300, kvt_seed());
-    struct kvt_request r = kvt_request(&c, 2, kvt_seed());
-    r.q[5 * 128 + 77] = NAN;
+    struct kvt_request r = kvt_request(&c, q_tokens, kvt_seed());
+    memcpy(&r.q[5 * 128 + 77], &bits, sizeof bits);
     for (int i = 0; i < n_kernels; i++)
         for (uint32_t path = KVQ_PATH_EXACT; path <= KVQ_PATH_FAST; path++)
             for (uint32_t items = 1; items <= 20; items += 19) {
                 r.a.path = (uint8_t)path;
                 kvt_attend(all_kernels[i], &r.a, items);
-                for (uint32_t row = 0; row < 16; row++)
+                for (uint32_t row = 0; row < 4 * q_tokens; row++)
                     assert_row(&r, row, row == 5);
             }
     kvt_request_free(&r);
@@ -588,10 +589,42 @@ static void test_nan_queries(void **state)
     (void)state;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         for (uint32_t window = 0; window <= 100; window += 100) {
-            check_nan_query(names[i], 0.0f, window);
-            check_nan_query(names[i], 20.0f, window);
+            check_nan_query(names[i], 0.0f, window, 2, 0x7fc00000);
+            check_nan_query(names[i], 20.0f, window, 2, 0x7fc00000);
         }
+    for (size_t i = 0; i < 3; i++) { // many rows, and NaN as GPUs make it
+        check_nan_query(names[i], 0.0f, 0, 40, 0x7fffffff);
+        check_nan_query(names[i], 20.0f, 0, 40, 0x7fffe000);
+    }
 }
+
+// ---- Tile registers ----
+
+// A thread's own configuration of tiles is there again after attention: libraries of engines make it
+// once.
+static void test_tiles_stay(void **state)
+{
+    (void)state;
+    if (strcmp(kvq_kernels_isa(all_kernels[n_kernels - 1]), "amx") != 0)
+        skip();
+#if defined(__x86_64__) && !defined(KVQ_AVX512_IN_SOFTWARE)
+    static _Alignas(64) uint8_t own[64] = {1, [16] = 12, [48] = 3}, after[64];
+    struct kvt_cache c = packed_cache("oscar2", kvt_shape(4, 1, 128, KVQ_F16), 300, kvt_seed());
+    struct kvt_request r = kvt_request(&c, 32, kvt_seed());
+    __asm__ volatile("ldtilecfg %0" ::"m"(own));
+    kvt_attend(all_kernels[n_kernels - 1], &r.a, 1);
+    __asm__ volatile("sttilecfg %0" : "=m"(after));
+    __asm__ volatile("tilerelease");
+    assert_memory_equal(after, own, sizeof own);
+    kvt_attend(all_kernels[n_kernels - 1], &r.a, 1);
+    __asm__ volatile("sttilecfg %0" : "=m"(after));
+    assert_int_equal(after[0], 0);
+    kvt_request_free(&r);
+    kvt_cache_free(&c);
+#endif
+}
+
+// ---- Overflow ----
 
 // Keys at token `at` that with like queries make a logit of inf - inf, or of infinity.
 struct overflow {
@@ -716,9 +749,12 @@ int main(void)
         cmocka_unit_test(test_f16_rounding),
         cmocka_unit_test(test_output_saturates),
         cmocka_unit_test(test_nan_queries),
+        cmocka_unit_test(test_tiles_stay),
         cmocka_unit_test(test_overflowing_logits),
         cmocka_unit_test(test_merge),
     };
+    if (kvt_lacks_amx())
+        return 77; // skipped
     for (int isa = KVQ_ISA_C; isa <= KVQ_ISA_BEST; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         if (n_kernels == 0 || k != all_kernels[n_kernels - 1])

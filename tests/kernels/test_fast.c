@@ -22,7 +22,7 @@ static const double MOST_LOST = 1;    // weights that round to 0, 3 and 4 bits
 
 enum { TOKENS = 1024, QUERIES = 4, MANY_QUERIES = 17, GQA = 4, SINK = 3 };
 
-static const struct kvq_kernels *all_kernels[3];
+static const struct kvq_kernels *all_kernels[KVQ_ISA_BEST + 1];
 static int n_kernels;
 
 struct data {
@@ -161,6 +161,8 @@ static void test_fast(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_fast)};
+    if (kvt_lacks_amx())
+        return 77; // skipped
     for (int isa = KVQ_ISA_AVX2; isa <= KVQ_ISA_BEST; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         struct kvq_shape s = kvt_shape(GQA, 1, 64, KVQ_F16);

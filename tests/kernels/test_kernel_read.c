@@ -13,7 +13,7 @@
 
 static const float UNTOUCHED = 12345.0f;
 
-static const struct kvq_kernels *all_kernels[3];
+static const struct kvq_kernels *all_kernels[KVQ_ISA_BEST + 1];
 static int n_kernels;
 
 static void compare_row(const float *got, const double *want, uint32_t dim, double largest)

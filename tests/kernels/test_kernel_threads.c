@@ -366,6 +366,8 @@ int main(void)
 #else
     const int first = KVQ_ISA_C;
 #endif
+    if (kvt_lacks_amx())
+        return 77; // skipped
     for (int isa = first; isa <= KVQ_ISA_BEST; isa++) {
         const struct kvq_kernels *k = kvq_kernels_get(isa);
         if (n_kernels == 0 || k != all_kernels[n_kernels - 1])
