@@ -23,41 +23,10 @@ static struct kvq_gpu_layer gpu_layer(const struct kvq_bucket *b, const struct k
 {
     return (struct kvq_gpu_layer){
         l->format, &l->shape, &l->book,
-        kvq_gpu_attend_narrow_only(&b->local->pool->kernels, l->shape.k_dim)};
+        kvq_gpu_attend_wide_rows(&b->local->pool->kernels, l->shape.k_dim)};
 }
 
-// What one session of so many tokens and queries needs, if that is more.
-static int count_one(const struct kvq_gpu_layer *layer, uint64_t tokens, uint32_t queries,
-                     struct kvq_gpu_attend_limits *most)
-{
-    char text[256];
-    struct kvq_gpu_attend_limits needs;
-    const struct kvq_attend call = {
-        .past_tokens = tokens, .q_start = tokens, .q_tokens = queries, .step_tokens = 0};
-    if (kvq_gpu_attend_needs(layer, &call, NULL, 1, &needs, text, sizeof text))
-        return kvq__set_error(KVQ_E_LIMIT, "%s", text);
-    raise_to(&most->tiles, needs.tiles);
-    raise_to(&most->narrow_items, needs.narrow_items);
-    raise_to(&most->wide_items, needs.wide_items);
-    raise_to(&most->narrow_rows, needs.narrow_rows);
-    raise_to(&most->counters, needs.counters);
-    if (needs.partial_rows > most->partial_rows)
-        most->partial_rows = needs.partial_rows;
-    return KVQ_OK;
-}
-
-// Splits grow with a session's tokens, so the most of them come just before they do.
-static int count_queries(const struct kvq_gpu_layer *layer, const struct kvq_bucket *b,
-                         uint32_t queries, struct kvq_gpu_attend_limits *most)
-{
-    int rc = count_one(layer, b->max_tokens, queries, most);
-    for (uint64_t split = KVQ_GPU_SPLIT_MIN; rc == KVQ_OK && split < KVQ_GPU_SPLIT_MAX; split *= 2)
-        if (split * KVQ_GPU_SPLITS < b->max_tokens)
-            rc = count_one(layer, split * KVQ_GPU_SPLITS, queries, most);
-    return rc;
-}
-
-// A session may have any number of queries, of which few and many go to different kernels.
+// What sessions of the bucket can need: of any number of tokens and queries.
 static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer *l,
                        struct kvq_gpu_attend_limits *limits)
 {
@@ -65,12 +34,11 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
     assert(shape.kv_heads > 0 && shape.q_heads >= shape.kv_heads);
     struct kvq_gpu_layer layer = gpu_layer(b, l);
     layer.shape = &shape;
-    uint32_t few = KVQ_GPU_NARROW_ROWS / (l->shape.q_heads / l->shape.kv_heads);
-    struct kvq_gpu_attend_limits most = {0};
+    struct kvq_gpu_attend_limits most;
+    char text[256];
     shape.window = 0; // sees most
-    int rc = count_queries(&layer, b, b->max_queries, &most);
-    if (rc == KVQ_OK && few > 0 && few < b->max_queries)
-        rc = count_queries(&layer, b, few, &most);
+    if (kvq_gpu_attend_bound(&layer, b->max_tokens, b->max_queries, &most, text, sizeof text))
+        return kvq__set_error(KVQ_E_LIMIT, "%s", text);
     *limits = (struct kvq_gpu_attend_limits){.sessions = b->max_sessions,
                                              .tiles = most.tiles * b->max_sessions,
                                              .narrow_items = most.narrow_items * b->max_sessions,
@@ -82,7 +50,7 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
     uint32_t two = 2u * l->shape.q_heads / l->shape.kv_heads;
     if (b->max_sessions > 1 && two <= kvq_gpu_attend_stack_rows(&layer) && two > most.narrow_rows)
         limits->narrow_rows = kvq_gpu_attend_stack_rows(&layer);
-    return rc;
+    return KVQ_OK;
 }
 
 // Layers have one workspace in turns, and so the same number of counters.

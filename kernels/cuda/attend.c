@@ -103,14 +103,6 @@ static uint64_t total_of(const struct kvq_attend *a)
     return a->past_tokens + a->step_tokens;
 }
 
-static uint32_t split_of(uint64_t total)
-{
-    uint32_t split = KVQ_GPU_SPLIT_MIN;
-    while (split < KVQ_GPU_SPLIT_MAX && (uint64_t)split * KVQ_GPU_SPLITS < total)
-        split *= 2;
-    return split;
-}
-
 static uint32_t rows_of(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
 {
     return a->q_tokens * gqa_of(layer);
@@ -119,15 +111,36 @@ static uint32_t rows_of(const struct kvq_gpu_layer *layer, const struct kvq_atte
 // Whether the session goes to the wide kernels: a matter of its own rows alone.
 static bool is_wide(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
 {
-    return !layer->narrow_only && rows_of(layer, a) > KVQ_GPU_NARROW_ROWS;
+    return layer->wide_rows && rows_of(layer, a) > KVQ_GPU_NARROW_ROWS;
 }
 
 // Query rows of the largest tile that the session may have.
 static uint32_t tile_rows(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
 {
     if (is_wide(layer, a))
-        return KVQ_GPU_WIDE_ROWS;
+        return layer->wide_rows;
     return kvq_gpu_attend_stack_rows(layer);
+}
+
+static uint64_t divided_up(uint64_t n, uint64_t by)
+{
+    return (n + by - 1) / by;
+}
+
+// Tokens of its splits: a matter of the session alone as well.
+static uint32_t split_of(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
+{
+    uint64_t total = total_of(a), tiles = divided_up(rows_of(layer, a), tile_rows(layer, a));
+    uint64_t items = tiles * layer->shape->kv_heads;
+    uint32_t split = KVQ_GPU_SPLIT_MIN;
+    if (!is_wide(layer, a)) {
+        while (split < KVQ_GPU_SPLIT_MAX && (uint64_t)split * KVQ_GPU_SPLITS < total)
+            split *= 2;
+        return split;
+    }
+    while (split < KVQ_GPU_WIDE_SPLIT_MAX && items * (total / (2 * split)) >= KVQ_GPU_WIDE_ITEMS)
+        split *= 2;
+    return split;
 }
 
 // The splits that any query sees, one at least.
@@ -139,11 +152,11 @@ static void set_splits(const struct kvq_gpu_layer *layer, const struct kvq_atten
     if (a->flags & KVQ_ATTEND_PAST_ONLY)
         end = a->past_tokens;
     end = end < total ? end : total;
-    s->split_tokens = split_of(total);
+    s->split_tokens = split_of(layer, a);
     s->first_split = from < end ? (uint32_t)(from / s->split_tokens) : 0;
     s->splits = 1;
     if (from < end)
-        s->splits = (uint32_t)((end + s->split_tokens - 1) / s->split_tokens) - s->first_split;
+        s->splits = (uint32_t)divided_up(end, s->split_tokens) - s->first_split;
 }
 
 static struct kvq_gpu_session session_of(const struct kvq_gpu_layer *layer,
@@ -268,19 +281,42 @@ static void note_rows(struct walk *w, bool wide, uint32_t rows)
         w->used.narrow_rows = rows > 8 ? 16 : 8;
 }
 
+// Items for each of n tiles of a wide session. Tiles one after the other, so that a split is read
+// from the L2 cache by all but the first; the last split, which is short, last of all, so that
+// blocks of threads that have an item more than others have a short one.
+static void add_wide_items(struct walk *w, const struct kvq_gpu_session *s, uint32_t tile,
+                           uint32_t n, struct range in, struct range but)
+{
+    uint32_t heads = w->layer->shape->kv_heads, before = s->splits - 1;
+    if (!w->limits) {
+        w->used.wide_items += n * heads * splits_of(in, but);
+        return;
+    }
+    for (uint32_t i = 0; i < heads * s->splits; i++) {
+        bool last = i >= heads * before;
+        uint32_t head = last ? i % heads : i / before;
+        uint32_t split = last ? in.to - 1 : in.from + i % before;
+        for (uint32_t t = 0; t < n && (split < but.from || split >= but.to); t++)
+            add_item(w, true, (struct kvq_gpu_item){tile + t, 1, (uint16_t)head, split, 0}, 0);
+    }
+}
+
 // A session with its tiles, and the items of splits that are not shared.
 static void add_session(struct walk *w, const struct kvq_attend *a, struct range shared)
 {
     struct kvq_gpu_session s = session_of(w->layer, a);
-    uint32_t rows = rows_of(w->layer, a), most = tile_rows(w->layer, a);
+    struct range all = {s.first_split, s.first_split + s.splits};
+    uint32_t rows = rows_of(w->layer, a), most = tile_rows(w->layer, a), first = w->used.tiles;
     bool wide = is_wide(w->layer, a);
     for (uint32_t row = 0; row < rows; row += most) {
         uint32_t n = rows - row < most ? rows - row : most;
-        add_items(w, &s, wide, w->used.tiles, 1,
-                  (struct range){s.first_split, s.first_split + s.splits}, shared);
+        if (!wide)
+            add_items(w, &s, false, w->used.tiles, 1, all, shared);
         add_tile(w, &s, row, n);
         note_rows(w, wide, n);
     }
+    if (wide)
+        add_wide_items(w, &s, first, w->used.tiles - first, all, shared);
     if (w->limits && w->used.sessions < w->limits->sessions)
         memcpy(w->batch + w->places.sessions + w->used.sessions * sizeof s, &s, sizeof s);
     w->used.sessions++;
@@ -295,10 +331,11 @@ struct stack {
 };
 
 // Whether the rows of b may stand beside those of a, the call before it.
-static bool may_share(const struct kvq_attend *a, const struct kvq_attend *b)
+static bool may_share(const struct kvq_gpu_layer *layer, const struct kvq_attend *a,
+                      const struct kvq_attend *b)
 {
-    return a->q_tokens == b->q_tokens && split_of(total_of(a)) == split_of(total_of(b)) &&
-           !a->extras && !b->extras;
+    return a->q_tokens == b->q_tokens && split_of(layer, a) == split_of(layer, b) &&
+           a->q.dtype == b->q.dtype && a->out_dtype == b->out_dtype && !a->extras && !b->extras;
 }
 
 uint64_t kvq_gpu_attend_common(const struct kvq_page *a, uint32_t n_a, const struct kvq_page *b,
@@ -345,7 +382,7 @@ static struct stack stack_at(const struct walk *w, uint32_t first, uint32_t n)
         uint32_t to = (uint32_t)(tokens / s.split_tokens);
         to = to < k.shared.to ? to : k.shared.to;
         to = to < other.first_split + other.splits ? to : other.first_split + other.splits;
-        if (!may_share(a, b) || from >= to)
+        if (!may_share(w->layer, a, b) || from >= to)
             break;
         k.shared.from = from;
         k.shared.to = to;
@@ -404,6 +441,56 @@ int kvq_gpu_attend_needs(const struct kvq_gpu_layer *layer, const struct kvq_att
         return -1;
     walk(&w, n);
     *needs = w.used;
+    return 0;
+}
+
+static void raise_to(uint32_t *most, uint32_t needs)
+{
+    *most = needs > *most ? needs : *most;
+}
+
+static void raise_limits(struct kvq_gpu_attend_limits *most,
+                         const struct kvq_gpu_attend_limits *needs)
+{
+    raise_to(&most->sessions, needs->sessions);
+    raise_to(&most->tiles, needs->tiles);
+    raise_to(&most->narrow_items, needs->narrow_items);
+    raise_to(&most->wide_items, needs->wide_items);
+    raise_to(&most->narrow_rows, needs->narrow_rows);
+    raise_to(&most->counters, needs->counters);
+    if (needs->partial_rows > most->partial_rows)
+        most->partial_rows = needs->partial_rows;
+}
+
+// The most tokens of which a session with these queries has splits of so many, if not all.
+static uint64_t longest_of(const struct kvq_gpu_layer *layer, const struct kvq_attend *a,
+                           uint32_t split)
+{
+    uint64_t tiles = divided_up(rows_of(layer, a), tile_rows(layer, a));
+    if (!is_wide(layer, a))
+        return (uint64_t)split * KVQ_GPU_SPLITS;
+    return 2u * split * divided_up(KVQ_GPU_WIDE_ITEMS, tiles * layer->shape->kv_heads) - 1;
+}
+
+int kvq_gpu_attend_bound(const struct kvq_gpu_layer *layer, uint64_t tokens, uint32_t queries,
+                         struct kvq_gpu_attend_limits *most, char *text, size_t text_n)
+{
+    struct kvq_gpu_attend_limits needs;
+    *most = (struct kvq_gpu_attend_limits){0};
+    for (uint32_t q = 1; q <= queries; q++) {
+        struct kvq_attend a = {.past_tokens = tokens, .q_start = tokens, .q_tokens = q};
+        if (kvq_gpu_attend_needs(layer, &a, NULL, 1, &needs, text, text_n))
+            return -1;
+        raise_limits(most, &needs);
+        for (uint32_t split = KVQ_GPU_SPLIT_MIN; split < KVQ_GPU_WIDE_SPLIT_MAX; split *= 2) {
+            a.past_tokens = a.q_start = longest_of(layer, &a, split);
+            if (a.past_tokens == 0 || a.past_tokens >= tokens)
+                continue;
+            if (kvq_gpu_attend_needs(layer, &a, NULL, 1, &needs, text, text_n))
+                return -1;
+            raise_limits(most, &needs);
+        }
+    }
     return 0;
 }
 
@@ -555,9 +642,11 @@ static enum kvq_gpu_kernel narrow_kernel(const struct kvq_gpu_attend_args *a, ui
     return KVQ_KERNEL_ATTEND_D64_B2_N1 + SOURCES * (shape + (rows > 8)) + kind;
 }
 
-bool kvq_gpu_attend_narrow_only(const struct kvq_gpu *gpu, uint32_t dim)
+uint32_t kvq_gpu_attend_wide_rows(const struct kvq_gpu *gpu, uint32_t dim)
 {
-    return KVQ_GPU_WIDE_BYTES(dim) > gpu->shared_bytes;
+    if (dim < 256 && KVQ_GPU_WIDE_BYTES(dim, 128) <= gpu->shared_bytes)
+        return 128;
+    return KVQ_GPU_WIDE_BYTES(dim, 64) <= gpu->shared_bytes ? 64 : 0;
 }
 
 static struct kvq_gpu_attend_args args_of(const struct kvq_gpu_attend_launch *launch)
@@ -629,6 +718,7 @@ int kvq_gpu_attend(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch
     uint8_t *batch = (uint8_t *)(uintptr_t)launch->batch;
     args.items = (const void *)(batch + places_of(l).wide);
     args.n_items = (const void *)(batch + offsetof(struct header, wide_items));
-    return start(gpu, launch, &args, wide_kernel(&args.recipe), KVQ_GPU_WIDE_BYTES(args.recipe.dim),
-                 l->wide_items, text, n);
+    return start(gpu, launch, &args, wide_kernel(&args.recipe),
+                 KVQ_GPU_WIDE_BYTES(args.recipe.dim, launch->layer.wide_rows), l->wide_items, text,
+                 n);
 }

@@ -20,10 +20,12 @@
 //
 // How the work is cut. The query rows (tokens x heads of the group) of a session and KV head form
 // tiles: one of up to 16 rows (8 at head_dim 256) on the narrow kernels, where queries are the N
-// side of matrix products, or tiles of 64 rows on the wide kernels, where they are the M side. The
-// keys form splits of 512 to 2,048 tokens, so that no session has more than 32 below 64K tokens. An
-// item is one KV head, one split and one tile, or tiles of several sessions that share the split's
-// blocks. Whoever finishes the last item of a tile merges its splits, in ascending order.
+// side of matrix products, or tiles of 128 rows (64 at head_dim 256, and where blocks have little
+// shared memory) on the wide kernels, where they are the M side. The keys form splits of 512 to
+// 2,048 tokens, so that no session has more than 32 below 64K tokens; those of wide sessions are as
+// long as leaves enough items for a whole GPU, up to 4,096. An item is one KV head, one split and
+// one tile, or tiles of several sessions that share the split's blocks. Whoever finishes the last
+// item of a tile merges its splits, in ascending order.
 //
 // Numbers: fp16 and bf16 products with sums in fp32. Codes whose scales and offsets leave fp16 are
 // computed with within its range: scales of V below 4,094 and of K below 4,094, other values below
@@ -45,7 +47,8 @@ enum {
     KVQ_GPU_SPLIT_MAX = 2048,
     KVQ_GPU_SPLITS = 32,      // wished for, as long as the split has not reached its largest size
     KVQ_GPU_NARROW_ROWS = 16, // a session with more goes to the wide kernels
-    KVQ_GPU_WIDE_ROWS = 64,
+    KVQ_GPU_WIDE_SPLIT_MAX = 4096,
+    KVQ_GPU_WIDE_ITEMS = 256,    // of whole splits, that a session has where its splits grow
     KVQ_GPU_MAX_SESSIONS = 4096, // in a batch
     KVQ_GPU_MAX_QUERIES = 512,   // query tokens of a session in a batch
 };
@@ -132,10 +135,10 @@ struct kvq_gpu_attend_args {
 // Codebooks' tables stand behind the rest.
 #define KVQ_GPU_TABLES (256 * 256)
 
-// Of the wide ones, struct kvq_gpu_wide_room (attend_wide.h).
-#define KVQ_GPU_WIDE_BYTES(dim)                                                                    \
-    ((52 * KVQ_GPU_WIDE_ROWS + 64 + KVQ_GPU_LISTS + 127) / 128 * 128 +                             \
-     4 * KVQ_GPU_WIDE_ROWS * (dim) + KVQ_GPU_RAW_STAGE(dim))
+// Of the wide ones for items of at most so many rows, struct kvq_gpu_wide_room (attend_wide.h).
+#define KVQ_GPU_WIDE_BYTES(dim, rows)                                                              \
+    ((52 * (rows) + 96 + KVQ_GPU_LISTS + 4 * 64 * 8 + 127) / 128 * 128 + 2 * (rows) * (dim) +      \
+     KVQ_GPU_RAW_STAGE(dim) + ((dim) == 256 ? 2 * (rows) * (dim) : KVQ_GPU_RAW_STAGE(dim)))
 
 // ---- The host's side ----
 
@@ -152,12 +155,13 @@ struct kvq_gpu_layer {
     const struct kvq_format *format;
     const struct kvq_shape *shape;
     const struct kvq_book *book; // NULL: none
-    bool narrow_only;            // kvq_gpu_attend_narrow_only of the device that it is for
+    uint32_t wide_rows;          // kvq_gpu_attend_wide_rows of the device that it is for
 };
 
-// Whether the device's blocks have too little shared memory for the wide kernels of this head_dim,
-// as those of capability 8.6, 8.9 and 12.x at 256: then the narrow ones take all rows.
-bool kvq_gpu_attend_narrow_only(const struct kvq_gpu *gpu, uint32_t dim);
+// How many rows the device's blocks have shared memory for on the wide kernels of this head_dim: 128
+// (never at 256); 64, as on those of capability 8.6, 8.9 and 12.x at 128; or 0, as there at 256: then
+// the narrow ones take all rows.
+uint32_t kvq_gpu_attend_wide_rows(const struct kvq_gpu *gpu, uint32_t dim);
 
 // What n attentions need. Sessions of `calls` have device pointers in pages, extras, pool, fresh
 // views, q, out and lse; format, shape, path and book are not looked at. `shared` says how many of
@@ -166,6 +170,11 @@ bool kvq_gpu_attend_narrow_only(const struct kvq_gpu *gpu, uint32_t dim);
 int kvq_gpu_attend_needs(const struct kvq_gpu_layer *layer, const struct kvq_attend *calls,
                          const uint64_t *shared, uint32_t n, struct kvq_gpu_attend_limits *needs,
                          char *text, size_t text_n);
+
+// What one session of at most so many tokens and queries can need, whatever it has of both: with
+// fewer of these it may have more splits.
+int kvq_gpu_attend_bound(const struct kvq_gpu_layer *layer, uint64_t tokens, uint32_t queries,
+                         struct kvq_gpu_attend_limits *needs, char *text, size_t text_n);
 
 // How many bytes of a batch that was filled kernels may read: no more of it needs to be copied.
 size_t kvq_gpu_attend_batch_used(const struct kvq_gpu_attend_limits *limits, const void *batch);

@@ -34,7 +34,6 @@ static_assert((int)KVQ_GPU_SPLIT_MAX <= KVQ_GPU_RUN_BLOCKS * KVQ_BLOCK_TOKENS,
 // the next split's groups are on their way while a split's sums are handed over.
 template <int D, int NT> struct kvq_gpu_room {
     static constexpr int ROWS = 8 * NT;
-    static constexpr bool PLAIN = true;                // plain codecs are dequantized by the word
     static constexpr int ROW = 2 * D;                  // bytes of a row of 16-bit values
     static constexpr int RANGES = 0;                   // [ROWS]: first and end of what the row sees
     static constexpr int OWNERS = RANGES + 8 * ROWS;   // [ROWS]: tile (~0: no row), row in the tile
@@ -54,7 +53,8 @@ template <int D, int NT> struct kvq_gpu_room {
     static constexpr int RAW_END = RAW + KVQ_GPU_WARPS * KVQ_GPU_RAW_TILES * 8;
     static constexpr int QUERIES = (RAW_END + 127) / 128 * 128; // raw, raw's rest (bf16), packed
     static constexpr int QUERY_BYTES = ROWS * ROW;
-    static constexpr int PACKED_QUERIES = QUERIES + 2 * QUERY_BYTES;
+    static constexpr int REST = QUERIES + QUERY_BYTES;
+    static constexpr int PACKED_QUERIES = REST + QUERY_BYTES;
     static constexpr int OUT = QUERIES + 3 * QUERY_BYTES; // [ROWS][D] fp32
     static constexpr int STAGES = OUT + ROWS * D * 4;
 
@@ -187,17 +187,32 @@ KVQ_DEVICE void kvq_gpu_set_row(const kvq_gpu_attend_args &a, const kvq_gpu_here
     gpu::sts32(smem + R::OWNERS + 8 * row + 4, left);
 }
 
+// The same by every lane.
+KVQ_DEVICE int kvq_gpu_least(int x)
+{
+    for (int d = 1; d < gpu::WARP; d *= 2)
+        x = kvq_gpu_min(x, (int)gpu::shuffle_xor_bits((uint32_t)x, d));
+    return x;
+}
+
 template <class R> KVQ_DEVICE kvq_gpu_sight kvq_gpu_sight_of(const kvq_gpu_here &h)
 {
     kvq_gpu_sight sight = {KVQ_GPU_RUN_BLOCKS * KVQ_BLOCK_TOKENS, 0, 0,
                            KVQ_GPU_RUN_BLOCKS * KVQ_BLOCK_TOKENS};
+    const int first = R::ROWS > gpu::WARP ? gpu::lane() : 0;
     KVQ_NO_UNROLL
-    for (int r = 0; r < h.rows; r++) {
+    for (int r = first; r<h.rows; r += R::ROWS> gpu::WARP ? gpu::WARP : 1) {
         const gpu::u32x2 range = gpu::lds64(gpu::smem_start() + R::RANGES + 8 * r);
         sight.from = kvq_gpu_min(sight.from, (int)range.v[0]);
         sight.to = kvq_gpu_max(sight.to, (int)range.v[1]);
         sight.full_from = kvq_gpu_max(sight.full_from, (int)range.v[0]);
         sight.full_to = kvq_gpu_min(sight.full_to, (int)range.v[1]);
+    }
+    if (R::ROWS > gpu::WARP) {
+        sight.from = kvq_gpu_least(sight.from);
+        sight.to = -kvq_gpu_least(-sight.to);
+        sight.full_from = -kvq_gpu_least(-sight.full_from);
+        sight.full_to = kvq_gpu_least(sight.full_to);
     }
     return sight;
 }

@@ -429,7 +429,7 @@ constexpr int kvq_gpu_residents(int dim, int nt, int bits)
     KVQ_GPU_ATTEND(d##D##_iq##BITS##_n##NT, D, NT, (NT) == 2 ? 4 : (BITS) + 1,                     \
                    KVQ_GPU_ARGUMENT(kvq_gpu_innerq_source<D, NT, BITS>))
 #define KVQ_GPU_ATTEND_ANY(D, NT)                                                                  \
-    KVQ_GPU_ATTEND(d##D##_any_n##NT, D, NT, 0, KVQ_GPU_ARGUMENT(kvq_gpu_any_source<D, NT>))
+    KVQ_GPU_ATTEND(d##D##_any_n##NT, D, NT, 8, KVQ_GPU_ARGUMENT(kvq_gpu_any_source<D, NT>))
 #define KVQ_GPU_ATTEND_RAW(D, NT)                                                                  \
     KVQ_GPU_ATTEND(d##D##_raw_n##NT, D, NT, 0, KVQ_GPU_ARGUMENT(kvq_gpu_raw_source<D, NT>))
 #define KVQ_GPU_ATTEND_BOOK(D, NT)                                                                 \

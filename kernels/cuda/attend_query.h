@@ -131,25 +131,52 @@ KVQ_DEVICE void kvq_gpu_put_row(gpu::smem rows, int r, const float x[D / 32], bo
     }
 }
 
-// Channels of row r of the item's queries as they came; zeros if there is no such row.
-template <int D, class R>
-KVQ_DEVICE void kvq_gpu_load_row(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int r,
-                                 float x[D / 32])
+// Row r of the item's queries; NULL if there is no such row.
+template <class R>
+KVQ_DEVICE const uint8_t *kvq_gpu_find_query(const kvq_gpu_attend_args &a, const kvq_gpu_here &h,
+                                             int r, uint32_t *dtype)
 {
     const gpu::u32x2 owner = gpu::lds64(gpu::smem_start() + R::OWNERS + 8 * r);
-    KVQ_UNROLL
-    for (int i = 0; i < D / 32; i++)
-        x[i] = 0;
+    *dtype = KVQ_F32;
     if (owner.v[0] == ~0u)
-        return;
+        return NULL;
     const kvq_gpu_tile &tile = a.tiles[owner.v[0]];
     const kvq_gpu_session &s = a.sessions[tile.session];
     const uint32_t row = tile.first_row + owner.v[1];
-    const uint8_t *from = (const uint8_t *)s.q.data + (row / a.gqa) * s.q.token_stride +
-                          (int64_t)(h.item.head * a.gqa + row % a.gqa) * s.q.head_stride;
+    *dtype = s.q.dtype;
+    return (const uint8_t *)s.q.data + (row / a.gqa) * s.q.token_stride +
+           (int64_t)(h.item.head * a.gqa + row % a.gqa) * s.q.head_stride;
+}
+
+// Channels of N rows of queries as they came; zeros of those that are not there. Rows of 16 bits
+// whose words are whole are all loaded before they become numbers.
+template <int D, int N>
+KVQ_DEVICE void kvq_gpu_load_rows(const kvq_gpu_attend_args &a, const uint8_t *const from[N],
+                                  const uint32_t dtype[N], float x[N][D / 32])
+{
+    uint32_t words[N][D / 64] = {};
+    bool plain = true;
     KVQ_UNROLL
-    for (int i = 0; i < D / 32; i++)
-        x[i] = a.sign * kvq__element(from, s.q.dtype, 64 * (i >> 1) + 2 * gpu::lane() + (i & 1));
+    for (int n = 0; n < N; n++)
+        plain &= from[n] == NULL || (dtype[n] != KVQ_F32 && (uintptr_t)from[n] % 4 == 0);
+    KVQ_UNROLL
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < D / 64; i++)
+            if (plain && from[n])
+                words[n][i] = gpu::ldg32(from[n] + 2 * (64 * i + 2 * gpu::lane()));
+    KVQ_UNROLL
+    for (int n = 0; n < N; n++)
+        for (int i = 0; i < D / 32; i++) {
+            const uint32_t bits = i & 1 ? words[n][i >> 1] >> 16 : words[n][i >> 1] & 0xffff;
+            if (plain)
+                x[n][i] = dtype[n] == KVQ_BF16 ? gpu::as_float(bits << 16)
+                                               : kvq__f16_to_f32((uint16_t)bits);
+            else
+                x[n][i] = from[n] ? kvq__element(from[n], (uint8_t)dtype[n],
+                                                 64 * (i >> 1) + 2 * gpu::lane() + (i & 1))
+                                  : 0;
+            x[n][i] *= a.sign;
+        }
 }
 
 // As K was transformed before it was packed.
@@ -171,29 +198,39 @@ KVQ_DEVICE void kvq_gpu_put_query(const kvq_gpu_attend_args &a, int r, bool pack
     const gpu::smem smem = gpu::smem_start();
     const gpu::smem rows = smem + (packed ? R::PACKED_QUERIES : R::QUERIES);
     const float factor = kvq_gpu_normalize<D>(x) * a.scale;
-    kvq_gpu_put_row<D>(rows, r, x, !packed && a.recipe.dtype == KVQ_BF16, rows + R::QUERY_BYTES);
+    kvq_gpu_put_row<D>(rows, r, x, !packed && a.recipe.dtype == KVQ_BF16, smem + R::REST);
     if (gpu::lane() == 0)
         kvq_gpu_put_float(smem + R::FACTORS + 8 * r + (packed ? 4 : 0), factor);
 }
 
 // Queries for raw keys, for packed ones, or, where they have places of their own, for both. Rows by
-// warp.
-template <int D, class R>
+// warp, of which AHEAD are loaded together.
+template <int D, class R, int AHEAD = 1>
 KVQ_DEVICE void kvq_gpu_bring_queries(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, bool raw,
                                       bool packed)
 {
+    static_assert(R::ROWS % (KVQ_GPU_WARPS * AHEAD) == 0, "whole turns");
     KVQ_NO_UNROLL
-    for (int r = gpu::warp(); r < R::ROWS; r += KVQ_GPU_WARPS) {
-        float x[D / 32], y[D / 32];
-        kvq_gpu_load_row<D, R>(a, h, r, x);
+    for (int first = gpu::warp(); first < R::ROWS; first += KVQ_GPU_WARPS * AHEAD) {
+        float x[AHEAD][D / 32], y[D / 32];
+        const uint8_t *from[AHEAD];
+        uint32_t dtype[AHEAD];
         KVQ_UNROLL
-        for (int i = 0; i < D / 32; i++)
-            y[i] = x[i];
-        if (raw)
-            kvq_gpu_put_query<D, R>(a, r, false, x);
-        if (packed) {
-            kvq_gpu_transform_query<D, R>(a, h, r, y);
-            kvq_gpu_put_query<D, R>(a, r, true, y);
+        for (int n = 0; n < AHEAD; n++)
+            from[n] = kvq_gpu_find_query<R>(a, h, first + KVQ_GPU_WARPS * n, &dtype[n]);
+        kvq_gpu_load_rows<D, AHEAD>(a, from, dtype, x);
+        KVQ_UNROLL
+        for (int n = 0; n < AHEAD; n++) {
+            const int r = first + KVQ_GPU_WARPS * n;
+            KVQ_UNROLL
+            for (int i = 0; i < D / 32; i++)
+                y[i] = x[n][i];
+            if (raw)
+                kvq_gpu_put_query<D, R>(a, r, false, x[n]);
+            if (packed) {
+                kvq_gpu_transform_query<D, R>(a, h, r, y);
+                kvq_gpu_put_query<D, R>(a, r, true, y);
+            }
         }
     }
 }

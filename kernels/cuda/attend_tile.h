@@ -45,7 +45,7 @@ KVQ_DEVICE kvq_gpu_columns<NT> kvq_gpu_columns_of(const kvq_gpu_attend_args &a, 
     const gpu::smem smem = gpu::smem_start();
     kvq_gpu_columns<NT> c;
     c.queries = smem + (packed ? R::PACKED_QUERIES : R::QUERIES);
-    c.rest = smem + R::QUERIES + R::QUERY_BYTES;
+    c.rest = smem + R::REST;
     c.cap = a.cap;
     KVQ_UNROLL
     for (int i = 0; i < 2 * NT; i++) {

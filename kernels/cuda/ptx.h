@@ -333,6 +333,11 @@ KVQ_DEVICE void stg128(void *at, const u32x4 &x)
     *(uint4 *)at = make_uint4(x.v[0], x.v[1], x.v[2], x.v[3]);
 }
 
+KVQ_DEVICE void prefetch(const void *at)
+{
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
+}
+
 KVQ_DEVICE uint32_t fetch_count(uint32_t *at, uint32_t x)
 {
     uint32_t r;

@@ -247,6 +247,10 @@ static inline void stg128(void *at, const u32x4 &x, KVQ_EMU_HERE)
     emu_global_store(at, &x, sizeof(x), file, line);
 }
 
+static inline void prefetch(const void *)
+{
+}
+
 uint32_t fetch_count(uint32_t *at, uint32_t x, KVQ_EMU_HERE);
 uint32_t fetch_add(uint32_t *at, uint32_t x, KVQ_EMU_HERE);
 uint32_t fetch_max(uint32_t *at, uint32_t x, KVQ_EMU_HERE);

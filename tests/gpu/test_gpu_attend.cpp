@@ -271,6 +271,9 @@ static void test_wide(void **)
         int dim, gqa;
         uint32_t q_tokens;
         uint8_t dtype, v_rotation;
+        uint32_t blocks = 2; // packed
+        uint8_t q_dtype = KVQ_F16, out_dtype = KVQ_F32, fresh_dtype = KVQ_F32;
+        uint32_t window = 0;
     } rows[] = {
         {"oscar2", 64, 64, 1, KVQ_F16, KVQ_V_ROT_NONE},
         {"f16", 64, 64, 2, KVQ_F16, KVQ_V_ROT_NONE},
@@ -280,21 +283,35 @@ static void test_wide(void **)
         {"ott2-oscar", 64, 1, 512, KVQ_F16, KVQ_V_ROT_NONE},
         {"innerq-hybrid", 64, 2, 200, KVQ_F16, KVQ_V_ROT_NONE},
         {"vecinfer-2", 128, 8, 9, KVQ_F16, KVQ_V_ROT_NONE},
+        {"kvq2", 128, 4, 33, KVQ_BF16, KVQ_V_ROT_NONE, 9},
+        {"bf16", 128, 4, 33, KVQ_BF16, KVQ_V_ROT_NONE, 9, KVQ_BF16, KVQ_BF16,
+         KVQ_BF16}, // as engines have it
+        {"bf16", 64, 2, 64, KVQ_BF16, KVQ_V_ROT_NONE, 5, KVQ_F32, KVQ_BF16},
+        {"f16", 64, 2, 64, KVQ_F16, KVQ_V_ROT_NONE, 5, KVQ_F16, KVQ_F32, KVQ_F16, 100},
+        {"k8v4", 64, 8, 20, KVQ_F16, KVQ_V_ROT_NONE, 5},
+        {"oscar2-xh", 128, 4, 17, KVQ_F16, KVQ_V_ROT_NONE, 5},
+        {"kivi-sink2", 256, 2, 20, KVQ_F16, KVQ_V_ROT_NONE, 5},
     };
     std::mt19937 random(12);
     for (const auto &row : rows) {
-        const layer l = make_layer(row.format, row.dim, row.gqa, 1, row.dtype, row.v_rotation);
+        layer l = make_layer(row.format, row.dim, row.gqa, 1, row.dtype, row.v_rotation);
         wish w;
-        w.tokens = 300;
-        w.packed = 256;
+        w.packed = row.blocks * KVQ_BLOCK_TOKENS;
+        w.tokens = w.packed + 44;
         w.fresh = 1;
         session few = make_session(l, w, random);
         w.fresh = row.q_tokens;
         w.q_tokens = row.q_tokens;
+        w.q_dtype = row.q_dtype;
+        w.out_dtype = row.out_dtype;
+        w.fresh_dtype = row.fresh_dtype;
+        l.shape.window = row.window;
         session s = make_session(l, w, random);
         const vector<result> r = run(l, {&few, &s}, run_options());
         expect("wide, few rows", l, few, r[0]);
-        const double error = expect("wide", l, s, r[1]);
+        // The longer ones are not among all rows: there are many, and some are rounded to bf16.
+        const double error = row.blocks > 2 ? worst_error(l, s, r[1]) : expect("wide", l, s, r[1]);
+        assert_true(error <= 1);
         print_message("%s, head_dim %d, %d heads, %u query tokens: %.2f of the error allowed\n",
                       row.format, row.dim, row.gqa, row.q_tokens, error);
     }
@@ -600,6 +617,34 @@ static void test_limits(void **)
     refused(g, calls, needs, "a batch of 0 sessions");
 }
 
+// A session of any length and number of queries needs no more than kvq_gpu_attend_bound says.
+static void test_bound(void **)
+{
+    std::mt19937 random(20);
+    for (const uint32_t rows : {0u, 64u, 128u})
+        for (const int gqa : {1, 4, 16}) {
+            const layer l = make_layer("oscar2", 128, gqa, 8, KVQ_F16);
+            kvq_gpu_layer g = l.gpu();
+            kvq_gpu_attend_limits most, needs;
+            const uint32_t queries = 1 + random() % 96, tokens = 1 + random() % 200000;
+            g.wide_rows = rows;
+            assert_int_equal(kvq_gpu_attend_bound(&g, tokens, queries, &most, text, sizeof(text)),
+                             0);
+            for (int i = 0; i < 3000; i++) {
+                kvq_attend c = {};
+                c.q_tokens = 1 + random() % queries;
+                c.past_tokens = c.q_start = i % 2 ? random() % tokens : random() % 9000 % tokens;
+                assert_int_equal(kvq_gpu_attend_needs(&g, &c, NULL, 1, &needs, text, sizeof(text)),
+                                 0);
+                assert_true(needs.tiles <= most.tiles && needs.counters <= most.counters);
+                assert_true(needs.narrow_items <= most.narrow_items);
+                assert_true(needs.wide_items <= most.wide_items);
+                assert_true(needs.narrow_rows <= most.narrow_rows);
+                assert_true(needs.partial_rows <= most.partial_rows);
+            }
+        }
+}
+
 // The measure itself: a value that is off by one part in a hundred is found.
 static void test_measure(void **)
 {
@@ -643,7 +688,8 @@ int main(void)
         cmocka_unit_test(test_pairs),         cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_bits),          cmocka_unit_test(test_shared),
         cmocka_unit_test(test_sharing_saves), cmocka_unit_test(test_limits),
-        cmocka_unit_test(test_nan),           cmocka_unit_test(test_all_rows),
+        cmocka_unit_test(test_bound),         cmocka_unit_test(test_nan),
+        cmocka_unit_test(test_all_rows),
     };
     cmocka_set_test_filter(getenv("KVQ_TEST_CASES")); // some cases alone, or with NULL all
     return cmocka_run_group_tests(tests, open_device, close_device);

@@ -74,7 +74,7 @@ int hop_local_open(struct hop_local **out, const struct hop_gpu *gpu, const stru
     int rc = check_format(l, o->format, text);
     rc = rc ? rc : kvq_gpu_open(&l->kernels, &gpu->driver, text, HOP_TEXT);
     if (rc == 0)
-        l->layer.narrow_only = kvq_gpu_attend_narrow_only(&l->kernels, l->shape.k_dim);
+        l->layer.wide_rows = kvq_gpu_attend_wide_rows(&l->kernels, l->shape.k_dim);
     return rc;
 }
 

@@ -30,7 +30,7 @@ static struct kvq_gpu_layer gpu_layer_of(const struct kvq__queue *q, const struc
 {
     return (struct kvq_gpu_layer){
         a->format, a->shape, a->book->k || a->book->v ? a->book : NULL,
-        kvq_gpu_attend_narrow_only(kvq__gpu_kernels(q->gpu), a->shape->k_dim)};
+        kvq_gpu_attend_wide_rows(kvq__gpu_kernels(q->gpu), a->shape->k_dim)};
 }
 
 size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
