@@ -53,7 +53,7 @@ enum {
     KVQ_MAX_WORKERS = 256,
     KVQ_MAX_PORTS = 4096,        // queues of all clients together
     KVQ_MAX_GPUS = 16,           // of one daemon
-    KVQ_MAX_LETTING_GO = 1024,   // closed host buffers that GPUs have not unregistered yet
+    KVQ_MAX_LETTING_GO = 1024,   // closed host buffers and imports that GPUs have yet to let go of
     KVQ_GPU_CONNECTIONS = 32,    // most hardware queues that CUDA gives a process on a GPU
     KVQ_MAX_GPU_PENDING = 64,    // pieces of one client's work that are enqueued on one GPU
     KVQ_MAX_GPU_OPS = 512,       // operations enqueued on one stream and not started: a

@@ -19,6 +19,7 @@
 
 enum {
     STRANGERS = 64, // connections beyond max_clients, so that they can be told why not
+    END_MS = 500,   // the poller has seen an end by then, and imports are closed, unless held up
 };
 
 // ---- Connections ----
@@ -37,7 +38,7 @@ static void free_connection(uv_handle_t *handle)
     TAILQ_REMOVE(&c->attach->connections, c, link);
     c->attach->count--;
     assert(c->n_lines == 0 && c->giving_back == 0);
-    assert(LIST_EMPTY(&c->imports) && LIST_EMPTY(&c->spares));
+    assert(LIST_EMPTY(&c->imports) && LIST_EMPTY(&c->spares) && LIST_EMPTY(&c->timelines));
     free(c);
 }
 
@@ -59,6 +60,27 @@ static void stop_watching(struct kvq__connection *c)
         uv_poll_stop(&c->pid_poll);
 }
 
+// The driver may hold the poller up until a stream goes on that waits for this client: its signals
+// are given here then. Not before, since the poller has to cancel the client's steps first; else
+// what waits would store what has not arrived, and be committed. And another client may keep the
+// imports of this one from being closed, which its end waits for no longer.
+static void on_end_late(uv_timer_t *timer)
+{
+    struct kvq__connection *c = timer->data;
+    assert(c->end_when_back || c->state == KVQ__CONNECTION_ENDING);
+    if (!kvq_word_load_acquire(&c->end_seen))
+        kvq__timelines_end(c);
+    kvq__imports_leave(c);
+}
+
+static void post_end(struct kvq__connection *c, struct kvq__mail *mail,
+                     void (*run)(struct kvq__mail *mail))
+{
+    kvq_word_store_release(&c->end_seen, 0);
+    uv_timer_start(&c->timer, on_end_late, END_MS, 0);
+    kvq__mailbox_post(kvq__poller_box(c->server->poller), mail, run);
+}
+
 // Poller's thread, which then gives the signals that GPUs wait for in the place of the client: the
 // command under way may be one that comes back only when their work has ended.
 static void break_member(struct kvq__mail *mail)
@@ -67,6 +89,7 @@ static void break_member(struct kvq__mail *mail)
         (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, ended_mail));
     assert(!c->detaching);
     c->member.broken = true;
+    kvq_word_store_release(&c->end_seen, 1);
 }
 
 void kvq__connection_end(struct kvq__connection *c, const char *reason)
@@ -89,7 +112,7 @@ void kvq__connection_end(struct kvq__connection *c, const char *reason)
         return;
     }
     c->end_when_back = true;
-    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->ended_mail, break_member);
+    post_end(c, &c->ended_mail, break_member);
 }
 
 void kvq__connection_reply(struct kvq__connection *c)
@@ -251,6 +274,7 @@ static void detach_client(struct kvq__mail *mail)
         kvq__port_remove(c->server->poller, &line->port);
     }
     c->holding = false;
+    kvq_word_store_release(&c->end_seen, 1);
     kvq__connection_check_gone(c);
 }
 
@@ -258,7 +282,7 @@ void kvq__connection_detach(struct kvq__connection *c)
 {
     assert(c->state != KVQ__CONNECTION_BUSY && c->state != KVQ__CONNECTION_ENDING);
     c->state = KVQ__CONNECTION_ENDING;
-    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, detach_client);
+    post_end(c, &c->mail, detach_client);
 }
 
 // ---- Accepting ----
@@ -339,6 +363,7 @@ int kvq__attach_open(struct kvq__server *server, struct kvq__attach **out, char 
     LIST_INIT(&a->clients);
     STAILQ_INIT(&a->returns);
     STAILQ_INIT(&a->letting_go);
+    STAILQ_INIT(&a->let_go);
     kvq__bundles_open(a);
     *out = a;
     return 0;

@@ -137,34 +137,51 @@ static bool same_handle(const struct kvq__import *import, const struct kvq__gpu 
            memcmp(import->handle.bytes, handle->data, handle->len) == 0;
 }
 
+// Whether a handle may be opened, of which this import has the same bytes.
+static int check_same(const struct kvq__import *import, uint32_t uid, uint64_t client,
+                      const struct kvq__connection *c, const Kvq__GpuMemory *memory, char *text)
+{
+    if (uid != c->peer.uid) {
+        snprintf(text, KVQ_TEXT_BYTES, "this memory belongs to a client of another user (uid %u)",
+                 uid);
+        return KVQ_E_PERMISSION;
+    }
+    if (import->number == memory->number)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "the allocation (number %llu) has the handle of an earlier one (number %llu) that was "
+             "freed while its buffers were open (client %llu); close those first, then import "
+             "again",
+             (unsigned long long)memory->number, (unsigned long long)import->number,
+             (unsigned long long)client);
+    return KVQ_E_BUFFER;
+}
+
+// The same of those that are closed, but that the driver has yet to let go of.
+static int check_closed(const struct kvq__letting_gos *list, const struct kvq__connection *c,
+                        const struct kvq__gpu *gpu, const Kvq__GpuMemory *memory, char *text)
+{
+    const struct kvq__letting_go *l;
+    int error = 0;
+    STAILQ_FOREACH (l, list, link)
+        if (!error && l->import && same_handle(l->import, gpu, &memory->handle))
+            error = check_same(l->import, l->uid, l->client, c, memory, text);
+    return error;
+}
+
 // Whether a handle may be opened, whoever has opened the same bytes before.
 static int check_handle(const struct kvq__connection *c, const struct kvq__gpu *gpu,
                         const Kvq__GpuMemory *memory, char *text)
 {
     const struct kvq__connection *other;
     const struct kvq__import *import;
-    TAILQ_FOREACH (other, &c->attach->connections, link) {
-        LIST_FOREACH (import, &other->imports, link) {
-            if (!same_handle(import, gpu, &memory->handle))
-                continue;
-            if (other->peer.uid != c->peer.uid) {
-                snprintf(text, KVQ_TEXT_BYTES,
-                         "this memory belongs to a client of another user (uid %u)",
-                         other->peer.uid);
-                return KVQ_E_PERMISSION;
-            }
-            if (import->number != memory->number) {
-                snprintf(text, KVQ_TEXT_BYTES,
-                         "the allocation (number %llu) has the handle of an earlier one (number "
-                         "%llu) that was freed while its buffers were open (client %llu); close "
-                         "those first, then import again",
-                         (unsigned long long)memory->number, (unsigned long long)import->number,
-                         (unsigned long long)other->id);
-                return KVQ_E_BUFFER;
-            }
-        }
-    }
-    return 0;
+    int error = kvq__attach_check_pins(c, text);
+    TAILQ_FOREACH (other, &c->attach->connections, link)
+        LIST_FOREACH (import, &other->imports, link)
+            if (!error && same_handle(import, gpu, &memory->handle))
+                error = check_same(import, other->peer.uid, other->id, c, memory, text);
+    error = error ? error : check_closed(&c->attach->letting_go, c, gpu, memory, text);
+    return error ? error : check_closed(&c->attach->let_go, c, gpu, memory, text);
 }
 
 // The allocation, if this client has it open.
@@ -193,6 +210,11 @@ static struct kvq__import *new_import(struct kvq__connection *c, struct kvq__gpu
     import->number = memory->number;
     import->bytes = memory->allocation_bytes;
     import->by_handle = memory->handle.len > 0;
+    import->letting_go = import->by_handle ? calloc(1, sizeof *import->letting_go) : NULL;
+    if (import->by_handle && !import->letting_go) {
+        free(import);
+        return NULL;
+    }
     if (import->by_handle)
         memcpy(import->handle.bytes, memory->handle.data, sizeof import->handle.bytes);
     LIST_INSERT_HEAD(&c->imports, import, link);
@@ -320,40 +342,59 @@ static size_t whole_pages(size_t bytes)
     return (bytes + page - 1) / page * page;
 }
 
-// Makes it known to all GPUs, which must agree about its address. False, with a text and nothing
-// done, if that cannot be.
-static bool reach(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
+// The address that all GPUs have for registered memory; 0, with a text: there is none.
+static kvq_gpu_ptr common_address(const struct kvq__gpus *gpus, void *memory, char *text)
 {
-    const struct kvq_gpu_driver *driver = gpu_driver_of(kvq__gpus_get(gpus, 0));
-    kvq_gpu_ptr at, other;
-    if (kvq__gpu_enter(kvq__gpus_get(gpus, 0)) != KVQ_GPU_OK ||
-        kvq_gpu_host_register(driver, p->shm.map, whole_pages(p->shm.bytes), &at, text,
-                              KVQ_TEXT_BYTES) != KVQ_GPU_OK)
-        return false;
-    for (uint32_t i = 1; i < kvq__gpus_count(gpus); i++) {
-        if (kvq__gpu_enter(kvq__gpus_get(gpus, i)) == KVQ_GPU_OK &&
-            driver->host_device(&other, p->shm.map, 0) == KVQ_GPU_OK && other == at)
-            continue;
-        snprintf(text, KVQ_TEXT_BYTES, "the GPUs have different addresses for host memory");
-        kvq_gpu_host_unregister(driver, p->shm.map);
-        return false;
+    kvq_gpu_ptr at = 0, other;
+    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
+        const struct kvq__gpu *gpu = kvq__gpus_get(gpus, i);
+        int result = kvq__gpu_enter(gpu);
+        result = result ? result : gpu_driver_of(gpu)->host_device(&other, memory, 0);
+        if (result != KVQ_GPU_OK) {
+            kvq_gpu_fault(gpu_driver_of(gpu), result, "asking for the GPU's address of host memory",
+                          text, KVQ_TEXT_BYTES);
+            return 0;
+        }
+        if (i > 0 && other != at) {
+            snprintf(text, KVQ_TEXT_BYTES, "the GPUs have different addresses for host memory");
+            return 0;
+        }
+        at = other;
     }
-    p->at = at;
-    return true;
+    return at;
 }
 
-// What it takes to let go of it again is taken here: see return.c.
+// Registers it with all GPUs, which must agree about its address. Without one, or if this fails,
+// they cannot reach it, and text says why.
+static void reach(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
+{
+    const struct kvq_gpu_driver *driver = gpu_driver_of(kvq__gpus_get(gpus, 0));
+    size_t bytes = whole_pages(p->shm.bytes);
+    int result = kvq__gpu_enter(kvq__gpus_get(gpus, 0));
+    result = result ? result
+                    : driver->host_register(p->shm.map, bytes,
+                                            KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED);
+    if (result != KVQ_GPU_OK) {
+        char doing[80];
+        snprintf(doing, sizeof doing, "registering %zu bytes of host memory with the GPU", bytes);
+        kvq_gpu_fault(driver, result, doing, text, KVQ_TEXT_BYTES);
+        free(p->letting_go);
+        p->letting_go = NULL;
+        return;
+    }
+    p->at = common_address(gpus, p->shm.map, text); // 0: unregistering it at once could wait
+}
+
+// What it takes to let go of it again is taken here: see let_go.c.
 static void pin(const struct kvq__gpus *gpus, struct kvq__pinned *p, char *text)
 {
     assert(p->shm.map && !p->letting_go);
     p->at = 0;
     p->letting_go = calloc(1, sizeof *p->letting_go);
-    if (p->letting_go && reach(gpus, p, text))
-        return;
-    if (!p->letting_go)
+    if (p->letting_go)
+        reach(gpus, p, text);
+    else
         snprintf(text, KVQ_TEXT_BYTES, "no memory");
-    free(p->letting_go);
-    p->letting_go = NULL;
 }
 
 void kvq__open_timeline_make(struct kvq__connection *c)
@@ -370,7 +411,8 @@ void kvq__open_timeline_make(struct kvq__connection *c)
     if (p->at)
         return;
     c->error = KVQ_E_UNSUPPORTED;
-    kvq__shm_close(&p->shm);
+    if (!p->letting_go) // else it is given back with its command
+        kvq__shm_close(&p->shm);
 }
 
 // ---- Making ----

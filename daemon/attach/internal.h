@@ -2,7 +2,8 @@
 //
 // Connections of the attach socket. attach.c has their life, commands.c the way of a command and
 // the table of its parts; hello.c, queues.c, buffers.c, sessions.c and in_context.c have these
-// parts; memory.c makes queues and buffers, gpu.c memory of GPUs, and return.c gives it all back.
+// parts; memory.c makes queues and buffers, gpu.c memory of GPUs, return.c gives it all back, and
+// let_go.c what the driver takes back only when no client keeps a stream waiting.
 //
 // A connection runs one command at a time:
 //
@@ -14,8 +15,8 @@
 // During 2 and 3 the loop's thread touches nothing that is marked "with the command".
 //
 // What takes long to give back, large buffers too, is given back on a thread of libuv's as well.
-// The connection ends when everything is given back except host memory that GPUs reach: nobody
-// waits for that.
+// The connection ends when everything is given back except what let_go.c has: nobody waits for host
+// memory that GPUs reach, and for imports by handle only a while.
 #ifndef KVQ_DAEMON_ATTACH_INTERNAL_H
 #define KVQ_DAEMON_ATTACH_INTERNAL_H
 
@@ -41,23 +42,31 @@ struct kvq__return {
     void (*done)(struct kvq__return *what); // on the loop's
 };
 
-// Host memory that is being unregistered from the GPUs. The driver waits for all work on them,
-// which may wait for a client that never signals. Loop's thread, except the memory of the first in
-// the list.
+// What GPUs have yet to let go of: registered host memory, or an import by handle. The driver waits
+// for all work on them then, which may wait for a client that never signals (gpu/gate.h). Made with
+// the memory, so that letting go cannot fail. Loop's thread, except memory, import and link of
+// those that are under way.
 struct kvq__letting_go {
     STAILQ_ENTRY(kvq__letting_go) link;
     struct kvq__connection *connection; // its owner; NULL: that is gone
+    struct kvq__connection *awaiting;   // whose command or end waits for it; NULL: nobody's
     uint32_t uid;
-    bool timeline;
+    uint64_t client;
+    bool timeline, done; // done: GPUs have let go of it
     struct kvq__shm shm;
+    struct kvq__import *import;
     uint64_t counted; // bytes of it that count against the limits of its client and of all clients
+    // Before: of a timeline that a queue has.
+    uint64_t *ready; // NULL: it is none
+    LIST_ENTRY(kvq__letting_go) timeline_link;
 };
+STAILQ_HEAD(kvq__letting_gos, kvq__letting_go);
 
-// Host memory that GPUs can reach.
+// Host memory that is registered with GPUs.
 struct kvq__pinned {
     struct kvq__shm shm;
-    kvq_gpu_ptr at;                     // 0: they cannot
-    struct kvq__letting_go *letting_go; // for unregistering it; NULL if they cannot
+    kvq_gpu_ptr at;                     // 0: they cannot reach it
+    struct kvq__letting_go *letting_go; // for unregistering it; NULL: it is not registered
 };
 
 // Events that order a queue's requests, and the handles by which other processes open them.
@@ -89,6 +98,7 @@ struct kvq__import {
     struct kvq__gpu *gpu;
     bool by_handle, closing;
     struct kvq_gpu_ipc_memory handle;
+    struct kvq__letting_go *letting_go; // for closing it, if it is by handle
     uint64_t number, bytes; // what the client says; bytes: only if it is not opened by handle
     uint32_t users;
     struct kvq_gpu_piece piece;
@@ -140,6 +150,8 @@ struct kvq__connection {
     int handles;        // open in the loop
     bool end_when_back; // ended while a command was at the poller
     bool is_late;       // with its hello
+    bool end_is_late;   // it waits for no imports any more
+    uint32_t end_seen;  // 1: the poller knows that it has ended
     struct kvq__peer peer;
     uint64_t id; // the client's; 0: none yet
     char name[KVQ_NAME_BYTES];
@@ -148,6 +160,7 @@ struct kvq__connection {
     uint32_t n_lines; // with those that are not given back yet
     LIST_HEAD(, kvq__import) imports;
     LIST_HEAD(, kvq__spare) spares;
+    LIST_HEAD(, kvq__letting_go) timelines;
     uint32_t giving_back; // things of this client that are being given back
     uint32_t awaited;     // those of them that the command waits for
     bool finish_due;      // the command is done when `awaited` is 0
@@ -202,9 +215,9 @@ struct kvq__attach {
     STAILQ_HEAD(, kvq__return) returns;                // the first is being given back
     uv_work_t return_work;
     bool returning;
-    STAILQ_HEAD(, kvq__letting_go) letting_go; // the first is being taken from the GPUs
+    struct kvq__letting_gos letting_go, let_go; // let_go: those that are under way
     uv_work_t letting_go_work;
-    uint32_t n_letting_go;
+    uint32_t n_letting_go; // of both
     struct kvq__connections connections;
     uint32_t count, n_lines;
     uint64_t buffer_bytes;                 // of all clients
@@ -352,10 +365,24 @@ void kvq__region_give_back(struct kvq__region *region);
 void kvq__line_give_back(struct kvq__line *line);
 // Loop's thread. Gives back what is left of a client that is gone.
 void kvq__spares_give_back(struct kvq__connection *connection);
-// Loop's thread. Whether more host memory of the user may be registered with GPUs. Not while too
-// much closed memory of the user waits to be unregistered: KVQ_E_LIMIT with a text.
+
+// ---- let_go.c ----
+
+// Loop's thread, all of these. Takes the memory away from its connection.
+void kvq__let_go_of_pinned(struct kvq__connection *connection, struct kvq__pinned *pinned,
+                           uint64_t counted, bool timeline);
+// Takes an import by handle away from its connection, whose command or end waits for its close.
+void kvq__let_go_of_import(struct kvq__connection *connection, struct kvq__import *import);
+// The client has ended, and waits for none of its imports any more.
+void kvq__imports_leave(struct kvq__connection *connection);
+// Whether more host memory of the user may be registered with GPUs, or more be imported by handle.
+// Not while GPUs have yet to let go of much that the user has closed: KVQ_E_LIMIT with a text.
 int kvq__attach_check_pins(const struct kvq__connection *connection, char *text);
-// Loop's thread. The connection is about to be freed.
+// The connection is about to be freed.
 void kvq__pins_leave(const struct kvq__connection *connection);
+// A queue has this timeline. Until GPUs are to let go of it, kvq__timelines_end gives all signals
+// of it, by stores alone.
+void kvq__timeline_note(struct kvq__connection *connection, const struct kvq__pinned *pinned);
+void kvq__timelines_end(struct kvq__connection *connection);
 
 #endif

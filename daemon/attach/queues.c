@@ -266,6 +266,7 @@ void kvq__open_timeline_put(struct kvq__connection *c)
 {
     c->fds[0] = c->timeline.shm.fd;
     c->n_fds = 1;
+    kvq__timeline_note(c, &c->timeline);
 }
 
 void kvq__open_timeline_sent(struct kvq__connection *c)

@@ -1,18 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Giving back what clients had. Two kinds of it never wait for each other, each on one thread of
-// libuv's at a time:
-//
-// - Memory of GPUs, imports and events: the driver unmaps and closes them without a look at what
-//   runs. Large host memory: the system unmaps it page by page. A close of an import or of a large
-//   buffer and the end of a connection wait for these.
-// - Host memory that GPUs reach: to take it from them is to wait for all work they were given, and
-//   some of it may wait for a client that never signals. The driver would let nobody give work to
-//   GPUs meanwhile, so it is asked only when no client keeps one waiting. Nobody waits for this:
-//   the memory leaves its connection at once and counts on until it is back (for its client, and
-//   for all), and a user who has much of it gets no other host memory made known to GPUs.
+// Giving back what clients had, on one thread of libuv's at a time: memory of GPUs, events and
+// imports by descriptor, which the driver unmaps and closes without a look at what runs; and large
+// host memory, which the system unmaps page by page. A close of an import or of a large buffer and
+// the end of a connection wait for these. What the driver takes back only when nothing runs is in
+// let_go.c.
 #include <assert.h>
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "daemon/attach/internal.h"
@@ -25,109 +18,6 @@ static const struct kvq_gpu_driver *driver_of(const struct kvq__gpu *gpu)
     return kvq__gpu_driver(gpu);
 }
 
-// ---- Host memory ----
-
-static void let_go_next(struct kvq__attach *a);
-
-// A word of a timeline may be about to be written that lets a queue's work go on.
-static void await_pokes(const struct kvq__gpus *gpus)
-{
-    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++) {
-        const struct kvq__gpu *gpu = kvq__gpus_get(gpus, i);
-        if (kvq__gpu_enter(gpu) == KVQ_GPU_OK)
-            driver_of(gpu)->stream_sync(kvq__gpu_stream(gpu, KVQ__GPU_STREAM_SMALL));
-    }
-}
-
-static void run_letting_go(uv_work_t *work)
-{
-    const struct kvq__attach *a = work->data;
-    const struct kvq__gpus *gpus = a->server->gpus;
-    struct kvq__letting_go *l = STAILQ_FIRST(&a->letting_go);
-    assert(l && l->shm.map);
-    for (uint32_t i = 0; i < kvq__gpus_count(gpus); i++)
-        kvq__gpu_await_clients(kvq__gpus_get(gpus, i));
-    if (l->timeline)
-        await_pokes(gpus);
-    kvq__gpu_enter(kvq__gpus_get(gpus, 0));
-    kvq_gpu_host_unregister(driver_of(kvq__gpus_get(gpus, 0)), l->shm.map);
-    kvq__shm_close(&l->shm);
-}
-
-static void end_letting_go(uv_work_t *work, int status)
-{
-    struct kvq__attach *a = work->data;
-    struct kvq__letting_go *l = STAILQ_FIRST(&a->letting_go);
-    assert(a->n_letting_go > 0 && a->buffer_bytes >= l->counted);
-    assert(!l->connection || l->connection->buffer_bytes >= l->counted);
-    (void)status;
-    STAILQ_REMOVE_HEAD(&a->letting_go, link);
-    a->n_letting_go--;
-    if (l->connection)
-        l->connection->buffer_bytes -= l->counted;
-    a->buffer_bytes -= l->counted;
-    free(l);
-    if (!STAILQ_EMPTY(&a->letting_go))
-        let_go_next(a);
-}
-
-static void let_go_next(struct kvq__attach *a)
-{
-    a->letting_go_work.data = a;
-    uv_queue_work(&a->server->loop, &a->letting_go_work, run_letting_go, end_letting_go);
-}
-
-// Takes the memory away from its connection.
-static void let_go_of_pinned(struct kvq__connection *c, struct kvq__pinned *p, uint64_t counted,
-                             bool timeline)
-{
-    struct kvq__attach *a = c->attach;
-    struct kvq__letting_go *l = p->letting_go;
-    const bool first = STAILQ_EMPTY(&a->letting_go);
-    assert(l && p->at);
-    if (p->shm.fd >= 0)
-        close(p->shm.fd);
-    *l = (struct kvq__letting_go){.connection = c,
-                                  .uid = c->peer.uid,
-                                  .shm = {.fd = -1, .map = p->shm.map, .bytes = p->shm.bytes},
-                                  .counted = counted,
-                                  .timeline = timeline};
-    *p = (struct kvq__pinned){.shm.fd = -1};
-    kvq__connection_count(c, counted, 0);
-    STAILQ_INSERT_TAIL(&a->letting_go, l, link);
-    a->n_letting_go++;
-    if (first)
-        let_go_next(a);
-}
-
-int kvq__attach_check_pins(const struct kvq__connection *c, char *text)
-{
-    const struct kvq__attach *a = c->attach;
-    const struct kvq__letting_go *l;
-    uint32_t own = 0;
-    if (a->n_letting_go == 0)
-        return 0;
-    STAILQ_FOREACH (l, &a->letting_go, link)
-        own += l->uid == c->peer.uid;
-    if (kvq__share_allows(own, 1, a->n_letting_go, KVQ_MAX_LETTING_GO))
-        return 0;
-    snprintf(text, KVQ_TEXT_BYTES,
-             "user %u has closed %u pieces of host memory that the GPUs have yet to let go of, and "
-             "all users %u of %d; one user gets as many as stay free for others; they go when no "
-             "client's stream keeps its work waiting (kvqd's log names such a client)",
-             c->peer.uid, own, a->n_letting_go, KVQ_MAX_LETTING_GO);
-    return KVQ_E_LIMIT;
-}
-
-void kvq__pins_leave(const struct kvq__connection *c)
-{
-    struct kvq__letting_go *l;
-    STAILQ_FOREACH (l, &c->attach->letting_go, link)
-        if (l->connection == c)
-            l->connection = NULL;
-}
-
-// ---- The rest ----
 static void return_next(struct kvq__attach *a);
 
 static void run_return(uv_work_t *work)
@@ -187,6 +77,7 @@ static void run_region(struct kvq__return *what)
     if (!r->gpu)
         return;
     kvq__gpu_enter(r->gpu);
+    assert(!r->import || r->import->piece.kind == KVQ_GPU_PIECE_MAPPED);
     if (r->import)
         kvq_gpu_piece_release(driver_of(r->gpu), &r->import->piece);
     else
@@ -198,6 +89,7 @@ static void free_region(struct kvq__region *r)
     assert(!r->import || (r->import->users == 0 && r->import->closing));
     if (r->import) {
         LIST_REMOVE(r->import, link);
+        free(r->import->letting_go);
         free(r->import);
     }
     free(r);
@@ -235,19 +127,23 @@ void kvq__region_give_back(struct kvq__region *r)
     struct kvq__connection *c = r->connection;
     assert(!r->import || r->import->users > 0);
     kvq__region_close_fd(r);
-    r->large = r->host.shm.map && !r->host.at && r->host.shm.bytes >= LARGE_BYTES;
+    r->large = r->host.shm.map && !r->host.letting_go && r->host.shm.bytes >= LARGE_BYTES;
     if (!r->large)
         kvq__region_uncount(r);
     if (r->import && --r->import->users > 0)
         r->import = NULL; // others use it
     else if (r->import)
         r->import->closing = true;
+    if (r->import && r->import->piece.kind == KVQ_GPU_PIECE_OPENED) {
+        kvq__let_go_of_import(c, r->import);
+        r->import = NULL;
+    }
     keep_as_spare(r);
     bool awaited = r->import || (r->large && c->state == KVQ__CONNECTION_BUSY);
     bool slow = r->large || r->piece.kind != KVQ_GPU_PIECE_NONE ||
                 (r->import && r->import->piece.kind != KVQ_GPU_PIECE_NONE);
-    if (r->host.at)
-        let_go_of_pinned(c, &r->host, r->counted, false);
+    if (r->host.letting_go)
+        kvq__let_go_of_pinned(c, &r->host, r->counted, false);
     if (slow) {
         give_back_later(c, &r->back, awaited, run_region, end_region);
         return;
@@ -274,8 +170,8 @@ static void end_line(struct kvq__return *what)
 void kvq__line_give_back(struct kvq__line *line)
 {
     assert(!line->port.queue);
-    if (line->timeline.at)
-        let_go_of_pinned(line->connection, &line->timeline, 0, true);
+    if (line->timeline.letting_go)
+        kvq__let_go_of_pinned(line->connection, &line->timeline, 0, true);
     if (line->events)
         give_back_later(line->connection, &line->back, false, run_line, end_line);
     else
@@ -294,9 +190,9 @@ static void end_nothing(struct kvq__return *what)
 
 void kvq__stream_sync_undo(struct kvq__connection *c)
 {
-    assert(!c->timeline.at || !c->events);
-    if (c->timeline.at)
-        let_go_of_pinned(c, &c->timeline, 0, true);
+    assert(!c->timeline.letting_go || !c->events);
+    if (c->timeline.letting_go)
+        kvq__let_go_of_pinned(c, &c->timeline, 0, true);
     if (c->events)
         give_back_later(c, &c->back, true, run_events, end_nothing);
 }

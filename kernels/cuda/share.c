@@ -195,7 +195,7 @@ int kvq_gpu_piece_open(const struct kvq_gpu_driver *driver, const struct kvq_gpu
         else
             fault(driver, result, "asking how long the memory behind a CUDA IPC handle is", text,
                   n);
-        driver->ipc_memory_close(at);
+        *piece = (struct kvq_gpu_piece){KVQ_GPU_PIECE_OPENED, at, 0, 0};
         return result != KVQ_GPU_OK ? result : KVQ_GPU_INVALID_VALUE;
     }
     *piece = (struct kvq_gpu_piece){KVQ_GPU_PIECE_OPENED, at, bytes - (size_t)(at - base), 0};

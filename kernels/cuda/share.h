@@ -69,7 +69,9 @@ int kvq_gpu_memory_map_at(const struct kvq_gpu_driver *driver, int device, int f
 // Opens an allocation of another process by its CUDA IPC handle, whole; how long it is, the driver
 // says. Opening the same allocation several times gives the same address and is counted by the
 // driver, each to be released. One's own process's handles cannot be opened. Whether the handle
-// still means the allocation that the exporter speaks of, only the exporter knows.
+// still means the allocation that the exporter speaks of, only the exporter knows. A failure may
+// leave a piece without a length, to be released as well: closing waits for all streams, and only
+// the caller knows when it may.
 int kvq_gpu_piece_open(const struct kvq_gpu_driver *driver, const struct kvq_gpu_ipc_memory *handle,
                        struct kvq_gpu_piece *piece, char *text, size_t n);
 

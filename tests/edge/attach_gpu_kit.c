@@ -26,6 +26,7 @@ void gpu_settles_at(size_t offset, uint64_t value)
 void gpu_end(void)
 {
     SETTLES(registered, 0);
+    SETTLES(imports, 0);
     end_counting();
     const struct kvq_soft_counts now = soft_counts();
     assert_memory_equal(&now, &gpu_before, sizeof now);

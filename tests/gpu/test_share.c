@@ -345,6 +345,9 @@ static void test_failures_of_legacy(void **state)
         assert_int_equal(soft_fail(calls[i], 1, false, KVQ_GPU_MAP_FAILED), 0);
         assert_int_equal(kvq_gpu_piece_open(&drv, &handle, &piece, text, sizeof text),
                          KVQ_GPU_MAP_FAILED);
+        assert_true(soft_counts().imports == before.imports + i); // when to close is the caller's
+        assert_int_equal(piece.bytes, 0);
+        kvq_gpu_piece_release(&drv, &piece);
         assert_true(soft_counts().imports == before.imports);
     }
     kvq_gpu_ptr at;

@@ -4,14 +4,13 @@
 #include "daemon/core/gpu/gpu.h"
 
 #include <assert.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/queue.h>
-#include <time.h>
 
 #include "daemon/core/gpu/extents.h"
+#include "daemon/core/gpu/gate.h"
 #include "proto/sync.h"
 
 // Device memory that is freed when nothing runs on the GPU: kvq__gpu_sweep.
@@ -46,22 +45,21 @@ struct kvq__gpu {
     struct kvq_gpu_stream *streams[KVQ__GPU_STREAMS];
     struct kvq_gpu_stream *stream; // KVQ__GPU_STREAM_SMALL
     uint32_t connections, connections_left;
-    pthread_mutex_t waiting_lock; // of both below
-    struct kvq_gpu_stream *waiting[KVQ__GPU_WAITING];
-    uint32_t n_waiting;
+    struct kvq__gate *gate; // of all GPUs
     uint64_t budget;
     struct kvq_gpu_uuid uuid;
     char uuid_text[KVQ__GPU_UUID_TEXT], name[KVQ__GPU_NAME];
     char fault[KVQ_TEXT_BYTES];
     LIST_HEAD(, book) books;
     LIST_HEAD(, leftover) leftovers;
-    struct slab *slabs;
+    struct slab *slabs, *unready; // unready: one whose memory the GPU does not reach yet
     struct kvq__gpu_counts *free_counts;
     struct kvq__reserve *reserve; // NULL = none (extents.h)
 };
 
 struct kvq__gpus {
     struct kvq_gpu_driver driver;
+    struct kvq__gate gate;
     struct kvq__gpu *gpu[KVQ_MAX_GPUS];
     uint32_t n;
 };
@@ -184,59 +182,9 @@ void kvq__gpu_give_queues(struct kvq__gpu *gpu)
     gpu->connections_left += 2;
 }
 
-// ---- Streams that may wait for a client ----
-
-void kvq__gpu_may_wait(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream)
+struct kvq__gate *kvq__gpu_gate(const struct kvq__gpu *gpu)
 {
-    pthread_mutex_lock(&gpu->waiting_lock);
-    assert(stream && gpu->n_waiting < KVQ__GPU_WAITING);
-    gpu->waiting[gpu->n_waiting++] = stream;
-    pthread_mutex_unlock(&gpu->waiting_lock);
-}
-
-void kvq__gpu_waits_no_more(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream)
-{
-    pthread_mutex_lock(&gpu->waiting_lock);
-    uint32_t i = 0;
-    while (i < gpu->n_waiting && gpu->waiting[i] != stream)
-        i++;
-    assert(i < gpu->n_waiting);
-    gpu->waiting[i] = gpu->waiting[--gpu->n_waiting];
-    pthread_mutex_unlock(&gpu->waiting_lock);
-}
-
-// Marks where each of these streams ends today; how many marks there are.
-static uint32_t mark_ends(struct kvq__gpu *gpu, struct kvq_gpu_event *marks[KVQ__GPU_WAITING])
-{
-    const struct kvq_gpu_driver *d = gpu->driver;
-    uint32_t n = 0;
-    pthread_mutex_lock(&gpu->waiting_lock);
-    for (uint32_t i = 0; i < gpu->n_waiting; i++) {
-        if (d->event_create(&marks[n], KVQ_GPU_EVENT_UNTIMED) != KVQ_GPU_OK)
-            break;
-        if (d->event_record(marks[n], gpu->waiting[i]) == KVQ_GPU_OK)
-            n++;
-        else
-            d->event_destroy(marks[n]);
-    }
-    pthread_mutex_unlock(&gpu->waiting_lock);
-    return n;
-}
-
-void kvq__gpu_await_clients(struct kvq__gpu *gpu)
-{
-    const struct kvq_gpu_driver *d = gpu->driver;
-    const long least = 1000000, most = 50000000; // ns
-    struct kvq_gpu_event *marks[KVQ__GPU_WAITING];
-    uint32_t n = kvq__gpu_enter(gpu) == KVQ_GPU_OK ? mark_ends(gpu, marks) : 0;
-    for (uint32_t i = 0; i < n; i++) {
-        struct timespec pause = {0, least};
-        while (d->event_query(marks[i]) == KVQ_GPU_NOT_READY) {
-            nanosleep(&pause, NULL);
-            pause.tv_nsec = pause.tv_nsec * 2 < most ? pause.tv_nsec * 2 : most;
-        }
-        d->event_destroy(marks[i]);
-    }
+    return gpu->gate;
 }
 
 uint64_t kvq__gpu_budget(const struct kvq__gpu *gpu)
@@ -321,10 +269,8 @@ void kvq__gpu_free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory)
 {
     struct leftover *l = calloc(1, sizeof *l);
     assert(memory);
-    if (!l) {
-        gpu->driver->memory_free(memory);
-        return;
-    }
+    if (!l)
+        return; // lost until the context goes: freeing it now could wait for a client
     l->memory = memory;
     LIST_INSERT_HEAD(&gpu->leftovers, l, link);
 }
@@ -335,20 +281,18 @@ static bool add_slab(struct kvq__gpu *gpu)
 {
     const struct kvq_gpu_driver *d = gpu->driver;
     const unsigned flags = KVQ_GPU_HOST_PORTABLE | KVQ_GPU_HOST_MAPPED;
-    struct slab *slab = calloc(1, sizeof *slab);
+    struct slab *slab = gpu->unready ? gpu->unready : calloc(1, sizeof *slab);
     assert(!gpu->free_counts);
     kvq_gpu_ptr at = 0;
+    gpu->unready = slab;
     if (!slab)
         return false;
     int result = kvq__gpu_enter(gpu);
-    result = result ? result
-                    : d->host_alloc(&slab->host, SLAB_COUNTS * sizeof(struct kvq_gpu_store_counts),
-                                    flags);
+    if (result == KVQ_GPU_OK && !slab->host)
+        result =
+            d->host_alloc(&slab->host, SLAB_COUNTS * sizeof(struct kvq_gpu_store_counts), flags);
     result = result ? result : d->host_device(&at, slab->host, 0);
     if (result) {
-        if (slab->host)
-            d->host_free(slab->host);
-        free(slab);
         kvq__gpu_failed(gpu, result, "taking memory for counters");
         return false;
     }
@@ -359,6 +303,7 @@ static bool add_slab(struct kvq__gpu *gpu)
     }
     slab->next = gpu->slabs;
     gpu->slabs = slab;
+    gpu->unready = NULL;
     return true;
 }
 
@@ -381,10 +326,15 @@ void kvq__gpu_counts_free(struct kvq__gpu *gpu, struct kvq__gpu_counts *counts)
 
 static void free_slabs(struct kvq__gpu *gpu)
 {
-    struct slab *slab;
-    while ((slab = gpu->slabs)) {
-        gpu->slabs = slab->next;
-        gpu->driver->host_free(slab->host);
+    struct slab *slab, *next = gpu->unready;
+    if (next)
+        next->next = gpu->slabs;
+    else
+        next = gpu->slabs;
+    while ((slab = next)) {
+        next = slab->next;
+        if (slab->host)
+            gpu->driver->host_free(slab->host);
         free(slab);
     }
 }
@@ -483,7 +433,9 @@ void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book)
 
 void kvq__gpu_sweep(struct kvq__gpu *gpu)
 {
-    struct leftover *l;
+    struct leftover *l = LIST_FIRST(&gpu->leftovers);
+    if (!l || !kvq__gate_is_clear(gpu->gate, gpu))
+        return;
     while ((l = LIST_FIRST(&gpu->leftovers))) {
         LIST_REMOVE(l, link);
         kvq__gpu_enter(gpu);
@@ -600,7 +552,6 @@ static int open_gpu(struct kvq__gpu *gpu, const struct kvq__gpus_config *config,
 static void close_gpu(struct kvq__gpu *gpu)
 {
     assert(LIST_EMPTY(&gpu->books) && gpu->connections_left == connections_for_clients(gpu));
-    assert(gpu->n_waiting == 0);
     if (gpu->context)
         kvq__gpu_enter(gpu);
     kvq__reserve_close(gpu);
@@ -625,7 +576,7 @@ static int add_device(struct kvq__gpus *gpus, int number, const struct kvq__gpus
         return KVQ_E_NO_MEMORY;
     gpu->driver = &gpus->driver;
     LIST_INIT(&gpu->books);
-    pthread_mutex_init(&gpu->waiting_lock, NULL);
+    gpu->gate = &gpus->gate;
     int result = gpu->driver->device_get(&gpu->device, number);
     result = result ? result : query_gpu(gpu);
     if (result || !is_named(config->devices, gpu->uuid_text)) {
@@ -697,6 +648,7 @@ int kvq__gpus_open(const struct kvq__gpus_config *config, struct kvq__gpus **out
         return KVQ_E_NO_MEMORY;
     }
     int error = 0;
+    kvq__gate_open(&gpus->gate);
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); // the driver reads it when it starts
     if (config->table)
         gpus->driver = *config->table;
@@ -717,6 +669,7 @@ void kvq__gpus_close(struct kvq__gpus **pointer)
     *pointer = NULL;
     for (uint32_t i = 0; i < gpus->n; i++)
         close_gpu(gpus->gpu[i]);
+    kvq__gate_close(&gpus->gate);
     if (gpus->driver.library)
         kvq_gpu_driver_close(&gpus->driver);
     free(gpus);

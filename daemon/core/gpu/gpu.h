@@ -17,6 +17,7 @@
 
 enum { KVQ__GPU_NAME = 96, KVQ__GPU_UUID_TEXT = 48 };
 
+struct kvq__gate;
 struct kvq__gpus;
 struct kvq__reserve;
 
@@ -73,17 +74,8 @@ struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu
 bool kvq__gpu_take_queues(struct kvq__gpu *gpu);
 void kvq__gpu_give_queues(struct kvq__gpu *gpu);
 
-// Streams whose work may wait for a client: of these a GPU has as many as pairs of queues.
-enum { KVQ__GPU_WAITING = 16 };
-void kvq__gpu_may_wait(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream);
-void kvq__gpu_waits_no_more(struct kvq__gpu *gpu, struct kvq_gpu_stream *stream);
-
-// Returns when these streams have ended what they have been given by now, or the GPU has faulted:
-// never, while a client keeps one waiting. To be called before the driver takes back host memory,
-// cuMemHostUnregister above all: it waits for all streams itself, and lets no thread give work to
-// any until then (seen on an H100), so that one client that stands still would stop all others.
-// Any thread that has nothing else to do.
-void kvq__gpu_await_clients(struct kvq__gpu *gpu);
+// What stands before calls of the driver that wait for all streams, also for those (gate.h).
+struct kvq__gate *kvq__gpu_gate(const struct kvq__gpu *gpu);
 uint32_t kvq__gpu_connections(const struct kvq__gpu *gpu);
 // How many clients can have streams of their own, two each, besides the daemon's. Any thread.
 uint32_t kvq__gpu_clients_alone(const struct kvq__gpu *gpu);
@@ -108,7 +100,8 @@ int kvq__gpu_book(struct kvq__gpu *gpu, const struct kvq_format *format,
 void kvq__gpu_book_release(struct kvq__gpu *gpu, const struct kvq_book *book);
 // Memory that kvq__gpu_sweep frees.
 void kvq__gpu_free_later(struct kvq__gpu *gpu, kvq_gpu_ptr memory);
-// Frees this memory. The driver waits for the whole GPU, so call it when nothing runs there.
+// Frees this memory, unless a stream there waits for a client. The driver waits for the whole GPU,
+// so call it when nothing runs there. The poller's thread, or that of kvq__gpus_close.
 void kvq__gpu_sweep(struct kvq__gpu *gpu);
 
 // Counters of the values that a step stores, in host memory that the GPU writes. NULL: no memory.

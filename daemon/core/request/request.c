@@ -519,7 +519,7 @@ static enum kvq__progress run_stages(struct kvq__queue *q)
         q->wave_from = q->wave_to;
         while (!wave_next(q)) {
             if (q->gpu_wait)
-                return KVQ__GPU;
+                return q->gpu_wait == KVQ__GPU_GATE ? KVQ__WAIT : KVQ__GPU;
             if (++q->pass == q->n_passes)
                 return passes_end(q);
             q->wave_to = 0;

@@ -152,6 +152,7 @@ struct kvq__pass {
 enum kvq__gpu_wait {
     KVQ__GPU_NONE,
     KVQ__GPU_ROOM, // until its work stream has room; then the next wave is filled
+    KVQ__GPU_GATE, // until streams may be made to wait for clients (gpu/gate.h); it tries again
     KVQ__GPU_END,  // until all its work has ended; then the request ends
 };
 

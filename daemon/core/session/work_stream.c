@@ -5,6 +5,7 @@
 
 #include <assert.h>
 
+#include "daemon/core/gpu/gate.h"
 #include "daemon/core/session/stream_sync.h"
 #include "daemon/core/session/table.h"
 #include "proto/ring.h"
@@ -28,7 +29,7 @@ static int open_own_streams(struct kvq__work_stream *stream)
     if (result == KVQ_GPU_OK && !stream->gpu_stream) {
         result = d->stream_create(&stream->gpu_stream, KVQ_GPU_STREAM_OWN);
         if (result == KVQ_GPU_OK)
-            kvq__gpu_may_wait(stream->gpu, stream->gpu_stream);
+            kvq__gate_add(kvq__gpu_gate(stream->gpu), stream->gpu, stream->gpu_stream);
     }
     if (result == KVQ_GPU_OK && !stream->watch)
         result = d->stream_create(&stream->watch, KVQ_GPU_STREAM_OWN);
@@ -72,7 +73,7 @@ static void close_streams(struct kvq__work_stream *stream)
     if (stream->gpu_stream) { // its memory may still be being cleared
         d->stream_sync(stream->gpu_stream);
         if (stream->alone) {
-            kvq__gpu_waits_no_more(stream->gpu, stream->gpu_stream);
+            kvq__gate_remove(kvq__gpu_gate(stream->gpu), stream->gpu_stream);
             d->stream_destroy(stream->gpu_stream);
         }
     }
@@ -304,10 +305,6 @@ bool kvq__work_stream_open(struct kvq__work_stream *stream, struct kvq__queue *q
 // The work stream goes on when the client's stream has come to its signal.
 static int wait_for_client(struct kvq__work_stream *stream, struct kvq__queue *q)
 {
-    bool waits = (q->header.flags & KVQ_REQ_ON_STREAM) && !q->stream_noted;
-    q->stream_noted = true;
-    if (!waits)
-        return 0;
     assert(stream->alone && q->timeline.gpu == stream->gpu);
     q->timeline.used = true;
     int result = kvq__stream_sync_await(stream, q);
@@ -319,14 +316,24 @@ bool kvq__work_stream_open_for(struct kvq__queue *q)
     uint32_t i = kvq__gpu_index(q->core, q->gpu);
     struct kvq__work_stream *stream = q->client->streams[i];
     assert(stream); // from when the client opened a session there
-    if (kvq__work_stream_open(stream, q)) {
-        kvq__gpu_enter(q->gpu);
-        wait_for_client(stream, q);
-        return true;
+    bool waits = (q->header.flags & KVQ_REQ_ON_STREAM) && !q->stream_noted;
+    if (waits && !kvq__gate_enter(kvq__gpu_gate(q->gpu))) {
+        q->gpu_wait = KVQ__GPU_GATE;
+        return false;
     }
-    q->given[i] = stream->given;
-    q->gpu_wait = KVQ__GPU_ROOM;
-    return false;
+    bool opened = kvq__work_stream_open(stream, q);
+    if (opened) {
+        kvq__gpu_enter(q->gpu);
+        q->stream_noted = true;
+        if (waits)
+            wait_for_client(stream, q);
+    } else {
+        q->given[i] = stream->given;
+        q->gpu_wait = KVQ__GPU_ROOM;
+    }
+    if (waits)
+        kvq__gate_leave(kvq__gpu_gate(q->gpu));
+    return opened;
 }
 
 bool kvq__work_stream_again(struct kvq__queue *q)

@@ -301,18 +301,35 @@ void free_allocations(int device)
     }
 }
 
+static std::map<uintptr_t, region>::iterator find_import(kvq_gpu_ptr at)
+{
+    auto found = m.regions.begin();
+    while (found != m.regions.end() &&
+           (found->second.kind != IMPORT || found->second.returned != at))
+        ++found;
+    return found;
+}
+
 int ipc_memory_close(kvq_gpu_ptr at)
 {
+    int device;
+    {
+        guard g(m.lock);
+        const auto found = find_import(at);
+        if (found == m.regions.end())
+            return KVQ_GPU_INVALID_VALUE;
+        device = found->second.device;
+    }
+    if (const int result = sync_alone(device, device))
+        return result;
     memory_change change;
     guard g(m.lock);
-    for (auto found = m.regions.begin(); found != m.regions.end(); ++found) {
-        if (found->second.kind != IMPORT || found->second.returned != at)
-            continue;
-        if (--found->second.opened == 0)
-            drop_import(found);
-        return KVQ_GPU_OK;
-    }
-    return KVQ_GPU_INVALID_VALUE;
+    const auto found = find_import(at);
+    if (found == m.regions.end())
+        return KVQ_GPU_INVALID_VALUE;
+    if (--found->second.opened == 0)
+        drop_import(found);
+    return KVQ_GPU_OK;
 }
 
 // ---- Host memory ----
