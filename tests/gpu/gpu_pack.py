@@ -104,14 +104,16 @@ class Pack(unittest.TestCase):
 
     def test_runs(self):
         rows = self.daemon("doctor", "test_gpu_driver", "OwnFormats", "examples",
-                           "test_soft_driver", "waits: cuMemFree", "waits: cuMemUnmap")
+                           "test_soft_driver", "waits: cuMemFree", "waits: cuMemUnmap",
+                           "waits: cuIpc")
         for name, row in rows["this machine"].items():
             self.assertEqual(row, {"works": True}, name)
         self.assertIn("software GPU", rows["doctor"]["what kvqd finds"]["gpu"])
         self.assertGreater(rows["kernel tests"]["test_gpu_driver"]["passed"], 0)
         waits = rows["beside a stream that waits"]
         self.assertEqual({name: row["comes_back"] for name, row in waits.items()},
-                         {"cuMemFree_v2": False, "cuMemFreeHost": False, "cuMemUnmap": True})
+                         {"cuMemFree_v2": False, "cuMemFreeHost": False, "cuMemUnmap": True,
+                          "cuIpcOpenMemHandle_v2": True, "cuIpcCloseMemHandle": False})
         self.assertEqual(rows["end to end"]["e2e_formats.OwnFormats"],
                          {"passed": 3, "failed": 0, "skipped": 0})
         self.assertRegex(rows["examples"]["cuda_engine.c"]["says"], "^44 tokens on kvq's software")

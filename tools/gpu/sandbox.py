@@ -105,6 +105,15 @@ def peer_descriptor(driver, fd, nbytes):
     driver.check(map_memory(driver, memory, int(nbytes)))
 
 
+def peer_exporter(driver, nbytes):
+    """Tells the handle of memory that is there until its input ends."""
+    at, handle = c_uint64(), Handle()
+    driver("cuMemAlloc_v2", byref(at), c_size_t(int(nbytes)))
+    driver("cuIpcGetMemHandle", byref(handle), at)
+    print(handle.text(), flush=True)
+    sys.stdin.read()
+
+
 def peer_event(driver, text):
     event = c_void_p()
     driver("cuIpcOpenEventHandle", byref(event), Handle.of(text))
@@ -119,6 +128,24 @@ def ask_peer(path, what, *arguments, fds=()):
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         raise Refused("the other process: " + lines[-1])
+
+
+class Exporter:
+    """Another process with memory that it exports by a legacy handle, until it is closed."""
+
+    def __init__(self, path, nbytes):
+        self.process = subprocess.Popen([sys.executable, __file__, path, "exporter", str(nbytes)],
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        text = self.process.stdout.readline().strip()
+        if not text:
+            self.close()
+            raise Refused("the other process exports no memory")
+        self.handle = Handle.of(text)
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(PEER_SECONDS)
 
 
 # ---- What is tried ----

@@ -33,8 +33,10 @@ class Host:
 class Calls:
     """The calls that are tried: each method makes what its call needs and gives the call itself."""
 
-    def __init__(self, driver):
-        self.driver, self.kept = driver, []  # kept: what the driver knows by its address
+    def __init__(self, driver, path):
+        self.driver, self.path = driver, path
+        self.kept = []  # what the driver knows by its address
+        self.exporters = []  # other processes
 
     def take(self, name, *arguments, kind=c_uint64):
         made = kind()
@@ -44,6 +46,14 @@ class Calls:
     def register(self):
         self.kept.append(Host())
         return c_void_p(self.kept[-1].at)
+
+    def exported(self):
+        self.exporters.append(sandbox.Exporter(self.path, BYTES))
+        return self.exporters[-1].handle
+
+    def close(self):
+        for exporter in self.exporters:
+            exporter.close()
 
     def reserved(self):
         what = sandbox.Allocation(sandbox.PINNED, sandbox.HANDLE_FD, sandbox.DEVICE, 0)
@@ -80,6 +90,12 @@ class Calls:
         at, unit, memory = self.reserved()
         self.driver("cuMemMap", at, unit, c_size_t(0), memory, c_uint64(0))
         return at, unit
+
+    def cuIpcOpenMemHandle_v2(self):
+        return byref(c_uint64()), self.exported(), 1
+
+    def cuIpcCloseMemHandle(self):
+        return (self.take("cuIpcOpenMemHandle_v2", self.exported(), 1),)
 
     def cuStreamCreate(self):
         return byref(c_void_p()), 1
@@ -137,12 +153,17 @@ def main():
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         return 0 if len(sys.argv) > 1 else 2
-    calls, found = Calls(sandbox.Driver(sys.argv[1])), {}
-    for name in sys.argv[2:] or NAMES:
+    names, found = sys.argv[2:] or NAMES, {}
+    for name in names:
         if name not in NAMES:
             print(f"waits.py: {name} is none of {', '.join(NAMES)}", file=sys.stderr)
             return 2
-        found[name] = tried(calls, name)
+    calls = Calls(sandbox.Driver(sys.argv[1]), sys.argv[1])
+    try:
+        for name in names:
+            found[name] = tried(calls, name)
+    finally:
+        calls.close()
     print(json.dumps(found))
     return 0
 
