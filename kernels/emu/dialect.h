@@ -35,7 +35,8 @@
 //   ldg16/32/64/128, stg16/32/64/128
 //                           loads and stores of device memory, naturally aligned. What a kernel
 //                           writes, and what another block wrote, is reached by these alone
-//   prefetch(at)            has the line of device memory come into the nearest cache; may do nothing
+//   prefetch(at)            has the line of device memory come into the nearest cache, or does
+//                           nothing
 //   fetch_count(at, x)      adds x to a word in device memory; returns what it was. An acquire and
 //                           a release: whoever comes later sees what was done, and synced, before
 //   fetch_add(at, x), fetch_max(at, x)

@@ -13,8 +13,8 @@ done
 
 # The loop over packed affine codes is the one with the most LOP3. 168 registers let three blocks
 # of 128 threads run on a multiprocessor, 255 two. With 16 query rows or head_dim 256 registers are
-# short: what is kept from split to split is spilled, outside of the loop but for a few. Kernels that
-# dequantize have a stretch for each way to do so in their loop, each with a few spills of its own.
+# short: what is kept from split to split is spilled, outside of the loop but for a few. Kernels
+# that dequantize have a stretch for each way to do so in their loop, with a few spills of its own.
 # Three blocks at head_dim 128 are for GPUs that have shared memory for them.
 for arch in $built; do
     count() {

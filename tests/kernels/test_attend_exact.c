@@ -600,8 +600,8 @@ static void test_nan_queries(void **state)
 
 // ---- Tile registers ----
 
-// A thread's own configuration of tiles is there again after attention: libraries of engines make it
-// once.
+// A thread's own configuration of tiles is there again after attention: libraries of engines make
+// it once.
 static void test_tiles_stay(void **state)
 {
     (void)state;
