@@ -55,8 +55,8 @@ static_assert(sizeof(struct amx) <= KVQ__SCRATCH_BYTES, "the workspace holds the
 
 // ---- Into bf16 ----
 
-// The upper halves of 16 numbers, rounded. NaN stays NaN, whatever its other bits: some would become
-// 0 by rounding.
+// The upper halves of 16 numbers, rounded. NaN stays NaN, whatever its other bits: some would
+// become 0 by rounding.
 KVQ__INLINE __m512i round_up(__m512 x)
 {
     const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32((int)0xffff0000);

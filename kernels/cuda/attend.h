@@ -158,9 +158,9 @@ struct kvq_gpu_layer {
     uint32_t wide_rows;          // kvq_gpu_attend_wide_rows of the device that it is for
 };
 
-// How many rows the device's blocks have shared memory for on the wide kernels of this head_dim: 128
-// (never at 256); 64, as on those of capability 8.6, 8.9 and 12.x at 128; or 0, as there at 256: then
-// the narrow ones take all rows.
+// How many rows the device's blocks have shared memory for on the wide kernels of this head_dim:
+// 128 (never at 256); 64, as on those of capability 8.6, 8.9 and 12.x at 128; or 0, as there at
+// 256: then the narrow ones take all rows.
 uint32_t kvq_gpu_attend_wide_rows(const struct kvq_gpu *gpu, uint32_t dim);
 
 // What n attentions need. Sessions of `calls` have device pointers in pages, extras, pool, fresh

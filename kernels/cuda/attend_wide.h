@@ -166,8 +166,8 @@ template <class R> KVQ_DEVICE bool kvq_gpu_raw_partly(const kvq_gpu_sight &sight
            rel + KVQ_GPU_TILE_TOKENS > sight.full_to;
 }
 
-// Where K's rows begin of raw tiles that lie in one block of raw rows as a whole; 0 of others, which
-// are found row by row.
+// Where K's rows begin of raw tiles that lie in one block of raw rows as a whole; 0 of others,
+// which are found row by row.
 template <int D, class R>
 KVQ_DEVICE void kvq_gpu_list_whole(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int tiles)
 {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Any codec's values: what a group of layout.h says, still in the transformed basis and without K's
-// norm. For codecs without a loop of their own. Codes are looked up one by one, or, where they have
-// 2 to 4 bits with a scale and zero, by the word ("plain").
+// norm. For codecs without a loop of their own. Codes of 1 to 4 and 8 bits, and of Lloyd-Max with
+// 2, become numbers by the word ("plain"), codebooks' by the sub-vector, others one by one.
 #ifndef KVQ_KERNELS_CUDA_DEQUANT_H
 #define KVQ_KERNELS_CUDA_DEQUANT_H
 
@@ -181,8 +181,8 @@ KVQ_DEVICE uint32_t kvq_gpu_codes2(const kvq_gpu_place_words<BITS> &w, uint32_t 
     return gpu::fma2(x, 0x3c003c00u, 0xe400e400u);
 }
 
-// What a codec needs besides its scales and zeros, as two fp16 each. Lloyd-Max's levels of 2 bits are
-// -b, -a, a and b.
+// What a codec needs besides its scales and zeros, as two fp16 each. Lloyd-Max's levels of 2 bits
+// are -b, -a, a and b.
 struct kvq_gpu_plain {
     uint32_t a, more;          // bits of a; b's bits less a's, once
     uint32_t offset;           // of codes whose zeros are not kept, in scales
