@@ -14,11 +14,6 @@ enum { SLOTS = 3, ALIGN = 256, COPY_GAP = 64 << 10 };
 
 // ---- How large ----
 
-static void raise_to(uint32_t *to, uint32_t from)
-{
-    *to = from > *to ? from : *to;
-}
-
 static struct kvq_gpu_layer gpu_layer(const struct kvq_bucket *b, const struct kvq__local_layer *l)
 {
     return (struct kvq_gpu_layer){
@@ -59,7 +54,7 @@ static size_t count_workspace(struct kvq_bucket *b)
     size_t most = 0;
     uint32_t counters = 0;
     for (uint32_t i = 0; i < b->n_layers; i++)
-        raise_to(&counters, b->limits[i].counters);
+        counters = b->limits[i].counters > counters ? b->limits[i].counters : counters;
     assert(counters > 0);
     for (uint32_t i = 0; i < b->n_layers; i++) {
         const struct kvq_gpu_layer layer = gpu_layer(b, &b->layers[i]);

@@ -8,8 +8,8 @@
 #include "kernels/cuda/attend_tile.h"
 #include "kernels/cuda/dequant.h"
 
-// Rows of K or V of tokens [first, first + 16) of a group, to rows of a tile: any codec, code by
-// code.
+// Rows of K or V of tokens [first, first + 16) of a group, to rows of a tile: Lloyd-Max of any
+// width, code by code.
 template <int D>
 KVQ_DEVICE void kvq_gpu_dequant_rows(const kvq_recipe_side &side, const kvq_gpu_packed &p, bool v,
                                      int first, gpu::smem rows)
@@ -114,11 +114,12 @@ KVQ_DEVICE void kvq_gpu_book_rows(const kvq_recipe_side &side, const kvq_gpu_pac
         for (int n = 0; n < AHEAD; n++)
             kvq_gpu_centroid<VECTOR>(p, i + APART * n, codes[n], x[n]);
         KVQ_UNROLL
-        for (int n = 0; n < AHEAD; n++)
+        for (int n = 0; n < AHEAD; n++) {
             KVQ_UNROLL
-        for (int k = 0; k < VECTOR / 2; k++) {
-            const int c = (i + APART * n) * VECTOR + 2 * k;
-            gpu::sts32(kvq_gpu_chunk<D>(rows, t, c / 8) + c % 8 * 2, x[n][k]);
+            for (int k = 0; k < VECTOR / 2; k++) {
+                const int c = (i + APART * n) * VECTOR + 2 * k;
+                gpu::sts32(kvq_gpu_chunk<D>(rows, t, c / 8) + c % 8 * 2, x[n][k]);
+            }
         }
     }
 }

@@ -44,7 +44,7 @@ template <int D, int M> struct kvq_gpu_wide_room {
     static constexpr int PACKED = NOW + 32;
     static constexpr int LIST_BYTES = 16 * (KVQ_GPU_RUN_BLOCKS + KVQ_GPU_STAGES - 1);
     static constexpr int RAW = PACKED + KVQ_GPU_WARPS * LIST_BYTES;
-    static constexpr int WHOLE = RAW + KVQ_GPU_WARPS * KVQ_GPU_RAW_TILES * 8; // see list_whole
+    static constexpr int WHOLE = RAW + KVQ_GPU_WARPS * KVQ_GPU_RAW_TILES * 8; // kvq_gpu_list_whole
     static constexpr int RAW_END = WHOLE + KVQ_GPU_WARPS * 2 * KVQ_GPU_RUN_BLOCKS * 8;
     static constexpr int QUERIES = (RAW_END + 127) / 128 * 128;
     static constexpr int PACKED_QUERIES = QUERIES;
