@@ -16,6 +16,12 @@
 //   s == 0:  zero = fp16(min + 0);  code = 0
 // "0 -" and "+ 0" turn a negative zero into a positive one, so that the order in which a kernel
 // finds the minimum cannot show.
+// Fitted zeros: KVQ__FIT_ROUNDS times, from a = 1 and o = 0 on, with w = range / (2^b - 1),
+//   u = (x - min) * (1 / w);  q = clamp(rint((u - o) * (1 / a)), 0, 2^b - 1)
+//   and a and o of the line a * q + o that is nearest to all u in squares, where the smallest and
+//   the largest u count as n / 16 numbers more each; they stay what they are if there is no such
+//   line that ascends. Sums begin with these two and are added in ascending order.
+//   s = fp16(a * w);  zero = fp16(min + o * w); codes as above. s == 0 above: nothing is fitted.
 //
 // Symmetric, b bits, h = 2^(b-1), n = h - 1 (with `full` n = h):
 //   s = fp16(max |x| / n);  s > 0: code = clamp(rint(x * (1 / s)), -n, h - 1) + h, else code = h
@@ -221,6 +227,86 @@ KVQ_INLINE struct kvq__grid kvq__affine_grid(struct kvq__params p, uint32_t bits
     g.offset = g.low = 0.0f;
     g.high = (float)((1u << bits) - 1);
     return g;
+}
+
+// ---- Fitted zeros: scale and zero by least squares ----
+
+enum { KVQ__FIT_ROUNDS = 3, KVQ__FIT_ENDS = 16 };
+
+// Numbers are counted in steps from the smallest on, so that no sum of squares overflows and no
+// large mean takes digits: u = (x - min) * inverse, which scale * code + offset shall be near to.
+struct kvq__fit {
+    float min, step, inverse, most, top; // most: the largest u; top: the highest code
+    float scale, offset;
+};
+
+struct kvq__fit_sums {
+    float q, qq, u, uq; // of codes q and numbers u
+};
+
+KVQ_INLINE struct kvq__fit kvq__fit_from(float min, float max, uint32_t bits)
+{
+    struct kvq__fit f;
+    f.min = min;
+    f.top = (float)((1u << bits) - 1);
+    f.step = (max - min) / f.top;
+    f.inverse = 1.0f / f.step;
+    f.most = (max - min) * f.inverse;
+    f.scale = 1.0f;
+    f.offset = 0.0f;
+    return f;
+}
+
+// inverse: 1 / f->scale.
+KVQ_INLINE float kvq__fit_code(const struct kvq__fit *f, float inverse, float u)
+{
+    float q = rintf((u - f->offset) * inverse);
+    q = q > 0.0f ? q : 0.0f;
+    return q < f->top ? q : f->top;
+}
+
+// A round over n numbers begins: keys that stand out are often those that queries look for, so the
+// ends count for more than others.
+KVQ_INLINE struct kvq__fit_sums kvq__fit_ends(const struct kvq__fit *f, float inverse, uint32_t n)
+{
+    struct kvq__fit_sums sums;
+    float more = (float)n / KVQ__FIT_ENDS;
+    float low = kvq__fit_code(f, inverse, 0.0f), high = kvq__fit_code(f, inverse, f->most);
+    sums.q = more * (low + high);
+    sums.qq = more * (low * low + high * high);
+    sums.u = more * f->most;
+    sums.uq = sums.u * high;
+    return sums;
+}
+
+KVQ_INLINE void kvq__fit_add(const struct kvq__fit *f, float inverse, float x,
+                             struct kvq__fit_sums *sums)
+{
+    float u = (x - f->min) * f->inverse, q = kvq__fit_code(f, inverse, u);
+    sums->q += q;
+    sums->qq += q * q;
+    sums->u += u;
+    sums->uq += u * q;
+}
+
+// It ends.
+KVQ_INLINE void kvq__fit_line(struct kvq__fit *f, const struct kvq__fit_sums *sums, uint32_t n)
+{
+    float all = (float)n + 2.0f * ((float)n / KVQ__FIT_ENDS);
+    float spread = all * sums->qq - sums->q * sums->q;
+    float scale = (all * sums->uq - sums->u * sums->q) / spread;
+    if (!(spread > 0.0f) || !(scale > 0.0f))
+        return;
+    f->offset = (sums->u - scale * sums->q) / all;
+    f->scale = scale;
+}
+
+KVQ_INLINE struct kvq__params kvq__fit_params(const struct kvq__fit *f)
+{
+    struct kvq__params p;
+    p.scale = kvq__f32_to_f16(f->scale * f->step);
+    p.zero = kvq__f32_to_f16(f->min + f->offset * f->step + 0.0f);
+    return p;
 }
 
 // The value of code 0 of a symmetric group, which has no zero of its own.

@@ -5,6 +5,7 @@
 //
 //   NAME-g32 -g64 -g128     values per scale, K and V
 //   NAME-fm                 the smallest value as zero point, not a multiple of the scale
+//   NAME-fit                zero point and scale by least squares
 //   NAME-full               symmetric and hybrid codecs use all their codes
 //   NAME-norot -noscale -nosmooth     without rotation, token scale, channel factors
 //   NAME-xh -max -mean      token scale across heads, by maximum, by mean
@@ -56,12 +57,12 @@ static bool set_group(struct kvq_format *f, long group)
     return true;
 }
 
-static bool set_minimum(struct kvq_format *f)
+static bool set_zero(struct kvq_format *f, enum kvq_zero zero)
 {
     if (f->k.codec != KVQ_CODEC_AFFINE && f->v.codec != KVQ_CODEC_AFFINE)
         return false;
-    f->k.zero = f->k.codec == KVQ_CODEC_AFFINE ? KVQ_ZERO_MINIMUM : f->k.zero;
-    f->v.zero = f->v.codec == KVQ_CODEC_AFFINE ? KVQ_ZERO_MINIMUM : f->v.zero;
+    f->k.zero = f->k.codec == KVQ_CODEC_AFFINE ? (uint8_t)zero : f->k.zero;
+    f->v.zero = f->v.codec == KVQ_CODEC_AFFINE ? (uint8_t)zero : f->v.zero;
     return true;
 }
 
@@ -113,7 +114,9 @@ static bool apply_word(struct kvq_format *f, const char *word)
         if (strcmp(word, scales[i].word) == 0)
             return set_scale(f, scales[i].scale);
     if (strcmp(word, "fm") == 0)
-        return set_minimum(f);
+        return set_zero(f, KVQ_ZERO_MINIMUM);
+    if (strcmp(word, "fit") == 0)
+        return set_zero(f, KVQ_ZERO_FITTED);
     if (strcmp(word, "full") == 0)
         return set_full(f);
     if (strcmp(word, "norot") == 0) {

@@ -27,8 +27,10 @@ static const struct word channels[] = {{"none", KVQ_CHANNEL_NONE},
                                        {NULL, 0}};
 static const struct word axes[] = {
     {"channel", KVQ_PER_CHANNEL}, {"token", KVQ_PER_TOKEN}, {NULL, 0}};
-static const struct word zeros[] = {
-    {"integer", KVQ_ZERO_INTEGER}, {"minimum", KVQ_ZERO_MINIMUM}, {NULL, 0}};
+static const struct word zeros[] = {{"integer", KVQ_ZERO_INTEGER},
+                                    {"minimum", KVQ_ZERO_MINIMUM},
+                                    {"fitted", KVQ_ZERO_FITTED},
+                                    {NULL, 0}};
 static const struct word codecs[] = {{"affine", KVQ_CODEC_AFFINE},
                                      {"symmetric", KVQ_CODEC_SYMMETRIC},
                                      {"hybrid", KVQ_CODEC_HYBRID},

@@ -65,6 +65,7 @@ enum kvq_axis {
 enum kvq_zero {
     KVQ_ZERO_INTEGER, // a multiple of the scale
     KVQ_ZERO_MINIMUM, // the smallest value
+    KVQ_ZERO_FITTED,  // zero and scale by least squares
 };
 
 // How one side, K or V, becomes codes.

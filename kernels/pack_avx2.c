@@ -7,6 +7,7 @@
 // sixteen codes of a word are shifted and joined without leaving their lane. A word of V is one
 // channel, so V needs no transposition of values, only of finished words.
 #include "kernels/avx2.h"
+#include "kernels/scalar_avx2.h"
 
 enum { MAX_DIM = KVQ_MAX_HEAD_DIM, MAX_GROUPS = MAX_DIM / KVQ_GROUP_CHANNELS, SLAB = 128 };
 
@@ -140,6 +141,10 @@ static struct high_row high_k(uint32_t dim, uint32_t r, uint32_t bits)
 static void quant_k_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
                          uint32_t first)
 {
+    if (c->k.row.zero == KVQ_ZERO_FITTED) {
+        kvq__quant_k_avx2(c, rows, record, first);
+        return;
+    }
     uint8_t *group = kvq_packed_at(&c->layout, record, first).group;
     struct affine a;
     a.integer = c->k.row.zero == KVQ_ZERO_INTEGER;
@@ -349,6 +354,10 @@ static void load_words(const uint8_t *row, uint32_t dim, uint32_t j, __m256i *w)
 static void quant_v_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
                          uint32_t first)
 {
+    if (c->v.row.zero == KVQ_ZERO_FITTED) {
+        kvq__quant_v_avx2(c, rows, record, first);
+        return;
+    }
     uint8_t *group = kvq_packed_at(&c->layout, record, first).group;
     struct affine a;
     a.integer = c->v.row.zero == KVQ_ZERO_INTEGER;

@@ -116,6 +116,57 @@ KVQ__INLINE struct coder affine_coder(const struct range *r, uint32_t bits, bool
     return c;
 }
 
+// Numbers in steps from the smallest on, and the line of codec_math.h that is nearest to them.
+struct fit {
+    __m512 min, per, most, top; // per: 1 / step
+    __m512 scale, offset;
+};
+
+KVQ__INLINE __m512 fit_code(const struct fit *f, __m512 inv, __m512 u)
+{
+    __m512 q = kvq__rint((u - f->offset) * inv);
+    return _mm512_min_ps(_mm512_max_ps(q, _mm512_setzero_ps()), f->top);
+}
+
+static void fit_round(const struct groups *g, struct fit *f)
+{
+    const __m512 none = _mm512_setzero_ps(), inv = kvq__all(1.0f) / f->scale;
+    const __m512 more = kvq__all((float)g->n / KVQ__FIT_ENDS);
+    const __m512 all = kvq__all((float)g->n) + kvq__all(2.0f) * more;
+    __m512 low = fit_code(f, inv, none), high = fit_code(f, inv, f->most);
+    __m512 sum_q = more * (low + high), sum_qq = more * (low * low + high * high);
+    __m512 sum_u = more * f->most, sum_uq = sum_u * high;
+    for (uint32_t i = 0; i < g->n; i++) {
+        __m512 u = (value_at(g, i) - f->min) * f->per, q = fit_code(f, inv, u);
+        sum_q = sum_q + q;
+        sum_qq = sum_qq + q * q;
+        sum_u = sum_u + u;
+        sum_uq = sum_uq + u * q;
+    }
+    __m512 spread = all * sum_qq - sum_q * sum_q;
+    __m512 scale = (all * sum_uq - sum_u * sum_q) / spread;
+    __mmask16 good =
+        _mm512_cmp_ps_mask(spread, none, _CMP_GT_OQ) & _mm512_cmp_ps_mask(scale, none, _CMP_GT_OQ);
+    f->offset = _mm512_mask_div_ps(f->offset, good, sum_u - scale * sum_q, all);
+    f->scale = _mm512_mask_mov_ps(f->scale, good, scale);
+}
+
+static struct coder fitted_coder(const struct groups *g, const struct range *r, uint32_t bits)
+{
+    const __m512 none = _mm512_setzero_ps();
+    struct coder c = affine_coder(r, bits, false);
+    __m512 range = r->max - r->min, step = range / c.top, per = kvq__all(1.0f) / step;
+    struct fit f = {r->min, per, range * per, c.top, kvq__all(1.0f), none};
+    for (int round = 0; round < KVQ__FIT_ROUNDS; round++)
+        fit_round(g, &f);
+    __mmask16 some = _mm512_cmp_ps_mask(c.scale, none, _CMP_GT_OQ);
+    __m512 zero = kvq__as_half(r->min + f.offset * step + none);
+    c.zero = c.offset = _mm512_mask_mov_ps(c.zero, some, zero);
+    c.scale = _mm512_mask_mov_ps(c.scale, some, kvq__as_half(f.scale * step));
+    c.inv = inverse(c.scale);
+    return c;
+}
+
 KVQ__INLINE struct coder symmetric_coder(const struct range *r, uint32_t bits, bool full)
 {
     float half = (float)(1u << (bits - 1));
@@ -176,6 +227,8 @@ static struct coder hybrid_coder(const struct groups *g, const struct range *r,
 KVQ__INLINE struct coder coder_of(const struct kvq_side *row, const struct groups *g,
                                   const struct range *r, int codec)
 {
+    if (codec == KVQ_CODEC_AFFINE && row->zero == KVQ_ZERO_FITTED)
+        return fitted_coder(g, r, row->bits);
     if (codec == KVQ_CODEC_AFFINE)
         return affine_coder(r, row->bits, row->zero == KVQ_ZERO_INTEGER);
     if (codec == KVQ_CODEC_SYMMETRIC)
@@ -316,8 +369,13 @@ static void transpose_rows(const float *rows, uint32_t dim, float *out)
         }
 }
 
-// Scales `at` to at + 15. Hybrid codecs add up errors value by value, which is done down `columns`,
-// the rows transposed.
+// Whether sums go value by value, down the rows transposed.
+KVQ__INLINE bool needs_columns(const struct kvq_side *row, int codec)
+{
+    return codec == KVQ_CODEC_HYBRID || (codec == KVQ_CODEC_AFFINE && row->zero == KVQ_ZERO_FITTED);
+}
+
+// Scales `at` to at + 15. `columns` are the rows transposed, where they are needed.
 KVQ__INLINE struct coder coder_across(const struct work *w, const float *columns, uint32_t at,
                                       int codec)
 {
@@ -325,7 +383,7 @@ KVQ__INLINE struct coder coder_across(const struct work *w, const float *columns
     const float *rows = w->rows + (size_t)t * w->dim + (size_t)set * n;
     struct groups g = {columns + (size_t)set * n * KVQ_GROUP_TOKENS + t, KVQ_GROUP_TOKENS, n};
     struct range r;
-    if (codec == KVQ_CODEC_HYBRID)
+    if (needs_columns(&w->side->row, codec))
         r = range_down(&g, codec);
     else if (n == KVQ_GROUP_CHANNELS)
         r = range_across(rows, w->dim, KVQ_GROUP_CHANNELS, codec == KVQ_CODEC_SYMMETRIC);
@@ -338,7 +396,7 @@ KVQ__INLINE void code_tokens(const struct work *w, struct coders *all, int codec
 {
     _Alignas(64) float columns[KVQ__GROUP_F32];
     uint32_t scales = w->dim / w->side->row.group * KVQ_GROUP_TOKENS;
-    if (codec == KVQ_CODEC_HYBRID)
+    if (needs_columns(&w->side->row, codec))
         transpose_rows(w->rows, w->dim, columns);
     for (uint32_t i = 0; i < scales; i += 16)
         put_coder(all, &w->at, i, coder_across(w, columns, i, codec), codec);

@@ -31,10 +31,26 @@ static void codes_of(const float *x, uint32_t n, struct kvq__grid grid, uint8_t 
         codes[i] = (uint8_t)kvq__code(&grid, x[i]);
 }
 
-static struct kvq__params affine(const float *x, uint32_t n, uint32_t bits, bool integer,
+static struct kvq__params fitted(const float *x, uint32_t n, float min, float max, uint32_t bits)
+{
+    struct kvq__fit fit = kvq__fit_from(min, max, bits);
+    for (int round = 0; round < KVQ__FIT_ROUNDS; round++) {
+        float inverse = 1.0f / fit.scale;
+        struct kvq__fit_sums sums = kvq__fit_ends(&fit, inverse, n);
+        for (uint32_t i = 0; i < n; i++)
+            kvq__fit_add(&fit, inverse, x[i], &sums);
+        kvq__fit_line(&fit, &sums, n);
+    }
+    return kvq__fit_params(&fit);
+}
+
+static struct kvq__params affine(const float *x, uint32_t n, uint32_t bits, uint8_t zero,
                                  uint8_t *codes)
 {
-    struct kvq__params p = kvq__affine_params(lowest(x, n), highest(x, n), bits, integer);
+    float min = lowest(x, n), max = highest(x, n);
+    struct kvq__params p = kvq__affine_params(min, max, bits, zero == KVQ_ZERO_INTEGER);
+    if (zero == KVQ_ZERO_FITTED && kvq__f16_to_f32(p.scale) > 0.0f)
+        p = fitted(x, n, min, max, bits);
     codes_of(x, n, kvq__affine_grid(p, bits), codes);
     return p;
 }
@@ -63,7 +79,7 @@ static struct kvq__params hybrid(const float *x, uint32_t n, uint32_t bits, bool
 {
     uint8_t own[MOST];
     struct kvq__params s = symmetric(x, n, bits, full, codes);
-    struct kvq__params a = affine(x, n, kvq__hybrid_bits(bits, full), false, own);
+    struct kvq__params a = affine(x, n, kvq__hybrid_bits(bits, full), KVQ_ZERO_MINIMUM, own);
     if (error_of(x, n, a, own) > error_of(x, n, s, codes))
         return s;
     memcpy(codes, own, n);
@@ -96,7 +112,7 @@ static struct kvq__params quantize(const struct kvq__side *side, bool wide, cons
         values[i] = x[i * stride];
     const struct kvq_side *row = &side->row;
     if (row->codec == KVQ_CODEC_AFFINE)
-        p = affine(values, n, row->bits, row->zero == KVQ_ZERO_INTEGER, own);
+        p = affine(values, n, row->bits, row->zero, own);
     else if (row->codec == KVQ_CODEC_SYMMETRIC)
         p = symmetric(values, n, row->bits, row->full, own);
     else if (row->codec == KVQ_CODEC_HYBRID)

@@ -11,4 +11,10 @@
 void kvq__put_planes_avx2(const struct kvq__side *side, uint32_t dim, const uint8_t *codes,
                           bool by_token, uint8_t *planes, bool v);
 
+// Codes, scales and zeros of K (of V) of any scalar codec, as quant_k (quant_v) of the table.
+void kvq__quant_k_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                       uint32_t first);
+void kvq__quant_v_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                       uint32_t first);
+
 #endif

@@ -46,7 +46,53 @@ KVQ__INLINE kvq__floats code_of(const struct coder *c, kvq__floats x)
 
 // ---- Affine and symmetric ----
 
-static struct coder affine_coder(const struct groups *g, uint32_t bits, bool integer)
+// Numbers in steps from the smallest on, and the line of codec_math.h that is nearest to them.
+struct fit {
+    kvq__floats min, per, most, top; // per: 1 / step
+    kvq__floats scale, offset;
+};
+
+KVQ__INLINE kvq__floats fit_code(const struct fit *f, kvq__floats inv, kvq__floats u)
+{
+    kvq__floats q = kvq__rint((u - f->offset) * inv);
+    return kvq__min(kvq__max(q, kvq__all(0.0f)), f->top);
+}
+
+static void fit_round(const struct groups *g, struct fit *f)
+{
+    const kvq__floats none = kvq__all(0.0f), one = kvq__all(1.0f), inv = one / f->scale;
+    const kvq__floats more = kvq__all((float)g->n / KVQ__FIT_ENDS);
+    const kvq__floats all = kvq__all((float)g->n) + kvq__all(2.0f) * more;
+    kvq__floats low = fit_code(f, inv, none), high = fit_code(f, inv, f->most);
+    kvq__floats sum_q = more * (low + high), sum_qq = more * (low * low + high * high);
+    kvq__floats sum_u = more * f->most, sum_uq = sum_u * high;
+    for (uint32_t i = 0; i < g->n; i++) {
+        kvq__floats u = (value_at(g, i) - f->min) * f->per, q = fit_code(f, inv, u);
+        sum_q = sum_q + q;
+        sum_qq = sum_qq + q * q;
+        sum_u = sum_u + u;
+        sum_uq = sum_uq + u * q;
+    }
+    kvq__floats spread = all * sum_qq - sum_q * sum_q;
+    kvq__floats scale = (all * sum_uq - sum_u * sum_q) / spread;
+    scale = kvq__if_greater(spread, none, scale, none);
+    f->offset = kvq__if_greater(scale, none, (sum_u - scale * sum_q) / all, f->offset);
+    f->scale = kvq__if_greater(scale, none, scale, f->scale);
+}
+
+// Where there is a scale at all.
+static void fit(const struct groups *g, struct coder *c, kvq__floats min, kvq__floats range)
+{
+    const kvq__floats none = kvq__all(0.0f), step = range / c->high, some = c->scale;
+    const kvq__floats per = kvq__all(1.0f) / step;
+    struct fit f = {min, per, range * per, c->high, kvq__all(1.0f), none};
+    for (int round = 0; round < KVQ__FIT_ROUNDS; round++)
+        fit_round(g, &f);
+    c->zero = kvq__if_greater(some, none, kvq__as_half(min + f.offset * step + none), c->zero);
+    c->scale = kvq__if_greater(some, none, kvq__as_half(f.scale * step), some);
+}
+
+static struct coder affine_coder(const struct groups *g, uint32_t bits, uint8_t how)
 {
     const kvq__floats none = kvq__all(0.0f), top = kvq__all((float)((1u << bits) - 1));
     kvq__floats min = value_at(g, 0), max = min;
@@ -57,13 +103,16 @@ static struct coder affine_coder(const struct groups *g, uint32_t bits, bool int
     }
     struct coder c = {.shift = none, .low = none, .high = top};
     c.scale = kvq__as_half((max - min) / top);
-    c.inv = inverse(c.scale);
     kvq__floats zero = min + none;
-    if (integer) {
+    if (how == KVQ_ZERO_INTEGER) {
         kvq__floats steps = kvq__rint(kvq__negative(min) / c.scale);
         zero = kvq__if_greater(c.scale, none, none - steps * c.scale, zero);
     }
-    c.zero = c.offset = kvq__as_half(zero);
+    c.zero = kvq__as_half(zero);
+    if (how == KVQ_ZERO_FITTED)
+        fit(g, &c, min, max - min);
+    c.offset = c.zero;
+    c.inv = inverse(c.scale);
     return c;
 }
 
@@ -100,7 +149,7 @@ static void hybrid(const struct groups *g, const struct kvq_side *row, kvq__floa
                    kvq__floats *zero)
 {
     struct coder s = symmetric_coder(g, row->bits, row->full);
-    struct coder a = affine_coder(g, row->full ? row->bits : row->bits - 1u, false);
+    struct coder a = affine_coder(g, row->full ? row->bits : row->bits - 1u, KVQ_ZERO_MINIMUM);
     kvq__floats sum_s = kvq__all(0.0f), sum_a = sum_s;
     for (uint32_t i = 0; i < g->n; i++) {
         kvq__floats x = value_at(g, i);
@@ -190,9 +239,8 @@ static void quantize(const struct kvq__side *side, bool wide, const struct group
     } else if (row->codec == KVQ_CODEC_HYBRID) {
         hybrid(g, row, scale, zero);
     } else {
-        struct coder c = row->codec == KVQ_CODEC_AFFINE
-                             ? affine_coder(g, row->bits, row->zero == KVQ_ZERO_INTEGER)
-                             : symmetric_coder(g, row->bits, row->full);
+        struct coder c = row->codec == KVQ_CODEC_AFFINE ? affine_coder(g, row->bits, row->zero)
+                                                        : symmetric_coder(g, row->bits, row->full);
         put_codes(g, &c);
         *scale = c.scale;
         *zero = c.zero;
@@ -287,19 +335,22 @@ static void quant(const struct kvq__codec *c, bool v, const float *rows, uint8_t
     }
 }
 
-static void quant_k(const struct kvq__codec *c, const float *rows, uint8_t *record, uint32_t first)
+void kvq__quant_k_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                       uint32_t first)
 {
     quant(c, false, rows, record, first);
 }
 
-static void quant_v(const struct kvq__codec *c, const float *rows, uint8_t *record, uint32_t first)
+void kvq__quant_v_avx2(const struct kvq__codec *c, const float *rows, uint8_t *record,
+                       uint32_t first)
 {
     quant(c, true, rows, record, first);
 }
 
-// Kinds that have functions of their own for one side come here with the other.
+// Kinds that have functions of their own for one side come here with the other, and with zeros that
+// are fitted.
 void kvq__init_avx2_scalar_quant(struct kvq_kernels *k)
 {
-    k->quant_k[KVQ__SCALAR] = k->quant_k[KVQ__PER_TOKEN_32] = quant_k;
-    k->quant_v[KVQ__SCALAR] = k->quant_v[KVQ__PER_CHANNEL_32] = quant_v;
+    k->quant_k[KVQ__SCALAR] = k->quant_k[KVQ__PER_TOKEN_32] = kvq__quant_k_avx2;
+    k->quant_v[KVQ__SCALAR] = k->quant_v[KVQ__PER_CHANNEL_32] = kvq__quant_v_avx2;
 }

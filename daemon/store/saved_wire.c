@@ -76,7 +76,7 @@ static void take_side(struct narrow *n, const Kvq__TableSide *m, struct kvq_side
     side->codec = byte_of(n, m->codec, KVQ_CODEC_BOOK);
     side->bits = byte_of(n, m->bits, 16);
     side->axis = byte_of(n, m->axis, KVQ_PER_TOKEN);
-    side->zero = byte_of(n, m->zero, KVQ_ZERO_MINIMUM);
+    side->zero = byte_of(n, m->zero, KVQ_ZERO_FITTED);
     side->full = byte_of(n, m->full, 1);
     side->wide = byte_of(n, m->wide, 1);
     side->vector = byte_of(n, m->vector, 8);

@@ -118,10 +118,25 @@ struct kvq_gpu_choice {
     kvq__grid grid;
 };
 
-KVQ_DEVICE kvq_gpu_choice kvq_gpu_affine(kvq_gpu_values x, uint32_t bits, bool integer)
+KVQ_DEVICE kvq__params kvq_gpu_fitted(kvq_gpu_values x, kvq_gpu_range range, uint32_t bits)
+{
+    kvq__fit fit = kvq__fit_from(range.min, range.max, bits);
+    for (int round = 0; round < KVQ__FIT_ROUNDS; round++) {
+        const float inverse = 1.0f / fit.scale;
+        kvq__fit_sums sums = kvq__fit_ends(&fit, inverse, x.n);
+        for (uint32_t i = 0; i < x.n; i++)
+            kvq__fit_add(&fit, inverse, kvq_gpu_get(x.at + i * x.step), &sums);
+        kvq__fit_line(&fit, &sums, x.n);
+    }
+    return kvq__fit_params(&fit);
+}
+
+KVQ_DEVICE kvq_gpu_choice kvq_gpu_affine(kvq_gpu_values x, uint32_t bits, uint8_t zero)
 {
     const kvq_gpu_range range = kvq_gpu_range_of(x);
-    const kvq__params p = kvq__affine_params(range.min, range.max, bits, integer);
+    kvq__params p = kvq__affine_params(range.min, range.max, bits, zero == KVQ_ZERO_INTEGER);
+    if (zero == KVQ_ZERO_FITTED && kvq__f16_to_f32(p.scale) > 0.0f)
+        p = kvq_gpu_fitted(x, range, bits);
     const kvq_gpu_choice c = {p, kvq__affine_grid(p, bits)};
     return c;
 }
@@ -136,7 +151,7 @@ KVQ_DEVICE kvq_gpu_choice kvq_gpu_symmetric(kvq_gpu_values x, uint32_t bits, boo
 KVQ_DEVICE kvq_gpu_choice kvq_gpu_hybrid(kvq_gpu_values x, uint32_t bits, bool full)
 {
     const kvq_gpu_choice s = kvq_gpu_symmetric(x, bits, full);
-    kvq_gpu_choice a = kvq_gpu_affine(x, kvq__hybrid_bits(bits, full), false);
+    kvq_gpu_choice a = kvq_gpu_affine(x, kvq__hybrid_bits(bits, full), KVQ_ZERO_MINIMUM);
     if (kvq_gpu_error_of(x, a.params, a.grid) > kvq_gpu_error_of(x, s.params, s.grid))
         return s;
     a.params.scale |= KVQ__HYBRID_AFFINE;
@@ -145,10 +160,10 @@ KVQ_DEVICE kvq_gpu_choice kvq_gpu_hybrid(kvq_gpu_values x, uint32_t bits, bool f
 
 KVQ_DEVICE kvq__params kvq_gpu_quantize(kvq_side row, kvq_gpu_values x)
 {
-    const kvq_gpu_choice c =
-        row.codec == KVQ_CODEC_AFFINE ? kvq_gpu_affine(x, row.bits, row.zero == KVQ_ZERO_INTEGER)
-        : row.codec == KVQ_CODEC_SYMMETRIC ? kvq_gpu_symmetric(x, row.bits, row.full)
-                                           : kvq_gpu_hybrid(x, row.bits, row.full);
+    const kvq_gpu_choice c = row.codec == KVQ_CODEC_AFFINE ? kvq_gpu_affine(x, row.bits, row.zero)
+                             : row.codec == KVQ_CODEC_SYMMETRIC
+                                 ? kvq_gpu_symmetric(x, row.bits, row.full)
+                                 : kvq_gpu_hybrid(x, row.bits, row.full);
     kvq_gpu_put_codes(x, c.grid);
     return c.params;
 }

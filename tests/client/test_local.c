@@ -65,8 +65,8 @@ static void long_run(const char *format, uint16_t q_heads, uint32_t prompt, uint
 
 static void test_formats(void **state)
 {
-    static const char *const formats[] = {"f16",  "oscar2", "kvq2",         "innerq-hybrid",
-                                          "ott2", "kivi2",  "vecinfer-2@v", "million-4@m"};
+    static const char *const formats[] = {"f16",  "oscar2",    "kvq2",         "innerq-hybrid",
+                                          "ott2", "kivi2-fit", "vecinfer-2@v", "million-4@m"};
     (void)state;
     open_local(1);
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i += LESS)

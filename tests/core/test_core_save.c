@@ -43,7 +43,7 @@ static void test_all_formats(void **state)
         check_format("oscar2", tokens, 0);
     check_format("ott2", 700, 0);
     check_format("innerq-hybrid", 700, 150);
-    check_format("kivi2:sink=32", 700, 3);
+    check_format("kivi2-fit-s32", 700, 3);
 }
 
 // ---- Codebooks ----

@@ -272,11 +272,11 @@ static void check_pack(const char *format, const kvq_shape &shape, uint32_t toke
 }
 
 static const char *const composed[] = {
-    "oscar2-g64",        "oscar3-g128-fm",     "kivi2-g64",         "innerq-hybrid-full",
+    "oscar2-g64",        "oscar3-g128-fm",     "kivi2-g64-fit",     "innerq-hybrid-full",
     "ott2-o0",           "quarot4-g128",       "innerq-small-full", "vecinfer-k8x10v2x8",
     "kivi1-g64",         "kivi4+innerq-small", "oscar2-noscale-fm", "turboquant2.5+oscar3",
     "oscar4-max",        "oscar2-xh-g128-s32", "int8-g64",          "innerq-base:scale=xh",
-    "ott2-s32:scale=xh", "oscar3-mean-norot",  "kvq2:v_bits=3",     "oscar2:v_axis=channel",
+    "ott2-s32:scale=xh", "oscar3-mean-norot",  "kvq2-fit:v_bits=3", "oscar2:v_axis=channel",
     "innerq-hybrid-g128"};
 
 // Every row of the table and what suffixes make of some, at one head_dim.

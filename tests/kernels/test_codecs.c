@@ -225,6 +225,60 @@ static void range_of(const struct share *s, double *min, double *max)
     }
 }
 
+static uint32_t fits; // groups whose parameters were held against those of the definition
+
+// What n numbers lose if they are coded with a scale and zero as stored: the sum of squares.
+static double loss_with(const struct share *s, double scale, double zero)
+{
+    double sum = 0, top = (1u << s->bits) - 1;
+    for (uint32_t i = 0; i < s->n; i++) {
+        double code = scale > 0 ? rint((s->x[i] - zero) / scale) : 0;
+        sum += pow(s->x[i] - (scale * fmin(fmax(code, 0), top) + zero), 2);
+    }
+    return sum;
+}
+
+// The line through codes and numbers that is nearest, as often as the definition says. False if a
+// number lies so near to the middle of two codes that either may be taken.
+static bool fit(const struct share *s, double *scale, double *zero)
+{
+    double min, max, top = (1u << s->bits) - 1, middle = INFINITY, more = s->n / 16.0;
+    range_of(s, &min, &max);
+    *scale = (max - min) / top, *zero = min;
+    for (int round = 0; round < KVQ__FIT_ROUNDS; round++) {
+        double n = 0, q = 0, qq = 0, x = 0, xq = 0;
+        for (uint32_t i = 0; i < s->n + 2; i++) { // the last two are the ends once more
+            double value = i < s->n ? s->x[i] : i == s->n ? min : max, y = value - min;
+            double u = (value - *zero) / *scale, code = fmin(fmax(rint(u), 0), top);
+            double w = i < s->n ? 1 : more, slack = i < s->n ? s->slack[i] : s->worst;
+            middle = fmin(middle, fabs(fabs(u - rint(u)) - 0.5) - slack / *scale);
+            n += w, q += w * code, qq += w * code * code, x += w * y, xq += w * y * code;
+        }
+        *scale = (n * xq - x * q) / (n * qq - q * q);
+        *zero = min + (x - *scale * q) / n;
+    }
+    return middle > 1e-4;
+}
+
+// Parameters by least squares, which lose no more than those of the definition, but for fp16's
+// rounding.
+static void check_fitted(const struct share *s)
+{
+    double scale, zero, min, max, got = fabs(s->got[0].scale);
+    range_of(s, &min, &max);
+    if (!((float)to_f16(((float)max - (float)min) / (float)((1u << s->bits) - 1)) > 0)) {
+        assert_param(s, "a zero of what is all the same", s->got[0].zero, to_f16((float)min));
+    } else if (fit(s, &scale, &zero)) {
+        double step = fabs(zero) + fabs(scale) * ((1u << s->bits) - 1);
+        double least = loss_with(s, to_f16(scale), to_f16(zero));
+        double lost = loss_with(s, got, s->got[0].zero), slack = s->n * pow(step * 0x1p-11, 2);
+        if (!(lost <= 1.002 * least + 4 * slack + 0x1p-40))
+            fail_msg("%g is lost by fitted parameters, %g by the definition's", lost, least);
+        fits++;
+    }
+    assert_nearest(s, 0, (1u << s->bits) - 1, affine_value);
+}
+
 static void check_affine(const struct share *s, uint32_t bits, bool integer)
 {
     double min, max, scale = fabs(s->got[0].scale), zero = s->got[0].zero;
@@ -306,6 +360,10 @@ static void check_share(const struct share *s)
 {
     switch (s->side->codec) {
     case KVQ_CODEC_AFFINE:
+        if (s->side->zero == KVQ_ZERO_FITTED) {
+            check_fitted(s);
+            break;
+        }
         check_affine(s, s->bits, s->side->zero == KVQ_ZERO_INTEGER);
         break;
     case KVQ_CODEC_SYMMETRIC:
@@ -417,7 +475,12 @@ static void test_codes(void **state)
                                            "quarot2-g128-norot",
                                            "kivi4-g64",
                                            "oscar4-norot-noscale",
-                                           "innerq-base-nosmooth"};
+                                           "innerq-base-nosmooth",
+                                           "oscar2-fit",
+                                           "kivi1-fit",
+                                           "kivi2-g128-fit",
+                                           "quarot4:v_zero=fitted",
+                                           "kvq2-fit"};
     (void)state;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
         for (uint32_t kind = KVT_NORMAL; kind < KVT_KINDS && !kvq_is_raw(f); kind++)
@@ -427,6 +490,7 @@ static void test_codes(void **state)
         for (uint32_t kind = KVT_NORMAL; kind < KVT_KINDS; kind++)
             check_codes(composed[i], 64u << kind % 3, kind % 2 ? KVQ_BF16 : KVQ_F16,
                         (enum kvt_kind)kind);
+    assert_true(fits > 1000);
 }
 
 // Scales so small that fp16 rounds them far down: codes meet the ends of their range.

@@ -170,6 +170,8 @@ static void test_suffixes(void **state)
     SUFFIX("innerq-base-g128", "innerq-base", f.k.group = f.v.group = f.unit_tokens = 128);
     SUFFIX("int8-g64", "int8", f.k.group = f.v.group = 64); // per token: the unit stays
     SUFFIX("oscar2-fm", "oscar2", f.k.zero = f.v.zero = KVQ_ZERO_MINIMUM);
+    SUFFIX("oscar2-fit", "oscar2", f.k.zero = f.v.zero = KVQ_ZERO_FITTED);
+    SUFFIX("k8v4-fit", "k8v4", f.v.zero = KVQ_ZERO_FITTED);
     SUFFIX("innerq-base-full", "innerq-base", f.k.full = f.v.full = 1);
     SUFFIX("innerq-hybrid-full", "innerq-hybrid", f.k.full = f.v.full = 1);
     SUFFIX("k8v4-full", "k8v4", f.k.full = 1);
@@ -242,6 +244,7 @@ static void test_stages(void **state)
            f.k.codec = KVQ_CODEC_AFFINE;
            f.k.zero = KVQ_ZERO_MINIMUM; f.k.axis = KVQ_PER_CHANNEL);
     SUFFIX("k8v4:zero=integer", "k8v4", f.v.zero = KVQ_ZERO_INTEGER);
+    SUFFIX("kvq2:k_zero=fitted", "kvq2", f.k.zero = KVQ_ZERO_FITTED);
     SUFFIX("kivi2:kcodec=symmetric", "kivi2", f.k.codec = KVQ_CODEC_SYMMETRIC; f.k.zero = 0);
     SUFFIX("innerq-small:zero=minimum:vcodec=affine", "innerq-small", f.v.codec = KVQ_CODEC_AFFINE;
            f.v.zero = KVQ_ZERO_MINIMUM);

@@ -34,11 +34,12 @@ static void add_side(struct kvq_side side)
 // All choices of a codec's own.
 static void add_codec(struct kvq_side side)
 {
-    for (uint8_t choice = 0; choice < 2; choice++) {
+    bool affine = side.codec == KVQ_CODEC_AFFINE, lloyd = side.codec == KVQ_CODEC_LLOYD;
+    for (uint8_t choice = 0; choice <= (affine ? KVQ_ZERO_FITTED : 1); choice++) {
         struct kvq_side s = side;
-        s.zero = side.codec == KVQ_CODEC_AFFINE ? choice : 0;
-        s.full = side.codec == KVQ_CODEC_SYMMETRIC || side.codec == KVQ_CODEC_HYBRID ? choice : 0;
-        s.wide = side.codec == KVQ_CODEC_LLOYD ? choice : 0;
+        s.zero = affine ? choice : 0;
+        s.full = !affine && !lloyd ? choice : 0;
+        s.wide = lloyd ? choice : 0;
         add_side(s);
     }
 }
@@ -366,7 +367,7 @@ static void test_read_edges(void **state)
 static void test_sides(void **state)
 {
     (void)state;
-    assert_int_equal(n_sides, 70 + 56 + 42 + 4);
+    assert_int_equal(n_sides, 105 + 56 + 42 + 4);
 }
 
 int main(void)
