@@ -118,7 +118,9 @@ KVQ__INLINE struct coder affine_coder(const struct range *r, uint32_t bits, bool
 
 // Numbers in steps from the smallest on, and the line of codec_math.h that is nearest to them.
 struct fit {
-    __m512 min, per, most, top; // per: 1 / step
+    _Alignas(64) float u[KVQ_MAX_HEAD_DIM][16];
+    uint32_t n;
+    __m512 most, top, sum_u;
     __m512 scale, offset;
 };
 
@@ -128,26 +130,25 @@ KVQ__INLINE __m512 fit_code(const struct fit *f, __m512 inv, __m512 u)
     return _mm512_min_ps(_mm512_max_ps(q, _mm512_setzero_ps()), f->top);
 }
 
-static void fit_round(const struct groups *g, struct fit *f)
+static void fit_round(struct fit *f)
 {
     const __m512 none = _mm512_setzero_ps(), inv = kvq__all(1.0f) / f->scale;
-    const __m512 more = kvq__all((float)g->n / KVQ__FIT_ENDS);
-    const __m512 all = kvq__all((float)g->n) + kvq__all(2.0f) * more;
+    const __m512 more = kvq__all((float)f->n / KVQ__FIT_ENDS);
+    const __m512 all = kvq__all((float)f->n) + kvq__all(2.0f) * more;
     __m512 low = fit_code(f, inv, none), high = fit_code(f, inv, f->most);
     __m512 sum_q = more * (low + high), sum_qq = more * (low * low + high * high);
-    __m512 sum_u = more * f->most, sum_uq = sum_u * high;
-    for (uint32_t i = 0; i < g->n; i++) {
-        __m512 u = (value_at(g, i) - f->min) * f->per, q = fit_code(f, inv, u);
+    __m512 sum_uq = more * f->most * high;
+    for (uint32_t i = 0; i < f->n; i++) {
+        __m512 u = _mm512_load_ps(f->u[i]), q = fit_code(f, inv, u);
         sum_q = sum_q + q;
-        sum_qq = sum_qq + q * q;
-        sum_u = sum_u + u;
+        sum_qq = _mm512_fmadd_ps(q, q, sum_qq); // whole numbers: nothing is rounded
         sum_uq = sum_uq + u * q;
     }
     __m512 spread = all * sum_qq - sum_q * sum_q;
-    __m512 scale = (all * sum_uq - sum_u * sum_q) / spread;
+    __m512 scale = (all * sum_uq - f->sum_u * sum_q) / spread;
     __mmask16 good =
         _mm512_cmp_ps_mask(spread, none, _CMP_GT_OQ) & _mm512_cmp_ps_mask(scale, none, _CMP_GT_OQ);
-    f->offset = _mm512_mask_div_ps(f->offset, good, sum_u - scale * sum_q, all);
+    f->offset = _mm512_mask_div_ps(f->offset, good, f->sum_u - scale * sum_q, all);
     f->scale = _mm512_mask_mov_ps(f->scale, good, scale);
 }
 
@@ -156,9 +157,20 @@ static struct coder fitted_coder(const struct groups *g, const struct range *r, 
     const __m512 none = _mm512_setzero_ps();
     struct coder c = affine_coder(r, bits, false);
     __m512 range = r->max - r->min, step = range / c.top, per = kvq__all(1.0f) / step;
-    struct fit f = {r->min, per, range * per, c.top, kvq__all(1.0f), none};
+    struct fit f;
+    f.n = g->n;
+    f.most = range * per;
+    f.top = c.top;
+    f.scale = kvq__all(1.0f);
+    f.offset = none;
+    f.sum_u = kvq__all((float)g->n / KVQ__FIT_ENDS) * f.most;
+    for (uint32_t i = 0; i < g->n; i++) {
+        __m512 u = (value_at(g, i) - r->min) * per;
+        _mm512_store_ps(f.u[i], u);
+        f.sum_u = f.sum_u + u;
+    }
     for (int round = 0; round < KVQ__FIT_ROUNDS; round++)
-        fit_round(g, &f);
+        fit_round(&f);
     __mmask16 some = _mm512_cmp_ps_mask(c.scale, none, _CMP_GT_OQ);
     __m512 zero = kvq__as_half(r->min + f.offset * step + none);
     c.zero = c.offset = _mm512_mask_mov_ps(c.zero, some, zero);
