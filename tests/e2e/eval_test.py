@@ -594,12 +594,17 @@ class Command(Case):
         text = "some words of a text that has enough of them"
         plain = texts.windows(self.tokenizer, text, 2, 16)
         self.assertEqual(plain[0] + plain[1], self.tokenizer(text)["input_ids"][:32])
-        made = unittest.mock.Mock(bos_token_id=1)
+        made = unittest.mock.Mock(bos_token_id=1, bos_token="<s>")
         made.side_effect = lambda t, add_special_tokens=True, **_: {
             "input_ids": [1] * add_special_tokens + [ord(c) for c in t]}
         with_bos = texts.windows(made, text, 2, 16, skip=3)
         self.assertEqual([w[0] for w in with_bos], [1, 1])
         self.assertEqual("".join(map(chr, with_bos[0][1:] + with_bos[1][1:])), text[3:33])
+        self.assertEqual(texts.told_beginning(made), ", each window behind `<s>`")
+        made.side_effect = lambda t: {"input_ids": [ord(c) for c in t]}
+        self.assertRegex(texts.told_beginning(made), "^, no window behind `<s>`")
+        made.bos_token_id = None
+        self.assertEqual(texts.told_beginning(made), "")
 
 
 class Fetched(unittest.TestCase):

@@ -191,7 +191,7 @@ def markdown(report: Dict[str, Any]) -> str:
              f"Written by `python -m kvq.eval`; do not edit. Weights in {s['dtype']}; the "
              f"reference is the engine's own cache in {s['dtype']} with {s['attention']} attention "
              f"(transformers {s['transformers']}, PyTorch {s['torch']}), over the same weights. "
-             f"Text: {s['text']}.", ""]
+             f"Text: {s['text']}{s.get('begins', '')}.", ""]
     for section in SECTIONS:
         lines += section(report)
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -31,6 +31,17 @@ def beginning(tokenizer: Any) -> List[int]:
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
+def told_beginning(tokenizer: Any) -> str:
+    """What the report says behind the text's name: whether windows begin with <bos>."""
+    if tokenizer.bos_token_id is None:
+        return ""
+    if beginning(tokenizer):
+        return f", each window behind `{tokenizer.bos_token}`"
+    return (f", no window behind `{tokenizer.bos_token}`, since this tokenizer puts none before a "
+            "text; if the model was trained with it, another release of transformers may read "
+            "the tokenizer otherwise")
+
+
 def encode(tokenizer: Any, text: str) -> List[int]:
     """Ids of a text that stands within another."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
