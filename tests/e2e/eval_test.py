@@ -600,11 +600,13 @@ class Command(Case):
         with_bos = texts.windows(made, text, 2, 16, skip=3)
         self.assertEqual([w[0] for w in with_bos], [1, 1])
         self.assertEqual("".join(map(chr, with_bos[0][1:] + with_bos[1][1:])), text[3:33])
-        self.assertEqual(texts.told_beginning(made), ", each window behind `<s>`")
+        self.assertEqual(report.beginning(texts.told_beginning(made)),
+                         ", each window behind `<s>`")
         made.side_effect = lambda t: {"input_ids": [ord(c) for c in t]}
-        self.assertRegex(texts.told_beginning(made), "^, no window behind `<s>`")
+        self.assertRegex(report.beginning(texts.told_beginning(made)),
+                         "^, no window behind `<s>`")
         made.bos_token_id = None
-        self.assertEqual(texts.told_beginning(made), "")
+        self.assertEqual(report.beginning(texts.told_beginning(made)), "")
 
 
 class Fetched(unittest.TestCase):

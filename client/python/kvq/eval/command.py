@@ -154,7 +154,7 @@ class Run:
         text, self.text_name = texts.read(o.text)
         self.windows = texts.windows(tokenizer, text, o.windows, o.context, o.skip)
         self.names = [texts.name_of(ids) for ids in self.windows]
-        self.begins = texts.told_beginning(tokenizer)
+        self.bos = texts.told_beginning(tokenizer)
         self.items = needles.make(tokenizer, text, o.distances, o.needles)
         self.prompts = texts.windows(tokenizer, text, o.answers, o.prompt, o.skip)
         if o.allocate:
@@ -218,7 +218,7 @@ class Run:
                 "dtype": self.models.dtype, "attention": self.models.attention, "step": o.step,
                 "context": o.context, "windows": o.windows, "skip": o.skip, "threads": o.threads,
                 "prompt": o.prompt, "distances": o.distances, "needles": o.needles,
-                "text": self.text_name, "begins": self.begins,
+                "text": self.text_name, "bos": self.bos,
                 "transformers": transformers.__version__, "torch": torch.__version__,
                 "kvq": kvq_version(kvq)},
             "rows": [self.row(side) for side in [self.reference, *self.sides]]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from . import stats
 from .results import array
@@ -184,6 +184,15 @@ Section = Callable[[Dict[str, Any]], List[str]]
 SECTIONS: Tuple[Section, ...] = (quality, needles, answers, plots, speeds, failed)
 
 
+def beginning(bos: Optional[Dict[str, Any]]) -> str:
+    """Whether windows begin with <bos>, as the report says it behind the text's name."""
+    if not bos:
+        return ""
+    if bos["put"]:
+        return f", each window behind `{bos['token']}`"
+    return f", no window behind `{bos['token']}`, which the tokenizer puts before no text"
+
+
 def markdown(report: Dict[str, Any]) -> str:
     """The whole report as a page."""
     s = report["settings"]
@@ -191,7 +200,7 @@ def markdown(report: Dict[str, Any]) -> str:
              f"Written by `python -m kvq.eval`; do not edit. Weights in {s['dtype']}; the "
              f"reference is the engine's own cache in {s['dtype']} with {s['attention']} attention "
              f"(transformers {s['transformers']}, PyTorch {s['torch']}), over the same weights. "
-             f"Text: {s['text']}{s.get('begins', '')}.", ""]
+             f"Text: {s['text']}{beginning(s.get('bos'))}.", ""]
     for section in SECTIONS:
         lines += section(report)
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
 
@@ -31,15 +31,11 @@ def beginning(tokenizer: Any) -> List[int]:
     return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
-def told_beginning(tokenizer: Any) -> str:
-    """What the report says behind the text's name: whether windows begin with <bos>."""
+def told_beginning(tokenizer: Any) -> Optional[Dict[str, Any]]:
+    """For the report: <bos>, and whether windows begin with it. None for a tokenizer without."""
     if tokenizer.bos_token_id is None:
-        return ""
-    if beginning(tokenizer):
-        return f", each window behind `{tokenizer.bos_token}`"
-    return (f", no window behind `{tokenizer.bos_token}`, since this tokenizer puts none before a "
-            "text; if the model was trained with it, another release of transformers may read "
-            "the tokenizer otherwise")
+        return None
+    return {"token": tokenizer.bos_token, "put": bool(beginning(tokenizer))}
 
 
 def encode(tokenizer: Any, text: str) -> List[int]:
