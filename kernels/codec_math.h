@@ -265,8 +265,8 @@ KVQ_INLINE float kvq__fit_code(const struct kvq__fit *f, float inverse, float u)
     return q < f->top ? q : f->top;
 }
 
-// A round over n numbers begins: keys that stand out are often those that queries look for, so the
-// ends count for more than others.
+// The sums that a round over n numbers begins with. Without this weight on the ends, keys of two of
+// three models lost more than with their ends as they are (docs/quality/kvq2.md).
 KVQ_INLINE struct kvq__fit_sums kvq__fit_ends(const struct kvq__fit *f, float inverse, uint32_t n)
 {
     struct kvq__fit_sums sums;
@@ -289,7 +289,7 @@ KVQ_INLINE void kvq__fit_add(const struct kvq__fit *f, float inverse, float x,
     sums->uq += u * q;
 }
 
-// It ends.
+// The end of a round: the line through its sums.
 KVQ_INLINE void kvq__fit_line(struct kvq__fit *f, const struct kvq__fit_sums *sums, uint32_t n)
 {
     float all = (float)n + 2.0f * ((float)n / KVQ__FIT_ENDS);

@@ -141,7 +141,7 @@ static void fit_round(struct fit *f)
     for (uint32_t i = 0; i < f->n; i++) {
         __m512 u = _mm512_load_ps(f->u[i]), q = fit_code(f, inv, u);
         sum_q = sum_q + q;
-        sum_qq = _mm512_fmadd_ps(q, q, sum_qq); // whole numbers: nothing is rounded
+        sum_qq = _mm512_fmadd_ps(q, q, sum_qq); // q * q is exact
         sum_uq = sum_uq + u * q;
     }
     __m512 spread = all * sum_qq - sum_q * sum_q;

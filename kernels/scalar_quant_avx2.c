@@ -92,7 +92,7 @@ static void fit(const struct groups *g, struct coder *c, kvq__floats min, kvq__f
     c->scale = kvq__if_greater(some, none, kvq__as_half(f.scale * step), some);
 }
 
-static struct coder affine_coder(const struct groups *g, uint32_t bits, uint8_t how)
+static struct coder affine_coder(const struct groups *g, uint32_t bits, enum kvq_zero kind)
 {
     const kvq__floats none = kvq__all(0.0f), top = kvq__all((float)((1u << bits) - 1));
     kvq__floats min = value_at(g, 0), max = min;
@@ -104,12 +104,12 @@ static struct coder affine_coder(const struct groups *g, uint32_t bits, uint8_t 
     struct coder c = {.shift = none, .low = none, .high = top};
     c.scale = kvq__as_half((max - min) / top);
     kvq__floats zero = min + none;
-    if (how == KVQ_ZERO_INTEGER) {
+    if (kind == KVQ_ZERO_INTEGER) {
         kvq__floats steps = kvq__rint(kvq__negative(min) / c.scale);
         zero = kvq__if_greater(c.scale, none, none - steps * c.scale, zero);
     }
     c.zero = kvq__as_half(zero);
-    if (how == KVQ_ZERO_FITTED)
+    if (kind == KVQ_ZERO_FITTED)
         fit(g, &c, min, max - min);
     c.offset = c.zero;
     c.inv = inverse(c.scale);

@@ -310,6 +310,8 @@ static void test_frozen_bytes(void **state)
         {"oscar3-g128+turboquant3:vbits=2", 64, 0x94a35c888e28e603u},
         {"kvq2", 128, 0xdf6cf7867bd72538u},
         {"kvq2", 64, 0x9f34074ae983bb6au},
+        {"kvq2-fit", 128, 0xdacba41dda44ae48u},
+        {"oscar2-fit", 64, 0x37b7815f51867ba9u},
     };
     (void)state;
     for (size_t i = 0; i < sizeof frozen / sizeof *frozen; i++) {
