@@ -50,11 +50,11 @@ static void set_raw(const struct kvq__reader *r, const uint8_t *block, uint32_t 
     g->raw_to = to;
 }
 
-// The first tokens: in the raw block as long as there is one.
+// The first tokens: in the extras once their unit is packed. A fork's raw block may lack them then.
 static void set_sink(const struct kvq__reader *r, const struct kvq_page *page, uint32_t at,
-                     uint32_t held, struct kvq__group *g)
+                     uint32_t held, bool packed, struct kvq__group *g)
 {
-    if (page->raw) {
+    if (!packed) {
         set_raw(r, page->raw, at, 0, held, g);
         return;
     }
@@ -95,7 +95,7 @@ static bool find_group(const struct kvq__reader *r, uint64_t position, struct kv
         return packed == 0 || packed == held;
     }
     if (position < r->a->format->sink_tokens) {
-        set_sink(r, page, at, held, g);
+        set_sink(r, page, at, held, packed > 0, g);
         return true;
     }
     if (packed) {

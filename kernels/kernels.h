@@ -233,8 +233,8 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
 // format's packed block is a raw block, too. A raw block may end behind the strip (layout.h) of the
 // last token that is read from it. Where either count ends within a unit, the unit's
 // other slots of `packed` must still have been packed: kernels compute with them and mask the
-// result. Kernels never read the first sink_tokens positions of a session packed, but from `raw`,
-// or from the extras if raw is NULL.
+// result. Kernels never read the first sink_tokens positions of a session packed: those below
+// packed_tokens they read from the extras.
 struct kvq_page {
     const uint8_t *packed; // may be NULL if packed_tokens == 0
     const uint8_t *raw;    // may be NULL if packed_tokens == tokens

@@ -69,14 +69,9 @@ static void read_raw(const struct reader *r, const uint8_t *block, uint32_t at, 
     r->k->load(k + r->raw.v_offset, r->in->shape->dtype, v_out, n * dim);
 }
 
-static void read_sink(const struct reader *r, const struct kvq_page *page, uint32_t at, uint32_t n,
-                      float *k_out, float *v_out)
+static void read_sink(const struct reader *r, uint32_t at, uint32_t n, float *k_out, float *v_out)
 {
     size_t dim = r->dim;
-    if (page->raw) {
-        read_raw(r, page->raw, at, n, k_out, v_out);
-        return;
-    }
     r->k->load(r->extras.sink_k + at * dim, r->in->shape->dtype, k_out, n * dim);
     r->k->load(r->extras.sink_v + at * dim, r->in->shape->dtype, v_out, n * dim);
 }
@@ -99,8 +94,8 @@ static void read_page(const struct reader *r, const struct kvq_page *page, uint6
         some = min_u32(n - i, KVQ_GROUP_TOKENS - t % KVQ_GROUP_TOKENS);
         if (packed)
             some = min_u32(some, page->packed_tokens - t);
-        if (!raw_format && start + t < r->in->format->sink_tokens) {
-            read_sink(r, page, t, some, k, v);
+        if (packed && !raw_format && start + t < r->in->format->sink_tokens) {
+            read_sink(r, t, some, k, v);
         } else if (packed && !raw_format) {
             read_packed(r, page->packed, t, some, k, v);
             read_outliers(r, start + t, some, k, v);

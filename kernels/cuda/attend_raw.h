@@ -41,7 +41,7 @@ KVQ_DEVICE kvq_gpu_source kvq_gpu_source_of(const kvq_gpu_attend_args &a, const 
     }
     const kvq_page page = kvq_gpu_page_at(s, position);
     const uint32_t at = (uint32_t)(position % KVQ_BLOCK_TOKENS);
-    if (!r.is_raw && !page.raw)
+    if (!r.is_raw && at < page.packed_tokens)
         return kvq_gpu_source_at(s.extras + head * r.extras.record_bytes +
                                      (v ? r.extras.sink_v : r.extras.sink_k) + at * 2 * D,
                                  r.dtype, r.dtype);

@@ -178,7 +178,8 @@ KVQ_DEVICE void kvq_gpu_list_whole(const kvq_gpu_attend_args &a, const kvq_gpu_h
         const uint64_t position = h.start + entry.v[1];
         const kvq_page page = kvq_gpu_page_at(*h.session, position);
         uint64_t at = 0;
-        if (entry.v[0] == 0xffff && (a.recipe.is_raw || page.raw) &&
+        if (entry.v[0] == 0xffff && // K and V of packed sinks are not as far from each other
+            (a.recipe.is_raw || position % KVQ_BLOCK_TOKENS >= page.packed_tokens) &&
             !kvq_gpu_is_fresh(*h.session, position + KVQ_GPU_TILE_TOKENS - 1)) {
             const kvq_gpu_source first = kvq_gpu_source_of<D>(a, h, position, false);
             const kvq_gpu_source last =

@@ -151,11 +151,11 @@ KVQ_DEVICE const uint16_t *kvq_gpu_raw_row(const kvq_gpu_piece &p, uint32_t t, b
     const kvq_recipe &r = p.r;
     const uint32_t pooled = gpu::lds32(p.pooled + 4 * t);
     const bool sink = p.start + t < r.sink_tokens;
-    if (sink && !p.page.raw)
+    if (sink && t < p.packed)
         return (const uint16_t *)(kvq_gpu_piece_extras(p) +
                                   (v ? r.extras.sink_v : r.extras.sink_k)) +
                (p.start + t) * D;
-    if (t >= p.packed || r.is_raw || sink) {
+    if (t >= p.packed || r.is_raw) {
         const uint8_t *block = r.is_raw && t < p.packed ? p.page.packed : p.page.raw;
         return kvq_gpu_raw_rows(r, block, p.head, p.at + t, v);
     }

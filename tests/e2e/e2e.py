@@ -40,6 +40,7 @@ import e2e_rig
 import e2e_roles
 import e2e_service
 import e2e_short
+import e2e_sinks
 import e2e_size
 import e2e_soak
 import e2e_storage
@@ -67,7 +68,7 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_remote.Keys,
           e2e_reshard.Shards,
           e2e_floods.Floods, e2e_http.Monitors, e2e_http.Stores, e2e_http.PackError,
-          e2e_http.Addresses, e2e_axe.Axe, e2e_size.Size, e2e_soak.Soak]
+          e2e_http.Addresses, e2e_axe.Axe, e2e_size.Size, e2e_sinks.Sinks, e2e_soak.Soak]
 
 if __name__ == "__main__":
     sys.exit(e2e_rig.run(SUITES, __doc__))

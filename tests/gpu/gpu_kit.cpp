@@ -4,6 +4,7 @@
 #include "tests/gpu/gpu_kit.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "tests/gpu/gpu_device.h"
 
@@ -233,6 +234,16 @@ static uint64_t packable(const wish &w, uint32_t learned)
     return w.packed < w.tokens ? w.packed : w.tokens;
 }
 
+// Nobody reads the raw rows of packed tokens: they become NaN.
+static void spoil_packed(const layer &l, session &s)
+{
+    const kvq_raw_layout raw = kvq_raw_layout_of(&l.shape);
+    for (uint64_t t = 0; t < s.w.packed; t++)
+        for (uint32_t head = 0; head < 2 * l.shape.kv_heads; head++)
+            memset(align(s.raw[t / 128]) + kvq_raw_at(&raw, head / 2, t % 128, head % 2), 0xff,
+                   raw.row_bytes);
+}
+
 static void pack(const layer &l, session &s)
 {
     const uint32_t learned = kvq_learn_tokens(&l.format, 0);
@@ -265,6 +276,8 @@ static void pack(const layer &l, session &s)
     }
     if (extras)
         kvq_outliers_publish(&l.format, &l.shape, extras);
+    if (!s.w.grows)
+        spoil_packed(l, s);
 }
 
 static uint64_t at_most(uint64_t x, uint64_t most)

@@ -60,7 +60,8 @@ struct wish {
     uint32_t q_tokens = 1; // the newest ones
     uint32_t flags = 0;    // of kvq_attend
     int short_page = -1;   // number of a page that holds only 57 tokens
-    bool keep_raw = false; // pages keep raw blocks of packed tokens
+    bool keep_raw = false; // pages keep raw blocks of packed tokens,
+    bool grows = false;    // and their rows: a page that counts as packed later is read raw before
     uint8_t q_dtype = KVQ_F16, out_dtype = KVQ_F32, fresh_dtype = KVQ_F32;
 };
 

@@ -695,11 +695,11 @@ static void check_read(const char *format, const kvq_shape &shape, uint64_t seed
     host_cache c = kvt_cache(cpu, format, s, tokens, -1, kind, seed);
     // The packed part may end within a unit.
     const uint32_t less = c.packed > 140 ? kvt_below(&rng, c.packed - 128) : 0;
-    for (uint32_t i = 0; i < c.n_pages; i++)
-        if (128 * i + c.pages[i].packed_tokens > c.packed - less)
-            c.pages[i].packed_tokens = (uint16_t)(c.packed - less - 128 * i);
+    if (less)
+        c.pages[1].packed_tokens = (uint16_t)(c.packed - less - 128);
     if (kvt_below(&rng, 3) == 0) // a page in the middle may hold fewer
         c.pages[0].tokens = (uint16_t)(100 + kvt_below(&rng, 20));
+    kvt_spoil(&c.shape, c.pages[0].raw, 0, c.pages[0].packed_tokens);
     if (c.pages[0].packed_tokens > c.pages[0].tokens)
         c.pages[0].packed_tokens = c.pages[0].tokens;
     const on_device d = copy_to_device(c, seed % 2);

@@ -27,7 +27,7 @@ static session make_growing(const layer &l, uint32_t q_tokens, std::mt19937 &ran
     wish w;
     w.tokens = MOST;
     w.packed = MOST;
-    w.keep_raw = true;
+    w.keep_raw = w.grows = true;
     w.fresh = w.q_tokens = q_tokens;
     return make_session(l, w, random);
 }

@@ -276,6 +276,16 @@ struct kvq_view kvt_view(const float *x, uint32_t heads, uint32_t dim)
                              KVQ_F32};
 }
 
+void kvt_spoil(const struct kvq_shape *s, const uint8_t *block, uint32_t from, uint32_t to)
+{
+    struct kvq_raw_layout raw = kvq_raw_layout_of(s);
+    for (uint32_t h = 0; h < s->kv_heads; h++)
+        for (uint32_t t = from; t < to; t++) {
+            memset((uint8_t *)block + kvq_raw_at(&raw, h, t, false), 0xff, raw.row_bytes);
+            memset((uint8_t *)block + kvq_raw_at(&raw, h, t, true), 0xff, raw.row_bytes);
+        }
+}
+
 static void store_all(const struct kvq_kernels *k, struct kvt_cache *c)
 {
     struct kvq_raw_layout raw = kvq_raw_layout_of(&c->shape);

@@ -79,6 +79,8 @@ struct kvt_cache kvt_cache_of(const struct kvq_kernels *k, const char *format,
                               struct kvq_shape shape, uint32_t tokens, int packed,
                               kvt_fill_fn *fill, const void *data);
 void kvt_cache_free(struct kvt_cache *c);
+// Fills tokens [from, to) of all heads of a raw block with NaN.
+void kvt_spoil(const struct kvq_shape *s, const uint8_t *block, uint32_t from, uint32_t to);
 struct kvq_reading kvt_reading(const struct kvt_cache *c);
 struct kvq_view kvt_view(const float *x, uint32_t heads, uint32_t dim); // [tokens][heads][dim]
 

@@ -461,15 +461,10 @@ static void raw_key(const struct kvq_attend *a, uint32_t head, const uint8_t *bl
     load_row(a, block + (32 + t % 32) * row, v);
 }
 
-// The first tokens are never read packed.
-static void sink_key(const struct kvq_attend *a, uint32_t head, const struct kvq_page *page,
-                     uint32_t t, double *k, double *v)
+// The first tokens stay raw.
+static void sink_key(const struct kvq_attend *a, uint32_t head, uint32_t t, double *k, double *v)
 {
     size_t row = 2 * (size_t)a->shape->k_dim;
-    if (page->raw) {
-        raw_key(a, head, page->raw, t, k, v);
-        return;
-    }
     load_row(a, rest_of(a, head).sink_k + t * row, k);
     load_row(a, rest_of(a, head).sink_v + t * row, v);
 }
@@ -489,10 +484,10 @@ bool kvt_key(const struct kvq_attend *a, uint32_t head, uint64_t position, doubl
         return false;
     const struct kvq_page *page = &a->pages[position / 128];
     bool raw_format = a->format->k.codec == KVQ_CODEC_RAW;
-    if (!raw_format && position < a->format->sink_tokens)
-        sink_key(a, head, page, t, k, v);
-    else if (t >= page->packed_tokens)
+    if (t >= page->packed_tokens)
         raw_key(a, head, page->raw, t, k, v);
+    else if (!raw_format && position < a->format->sink_tokens)
+        sink_key(a, head, t, k, v);
     else if (raw_format)
         raw_key(a, head, page->packed, t, k, v);
     else if (!outlier(a, head, position, k, v))

@@ -324,17 +324,6 @@ static void test_short_pages(void **state)
     with_request("f16", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, shorten_pages);
 }
 
-// Fills tokens [from, to) of all heads of a raw block with NaN.
-static void spoil(const struct kvt_cache *c, const uint8_t *block, uint32_t from, uint32_t to)
-{
-    struct kvq_raw_layout raw = kvq_raw_layout_of(&c->shape);
-    for (uint32_t h = 0; h < c->shape.kv_heads; h++)
-        for (uint32_t t = from; t < to; t++) {
-            memset((uint8_t *)block + kvq_raw_at(&raw, h, t, false), 0xff, raw.row_bytes);
-            memset((uint8_t *)block + kvq_raw_at(&raw, h, t, true), 0xff, raw.row_bytes);
-        }
-}
-
 // A fork in the middle of a packed block: the shared tokens packed, later ones raw, in one group.
 // What must not be read is NaN.
 static void mix_pages(struct kvt_cache *c, struct kvt_request *r)
@@ -343,9 +332,9 @@ static void mix_pages(struct kvt_cache *c, struct kvt_request *r)
     (void)r;
     for (uint32_t i = 0; i < 4; i++) {
         c->pages[i].packed_tokens = packed[i];
-        spoil(c, c->pages[i].raw, 0, packed[i]);
+        kvt_spoil(&c->shape, c->pages[i].raw, 0, packed[i]);
         if (kvq_is_raw(c->format))
-            spoil(c, c->pages[i].packed, packed[i], 128);
+            kvt_spoil(&c->shape, c->pages[i].packed, packed[i], 128);
     }
     c->pages[3].packed = NULL;
 }
@@ -360,15 +349,22 @@ static void test_mixed_pages(void **state)
     with_request("f16", kvt_shape(4, 2, 128, KVQ_F16), 700, 3, mix_pages);
 }
 
-// Sealed pages without a window: sink tokens and outliers are in the extras alone.
-static void drop_raw(struct kvt_cache *c, struct kvt_request *r)
+// Raw blocks without the rows of packed tokens, as a fork may have them: sink tokens and outliers
+// are in the extras alone.
+static void spoil_raw(struct kvt_cache *c, struct kvt_request *r)
 {
     (void)r;
-    for (uint32_t i = 0; i < c->n_pages; i++) {
-        spoil(c, c->pages[i].raw, 0, c->pages[i].packed_tokens);
+    for (uint32_t i = 0; i < c->n_pages; i++)
+        kvt_spoil(&c->shape, c->pages[i].raw, 0, c->pages[i].packed_tokens);
+}
+
+// Sealed pages without a window.
+static void drop_raw(struct kvt_cache *c, struct kvt_request *r)
+{
+    spoil_raw(c, r);
+    for (uint32_t i = 0; i < c->n_pages; i++)
         if (c->pages[i].packed_tokens == c->pages[i].tokens)
             c->pages[i].raw = NULL;
-    }
 }
 
 static void test_without_raw(void **state)
@@ -379,6 +375,7 @@ static void test_without_raw(void **state)
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         with_request(names[i], kvt_shape(3, 2, 64, KVQ_F16), 700, 2, drop_raw);
         with_request(names[i], kvt_shape(1, 2, 128, KVQ_BF16), 512, 1, drop_raw);
+        with_request(names[i], kvt_shape(2, 2, 64, KVQ_BF16), 300, 2, spoil_raw);
     }
 }
 

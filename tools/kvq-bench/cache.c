@@ -85,6 +85,12 @@ bool bench_page_packed(const struct bench_cache *c, uint32_t page)
     return !kvq_is_raw(c->format) && bench_page_tokens(c, page) == KVQ_BLOCK_TOKENS;
 }
 
+// Whether attention reads tokens of this packed page from raw rows: the first of the session.
+static bool has_sinks(const struct bench_cache *c, uint32_t page)
+{
+    return page == 0 && c->format->sink_tokens && bench_page_packed(c, page);
+}
+
 static void make_raw_source(const struct bench_cache *c, const struct kvq_kernels *k, uint32_t i,
                             float *tokens)
 {
@@ -130,18 +136,34 @@ static void pack_source(const struct bench_cache *c, const struct kvq_kernels *k
                 workspace);
 }
 
-// What each layer has: the factors that its blocks were packed with and as many outliers as there
-// is room for, chosen among all of its packed tokens.
+// The first tokens of a layer, as packing its first block keeps them; the codes are not used, and
+// nobody competes to be an outlier.
+static void keep_sinks(const struct bench_cache *c, const struct kvq_kernels *k, uint32_t layer,
+                       uint8_t *codes, void *workspace)
+{
+    struct kvq_unit unit = {.packed_block = codes,
+                            .extras = extras_of(c, layer),
+                            .learned = UINT32_MAX,
+                            .book = bench_book_of(&c->books, layer)};
+    unit.raw_block = (const uint8_t *)c->sources.data + bench_source_of(layer, 0) * raw_bytes(c);
+    for (; unit.head < c->shape.kv_heads; unit.head++)
+        for (unit.first = 0; unit.first < KVQ_BLOCK_TOKENS; unit.first += c->format->unit_tokens)
+            kvq_pack(k, c->format, &c->shape, &unit, workspace);
+}
+
+// What each layer has: the factors that its blocks were packed with, its first tokens, and as many
+// outliers as there is room for, chosen among all of its packed tokens.
 static bool make_extras(const struct bench_cache *c, const struct kvq_kernels *k)
 {
-    struct bench_memory pages;
+    struct bench_memory pages, codes;
     struct kvq_format all = *c->format; // all at once
     uint32_t packed = 0;
     if (!c->extras_bytes)
         return true;
     all.outliers = (uint8_t)(all.outliers + all.extra_outliers);
     all.extra_outliers = 0;
-    if (!bench_memory_take(&pages, kvq_workspace_bytes() + c->n_pages * sizeof(struct kvq_page)))
+    if (!bench_memory_take(&pages, kvq_workspace_bytes() + c->n_pages * sizeof(struct kvq_page)) ||
+        !bench_memory_take(&codes, packed_bytes(c)))
         return false;
     struct kvq_page *raw = (void *)((char *)pages.data + kvq_workspace_bytes());
     while (packed < c->n_pages && bench_page_packed(c, packed))
@@ -149,6 +171,8 @@ static bool make_extras(const struct bench_cache *c, const struct kvq_kernels *k
     for (uint32_t i = 0; i < c->layers; i++) {
         uint8_t *extras = extras_of(c, i);
         memcpy(extras, extras_of(c, c->layers), c->extras_bytes);
+        if (has_sinks(c, 0))
+            keep_sinks(c, k, i, codes.data, pages.data);
         for (uint32_t j = 0; j < packed; j++)
             raw[j] = (struct kvq_page){.raw = (const uint8_t *)c->sources.data +
                                               bench_source_of(i, j) * raw_bytes(c),
@@ -158,6 +182,7 @@ static bool make_extras(const struct bench_cache *c, const struct kvq_kernels *k
         kvq_outliers_publish(c->format, &c->shape, extras);
     }
     bench_memory_give(&pages);
+    bench_memory_give(&codes);
     return true;
 }
 
@@ -180,12 +205,6 @@ static bool make_sources(struct bench_cache *c, const struct kvq_kernels *k)
     return make_extras(c, k);
 }
 
-// Whether attention reads tokens of this packed page from raw rows: the first of the session.
-static bool has_sinks(const struct bench_cache *c, uint32_t page)
-{
-    return page == 0 && c->format->sink_tokens && bench_page_packed(c, page);
-}
-
 // Fills the pages of a layer from `at` on and returns where the next layer starts.
 static uint8_t *fill_layer(struct bench_cache *c, uint32_t layer, uint8_t *at)
 {
@@ -201,12 +220,6 @@ static uint8_t *fill_layer(struct bench_cache *c, uint32_t layer, uint8_t *at)
             .packed_tokens = packed ? KVQ_BLOCK_TOKENS : 0,
         };
         at += bytes;
-        if (has_sinks(c, i)) {
-            const uint8_t *raw = c->sources.data;
-            memcpy(at, raw + bench_source_of(layer, i) * raw_bytes(c), raw_bytes(c));
-            c->pages[(size_t)layer * c->n_pages + i].raw = at;
-            at += raw_bytes(c);
-        }
     }
     return at;
 }
@@ -224,10 +237,8 @@ static size_t size_layer(struct bench_cache *c)
     for (uint32_t i = 0; i < c->n_pages; i++) {
         taken += page_bytes(c, i);
         c->layer_bytes += page_bytes(c, i) * bench_page_tokens(c, i) / KVQ_BLOCK_TOKENS;
-        if (has_sinks(c, i)) {
-            taken += raw_bytes(c);
+        if (has_sinks(c, i))
             c->layer_bytes += raw_bytes(c) * c->format->sink_tokens / KVQ_BLOCK_TOKENS;
-        }
     }
     uint32_t room = c->format->outliers ? c->format->outliers + c->format->extra_outliers : 0;
     c->layer_bytes += 2 * sizeof(uint16_t) * room * c->shape.kv_heads * c->shape.k_dim;
