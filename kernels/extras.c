@@ -36,6 +36,11 @@ size_t kvq_extras_bytes(const struct kvq_format *f, const struct kvq_shape *s)
     return kvq_is_raw(f) ? 0 : (size_t)kvq__extras_layout(f, s).record_bytes * s->kv_heads;
 }
 
+bool kvq_extras_are_sinks(const struct kvq_format *f)
+{
+    return !kvq_is_raw(f) && f->sink_tokens && !f->outliers && f->k_channel != KVQ_CHANNEL_PROMPT;
+}
+
 struct kvq__extras kvq__extras_of(const struct kvq_format *f, const struct kvq_shape *s,
                                   const uint8_t *extras, const uint8_t *pool, uint32_t head)
 {
@@ -121,6 +126,19 @@ void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, cons
         struct kvq__extras e = kvq__extras_of(f, s, to, NULL, h);
         if (e.pool)
             forget(&e, s->k_dim, at);
+    }
+}
+
+void kvq_sinks_copy(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
+                    uint8_t *to, uint32_t tokens)
+{
+    size_t bytes = (size_t)tokens * 2 * s->k_dim;
+    assert(kvq_extras_are_sinks(f) && tokens <= f->sink_tokens);
+    for (uint32_t h = 0; h < s->kv_heads; h++) {
+        struct kvq__extras a = kvq__extras_of(f, s, from, NULL, h);
+        struct kvq__extras b = kvq__extras_of(f, s, to, NULL, h);
+        memcpy(b.sink_k, a.sink_k, bytes);
+        memcpy(b.sink_v, a.sink_v, bytes);
     }
 }
 

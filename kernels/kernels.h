@@ -244,9 +244,11 @@ struct kvq_page {
 // ---- Extras: what a session's layer holds besides blocks ----
 
 // Formats with sink tokens, outliers or factors learned from the prompt keep an extras record for
-// each session and layer: one piece of memory that is saved, copied and moved as it is (layout.h,
-// 6). 0 bytes for formats that need none.
+// each session and layer, one piece of memory (layout.h, 6). 0 bytes for formats that need none.
 size_t kvq_extras_bytes(const struct kvq_format *f, const struct kvq_shape *s);
+// Whether sink tokens are all that the extras hold. Once the first block is packed nothing changes
+// them, so they can go wherever that block goes.
+bool kvq_extras_are_sinks(const struct kvq_format *f);
 void kvq_extras_init(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras);
 
 // Learns from the session's first kvq_learn_tokens() tokens of one KV head: channel factors, and
@@ -262,6 +264,10 @@ int kvq_extras_check(const struct kvq_format *f, const struct kvq_shape *s, cons
 // Copies extras for a fork that keeps the tokens below `at`. `to` may be `from`.
 void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
                      uint8_t *to, uint64_t at);
+
+// Copies the first `tokens` sinks of every KV head, of extras that are sinks.
+void kvq_sinks_copy(const struct kvq_format *f, const struct kvq_shape *s, const uint8_t *from,
+                    uint8_t *to, uint32_t tokens);
 
 // Outliers of one KV head. kvq_learn and kvq_pack append entries, and kvq_outliers_publish, after
 // that work, makes them count. So an attention that was given the published numbers may run while

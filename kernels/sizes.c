@@ -6,9 +6,11 @@ struct kvq_layer_bytes kvq_layer_bytes_of(const struct kvq_format *f, const stru
 {
     struct kvq_layout packed = kvq_layout_of(f, s);
     struct kvq_raw_layout raw = kvq_raw_layout_of(s);
+    bool sinks = kvq_extras_are_sinks(f);
     return (struct kvq_layer_bytes){.packed = kvq_is_raw(f) ? 0 : kvq_block_bytes(&packed, s),
                                     .raw = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS),
-                                    .extras = kvq_extras_bytes(f, s)};
+                                    .sinks = sinks ? kvq_extras_bytes(f, s) : 0,
+                                    .extras = sinks ? 0 : kvq_extras_bytes(f, s)};
 }
 
 uint64_t kvq_packed_tokens(const struct kvq_format *f, uint32_t max_rollback, uint64_t raw,
@@ -68,6 +70,7 @@ static void add_layer(const struct kvq_format *f, const struct kvq_shape *s, uin
     uint64_t raw = raws ? (raws - 1) * one.raw + newest_bytes(s, tokens) : 0;
     first /= KVQ_BLOCK_TOKENS;
     all->packed += one.packed ? (packed > first ? packed - first : 0) * one.packed : raw;
+    all->packed += packed && first == 0 ? one.sinks : 0;
     all->window += (one.packed ? raw : 0) + (pages ? one.extras : 0);
     uint64_t seen = s->window && s->window < tokens ? s->window : tokens;
     all->plain += 2 * seen * s->kv_heads * (s->k_dim + (uint64_t)s->v_dim);

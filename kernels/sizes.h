@@ -7,10 +7,11 @@
 
 #include "kernels/kernels.h"
 
-// One layer's bytes: of a packed block (0 for raw formats), of a raw one, and of the extras, which
-// a session has once.
+// One layer's bytes: of a packed block (0 for raw formats), of a raw one, of the sinks that stand
+// behind the codes of the first packed block, and of the extras, which a session has once. Formats
+// whose extras are sinks alone have sinks, the others extras, if they keep any.
 struct kvq_layer_bytes {
-    uint64_t packed, raw, extras;
+    uint64_t packed, raw, sinks, extras;
 };
 
 // The shape must have passed kvq_shape_check with this format.
@@ -62,7 +63,7 @@ uint32_t kvq_sheet_room(uint32_t room, uint32_t sheets);
 // block has room for 128 tokens from the first on. Nobody shares its blocks, the daemon knows no
 // token ids of it, and it has packed what is due.
 struct kvq_session_bytes {
-    uint64_t packed; // packed blocks; raw blocks of a raw format
+    uint64_t packed; // packed blocks with their sinks; raw blocks of a raw format
     uint64_t window; // raw blocks and extras of other formats
     uint64_t books;  // what is kept besides blocks; the daemon's own figure is no larger
     uint64_t plain;  // 16 bits for each value that layers still see, and nothing else

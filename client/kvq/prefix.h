@@ -20,7 +20,7 @@
  * says otherwise), model, salt, adapter, layers, formats, dtype, v_rotation, attention and shard,
  * and in the digests of images and audio among the tokens. `model` must be set. In a layer with a
  * sliding window a prefix can end only where the daemon has all tokens that the window still sees.
- * Sessions of formats that keep sinks, outliers or factors of the prompt share by kvq_fork alone.
+ * Sessions of formats that keep outliers or factors of the prompt share by kvq_fork alone.
  *
  * For a sharded session the daemon answers the smallest count of its shards. Ranks that must begin
  * at the same token ask first, open with prefix.tokens set to that count, and check info.tokens.

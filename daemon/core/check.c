@@ -449,7 +449,7 @@ static void audit_layer(struct kvq__check *c, const struct kvq__session *s,
     HOLDS(c, l->loading == from || (l->loading == 1 && s->restore && from == 0 && s->n_loading));
     HOLDS(c, l->first_page <= l->raw_page && l->raw_page <= s->n_pages);
     HOLDS(c, l->packed <= s->tokens && (!l->packer || s->refs > 0));
-    HOLDS(c, !!l->extras.data == (s->n_pages && kvq_extras_bytes(l->format, &l->shape)));
+    HOLDS(c, !!l->extras.data == (s->n_pages && l->extras_bytes));
     for (uint32_t p = 0; p < s->n_pages; p++) {
         bool kept = p >= l->first_page;
         HOLDS(c, !!kvq__page(l, p)->raw.data == (kept && p >= l->raw_page));

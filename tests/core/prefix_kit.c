@@ -49,6 +49,13 @@ int setup(void **state)
     return 0;
 }
 
+int setup_small(void **state)
+{
+    (void)state;
+    open_kit(64 * MIB, 3 * MIB / 2);
+    return 0;
+}
+
 int teardown(void **state)
 {
     (void)state;

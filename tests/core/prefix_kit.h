@@ -36,6 +36,7 @@ int32_t *ids(struct member *m);
 void attach(struct member *m, uint32_t uid);
 void open_kit(uint64_t pool, uint64_t limit);
 int setup(void **state);
+int setup_small(void **state); // a namespace may have 1.5 MiB
 int teardown(void **state);
 struct kvq__session_spec spec_of(const struct member *m, uint64_t tokens);
 uint64_t open_as(struct member *m, const struct kvq__session_spec *spec,

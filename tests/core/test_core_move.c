@@ -174,9 +174,9 @@ static size_t image_of(const struct kvq__session *s, uint8_t *image)
         const struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = 0; p < s->n_pages; p++) {
             take(s, &kvq__page(l, p)->raw, l->raw_bytes, &to);
-            take(s, &kvq__page(l, p)->packed, l->packed_bytes, &to);
+            take(s, &kvq__page(l, p)->packed, kvq__packed_block_bytes(l, p), &to);
         }
-        take(s, &l->extras, kvq_extras_bytes(l->format, &l->shape), &to);
+        take(s, &l->extras, l->extras_bytes, &to);
         assert_true(to - image < IMAGE);
     }
     return (size_t)(to - image);

@@ -25,10 +25,10 @@ static void check_same_blocks(uint64_t a, uint64_t b, uint32_t pages)
                              kvq__page(&t->layers[i], p)->packed.data);
 }
 
-static void shares(void **state)
+static void shares_as(const char *format)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, 1000), other = spec_of(&two, 1000);
+    spec.format = other.format = format;
     struct kvq__session_info info;
     float want[4 * DIM], got[4 * DIM];
     uint64_t fork, a = feed(&one, &spec, 1000);
@@ -58,6 +58,18 @@ static void shares(void **state)
     }
     assert_int_equal(kvq__session_info(two.client, b, &info, text), 0);
     assert_int_equal(info.shared_bytes, info.packed_bytes); // nothing else is packed yet
+    drop(&one, a);
+    drop(&one, fork);
+    drop(&two, b);
+}
+
+// With sinks: they go with the first page.
+static void shares(void **state)
+{
+    (void)state;
+    shares_as("oscar2");
+    shares_as("kivi-sink2");
+    shares_as("oscar2-fit-s96");
 }
 
 static void outlives(void **state)
@@ -290,7 +302,7 @@ static void spans_of_a_session(void **state)
 
 static void cannot_share(void **state)
 {
-    static const char *const own[] = {"ott2", "innerq-base", "kivi-sink2"};
+    static const char *const own[] = {"ott2", "innerq-base", "oscar2:sink=32:outliers=3"};
     (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     for (uint32_t i = 0; i < 3; i++) {
@@ -438,37 +450,6 @@ static void behind_the_rollback(void **state)
 
 // ---- Memory ----
 
-// Nothing fails for room as long as the index has some that nobody uses.
-static void gives_way(void **state)
-{
-    (void)state;
-    struct kvq__session_spec spec = spec_of(&one, TOKENS);
-    struct kvq__session_info info;
-    char salt[16];
-    spec.ns = NULL; // whose limit is small
-    spec.salt = salt;
-    for (uint32_t i = 0; i < 17; i++) {
-        snprintf(salt, sizeof salt, "%u", i);
-        drop(&one, feed(&one, &spec, 600));
-        core_check(kit.core);
-    }
-    assert_int_equal(lookup(&one, &spec), 4 * PAGE);
-    snprintf(salt, sizeof salt, "0"); // used longest ago
-    assert_int_equal(lookup(&one, &spec), 0);
-    // What a session has stays, and so it can be had again.
-    snprintf(salt, sizeof salt, "16");
-    uint64_t held = open_as(&one, &spec, &info);
-    assert_int_equal(info.tokens, 4 * PAGE);
-    for (uint32_t i = 20; i < 32; i++) {
-        snprintf(salt, sizeof salt, "%u", i);
-        drop(&one, feed(&one, &spec, 400));
-    }
-    snprintf(salt, sizeof salt, "16");
-    assert_int_equal(lookup(&one, &spec), 4 * PAGE);
-    assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 0);
-    drop(&one, held);
-}
-
 // What a request under way reads stays as it is, though only the index has it by now, and others
 // want memory meanwhile: they wait for it.
 static void under_way(void **state)
@@ -509,13 +490,6 @@ static void under_way(void **state)
     assert_int_equal(kvq__request_continue(third.queue), KVQ__DONE); // and now there is room
     assert_int_equal(kvq__queue_results(third.queue)[0].status, 0);
     member_close(&third);
-}
-
-static int setup_small(void **state)
-{
-    (void)state;
-    open_kit(64 * MIB, 3 * MIB / 2);
-    return 0;
 }
 
 // The same of the pool, whoever's index has it.
@@ -786,7 +760,6 @@ int main(void)
         cmocka_unit_test_setup_teardown(windows, setup, teardown),
         cmocka_unit_test_setup_teardown(raw_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(behind_the_rollback, setup, teardown),
-        cmocka_unit_test_setup_teardown(gives_way, setup_small, teardown),
         cmocka_unit_test_setup_teardown(under_way, setup_small, teardown),
         cmocka_unit_test_setup_teardown(pool_is_small, setup_pool, teardown),
         cmocka_unit_test_setup_teardown(dropped, setup, teardown),

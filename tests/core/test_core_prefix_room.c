@@ -211,6 +211,37 @@ static void extents_go_by_turns(void **state)
     }
 }
 
+// Nothing fails for room as long as the index has some that nobody uses.
+static void gives_way(void **state)
+{
+    (void)state;
+    struct kvq__session_spec spec = spec_of(&one, TOKENS);
+    struct kvq__session_info info;
+    char salt[16];
+    spec.ns = NULL; // whose limit is small
+    spec.salt = salt;
+    for (uint32_t i = 0; i < 17; i++) {
+        snprintf(salt, sizeof salt, "%u", i);
+        drop(&one, feed(&one, &spec, 600));
+        core_check(kit.core);
+    }
+    assert_int_equal(lookup(&one, &spec), 4 * PAGE);
+    snprintf(salt, sizeof salt, "0"); // used longest ago
+    assert_int_equal(lookup(&one, &spec), 0);
+    // What a session has stays, and so it can be had again.
+    snprintf(salt, sizeof salt, "16");
+    uint64_t held = open_as(&one, &spec, &info);
+    assert_int_equal(info.tokens, 4 * PAGE);
+    for (uint32_t i = 20; i < 32; i++) {
+        snprintf(salt, sizeof salt, "%u", i);
+        drop(&one, feed(&one, &spec, 400));
+    }
+    snprintf(salt, sizeof salt, "16");
+    assert_int_equal(lookup(&one, &spec), 4 * PAGE);
+    assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 0);
+    drop(&one, held);
+}
+
 static int setup_large(void **state)
 {
     (void)state;
@@ -221,6 +252,7 @@ static int setup_large(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(gives_way, setup_small, teardown),
         cmocka_unit_test_setup_teardown(all_in_use, setup, teardown),
         cmocka_unit_test_setup_teardown(of_others, setup, teardown),
         cmocka_unit_test_setup_teardown(old_pages_go_first, setup, teardown),

@@ -171,7 +171,7 @@ class Shapes(Test):
         self.check(kvq.Layer(8, 2, 128, softcap=20.0))
 
     def test_sliding_window(self):
-        for format in ("f16", "oscar2"):
+        for format in ("f16", "oscar2", "kivi2:sink=96"):
             self.check_window(format)
 
     def check_window(self, format):

@@ -20,7 +20,8 @@ class Engine:
     """A connection with buffers that K and V of one step fit into. K and V of a token depend on its
     position and seed alone, as the ids do."""
 
-    def __init__(self, daemon, seed=0):
+    def __init__(self, daemon, seed=0, format="oscar2"):
+        self.format = format
         self.client = client = daemon.client()
         self.queue = client.queue()
         self.rows = [kvq.Layer(4, HEADS, DIM, repeat=LAYERS)]
@@ -39,11 +40,11 @@ class Engine:
 
     def open(self, tokens=0, **options):
         options.setdefault("model", "m")
-        return self.client.session(self.rows, "oscar2", prefix=self.ids(tokens), **options)
+        return self.client.session(self.rows, self.format, prefix=self.ids(tokens), **options)
 
     def lookup(self, tokens, **options):
         options.setdefault("model", "m")
-        return self.client.lookup(self.rows, "oscar2", prefix=self.ids(tokens), **options)
+        return self.client.lookup(self.rows, self.format, prefix=self.ids(tokens), **options)
 
     def fill(self, at, n):
         """K and V of so many tokens."""

@@ -23,7 +23,7 @@ uint64_t kvq__session_bytes_at(const struct kvq__session *s, const struct kvq__p
         if (!kvq__layer_owns(s, i))
             continue;
         bytes += kvq__layer_block_bytes(s, l, pool, tokens);
-        bytes += tokens ? kvq_extras_bytes(l->format, &l->shape) : 0;
+        bytes += tokens ? l->extras_bytes : 0;
     }
     return bytes;
 }

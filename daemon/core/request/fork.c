@@ -110,6 +110,8 @@ static int copy_identity(struct kvq__session *to, const struct kvq__session *fro
             .book_hold = l->book_hold,
             .raw_layout = l->raw_layout,
             .packed_bytes = l->packed_bytes,
+            .sink_bytes = l->sink_bytes,
+            .extras_bytes = l->extras_bytes,
             .raw_bytes = l->raw_bytes,
             .source = l->source,
             .keep = l->keep,
@@ -148,13 +150,18 @@ struct cloning {
     struct kvq__grant grant;
 };
 
-static void add_fork_copy(struct cloning *c, uint32_t layer, bool packed, const uint8_t *from,
-                          uint8_t *to, uint64_t tokens)
+static void add_fork_copy(struct cloning *c, const struct kvq__copy *copy, uint64_t tokens)
 {
-    uint32_t n = tokens < KVQ_BLOCK_TOKENS ? (uint32_t)tokens : KVQ_BLOCK_TOKENS;
     assert(tokens > 0);
-    assert(c->n_copies < c->room && from);
-    c->copies[c->n_copies++] = (struct kvq__copy){from, to, layer, n, packed};
+    assert(c->n_copies < c->room && copy->from);
+    c->copies[c->n_copies] = *copy;
+    c->copies[c->n_copies++].tokens = (uint32_t)kvq__min(tokens, KVQ_BLOCK_TOKENS);
+}
+
+// Of the packed tokens of a page, those whose raw rows stand behind its codes.
+static uint32_t sinks_of(const struct kvq__layer *l, uint64_t start)
+{
+    return l->sink_bytes && start == 0 ? (uint32_t)kvq__min(l->format->sink_tokens, l->packed) : 0;
 }
 
 static int take_block(struct cloning *c, uint64_t bytes, struct kvq__ref *ref)
@@ -176,9 +183,15 @@ static int clone_packed(struct cloning *c, uint32_t layer, const struct kvq__pag
         to->packed = kvq__block_share(from->packed);
         return 0;
     }
-    int rc = take_block(c, l->packed_bytes, &to->packed);
+    uint32_t page = (uint32_t)(start / KVQ_BLOCK_TOKENS);
+    int rc = take_block(c, kvq__packed_block_bytes(l, page), &to->packed);
+    struct kvq__copy copy = {.from = from->packed.data,
+                             .to = to->packed.data,
+                             .layer = layer,
+                             .sinks = sinks_of(l, start),
+                             .packed = true};
     if (rc == 0 && l->packed > start)
-        add_fork_copy(c, layer, true, from->packed.data, to->packed.data, l->packed - start);
+        add_fork_copy(c, &copy, l->packed - start);
     return rc;
 }
 
@@ -196,8 +209,9 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
     uint32_t tokens = end < c->at ? KVQ_BLOCK_TOKENS : (uint32_t)(c->at - start);
     uint64_t bytes = kvq__raw_block_bytes(c->to->pool, &c->to->layers[layer], tokens);
     int rc = take_block(c, bytes, &to->raw);
+    struct kvq__copy copy = {.from = from->raw.data, .to = to->raw.data, .layer = layer};
     if (rc == 0 && from->raw.data)
-        add_fork_copy(c, layer, false, from->raw.data, to->raw.data, c->at - start);
+        add_fork_copy(c, &copy, c->at - start);
     return rc;
 }
 
@@ -205,10 +219,9 @@ static int clone_raw(struct cloning *c, uint32_t layer, const struct kvq__pagere
 // them.
 static int clone_extras(struct cloning *c, const struct kvq__layer *from, struct kvq__layer *to)
 {
-    size_t bytes = kvq_extras_bytes(from->format, &from->shape);
-    if (bytes == 0 || !from->extras.data)
+    if (from->extras_bytes == 0 || !from->extras.data)
         return 0;
-    int rc = take_block(c, bytes, &to->extras);
+    int rc = take_block(c, from->extras_bytes, &to->extras);
     if (rc < 0)
         return rc;
     to->learned = from->learned && to->packed > 0;
@@ -516,6 +529,9 @@ static void copy_packed(const struct kvq__layer *l, const struct kvq__copy *c)
         size_t record = (size_t)h * l->layout.record_bytes;
         memcpy(c->to + record, c->from + record, n);
     }
+    if (c->sinks)
+        kvq_sinks_copy(l->format, &l->shape, c->from + l->packed_bytes, c->to + l->packed_bytes,
+                       c->sinks);
 }
 
 // Only rows that are committed: a step of the source may be writing those behind them.

@@ -6,11 +6,12 @@
 
 #include "daemon/core/state.h"
 
-// A block to be copied for a fork: `tokens` tokens of every head.
+// A block to be copied for a fork: `tokens` tokens of every head. sinks: so many of the first ones
+// stand behind the codes as well; 0 of other blocks than the first.
 struct kvq__copy {
     const uint8_t *from;
     uint8_t *to;
-    uint32_t layer, tokens;
+    uint32_t layer, tokens, sinks;
     bool packed;
 };
 

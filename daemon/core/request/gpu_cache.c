@@ -292,11 +292,28 @@ int kvq__gpu_accept_wave(struct kvq__queue *q)
 
 // ---- Fork ----
 
-enum { FORK_JOBS = 3 }; // of a raw block: whole strips, then rows of K and of V
+// Of a raw block: whole strips, then rows of K and of V. Of a packed one: codes, then sinks.
+enum { FORK_JOBS = 3 };
 
 size_t kvq__gpu_fork_room(const struct kvq__queue *q, uint32_t i)
 {
     return FORK_JOBS * (size_t)q->work[i].n_items * sizeof(struct kvq_gpu_copy);
+}
+
+// K and V of every head: of so many sinks, half a record apart.
+static struct kvq_gpu_copy *fill_sinks(const struct kvq__layer *l, const struct kvq__copy *c,
+                                       struct kvq_gpu_copy *next)
+{
+    uint64_t record = l->sink_bytes / l->shape.kv_heads, row = 2ull * l->shape.k_dim;
+    for (uint32_t half = 0; half < 2 && c->sinks; half++) {
+        uint64_t at = l->packed_bytes + half * record / 2;
+        *next++ = (struct kvq_gpu_copy){.to = c->to + at,
+                                        .from = c->from + at,
+                                        .stride = record,
+                                        .bytes = (uint32_t)(c->sinks * row),
+                                        .rows = l->shape.kv_heads};
+    }
+    return next;
 }
 
 static struct kvq_gpu_copy *fill_copy(const struct kvq__layer *l, const struct kvq__copy *c,
@@ -310,7 +327,7 @@ static struct kvq_gpu_copy *fill_copy(const struct kvq__layer *l, const struct k
             l->layout.groups + (size_t)(c->tokens / KVQ_GROUP_TOKENS) * l->layout.group_bytes;
         *next++ = (struct kvq_gpu_copy){c->to,       c->from,          NULL, l->layout.record_bytes,
                                         (uint32_t)n, l->shape.kv_heads};
-        return next;
+        return fill_sinks(l, c, next);
     }
     size_t k = (size_t)strips * raw->strip_bytes, v = k + raw->v_offset;
     if (strips)

@@ -117,7 +117,7 @@ static void fill_part(struct packing *p, const struct kvq__pack_part *part)
     struct kvq_gpu_unit unit = {
         .recipe = kvq__wave_there(&p->wave, kvq__wave_recipe(&p->wave, l)),
         .book = kvq__wave_there(&p->wave, kvq__wave_book(&p->wave, l)),
-        .extras = l->extras.data,
+        .extras = kvq__extras_ref(part->session, l).data,
         .guard = (const uint32_t *)(uintptr_t)part->guard,
         .learned = l->learn,
     };

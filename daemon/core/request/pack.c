@@ -36,10 +36,11 @@ struct packing {
     struct kvq__pack_sample *sample; // of one of these units; NULL: of none
 };
 
-// Formats with extras are packed head by head, in the order of tokens; others unit by unit.
+// Formats with outliers or factors of the prompt are packed head by head, in the order of tokens;
+// others unit by unit.
 static bool is_serial(const struct kvq__layer *l)
 {
-    return kvq_extras_bytes(l->format, &l->shape) > 0;
+    return l->extras_bytes > 0;
 }
 
 static uint32_t items_of(const struct kvq__layer *l, uint64_t first, uint64_t end)
@@ -152,7 +153,7 @@ static bool prepare_pack(struct kvq__queue *q, uint32_t i)
     find_pack_pages(l, first, pages_end(l, end), w->pages);
     w->pack.first = first;
     w->pack.end = end;
-    w->pack.extras = l->extras.data;
+    w->pack.extras = kvq__extras_ref(s, l).data;
     w->n_items = items_of(l, first, end);
     if (!s->pool->gpu)
         kvq__pack_sample_begin(s, (uint32_t)(l - s->layers), first, end, &w->sample);
@@ -244,7 +245,7 @@ static bool take_pack_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     find_pack_pages(l, first, to, pages);
     assert(w->packs.n < s->n_owned);
     w->packs.packs[w->packs.n++] =
-        (struct kvq__layer_pack){layer, w->n_items, first, end, pages, l->extras.data};
+        (struct kvq__layer_pack){layer, w->n_items, first, end, pages, kvq__extras_ref(s, l).data};
     w->n_items += items_of(l, first, end);
     if (!w->sample)
         kvq__pack_sample_begin(s, layer, first, end, &w->sample);
@@ -341,7 +342,7 @@ static void begin_background_pack(struct kvq__core *core, struct kvq__session *s
     assert(p->first < p->end);
     assert(kvq__pages_spanned(p->first, pages_end(l, p->end)) <= KVQ__PACKER_PAGES);
     find_pack_pages(l, p->first, pages_end(l, p->end), p->pages);
-    p->extras = l->extras.data;
+    p->extras = kvq__extras_ref(s, l).data;
     p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background_pack};
     kvq__pack_sample_begin(s, layer, p->first, p->end, &p->sample);
     l->packer = p;

@@ -75,7 +75,7 @@ static uint64_t need_of_moved(const struct kvq__session *s, const struct kvq__po
         if (!kvq__layer_owns(s, i))
             continue;
         bytes += kvq__layer_block_bytes(s, l, to, s->tokens);
-        bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
+        bytes += l->extras.data ? l->extras_bytes : 0;
     }
     return bytes;
 }

@@ -258,7 +258,7 @@ static int match(void *context, const struct kvq__part_of *p)
     if (m->missing)
         return KVQ_E_DAMAGED;
     m->restore->arriving[m->restore->n++] = (struct kvq__arriving){
-        .ref = kvq__block_share(*p->ref),
+        .ref = kvq__block_share(p->ref),
         .bytes = found->bytes,
         .id = found->id,
         .part = m->at,

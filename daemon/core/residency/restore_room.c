@@ -24,7 +24,7 @@ static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t p
     struct kvq__pageref *p = kvq__page(l, page);
     int rc = 0;
     if (page < kvq__packed_pages(s, l, s->tokens))
-        rc = reserve_block(r, l->packed_bytes, &p->packed);
+        rc = reserve_block(r, kvq__packed_block_bytes(l, page), &p->packed);
     if (rc || page < l->raw_page)
         return rc;
     // A step may append to the session before all of the block has come, and must not have to
@@ -34,8 +34,7 @@ static int reserve_page(struct kvq__restore *r, struct kvq__layer *l, uint32_t p
 
 static int reserve_extras(struct kvq__restore *r, struct kvq__layer *l)
 {
-    uint64_t bytes = r->session->n_pages ? kvq_extras_bytes(l->format, &l->shape) : 0;
-    return reserve_block(r, bytes, &l->extras);
+    return reserve_block(r, r->session->n_pages ? l->extras_bytes : 0, &l->extras);
 }
 
 // Goes on with a layer until that has needed another extent than these, whose memory takes a while
@@ -76,7 +75,7 @@ static uint64_t need_of_restored(const struct kvq__session *s)
         if (!kvq__layer_owns(s, i) || s->n_pages == 0)
             continue;
         bytes += kvq__layer_block_bytes(s, l, s->pool, (uint64_t)s->n_pages * KVQ_BLOCK_TOKENS);
-        bytes += kvq_extras_bytes(l->format, &l->shape);
+        bytes += l->extras_bytes;
     }
     return bytes;
 }

@@ -42,6 +42,7 @@ struct walking {
     void *context;
 };
 
+// Of the first packed block its codes alone: the sinks behind these are the layer's extras.
 static int tell_page(struct walking *w, uint32_t page, enum kvq__part_kind kind)
 {
     const struct kvq__session *s = w->session;
@@ -52,7 +53,7 @@ static int tell_page(struct walking *w, uint32_t page, enum kvq__part_kind kind)
     uint64_t bytes = packed ? l->packed_bytes : kvq_raw_bytes(&l->raw_layout, tokens);
     struct kvq__part_of p = {
         .part = {w->layer, page, kind, bytes, start, 0},
-        .ref = packed ? &kvq__page(l, page)->packed : &kvq__page(l, page)->raw,
+        .ref = packed ? kvq__page(l, page)->packed : kvq__page(l, page)->raw,
         .tokens = tokens,
         .final = start + KVQ_BLOCK_TOKENS <= (packed ? l->packed : s->floor),
     };
@@ -61,13 +62,14 @@ static int tell_page(struct walking *w, uint32_t page, enum kvq__part_kind kind)
 
 static int tell_extras(struct walking *w)
 {
-    struct kvq__layer *l = &w->session->layers[w->layer];
-    uint64_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    const struct kvq__layer *l = &w->session->layers[w->layer];
+    uint64_t bytes = l->sink_bytes ? l->sink_bytes : l->extras_bytes;
     struct kvq__part_of p = {
         .part = {w->layer, UINT32_MAX, KVQ__PART_EXTRAS, bytes, 0, 0},
-        .ref = &l->extras,
+        .ref = kvq__extras_ref(w->session, l),
     };
-    return bytes && w->session->tokens ? w->each(w->context, &p) : 0;
+    bool there = l->sink_bytes ? l->first_page == 0 && l->packed > 0 : w->session->tokens > 0;
+    return bytes && there ? w->each(w->context, &p) : 0;
 }
 
 int kvq__parts_walk(struct kvq__session *s,
@@ -168,9 +170,9 @@ static int take_saved_part(void *context, const struct kvq__part_of *p)
     struct kvq__save_shard *shard = context;
     struct kvq__kept *held = &shard->held[shard->n];
     shard->parts[shard->n] = p->part;
-    shard->parts[shard->n].id = p->final ? p->ref->block->saved : 0;
-    *held = (struct kvq__kept){
-        .ref = kvq__block_share(*p->ref), .tokens = p->tokens, .final = p->final};
+    shard->parts[shard->n].id = p->final ? p->ref.block->saved : 0;
+    *held =
+        (struct kvq__kept){.ref = kvq__block_share(p->ref), .tokens = p->tokens, .final = p->final};
     shard->n++;
     return 0;
 }
@@ -446,6 +448,15 @@ static const uint8_t *see(struct kvq__save_shard *shard, uint32_t i)
     return memory;
 }
 
+static void copy_extras(const struct kvq__layer *l, const uint8_t *from, uint8_t *to)
+{
+    if (l->sink_bytes)
+        kvq_sinks_copy(l->format, &l->shape, from, to,
+                       (uint32_t)kvq__min(l->format->sink_tokens, l->packed));
+    else
+        memcpy(to, from, l->extras_bytes);
+}
+
 // Only what is committed, and packed: what stands behind it may be written just now.
 static int copy_part(struct kvq__save_shard *shard, uint32_t i)
 {
@@ -455,15 +466,16 @@ static int copy_part(struct kvq__save_shard *shard, uint32_t i)
     held->copy = from ? calloc(1, part->bytes) : NULL;
     if (!held->copy)
         return from ? KVQ_E_NO_MEMORY : KVQ_E_SYSTEM;
+    const struct kvq__layer *l = &shard->session->layers[part->layer];
     if (part->kind == KVQ__PART_EXTRAS) {
-        memcpy(held->copy, from, part->bytes);
+        copy_extras(l, from, held->copy);
         return 0;
     }
     struct kvq__copy copy = {.from = from,
                              .to = held->copy,
                              .tokens = held->tokens,
                              .packed = part->kind == KVQ__PART_PACKED};
-    kvq__copy_tokens(&shard->session->layers[part->layer], &copy);
+    kvq__copy_tokens(l, &copy);
     return 0;
 }
 

@@ -29,7 +29,7 @@ int kvq__staging_bring(struct kvq__staging *staging, uint8_t *to, size_t at, siz
 // packed before raw, and then its extras. Calls each() for every one; stops when it returns < 0.
 struct kvq__part_of {
     struct kvq__part part; // id is 0
-    struct kvq__ref *ref;  // the session's
+    struct kvq__ref ref;   // the session's, of a page or of what stands in one
     uint32_t tokens;       // that it holds, of a page's
     bool final;            // it cannot change any more
 };

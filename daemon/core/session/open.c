@@ -222,14 +222,15 @@ static int check_shape(const struct kvq__pool *pool, const struct kvq__layer *l,
                          layer, s->q_heads, s->kv_heads, KVQ_MAX_HEADS);
     if (kvq_shape_check(s, l->format, why, sizeof why) < 0)
         return kvq__fail(text, KVQ_E_SHAPE, "layer %u: %s", layer, why);
-    struct kvq_raw_layout raw = kvq_raw_layout_of(s);
-    size_t block = kvq_raw_bytes(&raw, KVQ_BLOCK_TOKENS), extras = kvq_extras_bytes(l->format, s);
-    if (block > pool->extent_bytes || extras > pool->extent_bytes)
+    struct kvq_layer_bytes bytes = kvq_layer_bytes_of(l->format, s);
+    uint64_t first = bytes.packed + bytes.sinks, most = kvq__max(bytes.raw, first);
+    if (most > pool->extent_bytes || bytes.extras > pool->extent_bytes)
         return kvq__fail(text, KVQ_E_LIMIT,
-                         "layer %u: a block of 128 tokens takes %zu bytes, sinks and outliers %zu, "
-                         "and an extent of the pool has %llu; make the extents larger in the "
+                         "layer %u: a block of 128 tokens takes %llu bytes, outliers and factors "
+                         "%llu, and an extent of the pool has %llu; make the extents larger in the "
                          "configuration",
-                         layer, block, extras, (unsigned long long)pool->extent_bytes);
+                         layer, (unsigned long long)most, (unsigned long long)bytes.extras,
+                         (unsigned long long)pool->extent_bytes);
     return 0;
 }
 
@@ -253,6 +254,8 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     struct kvq_layer_bytes bytes = kvq_layer_bytes_of(l->format, &l->shape);
     l->raw_bytes = bytes.raw;
     l->packed_bytes = bytes.packed;
+    l->sink_bytes = bytes.sinks;
+    l->extras_bytes = bytes.extras;
     l->learn = kvq_learn_tokens(l->format, spec->prompt_tokens);
     l->source = row->kv_from >= 0 ? (uint32_t)row->kv_from : layer;
     assert(l->raw_bytes % 64 == 0 && l->packed_bytes % 64 == 0);

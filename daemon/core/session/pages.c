@@ -190,10 +190,9 @@ static struct kvq__pageref *own_page(const struct kvq__layer *l, uint32_t page)
 
 static int extras_fill(struct kvq__session *s, struct kvq__layer *l, struct kvq__grant *grant)
 {
-    size_t bytes = kvq_extras_bytes(l->format, &l->shape);
-    if (bytes == 0 || l->extras.data)
+    if (l->extras_bytes == 0 || l->extras.data)
         return 0;
-    int rc = kvq__block_new(s->core, s->ns, s->pool, bytes, grant, &l->extras);
+    int rc = kvq__block_new(s->core, s->ns, s->pool, l->extras_bytes, grant, &l->extras);
     return rc ? rc : kvq__extras_init(s, l);
 }
 
@@ -209,9 +208,7 @@ uint64_t kvq__layer_block_bytes(const struct kvq__session *s, const struct kvq__
                                 const struct kvq__pool *pool, uint64_t tokens)
 {
     uint32_t pages = kvq__pages_of(tokens), packed = kvq__packed_pages(s, l, tokens);
-    uint64_t bytes = 0;
-    if (packed > l->first_page)
-        bytes = (uint64_t)(packed - l->first_page) * l->packed_bytes;
+    uint64_t bytes = kvq__packed_run_bytes(l, l->first_page, packed);
     if (pages > l->raw_page)
         bytes += (uint64_t)(pages - 1 - l->raw_page) * l->raw_bytes +
                  kvq__raw_block_bytes(pool, l, kvq__page_part(tokens, pages - 1));
@@ -271,7 +268,7 @@ static int packed_fill(struct kvq__session *s, struct kvq__layer *l, uint64_t to
     while (page > l->first_page && !kvq__page(l, page - 1)->packed.block)
         page--;
     for (; rc == 0 && page < end; page++)
-        rc = kvq__block_new(s->core, s->ns, s->pool, l->packed_bytes, grant,
+        rc = kvq__block_new(s->core, s->ns, s->pool, kvq__packed_block_bytes(l, page), grant,
                             &own_page(l, page)->packed);
     return rc;
 }
@@ -487,10 +484,22 @@ uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t 
     return n;
 }
 
+struct kvq__ref kvq__extras_ref(const struct kvq__session *s, const struct kvq__layer *l)
+{
+    struct kvq__ref ref = {0};
+    if (l->sink_bytes == 0)
+        return l->extras;
+    if (s->n_pages > 0 && l->first_page == 0)
+        ref = kvq__page(l, 0)->packed;
+    if (ref.block)
+        ref.data += l->packed_bytes;
+    return ref;
+}
+
 const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
                                 uint64_t past)
 {
-    return kvq__packed_at(s, layer, past) ? layer->extras.data : NULL;
+    return kvq__packed_at(s, layer, past) ? kvq__extras_ref(s, layer).data : NULL;
 }
 
 bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,

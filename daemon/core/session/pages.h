@@ -39,6 +39,17 @@ static inline uint32_t kvq__page_owners(const struct kvq__layer *l, uint32_t pag
     return l->sheets[page / KVQ__SHEET_PAGES]->refs;
 }
 
+// Bytes of the packed blocks of pages [from, to): behind the codes of page 0 stand the layer's
+// sinks.
+static inline uint64_t kvq__packed_run_bytes(const struct kvq__layer *l, uint32_t from, uint32_t to)
+{
+    return to > from ? (to - from) * l->packed_bytes + (from == 0 ? l->sink_bytes : 0) : 0;
+}
+static inline uint64_t kvq__packed_block_bytes(const struct kvq__layer *l, uint32_t page)
+{
+    return kvq__packed_run_bytes(l, page, page + 1);
+}
+
 // How many of the first `tokens` tokens the page holds.
 static inline uint16_t kvq__page_part(uint64_t tokens, uint32_t page)
 {
@@ -85,6 +96,8 @@ static inline uint64_t kvq__first_kept(const struct kvq__layer *layer, uint64_t 
 {
     return kvq_kept_from(layer->keep, floor);
 }
+// The layer's extras, wherever they stand; data is NULL where there are none, or no first page.
+struct kvq__ref kvq__extras_ref(const struct kvq__session *s, const struct kvq__layer *layer);
 // The extras that a view at `past` tokens reads; NULL while nothing is packed.
 const uint8_t *kvq__extras_view(const struct kvq__session *s, const struct kvq__layer *layer,
                                 uint64_t past);

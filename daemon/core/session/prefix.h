@@ -10,10 +10,9 @@
 // that a collision of hashes alone gives no wrong hit.
 //
 // Pages can be shared if they lie below the floor and their units are packed in all layers (raw
-// formats: stored). Formats with extras (sinks, outliers, factors of the prompt) cannot: the extras
-// belong to one session; such sessions share by forks. Layers with a sliding window have freed
-// pages behind it; nodes then lack these blocks, and a prefix can end there only if none of them is
-// needed.
+// formats: stored). Formats with outliers or factors of the prompt cannot: these belong to one
+// session; such sessions share by forks. Layers with a sliding window have freed pages behind it;
+// nodes then lack these blocks, and a prefix can end there only if none of them is needed.
 //
 // Nodes are evicted before anything fails for want of memory, and when nobody has used them for a
 // while: leaves first, the least recently used one before others.

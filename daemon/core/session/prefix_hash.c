@@ -121,10 +121,10 @@ int kvq__ids_identify(struct kvq__session *s, char *text)
                          "a session without a model's fingerprint shares no prefix, since nothing "
                          "would tell two models apart; give it one");
     for (uint32_t i = 0; i < s->n_layers; i++)
-        if (kvq_extras_bytes(s->layers[i].format, &s->layers[i].shape) > 0)
+        if (s->layers[i].extras_bytes > 0)
             return kvq__fail(text, KVQ_E_UNSUPPORTED,
-                             "layer %u: format %s keeps sinks, outliers or factors of the prompt, "
-                             "which are one session's own; share its beginning by a fork",
+                             "layer %u: format %s keeps outliers or factors of the prompt, which "
+                             "are one session's own; share its beginning by a fork",
                              i, s->layers[i].format->name);
     if (!s->ids.identified) {
         kvq__prefix_root(s, s->ns->name, s->ids.root);

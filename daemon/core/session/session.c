@@ -44,7 +44,7 @@ int kvq__session_new(struct kvq__namespace *ns, uint32_t n_layers, struct kvq__s
 int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *l)
 {
     assert(l->extras.data);
-    size_t bytes = kvq_extras_bytes(l->format, &l->shape);
+    size_t bytes = l->extras_bytes;
     if (!s->pool->gpu) {
         kvq_extras_init(l->format, &l->shape, l->extras.data);
         return 0;
@@ -61,7 +61,7 @@ int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *l)
 int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
                      const struct kvq__layer *to)
 {
-    size_t bytes = kvq_extras_bytes(to->format, &to->shape);
+    size_t bytes = to->extras_bytes;
     if (!s->pool->gpu) {
         kvq_extras_fork(to->format, &to->shape, from->extras.data, to->extras.data, to->packed);
         return 0;
@@ -308,7 +308,7 @@ static uint64_t packed_bytes_of(const struct kvq__session *s, const struct kvq__
     uint32_t end = kvq__is_offloaded(s) || l->packed_bytes == 0 ? l->first_page : s->n_pages;
     while (end > l->first_page && !kvq__page(l, end - 1)->packed.block)
         end--;
-    return (uint64_t)(end - l->first_page) * l->packed_bytes;
+    return kvq__packed_run_bytes(l, l->first_page, end);
 }
 
 uint64_t kvq__session_held_bytes(const struct kvq__session *s)
@@ -341,7 +341,7 @@ static struct sums sum_layers(const struct kvq__session *s, struct kvq__session_
         // A raw format's blocks are both window and cache; they count as the latter.
         info->packed_bytes += l->packed_bytes ? packed_bytes_of(s, l) : raw;
         info->window_bytes += l->packed_bytes ? raw : 0;
-        info->window_bytes += l->extras.data ? kvq_extras_bytes(l->format, &l->shape) : 0;
+        info->window_bytes += l->extras.data ? l->extras_bytes : 0;
         uint64_t full = s->tokens - kvq__packed_at(s, l, s->tokens);
         if (full > info->full_precision_tokens)
             info->full_precision_tokens = full;

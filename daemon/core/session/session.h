@@ -25,13 +25,15 @@ struct kvq__layer {
     struct kvq_book gpu_book;         // its copy on the session's GPU; zeros without
     void *book_hold;                  // keeps its tables; NULL = none
     uint64_t packed_bytes, raw_bytes; // of a block; packed_bytes 0 for raw formats
+    uint64_t sink_bytes;              // of the sinks behind the first page's codes; 0 = none there
+    uint64_t extras_bytes;            // of its extras block; 0 = none
     uint32_t source;                  // layer whose pages it reads: its own number, or kv_from
     uint32_t learn;                   // tokens the format learns from; 0 = none
     uint32_t keep;                    // tokens that stay readable before the newest one; 0 = all
     // The rest is meaningful for layers that have their own pages.
     struct kvq__sheet **sheets; // the session's
     uint32_t slot;              // its place in each of them
-    struct kvq__ref extras;     // formats that keep some; from the first page on
+    struct kvq__ref extras;     // if extras_bytes; from the first page on
     bool learned;               // its extras know what the format learns
     uint32_t first_page;        // pages before it are behind the window and freed
     uint32_t raw_page;          // raw blocks of pages before it are released

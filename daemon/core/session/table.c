@@ -272,6 +272,18 @@ static uint64_t layer_at(const struct kvq__table *t, uint32_t layer)
     return sizeof(struct kvq_table_page) + layer * kvq_table_layer_bytes(t->memory.pages);
 }
 
+// Of the session's extras block, which the table holds, or of the sinks in the first page, which it
+// holds as that.
+static uint64_t extras_address(const struct view *v)
+{
+    const struct kvq__layer *l = v->layer;
+    struct kvq__ref ref = kvq__extras_ref(v->table->session, l);
+    if (l->sink_bytes && ref.block)
+        ref.data -= l->packed_bytes;
+    uint64_t at = address(v->table, &ref);
+    return l->sink_bytes && at ? at + l->packed_bytes : at;
+}
+
 static void write_head(const struct view *v, uint32_t layer, const struct kvq__drop *drop,
                        const struct kvq__table_writer *writer)
 {
@@ -283,7 +295,7 @@ static void write_head(const struct view *v, uint32_t layer, const struct kvq__d
     struct kvq_table_layer head = {.n_pages = v->n_pages};
     assert(l->shape.kv_heads <= sizeof head.outliers / sizeof *head.outliers);
     hold_page(t->client->core, &was->extras, &l->extras, drop);
-    head.extras = has_extras ? address(t, &l->extras) : 0;
+    head.extras = has_extras ? extras_address(v) : 0;
     bool counts = has_extras && l->format->outliers && t->memory.host;
     for (uint32_t h = 0; counts && h < l->shape.kv_heads; h++)
         head.outliers[h] = (uint8_t)kvq_outliers_published(l->format, &l->shape, l->extras.data, h);
