@@ -166,13 +166,14 @@ const struct kvq_format kvq_formats[] = {
      .v = AFFINE(4, KVQ_PER_TOKEN, KVQ_ZERO_MINIMUM, 32),
      .unit_tokens = 32},
     {.name = "kvq2",
-     .source = "OScaR's norms and KIVI's channels with 3 bits, TurboQuant's values with 2: "
+     .source = "OScaR's norms and KIVI's channels with 3 bits, fitted, TurboQuant's values with 2: "
                "docs/quality/kvq2.md",
      .v_rotation = KVQ_ROTATE_SIGNED,
      .k_token_scale = KVQ_SCALE_L2_HEAD,
-     .k = AFFINE(3, KVQ_PER_CHANNEL, KVQ_ZERO_MINIMUM, KVQ_BLOCK_TOKENS),
+     .k = AFFINE(3, KVQ_PER_CHANNEL, KVQ_ZERO_FITTED, KVQ_BLOCK_TOKENS),
      .v = LLOYD(2, 0),
-     .unit_tokens = KVQ_BLOCK_TOKENS},
+     .unit_tokens = KVQ_BLOCK_TOKENS,
+     .sink_tokens = 32},
     {.name = ""},
 };
 

@@ -6,7 +6,7 @@ from e2e_prefix import Engine
 from e2e_rig import Test, Tokens, kvq
 
 # And the same without them.
-FORMATS = {"kivi-sink2": "kivi2:unit=32:recent=96", "kvq2-fit-s32": "kvq2-fit",
+FORMATS = {"kivi-sink2": "kivi2:unit=32:recent=96", "kvq2": "kvq2-s0",
            "kivi2:sink=96:unit=32": "kivi2:unit=32"}
 
 
@@ -34,7 +34,7 @@ class Sinks(Test):
                     fork, = self.queue.fork([session], at)
                 except kvq.Error as e:  # of what the format packs or learns from at once
                     self.assertIn((format, e.code), [("innerq-base", kvq.Code.E_ROLLBACK),
-                                                     ("kvq2-fit-s32", kvq.Code.E_ROLLBACK)])
+                                                     ("kvq2", kvq.Code.E_ROLLBACK)])
                     continue
                 self.same(session, fork, at)
                 fork.close()

@@ -187,16 +187,35 @@ static int make_sources(struct rig_cache *c, uint64_t *state, char *text)
     return ok ? 0 : -1;
 }
 
+// Each session's layer has extras of its own, alike as they are: they are read from memory.
+static int put_extras(struct rig_cache *c, char *text)
+{
+    size_t bytes = kvq_extras_bytes(&c->format, &c->shape), n = (size_t)c->n_layers * c->sessions;
+    uint8_t *all = bytes ? malloc(n * bytes) : NULL;
+    if (bytes && !all)
+        snprintf(text, RIG_TEXT, "no memory for the extras of %zu layers", n);
+    for (size_t i = 0; all && i < n; i++)
+        memcpy(all + i * bytes, c->extras, bytes);
+    int error = bytes && (!all || rig__put(c->rig, &c->device_extras, all, n * bytes, text));
+    free(all);
+    return error ? -1 : 0;
+}
+
+static uint64_t extras_at(const struct rig_cache *c, uint32_t layer, uint32_t session)
+{
+    size_t bytes = kvq_extras_bytes(&c->format, &c->shape);
+    return c->device_extras ? c->device_extras + (layer * c->sessions + session) * bytes : 0;
+}
+
 static int put_sources(struct rig_cache *c, char *text)
 {
     const uint8_t none[KVQ_MAX_GQA * 16] = {0};
-    size_t extras = kvq_extras_bytes(&c->format, &c->shape);
     if (rig__put(c->rig, &c->device_raw, c->raw, SOURCES * c->raw_bytes, text) ||
         rig__put(c->rig, &c->device_codes, c->codes, SOURCES * c->packed_bytes, text) ||
         rig__put(c->rig, &c->device_recipe, &c->recipe, sizeof c->recipe, text) ||
         rig__put(c->rig, &c->no_outliers, none, sizeof none, text))
         return -1;
-    return extras ? rig__put(c->rig, &c->device_extras, c->extras, extras, text) : 0;
+    return put_extras(c, text);
 }
 
 // ---- Sessions ----
@@ -419,7 +438,7 @@ static struct kvq_attend call_of(const struct rig_cache *c, uint32_t layer, uint
     struct kvq_attend a = {
         .pages = (const struct kvq_page *)on_device(c->layer[layer].pages) + c->first_page[session],
         .n_pages = pages_of(c->tokens[session]),
-        .extras = on_device(c->device_extras),
+        .extras = on_device(extras_at(c, layer, session)),
         .pool = c->format.outliers ? on_device(c->no_outliers) : NULL,
         .past_tokens = query->fresh_tokens ? tokens : tokens - query->q_tokens,
         .step_tokens = query->fresh_tokens ? query->fresh_tokens : query->q_tokens,
@@ -521,7 +540,7 @@ int rig_read(const struct rig_cache *cache, uint32_t layer, uint32_t session, ui
         .pages = (const struct kvq_page *)on_device(cache->layer[layer].pages) +
                  cache->first_page[session],
         .book = on_device(cache->book_at),
-        .extras = on_device(cache->device_extras),
+        .extras = on_device(extras_at(cache, layer, session)),
         .pool = cache->format.outliers ? on_device(cache->no_outliers) : NULL,
         .k_out = (float *)(uintptr_t)k,
         .v_out = (float *)(uintptr_t)v,
