@@ -31,8 +31,9 @@ static bool may_share(const struct kvq_attend_job *x, const struct kvq_attend_jo
 {
     const struct kvq_attend *a = &x->call, *b = &y->call;
     return a->format == b->format && a->path == b->path && a->q_tokens == b->q_tokens &&
-           x->plan.split_tokens == y->plan.split_tokens && !x->plan.tall && !a->extras &&
-           !b->extras && gains(a) && same_shape(a->shape, b->shape) && same_book(a->book, b->book);
+           x->plan.split_tokens == y->plan.split_tokens && !x->plan.tall &&
+           kvq_extras_shared(a->format, a->extras, b->extras) && gains(a) &&
+           same_shape(a->shape, b->shape) && same_book(a->book, b->book);
 }
 
 static bool same_page(const struct kvq_page *a, const struct kvq_page *b)

@@ -249,6 +249,12 @@ size_t kvq_extras_bytes(const struct kvq_format *f, const struct kvq_shape *s);
 // Whether sink tokens are all that the extras hold. Once the first block is packed nothing changes
 // them, so they can go wherever that block goes.
 bool kvq_extras_are_sinks(const struct kvq_format *f);
+// Whether two sessions of a format may have their common blocks read together, by what they have
+// besides: nothing, or the same sinks.
+static inline bool kvq_extras_shared(const struct kvq_format *f, const uint8_t *a, const uint8_t *b)
+{
+    return a == b && (!a || kvq_extras_are_sinks(f));
+}
 void kvq_extras_init(const struct kvq_format *f, const struct kvq_shape *s, uint8_t *extras);
 
 // Learns from the session's first kvq_learn_tokens() tokens of one KV head: channel factors, and

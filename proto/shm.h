@@ -154,7 +154,8 @@ static_assert(sizeof(struct kvq_table_page) == 256, "layout");
 static_assert(offsetof(struct kvq_table_page, tokens) == 128, "layout");
 
 struct kvq_table_layer {
-    uint64_t extras;  // 0 = none, or (on the host) nothing is packed yet; on a GPU it stays
+    uint64_t extras;  // 0 = none, on the host also as long as nothing is packed; of sinks alone as
+                      // long as the first page has no packed block, and when it is gone
     uint32_t n_pages; // of `tokens` tokens
     uint32_t pad;
     uint8_t outliers[KVQ_MAX_HEADS]; // how many to use, for each KV head; on a GPU: all

@@ -110,7 +110,7 @@ struct kvq_session_info {
     uint32_t layers;
     uint64_t id;                         /* of this daemon's run */
     uint64_t tokens;                     /* committed: the position of the next step */
-    uint64_t packed_bytes, window_bytes; /* packed blocks; tokens still in 16 bits */
+    uint64_t packed_bytes, window_bytes; /* packed blocks, with sinks; tokens still in 16 bits */
     uint64_t table_bytes;                /* of page tables */
     uint64_t full_precision_tokens;      /* tokens of one layer still in the window */
     uint64_t saturated_values;           /* clamped to the 16-bit range when appended */

@@ -335,7 +335,8 @@ static bool may_share(const struct kvq_gpu_layer *layer, const struct kvq_attend
                       const struct kvq_attend *b)
 {
     return a->q_tokens == b->q_tokens && split_of(layer, a) == split_of(layer, b) &&
-           a->q.dtype == b->q.dtype && a->out_dtype == b->out_dtype && !a->extras && !b->extras;
+           a->q.dtype == b->q.dtype && a->out_dtype == b->out_dtype &&
+           kvq_extras_shared(layer->format, a->extras, b->extras);
 }
 
 uint64_t kvq_gpu_attend_common(const struct kvq_page *a, uint32_t n_a, const struct kvq_page *b,

@@ -316,6 +316,13 @@ static void make_pages(session &s)
     }
 }
 
+void share_sinks(session &s, const session &from)
+{
+    if (s.extras_at.size)
+        memcpy(align(s.extras), align(const_cast<session &>(from).extras), s.extras_at.size);
+    s.call.extras = from.call.extras;
+}
+
 // ---- Calls ----
 
 // Random numbers of a tensor [tokens][heads][dim] with odd gaps between rows, as they count.

@@ -102,6 +102,9 @@ struct session {
 
 session make_session(const layer &l, const wish &w, std::mt19937 &random);
 
+// Sinks are read where those of another session are, whose first page it has.
+void share_sinks(session &s, const session &from);
+
 // The same cache with another call: other queries and numbers of them.
 void renew_call(const layer &l, session &s, const wish &w, std::mt19937 &random);
 

@@ -136,6 +136,8 @@ MUTATIONS = [
            "            g.packed &= ~(1u << (p - position));\n", "            (void)p;\n"),
     attend("sinks-of-raw-block", "attend_raw.h", "!r.is_raw && at < page.packed_tokens)",
            "!r.is_raw && !page.raw)"),
+    attend("whole-tiles-of-sinks", "attend_wide.h",
+           "position % KVQ_BLOCK_TOKENS >= page.packed_tokens) &&", "page.raw) &&"),
     attend("sinks-of-k-for-v", "attend_raw.h", "(v ? r.extras.sink_v : r.extras.sink_k)",
            "(v ? r.extras.sink_k : r.extras.sink_v)"),
     attend("fresh-tail-shifted", "attend_raw.h", "(int64_t)(position - s.fresh_start);",

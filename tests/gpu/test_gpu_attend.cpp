@@ -274,6 +274,7 @@ static void test_wide(void **)
         uint32_t blocks = 2; // packed
         uint8_t q_dtype = KVQ_F16, out_dtype = KVQ_F32, fresh_dtype = KVQ_F32;
         uint32_t window = 0;
+        bool keep_raw = false;
     } rows[] = {
         {"oscar2", 64, 64, 1, KVQ_F16, KVQ_V_ROT_NONE},
         {"f16", 64, 64, 2, KVQ_F16, KVQ_V_ROT_NONE},
@@ -291,12 +292,14 @@ static void test_wide(void **)
         {"k8v4", 64, 8, 20, KVQ_F16, KVQ_V_ROT_NONE, 5},
         {"oscar2-xh", 128, 4, 17, KVQ_F16, KVQ_V_ROT_NONE, 5},
         {"kivi-sink2", 256, 2, 20, KVQ_F16, KVQ_V_ROT_NONE, 5},
+        {"kivi2-s96", 64, 2, 40, KVQ_F16, KVQ_V_ROT_NONE, 3, KVQ_F16, KVQ_F32, KVQ_F32, 0, true},
     };
     std::mt19937 random(12);
     for (const auto &row : rows) {
         layer l = make_layer(row.format, row.dim, row.gqa, 1, row.dtype, row.v_rotation);
         wish w;
         w.packed = row.blocks * KVQ_BLOCK_TOKENS;
+        w.keep_raw = row.keep_raw;
         w.tokens = w.packed + 44;
         w.fresh = 1;
         session few = make_session(l, w, random);
@@ -467,6 +470,7 @@ static session fork(const layer &l, const session &from, uint64_t tokens, std::m
     s.device_pages.assign(from.device_pages.begin(), from.device_pages.begin() + (long)n);
     s.pages_at = memory(s.device_pages.data(), n * sizeof(kvq_page));
     renew_call(l, s, s.w, random);
+    share_sinks(s, from);
     return s;
 }
 
@@ -503,7 +507,7 @@ static void check_shared(const char *format, uint32_t q_tokens, std::mt19937 &ra
 static void test_shared(void **)
 {
     std::mt19937 random(17);
-    for (const char *format : {"oscar2", "f16", "vecinfer-1"}) {
+    for (const char *format : {"oscar2", "f16", "vecinfer-1", "kvq2", "kivi2-s96"}) {
         check_shared(format, 1, random);
         check_shared(format, 5, random); // wide: three sessions to an item
     }

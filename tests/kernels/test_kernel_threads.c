@@ -198,6 +198,8 @@ static void open_family(struct session **s, const char *format, uint32_t q_token
         s[i]->r.a.shape = &s[0]->c.shape;
         for (uint32_t page = 0; page < pages; page++)
             s[i]->c.pages[page] = s[0]->c.pages[page];
+        if (pages) // sinks, which go with the first page
+            s[i]->r.a.extras = s[0]->r.a.extras;
     }
 }
 
@@ -227,6 +229,7 @@ static void test_shared(void **state)
     check_family("oscar4", 1, KVQ_PATH_FAST);
     check_family("vecinfer-2", 1, KVQ_PATH_EXACT);
     check_family("f16", 1, KVQ_PATH_EXACT);
+    check_family("kvq2", 1, KVQ_PATH_FAST);
 #endif
 }
 
@@ -273,6 +276,16 @@ static void test_shared_plans(void **state)
     s[9]->r.a.fresh_tokens = 1;
     s[9]->r.a.fresh_start = 255;
     assert_int_equal(plan_family(s, job, order), FAMILY - 9);
+    for (int i = 0; i < FAMILY; i++)
+        close_session(s[i]);
+    open_family(s, "kvq2", 1);
+    for (int i = 0; i < FAMILY; i++)
+        s[i]->r.a.path = KVQ_PATH_FAST;
+    assert_int_equal(plan_family(s, job, order), FAMILY - 4);
+    s[1]->r.a.extras = s[5]->r.a.extras; // sinks of another session
+    s[4]->r.a.format = s[6]->r.a.format =
+        kvt_format("kvq2:outliers=3"); // outliers are each one's own
+    assert_int_equal(plan_family(s, job, order), FAMILY - 7);
     for (int i = 0; i < FAMILY; i++)
         close_session(s[i]);
 }

@@ -52,7 +52,8 @@ struct kvq__saved {
     const struct kvq__span *spans; // these
 };
 
-// The bytes of one block. Packed and raw blocks are those of a page; a layer has one of extras.
+// The bytes of one block. Packed and raw blocks are those of a page, without sinks; a layer has one
+// of extras at most, which holds the sinks.
 // Ids of tokens come in parts of KVQ__IDS_PART tokens, the last one may have fewer; spans in one.
 // Both belong to no layer: theirs is KVQ__IDS_LAYER, and their `from` is so high that without them
 // no token is lost.
