@@ -631,7 +631,8 @@ void kvq__restore_layer(struct kvq__restore *r, uint32_t layer)
     assert(l->loading);
     for (; r->at < r->n && r->arriving[r->at].layer <= layer; r->at++)
         if (r->arriving[r->at].final)
-            r->arriving[r->at].ref.block->saved = r->arriving[r->at].id;
+            *kvq__saved_id(r->arriving[r->at].ref.block, r->arriving[r->at].kind) =
+                r->arriving[r->at].id;
     if (l->extras.data && l->packed && !s->pool->gpu)
         kvq_outliers_publish(l->format, &l->shape, l->extras.data);
     let_layer_go(r, layer);

@@ -67,6 +67,7 @@ static int tell_extras(struct walking *w)
     struct kvq__part_of p = {
         .part = {w->layer, UINT32_MAX, KVQ__PART_EXTRAS, bytes, 0, 0},
         .ref = kvq__extras_ref(w->session, l),
+        .final = l->sink_bytes && l->packed >= KVQ_BLOCK_TOKENS,
     };
     bool there = l->sink_bytes ? l->first_page == 0 && l->packed > 0 : w->session->tokens > 0;
     return bytes && there ? w->each(w->context, &p) : 0;
@@ -170,7 +171,7 @@ static int take_saved_part(void *context, const struct kvq__part_of *p)
     struct kvq__save_shard *shard = context;
     struct kvq__kept *held = &shard->held[shard->n];
     shard->parts[shard->n] = p->part;
-    shard->parts[shard->n].id = p->final ? p->ref.block->saved : 0;
+    shard->parts[shard->n].id = p->final ? *kvq__saved_id(p->ref.block, p->part.kind) : 0;
     *held =
         (struct kvq__kept){.ref = kvq__block_share(p->ref), .tokens = p->tokens, .final = p->final};
     shard->n++;
@@ -492,7 +493,7 @@ int kvq__save_copy(struct kvq__save *save)
 const void *kvq__save_shared(const struct kvq__save *save, uint32_t shard, uint32_t part)
 {
     const struct kvq__save_shard *s = &save->shards[shard];
-    return part < s->n && s->held[part].final ? s->held[part].ref.block : NULL;
+    return part < s->n && s->held[part].final ? s->held[part].ref.data : NULL;
 }
 
 const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part)
@@ -569,7 +570,7 @@ void kvq__save_end(struct kvq__save **pointer, bool saved)
         note_saved(save, i);
         for (uint32_t j = 0; j < shard->n; j++)
             if (shard->held[j].final)
-                shard->held[j].ref.block->saved = shard->parts[j].id;
+                *kvq__saved_id(shard->held[j].ref.block, shard->parts[j].kind) = shard->parts[j].id;
     }
     LIST_REMOVE(save, link);
     save_free(save);

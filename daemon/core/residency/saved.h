@@ -107,8 +107,9 @@ const struct kvq__saved *kvq__save_shard(const struct kvq__save *save, uint32_t 
 int kvq__save_copy(struct kvq__save *save);
 // Lets the session go on; after kvq__save_copy, whatever came of it, and once.
 void kvq__save_copied(struct kvq__save *save);
-// What parts of several saves have in common where they are one block that cannot change any more,
-// which forks share: while the saves last no other block has it. NULL: it may change.
+// What parts of several saves have in common where they are the same bytes of a block that cannot
+// change any more, which forks share: while the saves last no other part has it. NULL: it may
+// change.
 const void *kvq__save_shared(const struct kvq__save *save, uint32_t shard, uint32_t part);
 // The bytes of a part, valid until the next call. NULL if a GPU has failed.
 const void *kvq__save_bytes(struct kvq__save *save, uint32_t shard, uint32_t part);
