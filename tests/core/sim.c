@@ -162,7 +162,7 @@ static const char *first_gpu(const struct sim *sim)
 // Whether all formats of a variant can share prefixes.
 static bool can_share(uint32_t variant)
 {
-    return variant < 3;
+    return variant < 4;
 }
 
 // Ids of a story, as they stand in the actor's buffer.

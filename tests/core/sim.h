@@ -23,7 +23,7 @@ enum {
     SIM_MAX_QUERIES = 24,
     SIM_HEADS = 4,
     SIM_DIM = 64,
-    SIM_VARIANTS = 6,              // kinds of sessions, see track_rows
+    SIM_VARIANTS = 7,              // kinds of sessions, see track_rows
     SIM_ROW = SIM_HEADS * SIM_DIM, // floats of a row of any tensor
     SIM_ROWS = SIM_BATCH * SIM_MAX_STEP,
 };

@@ -105,7 +105,7 @@ const struct kit_gpus *sim_gpus(void)
 
 uint32_t sim_seeds(void)
 {
-    return 9;
+    return 10;
 }
 
 bool sim_runs_late(void)

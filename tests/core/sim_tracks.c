@@ -20,6 +20,9 @@ struct recipe {
 // Few heads and small dims, but every kind of layer.
 static const struct recipe recipes[][MODEL_LAYERS] = {
     {{"oscar2", 4, 2, 0, 0, -1}, {"f16", 2, 1, 160, 0, -1}, {"oscar2", 2, 2, 0, 0, 0}},
+    {{"kvq2", 2, 1, 0, 0, -1},
+     {"kivi2:sink=96:unit=32", 2, 2, 150, 0, -1},
+     {"kvq2", 2, 1, 0, 0, 0}},
     {{"oscar3", 2, 2, 0, 0, -1}, {"oscar4", 4, 1, 200, 0, -1}, {"oscar4", 2, 1, 330, 30.0f, 1}},
     {{"oscar2-xh", 4, 2, 0, 0, -1}, {"oscar2-xh", 2, 2, 130, 0, 0}, {"f16", 1, 1, 0, 0, -1}},
     {{"innerq-hybrid", 4, 2, 0, 0, -1}, {"ott2-oscar", 2, 1, 0, 0, -1}, {"ott2", 1, 1, 0, 0, -1}},
