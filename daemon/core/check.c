@@ -455,6 +455,8 @@ static void audit_layer(struct kvq__check *c, const struct kvq__session *s,
         HOLDS(c, !!kvq__page(l, p)->raw.data == (kept && p >= l->raw_page));
         bool packs = p < kvq__packed_pages(s, l, s->tokens + s->in_step.tokens);
         HOLDS(c, kept || !kvq__page(l, p)->packed.data);
+        const struct kvq__block *packed_block = kvq__page(l, p)->packed.block;
+        HOLDS(c, !packed_block || packed_block->bytes == kvq__packed_block_bytes(l, p));
         HOLDS(c, !kept || !packs || kvq__page(l, p)->packed.data);
         HOLDS(c, !kept || p < l->raw_page || has_room(s, l, p));
     }

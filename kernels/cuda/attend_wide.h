@@ -167,7 +167,7 @@ template <class R> KVQ_DEVICE bool kvq_gpu_raw_partly(const kvq_gpu_sight &sight
 }
 
 // Where K's rows begin of raw tiles that lie in one block of raw rows as a whole; 0 of others,
-// which are found row by row.
+// which are found row by row: also of packed sinks, whose V is not where a raw block has it.
 template <int D, class R>
 KVQ_DEVICE void kvq_gpu_list_whole(const kvq_gpu_attend_args &a, const kvq_gpu_here &h, int tiles)
 {
@@ -178,7 +178,7 @@ KVQ_DEVICE void kvq_gpu_list_whole(const kvq_gpu_attend_args &a, const kvq_gpu_h
         const uint64_t position = h.start + entry.v[1];
         const kvq_page page = kvq_gpu_page_at(*h.session, position);
         uint64_t at = 0;
-        if (entry.v[0] == 0xffff && // K and V of packed sinks are not as far from each other
+        if (entry.v[0] == 0xffff &&
             (a.recipe.is_raw || position % KVQ_BLOCK_TOKENS >= page.packed_tokens) &&
             !kvq_gpu_is_fresh(*h.session, position + KVQ_GPU_TILE_TOKENS - 1)) {
             const kvq_gpu_source first = kvq_gpu_source_of<D>(a, h, position, false);

@@ -445,7 +445,7 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     assert(b->refs == 0 && !b->exempt && b->at + bytes <= pool->extent_bytes);
     b->refs = 1;
     b->retired = (struct kvq__retired){0};
-    b->saved = b->sinks = 0;
+    b->saved = b->saved_sinks = 0;
     b->extent->used_bytes += bytes;
     pool->used_bytes += bytes;
     ns->used[kvq__pool_limit(pool)] += bytes;

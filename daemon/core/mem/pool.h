@@ -43,13 +43,13 @@ struct kvq__drop {
 struct kvq__block {
     uint32_t refs;
     bool free;
-    bool exempt;        // the namespace's limit does not count it, since a move counts its copy
-    uint16_t indexes;   // how many of its references are pages' of indexes of prefixes
-    uintptr_t index;    // of one: the address of its index's count (kvq__block_index); of several:
-                        // these addresses combined by XOR, so that what stays is that of the last
-    uint64_t saved;     // the store's id of its bytes, which are final; 0: not saved
-    uint64_t sinks;     // likewise of the sinks behind its codes
-    uint64_t at, bytes; // in its extent, multiples of 64
+    bool exempt;      // the namespace's limit does not count it, since a move counts its copy
+    uint16_t indexes; // how many of its references are pages' of indexes of prefixes
+    uintptr_t index;  // of one: the address of its index's count (kvq__block_index); of several:
+                      // these addresses combined by XOR, so that what stays is that of the last
+    uint64_t saved;   // the store's id of its bytes, which are final; 0: not saved
+    uint64_t saved_sinks; // likewise of the sinks behind its codes
+    uint64_t at, bytes;   // in its extent, multiples of 64
     struct kvq__extent *extent;
     struct kvq__retired retired;    // who may read it after the references that it has lost
     TAILQ_ENTRY(kvq__block) beside; // of its extent, by address

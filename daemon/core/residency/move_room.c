@@ -168,7 +168,7 @@ static int reserve_one(struct kvq__move *move, struct kvq__moved *m, uint64_t re
     move->ticket.shared_bytes += stays ? bytes : 0;
     if (rc == 0) {
         there->block->saved = here->block->saved;
-        there->block->sinks = here->block->sinks;
+        there->block->saved_sinks = here->block->saved_sinks;
         move->reserved_bytes += bytes;
     }
     return rc;

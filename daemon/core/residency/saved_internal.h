@@ -36,7 +36,7 @@ struct kvq__part_of {
 // Where the block has the store's id of such a part, if that is final.
 static inline uint64_t *kvq__saved_id(struct kvq__block *block, uint32_t kind)
 {
-    return kind == KVQ__PART_EXTRAS ? &block->sinks : &block->saved;
+    return kind == KVQ__PART_EXTRAS ? &block->saved_sinks : &block->saved;
 }
 int kvq__parts_walk(struct kvq__session *s,
                     int (*each)(void *context, const struct kvq__part_of *p), void *context);

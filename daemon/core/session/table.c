@@ -272,16 +272,15 @@ static uint64_t layer_at(const struct kvq__table *t, uint32_t layer)
     return sizeof(struct kvq_table_page) + layer * kvq_table_layer_bytes(t->memory.pages);
 }
 
-// Of the session's extras block, which the table holds, or of the sinks in the first page, which it
-// holds as that.
+// 0 as long as the first page, in which sinks alone stand, has no packed block, or when it is gone.
 static uint64_t extras_address(const struct view *v)
 {
     const struct kvq__layer *l = v->layer;
-    struct kvq__ref ref = kvq__extras_ref(v->table->session, l);
-    if (l->sink_bytes && ref.block)
-        ref.data -= l->packed_bytes;
-    uint64_t at = address(v->table, &ref);
-    return l->sink_bytes && at ? at + l->packed_bytes : at;
+    if (l->sink_bytes == 0)
+        return address(v->table, &l->extras);
+    bool there = l->first_page == 0 && v->n_pages > 0;
+    uint64_t first = there ? address(v->table, &kvq__page(l, 0)->packed) : 0;
+    return first ? first + l->packed_bytes : 0;
 }
 
 static void write_head(const struct view *v, uint32_t layer, const struct kvq__drop *drop,
