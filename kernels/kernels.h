@@ -31,17 +31,21 @@ enum {
 enum kvq_dtype { KVQ_F16 = 1, KVQ_BF16 = 2, KVQ_F32 = 3 };
 
 // ---- Formats: a format is a row of orthogonal stages ----
+//
+// KVQ_LAST_* bounds what comes from a wire or a file.
 
 // The factor of each channel that K is divided by before all other stages, and q multiplied with.
 enum kvq_k_channel {
     KVQ_CHANNEL_NONE,
     KVQ_CHANNEL_PROMPT, // sqrt(max |K_c|) over the prompt's first tokens (InnerQ)
     KVQ_CHANNEL_BOOK,   // the smoothing factors of a codebook file (VecInfer)
+    KVQ_LAST_CHANNEL = KVQ_CHANNEL_BOOK,
 };
 enum kvq_rotation {
     KVQ_ROTATE_NONE,
     KVQ_ROTATE_HADAMARD, // x * H / sqrt(dim)
     KVQ_ROTATE_SIGNED,   // signs, H / sqrt(dim), signs again; layout.h has the signs
+    KVQ_LAST_ROTATION = KVQ_ROTATE_SIGNED,
 };
 enum kvq_token_scale {
     KVQ_SCALE_NONE,
@@ -49,6 +53,7 @@ enum kvq_token_scale {
     KVQ_SCALE_L2_CROSS, // over all KV heads
     KVQ_SCALE_MAX,      // max |x| of the head
     KVQ_SCALE_MEAN_ABS, // mean |x| of the head
+    KVQ_LAST_TOKEN_SCALE = KVQ_SCALE_MEAN_ABS,
 };
 enum kvq_codec {
     KVQ_CODEC_RAW,
@@ -57,15 +62,18 @@ enum kvq_codec {
     KVQ_CODEC_HYBRID,    // symmetric, or affine of one bit less, group by group (InnerQ)
     KVQ_CODEC_LLOYD,     // scale * level[code], levels of the normal distribution (TurboQuant)
     KVQ_CODEC_BOOK,      // centroid[code] of `vector` channels (VecInfer, MILLION)
+    KVQ_LAST_CODEC = KVQ_CODEC_BOOK,
 };
 enum kvq_axis {
     KVQ_PER_CHANNEL, // a scale serves `group` tokens of one channel
     KVQ_PER_TOKEN,   // a scale serves `group` channels of one token
+    KVQ_LAST_AXIS = KVQ_PER_TOKEN,
 };
 enum kvq_zero {
     KVQ_ZERO_INTEGER, // a multiple of the scale
     KVQ_ZERO_MINIMUM, // the smallest value
     KVQ_ZERO_FITTED,  // zero and scale by least squares
+    KVQ_LAST_ZERO = KVQ_ZERO_FITTED,
 };
 
 // How one side, K or V, becomes codes.

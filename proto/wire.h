@@ -35,6 +35,24 @@ void *kvq_arena_alloc(struct kvq_arena *arena, size_t bytes);
 // Bytes that the wire refuses (control characters, broken UTF-8) become '?'.
 char *kvq_arena_text(struct kvq_arena *arena, const char *text);
 
+// Small numbers travel as 32 bits. One that is larger than its place is noted and cut, so that a
+// whole message can be taken apart before its reader looks.
+struct kvq_narrow {
+    bool wrong;
+};
+
+static inline uint8_t kvq_narrow_byte(struct kvq_narrow *n, uint32_t value, uint32_t most)
+{
+    n->wrong |= value > most;
+    return (uint8_t)value;
+}
+
+static inline uint16_t kvq_narrow_short(struct kvq_narrow *n, uint32_t value)
+{
+    n->wrong |= value > UINT16_MAX;
+    return (uint16_t)value;
+}
+
 // Packs a message into buffer. 0, or KVQ_E_LIMIT if it does not fit in size bytes.
 int kvq_request_pack(const Kvq__Request *message, void *buffer, size_t size, size_t *length);
 int kvq_reply_pack(const Kvq__Reply *message, void *buffer, size_t size, size_t *length);

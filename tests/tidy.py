@@ -24,7 +24,7 @@ SKIPPED_FOLDERS = {".git", "build", "__pycache__", ".venv", ".ipynb_checkpoints"
 
 # Folders are layers: what a file of the left folder may include besides its own folder.
 ARROWS = {
-    "proto": set(),
+    "proto": {"kernels"},
     "kernels": set(),
     "storage": {"proto", "kernels"},
     "client": {"proto", "kernels"},

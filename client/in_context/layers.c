@@ -11,68 +11,13 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "proto/format.h"
+
 // ---- Formats ----
 
-// Small numbers travel as 32 bits: those that do not fit make no sense.
-struct narrow {
-    bool wrong;
-};
-
-static uint8_t byte_of(struct narrow *n, uint32_t value, uint32_t most)
+static bool is_unit(uint32_t tokens)
 {
-    n->wrong |= value > most;
-    return (uint8_t)value;
-}
-
-static uint16_t short_of(struct narrow *n, uint32_t value)
-{
-    n->wrong |= value > UINT16_MAX;
-    return (uint16_t)value;
-}
-
-static void fill_side(struct narrow *n, const Kvq__TableSide *m, struct kvq_side *side)
-{
-    n->wrong |= !m;
-    if (!m)
-        return;
-    side->codec = byte_of(n, m->codec, KVQ_CODEC_BOOK);
-    side->bits = byte_of(n, m->bits, 16);
-    side->axis = byte_of(n, m->axis, KVQ_PER_TOKEN);
-    side->zero = byte_of(n, m->zero, KVQ_ZERO_FITTED);
-    side->full = byte_of(n, m->full, 1);
-    side->wide = byte_of(n, m->wide, 1);
-    side->vector = byte_of(n, m->vector, 8);
-    side->group = short_of(n, m->group);
-}
-
-static void fill_row(struct narrow *n, const Kvq__TableFormat *m, struct kvq_format *f)
-{
-    memset(f, 0, sizeof *f);
-    snprintf(f->name, sizeof f->name, "as the daemon has it");
-    n->wrong |= !m;
-    if (!m)
-        return;
-    f->source = "";
-    f->k_channel = byte_of(n, m->k_channel, KVQ_CHANNEL_BOOK);
-    f->k_rotation = byte_of(n, m->k_rotation, KVQ_ROTATE_SIGNED);
-    f->k_token_scale = byte_of(n, m->k_token_scale, KVQ_SCALE_MEAN_ABS);
-    f->v_rotation = byte_of(n, m->v_rotation, KVQ_ROTATE_SIGNED);
-    f->raw_dtype = byte_of(n, m->raw_dtype, KVQ_BF16);
-    f->outliers = byte_of(n, m->outliers, KVQ_POOL_ENTRIES);
-    f->extra_outliers = byte_of(n, m->extra_outliers, KVQ_POOL_ENTRIES);
-    f->plain_layers = byte_of(n, m->plain_layers, UINT8_MAX);
-    fill_side(n, m->k, &f->k);
-    fill_side(n, m->v, &f->v);
-    f->unit_tokens = short_of(n, m->unit_tokens);
-    f->recent_tokens = short_of(n, m->recent_tokens);
-    f->sink_tokens = short_of(n, m->sink_tokens);
-}
-
-// Only one side of a raw format is looked at: then both must be raw.
-static bool is_whole(const struct kvq_format *f)
-{
-    return (f->k.codec == KVQ_CODEC_RAW) == (f->v.codec == KVQ_CODEC_RAW) &&
-           (f->unit_tokens == 32 || f->unit_tokens == 64 || f->unit_tokens == 128);
+    return tokens == 32 || tokens == 64 || tokens == 128;
 }
 
 static int keep_format(struct kvq__pool *pool, const struct kvq_format *f,
@@ -96,11 +41,10 @@ static int keep_format(struct kvq__pool *pool, const struct kvq_format *f,
 static int take_format(struct kvq__pool *pool, const Kvq__TableFormat *m,
                        const struct kvq_format **out)
 {
-    struct narrow n = {false};
-    struct kvq_format f;
+    struct kvq_format f = {.name = "as the daemon has it", .source = ""};
     char why[KVQ__TEXT_BYTES / 2] = "a number is out of range";
-    fill_row(&n, m, &f);
-    if (n.wrong || !is_whole(&f) || (!kvq_is_raw(&f) && kvq_format_check(&f, why, sizeof why)))
+    if (!kvq_format_of_message(m, &f) || !is_unit(f.unit_tokens) ||
+        (!kvq_is_raw(&f) && kvq_format_check(&f, why, sizeof why)))
         return kvq__set_error(KVQ_E_VERSION,
                               "this library does not know a format of the daemon's: %s", why);
     return keep_format(pool, &f, out);
@@ -111,19 +55,19 @@ static int take_format(struct kvq__pool *pool, const Kvq__TableFormat *m,
 static int take_layer(struct kvq__pool *pool, const Kvq__TableLayer *m, uint32_t number,
                       struct kvq__local_layer *layer)
 {
-    struct narrow n = {false};
+    struct kvq_narrow n = {false};
     char why[KVQ__TEXT_BYTES / 2] = "a number is out of range";
     int rc = take_format(pool, m->format, &layer->format);
     if (rc)
         return rc;
     layer->source = m->source_plus1 ? m->source_plus1 - 1 : number;
     layer->shape = (struct kvq_shape){
-        .q_heads = short_of(&n, m->q_heads),
-        .kv_heads = short_of(&n, m->kv_heads),
-        .k_dim = short_of(&n, m->dim),
-        .v_dim = short_of(&n, m->dim),
-        .dtype = byte_of(&n, m->dtype, KVQ_BF16),
-        .v_rotation = byte_of(&n, m->v_rotation, KVQ_V_ROT_DAEMON),
+        .q_heads = kvq_narrow_short(&n, m->q_heads),
+        .kv_heads = kvq_narrow_short(&n, m->kv_heads),
+        .k_dim = kvq_narrow_short(&n, m->dim),
+        .v_dim = kvq_narrow_short(&n, m->dim),
+        .dtype = kvq_narrow_byte(&n, m->dtype, KVQ_BF16),
+        .v_rotation = kvq_narrow_byte(&n, m->v_rotation, KVQ_V_ROT_DAEMON),
         .window = m->window,
         .softcap = m->softcap,
         .scale = m->scale,

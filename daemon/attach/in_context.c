@@ -8,9 +8,9 @@
 #include "daemon/attach/attach.h"
 #include "daemon/attach/internal.h"
 #include "daemon/store/codebooks.h"
-#include "daemon/store/saved_wire.h"
 #include "kernels/cuda/bundle.h"
 #include "kernels/layout.h"
+#include "proto/format.h"
 
 // ---- Kernels that clients launch ----
 
@@ -261,7 +261,7 @@ static Kvq__TableLayer *table_layer_of(struct kvq_arena *arena,
     layer->window = from->shape.window;
     layer->softcap = from->shape.softcap;
     layer->scale = from->shape.scale;
-    layer->format = kvq__format_message(arena, &from->format);
+    layer->format = kvq_format_message(arena, &from->format);
     return layer->format ? layer : NULL;
 }
 

@@ -8,104 +8,7 @@
 #include <string.h>
 
 #include "daemon/commands/dispatch.h"
-
-// ---- Formats ----
-
-static Kvq__TableSide *side_message(struct kvq_arena *arena, const struct kvq_side *from)
-{
-    Kvq__TableSide *side = kvq_arena_alloc(arena, sizeof *side);
-    if (!side)
-        return NULL;
-    kvq__table_side__init(side);
-    side->codec = from->codec;
-    side->bits = from->bits;
-    side->axis = from->axis;
-    side->zero = from->zero;
-    side->full = from->full;
-    side->wide = from->wide;
-    side->vector = from->vector;
-    side->group = from->group;
-    return side;
-}
-
-Kvq__TableFormat *kvq__format_message(struct kvq_arena *arena, const struct kvq_format *from)
-{
-    Kvq__TableFormat *format = kvq_arena_alloc(arena, sizeof *format);
-    if (!format)
-        return NULL;
-    kvq__table_format__init(format);
-    format->k_channel = from->k_channel;
-    format->k_rotation = from->k_rotation;
-    format->k_token_scale = from->k_token_scale;
-    format->v_rotation = from->v_rotation;
-    format->raw_dtype = from->raw_dtype;
-    format->outliers = from->outliers;
-    format->extra_outliers = from->extra_outliers;
-    format->plain_layers = from->plain_layers;
-    format->unit_tokens = from->unit_tokens;
-    format->recent_tokens = from->recent_tokens;
-    format->sink_tokens = from->sink_tokens;
-    format->k = side_message(arena, &from->k);
-    format->v = side_message(arena, &from->v);
-    return format->k && format->v ? format : NULL;
-}
-
-// Numbers that kernels would count or shift by must be in their range; whether they make sense
-// together is for kvq_format_check.
-struct narrow {
-    bool wrong;
-};
-
-static uint8_t byte_of(struct narrow *n, uint32_t value, uint32_t most)
-{
-    n->wrong |= value > most;
-    return (uint8_t)value;
-}
-
-static uint16_t short_of(struct narrow *n, uint32_t value)
-{
-    n->wrong |= value > UINT16_MAX;
-    return (uint16_t)value;
-}
-
-static void take_side(struct narrow *n, const Kvq__TableSide *m, struct kvq_side *side)
-{
-    n->wrong |= !m;
-    if (!m)
-        return;
-    side->codec = byte_of(n, m->codec, KVQ_CODEC_BOOK);
-    side->bits = byte_of(n, m->bits, 16);
-    side->axis = byte_of(n, m->axis, KVQ_PER_TOKEN);
-    side->zero = byte_of(n, m->zero, KVQ_ZERO_FITTED);
-    side->full = byte_of(n, m->full, 1);
-    side->wide = byte_of(n, m->wide, 1);
-    side->vector = byte_of(n, m->vector, 8);
-    side->group = short_of(n, m->group);
-}
-
-static void take_format(struct narrow *n, const Kvq__TableFormat *m, const char *name,
-                        struct kvq_format *f)
-{
-    n->wrong |= !m || strlen(name) >= sizeof f->name;
-    if (n->wrong)
-        return;
-    snprintf(f->name, sizeof f->name, "%s", name);
-    f->source = "as it was saved";
-    f->k_channel = byte_of(n, m->k_channel, KVQ_CHANNEL_BOOK);
-    f->k_rotation = byte_of(n, m->k_rotation, KVQ_ROTATE_SIGNED);
-    f->k_token_scale = byte_of(n, m->k_token_scale, KVQ_SCALE_MEAN_ABS);
-    f->v_rotation = byte_of(n, m->v_rotation, KVQ_ROTATE_SIGNED);
-    f->raw_dtype = byte_of(n, m->raw_dtype, KVQ_BF16);
-    f->outliers = byte_of(n, m->outliers, KVQ_POOL_ENTRIES);
-    f->extra_outliers = byte_of(n, m->extra_outliers, KVQ_POOL_ENTRIES);
-    f->plain_layers = byte_of(n, m->plain_layers, UINT8_MAX);
-    take_side(n, m->k, &f->k);
-    take_side(n, m->v, &f->v);
-    f->unit_tokens = short_of(n, m->unit_tokens);
-    f->recent_tokens = short_of(n, m->recent_tokens);
-    f->sink_tokens = short_of(n, m->sink_tokens);
-    n->wrong |= (f->k.codec == KVQ_CODEC_RAW) != (f->v.codec == KVQ_CODEC_RAW);
-}
+#include "proto/format.h"
 
 // ---- Packing ----
 
@@ -137,7 +40,7 @@ static Kvq__SavedLayer *layer_message(struct kvq_arena *arena, const struct kvq_
     row->kv_from_plus1 = (uint32_t)(from->row.kv_from + 1);
     row->repeat = 1;
     layer->row = row;
-    layer->format = kvq__format_message(arena, &from->format);
+    layer->format = kvq_format_message(arena, &from->format);
     layer->first_page = from->first_page;
     layer->raw_page = from->raw_page;
     layer->packed_base = from->base;
@@ -201,7 +104,12 @@ int kvq__saved_pack(const struct kvq__saved *saved, struct kvq_arena *arena, voi
 
 // ---- Unpacking ----
 
-static void take_layer(struct narrow *n, const Kvq__SavedLayer *m, uint32_t v_rotation,
+static bool copy_text(char *out, size_t room, const char *from)
+{
+    return (size_t)snprintf(out, room, "%s", from) < room;
+}
+
+static void take_layer(struct kvq_narrow *n, const Kvq__SavedLayer *m, uint32_t v_rotation,
                        struct kvq__saved_layer *layer)
 {
     const Kvq__Layer *row = m->row;
@@ -209,17 +117,19 @@ static void take_layer(struct narrow *n, const Kvq__SavedLayer *m, uint32_t v_ro
     if (n->wrong)
         return;
     layer->row = (struct kvq__layer_row){
-        .q_heads = short_of(n, row->q_heads),
-        .kv_heads = short_of(n, row->kv_heads),
-        .k_dim = short_of(n, row->k_dim),
-        .v_dim = short_of(n, row->v_dim),
+        .q_heads = kvq_narrow_short(n, row->q_heads),
+        .kv_heads = kvq_narrow_short(n, row->kv_heads),
+        .k_dim = kvq_narrow_short(n, row->k_dim),
+        .v_dim = kvq_narrow_short(n, row->v_dim),
         .window = row->window,
         .softcap = row->softcap,
         .scale = row->scale,
         .kv_from = (int32_t)row->kv_from_plus1 - 1,
         .repeat = 1,
     };
-    take_format(n, m->format, row->format, &layer->format);
+    n->wrong |= !kvq_format_of_message(m->format, &layer->format) ||
+                !copy_text(layer->format.name, sizeof layer->format.name, row->format);
+    layer->format.source = "as it was saved";
     layer->row.format = layer->format.name;
     layer->first_page = m->first_page;
     layer->raw_page = m->raw_page;
@@ -228,7 +138,7 @@ static void take_layer(struct narrow *n, const Kvq__SavedLayer *m, uint32_t v_ro
     layer->learned = m->learned;
     layer->book = m->book;
     v_rotation = m->v_rotation_plus1 ? m->v_rotation_plus1 - 1 : v_rotation;
-    layer->v_rotation = byte_of(n, v_rotation, KVQ_V_ROT_DAEMON);
+    layer->v_rotation = kvq_narrow_byte(n, v_rotation, KVQ_V_ROT_DAEMON);
 }
 
 static int check_version(const Kvq__SavedSession *m, char *text)
@@ -243,14 +153,9 @@ static int check_version(const Kvq__SavedSession *m, char *text)
     return KVQ_E_VERSION;
 }
 
-static bool copy_text(char *out, size_t room, const char *from)
-{
-    return (size_t)snprintf(out, room, "%s", from) < room;
-}
-
 static bool take_session(const Kvq__SavedSession *m, struct kvq__saved *saved)
 {
-    struct narrow n = {false};
+    struct kvq_narrow n = {false};
     *saved = (struct kvq__saved){
         .shard = m->shard,
         .shards = m->shards,

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Sessions and formats as messages: what a store keeps of a session besides its blocks, and what
-// clients are told of a format.
+// Sessions as messages: what a store keeps of a session besides its blocks.
 #ifndef KVQ_DAEMON_STORE_SAVED_WIRE_H
 #define KVQ_DAEMON_STORE_SAVED_WIRE_H
 
@@ -10,9 +9,6 @@
 
 // What is written is of the oldest version that can say it.
 enum { KVQ__SAVED_OLDEST = 1, KVQ__SAVED_NEWEST = 2, KVQ__SAVED_BYTES = KVQ_MAX_MESSAGE };
-
-// A format's row in the arena; NULL when that is full.
-Kvq__TableFormat *kvq__format_message(struct kvq_arena *arena, const struct kvq_format *format);
 
 // The version that is written of it.
 uint32_t kvq__saved_version(const struct kvq__saved *saved);
