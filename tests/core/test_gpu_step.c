@@ -362,6 +362,86 @@ static void test_nan(void **state)
     close_table(&t);
 }
 
+// ---- What the driver refuses ----
+
+// Packed codes of two sessions that hold the same tokens.
+static void same_codes(struct streamer *a, struct streamer *b)
+{
+    static uint8_t x[MIB], y[MIB];
+    struct kvq__gpu *gpu = kit.core->pools[1].gpu;
+    const struct kvq__session *s = kit_of(&a->m, a->session), *t = kit_of(&b->m, b->session);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i], *m = &t->layers[i];
+        assert_int_equal(l->packed, m->packed);
+        for (uint32_t page = 0; page < l->packed / KVQ_BLOCK_TOKENS; page++) {
+            size_t n = kvq__packed_block_bytes(l, page);
+            assert_in_range(n, 1, sizeof x);
+            const uint8_t *p = kvq__page(l, page)->packed.data,
+                          *q = kvq__page(m, page)->packed.data;
+            assert_int_equal(kvq__gpu_take(gpu, x, (uintptr_t)p, n), 0);
+            assert_int_equal(kvq__gpu_take(gpu, y, (uintptr_t)q, n), 0);
+            assert_memory_equal(x, y, n);
+        }
+    }
+}
+
+// A step of the twin, in the host's order, and before it one of the session's unless it had that.
+static void both_step(struct streamer *twin, bool both)
+{
+    if (both) {
+        assert_int_equal(step(&one, OUTLIERS), 0);
+        go_on(&one);
+    }
+    assert_int_equal(request(twin, tokens_of(twin), OUTLIERS, false), 0);
+    assert_int_equal(tokens_of(twin), tokens_of(&one));
+}
+
+// The n-th call of a step is refused: false if it has fewer. There is no step then, or all of it;
+// what was not packed is packed by the next, and the table says what there is.
+static bool refused_step(const char *call, uint64_t n, int result)
+{
+    struct streamer twin = one;
+    char text[KVQ_TEXT_BYTES];
+    float *rows = (float *)(void *)one.m.memory;
+    for (uint32_t i = 0; i < BUFFER / sizeof *rows; i++) // blocks that were freed hold other codes
+        rows[i] = (float)((i + n) * 2654435761u >> 16) / 32768 - 1;
+    open_layers(&one, NULL, "oscar2:sink=32");
+    open_layers(&twin, NULL, "oscar2:sink=32");
+    struct table t = open_table(&one);
+    both_step(&twin, true); // its raw blocks are released when the table has been written
+    both_step(&twin, true);
+    stream_refuse(call, n, result);
+    const uint64_t before = tokens_of(&one);
+    const int rc = step(&one, OUTLIERS);
+    stream_refuse(call, 0, 0);
+    go_on(&one);
+    assert_true(rc == 0 || rc == KVQ_E_UNSUPPORTED || rc == KVQ_E_NO_MEMORY);
+    if (rc == 0 || tokens_of(&one) > before)
+        both_step(&twin, false);
+    both_step(&twin, true);
+    both_step(&twin, true);
+    stream_settle(&one);
+    check_table(&t);
+    same_codes(&one, &twin);
+    core_check(kit.core);
+    close_table(&t);
+    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    assert_int_equal(kvq__session_drop(one.m.client, twin.session, text), 0);
+    return rc != 0;
+}
+
+static void test_refused(void **state)
+{
+    uint64_t launches = 1, copies = 1;
+    (void)state;
+    stream_needed();
+    while (refused_step("launch", launches, KVQ_GPU_INVALID_VALUE))
+        launches++;
+    while (refused_step("copy_in", copies, KVQ_GPU_OUT_OF_MEMORY))
+        copies++;
+    assert_true(launches > 3 && copies > 3); // to store, to pack and to publish
+}
+
 // ---- Who goes meanwhile ----
 
 // A client that dies with a step that its stream has not come to: the named session stands as
@@ -609,6 +689,7 @@ int main(void)
                                         stream_teardown),
         cmocka_unit_test_setup_teardown(test_steps_beside_a_stalled, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_nan, stream_setup, stream_teardown),
+        cmocka_unit_test_setup_teardown(test_refused, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_dies, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_closes, stream_setup, stream_teardown),
         cmocka_unit_test_setup_teardown(test_taken_over, stream_setup, stream_teardown),

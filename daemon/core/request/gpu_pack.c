@@ -185,6 +185,17 @@ void kvq__packs_done(const struct kvq__packs *packs)
     }
 }
 
+void kvq__packs_refused(const struct kvq__packs *packs)
+{
+    const struct kvq__pack_part *part;
+    STAILQ_FOREACH (part, &packs->parts, link) {
+        struct kvq__layer *l = part->layer;
+        assert(part->first >= l->packed);
+        if (part->guard && l->enqueued > part->first)
+            l->enqueued = part->first > l->packed ? part->first : 0;
+    }
+}
+
 bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer *l,
                           const struct kvq__work_stream *stream)
 {

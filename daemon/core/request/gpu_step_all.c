@@ -131,6 +131,14 @@ static bool entry_stores(const struct kvq__queue *q, uint32_t i)
     return kvq__entry_alive(q, i) && q->work[i].part.to > q->work[i].part.from;
 }
 
+// Without the layers of a wave that failed there is no step: the commit undoes it.
+static void forget_stores(struct kvq__queue *q)
+{
+    for (uint32_t i = q->wave_from; i < q->wave_to; i++)
+        if (entry_stores(q, i))
+            q->work[i].session->in_step.layers = 0;
+}
+
 int kvq__gpu_store_all_wave(struct kvq__queue *q)
 {
     struct kvq__wave wave;
@@ -152,11 +160,14 @@ int kvq__gpu_store_all_wave(struct kvq__queue *q)
     assert((size_t)(next - jobs) <= n);
     int rc = kvq__wave_copy(&wave);
     struct kvq_gpu_work work = kvq__wave_work(&wave, (uint32_t)(next - jobs));
-    return rc ? rc
-              : kvq__wave_launched(&wave, 1,
-                                   kvq_gpu_store(kvq__gpu_kernels(wave.stream->gpu), &work,
-                                                 THERE(&wave, jobs), most, wave.text,
-                                                 sizeof wave.text));
+    rc = rc ? rc
+            : kvq__wave_launched(&wave, 1,
+                                 kvq_gpu_store(kvq__gpu_kernels(wave.stream->gpu), &work,
+                                               THERE(&wave, jobs), most, wave.text,
+                                               sizeof wave.text));
+    if (rc < 0)
+        forget_stores(q);
+    return rc;
 }
 
 // ---- Packing ----
@@ -186,7 +197,9 @@ int kvq__gpu_pack_all_wave(struct kvq__queue *q)
     if (!q->packs.queue) // the sessions of all its entries were dropped
         return 0;
     int rc = kvq__packs_launch(&q->packs);
-    if (rc == 0)
+    if (rc < 0)
+        kvq__packs_refused(&q->packs);
+    else
         kvq__packs_done(&q->packs);
     q->packs.queue = NULL;
     return rc;
@@ -304,9 +317,13 @@ int kvq__gpu_publish_wave(struct kvq__queue *q)
     assert(p.n <= most);
     int rc = kvq__wave_copy(&p.wave);
     struct kvq_gpu_work work = kvq__wave_work(&p.wave, p.n);
-    return rc ? rc
-              : kvq__wave_launched(&p.wave, 1,
-                                   kvq_gpu_copy_rows(kvq__gpu_kernels(p.wave.stream->gpu), &work,
-                                                     THERE(&p.wave, p.jobs), p.wave.text,
-                                                     sizeof p.wave.text));
+    rc = rc ? rc
+            : kvq__wave_launched(&p.wave, 1,
+                                 kvq_gpu_copy_rows(kvq__gpu_kernels(p.wave.stream->gpu), &work,
+                                                   THERE(&p.wave, p.jobs), p.wave.text,
+                                                   sizeof p.wave.text));
+    for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
+        if (entry_stores(q, i) && table_of(q, i))
+            kvq__table_lost(table_of(q, i)); // the next step writes all of it
+    return rc;
 }

@@ -64,6 +64,8 @@ int kvq__packs_launch(struct kvq__packs *packs);
 // Marks the units that were launched without a guard as packed, and frees what their sessions no
 // longer need.
 void kvq__packs_done(const struct kvq__packs *packs);
+// After a launch that failed: its guarded units will not be packed when their STEP commits.
+void kvq__packs_refused(const struct kvq__packs *packs);
 // Without a request: enqueues packing for the queued sessions on GPUs, on the work streams of their
 // writers. Sessions whose work stream has no room, or that must wait for other work, stay queued.
 void kvq__pack_on_gpus(struct kvq__core *core);
