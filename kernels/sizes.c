@@ -32,13 +32,14 @@ uint32_t kvq_sheet_room(uint32_t room, uint32_t sheets)
     return room;
 }
 
-// A name that is no row of the table is kept with the session, as is what its first layers have
+// A row that is not the table's own is kept with the session, as is what its first layers have
 // instead.
 static uint64_t books_of(const struct kvq_format *f, uint32_t layers, uint32_t pages)
 {
     uint64_t sheets = kvq_sheets_of(pages);
     uint64_t sheet = KVQ_SHEET_BOOKS + (uint64_t)layers * KVQ_SHEET_PAGES * KVQ_PAGE_BOOKS;
-    bool own = !kvq_format_by_name(f->name) || (f->outliers && f->plain_layers);
+    const struct kvq_format *row = kvq_format_by_name(f->name);
+    bool own = !row || !kvq_format_same(row, f) || (f->outliers && f->plain_layers);
     return KVQ_SESSION_BOOKS + layers * (KVQ_LAYER_BOOKS + (own ? sizeof *f : 0)) + sheets * sheet +
            kvq_sheet_room(0, (uint32_t)sheets) * sizeof(void *);
 }

@@ -235,7 +235,7 @@ sim build/test/tests/sim 1 500
 sim_gpu build/test/tests/sim_gpu 1 300
 test_store_kill build/test/tests/test_store_kill
 test_store_move build/test/tests/test_store_move
-test_core_save build/test/tests/test_core_save
+test_core_save_formats build/test/tests/test_core_save_formats
 test_core_scale build/test/tests/test_core_scale
 test_core_reshard build/test/tests/test_core_reshard
 test_core_reshard_bad build/test/tests/test_core_reshard_bad

@@ -49,7 +49,8 @@ static double own_part(const struct kvq__session *s, const struct kvq__namespace
         uint32_t page = l->first_page + (uint32_t)((uint64_t)n * (k * 7 % SAMPLES) / SAMPLES);
         const struct kvq__pageref *p = kvq__page(l, page);
         const struct kvq__block *block = p->packed.block ? p->packed.block : p->raw.block;
-        uint32_t others = passing + (page < indexed);
+        bool sinks = page == 0 && l->sink_bytes && l->packed; // are a part of their own to a save
+        uint32_t others = passing * (sinks ? 2 : 1) + (page < indexed);
         seen += block != NULL;
         if (!block || (ns && block->extent->owner->ns != ns))
             continue;

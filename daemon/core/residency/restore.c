@@ -96,6 +96,8 @@ static const char *layer_fault(const struct kvq__session *s, const struct kvq__l
         return l->raw_page != l->first_page || l->base || l->packed > first || l->learned
                    ? "packed tokens that its format does not have"
                    : NULL;
+    if (l->packed < first)
+        return "unpacked tokens in pages that it does not have";
     // Below the base of a fork all is due that its source had not packed yet; it stands there raw.
     if (l->base > s->floor || l->base % unit || l->packed % unit)
         return "a base that it cannot have";

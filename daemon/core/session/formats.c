@@ -125,9 +125,9 @@ static const struct kvq_format *own_row_named(const struct kvq__own_format *own,
     return NULL;
 }
 
-const struct kvq_format *kvq__format_named(const struct kvq__core *core, const char *name)
+const struct kvq_format *kvq__format_configured(const struct kvq__core *core, const char *name)
 {
-    const struct kvq_format *row = kvq_format_by_name(name);
+    const struct kvq_format *row = NULL;
     for (uint32_t i = 0; i < core->config.n_formats && !row; i++)
         row = own_row_named(&core->config.formats[i], name);
     return row;
@@ -139,11 +139,13 @@ const struct kvq_format *kvq__format_keep(struct kvq__session *s, const struct k
                                           int *rc)
 {
     const struct kvq_format *known = kvq_format_by_name(row->name);
-    for (uint32_t i = 0; i < s->composed.n && !known; i++)
-        if (strcmp(s->composed.formats[i].name, row->name) == 0)
-            known = &s->composed.formats[i];
-    if (known)
+    if (known && kvq_format_same(known, row))
         return known;
+    for (uint32_t i = 0; i < s->composed.n; i++) {
+        known = &s->composed.formats[i];
+        if (strcmp(known->name, row->name) == 0 && kvq_format_same(known, row))
+            return known;
+    }
     if (!s->composed.formats)
         s->composed.formats =
             kvq__ns_allocate(s->ns, s->n_layers * sizeof *s->composed.formats, rc);

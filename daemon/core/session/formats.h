@@ -18,7 +18,7 @@ int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_
 const struct kvq_format *kvq__format_keep(struct kvq__session *session,
                                           const struct kvq_format *row, int *rc);
 // The row of that name in the table or the configuration. NULL = none.
-const struct kvq_format *kvq__format_named(const struct kvq__core *core, const char *name);
+const struct kvq_format *kvq__format_configured(const struct kvq__core *core, const char *name);
 // Gives all layers of a new session the formats of another. 0, or as kvq__ns_allocate.
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
 size_t kvq__formats_bytes(const struct kvq__session *session);

@@ -121,16 +121,17 @@ static int refuse_format(const struct kvq__core *core, uint32_t layer, const cha
     return rc;
 }
 
-// A row that was saved with a session. Its name may stand for nothing here, but for nothing else.
+// A row that was saved with a session, which keeps its stages whatever the table has under that
+// name by now. A name of the configuration may be gone from there, but not stand for something
+// else.
 static int take_exact(const struct kvq__core *core, const struct kvq_format *exact,
                       struct kvq_format *found, char *why, size_t n)
 {
-    const struct kvq_format *known = kvq__format_named(core, exact->name);
+    const struct kvq_format *known = kvq__format_configured(core, exact->name);
     if (known && !kvq_format_same(known, exact)) {
-        snprintf(
-            why, n,
-            "format %s was saved with other stages than it has in this version or configuration",
-            exact->name);
+        snprintf(why, n,
+                 "format %s was saved with other stages than the configuration gives it now",
+                 exact->name);
         return KVQ_E_FORMAT;
     }
     *found = *exact;

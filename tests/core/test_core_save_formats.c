@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Saves and restores by format: sessions of every row of the table, of codebooks and of formats of
+// the configuration go on to the bit as twins that never stopped, and what a name has come to stand
+// for since they were saved changes none of them.
+#include "tests/core/save_kit.h"
+
+static void check_format(const char *format, uint64_t tokens, uint32_t rollback)
+{
+    set_rows(format);
+    uint64_t a = open_as("it", LAYERS, rollback), b = open_as("", LAYERS, rollback);
+    if (!a || !b)
+        fail_msg("%s: %s", format, text);
+    feed(a, tokens);
+    feed(b, tokens);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    a = restore("it");
+    go_on_alike(a, b, rollback);
+    save("it"); // once more, in another state
+    drop(a);
+    a = restore("it");
+    go_on_alike(a, b, rollback);
+    drop(a);
+    drop(b);
+    core_check(kit.core);
+}
+
+static void test_all_formats(void **state)
+{
+    static const uint64_t counts[] = {40, 513, 1100};
+    uint32_t n = 0;
+    (void)state;
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
+        if (kvq_has_centroids(f))
+            continue;
+        check_format(f->name, counts[n % 3], n % 2 ? 11 : 0);
+        n++;
+    }
+    assert_true(n > 10);
+    for (uint32_t tokens = 0; tokens < 3; tokens++)
+        check_format("oscar2", tokens, 0);
+    check_format("ott2", 700, 0);
+    check_format("innerq-hybrid", 700, 150);
+    check_format("kivi2-fit-s32", 700, 3);
+}
+
+// ---- Codebooks ----
+
+static int holds;
+static uint64_t book_id = 7;
+
+static int give_codebook(void *context, const char *name, uint32_t layer,
+                         const struct kvq_format *format, const struct kvq_shape *shape,
+                         struct kvq_book *book, void **hold, char *why)
+{
+    static float numbers[1 << 15], smooth[HEADS * DIM]; // 12 bits for 8 channels at most
+    (void)context;
+    (void)name;
+    (void)layer;
+    (void)format;
+    (void)shape;
+    (void)why;
+    for (uint32_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        numbers[i] = (float)(i * 2654435761u >> 16) / 32768 - 1;
+    for (uint32_t i = 0; i < HEADS * DIM; i++)
+        smooth[i] = 0.5f + (float)(i % 7);
+    *book = (struct kvq_book){.smooth = smooth, .k = numbers, .v = numbers};
+    *hold = numbers;
+    holds++;
+    return 0;
+}
+
+static void share_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    holds++;
+}
+
+static void release_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    assert_true(holds-- > 0);
+}
+
+static uint64_t id_of_codebook(void *context, void *hold)
+{
+    (void)context;
+    (void)hold;
+    return book_id;
+}
+
+static void have_codebooks(void)
+{
+    kit.core->config.codebook = give_codebook;
+    kit.core->config.codebook_share = share_codebook;
+    kit.core->config.codebook_release = release_codebook;
+    kit.core->config.codebook_id = id_of_codebook;
+}
+
+// Codes of a codebook come back and mean the same, and every hold is given back. Searching 4096
+// centroids takes its time: KVQ_FULL=1 takes these formats, too. `numbers` has no room for
+// 65,536.
+static void test_codebook_formats(void **state)
+{
+    const char *wanted = getenv("KVQ_FULL");
+    bool full = wanted && strcmp(wanted, "1") == 0;
+    uint32_t n = 0;
+    (void)state;
+    have_codebooks();
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
+        char name[KVQ_FORMAT_NAME];
+        if (!kvq_has_centroids(f) || f->k.bits == 16 || (f->k.bits + f->v.bits > 16 && !full))
+            continue;
+        assert_true(snprintf(name, sizeof name, "%s@a", f->name) < (int)sizeof name);
+        check_format(name, n % 2 ? 40 : 513, n % 2 ? 11 : 0);
+        while (holds > 0 && kvq__ended_poll(kit.core)) // what has ended goes bit by bit
+            continue;
+        assert_int_equal(holds, 0);
+        n++;
+    }
+    assert_true(n >= 3);
+}
+
+// A codebook that was made anew under its old name would make other values of the codes.
+static void test_another_codebook(void **state)
+{
+    struct kvq__restore *r;
+    (void)state;
+    have_codebooks();
+    set_rows("vecinfer-2@a");
+    uint64_t a = open_as("it", LAYERS, 0);
+    assert_true(a);
+    feed(a, 300);
+    kit_pack(&kit);
+    save("it");
+    drop(a);
+    book_id++;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "another codebook"));
+    assert_int_equal(holds, 0);
+    book_id--;
+    drop(restore("it"));
+    assert_int_equal(holds, 0);
+}
+
+// ---- Names that stand for something else by now ----
+
+static void configure(struct kvq__own_format *own, const char *row)
+{
+    char why[256];
+    *own = (struct kvq__own_format){.name = "mine", .has_rest = true};
+    assert_int_equal(kvq_format_parse(row, &own->rest, why, sizeof why), 0);
+    snprintf(own->rest.name, sizeof own->rest.name, "mine");
+    close_kit();
+    kit_formats(own, 1);
+    open_kit();
+}
+
+// A session keeps its stages where the table has others under that name by now.
+static void test_formats_of_an_older_table(void **state)
+{
+    char why[256];
+    (void)state;
+    set_rows("kvq2-fm-s0");
+    feed(open_as("it", LAYERS, 0), 600);
+    kit_pack(&kit);
+    save("it");
+    struct vault_session *from = vault_find(&vault, "it", 0);
+    for (uint32_t i = 0; i < from->saved.n_layers; i++)
+        snprintf(from->saved.layers[i].format.name, KVQ_FORMAT_NAME, "kvq2");
+    close_kit();
+    open_kit();
+    uint64_t a = restore("it");
+    const struct kvq_format *had = kit_of(&m, a)->layers[0].format;
+    struct kvq_format named;
+    assert_int_equal(kvq_format_parse("kvq2", &named, why, sizeof why), 0);
+    assert_string_equal(had->name, "kvq2");
+    assert_false(kvq_format_same(had, &named));
+    assert_int_equal(had->sink_tokens, 0);
+    feed(a, 900);
+    assert_int_equal(kvq__session_close(m.client, a, text), 0);
+    set_rows("kvq2");
+    assert_true(open_as("it", LAYERS, 0) != 0); // who asks for it by name has it
+}
+
+// What the configuration says of a format now must be what it said then, or nothing.
+static void test_formats_of_the_configuration(void **state)
+{
+    struct kvq__own_format own;
+    struct kvq__restore *r;
+    (void)state;
+    configure(&own, "kivi2");
+    set_rows("mine");
+    feed(open_as("it", LAYERS, 0), 600);
+    kit_pack(&kit);
+    save("it");
+    configure(&own, "kivi4");
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
+                     KVQ_E_FORMAT);
+    assert_non_null(strstr(text, "mine"));
+    close_kit();
+    kit_formats(NULL, 0);
+    open_kit();
+    uint64_t a = restore("it");
+    assert_int_equal(kit_of(&m, a)->tokens, 600);
+    assert_int_equal(kit_of(&m, a)->layers[0].format->k.bits, 2);
+    feed(a, 900);
+}
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        TEST(test_all_formats),
+        TEST(test_codebook_formats),
+        TEST(test_another_codebook),
+        TEST(test_formats_of_an_older_table),
+        TEST(test_formats_of_the_configuration),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
