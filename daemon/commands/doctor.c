@@ -178,11 +178,14 @@ static void check_queues(struct findings *f, const struct kvq__server *s,
     bool few = clients < s->config.max_clients, more = queues < KVQ_GPU_CONNECTIONS;
     add(f, "gpu_queues", few ? NOTE : FINE,
         !few   ? ""
-        : more ? "start kvqd with CUDA_DEVICE_MAX_CONNECTIONS=32, or without that variable"
+        : more ? "start kvqd with CUDA_DEVICE_MAX_CONNECTIONS=32 and "
+                 "CUDA_DEVICE_MAX_COPY_CONNECTIONS=32, or without these variables"
                : "engines that attend in their own context (kvq_local_open) wait once a step "
                  "instead of once a layer",
-        "%s has %u hardware queues (CUDA_DEVICE_MAX_CONNECTIONS): the requests of %u clients are "
-        "ordered on streams; further ones get the same answers, but wait on the host for each "
+        "%s has %u hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, and "
+        "CUDA_DEVICE_MAX_COPY_CONNECTIONS "
+        "if that is less): the requests of %u clients are ordered on streams; further ones get the "
+        "same answers, but wait on the host for each "
         "request",
         kvq__gpu_uuid_text(gpu), queues, clients);
 }

@@ -35,8 +35,11 @@ KVQ_INLINE uint32_t kvq_gpu_span_width(uint32_t dim, uint32_t span)
 // As struct kvq_store_counts, in words that a GPU adds to; from 2^31 on they count no further. The
 // host may write `cancelled` at any time: stores that see that it is not 0 count one more value as
 // not finite, so that what is guarded by `nonfinite` is done for all of their tokens or for none.
+// The words lie in the host's memory, where nothing promises that a GPU's addition leaves a
+// neighbour alone that the host writes meanwhile: what either side writes has lines of its own.
 struct kvq_gpu_store_counts {
-    uint32_t nonfinite, saturated, cancelled, pad;
+    uint32_t nonfinite, saturated, of_gpu[14];
+    uint32_t cancelled, of_host[15];
 };
 
 // Tokens [start, start + tokens) of a session's layer, all KV heads, into raw records.

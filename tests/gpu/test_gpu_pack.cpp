@@ -610,7 +610,7 @@ static void test_cancelled(void **)
     const kvq_recipe *on_it = (const kvq_recipe *)upload(&recipe, sizeof(recipe));
     const kvq_page *on_page = (const kvq_page *)upload(&page, sizeof(page));
     for (const uint32_t word : {0u, 1u}) {
-        kvq_gpu_store_counts counts = {0, 0, word, 0}, *its;
+        kvq_gpu_store_counts counts = {0, 0, {}, word, {}}, *its;
         its = (kvq_gpu_store_counts *)upload(&counts, sizeof(counts));
         const kvq_gpu_store_job job = {on_it, view, view, on_page, 0, its, 8};
         const kvq_gpu_work work = {recipes, 1, 1, NULL};

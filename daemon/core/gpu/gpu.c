@@ -476,15 +476,29 @@ static int take_budget(struct kvq__gpu *gpu, const struct kvq__gpus_config *conf
     return result;
 }
 
+// What a variable of CUDA's asks for; `otherwise` where it is not set, or not to be taken.
+static uint32_t queues_asked(const char *variable, uint32_t otherwise)
+{
+    const char *set = getenv(variable);
+    unsigned long n = strtoul(set ? set : "", NULL, 10);
+    return n >= 1 && n <= KVQ_GPU_CONNECTIONS ? (uint32_t)n : otherwise;
+}
+
+// Copies may have fewer hardware queues than kernels, and every wave begins with a copy.
+static uint32_t connections_of(void)
+{
+    uint32_t all = queues_asked("CUDA_DEVICE_MAX_CONNECTIONS", 8); // as CUDA does
+    uint32_t copies = queues_asked("CUDA_DEVICE_MAX_COPY_CONNECTIONS", all);
+    return copies < all ? copies : all;
+}
+
 static int open_gpu_streams(struct kvq__gpu *gpu)
 {
-    const char *set = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
-    unsigned long n = strtoul(set ? set : "", NULL, 10);
     int result = KVQ_GPU_OK;
     for (int i = 0; i < KVQ__GPU_STREAMS && result == KVQ_GPU_OK; i++)
         result = gpu->driver->stream_create(&gpu->streams[i], KVQ_GPU_STREAM_OWN);
     gpu->stream = gpu->streams[KVQ__GPU_STREAM_SMALL];
-    gpu->connections = n >= 1 && n <= KVQ_GPU_CONNECTIONS ? (uint32_t)n : 8; // as CUDA does
+    gpu->connections = connections_of();
     gpu->connections_left = connections_for_clients(gpu);
     return result;
 }
@@ -649,7 +663,8 @@ int kvq__gpus_open(const struct kvq__gpus_config *config, struct kvq__gpus **out
     }
     int error = 0;
     kvq__gate_open(&gpus->gate);
-    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); // the driver reads it when it starts
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); // the driver reads them when it starts
+    setenv("CUDA_DEVICE_MAX_COPY_CONNECTIONS", "32", 0);
     if (config->table)
         gpus->driver = *config->table;
     else if (kvq_gpu_driver_open(&gpus->driver, library, text, KVQ_TEXT_BYTES))

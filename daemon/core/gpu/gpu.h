@@ -67,10 +67,11 @@ enum kvq__gpu_stream {
 };
 struct kvq_gpu_stream *kvq__gpu_stream(const struct kvq__gpu *gpu, enum kvq__gpu_stream which);
 
-// The streams of a process share hardware queues: CUDA_DEVICE_MAX_CONNECTIONS of them, which the
-// daemon sets to 32 unless it is set. A stream that waits blocks the work behind it in its hardware
-// queue, also that of other streams. So only a stream that has a hardware queue alone may wait for
-// a client. kvq__gpu_take_queues takes two of them; false if fewer are left.
+// The streams of a process share hardware queues: CUDA_DEVICE_MAX_CONNECTIONS of them, and for
+// copies CUDA_DEVICE_MAX_COPY_CONNECTIONS, which the daemon sets to 32 unless they are set. A
+// stream that waits blocks the work behind it in its hardware queue, also that of other streams. So
+// only a stream that has a hardware queue alone may wait for a client. kvq__gpu_take_queues takes
+// two of them; false if fewer are left.
 bool kvq__gpu_take_queues(struct kvq__gpu *gpu);
 void kvq__gpu_give_queues(struct kvq__gpu *gpu);
 
