@@ -120,9 +120,8 @@ struct kvq__timeline {
     struct kvq__gpu_context here;
     // With words.
     struct kvq_timeline_page *page;
-    kvq_gpu_ptr ready, done;       // its words, for streams
-    struct kvq_gpu_stream *spare;  // never waits: lets the others go when the daemon is gone
-    struct kvq_gpu_stream *stream; // of the latest request
+    kvq_gpu_ptr ready, done;      // its words, for streams
+    struct kvq_gpu_stream *spare; // never waits: lets the others go when the daemon is gone
     // With events.
     uint32_t n_events;
     struct kvq_gpu_event *ready_events[KVQ_QUEUE_EVENTS], *done_events[KVQ_QUEUE_EVENTS];

@@ -285,20 +285,17 @@ static int wait_here(kvq_queue *queue, struct kvq__pending *p, int result)
 
 // All streams of a queue count in one word, and a number there tells the daemon of all numbers
 // below. So a stream first waits until the stream of the latest request has told its own number.
-// CUDA has one handle for each thread's own stream: that handle may always be another stream.
+// That may be another stream even if the handle is the same: a stream that was destroyed with work
+// under way leaves its handle to the next, and CUDA has one handle for each thread's own stream.
 static int tell_in_turn(struct kvq__timeline *t, struct kvq_gpu_stream *stream)
 {
     const struct kvq_gpu_driver *driver = t->here.driver;
-    bool same = stream == t->stream && stream != KVQ_GPU_STREAM_OF_THREAD;
     int result = KVQ_GPU_OK;
     assert(t->order == KVQ_ORDER_WORDS && t->page);
-    if (!same && (int64_t)(kvq_long_load(&t->page->ready) - t->last) < 0)
+    if ((int64_t)(kvq_long_load(&t->page->ready) - t->last) < 0)
         result = driver->stream_wait64(stream, t->ready, t->last, KVQ_GPU_WAIT_AT_LEAST);
     result = result ? result : driver->stream_write64(stream, t->ready, t->last + 1, 0);
-    if (result == KVQ_GPU_OK) {
-        t->stream = stream;
-        t->last++;
-    }
+    t->last += result == KVQ_GPU_OK;
     return result;
 }
 

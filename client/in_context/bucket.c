@@ -206,10 +206,13 @@ void kvq_bucket_close(kvq_bucket **bucket)
 int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
 {
     const struct kvq_gpu_driver *d = b->local->here.driver;
+    const bool moves = stream != b->stream || stream == KVQ_GPU_STREAM_OF_THREAD;
     int result = KVQ_GPU_OK;
     assert(b->slot < SLOTS);
     if (b->slots[b->slot].used)
         result = d->event_record(b->slots[b->slot].passed, b->stream);
+    if (result == KVQ_GPU_OK && b->slots[b->slot].used && moves) // both use the batch and workspace
+        result = d->stream_wait(stream, b->slots[b->slot].passed, 0);
     b->slot = (b->slot + 1) % SLOTS;
     if (result == KVQ_GPU_OK && b->slots[b->slot].used)
         result = d->event_query(b->slots[b->slot].passed);

@@ -389,6 +389,41 @@ static void test_calls_ahead_of_the_stream(void **state)
     close_all(p, SESSIONS);
 }
 
+// A step on another stream than the last: both use the bucket's memory, so it waits for that one.
+static void test_another_stream(void **state)
+{
+    struct kvq_gpu_stream *first = rig.stream, *other;
+    struct lg_pair p[1];
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    if (kvq_queue_order(rig.queue) == KVQ_ORDER_HOST)
+        skip(); // the end of a step waits for the stream there
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 40, NULL);
+    OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
+    OK(drv.stream_sync(first)); // so that no call here waits for it
+    soft_stall(first, true);
+    assert_int_equal(lg_step_here(p, p->tokens, 1), 0);
+    rig.stream = other;
+    struct lg_pair next = p[0];
+    next.tokens++;
+    struct lg_batch b = lg_batch_of(&next, 1, 1, true);
+    const struct kvq_work w = lg_work_of(0, true);
+    lg_all_fine(lg_begin(&b), &b);
+    lg_all_fine(lg_attend(&w, &b), &b);
+    for (int i = 0; i < 100000; i++)
+        assert_int_equal(drv.stream_query(other), KVQ_GPU_NOT_READY);
+    soft_stall(first, false);
+    OK(drv.stream_sync(first));
+    OK(drv.stream_sync(other));
+    kvq_local_abort(rig.local);
+    rig.stream = first;
+    kvq_bucket_close(&rig.bucket);
+    OK(drv.stream_destroy(other));
+    lg_close_pair(p);
+}
+
 // What is not finite is found when nobody waits; the next end tells, and the session stands as
 // before the step that had it. Where the host orders requests it waits, and that end tells itself.
 static void test_not_finite(void **state)
@@ -459,6 +494,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_no_read_only, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_another_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_daemon_dies, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_300_replays, lg_setup, lg_teardown),
