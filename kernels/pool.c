@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Fork and join over numbered items. Threads claim items one at a time from one counter, spin for
-// a moment between jobs because the next one usually comes at once, and then sleep.
+// Fork and join over numbered items. Threads claim items one at a time from one word, spin for a
+// moment between jobs because the next one usually comes at once, and then sleep.
 //
-// A job is handed over by raising `generation`: what was written before it is seen by whoever
-// sees the new number. A sleeper counts itself in `sleepers` before it looks at the generation
-// for the last time, and a caller raises the generation before it looks at `sleepers`; both are
-// sequentially consistent, so one of the two sees the other.
+// A job has ended when its items are done, whoever did them: a thread that wakes up late, because
+// an engine's own threads have its CPU, holds nobody up. So such a thread may look at any job. The
+// word that it claims from holds the number of items as well: a claim below that number is an item
+// of a job that cannot end before it is done, so that what the job is stays as it is meanwhile; and
+// what was written before the word is seen by whoever claims.
+//
+// `generation` only says that there is something new. A sleeper counts itself in `sleepers` before
+// it looks at the generation for the last time, and a caller raises the generation before it looks
+// at `sleepers`; both are sequentially consistent, so one of the two sees the other.
 #include <assert.h>
 #include <errno.h>
 #include <pthread.h>
@@ -39,8 +44,8 @@ struct kvq_pool {
 
     kvq_pool_fn *fn;
     void *ctx;
-    uint32_t n_items;
-    atomic_uint next, busy; // next item to claim; started threads not done yet
+    atomic_ullong claims; // the job's items, above 32 bits; below them the next one to claim
+    atomic_uint left;     // items that are not done
 
     atomic_uint generation, sleepers;
     atomic_bool stop, caller_sleeps;
@@ -63,11 +68,25 @@ static void relax(void)
 
 // ---- Threads ----
 
+static void finish_item(struct kvq_pool *pool)
+{
+    if (atomic_fetch_sub(&pool->left, 1) != 1 || !atomic_load(&pool->caller_sleeps))
+        return;
+    pthread_mutex_lock(&pool->lock);
+    pthread_cond_signal(&pool->done);
+    pthread_mutex_unlock(&pool->lock);
+}
+
 static void work(struct kvq_pool *pool, struct worker *w)
 {
-    uint32_t item;
-    while ((item = atomic_fetch_add(&pool->next, 1)) < pool->n_items)
+    for (;;) {
+        unsigned long long claim = atomic_fetch_add(&pool->claims, 1);
+        uint32_t item = (uint32_t)claim;
+        if (item >= claim >> 32)
+            return;
         pool->fn(pool->ctx, item, w->workspace);
+        finish_item(pool);
+    }
 }
 
 static void sleep_until_new(struct kvq_pool *pool, unsigned seen)
@@ -77,15 +96,6 @@ static void sleep_until_new(struct kvq_pool *pool, unsigned seen)
     while (atomic_load(&pool->generation) == seen)
         pthread_cond_wait(&pool->wake, &pool->lock);
     atomic_fetch_sub(&pool->sleepers, 1);
-    pthread_mutex_unlock(&pool->lock);
-}
-
-static void finish_job(struct kvq_pool *pool)
-{
-    if (atomic_fetch_sub(&pool->busy, 1) != 1 || !atomic_load(&pool->caller_sleeps))
-        return;
-    pthread_mutex_lock(&pool->lock);
-    pthread_cond_signal(&pool->done);
     pthread_mutex_unlock(&pool->lock);
 }
 
@@ -107,11 +117,10 @@ static void *run_worker(void *arg)
             relax();
         if (atomic_load(&pool->generation) == seen)
             sleep_until_new(pool, seen);
-        seen++;
+        seen = atomic_load(&pool->generation);
         if (atomic_load(&pool->stop))
             return NULL;
         work(pool, w);
-        finish_job(pool);
     }
 }
 
@@ -127,13 +136,13 @@ static void raise_generation(struct kvq_pool *pool)
 
 static void wait_until_done(struct kvq_pool *pool)
 {
-    for (int i = 0; i < SPINS && atomic_load(&pool->busy); i++)
+    for (int i = 0; i < SPINS && atomic_load(&pool->left); i++)
         relax();
-    if (atomic_load(&pool->busy) == 0)
+    if (atomic_load(&pool->left) == 0)
         return;
     pthread_mutex_lock(&pool->lock);
     atomic_store(&pool->caller_sleeps, true);
-    while (atomic_load(&pool->busy))
+    while (atomic_load(&pool->left))
         pthread_cond_wait(&pool->done, &pool->lock);
     atomic_store(&pool->caller_sleeps, false);
     pthread_mutex_unlock(&pool->lock);
@@ -141,12 +150,12 @@ static void wait_until_done(struct kvq_pool *pool)
 
 void kvq_pool_run(struct kvq_pool *pool, kvq_pool_fn *fn, void *ctx, uint32_t n_items)
 {
+    assert(atomic_load(&pool->left) == 0);
     pool->fn = fn;
     pool->ctx = ctx;
-    pool->n_items = n_items;
-    atomic_store(&pool->next, 0);
-    atomic_store(&pool->busy, pool->started);
-    if (pool->started)
+    atomic_store(&pool->left, n_items);
+    atomic_store(&pool->claims, (unsigned long long)n_items << 32);
+    if (pool->started && n_items > 1)
         raise_generation(pool);
     work(pool, &pool->workers[0]);
     wait_until_done(pool);
