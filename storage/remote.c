@@ -7,7 +7,6 @@
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <ini.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -93,11 +92,11 @@ static void take_key(struct keys_reader *r, char *to, size_t size, const char *v
     memcpy(to, value, strlen(value) + 1);
 }
 
-static int on_key(void *context, const char *section, const char *name, const char *value)
+static void take_setting(struct keys_reader *r, const char *section, const char *name,
+                         const char *value)
 {
-    struct keys_reader *r = context;
     if (strcmp(section, r->section) != 0)
-        return 1;
+        return;
     r->found = true;
     if (strcmp(name, "aws_access_key_id") == 0)
         take_key(r, r->keys->id, sizeof r->keys->id, value);
@@ -105,7 +104,38 @@ static int on_key(void *context, const char *section, const char *name, const ch
         take_key(r, r->keys->secret, sizeof r->keys->secret, value);
     else if (strcmp(name, "aws_session_token") == 0)
         take_key(r, r->keys->token, sizeof r->keys->token, value);
-    return 1;
+}
+
+static char *trim(char *s)
+{
+    s += strspn(s, " \t\r");
+    for (char *end = s + strlen(s); end > s && strchr(" \t\r", end[-1]); end--)
+        end[-1] = '\0';
+    return s;
+}
+
+// Takes the content apart, in place. 0, or the number of a line that says nothing. (inih's lines
+// have 199 bytes at most; a session token has hundreds.)
+static int take_settings(struct keys_reader *r, char *content)
+{
+    const char *section = "";
+    int number = 1;
+    for (char *line; (line = strsep(&content, "\n")); number++) {
+        line = trim(line);
+        char *end = line + strlen(line), *value = strchr(line, '=');
+        if (*line == '\0' || *line == '#' || *line == ';')
+            continue;
+        if (*line == '[' && end[-1] == ']') {
+            end[-1] = '\0';
+            section = trim(line + 1);
+        } else if (*line == '[' || !value) {
+            return number;
+        } else {
+            *value = '\0';
+            take_setting(r, section, trim(line), trim(value + 1));
+        }
+    }
+    return 0;
 }
 
 // The whole file with a NUL behind, or a code.
@@ -148,7 +178,7 @@ static int keys_from_file(const char *file, const char *section, struct kvq_remo
     int rc = read_keys_file(file, &content, text, n);
     if (rc != 0)
         goto out;
-    int line = ini_parse_string(content, on_key, &r);
+    int line = take_settings(&r, content);
     if (line > 0)
         rc = complain(text, n, KVQ_E_INVALID, "%s: line %d is neither [SECTION] nor NAME = VALUE",
                       file, line);

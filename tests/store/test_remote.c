@@ -560,6 +560,12 @@ static void keys_come_from_files_and_variables(void **state)
     assert_int_equal(load(good, 0600, &keys), 0);
     assert_string_equal(keys.id, "ID");
     assert_string_equal(keys.secret, "S/+=x");
+    char token[1001], with_token[1200];
+    memset(token, 'T', sizeof token - 1);
+    memcpy(token + sizeof token - 3, "==", 3); // as base64 ends
+    snprintf(with_token, sizeof with_token, "; of a role\n%saws_session_token=%s\r\n", good, token);
+    assert_int_equal(load(with_token, 0600, &keys), 0);
+    assert_string_equal(keys.token, token);
     assert_int_equal(load(good, 0644, &keys), KVQ_E_PERMISSION);
     says("chmod 600");
     assert_int_equal(load("[other]\n", 0600, &keys), KVQ_E_INVALID);
