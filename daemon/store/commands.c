@@ -9,6 +9,7 @@
 #include "daemon/commands/dispatch.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
+#include "proto/sync.h"
 
 enum { DEAD_PERCENT = 30, COMPACT_BYTES = 256 << 20 };
 
@@ -116,10 +117,19 @@ static void tell_store_status(struct kvq__task *t)
     storage_reply(t);
 }
 
+// A daemon that ends does not wait until all of the store has been read. Any thread.
+static int look_for_end(void *context, uint64_t done, uint64_t all)
+{
+    const struct kvq__jobs *jobs = context;
+    (void)done;
+    (void)all;
+    return kvq_word_load(&jobs->stopping) != 0;
+}
+
 static void verify_store(struct kvq__task *t)
 {
     struct kvq_store_verified v;
-    int rc = kvq_store_verify(t->jobs->store, NULL, NULL, &v, t->text, sizeof t->text);
+    int rc = kvq_store_verify(t->jobs->store, look_for_end, t->jobs, &v, t->text, sizeof t->text);
     Kvq__StorageReply *r = rc == 0 ? storage_reply(t) : NULL;
     t->rc = rc ? rc : t->rc;
     if (!r)
@@ -132,28 +142,44 @@ static void verify_store(struct kvq__task *t)
     r->text = kvq_arena_text(t->arena, v.text);
 }
 
-static void tidy_store(struct kvq__task *t)
+// One pass: for a large store compaction takes many.
+static void tidy_pass(struct kvq__task *t)
 {
-    struct kvq_store_freed freed = {0}, all = {0};
     const Kvq__Storage *ask = t->request->storage;
-    bool compact = ask->action == KVQ__STORAGE_ACTION__STORAGE_COMPACT;
     uint32_t percent = ask->dead_percent ? ask->dead_percent : DEAD_PERCENT;
-    int rc;
-    do {
-        rc = compact ? kvq_store_compact(t->jobs->store, COMPACT_BYTES, percent, &freed, t->text,
-                                         sizeof t->text)
-                     : kvq_store_gc(t->jobs->store, &freed, t->text, sizeof t->text);
-        all.segments += freed.segments;
-        all.bytes += freed.bytes;
-        all.moved += freed.moved;
-    } while (rc == 0 && freed.more);
-    Kvq__StorageReply *r = rc == 0 ? storage_reply(t) : NULL;
-    t->rc = rc ? rc : t->rc;
+    t->rc = ask->action == KVQ__STORAGE_ACTION__STORAGE_COMPACT
+                ? kvq_store_compact(t->jobs->store, COMPACT_BYTES, percent, t->freed, t->text,
+                                    sizeof t->text)
+                : kvq_store_gc(t->jobs->store, t->freed, t->text, sizeof t->text);
+}
+
+static void tell_freed(struct kvq__task *t)
+{
+    Kvq__StorageReply *r = storage_reply(t);
     if (!r)
         return;
-    r->freed_segments = all.segments;
-    r->freed_bytes = all.bytes;
-    r->moved_bytes = all.moved;
+    r->freed_segments = t->freed->segments;
+    r->freed_bytes = t->freed->bytes;
+    r->moved_bytes = t->freed->moved;
+}
+
+// Saves have their turn between two passes, and a daemon that ends waits for one pass alone.
+static void tidy_store(struct kvq__task *t)
+{
+    struct kvq_store_freed all = {0}, pass = {.more = true};
+    while (t->rc == 0 && pass.more && !t->jobs->ended && !t->jobs->draining) {
+        t->freed = &pass;
+        kvq__task_take_turn(t);
+        kvq__task_at_work(t, tidy_pass);
+        kvq__task_end_turn(t);
+        all.segments += pass.segments;
+        all.bytes += pass.bytes;
+        all.moved += pass.moved;
+    }
+    t->freed = &all;
+    if (t->rc == 0)
+        kvq__task_at_work(t, tell_freed);
+    t->freed = NULL;
 }
 
 static void run_storage(struct kvq__task *t)
@@ -167,8 +193,7 @@ static void run_storage(struct kvq__task *t)
     case KVQ__STORAGE_ACTION__STORAGE_COMPACT:
         if (t->request->storage->action == KVQ__STORAGE_ACTION__STORAGE_GC)
             t->doing = "removing empty segments";
-        kvq__task_take_turn(t);
-        kvq__task_at_work(t, tidy_store);
+        tidy_store(t);
         break;
     default:
         kvq__task_at_work(t, tell_store_status);

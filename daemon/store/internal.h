@@ -61,6 +61,7 @@ struct kvq__jobs {
 
     struct kvq__mail unsaved_mail; // at the poller while asking
     bool asking, draining, drain_begun;
+    uint32_t stopping; // a word: `ended`, for other threads
     uint32_t n_unsaved;
     struct kvq__unsaved unsaved[KVQ__UNSAVED_BATCH];
     uint32_t which;

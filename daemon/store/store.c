@@ -13,6 +13,7 @@
 #include "daemon/runtime/events.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
+#include "proto/sync.h"
 
 enum { TICK_MS = 500 };
 
@@ -185,6 +186,7 @@ void kvq__jobs_end(struct kvq__jobs *jobs)
     if (!jobs || jobs->ended)
         return;
     jobs->ended = true;
+    kvq_word_store(&jobs->stopping, 1);
     kvq__jobs_stop_orders(jobs);
     kvq__transfers_stop(jobs);
     if (jobs->timers)

@@ -33,6 +33,7 @@ struct kvq__loading;
 struct kvq__transfer;
 struct kvq__prefix_ask;
 struct kvq_store_space;
+struct kvq_store_freed;
 
 // A command that has to do with the store, embedded by who gives it; or the store jobs' own save.
 struct kvq__task {
@@ -85,6 +86,7 @@ struct kvq__task {
     struct kvq__change *change;       // of the configuration
     struct kvq_store_space *spaces;   // what namespaces have on disk now
     size_t n_spaces;
+    struct kvq_store_freed *freed; // of a pass over the store, and whether there is more to do
 };
 
 // How long what has ended well took, from when it was asked for.
