@@ -477,6 +477,7 @@ void kvq__server_close(struct kvq__server *server)
         kvq__attach_end_all(server->attach);
     }
     kvq__jobs_end(server->jobs);
+    kvq__control_hush(server->control);
     kvq__http_end(server->http);
     kvq__service_end(server->service);
     while (!all_back(server))

@@ -79,7 +79,7 @@ struct kvq__control {
     uv_prepare_t prepare;
     uv_check_t check;
     uv_idle_t idle;
-    bool open;
+    bool open, ending; // ending: no more messages are taken
     struct kvq_log_budget log_budget, audit_budget;
 
     // The request under way.
@@ -441,7 +441,8 @@ static bool any_readable(const struct kvq__control *c)
 static void drain_control(struct kvq__control *c)
 {
     uint32_t quiet = 0; // so many in a row had none
-    for (int taken = 0; taken < DRAIN && quiet < KVQ__FRONT_MOST && c->open && !c->busy;) {
+    for (int taken = 0;
+         taken < DRAIN && quiet < KVQ__FRONT_MOST && c->open && !c->ending && !c->busy;) {
         const struct back *b = c->backs[c->turn];
         c->turn = (c->turn + 1) % KVQ__FRONT_MOST;
         bool got = b && receive(c, b);
@@ -459,7 +460,7 @@ static void on_prepare(uv_prepare_t *handle)
 {
     struct kvq__control *c = handle->data;
     kvq__keys_look(c->keys);
-    if (!c->busy && any_readable(c))
+    if (!c->busy && !c->ending && any_readable(c))
         uv_idle_start(&c->idle, on_idle);
     else
         uv_idle_stop(&c->idle);
@@ -681,6 +682,12 @@ int kvq__control_open(struct kvq__server *server, struct kvq__control **out, cha
     uv_check_start(&c->check, on_check);
     c->open = true;
     return 0;
+}
+
+void kvq__control_hush(struct kvq__control *c)
+{
+    if (c)
+        c->ending = true;
 }
 
 void kvq__control_end(struct kvq__control *c)

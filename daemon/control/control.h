@@ -7,6 +7,8 @@
 #include "daemon/runtime/server.h"
 
 int kvq__control_open(struct kvq__server *server, struct kvq__control **control, char *text);
+// Takes no more messages, so that it becomes idle whoever goes on asking. NULL is fine.
+void kvq__control_hush(struct kvq__control *control);
 // Stops listening and closes its handles in the loop.
 void kvq__control_end(struct kvq__control *control);
 // Whether a connection that has asked for the daemon's end, or how far it is, is still there.
