@@ -37,7 +37,8 @@ quietly() {
 : >$log
 . tools/deps.sh
 kvq_install_packages deb >&2
-rm -f "$out"/*.deb
+rm -f "$out"/kvqd_*.deb "$out"/kvq-tools_*.deb "$out"/libkvq0_*.deb "$out"/libkvq-dev_*.deb \
+    "$out"/python3-kvq_*.deb
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct 2>/dev/null || echo 1767225600)
 export SOURCE_DATE_EPOCH
 quietly cmake --preset deb -U KVQ_DEB_VERSION ${version:+"-DKVQ_DEB_VERSION=$version"}
