@@ -180,5 +180,5 @@ int main(int argc, char **argv)
     ctl.runtime_dir = kvq__ctl_runtime_dir(ctl.runtime_dir);
     result = run_command(&ctl, argv + first, argc - first, asked.help);
     kvq__transport_close(&ctl.transport);
-    return fflush(stdout) == 0 ? result : KVQ_EXIT_FAILED;
+    return fflush(stdout) == 0 && !ferror(stdout) ? result : KVQ_EXIT_FAILED;
 }

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commands about sessions on disk: save, restore, export, import, and the store they are in.
 #include <errno.h>
+#include <grp.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "proto/status.h"
@@ -273,9 +275,23 @@ static int print_verified(const struct kvq__ctl *ctl, const Kvq__StorageReply *r
     return bad ? KVQ_EXIT_PROBLEM : KVQ_EXIT_OK;
 }
 
+// As root, works on as the folder's owner: opening a store may mend it, and its daemon has to be
+// able to open what is made. *folder becomes the way there, which the owner may not have.
+static int act_as_owner(const char **folder)
+{
+    struct stat st;
+    if (geteuid() != 0 || stat(*folder, &st) != 0 || st.st_uid == 0)
+        return 0;
+    if (chdir(*folder) || setgroups(0, NULL) || setegid(st.st_gid) || seteuid(st.st_uid))
+        return -1;
+    *folder = ".";
+    return 0;
+}
+
 // Without a daemon.
 static int verify_offline(struct kvq__ctl *ctl)
 {
+    const char *folder = ctl->offline;
     struct kvq_store *store;
     struct kvq_store_report report;
     struct kvq_store_verified v;
@@ -283,7 +299,12 @@ static int verify_offline(struct kvq__ctl *ctl)
     char text[KVQ_TEXT_BYTES] = "";
     Kvq__StorageReply r = KVQ__STORAGE_REPLY__INIT;
     const struct kvq_store_options options = {.existing_only = true};
-    int rc = kvq_store_open(ctl->offline, &options, &store, &report, text, sizeof text);
+    if (act_as_owner(&folder)) {
+        fprintf(stderr, "kvqctl: cannot look at %s as its owner: %s\n", ctl->offline,
+                strerror(errno));
+        return KVQ_EXIT_FAILED;
+    }
+    int rc = kvq_store_open(folder, &options, &store, &report, text, sizeof text);
     if (rc < 0)
         return kvq__ctl_refused(rc, text);
     if (report.text[0])
