@@ -400,7 +400,9 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
         p->ended++;
         break;
     case KVQ__PORT_WAIT:
-        if (port->seen_ended == p->ended && p->now < port->retry_ns)
+        if (port->member->broken)
+            kvq__queue_ending(port->queue); // its client goes when nothing of it is left
+        else if (!port->closing && port->seen_ended == p->ended && p->now < port->retry_ns)
             return false;
         break;
     case KVQ__PORT_GPU:

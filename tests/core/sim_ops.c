@@ -165,11 +165,13 @@ static int predict_attend(struct actor *a, uint32_t i)
     return 0;
 }
 
-// Whether another client's page table shows more than so many tokens.
-static bool is_shown(const struct sim *sim, const struct actor *a, const struct track *t,
-                     uint64_t tokens)
+// Whether the page table of another handle than the entry's shows more than so many tokens.
+static bool is_shown(const struct sim *sim, const struct actor *a, uint32_t i,
+                     const struct track *t, uint64_t tokens)
 {
-    return kvq__tables_need(find_session(sim, t->id), a->member.client, tokens);
+    struct kvq__handle *h;
+    int rc = kvq__handle_get(a->member.client, a->entries[i].handle, &h);
+    return kvq__tables_need(find_session(sim, t->id), rc ? NULL : h->table, tokens);
 }
 
 static int predict_back(const struct sim *sim, struct actor *a, uint32_t i, uint32_t back)
@@ -181,7 +183,7 @@ static int predict_back(const struct sim *sim, struct actor *a, uint32_t i, uint
     if (p->track->stepper)
         return KVQ_E_BUSY;
     if (back <= p->past - p->track->model.floor)
-        return is_shown(sim, a, p->track, p->past - back) ? KVQ_E_BUSY : 0;
+        return is_shown(sim, a, i, p->track, p->past - back) ? KVQ_E_BUSY : 0;
     p->value = p->track->model.floor;
     return KVQ_E_ROLLBACK;
 }

@@ -215,6 +215,30 @@ static void test_flag(void **state)
     assert_int_equal(evicted(), 0);
 }
 
+// A queue that its client closes, or that goes with its client, does not wait on.
+static void test_ending(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        kvq__session_ref(kit_of(&m, handles[i]));
+    }
+    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
+    r.step = 9;
+    r.flags = KVQ_REQ_WAIT_ROOM;
+    r.deadline_ns = UINT64_MAX;
+    assert_int_equal(kit_request(&other, &r, &e), 1);
+    assert_int_equal(again(&other), 1);
+    kvq__queue_ending(other.queue);
+    assert_int_equal(again(&other), KVQ_E_CANCELLED);
+    assert_true(TAILQ_EMPTY(&kit.core->waiters));
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_unref(kit_of(&m, handles[i]));
+    core_check(kit.core);
+}
+
 // ---- Turns, and what nobody waits for for ever ----
 
 // The one that came first has the first turn, and smaller ones pass it by when it finds no room.
@@ -611,6 +635,7 @@ int main(void)
         SAVES(test_in_vain),
         SAVES(test_too_young),
         SAVES(test_flag),
+        SAVES(test_ending),
         SAVES(test_order),
         SAVES(test_each_other),
         SAVES(test_half_begun),

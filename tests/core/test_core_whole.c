@@ -460,6 +460,21 @@ static void test_readers(void **state)
     member_close(&reader);
 }
 
+// Another handle of the writer's own client is another reader as well: two threads have them.
+static void test_own_reader(void **state)
+{
+    struct mapping map;
+    (void)state;
+    uint64_t one = open_named(&m, "one", 64, 0);
+    assert_int_equal(kit_whole(&m, one, 200, HEADS, DIM), 0);
+    uint64_t seen = open_named(&m, "one", 64, KVQ__OPEN_READ_ONLY | KVQ__OPEN_MUST_EXIST);
+    open_map(&m, seen, &map);
+    struct kvq_entry_wire e = {.handle = one, .position = 200, .list_token = 10};
+    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), KVQ_E_BUSY);
+    close_map(&map);
+    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+}
+
 // The writer goes on while a reader's request packs, so far that more is due to be packed, and that
 // the table has no room for it: the table shows what the request has packed for, and no more, and
 // what that reads stays there.
@@ -673,6 +688,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_back_and_forth, setup, teardown),
         cmocka_unit_test_setup_teardown(test_leases, setup, teardown),
         cmocka_unit_test_setup_teardown(test_readers, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_own_reader, setup, teardown),
         cmocka_unit_test_setup_teardown(test_overtaken, setup, teardown),
         cmocka_unit_test_setup_teardown(test_extents_stay, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),

@@ -446,7 +446,7 @@ static enum kvq__progress undo_on(struct kvq__queue *q)
     q->cloning = q->undoing = false;
     kvq__request_release(q);
     kvq__flight_end(q->core, &q->flight);
-    return q->client->gone ? kvq__request_end(q, KVQ_E_CANCELLED) : KVQ__WAIT;
+    return q->client->gone || q->ending ? kvq__request_end(q, KVQ_E_CANCELLED) : KVQ__WAIT;
 }
 
 // Checks an entry's session again: it is held, but may have changed since the request began.
@@ -468,7 +468,7 @@ enum kvq__progress kvq__fork_on(struct kvq__queue *q)
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
     uint64_t work = 0;
     assert(q->cloning && q->cloned <= q->header.count);
-    q->undoing |= q->client->gone;
+    q->undoing |= q->client->gone || q->ending;
     if (q->undoing)
         return undo_on(q);
     for (; q->cloned < q->header.count; q->cloned++) {

@@ -682,7 +682,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
 {
     assert(!q->running && !q->stream);
     kvq__request_release(q);
-    if (q->client->gone)
+    if (q->client->gone || q->ending)
         return kvq__request_end(q, KVQ_E_CANCELLED);
     if (q->header.deadline_ns && q->core->now > q->header.deadline_ns)
         return kvq__request_end(q, KVQ_E_DEADLINE);

@@ -179,6 +179,7 @@ struct kvq__queue {
     struct kvq__flight flight;
     struct kvq__job job;
     bool busy, running; // running: passes are under way
+    bool ending;        // closed, or its client is going: nothing waits any more
     enum kvq__gpu_wait gpu_wait;
     struct kvq__gpu *gpu;            // that the wave is for; NULL: the host
     struct kvq__work_stream *stream; // with an open chunk, which is the arena then

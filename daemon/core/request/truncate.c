@@ -23,7 +23,8 @@ static int check_change(struct kvq__queue *q, uint32_t i, uint64_t back)
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     if (back > s->tokens - s->floor)
         return kvq__entry_fail(q, i, KVQ_E_ROLLBACK, s->floor);
-    if (kvq__tables_need(s, q->client, s->tokens - back)) // others read those tokens where they are
+    if (kvq__tables_need(s, q->work[i].handle->table,
+                         s->tokens - back)) // others read where they are
         return kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
     return 0;
 }

@@ -67,6 +67,7 @@ int kvq__queue_events(struct kvq__queue *q, struct kvq__gpu *gpu, const struct k
 // it needs no driver, which another thread's call may hold until the stream goes on.
 void kvq__queue_ending(struct kvq__queue *q)
 {
+    q->ending = true;
     if (!q->timeline.gpu || q->timeline.events || kvq__queue_gpu_idle(q))
         return;
     kvq_word64_store_release(q->timeline.ready_here, INT64_MAX);

@@ -189,11 +189,11 @@ void kvq__tables_dirty(struct kvq__session *s, uint32_t page)
                 t->layers[i].settled = page;
 }
 
-bool kvq__tables_need(const struct kvq__session *s, const struct kvq__client *but, uint64_t tokens)
+bool kvq__tables_need(const struct kvq__session *s, const struct kvq__table *but, uint64_t tokens)
 {
     const struct kvq__table *t;
     LIST_FOREACH (t, &s->tables, session_link)
-        if (t->client != but && t->tokens > tokens)
+        if (t != but && t->tokens > tokens)
             return true;
     return false;
 }

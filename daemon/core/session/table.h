@@ -61,7 +61,7 @@ void kvq__table_unuse(struct kvq__table *t); // a request that used it has ended
 // From this page on the session may have other blocks: the next publication writes these entries.
 void kvq__tables_dirty(struct kvq__session *s, uint32_t page);
 // Whether a table of another client than `but` shows more than so many tokens.
-bool kvq__tables_need(const struct kvq__session *s, const struct kvq__client *but, uint64_t tokens);
+bool kvq__tables_need(const struct kvq__session *s, const struct kvq__table *but, uint64_t tokens);
 void kvq__tables_orphan(struct kvq__session *s);    // the session ends
 void kvq__tables_close(struct kvq__client *client); // the client is gone
 
