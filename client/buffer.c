@@ -363,15 +363,14 @@ size_t kvq_buffer_size(const kvq_buffer *buffer)
     return buffer ? buffer->bytes : 0;
 }
 
-static int ask_to_close(kvq_buffer *b)
+static int ask_to_close(kvq_buffer *b, uint32_t patience_ms)
 {
-    enum { LEAST_MS = 1000 }; // so that asking again does not fill the connection
     kvq_client *client = b->client;
     Kvq__CloseBuffer message = KVQ__CLOSE_BUFFER__INIT;
     struct kvq__call call = {
         .request = KVQ__REQUEST__INIT, .send_fd = -1, .what = "closing a buffer"};
     message.buffer = b->id;
-    call.patience_ms = client->timeout_ms > LEAST_MS ? client->timeout_ms : LEAST_MS;
+    call.patience_ms = patience_ms;
     call.request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
     call.request.close_buffer = &message;
     pthread_mutex_lock(&client->control);
@@ -387,9 +386,13 @@ void kvq_buffer_close(kvq_buffer **buffer)
     kvq_buffer *b = buffer ? *buffer : NULL;
     if (!b)
         return;
-    int rc = b->id ? ask_to_close(b) : KVQ_OK;
-    while (rc == KVQ_E_DEADLINE)
-        rc = ask_to_close(b);
+    enum { LEAST_MS = 1000, MOST_MS = 600000 }; // a daemon that is busy reads none of the questions
+    uint32_t patience = b->client->timeout_ms > LEAST_MS ? b->client->timeout_ms : LEAST_MS;
+    int rc = b->id ? ask_to_close(b, patience) : KVQ_OK;
+    while (rc == KVQ_E_DEADLINE) {
+        patience = patience < MOST_MS / 2 ? 2 * patience : MOST_MS;
+        rc = ask_to_close(b, patience);
+    }
     kvq__buffer_free(b);
     *buffer = NULL;
 }

@@ -203,8 +203,12 @@ void kvq__socket_finish(int fd, uint32_t timeout_ms)
     bool lost;
     assert(fd >= 0);
     shutdown(fd, SHUT_WR);
-    while (kvq__socket_receive(fd, rest, sizeof rest, &n, fds, &n_fds, &lost, deadline) == KVQ_OK)
-        kvq__close_fds(fds, n_fds);
+    int rc;
+    do { // late replies, which are longer than there is room here
+        rc = kvq__socket_receive(fd, rest, sizeof rest, &n, fds, &n_fds, &lost, deadline);
+        if (rc == KVQ_OK)
+            kvq__close_fds(fds, n_fds);
+    } while (rc == KVQ_OK || rc == KVQ_E_PROTOCOL);
 }
 
 int kvq__check_memfd(int memfd, size_t bytes, const char *what)

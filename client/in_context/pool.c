@@ -244,7 +244,8 @@ static int map_more(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
     *more = false;
     int rc = kvq__exchange(client, &call);
     if (rc) {
-        pool->broken |= rc == KVQ_E_SYSTEM; // the descriptors came, and were lost
+        // The daemon may have told us of extents whose descriptors were lost, or came too late.
+        pool->broken |= rc == KVQ_E_SYSTEM || rc == KVQ_E_DEADLINE || rc == KVQ_E_PROTOCOL;
         return rc;
     }
     rc = map_packet(pool, &call);

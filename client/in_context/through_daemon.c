@@ -233,7 +233,8 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
     if (rc == KVQ_OK) {
         batch_take(&b, entries);
         for (uint32_t j = 0; j < b.n; j++)
-            kvq__local_find(local, b.entries[j].session)->in_step = false;
+            if (b.entries[j].status == KVQ_OK) // others are still in the step there
+                kvq__local_find(local, b.entries[j].session)->in_step = false;
         abort_others(local);
     }
     if (rc == KVQ_OK && failed)

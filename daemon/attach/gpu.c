@@ -99,6 +99,7 @@ struct kvq__region *kvq__region_new_on(struct kvq__connection *c, uint64_t bytes
     region->gpu = gpu;
     if (spare) {
         region->piece = spare->piece;
+        region->shared = true; // its client may have it mapped still
         LIST_REMOVE(spare, link);
         free(spare);
     }

@@ -267,7 +267,7 @@ static void test_buffers_that_are_in_use(void **unused)
     kvq_buffer_close(&buffer);
     assert_null(buffer);
     assert_int_equal(fake_closes(daemon), 3);
-    expect_text("within 1000 ms");
+    expect_text("within 2000 ms");
     kvq_disconnect(&client);
     fake_stop(&daemon);
     assert_int_equal(client_fds(), before);
