@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from ctypes import byref, c_void_p
 from typing import Any, Dict, Optional, SupportsIndex, Tuple, cast
@@ -78,15 +79,17 @@ class Buffer:
         self.nbytes = nbytes
         self.pointer = c_void_p()
         self._used = 0
+        self._closing = threading.Lock()
         self._memory: Any
-        if daemon_made:
-            client.control(lib.kvq_buffer_create, nbytes, byref(self.pointer))
-            self.address = lib.kvq_buffer_data(self.pointer)
-            self._memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
-        else:
-            self._import(memfd, offset)
         self._daemon_made = daemon_made
-        client._buffers.append(self)
+        with client._gate:
+            if daemon_made:
+                client.control(lib.kvq_buffer_create, nbytes, byref(self.pointer))
+                self.address = lib.kvq_buffer_data(self.pointer)
+                self._memory = (ctypes.c_uint8 * nbytes).from_address(self.address)
+            else:
+                self._import(memfd, offset)
+            client._buffers.append(self)
 
     # The mapping is Python's own here, so arrays stay valid after the buffer is closed.
     def _import(self, memfd, offset):
@@ -197,7 +200,9 @@ class Buffer:
         """
         if not self.pointer:
             return
-        with self.client._gate:
+        with self.client._gate, self._closing:
+            if not self.pointer:  # another thread was first
+                return
             if self._daemon_made:
                 self._let_go()
             lib.kvq_buffer_close(byref(self.pointer))

@@ -6,6 +6,7 @@ stride, dtype and is_contiguous. PyTorch itself is not needed here.
 """
 from __future__ import annotations
 
+import threading
 from ctypes import byref, c_void_p
 from typing import Optional, SupportsIndex
 
@@ -28,14 +29,18 @@ class DeviceBuffer:
         self.nbytes = nbytes = integer("nbytes", nbytes, 62)
         self.pointer = c_void_p()
         self._keep = tensor  # its memory must stay while the daemon has it
-        if tensor is None:
-            client.control(lib.kvq_buffer_create_on, text("gpu", gpu), nbytes, byref(self.pointer))
-        else:
-            if not tensor.is_contiguous():
-                raise ValueError("a tensor to be imported must be contiguous")
-            client.control(lib.kvq_buffer_import, tensor.data_ptr(), nbytes, byref(self.pointer))
-        self.address = lib.kvq_buffer_device(self.pointer)
-        client._device_buffers.append(self)
+        self._closing = threading.Lock()
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError("a tensor to be imported must be contiguous")
+        with client._gate:
+            if tensor is None:
+                client.control(lib.kvq_buffer_create_on, text("gpu", gpu), nbytes,
+                               byref(self.pointer))
+            else:
+                client.control(lib.kvq_buffer_import, tensor.data_ptr(), nbytes,
+                               byref(self.pointer))
+            self.address = lib.kvq_buffer_device(self.pointer)
+            client._device_buffers.append(self)
 
     def contains(self, tensor: CudaTensor) -> bool:
         """Whether all of a tensor, of any shape and dtype, lies in this buffer, which is open."""
@@ -62,8 +67,10 @@ class DeviceBuffer:
 
     def close(self) -> None:
         """Unregisters it; waits until nothing in flight uses it."""
-        if self.pointer:
-            with self.client._gate:
+        if not self.pointer:
+            return
+        with self.client._gate, self._closing:
+            if self.pointer:
                 lib.kvq_buffer_close(byref(self.pointer))
                 self.client._device_buffers.remove(self)
                 self._forget()

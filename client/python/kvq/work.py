@@ -105,8 +105,9 @@ class Queue:
         self._staging: Optional[Buffer] = None
         self._locals: List[kvq.Local] = []
         self._tickets: List[Ticket] = []  # open ones: the library writes to their entries
-        client.control(lib.kvq_queue_open, byref(self.pointer))
-        client._queues.append(self)
+        with client._gate:
+            client.control(lib.kvq_queue_open, byref(self.pointer))
+            client._queues.append(self)
 
     def close(self) -> None:
         """Closes its Locals, too."""
