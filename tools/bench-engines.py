@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Times whole models at full caches: a token at a time, by turns, in the engines people run.
+"""Times whole models at full caches: a few tokens at a time, by turns, in the engines people run.
 
 Each engine is a process of its own with one model of 1.07 billion random weights in bfloat16
-(hidden size 2048, 16 layers, 32 query and 8 KV heads of 128). In a round each row decodes a token,
-one row after the other, so that all see the same machine. Rows that cannot be measured are named,
-with the reason.
+(hidden size 2048, 16 layers, 32 query and 8 KV heads of 128). In a round each row decodes three
+tokens, of which the last two are timed, one row after the other, so that all see the same machine.
+Rows that cannot be measured are named, with the reason.
 
     tools/bench-engines.py --rows static,dynamic,kvq:kvq2/fast,llama:f16 --tokens 4096,32768
 

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Times prompts in llama.cpp, with and without kvq: tokens a second of a whole model.
+"""Times prompts in an engine, with and without kvq: tokens a second of a whole model.
 
     tools/bench-prompt.py --rows f16,f16/fa,kvq:f16,kvq:kvq2/fast --tokens 8192 --threads 2
+    tools/bench-prompt.py --rows transformers:dynamic,transformers:kvq:kvq2/fast --tokens 4096
 
-The model is that of bench-engines.py. Rows are those of tools/engines/in_llama.py without `llama:`.
-Each runs in a process of its own, decodes the prompt once for each round, 512 tokens at a time, and
-prints how long the pieces took together, and the last one. Rows take turns round by round. Needs
-llama-cpp-python and gguf in the interpreter that runs this, and for rows of kvq the backend of ggml
-(docs/engines.md), kvq's package, and kvqd. kvqd and llama.cpp take KVQ_CPU_MASK from the
-environment.
+The model is that of bench-engines.py. Rows are those of tools/engines/in_llama.py without `llama:`,
+or `transformers:dynamic` and `transformers:kvq:FORMAT[/PATH]`. Each runs in a process of its own
+and takes the prompt once for each round: llama.cpp 512 tokens at a time, transformers in one
+forward. It prints how long the pieces took together, and the last one. Rows take turns round by
+round. Needs llama-cpp-python and gguf, or PyTorch and transformers, in the interpreter that runs
+this, and for rows of kvq its package and kvqd, in llama.cpp the backend of ggml (docs/engines.md),
+too. kvqd and llama.cpp take KVQ_CPU_MASK from the environment.
 """
 import argparse
 import json
@@ -60,8 +62,47 @@ def context_of(api, model, given, row):
     return context
 
 
+def ids_of(tokens):
+    """A prompt."""
+    return [1 + i * 31 % 30000 for i in range(tokens)]
+
+
+def tell(pieces):
+    """The seconds of a round."""
+    print("pieces " + json.dumps(pieces), flush=True)
+
+
+def work_in_transformers(given):
+    """As work() in llama.cpp."""
+    import torch
+    import transformers
+    import in_transformers as engine
+    models = engine.Transformers(given.threads).models
+    name = given.worker.partition(":")[2]
+    over_kvq = name.startswith("kvq:")
+    form, _, path = name.partition("/")
+    ids = torch.tensor([ids_of(given.tokens)])
+    daemon = engine.Daemon(given.threads) if over_kvq else None
+    client = engine.kvq.Client(runtime_dir=daemon.directory) if over_kvq else None
+    model = models.over_kvq if over_kvq else models.reference
+    for _ in sys.stdin:
+        if over_kvq:
+            cache = engine.KvqCache(model, form[4:], client=client, attention=path or "exact",
+                                    max_rollback=0, threads=given.threads)
+        else:
+            cache = transformers.DynamicCache(config=model.config)
+        began = time.perf_counter()
+        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        tell([time.perf_counter() - began])
+        if over_kvq:
+            cache.close()
+    if over_kvq:
+        client.close()
+        daemon.stop()
+
+
 def work(given):
-    """Decodes the prompt for each line of the standard input, and prints the seconds of its
+    """Takes the prompt for each line of the standard input, and prints the seconds of its
     pieces."""
     import llama_cpp as api
     import llama_files
@@ -71,6 +112,7 @@ def work(given):
         daemon = Daemon(given.threads)
         os.environ.update(KVQ_RUNTIME_DIR=daemon.directory, KVQ_LLAMA_FORMAT=kind[4:],
                           KVQ_LLAMA_ATTENTION=path or "exact")
+    ids = ids_of(given.tokens)
     llama_files.load_backends(api)
     api.llama_backend_init()
     model = api.llama_model_load_from_file(given.model.encode(),
@@ -79,13 +121,12 @@ def work(given):
         context, pieces = context_of(api, model, given, given.worker), []
         for at in range(0, given.tokens, AT_ONCE):
             began = time.perf_counter()
-            ids = [1 + (at + i) * 31 % 30000 for i in range(AT_ONCE)]
-            if llama_files.decode(api, context, at, ids):
+            if llama_files.decode(api, context, at, ids[at:at + AT_ONCE]):
                 raise RuntimeError(f"llama.cpp could not decode from position {at} on")
             api.llama_synchronize(context)
             pieces.append(time.perf_counter() - began)
         api.llama_free(context)
-        print("pieces " + json.dumps(pieces), flush=True)
+        tell(pieces)
     if kind.startswith("kvq:"):
         daemon.stop()
 
@@ -124,19 +165,20 @@ def main():
     """Exit status."""
     given = arguments()
     if given.worker:
-        work(given)
+        (work_in_transformers if given.worker.startswith("transformers:") else work)(given)
         return 0
-    import llama_files
     with tempfile.TemporaryDirectory(prefix="kvq-bench-") as folder:
         model = os.path.join(folder, "model.gguf")
-        llama_files.write_model(model)
+        if not given.rows.startswith("transformers:"):
+            import llama_files
+            llama_files.write_model(model)
         rows = [Row(name, given, model) for name in given.rows.split(",")]
         for _ in range(given.rounds):
             for row in rows:
                 row.run()
         for row in rows:
             row.stop()
-    print("| row | tokens a second | times the first row | last 512 tokens, s "
+    print("| row | tokens a second | times the first row | last piece, s "
           "| times the first row |")
     print("|---|---|---|---|---|")
     for row in rows:
