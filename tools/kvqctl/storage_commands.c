@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commands about sessions on disk: save, restore, export, import, and the store they are in.
 #include <errno.h>
+#include <fcntl.h>
 #include <grp.h>
 #include <inttypes.h>
 #include <limits.h>
@@ -284,7 +285,8 @@ static int act_as_owner(const char **folder)
         return 0;
     if (chdir(*folder) || setgroups(0, NULL) || setegid(st.st_gid) || seteuid(st.st_uid))
         return -1;
-    *folder = ".";
+    if (faccessat(AT_FDCWD, *folder, X_OK, AT_EACCESS)) // errors name it, if they can
+        *folder = ".";
     return 0;
 }
 
