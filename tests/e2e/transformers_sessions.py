@@ -308,7 +308,7 @@ class Sessions(Case):
                     first(cache)
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
-                    self.model(ids[:, :200], past_key_values=cache)
+                    self.model(ids[:, :200], **{cache_name(self.model): cache})
             cache = self.cache(self.model, prefix=ids, salt=f"nothing {n}")
             self.assertEqual(cache.get_seq_length(), 0)
 

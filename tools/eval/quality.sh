@@ -19,8 +19,9 @@ fi
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
 out=${KVQ_EVAL_DIR:-$root/build/eval}
-formats=16bit,oscar4,oscar3,kvq2,kvq2/fast,oscar2,oscar2/fast,turboquant4,kivi4,kivi2
-formats=$formats,innerq-hybrid,ott2,kvq2-fm-s0,kvq2-fm-s0/fast,oscar2-fit-s32,kivi2-fit-s32
+formats=16bit,oscar4,oscar4/fast,oscar3,oscar3/fast,kvq2,kvq2/fast,oscar2,oscar2/fast
+formats=$formats,turboquant4,kivi4,kivi4/fast,kivi2,innerq-hybrid,ott2,kvq2-fm-s0
+formats=$formats,kvq2-fm-s0/fast,oscar2-fit-s32,kivi2-fit-s32
 # What the papers' claims compare.
 claims=oscar2-norot-noscale,oscar2-norot,oscar2-noscale,oscar2,oscar2-max,oscar2-mean,kivi2
 claims=$claims,kivi2-g128,ott2,innerq-hybrid,innerq-small,innerq-hybrid-full,innerq-small-full
