@@ -555,8 +555,10 @@ enum kvq__progress kvq__request_continue(struct kvq__queue *queue);
 // Whether all GPU work of the queue's requests has ended, those included that are done and whose
 // completions were published. A queue may be closed only then.
 bool kvq__queue_gpu_idle(const struct kvq__queue *queue);
-// The queue is about to be closed: GPU work of it that waits for its client waits no longer. (With
-// events that is not to be had: it waits until the client's stream goes on, or its process ends.)
+// The queue is about to be closed, or its client is going: a request that waits, for room or for
+// others, ends as cancelled when it is looked at again, and GPU work that waits for the client
+// waits no longer. (With events that is not to be had: it waits until the client's stream goes on,
+// or its process ends.)
 void kvq__queue_ending(struct kvq__queue *queue);
 
 // After KVQ__RUN: what to run; the same job until kvq__request_continue.

@@ -123,7 +123,7 @@ static int look_for_end(void *context, uint64_t done, uint64_t all)
     const struct kvq__jobs *jobs = context;
     (void)done;
     (void)all;
-    return kvq_word_load(&jobs->stopping) != 0;
+    return kvq_word_load(&jobs->ended) != 0;
 }
 
 static void verify_store(struct kvq__task *t)

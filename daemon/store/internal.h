@@ -56,12 +56,12 @@ struct kvq__jobs {
     struct kvq__tasks sleepers; // who wait for time to pass
     uint32_t n_tasks, n_own;    // n_own: of these, the store jobs' own saves
     uv_timer_t alarm, tick;     // alarm: for the sleeper who is first
-    bool timers, ended;
+    bool timers;
+    uint32_t ended; // a word: 1 once the daemon closes, which other threads may look at
     struct kvq__store_times times;
 
     struct kvq__mail unsaved_mail; // at the poller while asking
     bool asking, draining, drain_begun;
-    uint32_t stopping; // a word: `ended`, for other threads
     uint32_t n_unsaved;
     struct kvq__unsaved unsaved[KVQ__UNSAVED_BATCH];
     uint32_t which;

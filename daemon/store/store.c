@@ -185,8 +185,7 @@ void kvq__jobs_end(struct kvq__jobs *jobs)
 {
     if (!jobs || jobs->ended)
         return;
-    jobs->ended = true;
-    kvq_word_store(&jobs->stopping, 1);
+    kvq_word_store(&jobs->ended, 1);
     kvq__jobs_stop_orders(jobs);
     kvq__transfers_stop(jobs);
     if (jobs->timers)

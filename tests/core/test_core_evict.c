@@ -179,14 +179,20 @@ static void test_too_young(void **state)
 
 // ---- Waiting by request ----
 
-static void test_flag(void **state)
+// Sessions that take all the memory, and are not evicted while they are referred to.
+static void hold_all(uint64_t handles[4])
 {
-    uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
         kvq__session_ref(kit_of(&m, handles[i]));
     }
+}
+
+static void test_flag(void **state)
+{
+    uint64_t handles[4];
+    (void)state;
+    hold_all(handles);
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
     r.step = 9;
@@ -220,10 +226,7 @@ static void test_ending(void **state)
 {
     uint64_t handles[4];
     (void)state;
-    for (uint32_t i = 0; i < 4; i++) {
-        handles[i] = fed(&m, "");
-        kvq__session_ref(kit_of(&m, handles[i]));
-    }
+    hold_all(handles);
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
     r.step = 9;

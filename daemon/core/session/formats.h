@@ -13,11 +13,11 @@ const struct kvq__own_format *kvq__own_format(const struct kvq__core *core, cons
 // What a layer's row is under the name of a format. 0 or KVQ_E_FORMAT with a sentence in why.
 int kvq__format_of_layer(const struct kvq__core *core, const char *name, uint32_t layer,
                          struct kvq_format *row, char *why, size_t n);
-// The row that the session's layers point to: the one in the table, or the session's copy. A
-// session has one row for each name. NULL as kvq__ns_allocate.
+// The row that the session's layers point to: the one in the table if it has the same stages, or
+// the session's copy. NULL as kvq__ns_allocate.
 const struct kvq_format *kvq__format_keep(struct kvq__session *session,
                                           const struct kvq_format *row, int *rc);
-// The row of that name in the table or the configuration. NULL = none.
+// The row of that name in the configuration. NULL = none.
 const struct kvq_format *kvq__format_configured(const struct kvq__core *core, const char *name);
 // Gives all layers of a new session the formats of another. 0, or as kvq__ns_allocate.
 int kvq__formats_copy(struct kvq__session *to, const struct kvq__session *from);
