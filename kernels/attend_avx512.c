@@ -21,20 +21,23 @@ struct words {
     __m512i a, b;
 };
 
-// The codes that the 16 values of a nibble stand for: a's are those of even positions, b's of odd.
+// What the 16 values of a nibble stand for, before scale and zero: a's are those of even positions,
+// b's of odd.
 struct codes {
     __m512 a, b;
 };
 
-KVQ__INLINE struct codes codes_of(int bits)
+// Codes stand for themselves, or those of 2 bits for four levels.
+KVQ__INLINE struct codes codes_of(int bits, const float *levels)
 {
-    const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    static const float own[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    __m512 all = _mm512_loadu_ps(own);
     if (bits > 2)
         return (struct codes){all, all};
-    return (struct codes){
-        _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3),
-        _mm512_setr_ps(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
-    };
+    const __m512i two = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+    const __m512i four = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    __m512 x = _mm512_broadcast_f32x4(_mm_loadu_ps(levels ? levels : own));
+    return (struct codes){_mm512_permutexvar_ps(two, x), _mm512_permutexvar_ps(four, x)};
 }
 
 KVQ__INLINE struct words join(__m512i low, __m512i high, int bits)
@@ -101,7 +104,7 @@ KVQ__INLINE void k_nibble(__m512 acc[][2][2], struct words *w, const struct code
 KVQ__INLINE void qk_rows(const struct kvq__codec *c, const uint8_t *group, const struct affine *f,
                          const float *q, const uint8_t *ahead, float *logits, int rows, int bits)
 {
-    const struct codes codes = codes_of(bits);
+    const struct codes codes = codes_of(bits, NULL);
     const uint8_t *low = group + c->layout.k_codes, *high = low + 8 * c->dim;
     uint32_t dim = c->dim;
     __m512 acc[KVQ__TILE4][2][2];
@@ -137,17 +140,28 @@ KVQ__INLINE void qk_rows(const struct kvq__codec *c, const uint8_t *group, const
     }
 }
 
-KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *group, float *logits,
-                          int bits)
+// What is to be read next stands where it does here: norms behind the scales, and scales that stand
+// apart from the group as far from it as these from this one.
+static void fetch_params(const struct kvq__codec *c, const struct kvq_packed *packed,
+                         const uint8_t *ahead)
+{
+    kvq__fetch(ahead + c->layout.k_norms);
+    if (c->layout.k_set)
+        kvq__fetch_lines(ahead + (packed->k_scales - packed->group), (int)c->layout.k_set / 64);
+}
+
+KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                          float *logits, int bits)
 {
     const struct kvq__codec *c = tile->codec;
+    const uint8_t *group = packed->group;
     const float *q = tile->qt;
     const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
     if (ahead)
-        kvq__fetch(ahead + c->layout.k_norms);
+        fetch_params(c, packed, ahead);
     for (uint32_t i = 0; i < c->dim; i += 16) {
-        const uint8_t *scale = group + c->layout.k_scales, *zero = group + c->layout.k_zeros;
+        const uint8_t *scale = packed->k_scales, *zero = packed->k_zeros;
         _mm512_store_ps(f[i / KVQ__SLAB].scale + i % KVQ__SLAB, kvq__load_f16(scale + 2 * i));
         _mm512_store_ps(f[i / KVQ__SLAB].zero + i % KVQ__SLAB, kvq__load_f16(zero + 2 * i));
     }
@@ -174,16 +188,15 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const uint8_t *group, fl
 static void qk_packed_avx512(const struct kvq__tile *tile, const struct kvq_packed *packed,
                              float *logits)
 {
-    const uint8_t *group = packed->group;
     switch (tile->codec->k_bits) {
     case 2:
-        qk_group(tile, group, logits, 2);
+        qk_group(tile, packed, logits, 2);
         break;
     case 3:
-        qk_group(tile, group, logits, 3);
+        qk_group(tile, packed, logits, 3);
         break;
     default:
-        qk_group(tile, group, logits, 4);
+        qk_group(tile, packed, logits, 4);
     }
 }
 
@@ -210,12 +223,19 @@ static inline void add_wide(float *out, __m512 a, __m512 b)
     _mm512_store_ps(out + 16, _mm512_add_ps(_mm512_load_ps(out + 16), y));
 }
 
+// What V's codes are.
+struct how {
+    int bits;
+    const float *levels; // NULL: affine
+};
+
 // Two of the four positions (n: the first or second two) of one slab of 128 channels.
 KVQ__INLINE void pv_half_slab(const uint8_t *low, const uint8_t *high, const struct affine *f,
                               const float *p, const uint8_t *ahead, uint32_t n, float *out,
-                              uint32_t dim, int rows, int bits)
+                              uint32_t dim, int rows, struct how how)
 {
-    const struct codes codes = codes_of(bits);
+    const struct codes codes = codes_of(how.bits, how.levels);
+    const int bits = how.bits;
     __m512 acc[KVQ__TILE4][2][2];
     for (int i = 0; i < rows; i++)
         for (int s = 0; s < 2; s++)
@@ -254,9 +274,10 @@ KVQ__INLINE void pv_half_slab(const uint8_t *low, const uint8_t *high, const str
 
 // head_dim 64: one register a set; positions 2 n and 2 n + 1 belong to channel group n.
 KVQ__INLINE void pv_64(const uint8_t *low, const uint8_t *high, const struct affine *f,
-                       const float *p, const uint8_t *ahead, float *out, int rows, int bits)
+                       const float *p, const uint8_t *ahead, float *out, int rows, struct how how)
 {
-    const struct codes codes = codes_of(bits);
+    const struct codes codes = codes_of(how.bits, how.levels);
+    const int bits = how.bits;
     const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     __m512 acc[KVQ__TILE4][4];
     for (int i = 0; i < rows; i++)
@@ -294,46 +315,58 @@ KVQ__INLINE void pv_64(const uint8_t *low, const uint8_t *high, const struct aff
 }
 
 KVQ__INLINE void pv_rows(const struct kvq__codec *c, const uint8_t *group, const struct affine *f,
-                         const float *p, const uint8_t *ahead, float *out, int rows, int bits)
+                         const float *p, const uint8_t *ahead, float *out, int rows, struct how how)
 {
     const uint8_t *low = group + c->layout.v_codes, *high = low + 8 * c->dim;
     const uint32_t low_slab = KVQ_GROUP_TOKENS * KVQ__SLAB / 4;
-    const uint32_t high_slab = bits == 3 ? low_slab / 2 : low_slab;
+    const uint32_t high_slab = how.bits == 3 ? low_slab / 2 : low_slab;
     if (c->dim == 64) {
-        pv_64(low, high, f, p, ahead, out, rows, bits);
+        pv_64(low, high, f, p, ahead, out, rows, how);
         return;
     }
     for (uint32_t slab = 0; slab < c->dim / KVQ__SLAB; slab++)
         for (uint32_t n = 0; n < 2; n++)
             pv_half_slab(low + slab * low_slab, high + slab * high_slab, &f[slab], p,
-                         n || !ahead ? NULL : ahead + slab * 8 * 64 * (size_t)(bits + 1), n,
-                         out + slab * KVQ__SLAB, c->dim, rows, bits);
+                         n || !ahead ? NULL : ahead + slab * 8 * 64 * (size_t)(how.bits + 1), n,
+                         out + slab * KVQ__SLAB, c->dim, rows, how);
+}
+
+// Scales and zeros for [channel group][token]. Of four levels a token's scale serves all groups.
+KVQ__INLINE void open_v(const struct kvq__codec *c, const uint8_t *group, struct affine *f,
+                        struct how how)
+{
+    for (uint32_t i = 0; i < c->dim; i += KVQ_GROUP_TOKENS) {
+        float *scale = f[i / KVQ__SLAB].scale + i % KVQ__SLAB;
+        float *zero = f[i / KVQ__SLAB].zero + i % KVQ__SLAB;
+        kvq__load_slots(group + c->layout.v_scales + (how.levels ? 0 : 2 * i), scale);
+        if (how.levels)
+            memset(zero, 0, KVQ_GROUP_TOKENS * sizeof *zero);
+        else
+            kvq__load_slots(group + c->layout.v_zeros + 2 * i, zero);
+    }
 }
 
 KVQ__INLINE void pv_group(const struct kvq__tile *tile, const uint8_t *group, const float *p,
-                          int bits)
+                          struct how how)
 {
     const struct kvq__codec *c = tile->codec;
     float *out = tile->ot;
     const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
-    for (uint32_t i = 0; i < c->dim; i += KVQ_GROUP_TOKENS) {
-        kvq__load_slots(group + c->layout.v_scales + 2 * i, f[i / KVQ__SLAB].scale + i % KVQ__SLAB);
-        kvq__load_slots(group + c->layout.v_zeros + 2 * i, f[i / KVQ__SLAB].zero + i % KVQ__SLAB);
-    }
+    open_v(c, group, f, how);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         switch (tile->rows - r) {
         case 1:
-            pv_rows(c, group, f, p, ahead, out, 1, bits);
+            pv_rows(c, group, f, p, ahead, out, 1, how);
             break;
         case 2:
-            pv_rows(c, group, f, p, ahead, out, 2, bits);
+            pv_rows(c, group, f, p, ahead, out, 2, how);
             break;
         case 3:
-            pv_rows(c, group, f, p, ahead, out, 3, bits);
+            pv_rows(c, group, f, p, ahead, out, 3, how);
             break;
         default:
-            pv_rows(c, group, f, p, ahead, out, 4, bits);
+            pv_rows(c, group, f, p, ahead, out, 4, how);
         }
         ahead = NULL;
         p += KVQ__TILE4 * KVQ__LOGITS_STRIDE;
@@ -347,18 +380,25 @@ static void pv_packed_avx512(const struct kvq__tile *tile, const struct kvq_pack
     const uint8_t *group = packed->group;
     switch (tile->codec->v_bits) {
     case 2:
-        pv_group(tile, group, p, 2);
+        pv_group(tile, group, p, (struct how){2, NULL});
         break;
     case 3:
-        pv_group(tile, group, p, 3);
+        pv_group(tile, group, p, (struct how){3, NULL});
         break;
     default:
-        pv_group(tile, group, p, 4);
+        pv_group(tile, group, p, (struct how){4, NULL});
     }
+}
+
+static void pv_four_levels(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                           const float *p)
+{
+    pv_group(tile, packed->group, p, (struct how){2, tile->codec->v.levels});
 }
 
 void kvq__init_avx512_attend(struct kvq_kernels *k)
 {
-    k->qk_packed[KVQ__PER_CHANNEL_32] = qk_packed_avx512;
+    k->qk_packed[KVQ__PER_CHANNEL_32] = k->qk_packed[KVQ__PER_CHANNEL] = qk_packed_avx512;
     k->pv_packed[KVQ__PER_TOKEN_32] = pv_packed_avx512;
+    k->pv_packed[KVQ__FOUR_LEVELS] = pv_four_levels;
 }

@@ -217,7 +217,7 @@ KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
 
 void kvq__bytes_prepare_v(const struct kvq__tile *tile)
 {
-    if (kvq__is_lloyd2(&tile->codec->v))
+    if (tile->codec->v.kind == KVQ__FOUR_LEVELS)
         prepare_lloyd(tile);
     else
         KVQ__BY_DIM(tile->dim, prepare_v(tile, DIM));
@@ -387,7 +387,7 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct kvq_packed 
 
 void kvq__bytes_pv(const struct kvq__tile *tile, const struct kvq_packed *packed, const float *p)
 {
-    if (kvq__is_lloyd2(&tile->codec->v))
+    if (tile->codec->v.kind == KVQ__FOUR_LEVELS)
         pv_group(tile, packed, p, (struct how){2, true});
     else
         KVQ__BY_BITS(tile->codec->v_bits, pv_group(tile, packed, p, (struct how){BITS, false}));

@@ -426,9 +426,13 @@ static enum kvq__kind kind_of(const struct kvq_side *side, uint32_t group)
 {
     if (side->codec == KVQ_CODEC_BOOK)
         return KVQ__BOOK;
-    if (side->codec != KVQ_CODEC_AFFINE || group != 32 || side->bits < 2 || side->bits > 4)
+    if (side->codec == KVQ_CODEC_LLOYD && side->bits == 2 && !side->wide)
+        return KVQ__FOUR_LEVELS;
+    if (side->codec != KVQ_CODEC_AFFINE || side->bits < 2 || side->bits > 4)
         return KVQ__SCALAR;
-    return side->axis == KVQ_PER_CHANNEL ? KVQ__PER_CHANNEL_32 : KVQ__PER_TOKEN_32;
+    if (side->axis == KVQ_PER_CHANNEL)
+        return group == 32 ? KVQ__PER_CHANNEL_32 : KVQ__PER_CHANNEL;
+    return group == 32 ? KVQ__PER_TOKEN_32 : KVQ__SCALAR;
 }
 
 static struct kvq__side side_of(const struct kvq_side *row, uint32_t dim)

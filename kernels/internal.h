@@ -42,7 +42,9 @@ enum kvq__kind {
     KVQ__SCALAR,         // any composition of scalar stages
     KVQ__PER_CHANNEL_32, // affine, 2 to 4 bits, scales and zeros per channel of 32 tokens
     KVQ__PER_TOKEN_32,   // affine, 2 to 4 bits, scales and zeros per token of 32 channels
-    KVQ__BOOK,           // codebooks
+    KVQ__PER_CHANNEL,    // affine, 2 to 4 bits, scales and zeros per channel of 64 or 128 tokens
+    KVQ__FOUR_LEVELS,    // Lloyd-Max of 2 bits, one scale per token
+    KVQ__BOOK,           // codebooks; those before have scalar codecs
     KVQ__KINDS,
 };
 
@@ -69,13 +71,8 @@ struct kvq__codec {
     struct kvq__side k, v;
 };
 
-// Whether V is TurboQuant's of 2 bits: four levels and one scale for each token.
-static inline bool kvq__is_lloyd2(const struct kvq__side *v)
-{
-    return v->row.codec == KVQ_CODEC_LLOYD && v->row.bits == 2 && !v->row.wide;
-}
-
-// Its levels as bytes. The inner ones are 0.2998 of the outer ones; 3 / 10 is near enough.
+// The four levels of Lloyd-Max as bytes. The inner ones are 0.2998 of the outer ones; 3 / 10 is
+// near enough.
 #define KVQ__LLOYD2_TOP 1.5104176f
 enum { KVQ__LLOYD2_INNER = 3, KVQ__LLOYD2_OUTER = 10 };
 
@@ -89,8 +86,8 @@ static inline int kvq__lloyd2_byte(int code)
 // KIVI), or K of 3 bits whose scales stand before a record's groups, with V of four levels (kvq2).
 static inline bool kvq__fits_bytes(const struct kvq__codec *c)
 {
-    if (kvq__is_lloyd2(&c->v))
-        return c->k.row.codec == KVQ_CODEC_AFFINE && c->k_bits == 3 && c->layout.k_set;
+    if (c->v.kind == KVQ__FOUR_LEVELS)
+        return c->k.kind == KVQ__PER_CHANNEL && c->k_bits == 3;
     return c->k.kind == KVQ__PER_CHANNEL_32 && c->v.kind == KVQ__PER_TOKEN_32;
 }
 

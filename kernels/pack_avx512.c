@@ -678,9 +678,8 @@ static void quant_v_avx512(const struct kvq__codec *c, const float *rows, uint8_
 
 void kvq__init_avx512_pack(struct kvq_kernels *k)
 {
-    static const enum kvq__kind scalar[] = {KVQ__SCALAR, KVQ__PER_CHANNEL_32, KVQ__PER_TOKEN_32};
-    for (size_t i = 0; i < sizeof scalar / sizeof *scalar; i++) {
-        k->quant_k[scalar[i]] = quant_k_avx512;
-        k->quant_v[scalar[i]] = quant_v_avx512;
+    for (int kind = KVQ__SCALAR; kind < KVQ__BOOK; kind++) {
+        k->quant_k[kind] = quant_k_avx512;
+        k->quant_v[kind] = quant_v_avx512;
     }
 }

@@ -54,8 +54,15 @@ KVQ__INLINE __m256 value(const struct values *v, __m256i words, int at, int bits
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(code), v->a, v->b);
 }
 
-// What values_of looks up, of n scales and zeros. The order of 2 bits is what a transposition in
-// halves leaves.
+// The tables of eight codes, in the order that a transposition in halves leaves.
+KVQ__INLINE void put_tables(float *params, __m256 *x)
+{
+    kvq__transpose4(x);
+    for (int k = 0; k < 4; k++)
+        _mm256_store_ps(params + 8 * k, x[k]);
+}
+
+// What values_of looks up, of n scales and zeros.
 KVQ__INLINE void open_params(const uint8_t *scales, const uint8_t *zeros, uint32_t n, float *params,
                              int bits)
 {
@@ -65,9 +72,7 @@ KVQ__INLINE void open_params(const uint8_t *scales, const uint8_t *zeros, uint32
             __m256 x[4] = {b};
             for (int code = 1; code < 4; code++)
                 x[code] = _mm256_fmadd_ps(_mm256_set1_ps((float)code), a, b);
-            kvq__transpose4(x);
-            for (int k = 0; k < 4; k++)
-                _mm256_store_ps(params + 4 * i + 8 * k, x[k]);
+            put_tables(params + 4 * i, x);
         } else {
             __m256 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
             _mm256_store_ps(params + 2 * i, _mm256_permute2f128_ps(low, high, 0x20));
@@ -92,8 +97,18 @@ KVQ__INLINE void fetch(const uint8_t *at, int n)
 struct packed {
     const uint8_t *low, *high, *ahead;
     uint32_t dim;
+    uint32_t apart; // V: parameters from one channel group to the next; 0 where all share them
     _Alignas(32) float params[4 * KVQ_MAX_HEAD_DIM];
 };
+
+// Scales and zeros that stand apart from the group are asked for at once, by the first of those
+// that share them; the group ahead is as far from its own.
+static void fetch_apart(const struct kvq__tile *tile, const struct kvq_packed *packed)
+{
+    const struct kvq_layout *l = &tile->codec->layout;
+    if (tile->ahead && l->k_set)
+        fetch(tile->ahead + (packed->k_scales - packed->group), (int)l->k_set);
+}
 
 // ---- K ----
 
@@ -195,6 +210,7 @@ static void qk_packed_avx2(const struct kvq__tile *tile, const struct kvq_packed
     const struct kvq__codec *c = tile->codec;
     _Alignas(32) float norm[KVQ_GROUP_TOKENS];
     struct packed p;
+    fetch_apart(tile, packed);
     p.low = packed->group + c->layout.k_codes;
     p.high = p.low + 8 * c->dim;
     p.ahead = tile->ahead ? tile->ahead : p.low;
@@ -264,7 +280,7 @@ KVQ__INLINE void v_words(const struct packed *v, uint32_t group, const float *p,
             acc[i][z] = _mm256_setzero_ps();
     for (uint32_t set = 0; set < 8; set++) {
         uint32_t first = 8 * (set / 2), odd = set % 2;
-        const float *params = v->params + (group * KVQ_GROUP_TOKENS + first) * param_floats(bits) +
+        const float *params = v->params + (group * v->apart + first) * param_floats(bits) +
                               odd * (bits == 2 ? 16 : 4);
         fetch(v->ahead + 4 * ((8 * group + set) * 4 + y) * ((uint32_t)bits + 1),
               4 * (int)n * (bits + 1));
@@ -310,11 +326,9 @@ KVQ__INLINE void pv_rows(const struct packed *v, const float *p, float *o, int r
         v_slab(v, slab, p, o + slab * KVQ__SLAB, rows, true, bits);
 }
 
-KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct kvq_packed *packed,
-                          struct packed *v, const float *p, int bits)
+KVQ__INLINE void pv_group(const struct kvq__tile *tile, struct packed *v, const float *p, int bits)
 {
     float *o = tile->ot;
-    open_params(packed->v_scales, packed->v_zeros, v->dim, v->params, bits);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         KVQ__BY_ROWS(tile->rows - r, pv_rows(v, p, o, ROWS, bits));
         v->ahead = v->low;
@@ -323,20 +337,51 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct kvq_packed 
     }
 }
 
+// All but the parameters.
+static void start_v(struct packed *v, const struct kvq__tile *tile, const struct kvq_packed *packed)
+{
+    v->low = packed->group + tile->codec->layout.v_codes;
+    v->high = v->low + 8 * tile->dim;
+    v->ahead = tile->ahead ? tile->ahead : v->low;
+    v->dim = tile->dim;
+}
+
+KVQ__INLINE void pv_affine(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                           const float *p, int bits)
+{
+    struct packed v;
+    start_v(&v, tile, packed);
+    v.apart = KVQ_GROUP_TOKENS;
+    open_params(packed->v_scales, packed->v_zeros, v.dim, v.params, bits);
+    pv_group(tile, &v, p, bits);
+}
+
 static void pv_packed_avx2(const struct kvq__tile *tile, const struct kvq_packed *packed,
                            const float *p)
 {
-    const struct kvq__codec *c = tile->codec;
+    KVQ__BY_BITS(tile->codec->v_bits, pv_affine(tile, packed, p, BITS));
+}
+
+// One scale of a token serves all its channels, and its table is that times the four levels.
+static void pv_four_levels(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                           const float *p)
+{
+    const float *levels = tile->codec->v.levels;
     struct packed v;
-    v.low = packed->group + c->layout.v_codes;
-    v.high = v.low + 8 * c->dim;
-    v.ahead = tile->ahead ? tile->ahead : v.low;
-    v.dim = c->dim;
-    KVQ__BY_BITS(c->v_bits, pv_group(tile, packed, &v, p, BITS));
+    start_v(&v, tile, packed);
+    v.apart = 0;
+    for (uint32_t i = 0; i < KVQ_GROUP_TOKENS; i += 8) {
+        __m256 x[4], scale = kvq__load8(packed->v_scales + 2 * i, KVQ_F16);
+        for (int code = 0; code < 4; code++)
+            x[code] = _mm256_mul_ps(scale, _mm256_set1_ps(levels[code]));
+        put_tables(v.params + 4 * i, x);
+    }
+    pv_group(tile, &v, p, 2);
 }
 
 void kvq__init_avx2_packed(struct kvq_kernels *k)
 {
-    k->qk_packed[KVQ__PER_CHANNEL_32] = qk_packed_avx2;
+    k->qk_packed[KVQ__PER_CHANNEL_32] = k->qk_packed[KVQ__PER_CHANNEL] = qk_packed_avx2;
     k->pv_packed[KVQ__PER_TOKEN_32] = pv_packed_avx2;
+    k->pv_packed[KVQ__FOUR_LEVELS] = pv_four_levels;
 }

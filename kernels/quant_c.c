@@ -289,11 +289,10 @@ void kvq__dequant_v_c(const struct kvq__codec *c, const struct kvq_packed *packe
 
 void kvq__init_quant_c(struct kvq_kernels *k)
 {
-    static const enum kvq__kind scalar[] = {KVQ__SCALAR, KVQ__PER_CHANNEL_32, KVQ__PER_TOKEN_32};
-    for (size_t i = 0; i < sizeof scalar / sizeof *scalar; i++) {
-        k->quant_k[scalar[i]] = quant_k_c;
-        k->quant_v[scalar[i]] = quant_v_c;
-        k->dequant_k[scalar[i]] = kvq__dequant_k_c;
-        k->dequant_v[scalar[i]] = kvq__dequant_v_c;
+    for (int kind = KVQ__SCALAR; kind < KVQ__BOOK; kind++) {
+        k->quant_k[kind] = quant_k_c;
+        k->quant_v[kind] = quant_v_c;
+        k->dequant_k[kind] = kvq__dequant_k_c;
+        k->dequant_v[kind] = kvq__dequant_v_c;
     }
 }

@@ -356,6 +356,10 @@ static void pv_few(const struct kvq__tile *tile, const struct kvq_packed *packed
 void kvq__init_avx512_scalar(struct kvq_kernels *k)
 {
     enter(k);
-    k->qk_packed[KVQ__SCALAR] = k->qk_packed[KVQ__PER_TOKEN_32] = qk_few;
-    k->pv_packed[KVQ__SCALAR] = k->pv_packed[KVQ__PER_CHANNEL_32] = pv_few;
+    for (int kind = KVQ__SCALAR; kind < KVQ__BOOK; kind++) {
+        if (k->qk_packed[kind] == qk_packed)
+            k->qk_packed[kind] = qk_few;
+        if (k->pv_packed[kind] == pv_packed)
+            k->pv_packed[kind] = pv_few;
+    }
 }

@@ -351,6 +351,10 @@ void kvq__quant_v_avx2(const struct kvq__codec *c, const float *rows, uint8_t *r
 // are fitted.
 void kvq__init_avx2_scalar_quant(struct kvq_kernels *k)
 {
-    k->quant_k[KVQ__SCALAR] = k->quant_k[KVQ__PER_TOKEN_32] = kvq__quant_k_avx2;
-    k->quant_v[KVQ__SCALAR] = k->quant_v[KVQ__PER_CHANNEL_32] = kvq__quant_v_avx2;
+    for (int kind = KVQ__SCALAR; kind < KVQ__BOOK; kind++) {
+        if (kind != KVQ__PER_CHANNEL_32) // pack_avx2.c
+            k->quant_k[kind] = kvq__quant_k_avx2;
+        if (kind != KVQ__PER_TOKEN_32)
+            k->quant_v[kind] = kvq__quant_v_avx2;
+    }
 }

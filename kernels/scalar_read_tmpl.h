@@ -286,16 +286,19 @@ static void pv_packed(const struct kvq__tile *tile, const struct kvq_packed *pac
 
 // ---- The table ----
 
-// Kinds that have loops of their own for one side come here with the other.
+// Kinds that have loops of their own for one side come here with the other: K per channel and V per
+// token of 32 have all, K per channel of more tokens and V of four levels have attention's.
 static void enter(struct kvq_kernels *k)
 {
-    static const enum kvq__kind k_kinds[] = {KVQ__SCALAR, KVQ__PER_TOKEN_32};
-    static const enum kvq__kind v_kinds[] = {KVQ__SCALAR, KVQ__PER_CHANNEL_32};
-    for (int i = 0; i < 2; i++) {
-        k->dequant_k[k_kinds[i]] = dequant_k;
-        k->qk_packed[k_kinds[i]] = qk_packed;
-        k->dequant_v[v_kinds[i]] = dequant_v;
-        k->pv_packed[v_kinds[i]] = pv_packed;
+    for (int kind = KVQ__SCALAR; kind < KVQ__BOOK; kind++) {
+        if (kind != KVQ__PER_CHANNEL_32)
+            k->dequant_k[kind] = dequant_k;
+        if (kind != KVQ__PER_CHANNEL_32 && kind != KVQ__PER_CHANNEL)
+            k->qk_packed[kind] = qk_packed;
+        if (kind != KVQ__PER_TOKEN_32)
+            k->dequant_v[kind] = dequant_v;
+        if (kind != KVQ__PER_TOKEN_32 && kind != KVQ__FOUR_LEVELS)
+            k->pv_packed[kind] = pv_packed;
     }
 }
 

@@ -245,7 +245,7 @@ KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
 
 void kvq__vnni_prepare_v(const struct kvq__tile *tile)
 {
-    if (kvq__is_lloyd2(&tile->codec->v))
+    if (tile->codec->v.kind == KVQ__FOUR_LEVELS)
         prepare_lloyd(tile);
     else
         KVQ__BY_DIM(tile->dim, prepare_v(tile, DIM));
@@ -423,7 +423,7 @@ static void pv_lloyd(const struct kvq__tile *tile)
 
 void kvq__vnni_pv(const struct kvq__tile *tile)
 {
-    if (kvq__is_lloyd2(&tile->codec->v))
+    if (tile->codec->v.kind == KVQ__FOUR_LEVELS)
         pv_lloyd(tile);
     else
         pv_affine(tile);
@@ -468,7 +468,7 @@ static void add_narrow(const float *sums, __m512 bias, float *out)
 KVQ__INLINE void flush(const struct kvq__tile *tile, uint32_t r, uint32_t slab, uint32_t n)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
-    bool lloyd = kvq__is_lloyd2(&tile->codec->v);
+    bool lloyd = tile->codec->v.kind == KVQ__FOUR_LEVELS;
     __m512 sums = lloyd ? _mm512_setzero_ps() : middles(v, r, slab * AT_ONCE, n);
     for (uint32_t g = 0; g < n; g++) {
         __m512 bias = _mm512_permutexvar_ps(_mm512_set1_epi32((int32_t)g), sums);

@@ -342,7 +342,9 @@ static void check_dequant_v(const struct pair *p, struct kvt_rng *rng)
     }
 #define ENTRIES(name)                                                                              \
     ENTRY_OF(name, KVQ__SCALAR, " scalar"), ENTRY_OF(name, KVQ__PER_CHANNEL_32, " per channel"),   \
-        ENTRY_OF(name, KVQ__PER_TOKEN_32, " per token"), ENTRY_OF(name, KVQ__BOOK, " book")
+        ENTRY_OF(name, KVQ__PER_TOKEN_32, " per token"),                                           \
+        ENTRY_OF(name, KVQ__PER_CHANNEL, " per channel of more"),                                  \
+        ENTRY_OF(name, KVQ__FOUR_LEVELS, " four levels"), ENTRY_OF(name, KVQ__BOOK, " book")
 
 static const struct check entries[] = {
     ENTRY(load),

@@ -187,12 +187,12 @@ bool kvt_has_huge_book(const struct kvq_format *f)
 const char *kvt_any_format(struct kvt_rng *rng)
 {
     static const char *const composed[] = {
-        "oscar2-g64",      "oscar3-g128-fm",     "kivi2-g64",         "innerq-hybrid-full",
-        "ott2-o0",         "quarot4-g128",       "innerq-small-full", "vecinfer-k8x10v2x8",
-        "kivi1-g64",       "kivi4+innerq-small", "oscar2-noscale-fm", "turboquant2.5+oscar3",
-        "int8-g64",        "innerq-base+int8",   "oscar2-s32-w17",    "oscar4-max",
-        "ott2-s32",        "oscar3-mean-norot",  "kvq2:v_bits=3",     "oscar2:v_axis=channel",
-        "kvq2:k_group=64", "oscar2-fit-s32"};
+        "oscar2-g64",      "oscar3-g128-fm",     "kivi2-g64",           "innerq-hybrid-full",
+        "ott2-o0",         "quarot4-g128",       "innerq-small-full",   "vecinfer-k8x10v2x8",
+        "kivi1-g64",       "kivi4+innerq-small", "oscar2-noscale-fm",   "turboquant2.5+oscar3",
+        "int8-g64",        "innerq-base+int8",   "oscar2-s32-w17",      "oscar4-max",
+        "ott2-s32",        "oscar3-mean-norot",  "kvq2:v_bits=3",       "oscar2:v_axis=channel",
+        "kvq2:k_group=64", "oscar2-fit-s32",     "ott2:v_axis=channel", "turboquant2.5:k_wide=0"};
     uint32_t rows = 0, n = sizeof composed / sizeof *composed;
     while (kvq_formats[rows].name[0])
         rows++;
