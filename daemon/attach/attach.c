@@ -115,12 +115,26 @@ void kvq__connection_end(struct kvq__connection *c, const char *reason)
     post_end(c, &c->ended_mail, break_member);
 }
 
-void kvq__connection_reply(struct kvq__connection *c)
+// The kernel counts descriptors beside packets that nobody has read for the user who sent them.
+static void say_unread(const struct kvq__connection *c, char *text)
+{
+    snprintf(text, KVQ_TEXT_BYTES,
+             "%u descriptors cannot be sent: as many of kvqd's as it may have open (%u, "
+             "LimitNOFILE=) lie in replies and other packets of its user that nobody has read; ask "
+             "again, end processes that stand still (kvqctl client list), or have LimitNOFILE= "
+             "raised",
+             c->n_fds, kvq__descriptors_limit());
+    kvq__log_client(&c->attach->log_budget, KVQ_LOG_WARN, "not_sent",
+                    "client=%llu uid=%u pid=%u descriptors=%u limit=%u", (unsigned long long)c->id,
+                    c->peer.uid, c->peer.pid, c->n_fds, kvq__descriptors_limit());
+}
+
+int kvq__connection_reply(struct kvq__connection *c, char *text)
 {
     size_t length;
     assert(c->n_fds <= KVQ_MAX_PACKET_FDS);
     if (c->end_when_back || c->state == KVQ__CONNECTION_ENDING)
-        return;
+        return 0;
     int error = kvq_reply_pack(&c->reply, c->attach->out, sizeof c->attach->out, &length);
     if (error) {
         kvq__reply_status(&c->reply, &c->arena, KVQ_E_LIMIT, "the reply is longer than a message");
@@ -130,8 +144,14 @@ void kvq__connection_reply(struct kvq__connection *c)
     }
     if (c->reply.status < 0)
         kvq__refused_add(&c->server->attach_refused, c->reply.status);
-    if (kvq__packet_send(c->fd, c->attach->out, length, c->fds, c->n_fds) != 0)
+    error = kvq__packet_send(c->fd, c->attach->out, length, c->fds, c->n_fds);
+    if (error == KVQ_E_LIMIT && c->n_fds > 0) {
+        say_unread(c, text);
+        return error;
+    }
+    if (error)
         kvq__connection_end(c, "does not read its replies");
+    return 0;
 }
 
 static void on_readable(uv_poll_t *handle, int status, int events);
@@ -155,8 +175,6 @@ void kvq__connection_back(struct kvq__connection *c)
     assert(c->state != KVQ__CONNECTION_BUSY);
     if (c->end_when_back)
         kvq__connection_detach(c);
-    else if (c->state != KVQ__CONNECTION_ENDING && c->id == 0)
-        kvq__connection_end(c, "its hello was refused");
     else if (c->state != KVQ__CONNECTION_ENDING)
         uv_poll_start(&c->poll, UV_READABLE | UV_DISCONNECT, on_readable);
 }

@@ -31,7 +31,8 @@ struct command {
     // Loop's thread, after a refusal: gives back what prepare and make have made.
     kvq__part *undo;
     // What a success has made, and the command that gives it back: the client may cancel before the
-    // reply arrives. The message of that command has one field, the number of what was made.
+    // reply arrives, or the reply cannot be sent. The message of that command has one field, the
+    // number of what was made. CANCEL gives back what no command of clients does.
     kvq__made *made;
     Kvq__Request__CommandCase closed_by;
     Kvq__Reply__ResultCase result; // of a success, where prepare makes it
@@ -66,10 +67,16 @@ static bool become_closing(struct kvq__connection *c, Kvq__Request__CommandCase 
     return true;
 }
 
+// Whether the cancel has something to give back.
+static bool is_about_made(const struct kvq__connection *c)
+{
+    return c->made.closed_by && c->made.request == c->request->cancel->request;
+}
+
 // Turns a cancel into the command that gives back what was made; leaves it if there is nothing.
 static int prepare_cancel(struct kvq__connection *c, char *text)
 {
-    if (!c->made.closed_by || c->made.request != c->request->cancel->request)
+    if (!is_about_made(c))
         return 0;
     return become_closing(c, c->made.closed_by, c->made.what) ? 0 : kvq__attach_no_room(text);
 }
@@ -80,7 +87,7 @@ static int prepare_cancel(struct kvq__connection *c, char *text)
 // Commands that are not here have no part in this room: dispatch runs them, or the store jobs.
 static const struct command commands[] = {
     COMMAND(HELLO) = {.prepare = kvq__hello_prepare, .run = kvq__hello_run, RESULT(HELLO)},
-    COMMAND(CANCEL) = {.prepare = prepare_cancel},
+    COMMAND(CANCEL) = {.prepare = prepare_cancel, .run = kvq__map_extents_unsay},
     COMMAND(KICK_CLIENT) = {.prepare = refuse_kick},
     COMMAND(OPEN_QUEUE) = {.prepare = kvq__open_queue_prepare,
                            .run = kvq__open_queue_run,
@@ -146,6 +153,8 @@ static const struct command commands[] = {
     COMMAND(CLOSE_TABLE) = {.run = kvq__close_table_run},
     COMMAND(MAP_EXTENTS) = {.prepare = kvq__map_extents_prepare,
                             .run = kvq__map_extents_run,
+                            .made = kvq__map_extents_made,
+                            .closed_by = KVQ__REQUEST__COMMAND_CANCEL,
                             RESULT(MAP_EXTENTS)},
     COMMAND(MAP_BOOK) = {.prepare = kvq__map_book_prepare,
                          .run = kvq__map_book_run,
@@ -202,25 +211,68 @@ static void note_made(struct kvq__connection *c)
     c->made.what = made ? command->made(c) : 0;
 }
 
+static void run_at_poller(struct kvq__mail *mail);
+
+static void answer_unsent(struct kvq__connection *c)
+{
+    c->n_fds = 0;
+    set_status(c, KVQ_E_LIMIT, c->text);
+    int error = kvq__connection_reply(c, c->text);
+    assert(error == 0); // nothing is beside it
+    (void)error;
+}
+
+// The descriptors of the reply could not be sent, and what the command has made is no use to its
+// client without them. False: it has made nothing that a command gives back.
+static bool take_back(struct kvq__connection *c)
+{
+    uint32_t id = c->request->id;
+    assert(c->state == KVQ__CONNECTION_BUSY && !c->unsent);
+    if (!c->made.closed_by)
+        return false;
+    c->unsent = true;
+    c->n_fds = 0;
+    c->arena.used = 0; // it may be full, and nothing in it is needed any more
+    c->request = kvq_arena_alloc(&c->arena, sizeof *c->request);
+    kvq__request__init(c->request);
+    kvq__reply__init(&c->reply);
+    c->request->id = c->reply.id = id;
+    c->reply.epoch = c->server->identity.epoch;
+    bool fits = become_closing(c, c->made.closed_by, c->made.what);
+    assert(fits);
+    (void)fits;
+    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run_at_poller);
+    return true;
+}
+
 // Once all is back that the command waits for.
 static void send_answer(struct kvq__connection *c)
 {
     const struct command *command = command_of(c);
-    bool refused = c->reply.status != 0;
+    bool hello = c->request->command_case == KVQ__REQUEST__COMMAND_HELLO;
     assert(c->state == KVQ__CONNECTION_BUSY && c->awaited == 0);
     c->finish_due = false;
+    if (c->unsent) // what was made is given back
+        set_status(c, KVQ_E_LIMIT, c->text);
+    bool refused = c->reply.status != 0;
     assert(refused || !command->result || c->reply.result_case == command->result);
     if (!refused && command->put)
         command->put(c);
     note_made(c);
     // Still busy: if the reply cannot be sent, the poller takes the client down, and what is used
     // here with it, only once kvq__connection_back has said so.
-    kvq__connection_reply(c);
+    int error = kvq__connection_reply(c, c->text);
     if (!refused && command->sent)
         command->sent(c);
     c->line = NULL;
     c->region = NULL;
+    if (error && take_back(c))
+        return; // comes here again
+    if (error)
+        answer_unsent(c);
     c->state = c->id ? KVQ__CONNECTION_READY : KVQ__CONNECTION_HELLO;
+    if (hello && c->reply.status != 0)
+        kvq__connection_end(c, "its hello was refused");
     kvq__connection_back(c);
 }
 
@@ -405,6 +457,7 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     c->n_fds = 0;
     c->line = NULL;
     c->region = c->table = NULL;
+    c->unsent = false;
     kvq__reply__init(&c->reply);
     c->reply.epoch = c->server->identity.epoch;
     int error = kvq_request_unpack(packet->bytes, packet->length, &c->arena, &c->request, text);
@@ -420,9 +473,8 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
     else if (error == 0 && command_of(c)->prepare)
         error = command_of(c)->prepare(c, text);
     kvq__packet_close_fds(packet);
-    // A cancel that is still one found nothing to give back.
     bool local = error || c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR ||
-                 c->request->command_case == KVQ__REQUEST__COMMAND_CANCEL;
+                 (c->request->command_case == KVQ__REQUEST__COMMAND_CANCEL && !is_about_made(c));
     if (!local) {
         send_command_on(c);
         return;
@@ -431,7 +483,7 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
         set_status(c, error, text);
     c->n_fds = 0;
     c->made.closed_by = KVQ__REQUEST__COMMAND__NOT_SET;
-    kvq__connection_reply(c);
+    kvq__connection_reply(c, text);
     if (fatal || (error && c->state == KVQ__CONNECTION_HELLO))
         kvq__connection_end(c, text);
 }

@@ -343,6 +343,19 @@ int kvq__map_extents_run(struct kvq__connection *c, char *text)
     return 0;
 }
 
+uint64_t kvq__map_extents_made(const struct kvq__connection *c)
+{
+    return c->request->id;
+}
+
+// Poller's thread, for a cancel: nobody heard what was told.
+int kvq__map_extents_unsay(struct kvq__connection *c, char *text)
+{
+    (void)text;
+    kvq__extents_untell(c->client);
+    return 0;
+}
+
 // Where a table of floats stands behind `values`; 0 for none, which nobody looks at.
 static uint64_t offset_of_table(const float *table, const float *values)
 {

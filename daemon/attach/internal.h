@@ -178,6 +178,7 @@ struct kvq__connection {
     struct kvq__task task;
     int error; // of that part, with its text
     char text[KVQ_TEXT_BYTES];
+    bool unsent; // its first reply, for the reason in `text`: what it made is being given back
     Kvq__Request *request;
     Kvq__Reply reply;
     struct kvq_arena arena;
@@ -229,8 +230,9 @@ struct kvq__attach {
 
 // ---- attach.c ----
 
-// Sends connection->reply with its descriptors; ends the connection if it cannot be sent.
-void kvq__connection_reply(struct kvq__connection *connection);
+// Sends connection->reply with its descriptors; ends the connection if it cannot be sent. 0, or
+// KVQ_E_LIMIT with a text: it was not sent, since no descriptors can be, but one without any can.
+int kvq__connection_reply(struct kvq__connection *connection, char *text);
 // The client is gone or has to go.
 void kvq__connection_end(struct kvq__connection *connection, const char *reason);
 // Its command has come back and was answered: look at the socket again, or end it.
@@ -301,10 +303,10 @@ kvq__prepare kvq__open_pool_prepare, kvq__open_table_prepare, kvq__map_extents_p
 kvq__is_slow kvq__open_table_is_slow;
 kvq__part kvq__open_table_make;
 kvq__run kvq__open_pool_run, kvq__open_table_run, kvq__close_table_run, kvq__map_extents_run,
-    kvq__map_book_run;
+    kvq__map_extents_unsay, kvq__map_book_run;
 kvq__part kvq__open_pool_put, kvq__open_table_put;
 kvq__part kvq__open_table_sent, kvq__map_book_sent, kvq__open_table_undo;
-kvq__made kvq__open_table_made;
+kvq__made kvq__open_table_made, kvq__map_extents_made;
 // The bundles of kernels, one for each GPU, that clients map.
 void kvq__bundles_open(struct kvq__attach *attach);
 void kvq__bundles_close(struct kvq__attach *attach);

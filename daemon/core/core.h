@@ -320,6 +320,8 @@ struct kvq__extent_export {
 // Returns how many, KVQ_E_STALE or KVQ_E_NO_MEMORY.
 int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__extent_export *out,
                       uint32_t max, uint64_t *known, bool *more, char *text);
+// The client did not hear what the last call told: it is told again.
+void kvq__extents_untell(struct kvq__client *client);
 
 // How the client reads a session's layers.
 struct kvq__layer_reading {

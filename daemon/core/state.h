@@ -84,13 +84,15 @@ void kvq__namespace_full(struct kvq__core *core, struct kvq__namespace *ns,
 
 // ---- Exports (export.c) ----
 
-// A client may have mapped the extents of a namespace in one pool, up to this serial number: it was
-// told of them, and nothing can unmap them while the client lives.
+// A client was told of the extents of a namespace in one pool, up to a serial number. It may have
+// mapped them, and nothing can unmap them while the client lives, whatever it says it did not hear.
 struct kvq__export_record {
     LIST_ENTRY(kvq__export_record) link; // in the namespace
     const struct kvq__client *client;
     const struct kvq__pool *pool;
-    uint32_t serial;
+    uint32_t serial; // told up to this one,
+    uint32_t before; // before the last time up to this,
+    uint32_t mapped; // and ever up to this
 };
 
 void kvq__exports_drop(struct kvq__client *client); // it is gone

@@ -155,7 +155,9 @@ int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fd
     do {
         sent = sendmsg(socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     } while (sent < 0 && errno == EINTR);
-    return sent < 0 ? KVQ_E_DISCONNECTED : 0;
+    if (sent < 0)
+        return errno == ETOOMANYREFS ? KVQ_E_LIMIT : KVQ_E_DISCONNECTED;
+    return 0;
 }
 
 // User, process and primary group at the other end; the rest of peer is cleared.

@@ -27,8 +27,9 @@ void kvq__packet_close_fds(struct kvq__packet *packet);
 // Closes the socket, and before that what is beside packets that nobody received, in the same way.
 void kvq__packet_end(int socket, struct kvq__packet *packet);
 
-// The descriptors stay the caller's. 0, or KVQ_E_DISCONNECTED when the peer is gone or does not
-// read what it was sent.
+// The descriptors stay the caller's. 0; KVQ_E_DISCONNECTED when the peer is gone or does not read
+// what it was sent; KVQ_E_LIMIT when the kernel lets this user have no more descriptors on their
+// way, to whomever (it allows RLIMIT_NOFILE): without any the packet can be sent.
 int kvq__packet_send(int socket, const void *bytes, size_t length, const int *fds, uint32_t n_fds);
 
 // The peer of a connected socket: user, process and groups as the kernel noted them at connect. If

@@ -338,6 +338,41 @@ static void test_passing_is_unseen(void **state)
     kit_close(&kit);
 }
 
+// What a client did not hear it is told again, once. It may have mapped it all the same, so no
+// extent of that goes back while the client lives.
+static void test_told_again(void **state)
+{
+    struct member m;
+    uint64_t handle, known;
+    char text[KVQ_TEXT_BYTES];
+    (void)state;
+    start(1, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    kvq__extents_untell(m.client); // nothing was told
+    assert_true((handle = kit_session(&m, &long_row, 1, 200)) != 0);
+    assert_int_equal(kit_step(&m, handle, 200, HEADS, DIM), 0);
+    uint32_t heard = told_of(&m, handle, &known);
+    uint64_t before = known;
+    assert_int_equal(told_of(&m, handle, &known), 0);
+    kvq__extents_untell(m.client); // of nothing
+    assert_int_equal(told_of(&m, handle, &known), 0);
+    assert_int_equal(kit_step(&m, handle, LONG, HEADS, DIM), 0);
+    uint32_t unheard = told_of(&m, handle, &known);
+    assert_true(heard > 0 && unheard > 0 && known > before);
+    kvq__extents_untell(m.client);
+    kvq__extents_untell(m.client);
+    assert_int_equal(told_of(&m, handle, &known), unheard);
+    kvq__extents_untell(m.client);
+    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    pass_time();
+    assert_int_equal(extents_taken(), heard + unheard);
+    core_check(kit.core);
+    member_close(&m);
+    pass_time();
+    assert_int_equal(extents_taken(), 0);
+    kit_close(&kit);
+}
+
 // A page table that names tokens which are yet to be packed, of a prompt that has not ended: its
 // client has to know where they lie.
 static void test_seen_while_passing(void **state)
@@ -473,6 +508,7 @@ int main(void)
                                        cmocka_unit_test(test_sessions),
                                        cmocka_unit_test(test_long_steps),
                                        cmocka_unit_test(test_passing_is_unseen),
+                                       cmocka_unit_test(test_told_again),
                                        cmocka_unit_test(test_seen_while_passing),
                                        cmocka_unit_test(test_apart_while_there_is_room),
                                        cmocka_unit_test(test_together_for_want_of_memory)};

@@ -120,7 +120,7 @@ static bool may_be_mapped(const struct kvq__extent *e, const struct kvq__pool *p
         return false;
     assert(e->last && e->serial > 0);
     LIST_FOREACH (t, &e->last->exports, link)
-        if (t->pool == pool && t->serial >= e->serial)
+        if (t->pool == pool && t->mapped >= e->serial)
             return true;
     return false;
 }

@@ -47,6 +47,7 @@ struct kvq__client {
     struct kvq__handle *handles[KVQ__HANDLE_CHUNKS];
     struct kvq__handle_list free_handles;
     LIST_HEAD(, kvq__table) tables;
+    struct kvq__export_record *told; // of extents, the last time; NULL: that was taken back
     struct kvq__work_stream *streams[KVQ_MAX_GPUS]; // by GPU; NULL = none yet
     struct kvq__buffer buffers[KVQ_MAX_BUFFERS];
     struct kvq__step steps[KVQ_MAX_STEPS];

@@ -74,6 +74,7 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
     struct kvq__handle *h;
     struct kvq__extent *e = NULL;
     uint32_t n = 0;
+    client->told = NULL;
     int rc = kvq__handle_get(client, handle, &h);
     if (rc < 0)
         return kvq__fail(text, rc, "handle %#llx is no open session of this client",
@@ -83,6 +84,7 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
     struct kvq__export_record *t = export_of(client, ns, pool);
     if (!t)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to note what this client maps");
+    t->before = t->serial;
     while ((e = next_extent(ns, pool, t->serial)) && n < max) {
         e->exported = true;
         t->serial = e->serial;
@@ -92,7 +94,19 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
     *known = *more ? t->serial : ns->arenas[pool - client->core->pools].last_serial;
     assert(t->serial <= *known);
     t->serial = (uint32_t)*known;
+    t->mapped = t->serial > t->mapped ? t->serial : t->mapped;
+    client->told = t;
     return (int)n;
+}
+
+void kvq__extents_untell(struct kvq__client *client)
+{
+    struct kvq__export_record *t = client->told;
+    client->told = NULL;
+    if (!t)
+        return;
+    assert(t->client == client && t->before <= t->serial && t->serial <= t->mapped);
+    t->serial = t->before;
 }
 
 int kvq__pool_span(const struct kvq__core *core, const char *place, struct kvq__pool_span *out,

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Replies whose descriptors cannot be sent: the kernel counts those that nobody has read for the
+// user who sent them, so one client that does not read would be in the way of all. A client whose
+// reply that befalls is told so, keeps its connection, and nothing of what was made is left.
+#include <errno.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/socket.h>
+
+#include <cmocka.h>
+
+#include "daemon/core/state.h"
+#include "daemon/log/log.h"
+#include "daemon/runtime/poller.h"
+#include "proto/ring.h"
+#include "proto/status.h"
+#include "tests/edge/attach_kit.h"
+
+// ---- A kernel that sends no descriptors of the daemon's ----
+
+static pthread_t loop;
+static uint32_t full, refused; // words
+
+ssize_t __real_sendmsg(int socket, const struct msghdr *message, int flags);
+ssize_t __wrap_sendmsg(int socket, const struct msghdr *message, int flags);
+
+ssize_t __wrap_sendmsg(int socket, const struct msghdr *message, int flags)
+{
+    bool daemons = message->msg_control && pthread_equal(pthread_self(), loop);
+    if (!daemons || !kvq_word_load(&full))
+        return __real_sendmsg(socket, message, flags);
+    kvq_word_store(&refused, kvq_word_load(&refused) + 1);
+    errno = ETOOMANYREFS;
+    return -1;
+}
+
+static void note_thread(struct kvq__server *server, void *context)
+{
+    (void)server;
+    (void)context;
+    loop = pthread_self();
+}
+
+static int start(void **state)
+{
+    int rc = attach_start(state);
+    kvq_word_store(&full, 0);
+    attach_in_loop(note_thread, NULL);
+    return rc;
+}
+
+// ---- Commands whose replies have descriptors ----
+
+static int open_table(struct peer *p, uint64_t handle)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenTable open = KVQ__OPEN_TABLE__INIT;
+    open.handle = handle;
+    open.pool_at = UINT64_C(1) << 40;
+    open.layers = 1;
+    open.tokens = 1000;
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
+    request.open_table = &open;
+    return peer_ask(p, &request, NULL, 0);
+}
+
+static int map_extents(struct peer *p, uint64_t handle)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__MapExtents map = KVQ__MAP_EXTENTS__INIT;
+    map.handle = handle;
+    request.command_case = KVQ__REQUEST__COMMAND_MAP_EXTENTS;
+    request.map_extents = &map;
+    return peer_ask(p, &request, NULL, 0);
+}
+
+static int ping(struct peer *p)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Ping ping = KVQ__PING__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_PING;
+    request.ping = &ping;
+    return peer_ask(p, &request, NULL, 0);
+}
+
+static void told_why(const struct peer *p, int status)
+{
+    assert_int_equal(status, KVQ_E_LIMIT);
+    assert_int_equal(p->n_fds, 0);
+    assert_non_null(strstr(p->reply->text, "descriptors cannot be sent"));
+    assert_non_null(strstr(p->reply->text, "LimitNOFILE="));
+}
+
+// More often than a client may have of each.
+static void test_queues_and_buffers(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached(), *other = peer_attached();
+    kvq_word_store(&full, 1);
+    for (int i = 0; i <= KVQ_MAX_BUFFERS; i++) {
+        told_why(p, peer_open_queue(p));
+        told_why(p, peer_create_buffer(p, 8 << 20)); // all that it may have
+        peer_cancel(p, p->next_id);                  // finds nothing
+        assert_int_equal(ping(other), 0);
+    }
+    assert_int_equal(kvq_word_load(&refused), 2 * (KVQ_MAX_BUFFERS + 1));
+    assert_int_equal(count_mappings(), 0);
+    kvq_word_store(&full, 0);
+    for (int i = 0; i < KVQ_MAX_QUEUES; i++)
+        assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(peer_create_buffer(p, 8 << 20), 0);
+    peer_free(other);
+    peer_free(p);
+    end_counting();
+}
+
+static void test_hello(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *other = peer_attached();
+    kvq_word_store(&full, 1);
+    for (int i = 0; i < 20; i++) { // more than there may be clients
+        struct peer *p = peer_new();
+        told_why(p, peer_hello(p, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX));
+        assert_false(peer_receive(p)); // it can say hello on another connection
+        peer_free(p);
+        assert_int_equal(ping(other), 0);
+    }
+    kvq_word_store(&full, 0);
+    peer_free(peer_attached());
+    peer_free(other);
+    end_counting();
+}
+
+static void test_tables(void **state)
+{
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_open_session(p, ""), 0);
+    uint64_t handle = p->reply->session->handle;
+    kvq_word_store(&full, 1);
+    for (int i = 0; i < 3; i++)
+        told_why(p, open_table(p, handle));
+    kvq_word_store(&full, 0);
+    assert_int_equal(open_table(p, handle), 0); // a session has one table
+    assert_int_equal(p->n_fds, 1);
+    assert_int_equal(open_table(p, handle), KVQ_E_EXISTS);
+    peer_free(p);
+    end_counting();
+}
+
+// ---- Extents ----
+
+static struct {
+    struct kvq__mail mail;
+    struct kvq__core *core;
+    struct kvq__ref block;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    bool done;
+} taken = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+
+// Poller's thread. Takes a block in the namespace, or lets go of it.
+static void take_or_drop(struct kvq__mail *mail)
+{
+    struct kvq__core *core = taken.core;
+    (void)mail;
+    if (taken.block.block)
+        kvq__block_drop(core, &taken.block, NULL);
+    else
+        kvq__block_new(core, TAILQ_FIRST(&core->namespaces), &core->pools[0], 4096, NULL,
+                       &taken.block);
+    pthread_mutex_lock(&taken.lock);
+    taken.done = true;
+    pthread_cond_signal(&taken.changed);
+    pthread_mutex_unlock(&taken.lock);
+}
+
+static void post_block(struct kvq__server *server, void *context)
+{
+    (void)context;
+    taken.core = server->core;
+    taken.done = false;
+    kvq__mailbox_post(kvq__poller_box(server->poller), &taken.mail, take_or_drop);
+}
+
+static void change_block(void)
+{
+    attach_in_loop(post_block, NULL);
+    pthread_mutex_lock(&taken.lock);
+    while (!taken.done)
+        pthread_cond_wait(&taken.changed, &taken.lock);
+    pthread_mutex_unlock(&taken.lock);
+}
+
+static void mapped(struct peer *p, uint64_t handle, uint32_t extents)
+{
+    assert_int_equal(map_extents(p, handle), 0);
+    assert_int_equal(p->reply->map_extents->n_numbers, extents);
+    assert_int_equal(p->reply->map_extents->known, 1);
+    assert_int_equal(p->n_fds, extents);
+}
+
+// What a client did not hear is told again: after a reply that could not be sent, and after one
+// that it did not wait for. What it did hear is not.
+static void test_extents(void **state)
+{
+    (void)state;
+    struct peer *p = peer_attached();
+    assert_int_equal(peer_open_session(p, ""), 0);
+    uint64_t handle = p->reply->session->handle;
+    change_block();
+    assert_non_null(taken.block.block);
+    kvq_word_store(&full, 1);
+    for (int i = 0; i < 3; i++)
+        told_why(p, map_extents(p, handle));
+    kvq_word_store(&full, 0);
+    for (int i = 0; i < 3; i++) {
+        mapped(p, handle, 1);
+        peer_cancel(p, p->next_id);
+    }
+    mapped(p, handle, 1);
+    peer_cancel(p, p->next_id - 1); // of an earlier request
+    mapped(p, handle, 0);
+    change_block();
+    peer_free(p);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_queues_and_buffers, start, attach_stop),
+        cmocka_unit_test_setup_teardown(test_hello, start, attach_stop),
+        cmocka_unit_test_setup_teardown(test_tables, start, attach_stop),
+        cmocka_unit_test_setup_teardown(test_extents, start, attach_stop),
+    };
+    kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
