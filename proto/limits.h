@@ -70,6 +70,7 @@ enum {
     KVQ_WIRE_ARENA = 3072 * 1024, // memory that is enough to unpack any message
     KVQ_MAX_FIELD_BYTES = 64,     // of a field that is neither text nor message
     KVQ_MAX_PACKET_FDS = 8,
+    KVQ_MAX_UNREAD_FDS = 16,      // in replies that a client has not read
     KVQ_ATTACH_TIMEOUT_MS = 5000, // the daemon closes a connection without Hello by then
 
     // Capture files.

@@ -6,9 +6,11 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <linux/sockios.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -129,13 +131,32 @@ static void say_unread(const struct kvq__connection *c, char *text)
                     c->peer.uid, c->peer.pid, c->n_fds, kvq__descriptors_limit());
 }
 
+// Whether the client has read its replies, so that one more with descriptors can be sent. How many
+// it has read of several is not known until it has read all.
+static int check_unread(struct kvq__connection *c, char *text)
+{
+    int bytes;
+    if (ioctl(c->fd, SIOCOUTQ, &bytes) != 0 || bytes == 0)
+        c->unread_fds = 0;
+    if (c->unread_fds + c->n_fds <= KVQ_MAX_UNREAD_FDS)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "%u descriptors cannot be sent: %u lie in replies that this client has not read, and "
+             "%d may; read the replies, then ask again",
+             c->n_fds, c->unread_fds, KVQ_MAX_UNREAD_FDS);
+    return KVQ_E_LIMIT;
+}
+
 int kvq__connection_reply(struct kvq__connection *c, char *text)
 {
     size_t length;
     assert(c->n_fds <= KVQ_MAX_PACKET_FDS);
     if (c->end_when_back || c->state == KVQ__CONNECTION_ENDING)
         return 0;
-    int error = kvq_reply_pack(&c->reply, c->attach->out, sizeof c->attach->out, &length);
+    int error = c->n_fds > 0 ? check_unread(c, text) : 0;
+    if (error)
+        return error;
+    error = kvq_reply_pack(&c->reply, c->attach->out, sizeof c->attach->out, &length);
     if (error) {
         kvq__reply_status(&c->reply, &c->arena, KVQ_E_LIMIT, "the reply is longer than a message");
         c->n_fds = 0;
@@ -151,6 +172,8 @@ int kvq__connection_reply(struct kvq__connection *c, char *text)
     }
     if (error)
         kvq__connection_end(c, "does not read its replies");
+    else
+        c->unread_fds += c->n_fds;
     return 0;
 }
 

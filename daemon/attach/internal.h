@@ -157,7 +157,8 @@ struct kvq__connection {
     char name[KVQ_NAME_BYTES];
     uint32_t protocol;
     uint64_t buffer_bytes;
-    uint32_t n_lines; // with those that are not given back yet
+    uint32_t unread_fds; // in replies: so many at most
+    uint32_t n_lines;    // with those that are not given back yet
     LIST_HEAD(, kvq__import) imports;
     LIST_HEAD(, kvq__spare) spares;
     LIST_HEAD(, kvq__letting_go) timelines;

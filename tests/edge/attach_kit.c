@@ -242,7 +242,7 @@ void peer_free(struct peer *p)
     free(p);
 }
 
-static void send_request(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds)
+void peer_send_request(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds)
 {
     uint8_t bytes[KVQ_MAX_MESSAGE];
     size_t length;
@@ -264,7 +264,7 @@ int peer_answer(struct peer *p)
 
 int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds)
 {
-    send_request(p, request, fds, n_fds);
+    peer_send_request(p, request, fds, n_fds);
     return peer_answer(p);
 }
 
@@ -277,7 +277,7 @@ void peer_send_hello(struct peer *p, uint32_t min, uint32_t max)
     hello.client_name = (char *)"test";
     request.command_case = KVQ__REQUEST__COMMAND_HELLO;
     request.hello = &hello;
-    send_request(p, &request, NULL, 0);
+    peer_send_request(p, &request, NULL, 0);
 }
 
 int peer_hello(struct peer *p, uint32_t min, uint32_t max)
@@ -364,7 +364,7 @@ void peer_send_open(struct peer *p, const char *name, const char *format)
     open.n_layers = 1;
     request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
     request.open_session = &open;
-    send_request(p, &request, NULL, 0);
+    peer_send_request(p, &request, NULL, 0);
 }
 
 void peer_cancel(struct peer *p, uint32_t number)

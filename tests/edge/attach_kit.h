@@ -49,6 +49,7 @@ void peer_send(struct peer *p, const void *bytes, size_t n, const int *fds, uint
 // One reply into p->reply and p->fds; false at the end of the connection.
 bool peer_receive(struct peer *p);
 void peer_close_fds(struct peer *p);
+void peer_send_request(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds);
 // Sends a request and receives its reply. The reply's status, or 1 at the end of the connection.
 int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_fds);
 

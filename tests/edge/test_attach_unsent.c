@@ -4,10 +4,12 @@
 // user who sent them, so one client that does not read would be in the way of all. A client whose
 // reply that befalls is told so, keeps its connection, and nothing of what was made is left.
 #include <errno.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cmocka.h>
@@ -155,6 +157,51 @@ static void test_tables(void **state)
     end_counting();
 }
 
+// ---- A client that does not read ----
+
+static int unread_bytes(const struct peer *p)
+{
+    int bytes = 0;
+    assert_int_equal(ioctl(p->fd, FIONREAD, &bytes), 0);
+    return bytes;
+}
+
+// Asks for a queue, and lets the answer lie.
+static void ask_and_leave(struct peer *p)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
+    int before = unread_bytes(p);
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
+    request.open_queue = &open;
+    peer_send_request(p, &request, NULL, 0);
+    while (unread_bytes(p) == before)
+        sched_yield();
+}
+
+// However often it asks, few descriptors are on their way to it, and it has what it was told of.
+static void test_reads_nothing(void **state)
+{
+    enum { SENT = KVQ_MAX_UNREAD_FDS / 4 }; // queues
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached();
+    for (int i = 0; i < SENT + KVQ_MAX_QUEUES; i++)
+        ask_and_leave(p);
+    for (int i = 0; i < SENT + KVQ_MAX_QUEUES; i++) {
+        assert_true(peer_receive(p));
+        assert_int_equal(p->reply->status, i < SENT ? 0 : KVQ_E_LIMIT);
+        assert_int_equal(p->n_fds, i < SENT ? 4 : 0);
+    }
+    assert_non_null(strstr(p->reply->text, "4 descriptors cannot be sent: 16 lie in replies"));
+    for (int i = SENT; i < KVQ_MAX_QUEUES; i++)
+        assert_int_equal(peer_open_queue(p), 0);
+    assert_int_equal(peer_open_queue(p), KVQ_E_LIMIT);
+    assert_non_null(strstr(p->reply->text, "queues"));
+    peer_free(p);
+    end_counting();
+}
+
 // ---- Extents ----
 
 static struct {
@@ -238,6 +285,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_queues_and_buffers, start, attach_stop),
         cmocka_unit_test_setup_teardown(test_hello, start, attach_stop),
         cmocka_unit_test_setup_teardown(test_tables, start, attach_stop),
+        cmocka_unit_test_setup_teardown(test_reads_nothing, start, attach_stop),
         cmocka_unit_test_setup_teardown(test_extents, start, attach_stop),
     };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
