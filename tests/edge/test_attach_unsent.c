@@ -10,7 +10,10 @@
 #include <stddef.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -157,6 +160,78 @@ static void test_tables(void **state)
     end_counting();
 }
 
+// ---- The kernel itself ----
+
+enum { STRANGER = 65534, OPEN_FILES = 160, AT_ONCE = 253 }; // AT_ONCE: the kernel's SCM_MAX_FD
+
+// The limit is not for those who have root's capabilities, which this thread has again later.
+static void give_rights_up(struct kvq__server *server, void *context)
+{
+    (void)server;
+    (void)context;
+    assert_true(geteuid() != 0 || syscall(SYS_setresuid, -1, STRANGER, -1) == 0);
+}
+
+static void have_rights(struct kvq__server *server, void *context)
+{
+    (void)server;
+    (void)context;
+    assert_true(getuid() != 0 || syscall(SYS_setresuid, -1, 0, -1) == 0);
+}
+
+// Descriptors that lie unread in a socket of this process's own.
+static void leave_unread(int socket)
+{
+    union {
+        struct cmsghdr align;
+        char space[CMSG_SPACE(AT_ONCE * sizeof(int))];
+    } control = {0};
+    struct iovec part = {(char *)"x", 1};
+    struct msghdr message = {.msg_iov = &part,
+                             .msg_iovlen = 1,
+                             .msg_control = &control,
+                             .msg_controllen = sizeof control};
+    struct cmsghdr *c = CMSG_FIRSTHDR(&message);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(AT_ONCE * sizeof(int));
+    for (int i = 0; i < AT_ONCE; i++)
+        memcpy(CMSG_DATA(c) + i * sizeof(int), &(int){STDOUT_FILENO}, sizeof(int));
+    assert_int_equal(sendmsg(socket, &message, 0), 1);
+}
+
+static void test_limit_of_files(void **state)
+{
+    struct rlimit before, low;
+    char byte;
+    int pair[2];
+    (void)state;
+    begin_counting();
+    struct peer *p = peer_attached(), *other = peer_attached();
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
+    getrlimit(RLIMIT_NOFILE, &before);
+    low = (struct rlimit){OPEN_FILES, before.rlim_max};
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &low), 0);
+    attach_in_loop(give_rights_up, NULL);
+    leave_unread(pair[0]);
+    for (int i = 0; i < 3; i++) {
+        told_why(p, peer_open_queue(p));
+        assert_int_equal(ping(other), 0);
+    }
+    assert_int_equal(recv(pair[1], &byte, 1, 0), 1);
+    while (peer_open_queue(p) == KVQ_E_LIMIT) // another process of this user may be at this, too
+        sched_yield();
+    assert_int_equal(p->reply->status, 0);
+    assert_int_equal(p->n_fds, 4);
+    attach_in_loop(have_rights, NULL);
+    setrlimit(RLIMIT_NOFILE, &before);
+    close(pair[0]);
+    close(pair[1]);
+    peer_free(other);
+    peer_free(p);
+    end_counting();
+}
+
 // ---- A client that does not read ----
 
 static int unread_bytes(const struct peer *p)
@@ -285,6 +360,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_queues_and_buffers, start, attach_stop),
         cmocka_unit_test_setup_teardown(test_hello, start, attach_stop),
         cmocka_unit_test_setup_teardown(test_tables, start, attach_stop),
+        cmocka_unit_test_setup_teardown(test_limit_of_files, start, attach_stop),
         cmocka_unit_test_setup_teardown(test_reads_nothing, start, attach_stop),
         cmocka_unit_test_setup_teardown(test_extents, start, attach_stop),
     };
