@@ -205,7 +205,7 @@ int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what,
 
 // Removes the files that failed transfers left in the folder to go on with: unfinished exports,
 // files older than max_age_s seconds, then the oldest until at most `most` are left. No transfer
-// may use the folder meanwhile. The folder need not exist.
-void kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most);
+// may use the folder meanwhile. The folder need not exist. Returns how many bytes they had on disk.
+uint64_t kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most);
 
 #endif

@@ -15,7 +15,8 @@
 
 struct leftover {
     char name[128];
-    time_t at; // of its last change
+    time_t at;      // of its last change
+    uint64_t bytes; // on disk
 };
 
 struct leftovers {
@@ -36,7 +37,12 @@ static bool is_ours(const char *name)
            (ends_with(name, ".kvq") || ends_with(name, ".kvq.part") || ends_with(name, ".kvq.tmp"));
 }
 
-static bool note_leftover(struct leftovers *l, const char *name, time_t at)
+static uint64_t bytes_on_disk(const struct stat *st)
+{
+    return (uint64_t)st->st_blocks * 512;
+}
+
+static bool note_leftover(struct leftovers *l, const char *name, const struct stat *st)
 {
     if (l->count == l->room) {
         size_t room = l->room ? 2 * l->room : 16;
@@ -49,7 +55,8 @@ static bool note_leftover(struct leftovers *l, const char *name, time_t at)
     struct leftover *f = &l->files[l->count++];
     assert(strlen(name) < sizeof f->name);
     memcpy(f->name, name, strlen(name) + 1);
-    f->at = at;
+    f->at = st->st_mtime;
+    f->bytes = bytes_on_disk(st);
     return true;
 }
 
@@ -59,26 +66,30 @@ static int newest_first(const void *a, const void *b)
     return (x->at < y->at) - (x->at > y->at);
 }
 
-void kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most)
+uint64_t kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most)
 {
     struct leftovers l = {0};
+    uint64_t freed = 0;
     struct stat st;
     time_t now = time(NULL);
     DIR *dir = opendir(folder);
     if (!dir)
-        return;
+        return 0;
     int at = dirfd(dir);
     for (struct dirent *e = readdir(dir); e; e = readdir(dir)) {
         if (!is_ours(e->d_name) || fstatat(at, e->d_name, &st, AT_SYMLINK_NOFOLLOW) != 0)
             continue;
         bool old = st.st_mtime < now && (uint64_t)(now - st.st_mtime) > max_age_s;
-        if (old || ends_with(e->d_name, ".tmp") || !note_leftover(&l, e->d_name, st.st_mtime))
-            (void)unlinkat(at, e->d_name, 0);
+        if ((old || ends_with(e->d_name, ".tmp") || !note_leftover(&l, e->d_name, &st)) &&
+            unlinkat(at, e->d_name, 0) == 0)
+            freed += bytes_on_disk(&st);
     }
     if (l.count > most)
         qsort(l.files, l.count, sizeof *l.files, newest_first);
     for (size_t i = most; i < l.count; i++)
-        (void)unlinkat(at, l.files[i].name, 0);
+        if (unlinkat(at, l.files[i].name, 0) == 0)
+            freed += l.files[i].bytes;
     free(l.files);
     closedir(dir);
+    return freed;
 }

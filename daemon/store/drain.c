@@ -265,6 +265,24 @@ static void take_names(struct drain *d)
     }
 }
 
+// What the full disk has refused is tried again if transfers have left files, which go now. Waits.
+static void make_room_for_refused(struct drain *d)
+{
+    uint64_t bytes = 0;
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < d->n_batch; i++)
+        if (d->batch[i]->save && d->batch[i]->rc == KVQ_E_NO_SPACE) {
+            bytes += kvq__jobs_unsaved_bytes(d->batch[i]);
+            n++;
+        }
+    if (n == 0 || !kvq__transfers_make_room(&d->task, bytes))
+        return;
+    d->full = false;
+    for (uint32_t i = 0; i < d->n_batch; i++)
+        if (d->batch[i]->save && d->batch[i]->rc == KVQ_E_NO_SPACE)
+            d->batch[i]->rc = NEXT_BATCH;
+}
+
 // Saves those whose names it has. Waits.
 static void save_batch(struct drain *d)
 {
@@ -272,6 +290,7 @@ static void save_batch(struct drain *d)
     kvq__task_take_turn(task);
     kvq__task_at_poller(task, take_hold_of_unsaved);
     kvq__task_at_work(task, write_batch);
+    make_room_for_refused(d);
     kvq__task_at_poller(task, end_saves);
     kvq__task_step_aside(task);
     for (uint32_t i = 0; i < d->n_batch; i++)

@@ -16,9 +16,10 @@ struct kvq__desk;
 struct kvq__used_name;
 
 enum {
-    KVQ__UNSAVED_BATCH = 64,  // sessions that are asked for at a time
-    KVQ__READ_AT_ONCE = 3,    // restores that read side by side,
-    KVQ__READ_AT_ONCE_OF = 2, // and of one namespace
+    KVQ__UNSAVED_BATCH = 64,     // sessions that are asked for at a time
+    KVQ__READ_AT_ONCE = 3,       // restores that read side by side,
+    KVQ__READ_AT_ONCE_OF = 2,    // and of one namespace
+    KVQ__SPARE_BYTES = 16 << 20, // what a save needs on disk besides its blocks
 };
 
 // Tells the poller that a layer is there.
@@ -280,6 +281,9 @@ const char *kvq__jobs_doing(const struct kvq__task *task);
 
 // All end soon, and no new ones begin.
 void kvq__transfers_stop(struct kvq__jobs *jobs);
+// Removes what transfers have left, if no transfer runs and the disk lacks room for so many bytes.
+// Whether it freed anything. Called by a task; waits.
+bool kvq__transfers_make_room(struct kvq__task *task, uint64_t bytes);
 
 // What the store has of one shard.
 struct kvq__found {

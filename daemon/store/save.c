@@ -253,22 +253,28 @@ int kvq__jobs_copy(struct kvq__task *t)
     return rc;
 }
 
-static void write_save(struct kvq__task *t)
+static void write_copied(struct kvq__task *t)
 {
     uint64_t needed = kvq__jobs_unsaved_bytes(t);
-    uint8_t *scratch = NULL;
-    t->rc = kvq__jobs_copy(t);
-    if (t->rc == 0 && !(scratch = malloc(KVQ__SCRATCH_BYTES))) {
+    uint8_t *scratch = malloc(KVQ__SCRATCH_BYTES);
+    if (!scratch) {
         snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
         t->rc = KVQ_E_NO_MEMORY;
+        return;
     }
-    if (t->rc == 0)
-        t->rc = write_all(t, scratch);
+    t->rc = write_all(t, scratch);
     if (t->rc == KVQ_E_NO_SPACE && kvq__jobs_make_room(t->jobs, needed))
         t->rc = write_all(t, scratch);
     if (t->rc == 0 && t->job && t->name[0] == '#')
         t->rc = write_and_read_back(t, scratch);
     free(scratch);
+}
+
+static void write_save(struct kvq__task *t)
+{
+    t->rc = kvq__jobs_copy(t);
+    if (t->rc == 0)
+        write_copied(t);
 }
 
 // ---- Back on the loop's ----
@@ -429,6 +435,8 @@ void kvq__jobs_save(struct kvq__task *t)
     t->unchanged = t->rc == 0 && !t->save;
     if (t->save) {
         kvq__task_at_work(t, write_save);
+        if (t->rc == KVQ_E_NO_SPACE && kvq__transfers_make_room(t, kvq__jobs_unsaved_bytes(t)))
+            kvq__task_at_work(t, write_copied);
         if (t->rc == 0)
             kvq__histogram_add(&t->jobs->times.of[KVQ__TIME_SAVE], kvq_now_ns() - t->begun);
     }

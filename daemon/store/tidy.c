@@ -12,13 +12,12 @@
 #include "daemon/store/internal.h"
 
 enum {
-    USED_LEAST = 32,         // sessions that there is room for, to be noted in one go,
-    USED_MOST = 4096,        // and the most; those after them are not noted
-    DEAD_PERCENT = 50,       // of a segment, to be compacted in the background,
-    DEAD_PERCENT_FULL = 10,  // and for a save that has no room
-    GO_BYTES = 32 << 20,     // copied in one go: what a save that comes then may have to wait for
-    FULL_BYTES = 256 << 20,  // and in one of those that a save waits for anyway
-    SPARE_BYTES = 16u << 20, // what a save needs besides its blocks
+    USED_LEAST = 32,        // sessions that there is room for, to be noted in one go,
+    USED_MOST = 4096,       // and the most; those after them are not noted
+    DEAD_PERCENT = 50,      // of a segment, to be compacted in the background,
+    DEAD_PERCENT_FULL = 10, // and for a save that has no room
+    GO_BYTES = 32 << 20,    // copied in one go: what a save that comes then may have to wait for
+    FULL_BYTES = 256 << 20, // and in one of those that a save waits for anyway
 };
 
 // ---- When sessions were used ----
@@ -189,7 +188,7 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
         return false;
     sum = freed.bytes;
     do {
-        if (sum >= bytes + SPARE_BYTES ||
+        if (sum >= bytes + KVQ__SPARE_BYTES ||
             kvq_store_compact(jobs->store, FULL_BYTES, DEAD_PERCENT_FULL, &freed, NULL, 0) < 0)
             break;
         sum += freed.bytes > freed.moved ? freed.bytes - freed.moved : 0;

@@ -6,7 +6,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/statvfs.h>
 
+#include "daemon/log/log.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/transfer.h"
 #include "proto/sync.h"
@@ -397,12 +399,13 @@ static void swept(uv_work_t *work, int status)
     start_next_transfer(desk);
 }
 
-// Nothing uses the folder: neither threads nor imports.
+// Nothing uses the folder: neither threads, from when they are given out, nor imports.
 static bool is_folder_free(const struct kvq__desk *desk)
 {
     const struct kvq__transfer *x;
     TAILQ_FOREACH (x, &desk->transfers, link)
-        if (has_ticket(x) && x->phase != KVQ__TRANSFER_QUEUED && x->phase != KVQ__TRANSFER_ENDED)
+        if (has_ticket(x) &&
+            (x->talks || x->phase == KVQ__TRANSFER_WAITING || x->phase == KVQ__TRANSFER_IMPORTING))
             return false;
     return true;
 }
@@ -414,6 +417,36 @@ static void start_sweep(struct kvq__desk *desk)
     desk->jobs->n_tasks++;
     desk->sweep.data = desk;
     uv_queue_work(&desk->jobs->server->loop, &desk->sweep, sweep, swept);
+}
+
+// On a thread of libuv's. What is left may spare a later try a transfer, so it stays where the disk
+// has the room, and it is the store's cap that a save has met.
+static void sweep_for_room(struct kvq__task *t)
+{
+    struct kvq__desk *desk = t->jobs->desk;
+    struct statvfs st;
+    if (statvfs(desk->folder, &st) == 0 && (uint64_t)st.f_bavail * st.f_frsize < desk->wanted)
+        desk->swept = kvq_remote_sweep(desk->folder, 0, 0);
+}
+
+bool kvq__transfers_make_room(struct kvq__task *t, uint64_t bytes)
+{
+    struct kvq__desk *desk = t->jobs->desk;
+    if (!desk || desk->sweeping || !is_folder_free(desk))
+        return false;
+    desk->sweeping = true;
+    desk->wanted = bytes + KVQ__SPARE_BYTES;
+    desk->swept = 0;
+    kvq__task_at_work(t, sweep_for_room);
+    bool swept = desk->swept > 0;
+    if (swept) {
+        desk->failed = 0;
+        kvq__log(KVQ_LOG_INFO, "leftovers_removed", "folder=%s bytes=%llu", desk->folder,
+                 (unsigned long long)desk->swept);
+    }
+    desk->sweeping = false;
+    start_next_transfer(desk);
+    return swept;
 }
 
 // ---- Who talks next ----

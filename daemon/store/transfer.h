@@ -72,6 +72,7 @@ struct kvq__desk {
     uint32_t n_talking, n_asking;    // of those with and without a ticket
     uint32_t failed;                 // since the folder was swept
     bool sweeping;
+    uint64_t wanted, swept; // bytes, where a save sweeps
     uv_work_t sweep;
     uint32_t stop; // a word: not 0 once all are to end
     uint64_t last_id;

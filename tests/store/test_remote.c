@@ -584,12 +584,14 @@ static void keys_come_from_files_and_variables(void **state)
 
 static void make_old(const char *name, int64_t seconds)
 {
+    static const char bytes[20000];
     char path[128];
     struct timespec times[2] = {{.tv_sec = time(NULL) - seconds}};
     times[1] = times[0];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *file = fopen(path, "w");
     assert_non_null(file);
+    assert_int_equal(fwrite(bytes, 1, sizeof bytes, file), sizeof bytes);
     fclose(file);
     assert_int_equal(utimensat(AT_FDCWD, path, times, 0), 0);
 }
@@ -602,6 +604,15 @@ static bool take_away(const char *name)
     return unlink(path) == 0;
 }
 
+static uint64_t on_disk(const char *name)
+{
+    char path[128];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    assert_int_equal(stat(path, &st), 0);
+    return (uint64_t)st.st_blocks * 512;
+}
+
 static void leftovers_have_an_end(void **state)
 {
     (void)state;
@@ -611,8 +622,10 @@ static void leftovers_have_an_end(void **state)
     make_old("push-4-5.kvq", 20);
     make_old("push-6-7.kvq.tmp", 0);
     make_old("keep.kvq", 5000);
-    kvq_remote_sweep("/nowhere/at/all", 100, 2);
-    kvq_remote_sweep(folder, 100, 2);
+    assert_int_equal(kvq_remote_sweep("/nowhere/at/all", 100, 2), 0);
+    uint64_t bytes = on_disk("push-1-2.kvq") + on_disk("pull-3.kvq") + on_disk("push-6-7.kvq.tmp");
+    assert_true(bytes > 0);
+    assert_int_equal(kvq_remote_sweep(folder, 100, 2), bytes);
     assert_false(take_away("push-1-2.kvq")); // too old
     assert_false(take_away("pull-3.kvq"));   // one too many
     assert_false(take_away("push-6-7.kvq.tmp"));
