@@ -52,9 +52,10 @@ struct kvq__pool {
     uint32_t refs;              // the client's, as long as it is linked, and each kvq_local's
     char place[KVQ__PLACE_BYTES];
     uint64_t span, extent_bytes;
-    uint8_t *at;   // the addresses that are kept for it; never NULL
-    void *mapping; // what is to be unmapped, at most one huge page before `at`
-    bool broken;   // an extent could not be mapped
+    uint8_t *at;      // the addresses that are kept for it; never NULL
+    void *mapping;    // what is to be unmapped, at most one huge page before `at`
+    bool broken;      // an extent could not be mapped
+    bool tells_again; // the daemon, of extents whose reply was given up
     // On a GPU: `at` is an address there.
     struct kvq__gpu_context here; // driver NULL: the host
     struct kvq_gpu kernels;

@@ -62,6 +62,7 @@ static int take_pool(struct kvq__pool *pool, const struct kvq__call *call)
         return rc;
     pool->span = r->span;
     pool->extent_bytes = r->extent_bytes;
+    pool->tells_again = r->tells_again;
     if (!pool->here.driver)
         return call->n_fds
                    ? kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave a descriptor with its pool")
@@ -244,8 +245,10 @@ static int map_more(kvq_client *client, struct kvq__pool *pool, uint64_t handle,
     *more = false;
     int rc = kvq__exchange(client, &call);
     if (rc) {
-        // The daemon may have told us of extents whose descriptors were lost, or came too late.
-        pool->broken |= rc == KVQ_E_SYSTEM || rc == KVQ_E_DEADLINE || rc == KVQ_E_PROTOCOL;
+        // The daemon may have told us of extents whose descriptors were lost, or come too late.
+        // Those that come too late it tells of again, since the call was cancelled.
+        bool late = rc == KVQ_E_DEADLINE && !pool->tells_again;
+        pool->broken |= late || rc == KVQ_E_SYSTEM || rc == KVQ_E_PROTOCOL;
         return rc;
     }
     rc = map_packet(pool, &call);

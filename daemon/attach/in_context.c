@@ -49,6 +49,7 @@ int kvq__open_pool_prepare(struct kvq__connection *c, char *text)
     int error = kvq__attach_agree(open->tables_min, open->tables_max, KVQ_TABLE_VERSION_MIN,
                                   KVQ_TABLE_VERSION_MAX, "page tables", &reply->tables, text);
     reply->layout = KVQ_LAYOUT_ID;
+    reply->tells_again = true;
     c->reply.open_pool = reply;
     c->reply.result_case = KVQ__REPLY__RESULT_OPEN_POOL;
     return error;

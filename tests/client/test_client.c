@@ -15,6 +15,7 @@
 
 #include "kernels/layout.h"
 #include "proto/limits.h"
+#include "proto/wire.h"
 #include "tests/client/client_kit.h"
 
 // ---- The rings ----
@@ -303,7 +304,8 @@ static int local_up(struct local_rig *l, struct fake_script script, uint32_t fla
 {
     const struct kvq_local_options o = {.size = sizeof o, .max_tokens = 1024, .flags = flags};
     const struct kvq_session_options so = {.size = sizeof so, .format = "f16"};
-    assert_int_equal(connect_to(script, 2000, &l->r.daemon, &l->r.client), KVQ_OK);
+    uint32_t timeout_ms = script.late_first ? 500 : 2000;
+    assert_int_equal(connect_to(script, timeout_ms, &l->r.daemon, &l->r.client), KVQ_OK);
     assert_int_equal(kvq_queue_open(l->r.client, &l->r.queue), KVQ_OK);
     int rc = kvq_local_open(l->r.queue, &o, &l->local);
     if (rc)
@@ -361,6 +363,31 @@ static void test_other_versions(void **unused)
     s = fake_good();
     s.codec = 77; // a format of a later version
     expect_through(s, "does not know a format");
+}
+
+// Extents that the daemon tells of too late are in no later reply of a daemon that does not tell of
+// them again: a page table may name them, so the mode ends. With others it goes on.
+static void test_late_extents(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    int before = client_fds();
+    for (int again = 0; again < 2; again++) {
+        struct fake_script s = fake_good();
+        s.late_first = true;
+        s.late_command = KVQ__REQUEST__COMMAND_MAP_EXTENTS;
+        s.extents = s.extent_fds = 1;
+        s.tells_again = again;
+        assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_E_DEADLINE);
+        expect_text("500 ms");
+        int rc = kvq_local_add(l.local, l.session);
+        assert_int_equal(rc, again ? KVQ_OK : KVQ_E_SYSTEM);
+        if (!again)
+            expect_text("could not be mapped earlier");
+        assert_int_equal(fake_cancels(l.r.daemon), 1);
+        local_down(&l);
+        assert_int_equal(client_fds(), before);
+    }
 }
 
 static void expect_nonsense(struct fake_script s, const char *words)
@@ -475,6 +502,7 @@ int main(void)
         cmocka_unit_test(test_completions_out_of_order),
         cmocka_unit_test(test_reattach),
         cmocka_unit_test(test_other_versions),
+        cmocka_unit_test(test_late_extents),
         cmocka_unit_test(test_local_nonsense),
         cmocka_unit_test(test_merge),
         cmocka_unit_test(test_texts),

@@ -321,6 +321,18 @@ static void change_block(void)
     pthread_mutex_unlock(&taken.lock);
 }
 
+static bool tells_again(struct peer *p)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenPool open = KVQ__OPEN_POOL__INIT;
+    open.place = (char *)"host";
+    open.tables_min = open.tables_max = KVQ_TABLE_VERSION_MAX;
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
+    request.open_pool = &open;
+    assert_int_equal(peer_ask(p, &request, NULL, 0), 0);
+    return p->reply->open_pool->tells_again;
+}
+
 static void mapped(struct peer *p, uint64_t handle, uint32_t extents)
 {
     assert_int_equal(map_extents(p, handle), 0);
@@ -337,6 +349,7 @@ static void test_extents(void **state)
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_session(p, ""), 0);
     uint64_t handle = p->reply->session->handle;
+    assert_true(tells_again(p));
     change_block();
     assert_non_null(taken.block.block);
     kvq_word_store(&full, 1);

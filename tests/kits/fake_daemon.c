@@ -249,6 +249,7 @@ static void answer_open_pool(struct fake_daemon *d, Kvq__Reply *reply)
     result.extent_bytes = s->extent_bytes;
     result.tables = s->tables;
     result.layout = s->layout;
+    result.tells_again = s->tells_again;
     reply->status = s->pool_status;
     if (s->pool_status == 0) {
         reply->result_case = KVQ__REPLY__RESULT_OPEN_POOL;
@@ -367,6 +368,8 @@ static bool hold(struct fake_daemon *d, const Kvq__Request *request, size_t byte
     if (!d->script.late_first || request->command_case == KVQ__REQUEST__COMMAND_HELLO)
         return false;
     if (d->held_id == 0) {
+        if (d->script.late_command && d->script.late_command != (int)request->command_case)
+            return false;
         d->held_id = request->id;
         d->held_bytes = bytes;
         memcpy(d->held, d->packet, bytes);

@@ -40,6 +40,8 @@ struct fake_script {
     bool garbage;     // bytes that are no message
     bool stale_first; // before each reply one to an earlier call, with a descriptor
     bool late_first;  // holds the reply to the first command until that is cancelled
+    int late_command; // it holds the first of this kind; 0: of any
+    bool tells_again; // says that it tells of extents again
     bool deaf;        // takes nothing off the socket after the first queue
     bool hang_up;     // closes the connection instead of answering anything but hello
     bool farewell;    // says why (a reply with number 0), then closes
