@@ -208,6 +208,10 @@ void kvq__local_leave(struct kvq_local *local, const struct kvq_entry *entry);
 // Notes of which entries a call that ended with rc has, or lacks, K and V that `work` gives.
 void kvq__local_gave(struct kvq_local *local, const struct kvq_work *work,
                      const struct kvq_entry *entries, uint32_t n, int rc);
+// Whether a session whose end had this code may try again.
+bool kvq__local_may_retry(int code);
+// After an end: those that may try again stay in the step, and nobody else does.
+void kvq__local_keep(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n);
 // Ends the step for all its sessions.
 void kvq__local_over(struct kvq_local *local);
 

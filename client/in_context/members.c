@@ -180,6 +180,29 @@ void kvq__local_over(struct kvq_local *local)
     local->step = 0;
 }
 
+bool kvq__local_may_retry(int code)
+{
+    return code == KVQ_E_NO_MEMORY || code == KVQ_E_QUOTA || code == KVQ_E_DEADLINE;
+}
+
+void kvq__local_keep(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n)
+{
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < local->n_members; i++)
+        local->members[i]->in_step = false;
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        if (!s || s->in_step || !kvq__local_may_retry(entries[i].status))
+            continue;
+        s->in_step = true;
+        local->members[kept++] = s;
+    }
+    assert(kept <= local->n_members);
+    local->n_members = kept;
+    if (kept == 0)
+        kvq__local_over(local);
+}
+
 // ---- What failed ----
 
 // Of a limit that only this kvq_local has.

@@ -194,11 +194,6 @@ static uint32_t gather_end(struct kvq_local *local, struct kvq_entry *entries, u
     return m;
 }
 
-static bool may_try_again(int code)
-{
-    return code == KVQ_E_NO_MEMORY || code == KVQ_E_QUOTA || code == KVQ_E_DEADLINE;
-}
-
 // What cannot be mapped now is looked for again when the session's next step begins.
 static void take_end(struct kvq_local *local, struct kvq_entry *entries, uint32_t m)
 {
@@ -212,25 +207,6 @@ static void take_end(struct kvq_local *local, struct kvq_entry *entries, uint32_
         if (e->status == KVQ_OK && look_at(local, s, local->extents[j]))
             s->lacking = true;
     }
-}
-
-// Those that may try again stay in the step, and nobody else does.
-static void keep_some(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n)
-{
-    uint32_t kept = 0;
-    for (uint32_t i = 0; i < local->n_members; i++)
-        local->members[i]->in_step = false;
-    for (uint32_t i = 0; i < n; i++) {
-        struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
-        if (!s || s->in_step || !may_try_again(entries[i].status))
-            continue;
-        s->in_step = true;
-        local->members[kept++] = s;
-    }
-    assert(kept <= local->n_members);
-    local->n_members = kept;
-    if (kept == 0)
-        kvq__local_over(local);
 }
 
 // Whether the first failure is the request's, which has been explained.
@@ -278,7 +254,7 @@ int kvq__local_end(struct kvq_local *local, const struct kvq_step_work *work,
     take_end(local, entries, m);
     if (m < n && !failed_there(local, entries, n, m))
         kvq__local_explain(local, KVQ_OP_STEP_END, NULL, entries, n);
-    keep_some(local, entries, n);
+    kvq__local_keep(local, entries, n);
     return KVQ_OK;
 }
 

@@ -175,7 +175,8 @@ static int append_layer(struct kvq_local *local, const struct kvq_step_work *wor
     if (rc == KVQ_OK)
         batch_take(&b, entries);
     for (uint32_t j = 0; rc == KVQ_OK && j < b.n; j++)
-        kvq__local_find(local, b.entries[j].session)->appended[layer] = 1;
+        if (b.entries[j].status == KVQ_OK)
+            kvq__local_find(local, b.entries[j].session)->appended[layer] = 1;
     return rc;
 }
 
@@ -193,10 +194,15 @@ static int append_rest(struct kvq_local *local, const struct kvq_step_work *work
     return rc;
 }
 
-// Sessions of the step that are not to be committed.
-static void abort_others(struct kvq_local *local)
+// Those of the step that were not committed and may not try again.
+static void abort_others(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n)
 {
     struct batch b = first_batch(local);
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        if (s && (entries[i].status == KVQ_OK || kvq__local_may_retry(entries[i].status)))
+            s->in_step = false;
+    }
     for (uint32_t i = 0; i < local->n_members; i++) {
         const struct kvq__local_session *s = local->members[i];
         assert(b.n < KVQ_MAX_BATCH);
@@ -232,14 +238,14 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
         return rc;
     if (rc == KVQ_OK) {
         batch_take(&b, entries);
-        for (uint32_t j = 0; j < b.n; j++)
-            if (b.entries[j].status == KVQ_OK) // others are still in the step there
-                kvq__local_find(local, b.entries[j].session)->in_step = false;
-        abort_others(local);
+        abort_others(local, entries, n);
     }
     if (rc == KVQ_OK && failed)
         kvq__local_explain(local, KVQ_OP_STEP_END, NULL, entries, n);
-    kvq__local_over(local);
+    if (rc)
+        kvq__local_over(local);
+    else
+        kvq__local_keep(local, entries, n);
     return rc;
 }
 

@@ -416,3 +416,53 @@ void local_same_cache(const struct local_model *m, const struct local_pair *pair
                             base + tensor(m, PART_THERE, i, rows).offset, rows * m->stride);
     }
 }
+
+// ---- Small sessions ----
+
+enum { SMALL_KV_HEADS = 2, SMALL_DIM = 64 };
+
+struct kvq_work local_small_work(const struct local_model *m, uint32_t layer)
+{
+    const struct kvq_layer *l = &m->rows[layer];
+    const uint64_t part = 1 << 18;
+    struct kvq_work w = {.layer = layer};
+    w.k = kvq_tensor_make(rig.buffer, 0, l->kv_heads, l->k_dim, KVQ_DTYPE_F32);
+    w.v = kvq_tensor_make(rig.buffer, part, l->kv_heads, l->k_dim, KVQ_DTYPE_F32);
+    w.q = kvq_tensor_make(rig.buffer, 2 * part, l->q_heads, l->k_dim, KVQ_DTYPE_F32);
+    w.out = kvq_tensor_make(rig.buffer, 3 * part, l->q_heads, l->k_dim, KVQ_DTYPE_F32);
+    return w;
+}
+
+kvq_session local_open_small(const char *name, uint32_t flags, uint32_t layers)
+{
+    struct local_model m;
+    kvq_session s;
+    local_model(&m, layers, 4, SMALL_KV_HEADS, SMALL_DIM);
+    m.rows[layers - 1].kv_from = 0;
+    struct kvq_session_options o = {.size = sizeof o,
+                                    .name = name,
+                                    .format = "oscar2",
+                                    .layers = m.rows,
+                                    .n_layers = layers,
+                                    .on_detach = KVQ_ON_DETACH_KEEP,
+                                    .max_rollback = 8,
+                                    .flags = flags};
+    fine(kvq_session_open(rig.client, &o, &s, NULL));
+    return s;
+}
+
+int local_small_step(kvq_local *local, struct kvq_entry *e, uint32_t layers, uint32_t append)
+{
+    struct local_model m;
+    local_model(&m, layers, 4, SMALL_KV_HEADS, SMALL_DIM);
+    e->append = append;
+    e->queries = 1;
+    int rc = kvq_local_begin(local, e, 1);
+    for (uint32_t i = 0; i < layers && rc == 0 && e->status == 0; i++) {
+        struct kvq_work w = local_small_work(&m, i);
+        rc = kvq_local_attend(local, &w, e, 1);
+    }
+    if (rc == 0 && e->status == 0)
+        rc = kvq_local_end(local, NULL, e, 1);
+    return rc ? rc : e->status;
+}

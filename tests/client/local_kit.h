@@ -79,4 +79,11 @@ void local_plain_step(const struct local_model *m, struct local_pair *pair, uint
 // K and V of all of a pair's tokens are the same.
 void local_same_cache(const struct local_model *m, const struct local_pair *pair);
 
+// A session of 4 query heads and 2 KV heads of 64, kept when it is closed.
+kvq_session local_open_small(const char *name, uint32_t flags, uint32_t layers);
+// Tensors of one of its layers for up to 512 tokens. All layers have the same.
+struct kvq_work local_small_work(const struct local_model *m, uint32_t layer);
+// A whole step of it: a code of a call, or the entry's status.
+int local_small_step(kvq_local *local, struct kvq_entry *e, uint32_t layers, uint32_t append);
+
 #endif

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Ends of steps in the engine's own context that fail: which of them leave the step open, to be
+// tried again, and which end it.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "tests/client/local_kit.h"
+
+enum { LAYERS = 3, KV_HEADS = 2, DIM = 64 };
+
+static void open_local(void)
+{
+    struct kvq_local_options o = {
+        .size = sizeof o, .max_tokens = 2048, .flags = KVQ_LOCAL_REQUIRE, .threads = 1};
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
+}
+
+// ---- Ends that are refused ----
+
+static void test_refused_ends(void **state)
+{
+    struct local_model m;
+    (void)state;
+    open_local();
+    local_model(&m, 2, 4, KV_HEADS, DIM);
+    struct kvq_entry e = {.session = local_open_small("a", 0, 2), .append = 3, .queries = 1};
+    struct kvq_work w = local_small_work(&m, 0);
+    fine(kvq_local_add(rig.local, e.session));
+    fine(kvq_local_begin(rig.local, &e, 1));
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    fine(e.status);
+    // A layer is lacking.
+    fine(kvq_local_end(rig.local, NULL, &e, 1));
+    assert_int_not_equal(e.status, 0);
+    fine(local_small_step(rig.local, &e, 2, 3));
+    assert_int_equal(e.value, 3);
+    // An attend has failed for one of two.
+    struct kvq_entry two[2] = {e,
+                               {.session = local_open_small("b", 0, 2), .append = 3, .queries = 1}};
+    fine(kvq_local_add(rig.local, two[1].session));
+    two[0].position = 3;
+    fine(kvq_local_begin(rig.local, two, 2));
+    for (uint32_t i = 0; i < 2; i++) {
+        w = local_small_work(&m, i);
+        two[1].q_row = i ? 1 : 1 << 20;
+        fine(kvq_local_attend(rig.local, &w, two, 2));
+    }
+    fine(kvq_local_end(rig.local, NULL, two, 2));
+    refused(KVQ_E_INCOMPLETE, two[1].status, "entry 1");
+    assert_int_equal(two[0].value, 6);
+    // Given twice, differently.
+    w = local_small_work(&m, 0);
+    e.position = 6;
+    fine(kvq_local_begin(rig.local, &e, 1));
+    w.k.offset += 4096;
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    w.k.offset = 0;
+    fine(kvq_local_attend(rig.local, &w, &e, 1));
+    refused(KVQ_E_INVALID, kvq_local_end(rig.local, NULL, &e, 1), "given twice");
+    struct kvq_tensor k[2] = {w.k, w.k}, v[2] = {w.v, w.v};
+    const struct kvq_step_work said = {.k = k, .v = v, .n_layers = 2};
+    fine(kvq_local_end(rig.local, &said, &e, 1));
+    fine(e.status);
+    // What the daemon alone can see, at the end.
+    e.position = e.value;
+    *(uint32_t *)kvq_buffer_data(rig.buffer) = 0x7fc00000;
+    refused(KVQ_E_NONFINITE, local_small_step(rig.local, &e, 2, 1), "NaN");
+    *(uint32_t *)kvq_buffer_data(rig.buffer) = 0;
+    fine(local_small_step(rig.local, &e, 2, 1));
+}
+
+// ---- Ends that may be tried again ----
+
+enum { IDS_AT = 8 << 20, HOGS = 1024 };
+
+// A step of sessions of one layer, up to its end.
+static void unended_step(struct kvq_entry *entries, uint32_t n)
+{
+    struct local_model m;
+    local_model(&m, 1, 4, KV_HEADS, DIM);
+    for (uint32_t i = 0; i < n; i++) {
+        entries[i].append = 3;
+        entries[i].queries = 1;
+        entries[i].row = 3 * i;
+        entries[i].q_row = i;
+    }
+    const struct kvq_work w = local_small_work(&m, 0);
+    fine(kvq_local_begin(rig.local, entries, n));
+    fine(kvq_local_attend(rig.local, &w, entries, n));
+    for (uint32_t i = 0; i < n; i++)
+        fine(entries[i].status);
+}
+
+static int end_with_ids(struct kvq_entry *entries, uint32_t n, uint64_t offset)
+{
+    const struct kvq_step_work work = {.ids = {rig.buffer, offset}};
+    for (uint32_t i = 0; i < n; i++)
+        entries[i].q_row = 3 * i;
+    return kvq_local_end(rig.local, &work, entries, n);
+}
+
+// Opens sessions until there is no room for the tables of another. How many.
+static uint32_t open_hogs(kvq_session *hogs)
+{
+    struct local_model m;
+    local_model(&m, 1, 4, KV_HEADS, DIM);
+    const struct kvq_session_options o = {
+        .size = sizeof o, .format = "oscar2", .layers = m.rows, .n_layers = 1};
+    uint32_t n = 0;
+    int rc;
+    while ((rc = kvq_session_open(rig.client, &o, &hogs[n], NULL)) == 0)
+        assert_true(++n < HOGS);
+    refused(KVQ_E_QUOTA, rc, "table");
+    return n;
+}
+
+// Of two sessions one has no room for its ids: it stays in the step, and ends when there is room.
+static void ends_again(const char *first, const char *second)
+{
+    static kvq_session hogs[HOGS];
+    struct kvq_entry e[2] = {{.session = local_open_small(first, 0, 1)},
+                             {.session = local_open_small(second, 0, 1)}};
+    struct kvq_local_options o = {.size = sizeof o, .max_tokens = 2048};
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
+    fine(kvq_local_add(rig.local, e[0].session));
+    fine(kvq_local_add(rig.local, e[1].session));
+    unended_step(&e[1], 1); // it gets room for more ids than these
+    fine(end_with_ids(&e[1], 1, IDS_AT));
+    fine(e[1].status);
+    e[1].position = 3;
+    unended_step(e, 2);
+    uint32_t n = open_hogs(hogs);
+    fine(end_with_ids(e, 2, IDS_AT));
+    refused(KVQ_E_QUOTA, e[0].status, "entry 0");
+    fine(e[1].status);
+    assert_int_equal(e[1].value, 6);
+    refused(KVQ_E_BUSY, kvq_local_begin(rig.local, e, 1), "still open");
+    for (uint32_t i = 0; i < n; i++)
+        fine(kvq_session_close(rig.client, hogs[i]));
+    fine(end_with_ids(e, 1, IDS_AT));
+    fine(e[0].status);
+    assert_int_equal(e[0].value, 3);
+    kvq_local_close(&rig.local);
+}
+
+static int narrow_setup(void **state)
+{
+    static const char *const narrow[] = {
+        "--pool-bytes",   "256mb", "--extent-bytes", "2mb", "--workers", "1",
+        "--client-bytes", "256mb", "--table-bytes",  "1mb", NULL};
+    const char *const *flags = rig.daemon.flags;
+    rig.daemon.flags = narrow;
+    int rc = local_setup(state);
+    rig.daemon.flags = flags;
+    return rc;
+}
+
+static void test_ends_again(void **state)
+{
+    (void)state;
+    ends_again("a", "b");
+    setenv("KVQ_LOCAL", "daemon", 1);
+    ends_again("c", "d");
+    unsetenv("KVQ_LOCAL");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_refused_ends, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_ends_again, narrow_setup, local_teardown),
+    };
+    local_prepare(LAYERS, KV_HEADS, DIM);
+    int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    return local_cleanup() || failed;
+}
