@@ -171,11 +171,31 @@ static void test_ends_again(void **state)
     unsetenv("KVQ_LOCAL");
 }
 
+// An end that may not be tried again is the step's end for the daemon, too.
+static void test_ends_for_both(void **state)
+{
+    (void)state;
+    setenv("KVQ_LOCAL", "daemon", 1);
+    struct kvq_local_options o = {.size = sizeof o, .max_tokens = 2048};
+    struct kvq_entry e = {.session = local_open_small("a", 0, 1)};
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
+    unsetenv("KVQ_LOCAL");
+    fine(kvq_local_add(rig.local, e.session));
+    unended_step(&e, 1);
+    fine(end_with_ids(&e, 1, LOCAL_BUFFER - 4)); // one id of three
+    assert_int_equal(e.status, KVQ_E_BOUNDS);
+    unended_step(&e, 1);
+    fine(end_with_ids(&e, 1, IDS_AT));
+    fine(e.status);
+    assert_int_equal(e.value, 3);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_refused_ends, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ends_again, narrow_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_ends_for_both, local_setup, local_teardown),
     };
     local_prepare(LAYERS, KV_HEADS, DIM);
     int failed = cmocka_run_group_tests(tests, NULL, NULL);
