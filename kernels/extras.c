@@ -221,8 +221,11 @@ void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint3
     struct ranking best = {.room = f->outliers};
     uint64_t start = unit->block_start + unit->first;
     uint32_t entering = 0;
-    if (p->frozen_at != UINT64_MAX || start < unit->learned)
+    if (p->frozen_at < start || start < unit->learned)
         return;
+    while (p->count > 0 && p->position[p->count - 1] >= start) // left by a try on a GPU that failed
+        p->count--;
+    p->frozen_at = UINT64_MAX;
     for (uint32_t i = 0; i < p->count; i++)
         rank(&best, p->score[i], p->position[i]);
     for (uint32_t t = 0; t < f->unit_tokens; t++) // no sink tokens: those are learned from
@@ -288,6 +291,7 @@ static void learn_outliers(const struct lesson *l, const struct kvq_format *f,
         l->k->sum_abs(l->row, 1, dim, &sum);
         rank(&best, kvq__score(sum), t);
     }
+    e->pool->count = 0; // a try on a GPU that failed may have left some
     for (uint32_t i = 0; i < best.count; i++) {
         uint32_t t = (uint32_t)best.position[i];
         add_entry(e, dim, best.score[i], t, raw_row(l, t, false), raw_row(l, t, true));

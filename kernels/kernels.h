@@ -307,7 +307,8 @@ struct kvq_unit {
 // heads, reads all heads' rows of the raw block; otherwise only that head's.
 // Bytes are identical on every ISA. Blocks are 64-byte aligned, and the raw one has the unit's
 // strips; the call writes only the head's slots of the unit, and of the extras only the head's
-// record. Pack the units of a format with outliers one after the other, others in any order.
+// record. Pack the units of a format with outliers one after the other, others in any order. Units
+// may be packed again, from any one to the last, with the same result.
 // Packing also copies the sink tokens of the unit to the extras, and copies the blocks of raw
 // formats.
 // `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 4 MB,

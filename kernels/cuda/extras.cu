@@ -196,15 +196,15 @@ KVQ_DEVICE uint32_t kvq_gpu_rank_lesson(const kvq_gpu_pupil &p)
 
 KVQ_DEVICE void kvq_gpu_learn_outliers(const kvq_gpu_pupil &p)
 {
-    const uint32_t best = kvq_gpu_rank_lesson(p), count = p.extras.pool->count;
+    const uint32_t best = kvq_gpu_rank_lesson(p);
     for (uint32_t i = 0; i < best; i++) {
         const kvq_gpu_candidate c = kvq_gpu_candidate_of(i);
-        kvq_gpu_add_entry(p.extras, p.r.dim, count + i, c, kvq_gpu_lesson_row(p, c.position, false),
+        kvq_gpu_add_entry(p.extras, p.r.dim, i, c, kvq_gpu_lesson_row(p, c.position, false),
                           kvq_gpu_lesson_row(p, c.position, true));
     }
     gpu::block_sync();
     if (gpu::thread() == 0)
-        p.extras.pool->count = count + best;
+        p.extras.pool->count = best; // instead of what an earlier try left
 }
 
 KVQ_KERNEL(kvq_gpu_learn_all, kvq_gpu_learn_args, a)
@@ -223,11 +223,21 @@ KVQ_KERNEL(kvq_gpu_learn_all, kvq_gpu_learn_args, a)
 
 // ---- Competing ----
 
-// Candidates: what is in the pool, then the unit's tokens. Returns how many there are.
-KVQ_DEVICE uint32_t kvq_gpu_gather(const kvq_gpu_unit &u, const kvq_gpu_extras &e, uint32_t head)
+// How many entries of the pool are of tokens before `start`: those behind them are what an earlier
+// try left, behind which the driver refused the launch that makes codes.
+KVQ_DEVICE uint32_t kvq_gpu_count_before(const kvq_gpu_extras &e, uint64_t start)
+{
+    uint32_t count = e.pool->count;
+    while (count > 0 && e.pool->position[count - 1] >= start)
+        count--;
+    return count;
+}
+
+// Candidates: the first `count` of the pool, then the unit's tokens. Returns how many there are.
+KVQ_DEVICE uint32_t kvq_gpu_gather(const kvq_gpu_unit &u, const kvq_gpu_extras &e, uint32_t head,
+                                   uint32_t count)
 {
     const kvq_recipe &r = *u.recipe;
-    const uint32_t count = e.pool->count;
     const kvq_gpu_tokens tokens = {u.raw_block, head, u.first, r.unit_tokens};
     for (uint32_t i = gpu::thread(); i < count; i += KVQ_GPU_CACHE_THREADS)
         kvq_gpu_put_candidate(i, e.pool->score[i], e.pool->position[i]);
@@ -241,10 +251,10 @@ KVQ_DEVICE void kvq_gpu_compete_unit(const kvq_gpu_unit &u, uint32_t head)
     const kvq_recipe &r = *u.recipe;
     const kvq_gpu_extras e = kvq_gpu_extras_of(r, u.extras, head);
     const uint64_t start = u.block_start + u.first;
-    const uint32_t count = e.pool->count;
-    if (e.pool->frozen_at != UINT64_MAX || start < u.learned)
+    if (e.pool->frozen_at < start || start < u.learned)
         return;
-    const uint32_t best = kvq_gpu_select(kvq_gpu_gather(u, e, head), r.outliers);
+    const uint32_t count = kvq_gpu_count_before(e, start);
+    const uint32_t best = kvq_gpu_select(kvq_gpu_gather(u, e, head, count), r.outliers);
     uint32_t entering = 0;
     for (uint32_t i = 0; i < best; i++)
         entering += kvq_gpu_best(i) >= count;
@@ -262,8 +272,7 @@ KVQ_DEVICE void kvq_gpu_compete_unit(const kvq_gpu_unit &u, uint32_t head)
     gpu::block_sync();
     if (gpu::thread() == 0) {
         e.pool->count = entry;
-        if (frozen)
-            e.pool->frozen_at = start;
+        e.pool->frozen_at = frozen ? start : UINT64_MAX;
     }
     gpu::block_sync();
 }

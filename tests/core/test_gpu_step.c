@@ -14,6 +14,7 @@
 
 #include "daemon/core/residency/move.h"
 #include "daemon/core/session/table.h"
+#include "kernels/internal.h"
 #include "tests/kits/stream_kit.h"
 
 enum {
@@ -385,6 +386,29 @@ static void same_codes(struct streamer *a, struct streamer *b)
     }
 }
 
+// And what they keep besides blocks: the same outliers, of which each stands there once.
+static void same_outliers(struct streamer *a, struct streamer *b)
+{
+    static uint8_t x[EXTRAS], y[EXTRAS];
+    const struct kvq__layer *l = &kit_of(&a->m, a->session)->layers[2];
+    if (!l->format->outliers)
+        return;
+    extras_of(a, x);
+    extras_of(b, y);
+    for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
+        struct kvq__extras p = kvq__extras_of(l->format, &l->shape, x, NULL, h);
+        struct kvq__extras q = kvq__extras_of(l->format, &l->shape, y, NULL, h);
+        const uint32_t n = q.pool->count;
+        assert_true(n >= l->format->outliers);
+        assert_int_equal(p.pool->count, n);
+        assert_true(p.pool->frozen_at == q.pool->frozen_at);
+        assert_memory_equal(p.pool->position, q.pool->position, n * sizeof q.pool->position[0]);
+        assert_memory_equal(p.pool->score, q.pool->score, n * sizeof q.pool->score[0]);
+        assert_memory_equal(p.pool_k, q.pool_k, (size_t)n * 2 * DIM);
+        assert_memory_equal(p.pool_v, q.pool_v, (size_t)n * 2 * DIM);
+    }
+}
+
 // A step of the twin, in the host's order, and before it one of the session's unless it had that.
 static void both_step(struct streamer *twin, bool both)
 {
@@ -396,24 +420,32 @@ static void both_step(struct streamer *twin, bool both)
     assert_int_equal(tokens_of(twin), tokens_of(&one));
 }
 
+// What the driver is to refuse, and of which step of a session.
+struct refusal {
+    const char *call;
+    int result;
+    const char *format;
+    uint32_t steps; // before it
+};
+
 // The n-th call of a step is refused: false if it has fewer. There is no step then, or all of it;
 // what was not packed is packed by the next, and the table says what there is.
-static bool refused_step(const char *call, uint64_t n, int result)
+static bool refused_step(const struct refusal *r, uint64_t n)
 {
     struct streamer twin = one;
     char text[KVQ_TEXT_BYTES];
     float *rows = (float *)(void *)one.m.memory;
     for (uint32_t i = 0; i < BUFFER / sizeof *rows; i++) // blocks that were freed hold other codes
         rows[i] = (float)((i + n) * 2654435761u >> 16) / 32768 - 1;
-    open_layers(&one, NULL, "oscar2:sink=32");
-    open_layers(&twin, NULL, "oscar2:sink=32");
+    open_layers(&one, NULL, r->format);
+    open_layers(&twin, NULL, r->format);
     struct table t = open_table(&one);
-    both_step(&twin, true); // its raw blocks are released when the table has been written
-    both_step(&twin, true);
-    stream_refuse(call, n, result);
+    for (uint32_t i = 0; i < r->steps; i++)
+        both_step(&twin, true); // its raw blocks are released when the table has been written
+    stream_refuse(r->call, n, r->result);
     const uint64_t before = tokens_of(&one);
     const int rc = step(&one, OUTLIERS);
-    stream_refuse(call, 0, 0);
+    stream_refuse(r->call, 0, 0);
     go_on(&one);
     assert_true(rc == 0 || rc == KVQ_E_UNSUPPORTED || rc == KVQ_E_NO_MEMORY);
     if (rc == 0 || tokens_of(&one) > before)
@@ -423,6 +455,7 @@ static bool refused_step(const char *call, uint64_t n, int result)
     stream_settle(&one);
     check_table(&t);
     same_codes(&one, &twin);
+    same_outliers(&one, &twin);
     core_check(kit.core);
     close_table(&t);
     assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
@@ -430,16 +463,24 @@ static bool refused_step(const char *call, uint64_t n, int result)
     return rc != 0;
 }
 
+// ott2 learns in its first step, and outliers compete in a launch of their own before codes are
+// made: whatever is refused behind them, they are there once.
 static void test_refused(void **state)
 {
-    uint64_t launches = 1, copies = 1;
+    static const struct refusal refusals[] = {
+        {"launch", KVQ_GPU_INVALID_VALUE, "oscar2:sink=32", 2},
+        {"copy_in", KVQ_GPU_OUT_OF_MEMORY, "oscar2:sink=32", 2},
+        {"launch", KVQ_GPU_INVALID_VALUE, "ott2", 0},
+        {"launch", KVQ_GPU_INVALID_VALUE, "ott2", 2},
+    };
     (void)state;
     stream_needed();
-    while (refused_step("launch", launches, KVQ_GPU_INVALID_VALUE))
-        launches++;
-    while (refused_step("copy_in", copies, KVQ_GPU_OUT_OF_MEMORY))
-        copies++;
-    assert_true(launches > 3 && copies > 3); // to store, to pack and to publish
+    for (size_t i = 0; i < sizeof refusals / sizeof refusals[0]; i++) {
+        uint64_t n = 1;
+        while (refused_step(&refusals[i], n))
+            n++;
+        assert_true(n > 3); // to store, to pack and to publish
+    }
 }
 
 // ---- Who goes meanwhile ----

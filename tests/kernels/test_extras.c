@@ -467,6 +467,38 @@ static void assert_same_pool(const struct session *x, const uint8_t *a, const ui
     assert_memory_equal((const uint8_t *)p + sinks, (const uint8_t *)q + sinks, record - sinks);
 }
 
+// Units that are packed once more, after a try that failed behind the competition: the pool and the
+// codes are the same, and so are those of a session that learns once more.
+static void test_tries(void **state)
+{
+    static const char *const formats[] = {"ott2", "ott2-oscar", "ott2-s32"};
+    enum { TOKENS = 3840 };
+    (void)state;
+    for (uint32_t i = 0; i < 3; i++) {
+        struct ott o = ott_keys(TOKENS, i != 1, kvt_seed() + i);
+        struct session x = open_session(formats[i], 2, 64, KVQ_F16, TOKENS, 300);
+        append(&x, o.k, o.v, TOKENS);
+        size_t bytes = x.done / 128 * kvq_block_bytes(&x.packed, &x.s);
+        size_t extras = kvq_extras_bytes(x.f, &x.s);
+        uint8_t *blocks = malloc(bytes), *before = malloc(extras);
+        memcpy(blocks, x.blocks, bytes);
+        memcpy(before, x.extras, extras);
+        const uint32_t again[] = {x.done - 3 * x.f->unit_tokens, x.learn, 0};
+        for (uint32_t j = 0; j < 3; j++) {
+            x.done = again[j];
+            x.learned = again[j] > 0;
+            advance(&x);
+            for (uint32_t h = 0; h < 2; h++)
+                assert_same_pool(&x, before, x.extras, h);
+            assert_memory_equal(blocks, x.blocks, bytes);
+        }
+        free(blocks);
+        free(before);
+        close_session(&x);
+        free_ott(&o);
+    }
+}
+
 // Of KV head 1's outliers a fork has kept those below `at`, in their order, with their rows.
 static void assert_kept(const struct session *whole, const uint8_t *fork, uint32_t at)
 {
@@ -674,6 +706,7 @@ int main(void)
         cmocka_unit_test(test_competition),
         cmocka_unit_test(test_publishing),
         cmocka_unit_test(test_placeholders),
+        cmocka_unit_test(test_tries),
         cmocka_unit_test(test_forks),
         cmocka_unit_test(test_fork_keeps_the_rest),
         cmocka_unit_test(test_outliers_in_attention),
