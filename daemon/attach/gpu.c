@@ -123,7 +123,7 @@ static int make_region_piece(struct kvq__region *r, char *text)
         return result;
     }
     result = kvq_gpu_piece_export(driver, &r->piece, &r->fd, text, KVQ_TEXT_BYTES);
-    r->shared = result == KVQ_GPU_OK;
+    r->shared |= result == KVQ_GPU_OK;
     r->at = r->piece.at;
     return result;
 }

@@ -114,6 +114,30 @@ static void test_closed_memory_counts(void **state)
     gpu_end();
 }
 
+// Nor does it cease to count where the driver refuses to make a buffer of it again.
+static void test_closed_memory_that_is_refused(void **state)
+{
+    static const char *const calls[] = {"fill8", "memory_export"};
+    (void)state;
+    gpu_begin();
+    struct peer *p = peer_attached();
+    for (int i = 0; i < 4; i++)
+        assert_int_equal(peer_create_on(p, SOFT_BLOCK), 0);
+    assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
+    const uint64_t taken = soft_counts().memories;
+    for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+        assert_int_equal(soft_fail(calls[i], 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+        assert_int_equal(peer_create_on(p, SOFT_BLOCK), KVQ_E_NO_MEMORY);
+        assert_int_equal(soft_fail(calls[i], 0, false, 0), 0);
+        assert_true(soft_counts().memories == taken);
+        assert_int_equal(peer_create_buffer(p, 4096), KVQ_E_LIMIT);
+        assert_int_equal(peer_create_on(p, SOFT_BLOCK), 0);
+        assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
+    }
+    peer_free(p);
+    gpu_end();
+}
+
 static void test_import_by_handle(void **state)
 {
     (void)state;
@@ -634,6 +658,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_hello),
         WITH_DAEMON(test_create),
         WITH_DAEMON(test_closed_memory_counts),
+        WITH_DAEMON(test_closed_memory_that_is_refused),
         WITH_DAEMON(test_import_by_handle),
         WITH_DAEMON(test_handle_used_again),
         WITH_DAEMON(test_handle_of_freed_memory),
