@@ -138,6 +138,22 @@ void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, ui
     }
 }
 
+// Unpacking, once for all queries, takes about as long as the products of one.
+uint64_t kvq_attend_work(const struct kvq_shape *s, uint64_t tokens, uint32_t queries)
+{
+    uint64_t seen = (uint64_t)s->window + queries;
+    if (s->window == 0 || seen > tokens)
+        seen = tokens;
+    return seen * s->kv_heads * (1 + (uint64_t)queries);
+}
+
+uint32_t kvq_attend_part(uint32_t items, uint64_t work, uint64_t all)
+{
+    uint64_t piece = all / items + 1;
+    assert(items > 0 && work <= all);
+    return work > piece ? (uint32_t)((work + piece - 1) / piece) : 1;
+}
+
 uint32_t kvq_attend_merges(const struct kvq_attend_job *job)
 {
     return job->plan.parallel ? job->call.shape->kv_heads * job->plan.n_tiles : 0;

@@ -318,7 +318,10 @@ void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const str
 
 // ---- Attention over one session's layer ----
 
-enum { KVQ_ATTEND_PAST_ONLY = 1 };
+enum {
+    KVQ_ATTEND_PAST_ONLY = 1,
+    KVQ_ITEMS_PER_THREAD = 4, // into which a batch is cut, at least
+};
 
 // Query token i stands at position q_start + i and sees the keys at positions p <= q_start + i
 // (with PAST_ONLY instead: p < past_tokens, wherever the query stands), and, with a sliding
@@ -377,6 +380,14 @@ struct kvq_attend_job {
     struct kvq_attend_plan plan;
     void *partials; // plan.partial_bytes of the caller's memory, 64-byte aligned
 };
+
+// The work of an attention, to be held against that of others of the same batch: `tokens` are those
+// that pages hold.
+uint64_t kvq_attend_work(const struct kvq_shape *s, uint64_t tokens, uint32_t queries);
+// How many of the `items` items of a batch, whose attentions are `all` work together, one of `work`
+// is to have; at least 1. A long session among short ones would else keep one thread at work while
+// the others have nothing to do.
+uint32_t kvq_attend_part(uint32_t items, uint64_t work, uint64_t all);
 
 // Splits an attention into at least `items` items if possible; into as few as possible for 1. The
 // plan does not change a bit of the result. Items must then be computed with the same kernels.

@@ -402,13 +402,22 @@ static bool take_partials(struct kvq_local *local, struct kvq_attend_job *job, s
     return true;
 }
 
-// The same bits, whatever the plan.
+static uint64_t work_of(const struct kvq_attend *a)
+{
+    return kvq_attend_work(a->shape, a->past_tokens + a->step_tokens, a->q_tokens);
+}
+
+// Into so many items together. The same bits, whatever the plan.
 static void plan_all(struct kvq_local *local, uint32_t n, uint32_t items)
 {
     size_t used = 0;
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < n; i++)
+        all += work_of(&local->sorted[i]->call);
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_attend_job *job = local->sorted[i];
-        kvq_attend_plan(local->kernels, &job->call, items, &job->plan);
+        uint32_t part = kvq_attend_part(items, work_of(&job->call), all);
+        kvq_attend_plan(local->kernels, &job->call, part, &job->plan);
         if (!take_partials(local, job, &used))
             kvq_attend_plan(local->kernels, &job->call, 1, &job->plan);
     }
@@ -429,7 +438,7 @@ static bool share_blocks(struct kvq_local *local, uint32_t n)
 static void plan_jobs(struct kvq_local *local, uint32_t n)
 {
     assert(n > 0 && n <= KVQ_MAX_BATCH);
-    uint32_t items = local->threads > 1 ? (4 * local->threads + n - 1) / n : 1;
+    uint32_t items = local->threads > 1 ? KVQ_ITEMS_PER_THREAD * local->threads : 1;
     plan_all(local, n, items);
     if (!share_blocks(local, n))
         plan_all(local, n, items);

@@ -11,6 +11,7 @@
 
 #include <cmocka.h>
 
+#include "daemon/core/request/request.h"
 #include "tests/core/core_kit.h"
 
 enum {
@@ -160,6 +161,26 @@ static void test_batch(void **state)
         size_t bytes = QUERIES * 4 * DIM * sizeof(float);
         assert_memory_equal(m.memory + OUT_AT, alone, bytes);
     }
+}
+
+// A long session among short ones has most of the items, for no worker to be left with all of it.
+static void test_items_by_work(void **state)
+{
+    struct kvq_entry_wire entries[16];
+    (void)state;
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 16);
+    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
+    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+    for (uint32_t i = 0; i < 16; i++) {
+        uint64_t handle = i == 15 ? fed(512, TOKENS, 0) : fed(30, 30, 0);
+        entries[i] = (struct kvq_entry_wire){
+            .handle = handle, .position = kit_of(&m, handle)->tokens, .queries = 1, .q_row = i};
+    }
+    kit.core->config.workers = 4;
+    assert_int_equal(kit_request(&m, &r, entries), 0);
+    assert_true(m.queue->work[15].attend.plan.items >= 3);
+    for (uint32_t i = 0; i < 15; i++)
+        assert_int_equal(m.queue->work[i].attend.plan.items, 1);
 }
 
 static void test_truncate(void **state)
@@ -404,6 +425,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_pieces, setup, teardown),
         cmocka_unit_test_setup_teardown(test_batch, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_items_by_work, setup, teardown),
         cmocka_unit_test_setup_teardown(test_truncate, setup, teardown),
         cmocka_unit_test_setup_teardown(test_accept, setup, teardown),
         cmocka_unit_test_setup_teardown(test_fork, setup, teardown),

@@ -91,17 +91,18 @@ static int check_attend(struct kvq__queue *q, uint32_t i)
 
 // ---- Start ----
 
-// Items that each entry is cut into: together a few for every worker.
-static uint32_t items_of_entry(const struct kvq__queue *q)
+static void add_work(struct kvq__queue *q, uint32_t i)
 {
-    uint32_t alive = 0, workers = q->core->config.workers;
-    for (uint32_t i = 0; i < q->header.count; i++)
-        alive += kvq__entry_alive(q, i);
-    return workers > 1 && alive > 0 ? (4 * workers + alive - 1) / alive : 1;
+    const struct kvq_entry_wire *e = &q->entries[i];
+    const struct kvq__session *s = q->work[i].session;
+    const struct kvq_shape *shape = &s->layers[q->header.layer].shape;
+    q->work[i].share = kvq_attend_work(shape, s->tokens + e->append, e->queries);
+    q->work_of_all += q->work[i].share;
 }
 
 static void hold_attend_entry(struct kvq__queue *q, uint32_t i)
 {
+    add_work(q, i);
     if (is_append(q))
         kvq__append_hold(q, i);
     else if (q->entries[i].append)
@@ -144,6 +145,7 @@ static enum kvq__progress start_attend(struct kvq__queue *q, const struct kvq__p
     if (rc < 0)
         return kvq__request_end(q, rc);
     kvq__hold_buffers(q);
+    q->work_of_all = 0;
     for (uint32_t i = 0; i < q->header.count; i++) {
         if (!kvq__entry_alive(q, i))
             continue;
@@ -151,7 +153,6 @@ static enum kvq__progress start_attend(struct kvq__queue *q, const struct kvq__p
         if (!is_append(q) || kvq__append_check(q, i) == 0)
             hold_attend_entry(q, i);
     }
-    q->items = items_of_entry(q);
     return kvq__request_run(q, passes, n_passes);
 }
 
@@ -201,9 +202,14 @@ static struct kvq_attend call_of(const struct kvq__queue *q, uint32_t i)
     return a;
 }
 
-static void plan_attend(struct kvq__queue *q, struct kvq_attend_job *job)
+// All entries together are cut into a few items for every worker.
+static void plan_attend(struct kvq__queue *q, struct kvq__entry *w)
 {
-    kvq_attend_plan(q->core->config.kernels, &job->call, q->items, &job->plan);
+    struct kvq_attend_job *job = &w->attend;
+    uint32_t workers = q->core->config.workers, items = 1;
+    if (workers > 1)
+        items = kvq_attend_part(KVQ_ITEMS_PER_THREAD * workers, w->share, q->work_of_all);
+    kvq_attend_plan(q->core->config.kernels, &job->call, items, &job->plan);
     if (job->plan.partial_bytes && !job->partials)
         job->partials = kvq__arena_take(q, job->plan.partial_bytes);
     if (!job->partials) // the same bits, from fewer items
@@ -233,7 +239,7 @@ static bool prepare_attend(struct kvq__queue *q, uint32_t i)
     if (!kvq__outliers_view(q, own, &w->attend.call.pool))
         return false;
     if (!q->gpu)
-        plan_attend(q, &w->attend);
+        plan_attend(q, w);
     return true;
 }
 
@@ -254,8 +260,9 @@ static void gather_shared_blocks(struct kvq__queue *q)
             jobs[i]->partials = kvq__arena_take(q, jobs[i]->plan.partial_bytes);
         room = jobs[i]->partials || jobs[i]->plan.partial_bytes == 0;
     }
-    for (uint32_t i = 0; !room && i < n; i++)
-        plan_attend(q, jobs[i]);
+    for (uint32_t i = q->wave_from; !room && i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i))
+            plan_attend(q, &q->work[i]);
 }
 
 static uint32_t count_attend_items(const struct kvq__entry *w)

@@ -70,7 +70,8 @@ struct kvq__entry {
         bool more; // the next wave goes on from `to`
     } part;
     uint64_t step_serial;
-    uint64_t past; // committed tokens when it started
+    uint64_t past;  // committed tokens when it started
+    uint64_t share; // attend: its work, of that of all entries
     uint32_t n_items;
     uint32_t n_pages;
     struct kvq_page *pages;
@@ -197,7 +198,7 @@ struct kvq__queue {
     bool holding; // its request holds sessions
     struct kvq__turn turn;
     TAILQ_ENTRY(kvq__queue) waiter_link;
-    uint32_t items;                    // attend: each entry is cut into so many items at least
+    uint64_t work_of_all;              // attend: of the entries that were checked
     uint64_t written_from, written_to; // output rows of the entries that were checked
     const struct kvq__pass *passes[3];
     struct kvq__packs packs; // units that the wave of a STEP packs, on a GPU
