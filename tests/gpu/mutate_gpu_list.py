@@ -270,7 +270,7 @@ MUTATIONS = [
     pack("lesson-competes", "extras.cu",
          "start < u.learned)",
          "start + r.unit_tokens < u.learned)"),
-    pack("never-freezes", "extras.cu", "if (frozen)\n            e.pool->frozen_at = start;", ""),
+    pack("never-freezes", "extras.cu", "frozen ? start : UINT64_MAX;", "UINT64_MAX;"),
     pack("shared-ranks", "extras.cu",
          "rank += kvq__wins(other.score, other.position, own.score, own.position);",
          "rank += other.score < own.score;"),
