@@ -154,6 +154,23 @@ uint32_t kvq_attend_part(uint32_t items, uint64_t work, uint64_t all)
     return work > piece ? (uint32_t)((work + piece - 1) / piece) : 1;
 }
 
+static uint64_t work_of(const struct kvq_attend *a)
+{
+    return kvq_attend_work(a->shape, total_tokens(a), a->q_tokens);
+}
+
+void kvq_attend_plan_batch(const struct kvq_kernels *k, struct kvq_attend_job *const *jobs,
+                           uint32_t n, uint32_t items)
+{
+    uint64_t all = 0;
+    for (uint32_t i = 0; i < n; i++)
+        all += work_of(&jobs[i]->call);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t part = kvq_attend_part(items, work_of(&jobs[i]->call), all);
+        kvq_attend_plan(k, &jobs[i]->call, part, &jobs[i]->plan);
+    }
+}
+
 uint32_t kvq_attend_merges(const struct kvq_attend_job *job)
 {
     return job->plan.parallel ? job->call.shape->kv_heads * job->plan.n_tiles : 0;

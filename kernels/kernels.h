@@ -318,10 +318,7 @@ void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const str
 
 // ---- Attention over one session's layer ----
 
-enum {
-    KVQ_ATTEND_PAST_ONLY = 1,
-    KVQ_ITEMS_PER_THREAD = 4, // into which a batch is cut, at least
-};
+enum { KVQ_ATTEND_PAST_ONLY = 1 };
 
 // Query token i stands at position q_start + i and sees the keys at positions p <= q_start + i
 // (with PAST_ONLY instead: p < past_tokens, wherever the query stands), and, with a sliding
@@ -381,6 +378,8 @@ struct kvq_attend_job {
     void *partials; // plan.partial_bytes of the caller's memory, 64-byte aligned
 };
 
+enum { KVQ_ITEMS_PER_THREAD = 4 }; // into which daemon and engines cut a batch
+
 // The work of an attention, to be held against that of others of the same batch: `tokens` are those
 // that pages hold.
 uint64_t kvq_attend_work(const struct kvq_shape *s, uint64_t tokens, uint32_t queries);
@@ -393,6 +392,9 @@ uint32_t kvq_attend_part(uint32_t items, uint64_t work, uint64_t all);
 // plan does not change a bit of the result. Items must then be computed with the same kernels.
 void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items,
                      struct kvq_attend_plan *plan);
+// Splits the calls of n jobs into at least `items` items together if possible, each into its part.
+void kvq_attend_plan_batch(const struct kvq_kernels *k, struct kvq_attend_job *const *jobs,
+                           uint32_t n, uint32_t items);
 
 // Finds sessions among planned jobs whose pages start with the same blocks, and changes their plans
 // so that an item unpacks these blocks once for the query rows of all. Sorts the array, which must

@@ -318,26 +318,16 @@ static size_t partial_room(const struct kvq_attend_job *job)
     return (job->plan.partial_bytes + 63) / 64 * 64;
 }
 
-static uint64_t work_of(const struct kvq_attend *a)
-{
-    return kvq_attend_work(a->shape, a->past_tokens + a->step_tokens, a->q_tokens);
-}
-
 // Plans all sessions for so many items together. Returns the bytes that partials take.
 static size_t plan_all(struct kvq_pool *pool, const struct kvq_kernels *k,
                        const struct kvq_attend *const *attends, uint32_t n, uint32_t items)
 {
     size_t bytes = 0;
-    uint64_t all = 0;
-    for (uint32_t i = 0; i < n; i++)
-        all += work_of(attends[i]);
     for (uint32_t i = 0; i < n; i++) {
-        struct kvq_attend_job *job = &pool->seats[i].job;
-        job->call = *attends[i];
-        kvq_attend_plan(k, &job->call, kvq_attend_part(items, work_of(attends[i]), all),
-                        &job->plan);
-        pool->jobs[i] = job;
+        pool->jobs[i] = &pool->seats[i].job;
+        pool->jobs[i]->call = *attends[i];
     }
+    kvq_attend_plan_batch(k, pool->jobs, n, items);
     if (n > 1 && items > 1)
         kvq_attend_share(pool->jobs, n);
     for (uint32_t i = 0; i < n; i++)

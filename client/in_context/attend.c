@@ -402,22 +402,13 @@ static bool take_partials(struct kvq_local *local, struct kvq_attend_job *job, s
     return true;
 }
 
-static uint64_t work_of(const struct kvq_attend *a)
-{
-    return kvq_attend_work(a->shape, a->past_tokens + a->step_tokens, a->q_tokens);
-}
-
 // Into so many items together. The same bits, whatever the plan.
 static void plan_all(struct kvq_local *local, uint32_t n, uint32_t items)
 {
     size_t used = 0;
-    uint64_t all = 0;
-    for (uint32_t i = 0; i < n; i++)
-        all += work_of(&local->sorted[i]->call);
+    kvq_attend_plan_batch(local->kernels, local->sorted, n, items);
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_attend_job *job = local->sorted[i];
-        uint32_t part = kvq_attend_part(items, work_of(&job->call), all);
-        kvq_attend_plan(local->kernels, &job->call, part, &job->plan);
         if (!take_partials(local, job, &used))
             kvq_attend_plan(local->kernels, &job->call, 1, &job->plan);
     }

@@ -88,18 +88,18 @@ static uint64_t tokens_of(const struct batch *b, uint32_t i)
 static void plan(const struct batch *b, const struct kvq_shape *s, uint32_t threads,
                  struct kvq_attend_job *jobs)
 {
-    uint64_t all = 0;
-    for (uint32_t i = 0; i < b->sessions; i++)
-        all += kvq_attend_work(s, tokens_of(b, i), b->queries);
+    struct kvq_attend_job *all[MOST_SESSIONS];
     for (uint32_t i = 0; i < b->sessions; i++) {
-        struct kvq_attend *a = &jobs[i].call;
-        *a = (struct kvq_attend){.format = kvt_format("kvq2"), .shape = s, .q_tokens = b->queries};
-        a->past_tokens = tokens_of(b, i);
-        a->q_start = a->past_tokens - b->queries;
-        uint32_t items = kvq_attend_part(KVQ_ITEMS_PER_THREAD * threads,
-                                         kvq_attend_work(s, a->past_tokens, b->queries), all);
-        kvq_attend_plan(kvq_kernels_get(KVQ_ISA_C), a, items, &jobs[i].plan);
+        uint64_t tokens = tokens_of(b, i);
+        jobs[i] = (struct kvq_attend_job){.call = {.format = kvt_format("kvq2"),
+                                                   .shape = s,
+                                                   .past_tokens = tokens,
+                                                   .q_start = tokens - b->queries,
+                                                   .q_tokens = b->queries}};
+        all[i] = &jobs[i];
     }
+    kvq_attend_plan_batch(kvq_kernels_get(KVQ_ISA_C), all, b->sessions,
+                          KVQ_ITEMS_PER_THREAD * threads);
 }
 
 // Items are numbered as kvq_attend_item numbers them: the split last.
