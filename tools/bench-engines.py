@@ -46,6 +46,8 @@ def arguments():
                         help="the row that others are held against (%(default)s)")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH",
                         help="interpreter for transformers or llama (the one that runs this)")
+    parser.add_argument("--waiting", default="passive", choices=("passive", "active", "default"),
+                        help="how OpenMP's threads wait for work (%(default)s)")
     parser.add_argument("--ggml-backend", metavar="FILE", help="libkvq-ggml.so")
     parser.add_argument("--small", action="store_true",
                         help="a model of two small layers, to see whether everything runs")
@@ -74,8 +76,11 @@ class Engine:
 
     def __init__(self, name, given, threads):
         python = given.python.get(name.split()[0], sys.executable)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive",
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads),
                                     "KVQ_BENCH_SMALL": "1" if given.small else ""}
+        environment.pop("OMP_WAIT_POLICY", None)
+        if given.waiting != "default":
+            environment["OMP_WAIT_POLICY"] = given.waiting
         if name == "llama over kvq":  # whose attention ggml gives to kvq, of all contexts
             environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
         self.process = subprocess.Popen(

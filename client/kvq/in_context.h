@@ -61,6 +61,14 @@ struct kvq_local_options {
  * kvq_local_close, before the queue is closed. */
 KVQ_API KVQ_CHECK int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options,
                                      kvq_local **local);
+
+/* For kvq_local_options.parallel, in an engine whose own operations run in an OpenMP runtime that
+ * the engine's code cannot write regions for (PyTorch's, from Python). Runs the items on the
+ * threads of the next region of that runtime, in the calling thread's team. parallel_context is the
+ * address of the runtime's function GOMP_parallel, which GNU's, LLVM's and Intel's runtimes have.
+ * An engine that is compiled with OpenMP writes `#pragma omp parallel for` instead. */
+KVQ_API void kvq_local_openmp(void *gomp_parallel, uint32_t n, void (*item)(void *arg, uint32_t i),
+                              void *arg);
 KVQ_API void kvq_local_close(kvq_local **local);
 
 /* NULL if attention runs here, else a sentence that says why it goes through the daemon. */

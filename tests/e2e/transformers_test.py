@@ -30,6 +30,7 @@ from transformers_torch import TensorsOnTheHost, WithoutTorch
 import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
+from kvq.openmp import torch_threads
 from kvq.transformers import KvqCache
 
 SMOLLM2 = os.environ.get("KVQ_SMOLLM2")
@@ -320,14 +321,32 @@ class Llama(Case):
         self.same_logits(self.logits("llama", ids[1:])[:, 10:], got)
 
     def test_threads(self):
-        """As many as are asked for give the same."""
+        """As many as are asked for, kvq's own or PyTorch's, give the same."""
         _, model = models("llama")
         ids, logits = prompt(40), []
-        for threads in (1, 3):
+        for threads in (1, 3, "torch"):
             cache = self.cache(model, threads=threads)
             model(ids[:, :30], past_key_values=cache)
             logits.append(model(ids[:, 30:], past_key_values=cache).logits)
-        self.assertTrue(torch.equal(*logits))
+        for other in logits[1:]:
+            self.assertTrue(torch.equal(logits[0], other))
+
+    def test_threads_of_torch(self):
+        """Unless told, attention runs on the threads that PyTorch has, and starts none."""
+        _, model = models("llama")
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        self.addCleanup(torch.set_num_threads, before)
+        number, runtime = torch_threads()
+        self.assertEqual(number, 3)
+        self.assertIsNotNone(runtime)
+        torch.ones(1 << 20).add_(1)  # a region, so that they are there
+        for options, more in (({}, 0), ({"threads": 4}, 3)):
+            cache = self.cache(model, **options)
+            count = len(os.listdir("/proc/self/task"))
+            model(prompt(30), past_key_values=cache)
+            self.assertEqual(len(os.listdir("/proc/self/task")) - count, more)
+            self.assertEqual(cache.state.rows.threads, options.get("threads", "torch"))
 
     def test_rows_that_are_chosen(self):
         _, model = models("llama")

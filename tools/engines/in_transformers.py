@@ -5,8 +5,9 @@
     static, dynamic          StaticCache, DynamicCache: bfloat16, attention by SDPA
     quanto4, quanto2,        QuantizedCache
     hqq4, hqq2
-    kvq:FORMAT[/PATH][@daemon]   KvqCache; exact unless PATH is fast; attention in the engine's
-                             process, or with @daemon in kvqd, each row with a daemon of its own
+    kvq:FORMAT[/PATH][@WHERE]   KvqCache, each row with a daemon of its own; exact unless PATH is
+                             fast; attention on PyTorch's threads, with @own on as many of kvq's
+                             own, with @daemon in kvqd
 
 The model has random weights. Its caches are filled with random K and V, as a prompt would leave
 them: kvq's through the daemon, 4,096 tokens a step."""
@@ -100,7 +101,8 @@ class Kvq(Model):
         self.client = kvq.Client(runtime_dir=self.daemon.directory)
         os.environ["KVQ_LOCAL"] = "daemon" if where == "daemon" else ""
         self.cache = KvqCache(self.model, form, client=self.client, attention=path or "exact",
-                              max_rollback=0, threads=threads)
+                              max_rollback=0,
+                              threads=threads if where == "own" else "torch")
         rows = self.cache.state.rows
         rows.open(1, torch.bfloat16, tokens)
         fill(self.client, rows.sessions[0], tokens, bfloat16=True)

@@ -182,6 +182,7 @@ FUNCTIONS = {
     "kvq_read": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
     "kvq_step": (c_int, [c_void_p, POINTER(StepWork), c_void_p, c_uint32]),
     "kvq_local_open": (c_int, [c_void_p, POINTER(LocalOptions), POINTER(c_void_p)]),
+    "kvq_local_openmp": (None, [c_void_p, c_uint32, c_void_p, c_void_p]),
     "kvq_local_close": (None, [POINTER(c_void_p)]),
     "kvq_local_why": (c_char_p, [c_void_p]),
     "kvq_local_add": (c_int, [c_void_p, c_uint64]),

@@ -12,8 +12,9 @@ Ids        an array-like of integers that fit 32 bits with sign
 Shape      one size, or one for each dimension
 Dtype      "f16", "bf16", "f32", kvq.F16, BF16 or F32, or what NumPy takes for a dtype
 Span       (first token, number of tokens, digest of 32 bytes)
+Threads    a number, or "torch"
 """
-from typing import Any, Protocol, Sequence, SupportsIndex, Tuple, Union
+from typing import Any, Literal, Protocol, Sequence, SupportsIndex, Tuple, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ Ids = npt.ArrayLike
 Shape = Union[SupportsIndex, Sequence[SupportsIndex]]
 Dtype = Union[npt.DTypeLike, int]
 Span = Tuple[int, int, bytes]
+Threads = Union[SupportsIndex, Literal["torch"]]
 
 
 class AnyTensor(Protocol):

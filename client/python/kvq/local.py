@@ -2,7 +2,7 @@
 """Attention in this process, over the daemon's memory: in-context mode (kvq.h)."""
 from __future__ import annotations
 
-from ctypes import byref, c_void_p
+from ctypes import byref, c_void_p, cast
 from typing import Any, Dict, Iterable, List, Optional, Sequence, SupportsIndex, Tuple, Type
 
 import numpy as np
@@ -13,11 +13,23 @@ from . import _ffi
 from ._ffi import lib
 from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
 from .errors import check
-from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output
+from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output, Threads
+from .openmp import torch_threads
 from .work import (alone, attend, device_fields, make_entries, make_work, refresh, step_work,
                    take_counts)
 
 REQUIRE = 1
+
+
+def _threads(asked):
+    """Fields of LocalOptions."""
+    if asked != "torch":
+        return {"threads": integer("threads", asked)}
+    number, openmp = torch_threads()
+    if openmp is None:
+        return {"threads": number}
+    return {"threads": number, "parallel": cast(lib.kvq_local_openmp, _ffi.PARALLEL),
+            "parallel_context": openmp}
 
 
 class Local:
@@ -29,12 +41,13 @@ class Local:
     place       of its sessions: "host" (None as well) or a GPU's
     max_tokens  of a session, a step's included; 0: 131,072
     require     fail where attention cannot be here
-    threads     on the host, how many attend, the caller's included
+    threads     on the host, how many attend, the caller's included; they are kvq's own. "torch":
+                those that PyTorch computes with, for a model whose other operations run on them
     """
 
     def __init__(self, queue: kvq.Queue, place: Optional[str] = None,
                  max_tokens: SupportsIndex = 0, require: bool = False,
-                 threads: SupportsIndex = 1) -> None:
+                 threads: Threads = 1) -> None:
         self.queue, self.client, self.turn = queue, queue.client, queue.turn
         self.pointer = c_void_p()
         self._buckets: List[Bucket] = []
@@ -42,7 +55,7 @@ class Local:
         options = _ffi.LocalOptions(place=text("place", place),
                                     max_tokens=integer("max_tokens", max_tokens, 64),
                                     flags=REQUIRE if require else 0,
-                                    threads=integer("threads", threads))
+                                    **_threads(threads))
         with self.turn():
             queue._check_open()
             check(lib.kvq_local_open(queue.pointer, byref(options), byref(self.pointer)))

@@ -24,7 +24,8 @@ from .buffers import F32, Buffer, dtype_code, numpy_dtype, own_code
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
 from .errors import Code, Error, check
-from .hints import Array, Counts, CudaTensor, Dtype, Entries, Floats, HostArray, Ids, Output
+from .hints import (Array, Counts, CudaTensor, Dtype, Entries, Floats, HostArray, Ids, Output,
+                    Threads)
 from .views import is_tensor
 
 OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_attend": 4,
@@ -283,7 +284,7 @@ class Queue:
         return told
 
     def local(self, place: Optional[str] = None, max_tokens: SupportsIndex = 0,
-              require: bool = False, threads: SupportsIndex = 1) -> kvq.Local:
+              require: bool = False, threads: Threads = 1) -> kvq.Local:
         """Attention in this process instead of the daemon's: a Local, which says what the arguments
         are."""
         from .local import Local

@@ -24,7 +24,7 @@ class Mixed(Format):
     """Formats layer by layer."""
 
     def __init__(self, like: Format, name: str, levels: Sequence[str]) -> None:
-        super().__init__(like.models, name, like.path, like.threads, like.client)
+        super().__init__(like.models, name, like.path, like.client)
         self.levels = list(levels)
         told = hashlib.sha256(",".join(self.levels).encode()).hexdigest()[:12]
         self._key = f"{name}-{told}/{self.path}"
@@ -90,7 +90,7 @@ class Allocation:
     def __init__(self, models: Models, reference: Side, like: Format, levels: Sequence[str]
                  ) -> None:
         self.models, self.reference = models, reference
-        self.uniform = [Format(models, level, like.path, like.threads, like.client)
+        self.uniform = [Format(models, level, like.path, like.client)
                         for level in levels]
         layers, top = models.table.layers, levels[-1]
         self.probes = {(layer, level): Mixed(like, f"probe-{layer}-{level}", [

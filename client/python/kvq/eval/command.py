@@ -127,7 +127,7 @@ class Run:
         from .peers import Peer
         from .sides import Format, Side
         o = self.options
-        sides: List[Any] = [Format(self.models, name, path, o.threads, self.client)
+        sides: List[Any] = [Format(self.models, name, path, self.client)
                             for name, path in o.formats]
         sides += [CONTROLS[name](self.models, name) for name in o.controls]
         sides += [Peer(self.models, name) for name in o.peers]
@@ -170,7 +170,7 @@ class Run:
         from .allocate import Allocation
         from .sides import Format
         o = self.options
-        like = Format(self.models, o.levels[-1], o.attention, o.threads, self.client)
+        like = Format(self.models, o.levels[-1], o.attention, self.client)
         made = Allocation(self.models, self.reference, like, o.levels)
         made.measure(self.results, self.windows, self.names, o.step, o.together)
         mix = made.mix(o.allocate, self.out)

@@ -107,16 +107,16 @@ class Format(Side):
     """A format of kvq, its attention in kvqd, exact or fast."""
     kind = "format"
 
-    def __init__(self, models: Models, name: str, path: str, threads: int = 1,
+    def __init__(self, models: Models, name: str, path: str,
                  client: Optional[kvq.Client] = None) -> None:
         super().__init__(models, name)
-        self.path, self.threads, self.client = path, threads, client
+        self.path, self.client = path, client
         self.model = models.over_kvq
 
     def make(self) -> KvqCache:
         """A new cache; nothing can be taken back, so that only the format's window is in full."""
         return KvqCache(self.model, self.name, client=self.client, attention=self.path,
-                        max_rollback=0, threads=self.threads)
+                        max_rollback=0)
 
     def end(self) -> None:
         """Gives the session back."""

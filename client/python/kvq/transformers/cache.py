@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import kvq
 
 from .masks import check_goes_on, check_positions
+from ..hints import Threads
 from ..memory import CODES
 from .owner import Owner
 from .rows import MAX_TOKENS, Rows
@@ -193,7 +194,8 @@ class KvqCache(Cache):
                    many as the first forward or the prefix has, at most 512; with a name and no
                    prefix 0
     max_tokens     that a row may have
-    threads        that attend in this process; see docs/engines.md
+    threads        that attend in this process: "torch", those that PyTorch computes with, or a
+                   number of kvq's own
     name           of a session that outlives the cache: one that is there goes on where it stands,
                    and get_seq_length() says how many tokens it has; a prompt has the ids of all of
                    them and new ones. Its cache has one row
@@ -210,8 +212,8 @@ class KvqCache(Cache):
     def __init__(self, model: transformers.PreTrainedModel, format: str = "oscar4", *,
                  client: Optional[kvq.Client] = None, attention: str = "default",
                  max_rollback: int = 32, prompt_tokens: Optional[int] = None,
-                 max_tokens: Optional[int] = None, threads: int = 1, name: Optional[str] = None,
-                 namespace: Optional[str] = None,
+                 max_tokens: Optional[int] = None, threads: Threads = "torch",
+                 name: Optional[str] = None, namespace: Optional[str] = None,
                  prefix: Union[torch.Tensor, Sequence[int], None] = None,
                  on_detach: str = "default", keep_seconds: int = 0, salt: Optional[str] = None,
                  adapter: Optional[str] = None) -> None:

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Union
 
 from ..client import HEAD_DIMS
 from ..configuration import identity, rope_by_length
@@ -27,7 +27,7 @@ class Options:
     attention: str = "default"
     namespace: Optional[str] = None
     runtime_dir: Optional[str] = None
-    threads: int = 1
+    threads: Union[int, str] = "torch"
     prefix: bool = True
     model: Optional[str] = None
 
