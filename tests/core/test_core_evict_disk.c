@@ -316,6 +316,54 @@ static void test_beside_a_restore(void **state)
     leave_step(&other, x);
 }
 
+// A session whose sinks stand behind the codes of its first page, which cannot change any more: a
+// save has two references to that block as long as it lasts, one for the codes, one for the sinks.
+static uint64_t fed_with_sinks(struct kvq__layer_row *row)
+{
+    struct kvq__session_info info;
+    const struct kvq__session_spec spec = {.place = place(home), .layers = row, .n_layers = 1};
+    *row = rows[0];
+    row->format = "oscar2-s32";
+    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    assert_int_equal(step(&m, info.handle, SESSION), 0);
+    kit_pack(&kit);
+    const struct kvq__layer *l = &kit_of(&m, info.handle)->layers[0];
+    assert_true(l->sink_bytes > 0 && l->first_page == 0 && l->packed >= PAGE);
+    return info.handle;
+}
+
+// All blocks of a session that is being written are its own: its eviction gives as much as it has,
+// its first page included, and a request that needs just that is not refused.
+static void test_beside_a_save_of_sinks(void **state)
+{
+    struct kvq__layer_row row;
+    struct kvq__session_info info;
+    struct kvq__save *save;
+    (void)state;
+    kit.core->pools[0].budget = 32 * MIB;
+    uint64_t a = fed_with_sinks(&row);
+    const struct kvq__session_spec alike = {.place = place(home), .layers = &row, .n_layers = 1};
+    assert_int_equal(kvq__session_open(other.client, &alike, &info, text), 0);
+    const struct kvq__session *x = kit_of(&other, info.handle), *s = kit_of(&m, a);
+    pass(2 * SECOND);
+    struct kvq__save_spec spec = {.name = id_of(&m, a), .unnamed = true};
+    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
+    assert_int_equal(kvq__save_copy(save), 0);
+    kvq__save_copied(save);
+    assert_int_equal(kvq__page(&s->layers[0], 0)->packed.block->refs, 3);
+    uint64_t need = kvq__session_bytes_at(x, x->pool, SESSION);
+    uint64_t gain = kvq__session_bytes_at(s, s->pool, SESSION);
+    assert_true(need >= gain);
+    s->ns->quota.limit[KVQ__HOST_BYTES] = s->ns->used[KVQ__HOST_BYTES] - gain + need;
+    int rc = begin(&other, info.handle, 9, SESSION, 0);
+    assert_int_equal(rc, 1);
+    vault_write(&vault, &save);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_true(kvq__is_offloaded(s));
+    assert_int_equal(refused(), 0);
+    leave_step(&other, info.handle);
+}
+
 static uint64_t begin_move(void)
 {
     struct kvq__move_spec spec = {.place = "host", .wait_ms = 1000};
@@ -378,7 +426,7 @@ int main(void)
         SAVES(test_disk),          SAVES(test_forks),         SAVES(test_both),
         SAVES(test_no_host),       SAVES(test_store_fails),   SAVES(test_above),
         SAVES(test_two_fetches),   SAVES(test_beside_a_save), SAVES(test_beside_a_restore),
-        SAVES(test_beside_a_move), SAVES(test_behind_a_move),
+        SAVES(test_beside_a_move), SAVES(test_behind_a_move), SAVES(test_beside_a_save_of_sinks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
