@@ -30,7 +30,8 @@ static struct {
     struct kvq__server server;
     pthread_t thread;
     uv_async_t stop;
-    char directory[64], codebook_dir[64];
+    char directory[64], codebook_dir[64], storage_dir[64];
+    uint64_t storage_bytes;
     const char *gpu_driver; // NULL: no GPU
 } rig;
 
@@ -50,6 +51,12 @@ static void *serve(void *context)
 void attach_codebooks(const char *folder)
 {
     snprintf(rig.codebook_dir, sizeof rig.codebook_dir, "%s", folder);
+}
+
+void attach_storage(const char *folder, uint64_t bytes)
+{
+    snprintf(rig.storage_dir, sizeof rig.storage_dir, "%s", folder);
+    rig.storage_bytes = bytes;
 }
 
 void attach_gpus(const char *library)
@@ -84,6 +91,9 @@ int attach_start(void **state)
     rig.server.config.workers = 2;
     snprintf(rig.server.config.codebook_dir, sizeof rig.server.config.codebook_dir, "%s",
              rig.codebook_dir);
+    snprintf(rig.server.config.storage_dir, sizeof rig.server.config.storage_dir, "%s",
+             rig.storage_dir);
+    rig.server.config.storage_bytes = rig.storage_bytes;
     open_gpus();
     assert_int_equal(kvq__server_lock(&rig.server, text), 0);
     assert_int_equal(kvq__server_open(&rig.server, text), 0);

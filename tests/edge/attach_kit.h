@@ -19,7 +19,9 @@ int attach_stop(void **state);
 const struct kvq_config *attach_config(void);
 void attach_codebooks(const char *folder); // of daemons started from now on
 void attach_gpus(const char *library);     // likewise: with the GPUs of this driver
-const char *attach_directory(void);        // of the daemon's sockets
+// Likewise: with a store in the folder, whose files may take so many bytes.
+void attach_storage(const char *folder, uint64_t bytes);
+const char *attach_directory(void); // of the daemon's sockets
 
 // In the thread of the daemon's loop; returns when it is done.
 void attach_in_loop(void (*run)(struct kvq__server *server, void *context), void *context);

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A store that takes several passes to be compacted, by a command: who else writes has a turn
+// between two of them, and a daemon that ends waits for one alone. The first pass is held until
+// the test has done what is to happen meanwhile.
+#include <ftw.h>
+#include <semaphore.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "daemon/http/http.h"
+#include "daemon/log/log.h"
+#include "daemon/store/store.h"
+#include "proto/status.h"
+#include "storage/store.h"
+#include "tests/edge/attach_kit.h"
+
+enum {
+    CAP = KVQ_STORE_MIN_CAP, // so a segment has 2 MiB
+    DEAD = 8,                // blocks of 64 KiB
+    LIVE = 600,              // of 1,000 bytes, more than two passes move
+    PERCENT = 31,            // of it is dead at least; the daemon itself compacts from 50 on
+};
+
+static char folder[] = "/tmp/kvq-compact-XXXXXX";
+static char text[KVQ_TEXT_BYTES];
+static bool up; // the daemon
+
+// ---- What the daemon does to the store ----
+
+static char did[32]; // a letter each: c compact, g gc. In a turn to write
+static sem_t begun, goes_on;
+static bool closing; // the first pass is held until the daemon closes
+
+int __real_kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_percent,
+                             struct kvq_store_freed *freed, char *why, size_t n);
+int __wrap_kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_percent,
+                             struct kvq_store_freed *freed, char *why, size_t n);
+
+static void note(char what)
+{
+    size_t n = strlen(did);
+    assert_true(n + 1 < sizeof did);
+    did[n] = what;
+}
+
+int __wrap_kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_percent,
+                             struct kvq_store_freed *freed, char *why, size_t n)
+{
+    if (dead_percent == PERCENT) { // else the daemon does so by itself
+        bool first = did[0] == 0;
+        note('c');
+        if (first) {
+            sem_post(&begun);
+            sem_wait(&goes_on);
+        }
+    }
+    return __real_kvq_store_compact(store, budget, dead_percent, freed, why, n);
+}
+
+int __real_kvq_store_gc(struct kvq_store *store, struct kvq_store_freed *freed, char *why,
+                        size_t n);
+int __wrap_kvq_store_gc(struct kvq_store *store, struct kvq_store_freed *freed, char *why,
+                        size_t n);
+
+int __wrap_kvq_store_gc(struct kvq_store *store, struct kvq_store_freed *freed, char *why, size_t n)
+{
+    note('g');
+    return __real_kvq_store_gc(store, freed, why, n);
+}
+
+void __real_kvq__http_end(struct kvq__http *http);
+void __wrap_kvq__http_end(struct kvq__http *http);
+
+// Comes behind the store jobs' turn in the daemon's closing.
+void __wrap_kvq__http_end(struct kvq__http *http)
+{
+    if (closing)
+        sem_post(&goes_on);
+    __real_kvq__http_end(http);
+}
+
+// ---- A store ----
+
+static void save_blocks(struct kvq_store *store, const char *name, uint32_t n, size_t bytes)
+{
+    static uint8_t data[64 << 10];
+    const struct kvq_store_meta meta = {
+        .space = "s", .name = name, .model = "", .formats = "f16", .shards = 1, .bytes = ""};
+    struct kvq_save *save;
+    uint64_t id;
+    assert_int_equal(kvq_save_begin(store, &save, text, sizeof text), 0);
+    assert_int_equal(kvq_save_session(save, &meta, text, sizeof text), 0);
+    for (uint32_t i = 0; i < n; i++) {
+        const struct kvq_place place = {.page = i, .kind = 1};
+        memset(data, (int)i, bytes);
+        assert_int_equal(kvq_save_put(save, &place, data, bytes, &id, text, sizeof text), 0);
+    }
+    assert_int_equal(kvq_save_commit(&save, text, sizeof text), 0);
+}
+
+static int start(void **state)
+{
+    const struct kvq_store_options options = {.cap_bytes = CAP};
+    struct kvq_store *store;
+    snprintf(folder, sizeof folder, "/tmp/kvq-compact-XXXXXX");
+    assert_non_null(mkdtemp(folder));
+    assert_int_equal(kvq_store_open(folder, &options, &store, NULL, text, sizeof text), 0);
+    save_blocks(store, "dead", DEAD, 64 << 10);
+    save_blocks(store, "live", LIVE, 1000);
+    assert_int_equal(kvq_store_delete(store, "s", "dead", text, sizeof text), 0);
+    kvq_store_close(&store);
+    memset(did, 0, sizeof did);
+    closing = false;
+    sem_init(&begun, 0, 0);
+    sem_init(&goes_on, 0, 0);
+    attach_storage(folder, CAP);
+    int rc = attach_start(state);
+    up = rc == 0;
+    return rc;
+}
+
+static int stop_daemon(void **state)
+{
+    int rc = up ? attach_stop(state) : 0;
+    up = false;
+    return rc;
+}
+
+static int remove_one(const char *path, const struct stat *st, int kind, struct FTW *at)
+{
+    (void)st;
+    (void)kind;
+    (void)at;
+    return remove(path);
+}
+
+static int stop(void **state)
+{
+    sem_post(&goes_on); // after a test that failed in between
+    int rc = stop_daemon(state);
+    return nftw(folder, remove_one, 8, FTW_DEPTH | FTW_PHYS) || rc;
+}
+
+// ---- Commands ----
+
+static const struct kvq__peer admin = {.admin = true};
+
+struct order {
+    struct kvq__task task;
+    Kvq__Request request;
+    Kvq__Storage storage;
+    Kvq__Reply reply;
+    struct kvq_arena arena;
+    uint8_t memory[KVQ_WIRE_ARENA];
+    sem_t done;
+};
+static struct order compaction, collection;
+
+static void order_done(struct kvq__task *task)
+{
+    struct order *o = (struct order *)task; // its first member
+    sem_post(&o->done);
+}
+
+static void start_order(struct kvq__server *server, void *context)
+{
+    struct order *o = context;
+    kvq__jobs_start(server->jobs, &o->task);
+}
+
+static void give(struct order *o, Kvq__StorageAction action)
+{
+    memset(o, 0, sizeof *o);
+    sem_init(&o->done, 0, 0);
+    kvq_arena_init(&o->arena, o->memory, sizeof o->memory);
+    kvq__request__init(&o->request);
+    kvq__storage__init(&o->storage);
+    kvq__reply__init(&o->reply);
+    o->storage.action = action;
+    o->storage.dead_percent = PERCENT;
+    o->request.command_case = KVQ__REQUEST__COMMAND_STORAGE;
+    o->request.storage = &o->storage;
+    o->task = (struct kvq__task){.request = &o->request,
+                                 .arena = &o->arena,
+                                 .reply = &o->reply,
+                                 .peer = &admin,
+                                 .done = order_done};
+    attach_in_loop(start_order, o);
+}
+
+// The first pass is under way.
+static void begin_compaction(void)
+{
+    give(&compaction, KVQ__STORAGE_ACTION__STORAGE_COMPACT);
+    sem_wait(&begun);
+}
+
+static void nothing(struct kvq__server *server)
+{
+    (void)server;
+}
+
+static void drain(struct kvq__server *server, void *context)
+{
+    (void)context;
+    kvq__jobs_drain(server->jobs, nothing);
+}
+
+// ---- Tests ----
+
+static void test_turns(void **state)
+{
+    begin_compaction();
+    give(&collection, KVQ__STORAGE_ACTION__STORAGE_GC);
+    sem_post(&goes_on);
+    sem_wait(&collection.done);
+    sem_wait(&compaction.done);
+    assert_string_equal(did, "cgcc");
+    assert_int_equal(collection.reply.status, 0);
+    assert_int_equal(compaction.reply.status, 0);
+    assert_int_equal(compaction.reply.storage->freed_segments, 1);
+    assert_true(compaction.reply.storage->moved_bytes > LIVE * 1000);
+    assert_int_equal(stop_daemon(state), 0);
+}
+
+static void test_drained(void **state)
+{
+    begin_compaction();
+    attach_in_loop(drain, NULL);
+    sem_post(&goes_on);
+    sem_wait(&compaction.done);
+    assert_string_equal(did, "c");
+    assert_int_equal(stop_daemon(state), 0);
+}
+
+static void test_closed(void **state)
+{
+    begin_compaction();
+    closing = true;
+    assert_int_equal(stop_daemon(state), 0);
+    sem_wait(&compaction.done);
+    assert_string_equal(did, "c");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(test_turns, start, stop),
+        cmocka_unit_test_setup_teardown(test_drained, start, stop),
+        cmocka_unit_test_setup_teardown(test_closed, start, stop),
+    };
+    kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
