@@ -437,6 +437,37 @@ static void test_local_nonsense(void **unused)
 #undef NONSENSE
 }
 
+// An append that failed for want of memory at the end of a step is made again by the next end.
+static void test_local_appends_again(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    struct fake_script s = fake_good();
+    struct kvq_tensor kv[2];
+    kvq_buffer *buffer;
+    int before = client_fds();
+    s.ring = FAKE_NO_ROOM;
+    s.buffers = true;
+    setenv("KVQ_LOCAL", "daemon", 1);
+    assert_int_equal(local_up(&l, s, 0), KVQ_OK);
+    unsetenv("KVQ_LOCAL");
+    assert_non_null(kvq_local_why(l.local));
+    assert_int_equal(kvq_buffer_create(l.r.client, 4096, &buffer), KVQ_OK);
+    kv[0] = kv[1] = kvq_tensor_make(buffer, 0, 1, 64, KVQ_DTYPE_F32);
+    const struct kvq_step_work work = {.k = kv, .v = kv, .n_layers = 2};
+    struct kvq_entry entry = {.session = l.session, .position = 77, .append = 1};
+    assert_int_equal(kvq_local_begin(l.local, &entry, 1), KVQ_OK);
+    assert_int_equal(entry.status, KVQ_OK);
+    assert_int_equal(kvq_local_end(l.local, &work, &entry, 1), KVQ_OK);
+    assert_int_equal(entry.status, KVQ_E_QUOTA);
+    assert_int_equal(fake_appends(l.r.daemon), 1); // of two layers
+    assert_int_equal(kvq_local_end(l.local, &work, &entry, 1), KVQ_OK);
+    assert_int_equal(entry.status, KVQ_OK);
+    assert_int_equal(fake_appends(l.r.daemon), 3);
+    local_down(&l);
+    assert_int_equal(client_fds(), before);
+}
+
 static void test_merge(void **unused)
 {
     (void)unused;
@@ -504,6 +535,7 @@ int main(void)
         cmocka_unit_test(test_other_versions),
         cmocka_unit_test(test_late_extents),
         cmocka_unit_test(test_local_nonsense),
+        cmocka_unit_test(test_local_appends_again),
         cmocka_unit_test(test_merge),
         cmocka_unit_test(test_texts),
         cmocka_unit_test(test_text_is_of_the_thread),

@@ -150,6 +150,43 @@ static void ends_again(const char *first, const char *second)
     kvq_local_close(&rig.local);
 }
 
+// Two sessions of which K and V of both layers come with the end alone, and one has no room for its
+// ids: it ends when there is room, from the same `work`, whatever of that the daemon has already.
+static void ends_again_with_all(const char *first, const char *second)
+{
+    static kvq_session hogs[HOGS];
+    struct local_model m;
+    struct kvq_tensor kv[2];
+    struct kvq_entry e[2] = {{.session = local_open_small(first, 0, 2), .append = 3},
+                             {.session = local_open_small(second, 0, 2), .append = 3, .row = 3}};
+    const struct kvq_step_work work = {
+        .k = kv, .v = kv, .n_layers = 2, .ids = {rig.buffer, IDS_AT}};
+    struct kvq_local_options o = {.size = sizeof o, .max_tokens = 2048};
+    local_model(&m, 2, 4, KV_HEADS, DIM);
+    for (uint32_t i = 0; i < 2; i++)
+        kv[i] = local_small_work(&m, i).k;
+    fine(kvq_local_open(rig.queue, &o, &rig.local));
+    for (uint32_t i = 0; i < 2; i++)
+        fine(kvq_local_add(rig.local, e[i].session));
+    fine(kvq_local_begin(rig.local, &e[1], 1)); // it gets room for more ids than these
+    fine(kvq_local_end(rig.local, &work, &e[1], 1));
+    fine(e[1].status);
+    e[1].position = 3;
+    fine(kvq_local_begin(rig.local, e, 2));
+    uint32_t n = open_hogs(hogs);
+    for (uint32_t i = 0; i < 2; i++) {
+        fine(kvq_local_end(rig.local, &work, e, 2 - i));
+        refused(KVQ_E_QUOTA, e[0].status, "entry 0");
+    }
+    fine(e[1].status);
+    for (uint32_t i = 0; i < n; i++)
+        fine(kvq_session_close(rig.client, hogs[i]));
+    fine(kvq_local_end(rig.local, &work, e, 1));
+    fine(e[0].status);
+    assert_int_equal(e[0].value, 3);
+    kvq_local_close(&rig.local);
+}
+
 static int narrow_setup(void **state)
 {
     static const char *const narrow[] = {
@@ -168,6 +205,15 @@ static void test_ends_again(void **state)
     ends_again("a", "b");
     setenv("KVQ_LOCAL", "daemon", 1);
     ends_again("c", "d");
+    unsetenv("KVQ_LOCAL");
+}
+
+static void test_ends_again_with_all(void **state)
+{
+    (void)state;
+    ends_again_with_all("a", "b");
+    setenv("KVQ_LOCAL", "daemon", 1);
+    ends_again_with_all("c", "d");
     unsetenv("KVQ_LOCAL");
 }
 
@@ -195,6 +241,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_refused_ends, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ends_again, narrow_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_ends_again_with_all, narrow_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ends_for_both, local_setup, local_teardown),
     };
     local_prepare(LAYERS, KV_HEADS, DIM);

@@ -35,7 +35,7 @@ struct fake_daemon {
     bool deaf;
     uint8_t held[KVQ_MAX_MESSAGE]; // the request whose reply is late
     size_t held_bytes;
-    uint32_t held_id, cancels, closes;
+    uint32_t held_id, cancels, closes, appends;
     uint32_t made; // the request that made a buffer
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
@@ -436,7 +436,9 @@ static void receive_command(struct fake_daemon *d)
 static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_t seq,
                      uint32_t count, int status, uint32_t extra_slots)
 {
-    int second = d->script.ring == FAKE_POSITIVE_RESULT ? 5 : KVQ_E_POSITION;
+    bool full = d->script.ring == FAKE_NO_ROOM && r->op == KVQ_OP_APPEND && d->appends == 1;
+    int first = full ? KVQ_E_QUOTA : 0;
+    int second = d->script.ring == FAKE_POSITIVE_RESULT ? 5 : first ? first : KVQ_E_POSITION;
     struct kvq_completion done = {.seq = seq, .status = status, .count = (uint16_t)count};
     uint32_t room = 0, slots = kvq_completion_slots(count);
     must(kvq_ring_room(&d->tx, &room) == 0 && room >= slots, "room");
@@ -444,7 +446,7 @@ static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_
     done.value = r->step;
     kvq_ring_write(&d->tx, 0, &done, sizeof done);
     for (uint32_t i = 0; i < count; i++) {
-        struct kvq_result result = {.status = i % 2 ? second : 0, .value = 77};
+        struct kvq_result result = {.status = i % 2 ? second : first, .value = 77};
         kvq_ring_write(&d->tx, sizeof done + i * sizeof result, &result, sizeof result);
     }
     kvq_ring_publish(&d->tx, slots);
@@ -471,6 +473,7 @@ static bool take(struct fake_daemon *d, struct kvq_request *r)
 static void misbehave(struct fake_daemon *d, const struct kvq_request *r)
 {
     uint32_t count = r->count;
+    d->appends += r->op == KVQ_OP_APPEND;
     switch (d->script.ring) {
     case FAKE_WRONG_SEQ:
         complete(d, r, r->seq + 99, count, 0, 0);
@@ -602,4 +605,9 @@ uint32_t fake_cancels(const struct fake_daemon *daemon)
 uint32_t fake_closes(const struct fake_daemon *daemon)
 {
     return daemon->closes;
+}
+
+uint32_t fake_appends(const struct fake_daemon *daemon)
+{
+    return daemon->appends;
 }

@@ -24,6 +24,7 @@ enum fake_ring {
     FAKE_TAIL_FAR,        // claims more completions than the ring holds
     FAKE_TAIL_BACK,       // takes completions back
     FAKE_HEAD_AHEAD,      // claims to have taken more requests than were made
+    FAKE_NO_ROOM,         // completes each; of the first append all entries fail with KVQ_E_QUOTA
 };
 
 struct fake_script {
@@ -81,5 +82,7 @@ void fake_stop(struct fake_daemon **daemon);
 uint32_t fake_cancels(const struct fake_daemon *daemon);
 // Requests to close a buffer. Once a later call was answered.
 uint32_t fake_closes(const struct fake_daemon *daemon);
+// Appends on a ring. Once the last of them was answered.
+uint32_t fake_appends(const struct fake_daemon *daemon);
 
 #endif
