@@ -16,6 +16,7 @@
 
 #include <cmocka.h>
 
+#include "client/in_context/in_context.h"
 #include "tests/client/local_kit.h"
 
 enum { LAYERS = 3, KV_HEADS = 2, DIM = 64 };
@@ -134,6 +135,54 @@ static void test_ragged(void **state)
 {
     (void)state;
     ragged(1, false);
+}
+
+// ---- Items ----
+
+// A session of so many tokens, in steps of at most 256, and what it is attended to by.
+static struct kvq_entry grown(uint32_t number, uint32_t tokens)
+{
+    char name[16];
+    snprintf(name, sizeof name, "s%u", number);
+    struct kvq_entry e = {.session = local_open_small(name, 0, 1)};
+    fine(kvq_local_add(rig.local, e.session));
+    while (e.position < tokens) {
+        uint64_t left = tokens - e.position;
+        fine(local_small_step(rig.local, &e, 1, left < 256 ? (uint32_t)left : 256));
+        e.position = e.value;
+    }
+    e.append = 0;
+    e.q_row = number;
+    return e;
+}
+
+// A long session among short ones has most of the items, for no thread to be left with all of it.
+static void test_items_by_work(void **state)
+{
+    enum { N = 16, THREADS = 4 };
+    struct kvq_entry entries[N];
+    struct local_model m;
+    uint32_t items = 0;
+    (void)state;
+    open_local(THREADS);
+    local_model(&m, 1, 4, KV_HEADS, DIM);
+    for (uint32_t i = 0; i < N; i++)
+        entries[i] = grown(i, i == N - 1 ? 2000 : 30);
+    struct kvq_work w = local_small_work(&m, 0);
+    w.k = w.v = (struct kvq_tensor){0};
+    fine(kvq_local_begin(rig.local, entries, N));
+    fine(kvq_local_attend(rig.local, &w, entries, N));
+    for (uint32_t i = 0; i < N; i++) {
+        const struct kvq_attend_job *job = &rig.local->jobs[i];
+        fine(entries[i].status);
+        assert_int_equal(job->call.past_tokens, entries[i].position);
+        if (i < N - 1)
+            assert_int_equal(job->plan.items, 1);
+        items += job->plan.items;
+    }
+    assert_true(rig.local->jobs[N - 1].plan.items >= THREADS);
+    assert_true(items >= KVQ_ITEMS_PER_THREAD * THREADS);
+    kvq_local_abort(rig.local);
 }
 
 // ---- Shards ----
@@ -676,6 +725,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_ragged, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_threads, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_own_threads, local_setup, local_teardown),
+        cmocka_unit_test_setup_teardown(test_items_by_work, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_shards, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_ranks, local_setup, local_teardown),
         cmocka_unit_test_setup_teardown(test_rollback, local_setup, local_teardown),
