@@ -377,6 +377,22 @@ void peer_send_open(struct peer *p, const char *name, const char *format)
     peer_send_request(p, &request, NULL, 0);
 }
 
+int peer_open_table(struct peer *p, uint64_t handle, uint32_t layers, ProtobufCBinaryData gpu,
+                    bool copy)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__OpenTable open = KVQ__OPEN_TABLE__INIT;
+    open.handle = handle;
+    open.pool_at = UINT64_C(1) << 40;
+    open.tokens = PEER_TABLE_TOKENS;
+    open.layers = layers;
+    open.gpu = gpu;
+    open.copy = copy;
+    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
+    request.open_table = &open;
+    return peer_ask(p, &request, NULL, 0);
+}
+
 void peer_cancel(struct peer *p, uint32_t number)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;

@@ -68,6 +68,11 @@ int peer_open_session(struct peer *p, const char *name); // one small layer of f
 // The same in two parts, with any format: one KV head, head_dim 64.
 void peer_send_open(struct peer *p, const char *name, const char *format);
 int peer_answer(struct peer *p);
+// A page table, for sessions of up to so many tokens. `gpu`: the UUID of the one that has the
+// session; zeros: none has.
+enum { PEER_TABLE_TOKENS = 100000 };
+int peer_open_table(struct peer *p, uint64_t handle, uint32_t layers, ProtobufCBinaryData gpu,
+                    bool copy);
 void peer_cancel(struct peer *p, uint32_t request); // fails the test if it is refused
 
 // ---- What must not leak ----

@@ -566,17 +566,8 @@ static int open_pool(struct peer *p, const char *place)
 
 static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t layers, bool copy)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__OpenTable open = KVQ__OPEN_TABLE__INIT;
-    open.handle = handle;
-    open.pool_at = 1ull << 40;
-    open.tokens = 100000;
-    open.layers = layers;
-    open.copy = copy;
-    open.gpu = bytes_of(&gpu_uuid, on_gpu ? sizeof gpu_uuid : 0);
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
-    request.open_table = &open;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_open_table(p, handle, layers, bytes_of(&gpu_uuid, on_gpu ? sizeof gpu_uuid : 0),
+                           copy);
 }
 
 static int close_table(struct peer *p, uint64_t handle)
@@ -595,7 +586,7 @@ static void check_copy(int fd, uint64_t bytes)
     const struct kvq_table_page *page = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
     assert_ptr_not_equal(page, MAP_FAILED);
     assert_int_equal(page->magic, KVQ_SHM_MAGIC_TABLE);
-    assert_int_equal(page->pages, (100000 + 127) / 128);
+    assert_int_equal(page->pages, (PEER_TABLE_TOKENS + 127) / 128);
     munmap((void *)(uintptr_t)page, bytes);
 }
 

@@ -100,17 +100,12 @@ static void test_closed(void **state)
 
 static void send_close(struct peer *p, uint32_t buffer)
 {
-    uint8_t bytes[KVQ_MAX_MESSAGE];
-    size_t length;
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__CloseBuffer close = KVQ__CLOSE_BUFFER__INIT;
     close.buffer = buffer;
-    request.id = ++p->next_id;
-    request.protocol = KVQ_PROTOCOL_MAX;
     request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
     request.close_buffer = &close;
-    assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
-    peer_send(p, bytes, length, NULL, 0);
+    peer_send_request(p, &request, NULL, 0);
 }
 
 // However long it takes, others are served; the one who closes it waits, and until it is back it

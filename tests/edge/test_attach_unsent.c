@@ -61,15 +61,7 @@ static int start(void **state)
 
 static int open_table(struct peer *p, uint64_t handle)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__OpenTable open = KVQ__OPEN_TABLE__INIT;
-    open.handle = handle;
-    open.pool_at = UINT64_C(1) << 40;
-    open.layers = 1;
-    open.tokens = 1000;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
-    request.open_table = &open;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_open_table(p, handle, 1, (ProtobufCBinaryData){0}, false);
 }
 
 static int map_extents(struct peer *p, uint64_t handle)
