@@ -96,8 +96,8 @@ static void add_work(struct kvq__queue *q, uint32_t i)
     const struct kvq_entry_wire *e = &q->entries[i];
     const struct kvq__session *s = q->work[i].session;
     const struct kvq_shape *shape = &s->layers[q->header.layer].shape;
-    q->work[i].share = kvq_attend_work(shape, s->tokens + e->append, e->queries);
-    q->work_of_all += q->work[i].share;
+    q->work[i].attend_work = kvq_attend_work(shape, s->tokens + e->append, e->queries);
+    q->work_of_all += q->work[i].attend_work;
 }
 
 static void hold_attend_entry(struct kvq__queue *q, uint32_t i)
@@ -208,7 +208,7 @@ static void plan_attend(struct kvq__queue *q, struct kvq__entry *w)
     struct kvq_attend_job *job = &w->attend;
     uint32_t workers = q->core->config.workers, items = 1;
     if (workers > 1)
-        items = kvq_attend_part(KVQ_ITEMS_PER_THREAD * workers, w->share, q->work_of_all);
+        items = kvq_attend_part(KVQ_ITEMS_PER_THREAD * workers, w->attend_work, q->work_of_all);
     kvq_attend_plan(q->core->config.kernels, &job->call, items, &job->plan);
     if (job->plan.partial_bytes && !job->partials)
         job->partials = kvq__arena_take(q, job->plan.partial_bytes);

@@ -70,8 +70,8 @@ struct kvq__entry {
         bool more; // the next wave goes on from `to`
     } part;
     uint64_t step_serial;
-    uint64_t past;  // committed tokens when it started
-    uint64_t share; // attend: its work, of that of all entries
+    uint64_t past;        // committed tokens when it started
+    uint64_t attend_work; // what kvq_attend_work says of it, of work_of_all
     uint32_t n_items;
     uint32_t n_pages;
     struct kvq_page *pages;
