@@ -300,7 +300,7 @@ static int open_page(struct kvq__server *server, char *text)
                                  .version = KVQ_PROTOCOL_MAX,
                                  .epoch = server->identity.epoch,
                                  .cpus = kvq__usable_cpus(),
-                                 .workers = (uint32_t)server->config.workers};
+                                 .awake = 1};
     return 0;
 }
 

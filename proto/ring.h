@@ -216,7 +216,7 @@ static inline bool kvq_ring_sleeps(const uint32_t *peer_flag)
 static inline bool kvq_ring_may_spin(const struct kvq_daemon_page *page)
 {
     uint64_t runnable =
-        (uint64_t)kvq_word_load(&page->workers) + kvq_word_load(&page->runnable_clients);
+        (uint64_t)kvq_word_load(&page->awake) + kvq_word_load(&page->runnable_clients);
     return runnable <= kvq_word_load(&page->cpus);
 }
 

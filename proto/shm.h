@@ -55,14 +55,14 @@ enum { KVQ_PROTOCOL_MIN = 1, KVQ_PROTOCOL_MAX = 1 };
 struct kvq_daemon_page {
     uint32_t magic;
     uint32_t version;
-    uint64_t epoch;   // random for each start of the daemon
-    uint32_t cpus;    // CPUs the daemon may use
-    uint32_t workers; // its worker threads, the poller included
+    uint64_t epoch; // random for each start of the daemon
+    uint32_t cpus;  // CPUs the daemon may use
+    uint32_t awake; // its poller, and those of its workers that do not sleep
     uint8_t pad0[128 - 24];
     uint32_t poller_sleeping; // 1 while the poller sleeps; only the poller writes it
     uint8_t pad1[124];
     uint32_t runnable_clients; // client threads that were active lately: no thread spins while
-                               // workers + runnable_clients exceed cpus; the poller sets it to
+                               // awake + runnable_clients exceed cpus; the poller sets it to
                                // cpus when other programs use up the CPUs
     uint8_t pad2[124];
 };

@@ -59,12 +59,15 @@ static void check_cpu(struct findings *f, const struct kvq__server *s)
     if (cpus == 1)
         add(f, "spinning", NOTE, "give the daemon and its engines at least 2 CPUs",
             "1 usable CPU: nobody spins, so each request pays two wake-ups");
-    else if (workers >= cpus)
-        add(f, "spinning", NOTE, "set workers below the number of CPUs, so that engines may spin",
-            "%u workers on %u usable CPUs: engines sleep instead of spinning", workers, cpus);
+    else if (workers > cpus)
+        add(f, "spinning", NOTE, "set workers to the number of CPUs at most",
+            "%u workers on %u usable CPUs: they take turns, and engines seldom spin", workers,
+            cpus);
     else
-        add(f, "spinning", FINE, "", "%u workers on %u usable CPUs leave %u for engines that spin",
-            workers, cpus, cpus - workers);
+        add(f, "spinning", FINE, "",
+            "%u workers on %u usable CPUs: an engine spins while it waits for a short answer, and "
+            "sleeps while %s",
+            workers, cpus, workers < cpus ? "others need its CPU" : "all workers compute");
 }
 
 static void check_memory(struct findings *f, const struct kvq__server *s)

@@ -55,7 +55,7 @@ const struct kvq__option kvq__options[] = {
     {FIELD(gpu_driver), KVQ_OPTION_TEXT, "PATH", RESTART, .initial_text = "",
      .help = "the GPU driver's library; empty: libcuda.so.1"},
     {FIELD(workers), KVQ_OPTION_NUMBER, "N", RESTART, .max = KVQ_MAX_WORKERS,
-     .help = "threads that compute, the poller included; 0: usable CPUs - 1"},
+     .help = "threads that compute, the poller included; 0: usable CPUs, from 8 on one less"},
     {FIELD(pin), KVQ_OPTION_WORD, "WORD", RESTART, .words = bool_words,
      .help = "bind each worker to a CPU of its own"},
     {FIELD(spin_us), KVQ_OPTION_NUMBER, "N", LIVE, .initial = 1000, .max = 1000000,
@@ -484,6 +484,12 @@ int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
     return error ? error : kvq__config_resolve(config, text);
 }
 
+uint32_t kvq__usual_workers(uint32_t cpus)
+{
+    assert(cpus > 0);
+    return cpus < 8 ? cpus : cpus - 1;
+}
+
 uint32_t kvq__usable_cpus(void)
 {
     cpu_set_t set;
@@ -555,7 +561,7 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
             (unsigned long long)config->pool_bytes, (unsigned long long)config->extent_bytes);
     uint32_t cpus = kvq__usable_cpus();
     if (config->workers == 0)
-        config->workers = cpus > 1 ? cpus - 1 : 1;
+        config->workers = kvq__usual_workers(cpus);
     if (config->workers > KVQ_MAX_WORKERS)
         config->workers = KVQ_MAX_WORKERS;
     if (config->runtime_dir[0] != '/')

@@ -209,6 +209,8 @@ const struct kvq_config_key *kvq__config_key_find(const struct kvq_config *confi
 
 // CPUs this process may run on.
 uint32_t kvq__usable_cpus(void);
+// What workers = 0 stands for: all of few CPUs. Of many, one stays for an engine that waits awake.
+uint32_t kvq__usual_workers(uint32_t cpus);
 
 // How many sessions the namespace may have: what its section says, or else what holds for those
 // that have none. 0: no limit.

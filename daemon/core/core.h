@@ -534,6 +534,7 @@ void kvq__disk_refused(struct kvq__core *core, const char *ns, const char *text)
 struct kvq__job {
     uint32_t n_items; // at least 1
     void (*run)(struct kvq__job *job, uint32_t item, void *workspace);
+    bool brief; // over sooner than a thread that sleeps would be awake
 };
 
 // KVQ__GPU: under way on a GPU; kvq__queue_gpu_idle says when to go on. KVQ__AGAIN: part of it is

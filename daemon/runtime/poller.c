@@ -449,6 +449,15 @@ static bool look_at_ports(struct kvq__poller *p)
 
 // ---- Items ----
 
+// Whether other threads are to help with the work.
+static bool wants_workers(const struct kvq__poller *p, const struct kvq__work *work)
+{
+    if (p->config.workers == 1)
+        return false;
+    bool asleep = kvq_word_load(&p->config.page->awake) <= 1;
+    return !asleep || !work->job->brief || !kvq__schedule_only(&p->schedule, work);
+}
+
 static void feed_workers(struct kvq__poller *p)
 {
     uint32_t room = kvq__workers_room(p->workers), item, given = 0;
@@ -459,7 +468,7 @@ static void feed_workers(struct kvq__poller *p)
         given++;
     }
     if (given)
-        kvq__workers_wake(p->workers);
+        kvq__workers_wake(p->workers, given);
 }
 
 // A slice of time for items: as long as the turn has taken so far, within its bounds, so that
@@ -505,7 +514,7 @@ static bool run_background_item(struct kvq__poller *p)
         given++;
     }
     if (given)
-        kvq__workers_wake(p->workers);
+        kvq__workers_wake(p->workers, given);
     bool busy = work->picked < work->n_items;
     if (busy)
         kvq__work_run(work, work->picked++, p->workspace);
@@ -531,13 +540,13 @@ static bool run_items(struct kvq__poller *p)
     bool busy = false;
     uint64_t until = kvq__schedule_empty(&p->schedule) ? 0 : slice_end(p);
     while (!kvq__schedule_empty(&p->schedule)) {
-        if (p->config.workers > 1)
-            feed_workers(p);
         work = kvq__schedule_pick(&p->schedule, &item);
         if (!work)
             break;
         busy = true;
         note_begun(p, work);
+        if (wants_workers(p, work))
+            feed_workers(p);
         kvq__work_run(work, item, p->workspace);
         p->now = p->config.clock();
         if (p->now >= until)

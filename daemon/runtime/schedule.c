@@ -121,3 +121,13 @@ bool kvq__schedule_empty(const struct kvq__schedule *schedule)
     assert(TAILQ_EMPTY(&schedule->shares[KVQ__DECODE]) == (schedule->n_shares[KVQ__DECODE] == 0));
     return schedule->n_shares[KVQ__DECODE] == 0 && schedule->n_shares[KVQ__PREFILL] == 0;
 }
+
+bool kvq__schedule_only(const struct kvq__schedule *schedule, const struct kvq__work *work)
+{
+    const struct kvq__work *first;
+    assert(work->share && work->urgency < KVQ__URGENCIES);
+    if (schedule->n_shares[KVQ__DECODE] + schedule->n_shares[KVQ__PREFILL] != 1)
+        return kvq__schedule_empty(schedule);
+    first = TAILQ_FIRST(&work->share->work[work->urgency]);
+    return first == work && !TAILQ_NEXT(first, link);
+}

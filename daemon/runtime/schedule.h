@@ -66,6 +66,8 @@ void kvq__schedule_add(struct kvq__schedule *schedule, struct kvq__work *work);
 // The next item to run, in *item; NULL if there is none.
 struct kvq__work *kvq__schedule_pick(struct kvq__schedule *schedule, uint32_t *item);
 
+// Whether all items that wait are the work's.
+bool kvq__schedule_only(const struct kvq__schedule *schedule, const struct kvq__work *work);
 bool kvq__schedule_empty(const struct kvq__schedule *schedule);
 
 #endif

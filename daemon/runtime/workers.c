@@ -22,6 +22,7 @@
 
 enum {
     RING = 256,
+    AHEAD = 2, // items in the ring for each thread: one that ends its item finds another there
     SPIN_NS = 50000,       // an idle worker looks so long before it sleeps
     SLEEP_NS = 1000000000, // and looks again after so long in any case
 };
@@ -89,6 +90,11 @@ bool kvq__workers_take(struct kvq__workers *workers, struct kvq__work **work, ui
     return false;
 }
 
+static void count_awake(struct kvq__workers *w, int change)
+{
+    kvq_word_add(&w->config.page->awake, (uint32_t)change);
+}
+
 // Returns when there may be something to do.
 static void rest_worker(struct kvq__workers *w)
 {
@@ -101,8 +107,11 @@ static void rest_worker(struct kvq__workers *w)
     uint32_t wakes = kvq_word_load_acquire(&w->wakes);
     kvq_word_add(&w->sleepers, 1);
     kvq_word_fence();
-    if (kvq_word_load(&w->head) == kvq_word_load(&w->tail) && !kvq_word_load(&w->stop))
+    if (kvq_word_load(&w->head) == kvq_word_load(&w->tail) && !kvq_word_load(&w->stop)) {
+        count_awake(w, -1);
         kvq_word_sleep(&w->wakes, wakes, SLEEP_NS);
+        count_awake(w, 1);
+    }
     kvq_word_add(&w->sleepers, (uint32_t)-1);
 }
 
@@ -113,6 +122,7 @@ static void *worker_main(void *context)
     void *workspace = kvq__workspace_new();
     if (w->config.pin)
         kvq__pin_thread(number);
+    count_awake(w, 1);
     while (!kvq_word_load_acquire(&w->stop)) {
         struct kvq__work *work;
         uint32_t item;
@@ -123,6 +133,7 @@ static void *worker_main(void *context)
             rest_worker(w);
         }
     }
+    count_awake(w, -1);
     free(workspace);
     return NULL;
 }
@@ -181,7 +192,7 @@ void kvq__workers_close(struct kvq__workers **workers)
 uint32_t kvq__workers_room(const struct kvq__workers *w)
 {
     uint32_t ahead = w->tail - kvq_word_load_acquire(&w->head);
-    uint32_t most = w->config.threads < RING ? w->config.threads : RING;
+    uint32_t most = w->config.threads < RING / AHEAD ? AHEAD * w->config.threads : RING;
     assert(ahead <= RING);
     return ahead < most ? most - ahead : 0;
 }
@@ -200,10 +211,11 @@ void kvq__workers_give(struct kvq__workers *w, struct kvq__work *work, uint32_t 
     kvq_word_store_release(&w->tail, w->tail + 1);
 }
 
-void kvq__workers_wake(struct kvq__workers *w)
+void kvq__workers_wake(struct kvq__workers *w, uint32_t items)
 {
+    assert(items > 0 && items <= RING);
     if (!kvq_ring_sleeps(&w->sleepers))
         return;
     kvq_word_add(&w->wakes, 1);
-    kvq_word_wake(&w->wakes, INT32_MAX);
+    kvq_word_wake(&w->wakes, (int)items);
 }

@@ -16,10 +16,10 @@
 struct kvq__workers;
 
 struct kvq__workers_config {
-    uint32_t threads;                   // besides the poller; 0 is fine
-    uint32_t slots;                     // jobs under way at most
-    bool pin;                           // bind the i-th to CPU i + 1 of those usable
-    const struct kvq_daemon_page *page; // says whether anybody may spin
+    uint32_t threads;             // besides the poller; 0 is fine
+    uint32_t slots;               // jobs under way at most
+    bool pin;                     // bind the i-th to CPU i + 1 of those usable
+    struct kvq_daemon_page *page; // says whether anybody may spin; counts who is awake
     // A job's last item was run by a worker. Called on its thread.
     void (*finished)(void *context);
     void *context;
@@ -38,9 +38,9 @@ void kvq__workers_close(struct kvq__workers **workers);
 uint32_t kvq__workers_room(const struct kvq__workers *workers);
 // Registers `work` under its slot, a number below config.slots. None of its items is under way.
 void kvq__workers_slot(struct kvq__workers *workers, uint32_t slot, struct kvq__work *work);
-// Gives out one item. Call kvq__workers_wake after one or several.
+// Gives out one item. Call kvq__workers_wake after one or several, with how many.
 void kvq__workers_give(struct kvq__workers *workers, struct kvq__work *work, uint32_t item);
-void kvq__workers_wake(struct kvq__workers *workers);
+void kvq__workers_wake(struct kvq__workers *workers, uint32_t items);
 // Takes back an item that no worker has taken yet; false if there is none.
 bool kvq__workers_take(struct kvq__workers *workers, struct kvq__work **work, uint32_t *item);
 

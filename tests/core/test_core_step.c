@@ -174,13 +174,32 @@ static void test_items_by_work(void **state)
     for (uint32_t i = 0; i < 16; i++) {
         uint64_t handle = i == 15 ? fed(512, TOKENS, 0) : fed(30, 30, 0);
         entries[i] = (struct kvq_entry_wire){
-            .handle = handle, .position = kit_of(&m, handle)->tokens, .queries = 1, .q_row = i};
+            .handle = handle, .position = kit_of(&m, handle)->tokens, .queries = 4, .q_row = 4 * i};
     }
     kit.core->config.workers = 4;
     assert_int_equal(kit_request(&m, &r, entries), 0);
     assert_true(m.queue->work[15].attend.plan.items >= 3);
     for (uint32_t i = 0; i < 15; i++)
         assert_int_equal(m.queue->work[i].attend.plan.items, 1);
+}
+
+// Attention is brief for few tokens and few queries, and then in one piece.
+static void test_brief(void **state)
+{
+    (void)state;
+    kit.core->config.workers = 2;
+    for (uint32_t tokens = 1024; tokens <= 1025; tokens++)
+        for (uint16_t queries = 1; queries <= 13; queries += 6) {
+            uint64_t handle = fed(205, tokens, 0);
+            struct kvq_entry_wire e = {.handle = handle, .position = tokens, .queries = queries};
+            struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+            r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
+            r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+            assert_int_equal(kit_request(&m, &r, &e), 0);
+            uint32_t work = tokens * HEADS * (1 + queries); // 7 queries of 1,024 tokens: 16,384
+            assert_int_equal(m.queue->job.brief, work <= 16384);
+            assert_int_equal(m.queue->work[0].attend.plan.parallel, work > 16384);
+        }
 }
 
 static void test_truncate(void **state)
@@ -425,6 +444,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_pieces, setup, teardown),
         cmocka_unit_test_setup_teardown(test_batch, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_brief, setup, teardown),
         cmocka_unit_test_setup_teardown(test_items_by_work, setup, teardown),
         cmocka_unit_test_setup_teardown(test_truncate, setup, teardown),
         cmocka_unit_test_setup_teardown(test_accept, setup, teardown),

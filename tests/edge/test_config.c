@@ -126,7 +126,9 @@ static void test_values(void **state)
     assert_int_equal(config.fast, 1);
     assert_int_equal(config.ready_fd, 4);
     assert_int_equal(config.lifetime_fd, 5);
-    assert_true(config.workers >= 1);
+    assert_int_equal(config.workers, kvq__usual_workers(kvq__usable_cpus()));
+    assert_true(kvq__usual_workers(1) == 1 && kvq__usual_workers(7) == 7);
+    assert_true(kvq__usual_workers(8) == 7 && kvq__usual_workers(64) == 63);
     assert_true(config.pool_bytes >= config.extent_bytes);
     assert_true(config.buffer_bytes >= config.client_bytes && config.client_bytes == 4ull << 30);
     char *small[] = {"kvqd", "--buffer-bytes", "3mb", NULL};

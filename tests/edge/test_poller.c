@@ -57,7 +57,7 @@ static void rig_open(struct rig *rig, uint32_t workers, uint64_t spin_ns)
     char text[KVQ_TEXT_BYTES];
     memset(rig, 0, sizeof *rig);
     rig->page.cpus = 64; // so that spinning is allowed wherever the test runs
-    rig->page.workers = workers;
+    rig->page.awake = 1;
     struct kvq__poller_config config = {.core = &rig->core,
                                         .page = &rig->page,
                                         .workers = workers,
@@ -324,9 +324,9 @@ static void test_workers_wake_the_poller(void **state)
     for (uint32_t i = 0; try_again(i, woken + (held == 0)); i++) {
         uint32_t gate = 0;
         c.queue->worker_gate = &gate;
-        struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 1, 0);
+        struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 2, 0);
         put_request(&c, &r);
-        bool over = false; // the poller may have run the item itself
+        bool over = false; // the poller may have run both items itself
         while (!(over = try_completion(&c, &done)) &&
                (kvq_word_load_acquire(&c.queue->held_by_worker) == held ||
                 kvq_word_load_acquire(&rig.page.poller_sleeping) == 0))
@@ -343,6 +343,38 @@ static void test_workers_wake_the_poller(void **state)
     c.queue->worker_gate = NULL;
     client_close(&c);
     kvq__poller_close(&rig.poller);
+}
+
+// Clients are told of workers that compute, and of none that sleep.
+static void test_who_is_awake(void **state)
+{
+    (void)state;
+    struct rig rig;
+    struct fake_client c;
+    uint32_t gate = 0;
+    rig_open(&rig, 3, 0);
+    client_open(&c, &rig);
+    wait_for_word(&rig.page.awake, 1);
+    c.queue->worker_gate = &gate;
+    while (kvq_word_load_acquire(&c.queue->held_by_worker) == 0) {
+        struct kvq_request r = make_request(KVQ_OP_ATTEND, 0, 3, 0);
+        struct kvq_completion done;
+        put_request(&c, &r);
+        bool over = false; // the poller may have run all items itself
+        while (!(over = try_completion(&c, &done)) &&
+               kvq_word_load_acquire(&c.queue->held_by_worker) == 0)
+            sched_yield();
+        assert_true(over || kvq_word_load(&rig.page.awake) >= 2);
+        if (over)
+            continue;
+        kvq_word_store_release(&gate, 1);
+        while (!try_completion(&c, &done))
+            sched_yield();
+    }
+    wait_for_word(&rig.page.awake, 1);
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
+    assert_int_equal(rig.page.awake, 1);
 }
 
 static void test_background_work(void **state)
@@ -727,6 +759,7 @@ int main(void)
         cmocka_unit_test(test_sleep_and_wake),
         cmocka_unit_test(test_posts_wake_the_poller),
         cmocka_unit_test(test_workers_wake_the_poller),
+        cmocka_unit_test(test_who_is_awake),
         cmocka_unit_test(test_background_work),
         cmocka_unit_test(test_background_under_load),
         cmocka_unit_test(test_slices),

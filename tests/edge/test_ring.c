@@ -185,7 +185,7 @@ static void test_both_sides_meet(void **unused)
 static void test_spin_rule(void **unused)
 {
     (void)unused;
-    struct kvq_daemon_page page = {.cpus = 4, .workers = 2};
+    struct kvq_daemon_page page = {.cpus = 4, .awake = 2};
     kvq_ring_set_runnable(&page, 2);
     assert_true(kvq_ring_may_spin(&page));
     kvq_ring_set_runnable(&page, 3);

@@ -127,6 +127,30 @@ static void test_nobody_saves_up(void **state)
     assert_true(kvq__schedule_empty(&schedule));
 }
 
+// Of brief work others only hear if something else waits as well.
+static void test_only_work(void **state)
+{
+    struct side sides[2];
+    uint32_t item;
+    (void)state;
+    for (int other = KVQ__DECODE; other < KVQ__URGENCIES; other++) {
+        kvq__schedule_init(&schedule);
+        side_add(&sides[0], 1000, KVQ__DECODE, 1);
+        sides[0].work[0].n_items = 2;
+        const struct kvq__work *work = &sides[0].work[0];
+        assert_true(kvq__schedule_only(&schedule, work));
+        side_add(&sides[1], 1000, (enum kvq__urgency)other, 1);
+        assert_false(kvq__schedule_only(&schedule, work));
+        sides[1].work[0].n_items = 1;
+        while (kvq__schedule_pick(&schedule, &item))
+            continue;
+        assert_true(kvq__schedule_only(&schedule, work)); // nothing waits
+    }
+    kvq__schedule_init(&schedule);
+    side_add(&sides[0], 1000, KVQ__DECODE, 2);
+    assert_false(kvq__schedule_only(&schedule, &sides[0].work[0]));
+}
+
 static void test_urgency_of_requests(void **state)
 {
     struct kvq_request request = {.count = 3};
@@ -150,6 +174,7 @@ int main(void)
         cmocka_unit_test(test_queues_of_a_client_take_turns),
         cmocka_unit_test(test_decode_goes_first),
         cmocka_unit_test(test_nobody_saves_up),
+        cmocka_unit_test(test_only_work),
         cmocka_unit_test(test_urgency_of_requests),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -147,7 +147,7 @@ enum kvq__progress kvq__request_start(struct kvq__queue *queue)
     queue->started_at = ++started;
     if (queue->header.op == KVQ_OP_ATTEND) {
         memset(queue->runs, 0, sizeof queue->runs);
-        queue->job = (struct kvq__job){queue->header.layer, run_item};
+        queue->job = (struct kvq__job){queue->header.layer, run_item, false};
         return KVQ__RUN;
     }
     if (queue->header.op == KVQ_OP_APPEND) {
@@ -214,7 +214,7 @@ struct kvq__job *kvq__background_start(struct kvq__core *core)
         return NULL;
     kvq_word_store(&core->background_items, 0);
     background_open = true;
-    core->background = (struct kvq__job){items, run_background};
+    core->background = (struct kvq__job){items, run_background, false};
     return &core->background;
 }
 

@@ -147,7 +147,7 @@ static void answer_hello(struct fake_daemon *d, Kvq__Reply *reply)
         .version = 1,
         .epoch = s->epoch,
         .cpus = s->cpus,
-        .workers = 1,
+        .awake = 1,
         .poller_sleeping = 1, // for ever: every request writes the eventfd
     };
     if (s->page_bytes < sizeof *d->page) { // another one, too short

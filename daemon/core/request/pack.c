@@ -343,7 +343,7 @@ static void begin_background_pack(struct kvq__core *core, struct kvq__session *s
     assert(kvq__pages_spanned(p->first, pages_end(l, p->end)) <= KVQ__PACKER_PAGES);
     find_pack_pages(l, p->first, pages_end(l, p->end), p->pages);
     p->extras = kvq__extras_ref(s, l).data;
-    p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background_pack};
+    p->job = (struct kvq__job){items_of(l, p->first, p->end), run_background_pack, false};
     kvq__pack_sample_begin(s, layer, p->first, p->end, &p->sample);
     l->packer = p;
     s->refs++; // not a use that would end the session's idle time

@@ -17,6 +17,8 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
+enum { BRIEF_TOKENS = 16 }; // of a request that only appends
+
 enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
 
 struct operation {
@@ -409,6 +411,18 @@ static void wave_enqueue(struct kvq__queue *q)
             kvq__entry_fail(q, i, rc, 0);
 }
 
+static bool is_brief(const struct kvq__queue *q)
+{
+    uint64_t appended = 0;
+    if (q->header.op == KVQ_OP_ATTEND || q->header.op == KVQ_OP_APPEND_ATTEND)
+        return kvq__attend_brief(q);
+    if (q->header.op != KVQ_OP_APPEND && q->header.op != KVQ_OP_STEP)
+        return false;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        appended += q->entries[i].append;
+    return appended <= BRIEF_TOKENS;
+}
+
 // Sets the job up for the current stage; false if it has no items.
 static bool stage_begin(struct kvq__queue *q)
 {
@@ -420,7 +434,7 @@ static bool stage_begin(struct kvq__queue *q)
         if (kvq__entry_alive(q, i))
             items += stage->count(&q->work[i]);
     }
-    q->job = (struct kvq__job){items, run_wave_item};
+    q->job = (struct kvq__job){items, run_wave_item, is_brief(q)};
     return items > 0;
 }
 

@@ -262,6 +262,9 @@ bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
 // Holds the session for reading, and the layer for packing if units are due.
 void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer);
 
+// Whether further workers would save less of the attention than it takes to wake them.
+bool kvq__attend_brief(const struct kvq__queue *q);
+
 extern const struct kvq__pass kvq__pass_store, kvq__pass_pack, kvq__pass_attend, kvq__pass_read,
     kvq__pass_accept, kvq__pass_fork, kvq__pass_store_all, kvq__pass_pack_all, kvq__pass_publish;
 
