@@ -195,7 +195,8 @@ int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const ch
 
 // kvq_remote_pull in two steps, for callers that must not block the store's writer during a
 // transfer. kvq_remote_fetch downloads the session to a file in the folder, *path, which the caller
-// releases with free(). kvq_remote_take imports that file and removes it, unless a later try may
+// releases with free(), also after a failure, which may have left some of the file there (NULL: it
+// came not so far). kvq_remote_take imports that file and removes it, unless a later try may
 // succeed (a full disk, a busy or read-only store).
 int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                      const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
@@ -205,7 +206,8 @@ int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what,
 
 // Removes the files that failed transfers left in the folder to go on with: unfinished exports,
 // files older than max_age_s seconds, then the oldest until at most `most` are left. No transfer
-// may use the folder meanwhile. The folder need not exist. Returns how many bytes they had on disk.
-uint64_t kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most);
+// may use the folder meanwhile but the one whose file is `keep` (may be NULL): that stays, also
+// unfinished. The folder need not exist. Returns how many bytes they had on disk.
+uint64_t kvq_remote_sweep(const char *folder, const char *keep, uint64_t max_age_s, uint32_t most);
 
 #endif

@@ -204,12 +204,7 @@ int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const c
         *path = NULL;
         return say(text, n, KVQ_E_NO_MEMORY, folder, "no memory for a name in it", 0);
     }
-    rc = kvq_remote_pull_file(remote, what->space, what->name, *path, watch, moved, text, n);
-    if (rc != 0) {
-        free(*path);
-        *path = NULL;
-    }
-    return rc;
+    return kvq_remote_pull_file(remote, what->space, what->name, *path, watch, moved, text, n);
 }
 
 int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,

@@ -146,9 +146,9 @@ int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what,
     return none(text, n);
 }
 
-uint64_t kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most)
+uint64_t kvq_remote_sweep(const char *folder, const char *keep, uint64_t max_age_s, uint32_t most)
 {
-    (void)folder, (void)max_age_s, (void)most;
+    (void)folder, (void)keep, (void)max_age_s, (void)most;
     return 0;
 }
 

@@ -66,8 +66,9 @@ static int newest_first(const void *a, const void *b)
     return (x->at < y->at) - (x->at > y->at);
 }
 
-uint64_t kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most)
+uint64_t kvq_remote_sweep(const char *folder, const char *keep, uint64_t max_age_s, uint32_t most)
 {
+    const char *slash = keep ? strrchr(keep, '/') : NULL, *kept = slash ? slash + 1 : keep;
     struct leftovers l = {0};
     uint64_t freed = 0;
     struct stat st;
@@ -77,7 +78,8 @@ uint64_t kvq_remote_sweep(const char *folder, uint64_t max_age_s, uint32_t most)
         return 0;
     int at = dirfd(dir);
     for (struct dirent *e = readdir(dir); e; e = readdir(dir)) {
-        if (!is_ours(e->d_name) || fstatat(at, e->d_name, &st, AT_SYMLINK_NOFOLLOW) != 0)
+        if (!is_ours(e->d_name) || (kept && strncmp(e->d_name, kept, strlen(kept)) == 0) ||
+            fstatat(at, e->d_name, &st, AT_SYMLINK_NOFOLLOW) != 0)
             continue;
         bool old = st.st_mtime < now && (uint64_t)(now - st.st_mtime) > max_age_s;
         if ((old || ends_with(e->d_name, ".tmp") || !note_leftover(&l, e->d_name, &st)) &&

@@ -401,13 +401,26 @@ static int check_files(const struct kvq_config *c, char *text)
     return 0;
 }
 
+// Without a remote store nobody goes on with what transfers have left.
+static void sweep_for_good(const char *storage_dir)
+{
+    char folder[KVQ_CONFIG_PATH + 16], quoted[KVQ_CONFIG_PATH + 32];
+    snprintf(folder, sizeof folder, "%s/remote", storage_dir);
+    uint64_t bytes = kvq_remote_sweep(folder, NULL, 0, 0);
+    if (bytes)
+        kvq__log(KVQ_LOG_INFO, "leftovers_removed", "folder=%s bytes=%llu",
+                 kvq__log_quote(quoted, sizeof quoted, folder), (unsigned long long)bytes);
+}
+
 int kvq__jobs_remote_open(struct kvq__jobs *jobs, char *text)
 {
     const struct kvq_config *c = &jobs->server->config;
     char why[KVQ_TEXT_BYTES] = "", endpoint[KVQ_CONFIG_PATH + 16];
     struct kvq_remote *remote = NULL;
-    if (!c->remote_endpoint[0])
+    if (!c->remote_endpoint[0]) {
+        sweep_for_good(c->storage_dir);
         return 0;
+    }
     int rc = check_files(c, why);
     rc = rc ? rc : kvq__remote_connect(c, NULL, &remote, why);
     kvq_remote_close(&remote);
@@ -423,7 +436,7 @@ int kvq__jobs_remote_open(struct kvq__jobs *jobs, char *text)
     desk->jobs = jobs;
     TAILQ_INIT(&desk->transfers);
     snprintf(desk->folder, sizeof desk->folder, "%s/remote", c->storage_dir);
-    kvq_remote_sweep(desk->folder, KVQ__LEFT_SECONDS, KVQ__LEFT_FILES);
+    kvq_remote_sweep(desk->folder, NULL, KVQ__LEFT_SECONDS, KVQ__LEFT_FILES);
     jobs->desk = desk;
     kvq__log(KVQ_LOG_INFO, "remote", "endpoint=%s bucket=%s",
              kvq__log_quote(endpoint, sizeof endpoint, c->remote_endpoint), c->remote_bucket);

@@ -28,6 +28,7 @@ enum {
 static const struct kvq__peer self = {.admin = true};
 
 static void start_next_transfer(struct kvq__desk *desk);
+static bool clear_leftovers(struct kvq__task *t, const struct kvq__transfer *own, uint64_t bytes);
 
 static bool has_ticket(const struct kvq__transfer *x)
 {
@@ -232,6 +233,7 @@ static int fetch_session(struct kvq__transfer *x, struct kvq_remote *remote)
 {
     struct kvq__desk *desk = x->desk;
     struct kvq_remote_pull what = what_of(x);
+    free(x->path); // of a try before
     return kvq_remote_fetch(remote, desk->jobs->store, desk->folder, &what, NULL, &x->moved,
                             &x->path, x->text, sizeof x->text);
 }
@@ -329,6 +331,15 @@ static int stand_in_line(struct kvq__transfer *x)
     return x->talks ? 0 : KVQ_E_CANCELLED;
 }
 
+// The same, once more where a full disk had no room for the file, and some could be made.
+static int talk_with_room(struct kvq__transfer *x)
+{
+    int rc = talk_to_remote(x);
+    if (rc == KVQ_E_NO_SPACE && clear_leftovers(&x->task, x, UINT64_MAX / 2))
+        rc = talk_to_remote(x);
+    return rc;
+}
+
 // Poller's thread, with the name held alone.
 static void refuse_to_replace(struct kvq__task *t)
 {
@@ -360,6 +371,8 @@ static int import_fetched(struct kvq__transfer *x)
     if (t->rc == 0) {
         kvq__task_take_turn(t);
         kvq__task_at_work(t, import);
+        if (t->rc == KVQ_E_NO_SPACE && clear_leftovers(t, x, x->moved.bytes))
+            kvq__task_at_work(t, import);
     }
     kvq__task_end_turn(t);
     if (t->rc < 0)
@@ -376,7 +389,7 @@ static void transfer(struct kvq__task *t)
     if (rc == 0)
         rc = stand_in_line(x);
     if (rc == 0)
-        rc = talk_to_remote(x);
+        rc = talk_with_room(x);
     if (rc == 0 && x->kind == KVQ__TRANSFER_PULL)
         rc = is_cancelled(x) ? KVQ_E_CANCELLED : import_fetched(x);
     x->rc = rc;
@@ -387,7 +400,7 @@ static void transfer(struct kvq__task *t)
 static void sweep(uv_work_t *work)
 {
     const struct kvq__desk *desk = work->data;
-    kvq_remote_sweep(desk->folder, KVQ__LEFT_SECONDS, KVQ__LEFT_FILES);
+    kvq_remote_sweep(desk->folder, NULL, KVQ__LEFT_SECONDS, KVQ__LEFT_FILES);
 }
 
 static void swept(uv_work_t *work, int status)
@@ -399,12 +412,13 @@ static void swept(uv_work_t *work, int status)
     start_next_transfer(desk);
 }
 
-// Nothing uses the folder: neither threads, from when they are given out, nor imports.
-static bool is_folder_free(const struct kvq__desk *desk)
+// Nothing but perhaps this transfer uses the folder: neither threads, from when they are given out,
+// nor imports.
+static bool is_folder_free(const struct kvq__desk *desk, const struct kvq__transfer *but)
 {
     const struct kvq__transfer *x;
     TAILQ_FOREACH (x, &desk->transfers, link)
-        if (has_ticket(x) &&
+        if (x != but && has_ticket(x) &&
             (x->talks || x->phase == KVQ__TRANSFER_WAITING || x->phase == KVQ__TRANSFER_IMPORTING))
             return false;
     return true;
@@ -426,16 +440,18 @@ static void sweep_for_room(struct kvq__task *t)
     struct kvq__desk *desk = t->jobs->desk;
     struct statvfs st;
     if (statvfs(desk->folder, &st) == 0 && (uint64_t)st.f_bavail * st.f_frsize < desk->wanted)
-        desk->swept = kvq_remote_sweep(desk->folder, 0, 0);
+        desk->swept = kvq_remote_sweep(desk->folder, desk->kept, 0, 0);
 }
 
-bool kvq__transfers_make_room(struct kvq__task *t, uint64_t bytes)
+// own: a transfer whose task this is, which goes on with the file that it has; NULL: none.
+static bool clear_leftovers(struct kvq__task *t, const struct kvq__transfer *own, uint64_t bytes)
 {
     struct kvq__desk *desk = t->jobs->desk;
-    if (!desk || desk->sweeping || !is_folder_free(desk))
+    if (!desk || desk->sweeping || !is_folder_free(desk, own))
         return false;
     desk->sweeping = true;
     desk->wanted = bytes + KVQ__SPARE_BYTES;
+    desk->kept = own ? own->path : NULL;
     desk->swept = 0;
     kvq__task_at_work(t, sweep_for_room);
     bool swept = desk->swept > 0;
@@ -447,6 +463,11 @@ bool kvq__transfers_make_room(struct kvq__task *t, uint64_t bytes)
     desk->sweeping = false;
     start_next_transfer(desk);
     return swept;
+}
+
+bool kvq__transfers_make_room(struct kvq__task *t, uint64_t bytes)
+{
+    return clear_leftovers(t, NULL, bytes);
 }
 
 // ---- Who talks next ----
@@ -501,7 +522,7 @@ static struct kvq__transfer *next_to_begin(struct kvq__desk *desk)
 static void start_next_transfer(struct kvq__desk *desk)
 {
     struct kvq__transfer *x;
-    if (desk->failed >= KVQ__LEFT_FILES && !desk->sweeping && is_folder_free(desk))
+    if (desk->failed >= KVQ__LEFT_FILES && !desk->sweeping && is_folder_free(desk, NULL))
         start_sweep(desk);
     while ((x = next_to_begin(desk)))
         leave_line(x);

@@ -54,7 +54,7 @@ struct kvq__transfer {
     uv_thread_t thread;
     struct kvq__mail mail;
     struct kvq__task task; // all of it
-    char *path;            // what a pull has fetched
+    char *path;            // what a pull has fetched, or some of it
 
     uint64_t done, all; // long words: bytes, as the thread tells them
     struct kvq_remote_moved moved;
@@ -72,7 +72,8 @@ struct kvq__desk {
     uint32_t n_talking, n_asking;    // of those with and without a ticket
     uint32_t failed;                 // since the folder was swept
     bool sweeping;
-    uint64_t wanted, swept; // bytes, where a save sweeps
+    uint64_t wanted, swept; // bytes, where somebody sweeps who needs room,
+    const char *kept;       // and the file that he goes on with; NULL: none
     uv_work_t sweep;
     uint32_t stop; // a word: not 0 once all are to end
     uint64_t last_id;

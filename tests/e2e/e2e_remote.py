@@ -317,6 +317,46 @@ class FullDisk(unittest.TestCase):
         self.assertEqual(os.path.getsize(self.left), self.LEFT)
 
 
+@unittest.skipUnless(os.geteuid() == 0, "needs root for a mount namespace")
+class PullFullDisk(Remote):
+    """A pull to a small disk, most of which something another transfer has left takes up."""
+    DISK, CATALOG, TOKENS = 32 << 20, 5 << 20, 6000
+
+    def pull(self, room):
+        """room(size): bytes that are free beside what was left."""
+        one = self.start("one")
+        tokens = Tokens(32, self.TOKENS)
+        with one.client() as client, client.queue() as queue:
+            session = client.session(tokens.rows, "f16", name="it")
+            tokens.feed(queue, session, self.TOKENS, attend=False)
+        size = one.ctl("session", "push", "it")["bytes"]
+        self.assertLess(2 * size, self.DISK - self.CATALOG)  # there is room for it and its file
+        store = os.path.join(self.folder, "two")
+        left = (self.DISK - self.CATALOG - room(size)) // 4096 * 4096
+        script = (f"mount -t tmpfs -o mode=700,size={self.DISK} none {store} && "
+                  f"mkdir -m 700 {store}/remote && "
+                  f"head -c {left} /dev/zero > {store}/remote/pull-other.kvq.part && "
+                  "exec \"$0\" \"$@\"")
+        os.mkdir(store, mode=0o700)
+        two = self.start("two", within=("unshare", "--mount", "sh", "-c", script))
+        two.ctl("session", "pull", "it")
+        two.wait_log(f"event=leftovers_removed .*bytes={left}$")
+        self.assertEqual(two.ctl("storage", "list")[0]["tokens"], self.TOKENS)
+        transfer, = two.ctl("remote", "status")["transfers"]
+        self.assertLessEqual(transfer["sent_bytes"], size)
+        self.assertEqual(os.listdir(f"/proc/{two.process.pid}/root{store}/remote"), [])
+
+    @long_emulated
+    def test_import(self):
+        """There is room for the file, and not for the session beside it."""
+        self.pull(lambda size: size * 3 // 2)
+
+    @long_emulated
+    def test_fetch(self):
+        """There is none for the file."""
+        self.pull(lambda size: size // 2)
+
+
 class Keys(Remote):
     """From other machines."""
 
@@ -620,6 +660,17 @@ class Trouble(Remote):
                 most = max(most, len(os.listdir(os.path.join(self.folder, "one", "remote"))))
         self.assertGreaterEqual(most, 8)
         self.assertLessEqual(most, 16)
+
+    def test_no_remote_store_any_more(self):
+        """What transfers have left goes with the remote store."""
+        folder = os.path.join(self.folder, "one", "remote")
+        os.makedirs(folder, mode=0o700)
+        for name in ("push-1-2.kvq", "pull-3.kvq.part", "mine.kvq"):
+            with open(os.path.join(folder, name), "wb") as file:
+                file.write(b"x" * 10000)
+        with Daemon(storage_dir=os.path.dirname(folder)) as daemon:
+            daemon.wait_log("event=leftovers_removed ")
+            self.assertEqual(os.listdir(folder), ["mine.kvq"])
 
     def test_configuration(self):
         """What is wrong is said at the start; keys are never shown."""

@@ -622,16 +622,18 @@ static void leftovers_have_an_end(void **state)
     make_old("push-4-5.kvq", 20);
     make_old("push-6-7.kvq.tmp", 0);
     make_old("keep.kvq", 5000);
-    assert_int_equal(kvq_remote_sweep("/nowhere/at/all", 100, 2), 0);
+    make_old("pull-7.kvq.part", 6000);
+    assert_int_equal(kvq_remote_sweep("/nowhere/at/all", NULL, 100, 2), 0);
     uint64_t bytes = on_disk("push-1-2.kvq") + on_disk("pull-3.kvq") + on_disk("push-6-7.kvq.tmp");
     assert_true(bytes > 0);
-    assert_int_equal(kvq_remote_sweep(folder, 100, 2), bytes);
+    assert_int_equal(kvq_remote_sweep(folder, "/far/pull-7.kvq", 100, 2), bytes);
     assert_false(take_away("push-1-2.kvq")); // too old
     assert_false(take_away("pull-3.kvq"));   // one too many
     assert_false(take_away("push-6-7.kvq.tmp"));
     assert_true(take_away("pull-2.kvq.part"));
     assert_true(take_away("push-4-5.kvq"));
     assert_true(take_away("keep.kvq")); // not ours
+    assert_true(take_away("pull-7.kvq.part"));
 }
 
 int main(void)

@@ -33,7 +33,7 @@ static void every_call_says_so(void **state)
         KVQ_E_UNSUPPORTED);
     assert_null(path);
     assert_int_equal(kvq_remote_take(NULL, &what, "p", NULL, text, sizeof text), KVQ_E_UNSUPPORTED);
-    kvq_remote_sweep("f", 0, 0);
+    kvq_remote_sweep("f", NULL, 0, 0);
     assert_int_equal(kvq_remote_pull(NULL, NULL, "f", &what, NULL, &moved, text, sizeof text),
                      KVQ_E_UNSUPPORTED);
 }
