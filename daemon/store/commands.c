@@ -5,6 +5,7 @@
 #include <assert.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "daemon/commands/dispatch.h"
 #include "daemon/runtime/workers.h"
@@ -263,11 +264,22 @@ static void name_imported(struct kvq__task *t)
         t->rc = check_stored_name(t, t->name);
 }
 
-static void read_import(struct kvq__task *t)
+static int import_file(struct kvq__task *t)
 {
     const Kvq__ImportSession *ask = t->request->import_session;
-    t->rc = kvq_store_import(t->jobs->store, ask->path, t->ns, t->name, ask->replace, t->text,
-                             sizeof t->text);
+    return kvq_store_import(t->jobs->store, ask->path, t->ns, t->name, ask->replace, t->text,
+                            sizeof t->text);
+}
+
+static void read_import(struct kvq__task *t)
+{
+    struct stat st;
+    t->rc = import_file(t);
+    if (t->rc == KVQ_E_NO_SPACE && stat(t->request->import_session->path, &st) == 0) {
+        t->written_bytes = (uint64_t)st.st_size;
+        if (kvq__jobs_make_room(t->jobs, t->written_bytes))
+            t->rc = import_file(t);
+    }
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;
 }
@@ -289,6 +301,8 @@ static void import_session(struct kvq__task *t)
         return;
     kvq__task_take_turn(t);
     kvq__task_at_work(t, read_import);
+    if (t->rc == KVQ_E_NO_SPACE && kvq__transfers_make_room(t, t->written_bytes))
+        kvq__task_at_work(t, read_import);
 }
 
 int kvq__jobs_refuse_here(struct kvq__task *t)

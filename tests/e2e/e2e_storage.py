@@ -204,6 +204,27 @@ class Tidy(Stored):
         self.assertEqual(self.client.session(name="new").tokens, 1280)
 
     @long_emulated
+    def test_room_for_an_import(self):
+        """So does an import."""
+        tokens = Tokens(12, 1500)
+        path = os.path.join(self.folder, "file")
+        with Daemon(storage_dir=os.path.join(self.folder, "other")) as other:
+            with other.client() as client, client.queue() as queue:
+                session = client.session(tokens.rows, "f16", name="new")
+                tokens.feed(queue, session, 1280, attend=False)
+                session.save()
+            other.ctl("session", "export", "new", path)
+        self.again(storage_bytes="16mb")
+        self.alternate(tokens)
+        before = self.daemon.ctl("storage", "status")["dead_bytes"]
+        self.daemon.ctl("session", "import", path)
+        after = self.daemon.ctl("storage", "status")
+        self.assertLess(after["dead_bytes"], before)
+        self.assertLessEqual(after["physical_bytes"], 16 << 20)
+        self.again(storage_bytes="16mb")
+        self.assertEqual(self.client.session(name="new").tokens, 1280)
+
+    @long_emulated
     def test_by_itself(self):
         self.again(storage_bytes="16mb")
         self.alternate(Tokens(13, 400))
