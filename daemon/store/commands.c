@@ -40,7 +40,7 @@ static void find_dropped(struct kvq__task *t)
     struct kvq__core *core = t->jobs->server->core;
     const Kvq__SessionRef *ref = drop->ref;
     struct kvq__session_info info = {0};
-    int rc = KVQ_E_NO_SESSION;
+    int rc = KVQ_E_NO_SESSION, of_space;
     if (drop->which_case == KVQ__DROP_SESSION__WHICH_REF)
         rc = kvq__session_find(core, t->peer, ref->namespace_, ref->name, &info, NULL);
     else if (drop->which_case == KVQ__DROP_SESSION__WHICH_HANDLE && t->client)
@@ -48,9 +48,12 @@ static void find_dropped(struct kvq__task *t)
     if (rc == 0) {
         snprintf(t->ns, sizeof t->ns, "%s", info.ns);
         snprintf(t->name, sizeof t->name, "%s", info.name);
-    } else if (drop->which_case == KVQ__DROP_SESSION__WHICH_REF && ref->name[0] != '#' &&
-               kvq__namespace_check(core, t->peer, ref->namespace_, t->ns, NULL) == 0) {
-        snprintf(t->name, sizeof t->name, "%s", ref->name);
+    } else if (drop->which_case == KVQ__DROP_SESSION__WHICH_REF && ref->name[0] != '#') {
+        of_space = kvq__namespace_check(core, t->peer, ref->namespace_, t->ns, NULL);
+        if (of_space == KVQ_E_NO_NAMESPACE && ref->namespace_[0]) // it may be no more, but on disk
+            snprintf(t->ns, sizeof t->ns, "%s", ref->namespace_);
+        if (of_space == 0 || of_space == KVQ_E_NO_NAMESPACE)
+            snprintf(t->name, sizeof t->name, "%s", ref->name);
     }
 }
 
@@ -76,7 +79,7 @@ static void drop_everywhere(struct kvq__task *t)
     if (t->name[0])
         kvq__task_take_name(t, KVQ__HOLD_ALONE);
     kvq__task_at_poller(t, drop_in_memory);
-    if (!t->name[0] || (t->rc < 0 && t->rc != KVQ_E_NO_SESSION))
+    if (!t->name[0] || (t->rc < 0 && t->rc != KVQ_E_NO_SESSION && t->rc != KVQ_E_NO_NAMESPACE))
         return;
     kvq__reply_status(t->reply, t->arena, 0, "");
     kvq__task_take_turn(t);
@@ -290,9 +293,29 @@ static void refuse_if_in_memory(struct kvq__task *t)
     t->rc = kvq__jobs_refuse_here(t);
 }
 
+// Poller's thread.
+static void check_namespace(struct kvq__task *t)
+{
+    char ns[KVQ_NAME_BYTES];
+    snprintf(ns, sizeof ns, "%s", t->ns);
+    t->rc = kvq__namespace_check(t->jobs->server->core, t->peer, ns, t->ns, t->text);
+}
+
+// Poller's thread. In a namespace that there is not nobody could open it, nor drop it.
+static void check_imported_namespace(struct kvq__task *t)
+{
+    check_namespace(t);
+    size_t used = strlen(t->text);
+    if (t->rc == KVQ_E_NO_NAMESPACE)
+        snprintf(t->text + used, sizeof t->text - used,
+                 "; import it into another one (--namespace), or add that section");
+}
+
 static void import_session(struct kvq__task *t)
 {
     kvq__task_at_work(t, name_imported);
+    if (t->rc == 0)
+        kvq__task_at_poller(t, check_imported_namespace);
     if (t->rc < 0)
         return;
     kvq__task_take_name(t, KVQ__HOLD_ALONE);
@@ -318,14 +341,6 @@ int kvq__jobs_refuse_here(struct kvq__task *t)
 }
 
 // ---- Sessions that may be on disk alone ----
-
-// Poller's thread.
-static void check_namespace(struct kvq__task *t)
-{
-    char ns[KVQ_NAME_BYTES];
-    snprintf(ns, sizeof ns, "%s", t->ns);
-    t->rc = kvq__namespace_check(t->jobs->server->core, t->peer, ns, t->ns, t->text);
-}
 
 void kvq__jobs_resolve(struct kvq__task *t, const char *ns, const char *name)
 {

@@ -556,6 +556,32 @@ class Trouble(Stored):
         self.again()
         self.assertEqual(self.client.session(name="it", must_exist=True).tokens, 200)
 
+    def test_namespace_that_is_gone(self):
+        """What is saved of a namespace that the configuration has no more can be dropped, and an
+        import into one that it never had is refused."""
+        config, path = (os.path.join(self.folder, name) for name in ("config", "file"))
+        with open(config, "w", encoding="ascii") as file:
+            file.write(f"[namespace team]\nuids = {os.getuid()}\n")
+        self.again(config=config)
+        tokens = Tokens(22, 10)
+        with self.client.session(tokens.rows, "f16", name="it", ns="team") as session:
+            tokens.feed(self.queue, session, 10, attend=False)
+            session.save()
+        of_team = ("--namespace", "team")
+        self.daemon.ctl("session", "export", "it", path, *of_team)
+        self.again()
+        status, _, complaint = self.daemon.ctl("session", "import", path, "--as", "x", check=False)
+        self.assertEqual(status, 5, complaint)
+        self.assertRegex(complaint, 'no namespace "team".*import it into another one')
+        self.assertEqual([s["name"] for s in self.daemon.ctl("storage", "list")], ["it"])
+        status, _, complaint = self.daemon.ctl("session", "drop", "no", *of_team, check=False)
+        self.assertEqual(status, 5)
+        self.assertIn('there is no namespace "team"', complaint)
+        self.assertEqual(self.daemon.ctl("session", "drop", "it", *of_team), {"dropped": "it"})
+        self.assertEqual(self.daemon.ctl("storage", "list"), [])
+        self.daemon.ctl("session", "import", path, "--namespace", f"uid-{os.getuid()}")
+        self.assertEqual(self.client.session(name="it").tokens, 10)
+
     def test_refusals(self):
         tokens = Tokens(10, 10)
         self.fails(kvq.Code.E_NO_SESSION, self.client.restore, "none")
