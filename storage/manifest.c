@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "proto/status.h"
+#include "proto/wire.h"
 
 uint64_t kvq_manifest_bytes(const struct kvq_manifest_head *head)
 {
@@ -32,10 +33,10 @@ static int check_text(const char *what, const char *bytes, size_t n, bool needed
         return kvq__complain(c, KVQ_E_INVALID, "its %s does not end within %zu bytes", what, n);
     if (needed && used == 0)
         return kvq__complain(c, KVQ_E_INVALID, "its %s is empty", what);
-    for (size_t i = 0; i < used; i++)
-        if ((unsigned char)bytes[i] < 0x20 || bytes[i] == 0x7f)
-            return kvq__complain(c, KVQ_E_INVALID, "its %s has byte %d in it, no character", what,
-                                 (unsigned char)bytes[i]);
+    // No message could name it, not even to have it deleted.
+    if (!kvq_text_valid(bytes, used))
+        return kvq__complain(c, KVQ_E_INVALID, "its %s holds control characters or is not UTF-8",
+                             what);
     return KVQ_OK;
 }
 

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "proto/status.h"
+#include "proto/wire.h"
 #include "storage/quota.h"
 
 bool kvq__grow(void **array, size_t *room, size_t n, size_t size)
@@ -110,10 +111,9 @@ static int copy_text(char *to, size_t n, const char *what, const char *from, boo
                              used, n - 1);
     if (used == 0 && needed)
         return kvq__complain(c, KVQ_E_INVALID, "the %s is empty", what);
-    for (size_t i = 0; i < used; i++)
-        if ((unsigned char)from[i] < 0x20 || from[i] == 0x7f)
-            return kvq__complain(c, KVQ_E_INVALID, "the %s has byte %d in it, no character", what,
-                                 (unsigned char)from[i]);
+    if (used && !kvq_text_valid(from, used))
+        return kvq__complain(c, KVQ_E_INVALID, "the %s holds control characters or is not UTF-8",
+                             what);
     memset(to, 0, n);
     if (used)
         memcpy(to, from, used); // NOLINT(bugprone-not-null-terminated-result): zeros stand behind

@@ -268,6 +268,50 @@ static void too_many_tokens(void **state)
     kvq_store_close(&other.store);
 }
 
+// Names that no message may hold: the session could never be named again, not even to delete it.
+static void names_without_sense(void **state)
+{
+    (void)state;
+    static uint8_t bytes[1 << 16];
+    static const size_t fields[] = {
+        offsetof(struct kvq_manifest_head, space), offsetof(struct kvq_manifest_head, name),
+        offsetof(struct kvq_manifest_head, model), offsetof(struct kvq_manifest_head, formats)};
+    static const char *const texts[] = {"\xff", "\xc3", "a\xc2\x85", "\xed\xa0\x80", "\n"};
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    struct kvq_file_head head;
+    struct kvq_record r;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    w.sessions[0] = (struct world_session){.used = true, .name = "one", .shards = 1};
+    assert_int_equal(kit_save(&k, &w, "one"), 0);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "one", file_path, k.text, sizeof k.text),
+                     0);
+    kvq_store_close(&k.store);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    uint8_t *file = fault_find(&other_disk, file_path)->data, *at = file + KVQ_SEGMENT_FRONT;
+    memcpy(&head, file + sizeof r, sizeof head);
+    memcpy(&r, at, sizeof r);
+    assert_true(r.kind == KVQ_RECORD_MANIFEST && r.length <= sizeof bytes);
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        for (size_t j = 0; j < sizeof texts / sizeof *texts; j++) {
+            uint8_t keep[sizeof r + sizeof bytes];
+            memcpy(keep, at, sizeof r + r.length);
+            memcpy(bytes, at + sizeof r, r.length);
+            memcpy(bytes + fields[i], texts[j], strlen(texts[j]) + 1);
+            forge_record(at, bytes, r.length, head.salt);
+            refused(&other, "text", i * 10 + j);
+            assert_non_null(strstr(other.text, "control characters or is not UTF-8"));
+            memcpy(at, keep, sizeof r + r.length);
+        }
+    struct world beside = {.random = 1};
+    beside.sessions[0] = (struct world_session){.used = true, .name = "\xe4", .shards = 1};
+    assert_int_equal(kit_save(&other, &beside, "\xe4"), KVQ_E_INVALID);
+    snprintf(beside.sessions[0].name, sizeof beside.sessions[0].name, "\xc3\xa4");
+    assert_int_equal(kit_save(&other, &beside, "\xc3\xa4"), 0);
+    kvq_store_close(&other.store);
+}
+
 // A disk that fills up while the file is written leaves no file, and not the old one spoiled.
 static void no_room(void **state)
 {
@@ -472,6 +516,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
         cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
         cmocka_unit_test_setup_teardown(too_many_tokens, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(names_without_sense, set_up, tear_down),
         cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
         cmocka_unit_test_setup_teardown(same_saves_same_file, set_up, tear_down),
         cmocka_unit_test_setup_teardown(cancelled, set_up, tear_down),
