@@ -308,7 +308,8 @@ void kvq_store_limit_forget(struct kvq_store *store, const char *space);
 // ---- Moving sessions between stores ----
 
 // Writes all shards of a session into one file (format: segment.h, manifest.h), synced, then
-// renamed over path. Refuses a session with damaged blocks (KVQ_E_DAMAGED).
+// renamed over path. Refuses a session with damaged blocks (KVQ_E_DAMAGED). KVQ_E_STALE: the
+// session was saved again meanwhile, and what it had before is gone; export it again.
 int kvq_store_export(struct kvq_store *store, const char *space, const char *name, const char *path,
                      char *text, size_t n);
 // Reads the names, shards and tokens of the first session in an exported file; the rest of *out is

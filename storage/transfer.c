@@ -198,6 +198,21 @@ static int by_block_id(const void *a, const void *b)
     return (x->id > y->id) - (x->id < y->id);
 }
 
+// A block is gone with its segment: the session was saved again since the export began, or deleted.
+static int tell_overtaken(const struct export *e)
+{
+    struct kvq_store_session now;
+    const struct kvq_store_session *was = &e->shards[0];
+    assert(e->n_shards > 0);
+    int rc = kvq_store_find(e->s, was->space, was->name, was->shard, &now, NULL, 0);
+    if (rc == KVQ_E_NO_SESSION)
+        return kvq__complain(e->c, rc, "the store holds no session %s of %s any more", was->name,
+                             was->space);
+    return kvq__complain(e->c, KVQ_E_STALE,
+                         "session %s of %s was saved again meanwhile; export it again", was->name,
+                         was->space);
+}
+
 static int add_blocks(struct export *e)
 {
     size_t kept = 0;
@@ -218,6 +233,8 @@ static int add_blocks(struct export *e)
                    : kvq__complain(e->c, KVQ_E_NO_MEMORY, "no memory");
         if (rc == KVQ_OK)
             rc = add_record(e, KVQ_RECORD_BLOCK, b->id, bytes, b->bytes);
+        else if (rc == KVQ_E_NO_SESSION)
+            rc = tell_overtaken(e);
         free(bytes);
         done += b->bytes;
         rc = rc ? rc : tell_transfer(e->watch, done, all, e->c);

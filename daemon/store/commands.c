@@ -244,11 +244,14 @@ static int check_stored_name(struct kvq__task *t, const char *name)
 
 static void export_to_file(struct kvq__task *t)
 {
+    enum { TRIES = 3 }; // where it is saved again while it is exported
     t->begun = kvq_now_ns();
     t->rc = check_stored_name(t, t->name);
-    if (t->rc == 0)
-        t->rc = kvq_store_export(t->jobs->store, t->ns, t->name, t->request->export_session->path,
-                                 t->text, sizeof t->text);
+    int rc = t->rc ? t->rc : KVQ_E_STALE;
+    for (int tries = 0; tries < TRIES && rc == KVQ_E_STALE; tries++)
+        rc = kvq_store_export(t->jobs->store, t->ns, t->name, t->request->export_session->path,
+                              t->text, sizeof t->text);
+    t->rc = rc;
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;
 }

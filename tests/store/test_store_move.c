@@ -413,6 +413,63 @@ static void cancelled(void **state)
     kvq_store_close(&other.store);
 }
 
+// What happens to the session while it is exported, at the first block.
+struct overtaking {
+    struct kit *k;
+    struct world *w; // NULL: it is deleted
+    bool done;
+};
+
+static int overtake(void *context, uint64_t done, uint64_t all)
+{
+    struct overtaking *o = context;
+    struct kvq_store_freed freed;
+    (void)done, (void)all;
+    if (o->done)
+        return 0;
+    o->done = true;
+    if (o->w)
+        assert_int_equal(kit_save(o->k, o->w, "it"), 0);
+    else
+        assert_int_equal(kvq_store_delete(o->k->store, "uid-1", "it", NULL, 0), 0);
+    assert_int_equal(kvq_store_gc(o->k->store, &freed, NULL, 0), 0);
+    assert_true(freed.segments > 0);
+    return 0;
+}
+
+// A session is saved again while it is exported, and the blocks that it had are gone with their
+// segments: who exports it is told to do so again, and not that there is no such session.
+static void overtaken(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 1};
+    struct world_session *s = &w.sessions[0];
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    *s = (struct world_session){.used = true, .name = "it", .shards = 1, .tokens = 20, .n = 20};
+    for (uint32_t i = 0; i < 20; i++)
+        s->blocks[i] = (struct world_block){.place = {0, i, 1, i}, .seed = i, .bytes = 9000};
+    assert_int_equal(kit_save(&k, &w, "it"), 0);
+    for (int deleted = 0; deleted < 2; deleted++) {
+        struct overtaking o = {&k, deleted ? NULL : &w, false};
+        const struct kvq_store_watch watch = {overtake, &o};
+        for (uint32_t i = 0; i < 20; i++)
+            s->blocks[i] = (struct world_block){.place = {0, i, 1, i}, .seed = 50 + i, .bytes = 99};
+        int rc = kvq_store_export_watched(k.store, "uid-1", "it", file_path, &watch, k.text,
+                                          sizeof k.text);
+        assert_true(o.done);
+        if (rc != (deleted ? KVQ_E_NO_SESSION : KVQ_E_STALE) ||
+            !strstr(k.text, deleted ? "no session it of uid-1" : "saved again meanwhile"))
+            fail_msg("%s: %s", kvq_status_name(rc), k.text);
+        assert_null(fault_find(&disk, file_path));
+        for (uint32_t i = 0; i < 20; i++)
+            s->blocks[i] = (struct world_block){.place = {0, i, 1, i}, .seed = i, .bytes = 9000};
+        assert_int_equal(kit_save(&k, &w, "it"), 0);
+    }
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "it", file_path, k.text, sizeof k.text), 0);
+    kvq_store_close(&k.store);
+}
+
 // ---- Readers beside a writer ----
 
 struct reader {
@@ -517,6 +574,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
         cmocka_unit_test_setup_teardown(too_many_tokens, set_up, tear_down),
         cmocka_unit_test_setup_teardown(names_without_sense, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(overtaken, set_up, tear_down),
         cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
         cmocka_unit_test_setup_teardown(same_saves_same_file, set_up, tear_down),
         cmocka_unit_test_setup_teardown(cancelled, set_up, tear_down),
