@@ -41,13 +41,47 @@ static void empty(struct fault_file *db, struct fault_file *wal)
         wal->bytes = 0;
 }
 
+// The first letter of a name in the schema, which SQLite finds as sound as any other.
+static void rename_in_schema(struct fault_file *db, const char *before, const char *name)
+{
+    size_t skip = strlen(before);
+    char whole[64];
+    snprintf(whole, sizeof whole, "%s%s", before, name);
+    uint8_t *at = memmem(db->data, db->bytes, whole, strlen(whole));
+    assert_non_null(at);
+    at[skip] ^= 1;
+}
+
+static void rename_table(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    rename_in_schema(db, "CREATE TABLE ", "entries(");
+}
+
+static void rename_column(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    rename_in_schema(db, "meta BLOB, ", "manifest INT");
+}
+
+static void rename_owed(struct fault_file *db, struct fault_file *wal)
+{
+    (void)wal;
+    rename_in_schema(db, "CREATE TABLE ", "owed(");
+}
+
 static void spoiled_catalog(void **state)
 {
     (void)state;
     static const struct spoil spoils[] = {
-        {"head", "damaged", spoil_head},     {"schema", "damaged", spoil_root},
-        {"inside", "damaged", spoil_inside}, {"cut short", "damaged", cut_short},
+        {"head", "damaged", spoil_head},
+        {"schema", "damaged", spoil_root},
+        {"inside", "damaged", spoil_inside},
+        {"cut short", "damaged", cut_short},
         {"empty", "missing", empty},
+        {"a table's name", "damaged", rename_table},
+        {"a column", "damaged", rename_column},
+        {"the last table", "damaged", rename_owed},
     };
     for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
         struct kit k = {0};
