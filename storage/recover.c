@@ -280,6 +280,8 @@ static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8
         return kvq__io_complain(c, file, name, "opened");
     int rc = kvq_io_status(s->io, file, &status);
     int front = rc ? rc : kvq_segment_front(s->io, file, &head, &version);
+    if (front == -EIO && g) // the catalog knows what stands there
+        front = KVQ_WALK_DAMAGE;
     uint64_t from = g ? g->bytes : KVQ_SEGMENT_FRONT;
     uint64_t salt = g ? g->salt : head.salt;
     *behind = status.bytes > from ? status.bytes - from : 0;

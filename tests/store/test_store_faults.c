@@ -712,6 +712,15 @@ static void sick_sector(void **state)
     }
     free(out);
     free(blocks);
+    kvq_store_close(&k.store); // the front is not needed to open the store, nor to read the rest
+    disk.sick = fault_find(&disk, path);
+    disk.sick_at = 100;
+    if (kit_open(&k, &disk.io))
+        fail_msg("with its front sick: %s", k.text);
+    if (!kit_same(&k, &w, false, why))
+        fail_msg("with its front sick: %s", why);
+    change(&k, &w, 1);
+    disk.sick = NULL;
     check(&k, &w, "with the disk mended");
     kvq_store_close(&k.store);
     fault_close(&disk);
