@@ -189,6 +189,30 @@ static int walk_committed(struct verify *f, const struct kvq__segment *g, uint64
     return rc;
 }
 
+// A segment that cannot be opened. If its file is gone, so are its blocks; whatever else it is (too
+// few descriptors, say) may pass.
+static int lose_segment(struct verify *f, int rc)
+{
+    struct kvq_store *s = f->s;
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    kvq__segment_name(f->segment, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
+    if (file >= 0)
+        s->io->close(s->io, file);
+    if (file != -ENOENT)
+        return rc;
+    f->v->missing++;
+    pthread_mutex_lock(&s->catalog_lock);
+    rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_CUT, "ii", (int64_t)f->segment, (int64_t)0);
+    if (rc)
+        rc = kvq__catalog_complain(s, rc, f->c);
+    else
+        f->v->bad_blocks += (uint64_t)sqlite3_changes64(s->catalog.db);
+    pthread_mutex_unlock(&s->catalog_lock);
+    return rc;
+}
+
 static int verify_segment(struct verify *f)
 {
     struct kvq_store *s = f->s;
@@ -197,10 +221,8 @@ static int verify_segment(struct verify *f)
     int rc = kvq__segment_pin(s, f->segment, &g, f->c);
     if (rc == KVQ_E_NO_SESSION) // compaction has removed it meanwhile
         return KVQ_OK;
-    if (rc) { // it cannot be opened: all of it is lost
-        f->v->missing++;
-        return look_at_damage(f, 0, UINT64_MAX);
-    }
+    if (rc)
+        return lose_segment(f, rc);
     pthread_mutex_lock(&s->lock);
     uint64_t end = g->bytes;
     pthread_mutex_unlock(&s->lock);

@@ -388,10 +388,44 @@ static void newest_missing(void **unused)
     }
 }
 
+// A segment goes while the store is open: verify marks what was in it, and takes the marks off when
+// the file is there again.
+static void gone_meanwhile(void **unused)
+{
+    (void)unused;
+    struct kit k = {0};
+    struct world w = {.random = 7};
+    struct kvq_store_verified v;
+    char why[256];
+    seed = 0;
+    did[0] = '\0';
+    fault_open(&disk, 7);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    change(&k, &w, 40);
+    reopen(&k);
+    struct fault_name *name = newest_segment();
+    char path[sizeof name->path];
+    snprintf(path, sizeof path, "%s", name->path);
+    assert_int_equal(disk.io.rename(&disk.io, path, "/store/elsewhere"), 0);
+    int rc = kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text);
+    if (rc || v.missing != 1 || v.bad_blocks == 0)
+        fail_msg("%s: %s", kvq_status_name(rc), k.text);
+    uint64_t marked = v.bad_blocks;
+    if (!kit_same(&k, &w, true, why))
+        fail_msg("%s", why);
+    assert_int_equal(disk.io.rename(&disk.io, "/store/elsewhere", path), 0);
+    verify(&k, &v);
+    assert_true(v.good_again == marked && v.sessions == 0);
+    check(&k, &w, "with the file there again");
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(newest_missing),
+        cmocka_unit_test(gone_meanwhile),
         cmocka_unit_test(edited),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
