@@ -357,6 +357,14 @@ static bool is_transient(long status, const char *code)
            strcmp(code, "XAmzContentSHA256Mismatch") == 0 || strcmp(code, "BadDigest") == 0;
 }
 
+bool kvq__remote_may_pass(const struct kvq__reply *reply)
+{
+    const char *code = reply->code;
+    return strcmp(reply->root, "Error") == 0 &&
+           (strcmp(code, "InternalError") == 0 || strcmp(code, "SlowDown") == 0 ||
+            strcmp(code, "ServiceUnavailable") == 0 || is_transient(200, code));
+}
+
 static const char *advice_for(long status, const char *code)
 {
     static const struct {

@@ -84,6 +84,9 @@ int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request
                       int (*each)(void *context, const struct kvq__reply_item *item),
                       void *context);
 
+// Whether such an answer, which came with a status of success, tells of a failure that may pass.
+bool kvq__remote_may_pass(const struct kvq__reply *reply);
+
 // Gets bytes [from, from + n) of an object that is `all` bytes long. What is not exactly that is
 // refused. The answer's body is freed by kvq__answer_free in any case.
 int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, size_t n,

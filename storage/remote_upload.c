@@ -278,6 +278,25 @@ static char *part_list(struct upload *u, size_t *bytes)
     return NULL;
 }
 
+// A store may begin to answer with status 200 while it puts the parts together, and then say that
+// it failed.
+static int ask_to_complete(struct upload *u, const struct kvq__request *q,
+                           struct kvq__answer *answer, struct kvq__reply *reply)
+{
+    for (uint32_t tries = 0;; tries++) {
+        int rc = kvq__request(u->call, q, answer);
+        if (rc != 0)
+            return rc;
+        rc = kvq__remote_parse(u->call, q, answer, "CompleteMultipartUpload", reply, NULL, NULL);
+        if (rc != KVQ_E_REMOTE || !kvq__remote_may_pass(reply) || tries >= u->call->remote->retries)
+            return rc;
+        kvq__answer_free(answer);
+        rc = kvq__remote_wait(u->call, tries + 1, 0);
+        if (rc != 0)
+            return rc;
+    }
+}
+
 static int complete_upload(struct upload *u)
 {
     enum { PATIENCE = 10 }; // a store may copy all parts before it answers
@@ -292,10 +311,8 @@ static int complete_upload(struct upload *u)
                              .body_bytes = bytes,
                              .patience = PATIENCE,
                              .max = KVQ__REPLY_MAX};
-    int rc = list && query && reply ? kvq__request(u->call, &q, &answer)
+    int rc = list && query && reply ? ask_to_complete(u, &q, &answer, reply)
                                     : no_memory_for_upload(u->call, u->key);
-    if (rc == 0)
-        rc = kvq__remote_parse(u->call, &q, &answer, "CompleteMultipartUpload", reply, NULL, NULL);
     if (rc == KVQ_E_REMOTE && answer.status == 400) {
         // It will not do with these parts, now or later: the next try must not find them.
         struct kvq__call quiet = *u->call;

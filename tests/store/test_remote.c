@@ -300,6 +300,35 @@ static void a_lost_reply_is_no_failure(void **state)
     assert_non_null(strstr(server.asked[9], "PUT /sessions/s/n/head"));
 }
 
+// AWS may say 200, and then that it failed: what would be tried again with status 500 is here, too.
+static void a_late_failure_is_tried_again(void **state)
+{
+    (void)state;
+    static const struct script_reply replies[] = {
+        {.bytes = ABSENT},
+        {.bytes = ABSENT},
+        {.bytes = NO_UPLOADS},
+        {.bytes = BEGUN},
+        {.bytes = PART_DONE},
+        {.bytes = PART_DONE},
+        {.bytes = XML "<Error><Code>InternalError</Code><Message>oh</Message></Error>"},
+        {.bytes = XML "<Error><Code>SlowDown</Code><Message>ah</Message></Error>"},
+        {.bytes = XML "<CompleteMultipartUploadResult/>"},
+        {.bytes = OK "Content-Length: 65546\r\n\r\n"},
+        {.bytes = PART_DONE},
+        {.bytes = NO_UPLOADS},
+    };
+    make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
+    begin(replies, 12);
+    int rc = push();
+    end();
+    if (rc != 0)
+        fail_msg("%s", text);
+    assert_int_equal(test_clock.waits, 2);
+    assert_non_null(strstr(server.asked[8], "<CompleteMultipartUpload>"));
+    assert_non_null(strstr(server.asked[10], "PUT /sessions/s/n/head"));
+}
+
 // Parts that a server has from before, and does not like in the end, are sent again.
 static void a_refused_upload_is_begun_anew(void **state)
 {
@@ -438,6 +467,7 @@ static void lists_have_an_end(void **state)
     end();
     assert_int_equal(n, 2);
 }
+
 
 static int note_session(void *context, const char *space, const char *name, uint64_t bytes)
 {
@@ -649,6 +679,7 @@ int main(void)
         cmocka_unit_test(the_bucket_may_be_in_the_name),
         cmocka_unit_test(bad_uploads_end_in_errors),
         cmocka_unit_test(a_lost_reply_is_no_failure),
+        cmocka_unit_test(a_late_failure_is_tried_again),
         cmocka_unit_test(a_refused_upload_is_begun_anew),
         cmocka_unit_test(bad_downloads_end_in_errors),
         cmocka_unit_test(lists_have_an_end),
