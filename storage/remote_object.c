@@ -193,6 +193,10 @@ static int list_page(struct lister *l, char *next, size_t size)
         rc = kvq__remote_parse(call, &q, &answer, "ListBucketResult", reply, on_object, l);
     if (l->given != 0)
         rc = l->given;
+    if (rc == 0 && reply->more && !reply->next[0])
+        rc = kvq__remote_say(call, KVQ_E_REMOTE, q.method, NULL,
+                             "the list is cut, and does not say how it goes on; does the store "
+                             "know ListObjectsV2?");
     if (rc == 0)
         snprintf(next, size, "%s", reply->more ? reply->next : "");
 out:

@@ -468,6 +468,21 @@ static void lists_have_an_end(void **state)
     assert_int_equal(n, 2);
 }
 
+// A server of the first version of lists says that there is more, and not how to get it: what it
+// does not list is not to look as if it were not there.
+static void a_list_that_is_cut_is_none(void **state)
+{
+    (void)state;
+    static const struct script_reply cut = {
+        .bytes = XML "<ListBucketResult><Contents><Key>a</Key></Contents><IsTruncated>true"
+                     "</IsTruncated></ListBucketResult>"};
+    int n = 0;
+    begin(&cut, 1);
+    assert_int_equal(kvq_remote_list(remote, "", "", count_one, &n, text, sizeof text),
+                     KVQ_E_REMOTE);
+    says("does the store know ListObjectsV2");
+    end();
+}
 
 static int note_session(void *context, const char *space, const char *name, uint64_t bytes)
 {
@@ -683,6 +698,7 @@ int main(void)
         cmocka_unit_test(a_refused_upload_is_begun_anew),
         cmocka_unit_test(bad_downloads_end_in_errors),
         cmocka_unit_test(lists_have_an_end),
+        cmocka_unit_test(a_list_that_is_cut_is_none),
         cmocka_unit_test(lists_go_on),
         cmocka_unit_test(documents_without_sense_are_refused),
         cmocka_unit_test(bad_options_are_named),
