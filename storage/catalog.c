@@ -231,7 +231,7 @@ void kvq__catalog_close(struct kvq__catalog *k)
 int kvq__catalog_check(struct kvq__catalog *k)
 {
     sqlite3_stmt *s = NULL;
-    int rc = sqlite3_prepare_v2(k->db, "PRAGMA quick_check(1)", -1, &s, NULL);
+    int rc = sqlite3_prepare_v2(k->db, "PRAGMA integrity_check(1)", -1, &s, NULL);
     int code = rc == SQLITE_OK ? kvq__next(k, s) : kvq__catalog_failed(k, rc);
     if (code == 1) {
         const char *says = (const char *)sqlite3_column_text(s, 0);

@@ -163,8 +163,11 @@ static int load_catalog(struct kvq_store *s)
         rc = load_owed(s);
     if (rc == KVQ_OK)
         rc = load_segments(s);
-    // The name of a table or column is not what it was, which SQLite's check does not see.
-    return rc == KVQ_E_SYSTEM && (s->catalog.last & 0xff) == SQLITE_ERROR ? KVQ_E_DAMAGED : rc;
+    // The name of a table or column is not what it was, which SQLite's check does not see; or a
+    // number in its front is, by which SQLite may read it alone.
+    bool damaged = (rc == KVQ_E_SYSTEM && (s->catalog.last & 0xff) == SQLITE_ERROR) ||
+                   (rc == KVQ_E_READ_ONLY && !s->read_only);
+    return damaged ? KVQ_E_DAMAGED : rc;
 }
 
 // Whether the disk has room for a catalog beside the one there is, as large, with a WAL as large.
