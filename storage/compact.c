@@ -240,6 +240,31 @@ int kvq_store_gc(struct kvq_store *store, struct kvq_store_freed *freed, char *t
     return rc;
 }
 
+// Whoever asks may not be the writer: the last segment counts as open unless it is sealed.
+int kvq__empty_bytes(struct kvq_store *s, uint64_t *bytes)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int64_t open = 0, dead = 0;
+    *bytes = 0;
+    pthread_mutex_lock(&s->lock);
+    const struct kvq__segment *last = s->n_segments ? s->segments[s->n_segments - 1] : NULL;
+    if (last && !last->sealed)
+        open = (int64_t)last->number;
+    pthread_mutex_unlock(&s->lock);
+    int rc =
+        open ? kvq__number(
+                   k, kvq__rows(k, KVQ_Q_SEGMENT_DEAD, "iii", open, (int64_t)100, worthwhile(s)), 0,
+                   &dead)
+             : KVQ_OK;
+    sqlite3_stmt *rows = rc ? NULL : kvq__rows(k, KVQ_Q_SEGMENT_EMPTY, "i", dead ? 0 : open);
+    rc = rc ? rc : kvq__next(k, rows);
+    while (rc == 1) {
+        *bytes += kvq__segment_physical(s, (uint64_t)sqlite3_column_int64(rows, 0));
+        rc = kvq__next(k, rows);
+    }
+    return rc;
+}
+
 // ---- Compaction ----
 
 struct move {

@@ -176,6 +176,17 @@ uint64_t kvq__physical_catalog(struct kvq_store *s)
     return physical_of(s, "catalog.db") + physical_of(s, "catalog.db-wal");
 }
 
+uint64_t kvq__segment_physical(struct kvq_store *s, uint64_t number)
+{
+    pthread_mutex_lock(&s->lock);
+    const struct kvq__segment *g = find_segment(s, number);
+    uint64_t bytes = g ? g->bytes : 0; // without the space that is taken in advance
+    if (g && g->physical < bytes)
+        bytes = g->physical;
+    pthread_mutex_unlock(&s->lock);
+    return bytes;
+}
+
 uint64_t kvq__physical(struct kvq_store *s)
 {
     uint64_t sum = s->other_bytes + kvq__physical_catalog(s);

@@ -252,6 +252,7 @@ struct kvq_store_status {
     uint64_t sessions, blocks, bad_blocks;
     uint32_t segments;
     uint64_t live_bytes, dead_bytes; // of records in segments
+    uint64_t empty_bytes;            // physical: what kvq_store_gc would free now
     uint64_t catalog_bytes;          // physical
     uint64_t physical_bytes;         // of all files, what the cap is about
     uint64_t cap_bytes, free_bytes;  // free: of the file system

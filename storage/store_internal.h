@@ -182,6 +182,8 @@ void kvq__segment_unpin(struct kvq_store *s, struct kvq__segment *segment);
 // The lowest number of a segment above `number`, 0 if there is none.
 uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number);
 void kvq__segments_free(struct kvq_store *s);
+// Bytes on disk of what was committed in a segment; 0: there is none of that number.
+uint64_t kvq__segment_physical(struct kvq_store *s, uint64_t number);
 // Physical bytes of all files.
 uint64_t kvq__physical(struct kvq_store *s);
 uint64_t kvq__physical_catalog(struct kvq_store *s);
@@ -233,6 +235,11 @@ int kvq__catalog_counters(struct kvq_store *s, uint64_t transaction);
 // Commits if rc is 0, else rolls back; then the transaction's records count, or do not. Releases
 // catalog_lock.
 int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c);
+
+// ---- compact.c ----
+
+// Bytes on disk of the segments that kvq_store_gc would remove now. The caller holds catalog_lock.
+int kvq__empty_bytes(struct kvq_store *s, uint64_t *bytes);
 
 // ---- recover.c, rebuild.c ----
 

@@ -336,7 +336,7 @@ static int catalog_figures(struct kvq_store *s, struct kvq_store_status *status)
         status->dead_bytes = (uint64_t)sqlite3_column_int64(rows, 1) - status->live_bytes;
         (void)sqlite3_reset(rows);
     }
-    return rc < 0 ? rc : KVQ_OK;
+    return rc < 0 ? rc : kvq__empty_bytes(s, &status->empty_bytes);
 }
 
 int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, char *text, size_t n)

@@ -103,6 +103,7 @@ static Kvq__StorageReply *storage_reply(struct kvq__task *t)
     r->segments = s.segments;
     r->live_bytes = s.live_bytes;
     r->dead_bytes = s.dead_bytes;
+    r->empty_bytes = s.empty_bytes;
     r->catalog_bytes = s.catalog_bytes;
     r->physical_bytes = s.physical_bytes;
     r->cap_bytes = s.cap_bytes;

@@ -93,6 +93,43 @@ static void space_comes_back(void **state)
     kvq_store_close(&k.store);
 }
 
+// What the status says that gc would free is what it frees: whole segments.
+static void foretold(struct kit *k, bool some)
+{
+    struct kvq_store_freed freed;
+    struct kvq_store_status status;
+    assert_int_equal(kvq_store_status(k->store, &status, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_store_gc(k->store, &freed, k->text, sizeof k->text), 0);
+    assert_int_equal(status.empty_bytes, freed.bytes);
+    assert_true(freed.bytes > 0 || !some);
+    assert_true(status.dead_bytes >= status.empty_bytes || !some);
+    assert_int_equal(kvq_store_status(k->store, &status, k->text, sizeof k->text), 0);
+    assert_int_equal(status.empty_bytes, 0);
+}
+
+static void gc_is_foretold(void **state)
+{
+    (void)state;
+    struct kit k = {0};
+    struct world w = {.random = 4}, after;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (int i = 0; i < 200; i++) {
+        assert_int_equal(kit_change(&k, &w, &after), 0);
+        w = after;
+        foretold(&k, false);
+    }
+    struct world_session *s = &w.sessions[0];
+    w = (struct world){0};
+    *s = (struct world_session){.used = true, .name = "large", .shards = 1, .n = 20};
+    for (int round = 0; round < 3; round++) { // each but the first leaves what the last one had
+        for (uint32_t i = 0; i < 20; i++)
+            s->blocks[i] = (struct world_block){.place = {0, i, 1, 0}, .seed = i, .bytes = 9000};
+        assert_int_equal(kit_save(&k, &w, "large"), 0);
+        foretold(&k, round > 0);
+    }
+    kvq_store_close(&k.store);
+}
+
 // A chain of hashes: sessions that share a part of it are found by the longest part.
 static void prefixes(void **state)
 {
@@ -612,6 +649,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(random_changes, set_up, tear_down),
         cmocka_unit_test_setup_teardown(space_comes_back, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(gc_is_foretold, set_up, tear_down),
         cmocka_unit_test_setup_teardown(prefixes, set_up, tear_down),
         cmocka_unit_test_setup_teardown(cap, set_up, tear_down),
         cmocka_unit_test_setup_teardown(limits, set_up, tear_down),

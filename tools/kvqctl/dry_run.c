@@ -82,7 +82,14 @@ static const char *own_namespace(void)
 
 // ---- Sessions ----
 
-static void tell_session(struct plan *plan, const char *action, const Kvq__Session *s)
+static uint64_t session_bytes(const Kvq__Session *s)
+{
+    return s->packed_bytes + s->window_bytes + s->table_bytes;
+}
+
+// `more`: what else is to be said of it, or "".
+static void tell_session(struct plan *plan, const char *action, const Kvq__Session *s,
+                         const char *more)
 {
     const char *user = s->writer_client
                            ? kvq__ctl_text("; client %" PRIu64 " has it open", s->writer_client)
@@ -93,8 +100,8 @@ static void tell_session(struct plan *plan, const char *action, const Kvq__Sessi
                    .what = "session",
                    .ns = s->namespace_,
                    .name = kvq__ctl_session_label(s),
-                   .bytes = s->packed_bytes + s->window_bytes + s->table_bytes,
-                   .note = kvq__ctl_text("%" PRIu64 " tokens%s", s->tokens, user),
+                   .bytes = session_bytes(s),
+                   .note = kvq__ctl_text("%" PRIu64 " tokens%s%s", s->tokens, user, more),
                });
 }
 
@@ -173,7 +180,7 @@ int kvq__ctl_preview_drop(struct kvq__ctl *ctl, char **args)
     for (size_t i = 0; i < list.n; i++) {
         const Kvq__Session *s = (const Kvq__Session *)list.elements[i];
         if (is_named(s, name))
-            tell_session(&plan, "drop", s);
+            tell_session(&plan, "drop", s, "");
     }
     kvq__ctl_list_free(&list);
     tell_all_saved(ctl, &plan, "drop", ns, name);
@@ -186,10 +193,23 @@ int kvq__ctl_preview_drop(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
-// Whether the daemon saves at its end: it has a storage, and save_on_drain is not off.
-static int ask_saves_at_end(struct kvq__ctl *ctl, bool *saves)
+// How a daemon ends: whether it saves, as it does with a storage that it can write to unless
+// save_on_drain is off, and for how many bytes that has room, as far as can be said beforehand.
+struct ending {
+    bool saves;
+    uint64_t room;
+};
+
+static uint64_t room_of(const Kvq__StorageReply *r)
 {
-    struct kvq__ctl_list saved;
+    uint64_t cap = r->cap_bytes > r->physical_bytes ? r->cap_bytes - r->physical_bytes : 0;
+    uint64_t room = r->cap_bytes && cap < r->free_bytes ? cap : r->free_bytes;
+    return room + r->dead_bytes; // which a save that finds no room has removed
+}
+
+static int ask_how_it_ends(struct kvq__ctl *ctl, struct ending *ending)
+{
+    const Kvq__StorageReply *storage;
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__GetConfig command = KVQ__GET_CONFIG__INIT;
     Kvq__Reply *reply;
@@ -199,13 +219,14 @@ static int ask_saves_at_end(struct kvq__ctl *ctl, bool *saves)
     int result = kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_CONFIG, &reply);
     if (result)
         return result;
-    *saves = reply->config->n_options == 1 && strcmp(reply->config->options[0]->value, "yes") == 0;
+    bool saves =
+        reply->config->n_options == 1 && strcmp(reply->config->options[0]->value, "yes") == 0;
     ctl->quiet = true;
-    result = kvq__ctl_ask_saved(ctl, &saved);
+    result = kvq__ctl_ask_storage_status(ctl, &storage);
     ctl->quiet = false;
-    if (result == KVQ_EXIT_OK)
-        kvq__ctl_list_free(&saved);
-    *saves &= result == KVQ_EXIT_OK;
+    *ending = (struct ending){0};
+    if (result == KVQ_EXIT_OK && saves && !storage->read_only)
+        *ending = (struct ending){true, room_of(storage)};
     return KVQ_EXIT_OK;
 }
 
@@ -216,7 +237,23 @@ static bool can_be_saved(const Kvq__Session *s)
     return s->name[0] && whole;
 }
 
-static int preview_end(struct kvq__ctl *ctl, bool saves)
+// What is saved of it already needs no room, and how much that is only the save finds out.
+static void tell_end_of(struct plan *plan, const Kvq__Session *s, struct ending *ending)
+{
+    uint64_t bytes = session_bytes(s);
+    if (!ending->saves || !can_be_saved(s)) {
+        tell_session(plan, "lose", s, "");
+        return;
+    }
+    bool fits = bytes <= ending->room;
+    tell_session(plan, "save", s,
+                 fits ? ""
+                      : kvq__ctl_text("; it may be lost: the storage has room for %s",
+                                      kvq__ctl_bytes(ending->room)));
+    ending->room -= fits ? bytes : 0;
+}
+
+static int preview_end(struct kvq__ctl *ctl, struct ending ending)
 {
     struct kvq__ctl_list sessions;
     int result = kvq__ctl_ask_sessions(ctl, &sessions);
@@ -226,7 +263,7 @@ static int preview_end(struct kvq__ctl *ctl, bool saves)
     for (size_t i = 0; i < sessions.n; i++) {
         const Kvq__Session *s = (const Kvq__Session *)sessions.elements[i];
         if (!s->saved)
-            tell_session(&plan, saves && can_be_saved(s) ? "save" : "lose", s);
+            tell_end_of(&plan, s, &ending);
     }
     kvq__ctl_list_free(&sessions);
     end(&plan);
@@ -236,14 +273,14 @@ static int preview_end(struct kvq__ctl *ctl, bool saves)
 int kvq__ctl_preview_drain(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
-    bool saves;
-    int result = ask_saves_at_end(ctl, &saves);
-    return result ? result : preview_end(ctl, saves);
+    struct ending ending;
+    int result = ask_how_it_ends(ctl, &ending);
+    return result ? result : preview_end(ctl, ending);
 }
 
 int kvq__ctl_preview_shutdown(struct kvq__ctl *ctl, char **args)
 {
-    return ctl->now ? preview_end(ctl, false) : kvq__ctl_preview_drain(ctl, args);
+    return ctl->now ? preview_end(ctl, (struct ending){0}) : kvq__ctl_preview_drain(ctl, args);
 }
 
 // Imports and pulls replace what is saved under the name that they end up with.
@@ -398,17 +435,18 @@ int kvq__ctl_preview_quota_delete(struct kvq__ctl *ctl, char **args)
     return preview_quota(ctl, args[0], false);
 }
 
-// Which segments go is decided when it is done; bytes that nothing needs are the most that can go.
-static int preview_tidy(struct kvq__ctl *ctl, const char *action, const char *note)
+// gc removes what is empty. Which segments compaction takes is decided when it is done: bytes that
+// nothing needs are the most that can go.
+static int preview_tidy(struct kvq__ctl *ctl, bool compacts, const char *note)
 {
     const Kvq__StorageReply *r;
     int result = kvq__ctl_ask_storage_status(ctl, &r);
     if (result)
         return result;
     struct plan plan = begin(ctl);
-    if (r->dead_bytes)
-        tell(&plan,
-             &(struct item){action, "what no session needs", "", r->folder, r->dead_bytes, note});
+    uint64_t bytes = compacts ? r->dead_bytes : r->empty_bytes;
+    if (bytes)
+        tell(&plan, &(struct item){"remove", "what no session needs", "", r->folder, bytes, note});
     end(&plan);
     return KVQ_EXIT_OK;
 }
@@ -416,13 +454,13 @@ static int preview_tidy(struct kvq__ctl *ctl, const char *action, const char *no
 int kvq__ctl_preview_gc(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
-    return preview_tidy(ctl, "remove", "at most: a segment that holds anything else stays");
+    return preview_tidy(ctl, false, "in files that hold nothing else");
 }
 
 int kvq__ctl_preview_compact(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
-    return preview_tidy(ctl, "remove", "at most: a segment with little of it stays");
+    return preview_tidy(ctl, true, "at most: a segment with little of it stays");
 }
 
 int kvq__ctl_preview_kick(struct kvq__ctl *ctl, char **args)
@@ -454,7 +492,7 @@ int kvq__ctl_preview_kick(struct kvq__ctl *ctl, char **args)
     for (size_t i = 0; result == KVQ_EXIT_OK && i < sessions.n; i++) {
         const Kvq__Session *s = (const Kvq__Session *)sessions.elements[i];
         if (s->writer_client == id && !*s->name)
-            tell_session(&plan, "drop", s);
+            tell_session(&plan, "drop", s, "");
     }
     if (result == KVQ_EXIT_OK)
         kvq__ctl_list_free(&sessions);
