@@ -543,9 +543,23 @@ static int check_name(struct import *m)
     return KVQ_OK;
 }
 
+// A session is opened with all its shards. Each is there once: a save has no two of one number.
+static int check_shards(const struct import *m)
+{
+    assert(m->ended && m->n > 0);
+    uint32_t shards = m->parts[0].head->shards;
+    return m->n == shards ? KVQ_OK
+                          : kvq__complain(m->c, KVQ_E_DAMAGED,
+                                          "it holds %zu of %u shards, and a session is opened with "
+                                          "all of them: export it again where it came from",
+                                          m->n, shards);
+}
+
 static int import_sessions(struct import *m)
 {
     int rc = take_all_records(m);
+    if (rc == KVQ_OK)
+        rc = check_shards(m);
     if (rc == KVQ_OK)
         rc = check_name(m);
     for (size_t i = 0; i < m->n && rc == KVQ_OK; i++)

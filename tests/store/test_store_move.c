@@ -226,6 +226,27 @@ static void wrong_count(void **state)
     kvq_store_close(&other.store);
 }
 
+// A shard by itself, which nobody could open.
+static void a_shard_is_missing(void **state)
+{
+    (void)state;
+    struct kit k = {0}, other = {0};
+    struct world w = {.random = 1};
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    w.sessions[0] =
+        (struct world_session){.used = true, .name = "half", .shard = 1, .shards = 2, .n = 1};
+    w.sessions[0].blocks[0] = (struct world_block){.seed = 1, .bytes = 500};
+    assert_int_equal(kit_save(&k, &w, "half"), 0);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "half", file_path, k.text, sizeof k.text),
+                     0);
+    kvq_store_close(&k.store);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    refused(&other, "half of a session", 0);
+    assert_non_null(strstr(other.text, "it holds 1 of 2 shards"));
+    kvq_store_close(&other.store);
+}
+
 // Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
 static void too_many_tokens(void **state)
 {
@@ -573,6 +594,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
         cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
         cmocka_unit_test_setup_teardown(too_many_tokens, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(a_shard_is_missing, set_up, tear_down),
         cmocka_unit_test_setup_teardown(names_without_sense, set_up, tear_down),
         cmocka_unit_test_setup_teardown(overtaken, set_up, tear_down),
         cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
