@@ -96,6 +96,7 @@ static int walk_segment(struct rebuild *r, struct kvq__segment *g, int file)
                          .salt = g->salt,
                          .next = KVQ_SEGMENT_FRONT,
                          .end = g->length,
+                         .past_errors = true, // of what else there is nothing is lost
                          .buffer = r->buffer,
                          .buffer_bytes = KVQ__WALK_BYTES};
     int find, rc = KVQ_OK;
@@ -135,6 +136,7 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
         return kvq__io_complain(r->c, file, name, "opened");
     int rc = kvq_io_status(s->io, file, &status);
     int front = rc ? rc : kvq_segment_front(s->io, file, &head, &version);
+    front = front == -EIO ? KVQ_WALK_DAMAGE : front;
     if (front < 0) {
         rc = kvq__io_complain(r->c, front, name, "read");
     } else if (version > KVQ_RECORD_VERSION) {

@@ -296,7 +296,13 @@ static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8
     }
     if (rc == 0 && (g || front == 0) && *behind)
         rc = look_behind(s, file, salt, from, status.bytes, buffer);
-    if (rc < 0)
+    if (rc == -EIO) // it might be cut off where something stands that counts
+        rc =
+            kvq__complain(c, KVQ_E_SYSTEM,
+                          "%s cannot be read (%s): bring it back from a copy, or move it away, and "
+                          "the store opens without what it holds",
+                          name, strerror(EIO));
+    else if (rc < 0)
         rc = kvq__io_complain(c, rc, name, "read");
     if (g) {
         g->physical = status.physical;

@@ -110,12 +110,20 @@ static int payload_sound(struct kvq_walk *w, uint64_t at)
 }
 
 // Looks at every multiple of 64 from `at` for a sound header. Leaves w->next at it, or at the end.
+// Past errors, it goes page by page over a piece that the disk cannot read as a whole.
 static int search_header(struct kvq_walk *w, uint64_t at)
 {
-    assert(at % KVQ_RECORD_HEAD == 0 && !w->past_errors);
+    uint64_t careful = at; // so far
+    assert(at % KVQ_RECORD_HEAD == 0);
     while (at < w->end) {
-        size_t n = w->end - at < w->buffer_bytes ? (size_t)(w->end - at) : w->buffer_bytes, got;
+        size_t most = at < careful ? KVQ_IO_PAGE - at % KVQ_IO_PAGE : w->buffer_bytes, got;
+        size_t n = w->end - at < most ? (size_t)(w->end - at) : most;
         int rc = kvq_io_read(w->io, w->file, w->buffer, n, at, &got);
+        if (rc == -EIO && w->past_errors) {
+            at += at < careful ? n : 0;
+            careful = at < careful ? careful : at + n;
+            continue;
+        }
         if (rc)
             return rc;
         for (size_t i = 0; i + KVQ_RECORD_HEAD <= got; i += KVQ_RECORD_HEAD) {

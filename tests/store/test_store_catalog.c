@@ -289,6 +289,57 @@ static void damaged_commits(void **state)
     }
 }
 
+// The catalog is lost, and the disk cannot read a sector of a segment: what else there is is back.
+static void sick_without_a_catalog(void **state)
+{
+    (void)state;
+    static const char *const path = "/store/segment-0000000000000002.kvqs";
+    for (int front = 0; front < 2; front++) {
+        struct kit k = {0};
+        struct world w = {.random = 34};
+        char why[256];
+        uint32_t all = 0, left = 0;
+        fault_open(&disk, 34);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        change(&k, &w, 40);
+        kvq_store_close(&k.store);
+        struct fault_file *file = fault_find(&disk, path);
+        assert_non_null(file);
+        disk.sick = file;
+        for (disk.sick_at = front ? 100 : KVQ_SEGMENT_FRONT + 17; disk.sick_at < file->bytes;
+             disk.sick_at += front ? file->bytes : 5003) {
+            lose_catalog();
+            if (kit_open(&k, &disk.io))
+                fail_msg("byte %" PRIu64 ": %s", disk.sick_at, k.text);
+            assert_true(k.report.rebuilt && k.report.damaged_bytes > 0);
+            assert_true(front == (fault_find(&disk, path) == NULL)); // without one it is set aside
+            for (int i = 0; i < WORLD_SESSIONS; i++) {
+                struct kvq_store_session found;
+                const struct world_session *s = &w.sessions[i];
+                all += s->used;
+                left += s->used && kvq_store_find(k.store, "uid-1", s->name, s->shard, &found, why,
+                                                  sizeof why) == 0;
+            }
+            kvq_store_close(&k.store);
+        }
+        assert_true(all > 0 && left * 2 > all);
+        disk.sick = fault_find(&disk, "/store/segment-0000000000000006.kvqs"); // the last
+        assert_non_null(disk.sick);
+        disk.sick_at = disk.sick->bytes - 3946; // in what was saved last
+        lose_catalog();
+        assert_int_equal(kit_open(&k, &disk.io), KVQ_E_SYSTEM);
+        assert_non_null(strstr(k.text, "move it away"));
+        disk.sick = NULL;
+        if (!front) { // mended: nothing was lost by what was done meanwhile
+            lose_catalog();
+            assert_int_equal(kit_open(&k, &disk.io), 0);
+            check(&k, &w, "mended");
+            kvq_store_close(&k.store);
+        }
+        fault_close(&disk);
+    }
+}
+
 static const uint64_t most = UINT64_MAX, most_signed = INT64_MAX, far_off = 1ull << 40, other = 7;
 
 // What somebody appends to a segment, with sums that are right and a COMMIT of its own.
@@ -493,11 +544,17 @@ static void newer_segment(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(spoiled_catalog), cmocka_unit_test(spoiled_index),
-        cmocka_unit_test(older_catalog),   cmocka_unit_test(values_that_none_can_have),
-        cmocka_unit_test(damaged_commits), cmocka_unit_test(forged_numbers),
-        cmocka_unit_test(forged_name),     cmocka_unit_test(first_version),
-        cmocka_unit_test(newer_catalog),   cmocka_unit_test(newer_segment),
+        cmocka_unit_test(spoiled_catalog),
+        cmocka_unit_test(spoiled_index),
+        cmocka_unit_test(sick_without_a_catalog),
+        cmocka_unit_test(older_catalog),
+        cmocka_unit_test(values_that_none_can_have),
+        cmocka_unit_test(damaged_commits),
+        cmocka_unit_test(forged_numbers),
+        cmocka_unit_test(forged_name),
+        cmocka_unit_test(first_version),
+        cmocka_unit_test(newer_catalog),
+        cmocka_unit_test(newer_segment),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
