@@ -80,7 +80,7 @@ enum { KVQ_CATALOG_VERSION = 2 };
                      "(SELECT segment FROM blocks WHERE segment=number) ORDER BY number")          \
     X(SEGMENT_WORST,                                                                               \
       "SELECT number FROM segments WHERE number<>? AND live>0 AND (bytes-live)*100>=bytes*? AND "  \
-      "bytes-live>=? ORDER BY live*1.0/bytes, number LIMIT 1")                                     \
+      "bytes-live>=? ORDER BY live*1.0/bytes, number")                                             \
     X(SEGMENT_DEAD, "SELECT number FROM segments WHERE number=? AND (bytes-live)*100>=bytes*? "    \
                     "AND bytes-live>=?")                                                           \
     X(SEGMENT_SUMS, "SELECT count(*), total(bytes), total(live) FROM segments")                    \

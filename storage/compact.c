@@ -274,20 +274,30 @@ struct move {
     bool needless;
 };
 
-// The segment with most that is dead, 0: none with enough.
+// The segment with most that is dead, 0: none with enough. Those that are sick come last: one that
+// the disk cannot read is not to keep the others from being compacted.
 static int worst_segment(struct kvq_store *s, uint32_t dead_percent, uint64_t *number,
                          const struct kvq__complaint *c)
 {
-    int64_t found = 0;
+    struct kvq__catalog *k = &s->catalog;
+    uint64_t found = 0, sick = 0;
     pthread_mutex_lock(&s->catalog_lock);
-    int rc = kvq__number(&s->catalog,
-                         kvq__rows(&s->catalog, KVQ_Q_SEGMENT_WORST, "iii",
-                                   number_of_open_segment(s), (int64_t)dead_percent, worthwhile(s)),
-                         0, &found);
-    if (rc)
-        rc = kvq__catalog_complain(s, rc, c);
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SEGMENT_WORST, "iii", number_of_open_segment(s),
+                                   (int64_t)dead_percent, worthwhile(s));
+    int rc = kvq__next(k, rows);
+    while (rc == 1 && !found) {
+        uint64_t next = (uint64_t)sqlite3_column_int64(rows, 0);
+        if (!kvq__segment_sick(s, next, false))
+            found = next;
+        else
+            sick = sick ? sick : next;
+        rc = found ? rc : kvq__next(k, rows);
+    }
+    if (rc == 1)
+        (void)sqlite3_reset(rows);
+    rc = rc < 0 ? kvq__catalog_complain(s, rc, c) : KVQ_OK;
     pthread_mutex_unlock(&s->catalog_lock);
-    *number = (uint64_t)found;
+    *number = found ? found : sick;
     return rc;
 }
 
@@ -339,6 +349,8 @@ static int copy_record(struct kvq_store *s, struct move *m, struct kvq_store_fre
     int rc = kvq_store_read(s, &m->from, bytes, c->text, c->size);
     if (rc == KVQ_E_DAMAGED)
         m->from.bad = true;
+    else if (rc == KVQ_E_SYSTEM)
+        (void)kvq__segment_sick(s, m->from.segment, true);
     else if (rc == KVQ_OK)
         rc = kvq__append(s, m->kind, m->from.id, bytes, m->from.bytes, &m->to, c);
     assert(m->to.segment == 0 || m->to.segment != m->from.segment); // that one is to go
@@ -425,8 +437,14 @@ int kvq_store_compact(struct kvq_store *store, uint64_t budget, uint32_t dead_pe
         return rc;
     dead_percent = dead_percent ? dead_percent : 1;
     rc = retire_dead(store, dead_percent, &c);
-    if (rc == KVQ_OK)
+    uint32_t sick = 0;
+    bool again = rc == KVQ_OK;
+    while (again) { // with another segment, where this one has turned out to be sick
+        sick = store->n_sick;
+        freed->moved = 0;
         rc = compact_segment(store, budget, dead_percent, freed, &c);
+        again = rc == KVQ_E_SYSTEM && store->n_sick > sick;
+    }
     kvq__write_end(store);
     return rc;
 }

@@ -146,6 +146,19 @@ uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number)
     return next;
 }
 
+bool kvq__segment_sick(struct kvq_store *s, uint64_t number, bool now)
+{
+    pthread_mutex_lock(&s->lock);
+    struct kvq__segment *g = find_segment(s, number);
+    bool sick = g && g->sick;
+    if (g && now && !sick)
+        s->n_sick++;
+    if (g && now)
+        g->sick = true;
+    pthread_mutex_unlock(&s->lock);
+    return sick || (g && now);
+}
+
 void kvq__segments_free(struct kvq_store *s)
 {
     for (size_t i = 0; i < s->n_segments; i++)

@@ -54,6 +54,7 @@ struct kvq__segment {
     bool gone;         // removed; freed with the last pin
     int file;          // for reading, -1: not open
     uint64_t ahead;    // the system was told that bytes up to here will be read
+    bool sick;         // compaction could not read all of it: others are compacted first
 };
 
 // The largest sessions, which take most space to delete.
@@ -139,6 +140,7 @@ struct kvq_store {
     struct kvq__writer writer;
     uint64_t *owed; // sessions that were deleted without a DROP record, as in the catalog
     size_t n_owed, room_owed;
+    uint32_t n_sick;     // times that a segment has turned out to be that
     bool names_unsynced; // a removed file may come back after a loss of power: sync the folder
     uint64_t last_transaction; // in the catalog
     uint64_t next_transaction, next_block, next_session, next_segment;
@@ -182,6 +184,8 @@ void kvq__segment_unpin(struct kvq_store *s, struct kvq__segment *segment);
 // The lowest number of a segment above `number`, 0 if there is none.
 uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number);
 void kvq__segments_free(struct kvq_store *s);
+// Whether a segment is known to be sick; `now`: it has turned out to be.
+bool kvq__segment_sick(struct kvq_store *s, uint64_t number, bool now);
 // Bytes on disk of what was committed in a segment; 0: there is none of that number.
 uint64_t kvq__segment_physical(struct kvq_store *s, uint64_t number);
 // Physical bytes of all files.

@@ -421,11 +421,64 @@ static void gone_meanwhile(void **unused)
     fault_close(&disk);
 }
 
+// Of the segment with most that is dead a record that is alive cannot be read: others are compacted
+// all the same, and only when there are no others is that an error.
+static void compacts_past_a_sick_sector(void **unused)
+{
+    (void)unused;
+    struct kit k = {0};
+    struct world w = {.random = 9};
+    struct kvq_store_session found;
+    struct kvq_stored *blocks[2];
+    struct kvq_store_freed freed;
+    char name[KVQ__NAME_BYTES], path[2][KVQ__PATH_BYTES];
+    size_t n;
+    int rc;
+    fault_open(&disk, 9);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    for (int i = 0; i < 18; i++) { // six to a segment
+        struct world_session *s = &w.sessions[0];
+        *s = (struct world_session){.used = true, .shards = 1, .n = 1};
+        snprintf(s->name, sizeof s->name, "s%d", i);
+        s->blocks[0] = (struct world_block){.seed = (uint64_t)i, .bytes = 9000};
+        assert_int_equal(kit_save(&k, &w, s->name), 0);
+    }
+    for (int i = 1; i < 12; i++) { // of the first segment one session stays, of the second two
+        snprintf(name, sizeof name, "s%d", i);
+        if (i != 6 && i != 7)
+            assert_int_equal(kvq_store_delete(k.store, "uid-1", name, k.text, sizeof k.text), 0);
+    }
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(kvq_store_find(k.store, "uid-1", i ? "s7" : "s0", 0, &found, NULL, 0), 0);
+        assert_int_equal(kvq_store_blocks(k.store, &found, &blocks[i], &n, NULL, 0), 0);
+        kvq__segment_name(blocks[i]->segment, name);
+        kvq__path(k.store, name, path[i]);
+    }
+    assert_string_not_equal(path[0], path[1]);
+    disk.sick = fault_find(&disk, path[0]);
+    disk.sick_at = blocks[0]->offset + KVQ_RECORD_HEAD + 10;
+    do
+        rc = kvq_store_compact(k.store, UINT64_MAX, 10, &freed, k.text, sizeof k.text);
+    while (rc == 0 && freed.more);
+    assert_int_equal(rc, KVQ_E_SYSTEM);
+    assert_non_null(strstr(k.text, "kvqctl storage verify"));
+    assert_non_null(fault_find(&disk, path[0]));
+    assert_null(fault_find(&disk, path[1]));
+    disk.sick = NULL;
+    assert_int_equal(kvq_store_compact(k.store, UINT64_MAX, 10, &freed, k.text, sizeof k.text), 0);
+    assert_null(fault_find(&disk, path[0]));
+    free(blocks[0]);
+    free(blocks[1]);
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(newest_missing),
         cmocka_unit_test(gone_meanwhile),
+        cmocka_unit_test(compacts_past_a_sick_sector),
         cmocka_unit_test(edited),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
