@@ -10,6 +10,44 @@ from e2e_rig import Test, Tokens, kvq, np
 from kvq._ffi import lib
 
 
+class Readers(Test):
+    """Reading back, where a session's count is another than this process knows."""
+
+    def check(self, queue, session, k, asked, there, **options):
+        """Of the tokens that were asked for those are read that are there."""
+        got, _ = queue.read(session, 1, *asked, **options)
+        first, end = there
+        self.assertEqual(got.shape[0], end - first)
+        if options:  # bf16, as uint16
+            got = (got.astype(np.uint32) << 16).view(np.float32)
+        self.assertLess(np.abs(got - k[first:end]).max(initial=0), 0.2)
+
+    def test_that_a_writer_is_ahead_of(self):
+        """Which has appended, and which has taken tokens back."""
+        tokens = Tokens(1, 450)
+        k = tokens.k[1]
+        for layers, some in ((tokens.rows, False),
+                             ([kvq.Layer(8, 2, 128, window=40, repeat=2)], True)):
+            writer = self.client.session(layers, "f16", name="chat", max_rollback=60)
+            tokens.feed(self.queue, writer, 400)
+            with self.daemon.client() as other, other.queue() as queue:
+                reader = other.session(name="chat", read_only=True)
+                tokens.feed(self.queue, writer, 50)
+                for dtype in ({}, {"dtype": "bf16"}):
+                    self.check(queue, reader, k, (390, 60), (390, 450), **dtype)
+                    self.check(queue, reader, k, (400, 10), (400, 410), **dtype)
+                self.assertEqual(reader.tokens, 400)
+                self.check(queue, reader, k, (390,), (390, 450))
+                self.assertEqual(reader.tokens, 450)
+                self.queue.truncate([writer], [410])
+                self.check(queue, reader, k, (390, 60), (390, 410))
+                self.check(queue, reader, k, (410, 5), (410, 410))
+                kept = self.queue.read(writer, 1)[0].shape[0]
+                self.check(queue, reader, k, (0, 450), (410 - kept, 410))
+                self.assertEqual(kept < 410, some)
+            writer.drop()
+
+
 class Tickets(Test):
     """The library writes to the entries of a ticket whenever its results come."""
 

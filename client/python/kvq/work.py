@@ -20,7 +20,7 @@ import kvq
 
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
-from .buffers import F32, Buffer, dtype_code, numpy_dtype, own_code
+from .buffers import BF16, F16, F32, Buffer, dtype_code, numpy_dtype, own_code
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
 from .errors import Code, Error, check
@@ -33,6 +33,7 @@ OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_atten
               "step": 11}
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
+NANS = {F16: 0x7e00, BF16: 0x7fc0, F32: 0x7fc00000}
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -364,12 +365,17 @@ class Queue:
     @alone
     def read(self, session: kvq.Session, layer: SupportsIndex, start: SupportsIndex = 0,
              tokens: Optional[SupportsIndex] = None, dtype: Dtype = "f32") -> Tuple[Array, Array]:
-        """K and V of tokens [start, start + tokens) of one layer (tokens None: all from start),
-        dequantized, in the engine's basis: two arrays [tokens][kv_heads][dim] of dtype, shorter
-        where the session ends and where the layer's window has let tokens go."""
+        """K and V of tokens [start, start + tokens) of one layer (tokens None: all from start, of a
+        read-only session those that its writer has committed by now), dequantized, in the engine's
+        basis: two arrays [tokens][kv_heads][dim] of dtype, shorter where the session ends and where
+        the layer's window has let tokens go."""
         session, = batch([session], self.client, kvq.Session)
         start = integer("start", start, 64)
-        tokens = max(session.tokens - start, 0) if tokens is None else integer("tokens", tokens)
+        if tokens is None:
+            if session.read_only:  # its writer goes on without our being told
+                session.refresh()
+            tokens = max(session.tokens - start, 0)
+        tokens = integer("tokens", tokens)
         row = session.layer(integer("layer", layer))
         shape = (row.kv_heads, row.head_dim, row.dim_of_v)
         kind = numpy_dtype(dtype)
@@ -379,10 +385,12 @@ class Queue:
         entries = make_entries([session], append=tokens)
         entries["position"] = start
         work = _ffi.Work(layer=layer, k=tensors[0], v=tensors[1])
+        marks = placed[0][0][:, 0, 0].view(np.uint32 if kind.itemsize == 4 else np.uint16)
+        marks[...] = NANS[dtype_code(dtype)]  # no token has one: where it stays none was written
         check(lib.kvq_read(self.pointer, byref(work), entries.ctypes.data, 1), entries)
-        end = max(min(tokens, session.tokens - start), 0)
-        first = end - int(entries["value"][0])  # above 0 where the window has let tokens go
-        return tuple(array[first:end].copy() for array, _, _ in placed)
+        count = int(entries["value"][0])
+        first = int((marks != NANS[dtype_code(dtype)]).argmax()) if count else 0
+        return tuple(array[first:first + count].copy() for array, _, _ in placed)
 
 
 def make_work(fields: Dict[str, Any]) -> Tuple[_ffi.Work, Dict[str, Any]]:
