@@ -160,6 +160,17 @@ class Buffers(Test):
         self.assertEqual((two is plain, staging is second, staged), (False, False, True))
         self.assertEqual(none, (None, None, False))
 
+    def test_pages_that_are_refused(self):
+        """Nothing is left of the call."""
+        cache = self.client.buffer(1 << 16).array((2, 16, 2, 256), np.float32)[..., ::2]
+        session = self.client.session([kvq.Layer(8, 2, 128)], "f16")
+        before = list(self.client._buffers)
+        with self.queue.step([session], 1) as step:
+            with self.assertRaisesRegex(ValueError, "must be contiguous"):
+                step.append(0, pages=kvq.Pages(cache, cache, [[0]]))
+            step.abort()
+        self.assertEqual(self.client._buffers, before)
+
     def test_array_of_a_client(self):
         """Its buffer stays without it, until it is closed; the memory goes with the array then."""
         array = self.client.array((4, 4))

@@ -478,12 +478,12 @@ def _page_fields(queue, sessions, layer, pages, entries):
                              f"numbers of pages below {len(k)}")
     entries["row"] = np.cumsum([0] + [len(p) for p in lists[:-1]])
     entries["list_token"] = skip
-    table = Buffer(queue.client, max(sum(p.nbytes for p in lists), 1))
-    flat = np.concatenate(lists)
-    table.array(flat.shape, np.int32)[...] = flat
     tensors = [buffer.tensor(a[0]) for buffer, a in zip(found, arrays)]
     for tensor, buffer, a in zip(tensors, found, arrays):
         tensor.offset = a.ctypes.data - buffer.address
+    table = Buffer(queue.client, max(sum(p.nbytes for p in lists), 1))
+    flat = np.concatenate(lists)
+    table.array(flat.shape, np.int32)[...] = flat
     fields = _ffi.Pages(size, k.strides[0], v.strides[0], table.pointer, 0)
     fields.owner = table
     return {"k": tensors[0], "v": tensors[1], "pages": fields}, table
