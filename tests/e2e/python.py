@@ -211,6 +211,9 @@ time.sleep(600)
 
     def test_options(self):
         code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))
+held = [os.dup(0) for _ in range(1100)]  # a program with many descriptors
 kvq.private_daemon(max_clients=1)
 a = kvq.Client()
 try:

@@ -92,7 +92,9 @@ class _Daemon:
                     start_new_session=True)
             os.close(told)
             told = None
-            if not select.select([ready], [], [], _BOUND)[0] or not os.read(ready, 64):
+            answer = select.poll()  # which takes descriptors of any number, unlike select()
+            answer.register(ready, select.POLLIN)
+            if not answer.poll(_BOUND * 1000) or not os.read(ready, 64):
                 raise Error(Code.E_NO_DAEMON, f"{kvqd} did not start: {self._last_words()}")
         except BaseException:
             self.stop()
