@@ -86,7 +86,7 @@ class Tickets(Test):
 
     def test_one_that_is_waited_for(self):
         """Is kept while it is open, and not longer."""
-        self.daemon.process.send_signal(signal.SIGSTOP)
+        self.daemon.pause()
         try:
             entries = self.entries.copy()
             entries["status"] = kvq.Code.E_DEADLINE  # of a call before
