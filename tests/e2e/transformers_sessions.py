@@ -313,6 +313,28 @@ class Sessions(Case):
             self.assertEqual(cache.get_seq_length(), 0)
 
 
+    def test_a_client_that_is_attached_again(self):
+        """Sessions are closed then: the cache says so until it is reset, and begins anew."""
+        ids, want = prompt(9, 16), self.logits("llama", prompt(9, 16))
+        for step, reset in ((9, False), (300, False), (9, True)):
+            cache = self.cache(self.model)
+            self.model(prompt(step), past_key_values=cache)
+            self.model(prompt(3), past_key_values=cache)
+            if reset:
+                cache.reset()
+            self.client.reattach()
+            if not reset:
+                for call in (lambda: self.model(ids, past_key_values=cache),
+                             lambda: cache.crop(-1), lambda: copy.deepcopy(cache)):
+                    with self.assertRaisesRegex(ValueError, r"reattach\(\): reset\(\) the cache"):
+                        call()
+                cache.reset()
+            for _ in range(2):
+                self.same_logits(want, self.model(ids, past_key_values=cache).logits)
+                cache.reset()
+            cache.close()
+
+
 class Shared(Case):
     """The client of caches that are given none."""
 

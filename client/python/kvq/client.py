@@ -188,6 +188,7 @@ class Client:
                  name: Optional[str] = None, timeout_ms: SupportsIndex = 0,
                  spin_us: SupportsIndex = 0, private: Optional[bool] = None) -> None:
         self.pointer = c_void_p()
+        self._connection = 0  # which one it is: reattach() makes the next
         self._gate = Gate("client")
         self._buffers: List[Buffer] = []
         self._device_buffers: List[DeviceBuffer] = []
@@ -367,6 +368,7 @@ class Client:
         with self._alone():
             code = lib.kvq_reattach(self.pointer, byref(lost))
             if code in (Code.OK, Code.E_EPOCH):
+                self._connection += 1
                 for queue in self._queues:  # the library has cancelled what was under way
                     queue._tickets = []
                 for session in list(self._sessions):  # another one may get the same handle

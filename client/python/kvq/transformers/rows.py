@@ -107,6 +107,7 @@ class Rows:
         self.max_tokens = max_tokens
         self.client, self.queue = (client, client.queue()) if client else shared_queue()
         self.local = None
+        self.connection = None  # of the client's that the local is of
         self.broken = None      # or why the cache can only be closed or reset
         self.held = set()       # handles that the kvq_local has
         self.sessions = []
@@ -155,7 +156,11 @@ class Rows:
     @in_turn
     def attach(self):
         """The kvq.Local that steps of few tokens attend by."""
+        if self.local is not None and self.connection != self.client._connection:
+            self.local.close()
+            self.local, self.held = None, set()
         if self.local is None:
+            self.connection = self.client._connection
             self.local = self.queue.local(max_tokens=self.max_tokens,
                                           threads=self.threads)
         return self.local
@@ -164,7 +169,7 @@ class Rows:
     def select(self, indices):
         """Makes the rows those of `indices`: forks a session for each further time that its row is
         there, and closes the sessions of rows that are not."""
-        self.check_open()
+        self.check_there()
         self.abort()
         if not self.sessions or list(indices) == list(range(len(self.sessions))):
             return
@@ -189,7 +194,7 @@ class Rows:
     @in_turn
     def fork(self):
         """The same sessions once more, for a copy of the cache."""
-        self.check_open()
+        self.check_there()
         self.abort()
         options = {n: v for n, v in self.options.items() if n not in OF_NAMES}
         options |= {"format": self.format, "threads": self.threads}
@@ -214,7 +219,7 @@ class Rows:
     @in_turn
     def crop(self, columns):
         """Takes the last `columns` away again."""
-        self.check_open()
+        self.check_there()
         self.abort()
         if not columns or not self.sessions:
             return
@@ -252,7 +257,7 @@ class Rows:
         self.abort()
         sessions, self.sessions = self.sessions, []
         self.seen, self.real, self.broken = 0, None, None
-        self._end_all(sessions, kvq.Session.drop)
+        self._end_all([s for s in sessions if s.handle], kvq.Session.drop)
 
     @in_turn
     def close(self):
@@ -298,7 +303,7 @@ class Rows:
     @in_turn
     def begin(self, key, mask, ids=None):
         """Begins a step of K's tokens. ids: [batch][columns], told to the daemon."""
-        self.check_open()
+        self.check_there()
         self.abort()
         batch, _, columns, _ = key.shape
         if self.sessions and len(self.sessions) != batch:
@@ -438,6 +443,15 @@ class Rows:
             raise ValueError("the cache, or the kvq.Client that it is of, is closed")
         if self.broken:
             raise ValueError(f"{self.broken}; reset() or close() the cache")
+
+    def check_there(self):
+        """The same, and the sessions: those that a client had are closed when it is attached again,
+        and others may have their handles."""
+        self.check_open()
+        if not all(session.handle for session in self.sessions):
+            raise ValueError("the sessions of this cache are closed, by their close() or by "
+                             "kvq.Client.reattach(): reset() the cache to begin anew, or, to go on "
+                             "with one that has a name, make another cache of that name")
 
     @in_turn
     def abort(self):
