@@ -313,6 +313,22 @@ class Sessions(Case):
             self.assertEqual(cache.get_seq_length(), 0)
 
 
+    def test_a_name_that_somebody_else_took(self):
+        """Between a cache's reset and its next forward: its positions are not behind those tokens,
+        so the forward is refused, and the cache goes on with the session that is there."""
+        ids = prompt(40, 15)
+        cache = self.cache(self.model, name="taken")
+        self.model(ids[:, :9], past_key_values=cache)
+        cache.reset()
+        with self.cache(self.model, name="taken") as other:
+            self.model(ids[:, :20], past_key_values=other)
+        with self.assertRaisesRegex(NotImplementedError, "'taken' is there, with 20 tokens"):
+            self.model(ids[:, :9], past_key_values=cache)
+        self.assertEqual((cache.get_seq_length(), cache.sessions[0].refresh()), (20, 20))
+        got = self.model(ids[:, 20:], past_key_values=cache).logits
+        self.same_logits(self.logits("llama", ids)[:, 20:], got)
+        cache.reset()
+
     def test_a_client_that_is_attached_again(self):
         """Sessions are closed then: the cache says so until it is reset, and begins anew."""
         ids, want = prompt(9, 16), self.logits("llama", prompt(9, 16))

@@ -146,6 +146,15 @@ class Rows:
         self.dtype = dtype
         self.seen = self.sessions[0].tokens
 
+    def _open_anew(self, batch, dtype, prompt):
+        """For a forward that has made its positions for an empty cache."""
+        self.open(batch, dtype, prompt)
+        if self.seen:  # a name that reset() has given up, and somebody has taken since
+            refuse(f"a session {self.options['name']!r} is there, with {self.seen} tokens, which "
+                   "somebody else made since this cache was reset; this forward has positions from "
+                   "0 on. The cache goes on with that session from here on: give the ids of all of "
+                   "its tokens and new ones, or reset() the cache again to destroy it")
+
     def _take_in(self, sessions):
         local = self.attach()
         for session in sessions:
@@ -310,7 +319,7 @@ class Rows:
             refuse(f"the cache has {len(self.sessions)} rows, the forward {batch}")
         counts, keep = self._counts(batch, columns, mask)
         if not self.sessions:
-            self.open(batch, key.dtype, max(counts))
+            self._open_anew(batch, key.dtype, max(counts))
         if key.dtype != self.dtype:
             refuse(f"the cache was begun with {self.dtype}, this forward has {key.dtype}")
         total, most = sum(counts), max(s.tokens + n for s, n in zip(self.sessions, counts))
