@@ -258,6 +258,29 @@ class Llama(Case):
         got = model(ids[:, 10:12], past_key_values=cache).logits
         self.same_logits(self.logits("llama", ids[:, :12])[:, 10:], got)
 
+    def test_a_row_that_fails_where_nothing_can_be_taken_back(self):
+        """No row has the step's token, and the error is that row's: with max_rollback 0 as well,
+        where the other one's block of 128 tokens would be full."""
+        _, model = models("llama")
+        ids = prompt(130, rows=2)
+
+        def spoil(_module, _arguments, out):
+            out = out.clone()
+            out[1] = float("nan")
+            return out
+        for form in ("16bit", "oscar2"):
+            cache = self.cache(model, form, max_rollback=0)
+            model(ids[:, :127], past_key_values=cache)
+            hook = model.model.embed_tokens.register_forward_hook(spoil)
+            error = self.fails(kvq.Code.E_NONFINITE, model, ids[:, 127:128], past_key_values=cache)
+            hook.remove()
+            self.assertNotIn("truncate", error.text)
+            self.assertEqual([s.refresh() for s in cache.sessions], [127, 127])
+            got = model(ids[:, 127:128], past_key_values=cache).logits
+            if form == "16bit":
+                self.same_logits(self.logits("llama", ids[:, :128])[:, 127:], got)
+            self.assertEqual(cache.get_seq_length(), 128)
+
     def test_a_row_that_fails_at_the_end_of_a_long_step(self):
         """Steps of more tokens than could be cropped are taken by all rows or by none."""
         _, model = models("llama")

@@ -326,8 +326,9 @@ class Rows:
         if most > self.max_tokens:
             refuse(f"a row would have {most} tokens; this cache was made with max_tokens="
                    f"{self.max_tokens}")
-        near = total <= NEAR_ROWS and (batch == 1 or max(counts) <= self.options["max_rollback"])
-        step = Step(counts, keep, columns, near or columns == 1)
+        near = (total <= NEAR_ROWS or columns == 1) and (
+            batch == 1 or max(counts) <= self.options["max_rollback"])
+        step = Step(counts, keep, columns, near)
         step.past, step.seen = [s.tokens for s in self.sessions], self.seen
         if not total:
             self.step = step
@@ -402,9 +403,9 @@ class Rows:
                 code = lib.kvq_local_end(self.local.pointer, work, step.pointer, len(step.rows))
                 if code or step.entries["status"].any():
                     try:
-                        self.abort()
+                        check(code, step.entries)  # before other calls have a text of theirs
                     finally:
-                        check(code, step.entries)
+                        self.abort()
             else:  # of all rows or of none
                 check(lib.kvq_step_end(self.queue.pointer, step.begun.value, None, 0))
             for i in step.rows:
