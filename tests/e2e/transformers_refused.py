@@ -113,6 +113,19 @@ class Refused(Case):
         model = transformers.T5ForConditionalGeneration(config)
         model.config._attn_implementation = "kvq"
         self.refused("encoder-decoder", KvqCache, model)
+        config = transformers.DeepseekV3Config(
+            **{**SIZES, "num_key_value_heads": 4}, kv_lora_rank=64, q_lora_rank=32, n_group=1,
+            qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64, n_routed_experts=8,
+            topk_group=1, num_experts_per_tok=2, moe_intermediate_size=64)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="kvq")
+        self.refused("(MLA", KvqCache, model)
+        if hasattr(transformers, "Gemma4TextConfig"):
+            config = transformers.Gemma4TextConfig(
+                **SIZES, global_head_dim=128, hidden_size_per_layer_input=0,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+            model = transformers.AutoModelForCausalLM.from_config(config,
+                                                                  attn_implementation="kvq")
+            self.refused("(4, 2, 64), (4, 2, 128)]", KvqCache, model)
         model = copy.deepcopy(self.model)
         model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
         self.refused("linear_attention", KvqCache, model)

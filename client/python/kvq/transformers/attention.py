@@ -50,7 +50,8 @@ def kvq_attention(module, query, key, value, attention_mask, scaling=None, dropo
         refuse("attn_implementation=\"kvq\" attends to a KvqCache alone: pass "
                "past_key_values=kvq.transformers.KvqCache(model), or cache= from transformers 5.24 "
                "on (a static, quantized or paged cache is not served, nor use_cache=False, nor "
-               "continuous batching)")
+               "continuous batching, nor a model that attends to other keys than it gives its "
+               "cache)")
     _check(query, dropout, asked)
     state, number = layer.state, layer.number
     state.table.check_module(number, module)

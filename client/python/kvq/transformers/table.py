@@ -35,6 +35,20 @@ def check_implementation(config):
                "model.set_attn_implementation(\"kvq\")")
 
 
+def shape(config):
+    """Query heads, KV heads and dimensions of all layers. A configuration of transformers 5.24 may
+    have some of these layer by layer, and raises an error of its own where it is asked for one."""
+    found = set()
+    for layer in getattr(config, "per_layer_config", None) or [config]:
+        heads = layer.num_attention_heads
+        found.add((heads, getattr(layer, "num_key_value_heads", None) or heads,
+                   getattr(layer, "head_dim", None) or layer.hidden_size // heads))
+    if len(found) > 1:
+        refuse("layers with other numbers of heads or dimensions than others are not served: this "
+               f"model's have (query heads, KV heads, dimensions) {sorted(found)}")
+    return found.pop()
+
+
 def attention_modules(model, layers):
     """The module of each layer's attention, by its number."""
     found = {}
@@ -97,6 +111,10 @@ class Table:
         check_implementation(config)
         if getattr(model.config, "is_encoder_decoder", False):
             refuse("encoder-decoder models are not served: their cross-attention has no cache here")
+        if getattr(config, "kv_lora_rank", None):
+            refuse("multi-head latent attention (MLA, kv_lora_rank in the configuration) is not "
+                   "served: kvqd holds K and V of each head; attn_implementation=\"eager\" or "
+                   "\"sdpa\" runs this model without kvq")
         kinds = set(getattr(config, "layer_types", None) or ()) - KINDS
         if kinds:
             refuse(f"layers of type {', '.join(sorted(kinds))} are not served; those of type "
@@ -106,9 +124,7 @@ class Table:
                    "served yet")
         self.layers = config.num_hidden_layers
         modules = attention_modules(model, self.layers)
-        self.q_heads = config.num_attention_heads
-        self.kv_heads = getattr(config, "num_key_value_heads", None) or self.q_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.q_heads
+        self.q_heads, self.kv_heads, self.head_dim = shape(config)
         if self.head_dim > HEAD_DIMS[-1]:
             refuse(f"this model's heads have {self.head_dim} dimensions; up to {HEAD_DIMS[-1]} are "
                    "served")
