@@ -106,6 +106,15 @@ class Attached(Case):
             with self.assertRaises(NotImplementedError):
                 self.model.generate(ids, **STEPS, **options)
 
+    def test_a_name_that_stands_for_no_cache(self):
+        """Configurations of Gemma on the hub name the cache "hybrid"; transformers passes over it,
+        and so does attach()."""
+        ids = prompt(40, 8)
+        want = self.eager.generate(ids, **STEPS)
+        with unittest.mock.patch.object(self.model.generation_config, "cache_implementation",
+                                        "hybrid"):
+            self.same_tokens(self.eager, want, self.model.generate(ids, **STEPS))
+
     def test_no_cache_of_the_callers(self):
         """One that is given as None, by any of its names, is none."""
         for names in (["past_key_values"], ["cache"], ["cache", "past_key_values"]):

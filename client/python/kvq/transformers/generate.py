@@ -121,9 +121,10 @@ class _Asked:
 
     def makes_its_own(self):
         """A cache was given, or is asked for by another name; generate() or kvq's attention says
-        what is wrong with it."""
+        what is wrong with it. The name "hybrid" stands in configurations of models with windows on
+        the hub, and transformers takes it for none."""
         return cache_among(self.given) is not None \
-            or self.option("cache_implementation") is not None \
+            or self.option("cache_implementation") not in (None, "hybrid") \
             or self.option("use_cache") is False
 
     def prompt(self):
