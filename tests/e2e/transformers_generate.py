@@ -115,6 +115,22 @@ class Attached(Case):
                                         "hybrid"):
             self.same_tokens(self.eager, want, self.model.generate(ids, **STEPS))
 
+    def test_assisted(self):
+        """A call that drafts has the whole prompt computed, whatever is there of it, and its tokens
+        are the same each time."""
+        ids = prompt(300, 10)
+        assistant = copy.deepcopy(self.model)  # is attached, and has prefixes of its own
+        for tensor in assistant.parameters():
+            tensor.data += torch.randn_like(tensor) * 0.004
+        self.check(ids)
+        want = self.eager.generate(ids, **STEPS)
+        for options in ({"prompt_lookup_num_tokens": 3, "eos_token_id": 2},
+                        {"assistant_model": assistant}):
+            for _ in range(2):
+                before = self.found()
+                self.same_tokens(self.eager, want, self.model.generate(ids, **STEPS, **options))
+                self.assertLessEqual(self.found() - before, 256)  # the assistant's
+
     def test_no_cache_of_the_callers(self):
         """One that is given as None, by any of its names, is none."""
         for names in (["past_key_values"], ["cache"], ["cache", "past_key_values"]):

@@ -313,6 +313,26 @@ class Sessions(Case):
             self.assertEqual(cache.get_seq_length(), 0)
 
 
+    def test_a_prompt_that_comes_again(self):
+        """Behind what a cache with a prefix has: assisted decoding of transformers 5.24 hands all
+        of the prompt over, and generate() a prompt of no more tokens than there are."""
+        ids = prompt(300, 19)
+        with self.cache(self.model, prefix=ids) as cache:
+            self.model(ids, past_key_values=cache)
+        for given, options in ((ids, {"prompt_lookup_num_tokens": 3}), (ids[:, :256], {})):
+            with self.cache(self.model, prefix=ids) as cache:
+                self.assertEqual(cache.get_seq_length(), 256)
+                options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 2, **options}
+                try:
+                    got = self.model.generate(given, past_key_values=cache, **options)
+                except (NotImplementedError, IndexError) as error:  # transformers 4 says nothing
+                    if isinstance(error, NotImplementedError):
+                        self.assertIn("made with a prefix, has 256 tokens", str(error))
+                    self.assertEqual(cache.get_seq_length(), 256)
+                    continue
+                eager = models("llama")[0]
+                self.same_tokens(eager, eager.generate(given, **options), got)
+
     def test_a_name_that_somebody_else_took(self):
         """Between a cache's reset and its next forward: its positions are not behind those tokens,
         so the forward is refused, and the cache goes on with the session that is there."""

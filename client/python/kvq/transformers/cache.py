@@ -396,8 +396,9 @@ def _begins(decoder, args, options):
         rows = cache.state.rows
         if "model" in rows.options:
             cache.state.table.check_adapters()
-        if rows.options.get("name") and rows.real is None:
-            check_goes_on(rows.options["name"], rows.seen, positions, mask)
+        name = rows.options.get("name")
+        if rows.real is None and (name or "model" in rows.options and rows.seen):
+            check_goes_on(name, rows.seen, positions, mask)
         cache.state.begins(given.get("input_ids"))
 
 

@@ -16,6 +16,10 @@ from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
 from .table import BY_CALL, Table, adapted, check_prefix, chosen_by_call
 
 
+# What asks for assisted decoding, which hands over the whole prompt, whatever the cache has of it.
+ASSISTED = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"
+
+
 def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *,
            reuse: Optional[bool] = None, **options: Any) -> None:
     """Makes model.generate() put K and V into kvqd: each call that is given no cache has a
@@ -129,7 +133,7 @@ class _Asked:
 
     def prompt(self):
         """The ids of the call's one row; None where it has more rows, pads, or embeddings, or
-        adapters of its own."""
+        adapters of its own, or is assisted."""
         if any(self.given.get(name) is not None for name in BY_CALL) \
                 or chosen_by_call(adapted(self.model)):
             return None
@@ -137,6 +141,7 @@ class _Asked:
         if self.given.get("inputs_embeds") is not None or not isinstance(ids, torch.Tensor) \
                 or ids.ndim != 2 or len(ids) != 1 or ids.shape[1] < 2:
             return None
-        if self.option("num_beams", 1) > 1 or self.option("num_return_sequences", 1) > 1:
+        if self.option("num_beams", 1) > 1 or self.option("num_return_sequences", 1) > 1 \
+                or any(self.option(name) for name in ASSISTED):
             return None
         return ids if mask is None or bool(mask.all()) else None

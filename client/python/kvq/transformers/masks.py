@@ -89,7 +89,8 @@ def check_positions(positions, attention_mask):
 
 def check_goes_on(name, seen, positions, attention_mask):
     """Refuses positions [1][columns] without pads that do not begin behind the tokens which the
-    session of that name has: generate() appends a prompt of no more tokens than these again."""
+    cache, of a session of that name or of none, has: generate() appends a prompt of no more tokens
+    than these again, and assisted decoding of transformers 5.24 any prompt."""
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or not positions.numel():
         return
     masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
@@ -97,7 +98,9 @@ def check_goes_on(name, seen, positions, attention_mask):
         return
     first = int(positions[0, 0])
     if first != seen:
-        refuse(f"the session {name!r} has {seen} tokens, and by its position_ids this forward has "
+        what = f"the session {name!r}" if name else "this cache, which was made with a prefix,"
+        refuse(f"{what} has {seen} tokens, and by its position_ids this forward has "
                f"those from {first} to {first + positions.shape[1]}: give the ids of all the "
                f"session's tokens and new ones behind them, more than {seen}; or crop() or reset() "
-               "the cache first")
+               "the cache first. Assisted decoding and prompt lookup may hand over the whole "
+               "prompt, whatever the cache has: give them one without name and prefix")
