@@ -26,6 +26,7 @@ import torch
 import transformers
 from kvq.eval.sides import Side
 from kvq.transformers import KvqCache, attach, detach, serve
+from kvq.transformers.generate import _Asked as Asked
 
 STEPS = {"max_new_tokens": 8, "do_sample": False}
 
@@ -130,6 +131,23 @@ class Attached(Case):
                 before = self.found()
                 self.same_tokens(self.eager, want, self.model.generate(ids, **STEPS, **options))
                 self.assertLessEqual(self.found() - before, 256)  # the assistant's
+
+    def test_more_than_ids(self):
+        """A call whose tokens have another K than their ids say, because of positions, types or
+        images, begins with nothing and leaves nothing for others."""
+        ids, before = prompt(300, 9), self.found()
+        for name, value in (("position_ids", torch.arange(300)[None] + 7),
+                            ("token_type_ids", torch.ones_like(ids)),
+                            ("pixel_values", torch.ones(1, 3, 8, 8)),
+                            ("mm_encoder_outputs", {"image": {"pooler_output": ids}})):
+            asked = Asked(self.model, ids, None, {name: value})
+            self.assertIsNone(asked.prompt(), name)
+        for given in ({}, {"eos_token_id": torch.tensor([2])}, {"attention_mask": ids > 0},
+                      {"mm_encoder_outputs": {}, "streamer": None}):
+            self.assertIs(Asked(self.model, ids, None, given).prompt(), ids)
+        self.model.generate(ids, position_ids=torch.arange(300)[None] + 7, **STEPS)
+        self.check(ids)
+        self.assertEqual(self.found(), before)
 
     def test_no_cache_of_the_callers(self):
         """One that is given as None, by any of its names, is none."""

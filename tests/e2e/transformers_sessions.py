@@ -313,6 +313,36 @@ class Sessions(Case):
             self.assertEqual(cache.get_seq_length(), 0)
 
 
+    def test_more_than_ids(self):
+        """Tokens whose K is another than their ids say are nobody else's: GPT-2 adds something for
+        their types, and positions are the caller's. Pads, and positions that are told, are no
+        such thing."""
+        torch.manual_seed(1)
+        gpt2 = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(
+            n_embd=256, n_layer=2, n_head=4, vocab_size=256, n_positions=512, bos_token_id=1,
+            eos_token_id=None), attn_implementation="kvq").eval()
+        ids = prompt(300, 14)
+        at = torch.arange(300)[None]
+        padded = torch.cat([torch.zeros(1, 9, dtype=torch.long), ids], 1)
+        mask = torch.ones_like(padded)
+        mask[0, :9] = 0
+        types = [(gpt2, {"token_type_ids": torch.full_like(ids, 7)}, 0), (gpt2, {}, 256)]
+        if not hasattr(gpt2.transformer.h[0].attn, "scaling"):  # of transformers 4: not served
+            types = []
+        for n, (model, options, found) in enumerate((
+                *types, (self.model, {"position_ids": at * 2}, 0),
+                (self.model, {"position_ids": at + 1}, 0), (self.model, {"position_ids": at}, 256),
+                (self.model, {"input_ids": padded, "attention_mask": mask}, 0),
+                (self.model, {"input_ids": padded, "attention_mask": mask,
+                              "position_ids": (mask.cumsum(1) - 1).clamp(0)}, 256))):
+            with self.subTest(n), warnings.catch_warnings():
+                warnings.simplefilter("error" if found else "ignore")
+                name = cache_name(model)
+                with self.cache(model, prefix=ids, salt=f"more {n}") as cache:
+                    model(**{"input_ids": ids, **options, name: cache})
+                with self.cache(model, prefix=ids, salt=f"more {n}") as cache:
+                    self.assertEqual(cache.get_seq_length(), found)
+
     def test_a_prompt_that_comes_again(self):
         """Behind what a cache with a prefix has: assisted decoding of transformers 5.24 hands all
         of the prompt over, and generate() a prompt of no more tokens than there are."""

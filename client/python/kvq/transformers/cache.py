@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kvq
 
-from .masks import check_goes_on, check_positions
+from .masks import beside_ids, check_goes_on, check_positions
 from ..hints import Threads
 from ..memory import CODES
 from .owner import Owner
@@ -144,19 +144,22 @@ class State:
             raise
         return out
 
-    def begins(self, ids):
-        """A forward begins with these ids; None: with embeddings. Ids are told without a gap."""
+    def begins(self, given):
+        """A forward of the decoder begins, with these arguments. Ids are told without a gap."""
         self.owner.take()
         self.hooked = True
-        if ids is None:
-            self._tell_no_more("this forward came with embeddings instead of ids")
+        ids = given.get("input_ids")
+        if self.tells:
+            self._tell_no_more("this forward came with embeddings instead of ids" if ids is None
+                               else beside_ids(given, self.rows.tokens(len(ids)), self.rows.seen))
         self.ids = ids if self.tells else None
 
     def _tell_no_more(self, why):
-        if self.tells:
+        """Unless there is nothing to be said why."""
+        if self.tells and why:
             warnings.warn(f"kvq: {why}: the daemon cannot know the tokens of this cache from here "
                           "on, and other caches with a prefix will not find them", stacklevel=2)
-        self.tells = False
+            self.tells = False
 
     def over(self, failed):
         """A forward has ended. What is still open is no whole step."""
@@ -399,7 +402,7 @@ def _begins(decoder, args, options):
         name = rows.options.get("name")
         if rows.real is None and (name or "model" in rows.options and rows.seen):
             check_goes_on(name, rows.seen, positions, mask)
-        cache.state.begins(given.get("input_ids"))
+        cache.state.begins(given)
 
 
 def _ended(decoder, args, options, output):

@@ -13,6 +13,7 @@ import kvq
 from kvq.configuration import rope_by_length
 
 from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
+from .masks import tensors_besides
 from .table import BY_CALL, Table, adapted, check_prefix, chosen_by_call
 
 
@@ -131,11 +132,16 @@ class _Asked:
             or self.option("cache_implementation") not in (None, "hybrid") \
             or self.option("use_cache") is False
 
+    def _has_more_than_ids(self):
+        """Images, say, or positions: they change the K of tokens whose ids are the same."""
+        return tensors_besides(self.given, {"input_ids", "attention_mask",
+                                            *vars(self.model.generation_config)})
+
     def prompt(self):
-        """The ids of the call's one row; None where it has more rows, pads, or embeddings, or
+        """The ids of the call's one row; None where it has more rows, pads, or more than ids, or
         adapters of its own, or is assisted."""
         if any(self.given.get(name) is not None for name in BY_CALL) \
-                or chosen_by_call(adapted(self.model)):
+                or chosen_by_call(adapted(self.model)) or self._has_more_than_ids():
             return None
         ids, mask = self.ids, self.given.get("attention_mask")
         if self.given.get("inputs_embeds") is not None or not isinstance(ids, torch.Tensor) \

@@ -15,6 +15,11 @@ from transformers.masking_utils import causal_mask_function
 
 from .table import check_dropped, refuse
 
+# What forwards of a decoder are given that does not change what K its tokens have.
+_BY_IDS = frozenset((
+    "input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "cache_position",
+    "logits_to_keep", "num_items_in_batch"))
+
 _no_pads: Dict[int, torch.Tensor] = {}  # by window
 
 
@@ -104,3 +109,35 @@ def check_goes_on(name, seen, positions, attention_mask):
                f"session's tokens and new ones behind them, more than {seen}; or crop() or reset() "
                "the cache first. Assisted decoding and prompt lookup may hand over the whole "
                "prompt, whatever the cache has: give them one without name and prefix")
+
+
+def tensors_besides(given, known):
+    """The first of a call's arguments that holds tensors, as a dict may, and is not known; None."""
+    for name, value in given.items():
+        parts = value.values() if isinstance(value, dict) else [value]
+        if name not in known and any(isinstance(part, (torch.Tensor, dict)) for part in parts):
+            return name
+    return None
+
+
+def beside_ids(given, tokens, seen):
+    """Why a forward's tokens may have another K than their ids [rows][columns] say in the places
+    behind `tokens` of each row and `seen` columns; None: they have that."""
+    name = tensors_besides(given, _BY_IDS)
+    if name:
+        return f"this forward came with {name} beside its ids"
+    ids, mask, positions = (given.get(n) for n in ("input_ids", "attention_mask", "position_ids"))
+    columns = ids.shape[1]
+    if positions is None:
+        positions = torch.arange(seen, seen + columns)[None]
+    if isinstance(mask, dict):  # one for each kind of layer, whose pads are the same
+        mask = next(iter(mask.values()), None)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel():
+        shown = mask[:, -columns:] != 0
+    else:
+        shown = torch.ones_like(ids, dtype=torch.bool)
+    if positions.ndim != 2 or any(
+            bool((of[keep] != torch.arange(first, first + int(keep.sum()))).any())
+            for of, keep, first in zip(positions.expand(len(ids), -1), shown, tokens)):
+        return "this forward's tokens have other positions than those that they come in"
+    return None

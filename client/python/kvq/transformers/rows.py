@@ -155,6 +155,10 @@ class Rows:
                    "0 on. The cache goes on with that session from here on: give the ids of all of "
                    "its tokens and new ones, or reset() the cache again to destroy it")
 
+    def tokens(self, batch):
+        """How many tokens each row of a batch has."""
+        return [session.tokens for session in self.sessions] or [0] * batch
+
     def _take_in(self, sessions):
         local = self.attach()
         for session in sessions:
