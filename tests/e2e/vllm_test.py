@@ -487,6 +487,16 @@ class Refused(unittest.TestCase):
         made.kv_transfer_config.kv_connector_extra_config = {"format": "f16", "fromat": "f16"}
         with self.assertRaisesRegex(NotImplementedError, "fromat"):
             checks.options(made)
+        for name, value, says in (("prefix", "false", "prefix='false'.* takes true or false"),
+                                  ("prefix", 0, "prefix=0"), ("threads", "2", "takes an integer"),
+                                  ("threads", True, "threads=True"), ("model", 7, "takes a text"),
+                                  ("format", None, "format=None.* 'oscar4'")):
+            made.kv_transfer_config.kv_connector_extra_config = {name: value}
+            with self.assertRaisesRegex(NotImplementedError, says):
+                checks.options(made)
+        told = {"prefix": False, "threads": 2, "model": "mine", "namespace": None}
+        made.kv_transfer_config.kv_connector_extra_config = told
+        self.assertEqual({n: getattr(checks.options(made), n) for n in told}, told)
 
     def test_unasked(self):
         """An installed plug-in changes nothing."""

@@ -12,6 +12,7 @@ from . import CONNECTOR
 
 MOST_QUERIES = 32768  # tokens of one session in a request
 MOST_SESSIONS = 1024  # of a request
+_KINDS = {str: "a text", int: "an integer", bool: "true or false"}
 _SAMPLES, _SAMPLE = 256, 4096  # of a file of weights: places, and bytes at each
 
 
@@ -40,6 +41,13 @@ def options(config):
     if unknown:
         refuse(f"kv_connector_extra_config has {', '.join(unknown)}", "kvq knows no such option",
                f"it can have {', '.join(known)}")
+    for name, value in given.items():
+        default = known[name].default
+        kind = str if default is None else type(default)
+        if type(value) is not kind and value is not default:
+            refuse(f"kv_connector_extra_config has {name}={value!r}",
+                   f"kvq takes {_KINDS[kind]} there",
+                   f"without it, it is {default!r}")
     return Options(**given)
 
 
