@@ -48,6 +48,16 @@ class Readers(Test):
             writer.drop()
 
 
+class Queues(Test):
+    def test_one_more_than_a_client_has(self):
+        """The refusal says what to do, and doing it helps."""
+        queues = [self.client.queue() for _ in range(63)]  # beside the test's own
+        self.fails(kvq.Code.E_LIMIT, self.client.queue,
+                   text=("64 queues", "close some, or connect another client"))
+        queues[0].close()
+        self.client.queue().nop()
+
+
 class Tickets(Test):
     """The library writes to the entries of a ticket whenever its results come."""
 

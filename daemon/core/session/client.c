@@ -118,7 +118,9 @@ int kvq__queue_open(struct kvq__client *client, struct kvq__queue **out, char *t
     assert(!client->gone);
     *out = NULL;
     if (client->n_queues >= KVQ_MAX_QUEUES)
-        return kvq__fail(text, KVQ_E_LIMIT, "this client has %u queues, the most it can have",
+        return kvq__fail(text, KVQ_E_LIMIT,
+                         "this client has %u queues, the most it can have; close some, or connect "
+                         "another client",
                          client->n_queues);
     struct kvq__queue *q = kvq__allocate(core, sizeof *q);
     if (!q)
