@@ -141,6 +141,61 @@ static void test_read_together(void **state)
     stream_settle(&one);
 }
 
+// ---- Calls that are cut ----
+
+enum { CUT = 16, CUT_QUERIES = 8 };
+
+// Eight query tokens of a session of two splits, 16 times in one request.
+static void attend_all(uint64_t session, uint64_t tokens, float *out)
+{
+    static struct kvq_entry_wire e[CUT];
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, CUT);
+    const size_t bytes = (size_t)CUT * CUT_QUERIES * 2 * HEADS * DIM * sizeof *out;
+    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&one.m, BUFFER / 2, 2 * HEADS, DIM, KVQ_F32);
+    for (uint32_t i = 0; i < CUT; i++)
+        e[i] = (struct kvq_entry_wire){.handle = session,
+                                       .position = tokens,
+                                       .queries = CUT_QUERIES,
+                                       .q_row = i * CUT_QUERIES};
+    memset(one.m.memory + BUFFER / 2, 0, bytes);
+    assert_int_equal(kit_request(&one.m, &r, e), 0);
+    for (uint32_t i = 0; i < CUT; i++)
+        assert_int_equal(kvq__queue_results(one.m.queue)[i].status, 0);
+    memcpy(out, one.m.memory + BUFFER / 2, bytes);
+}
+
+// A call whose partial results are more than the workspace is launched query token by query token,
+// each with a batch of its own: the chunk has to have room for all of these.
+static void test_room_of_cut_calls(void **state)
+{
+    enum { LONG = 700, VALUES = CUT * CUT_QUERIES * 2 * HEADS * DIM };
+    static float whole[VALUES], cut[VALUES];
+    (void)state;
+    stream_session(&one, "long", "f16");
+    assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
+    attend_all(one.session, LONG, whole);
+    kit.core->config.work_stream_workspace = 4096;
+    attend_all(one.session, LONG, cut);
+    assert_memory_equal(cut, whole, sizeof cut);
+    float size = 0;
+    for (uint32_t i = 0; i < VALUES; i++)
+        size += cut[i] * cut[i];
+    assert_true(size > 0);
+}
+
+// With little memory for what a request hands to the GPU.
+static int small_setup(void **state)
+{
+    (void)state;
+    sim_begin(0);
+    kit_open(&kit, 7, 32 * MIB, 0);
+    kit.core->config.work_stream_bytes = 32 << 10;
+    stream_open(&one, "one");
+    stream_open(&two, "two");
+    return 0;
+}
+
 int main(void)
 {
 #define ON_STREAMS(test) cmocka_unit_test_setup_teardown(test, stream_setup, stream_teardown)
@@ -149,6 +204,7 @@ int main(void)
         ON_STREAMS(test_many_pieces),
         ON_STREAMS(test_many_sessions),
         ON_STREAMS(test_read_together),
+        cmocka_unit_test_setup_teardown(test_room_of_cut_calls, small_setup, stream_teardown),
     };
     return cmocka_run_group_tests_name("core_depth", tests, NULL, NULL);
 }

@@ -33,17 +33,6 @@ static struct kvq_gpu_layer gpu_layer_of(const struct kvq__queue *q, const struc
         kvq_gpu_attend_wide_rows(kvq__gpu_kernels(q->gpu), a->shape->k_dim)};
 }
 
-size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
-{
-    const struct kvq_attend *a = &q->work[i].attend.call;
-    struct kvq_gpu_layer layer = gpu_layer_of(q, a);
-    struct kvq_gpu_attend_limits needs;
-    char text[KVQ_GPU_TEXT];
-    if (kvq_gpu_attend_needs(&layer, a, NULL, 1, &needs, text, sizeof text))
-        return SIZE_MAX / 2; // cannot be: the request was checked
-    return 2 * kvq_gpu_attend_batch_bytes(&needs) + sizeof *a + sizeof(uint64_t) + 256;
-}
-
 // ---- What sessions share ----
 
 static int order_by_block(const void *a, const void *b)
@@ -134,28 +123,51 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
     return rc ? rc : attend(wave, &rest, n == 1 ? 1 : n - half);
 }
 
-// How often one call is launched, as `attend` cuts it.
-static uint32_t launches(const struct kvq_gpu_layer *layer, const struct kvq_attend *call,
-                         size_t workspace)
+// What the launches of one call take, as `attend` cuts it.
+struct cost {
+    uint32_t launches;
+    size_t batches; // bytes of the arena
+};
+
+static void add_costs(const struct kvq_gpu_layer *layer, const struct kvq_attend *call,
+                      size_t workspace, struct cost *cost)
 {
     struct kvq_gpu_attend_limits needs;
     struct kvq_attend halves[2];
     char text[KVQ_GPU_TEXT];
-    if (call->q_tokens == 1 ||
-        kvq_gpu_attend_needs(layer, call, NULL, 1, &needs, text, sizeof text) ||
-        kvq_gpu_attend_workspace_bytes(layer, &needs) <= workspace)
-        return 1;
-    cut_queries(call, halves);
-    return launches(layer, &halves[0], workspace) + launches(layer, &halves[1], workspace);
+    int rc = kvq_gpu_attend_needs(layer, call, NULL, 1, &needs, text, sizeof text);
+    assert(rc == 0); // the request was checked
+    (void)rc;
+    if (call->q_tokens > 1 && kvq_gpu_attend_workspace_bytes(layer, &needs) > workspace) {
+        cut_queries(call, halves);
+        add_costs(layer, &halves[0], workspace, cost);
+        add_costs(layer, &halves[1], workspace, cost);
+        return;
+    }
+    cost->launches++;
+    cost->batches += kvq_gpu_attend_batch_bytes(&needs);
+}
+
+static struct cost cost_of(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_attend *call = &q->work[i].attend.call;
+    const struct kvq_gpu_layer layer = gpu_layer_of(q, call);
+    struct cost cost = {0, 0};
+    add_costs(&layer, call, q->core->config.work_stream_workspace, &cost);
+    return cost;
+}
+
+// Sessions that are launched together take no more than each by itself.
+size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
+{
+    return cost_of(q, i).batches + sizeof(struct kvq_attend) + sizeof(uint64_t) + 256;
 }
 
 // A copy and zeros come before each launch.
 uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
 {
-    const struct kvq_attend *call = &q->work[i].attend.call;
-    struct kvq_gpu_layer layer = gpu_layer_of(q, call);
-    return launches(&layer, call, q->core->config.work_stream_workspace) *
-           (2 + KVQ_GPU_ATTEND_LAUNCHES);
+    uint32_t launches = q->work[i].attend.call.q_tokens == 1 ? 1 : cost_of(q, i).launches;
+    return launches * (2 + KVQ_GPU_ATTEND_LAUNCHES);
 }
 
 // All calls of the wave that stand from `from` on and belong to the first of them, moved to the
