@@ -123,6 +123,8 @@ enum {
     KVQ_GPU_LOCAL_BYTES = 3,
     KVQ_GPU_REGISTERS = 4,
     KVQ_GPU_DYNAMIC_SHARED = 8, // the most that a launch may ask for
+    // limits of a context
+    KVQ_GPU_LIMIT_STACK = 0, // bytes of a thread's stack; grows when a kernel needs more
     // flags
     KVQ_GPU_STREAM_OWN = 1,      // a stream that does not wait for the default stream
     KVQ_GPU_EVENT_UNTIMED = 2,   // an event that only orders
@@ -173,6 +175,8 @@ enum {
                                          struct kvq_gpu_function *function))                       \
     X(function_set, cuFuncSetAttribute, (struct kvq_gpu_function *function, int attribute,         \
                                          int value))                                               \
+    X(limit_get, cuCtxGetLimit, (size_t *value, int limit))                                        \
+    X(limit_set, cuCtxSetLimit, (int limit, size_t value))                                         \
     X(function_blocks, cuOccupancyMaxActiveBlocksPerMultiprocessor,                                \
       (int *blocks, struct kvq_gpu_function *function, int threads, size_t shared))                \
     X(launch, cuLaunchKernel, (struct kvq_gpu_function *function, unsigned grid_x,                 \

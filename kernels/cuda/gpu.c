@@ -106,6 +106,26 @@ static int find_kernel(struct kvq_gpu *gpu, int kernel, char *text, size_t n)
     return 0;
 }
 
+// A thread's stack is as large as any kernel so far has needed, and the driver makes it larger in
+// the launch of one that needs more. That launch waits for all work of the context: also for a
+// stream that waits for a client. So the stack is made large enough here. Where it cannot be, that
+// is left to the launches.
+static int take_stack(const struct kvq_gpu *gpu, char *text, size_t n)
+{
+    const struct kvq_gpu_driver *d = gpu->driver;
+    int bytes = 0, most = 0, result = KVQ_GPU_OK;
+    size_t has = 0;
+    for (int kernel = 0; kernel < KVQ_KERNELS && result == KVQ_GPU_OK; kernel++) {
+        result = d->function_get(&bytes, KVQ_GPU_LOCAL_BYTES, gpu->functions[kernel]);
+        most = bytes > most ? bytes : most;
+    }
+    if (result)
+        return kvq_gpu_fault(d, result, "asking what the kernels need", text, n);
+    if (d->limit_get(&has, KVQ_GPU_LIMIT_STACK) == KVQ_GPU_OK && has < (size_t)most)
+        d->limit_set(KVQ_GPU_LIMIT_STACK, (size_t)most);
+    return 0;
+}
+
 int kvq_gpu_open_images(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver,
                         const struct kvq_gpu_image *images, char *text, size_t n)
 {
@@ -118,6 +138,8 @@ int kvq_gpu_open_images(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver
     for (int kernel = 0; kernel < KVQ_KERNELS; kernel++)
         if (find_kernel(gpu, kernel, text, n))
             goto error;
+    if (take_stack(gpu, text, n))
+        goto error;
     return 0;
 error:
     kvq_gpu_close(gpu);

@@ -47,8 +47,9 @@ struct kvq_gpu {
     struct kvq_gpu_function *functions[KVQ_KERNELS];
 };
 
-// Loads the kernels into the current context, whose device they then run on. 0, or -1 with a
-// sentence in text; nothing is left behind then.
+// Loads the kernels into the current context, whose device they then run on. May wait for the
+// context's work, so that no launch does. 0, or -1 with a sentence in text; nothing is left behind
+// then.
 int kvq_gpu_open(struct kvq_gpu *gpu, const struct kvq_gpu_driver *driver, char *text, size_t n);
 
 // The same with these images, ended by one whose name is NULL, all of them whole; NULL: with the

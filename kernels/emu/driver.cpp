@@ -40,6 +40,7 @@ struct device {
     gpu::emu_report report;
     std::recursive_mutex lock;
     void *context; // current; the same for all threads
+    size_t stack = gpu::EMU_DEFAULT_STACK;
 };
 device dev;
 
@@ -204,6 +205,20 @@ int function_get(int *value, int attribute, kvq_gpu_function *function)
 int function_set(kvq_gpu_function *function, int attribute, int value)
 {
     return gpu::emu_function_set(function, attribute, value, dev.options.shared_bytes);
+}
+
+int limit_get(size_t *value, int limit)
+{
+    *value = dev.stack;
+    return limit == KVQ_GPU_LIMIT_STACK ? KVQ_GPU_OK : KVQ_GPU_INVALID_VALUE;
+}
+
+int limit_set(int limit, size_t value)
+{
+    if (limit != KVQ_GPU_LIMIT_STACK)
+        return KVQ_GPU_INVALID_VALUE;
+    dev.stack = value;
+    return KVQ_GPU_OK;
 }
 
 int function_blocks(int *blocks, kvq_gpu_function *, int threads, size_t shared)

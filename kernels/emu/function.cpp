@@ -23,7 +23,11 @@ kvq_emu_options emu_complete(const kvq_emu_options *options)
 
 int emu_function_get(int *value, int attribute, const kvq_gpu_function *function)
 {
-    *value = attribute == KVQ_GPU_DYNAMIC_SHARED ? (int)function->dynamic_shared : 0;
+    *value = 0;
+    if (attribute == KVQ_GPU_DYNAMIC_SHARED)
+        *value = (int)function->dynamic_shared;
+    if (attribute == KVQ_GPU_LOCAL_BYTES && strstr(function->kernel->name, "attend_wide"))
+        *value = EMU_WIDE_STACK;
     return KVQ_GPU_OK;
 }
 

@@ -16,7 +16,11 @@ struct kvq_gpu_function {
 
 namespace gpu
 {
-enum { EMU_DEFAULT_SHARED = 48 * 1024 };
+enum {
+    EMU_DEFAULT_SHARED = 48 * 1024,
+    EMU_DEFAULT_STACK = 1024,
+    EMU_WIDE_STACK = 1280, // of wide attention, about what nvcc 13.0 makes of it for sm_90a
+};
 
 // Zeros of the options become what kvq_emu_set says.
 kvq_emu_options emu_complete(const kvq_emu_options *options);

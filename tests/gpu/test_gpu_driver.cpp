@@ -116,6 +116,23 @@ static void test_missing_kernel(void **)
     open_device(NULL);
 }
 
+// No launch has to make threads' stacks larger, for which the driver would wait for all work of the
+// context: opening the kernels has done it.
+static void test_stack(void **)
+{
+    size_t stack = 0;
+    int most = 0;
+    assert_int_equal(drv->limit_get(&stack, KVQ_GPU_LIMIT_STACK), KVQ_GPU_OK);
+    for (kvq_gpu_function *f : dev.functions) {
+        int bytes = 0;
+        assert_int_equal(drv->function_get(&bytes, KVQ_GPU_LOCAL_BYTES, f), KVQ_GPU_OK);
+        most = bytes > most ? bytes : most;
+    }
+    assert_true(stack >= (size_t)most);
+    if (gpu_device_is_emulated())
+        assert_true(most > 1024); // what CUDA begins with
+}
+
 // ---- Which cubins a device gets ----
 
 static vector<const void *> loaded;
@@ -537,6 +554,7 @@ int main(void)
         cmocka_unit_test(test_older_driver_than_compiler),
         cmocka_unit_test(test_places),
         cmocka_unit_test(test_no_context),
+        cmocka_unit_test(test_stack),
         cmocka_unit_test(test_missing_kernel),
         cmocka_unit_test(test_choice_of_images),
         cmocka_unit_test(test_images_have_kernels),

@@ -229,6 +229,7 @@ int context_release(int device)
     free_allocations(device);
     guard g(m.lock);
     c->retained = 0;
+    c->stack = 0;
     return KVQ_GPU_OK;
 }
 
@@ -310,6 +311,45 @@ int function_set(kvq_gpu_function *function, int attribute, int value)
     return gpu::emu_function_set(function, attribute, value, m.set.gpu.shared_bytes);
 }
 
+static size_t stack_of(const context *c)
+{
+    guard g(m.lock);
+    return c->stack ? c->stack : (size_t)gpu::EMU_DEFAULT_STACK;
+}
+
+int limit_get(size_t *value, int limit)
+{
+    const context *c = current();
+    if (!c)
+        return KVQ_GPU_INVALID_CONTEXT;
+    *value = stack_of(c);
+    return limit == KVQ_GPU_LIMIT_STACK ? KVQ_GPU_OK : KVQ_GPU_INVALID_VALUE;
+}
+
+// The memory of all stacks is made anew, so nothing runs meanwhile.
+int limit_set(int limit, size_t value)
+{
+    context *c = current();
+    if (!c)
+        return KVQ_GPU_INVALID_CONTEXT;
+    if (limit != KVQ_GPU_LIMIT_STACK || value == 0)
+        return KVQ_GPU_INVALID_VALUE;
+    const int result = sync_device(c);
+    guard g(m.lock);
+    c->stack = result ? c->stack : value;
+    return result;
+}
+
+// As a launch does for a kernel that needs more stack than there is.
+static int grow_stack(kvq_gpu_function *f)
+{
+    int bytes = 0;
+    const context *c = current();
+    function_get(&bytes, KVQ_GPU_LOCAL_BYTES, f);
+    return c && (size_t)bytes > stack_of(c) ? limit_set(KVQ_GPU_LIMIT_STACK, (size_t)bytes)
+                                            : KVQ_GPU_OK;
+}
+
 int function_blocks(int *blocks, kvq_gpu_function *, int threads, size_t shared)
 {
     return gpu::emu_function_blocks(blocks, threads, shared, m.set.gpu.shared_bytes);
@@ -353,8 +393,9 @@ int launch(kvq_gpu_function *f, unsigned grid_x, unsigned grid_y, unsigned grid_
         refuse("%s", text);
         return KVQ_GPU_INVALID_VALUE; // nothing ran, so nothing is broken
     }
+    result = grow_stack(f);
     work w;
     w.run = [=](const run_at &at) { return run_kernel(job, at); };
-    return give(stream, std::move(w));
+    return result ? result : give(stream, std::move(w));
 }
 } // namespace soft

@@ -100,6 +100,7 @@ static bool takes_time(call row)
 {
     switch (row) {
     case CALL_context_sync:
+    case CALL_limit_set:
     case CALL_stream_sync:
     case CALL_event_sync:
     case CALL_memory_alloc:

@@ -220,6 +220,7 @@ struct context {
     int retained;
     stream_ptr standard; // the default stream
     std::vector<connection_ptr> lines;
+    size_t stack; // bytes of a thread's; 0: as at first
 };
 
 struct machine {
