@@ -179,6 +179,9 @@ void kvq_bucket_close(kvq_bucket **bucket)
         kvq_local_abort(b->local);
     if (b->used)
         d->stream_sync(b->stream);
+    for (uint32_t i = 0; i < KVQ__HANDLES; i++)
+        if (b->local->sessions[i] && b->local->sessions[i]->bucket == b)
+            b->local->sessions[i]->bucket = NULL;
     for (int i = 0; i < SLOTS; i++) {
         if (b->slots[i].memory)
             d->host_free(b->slots[i].memory);
@@ -203,10 +206,26 @@ void kvq_bucket_close(kvq_bucket **bucket)
 
 // ---- Steps ----
 
+static bool is_another(const struct kvq_bucket *b, const struct kvq_gpu_stream *stream)
+{
+    return b->used && (stream != b->stream || stream == KVQ_GPU_STREAM_OF_THREAD);
+}
+
+int kvq__bucket_follow(const struct kvq_bucket *b, struct kvq_gpu_stream *stream)
+{
+    const struct kvq_gpu_driver *d = b->local->here.driver;
+    if (!is_another(b, stream))
+        return KVQ_OK;
+    int result = d->event_record(b->slots[b->slot].passed, b->stream);
+    result = result ? result : d->stream_wait(stream, b->slots[b->slot].passed, 0);
+    return result ? kvq__local_fault(b->local, result, "waiting for another bucket's stream")
+                  : KVQ_OK;
+}
+
 int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)
 {
     const struct kvq_gpu_driver *d = b->local->here.driver;
-    const bool moves = stream != b->stream || stream == KVQ_GPU_STREAM_OF_THREAD;
+    const bool moves = is_another(b, stream);
     int result = KVQ_GPU_OK;
     assert(b->slot < SLOTS);
     if (b->slots[b->slot].used)

@@ -100,6 +100,7 @@ struct kvq__local_session {
     size_t table_bytes;
     struct kvq_gpu_piece piece; // a GPU's: the one that kernels read
     uint64_t published;         // on a GPU: the table's count of tokens; UINT64_MAX: unknown
+    struct kvq_bucket *bucket;  // of its last step: that bucket's stream may still read it; or NULL
     bool sharded;               // its steps publish no table: other shards may end later
     uint64_t known;             // extents
     bool lacking;               // some extents could not be mapped
@@ -290,6 +291,8 @@ struct kvq_bucket {
     uint32_t *narrow_rows; // of each layer's batch, if it is launched by itself
 };
 
+// Makes a stream wait for what was given to the bucket's.
+int kvq__bucket_follow(const struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
 // Takes the next slot, which no batch was written to; waits until the stream has copied its earlier
 // contents.
 int kvq__bucket_turn(struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);

@@ -136,6 +136,7 @@ void kvq__local_join(struct kvq_local *local, const struct kvq_entry *e)
     s->in_step = true;
     s->past = e->position;
     s->append = e->append;
+    s->bucket = local->bucket;
     memset(s->appended, 0, sizeof s->appended);
     memset(s->lacks, 0, sizeof s->lacks);
     local->members[local->n_members++] = s;

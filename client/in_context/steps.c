@@ -94,14 +94,29 @@ static void blame(struct kvq_local *local, uint32_t m)
     }
 }
 
+// What streams still read is about to be written: those of pending sessions' last steps, which may
+// be others than this step's.
+static int await_readers(const struct kvq_local *local, const struct kvq_entry *entries, uint32_t n)
+{
+    const struct kvq_bucket *last = NULL;
+    int result = KVQ_GPU_OK;
+    for (uint32_t i = 0; i < n && result == KVQ_GPU_OK; i++) {
+        const struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        if (entries[i].status != PENDING || !s->bucket || s->bucket == last)
+            continue;
+        last = s->bucket;
+        result = local->here.driver->stream_sync(last->stream);
+    }
+    return result ? kvq__local_fault(local, result, "waiting for an earlier step") : KVQ_OK;
+}
+
 static int publish_pending(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     struct kvq_step_work work;
     uint32_t m;
-    // What the stream still reads is about to be written.
-    int result = local->bucket ? local->here.driver->stream_sync(local->stream) : KVQ_GPU_OK;
-    if (result != KVQ_GPU_OK)
-        return kvq__local_fault(local, result, "waiting for the stream");
+    int waited = await_readers(local, entries, n);
+    if (waited)
+        return waited;
     while ((m = gather_pending(local, entries, n, &work))) {
         int rc = kvq__step_run(local->queue, &work, local->some, m, local->extents);
         blame(local, m);

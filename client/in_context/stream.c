@@ -101,6 +101,24 @@ static int set_up_noted(struct kvq_local *local, struct kvq_bucket *b, struct kv
     return rc ? rc : fill_noted(b, entries, n);
 }
 
+// Behind the last steps of its sessions, also where these were on other buckets' streams: what they
+// left is read now.
+static int follow_other_buckets(const struct kvq_local *local, const struct kvq_bucket *b,
+                                const struct kvq_entry *entries, uint32_t n,
+                                struct kvq_gpu_stream *stream)
+{
+    const struct kvq_bucket *last = b;
+    int rc = KVQ_OK;
+    for (uint32_t i = 0; i < n && rc == KVQ_OK; i++) {
+        const struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
+        if (!s || !s->bucket || s->bucket == b || s->bucket == last)
+            continue;
+        last = s->bucket;
+        rc = kvq__bucket_follow(last, stream);
+    }
+    return rc;
+}
+
 static int begin_in_bucket(struct kvq_local *local, struct kvq_bucket *b, struct kvq_entry *entries,
                            uint32_t n, struct kvq_gpu_stream *stream)
 {
@@ -109,7 +127,9 @@ static int begin_in_bucket(struct kvq_local *local, struct kvq_bucket *b, struct
     local->stream = stream;
     if (*local->why)
         return kvq__through_begin(local, entries, n);
-    int rc = kvq__local_begin(local, entries, n);
+    int rc = follow_other_buckets(local, b, entries, n, stream);
+    if (rc == KVQ_OK)
+        rc = kvq__local_begin(local, entries, n);
     if (rc == KVQ_OK)
         rc = kvq__bucket_turn(b, stream);
     return rc ? rc : set_up_noted(local, b, entries, n);

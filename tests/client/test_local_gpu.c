@@ -2,6 +2,7 @@
 //
 // Attention in the engine's own context on a GPU, the software driver's: the same steps there, on
 // the engine's stream or replayed from a captured graph, and by the daemon give the same bits.
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -424,6 +425,105 @@ static void test_another_stream(void **state)
     lg_close_pair(p);
 }
 
+// The same with another bucket: the session's table and blocks are what the last step leaves.
+static void test_another_bucket(void **state)
+{
+    struct kvq_gpu_stream *first = rig.stream, *other;
+    kvq_bucket *bucket;
+    struct lg_pair p[1];
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    if (kvq_queue_order(rig.queue) == KVQ_ORDER_HOST)
+        skip(); // the end of a step waits for the stream there
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    bucket = rig.bucket;
+    lg_step(p, 1, 40, NULL);
+    OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
+    OK(drv.stream_sync(first));
+    soft_stall(first, true);
+    assert_int_equal(lg_step_here(p, p->tokens, 1), 0);
+    rig.stream = other;
+    lg_open_bucket(p->here, 64);
+    struct lg_pair next = p[0];
+    next.tokens++;
+    struct lg_batch b = lg_batch_of(&next, 1, 1, true);
+    const struct kvq_work w = lg_work_of(0, true);
+    lg_all_fine(lg_begin(&b), &b);
+    lg_all_fine(lg_attend(&w, &b), &b);
+    int looks = 0;
+    while (looks < 100000 && drv.stream_query(other) == KVQ_GPU_NOT_READY)
+        looks++;
+    soft_stall(first, false);
+    assert_int_equal(looks, 100000);
+    OK(drv.stream_sync(first));
+    OK(drv.stream_sync(other));
+    kvq_local_abort(rig.local);
+    rig.stream = first;
+    kvq_bucket_close(&rig.bucket);
+    kvq_bucket_close(&bucket);
+    OK(drv.stream_destroy(other));
+    lg_close_pair(p);
+}
+
+static pthread_mutex_t in_call = PTHREAD_MUTEX_INITIALIZER; // the main thread is
+
+// Lets a stream go on that a call may wait for, after many looks whether the call has returned.
+static void *let_go(void *stream)
+{
+    int others = 1;
+    for (int i = 0; i < 100000 && others; i++) {
+        drv.stream_query(stream);
+        others = pthread_mutex_trylock(&in_call);
+    }
+    if (!others)
+        pthread_mutex_unlock(&in_call);
+    soft_stall(stream, false);
+    return NULL;
+}
+
+// A step that only reads, under way on one stream, and then a session that was changed, on another:
+// its table is not written anew before the first stream has read it.
+static void test_table_read_by_another_stream(void **state)
+{
+    struct kvq_gpu_stream *first = rig.stream, *other;
+    struct kvq_gpu_event *read;
+    struct lg_pair p[1];
+    pthread_t thread;
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 40, NULL);
+    OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
+    OK(drv.stream_sync(first));
+    struct lg_batch b = lg_batch_of(p, 1, 0, true);
+    b.entries[0].queries = 1;
+    const struct kvq_work w = lg_work_of(0, true);
+    lg_all_fine(lg_begin(&b), &b);
+    soft_stall(first, true);
+    lg_all_fine(lg_attend(&w, &b), &b);
+    lg_all_fine(kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, first), &b);
+    OK(drv.event_create(&read, KVQ_GPU_EVENT_UNTIMED));
+    OK(drv.event_record(read, first));
+    const uint64_t to = p->tokens - 1;
+    fine(kvq_truncate(rig.queue, b.entries, &to, 1));
+    b.entries[0].position = to;
+    pthread_mutex_lock(&in_call);
+    assert_int_equal(pthread_create(&thread, NULL, let_go, first), 0);
+    rig.stream = other;
+    lg_all_fine(lg_begin(&b), &b);
+    assert_int_equal(drv.event_query(read), KVQ_GPU_OK);
+    pthread_mutex_unlock(&in_call);
+    pthread_join(thread, NULL);
+    kvq_local_abort(rig.local);
+    rig.stream = first;
+    kvq_bucket_close(&rig.bucket);
+    OK(drv.stream_destroy(other));
+    OK(drv.event_destroy(read));
+    lg_close_pair(p);
+}
+
 // What is not finite is found when nobody waits; the next end tells, and the session stands as
 // before the step that had it. Where the host orders requests it waits, and that end tells itself.
 static void test_not_finite(void **state)
@@ -495,6 +595,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_another_stream, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_another_bucket, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_table_read_by_another_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_daemon_dies, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_300_replays, lg_setup, lg_teardown),
