@@ -146,7 +146,9 @@ int kvq__gpu_buffer_read(const kvq_buffer *b, uint64_t offset, void *to, size_t 
     assert(b->kind != KVQ__BUFFER_HOST && offset <= b->bytes && n <= b->bytes - offset);
     const struct kvq_gpu_driver *driver = b->here.driver;
     struct kvq_gpu_context *before = kvq__context_enter(&b->here);
-    int result = driver->copy_out(to, b->at + offset, n, NULL);
+    int result = driver->context_sync();
+    if (result == KVQ_GPU_OK)
+        result = driver->copy_out(to, b->at + offset, n, NULL);
     if (result == KVQ_GPU_OK)
         result = driver->stream_sync(NULL);
     kvq__context_leave(&b->here, before);

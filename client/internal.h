@@ -324,7 +324,8 @@ int kvq__gpu_buffer_reach(const kvq_buffer *buffer, const struct kvq__gpu_contex
 bool kvq__gpu_buffer_reached(const kvq_buffer *buffer);
 // A buffer's first byte for kernels of this process in that context; 0: they cannot use it.
 kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *buffer, const struct kvq__gpu_context *here);
-// Copies n bytes out of a buffer on a GPU, after the work of the default stream.
+// Copies n bytes out of a buffer on a GPU, after all work of its context: the default stream does
+// not wait for streams like PyTorch's.
 int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, size_t n);
 
 // ---- buffer.c: buffers, and telling the daemon ----
