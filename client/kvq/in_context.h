@@ -57,7 +57,8 @@ struct kvq_local_options {
     void *parallel_context;
 };
 
-/* Opens a kvq_local, which belongs to the queue's thread. options may be NULL. Release with
+/* Opens a kvq_local, which belongs to the queue's thread. options may be NULL. The first one for a
+ * GPU may wait for the work that the current context was given before. Release with
  * kvq_local_close, before the queue is closed. */
 KVQ_API KVQ_CHECK int kvq_local_open(kvq_queue *queue, const struct kvq_local_options *options,
                                      kvq_local **local);
