@@ -203,7 +203,7 @@ struct kvq_gpu_attend_launch {
     uint32_t blocks;              // of the grid; 0: as many as can run at the same time
     struct kvq_gpu_stream *stream;
 };
-enum { KVQ_GPU_ATTEND_LAUNCHES = 2 }; // that it is at most
+// One kernel for narrow items, if the limits have some, and one for wide ones.
 int kvq_gpu_attend(const struct kvq_gpu *gpu, const struct kvq_gpu_attend_launch *launch,
                    char *text, size_t n);
 

@@ -184,6 +184,22 @@ static void test_room_of_cut_calls(void **state)
     assert_true(size > 0);
 }
 
+// A call that is launched 256 times takes nearly as many operations as a queue takes, and no more.
+static void test_many_cut_queries(void **state)
+{
+    enum { LONG = 700, QUERIES = 256 };
+    (void)state;
+    stream_session(&one, "long", "f16");
+    assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_entry_wire e = {.handle = one.session, .position = LONG, .queries = QUERIES};
+    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
+    r.out = kit_view(&one.m, BUFFER / 2, 2 * HEADS, DIM, KVQ_F32);
+    kit.core->config.work_stream_workspace = 4096;
+    assert_int_equal(kit_request(&one.m, &r, &e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+}
+
 // With little memory for what a request hands to the GPU.
 static int small_setup(void **state)
 {
@@ -204,6 +220,7 @@ int main(void)
         ON_STREAMS(test_many_pieces),
         ON_STREAMS(test_many_sessions),
         ON_STREAMS(test_read_together),
+        ON_STREAMS(test_many_cut_queries),
         cmocka_unit_test_setup_teardown(test_room_of_cut_calls, small_setup, stream_teardown),
     };
     return cmocka_run_group_tests_name("core_depth", tests, NULL, NULL);

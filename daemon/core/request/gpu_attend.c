@@ -72,8 +72,9 @@ static int launch_attend(struct kvq__wave *wave, const struct batch *b,
     int result = d->fill8(stream->workspace, 0, counters, stream->gpu_stream);
     if (result)
         return kvq__gpu_failed(stream->gpu, result, "preparing attention");
+    const uint32_t kernels = (limits->narrow_items > 0) + (limits->wide_items > 0);
     return kvq__wave_launched(
-        wave, 1 + KVQ_GPU_ATTEND_LAUNCHES,
+        wave, 1 + kernels,
         kvq_gpu_attend(kvq__gpu_kernels(stream->gpu), &l, wave->text, sizeof wave->text));
 }
 
@@ -163,11 +164,14 @@ size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
     return cost_of(q, i).batches + sizeof(struct kvq_attend) + sizeof(uint64_t) + 256;
 }
 
-// A copy and zeros come before each launch.
+// A copy and zeros come before each launch, which is of one kernel: a session's rows are all narrow
+// or all wide. Sessions that are launched together may have both, and take less than each alone.
+enum { OPS = 3 };
+
 uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
 {
     uint32_t launches = q->work[i].attend.call.q_tokens == 1 ? 1 : cost_of(q, i).launches;
-    return launches * (2 + KVQ_GPU_ATTEND_LAUNCHES);
+    return launches * OPS;
 }
 
 // All calls of the wave that stand from `from` on and belong to the first of them, moved to the
