@@ -431,10 +431,11 @@ static void test_another_bucket(void **state)
     struct kvq_gpu_stream *first = rig.stream, *other;
     kvq_bucket *bucket;
     struct lg_pair p[1];
+    const char *order = getenv("KVQ_GPU_ORDER");
     (void)state;
-    lg_open_local(KVQ_LOCAL_REQUIRE);
-    if (kvq_queue_order(rig.queue) == KVQ_ORDER_HOST)
+    if (order && strcmp(order, "host") == 0)
         skip(); // the end of a step waits for the stream there
+    lg_open_local(KVQ_LOCAL_REQUIRE);
     lg_open_pair("oscar2", p);
     lg_open_bucket(p->here, 64);
     bucket = rig.bucket;
