@@ -301,9 +301,6 @@ class Package(Test):
             self.fails(kvq.Code.E_POSITION, local.step, [here], 1)
             here.tokens = 400
             local.remove(here)
-        if "torch" not in sys.modules:
-            with self.assertRaisesRegex(ValueError, "torch is not imported"):
-                self.queue.local(threads="torch")
         os.environ["KVQ_LOCAL"] = "daemon"
         try:
             self.fails(kvq.Code.E_UNSUPPORTED, self.queue.local, require=True)

@@ -2,6 +2,7 @@
 """What a queue keeps while requests are under way; python.py runs these."""
 import gc
 import signal
+import sys
 import unittest.mock
 import weakref
 
@@ -56,6 +57,12 @@ class Queues(Test):
                    text=("64 queues", "close some, or connect another client"))
         queues[0].close()
         self.client.queue().nop()
+
+    def test_threads_of_what_is_not_there(self):
+        with unittest.mock.patch.dict(sys.modules):
+            sys.modules.pop("torch", None)
+            with self.assertRaisesRegex(ValueError, "torch is not imported"):
+                self.queue.local(threads="torch")
 
 
 class Tickets(Test):
