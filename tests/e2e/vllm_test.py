@@ -488,7 +488,8 @@ class Refused(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "fromat"):
             checks.options(made)
         for name, value, says in (("prefix", "false", "prefix='false'.* takes true or false"),
-                                  ("prefix", 0, "prefix=0"), ("threads", "2", "takes an integer"),
+                                  ("prefix", 0, "prefix=0"),
+                                  ("threads", "2", "an integer or \"torch\""),
                                   ("threads", True, "threads=True"), ("model", 7, "takes a text"),
                                   ("format", None, "format=None.* 'oscar4'")):
             made.kv_transfer_config.kv_connector_extra_config = {name: value}
@@ -497,6 +498,8 @@ class Refused(unittest.TestCase):
         told = {"prefix": False, "threads": 2, "model": "mine", "namespace": None}
         made.kv_transfer_config.kv_connector_extra_config = told
         self.assertEqual({n: getattr(checks.options(made), n) for n in told}, told)
+        told["threads"] = "torch"
+        self.assertEqual(checks.options(made).threads, "torch")
 
     def test_unasked(self):
         """An installed plug-in changes nothing."""

@@ -23,6 +23,8 @@ REQUIRE = 1
 
 def _threads(asked):
     """Fields of LocalOptions."""
+    if isinstance(asked, str) and asked != "torch":
+        raise ValueError(f"threads is {asked!r}; it can be a number, or \"torch\"")
     if asked != "torch":
         return {"threads": integer("threads", asked)}
     number, openmp = torch_threads()

@@ -17,7 +17,7 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
-enum { BRIEF_TOKENS = 16 }; // of a request that only appends
+enum { BRIEF_TOKENS = 16 }; // a request that only appends, and no more than these, is brief
 
 enum { NEED_COUNT = 1, NEW_WORK = 2 }; // the operation needs entries; is refused while draining
 

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import os
 from dataclasses import dataclass
-from typing import Optional, Union
+from typing import Literal, Optional, Union, get_args, get_origin
 
 from ..client import HEAD_DIMS
 from ..configuration import identity, rope_by_length
@@ -12,7 +12,8 @@ from . import CONNECTOR
 
 MOST_QUERIES = 32768  # tokens of one session in a request
 MOST_SESSIONS = 1024  # of a request
-_KINDS = {str: "a text", int: "an integer", bool: "true or false"}
+_TORCH = Literal["torch"]
+_KINDS = {str: "a text", int: "an integer", bool: "true or false", _TORCH: "\"torch\""}
 _SAMPLES, _SAMPLE = 256, 4096  # of a file of weights: places, and bytes at each
 
 
@@ -28,9 +29,13 @@ class Options:
     attention: str = "default"
     namespace: Optional[str] = None
     runtime_dir: Optional[str] = None
-    threads: Union[int, str] = "torch"
+    threads: Union[int, _TORCH] = "torch"
     prefix: bool = True
     model: Optional[str] = None
+
+
+def _is(value, kind):
+    return value in get_args(kind) if get_origin(kind) is Literal else type(value) is kind
 
 
 def options(config):
@@ -42,12 +47,12 @@ def options(config):
         refuse(f"kv_connector_extra_config has {', '.join(unknown)}", "kvq knows no such option",
                f"it can have {', '.join(known)}")
     for name, value in given.items():
-        default = known[name].default
-        kind = str if default is None else type(default)
-        if type(value) is not kind and value is not default:
+        kind = known[name].type
+        kinds = get_args(kind) if get_origin(kind) is Union else (kind,)
+        if not any(_is(value, one) for one in kinds):
             refuse(f"kv_connector_extra_config has {name}={value!r}",
-                   f"kvq takes {_KINDS[kind]} there",
-                   f"without it, it is {default!r}")
+                   f"kvq takes {' or '.join(_KINDS[k] for k in kinds if k in _KINDS)} there",
+                   f"without it, {name} is {known[name].default!r}")
     return Options(**given)
 
 
