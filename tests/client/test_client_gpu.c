@@ -584,22 +584,6 @@ static void test_capture(void **state)
     kvq_buffer_close(&gpu.buffer);
 }
 
-static pthread_mutex_t in_call = PTHREAD_MUTEX_INITIALIZER; // the main thread is
-
-// Lets a stream go on that a call may wait for, after many looks whether the call has returned.
-static void *let_stream_go(void *stream)
-{
-    int others = 1;
-    for (int i = 0; i < 100000 && others; i++) {
-        drv.stream_query(stream);
-        others = pthread_mutex_trylock(&in_call);
-    }
-    if (!others)
-        pthread_mutex_unlock(&in_call);
-    soft_stall(stream, false);
-    return NULL;
-}
-
 // Tensors that a stream of the engine's has yet to write are captured as it writes them: the
 // default stream does not wait for that stream.
 static void test_capture_behind_a_stream(void **state)
@@ -609,7 +593,6 @@ static void test_capture_behind_a_stream(void **state)
     struct run gpu = {0};
     char path[96];
     void *pinned;
-    pthread_t thread;
     snprintf(path, sizeof path, "%s/capture", rig.daemon.directory);
     fine(kvq_buffer_create_on(rig.client, NULL, ARENA, &gpu.buffer));
     const kvq_gpu_ptr at = (uintptr_t)kvq_buffer_device(gpu.buffer);
@@ -618,11 +601,9 @@ static void test_capture_behind_a_stream(void **state)
     OK(drv.stream_sync(rig.stream));
     soft_stall(rig.stream, true);
     OK(drv.copy_in(at, pinned, 512 << 10, rig.stream));
-    pthread_mutex_lock(&in_call);
-    assert_int_equal(pthread_create(&thread, NULL, let_stream_go, rig.stream), 0);
+    soft_call_begin(rig.stream);
     size_t n = capture(&gpu, path, in_time, sizeof in_time);
-    pthread_mutex_unlock(&in_call);
-    pthread_join(thread, NULL);
+    soft_call_end();
     OK(drv.stream_sync(rig.stream));
     assert_int_equal(capture(&gpu, path, late, sizeof late), n);
     assert_memory_equal(in_time, late, n);

@@ -2,7 +2,6 @@
 //
 // Attention in the engine's own context on a GPU, the software driver's: the same steps there, on
 // the engine's stream or replayed from a captured graph, and by the daemon give the same bits.
-#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -467,22 +466,6 @@ static void test_another_bucket(void **state)
     lg_close_pair(p);
 }
 
-static pthread_mutex_t in_call = PTHREAD_MUTEX_INITIALIZER; // the main thread is
-
-// Lets a stream go on that a call may wait for, after many looks whether the call has returned.
-static void *let_go(void *stream)
-{
-    int others = 1;
-    for (int i = 0; i < 100000 && others; i++) {
-        drv.stream_query(stream);
-        others = pthread_mutex_trylock(&in_call);
-    }
-    if (!others)
-        pthread_mutex_unlock(&in_call);
-    soft_stall(stream, false);
-    return NULL;
-}
-
 // A step that only reads, under way on one stream, and then a session that was changed, on another:
 // its table is not written anew before the first stream has read it.
 static void test_table_read_by_another_stream(void **state)
@@ -490,7 +473,6 @@ static void test_table_read_by_another_stream(void **state)
     struct kvq_gpu_stream *first = rig.stream, *other;
     struct kvq_gpu_event *read;
     struct lg_pair p[1];
-    pthread_t thread;
     (void)state;
     lg_open_local(KVQ_LOCAL_REQUIRE);
     lg_open_pair("oscar2", p);
@@ -510,13 +492,11 @@ static void test_table_read_by_another_stream(void **state)
     const uint64_t to = p->tokens - 1;
     fine(kvq_truncate(rig.queue, b.entries, &to, 1));
     b.entries[0].position = to;
-    pthread_mutex_lock(&in_call);
-    assert_int_equal(pthread_create(&thread, NULL, let_go, first), 0);
+    soft_call_begin(first);
     rig.stream = other;
     lg_all_fine(lg_begin(&b), &b);
     assert_int_equal(drv.event_query(read), KVQ_GPU_OK);
-    pthread_mutex_unlock(&in_call);
-    pthread_join(thread, NULL);
+    soft_call_end();
     kvq_local_abort(rig.local);
     rig.stream = first;
     kvq_bucket_close(&rig.bucket);

@@ -5,6 +5,7 @@
 
 #include <dirent.h>
 #include <dlfcn.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -403,6 +404,37 @@ static void answer(int socket, const struct soft_question *q, int fd)
         close(back);
     if (fd >= 0)
         close(fd);
+}
+
+// ---- Calls that may wait for a stalled stream ----
+
+static pthread_mutex_t in_call = PTHREAD_MUTEX_INITIALIZER; // the main thread is
+static pthread_t releaser;
+
+static void *let_stream_go(void *stalled)
+{
+    enum { LOOKS = 100000 };
+    int others = 1;
+    for (int i = 0; i < LOOKS && others; i++) {
+        drv.stream_query(stalled);
+        others = pthread_mutex_trylock(&in_call);
+    }
+    if (!others)
+        pthread_mutex_unlock(&in_call);
+    soft_stall(stalled, false);
+    return NULL;
+}
+
+void soft_call_begin(struct kvq_gpu_stream *stalled)
+{
+    pthread_mutex_lock(&in_call);
+    assert_int_equal(pthread_create(&releaser, NULL, let_stream_go, stalled), 0);
+}
+
+void soft_call_end(void)
+{
+    pthread_mutex_unlock(&in_call);
+    pthread_join(releaser, NULL);
 }
 
 void soft_serve_if_peer(int argc, char **argv)

@@ -24,6 +24,11 @@ extern struct kvq_soft_control *(*soft_control)(void);
 extern void (*soft_stall)(struct kvq_gpu_stream *stream, bool held);
 extern void (*soft_seed)(uint64_t seed);
 
+// Around a call that may wait for a stalled stream: a thread lets the stream go on when the call
+// has returned, or after so many looks that a call which does not wait has returned before.
+void soft_call_begin(struct kvq_gpu_stream *stalled);
+void soft_call_end(void);
+
 // Flags of a kvqd that has this driver's GPU, for daemon_kit.
 extern const char *const soft_daemon_flags[];
 
