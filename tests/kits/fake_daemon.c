@@ -18,6 +18,7 @@
 
 #include "kernels/layout.h"
 #include "proto/ring.h"
+#include "proto/sync.h"
 #include "proto/wire.h"
 
 struct fake_daemon {
@@ -35,8 +36,8 @@ struct fake_daemon {
     bool deaf;
     uint8_t held[KVQ_MAX_MESSAGE]; // the request whose reply is late
     size_t held_bytes;
-    uint32_t held_id, cancels, closes, appends;
-    uint32_t made; // the request that made a buffer
+    uint32_t held_id, made;            // requests: whose reply is late, that made a buffer
+    uint32_t cancels, closes, appends; // words: a test reads them while the thread serves
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
 };
@@ -234,9 +235,9 @@ static bool answer_buffers(struct fake_daemon *d, const Kvq__Request *request, K
         return true;
     }
     if (request->command_case == KVQ__REQUEST__COMMAND_CANCEL)
-        d->cancels += d->made && request->cancel->request == d->made;
+        kvq_word_add(&d->cancels, d->made && request->cancel->request == d->made);
     return request->command_case == KVQ__REQUEST__COMMAND_CLOSE_BUFFER &&
-           ++d->closes <= d->script.busy_closes;
+           kvq_word_add(&d->closes, 1) <= d->script.busy_closes;
 }
 
 // ---- In-context mode ----
@@ -377,7 +378,7 @@ static bool hold(struct fake_daemon *d, const Kvq__Request *request, size_t byte
     }
     if (request->command_case != KVQ__REQUEST__COMMAND_CANCEL || d->held_bytes == 0)
         return false;
-    d->cancels += request->cancel->request == d->held_id;
+    kvq_word_add(&d->cancels, request->cancel->request == d->held_id);
     must(kvq_request_unpack(d->held, d->held_bytes, &d->arena, &held, text) == 0, text);
     d->held_bytes = 0;
     answer(d, held);
@@ -436,7 +437,8 @@ static void receive_command(struct fake_daemon *d)
 static void complete(struct fake_daemon *d, const struct kvq_request *r, uint32_t seq,
                      uint32_t count, int status, uint32_t extra_slots)
 {
-    bool full = d->script.ring == FAKE_NO_ROOM && r->op == KVQ_OP_APPEND && d->appends == 1;
+    bool full =
+        d->script.ring == FAKE_NO_ROOM && r->op == KVQ_OP_APPEND && kvq_word_load(&d->appends) == 1;
     int first = full ? KVQ_E_QUOTA : 0;
     int second = d->script.ring == FAKE_POSITIVE_RESULT ? 5 : first ? first : KVQ_E_POSITION;
     struct kvq_completion done = {.seq = seq, .status = status, .count = (uint16_t)count};
@@ -473,7 +475,7 @@ static bool take(struct fake_daemon *d, struct kvq_request *r)
 static void misbehave(struct fake_daemon *d, const struct kvq_request *r)
 {
     uint32_t count = r->count;
-    d->appends += r->op == KVQ_OP_APPEND;
+    kvq_word_add(&d->appends, r->op == KVQ_OP_APPEND);
     switch (d->script.ring) {
     case FAKE_WRONG_SEQ:
         complete(d, r, r->seq + 99, count, 0, 0);
@@ -599,15 +601,15 @@ void fake_stop(struct fake_daemon **daemon)
 
 uint32_t fake_cancels(const struct fake_daemon *daemon)
 {
-    return daemon->cancels;
+    return kvq_word_load_acquire(&daemon->cancels);
 }
 
 uint32_t fake_closes(const struct fake_daemon *daemon)
 {
-    return daemon->closes;
+    return kvq_word_load_acquire(&daemon->closes);
 }
 
 uint32_t fake_appends(const struct fake_daemon *daemon)
 {
-    return daemon->appends;
+    return kvq_word_load_acquire(&daemon->appends);
 }
