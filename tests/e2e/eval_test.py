@@ -680,19 +680,20 @@ class BenchEngines(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "measured.json")
             done = self.bench("--small", "--tokens", "256", "--threads", "1", "--rounds", "2",
-                              "--rows", "static,kvq:kvq2/fast,kvq:16bit@daemon,nonsense",
+                              "--rows", "static,empty,kvq:kvq2/fast,kvq:16bit@daemon,nonsense",
                               "--json", path)
             self.assertEqual(done.returncode, 1, done.stderr)
             with open(path, encoding="utf-8") as file:
                 measured, = json.load(file)
         self.assertIn("not measured: nonsense: ValueError: 'nonsense' is no row", done.stdout)
         rows = measured["rows"]
-        self.assertEqual(list(rows), ["static", "kvq:kvq2/fast", "kvq:16bit@daemon"])
+        self.assertEqual(list(rows), ["static", "empty", "kvq:kvq2/fast", "kvq:16bit@daemon"])
         for name, row in rows.items():
             self.assertEqual(len(row["ms"]), 2, name)
             self.assertIn(f"| `{name}` |", done.stdout)
         values = 256 * 2 * 2 * 2 * 128  # of two layers with two KV heads
         self.assertGreater(rows["static"]["bytes"], 2 * values)
+        self.assertLess(rows["empty"]["bytes"], values / 8)  # the tokens that were decoded
         self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of three pages are packed
         self.assertGreater(rows["kvq:kvq2/fast"]["resident"], 64 << 20)  # kvqd has taken an extent
 

@@ -3,6 +3,8 @@
 """Rows of bench-engines.py that run in transformers: its own caches, and kvq.
 
     static, dynamic          StaticCache, DynamicCache: bfloat16, attention by SDPA
+    empty                    a DynamicCache that is not filled: the time of all but attention to
+                             the past, which no cache can beat
     quanto4, quanto2,        QuantizedCache
     hqq4, hqq2
     kvq:FORMAT[/PATH][@WHERE]   KvqCache, each row with a daemon of its own; exact unless PATH is
@@ -66,12 +68,14 @@ class Own(Model):
         config = self.model.config
         if name == "static":
             self.cache = transformers.StaticCache(config, max_cache_len=tokens + ROOM)
-        elif name == "dynamic":
+        elif name in ("dynamic", "empty"):
             self.cache = transformers.DynamicCache(config=config)
         elif name.rstrip("0123456789") in BACKENDS:
             self.cache = Peer(worker.models, name).make()
         else:
             raise ValueError(f"{name!r} is no row; see --help")
+        if name == "empty":
+            return
         k, v = (torch.randn(1, SHAPE["kv_heads"], tokens, SHAPE["head_dim"]).bfloat16()
                 for _ in "kv")
         for layer in range(SHAPE["layers"]):
