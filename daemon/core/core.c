@@ -201,7 +201,8 @@ void kvq__core_close(struct kvq__core **pointer)
     assert(!core->packer.session && TAILQ_EMPTY(&core->flights));
     TAILQ_FOREACH (ns, &core->namespaces, link)
         while ((s = TAILQ_FIRST(&ns->sessions)))
-            kvq__session_end(s, "the daemon ends");
+            kvq__session_end(s,
+                             kvq__is_kept(s) ? "the daemon ends; it is saved" : "the daemon ends");
     kvq__ended_close(core);
     TAILQ_FOREACH (ns, &core->namespaces, link)
         kvq__prefixes_close(core, ns);

@@ -119,7 +119,7 @@ class Saves(Stored):
             tokens.feed(self.queue, session, 300, attend=False)
         gone = self.daemon.wait_log('event=session_dropped .*session="?kept')
         self.assertIn("time that it is kept is over", gone)
-        self.assertNotIn("not saved", gone)
+        self.assertIn("is over; it is saved", gone)
         self.again()
         self.assertEqual(self.client.session(name="kept", must_exist=True).tokens, 300)
         with Daemon(keep_seconds=1) as daemon:

@@ -63,7 +63,8 @@ static void act_when_due(struct kvq__session *s)
     assert(!s->timer.listed && s->published);
     s->core->lookup.looks++;
     if (kvq__group_expired(s)) { // and then so are its other shards, each in its turn
-        kvq__session_end(s, "the time that it is kept is over");
+        kvq__session_end(s, kvq__is_kept(s) ? "the time that it is kept is over; it is saved"
+                                            : "the time that it is kept is over");
     } else if (kvq__group_is_open(s)) {
         return; // whoever closes it last sets it again
     } else if (s->core->now - s->idle_since < s->spec.keep_ns) {

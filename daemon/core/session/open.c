@@ -635,9 +635,13 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
     if (rc < 0)
         return rc;
     rc = kvq__handle_new(client, &h);
+    if (rc == KVQ_E_LIMIT)
+        return kvq__fail(text, rc,
+                         "this client has %u sessions open, the most it can have; close some, or "
+                         "connect another client",
+                         client->n_handles);
     if (rc < 0)
-        return kvq__fail(text, rc, "this client has %u session handles; it can have %d",
-                         client->n_handles, KVQ_MAX_OPEN);
+        return kvq__fail(text, rc, "no memory for the handle of a session");
     rc = find_or_create(client, ns, spec, &s, &created, text);
     if (rc < 0) {
         kvq__handle_free(h);

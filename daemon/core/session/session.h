@@ -249,6 +249,11 @@ static inline bool kvq__is_unsaved(const struct kvq__session *s)
 {
     return s->saving.commits != s->saving.saved;
 }
+// Whether a store has all of it, and keeps it after its end.
+static inline bool kvq__is_kept(const struct kvq__session *s)
+{
+    return s->saving.kept && s->saving.stored && !kvq__is_unsaved(s);
+}
 static inline bool kvq__layer_owns(const struct kvq__session *s, uint32_t layer)
 {
     return s->layers[layer].source == layer;
