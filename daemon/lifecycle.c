@@ -224,6 +224,10 @@ static int check_machine(struct kvq__server *server, char *text)
             kvq__log(KVQ_LOG_WARN, "memory_tight", "text=%s",
                      kvq__log_quote(quoted, sizeof quoted, text));
     }
+    if (error == 0 && kvq__machine_is_promised_twice(&machine, c->pool_bytes, options[0].set_aside,
+                                                     c->buffer_bytes, text))
+        kvq__log(KVQ_LOG_WARN, "memory_tight", "text=%s",
+                 kvq__log_quote(quoted, sizeof quoted, text));
     return error;
 }
 

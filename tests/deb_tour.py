@@ -135,8 +135,8 @@ class Tour(Steps):
         self.type("systemctl stop kvqd")
         said = self.type("journalctl -q -u kvqd -o cat --no-pager -n 6 | "
                          "sed 's/^ts=[^ ]* //; s/client=0 //'")
-        self.check("the log says that chats are saved", said.count("the daemon ends; it is saved") == 2,
-                   said)
+        self.check("the log says that chats are saved",
+                   said.count("the daemon ends; it is saved") == 2, said)
         self.check("it has stopped", self.machine.try_run("systemctl", "is-active", UNIT)[1].strip()
                    == "inactive", said)
         self.type("systemctl start kvqd")

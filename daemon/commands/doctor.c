@@ -82,7 +82,7 @@ static void check_memory(struct findings *f, const struct kvq__server *s)
         "the pool may grow to %llu MiB of %llu MiB that the %s allows",
         (unsigned long long)(pool >> 20), (unsigned long long)(most >> 20),
         most < machine.total ? "control group" : "machine");
-    bool over = !tight && buffers > most - pool;
+    bool over = buffers > most || pool > most - buffers;
     add(f, "buffers", over ? NOTE : FINE,
         over ? "lower pool_bytes or buffer_bytes if clients may ever fill all of it" : "",
         "clients' buffers may grow to %llu MiB besides the pool",

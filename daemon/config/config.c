@@ -481,7 +481,8 @@ int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
         error = load_environment(config, environment, text);
     if (error == 0)
         error = load_flags(config, argc, argv, false, text);
-    return error ? error : kvq__config_resolve(config, text);
+    error = error ? error : kvq__config_resolve(config, text);
+    return error ? error : kvq__config_check(config, text);
 }
 
 uint32_t kvq__usual_workers(uint32_t cpus)
@@ -496,36 +497,6 @@ uint32_t kvq__usable_cpus(void)
     if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0)
         return (uint32_t)CPU_COUNT(&set);
     return 1;
-}
-
-// What can be told without opening it; see kvq__jobs_remote_open.
-static int check_remote(const struct kvq_config *config, char *text)
-{
-    const char *const others[][2] = {{"remote_bucket", config->remote_bucket},
-                                     {"remote_prefix", config->remote_prefix},
-                                     {"remote_region", config->remote_region},
-                                     {"remote_ca_file", config->remote_ca_file},
-                                     {"remote_keys_file", config->remote_keys_file},
-                                     {"remote_keys_section", config->remote_keys_section}};
-    if (!config->remote_endpoint[0]) {
-        for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-            if (others[i][1][0])
-                return kvq__config_refuse(text, others[i][0],
-                                          "is set, but remote_endpoint, which says where the "
-                                          "store is, is not");
-        return 0;
-    }
-    if (strchr(config->remote_endpoint, '@')) // not repeated: it may hold a password
-        return kvq__config_refuse(text, "remote_endpoint",
-                                  "holds a user's name; keys come from remote_keys_file or the "
-                                  "environment");
-    if (!config->remote_bucket[0])
-        return kvq__config_refuse(text, "remote_bucket", "is empty; remote_endpoint needs one");
-    if (!config->storage_dir[0])
-        return kvq__config_refuse(text, "storage_dir",
-                                  "is empty; what goes to and from remote_endpoint is saved "
-                                  "there first");
-    return 0;
 }
 
 // What buffer_bytes = 0 stands for: what one client was explicitly allowed, it may have.
@@ -571,6 +542,6 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
         return kvq__config_refuse(text, "runtime_dir",
                                   "%zu bytes long; allowed is %d, for socket paths are short",
                                   strlen(config->runtime_dir), KVQ_MAX_RUNTIME_DIR);
-    int error = check_remote(config, text);
+    int error = kvq__config_check_remote(config, text);
     return error ? error : kvq__config_check_keys(config, text);
 }

@@ -187,6 +187,13 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *s
 // Replaces values that mean "choose for me", and checks what depends on several options.
 int kvq__config_resolve(struct kvq_config *config, char *text);
 
+// Whether a start with it would fail, as far as that can be told before: KVQ_E_INVALID with a text.
+// Of a resolved configuration. Reads the key file and the machine's memory.
+int kvq__config_check(const struct kvq_config *config, char *text);
+// The part of it that is about memory which the machine never has. Of the pool and a control
+// group's limit only a start can tell: huge pages that were set aside do not count there.
+int kvq__config_check_memory(const struct kvq_config *config, char *text);
+
 // Texts for people, in size bytes, NUL included: --help, and the configuration in effect as a
 // file that could be used again.
 void kvq__config_help(char *out, size_t size);

@@ -65,6 +65,8 @@ int kvq__config_formats_end(struct kvq_config *config, uint32_t first, const cha
 // set. Refusals have no place in front.
 int kvq__config_key_line(struct kvq_config *config, const char *section, const char *name,
                          const char *value, uint8_t *set_here, char *text);
+// Whether the options of a remote store go together. See kvq__jobs_remote_open as well.
+int kvq__config_check_remote(const struct kvq_config *config, char *text);
 // Of all files together.
 int kvq__config_check_keys(const struct kvq_config *config, char *text);
 // The keys of a section "key NAME", from 0 on (NULL: there are no more), and what it has of them.

@@ -146,3 +146,19 @@ bool kvq__machine_is_tight(const struct kvq__machine *m, const char *option, uin
              option, mib(bytes - set_aside), mib(left), by_group ? "in the control group" : "here");
     return true;
 }
+
+bool kvq__machine_is_promised_twice(const struct kvq__machine *m, uint64_t pool_bytes,
+                                    uint64_t set_aside, uint64_t buffer_bytes, char *text)
+{
+    bool group = m->group < m->total;
+    uint64_t most = kvq__machine_most(m), pool = group ? pool_bytes - set_aside : pool_bytes;
+    assert(set_aside <= pool_bytes);
+    if (buffer_bytes <= most && pool <= most - buffer_bytes)
+        return false;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "pool_bytes allows %llu MiB and buffer_bytes %llu MiB, together more than the %llu "
+             "MiB that the %s has; lower one of them, or the kernel ends kvqd when caches and "
+             "clients' buffers fill both",
+             mib(pool), mib(buffer_bytes), mib(most), group ? "control group" : "machine");
+    return true;
+}

@@ -32,5 +32,8 @@ int kvq__machine_check(const struct kvq__machine *machine, const char *option, u
 // Whether there is less now, with a text.
 bool kvq__machine_is_tight(const struct kvq__machine *machine, const char *option, uint64_t bytes,
                            uint64_t set_aside, char *text);
+// Whether both options together allow more than this process may ever have, with a text.
+bool kvq__machine_is_promised_twice(const struct kvq__machine *machine, uint64_t pool_bytes,
+                                    uint64_t set_aside, uint64_t buffer_bytes, char *text);
 
 #endif

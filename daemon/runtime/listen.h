@@ -9,6 +9,8 @@
 #include <sys/socket.h>
 #include <uv.h>
 
+#include "daemon/config/address.h"
+
 struct kvq__door {
     int fd;
     bool open;
@@ -26,14 +28,6 @@ int kvq__door_open(struct kvq__door *door, uv_loop_t *loop, const char *director
                    int type, char *text);
 // The same over a socket that listens already, and is the door's from now on, also if this fails.
 int kvq__door_open_fd(struct kvq__door *door, uv_loop_t *loop, int fd, char *text);
-// A numeric address and a port: 127.0.0.1:9647, 0.0.0.0:9648, [::1]:9647.
-struct kvq__listen_address {
-    struct sockaddr_storage at;
-    socklen_t bytes;
-    bool loopback;
-};
-// False: it is none.
-bool kvq__listen_address_parse(const char *given, struct kvq__listen_address *address);
 // Listens there. 0 or KVQ_E_SYSTEM with a text, the reason alone.
 int kvq__door_open_tcp(struct kvq__door *door, uv_loop_t *loop,
                        const struct kvq__listen_address *address, char *text);

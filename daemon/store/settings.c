@@ -12,7 +12,6 @@
 
 #include "daemon/commands/dispatch.h"
 #include "daemon/config/change.h"
-#include "daemon/config/machine.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
@@ -170,15 +169,6 @@ static void open_log(struct kvq__task *t)
     t->rc = t->change->log_fd < 0 ? t->change->log_fd : 0;
 }
 
-static int check_buffer_bytes(const struct kvq_config *config, char *text)
-{
-    struct kvq__machine machine;
-    kvq__machine_read("", &machine);
-    if (!kvq__config_sets_buffer_bytes(config, &machine))
-        return 0;
-    return kvq__machine_check(&machine, "buffer_bytes", config->buffer_bytes, 0, text);
-}
-
 // Puts task->change->next in effect, or none of it. Waits.
 static void apply_settings(struct kvq__task *t)
 {
@@ -187,7 +177,7 @@ static void apply_settings(struct kvq__task *t)
     kvq__config_compare(running, c->next, note_change, c);
     t->rc = kvq__config_merge(c->next, running, t->text);
     if (t->rc == 0)
-        t->rc = check_buffer_bytes(c->next, t->text);
+        t->rc = kvq__config_check_memory(c->next, t->text);
     if (t->rc == 0)
         kvq__task_at_work(t, open_log);
     if (t->rc == 0 && !(c->settings = kvq__config_settings(c->next))) {

@@ -169,6 +169,41 @@ class Machine(Configured):
             words = rf"{option}: 67108864 MiB are more than the \d+ MiB .*; lower {option}, or"
             self.assertRegex(str(caught.exception), words)
 
+    def test_refused_before_the_next_start(self):
+        """What a start refuses, --print-config and a reload refuse with the same words; the status
+        is that of a wrong configuration, for which systemd does not try again."""
+        daemon = self.start("")
+        missing = os.path.join(daemon.directory, "no-key")
+        for line, words in (
+                ("pool_bytes = 64tb", r"pool_bytes: 67108864 MiB are more than"),
+                ("http_address = 0.0.0.0:9647", r'http_address: "0.0.0.0:9647" has to be a loop'),
+                (f"control_address = here:1\ncontrol_key_file = {missing}",
+                 r'control_address: "here:1" has to be a numeric address'),
+                (f"control_address = 127.0.0.1:0\ncontrol_key_file = {missing}",
+                 rf"control_key_file: cannot read {missing}: No such file"),
+                ("storage_bytes = 5mb", r"storage_bytes: 5242880 bytes are too few; .* 16mb")):
+            self.write(line + "\n")
+            if "pool" not in line and "http" not in line:  # which this daemon has by flags
+                self.assertRegex(self.hang_up(daemon, "reload_failed"),
+                                 words.replace('"', r'\\"'))
+            for more in ((), ("--print-config",)):
+                done = subprocess.run(
+                    [os.path.join(BIN, "kvqd"), "--runtime-dir", daemon.directory + "/two",
+                     "--config", self.path, *more], text=True, capture_output=True, timeout=BOUND,
+                    check=False, stdin=subprocess.DEVNULL)
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertRegex(done.stderr, words)
+        self.assertFalse(os.path.exists(daemon.directory + "/two"))
+
+    def test_promised_twice(self):
+        """Pool and buffers that fit one by one, and not together."""
+        mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+        daemon = self.start("", pool_bytes=f"{mib // 8 * 4}mb", buffer_bytes=f"{mib // 8 * 5}mb",
+                            backend="cpu")
+        daemon.wait_log("event=memory_tight .*together more than")
+        _, out, _ = daemon.ctl("doctor", check=False)
+        self.assertIn("lower pool_bytes or buffer_bytes", out)
+
     def test_zero_is_never_too_much(self):
         """kvqd chooses then, also where one client may have more than there is."""
         self.start("client_bytes = 1tb\nbuffer_bytes = 0\n")

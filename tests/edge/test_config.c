@@ -108,9 +108,9 @@ static void test_values(void **state)
                  {"65536k", 64ull << 20},   {"65536KiB", 64ull << 20}, {"30gb", 30ull << 30},
                  {"1t", 1ull << 40},        {"67108864b", 64ull << 20}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        char *arguments[] = {"kvqd", "--pool_bytes", (char *)sizes[i].value, NULL};
+        char *arguments[] = {"kvqd", "--client_bytes", (char *)sizes[i].value, NULL};
         assert_int_equal(load(arguments, no_environment), 0);
-        assert_true(config.pool_bytes == sizes[i].bytes);
+        assert_true(config.client_bytes == sizes[i].bytes);
     }
     char *many[] = {"kvqd",  "--pin",        "yes",           "--runtime-mode",
                     "0711",  "--admin-uids", "5,6 , 7",       "--log-level",

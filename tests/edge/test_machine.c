@@ -163,6 +163,25 @@ static void test_tight(void **state)
     assert_false(kvq__machine_is_tight(&machine, "pool_bytes", 16384 * MIB, 0, text));
 }
 
+static void test_promised_twice(void **state)
+{
+    (void)state;
+    machine = (struct kvq__machine){.total = 16384 * MIB,
+                                    .free = 4096 * MIB,
+                                    .group = KVQ__UNKNOWN,
+                                    .group_free = KVQ__UNKNOWN};
+    assert_false(kvq__machine_is_promised_twice(&machine, 8192 * MIB, 0, 8192 * MIB, text));
+    assert_true(kvq__machine_is_promised_twice(&machine, 8193 * MIB, 0, 8192 * MIB, text));
+    assert_non_null(strstr(text, "pool_bytes allows 8193 MiB and buffer_bytes 8192 MiB, together "
+                                 "more than the 16384 MiB that the machine has"));
+    assert_true(kvq__machine_is_promised_twice(&machine, 0, 0, UINT64_MAX, text));
+    assert_true(kvq__machine_is_promised_twice(&machine, 8193 * MIB, MIB, 8192 * MIB, text));
+    machine.group = 10 * MIB; // which huge pages that were set aside do not count in
+    assert_true(kvq__machine_is_promised_twice(&machine, 8 * MIB, 0, 3 * MIB, text));
+    assert_non_null(strstr(text, "10 MiB that the control group has"));
+    assert_false(kvq__machine_is_promised_twice(&machine, 8 * MIB, MIB, 3 * MIB, text));
+}
+
 static void test_set_aside(void **state)
 {
     struct kvq__memory_source source = {.huge = KVQ__HUGE_AUTO, .pool_bytes = 8 * KVQ__HUGE_PAGE};
@@ -189,6 +208,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_nonsense, setup, teardown),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_tight),
+        cmocka_unit_test(test_promised_twice),
         cmocka_unit_test(test_set_aside),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
