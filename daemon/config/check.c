@@ -71,7 +71,7 @@ static int check_key_file(const struct kvq_config *c, char *text)
         return 0;
     int error = kvq_key_read(c->control_key_file, &key, why);
     kvq_key_forget(&key);
-    return error ? kvq__config_refuse(text, "control_key_file", "%.900s", why) : 0;
+    return error ? kvq__config_refuse(text, "control_key_file", "%.400s", why) : 0;
 }
 
 int kvq__config_check_memory(const struct kvq_config *c, char *text)

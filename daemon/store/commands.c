@@ -3,9 +3,12 @@
 // The commands that the store jobs take, and the short ones among them: those that drop, that only
 // read, or that tidy.
 #include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "daemon/commands/dispatch.h"
 #include "daemon/runtime/workers.h"
@@ -243,15 +246,39 @@ static int check_stored_name(struct kvq__task *t, const char *name)
     return KVQ_E_INVALID;
 }
 
+// Takes the place of the file, so that nobody's file is overwritten unasked. Of other failures the
+// export tells.
+static int reserve_file(struct kvq__task *t, const char *path, bool *reserved)
+{
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    *reserved = fd >= 0;
+    if (fd >= 0)
+        close(fd);
+    else if (errno == EEXIST) {
+        snprintf(t->text, sizeof t->text,
+                 "%.400s is there already; give another name, or --replace, which overwrites it",
+                 path);
+        return KVQ_E_EXISTS;
+    }
+    return 0;
+}
+
 static void export_to_file(struct kvq__task *t)
 {
     enum { TRIES = 3 }; // where it is saved again while it is exported
+    const Kvq__ExportSession *ask = t->request->export_session;
+    bool reserved = false;
     t->begun = kvq_now_ns();
-    t->rc = check_stored_name(t, t->name);
-    int rc = t->rc ? t->rc : KVQ_E_STALE;
-    for (int tries = 0; tries < TRIES && rc == KVQ_E_STALE; tries++)
-        rc = kvq_store_export(t->jobs->store, t->ns, t->name, t->request->export_session->path,
-                              t->text, sizeof t->text);
+    int rc = check_stored_name(t, t->name);
+    if (rc == 0 && !ask->replace)
+        rc = reserve_file(t, ask->path, &reserved);
+    bool again = rc == 0;
+    for (int tries = 0; tries < TRIES && again; tries++) {
+        rc = kvq_store_export(t->jobs->store, t->ns, t->name, ask->path, t->text, sizeof t->text);
+        again = rc == KVQ_E_STALE;
+    }
+    if (rc && reserved)
+        (void)unlink(ask->path);
     t->rc = rc;
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;

@@ -168,7 +168,12 @@ class DryRun(Stored):
         """The most that could go of the storage, and what an import would replace."""
         self.make("it").save()
         path = os.path.join(self.folder, "file")
-        self.daemon.ctl("session", "export", "it", path)
+        export = ("session", "export", "it", path)
+        self.assertEqual(told(self.dry(*export)), [])
+        self.daemon.ctl(*export)
+        self.assertEqual(told(self.dry(*export)), [("leave", "the file", "", path)])
+        self.assertEqual(told(self.dry(*export, "--replace")),
+                         [("overwrite", "the file", "", path)])
         into = ("session", "import", path, "--namespace", OWN, "--as", "it")
         self.assertEqual(told(self.dry(*into, "--replace")),
                          [("replace", "saved session", OWN, "it")])

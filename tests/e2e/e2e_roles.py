@@ -535,6 +535,15 @@ class Keys(Configured):
             self.assertNotEqual(done.returncode, 0)
             self.assertIn(said, done.stderr)
 
+    def test_paths_there(self):
+        """A file of the daemon's machine has a whole path: this folder says nothing there."""
+        self.port = 1  # it is refused before anybody is asked
+        self.make_key("alice")
+        for words in (("session", "export", "it", "file"), ("session", "import", "./file")):
+            code, said = self.ask("alice", *words)
+            self.assertEqual(code, 2, said)
+            self.assertIn("its path begins with /, unlike", said)
+
     def test_files(self):
         """A key is not overwritten, and a file that is none is refused without its secret."""
         server = self.make_key("server")

@@ -118,9 +118,10 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .argument = "NAME FILE",
      .run = kvq__ctl_session_export,
      .about = "writes a saved session to one file, for another machine",
-     .more = "Exports the last save: run session save first. The daemon writes the file. It\n"
-             "takes the role admin.\n",
-     .places = KVQ__CTL_SAVED},
+     .more = "Exports the last save: run session save first. The daemon writes the file, and\n"
+             "none that is there already without --replace. It takes the role admin.\n",
+     .places = KVQ__CTL_SAVED,
+     .preview = kvq__ctl_preview_export},
     {.words = {"session", "import"},
      .argument = "FILE",
      .run = kvq__ctl_session_import,

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "proto/json.h"
@@ -289,6 +290,19 @@ static int preview_replace(struct kvq__ctl *ctl, const char *ns, const char *nam
     struct plan plan = begin(ctl);
     if (ctl->replace)
         tell_all_saved(ctl, &plan, "replace", ns, name);
+    end(&plan);
+    return KVQ_EXIT_OK;
+}
+
+// The file as it is seen from here; look_for_export has what may be wrong with that.
+int kvq__ctl_preview_export(struct kvq__ctl *ctl, char **args)
+{
+    struct stat there;
+    struct plan plan = begin(ctl);
+    if (!ctl->connect && stat(args[1], &there) == 0)
+        tell(&plan, &(struct item){ctl->replace ? "overwrite" : "leave", "the file", "", args[1],
+                                   (uint64_t)there.st_size,
+                                   ctl->replace ? "" : "and fail: --replace overwrites it"});
     end(&plan);
     return KVQ_EXIT_OK;
 }

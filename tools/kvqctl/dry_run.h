@@ -11,6 +11,7 @@ kvq__ctl_run kvq__ctl_preview_compact;
 kvq__ctl_run kvq__ctl_preview_drain;
 kvq__ctl_run kvq__ctl_preview_drop;
 kvq__ctl_run kvq__ctl_preview_gc;
+kvq__ctl_run kvq__ctl_preview_export;
 kvq__ctl_run kvq__ctl_preview_import;
 kvq__ctl_run kvq__ctl_preview_kick;
 kvq__ctl_run kvq__ctl_preview_prefix_drop;

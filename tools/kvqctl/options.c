@@ -67,7 +67,9 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"from", "NAME", KVQ__CTL_TEXT, AT(from), 0, 0, NULL,
      "session pull: namespace on the remote store (default: as here)", "session pull, completion"},
     {"replace", NULL, KVQ__CTL_FLAG, AT(replace), 0, 0, NULL,
-     "session import, pull: replace a saved session of that name", "session import, session pull"},
+     "session import, pull: replace a saved session of that name;\n"
+     "session export: overwrite the file",
+     "session export, session import, session pull"},
     {"offline", "DIR", KVQ__CTL_TEXT, AT(offline), 0, 0, NULL,
      "storage verify: a storage that no daemon has open", "storage verify"},
     {"host-bytes", "SIZE", KVQ__CTL_LIMIT, 0, 0, 0, "a size, as 10gb, or none",

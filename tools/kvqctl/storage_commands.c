@@ -13,6 +13,7 @@
 
 #include "proto/status.h"
 #include "storage/store.h"
+#include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/table.h"
 
 enum { LONG_MS = 3600000 }; // gigabytes take their time
@@ -85,12 +86,20 @@ int kvq__ctl_session_restore(struct kvq__ctl *ctl, char **args)
     return result;
 }
 
-// The daemon has another working directory.
-static char *absolute(const char *path, char out[PATH_MAX])
+// The daemon has another working directory. NULL, with a word on standard error: it is on another
+// machine, where this folder says nothing.
+static char *whole_path(const struct kvq__ctl *ctl, const char *path, char out[PATH_MAX])
 {
     char folder[PATH_MAX];
     if (path[0] == '/')
         return (char *)path;
+    if (ctl->connect) {
+        kvq__ctl_bad_usage(
+            "with --connect a FILE is one of the daemon's machine, and its path begins "
+            "with /, unlike",
+            path);
+        return NULL;
+    }
     if (!realpath(".", folder) || snprintf(out, PATH_MAX, "%s/%s", folder, path) >= PATH_MAX)
         return (char *)path;
     return out;
@@ -117,7 +126,9 @@ int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
     request.command_case = KVQ__REQUEST__COMMAND_EXPORT_SESSION;
     request.export_session = &command;
     command.ref = &ref;
-    command.path = absolute(args[1], path);
+    command.replace = ctl->replace;
+    if (!(command.path = whole_path(ctl, args[1], path)))
+        return KVQ_EXIT_USAGE;
     int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
     if (result)
         return result;
@@ -140,8 +151,9 @@ int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args)
     request.command_case = KVQ__REQUEST__COMMAND_IMPORT_SESSION;
     request.import_session = &command;
     command.ref = &ref;
-    command.path = absolute(args[0], path);
     command.replace = ctl->replace;
+    if (!(command.path = whole_path(ctl, args[0], path)))
+        return KVQ_EXIT_USAGE;
     int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
     if (result)
         return result;
