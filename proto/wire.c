@@ -295,19 +295,27 @@ static void arena_free(void *arena, void *memory)
     (void)memory;
 }
 
-static int unpack(const ProtobufCMessageDescriptor *descriptor, const void *bytes, size_t length,
-                  struct kvq_arena *arena, ProtobufCMessage **message, char *text)
+static const uint8_t nothing[1]; // in place of the bytes of an empty message
+
+static int check(const ProtobufCMessageDescriptor *descriptor, const void *bytes, size_t length,
+                 char *text)
 {
-    *message = NULL;
     if (length > KVQ_MAX_MESSAGE) {
         snprintf(text, KVQ_TEXT_BYTES, "a message of %zu bytes; at most %d are taken", length,
                  KVQ_MAX_MESSAGE);
         return KVQ_E_LIMIT;
     }
-    static const uint8_t nothing[1];
     const uint8_t *start = bytes ? bytes : nothing;
     struct walk w = {.at = start, .end = start + length, .text = text};
-    int error = check_message(&w, descriptor, 0);
+    return check_message(&w, descriptor, 0);
+}
+
+static int unpack(const ProtobufCMessageDescriptor *descriptor, const void *bytes, size_t length,
+                  struct kvq_arena *arena, ProtobufCMessage **message, char *text)
+{
+    const uint8_t *start = bytes ? bytes : nothing;
+    *message = NULL;
+    int error = check(descriptor, bytes, length, text);
     if (error)
         return error;
     arena->full = false;
@@ -360,6 +368,31 @@ int kvq_request_unpack(const void *bytes, size_t length, struct kvq_arena *arena
     snprintf(text, KVQ_TEXT_BYTES, "the request holds no command that this daemon knows");
     *message = NULL;
     return KVQ_E_PROTOCOL;
+}
+
+int kvq_request_check(const void *bytes, size_t length, char *text)
+{
+    return check(&kvq__request__descriptor, bytes, length, text);
+}
+
+uint32_t kvq_request_id(const void *bytes, size_t length)
+{
+    const uint8_t *start = bytes ? bytes : nothing;
+    const unsigned id_field =
+        protobuf_c_message_descriptor_get_field_by_name(&kvq__request__descriptor, "id")->id;
+    struct walk w = {.at = start, .end = start + length};
+    uint64_t tag, size, id = 0;
+    while (w.at < w.end) {
+        const uint8_t *payload;
+        if (!read_varint(&w, &tag) || !skip_payload(&w, tag & 7, &payload, &size))
+            return 0;
+        struct walk value = {.at = payload, .end = w.at};
+        if (tag != (id_field << 3 | WIRE_VARINT))
+            continue;
+        if (id || !read_varint(&value, &id) || id > UINT32_MAX)
+            return 0;
+    }
+    return (uint32_t)id;
 }
 
 int kvq_reply_unpack(const void *bytes, size_t length, struct kvq_arena *arena,

@@ -65,6 +65,11 @@ int kvq_saved_pack(const Kvq__SavedSession *message, void *buffer, size_t size, 
 // Request holds exactly one command. The message is valid as long as the arena's contents.
 int kvq_request_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                        Kvq__Request **message, char *text);
+// The checks of it alone.
+int kvq_request_check(const void *bytes, size_t length, char *text);
+// The id of a request that need not pass the checks, so that its sender can be told why: his reply
+// is the one with this id. 0: it has none, or its fields cannot be told apart.
+uint32_t kvq_request_id(const void *bytes, size_t length);
 int kvq_reply_unpack(const void *bytes, size_t length, struct kvq_arena *arena,
                      Kvq__Reply **message, char *text);
 int kvq_event_unpack(const void *bytes, size_t length, struct kvq_arena *arena,

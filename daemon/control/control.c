@@ -326,6 +326,7 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
     int error =
         kvq_request_unpack(zmq_msg_data(body), zmq_msg_size(body), &c->arena, &c->request, text);
     if (error) {
+        c->reply.id = kvq_request_id(zmq_msg_data(body), zmq_msg_size(body));
         refuse_request(c, error, text);
         return;
     }

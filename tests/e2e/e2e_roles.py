@@ -180,6 +180,16 @@ class Choices(Configured):
                 self.assertIn(b"name the session instead", told, field)
         self.assertIsNone(daemon.process.poll())
 
+    def test_bad_texts(self):
+        """A request whose envelope can be read is answered by its number, whatever its text is."""
+        plain = Plain(self.start(""))
+        self.addCleanup(plain.socket.close)
+        for name in (b"a\nb", b"\xff"):
+            ref = b"\x12" + bytes((len(name),)) + name
+            told = plain.ask(19, b"\x12" + bytes((len(ref),)) + ref)
+            self.assertEqual(told[:2], b"\x08\x07")  # the id that was asked with
+            self.assertIn(b"SessionRef.name holds control characters or is not UTF-8", told)
+
     def test_for_clients(self):
         """What only an attached client can have is refused before anything is done for it: a saved
         session stays on disk."""

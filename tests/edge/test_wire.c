@@ -107,6 +107,34 @@ static void test_what_is_packed_comes_back(void **state)
     assert_int_equal(kvq_request_pack(&request, out, n - 1, &n), KVQ_E_LIMIT);
 }
 
+// Whoever sent what does not pass the checks can be told, if its fields can be told apart.
+static void test_id_of_what_is_refused(void **state)
+{
+    (void)state;
+    struct bytes b = {.n = 0}, name = {.n = 0};
+    Kvq__Request *request;
+    put_block(&name, 2, "a\nb", 3);
+    put_block(&b, 19, name.data, name.n);
+    put_number(&b, 1, 4711);
+    assert_int_equal(unpack(&b, &request), KVQ_E_PROTOCOL);
+    assert_int_equal(kvq_request_check(b.data, b.n, text), KVQ_E_PROTOCOL);
+    assert_int_equal(kvq_request_id(b.data, b.n), 4711);
+    for (size_t n = 0; n < b.n; n++) // cut anywhere: it is not there, or its front is another one
+        assert_int_equal(kvq_request_id(b.data, n), 0);
+    put_number(&b, 1, 4712); // which of the two?
+    assert_int_equal(kvq_request_id(b.data, b.n), 0);
+    b.n = 0;
+    put_number(&b, 1, 1ull << 32);
+    assert_int_equal(kvq_request_id(b.data, b.n), 0);
+    b.n = 0;
+    put_block(&b, 1, "\x07", 1); // of another wire type
+    assert_int_equal(kvq_request_id(b.data, b.n), 0);
+    assert_int_equal(kvq_request_id(NULL, 0), 0);
+    put_number(&b, 2, 1);
+    put_number(&b, 30, 1);
+    assert_int_equal(kvq_request_id(b.data, b.n), 0);
+}
+
 static void test_texts(void **state)
 {
     (void)state;
@@ -331,6 +359,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(test_what_is_packed_comes_back, setup),
+        cmocka_unit_test_setup(test_id_of_what_is_refused, setup),
         cmocka_unit_test_setup(test_texts, setup),
         cmocka_unit_test_setup(test_bytes, setup),
         cmocka_unit_test_setup(test_broken_structure, setup),

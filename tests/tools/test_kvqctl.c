@@ -379,6 +379,21 @@ static void test_usage(void **state)
     assert_int_equal(run(f, "--version", out, sizeof out), 0);
 }
 
+// What no message may hold is told at once, whether a daemon is there or not, and by each command.
+static void test_texts_that_cannot_be_sent(void **state)
+{
+    struct fixture *f = *state;
+    static const char *const wrong[] = {
+        "session show \"$(printf 'a\\nb')\"", "session drop \"$(printf 'a\\tb')\"",
+        "session show \"$(printf '\\377')\"", "session list --namespace \"$(printf '\\377')\"",
+        "quota get \"$(printf 'a\\nb')\""};
+    char out[1024];
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_equal(run(f, wrong[i], out, sizeof out), 2);
+        assert_non_null(strstr(out, " holds control characters or is not UTF-8"));
+    }
+}
+
 // A misspelt command is answered with the nearest one, if any is near; help is --help.
 static void test_suggestions(void **state)
 {
@@ -556,6 +571,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_no_daemon, setup, teardown),
         cmocka_unit_test_setup_teardown(test_socket_left_behind, setup, teardown),
         cmocka_unit_test_setup_teardown(test_usage, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_texts_that_cannot_be_sent, setup, teardown),
         cmocka_unit_test_setup_teardown(test_suggestions, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
         cmocka_unit_test_setup_teardown(test_silence_and_nonsense, setup, teardown),

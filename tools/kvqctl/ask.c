@@ -161,16 +161,24 @@ static int connect_once(struct kvq__ctl *ctl)
     return error ? kvq__ctl_explain_connection(ctl, path, error, text) : KVQ_EXIT_OK;
 }
 
-// Packs and sends. An exit status.
-static int send_request(struct kvq__ctl *ctl, const Kvq__Request *request)
+// Packs what the daemon would take. An exit status: what is wrong stands on the command line.
+static int pack_request(const Kvq__Request *request, uint8_t data[KVQ_MAX_MESSAGE], size_t *size)
 {
-    uint8_t data[KVQ_MAX_MESSAGE];
-    size_t size;
-    if (kvq_request_pack(request, data, sizeof data, &size) != 0) {
-        fprintf(stderr, "kvqctl: the request is longer than %zu bytes; use a shorter name\n",
-                sizeof data);
+    char text[KVQ_TEXT_BYTES] = "";
+    if (kvq_request_pack(request, data, KVQ_MAX_MESSAGE, size) != 0) {
+        fprintf(stderr, "kvqctl: the request is longer than %d bytes; use a shorter name\n",
+                KVQ_MAX_MESSAGE);
         return KVQ_EXIT_USAGE;
     }
+    if (kvq_request_check(data, *size, text) == 0)
+        return KVQ_EXIT_OK;
+    fprintf(stderr, "kvqctl: this cannot be asked for: %s\n", text);
+    return KVQ_EXIT_USAGE;
+}
+
+// An exit status.
+static int send_request(struct kvq__ctl *ctl, const uint8_t *data, size_t size)
+{
     int result = kvq__transport_send(ctl->transport, data, size);
     if (result == 0)
         return KVQ_EXIT_OK;
@@ -255,13 +263,16 @@ static int refuse(struct kvq__ctl *ctl, int status, const char *text)
 int kvq__ctl_ask(struct kvq__ctl *ctl, Kvq__Request *request, Kvq__Reply__ResultCase expected,
                  Kvq__Reply **reply)
 {
+    uint8_t data[KVQ_MAX_MESSAGE];
+    size_t size;
     *reply = NULL;
-    int result = connect_once(ctl);
-    if (result)
-        return result;
     request->id = ++ctl->next_id;
     request->protocol = KVQ_PROTOCOL_MAX;
-    result = send_request(ctl, request);
+    int result = pack_request(request, data, &size);
+    if (result == 0)
+        result = connect_once(ctl);
+    if (result == 0)
+        result = send_request(ctl, data, size);
     if (result == 0)
         result = receive_reply(ctl, request->id, reply);
     if (result)
