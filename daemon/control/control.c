@@ -80,7 +80,8 @@ struct kvq__control {
     uv_check_t check;
     uv_idle_t idle;
     bool open, ending; // ending: no more messages are taken
-    struct kvq_log_budget log_budget, audit_budget;
+    // Each of its own, so that those who may come in hide nobody who may not.
+    struct kvq_log_budget refused_budget, connected_budget, audit_budget;
 
     // The request under way.
     bool busy; // at the poller
@@ -163,7 +164,7 @@ static void refuse_request(struct kvq__control *c, int status, const char *text)
     char quoted[256], who[256];
     assert(status < 0 && !c->busy);
     kvq__reply_status(&c->reply, &c->arena, status, text);
-    kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused", "%s status=%s text=%s",
+    kvq__log_client(&c->refused_budget, KVQ_LOG_WARN, "control_refused", "%s status=%s text=%s",
                     kvq__asker_text(&c->asker, who, sizeof who), kvq_status_name(status),
                     kvq__log_quote(quoted, sizeof quoted, text));
     send_reply(c);
@@ -624,10 +625,10 @@ static bool admit_key(void *context, uint64_t serial, const uint8_t *public_key)
     const struct kvq__asker asker = asker_of(c, b);
     kvq__asker_text(&asker, who, sizeof who);
     if (key)
-        kvq__log_client(&c->log_budget, KVQ_LOG_INFO, "control_connected", "%s role=%s", who,
+        kvq__log_client(&c->connected_budget, KVQ_LOG_INFO, "control_connected", "%s role=%s", who,
                         kvq__role_name(asker.role));
     else
-        kvq__log_client(&c->log_budget, KVQ_LOG_WARN, "control_refused",
+        kvq__log_client(&c->refused_budget, KVQ_LOG_WARN, "control_refused",
                         "%s status=%s text=\"no [key NAME] has public = %s\"", who,
                         kvq_status_name(KVQ_E_PERMISSION), hex);
     return key != NULL;

@@ -387,6 +387,15 @@ class Keys(Configured):
         self.assertIn("does not say whose key", told)
         self.assertEqual(self.ask("reader", "status", port=1)[0], 3)
 
+    def test_hidden_refusals(self):
+        """Connections that are let in use up no line of one that is not."""
+        daemon = self.begin(reader="read")
+        self.make_key("unknown", self.server)
+        for _ in range(12):
+            self.assertEqual(self.ask("reader", "ping")[0], 0)
+        self.assertEqual(self.ask("unknown", "ping")[0], 6)
+        daemon.wait_log("event=control_refused .*no .key NAME. has public")
+
     def test_taken_away(self):
         """A key that the configuration no longer has, by a connection that stands."""
         daemon = self.begin(reader="read")
