@@ -275,12 +275,12 @@ static void start_task(struct kvq__control *c, zmq_msg_t *body)
 static void list_events(struct kvq__control *c)
 {
     const struct kvq__history *history = c->server->history;
+    char text[KVQ_TEXT_BYTES];
     Kvq__EventList *list = kvq_arena_alloc(&c->arena, sizeof *list);
     Kvq__Event **events = kvq_arena_alloc(&c->arena, MOST_EVENTS * sizeof(Kvq__Event *));
     if (!c->asker.peer.admin) {
-        refuse_request(c, KVQ_E_PERMISSION,
-                       "events name sessions of every user: they take the role read (read_uids, "
-                       "read_gids)");
+        kvq__role_text(&c->asker, c->request, text);
+        refuse_request(c, KVQ_E_PERMISSION, text);
         return;
     }
     if (!events) {

@@ -104,15 +104,46 @@ int kvq__role_check(const struct kvq__asker *asker, const Kvq__Request *request,
     return KVQ_E_PERMISSION;
 }
 
+// Whether it takes the role whatever it is about, and not only where it is about what is another's.
+static bool takes_role_always(const Kvq__Request *request)
+{
+    switch (request->command_case) {
+    case KVQ__REQUEST__COMMAND_KICK_CLIENT:
+    case KVQ__REQUEST__COMMAND_GET_CONFIG:
+    case KVQ__REQUEST__COMMAND_LIST_EVENTS:
+        return true;
+    case KVQ__REQUEST__COMMAND_STORAGE:
+        return kvq__role_needed(request) != KVQ__ROLE_READ;
+    case KVQ__REQUEST__COMMAND_PULL_SESSION:
+        return false;
+    default:
+        return kvq__role_needed(request) == KVQ__ROLE_ADMIN;
+    }
+}
+
+void kvq__role_text(const struct kvq__asker *asker, const Kvq__Request *request, char *text)
+{
+    const char *needed = kvq__role_name(kvq__role_needed(request));
+    const bool none = asker->role == KVQ__ROLE_NONE;
+    assert(asker->role < kvq__role_needed(request));
+    snprintf(text, KVQ_TEXT_BYTES,
+             "user %u has %s%s, and this%s takes the role %s, which %s_uids and %s_gids in kvqd's "
+             "configuration give to users and groups",
+             asker->peer.uid, none ? "no role" : "the role ",
+             none ? "" : kvq__role_name(asker->role),
+             takes_role_always(request) ? "" : ", with what is another's,", needed, needed, needed);
+}
+
 void kvq__role_explain(const struct kvq__asker *asker, const Kvq__Request *request,
                        struct kvq_arena *arena, Kvq__Reply *reply)
 {
-    enum kvq__role needed = kvq__role_needed(request);
     char text[KVQ_TEXT_BYTES];
-    if (reply->status != KVQ_E_PERMISSION || asker->role == KVQ__ROLE_NONE || asker->role >= needed)
+    // To who has no role a namespace is nobody's or another's: its refusal says which are his.
+    bool is_about_role = asker->role != KVQ__ROLE_NONE || takes_role_always(request);
+    if (reply->status != KVQ_E_PERMISSION || asker->role >= kvq__role_needed(request) ||
+        !is_about_role)
         return;
-    snprintf(text, sizeof text, "user %u has the role %s, and this needs the role %s: %.300s",
-             asker->peer.uid, kvq__role_name(asker->role), kvq__role_name(needed), reply->text);
+    kvq__role_text(asker, request, text);
     char *told = kvq_arena_text(arena, text);
-    reply->text = told ? told : reply->text;
+    reply->text = *told ? told : reply->text;
 }

@@ -33,7 +33,9 @@ const char *kvq__asker_text(const struct kvq__asker *asker, char *out, size_t si
 // Whether the asker may do it with anything at all: a user may with his own. KVQ_E_PERMISSION with
 // a text.
 int kvq__role_check(const struct kvq__asker *asker, const Kvq__Request *request, char *text);
-// After a refusal: says in it that the role does not do, where the asker has one.
+// Why the role of a user does not do: who asks, which role it takes, who gives it. KVQ_TEXT_BYTES.
+void kvq__role_text(const struct kvq__asker *asker, const Kvq__Request *request, char *text);
+// After a refusal: says this in its place, where it is the role that does not do.
 void kvq__role_explain(const struct kvq__asker *asker, const Kvq__Request *request,
                        struct kvq_arena *arena, Kvq__Reply *reply);
 

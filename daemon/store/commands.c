@@ -546,9 +546,7 @@ static int check_command(struct kvq__task *t, const struct command *command)
         why = "this daemon saves no sessions; set storage_dir in its configuration";
     } else if (command->is_for_admins && command->is_for_admins(t->request) && !t->peer->admin) {
         code = KVQ_E_PERMISSION;
-        why =
-            "this takes a role (read_uids, operate_uids, admin_uids, and the groups): it is about "
-            "files of the daemon's, or what is everybody's";
+        why = "this takes a role that the user does not have"; // which, the control socket says
     }
     snprintf(t->text, sizeof t->text, "%s", why ? why : "");
     return code;

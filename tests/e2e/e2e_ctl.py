@@ -179,7 +179,7 @@ class Events(Test):
                                    "events"], capture_output=True, text=True, timeout=BOUND,
                                   user=65534, extra_groups=[], cwd="/")
         self.assertEqual(done.returncode, 6, done.stderr)
-        self.assertIn("they take the role read", done.stderr)
+        self.assertIn("takes the role read", done.stderr)
 
     def test_since(self):
         """What has happened, as far as the daemon keeps it, without waiting for more."""

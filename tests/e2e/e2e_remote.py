@@ -718,7 +718,8 @@ class Trouble(Remote):
         for words in (across, (*across, "--namespace", "uid-65534")):
             done = self.as_other(one, *words)
             self.assertEqual(done.returncode, 6, done.stderr)
-            self.assertIn("has the role operate, and this needs the role admin", done.stderr)
+            self.assertRegex(done.stderr, "has the role operate, and this, with what is another's, "
+                             "takes the role admin")
         one.wait_log("event=audit uid=65534 .*role=operate command=pull_session "
                      "status=E_PERMISSION", 2)
         names = {(x["namespace"], x["name"]) for x in one.ctl("storage", "list")}

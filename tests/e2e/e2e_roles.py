@@ -40,16 +40,24 @@ class Users(Configured):
     def refuse(self, daemon, *words, role, needed, groups=()):
         status, told = self.ask(daemon, *words, groups=groups)
         self.assertEqual(status, 6, told)
-        self.assertIn(f"has the role {role}, and this needs the role {needed}", told)
+        self.assertRegex(told, rf"^kvqctl: user {STRANGER} has {role}, and this(, with what is "
+                         rf"another's,)? takes the role {needed}, which {needed}_uids and "
+                         rf"{needed}_gids in kvqd's configuration give to users and groups "
+                         r"\(E_PERMISSION\)\n$")
 
     def test_none(self):
         daemon = self.begin("")
         self.assertNotIn("mine", self.ask(daemon, "session", "list")[1])
-        for words in (("session", "show", "mine", "--namespace", OWN), ("config", "get"),
-                      ("client", "kick", "1")):
-            status, told = self.ask(daemon, *words)
-            self.assertIn(status, (5, 6), told)
-            self.assertNotIn("has the role", told)
+        told = self.ask(daemon, "session", "show", "mine", "--namespace", OWN)[1]
+        self.assertIn(f'may not use namespace "{OWN}"; use "uid-{STRANGER}"', told)
+        for needed, commands in (
+                ("read", (("config", "get"), ("events",))),
+                ("operate", (("client", "kick", "1"), ("storage", "gc"))),
+                ("admin", (("drain",), ("shutdown",), ("config", "reload"),
+                           ("quota", "delete", OWN), ("session", "import", "/x"),
+                           ("session", "export", "mine", "/x")))):
+            for words in commands:
+                self.refuse(daemon, *words, role="no role", needed=needed)
 
     def test_read(self):
         """Sees everything and changes nothing that is another's; what is its own it changes."""
@@ -61,10 +69,10 @@ class Users(Configured):
         self.assertIn(OWN, self.ask(daemon, "quota", "list")[1])
         for words in (("session", "drop", "mine", "--namespace", OWN), ("client", "kick", "1"),
                       ("session", "save", "mine", "--namespace", OWN), ("storage", "gc")):
-            self.refuse(daemon, *words, role="read", needed="operate")
+            self.refuse(daemon, *words, role="the role read", needed="operate")
         for words in (("drain",), ("quota", "set", OWN, "--sessions", "1"),
                       ("config", "set", "drain_ms", "1")):
-            self.refuse(daemon, *words, role="read", needed="admin")
+            self.refuse(daemon, *words, role="the role read", needed="admin")
         daemon.wait_log(f"event=audit uid={STRANGER} .*role=read command=drop_session "
                         "status=E_PERMISSION")
         self.assertEqual(self.ask(daemon, "prefix", "drop", "--namespace", f"uid-{STRANGER}")[0], 0)
@@ -76,9 +84,9 @@ class Users(Configured):
             status, told = self.ask(daemon, *words, "--namespace", OWN, groups=[5000])
             self.assertEqual(status, 0, told)
         self.assertEqual(self.ask(daemon, "storage", "compact", groups=[5000])[0], 0)
-        self.refuse(daemon, "shutdown", role="operate", needed="admin", groups=[5000])
+        self.refuse(daemon, "shutdown", role="the role operate", needed="admin", groups=[5000])
         self.refuse(daemon, "session", "export", "mine", "/tmp/x", "--namespace", OWN,
-                    role="operate", needed="admin", groups=[5000])
+                    role="the role operate", needed="admin", groups=[5000])
 
     def test_live(self):
         """What the configuration takes away is away, also for connections that stand."""
@@ -92,7 +100,7 @@ class Users(Configured):
         self.assertEqual(status, 0, told)
         complaint = standing.communicate(timeout=BOUND)[1]
         self.assertEqual(standing.returncode, 6, complaint)
-        self.assertIn("they take the role read", complaint)
+        self.assertIn("takes the role read", complaint)
         self.assertEqual(self.ask(daemon, "config", "get")[0], 6)
         self.assertEqual(self.ask(daemon, "config", "get", groups=[5000])[0], 0)
 
