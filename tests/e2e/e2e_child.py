@@ -3,6 +3,7 @@
 
 Each says lines of JSON and waits for a line where the test has to act first.
 """
+import contextlib
 import ctypes
 import http.client
 import json
@@ -11,6 +12,7 @@ import random
 import re
 import socket
 import sys
+import threading
 import time
 
 import e2e_chaos
@@ -213,6 +215,28 @@ def scribble(directory, seed, way):
             say("answered")
         except kvq.Error as error:
             say(error.code.name)
+
+
+def spins(directory, in_context):
+    """An engine with GNU's OpenMP and more threads, which attends in the daemon or by itself."""
+    try:
+        ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        say("no libgomp")
+        return
+    for _ in range(3):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    tokens = Tokens(1, 8)
+    with kvq.Client(directory, name="spins") as client, client.queue() as queue:
+        session = client.session(tokens.rows, "f16")
+        tokens.feed(queue, session, 4)
+        with contextlib.ExitStack() as stack:
+            if in_context:
+                local = stack.enter_context(queue.local(max_tokens=1024, require=True))
+                local.add(session)
+                stack.callback(local.remove, session)
+            say(os.getpid())
+            wait()
 
 
 def stranger(directory, uid, ns, name, groups=()):

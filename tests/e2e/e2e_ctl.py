@@ -11,7 +11,7 @@ import tempfile
 import time
 import unittest
 
-from e2e_rig import BIN, BOUND, Daemon, Test, Tokens, die_with_parent, everybodys_kvqctl
+from e2e_rig import BIN, BOUND, Child, Daemon, Test, Tokens, die_with_parent, everybodys_kvqctl
 
 OWN = f"uid-{os.geteuid()}"
 ROWS = Tokens(1, 1).rows
@@ -98,6 +98,55 @@ class Found(Test):
                     self.assertRegex(done.stdout, rf"\"pid\":\s*{pid}\nclient \d", done.stderr)
             finally:
                 own.stop()
+
+
+class Doctor(Test):
+    """What kvqctl doctor finds about engines, beside as many workers as there are CPUs."""
+    CPUS = len(os.sched_getaffinity(0))
+    DAEMON = {"backend": "cpu", "workers": CPUS}
+
+    def told(self, in_context=False, daemon=None, user=None, **variables):
+        """Its findings while an engine with OpenMP is a client, and which process that is. The
+        variables of OpenMP that this process has are not the engine's."""
+        theirs = dict.fromkeys(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"), None)
+        daemon = daemon or self.daemon
+        child = Child("spins", daemon.directory, in_context,
+                      **{**theirs, "OMP_NUM_THREADS": "3", **variables})
+        pid = child.hear()
+        if pid == "no libgomp":
+            child.close()
+            self.skipTest(pid)
+        done = subprocess.run([everybodys_kvqctl(), "--runtime-dir", daemon.directory, "doctor",
+                               "--json"], capture_output=True, text=True, timeout=BOUND, user=user)
+        child.tell()
+        child.end()
+        self.assertIn(done.returncode, (0, 7), done.stderr)
+        return [x for x in json.loads(done.stdout) if x["check"] == "openmp"], pid
+
+    def test_threads_that_spin(self):
+        """Two numbers that are more together than a third one; and what to do."""
+        (found,), pid = self.told()
+        self.assertEqual(found["level"], 1)
+        self.assertRegex(found["text"],
+                         rf"^process {pid} has OpenMP \(libgomp\), up to 3 threads of which may "
+                         rf"spin .* beside {self.CPUS} workers .* on {self.CPUS} usable CPUs")
+        self.assertRegex(found["remedy"], r"OMP_WAIT_POLICY=passive .*threads=\"torch\".* workers")
+
+    def test_threads_that_do_not(self):
+        """Those that wait passively, that are one, or whose process attends by itself."""
+        for variables in ({"OMP_WAIT_POLICY": "Passive"}, {"GOMP_SPINCOUNT": "0"},
+                          {"OMP_NUM_THREADS": "1"}):
+            self.assertEqual(self.told(**variables)[0], [], variables)
+        self.assertEqual(self.told(in_context=True)[0], [])
+
+    @unittest.skipUnless(os.geteuid() == 0, "asks as another user: needs root")
+    def test_processes_of_others(self):
+        """They are counted: who may not read them is told nothing of them."""
+        with Daemon(backend="cpu", workers=self.CPUS, runtime_mode="0755",
+                    admin_uids="65534") as daemon:
+            (found,), _ = self.told(daemon=daemon, user=65534)
+        self.assertEqual(found["level"], 0)
+        self.assertRegex(found["text"], "^clients whose processes were not looked at: 1 ")
 
 
 class Events(Test):

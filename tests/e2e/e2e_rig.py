@@ -257,13 +257,14 @@ class Daemon:
 
 class Child:
     """A client process: a function of e2e_child.py. It says things line by line, and goes on when
-    it is told to. within: a command that runs it."""
+    it is told to. within: a command that runs it; variables: of its environment, None: without."""
 
-    def __init__(self, function, *arguments, within=()):
+    def __init__(self, function, *arguments, within=(), **variables):
+        environment = {k: v for k, v in {**os.environ, **variables}.items() if v is not None}
         self.process = subprocess.Popen(
             [*within, sys.executable, os.path.join(HERE, "e2e_child.py"), function,
              *[json.dumps(a) for a in arguments]], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, preexec_fn=die_with_parent)
+            text=True, env=environment, preexec_fn=die_with_parent)
 
     def hear(self, bound=BOUND):
         """Its next line, as JSON."""

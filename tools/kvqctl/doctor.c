@@ -2,6 +2,7 @@
 // kvqctl doctor: looks at what this machine offers and asks the daemon for its own findings. It
 // works without a daemon too, since that is when it is needed most.
 #include <errno.h>
+#include <limits.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -15,6 +16,7 @@
 
 #include "kernels/kernels.h"
 #include "tools/kvqctl/kvqctl.h"
+#include "tools/kvqctl/openmp.h"
 
 enum { LEVEL_FINE, LEVEL_NOTE, LEVEL_PROBLEM };
 enum { MAX_FINDINGS = 16, TEXT_BYTES = 512 };
@@ -112,6 +114,102 @@ static void check_directory(struct report *report, const struct kvq__ctl *ctl)
         add(report, "directory", LEVEL_FINE, "", "%s, owned by uid %u", dir, (unsigned)st.st_uid);
 }
 
+// ---- Engines ----
+
+enum { NAMED = 4, LOOKED_AT = 64 }; // processes
+
+struct look {
+    uint32_t workers;
+    cpu_set_t cpus; // the daemon's
+    uint64_t pids[LOOKED_AT];
+    uint32_t n, spinning, unread;
+};
+
+static bool cpus_of(uint64_t pid, cpu_set_t *set)
+{
+    return pid > 0 && pid <= INT_MAX && sched_getaffinity((pid_t)pid, sizeof *set, set) == 0;
+}
+
+static void add_spinning(struct report *report, uint64_t pid, const char *runtime, uint32_t team,
+                         uint32_t workers, int cpus)
+{
+    add(report, "openmp", LEVEL_NOTE,
+        "set OMP_WAIT_POLICY=passive before the engine starts; or let it attend in its own context "
+        "on its own threads (threads=\"torch\"); or lower the daemon's workers",
+        "process %llu has OpenMP (%s), up to %u threads of which may spin while they wait, beside "
+        "%u workers of the daemon on %d usable CPUs: they may take the CPUs that attention in the "
+        "daemon needs",
+        (unsigned long long)pid, runtime, team, workers, cpus);
+}
+
+// Engines that attend in their own context are passed over: the workers do little for them.
+static void look_at(struct report *report, struct look *look, uint64_t pid)
+{
+    struct kvq__ctl_process process;
+    cpu_set_t its, both, any;
+    int rc = kvq__ctl_process_read(&process, "/proc", pid);
+    const char *runtime = rc == 0 ? kvq__ctl_process_spins(&process) : NULL;
+    bool gone = rc == -ENOENT || rc == -ESRCH;
+    look->unread += rc != 0 && !gone;
+    if (!runtime || !process.asks || process.attends || !cpus_of(pid, &its))
+        return;
+    uint32_t team = kvq__ctl_process_team(&process, (uint32_t)CPU_COUNT(&its));
+    CPU_AND(&both, &its, &look->cpus);
+    CPU_OR(&any, &its, &look->cpus);
+    bool fits = (uint64_t)team + look->workers <= (uint64_t)CPU_COUNT(&any);
+    if (team < 2 || fits || CPU_COUNT(&both) == 0)
+        return;
+    if (look->spinning++ < NAMED)
+        add_spinning(report, pid, runtime, team, look->workers, CPU_COUNT(&any));
+}
+
+static void look_at_all(struct report *report, struct look *look,
+                        const struct kvq__ctl_list *clients)
+{
+    for (size_t i = 0; i < clients->n; i++) {
+        uint64_t pid = ((const Kvq__Client *)(const void *)clients->elements[i])->pid;
+        uint32_t known = 0;
+        while (known < look->n && look->pids[known] != pid)
+            known++;
+        if (known < look->n)
+            continue;
+        if (look->n == LOOKED_AT || pid == 0) { // 0: in no PID namespace of ours
+            look->unread++;
+            continue;
+        }
+        look->pids[look->n++] = pid;
+        look_at(report, look, pid);
+    }
+}
+
+// What the daemon's workers compute takes longer where threads of an engine spin on their CPUs.
+static void check_openmp(struct report *report, struct kvq__ctl *ctl)
+{
+    static struct look look;
+    struct kvq__ctl_list statuses, clients;
+    ctl->quiet = true; // an older daemon, say
+    int result = kvq__ctl_ask_status(ctl, &statuses);
+    if (result == KVQ_EXIT_OK) {
+        const Kvq__StatusReply *status = kvq__ctl_status_of(&statuses);
+        look.workers = status->workers;
+        bool computes = strcmp(status->backend, "cpu") == 0 && cpus_of(status->pid, &look.cpus);
+        if (computes && kvq__ctl_ask_clients(ctl, &clients) == KVQ_EXIT_OK) {
+            look_at_all(report, &look, &clients);
+            kvq__ctl_list_free(&clients);
+        }
+        kvq__ctl_list_free(&statuses);
+    }
+    ctl->quiet = false;
+    if (look.spinning > NAMED)
+        add(report, "openmp", LEVEL_NOTE, "the same", "%u more processes like these",
+            look.spinning - NAMED);
+    if (look.unread)
+        add(report, "openmp", LEVEL_FINE, "",
+            "clients whose processes were not looked at: %u (this user may not read them, their "
+            "environment is gone, or they are many)",
+            look.unread);
+}
+
 static void print_findings(Kvq__Finding *const *findings, size_t n)
 {
     static const char *const words[] = {"fine", "note", "PROBLEM"};
@@ -164,6 +262,8 @@ int kvq__ctl_doctor(struct kvq__ctl *ctl, char **args)
     if (result)
         add(&report, "daemon", LEVEL_PROBLEM, "", "no answer from a daemon %s",
             kvq__ctl_where(ctl));
+    else if (!ctl->connect)
+        check_openmp(&report, ctl);
     Kvq__Finding **all = gather(&report, reply, &n);
     if (!all) {
         fprintf(stderr, "kvqctl: out of memory\n");
