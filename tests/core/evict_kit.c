@@ -22,7 +22,6 @@ void attach(struct member *member, uint32_t uid)
 
 int setup(void **state)
 {
-    (void)state;
     sim_in_steps(5);
     kit_open(&kit, 7, 32 * MIB, 0);
     kit.core->pools[1].budget = GPU;
@@ -65,7 +64,6 @@ void rest(void)
 
 int teardown(void **state)
 {
-    (void)state;
     member_close(&m);
     member_close(&other);
     rest();

@@ -5,19 +5,15 @@
 #ifndef KVQ_TESTS_EVICT_KIT_H
 #define KVQ_TESTS_EVICT_KIT_H
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "tests/core/sim.h"
+#include "tests/kits/unit.h"
 
 enum {
     HEADS = 2,

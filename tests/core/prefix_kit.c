@@ -44,21 +44,18 @@ void open_kit(uint64_t pool, uint64_t limit)
 
 int setup(void **state)
 {
-    (void)state;
     open_kit(64 * MIB, 0);
     return 0;
 }
 
 int setup_small(void **state)
 {
-    (void)state;
     open_kit(64 * MIB, 3 * MIB / 2);
     return 0;
 }
 
 int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&one);
     member_close(&two);

@@ -13,7 +13,6 @@ const struct kvq__peer admin = {.admin = true};
 
 int setup(void **state)
 {
-    (void)state;
     kit_open(&kit, 11, 256 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     float *memory = (float *)(void *)m.memory;
@@ -24,7 +23,6 @@ int setup(void **state)
 
 int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&m);
     kit_close(&kit);

@@ -5,17 +5,13 @@
 #ifndef KVQ_TESTS_RESHARD_KIT_H
 #define KVQ_TESTS_RESHARD_KIT_H
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/core/residency/saved_internal.h"
 #include "tests/core/vault.h"
+#include "tests/kits/unit.h"
 
 enum {
     HEADS = 8, // of all shards

@@ -38,7 +38,6 @@ void close_kit(void)
 
 int setup(void **state)
 {
-    (void)state;
     set_rows("oscar2");
     open_kit();
     return 0;
@@ -46,7 +45,6 @@ int setup(void **state)
 
 int teardown(void **state)
 {
-    (void)state;
     close_kit();
     vault_close(&vault);
     return 0;

@@ -2,16 +2,12 @@
 //
 // The check of the core (daemon/core/check.h) finds what is off: single facts of a sound core are
 // changed, and it must say which does not hold.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/core/check.h"
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, BUFFER = 2 * MIB, HEADS = 2, DIM = 128 };
 
@@ -25,8 +21,6 @@ static char what_is_off[512];
 
 static void on_broken(const char *file, int line, const char *what)
 {
-    (void)file;
-    (void)line;
     snprintf(what_is_off, sizeof what_is_off, "%s", what);
     longjmp(found, 1);
 }
@@ -64,7 +58,6 @@ static int setup(void **state)
                                               .format = "oscar2",
                                               .repeat = 2,
                                               .kv_from = -1};
-    (void)state;
     kit_open(&kit, 5, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     handle = kit_session(&m, &row, 1, 8);
@@ -81,7 +74,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     ASSERT_SOUND();
     kvq__check_free(&check);
     member_close(&m);
@@ -92,7 +84,6 @@ static int teardown(void **state)
 static void sums(void **state)
 {
     struct kvq__core *core = kit.core;
-    (void)state;
     ASSERT_FINDS(core->n_sessions, 2, "core->n_sessions");
     ASSERT_FINDS(core->n_offloaded, 1, "core->n_offloaded");
     ASSERT_FINDS(core->tokens, 299, "core->tokens");
@@ -112,7 +103,6 @@ static void sums(void **state)
 static void namespaces(void **state)
 {
     struct kvq__namespace *ns = s->ns;
-    (void)state;
     ASSERT_FINDS(ns->used[KVQ__HOST_BYTES], ns->used[KVQ__HOST_BYTES] - 64, "ns->used[i]");
     ASSERT_FINDS(ns->used[KVQ__SESSIONS], 3, "ns->used[KVQ__SESSIONS]");
     ASSERT_FINDS(ns->exempt[KVQ__HOST_BYTES], ns->used[KVQ__HOST_BYTES] + 1, "exempt");
@@ -127,7 +117,6 @@ static void namespaces(void **state)
 static void limits(void **state)
 {
     struct kvq__namespace *ns = s->ns;
-    (void)state;
     ns->quota.limit[KVQ__SESSIONS] = 1;
     ns->quota.limit[KVQ__HOST_BYTES] = 64;
     ASSERT_SOUND();                                                    // it was lowered
@@ -143,7 +132,6 @@ static void blocks(void **state)
     struct kvq__layer *l = &s->layers[1];
     struct kvq__block *b = kvq__page(l, 0)->packed.block;
     struct kvq__extent *e = b->extent;
-    (void)state;
     ASSERT_FINDS(b->refs, b->refs + 1, "references_to");
     ASSERT_FINDS(b->bytes, b->bytes + 64, "b->at");
     ASSERT_FINDS(b->bytes, b->bytes + 1, "b->bytes % 64");
@@ -159,7 +147,6 @@ static void blocks(void **state)
 static void sessions(void **state)
 {
     struct kvq__layer *l = &s->layers[0];
-    (void)state;
     ASSERT_FINDS(s->readers, 1, "s->readers");
     ASSERT_FINDS(s->writer, NULL, "s->writer");
     ASSERT_FINDS(s->dropped, true, "s->dropped");

@@ -22,7 +22,6 @@ static uint64_t make(uint32_t format, uint32_t rollback)
 
 static void test_cut_and_saved(void **state)
 {
-    (void)state;
     for (uint32_t i = 0; i < FORMATS; i++)
         for (uint64_t good = 512; good < 1000; good += 128)
             for (uint32_t back = 0; back < 300; back += 70) {
@@ -42,7 +41,6 @@ static void test_cut_and_saved(void **state)
 
 static void test_forked_and_saved(void **state)
 {
-    (void)state;
     for (uint32_t i = 0; i < FORMATS; i++)
         for (uint64_t at = 352; at < 1000; at += 96) {
             uint64_t a = make(i, 150), fork, twin;
@@ -64,7 +62,6 @@ static void test_forked_and_saved(void **state)
 static void test_learned_nothing(void **state)
 {
     struct kvq__restore *r;
-    (void)state;
     uint64_t a = make(3, 0);
     save("it");
     drop(a);
@@ -101,7 +98,6 @@ static uint64_t written_anew(const char *format)
 // Sinks are final with the first block.
 static void test_sinks_are_written_once(void **state)
 {
-    (void)state;
     assert_int_equal(written_anew("oscar2-s32"), written_anew("oscar2"));
 }
 

@@ -4,18 +4,13 @@
 // pieces of work that have not begun, as a GPU's do: then the call that gives another one waits,
 // and here that is the poller. So no request may fill a queue, whatever it asks for, while its
 // client's stream stands still.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "tests/kits/stream_kit.h"
+#include "tests/kits/unit.h"
 
 static struct kvq_entry_wire entry_of(const struct streamer *s, uint64_t session, uint32_t append)
 {
-    (void)s;
     return (struct kvq_entry_wire){.handle = session, .append = append};
 }
 
@@ -88,7 +83,6 @@ static void test_many_pieces(void **state)
 {
     enum { PIECES = 400, PIECE = 1 };
     static float were[PIECES * HEADS * DIM];
-    (void)state;
     memcpy(were, one.m.memory, sizeof were);
     write_tokens(&one, one.session, PIECES);
     kit.core->config.work_stream_workspace = PIECE * HEADS * DIM * 2 * sizeof(float);
@@ -103,7 +97,6 @@ static void test_many_sessions(void **state)
     enum { SESSIONS = 180, EACH = 2 };
     static float were[EACH * HEADS * DIM];
     static struct kvq_entry_wire e[SESSIONS];
-    (void)state;
     memcpy(were, one.m.memory, sizeof were);
     for (uint32_t i = 0; i < SESSIONS; i++) {
         stream_session(&one, "", "f16");
@@ -122,7 +115,6 @@ static void test_read_together(void **state)
 {
     enum { SESSIONS = 100, EACH = 2 };
     static struct kvq_entry_wire e[SESSIONS];
-    (void)state;
     for (uint32_t i = 0; i < SESSIONS; i++) {
         stream_session(&one, "", "f16");
         write_tokens(&one, one.session, EACH);
@@ -171,7 +163,6 @@ static void test_room_of_cut_calls(void **state)
 {
     enum { LONG = 700, VALUES = CUT * CUT_QUERIES * 2 * HEADS * DIM };
     static float whole[VALUES], cut[VALUES];
-    (void)state;
     stream_session(&one, "long", "f16");
     assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
     attend_all(one.session, LONG, whole);
@@ -188,7 +179,6 @@ static void test_room_of_cut_calls(void **state)
 static void test_many_cut_queries(void **state)
 {
     enum { LONG = 700, QUERIES = 256 };
-    (void)state;
     stream_session(&one, "long", "f16");
     assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
@@ -203,7 +193,6 @@ static void test_many_cut_queries(void **state)
 // With little memory for what a request hands to the GPU.
 static int small_setup(void **state)
 {
-    (void)state;
     sim_begin(0);
     kit_open(&kit, 7, 32 * MIB, 0);
     kit.core->config.work_stream_bytes = 32 << 10;

@@ -24,7 +24,6 @@ static void test_score(void **state)
         // Whatever frees nothing is last.
         {{1, 1, 64 * MIB, 64 * MIB}, {3600 * SECOND, 0, 0, 64 * MIB}},
     };
-    (void)state;
     for (uint32_t i = 0; i < sizeof pairs / sizeof *pairs; i++)
         assert_true(kvq__score(&pairs[i].better) > kvq__score(&pairs[i].worse));
     assert_true(kvq__score(&pairs[5].worse) == 0);
@@ -36,7 +35,6 @@ static void test_turns(void **state)
     static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     struct member *of[6] = {&m, &other, &m, &other, &m, &other};
     uint64_t handles[6];
-    (void)state;
     for (uint32_t i = 0; i < 6; i++) {
         char name[8];
         snprintf(name, sizeof name, "s%u", i);
@@ -67,7 +65,6 @@ static void test_turns(void **state)
 static void test_who(void **state)
 {
     uint64_t a = fed(&m, "a"), b, c, d;
-    (void)state;
     b = fed(&m, "b");
     c = fed(&other, "c");
     d = fed(&other, "d");
@@ -95,7 +92,6 @@ static void test_who(void **state)
 static void test_in_use(void **state)
 {
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
     for (uint32_t i = 0; i < 3; i++)
@@ -120,9 +116,8 @@ static void test_in_use(void **state)
 // What could never fit is refused at once, and nobody goes for it.
 static void test_too_much(void **state)
 {
-    uint64_t a = fed(&m, "a"), b = fed(&m, "b");
-    (void)state;
-    (void)a;
+    fed(&m, "a");
+    uint64_t b = fed(&m, "b");
     pass(2 * SECOND);
     assert_int_equal(begin(&m, b, 9, 4 * SESSION, 10 * SECOND), 0);
     assert_int_equal(status_of(&m), KVQ_E_NO_MEMORY);
@@ -133,7 +128,6 @@ static void test_too_much(void **state)
 static void test_in_vain(void **state)
 {
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
     kvq__session_ref(kit_of(&m, handles[0]));
@@ -150,7 +144,6 @@ static void test_in_vain(void **state)
 static void test_too_young(void **state)
 {
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
     assert_int_equal(begin(&m, handles[0], 9, 1, 0), 1);
@@ -191,7 +184,6 @@ static void hold_all(uint64_t handles[4])
 static void test_flag(void **state)
 {
     uint64_t handles[4];
-    (void)state;
     hold_all(handles);
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
@@ -225,7 +217,6 @@ static void test_flag(void **state)
 static void test_ending(void **state)
 {
     uint64_t handles[4];
-    (void)state;
     hold_all(handles);
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
@@ -249,7 +240,6 @@ static void test_order(void **state)
 {
     struct kvq__session *s[4];
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
         s[i] = kit_of(&m, handles[i]);
@@ -281,7 +271,6 @@ static void test_order(void **state)
 static void test_each_other(void **state)
 {
     uint64_t a = fed(&m, "a"), b = fed(&other, "b"), c = fed(&m, "c"), d = fed(&m, "d");
-    (void)state;
     kvq__session_ref(kit_of(&m, c));
     kvq__session_ref(kit_of(&m, d));
     assert_int_equal(begin(&m, a, 99, SESSION, 60 * SECOND), 1);
@@ -317,7 +306,6 @@ static void open_shards(struct member *member, const char *name, uint64_t *shard
 static void test_half_begun(void **state)
 {
     uint64_t one[2], two[2], held[2];
-    (void)state;
     for (uint32_t i = 0; i < 2; i++) {
         held[i] = fed(&m, "");
         kvq__session_ref(kit_of(&m, held[i]));
@@ -342,7 +330,6 @@ static void test_half_begun(void **state)
 static void test_all_or_nothing(void **state)
 {
     uint64_t handles[4], x = opened(&other, "x"), y = opened(&other, "y");
-    (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
     kvq__session_ref(kit_of(&m, handles[2]));
@@ -370,7 +357,6 @@ static void test_all_or_nothing(void **state)
 static void test_operations(void **state)
 {
     uint64_t fork[2];
-    (void)state;
     uint64_t a = opened(&m, "a");
     assert_int_equal(step(&m, a, SESSION - PAGE - 5), 0); // a fork has a copy of its last page
     for (uint32_t i = 0; i < 3; i++)
@@ -403,7 +389,6 @@ static void test_operations(void **state)
 static void test_drain(void **state)
 {
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
         kvq__session_ref(kit_of(&m, handles[i]));
@@ -429,7 +414,6 @@ static void test_drain(void **state)
 static void test_quota(void **state)
 {
     struct member stranger;
-    (void)state;
     kit.core->pools[0].budget = 8 * MIB;
     attach(&stranger, 2000);
     uint64_t theirs = fed(&stranger, "theirs");
@@ -454,7 +438,6 @@ static void test_group(void **state)
     struct kvq__session_spec spec = {
         .name = "g", .place = place(1), .layers = rows, .n_layers = 1, .shards = 2};
     uint64_t shards[2];
-    (void)state;
     for (spec.shard = 0; spec.shard < 2; spec.shard++) {
         assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
         shards[spec.shard] = info.handle;
@@ -511,7 +494,6 @@ static void test_first_request(void **state)
 {
     uint64_t handles[5], reader;
     uint8_t out[LAYERS][OUT_BYTES];
-    (void)state;
     for (uint32_t i = 0; i < 5; i++) {
         handles[i] = fed(&m, i ? "" : "first");
         pass(2 * SECOND);
@@ -536,7 +518,6 @@ static void test_first_request(void **state)
 static void test_back(void **state)
 {
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
     pass(10 * SECOND);
@@ -558,7 +539,6 @@ static void test_lowered(void **state)
     enum kvq__limit which = kvq__pool_limit(&kit.core->pools[home]);
     struct kvq__override limit = {.ns = "uid-1000", .set = 1u << which};
     uint8_t before[LAYERS][OUT_BYTES], after[LAYERS][OUT_BYTES];
-    (void)state;
     attend(&m, a, before);
     assert_int_equal(ns->used[which], 3 * SESSION_BYTES);
     assert_int_equal(begin(&m, c, 7, 1, 0), 0); // into another page
@@ -591,7 +571,6 @@ static void test_prefixes_elsewhere(void **state)
     struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = "a", .model = "m", .place = place(1), .layers = rows, .n_layers = 1};
-    (void)state;
     m.ids_at = 3 * MIB;
     for (uint32_t i = 0; i < SESSION; i++)
         ((int32_t *)(void *)(m.memory + m.ids_at))[i] = (int32_t)i;

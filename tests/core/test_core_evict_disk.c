@@ -9,7 +9,6 @@ static void test_disk(void **state)
     static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     struct kvq__counts stats;
     uint64_t handles[6];
-    (void)state;
     for (uint32_t i = 0; i < 6; i++) {
         handles[i] = fed(&m, "");
         attend(&m, handles[i], bits[i]);
@@ -54,7 +53,6 @@ static void test_both(void **state)
     static uint8_t bits[10][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     struct kvq__counts stats;
     uint64_t handles[10];
-    (void)state;
     home = 1;
     for (uint32_t i = 0; i < 10; i++) { // 4 fit there, 4 on the host
         handles[i] = fed(&m, "");
@@ -86,7 +84,6 @@ static void test_forks(void **state)
 {
     static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     uint64_t handles[4], forks[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
         forks[i] = forked(&m, handles[i]);
@@ -108,7 +105,6 @@ static void test_no_host(void **state)
 {
     struct kvq__counts stats;
     struct member stranger;
-    (void)state;
     attach(&stranger, 2000);
     uint64_t theirs = opened(&stranger, "");
     assert_int_equal(step(&stranger, theirs, 1), 0);
@@ -132,7 +128,6 @@ static void test_store_fails(void **state)
     struct kvq__counts stats;
     uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++)
         handles[i] = fed(&m, "");
     attend(&m, handles[0], bits);
@@ -155,7 +150,6 @@ static void test_store_fails(void **state)
 static void test_above(void **state)
 {
     struct kvq__counts stats;
-    (void)state;
     kit.core->config.evict_above = 60;
     for (uint32_t i = 0; i < 3; i++)
         fed(&m, "");
@@ -181,7 +175,6 @@ static void test_two_fetches(void **state)
     struct kvq__store_job order;
     struct kvq__restore *r[2];
     uint64_t big[2];
-    (void)state;
     kit.core->pools[0].budget = 4 * MIB;
     for (uint32_t i = 0; i < 2; i++) {
         big[i] = opened(&m, "");
@@ -253,7 +246,6 @@ static void test_beside_a_save(void **state)
     static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     struct kvq__save *save;
     uint64_t handles[4];
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
         if (i > 0)
@@ -285,7 +277,6 @@ static void test_beside_a_save(void **state)
 static void test_beside_a_restore(void **state)
 {
     struct kvq__restore *r;
-    (void)state;
     kit.core->pools[0].budget = 4 * MIB; // 64 blocks
     uint64_t big = opened(&m, "big");
     assert_int_equal(step(&m, big, 14 * PAGE), 0);
@@ -339,7 +330,6 @@ static void test_beside_a_save_of_sinks(void **state)
     struct kvq__layer_row row;
     struct kvq__session_info info;
     struct kvq__save *save;
-    (void)state;
     kit.core->pools[0].budget = 32 * MIB;
     uint64_t a = fed_with_sinks(&row);
     const struct kvq__session_spec alike = {.place = place(home), .layers = &row, .n_layers = 1};
@@ -389,7 +379,6 @@ static const struct kvq__move *move_until(enum kvq__phase phase)
 // A session is on its way here: it can go on to disk once it has come.
 static void test_beside_a_move(void **state)
 {
-    (void)state;
     uint64_t x = opened(&other, ""); // on the host: 32 blocks
     assert_int_equal(step(&other, x, 1), 0);
     uint64_t a = begin_move();
@@ -406,7 +395,6 @@ static void test_beside_a_move(void **state)
 // It has left, and its blocks are yet to be given back.
 static void test_behind_a_move(void **state)
 {
-    (void)state;
     home = 1;
     uint64_t x = opened(&other, ""); // on the GPU: 32 blocks
     assert_int_equal(step(&other, x, 1), 0);

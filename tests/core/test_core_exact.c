@@ -2,17 +2,13 @@
 //
 // Prompts in full precision that give way: to whom, when, and never in vain. What they answer is
 // e2e_prompt.py's.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 #include "daemon/core/residency/evict.h"
 #include "proto/status.h"
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum {
     MIB = 1 << 20,
@@ -37,7 +33,6 @@ static const struct kvq__layer_row rows[1] = {
 
 static int setup(void **state)
 {
-    (void)state;
     kit_open(&kit, 3, 64 * MIB, 0);
     kit.core->pools[0].budget = POOL;
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
@@ -47,7 +42,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&m);
     member_close(&other);
@@ -113,7 +107,6 @@ static void test_another_session(void **state)
 {
     uint64_t a, b = opened(&other, 0, 0);
     struct kvq__session *s = prompt_of(&m, &a);
-    (void)state;
     assert_int_equal(begin(&other, b, MORE), 1);
     assert_int_equal(s->prompt.exact, 0);
     assert_true(s->prompt.packs_early);
@@ -133,7 +126,6 @@ static void test_another_session(void **state)
 static void test_itself(void **state)
 {
     uint64_t a, b = opened(&other, 0, 0);
-    (void)state;
     assert_int_equal(kit_step(&other, b, 16 * PAGE, HEADS, DIM), 0);
     assert_int_equal(begin(&other, b, 8 * PAGE), 0); // held by a step
     struct kvq__session *s = prompt_of(&m, &a);
@@ -150,7 +142,6 @@ static void test_in_a_step(void **state)
 {
     uint64_t a, b = opened(&other, 0, 0);
     struct kvq__session *s = prompt_of(&m, &a);
-    (void)state;
     assert_int_equal(begin(&m, a, 10), 0);
     struct kvq_entry_wire e = {.handle = a, .position = FED, .append = 10};
     struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
@@ -181,7 +172,6 @@ static void test_in_a_step(void **state)
 static void test_one_of_two(void **state)
 {
     uint64_t a = opened(&m, 1024, 0), b = opened(&m, 2048, 0), c = opened(&other, 0, 0);
-    (void)state;
     assert_int_equal(kit_step(&m, a, 1000, HEADS, DIM), 0);
     assert_int_equal(kit_step(&m, b, 2000, HEADS, DIM), 0);
     assert_int_equal(begin(&other, c, 34 * PAGE), 1);
@@ -197,7 +187,6 @@ static void test_not_in_vain(void **state)
 {
     uint64_t a, b = opened(&other, 0, 0), c = opened(&m, 0, 0);
     struct kvq__session *s = prompt_of(&m, &a);
-    (void)state;
     assert_int_equal(begin(&other, b, 60 * PAGE), KVQ_E_NO_MEMORY); // more than there is
     assert_int_equal(begin(&m, c, 16 * PAGE), 0);                   // held by an open step
     assert_int_equal(begin(&other, b, 45 * PAGE), KVQ_E_NO_MEMORY);
@@ -211,7 +200,6 @@ static void test_quota(void **state)
     struct kvq__session_info info;
     uint64_t a, b = opened(&other, 0, 0);
     struct kvq__session *s = prompt_of(&m, &a);
-    (void)state;
     kit.core->pools[0].budget = 64 * MIB;
     s->ns->quota.limit[KVQ__HOST_BYTES] = s->ns->used[KVQ__HOST_BYTES] + 2 * RAW;
     assert_int_equal(begin(&other, b, 8 * PAGE), 1);
@@ -232,7 +220,6 @@ static void test_ended(void **state)
 {
     uint64_t a, b = opened(&other, 0, 0), c = opened(&m, PROMPT, KVQ__OPEN_PACKED_PROMPT);
     struct kvq__session *s = prompt_of(&m, &a);
-    (void)state;
     assert_int_equal(kit_of(&m, c)->prompt.exact, 0);
     assert_int_equal(kit_step(&m, a, 256 + 1, HEADS, DIM), 0);
     kit_pack(&kit);

@@ -4,11 +4,6 @@
 // driver counts the calls of each thread that wait for the device. The thread that runs the core,
 // which is the poller's in the daemon, makes none of them while sessions grow, end and take each
 // other's memory. The other thread runs when a test says so, and no test waits for it.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-
-#include <cmocka.h>
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -18,6 +13,7 @@
 
 #include "daemon/core/gpu/extents.h"
 #include "tests/kits/stream_kit.h"
+#include "tests/kits/unit.h"
 
 enum {
     EXTENT = 2 * MIB,
@@ -147,19 +143,16 @@ static int setup_with(uint32_t mark)
 
 static int setup(void **state)
 {
-    (void)state;
     return setup_with(2);
 }
 
 static int setup_none_ready(void **state)
 {
-    (void)state;
     return setup_with(0);
 }
 
 static int teardown(void **state)
 {
-    (void)state;
     member_close(&member);
     member_close(&stranger);
     core_check(kit.core);
@@ -174,7 +167,6 @@ static int teardown(void **state)
 static void test_poller_waits_for_no_driver(void **state)
 {
     uint64_t handles[4], before = slow_calls();
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = session(i % 2 ? &stranger : &member);
         for (uint32_t n = 0; n < MOST_TOKENS; n += 128)
@@ -197,7 +189,6 @@ static void test_poller_waits_for_no_driver(void **state)
 // than it needs stay when it has gone again.
 static void test_many_at_once(void **state)
 {
-    (void)state;
     uint64_t handles[3];
     for (uint32_t i = 0; i < 3; i++)
         handles[i] = session(&member);
@@ -218,7 +209,6 @@ static void test_many_at_once(void **state)
 // new one is made, which holds zeros.
 static void test_of_another_namespace(void **state)
 {
-    (void)state;
     uint64_t handles[EXTENTS / 2], before = slow_calls();
     for (uint32_t i = 0; i < EXTENTS / 2; i++) {
         handles[i] = session(&member);
@@ -238,7 +228,6 @@ static void test_of_another_namespace(void **state)
 // What the driver refuses is told to whoever asks; it is tried again when somebody asks later.
 static void test_refused(void **state)
 {
-    (void)state;
     uint64_t handle = session(&member);
     stream_refuse("memory_create", 1, 2);
     assert_int_equal(step(&member, handle, 128), KVQ_E_NO_MEMORY);
@@ -251,7 +240,6 @@ static void test_refused(void **state)
 // A block for somebody who cannot come again is had at once, and counted.
 static void test_in_place(void **state)
 {
-    (void)state;
     struct kvq__pool *pool = &kit.core->pools[1];
     struct kvq__namespace *ns = kit_of(&member, session(&member))->ns;
     struct kvq__ref refs[EXTENTS + 1] = {0};
@@ -272,7 +260,6 @@ static void test_in_place(void **state)
 // A request that waits for an extent ends with its deadline, whoever makes the extent.
 static void test_deadline(void **state)
 {
-    (void)state;
     uint64_t handle = session(&member);
     struct kvq_entry_wire e = {.handle = handle, .append = 128};
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
@@ -288,7 +275,6 @@ static void test_deadline(void **state)
 // While the daemon drains open sessions may end their steps, whose memory is yet to be made.
 static void test_drain(void **state)
 {
-    (void)state;
     uint64_t handle = session(&member);
     struct kvq_entry_wire e = {.handle = handle, .append = 128};
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);

@@ -3,14 +3,10 @@
 // Requests on streams while the gate is up (core/gpu/gate.h): no stream is made to wait for a
 // client, and nothing else waits.
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-
-#include <cmocka.h>
 
 #include "daemon/core/gpu/gate.h"
 #include "tests/kits/stream_kit.h"
+#include "tests/kits/unit.h"
 
 static struct kvq__gate *gate(void)
 {
@@ -57,7 +53,6 @@ static enum kvq__progress append_behind(struct streamer *s)
 static void test_waits_before_the_gate(void **state)
 {
     struct kvq_entry_wire e = {.handle = two.session, .append = TOKENS};
-    (void)state;
     stream_needed();
     begin(&one);
     begin(&two);
@@ -84,7 +79,6 @@ static void test_waits_before_the_gate(void **state)
 // The request of a client that goes meanwhile ends.
 static void test_gone_before_the_gate(void **state)
 {
-    (void)state;
     stream_needed();
     begin(&one);
     gate_up(true);
@@ -105,7 +99,6 @@ static void test_freed_when_clear(void **state)
     const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
     kvq_gpu_ptr memory, base;
     size_t bytes;
-    (void)state;
     stream_needed();
     assert_int_equal(kvq__gpu_enter(gpu), 0);
     assert_int_equal(d->memory_alloc(&memory, MIB), 0);

@@ -5,16 +5,12 @@
 // becomes of requests that are refused.
 #include <dlfcn.h>
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "proto/ring.h"
 #include "tests/kits/stream_kit.h"
+#include "tests/kits/unit.h"
 
 // ---- What the tests do ----
 
@@ -81,7 +77,6 @@ static uint32_t buffer_uses(const struct streamer *s)
 // step does not end.
 static void test_append_is_held(void **state)
 {
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -109,7 +104,6 @@ static void test_append_is_held(void **state)
 static void test_dropped_while_under_way(void **state)
 {
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -131,7 +125,6 @@ static void test_nan_on_a_stream(void **state)
     float *k = (float *)(void *)one.m.memory;
     const struct kvq__session *s = kit_of(&one.m, one.session);
     struct kvq_request r = end_of();
-    (void)state;
     stream_needed();
     k[5] = NAN;
     assert_int_equal(begin(&one), 0);
@@ -155,7 +148,6 @@ static void test_very_many_nan(void **state)
 {
     float *k = (float *)(void *)one.m.memory;
     struct kvq_request r = end_of();
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     kit_of(&one.m, one.session)->in_step.counts->host->nonfinite = UINT32_MAX - 15;
@@ -174,7 +166,6 @@ static void test_refused_are_done_in_order(void **state)
 {
     struct kvq_request r;
     struct kvq_entry_wire e = entry_of(&one);
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -197,7 +188,6 @@ static void test_done_is_under_way(void **state)
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
     struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
-    (void)state;
     stream_needed();
     stream_stall(stream, true);
     r.op = KVQ_OP_TRUNCATE;
@@ -218,7 +208,6 @@ static void test_many_refused(void **state)
     struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
     enum kvq__progress p = KVQ__DONE;
     uint32_t n = 0;
-    (void)state;
     stream_needed();
     stream_stall(stream, true);
     r.op = KVQ_OP_TRUNCATE;
@@ -239,7 +228,6 @@ static void test_signals_out_of_reach(void **state)
 {
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
-    (void)state;
     stream_needed();
     r.signal = (uint64_t)INT64_MAX + 1;
     assert_int_equal(kit_request(&one.m, &r, &e), KVQ_E_INVALID);
@@ -254,7 +242,6 @@ static void test_buffer_at_an_odd_address(void **state)
     struct kvq__buffer_memory memory = {
         .host = one.m.memory + 1, .gpu = (uintptr_t)one.m.memory + 1, .bytes = BUFFER - 1};
     uint32_t odd;
-    (void)state;
     assert_int_equal(begin(&one), 0);
     assert_int_equal(kvq__buffer_add(one.m.client, &memory, &odd, text), 0);
     struct kvq_request r = append_of(&one);
@@ -271,7 +258,6 @@ static void test_buffer_at_an_odd_address(void **state)
 static void test_stalled_alone(void **state)
 {
     struct kvq_request r = end_of();
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -292,7 +278,6 @@ static void test_given_back_beside_a_stalled(void **state)
     const struct kvq__pool *pools = kit.core->pools;
     struct kvq__session_spec spec = {
         .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -321,7 +306,6 @@ static void test_given_back_beside_a_stalled(void **state)
 // work stream has ended, whether that was under way when the client went or not.
 static void test_gone_beside_a_stalled(void **state)
 {
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -354,7 +338,6 @@ static void test_shared_with_a_stalled(void **state)
     char text[KVQ_TEXT_BYTES];
     const struct kvq__pool *pool = &kit.core->pools[1];
     uint64_t fork;
-    (void)state;
     stream_needed();
     assert_int_equal(kit_step(&one.m, one.session, SHEET, HEADS, DIM), 0);
     struct kvq_entry_wire e = {.handle = one.session, .position = SHEET};
@@ -375,7 +358,6 @@ static void test_shared_with_a_stalled(void **state)
 static void test_refused_launch(void **state)
 {
     struct kvq_request r = end_of();
-    (void)state;
     assert_int_equal(begin(&one), 0);
     stream_refuse("launch", 1, KVQ_GPU_INVALID_VALUE);
     const struct kvq_request refused = append_of(&one);
@@ -403,7 +385,6 @@ static void test_gone_with_work_on_a_gpu(void **state)
     struct kvq__session_spec spec = {
         .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
     struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
-    (void)state;
     assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
     struct kvq_entry_wire e[2] = {entry_of(&one), {.handle = info.handle, .append = TOKENS}};
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
@@ -457,7 +438,6 @@ static void test_fork_waits_for_packing(void **state)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     struct kvq_entry_wire e = {.handle = one.session, .position = MANY};
-    (void)state;
     assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, NULL), 1); // waits
     stream_stall(stream, false);
     stream_settle(&one);
@@ -474,7 +454,6 @@ static void test_stalled_while_packing(void **state)
     struct kvq__session_spec spec = {.name = "packed", .flags = KVQ__OPEN_READ_ONLY};
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     assert_null(kvq__work_stream_withholds(one.m.client->streams[0])); // nobody else has it
     assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
@@ -503,7 +482,6 @@ static void test_gone_while_packing(void **state)
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     const struct kvq__work_stream *work = one.m.client->streams[0];
     const uint64_t used = kit.core->pools[1].used_bytes;
-    (void)state;
     kvq__client_detach(one.m.client);
     kvq__queue_ending(one.m.queue);
     assert_true(kvq__queue_gpu_idle(one.m.queue));
@@ -522,7 +500,6 @@ static void test_dropped_while_packing(void **state)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     assert_int_equal(kit_of(&one.m, one.session)->refs, 0);
     const uint64_t used = kit.core->pools[1].used_bytes;
     assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
@@ -544,7 +521,6 @@ static void test_packs_unasked(void **state)
                                                .v_dim = DIM,
                                                .kv_from = -1,
                                                .repeat = 3};
-    (void)state;
     kit.core->config.work_stream_bytes = 20 << 10;
     struct streamer three;
     stream_open(&three, "three");
@@ -577,7 +553,6 @@ static void test_no_memory_beside_a_stalled(void **state)
                                      .place = kvq__pool_name(&kit.core->pools[1]),
                                      .layers = &stream_row,
                                      .n_layers = 1};
-    (void)state;
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
@@ -593,7 +568,6 @@ static void test_no_memory_beside_a_stalled(void **state)
 // append that layer after all.
 static void test_append_again(void **state)
 {
-    (void)state;
     assert_int_equal(begin(&one), 0);
     stream_refuse("copy_in", 1, KVQ_GPU_OUT_OF_MEMORY);
     assert_int_equal(append(&one), KVQ_E_NO_MEMORY);
@@ -617,10 +591,6 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
     static float smooth[HEADS * DIM], tables[2][HEADS << 14];
     const struct kvq_side *k = &format->k, *v = &format->v;
     const size_t k_floats = (size_t)k->vector << k->bits, v_floats = (size_t)v->vector << v->bits;
-    (void)context;
-    (void)name;
-    (void)layer;
-    (void)why;
     assert_true(shape->kv_heads == HEADS && k_floats <= 1 << 14 && v_floats <= 1 << 14);
     for (uint32_t i = 0; smooth[i % (HEADS * DIM)] == 0.0f; i++)
         smooth[i] = 0.5f + (float)(i % 7) / 4;
@@ -636,8 +606,6 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
 
 static void ignore(void *context, void *hold)
 {
-    (void)context;
-    (void)hold;
 }
 
 // The last of 400 tokens' attention, from a session at this place.
@@ -664,7 +632,6 @@ static void test_codebook(void **state)
 {
     static float host[2 * HEADS * DIM], gpu[2 * HEADS * DIM];
     double error = 0, size = 0;
-    (void)state;
     kit.core->config.codebook = give_codebook;
     kit.core->config.codebook_share = kit.core->config.codebook_release = ignore;
     attend_by_book("host", host);
@@ -680,7 +647,6 @@ static void test_codebook(void **state)
 
 static int setup_small(void **state)
 {
-    (void)state;
     sim_begin(0);
     kit_open(&kit, 7, 32 * MIB, 0);
     kit.core->config.work_stream_bytes = 32 << 10;
@@ -721,7 +687,6 @@ static void attend_many(uint16_t n, uint32_t one_in)
 // More entries than a chunk of the work stream holds at a time.
 static void test_more_than_a_chunk(void **state)
 {
-    (void)state;
     commit(&one);
     attend_many(24, 1);
 }
@@ -729,7 +694,6 @@ static void test_more_than_a_chunk(void **state)
 // What failed takes no room of what the others need.
 static void test_many_that_failed(void **state)
 {
-    (void)state;
     commit(&one);
     attend_many(400, 20);
 }

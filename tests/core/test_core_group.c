@@ -3,16 +3,12 @@
 // Sessions of several shards: their steps commit on all or on none, whoever leaves them when, and
 // nobody waits for what cannot come.
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum { HEADS = 2, DIM = 64, N = 10, MIB = 1 << 20, BUFFER = MIB, SHARDS = 2 };
 
@@ -72,7 +68,6 @@ static int setup(void **state)
 {
     static const uint32_t uids[] = {1000};
     struct kvq__namespace_config team = {.name = "team", .uids = uids, .n_uids = 1};
-    (void)state;
     kit_open(&kit, 7, 64 * MIB, 0);
     assert_int_equal(kvq__core_namespace(kit.core, &team, text), 0);
     attach(&one);
@@ -82,7 +77,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&one.m);
     member_close(&two.m);
@@ -172,7 +166,6 @@ static void step_both(uint64_t position, uint32_t n)
 
 static void test_commit(void **state)
 {
-    (void)state;
     open_both();
     assert_int_equal(fill(&one, 0, N), 0);
     assert_int_equal(fill(&two, 0, N), 0);
@@ -196,7 +189,6 @@ static void test_readers(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
     struct kvq__session_info info;
-    (void)state;
     open_both();
     step_both(0, N);
     spec.flags = KVQ__OPEN_READ_ONLY;
@@ -216,7 +208,6 @@ static void test_readers(void **state)
 // A step that appends nothing ends like others.
 static void test_empty_step(void **state)
 {
-    (void)state;
     open_both();
     assert_int_equal(begin(&one, 0, 0), 0);
     assert_int_equal(begin(&two, 0, 0), 0);
@@ -303,7 +294,6 @@ static void check_told(enum point point, uint64_t position)
 static void test_leaving(void **state)
 {
     uint64_t position = N;
-    (void)state;
     open_both();
     step_both(0, N);
     uint64_t used = kit.core->pools[0].used_bytes;
@@ -329,7 +319,6 @@ static void test_gone_behind_end(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
     struct kvq__session_info info;
-    (void)state;
     open_both();
     for (uint64_t position = 0; position < 3 * N; position += N) {
         assert_int_equal(fill(&one, position, N), 0);
@@ -374,7 +363,6 @@ static void test_gone_behind_end(void **state)
 // A step with other sessions goes on without the shard, which is told why.
 static void test_told_in_step(void **state)
 {
-    (void)state;
     struct kvq__layer_row row = rows[0];
     open_both();
     row.format = "f16";
@@ -423,7 +411,6 @@ static int request(uint8_t op, uint16_t count)
 static void test_one_request(void **state)
 {
     float *k = (float *)(void *)one.m.memory;
-    (void)state;
     open_both_here();
     for (uint16_t count = 0; count <= 2; count += 2) { // 0: all of the step
         assert_int_equal(request(KVQ_OP_STEP_BEGIN, 2), 0);
@@ -462,7 +449,6 @@ static void test_one_request(void **state)
 static void test_one_queue(void **state)
 {
     struct kvq__queue *queue;
-    (void)state;
     open_both_here();
     assert_int_equal(request(KVQ_OP_STEP_BEGIN, 2), 0);
     assert_int_equal(request(KVQ_OP_APPEND, 2), 0);
@@ -490,7 +476,6 @@ static void test_one_queue(void **state)
 
 static void test_counts(void **state)
 {
-    (void)state;
     open_both();
     step_both(0, N);
     assert_int_equal(fill(&one, N, N), 0);
@@ -550,7 +535,6 @@ static void test_open(void **state)
 {
     struct kvq__session_spec spec = spec_of(1);
     struct kvq__session_info info;
-    (void)state;
     open_shard(&one, 0);
     assert_int_equal(begin(&one, 0, N), KVQ_E_NO_SESSION); // nobody has opened shard 1
     assert_int_equal(result(&one)->shard, 1 + 1);
@@ -602,7 +586,6 @@ static void test_alone(void **state)
     struct kvq__session_spec spec = spec_of(0);
     struct kvq__session_info info;
     uint64_t fork;
-    (void)state;
     spec.name = NULL;
     assert_int_equal(open_as(&one, &spec, &info), 0);
     one.handle = info.handle;
@@ -627,7 +610,6 @@ static void test_drop(void **state)
     struct kvq__shard_info shards[KVQ_MAX_SHARDS];
     struct kvq__session_info info;
     char id[24];
-    (void)state;
     for (uint32_t way = 0; way < 3; way++) {
         open_both();
         step_both(0, N);
@@ -656,7 +638,6 @@ static void test_detach(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
     struct kvq__session_info info;
-    (void)state;
     open_both();
     assert_int_equal(kvq__session_close(one.m.client, one.handle, text), 0);
     kvq__core_clock(kit.core, kit.now += 2 * kit.core->config.keep_ns);
@@ -684,7 +665,6 @@ static void test_rotations(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
     struct kvq__session_info info;
-    (void)state;
     spec.format = "k8v4";
     assert_int_equal(open_as(&one, &spec, &info), 0);
     assert_int_equal(info.v_rotation, KVQ_V_ROT_NONE);

@@ -6,18 +6,14 @@
 #include <dlfcn.h>
 #include <math.h>
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/core/residency/move.h"
 #include "daemon/core/session/work_stream.h"
 #include "tests/core/sim.h"
+#include "tests/kits/unit.h"
 
 enum {
     HEADS = 2,
@@ -68,7 +64,6 @@ static void attach(struct member *member)
 
 static int setup(void **state)
 {
-    (void)state;
     sim_begin(3);
     kit_open(&kit, 7, 64 * MIB, 0);
     attach(&m);
@@ -95,7 +90,6 @@ static void rest(void)
 
 static int teardown(void **state)
 {
-    (void)state;
     member_close(&m);
     member_close(&other);
     rest();
@@ -216,7 +210,6 @@ static uint8_t bits[LAYERS][OUT_BYTES], again[LAYERS][OUT_BYTES];
 static void test_round_trip(void **state)
 {
     static const uint32_t ways[] = {1, 2, 1, 0};
-    (void)state;
     attend(session, bits);
     uint64_t bytes = used(0);
     for (uint32_t i = 0; i < 4; i++) {
@@ -270,7 +263,6 @@ static void test_packing(void **state)
     struct kvq__move_info info;
     struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
     struct kvq_entry_wire e = {.handle = session, .position = TOKENS, .row = TOKENS, .append = 300};
-    (void)state;
     assert_int_equal(move_to(1).status, 0);
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
     r.step = 5;
@@ -300,12 +292,6 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
                          struct kvq_book *book, void **hold, char *why)
 {
     static float numbers[1 << 14], ones[HEADS * DIM];
-    (void)context;
-    (void)name;
-    (void)layer;
-    (void)format;
-    (void)shape;
-    (void)why;
     for (uint32_t i = 0; i < 1 << 14; i++)
         numbers[i] = sinf((float)(i * i % 1013));
     for (uint32_t i = 0; i < HEADS * DIM; i++)
@@ -318,15 +304,11 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
 
 static void share_codebook(void *context, void *hold)
 {
-    (void)context;
-    (void)hold;
     holds++;
 }
 
 static void release_codebook(void *context, void *hold)
 {
-    (void)context;
-    (void)hold;
     holds--;
 }
 
@@ -348,7 +330,6 @@ static void open_with_codebook(void)
 // Codebooks go along: the GPU computes with its own copy, and the host with its own again.
 static void test_codebooks(void **state)
 {
-    (void)state;
     open_with_codebook();
     for (uint32_t i = 0; i < 2; i++)
         assert_int_equal(kit_step(&m, session, 200, HEADS, DIM), 0);
@@ -376,7 +357,6 @@ static void test_codebooks(void **state)
 static void test_shared(void **state)
 {
     uint64_t fork, bytes = used(0);
-    (void)state;
     struct kvq_entry_wire e = {.handle = session, .position = TOKENS};
     attend(session, bits);
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
@@ -409,7 +389,6 @@ static void test_tiers(void **state)
 {
     struct kvq__move_info info;
     const uint64_t bytes = used(0);
-    (void)state;
     limit(KVQ__DEVICE_BYTES, bytes - 1);
     assert_int_equal(start(1, &info), KVQ_E_QUOTA); // it could never fit: said at once
     assert_non_null(strstr(text, "bytes in the memory of GPUs; it has 0, and"));
@@ -452,7 +431,6 @@ static void test_waits(void **state)
 {
     struct kvq__move_info info, second;
     struct kvq_entry_wire e = {.handle = session, .position = TOKENS, .row = TOKENS, .append = 1};
-    (void)state;
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
     assert_int_equal(start(1, &info), 0);
     assert_int_equal(start(2, &second), KVQ_E_BUSY);
@@ -501,7 +479,6 @@ static void test_no_room(void **state)
 {
     struct kvq__move_info info;
     uint64_t bytes = used(0), budget = kit.core->pools[1].budget;
-    (void)state;
     attend(session, bits);
     size_t n = image_of(it(), before);
     kit.core->pools[1].budget = bytes - 1;
@@ -537,7 +514,6 @@ static void test_no_room(void **state)
 // The session goes at every point of its move, each time with the last of its handles or dropped.
 static void test_dropped(void **state)
 {
-    (void)state;
     for (uint32_t turns = 0, over = 0; over == 0 && turns < 200; turns += turns < 4 ? 1 : 11) {
         for (uint32_t to = 0; to < 2; to++) {
             struct kvq__move_info info;
@@ -561,7 +537,6 @@ static void test_dropped(void **state)
 static void test_close(void **state)
 {
     struct kvq__move_info info;
-    (void)state;
     assert_int_equal(start(2, &info), 0);
     for (uint32_t i = 0; i < 5; i++)
         poll();
@@ -584,7 +559,6 @@ static void test_shards(void **state)
     struct kvq__session_info info;
     struct kvq__move_info move;
     struct kvq__move_spec where = {.place = place(1)};
-    (void)state;
     uint64_t handles[2];
     for (; spec.shard < 2; spec.shard++) {
         assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
@@ -626,7 +600,6 @@ static void test_others(void **state)
     struct kvq__session_info info;
     struct kvq__move_info move;
     struct kvq__move_spec where = {.place = place(1)};
-    (void)state;
     assert_int_equal(start(1, &move), 0);
     for (uint32_t i = 0; i < 4; i++)
         poll();
@@ -666,7 +639,6 @@ static void test_parked(void **state)
 {
     static const uint32_t ways[] = {0, 1, 1, 2, 2, 0};
     struct kvq__move_info info;
-    (void)state;
     kit.core->config.saves = true;
     attend(session, bits);
     for (uint32_t i = 0; i < 6; i++) {

@@ -32,7 +32,6 @@ static void test_all_formats(void **state)
 {
     static const uint64_t counts[] = {40, 513, 1100};
     uint32_t n = 0;
-    (void)state;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         if (kvq_has_centroids(f))
             continue;
@@ -51,7 +50,6 @@ static void test_what_is_away(void **state)
 {
     struct kvq__session_info info;
     struct kvq__counts stats;
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 900);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
@@ -83,7 +81,6 @@ static void test_what_is_away(void **state)
 static void test_nothing_to_write(void **state)
 {
     struct kvq__move_info info;
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 900);
     kit_pack(&kit);
@@ -115,7 +112,6 @@ static void test_layers_answer_as_they_come(void **state)
     static uint8_t x[OUT_BYTES], y[OUT_BYTES];
     struct kvq__store_job order;
     struct kvq__restore *r;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 700);
     feed(b, 700);
@@ -153,7 +149,6 @@ static void test_in_use(void **state)
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
     struct kvq__session_info read;
     struct kvq__session_spec reader = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 300);
     kit_pack(&kit);
@@ -199,7 +194,6 @@ static void test_used_meanwhile(void **state)
 {
     struct kvq__store_job order;
     uint64_t ticket;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     for (uint32_t changes = 0; changes < 2; changes++) {
         feed(a, 300 + changes);
@@ -230,7 +224,6 @@ static void test_packed_meanwhile(void **state)
 {
     struct kvq__store_job order;
     uint64_t ticket;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 700);
     feed(b, 700);
@@ -252,7 +245,6 @@ static void test_packed_meanwhile(void **state)
 // The disk is full: it stays as it was, and works on.
 static void test_no_space(void **state)
 {
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 600);
     feed(b, 600);
@@ -284,7 +276,6 @@ static int ask_in_vain(uint64_t handle)
 static void test_no_room(void **state)
 {
     struct kvq__counts stats;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     m.ids_at = 64; // any numbers will do
     feed(a, 1500);
@@ -330,7 +321,6 @@ static void test_no_room(void **state)
 static void test_damage(void **state)
 {
     struct kvq__session_info info;
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 700);
     feed(b, 700);
@@ -363,7 +353,6 @@ static void test_fails_midway(void **state)
 {
     struct kvq__store_job order;
     struct kvq__restore *r;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 700);
     feed(b, 700);
@@ -403,7 +392,6 @@ static void test_fails_midway(void **state)
 // Somebody has put another session of that name into the store.
 static void test_replaced(void **state)
 {
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 700);
     away(a);

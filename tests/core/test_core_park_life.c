@@ -10,7 +10,6 @@ static void test_forgotten(void **state)
 {
     struct kvq__session_info info;
     struct kvq__store_job order;
-    (void)state;
     struct kvq__session_spec dropping = {
         .name = "drop", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_DROP};
     uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -69,7 +68,6 @@ static void test_client_goes(void **state)
     struct member other;
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.layers = rows, .n_layers = LAYERS};
-    (void)state;
     for (uint32_t i = 0; i < 3; i++) {
         assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
         memcpy(other.memory, m.memory, BUFFER);
@@ -103,7 +101,6 @@ static void test_dropped_before_it_has_room(void **state)
 {
     struct kvq__store_job order;
     struct kvq__restore *r;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0);
     feed(a, 300);
     away(a);
@@ -128,7 +125,6 @@ static void test_wanted_while_it_goes(void **state)
 {
     struct kvq__store_job order;
     struct kvq__move_info info;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 700);
     feed(b, 700);
@@ -153,7 +149,6 @@ static void test_parked_while_it_comes_back(void **state)
     struct kvq__store_job order, none;
     struct kvq__restore *r;
     struct kvq__move_info info;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     feed(a, 700);
     feed(b, 700);
@@ -213,7 +208,6 @@ static void test_groups(void **state)
 {
     struct kvq__move_info info;
     uint64_t h[2] = {open_shard(0)};
-    (void)state;
     refused(h[0], KVQ_E_INCOMPLETE, "shard 1");
     h[1] = open_shard(1);
     step_both(h, 600);
@@ -268,7 +262,6 @@ static void test_groups(void **state)
 static void test_forks(void **state)
 {
     uint64_t fork;
-    (void)state;
     rows[1].window = 0;
     uint64_t a = open_as("", LAYERS, 5), b = open_as("", LAYERS, 5);
     feed(a, 900);
@@ -319,7 +312,6 @@ static void test_prefix(void **state)
 {
     struct kvq__store_job order;
     struct kvq__restore *r;
-    (void)state;
     set_rows("f16");
     rows[1].window = 0;
     m.ids_at = 64; // any numbers will do
@@ -357,7 +349,6 @@ static void test_prefix(void **state)
 static void test_core_closes(void **state)
 {
     struct kvq__store_job order;
-    (void)state;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("it", LAYERS, 0);
     feed(a, 300);
     feed(b, 300);
@@ -377,7 +368,6 @@ static void test_kept_till_saved(void **state)
 {
     const uint64_t second = 1000000000u;
     struct kvq__unsaved list[4];
-    (void)state;
     for (int can = 0; can < 2; can++) {
         uint64_t a = open_as("it", LAYERS, 0);
         feed(a, 10);

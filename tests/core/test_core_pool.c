@@ -1,16 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Pools of few extents: what is refused although bytes are free, and how many these may be.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, EXTENT = 2 * MIB, BUFFER = 32 * MIB, HELD = 4096 };
 
@@ -100,7 +96,6 @@ static uint64_t free_bytes(void)
 // Nothing was given back yet: what is free and refused is one stretch of each extent at most.
 static void test_fills(void **state)
 {
-    (void)state;
     for (uint64_t seed = 1; seed <= 200; seed++) {
         uint64_t extents = 1 + seed % 8, sizes[12];
         start(seed, extents);
@@ -191,7 +186,6 @@ static uint64_t churn(uint64_t seed, uint32_t namespaces)
 static void test_churn(void **state)
 {
     uint64_t sum = 0;
-    (void)state;
     for (uint64_t seed = 1; seed <= 100; seed++) {
         sum += churn(seed, 1);
         churn(seed, 2 + seed % 2);
@@ -222,7 +216,6 @@ static const struct kvq__layer_row rows[][2] = {
 static void test_sessions(void **state)
 {
     enum { N = sizeof rows / sizeof *rows, STEP = 100, LARGEST = 128 * 64 * 2 * 2 };
-    (void)state;
     for (uint64_t extents = 1; extents <= 4; extents++) {
         struct member m;
         uint64_t handles[N];
@@ -288,7 +281,6 @@ static void test_long_steps(void **state)
 {
     struct member m;
     uint64_t handle, known;
-    (void)state;
     start(1, LARGE);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     assert_true((handle = kit_session(&m, &long_row, 1, 200)) != 0); // two pages stay as they are
@@ -316,7 +308,6 @@ static void test_passing_is_unseen(void **state)
     struct member m;
     uint64_t handle, known;
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     start(1, LARGE);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     for (int session = 0; session < 2; session++) {
@@ -345,7 +336,6 @@ static void test_told_again(void **state)
     struct member m;
     uint64_t handle, known;
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     start(1, LARGE);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     kvq__extents_untell(m.client); // nothing was told
@@ -381,7 +371,6 @@ static void test_seen_while_passing(void **state)
     uint64_t known;
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_info info;
-    (void)state;
     start(2, LARGE);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     struct kvq__session_spec spec = {.layers = &long_row, .n_layers = 1, .prompt_tokens = LONG + 1};
@@ -406,7 +395,6 @@ static void test_seen_while_passing(void **state)
 // Where half of the pool is taken, what passes and what stays lie side by side again.
 static void test_apart_while_there_is_room(void **state)
 {
-    (void)state;
     for (uint64_t extents = 1; extents <= 8; extents++) {
         start(extents, extents);
         struct kvq__namespace *ns = namespace_of(1000);
@@ -430,7 +418,6 @@ static int refuse(void *context, size_t bytes, struct kvq__memory *memory)
 // Where the system has no memory for a further extent, either goes where there is room.
 static void test_together_for_want_of_memory(void **state)
 {
-    (void)state;
     for (int first = 0; first < 2; first++) {
         start(3, LARGE);
         struct kvq__namespace *ns = namespace_of(1000);
@@ -471,7 +458,6 @@ static void assert_refused(const struct kvq__grant *grant, const struct kvq__nam
 // Who can wait is told that an extent is being made; who cannot has it made at once.
 static void test_a_grant_says_what_was_refused(void **state)
 {
-    (void)state;
     start(5, 2);
     struct kvq__namespace *ns = namespace_of(1000);
     struct kvq__grant waits = {.may_wait = true}, cannot = {0};

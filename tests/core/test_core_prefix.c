@@ -66,7 +66,6 @@ static void shares_as(const char *format)
 // With sinks: they go with the first page.
 static void shares(void **state)
 {
-    (void)state;
     shares_as("oscar2");
     shares_as("kivi-sink2");
     shares_as("oscar2-fit-s96");
@@ -74,7 +73,6 @@ static void shares(void **state)
 
 static void outlives(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info info;
     struct kvq__prefix_info prefix;
@@ -106,7 +104,6 @@ static void outlives(void **state)
 
 static void whole_steps(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 100);
     assert_int_equal(kit_whole(&one, a, 300, HEADS, DIM), 0);
@@ -129,7 +126,6 @@ static int end_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint16_t n
 
 static void told_at_the_end(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 0);
     one.ids_at = 0;
@@ -150,7 +146,6 @@ static void told_at_the_end(void **state)
 
 static void forks_know(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t fork, a = feed(&one, &spec, 600);
     struct kvq_entry_wire e = {.handle = a, .position = 300};
@@ -169,7 +164,6 @@ static void forks_know(void **state)
 static void accepted_in_waves(void **state)
 {
     static const uint32_t kept[] = {0, 2, 5, 1, 7};
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     spec.max_rollback = 16;
     uint64_t a = feed(&one, &spec, 100), b = feed(&one, &spec, 60);
@@ -195,7 +189,6 @@ static void accepted_in_waves(void **state)
 
 static void tokens_differ(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     feed(&one, &spec, 1000);
     for (uint32_t page = 0; page < 7; page++) {
@@ -211,7 +204,6 @@ static void tokens_differ(void **state)
 
 static void meanings_differ(void **state)
 {
-    (void)state;
     static const struct kvq__layer_row others[][1] = {
         {{.q_heads = 2, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 3}},
         {{.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 2}},
@@ -248,7 +240,6 @@ static void meanings_differ(void **state)
 
 static void images_differ(void **state)
 {
-    (void)state;
     const struct kvq__span cat[] = {{.first = 200, .tokens = 150, .digest = {1}}};
     struct kvq__span other[2] = {cat[0], {.first = 900, .tokens = 1, .digest = {9}}};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
@@ -275,7 +266,6 @@ static void images_differ(void **state)
 // Told to an open session, before the tokens come.
 static void spans_of_a_session(void **state)
 {
-    (void)state;
     struct kvq__span span = {.first = 100, .tokens = 50, .digest = {3}};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 100);
@@ -303,7 +293,6 @@ static void spans_of_a_session(void **state)
 static void cannot_share(void **state)
 {
     static const char *const own[] = {"ott2", "innerq-base", "oscar2:sink=32:outliers=3"};
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     for (uint32_t i = 0; i < 3; i++) {
         spec.format = own[i];
@@ -323,7 +312,6 @@ static void cannot_share(void **state)
 
 static void gaps(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 200);
     one.ids_at = 0;
@@ -336,7 +324,6 @@ static void gaps(void **state)
 
 static void changes_of_course(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq_request r = kit_header(KVQ_OP_ACCEPT, 1);
     spec.max_rollback = 40;
@@ -372,7 +359,6 @@ static void windows(void **state)
         {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1},
         {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 200, .kv_from = -1},
     };
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info info;
     float want[4 * DIM], got[4 * DIM];
@@ -409,7 +395,6 @@ static void windows(void **state)
 
 static void raw_formats(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
     float want[4 * DIM], got[4 * DIM];
     spec.format = other.format = "f16";
@@ -430,7 +415,6 @@ static void raw_formats(void **state)
 static void behind_the_rollback(void **state)
 {
     static const char *const formats[] = {"f16", "oscar2"};
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     spec.max_rollback = 200;
     for (uint32_t i = 0; i < 2; i++) {
@@ -455,7 +439,6 @@ static void behind_the_rollback(void **state)
 static void under_way(void **state)
 {
     static struct member third;
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other;
     float want[4 * DIM];
     spec.ns = NULL;
@@ -495,7 +478,6 @@ static void under_way(void **state)
 // The same of the pool, whoever's index has it.
 static void pool_is_small(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     char salt[16];
     spec.salt = salt;
@@ -512,7 +494,6 @@ static void pool_is_small(void **state)
 // What no session has goes when it is asked for, and what they have stays.
 static void dropped(void **state)
 {
-    (void)state;
     struct kvq__peer first = {.uid = 1000, .gids = {1000}, .n_gids = 1}, other = {.uid = 77};
     struct kvq__session_spec spec = spec_of(&one, TOKENS), held = spec;
     uint64_t pages, bytes;
@@ -539,7 +520,6 @@ static void dropped(void **state)
 // Once a second, however many pages went and why.
 static void told(void **state)
 {
-    (void)state;
     struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t pages, bytes;
@@ -568,7 +548,6 @@ static void told(void **state)
 // Listings say what is shared, of as many sessions as they have time to look at.
 static void listed(void **state)
 {
-    (void)state;
     struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info list[2], whole;
@@ -593,7 +572,6 @@ static void listed(void **state)
 
 static int setup_pool(void **state)
 {
-    (void)state;
     open_kit(6 * MIB, 0);
     return 0;
 }
@@ -602,7 +580,6 @@ static int setup_pool(void **state)
 
 static void across_namespaces(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
     struct kvq__session_info info;
     spec.ns = "open";
@@ -627,7 +604,6 @@ static void across_namespaces(void **state)
 
 static void all_shards(void **state)
 {
-    (void)state;
     static const struct kvq__layer_row more[] = {
         {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 2}};
     struct kvq__session_spec first = spec_of(&one, TOKENS), second = spec_of(&two, TOKENS);
@@ -664,7 +640,6 @@ static int begin_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint32_t
 
 static void hostile(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 0);
     assert_int_equal(begin_with(a, BUFFER - 396, 0, one.buffer), KVQ_E_BOUNDS);
@@ -704,7 +679,6 @@ static void hostile(void **state)
 // found is not hashed again when a session is opened with it.
 static void in_pieces(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS), with = spec;
     struct kvq__session_info info;
     struct kvq__prefix_ask *ask;

@@ -55,7 +55,6 @@ static void answer_layer(struct member *m, int status)
 static void begins_at_once(void **state)
 {
     float want[3][4 * DIM], got[4 * DIM];
-    (void)state;
     want_all(9, want);
     struct kvq__restore *r = begin_prefix(9);
     const struct vault_session *from = vault_find(&vault, "it", 0);
@@ -101,7 +100,6 @@ static void begins_at_once(void **state)
 static void follows_two(void **state)
 {
     float want[3][4 * DIM], got[4 * DIM];
-    (void)state;
     want_all(9, want);
     const struct vault_session *from = vault_find(&vault, "it", 0);
     struct kvq__restore *few = begin_prefix(4), *all = begin_prefix(9);
@@ -138,7 +136,6 @@ static void reading_fails(void **state)
     static const struct kvq__peer peer = {.admin = true};
     float want[3][4 * DIM];
     char id[24];
-    (void)state;
     want_all(9, want);
     const struct vault_session *from = vault_find(&vault, "it", 0);
     for (uint32_t way = 0; way < 2; way++) {
@@ -202,7 +199,6 @@ static void index_counts(void **state)
     struct kvq__session_spec spec = spec_of(&one, 1000);
     const struct kvq__prefixes *p = team_index();
     struct kvq__session_info info;
-    (void)state;
     drop(&one, feed(&one, &spec, 1000));
     kit_poll(kit.core);
     uint64_t node = sizeof(struct kvq__node) + 3 * sizeof(struct kvq__pageref);

@@ -55,7 +55,6 @@ static uint64_t idle_of(const char *ns)
 // An index whose blocks all have sessions is not looked at, however often somebody asks for room.
 static void all_in_use(void **state)
 {
-    (void)state;
     struct kvq__namespace *team = namespace_of("team");
     struct kvq__pool *pool = &kit.core->pools[0];
     uint64_t handles[SESSIONS];
@@ -88,7 +87,6 @@ static void all_in_use(void **state)
 // At a namespace's limit the blocks of others do not help, and nobody looks for them.
 static void of_others(void **state)
 {
-    (void)state;
     struct kvq__pool *pool = &kit.core->pools[0];
     for (uint32_t i = 0; i < SESSIONS / 4; i++)
         end(feed_own("open", i, 2));
@@ -103,7 +101,6 @@ static void of_others(void **state)
 // The page before an evicted one is as old, and is put beside it at once.
 static void old_pages_go_first(void **state)
 {
-    (void)state;
     enum { PAGES = 5 };
     struct kvq__namespace *team = namespace_of("team");
     end(feed_own("team", 0, PAGES));
@@ -124,7 +121,6 @@ static void old_pages_go_first(void **state)
 // A block that two indexes have is idle in neither, until one of them gives it up.
 static void in_two_indexes(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
     struct kvq__namespace *open = namespace_of("open");
     struct kvq__session_info info;
@@ -153,7 +149,6 @@ static void in_two_indexes(void **state)
 // it in one tick.
 static void pages_go_by_turns(void **state)
 {
-    (void)state;
     enum { AT_ONCE = 64, PAGES = AT_ONCE + 20 };
     struct kvq__namespace *team = namespace_of("team");
     uint64_t *limit = &team->quota.limit[KVQ__HOST_BYTES];
@@ -176,7 +171,6 @@ static void pages_go_by_turns(void **state)
 // Leaves that sessions have are looked at by turns as well, and hold nobody else's up.
 static void leaves_in_use_hold_nothing_up(void **state)
 {
-    (void)state;
     struct kvq__namespace *team = namespace_of("team");
     for (uint32_t i = 0; i < 100; i++)
         feed_own("team", i, 1);
@@ -191,7 +185,6 @@ static void leaves_in_use_hold_nothing_up(void **state)
 // Empty extents go back to the system after some seconds, a few in each tick.
 static void extents_go_by_turns(void **state)
 {
-    (void)state;
     enum { EXTENT = 2 * MIB, AT_ONCE = 64, ALL = 2 * AT_ONCE + 5 };
     struct kvq__pool *pool = &kit.core->pools[0];
     struct kvq__namespace *team = namespace_of("team");
@@ -214,7 +207,6 @@ static void extents_go_by_turns(void **state)
 // Nothing fails for room as long as the index has some that nobody uses.
 static void gives_way(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info info;
     char salt[16];
@@ -244,7 +236,6 @@ static void gives_way(void **state)
 
 static int setup_large(void **state)
 {
-    (void)state;
     open_kit(512 * MIB, 0);
     return 0;
 }

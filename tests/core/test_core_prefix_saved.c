@@ -32,7 +32,6 @@ static uint64_t open_it(struct member *m)
 
 static void comes_back(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS), other = spec_of(&two, TOKENS);
     float want[4 * DIM], got[4 * DIM];
     uint64_t fork;
@@ -93,7 +92,6 @@ static uint32_t stored_ids(const char *name, uint64_t *out)
 
 static void written_once(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t stored[4], again[4], fork, a = feed(&one, &spec, 1500);
     char name[24];
@@ -122,7 +120,6 @@ static void written_once(void **state)
 // What can still be taken back may be other tokens when it is saved again.
 static void behind_the_floor(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t stored[4];
     spec.max_rollback = 100;
@@ -146,7 +143,6 @@ static void behind_the_floor(void **state)
 // A span that is told, and whose tokens come after a restart.
 static void spans_before_tokens(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 100);
     save("it");
@@ -165,7 +161,6 @@ static void spans_before_tokens(void **state)
 
 static void cut(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t had = feed(&one, &spec, 1500);
     save("it");
@@ -226,7 +221,6 @@ static uint32_t matching(struct member *m, const struct kvq__session_spec *spec)
 
 static void known_by(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS), s;
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
@@ -267,7 +261,6 @@ static void known_by(void **state)
 
 static void nobody_asked(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__prefix_ask *ask;
     feed(&one, &spec, 600);
@@ -293,7 +286,6 @@ static void nobody_asked(void **state)
 // The hashes of what is asked for count for the namespace that asks, up to its limit.
 static void hashes_count(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = spec_of(&two, 9 * PAGE);
     struct kvq__prefix_ask *few, *many;
     struct kvq__override o = {.ns = "team", .set = 1u << KVQ__TABLE_BYTES};
@@ -324,7 +316,6 @@ static void hashes_count(void **state)
 // What may be shared across namespaces is asked for there, too, and nowhere else.
 static void spaces(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     spec.ns = "open";
     feed(&one, &spec, 600);
@@ -353,7 +344,6 @@ static void spaces(void **state)
 static void prefix_alone(void **state)
 {
     static const char *const formats[] = {"oscar2", "f16", "oscar2-s96"};
-    (void)state;
     for (uint32_t i = 0; i < 3; i++) {
         struct kvq__session_spec spec = named(&one, TOKENS);
         struct kvq__session_info info;
@@ -405,7 +395,6 @@ static void windows(void **state)
         {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 200, .kv_from = -1},
         {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 300, .kv_from = 1},
     };
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
     spec.layers = sliding;
@@ -433,7 +422,6 @@ static void windows(void **state)
 // Whatever a store says it has: what counts are the ids that come with it.
 static void other_ids(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
     feed(&one, &spec, 1500);
@@ -454,7 +442,6 @@ static void other_ids(void **state)
 // A prefix that cannot be read to the end leaves nothing behind.
 static void read_fails(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
     feed(&one, &spec, 1500);
@@ -527,7 +514,6 @@ static uint64_t known_after(void)
 
 static void damage(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
@@ -564,7 +550,6 @@ static int refusal(void)
 
 static void nonsense(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
@@ -601,7 +586,6 @@ static void nonsense(void **state)
 
 static void no_memory(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS);
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
@@ -632,7 +616,6 @@ static void no_memory(void **state)
 // index, which gives way.
 static void gives_way_once_read(void **state)
 {
-    (void)state;
     struct kvq__session_spec spec = named(&one, TOKENS), mine;
     struct kvq__restore *r;
     spec.format = "f16";

@@ -2,15 +2,11 @@
 //
 // Limits of namespaces: set at run time in place of the configuration's, never exceeded, and, when
 // they are lowered below what is used, nothing is taken away and nothing grows.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum {
     MIB = 1 << 20,
@@ -33,7 +29,6 @@ static int setup(void **state)
         .quota = {.limit = {[KVQ__HOST_BYTES] = 8 * MIB, [KVQ__SESSIONS] = 4}},
         .uids = uids,
         .n_uids = 1};
-    (void)state;
     kit_open(&kit, 3, 64 * MIB, 0);
     assert_int_equal(kvq__core_namespace(kit.core, &team, text), 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
@@ -42,7 +37,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&m);
     kit_close(&kit);
@@ -108,7 +102,6 @@ static void test_set(void **state)
     struct kvq__namespace_info info = info_of("team");
     struct kvq__override both = {.ns = "team",
                                  .set = 1u << KVQ__HOST_BYTES | 1u << KVQ__DISK_BYTES};
-    (void)state;
     assert_int_equal(info.quota.limit[KVQ__HOST_BYTES], 8 * MIB);
     assert_int_equal(info.set, 0);
     both.quota.limit[KVQ__DISK_BYTES] = 5; // and no limit for the host
@@ -134,7 +127,6 @@ static void test_set(void **state)
 static void test_refused_settings(void **state)
 {
     struct kvq__override o = {.ns = "team", .set = 1, .quota = {.limit = {1}}};
-    (void)state;
     assert_int_equal(change(&user, &o), KVQ_E_PERMISSION); // its own namespace
     says("admin_uids");
     assert_int_equal(change(&stranger, &o), KVQ_E_PERMISSION);
@@ -172,7 +164,6 @@ static void test_never_more(void **state)
 {
     uint64_t a = fed("team", "a", 2), b = fed("team", "b", 1);
     struct kvq__namespace_info info;
-    (void)state;
     set("team", KVQ__HOST_BYTES, 5 * PAGE_BYTES - 1);
     assert_int_equal(kit_step(&m, a, 2 * PAGE, 2, DIM), KVQ_E_QUOTA);
     set("team", KVQ__HOST_BYTES, 4 * PAGE_BYTES);
@@ -190,7 +181,6 @@ static void test_never_more(void **state)
 static void test_growing(void **state)
 {
     uint64_t a = fed("team", "a", 0);
-    (void)state;
     set("team", KVQ__HOST_BYTES, PAGE_BYTES);
     assert_int_equal(kit_step(&m, a, 1, 2, DIM), 0);
     assert_int_equal(kit_step(&m, a, 63, 2, DIM), 0);
@@ -211,7 +201,6 @@ static void test_lowered(void **state)
     uint64_t a = fed("team", "a", 3), b = fed("team", "b", 0), fork;
     struct kvq_entry_wire e = {.handle = a, .position = 3 * PAGE};
     struct kvq__session_info info;
-    (void)state;
     assert_int_equal(kit_step(&m, b, 100, 2, DIM), 0);
     set("team", KVQ__HOST_BYTES, PAGE_BYTES / 2);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
@@ -238,7 +227,6 @@ static void test_lowered(void **state)
 static void test_own_alone(void **state)
 {
     uint64_t a = fed("team", "a", 1), mine = fed(NULL, "mine", 1);
-    (void)state;
     set("uid-1000", KVQ__HOST_BYTES, PAGE_BYTES);
     assert_int_equal(kit_step(&m, mine, 1, 2, DIM), KVQ_E_QUOTA);
     assert_int_equal(kit_step(&m, a, 4 * PAGE, 2, DIM), 0);
@@ -252,7 +240,6 @@ static void test_sessions(void **state)
     struct kvq__session_info info;
     uint64_t a = fed("team", "a", 1), fork;
     struct kvq_entry_wire e = {.handle = a, .position = PAGE};
-    (void)state;
     fed("team", "b", 0);
     fed("team", "c", 0);
     set("team", KVQ__SESSIONS, 2);
@@ -276,7 +263,6 @@ static void test_told(void **state)
 {
     uint64_t a = fed("team", "a", 1);
     struct kvq__session_info info;
-    (void)state;
     set("team", KVQ__HOST_BYTES, PAGE_BYTES);
     assert_int_equal(kit.events[KVQ__EVENT_QUOTA_REACHED], 0);
     for (int i = 0; i < 10; i++)
@@ -307,7 +293,6 @@ static void test_told(void **state)
 
 static void test_disk(void **state)
 {
-    (void)state;
     kvq__disk_used(kit.core, "team", 12345);
     kvq__disk_used(kit.core, "uid-5", 7); // whom nobody has seen yet
     kvq__disk_used(kit.core, "gone", 1);  // and who is no more
@@ -336,7 +321,6 @@ static void test_reconfigure(void **state)
     const struct kvq__core_settings settings = {.quota = {.limit = {[KVQ__HOST_BYTES] = 3 * MIB}},
                                                 .namespaces = sections,
                                                 .n_namespaces = 3};
-    (void)state;
     fed("team", "x", 2);
     set("team", KVQ__SESSIONS, 5);
     uint64_t used = info_of("team").used[KVQ__HOST_BYTES];

@@ -2,14 +2,10 @@
 //
 // Two queues at once, step by step: what a request under way reads is neither changed, freed nor
 // given to somebody else, whatever the other does meanwhile.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum {
     MIB = 1 << 20,
@@ -31,7 +27,6 @@ static const struct kvq__layer_row row = {
 
 static int setup(void **state)
 {
-    (void)state;
     kit_open(&kit, 5, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
@@ -44,7 +39,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     if (m.client)
         member_close(&m);
@@ -104,7 +98,6 @@ static void attend_now(struct member *who, uint64_t handle, uint64_t position, u
 static void test_commit_while_reading(void **state)
 {
     uint8_t want[OUT_BYTES];
-    (void)state;
     uint64_t same = kit_session(&m, &row, 1, 0), writer = open_named(&m, 0, 0);
     uint64_t reader = open_named(&other, KVQ__OPEN_READ_ONLY, 0);
     assert_int_equal(kit_step(&m, same, 300, HEADS, DIM), 0);
@@ -127,7 +120,6 @@ static void test_commit_while_reading(void **state)
 static void test_drop_while_reading(void **state)
 {
     uint8_t want[OUT_BYTES];
-    (void)state;
     uint64_t writer = open_named(&m, 0, 0);
     assert_int_equal(kit_step(&m, writer, 100, HEADS, DIM), 0);
     attend_now(&m, writer, 100, want);
@@ -151,7 +143,6 @@ static void test_drop_while_reading(void **state)
 // The same between two passes: nothing to attend over any more.
 static void test_drop_between_passes(void **state)
 {
-    (void)state;
     uint64_t writer = open_named(&m, 0, 0), reader = open_named(&other, KVQ__OPEN_READ_ONLY, 0);
     assert_int_equal(kit_step(&m, writer, 300, HEADS, DIM), 0);
     assert_int_equal(begin_attend(&other, reader, 300), KVQ__RUN); // packs
@@ -165,7 +156,6 @@ static void test_drop_between_passes(void **state)
 static void test_begin_waits(void **state)
 {
     struct member second = m;
-    (void)state;
     uint64_t handle = kit_session(&m, &row, 1, 8);
     assert_int_equal(kit_step(&m, handle, 50, HEADS, DIM), 0);
     assert_int_equal(kvq__queue_open(m.client, &second.queue, text), 0);
@@ -199,7 +189,6 @@ static void test_fork_waits(void **state)
 {
     struct member second = m;
     uint8_t want[OUT_BYTES];
-    (void)state;
     uint64_t handle = kit_session(&m, &row, 1, 0);
     assert_int_equal(kit_step(&m, handle, 50, HEADS, DIM), 0);
     attend_now(&m, handle, 50, want);
@@ -221,7 +210,6 @@ static void test_fork_shares_nothing_that_changes(void **state)
 {
     uint8_t want[OUT_BYTES], got[OUT_BYTES];
     uint64_t fork;
-    (void)state;
     uint64_t source = kit_session(&m, &row, 1, 40);
     assert_int_equal(kit_step(&m, source, 130, HEADS, DIM), 0);
     attend_now(&m, source, 130, want);
@@ -239,7 +227,6 @@ static void test_fork_shares_nothing_that_changes(void **state)
 static void test_death_in_accept(void **state)
 {
     static const int32_t kept[] = {1, 3};
-    (void)state;
     uint64_t handle = open_named(&m, 0, 8);
     assert_int_equal(kit_step(&m, handle, 60, HEADS, DIM), 0);
     memcpy(m.memory + LIST_AT, kept, sizeof kept);
@@ -262,7 +249,6 @@ static void test_death_in_accept(void **state)
 static void test_zeroed(void **state)
 {
     struct member stranger;
-    (void)state;
     kit.core->pools[0].budget = 2 * MIB; // an extent, which either has in its turn
     uint64_t handle = kit_session(&m, &row, 1, 0);
     assert_int_equal(kit_step(&m, handle, 128, HEADS, DIM), 0);

@@ -2,14 +2,10 @@
 //
 // What bad requests get: the right code for the request or for the one entry, and nothing lost.
 // Every number of a request is set to values that reach outside, overflow, or make no sense.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, DIM = 64, HEADS = 2, KV = 2 * MIB, Q_AT = MIB, OUT_AT = MIB + 65536 };
 enum { LIST_AT = OUT_AT + 65536, LSE_AT = LIST_AT + 65536, BUFFER = 2 * KV };
@@ -34,7 +30,6 @@ static int setup(void **state)
                                                   .v_dim = DIM,
                                                   .format = "oscar2",
                                                   .kv_from = 1}};
-    (void)state;
     kit_open(&kit, 11, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     session = kit_session(&m, rows, 2, 16);
@@ -46,7 +41,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     assert_int_equal(kit_of(&m, session)->tokens, TOKENS);
     assert_int_equal(kit_of(&m, session)->refs, 0);
     core_check(kit.core);
@@ -88,7 +82,6 @@ static int status_of(struct kvq_request r, struct kvq_entry_wire e)
 
 static void test_header(void **state)
 {
-    (void)state;
     struct kvq_request good = kit_header(KVQ_OP_NOP, 1), r;
     assert_int_equal(status_of(good, entry(0, 0)), 0);
     r = good;
@@ -124,7 +117,6 @@ static void test_header(void **state)
 
 static void test_deadline(void **state)
 {
-    (void)state;
     struct kvq_request r = attend();
     kvq__core_clock(kit.core, 1000);
     r.deadline_ns = 999;
@@ -145,7 +137,6 @@ static void test_handles(void **state)
                                      1ull << 32 | 4096,
                                      1ull << 32 | 63,
                                      0xffffffffull};
-    (void)state;
     struct kvq_entry_wire e = entry(0, 1);
     for (uint32_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         e.handle = wrong[i];
@@ -160,7 +151,6 @@ static void test_handles(void **state)
 // One failing entry harms no other.
 static void test_entries_apart(void **state)
 {
-    (void)state;
     struct kvq_entry_wire e[3] = {entry(0, 1), entry(0, 1), entry(0, 1)};
     e[1].handle = 77;
     e[2].q_row = UINT32_MAX;
@@ -212,7 +202,6 @@ static void break_view(struct kvq_request *r, struct kvq_wire_view *v, struct kv
 
 static void test_views(void **state)
 {
-    (void)state;
     struct kvq_request r = attend();
     break_view(&r, &r.q, entry(0, 1));
     break_view(&r, &r.out, entry(0, 1));
@@ -234,7 +223,6 @@ static void test_views(void **state)
 // The last row that fits, and one more; rows whose product overflows 64 bits.
 static void test_bounds(void **state)
 {
-    (void)state;
     struct kvq_request r = kit_header(KVQ_OP_READ, 1);
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&m, 0, HEADS, DIM, KVQ_BF16);
@@ -261,7 +249,6 @@ static void test_bounds(void **state)
 static void test_last_byte(void **state)
 {
     uint32_t odd;
-    (void)state;
     assert_int_equal(kit_buffer(&m, 10 * ROW - 1, &odd), 0);
     struct kvq_request r = kit_header(KVQ_OP_READ, 1);
     r.k = r.v = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
@@ -277,7 +264,6 @@ static void test_last_byte(void **state)
 // What a request writes overlaps neither itself nor what it reads; what takes turns does not.
 static void test_outputs_apart(void **state)
 {
-    (void)state;
     enum { Q_ROW = 4 * DIM * 4 };
     struct kvq_entry_wire e = entry(0, 4);
     struct kvq_request r = attend();
@@ -328,7 +314,6 @@ static void test_outputs_apart(void **state)
 // Of two entries that write the same rows the second one fails, and the first has its output.
 static void test_rows_of_entries_apart(void **state)
 {
-    (void)state;
     struct kvq_entry_wire e[4] = {entry(0, 4), entry(0, 4), entry(0, 2), entry(0, 1)};
     const struct kvq_result *results = kvq__queue_results(m.queue);
     struct kvq_request r = attend();
@@ -356,7 +341,6 @@ static void test_rows_of_entries_apart(void **state)
 
 static void test_numbers_of_attend(void **state)
 {
-    (void)state;
     struct kvq_request r = attend();
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
     assert_int_equal(status_of(r, entry(0, KVQ_MAX_STEP_QUERIES + 1)), KVQ_E_LIMIT);
@@ -372,7 +356,6 @@ static void test_numbers_of_attend(void **state)
 
 static void test_steps(void **state)
 {
-    (void)state;
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     assert_int_equal(status_of(r, entry(1, 0)), KVQ_E_INVALID); // number 0
     r.step = 4;
@@ -409,7 +392,6 @@ static void test_steps(void **state)
 // does.
 static void test_refused_appends(void **state)
 {
-    (void)state;
     for (uint32_t way = 0; way < 4; way++) {
         struct kvq_request begin = kit_header(KVQ_OP_STEP_BEGIN, 1), a = append(7);
         struct kvq_request end = kit_header(KVQ_OP_STEP_END, 1);
@@ -448,7 +430,6 @@ static void test_refused_appends(void **state)
 
 static void test_too_many_steps(void **state)
 {
-    (void)state;
     uint64_t handles[KVQ_MAX_STEPS + 1];
     const struct kvq__layer_row row = {
         .q_heads = 1, .kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .format = "f16", .kv_from = -1};
@@ -494,7 +475,6 @@ static uint32_t short_list(void)
 
 static void test_pages_refused(void **state)
 {
-    (void)state;
     begin(1, 40);
     struct kvq_entry_wire e = entry(40, 0);
     struct kvq_request r = paged(1);
@@ -538,7 +518,6 @@ static void test_pages(void **state)
 {
     static const int32_t pages[] = {7, 2, 30, 5};
     struct kvq_entry_wire e = entry(50, 0);
-    (void)state;
     memcpy(page_list(), pages, sizeof pages);
     begin(1, 50);
     e.list_token = 9;
@@ -563,7 +542,6 @@ static void test_pages(void **state)
 
 static void test_accept_refused(void **state)
 {
-    (void)state;
     struct kvq_request r = kit_header(KVQ_OP_ACCEPT, 1);
     r.list = (struct kvq_wire_view){.offset = LIST_AT, .buffer = m.buffer};
     static const int32_t lists[][3] = {{0, 1, 8}, {0, 0, 1}, {2, 1, 3}, {-1, 0, 1}};
@@ -593,7 +571,6 @@ static void test_accept_refused(void **state)
 static void test_buffer_in_use(void **state)
 {
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     struct kvq_request r = attend();
     struct kvq_entry_wire e = entry(0, 1);
     kit_load(&m, &r, &e);
@@ -620,7 +597,6 @@ static void test_waiting(void **state)
     struct kvq__queue *second;
     struct member late = m;
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     assert_int_equal(kvq__queue_open(m.client, &second, text), 0);
     late.queue = second;
     struct kvq_request read = attend(), cut = kit_header(KVQ_OP_TRUNCATE, 1);

@@ -68,7 +68,6 @@ static void test_all_formats(void **state)
 {
     static const uint64_t counts[] = {40, 513, 300, 640};
     uint32_t n = 0;
-    (void)state;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         if (!is_dealt(f) || (!full() && is_like_last(f)))
             continue;
@@ -84,7 +83,6 @@ static void test_all_formats(void **state)
 static void test_all_numbers(void **state)
 {
     static const char *const kinds[] = {"f16", "kivi-sink2", OUTLIERS, "innerq-hybrid"};
-    (void)state;
     for (uint32_t i = 0; i < 4; i++)
         for (uint32_t p = 0; p < PAIRS; p++) {
             if (!full() && p % 4 != i)
@@ -99,7 +97,6 @@ static void test_all_numbers(void **state)
 // Shards that had unequal parts become such that have equal ones.
 static void test_unequal(void **state)
 {
-    (void)state;
     for (uint32_t to = 1; to <= 8; to += to == 1 ? 3 : 4) { // 1, 4, 8
         struct set a = by_heads("it", 2), b = by_heads("twin", to);
         format = to < 4 ? OUTLIERS : "oscar3";
@@ -122,7 +119,6 @@ static void test_unequal(void **state)
 static void test_stages(void **state)
 {
     static const char *const kinds[] = {"f16", "oscar2-xh", "quarot4", "innerq-hybrid"};
-    (void)state;
     for (uint32_t i = 0; i < 4; i++) {
         format = kinds[i];
         rollback = i * 7;
@@ -135,7 +131,6 @@ static void test_stages(void **state)
 static void test_stages_keep_blocks(void **state)
 {
     struct set a = by_layers("it", 4);
-    (void)state;
     format = "oscar2";
     rollback = 0;
     open_all(&a);
@@ -184,7 +179,6 @@ static void test_packed_differently(void **state)
 {
     static const char *const kinds[] = {"oscar2", OUTLIERS, "kivi2",
                                         "kivi4:outliers=5:unit=32:recent=128", "innerq-base"};
-    (void)state;
     for (uint32_t i = 0; i < 5; i++) {
         format = kinds[i];
         rollback = 200;
@@ -227,7 +221,6 @@ static void check_cut(uint64_t good)
 static void test_cut(void **state)
 {
     static const char *const kinds[] = {"f16", "oscar2", OUTLIERS, "kivi-sink2", "innerq-small"};
-    (void)state;
     for (uint32_t i = 0; i < 5; i++) {
         format = kinds[i];
         rollback = i % 2 ? 0 : 5;
@@ -241,7 +234,6 @@ static void test_save_waits_for_packing(void **state)
 {
     struct set a = by_heads("it", 2);
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
-    (void)state;
     format = "oscar2";
     rollback = 0;
     open_all(&a);
@@ -261,7 +253,6 @@ static void test_save_waits_for_packing(void **state)
 static void test_ids(void **state)
 {
     struct set a = by_heads("it", 2);
-    (void)state;
     format = "oscar2";
     rollback = 0;
     open_all(&a);

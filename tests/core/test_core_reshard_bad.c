@@ -27,7 +27,6 @@ static void prepare(const char *name, uint32_t shards)
 
 static void test_refusals(void **state)
 {
-    (void)state;
     for (uint32_t i = 0; i < 3; i++) {
         static const char *const crosses[] = {"oscar2-xh", "oscar4-xh", "quarot4-xh"};
         prepare(i < 2 ? crosses[i] : "oscar2-xh", 2);
@@ -68,7 +67,6 @@ static void prepare_stages(const char *name)
 static void test_refusals_of_stages(void **state)
 {
     struct set two = by_layers("it", 2), eight = by_layers("it", 8);
-    (void)state;
     prepare_stages("ott2");
     refused(&two, 1, KVQ_E_EXISTS, "is another one for a shard's first layers");
     prepare_stages("oscar2");
@@ -85,7 +83,6 @@ static void test_refusals_of_stages(void **state)
 
 static void test_what_does_not_fit(void **state)
 {
-    (void)state;
     prepare("oscar2", 2);
     struct vault_session *one = vault_find(&vault, "it", 1);
     struct set four = by_heads("it", 4), all = by_heads("it", 1);
@@ -221,7 +218,6 @@ static void check_hostile(const char *name)
 
 static void test_hostile(void **state)
 {
-    (void)state;
     check_hostile(OUTLIERS);
     check_hostile("innerq-hybrid");
     check_hostile("f16");
@@ -229,7 +225,6 @@ static void test_hostile(void **state)
 
 static void test_no_memory(void **state)
 {
-    (void)state;
     prepare(OUTLIERS, 2);
     struct set one = by_heads("it", 1);
     for (uint32_t i = 1; i < 40; i++) {
@@ -255,7 +250,6 @@ static bool makes_way(const struct kvq__peer *peer, const char *name, uint32_t s
 static void test_makes_way(void **state)
 {
     struct set a = by_heads("it", 2), four = by_heads("it", 4);
-    (void)state;
     format = "oscar2";
     rollback = 0;
     kit.core->config.saves = true;
@@ -307,7 +301,6 @@ static void test_makes_way(void **state)
 // A catalog that somebody edited may name any number of shards.
 static void test_more_shards_than_any_has(void **state)
 {
-    (void)state;
     struct kvq__jobs jobs = {.store = NULL}; // which is not asked
     struct kvq__task *t = calloc(1, sizeof *t);
     const struct kvq_store_session s = {.shards = KVQ_MAX_SHARDS + 1};

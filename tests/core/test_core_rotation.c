@@ -55,7 +55,6 @@ static void check_rotations(const uint8_t *rotations, uint32_t asked, uint32_t v
 static void test_rotations(void **state)
 {
     enum { NO = KVQ_V_ROT_NONE, BY_ENGINE = KVQ_V_ROT_ENGINE, YES = KVQ_V_ROT_DAEMON };
-    (void)state;
     check_rotations((const uint8_t[LAYERS]){YES, YES, YES, YES}, KVQ__V_BY_PAPER, 1);
     check_rotations((const uint8_t[LAYERS]){NO, NO, NO, NO}, KVQ__V_NONE, 1); // as it used to be
     check_rotations((const uint8_t[LAYERS]){BY_ENGINE, BY_ENGINE, BY_ENGINE, BY_ENGINE},

@@ -8,7 +8,6 @@
 // More may be packed than would be due at the count that it was truncated to.
 static void test_after_a_truncate(void **state)
 {
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 150), b = open_as("", LAYERS, 150);
     feed(a, 800);
     feed(b, 800);
@@ -24,7 +23,6 @@ static void test_after_a_truncate(void **state)
 // A page that was full, and saved, may yet be written anew.
 static void test_written_anew(void **state)
 {
-    (void)state;
     set_rows("f16");
     uint64_t a = open_as("it", LAYERS, 100), b = open_as("", LAYERS, 100);
     feed(a, 384);
@@ -45,7 +43,6 @@ static void test_written_anew(void **state)
 static void test_forks(void **state)
 {
     uint64_t a = open_as("it", LAYERS, 5), fork, twin;
-    (void)state;
     rows[1].window = 0;
     drop(a);
     a = open_as("it", LAYERS, 5);
@@ -72,7 +69,6 @@ static void test_incremental(void **state)
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
     rows[1].window = 0;
     uint64_t a = open_as("it", LAYERS, 0);
-    (void)state;
     feed(a, 1000);
     kit_pack(&kit);
     save("it");
@@ -103,7 +99,6 @@ static void test_beside_a_step(void **state)
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
     uint64_t a = open_as("it", LAYERS, 20), b = open_as("", LAYERS, 20);
-    (void)state;
     feed(a, 700);
     feed(b, 700);
     kit_pack(&kit);
@@ -133,7 +128,6 @@ static void test_dropped_meanwhile(void **state)
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
     uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
-    (void)state;
     feed(a, 700);
     feed(b, 700);
     kit_pack(&kit);
@@ -153,7 +147,6 @@ static void test_layers_answer_as_they_come(void **state)
     static uint8_t out[OUT_BYTES];
     struct kvq__restore *r;
     uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
-    (void)state;
     feed(a, 700);
     feed(b, 700);
     kit_pack(&kit);
@@ -191,7 +184,6 @@ static void test_dropped_while_it_loads(void **state)
 {
     struct kvq__restore *r;
     uint64_t a = open_as("it", LAYERS, 0);
-    (void)state;
     feed(a, 700);
     save("it");
     drop(a);
@@ -232,7 +224,6 @@ static void check_cut(const char *format, uint64_t good, uint64_t expect)
 
 static void test_cut(void **state)
 {
-    (void)state;
     check_cut("oscar2", 640, 640);
     check_cut("oscar2", 0, 0);
     check_cut("f16", 128, 128);
@@ -253,9 +244,7 @@ static void test_damage_is_told(void **state)
 {
     struct kvq__restore *r;
     struct kvq__session_info info;
-    static uint8_t out[OUT_BYTES];
     uint64_t a = open_as("it", LAYERS, 0);
-    (void)state;
     feed(a, 700);
     save("it");
     drop(a);
@@ -277,7 +266,6 @@ static void test_damage_is_told(void **state)
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
     a = restore_up_to("it", 512);
     assert_true(a && kit_of(&m, a)->tokens <= 512);
-    (void)out;
 }
 
 static uint64_t open_shard(uint32_t shard, uint32_t n_layers)
@@ -308,7 +296,6 @@ static void test_groups(void **state)
     struct kvq__restore *r;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "group"};
     uint64_t handles[2] = {open_shard(0, LAYERS)};
-    (void)state;
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_INCOMPLETE);
     handles[1] = open_shard(1, LAYERS);
     step_both(handles, 600);
@@ -353,7 +340,6 @@ static void test_refusals(void **state)
     struct kvq__restore *r;
     const struct kvq__peer other = {.uid = 2000};
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "none"};
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_NO_SESSION);
     spec.name = "it";
@@ -386,7 +372,6 @@ static void test_refusals(void **state)
 static void test_unpacked_behind_the_window(void **state)
 {
     struct kvq__restore *r;
-    (void)state;
     set_rows("oscar2");
     uint64_t a = open_as("it", LAYERS, 0);
     feed(a, 1000);
@@ -407,7 +392,6 @@ static void test_hostile(void **state)
     static uint8_t out[OUT_BYTES];
     struct kvq__restore *r;
     uint32_t refused = 0, taken = 0;
-    (void)state;
     set_rows("ott2");
     uint64_t a = open_as("it", LAYERS, 5);
     feed(a, 700);
@@ -469,7 +453,6 @@ static void test_hostile(void **state)
 static void test_no_room(void **state)
 {
     struct kvq__restore *r;
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 5);
     feed(a, 1500);
     kit_pack(&kit);
@@ -511,7 +494,6 @@ static uint32_t idle_after(uint64_t seconds)
 // What cannot be saved is tried again after 1, 2, 4, .. 60 seconds, and told of once a minute.
 static void test_failing(void **state)
 {
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0), waited = 0;
     feed(a, 10);
     assert_int_equal(idle_after(1), 1);
@@ -538,7 +520,6 @@ static void test_failing(void **state)
 static void test_unsaved(void **state)
 {
     struct kvq__unsaved list[4];
-    (void)state;
     uint64_t a = open_as("it", LAYERS, 0);
     open_as("", LAYERS, 0);
     feed(a, 10);
@@ -581,7 +562,6 @@ static uint64_t open_salted(const char *name, const char *salt, uint64_t prefix)
 // A session that began with another's tokens is saved like any, and has its salt and adapter again.
 static void test_prefix(void **state)
 {
-    (void)state;
     set_rows("oscar2");
     m.ids_at = 64; // any numbers will do
     uint64_t first = open_salted("", "salt", 0);

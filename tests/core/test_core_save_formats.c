@@ -31,7 +31,6 @@ static void test_all_formats(void **state)
 {
     static const uint64_t counts[] = {40, 513, 1100};
     uint32_t n = 0;
-    (void)state;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         if (kvq_has_centroids(f))
             continue;
@@ -56,12 +55,6 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
                          struct kvq_book *book, void **hold, char *why)
 {
     static float numbers[1 << 15], smooth[HEADS * DIM]; // 12 bits for 8 channels at most
-    (void)context;
-    (void)name;
-    (void)layer;
-    (void)format;
-    (void)shape;
-    (void)why;
     for (uint32_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         numbers[i] = (float)(i * 2654435761u >> 16) / 32768 - 1;
     for (uint32_t i = 0; i < HEADS * DIM; i++)
@@ -74,22 +67,16 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
 
 static void share_codebook(void *context, void *hold)
 {
-    (void)context;
-    (void)hold;
     holds++;
 }
 
 static void release_codebook(void *context, void *hold)
 {
-    (void)context;
-    (void)hold;
     assert_true(holds-- > 0);
 }
 
 static uint64_t id_of_codebook(void *context, void *hold)
 {
-    (void)context;
-    (void)hold;
     return book_id;
 }
 
@@ -109,7 +96,6 @@ static void test_codebook_formats(void **state)
     const char *wanted = getenv("KVQ_FULL");
     bool full = wanted && strcmp(wanted, "1") == 0;
     uint32_t n = 0;
-    (void)state;
     have_codebooks();
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         char name[KVQ_FORMAT_NAME];
@@ -129,7 +115,6 @@ static void test_codebook_formats(void **state)
 static void test_another_codebook(void **state)
 {
     struct kvq__restore *r;
-    (void)state;
     have_codebooks();
     set_rows("vecinfer-2@a");
     uint64_t a = open_as("it", LAYERS, 0);
@@ -165,7 +150,6 @@ static void configure(struct kvq__own_format *own, const char *row)
 static void test_formats_of_an_older_table(void **state)
 {
     char why[256];
-    (void)state;
     set_rows("kvq2-fm-s0");
     feed(open_as("it", LAYERS, 0), 600);
     kit_pack(&kit);
@@ -193,7 +177,6 @@ static void test_formats_of_the_configuration(void **state)
 {
     struct kvq__own_format own;
     struct kvq__restore *r;
-    (void)state;
     configure(&own, "kivi2");
     set_rows("mine");
     feed(open_as("it", LAYERS, 0), 600);

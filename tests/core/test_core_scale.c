@@ -2,17 +2,13 @@
 //
 // Many sessions, and long ones: what each of them takes and how many of them are looked at, counted
 // and not timed.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/core/residency/saved.h"
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, DIM = 64, HEADS = 1, TOKENS = 8000, BUFFER = 8 * MIB };
 
@@ -33,7 +29,6 @@ static const struct kvq__layer_row rows[] = {
 
 static int setup(void **state)
 {
-    (void)state;
     kit_open(&kit, 5, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     return 0;
@@ -41,7 +36,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&m);
     kit_close(&kit);
@@ -85,7 +79,6 @@ static uint64_t cost_of(uint64_t handle, uint64_t tokens)
 // Of page tables and ids a fork has its own end, however long the beginning is.
 static void test_forks_share(void **state)
 {
-    (void)state;
     uint64_t a = make(TOKENS);
     fork_at(a, 2048); // whatever is made once
     uint64_t small = cost_of(a, 2048), large = cost_of(a, 7168);
@@ -109,7 +102,6 @@ static void same_view(uint64_t a, uint64_t b, uint64_t tokens)
 // Whoever ends first, and whatever is forked from what: the others have what they had.
 static void test_forks_live_on(void **state)
 {
-    (void)state;
     uint64_t a = make(4000), b = fork_at(a, 3968), c = fork_at(b, 3968), d = fork_at(a, 1024);
     uint64_t used = kit.core->pools[0].used_bytes;
     same_view(b, c, 3968);
@@ -156,7 +148,6 @@ static struct kvq_request load_many(uint64_t handle, uint64_t at, struct kvq_ent
 static void test_forks_in_pieces(void **state)
 {
     static struct kvq_entry_wire e[MANY];
-    (void)state;
     uint64_t a = make(7000), tokens = 6912;
     const struct kvq__session *s = kit_of(&m, a);
     uint64_t work = s->n_sheets + tokens / KVQ__IDS_PART;
@@ -192,7 +183,6 @@ static void test_forks_meanwhile(void **state)
 {
     static struct kvq_entry_wire e[MANY];
     struct member other;
-    (void)state;
     uint64_t a = make(3000), reader = read_as(&other, a);
     struct kvq_request r = load_many(reader, 2944, e);
     kit.core->config.fork_work = 8;
@@ -225,7 +215,6 @@ static void test_forks_undone(void **state)
 {
     static struct kvq_entry_wire e[MANY];
     struct member other;
-    (void)state;
     uint64_t a = make(3000), reader = read_as(&other, a);
     struct kvq_request r = load_many(reader, 2944, e);
     uint64_t used = kit.core->pools[0].used_bytes, tables = info_of().used[KVQ__TABLE_BYTES];
@@ -286,7 +275,6 @@ static void fork_many(struct member *who, uint64_t handle, uint64_t at)
 static void test_forks_end_in_pieces(void **state)
 {
     struct member other;
-    (void)state;
     uint64_t tables = info_of().used[KVQ__TABLE_BYTES], used = kit.core->pools[0].used_bytes;
     uint64_t a = make(7000), reader = read_as(&other, a);
     uint64_t with_a = info_of().used[KVQ__TABLE_BYTES];
@@ -320,7 +308,6 @@ static void test_forks_end_in_pieces(void **state)
 // uses has not to go for it.
 static void test_room_of_what_ended(void **state)
 {
-    (void)state;
     uint64_t a = make(7000), b = kit_session(&m, rows, 2, 0), idle = make(300);
     struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__HOST_BYTES};
     struct kvq_entry_wire e = {.handle = b, .append = 400};
@@ -349,7 +336,6 @@ static void test_room_of_what_ended(void **state)
 static void test_refused_beside_what_ended(void **state)
 {
     struct member other;
-    (void)state;
     uint64_t a = make(7000);
     assert_int_equal(member_open(&kit, &other, 2000, BUFFER), 0);
     uint64_t idle = kit_session(&other, rows, 2, 0), asks = kit_session(&other, rows, 2, 0);
@@ -382,7 +368,6 @@ static void test_refused_beside_what_ended(void **state)
 static void test_tables_of_what_ended(void **state)
 {
     uint64_t fork;
-    (void)state;
     uint64_t a = make(3000), b = fork_at(a, 2944);
     struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__TABLE_BYTES};
     o.quota.limit[KVQ__TABLE_BYTES] = info_of().used[KVQ__TABLE_BYTES];
@@ -400,7 +385,6 @@ static void test_tables_of_what_ended(void **state)
 // Where memory is missing nothing is left behind, wherever it is.
 static void test_forks_fail(void **state)
 {
-    (void)state;
     uint64_t a = make(3000), before = kit.allocated_out, used = kit.core->pools[0].used_bytes;
     uint32_t failed = 0;
     struct kvq_entry_wire e = {.handle = a, .position = 2944};
@@ -448,7 +432,6 @@ static void test_empty_sessions_count(void **state)
     uint32_t n = 0;
     char name[32];
     int rc;
-    (void)state;
     limit_tables(LIMIT);
     do {
         snprintf(name, sizeof name, "s%u", n++);
@@ -475,7 +458,6 @@ static void test_empty_sessions_count(void **state)
 // Each thing that grows is refused by the limit's code, and works once there is room.
 static void test_growth_counts(void **state)
 {
-    (void)state;
     uint64_t a = make(1000), used = info_of().used[KVQ__TABLE_BYTES], fork;
     struct kvq__session_info info;
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
@@ -520,7 +502,6 @@ static void test_idle_sessions(void **state)
     struct kvq__session_info info;
     uint64_t handle, looks;
     char name[32];
-    (void)state;
     for (uint32_t i = 0; i < n; i++) {
         snprintf(name, sizeof name, "session %u", i);
         assert_int_equal(open_named(name, 1, &handle), 0);
@@ -558,7 +539,6 @@ static void test_order_of_ends(void **state)
     uint64_t open, late, soon;
     struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .on_detach = KVQ__DETACH_KEEP};
     static const struct kvq__peer peer = {.uid = 1000};
-    (void)state;
     row.repeat = 1;
     assert_int_equal(open_named("open", 1, &open), 0);
     spec.name = "late";
@@ -599,7 +579,6 @@ static void test_unsaved_looks(void **state)
     struct kvq__status status;
     uint64_t handles[N], looks;
     char name[32];
-    (void)state;
     for (uint32_t i = 0; i < N; i++) {
         snprintf(name, sizeof name, "session %u", i);
         assert_int_equal(open_named(name, 1, &handles[i]), 0);
@@ -646,7 +625,6 @@ static void test_evict_looks(void **state)
                                               .kv_from = -1};
     const struct kvq__lookup *l = &kit.core->lookup;
     uint64_t handle = 0, got;
-    (void)state;
     for (uint32_t i = 0; i < N; i++) {
         handle = kit_session(&m, &row, 1, 0);
         assert_true(handle != 0);

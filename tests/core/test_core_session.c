@@ -2,15 +2,11 @@
 //
 // Sessions as the control plane sees them: opening, comparing, holds, limits, keeping and
 // dropping, and the numbers that are told.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, BUFFER = 2 * MIB, DIM = 128 };
 
@@ -54,7 +50,6 @@ static int setup(void **state)
         .quota = {.limit = {[KVQ__HOST_BYTES] = 4 * MIB, [KVQ__SESSIONS] = 2}},
         .uids = uids,
         .n_uids = 2};
-    (void)state;
     kit_formats(own_formats(), 2);
     kit_open(&kit, 3, 64 * MIB, 0);
     assert_int_equal(kvq__core_namespace(kit.core, &team, text), 0);
@@ -66,7 +61,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&m);
     member_close(&other);
@@ -97,7 +91,6 @@ static void refused(const struct kvq__layer_row *row, int code, const char *says
 static void test_shapes(void **state)
 {
     struct kvq__layer_row row;
-    (void)state;
     row = row_of("oscar9");
     refused(&row, KVQ_E_FORMAT, "known are mymix, part, f16, bf16, oscar2");
     row = row_of(NULL);
@@ -134,7 +127,6 @@ static void test_numbers_of_spec(void **state)
     struct kvq__session_info info;
     struct kvq__session_spec good = {.layers = &row, .n_layers = 1}, spec;
     char long_name[KVQ_NAME_BYTES + 1];
-    (void)state;
     memset(long_name, 'x', sizeof long_name - 1);
     long_name[sizeof long_name - 1] = 0;
     spec = good;
@@ -173,7 +165,6 @@ static void test_open_again(void **state)
     struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = "chat", .model = "llama", .layers = rows, .n_layers = 2};
-    (void)state;
     assert_int_equal(open_as(&m, &spec, &info), 0);
     assert_true(info.created);
     assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
@@ -209,7 +200,6 @@ static void test_handles_of_attachments(void **state)
     struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
     uint64_t old[ATTACHMENTS * HANDLES], n = 0;
     struct kvq__session_info info;
-    (void)state;
     for (uint32_t i = 0; i < ATTACHMENTS; i++) {
         if (i == ATTACHMENTS / 2) { // another run, whose clients have the same ids
             assert_int_equal(teardown(NULL), 0);
@@ -232,7 +222,6 @@ static void test_handles_of_attachments(void **state)
 static void test_handle_generations_wrap(void **state)
 {
     struct kvq__handle *h;
-    (void)state;
     m.client->first_generation = UINT32_MAX;
     assert_int_equal(kvq__handle_new(m.client, &h), 0);
     assert_int_equal(kvq__handle_value(h), (uint64_t)UINT32_MAX << 32);
@@ -247,7 +236,6 @@ static void test_take_over(void **state)
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_info first, second;
     struct kvq__session_spec spec = {.ns = "team", .name = "x", .layers = &row, .n_layers = 1};
-    (void)state;
     assert_int_equal(open_as(&m, &spec, &first), 0);
     struct kvq_entry_wire e = {.handle = first.handle, .append = 10};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
@@ -277,7 +265,6 @@ static void test_permission(void **state)
     struct kvq__session_info info, list[4];
     struct kvq__session_spec spec = {.name = "mine", .layers = &row, .n_layers = 1};
     const struct kvq__peer stranger = {.uid = 2000}, admin = {.uid = 0, .admin = true};
-    (void)state;
     assert_int_equal(open_as(&m, &spec, &info), 0);
     assert_string_equal(info.ns, "uid-1000");
     spec.ns = "uid-1000";
@@ -310,7 +297,6 @@ static void test_quota(void **state)
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.ns = "team", .layers = &row, .n_layers = 1};
-    (void)state;
     assert_int_equal(open_as(&m, &spec, &info), 0);
     // 128 KiB a page and layer; the namespace has 4 MiB, the pool much more.
     struct kvq_entry_wire e = {.handle = info.handle, .append = 33 * 128};
@@ -333,7 +319,6 @@ static void test_keep(void **state)
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "kept", .layers = &row, .n_layers = 1};
-    (void)state;
     assert_int_equal(open_as(&m, &spec, &info), 0);
     assert_int_equal(kit_step(&m, info.handle, 20, 2, DIM), 0);
     struct kvq_entry_wire e = {.handle = info.handle, .position = 20, .append = 10};
@@ -367,7 +352,6 @@ static void test_info(void **state)
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
     struct kvq__status status;
-    (void)state;
     assert_int_equal(open_as(&m, &spec, &info), 0);
     for (uint32_t i = 0; i < 5; i++)
         assert_int_equal(kit_step(&m, info.handle, 128, 2, DIM), 0);
@@ -394,7 +378,6 @@ static void test_info(void **state)
 static void test_shared_cache(void **state)
 {
     struct kvq__layer_row rows[5];
-    (void)state;
     for (uint32_t i = 0; i < 5; i++)
         rows[i] = row_of("f16");
     rows[0].window = rows[2].window = 100;
@@ -419,7 +402,6 @@ static void test_own_formats(void **state)
     struct kvq__layer_row rows[3] = {row_of(NULL), row_of(NULL), row_of("int8")};
     struct kvq__session_info info, fork;
     struct kvq__session_spec spec = {.name = "a", .format = "mymix", .layers = rows, .n_layers = 3};
-    (void)state;
     rows[0].repeat = 6;
     rows[1].kv_from = 3; // layer 6 reads layer 3's cache, and so has its format
     assert_int_equal(open_as(&m, &spec, &info), 0);
@@ -454,7 +436,6 @@ static void test_own_formats_again(void **state)
                                      .layers = rows,
                                      .n_layers = 2,
                                      .flags = KVQ__OPEN_TAKE_OVER};
-    (void)state;
     rows[1].format = "kivi2-g64";
     assert_int_equal(open_as(&m, &spec, &info), 0);
     rows[0].format = "k8v4";
@@ -487,7 +468,6 @@ static void test_plain_layers(void **state)
                  {"ott2-s32", "ott2-s32-o0"},
                  {"ott2+kivi4", "ott2-o0+kivi4"},
                  {"ott2:recent=64", "ott2:recent=64:outliers=0"}};
-    (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         struct kvq__layer_row row = row_of(cases[i].format);
         struct kvq_format same;
@@ -506,7 +486,6 @@ static void test_made_up_formats(void **state)
 {
     enum { SESSIONS = 700 };
     uint64_t handles[SESSIONS];
-    (void)state;
     uint64_t before = kit.allocated_out;
     for (uint32_t i = 0; i < SESSIONS; i++) {
         char name[KVQ_FORMAT_NAME];
@@ -534,9 +513,6 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
                          struct kvq_book *book, void **hold, char *why)
 {
     static const float numbers[1 << 12];
-    (void)context;
-    (void)format;
-    (void)shape;
     if (layer == 2) {
         snprintf(why, KVQ_TEXT_BYTES / 2, "layer 2 is not in %s", name);
         return KVQ_E_FORMAT;
@@ -549,14 +525,12 @@ static int give_codebook(void *context, const char *name, uint32_t layer,
 
 static void share_codebook(void *context, void *hold)
 {
-    (void)context;
     assert_ptr_equal(hold, &one_hold);
     assert_true(holds++ > 0);
 }
 
 static void release_codebook(void *context, void *hold)
 {
-    (void)context;
     assert_ptr_equal(hold, &one_hold);
     assert_true(holds-- > 0);
 }
@@ -568,7 +542,6 @@ static void test_codebook_holds(void **state)
     struct kvq__session_info info, again;
     struct kvq__session_spec spec = {.name = "a", .layers = rows, .n_layers = 2};
     uint64_t forked;
-    (void)state;
     kit.core->config.codebook = give_codebook;
     kit.core->config.codebook_share = share_codebook;
     kit.core->config.codebook_release = release_codebook;
@@ -607,7 +580,6 @@ static void test_reading(void **state)
     void *hold = NULL;
     uint8_t path;
     uint32_t shards = 0;
-    (void)state;
     kit.core->config.codebook = give_codebook;
     kit.core->config.codebook_share = share_codebook;
     kit.core->config.codebook_release = release_codebook;
@@ -642,7 +614,6 @@ static void test_reading(void **state)
 static void test_list_of_formats(void **state)
 {
     static struct kvq__format_info list[100];
-    (void)state;
     uint32_t n = kvq__core_formats(kit.core, list, 100);
     assert_true(n > 4 + 30 && n <= 100);
     assert_string_equal(list[1].name, "mymix");
@@ -663,7 +634,6 @@ static void test_drain(void **state)
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
     struct member late;
-    (void)state;
     assert_int_equal(open_as(&m, &spec, &info), 0);
     struct kvq_entry_wire e = {.handle = info.handle};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
@@ -709,7 +679,6 @@ static void test_rotation_by_paper(void **state)
                                        "quarot2:rot=signed",
                                        "oscar2:vaxis=channel",
                                        "oscar2:channel=prompt"};
-    (void)state;
     for (uint32_t i = 0; i < sizeof rotated / sizeof *rotated; i++)
         assert_int_equal(rotation_of(rotated[i], KVQ__V_BY_PAPER), KVQ_V_ROT_DAEMON);
     for (uint32_t i = 0; i < sizeof not / sizeof *not ; i++)
@@ -747,7 +716,6 @@ static void test_rotation_of_existing(void **state)
         {KVQ__V_ENGINE, KVQ__V_ENGINE, KVQ_V_ROT_ENGINE, true},
     };
     const struct kvq__layer_row row = row_of("oscar2");
-    (void)state;
     for (uint32_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         struct kvq__session_info first, again;
         struct kvq__session_spec spec = {

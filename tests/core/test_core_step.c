@@ -3,16 +3,12 @@
 // Steps, windows and packing: what is stored depends on the tokens alone, a step commits whole or
 // not at all, and going back is as if one had never gone.
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/core/request/request.h"
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum {
     HEADS = 2,
@@ -43,7 +39,6 @@ static struct member m;
 
 static int setup(void **state)
 {
-    (void)state;
     kit_open(&kit, 7, 128 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     float *k = (float *)(void *)m.memory, *v = (float *)(void *)(m.memory + BUFFER / 2);
@@ -56,7 +51,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&m);
     kit_close(&kit);
@@ -122,7 +116,6 @@ static void assert_same_bytes(uint64_t a, uint64_t b)
 static void test_pieces(void **state)
 {
     static const uint32_t pieces[] = {1, 17, 128, 512};
-    (void)state;
     uint64_t whole = fed(TOKENS, TOKENS, 0);
     kit_pack(&kit);
     for (uint32_t i = 0; i < 4; i++) {
@@ -138,7 +131,6 @@ static void test_batch(void **state)
 {
     static uint8_t alone[64 * 1024];
     struct kvq_entry_wire entries[64];
-    (void)state;
     uint64_t first = fed(300, 1000, 0);
     copy_out(first, 0, alone);
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 64);
@@ -167,7 +159,6 @@ static void test_batch(void **state)
 static void test_items_by_work(void **state)
 {
     struct kvq_entry_wire entries[16];
-    (void)state;
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 16);
     r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
     r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
@@ -186,7 +177,6 @@ static void test_items_by_work(void **state)
 // Attention is brief for few tokens and few queries, and then in one piece.
 static void test_brief(void **state)
 {
-    (void)state;
     kit.core->config.workers = 2;
     for (uint32_t tokens = 1024; tokens <= 1025; tokens++)
         for (uint16_t queries = 1; queries <= 13; queries += 6) {
@@ -205,7 +195,6 @@ static void test_brief(void **state)
 static void test_truncate(void **state)
 {
     uint64_t value;
-    (void)state;
     uint64_t plain = fed(90, 500, 40), drafted = fed(90, 500, 40);
     assert_int_equal(kit_step(&m, drafted, 40, HEADS, DIM), 0);
     kit_pack(&kit);
@@ -229,7 +218,6 @@ static void test_truncate(void **state)
 static void test_accept(void **state)
 {
     static const int32_t kept[] = {0, 2, 5};
-    (void)state;
     uint64_t drafted = fed(125, 125, 8);
     assert_int_equal(kit_step(&m, drafted, 8, HEADS, DIM), 0); // crosses a page
     memcpy(m.memory + Q_AT, kept, sizeof kept);
@@ -251,7 +239,6 @@ static void test_accept(void **state)
 static void test_fork(void **state)
 {
     uint64_t value;
-    (void)state;
     uint64_t source = fed(200, 600, 0), used = kit.core->pools[0].used_bytes;
     kit_pack(&kit);
     struct kvq_entry_wire e = {.handle = source, .position = 300};
@@ -274,7 +261,6 @@ static void test_fork(void **state)
 static void test_stop_at_layer(void **state)
 {
     static uint8_t before[64 * 1024], after[64 * 1024];
-    (void)state;
     uint64_t handle = fed(130, 130, 0);
     copy_out(handle, 0, before);
     uint64_t used = kit.core->pools[0].used_bytes;
@@ -302,7 +288,6 @@ static void test_stop_at_layer(void **state)
 
 static void test_nonfinite(void **state)
 {
-    (void)state;
     uint64_t handle = fed(50, 50, 0);
     float *k = (float *)(void *)m.memory;
     for (uint32_t row = 50; row < 60; row += 9) {
@@ -320,7 +305,6 @@ static void test_nonfinite(void **state)
 // The step that does not fit fails at its beginning, and nothing else changes.
 static void test_memory_full(void **state)
 {
-    (void)state;
     uint64_t handle = kit_session(&m, two_layers, 2, 0);
     kit.core->pools[0].budget = 6 * MIB; // three extents: one for each size of block
     struct kvq_entry_wire e = {.handle = handle, .append = 60000};
@@ -341,7 +325,6 @@ static void test_readers(void **state)
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "shared", .layers = two_layers, .n_layers = 2};
     char text[KVQ_TEXT_BYTES];
-    (void)state;
     assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
     uint64_t writer = info.handle, same = fed(300, 300, 0);
     assert_int_equal(kit_step(&m, writer, 300, HEADS, DIM), 0);
@@ -367,7 +350,6 @@ static void test_window(void **state)
                                                   .window = 100,
                                                   .format = "oscar4",
                                                   .kv_from = -1}};
-    (void)state;
     uint64_t handle = kit_session(&m, rows, 1, 0), most = 0;
     for (uint32_t i = 0; i < 20; i++) {
         assert_int_equal(kit_step(&m, handle, 50, HEADS, DIM), 0);
@@ -383,7 +365,6 @@ static void test_window(void **state)
 // A session that stands in two entries: one of them is refused, whichever appends.
 static void test_begin_twice(void **state)
 {
-    (void)state;
     for (uint32_t tokens = 0; tokens <= 128; tokens += 64)
         for (uint32_t which = 0; which < 4; which++) {
             uint64_t handle = tokens ? fed(tokens, tokens, 0) : kit_session(&m, two_layers, 2, 0);
@@ -408,7 +389,6 @@ static void test_begin_twice(void **state)
 static void test_packer_fails(void **state)
 {
     static uint8_t before[64 * 1024], after[64 * 1024];
-    (void)state;
     uint64_t handle = fed(300, 300, 0), twin = fed(300, 300, 0);
     float *bad = (float *)(void *)m.memory + (size_t)300 * HEADS * DIM, value = *bad;
     copy_out(twin, 0, before); // which packs

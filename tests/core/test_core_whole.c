@@ -4,17 +4,13 @@
 // same as by requests for each layer, to the bit, and as long as it looks. On the host, and, linked
 // with GPUs, on one of them.
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 #include "daemon/core/session/table.h"
 #include "kernels/cuda/attend.h"
 #include "tests/core/sim.h"
+#include "tests/kits/unit.h"
 
 enum {
     HEADS = 2,
@@ -69,7 +65,6 @@ static void fill(struct member *member)
 
 static int setup(void **state)
 {
-    (void)state;
     kit_open(&kit, 11, 128 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     fill(&m);
@@ -78,7 +73,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     core_check(kit.core);
     member_close(&m);
     kit_close(&kit);
@@ -348,7 +342,6 @@ static void compare(const struct mapping *map, uint64_t twin, uint32_t fresh)
 
 static void test_same_as_layer_by_layer(void **state)
 {
-    (void)state;
     struct mapping map;
     uint64_t one = open_named(&m, "one", 3, 0), twin = open_named(&m, "twin", 3, 0);
     open_map(&m, one, &map);
@@ -372,7 +365,6 @@ static void test_same_as_layer_by_layer(void **state)
 
 static void test_back_and_forth(void **state)
 {
-    (void)state;
     struct mapping map;
     uint64_t one = open_named(&m, "one", 40, 0), twin = open_named(&m, "twin", 40, 0);
     open_map(&m, one, &map);
@@ -398,7 +390,6 @@ static void test_back_and_forth(void **state)
 // What a table names stays as it is, whoever drops the session, and goes when it is closed.
 static void test_leases(void **state)
 {
-    (void)state;
     const uint32_t n = fewer(700, 300);
     struct mapping map;
     struct member other;
@@ -431,7 +422,6 @@ static void test_leases(void **state)
 // Others see tokens where they are, so they are not taken back under their eyes.
 static void test_readers(void **state)
 {
-    (void)state;
     struct mapping mine, theirs;
     struct member reader;
     float before[4 * DIM], after[4 * DIM], lse[4];
@@ -464,7 +454,6 @@ static void test_readers(void **state)
 static void test_own_reader(void **state)
 {
     struct mapping map;
-    (void)state;
     uint64_t one = open_named(&m, "one", 64, 0);
     assert_int_equal(kit_whole(&m, one, 200, HEADS, DIM), 0);
     uint64_t seen = open_named(&m, "one", 64, KVQ__OPEN_READ_ONLY | KVQ__OPEN_MUST_EXIST);
@@ -480,7 +469,6 @@ static void test_own_reader(void **state)
 // what that reads stays there.
 static void test_overtaken(void **state)
 {
-    (void)state;
     struct mapping theirs;
     struct member reader;
     if (pool()->gpu) // there all of the request's work is enqueued when it begins
@@ -523,7 +511,6 @@ static int begin_long(struct member *member, uint64_t handle, uint64_t step)
 // its memory makes room for others.
 static void test_extents_stay(void **state)
 {
-    (void)state;
     struct member stranger;
     char text[KVQ_TEXT_BYTES];
     struct mapping map;
@@ -565,7 +552,6 @@ static void test_extents_stay(void **state)
 
 static void test_refusals(void **state)
 {
-    (void)state;
     struct mapping map;
     uint64_t one = open_named(&m, "one", 0, 0);
     assert_int_equal(kit_whole(&m, one, 100, HEADS, DIM), 0);
@@ -610,7 +596,6 @@ static void test_refusals(void **state)
 // nothing is published before it is packed.
 static void test_twice(void **state)
 {
-    (void)state;
     struct mapping map;
     uint64_t one = open_named(&m, "one", 0, 0);
     assert_int_equal(kit_step(&m, one, 300, HEADS, DIM), 0); // not packed yet
@@ -640,7 +625,6 @@ static void test_twice(void **state)
 // A page table counts for the session's namespace, up to its limit.
 static void test_counts(void **state)
 {
-    (void)state;
     struct mapping map;
     char text[KVQ_TEXT_BYTES];
     uint64_t one = open_named(&m, "one", 0, 0);
@@ -662,7 +646,6 @@ static void test_counts(void **state)
 // All of it or nothing, also where memory ends in the middle.
 static void test_no_room(void **state)
 {
-    (void)state;
     uint64_t one = open_named(&m, "one", 0, 0), good = 0;
     struct mapping map;
     open_map(&m, one, &map);

@@ -4,18 +4,14 @@
 // and whoever fails, goes, closes, drops or takes over meanwhile, the session, the bytes on the GPU
 // and the client's page table agree when they have ended.
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 #include "daemon/core/residency/move.h"
 #include "daemon/core/session/table.h"
 #include "kernels/internal.h"
 #include "tests/kits/stream_kit.h"
+#include "tests/kits/unit.h"
 
 enum {
     PAGES = 16,
@@ -174,7 +170,6 @@ static void close_table(struct table *t)
 // signalled; the next one waits on the host, and so does whoever names the new count.
 static void test_settles(void **state)
 {
-    (void)state;
     stream_needed();
     stream_session(&one, "packed", "oscar2");
     struct table t = open_table(&one);
@@ -205,7 +200,6 @@ static void test_readers_go_on(void **state)
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_READ_ONLY};
-    (void)state;
     stream_needed();
     assert_int_equal(step(&one, 100), 0);
     go_on(&one);
@@ -282,7 +276,6 @@ static void test_in_use_beside_a_stalled(void **state)
     static const struct use uses[] = {
         {"oscar2", 0, 0, 0}, {"f16", 200, 0, 0}, {"oscar2", 0, 200, 0}, {"oscar2", 0, 0, 1}};
     uint64_t alone[4];
-    (void)state;
     stream_needed();
     for (int i = 0; i < 4; i++)
         alone[i] = holds_after(&uses[i]);
@@ -318,7 +311,6 @@ static uint64_t holds_after_steps(void)
 // While another client's stream does not signal.
 static void test_steps_beside_a_stalled(void **state)
 {
-    (void)state;
     stream_needed();
     const uint64_t alone = holds_after_steps();
     assert_int_equal(step(&one, 1), 0);
@@ -335,7 +327,6 @@ static void test_nan(void **state)
 {
     static uint8_t before[EXTRAS], after[EXTRAS];
     float *k = (float *)(void *)one.m.memory;
-    (void)state;
     stream_needed();
     open_layers(&one, "packed", "ott2");
     struct table t = open_table(&one);
@@ -473,7 +464,6 @@ static void test_refused(void **state)
         {"launch", KVQ_GPU_INVALID_VALUE, "ott2", 0},
         {"launch", KVQ_GPU_INVALID_VALUE, "ott2", 2},
     };
-    (void)state;
     stream_needed();
     for (size_t i = 0; i < sizeof refusals / sizeof refusals[0]; i++) {
         uint64_t n = 1;
@@ -490,7 +480,6 @@ static void test_refused(void **state)
 static void test_dies(void **state)
 {
     static uint8_t before[EXTRAS], after[EXTRAS];
-    (void)state;
     stream_needed();
     open_layers(&one, "packed", "ott2");
     struct table t = open_table(&one);
@@ -521,7 +510,6 @@ static void test_closes(void **state)
     struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one"};
-    (void)state;
     stream_needed();
     assert_int_equal(step(&one, 100), 0);
     assert_int_equal(kvq__session_close(one.m.client, one.session, text), 0);
@@ -538,7 +526,6 @@ static void test_taken_over(void **state)
     char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_TAKE_OVER};
     struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
-    (void)state;
     stream_needed();
     assert_int_equal(step(&one, 100), 0);
     assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
@@ -574,7 +561,6 @@ static void test_dropped(void **state)
     char text[KVQ_TEXT_BYTES];
     uint8_t before[64], after[64];
     struct kvq__gpu *gpu = kit.core->pools[1].gpu;
-    (void)state;
     stream_needed();
     stream_session(&one, "packed", "oscar2");
     struct table t = open_table(&one);
@@ -617,7 +603,6 @@ static void shrink_stream(struct streamer *s)
 static void test_cut(void **state)
 {
     struct streamer small;
-    (void)state;
     shrink_stream(&small);
     open_layers(&small, "packed", "oscar2");
     struct table t = open_table(&small);
@@ -639,7 +624,6 @@ static void test_cut(void **state)
 static void test_dies_between_chunks(void **state)
 {
     struct streamer small;
-    (void)state;
     shrink_stream(&small);
     open_layers(&small, "packed", "oscar2");
     const uint64_t id = kit_of(&small.m, small.session)->id;
@@ -672,7 +656,6 @@ static void test_dropped_between_chunks(void **state)
 {
     char text[KVQ_TEXT_BYTES];
     struct streamer small, other;
-    (void)state;
     shrink_stream(&small);
     open_layers(&small, "stored", "oscar2");
     assert_int_equal(request(&small, 0, 300, false), 0);
@@ -706,7 +689,6 @@ static void test_dropped_between_chunks(void **state)
 // A closed table is no one's to free while a GPU writes it.
 static void test_table_closed(void **state)
 {
-    (void)state;
     stream_needed();
     struct table t = open_table(&one);
     uint64_t gone = kit.tables_gone;

@@ -4,12 +4,9 @@
 #include "tests/edge/attach_gpu_kit.h"
 
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <string.h>
 
-#include <cmocka.h>
+#include "tests/kits/unit.h"
 
 struct kvq_gpu_uuid gpu_uuid;
 struct kvq_soft_counts gpu_before;

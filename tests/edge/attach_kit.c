@@ -7,8 +7,6 @@
 #include <errno.h>
 #include <pthread.h>
 #include <semaphore.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,13 +14,12 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/attach/attach.h"
 #include "daemon/core/gpu/gpu.h"
 #include "daemon/lifecycle.h"
 #include "daemon/runtime/poller.h"
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 
 // ---- The daemon ----
 
@@ -42,7 +39,6 @@ static void on_stop(uv_async_t *async)
 
 static void *serve(void *context)
 {
-    (void)context;
     uv_run(&rig.server.loop, UV_RUN_DEFAULT);
     kvq__server_close(&rig.server);
     return NULL;
@@ -76,7 +72,6 @@ static void open_gpus(void)
 int attach_start(void **state)
 {
     char text[KVQ_TEXT_BYTES], *none[] = {NULL};
-    (void)state;
     memset(&rig.server, 0, sizeof rig.server);
     snprintf(rig.directory, sizeof rig.directory, "/tmp/kvq-test-attach-XXXXXX");
     assert_non_null(mkdtemp(rig.directory));
@@ -104,7 +99,6 @@ int attach_start(void **state)
 int attach_stop(void **state)
 {
     char path[96];
-    (void)state;
     uv_async_send(&rig.stop);
     pthread_join(rig.thread, NULL);
     close(rig.server.lock_fd);
@@ -159,7 +153,6 @@ static struct {
 
 static void hold_poller(struct kvq__mail *mail)
 {
-    (void)mail;
     sem_post(&hold.held);
     wait_for(&hold.released);
 }

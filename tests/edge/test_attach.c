@@ -10,8 +10,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,8 +17,6 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 #include "daemon/attach/attach.h"
 #include "daemon/attach/internal.h"
@@ -31,10 +27,10 @@
 #include "daemon/runtime/server.h"
 #include "proto/ring.h"
 #include "tests/edge/attach_kit.h"
+#include "tests/kits/unit.h"
 
 static void test_hello(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_new();
     assert_int_equal(peer_hello(p, KVQ_PROTOCOL_MAX + 1, KVQ_PROTOCOL_MAX + 3), KVQ_E_VERSION);
@@ -70,7 +66,6 @@ static void test_hello(void **state)
 
 static void test_daemon_page(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     int fd = p->fds[0], seals = fcntl(fd, F_GET_SEALS);
@@ -89,7 +84,6 @@ static void test_daemon_page(void **state)
 
 static void test_garbage(void **state)
 {
-    (void)state;
     begin_counting();
     static const char *const packets[] = {"x", "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
                                           "\x0a\x03\x61\x62\x63"};
@@ -112,7 +106,6 @@ static void test_garbage(void **state)
 
 static void test_descriptors_are_counted(void **state)
 {
-    (void)state;
     begin_counting();
     int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING), fds[24];
     assert_int_equal(ftruncate(fd, 4096), 0);
@@ -180,7 +173,6 @@ struct passing {
 static void pass_packets(struct kvq__server *server, void *context)
 {
     const struct passing *p = context;
-    (void)server;
     for (uint32_t i = 0; i < p->before; i++)
         peer_send(p->peer, "x", i == 0, NULL, 0); // those behind the first are empty
     peer_send(p->peer, "x", 1, p->fds, p->at + 1);
@@ -190,7 +182,6 @@ static void pass_packets(struct kvq__server *server, void *context)
 // reads: the daemon serves others, and does not wait for the hour.
 static void test_sockets_that_linger(void **state)
 {
-    (void)state;
     begin_counting();
     static const struct passing cases[] = {
         {.at = 0}, {.at = 7}, {.before = 2}, {.before = 3, .at = 7}};
@@ -223,7 +214,6 @@ static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, co
 
 static void test_imports(void **state)
 {
-    (void)state;
     begin_counting();
     int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     assert_int_equal(ftruncate(fd, 16384), 0);
@@ -261,7 +251,6 @@ static void test_imports(void **state)
 
 static void test_buffers(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
@@ -282,7 +271,6 @@ static void test_buffers(void **state)
 // had them.
 static void test_buffers_of_all(void **state)
 {
-    (void)state;
     begin_counting();
     int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     assert_int_equal(ftruncate(fd, 8 << 20), 0);
@@ -319,7 +307,6 @@ static void test_buffers_of_all(void **state)
 // once, by one thread.
 static void test_replies_nobody_hears(void **state)
 {
-    (void)state;
     begin_counting();
     Kvq__Request queue = KVQ__REQUEST__INIT, buffer = KVQ__REQUEST__INIT;
     Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
@@ -350,7 +337,6 @@ static void test_replies_nobody_hears(void **state)
 // A cancel gives back what the request before it made, and nothing else.
 static void test_cancel(void **state)
 {
-    (void)state;
     begin_counting();
     int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     assert_int_equal(ftruncate(fd, 4096), 0);
@@ -432,7 +418,6 @@ static void rings_wake(const struct rings *rings)
 
 static void test_queues(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     struct rings rings = rings_open(p);
@@ -462,7 +447,6 @@ static void test_queues(void **state)
 
 static void test_scribbler_is_closed(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     struct rings rings = rings_open(p);
@@ -480,7 +464,6 @@ static void test_scribbler_is_closed(void **state)
 // not wait for it.
 static void test_hostile_wakers(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     struct rings rings = rings_open(p);
@@ -518,7 +501,6 @@ static void test_hostile_wakers(void **state)
 
 static void test_too_many_clients(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *peers[8];
     for (int i = 0; i < 8; i++)
@@ -537,7 +519,6 @@ static void test_too_many_clients(void **state)
 // A name that no session can have is refused as one, and the connection goes on.
 static void test_long_name(void **state)
 {
-    (void)state;
     char name[KVQ_NAME_BYTES + 1] = {0};
     struct peer *p = peer_attached();
     Kvq__Request request = KVQ__REQUEST__INIT;
@@ -560,7 +541,6 @@ static void test_long_name(void **state)
 
 static void test_groups(void **state)
 {
-    (void)state;
     char text[KVQ_TEXT_BYTES];
     gid_t before[KVQ_MAX_GROUPS], groups[KVQ_MAX_GROUPS] = {4242, 70000};
     int pair[2], n_before = getgroups(KVQ_MAX_GROUPS, before);
@@ -586,7 +566,6 @@ static void test_groups(void **state)
 // The process that connected dies while a child of it holds the socket open.
 static void test_death_with_a_child(void **state)
 {
-    (void)state;
     begin_counting();
     int report[2];
     char byte;
@@ -615,7 +594,6 @@ static void test_death_with_a_child(void **state)
 
 static void test_second_daemon(void **state)
 {
-    (void)state;
     static struct kvq__server second;
     char text[KVQ_TEXT_BYTES], pid[32];
     second.config = *attach_config();
@@ -630,7 +608,6 @@ static void test_no_room_for_words(void **state)
     uint8_t memory[64];
     struct kvq_arena arena;
     Kvq__Reply reply = KVQ__REPLY__INIT;
-    (void)state;
     kvq_arena_init(&arena, memory, sizeof memory);
     while (kvq_arena_alloc(&arena, 1)) {
     }
@@ -661,7 +638,6 @@ static void look(struct kvq__server *server, void *context)
 static void expire(struct kvq__server *server, void *context)
 {
     struct kvq__connection *c = TAILQ_LAST(&server->attach->connections, kvq__connections);
-    (void)context;
     if (uv_is_active((uv_handle_t *)&c->timer))
         uv_timer_start(&c->timer, c->timer.timer_cb, 1, 0);
 }
@@ -678,7 +654,6 @@ static struct peer *peer_accepted(void)
 
 static void test_no_hello(void **state)
 {
-    (void)state;
     struct peer *p = peer_accepted();
     attach_in_loop(expire, NULL);
     assert_false(peer_receive(p));
@@ -689,7 +664,6 @@ static void test_no_hello(void **state)
 static void test_hello_at_a_slow_poller(void **state)
 {
     struct seen seen, later;
-    (void)state;
     struct peer *p = peer_accepted();
     attach_hold_poller();
     peer_send_hello(p, 1, KVQ_PROTOCOL_MAX);
@@ -728,7 +702,6 @@ static void *run_stand(void *context)
 static void test_hello_at_a_slow_loop(void **state)
 {
     pthread_t thread;
-    (void)state;
     sem_init(&loop_stands, 0, 0);
     sem_init(&hello_sent, 0, 0);
     struct peer *p = peer_accepted();

@@ -6,8 +6,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,14 +15,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "kernels/cuda/bundle.h"
 #include "kernels/cuda/share.h"
 #include "proto/shm.h"
 #include "proto/status.h"
 #include "tests/edge/attach_gpu_kit.h"
 #include "tests/kits/soft_kit.h"
+#include "tests/kits/unit.h"
 
 static uint64_t word_at(kvq_gpu_ptr at)
 {
@@ -38,7 +35,6 @@ static uint64_t word_at(kvq_gpu_ptr at)
 
 static void test_hello(void **state)
 {
-    (void)state;
     gpu_begin();
     struct peer *p = peer_attached();
     const Kvq__HelloReply *hello = p->reply->hello;
@@ -52,7 +48,6 @@ static void test_hello(void **state)
 
 static void test_create(void **state)
 {
-    (void)state;
     gpu_begin();
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece piece;
@@ -80,7 +75,6 @@ static void test_create(void **state)
 // same client alone, cleared.
 static void test_closed_memory_counts(void **state)
 {
-    (void)state;
     gpu_begin();
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece kept;
@@ -118,7 +112,6 @@ static void test_closed_memory_counts(void **state)
 static void test_closed_memory_that_is_refused(void **state)
 {
     static const char *const calls[] = {"fill8", "memory_export"};
-    (void)state;
     gpu_begin();
     struct peer *p = peer_attached();
     for (int i = 0; i < 4; i++)
@@ -140,7 +133,6 @@ static void test_closed_memory_that_is_refused(void **state)
 
 static void test_import_by_handle(void **state)
 {
-    (void)state;
     gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at;
@@ -184,7 +176,6 @@ static void test_import_by_handle(void **state)
 // The handle of a freed allocation may be a new one's, to the byte.
 static void test_handle_used_again(void **state)
 {
-    (void)state;
     gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at, again;
@@ -220,7 +211,6 @@ static void test_handle_used_again(void **state)
 // The handle of memory that was freed opens nothing.
 static void test_handle_of_freed_memory(void **state)
 {
-    (void)state;
     gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at;
@@ -254,7 +244,6 @@ static struct peer *peer_of_nobody(void)
 // Handles are no secrets: who has seen one of another user's does not get at the memory by it.
 static void test_handle_of_another_user(void **state)
 {
-    (void)state;
     gpu_begin();
     struct soft_peer engine = soft_start(NULL);
     uint64_t at;
@@ -275,7 +264,6 @@ static void test_handle_of_another_user(void **state)
 
 static void test_refused_imports(void **state)
 {
-    (void)state;
     gpu_begin();
     struct told told = {.by_handle = true, .fd = -1, .number = 1};
     struct peer *p = peer_attached();
@@ -327,7 +315,6 @@ static void test_refused_imports(void **state)
 
 static void test_import_by_descriptor(void **state)
 {
-    (void)state;
     gpu_begin();
     char text[KVQ_GPU_TEXT];
     struct kvq_gpu_piece piece;
@@ -363,7 +350,6 @@ static void test_import_by_descriptor(void **state)
 
 static void test_timeline(void **state)
 {
-    (void)state;
     gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
@@ -400,7 +386,6 @@ static void test_timeline(void **state)
 static void test_events(void **state)
 {
     enum { ALL = 2 * KVQ_QUEUE_EVENTS };
-    (void)state;
     gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
@@ -446,7 +431,6 @@ static void test_events(void **state)
 
 static void test_host_memory(void **state)
 {
-    (void)state;
     gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 10000), 0);
@@ -484,7 +468,6 @@ static void test_host_memory(void **state)
 // Whatever the driver refuses, the client hears of it and nothing is left.
 static void test_failing_driver(void **state)
 {
-    (void)state;
     gpu_begin();
     static const char *const making[] = {"memory_granularity", "memory_create", "address_reserve",
                                          "memory_map",         "memory_access", "fill8",
@@ -518,7 +501,6 @@ static void test_failing_driver(void **state)
 // GPU has come to an end, and nobody waits for that.
 static void test_slow_driver(void **state)
 {
-    (void)state;
     gpu_begin();
     uint8_t bytes[128];
     size_t length;
@@ -593,7 +575,6 @@ static void check_copy(int fd, uint64_t bytes)
 // A page table lies in the GPU's memory, where its client maps it; what is refused leaves nothing.
 static void test_tables(void **state)
 {
-    (void)state;
     struct peer *first = peer_attached(); // with a session the daemon takes what it keeps for all
     assert_int_equal(peer_open_session(first, "first"), 0);
     peer_free(first);

@@ -3,14 +3,9 @@
 // What clients of the attach socket get and give back while work on the GPU does not go on, as if
 // another client never signalled.
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-
-#include <cmocka.h>
 
 #include "daemon/core/gpu/gate.h"
 #include "proto/limits.h"
@@ -18,6 +13,7 @@
 #include "proto/status.h"
 #include "proto/sync.h"
 #include "tests/edge/attach_gpu_kit.h"
+#include "tests/kits/unit.h"
 
 // A stream as those are that the daemon has for its clients, and a word. These clients have none of
 // the daemon's, so this thread is the one that makes streams wait.
@@ -104,7 +100,6 @@ static void goes_on(struct peer *p)
 static void test_given_back_beside_a_stalled(void **state)
 {
     enum { MIB = 1 << 20 };
-    (void)state;
     gpu_begin();
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached();
@@ -147,7 +142,6 @@ static void send_close(struct peer *p, uint32_t buffer)
 // freed; others go on.
 static void test_import_beside_a_stalled(void **state)
 {
-    (void)state;
     gpu_begin();
     uint64_t at;
     struct soft_peer exporter = soft_start(NULL);
@@ -173,7 +167,6 @@ static void test_import_beside_a_stalled(void **state)
 // of other memory by now: nobody gets the old memory by it.
 static void test_ends_beside_a_stalled(void **state)
 {
-    (void)state;
     gpu_begin();
     uint64_t at, again;
     struct soft_peer exporter = soft_start(NULL);
@@ -209,7 +202,6 @@ static void test_ends_beside_a_stalled(void **state)
 // goes on others do as well, and when both have gone on the memory comes back.
 static void test_one_after_another(void **state)
 {
-    (void)state;
     gpu_begin();
     struct engine first = stall_gpu(), second = engine_open();
     struct peer *p = peer_attached(), *other = peer_attached();
@@ -240,7 +232,6 @@ static void test_one_after_another(void **state)
 static void test_beside_one_that_is_ahead(void **state)
 {
     enum { AHEAD = 2 };
-    (void)state;
     gpu_begin();
     struct engine engine = engine_open();
     uint64_t *word = (uint64_t *)(uintptr_t)engine.word, given = 0, signalled = 0;
@@ -272,7 +263,6 @@ static void test_beside_one_that_is_ahead(void **state)
 // says nothing any more; and no event is needed that might not be had.
 static void test_silent_driver(void **state)
 {
-    (void)state;
     gpu_begin();
     struct engine engine = engine_open();
     while (!kvq__gate_is_clear(engine.gate, NULL)) // streams of clients before may clear memory
@@ -311,7 +301,6 @@ static void test_silent_driver(void **state)
 // up.
 static void test_gone_beside_a_held_poller(void **state)
 {
-    (void)state;
     gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
@@ -334,7 +323,6 @@ static void test_gone_beside_a_held_poller(void **state)
 // what orders that client's requests next needs none.
 static void test_flood_beside_a_stalled(void **state)
 {
-    (void)state;
     gpu_begin();
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached();

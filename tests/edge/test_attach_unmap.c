@@ -2,11 +2,7 @@
 //
 // Which thread unmaps what clients had: the loop's, which all of them wait for, does so only where
 // it takes next to no time.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 
-#include <cmocka.h>
 #include <poll.h>
 #include <pthread.h>
 #include <semaphore.h>
@@ -14,6 +10,7 @@
 
 #include "proto/status.h"
 #include "tests/edge/attach_kit.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, LARGE = 5 * MIB, SMALL = 64 << 10 };
 
@@ -45,8 +42,6 @@ int __wrap_munmap(void *at, size_t bytes)
 
 static void note_thread(struct kvq__server *server, void *context)
 {
-    (void)server;
-    (void)context;
     loop = pthread_self();
 }
 
@@ -81,7 +76,6 @@ static void unmapped(int small_on_loop, int large_elsewhere)
 // A close answers when the memory is back, and what counts against the limit is free again.
 static void test_closed(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     for (int i = 0; i < 3; i++) {
@@ -112,7 +106,6 @@ static void send_close(struct peer *p, uint32_t buffer)
 // counts.
 static void test_takes_long(void **state)
 {
-    (void)state;
     enum { LIMIT = 20 * MIB }; // of all clients
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached(), *third = peer_attached();
@@ -143,7 +136,6 @@ static void test_takes_long(void **state)
 // The end of a client that has closed nothing waits as well.
 static void test_dies(void **state)
 {
-    (void)state;
     begin_counting();
     for (int i = 0; i < 3; i++) {
         struct peer *p = peer_attached();
@@ -158,7 +150,6 @@ static void test_dies(void **state)
 // The core refuses one buffer more than there may be, after its memory was made.
 static void test_refused(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     uint32_t n = 0;

@@ -5,9 +5,6 @@
 // reply that befalls is told so, keeps its connection, and nothing of what was made is left.
 #include <errno.h>
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
@@ -15,14 +12,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/core/state.h"
 #include "daemon/log/log.h"
 #include "daemon/runtime/poller.h"
 #include "proto/ring.h"
 #include "proto/status.h"
 #include "tests/edge/attach_kit.h"
+#include "tests/kits/unit.h"
 
 // ---- A kernel that sends no descriptors of the daemon's ----
 
@@ -44,8 +40,6 @@ ssize_t __wrap_sendmsg(int socket, const struct msghdr *message, int flags)
 
 static void note_thread(struct kvq__server *server, void *context)
 {
-    (void)server;
-    (void)context;
     loop = pthread_self();
 }
 
@@ -94,7 +88,6 @@ static void told_why(const struct peer *p, int status)
 // More often than a client may have of each.
 static void test_queues_and_buffers(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     kvq_word_store(&full, 1);
@@ -117,7 +110,6 @@ static void test_queues_and_buffers(void **state)
 
 static void test_hello(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *other = peer_attached();
     kvq_word_store(&full, 1);
@@ -136,7 +128,6 @@ static void test_hello(void **state)
 
 static void test_tables(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_session(p, ""), 0);
@@ -159,15 +150,11 @@ enum { STRANGER = 65534, OPEN_FILES = 160, AT_ONCE = 253 }; // AT_ONCE: the kern
 // The limit is not for those who have root's capabilities, which this thread has again later.
 static void give_rights_up(struct kvq__server *server, void *context)
 {
-    (void)server;
-    (void)context;
     assert_true(geteuid() != 0 || syscall(SYS_setresuid, -1, STRANGER, -1) == 0);
 }
 
 static void have_rights(struct kvq__server *server, void *context)
 {
-    (void)server;
-    (void)context;
     assert_true(getuid() != 0 || syscall(SYS_setresuid, -1, 0, -1) == 0);
 }
 
@@ -197,7 +184,6 @@ static void test_limit_of_files(void **state)
     struct rlimit before, low;
     char byte;
     int pair[2];
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
@@ -250,7 +236,6 @@ static void ask_and_leave(struct peer *p)
 static void test_reads_nothing(void **state)
 {
     enum { SENT = KVQ_MAX_UNREAD_FDS / 4 }; // queues
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     for (int i = 0; i < SENT + KVQ_MAX_QUEUES; i++)
@@ -284,7 +269,6 @@ static struct {
 static void take_or_drop(struct kvq__mail *mail)
 {
     struct kvq__core *core = taken.core;
-    (void)mail;
     if (taken.block.block)
         kvq__block_drop(core, &taken.block, NULL);
     else
@@ -298,7 +282,6 @@ static void take_or_drop(struct kvq__mail *mail)
 
 static void post_block(struct kvq__server *server, void *context)
 {
-    (void)context;
     taken.core = server->core;
     taken.done = false;
     kvq__mailbox_post(kvq__poller_box(server->poller), &taken.mail, take_or_drop);
@@ -337,7 +320,6 @@ static void mapped(struct peer *p, uint64_t handle, uint32_t extents)
 // that it did not wait for. What it did hear is not.
 static void test_extents(void **state)
 {
-    (void)state;
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_session(p, ""), 0);
     uint64_t handle = p->reply->session->handle;

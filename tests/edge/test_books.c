@@ -5,14 +5,10 @@
 #include <poll.h>
 #include <pthread.h>
 #include <semaphore.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-
-#include <cmocka.h>
 
 #include "daemon/runtime/server.h"
 #include "daemon/store/codebooks.h"
@@ -20,6 +16,7 @@
 #include "proto/status.h"
 #include "storage/codebook.h"
 #include "tests/edge/attach_kit.h"
+#include "tests/kits/unit.h"
 
 enum { FILES = KVQ_MAX_CODEBOOKS + 3, POOL = 4 };
 
@@ -86,7 +83,6 @@ static int get(int number, void **hold)
 static void test_room(void **state)
 {
     void *hold[KVQ_MAX_CODEBOOKS], *one;
-    (void)state;
     for (int i = 0; i < KVQ_MAX_CODEBOOKS; i++)
         assert_int_equal(get(i, &hold[i]), 0);
     assert_int_equal(get(KVQ_MAX_CODEBOOKS, &one), KVQ_E_LIMIT);
@@ -124,7 +120,6 @@ static void test_failures(void **state)
     enum { MISSING = 40 };
     struct kvq__book_holds holds = {0}, others = {0};
     void *hold;
-    (void)state;
     for (int i = 0; i < MISSING; i++)
         unlink(path_of(i));
     for (int i = 0; i < MISSING; i++) {
@@ -163,7 +158,6 @@ static void test_loads_stay(void **state)
 {
     struct kvq__book_holds holds = {0};
     void *hold;
-    (void)state;
     load(0, &holds);
     for (int i = 1; i < FILES; i++) {
         assert_int_equal(get(i, &hold), 0);
@@ -213,7 +207,6 @@ static void test_threads(void **state)
 {
     pthread_t thread[4];
     void *failed;
-    (void)state;
     for (uintptr_t i = 0; i < 4; i++)
         assert_int_equal(pthread_create(&thread[i], NULL, hammer, (void *)(i + 1)), 0);
     for (int i = 0; i < 4; i++) {
@@ -229,15 +222,12 @@ static sem_t held, let_go;
 
 static void hold_thread(uv_work_t *work)
 {
-    (void)work;
     sem_post(&held);
     sem_wait(&let_go);
 }
 
 static void held_no_more(uv_work_t *work, int status)
 {
-    (void)work;
-    (void)status;
 }
 
 static bool has_answer(const struct peer *p)
@@ -251,7 +241,6 @@ static void test_nobody_waits(void **state)
 {
     uv_loop_t loop;
     uv_work_t work[POOL];
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(uv_loop_init(&loop), 0);
@@ -284,7 +273,6 @@ static void test_nobody_waits(void **state)
 // A client that dies while its codebook is being read takes nothing with it.
 static void test_death_while_reading(void **state)
 {
-    (void)state;
     begin_counting();
     for (int i = 0; i < 20; i++) {
         struct peer *p = peer_attached();
@@ -330,7 +318,6 @@ static int open_many(struct peer *p, uint32_t n)
 // any is read, and others are served. The books have one layer each, so only the first fits.
 static void test_too_many(void **state)
 {
-    (void)state;
     begin_counting();
     struct peer *p = peer_attached();
     for (int i = 0; i < 2; i++) {
@@ -351,7 +338,6 @@ static void test_too_many(void **state)
 
 static int set_up(void **state)
 {
-    (void)state;
     setenv("UV_THREADPOOL_SIZE", "4", 1);
     if (!mkdtemp(folder) || kvq_format_parse("vecinfer-1", &format, text, sizeof text))
         return -1;
@@ -363,7 +349,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     for (int i = 0; i < FILES; i++)
         unlink(path_of(i));
     return rmdir(folder);
@@ -371,14 +356,12 @@ static int tear_down(void **state)
 
 static int open_books(void **state)
 {
-    (void)state;
     books = kvq__codebooks_new(folder);
     return books ? 0 : -1;
 }
 
 static int close_books(void **state)
 {
-    (void)state;
     kvq__codebooks_free(&books);
     return 0;
 }

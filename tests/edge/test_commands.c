@@ -2,14 +2,8 @@
 //
 // Every command of the protocol is somebody's: a row of dispatch, of the attach socket or of the
 // store jobs, or the control socket's own. A number that is no command is nobody's.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 #include "daemon/attach/attach.h"
 #include "daemon/commands/dispatch.h"
@@ -17,6 +11,7 @@
 #include "daemon/control/roles.h"
 #include "daemon/store/store.h"
 #include "proto/json.h"
+#include "tests/kits/unit.h"
 
 static bool is_taken(Kvq__Request__CommandCase command)
 {
@@ -34,7 +29,6 @@ static void test_every_command(void **state)
 {
     const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
     uint32_t commands = 0;
-    (void)state;
     for (unsigned i = 0; i < request->n_fields; i++) {
         if (!is_command(&request->fields[i]))
             continue;
@@ -58,7 +52,6 @@ static bool is_for_clients(Kvq__Request__CommandCase command)
 static void test_for_clients(void **state)
 {
     const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
-    (void)state;
     for (unsigned i = 0; i < request->n_fields; i++) {
         Kvq__Request__CommandCase command = (Kvq__Request__CommandCase)request->fields[i].id;
         bool expected = command == KVQ__REQUEST__COMMAND_OPEN_SESSION ||
@@ -86,7 +79,6 @@ static void test_roles(void **state)
     };
     Kvq__Storage status = KVQ__STORAGE__INIT;
     const ProtobufCMessageDescriptor *all = &kvq__request__descriptor;
-    (void)state;
     for (unsigned i = 0; i < all->n_fields; i++) {
         Kvq__Request request = KVQ__REQUEST__INIT;
         const char *name = all->fields[i].name;
@@ -120,7 +112,6 @@ static void test_role_of_pull(void **state)
                 {"a", "", KVQ__ROLE_ADMIN},
                 {"", "a", KVQ__ROLE_ADMIN},
                 {"", "", KVQ__ROLE_ADMIN}};
-    (void)state;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         Kvq__Request request = KVQ__REQUEST__INIT;
         Kvq__PullSession pull = KVQ__PULL_SESSION__INIT;
@@ -158,7 +149,6 @@ static void test_long_names(void **state)
     Kvq__SetQuota quota = KVQ__SET_QUOTA__INIT;
     Kvq__ListSaved saved = KVQ__LIST_SAVED__INIT;
     Kvq__GetConfig option = KVQ__GET_CONFIG__INIT;
-    (void)state;
     drop.which_case = KVQ__DROP_SESSION__WHICH_REF;
     drop.ref = pull.into = &ref;
     lookup.session = &open;
@@ -231,7 +221,6 @@ static void test_json_of_choices(void **state)
 {
     const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
     uint32_t choices = 0;
-    (void)state;
     for (unsigned i = 0; i < request->n_fields; i++) {
         if (!is_command(&request->fields[i]))
             continue;
@@ -268,7 +257,6 @@ static void test_audit_budget(void **state)
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__DropSession drop = KVQ__DROP_SESSION__INIT;
     uint32_t dear = 0;
-    (void)state;
     request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
     request.drop_session = &drop;
     cJSON_InitHooks(&(cJSON_Hooks){count_allocation, free});
@@ -284,7 +272,6 @@ static void test_audit_budget(void **state)
 
 static void test_no_other(void **state)
 {
-    (void)state;
     for (unsigned id = 0; id < 300; id++)
         if (!is_command(protobuf_c_message_descriptor_get_field(&kvq__request__descriptor, id)))
             assert_false(is_taken((Kvq__Request__CommandCase)id));

@@ -2,19 +2,16 @@
 //
 // The configuration: precedence, values, namespaces, and what every mistake is answered with.
 #include <ftw.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/config/change.h"
 #include "daemon/config/config.h"
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 
 static struct kvq_config config;
 static char text[KVQ_TEXT_BYTES];
@@ -58,7 +55,6 @@ static void flags_refused(const char *flag, const char *value, const char *words
 
 static void test_precedence(void **state)
 {
-    (void)state;
     char *path = file_of("pool_bytes = 128mb\nspin_us = 7\nkeep_seconds = 5\n");
     char variable[128];
     snprintf(variable, sizeof variable, "KVQD_CONFIG=%s", path);
@@ -78,7 +74,6 @@ static void test_precedence(void **state)
 // A pipe would be read once, in part; it is refused, with and without somebody who writes.
 static void test_no_regular_file(void **state)
 {
-    (void)state;
     char folder[] = "/tmp/kvq-test-config-XXXXXX", fifo[64], of_pipe[32];
     int ends[2];
     assert_non_null(mkdtemp(folder));
@@ -100,7 +95,6 @@ static void test_no_regular_file(void **state)
 
 static void test_values(void **state)
 {
-    (void)state;
     static const struct {
         const char *value;
         uint64_t bytes;
@@ -141,7 +135,6 @@ static void test_values(void **state)
 
 static void test_runtime_dir(void **state)
 {
-    (void)state;
     char *with[] = {"XDG_RUNTIME_DIR=/run/user/5", NULL};
     char *arguments[] = {"kvqd", NULL};
     assert_int_equal(load(arguments, with), 0);
@@ -157,7 +150,6 @@ static void test_runtime_dir(void **state)
 
 static void test_wrong_values(void **state)
 {
-    (void)state;
     flags_refused("--pool-bytes", "64q", "pool_bytes is \"64q\"; a size is");
     flags_refused("--pool-bytes", "-1", "a size is");
     flags_refused("--pool-bytes", "", "a size is");
@@ -193,7 +185,6 @@ static void remote_refused(const char *const *flags, const char *words)
 
 static void test_remote(void **state)
 {
-    (void)state;
     char *good[] = {"kvqd",
                     "--runtime-dir=/r",
                     "--remote-endpoint=https://host:1",
@@ -217,7 +208,6 @@ static void test_remote(void **state)
 
 static void test_unknown_names(void **state)
 {
-    (void)state;
     flags_refused("--pool-byte", "1", "the nearest is --pool-bytes");
     flags_refused("--worker", "1", "the nearest is --workers");
     flags_refused("-x", "1", "-x: not known");
@@ -233,7 +223,6 @@ static void test_unknown_names(void **state)
 
 static void test_file(void **state)
 {
-    (void)state;
     kvq__config_defaults(&config, no_environment);
     const char *good = "# a comment\n; another\npool-bytes = 1gb\n\n[kvqd]\nworkers = 3\n"
                        "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nhost_bytes = 10gb ; ok\n"
@@ -255,7 +244,6 @@ static void test_file(void **state)
 
 static void test_wrong_files(void **state)
 {
-    (void)state;
     parse_refused("\n\npool_bites = 1gb\n", "f:3: pool_bites is not known; the nearest is "
                                             "pool_bytes");
     parse_refused("workers = 1\nworkers = 2\n", "f:2: workers is set twice");
@@ -292,7 +280,6 @@ static void test_wrong_files(void **state)
 static void test_roles(void **state)
 {
     const uint32_t groups[] = {7, 8};
-    (void)state;
     kvq__config_defaults(&config, no_environment);
     const char *good = "read_uids = 1, 2\noperate_gids = 8\nadmin_uids = 2\n"
                        "[key alice]\npublic = " HEX_0 "\n[key bob]\nrole = ADMIN\n"
@@ -325,7 +312,6 @@ static void test_too_many_keys(void **state)
 {
     char contents[(KVQ_MAX_KEYS + 1) * 32];
     size_t used = 0;
-    (void)state;
     for (int i = 0; i <= KVQ_MAX_KEYS; i++)
         used += (size_t)snprintf(contents + used, 32, "[key n%d]\nrole = read\n", i);
     parse_refused(contents, "more than 64 keys");
@@ -333,7 +319,6 @@ static void test_too_many_keys(void **state)
 
 static void test_too_many_namespaces(void **state)
 {
-    (void)state;
     char *contents = calloc(KVQ_MAX_NAMESPACES + 1, 40);
     size_t used = 0;
     for (int i = 0; i <= KVQ_MAX_NAMESPACES; i++)
@@ -380,7 +365,6 @@ static void check_mixes(void)
 static void test_formats(void **state)
 {
     static char printed[1 << 16];
-    (void)state;
     kvq__config_defaults(&config, no_environment);
     if (kvq__config_parse(&config, "f", "", mixes, text))
         fail_msg("%s", text);
@@ -395,7 +379,6 @@ static void test_formats(void **state)
 
 static void test_wrong_formats(void **state)
 {
-    (void)state;
     static const struct {
         const char *contents, *says;
     } cases[] = {
@@ -445,7 +428,6 @@ static void test_wrong_formats(void **state)
 
 static void test_too_many_formats(void **state)
 {
-    (void)state;
     char *contents = calloc(300, 40);
     size_t used = 0;
     for (int i = 0; i <= KVQ_MAX_OWN_FORMATS; i++)
@@ -463,7 +445,6 @@ static void test_too_many_formats(void **state)
 
 static void test_texts_for_people(void **state)
 {
-    (void)state;
     static char help[65536], printed[65536];
     char *arguments[] = {"kvqd", "--pool-bytes", "96mb", "--admin-uids", "3,4", NULL};
     assert_int_equal(load(arguments, no_environment), 0);
@@ -495,7 +476,6 @@ static char told[8192];
 static void note_told(void *context, const struct kvq__config_change *change)
 {
     size_t used = strlen(told);
-    (void)context;
     snprintf(told + used, sizeof told - used, "%s: %s -> %s (%s)\n", change->name, change->before,
              change->after, change->live ? "live" : "restart");
 }
@@ -505,7 +485,6 @@ static void test_every_option_says_when(void **state)
     static char help[65536];
     static struct kvq__option_text option;
     uint32_t n = 0, live = 0;
-    (void)state;
     kvq__config_defaults(&config, no_environment);
     kvq__config_help(help, sizeof help);
     for (; kvq__config_option(&config, n, &option); n++) {
@@ -528,7 +507,6 @@ static void test_every_option_says_when(void **state)
 static void test_compare(void **state)
 {
     static struct kvq_config next;
-    (void)state;
     kvq__config_defaults(&config, no_environment);
     assert_int_equal(kvq__config_parse(&config, "a", "",
                                        "workers = 2\nadmin_uids = 3\n[namespace a]\nuids = 1\n"
@@ -573,7 +551,6 @@ static void test_compare(void **state)
 static void test_too_many_together(void **state)
 {
     static struct kvq_config next;
-    (void)state;
     kvq__config_defaults(&config, no_environment);
     kvq__config_defaults(&next, no_environment);
     config.n_namespaces = 1;
@@ -589,7 +566,6 @@ static void test_too_many_together(void **state)
 
 static void test_set_one(void **state)
 {
-    (void)state;
     kvq__config_defaults(&config, no_environment);
     assert_int_equal(kvq__config_set(&config, "drain_ms", "77", text), 0);
     assert_int_equal(config.drain_ms, 77);
@@ -649,7 +625,6 @@ static const char *source_of(const char *name)
 
 static int make_folder(void **state)
 {
-    (void)state;
     snprintf(folder, sizeof folder, "/tmp/kvq-test-config-XXXXXX");
     assert_non_null(mkdtemp(folder));
     put_file("kvqd.conf", "spin_us = 1\ndrain_ms = 1\nkeep_seconds = 1\n");
@@ -658,22 +633,17 @@ static int make_folder(void **state)
 
 static int remove_one(const char *path, const struct stat *status, int kind, struct FTW *place)
 {
-    (void)status;
-    (void)kind;
-    (void)place;
     return remove(path);
 }
 
 static int remove_folder(void **state)
 {
-    (void)state;
     return nftw(folder, remove_one, 8, FTW_DEPTH | FTW_PHYS);
 }
 
 // What a later file says holds, by names in bytes; what is no NAME.conf is left alone.
 static void test_folder(void **state)
 {
-    (void)state;
     put_file("conf.d/9.conf", "drain_ms = 9\n");
     put_file("conf.d/10.conf", "drain_ms = 10\nspin_us = 10\n");
     put_file("conf.d/.hidden.conf", "wrong\n");
@@ -692,7 +662,6 @@ static void test_folder(void **state)
 
 static void test_no_folder(void **state)
 {
-    (void)state;
     assert_int_equal(rmdir(path_of("conf.d")), 0);
     assert_int_equal(load_folder(), 0);
     put_file("conf.d", "");
@@ -703,7 +672,6 @@ static void test_no_folder(void **state)
 // those of earlier files.
 static void test_folder_sections(void **state)
 {
-    (void)state;
     put_file("conf.d/1.conf", "[namespace a]\nuids = 1, 2\nhost_bytes = 10mb\n"
                               "share_prefixes_with = b, c\n[format mine]\nbase = oscar2\n");
     put_file("conf.d/2.conf", "[namespace a]\nuids = 3\nshare_prefixes_with = d\n"
@@ -725,7 +693,6 @@ static void test_folder_sections(void **state)
 static void test_folder_errors(void **state)
 {
     char name[KVQ_CONFIG_NAME + 16];
-    (void)state;
     put_file("conf.d/1.conf", "\nspin_us = many\n");
     folder_refused("conf.d/1.conf:2: spin_us is");
     put_file("conf.d/1.conf", "drain_ms = 1\ndrain_ms = 2\n");
@@ -741,7 +708,6 @@ static void test_folder_errors(void **state)
 
 static void test_folder_of_strangers(void **state)
 {
-    (void)state;
     assert_int_equal(chmod(path_of("conf.d"), 0777), 0);
     folder_refused("conf.d: everybody may write to it (mode 0777)");
     assert_int_equal(chmod(path_of("conf.d"), 0775), 0);
@@ -755,7 +721,6 @@ static void test_folder_of_strangers(void **state)
 static void test_many_files(void **state)
 {
     char name[64];
-    (void)state;
     for (int i = 0; i < KVQ_MAX_CONFIG_FILES; i++) {
         snprintf(name, sizeof name, "conf.d/%03d.conf", i);
         put_file(name, "spin_us = 5\n");

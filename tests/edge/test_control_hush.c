@@ -3,13 +3,9 @@
 // The control socket of a daemon that closes: a client that always has one more request waiting
 // keeps nobody from the end. Here ZeroMQ tells the test when that request has come.
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
-#include <cmocka.h>
 #include <zmq.h>
 
 #include "daemon/commands/dispatch.h"
@@ -20,6 +16,7 @@
 #include "proto/shm.h"
 #include "proto/sync.h"
 #include "tests/edge/attach_kit.h"
+#include "tests/kits/unit.h"
 
 // ---- What the daemon does ----
 
@@ -84,7 +81,6 @@ static struct seen seen_now(void)
 
 static void hush(struct kvq__server *server, void *context)
 {
-    (void)context;
     kvq__control_hush(server->control);
 }
 
@@ -158,7 +154,6 @@ static void one_waits(void)
 static void test_hushed(void **state)
 {
     uint8_t reply[KVQ_MAX_MESSAGE];
-    (void)state;
     kvq__control_hush(NULL);
     one_under_way();
     attach_in_loop(hush, NULL);

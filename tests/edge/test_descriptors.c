@@ -2,14 +2,10 @@
 //
 // Shares of users, and counting descriptors.
 #include <fcntl.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/runtime/descriptors.h"
+#include "tests/kits/unit.h"
 
 enum { USERS = 6 };
 #define MOST 4096ull
@@ -17,7 +13,6 @@ enum { USERS = 6 };
 // Users who take all they can get, in turn or one after the other: whoever comes next gets some.
 static void test_shares(void **state)
 {
-    (void)state;
     for (int in_turn = 0; in_turn < 2; in_turn++) {
         uint64_t own[USERS] = {0}, used = 0;
         bool more = true;
@@ -48,7 +43,6 @@ static void test_shares(void **state)
 static void test_counting(void **state)
 {
     int fds[8];
-    (void)state;
     uint32_t before = kvq__descriptors_free();
     assert_true(before > 0 && before < kvq__descriptors_limit());
     for (int i = 0; i < 8; i++)

@@ -2,29 +2,23 @@
 //
 // Events on their way to those who ask: their numbers, and what happens when they come faster than
 // the loop takes them.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 #include "daemon/runtime/events.h"
 #include "daemon/runtime/history.h"
 #include "daemon/runtime/server.h"
+#include "tests/kits/unit.h"
 
 static struct kvq__server server;
 static uint64_t told; // events, by the core
 
 static void nobody_sleeps(void *context)
 {
-    (void)context;
 }
 
 static int setup(void **state)
 {
-    (void)state;
     memset(&server, 0, sizeof server);
     server.history = calloc(1, sizeof *server.history);
     assert_non_null(server.history);
@@ -35,7 +29,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     assert_true(kvq__events_idle());
     kvq__mailbox_close(&server.box);
     free(server.history);
@@ -74,7 +67,6 @@ static uint32_t count_kept(uint64_t after)
 
 static void test_in_time(void **state)
 {
-    (void)state;
     for (int i = 0; i < 10; i++) {
         tell(KVQ__EVENT_SESSION_OPENED, 100);
         kvq__mailbox_deliver(&server.box);
@@ -88,7 +80,6 @@ static void test_in_time(void **state)
 // What is dropped leaves a gap, where it happened; warnings are dropped last.
 static void test_too_fast(void **state)
 {
-    (void)state;
     tell(KVQ__EVENT_SESSION_OPENED, 300);
     tell(KVQ__EVENT_STORAGE_FAILED, 3);
     tell(KVQ__EVENT_SESSION_OPENED, 20);
@@ -114,7 +105,6 @@ static void test_too_fast(void **state)
 // A gap that is longer than what is kept, too.
 static void test_long_gap(void **state)
 {
-    (void)state;
     tell(KVQ__EVENT_SESSION_OPENED, 2000);
     kvq__mailbox_deliver(&server.box);
     tell(KVQ__EVENT_SESSION_OPENED, 2);

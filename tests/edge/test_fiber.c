@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Fibers: who runs when, what their stacks are, and what becomes of them.
-#include <setjmp.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,9 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/runtime/fiber.h"
+#include "tests/kits/unit.h"
 
 // With a sanitizer, which needs the address space and reports what these tests do on purpose.
 #if defined(KVQ_ASAN) || defined(KVQ_TSAN)
@@ -44,14 +40,12 @@ struct actor {
 
 static int setup(void **state)
 {
-    (void)state;
     said[0] = 0;
     return kvq__fibers_open(&fibers);
 }
 
 static int teardown(void **state)
 {
-    (void)state;
     kvq__fibers_close(&fibers); // asserts that none is left
     return 0;
 }
@@ -87,7 +81,6 @@ static void begin(struct actor *a)
 
 static void runs_until_it_waits_and_on_when_woken(void **state)
 {
-    (void)state;
     struct actor a = {.name = "a", .waits = 2}, b = {.name = "b"};
     begin(&a);
     assert_string_equal(said, "a0");
@@ -105,7 +98,6 @@ static void runs_until_it_waits_and_on_when_woken(void **state)
 // Who is woken by a fiber goes on behind it, in the order of waking: no stack stands on another.
 static void a_fiber_that_wakes_others_goes_on_first(void **state)
 {
-    (void)state;
     struct actor c = {.name = "c", .waits = 1}, b = {.name = "b", .waits = 1, .wakes = &c};
     struct actor a = {.name = "a", .waits = 2, .wakes = &b};
     begin(&c);
@@ -141,7 +133,6 @@ static void start_the_last(void *context)
 // By one that runs, and by what comes once it has ended: both run behind it.
 static void fibers_start_fibers(void **state)
 {
-    (void)state;
     struct starter s = {.first = {.name = "a"}, .last = {.name = "b"}};
     assert_int_equal(kvq__fiber_make(&fibers, &s.fiber), 0);
     kvq__fiber_run(&fibers, &s.fiber, start_the_first, start_the_last, &s);
@@ -152,7 +143,6 @@ static void fibers_start_fibers(void **state)
 // Stacks are kept for the next ones, and no more of them than are worth keeping.
 static void stacks_are_used_again(void **state)
 {
-    (void)state;
     struct actor *all = calloc(MANY, sizeof *all);
     assert_non_null(all);
     for (uint32_t round = 0; round < 3; round++) {
@@ -175,7 +165,6 @@ static void stacks_are_used_again(void **state)
 
 static void one_that_never_runs_gives_its_stack_back(void **state)
 {
-    (void)state;
     struct kvq__fiber f = {0};
     assert_int_equal(kvq__fiber_make(&fibers, &f), 0);
     kvq__fiber_unmake(&fibers, &f);
@@ -185,7 +174,6 @@ static void one_that_never_runs_gives_its_stack_back(void **state)
 
 static void without_memory_none_is_made(void **state)
 {
-    (void)state;
     if (SANITIZED)
         skip();
     struct rlimit before, none;
@@ -205,19 +193,16 @@ static void use_too_much(void *context)
 {
     volatile char here;
     volatile char *at = &here;
-    (void)context;
     for (size_t i = 0; i < KVQ__FIBER_STACK + 4096; i += 512)
         *(at - i) = 1;
 }
 
 static void no_end(void *context)
 {
-    (void)context;
 }
 
 static void one_that_needs_too_much_ends_the_process(void **state)
 {
-    (void)state;
     int status = 0;
     if (SANITIZED)
         skip();

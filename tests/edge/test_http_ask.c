@@ -2,17 +2,13 @@
 //
 // Questions of HTTP to the core, over stand-ins for the core, the poller and the connection: what
 // is answered when the poller takes too long, and when memory runs out between two pages.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/commands/dispatch.h"
 #include "daemon/http/internal.h"
+#include "tests/kits/unit.h"
 
 // ---- Stand-ins ----
 
@@ -30,47 +26,39 @@ void *__wrap_realloc(void *memory, size_t bytes)
 
 struct kvq__mailbox *kvq__poller_box(struct kvq__poller *poller)
 {
-    (void)poller;
     return &poller_box;
 }
 
 const struct kvq__latencies *kvq__poller_latencies(const struct kvq__poller *poller)
 {
     static const struct kvq__latencies none;
-    (void)poller;
     return &none;
 }
 
 void kvq__core_status(const struct kvq__core *core, struct kvq__status *status)
 {
-    (void)core;
     *status = (struct kvq__status){0};
 }
 
 void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
 {
-    (void)core;
     *counts = (struct kvq__counts){0};
 }
 
 const struct kvq__refused *kvq__core_refused(const struct kvq__core *core)
 {
     static const struct kvq__refused none;
-    (void)core;
     return &none;
 }
 
 uint32_t kvq__core_places(const struct kvq__core *core, struct kvq__place_info *out)
 {
-    (void)core;
-    (void)out;
     return 0;
 }
 
 uint32_t kvq__core_pack_errors(const struct kvq__core *core, const struct kvq__pack_error **out)
 {
     static const struct kvq__pack_error none;
-    (void)core;
     *out = &none;
     return 0;
 }
@@ -78,8 +66,6 @@ uint32_t kvq__core_pack_errors(const struct kvq__core *core, const struct kvq__p
 uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__peer *peer,
                               uint64_t after, struct kvq__namespace_info *out, uint32_t max)
 {
-    (void)core;
-    (void)peer;
     if (given == pages)
         return 0;
     given++;
@@ -91,27 +77,17 @@ uint32_t kvq__core_namespaces(const struct kvq__core *core, const struct kvq__pe
 uint32_t kvq__core_prefixes(const struct kvq__core *core, const struct kvq__peer *peer,
                             uint64_t after, struct kvq__prefix_info *out, uint32_t max)
 {
-    (void)core;
-    (void)peer;
-    (void)after;
-    (void)out;
-    (void)max;
     return 0;
 }
 
 void kvq__dispatch_run(const struct kvq__dispatch *d, const Kvq__Request *request,
                        struct kvq_arena *arena, Kvq__Reply *reply)
 {
-    (void)d;
-    (void)request;
-    (void)arena;
-    (void)reply;
     fail();
 }
 
 const struct kvq__store_times *kvq__jobs_times(const struct kvq__jobs *jobs)
 {
-    (void)jobs;
     return NULL;
 }
 
@@ -133,12 +109,10 @@ static struct kvq__http http;
 
 static void nobody_sleeps(void *context)
 {
-    (void)context;
 }
 
 static int setup(void **state)
 {
-    (void)state;
     memset(&server, 0, sizeof server);
     memset(&http, 0, sizeof http);
     pages = given = answers = 0;
@@ -153,7 +127,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     assert_null(http.asking.current);
     assert_true(TAILQ_EMPTY(&http.asking.waiting));
     kvq__mailbox_close(&server.box);
@@ -185,7 +158,6 @@ static void deliver_all(void)
 
 static void test_pages(void **state)
 {
-    (void)state;
     pages = 5;
     struct kvq__http_ask *ask = ask_for(KVQ__HTTP_METRICS);
     deliver_all();
@@ -197,7 +169,6 @@ static void test_pages(void **state)
 
 static void test_no_memory_between_pages(void **state)
 {
-    (void)state;
     pages = 5;
     struct kvq__http_ask *ask = ask_for(KVQ__HTTP_METRICS);
     no_more_memory = true;
@@ -213,7 +184,6 @@ static void test_no_memory_between_pages(void **state)
 // The one at the poller and the one behind it are told once each; what comes back is nobody's.
 static void test_late(void **state)
 {
-    (void)state;
     struct kvq__http_ask *asks[2], *fresh;
     for (int i = 0; i < 2; i++) {
         asks[i] = ask_for(KVQ__HTTP_HEALTH);

@@ -2,18 +2,14 @@
 //
 // Guests of HTTP: who gets in when places or descriptors are taken, and who goes, by times that the
 // test makes up.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/http/internal.h"
 #include "daemon/runtime/descriptors.h"
+#include "tests/kits/unit.h"
 
 enum { SECOND = 1000000000 };
 
@@ -45,7 +41,6 @@ static void leave(struct kvq__http_guest *guest)
 
 static int teardown(void **state)
 {
-    (void)state;
     while (!LIST_EMPTY(&guests))
         leave(LIST_FIRST(&guests));
     return 0;
@@ -72,7 +67,6 @@ static uint32_t n_ending(void)
 // Of strangers who fill all places, the one goes who has been without a whole request for longest.
 static void test_displaced(void **state)
 {
-    (void)state;
     struct kvq__http_guest *slow[KVQ__HTTP_MOST];
     for (uint32_t i = 0; i < KVQ__HTTP_MOST; i++) {
         assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + i), 0);
@@ -97,7 +91,6 @@ static void test_displaced(void **state)
 // Users of the Unix socket have shares, and none displaces another; an administrator has all.
 static void test_shares(void **state)
 {
-    (void)state;
     for (uint32_t i = 0; i < KVQ__HTTP_MOST / 2; i++) {
         assert_int_equal(check(true, 7, KVQ__ROLE_NONE, start), 0);
         add(true, 7, start, false);
@@ -112,7 +105,6 @@ static void test_shares(void **state)
 // However slowly it drips, a request has to be whole in time; an answer may take longer.
 static void test_late(void **state)
 {
-    (void)state;
     struct kvq__http_guest *slow = add(false, 0, start, false);
     struct kvq__http_guest *fresh = add(true, 7, start + 1, false);
     struct kvq__http_guest *reader = add(false, 0, start, true);
@@ -140,7 +132,6 @@ static void leave_free(uint32_t n)
 // Where engines have taken all that they may, monitors still get a few, and what is said is true.
 static void test_descriptors(void **state)
 {
-    (void)state;
     struct rlimit before;
     assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
     for (uint32_t i = 0; i < KVQ__HTTP_RESERVED; i++) {
@@ -169,7 +160,6 @@ static void test_descriptors(void **state)
 // libmicrohttpd may have told already that a connection is closed which it then refuses.
 static void test_leaves_twice(void **state)
 {
-    (void)state;
     struct kvq__http_guest *guest = add(false, 0, start, false), *other;
     other = add(false, 0, start, false);
     leave(guest);

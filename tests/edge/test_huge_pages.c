@@ -6,8 +6,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,11 +14,10 @@
 #include <sys/vfs.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/log/log.h"
 #include "daemon/runtime/memory.h"
 #include "daemon/runtime/shm.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, EXTENT = 4 * MIB, NEEDED = 4 };
 
@@ -79,7 +76,6 @@ static void test_small(void **state)
 {
     struct kvq__memory_source source;
     struct kvq__memory m;
-    (void)state;
     for (int i = 0; i < 2; i++) {
         // Where the kernel gives huge pages by itself none are taken from those set aside.
         struct kvq__memory_ops ops =
@@ -98,7 +94,6 @@ static void test_check(void **state)
 {
     struct kvq__memory_source source = {.pool_bytes = 64 * MIB, .huge = KVQ__HUGE_REQUIRE};
     struct kvq__huge_counts counts = {.total = 40, .available = 31};
-    (void)state;
     assert_int_equal(kvq__memory_check(&source, &counts, text), KVQ_E_NO_MEMORY);
     assert_non_null(strstr(text, "the pool of 64 MiB needs 32 huge pages of 2 MiB, and 31 are"));
     assert_non_null(strstr(text, "set vm.nr_hugepages to 41"));
@@ -125,7 +120,6 @@ static void test_huge(void **state)
 {
     struct kvq__memory_source source;
     struct kvq__memory m;
-    (void)state;
     if (lacks_pages())
         skip();
     for (int i = 0; i < 2; i++) {
@@ -153,7 +147,6 @@ static void test_run_out(void **state)
     struct kvq__memory_ops require = ops_of(&strict, KVQ__HUGE_REQUIRE, false);
     struct kvq__memory none;
     int n = 0;
-    (void)state;
     if (lacks_pages() || kvq__huge_counts().available > MOST)
         skip();
     uint64_t available = kvq__huge_counts().available;
@@ -178,7 +171,6 @@ static void test_told_once(void **state)
     struct kvq__memory_source source;
     struct kvq__memory_ops ops = ops_of(&source, KVQ__HUGE_AUTO, false);
     struct kvq__memory m[2];
-    (void)state;
     int fd = mkstemp(path);
     // More than any machine has set aside.
     const size_t bytes = (size_t)(kvq__huge_counts().available + 1) * KVQ__HUGE_PAGE;
@@ -206,7 +198,6 @@ static int set_up(void **state)
 {
     const char *may = getenv("KVQ_TEST_SYSCTL");
     struct kvq__huge_counts counts = kvq__huge_counts();
-    (void)state;
     before = counts.total;
     changed = may && strcmp(may, "1") == 0 && counts.available < NEEDED;
     if (changed)
@@ -216,7 +207,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     if (changed)
         set_pages(before);
     return 0;

@@ -3,18 +3,14 @@
 // Lists that take several replies: whatever comes and goes between two pages, nothing is listed
 // twice and nothing that stays is left out; a page costs what is on it; cursors that are no good
 // are refused with words.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/commands/dispatch.h"
 #include "proto/status.h"
 #include "tests/core/core_kit.h"
+#include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, SESSIONS = 3000, MOST = 3 * SESSIONS, EPOCH = 77 };
 
@@ -26,7 +22,6 @@ static const struct kvq__peer admin = {.uid = 0, .admin = true};
 
 static int setup(void **state)
 {
-    (void)state;
     const uint32_t users[] = {1000};
     const struct kvq__namespace_config team = {.name = "team", .uids = users, .n_uids = 1};
     kit_open(&kit, 11, 64 * MIB, 0);
@@ -37,7 +32,6 @@ static int setup(void **state)
 
 static int teardown_plain(void **state)
 {
-    (void)state;
     member_close(&m);
     kit_close(&kit);
     return 0;
@@ -163,7 +157,6 @@ static uint32_t list_all(const char *ns, uint32_t times)
 static void test_sessions(void **state)
 {
     uint32_t missing = 0;
-    (void)state;
     kit.core->config.quota.limit[KVQ__SESSIONS] = 0;
     for (uint32_t i = 0; i < SESSIONS; i++)
         open_one(kit_chance(&kit, 50));
@@ -198,7 +191,6 @@ static void test_sessions(void **state)
 static void test_gone(void **state)
 {
     Kvq__Cursor copy;
-    (void)state;
     memset(known, 0, sizeof known);
     for (uint32_t i = 0; i < 1000; i++)
         open_one(false);
@@ -244,7 +236,6 @@ static void refuse(Kvq__Cursor cursor, int code, const char *words)
 static void test_refusals(void **state)
 {
     Kvq__Cursor good = KVQ__CURSOR__INIT, bad;
-    (void)state;
     memset(known, 0, sizeof known);
     open_one(true);
     good.epoch = EPOCH;
@@ -282,7 +273,6 @@ static void test_clients(void **state)
     char name[KVQ_NAME_BYTES];
     uint64_t id;
     uint32_t pages = 0, n = 0;
-    (void)state;
     memset(name, 'x', sizeof name - 1);
     name[sizeof name - 1] = '\0';
     for (uint32_t i = 0; i < CLIENTS; i++)
@@ -349,7 +339,6 @@ static void test_namespaces(void **state)
     Kvq__Cursor copy;
     uint32_t n = 0, pages = 0, there = 0;
     const struct kvq__namespace *ns;
-    (void)state;
     make_namespaces(NAMESPACES);
     TAILQ_FOREACH (ns, &kit.core->namespaces, link)
         there++;

@@ -3,21 +3,17 @@
 // How much memory there is, over a folder that stands for the file system of a machine; and what is
 // refused and told of by it.
 #include <ftw.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/config/machine.h"
 #include "daemon/runtime/memory.h"
 #include "proto/limits.h"
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 
 #define MIB (1ull << 20)
 
@@ -42,7 +38,6 @@ static void put(const char *path, const char *contents)
 
 static int setup(void **state)
 {
-    (void)state;
     snprintf(root, sizeof root, "/tmp/kvq-test-machine-XXXXXX");
     assert_non_null(mkdtemp(root));
     put("/proc/meminfo", "MemTotal:       16777216 kB\nMemFree:  1 kB\n"
@@ -52,21 +47,16 @@ static int setup(void **state)
 
 static int remove_one(const char *path, const struct stat *status, int kind, struct FTW *place)
 {
-    (void)status;
-    (void)kind;
-    (void)place;
     return remove(path);
 }
 
 static int teardown(void **state)
 {
-    (void)state;
     return nftw(root, remove_one, 8, FTW_DEPTH | FTW_PHYS);
 }
 
 static void test_machine_alone(void **state)
 {
-    (void)state;
     kvq__machine_read(root, &machine);
     assert_true(machine.total == 16384 * MIB && machine.free == 4096 * MIB);
     assert_true(machine.group == KVQ__UNKNOWN && machine.group_free == KVQ__UNKNOWN);
@@ -77,7 +67,6 @@ static void test_machine_alone(void **state)
 // one group.
 static void test_groups(void **state)
 {
-    (void)state;
     put("/proc/self/cgroup", "1:name=systemd:/x\n0::/a.slice/kvqd.service\n");
     put("/sys/fs/cgroup/a.slice/kvqd.service/memory.max", "max\n");
     put("/sys/fs/cgroup/a.slice/memory.max", "2147483648\n");
@@ -102,7 +91,6 @@ static void test_groups(void **state)
 // In a container, which sees its own group as the one at the top.
 static void test_container(void **state)
 {
-    (void)state;
     put("/proc/self/cgroup", "0::/\n");
     put("/sys/fs/cgroup/memory.max", "536870912\n");
     kvq__machine_read(root, &machine);
@@ -113,7 +101,6 @@ static void test_container(void **state)
 // What the kernel would never write does no harm.
 static void test_nonsense(void **state)
 {
-    (void)state;
     put("/proc/meminfo", "MemTotal\nMemAvailable: many\n");
     put("/proc/self/cgroup", "10::/x\n");
     put("/sys/fs/cgroup/x/memory.max", "1\n");
@@ -124,7 +111,6 @@ static void test_nonsense(void **state)
 
 static void test_refusals(void **state)
 {
-    (void)state;
     machine = (struct kvq__machine){.total = 16384 * MIB,
                                     .free = 4096 * MIB,
                                     .group = 2048 * MIB,
@@ -146,7 +132,6 @@ static void test_refusals(void **state)
 
 static void test_tight(void **state)
 {
-    (void)state;
     machine = (struct kvq__machine){.total = 16384 * MIB,
                                     .free = 4096 * MIB,
                                     .group = KVQ__UNKNOWN,
@@ -186,7 +171,6 @@ static void test_set_aside(void **state)
 {
     struct kvq__memory_source source = {.huge = KVQ__HUGE_AUTO, .pool_bytes = 8 * KVQ__HUGE_PAGE};
     struct kvq__huge_counts counts = {.total = 9, .available = 5};
-    (void)state;
     assert_true(kvq__memory_set_aside(&source, &counts) == 5 * KVQ__HUGE_PAGE);
     counts.available = 9;
     assert_true(kvq__memory_set_aside(&source, &counts) == 8 * KVQ__HUGE_PAGE);

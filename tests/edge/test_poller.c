@@ -5,19 +5,16 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/runtime/poller.h"
 #include "proto/sync.h"
 #include "tests/kits/fake_core.h"
+#include "tests/kits/unit.h"
 
 struct rig {
     struct kvq__core core;
@@ -210,7 +207,6 @@ static struct kvq_completion call(struct fake_client *c, uint8_t op, uint32_t se
 
 static void test_requests_and_jobs(void **state)
 {
-    (void)state;
     for (uint32_t workers = 1; workers <= 3; workers++) {
         struct rig rig;
         struct fake_client c;
@@ -231,7 +227,6 @@ static void test_requests_and_jobs(void **state)
 
 static void test_eight_in_flight(void **state)
 {
-    (void)state;
     struct rig rig;
     struct fake_client c;
     rig_open(&rig, 2, 0);
@@ -255,7 +250,6 @@ static void test_eight_in_flight(void **state)
 
 static void test_sleep_and_wake(void **state)
 {
-    (void)state;
     struct rig rig;
     struct fake_client c;
     rig_open(&rig, 2, 0); // never spins
@@ -293,7 +287,6 @@ static bool try_again(uint32_t tries, uint32_t seen)
 
 static void test_posts_wake_the_poller(void **state)
 {
-    (void)state;
     struct rig rig;
     struct {
         struct kvq__mail mail;
@@ -314,7 +307,6 @@ static void test_posts_wake_the_poller(void **state)
 
 static void test_workers_wake_the_poller(void **state)
 {
-    (void)state;
     struct rig rig;
     struct fake_client c;
     struct kvq_completion done;
@@ -348,7 +340,6 @@ static void test_workers_wake_the_poller(void **state)
 // Clients are told of workers that compute, and of none that sleep.
 static void test_who_is_awake(void **state)
 {
-    (void)state;
     struct rig rig;
     struct fake_client c;
     uint32_t gate = 0;
@@ -379,7 +370,6 @@ static void test_who_is_awake(void **state)
 
 static void test_background_work(void **state)
 {
-    (void)state;
     for (uint32_t workers = 1; workers <= 3; workers++) {
         struct rig rig;
         struct fake_client c;
@@ -401,7 +391,6 @@ static void test_background_work(void **state)
 // the background's 200 items are done long before the other's 2,000,000.
 static void test_background_under_load(void **state)
 {
-    (void)state;
     struct rig rig;
     struct fake_client busy, waiting;
     struct kvq_completion done;
@@ -461,7 +450,6 @@ static uint32_t most_between_looks(uint64_t look_ns, bool background)
 // Items have a slice of 20 us of each turn, or as long as the look took, but 1 ms at most.
 static void test_slices(void **state)
 {
-    (void)state;
     for (uint32_t background = 0; background < 2; background++) {
         assert_in_range(most_between_looks(0, background), 4, 5);
         assert_in_range(most_between_looks(200000, background), 40, 41);
@@ -485,7 +473,6 @@ static void hold_poller(struct kvq__mail *mail)
 // One that has nothing to run has begun at once.
 static void test_queue_time(void **state)
 {
-    (void)state;
     struct rig rig;
     struct fake_client c[2];
     struct held held = {0};
@@ -572,7 +559,6 @@ static void test_scribblers_are_cut_off(void **state)
         [WRONG_LENGTH] = "does not match",     [UNFINISHED] = "not published whole",
         [HEAD_FAR] = "completion ring's head", [CREDITS] = "8 credits",
     };
-    (void)state;
     struct rig rig;
     struct fake_client good;
     rig_open(&rig, 1, 0);
@@ -595,7 +581,6 @@ static void test_scribblers_are_cut_off(void **state)
 
 static void test_removal_waits_for_the_job(void **state)
 {
-    (void)state;
     uint32_t gate = 0;
     struct rig rig;
     struct fake_client c, other;
@@ -643,7 +628,6 @@ static void *busy_client(void *context)
 
 static void test_many_clients(void **state)
 {
-    (void)state;
     enum { CLIENTS = 6 };
     struct rig rig;
     static struct fake_client clients[CLIENTS];
@@ -729,7 +713,6 @@ static void test_clients_before_queues(void **state)
 {
     static struct flood f;
     struct kvq_request r = make_request(KVQ_OP_NOP, 1, 0, 0);
-    (void)state;
     flood_open(&f, 0, &r);
     flood_run(&f);
     assert_in_range(f.victim.queue->started_at - f.holder.queue->started_at, 1,
@@ -743,7 +726,6 @@ static void test_background_under_flood(void **state)
 {
     static struct flood f;
     struct kvq_request r = make_request(KVQ_OP_READ, 1, 0, 0); // waits for the background's end
-    (void)state;
     flood_open(&f, 200, &r);
     flood_run(&f);
     assert_in_range(f.victim.queue->done_at - f.victim.queue->started_at, 0,

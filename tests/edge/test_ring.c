@@ -7,18 +7,13 @@
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "proto/ring.h"
+#include "tests/kits/unit.h"
 
 enum { SMALL = 16 };
 
@@ -46,7 +41,6 @@ static void fill(uint8_t *bytes, size_t n, uint32_t seed)
 
 static void test_wrap_around(void **unused)
 {
-    (void)unused;
     // The indices themselves wrap past 2^32 on the way.
     static struct small s;
     uint32_t lcg = 1, sent = 0;
@@ -81,7 +75,6 @@ static void test_wrap_around(void **unused)
 // For every index near the honest ones: taken if and only if honest work could have put it there.
 static void test_hostile_tail(void **unused)
 {
-    (void)unused;
     static struct small s;
     const uint32_t starts[] = {0, 5, UINT32_MAX - 3, 0x7fffffff};
     for (size_t i = 0; i < sizeof starts / sizeof starts[0]; i++) {
@@ -106,7 +99,6 @@ static void test_hostile_tail(void **unused)
 
 static void test_hostile_head(void **unused)
 {
-    (void)unused;
     static struct small s;
     const uint32_t starts[] = {0, 5, UINT32_MAX - 3, 0x7fffffff};
     for (size_t i = 0; i < sizeof starts / sizeof starts[0]; i++) {
@@ -127,7 +119,6 @@ static void test_hostile_head(void **unused)
 // What the peer writes after the copy does not reach it, and the peer cannot move our own index.
 static void test_own_index_is_private(void **unused)
 {
-    (void)unused;
     static struct small s;
     uint32_t word = 7, got, room, ready;
     small_init(&s, 0);
@@ -147,7 +138,6 @@ static void test_own_index_is_private(void **unused)
 
 static void test_both_sides_meet(void **unused)
 {
-    (void)unused;
     struct kvq_req_page *req = calloc(1, KVQ_REQ_RING_BYTES);
     struct kvq_cq_page *cq = calloc(1, KVQ_CQ_RING_BYTES);
     struct kvq_ring_tx client_tx, daemon_tx;
@@ -184,7 +174,6 @@ static void test_both_sides_meet(void **unused)
 
 static void test_spin_rule(void **unused)
 {
-    (void)unused;
     struct kvq_daemon_page page = {.cpus = 4, .awake = 2};
     kvq_ring_set_runnable(&page, 2);
     assert_true(kvq_ring_may_spin(&page));
@@ -261,7 +250,6 @@ static void *echo(void *arg)
 
 static void test_no_wake_up_is_lost(void **unused)
 {
-    (void)unused;
     static struct small forth, back;
     static uint32_t flags[2];
     int events[2] = {eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC),
@@ -310,7 +298,6 @@ static void *stream(void *arg)
 // The bytes are ordered by the indices alone: ThreadSanitizer would see it if they were not.
 static void test_stream(void **unused)
 {
-    (void)unused;
     static struct small s;
     pthread_t thread;
     small_init(&s, 0);

@@ -9,16 +9,11 @@
 // word in theirs), a release store leaves last of those before it, a fence waits until it is empty.
 // The same checker must find the hang in protocols that are known to be broken, else it proves
 // nothing.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
-
-#include <cmocka.h>
 
 #define KVQ_RING_MODEL
 static uint32_t kvq_word_load(const uint32_t *word);
@@ -28,6 +23,7 @@ static void kvq_word_store_release(uint32_t *word, uint32_t value);
 static void kvq_word_fence(void);
 
 #include "proto/ring.h"
+#include "tests/kits/unit.h"
 
 enum {
     MAX_THREADS = 3, // thread 0 consumes and sleeps, the others produce
@@ -419,7 +415,6 @@ static void expect_sound(int producers, int messages)
 
 static void test_one_producer(void **unused)
 {
-    (void)unused;
     expect_sound(1, 1);
     expect_sound(1, 2);
     expect_sound(1, 3);
@@ -427,13 +422,11 @@ static void test_one_producer(void **unused)
 
 static void test_two_producers(void **unused)
 {
-    (void)unused;
     expect_sound(2, 1);
 }
 
 static void test_broken_protocols_are_found(void **unused)
 {
-    (void)unused;
     for (int mistake = PUBLISHER_WITHOUT_FENCE; mistake <= DRAIN_BEFORE_SLEEP; mistake++) {
         size_t states;
         const char *failure = explore((enum mistake)mistake, 1, 3, &states);

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Where clients look for the daemon, by what they were told and by what lies there.
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,15 +9,13 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "proto/runtime_dir.h"
+#include "tests/kits/unit.h"
 
 static char home[64], user[80], service[80], user_run[96];
 
 static int setup(void **state)
 {
-    (void)state;
     snprintf(home, sizeof home, "/tmp/kvq-where-XXXXXX");
     assert_non_null(mkdtemp(home));
     snprintf(user, sizeof user, "%s/user", home);
@@ -38,7 +34,6 @@ static void path_of(char path[108], const char *dir)
 
 static int teardown(void **state)
 {
-    (void)state;
     char path[108];
     const char *const all[] = {user_run, user, service, home};
     for (int i = 0; i < 4; i++) {
@@ -69,7 +64,6 @@ static void expect(const char *given, const char *want)
 
 static void test_what_is_told_comes_first(void **state)
 {
-    (void)state;
     put_socket(service);
     setenv("KVQ_RUNTIME_DIR", "/told", 1);
     expect(NULL, "/told");
@@ -80,7 +74,6 @@ static void test_what_is_told_comes_first(void **state)
 
 static void test_the_service_is_found_from_a_login(void **state)
 {
-    (void)state;
     expect(NULL, user_run); // neither has a daemon
     put_socket(service);
     expect(NULL, service);
@@ -90,7 +83,6 @@ static void test_the_service_is_found_from_a_login(void **state)
 
 static void test_a_file_is_no_socket(void **state)
 {
-    (void)state;
     char path[108];
     path_of(path, service);
     FILE *file = fopen(path, "w");
@@ -101,7 +93,6 @@ static void test_a_file_is_no_socket(void **state)
 
 static void test_without_a_login(void **state)
 {
-    (void)state;
     unsetenv("XDG_RUNTIME_DIR");
     expect(NULL, service);
     setenv("XDG_RUNTIME_DIR", "", 1);
@@ -110,7 +101,6 @@ static void test_without_a_login(void **state)
 
 static void test_a_long_path_is_told(void **state)
 {
-    (void)state;
     char path[8];
     put_socket(service);
     assert_true(kvq_runtime_dir(NULL, service, path, sizeof path) >= (int)sizeof path);

@@ -2,14 +2,11 @@
 //
 // The scheduler with made-up costs: fair by time, not by items; decode before prefill, which still
 // moves on; every item given out once.
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/runtime/schedule.h"
+#include "tests/kits/unit.h"
 
 enum { ITEMS = 100000 };
 
@@ -57,7 +54,6 @@ static void run(struct side *sides, int n_sides, int picks)
 static void test_time_is_shared_evenly(void **state)
 {
     struct side sides[3];
-    (void)state;
     kvq__schedule_init(&schedule);
     side_add(&sides[0], 1000, KVQ__DECODE, 1);
     side_add(&sides[1], 50000, KVQ__DECODE, 1);
@@ -73,7 +69,6 @@ static void test_time_is_shared_evenly(void **state)
 static void test_debts(void **state)
 {
     struct side sides[2];
-    (void)state;
     kvq__schedule_init(&schedule);
     side_add(&sides[0], 90000000, KVQ__DECODE, 1);
     run(sides, 1, 100);
@@ -85,7 +80,6 @@ static void test_debts(void **state)
 static void test_queues_of_a_client_take_turns(void **state)
 {
     struct side side;
-    (void)state;
     kvq__schedule_init(&schedule);
     side_add(&side, 1000, KVQ__DECODE, 2);
     run(&side, 1, 1000);
@@ -96,7 +90,6 @@ static void test_queues_of_a_client_take_turns(void **state)
 static void test_decode_goes_first(void **state)
 {
     struct side sides[2];
-    (void)state;
     kvq__schedule_init(&schedule);
     side_add(&sides[0], 1000, KVQ__PREFILL, 1);
     side_add(&sides[1], 1000, KVQ__DECODE, 1);
@@ -109,7 +102,6 @@ static void test_nobody_saves_up(void **state)
 {
     struct side sides[2];
     uint32_t item;
-    (void)state;
     kvq__schedule_init(&schedule);
     side_add(&sides[0], 1000, KVQ__DECODE, 1);
     side_add(&sides[1], 1000, KVQ__DECODE, 1);
@@ -132,7 +124,6 @@ static void test_only_work(void **state)
 {
     struct side sides[2];
     uint32_t item;
-    (void)state;
     for (int other = KVQ__DECODE; other < KVQ__URGENCIES; other++) {
         kvq__schedule_init(&schedule);
         side_add(&sides[0], 1000, KVQ__DECODE, 1);
@@ -155,7 +146,6 @@ static void test_urgency_of_requests(void **state)
 {
     struct kvq_request request = {.count = 3};
     struct kvq_entry_wire entries[3] = {{.append = 1}, {.queries = 16}, {.append = 16}};
-    (void)state;
     assert_int_equal(kvq__urgency_of(&request, entries), KVQ__DECODE);
     entries[1].queries = 17;
     assert_int_equal(kvq__urgency_of(&request, entries), KVQ__PREFILL);

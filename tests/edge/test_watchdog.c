@@ -1,29 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The watchdog over mailboxes that are served, or not.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "daemon/runtime/service.h"
 #include "daemon/runtime/watchdog.h"
+#include "tests/kits/unit.h"
 
 static struct kvq__mailbox there, here;
 static struct kvq__watchdog w; // its mail may be away when a test ends
 
 static void stay_quiet(void *context)
 {
-    (void)context;
 }
 
 static int setup(void **state)
 {
-    (void)state;
     kvq__mailbox_open(&there, stay_quiet, NULL);
     kvq__mailbox_open(&here, stay_quiet, NULL);
     return 0;
@@ -31,7 +25,6 @@ static int setup(void **state)
 
 static int teardown(void **state)
 {
-    (void)state;
     kvq__mailbox_deliver(&there);
     kvq__mailbox_deliver(&here);
     kvq__mailbox_close(&there);
@@ -42,7 +35,6 @@ static int teardown(void **state)
 // As long as both serve their boxes, every look is good.
 static void test_both_serve(void **state)
 {
-    (void)state;
     kvq__watchdog_begin(&w, &there, &here);
     for (int i = 0; i < 10; i++) {
         kvq__mailbox_deliver(&there);
@@ -54,7 +46,6 @@ static void test_both_serve(void **state)
 // From the start on: the first look has to find it, too.
 static void test_hangs_at_once(void **state)
 {
-    (void)state;
     kvq__watchdog_begin(&w, &there, &here);
     assert_false(kvq__watchdog_look(&w));
     assert_false(kvq__watchdog_look(&w));
@@ -62,7 +53,6 @@ static void test_hangs_at_once(void **state)
 
 static void test_hangs_later(void **state)
 {
-    (void)state;
     kvq__watchdog_begin(&w, &there, &here);
     kvq__mailbox_deliver(&there);
     kvq__mailbox_deliver(&here);
@@ -78,7 +68,6 @@ static void test_hangs_later(void **state)
 static void test_environment(void **state)
 {
     char own[32], other[32];
-    (void)state;
     snprintf(own, sizeof own, "%d", (int)getpid());
     snprintf(other, sizeof other, "%d", (int)getppid());
     assert_int_equal(kvq__watchdog_usec("30000000", own), 30000000);
@@ -96,7 +85,6 @@ static void test_line(void **state)
     char line[KVQ__SERVICE_LINE];
     struct kvq__service_figures f = {
         .sessions = 3, .clients = 2, .used_bytes = 3ull << 29, .pool_bytes = 30ull << 30};
-    (void)state;
     kvq__service_line(&f, line);
     assert_string_equal(line, "3 sessions, 2 clients, 1.5 of 30.0 GiB of memory in use");
     f.ends = true;

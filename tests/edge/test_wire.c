@@ -2,15 +2,12 @@
 //
 // Control messages: what is packed comes back, and hostile bytes are refused with a text that
 // names the field, without memory beyond the arena.
-#include <setjmp.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
 #include "proto/wire.h"
+#include "tests/kits/unit.h"
 
 static uint8_t memory[KVQ_WIRE_ARENA];
 static struct kvq_arena arena;
@@ -18,7 +15,6 @@ static char text[KVQ_TEXT_BYTES];
 
 static int setup(void **state)
 {
-    (void)state;
     kvq_arena_init(&arena, memory, sizeof memory);
     memset(text, 0, sizeof text);
     return 0;
@@ -81,7 +77,6 @@ static void session_named(struct bytes *b, const void *name, size_t n)
 
 static void test_what_is_packed_comes_back(void **state)
 {
-    (void)state;
     uint8_t out[1024];
     size_t n;
     Kvq__Layer layer = KVQ__LAYER__INIT, *layers[] = {&layer};
@@ -137,7 +132,6 @@ static void test_id_of_what_is_refused(void **state)
 
 static void test_texts(void **state)
 {
-    (void)state;
     static const struct {
         const char *bytes;
         size_t n;
@@ -179,7 +173,6 @@ static void test_texts(void **state)
 // Fields of plain bytes: UUIDs and handles.
 static void test_bytes(void **state)
 {
-    (void)state;
     struct bytes b = {.n = 0}, import = {.n = 0}, gpu = {.n = 0};
     uint8_t handle[KVQ_MAX_FIELD_BYTES + 1];
     Kvq__Request *request;
@@ -207,7 +200,6 @@ static void test_bytes(void **state)
 
 static void test_broken_structure(void **state)
 {
-    (void)state;
     struct bytes b = {.n = 0};
     refused(&b, KVQ_E_PROTOCOL, "no command");
     put_number(&b, 1, 5);
@@ -248,7 +240,6 @@ static void test_broken_structure(void **state)
 
 static void test_too_many_elements(void **state)
 {
-    (void)state;
     struct bytes inner = {.n = 0}, b = {.n = 0};
     Kvq__Request *request;
     for (int i = 0; i < KVQ_MAX_LIST; i++)
@@ -278,7 +269,6 @@ static void test_too_many_elements(void **state)
 static void test_the_largest_fits_the_arena(void **state)
 {
     enum { FIELDS = 18 };
-    (void)state;
     const ProtobufCMessageDescriptor *d = &kvq__session__descriptor;
     struct bytes session = {.n = 0}, list = {.n = 0}, b = {.n = 0};
     Kvq__Reply *reply;
@@ -303,7 +293,6 @@ static void test_the_largest_fits_the_arena(void **state)
 
 static void test_unknown_fields_are_ignored(void **state)
 {
-    (void)state;
     struct bytes b = {.n = 0};
     Kvq__Request *request;
     put_block(&b, 30, "", 0);
@@ -315,7 +304,6 @@ static void test_unknown_fields_are_ignored(void **state)
 
 static void test_arena(void **state)
 {
-    (void)state;
     struct bytes b;
     Kvq__Request *request;
     session_named(&b, "name", 4);
@@ -338,7 +326,6 @@ static void test_arena(void **state)
 
 static void test_random_bytes(void **state)
 {
-    (void)state;
     struct bytes b;
     Kvq__Request *request;
     uint32_t seed = 20260101;

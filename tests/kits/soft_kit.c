@@ -6,10 +6,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
-#include <setjmp.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,9 +15,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "kernels/cuda/probe.h"
+#include "tests/kits/unit.h"
 
 struct kvq_gpu_driver drv;
 struct kvq_gpu_context *soft_context;
@@ -118,7 +114,6 @@ static int count_maps(void)
 
 int soft_remember(void **state)
 {
-    (void)state;
     soft_before = get_counts();
     files_before = soft_open_files();
     maps_before = count_maps();
@@ -127,7 +122,6 @@ int soft_remember(void **state)
 
 int soft_compare(void **state)
 {
-    (void)state;
     OK(drv.context_sync());
     const struct kvq_soft_counts now = get_counts();
     assert_memory_equal(&now, &soft_before, sizeof now);

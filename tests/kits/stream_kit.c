@@ -4,14 +4,10 @@
 #include "tests/kits/stream_kit.h"
 
 #include <dlfcn.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "proto/ring.h"
+#include "tests/kits/unit.h"
 
 struct kit kit;
 struct streamer one, two;
@@ -113,7 +109,6 @@ void stream_ready(struct streamer *s)
 
 int stream_setup(void **state)
 {
-    (void)state;
     sim_begin(0);
     kit_open(&kit, 7, 32 * MIB, 0);
     stream_open(&one, "one");
@@ -123,7 +118,6 @@ int stream_setup(void **state)
 
 int stream_teardown(void **state)
 {
-    (void)state;
     stream_close(&one);
     stream_close(&two);
     core_check(kit.core);

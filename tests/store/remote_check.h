@@ -5,12 +5,6 @@
 #ifndef KVQ_TESTS_REMOTE_CHECK_H
 #define KVQ_TESTS_REMOTE_CHECK_H
 
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,6 +16,7 @@
 #include "proto/status.h"
 #include "storage/remote_index.h"
 #include "storage/remote_reply.h"
+#include "tests/kits/unit.h"
 #include "tests/store/remote_kit.h"
 
 #define OK  "HTTP/1.1 200 OK\r\n"
@@ -84,7 +79,6 @@ static int push(void)
 
 static int start(void **state)
 {
-    (void)state;
     assert_non_null(mkdtemp(folder));
     snprintf(source, sizeof source, "%s/source", folder);
     snprintf(target, sizeof target, "%s/target", folder);
@@ -94,7 +88,6 @@ static int start(void **state)
 
 static int stop(void **state)
 {
-    (void)state;
     unlink(source);
     unlink(part);
     rmdir(folder);

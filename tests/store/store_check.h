@@ -7,16 +7,12 @@
 
 #include <errno.h>
 #include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
 static struct fault_io disk;

@@ -4,11 +4,7 @@
 // codebook serves the layers and formats that it was made for, and no others.
 #define XXH_INLINE_ALL
 #include <math.h>
-#include <setjmp.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,10 +14,9 @@
 #include <unistd.h>
 #include <xxhash.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
 #include "storage/codebook.h"
+#include "tests/kits/unit.h"
 
 static char folder[] = "/tmp/kvq-codebook-XXXXXX";
 static char path[64];
@@ -132,7 +127,6 @@ static void round_trip(const char *format, uint32_t flags)
 
 static void test_round_trips(void **unused)
 {
-    (void)unused;
     const char *formats[] = {"vecinfer-2", "vecinfer-1.25", "million-4", "int8+vecinfer-2"};
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
         for (uint32_t flags = 0; flags < KVQ_CODEBOOK_FACTORS; flags++)
@@ -141,7 +135,6 @@ static void test_round_trips(void **unused)
 
 static void test_id_follows_values(void **unused)
 {
-    (void)unused;
     const struct kvq_codebook_row row = {1, 64};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, &row, 1);
     struct kvq_codebook_tables t;
@@ -194,7 +187,6 @@ static int open_bytes(const uint8_t *data, size_t n)
 
 static void test_prefixes(void **unused)
 {
-    (void)unused;
     struct bytes b = small_file();
     assert_int_equal(open_bytes(b.at, b.n), KVQ_OK);
     for (size_t n = 0; n < b.n; n++)
@@ -206,7 +198,6 @@ static void test_prefixes(void **unused)
 
 static void test_flipped_bits(void **unused)
 {
-    (void)unused;
     struct bytes b = small_file();
     for (size_t i = 0; i < b.n; i++) {
         b.at[i] ^= (uint8_t)(1u << i % 8);
@@ -247,7 +238,6 @@ static void expect_refused(const struct bytes *good, size_t at, const void *with
 
 static void test_hostile_headers(void **unused)
 {
-    (void)unused;
     struct bytes b = small_file();
     const size_t row = sizeof(struct kvq_codebook_header);
     const struct {
@@ -288,7 +278,6 @@ static void test_hostile_headers(void **unused)
 
 static void test_hostile_values(void **unused)
 {
-    (void)unused;
     struct bytes b = small_file();
     const size_t factors = 1088, tables = factors + 64 * sizeof(float);
     const float bad_factors[] = {0, -1, NAN, INFINITY, 0x1p-25f, 0x1p65f};
@@ -305,7 +294,6 @@ static void test_hostile_values(void **unused)
 
 static void test_no_files(void **unused)
 {
-    (void)unused;
     struct kvq_codebook *book;
     assert_int_equal(kvq_codebook_open("/nonexistent/x", &book, text, sizeof text), KVQ_E_SYSTEM);
     assert_int_equal(kvq_codebook_open("/dev/zero", &book, text, sizeof text), KVQ_E_INVALID);
@@ -329,7 +317,6 @@ static void expect_no_plan(const char *name, uint32_t flags, const struct kvq_co
 
 static void test_impossible_plans(void **unused)
 {
-    (void)unused;
     static struct kvq_codebook_row large[KVQ_MAX_LAYERS];
     const struct kvq_codebook_row fine = {2, 64}, odd = {2, 80}, mixed[] = {{2, 64}, {4, 64}};
     for (int i = 0; i < KVQ_MAX_LAYERS; i++)
@@ -360,7 +347,6 @@ static void expect_full_disk(struct kvq_codebook *book)
 
 static void test_save_keeps_the_old_file(void **unused)
 {
-    (void)unused;
     const struct kvq_codebook_row row = {1, 64};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, &row, 1), *back;
     struct kvq_codebook_tables t;
@@ -386,7 +372,6 @@ static void test_save_keeps_the_old_file(void **unused)
 
 static void test_parts(void **unused)
 {
-    (void)unused;
     const struct kvq_codebook_row row = {1, 64};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, &row, 1), *back;
     assert_int_equal(kvq_codebook_save_part(book, path, "x", text, sizeof text), KVQ_OK);
@@ -426,7 +411,6 @@ static void expect_fit(const struct kvq_codebook *book, uint32_t layer, const ch
 
 static void test_fits(void **unused)
 {
-    (void)unused;
     const struct kvq_codebook_row rows[] = {{2, 64}, {0, 0}};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, rows, 2);
     struct kvq_shape good = shape_of(2, 64, KVQ_V_ROT_NONE);
@@ -455,7 +439,6 @@ static void test_fits(void **unused)
 
 static int set_up(void **unused)
 {
-    (void)unused;
     if (!mkdtemp(folder))
         return -1;
     snprintf(path, sizeof path, "%s/book", folder);
@@ -464,7 +447,6 @@ static int set_up(void **unused)
 
 static int tear_down(void **unused)
 {
-    (void)unused;
     unlink(path);
     return rmdir(folder); // fails if a temporary file was left behind
 }

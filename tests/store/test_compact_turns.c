@@ -5,14 +5,9 @@
 // the test has done what is to happen meanwhile.
 #include <ftw.h>
 #include <semaphore.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#include <cmocka.h>
 
 #include "daemon/http/http.h"
 #include "daemon/log/log.h"
@@ -20,6 +15,7 @@
 #include "proto/status.h"
 #include "storage/store.h"
 #include "tests/edge/attach_kit.h"
+#include "tests/kits/unit.h"
 
 enum {
     CAP = KVQ_STORE_MIN_CAP, // so a segment has 2 MiB
@@ -135,9 +131,6 @@ static int stop_daemon(void **state)
 
 static int remove_one(const char *path, const struct stat *st, int kind, struct FTW *at)
 {
-    (void)st;
-    (void)kind;
-    (void)at;
     return remove(path);
 }
 
@@ -204,12 +197,10 @@ static void begin_compaction(void)
 
 static void nothing(struct kvq__server *server)
 {
-    (void)server;
 }
 
 static void drain(struct kvq__server *server, void *context)
 {
-    (void)context;
     kvq__jobs_drain(server->jobs, nothing);
 }
 

@@ -3,17 +3,13 @@
 // The file of limits that were set at run time: what is written is read back, also when power fails
 // at any moment, and whatever else stands there is refused with its line.
 #include <errno.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/store/quota_file.h"
 #include "tests/kits/fault_io.h"
+#include "tests/kits/unit.h"
 
 static struct fault_io disk;
 static struct kvq__override read_back[KVQ_MAX_OVERRIDES];
@@ -22,14 +18,12 @@ static const char *const path = "/q/" KVQ__QUOTA_FILE;
 
 static int setup(void **state)
 {
-    (void)state;
     fault_open(&disk, 5);
     return 0;
 }
 
 static int teardown(void **state)
 {
-    (void)state;
     fault_close(&disk);
     return 0;
 }
@@ -63,7 +57,6 @@ static void test_round(void **state)
 {
     struct kvq__override all[3] = {some("team-a", 5ull << 30, 3), some("none", 1, 1),
                                    some("größe", KVQ_MAX_QUOTA_BYTES, UINT32_MAX)};
-    (void)state;
     assert_int_equal(read_file(), 0); // there is none yet
     all[0].set = 15;
     all[0].quota.limit[KVQ__DISK_BYTES] = 0; // explicitly none
@@ -80,7 +73,6 @@ static void test_round(void **state)
 static void test_most(void **state)
 {
     static struct kvq__override all[KVQ_MAX_OVERRIDES];
-    (void)state;
     for (uint32_t i = 0; i < KVQ_MAX_OVERRIDES; i++) {
         char ns[64];
         snprintf(ns, sizeof ns, "a-namespace-with-a-long-name-%08u", i);
@@ -103,7 +95,6 @@ static void test_power(void **state)
     struct kvq__override old[2] = {some("a", 1000, 1), some("b", 2000, 2)};
     struct kvq__override new[2] = {some("a", 7777, 7), some("c", 3000, 3)};
     uint32_t olds = 0, news = 0;
-    (void)state;
     for (uint64_t seed = 1; seed < 200; seed++) {
         fault_close(&disk);
         fault_open(&disk, seed);
@@ -141,7 +132,6 @@ static void fails(int error, int code)
 static void test_disk_fails(void **state)
 {
     const struct kvq__override new = some("a", 2, 2);
-    (void)state;
     fails(ENOSPC, KVQ_E_NO_SPACE);
     fails(EIO, KVQ_E_SYSTEM);
     disk.read_only = true;
@@ -193,7 +183,6 @@ static void test_hostile(void **state)
 {
     char many[64 * (KVQ_MAX_OVERRIDES + 1)], *at = many;
     uint32_t n;
-    (void)state;
     refused("host_bytes = 1\n", "f:1: host_bytes stands below []");
     refused("[team]\nhost_bytes = 1\n", "f:2: host_bytes stands below [team]");
     refused("[namespace a]\nbytes = 1\n", "f:2: bytes is not known; known are host_bytes");
@@ -237,7 +226,6 @@ static void test_no_text(void **state)
 {
     static char big[KVQ_MAX_CONFIG + 10];
     uint32_t n;
-    (void)state;
     put_file("[namespace a]\n\0host_bytes = 1\n", 30);
     assert_int_equal(kvq__quota_file_read(&disk.io, "/q", read_back, &n, text), KVQ_E_INVALID);
     assert_non_null(strstr(text, "NUL"));

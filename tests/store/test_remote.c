@@ -69,7 +69,6 @@ static const struct get_case get_cases[] = {
 
 static void bad_answers_end_in_errors(void **state)
 {
-    (void)state;
     for (size_t i = 0; i < sizeof get_cases / sizeof *get_cases; i++) {
         const struct get_case *c = &get_cases[i];
         void *data = NULL;
@@ -85,7 +84,6 @@ static void bad_answers_end_in_errors(void **state)
 
 static void a_server_that_stalls_is_left(void **state)
 {
-    (void)state;
     static const struct script_reply hang = {.bytes = "", .end = SCRIPT_HANG};
     static const struct script_reply drip = {.bytes = OK "Content-Length: 50\r\n\r\n",
                                              .end = SCRIPT_DRIP};
@@ -107,7 +105,6 @@ static void a_server_that_stalls_is_left(void **state)
 
 static void nobody_listens(void **state)
 {
-    (void)state;
     static const struct script_reply none = {.bytes = ""};
     begin(&none, 1);
     script_stop(&server);
@@ -120,7 +117,6 @@ static void nobody_listens(void **state)
 
 static void tries_are_spread_in_time(void **state)
 {
-    (void)state;
     static const struct script_reply replies[] = {
         {.bytes = BUSY},
         {.bytes = ""},
@@ -148,7 +144,6 @@ static int cancel(void *context, uint64_t done, uint64_t all)
 
 static void a_call_can_be_cancelled(void **state)
 {
-    (void)state;
     static const struct script_reply hang = {.bytes = "", .end = SCRIPT_HANG};
     static const struct kvq_remote_watch watch = {cancel, NULL};
     begin(&hang, 1);
@@ -170,7 +165,6 @@ static void a_call_can_be_cancelled(void **state)
 
 static void requests_are_signed(void **state)
 {
-    (void)state;
     static const struct script_reply good = {.bytes = OK "Content-Length: 0\r\n\r\n"};
     script_start(&server, &good, 1);
     test_clock_init(&test_clock);
@@ -196,7 +190,6 @@ static void requests_are_signed(void **state)
 
 static void the_bucket_may_be_in_the_name(void **state)
 {
-    (void)state;
     static const struct script_reply good = {.bytes = OK "Content-Length: 0\r\n\r\n"};
     char endpoint[64];
     script_start(&server, &good, 1);
@@ -254,7 +247,6 @@ static const struct push_case push_cases[] = {
 
 static void bad_uploads_end_in_errors(void **state)
 {
-    (void)state;
     make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
     for (size_t i = 0; i < sizeof push_cases / sizeof *push_cases; i++) {
         const struct push_case *c = &push_cases[i];
@@ -275,7 +267,6 @@ static void bad_uploads_end_in_errors(void **state)
 // The reply to "complete" got lost, the repeated request finds no upload, and all is well.
 static void a_lost_reply_is_no_failure(void **state)
 {
-    (void)state;
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},
         {.bytes = ABSENT},
@@ -303,7 +294,6 @@ static void a_lost_reply_is_no_failure(void **state)
 // AWS may say 200, and then that it failed: what would be tried again with status 500 is here, too.
 static void a_late_failure_is_tried_again(void **state)
 {
-    (void)state;
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},
         {.bytes = ABSENT},
@@ -332,7 +322,6 @@ static void a_late_failure_is_tried_again(void **state)
 // Parts that a server has from before, and does not like in the end, are sent again.
 static void a_refused_upload_is_begun_anew(void **state)
 {
-    (void)state;
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},
         {.bytes = ABSENT},
@@ -423,7 +412,6 @@ static const struct pull_case pull_cases[] = {
 
 static void bad_downloads_end_in_errors(void **state)
 {
-    (void)state;
     for (size_t i = 0; i < sizeof pull_cases / sizeof *pull_cases; i++) {
         const struct pull_case *c = &pull_cases[i];
         struct script_reply replies[3] = {{0}};
@@ -447,14 +435,12 @@ static void bad_downloads_end_in_errors(void **state)
 
 static int count_one(void *context, const struct kvq_remote_object *object)
 {
-    (void)object;
     ++*(int *)context;
     return 0;
 }
 
 static void lists_have_an_end(void **state)
 {
-    (void)state;
     static const struct script_reply again = {
         .bytes = XML "<ListBucketResult><Contents><Key>a</Key></Contents><IsTruncated>true"
                      "</IsTruncated><NextContinuationToken>t</NextContinuationToken>"
@@ -472,7 +458,6 @@ static void lists_have_an_end(void **state)
 // does not list is not to look as if it were not there.
 static void a_list_that_is_cut_is_none(void **state)
 {
-    (void)state;
     static const struct script_reply cut = {
         .bytes = XML "<ListBucketResult><Contents><Key>a</Key></Contents><IsTruncated>true"
                      "</IsTruncated></ListBucketResult>"};
@@ -495,7 +480,6 @@ static int note_session(void *context, const char *space, const char *name, uint
 // A list goes on behind a session, also where the server does not know how to.
 static void lists_go_on(void **state)
 {
-    (void)state;
     static const struct script_reply all = {
         .bytes = XML "<ListBucketResult>" KEY("s/a/data/1", "5") KEY("s/a/head", "1")
             KEY("s/b/data/1", "7") KEY("s/b/head", "1")
@@ -527,7 +511,6 @@ static void lists_go_on(void **state)
 
 static void documents_without_sense_are_refused(void **state)
 {
-    (void)state;
     static const char *const bad[] = {
         "",
         "<a>",
@@ -558,7 +541,6 @@ static void documents_without_sense_are_refused(void **state)
 
 static void bad_options_are_named(void **state)
 {
-    (void)state;
     struct kvq_remote_options good = remote_options(1, &test_clock), o;
     static const char *const endpoints[] = {"ftp://h",       "http://",    "http://u:p@h",
                                             "http://h/path", "http://h?q", "",
@@ -598,7 +580,6 @@ static int load(const char *content, mode_t mode, struct kvq_remote_keys *keys)
 
 static void keys_come_from_files_and_variables(void **state)
 {
-    (void)state;
     static const char good[] = "[other]\naws_access_key_id = no\n[default]\n"
                                "aws_access_key_id = ID\naws_secret_access_key = S/+=x\n";
     struct kvq_remote_keys keys;
@@ -660,7 +641,6 @@ static uint64_t on_disk(const char *name)
 
 static void leftovers_have_an_end(void **state)
 {
-    (void)state;
     make_old("push-1-2.kvq", 1000);
     make_old("pull-2.kvq.part", 10);
     make_old("pull-3.kvq", 30);

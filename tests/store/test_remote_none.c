@@ -1,20 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A build without a remote tier says so, whatever it is asked.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 
-#include <cmocka.h>
 #include <string.h>
 
 #include "proto/status.h"
 #include "storage/remote.h"
+#include "tests/kits/unit.h"
 
 static void every_call_says_so(void **state)
 {
-    (void)state;
     char text[512] = "";
     struct kvq_remote *remote = (struct kvq_remote *)text;
     struct kvq_remote_options options = {.endpoint = "http://127.0.0.1"};

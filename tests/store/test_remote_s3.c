@@ -2,12 +2,7 @@
 //
 // The remote tier against a real S3-compatible server: rclone's, which checks signatures, on
 // loopback. Skipped where there is none, see remote_kit.h.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 
-#include <cmocka.h>
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +12,7 @@
 #include "proto/status.h"
 #include "storage/remote_index.h"
 #include "storage/store.h"
+#include "tests/kits/unit.h"
 #include "tests/store/remote_kit.h"
 
 enum { PART = KVQ_REMOTE_PART_MIN, FILE_BYTES = 5 * PART + 4321 };
@@ -44,7 +40,6 @@ static void reopen(void)
 
 static int before_each(void **state)
 {
-    (void)state;
     test_clock_init(&test_clock);
     reopen();
     unlink(target);
@@ -54,7 +49,6 @@ static int before_each(void **state)
 
 static int after_each(void **state)
 {
-    (void)state;
     kvq_remote_close(&remote);
     return 0;
 }
@@ -82,7 +76,6 @@ static int break_it(void *context, uint64_t done, uint64_t all)
 
 static int count_object(void *context, const struct kvq_remote_object *object)
 {
-    (void)object;
     ++*(int *)context;
     return 0;
 }
@@ -96,7 +89,6 @@ static int count_objects(const char *start)
 
 static void objects_come_back(void **state)
 {
-    (void)state;
     char *big = malloc(300 * 1024);
     void *data = NULL;
     size_t n = 0;
@@ -132,7 +124,6 @@ static void objects_come_back(void **state)
 
 static void wrong_keys_and_buckets_are_named(void **state)
 {
-    (void)state;
     struct kvq_remote_options o = remote_options(s3.port, &test_clock);
     struct kvq_remote *other;
     snprintf(o.keys.secret, sizeof o.keys.secret, "another-secret-that-is-wrong");
@@ -208,7 +199,6 @@ static void data_path(const char *name, char *out, size_t size)
 
 static void a_session_goes_there_and_back(void **state)
 {
-    (void)state;
     make_file(source, FILE_BYTES, 1);
     push("chat", FILE_BYTES);
     pull("chat", FILE_BYTES);
@@ -223,7 +213,6 @@ static void a_session_goes_there_and_back(void **state)
 
 static void a_session_of_one_part(void **state)
 {
-    (void)state;
     struct kvq_remote_moved moved;
     make_file(source, 1000, 3);
     good(kvq_remote_push_file(remote, source, "s", "tiny", NULL, &moved, text, sizeof text));
@@ -233,7 +222,6 @@ static void a_session_of_one_part(void **state)
 
 static void a_push_goes_on_where_it_broke(void **state)
 {
-    (void)state;
     struct kvq_remote_moved moved;
     make_file(source, FILE_BYTES, 4);
     push("broken", FILE_BYTES);
@@ -257,7 +245,6 @@ static void a_push_goes_on_where_it_broke(void **state)
 
 static void a_pull_goes_on_where_it_broke(void **state)
 {
-    (void)state;
     struct kvq_remote_moved moved;
     make_file(source, FILE_BYTES, 6);
     push("long", FILE_BYTES);
@@ -319,7 +306,6 @@ static void edit(size_t at, size_t n, bool insert)
 
 static void only_what_is_new_is_sent(void **state)
 {
-    (void)state;
     struct kvq_remote_moved moved;
     make_file(source, FILE_BYTES / 2, 8);
     good(kvq_remote_push_file(remote, source, "team a", "new", NULL, &moved, text, sizeof text));
@@ -346,7 +332,6 @@ static void only_what_is_new_is_sent(void **state)
 // However often it is pushed: what is dead there is never more than what is alive.
 static void packs_have_an_end(void **state)
 {
-    (void)state;
     struct kvq_remote_moved moved;
     make_file(source, FILE_BYTES / 2, 10);
     for (uint32_t i = 0; i < 30; i++) {
@@ -361,7 +346,6 @@ static void packs_have_an_end(void **state)
 // A pack that somebody has removed is sent again, whatever the head says.
 static void a_pack_that_is_gone_is_sent_again(void **state)
 {
-    (void)state;
     char path[1024];
     make_file(source, FILE_BYTES / 2, 11);
     (void)push_bytes("gone");
@@ -380,7 +364,6 @@ static void a_pack_that_is_gone_is_sent_again(void **state)
 // What was pushed before there were packs is pulled, and replaced by a push.
 static void older_pushes_are_read(void **state)
 {
-    (void)state;
     char head[1024], hex[KVQ__SHA_HEX], key[256];
     uint8_t bytes[3000], sha[KVQ__SHA_BYTES];
     make_file(source, sizeof bytes, 12);
@@ -409,7 +392,6 @@ static void older_pushes_are_read(void **state)
 
 static void a_server_that_dies_is_survived(void **state)
 {
-    (void)state;
     struct kvq_remote_moved moved;
     make_file(source, FILE_BYTES, 7);
     struct breaker b = {.at = 2 * PART, .kill_server = true};
@@ -446,7 +428,6 @@ static int try_pull(const char *name)
 
 static void damage_is_found(void **state)
 {
-    (void)state;
     char path[1024], head[1024];
     make_file(source, FILE_BYTES, 8);
     push("hurt", FILE_BYTES);
@@ -485,7 +466,6 @@ static int note_name(void *context, const char *space, const char *name, uint64_
 
 static void names_of_all_kinds(void **state)
 {
-    (void)state;
     struct kvq_remote_moved moved;
     char all[256] = "";
     make_file(source, 100, 9);
@@ -624,7 +604,6 @@ static int left_behind(const char *name)
 
 static void a_session_moves_between_stores(void **state)
 {
-    (void)state;
     char moving[128];
     struct kvq_remote_moved moved;
     struct kvq_remote_pull what = {.space = "u", .name = "s", .as_name = "copy"};
@@ -692,7 +671,6 @@ static void a_session_moves_between_stores(void **state)
 // A file that is whole, by its head, and is no session: nothing of it gets into the store.
 static void what_is_no_session_is_not_imported(void **state)
 {
-    (void)state;
     char moving[128];
     struct kvq_remote_moved moved;
     struct kvq_remote_pull what = {.space = "u", .name = "noise"};
@@ -712,7 +690,6 @@ static void what_is_no_session_is_not_imported(void **state)
 // More parts than a server lists at a time, and more bytes than it likes to have in memory.
 static void large_sessions(void **state)
 {
-    (void)state;
     const size_t bytes = 1100ul * PART;
     struct kvq_remote_moved moved;
     if (!getenv("KVQ_FULL"))
@@ -733,7 +710,6 @@ static void large_sessions(void **state)
 
 static int start(void **state)
 {
-    (void)state;
     assert_non_null(mkdtemp(folder));
     snprintf(source, sizeof source, "%s/source", folder);
     snprintf(target, sizeof target, "%s/target", folder);
@@ -743,7 +719,6 @@ static int start(void **state)
 
 static int stop(void **state)
 {
-    (void)state;
     remove_folder(folder);
     s3_stop(&s3);
     return 0;

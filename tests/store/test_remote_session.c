@@ -12,7 +12,6 @@
 // Of a file of any size a chunk is no longer than what a pull reads.
 static void chunks_can_be_read(void **state)
 {
-    (void)state;
     enum { ROOM = 513 << 20 };
     static const uint64_t sizes[] = {1ull << 30, 256ull << 30, 1ull << 40, 8ull << 40};
     uint8_t *zeros = calloc(1, ROOM); // a sum over zeros ends no chunk
@@ -61,7 +60,6 @@ static const char *head_put(int request)
 // Another push has put its head behind ours, and may need the packs that we would remove.
 static void packs_of_another_push_stay(void **state)
 {
-    (void)state;
     char *ours = NULL;
     make_file(source, SMALL, 1);
     for (int round = 0; round < 2; round++) {
@@ -95,7 +93,6 @@ static void packs_of_another_push_stay(void **state)
 // Packs of pushes that ended before their heads are removed when they are a day old.
 static void packs_without_a_head(void **state)
 {
-    (void)state;
 #define AGED(NAME, YEAR)                                                                           \
     "<Contents><Key>s/n/data/" NAME "</Key><LastModified>" YEAR "-02-03T04:05:06.000Z"             \
     "</LastModified><Size>10</Size></Contents>"
@@ -135,7 +132,6 @@ static void packs_without_a_head(void **state)
 // to be any is replaced.
 static void the_old_head_is_known_first(void **state)
 {
-    (void)state;
     static const struct script_reply busy[] = {
         {.bytes = BUSY},   {.bytes = BUSY},      {.bytes = BUSY},        {.bytes = BUSY},
         {.bytes = ABSENT}, {.bytes = PART_DONE}, {.bytes = SMALL_THERE},
@@ -165,7 +161,6 @@ static void the_old_head_is_known_first(void **state)
 // Somebody removes each pack as soon as it is there: that is no session's absence here.
 static void packs_that_are_removed_meanwhile(void **state)
 {
-    (void)state;
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},                                          // the head
         {.bytes = ABSENT}, {.bytes = PART_DONE}, {.bytes = ABSENT}, // the pack
@@ -236,7 +231,6 @@ static void push_in_vain(struct kvq_store *store, const char *transfers)
 // the same folder, whose sessions and saves have the same numbers.
 static void an_export_is_of_one_store(void **state)
 {
-    (void)state;
     char here[64], transfers[64], first[512], again[512];
     snprintf(here, sizeof here, "%s/here", folder);
     snprintf(transfers, sizeof transfers, "%s/transfers", folder);
@@ -264,7 +258,6 @@ static void an_export_is_of_one_store(void **state)
 // look, and says that there is no session only where there is nothing.
 static void a_removal_is_finished(void **state)
 {
-    (void)state;
     static const struct script_reply replies[] = {
         {.bytes = OK "Content-Length: 9\r\n\r\n"},
         {.bytes = PART_DONE},
@@ -297,7 +290,6 @@ static void a_removal_is_finished(void **state)
 // A store that lists what it was told to delete again and again is left in the end.
 static void a_removal_has_an_end(void **state)
 {
-    (void)state;
     static const struct script_reply again[] = {
         {.bytes = OK "Content-Length: 9\r\n\r\n"},
         {.bytes = PART_DONE},

@@ -2,30 +2,24 @@
 //
 // The store on a disk that does not break: what is saved is what is read, through random changes,
 // reopenings and compactions; caps, locks, prefixes, and what is refused.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
 static struct fault_io disk;
 
 static int set_up(void **state)
 {
-    (void)state;
     fault_open(&disk, 7);
     return 0;
 }
 
 static int tear_down(void **state)
 {
-    (void)state;
     fault_close(&disk);
     return 0;
 }
@@ -42,7 +36,6 @@ static void check(struct kit *k, const struct world *w)
 
 static void random_changes(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 1}, after;
     // EINTR and short transfers everywhere are nothing that anybody should notice.
@@ -67,7 +60,6 @@ static void random_changes(void **state)
 // Segments of 64 KiB, so there are many; when all sessions are gone, so are they.
 static void space_comes_back(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 2}, after;
     struct kvq_store_freed freed;
@@ -109,7 +101,6 @@ static void foretold(struct kit *k, bool some)
 
 static void gc_is_foretold(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 4}, after;
     assert_int_equal(kit_open(&k, &disk.io), 0);
@@ -133,7 +124,6 @@ static void gc_is_foretold(void **state)
 // A chain of hashes: sessions that share a part of it are found by the longest part.
 static void prefixes(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 3};
     uint8_t hashes[6][KVQ_PREFIX_BYTES];
@@ -179,7 +169,6 @@ static void save_blocks(struct kit *k, struct world *w, const char *name, int n,
 // The cap counts every byte of every file, and is refused before it is reached.
 static void cap(void **state)
 {
-    (void)state;
     struct kit k = {.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}};
     struct world w = {.random = 4};
     char name[16];
@@ -287,7 +276,6 @@ static void forgotten(struct kit *k, struct world *w)
 // refused before a byte of it counts.
 static void limits(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 6}, before;
     struct kvq_store_session none;
@@ -373,7 +361,6 @@ static bool is_there(struct kit *k, const char *name)
 // after it and have a block of its included, and what it had put is dead.
 static void one_of_many(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct kvq_save *save;
     uint64_t id;
@@ -418,7 +405,6 @@ static void one_of_many(void **state)
 
 static void one_writer(void **state)
 {
-    (void)state;
     struct kit k = {0}, other = {0};
     struct kvq_save *save, *second = NULL;
     struct kvq_store_freed freed;
@@ -439,7 +425,6 @@ static void one_writer(void **state)
 // What is found belongs together: whoever has found a session that was saved again is told so.
 static void stale(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 5};
     struct kvq_store_session found;
@@ -474,7 +459,6 @@ static void stale(void **state)
 
 static void refusals(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct kvq_save *save;
     struct kvq_store_meta m = {.space = "s", .name = "n", .shards = 1};
@@ -525,7 +509,6 @@ static void refusals(void **state)
 // over.
 static void used(void **state)
 {
-    (void)state;
     enum { SESSIONS = 40, GONE = 7 };
     struct kit k = {0};
     struct kvq_save *save;
@@ -563,7 +546,6 @@ static void used(void **state)
 // A folder that the store has made is there after a loss of power, with what was saved in it.
 static void new_folder(void **state)
 {
-    (void)state;
     static const struct {
         const char *path, *above;
     } folders[] = {{"/store", "/"},
@@ -602,7 +584,6 @@ static void new_folder(void **state)
 
 static int count_name(void *context, const char *name)
 {
-    (void)name;
     ++*(int *)context;
     return 0;
 }
@@ -610,7 +591,6 @@ static int count_name(void *context, const char *name)
 // Who wants a store that is there gets none made: not in an empty folder, and not where nothing is.
 static void existing_only(void **state)
 {
-    (void)state;
     struct kit k = {.options.existing_only = true};
     struct world w = {.random = 4}, after;
     struct kvq_store *store;

@@ -11,26 +11,22 @@ struct spoil {
 
 static void spoil_head(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     memset(db->data, 0x5a, 100);
 }
 
 static void spoil_root(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     memset(db->data + 100, 0xff, 2000);
 }
 
 static void spoil_inside(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     for (uint64_t page = 1; page < db->bytes / 4096; page++)
         memset(db->data + page * 4096, 0xee, 64);
 }
 
 static void cut_short(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     db->bytes = db->bytes / 2 / 4096 * 4096;
 }
 
@@ -54,31 +50,26 @@ static void rename_in_schema(struct fault_file *db, const char *before, const ch
 
 static void raise_write_version(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     db->data[18] ^= 4;
 }
 
 static void rename_table(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     rename_in_schema(db, "CREATE TABLE ", "entries(");
 }
 
 static void rename_column(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     rename_in_schema(db, "meta BLOB, ", "manifest INT");
 }
 
 static void rename_owed(struct fault_file *db, struct fault_file *wal)
 {
-    (void)wal;
     rename_in_schema(db, "CREATE TABLE ", "owed(");
 }
 
 static void spoiled_catalog(void **state)
 {
-    (void)state;
     static const struct spoil spoils[] = {
         {"head", "damaged", spoil_head},
         {"schema", "damaged", spoil_root},
@@ -127,7 +118,6 @@ static void save_small(struct kit *k, struct world *w, int i)
 // listed is not found by its name, and a block that is to go cannot be deleted, at every start.
 static void spoiled_index(void **state)
 {
-    (void)state;
     static const char *const names[] = {"sqlite_autoindex_sessions_1", "blocks_place"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         struct kit k = {0};
@@ -161,7 +151,6 @@ static void spoiled_index(void **state)
 // Somebody put an older catalog in place: what came after it is in the segments, and not cut off.
 static void older_catalog(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 30};
     fault_open(&disk, 30);
@@ -214,7 +203,6 @@ static void edit_is_undone(const char *sql)
 
 static void values_that_none_can_have(void **state)
 {
-    (void)state;
     edit_is_undone("UPDATE sessions SET tokens=9223372036854775807"); // which nobody can add up
     edit_is_undone("UPDATE sessions SET tokens=16777217 WHERE shard=1");
     edit_is_undone("UPDATE sessions SET shards=65 WHERE name='group'");
@@ -253,7 +241,6 @@ static void same_world(struct kit *k, const struct world *w, const char *when)
 // what is lost is told.
 static void damaged_commits(void **state)
 {
-    (void)state;
     static const struct {
         unsigned damaged, lost; // by bits: which saves
     } cases[] = {{1, 0}, {2, 0}, {4, 4}, {3, 1}, {5, 4}, {6, 6}, {7, 7}};
@@ -292,7 +279,6 @@ static void damaged_commits(void **state)
 // The catalog is lost, and the disk cannot read a sector of a segment: what else there is is back.
 static void sick_without_a_catalog(void **state)
 {
-    (void)state;
     static const char *const path = "/store/segment-0000000000000002.kvqs";
     for (int front = 0; front < 2; front++) {
         struct kit k = {0};
@@ -415,7 +401,6 @@ static void forge(struct fault_file *file, const struct forgery *f)
 // goes on, and does not make its catalog anew at every start.
 static void forged_numbers(void **state)
 {
-    (void)state;
     for (size_t i = 0; i < 2 * sizeof forgeries / sizeof *forgeries; i++) {
         const struct forgery *f = &forgeries[i / 2];
         struct kit k = {0};
@@ -446,7 +431,6 @@ static void forged_numbers(void **state)
 // A file whose name has a number that no segment has is none.
 static void forged_name(void **state)
 {
-    (void)state;
     static const char *const path = "/store/segment-ffffffffffffffff.kvqs";
     struct kit k = {0};
     struct world w = {.random = 1};
@@ -469,7 +453,6 @@ static void forged_name(void **state)
 
 static void newer_catalog(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 40};
     fault_open(&disk, 40);
@@ -487,7 +470,6 @@ static void newer_catalog(void **state)
 // A catalog as the first version made it is brought up to date, with what namespaces use.
 static void first_version(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 42};
     uint64_t before, after, sessions;
@@ -515,7 +497,6 @@ static void first_version(void **state)
 
 static void newer_segment(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 41};
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];

@@ -11,16 +11,12 @@
 // KVQ_FULL=1 takes more seeds, and crashes at every change of the disk, not at syncs alone.
 #include <errno.h>
 #include <inttypes.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
 enum { CHANGES = 26 };
@@ -127,7 +123,6 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_to
 
 static void every_sync(void **state)
 {
-    (void)state;
     uint64_t at = 0, runs = 0;
     for (uint64_t seed = 1; seed <= (full() ? 60 : 3); seed++)
         for (at = 1; crash_once(seed, at, false, false); at++)
@@ -138,7 +133,6 @@ static void every_sync(void **state)
 
 static void every_change(void **state)
 {
-    (void)state;
     uint64_t runs = 0, step = full() ? 1 : 17;
     for (uint64_t seed = 101; seed <= (full() ? 110 : 101); seed++)
         for (uint64_t at = 1; crash_once(seed, at, true, false); at += step)
@@ -149,7 +143,6 @@ static void every_change(void **state)
 // The catalog is lost with the crash: all that was acknowledged is in the segments.
 static void catalog_lost(void **state)
 {
-    (void)state;
     uint64_t runs = 0, step = full() ? 1 : 3;
     for (uint64_t seed = 201; seed <= (full() ? 230 : 202); seed++)
         for (uint64_t at = 1; crash_once(seed, at, false, true); at += step)
@@ -160,7 +153,6 @@ static void catalog_lost(void **state)
 // Power fails between two changes, and nothing at all survives that was not synced.
 static void between_changes(void **state)
 {
-    (void)state;
     for (uint64_t seed = 301; seed <= (full() ? 340 : 302); seed++) {
         struct kit k = {0};
         struct world w = {.random = seed}, after;
@@ -265,7 +257,6 @@ static void add_some(struct kit *k, struct world *w, const char *series, int n)
 // sessions that were dropped, without the second, which had their DROPs.
 static void dropped_stays_dropped(void **state)
 {
-    (void)state;
     for (uint64_t seed = 1; seed <= 64; seed++) {
         struct kit k = {0};
         struct world w = {.random = seed};
@@ -289,7 +280,6 @@ static void dropped_stays_dropped(void **state)
 // A save fails and its bytes are cut off, but the power fails before the cut was synced.
 static void refused_stays_refused(void **state)
 {
-    (void)state;
     uint64_t refused = 0;
     for (uint64_t seed = 1; seed <= 64; seed++) {
         struct kit k = {0};

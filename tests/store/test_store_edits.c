@@ -340,7 +340,6 @@ static void trial(void)
 
 static void edited(void **unused)
 {
-    (void)unused;
     const char *full = getenv("KVQ_FULL"), *one = getenv("KVQ_SEED");
     uint64_t first = one ? strtoull(one, NULL, 10) : 1;
     uint64_t last = one ? first : full && strcmp(full, "1") == 0 ? 4000 : 150;
@@ -354,7 +353,6 @@ static void edited(void **unused)
 // The newest segment is gone: the next save begins another one.
 static void newest_missing(void **unused)
 {
-    (void)unused;
     struct kit k = {0};
     struct world w = {.random = 5};
     struct kvq_store_verified v;
@@ -392,7 +390,6 @@ static void newest_missing(void **unused)
 // the file is there again.
 static void gone_meanwhile(void **unused)
 {
-    (void)unused;
     struct kit k = {0};
     struct world w = {.random = 7};
     struct kvq_store_verified v;
@@ -425,7 +422,6 @@ static void gone_meanwhile(void **unused)
 // all the same, and only when there are no others is that an error.
 static void compacts_past_a_sick_sector(void **unused)
 {
-    (void)unused;
     struct kit k = {0};
     struct world w = {.random = 9};
     struct kvq_store_session found;

@@ -148,7 +148,6 @@ static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
 
 static void disk_fails(void **state)
 {
-    (void)state;
     static const struct fault faults[] = {
         {"full", ENOSPC, KVQ_E_NO_SPACE, false, false, 0},
         {"full for a moment", ENOSPC, KVQ_E_NO_SPACE, false, false, 1},
@@ -200,7 +199,6 @@ static void plan(void)
 // One store through one fault after the other: full, failing, crashing, and whole in between.
 static void storm(void **state)
 {
-    (void)state;
     uint64_t failures = 0, crashes = 0, seeds = full() ? 300 : 8;
     for (uint64_t seed = 1; seed <= seeds; seed++) {
         struct kit k = {0};
@@ -269,7 +267,6 @@ static int save_one(struct kit *k, struct world *w, int at, const char *name)
 // written as soon as there is room, by whoever writes, also after the store was opened again.
 static void deleted_when_full(void **state)
 {
-    (void)state;
     for (int reopen = 0; reopen < 2; reopen++) {
         struct kit k = {0};
         struct world w = {.random = 60};
@@ -310,7 +307,6 @@ static void deleted_when_full(void **state)
 // A damaged catalog is made anew on a disk without a free byte: its own space has to do.
 static void anew_when_full(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 61};
     uint64_t free_bytes = 0;
@@ -339,7 +335,6 @@ static void anew_when_full(void **state)
 // that was full, and after a save that was given up, the segment goes on.
 static void failed_segment(void **state)
 {
-    (void)state;
     static const struct {
         const char *name;
         int error;
@@ -456,7 +451,6 @@ static void damage_is_marked(struct kit *k, const struct world *w)
 
 static void read_only_disk(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 4};
     fault_open(&disk, 4);
@@ -509,7 +503,6 @@ static void read_only_disk(void **state)
 // A failed read is an error of that read alone, and no reason to mark a block.
 static void read_fails(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 5};
     struct kvq_store_session found;
@@ -591,7 +584,6 @@ static void flip_at(struct kit *k, const struct world *w, uint64_t segment, stru
 
 static void flipped_bits(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 6};
     uint64_t step = full() ? 29 : 911, flips = 0;
@@ -621,7 +613,6 @@ static void flipped_bits(void **state)
 // its header is damaged and the catalog is lost, the search for the next record must not take them.
 static void planted_records(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 8};
     struct kvq_store_session found;
@@ -668,7 +659,6 @@ static void planted_records(void **state)
 // cable. verify goes past it and marks what lies there, and takes the marks off when it is mended.
 static void sick_sector(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 8};
     struct kvq_store_verified v;
@@ -729,7 +719,6 @@ static void sick_sector(void **state)
 // A segment is gone: the sessions that had nothing in it do not notice.
 static void missing_segment(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 7};
     struct kvq_store_verified v;

@@ -7,10 +7,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <sched.h>
-#include <setjmp.h>
 #include <spawn.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,9 +16,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
 enum {
@@ -392,19 +388,16 @@ static void run(const struct place *at)
 
 static void in_memory(void **state)
 {
-    (void)state;
     run(&places[0]);
 }
 
 static void on_tmpfs(void **state)
 {
-    (void)state;
     run(&places[1]);
 }
 
 static void on_ext4(void **state)
 {
-    (void)state;
     run(&places[2]);
 }
 
@@ -437,7 +430,6 @@ static int save_prompt(const char *name, uint32_t number)
 static void scattered(void **state)
 {
     char name[16];
-    (void)state;
     place = &places[0];
     assert_true(place->make());
     assert_int_equal(open_it(), 0);
@@ -458,7 +450,6 @@ static void scattered(void **state)
 
 static int set_up(void **state)
 {
-    (void)state;
     if (!mkdtemp(top))
         return -1;
     snprintf(dir, sizeof dir, "%s/mount", top);
@@ -468,7 +459,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     return rmdir(dir) || rmdir(top) ? -1 : 0;
 }
 

@@ -8,19 +8,15 @@
 // that was acknowledged. 20 kills; KVQ_FULL=1: 200.
 #include <fcntl.h>
 #include <inttypes.h>
-#include <setjmp.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
+#include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
 enum { SESSIONS = 3, BLOCKS = 12, BYTES = 3000 };
@@ -172,14 +168,12 @@ static void check_session(struct kvq_store *store, uint32_t session, uint64_t ac
 static int remove_one(void *context, const char *name)
 {
     char path[300];
-    (void)context;
     snprintf(path, sizeof path, "%s/%.200s", folder, name);
     return unlink(path);
 }
 
 static void killed(void **state)
 {
-    (void)state;
     uint64_t acknowledged[SESSIONS] = {0}, random = 12345;
     assert_non_null(mkdtemp(folder));
     for (int i = 0; i < (full() ? 200 : 20); i++) {

@@ -7,18 +7,14 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <pthread.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "proto/status.h"
 #include "proto/sync.h"
 #include "storage/manifest.h"
+#include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
 static struct fault_io disk, other_disk;
@@ -32,7 +28,6 @@ static bool full(void)
 
 static int set_up(void **state)
 {
-    (void)state;
     fault_open(&disk, 1);
     fault_open(&other_disk, 2);
     return 0;
@@ -40,7 +35,6 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-    (void)state;
     fault_close(&disk);
     fault_close(&other_disk);
     return 0;
@@ -86,7 +80,6 @@ static void carry(struct fault_io *from, struct fault_io *to, uint64_t bytes)
 
 static void there_and_back(void **state)
 {
-    (void)state;
     struct kit k = {0}, other = {0};
     struct world w = {.random = 1};
     char why[256];
@@ -149,7 +142,6 @@ static void refused(struct kit *k, const char *what, uint64_t at)
 
 static void spoiled_files(void **state)
 {
-    (void)state;
     struct kit k = {0}, other = {0};
     struct world w = {.random = 1};
     assert_int_equal(kit_open(&k, &disk.io), 0);
@@ -191,7 +183,6 @@ static void forge_record(uint8_t *at, const void *payload, size_t n, uint64_t sa
 // it together from parts.
 static void wrong_count(void **state)
 {
-    (void)state;
     struct kit k = {0}, other = {0};
     struct world w = {.random = 1};
     struct kvq_file_head head;
@@ -229,7 +220,6 @@ static void wrong_count(void **state)
 // A shard by itself, which nobody could open.
 static void a_shard_is_missing(void **state)
 {
-    (void)state;
     struct kit k = {0}, other = {0};
     struct world w = {.random = 1};
     assert_int_equal(kit_open(&k, &disk.io), 0);
@@ -250,7 +240,6 @@ static void a_shard_is_missing(void **state)
 // Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
 static void too_many_tokens(void **state)
 {
-    (void)state;
     static uint8_t bytes[1 << 16];
     static const uint64_t counts[] = {INT64_MAX, KVQ_MAX_SESSION_TOKENS + 1};
     struct kit k = {0}, other = {0};
@@ -292,7 +281,6 @@ static void too_many_tokens(void **state)
 // Names that no message may hold: the session could never be named again, not even to delete it.
 static void names_without_sense(void **state)
 {
-    (void)state;
     static uint8_t bytes[1 << 16];
     static const size_t fields[] = {
         offsetof(struct kvq_manifest_head, space), offsetof(struct kvq_manifest_head, name),
@@ -336,7 +324,6 @@ static void names_without_sense(void **state)
 // A disk that fills up while the file is written leaves no file, and not the old one spoiled.
 static void no_room(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 1};
     assert_int_equal(kit_open(&k, &disk.io), 0);
@@ -353,7 +340,6 @@ static void no_room(void **state)
 // two saves has the same record in both.
 static void same_saves_same_file(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 1};
     struct kvq_store_freed freed;
@@ -398,7 +384,6 @@ static int look_on(void *context, uint64_t done, uint64_t all)
 // Both can be ended at every step, and nothing has changed then.
 static void cancelled(void **state)
 {
-    (void)state;
     struct kit k = {0}, other = {0};
     struct world w = {.random = 1};
     struct onlooker o;
@@ -462,7 +447,6 @@ static int overtake(void *context, uint64_t done, uint64_t all)
 // segments: who exports it is told to do so again, and not that there is no such session.
 static void overtaken(void **state)
 {
-    (void)state;
     struct kit k = {0};
     struct world w = {.random = 1};
     struct world_session *s = &w.sessions[0];
@@ -557,7 +541,6 @@ static void tidy(struct kit *k)
 
 static void readers_beside_a_writer(void **state)
 {
-    (void)state;
     struct kit k = {.stays_open = true};
     struct world w = {.random = 9}, after;
     struct reader readers[2];

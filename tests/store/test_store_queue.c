@@ -2,15 +2,11 @@
 //
 // Who may go and who waits: of names, and of those who write to the store. Steps are held here as
 // long as the test likes.
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
-#include <cmocka.h>
-
 #include "daemon/store/queue.h"
+#include "tests/kits/unit.h"
 
 enum { HOLDS = 24, STEPS = 20000 };
 
@@ -27,7 +23,6 @@ static void hold_goes(struct kvq__hold *h)
 
 static int setup(void **state)
 {
-    (void)state;
     memset(holds, 0, sizeof holds);
     kvq__names_init(&names);
     n_went = 0;
@@ -52,7 +47,6 @@ static void assert_went(const char *expected)
 // waits for the drop.
 static void test_drop_between_looks(void **state)
 {
-    (void)state;
     take(0, KVQ__HOLD_LOOK, "it");
     take(1, KVQ__HOLD_LOOK, "it");
     assert_went("ab");
@@ -76,7 +70,6 @@ static void test_drop_between_looks(void **state)
 
 static void test_other_names(void **state)
 {
-    (void)state;
     struct kvq__hold elsewhere = {.kind = KVQ__HOLD_ALONE};
     take(0, KVQ__HOLD_ALONE, "it");
     for (uint32_t i = 1; i < HOLDS - 1; i++) {
@@ -95,7 +88,6 @@ static void test_other_names(void **state)
 // Whoever stops waiting lets in those who waited for it alone.
 static void test_giving_up(void **state)
 {
-    (void)state;
     take(0, KVQ__HOLD_LOOK, "it");
     take(1, KVQ__HOLD_ALONE, "it");
     take(2, KVQ__HOLD_LOOK, "it");
@@ -140,12 +132,10 @@ static uint32_t below(uint32_t n)
 
 static void goes(struct kvq__hold *h)
 {
-    (void)h;
 }
 
 static void test_at_random(void **state)
 {
-    (void)state;
     static const char *const called[] = {"a", "b", "c"};
     for (uint64_t i = 0; i < STEPS; i++) {
         struct kvq__hold *h = &holds[below(HOLDS)];
@@ -189,7 +179,6 @@ static void end_turn(void)
 // One namespace with a long queue does not keep the others waiting: they have every other turn.
 static void test_turns(void **state)
 {
-    (void)state;
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "y", "z", "y"};
     memset(order, 0, sizeof order);
     kvq__turns_init(&turns, 1, 1);
@@ -210,7 +199,6 @@ static void test_turns(void **state)
 static void test_several_turns(void **state)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "x", "x", "y"};
-    (void)state;
     memset(waiting, 0, sizeof waiting);
     memset(order, 0, sizeof order);
     kvq__turns_init(&turns, 2, 2);
@@ -231,7 +219,6 @@ static void test_several_turns(void **state)
 static void test_room_for_others(void **state)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "y", "x", "y", "z", "y"};
-    (void)state;
     memset(waiting, 0, sizeof waiting);
     memset(order, 0, sizeof order);
     kvq__turns_init(&turns, 3, 2);
