@@ -6,12 +6,28 @@
 
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include <cmocka.h>
 
 // Every test gets a state that few look at, and a stand-in for a function gets what that is given.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
+
+// Whether what takes minutes is asked for: KVQ_FULL=1.
+static inline bool long_tier(void)
+{
+    const char *wanted = getenv("KVQ_FULL");
+    return wanted && strcmp(wanted, "1") == 0;
+}
+
+static inline void assert_says(const char *text, const char *words)
+{
+    if (!strstr(text, words))
+        fail_msg("\"%s\" does not say \"%s\"", text, words);
+}
 
 #endif

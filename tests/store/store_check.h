@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What tests of broken disks and catalogs share: a disk, and random changes and comparisons that
-// end the test if they fail.
+// What tests of a store on a disk in memory share: the disk, the store and what it is to hold, and
+// random changes and comparisons that end the test if they fail.
 #ifndef KVQ_TESTS_STORE_CHECK_H
 #define KVQ_TESTS_STORE_CHECK_H
 
@@ -16,9 +16,38 @@
 #include "tests/store/store_kit.h"
 
 static struct fault_io disk;
+static struct kit k;   // the store on it
+static struct world w; // what it is to hold
 static const char *const catalog = "/store/catalog.db";
 
-static void change(struct kit *k, struct world *w, int n)
+// A new store on a new disk.
+static inline void begin_store(uint64_t disk_seed, uint64_t seed)
+{
+    k = (struct kit){0};
+    w = (struct world){.random = seed};
+    fault_open(&disk, disk_seed);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+}
+
+static inline void reopen_store(void)
+{
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+}
+
+static inline void end_store(void)
+{
+    kvq_store_close(&k.store);
+    fault_close(&disk);
+}
+
+static inline void lose_catalog(void)
+{
+    assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
+    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+}
+
+static inline void change(struct kit *k, struct world *w, int n)
 {
     struct world after;
     for (int i = 0; i < n; i++) {
@@ -29,7 +58,7 @@ static void change(struct kit *k, struct world *w, int n)
     }
 }
 
-static void check(struct kit *k, const struct world *w, const char *when)
+static inline void check(struct kit *k, const struct world *w, const char *when)
 {
     char why[256];
     struct kvq_store_verified v;

@@ -2,43 +2,21 @@
 //
 // The store on a disk that does not break: what is saved is what is read, through random changes,
 // reopenings and compactions; caps, locks, prefixes, and what is refused.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "tests/store/store_check.h"
 
-#include "proto/status.h"
-#include "tests/kits/unit.h"
-#include "tests/store/store_kit.h"
-
-static struct fault_io disk;
-
-static int set_up(void **state)
+// A disk for a store that is opened like this.
+static void begin_with(struct kit options, uint64_t seed)
 {
+    k = options;
+    w = (struct world){.random = seed};
     fault_open(&disk, 7);
-    return 0;
-}
-
-static int tear_down(void **state)
-{
-    fault_close(&disk);
-    return 0;
-}
-
-static void check(struct kit *k, const struct world *w)
-{
-    char why[256];
-    struct kvq_store_verified v;
-    if (!kit_same(k, w, false, why) || !kit_sound(k, why))
-        fail_msg("%s", why);
-    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text), 0);
-    assert_string_equal(v.text, "");
 }
 
 static void random_changes(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 1}, after;
+    struct world after;
     // EINTR and short transfers everywhere are nothing that anybody should notice.
+    begin_with((struct kit){0}, 1);
     disk.interrupt_percent = disk.short_percent = 20;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.created);
@@ -47,24 +25,22 @@ static void random_changes(void **state)
             fail_msg("change %d: %s", i, k.text);
         w = after;
         if (i % 10 == 0)
-            check(&k, &w);
+            check(&k, &w, "");
     }
-    check(&k, &w);
-    kvq_store_close(&k.store);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    check(&k, &w, "");
+    reopen_store();
     assert_string_equal(k.report.text, "");
-    check(&k, &w);
-    kvq_store_close(&k.store);
+    check(&k, &w, "");
+    end_store();
 }
 
 // Segments of 64 KiB, so there are many; when all sessions are gone, so are they.
 static void space_comes_back(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 2}, after;
+    struct world after;
     struct kvq_store_freed freed;
     struct kvq_store_status status;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 2);
     for (int i = 0; i < 60; i++) {
         assert_int_equal(kit_change(&k, &w, &after), 0);
         w = after;
@@ -82,7 +58,7 @@ static void space_comes_back(void **state)
     assert_int_equal(status.blocks, 0);
     assert_true(status.segments <= 2); // records of what was deleted
     assert_int_equal(status.physical_bytes, fault_physical(&disk));
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 // What the status says that gc would free is what it frees: whole segments.
@@ -101,9 +77,8 @@ static void foretold(struct kit *k, bool some)
 
 static void gc_is_foretold(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 4}, after;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    struct world after;
+    begin_store(7, 4);
     for (int i = 0; i < 200; i++) {
         assert_int_equal(kit_change(&k, &w, &after), 0);
         w = after;
@@ -118,20 +93,18 @@ static void gc_is_foretold(void **state)
         assert_int_equal(kit_save(&k, &w, "large"), 0);
         foretold(&k, round > 0);
     }
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 // A chain of hashes: sessions that share a part of it are found by the longest part.
 static void prefixes(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 3};
     uint8_t hashes[6][KVQ_PREFIX_BYTES];
     struct kvq_store_session found;
     uint32_t matched;
     struct world_session *s = &w.sessions[0];
+    begin_store(7, 3);
     *s = (struct world_session){.used = true, .name = "a", .shards = 1, .seed = 5, .pages = 4};
-    assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_int_equal(kit_save(&k, &w, "a"), 0);
     for (uint64_t i = 0; i < 6; i++)
         world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
@@ -152,7 +125,7 @@ static void prefixes(void **state)
                                      k.text, sizeof k.text),
                      0);
     assert_int_equal(matched, 2);
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 static void save_blocks(struct kit *k, struct world *w, const char *name, int n, int *rc)
@@ -169,10 +142,10 @@ static void save_blocks(struct kit *k, struct world *w, const char *name, int n,
 // The cap counts every byte of every file, and is refused before it is reached.
 static void cap(void **state)
 {
-    struct kit k = {.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}};
-    struct world w = {.random = 4};
     char name[16];
     int rc = 0, saved = 0, i;
+    begin_with((struct kit){.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}},
+               4);
     assert_int_equal(kit_open(&k, &disk.io), 0);
     for (i = 0; i < 100 && rc == 0; i++) {
         snprintf(name, sizeof name, "s%d", i);
@@ -198,7 +171,7 @@ static void cap(void **state)
     save_blocks(&k, &w, "again", 40, &rc);
     assert_int_equal(rc, 0);
     assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 static uint64_t usage(struct kit *k, const char *space, uint64_t sessions)
@@ -276,10 +249,9 @@ static void forgotten(struct kit *k, struct world *w)
 // refused before a byte of it counts.
 static void limits(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 6}, before;
+    struct world before;
     struct kvq_store_session none;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 6);
     assert_int_equal(kvq_store_limit(k.store, "uid-1", 20000, k.text, sizeof k.text), 0);
     assert_int_equal(usage(&k, "uid-1", 0), 0);
     assert_int_equal(save_fork(&k, &w, 0, "a", 10, NULL), 0);
@@ -295,7 +267,7 @@ static void limits(void **state)
     assert_int_equal(kvq_store_find(k.store, "uid-1", "b", 0, &none, k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
     w = before;
-    check(&k, &w);
+    check(&k, &w, "limits");
     assert_int_equal(usage(&k, "uid-1", 2), 14000);
     // What replaces a session has its room, to the byte; a shared block's does not come back.
     assert_int_equal(save_fork(&k, &w, 1, "fork", 20, NULL), KVQ_E_QUOTA);
@@ -318,7 +290,7 @@ static void limits(void **state)
     assert_int_equal(save_fork(&k, &w, 0, "a", 1, &before.sessions[0]), KVQ_E_QUOTA);
     assert_int_equal(kvq_store_limit(k.store, "uid-1", 0, k.text, sizeof k.text), 0);
     assert_int_equal(save_fork(&k, &w, 0, "a", 11, NULL), 0);
-    check(&k, &w);
+    check(&k, &w, "limits");
     assert_int_equal(kvq_store_delete(k.store, "uid-1", "fork", k.text, sizeof k.text), 0);
     assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
     assert_int_equal(usage(&k, "uid-1", 0), 0);
@@ -334,7 +306,7 @@ static void limits(void **state)
     assert_int_equal(usage(&k, "uid-1", 2), 4500);
     check_spaces(&k, 4500);
     forgotten(&k, &w);
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 // Puts n blocks of 1000 bytes into a session of its own: the id of the last, and what it said.
@@ -361,11 +333,10 @@ static bool is_there(struct kit *k, const char *name)
 // after it and have a block of its included, and what it had put is dead.
 static void one_of_many(void **state)
 {
-    struct kit k = {0};
     struct kvq_save *save;
     uint64_t id;
     char why[256];
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 0);
     assert_int_equal(kvq_store_limit(k.store, "uid-1", 6500, k.text, sizeof k.text), 0);
     assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
     assert_int_equal(put_some(&k, save, "a", 2, &id), 0);
@@ -400,15 +371,15 @@ static void one_of_many(void **state)
     assert_false(kvq_save_cut(save, 1));
     assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_NO_SPACE);
     assert_false(is_there(&k, "d"));
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 static void one_writer(void **state)
 {
-    struct kit k = {0}, other = {0};
+    struct kit other = {0};
     struct kvq_save *save, *second = NULL;
     struct kvq_store_freed freed;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 0);
     assert_int_equal(kit_open(&other, &disk.io), KVQ_E_BUSY);
     assert_non_null(strstr(other.text, "another process has it open, pid "));
     assert_null(other.store);
@@ -419,19 +390,17 @@ static void one_writer(void **state)
     kvq_save_abort(&save);
     assert_int_equal(kvq_store_delete(k.store, "uid-1", "x", k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 // What is found belongs together: whoever has found a session that was saved again is told so.
 static void stale(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 5};
     struct kvq_store_session found;
     struct kvq_stored *blocks;
     size_t n;
     int rc;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 5);
     save_blocks(&k, &w, "a", 3, &rc);
     assert_int_equal(rc, 0);
     assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
@@ -454,17 +423,16 @@ static void stale(void **state)
     assert_int_equal(kvq_store_read(k.store, &blocks[0], bytes, k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
     free(blocks);
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 static void refusals(void **state)
 {
-    struct kit k = {0};
     struct kvq_save *save;
     struct kvq_store_meta m = {.space = "s", .name = "n", .shards = 1};
     const struct kvq_place place = {0};
     uint64_t id;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 0);
     assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
     assert_int_equal(kvq_save_put(save, &place, "x", 1, &id, k.text, sizeof k.text),
                      KVQ_E_INVALID); // no session yet
@@ -503,6 +471,7 @@ static void refusals(void **state)
     kvq_store_close(&k.store);
     k.options.cap_bytes = 1000;
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
+    end_store();
 }
 
 // However many sessions were used, noting it costs one transaction; those that are gone are passed
@@ -510,13 +479,12 @@ static void refusals(void **state)
 static void used(void **state)
 {
     enum { SESSIONS = 40, GONE = 7 };
-    struct kit k = {0};
     struct kvq_save *save;
     struct kvq_store_session all[SESSIONS];
     struct kvq_store_use uses[SESSIONS + 1];
     const size_t room = sizeof k.text;
     uint32_t n;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 0);
     assert_int_equal(kvq_save_begin(k.store, &save, k.text, room), 0);
     for (int i = 0; i < SESSIONS; i++) {
         char name[16];
@@ -534,13 +502,12 @@ static void used(void **state)
     fault_reset_counts(&disk);
     assert_int_equal(kvq_store_touch(k.store, uses, SESSIONS + 1, k.text, room), 0);
     assert_int_equal(disk.n_syncs, 1);
-    kvq_store_close(&k.store);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    reopen_store();
     assert_int_equal(kvq_store_list(k.store, NULL, 0, all, SESSIONS, &n, k.text, room), 0);
     assert_int_equal(n, SESSIONS - 1);
     for (uint32_t i = 0; i < n; i++)
         assert_int_equal(all[i].used_at, 1000 + i + (i >= GONE));
-    kvq_store_close(&k.store);
+    end_store();
 }
 
 // A folder that the store has made is there after a loss of power, with what was saved in it.
@@ -591,10 +558,10 @@ static int count_name(void *context, const char *name)
 // Who wants a store that is there gets none made: not in an empty folder, and not where nothing is.
 static void existing_only(void **state)
 {
-    struct kit k = {.options.existing_only = true};
-    struct world w = {.random = 4}, after;
+    struct world after;
     struct kvq_store *store;
     int names = 0;
+    begin_with((struct kit){.options.existing_only = true}, 4);
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
     assert_non_null(strstr(k.text, "no store is there"));
     assert_null(k.store);
@@ -617,28 +584,29 @@ static void existing_only(void **state)
     k.options.existing_only = true;
     for (int lost = 0; lost < 2; lost++) { // the second has segments alone
         assert_int_equal(kit_open(&k, &disk.io), 0);
-        check(&k, &w);
+        check(&k, &w, "existing only");
         kvq_store_close(&k.store);
         if (lost == 0)
-            assert_int_equal(kvq_io_unlink(&disk.io, "/store/catalog.db"), 0);
+            assert_int_equal(kvq_io_unlink(&disk.io, catalog), 0);
     }
+    fault_close(&disk);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(random_changes, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(space_comes_back, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(gc_is_foretold, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(prefixes, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(cap, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(limits, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(one_of_many, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(one_writer, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(used, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(stale, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(refusals, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(existing_only, set_up, tear_down),
+        cmocka_unit_test(random_changes),
+        cmocka_unit_test(space_comes_back),
+        cmocka_unit_test(gc_is_foretold),
+        cmocka_unit_test(prefixes),
+        cmocka_unit_test(cap),
+        cmocka_unit_test(limits),
+        cmocka_unit_test(one_of_many),
+        cmocka_unit_test(one_writer),
+        cmocka_unit_test(used),
+        cmocka_unit_test(stale),
+        cmocka_unit_test(refusals),
+        cmocka_unit_test(existing_only),
         cmocka_unit_test(new_folder),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -82,10 +82,7 @@ static void spoiled_catalog(void **state)
         {"write version", "damaged", raise_write_version},
     };
     for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
-        struct kit k = {0};
-        struct world w = {.random = 20 + i};
-        fault_open(&disk, i);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(i, 20 + i);
         change(&k, &w, 40);
         kvq_store_close(&k.store);
         spoils[i].spoil(fault_find(&disk, catalog), fault_find(&disk, "/store/catalog.db-wal"));
@@ -99,8 +96,7 @@ static void spoiled_catalog(void **state)
             assert_non_null(fault_find(&disk, "/store/catalog.db.bad"));
         change(&k, &w, 10);
         check(&k, &w, spoils[i].name);
-        kvq_store_close(&k.store);
-        fault_close(&disk);
+        end_store();
     }
 }
 
@@ -120,11 +116,8 @@ static void spoiled_index(void **state)
 {
     static const char *const names[] = {"sqlite_autoindex_sessions_1", "blocks_place"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        struct kit k = {0};
-        struct world w = {.random = 33};
         sqlite3_stmt *rows = NULL;
-        fault_open(&disk, i);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(i, 33);
         save_small(&k, &w, 0);
         save_small(&k, &w, 1);
         assert_int_equal(sqlite3_prepare_v2(k.store->catalog.db,
@@ -143,18 +136,14 @@ static void spoiled_index(void **state)
             fail_msg("%s: nobody has seen it", names[i]);
         check(&k, &w, names[i]);
         assert_int_equal(kvq_store_delete(k.store, "uid-1", "s0", k.text, sizeof k.text), 0);
-        kvq_store_close(&k.store);
-        fault_close(&disk);
+        end_store();
     }
 }
 
 // Somebody put an older catalog in place: what came after it is in the segments, and not cut off.
 static void older_catalog(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 30};
-    fault_open(&disk, 30);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(30, 30);
     change(&k, &w, 15);
     kvq_store_close(&k.store);
     struct fault_file *db = fault_find(&disk, catalog);
@@ -173,17 +162,13 @@ static void older_catalog(void **state)
     assert_true(k.report.rebuilt);
     assert_non_null(strstr(k.report.text, "older than the segments"));
     check(&k, &w, "older catalog");
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // An edit after which saves go on; the next opening says what is wrong, and undoes it.
 static void edit_is_undone(const char *sql)
 {
-    struct kit k = {0};
-    struct world w = {.random = 31};
-    fault_open(&disk, 31);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(31, 31);
     for (uint32_t i = 0; i < 2; i++)
         w.sessions[i] = (struct world_session){
             .used = true, .name = "group", .shard = i, .shards = 2, .tokens = 5};
@@ -192,13 +177,11 @@ static void edit_is_undone(const char *sql)
     assert_int_equal(sqlite3_exec(k.store->catalog.db, sql, NULL, NULL, NULL), SQLITE_OK);
     if (kit_save(&k, &w, "other"))
         fail_msg("%s: %s", sql, k.text);
-    kvq_store_close(&k.store);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    reopen_store();
     if (!k.report.rebuilt || !strstr(k.report.text, "a session has a value that none can have"))
         fail_msg("%s: \"%s\"", sql, k.report.text);
     check(&k, &w, sql);
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 static void values_that_none_can_have(void **state)
@@ -209,12 +192,6 @@ static void values_that_none_can_have(void **state)
 }
 
 // ---- Damage that the segments have as well ----
-
-static void lose_catalog(void)
-{
-    assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
-    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
-}
 
 // The n-th COMMIT of a segment, from 0 on.
 static uint8_t *find_commit(struct fault_file *file, int n)
@@ -246,12 +223,9 @@ static void damaged_commits(void **state)
     } cases[] = {{1, 0}, {2, 0}, {4, 4}, {3, 1}, {5, 4}, {6, 6}, {7, 7}};
     for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
         unsigned damaged = cases[i / 2].damaged, lost = cases[i / 2].lost;
-        struct kit k = {0};
-        struct world w = {.random = 1};
         char when[80];
         snprintf(when, sizeof when, "%s of COMMITs %x", i % 2 ? "payloads" : "headers", damaged);
-        fault_open(&disk, 50);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(50, 1);
         for (int save = 0; save < 3; save++)
             save_small(&k, &w, save);
         kvq_store_close(&k.store);
@@ -281,12 +255,9 @@ static void sick_without_a_catalog(void **state)
 {
     static const char *const path = "/store/segment-0000000000000002.kvqs";
     for (int front = 0; front < 2; front++) {
-        struct kit k = {0};
-        struct world w = {.random = 34};
         char why[256];
         uint32_t all = 0, left = 0;
-        fault_open(&disk, 34);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(34, 34);
         change(&k, &w, 40);
         kvq_store_close(&k.store);
         struct fault_file *file = fault_find(&disk, path);
@@ -403,10 +374,7 @@ static void forged_numbers(void **state)
 {
     for (size_t i = 0; i < 2 * sizeof forgeries / sizeof *forgeries; i++) {
         const struct forgery *f = &forgeries[i / 2];
-        struct kit k = {0};
-        struct world w = {.random = 1};
-        fault_open(&disk, 51);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(51, 1);
         save_small(&k, &w, 0);
         save_small(&k, &w, 1);
         kvq_store_close(&k.store);
@@ -432,10 +400,7 @@ static void forged_numbers(void **state)
 static void forged_name(void **state)
 {
     static const char *const path = "/store/segment-ffffffffffffffff.kvqs";
-    struct kit k = {0};
-    struct world w = {.random = 1};
-    fault_open(&disk, 52);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(52, 1);
     save_small(&k, &w, 0);
     kvq_store_close(&k.store);
     lose_catalog();
@@ -445,18 +410,14 @@ static void forged_name(void **state)
     assert_int_equal(kit_open(&k, &disk.io), 0);
     same_world(&k, &w, "forged name");
     assert_non_null(fault_find(&disk, path));
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // ---- Versions ----
 
 static void newer_catalog(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 40};
-    fault_open(&disk, 40);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(40, 40);
     change(&k, &w, 10);
     assert_int_equal(sqlite3_exec(k.store->catalog.db, "PRAGMA user_version=99", NULL, NULL, NULL),
                      SQLITE_OK);
@@ -470,11 +431,8 @@ static void newer_catalog(void **state)
 // A catalog as the first version made it is brought up to date, with what namespaces use.
 static void first_version(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 42};
     uint64_t before, after, sessions;
-    fault_open(&disk, 42);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(42, 42);
     change(&k, &w, 30);
     assert_int_equal(kvq_store_usage(k.store, "uid-1", &before, &sessions, NULL, 0), 0);
     assert_true(before > 0 && sessions > 0);
@@ -483,26 +441,21 @@ static void first_version(void **state)
                      "DROP TABLE spaces; DROP TABLE uses; DROP TABLE owed; PRAGMA user_version=1",
                      NULL, NULL, NULL),
         SQLITE_OK);
-    kvq_store_close(&k.store);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    reopen_store();
     assert_false(k.report.rebuilt);
     check(&k, &w, "first version");
     assert_int_equal(kvq_store_usage(k.store, "uid-1", &after, &sessions, NULL, 0), 0);
     assert_int_equal(after, before);
     change(&k, &w, 10);
     check(&k, &w, "changed since");
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 static void newer_segment(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 41};
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     struct kvq_record front;
-    fault_open(&disk, 41);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(41, 41);
     change(&k, &w, 20);
     kvq__segment_name(kvq__segment_after(k.store, 0), name);
     kvq__path(k.store, name, path);
@@ -515,8 +468,7 @@ static void newer_segment(void **state)
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
     assert_non_null(strstr(k.text, "is of version 2; this program knows up to 1"));
     // The same without the catalog.
-    assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
-    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+    lose_catalog();
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
     assert_non_null(fault_find(&disk, path));
     fault_close(&disk);

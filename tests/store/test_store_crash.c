@@ -9,25 +9,9 @@
 // all. References in the catalog must be sound, verify must find nothing, and the store must go on.
 //
 // KVQ_FULL=1 takes more seeds, and crashes at every change of the disk, not at syncs alone.
-#include <errno.h>
-#include <inttypes.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "proto/status.h"
-#include "tests/kits/unit.h"
-#include "tests/store/store_kit.h"
+#include "tests/store/store_check.h"
 
 enum { CHANGES = 26 };
-
-static bool full(void)
-{
-    const char *wanted = getenv("KVQ_FULL");
-    return wanted && strcmp(wanted, "1") == 0;
-}
-
-static struct fault_io disk;
 
 // Runs changes until one fails. *before is acknowledged, *after what the last change would make.
 static int run(struct kit *k, struct world *before, struct world *after, int changes)
@@ -75,20 +59,21 @@ static void look_read_only(struct kit *k, const struct world *now, const struct 
     disk.read_only = false;
 }
 
-static void lose_catalog(void)
+// If there is one.
+static void lose_any_catalog(void)
 {
-    (void)disk.io.unlink(&disk.io, "/store/catalog.db");
+    (void)disk.io.unlink(&disk.io, catalog);
     (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
 }
 
 // One run that crashes. False: it ended before.
 static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_too)
 {
-    struct kit k = {0};
     struct world now = {.random = seed}, after;
     char when[80];
     snprintf(when, sizeof when, "seed %" PRIu64 ", %s %" PRIu64 "%s", seed,
              changes ? "change" : "sync", at, catalog_too ? ", catalog lost" : "");
+    k = (struct kit){0};
     fault_open(&disk, seed * 1000003 + at);
     *(changes ? &disk.crash_at_change : &disk.crash_at_sync) = at;
     int rc = run(&k, &now, &after, CHANGES);
@@ -98,7 +83,7 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_to
     kvq_store_close(&k.store);
     fault_crash(&disk);
     if (catalog_too)
-        lose_catalog();
+        lose_any_catalog();
     else
         look_read_only(&k, &now, &after, when);
     if (kit_open(&k, &disk.io))
@@ -112,19 +97,18 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_to
     one_of(&k, &now, &now, when);
     kvq_store_close(&k.store);
     // Nothing of what was cut off comes back, even if all there is are the segments.
-    lose_catalog();
+    lose_any_catalog();
     if (kit_open(&k, &disk.io))
         fail_msg("%s: it cannot be made anew: %s", when, k.text);
     one_of(&k, &now, &now, when);
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
     return crashed;
 }
 
 static void every_sync(void **state)
 {
     uint64_t at = 0, runs = 0;
-    for (uint64_t seed = 1; seed <= (full() ? 60 : 3); seed++)
+    for (uint64_t seed = 1; seed <= (long_tier() ? 60 : 3); seed++)
         for (at = 1; crash_once(seed, at, false, false); at++)
             runs++;
     print_message("%" PRIu64 " crashes\n", runs);
@@ -133,8 +117,8 @@ static void every_sync(void **state)
 
 static void every_change(void **state)
 {
-    uint64_t runs = 0, step = full() ? 1 : 17;
-    for (uint64_t seed = 101; seed <= (full() ? 110 : 101); seed++)
+    uint64_t runs = 0, step = long_tier() ? 1 : 17;
+    for (uint64_t seed = 101; seed <= (long_tier() ? 110 : 101); seed++)
         for (uint64_t at = 1; crash_once(seed, at, true, false); at += step)
             runs++;
     print_message("%" PRIu64 " crashes\n", runs);
@@ -143,8 +127,8 @@ static void every_change(void **state)
 // The catalog is lost with the crash: all that was acknowledged is in the segments.
 static void catalog_lost(void **state)
 {
-    uint64_t runs = 0, step = full() ? 1 : 3;
-    for (uint64_t seed = 201; seed <= (full() ? 230 : 202); seed++)
+    uint64_t runs = 0, step = long_tier() ? 1 : 3;
+    for (uint64_t seed = 201; seed <= (long_tier() ? 230 : 202); seed++)
         for (uint64_t at = 1; crash_once(seed, at, false, true); at += step)
             runs++;
     print_message("%" PRIu64 " crashes\n", runs);
@@ -153,9 +137,10 @@ static void catalog_lost(void **state)
 // Power fails between two changes, and nothing at all survives that was not synced.
 static void between_changes(void **state)
 {
-    for (uint64_t seed = 301; seed <= (full() ? 340 : 302); seed++) {
-        struct kit k = {0};
-        struct world w = {.random = seed}, after;
+    for (uint64_t seed = 301; seed <= (long_tier() ? 340 : 302); seed++) {
+        struct world after;
+        k = (struct kit){0};
+        w = (struct world){.random = seed};
         fault_open(&disk, seed);
         disk.lose_all = true;
         for (int i = 0; i < 40; i++) {
@@ -176,8 +161,7 @@ static void between_changes(void **state)
                 fail_msg("%s: it does not open: %s", when, k.text);
             one_of(&k, &w, &w, when);
         }
-        kvq_store_close(&k.store);
-        fault_close(&disk);
+        end_store();
     }
 }
 
@@ -225,7 +209,7 @@ static void only_segments(struct kit *k, const struct world *w, uint64_t seed)
     disk.crashed = true;
     kvq_store_close(&k->store);
     fault_crash(&disk);
-    lose_catalog();
+    lose_any_catalog();
     if (kit_open(k, &disk.io))
         fail_msg("%s: it does not open: %s", when, k->text);
     if (!kit_same(k, w, false, why))
@@ -258,17 +242,13 @@ static void add_some(struct kit *k, struct world *w, const char *series, int n)
 static void dropped_stays_dropped(void **state)
 {
     for (uint64_t seed = 1; seed <= 64; seed++) {
-        struct kit k = {0};
-        struct world w = {.random = seed};
-        fault_open(&disk, seed);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(seed, seed);
         add_some(&k, &w, "a", 5);
         drop_some(&k, &w, "a");
         add_some(&k, &w, "b", 4);
         compact_all(&k); // what is left of the first goes to the third
         if (seed % 2) {  // the next process does not know what the one before it has removed
-            kvq_store_close(&k.store);
-            assert_int_equal(kit_open(&k, &disk.io), 0);
+            reopen_store();
         }
         drop_some(&k, &w, "b");
         compact_all(&k);
@@ -282,10 +262,7 @@ static void refused_stays_refused(void **state)
 {
     uint64_t refused = 0;
     for (uint64_t seed = 1; seed <= 64; seed++) {
-        struct kit k = {0};
-        struct world w = {.random = seed};
-        fault_open(&disk, seed);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(seed, seed);
         add_session(&k, &w, "first");
         fault_reset_counts(&disk);
         disk.fail_sync = 1;

@@ -282,25 +282,22 @@ static void delete_all(struct kit *k)
     assert_int_equal(n, 0);
 }
 
-static void reopen(struct kit *k)
+static void open_again(void)
 {
-    kvq_store_close(&k->store);
-    if (kit_open(k, &disk.io))
-        fail_msg("seed %" PRIu64 ":%s it does not open: %s", seed, did, k->text);
+    kvq_store_close(&k.store);
+    if (kit_open(&k, &disk.io))
+        fail_msg("seed %" PRIu64 ":%s it does not open: %s", seed, did, k.text);
 }
 
 static uint64_t reported;
 
 static void trial(void)
 {
-    struct kit k = {0};
-    struct world w = {.random = seed};
     struct kvq_store_verified v;
     char why[256];
     state = seed * 77 + 1;
     did[0] = '\0';
-    fault_open(&disk, seed);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(seed, seed);
     change(&k, &w, 25);
     kvq_store_close(&k.store);
     uint64_t what = below(4);
@@ -308,7 +305,7 @@ static void trial(void)
         edit_rows();
     for (uint64_t n = what == 3 ? 1 + below(3) : what == 0; n > 0; n--)
         edit_segment();
-    reopen(&k);
+    open_again();
     bool told = k.report.text[0] != '\0';
     verify(&k, &v);
     told |= v.text[0] != '\0';
@@ -321,7 +318,7 @@ static void trial(void)
     compact(&k);
     check_new(&k, "new");
     save_new(&k, "newer");
-    reopen(&k);
+    open_again();
     if (k.report.rebuilt)
         fail_msg("seed %" PRIu64 ":%s made anew once more: %s", seed, did, k.report.text);
     check_new(&k, "new");
@@ -332,10 +329,9 @@ static void trial(void)
     delete_all(&k);
     compact(&k);
     save_new(&k, "last");
-    reopen(&k);
+    open_again();
     check_new(&k, "last");
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 static void edited(void **unused)
@@ -353,14 +349,11 @@ static void edited(void **unused)
 // The newest segment is gone: the next save begins another one.
 static void newest_missing(void **unused)
 {
-    struct kit k = {0};
-    struct world w = {.random = 5};
     struct kvq_store_verified v;
     seed = 0;
     did[0] = '\0';
     for (int cut = 0; cut < 2; cut++) {
-        fault_open(&disk, 5);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(5, 5);
         change(&k, &w, 25);
         check(&k, &w, "before");
         save_new(&k, "old");
@@ -372,17 +365,15 @@ static void newest_missing(void **unused)
         } else {
             assert_int_equal(disk.io.unlink(&disk.io, name->path), 0);
         }
-        reopen(&k);
+        open_again();
         assert_int_equal(k.report.missing, 1);
         save_new(&k, "new");
         compact(&k);
         check_new(&k, "new");
         verify(&k, &v);
-        reopen(&k);
+        open_again();
         check_new(&k, "new");
-        kvq_store_close(&k.store);
-        fault_close(&disk);
-        w = (struct world){.random = 5};
+        end_store();
     }
 }
 
@@ -390,16 +381,13 @@ static void newest_missing(void **unused)
 // the file is there again.
 static void gone_meanwhile(void **unused)
 {
-    struct kit k = {0};
-    struct world w = {.random = 7};
     struct kvq_store_verified v;
     char why[256];
     seed = 0;
     did[0] = '\0';
-    fault_open(&disk, 7);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 7);
     change(&k, &w, 40);
-    reopen(&k);
+    open_again();
     struct fault_name *name = newest_segment();
     char path[sizeof name->path];
     snprintf(path, sizeof path, "%s", name->path);
@@ -414,24 +402,20 @@ static void gone_meanwhile(void **unused)
     verify(&k, &v);
     assert_true(v.good_again == marked && v.sessions == 0);
     check(&k, &w, "with the file there again");
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // Of the segment with most that is dead a record that is alive cannot be read: others are compacted
 // all the same, and only when there are no others is that an error.
 static void compacts_past_a_sick_sector(void **unused)
 {
-    struct kit k = {0};
-    struct world w = {.random = 9};
     struct kvq_store_session found;
     struct kvq_stored *blocks[2];
     struct kvq_store_freed freed;
     char name[KVQ__NAME_BYTES], path[2][KVQ__PATH_BYTES];
     size_t n;
     int rc;
-    fault_open(&disk, 9);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(9, 9);
     for (int i = 0; i < 18; i++) { // six to a segment
         struct world_session *s = &w.sessions[0];
         *s = (struct world_session){.used = true, .shards = 1, .n = 1};
@@ -465,8 +449,7 @@ static void compacts_past_a_sick_sector(void **unused)
     assert_null(fault_find(&disk, path[0]));
     free(blocks[0]);
     free(blocks[1]);
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 int main(void)

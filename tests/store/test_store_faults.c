@@ -7,12 +7,6 @@
 #include "storage/store_internal.h"
 #include "tests/store/store_check.h"
 
-static bool full(void)
-{
-    const char *wanted = getenv("KVQ_FULL");
-    return wanted && strcmp(wanted, "1") == 0;
-}
-
 // ---- A disk that fails ----
 
 struct fault {
@@ -102,13 +96,11 @@ static void write_something(struct kit *k, struct world *w)
 // A run in which write or sync number `at` fails. False: it ended before.
 static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
 {
-    struct kit k = {0};
     struct world now = {.random = seed}, after;
     char when[100];
     int rc = 0;
     snprintf(when, sizeof when, "%s, seed %" PRIu64 ", number %" PRIu64, fault->name, seed, at);
-    fault_open(&disk, seed);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(seed, 0);
     fault_reset_counts(&disk);
     *(fault->sync ? &disk.fail_sync : &disk.fail_write) = at;
     disk.fail_count = fault->count;
@@ -136,13 +128,11 @@ static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
     check(&k, &now, when);
     kvq_store_close(&k.store);
     // Nothing of what failed comes back, even if all there is are the segments.
-    (void)disk.io.unlink(&disk.io, catalog);
-    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+    lose_catalog();
     if (kit_open(&k, &disk.io))
         fail_msg("%s: it cannot be made anew: %s", when, k.text);
     check(&k, &now, when);
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
     return rc != 0;
 }
 
@@ -161,9 +151,9 @@ static void disk_fails(void **state)
     };
     uint64_t runs = 0;
     for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
-        for (uint64_t seed = 1; seed <= (full() || faults[i].crash ? 8 : 1); seed++)
-            for (uint64_t at = 1, step = full() ? 1 : 1 + at / 8; fail_once(seed, at, &faults[i]);
-                 at += step, step = full() ? 1 : 1 + at / 8)
+        for (uint64_t seed = 1; seed <= (long_tier() || faults[i].crash ? 8 : 1); seed++)
+            for (uint64_t at = 1, step = long_tier() ? 1 : 1 + at / 8;
+                 fail_once(seed, at, &faults[i]); at += step, step = long_tier() ? 1 : 1 + at / 8)
                 runs++;
     print_message("%" PRIu64 " failures\n", runs);
     assert_true(runs > 50);
@@ -199,13 +189,11 @@ static void plan(void)
 // One store through one fault after the other: full, failing, crashing, and whole in between.
 static void storm(void **state)
 {
-    uint64_t failures = 0, crashes = 0, seeds = full() ? 300 : 8;
+    uint64_t failures = 0, crashes = 0, seeds = long_tier() ? 300 : 8;
     for (uint64_t seed = 1; seed <= seeds; seed++) {
-        struct kit k = {0};
-        struct world w = {.random = seed}, after;
+        struct world after;
         char when[100];
-        fault_open(&disk, 7000 + seed);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(7000 + seed, seed);
         for (int i = 0; i < 60; i++) {
             plan();
             snprintf(when, sizeof when, "storm, seed %" PRIu64 ", change %d", seed, i);
@@ -228,12 +216,10 @@ static void storm(void **state)
         write_something(&k, &w);
         check(&k, &w, when);
         kvq_store_close(&k.store);
-        (void)disk.io.unlink(&disk.io, catalog);
-        (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+        lose_catalog();
         assert_int_equal(kit_open(&k, &disk.io), 0);
         check(&k, &w, when);
-        kvq_store_close(&k.store);
-        fault_close(&disk);
+        end_store();
     }
     print_message("%" PRIu64 " failures, %" PRIu64 " crashes\n", failures, crashes);
     assert_true(failures > seeds && crashes > seeds);
@@ -268,10 +254,7 @@ static int save_one(struct kit *k, struct world *w, int at, const char *name)
 static void deleted_when_full(void **state)
 {
     for (int reopen = 0; reopen < 2; reopen++) {
-        struct kit k = {0};
-        struct world w = {.random = 60};
-        fault_open(&disk, 60);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(60, 60);
         assert_int_equal(save_one(&k, &w, 0, "a"), 0);
         assert_int_equal(save_one(&k, &w, 1, "b"), 0);
         fault_reset_counts(&disk);
@@ -284,34 +267,27 @@ static void deleted_when_full(void **state)
         w.sessions[0].used = false;
         check(&k, &w, "deleted");
         if (reopen) {
-            kvq_store_close(&k.store);
-            assert_int_equal(kit_open(&k, &disk.io), 0);
+            reopen_store();
         }
         assert_int_equal(k.store->n_owed, 1);
         assert_int_equal(save_one(&k, &w, 2, "c"), 0);
         assert_int_equal(k.store->n_owed, 0);
         check(&k, &w, "saved");
-        kvq_store_close(&k.store);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        reopen_store();
         assert_int_equal(k.store->n_owed, 0);
         kvq_store_close(&k.store);
-        assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
-        (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+        lose_catalog();
         assert_int_equal(kit_open(&k, &disk.io), 0);
         check(&k, &w, "made anew");
-        kvq_store_close(&k.store);
-        fault_close(&disk);
+        end_store();
     }
 }
 
 // A damaged catalog is made anew on a disk without a free byte: its own space has to do.
 static void anew_when_full(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 61};
     uint64_t free_bytes = 0;
-    fault_open(&disk, 61);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(61, 61);
     change(&k, &w, 40);
     kvq_store_close(&k.store);
     struct fault_file *file = fault_find(&disk, catalog);
@@ -344,15 +320,12 @@ static void failed_segment(void **state)
                  {"full", ENOSPC, false, false, true},
                  {"abort", 0, false, true, true}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct kit k = {0};
-        struct world w = {.random = 50 + i};
         struct kvq_save *save;
         const struct kvq_store_meta meta = {.space = "uid-1", .name = "lost", .shards = 1};
         const struct kvq_place place = {0};
         static uint8_t bytes[30000];
         uint64_t id;
-        fault_open(&disk, 50 + i);
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        begin_store(50 + i, 50 + i);
         assert_int_equal(save_one(&k, &w, 0, "before"), 0);
         fault_reset_counts(&disk);
         *(cases[i].sync ? &disk.fail_sync : &disk.fail_write) = cases[i].error != 0;
@@ -371,8 +344,7 @@ static void failed_segment(void **state)
         if ((segment_of(&k, "after") == segment_of(&k, "before")) != cases[i].again)
             fail_msg("%s: the segment was %s", cases[i].name, cases[i].again ? "left" : "reused");
         check(&k, &w, cases[i].name);
-        kvq_store_close(&k.store);
-        fault_close(&disk);
+        end_store();
     }
 }
 
@@ -451,10 +423,7 @@ static void damage_is_marked(struct kit *k, const struct world *w)
 
 static void read_only_disk(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 4};
-    fault_open(&disk, 4);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(4, 4);
     change(&k, &w, 20);
     struct world after = w;
     disk.read_only = true;
@@ -496,21 +465,17 @@ static void read_only_disk(void **state)
     disk.read_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     check(&k, &w, "writable again");
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // A failed read is an error of that read alone, and no reason to mark a block.
 static void read_fails(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 5};
     struct kvq_store_session found;
     struct kvq_stored *blocks;
     uint8_t bytes[WORLD_MAX_BYTES];
     size_t n;
-    fault_open(&disk, 5);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(5, 5);
     struct world_session *s = &w.sessions[0];
     *s = (struct world_session){.used = true, .name = "x", .shards = 1, .n = 1};
     s->blocks[0] = (struct world_block){.seed = 1, .bytes = 5000};
@@ -524,8 +489,7 @@ static void read_fails(void **state)
     fault_reset_counts(&disk);
     check(&k, &w, "read again");
     free(blocks);
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // ---- Damage ----
@@ -584,12 +548,9 @@ static void flip_at(struct kit *k, const struct world *w, uint64_t segment, stru
 
 static void flipped_bits(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 6};
-    uint64_t step = full() ? 29 : 911, flips = 0;
-    fault_open(&disk, 6);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    change(&k, &w, full() ? 12 : 40);
+    uint64_t step = long_tier() ? 29 : 911, flips = 0;
+    begin_store(6, 6);
+    change(&k, &w, long_tier() ? 12 : 40);
     for (uint64_t number = kvq__segment_after(k.store, 0); number;
          number = kvq__segment_after(k.store, number)) {
         char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
@@ -605,24 +566,20 @@ static void flipped_bits(void **state)
     print_message("%" PRIu64 " bits\n", flips);
     assert_true(flips > 100);
     check(&k, &w, "all bits as they were");
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // A block whose bytes are records of another segment, sound ones that would make a session: when
 // its header is damaged and the catalog is lost, the search for the next record must not take them.
 static void planted_records(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 8};
     struct kvq_store_session found;
     const char *path = "/store/segment-0000000000000001.kvqs";
     const struct kvq_store_meta mine = {.space = "uid-1", .name = "mine", .shards = 1};
     const struct kvq_place place = {0};
     struct kvq_save *save;
     uint64_t id;
-    fault_open(&disk, 8);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(8, 8);
     static const char *const names[] = {"a", "b", "c", "evil"};
     for (int i = 0; i < 4; i++) {
         w.sessions[i] = (struct world_session){.used = true, .shards = 1};
@@ -645,30 +602,25 @@ static void planted_records(void **state)
     kvq_store_close(&k.store);
     free(planted);
     fault_find(&disk, path)->data[KVQ_SEGMENT_FRONT + 20] ^= 1;
-    assert_int_equal(disk.io.unlink(&disk.io, catalog), 0);
-    (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+    lose_catalog();
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.rebuilt && k.report.damaged_bytes > 0);
     assert_int_equal(kvq_store_find(k.store, "uid-1", "evil", 0, &found, k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // A sector that the disk cannot read: a reader is told so and marks nothing, for it may be the
 // cable. verify goes past it and marks what lies there, and takes the marks off when it is mended.
 static void sick_sector(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 8};
     struct kvq_store_verified v;
     struct kvq_store_session found;
     struct kvq_stored *blocks;
     uint32_t sessions;
     size_t n;
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
-    fault_open(&disk, 8);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(8, 8);
     change(&k, &w, 40);
     assert_int_equal(kvq_store_list(k.store, NULL, 0, &found, 1, &sessions, k.text, sizeof k.text),
                      0);
@@ -712,19 +664,15 @@ static void sick_sector(void **state)
     change(&k, &w, 1);
     disk.sick = NULL;
     check(&k, &w, "with the disk mended");
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 // A segment is gone: the sessions that had nothing in it do not notice.
 static void missing_segment(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 7};
     struct kvq_store_verified v;
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], elsewhere[KVQ__PATH_BYTES + 8], why[256];
-    fault_open(&disk, 7);
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    begin_store(7, 7);
     change(&k, &w, 40);
     kvq__segment_name(kvq__segment_after(k.store, 0), name);
     kvq__path(k.store, name, path);
@@ -752,8 +700,7 @@ static void missing_segment(void **state)
     assert_non_null(strstr(v.text, "their marks are taken off"));
     check(&k, &w, "with the segment again");
     change(&k, &w, 0);
-    kvq_store_close(&k.store);
-    fault_close(&disk);
+    end_store();
 }
 
 int main(void)

@@ -21,12 +21,6 @@
 
 enum { SESSIONS = 3, BLOCKS = 12, BYTES = 3000 };
 
-static bool full(void)
-{
-    const char *wanted = getenv("KVQ_FULL");
-    return wanted && strcmp(wanted, "1") == 0;
-}
-
 static int open_store(const char *folder, struct kvq_store **store, char text[KVQ_TEXT_BYTES])
 {
     const struct kvq_store_options options = {.segment_bytes = 256 << 10, .buffer_bytes = 16 << 10};
@@ -176,7 +170,7 @@ static void killed(void **state)
 {
     uint64_t acknowledged[SESSIONS] = {0}, random = 12345;
     assert_non_null(mkdtemp(folder));
-    for (int i = 0; i < (full() ? 200 : 20); i++) {
+    for (int i = 0; i < (long_tier() ? 200 : 20); i++) {
         char text[KVQ_TEXT_BYTES];
         struct kvq_store *store;
         struct kvq_store_verified v;

@@ -17,34 +17,46 @@
 #include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
+// A store, what it is to hold, and an empty one on another disk.
 static struct fault_io disk, other_disk;
+static struct kit k, other;
+static struct world w;
 static const char *const file_path = "/exported.kvqs";
-
-static bool full(void)
-{
-    const char *wanted = getenv("KVQ_FULL");
-    return wanted && strcmp(wanted, "1") == 0;
-}
 
 static int set_up(void **state)
 {
     fault_open(&disk, 1);
     fault_open(&other_disk, 2);
-    return 0;
+    k = other = (struct kit){.stays_open = true};
+    w = (struct world){.random = 1};
+    return kit_open(&k, &disk.io) || kit_open(&other, &other_disk.io);
 }
 
 static int tear_down(void **state)
 {
+    kvq_store_close(&k.store);
+    kvq_store_close(&other.store);
     fault_close(&disk);
     fault_close(&other_disk);
     return 0;
 }
 
+static int export_it(const char *name)
+{
+    return kvq_store_export(k.store, "uid-1", name, file_path, k.text, sizeof k.text);
+}
+
+static int import_it(bool replace)
+{
+    return kvq_store_import(other.store, file_path, NULL, NULL, replace, other.text,
+                            sizeof other.text);
+}
+
 // A group of two shards whose first blocks are one, and a session beside it.
-static void make_group(struct kit *k, struct world *w)
+static void make_group(void)
 {
     for (uint32_t shard = 0; shard < 2; shard++) {
-        struct world_session *s = &w->sessions[shard];
+        struct world_session *s = &w.sessions[shard];
         *s = (struct world_session){.used = true,
                                     .name = "group",
                                     .shard = shard,
@@ -56,14 +68,14 @@ static void make_group(struct kit *k, struct world *w)
             s->blocks[s->n++] = (struct world_block){
                 .place = {shard, i, 1, i * 128}, .seed = i + shard * 10, .bytes = 100 + i * 333};
     }
-    assert_int_equal(kit_save(k, w, "group"), 0);
-    w->sessions[1].blocks[0].id = w->sessions[0].blocks[0].id;
-    w->sessions[1].blocks[0].seed = w->sessions[0].blocks[0].seed;
-    w->sessions[1].blocks[0].bytes = w->sessions[0].blocks[0].bytes;
-    assert_int_equal(kit_save(k, w, "group"), 0);
+    assert_int_equal(kit_save(&k, &w, "group"), 0);
+    w.sessions[1].blocks[0].id = w.sessions[0].blocks[0].id;
+    w.sessions[1].blocks[0].seed = w.sessions[0].blocks[0].seed;
+    w.sessions[1].blocks[0].bytes = w.sessions[0].blocks[0].bytes;
+    assert_int_equal(kit_save(&k, &w, "group"), 0);
     struct world beside = {0};
     beside.sessions[0] = (struct world_session){.used = true, .name = "beside", .shards = 1};
-    assert_int_equal(kit_save(k, &beside, "beside"), 0);
+    assert_int_equal(kit_save(&k, &beside, "beside"), 0);
 }
 
 // Copies a file from one disk to the other.
@@ -78,31 +90,26 @@ static void carry(struct fault_io *from, struct fault_io *to, uint64_t bytes)
     to->io.close(&to->io, handle);
 }
 
+// Exports the session, and takes the file to the other disk.
+static void take_over(const char *name)
+{
+    assert_int_equal(export_it(name), 0);
+    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+}
+
 static void there_and_back(void **state)
 {
-    struct kit k = {0}, other = {0};
-    struct world w = {.random = 1};
     char why[256];
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kit_open(&other, &other_disk.io), 0);
-    make_group(&k, &w);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
-                     0);
-    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
-    assert_int_equal(
-        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
-        0);
+    make_group();
+    take_over("group");
+    assert_int_equal(import_it(false), 0);
     if (!kit_same(&other, &w, false, why) || !kit_sound(&other, why))
         fail_msg("%s", why);
     struct kvq_store_status status; // the shared block is one there, too
     assert_int_equal(kvq_store_status(other.store, &status, other.text, sizeof other.text), 0);
     assert_int_equal(status.blocks, 9);
-    assert_int_equal(
-        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
-        KVQ_E_EXISTS);
-    assert_int_equal(
-        kvq_store_import(other.store, file_path, NULL, NULL, true, other.text, sizeof other.text),
-        0);
+    assert_int_equal(import_it(false), KVQ_E_EXISTS);
+    assert_int_equal(import_it(true), 0);
     if (!kit_same(&other, &w, false, why) || !kit_sound(&other, why))
         fail_msg("replaced: %s", why);
     struct kvq_store_session found;
@@ -118,54 +125,43 @@ static void there_and_back(void **state)
     assert_int_equal(
         kvq_store_find(other.store, "uid-2", "copy", 1, &found, other.text, sizeof other.text), 0);
     assert_int_equal(found.tokens, 700);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "none", file_path, k.text, sizeof k.text),
-                     KVQ_E_NO_SESSION);
-    kvq_store_close(&k.store);
-    kvq_store_close(&other.store);
+    assert_int_equal(export_it("none"), KVQ_E_NO_SESSION);
 }
 
 // Nothing of a spoiled file is visible, and the store goes on.
-static void refused(struct kit *k, const char *what, uint64_t at)
+static void refused(const char *what, uint64_t at)
 {
     struct kvq_store_status status;
     struct kvq_store_session of; // its first session alone may be good
-    if (kvq_store_exported(k->store, file_path, &of, k->text, sizeof k->text) == 0 && !of.name[0])
+    if (kvq_store_exported(other.store, file_path, &of, other.text, sizeof other.text) == 0 &&
+        !of.name[0])
         fail_msg("%s %" PRIu64 ": a session without a name", what, at);
-    k->text[0] = '\0';
-    int rc = kvq_store_import(k->store, file_path, NULL, NULL, false, k->text, sizeof k->text);
-    if (rc == 0 || !k->text[0])
+    other.text[0] = '\0';
+    int rc = import_it(false);
+    if (rc == 0 || !other.text[0])
         fail_msg("%s %" PRIu64 ": it was taken", what, at);
-    assert_int_equal(kvq_store_status(k->store, &status, k->text, sizeof k->text), 0);
+    assert_int_equal(kvq_store_status(other.store, &status, other.text, sizeof other.text), 0);
     assert_int_equal(status.sessions, 0);
     assert_false(status.read_only);
 }
 
 static void spoiled_files(void **state)
 {
-    struct kit k = {0}, other = {0};
-    struct world w = {.random = 1};
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kit_open(&other, &other_disk.io), 0);
-    make_group(&k, &w);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
-                     0);
-    kvq_store_close(&k.store);
+    make_group();
+    assert_int_equal(export_it("group"), 0);
     uint64_t bytes = fault_find(&disk, file_path)->bytes;
-    for (uint64_t n = 0; n < bytes; n += full() ? 64 : 331) {
+    for (uint64_t n = 0; n < bytes; n += long_tier() ? 64 : 331) {
         carry(&disk, &other_disk, n);
-        refused(&other, "cut at", n);
+        refused("cut at", n);
     }
     carry(&disk, &other_disk, bytes);
     struct fault_file *file = fault_find(&other_disk, file_path);
-    for (uint64_t at = 0; at < bytes; at += full() ? 1 : 97) {
+    for (uint64_t at = 0; at < bytes; at += long_tier() ? 1 : 97) {
         file->data[at] ^= (uint8_t)(1u << (at % 8));
-        refused(&other, "spoiled at", at);
+        refused("spoiled at", at);
         file->data[at] ^= (uint8_t)(1u << (at % 8));
     }
-    assert_int_equal(
-        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
-        0);
-    kvq_store_close(&other.store);
+    assert_int_equal(import_it(false), 0);
 }
 
 // Replaces a record's payload of n bytes, and makes its checksums right.
@@ -183,18 +179,11 @@ static void forge_record(uint8_t *at, const void *payload, size_t n, uint64_t sa
 // it together from parts.
 static void wrong_count(void **state)
 {
-    struct kit k = {0}, other = {0};
-    struct world w = {.random = 1};
     struct kvq_file_head head;
     struct kvq_record r;
     struct kvq_commit commit;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kit_open(&other, &other_disk.io), 0);
-    make_group(&k, &w);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
-                     0);
-    kvq_store_close(&k.store);
-    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    make_group();
+    take_over("group");
     struct fault_file *file = fault_find(&other_disk, file_path);
     uint8_t *end = file->data + file->bytes - kvq_record_bytes(sizeof commit);
     memcpy(&head, file->data + sizeof r, sizeof head);
@@ -206,35 +195,24 @@ static void wrong_count(void **state)
             memcpy(keep, end, sizeof keep);
             forge_record(end, &commit, sizeof commit, head.salt);
             if (by) {
-                refused(&other, field ? "records" : "sessions", (uint64_t)by);
+                refused(field ? "records" : "sessions", (uint64_t)by);
                 assert_non_null(strstr(other.text, "its end counts other sessions and records"));
             }
             memcpy(end, keep, sizeof keep);
         }
-    assert_int_equal(
-        kvq_store_import(other.store, file_path, NULL, NULL, false, other.text, sizeof other.text),
-        0);
-    kvq_store_close(&other.store);
+    assert_int_equal(import_it(false), 0);
 }
 
 // A shard by itself, which nobody could open.
 static void a_shard_is_missing(void **state)
 {
-    struct kit k = {0}, other = {0};
-    struct world w = {.random = 1};
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kit_open(&other, &other_disk.io), 0);
     w.sessions[0] =
         (struct world_session){.used = true, .name = "half", .shard = 1, .shards = 2, .n = 1};
     w.sessions[0].blocks[0] = (struct world_block){.seed = 1, .bytes = 500};
     assert_int_equal(kit_save(&k, &w, "half"), 0);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "half", file_path, k.text, sizeof k.text),
-                     0);
-    kvq_store_close(&k.store);
-    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
-    refused(&other, "half of a session", 0);
+    take_over("half");
+    refused("half of a session", 0);
     assert_non_null(strstr(other.text, "it holds 1 of 2 shards"));
-    kvq_store_close(&other.store);
 }
 
 // Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
@@ -242,17 +220,10 @@ static void too_many_tokens(void **state)
 {
     static uint8_t bytes[1 << 16];
     static const uint64_t counts[] = {INT64_MAX, KVQ_MAX_SESSION_TOKENS + 1};
-    struct kit k = {0}, other = {0};
-    struct world w = {.random = 1};
     struct kvq_file_head head;
     struct kvq_record r;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kit_open(&other, &other_disk.io), 0);
-    make_group(&k, &w);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
-                     0);
-    kvq_store_close(&k.store);
-    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    make_group();
+    take_over("group");
     struct fault_file *file = fault_find(&other_disk, file_path);
     memcpy(&head, file->data + sizeof r, sizeof head);
     for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
@@ -267,7 +238,7 @@ static void too_many_tokens(void **state)
             forge_record(at, bytes, r.length, head.salt);
             at += kvq_record_bytes(r.length);
         }
-        refused(&other, "tokens", counts[i]);
+        refused("tokens", counts[i]);
         assert_non_null(strstr(other.text, "tokens; at most 16777216 are allowed"));
     }
     struct world beside = {.random = 1};
@@ -275,7 +246,6 @@ static void too_many_tokens(void **state)
     assert_int_equal(kit_save(&other, &beside, "beside"), 0);
     beside.sessions[0].tokens = KVQ_MAX_SESSION_TOKENS + 1;
     assert_int_equal(kit_save(&other, &beside, "beside"), KVQ_E_LIMIT);
-    kvq_store_close(&other.store);
 }
 
 // Names that no message may hold: the session could never be named again, not even to delete it.
@@ -286,18 +256,11 @@ static void names_without_sense(void **state)
         offsetof(struct kvq_manifest_head, space), offsetof(struct kvq_manifest_head, name),
         offsetof(struct kvq_manifest_head, model), offsetof(struct kvq_manifest_head, formats)};
     static const char *const texts[] = {"\xff", "\xc3", "a\xc2\x85", "\xed\xa0\x80", "\n"};
-    struct kit k = {0}, other = {0};
-    struct world w = {.random = 1};
     struct kvq_file_head head;
     struct kvq_record r;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kit_open(&other, &other_disk.io), 0);
     w.sessions[0] = (struct world_session){.used = true, .name = "one", .shards = 1};
     assert_int_equal(kit_save(&k, &w, "one"), 0);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "one", file_path, k.text, sizeof k.text),
-                     0);
-    kvq_store_close(&k.store);
-    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
+    take_over("one");
     uint8_t *file = fault_find(&other_disk, file_path)->data, *at = file + KVQ_SEGMENT_FRONT;
     memcpy(&head, file + sizeof r, sizeof head);
     memcpy(&r, at, sizeof r);
@@ -309,7 +272,7 @@ static void names_without_sense(void **state)
             memcpy(bytes, at + sizeof r, r.length);
             memcpy(bytes + fields[i], texts[j], strlen(texts[j]) + 1);
             forge_record(at, bytes, r.length, head.salt);
-            refused(&other, "text", i * 10 + j);
+            refused("text", i * 10 + j);
             assert_non_null(strstr(other.text, "control characters or is not UTF-8"));
             memcpy(at, keep, sizeof r + r.length);
         }
@@ -318,33 +281,24 @@ static void names_without_sense(void **state)
     assert_int_equal(kit_save(&other, &beside, "\xe4"), KVQ_E_INVALID);
     snprintf(beside.sessions[0].name, sizeof beside.sessions[0].name, "\xc3\xa4");
     assert_int_equal(kit_save(&other, &beside, "\xc3\xa4"), 0);
-    kvq_store_close(&other.store);
 }
 
 // A disk that fills up while the file is written leaves no file, and not the old one spoiled.
 static void no_room(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 1};
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    make_group(&k, &w);
+    make_group();
     disk.capacity = fault_physical(&disk) + 4096;
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text),
-                     KVQ_E_NO_SPACE);
+    assert_int_equal(export_it("group"), KVQ_E_NO_SPACE);
     assert_null(fault_find(&disk, file_path));
     assert_null(fault_find(&disk, "/exported.kvqs.tmp"));
-    kvq_store_close(&k.store);
 }
 
 // What did not change makes the same file, whoever exports it when; a block that is in the files of
 // two saves has the same record in both.
 static void same_saves_same_file(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 1};
     struct kvq_store_freed freed;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    make_group(&k, &w);
+    make_group();
     uint64_t salts[3], bytes[3];
     struct kvq_checksum sums[3];
     for (int i = 0; i < 3; i++) {
@@ -355,8 +309,7 @@ static void same_saves_same_file(void **state)
         } else if (i == 2) {
             assert_int_equal(kit_save(&k, &w, "group"), 0);
         }
-        assert_int_equal(
-            kvq_store_export(k.store, "uid-1", "group", file_path, k.text, sizeof k.text), 0);
+        assert_int_equal(export_it("group"), 0);
         const struct fault_file *file = fault_find(&disk, file_path);
         bytes[i] = file->bytes;
         sums[i] = kvq_checksum(file->data, file->bytes);
@@ -365,7 +318,6 @@ static void same_saves_same_file(void **state)
     assert_int_equal(bytes[0], bytes[1]);
     assert_true(kvq_checksum_equal(sums[0], sums[1]));
     assert_true(salts[0] != 0 && salts[0] == salts[1] && salts[1] == salts[2]);
-    kvq_store_close(&k.store);
 }
 
 struct onlooker {
@@ -384,15 +336,11 @@ static int look_on(void *context, uint64_t done, uint64_t all)
 // Both can be ended at every step, and nothing has changed then.
 static void cancelled(void **state)
 {
-    struct kit k = {0}, other = {0};
-    struct world w = {.random = 1};
     struct onlooker o;
     const struct kvq_store_watch watch = {look_on, &o};
     uint32_t n = 0;
     int rc;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kit_open(&other, &other_disk.io), 0);
-    make_group(&k, &w);
+    make_group();
     do {
         o = (struct onlooker){.until = n++};
         rc = kvq_store_export_watched(k.store, "uid-1", "group", file_path, &watch, k.text,
@@ -415,8 +363,6 @@ static void cancelled(void **state)
     } while (rc == KVQ_E_CANCELLED);
     assert_int_equal(rc, 0);
     assert_int_equal(n, 13); // two manifests and the commit, too
-    kvq_store_close(&k.store);
-    kvq_store_close(&other.store);
 }
 
 // What happens to the session while it is exported, at the first block.
@@ -447,10 +393,7 @@ static int overtake(void *context, uint64_t done, uint64_t all)
 // segments: who exports it is told to do so again, and not that there is no such session.
 static void overtaken(void **state)
 {
-    struct kit k = {0};
-    struct world w = {.random = 1};
     struct world_session *s = &w.sessions[0];
-    assert_int_equal(kit_open(&k, &disk.io), 0);
     *s = (struct world_session){.used = true, .name = "it", .shards = 1, .tokens = 20, .n = 20};
     for (uint32_t i = 0; i < 20; i++)
         s->blocks[i] = (struct world_block){.place = {0, i, 1, i}, .seed = i, .bytes = 9000};
@@ -471,8 +414,7 @@ static void overtaken(void **state)
             s->blocks[i] = (struct world_block){.place = {0, i, 1, i}, .seed = i, .bytes = 9000};
         assert_int_equal(kit_save(&k, &w, "it"), 0);
     }
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "it", file_path, k.text, sizeof k.text), 0);
-    kvq_store_close(&k.store);
+    assert_int_equal(export_it("it"), 0);
 }
 
 // ---- Readers beside a writer ----
@@ -541,13 +483,12 @@ static void tidy(struct kit *k)
 
 static void readers_beside_a_writer(void **state)
 {
-    struct kit k = {.stays_open = true};
-    struct world w = {.random = 9}, after;
+    struct world after;
     struct reader readers[2];
     pthread_t threads[2];
-    const int least = full() ? 2000 : 100, most = 5000;
+    const int least = long_tier() ? 2000 : 100, most = 5000;
     uint64_t stop = 0;
-    assert_int_equal(kit_open(&k, &disk.io), 0);
+    w.random = 9;
     for (int i = 0; i < 2; i++) {
         readers[i] = (struct reader){.store = k.store, .stop = &stop};
         assert_int_equal(pthread_create(&threads[i], NULL, reader_main, &readers[i]), 0);
@@ -567,23 +508,24 @@ static void readers_beside_a_writer(void **state)
     char why[256];
     if (!kit_same(&k, &w, false, why))
         fail_msg("%s", why);
-    kvq_store_close(&k.store);
 }
+
+#define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(there_and_back, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(spoiled_files, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(wrong_count, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(too_many_tokens, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(a_shard_is_missing, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(names_without_sense, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(overtaken, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(no_room, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(same_saves_same_file, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(cancelled, set_up, tear_down),
-        cmocka_unit_test_setup_teardown(readers_beside_a_writer, set_up, tear_down),
+        TEST(there_and_back),
+        TEST(spoiled_files),
+        TEST(wrong_count),
+        TEST(too_many_tokens),
+        TEST(a_shard_is_missing),
+        TEST(names_without_sense),
+        TEST(overtaken),
+        TEST(no_room),
+        TEST(same_saves_same_file),
+        TEST(cancelled),
+        TEST(readers_beside_a_writer),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
