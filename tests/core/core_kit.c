@@ -254,6 +254,13 @@ int kit_buffer(struct member *m, uint64_t bytes, uint32_t *buffer)
     return kvq__buffer_add(m->client, &memory, buffer, text);
 }
 
+void member_fill(struct member *m)
+{
+    float *numbers = (float *)(void *)m->memory;
+    for (uint64_t i = 0; i < m->bytes / sizeof *numbers; i++)
+        numbers[i] = kit_float(m->kit);
+}
+
 void member_free(struct member *m)
 {
     memory_free(m->memory);
@@ -353,6 +360,33 @@ int kit_request(struct member *m, const struct kvq_request *header,
     return p == KVQ__WAIT ? 1 : kvq__queue_completion(m->queue)->status;
 }
 
+int kit_ask(struct member *m, const struct kvq_request *header, const struct kvq_entry_wire *entry)
+{
+    int rc = kit_request(m, header, entry);
+    return rc ? rc : kvq__queue_results(m->queue)[0].status;
+}
+
+struct kvq_request kit_append(const struct member *m, uint64_t step, uint32_t layer, uint32_t heads,
+                              uint32_t dim)
+{
+    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
+    r.step = step;
+    r.layer = layer;
+    r.k = kit_view(m, 0, heads, dim, KVQ_F32);
+    r.v = kit_view(m, m->bytes / 2, heads, dim, KVQ_F32);
+    return r;
+}
+
+struct kvq_request kit_attend(const struct member *m, uint32_t layer, uint64_t q_at,
+                              uint64_t out_at, uint32_t q_heads, uint32_t dim)
+{
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    r.layer = layer;
+    r.q = kit_view(m, q_at, q_heads, dim, KVQ_F32);
+    r.out = kit_view(m, out_at, q_heads, dim, KVQ_F32);
+    return r;
+}
+
 // ---- One session, fed from one tensor ----
 
 uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32_t n_rows,
@@ -378,12 +412,11 @@ int kit_simple(struct member *m, uint8_t op, uint64_t step, struct kvq_entry_wir
     struct kvq_request r = kit_header(op, 1);
     r.step = step;
     int rc = kit_request(m, &r, &entry);
-    if (rc == 0) {
-        rc = kvq__queue_results(m->queue)[0].status;
-        if (value)
-            *value = kvq__queue_results(m->queue)[0].value;
-    }
-    return rc;
+    if (rc)
+        return rc;
+    if (value)
+        *value = kvq__queue_results(m->queue)[0].value;
+    return kvq__queue_results(m->queue)[0].status;
 }
 
 // Ids of a step's tokens, if the member tells any: that of token t is element t.
@@ -401,8 +434,7 @@ static int begin_step(struct member *m, struct kvq_entry_wire e)
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     r.step = KIT_STEP;
     put_ids(m, &r, &e);
-    int rc = kit_request(m, &r, &e);
-    return rc ? rc : kvq__queue_results(m->queue)[0].status;
+    return kit_ask(m, &r, &e);
 }
 
 int kit_begin(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uint32_t dim)
@@ -412,16 +444,9 @@ int kit_begin(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
         .handle = handle, .position = s->tokens, .row = (uint32_t)s->tokens, .append = n};
     int rc = begin_step(m, e);
     for (uint32_t layer = 0; rc == 0 && layer < s->n_layers; layer++) {
-        struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-        r.step = KIT_STEP;
-        r.layer = layer;
-        r.k = kit_view(m, 0, heads, dim, KVQ_F32);
-        r.v = kit_view(m, m->bytes / 2, heads, dim, KVQ_F32);
-        if (!kvq__layer_owns(s, layer))
-            continue;
-        rc = kit_request(m, &r, &e);
-        if (rc == 0)
-            rc = kvq__queue_results(m->queue)[0].status;
+        struct kvq_request r = kit_append(m, KIT_STEP, layer, heads, dim);
+        if (kvq__layer_owns(s, layer))
+            rc = kit_ask(m, &r, &e);
     }
     return rc;
 }
@@ -448,8 +473,7 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
             m->layers[i] = (struct kvq_step_layer){0};
     }
     put_ids(m, &r, &e);
-    int rc = kit_request(m, &r, &e);
-    return rc ? rc : kvq__queue_results(m->queue)[0].status;
+    return kit_ask(m, &r, &e);
 }
 
 // ---- Counting everything anew ----

@@ -60,6 +60,8 @@ void kit_close(struct kit *kit); // asserts that all memory came back
 int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes);
 // Another buffer over the first bytes of the member's memory. 0 or the core's code.
 int kit_buffer(struct member *m, uint64_t bytes, uint32_t *buffer);
+// The member's memory holds numbers from now on.
+void member_fill(struct member *m);
 void member_close(struct member *m); // nothing may be in flight
 void member_free(struct member *m);  // after a detach, when its queue is closed
 
@@ -78,9 +80,17 @@ void kit_load(struct member *m, const struct kvq_request *header,
 // status; results in kvq__queue_results().
 int kit_request(struct member *m, const struct kvq_request *header,
                 const struct kvq_entry_wire *entries);
+// The same; if that is 0, the status of its first entry.
+int kit_ask(struct member *m, const struct kvq_request *header, const struct kvq_entry_wire *entry);
 struct kvq_request kit_header(uint8_t op, uint16_t count);
 struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
                               uint8_t dtype);
+// An APPEND of one entry: K from the beginning of the member's buffer, V from its middle.
+struct kvq_request kit_append(const struct member *m, uint64_t step, uint32_t layer, uint32_t heads,
+                              uint32_t dim);
+// An ATTEND of one entry, of queries and to outputs that lie there in the member's buffer.
+struct kvq_request kit_attend(const struct member *m, uint32_t layer, uint64_t q_at,
+                              uint64_t out_at, uint32_t q_heads, uint32_t dim);
 
 // ---- One session, fed from one tensor ----
 

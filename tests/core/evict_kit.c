@@ -15,9 +15,7 @@ uint32_t home = 1;
 void attach(struct member *member, uint32_t uid)
 {
     assert_int_equal(member_open(&kit, member, uid, BUFFER), 0);
-    float *memory = (float *)(void *)member->memory;
-    for (uint32_t i = 0; i < BUFFER / sizeof *memory; i++)
-        memory[i] = kit_float(&kit);
+    member_fill(member);
 }
 
 int setup(void **state)
@@ -143,11 +141,7 @@ int go_on(struct member *member, uint64_t handle, uint32_t n)
     struct kvq_entry_wire e = entry(member, handle, n);
     int rc = 0;
     for (uint32_t layer = 0; rc == 0 && layer < LAYERS; layer++) {
-        struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-        r.step = 99;
-        r.layer = layer;
-        r.k = kit_view(member, 0, HEADS, DIM, KVQ_F32);
-        r.v = kit_view(member, BUFFER / 2, HEADS, DIM, KVQ_F32);
+        struct kvq_request r = kit_append(member, 99, layer, HEADS, DIM);
         rc = finish(member, kit_request(member, &r, &e));
     }
     return rc ? rc : kit_simple(member, KVQ_OP_STEP_END, 99, e, NULL);
@@ -172,10 +166,7 @@ void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTE
     struct kvq_entry_wire e = entry(member, handle, 0);
     e.queries = QUERIES;
     for (uint32_t i = 0; i < LAYERS; i++) {
-        struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
-        r.layer = i;
-        r.q = kit_view(member, Q_AT, 2 * HEADS, DIM, KVQ_F32);
-        r.out = kit_view(member, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+        struct kvq_request r = kit_attend(member, i, Q_AT, OUT_AT, 2 * HEADS, DIM);
         assert_int_equal(finish(member, kit_request(member, &r, &e)), 0);
         memcpy(out[i], member->memory + OUT_AT, OUT_BYTES);
     }

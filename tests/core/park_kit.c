@@ -80,8 +80,7 @@ void refused(uint64_t handle, int code, const char *why)
 {
     struct kvq__move_info info;
     assert_int_equal(kvq__session_park(m.client, handle, &info, text), code);
-    if (!strstr(text, why))
-        fail_msg("\"%s\" does not say \"%s\"", text, why);
+    assert_says(text, why);
     assert_false(kvq__is_offloaded(session_of(handle)));
     core_check(kit.core);
 }

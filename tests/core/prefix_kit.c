@@ -117,14 +117,10 @@ void drop(struct member *m, uint64_t handle)
 
 void attend(struct member *m, uint64_t handle, uint32_t layer, float *out)
 {
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {
         .handle = handle, .position = kit_of(m, handle)->tokens, .queries = 1};
-    r.layer = layer;
-    r.q = kit_view(m, 0, 4, DIM, KVQ_F32);
-    r.out = kit_view(m, OUT, 4, DIM, KVQ_F32);
-    assert_int_equal(kit_request(m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(m->queue)[0].status, 0);
+    struct kvq_request r = kit_attend(m, layer, 0, OUT, 4, DIM);
+    assert_int_equal(kit_ask(m, &r, &e), 0);
     memcpy(out, m->memory + OUT, 4 * DIM * sizeof *out);
 }
 

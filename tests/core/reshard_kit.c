@@ -15,9 +15,7 @@ int setup(void **state)
 {
     kit_open(&kit, 11, 256 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
-    float *memory = (float *)(void *)m.memory;
-    for (uint32_t i = 0; i < BUFFER / sizeof *memory; i++)
-        memory[i] = kit_float(&kit);
+    member_fill(&m);
     return 0;
 }
 
@@ -131,8 +129,7 @@ static void append(const struct set *s, uint32_t shard, uint32_t layer, uint32_t
     r.layer = layer;
     r.k = kit_view(&m, at, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&m, BUFFER / 2 + at, HEADS, DIM, KVQ_F32);
-    assert_int_equal(kit_request(&m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kit_ask(&m, &r, &e), 0);
 }
 
 // The step's beginning or end, of all shards in one request.
@@ -180,8 +177,7 @@ void attend_shard(const struct set *s, uint32_t shard, uint32_t layer, uint64_t 
     r.layer = layer;
     r.q = kit_view(&m, Q_AT + at, RATIO * HEADS, DIM, KVQ_F32);
     r.out = kit_view(&m, out_at + at, RATIO * HEADS, DIM, KVQ_F32);
-    assert_int_equal(kit_request(&m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kit_ask(&m, &r, &e), 0);
 }
 
 void attend(const struct set *s, uint32_t i, uint8_t out[OUT_BYTES])

@@ -25,9 +25,7 @@ void open_kit(void)
 {
     kit_open(&kit, 7, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
-    float *memory = (float *)(void *)m.memory;
-    for (uint32_t i = 0; i < BUFFER / sizeof *memory; i++)
-        memory[i] = kit_float(&kit);
+    member_fill(&m);
 }
 
 void close_kit(void)
@@ -69,10 +67,7 @@ void feed(uint64_t handle, uint64_t to)
 
 struct kvq_request attend_of(uint32_t layer)
 {
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
-    r.layer = layer;
-    r.q = kit_view(&m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
-    r.out = kit_view(&m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    struct kvq_request r = kit_attend(&m, layer, Q_AT, OUT_AT, 2 * HEADS, DIM);
     return r;
 }
 
@@ -158,8 +153,7 @@ void append_both(uint64_t step, const struct kvq_entry_wire e[2])
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
     for (r.layer = 0; r.layer < OWNED; r.layer++) {
-        assert_int_equal(kit_request(&m, &r, e), 0);
-        assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+        assert_int_equal(kit_ask(&m, &r, e), 0);
     }
     r = kit_header(KVQ_OP_STEP_END, 2);
     r.step = step;

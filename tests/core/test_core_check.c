@@ -123,7 +123,7 @@ static void limits(void **state)
     assert_int_equal(kit_step(&m, handle, 300, HEADS, DIM) < 0, true); // the core keeps to it
     ASSERT_SOUND();
     kvq__check_forget(check);
-    assert_non_null(strstr(look(), "counted <= limit"));
+    assert_says(look(), "counted <= limit");
     ns->quota.limit[KVQ__HOST_BYTES] = ns->quota.limit[KVQ__SESSIONS] = 0;
 }
 

@@ -70,7 +70,7 @@ static void test_learned_nothing(void **state)
     from->saved.layers[0].learned = false;
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
                      KVQ_E_DAMAGED);
-    assert_non_null(strstr(text, "layer 0 has packed tokens of which it has not learned"));
+    assert_says(text, "layer 0 has packed tokens of which it has not learned");
 }
 
 // Blocks that saves write of a session that grows by a token: after the first one, and of one that

@@ -9,7 +9,7 @@
 #include "tests/kits/stream_kit.h"
 #include "tests/kits/unit.h"
 
-static struct kvq_entry_wire entry_of(const struct streamer *s, uint64_t session, uint32_t append)
+static struct kvq_entry_wire entry_of(uint64_t session, uint32_t append)
 {
     return (struct kvq_entry_wire){.handle = session, .append = append};
 }
@@ -17,14 +17,10 @@ static struct kvq_entry_wire entry_of(const struct streamer *s, uint64_t session
 // Tokens of the streamer's session: n, in one step.
 static void write_tokens(struct streamer *s, uint64_t session, uint32_t n)
 {
-    struct kvq_entry_wire e = entry_of(s, session, n);
-    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-    r.step = 1;
-    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
-    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    struct kvq_entry_wire e = entry_of(session, n);
+    struct kvq_request r = kit_append(&s->m, 1, 0, HEADS, DIM);
     assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
-    assert_int_equal(kit_request(&s->m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(s->m.queue)[0].status, 0);
+    assert_int_equal(kit_ask(&s->m, &r, &e), 0);
     r = kit_header(KVQ_OP_STEP_END, 0);
     r.step = 1;
     assert_int_equal(kit_request(&s->m, &r, NULL), 0);
@@ -38,14 +34,19 @@ static void others_work(struct streamer *s)
     write_tokens(s, s->session, TOKENS);
 }
 
+static struct kvq_request read_on_stream(struct streamer *s, uint32_t n)
+{
+    struct kvq_request r = kit_header(KVQ_OP_READ, n);
+    stream_order(s, &r);
+    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
+    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    return r;
+}
+
 // A READ on the stream of the client, which has not come to it; then it does. Nobody waited for it.
 static void read_behind(struct streamer *s, const struct kvq_entry_wire *e, uint32_t n)
 {
-    struct kvq_request r = kit_header(KVQ_OP_READ, n);
-    r.flags = KVQ_REQ_ON_STREAM;
-    r.signal = ++s->signal;
-    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
-    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    struct kvq_request r = read_on_stream(s, n);
     memset(s->m.memory, 0, BUFFER);
     kit_load(&s->m, &r, e);
     enum kvq__progress progress = kvq__request_start(s->m.queue);
@@ -86,9 +87,20 @@ static void test_many_pieces(void **state)
     memcpy(were, one.m.memory, sizeof were);
     write_tokens(&one, one.session, PIECES);
     kit.core->config.work_stream_workspace = PIECE * HEADS * DIM * 2 * sizeof(float);
-    const struct kvq_entry_wire e = entry_of(&one, one.session, PIECES);
+    const struct kvq_entry_wire e = entry_of(one.session, PIECES);
     read_behind(&one, &e, 1);
     rows_are(&one, were, 0, PIECES);
+}
+
+// Sessions of so many tokens, and entries that read them one behind the other.
+static void open_many(struct kvq_entry_wire *e, uint32_t sessions, uint32_t each)
+{
+    for (uint32_t i = 0; i < sessions; i++) {
+        stream_session(&one, "", "f16");
+        write_tokens(&one, one.session, each);
+        e[i] = entry_of(one.session, each);
+        e[i].row = i * each;
+    }
 }
 
 // The same of as many sessions.
@@ -98,12 +110,7 @@ static void test_many_sessions(void **state)
     static float were[EACH * HEADS * DIM];
     static struct kvq_entry_wire e[SESSIONS];
     memcpy(were, one.m.memory, sizeof were);
-    for (uint32_t i = 0; i < SESSIONS; i++) {
-        stream_session(&one, "", "f16");
-        write_tokens(&one, one.session, EACH);
-        e[i] = entry_of(&one, one.session, EACH);
-        e[i].row = i * EACH;
-    }
+    open_many(e, SESSIONS, EACH);
     kit.core->config.work_stream_workspace = HEADS * DIM * 2 * sizeof(float);
     read_behind(&one, e, SESSIONS);
     for (uint32_t i = 0; i < SESSIONS; i++)
@@ -115,17 +122,8 @@ static void test_read_together(void **state)
 {
     enum { SESSIONS = 100, EACH = 2 };
     static struct kvq_entry_wire e[SESSIONS];
-    for (uint32_t i = 0; i < SESSIONS; i++) {
-        stream_session(&one, "", "f16");
-        write_tokens(&one, one.session, EACH);
-        e[i] = entry_of(&one, one.session, EACH);
-        e[i].row = i * EACH;
-    }
-    struct kvq_request r = kit_header(KVQ_OP_READ, SESSIONS);
-    r.flags = KVQ_REQ_ON_STREAM;
-    r.signal = ++one.signal;
-    r.k = kit_view(&one.m, 0, HEADS, DIM, KVQ_F32);
-    r.v = kit_view(&one.m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    open_many(e, SESSIONS, EACH);
+    struct kvq_request r = read_on_stream(&one, SESSIONS);
     assert_int_equal(kit_request(&one.m, &r, e), 0);
     const struct kvq__work_stream *stream = one.m.client->streams[0];
     assert_true(stream->n == 1 && stream->pending[stream->first].ops < 64);
@@ -181,36 +179,21 @@ static void test_many_cut_queries(void **state)
     enum { LONG = 700, QUERIES = 256 };
     stream_session(&one, "long", "f16");
     assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {.handle = one.session, .position = LONG, .queries = QUERIES};
-    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
-    r.out = kit_view(&one.m, BUFFER / 2, 2 * HEADS, DIM, KVQ_F32);
+    struct kvq_request r = kit_attend(&one.m, 0, Q_AT, BUFFER / 2, 2 * HEADS, DIM);
     kit.core->config.work_stream_workspace = 4096;
-    assert_int_equal(kit_request(&one.m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
-}
-
-// With little memory for what a request hands to the GPU.
-static int small_setup(void **state)
-{
-    sim_begin(0);
-    kit_open(&kit, 7, 32 * MIB, 0);
-    kit.core->config.work_stream_bytes = 32 << 10;
-    stream_open(&one, "one");
-    stream_open(&two, "two");
-    return 0;
+    assert_int_equal(kit_ask(&one.m, &r, &e), 0);
 }
 
 int main(void)
 {
-#define ON_STREAMS(test) cmocka_unit_test_setup_teardown(test, stream_setup, stream_teardown)
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        ON_STREAMS(test_many_pieces),
-        ON_STREAMS(test_many_sessions),
-        ON_STREAMS(test_read_together),
-        ON_STREAMS(test_many_cut_queries),
-        cmocka_unit_test_setup_teardown(test_room_of_cut_calls, small_setup, stream_teardown),
+        STREAM_TEST(test_many_pieces),
+        STREAM_TEST(test_many_sessions),
+        STREAM_TEST(test_read_together),
+        STREAM_TEST(test_many_cut_queries),
+        STREAM_TEST_SMALL(test_room_of_cut_calls),
     };
     return cmocka_run_group_tests_name("core_depth", tests, NULL, NULL);
 }

@@ -79,8 +79,7 @@ static int begin(struct member *member, uint64_t handle, uint32_t n)
     struct kvq_entry_wire e = {
         .handle = handle, .position = tokens, .row = (uint32_t)tokens, .append = n};
     r.step = KIT_STEP;
-    int rc = kit_request(member, &r, &e);
-    return rc ? rc : kvq__queue_results(member->queue)[0].status;
+    return kit_ask(member, &r, &e);
 }
 
 static int again(struct member *member)
@@ -144,10 +143,7 @@ static void test_in_a_step(void **state)
     struct kvq__session *s = prompt_of(&m, &a);
     assert_int_equal(begin(&m, a, 10), 0);
     struct kvq_entry_wire e = {.handle = a, .position = FED, .append = 10};
-    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-    r.step = KIT_STEP;
-    r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
-    r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    struct kvq_request r = kit_append(&m, KIT_STEP, 0, HEADS, DIM);
     kit_load(&m, &r, &e);
     assert_int_equal(kvq__request_start(m.queue), KVQ__RUN); // its job is yet to run
     assert_int_equal(begin(&other, b, MORE), 1);

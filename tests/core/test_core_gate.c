@@ -27,10 +27,7 @@ static void gate_up(bool up)
 
 static struct kvq_request append_of(const struct streamer *s)
 {
-    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-    r.step = 1;
-    r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
-    r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    struct kvq_request r = kit_append(&s->m, 1, 0, HEADS, DIM);
     return r;
 }
 
@@ -116,7 +113,7 @@ static void test_freed_when_clear(void **state)
 
 int main(void)
 {
-#define ON_STREAMS(test) cmocka_unit_test_setup_teardown(test, stream_setup, stream_teardown)
+#define ON_STREAMS(test) STREAM_TEST(test)
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
         ON_STREAMS(test_waits_before_the_gate),

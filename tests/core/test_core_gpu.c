@@ -41,8 +41,7 @@ static int append(struct streamer *s)
 {
     struct kvq_request r = append_of(s);
     struct kvq_entry_wire e = entry_of(s);
-    int rc = kit_request(&s->m, &r, &e);
-    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+    return kit_ask(&s->m, &r, &e);
 }
 
 static int attend(struct streamer *s, uint32_t appended)
@@ -55,8 +54,7 @@ static int attend(struct streamer *s, uint32_t appended)
     stream_order(s, &r);
     r.q = kit_view(&s->m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
     r.out = kit_view(&s->m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
-    int rc = kit_request(&s->m, &r, &e);
-    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+    return kit_ask(&s->m, &r, &e);
 }
 
 static struct kvq_request end_of(void)
@@ -421,8 +419,7 @@ static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
     stream_session(s, "packed", "oscar2");
     e.handle = s->session;
     assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
-    assert_int_equal(kit_request(&s->m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(s->m.queue)[0].status, 0);
+    assert_int_equal(kit_ask(&s->m, &r, &e), 0);
     stream_ready(s);
     kit_settle(&s->m);
     stream_stall(stream, true);
@@ -456,10 +453,8 @@ static void test_stalled_while_packing(void **state)
     char text[KVQ_TEXT_BYTES];
     assert_null(kvq__work_stream_withholds(one.m.client->streams[0])); // nobody else has it
     assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
-    r.q = kit_view(&two.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
-    r.out = kit_view(&two.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
+    struct kvq_request r = kit_attend(&two.m, 0, Q_AT, OUT_AT, 2 * HEADS, DIM);
     assert_int_equal(kit_request(&two.m, &r, &e), 1); // waits
     kvq__core_clock(kit.core, kit.now += 3000000000);
     kvq__core_tick(kit.core);
@@ -617,12 +612,9 @@ static void attend_by_book(const char *place, float *out)
         .format = "vecinfer-2@book", .place = place, .layers = &stream_row, .n_layers = 1};
     assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
     assert_int_equal(kit_step(&one.m, info.handle, MANY, HEADS, DIM), 0);
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
-    r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
-    r.out = kit_view(&one.m, OUT_AT, 2 * HEADS, DIM, KVQ_F32);
-    assert_int_equal(kit_request(&one.m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, 0);
+    struct kvq_request r = kit_attend(&one.m, 0, Q_AT, OUT_AT, 2 * HEADS, DIM);
+    assert_int_equal(kit_ask(&one.m, &r, &e), 0);
     assert_true(kit_of(&one.m, info.handle)->layers[0].packed > 0);
     memcpy(out, one.m.memory + OUT_AT, 2 * HEADS * DIM * sizeof *out);
 }
@@ -644,16 +636,6 @@ static void test_codebook(void **state)
 }
 
 // ---- Large batches ----
-
-static int setup_small(void **state)
-{
-    sim_begin(0);
-    kit_open(&kit, 7, 32 * MIB, 0);
-    kit.core->config.work_stream_bytes = 32 << 10;
-    stream_open(&one, "one");
-    stream_open(&two, "two");
-    return 0;
-}
 
 static void commit(struct streamer *s)
 {
@@ -702,37 +684,31 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_append_is_held, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_dropped_while_under_way, stream_setup,
-                                        stream_teardown),
-        cmocka_unit_test_setup_teardown(test_nan_on_a_stream, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_refused_are_done_in_order, stream_setup,
-                                        stream_teardown),
-        cmocka_unit_test_setup_teardown(test_done_is_under_way, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_many_refused, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_signals_out_of_reach, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_buffer_at_an_odd_address, stream_setup,
-                                        stream_teardown),
-        cmocka_unit_test_setup_teardown(test_stalled_alone, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_given_back_beside_a_stalled, stream_setup,
-                                        stream_teardown),
-        cmocka_unit_test_setup_teardown(test_gone_beside_a_stalled, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_shared_with_a_stalled, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_refused_launch, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_gone_with_work_on_a_gpu, stream_setup,
-                                        stream_teardown),
-        cmocka_unit_test_setup_teardown(test_very_many_nan, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_fork_waits_for_packing, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_stalled_while_packing, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_gone_while_packing, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_dropped_while_packing, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_packs_unasked, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_no_memory_beside_a_stalled, stream_setup,
-                                        stream_teardown),
-        cmocka_unit_test_setup_teardown(test_append_again, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_codebook, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_more_than_a_chunk, setup_small, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_many_that_failed, setup_small, stream_teardown),
+        STREAM_TEST(test_append_is_held),
+        STREAM_TEST(test_dropped_while_under_way),
+        STREAM_TEST(test_nan_on_a_stream),
+        STREAM_TEST(test_refused_are_done_in_order),
+        STREAM_TEST(test_done_is_under_way),
+        STREAM_TEST(test_many_refused),
+        STREAM_TEST(test_signals_out_of_reach),
+        STREAM_TEST(test_buffer_at_an_odd_address),
+        STREAM_TEST(test_stalled_alone),
+        STREAM_TEST(test_given_back_beside_a_stalled),
+        STREAM_TEST(test_gone_beside_a_stalled),
+        STREAM_TEST(test_shared_with_a_stalled),
+        STREAM_TEST(test_refused_launch),
+        STREAM_TEST(test_gone_with_work_on_a_gpu),
+        STREAM_TEST(test_very_many_nan),
+        STREAM_TEST(test_fork_waits_for_packing),
+        STREAM_TEST(test_stalled_while_packing),
+        STREAM_TEST(test_gone_while_packing),
+        STREAM_TEST(test_dropped_while_packing),
+        STREAM_TEST(test_packs_unasked),
+        STREAM_TEST(test_no_memory_beside_a_stalled),
+        STREAM_TEST(test_append_again),
+        STREAM_TEST(test_codebook),
+        STREAM_TEST_SMALL(test_more_than_a_chunk),
+        STREAM_TEST_SMALL(test_many_that_failed),
     };
     return cmocka_run_group_tests_name("core_gpu", tests, NULL, NULL);
 }

@@ -297,7 +297,7 @@ static void cannot_share(void **state)
     for (uint32_t i = 0; i < 3; i++) {
         spec.format = own[i];
         assert_int_equal(refused(&one, &spec), KVQ_E_UNSUPPORTED);
-        assert_non_null(strstr(text, "fork"));
+        assert_says(text, "fork");
     }
     spec = spec_of(&one, TOKENS);
     spec.model = NULL;
@@ -445,11 +445,9 @@ static void under_way(void **state)
     uint64_t a = feed(&one, &spec, 12 * PAGE), b;
     attend(&one, a, 2, want);
     memset(one.memory + OUT, 0, sizeof want);
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {.handle = a, .position = 12 * PAGE, .queries = 1};
-    r.layer = 2; // whose blocks would be given out first
-    r.q = kit_view(&one, 0, 4, DIM, KVQ_F32);
-    r.out = kit_view(&one, OUT, 4, DIM, KVQ_F32);
+    // Of the layer whose blocks would be given out first.
+    struct kvq_request r = kit_attend(&one, 2, 0, OUT, 4, DIM);
     kit_load(&one, &r, &e);
     assert_int_equal(kvq__request_start(one.queue), KVQ__RUN);
     drop(&one, a);
@@ -532,14 +530,14 @@ static void told(void **state)
     kvq__core_clock(kit.core, kit.now += 1000000000u);
     kvq__core_tick(kit.core);
     assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 2);
-    assert_non_null(strstr(kit.event_text, "1024 tokens"));
-    assert_non_null(strstr(kit.event_text, " 0 tokens for room, 0 that nobody used for long"));
+    assert_says(kit.event_text, "1024 tokens");
+    assert_says(kit.event_text, " 0 tokens for room, 0 that nobody used for long");
     drop(&one, feed(&one, &spec, 300));
     kvq__core_clock(kit.core, kit.now += 30000000000u);
     kvq__core_tick(kit.core);
     assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 3);
-    assert_non_null(strstr(kit.event_text, "256 tokens"));
-    assert_non_null(strstr(kit.event_text, " 256 that nobody used for long, 0 dropped"));
+    assert_says(kit.event_text, "256 tokens");
+    assert_says(kit.event_text, " 256 that nobody used for long, 0 dropped");
     kvq__core_clock(kit.core, kit.now += 30000000000u);
     kvq__core_tick(kit.core);
     assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 3); // nothing since
@@ -634,8 +632,7 @@ static int begin_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint32_t
     r.step = 5;
     r.flags = KVQ_REQ_TOKEN_IDS;
     r.list = (struct kvq_wire_view){.offset = offset, .buffer = buffer};
-    int rc = kit_request(&one, &r, &e);
-    return rc ? rc : kvq__queue_results(one.queue)[0].status;
+    return kit_ask(&one, &r, &e);
 }
 
 static void hostile(void **state)

@@ -31,12 +31,9 @@ static struct kvq__restore *begin_prefix(uint32_t pages)
 // An attention that waits for its layer.
 static void ask_layer(struct member *m, uint64_t handle, uint32_t layer)
 {
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     struct kvq_entry_wire e = {
         .handle = handle, .position = kit_of(m, handle)->tokens, .queries = 1};
-    r.layer = layer;
-    r.q = kit_view(m, 0, 4, DIM, KVQ_F32);
-    r.out = kit_view(m, OUT, 4, DIM, KVQ_F32);
+    struct kvq_request r = kit_attend(m, layer, 0, OUT, 4, DIM);
     assert_int_equal(kit_request(m, &r, &e), 1);
     assert_int_equal(kvq__request_continue(m->queue), KVQ__WAIT);
 }

@@ -288,7 +288,7 @@ static void test_told(void **state)
     assert_int_equal(rc, KVQ_E_NO_MEMORY);
     assert_int_equal(kit.events[KVQ__EVENT_MEMORY_FULL], 1);
     assert_int_equal(kit.events[KVQ__EVENT_QUOTA_REACHED], 2);
-    assert_non_null(strstr(kit.event_text, "of 67108864 bytes on host are used"));
+    assert_says(kit.event_text, "of 67108864 bytes on host are used");
 }
 
 static void test_disk(void **state)

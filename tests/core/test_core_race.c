@@ -30,10 +30,8 @@ static int setup(void **state)
     kit_open(&kit, 5, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
-    for (uint32_t i = 0; i < BUFFER / 4; i++) {
-        ((float *)(void *)m.memory)[i] = kit_float(&kit);
-        ((float *)(void *)other.memory)[i] = kit_float(&kit);
-    }
+    member_fill(&m);
+    member_fill(&other);
     return 0;
 }
 
@@ -62,9 +60,7 @@ static uint64_t open_named(struct member *who, uint32_t flags, uint32_t max_roll
 
 static struct kvq_request attend(const struct member *who)
 {
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
-    r.q = kit_view(who, Q_AT, 4, DIM, KVQ_F32);
-    r.out = kit_view(who, OUT_AT, 4, DIM, KVQ_F32);
+    struct kvq_request r = kit_attend(who, 0, Q_AT, OUT_AT, 4, DIM);
     return r;
 }
 
@@ -161,10 +157,7 @@ static void test_begin_waits(void **state)
     assert_int_equal(kvq__queue_open(m.client, &second.queue, text), 0);
     struct kvq_entry_wire e = {.handle = handle, .position = 50, .append = 20, .row = 50};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
-    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-    r.step = 1;
-    r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
-    r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+    struct kvq_request r = kit_append(&m, 1, 0, HEADS, DIM);
     kit_load(&m, &r, &e);
     assert_int_equal(kvq__request_start(m.queue), KVQ__RUN);
     assert_int_equal(kit_simple(&second, KVQ_OP_STEP_ABORT, 1, e, NULL), 0);

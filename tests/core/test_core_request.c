@@ -33,8 +33,7 @@ static int setup(void **state)
     kit_open(&kit, 11, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     session = kit_session(&m, rows, 2, 16);
-    for (uint32_t i = 0; i < BUFFER / 4; i++)
-        ((float *)(void *)m.memory)[i] = kit_float(&kit);
+    member_fill(&m);
     assert_int_equal(kit_step(&m, session, TOKENS, HEADS, DIM), 0);
     return 0;
 }
@@ -57,9 +56,7 @@ static struct kvq_entry_wire entry(uint32_t append, uint16_t queries)
 
 static struct kvq_request attend(void)
 {
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
-    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
-    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+    struct kvq_request r = kit_attend(&m, 0, Q_AT, OUT_AT, 4, DIM);
     r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
     return r;
 }
@@ -562,8 +559,7 @@ static void test_accept_refused(void **state)
     twice[0].list_token = twice[1].list_token = 1;
     page_list()[0] = 0;
     r.count = 2;
-    assert_int_equal(kit_request(&m, &r, twice), 0);
-    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kit_ask(&m, &r, twice), 0);
     assert_int_equal(kvq__queue_results(m.queue)[1].status, KVQ_E_BUSY);
 }
 

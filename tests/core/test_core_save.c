@@ -262,7 +262,7 @@ static void test_damage_is_told(void **state)
     assert_int_equal(kit_request(&m, &ask, &e), 0);
     assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_DAMAGED);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), KVQ_E_DAMAGED);
-    assert_non_null(strstr(text, "open the session again"));
+    assert_says(text, "open the session again");
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
     a = restore_up_to("it", 512);
     assert_true(a && kit_of(&m, a)->tokens <= 512);
@@ -317,7 +317,7 @@ static void test_groups(void **state)
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ__SAVE_WAITS);
     kit.core->draining = true;
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), KVQ_E_INCOMPLETE);
-    assert_non_null(strstr(text, "shard 0 of session \"group\" stands at 699 tokens and shard 1"));
+    assert_says(text, "shard 0 of session \"group\" stands at 699 tokens and shard 1");
     kit.core->draining = false;
     kit_of(&m, handles[0])->tokens++;
     kit_pack(&kit); // one shard is damaged: both go, for nothing was committed since
@@ -354,7 +354,7 @@ static void test_refusals(void **state)
     from->n--;
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
                      KVQ_E_DAMAGED);
-    assert_non_null(strstr(text, "page"));
+    assert_says(text, "page");
     from->n++;
     for (uint32_t l = 0; l < LAYERS; l++)
         from->saved.layers[l].format.v.bits ^= 1; // its parts have other lengths then
@@ -365,7 +365,7 @@ static void test_refusals(void **state)
     struct kvq__session_spec open = {
         .name = "x", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_SAVE};
     assert_int_equal(kvq__session_open(m.client, &open, &info, text), KVQ_E_UNSUPPORTED);
-    assert_non_null(strstr(text, "storage_dir"));
+    assert_says(text, "storage_dir");
 }
 
 // Of a layer whose first pages a window has let go: tokens there cannot be packed any more.
@@ -383,7 +383,7 @@ static void test_unpacked_behind_the_window(void **state)
     l->packed = 0;
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
                      KVQ_E_DAMAGED);
-    assert_non_null(strstr(text, "unpacked tokens"));
+    assert_says(text, "unpacked tokens");
 }
 
 // Whatever stands in a store: refused, or a session that can be read.
@@ -446,7 +446,7 @@ static void test_hostile(void **state)
     assert_true(refused > 20 && taken > 20);
     from->saved.exact_tokens = 600; // of a prompt of no tokens
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, 0, &r, text), KVQ_E_DAMAGED);
-    assert_non_null(strstr(text, "600 tokens of a prompt of 0"));
+    assert_says(text, "600 tokens of a prompt of 0");
     from->saved = good;
 }
 

@@ -84,8 +84,7 @@ static void refused(const struct kvq__layer_row *row, int code, const char *says
     struct kvq__session_info info;
     const struct kvq__session_spec spec = {.layers = row, .n_layers = 1, .format = "oscar2"};
     assert_int_equal(open_as(&m, &spec, &info), code);
-    if (!strstr(text, says))
-        fail_msg("\"%s\" does not say \"%s\"", text, says);
+    assert_says(text, says);
 }
 
 static void test_shapes(void **state)
@@ -177,10 +176,10 @@ static void test_open_again(void **state)
     spec.flags = KVQ__OPEN_READ_ONLY;
     rows[1].window = 64;
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
-    assert_non_null(strstr(text, "shape of layer 1"));
+    assert_says(text, "shape of layer 1");
     rows[1] = row_of("oscar2");
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
-    assert_non_null(strstr(text, "f16 there, oscar2 asked"));
+    assert_says(text, "f16 there, oscar2 asked");
     spec.n_layers = 0;
     spec.model = "mistral";
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
@@ -447,16 +446,16 @@ static void test_own_formats_again(void **state)
     spec.name = "b";
     rows[0].format = rows[1].format = NULL;
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_non_null(strstr(text, "format part says nothing of layer 0"));
+    assert_says(text, "format part says nothing of layer 0");
     rows[0].format = "int8";
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_non_null(strstr(text, "format vecinfer-2 needs a codebook"));
+    assert_says(text, "format vecinfer-2 needs a codebook");
     spec.format = "part@mine";
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_non_null(strstr(text, "no codebooks")); // the name got as far as the folder
+    assert_says(text, "no codebooks"); // the name got as far as the folder
     rows[0].format = "mymix-g64";
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_non_null(strstr(text, "mymix-g64 is unknown; known are mymix, part, f16"));
+    assert_says(text, "mymix-g64 is unknown; known are mymix, part, f16");
 }
 
 // Pairs and stages keep their meaning where outliers are taken away.
@@ -726,7 +725,7 @@ static void test_rotation_of_existing(void **state)
         int rc = open_as(&m, &spec, &again);
         assert_int_equal(rc, rows[i].opens ? 0 : KVQ_E_EXISTS);
         if (rc < 0) {
-            assert_non_null(strstr(text, "v_rotation"));
+            assert_says(text, "v_rotation");
             spec.n_layers = 0; // as it is
             assert_int_equal(open_as(&m, &spec, &again), 0);
         } else {

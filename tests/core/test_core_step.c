@@ -41,11 +41,7 @@ static int setup(void **state)
 {
     kit_open(&kit, 7, 128 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
-    float *k = (float *)(void *)m.memory, *v = (float *)(void *)(m.memory + BUFFER / 2);
-    for (uint32_t i = 0; i < BUFFER / 8; i++) {
-        k[i] = kit_float(&kit);
-        v[i] = kit_float(&kit);
-    }
+    member_fill(&m);
     return 0;
 }
 
@@ -79,8 +75,7 @@ static void attend(uint64_t handle, uint32_t layer, uint16_t queries, uint16_t f
     r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
     r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
     memset(m.memory + OUT_AT, 0, 64 * 1024);
-    assert_int_equal(kit_request(&m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kit_ask(&m, &r, &e), 0);
     assert_true(*(float *)(void *)(m.memory + OUT_AT) != 0.0f); // it was written
 }
 
@@ -182,9 +177,7 @@ static void test_brief(void **state)
         for (uint16_t queries = 1; queries <= 13; queries += 6) {
             uint64_t handle = fed(205, tokens, 0);
             struct kvq_entry_wire e = {.handle = handle, .position = tokens, .queries = queries};
-            struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
-            r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
-            r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+            struct kvq_request r = kit_attend(&m, 0, Q_AT, OUT_AT, 4, DIM);
             assert_int_equal(kit_request(&m, &r, &e), 0);
             uint32_t work = tokens * HEADS * (1 + queries); // 7 queries of 1,024 tokens: 16,384
             assert_int_equal(m.queue->job.brief, work <= 16384);
@@ -224,8 +217,7 @@ static void test_accept(void **state)
     struct kvq_request r = kit_header(KVQ_OP_ACCEPT, 1);
     r.list = (struct kvq_wire_view){.offset = Q_AT, .buffer = m.buffer};
     struct kvq_entry_wire e = {.handle = drafted, .position = 133, .append = 8, .list_token = 3};
-    assert_int_equal(kit_request(&m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kit_ask(&m, &r, &e), 0);
     assert_int_equal(kvq__queue_results(m.queue)[0].value, 128);
     float *k = (float *)(void *)m.memory, *v = (float *)(void *)(m.memory + BUFFER / 2);
     for (uint32_t j = 0; j < 3; j++) {
@@ -270,10 +262,7 @@ static void test_stop_at_layer(void **state)
                 .handle = handle, .position = 130, .row = 130, .append = 200};
             assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
             assert_true(kit.core->pools[0].used_bytes > used);
-            struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-            r.step = 5;
-            r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
-            r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
+            struct kvq_request r = kit_append(&m, 5, 0, HEADS, DIM);
             if (layers)
                 assert_int_equal(kit_request(&m, &r, &e), 0);
             int expect = op == KVQ_OP_STEP_END ? KVQ_E_INCOMPLETE : 0;
@@ -375,8 +364,7 @@ static void test_begin_twice(void **state)
             e[0].append = which & 1 ? 300 : 0;
             e[1].append = which & 2 ? 1 : 0;
             r.step = 5;
-            assert_int_equal(kit_request(&m, &r, e), 0);
-            assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+            assert_int_equal(kit_ask(&m, &r, e), 0);
             assert_int_equal(kvq__queue_results(m.queue)[1].status, KVQ_E_BUSY);
             core_check(kit.core);
             assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e[0], NULL), 0);

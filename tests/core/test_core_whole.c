@@ -54,20 +54,11 @@ static struct kvq__pool *pool(void)
     return &kit.core->pools[kit.core->n_pools > 1];
 }
 
-static void fill(struct member *member)
-{
-    float *k = (float *)(void *)member->memory, *v = (float *)(void *)(member->memory + BUFFER / 2);
-    for (uint32_t i = 0; i < BUFFER / 8; i++) {
-        k[i] = kit_float(&kit);
-        v[i] = kit_float(&kit);
-    }
-}
-
 static int setup(void **state)
 {
     kit_open(&kit, 11, 128 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
-    fill(&m);
+    member_fill(&m);
     return 0;
 }
 
@@ -316,8 +307,7 @@ static void attend_there(uint64_t handle, uint32_t layer, uint32_t fresh, float 
         r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
         r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
         r.lse = (struct kvq_wire_view){LSE_AT, 16, 4, m.buffer, KVQ_F32, {0}};
-        assert_int_equal(kit_request(&m, &r, &e), 0);
-        assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+        assert_int_equal(kit_ask(&m, &r, &e), 0);
     }
     memcpy(out, m.memory + OUT_AT, 4 * DIM * sizeof *out);
     memcpy(lse, m.memory + LSE_AT, 4 * sizeof *lse);
@@ -406,7 +396,7 @@ static void test_leases(void **state)
     assert_null(kit_of(&m, one));
     core_check(kit.core);
     // Another session takes all there is, but for those blocks.
-    fill(&other);
+    member_fill(&other);
     uint64_t next = open_named(&other, "next", 0, 0);
     assert_int_equal(kit_whole(&other, next, n, HEADS, DIM), 0);
     look(&map, e[0].packed, later);

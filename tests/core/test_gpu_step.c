@@ -128,8 +128,7 @@ static int request(struct streamer *s, uint64_t position, uint32_t n, bool on_st
     struct kvq_request r = step_header(s, 1);
     r.flags = on_stream ? KVQ_REQ_ON_STREAM : 0;
     r.signal = on_stream ? ++s->signal : 0;
-    int rc = kit_request(&s->m, &r, &e);
-    return rc ? rc : kvq__queue_results(s->m.queue)[0].status;
+    return kit_ask(&s->m, &r, &e);
 }
 
 // In the order of the stream, which has yet to signal; without a timeline in the host's.
@@ -706,21 +705,20 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_settles, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_readers_go_on, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_in_use_beside_a_stalled, stream_setup,
-                                        stream_teardown),
-        cmocka_unit_test_setup_teardown(test_steps_beside_a_stalled, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_nan, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_refused, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_dies, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_closes, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_taken_over, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_dropped, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_cut, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_dies_between_chunks, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_dropped_between_chunks, stream_setup, stream_teardown),
-        cmocka_unit_test_setup_teardown(test_table_closed, stream_setup, stream_teardown),
+        STREAM_TEST(test_settles),
+        STREAM_TEST(test_readers_go_on),
+        STREAM_TEST(test_in_use_beside_a_stalled),
+        STREAM_TEST(test_steps_beside_a_stalled),
+        STREAM_TEST(test_nan),
+        STREAM_TEST(test_refused),
+        STREAM_TEST(test_dies),
+        STREAM_TEST(test_closes),
+        STREAM_TEST(test_taken_over),
+        STREAM_TEST(test_dropped),
+        STREAM_TEST(test_cut),
+        STREAM_TEST(test_dies_between_chunks),
+        STREAM_TEST(test_dropped_between_chunks),
+        STREAM_TEST(test_table_closed),
     };
     return cmocka_run_group_tests_name("gpu_step", tests, NULL, NULL);
 }

@@ -31,8 +31,7 @@ void gpu_end(void)
 
 void peer_says(const struct peer *p, const char *words)
 {
-    if (!strstr(p->reply->text, words))
-        fail_msg("\"%s\" does not say \"%s\"", p->reply->text, words);
+    assert_says(p->reply->text, words);
 }
 
 // ---- Requests ----

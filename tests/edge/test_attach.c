@@ -34,7 +34,7 @@ static void test_hello(void **state)
     begin_counting();
     struct peer *p = peer_new();
     assert_int_equal(peer_hello(p, KVQ_PROTOCOL_MAX + 1, KVQ_PROTOCOL_MAX + 3), KVQ_E_VERSION);
-    assert_non_null(strstr(p->reply->text, "speaks protocol 2 to 4"));
+    assert_says(p->reply->text, "speaks protocol 2 to 4");
     assert_false(peer_receive(p)); // and the connection is closed
     peer_free(p);
 
@@ -44,12 +44,12 @@ static void test_hello(void **state)
 
     p = peer_new();
     assert_int_equal(peer_open_queue(p), KVQ_E_PROTOCOL);
-    assert_non_null(strstr(p->reply->text, "first request must be hello"));
+    assert_says(p->reply->text, "first request must be hello");
     peer_free(p);
 
     p = peer_attached();
     assert_int_equal(peer_hello(p, 1, 1), KVQ_E_PROTOCOL);
-    assert_non_null(strstr(p->reply->text, "second hello"));
+    assert_says(p->reply->text, "second hello");
     assert_false(peer_receive(p));
     peer_free(p);
 
@@ -116,7 +116,7 @@ static void test_descriptors_are_counted(void **state)
     for (int i = 0; i < 2; i++) {
         struct peer *p = peer_attached();
         assert_int_equal(peer_import(p, fds, counts[i], 0, 4096), KVQ_E_PROTOCOL);
-        assert_non_null(strstr(p->reply->text, "1 belong there"));
+        assert_says(p->reply->text, "1 belong there");
         assert_false(peer_receive(p));
         peer_free(p);
     }
@@ -206,8 +206,7 @@ static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, co
 {
     struct peer *p = peer_attached();
     assert_int_equal(peer_import(p, &fd, 1, offset, bytes), code);
-    if (!strstr(p->reply->text, words))
-        fail_msg("\"%s\" does not say \"%s\"", p->reply->text, words);
+    assert_says(p->reply->text, words);
     assert_int_equal(peer_create_buffer(p, 4096), 0); // the client itself goes on
     peer_free(p);
 }
@@ -282,8 +281,8 @@ static void test_buffers_of_all(void **state)
         assert_int_equal(i ? peer_import(p[2], &fd, 1, 0, 5 << 20)
                            : peer_create_buffer(p[2], 5 << 20),
                          KVQ_E_LIMIT);
-        assert_non_null(strstr(p[2]->reply->text, "5242880 bytes besides 16777216 that all"));
-        assert_non_null(strstr(p[2]->reply->text, "buffer_bytes allows 20971520"));
+        assert_says(p[2]->reply->text, "5242880 bytes besides 16777216 that all");
+        assert_says(p[2]->reply->text, "buffer_bytes allows 20971520");
     }
     assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0); // to the last byte
     uint32_t buffer = p[2]->reply->create_buffer->buffer;
@@ -507,7 +506,7 @@ static void test_too_many_clients(void **state)
         peers[i] = peer_attached();
     struct peer *p = peer_new();
     assert_int_equal(peer_hello(p, 1, 1), KVQ_E_LIMIT);
-    assert_non_null(strstr(p->reply->text, "max_clients"));
+    assert_says(p->reply->text, "max_clients");
     assert_false(peer_receive(p)); // and the connection is closed
     peer_free(p);
     for (int i = 0; i < 8; i++)
@@ -599,7 +598,7 @@ static void test_second_daemon(void **state)
     second.config = *attach_config();
     assert_int_equal(kvq__server_lock(&second, text), KVQ_E_BUSY);
     snprintf(pid, sizeof pid, "(pid %d)", (int)getpid());
-    assert_non_null(strstr(text, pid));
+    assert_says(text, pid);
 }
 
 // A request may leave no room for words of the reply to it; it gets the status's own.

@@ -86,8 +86,8 @@ static void test_room(void **state)
     for (int i = 0; i < KVQ_MAX_CODEBOOKS; i++)
         assert_int_equal(get(i, &hold[i]), 0);
     assert_int_equal(get(KVQ_MAX_CODEBOOKS, &one), KVQ_E_LIMIT);
-    assert_non_null(strstr(text, "codebook b64: sessions use 64 others, and a daemon holds 64; "
-                                 "drop sessions"));
+    assert_says(text, "codebook b64: sessions use 64 others, and a daemon holds 64; "
+                      "drop sessions");
     assert_int_equal(get(5, &one), 0); // those that are there are still served
     assert_ptr_equal(one, hold[5]);
     kvq__codebooks_release(books, one);
@@ -131,7 +131,7 @@ static void test_failures(void **state)
         write_book(i);
     for (int i = 0; i < 2 * MISSING; i++) {
         assert_int_equal(get_loaded(i % MISSING, &hold), KVQ_E_SYSTEM);
-        assert_non_null(strstr(text, path_of(i % MISSING)));
+        assert_says(text, path_of(i % MISSING));
     }
     load(1, &others); // by now it is there, for whoever asks
     assert_int_equal(get_loaded(1, &hold), 0);
@@ -170,7 +170,7 @@ static void test_loads_stay(void **state)
         load(i, &holds);
     assert_int_equal(holds.n, KVQ_MAX_CODEBOOKS);
     assert_int_equal(get_loaded(FILES - 1, &hold), KVQ_E_LIMIT);
-    assert_non_null(strstr(text, "was not read"));
+    assert_says(text, "was not read");
     kvq__codebooks_let_go(&holds);
     assert_int_equal(holds.n, 0);
     write_book(0);
@@ -260,7 +260,7 @@ static void test_nobody_waits(void **state)
     assert_string_equal(p->reply->session->format, "vecinfer-1@b3");
     peer_send_open(p, "", "vecinfer-1@none");
     assert_int_equal(peer_answer(p), KVQ_E_SYSTEM);
-    assert_non_null(strstr(p->reply->text, "none.kvqbook"));
+    assert_says(p->reply->text, "none.kvqbook");
     peer_send_open(p, "", "oscar2@none");
     assert_int_equal(peer_answer(p), KVQ_E_FORMAT);
     uv_run(&loop, UV_RUN_DEFAULT);
@@ -322,11 +322,11 @@ static void test_too_many(void **state)
     struct peer *p = peer_attached();
     for (int i = 0; i < 2; i++) {
         assert_int_equal(open_many(p, KVQ_MAX_CODEBOOKS + 1), KVQ_E_LIMIT);
-        assert_non_null(strstr(p->reply->text, "layer 0: codebook b0 was not read"));
-        assert_non_null(strstr(p->reply->text, "names more than 64"));
+        assert_says(p->reply->text, "layer 0: codebook b0 was not read");
+        assert_says(p->reply->text, "names more than 64");
     }
     assert_int_equal(open_many(p, KVQ_MAX_CODEBOOKS), KVQ_E_FORMAT);
-    assert_non_null(strstr(p->reply->text, "layer 1"));
+    assert_says(p->reply->text, "layer 1");
     assert_int_equal(open_many(p, 1), 0);
     peer_send_open(p, "", "vecinfer-1@b66"); // none of the 64 is held any more
     assert_int_equal(peer_answer(p), 0);

@@ -170,8 +170,8 @@ static void test_long_names(void **state)
         char *before = *rows[i].name;
         *rows[i].name = memset(name, 'n', KVQ_NAME_BYTES);
         assert_int_equal(check_of(rows[i].command, rows[i].message, text), KVQ_E_LIMIT);
-        assert_non_null(strstr(text, rows[i].field));
-        assert_non_null(strstr(text, "128 bytes; it can have 127"));
+        assert_says(text, rows[i].field);
+        assert_says(text, "128 bytes; it can have 127");
         name[KVQ_NAME_BYTES - 1] = '\0';
         assert_int_equal(check_of(rows[i].command, rows[i].message, text), 0);
         *rows[i].name = before;

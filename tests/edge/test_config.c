@@ -41,16 +41,14 @@ static void parse_refused(const char *contents, const char *words)
 {
     kvq__config_defaults(&config, no_environment);
     assert_int_equal(kvq__config_parse(&config, "f", "", contents, text), KVQ_E_INVALID);
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
+    assert_says(text, words);
 }
 
 static void flags_refused(const char *flag, const char *value, const char *words)
 {
     char *arguments[] = {"kvqd", (char *)flag, (char *)value, NULL};
     assert_int_equal(load(arguments, no_environment), KVQ_E_INVALID);
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
+    assert_says(text, words);
 }
 
 static void test_precedence(void **state)
@@ -68,7 +66,7 @@ static void test_precedence(void **state)
     unlink(path);
     char *missing[] = {"kvqd", "--config", "/nonexistent/kvqd.conf", NULL};
     assert_int_equal(load(missing, no_environment), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "/nonexistent/kvqd.conf: cannot read it"));
+    assert_says(text, "/nonexistent/kvqd.conf: cannot read it");
 }
 
 // A pipe would be read once, in part; it is refused, with and without somebody who writes.
@@ -179,8 +177,7 @@ static void remote_refused(const char *const *flags, const char *words)
     char *arguments[] = {"kvqd",           "--runtime-dir=/r", (char *)flags[0],
                          (char *)flags[1], (char *)flags[2],   NULL};
     assert_int_equal(load(arguments, no_environment), KVQ_E_INVALID);
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
+    assert_says(text, words);
 }
 
 static void test_remote(void **state)
@@ -217,8 +214,8 @@ static void test_unknown_names(void **state)
     char *arguments[] = {"kvqd", NULL};
     char *environment[] = {"KVQD_SPIN_USEC=1", NULL};
     assert_int_equal(load(arguments, environment), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "KVQD_SPIN_USEC: this variable is not known; the nearest is "
-                                 "KVQD_SPIN_US"));
+    assert_says(text, "KVQD_SPIN_USEC: this variable is not known; the nearest is "
+                      "KVQD_SPIN_US");
 }
 
 static void test_file(void **state)
@@ -301,11 +298,11 @@ static void test_roles(void **state)
     config.keys[1] = config.keys[0];
     memcpy(config.keys[1].name, "bob", 4);
     assert_int_equal(kvq__config_resolve(&config, text), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "[key alice] and [key bob] have the same public"));
+    assert_says(text, "[key alice] and [key bob] have the same public");
     kvq__config_defaults(&config, no_environment);
     assert_int_equal(kvq__config_parse(&config, "f", "", "[key a]\nrole = read\n", text), 0);
     assert_int_equal(kvq__config_resolve(&config, text), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "[key a] has no public"));
+    assert_says(text, "[key a] has no public");
 }
 
 static void test_too_many_keys(void **state)
@@ -452,9 +449,9 @@ static void test_texts_for_people(void **state)
     config.namespaces[0].host_bytes = 3 << 20;
     config.n_namespaces = 1;
     kvq__config_help(help, sizeof help);
-    assert_non_null(strstr(help, "--pool-bytes SIZE"));
-    assert_non_null(strstr(help, "(default 64mb; restart)"));
-    assert_non_null(strstr(help, "127.0.0.1:9647; restart)")); // a text's
+    assert_says(help, "--pool-bytes SIZE");
+    assert_says(help, "(default 64mb; restart)");
+    assert_says(help, "127.0.0.1:9647; restart)"); // a text's
     for (const char *line = help; *line; line += strcspn(line, "\n") + 1)
         assert_true(strcspn(line, "\n") <= 80);
     // What is printed is a file that means the same.
@@ -501,7 +498,7 @@ static void test_every_option_says_when(void **state)
     assert_in_range(live, 15, n - 15);
     assert_true(shown_live > 0 && shown >= shown_live && shown <= n);
     assert_int_equal(kvq__config_find("pool_byte", text), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "the nearest is pool_bytes"));
+    assert_says(text, "the nearest is pool_bytes");
 }
 
 static void test_compare(void **state)
@@ -559,7 +556,7 @@ static void test_too_many_together(void **state)
     for (unsigned i = 0; i < KVQ_MAX_NAMESPACES; i++)
         snprintf(next.namespaces[i].name, sizeof next.namespaces[i].name, "n%u", i);
     assert_int_equal(kvq__config_merge(&next, &config, text), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "restart kvqd"));
+    assert_says(text, "restart kvqd");
     next.n_namespaces--;
     assert_int_equal(kvq__config_merge(&next, &config, text), 0);
 }
@@ -577,8 +574,7 @@ static void test_set_one(void **state)
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         assert_int_equal(kvq__config_set(&config, wrong[i][0], wrong[i][1], text), KVQ_E_INVALID);
-        if (!strstr(text, wrong[i][2]))
-            fail_msg("\"%s\" does not say \"%s\"", text, wrong[i][2]);
+        assert_says(text, wrong[i][2]);
     }
     assert_int_equal(config.drain_ms, 77);
 }
@@ -611,8 +607,7 @@ static int load_folder(void)
 static void folder_refused(const char *words)
 {
     assert_int_equal(load_folder(), KVQ_E_INVALID);
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
+    assert_says(text, words);
 }
 
 static const char *source_of(const char *name)

@@ -177,7 +177,7 @@ static void test_no_memory_between_pages(void **state)
     assert_true(ask->answered);
     assert_int_equal(ask->status, MHD_HTTP_SERVICE_UNAVAILABLE);
     assert_string_equal(ask->type, "application/json");
-    assert_non_null(strstr(ask->text.at, "no memory for the rest of the answer"));
+    assert_says(ask->text.at, "no memory for the rest of the answer");
     kvq__http_ask_leave(ask);
 }
 

@@ -82,7 +82,7 @@ static void test_displaced(void **state)
     }
     // All have a request under way: nobody goes before some take too long to read an answer.
     assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 10ull * SECOND - 1), KVQ_E_LIMIT);
-    assert_non_null(strstr(text, "all 32 connections have a request under way"));
+    assert_says(text, "all 32 connections have a request under way");
     assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 10ull * SECOND), 0);
     assert_true(slow[0]->ending && !slow[1]->ending);
     assert_false(local->ending);
@@ -96,7 +96,7 @@ static void test_shares(void **state)
         add(true, 7, start, false);
     }
     assert_int_equal(check(true, 7, KVQ__ROLE_NONE, start + 60ull * SECOND), KVQ_E_LIMIT);
-    assert_non_null(strstr(text, "user 7 has 16 of the 32 connections"));
+    assert_says(text, "user 7 has 16 of the 32 connections");
     assert_int_equal(check(true, 8, KVQ__ROLE_NONE, start), 0);
     assert_int_equal(check(true, 7, KVQ__ROLE_ADMIN, start), 0);
     assert_int_equal(n_ending(), 0);
@@ -144,7 +144,7 @@ static void test_descriptors(void **state)
     }
     leave_free(20);
     assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 9), KVQ_E_LIMIT);
-    assert_non_null(strstr(text, "kvqd has 20 of "));
+    assert_says(text, "kvqd has 20 of ");
     assert_int_equal(check(true, 7, KVQ__ROLE_ADMIN, start), KVQ_E_LIMIT);
     struct kvq__http_guest *silent = add(false, 0, start + 9, false);
     assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 9), 0);
@@ -152,7 +152,7 @@ static void test_descriptors(void **state)
     leave(silent);
     leave_free(KVQ__FILES_SPARE - 1);
     assert_int_equal(check(false, 0, KVQ__ROLE_NONE, start + 60ull * SECOND), KVQ_E_LIMIT);
-    assert_non_null(strstr(text, "raise its LimitNOFILE="));
+    assert_says(text, "raise its LimitNOFILE=");
     assert_int_equal(n_ending(), 0);
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
 }

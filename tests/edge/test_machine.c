@@ -143,7 +143,7 @@ static void test_tight(void **state)
     assert_false(kvq__machine_is_tight(&machine, "pool_bytes", 4097 * MIB, MIB, text));
     machine.group_free = 10 * MIB;
     assert_true(kvq__machine_is_tight(&machine, "buffer_bytes", 11 * MIB, 0, text));
-    assert_non_null(strstr(text, "10 MiB are free in the control group now"));
+    assert_says(text, "10 MiB are free in the control group now");
     machine.free = machine.group_free = KVQ__UNKNOWN;
     assert_false(kvq__machine_is_tight(&machine, "pool_bytes", 16384 * MIB, 0, text));
 }

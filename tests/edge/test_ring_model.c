@@ -432,7 +432,7 @@ static void test_broken_protocols_are_found(void **unused)
         const char *failure = explore((enum mistake)mistake, 1, 3, &states);
         if (!failure)
             fail_msg("mistake %d was not found in %zu states", mistake, states);
-        assert_non_null(strstr(failure, "wake-up was lost"));
+        assert_says(failure, "wake-up was lost");
     }
 }
 

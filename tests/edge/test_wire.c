@@ -62,8 +62,7 @@ static void refused(const struct bytes *b, int code, const char *words)
     Kvq__Request *request;
     assert_int_equal(unpack(b, &request), code);
     assert_null(request);
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
+    assert_says(text, words);
 }
 
 // A request that opens a session whose name is the given bytes.

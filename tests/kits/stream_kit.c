@@ -40,9 +40,7 @@ void stream_open(struct streamer *s, const char *name)
                                  s->words, text);
     s->alone = kvq__gpu_clients_alone(gpu) > 0;
     assert_int_equal(rc, s->alone ? 0 : KVQ_E_UNSUPPORTED);
-    float *memory = (float *)(void *)s->m.memory;
-    for (uint32_t i = 0; i < BUFFER / sizeof(float); i++)
-        memory[i] = kit_float(&kit);
+    member_fill(&s->m);
     stream_session(s, name, "f16");
 }
 
@@ -107,13 +105,25 @@ void stream_ready(struct streamer *s)
     kvq_word64_store_release(&s->words[0], s->signal);
 }
 
-int stream_setup(void **state)
+static int setup_with(uint64_t work_stream_bytes)
 {
     sim_begin(0);
     kit_open(&kit, 7, 32 * MIB, 0);
+    if (work_stream_bytes)
+        kit.core->config.work_stream_bytes = work_stream_bytes;
     stream_open(&one, "one");
     stream_open(&two, "two");
     return 0;
+}
+
+int stream_setup(void **state)
+{
+    return setup_with(0);
+}
+
+int stream_setup_small(void **state)
+{
+    return setup_with(32 << 10);
 }
 
 int stream_teardown(void **state)

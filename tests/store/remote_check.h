@@ -61,12 +61,6 @@ static void end(void)
     assert_null(strstr(text, REMOTE_SECRET));
 }
 
-static void says(const char *words)
-{
-    if (!strstr(text, words))
-        fail_msg("\"%s\" does not say \"%s\"", text, words);
-}
-
 // ---- A folder with a file to push ----
 
 static char folder[] = "/tmp/kvq-remote-XXXXXX";

@@ -122,8 +122,8 @@ static void fails(int error, int code)
     disk.fail_write = 1;
     disk.fail_with = error;
     assert_int_equal(kvq__quota_file_write(&disk.io, "/q", &new, 1, text), code);
-    assert_non_null(strstr(text, path));
-    assert_non_null(strstr(text, "no limit was changed"));
+    assert_says(text, path);
+    assert_says(text, "no limit was changed");
     disk.fail_write = 0;
     assert_int_equal(read_file(), 1);
     assert_true(same(&read_back[0], &old));
@@ -143,7 +143,7 @@ static void test_disk_fails(void **state)
     disk.fail_with = EIO;
     assert_int_equal(kvq__quota_file_write(&disk.io, "/q", &new, 1, text), KVQ_E_SYSTEM);
     assert_null(strstr(text, "no limit was changed"));
-    assert_non_null(strstr(text, "it has the new limits, which do not hold before kvqd starts"));
+    assert_says(text, "it has the new limits, which do not hold before kvqd starts");
     assert_int_equal(read_file(), 1);
     assert_true(same(&read_back[0], &new));
     fault_reset_counts(&disk);
@@ -228,11 +228,11 @@ static void test_no_text(void **state)
     uint32_t n;
     put_file("[namespace a]\n\0host_bytes = 1\n", 30);
     assert_int_equal(kvq__quota_file_read(&disk.io, "/q", read_back, &n, text), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "NUL"));
+    assert_says(text, "NUL");
     memset(big, '\n', sizeof big);
     put_file(big, sizeof big);
     assert_int_equal(kvq__quota_file_read(&disk.io, "/q", read_back, &n, text), KVQ_E_INVALID);
-    assert_non_null(strstr(text, "longer than"));
+    assert_says(text, "longer than");
 }
 
 int main(void)

@@ -98,7 +98,7 @@ static void a_server_that_stalls_is_left(void **state)
         open_with(&o);
         assert_int_equal(kvq_remote_get(remote, "x", 100, &data, &n, NULL, text, sizeof text),
                          KVQ_E_REMOTE);
-        says("moved for too long");
+        assert_says(text, "moved for too long");
         end();
     }
 }
@@ -109,7 +109,7 @@ static void nobody_listens(void **state)
     begin(&none, 1);
     script_stop(&server);
     assert_int_equal(kvq_remote_put(remote, "x", "y", 1, NULL, text, sizeof text), KVQ_E_REMOTE);
-    says("after 4 tries; check the endpoint, and that the store is up");
+    assert_says(text, "after 4 tries; check the endpoint, and that the store is up");
     kvq_remote_close(&remote);
 }
 
@@ -149,7 +149,7 @@ static void a_call_can_be_cancelled(void **state)
     begin(&hang, 1);
     assert_int_equal(kvq_remote_put(remote, "x", "y", 1, &watch, text, sizeof text),
                      KVQ_E_CANCELLED);
-    says("cancelled");
+    assert_says(text, "cancelled");
     end();
     // Calls that take no watcher have the remote's.
     script_start(&server, &hang, 1);
@@ -177,14 +177,14 @@ static void requests_are_signed(void **state)
     end();
     const char *asked = server.asked[0];
     assert_true(strncmp(asked, "PUT /sessions/a/b/c HTTP/1.1\r\n", 30) == 0);
-    assert_non_null(strstr(asked, "AWS4-HMAC-SHA256 Credential=" REMOTE_ID "/"));
-    assert_non_null(strstr(asked, "/eu-west-7/s3/aws4_request"));
-    assert_non_null(strstr(asked, "SignedHeaders=content-type;host;x-amz-content-sha256;x-amz-date;"
-                                  "x-amz-security-token"));
-    assert_non_null(strstr(asked, "x-amz-security-token: temporary-token\r\n"));
-    assert_non_null(strstr(asked, "x-amz-content-sha256: 2cf24dba5fb0a30e26e83b2ac5b9e29e"
-                                  "1b161e5c1fa7425e73043362938b9824\r\n")); // of "hello"
-    assert_non_null(strstr(asked, "\r\n\r\nhello"));
+    assert_says(asked, "AWS4-HMAC-SHA256 Credential=" REMOTE_ID "/");
+    assert_says(asked, "/eu-west-7/s3/aws4_request");
+    assert_says(asked, "SignedHeaders=content-type;host;x-amz-content-sha256;x-amz-date;"
+                       "x-amz-security-token");
+    assert_says(asked, "x-amz-security-token: temporary-token\r\n");
+    assert_says(asked, "x-amz-content-sha256: 2cf24dba5fb0a30e26e83b2ac5b9e29e"
+                       "1b161e5c1fa7425e73043362938b9824\r\n"); // of "hello"
+    assert_says(asked, "\r\n\r\nhello");
     assert_null(strstr(asked, REMOTE_SECRET));
 }
 
@@ -286,9 +286,9 @@ static void a_lost_reply_is_no_failure(void **state)
     end();
     if (rc != 0)
         fail_msg("%s", text);
-    assert_non_null(strstr(server.asked[4], "partNumber=1&uploadId=id%2F1"));
-    assert_non_null(strstr(server.asked[6], "<PartNumber>2</PartNumber><ETag>\"e\"</ETag>"));
-    assert_non_null(strstr(server.asked[9], "PUT /sessions/s/n/head"));
+    assert_says(server.asked[4], "partNumber=1&uploadId=id%2F1");
+    assert_says(server.asked[6], "<PartNumber>2</PartNumber><ETag>\"e\"</ETag>");
+    assert_says(server.asked[9], "PUT /sessions/s/n/head");
 }
 
 // AWS may say 200, and then that it failed: what would be tried again with status 500 is here, too.
@@ -315,8 +315,8 @@ static void a_late_failure_is_tried_again(void **state)
     if (rc != 0)
         fail_msg("%s", text);
     assert_int_equal(test_clock.waits, 2);
-    assert_non_null(strstr(server.asked[8], "<CompleteMultipartUpload>"));
-    assert_non_null(strstr(server.asked[10], "PUT /sessions/s/n/head"));
+    assert_says(server.asked[8], "<CompleteMultipartUpload>");
+    assert_says(server.asked[10], "PUT /sessions/s/n/head");
 }
 
 // Parts that a server has from before, and does not like in the end, are sent again.
@@ -362,11 +362,11 @@ static void a_refused_upload_is_begun_anew(void **state)
     end();
     if (rc != 0)
         fail_msg("%s", text);
-    assert_non_null(strstr(server.asked[3], "?uploadId=old"));
-    assert_non_null(strstr(server.asked[4], "?partNumber=2&uploadId=old"));
-    assert_non_null(strstr(server.asked[5], "<ETag>\"a\"</ETag>"));
-    assert_non_null(strstr(server.asked[6], "DELETE /sessions/s/n/data/"));
-    assert_non_null(strstr(server.asked[9], "?partNumber=1&uploadId=id%2F1"));
+    assert_says(server.asked[3], "?uploadId=old");
+    assert_says(server.asked[4], "?partNumber=2&uploadId=old");
+    assert_says(server.asked[5], "<ETag>\"a\"</ETag>");
+    assert_says(server.asked[6], "DELETE /sessions/s/n/data/");
+    assert_says(server.asked[9], "?partNumber=1&uploadId=id%2F1");
     assert_int_equal(server.n_asked, COUNT);
     assert_int_equal(moved.bytes, KVQ_REMOTE_PART_MIN + 10);
 }
@@ -449,7 +449,7 @@ static void lists_have_an_end(void **state)
     begin(&again, 1);
     assert_int_equal(kvq_remote_list(remote, "", "", count_one, &n, text, sizeof text),
                      KVQ_E_REMOTE);
-    says("no end");
+    assert_says(text, "no end");
     end();
     assert_int_equal(n, 2);
 }
@@ -465,7 +465,7 @@ static void a_list_that_is_cut_is_none(void **state)
     begin(&cut, 1);
     assert_int_equal(kvq_remote_list(remote, "", "", count_one, &n, text, sizeof text),
                      KVQ_E_REMOTE);
-    says("does the store know ListObjectsV2");
+    assert_says(text, "does the store know ListObjectsV2");
     end();
 }
 
@@ -503,8 +503,8 @@ static void lists_go_on(void **state)
         KVQ_E_INVALID);
     end();
     assert_null(strstr(server.asked[0], "start-after"));
-    assert_non_null(strstr(server.asked[1], "prefix=s%2F&start-after=s%2Fa%2Fhead"));
-    assert_non_null(strstr(server.asked[2], "start-after=s%2Fbb%2Fhead"));
+    assert_says(server.asked[1], "prefix=s%2F&start-after=s%2Fa%2Fhead");
+    assert_says(server.asked[2], "start-after=s%2Fbb%2Fhead");
 }
 
 // ---- Documents ----
@@ -593,10 +593,10 @@ static void keys_come_from_files_and_variables(void **state)
     assert_int_equal(load(with_token, 0600, &keys), 0);
     assert_string_equal(keys.token, token);
     assert_int_equal(load(good, 0644, &keys), KVQ_E_PERMISSION);
-    says("chmod 600");
+    assert_says(text, "chmod 600");
     assert_int_equal(load("[other]\n", 0600, &keys), KVQ_E_INVALID);
     assert_int_equal(load("[default]\nrubbish\n", 0600, &keys), KVQ_E_INVALID);
-    says("line 2");
+    assert_says(text, "line 2");
     assert_null(strstr(text, "rubbish")); // it may have been a key
     unsetenv("AWS_ACCESS_KEY_ID");
     assert_int_equal(kvq_remote_keys_load(NULL, NULL, &keys, text, sizeof text), KVQ_E_PERMISSION);

@@ -51,7 +51,7 @@ enum { SMALL = 1000 };
 // The head that the request puts.
 static const char *head_put(int request)
 {
-    assert_non_null(strstr(server.asked[request], "PUT /sessions/s/n/head"));
+    assert_says(server.asked[request], "PUT /sessions/s/n/head");
     const char *body = strstr(server.asked[request], "\r\n\r\n");
     assert_non_null(body);
     return body + 4;
@@ -124,7 +124,7 @@ static void packs_without_a_head(void **state)
         if (!round)
             assert_int_equal(sscanf(server.asked[1], "HEAD /sessions/s/n/data/%64s ", digest), 1);
     }
-    assert_non_null(strstr(server.asked[7], "DELETE /sessions/s/n/data/old HTTP"));
+    assert_says(server.asked[7], "DELETE /sessions/s/n/data/old HTTP");
     assert_int_equal(server.n_asked, 9); // that one alone
 }
 
@@ -171,7 +171,7 @@ static void packs_that_are_removed_meanwhile(void **state)
     int rc = push();
     end();
     assert_int_equal(rc, KVQ_E_REMOTE);
-    says("its packs were removed while it was pushed, twice; push it again");
+    assert_says(text, "its packs were removed while it was pushed, twice; push it again");
     assert_int_equal(server.n_asked, sizeof replies / sizeof *replies);
 }
 
@@ -279,12 +279,12 @@ static void a_removal_is_finished(void **state)
     if (kvq_remote_forget(remote, "s", "n", text, sizeof text) != 0)
         fail_msg("%s", text);
     assert_int_equal(kvq_remote_forget(remote, "s", "n", text, sizeof text), KVQ_E_NO_SESSION);
-    says("there is no such session");
+    assert_says(text, "there is no such session");
     end();
     assert_int_equal(server.n_asked, sizeof replies / sizeof *replies);
-    assert_non_null(strstr(server.asked[1], "DELETE /sessions/s/n/head"));
-    assert_non_null(strstr(server.asked[6], "DELETE /sessions/s/n/data/2"));
-    assert_non_null(strstr(server.asked[8], "DELETE /sessions/s/n/data/3"));
+    assert_says(server.asked[1], "DELETE /sessions/s/n/head");
+    assert_says(server.asked[6], "DELETE /sessions/s/n/data/2");
+    assert_says(server.asked[8], "DELETE /sessions/s/n/data/3");
 }
 
 // A store that lists what it was told to delete again and again is left in the end.
@@ -297,7 +297,7 @@ static void a_removal_has_an_end(void **state)
     };
     begin(again, 3);
     assert_int_equal(kvq_remote_forget(remote, "s", "n", text, sizeof text), KVQ_E_REMOTE);
-    says("after 100 deletions the store still lists objects there");
+    assert_says(text, "after 100 deletions the store still lists objects there");
     end();
 }
 

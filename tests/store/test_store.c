@@ -153,7 +153,7 @@ static void cap(void **state)
         saved += rc == 0;
     }
     assert_int_equal(rc, KVQ_E_NO_SPACE);
-    assert_non_null(strstr(k.text, "the cap is 16777216 bytes"));
+    assert_says(k.text, "the cap is 16777216 bytes");
     assert_true(saved > 20);
     assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
     struct kvq_store_session none;
@@ -238,11 +238,11 @@ static void forgotten(struct kit *k, struct world *w)
     kvq_store_limit_forget(k->store, "uid-1");
     assert_int_equal(kvq_store_limit(k->store, NULL, 4700, k->text, sizeof k->text), 0);
     assert_int_equal(save_fork(k, w, 0, "a", 5, NULL), KVQ_E_QUOTA);
-    assert_non_null(strstr(k->text, "may keep 4700 bytes, 4500 are used"));
+    assert_says(k->text, "may keep 4700 bytes, 4500 are used");
     assert_int_equal(
         kvq_store_import(k->store, "/a", "uid-3", NULL, false, k->text, sizeof k->text),
         KVQ_E_QUOTA);
-    assert_non_null(strstr(k->text, "uid-3 may keep 9999 bytes, 0 are used"));
+    assert_says(k->text, "uid-3 may keep 9999 bytes, 0 are used");
 }
 
 // What a namespace may have: bytes of blocks, shared ones once, and a save or import above it is
@@ -261,8 +261,8 @@ static void limits(void **state)
     before = w;
     uint64_t written = disk.n_writes; // 40 blocks would fill five buffers
     assert_int_equal(save_fork(&k, &w, 2, "b", 40, NULL), KVQ_E_QUOTA);
-    assert_non_null(strstr(k.text, "namespace uid-1 may keep 20000 bytes, 14000 are used, and this "
-                                   "save needs 7000 more"));
+    assert_says(k.text, "namespace uid-1 may keep 20000 bytes, 14000 are used, and this "
+                        "save needs 7000 more");
     assert_int_equal(disk.n_writes, written);
     assert_int_equal(kvq_store_find(k.store, "uid-1", "b", 0, &none, k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
@@ -277,7 +277,7 @@ static void limits(void **state)
     assert_int_equal(
         kvq_store_import(k.store, "/a", NULL, "imported", false, k.text, sizeof k.text),
         KVQ_E_QUOTA);
-    assert_non_null(strstr(k.text, "20000 are used, and this save needs 10000 more"));
+    assert_says(k.text, "20000 are used, and this save needs 10000 more");
     // Other namespaces are none of its business.
     assert_int_equal(kvq_store_import(k.store, "/a", "uid-2", NULL, false, k.text, sizeof k.text),
                      0);
@@ -302,7 +302,7 @@ static void limits(void **state)
     assert_int_equal(kvq_store_limit(k.store, "uid-1", 4000, k.text, sizeof k.text), 0);
     assert_int_equal(lowered_meanwhile(&k, 4500), 0);
     assert_int_equal(lowered_meanwhile(&k, 4400), KVQ_E_QUOTA);
-    assert_non_null(strstr(k.text, "may keep 4400 bytes, 4500 are used"));
+    assert_says(k.text, "may keep 4400 bytes, 4500 are used");
     assert_int_equal(usage(&k, "uid-1", 2), 4500);
     check_spaces(&k, 4500);
     forgotten(&k, &w);
@@ -381,7 +381,7 @@ static void one_writer(void **state)
     struct kvq_store_freed freed;
     begin_store(7, 0);
     assert_int_equal(kit_open(&other, &disk.io), KVQ_E_BUSY);
-    assert_non_null(strstr(other.text, "another process has it open, pid "));
+    assert_says(other.text, "another process has it open, pid ");
     assert_null(other.store);
     assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
     assert_int_equal(kvq_save_begin(k.store, &second, k.text, sizeof k.text), KVQ_E_BUSY);
@@ -563,7 +563,7 @@ static void existing_only(void **state)
     int names = 0;
     begin_with((struct kit){.options.existing_only = true}, 4);
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
-    assert_non_null(strstr(k.text, "no store is there"));
+    assert_says(k.text, "no store is there");
     assert_null(k.store);
     assert_int_equal(disk.io.list(&disk.io, "/store", count_name, &names), 0);
     assert_int_equal(names, 0);
@@ -572,7 +572,7 @@ static void existing_only(void **state)
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         assert_int_equal(kvq_store_open(wrong[i], &options, &store, NULL, k.text, sizeof k.text),
                          KVQ_E_INVALID);
-        assert_non_null(strstr(k.text, i ? "it is no folder" : "there is no such folder"));
+        assert_says(k.text, i ? "it is no folder" : "there is no such folder");
     }
     k.options.existing_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);

@@ -89,7 +89,7 @@ static void spoiled_catalog(void **state)
         if (kit_open(&k, &disk.io))
             fail_msg("%s: %s", spoils[i].name, k.text);
         assert_true(k.report.rebuilt);
-        assert_non_null(strstr(k.report.text, spoils[i].says));
+        assert_says(k.report.text, spoils[i].says);
         assert_int_equal(k.report.bad_blocks, 0);
         check(&k, &w, spoils[i].name);
         if (strcmp(spoils[i].says, "damaged") == 0)
@@ -160,7 +160,7 @@ static void older_catalog(void **state)
     free(copy);
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.rebuilt);
-    assert_non_null(strstr(k.report.text, "older than the segments"));
+    assert_says(k.report.text, "older than the segments");
     check(&k, &w, "older catalog");
     end_store();
 }
@@ -285,7 +285,7 @@ static void sick_without_a_catalog(void **state)
         disk.sick_at = disk.sick->bytes - 3946; // in what was saved last
         lose_catalog();
         assert_int_equal(kit_open(&k, &disk.io), KVQ_E_SYSTEM);
-        assert_non_null(strstr(k.text, "move it away"));
+        assert_says(k.text, "move it away");
         disk.sick = NULL;
         if (!front) { // mended: nothing was lost by what was done meanwhile
             lose_catalog();
@@ -423,7 +423,7 @@ static void newer_catalog(void **state)
                      SQLITE_OK);
     kvq_store_close(&k.store);
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
-    assert_non_null(strstr(k.text, "is of version 99, and this program knows up to 2"));
+    assert_says(k.text, "is of version 99, and this program knows up to 2");
     assert_null(fault_find(&disk, "/store/catalog.db.bad"));
     fault_close(&disk);
 }
@@ -466,7 +466,7 @@ static void newer_segment(void **state)
     front.head = kvq_record_checksum(&front, 0);
     memcpy(file->data, &front, sizeof front);
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
-    assert_non_null(strstr(k.text, "is of version 2; this program knows up to 1"));
+    assert_says(k.text, "is of version 2; this program knows up to 1");
     // The same without the catalog.
     lose_catalog();
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);

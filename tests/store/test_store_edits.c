@@ -441,7 +441,7 @@ static void compacts_past_a_sick_sector(void **unused)
         rc = kvq_store_compact(k.store, UINT64_MAX, 10, &freed, k.text, sizeof k.text);
     while (rc == 0 && freed.more);
     assert_int_equal(rc, KVQ_E_SYSTEM);
-    assert_non_null(strstr(k.text, "kvqctl storage verify"));
+    assert_says(k.text, "kvqctl storage verify");
     assert_non_null(fault_find(&disk, path[0]));
     assert_null(fault_find(&disk, path[1]));
     disk.sick = NULL;

@@ -299,7 +299,7 @@ static void anew_when_full(void **state)
     assert_int_equal(free_bytes, 0);
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.rebuilt);
-    assert_non_null(strstr(k.report.text, "no copy of it was kept"));
+    assert_says(k.report.text, "no copy of it was kept");
     check(&k, &w, "made anew");
     kvq_store_close(&k.store);
     assert_null(fault_find(&disk, "/store/catalog.db.bad"));
@@ -362,7 +362,7 @@ static void refuse_to_write(struct kit *k, const struct world *w)
         name = w->sessions[i].used ? w->sessions[i].name : name;
     assert_non_null(name);
     assert_int_equal(kit_save(k, &after, name), KVQ_E_READ_ONLY);
-    assert_non_null(strstr(k->text, "its file system is read-only"));
+    assert_says(k->text, "its file system is read-only");
     assert_int_equal(kvq_store_delete(k->store, "uid-1", name, text, room), KVQ_E_READ_ONLY);
     assert_int_equal(kvq_store_gc(k->store, &freed, text, room), KVQ_E_READ_ONLY);
     assert_int_equal(kvq_store_compact(k->store, 1 << 20, 1, &freed, text, room), KVQ_E_READ_ONLY);
@@ -435,7 +435,7 @@ static void read_only_disk(void **state)
     kvq_store_close(&k.store);
     // Opened there, it serves what it has, and refuses what would write.
     assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_non_null(strstr(k.report.text, "read-only: its file system is read-only"));
+    assert_says(k.report.text, "read-only: its file system is read-only");
     check(&k, &w, "opened read-only");
     refuse_to_write(&k, &w);
     check(&k, &w, "still read-only");
@@ -446,7 +446,7 @@ static void read_only_disk(void **state)
     assert_int_equal(disk.io.rename(&disk.io, catalog, "/store/kept"), 0);
     disk.read_only = true;
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_READ_ONLY);
-    assert_non_null(strstr(k.text, "the catalog is missing, and cannot be made anew"));
+    assert_says(k.text, "the catalog is missing, and cannot be made anew");
     disk.read_only = false;
     assert_int_equal(disk.io.rename(&disk.io, "/store/kept", catalog), 0);
     assert_int_equal(kit_open(&k, &disk.io), 0);
@@ -638,7 +638,7 @@ static void sick_sector(void **state)
         int rc = kvq_store_read(k.store, &block, out, k.text, sizeof k.text);
         assert_int_equal(rc, head || pad ? 0 : KVQ_E_SYSTEM);
         if (rc)
-            assert_non_null(strstr(k.text, "kvqctl storage verify"));
+            assert_says(k.text, "kvqctl storage verify");
         uint64_t good;
         assert_int_equal(kvq_store_good_tokens(k.store, &found, &good, k.text, sizeof k.text), 0);
         assert_int_equal(good, found.tokens);
@@ -688,7 +688,7 @@ static void missing_segment(void **state)
     disk.read_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_int_equal(k.report.missing, 1);
-    assert_non_null(strstr(k.report.text, "1 segments are missing"));
+    assert_says(k.report.text, "1 segments are missing");
     if (!kit_same(&k, &w, true, why))
         fail_msg("%s", why);
     kvq_store_close(&k.store);
@@ -697,7 +697,7 @@ static void missing_segment(void **state)
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_int_equal(kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text), 0);
     assert_true(v.good_again > 0 && v.sessions == 0);
-    assert_non_null(strstr(v.text, "their marks are taken off"));
+    assert_says(v.text, "their marks are taken off");
     check(&k, &w, "with the segment again");
     change(&k, &w, 0);
     end_store();

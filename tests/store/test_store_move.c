@@ -196,7 +196,7 @@ static void wrong_count(void **state)
             forge_record(end, &commit, sizeof commit, head.salt);
             if (by) {
                 refused(field ? "records" : "sessions", (uint64_t)by);
-                assert_non_null(strstr(other.text, "its end counts other sessions and records"));
+                assert_says(other.text, "its end counts other sessions and records");
             }
             memcpy(end, keep, sizeof keep);
         }
@@ -212,7 +212,7 @@ static void a_shard_is_missing(void **state)
     assert_int_equal(kit_save(&k, &w, "half"), 0);
     take_over("half");
     refused("half of a session", 0);
-    assert_non_null(strstr(other.text, "it holds 1 of 2 shards"));
+    assert_says(other.text, "it holds 1 of 2 shards");
 }
 
 // Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
@@ -239,7 +239,7 @@ static void too_many_tokens(void **state)
             at += kvq_record_bytes(r.length);
         }
         refused("tokens", counts[i]);
-        assert_non_null(strstr(other.text, "tokens; at most 16777216 are allowed"));
+        assert_says(other.text, "tokens; at most 16777216 are allowed");
     }
     struct world beside = {.random = 1};
     beside.sessions[0] = (struct world_session){.used = true, .name = "beside", .shards = 1};
@@ -273,7 +273,7 @@ static void names_without_sense(void **state)
             memcpy(bytes + fields[i], texts[j], strlen(texts[j]) + 1);
             forge_record(at, bytes, r.length, head.salt);
             refused("text", i * 10 + j);
-            assert_non_null(strstr(other.text, "control characters or is not UTF-8"));
+            assert_says(other.text, "control characters or is not UTF-8");
             memcpy(at, keep, sizeof r + r.length);
         }
     struct world beside = {.random = 1};
