@@ -256,11 +256,17 @@ struct kvq_store_status {
     uint64_t catalog_bytes;          // physical
     uint64_t physical_bytes;         // of all files, what the cap is about
     uint64_t cap_bytes, free_bytes;  // free: of the file system
+    uint64_t room_bytes;             // of records, that one more save can write, as cap and file
+                                     // system are now: less what the catalog is to have for it. The
+                                     // catalog takes half a KiB more for each block of a save
     bool read_only;                  // since a failure, or by the file system: see `why`
     char why[KVQ_TEXT_BYTES];
 };
 int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, char *text,
                      size_t n);
+// The same without what takes long to count in a large store: of the catalog's figures `sessions`
+// alone, the others are 0.
+int kvq_store_brief(struct kvq_store *store, struct kvq_store_status *status, char *text, size_t n);
 
 struct kvq_store_verified {
     uint32_t segments;

@@ -212,6 +212,9 @@ void kvq__writer_done(struct kvq_store *s);
 void kvq__writer_retire(struct kvq_store *s);
 // Gives back the space that was taken in advance. All appended records have been synced.
 void kvq__writer_spare(struct kvq_store *s);
+// Bytes of records that a save without rows may write, with so many used of the cap and free on the
+// file system: the same sum that refuses it. Holding the catalog's lock, or by the writer.
+uint64_t kvq__room(const struct kvq_store *s, uint64_t used, uint64_t free_bytes);
 // Takes back the records that were appended since kvq__writer_begin.
 void kvq__writer_undo(struct kvq_store *s);
 

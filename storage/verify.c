@@ -315,12 +315,19 @@ int kvq_store_verify(struct kvq_store *store,
 
 // ---- Status ----
 
-static int catalog_figures(struct kvq_store *s, struct kvq_store_status *status)
+static int count_sessions(struct kvq_store *s, struct kvq_store_status *status)
 {
     struct kvq__catalog *k = &s->catalog;
     int64_t sessions = 0;
     int rc = kvq__number(k, kvq__rows(k, KVQ_Q_SESSION_COUNT, ""), 0, &sessions);
     status->sessions = (uint64_t)sessions;
+    return rc;
+}
+
+static int catalog_figures(struct kvq_store *s, struct kvq_store_status *status)
+{
+    struct kvq__catalog *k = &s->catalog;
+    int rc = count_sessions(s, status);
     sqlite3_stmt *rows = rc ? NULL : kvq__rows(k, KVQ_Q_BLOCK_COUNT, "");
     rc = rc ? rc : kvq__next(k, rows);
     if (rc == 1) {
@@ -339,14 +346,15 @@ static int catalog_figures(struct kvq_store *s, struct kvq_store_status *status)
     return rc < 0 ? rc : kvq__empty_bytes(s, &status->empty_bytes);
 }
 
-int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, char *text, size_t n)
+static int fill_status(struct kvq_store *store,
+                       int (*count)(struct kvq_store *, struct kvq_store_status *),
+                       struct kvq_store_status *status, const struct kvq__complaint *c)
 {
-    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     memset(status, 0, sizeof *status);
     pthread_mutex_lock(&store->catalog_lock);
-    int rc = catalog_figures(store, status);
+    int rc = count(store, status);
     if (rc)
-        rc = kvq__catalog_complain(store, rc, &c);
+        rc = kvq__catalog_complain(store, rc, c);
     pthread_mutex_unlock(&store->catalog_lock);
     if (rc)
         return rc;
@@ -358,5 +366,23 @@ int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, c
     status->catalog_bytes = kvq__physical_catalog(store);
     status->physical_bytes = kvq__physical(store);
     rc = store->io->space(store->io, store->folder, &status->free_bytes);
-    return rc ? kvq__io_complain(&c, rc, "free space", "asked for") : KVQ_OK;
+    if (rc)
+        return kvq__io_complain(c, rc, "free space", "asked for");
+    pthread_mutex_lock(&store->catalog_lock); // what the catalog holds changes under it
+    status->room_bytes =
+        status->read_only ? 0 : kvq__room(store, status->physical_bytes, status->free_bytes);
+    pthread_mutex_unlock(&store->catalog_lock);
+    return KVQ_OK;
+}
+
+int kvq_store_status(struct kvq_store *store, struct kvq_store_status *status, char *text, size_t n)
+{
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
+    return fill_status(store, catalog_figures, status, &c);
+}
+
+int kvq_store_brief(struct kvq_store *store, struct kvq_store_status *status, char *text, size_t n)
+{
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
+    return fill_status(store, count_sessions, status, &c);
 }

@@ -150,17 +150,31 @@ static void measure_segment(struct kvq_store *s)
     pthread_mutex_unlock(&s->lock);
 }
 
+// Of the bytes that the catalog is to have, those that it does not hold yet.
+static uint64_t catalog_share(const struct kvq_store *s, uint64_t bytes)
+{
+    uint64_t held = s->catalog.vfs.held[KVQ__VFS_WAL].bytes; // a part of what is used
+    uint64_t has = held > KVQ__WAL_BACKLOG ? held - KVQ__WAL_BACKLOG : 0;
+    has = has < KVQ__RESERVE - KVQ__WAL_BACKLOG ? has : KVQ__RESERVE - KVQ__WAL_BACKLOG;
+    return bytes - (has < bytes ? has : bytes);
+}
+
+uint64_t kvq__room(const struct kvq_store *s, uint64_t used, uint64_t free_bytes)
+{
+    uint64_t share = catalog_share(s, KVQ__RESERVE),
+             cap = s->cap_bytes > used ? s->cap_bytes : used;
+    uint64_t room = s->cap_bytes && cap - used < free_bytes ? cap - used : free_bytes;
+    return room > share ? room - share : 0;
+}
+
 // Whether the cap allows `more` bytes, the catalog's needs included.
 static int check_cap(struct kvq_store *s, uint64_t more, const struct kvq__complaint *c)
 {
     const struct kvq__writer *w = &s->writer;
-    uint64_t catalog = w->frees ? KVQ__RESERVE_FREE + w->rows * KVQ__RESERVE_FREE_ROW
-                                : KVQ__RESERVE + w->rows * KVQ__RESERVE_ROW;
+    uint64_t catalog =
+        catalog_share(s, w->frees ? KVQ__RESERVE_FREE + w->rows * KVQ__RESERVE_FREE_ROW
+                                  : KVQ__RESERVE + w->rows * KVQ__RESERVE_ROW);
     uint64_t used = s->cap_bytes ? kvq__physical(s) : 0;
-    uint64_t held = s->catalog.vfs.held[KVQ__VFS_WAL].bytes; // a part of what is used
-    uint64_t has = held > KVQ__WAL_BACKLOG ? held - KVQ__WAL_BACKLOG : 0;
-    has = has < KVQ__RESERVE - KVQ__WAL_BACKLOG ? has : KVQ__RESERVE - KVQ__WAL_BACKLOG;
-    catalog -= has < catalog ? has : catalog;
     if (s->cap_bytes == 0 || used + catalog + more <= s->cap_bytes)
         return KVQ_OK;
     return kvq__complain(c, KVQ_E_NO_SPACE,

@@ -17,6 +17,8 @@
 #include "daemon/config/machine.h"
 #include "daemon/core/gpu/gpu.h"
 #include "daemon/runtime/server.h"
+#include "proto/clock.h"
+#include "proto/status.h"
 
 enum level { FINE, NOTE, PROBLEM };
 enum { MOST = 16 + 2 * KVQ_MAX_GPUS };
@@ -226,6 +228,82 @@ static void check_gpus(struct findings *f, const struct kvq__server *s)
         add(f, "backend", FINE, "", "caches and attention are on the CPU; no GPU was looked for");
 }
 
+// ---- What is saved ----
+
+enum { LATELY_S = 600 }; // a save that fails is tried again once a minute at least
+
+static bool failed_lately(const struct kvq__store_failures *f)
+{
+    return f->count > 0 && kvq_now_ns() - f->at_ns < LATELY_S * 1000000000ull;
+}
+
+static const char *what_mends(int status)
+{
+    return status == KVQ_E_NO_SPACE ? "drop saved sessions (kvqctl session drop) and kvqctl "
+                                      "storage compact; or free some "
+                                      "of the disk, or raise storage_bytes, which takes a restart"
+           : status == KVQ_E_QUOTA
+               ? "kvqctl quota list shows who is at disk-bytes: raise it (kvqctl quota set), or "
+                 "drop "
+                 "saved sessions of that namespace"
+               : "kvqd's log says why (event=storage_failed); kvqctl storage status";
+}
+
+static void check_saves(struct findings *f, const struct kvq__server *s)
+{
+    const struct kvq__store_failures *failed = &s->storage.failed[KVQ__TIME_SAVE];
+    if (failed_lately(failed))
+        add(f, "saving", PROBLEM, what_mends(failed->status),
+            "saves fail: %llu since the start, the last one %llu s ago with %s (%s); sessions that "
+            "are not saved end with the daemon",
+            (unsigned long long)failed->count,
+            (unsigned long long)((kvq_now_ns() - failed->at_ns) / 1000000000),
+            kvq_status_name(failed->status), kvq_status_text(failed->status));
+}
+
+static void check_storage(struct findings *f, const struct kvq__server *s)
+{
+    const struct kvq__storage_state *state = &s->storage;
+    uint64_t most = state->used_bytes + state->free_bytes;
+    bool capped = state->limit_bytes && state->limit_bytes < most;
+    most = capped ? state->limit_bytes : most;
+    bool full = state->used_bytes > most / 10 * 9;
+    if (!s->config.storage_dir[0]) {
+        add(f, "storage", FINE, "", "no session is saved: storage_dir is not set");
+        return;
+    }
+    check_saves(f, s);
+    if (!state->known)
+        return;
+    if (state->read_only) {
+        add(f, "storage", PROBLEM,
+            "kvqctl storage status says why; when that is mended, restart kvqd",
+            "the store in %s is read-only: nothing is saved", s->config.storage_dir);
+        return;
+    }
+    add(f, "storage", full ? NOTE : FINE, full ? what_mends(KVQ_E_NO_SPACE) : "",
+        "%llu sessions saved, in %llu MiB of %llu MiB that the %s", // the cap, or the disk
+        (unsigned long long)state->sessions, (unsigned long long)(state->used_bytes >> 20),
+        (unsigned long long)(most >> 20),
+        capped ? "store may have (storage_bytes)" : "disk has for it");
+}
+
+static void check_transfers(struct findings *f, const struct kvq__server *s)
+{
+    const struct kvq__store_failures *push = &s->storage.failed[KVQ__TIME_PUSH],
+                                     *pull = &s->storage.failed[KVQ__TIME_PULL],
+                                     *last = push->at_ns > pull->at_ns ? push : pull;
+    if (!s->config.remote_endpoint[0])
+        return;
+    if (failed_lately(last))
+        add(f, "remote", PROBLEM, "kvqd's log says why (event=remote_failed); kvqctl remote status",
+            "pushes and pulls fail: %llu and %llu since the start, the last with %s (%s)",
+            (unsigned long long)push->count, (unsigned long long)pull->count,
+            kvq_status_name(last->status), kvq_status_text(last->status));
+    else
+        add(f, "remote", FINE, "", "there is a remote store, and no push or pull failed lately");
+}
+
 void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq__Reply *reply)
 {
     struct findings f = {arena, kvq_arena_alloc(arena, sizeof(Kvq__DoctorReply))};
@@ -243,6 +321,8 @@ void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq_
     check_huge_pages(&f, server);
     check_limits(&f, server);
     check_permissions(&f, server);
+    check_storage(&f, server);
+    check_transfers(&f, server);
     assert(f.reply->n_findings <= MOST);
     reply->doctor = f.reply;
     reply->result_case = KVQ__REPLY__RESULT_DOCTOR;

@@ -36,6 +36,7 @@ void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
     *counts = core->counts;
     counts->offloaded_now = core->n_offloaded;
     counts->demoted_now = core->n_demoted;
+    counts->unsaved_now = core->n_unsaved;
     TAILQ_FOREACH (q, &core->waiters, waiter_link)
         counts->waiting_for_room_now++;
 }

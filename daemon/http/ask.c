@@ -226,6 +226,8 @@ static bool write_answer(struct kvq__http_ask *ask)
         if (g->more)
             return true;
         g->snapshot.store_times = kvq__jobs_times(server->jobs);
+        g->snapshot.storage = &server->storage;
+        g->snapshot.has_remote = server->config.remote_endpoint[0] != 0;
         g->snapshot.refused[KVQ__HTTP_ATTACH] = server->attach_refused;
         g->snapshot.refused[KVQ__HTTP_CONTROL] = server->control_refused;
         kvq__metrics_write(g->out, &g->snapshot, ask->topic == KVQ__HTTP_OPEN_METRICS);

@@ -118,6 +118,7 @@ struct kvq__snapshot {
     struct kvq__latencies latencies;
     struct kvq__refused refused[KVQ__HTTP_DOORS];
     const struct kvq__store_times *store_times;
+    const struct kvq__storage_state *storage;
     struct kvq__pack_error pack_errors[KVQ_MAX_PACK_ERRORS];
     uint32_t n_pack_errors;
     struct kvq__place_info places[KVQ_MAX_GPUS];
@@ -127,6 +128,7 @@ struct kvq__snapshot {
     uint32_t n_namespaces, room_namespaces, n_prefixes, room_prefixes;
     const struct kvq__identity *identity;
     uint64_t uptime_ns;
+    bool has_remote; // the configuration has a remote store
 };
 // Writes them; `open`: as OpenMetrics 1.0, else as Prometheus' text format 0.0.4.
 void kvq__metrics_write(FILE *out, const struct kvq__snapshot *snapshot, bool open);

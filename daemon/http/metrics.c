@@ -321,17 +321,56 @@ static void write_latencies(struct writer *w, const struct kvq__latencies *l)
     write_histogram(w, NULL, NULL, &l->background);
 }
 
+// ---- The store ----
+
+static const char *const tasks[KVQ__TIMES] = {
+    [KVQ__TIME_SAVE] = "save",     [KVQ__TIME_RESTORE] = "restore", [KVQ__TIME_FETCH] = "fetch",
+    [KVQ__TIME_PREFIX] = "prefix", [KVQ__TIME_PUSH] = "push",       [KVQ__TIME_PULL] = "pull",
+};
+
 static void write_store_times(struct writer *w, const struct kvq__store_times *times)
 {
-    static const char *const tasks[KVQ__TIMES] = {
-        [KVQ__TIME_SAVE] = "save",     [KVQ__TIME_RESTORE] = "restore", [KVQ__TIME_FETCH] = "fetch",
-        [KVQ__TIME_PREFIX] = "prefix", [KVQ__TIME_PUSH] = "push",       [KVQ__TIME_PULL] = "pull",
-    };
     begin_family(
         w, "kvqd_store_seconds", HISTOGRAM, "seconds",
         "time that jobs of the store took which ended well, from when they were asked for");
     for (int i = 0; i < KVQ__TIMES; i++)
         write_histogram(w, "task", tasks[i], &times->of[i]);
+}
+
+// Every task has a sample, so that the first failure is a rise. The gauges have one once the store
+// was looked at, and none where there is no store.
+static void write_store(struct writer *w, const struct kvq__storage_state *s, bool has_remote)
+{
+    const struct {
+        const char *family, *unit, *help;
+        uint64_t value;
+        bool there;
+    } rows[] = {
+        {"kvqd_storage_used_bytes", "bytes", "what the files of the store take on disk",
+         s->used_bytes, true},
+        {"kvqd_storage_limit_bytes", "bytes", "what they may take, where there is a limit",
+         s->limit_bytes, s->limit_bytes > 0},
+        {"kvqd_storage_free_bytes", "bytes", "free on the store's file system", s->free_bytes,
+         true},
+        {"kvqd_storage_room_bytes", "bytes",
+         "what saves may still write, before anything is removed or compacted", s->room_bytes,
+         true},
+        {"kvqd_storage_sessions", "", "sessions that are saved, each shard counted", s->sessions,
+         true},
+        {"kvqd_storage_read_only", "", "1 if the store cannot be written to", s->read_only, true},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        begin_family(w, rows[i].family, GAUGE, rows[i].unit, rows[i].help);
+        if (s->known && rows[i].there)
+            write_sample(w, NULL, (double)rows[i].value);
+    }
+    write_one(w, "kvqd_remote_configured", GAUGE, "", has_remote, "1 if there is a remote store");
+    begin_family(w, "kvqd_store_failures", COUNTER, "",
+                 "jobs of the store that failed, each try counted");
+    for (int i = 0; i < KVQ__TIMES; i++) {
+        const char *labels[][2] = {{"task", tasks[i]}, {NULL, NULL}};
+        write_sample(w, labels, (double)s->failed[i].count);
+    }
 }
 
 void kvq__metrics_write(FILE *out, const struct kvq__snapshot *s, bool open)
@@ -359,6 +398,7 @@ void kvq__metrics_write(FILE *out, const struct kvq__snapshot *s, bool open)
     write_latencies(w, &s->latencies);
     write_pack_errors(w, s);
     write_store_times(w, s->store_times);
+    write_store(w, s->storage, s->has_remote);
     if (open)
         fputs("# EOF\n", out);
 }

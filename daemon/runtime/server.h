@@ -43,6 +43,32 @@ struct kvq__drain_state {
     uint32_t saved, not_saved, unsaved;
 };
 
+// What the store jobs time and count.
+enum kvq__store_time {
+    KVQ__TIME_SAVE,    // the saves when the daemon ends, and what was not changed, are not timed
+    KVQ__TIME_RESTORE, // sessions of which something was read
+    KVQ__TIME_FETCH,   // parked sessions that came back, from when their reading was asked for
+    KVQ__TIME_PREFIX,  // prefixes that were read for a session
+    KVQ__TIME_PUSH,
+    KVQ__TIME_PULL,
+    KVQ__TIMES,
+};
+
+// What the store jobs tell of the store, for those who watch (store.h). The figures of the disk are
+// as they were a moment ago, the failures as they are.
+struct kvq__storage_state {
+    bool known; // it was looked at; else there is no store, or not yet
+    bool read_only;
+    uint64_t sessions;                            // that are saved, each shard counted
+    uint64_t used_bytes, limit_bytes, free_bytes; // limit 0: none; free: of the file system
+    uint64_t room_bytes;                          // that saves may still write
+    struct kvq__store_failures {
+        uint64_t count; // since the start; each try counts
+        int status;     // of the last one,
+        uint64_t at_ns; // and when that was
+    } failed[KVQ__TIMES];
+};
+
 struct kvq__server {
     struct kvq_config config;
     int argc; // the command line and the environment, for when the configuration is read again
@@ -61,6 +87,7 @@ struct kvq__server {
     struct kvq__poller *poller;
     struct kvq__shm page; // struct kvq_daemon_page
     struct kvq__jobs *jobs;
+    struct kvq__storage_state storage;
     struct kvq__attach *attach;
     struct kvq__control *control;
     struct kvq__http *http;                              // NULL: not served

@@ -83,7 +83,9 @@ struct kvq__jobs {
     uint32_t n_used, room_used;
     struct kvq__used_name *named; // likewise
     uint32_t n_named, room_named;
-    bool untidy; // something was written since there was nothing to be compacted
+    bool untidy;         // something was written since there was nothing to be compacted
+    bool watching;       // somebody looks at the store
+    uint64_t watched_ns; // when that began, the last time
 
     struct kvq__tasks beginning; // to read prefixes, which the index does not show yet
     struct kvq__tasks waiting;   // for one of these, which is what they want, too
@@ -134,6 +136,14 @@ static inline struct kvq__task *kvq__task_of_turn(struct kvq__write_turn *turn)
 
 void kvq__jobs_tell(struct kvq__jobs *jobs, enum kvq__event_kind kind, const char *ns,
                     const char *name, const char *text);
+
+// ---- watch.c: what those see who watch the store ----
+
+// Such a job has ended with rc: it counts as failed unless it ended well, was called off, or asked
+// for what is not there, or not to be had just now.
+void kvq__jobs_failed(struct kvq__jobs *jobs, enum kvq__store_time what, int rc);
+// Looks at the store, if that is due.
+void kvq__jobs_watch(struct kvq__jobs *jobs);
 
 // Poller's thread. KVQ_E_EXISTS with a text if task->ns and name are in memory: what is stored of
 // it is not replaced then. The task holds the name alone, so that it does not come meanwhile.

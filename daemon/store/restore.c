@@ -214,6 +214,10 @@ static void tell_loaded(const struct kvq__loading *l)
     char text[256];
     uint64_t now = kvq_now_ns();
     const char *name = l->found->saved.name;
+    enum kvq__store_time what = l->fetches  ? KVQ__TIME_FETCH
+                                : l->prefix ? KVQ__TIME_PREFIX
+                                            : KVQ__TIME_RESTORE;
+    kvq__jobs_failed(l->task.jobs, what, l->task.rc);
     if (l->task.rc == KVQ_E_CANCELLED)
         return;
     if (l->task.rc < 0) {
@@ -221,10 +225,7 @@ static void tell_loaded(const struct kvq__loading *l)
         kvq__jobs_tell(l->task.jobs, KVQ__EVENT_STORAGE_DAMAGED, l->task.ns, name, text);
         return;
     }
-    kvq__histogram_add(&l->task.jobs->times.of[l->fetches  ? KVQ__TIME_FETCH
-                                               : l->prefix ? KVQ__TIME_PREFIX
-                                                           : KVQ__TIME_RESTORE],
-                       now - l->task.begun);
+    kvq__histogram_add(&l->task.jobs->times.of[what], now - l->task.begun);
     if (l->fetches) // the core has told
         return;
     if (!l->prefix && l->tokens < l->found->saved.tokens) {

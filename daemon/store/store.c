@@ -97,6 +97,7 @@ static void on_tick(uv_timer_t *timer)
     if (jobs->n_own == 0 && !jobs->draining)
         look_for_unsaved(jobs, KVQ__UNSAVED_LEFT | (idle ? KVQ__UNSAVED_IDLE : 0));
     kvq__jobs_tidy(jobs);
+    kvq__jobs_watch(jobs);
 }
 
 // ---- Opening and closing ----
@@ -168,6 +169,7 @@ int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **out, char *tex
     jobs->alarm.data = jobs->tick.data = jobs;
     uv_timer_start(&jobs->tick, on_tick, TICK_MS, TICK_MS);
     jobs->timers = jobs->untidy = true;
+    kvq__jobs_watch(jobs);
     return 0;
 }
 

@@ -20,6 +20,7 @@
 #include "daemon/core/residency/reshard.h"
 #include "daemon/runtime/fiber.h"
 #include "daemon/runtime/mailbox.h"
+#include "daemon/runtime/server.h"
 #include "daemon/store/queue.h"
 #include "proto/wire.h"
 
@@ -90,15 +91,6 @@ struct kvq__task {
 };
 
 // How long what has ended well took, from when it was asked for.
-enum kvq__store_time {
-    KVQ__TIME_SAVE,    // the saves when the daemon ends, and what was not changed, left out
-    KVQ__TIME_RESTORE, // sessions of which something was read
-    KVQ__TIME_FETCH,   // parked sessions that came back, from when their reading was asked for
-    KVQ__TIME_PREFIX,  // prefixes that were read for a session
-    KVQ__TIME_PUSH,
-    KVQ__TIME_PULL,
-    KVQ__TIMES,
-};
 struct kvq__store_times {
     struct kvq__histogram of[KVQ__TIMES];
 };

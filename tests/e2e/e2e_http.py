@@ -478,6 +478,107 @@ class Stores(e2e_storage.Stored):
         wait_times(self.daemon, {"restore": 1})
 
 
+    def figures(self):
+        local = Local(self.daemon)
+        text = get(local, "/metrics")[2]
+        local.close()
+        return samples(text)
+
+    def wait_figures(self, **expected):
+        """Until gauges have these values: the store is looked at every other second."""
+        until = time.monotonic() + BOUND
+        found = None
+        while found != expected and time.monotonic() < until:
+            all_of_them = self.figures()
+            found = {name: all_of_them.get("kvqd_" + name) for name in expected}
+        self.assertEqual(found, expected)
+
+    def failures(self):
+        """How many jobs have failed, by task; each task has a sample from the start."""
+        found = {re.search('task="([a-z]+)"', name)[1]: value
+                 for name, value in self.figures().items() if "store_failures_total" in name}
+        self.assertEqual(set(found), {"save", "restore", "fetch", "prefix", "push", "pull"})
+        return {task: value for task, value in found.items() if value}
+
+    def doctor(self, check):
+        """Levels and texts of the daemon's findings about something."""
+        findings = json.loads(self.daemon.ctl("doctor", check=False)[1])
+        return [(f["level"], f["text"]) for f in findings if f["check"] == check]
+
+    def test_on_disk(self):
+        """What the store has and may have, as `kvqctl storage status` says; what is not saved."""
+        self.again(storage_bytes="64mb")
+        tokens = Tokens(1, 200)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        self.client.session(tokens.rows, "f16")  # nobody could save that one
+        tokens.feed(self.queue, session, 200, attend=False)
+        self.wait_figures(unsaved_now=1, storage_sessions=0)
+        session.save()
+        status = self.daemon.ctl("storage", "status")
+        self.wait_figures(unsaved_now=0, storage_sessions=1, storage_read_only=0,
+                          storage_used_bytes=status["physical_bytes"],
+                          storage_limit_bytes=64 << 20, remote_configured=0)
+        self.assertGreater(self.figures()["kvqd_storage_free_bytes"], 0)
+        room = self.figures()["kvqd_storage_room_bytes"]
+        self.assertTrue(0 < room < (64 << 20) - status["physical_bytes"], room)
+        self.assertEqual(self.failures(), {})
+        self.assertIn("1 sessions saved, in ", self.doctor("storage")[0][1])
+
+    def test_failures(self):
+        """A save that a namespace's limit refuses counts, also where nobody has asked for it; one
+        of a session that is not there does not."""
+        tokens = Tokens(1, 300)
+        session = self.client.session(tokens.rows, "f16", name="it", on_detach="save")
+        tokens.feed(self.queue, session, 300, attend=False)
+        self.daemon.ctl("session", "save", "nobody", check=False)
+        self.assertEqual(self.failures(), {})
+        self.assertEqual(self.doctor("saving"), [])
+        space = self.daemon.ctl("session", "list")[0]["namespace"]
+        self.daemon.ctl("quota", "set", space, "--disk-bytes", "10kb")
+        self.fails(kvq.Code.E_QUOTA, session.save)
+        self.assertEqual(self.failures(), {"save": 1})
+        session.close()  # now the daemon tries
+        until = time.monotonic() + BOUND
+        while self.failures()["save"] < 2 and time.monotonic() < until:
+            pass
+        self.assertGreater(self.failures()["save"], 1)
+        self.assertEqual(self.figures()["kvqd_unsaved_now"], 1)
+        (level, text), = self.doctor("saving")
+        self.assertEqual(level, 2)
+        self.assertIn("E_QUOTA", text)
+        self.assertNotIn('"it"', text)
+
+    @e2e_storage.long_emulated
+    def test_full(self):
+        """A full store: the failures, the room that is left, and what to do."""
+        self.again(storage_bytes="16mb")
+        tokens = Tokens(1, 13000)
+        session = self.client.session(tokens.rows, "f16", name="large")
+        tokens.feed(self.queue, session, 13000, attend=False)
+        self.fails(kvq.Code.E_NO_SPACE, session.save)
+        self.assertEqual(self.failures(), {"save": 1})
+        self.assertIn("E_NO_SPACE", self.doctor("saving")[0][1])
+        self.daemon.ctl("drain", check=False)  # tries once more
+        self.daemon.stop()
+        self.daemon = self.start()
+
+    def test_read_only(self):
+        """A store that cannot be written to says so before any save fails."""
+        if os.geteuid() != 0:
+            self.skipTest("only root can mount")
+        self.client.close()
+        self.daemon.stop()
+        store = os.path.join(self.folder, "store")
+        script = (f"mount --bind {store} {store} && mount -o remount,ro,bind {store} && "
+                  "exec \"$0\" \"$@\"")
+        self.daemon = self.start(within=("unshare", "--mount", "sh", "-c", script))
+        self.client = self.daemon.client()
+        self.wait_figures(storage_read_only=1, storage_room_bytes=0)
+        (level, text), = self.doctor("storage")
+        self.assertEqual(level, 2)
+        self.assertIn("read-only: nothing is saved", text)
+
+
 class Addresses(unittest.TestCase):
     def test_taken(self):
         """A taken address keeps the daemon from starting only if it was asked for."""

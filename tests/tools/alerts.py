@@ -52,6 +52,12 @@ CASES = {
     "KvqdThrashing": {**rising("kvqd_fetched_total", 60), **rising("kvqd_parked_room_total", 60)},
     "KvqdFetchFailed": rising("kvqd_fetch_failed_total", 1),
     "KvqdEvictionsFail": rising("kvqd_evictions_failed_total", 1),
+    "KvqdSavesFail": rising("kvqd_store_failures_total", 1, ', task="save"'),
+    "KvqdStoreNearlyFull": {f"kvqd_storage_used_bytes{{{HOST}}}": "50x10 95x50",
+                            f"kvqd_storage_limit_bytes{{{HOST}}}": "100x60",
+                            f"kvqd_storage_free_bytes{{{HOST}}}": "900x60"},
+    "KvqdStoreReadOnly": {f"kvqd_storage_read_only{{{HOST}}}": "0x10 1x50"},
+    "KvqdTransfersFail": rising("kvqd_store_failures_total", 1, ', task="push"'),
     "KvqdAttentionSlow": slow("kvqd_request_seconds_bucket", "0.2", ', op="attend"'),
     "KvqdRequestsWait": slow("kvqd_request_wait_seconds_bucket", "2.097152"),
     "KvqdOwnFaults": rising("kvqd_refusals_total", 1, ', door="ring", status="E_SYSTEM"'),
@@ -64,7 +70,14 @@ FIRES = {"KvqdRestarted": "13m"}  # when to look; the others fire on until the e
 # What two alerts make of each other's series: a daemon that is started again and again was started
 # anew; one that was started once is in no loop.
 BESIDE = [("KvqdRestarted", "KvqdCrashLoop", "59m", True),
-          ("KvqdCrashLoop", "KvqdRestarted", "13m", False)]
+          ("KvqdCrashLoop", "KvqdRestarted", "13m", False),
+          # A store without a limit is nearly full when its disk is.
+          ("KvqdStoreNearlyFull", "the disk is nearly full", "9m", False),
+          ("KvqdStoreNearlyFull", "the disk is nearly full", "59m", True)]
+# What has no alert of its own.
+CASES_BESIDE = {
+    "the disk is nearly full": {f"kvqd_storage_used_bytes{{{HOST}}}": "50x10 95x50",
+                                f"kvqd_storage_free_bytes{{{HOST}}}": "50x10 5x50"}}
 
 
 def main():
@@ -92,9 +105,10 @@ def check(folder, name, case, when, fires):
     and texts, so it is asked for the series that Prometheus makes of each."""
     look = {"expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)',
             "eval_time": when, "exp_samples": [{"labels": "{}", "value": 1 if fires else 0}]}
+    series = (CASES | CASES_BESIDE)[case]
     test = {"rule_files": [os.path.realpath(RULES)], "evaluation_interval": "1m", "tests": [
         {"interval": "1m", "promql_expr_test": [look],
-         "input_series": [{"series": s, "values": v} for s, v in CASES[case].items()]}]}
+         "input_series": [{"series": s, "values": v} for s, v in series.items()]}]}
     path = os.path.join(folder, f"{name}.yml")
     with open(path, "w", encoding="utf-8") as file:
         json.dump(test, file)  # YAML, too

@@ -26,6 +26,7 @@
     X(parked_asked, TOTAL, "sessions parked as kvqctl or a client asked")                          \
     X(parked_asked_bytes, TOTAL, "bytes of memory that parking these freed")                       \
     X(offloaded_now, NOW, "sessions whose blocks are on disk alone")                               \
+    X(unsaved_now, NOW, "sessions with a name whose last change is not saved")                     \
     X(fetched, TOTAL, "sessions that came back from disk")                                         \
     X(fetched_bytes, TOTAL, "bytes of memory that these took")                                     \
     X(fetch_failed, TOTAL, "sessions that could not come back")                                    \
