@@ -230,13 +230,6 @@ static void check_gpus(struct findings *f, const struct kvq__server *s)
 
 // ---- What is saved ----
 
-enum { LATELY_S = 600 }; // a save that fails is tried again once a minute at least
-
-static bool failed_lately(const struct kvq__store_failures *f)
-{
-    return f->count > 0 && kvq_now_ns() - f->at_ns < LATELY_S * 1000000000ull;
-}
-
 static const char *what_mends(int status)
 {
     return status == KVQ_E_NO_SPACE ? "drop saved sessions (kvqctl session drop) and kvqctl "
@@ -252,7 +245,7 @@ static const char *what_mends(int status)
 static void check_saves(struct findings *f, const struct kvq__server *s)
 {
     const struct kvq__store_failures *failed = &s->storage.failed[KVQ__TIME_SAVE];
-    if (failed_lately(failed))
+    if (kvq__store_fails(failed, kvq_now_ns()))
         add(f, "saving", PROBLEM, what_mends(failed->status),
             "saves fail: %llu since the start, the last one %llu s ago with %s (%s); sessions that "
             "are not saved end with the daemon",
@@ -282,7 +275,7 @@ static void check_storage(struct findings *f, const struct kvq__server *s)
         return;
     }
     add(f, "storage", full ? NOTE : FINE, full ? what_mends(KVQ_E_NO_SPACE) : "",
-        "%llu sessions saved, in %llu MiB of %llu MiB that the %s", // the cap, or the disk
+        "saved sessions: %llu, which take %llu MiB of %llu MiB that the %s", // the cap, or the disk
         (unsigned long long)state->sessions, (unsigned long long)(state->used_bytes >> 20),
         (unsigned long long)(most >> 20),
         capped ? "store may have (storage_bytes)" : "disk has for it");
@@ -295,7 +288,7 @@ static void check_transfers(struct findings *f, const struct kvq__server *s)
                                      *last = push->at_ns > pull->at_ns ? push : pull;
     if (!s->config.remote_endpoint[0])
         return;
-    if (failed_lately(last))
+    if (kvq__store_fails(last, kvq_now_ns()))
         add(f, "remote", PROBLEM, "kvqd's log says why (event=remote_failed); kvqctl remote status",
             "pushes and pulls fail: %llu and %llu since the start, the last with %s (%s)",
             (unsigned long long)push->count, (unsigned long long)pull->count,

@@ -188,6 +188,12 @@ static enum MHD_Result show_events(struct kvq__http *h, struct MHD_Connection *c
     return text.at ? answer(connection, MHD_HTTP_OK, "application/json", text) : MHD_NO;
 }
 
+static enum MHD_Result show_storage(struct kvq__http *h, struct MHD_Connection *connection)
+{
+    struct kvq__http_text text = kvq__http_storage(h->server);
+    return text.at ? answer(connection, MHD_HTTP_OK, "application/json", text) : MHD_NO;
+}
+
 // A file of the page.
 static enum MHD_Result show_file(struct MHD_Connection *connection, const char *type,
                                  const unsigned char *bytes, size_t n)
@@ -245,6 +251,7 @@ static const struct route routes[] = {
     {"/clients", "as `kvqctl client list --json`", USERS, KVQ__HTTP_CLIENTS, NULL},
     {"/prefixes", "as `kvqctl prefix status --json`", USERS, KVQ__HTTP_PREFIXES, NULL},
     {"/quotas", "as `kvqctl quota list --json`", USERS, KVQ__HTTP_QUOTAS, NULL},
+    {"/storage", "the store and the remote store in figures", USERS, 0, show_storage},
     {"/events", "the last events; ?after=N: those behind number N", READERS, 0, show_events},
 };
 

@@ -6,6 +6,7 @@
 //   guests.c   who may connect, and who has to go
 //   ask.c      what the core knows, asked for on the poller's thread, one request at a time
 //   metrics.c  Prometheus' and OpenMetrics' text
+//   storage.c  the store in figures, for the page
 //   events.c   the last events, kept for those who ask
 #ifndef KVQ_DAEMON_HTTP_INTERNAL_H
 #define KVQ_DAEMON_HTTP_INTERNAL_H
@@ -130,6 +131,8 @@ struct kvq__snapshot {
     uint64_t uptime_ns;
     bool has_remote; // the configuration has a remote store
 };
+// What jobs of the store are called in metrics and on the page.
+extern const char *const kvq__http_tasks[KVQ__TIMES];
 // Writes them; `open`: as OpenMetrics 1.0, else as Prometheus' text format 0.0.4.
 void kvq__metrics_write(FILE *out, const struct kvq__snapshot *snapshot, bool open);
 
@@ -139,6 +142,11 @@ void kvq__metrics_write(FILE *out, const struct kvq__snapshot *snapshot, bool op
 // number, of all that are kept: it was another daemon's. Nothing: there is no memory.
 struct kvq__history;
 struct kvq__http_text kvq__http_events_since(const struct kvq__history *history, uint64_t after);
+
+// ---- storage.c ----
+
+// How the store and the remote store are, in figures, as JSON. Nothing: there is no memory.
+struct kvq__http_text kvq__http_storage(const struct kvq__server *server);
 
 // ---- http.c ----
 

@@ -323,7 +323,7 @@ static void write_latencies(struct writer *w, const struct kvq__latencies *l)
 
 // ---- The store ----
 
-static const char *const tasks[KVQ__TIMES] = {
+const char *const kvq__http_tasks[KVQ__TIMES] = {
     [KVQ__TIME_SAVE] = "save",     [KVQ__TIME_RESTORE] = "restore", [KVQ__TIME_FETCH] = "fetch",
     [KVQ__TIME_PREFIX] = "prefix", [KVQ__TIME_PUSH] = "push",       [KVQ__TIME_PULL] = "pull",
 };
@@ -334,7 +334,7 @@ static void write_store_times(struct writer *w, const struct kvq__store_times *t
         w, "kvqd_store_seconds", HISTOGRAM, "seconds",
         "time that jobs of the store took which ended well, from when they were asked for");
     for (int i = 0; i < KVQ__TIMES; i++)
-        write_histogram(w, "task", tasks[i], &times->of[i]);
+        write_histogram(w, "task", kvq__http_tasks[i], &times->of[i]);
 }
 
 // Every task has a sample, so that the first failure is a rise. The gauges have one once the store
@@ -368,7 +368,7 @@ static void write_store(struct writer *w, const struct kvq__storage_state *s, bo
     begin_family(w, "kvqd_store_failures", COUNTER, "",
                  "jobs of the store that failed, each try counted");
     for (int i = 0; i < KVQ__TIMES; i++) {
-        const char *labels[][2] = {{"task", tasks[i]}, {NULL, NULL}};
+        const char *labels[][2] = {{"task", kvq__http_tasks[i]}, {NULL, NULL}};
         write_sample(w, labels, (double)s->failed[i].count);
     }
 }

@@ -68,6 +68,13 @@ struct kvq__storage_state {
         uint64_t at_ns; // and when that was
     } failed[KVQ__TIMES];
 };
+// Whether jobs fail just now, for people: one has in the last ten minutes. A save that fails is
+// tried again once a minute at least.
+static inline bool kvq__store_fails(const struct kvq__store_failures *failed, uint64_t now_ns)
+{
+    const uint64_t lately = 600 * 1000000000ull;
+    return failed->count > 0 && now_ns - failed->at_ns < lately;
+}
 
 struct kvq__server {
     struct kvq_config config;

@@ -67,8 +67,8 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_storage.Tidy, e2e_storage.Killed, e2e_storage.Ends, e2e_storage.Trouble,
           e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_remote.Keys,
           e2e_remote.FullDisk, e2e_remote.PullFullDisk, e2e_reshard.Shards,
-          e2e_floods.Floods, e2e_http.Monitors, e2e_http.Stores, e2e_http.PackError,
-          e2e_http.Addresses, e2e_axe.Axe, e2e_size.Size, e2e_sinks.Sinks,
+          e2e_floods.Floods, e2e_http.Monitors, e2e_http.Stores, e2e_http.StorePage,
+          e2e_http.PackError, e2e_http.Addresses, e2e_axe.Axe, e2e_size.Size, e2e_sinks.Sinks,
           e2e_sinks.Stored, e2e_soak.Soak]
 
 if __name__ == "__main__":

@@ -261,7 +261,8 @@ class Monitors(Watched):
     def test_who_sees_what(self):
         """By the loopback address only the token shows what names sessions."""
         self.client.session(Tokens(1, 1).rows, "f16", name="mine")
-        for path in ("/status", "/sessions", "/clients", "/prefixes", "/quotas", "/events"):
+        for path in ("/status", "/sessions", "/clients", "/prefixes", "/quotas", "/events",
+                     "/storage"):
             self.assertEqual(get(self.remote, path)[0], 401, path)
             for wrong in ("Bearer ", "Bearer " + "0" * 64, "Basic eDp5"):
                 self.assertEqual(get(self.remote, path, Authorization=wrong)[0], 401, path)
@@ -522,7 +523,7 @@ class Stores(e2e_storage.Stored):
         room = self.figures()["kvqd_storage_room_bytes"]
         self.assertTrue(0 < room < (64 << 20) - status["physical_bytes"], room)
         self.assertEqual(self.failures(), {})
-        self.assertIn("1 sessions saved, in ", self.doctor("storage")[0][1])
+        self.assertIn("saved sessions: 1, which take ", self.doctor("storage")[0][1])
 
     def test_failures(self):
         """A save that a namespace's limit refuses counts, also where nobody has asked for it; one
@@ -577,6 +578,90 @@ class Stores(e2e_storage.Stored):
         (level, text), = self.doctor("storage")
         self.assertEqual(level, 2)
         self.assertIn("read-only: nothing is saved", text)
+
+
+class StorePage(e2e_storage.Stored):
+    """The store on the page, and the JSON that it is made of."""
+
+    def start(self, **options):
+        self.port = free_port()
+        return super().start(http_address=f"127.0.0.1:{self.port}", **options)
+
+    def storage(self):
+        local = Local(self.daemon)
+        text = get(local, "/storage")[2]
+        local.close()
+        return json.loads(text)
+
+    def page(self):
+        """The text of the page for who has the token, without its tags."""
+        with open(os.path.join(self.daemon.directory, "admin", "http-token"),
+                  encoding="ascii") as file:
+            token = file.read()
+        with tempfile.TemporaryDirectory() as profile:
+            done = subprocess.run(
+                ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu",
+                 f"--user-data-dir={profile}", "--virtual-time-budget=5000", "--dump-dom",
+                 f"http://127.0.0.1:{self.port}/#token={token}"], capture_output=True, text=True,
+                check=False, timeout=BOUND)
+        section = re.search('<section aria-labelledby="h-store">(.*?)</section>', done.stdout, re.S)
+        self.assertTrue(section, done.stderr[-2000:])
+        return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", section[1]))
+
+    def test_store_on_the_page(self):
+        """A save, and one that a limit refuses: JSON and page say so, and name no session."""
+        keys = os.path.join(self.folder, "keys")
+        with open(os.open(keys, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="ascii") as file:
+            file.write("[default]\naws_access_key_id = AN-ID\naws_secret_access_key = A-KEY\n")
+        self.again(remote_endpoint="http://127.0.0.1:9", remote_bucket="a-bucket",
+                   remote_prefix="nodes", remote_keys_file=keys, storage_bytes="64mb")
+        tokens = Tokens(1, 300)
+        saved, other = (self.client.session(tokens.rows, "f16", name=name)
+                        for name in ("secret-one", "secret-two"))
+        for session in (saved, other):
+            tokens.feed(self.queue, session, 300, attend=False)
+        saved.save()
+        found = self.storage()
+        until = time.monotonic() + BOUND
+        while found["store"]["sessions"] != 1 and time.monotonic() < until:
+            found = self.storage()  # the disk is looked at every other second
+        status = self.daemon.ctl("storage", "status")
+        self.assertEqual({key: found["store"][key] for key in ("folder", "sessions", "read_only")},
+                         {"folder": status["folder"], "sessions": 1, "read_only": False})
+        self.assertEqual(found["store"]["limit_bytes"], 64 << 20)
+        self.assertEqual(found["remote"], {"endpoint": "http://127.0.0.1:9", "bucket": "a-bucket",
+                                           "prefix": "nodes"})
+        self.assertEqual(found["jobs"]["save"], {"done": 1, "failed": 0, "fails": False})
+        space = self.daemon.ctl("session", "list")[0]["namespace"]
+        self.daemon.ctl("quota", "set", space, "--disk-bytes", "10kb")
+        self.fails(kvq.Code.E_QUOTA, other.save)
+        job = self.storage()["jobs"]["save"]
+        self.assertEqual({key: job[key] for key in ("done", "failed", "fails", "status")},
+                         {"done": 1, "failed": 1, "fails": True, "status": "E_QUOTA"})
+        for secret in ("secret", "AN-ID", "A-KEY"):
+            self.assertNotIn(secret, json.dumps(self.storage()))
+        if shutil.which("chromium"):
+            page = self.page()
+            self.assertRegex(page, r"saves fail \(E_QUOTA, \d+ s ago\): 1 session is not saved; "
+                                   "kvqctl doctor says what to do")
+            self.assertRegex(page, "sessions on disk 1 not saved 1 ")
+            self.assertRegex(page, r"of 64\.0 MiB")
+            self.assertIn("Remote store: http://127.0.0.1:9, bucket a-bucket, prefix nodes", page)
+            self.assertNotIn("secret", page)
+
+    def test_without_a_store(self):
+        """It says that nothing is saved, and why."""
+        self.client.close()
+        self.daemon.stop()
+        self.port = free_port()
+        self.daemon = Daemon(http_address=f"127.0.0.1:{self.port}")
+        self.client = self.daemon.client()
+        found = self.storage()
+        self.assertEqual({"store", "remote"} & set(found), set())
+        if shutil.which("chromium"):
+            page = self.page()
+            self.assertIn("no session is saved: storage_dir is not set", page)
+            self.assertIn("There is no remote store", page)
 
 
 class Addresses(unittest.TestCase):

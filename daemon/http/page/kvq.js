@@ -164,6 +164,46 @@ function showMemory(status, quotas) {
     { n: whole(Object.values(q.refused).reduce((a, b) => a + b, 0)) }]), "no namespace yet");
 }
 
+// In a sentence, first what is wrong.
+function savingState(s, unsaved) {
+  const save = s.jobs.save, waits = `${whole(unsaved)} session${unsaved === 1 ? " is" : "s are"} not saved`;
+  if (!s.store) return ["no session is saved: storage_dir is not set", false];
+  if (s.store.read_only) return ["the store is read-only, nothing is saved: kvqctl storage status says why", true];
+  if (save.fails) return [`saves fail (${save.status}, ${span(save.last_ms)} ago): ${waits}; ` +
+    "kvqctl doctor says what to do", true];
+  return ["no save has failed in the last ten minutes" + (unsaved ? "; " + waits : ""), false];
+}
+
+function showStore(s, unsaved) {
+  const [text, bad] = savingState(s, unsaved), d = s.store;
+  if ($("saving").textContent !== text) $("saving").textContent = text;
+  $("saving").className = bad ? "bad" : "";
+  const most = d && (d.limit_bytes ? Math.min(d.limit_bytes, d.used_bytes + d.free_bytes) :
+    d.used_bytes + d.free_bytes);
+  const cards = !d ? [] : !d.known ? [["on disk", "not looked at yet"]] : [
+    ["sessions on disk", whole(d.sessions)],
+    ["not saved", whole(unsaved)],
+    [d.limit_bytes ? "used of storage_bytes" : "used of the disk",
+      `${bytes(d.used_bytes)} of ${bytes(most)}`, meter(d.used_bytes, most, "used by the store")],
+    ["room for saves", bytes(d.room_bytes)],
+    ["free on the disk", bytes(d.free_bytes)],
+  ];
+  $("store").replaceChildren(...cards.map(([name, value, more]) => {
+    const card = element("div"), dd = element("dd", value);
+    if (more) dd.append(more);
+    card.append(element("dt", name), dd);
+    return card;
+  }));
+  const words = { save: "save", restore: "restore", fetch: "come back from disk",
+    prefix: "read a prefix", push: "push to the remote store", pull: "pull from the remote store" };
+  fill("jobs", Object.entries(s.jobs).filter(([task]) => s.remote || !/^pu/.test(task)).map(([task, j]) =>
+    [words[task], { n: whole(j.done) }, { n: whole(j.failed) },
+      j.failed ? `${span(j.last_ms)} ago: ${j.status}, ${j.text}` : "–"]));
+  $("jobs").parentNode.hidden = !d;
+  $("remote").textContent = s.remote ? `Remote store: ${s.remote.endpoint}, bucket ${s.remote.bucket}` +
+    (s.remote.prefix ? `, prefix ${s.remote.prefix}` : "") : "There is no remote store (remote_endpoint is not set).";
+}
+
 const COLUMNS = [ // key, title, value to sort by, what is shown
   ["name", "session", (s) => s.name || "#" + s.id],
   ["namespace", "namespace", (s) => s.namespace],
@@ -245,9 +285,9 @@ async function listSessions() {
 }
 
 async function look() {
-  const [status, quotas, list, clients, prefixes, events, metrics] = await Promise.all(
+  const [status, quotas, list, clients, prefixes, events, metrics, storage] = await Promise.all(
     [ask("status"), ask("quotas"), listSessions(), ask("clients"), ask("prefixes"),
-      ask("events?after=" + last), ask("metrics", false)]);
+      ask("events?after=" + last), ask("metrics", false), ask("storage")]);
   const now = { at: performance.now(), counters: status.counters, times: histograms(metrics) };
   if (looks.length && status.counters.steps < looks[0].counters.steps) looks.length = 0;
   looks.push(now);
@@ -260,6 +300,7 @@ async function look() {
   answered = now.at;
   showNow(status, now);
   showMemory(status, quotas);
+  showStore(storage, status.counters.unsaved_now);
   showTime(now, looks[0]);
   sessions = list;
   showSessions();
