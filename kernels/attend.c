@@ -20,6 +20,10 @@ struct span {
     uint32_t first_row, rows;     // among the rows of a head
 };
 
+// What a batch is cut into. With 8 two threads took 1.04 to 1.2 times as long where that cuts more
+// (docs/benchmarks.md), and as long elsewhere.
+enum { ITEMS_PER_THREAD = 4 };
+
 struct item {
     const struct kvq_kernels *k;
     const struct kvq_attend *a; // of the first span. Format, shape, book and pages are everybody's
@@ -147,6 +151,12 @@ uint64_t kvq_attend_work(const struct kvq_shape *s, uint64_t tokens, uint32_t qu
     return seen * s->kv_heads * (1 + (uint64_t)queries);
 }
 
+uint32_t kvq_attend_items(uint32_t threads)
+{
+    assert(threads > 0);
+    return threads > 1 ? ITEMS_PER_THREAD * threads : 1;
+}
+
 uint32_t kvq_attend_part(uint32_t items, uint64_t work, uint64_t all)
 {
     uint64_t piece = all / items + 1;
@@ -160,8 +170,9 @@ static uint64_t work_of(const struct kvq_attend *a)
 }
 
 void kvq_attend_plan_batch(const struct kvq_kernels *k, struct kvq_attend_job *const *jobs,
-                           uint32_t n, uint32_t items)
+                           uint32_t n, uint32_t threads)
 {
+    uint32_t items = kvq_attend_items(threads);
     uint64_t all = 0;
     for (uint32_t i = 0; i < n; i++)
         all += work_of(&jobs[i]->call);

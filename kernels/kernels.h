@@ -378,7 +378,10 @@ struct kvq_attend_job {
     void *partials; // plan.partial_bytes of the caller's memory, 64-byte aligned
 };
 
-enum { KVQ_ITEMS_PER_THREAD = 4 }; // into which daemon and engines cut a batch
+// Into how many items a batch is cut for so many threads (at least 1) of a daemon, an engine or a
+// pool: a few for each of them, so that the last item keeps the others waiting for a short time
+// only, and not many, since splits are merged and heads read apart. For one thread 1.
+uint32_t kvq_attend_items(uint32_t threads);
 
 // The work of an attention, to be held against that of others of the same batch: `tokens` are those
 // that pages hold.
@@ -392,9 +395,10 @@ uint32_t kvq_attend_part(uint32_t items, uint64_t work, uint64_t all);
 // plan does not change a bit of the result. Items must then be computed with the same kernels.
 void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items,
                      struct kvq_attend_plan *plan);
-// Splits the calls of n jobs into at least `items` items together if possible, each into its part.
+// Splits the calls of n jobs for so many threads: together into at least kvq_attend_items() if
+// possible, each into its part of them.
 void kvq_attend_plan_batch(const struct kvq_kernels *k, struct kvq_attend_job *const *jobs,
-                           uint32_t n, uint32_t items);
+                           uint32_t n, uint32_t threads);
 
 // Finds sessions among planned jobs whose pages start with the same blocks, and changes their plans
 // so that an item unpacks these blocks once for the query rows of all. Sorts the array, which must

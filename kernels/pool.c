@@ -25,7 +25,6 @@
 
 enum {
     SPINS = 4000,                        // about 50 us; longer than it takes to prepare a job
-    ITEMS_PER_THREAD = 8,                // what attention is cut into
     PARTIAL_BYTES_MAX = 64 * 1024 * 1024 // more than that, and nothing is cut or shared
 };
 
@@ -318,17 +317,18 @@ static size_t partial_room(const struct kvq_attend_job *job)
     return (job->plan.partial_bytes + 63) / 64 * 64;
 }
 
-// Plans all sessions for so many items together. Returns the bytes that partials take.
+// Plans all sessions for so many threads. Returns the bytes that partials take.
 static size_t plan_all(struct kvq_pool *pool, const struct kvq_kernels *k,
-                       const struct kvq_attend *const *attends, uint32_t n, uint32_t items)
+                       const struct kvq_attend *const *attends, uint32_t n, uint32_t threads,
+                       bool share)
 {
     size_t bytes = 0;
     for (uint32_t i = 0; i < n; i++) {
         pool->jobs[i] = &pool->seats[i].job;
         pool->jobs[i]->call = *attends[i];
     }
-    kvq_attend_plan_batch(k, pool->jobs, n, items);
-    if (n > 1 && items > 1)
+    kvq_attend_plan_batch(k, pool->jobs, n, threads);
+    if (n > 1 && share)
         kvq_attend_share(pool->jobs, n);
     for (uint32_t i = 0; i < n; i++)
         bytes += partial_room(&pool->seats[i].job);
@@ -389,9 +389,9 @@ int kvq_pool_attend(struct kvq_pool *pool, const struct kvq_kernels *k,
         return 0;
     if (grow_seats(pool, n))
         return -ENOMEM;
-    size_t bytes = plan_all(pool, k, attends, n, pool->n > 1 ? ITEMS_PER_THREAD * pool->n : 2);
+    size_t bytes = plan_all(pool, k, attends, n, pool->n, true);
     if (bytes > PARTIAL_BYTES_MAX)
-        bytes = plan_all(pool, k, attends, n, 1);
+        bytes = plan_all(pool, k, attends, n, 1, false);
     if (grow_partials(pool, bytes))
         return -ENOMEM;
     number_all(pool, n, &items, &merges);

@@ -402,11 +402,11 @@ static bool take_partials(struct kvq_local *local, struct kvq_attend_job *job, s
     return true;
 }
 
-// Into so many items together. The same bits, whatever the plan.
-static void plan_all(struct kvq_local *local, uint32_t n, uint32_t items)
+// The same bits, whatever the plan.
+static void plan_all(struct kvq_local *local, uint32_t n)
 {
     size_t used = 0;
-    kvq_attend_plan_batch(local->kernels, local->sorted, n, items);
+    kvq_attend_plan_batch(local->kernels, local->sorted, n, local->threads);
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_attend_job *job = local->sorted[i];
         if (!take_partials(local, job, &used))
@@ -429,10 +429,9 @@ static bool share_blocks(struct kvq_local *local, uint32_t n)
 static void plan_jobs(struct kvq_local *local, uint32_t n)
 {
     assert(n > 0 && n <= KVQ_MAX_BATCH);
-    uint32_t items = local->threads > 1 ? KVQ_ITEMS_PER_THREAD * local->threads : 1;
-    plan_all(local, n, items);
+    plan_all(local, n);
     if (!share_blocks(local, n))
-        plan_all(local, n, items);
+        plan_all(local, n);
 }
 
 // ---- Threads ----

@@ -181,7 +181,7 @@ static void test_items_by_work(void **state)
         items += job->plan.items;
     }
     assert_true(rig.local->jobs[N - 1].plan.items >= THREADS);
-    assert_true(items >= KVQ_ITEMS_PER_THREAD * THREADS);
+    assert_true(items >= kvq_attend_items(THREADS));
     kvq_local_abort(rig.local);
 }
 

@@ -12,6 +12,7 @@
 
 #include <cmocka.h>
 
+#include "kernels/internal.h"
 #include "kernels/pool.h"
 #include "tests/kernels/kvtest.h"
 
@@ -319,6 +320,68 @@ static void test_packing(void **state)
     kvt_cache_free(&c);
 }
 
+// ---- What a pool cuts ----
+
+static pthread_mutex_t count_lock = PTHREAD_MUTEX_INITIALIZER;
+static uint32_t loads;
+
+// Each item loads the queries of its heads, so that splits of their own are seen.
+static void counted_load(const void *src, uint8_t dtype, float *dst, size_t n)
+{
+    pthread_mutex_lock(&count_lock);
+    loads++;
+    pthread_mutex_unlock(&count_lock);
+    all_kernels[n_kernels - 1]->load(src, dtype, dst, n);
+}
+
+// Rows of queries that the items of kvq_attend_plan_batch load.
+static uint32_t loads_of(const struct kvq_kernels *k, const struct kvq_attend *const *attends,
+                         uint32_t n, uint32_t threads)
+{
+    struct kvq_attend_job jobs[8], *all[8];
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        jobs[i] = (struct kvq_attend_job){.call = *attends[i]};
+        all[i] = &jobs[i];
+    }
+    kvq_attend_plan_batch(k, all, n, threads);
+    for (uint32_t i = 0; i < n; i++)
+        sum += (jobs[i].plan.parallel ? jobs[i].plan.n_splits : 1) * attends[i]->shape->q_heads;
+    return sum;
+}
+
+// The plans of a pool are those of daemon and engines, which test_scaling plays: 8 sessions are not
+// cut for two threads, 4 are, and nothing is for one.
+static void test_pool_plans(void **state)
+{
+    static const struct {
+        uint32_t sessions;
+        unsigned threads;
+        bool cut;
+    } cases[] = {{8, 2, false}, {4, 2, true}, {1, 1, false}, {8, 5, true}};
+    struct kvq_kernels counting = *all_kernels[n_kernels - 1];
+    const struct kvq_attend *attends[8];
+    struct session *s[8];
+    (void)state;
+    counting.load = counted_load;
+    for (uint32_t i = 0; i < 8; i++) {
+        s[i] = open_session("oscar2", kvt_shape(4, 2, 64, KVQ_F16), 1024, 1, kvt_seed());
+        attends[i] = &s[i]->r.a;
+    }
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct kvq_pool *pool;
+        uint32_t n = cases[i].sessions, want = loads_of(&counting, attends, n, cases[i].threads);
+        assert_int_equal(want > n * attends[0]->shape->q_heads, cases[i].cut);
+        assert_int_equal(kvq_pool_open(&pool, cases[i].threads, false), 0);
+        loads = 0;
+        assert_int_equal(kvq_pool_attend(pool, &counting, attends, n), 0);
+        assert_int_equal(loads, want);
+        kvq_pool_close(&pool);
+    }
+    for (uint32_t i = 0; i < 8; i++)
+        close_session(s[i]);
+}
+
 static void test_pool_refuses(void **state)
 {
     struct kvq_pool *pool;
@@ -370,6 +433,7 @@ int main(void)
         cmocka_unit_test(test_shared),
         cmocka_unit_test(test_shared_plans),
         cmocka_unit_test(test_packing),
+        cmocka_unit_test(test_pool_plans),
         cmocka_unit_test(test_pool_refuses),
         cmocka_unit_test(test_signals),
     };

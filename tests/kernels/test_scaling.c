@@ -98,8 +98,7 @@ static void plan(const struct batch *b, const struct kvq_shape *s, uint32_t thre
                                                    .q_tokens = b->queries}};
         all[i] = &jobs[i];
     }
-    kvq_attend_plan_batch(kvq_kernels_get(KVQ_ISA_C), all, b->sessions,
-                          KVQ_ITEMS_PER_THREAD * threads);
+    kvq_attend_plan_batch(kvq_kernels_get(KVQ_ISA_C), all, b->sessions, threads);
 }
 
 // Items are numbered as kvq_attend_item numbers them: the split last.

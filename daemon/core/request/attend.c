@@ -219,7 +219,7 @@ static void plan_attend(struct kvq__queue *q, struct kvq__entry *w)
     struct kvq_attend_job *job = &w->attend;
     uint32_t workers = q->core->config.workers, items = 1;
     if (workers > 1 && !kvq__attend_brief(q))
-        items = kvq_attend_part(KVQ_ITEMS_PER_THREAD * workers, w->attend_work, q->work_of_all);
+        items = kvq_attend_part(kvq_attend_items(workers), w->attend_work, q->work_of_all);
     kvq_attend_plan(q->core->config.kernels, &job->call, items, &job->plan);
     if (job->plan.partial_bytes && !job->partials)
         job->partials = kvq__arena_take(q, job->plan.partial_bytes);
