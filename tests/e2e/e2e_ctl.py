@@ -209,6 +209,19 @@ class Events(Test):
                 line = ctl.out_while(lambda: come_and_go(again, "after"))
             self.assertEqual(ctl.end()[0], 0)
 
+    def test_namespaces(self):
+        """One that is not there is told of, and asked for where it has no meaning it is refused."""
+        for words in (("events",), ("events", "--no-follow"), ("prefix", "status"),
+                      ("session", "list")):
+            status, out, complaint = self.daemon.ctl(*words, "--namespace", "nope", check=False)
+            self.assertEqual((status, out), (5, ""), words)
+            self.assertIn('there is no namespace "nope"', complaint, words)
+        for words in (("client", "list"), ("format", "list"), ("quota", "list"), ("status",)):
+            status, out, complaint = self.daemon.ctl(*words, "--namespace", OWN, check=False)
+            self.assertEqual((status, out), (2, ""), words)
+            self.assertIn("--namespace is for sessions, prefixes and events, not for " +
+                          " ".join(words), complaint)
+
     def test_refused(self):
         """A kind that is none, no daemon, and a user who may not."""
         status, _, complaint = self.daemon.ctl("events", "--kind", "sesion_saved", check=False)

@@ -26,6 +26,9 @@ NAMING = {"session save", "session restore", "session export", "session show", "
 ADMIN = {"session export", "session import", "storage verify", "storage gc", "storage compact",
          "events", "quota set", "quota delete", "config get", "config set", "config reload",
          "client kick", "drain", "shutdown"}
+# Commands that take a namespace, and do without a session: what is another's they do not show.
+LISTS = {"session list", "session push", "session pull", "storage list", "remote list", "top",
+         "remote remove", "completion"}
 ENDS = {"drain", "shutdown"}  # the daemon
 
 
@@ -110,4 +113,12 @@ class Exits(Stored):
         self.expect(self.run_all(self.daemon.directory, **how),
                     lambda words: 6 if words in ADMIN else None)
         self.expect(self.run_all(self.daemon.directory, "--namespace", "uid-0", **how),
-                    lambda words: 6 if words in ADMIN | NAMING | {"prefix drop"} else None)
+                    self.exit_in_namespace)
+
+    @staticmethod
+    def exit_in_namespace(words):
+        """Of a command that is given a namespace of somebody else's."""
+        if words in LISTS:
+            return None
+        takes = words.startswith(("session ", "prefix ")) or words == "events"
+        return 6 if takes else 2

@@ -24,6 +24,7 @@ struct kvq__ctl_command {
     const struct kvq__ctl_table *table; // of what it lists; NULL: it lists nothing
     unsigned places;                    // where the session is that NAME means; 0: it means none
     bool whole_name;                    // the beginning of a name does not do
+    bool by_namespace;                  // takes --namespace, as all with a session's name do
     kvq__ctl_run *preview;              // says what it would take away; NULL: it takes nothing
 };
 

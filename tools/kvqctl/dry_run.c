@@ -371,9 +371,8 @@ int kvq__ctl_preview_remove(struct kvq__ctl *ctl, char **args)
 int kvq__ctl_preview_prefix_drop(struct kvq__ctl *ctl, char **args)
 {
     struct kvq__ctl_list list;
-    const Kvq__QuotaStatus *quota;
     (void)args;
-    int result = ctl->ns ? kvq__ctl_ask_quota(ctl, (char *)ctl->ns, &quota) : KVQ_EXIT_OK;
+    int result = kvq__ctl_check_namespace(ctl);
     if (result == KVQ_EXIT_OK)
         result = kvq__ctl_ask_prefixes(ctl, &list);
     if (result)

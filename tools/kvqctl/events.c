@@ -224,6 +224,7 @@ int kvq__ctl_events(struct kvq__ctl *ctl, char **args)
     if (ctl->since)
         wanted.since_ms = wall_ms() > since_ms ? wall_ms() - since_ms : 0;
     result = kvq__ctl_catch_stop(ctl);
+    result = result ? result : kvq__ctl_check_namespace(ctl);
     if (result == KVQ_EXIT_OK)
         result = look(ctl, &wanted, &f);
     while (result == KVQ_EXIT_OK && !ctl->no_follow && !is_enough(ctl, &f)) {

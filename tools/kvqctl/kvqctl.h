@@ -231,6 +231,8 @@ int kvq__ctl_ask_prefixes(struct kvq__ctl *ctl, struct kvq__ctl_list *list);
 // One session by its name, one namespace's limits, the storage: valid as a reply of kvq__ctl_ask.
 int kvq__ctl_ask_session(struct kvq__ctl *ctl, char *name, const Kvq__Session **session);
 int kvq__ctl_ask_quota(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaStatus **quota);
+// Whether there is the namespace that was given, and this user may look at it. An exit status.
+int kvq__ctl_check_namespace(struct kvq__ctl *ctl);
 int kvq__ctl_ask_storage_status(struct kvq__ctl *ctl, const Kvq__StorageReply **storage);
 // Whether any limit is given. An exit status, with the complaint printed.
 int kvq__ctl_check_quota(const struct kvq__ctl *ctl);

@@ -32,7 +32,9 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"server", "HEX", KVQ__CTL_TEXT, AT(server), 0, 0, NULL,
      "key make: the daemon's public key, for a user's key", "key make"},
     {"namespace", "NAME", KVQ__CTL_TEXT, AT(ns), 0, 0, NULL,
-     "sessions of this namespace (default: list: all; others: uid-N)", NULL},
+     "sessions, prefixes or events of this namespace (default: lists,\n"
+     "events: all; others: uid-N)",
+     NULL},
     {"json", NULL, KVQ__CTL_FLAG, AT(json), 0, 0, NULL, "print JSON, for scripts", NULL},
     {"timeout", "MS", KVQ__CTL_INT, AT(timeout_ms), 1, 3600000, "1 to 3600000 milliseconds",
      "how long to wait for an answer (default 5000; commands that read or\n"
@@ -247,6 +249,8 @@ bool kvq__ctl_is_own_option(const struct kvq__ctl_option *o, const struct kvq__c
     if (o->of)
         return is_among(o->of, kvq__ctl_words(command));
     switch (o->at) {
+    case AT(ns):
+        return command->places != 0 || command->by_namespace;
     case AT(columns):
     case AT(sort):
     case AT(filters):
@@ -267,7 +271,12 @@ int kvq__ctl_check_options(const struct kvq__ctl *ctl, const struct kvq__ctl_com
 {
     for (size_t i = 0; i < N_OPTIONS; i++) {
         const struct kvq__ctl_option *o = &kvq__ctl_options[i];
-        if (!(ctl->given & 1ull << i) || !o->of || is_among(o->of, kvq__ctl_words(command)))
+        if (!(ctl->given & 1ull << i) || kvq__ctl_is_own_option(o, command))
+            continue;
+        if (o->kind == KVQ__CTL_TEXT && o->at == AT(ns))
+            return kvq__ctl_bad_usage("--namespace is for sessions, prefixes and events, not for",
+                                      kvq__ctl_words(command));
+        if (!o->of)
             continue;
         return kvq__ctl_bad_usage(kvq__ctl_text("--%s is for %s, not for", o->name, o->of),
                                   kvq__ctl_words(command));

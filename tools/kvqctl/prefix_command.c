@@ -2,6 +2,7 @@
 // What namespaces keep of prefixes, and what it was good for.
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "tools/kvqctl/table.h"
 
@@ -44,8 +45,9 @@ static const struct kvq__ctl_column columns[] = {
      .width = 9},
 };
 
-const struct kvq__ctl_table kvq__ctl_prefixes = {KVQ__CTL_TABLE(
-    columns, "namespaces with prefixes", "no prefixes: no engine has told token ids", NULL)};
+const struct kvq__ctl_table kvq__ctl_prefixes = {
+    KVQ__CTL_TABLE(columns, "namespaces with prefixes", "no prefixes: no engine has told token ids",
+                   "no prefixes in this namespace: no engine has told token ids")};
 
 int kvq__ctl_ask_prefixes(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
 {
@@ -56,11 +58,24 @@ int kvq__ctl_ask_prefixes(struct kvq__ctl *ctl, struct kvq__ctl_list *list)
     return kvq__ctl_ask_list(ctl, &request, &command.cursor, &prefixes, list);
 }
 
+// The daemon tells of all namespaces that the user may see; there are few.
+static void keep_of_namespace(struct kvq__ctl_list *list, const char *ns)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < list->n; i++)
+        if (strcmp(((const Kvq__PrefixStatus *)list->elements[i])->namespace_, ns) == 0)
+            list->elements[kept++] = list->elements[i];
+    list->n = kept;
+}
+
 int kvq__ctl_prefix_status(struct kvq__ctl *ctl, char **args)
 {
     struct kvq__ctl_list list;
     (void)args;
-    int result = kvq__ctl_ask_prefixes(ctl, &list);
+    int result = kvq__ctl_check_namespace(ctl);
+    result = result ? result : kvq__ctl_ask_prefixes(ctl, &list);
+    if (result == KVQ_EXIT_OK && ctl->ns)
+        keep_of_namespace(&list, ctl->ns);
     return result ? result : kvq__ctl_show_list(ctl, &list, &prefixes, &kvq__ctl_prefixes);
 }
 

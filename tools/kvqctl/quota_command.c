@@ -191,6 +191,12 @@ int kvq__ctl_ask_quota(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaStatus **
     return result;
 }
 
+int kvq__ctl_check_namespace(struct kvq__ctl *ctl)
+{
+    const Kvq__QuotaStatus *quota;
+    return ctl->ns ? kvq__ctl_ask_quota(ctl, (char *)ctl->ns, &quota) : KVQ_EXIT_OK;
+}
+
 int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)
 {
     const Kvq__QuotaStatus *quota;
