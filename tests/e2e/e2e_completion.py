@@ -139,6 +139,57 @@ class Completion(Test):
                 self.daemon.process.send_signal(signal.SIGCONT)
             self.assertEqual(words, ["kvqctl", "session", "drop", "any"], shell.name)
 
+    def offered(self, shell, line):
+        """What bash offers for a line that ends at the cursor."""
+        shell.type(f"COMP_LINE='{line}' COMP_WORDS=({line}) "
+                   f"COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); compopt() {{ :; }}; _kvqctl kvqctl; "
+                   "printf '<%s>\\n' \"${COMPREPLY[@]}\" 'the'' end'\n")
+        return set(re.findall("<([^<>%]*)>", shell.wait("<the end>")))
+
+    def test_own_options(self):
+        """Options of the command that was typed, of a group, and of all before there is one."""
+        common = {"--runtime-dir", "--connect", "--key", "--json", "--timeout", "--help",
+                  "--version"}
+        shells = self.shells()  # the first is bash; it ends with its generator
+        shell = next(shells)
+        for line, own in (("session drop", {"--namespace", "--exact", "--dry-run"}),
+                          ("session drop x", {"--namespace", "--exact", "--dry-run"}),
+                          ("ping", set()), ("key make x", {"--server"}),
+                          ("storage verify", {"--offline"}),
+                          ("drain", {"--wait", "--dry-run"})):
+            self.assertEqual(self.offered(shell, f"kvqctl {line} --"), common | own, line)
+        group = self.offered(shell, "kvqctl storage --")
+        self.assertLess({"--offline", "--sort"}, group)
+        self.assertNotIn("--layers", group)
+        self.assertLess(group, self.offered(shell, "kvqctl --"))
+        shells.close()
+        for shell in self.shells():
+            for typed, words in (("session drop --ex\t", ["session", "drop", "--exact"]),
+                                 ("session drop --lay\t", ["session", "drop", "--lay"]),
+                                 ("session drop x --dr\t", ["session", "drop", "x", "--dry-run"]),
+                                 ("storage --off\t", ["storage", "--offline"]),
+                                 ("ping --exa\t", ["ping", "--exa"]),
+                                 ("--lay\t", ["--layers"])):
+                self.assertEqual(shell.complete("kvqctl " + typed), ["kvqctl", *words], shell.name)
+
+    def test_values(self):
+        """Options of the configuration, kinds of events, formats, namespaces."""
+        self.client.session(ROWS, "f16", name="elsewhere", ns="uid-4711").close()
+        for shell in self.shells():
+            for typed, words in (
+                    ("config get drain\t", ["config", "get", "drain_ms"]),
+                    ("config set prefix_k\t", ["config", "set", "prefix_keep_seconds"]),
+                    ("events --kind storage_dam\t", ["events", "--kind", "storage_damaged"]),
+                    ("events --kind draining,gpu_r\t",
+                     ["events", "--kind", "draining,gpu_refused"]),
+                    ("size --format quarot\t3", ["size", "--format", "quarot3"]),
+                    ("size --format osca\t2", ["size", "--format", "oscar2"]),
+                    ("session list --namespace uid-47\t",
+                     ["session", "list", "--namespace", "uid-4711"]),
+                    ("session pull x --from uid-47\t",
+                     ["session", "pull", "x", "--from", "uid-4711"])):
+                self.assertEqual(shell.complete("kvqctl " + typed), ["kvqctl", *words], shell.name)
+
     def test_columns(self):
         """Columns of the list that was typed."""
         for shell in self.shells():

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "kernels/kernels.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/table.h"
 
@@ -46,6 +47,24 @@ static void print_clients(struct kvq__ctl *ctl)
     kvq__ctl_list_free(&list);
 }
 
+static void print_config_names(struct kvq__ctl *ctl)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__GetConfig command = KVQ__GET_CONFIG__INIT;
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_GET_CONFIG;
+    request.get_config = &command;
+    if (kvq__ctl_ask(ctl, &request, KVQ__REPLY__RESULT_CONFIG, &reply) != KVQ_EXIT_OK)
+        return;
+    for (size_t i = 0; i < reply->config->n_options; i++)
+        printf("%s\n", reply->config->options[i]->name);
+}
+
+static bool takes_config_name(const struct kvq__ctl_command *command)
+{
+    return command->run == kvq__ctl_config_get || command->run == kvq__ctl_config_set;
+}
+
 // What the command's first argument can be, as far as the daemon knows it.
 static int print_candidates(struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
 {
@@ -64,6 +83,8 @@ static int print_candidates(struct kvq__ctl *ctl, const struct kvq__ctl_command 
         print_names(ctl, "namespace", kvq__ctl_ask_quotas);
     if (command->run == kvq__ctl_client_kick)
         print_clients(ctl);
+    if (takes_config_name(command))
+        print_config_names(ctl);
     return KVQ_EXIT_OK;
 }
 
@@ -109,6 +130,81 @@ static void print_options(bool with_value, const char *between)
     }
 }
 
+// Whether some command takes it alone, or only some.
+static bool has_owner(const struct kvq__ctl_option *o)
+{
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++)
+        if (kvq__ctl_is_own_option(o, &kvq__ctl_commands[i]))
+            return true;
+    return false;
+}
+
+// Whether it is the option of the row's command, or of one that begins with the same word.
+static bool is_option_of(const struct kvq__ctl_option *o, size_t row, bool group)
+{
+    const char *word = kvq__ctl_commands[row].words[0];
+    if (!group)
+        return kvq__ctl_is_own_option(o, &kvq__ctl_commands[row]);
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++)
+        if (strcmp(kvq__ctl_commands[i].words[0], word) == 0 &&
+            kvq__ctl_is_own_option(o, &kvq__ctl_commands[i]))
+            return true;
+    return false;
+}
+
+static void print_options_of(size_t row, bool group)
+{
+    const char *words = kvq__ctl_words(&kvq__ctl_commands[row]);
+    if (group)
+        printf("    %s) options='", kvq__ctl_commands[row].words[0]);
+    else
+        printf("    '%s' | '%s '*) options='", words, words);
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        if (is_option_of(&kvq__ctl_options[i], row, group))
+            printf(" --%s", kvq__ctl_options[i].name);
+    printf("' ;;\n");
+}
+
+// Options that the command typed so far takes; before there is one, all.
+static void print_own_options(void)
+{
+    printf("    local options='");
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        printf(has_owner(&kvq__ctl_options[i]) ? "" : " --%s", kvq__ctl_options[i].name);
+    printf("'\n    local common=$options\n    case $line in\n    '') options='");
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        printf(has_owner(&kvq__ctl_options[i]) ? " --%s" : "", kvq__ctl_options[i].name);
+    printf("' ;;\n");
+    for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
+        if (kvq__ctl_commands[i].words[1] && is_first(i))
+            print_options_of(i, true);
+        print_options_of(i, false);
+    }
+    printf("    *) options='' ;;\n    esac\n    options=$common$options\n");
+}
+
+static void print_kinds(const char *between)
+{
+    for (size_t i = 0; kvq__ctl_event_kinds[i]; i++)
+        printf("%s%s", i ? between : "", kvq__ctl_event_kinds[i]);
+}
+
+static void print_formats(void)
+{
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
+        printf("%s%s", f == kvq_formats ? "" : " ", f->name);
+}
+
+// What can stand behind some options, for the case in the script that has others' values.
+static void print_known_values(void)
+{
+    printf("    [[ $last == --kind ]] && columns='");
+    print_kinds(" ");
+    printf("'\n    [[ $last == --format ]] && columns='");
+    print_formats();
+    printf("'\n");
+}
+
 // "'session list') columns='namespace name ..' ;;" for every list.
 static void print_columns(void)
 {
@@ -142,7 +238,7 @@ static void print_followers(void)
             printf("    %s) follow='bash zsh fish' ;;\n", c->words[0]);
         else if (c->argument && strncmp(c->argument, "FILE", 4) == 0)
             printf("    '%s') files=1 ;;\n", kvq__ctl_words(c));
-        else if (c->argument && c->argument[0] != '[')
+        else if (c->argument)
             printf("    '%s') names=1 ;;\n", kvq__ctl_words(c));
         if (c->argument && strstr(c->argument, " PLACE"))
             printf("    '%s '*) follow=host ;;\n", kvq__ctl_words(c));
@@ -186,6 +282,8 @@ static void print_reading(void)
            "    case $line in\n");
     print_followers();
     printf("    esac\n");
+    print_own_options();
+    print_known_values();
 }
 
 // Bash takes words apart at : = and @, also in names. What stands together in the line is one word;
@@ -222,20 +320,20 @@ static void print_bash(void)
         "    case $last in\n"
         "    --runtime-dir | --offline) compopt -o filenames; IFS=$'\\n'\n"
         "        COMPREPLY=($(compgen -d -- \"$cur\")); return ;;\n"
-        "    --columns) compopt -o nospace; name=${cur%%\"${cur##*,}\"}\n"
+        "    --namespace | --from) line='quota get' names=1 files='' ;;\n"
+        "    --format) COMPREPLY=($(compgen -W \"$columns\" -- \"$cur\")); return ;;\n"
+        "    --columns | --kind) compopt -o nospace; name=${cur%%\"${cur##*,}\"}\n"
         "        COMPREPLY=($(compgen -P \"$name\" -W \"$columns\" -- \"${cur##*,}\")); return ;;\n"
         "    --sort | --filter)\n"
         "        COMPREPLY=($(compgen -W \"$columns ${columns:+-${columns// / -}}\" -- \"$cur\"))\n"
         "        return ;;\n"
         "    ");
     print_options(true, " | ");
-    printf(") return ;;\n"
-           "    esac\n"
-           "    if [[ $cur == -* ]]; then\n"
-           "        COMPREPLY=($(compgen -W '");
-    print_options(false, " ");
     printf(
-        "' -- \"$cur\"))\n"
+        ") return ;;\n"
+        "    esac\n"
+        "    if [[ $cur == -* ]]; then\n"
+        "        COMPREPLY=($(compgen -W \"$options\" -- \"$cur\"))\n"
         "    elif [[ $files ]]; then\n"
         "        compopt -o filenames; IFS=$'\\n'\n"
         "        COMPREPLY=($(compgen -f -- \"$cur\"))\n"
@@ -267,16 +365,16 @@ static void print_zsh(void)
     print_reading();
     printf("    case $last in\n"
            "    --runtime-dir | --offline) _files -/; return ;;\n"
-           "    --columns) compset -P '*,'; compadd -S '' -- ${=columns}; return ;;\n"
+           "    --namespace | --from) line='quota get' names=1 files='' ;;\n"
+           "    --format) compadd -- ${=columns}; return ;;\n"
+           "    --columns | --kind) compset -P '*,'; compadd -S '' -- ${=columns}; return ;;\n"
            "    --sort | --filter) compadd -- ${=columns} -${^${=columns}}; return ;;\n"
            "    ");
     print_options(true, " | ");
     printf(") return ;;\n"
            "    esac\n"
            "    if [[ $PREFIX == -* ]]; then\n"
-           "        compadd -- ");
-    print_options(false, " ");
-    printf("\n"
+           "        compadd -- ${=options}\n"
            "    elif [[ -n $files ]]; then\n"
            "        _files\n"
            "    elif [[ -n $names ]]; then\n"
@@ -303,10 +401,36 @@ static void print_fish_text(const char *text)
     putchar('\'');
 }
 
+static void print_fish_option(const struct kvq__ctl_option *o)
+{
+    printf("complete -c kvqctl -l %s%s", o->name, o->value ? " -x" : "");
+    if (has_owner(o)) {
+        printf(" -n '__kvqctl_takes");
+        for (size_t i = 0; i < kvq__ctl_n_commands; i++)
+            if (kvq__ctl_is_own_option(o, &kvq__ctl_commands[i]))
+                printf(" \"%s\"", kvq__ctl_words(&kvq__ctl_commands[i]));
+        printf("'");
+    }
+    if (strcmp(o->name, "namespace") == 0 || strcmp(o->name, "from") == 0) {
+        printf(" -a '(__kvqctl_names quota get)'");
+    } else if (strcmp(o->name, "format") == 0) {
+        printf(" -a '");
+        print_formats();
+        printf("'");
+    } else if (strcmp(o->name, "kind") == 0) {
+        printf(" -a '(__kvqctl_listed ");
+        print_kinds(" ");
+        printf(")'");
+    }
+    printf(" -d ");
+    print_fish_text(o->about);
+    printf("\n");
+}
+
 static void print_fish(void)
 {
     printf("# fish completion for kvqctl; kvqctl completion fish prints it.\n"
-           "function __kvqctl_line\n"
+           "function __kvqctl_words\n"
            "    set -l line\n"
            "    set -l skip 0\n"
            "    for word in (commandline -opc)[2..-1]\n"
@@ -320,12 +444,29 @@ static void print_fish(void)
            "            set -a line $word\n"
            "        end\n"
            "    end\n"
-           "    test \"$line\" = \"$argv\"\n"
+           "    string join ' ' -- $line\n"
+           "end\n"
+           "function __kvqctl_line\n"
+           "    test (__kvqctl_words | string collect -a) = \"$argv\"\n"
+           "end\n"
+           "function __kvqctl_takes\n" // whether the line may become one of these commands
+           "    set -l line (__kvqctl_words | string collect -a)\n"
+           "    test -z \"$line\"; and return\n"
+           "    for command in $argv\n"
+           "        string match -q -- \"$line *\" \"$command \"; and return\n"
+           "        string match -q -- \"$command *\" \"$line \"; and return\n"
+           "    end\n"
+           "    return 1\n"
+           "end\n"
+           "function __kvqctl_listed\n" // K,K: what is given, and each of the others behind it
+           "    set -l given (string replace -r '[^,]*$' '' -- (commandline -ct))\n"
+           "    printf '%%s\\n' $given$argv\n"
            "end\n"
            "function __kvqctl_names\n"
            "    set -l words (commandline -opc)\n"
            "    set -l daemon\n"
            "    for i in (seq 2 (count $words))\n"
+           "        set -q words[(math $i + 1)]; or break\n"
            "        if contains -- $words[$i] --runtime-dir --connect --key --namespace --from\n"
            "            set -a daemon $words[$i] $words[(math $i + 1)]\n"
            "        end\n"
@@ -333,12 +474,8 @@ static void print_fish(void)
            "    $words[1] $daemon completion \"$argv\" 2>/dev/null\n"
            "end\n"
            "complete -c kvqctl -f\n");
-    for (size_t i = 0; i < kvq__ctl_n_options; i++) {
-        const struct kvq__ctl_option *o = &kvq__ctl_options[i];
-        printf("complete -c kvqctl -l %s%s -d ", o->name, o->value ? " -x" : "");
-        print_fish_text(o->about);
-        printf("\n");
-    }
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        print_fish_option(&kvq__ctl_options[i]);
     for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
         const struct kvq__ctl_command *c = &kvq__ctl_commands[i];
         if (is_first(i))
@@ -352,7 +489,7 @@ static void print_fish(void)
             printf("complete -c kvqctl -n '__kvqctl_line %s' -a 'bash zsh fish'\n", c->words[0]);
         else if (c->argument && strncmp(c->argument, "FILE", 4) == 0)
             printf("complete -c kvqctl -n '__kvqctl_line %s' -F\n", kvq__ctl_words(c));
-        else if (c->argument && c->argument[0] != '[')
+        else if (c->argument)
             printf("complete -c kvqctl -n '__kvqctl_line %s' -a '(__kvqctl_names %s)'\n",
                    kvq__ctl_words(c), kvq__ctl_words(c));
     }

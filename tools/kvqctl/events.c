@@ -13,16 +13,16 @@
 #include "tools/kvqctl/table.h"
 #include "tools/kvqctl/transport.h"
 
-// The kinds of daemon/core/base/event_kinds.h.
-static const char *const kinds[] = {
-    "session_opened",  "session_closed", "session_dropped",  "session_moved",  "session_parked",
-    "session_fetched", "session_saved",  "session_restored", "session_pushed", "session_pulled",
-    "prefix_restored", "prefix_evicted", "client_attached",  "client_gone",    "client_stalled",
-    "memory_full",     "quota_reached",  "gpu_refused",      "storage_full",   "storage_failed",
-    "storage_damaged", "remote_failed",  "draining",
+const char *const kvq__ctl_event_kinds[] = {
+    "session_opened",  "session_closed",  "session_dropped", "session_moved",
+    "session_parked",  "session_fetched", "session_saved",   "session_restored",
+    "session_pushed",  "session_pulled",  "prefix_restored", "prefix_evicted",
+    "client_attached", "client_gone",     "client_stalled",  "memory_full",
+    "quota_reached",   "gpu_refused",     "storage_full",    "storage_failed",
+    "storage_damaged", "remote_failed",   "draining",        NULL,
 };
 
-enum { N_KINDS = sizeof kinds / sizeof *kinds };
+enum { N_KINDS = sizeof kvq__ctl_event_kinds / sizeof *kvq__ctl_event_kinds - 1 };
 
 static const double LOOK_SECONDS = 0.25;
 
@@ -44,16 +44,17 @@ static int unknown_kind(const char *given)
 {
     const char *best = NULL;
     for (size_t i = 0; i < N_KINDS; i++)
-        if (kvq__ctl_resembles(given, kinds[i]) &&
-            (!best || kvq__ctl_distance(given, kinds[i]) < kvq__ctl_distance(given, best)))
-            best = kinds[i];
+        if (kvq__ctl_resembles(given, kvq__ctl_event_kinds[i]) &&
+            (!best ||
+             kvq__ctl_distance(given, kvq__ctl_event_kinds[i]) < kvq__ctl_distance(given, best)))
+            best = kvq__ctl_event_kinds[i];
     fprintf(stderr, "kvqctl: there are no events of kind '%s'", kvq__ctl_clean(given));
     if (best)
         fprintf(stderr, "; did you mean '%s'?\n", best);
     else
         fprintf(stderr, "; the kinds are:\n");
     for (size_t i = 0; !best && i < N_KINDS; i++)
-        fprintf(stderr, "  %s\n", kinds[i]);
+        fprintf(stderr, "  %s\n", kvq__ctl_event_kinds[i]);
     return KVQ_EXIT_USAGE;
 }
 
@@ -65,12 +66,12 @@ static int take_kinds(const char *text, struct wanted *wanted)
         char name[64];
         size_t length = strcspn(text, ","), i = 0;
         snprintf(name, sizeof name, "%.*s", (int)length, text);
-        while (i < N_KINDS && strcmp(name, kinds[i]) != 0)
+        while (i < N_KINDS && strcmp(name, kvq__ctl_event_kinds[i]) != 0)
             i++;
         if (i == N_KINDS)
             return unknown_kind(name);
         if (wanted->n < N_KINDS)
-            wanted->kinds[wanted->n++] = kinds[i];
+            wanted->kinds[wanted->n++] = kvq__ctl_event_kinds[i];
         text += length + (text[length] == ',');
     }
     return KVQ_EXIT_OK;

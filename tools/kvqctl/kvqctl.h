@@ -165,6 +165,9 @@ struct kvq__ctl_table;
 int kvq__ctl_show_list(struct kvq__ctl *ctl, struct kvq__ctl_list *list,
                        const struct kvq__ctl_kind *kind, const struct kvq__ctl_table *table);
 
+// The kinds of events of daemon/core/base/event_kinds.h, with NULL behind them.
+extern const char *const kvq__ctl_event_kinds[];
+
 // Commands. Arguments are those behind the command's words.
 int kvq__ctl_status(struct kvq__ctl *ctl, char **args);
 int kvq__ctl_ping(struct kvq__ctl *ctl, char **args);
