@@ -46,13 +46,17 @@ kvq_make_pages(${CMAKE_BINARY_DIR}/man3)
 kvq_install_pages(libkvq-dev 3 ${kvq_pages})
 
 # Where shells look for completion by themselves.
-function(kvq_install_completion shell folder name)
-    install(FILES ${CMAKE_BINARY_DIR}/tools/kvqctl/completion.${shell}
-            DESTINATION ${CMAKE_INSTALL_DATADIR}/${folder} RENAME ${name} COMPONENT kvqd)
+function(kvq_install_completion file folder name)
+    install(FILES ${file} DESTINATION ${CMAKE_INSTALL_DATADIR}/${folder} RENAME ${name}
+            COMPONENT kvqd)
 endfunction()
-kvq_install_completion(bash bash-completion/completions kvqctl)
-kvq_install_completion(zsh zsh/site-functions _kvqctl)
-kvq_install_completion(fish fish/vendor_completions.d kvqctl.fish)
+set(kvq_printed ${CMAKE_BINARY_DIR}/tools/kvqctl/completion)
+kvq_install_completion(${kvq_printed}.bash bash-completion/completions kvqctl)
+kvq_install_completion(${kvq_printed}.zsh zsh/site-functions _kvqctl)
+kvq_install_completion(${kvq_printed}.fish fish/vendor_completions.d kvqctl.fish)
+kvq_install_completion(packaging/completion/kvqd.bash bash-completion/completions kvqd)
+kvq_install_completion(packaging/completion/_kvqd zsh/site-functions _kvqd)
+kvq_install_completion(packaging/completion/kvqd.fish fish/vendor_completions.d kvqd.fish)
 
 configure_file(packaging/kvqd.service.in ${CMAKE_BINARY_DIR}/kvqd.service @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/kvqd.service packaging/kvqd-nvidia.service

@@ -30,8 +30,9 @@ INSTALLED = (
     *(f"share/doc/kvqd/{name}.md" for name in ("operations", "troubleshooting", "formats",
                                                "protocol")),
     "share/man/man3/kvq.3", "share/man/man3/kvq_step.3", "share/man/man3/kvq_append_attend.3",
-    "share/bash-completion/completions/kvqctl",
-    "share/zsh/site-functions/_kvqctl", "share/fish/vendor_completions.d/kvqctl.fish",
+    "share/bash-completion/completions/kvqctl", "share/bash-completion/completions/kvqd",
+    "share/zsh/site-functions/_kvqctl", "share/zsh/site-functions/_kvqd",
+    "share/fish/vendor_completions.d/kvqctl.fish", "share/fish/vendor_completions.d/kvqd.fish",
 )
 
 SIZES = {"kvqctl": 3 << 20}
@@ -122,10 +123,11 @@ class Install:
             raise Failure(f"README's client printed {output!r}")
 
     def check_completion(self):
-        script = self.path("share", "bash-completion", "completions", "kvqctl")
-        rule = run(["bash", "-c", f"source '{script}' && complete -p kvqctl"])
-        if rule != "complete -F _kvqctl kvqctl\n":
-            raise Failure(f"bash completes kvqctl by {rule!r}")
+        for program in ("kvqctl", "kvqd"):
+            script = self.path("share", "bash-completion", "completions", program)
+            rule = run(["bash", "-c", f"source '{script}' && complete -p {program}"])
+            if rule != f"complete -F _{program} {program}\n":
+                raise Failure(f"bash completes {program} by {rule!r}")
 
     def check_kvqctl(self):
         status = json.loads(run([self.path("bin", "kvqctl"), "status", "--json"], env=self.env))

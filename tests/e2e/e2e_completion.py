@@ -73,6 +73,10 @@ class Shell:
         os.close(self.fd)
 
 
+PACKAGING = os.path.join(os.path.dirname(__file__), "..", "..", "packaging", "completion")
+OF_KVQD = {"bash": "kvqd.bash", "zsh": "_kvqd", "fish": "kvqd.fish"}
+
+
 class Completion(Test):
     def shells(self):
         """One of each kind that is installed, and of bash in any case."""
@@ -189,6 +193,22 @@ class Completion(Test):
                     ("session pull x --from uid-47\t",
                      ["session", "pull", "x", "--from", "uid-4711"])):
                 self.assertEqual(shell.complete("kvqctl " + typed), ["kvqctl", *words], shell.name)
+
+    def test_kvqd(self):
+        """Flags of the daemon, and files behind those that take a path."""
+        for shell in self.shells():
+            shell.type(f"source {os.path.join(os.path.realpath(PACKAGING), OF_KVQD[shell.name])}; "
+                       "mkdir -p files; touch files/one.conf; printf '<%s>\\n' taken\n")
+            shell.wait("<taken>")
+            for typed, words in (("--print-c\t", ["--print-config"]),
+                                 ("--drain\t", ["--drain-ms"]),
+                                 ("--conf\tfiles/on\t", ["--config", "files/one.conf"]),
+                                 ("-c files/on\t", ["-c", "files/one.conf"]),
+                                 ("--storage-dir fil\tone\t", ["--storage-dir", "files/one.conf"]),
+                                 ("--workers fil\t", ["--workers", "fil"]),
+                                 ("--pool-b\t1gb --log-f\tfiles/o\t",
+                                  ["--pool-bytes", "1gb", "--log-file", "files/one.conf"])):
+                self.assertEqual(shell.complete("kvqd " + typed), ["kvqd", *words], shell.name)
 
     def test_columns(self):
         """Columns of the list that was typed."""
