@@ -5,7 +5,6 @@
 
 #include <dirent.h>
 #include <errno.h>
-#include <pthread.h>
 #include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -144,6 +143,11 @@ void attach_in_loop(void (*run)(struct kvq__server *server, void *context), void
     kvq__mailbox_post(&rig.server.box, &letter.mail, read_letter);
     wait_for(&letter.read);
     sem_destroy(&letter.read);
+}
+
+pthread_t attach_loop_thread(void)
+{
+    return rig.thread;
 }
 
 static struct {
@@ -318,14 +322,30 @@ int peer_create_buffer(struct peer *p, uint64_t bytes)
     return peer_ask(p, &request, NULL, 0);
 }
 
-int peer_close_buffer(struct peer *p, uint32_t buffer)
+void peer_send_close(struct peer *p, uint32_t buffer)
 {
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__CloseBuffer close = KVQ__CLOSE_BUFFER__INIT;
     close.buffer = buffer;
     request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
     request.close_buffer = &close;
-    return peer_ask(p, &request, NULL, 0);
+    peer_send_request(p, &request, NULL, 0);
+}
+
+int peer_close_buffer(struct peer *p, uint32_t buffer)
+{
+    peer_send_close(p, buffer);
+    return peer_answer(p);
+}
+
+int peer_ping(struct peer *p, uint32_t protocol, const int *fds, uint32_t n_fds)
+{
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__Ping ping = KVQ__PING__INIT;
+    request.protocol = protocol;
+    request.command_case = KVQ__REQUEST__COMMAND_PING;
+    request.ping = &ping;
+    return peer_ask(p, &request, fds, n_fds);
 }
 
 int peer_open_queue(struct peer *p)

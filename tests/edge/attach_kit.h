@@ -5,6 +5,7 @@
 #ifndef KVQ_TESTS_ATTACH_KIT_H
 #define KVQ_TESTS_ATTACH_KIT_H
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -24,6 +25,7 @@ void attach_storage(const char *folder, uint64_t bytes);
 const char *attach_directory(void); // of the daemon's sockets
 
 // In the thread of the daemon's loop; returns when it is done.
+pthread_t attach_loop_thread(void);
 void attach_in_loop(void (*run)(struct kvq__server *server, void *context), void *context);
 // The daemon's poller stands still in between.
 void attach_hold_poller(void);
@@ -62,6 +64,8 @@ void peer_send_hello(struct peer *p, uint32_t protocol_min,
 int peer_import(struct peer *p, const int *fds, uint32_t n_fds, uint64_t offset, uint64_t bytes);
 int peer_create_buffer(struct peer *p, uint64_t bytes);
 int peer_close_buffer(struct peer *p, uint32_t buffer);
+void peer_send_close(struct peer *p, uint32_t buffer); // its first half
+int peer_ping(struct peer *p, uint32_t protocol, const int *fds, uint32_t n_fds);
 int peer_open_queue(struct peer *p);
 int peer_close_queue(struct peer *p, uint32_t queue);
 int peer_open_session(struct peer *p, const char *name); // one small layer of f16

@@ -54,12 +54,7 @@ static void test_hello(void **state)
     peer_free(p);
 
     p = peer_attached();
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__Ping ping = KVQ__PING__INIT;
-    request.protocol = 9;
-    request.command_case = KVQ__REQUEST__COMMAND_PING;
-    request.ping = &ping;
-    assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_VERSION);
+    assert_int_equal(peer_ping(p, 9, NULL, 0), KVQ_E_VERSION);
     peer_free(p);
     end_counting();
 }
@@ -130,11 +125,7 @@ static void test_descriptors_are_counted(void **state)
     }
     // Descriptors beside a request that takes none.
     struct peer *p = peer_attached();
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__Ping ping = KVQ__PING__INIT;
-    request.command_case = KVQ__REQUEST__COMMAND_PING;
-    request.ping = &ping;
-    assert_int_equal(peer_ask(p, &request, fds, 1), KVQ_E_PROTOCOL);
+    assert_int_equal(peer_ping(p, KVQ_PROTOCOL_MAX, fds, 1), KVQ_E_PROTOCOL);
     peer_free(p);
     close(fd);
     end_counting();

@@ -123,21 +123,6 @@ static void test_given_back_beside_a_stalled(void **state)
     gpu_end();
 }
 
-static void send_close(struct peer *p, uint32_t buffer)
-{
-    uint8_t bytes[128];
-    size_t length;
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__CloseBuffer close = KVQ__CLOSE_BUFFER__INIT;
-    close.buffer = buffer;
-    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
-    request.close_buffer = &close;
-    request.id = ++p->next_id;
-    request.protocol = KVQ_PROTOCOL_MAX;
-    assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
-    peer_send(p, bytes, length, NULL, 0);
-}
-
 // So is closing an import by handle. Whoever closes it waits, since only then the memory may be
 // freed; others go on.
 static void test_import_beside_a_stalled(void **state)
@@ -149,7 +134,7 @@ static void test_import_beside_a_stalled(void **state)
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
-    send_close(p, peer_made(p));
+    peer_send_close(p, peer_made(p));
     await_attempts(&engine);
     goes_on(other);
     assert_int_equal(soft_counts().imports, gpu_before.imports + 1);
@@ -176,7 +161,7 @@ static void test_ends_beside_a_stalled(void **state)
         struct peer *p = peer_attached();
         assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
         if (closes)
-            send_close(p, peer_made(p)); // and does not wait for the answer
+            peer_send_close(p, peer_made(p)); // and does not wait for the answer
         peer_free(p);
         assert_int_equal(soft_counts().imports, gpu_before.imports + 1);
     }

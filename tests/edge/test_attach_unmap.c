@@ -40,17 +40,12 @@ int __wrap_munmap(void *at, size_t bytes)
     return __real_munmap(at, bytes);
 }
 
-static void note_thread(struct kvq__server *server, void *context)
-{
-    loop = pthread_self();
-}
-
 static int start(void **state)
 {
     int rc = attach_start(state);
     sem_init(&begun, 0, 0);
     sem_init(&goes_on, 0, 0);
-    attach_in_loop(note_thread, NULL);
+    loop = attach_loop_thread();
     for (int i = 0; i < 2; i++)
         on_loop[i] = elsewhere[i] = 0;
     return rc;
@@ -92,16 +87,6 @@ static void test_closed(void **state)
     end_counting();
 }
 
-static void send_close(struct peer *p, uint32_t buffer)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__CloseBuffer close = KVQ__CLOSE_BUFFER__INIT;
-    close.buffer = buffer;
-    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
-    request.close_buffer = &close;
-    peer_send_request(p, &request, NULL, 0);
-}
-
 // However long it takes, others are served; the one who closes it waits, and until it is back it
 // counts.
 static void test_takes_long(void **state)
@@ -116,7 +101,7 @@ static void test_takes_long(void **state)
     pthread_mutex_lock(&lock);
     holds = true;
     pthread_mutex_unlock(&lock);
-    send_close(p, large);
+    peer_send_close(p, large);
     sem_wait(&begun);
     for (int i = 0; i < 3; i++) { // several turns of the loop
         assert_int_equal(peer_create_buffer(other, SMALL), 0);

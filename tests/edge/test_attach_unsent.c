@@ -38,16 +38,11 @@ ssize_t __wrap_sendmsg(int socket, const struct msghdr *message, int flags)
     return -1;
 }
 
-static void note_thread(struct kvq__server *server, void *context)
-{
-    loop = pthread_self();
-}
-
 static int start(void **state)
 {
     int rc = attach_start(state);
     kvq_word_store(&full, 0);
-    attach_in_loop(note_thread, NULL);
+    loop = attach_loop_thread();
     return rc;
 }
 
@@ -65,15 +60,6 @@ static int map_extents(struct peer *p, uint64_t handle)
     map.handle = handle;
     request.command_case = KVQ__REQUEST__COMMAND_MAP_EXTENTS;
     request.map_extents = &map;
-    return peer_ask(p, &request, NULL, 0);
-}
-
-static int ping(struct peer *p)
-{
-    Kvq__Request request = KVQ__REQUEST__INIT;
-    Kvq__Ping ping = KVQ__PING__INIT;
-    request.command_case = KVQ__REQUEST__COMMAND_PING;
-    request.ping = &ping;
     return peer_ask(p, &request, NULL, 0);
 }
 
@@ -95,7 +81,7 @@ static void test_queues_and_buffers(void **state)
         told_why(p, peer_open_queue(p));
         told_why(p, peer_create_buffer(p, 8 << 20)); // all that it may have
         peer_cancel(p, p->next_id);                  // finds nothing
-        assert_int_equal(ping(other), 0);
+        assert_int_equal(peer_ping(other, KVQ_PROTOCOL_MAX, NULL, 0), 0);
     }
     assert_int_equal(kvq_word_load(&refused), 2 * (KVQ_MAX_BUFFERS + 1));
     assert_int_equal(count_mappings(), 0);
@@ -118,7 +104,7 @@ static void test_hello(void **state)
         told_why(p, peer_hello(p, KVQ_PROTOCOL_MIN, KVQ_PROTOCOL_MAX));
         assert_false(peer_receive(p)); // it can say hello on another connection
         peer_free(p);
-        assert_int_equal(ping(other), 0);
+        assert_int_equal(peer_ping(other, KVQ_PROTOCOL_MAX, NULL, 0), 0);
     }
     kvq_word_store(&full, 0);
     peer_free(peer_attached());
@@ -194,7 +180,7 @@ static void test_limit_of_files(void **state)
     leave_unread(pair[0]);
     for (int i = 0; i < 3; i++) {
         told_why(p, peer_open_queue(p));
-        assert_int_equal(ping(other), 0);
+        assert_int_equal(peer_ping(other, KVQ_PROTOCOL_MAX, NULL, 0), 0);
     }
     assert_int_equal(recv(pair[1], &byte, 1, 0), 1);
     while (peer_open_queue(p) == KVQ_E_LIMIT) // another process of this user may be at this, too

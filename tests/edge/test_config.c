@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The configuration: precedence, values, namespaces, and what every mistake is answered with.
-#include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +10,7 @@
 #include "daemon/config/change.h"
 #include "daemon/config/config.h"
 #include "proto/status.h"
+#include "tests/kits/folder.h"
 #include "tests/kits/unit.h"
 
 static struct kvq_config config;
@@ -626,14 +626,9 @@ static int make_folder(void **state)
     return mkdir(path_of("conf.d"), 0755);
 }
 
-static int remove_one(const char *path, const struct stat *status, int kind, struct FTW *place)
+static int drop_folder(void **state)
 {
-    return remove(path);
-}
-
-static int remove_folder(void **state)
-{
-    return nftw(folder, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+    return remove_folder(folder);
 }
 
 // What a later file says holds, by names in bytes; what is no NAME.conf is left alone.
@@ -748,12 +743,12 @@ int main(void)
         cmocka_unit_test(test_compare),
         cmocka_unit_test(test_too_many_together),
         cmocka_unit_test(test_set_one),
-        cmocka_unit_test_setup_teardown(test_folder, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(test_no_folder, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(test_folder_sections, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(test_folder_errors, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(test_folder_of_strangers, make_folder, remove_folder),
-        cmocka_unit_test_setup_teardown(test_many_files, make_folder, remove_folder),
+        cmocka_unit_test_setup_teardown(test_folder, make_folder, drop_folder),
+        cmocka_unit_test_setup_teardown(test_no_folder, make_folder, drop_folder),
+        cmocka_unit_test_setup_teardown(test_folder_sections, make_folder, drop_folder),
+        cmocka_unit_test_setup_teardown(test_folder_errors, make_folder, drop_folder),
+        cmocka_unit_test_setup_teardown(test_folder_of_strangers, make_folder, drop_folder),
+        cmocka_unit_test_setup_teardown(test_many_files, make_folder, drop_folder),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -2,7 +2,6 @@
 //
 // How much memory there is, over a folder that stands for the file system of a machine; and what is
 // refused and told of by it.
-#include <ftw.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,6 +12,7 @@
 #include "daemon/runtime/memory.h"
 #include "proto/limits.h"
 #include "proto/status.h"
+#include "tests/kits/folder.h"
 #include "tests/kits/unit.h"
 
 #define MIB (1ull << 20)
@@ -45,14 +45,9 @@ static int setup(void **state)
     return 0;
 }
 
-static int remove_one(const char *path, const struct stat *status, int kind, struct FTW *place)
-{
-    return remove(path);
-}
-
 static int teardown(void **state)
 {
-    return nftw(root, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+    return remove_folder(root);
 }
 
 static void test_machine_alone(void **state)

@@ -140,6 +140,19 @@ static void client_close(struct fake_client *c)
     close(c->wake);
 }
 
+// A rig with one client.
+static void begin(struct rig *rig, struct fake_client *c, uint32_t workers, uint64_t spin_ns)
+{
+    rig_open(rig, workers, spin_ns);
+    client_open(c, rig);
+}
+
+static void end(struct rig *rig, struct fake_client *c)
+{
+    client_close(c);
+    kvq__poller_close(&rig->poller);
+}
+
 // ---- Requests ----
 
 static void wake_poller(struct fake_client *c)
@@ -189,14 +202,19 @@ static bool try_completion(struct fake_client *c, struct kvq_completion *out)
     return true;
 }
 
+static void await_completion(struct fake_client *c, struct kvq_completion *out)
+{
+    while (!try_completion(c, out))
+        sched_yield();
+}
+
 static struct kvq_completion call(struct fake_client *c, uint8_t op, uint32_t seq, uint32_t layer,
                                   uint16_t count)
 {
     struct kvq_request r = make_request(op, seq, layer, count);
     struct kvq_completion done;
     put_request(c, &r);
-    while (!try_completion(c, &done))
-        sched_yield();
+    await_completion(c, &done);
     assert_int_equal(done.seq, seq);
     assert_int_equal(done.status, 0);
     assert_int_equal(done.count, count);
@@ -210,8 +228,7 @@ static void test_requests_and_jobs(void **state)
     for (uint32_t workers = 1; workers <= 3; workers++) {
         struct rig rig;
         struct fake_client c;
-        rig_open(&rig, workers, 100000);
-        client_open(&c, &rig);
+        begin(&rig, &c, workers, 100000);
         for (uint32_t i = 0; i < 2000; i++) {
             call(&c, KVQ_OP_NOP, i, 0, (uint16_t)(i % 65));
             uint32_t items = 1 + i % 37;
@@ -220,8 +237,7 @@ static void test_requests_and_jobs(void **state)
         }
         call(&c, KVQ_OP_NOP, 7, 0, KVQ_MAX_BATCH);
         call(&c, KVQ_OP_APPEND, 8, 5, 1); // waits and is looked at again
-        client_close(&c);
-        kvq__poller_close(&rig.poller);
+        end(&rig, &c);
     }
 }
 
@@ -229,8 +245,7 @@ static void test_eight_in_flight(void **state)
 {
     struct rig rig;
     struct fake_client c;
-    rig_open(&rig, 2, 0);
-    client_open(&c, &rig);
+    begin(&rig, &c, 2, 0);
     for (uint32_t round = 0; round < 200; round++) {
         for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++) {
             struct kvq_request r =
@@ -239,21 +254,18 @@ static void test_eight_in_flight(void **state)
         }
         for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++) {
             struct kvq_completion done;
-            while (!try_completion(&c, &done))
-                sched_yield();
+            await_completion(&c, &done);
             assert_int_equal(done.seq, round * 8 + i); // in the order submitted
         }
     }
-    client_close(&c);
-    kvq__poller_close(&rig.poller);
+    end(&rig, &c);
 }
 
 static void test_sleep_and_wake(void **state)
 {
     struct rig rig;
     struct fake_client c;
-    rig_open(&rig, 2, 0); // never spins
-    client_open(&c, &rig);
+    begin(&rig, &c, 2, 0); // never spins
     for (uint32_t i = 0; i < 50; i++) {
         struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 4, 1);
         struct kvq_completion done;
@@ -268,8 +280,7 @@ static void test_sleep_and_wake(void **state)
         assert_true(try_completion(&c, &done)); // published before the wake-up
         assert_int_equal(done.value, 4);
     }
-    client_close(&c);
-    kvq__poller_close(&rig.poller);
+    end(&rig, &c);
 }
 
 static void count_mail(struct kvq__mail *mail)
@@ -311,8 +322,7 @@ static void test_workers_wake_the_poller(void **state)
     struct fake_client c;
     struct kvq_completion done;
     uint32_t woken = 0, held = 0;
-    rig_open(&rig, 2, 0);
-    client_open(&c, &rig);
+    begin(&rig, &c, 2, 0);
     for (uint32_t i = 0; try_again(i, woken + (held == 0)); i++) {
         uint32_t gate = 0;
         c.queue->worker_gate = &gate;
@@ -333,8 +343,7 @@ static void test_workers_wake_the_poller(void **state)
     }
     assert_true(held == 0 || woken > 0);
     c.queue->worker_gate = NULL;
-    client_close(&c);
-    kvq__poller_close(&rig.poller);
+    end(&rig, &c);
 }
 
 // Clients are told of workers that compute, and of none that sleep.
@@ -343,8 +352,7 @@ static void test_who_is_awake(void **state)
     struct rig rig;
     struct fake_client c;
     uint32_t gate = 0;
-    rig_open(&rig, 3, 0);
-    client_open(&c, &rig);
+    begin(&rig, &c, 3, 0);
     wait_for_word(&rig.page.awake, 1);
     c.queue->worker_gate = &gate;
     while (kvq_word_load_acquire(&c.queue->held_by_worker) == 0) {
@@ -359,12 +367,10 @@ static void test_who_is_awake(void **state)
         if (over)
             continue;
         kvq_word_store_release(&gate, 1);
-        while (!try_completion(&c, &done))
-            sched_yield();
+        await_completion(&c, &done);
     }
     wait_for_word(&rig.page.awake, 1);
-    client_close(&c);
-    kvq__poller_close(&rig.poller);
+    end(&rig, &c);
     assert_int_equal(rig.page.awake, 1);
 }
 
@@ -373,16 +379,14 @@ static void test_background_work(void **state)
     for (uint32_t workers = 1; workers <= 3; workers++) {
         struct rig rig;
         struct fake_client c;
-        rig_open(&rig, workers, 0);
-        client_open(&c, &rig);
+        begin(&rig, &c, workers, 0);
         for (uint32_t round = 1; round <= 20; round++) {
             kvq_word_store_release(&rig.core.background_items, 9);
             call(&c, KVQ_OP_NOP, 1, 0, 1);
             wait_for_word(&rig.core.background_done, round);
             assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 9 * round);
         }
-        client_close(&c);
-        kvq__poller_close(&rig.poller);
+        end(&rig, &c);
     }
 }
 
@@ -407,12 +411,10 @@ static void test_background_under_load(void **state)
     put_request(&busy, &work);
     put_request(&waiting, &r);
     kvq_word_store_release(&gate, 1);
-    while (!try_completion(&waiting, &done))
-        sched_yield();
+    await_completion(&waiting, &done);
     assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 200);
     assert_false(try_completion(&busy, &done)); // still under way
-    while (!try_completion(&busy, &done))
-        sched_yield();
+    await_completion(&busy, &done);
     client_close(&waiting);
     client_close(&busy);
     kvq__poller_close(&rig.poller);
@@ -427,8 +429,7 @@ static uint32_t most_between_looks(uint64_t look_ns, bool background)
     struct kvq_completion done;
     uint32_t gate = 0;
     fake_time = (struct fake_time){.now = 1, .look_ns = look_ns, .item_ns = 5000};
-    rig_open(&rig, 1, 0);
-    client_open(&c, &rig);
+    begin(&rig, &c, 1, 0);
     if (background) {
         rig.core.background_gate = &gate;
         kvq_word_store_release(&rig.core.background_items, 1000);
@@ -439,10 +440,8 @@ static uint32_t most_between_looks(uint64_t look_ns, bool background)
         make_request(background ? KVQ_OP_READ : KVQ_OP_ATTEND, 1, background ? 0 : 1000, 0);
     put_request(&c, &r);
     kvq_word_store_release(&gate, 1);
-    while (!try_completion(&c, &done))
-        sched_yield();
-    client_close(&c);
-    kvq__poller_close(&rig.poller);
+    await_completion(&c, &done);
+    end(&rig, &c);
     fake_time.item_ns = 0;
     return fake_time.most;
 }
@@ -492,8 +491,7 @@ static void test_queue_time(void **state)
         put_request(&c[i], &r);
     kvq_word_store_release(&held.gate, 1);
     for (int i = 0; i < 2; i++)
-        while (!try_completion(&c[i], &done))
-            sched_yield();
+        await_completion(&c[i], &done);
     assert_int_equal(l->queue.count[0], 3);
     assert_true(l->queue.sum_ns == 5000 || l->queue.sum_ns == 10000);
     for (int i = 0; i < 2; i++)

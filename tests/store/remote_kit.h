@@ -12,6 +12,7 @@
 #include <sys/types.h>
 
 #include "storage/remote.h"
+#include "tests/kits/folder.h"
 
 #define REMOTE_ID     "AKIDEXAMPLE"
 #define REMOTE_SECRET "wJalrXUtnFEMI-secret-never-shown"
@@ -83,7 +84,6 @@ void s3_stop(struct s3 *s);  // and removes the folder
 struct kvq_remote_options remote_options(int port, struct test_clock *clock);
 // Makes a file of pseudo-random bytes.
 void make_file(const char *path, size_t bytes, uint32_t seed);
-void remove_folder(const char *path); // with all that is in it
 bool same_file(const char *a, const char *b);
 
 #endif

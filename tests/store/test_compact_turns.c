@@ -3,7 +3,6 @@
 // A store that takes several passes to be compacted, by a command: who else writes has a turn
 // between two of them, and a daemon that ends waits for one alone. The first pass is held until
 // the test has done what is to happen meanwhile.
-#include <ftw.h>
 #include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,6 +14,7 @@
 #include "proto/status.h"
 #include "storage/store.h"
 #include "tests/edge/attach_kit.h"
+#include "tests/kits/folder.h"
 #include "tests/kits/unit.h"
 
 enum {
@@ -129,16 +129,11 @@ static int stop_daemon(void **state)
     return rc;
 }
 
-static int remove_one(const char *path, const struct stat *st, int kind, struct FTW *at)
-{
-    return remove(path);
-}
-
 static int stop(void **state)
 {
     sem_post(&goes_on); // after a test that failed in between
     int rc = stop_daemon(state);
-    return nftw(folder, remove_one, 8, FTW_DEPTH | FTW_PHYS) || rc;
+    return remove_folder(folder) || rc;
 }
 
 // ---- Commands ----
