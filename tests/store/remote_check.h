@@ -71,6 +71,22 @@ static int push(void)
     return kvq_remote_push_file(remote, source, "s", "n", NULL, &moved, text, sizeof text);
 }
 
+// A push to a server that says this.
+static inline int push_to(const struct script_reply *replies, int count)
+{
+    begin(replies, count);
+    int rc = push();
+    end();
+    return rc;
+}
+
+// The same; the push works.
+static inline void pushed_to(const struct script_reply *replies, int count)
+{
+    if (push_to(replies, count) != 0)
+        fail_msg("%s", text);
+}
+
 static int start(void **state)
 {
     assert_non_null(mkdtemp(folder));

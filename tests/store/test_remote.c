@@ -254,9 +254,7 @@ static void bad_uploads_end_in_errors(void **state)
         int count = 2;
         for (int k = 0; k < 8 && c->replies[k]; k++)
             replies[count++].bytes = c->replies[k];
-        begin(replies, count);
-        int rc = push();
-        end();
+        int rc = push_to(replies, count);
         if (rc != c->code || !strstr(text, c->words))
             fail_msg("case %zu: %s: %s", i, kvq_status_name(rc), text);
         for (int k = 0; k < server.n_asked && k < SCRIPT_REQUESTS; k++)
@@ -281,11 +279,7 @@ static void a_lost_reply_is_no_failure(void **state)
         {.bytes = NO_UPLOADS},
     };
     make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
-    begin(replies, 11);
-    int rc = push();
-    end();
-    if (rc != 0)
-        fail_msg("%s", text);
+    pushed_to(replies, 11);
     assert_says(server.asked[4], "partNumber=1&uploadId=id%2F1");
     assert_says(server.asked[6], "<PartNumber>2</PartNumber><ETag>\"e\"</ETag>");
     assert_says(server.asked[9], "PUT /sessions/s/n/head");
@@ -309,11 +303,7 @@ static void a_late_failure_is_tried_again(void **state)
         {.bytes = NO_UPLOADS},
     };
     make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
-    begin(replies, 12);
-    int rc = push();
-    end();
-    if (rc != 0)
-        fail_msg("%s", text);
+    pushed_to(replies, 12);
     assert_int_equal(test_clock.waits, 2);
     assert_says(server.asked[8], "<CompleteMultipartUpload>");
     assert_says(server.asked[10], "PUT /sessions/s/n/head");
@@ -348,20 +338,14 @@ static void a_refused_upload_is_begun_anew(void **state)
     char uploads[1024], key[256];
     struct script_reply filled[COUNT];
     make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
-    begin(replies, 2);
-    assert_int_not_equal(push(), 0);
-    end();
+    assert_int_not_equal(push_to(replies, 2), 0);
     assert_int_equal(sscanf(server.asked[1], "HEAD /sessions/%255s ", key), 1);
     const char *hole = strstr(replies[2].bytes, "KEY");
     snprintf(uploads, sizeof uploads, "%.*s%s%s", (int)(hole - replies[2].bytes), replies[2].bytes,
              key, hole + 3);
     memcpy(filled, replies, sizeof replies);
     filled[2].bytes = uploads;
-    begin(filled, COUNT);
-    int rc = push();
-    end();
-    if (rc != 0)
-        fail_msg("%s", text);
+    pushed_to(filled, COUNT);
     assert_says(server.asked[3], "?uploadId=old");
     assert_says(server.asked[4], "?partNumber=2&uploadId=old");
     assert_says(server.asked[5], "<ETag>\"a\"</ETag>");

@@ -75,11 +75,7 @@ static void packs_of_another_push_stay(void **state)
             {.bytes = PART_DONE}, // the old pack is deleted
             {.bytes = NO_UPLOADS},
         };
-        begin(replies, sizeof replies / sizeof *replies);
-        int rc = push();
-        end();
-        if (rc != 0)
-            fail_msg("%s", text);
+        pushed_to(replies, sizeof replies / sizeof *replies);
         bool deleted = false;
         for (int i = 0; i < server.n_asked; i++)
             deleted |= strncmp(server.asked[i], "DELETE /sessions/s/n/data/" OLD, 90) == 0;
@@ -114,11 +110,7 @@ static void packs_without_a_head(void **state)
             {.bytes = PART_DONE},
             {.bytes = NO_UPLOADS},
         };
-        begin(replies, sizeof replies / sizeof *replies);
-        int rc = push();
-        end();
-        if (rc != 0)
-            fail_msg("%s", text);
+        pushed_to(replies, sizeof replies / sizeof *replies);
         free(ours);
         ours = round ? NULL : strdup(head_put(4));
         if (!round)
@@ -145,16 +137,10 @@ static void the_old_head_is_known_first(void **state)
         {.bytes = PART_DONE},
     };
     make_file(source, SMALL, 1);
-    begin(busy, sizeof busy / sizeof *busy);
-    assert_int_equal(push(), KVQ_E_REMOTE);
-    end();
+    assert_int_equal(push_to(busy, sizeof busy / sizeof *busy), KVQ_E_REMOTE);
     for (int i = 0; i < server.n_asked; i++)
         assert_null(strstr(server.asked[i], "PUT "));
-    begin(replies, sizeof replies / sizeof *replies);
-    int rc = push();
-    end();
-    if (rc != 0)
-        fail_msg("%s", text);
+    pushed_to(replies, sizeof replies / sizeof *replies);
     assert_non_null(head_put(5));
 }
 
@@ -167,9 +153,7 @@ static void packs_that_are_removed_meanwhile(void **state)
         {.bytes = ABSENT}, {.bytes = PART_DONE}, {.bytes = ABSENT}, // once more
     };
     make_file(source, SMALL, 1);
-    begin(replies, sizeof replies / sizeof *replies);
-    int rc = push();
-    end();
+    int rc = push_to(replies, sizeof replies / sizeof *replies);
     assert_int_equal(rc, KVQ_E_REMOTE);
     assert_says(text, "its packs were removed while it was pushed, twice; push it again");
     assert_int_equal(server.n_asked, sizeof replies / sizeof *replies);
