@@ -341,11 +341,8 @@ void kit_load(struct member *m, const struct kvq_request *header,
         memcpy(kvq__queue_layers(m->queue), m->layers, header->layer * sizeof *m->layers);
 }
 
-int kit_request(struct member *m, const struct kvq_request *header,
-                const struct kvq_entry_wire *entries)
+static int drive(struct member *m, enum kvq__progress p)
 {
-    kit_load(m, header, entries);
-    enum kvq__progress p = kvq__request_start(m->queue);
     while (p == KVQ__RUN || p == KVQ__GPU || p == KVQ__AGAIN ||
            (p == KVQ__WAIT && !TAILQ_EMPTY(&m->kit->core->ended))) {
         m->kit->again += p == KVQ__AGAIN;
@@ -358,6 +355,18 @@ int kit_request(struct member *m, const struct kvq_request *header,
         p = kvq__request_continue(m->queue);
     }
     return p == KVQ__WAIT ? 1 : kvq__queue_completion(m->queue)->status;
+}
+
+int kit_request(struct member *m, const struct kvq_request *header,
+                const struct kvq_entry_wire *entries)
+{
+    kit_load(m, header, entries);
+    return drive(m, kvq__request_start(m->queue));
+}
+
+int kit_again(struct member *m)
+{
+    return drive(m, kvq__request_continue(m->queue));
 }
 
 int kit_ask(struct member *m, const struct kvq_request *header, const struct kvq_entry_wire *entry)
@@ -398,6 +407,64 @@ uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32
         .layers = rows, .n_layers = n_rows, .max_rollback = max_rollback};
     int rc = kvq__session_open(m->client, &spec, &info, text);
     return rc == 0 ? info.handle : 0;
+}
+
+uint64_t kit_opened(struct member *m, const struct kvq__session_spec *spec)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    struct kvq__session_info info;
+    if (kvq__session_open(m->client, spec, &info, text) != 0)
+        kit_die(__FILE__, __LINE__, text);
+    return info.handle;
+}
+
+static int give_book(void *context, const char *name, uint32_t layer,
+                     const struct kvq_format *format, const struct kvq_shape *shape,
+                     struct kvq_book *book, void **hold, char *why)
+{
+    static float numbers[1 << 15], smooth[1024]; // 12 bits for 8 channels at most
+    struct kit *kit = context;
+    MUST(format->k.vector << format->k.bits <= 1 << 15 && shape->kv_heads * shape->k_dim <= 1024);
+    if (kit->bookless && layer == kit->bookless) {
+        snprintf(why, KVQ_TEXT_BYTES / 2, "layer %u is not in %s", layer, name);
+        return KVQ_E_FORMAT;
+    }
+    for (uint32_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
+        numbers[i] = (float)(i * 2654435761u >> 16) / 32768 - 1;
+    for (uint32_t i = 0; i < sizeof smooth / sizeof *smooth; i++)
+        smooth[i] = 0.5f + (float)(i % 7);
+    *book = (struct kvq_book){.smooth = smooth, .k = numbers, .v = numbers};
+    *hold = kit;
+    kit->holds++;
+    return 0;
+}
+
+static void share_book(void *context, void *hold)
+{
+    struct kit *kit = context;
+    MUST(hold == kit && kit->holds++ > 0);
+}
+
+static void release_book(void *context, void *hold)
+{
+    struct kit *kit = context;
+    MUST(hold == kit && kit->holds-- > 0);
+}
+
+static uint64_t id_of_book(void *context, void *hold)
+{
+    const struct kit *kit = context;
+    MUST(hold == kit);
+    return kit->book_id;
+}
+
+void kit_codebooks(struct kit *kit)
+{
+    kit->core->config.codebook = give_book;
+    kit->core->config.codebook_share = share_book;
+    kit->core->config.codebook_release = release_book;
+    kit->core->config.codebook_id = id_of_book;
+    kit->book_id = 7; // 0 would be no id
 }
 
 struct kvq__session *kit_of(struct member *m, uint64_t handle)

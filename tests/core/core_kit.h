@@ -18,6 +18,9 @@ struct kit {
     uint64_t again; // how often a request that kit_request drives gave others a turn
     void (*table_gone)(void *context, const struct kvq__table_memory *memory); // may be NULL
     uint64_t buffers_gone, tables_gone, events[KVQ__EVENTS];
+    int holds;         // of codebooks
+    uint64_t book_id;  // theirs
+    uint32_t bookless; // this layer is given none; 0: all are
     char event_session[KVQ_NAME_BYTES], event_text[KVQ_TEXT_BYTES]; // of the last one
 };
 
@@ -82,6 +85,8 @@ int kit_request(struct member *m, const struct kvq_request *header,
                 const struct kvq_entry_wire *entries);
 // The same; if that is 0, the status of its first entry.
 int kit_ask(struct member *m, const struct kvq_request *header, const struct kvq_entry_wire *entry);
+// As kit_request, of a request that has begun.
+int kit_again(struct member *m);
 struct kvq_request kit_header(uint8_t op, uint16_t count);
 struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
                               uint8_t dtype);
@@ -97,6 +102,10 @@ struct kvq_request kit_attend(const struct member *m, uint32_t layer, uint64_t q
 // Opens an unnamed session of these layers for writing; 0 if that failed.
 uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32_t n_rows,
                      uint32_t max_rollback);
+// Gives each layer that wants one a codebook of made-up numbers; kit->holds counts who has it.
+void kit_codebooks(struct kit *kit);
+// Opens one that can be opened, or aborts with what the core said.
+uint64_t kit_opened(struct member *m, const struct kvq__session_spec *spec);
 struct kvq__session *kit_of(struct member *m, uint64_t handle);
 // Gives a session, which has none, a name.
 static inline void kit_name(struct kvq__session *s, const char *name)

@@ -80,27 +80,12 @@ const char *place(uint32_t pool)
 
 uint64_t opened(struct member *member, const char *name)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = name, .place = place(home), .layers = rows, .n_layers = 1};
-    assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(member, &spec);
 }
 
 // ---- Requests that may wait ----
-
-int again(struct member *member)
-{
-    enum kvq__progress p = kvq__request_continue(member->queue);
-    while (p == KVQ__RUN || p == KVQ__GPU) {
-        if (p == KVQ__RUN)
-            kit_run_job(&kit, kvq__queue_job(member->queue));
-        else
-            kit_settle(member);
-        p = kvq__request_continue(member->queue);
-    }
-    return p == KVQ__WAIT ? 1 : kvq__queue_completion(member->queue)->status;
-}
 
 int status_of(const struct member *member)
 {
@@ -114,7 +99,7 @@ int finish(struct member *member, int rc)
         assert_true(looks < 100000);
         poll_core();
         pass(MS / 10);
-        rc = again(member);
+        rc = kit_again(member);
     }
     return rc ? rc : status_of(member);
 }
@@ -159,6 +144,25 @@ uint64_t fed(struct member *member, const char *name)
     assert_int_equal(step(member, handle, SESSION), 0);
     rest();
     return handle;
+}
+
+void fill_home(uint64_t handles[4])
+{
+    for (uint32_t i = 0; i < 4; i++)
+        handles[i] = fed(&m, "");
+}
+
+void hold_all(uint64_t handles[4])
+{
+    fill_home(handles);
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_ref(kit_of(&m, handles[i]));
+}
+
+void let_go(const uint64_t handles[4])
+{
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_unref(kit_of(&m, handles[i]));
 }
 
 void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTES])

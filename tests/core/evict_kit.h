@@ -58,8 +58,6 @@ uint64_t opened(struct member *member, const char *name);
 
 // ---- Requests that may wait ----
 
-// Looks again: 1 if it waits still, else its status.
-int again(struct member *member);
 int status_of(const struct member *member);
 
 // Until it is answered. A request that waits for ever ends the test.
@@ -73,6 +71,12 @@ int step(struct member *member, uint64_t handle, uint32_t n);
 
 // A session of 512 KiB.
 uint64_t fed(struct member *member, const char *name);
+
+// Sessions of the first member that take all of the memory there.
+void fill_home(uint64_t handles[4]);
+// The same, of which none is evicted until they are let go.
+void hold_all(uint64_t handles[4]);
+void let_go(const uint64_t handles[4]);
 
 // What a token behind the session sees, of all layers.
 void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTES]);

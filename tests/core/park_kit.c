@@ -65,14 +65,7 @@ void wake(uint64_t handle)
     assert_int_equal(kit_request(&m, &r, &e), 1);
     core_check(kit.core);
     settle();
-    assert_int_equal(kvq__request_continue(m.queue), KVQ__RUN);
-    kit_run_job(&kit, kvq__queue_job(m.queue));
-    enum kvq__progress p = kvq__request_continue(m.queue);
-    while (p == KVQ__RUN) {
-        kit_run_job(&kit, kvq__queue_job(m.queue));
-        p = kvq__request_continue(m.queue);
-    }
-    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kit_again(&m), 0);
     assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
 }
 
@@ -83,6 +76,16 @@ void refused(uint64_t handle, int code, const char *why)
     assert_says(text, why);
     assert_false(kvq__is_offloaded(session_of(handle)));
     core_check(kit.core);
+}
+
+struct kvq__restore *begin_fetch(uint64_t handle, struct kvq__store_job *job)
+{
+    struct kvq__restore *r;
+    kvq__fetch_ask(kit_of(&m, handle));
+    assert_true(kvq__park_next(kit.core, job));
+    assert_int_equal(job->kind, KVQ__JOB_FETCH);
+    assert_int_equal(vault_fetch(&vault, kit.core, job, &r), 0);
+    return r;
 }
 
 struct kvq__save *begin_writing(uint64_t handle, struct kvq__store_job *job, uint64_t *ticket)

@@ -22,6 +22,9 @@ void away(uint64_t handle);
 void wake(uint64_t handle);
 void refused(uint64_t handle, int code, const char *why);
 
+// It is asked for, and what the core wants to be read is found.
+struct kvq__restore *begin_fetch(uint64_t handle, struct kvq__store_job *job);
+
 // It is asked to be parked, and what the core wants to be written is copied.
 struct kvq__save *begin_writing(uint64_t handle, struct kvq__store_job *job, uint64_t *ticket);
 void end_writing(struct kvq__save *save, const struct kvq__store_job *job);

@@ -65,6 +65,15 @@ void feed(uint64_t handle, uint64_t to)
     }
 }
 
+uint64_t fed(const char *name, uint64_t tokens, uint32_t rollback)
+{
+    uint64_t handle = open_as(name, LAYERS, rollback);
+    if (!handle)
+        fail_msg("%s: %s", rows[0].format, text);
+    feed(handle, tokens);
+    return handle;
+}
+
 struct kvq_request attend_of(uint32_t layer)
 {
     struct kvq_request r = kit_attend(&m, layer, Q_AT, OUT_AT, 2 * HEADS, DIM);
@@ -114,6 +123,14 @@ uint64_t restore_up_to(const char *name, uint64_t good)
 uint64_t restore(const char *name)
 {
     return restore_up_to(name, UINT64_MAX);
+}
+
+uint64_t save_and_restore(uint64_t handle, const char *name)
+{
+    kit_pack(&kit);
+    save(name);
+    drop(handle);
+    return restore(name);
 }
 
 void drop(uint64_t handle)

@@ -44,6 +44,8 @@ int teardown(void **state);
 uint64_t open_as(const char *name, uint32_t n_layers, uint32_t rollback);
 // In steps of at most 97 tokens, until it has so many.
 void feed(uint64_t handle, uint64_t to);
+// A new one with so many.
+uint64_t fed(const char *name, uint64_t tokens, uint32_t rollback);
 struct kvq_request attend_of(uint32_t layer);
 
 // 0, 1 if it waits, or what it failed with.
@@ -52,6 +54,8 @@ int attend(uint64_t handle, uint32_t layer, uint8_t out[OUT_BYTES]);
 void same_bits(uint64_t a, uint64_t b);
 // Into the vault, and out of it; `good`: of so many tokens.
 void save(const char *name);
+// The same when all is packed; then the session is dropped, and restored.
+uint64_t save_and_restore(uint64_t handle, const char *name);
 uint64_t restore_up_to(const char *name, uint64_t good);
 uint64_t restore(const char *name);
 void drop(uint64_t handle);

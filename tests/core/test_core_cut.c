@@ -13,9 +13,7 @@ static uint64_t make(uint32_t format, uint32_t rollback)
 {
     set_rows(formats[format]);
     rows[1].window = 0;
-    uint64_t a = open_as("it", LAYERS, rollback);
-    assert_true(a);
-    feed(a, 1000);
+    uint64_t a = fed("it", 1000, rollback);
     kit_pack(&kit);
     return a;
 }
@@ -79,8 +77,7 @@ static uint64_t written_anew(const char *format)
 {
     set_rows(format);
     rows[1].window = 0;
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 1000);
+    uint64_t a = fed("it", 1000, 0);
     kit_pack(&kit);
     save("it");
     uint64_t put = vault.put;

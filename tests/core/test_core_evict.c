@@ -92,8 +92,7 @@ static void test_who(void **state)
 static void test_in_use(void **state)
 {
     uint64_t handles[4];
-    for (uint32_t i = 0; i < 4; i++)
-        handles[i] = fed(&m, "");
+    fill_home(handles);
     for (uint32_t i = 0; i < 3; i++)
         kvq__session_ref(kit_of(&m, handles[i])); // as requests under way do
     pass(2 * SECOND);
@@ -128,8 +127,7 @@ static void test_too_much(void **state)
 static void test_in_vain(void **state)
 {
     uint64_t handles[4];
-    for (uint32_t i = 0; i < 4; i++)
-        handles[i] = fed(&m, "");
+    fill_home(handles);
     kvq__session_ref(kit_of(&m, handles[0]));
     kvq__session_ref(kit_of(&m, handles[1]));
     pass(2 * SECOND);
@@ -144,14 +142,13 @@ static void test_in_vain(void **state)
 static void test_too_young(void **state)
 {
     uint64_t handles[4];
-    for (uint32_t i = 0; i < 4; i++)
-        handles[i] = fed(&m, "");
+    fill_home(handles);
     assert_int_equal(begin(&m, handles[0], 9, 1, 0), 1);
     pass(500 * MS);
-    assert_int_equal(again(&m), 1);
+    assert_int_equal(kit_again(&m), 1);
     assert_int_equal(kit.core->last_ticket_id, 0);
     pass(501 * MS);
-    assert_int_equal(finish(&m, again(&m)), 0);
+    assert_int_equal(finish(&m, kit_again(&m)), 0);
     assert_int_equal(evicted(), 1);
     assert_int_equal(kit.core->counts.waited_for_room, 1);
     // The others are used all the time.
@@ -165,21 +162,12 @@ static void test_too_young(void **state)
             kit_of(&m, handles[j])->idle_since = kit.now;
         pass(100 * MS);
         poll_core();
-        rc = again(&other);
+        rc = kit_again(&other);
     }
     assert_int_equal(rc ? rc : status_of(&other), KVQ_E_NO_MEMORY);
 }
 
 // ---- Waiting by request ----
-
-// Sessions that take all the memory, and are not evicted while they are referred to.
-static void hold_all(uint64_t handles[4])
-{
-    for (uint32_t i = 0; i < 4; i++) {
-        handles[i] = fed(&m, "");
-        kvq__session_ref(kit_of(&m, handles[i]));
-    }
-}
 
 static void test_flag(void **state)
 {
@@ -195,20 +183,19 @@ static void test_flag(void **state)
     uint64_t free = kit.core->pools[home].used_bytes;
     for (uint32_t i = 0; i < 9; i++) {
         pass(100 * MS);
-        assert_int_equal(again(&other), 1);
+        assert_int_equal(kit_again(&other), 1);
         core_check(kit.core);
         assert_int_equal(kit.core->pools[home].used_bytes, free); // it holds nothing meanwhile
     }
     pass(101 * MS);
-    assert_int_equal(again(&other), KVQ_E_DEADLINE);
+    assert_int_equal(kit_again(&other), KVQ_E_DEADLINE);
     assert_true(TAILQ_EMPTY(&kit.core->waiters));
     // Somebody frees some.
     r.deadline_ns = kit.now + SECOND;
     assert_int_equal(kit_request(&other, &r, &e), 1);
-    for (uint32_t i = 0; i < 4; i++)
-        kvq__session_unref(kit_of(&m, handles[i]));
+    let_go(handles);
     assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
-    assert_int_equal(again(&other), 0);
+    assert_int_equal(kit_again(&other), 0);
     assert_int_equal(status_of(&other), 0);
     assert_int_equal(evicted(), 0);
 }
@@ -224,12 +211,11 @@ static void test_ending(void **state)
     r.flags = KVQ_REQ_WAIT_ROOM;
     r.deadline_ns = UINT64_MAX;
     assert_int_equal(kit_request(&other, &r, &e), 1);
-    assert_int_equal(again(&other), 1);
+    assert_int_equal(kit_again(&other), 1);
     kvq__queue_ending(other.queue);
-    assert_int_equal(again(&other), KVQ_E_CANCELLED);
+    assert_int_equal(kit_again(&other), KVQ_E_CANCELLED);
     assert_true(TAILQ_EMPTY(&kit.core->waiters));
-    for (uint32_t i = 0; i < 4; i++)
-        kvq__session_unref(kit_of(&m, handles[i]));
+    let_go(handles);
     core_check(kit.core);
 }
 
@@ -249,21 +235,21 @@ static void test_order(void **state)
     assert_int_equal(begin(&other, opened(&other, "y"), 9, SESSION, 10 * SECOND), 1);
     kvq__session_unref(s[0]);
     assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
-    assert_int_equal(again(&other), 1); // not its turn
-    assert_int_equal(again(&m), 0);
+    assert_int_equal(kit_again(&other), 1); // not its turn
+    assert_int_equal(kit_again(&m), 0);
     assert_int_equal(status_of(&m), 0);
-    assert_int_equal(again(&other), 1); // its turn, and no room
+    assert_int_equal(kit_again(&other), 1); // its turn, and no room
     // The next one asks for more than gets free, and a smaller one behind it does not mind.
     assert_int_equal(begin(&m, handles[1], 10, SESSION, 10 * SECOND), 1);
     kvq__session_unref(s[3]);
     assert_int_equal(kvq__session_drop(m.client, handles[3], text), 0);
-    assert_int_equal(again(&m), 1);
-    assert_int_equal(again(&other), 0);
-    assert_int_equal(again(&m), 1);
+    assert_int_equal(kit_again(&m), 1);
+    assert_int_equal(kit_again(&other), 0);
+    assert_int_equal(kit_again(&m), 1);
     kvq__session_unref(s[1]);
     kvq__session_unref(s[2]);
     pass(2 * SECOND);
-    assert_int_equal(finish(&m, again(&m)), 0); // handles[2] goes
+    assert_int_equal(finish(&m, kit_again(&m)), 0); // handles[2] goes
     assert_int_equal(evicted(), 1);
 }
 
@@ -276,13 +262,13 @@ static void test_each_other(void **state)
     assert_int_equal(begin(&m, a, 99, SESSION, 60 * SECOND), 1);
     assert_int_equal(begin(&other, b, 99, SESSION, 60 * SECOND), 1);
     pass(1100 * MS);
-    assert_int_equal(again(&other), 1); // may not have a, which came first
+    assert_int_equal(kit_again(&other), 1); // may not have a, which came first
     assert_int_equal(kit.core->last_ticket_id, 0);
-    assert_int_equal(finish(&m, again(&m)), 0); // may have b
-    assert_int_equal(again(&other), 1);
+    assert_int_equal(finish(&m, kit_again(&m)), 0); // may have b
+    assert_int_equal(kit_again(&other), 1);
     assert_false(is_home(&other, b));
     assert_int_equal(go_on(&m, a, SESSION), 0);
-    assert_int_equal(finish(&other, again(&other)), 0); // a has gone for it, and b is back
+    assert_int_equal(finish(&other, kit_again(&other)), 0); // a has gone for it, and b is back
     assert_int_equal(go_on(&other, b, SESSION), 0);
     assert_int_equal(kit_of(&m, a)->tokens, 2 * SESSION);
     assert_int_equal(kit_of(&other, b)->tokens, 2 * SESSION);
@@ -292,12 +278,10 @@ static void test_each_other(void **state)
 
 static void open_shards(struct member *member, const char *name, uint64_t *shards)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = name, .place = place(home), .layers = rows, .n_layers = 1, .shards = 2};
     for (; spec.shard < 2; spec.shard++) {
-        assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
-        shards[spec.shard] = info.handle;
+        shards[spec.shard] = kit_opened(member, &spec);
     }
 }
 
@@ -317,10 +301,10 @@ static void test_half_begun(void **state)
     pass(2 * SECOND);
     assert_int_equal(begin(&m, one[1], 8, SESSION, 60 * SECOND), 1);
     assert_int_equal(finish(&other, begin(&other, two[1], 8, SESSION, 0)), KVQ_E_NO_MEMORY);
-    assert_int_equal(again(&m), 1);
+    assert_int_equal(kit_again(&m), 1);
     struct kvq_entry_wire e = entry(&other, two[0], 0);
     assert_int_equal(kit_simple(&other, KVQ_OP_STEP_ABORT, 7, e, NULL), 0);
-    assert_int_equal(again(&m), 0);
+    assert_int_equal(kit_again(&m), 0);
     assert_int_equal(status_of(&m), 0);
     for (uint32_t i = 0; i < 2; i++)
         kvq__session_unref(kit_of(&m, held[i]));
@@ -330,8 +314,7 @@ static void test_half_begun(void **state)
 static void test_all_or_nothing(void **state)
 {
     uint64_t handles[4], x = opened(&other, "x"), y = opened(&other, "y");
-    for (uint32_t i = 0; i < 4; i++)
-        handles[i] = fed(&m, "");
+    fill_home(handles);
     kvq__session_ref(kit_of(&m, handles[2]));
     kvq__session_ref(kit_of(&m, handles[3]));
     assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
@@ -344,7 +327,7 @@ static void test_all_or_nothing(void **state)
     assert_int_equal(kit.core->pools[home].used_bytes, used);
     assert_null(kit_of(&other, x)->step);
     pass(2 * SECOND);
-    assert_int_equal(finish(&other, again(&other)), 0); // handles[1] went
+    assert_int_equal(finish(&other, kit_again(&other)), 0); // handles[1] went
     assert_int_equal(kvq__queue_results(other.queue)[1].status, 0);
     assert_non_null(kit_of(&other, x)->step);
     assert_non_null(kit_of(&other, y)->step);
@@ -368,7 +351,7 @@ static void test_operations(void **state)
     core_check(kit.core);
     assert_int_equal(kit.core->pools[home].used_bytes, used);
     pass(2 * SECOND);
-    assert_int_equal(finish(&m, again(&m)), 0);
+    assert_int_equal(finish(&m, kit_again(&m)), 0);
     for (uint32_t i = 0; i < 2; i++)
         fork[i] = kvq__queue_results(m.queue)[i].value;
     for (uint32_t i = 0; i < 2; i++)
@@ -389,24 +372,20 @@ static void test_operations(void **state)
 static void test_drain(void **state)
 {
     uint64_t handles[4];
-    for (uint32_t i = 0; i < 4; i++) {
-        handles[i] = fed(&m, "");
-        kvq__session_ref(kit_of(&m, handles[i]));
-    }
+    hold_all(handles);
     assert_int_equal(begin(&other, opened(&other, "x"), 9, SESSION, 10 * SECOND), 1);
     struct member third;
     attach(&third, 1000);
     assert_int_equal(begin(&third, opened(&third, "y"), 9, SESSION, 10 * SECOND), 1);
     kvq__client_detach(third.client);
-    assert_int_equal(again(&third), KVQ_E_CANCELLED);
+    assert_int_equal(kit_again(&third), KVQ_E_CANCELLED);
     kvq__queue_close(&third.queue);
     member_free(&third);
     core_check(kit.core);
     kvq__core_drain(kit.core);
     assert_true(kvq__core_idle(kit.core));
-    assert_int_equal(again(&other), KVQ_E_DRAINING);
-    for (uint32_t i = 0; i < 4; i++)
-        kvq__session_unref(kit_of(&m, handles[i]));
+    assert_int_equal(kit_again(&other), KVQ_E_DRAINING);
+    let_go(handles);
 }
 
 // ---- Limits, groups, what has just come back ----
@@ -499,14 +478,12 @@ static void test_first_request(void **state)
         pass(2 * SECOND);
     }
     assert_false(is_home(&m, handles[0]));
-    struct kvq__session_info info;
     const struct kvq__session_spec spec = {.name = "first",
                                            .place = place(home),
                                            .layers = rows,
                                            .n_layers = 1,
                                            .flags = KVQ__OPEN_READ_ONLY};
-    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
-    reader = info.handle;
+    reader = kit_opened(&other, &spec);
     assert_int_equal(kvq__session_drop(m.client, handles[4], text), 0);
     rest();
     assert_false(is_home(&m, handles[0])); // nobody has asked since there is room
@@ -518,8 +495,7 @@ static void test_first_request(void **state)
 static void test_back(void **state)
 {
     uint64_t handles[4];
-    for (uint32_t i = 0; i < 4; i++)
-        handles[i] = fed(&m, "");
+    fill_home(handles);
     pass(10 * SECOND);
     kit_of(&m, handles[2])->idle_since = kit.now - 5 * SECOND; // the one used last
     for (uint32_t i = 0; i < 4; i++)

@@ -128,8 +128,7 @@ static void test_store_fails(void **state)
     struct kvq__counts stats;
     uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     uint64_t handles[4];
-    for (uint32_t i = 0; i < 4; i++)
-        handles[i] = fed(&m, "");
+    fill_home(handles);
     attend(&m, handles[0], bits);
     pass(2 * SECOND);
     vault.fail = KVQ_E_NO_SPACE;
@@ -311,16 +310,15 @@ static void test_beside_a_restore(void **state)
 // save has two references to that block as long as it lasts, one for the codes, one for the sinks.
 static uint64_t fed_with_sinks(struct kvq__layer_row *row)
 {
-    struct kvq__session_info info;
     const struct kvq__session_spec spec = {.place = place(home), .layers = row, .n_layers = 1};
     *row = rows[0];
     row->format = "oscar2-s32";
-    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
-    assert_int_equal(step(&m, info.handle, SESSION), 0);
+    uint64_t handle = kit_opened(&m, &spec);
+    assert_int_equal(step(&m, handle, SESSION), 0);
     kit_pack(&kit);
-    const struct kvq__layer *l = &kit_of(&m, info.handle)->layers[0];
+    const struct kvq__layer *l = &kit_of(&m, handle)->layers[0];
     assert_true(l->sink_bytes > 0 && l->first_page == 0 && l->packed >= PAGE);
-    return info.handle;
+    return handle;
 }
 
 // All blocks of a session that is being written are its own: its eviction gives as much as it has,
@@ -328,13 +326,12 @@ static uint64_t fed_with_sinks(struct kvq__layer_row *row)
 static void test_beside_a_save_of_sinks(void **state)
 {
     struct kvq__layer_row row;
-    struct kvq__session_info info;
     struct kvq__save *save;
     kit.core->pools[0].budget = 32 * MIB;
     uint64_t a = fed_with_sinks(&row);
     const struct kvq__session_spec alike = {.place = place(home), .layers = &row, .n_layers = 1};
-    assert_int_equal(kvq__session_open(other.client, &alike, &info, text), 0);
-    const struct kvq__session *x = kit_of(&other, info.handle), *s = kit_of(&m, a);
+    uint64_t handle = kit_opened(&other, &alike);
+    const struct kvq__session *x = kit_of(&other, handle), *s = kit_of(&m, a);
     pass(2 * SECOND);
     struct kvq__save_spec spec = {.name = id_of(&m, a), .unnamed = true};
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
@@ -345,13 +342,13 @@ static void test_beside_a_save_of_sinks(void **state)
     uint64_t gain = kvq__session_bytes_at(s, s->pool, SESSION);
     assert_true(need >= gain);
     s->ns->quota.limit[KVQ__HOST_BYTES] = s->ns->used[KVQ__HOST_BYTES] - gain + need;
-    int rc = begin(&other, info.handle, 9, SESSION, 0);
+    int rc = begin(&other, handle, 9, SESSION, 0);
     assert_int_equal(rc, 1);
     vault_write(&vault, &save);
     assert_int_equal(finish(&other, rc), 0);
     assert_true(kvq__is_offloaded(s));
     assert_int_equal(refused(), 0);
-    leave_step(&other, info.handle);
+    leave_step(&other, handle);
 }
 
 static uint64_t begin_move(void)

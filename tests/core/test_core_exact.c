@@ -51,11 +51,9 @@ static int teardown(void **state)
 
 static uint64_t opened(struct member *member, uint64_t prompt, uint32_t flags)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .layers = rows, .n_layers = 1, .prompt_tokens = prompt, .flags = flags};
-    assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(member, &spec);
 }
 
 // A session in the middle of its prompt.
@@ -84,14 +82,7 @@ static int begin(struct member *member, uint64_t handle, uint32_t n)
 
 static int again(struct member *member)
 {
-    enum kvq__progress p = kvq__request_continue(member->queue);
-    while (p == KVQ__RUN) {
-        kit_run_job(&kit, kvq__queue_job(member->queue));
-        p = kvq__request_continue(member->queue);
-    }
-    if (p == KVQ__WAIT)
-        return 1;
-    int rc = kvq__queue_completion(member->queue)->status;
+    int rc = kit_again(member);
     return rc ? rc : kvq__queue_results(member->queue)[0].status;
 }
 

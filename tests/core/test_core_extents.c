@@ -76,16 +76,13 @@ static int request(struct member *m, const struct kvq_request *r, const struct k
 static uint64_t session(struct member *m)
 {
     struct kvq__layer_row rows[LAYERS];
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     for (uint32_t i = 0; i < LAYERS; i++) {
         rows[i] = stream_row;
         rows[i].format = "f16";
     }
     struct kvq__session_spec spec = {
         .layers = rows, .n_layers = LAYERS, .place = kvq__pool_name(&kit.core->pools[1])};
-    assert_int_equal(kvq__session_open(m->client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(m, &spec);
 }
 
 // One step of n tokens. 0 or a code of its begin.

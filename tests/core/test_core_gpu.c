@@ -378,13 +378,11 @@ static void test_refused_launch(void **state)
 // is held on.
 static void test_gone_with_work_on_a_gpu(void **state)
 {
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {
         .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
     struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
-    assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
-    struct kvq_entry_wire e[2] = {entry_of(&one), {.handle = info.handle, .append = TOKENS}};
+    uint64_t handle = kit_opened(&one.m, &spec);
+    struct kvq_entry_wire e[2] = {entry_of(&one), {.handle = handle, .append = TOKENS}};
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
     r.step = 1;
     assert_int_equal(kit_request(&one.m, &r, e), 0);
@@ -449,11 +447,10 @@ static void test_stalled_while_packing(void **state)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     struct kvq__session_spec spec = {.name = "packed", .flags = KVQ__OPEN_READ_ONLY};
-    struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     assert_null(kvq__work_stream_withholds(one.m.client->streams[0])); // nobody else has it
-    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
-    struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
+    uint64_t handle = kit_opened(&two.m, &spec);
+    struct kvq_entry_wire e = {.handle = handle, .position = MANY, .queries = 1};
     struct kvq_request r = kit_attend(&two.m, 0, Q_AT, OUT_AT, 2 * HEADS, DIM);
     assert_int_equal(kit_request(&two.m, &r, &e), 1); // waits
     kvq__core_clock(kit.core, kit.now += 3000000000);
@@ -467,7 +464,7 @@ static void test_stalled_while_packing(void **state)
     kit_settle(&two.m);
     assert_int_equal(kvq__request_continue(two.m.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_results(two.m.queue)[0].status, 0);
-    assert_int_equal(kvq__session_close(two.m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_close(two.m.client, handle, text), 0);
 }
 
 // Nobody waits for packing, so its client can go: the work stream stays until it has ended, and
@@ -523,11 +520,9 @@ static void test_packs_unasked(void **state)
                                      .place = kvq__pool_name(&kit.core->pools[1]),
                                      .layers = &rows,
                                      .n_layers = 1};
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
-    assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), 0);
-    assert_int_equal(kit_step(&three.m, info.handle, MORE, OWN_HEADS, DIM), 0);
-    const struct kvq__session *s = kit_of(&three.m, info.handle);
+    uint64_t handle = kit_opened(&three.m, &spec);
+    assert_int_equal(kit_step(&three.m, handle, MORE, OWN_HEADS, DIM), 0);
+    const struct kvq__session *s = kit_of(&three.m, handle);
     stream_settle(&three);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         assert_int_equal(s->layers[i].packed, kvq__packed_at(s, &s->layers[i], MORE));
@@ -606,16 +601,14 @@ static void ignore(void *context, void *hold)
 // The last of 400 tokens' attention, from a session at this place.
 static void attend_by_book(const char *place, float *out)
 {
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES] = "";
     struct kvq__session_spec spec = {
         .format = "vecinfer-2@book", .place = place, .layers = &stream_row, .n_layers = 1};
-    assert_int_equal(kvq__session_open(one.m.client, &spec, &info, text), 0);
-    assert_int_equal(kit_step(&one.m, info.handle, MANY, HEADS, DIM), 0);
-    struct kvq_entry_wire e = {.handle = info.handle, .position = MANY, .queries = 1};
+    uint64_t handle = kit_opened(&one.m, &spec);
+    assert_int_equal(kit_step(&one.m, handle, MANY, HEADS, DIM), 0);
+    struct kvq_entry_wire e = {.handle = handle, .position = MANY, .queries = 1};
     struct kvq_request r = kit_attend(&one.m, 0, Q_AT, OUT_AT, 2 * HEADS, DIM);
     assert_int_equal(kit_ask(&one.m, &r, &e), 0);
-    assert_true(kit_of(&one.m, info.handle)->layers[0].packed > 0);
+    assert_true(kit_of(&one.m, handle)->layers[0].packed > 0);
     memcpy(out, one.m.memory + OUT_AT, 2 * HEADS * DIM * sizeof *out);
 }
 

@@ -44,14 +44,13 @@ static const struct kvq__peer admin = {.admin = true};
 
 static uint64_t fed(const char *name, uint32_t tokens)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = name, .place = "host", .layers = rows, .n_layers = LAYERS, .max_rollback = 10};
-    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+    uint64_t handle = kit_opened(&m, &spec);
     for (uint32_t at = 0; at < tokens; at += 200)
-        assert_int_equal(
-            kit_step(&m, info.handle, tokens - at < 200 ? tokens - at : 200, HEADS, DIM), 0);
-    return info.handle;
+        assert_int_equal(kit_step(&m, handle, tokens - at < 200 ? tokens - at : 200, HEADS, DIM),
+                         0);
+    return handle;
 }
 
 static void attach(struct member *member)
@@ -279,46 +278,15 @@ static void test_packing(void **state)
     assert_memory_equal(bits, again, sizeof bits);
 }
 
-static int holds;
-
-static int give_codebook(void *context, const char *name, uint32_t layer,
-                         const struct kvq_format *format, const struct kvq_shape *shape,
-                         struct kvq_book *book, void **hold, char *why)
-{
-    static float numbers[1 << 14], ones[HEADS * DIM];
-    for (uint32_t i = 0; i < 1 << 14; i++)
-        numbers[i] = sinf((float)(i * i % 1013));
-    for (uint32_t i = 0; i < HEADS * DIM; i++)
-        ones[i] = 1.0f;
-    *book = (struct kvq_book){.smooth = ones, .k = numbers, .v = numbers};
-    *hold = &holds;
-    holds++;
-    return 0;
-}
-
-static void share_codebook(void *context, void *hold)
-{
-    holds++;
-}
-
-static void release_codebook(void *context, void *hold)
-{
-    holds--;
-}
-
 static void open_with_codebook(void)
 {
     static const struct kvq__layer_row row = {
         4, HEADS, DIM, DIM, .format = "vecinfer-2@a", .kv_from = -1, .repeat = LAYERS};
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = "chat", .place = "host", .layers = &row, .n_layers = 1};
-    kit.core->config.codebook = give_codebook;
-    kit.core->config.codebook_share = share_codebook;
-    kit.core->config.codebook_release = release_codebook;
+    kit_codebooks(&kit);
     assert_int_equal(kvq__session_drop(m.client, session, text), 0);
-    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
-    session = info.handle;
+    session = kit_opened(&m, &spec);
 }
 
 // Codebooks go along: the GPU computes with its own copy, and the host with its own again.
@@ -344,7 +312,7 @@ static void test_codebooks(void **state)
     attend(session, again);
     assert_memory_equal(bits, again, sizeof bits);
     assert_int_equal(kvq__session_drop(m.client, session, text), 0);
-    assert_int_equal(holds, 0);
+    assert_int_equal(kit.holds, 0);
 }
 
 // What a fork shares is copied, and stays where it is as well.
@@ -550,13 +518,11 @@ static void test_shards(void **state)
 {
     struct kvq__session_spec spec = {
         .name = "group", .shards = 2, .place = "host", .layers = rows, .n_layers = LAYERS};
-    struct kvq__session_info info;
     struct kvq__move_info move;
     struct kvq__move_spec where = {.place = place(1)};
     uint64_t handles[2];
     for (; spec.shard < 2; spec.shard++) {
-        assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
-        handles[spec.shard] = info.handle;
+        handles[spec.shard] = kit_opened(&m, &spec);
     }
     struct kvq_entry_wire e = {.handle = handles[0]};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
@@ -591,19 +557,17 @@ static void test_shards(void **state)
 static void test_others(void **state)
 {
     struct kvq__session_spec spec = {.name = "chat", .flags = KVQ__OPEN_READ_ONLY};
-    struct kvq__session_info info;
     struct kvq__move_info move;
     struct kvq__move_spec where = {.place = place(1)};
     assert_int_equal(start(1, &move), 0);
     for (uint32_t i = 0; i < 4; i++)
         poll();
-    assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
-    assert_int_equal(kvq__session_move(other.client, info.handle, &where, &move, text),
-                     KVQ_E_READ_ONLY);
+    uint64_t handle = kit_opened(&other, &spec);
+    assert_int_equal(kvq__session_move(other.client, handle, &where, &move, text), KVQ_E_READ_ONLY);
     while (kvq__core_moves(kit.core))
         poll();
     struct kvq_entry_wire e = entry_of(session);
-    e.handle = info.handle;
+    e.handle = handle;
     struct kvq_request r = attend_of(&other, 0);
     assert_int_equal(kit_ask(&other, &r, &e), 0);
     const struct kvq__peer stranger = {.uid = 2000};

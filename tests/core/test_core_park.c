@@ -9,11 +9,7 @@
 static void check_format(const char *format, uint64_t tokens, uint32_t rollback, const char *name)
 {
     set_rows(format);
-    uint64_t a = open_as(name, LAYERS, rollback), b = open_as("", LAYERS, rollback);
-    if (!a || !b)
-        fail_msg("%s: %s", format, text);
-    feed(a, tokens);
-    feed(b, tokens);
+    uint64_t a = fed(name, tokens, rollback), b = fed("", tokens, rollback);
     for (uint32_t round = 0; round < 2; round++) { // once more in another state
         kit_pack(&kit);
         uint64_t used = kit.core->pools[0].used_bytes;
@@ -50,8 +46,7 @@ static void test_what_is_away(void **state)
 {
     struct kvq__session_info info;
     struct kvq__counts stats;
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 900);
+    uint64_t a = fed("it", 900, 0);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
     assert_false(info.offloaded);
     uint64_t held = kvq__park_frees(session_of(a));
@@ -81,8 +76,7 @@ static void test_what_is_away(void **state)
 static void test_nothing_to_write(void **state)
 {
     struct kvq__move_info info;
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 900);
+    uint64_t a = fed("it", 900, 0);
     kit_pack(&kit);
     save("it");
     uint64_t put = vault.put;
@@ -111,16 +105,10 @@ static void test_layers_answer_as_they_come(void **state)
 {
     static uint8_t x[OUT_BYTES], y[OUT_BYTES];
     struct kvq__store_job order;
-    struct kvq__restore *r;
-    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     away(a);
-    kvq__fetch_ask(kit_of(&m, a));
-    assert_true(kvq__park_next(kit.core, &order));
-    assert_int_equal(order.kind, KVQ__JOB_FETCH);
+    struct kvq__restore *r = begin_fetch(a, &order);
     assert_true(order.name[0] == '#');
-    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
     core_check(kit.core);
     const struct vault_session *from = vault_find(&vault, order.name, 0);
     assert_int_equal(vault_layer(&vault, r, from, 0), 0);
@@ -131,10 +119,7 @@ static void test_layers_answer_as_they_come(void **state)
     assert_int_equal(attend(a, 1, x), 1);
     core_check(kit.core);
     assert_int_equal(vault_layer(&vault, r, from, 1), 0);
-    enum kvq__progress p = kvq__request_continue(m.queue);
-    for (; p == KVQ__RUN; p = kvq__request_continue(m.queue))
-        kit_run_job(&kit, kvq__queue_job(m.queue));
-    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kit_again(&m), 0);
     assert_int_equal(vault_layer(&vault, r, from, 2), 0);
     kvq__restore_end(&r, 0);
     go_on_alike(a, b, 0);
@@ -149,8 +134,7 @@ static void test_in_use(void **state)
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
     struct kvq__session_info read;
     struct kvq__session_spec reader = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 300);
+    uint64_t a = fed("it", 300, 0);
     kit_pack(&kit);
     struct kvq_entry_wire e = {.handle = a, .position = 300, .append = 1};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
@@ -224,9 +208,7 @@ static void test_packed_meanwhile(void **state)
 {
     struct kvq__store_job order;
     uint64_t ticket;
-    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     struct kvq__save *save = begin_writing(a, &order, &ticket);
     struct kvq__job *job = kvq__background_start(kit.core);
     assert_non_null(job);
@@ -245,9 +227,7 @@ static void test_packed_meanwhile(void **state)
 // The disk is full: it stays as it was, and works on.
 static void test_no_space(void **state)
 {
-    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 600);
-    feed(b, 600);
+    uint64_t a = fed("", 600, 0), b = fed("", 600, 0);
     vault.fail = KVQ_E_NO_SPACE;
     assert_int_equal(park(a), KVQ_E_NO_SPACE);
     assert_says(text, "broken");
@@ -321,9 +301,7 @@ static void test_no_room(void **state)
 static void test_damage(void **state)
 {
     struct kvq__session_info info;
-    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("it", 700, 0), b = fed("", 700, 0);
     away(a);
     away(b);
     vault.fail = KVQ_E_SYSTEM;
@@ -353,14 +331,10 @@ static void test_fails_midway(void **state)
 {
     struct kvq__store_job order;
     struct kvq__restore *r;
-    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     for (uint32_t i = 0; i < 3; i++) {
         away(a);
-        kvq__fetch_ask(kit_of(&m, a));
-        assert_true(kvq__park_next(kit.core, &order));
-        assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+        r = begin_fetch(a, &order);
         assert_int_equal(vault_layer(&vault, r, vault_find(&vault, order.name, 0), 0), 0);
         if (i == 0) { // nobody was there: it is away again
             kvq__restore_end(&r, KVQ_E_SYSTEM);
@@ -378,8 +352,7 @@ static void test_fails_midway(void **state)
             kvq__restore_end(&r, KVQ_E_CANCELLED);
             settle();
             assert_int_equal(vault.n_sessions, 0);
-            a = open_as("", LAYERS, 0);
-            feed(a, 700);
+            a = fed("", 700, 0);
             continue;
         }
         assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
@@ -392,8 +365,7 @@ static void test_fails_midway(void **state)
 // Somebody has put another session of that name into the store.
 static void test_replaced(void **state)
 {
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 700);
+    uint64_t a = fed("it", 700, 0);
     away(a);
     vault_find(&vault, "it", 0)->saved.stamp++;
     assert_int_equal(ask_in_vain(a), KVQ_E_DAMAGED);

@@ -8,14 +8,13 @@
 
 static void test_forgotten(void **state)
 {
-    struct kvq__session_info info;
     struct kvq__store_job order;
     struct kvq__session_spec dropping = {
         .name = "drop", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_DROP};
     uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
     uint64_t kept = open_as("kept", LAYERS, 0), asked = open_as("asked", LAYERS, 0);
-    assert_int_equal(kvq__session_open(m.client, &dropping, &info, text), 0);
-    uint64_t all[] = {a, b, info.handle, kept, asked};
+    uint64_t handle = kit_opened(&m, &dropping);
+    uint64_t all[] = {a, b, handle, kept, asked};
     for (uint32_t i = 0; i < 5; i++)
         feed(all[i], 300);
     kit_pack(&kit);
@@ -31,7 +30,7 @@ static void test_forgotten(void **state)
     drop(kept);
     drop(asked);
     assert_int_equal(kvq__session_close(m.client, b, text), 0);
-    assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_close(m.client, handle, text), 0);
     assert_int_equal(kit.core->n_offloaded, 0);
     assert_int_equal(vault_serve(&vault, kit.core), 3);
     assert_int_equal(vault.n_sessions, 2);
@@ -42,16 +41,14 @@ static void test_forgotten(void **state)
     kvq__core_tick(kit.core);
     assert_false(kvq__park_forgotten(kit.core, stamp));
     // One that ends while it is written, and one whose time is over.
-    a = open_as("", LAYERS, 0);
-    feed(a, 300);
+    a = fed("", 300, 0);
     kit_pack(&kit);
     struct kvq__save *save = begin_writing(a, &order, &stamp);
     drop(a);
     end_writing(save, &order);
     assert_int_equal(ask(stamp).status, KVQ_E_CANCELLED);
     assert_int_equal(vault_serve(&vault, kit.core), 1);
-    a = open_as("old", LAYERS, 0);
-    feed(a, 300);
+    a = fed("old", 300, 0);
     away(a);
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
     kit.now += 100000000000u;
@@ -66,22 +63,21 @@ static void test_forgotten(void **state)
 static void test_client_goes(void **state)
 {
     struct member other;
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.layers = rows, .n_layers = LAYERS};
     for (uint32_t i = 0; i < 3; i++) {
         assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
         memcpy(other.memory, m.memory, BUFFER);
-        assert_int_equal(kvq__session_open(other.client, &spec, &info, text), 0);
-        assert_int_equal(kit_step(&other, info.handle, 300, HEADS, DIM), 0);
+        uint64_t handle = kit_opened(&other, &spec);
+        assert_int_equal(kit_step(&other, handle, 300, HEADS, DIM), 0);
         kit_pack(&kit);
         struct kvq__move_info moved;
         struct kvq__store_job order;
         struct kvq__restore *r = NULL;
-        assert_int_equal(kvq__session_park(other.client, info.handle, &moved, text), 0);
+        assert_int_equal(kvq__session_park(other.client, handle, &moved, text), 0);
         settle();
         assert_int_equal(kit.core->n_offloaded, 1);
         if (i > 0)
-            assert_int_equal(kvq__session_prefetch(other.client, info.handle, &moved, text), 0);
+            assert_int_equal(kvq__session_prefetch(other.client, handle, &moved, text), 0);
         if (i > 1) {
             assert_true(kvq__park_next(kit.core, &order));
             assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
@@ -101,8 +97,7 @@ static void test_dropped_before_it_has_room(void **state)
 {
     struct kvq__store_job order;
     struct kvq__restore *r;
-    uint64_t a = open_as("", LAYERS, 0);
-    feed(a, 300);
+    uint64_t a = fed("", 300, 0);
     away(a);
     kvq__fetch_ask(kit_of(&m, a));
     assert_true(kvq__park_next(kit.core, &order));
@@ -125,9 +120,7 @@ static void test_wanted_while_it_goes(void **state)
 {
     struct kvq__store_job order;
     struct kvq__move_info info;
-    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("", 700, 0);
     kit_pack(&kit);
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
     struct kvq__park *ticket = kit_of(&m, a)->park;
@@ -149,9 +142,7 @@ static void test_parked_while_it_comes_back(void **state)
     struct kvq__store_job order, none;
     struct kvq__restore *r;
     struct kvq__move_info info;
-    uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     for (uint32_t fails = 0; fails < 2; fails++) {
         away(a);
         kvq__fetch_ask(kit_of(&m, a));
@@ -179,11 +170,9 @@ static void test_parked_while_it_comes_back(void **state)
 
 static uint64_t open_shard(uint32_t shard)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = "group", .layers = rows, .n_layers = LAYERS, .shard = shard, .shards = 2};
-    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(&m, &spec);
 }
 
 static void step_both(const uint64_t handles[2], uint32_t n)
@@ -237,9 +226,7 @@ static void test_groups(void **state)
     assert_int_equal(vault_rest(&vault, &r[1], vault_find(&vault, "group", 1)), 0);
     assert_true(ask(info.id).finished);
     away(h[0]); // one is back, and was changed: all have to be, to be saved
-    kvq__fetch_ask(kit_of(&m, h[0]));
-    assert_true(kvq__park_next(kit.core, &order));
-    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r[0]), 0);
+    r[0] = begin_fetch(h[0], &order);
     assert_int_equal(vault_rest(&vault, &r[0], vault_find(&vault, "group", 0)), 0);
     kvq__session_changed(kit_of(&m, h[0]));
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "group"};
@@ -263,9 +250,7 @@ static void test_forks(void **state)
 {
     uint64_t fork;
     rows[1].window = 0;
-    uint64_t a = open_as("", LAYERS, 5), b = open_as("", LAYERS, 5);
-    feed(a, 900);
-    feed(b, 900);
+    uint64_t a = fed("", 900, 5), b = fed("", 900, 5);
     kit_pack(&kit);
     struct kvq_entry_wire e = {.handle = a, .position = 384};
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
@@ -277,10 +262,7 @@ static void test_forks(void **state)
     struct kvq_request r = kit_header(KVQ_OP_FORK, 1);
     assert_int_equal(kit_request(&m, &r, &e), 1);
     settle();
-    enum kvq__progress p = kvq__request_continue(m.queue);
-    for (; p == KVQ__RUN; p = kvq__request_continue(m.queue))
-        kit_run_job(&kit, kvq__queue_job(m.queue));
-    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kit_again(&m), 0);
     uint64_t again = kvq__queue_results(m.queue)[0].value;
     feed(again, 500);
     wake(fork);
@@ -290,14 +272,12 @@ static void test_forks(void **state)
 
 static uint64_t open_with(uint64_t prefix)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .model = "m",
         .layers = rows,
         .n_layers = LAYERS,
         .prefix = {.buffer = m.buffer, .offset = m.ids_at, .tokens = prefix}};
-    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(&m, &spec);
 }
 
 static void reclaim(struct kvq__namespace *ns)
@@ -328,9 +308,7 @@ static void test_prefix(void **state)
     kvq__prefix_note(kit_of(&m, a));
     kvq__core_tick(kit.core);
     assert_int_equal(ns->prefixes.n_nodes, 0);
-    kvq__fetch_ask(kit_of(&m, a));
-    assert_true(kvq__park_next(kit.core, &order));
-    assert_int_equal(vault_fetch(&vault, kit.core, &order, &r), 0);
+    r = begin_fetch(a, &order);
     kvq__core_tick(kit.core);
     assert_int_equal(ns->prefixes.n_nodes, 0);
     assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, order.name, 0)), 0);
@@ -349,12 +327,10 @@ static void test_prefix(void **state)
 static void test_core_closes(void **state)
 {
     struct kvq__store_job order;
-    uint64_t a = open_as("", LAYERS, 0), b = open_as("it", LAYERS, 0);
-    feed(a, 300);
-    feed(b, 300);
+    uint64_t a = fed("", 300, 0), b = fed("it", 300, 0);
     away(a);
     away(b);
-    feed(open_as("", LAYERS, 0), 300);
+    fed("", 300, 0);
     kvq__fetch_ask(kit_of(&m, a));
     assert_true(kvq__park_next(kit.core, &order));
     close_kit(); // tickets, orders and what is away go; what is stored stays
@@ -369,8 +345,7 @@ static void test_kept_till_saved(void **state)
     const uint64_t second = 1000000000u;
     struct kvq__unsaved list[4];
     for (int can = 0; can < 2; can++) {
-        uint64_t a = open_as("it", LAYERS, 0);
-        feed(a, 10);
+        uint64_t a = fed("it", 10, 0);
         assert_int_equal(kvq__session_close(m.client, a, text), 0);
         assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
         kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
@@ -387,8 +362,7 @@ static void test_kept_till_saved(void **state)
         kvq__core_tick(kit.core);
         assert_int_equal(kit.core->n_sessions, 0);
     }
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 10);
+    uint64_t a = fed("it", 10, 0);
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
     kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
     kvq__unsaved_failed(kit.core, list[0].ns, "it");

@@ -48,14 +48,12 @@ static int teardown(void **state)
 
 static uint64_t open_named(struct member *who, uint32_t flags, uint32_t max_rollback)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "shared",
                                      .layers = &row,
                                      .n_layers = 1,
                                      .max_rollback = max_rollback,
                                      .flags = flags};
-    assert_int_equal(kvq__session_open(who->client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(who, &spec);
 }
 
 static struct kvq_request attend(const struct member *who)

@@ -26,11 +26,9 @@ static uint32_t by_wire(const char *name)
 
 static uint64_t open_rotated(const char *name, uint32_t asked)
 {
-    struct kvq__session_info info;
     const struct kvq__session_spec spec = {
         .name = name, .layers = rows, .n_layers = LAYERS, .v_rotation = asked};
-    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(&m, &spec);
 }
 
 static void check_rotations(const uint8_t *rotations, uint32_t asked, uint32_t version)

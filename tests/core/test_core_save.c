@@ -8,9 +8,7 @@
 // More may be packed than would be due at the count that it was truncated to.
 static void test_after_a_truncate(void **state)
 {
-    uint64_t a = open_as("it", LAYERS, 150), b = open_as("", LAYERS, 150);
-    feed(a, 800);
-    feed(b, 800);
+    uint64_t a = fed("it", 800, 150), b = fed("", 800, 150);
     kit_pack(&kit);
     truncate_by(a, 150);
     truncate_by(b, 150);
@@ -24,9 +22,7 @@ static void test_after_a_truncate(void **state)
 static void test_written_anew(void **state)
 {
     set_rows("f16");
-    uint64_t a = open_as("it", LAYERS, 100), b = open_as("", LAYERS, 100);
-    feed(a, 384);
-    feed(b, 384);
+    uint64_t a = fed("it", 384, 100), b = fed("", 384, 100);
     save("it");
     truncate_by(a, 50);
     truncate_by(b, 50);
@@ -45,8 +41,7 @@ static void test_forks(void **state)
     uint64_t a = open_as("it", LAYERS, 5), fork, twin;
     rows[1].window = 0;
     drop(a);
-    a = open_as("it", LAYERS, 5);
-    feed(a, 900);
+    a = fed("it", 900, 5);
     kit_pack(&kit);
     struct kvq_entry_wire e = {.handle = a, .position = 384};
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
@@ -68,8 +63,7 @@ static void test_incremental(void **state)
     bool stored;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
     rows[1].window = 0;
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 1000);
+    uint64_t a = fed("it", 1000, 0);
     kit_pack(&kit);
     save("it");
     uint64_t put = vault.put;
@@ -98,9 +92,7 @@ static void test_beside_a_step(void **state)
 {
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
-    uint64_t a = open_as("it", LAYERS, 20), b = open_as("", LAYERS, 20);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("it", 700, 20), b = fed("", 700, 20);
     kit_pack(&kit);
     struct kvq_entry_wire e = {.handle = a, .position = 700, .row = 700, .append = 90};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
@@ -127,9 +119,7 @@ static void test_dropped_meanwhile(void **state)
 {
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
-    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("it", 700, 0), b = fed("", 700, 0);
     kit_pack(&kit);
     assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
     drop(a);
@@ -146,9 +136,7 @@ static void test_layers_answer_as_they_come(void **state)
 {
     static uint8_t out[OUT_BYTES];
     struct kvq__restore *r;
-    uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
-    feed(a, 700);
-    feed(b, 700);
+    uint64_t a = fed("it", 700, 0), b = fed("", 700, 0);
     kit_pack(&kit);
     save("it");
     drop(a);
@@ -171,11 +159,7 @@ static void test_layers_answer_as_they_come(void **state)
     assert_int_equal(kvq__request_continue(m.queue), KVQ__WAIT);
     assert_int_equal(vault_layer(&vault, r, from, 2), 0);
     kvq__restore_end(&r, 0);
-    enum kvq__progress p = kvq__request_continue(m.queue);
-    while (p == KVQ__RUN) {
-        kit_run_job(&kit, kvq__queue_job(m.queue));
-        p = kvq__request_continue(m.queue);
-    }
+    assert_int_equal(kit_again(&m), 0);
     assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
     go_on_alike(a, b, 0);
 }
@@ -183,8 +167,7 @@ static void test_layers_answer_as_they_come(void **state)
 static void test_dropped_while_it_loads(void **state)
 {
     struct kvq__restore *r;
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 700);
+    uint64_t a = fed("it", 700, 0);
     save("it");
     drop(a);
     const struct vault_session *from = vault_find(&vault, "it", 0);
@@ -206,8 +189,7 @@ static void check_cut(const char *format, uint64_t good, uint64_t expect)
     uint64_t fork;
     set_rows(format);
     rows[1].window = 0;
-    uint64_t a = open_as("it", LAYERS, 5);
-    feed(a, 1000);
+    uint64_t a = fed("it", 1000, 5);
     kit_pack(&kit);
     save("it");
     struct kvq_entry_wire e = {.handle = a, .position = expect};
@@ -231,8 +213,7 @@ static void test_cut(void **state)
     check_cut("ott2", 256, 256);
     check_cut("ott2", 64, 0); // in what it has learned from
     set_rows("oscar2");       // with a window whose first pages are gone
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 1000);
+    uint64_t a = fed("it", 1000, 0);
     save("it");
     drop(a);
     a = restore_up_to("it", 128);
@@ -244,8 +225,7 @@ static void test_damage_is_told(void **state)
 {
     struct kvq__restore *r;
     struct kvq__session_info info;
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 700);
+    uint64_t a = fed("it", 700, 0);
     save("it");
     drop(a);
     const struct vault_session *from = vault_find(&vault, "it", 0);
@@ -270,11 +250,9 @@ static void test_damage_is_told(void **state)
 
 static uint64_t open_shard(uint32_t shard, uint32_t n_layers)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = "group", .layers = rows, .n_layers = n_layers, .shard = shard, .shards = 2};
-    assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(&m, &spec);
 }
 
 static void step_both(const uint64_t handles[2], uint32_t n)
@@ -373,8 +351,7 @@ static void test_unpacked_behind_the_window(void **state)
 {
     struct kvq__restore *r;
     set_rows("oscar2");
-    uint64_t a = open_as("it", LAYERS, 0);
-    feed(a, 1000);
+    uint64_t a = fed("it", 1000, 0);
     save("it");
     drop(a);
     struct kvq__saved_layer *l = &vault_find(&vault, "it", 0)->saved.layers[1];
@@ -393,8 +370,7 @@ static void test_hostile(void **state)
     struct kvq__restore *r;
     uint32_t refused = 0, taken = 0;
     set_rows("ott2");
-    uint64_t a = open_as("it", LAYERS, 5);
-    feed(a, 700);
+    uint64_t a = fed("it", 700, 5);
     kit_pack(&kit);
     save("it");
     drop(a);
@@ -453,8 +429,7 @@ static void test_hostile(void **state)
 static void test_no_room(void **state)
 {
     struct kvq__restore *r;
-    uint64_t a = open_as("it", LAYERS, 5);
-    feed(a, 1500);
+    uint64_t a = fed("it", 1500, 5);
     kit_pack(&kit);
     save("it");
     drop(a);

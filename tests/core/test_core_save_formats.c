@@ -8,15 +8,8 @@
 static void check_format(const char *format, uint64_t tokens, uint32_t rollback)
 {
     set_rows(format);
-    uint64_t a = open_as("it", LAYERS, rollback), b = open_as("", LAYERS, rollback);
-    if (!a || !b)
-        fail_msg("%s: %s", format, text);
-    feed(a, tokens);
-    feed(b, tokens);
-    kit_pack(&kit);
-    save("it");
-    drop(a);
-    a = restore("it");
+    uint64_t a = fed("it", tokens, rollback), b = fed("", tokens, rollback);
+    a = save_and_restore(a, "it");
     go_on_alike(a, b, rollback);
     save("it"); // once more, in another state
     drop(a);
@@ -47,65 +40,23 @@ static void test_all_formats(void **state)
 
 // ---- Codebooks ----
 
-static int holds;
-static uint64_t book_id = 7;
-
-static int give_codebook(void *context, const char *name, uint32_t layer,
-                         const struct kvq_format *format, const struct kvq_shape *shape,
-                         struct kvq_book *book, void **hold, char *why)
-{
-    static float numbers[1 << 15], smooth[HEADS * DIM]; // 12 bits for 8 channels at most
-    for (uint32_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        numbers[i] = (float)(i * 2654435761u >> 16) / 32768 - 1;
-    for (uint32_t i = 0; i < HEADS * DIM; i++)
-        smooth[i] = 0.5f + (float)(i % 7);
-    *book = (struct kvq_book){.smooth = smooth, .k = numbers, .v = numbers};
-    *hold = numbers;
-    holds++;
-    return 0;
-}
-
-static void share_codebook(void *context, void *hold)
-{
-    holds++;
-}
-
-static void release_codebook(void *context, void *hold)
-{
-    assert_true(holds-- > 0);
-}
-
-static uint64_t id_of_codebook(void *context, void *hold)
-{
-    return book_id;
-}
-
-static void have_codebooks(void)
-{
-    kit.core->config.codebook = give_codebook;
-    kit.core->config.codebook_share = share_codebook;
-    kit.core->config.codebook_release = release_codebook;
-    kit.core->config.codebook_id = id_of_codebook;
-}
-
 // Codes of a codebook come back and mean the same, and every hold is given back. Searching 4096
-// centroids takes its time: KVQ_FULL=1 takes these formats, too. `numbers` has no room for
-// 65,536.
+// centroids takes its time: KVQ_FULL=1 takes these formats, too. The kit's codebook has no
+// room for 65,536.
 static void test_codebook_formats(void **state)
 {
-    const char *wanted = getenv("KVQ_FULL");
-    bool full = wanted && strcmp(wanted, "1") == 0;
     uint32_t n = 0;
-    have_codebooks();
+    kit_codebooks(&kit);
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
         char name[KVQ_FORMAT_NAME];
-        if (!kvq_has_centroids(f) || f->k.bits == 16 || (f->k.bits + f->v.bits > 16 && !full))
+        if (!kvq_has_centroids(f) || f->k.bits == 16 ||
+            (f->k.bits + f->v.bits > 16 && !long_tier()))
             continue;
         assert_true(snprintf(name, sizeof name, "%s@a", f->name) < (int)sizeof name);
         check_format(name, n % 2 ? 40 : 513, n % 2 ? 11 : 0);
-        while (holds > 0 && kvq__ended_poll(kit.core)) // what has ended goes bit by bit
+        while (kit.holds > 0 && kvq__ended_poll(kit.core)) // what has ended goes bit by bit
             continue;
-        assert_int_equal(holds, 0);
+        assert_int_equal(kit.holds, 0);
         n++;
     }
     assert_true(n >= 3);
@@ -115,22 +66,20 @@ static void test_codebook_formats(void **state)
 static void test_another_codebook(void **state)
 {
     struct kvq__restore *r;
-    have_codebooks();
+    kit_codebooks(&kit);
     set_rows("vecinfer-2@a");
-    uint64_t a = open_as("it", LAYERS, 0);
-    assert_true(a);
-    feed(a, 300);
+    uint64_t a = fed("it", 300, 0);
     kit_pack(&kit);
     save("it");
     drop(a);
-    book_id++;
+    kit.book_id++;
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
                      KVQ_E_FORMAT);
     assert_says(text, "another codebook");
-    assert_int_equal(holds, 0);
-    book_id--;
+    assert_int_equal(kit.holds, 0);
+    kit.book_id--;
     drop(restore("it"));
-    assert_int_equal(holds, 0);
+    assert_int_equal(kit.holds, 0);
 }
 
 // ---- Names that stand for something else by now ----
@@ -151,7 +100,7 @@ static void test_formats_of_an_older_table(void **state)
 {
     char why[256];
     set_rows("kvq2-fm-s0");
-    feed(open_as("it", LAYERS, 0), 600);
+    fed("it", 600, 0);
     kit_pack(&kit);
     save("it");
     struct vault_session *from = vault_find(&vault, "it", 0);
@@ -179,7 +128,7 @@ static void test_formats_of_the_configuration(void **state)
     struct kvq__restore *r;
     configure(&own, "kivi2");
     set_rows("mine");
-    feed(open_as("it", LAYERS, 0), 600);
+    fed("it", 600, 0);
     kit_pack(&kit);
     save("it");
     configure(&own, "kivi4");

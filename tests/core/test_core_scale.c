@@ -169,12 +169,10 @@ static void test_forks_in_pieces(void **state)
 // Another client's handle of the session, which may only read it.
 static uint64_t read_as(struct member *other, uint64_t handle)
 {
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "it", .flags = KVQ__OPEN_READ_ONLY};
     kit_name(kit_of(&m, handle), spec.name);
     assert_int_equal(member_open(&kit, other, 1000, 65536), 0);
-    assert_int_equal(kvq__session_open(other->client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(other, &spec);
 }
 
 // A step of the session takes its floor beyond where the rest would be forked: that is told. Then

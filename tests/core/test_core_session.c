@@ -505,35 +505,6 @@ static void test_made_up_formats(void **state)
 
 // ---- Codebooks ----
 
-static int holds, one_hold;
-
-static int give_codebook(void *context, const char *name, uint32_t layer,
-                         const struct kvq_format *format, const struct kvq_shape *shape,
-                         struct kvq_book *book, void **hold, char *why)
-{
-    static const float numbers[1 << 12];
-    if (layer == 2) {
-        snprintf(why, KVQ_TEXT_BYTES / 2, "layer 2 is not in %s", name);
-        return KVQ_E_FORMAT;
-    }
-    *book = (struct kvq_book){.smooth = numbers, .k = numbers, .v = numbers};
-    *hold = &one_hold;
-    holds++;
-    return 0;
-}
-
-static void share_codebook(void *context, void *hold)
-{
-    assert_ptr_equal(hold, &one_hold);
-    assert_true(holds++ > 0);
-}
-
-static void release_codebook(void *context, void *hold)
-{
-    assert_ptr_equal(hold, &one_hold);
-    assert_true(holds-- > 0);
-}
-
 // Each layer holds its codebook as long as its session lives, however that came to be.
 static void test_codebook_holds(void **state)
 {
@@ -541,30 +512,29 @@ static void test_codebook_holds(void **state)
     struct kvq__session_info info, again;
     struct kvq__session_spec spec = {.name = "a", .layers = rows, .n_layers = 2};
     uint64_t forked;
-    kit.core->config.codebook = give_codebook;
-    kit.core->config.codebook_share = share_codebook;
-    kit.core->config.codebook_release = release_codebook;
+    kit_codebooks(&kit);
     rows[0].repeat = 2;
     assert_int_equal(open_as(&m, &spec, &info), 0);
-    assert_int_equal(holds, 2);
+    assert_int_equal(kit.holds, 2);
     spec.flags = KVQ__OPEN_READ_ONLY;
     assert_int_equal(open_as(&m, &spec, &again), 0); // what was asked for is compared and dropped
-    assert_int_equal(holds, 2);
+    assert_int_equal(kit.holds, 2);
     struct kvq_entry_wire e = {.handle = info.handle};
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
-    assert_int_equal(holds, 4);
+    assert_int_equal(kit.holds, 4);
     assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
-    assert_int_equal(holds, 2);
+    assert_int_equal(kit.holds, 2);
     rows[1] = rows[0]; // layer 2 is refused after two were got
+    kit.bookless = 2;
     spec = (struct kvq__session_spec){.layers = rows, .n_layers = 2};
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_int_equal(holds, 2);
+    assert_int_equal(kit.holds, 2);
     rows[1].repeat = 1;
     rows[1].kv_from = 0; // reads layer 0's cache, and so with its codebook
     assert_int_equal(open_as(&m, &spec, &info), 0);
-    assert_int_equal(holds, 5);
+    assert_int_equal(kit.holds, 5);
     member_close(&m);
-    assert_int_equal(holds, 0);
+    assert_int_equal(kit.holds, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
 }
 
@@ -579,9 +549,7 @@ static void test_reading(void **state)
     void *hold = NULL;
     uint8_t path;
     uint32_t shards = 0;
-    kit.core->config.codebook = give_codebook;
-    kit.core->config.codebook_share = share_codebook;
-    kit.core->config.codebook_release = release_codebook;
+    kit_codebooks(&kit);
     rows[1].kv_from = 0;
     rows[1].window = 300;
     assert_int_equal(open_as(&m, &spec, &info), 0);
@@ -592,10 +560,10 @@ static void test_reading(void **state)
     assert_int_equal(layers[0].shape.dtype, KVQ_BF16);
     assert_int_equal(layers[1].shape.window, 300);
     assert_int_equal(layers[1].source, 0);
-    int before = holds;
+    int before = kit.holds;
     assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), 0);
-    assert_true(book.k != NULL && hold == &one_hold && holds == before + 1);
-    release_codebook(NULL, hold);
+    assert_true(book.k != NULL && hold && kit.holds == before + 1);
+    kit.core->config.codebook_release(&kit, hold);
     assert_int_equal(kvq__session_book(m.client, info.handle, 2, &book, &hold, text), KVQ_E_SHAPE);
     assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
     assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, &shards, text),
@@ -606,7 +574,7 @@ static void test_reading(void **state)
     assert_int_equal(open_as(&m, &spec, &info), 0);
     assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), KVQ_E_FORMAT);
     member_close(&m);
-    assert_int_equal(holds, 0);
+    assert_int_equal(kit.holds, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
 }
 

@@ -73,27 +73,21 @@ static int teardown(void **state)
 static uint64_t open_named(struct member *member, const char *name, uint32_t rollback,
                            uint32_t flags)
 {
-    char text[KVQ_TEXT_BYTES];
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = name,
                                      .place = kvq__pool_name(pool()),
                                      .layers = rows,
                                      .n_layers = LAYERS,
                                      .max_rollback = rollback,
                                      .flags = flags};
-    assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(member, &spec);
 }
 
 // One whose tokens are only copied.
 static uint64_t open_raw(struct member *member)
 {
-    char text[KVQ_TEXT_BYTES];
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .place = kvq__pool_name(pool()), .layers = raw_rows, .n_layers = 1};
-    assert_int_equal(kvq__session_open(member->client, &spec, &info, text), 0);
-    return info.handle;
+    return kit_opened(member, &spec);
 }
 
 // ---- The client's side ----

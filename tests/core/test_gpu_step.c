@@ -22,8 +22,6 @@ enum {
 // A session of three layers: ott2 keeps outliers from its third one on.
 static void open_layers(struct streamer *s, const char *name, const char *format)
 {
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     struct kvq__layer_row row = stream_row;
     struct kvq__session_spec spec = {.name = name,
                                      .format = format,
@@ -31,8 +29,7 @@ static void open_layers(struct streamer *s, const char *name, const char *format
                                      .layers = &row,
                                      .n_layers = 1};
     row.repeat = 3;
-    assert_int_equal(kvq__session_open(s->m.client, &spec, &info, text), 0);
-    s->session = info.handle;
+    s->session = kit_opened(&s->m, &spec);
 }
 
 static uint32_t layers_of(struct streamer *s)
@@ -196,14 +193,11 @@ static void test_settles(void **state)
 // Readers at the committed count do not wait for the writer's step.
 static void test_readers_go_on(void **state)
 {
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_READ_ONLY};
     stream_needed();
     assert_int_equal(step(&one, 100), 0);
     go_on(&one);
-    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
-    two.session = info.handle;
+    two.session = kit_opened(&two.m, &spec);
     struct table t = open_table(&two);
     assert_int_equal(step(&one, 1), 0);
     assert_int_equal(request(&two, 100, 0, false), 0);
@@ -245,18 +239,17 @@ static uint64_t holds_after(const struct use *use)
         .format = use->format, .layers = &row, .n_layers = 1, .max_rollback = 200};
     struct kvq__move_spec to = {.place = "host"};
     struct kvq__move_info move;
-    struct kvq__session_info info;
     char text[KVQ_TEXT_BYTES];
     const uint64_t before = used_now();
     row.window = use->window;
     spec.place = kvq__pool_name(&kit.core->pools[1]);
-    assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
+    uint64_t handle = kit_opened(&two.m, &spec);
     for (int i = 0; i < 2; i++) {
-        assert_int_equal(kit_step(&two.m, info.handle, MANY, HEADS, DIM), 0);
+        assert_int_equal(kit_step(&two.m, handle, MANY, HEADS, DIM), 0);
         stream_settle(&two);
     }
-    struct kvq__session *s = kit_of(&two.m, info.handle);
-    struct kvq_entry_wire e = {info.handle, 2 * MANY, .list_token = use->goes_back};
+    struct kvq__session *s = kit_of(&two.m, handle);
+    struct kvq_entry_wire e = {handle, 2 * MANY, .list_token = use->goes_back};
     if (use->goes_back)
         assert_int_equal(kit_simple(&two.m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
     if (use->moves)
@@ -264,7 +257,7 @@ static uint64_t holds_after(const struct use *use)
     while (kvq__core_moves(kit.core))
         kvq__core_poll(kit.core);
     const uint64_t held = used_now() - before;
-    assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
+    assert_int_equal(kvq__session_drop(two.m.client, handle, text), 0);
     assert_int_equal(used_now(), before);
     return held;
 }

@@ -17,15 +17,12 @@ const struct kvq__layer_row stream_row = {
 
 void stream_session(struct streamer *s, const char *name, const char *format)
 {
-    struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     struct kvq__layer_row row = stream_row;
     struct kvq__session_spec spec = {.name = name, .layers = &row, .n_layers = format != NULL};
     row.format = format;
     if (format)
         spec.place = kvq__pool_name(&kit.core->pools[1]);
-    assert_int_equal(kvq__session_open(s->m.client, &spec, &info, text), 0);
-    s->session = info.handle;
+    s->session = kit_opened(&s->m, &spec);
 }
 
 void stream_open(struct streamer *s, const char *name)
