@@ -223,6 +223,17 @@ void kit_close(struct kit *kit)
     free(kit->workspace);
 }
 
+void kit_pass(struct kit *kit, uint64_t ns)
+{
+    kvq__core_clock(kit->core, kit->now += ns);
+}
+
+void kit_tick(struct kit *kit, uint64_t ns)
+{
+    kit_pass(kit, ns);
+    kvq__core_tick(kit->core);
+}
+
 // ---- Members ----
 
 int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes)
@@ -304,6 +315,13 @@ struct kvq_request kit_header(uint8_t op, uint16_t count)
 {
     return (struct kvq_request){
         .op = op, .count = count, .slots = (uint16_t)kvq_request_slots(count, 0), .seq = 7};
+}
+
+struct kvq_request kit_of_step(uint8_t op, uint16_t count, uint64_t step)
+{
+    struct kvq_request r = kit_header(op, count);
+    r.step = step;
+    return r;
 }
 
 struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,

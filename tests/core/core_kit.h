@@ -59,6 +59,10 @@ void kit_gpus(const struct kit_gpus *gpus); // NULL = none
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes);
 void kit_close(struct kit *kit); // asserts that all memory came back
 
+// So many ns pass; and the core does what is due by then.
+void kit_pass(struct kit *kit, uint64_t ns);
+void kit_tick(struct kit *kit, uint64_t ns);
+
 // 0 or the core's code.
 int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes);
 // Another buffer over the first bytes of the member's memory. 0 or the core's code.
@@ -88,6 +92,8 @@ int kit_ask(struct member *m, const struct kvq_request *header, const struct kvq
 // As kit_request, of a request that has begun.
 int kit_again(struct member *m);
 struct kvq_request kit_header(uint8_t op, uint16_t count);
+// The same of a step.
+struct kvq_request kit_of_step(uint8_t op, uint16_t count, uint64_t step);
 struct kvq_wire_view kit_view(const struct member *m, uint64_t offset, uint32_t heads, uint32_t dim,
                               uint8_t dtype);
 // An APPEND of one entry: K from the beginning of the member's buffer, V from its middle.

@@ -48,7 +48,7 @@ void poll_core(void)
 
 void pass(uint64_t ns)
 {
-    kvq__core_clock(kit.core, kit.now += ns);
+    kit_pass(&kit, ns);
 }
 
 void rest(void)
@@ -113,9 +113,8 @@ struct kvq_entry_wire entry(struct member *member, uint64_t handle, uint32_t app
 
 int begin(struct member *member, uint64_t handle, uint64_t step, uint32_t n, uint64_t wait)
 {
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, step);
     struct kvq_entry_wire e = entry(member, handle, n);
-    r.step = step;
     r.flags = wait ? KVQ_REQ_WAIT_ROOM : 0;
     r.deadline_ns = wait ? kit.now + wait : 0;
     return kit_request(member, &r, &e);

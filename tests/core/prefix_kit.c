@@ -142,9 +142,12 @@ struct kvq__session_spec named(const struct member *m, uint64_t tokens)
 
 void save(const char *name)
 {
-    struct kvq__save_spec spec = {.ns = "team", .name = name};
-    int rc;
-    while ((rc = vault_save(&vault, kit.core, &spec, NULL)) == 1)
-        kit_pack(&kit);
-    assert_int_equal(rc, 0);
+    vault_save_packed(&vault, &kit, "team", name);
+}
+
+void leave_saved(const struct kvq__session_spec *spec, uint32_t tokens)
+{
+    feed(&one, spec, tokens);
+    save("it");
+    restart();
 }

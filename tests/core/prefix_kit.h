@@ -52,5 +52,7 @@ void restart(void);
 struct kvq__session_spec named(const struct member *m, uint64_t tokens);
 // Packs what has to be, and saves.
 void save(const char *name);
+// Feeds one of the first member, saves it as "it", and restarts.
+void leave_saved(const struct kvq__session_spec *spec, uint32_t tokens);
 
 #endif

@@ -229,11 +229,7 @@ void same_blocks(const struct set *a, const struct set *b)
 
 void save(const struct set *s)
 {
-    struct kvq__save_spec spec = {.ns = "uid-1000", .name = s->name};
-    int rc;
-    while ((rc = vault_save(&vault, kit.core, &spec, NULL)) == 1)
-        kit_pack(&kit);
-    assert_int_equal(rc, 0);
+    vault_save_packed(&vault, &kit, "uid-1000", s->name);
 }
 
 int restore_shard(const struct set *s, uint32_t i, uint64_t good)

@@ -103,11 +103,7 @@ void same_bits(uint64_t a, uint64_t b)
 
 void save(const char *name)
 {
-    struct kvq__save_spec spec = {.ns = "uid-1000", .name = name};
-    int rc;
-    while ((rc = vault_save(&vault, kit.core, &spec, NULL)) == 1)
-        kit_pack(&kit);
-    assert_int_equal(rc, 0);
+    vault_save_packed(&vault, &kit, "uid-1000", name);
 }
 
 uint64_t restore_up_to(const char *name, uint64_t good)
@@ -165,15 +161,13 @@ void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)
 
 void append_both(uint64_t step, const struct kvq_entry_wire e[2])
 {
-    struct kvq_request r = kit_header(KVQ_OP_APPEND, 2);
-    r.step = step;
+    struct kvq_request r = kit_of_step(KVQ_OP_APPEND, 2, step);
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
     for (r.layer = 0; r.layer < OWNED; r.layer++) {
         assert_int_equal(kit_ask(&m, &r, e), 0);
     }
-    r = kit_header(KVQ_OP_STEP_END, 2);
-    r.step = step;
+    r = kit_of_step(KVQ_OP_STEP_END, 2, step);
     assert_int_equal(kit_request(&m, &r, e), 0);
     assert_int_equal(kvq__queue_results(m.queue)[1].status, 0);
 }

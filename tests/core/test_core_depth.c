@@ -21,8 +21,7 @@ static void write_tokens(struct streamer *s, uint64_t session, uint32_t n)
     struct kvq_request r = kit_append(&s->m, 1, 0, HEADS, DIM);
     assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
     assert_int_equal(kit_ask(&s->m, &r, &e), 0);
-    r = kit_header(KVQ_OP_STEP_END, 0);
-    r.step = 1;
+    r = kit_of_step(KVQ_OP_STEP_END, 0, 1);
     assert_int_equal(kit_request(&s->m, &r, NULL), 0);
     assert_int_equal(kit_of(&s->m, session)->tokens, n);
 }

@@ -173,9 +173,8 @@ static void test_flag(void **state)
 {
     uint64_t handles[4];
     hold_all(handles);
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, 9);
     struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
-    r.step = 9;
     r.flags = KVQ_REQ_WAIT_ROOM;
     assert_int_equal(kit_request(&other, &r, &e), KVQ_E_INVALID); // it needs a deadline
     r.deadline_ns = kit.now + SECOND;
@@ -205,9 +204,8 @@ static void test_ending(void **state)
 {
     uint64_t handles[4];
     hold_all(handles);
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, 9);
     struct kvq_entry_wire e = entry(&other, opened(&other, "x"), 1);
-    r.step = 9;
     r.flags = KVQ_REQ_WAIT_ROOM;
     r.deadline_ns = UINT64_MAX;
     assert_int_equal(kit_request(&other, &r, &e), 1);

@@ -88,7 +88,7 @@ static int again(struct member *member)
 
 static void pass(uint64_t ns)
 {
-    kvq__core_clock(kit.core, kit.now += ns);
+    kit_pass(&kit, ns);
 }
 
 enum { MORE = 36 * PAGE }; // tokens that have no room beside a prompt that is not packed

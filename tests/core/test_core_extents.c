@@ -90,19 +90,16 @@ static int step(struct member *m, uint64_t handle, uint32_t n)
 {
     const struct kvq__session *s = kit_of(m, handle);
     struct kvq_entry_wire e = {.handle = handle, .position = s->tokens, .append = n};
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
-    r.step = KIT_STEP;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, KIT_STEP);
     int rc = request(m, &r, &e);
     for (uint32_t i = 0; rc == 0 && i < LAYERS; i++) {
-        r = kit_header(KVQ_OP_APPEND, 1);
-        r.step = KIT_STEP;
+        r = kit_of_step(KVQ_OP_APPEND, 1, KIT_STEP);
         r.layer = i;
         r.k = kit_view(m, 0, HEADS, DIM, KVQ_F32);
         r.v = kit_view(m, m->bytes / 2, HEADS, DIM, KVQ_F32);
         rc = request(m, &r, &e);
     }
-    r = kit_header(KVQ_OP_STEP_END, 1);
-    r.step = KIT_STEP;
+    r = kit_of_step(KVQ_OP_STEP_END, 1, KIT_STEP);
     return rc ? rc : request(m, &r, &e);
 }
 
@@ -115,9 +112,7 @@ static void close_session(struct member *m, uint64_t handle)
 // Empty extents go back, as they do some time after they have become empty.
 static void pass_time(void)
 {
-    kit.now += SECONDS_11 * 1000000000ull;
-    kvq__core_clock(kit.core, kit.now);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, SECONDS_11 * 1000000000ull);
 }
 
 // ---- Before and after ----
@@ -190,15 +185,13 @@ static void test_many_at_once(void **state)
     for (uint32_t i = 0; i < 3; i++)
         handles[i] = session(&member);
     struct kvq_entry_wire e[3];
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 3);
-    r.step = KIT_STEP;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 3, KIT_STEP);
     for (uint32_t i = 0; i < 3; i++)
         e[i] = (struct kvq_entry_wire){.handle = handles[i], .append = MOST_TOKENS};
     assert_int_equal(request(&member, &r, e), 0); // 12 MiB
     assert_int_equal(waits, 1);
     assert_int_equal(kit.core->pools[1].extents_taken, 6 * EXTENT);
-    r = kit_header(KVQ_OP_STEP_ABORT, 0);
-    r.step = KIT_STEP;
+    r = kit_of_step(KVQ_OP_STEP_ABORT, 0, KIT_STEP);
     assert_int_equal(kit_request(&member, &r, NULL), 0);
 }
 
@@ -259,12 +252,10 @@ static void test_deadline(void **state)
 {
     uint64_t handle = session(&member);
     struct kvq_entry_wire e = {.handle = handle, .append = 128};
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
-    r.step = KIT_STEP;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, KIT_STEP);
     r.deadline_ns = kit.now + 1000;
     assert_int_equal(kit_request(&member, &r, &e), 1);
-    kit.now += 1001;
-    kvq__core_clock(kit.core, kit.now);
+    kit_pass(&kit, 1001);
     assert_int_equal(kvq__request_continue(member.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(member.queue)->status, KVQ_E_DEADLINE);
 }
@@ -274,16 +265,14 @@ static void test_drain(void **state)
 {
     uint64_t handle = session(&member);
     struct kvq_entry_wire e = {.handle = handle, .append = 128};
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
-    r.step = KIT_STEP;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, KIT_STEP);
     assert_int_equal(kit_request(&member, &r, &e), 1);
     kvq__core_drain(kit.core);
     others_work();
     kit_poll(kit.core);
     assert_int_equal(kvq__request_continue(member.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(member.queue)->status, 0);
-    r = kit_header(KVQ_OP_STEP_ABORT, 0);
-    r.step = KIT_STEP;
+    r = kit_of_step(KVQ_OP_STEP_ABORT, 0, KIT_STEP);
     assert_int_equal(kit_request(&member, &r, NULL), 0);
 }
 

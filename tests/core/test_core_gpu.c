@@ -29,8 +29,7 @@ static int begin(struct streamer *s)
 // timeline, in the host's.
 static struct kvq_request append_of(struct streamer *s)
 {
-    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-    r.step = 1;
+    struct kvq_request r = kit_of_step(KVQ_OP_APPEND, 1, 1);
     stream_order(s, &r);
     r.k = kit_view(&s->m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&s->m, BUFFER / 2, HEADS, DIM, KVQ_F32);
@@ -46,9 +45,8 @@ static int append(struct streamer *s)
 
 static int attend(struct streamer *s, uint32_t appended)
 {
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
+    struct kvq_request r = kit_of_step(KVQ_OP_ATTEND, 1, appended ? 1 : 0);
     struct kvq_entry_wire e = entry_of(s);
-    r.step = appended ? 1 : 0;
     e.append = appended;
     e.queries = 1;
     stream_order(s, &r);
@@ -59,8 +57,7 @@ static int attend(struct streamer *s, uint32_t appended)
 
 static struct kvq_request end_of(void)
 {
-    struct kvq_request r = kit_header(KVQ_OP_STEP_END, 0);
-    r.step = 1;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_END, 0, 1);
     return r;
 }
 
@@ -87,8 +84,7 @@ static void test_append_is_held(void **state)
     struct kvq_request r = end_of();
     assert_int_equal(kit_request(&one.m, &r, NULL), 1); // waits
     assert_int_equal(stream_done(&one), 0);
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     assert_int_equal(s->entries.tail, 0);
     assert_int_equal(s->refs, 0);
     assert_int_equal(buffer_uses(&one), 0);
@@ -109,8 +105,7 @@ static void test_dropped_while_under_way(void **state)
     const uint64_t used = kit.core->pools[1].used_bytes;
     assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     assert_int_equal(kit.core->pools[1].used_bytes, 0);
 }
 
@@ -127,16 +122,14 @@ static void test_nan_on_a_stream(void **state)
     k[5] = NAN;
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
     assert_int_equal(s->tokens, 0);
     assert_null(s->step);
     k[5] = 1;
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     assert_int_equal(kit_request(&one.m, &r, NULL), 0);
     assert_int_equal(s->tokens, TOKENS);
 }
@@ -152,8 +145,7 @@ static void test_very_many_nan(void **state)
     for (int i = 0; i < 16; i++)
         k[i] = NAN;
     assert_int_equal(append(&one), 0);
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
 }
 
@@ -261,8 +253,7 @@ static void test_stalled_alone(void **state)
     assert_int_equal(append(&one), 0);
     assert_int_equal(begin(&two), 0);
     assert_int_equal(append(&two), 0);
-    stream_ready(&two);
-    kit_settle(&two.m);
+    stream_ends(&two);
     assert_int_equal(kit_request(&two.m, &r, NULL), 0);
     assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
     assert_int_equal(stream_done(&one), 0);
@@ -346,8 +337,7 @@ static void test_shared_with_a_stalled(void **state)
     assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
     assert_int_equal(kvq__session_drop(one.m.client, fork, text), 0);
     assert_int_equal(pool->used_bytes, used);
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     assert_int_equal(pool->used_bytes, 0);
 }
 
@@ -368,8 +358,7 @@ static void test_refused_launch(void **state)
     stream_ready(&one);
     assert_int_equal(begin(&two), 0);
     assert_int_equal(append(&two), 0);
-    stream_ready(&two);
-    kit_settle(&two.m);
+    stream_ends(&two);
     assert_int_equal(kit_request(&two.m, &r, NULL), 0);
     assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
 }
@@ -383,8 +372,7 @@ static void test_gone_with_work_on_a_gpu(void **state)
     struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
     uint64_t handle = kit_opened(&one.m, &spec);
     struct kvq_entry_wire e[2] = {entry_of(&one), {.handle = handle, .append = TOKENS}};
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
-    r.step = 1;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 2, 1);
     assert_int_equal(kit_request(&one.m, &r, e), 0);
     r = append_of(&one);
     r.count = 2;
@@ -418,8 +406,7 @@ static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
     e.handle = s->session;
     assert_int_equal(kit_simple(&s->m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
     assert_int_equal(kit_ask(&s->m, &r, &e), 0);
-    stream_ready(s);
-    kit_settle(&s->m);
+    stream_ends(s);
     stream_stall(stream, true);
     r = end_of();
     assert_int_equal(kit_request(&s->m, &r, NULL), 0);
@@ -453,8 +440,7 @@ static void test_stalled_while_packing(void **state)
     struct kvq_entry_wire e = {.handle = handle, .position = MANY, .queries = 1};
     struct kvq_request r = kit_attend(&two.m, 0, Q_AT, OUT_AT, 2 * HEADS, DIM);
     assert_int_equal(kit_request(&two.m, &r, &e), 1); // waits
-    kvq__core_clock(kit.core, kit.now += 3000000000);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 3000000000);
     assert_int_equal(kit.events[KVQ__EVENT_CLIENT_STALLED], 1);
     assert_string_equal(kit.event_session, "packed");
     stream_stall(stream, false);
@@ -561,12 +547,10 @@ static void test_append_again(void **state)
     assert_int_equal(begin(&one), 0);
     stream_refuse("copy_in", 1, KVQ_GPU_OUT_OF_MEMORY);
     assert_int_equal(append(&one), KVQ_E_NO_MEMORY);
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     assert_int_equal(append(&one), 0);
     assert_int_equal(append(&one), KVQ_E_INVALID); // once is enough
-    stream_ready(&one);
-    kit_settle(&one.m);
+    stream_ends(&one);
     struct kvq_request r = end_of();
     assert_int_equal(kit_request(&one.m, &r, NULL), 0);
     assert_int_equal(kit_of(&one.m, one.session)->tokens, TOKENS);
@@ -635,8 +619,7 @@ static void commit(struct streamer *s)
     struct kvq_request r = end_of();
     assert_int_equal(begin(s), 0);
     assert_int_equal(append(s), 0);
-    stream_ready(s);
-    kit_settle(&s->m);
+    stream_ends(s);
     assert_int_equal(kit_request(&s->m, &r, NULL), 0);
 }
 

@@ -366,15 +366,13 @@ static void test_told_in_step(void **state)
     row.format = "f16";
     struct kvq_entry_wire e[2] = {{.handle = one.handle, .append = N},
                                   {.handle = kit_session(&one.m, &row, 1, 0), .append = N}};
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
-    r.step = 1;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 2, 1);
     assert_int_equal(kit_request(&one.m, &r, e), 0);
     assert_int_equal(fill(&two, 0, N), 0);
     assert_int_equal(simple(&two, KVQ_OP_STEP_ABORT, 0, 0), 0);
     assert_int_equal(append(&one, 0, N), KVQ_E_CANCELLED);
     assert_int_equal(result(&one)->shard, 2);
-    r = kit_header(KVQ_OP_STEP_END, 2);
-    r.step = 1;
+    r = kit_of_step(KVQ_OP_STEP_END, 2, 1);
     assert_int_equal(kit_request(&one.m, &r, e), 0);
     assert_int_equal(result(&one)[0].status, KVQ_E_CANCELLED);
     assert_int_equal(result(&one)[1].status, KVQ_E_INCOMPLETE);
@@ -394,8 +392,7 @@ static void open_both_here(void)
 
 static int request(uint8_t op, uint16_t count)
 {
-    struct kvq_request r = kit_header(op, count);
-    r.step = 1;
+    struct kvq_request r = kit_of_step(op, count, 1);
     r.k = kit_view(&one.m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&one.m, BUFFER / 2, HEADS, DIM, KVQ_F32);
     int rc = kit_request(&one.m, &r, both);
@@ -461,7 +458,7 @@ static void test_one_queue(void **state)
     one.m.queue = queue;
     assert_int_equal(kit_simple(&one.m, KVQ_OP_STEP_BEGIN, 2, e, NULL), 1);
     kvq__queue_header(queue)->deadline_ns = kit.now + 5;
-    kvq__core_clock(kit.core, kit.now += 10);
+    kit_pass(&kit, 10);
     assert_int_equal(go_on(&one), KVQ_E_DEADLINE); // which undoes nothing
     one.m.queue = first;
     both[0] = both[1];
@@ -638,14 +635,12 @@ static void test_detach(void **state)
     struct kvq__session_info info;
     open_both();
     assert_int_equal(kvq__session_close(one.m.client, one.handle, text), 0);
-    kvq__core_clock(kit.core, kit.now += 2 * kit.core->config.keep_ns);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 2 * kit.core->config.keep_ns);
     assert_int_equal(kit.core->n_sessions, 2); // the other one is open
     assert_int_equal(kvq__session_close(two.m.client, two.handle, text), 0);
     kvq__core_tick(kit.core);
     assert_int_equal(kit.core->n_sessions, 2);
-    kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, kit.core->config.keep_ns);
     assert_int_equal(kit.core->n_sessions, 0);
     spec.on_detach = KVQ__DETACH_DROP;
     assert_int_equal(open_as(&one, &spec, &info), 0);

@@ -413,7 +413,7 @@ static void test_waits(void **state)
     // A step that does not end.
     assert_int_equal(start(0, &info), 0);
     poll();
-    kvq__core_clock(kit.core, kit.now += 11000000000u);
+    kit_pass(&kit, 11000000000u);
     poll();
     assert_int_equal(info_of(&info).status, KVQ_E_BUSY);
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 6, e, NULL), 0);
@@ -572,8 +572,7 @@ static void test_others(void **state)
     assert_int_equal(kit_ask(&other, &r, &e), 0);
     const struct kvq__peer stranger = {.uid = 2000};
     assert_int_equal(kvq__move_info(kit.core, &stranger, move.id, &move, text), KVQ_E_NO_SESSION);
-    kvq__core_clock(kit.core, kit.now += 61000000000u);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 61000000000u);
     assert_int_equal(kit.core->n_tickets[KVQ__TICKET_MOVE], 0); // it has been told for long enough
 }
 

@@ -36,9 +36,7 @@ static void test_forgotten(void **state)
     assert_int_equal(vault.n_sessions, 2);
     assert_true(vault_find(&vault, "kept", 0) && vault_find(&vault, "asked", 0));
     assert_true(kvq__park_forgotten(kit.core, stamp)); // for whoever has found it before
-    kit.now += 100000000000u;
-    kvq__core_clock(kit.core, kit.now);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 100000000000u);
     assert_false(kvq__park_forgotten(kit.core, stamp));
     // One that ends while it is written, and one whose time is over.
     a = fed("", 300, 0);
@@ -51,9 +49,7 @@ static void test_forgotten(void **state)
     a = fed("old", 300, 0);
     away(a);
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
-    kit.now += 100000000000u;
-    kvq__core_clock(kit.core, kit.now);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 100000000000u);
     assert_int_equal(kit.core->n_sessions, 0);
     settle();
     assert_int_equal(vault.n_sessions, 2);
@@ -348,12 +344,12 @@ static void test_kept_till_saved(void **state)
         uint64_t a = fed("it", 10, 0);
         assert_int_equal(kvq__session_close(m.client, a, text), 0);
         assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
-        kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+        kit_pass(&kit, kit.core->config.keep_ns);
         for (int i = 0; i < 2; i++) { // however long the save waits for its turn
             kvq__core_tick(kit.core);
             assert_int_equal(kit.core->n_sessions, 1);
             assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 1);
-            kvq__core_clock(kit.core, kit.now += 100 * second);
+            kit_pass(&kit, 100 * second);
         }
         if (can)
             save("it");
@@ -364,18 +360,15 @@ static void test_kept_till_saved(void **state)
     }
     uint64_t a = fed("it", 10, 0);
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
-    kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
+    kit_pass(&kit, kit.core->config.keep_ns);
     kvq__unsaved_failed(kit.core, list[0].ns, "it");
-    kvq__core_clock(kit.core, kit.now += 59 * second);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 59 * second);
     assert_int_equal(kit.core->n_sessions, 1);
-    kvq__core_clock(kit.core, kit.now += second);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, second);
     assert_int_equal(kit.core->n_sessions, 0);
     a = open_as("empty", LAYERS, 0);
     assert_int_equal(kvq__session_close(m.client, a, text), 0);
-    kvq__core_clock(kit.core, kit.now += kit.core->config.keep_ns);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, kit.core->config.keep_ns);
     assert_int_equal(kit.core->n_sessions, 0);
 }
 

@@ -255,9 +255,7 @@ static const struct kvq__layer_row long_row = {.q_heads = HEADS,
 // Empty extents go back, as they do some time after they have become empty.
 static void pass_time(void)
 {
-    kit.now += 11 * 1000000000ull;
-    kvq__core_clock(kit.core, kit.now);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 11 * 1000000000ull);
 }
 
 static uint32_t told_of(struct member *m, uint64_t handle, uint64_t *known)

@@ -93,11 +93,9 @@ static void outlives(void **state)
     assert_int_equal(kvq__core_prefixes(kit.core, &peer, 0, &prefix, 1), 0);
     drop(&one, b);
     // Its time passes while nobody uses it.
-    kvq__core_clock(kit.core, kit.now += 19000000000u);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 19000000000u);
     assert_int_equal(lookup(&one, &spec), 4 * PAGE);
-    kvq__core_clock(kit.core, kit.now += 2000000000u);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 2000000000u);
     assert_int_equal(lookup(&one, &spec), 0);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
 }
@@ -114,10 +112,9 @@ static void whole_steps(void **state)
 // Told at the end of a step instead of its beginning.
 static int end_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint16_t n)
 {
-    struct kvq_request r = kit_header(KVQ_OP_STEP_END, n);
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_END, n, KIT_STEP);
     struct kvq_entry_wire e = {
         .handle = handle, .position = kit_of(&one, handle)->tokens, .q_row = q_row};
-    r.step = KIT_STEP;
     r.flags = KVQ_REQ_TOKEN_IDS;
     r.list = (struct kvq_wire_view){.offset = offset, .buffer = one.buffer};
     int rc = kit_request(&one, &r, &e);
@@ -527,19 +524,16 @@ static void told(void **state)
         kvq__core_tick(kit.core);
         assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 1);
     }
-    kvq__core_clock(kit.core, kit.now += 1000000000u);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 1000000000u);
     assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 2);
     assert_says(kit.event_text, "1024 tokens");
     assert_says(kit.event_text, " 0 tokens for room, 0 that nobody used for long");
     drop(&one, feed(&one, &spec, 300));
-    kvq__core_clock(kit.core, kit.now += 30000000000u);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 30000000000u);
     assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 3);
     assert_says(kit.event_text, "256 tokens");
     assert_says(kit.event_text, " 256 that nobody used for long, 0 dropped");
-    kvq__core_clock(kit.core, kit.now += 30000000000u);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 30000000000u);
     assert_int_equal(kit.events[KVQ__EVENT_PREFIX_EVICTED], 3); // nothing since
 }
 
@@ -627,9 +621,8 @@ static void all_shards(void **state)
 
 static int begin_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint32_t buffer)
 {
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, 5);
     struct kvq_entry_wire e = {.handle = handle, .append = 100, .q_row = q_row};
-    r.step = 5;
     r.flags = KVQ_REQ_TOKEN_IDS;
     r.list = (struct kvq_wire_view){.offset = offset, .buffer = buffer};
     return kit_ask(&one, &r, &e);

@@ -159,7 +159,7 @@ static void pages_go_by_turns(void **state)
         if (lowered)
             *limit = 64;
         else
-            kvq__core_clock(kit.core, kit.now += kit.core->config.prefix_keep_ns);
+            kit_pass(&kit, kit.core->config.prefix_keep_ns);
         kvq__core_tick(kit.core);
         assert_int_equal(team->prefixes.n_nodes, PAGES - AT_ONCE);
         kvq__core_tick(kit.core);
@@ -175,8 +175,7 @@ static void leaves_in_use_hold_nothing_up(void **state)
     for (uint32_t i = 0; i < 100; i++)
         feed_own("team", i, 1);
     end(feed_own("team", 100, 1));
-    kvq__core_clock(kit.core, kit.now += kit.core->config.prefix_keep_ns);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, kit.core->config.prefix_keep_ns);
     assert_int_equal(team->prefixes.n_nodes, 101);
     kvq__core_tick(kit.core);
     assert_int_equal(team->prefixes.n_nodes, 100);
@@ -193,10 +192,9 @@ static void extents_go_by_turns(void **state)
         assert_int_equal(kvq__block_new(kit.core, team, pool, EXTENT, NULL, &refs[i]), 0);
     for (uint32_t i = 0; i < ALL; i++)
         kvq__block_drop(kit.core, &refs[i], NULL);
-    kvq__core_clock(kit.core, kit.now += 9999999999u);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, 9999999999u);
     assert_int_equal(pool->extents_taken, (uint64_t)ALL * EXTENT);
-    kvq__core_clock(kit.core, kit.now += 1);
+    kit_pass(&kit, 1);
     for (uint32_t left = ALL; left > 0;) {
         kvq__core_tick(kit.core);
         left -= left < AT_ONCE ? left : AT_ONCE;

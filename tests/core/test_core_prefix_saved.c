@@ -37,9 +37,7 @@ static void comes_back(void **state)
     uint64_t fork;
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
-    feed(&one, &spec, 1500);
-    save("it");
-    restart();
+    leave_saved(&spec, 1500);
     spec = named(&one, TOKENS); // whose buffer is another
     other = spec_of(&two, TOKENS);
     other.prefix.spans = &cat;
@@ -224,9 +222,7 @@ static void known_by(void **state)
     struct kvq__session_spec spec = named(&one, TOKENS), s;
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
-    feed(&one, &spec, 1500);
-    save("it");
-    restart();
+    leave_saved(&spec, 1500);
     spec = spec_of(&two, TOKENS);
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
@@ -399,9 +395,7 @@ static void windows(void **state)
     struct kvq__restore *r;
     spec.layers = sliding;
     spec.n_layers = 3;
-    feed(&one, &spec, 10 * PAGE);
-    save("it");
-    restart();
+    leave_saved(&spec, 10 * PAGE);
     spec = spec_of(&one, TOKENS);
     spec.layers = sliding;
     spec.n_layers = 3;
@@ -424,9 +418,7 @@ static void other_ids(void **state)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
-    feed(&one, &spec, 1500);
-    save("it");
-    restart();
+    leave_saved(&spec, 1500);
     struct vault_session *from = vault_find(&vault, "it", 0);
     for (uint32_t i = 0; i < vault.n_blocks; i++) {
         int32_t *at = (int32_t *)(void *)vault.blocks[i].data;
@@ -444,9 +436,7 @@ static void read_fails(void **state)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
-    feed(&one, &spec, 1500);
-    save("it");
-    restart();
+    leave_saved(&spec, 1500);
     struct vault_session *from = vault_find(&vault, "it", 0);
     static const uint64_t wrong[] = {1, PAGE + 1, 12 * PAGE, 1 << 20, UINT64_MAX / PAGE * PAGE};
     for (uint32_t i = 0; i < 5; i++) {
@@ -517,9 +507,7 @@ static void damage(void **state)
     struct kvq__session_spec spec = named(&one, TOKENS);
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
-    feed(&one, &spec, 1500);
-    save("it");
-    restart();
+    leave_saved(&spec, 1500);
     assert_int_equal(known_after(), 1500);
     struct vault_block *second = block_of(KVQ__PART_IDS, 1), *spans;
     second->bytes--; // it cannot be read
@@ -553,9 +541,7 @@ static void nonsense(void **state)
     struct kvq__session_spec spec = named(&one, TOKENS);
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
-    feed(&one, &spec, 1500);
-    save("it");
-    restart();
+    leave_saved(&spec, 1500);
     struct vault_session *s = vault_find(&vault, "it", 0);
     static const uint64_t wrong[] = {1501, 1499, 1 << 24, UINT64_MAX};
     for (uint32_t i = 0; i < 4; i++) {
@@ -619,9 +605,7 @@ static void gives_way_once_read(void **state)
     struct kvq__session_spec spec = named(&one, TOKENS), mine;
     struct kvq__restore *r;
     spec.format = "f16";
-    feed(&one, &spec, 1000);
-    save("it");
-    restart();
+    leave_saved(&spec, 1000);
     mine = spec_of(&two, 0);
     mine.prefix = (struct kvq__prefix_spec){0};
     mine.format = "f16";
@@ -639,7 +623,7 @@ static void gives_way_once_read(void **state)
     assert_int_equal(vault_layer(&vault, r, from, 2), 0);
     kvq__restore_end(&r, 0);
     core_check(kit.core);
-    kvq__core_clock(kit.core, kit.now += 60000000);
+    kit_pass(&kit, 60000000);
     assert_int_equal(kvq__request_continue(two.queue), KVQ__DONE);
     assert_int_equal(kvq__queue_completion(two.queue)->status, 0);
     assert_int_equal(kvq__queue_results(two.queue)[0].status, 0);

@@ -63,8 +63,7 @@ static struct kvq_request attend(void)
 
 static struct kvq_request append(uint64_t step)
 {
-    struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
-    r.step = step;
+    struct kvq_request r = kit_of_step(KVQ_OP_APPEND, 1, step);
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&m, KV, HEADS, DIM, KVQ_F32);
     return r;
@@ -379,8 +378,7 @@ static void test_steps(void **state)
     assert_int_equal(status_of(r, entry(10, 1)), 0);
     assert_int_equal(status_of(kit_header(KVQ_OP_TRUNCATE, 1), entry(0, 0)), KVQ_E_BUSY);
     assert_int_equal(status_of(kit_header(KVQ_OP_FORK, 1), entry(0, 0)), KVQ_E_BUSY);
-    r = kit_header(KVQ_OP_STEP_ABORT, 0);
-    r.step = 4;
+    r = kit_of_step(KVQ_OP_STEP_ABORT, 0, 4);
     assert_int_equal(status_of(r, entry(0, 0)), 0);
     assert_int_equal(kit.core->n_steps, 0);
 }

@@ -460,8 +460,7 @@ static void test_no_room(void **state)
 static uint32_t idle_after(uint64_t seconds)
 {
     struct kvq__unsaved list[4];
-    kit.now += seconds * 1000000000;
-    kvq__core_clock(kit.core, kit.now);
+    kit_pass(&kit, seconds * 1000000000);
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_ALL, 0, list, 4), 1);
     return kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 0, list, 4);
 }
@@ -501,8 +500,7 @@ static void test_unsaved(void **state)
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_ALL, 0, list, 4), 1);
     assert_string_equal(list[0].name, "it");
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 1000, list, 4), 0);
-    kit.now += 2000;
-    kvq__core_clock(kit.core, kit.now);
+    kit_pass(&kit, 2000);
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_IDLE, 1000, list, 4), 1);
     assert_int_equal(kvq__core_unsaved(kit.core, KVQ__UNSAVED_LEFT, 0, list, 4), 0);
     kit_of(&m, a)->spec.save_on_detach = true;

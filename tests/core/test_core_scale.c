@@ -309,8 +309,7 @@ static void test_room_of_what_ended(void **state)
     uint64_t a = make(7000), b = kit_session(&m, rows, 2, 0), idle = make(300);
     struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__HOST_BYTES};
     struct kvq_entry_wire e = {.handle = b, .append = 400};
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
-    r.step = KIT_STEP;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, KIT_STEP);
     o.quota.limit[KVQ__HOST_BYTES] = info_of().used[KVQ__HOST_BYTES];
     assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
     kit.core->config.release_work = 8;
@@ -339,12 +338,11 @@ static void test_refused_beside_what_ended(void **state)
     uint64_t idle = kit_session(&other, rows, 2, 0), asks = kit_session(&other, rows, 2, 0);
     struct kvq__override o = {.ns = "uid-2000", .set = 1u << KVQ__HOST_BYTES};
     struct kvq_entry_wire e = {.handle = asks, .append = 200};
-    struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
-    r.step = KIT_STEP;
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, KIT_STEP);
     assert_int_equal(kit_step(&other, idle, 400, HEADS, DIM), 0);
     o.quota.limit[KVQ__HOST_BYTES] = kit_of(&other, idle)->ns->used[KVQ__HOST_BYTES];
     assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
-    kvq__core_clock(kit.core, kit.now += 60000000000);
+    kit_pass(&kit, 60000000000);
     fork_many(&m, a, 6912);
     for (uint32_t i = 0; i < MANY; i++)
         assert_int_equal(kvq__session_drop(m.client, kvq__queue_results(m.queue)[i].value, text),
@@ -486,9 +484,7 @@ static uint32_t count_of(uint32_t small, uint32_t large)
 
 static void tick(uint64_t ms)
 {
-    kit.now += ms * 1000000;
-    kvq__core_clock(kit.core, kit.now);
-    kvq__core_tick(kit.core);
+    kit_tick(&kit, ms * 1000000);
 }
 
 // Many named sessions that nobody has open: what is opened is found without looking at the others,

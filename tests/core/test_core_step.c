@@ -388,8 +388,7 @@ static void test_packer_fails(void **state)
                                    .q_row = QUERIES},
                                   {.handle = handle, .position = 300, .queries = QUERIES}};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e[0], NULL), 0);
-    struct kvq_request r = kit_header(KVQ_OP_APPEND_ATTEND, 2);
-    r.step = 5;
+    struct kvq_request r = kit_of_step(KVQ_OP_APPEND_ATTEND, 2, 5);
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
     r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);

@@ -144,6 +144,15 @@ int vault_save(struct vault *v, struct kvq__core *core, const struct kvq__save_s
     return 0;
 }
 
+void vault_save_packed(struct vault *v, struct kit *kit, const char *ns, const char *name)
+{
+    const struct kvq__save_spec spec = {.ns = ns, .name = name};
+    int rc;
+    while ((rc = vault_save(v, kit->core, &spec, NULL)) == 1)
+        kit_pack(kit);
+    MUST(rc == 0);
+}
+
 struct reading {
     struct vault *vault;
     const struct vault_session *from;

@@ -41,6 +41,8 @@ void vault_close(struct vault *v);
 // Saves it to the end. 1: something has to end first. *stored may be NULL: whether anything was.
 int vault_save(struct vault *v, struct kvq__core *core, const struct kvq__save_spec *spec,
                bool *stored);
+// Packs what has to be, and saves, which works.
+void vault_save_packed(struct vault *v, struct kit *kit, const char *ns, const char *name);
 // Writes what was copied and ends the save.
 void vault_write(struct vault *v, struct kvq__save **save);
 struct vault_session *vault_find(struct vault *v, const char *name, uint32_t shard);

@@ -113,6 +113,12 @@ static int setup_with(uint64_t work_stream_bytes)
     return 0;
 }
 
+void stream_ends(struct streamer *s)
+{
+    stream_ready(s);
+    kit_settle(&s->m);
+}
+
 int stream_setup(void **state)
 {
     return setup_with(0);

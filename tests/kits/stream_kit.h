@@ -52,6 +52,7 @@ void stream_order(struct streamer *s, struct kvq_request *r);
 // Skips the test where clients have no timelines.
 void stream_needed(void);
 void stream_ready(struct streamer *s); // its stream comes to its last signal
+void stream_ends(struct streamer *s);  // and what was asked for in its order has ended
 uint64_t stream_done(const struct streamer *s);
 // Holds a stream of the driver's back, or lets it go on.
 void stream_stall(struct kvq_gpu_stream *stream, bool held);
