@@ -436,6 +436,13 @@ uint64_t kit_opened(struct member *m, const struct kvq__session_spec *spec)
     return info.handle;
 }
 
+void kit_drop(struct member *m, uint64_t handle)
+{
+    char text[KVQ_TEXT_BYTES] = "";
+    if (kvq__session_drop(m->client, handle, text) != 0)
+        kit_die(__FILE__, __LINE__, text);
+}
+
 static int give_book(void *context, const char *name, uint32_t layer,
                      const struct kvq_format *format, const struct kvq_shape *shape,
                      struct kvq_book *book, void **hold, char *why)

@@ -112,6 +112,7 @@ uint64_t kit_session(struct member *m, const struct kvq__layer_row *rows, uint32
 void kit_codebooks(struct kit *kit);
 // Opens one that can be opened, or aborts with what the core said.
 uint64_t kit_opened(struct member *m, const struct kvq__session_spec *spec);
+void kit_drop(struct member *m, uint64_t handle); // which can be dropped
 struct kvq__session *kit_of(struct member *m, uint64_t handle);
 // Gives a session, which has none, a name.
 static inline void kit_name(struct kvq__session *s, const char *name)

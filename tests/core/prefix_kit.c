@@ -112,7 +112,7 @@ uint64_t feed(struct member *m, const struct kvq__session_spec *spec, uint32_t t
 
 void drop(struct member *m, uint64_t handle)
 {
-    assert_int_equal(kvq__session_drop(m->client, handle, text), 0);
+    kit_drop(m, handle);
 }
 
 void attend(struct member *m, uint64_t handle, uint32_t layer, float *out)

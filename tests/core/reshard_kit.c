@@ -102,7 +102,7 @@ uint64_t tokens_of(const struct set *s)
 
 void drop(const struct set *s)
 {
-    assert_int_equal(kvq__session_drop(m.client, s->handles[0], text), 0);
+    kit_drop(&m, s->handles[0]);
 }
 
 // ---- Steps ----

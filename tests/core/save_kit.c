@@ -131,7 +131,7 @@ uint64_t save_and_restore(uint64_t handle, const char *name)
 
 void drop(uint64_t handle)
 {
-    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    kit_drop(&m, handle);
 }
 
 void truncate_by(uint64_t handle, uint32_t n)

@@ -56,7 +56,7 @@ static void test_turns(void **state)
     assert_int_equal(kit.core->n_demoted, 2);
     // They go on where they are wanted, and are dropped wherever they are.
     for (uint32_t i = 0; i < 6; i++)
-        assert_int_equal(kvq__session_drop(of[i]->client, handles[i], text), 0);
+        kit_drop(of[i], handles[i]);
     rest();
     assert_int_equal(kit.core->n_demoted, 0);
 }
@@ -193,7 +193,7 @@ static void test_flag(void **state)
     r.deadline_ns = kit.now + SECOND;
     assert_int_equal(kit_request(&other, &r, &e), 1);
     let_go(handles);
-    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    kit_drop(&m, handles[0]);
     assert_int_equal(kit_again(&other), 0);
     assert_int_equal(status_of(&other), 0);
     assert_int_equal(evicted(), 0);
@@ -232,7 +232,7 @@ static void test_order(void **state)
     assert_int_equal(begin(&m, opened(&m, "x"), 9, SESSION, 10 * SECOND), 1);
     assert_int_equal(begin(&other, opened(&other, "y"), 9, SESSION, 10 * SECOND), 1);
     kvq__session_unref(s[0]);
-    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    kit_drop(&m, handles[0]);
     assert_int_equal(kit_again(&other), 1); // not its turn
     assert_int_equal(kit_again(&m), 0);
     assert_int_equal(status_of(&m), 0);
@@ -240,7 +240,7 @@ static void test_order(void **state)
     // The next one asks for more than gets free, and a smaller one behind it does not mind.
     assert_int_equal(begin(&m, handles[1], 10, SESSION, 10 * SECOND), 1);
     kvq__session_unref(s[3]);
-    assert_int_equal(kvq__session_drop(m.client, handles[3], text), 0);
+    kit_drop(&m, handles[3]);
     assert_int_equal(kit_again(&m), 1);
     assert_int_equal(kit_again(&other), 0);
     assert_int_equal(kit_again(&m), 1);
@@ -315,7 +315,7 @@ static void test_all_or_nothing(void **state)
     fill_home(handles);
     kvq__session_ref(kit_of(&m, handles[2]));
     kvq__session_ref(kit_of(&m, handles[3]));
-    assert_int_equal(kvq__session_drop(m.client, handles[0], text), 0);
+    kit_drop(&m, handles[0]);
     uint64_t used = kit.core->pools[home].used_bytes;
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 2);
     struct kvq_entry_wire e[2] = {entry(&other, x, SESSION), entry(&other, y, SESSION)};
@@ -482,7 +482,7 @@ static void test_first_request(void **state)
                                            .n_layers = 1,
                                            .flags = KVQ__OPEN_READ_ONLY};
     reader = kit_opened(&other, &spec);
-    assert_int_equal(kvq__session_drop(m.client, handles[4], text), 0);
+    kit_drop(&m, handles[4]);
     rest();
     assert_false(is_home(&m, handles[0])); // nobody has asked since there is room
     attend(&other, reader, out);
@@ -529,7 +529,7 @@ static void test_lowered(void **state)
     assert_false(is_home(&m, a) || is_home(&m, b));
     struct kvq_entry_wire e = entry(&m, c, 1);
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 7, e, NULL), 0);
-    assert_int_equal(kvq__session_drop(m.client, c, text), 0);
+    kit_drop(&m, c);
     limit.quota.limit[which] = SESSION_BYTES;
     assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
     attend(&m, a, after);
@@ -554,7 +554,7 @@ static void test_prefixes_elsewhere(void **state)
     assert_int_equal(kit_step(&m, a, SESSION, HEADS, DIM), 0);
     rest();
     kvq__core_tick(kit.core);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     rest();
     uint64_t kept = ns->used[KVQ__DEVICE_BYTES];
     assert_true(kept > 0);

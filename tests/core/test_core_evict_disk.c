@@ -282,7 +282,7 @@ static void test_beside_a_restore(void **state)
     assert_int_equal(step(&m, big, 14 * PAGE), 0); // 56 of them
     struct kvq__save_spec save = {.name = id_of(&m, big)};
     assert_int_equal(vault_save(&vault, kit.core, &save, NULL), 0);
-    assert_int_equal(kvq__session_drop(m.client, big, text), 0);
+    kit_drop(&m, big);
     uint64_t x = opened(&other, "");
     assert_int_equal(step(&other, x, PAGE), 0);
     kvq__pools_trim(kit.core, 0, UINT64_MAX);

@@ -97,13 +97,12 @@ static void test_append_is_held(void **state)
 // A session that is dropped meanwhile keeps its blocks from others until the GPU is done with them.
 static void test_dropped_while_under_way(void **state)
 {
-    char text[KVQ_TEXT_BYTES];
     stream_needed();
     assert_int_equal(begin(&one), 0);
     assert_int_equal(append(&one), 0);
     assert_int_equal(attend(&one, TOKENS), 0);
     const uint64_t used = kit.core->pools[1].used_bytes;
-    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    kit_drop(&one.m, one.session);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
     stream_ends(&one);
     assert_int_equal(kit.core->pools[1].used_bytes, 0);
@@ -276,8 +275,8 @@ static void test_given_back_beside_a_stalled(void **state)
         assert_int_equal(kvq__session_open(two.m.client, &spec, &info, text), 0);
         assert_int_equal(kit_step(&two.m, info.handle, MANY, HEADS, DIM), 0);
         assert_true(pools[1].used_bytes > gpu && pools[0].used_bytes > host);
-        assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
-        assert_int_equal(kvq__session_drop(two.m.client, two.session, text), 0);
+        kit_drop(&two.m, info.handle);
+        kit_drop(&two.m, two.session);
         assert_true(pools[1].used_bytes == gpu && pools[0].used_bytes == host);
         stream_session(&two, "two", "f16");
     }
@@ -287,7 +286,7 @@ static void test_given_back_beside_a_stalled(void **state)
     for (int i = 0; i < 64; i++)
         assert_int_equal(kit_step(&two.m, info.handle, 1, HEADS, DIM), 0);
     assert_int_equal(pools[0].used_bytes, host + 4 * strip); // the shorter blocks are gone
-    assert_int_equal(kvq__session_drop(two.m.client, info.handle, text), 0);
+    kit_drop(&two.m, info.handle);
     assert_int_equal(stream_done(&one), 0);
 }
 
@@ -324,7 +323,6 @@ static void test_gone_beside_a_stalled(void **state)
 static void test_shared_with_a_stalled(void **state)
 {
     enum { SHEET = (KVQ__SHEET_PAGES + 1) * KVQ_BLOCK_TOKENS };
-    char text[KVQ_TEXT_BYTES];
     const struct kvq__pool *pool = &kit.core->pools[1];
     uint64_t fork;
     stream_needed();
@@ -334,8 +332,8 @@ static void test_shared_with_a_stalled(void **state)
     assert_int_equal(kvq__page_owners(&kit_of(&one.m, one.session)->layers[0], 0), 2);
     assert_int_equal(attend(&one, 0), 0);
     const uint64_t used = pool->used_bytes;
-    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
-    assert_int_equal(kvq__session_drop(one.m.client, fork, text), 0);
+    kit_drop(&one.m, one.session);
+    kit_drop(&one.m, fork);
     assert_int_equal(pool->used_bytes, used);
     stream_ends(&one);
     assert_int_equal(pool->used_bytes, 0);
@@ -477,10 +475,9 @@ static void test_gone_while_packing(void **state)
 static void test_dropped_while_packing(void **state)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
-    char text[KVQ_TEXT_BYTES];
     assert_int_equal(kit_of(&one.m, one.session)->refs, 0);
     const uint64_t used = kit.core->pools[1].used_bytes;
-    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
+    kit_drop(&one.m, one.session);
     assert_int_equal(kit.core->pools[1].used_bytes, used);
     stream_stall(stream, false);
     stream_settle(&one);

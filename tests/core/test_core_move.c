@@ -236,7 +236,7 @@ static void test_round_trip(void **state)
         uint64_t same = fed("same", TOKENS + (i + 1) * 150);
         attend(same, again);
         assert_memory_equal(bits, again, sizeof bits);
-        assert_int_equal(kvq__session_drop(m.client, same, text), 0);
+        kit_drop(&m, same);
     }
 }
 
@@ -285,7 +285,7 @@ static void open_with_codebook(void)
     struct kvq__session_spec spec = {
         .name = "chat", .place = "host", .layers = &row, .n_layers = 1};
     kit_codebooks(&kit);
-    assert_int_equal(kvq__session_drop(m.client, session, text), 0);
+    kit_drop(&m, session);
     session = kit_opened(&m, &spec);
 }
 
@@ -311,7 +311,7 @@ static void test_codebooks(void **state)
     assert_null(l->gpu_book.k);
     attend(session, again);
     assert_memory_equal(bits, again, sizeof bits);
-    assert_int_equal(kvq__session_drop(m.client, session, text), 0);
+    kit_drop(&m, session);
     assert_int_equal(kit.holds, 0);
 }
 
@@ -485,7 +485,7 @@ static void test_dropped(void **state)
             for (uint32_t i = 0; i < turns; i++)
                 poll();
             over = info_of(&info).finished;
-            assert_int_equal(kvq__session_drop(m.client, session, text), 0);
+            kit_drop(&m, session);
             assert_int_equal(info_of(&info).status, over ? 0 : KVQ_E_CANCELLED);
             rest();
             assert_int_equal(used(0), 0);

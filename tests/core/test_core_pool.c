@@ -305,7 +305,6 @@ static void test_passing_is_unseen(void **state)
 {
     struct member m;
     uint64_t handle, known;
-    char text[KVQ_TEXT_BYTES];
     start(1, LARGE);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     for (int session = 0; session < 2; session++) {
@@ -314,7 +313,7 @@ static void test_passing_is_unseen(void **state)
         kit_pack(&kit);
         (void)told_of(&m, handle, &known);
         if (session == 0)
-            assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+            kit_drop(&m, handle);
     }
     uint64_t needs = (pool()->used_bytes + EXTENT - 1) / EXTENT;
     pass_time();
@@ -333,7 +332,6 @@ static void test_told_again(void **state)
 {
     struct member m;
     uint64_t handle, known;
-    char text[KVQ_TEXT_BYTES];
     start(1, LARGE);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     kvq__extents_untell(m.client); // nothing was told
@@ -351,7 +349,7 @@ static void test_told_again(void **state)
     kvq__extents_untell(m.client);
     assert_int_equal(told_of(&m, handle, &known), unheard);
     kvq__extents_untell(m.client);
-    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    kit_drop(&m, handle);
     pass_time();
     assert_int_equal(extents_taken(), heard + unheard);
     core_check(kit.core);

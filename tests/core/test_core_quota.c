@@ -173,7 +173,7 @@ static void test_never_more(void **state)
     assert_int_equal(info.last_more, 2 * PAGE_BYTES);
     assert_int_equal(kit_step(&m, a, PAGE, 2, DIM), 0); // to the byte
     assert_int_equal(kit_step(&m, b, 1, 2, DIM), KVQ_E_QUOTA);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     assert_int_equal(kit_step(&m, b, 3 * PAGE, 2, DIM), 0);
 }
 
@@ -190,7 +190,7 @@ static void test_growing(void **state)
     core_check(kit.core);
     assert_int_equal(kit_step(&m, a, PAGE - 64, 2, DIM), KVQ_E_QUOTA);
     set("team", KVQ__HOST_BYTES, PAGE_BYTES - 1);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     a = fed("team", "a", 0);
     assert_int_equal(kit_step(&m, a, 64, 2, DIM), 0);
     assert_int_equal(kit_step(&m, a, 1, 2, DIM), KVQ_E_QUOTA);
@@ -214,9 +214,9 @@ static void test_lowered(void **state)
     assert_int_equal(info_of("team").used[KVQ__HOST_BYTES], 4 * PAGE_BYTES);
     // Below the limit there is room again, but not before.
     set("team", KVQ__HOST_BYTES, 2 * PAGE_BYTES);
-    assert_int_equal(kvq__session_drop(m.client, fork, text), 0);
+    kit_drop(&m, fork);
     assert_int_equal(kit_step(&m, b, 1, 2, DIM), KVQ_E_QUOTA);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     assert_int_equal(kit_step(&m, b, 1, 2, DIM), 0);
     assert_int_equal(kit_step(&m, b, PAGE, 2, DIM), KVQ_E_QUOTA);
     assert_int_equal(change(&admin, &(struct kvq__override){.ns = "team"}), 0);

@@ -121,7 +121,7 @@ static void test_drop_while_reading(void **state)
     memcpy(other.memory + Q_AT, m.memory + Q_AT, OUT_BYTES);
     assert_int_equal(begin_attend(&other, reader, 100), KVQ__RUN);
     uint64_t used = kit.core->pools[0].used_bytes;
-    assert_int_equal(kvq__session_drop(m.client, writer, text), 0);
+    kit_drop(&m, writer);
     assert_int_equal(kit.core->pools[0].used_bytes, used); // deferred
     core_check(kit.core);
     memset(m.memory, 0, BUFFER / 4);
@@ -140,7 +140,7 @@ static void test_drop_between_passes(void **state)
     uint64_t writer = open_named(&m, 0, 0), reader = open_named(&other, KVQ__OPEN_READ_ONLY, 0);
     assert_int_equal(kit_step(&m, writer, 300, HEADS, DIM), 0);
     assert_int_equal(begin_attend(&other, reader, 300), KVQ__RUN); // packs
-    assert_int_equal(kvq__session_drop(m.client, writer, text), 0);
+    kit_drop(&m, writer);
     assert_int_equal(finish(&other, KVQ__RUN), KVQ_E_CANCELLED);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
 }
@@ -244,7 +244,7 @@ static void test_zeroed(void **state)
     uint64_t handle = kit_session(&m, &row, 1, 0);
     assert_int_equal(kit_step(&m, handle, 128, HEADS, DIM), 0);
     kit_pack(&kit); // so that raw and packed blocks have been written to
-    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    kit_drop(&m, handle);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
     assert_int_equal(kit.extents_out, 1);
     assert_int_equal(member_open(&kit, &stranger, 1001, BUFFER), 0);

@@ -106,7 +106,7 @@ static void test_forks_live_on(void **state)
     uint64_t used = kit.core->pools[0].used_bytes;
     same_view(b, c, 3968);
     core_check(kit.core);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     core_check(kit.core);
     assert_int_equal(*kvq__ids_at(&kit_of(&m, c)->ids, 3967), 3 * 3967);
     assert_int_equal(*kvq__ids_at(&kit_of(&m, c)->ids, 5), 3 * 5);
@@ -115,13 +115,13 @@ static void test_forks_live_on(void **state)
     kit_pack(&kit);
     core_check(kit.core);
     same_view(b, c, 3968);
-    assert_int_equal(kvq__session_drop(m.client, b, text), 0);
+    kit_drop(&m, b);
     assert_int_equal(
         kit_simple(&m, KVQ_OP_TRUNCATE, 0,
                    (struct kvq_entry_wire){.handle = c, .position = 4268, .list_token = 0}, NULL),
         0);
     core_check(kit.core);
-    assert_int_equal(kvq__session_drop(m.client, c, text), 0);
+    kit_drop(&m, c);
     assert_true(kit.core->pools[0].used_bytes < used / 2); // what one alone had is free
     assert_int_equal(kit_of(&m, d)->tokens, 1024);
 }
@@ -161,8 +161,7 @@ static void test_forks_in_pieces(void **state)
     assert_int_equal(kit.core->n_sessions, 1 + MANY);
     core_check(kit.core);
     for (uint32_t i = 0; i < MANY; i++)
-        assert_int_equal(kvq__session_drop(m.client, kvq__queue_results(m.queue)[i].value, text),
-                         0);
+        kit_drop(&m, kvq__queue_results(m.queue)[i].value);
     core_check(kit.core);
 }
 
@@ -189,7 +188,7 @@ static void test_forks_meanwhile(void **state)
     assert_int_equal(kit_step(&m, a, 300, HEADS, DIM), 0);
     kit_pack(&kit);
     assert_int_equal(kvq__request_continue(other.queue), KVQ__AGAIN);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     enum kvq__progress p;
     while ((p = kvq__request_continue(other.queue)) != KVQ__DONE)
         if (p == KVQ__RUN)
@@ -230,7 +229,7 @@ static void test_forks_undone(void **state)
     core_check(kit.core);
     kvq__queue_close(&other.queue);
     member_free(&other);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
 }
 
 // ---- What has ended ----
@@ -296,7 +295,7 @@ static void test_forks_end_in_pieces(void **state)
     }
     kvq__queue_close(&other.queue);
     member_free(&other);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     assert_true(all_pieces() > 3);
     assert_int_equal(info_of().used[KVQ__TABLE_BYTES], tables);
     assert_int_equal(kit.core->pools[0].used_bytes, used);
@@ -314,7 +313,7 @@ static void test_room_of_what_ended(void **state)
     assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
     kit.core->config.release_work = 8;
     kit_poll(kit.core);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     kit_load(&m, &r, &e);
     enum kvq__progress p = kvq__request_start(m.queue);
     uint32_t waits = 0;
@@ -345,8 +344,7 @@ static void test_refused_beside_what_ended(void **state)
     kit_pass(&kit, 60000000000);
     fork_many(&m, a, 6912);
     for (uint32_t i = 0; i < MANY; i++)
-        assert_int_equal(kvq__session_drop(m.client, kvq__queue_results(m.queue)[i].value, text),
-                         0);
+        kit_drop(&m, kvq__queue_results(m.queue)[i].value);
     assert_true(kit.core->pools[0].n_ended > MANY / 2);
     core_check(kit.core);
     uint64_t looks = kit.core->shortage_looks;
@@ -372,7 +370,7 @@ static void test_tables_of_what_ended(void **state)
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), KVQ_E_QUOTA);
     kit.core->config.release_work = 1;
     kit_poll(kit.core);
-    assert_int_equal(kvq__session_drop(m.client, b, text), 0);
+    kit_drop(&m, b);
     assert_false(TAILQ_EMPTY(&kit.core->ended));
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
     core_check(kit.core);
@@ -391,7 +389,7 @@ static void test_forks_fail(void **state)
         kit.fail_one_in = 0;
         failed += rc == KVQ_E_NO_MEMORY;
         if (rc == 0)
-            assert_int_equal(kvq__session_drop(m.client, fork, text), 0);
+            kit_drop(&m, fork);
         kit_poll(kit.core);
         assert_true(kit.allocated_out - before < 8192); // handles come in chunks
         assert_int_equal(kit.core->pools[0].used_bytes, used);
@@ -446,9 +444,9 @@ static void test_empty_sessions_count(void **state)
     assert_int_equal(info.last_refused, KVQ__TABLE_BYTES);
     // What is there can be had, by who says which layers it has, too.
     assert_int_equal(open_named("s0", KVQ_MAX_LAYERS, &handle), 0);
-    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    kit_drop(&m, handle);
     assert_int_equal(open_named(name, KVQ_MAX_LAYERS, &handle), 0); // there is room for one again
-    assert_int_equal(kvq__session_drop(m.client, handle, text), 0);
+    kit_drop(&m, handle);
 }
 
 // Each thing that grows is refused by the limit's code, and works once there is room.
@@ -470,7 +468,7 @@ static void test_growth_counts(void **state)
     assert_int_equal(kit_step(&m, a, 400, HEADS, DIM), 0);
     assert_true(info_of().used[KVQ__TABLE_BYTES] > used);
     fork_at(a, kit_of(&m, a)->tokens);
-    assert_int_equal(kvq__session_drop(m.client, a, text), 0);
+    kit_drop(&m, a);
     assert_true(info_of().used[KVQ__TABLE_BYTES] > 0); // the fork's
 }
 

@@ -522,7 +522,7 @@ static void test_codebook_holds(void **state)
     struct kvq_entry_wire e = {.handle = info.handle};
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
     assert_int_equal(kit.holds, 4);
-    assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
+    kit_drop(&m, info.handle);
     assert_int_equal(kit.holds, 2);
     rows[1] = rows[0]; // layer 2 is refused after two were got
     kit.bookless = 2;
@@ -565,7 +565,7 @@ static void test_reading(void **state)
     assert_true(book.k != NULL && hold && kit.holds == before + 1);
     kit.core->config.codebook_release(&kit, hold);
     assert_int_equal(kvq__session_book(m.client, info.handle, 2, &book, &hold, text), KVQ_E_SHAPE);
-    assert_int_equal(kvq__session_drop(m.client, info.handle, text), 0);
+    kit_drop(&m, info.handle);
     assert_int_equal(kvq__session_reading(m.client, info.handle, layers, &path, &shards, text),
                      KVQ_E_STALE);
     assert_int_equal(kvq__session_book(m.client, info.handle, 0, &book, &hold, text), KVQ_E_STALE);
@@ -699,7 +699,7 @@ static void test_rotation_of_existing(void **state)
         } else {
             assert_int_equal(again.v_rotation, rows[i].reported);
         }
-        assert_int_equal(kvq__session_drop(m.client, again.handle, text), 0);
+        kit_drop(&m, again.handle);
         assert_int_equal(kvq__session_close(m.client, again.handle, text), KVQ_E_STALE);
     }
 }

@@ -257,7 +257,7 @@ static uint64_t holds_after(const struct use *use)
     while (kvq__core_moves(kit.core))
         kvq__core_poll(kit.core);
     const uint64_t held = used_now() - before;
-    assert_int_equal(kvq__session_drop(two.m.client, handle, text), 0);
+    kit_drop(&two.m, handle);
     assert_int_equal(used_now(), before);
     return held;
 }
@@ -281,7 +281,6 @@ static void test_in_use_beside_a_stalled(void **state)
 // What client two has of a new session after some steps, which its page table names.
 static uint64_t holds_after_steps(void)
 {
-    char text[KVQ_TEXT_BYTES];
     const struct kvq__pool *pool = &kit.core->pools[1];
     const uint64_t before = pool->used_bytes;
     open_layers(&two, NULL, "oscar2");
@@ -295,7 +294,7 @@ static uint64_t holds_after_steps(void)
     kvq__core_poll(kit.core);
     const uint64_t held = pool->used_bytes - before;
     close_table(&t);
-    assert_int_equal(kvq__session_drop(two.m.client, two.session, text), 0);
+    kit_drop(&two.m, two.session);
     assert_int_equal(pool->used_bytes, before);
     return held;
 }
@@ -416,7 +415,6 @@ struct refusal {
 static bool refused_step(const struct refusal *r, uint64_t n)
 {
     struct streamer twin = one;
-    char text[KVQ_TEXT_BYTES];
     float *rows = (float *)(void *)one.m.memory;
     for (uint32_t i = 0; i < BUFFER / sizeof *rows; i++) // blocks that were freed hold other codes
         rows[i] = (float)((i + n) * 2654435761u >> 16) / 32768 - 1;
@@ -441,8 +439,8 @@ static bool refused_step(const struct refusal *r, uint64_t n)
     same_outliers(&one, &twin);
     core_check(kit.core);
     close_table(&t);
-    assert_int_equal(kvq__session_drop(one.m.client, one.session, text), 0);
-    assert_int_equal(kvq__session_drop(one.m.client, twin.session, text), 0);
+    kit_drop(&one.m, one.session);
+    kit_drop(&one.m, twin.session);
     return rc != 0;
 }
 

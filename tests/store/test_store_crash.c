@@ -247,9 +247,8 @@ static void dropped_stays_dropped(void **state)
         drop_some(&k, &w, "a");
         add_some(&k, &w, "b", 4);
         compact_all(&k); // what is left of the first goes to the third
-        if (seed % 2) {  // the next process does not know what the one before it has removed
+        if (seed % 2)    // the next process does not know what the one before it has removed
             reopen_store();
-        }
         drop_some(&k, &w, "b");
         compact_all(&k);
         assert_null(fault_find(&disk, "/store/segment-0000000000000002.kvqs"));
