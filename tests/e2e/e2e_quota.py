@@ -77,21 +77,6 @@ class Quotas(Stored):
             self.assertEqual(session.refresh(), 512)
             tokens.feed(self.queue, session, 1)
 
-    def test_sessions(self):
-        tokens = Tokens(2, 4)
-        a = self.client.session(tokens.rows, "f16", name="a")
-        self.client.session(tokens.rows, "f16", name="b")
-        self.quota("set", OWN, "--sessions", "1")
-        self.fails(kvq.Code.E_QUOTA, self.client.session, tokens.rows, "f16", name="c",
-                   text=(OWN, "1 sessions", "it has 2", "1 more", "--sessions"))
-        a.close()
-        a = self.client.session(name="a")  # it is there, and may be opened
-        self.assertEqual(self.used("sessions"), 2)
-        a.drop()
-        self.fails(kvq.Code.E_QUOTA, self.client.session, tokens.rows, "f16", name="c")
-        self.quota("delete", OWN)
-        self.client.session(tokens.rows, "f16", name="c")
-
     def test_disk(self):
         """What is saved counts, also after a restart; a save above the limit is refused."""
         tokens = Tokens(3, 2000)
