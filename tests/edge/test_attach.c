@@ -29,6 +29,14 @@
 #include "tests/edge/attach_kit.h"
 #include "tests/kits/unit.h"
 
+static int memfd_of(off_t bytes, int seals)
+{
+    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, bytes), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, seals), 0);
+    return fd;
+}
+
 static void test_hello(void **state)
 {
     begin_counting();
@@ -102,9 +110,7 @@ static void test_garbage(void **state)
 static void test_descriptors_are_counted(void **state)
 {
     begin_counting();
-    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING), fds[24];
-    assert_int_equal(ftruncate(fd, 4096), 0);
-    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    int fd = memfd_of(4096, F_SEAL_SHRINK), fds[24];
     for (int i = 0; i < 24; i++)
         fds[i] = fd;
     static const uint32_t counts[] = {0, 2};
@@ -205,8 +211,7 @@ static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, co
 static void test_imports(void **state)
 {
     begin_counting();
-    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    assert_int_equal(ftruncate(fd, 16384), 0);
+    int fd = memfd_of(16384, 0);
     import_refused(fd, 0, 4096, KVQ_E_BUFFER, "F_SEAL_SHRINK");
     assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
     import_refused(fd, 0, 16385, KVQ_E_BUFFER, "16384 bytes long");
@@ -218,9 +223,7 @@ static void test_imports(void **state)
     int file = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
     import_refused(file, 0, 4096, KVQ_E_BUFFER, "not a memfd");
     close(file);
-    int sealed = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    assert_int_equal(ftruncate(sealed, 4096), 0);
-    assert_int_equal(fcntl(sealed, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_WRITE), 0);
+    int sealed = memfd_of(4096, F_SEAL_SHRINK | F_SEAL_WRITE);
     import_refused(sealed, 0, 4096, KVQ_E_BUFFER, "open for writing");
     close(sealed);
 
@@ -262,9 +265,7 @@ static void test_buffers(void **state)
 static void test_buffers_of_all(void **state)
 {
     begin_counting();
-    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    assert_int_equal(ftruncate(fd, 8 << 20), 0);
-    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    int fd = memfd_of(8 << 20, F_SEAL_SHRINK);
     struct peer *p[3] = {peer_attached(), peer_attached(), peer_attached()};
     assert_int_equal(peer_create_buffer(p[0], 8 << 20), 0);
     assert_int_equal(peer_import(p[1], &fd, 1, 0, 8 << 20), 0);
@@ -328,9 +329,7 @@ static void test_replies_nobody_hears(void **state)
 static void test_cancel(void **state)
 {
     begin_counting();
-    int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    assert_int_equal(ftruncate(fd, 4096), 0);
-    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
+    int fd = memfd_of(4096, F_SEAL_SHRINK);
     struct peer *p = peer_attached(), *other = peer_attached();
     peer_cancel(p, p->next_id); // of hello
     peer_cancel(p, 12345);
