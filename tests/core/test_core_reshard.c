@@ -46,11 +46,6 @@ static void check(bool stages, uint64_t tokens, uint32_t from, uint32_t to)
 static const uint32_t pairs[][2] = {{2, 1}, {2, 4}, {2, 8}, {4, 2}, {1, 2}, {8, 1}, {1, 8}};
 enum { PAIRS = sizeof pairs / sizeof *pairs };
 
-static bool full(void)
-{
-    return getenv("KVQ_FULL") != NULL;
-}
-
 static bool is_dealt(const struct kvq_format *f)
 {
     return !kvq_has_centroids(f) && f->k_token_scale != KVQ_SCALE_L2_CROSS;
@@ -69,7 +64,7 @@ static void test_all_formats(void **state)
     static const uint64_t counts[] = {40, 513, 300, 640};
     uint32_t n = 0;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++) {
-        if (!is_dealt(f) || (!full() && is_like_last(f)))
+        if (!is_dealt(f) || (!long_tier() && is_like_last(f)))
             continue;
         format = f->outliers ? OUTLIERS : f->name;
         rollback = n % 2 ? 11 : 0;
@@ -85,7 +80,7 @@ static void test_all_numbers(void **state)
     static const char *const kinds[] = {"f16", "kivi-sink2", OUTLIERS, "innerq-hybrid"};
     for (uint32_t i = 0; i < 4; i++)
         for (uint32_t p = 0; p < PAIRS; p++) {
-            if (!full() && p % 4 != i)
+            if (!long_tier() && p % 4 != i)
                 continue;
             format = kinds[i];
             rollback = p % 3 * 20;

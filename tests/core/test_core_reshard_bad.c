@@ -188,7 +188,7 @@ static void use(struct set *s)
 static void check_hostile(const char *name)
 {
     static const uint32_t numbers[] = {1, 4, 8};
-    uint32_t rounds = getenv("KVQ_FULL") ? 20000 : 600, refusals = 0, taken = 0;
+    uint32_t rounds = long_tier() ? 20000 : 600, refusals = 0, taken = 0;
     prepare(name, 2);
     struct vault_session *from[] = {vault_find(&vault, "it", 0), vault_find(&vault, "it", 1)};
     struct untouched good[2];

@@ -476,8 +476,7 @@ static void test_growth_counts(void **state)
 
 static uint32_t count_of(uint32_t small, uint32_t large)
 {
-    const char *full = getenv("KVQ_FULL");
-    return full && *full == '1' ? large : small;
+    return long_tier() ? large : small;
 }
 
 static void tick(uint64_t ms)

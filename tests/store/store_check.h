@@ -47,6 +47,21 @@ static inline void lose_catalog(void)
     (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
 }
 
+static inline int drop_session(const char *name)
+{
+    return kvq_store_delete(k.store, "uid-1", name, k.text, sizeof k.text);
+}
+
+// Until there is no more to do, in steps of so many bytes, of segments of which so much is dead.
+static inline void compact_all(uint64_t step_bytes, uint32_t dead_percent)
+{
+    struct kvq_store_freed freed;
+    do {
+        if (kvq_store_compact(k.store, step_bytes, dead_percent, &freed, k.text, sizeof k.text))
+            fail_msg("%s", k.text);
+    } while (freed.more);
+}
+
 static inline void change(struct kit *k, struct world *w, int n)
 {
     struct world after;

@@ -47,11 +47,8 @@ static void space_comes_back(void **state)
     }
     for (int i = 0; i < WORLD_SESSIONS; i++)
         if (w.sessions[i].used && w.sessions[i].shard == 0)
-            assert_int_equal(
-                kvq_store_delete(k.store, "uid-1", w.sessions[i].name, k.text, sizeof k.text), 0);
-    do
-        assert_int_equal(kvq_store_compact(k.store, 1 << 20, 1, &freed, k.text, sizeof k.text), 0);
-    while (freed.more);
+            assert_int_equal(drop_session(w.sessions[i].name), 0);
+    compact_all(1 << 20, 1);
     assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), 0);
     assert_int_equal(kvq_store_status(k.store, &status, k.text, sizeof k.text), 0);
     assert_int_equal(status.sessions, 0);
@@ -182,14 +179,11 @@ static void cap(void **state)
     assert_int_equal(kvq_store_find(k.store, "uid-1", name, 0, &none, k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
     // Deleting works at the cap, compaction too, and then there is room again.
-    struct kvq_store_freed freed;
     for (i = 0; i < 8; i++) {
         snprintf(name, sizeof name, "s%d", i);
-        assert_int_equal(kvq_store_delete(k.store, "uid-1", name, k.text, sizeof k.text), 0);
+        assert_int_equal(drop_session(name), 0);
     }
-    do
-        assert_int_equal(kvq_store_compact(k.store, 1 << 18, 20, &freed, k.text, sizeof k.text), 0);
-    while (freed.more);
+    compact_all(1 << 18, 20);
     save_blocks(&k, &w, "again", 40, &rc);
     assert_int_equal(rc, 0);
     assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
@@ -313,8 +307,8 @@ static void limits(void **state)
     assert_int_equal(kvq_store_limit(k.store, "uid-1", 0, k.text, sizeof k.text), 0);
     assert_int_equal(save_fork(&k, &w, 0, "a", 11, NULL), 0);
     check(&k, &w, "limits");
-    assert_int_equal(kvq_store_delete(k.store, "uid-1", "fork", k.text, sizeof k.text), 0);
-    assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
+    assert_int_equal(drop_session("fork"), 0);
+    assert_int_equal(drop_session("a"), 0);
     assert_int_equal(usage(&k, "uid-1", 0), 0);
     // Those that were given none have the default; what is told counts until a save is committed.
     assert_int_equal(kvq_store_limit(k.store, NULL, 3000, k.text, sizeof k.text), 0);
@@ -407,11 +401,10 @@ static void one_writer(void **state)
     assert_null(other.store);
     assert_int_equal(kvq_save_begin(k.store, &save, k.text, sizeof k.text), 0);
     assert_int_equal(kvq_save_begin(k.store, &second, k.text, sizeof k.text), KVQ_E_BUSY);
-    assert_int_equal(kvq_store_delete(k.store, "uid-1", "x", k.text, sizeof k.text), KVQ_E_BUSY);
+    assert_int_equal(drop_session("x"), KVQ_E_BUSY);
     assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), KVQ_E_BUSY);
     kvq_save_abort(&save);
-    assert_int_equal(kvq_store_delete(k.store, "uid-1", "x", k.text, sizeof k.text),
-                     KVQ_E_NO_SESSION);
+    assert_int_equal(drop_session("x"), KVQ_E_NO_SESSION);
     end_store();
 }
 
@@ -433,7 +426,7 @@ static void stale(void **state)
     assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
     assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
     assert_int_equal(n, 3);
-    assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
+    assert_int_equal(drop_session("a"), 0);
     // A block that was deleted can be read for as long as its bytes are there, and then is gone.
     struct kvq_store_freed freed;
     uint8_t bytes[WORLD_MAX_BYTES], want[WORLD_MAX_BYTES];

@@ -183,22 +183,13 @@ static void add_session(struct kit *k, struct world *w, const char *name)
     }
 }
 
-static void drop_session(struct kit *k, struct world *w, const char *name)
+static void drop_known(struct world *w, const char *name)
 {
     for (int i = 0; i < WORLD_SESSIONS; i++)
         if (strcmp(w->sessions[i].name, name) == 0)
             memset(&w->sessions[i], 0, sizeof w->sessions[i]);
-    if (kvq_store_delete(k->store, "uid-1", name, k->text, sizeof k->text))
-        fail_msg("%s", k->text);
-}
-
-static void compact_all(struct kit *k)
-{
-    struct kvq_store_freed freed;
-    do {
-        if (kvq_store_compact(k->store, UINT64_MAX, 1, &freed, k->text, sizeof k->text))
-            fail_msg("%s", k->text);
-    } while (freed.more);
+    if (drop_session(name))
+        fail_msg("%s", k.text);
 }
 
 // The power fails, the catalog with it, and the store is what *w is.
@@ -218,12 +209,12 @@ static void only_segments(struct kit *k, const struct world *w, uint64_t seed)
     fault_close(&disk);
 }
 
-static void drop_some(struct kit *k, struct world *w, const char *series)
+static void drop_some(struct world *w, const char *series)
 {
     char name[8];
     for (int i = 1; i <= 3; i++) {
         snprintf(name, sizeof name, "%s%d", series, i);
-        drop_session(k, w, name);
+        drop_known(w, name);
     }
 }
 
@@ -244,13 +235,13 @@ static void dropped_stays_dropped(void **state)
     for (uint64_t seed = 1; seed <= 64; seed++) {
         begin_store(seed, seed);
         add_some(&k, &w, "a", 5);
-        drop_some(&k, &w, "a");
+        drop_some(&w, "a");
         add_some(&k, &w, "b", 4);
-        compact_all(&k); // what is left of the first goes to the third
-        if (seed % 2)    // the next process does not know what the one before it has removed
+        compact_all(UINT64_MAX, 1); // what is left of the first goes to the third
+        if (seed % 2) // the next process does not know what the one before it has removed
             reopen_store();
-        drop_some(&k, &w, "b");
-        compact_all(&k);
+        drop_some(&w, "b");
+        compact_all(UINT64_MAX, 1);
         assert_null(fault_find(&disk, "/store/segment-0000000000000002.kvqs"));
         only_segments(&k, &w, seed);
     }

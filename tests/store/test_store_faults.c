@@ -261,7 +261,7 @@ static void deleted_when_full(void **state)
         disk.fail_write = 1; // the DROP's; the catalog's goes through
         disk.fail_count = 1;
         disk.fail_with = ENOSPC;
-        assert_int_equal(kvq_store_delete(k.store, "uid-1", "a", k.text, sizeof k.text), 0);
+        assert_int_equal(drop_session("a"), 0);
         assert_true(disk.n_writes > 1);
         fault_reset_counts(&disk);
         w.sessions[0].used = false;
@@ -427,8 +427,7 @@ static void read_only_disk(void **state)
     change(&k, &w, 20);
     struct world after = w;
     disk.read_only = true;
-    assert_int_equal(kvq_store_delete(k.store, "uid-1", "none", k.text, sizeof k.text),
-                     KVQ_E_NO_SESSION);
+    assert_int_equal(drop_session("none"), KVQ_E_NO_SESSION);
     after.sessions[0] = (struct world_session){.used = true, .name = "x", .shards = 1, .n = 1};
     assert_int_equal(kit_save(&k, &after, "x"), KVQ_E_READ_ONLY);
     check(&k, &w, "read-only");
