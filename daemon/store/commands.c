@@ -111,6 +111,7 @@ static Kvq__StorageReply *storage_reply(struct kvq__task *t)
     r->physical_bytes = s.physical_bytes;
     r->cap_bytes = s.cap_bytes;
     r->free_bytes = s.free_bytes;
+    r->room_bytes = s.room_bytes;
     r->read_only = s.read_only;
     r->queued = t->queued;
     r->working = kvq_arena_text(t->arena, t->working);

@@ -139,6 +139,54 @@ class DryRun(Stored):
         self.make("new")
         self.assertEqual(told(self.dry("drain")), [("lose", "session", OWN, "new")])
 
+    def saved_in_the_end(self):
+        """Names on disk once the daemon has ended, and those that it could not save."""
+        self.daemon.ctl("drain", check=False)
+        self.daemon.stop()
+        lost = {m[1] for m in (re.search('not_saved .*session="?([^" ]+)', line)
+                               for line in self.daemon.lines) if m}
+        self.daemon = self.start()
+        return {e["name"] for e in self.daemon.ctl("storage", "list")}, lost
+
+    def test_end_at_a_limit(self):
+        """What a namespace's disk-bytes refuses, alone or together, is told beforehand."""
+        for name in ("keepme", "other"):
+            self.make(name, 300)
+        size = max(s["packed_bytes"] + s["window_bytes"] + s["table_bytes"]
+                   for s in self.daemon.ctl("session", "list"))
+        why = "it may be lost: its namespace has room for .* on disk"
+        for limit, may_be_lost in ((3 * size, False), (size, True), (10 << 10, True)):
+            self.daemon.ctl("quota", "set", OWN, "--disk-bytes", str(limit))
+            would = self.dry("drain")["would"]
+            self.assertEqual({(w["action"], w["name"]) for w in would},
+                             {("save", "keepme"), ("save", "other")})
+            for w in would:
+                if may_be_lost:
+                    self.assertRegex(w["note"], why)
+                else:
+                    self.assertNotIn("lost", w["note"])
+        self.assertEqual(self.saved_in_the_end(), (set(), {"keepme", "other"}))
+
+    @long_emulated
+    def test_end_of_a_nearly_full_storage(self):
+        """The last MiB are the catalog's: what would be refused for that may be lost, it says."""
+        self.again(storage_bytes="16mb")
+        n = 0
+        while n < 100:
+            session = self.make(f"s{n}", 300)
+            if self.daemon.ctl("session", "save", f"s{n}", check=False)[0]:
+                break
+            n += 1
+        info = session.info()
+        size = info["packed_bytes"] + info["window_bytes"] + info["table_bytes"]
+        status = self.daemon.ctl("storage", "status")
+        self.assertGreater(status["cap_bytes"] - status["physical_bytes"], size)
+        one, = self.dry("drain")["would"]
+        self.assertEqual((one["action"], one["name"]), ("save", f"s{n}"))
+        self.assertRegex(one["note"], "it may be lost: the storage has room for ")
+        names, lost = self.saved_in_the_end()
+        self.assertEqual((len(names), lost), (n, {f"s{n}"}))
+
     def test_kick(self):
         """A client, and its sessions without a name; those with names stay."""
         self.make("named")

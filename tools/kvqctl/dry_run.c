@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "kernels/kernels.h"
 #include "proto/json.h"
 #include "proto/limits.h"
 #include "proto/status.h"
@@ -194,18 +195,75 @@ int kvq__ctl_preview_drop(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
-// How a daemon ends: whether it saves, as it does with a storage that it can write to unless
-// save_on_drain is off, and for how many bytes that has room, as far as can be said beforehand.
-struct ending {
-    bool saves;
-    uint64_t room;
+// What a namespace may still keep on disk, and what its sessions that fit alone want of that.
+struct share {
+    const char *ns;
+    bool limited;
+    uint64_t room, wanted;
 };
 
+// How a daemon ends: whether it saves, as it does with a storage that it can write to unless
+// save_on_drain is off, and for how many bytes storage and namespaces have room.
+struct ending {
+    bool saves;
+    uint64_t room, wanted;
+    struct kvq__ctl_list quotas;
+    struct share *shares;
+    size_t n_shares, last; // last: the one that was found last
+};
+
+// As the daemon counts when it refuses a save, and what is empty, which goes first.
 static uint64_t room_of(const Kvq__StorageReply *r)
 {
-    uint64_t cap = r->cap_bytes > r->physical_bytes ? r->cap_bytes - r->physical_bytes : 0;
-    uint64_t room = r->cap_bytes && cap < r->free_bytes ? cap : r->free_bytes;
-    return room + r->dead_bytes; // which a save that finds no room has removed
+    return r->room_bytes + r->empty_bytes;
+}
+
+// What a save of it takes of the storage, at most: blocks with their heads, and the catalog's rows.
+static uint64_t need_of(const Kvq__Session *s)
+{
+    enum { A_BLOCK = 512 + 2 * 64, KINDS = 2, BESIDE = 4 };
+    uint64_t pages = (s->tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
+    return session_bytes(s) + s->layers * (KINDS * pages + BESIDE) * A_BLOCK;
+}
+
+static int ask_shares(struct kvq__ctl *ctl, struct ending *ending)
+{
+    int result = kvq__ctl_ask_quotas(ctl, &ending->quotas);
+    if (result)
+        return result;
+    ending->shares = calloc(ending->quotas.n + 1, sizeof *ending->shares);
+    if (!ending->shares) {
+        kvq__ctl_list_free(&ending->quotas);
+        return kvq__ctl_refused(KVQ_E_NO_MEMORY, "no memory for a list of namespaces");
+    }
+    for (size_t i = 0; i < ending->quotas.n; i++) {
+        const Kvq__QuotaStatus *q = (const Kvq__QuotaStatus *)ending->quotas.elements[i];
+        uint64_t limit = q->limit ? q->limit->disk_bytes : 0;
+        uint64_t used = q->used ? q->used->disk_bytes : 0;
+        ending->shares[ending->n_shares++] = (struct share){
+            .ns = q->namespace_, .limited = limit > 0, .room = limit > used ? limit - used : 0};
+    }
+    return KVQ_EXIT_OK;
+}
+
+static void free_shares(struct ending *ending)
+{
+    if (ending->shares)
+        kvq__ctl_list_free(&ending->quotas);
+    free(ending->shares);
+}
+
+// NULL: nothing limits it. Sessions of a namespace stand one after the other.
+static struct share *share_of(struct ending *ending, const char *ns)
+{
+    for (size_t i = 0; i < ending->n_shares; i++) {
+        size_t at = (ending->last + i) % ending->n_shares;
+        if (strcmp(ending->shares[at].ns, ns) != 0)
+            continue;
+        ending->last = at;
+        return ending->shares[at].limited ? &ending->shares[at] : NULL;
+    }
+    return NULL;
 }
 
 static int ask_how_it_ends(struct kvq__ctl *ctl, struct ending *ending)
@@ -226,9 +284,10 @@ static int ask_how_it_ends(struct kvq__ctl *ctl, struct ending *ending)
     result = kvq__ctl_ask_storage_status(ctl, &storage);
     ctl->quiet = false;
     *ending = (struct ending){0};
-    if (result == KVQ_EXIT_OK && saves && !storage->read_only)
-        *ending = (struct ending){true, room_of(storage)};
-    return KVQ_EXIT_OK;
+    if (result || !saves || storage->read_only)
+        return KVQ_EXIT_OK;
+    *ending = (struct ending){.saves = true, .room = room_of(storage)};
+    return ask_shares(ctl, ending);
 }
 
 // A session without a name is not saved, nor one of which a shard is missing.
@@ -238,34 +297,65 @@ static bool can_be_saved(const Kvq__Session *s)
     return s->name[0] && whole;
 }
 
-// What is saved of it already needs no room, and how much that is only the save finds out.
-static void tell_end_of(struct plan *plan, const Kvq__Session *s, struct ending *ending)
+// What those want together that fit alone: who does not fit alone is refused, and the others have
+// its room.
+static void count_wanted(struct ending *ending, const Kvq__Session *s)
 {
-    uint64_t bytes = session_bytes(s);
-    if (!ending->saves || !can_be_saved(s)) {
-        tell_session(plan, "lose", s, "");
+    struct share *share = share_of(ending, s->namespace_);
+    uint64_t need = need_of(s), bytes = session_bytes(s);
+    if (!ending->saves || !can_be_saved(s))
         return;
-    }
-    bool fits = bytes <= ending->room;
-    tell_session(plan, "save", s,
-                 fits ? ""
-                      : kvq__ctl_text("; it may be lost: the storage has room for %s",
-                                      kvq__ctl_bytes(ending->room)));
-    ending->room -= fits ? bytes : 0;
+    ending->wanted += need <= ending->room ? need : 0;
+    if (share)
+        share->wanted += bytes <= share->room ? bytes : 0;
 }
 
-static int preview_end(struct kvq__ctl *ctl, struct ending ending)
+// Why it may be lost, or "". Where there is not room for all, nobody knows who is saved first. What
+// is saved of it already needs no room, and how much that is only the save finds out.
+static const char *why_lost(struct ending *ending, const Kvq__Session *s)
+{
+    const struct share *share = share_of(ending, s->namespace_);
+    if (need_of(s) > ending->room || ending->wanted > ending->room)
+        return kvq__ctl_text("; it may be lost: the storage has room for %s%s",
+                             kvq__ctl_bytes(ending->room),
+                             need_of(s) > ending->room ? "" : ", less than all of them need");
+    if (share && (session_bytes(s) > share->room || share->wanted > share->room))
+        return kvq__ctl_text("; it may be lost: its namespace has room for %s on disk%s "
+                             "(disk-bytes of kvqctl quota set)",
+                             kvq__ctl_bytes(share->room),
+                             session_bytes(s) > share->room ? "" : ", less than all of its need");
+    return "";
+}
+
+static void tell_end_of(struct plan *plan, const Kvq__Session *s, struct ending *ending)
+{
+    bool tries = ending->saves && can_be_saved(s);
+    tell_session(plan, tries ? "save" : "lose", s, tries ? why_lost(ending, s) : "");
+}
+
+static void tell_ends(struct plan *plan, const struct kvq__ctl_list *sessions,
+                      struct ending *ending, bool counts)
+{
+    for (size_t i = 0; i < sessions->n; i++) {
+        const Kvq__Session *s = (const Kvq__Session *)sessions->elements[i];
+        if (s->saved)
+            continue;
+        if (counts)
+            count_wanted(ending, s);
+        else
+            tell_end_of(plan, s, ending);
+    }
+}
+
+static int preview_end(struct kvq__ctl *ctl, struct ending *ending)
 {
     struct kvq__ctl_list sessions;
     int result = kvq__ctl_ask_sessions(ctl, &sessions);
     if (result)
         return result;
     struct plan plan = begin(ctl);
-    for (size_t i = 0; i < sessions.n; i++) {
-        const Kvq__Session *s = (const Kvq__Session *)sessions.elements[i];
-        if (!s->saved)
-            tell_end_of(&plan, s, &ending);
-    }
+    tell_ends(&plan, &sessions, ending, true);
+    tell_ends(&plan, &sessions, ending, false);
     kvq__ctl_list_free(&sessions);
     end(&plan);
     return KVQ_EXIT_OK;
@@ -276,12 +366,17 @@ int kvq__ctl_preview_drain(struct kvq__ctl *ctl, char **args)
     (void)args;
     struct ending ending;
     int result = ask_how_it_ends(ctl, &ending);
-    return result ? result : preview_end(ctl, ending);
+    if (result)
+        return result;
+    result = preview_end(ctl, &ending);
+    free_shares(&ending);
+    return result;
 }
 
 int kvq__ctl_preview_shutdown(struct kvq__ctl *ctl, char **args)
 {
-    return ctl->now ? preview_end(ctl, (struct ending){0}) : kvq__ctl_preview_drain(ctl, args);
+    struct ending at_once = {0};
+    return ctl->now ? preview_end(ctl, &at_once) : kvq__ctl_preview_drain(ctl, args);
 }
 
 // Imports and pulls replace what is saved under the name that they end up with.
