@@ -251,6 +251,8 @@ static void write_prefixes(struct writer *w, const struct kvq__snapshot *s)
             idle_bytes),
         ROW("kvqd_prefix_lookups", COUNTER, "", "prefixes that were looked for", lookups),
         ROW("kvqd_prefix_hits", COUNTER, "", "prefixes of which something was found", hits),
+        ROW("kvqd_prefix_evicted", COUNTER, "",
+            "pages of prefixes that nobody had and that made room for others", evicted),
         ROW("kvqd_prefix_asked_tokens", COUNTER, "",
             "tokens, in whole pages, that new sessions were to begin with", asked_tokens),
         ROW("kvqd_prefix_hit_tokens", COUNTER, "", "tokens that sessions began with", hit_tokens),

@@ -51,6 +51,14 @@ def samples(text):
             (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))}
 
 
+def metrics_of(daemon):
+    """All samples of a daemon, asked by its Unix socket."""
+    local = Local(daemon)
+    text = get(local, "/metrics")[2]
+    local.close()
+    return samples(text)
+
+
 def names_of_samples(text):
     """What samples are called, those included of which there are none yet."""
     ends = {"histogram": ("_bucket", "_sum", "_count"), "summary": ("_sum", "_count")}
@@ -480,10 +488,7 @@ class Stores(e2e_storage.Stored):
 
 
     def figures(self):
-        local = Local(self.daemon)
-        text = get(local, "/metrics")[2]
-        local.close()
-        return samples(text)
+        return metrics_of(self.daemon)
 
     def wait_figures(self, **expected):
         """Until gauges have these values: the store is looked at every other second."""

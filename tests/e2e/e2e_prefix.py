@@ -9,7 +9,7 @@ import e2e_storage
 import kvq
 import numpy as np
 
-from e2e_http import wait_times
+from e2e_http import metrics_of, wait_times
 from e2e_rig import MIB, Test, long_emulated
 
 LAYERS, HEADS, DIM, STEP = 2, 2, 64, 512
@@ -244,6 +244,10 @@ class Stored(e2e_storage.Stored):
         self.assertEqual(dropped["pages"], (self.TOKENS + 256) // 128)
         self.assertEqual(self.daemon.status()["pool_used_bytes"], 0)
         self.daemon.wait_log("event=prefix_evicted .*2304 dropped")
+        evicted = sum(s["evicted"] for s in self.daemon.ctl("prefix", "status"))
+        self.assertGreaterEqual(evicted, dropped["pages"])
+        self.assertEqual(evicted, sum(value for name, value in metrics_of(self.daemon).items()
+                                      if name.startswith("kvqd_prefix_evicted_total")))
         self.assertEqual(self.engine.open(self.TOKENS).tokens, self.TOKENS)
 
     @long_emulated
