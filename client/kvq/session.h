@@ -42,7 +42,9 @@ enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ
 enum { KVQ_ATTENTION_DEFAULT = 0, KVQ_ATTENTION_EXACT = 1, KVQ_ATTENTION_FAST = 2 };
 
 /* What the daemon does with a session when the last client has closed it. DEFAULT: drops a session
- * without a name, and keeps a named one for the configured time. */
+ * without a name, and keeps a named one for the configured time. What was saved of a session (by
+ * kvq_session_save, or by a daemon that ended while the session was open) stays on disk with DROP,
+ * too; kvq_session_drop deletes it. */
 enum {
     KVQ_ON_DETACH_DEFAULT = 0,
     KVQ_ON_DETACH_DROP = 1,

@@ -110,6 +110,34 @@ class Saves(Stored):
         self.again()
         self.assertEqual(self.client.session(name="idle").tokens, 100)
 
+    def test_dropped_and_saved(self):
+        """on_detach = drop takes a session out of memory alone, and the log says so; a daemon that
+        ends saves it while it is open, and it is there afterwards."""
+        tokens = Tokens(17, 400)
+        why = "nobody has it open any more, and on_detach is drop"
+        for name, saves in (("bare", False), ("saved", True)):
+            session = self.client.session(tokens.rows, "f16", name=name, on_detach="drop")
+            tokens.feed(self.queue, session, 300, attend=False)
+            if saves:
+                session.save()
+            session.close()
+            gone = self.daemon.wait_log(f'event=session_dropped .*session="?{name}')
+            self.assertIn(why, gone)
+            self.assertEqual("what is saved of it stays on disk" in gone, saves, gone)
+        session = self.client.session(tokens.rows, "f16", name="open", on_detach="drop")
+        tokens.feed(self.queue, session, 300, attend=False)
+        self.daemon.ctl("drain")
+        self.daemon.stop()
+        gone, = [line for line in self.daemon.lines
+                 if "event=session_dropped" in line and "session=open" in line.replace('"', "")]
+        self.assertIn(f"{why}; what is saved of it stays on disk", gone)
+        self.client.close()
+        self.daemon = self.start()
+        self.client = self.daemon.client()
+        self.assertEqual({e["name"] for e in self.daemon.ctl("storage", "list")},
+                         {"saved", "open"})
+        self.assertEqual(self.client.session(name="open", must_exist=True).tokens, 300)
+
     def test_kept_no_longer(self):
         """What nobody opens for keep_seconds is saved before it leaves memory; the log says why it
         went. Without a store it says what was lost."""

@@ -287,8 +287,11 @@ void kvq__session_detached(struct kvq__session *s)
     if (!s->in_step.committing) // nobody is left to end the others' part
         s->core->up->step_leave(s);
     if (s->spec.drop_on_detach)
-        kvq__group_end(s, s->name[0] ? "nobody has it open any more, and on_detach is drop"
-                                     : "nobody has it open any more, and it has no name");
+        kvq__group_end(s, !s->name[0] ? "nobody has it open any more, and it has no name"
+                          : s->saving.kept
+                              ? "nobody has it open any more, and on_detach is drop; what is saved "
+                                "of it stays on disk"
+                              : "nobody has it open any more, and on_detach is drop");
 }
 
 // ---- Telling ----
