@@ -233,6 +233,12 @@ class DryRun(Stored):
         answer = self.dry("storage", "compact")
         self.assertEqual(answer["bytes"], dead)
         self.assertIn("at most", answer["would"][0]["note"])
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory,
+                               "storage", "compact", "--dry-run"], capture_output=True, text=True,
+                              timeout=BOUND)
+        folder = self.daemon.ctl("storage", "status")["folder"]
+        self.assertIn(f"would remove what no session needs in {folder}: ",
+                      done.stdout)
         self.assertEqual(told(self.dry("storage", "gc")), [])  # the drop has done that
         self.assertEqual(self.daemon.ctl("storage", "gc")["freed_bytes"], 0)
         self.assertEqual(self.daemon.ctl("storage", "status")["dead_bytes"], dead)

@@ -29,6 +29,7 @@ struct item {
     const char *action, *what, *ns, *name;
     uint64_t bytes;
     const char *note; // in words, or ""
+    bool is_within;   // name is the place where it lies
 };
 
 static void tell(struct plan *plan, const struct item *item)
@@ -36,7 +37,8 @@ static void tell(struct plan *plan, const struct item *item)
     plan->n++;
     plan->bytes += item->bytes;
     if (!plan->ctl->json) {
-        printf("would %s %s %s", item->action, item->what, kvq__ctl_clean(item->name));
+        printf("would %s %s %s%s", item->action, item->what, item->is_within ? "in " : "",
+               kvq__ctl_clean(item->name));
         if (*item->ns)
             printf(" of %s", kvq__ctl_clean(item->ns));
         printf(": %s%s%s\n", kvq__ctl_bytes(item->bytes), *item->note ? ", " : "", item->note);
@@ -395,9 +397,13 @@ int kvq__ctl_preview_export(struct kvq__ctl *ctl, char **args)
     struct stat there;
     struct plan plan = begin(ctl);
     if (!ctl->connect && stat(args[1], &there) == 0)
-        tell(&plan, &(struct item){ctl->replace ? "overwrite" : "leave", "the file", "", args[1],
-                                   (uint64_t)there.st_size,
-                                   ctl->replace ? "" : "and fail: --replace overwrites it"});
+        tell(&plan,
+             &(struct item){.action = ctl->replace ? "overwrite" : "leave",
+                            .what = "the file",
+                            .ns = "",
+                            .name = args[1],
+                            .bytes = (uint64_t)there.st_size,
+                            .note = ctl->replace ? "" : "and fail: --replace overwrites it"});
     end(&plan);
     return KVQ_EXIT_OK;
 }
@@ -427,8 +433,14 @@ static int find_remote(struct kvq__ctl *ctl, const char *name, struct plan *plan
             continue;
         *found = true;
         if (plan)
-            tell(plan, &(struct item){"remove", "session on the remote store", e->namespace_,
-                                      e->name, e->bytes, ""});
+            tell(plan, &(struct item){
+                           .action = "remove",
+                           .what = "session on the remote store",
+                           .ns = e->namespace_,
+                           .name = e->name,
+                           .bytes = e->bytes,
+                           .note = "",
+                       });
     }
     if (result == KVQ_EXIT_OK)
         kvq__ctl_list_free(&list);
@@ -476,8 +488,13 @@ int kvq__ctl_preview_prefix_drop(struct kvq__ctl *ctl, char **args)
     for (size_t i = 0; i < list.n; i++) {
         const Kvq__PrefixStatus *p = (const Kvq__PrefixStatus *)list.elements[i];
         if ((!ctl->ns || strcmp(ctl->ns, p->namespace_) == 0) && p->idle_bytes)
-            tell(&plan, &(struct item){"drop", "prefixes that no session has", "", p->namespace_,
-                                       p->idle_bytes, ""});
+            tell(&plan, &(struct item){.action = "drop",
+                                       .what = "prefixes that no session has",
+                                       .ns = "",
+                                       .name = p->namespace_,
+                                       .is_within = true,
+                                       .bytes = p->idle_bytes,
+                                       .note = ""});
     }
     kvq__ctl_list_free(&list);
     end(&plan);
@@ -497,7 +514,14 @@ static void tell_limit(struct plan *plan, const char *ns, int which, uint64_t be
         plan->n++;
         printf("would change limit %s of %s %s\n", names[which], kvq__ctl_clean(ns), note);
     } else {
-        tell(plan, &(struct item){"change", "limit", ns, names[which], 0, note});
+        tell(plan, &(struct item){
+                       .action = "change",
+                       .what = "limit",
+                       .ns = ns,
+                       .name = names[which],
+                       .bytes = 0,
+                       .note = note,
+                   });
     }
 }
 
@@ -554,7 +578,13 @@ static int preview_tidy(struct kvq__ctl *ctl, bool compacts, const char *note)
     struct plan plan = begin(ctl);
     uint64_t bytes = compacts ? r->dead_bytes : r->empty_bytes;
     if (bytes)
-        tell(&plan, &(struct item){"remove", "what no session needs", "", r->folder, bytes, note});
+        tell(&plan, &(struct item){.action = "remove",
+                                   .what = "what no session needs",
+                                   .ns = "",
+                                   .name = r->folder,
+                                   .is_within = true,
+                                   .bytes = bytes,
+                                   .note = note});
     end(&plan);
     return KVQ_EXIT_OK;
 }
@@ -584,11 +614,16 @@ int kvq__ctl_preview_kick(struct kvq__ctl *ctl, char **args)
     for (size_t i = 0; i < clients.n; i++) {
         const Kvq__Client *c = (const Kvq__Client *)clients.elements[i];
         if (c->id == id)
-            tell(&plan,
-                 &(struct item){"kick", "client", "", c->name, c->buffer_bytes,
-                                kvq__ctl_text("pid %" PRIu64 "; what it opened with on_detach "
-                                              "drop goes with it",
-                                              c->pid)});
+            tell(&plan, &(struct item){
+                            .action = "kick",
+                            .what = "client",
+                            .ns = "",
+                            .name = c->name,
+                            .bytes = c->buffer_bytes,
+                            .note = kvq__ctl_text("pid %" PRIu64 "; what it opened with on_detach "
+                                                  "drop goes with it",
+                                                  c->pid),
+                        });
     }
     kvq__ctl_list_free(&clients);
     if (plan.n == 0) {
