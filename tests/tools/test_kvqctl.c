@@ -377,6 +377,15 @@ static void test_usage(void **state)
     assert_null(strstr(out, "session drop"));
     assert_non_null(strstr(out, "  --offline DIR")); // of one of them
     assert_int_equal(run(f, "--version", out, sizeof out), 0);
+    static const char shape[] = "size --layers 2 --kv-heads 2 --head-dim 64 --tokens 9 --format";
+    char line[128];
+    snprintf(line, sizeof line, "%s kvq3", shape);
+    assert_int_equal(run(f, line, out, sizeof out), 2);
+    assert_non_null(strstr(out, "format kvq3 is unknown; did you mean 'kvq2'?"));
+    assert_non_null(strstr(out, "kvqctl format list shows the formats."));
+    snprintf(line, sizeof line, "%s zzzzzz", shape);
+    assert_int_equal(run(f, line, out, sizeof out), 2);
+    assert_null(strstr(out, "did you mean"));
 }
 
 // What no message may hold is told at once, whether a daemon is there or not, and by each command.

@@ -44,11 +44,29 @@ static int find_format(const char *name, struct kvq_format *format, char *why, s
     return -1;
 }
 
+// NULL: none is near.
+static const char *nearest_format(const char *name)
+{
+    const char *best = NULL;
+    for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
+        if (kvq__ctl_resembles(name, f->name) &&
+            (!best || kvq__ctl_distance(name, f->name) < kvq__ctl_distance(name, best)))
+            best = f->name;
+    return best;
+}
+
 static int work_out(const struct kvq__ctl *ctl, struct answer *a, char *why, size_t n)
 {
     const struct kvq__ctl_shape *asked = &ctl->shape;
-    if (find_format(asked->format, &a->format, why, n))
+    if (find_format(asked->format, &a->format, why, n)) {
+        size_t used = strlen(why);
+        const char *meant = nearest_format(asked->format);
+        if (meant)
+            snprintf(why + used, n - used, "; did you mean '%s'?", meant);
+        used = strlen(why);
+        snprintf(why + used, n - used, "\nkvqctl format list shows the formats.");
         return -1;
+    }
     a->shape = (struct kvq_shape){.q_heads = (uint16_t)asked->kv_heads,
                                   .kv_heads = (uint16_t)asked->kv_heads,
                                   .k_dim = (uint16_t)asked->head_dim,
