@@ -318,6 +318,7 @@ class Keys(Configured):
         process = subprocess.Popen(self.words(key, "status", "--watch", str(seconds)),
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                    preexec_fn=die_with_parent)
+        self.assertRegex(process.stdout.readline(), r"^\d{4}-\d\d-\d\d ")  # when
         self.assertIn("kvqd", process.stdout.readline())
         return process
 

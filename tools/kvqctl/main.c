@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "tools/kvqctl/commands.h"
@@ -84,6 +85,16 @@ static int no_command(char **words, int n)
     return KVQ_EXIT_USAGE;
 }
 
+// In a file or a pipe answers stand below each other: a line says when each was asked for.
+static void print_time(bool first)
+{
+    char text[32];
+    struct tm tm;
+    time_t now = time(NULL);
+    strftime(text, sizeof text, "%Y-%m-%d %H:%M:%S", localtime_r(&now, &tm));
+    printf("%s%s\n", first ? "" : "\n", text);
+}
+
 // Runs it again and again until the user ends it. A terminal shows the newest answer alone.
 static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, char **args)
 {
@@ -92,7 +103,9 @@ static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, c
     for (bool first = true; result == KVQ_EXIT_OK; first = false) {
         if (terminal)
             printf("\033[H\033[J");
-        else if (!first && !ctl->json)
+        else if (!ctl->json && !ctl->csv)
+            print_time(first);
+        else if (!first && ctl->csv)
             printf("\n");
         result = kvq__ctl_run_named(ctl, command, args);
         fflush(stdout);
