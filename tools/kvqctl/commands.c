@@ -299,8 +299,10 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
     {.words = {"key", "show"},
      .argument = "FILE",
      .run = kvq__ctl_key_show,
-     .about = "the public key of such a file",
-     .more = "As key make prints it.\n"},
+     .about = "the public key of such a file, or the section for it",
+     .more =
+         "As key make prints it: of a daemon's key the key alone; of a user's key the section\n"
+         "[key NAME] for the daemon's configuration. With --json the object has it as public.\n"},
     {.words = {"completion"},
      .by_namespace = true,
      .argument = "SHELL",
