@@ -33,8 +33,10 @@ int kvq__config_find(const char *name, char *text)
     const struct kvq__option *o = kvq__option_find(name);
     if (o)
         return (int)(o - kvq__options);
-    return kvq__config_refuse(text, "config", "%.64s is not known; the nearest is %s", name,
-                              kvq__option_nearest(name));
+    const char *nearest = kvq__option_nearest(name);
+    return kvq__config_refuse(text, "config", "%.64s is not known; %s%s", name,
+                              nearest ? "the nearest is " : "kvqctl config get lists all options",
+                              nearest ? nearest : "");
 }
 
 int kvq__config_set(struct kvq_config *config, const char *name, const char *value, char *text)

@@ -16,6 +16,7 @@
 #include "daemon/config/internal.h"
 #include "daemon/config/machine.h"
 #include "daemon/log/log.h"
+#include "proto/nearest.h"
 #include "proto/status.h"
 
 static const char *const bool_words[] = {"no", "yes", NULL};
@@ -188,35 +189,21 @@ const struct kvq__option *kvq__option_find(const char *name)
     return NULL;
 }
 
-// Edits that turn one name into the other.
-static unsigned distance(const char *a, const char *b)
-{
-    enum { LONGEST = 40 };
-    unsigned row[LONGEST + 1];
-    size_t n = strnlen(b, LONGEST);
-    for (size_t j = 0; j <= n; j++)
-        row[j] = (unsigned)j;
-    for (size_t i = 0; a[i] && i < LONGEST; i++) {
-        unsigned diagonal = row[0];
-        row[0] = (unsigned)i + 1;
-        for (size_t j = 0; j < n; j++) {
-            char c = a[i] == '-' ? '_' : a[i] >= 'A' && a[i] <= 'Z' ? (char)(a[i] + 32) : a[i];
-            unsigned best = diagonal + (c != b[j]);
-            best = row[j] + 1 < best ? row[j] + 1 : best;
-            best = row[j + 1] + 1 < best ? row[j + 1] + 1 : best;
-            diagonal = row[j + 1];
-            row[j + 1] = best;
-        }
-    }
-    return row[n];
-}
-
 const char *kvq__option_nearest(const char *name)
 {
-    const char *best = kvq__option_name(kvq__options);
-    for (const struct kvq__option *o = kvq__options; o->name; o++)
-        if (distance(name, kvq__option_name(o)) < distance(name, best))
-            best = kvq__option_name(o);
+    char given[64];
+    const char *best = NULL;
+    snprintf(given, sizeof given, "%s", name);
+    for (char *c = given; *c; c++)
+        *c = *c == '-' ? '_' : *c >= 'A' && *c <= 'Z' ? (char)(*c + 32) : *c;
+    for (const struct kvq__option *o = kvq__options; o->name; o++) {
+        const char *option = kvq__option_name(o);
+        if (given[0] && strncmp(option, given, strlen(given)) == 0)
+            return option; // it begins so
+        if (kvq_word_resembles(given, option) &&
+            (!best || kvq_word_distance(given, option) < kvq_word_distance(given, best)))
+            best = option;
+    }
     return best;
 }
 
@@ -415,8 +402,12 @@ void kvq__config_defaults(struct kvq_config *config, char *const *environment)
 static int refuse_variable(const char *name, char *text)
 {
     char nearest[64];
+    const char *option = kvq__option_nearest(name + 5);
     assert(strncmp(name, "KVQD_", 5) == 0);
-    snprintf(nearest, sizeof nearest, "%s", kvq__option_nearest(name + 5));
+    if (!option)
+        return kvq__config_refuse(text, name,
+                                  "this variable is not known; kvqd --help lists all options");
+    snprintf(nearest, sizeof nearest, "%s", option);
     for (char *c = nearest; *c; c++)
         *c = *c >= 'a' && *c <= 'z' ? (char)(*c - 32) : *c;
     return kvq__config_refuse(text, name, "this variable is not known; the nearest is KVQD_%s",

@@ -36,6 +36,7 @@ static const char nowhere[] = "";
 
 static int refuse_key(struct parse *p, const char *section, const char *name)
 {
+    const char *nearest = kvq__option_nearest(name);
     if (*section)
         p->error =
             kvq__config_refuse(p->text, nowhere,
@@ -44,8 +45,9 @@ static int refuse_key(struct parse *p, const char *section, const char *name)
                                "share_prefixes_with",
                                name, section);
     else
-        p->error = kvq__config_refuse(p->text, nowhere, "%.64s is not known; the nearest is %s",
-                                      name, kvq__option_nearest(name));
+        p->error = kvq__config_refuse(p->text, nowhere, "%.64s is not known; %s%s", name,
+                                      nearest ? "the nearest is " : "kvqd --help lists all options",
+                                      nearest ? nearest : "");
     return 0;
 }
 

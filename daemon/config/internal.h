@@ -42,6 +42,7 @@ extern const struct kvq__option kvq__options[]; // ended by a row without a name
 
 const char *kvq__option_name(const struct kvq__option *option);
 const struct kvq__option *kvq__option_find(const char *name); // NULL if unknown
+// The option that an unknown name may have been meant for; NULL: none is like it.
 const char *kvq__option_nearest(const char *name);
 bool kvq__same_name(const char *a, const char *b);
 

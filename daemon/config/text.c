@@ -46,9 +46,10 @@ static void flag_name(char *out, size_t size, const char *option)
 static int refuse_flag(const char *name, bool is_long, char *text)
 {
     char nearest[48];
-    if (!is_long)
+    const char *option = is_long ? kvq__option_nearest(name + 2) : NULL;
+    if (!option)
         return kvq__config_refuse(text, name, "not known; see kvqd --help");
-    flag_name(nearest, sizeof nearest, kvq__option_nearest(name + 2));
+    flag_name(nearest, sizeof nearest, option);
     return kvq__config_refuse(text, name, "not known; the nearest is %s; see kvqd --help", nearest);
 }
 

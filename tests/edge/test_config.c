@@ -207,6 +207,7 @@ static void test_unknown_names(void **state)
 {
     flags_refused("--pool-byte", "1", "the nearest is --pool-bytes");
     flags_refused("--worker", "1", "the nearest is --workers");
+    flags_refused("--bogus", "1", "not known; see kvqd --help");
     flags_refused("-x", "1", "-x: not known");
     flags_refused("stray", NULL, "stray: not known");
     flags_refused("--pool-bytes", NULL, "needs a value");
@@ -499,6 +500,10 @@ static void test_every_option_says_when(void **state)
     assert_true(shown_live > 0 && shown >= shown_live && shown <= n);
     assert_int_equal(kvq__config_find("pool_byte", text), KVQ_E_INVALID);
     assert_says(text, "the nearest is pool_bytes");
+    assert_int_equal(kvq__config_find("drain", text), KVQ_E_INVALID);
+    assert_says(text, "the nearest is drain_ms"); // which begins so, though pin is nearer
+    assert_int_equal(kvq__config_find("bogus", text), KVQ_E_INVALID);
+    assert_says(text, "bogus is not known; kvqctl config get lists all options");
 }
 
 static void test_compare(void **state)

@@ -96,10 +96,4 @@ void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word);
 // Says what is wrong with the command line. KVQ_EXIT_USAGE.
 int kvq__ctl_bad_usage(const char *what, const char *value);
 
-// How many letters have to be put in, taken out, changed or swapped with the next one to make one
-// word the other; a large number for words that are longer than any name here.
-size_t kvq__ctl_distance(const char *a, const char *b);
-// Whether a word may be another one misspelt.
-bool kvq__ctl_resembles(const char *given, const char *name);
-
 #endif

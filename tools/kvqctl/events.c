@@ -8,6 +8,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "proto/nearest.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
 #include "tools/kvqctl/table.h"
@@ -44,9 +45,9 @@ static int unknown_kind(const char *given)
 {
     const char *best = NULL;
     for (size_t i = 0; i < N_KINDS; i++)
-        if (kvq__ctl_resembles(given, kvq__ctl_event_kinds[i]) &&
+        if (kvq_word_resembles(given, kvq__ctl_event_kinds[i]) &&
             (!best ||
-             kvq__ctl_distance(given, kvq__ctl_event_kinds[i]) < kvq__ctl_distance(given, best)))
+             kvq_word_distance(given, kvq__ctl_event_kinds[i]) < kvq_word_distance(given, best)))
             best = kvq__ctl_event_kinds[i];
     fprintf(stderr, "kvqctl: there are no events of kind '%s'", kvq__ctl_clean(given));
     if (best)

@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "proto/nearest.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/table.h"
 #include "tools/kvqctl/transport.h"
@@ -56,8 +57,8 @@ static const char *nearest_command(char **words, int n)
         char given[64];
         snprintf(given, sizeof given, "%s%s%s", words[0], two ? " " : "", two ? words[1] : "");
         const char *meant = two ? kvq__ctl_words(c) : c->words[0];
-        size_t distance = kvq__ctl_distance(given, meant);
-        if (!kvq__ctl_resembles(given, meant) || distance >= least || (!two && group))
+        size_t distance = kvq_word_distance(given, meant);
+        if (!kvq_word_resembles(given, meant) || distance >= least || (!two && group))
             continue;
         least = distance;
         snprintf(nearest, sizeof nearest, "%s", meant);

@@ -11,6 +11,7 @@
 
 #include "kernels/kernels.h"
 #include "proto/limits.h"
+#include "proto/nearest.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
 
@@ -202,8 +203,8 @@ static int unknown_option(const char *given)
     snprintf(name, sizeof name, "%.*s", (int)strcspn(at, "="), at);
     for (size_t i = 0; i < N_OPTIONS; i++) {
         const struct kvq__ctl_option *o = &kvq__ctl_options[i];
-        if (kvq__ctl_resembles(name, o->name) &&
-            (!best || kvq__ctl_distance(name, o->name) < kvq__ctl_distance(name, best->name)))
+        if (kvq_word_resembles(name, o->name) &&
+            (!best || kvq_word_distance(name, o->name) < kvq_word_distance(name, best->name)))
             best = o;
     }
     fprintf(stderr, "kvqctl: there is no option '%.*s'", (int)strcspn(given, "="),

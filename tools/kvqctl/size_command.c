@@ -7,6 +7,7 @@
 
 #include "kernels/sizes.h"
 #include "proto/json.h"
+#include "proto/nearest.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/kvqctl.h"
 
@@ -49,8 +50,8 @@ static const char *nearest_format(const char *name)
 {
     const char *best = NULL;
     for (const struct kvq_format *f = kvq_formats; f->name[0]; f++)
-        if (kvq__ctl_resembles(name, f->name) &&
-            (!best || kvq__ctl_distance(name, f->name) < kvq__ctl_distance(name, best)))
+        if (kvq_word_resembles(name, f->name) &&
+            (!best || kvq_word_distance(name, f->name) < kvq_word_distance(name, best)))
             best = f->name;
     return best;
 }

@@ -7,6 +7,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "proto/nearest.h"
 #include "tools/kvqctl/commands.h"
 #include "tools/kvqctl/table.h"
 
@@ -18,7 +19,7 @@ static int unknown_column(const struct kvq__ctl_table *table, const char *name, 
     const struct kvq__ctl_column *best = &table->columns[0];
     snprintf(given, sizeof given, "%.*s", (int)length, name);
     for (size_t i = 1; i < table->n; i++)
-        if (kvq__ctl_distance(given, table->columns[i].name) < kvq__ctl_distance(given, best->name))
+        if (kvq_word_distance(given, table->columns[i].name) < kvq_word_distance(given, best->name))
             best = &table->columns[i];
     fprintf(stderr,
             "kvqctl: %s have no column '%s'; the nearest is '%s'\nThe columns are: ", table->what,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How near two words are, so that a misspelt one can be answered with the one that was meant.
-#include <string.h>
+// See nearest.h.
+#include "proto/nearest.h"
 
-#include "tools/kvqctl/commands.h"
+#include <string.h>
 
 enum { LONGEST = 63, FAR = 1000 };
 
@@ -11,7 +11,7 @@ static size_t least(size_t a, size_t b)
     return a < b ? a : b;
 }
 
-size_t kvq__ctl_distance(const char *a, const char *b)
+size_t kvq_word_distance(const char *a, const char *b)
 {
     size_t rows[3][LONGEST + 1]; // of the letter before the last, of the last, of this one
     size_t n = strlen(a), m = strlen(b);
@@ -31,8 +31,8 @@ size_t kvq__ctl_distance(const char *a, const char *b)
     return rows[n % 3][m];
 }
 
-bool kvq__ctl_resembles(const char *given, const char *name)
+bool kvq_word_resembles(const char *given, const char *name)
 {
     size_t length = strlen(given);
-    return kvq__ctl_distance(given, name) <= (length < 4 ? 1 : length / 3);
+    return kvq_word_distance(given, name) <= (length < 4 ? 1 : length / 3);
 }
