@@ -96,7 +96,7 @@ class TopOnTerminal(Test):
         self.assertTrue(all(len(line) <= 100 for line in frame))
         self.assertRegex(frame[0], "^kvqd ")
         self.assertRegex(frame[5], "^NAMESPACE +NAME ")
-        self.assertRegex(frame[-1], f"^q: quit .* 1 to 13 of {N} by memory, largest first$")
+        self.assertRegex(frame[-1], f"^1 to 13 of {N} by memory, largest first   q: quit ")
         frame = top.press("r")
         self.assertIn("by memory, smallest first", frame[-1])
         column = "memory"
@@ -123,6 +123,10 @@ class TopOnTerminal(Test):
             self.assertEqual(len(frame), min(rows, 7 + N), (rows, columns))
             self.assertLessEqual(max(map(len, frame)), columns)
         self.assertEqual(len(names(frame)), 24 - 7)
+        self.assertRegex(frame[5], "^NAMESPACE +NAME +TOKENS +FORMAT +BITS/VAL +MEMORY$")
+        self.assertRegex(frame[-1], "r: reverse$")
+        frame = top.resize(24, 200)
+        self.assertRegex(frame[5], " MEMORY +SHARED +COMPR. +STATE$")
         self.assertEqual(top.end(lambda t: os.write(t.fd, b"q")), ("", 0))
 
     def test_signals(self):

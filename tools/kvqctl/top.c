@@ -147,9 +147,33 @@ struct top {
     size_t n_lines, n_head; // the head's stay where they are
 };
 
+static int width_of(const struct kvq__ctl_view *view)
+{
+    int width = -1;
+    for (size_t i = 0; i < view->n_columns; i++)
+        width += abs(view->columns[i]->width) + (view->columns[i]->apart ? 2 : 1);
+    return width;
+}
+
+// Without the columns farthest right that the terminal has no room for; the one that sessions are
+// sorted by stays, and so do their names.
+static struct kvq__ctl_view fitting_view(const struct top *t)
+{
+    struct kvq__ctl_view view = t->view;
+    for (size_t i = view.n_columns; i-- > 0 && width_of(&view) > t->screen.columns;) {
+        if (view.columns[i] == view.sort || strcmp(view.columns[i]->name, "name") == 0)
+            continue;
+        view.n_columns--;
+        memmove(view.columns + i, view.columns + i + 1,
+                (view.n_columns - i) * sizeof *view.columns);
+    }
+    return view;
+}
+
 // All of it as text, lines ended by NUL. False: out of memory.
 static bool write_text(struct top *t)
 {
+    const struct kvq__ctl_view view = fitting_view(t);
     FILE *real = stdout;
     size_t size;
     free(t->text);
@@ -158,8 +182,8 @@ static bool write_text(struct top *t)
     if (stdout) {
         struct kvq__ctl_list *list = &t->seen.sessions;
         print_head(kvq__ctl_status_of(&t->seen.status), &t->seen.before);
-        size_t n = kvq__ctl_apply_view(&t->view, list->elements, list->n);
-        kvq__ctl_print_table(&t->view, list->elements, n);
+        size_t n = kvq__ctl_apply_view(&view, list->elements, list->n);
+        kvq__ctl_print_table(&view, list->elements, n);
         fclose(stdout);
     }
     stdout = real;
@@ -212,8 +236,7 @@ static void draw(struct top *t)
     memcpy(lines, t->lines, head * sizeof *lines);
     memcpy(lines + head, t->lines + t->n_head + t->first, shown * sizeof *lines);
     lines[head + shown] =
-        kvq__ctl_text("q: quit  s: sort  r: reverse  arrows: scroll   %zu to %zu of %zu by %s, %s "
-                      "first",
+        kvq__ctl_text("%zu to %zu of %zu by %s, %s first   q: quit  s: sort  r: reverse",
                       shown ? t->first + 1 : 0, t->first + shown, n, t->view.sort->name,
                       t->view.descending ? "largest" : "smallest");
     kvq__screen_draw(&t->screen, lines, head + shown + 1);
@@ -256,9 +279,11 @@ static bool obey(struct top *t, enum kvq__screen_news news, char letter)
             sort_by_next(t);
         if (letter == 'r')
             t->view.descending = !t->view.descending;
-        if ((letter == 's' || letter == 'r') && !(write_text(t) && split_text(t)))
-            return false;
+        if (letter == 's' || letter == 'r')
+            return write_text(t) && split_text(t);
         return letter != 'q';
+    case KVQ__SCREEN_SIZE:
+        return write_text(t) && split_text(t); // other columns may fit
     default:
         break;
     }
