@@ -22,7 +22,7 @@ kvq_test_packages=(
     libsimde-dev python3-yaml ccache
 )
 kvq_deb_packages=(dpkg-dev file)
-kvq_vm_packages=(debootstrap systemd-container)
+kvq_vm_packages=(debootstrap systemd-container lintian)
 kvq_loop_packages=(ninja-build ccache clang-format-14)
 kvq_full_packages=(qemu-user python3-venv)
 kvq_cuda_packages=(g++ python3-pip)

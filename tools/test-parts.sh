@@ -208,6 +208,7 @@ part_deb() {
         skipped=$((skipped + 1))
         return
     fi
+    check "lintian" 600 lintian --allow-root --fail-on error,warning build/deb/*.deb
     check_counted "packages in a Debian" 1800 python3 tests/deb.py build/deb build/deb-next
     check_counted "from packages to a service" 3600 python3 tests/deb_tour.py build/deb
 }
