@@ -6,6 +6,7 @@
 // order of their ids, each once, and a COMMIT that counts them. Nothing stands behind it.
 #include <assert.h>
 #include <errno.h>
+#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -286,7 +287,11 @@ int kvq_store_export_watched(struct kvq_store *store, const char *space, const c
     const struct kvq__complaint c = {path, text, n};
     char unfinished[PATH];
     struct export e = {.s = store, .c = &c, .file = -1, .watch = watch};
-    int used = snprintf(unfinished, sizeof unfinished, "%s.tmp", path);
+    uint64_t random = 0; // in the name, so that nobody's file has it
+    int failed = store->io->random(store->io, &random, sizeof random);
+    int used = snprintf(unfinished, sizeof unfinished, "%s-%016" PRIx64 ".kvq.tmp", path, random);
+    if (failed)
+        return kvq__io_complain(&c, failed, "a name", "made");
     if (used < 0 || (size_t)used >= sizeof unfinished)
         return kvq__complain(&c, KVQ_E_LIMIT, "the path is too long");
     e.buffer = malloc(BUFFER);
@@ -296,7 +301,6 @@ int kvq_store_export_watched(struct kvq_store *store, const char *space, const c
         (void)kvq__complain(&c, rc, "no memory");
         goto out;
     }
-    (void)kvq_io_unlink(store->io, unfinished); // of an export that was cut off
     e.file = kvq_io_open(store->io, unfinished, KVQ_IO_WRITE | KVQ_IO_NEW);
     rc = e.file < 0 ? kvq__io_complain(&c, e.file, "the file", "made")
                     : write_export(&e, space, name);

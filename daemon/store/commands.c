@@ -247,21 +247,25 @@ static int check_stored_name(struct kvq__task *t, const char *name)
     return KVQ_E_INVALID;
 }
 
-// Takes the place of the file, so that nobody's file is overwritten unasked. Of other failures the
-// export tells.
+// Takes the place of the file, so that nobody's file is overwritten unasked.
 static int reserve_file(struct kvq__task *t, const char *path, bool *reserved)
 {
-    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    struct stat there;
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600), error = errno;
     *reserved = fd >= 0;
-    if (fd >= 0)
+    if (fd >= 0) {
         close(fd);
-    else if (errno == EEXIST) {
-        snprintf(t->text, sizeof t->text,
-                 "%.400s is there already; give another name, or --replace, which overwrites it",
-                 path);
-        return KVQ_E_EXISTS;
+        return 0;
     }
-    return 0;
+    bool is_folder = error == EEXIST && stat(path, &there) == 0 && S_ISDIR(there.st_mode);
+    if (error == EEXIST)
+        snprintf(t->text, sizeof t->text, "%.400s is %s", path,
+                 is_folder ? "a folder; name a file"
+                           : "there already; give another name, or --replace, which overwrites it");
+    else
+        snprintf(t->text, sizeof t->text, "%.400s: the file cannot be made: %s", path,
+                 strerror(error));
+    return error == EEXIST ? KVQ_E_EXISTS : KVQ_E_SYSTEM;
 }
 
 static void export_to_file(struct kvq__task *t)

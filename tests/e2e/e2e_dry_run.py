@@ -218,8 +218,9 @@ class DryRun(Stored):
         path = os.path.join(self.folder, "file")
         export = ("session", "export", "it", path)
         self.assertEqual(told(self.dry(*export)), [])
+        self.assertEqual(self.daemon.ctl(*export[:2], "no", path, "--dry-run", check=False)[0], 5)
         self.daemon.ctl(*export)
-        self.assertEqual(told(self.dry(*export)), [("leave", "the file", "", path)])
+        self.assertEqual(told(self.dry(*export)), [("not overwrite", "the file", "", path)])
         self.assertEqual(told(self.dry(*export, "--replace")),
                          [("overwrite", "the file", "", path)])
         into = ("session", "import", path, "--namespace", OWN, "--as", "it")

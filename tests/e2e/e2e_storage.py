@@ -164,18 +164,24 @@ class Saves(Stored):
         tokens.feed(self.queue, session, 700, attend=False)
         session.save()
         path = os.path.join(self.folder, "it.kvq")
-        with open(path, "w", encoding="ascii") as file:
-            file.write("precious")
+        for of_others in (path, path + "2.tmp", path + "22.tmp"):
+            with open(of_others, "w", encoding="ascii") as file:
+                file.write("precious")
+        status, _, complaint = self.daemon.ctl("session", "export", "it", self.folder, check=False)
+        self.assertEqual(status, 1, complaint)
+        self.assertIn("is a folder", complaint)
         status, _, complaint = self.daemon.ctl("session", "export", "it", path, check=False)
         self.assertEqual(status, 1, complaint)
         self.assertIn(f"{path} is there already; give another name, or --replace", complaint)
-        with open(path, encoding="ascii") as file:
-            self.assertEqual(file.read(), "precious")
         self.assertEqual(self.daemon.ctl("session", "export", "no", path + 2 * "2",
                                          check=False)[0], 5)
         self.assertFalse(os.path.exists(path + "22"))  # nor is its place taken
-        self.daemon.ctl("session", "export", "it", path, "--replace")
         self.daemon.ctl("session", "export", "it", path + "2")
+        for of_others in (path, path + "2.tmp", path + "22.tmp"):
+            with open(of_others, encoding="ascii") as file:
+                self.assertEqual(file.read(), "precious")
+        self.daemon.ctl("session", "export", "it", path, "--replace")
+        self.assertFalse([x for x in os.listdir(self.folder) if ".kvq.tmp" in x])
         with open(path, "rb") as one, open(path + "2", "rb") as two:
             self.assertEqual(len(one.read()), len(two.read()))
         twin = self.daemon.ctl("session", "import", path, "--as", "twin")

@@ -223,9 +223,9 @@ static uint64_t room_of(const Kvq__StorageReply *r)
 // What a save of it takes of the storage, at most: blocks with their heads, and the catalog's rows.
 static uint64_t need_of(const Kvq__Session *s)
 {
-    enum { A_BLOCK = 512 + 2 * 64, KINDS = 2, BESIDE = 4 };
+    enum { A_BLOCK = 512 + 2 * 64 + 128, A_PAGE = 4200, KINDS = 2, BESIDE = 4 };
     uint64_t pages = (s->tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
-    return session_bytes(s) + s->layers * (KINDS * pages + BESIDE) * A_BLOCK;
+    return session_bytes(s) + pages * A_PAGE + s->layers * (KINDS * pages + BESIDE) * A_BLOCK;
 }
 
 static int ask_shares(struct kvq__ctl *ctl, struct ending *ending)
@@ -391,18 +391,33 @@ static int preview_replace(struct kvq__ctl *ctl, const char *ns, const char *nam
     return KVQ_EXIT_OK;
 }
 
-// The file as it is seen from here; look_for_export has what may be wrong with that.
+// The file as it is seen from here. The daemon may see another one: look_for_export
+// (storage_commands.c) has why.
 int kvq__ctl_preview_export(struct kvq__ctl *ctl, char **args)
 {
     struct stat there;
+    struct kvq__ctl_list list;
+    bool saved = false;
+    int result = kvq__ctl_ask_saved(ctl, &list);
+    if (result)
+        return result;
+    for (size_t i = 0; i < list.n && !saved; i++)
+        saved = strcmp(((const Kvq__SavedEntry *)list.elements[i])->name, args[0]) == 0;
+    kvq__ctl_list_free(&list);
+    if (!saved)
+        return kvq__ctl_refused(KVQ_E_NO_SESSION,
+                                kvq__ctl_text("no session \"%s\" is saved", args[0]));
     struct plan plan = begin(ctl);
-    if (!ctl->connect && stat(args[1], &there) == 0)
+    if (ctl->connect)
+        fprintf(stderr, "kvqctl: whether %s is there already only that machine knows\n",
+                kvq__ctl_clean(args[1]));
+    else if (stat(args[1], &there) == 0)
         tell(&plan,
-             &(struct item){.action = ctl->replace ? "overwrite" : "leave",
+             &(struct item){.action = ctl->replace ? "overwrite" : "not overwrite",
                             .what = "the file",
                             .ns = "",
                             .name = args[1],
-                            .bytes = (uint64_t)there.st_size,
+                            .bytes = ctl->replace ? (uint64_t)there.st_size : 0,
                             .note = ctl->replace ? "" : "and fail: --replace overwrites it"});
     end(&plan);
     return KVQ_EXIT_OK;
