@@ -267,9 +267,11 @@ static int serve_until_stopped(char *text)
     return error;
 }
 
+// An exit status. The configuration is shown also to who may not read the daemon's key.
 static int show(const struct kvq_config *config)
 {
     static char out[1 << 19]; // all sections that a file can have
+    char text[KVQ_TEXT_BYTES];
     if (config->version) {
         printf("kvqd %s\n", KVQ_VERSION_TEXT);
         return 0;
@@ -279,7 +281,10 @@ static int show(const struct kvq_config *config)
     else
         kvq__config_print(config, out, sizeof out);
     fputs(out, stdout);
-    return 0;
+    if (config->help || kvq__config_check_key_file(config, text) == 0)
+        return 0;
+    fprintf(stderr, "kvqd: %s\n", text);
+    return 2;
 }
 
 int main(int argc, char **argv)

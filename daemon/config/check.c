@@ -62,8 +62,7 @@ static int check_addresses(const struct kvq_config *c, char *text)
     return 0;
 }
 
-// The daemon's key, as the daemon reads it when it starts.
-static int check_key_file(const struct kvq_config *c, char *text)
+int kvq__config_check_key_file(const struct kvq_config *c, char *text)
 {
     struct kvq_key_file key;
     char why[KVQ_TEXT_BYTES];
@@ -87,12 +86,11 @@ int kvq__config_check_memory(const struct kvq_config *c, char *text)
 int kvq__config_check(const struct kvq_config *c, char *text)
 {
     assert(c->pool_bytes > 0); // it was resolved
-    if (c->storage_bytes && c->storage_bytes < KVQ_STORE_MIN_CAP)
+    if (c->storage_dir[0] && c->storage_bytes && c->storage_bytes < KVQ_STORE_MIN_CAP)
         return kvq__config_refuse(text, "storage_bytes",
                                   "%llu bytes are too few; allowed is %dmb and more, or 0 for no "
                                   "limit but the disk's",
                                   (unsigned long long)c->storage_bytes, KVQ_STORE_MIN_CAP >> 20);
     int error = check_addresses(c, text);
-    error = error ? error : check_key_file(c, text);
     return error ? error : kvq__config_check_memory(c, text);
 }

@@ -454,6 +454,15 @@ static int load_flags(struct kvq_config *config, int argc, char *const *argv, bo
     return 0;
 }
 
+// A path from / on, for kvqctl, which has another folder. What is not there stays as it is.
+static void make_whole(char file[KVQ_CONFIG_PATH])
+{
+    char *whole = file[0] && file[0] != '/' ? realpath(file, NULL) : NULL;
+    if (whole && strlen(whole) < KVQ_CONFIG_PATH)
+        memcpy(file, whole, strlen(whole) + 1);
+    free(whole);
+}
+
 int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
                      char *const *environment, char *text)
 {
@@ -466,6 +475,7 @@ int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
     int error = load_flags(config, argc, argv, true, text);
     if (error || config->help || config->version)
         return error;
+    make_whole(config->file);
     if (config->file[0])
         error = kvq__config_read_files(config, text);
     if (error == 0)

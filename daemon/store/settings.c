@@ -5,7 +5,6 @@
 // libuv's threads the files are read, on the loop's the differences are told, on the poller's the
 // core gets its part, and on the loop's all others get theirs. What fails before the core has its
 // part has changed nothing.
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -198,6 +197,8 @@ static void read_config(struct kvq__task *t)
     const struct kvq__server *server = t->jobs->server;
     t->rc =
         kvq__config_load(t->change->next, server->argc, server->argv, server->environment, t->text);
+    if (t->rc == 0)
+        t->rc = kvq__config_check_key_file(t->change->next, t->text);
 }
 
 static void open_old_log(struct kvq__task *t)
@@ -333,8 +334,7 @@ void kvq__jobs_get_config(struct kvq__task *t)
         return;
     kvq__config_reply__init(reply);
     reply->options = list;
-    char whole[PATH_MAX]; // kvqctl has another folder
-    reply->file = kvq_arena_text(t->arena, realpath(config->file, whole) ? whole : config->file);
+    reply->file = kvq_arena_text(t->arena, config->file);
     for (uint32_t i = only < 0 ? 0 : (uint32_t)only; kvq__config_option(config, i, &option); i++) {
         Kvq__ConfigOption *m = option_message(t->arena, &option);
         if (m)

@@ -171,7 +171,8 @@ class Machine(Configured):
 
     def test_refused_before_the_next_start(self):
         """What a start refuses, --print-config and a reload refuse with the same words; the status
-        is that of a wrong configuration, for which systemd does not try again."""
+        is that of a wrong configuration, for which systemd does not try again. Without the key the
+        configuration is shown all the same."""
         daemon = self.start("")
         missing = os.path.join(daemon.directory, "no-key")
         for line, words in (
@@ -181,7 +182,8 @@ class Machine(Configured):
                  r'control_address: "here:1" has to be a numeric address'),
                 (f"control_address = 127.0.0.1:0\ncontrol_key_file = {missing}",
                  rf"control_key_file: cannot read {missing}: No such file"),
-                ("storage_bytes = 5mb", r"storage_bytes: 5242880 bytes are too few; .* 16mb")):
+                (f"storage_bytes = 5mb\nstorage_dir = {missing}",
+                 r"storage_bytes: 5242880 bytes are too few; .* 16mb")):
             self.write(line + "\n")
             if "pool" not in line and "http" not in line:  # which this daemon has by flags
                 self.assertRegex(self.hang_up(daemon, "reload_failed"),
@@ -191,10 +193,10 @@ class Machine(Configured):
                     [os.path.join(BIN, "kvqd"), "--runtime-dir", daemon.directory + "/two",
                      "--config", self.path, *more], text=True, capture_output=True, timeout=BOUND,
                     check=False, stdin=subprocess.DEVNULL)
-                self.assertEqual(done.returncode, 2, done.stderr)
-                self.assertRegex(done.stderr, words)
-        self.assertFalse(os.path.exists(daemon.directory + "/two"))
-
+                # A key may be late, and a start that comes again then finds it.
+                self.assertEqual(done.returncode, 1 if "key" in words and not more else 2)
+                self.assertRegex(done.stderr, words.replace("control_key_file: ", ""))
+                self.assertEqual("pool_bytes =" in done.stdout, "key" in words and more != ())
     def test_promised_twice(self):
         """Pool and buffers that fit one by one, and not together."""
         mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
