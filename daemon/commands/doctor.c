@@ -260,7 +260,7 @@ static void check_storage(struct findings *f, const struct kvq__server *s)
     uint64_t most = state->used_bytes + state->free_bytes;
     bool capped = state->limit_bytes && state->limit_bytes < most;
     most = capped ? state->limit_bytes : most;
-    bool full = state->used_bytes > most / 10 * 9;
+    bool full = state->used_bytes > most / 10 * 9 || state->room_bytes < most / 20;
     if (!s->config.storage_dir[0]) {
         add(f, "storage", FINE, "", "no session is saved: storage_dir is not set");
         return;

@@ -251,7 +251,7 @@ static void write_prefixes(struct writer *w, const struct kvq__snapshot *s)
             idle_bytes),
         ROW("kvqd_prefix_lookups", COUNTER, "", "prefixes that were looked for", lookups),
         ROW("kvqd_prefix_hits", COUNTER, "", "prefixes of which something was found", hits),
-        ROW("kvqd_prefix_evicted", COUNTER, "",
+        ROW("kvqd_prefix_evicted_pages", COUNTER, "",
             "pages of prefixes that nobody had and that made room for others", evicted),
         ROW("kvqd_prefix_asked_tokens", COUNTER, "",
             "tokens, in whole pages, that new sessions were to begin with", asked_tokens),
@@ -370,8 +370,10 @@ static void write_store(struct writer *w, const struct kvq__storage_state *s, bo
     begin_family(w, "kvqd_store_failures", COUNTER, "",
                  "jobs of the store that failed, each try counted");
     for (int i = 0; i < KVQ__TIMES; i++) {
-        const char *labels[][2] = {{"task", kvq__http_tasks[i]}, {NULL, NULL}};
-        write_sample(w, labels, (double)s->failed[i].count);
+        const char *labels[][2] = {{"task", kvq__http_tasks[i]}, {"reason", "quota"}, {NULL, NULL}};
+        write_sample(w, labels, (double)s->failed[i].by_quota);
+        labels[1][1] = "other";
+        write_sample(w, labels, (double)(s->failed[i].count - s->failed[i].by_quota));
     }
 }
 

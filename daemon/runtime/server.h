@@ -63,17 +63,19 @@ struct kvq__storage_state {
     uint64_t used_bytes, limit_bytes, free_bytes; // limit 0: none; free: of the file system
     uint64_t room_bytes;                          // that saves may still write
     struct kvq__store_failures {
-        uint64_t count; // since the start; each try counts
-        int status;     // of the last one,
-        uint64_t at_ns; // and when that was
+        uint64_t count;    // since the start; each try counts
+        uint64_t by_quota; // of these, for a namespace's disk-bytes
+        int status;        // of the last one,
+        uint64_t at_ns;    // and when that was
+        bool went_well;    // one has since
     } failed[KVQ__TIMES];
 };
-// Whether jobs fail just now, for people: one has in the last ten minutes. A save that fails is
-// tried again once a minute at least.
+// Whether jobs fail just now, for people: the last one did, within ten minutes. A save that fails
+// is tried again once a minute at least.
 static inline bool kvq__store_fails(const struct kvq__store_failures *failed, uint64_t now_ns)
 {
     const uint64_t lately = 600 * 1000000000ull;
-    return failed->count > 0 && now_ns - failed->at_ns < lately;
+    return failed->count > 0 && !failed->went_well && now_ns - failed->at_ns < lately;
 }
 
 struct kvq__server {

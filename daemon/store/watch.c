@@ -31,9 +31,13 @@ static bool is_ours(int rc)
 void kvq__jobs_failed(struct kvq__jobs *jobs, enum kvq__store_time what, int rc)
 {
     struct kvq__storage_state *state = &jobs->server->storage;
+    if (rc >= 0)
+        state->failed[what].went_well = true;
     if (!is_ours(rc))
         return;
+    state->failed[what].went_well = false;
     state->failed[what].count++;
+    state->failed[what].by_quota += rc == KVQ_E_QUOTA;
     state->failed[what].status = rc;
     state->failed[what].at_ns = kvq_now_ns();
 }
@@ -67,8 +71,8 @@ static void watch_done(struct kvq__task *t)
     struct kvq__storage_state *state = &t->jobs->server->storage;
     const struct kvq_store_status *s = &look->status;
     t->jobs->watching = false;
-    if (t->rc == 0) { // else what was known stays
-        state->known = true;
+    state->known = t->rc == 0; // old figures are worse than none
+    if (state->known) {
         state->read_only = s->read_only;
         state->sessions = s->sessions;
         state->used_bytes = s->physical_bytes;

@@ -18,8 +18,7 @@ _kvqd()
     case $kind in
     PATH)
         compopt -o filenames
-        local IFS=$'\n'
-        COMPREPLY=($(compgen -f -- "$cur"))
+        mapfile -t COMPREPLY < <(compgen -f -- "$cur")
         return
         ;;
     esac

@@ -499,12 +499,17 @@ class Stores(e2e_storage.Stored):
             found = {name: all_of_them.get("kvqd_" + name) for name in expected}
         self.assertEqual(found, expected)
 
+    reason = "other"
+
     def failures(self):
         """How many jobs have failed, by task; each task has a sample from the start."""
-        found = {re.search('task="([a-z]+)"', name)[1]: value
+        found = {re.search('task="([a-z]+)",reason="([a-z]+)"', name).groups(): value
                  for name, value in self.figures().items() if "store_failures_total" in name}
-        self.assertEqual(set(found), {"save", "restore", "fetch", "prefix", "push", "pull"})
-        return {task: value for task, value in found.items() if value}
+        self.assertEqual(set(found), {
+            (task, reason) for task in ("save", "restore", "fetch", "prefix", "push", "pull")
+            for reason in ("quota", "other")})
+        self.assertFalse([key for key, value in found.items() if value and key[1] != self.reason])
+        return {task: value for (task, _), value in found.items() if value}
 
     def doctor(self, check):
         """Levels and texts of the daemon's findings about something."""
@@ -533,6 +538,7 @@ class Stores(e2e_storage.Stored):
     def test_failures(self):
         """A save that a namespace's limit refuses counts, also where nobody has asked for it; one
         of a session that is not there does not."""
+        self.reason = "quota"
         tokens = Tokens(1, 300)
         session = self.client.session(tokens.rows, "f16", name="it", on_detach="save")
         tokens.feed(self.queue, session, 300, attend=False)
@@ -553,6 +559,9 @@ class Stores(e2e_storage.Stored):
         self.assertEqual(level, 2)
         self.assertIn("E_QUOTA", text)
         self.assertNotIn('"it"', text)
+        self.daemon.ctl("quota", "set", space, "--disk-bytes", "none")
+        self.daemon.ctl("session", "save", "it")
+        self.assertEqual(self.doctor("saving"), [])  # it goes well again
 
     @e2e_storage.long_emulated
     def test_full(self):

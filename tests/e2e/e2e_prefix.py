@@ -247,7 +247,7 @@ class Stored(e2e_storage.Stored):
         evicted = sum(s["evicted"] for s in self.daemon.ctl("prefix", "status"))
         self.assertGreaterEqual(evicted, dropped["pages"])
         self.assertEqual(evicted, sum(value for name, value in metrics_of(self.daemon).items()
-                                      if name.startswith("kvqd_prefix_evicted_total")))
+                                      if name.startswith("kvqd_prefix_evicted_pages_total")))
         self.assertEqual(self.engine.open(self.TOKENS).tokens, self.TOKENS)
 
     @long_emulated

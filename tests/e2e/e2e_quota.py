@@ -245,5 +245,5 @@ class Quotas(Stored):
             for command in (("set", "uid-65534", "--sessions", "9"), ("delete", "uid-65534")):
                 refused = ctl(*command)
                 self.assertEqual(refused.returncode, 6)
-                self.assertIn("may not change limits", refused.stderr)
+                self.assertIn("takes the role admin, which admin_uids", refused.stderr)
             self.assertEqual(json.loads(ctl("get", "uid-65534").stdout)["limit"]["sessions"], 5)

@@ -52,12 +52,13 @@ CASES = {
     "KvqdThrashing": {**rising("kvqd_fetched_total", 60), **rising("kvqd_parked_room_total", 60)},
     "KvqdFetchFailed": rising("kvqd_fetch_failed_total", 1),
     "KvqdEvictionsFail": rising("kvqd_evictions_failed_total", 1),
-    "KvqdSavesFail": rising("kvqd_store_failures_total", 1, ', task="save"'),
+    "KvqdSavesFail": rising("kvqd_store_failures_total", 1, ', task="save", reason="other"'),
     "KvqdStoreNearlyFull": {f"kvqd_storage_used_bytes{{{HOST}}}": "50x10 95x50",
                             f"kvqd_storage_limit_bytes{{{HOST}}}": "100x60",
-                            f"kvqd_storage_free_bytes{{{HOST}}}": "900x60"},
+                            f"kvqd_storage_free_bytes{{{HOST}}}": "900x60",
+                            f"kvqd_storage_room_bytes{{{HOST}}}": "50x10 20x50"},
     "KvqdStoreReadOnly": {f"kvqd_storage_read_only{{{HOST}}}": "0x10 1x50"},
-    "KvqdTransfersFail": rising("kvqd_store_failures_total", 1, ', task="push"'),
+    "KvqdTransfersFail": rising("kvqd_store_failures_total", 1, ', task="push", reason="other"'),
     "KvqdAttentionSlow": slow("kvqd_request_seconds_bucket", "0.2", ', op="attend"'),
     "KvqdRequestsWait": slow("kvqd_request_wait_seconds_bucket", "2.097152"),
     "KvqdOwnFaults": rising("kvqd_refusals_total", 1, ', door="ring", status="E_SYSTEM"'),
@@ -73,11 +74,27 @@ BESIDE = [("KvqdRestarted", "KvqdCrashLoop", "59m", True),
           ("KvqdCrashLoop", "KvqdRestarted", "13m", False),
           # A store without a limit is nearly full when its disk is.
           ("KvqdStoreNearlyFull", "the disk is nearly full", "9m", False),
-          ("KvqdStoreNearlyFull", "the disk is nearly full", "59m", True)]
+          ("KvqdStoreNearlyFull", "the disk is nearly full", "59m", True),
+          # So is one whose disk others have filled, and not one that has room.
+          ("KvqdStoreNearlyFull", "others have filled the disk", "9m", False),
+          ("KvqdStoreNearlyFull", "others have filled the disk", "59m", True),
+          ("KvqdStoreNearlyFull", "a limit far below the disk", "59m", False),
+          # A save that failed once, and not again when it was tried anew.
+          ("KvqdSavesFail", "a save failed once", "15m", False),
+          ("KvqdSavesFail", "a save failed once", "25m", False)]
 # What has no alert of its own.
 CASES_BESIDE = {
     "the disk is nearly full": {f"kvqd_storage_used_bytes{{{HOST}}}": "50x10 95x50",
-                                f"kvqd_storage_free_bytes{{{HOST}}}": "50x10 5x50"}}
+                                f"kvqd_storage_free_bytes{{{HOST}}}": "50x10 5x50"},
+    "others have filled the disk": {f"kvqd_storage_used_bytes{{{HOST}}}": "50x60",
+                                    f"kvqd_storage_free_bytes{{{HOST}}}": "500x10 50x50",
+                                    f"kvqd_storage_room_bytes{{{HOST}}}": "400x10 0x50"},
+    "a limit far below the disk": {f"kvqd_storage_used_bytes{{{HOST}}}": "10x60",
+                                   f"kvqd_storage_limit_bytes{{{HOST}}}": "100x60",
+                                   f"kvqd_storage_free_bytes{{{HOST}}}": "90000x60",
+                                   f"kvqd_storage_room_bytes{{{HOST}}}": "80x60"},
+    "a save failed once": {
+        f'kvqd_store_failures_total{{{HOST}, task="save", reason="other"}}': "0x12 1x50"}}
 
 
 def main():

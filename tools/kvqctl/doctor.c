@@ -201,7 +201,7 @@ static void check_openmp(struct report *report, struct kvq__ctl *ctl)
     }
     ctl->quiet = false;
     if (look.spinning > NAMED)
-        add(report, "openmp", LEVEL_NOTE, "the same", "%u more processes like these",
+        add(report, "openmp", LEVEL_NOTE, "as for those before", "%u more processes like these",
             look.spinning - NAMED);
     if (look.unread)
         add(report, "openmp", LEVEL_FINE, "",

@@ -183,7 +183,7 @@ function showStore(s, unsaved) {
   const cards = !d ? [] : !d.known ? [["on disk", "not looked at yet"]] : [
     ["sessions on disk", whole(d.sessions)],
     ["not saved", whole(unsaved)],
-    [d.limit_bytes ? "used of storage_bytes" : "used of the disk",
+    [most === d.limit_bytes ? "used of storage_bytes" : "used of the disk",
       `${bytes(d.used_bytes)} of ${bytes(most)}`, meter(d.used_bytes, most, "used by the store")],
     ["room for saves", bytes(d.room_bytes)],
     ["free on the disk", bytes(d.free_bytes)],
