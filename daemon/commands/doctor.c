@@ -233,12 +233,11 @@ static void check_gpus(struct findings *f, const struct kvq__server *s)
 static const char *what_mends(int status)
 {
     return status == KVQ_E_NO_SPACE ? "drop saved sessions (kvqctl session drop) and kvqctl "
-                                      "storage compact; or free some "
-                                      "of the disk, or raise storage_bytes, which takes a restart"
+                                      "storage compact; or free some of the disk, or raise "
+                                      "storage_bytes, which takes a restart"
            : status == KVQ_E_QUOTA
                ? "kvqctl quota list shows who is at disk-bytes: raise it (kvqctl quota set), or "
-                 "drop "
-                 "saved sessions of that namespace"
+                 "drop saved sessions of that namespace"
                : "kvqd's log says why (event=storage_failed); kvqctl storage status";
 }
 

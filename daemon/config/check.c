@@ -4,7 +4,6 @@
 // kvqd --print-config and `kvqctl config reload`, so that a configuration which both of them take
 // is one that the daemon comes back with.
 #include <assert.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "daemon/config/address.h"

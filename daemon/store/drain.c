@@ -197,7 +197,7 @@ static void end_one(struct drain *d, struct kvq__task *t)
         snprintf(named.ns, sizeof named.ns, "%s", t->ns);
         snprintf(named.name, sizeof named.name, "%s", t->name);
         d->moved = true;
-        kvq__jobs_failed(t->jobs, KVQ__TIME_SAVE, t->rc);
+        kvq__jobs_note_end(t->jobs, KVQ__TIME_SAVE, t->rc);
         kvq__jobs_tell_saved(t);
         give_up(d, &named, t->text);
     }

@@ -141,7 +141,7 @@ void kvq__jobs_tell(struct kvq__jobs *jobs, enum kvq__event_kind kind, const cha
 
 // Such a job has ended with rc: it counts as failed unless it ended well, was called off, or asked
 // for what is not there, or not to be had just now.
-void kvq__jobs_failed(struct kvq__jobs *jobs, enum kvq__store_time what, int rc);
+void kvq__jobs_note_end(struct kvq__jobs *jobs, enum kvq__store_time what, int rc);
 // Looks at the store, if that is due.
 void kvq__jobs_watch(struct kvq__jobs *jobs);
 

@@ -217,7 +217,7 @@ static void tell_loaded(const struct kvq__loading *l)
     enum kvq__store_time what = l->fetches  ? KVQ__TIME_FETCH
                                 : l->prefix ? KVQ__TIME_PREFIX
                                             : KVQ__TIME_RESTORE;
-    kvq__jobs_failed(l->task.jobs, what, l->task.rc);
+    kvq__jobs_note_end(l->task.jobs, what, l->task.rc);
     if (l->task.rc == KVQ_E_CANCELLED)
         return;
     if (l->task.rc < 0) {

@@ -441,7 +441,7 @@ void kvq__jobs_save(struct kvq__task *t)
             kvq__histogram_add(&t->jobs->times.of[KVQ__TIME_SAVE], kvq_now_ns() - t->begun);
     }
     if (t->save || (t->own && t->rc < 0))
-        kvq__jobs_failed(t->jobs, KVQ__TIME_SAVE, t->rc);
+        kvq__jobs_note_end(t->jobs, KVQ__TIME_SAVE, t->rc);
     if (t->save || t->job || (t->own && t->rc < 0)) {
         kvq__task_at_poller(t, end_save);
         kvq__jobs_tell_saved(t);

@@ -115,7 +115,7 @@ static void tell_transfer(const struct kvq__transfer *x)
     char text[KVQ_TEXT_BYTES + 16];
     struct kvq__jobs *jobs = x->desk->jobs;
     bool push = x->kind == KVQ__TRANSFER_PUSH;
-    kvq__jobs_failed(jobs, push ? KVQ__TIME_PUSH : KVQ__TIME_PULL, x->rc);
+    kvq__jobs_note_end(jobs, push ? KVQ__TIME_PUSH : KVQ__TIME_PULL, x->rc);
     if (x->rc < 0) {
         snprintf(text, sizeof text, "%s: %s", kvq__transfer_kind(x), x->text);
         kvq__jobs_tell(jobs, KVQ__EVENT_REMOTE_FAILED, x->ns, x->name, text);

@@ -28,7 +28,7 @@ static bool is_ours(int rc)
     }
 }
 
-void kvq__jobs_failed(struct kvq__jobs *jobs, enum kvq__store_time what, int rc)
+void kvq__jobs_note_end(struct kvq__jobs *jobs, enum kvq__store_time what, int rc)
 {
     struct kvq__storage_state *state = &jobs->server->storage;
     if (rc >= 0)

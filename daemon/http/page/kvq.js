@@ -171,7 +171,7 @@ function savingState(s, unsaved) {
   if (s.store.read_only) return ["the store is read-only, nothing is saved: kvqctl storage status says why", true];
   if (save.fails) return [`saves fail (${save.status}, ${span(save.last_ms)} ago): ${waits}; ` +
     "kvqctl doctor says what to do", true];
-  return ["no save has failed in the last ten minutes" + (unsaved ? "; " + waits : ""), false];
+  return ["no save fails just now" + (unsaved ? "; " + waits : ""), false];
 }
 
 function showStore(s, unsaved) {
