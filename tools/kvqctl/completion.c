@@ -165,15 +165,21 @@ static void print_options_of(size_t row, bool group)
     printf("' ;;\n");
 }
 
+// The options that belong to some commands alone, or those that every command takes.
+static void print_owned(bool owned)
+{
+    for (size_t i = 0; i < kvq__ctl_n_options; i++)
+        if (has_owner(&kvq__ctl_options[i]) == owned)
+            printf(" --%s", kvq__ctl_options[i].name);
+}
+
 // Options that the command typed so far takes; before there is one, all.
 static void print_own_options(void)
 {
     printf("    local options='");
-    for (size_t i = 0; i < kvq__ctl_n_options; i++)
-        printf(has_owner(&kvq__ctl_options[i]) ? "" : " --%s", kvq__ctl_options[i].name);
+    print_owned(false);
     printf("'\n    local common=$options\n    case $line in\n    '') options='");
-    for (size_t i = 0; i < kvq__ctl_n_options; i++)
-        printf(has_owner(&kvq__ctl_options[i]) ? " --%s" : "", kvq__ctl_options[i].name);
+    print_owned(true);
     printf("' ;;\n");
     for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
         if (kvq__ctl_commands[i].words[1] && is_first(i))
