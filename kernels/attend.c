@@ -365,11 +365,14 @@ static void load_queries(const struct item *it, const struct span *s, uint32_t h
                          float factor)
 {
     const struct kvq_attend *a = &s->job->call;
+    const uint32_t dim = kvq_row_dim(a->shape);
     for (uint32_t r = 0; r < s->rows; r++, q += it->dim) {
         const uint8_t *src = a->q.data;
         src += (int64_t)(s->first_token + r / it->gqa) * a->q.token_stride;
         src += (int64_t)(head * it->gqa + r % it->gqa) * a->q.head_stride;
-        it->k->load(src, a->q.dtype, q, it->dim);
+        it->k->load(src, a->q.dtype, q, dim);
+        if (dim < it->dim)
+            memset(q + dim, 0, sizeof *q * (it->dim - dim));
         it->k->scale_rows(q, &factor, 1, it->dim);
     }
 }
@@ -512,7 +515,7 @@ static void write_rows(const struct item *it, const struct span *s, uint32_t hea
         int64_t token = s->first_token + r / it->gqa, q_head = head * it->gqa + r % it->gqa;
         uint8_t *out =
             (uint8_t *)a->out + token * a->out_token_stride + q_head * a->out_head_stride;
-        it->k->save(sums.o + (size_t)r * it->dim, a->out_dtype, out, it->dim);
+        it->k->save(sums.o + (size_t)r * it->dim, a->out_dtype, out, kvq_row_dim(a->shape));
         if (a->lse) {
             float *lse = (float *)(void *)((uint8_t *)a->lse + token * a->lse_token_stride);
             lse[q_head] =

@@ -118,8 +118,8 @@ static void store_fresh(const struct kvq__reader *r, uint64_t position, uint16_t
     const uint8_t *src_k = a->fresh_k.data, *src_v = a->fresh_v.data;
     src_k += t * a->fresh_k.token_stride + r->head * a->fresh_k.head_stride;
     src_v += t * a->fresh_v.token_stride + r->head * a->fresh_v.head_stride;
-    r->k->store(src_k, a->fresh_k.dtype, k, r->codec->raw_dtype, r->dim, &ignored);
-    r->k->store(src_v, a->fresh_v.dtype, v, r->codec->raw_dtype, r->dim, &ignored);
+    kvq__store_row(r->k, a->shape, src_k, a->fresh_k.dtype, k, &ignored);
+    kvq__store_row(r->k, a->shape, src_v, a->fresh_v.dtype, v, &ignored);
 }
 
 static void copy_raw(const struct kvq__reader *r, uint64_t position, uint16_t *k, uint16_t *v)

@@ -4,13 +4,6 @@
 // they share is unpacked once for the query rows of all of them.
 #include "kernels/attend.h"
 
-static bool same_shape(const struct kvq_shape *a, const struct kvq_shape *b)
-{
-    return a->q_heads == b->q_heads && a->kv_heads == b->kv_heads && a->k_dim == b->k_dim &&
-           a->v_dim == b->v_dim && a->dtype == b->dtype && a->v_rotation == b->v_rotation &&
-           a->window == b->window && a->softcap == b->softcap && a->scale == b->scale;
-}
-
 static bool same_book(const struct kvq_book *a, const struct kvq_book *b)
 {
     return a == b || (a && b && memcmp(a, b, sizeof *a) == 0);
@@ -33,7 +26,7 @@ static bool may_share(const struct kvq_attend_job *x, const struct kvq_attend_jo
     return a->format == b->format && a->path == b->path && a->q_tokens == b->q_tokens &&
            x->plan.split_tokens == y->plan.split_tokens && !x->plan.tall &&
            kvq_extras_shared(a->format, a->extras, b->extras) && gains(a) &&
-           same_shape(a->shape, b->shape) && same_book(a->book, b->book);
+           kvq_shape_same(a->shape, b->shape) && same_book(a->book, b->book);
 }
 
 static bool same_page(const struct kvq_page *a, const struct kvq_page *b)

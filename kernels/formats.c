@@ -199,9 +199,19 @@ uint32_t kvq_learn_tokens(const struct kvq_format *f, uint64_t prompt_tokens)
 
 // ---- Shapes ----
 
-static bool is_head_dim(uint32_t d)
+uint16_t kvq_stored_dim(uint32_t row_dim)
 {
-    return d == 64 || d == 128 || d == 256;
+    if (row_dim == 0 || row_dim > KVQ_MAX_HEAD_DIM)
+        return 0;
+    return row_dim <= 64 ? 64 : row_dim <= 128 ? 128 : 256;
+}
+
+void kvq_shape_set_dims(struct kvq_shape *s, uint16_t k_dim, uint16_t v_dim)
+{
+    uint16_t stored = k_dim == v_dim ? kvq_stored_dim(k_dim) : 0;
+    s->k_dim = stored ? stored : k_dim;
+    s->v_dim = stored ? stored : v_dim;
+    s->head_dim = stored > k_dim ? k_dim : 0;
 }
 
 static int check_heads(const struct kvq_shape *s, char *text, size_t n)
@@ -226,9 +236,16 @@ static int check_dims(const struct kvq_shape *s, char *text, size_t n)
         snprintf(text, n,
                  "head_dim is %u for K and %u for V; unequal dims (as in MLA) are not supported",
                  s->k_dim, s->v_dim);
-    else if (!is_head_dim(s->k_dim))
-        snprintf(text, n, "head_dim %u is not supported; it can be 64, 128 or 256%s", s->k_dim,
-                 s->k_dim < 256 ? " (zeros behind Q, K and V leave attention as it is)" : "");
+    else if (s->k_dim == 0 || kvq_stored_dim(s->k_dim) != s->k_dim)
+        snprintf(text, n, "head_dim %u is not supported; it can be 1 to %d", s->k_dim,
+                 KVQ_MAX_HEAD_DIM);
+    else if (s->head_dim && (s->head_dim == s->k_dim || kvq_stored_dim(s->head_dim) != s->k_dim))
+        snprintf(text, n, "rows of head_dim %u are not stored with %u", s->head_dim, s->k_dim);
+    else if (s->head_dim && s->v_rotation == KVQ_V_ROT_ENGINE)
+        snprintf(text, n,
+                 "an engine rotates V (v_rotation engine) with a head_dim of 64, 128 or 256 alone, "
+                 "not %u; let the daemon do it",
+                 s->head_dim);
     else
         return 0;
     return -1;
@@ -238,7 +255,7 @@ static int check_numbers(const struct kvq_shape *s, char *text, size_t n)
 {
     if (!isfinite(s->scale) || s->scale == 0.0f)
         snprintf(text, n, "the softmax scale is %g; give a finite number other than 0, usually %g",
-                 (double)s->scale, 1 / sqrt((double)s->k_dim));
+                 (double)s->scale, 1 / sqrt((double)kvq_row_dim(s)));
     else if (!isfinite(s->softcap) || s->softcap < 0.0f)
         snprintf(text, n, "the soft-cap is %g; give a positive number, or 0 for none",
                  (double)s->softcap);
@@ -293,8 +310,9 @@ bool kvq_format_same(const struct kvq_format *a, const struct kvq_format *b)
 bool kvq_shape_same(const struct kvq_shape *a, const struct kvq_shape *b)
 {
     return a->q_heads == b->q_heads && a->kv_heads == b->kv_heads && a->k_dim == b->k_dim &&
-           a->v_dim == b->v_dim && a->dtype == b->dtype && a->v_rotation == b->v_rotation &&
-           a->window == b->window && a->softcap == b->softcap && a->scale == b->scale;
+           a->v_dim == b->v_dim && a->head_dim == b->head_dim && a->dtype == b->dtype &&
+           a->v_rotation == b->v_rotation && a->window == b->window && a->softcap == b->softcap &&
+           a->scale == b->scale;
 }
 
 int kvq_shape_check(const struct kvq_shape *s, const struct kvq_format *f, char *text, size_t n)

@@ -330,6 +330,10 @@ void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint3
                   const struct kvq_unit *unit, const float *scores,
                   const struct kvq_raw_layout *raw);
 
+// One row of K or V as an engine has it, rounded to the raw dtype, and zeros to its stored dim.
+void kvq__store_row(const struct kvq_kernels *k, const struct kvq_shape *s, const void *src,
+                    uint8_t dtype, void *dst, struct kvq_store_counts *counts);
+
 // ---- Workspace: one thread's memory, cut up ----
 
 enum { KVQ__ROWS = KVQ__TALL_ROWS * KVQ_MAX_HEAD_DIM, KVQ__GROUP_F32 = 32 * KVQ_MAX_HEAD_DIM };

@@ -169,13 +169,29 @@ enum kvq_v_rotation kvq_v_rotation_by_paper(const struct kvq_format *f);
 // Shape of one layer. All heads of a layer share it.
 struct kvq_shape {
     uint16_t q_heads, kv_heads; // q_heads is a multiple of kv_heads, at most KVQ_MAX_GQA times
-    uint16_t k_dim, v_dim;      // 64, 128 or 256, and equal
+    uint16_t k_dim, v_dim;      // of rows as they are stored: 64, 128 or 256, and equal
+    uint16_t head_dim;          // of rows of K, V, Q and out as engines have them, where they are
+                                // narrower: zeros are stored behind. 0 = k_dim
     uint8_t dtype;              // KVQ_F16 or KVQ_BF16: dtype of raw records
     uint8_t v_rotation;         // enum kvq_v_rotation
     uint32_t window;            // sliding window in tokens, own token included; 0 = none
     float softcap;              // logits become softcap * tanh(logit / softcap); 0 = none
-    float scale;                // softmax scale, usually 1/sqrt(k_dim)
+    float scale;                // softmax scale, usually 1/sqrt(head_dim)
 };
+
+// The dims of an engine's rows: sets k_dim, v_dim and head_dim. What cannot be stored is left for
+// kvq_shape_check to refuse. Zeros behind Q and K add nothing to their products, and V's come out
+// as zeros, which are not written.
+void kvq_shape_set_dims(struct kvq_shape *s, uint16_t k_dim, uint16_t v_dim);
+
+// The dim of an engine's rows: what was given to kvq_shape_set_dims.
+static inline uint16_t kvq_row_dim(const struct kvq_shape *s)
+{
+    return s->head_dim ? s->head_dim : s->k_dim;
+}
+
+// The dim that rows of this dim are stored with: 64, 128 or 256; 0 if they cannot be stored.
+uint16_t kvq_stored_dim(uint32_t row_dim);
 
 // Whether two formats (or shapes) have the same blocks: all fields are equal, but for a format's
 // name, source and paper_rotates_v.
@@ -344,7 +360,7 @@ struct kvq_attend {
     uint64_t q_start;
     uint32_t q_tokens; // 1 to KVQ_MAX_QUERY_TOKENS
     struct kvq_view q; // heads are query heads
-    void *out;         // [q_tokens][q_heads][v_dim], strides below
+    void *out;         // [q_tokens][q_heads][kvq_row_dim()], strides below
     int64_t out_token_stride, out_head_stride;
     uint8_t out_dtype;
     float *lse; // [q_tokens][q_heads], natural log, -inf where nothing is visible; or NULL

@@ -48,6 +48,16 @@ static void fetch_row(uintptr_t row, uint8_t dtype, uint32_t dim)
     fetch(row, dim * (dtype == KVQ_F32 ? 4 : 2));
 }
 
+void kvq__store_row(const struct kvq_kernels *k, const struct kvq_shape *s, const void *src,
+                    uint8_t dtype, void *dst, struct kvq_store_counts *counts)
+{
+    uint32_t dim = kvq_row_dim(s);
+    assert(dim <= s->k_dim && s->k_dim == s->v_dim);
+    k->store(src, dtype, dst, s->dtype, dim, counts);
+    if (dim < s->k_dim)
+        memset((uint16_t *)dst + dim, 0, sizeof(uint16_t) * (s->k_dim - dim));
+}
+
 void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const struct kvq_view *kv_k,
                const struct kvq_view *kv_v, uint32_t head, uint32_t slot, uint32_t tokens,
                uint8_t *raw_block, struct kvq_store_counts *counts)
@@ -56,15 +66,16 @@ void kvq_store(const struct kvq_kernels *k, const struct kvq_shape *s, const str
     assert(slot + tokens <= KVQ_BLOCK_TOKENS);
     const uint8_t *src_k = (const uint8_t *)kv_k->data + head * kv_k->head_stride;
     const uint8_t *src_v = (const uint8_t *)kv_v->data + head * kv_v->head_stride;
+    const uint32_t dim = kvq_row_dim(s);
     for (uint32_t t = 0; t < tokens; t++) {
         if (t + AHEAD < tokens) {
-            fetch_row((uintptr_t)(src_k + (t + AHEAD) * kv_k->token_stride), kv_k->dtype, s->k_dim);
-            fetch_row((uintptr_t)(src_v + (t + AHEAD) * kv_v->token_stride), kv_v->dtype, s->v_dim);
+            fetch_row((uintptr_t)(src_k + (t + AHEAD) * kv_k->token_stride), kv_k->dtype, dim);
+            fetch_row((uintptr_t)(src_v + (t + AHEAD) * kv_v->token_stride), kv_v->dtype, dim);
         }
         uint8_t *dst = raw_block + kvq_raw_at(&raw, head, slot + t, false);
-        k->store(src_k + t * kv_k->token_stride, kv_k->dtype, dst, s->dtype, s->k_dim, counts);
-        k->store(src_v + t * kv_v->token_stride, kv_v->dtype, dst + raw.v_offset, s->dtype,
-                 s->v_dim, counts);
+        kvq__store_row(k, s, src_k + t * kv_k->token_stride, kv_k->dtype, dst, counts);
+        kvq__store_row(k, s, src_v + t * kv_v->token_stride, kv_v->dtype, dst + raw.v_offset,
+                       counts);
     }
 }
 

@@ -74,7 +74,7 @@ static void add_layer(const struct kvq_format *f, const struct kvq_shape *s, uin
     all->packed += packed && first == 0 ? one.sinks : 0;
     all->window += (one.packed ? raw : 0) + (pages ? one.extras : 0);
     uint64_t seen = s->window && s->window < tokens ? s->window : tokens;
-    all->plain += 2 * seen * s->kv_heads * (s->k_dim + (uint64_t)s->v_dim);
+    all->plain += 2 * seen * s->kv_heads * 2 * kvq_row_dim(s);
 }
 
 struct kvq_session_bytes kvq_session_bytes_of(const struct kvq_format *f, const struct kvq_shape *s,

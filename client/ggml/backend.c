@@ -148,8 +148,8 @@ static bool keep_layer(const struct kvq_ggml_layer *layer, bool taken)
 static const char *unserved(const struct ggml_tensor *op, const struct kvq_ggml_layer *layer)
 {
     const struct ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
-    if ((k->ne[0] != 64 && k->ne[0] != 128 && k->ne[0] != 256) || v->ne[0] != k->ne[0])
-        return "heads of other dimensions than 64, 128 or 256";
+    if (k->ne[0] > 256 || v->ne[0] != k->ne[0])
+        return "heads of more than 256 dimensions, or of others in V than in K";
     if (layer->k->ne[0] != k->ne[0] * k->ne[2] || layer->v->ne[0] != layer->k->ne[0] ||
         q->ne[2] % k->ne[2] || q->type != GGML_TYPE_F32 || op->type != GGML_TYPE_F32)
         return "K, V or Q that are not laid out as kvq knows them";

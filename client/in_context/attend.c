@@ -155,9 +155,9 @@ static int check_queries(const struct kvq_local *local, const struct part *p)
         return KVQ_E_INVALID;
     if (e->queries > (local->here.driver ? KVQ_MAX_GPU_QUERIES : KVQ_MAX_STEP_QUERIES))
         return KVQ_E_LIMIT;
-    int rc = check_rows(&w->q, s->q_heads, s->k_dim, e->q_row, e->queries);
+    int rc = check_rows(&w->q, s->q_heads, kvq_row_dim(s), e->q_row, e->queries);
     if (rc == KVQ_OK)
-        rc = check_rows(&w->out, s->q_heads, s->v_dim, e->q_row, e->queries);
+        rc = check_rows(&w->out, s->q_heads, kvq_row_dim(s), e->q_row, e->queries);
     if (rc || !w->lse.buffer)
         return rc;
     if (s->q_heads > 1 && w->lse.head_stride != sizeof(float))
@@ -181,8 +181,8 @@ static int find_tail(const struct kvq_local *local, struct part *p)
         p->k = p->v = NULL;
         return p->work->flags & KVQ_PAST_ONLY ? KVQ_OK : KVQ_E_INCOMPLETE;
     }
-    int rc = check_rows(p->k, s->kv_heads, s->k_dim, e->row, e->append);
-    return rc ? rc : check_rows(p->v, s->kv_heads, s->v_dim, e->row, e->append);
+    int rc = check_rows(p->k, s->kv_heads, kvq_row_dim(s), e->row, e->append);
+    return rc ? rc : check_rows(p->v, s->kv_heads, kvq_row_dim(s), e->row, e->append);
 }
 
 static int check_part(const struct kvq_local *local, struct part *p)
@@ -215,19 +215,18 @@ bool kvq__local_row_taken(const struct kvq_entry *entries, uint32_t i, uint64_t 
     return false;
 }
 
-// Of all entries that can be: from the first row to the last, and the largest shape that the layer
-// has in their sessions.
+// Of all entries that can be: from the first row to the last, and the most heads and the widest
+// rows that the layer has in their sessions.
 struct touched {
     uint64_t first, n;
-    struct kvq_shape shape;
+    uint32_t q_heads, kv_heads, dim;
 };
 
-static void raise_shape(struct kvq_shape *to, const struct kvq_shape *s)
+static void widen(struct touched *to, const struct kvq_shape *s)
 {
     to->q_heads = s->q_heads > to->q_heads ? s->q_heads : to->q_heads;
     to->kv_heads = s->kv_heads > to->kv_heads ? s->kv_heads : to->kv_heads;
-    to->k_dim = s->k_dim > to->k_dim ? s->k_dim : to->k_dim;
-    to->v_dim = s->v_dim > to->v_dim ? s->v_dim : to->v_dim;
+    to->dim = kvq_row_dim(s) > to->dim ? kvq_row_dim(s) : to->dim;
 }
 
 // tokens: rows of K and V, else of Q, out and lse.
@@ -245,7 +244,7 @@ static struct touched touched_by(const struct kvq_local *local, const struct kvq
         assert(s);
         if (layer >= s->n_layers)
             continue;
-        raise_shape(&all.shape, &s->layers[layer].shape);
+        widen(&all, &s->layers[layer].shape);
         from = row < from ? row : from;
         to = (uint64_t)row + rows > to ? (uint64_t)row + rows : to;
     }
@@ -276,9 +275,8 @@ static bool meets_step(const struct kvq_local *local, const struct kvq_rows *out
         if (!local->k[l].buffer)
             continue;
         const struct touched all = touched_by(local, entries, n, l, true);
-        const struct kvq_shape *s = &all.shape;
-        const struct kvq_rows k = touched_rows(local, &local->k[l], &all, s->kv_heads, s->k_dim);
-        const struct kvq_rows v = touched_rows(local, &local->v[l], &all, s->kv_heads, s->v_dim);
+        const struct kvq_rows k = touched_rows(local, &local->k[l], &all, all.kv_heads, all.dim);
+        const struct kvq_rows v = touched_rows(local, &local->v[l], &all, all.kv_heads, all.dim);
         if (kvq_rows_meet(out, &k) || kvq_rows_meet(out, &v) || kvq_rows_meet(lse, &k) ||
             kvq_rows_meet(lse, &v))
             return true;
@@ -296,12 +294,11 @@ int kvq__local_check_outputs(const struct kvq_local *local, const struct kvq_wor
         return KVQ_OK;
     const struct touched q = touched_by(local, entries, n, w->layer, false);
     const struct touched kv = touched_by(local, entries, n, w->layer, true);
-    const struct kvq_rows out = touched_rows(local, &w->out, &q, q.shape.q_heads, q.shape.v_dim);
-    const struct kvq_rows lse = touched_rows(local, &w->lse, &q, q.shape.q_heads, 1);
-    const struct kvq_rows in[] = {
-        touched_rows(local, &w->q, &q, q.shape.q_heads, q.shape.k_dim),
-        touched_rows(local, &w->k, &kv, kv.shape.kv_heads, kv.shape.k_dim),
-        touched_rows(local, &w->v, &kv, kv.shape.kv_heads, kv.shape.v_dim)};
+    const struct kvq_rows out = touched_rows(local, &w->out, &q, q.q_heads, q.dim);
+    const struct kvq_rows lse = touched_rows(local, &w->lse, &q, q.q_heads, 1);
+    const struct kvq_rows in[] = {touched_rows(local, &w->q, &q, q.q_heads, q.dim),
+                                  touched_rows(local, &w->k, &kv, kv.kv_heads, kv.dim),
+                                  touched_rows(local, &w->v, &kv, kv.kv_heads, kv.dim)};
     bool bad = kvq_rows_fold(&out) || kvq_rows_fold(&lse) || kvq_rows_meet(&out, &lse);
     for (int j = 0; j < 3; j++)
         bad |= kvq_rows_meet(&out, &in[j]) || kvq_rows_meet(&lse, &in[j]);

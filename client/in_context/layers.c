@@ -64,14 +64,14 @@ static int take_layer(struct kvq__pool *pool, const Kvq__TableLayer *m, uint32_t
     layer->shape = (struct kvq_shape){
         .q_heads = kvq_narrow_short(&n, m->q_heads),
         .kv_heads = kvq_narrow_short(&n, m->kv_heads),
-        .k_dim = kvq_narrow_short(&n, m->dim),
-        .v_dim = kvq_narrow_short(&n, m->dim),
         .dtype = kvq_narrow_byte(&n, m->dtype, KVQ_BF16),
         .v_rotation = kvq_narrow_byte(&n, m->v_rotation, KVQ_V_ROT_DAEMON),
         .window = m->window,
         .softcap = m->softcap,
         .scale = m->scale,
     };
+    uint16_t dim = kvq_narrow_short(&n, m->dim);
+    kvq_shape_set_dims(&layer->shape, dim, dim);
     if (n.wrong || m->kv_heads > KVQ_MAX_HEADS ||
         kvq_shape_check(&layer->shape, layer->format, why, sizeof why))
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon's layer %u makes no sense: %s", number,

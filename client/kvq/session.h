@@ -22,7 +22,8 @@ typedef uint64_t kvq_session;
  * enough for a layer with a cache of its own, full attention and the session's format. */
 struct kvq_layer {
     uint16_t q_heads, kv_heads; /* q_heads is a multiple of kv_heads */
-    uint16_t k_dim, v_dim;      /* 64, 128 or 256, and equal; else KVQ_E_SHAPE says what is held */
+    uint16_t k_dim, v_dim;      /* 1 to 256, and equal, else KVQ_E_SHAPE; stored as 64, 128 or 256.
+                                 * On a GPU 64, 128 or 256 */
     uint32_t window;            /* sliding window in tokens, own token included; 0: none */
     float softcap;              /* 0: none */
     float scale;                /* softmax scale; 0: 1/sqrt(k_dim) */
@@ -34,7 +35,7 @@ struct kvq_layer {
 /* Who rotates V by H / sqrt(v_dim), head by head. DEFAULT: as in the format's paper (DAEMON for
  * oscar* and quarot*, else NONE), or as an existing session was opened (NONE or DAEMON). DAEMON:
  * the daemon rotates V when it packs tokens, and rotates outputs back. ENGINE: the engine appends
- * rotated V and gets rotated outputs. */
+ * rotated V and gets rotated outputs; with a v_dim of 64, 128 or 256. */
 enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ_V_ROTATION_NONE };
 
 /* The path of attention on the host (formats.md in share/doc/kvqd). DEFAULT: as the daemon is

@@ -256,7 +256,7 @@ static Kvq__TableLayer *table_layer_of(struct kvq_arena *arena,
     layer->source_plus1 = from->source == number ? 0 : from->source + 1;
     layer->q_heads = from->shape.q_heads;
     layer->kv_heads = from->shape.kv_heads;
-    layer->dim = from->shape.k_dim;
+    layer->dim = kvq_row_dim(&from->shape);
     layer->dtype = from->shape.dtype;
     layer->v_rotation = from->shape.v_rotation;
     layer->window = from->shape.window;

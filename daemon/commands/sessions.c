@@ -129,8 +129,8 @@ static int add_layer_rows(struct kvq__call *call, uint64_t handle)
         kvq__layer__init(row);
         row->q_heads = from[i].shape.q_heads;
         row->kv_heads = from[i].shape.kv_heads;
-        row->k_dim = from[i].shape.k_dim;
-        row->v_dim = from[i].shape.v_dim;
+        row->k_dim = kvq_row_dim(&from[i].shape);
+        row->v_dim = kvq_row_dim(&from[i].shape);
         row->kv_from_plus1 = own ? 0 : from[i].source + 1;
         row->repeat = 1;
         s->layer_rows[s->n_layer_rows++] = row;

@@ -121,7 +121,7 @@ int kvq__queue_events(struct kvq__queue *queue, struct kvq__gpu *gpu,
 // ---- Sessions ----
 
 struct kvq__layer_row {
-    uint16_t q_heads, kv_heads, k_dim, v_dim;
+    uint16_t q_heads, kv_heads, k_dim, v_dim; // dims as the client's rows have them
     uint32_t window;
     float softcap, scale;           // scale 0 = 1/sqrt(k_dim)
     const char *format;             // NULL or empty = the session's

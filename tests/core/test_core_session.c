@@ -93,8 +93,8 @@ static void test_shapes(void **state)
     row = row_of("oscar9");
     refused(&row, KVQ_E_FORMAT, "known are mymix, part, f16, bf16, oscar2");
     row = row_of(NULL);
-    row.k_dim = row.v_dim = 96;
-    refused(&row, KVQ_E_SHAPE, "96");
+    row.k_dim = row.v_dim = 272;
+    refused(&row, KVQ_E_SHAPE, "head_dim 272 is not supported; it can be 1 to 256");
     row = row_of(NULL);
     row.v_dim = 64;
     refused(&row, KVQ_E_SHAPE, "unequal");

@@ -15,6 +15,7 @@ import e2e_breaks
 import e2e_campaign
 import e2e_completion
 import e2e_ctl
+import e2e_dims
 import e2e_dry_run
 import e2e_errors
 import e2e_evict
@@ -70,7 +71,7 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_remote.FullDisk, e2e_remote.PullFullDisk, e2e_reshard.Shards,
           e2e_floods.Floods, e2e_http.Monitors, e2e_http.Stores, e2e_http.StorePage,
           e2e_http.PackError, e2e_http.Addresses, e2e_axe.Axe, e2e_size.Size, e2e_sinks.Sinks,
-          e2e_sinks.Stored, e2e_soak.Soak]
+          e2e_sinks.Stored, e2e_dims.Dims, e2e_soak.Soak]
 
 
 def left_out():

@@ -18,7 +18,7 @@ class BadOpen(Test):
 
     def test_shapes(self):
         layer = kvq.Layer
-        self.refuse(kvq.Code.E_SHAPE, ("96", "128"), layer(8, 2, 96))
+        self.refuse(kvq.Code.E_SHAPE, ("272", "256"), layer(8, 2, 272))
         self.refuse(kvq.Code.E_SHAPE, ("192", "128"), layer(8, 2, 192, v_dim=128))
         self.refuse(kvq.Code.E_SHAPE, ("9", "2"), layer(9, 2, 128))
         self.refuse(kvq.Code.E_SHAPE, "0", layer(0, 0, 128))

@@ -62,13 +62,13 @@ WORKS = {
     "Llama with biases": (config("llama", 32, 8, 128, attention_bias=True, mlp_bias=True),
                           {"bias": "all"}),
     "head_dim 256": (config("llama", 8, 1, 256), {}),
+    "head_dim 96": (config("llama", 32, 32, 96), {}),
 }
 
 # What is refused, and a piece of the sentence that says why.
 REFUSED = {
     "Gemma 2": (config("gemma2", 8, 4, 256), "model_type 'gemma2' is not supported"),
     "Phi-3": (config("phi3", 32, 32, 96), "model_type 'phi3' is not supported"),
-    "head_dim 96": (config("llama", 32, 32, 96), "head"),
     "Mixtral": (config("mixtral", 32, 8, 128), "model_type 'mixtral' is not supported"),
     "DeepSeek V3": (config("deepseek_v3", 128, 128, 128), "model_type 'deepseek_v3'"),
     "dynamic RoPE": (config("llama", 8, 8, 128, rope_scaling={"type": "dynamic", "factor": 2.0}),

@@ -101,7 +101,7 @@ class Size(Test):
 
     def test_refused(self):
         for arguments, words in ((("--format", "oscar9"), "oscar9"),
-                                 (("--head-dim", "96"), "64, 128 or 256"),
+                                 (("--head-dim", "257"), "1 to 256"),
                                  (("--sessions", str(10 ** 17)), "ask for fewer")):
             status, _, complaint = size(*arguments)
             self.assertEqual(status, 2)

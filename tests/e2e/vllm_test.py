@@ -39,7 +39,6 @@ except ImportError as missing:
     sys.exit(0)
 
 import kvq.vllm
-from kvq.memory import stored_dim
 from kvq.vllm import checks
 from kvq.vllm.plan import Layers, Planner
 from kvq.vllm.worker import NEAR_ROWS, Table, Worker
@@ -75,7 +74,7 @@ class Engine:
         table = self.worker.table = Table.__new__(Table)
         table.numbers = {f"layer {i}": i for i in range(LAYERS)}
         table.q_heads, table.kv_heads = Q_HEADS, KV_HEADS
-        table.head_dim, table.stored_dim = tokens.dim, stored_dim(tokens.dim)
+        table.head_dim = tokens.dim
         table.scales, table.layers = [(tokens.dim ** -0.5, 0.0)] * LAYERS, LAYERS
         self.planner.layers = Layers(table.rows(), self.worker.options())
         self.placed, self.pages = {}, 100
@@ -208,7 +207,7 @@ class Steps(e2e_rig.Test):
                 self.near(engine.step([(one, 1), (long, NEAR_ROWS + 40)]))
                 self.near(engine.step([(one, 1), (long, 50)]))
                 (layer,) = {(layer.head_dim,) for layer in engine.worker.table.rows()}
-                self.assertEqual(layer, (128 if dim < 128 else 256,))
+                self.assertEqual(layer, (dim,))
 
     def test_preempted_requests_begin_anew(self):
         engine = self.engine(prefix=False)

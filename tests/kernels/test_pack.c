@@ -639,7 +639,11 @@ static void test_shapes(void **state)
     s = good, s.kv_heads = 0, refused(s, "oscar2", "0 KV heads");
     s = good, s.q_heads = 31, refused(s, "oscar2", "31 query heads are not a multiple of 8");
     s = good, s.q_heads = 8 * 65, refused(s, "oscar2", "at most 64");
-    s = good, s.k_dim = s.v_dim = 96, refused(s, "oscar2", "head_dim 96");
+    s = good, s.k_dim = s.v_dim = 272, refused(s, "oscar2", "head_dim 272");
+    s = good, s.head_dim = 128,
+    refused(s, "oscar2", "rows of head_dim 128 are not stored with 128");
+    s = good, s.head_dim = 48, refused(s, "oscar2", "rows of head_dim 48 are not stored with 128");
+    s = good, s.head_dim = 96, s.v_rotation = KVQ_V_ROT_ENGINE, refused(s, "oscar2", "not 96");
     s = good, s.v_dim = 64, refused(s, "oscar2", "128 for K and 64 for V");
     s = good, s.dtype = KVQ_F32, refused(s, "oscar2", "dtype 3");
     s = good, refused(s, "bf16", "format bf16 holds bf16");

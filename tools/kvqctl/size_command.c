@@ -70,11 +70,10 @@ static int work_out(const struct kvq__ctl *ctl, struct answer *a, char *why, siz
     }
     a->shape = (struct kvq_shape){.q_heads = (uint16_t)asked->kv_heads,
                                   .kv_heads = (uint16_t)asked->kv_heads,
-                                  .k_dim = (uint16_t)asked->head_dim,
-                                  .v_dim = (uint16_t)asked->head_dim,
                                   .window = asked->window,
                                   .dtype = a->format.raw_dtype ? a->format.raw_dtype : KVQ_F16,
                                   .scale = 1};
+    kvq_shape_set_dims(&a->shape, (uint16_t)asked->head_dim, (uint16_t)asked->head_dim);
     if (kvq_shape_check(&a->shape, &a->format, why, n))
         return -1;
     a->one =

@@ -24,7 +24,7 @@ from .hints import Array, CudaTensor, Ids, Shape, Span
 from .private import private_daemon
 from .work import Queue
 
-HEAD_DIMS = (64, 128, 256)  # that every format is made for; engines put zeros behind others
+MAX_HEAD_DIM = 256  # kvqd stores heads of up to 64, 128 and 256 dimensions as these
 
 _ROTATIONS = {"default": 0, "engine": 1, "daemon": 2, "none": 3}
 _ATTENTION = {"default": 0, "exact": 1, "fast": 2}

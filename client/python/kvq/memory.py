@@ -6,14 +6,8 @@ import torch
 
 import kvq
 from kvq import _ffi
-from kvq.client import HEAD_DIMS
 
 CODES = {torch.float16: kvq.F16, torch.bfloat16: kvq.BF16, torch.float32: kvq.F32}
-
-
-def stored_dim(head_dim):
-    """The dimensions that kvqd stores for a head, with zeros behind the head's own."""
-    return min(dim for dim in HEAD_DIMS if dim >= head_dim)
 
 
 class Area:
@@ -46,15 +40,11 @@ class Area:
 class Desk:
     """What the tensors of a step travel in: K and V of `rows` tokens of `kept` layers, the others'
     in their place by turns; Q, the output and its LSE of one layer, of `asked` tokens at a time;
-    and struct kvq_work for each layer.
-
-    Where kvqd stores more dimensions than the model's heads have, the tensors are the first ones.
-    The others stay as the buffer came, zero: they add nothing to a product of Q and K, and the
-    output has zeros there."""
+    and struct kvq_work for each layer."""
 
     def __init__(self, client, table, dtype, rows, kept, asked):
         self.rows, self.dtype, self.kept, self.asked = rows, dtype, kept, asked
-        dim = table.stored_dim
+        dim = table.head_dim
         kv, qo = (rows, table.kv_heads, dim), (asked, table.q_heads, dim)
         size = dim * dtype.itemsize
         need = 2 * kept * (size * table.kv_heads * rows + 64) \
@@ -63,10 +53,8 @@ class Desk:
         keys = [self.area.take(kv, dtype) for _ in range(kept)]
         values = [self.area.take(kv, dtype) for _ in range(kept)]
         (queries, q), (outputs, out) = (self.area.take(qo, dtype) for _ in range(2))
-        with torch.inference_mode(False):
-            self.keys, self.values = ([t[..., :table.head_dim] for t, _ in some]
-                                      for some in (keys, values))
-            self.queries, self.out = (t[..., :table.head_dim] for t in (queries, outputs))
+        self.keys, self.values = ([t for t, _ in some] for some in (keys, values))
+        self.queries, self.out = queries, outputs
         log_sums, start = self.area.take((asked, table.q_heads, 4), torch.uint8)
         with torch.inference_mode(False):
             self.lse = log_sums.view(torch.float32).squeeze(2)

@@ -37,8 +37,9 @@ int kvq__append_reach(const struct kvq__queue *q, uint32_t i, const struct kvq_s
         return rc;
     if (q->header.flags & KVQ_REQ_PAGED_KV)
         return e->list_token < q->header.page_tokens ? 0 : KVQ_E_INVALID; // pages come later
-    rc = kvq__view_rows(q, KVQ__VIEW_K, s->kv_heads, s->k_dim, e->row, e->append);
-    return rc ? rc : kvq__view_rows(q, KVQ__VIEW_V, s->kv_heads, s->v_dim, e->row, e->append);
+    uint32_t dim = kvq_row_dim(s);
+    rc = kvq__view_rows(q, KVQ__VIEW_K, s->kv_heads, dim, e->row, e->append);
+    return rc ? rc : kvq__view_rows(q, KVQ__VIEW_V, s->kv_heads, dim, e->row, e->append);
 }
 
 void kvq__append_refused(struct kvq__queue *q, uint32_t i)

@@ -47,11 +47,12 @@ static int check_reach(const struct kvq__queue *q, const struct kvq__session *s)
 static int check_rows(const struct kvq__queue *q, uint32_t i, const struct kvq_shape *s)
 {
     const struct kvq_entry_wire *e = &q->entries[i];
+    const uint32_t dim = kvq_row_dim(s);
     int rc = check_reach(q, q->work[i].session);
     if (rc == 0)
-        rc = kvq__view_rows(q, KVQ__VIEW_Q, s->q_heads, s->k_dim, e->q_row, e->queries);
+        rc = kvq__view_rows(q, KVQ__VIEW_Q, s->q_heads, dim, e->q_row, e->queries);
     if (rc == 0)
-        rc = kvq__view_rows(q, KVQ__VIEW_OUT, s->q_heads, s->v_dim, e->q_row, e->queries);
+        rc = kvq__view_rows(q, KVQ__VIEW_OUT, s->q_heads, dim, e->q_row, e->queries);
     if (rc < 0 || !q->buffers[KVQ__VIEW_LSE])
         return rc;
     if (s->q_heads > 1 && q->header.lse.head_stride != sizeof(float))

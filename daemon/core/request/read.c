@@ -31,12 +31,13 @@ static int check_read(struct kvq__queue *q, uint32_t i)
     if (e->position > s->tokens)
         return kvq__entry_fail(q, i, KVQ_E_POSITION, s->tokens);
     const struct kvq_shape *shape = &s->layers[q->header.layer].shape;
+    const uint32_t dim = kvq_row_dim(shape);
     rc = kvq__view_reach(q, KVQ__VIEW_K, s);
     rc = rc ? rc : kvq__view_reach(q, KVQ__VIEW_V, s);
     if (rc == 0)
-        rc = kvq__view_rows(q, KVQ__VIEW_K, shape->kv_heads, shape->k_dim, e->row, e->append);
+        rc = kvq__view_rows(q, KVQ__VIEW_K, shape->kv_heads, dim, e->row, e->append);
     if (rc == 0)
-        rc = kvq__view_rows(q, KVQ__VIEW_V, shape->kv_heads, shape->v_dim, e->row, e->append);
+        rc = kvq__view_rows(q, KVQ__VIEW_V, shape->kv_heads, dim, e->row, e->append);
     if (rc == 0)
         rc = kvq__outputs_entry(q, i);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;
@@ -113,7 +114,8 @@ static uint32_t count_read(const struct kvq__entry *w)
 static const uint8_t *round_rows(const struct kvq__queue *q, const float *rows, uint32_t n,
                                  uint8_t dtype, const struct kvq_shape *shape, uint8_t *strip)
 {
-    struct kvq_shape one = *shape;
+    struct kvq_shape one = *shape; // rows of k_dim here, whatever the client's are
+    one.head_dim = 0;
     struct kvq_store_counts ignored = {0};
     struct kvq_view from = {rows, (int64_t)(sizeof(float) * shape->k_dim), 0, KVQ_F32};
     assert(n <= CHUNK);
@@ -122,14 +124,16 @@ static const uint8_t *round_rows(const struct kvq__queue *q, const float *rows, 
     return strip;
 }
 
-// Writes rows [0, n) from row-major `from` into a view.
+// Writes rows [0, n) from row-major `from`, which has rows of k_dim, into a view.
 static void scatter(const struct kvq__queue *q, uint32_t view, uint64_t row, uint32_t head,
-                    uint32_t n, const void *from, size_t row_bytes)
+                    uint32_t n, const void *from, const struct kvq_shape *shape)
 {
     const struct kvq_wire_view *v = kvq__view(q, view);
     uint8_t *to = kvq__view_data(q, view, row) + head * v->head_stride;
+    size_t value = kvq__dtype_bytes(v->dtype), stride = shape->k_dim * value;
     for (uint32_t t = 0; t < n; t++)
-        memcpy(to + t * v->token_stride, (const uint8_t *)from + t * row_bytes, row_bytes);
+        memcpy(to + t * v->token_stride, (const uint8_t *)from + t * stride,
+               kvq_row_dim(shape) * value);
 }
 
 static void run_read(const struct kvq__queue *q, uint32_t i, uint32_t item, void *workspace)
@@ -157,11 +161,10 @@ static void run_read(const struct kvq__queue *q, uint32_t i, uint32_t item, void
     for (uint32_t view = KVQ__VIEW_K; view <= KVQ__VIEW_V; view++) {
         const float *rows = view == KVQ__VIEW_K ? k_rows : v_rows;
         uint8_t dtype = kvq__view(q, view)->dtype;
-        size_t row_bytes = (size_t)l->shape.k_dim * kvq__dtype_bytes(dtype);
         const void *source = rows;
         if (dtype != KVQ_F32)
             source = round_rows(q, rows, n, dtype, &l->shape, strip);
-        scatter(q, view, row, head, n, source, row_bytes);
+        scatter(q, view, row, head, n, source, &l->shape);
     }
 }
 

@@ -146,9 +146,7 @@ static struct kvq_rows touched(const struct kvq__queue *q, uint32_t view)
             continue;
         const struct kvq_shape *s = &q->work[i].session->layers[q->header.layer].shape;
         uint32_t heads = tokens ? s->kv_heads : s->q_heads;
-        uint32_t dim = view == KVQ__VIEW_LSE                        ? 1
-                       : view == KVQ__VIEW_K || view == KVQ__VIEW_Q ? s->k_dim
-                                                                    : s->v_dim;
+        uint32_t dim = view == KVQ__VIEW_LSE ? 1 : kvq_row_dim(s);
         uint32_t width = dim * kvq__dtype_bytes(v->dtype);
         from = row < from ? row : from;
         to = (uint64_t)row + n > to ? (uint64_t)row + n : to;
@@ -196,7 +194,7 @@ static bool page_inside(const struct kvq__queue *q, uint32_t view, const struct 
     uint64_t stride = view == KVQ__VIEW_K ? q->header.k_page_stride : q->header.v_page_stride;
     assert(to > 0 && to <= q->header.page_tokens);
     wide last = v->offset + (wide)page * stride + (wide)(to - 1) * v->token_stride;
-    return is_inside(q, view, last, s->kv_heads, view == KVQ__VIEW_K ? s->k_dim : s->v_dim);
+    return is_inside(q, view, last, s->kv_heads, kvq_row_dim(s));
 }
 
 int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
@@ -204,8 +202,8 @@ int kvq__paged_check(const struct kvq__queue *q, const struct kvq_entry_wire *e,
 {
     uint32_t n = kvq__paged_count(&q->header, e), size = q->header.page_tokens;
     uint32_t last = (uint32_t)(((uint64_t)e->list_token + e->append - 1) % size) + 1;
-    if (view_overlaps(&q->header.k, s->kv_heads, s->k_dim, e->append) ||
-        view_overlaps(&q->header.v, s->kv_heads, s->v_dim, e->append))
+    if (view_overlaps(&q->header.k, s->kv_heads, kvq_row_dim(s), e->append) ||
+        view_overlaps(&q->header.v, s->kv_heads, kvq_row_dim(s), e->append))
         return KVQ_E_INVALID;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t to = i + 1 < n ? size : last;

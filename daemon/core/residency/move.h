@@ -81,7 +81,7 @@ int kvq__move_reserve(struct kvq__move *move);
 
 // ---- For the rest of the core (move.c) ----
 
-// Whether the session can be moved at all: 0, or KVQ_E_BUSY with a text.
+// Whether the session can be moved there at all: 0, or KVQ_E_BUSY or KVQ_E_SHAPE with a text.
 int kvq__session_movable(const struct kvq__session *session, const struct kvq__pool *to,
                          char *text);
 // Begins to move the session, or all its shards.

@@ -223,7 +223,8 @@ static const struct kvq__part *seek(struct making *m, uint32_t source, const str
 static uint32_t strips_of(const struct making *m, const struct kvq__part *p, uint32_t heads)
 {
     const struct kvq__layer_row *row = &m->out->saved.layers[p->layer].row;
-    uint64_t strip = (uint64_t)heads * KVQ_GROUP_TOKENS * 2 * (row->k_dim + (uint64_t)row->v_dim);
+    uint64_t dim = kvq_stored_dim(row->k_dim);
+    uint64_t strip = heads * KVQ_GROUP_TOKENS * 2 * 2 * dim;
     if (p->kind != KVQ__PART_RAW)
         return 1;
     return strip == 0 || p->bytes % strip || p->bytes / strip > KVQ_BLOCK_GROUPS

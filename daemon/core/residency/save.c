@@ -102,8 +102,8 @@ static struct kvq__saved_layer saved_layer(const struct kvq__session *s, uint32_
     return (struct kvq__saved_layer){
         .row = {.q_heads = shape->q_heads,
                 .kv_heads = shape->kv_heads,
-                .k_dim = shape->k_dim,
-                .v_dim = shape->v_dim,
+                .k_dim = kvq_row_dim(shape),
+                .v_dim = kvq_row_dim(shape),
                 .window = shape->window,
                 .softcap = shape->softcap,
                 .scale = shape->scale,

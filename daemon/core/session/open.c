@@ -199,17 +199,17 @@ static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
                                  const struct kvq__layer_row *row, const struct kvq_format *f)
 {
     uint32_t natural = f->raw_dtype ? f->raw_dtype : KVQ_F16;
-    return (struct kvq_shape){
+    struct kvq_shape shape = {
         .q_heads = row->q_heads,
         .kv_heads = row->kv_heads,
-        .k_dim = row->k_dim,
-        .v_dim = row->v_dim,
         .dtype = (uint8_t)(spec->dtype ? spec->dtype : natural),
         .v_rotation = v_rotation_of(spec, row, f),
         .window = row->window,
         .softcap = row->softcap,
         .scale = row->scale != 0.0f ? row->scale : 1.0f / sqrtf((float)row->k_dim),
     };
+    kvq_shape_set_dims(&shape, row->k_dim, row->v_dim);
+    return shape;
 }
 
 static int check_shape(const struct kvq__pool *pool, const struct kvq__layer *l, uint32_t layer,
@@ -223,6 +223,12 @@ static int check_shape(const struct kvq__pool *pool, const struct kvq__layer *l,
                          layer, s->q_heads, s->kv_heads, KVQ_MAX_HEADS);
     if (kvq_shape_check(s, l->format, why, sizeof why) < 0)
         return kvq__fail(text, KVQ_E_SHAPE, "layer %u: %s", layer, why);
+    if (pool->gpu && s->head_dim)
+        return kvq__fail(text, KVQ_E_SHAPE,
+                         "layer %u: head_dim %u is served on the host alone, a GPU takes 64, 128 "
+                         "and 256; open the session with place \"host\", or hand over rows of %u "
+                         "with zeros behind Q, K and V, and a scale of 1/sqrt(%u)",
+                         layer, s->head_dim, s->k_dim, s->head_dim);
     struct kvq_layer_bytes bytes = kvq_layer_bytes_of(l->format, s);
     uint64_t first = bytes.packed + bytes.sinks, most = kvq__max(bytes.raw, first);
     if (most > pool->extent_bytes || bytes.extras > pool->extent_bytes)
@@ -268,7 +274,7 @@ static bool same_cache(const struct kvq__layer *a, const struct kvq__layer *b)
     // Within one session formats of one name are one.
     return a->format == b->format && a->shape.kv_heads == b->shape.kv_heads &&
            a->shape.k_dim == b->shape.k_dim && a->shape.v_dim == b->shape.v_dim &&
-           a->shape.dtype == b->shape.dtype;
+           a->shape.head_dim == b->shape.head_dim && a->shape.dtype == b->shape.dtype;
 }
 
 static int check_source(const struct kvq__session *s, uint32_t layer, char *text)
@@ -365,12 +371,23 @@ struct kvq__pool *kvq__place_find(struct kvq__core *core, const char *place, cha
     return NULL;
 }
 
+// Whether GPUs take the rows of all layers.
+static bool rows_suit_gpu(const struct kvq__session_spec *spec)
+{
+    for (uint32_t i = 0; i < spec->n_layers; i++)
+        if (kvq_stored_dim(spec->layers[i].k_dim) != spec->layers[i].k_dim)
+            return false;
+    return true;
+}
+
 // Where it shall live: as asked, or else on the GPU with the most room, or without one on the host.
-static int find_place(struct kvq__session *s, const char *place, char *text)
+static int find_place(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
 {
     struct kvq__core *core = s->core;
-    s->pool = &core->pools[core->n_pools > 1];
-    for (uint32_t i = 2; is_empty_text(place) && i < core->n_pools; i++) {
+    const char *place = spec->place;
+    bool gpu = core->n_pools > 1 && rows_suit_gpu(spec);
+    s->pool = &core->pools[gpu];
+    for (uint32_t i = 2; gpu && is_empty_text(place) && i < core->n_pools; i++) {
         const struct kvq__pool *other = &core->pools[i];
         assert(other->used_bytes <= other->budget);
         if (other->budget - other->used_bytes > s->pool->budget - s->pool->used_bytes)
@@ -397,7 +414,7 @@ int kvq__session_build(struct kvq__namespace *ns, const struct kvq__session_spec
     rc = kvq__session_new(ns, n_layers, &s);
     if (rc < 0)
         return kvq__ns_refused(ns, rc, what, text);
-    rc = find_place(s, spec->place, text);
+    rc = find_place(s, spec, text);
     rc = rc ? rc : build_layers(s, spec, text);
     if (rc == 0 && (rc = kvq__session_place(s)) < 0)
         kvq__fail(text, rc, "no memory on %s for a session", kvq__pool_name(s->pool));

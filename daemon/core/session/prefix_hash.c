@@ -91,8 +91,8 @@ static void put_layer(hash_state *state, const struct kvq__session *s, const str
     const struct kvq_shape *shape = &l->shape;
     put_number(state, shape->q_heads);
     put_number(state, shape->kv_heads);
-    put_number(state, shape->k_dim);
-    put_number(state, shape->v_dim);
+    put_number(state, kvq_row_dim(shape)); // of K,
+    put_number(state, kvq_row_dim(shape)); // and of V
     put_number(state, shape->dtype);
     put_number(state, shape->v_rotation);
     put_number(state, shape->window);

@@ -350,7 +350,7 @@ static struct sums sum_layers(const struct kvq__session *s, struct kvq__session_
             info->full_precision_tokens = full;
         sums.bits += kvq_bits_per_value(l->format, &l->shape);
         sums.record_bytes += (double)l->layout.record_bytes * l->shape.kv_heads / KVQ_BLOCK_TOKENS;
-        sums.plain_bytes += 2.0 * l->shape.kv_heads * (l->shape.k_dim + l->shape.v_dim);
+        sums.plain_bytes += 2.0 * l->shape.kv_heads * 2 * kvq_row_dim(&l->shape);
         sums.heads += l->shape.kv_heads;
         sums.layers++;
     }
@@ -404,7 +404,7 @@ void kvq__session_fill_info(const struct kvq__session *s, struct kvq__session_in
         .max_rollback = s->max_rollback,
         .q_heads = s->layers[0].shape.q_heads,
         .kv_heads = s->layers[0].shape.kv_heads,
-        .head_dim = s->layers[0].shape.k_dim,
+        .head_dim = kvq_row_dim(&s->layers[0].shape),
         .path = s->path,
         .v_rotation = s->v_rotation,
         .step_open = kvq__in_step(s),

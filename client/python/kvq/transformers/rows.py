@@ -591,7 +591,7 @@ class Rows:
         session = self.sessions[row]
         if window:  # few tokens of the past are seen, and by some of the queries: read them
             first = max(past - window + 1, 0)
-            old = [torch.from_numpy(a)[..., :table.head_dim].transpose(0, 1).to(key.dtype)
+            old = [torch.from_numpy(a).transpose(0, 1).to(key.dtype)
                    for a in self.queue.read(session, layer, first, past - first)]
             key, value = (torch.cat([o, new], 1) for o, new in zip(old, (key, value)))
             return causal(query, key, value, scale, window, cap, want_lse)

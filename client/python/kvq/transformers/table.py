@@ -7,9 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 import kvq
-from kvq.client import HEAD_DIMS
+from kvq.client import MAX_HEAD_DIM
 from kvq.configuration import identity, rope_by_length
-from kvq.memory import stored_dim
 
 KINDS = {"full_attention", "sliding_attention"}
 
@@ -125,10 +124,9 @@ class Table:
         self.layers = config.num_hidden_layers
         modules = attention_modules(model, self.layers)
         self.q_heads, self.kv_heads, self.head_dim = shape(config)
-        if self.head_dim > HEAD_DIMS[-1]:
-            refuse(f"this model's heads have {self.head_dim} dimensions; up to {HEAD_DIMS[-1]} are "
+        if self.head_dim > MAX_HEAD_DIM:
+            refuse(f"this model's heads have {self.head_dim} dimensions; up to {MAX_HEAD_DIM} are "
                    "served")
-        self.stored_dim = stored_dim(self.head_dim)
         self._modules = [weakref.ref(m) for m in modules]
         self._adapted = [weakref.ref(m) for m in adapted(model)]
         self.scales = [float(m.scaling) for m in modules]
@@ -184,7 +182,7 @@ class Table:
 
     def rows(self):
         """The table that kvq.Client.session takes."""
-        return [kvq.Layer(self.q_heads, self.kv_heads, self.stored_dim, window=window, softcap=cap,
+        return [kvq.Layer(self.q_heads, self.kv_heads, self.head_dim, window=window, softcap=cap,
                           scale=scale)
                 for window, cap, scale in zip(self.windows, self.softcaps, self.scales)]
 

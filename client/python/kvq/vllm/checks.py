@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, Optional, Union, get_args, get_origin
 
-from ..client import HEAD_DIMS
+from ..client import MAX_HEAD_DIM
 from ..configuration import identity, rope_by_length
 from . import CONNECTOR
 
@@ -118,8 +118,8 @@ def check_layer(layer):
     if layer["attn_type"] != "decoder":
         refuse(f"attention of type {layer['attn_type']}", "kvqd's attention is causal",
                "serve this model without KVQ_VLLM")
-    if layer["head_size"] > HEAD_DIMS[-1]:
-        refuse(f"heads of {layer['head_size']} dimensions", f"kvqd serves up to {HEAD_DIMS[-1]}",
+    if layer["head_size"] > MAX_HEAD_DIM:
+        refuse(f"heads of {layer['head_size']} dimensions", f"kvqd serves up to {MAX_HEAD_DIM}",
                "serve this model without KVQ_VLLM")
     # A dtype of 16 bits is let through: it says how vLLM's own pages would hold K and V, which are
     # in none here.

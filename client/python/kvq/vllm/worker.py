@@ -14,7 +14,7 @@ from kvq import _ffi
 from kvq._ffi import lib
 from kvq.errors import check
 
-from ..memory import CODES, Desk, stored_dim
+from ..memory import CODES, Desk
 from .checks import refuse
 
 NEAR_ROWS = 256  # tokens of a step that attends here
@@ -40,12 +40,11 @@ class Table:
             refuse("layers with other numbers of heads than others", "not done",
                    "serve this model without KVQ_VLLM")
         ((self.q_heads, self.kv_heads, self.head_dim),) = shapes
-        self.stored_dim = stored_dim(self.head_dim)
         self.scales = [(i.scale, i.softcap) for i in impls]
         self.layers = len(names)
 
     def rows(self):
-        return [kvq.Layer(self.q_heads, self.kv_heads, self.stored_dim, scale=scale,
+        return [kvq.Layer(self.q_heads, self.kv_heads, self.head_dim, scale=scale,
                           softcap=softcap) for scale, softcap in self.scales]
 
 

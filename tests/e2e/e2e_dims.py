@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of other dimensions than those that are stored: the same bits as with zeros behind."""
+import unittest
+
+import e2e_storage
+import numpy as np
+from e2e_rig import BACKEND, Tokens, kvq, read_all
+
+DIMS = {96: 128, 80: 128, 100: 128, 20: 64, 200: 256}  # and what they are stored as
+FORMATS = "f16", "oscar2", "kvq2", "innerq-hybrid"
+LENGTH, MORE = 300, 3
+
+
+def padded(tokens, stored):
+    """The same tokens with zeros behind Q, K and V, and the scale of what they had."""
+    wide = Tokens(0, 1, layers=tokens.layers, dim=stored)
+    dim = tokens.k.shape[-1]
+    wide.n = tokens.n
+    for name in "kvq":
+        rows = getattr(tokens, name)
+        setattr(wide, name, np.pad(rows, ((0, 0),) * 3 + ((0, stored - dim),)))
+    wide.rows = [kvq.Layer(8, 2, stored, scale=float(np.float32(1) / np.sqrt(np.float32(dim))),
+                           repeat=tokens.layers)]
+    return wide
+
+
+class Dims(e2e_storage.Stored):
+    def assert_same(self, narrow, wide, dim):
+        """Outputs and log-sum-exps of a step."""
+        for (out, lse), (want, want_lse) in zip(narrow, wide):
+            self.assertEqual(out.shape[-1], dim)
+            np.testing.assert_array_equal(out, want[..., :dim])
+            np.testing.assert_array_equal(lse, want_lse)
+            self.assertTrue(np.isfinite(out).all() and out.any())
+
+    def opened(self, tokens, form, **options):
+        return self.client.session(tokens.rows, form, place="host", **options)
+
+    def test_same_as_padded(self):
+        """Prompt, decode steps and what is read back, through the daemon."""
+        for dim, stored in DIMS.items():
+            narrow = Tokens(dim, LENGTH + MORE, dim=dim)
+            wide = padded(narrow, stored)
+            for form in FORMATS:
+                name = f"{form} {dim}"
+                with self.subTest(name), self.opened(narrow, form, name=name) as one, \
+                        self.opened(wide, form) as other:
+                    for n in (LENGTH,) + (1,) * MORE:
+                        self.assert_same(narrow.feed(self.queue, one, n),
+                                         wide.feed(self.queue, other, n), dim)
+                    for layer in range(2):
+                        for a, b in zip(self.queue.read(one, layer), self.queue.read(other, layer)):
+                            self.assertEqual(a.shape[-1], dim)
+                            np.testing.assert_array_equal(a, b[..., :dim])
+                    info, info_wide = one.info(), other.info()
+                    self.assertEqual(info["packed_bytes"], info_wide["packed_bytes"])
+                    self.assertEqual(self.daemon.ctl("session", "show", name)["head_dim"], dim)
+
+    def test_in_context(self):
+        """Attention in the engine's own context."""
+        for dim, form in ((96, "kvq2"), (100, "oscar2")):
+            tokens = Tokens(dim, LENGTH + MORE, dim=dim)
+            with self.opened(tokens, form) as one, self.opened(tokens, form) as other:
+                for s in (one, other):
+                    tokens.feed(self.queue, s, LENGTH, attend=False)
+                want = [tokens.feed(self.queue, one, 1) for _ in range(MORE)]
+                with self.queue.local(max_tokens=1024, require=True) as local:
+                    local.add(other)
+                    data = [self.own(x) for x in (tokens.q, tokens.k, tokens.v)]
+                    for i in range(MORE):
+                        at = slice(LENGTH + i, LENGTH + i + 1)
+                        with local.step([other], [1]) as step:
+                            got = [step.attend(layer, *(x[layer, at] for x in data))
+                                   for layer in range(2)]
+                        self.assert_same(got, want[i], dim)
+                    local.remove(other)
+
+    def own(self, values):
+        """An array in a buffer of the client's."""
+        array = self.client.array(values.shape)
+        array[...] = values
+        return array
+
+    def test_saved_and_restored(self):
+        """A session outlives the daemon; other dims that are stored alike are another shape."""
+        tokens = Tokens(7, LENGTH, dim=96)
+        ids = np.arange(LENGTH, dtype=np.int32)
+        with self.opened(tokens, "kvq2", name="it", model="m") as session:
+            with self.queue.step([session], [LENGTH], ids=[ids]) as step:
+                for layer in range(2):
+                    step.append(layer, tokens.k[layer], tokens.v[layer])
+            stored = read_all(self.queue, session, 2)
+            session.save()
+        self.again()
+        with self.opened(tokens, "kvq2", name="it", model="m") as session:
+            self.assertEqual(session.tokens, LENGTH)
+            self.assertTrue(read_all(self.queue, session, 2) == stored)
+        for dim in (112, 128):
+            other = Tokens(7, LENGTH, dim=dim)
+            self.fails(kvq.Code.E_EXISTS, self.opened, other, "kvq2", name="it", model="m",
+                       text=("shape of layer 0",))
+
+    @unittest.skipUnless(BACKEND == "emu", "a GPU, be it in software")
+    def test_gpus_refuse(self):
+        tokens, gpu = Tokens(7, LENGTH, dim=96), self.daemon.status()["gpus"][0]["place"]
+        self.fails(kvq.Code.E_SHAPE, self.client.session, tokens.rows, "kvq2", place=gpu,
+                   text=("head_dim 96 is served on the host alone", "rows of 128"))
+        with self.client.session(tokens.rows, "kvq2") as session:  # without being asked, the host
+            tokens.feed(self.queue, session, LENGTH)
+            self.assertEqual(session.info()["place"], "host")
+            self.fails(kvq.Code.E_SHAPE, session.move, gpu, text=("head_dim of 96",))
+
+    def test_refused(self):
+        for dim in (0, 257, 300):
+            self.fails(kvq.Code.E_SHAPE, self.client.session, [kvq.Layer(8, 2, dim)], "kvq2",
+                       text=(f"head_dim {dim}", "1 to 256"))
+        self.fails(kvq.Code.E_SHAPE, self.client.session, [kvq.Layer(8, 2, 96)], "oscar2",
+                   v_rotation="engine", place="host", text=("not 96", "let the daemon do it"))
