@@ -5,9 +5,6 @@
 #ifndef KVQ_TESTS_EVICT_KIT_H
 #define KVQ_TESTS_EVICT_KIT_H
 
-#include <stdio.h>
-#include <string.h>
-
 #include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"

@@ -5,10 +5,6 @@
 #ifndef KVQ_TESTS_PREFIX_KIT_H
 #define KVQ_TESTS_PREFIX_KIT_H
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/core/vault.h"
 #include "tests/kits/unit.h"
 

@@ -5,10 +5,6 @@
 #ifndef KVQ_TESTS_SAVE_KIT_H
 #define KVQ_TESTS_SAVE_KIT_H
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/core/residency/saved_internal.h"
 #include "tests/core/vault.h"
 #include "tests/kits/unit.h"

@@ -2,9 +2,6 @@
 //
 // The check of the core (daemon/core/check.h) finds what is off: single facts of a sound core are
 // changed, and it must say which does not hold.
-#include <stdio.h>
-#include <string.h>
-
 #include "daemon/core/check.h"
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"

@@ -4,8 +4,6 @@
 // pieces of work that have not begun, as a GPU's do: then the call that gives another one waits,
 // and here that is the poller. So no request may fill a queue, whatever it asks for, while its
 // client's stream stands still.
-#include <string.h>
-
 #include "tests/kits/stream_kit.h"
 #include "tests/kits/unit.h"
 

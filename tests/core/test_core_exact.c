@@ -2,9 +2,6 @@
 //
 // Prompts in full precision that give way: to whom, when, and never in vain. What they answer is
 // e2e_prompt.py's.
-#include <stdio.h>
-#include <string.h>
-
 #include "daemon/core/residency/evict.h"
 #include "proto/status.h"
 #include "tests/core/core_kit.h"

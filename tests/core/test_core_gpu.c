@@ -5,8 +5,6 @@
 // becomes of requests that are refused.
 #include <dlfcn.h>
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "proto/ring.h"
 #include "tests/kits/stream_kit.h"

@@ -3,9 +3,6 @@
 // Sessions of several shards: their steps commit on all or on none, whoever leaves them when, and
 // nobody waits for what cannot come.
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"

@@ -6,9 +6,6 @@
 #include <dlfcn.h>
 #include <math.h>
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "daemon/core/residency/move.h"
 #include "daemon/core/session/work_stream.h"

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Pools of few extents: what is refused although bytes are free, and how many these may be.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"
 

@@ -2,9 +2,6 @@
 //
 // Limits of namespaces: set at run time in place of the configuration's, never exceeded, and, when
 // they are lowered below what is used, nothing is taken away and nothing grows.
-#include <stdio.h>
-#include <string.h>
-
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"
 

@@ -2,8 +2,6 @@
 //
 // Two queues at once, step by step: what a request under way reads is neither changed, freed nor
 // given to somebody else, whatever the other does meanwhile.
-#include <string.h>
-
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"
 

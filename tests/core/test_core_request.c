@@ -2,8 +2,6 @@
 //
 // What bad requests get: the right code for the request or for the one entry, and nothing lost.
 // Every number of a request is set to values that reach outside, overflow, or make no sense.
-#include <string.h>
-
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"
 

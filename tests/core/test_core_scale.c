@@ -2,10 +2,6 @@
 //
 // Many sessions, and long ones: what each of them takes and how many of them are looked at, counted
 // and not timed.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/core/residency/saved.h"
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"

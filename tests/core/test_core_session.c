@@ -2,9 +2,6 @@
 //
 // Sessions as the control plane sees them: opening, comparing, holds, limits, keeping and
 // dropping, and the numbers that are told.
-#include <stdio.h>
-#include <string.h>
-
 #include "tests/core/core_kit.h"
 #include "tests/kits/unit.h"
 

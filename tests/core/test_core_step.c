@@ -3,8 +3,6 @@
 // Steps, windows and packing: what is stored depends on the tokens alone, a step commits whole or
 // not at all, and going back is as if one had never gone.
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "daemon/core/request/request.h"
 #include "tests/core/core_kit.h"

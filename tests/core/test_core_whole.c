@@ -4,8 +4,6 @@
 // same as by requests for each layer, to the bit, and as long as it looks. On the host, and, linked
 // with GPUs, on one of them.
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "daemon/core/session/table.h"
 #include "kernels/cuda/attend.h"

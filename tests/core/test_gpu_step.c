@@ -4,8 +4,6 @@
 // and whoever fails, goes, closes, drops or takes over meanwhile, the session, the bytes on the GPU
 // and the client's page table agree when they have ended.
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "daemon/core/residency/move.h"
 #include "daemon/core/session/table.h"

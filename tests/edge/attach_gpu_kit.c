@@ -4,7 +4,6 @@
 #include "tests/edge/attach_gpu_kit.h"
 
 #include <sched.h>
-#include <string.h>
 
 #include "tests/kits/unit.h"
 

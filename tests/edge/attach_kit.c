@@ -4,11 +4,7 @@
 #include "tests/edge/attach_kit.h"
 
 #include <dirent.h>
-#include <errno.h>
 #include <semaphore.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>

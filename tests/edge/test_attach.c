@@ -2,7 +2,6 @@
 //
 // The attach socket against clients that misbehave. At the end of each test every descriptor and
 // mapping that it made must be gone again.
-#include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <netinet/in.h>
@@ -10,9 +9,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <semaphore.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>

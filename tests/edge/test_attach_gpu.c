@@ -3,12 +3,8 @@
 // The attach socket of a daemon with GPUs (the software driver's): buffers in their memory, imports
 // of other processes' memory, timelines. At the end of each test every descriptor, mapping, handle
 // and byte of GPU memory must be gone again.
-#include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>

@@ -3,7 +3,6 @@
 // What clients of the attach socket get and give back while work on the GPU does not go on, as if
 // another client never signalled.
 #include <sched.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 

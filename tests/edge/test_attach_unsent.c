@@ -3,9 +3,7 @@
 // Replies whose descriptors cannot be sent: the kernel counts those that nobody has read for the
 // user who sent them, so one client that does not read would be in the way of all. A client whose
 // reply that befalls is told so, keeps its connection, and nothing of what was made is left.
-#include <errno.h>
 #include <sched.h>
-#include <string.h>
 #include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>

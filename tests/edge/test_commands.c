@@ -2,9 +2,6 @@
 //
 // Every command of the protocol is somebody's: a row of dispatch, of the attach socket or of the
 // store jobs, or the control socket's own. A number that is no command is nobody's.
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/attach/attach.h"
 #include "daemon/commands/dispatch.h"
 #include "daemon/control/audit.h"

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The configuration: precedence, values, namespaces, and what every mistake is answered with.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

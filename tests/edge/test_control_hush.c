@@ -3,8 +3,6 @@
 // The control socket of a daemon that closes: a client that always has one more request waiting
 // keeps nobody from the end. Here ZeroMQ tells the test when that request has come.
 #include <sched.h>
-#include <stdio.h>
-#include <string.h>
 
 #include <zmq.h>
 

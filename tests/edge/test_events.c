@@ -2,9 +2,6 @@
 //
 // Events on their way to those who ask: their numbers, and what happens when they come faster than
 // the loop takes them.
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/runtime/events.h"
 #include "daemon/runtime/history.h"
 #include "daemon/runtime/server.h"

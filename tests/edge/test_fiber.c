@@ -2,9 +2,6 @@
 //
 // Fibers: who runs when, what their stacks are, and what becomes of them.
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>

@@ -2,10 +2,6 @@
 //
 // Questions of HTTP to the core, over stand-ins for the core, the poller and the connection: what
 // is answered when the poller takes too long, and when memory runs out between two pages.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/commands/dispatch.h"
 #include "daemon/http/internal.h"
 #include "tests/kits/unit.h"

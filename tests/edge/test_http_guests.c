@@ -2,8 +2,6 @@
 //
 // Guests of HTTP: who gets in when places or descriptors are taken, and who goes, by times that the
 // test makes up.
-#include <stdlib.h>
-#include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
 

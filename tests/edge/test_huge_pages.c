@@ -3,12 +3,8 @@
 // Extents: small pages, huge pages that were set aside, and what happens when these run out. The
 // tests that need some use what is free, or with KVQ_TEST_SYSCTL=1 set vm.nr_hugepages for their
 // time; else they are skipped.
-#include <errno.h>
 #include <fcntl.h>
 #include <linux/magic.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>

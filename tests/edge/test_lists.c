@@ -3,10 +3,6 @@
 // Lists that take several replies: whatever comes and goes between two pages, nothing is listed
 // twice and nothing that stays is left out; a page costs what is on it; cursors that are no good
 // are refused with words.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/commands/dispatch.h"
 #include "proto/status.h"
 #include "tests/core/core_kit.h"

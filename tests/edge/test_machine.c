@@ -2,9 +2,6 @@
 //
 // How much memory there is, over a folder that stands for the file system of a machine; and what is
 // refused and told of by it.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

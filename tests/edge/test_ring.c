@@ -3,12 +3,9 @@
 // The rings of proto/ring.h: wrap-around of slots and indices, a peer that lies about its index,
 // both sides wired together, and two threads that sleep for every single message.
 // test_ring_model.c tries all interleavings; this file runs on the real CPU.
-#include <errno.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Where clients look for the daemon, by what they were told and by what lies there.
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>

@@ -2,9 +2,6 @@
 //
 // The scheduler with made-up costs: fair by time, not by items; decode before prefill, which still
 // moves on; every item given out once.
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/runtime/schedule.h"
 #include "tests/kits/unit.h"
 

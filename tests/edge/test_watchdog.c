@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The watchdog over mailboxes that are served, or not.
-#include <stdio.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "daemon/runtime/service.h"

@@ -2,9 +2,6 @@
 //
 // Control messages: what is packed comes back, and hostile bytes are refused with a text that
 // names the field, without memory beyond the arena.
-#include <stdlib.h>
-#include <string.h>
-
 #include "proto/status.h"
 #include "proto/wire.h"
 #include "tests/kits/unit.h"

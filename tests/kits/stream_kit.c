@@ -4,7 +4,6 @@
 #include "tests/kits/stream_kit.h"
 
 #include <dlfcn.h>
-#include <string.h>
 
 #include "proto/ring.h"
 #include "tests/kits/unit.h"

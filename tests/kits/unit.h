@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// cmocka, for tests and their kits: the headers that it wants before it, and it.
+// cmocka, for tests and their kits: the headers that it wants before it, it, and what of the C
+// library most of them use, which they need not include again.
 #ifndef KVQ_TESTS_UNIT_H
 #define KVQ_TESTS_UNIT_H
 
+#include <errno.h>
+#include <inttypes.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -6,9 +6,6 @@
 #define KVQ_TESTS_REMOTE_CHECK_H
 
 #include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>

@@ -5,12 +5,6 @@
 #ifndef KVQ_TESTS_STORE_CHECK_H
 #define KVQ_TESTS_STORE_CHECK_H
 
-#include <errno.h>
-#include <inttypes.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "proto/status.h"
 #include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"

@@ -4,9 +4,6 @@
 // between two of them, and a daemon that ends waits for one alone. The first pass is held until
 // the test has done what is to happen meanwhile.
 #include <semaphore.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "daemon/http/http.h"
 #include "daemon/log/log.h"

@@ -2,11 +2,6 @@
 //
 // The file of limits that were set at run time: what is written is read back, also when power fails
 // at any moment, and whatever else stands there is refused with its line.
-#include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "daemon/store/quota_file.h"
 #include "tests/kits/fault_io.h"
 #include "tests/kits/unit.h"

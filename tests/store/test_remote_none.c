@@ -2,8 +2,6 @@
 //
 // A build without a remote tier says so, whatever it is asked.
 
-#include <string.h>
-
 #include "proto/status.h"
 #include "storage/remote.h"
 #include "tests/kits/unit.h"

@@ -4,9 +4,6 @@
 // loopback. Skipped where there is none, see remote_kit.h.
 
 #include <dirent.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "proto/status.h"

@@ -3,14 +3,9 @@
 // A disk that is nearly full, and one that is full to its last byte: what there is room for is
 // saved, the rest is refused with words, and deleting works, however little is left. On a disk in
 // memory, and on file systems of Linux, ext4 and tmpfs, where this program may mount them.
-#include <errno.h>
 #include <fcntl.h>
-#include <inttypes.h>
 #include <sched.h>
 #include <spawn.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/wait.h>

@@ -7,11 +7,7 @@
 // round, each time a version more, deletes and compacts in between, and writes a line for each save
 // that was acknowledged. 20 kills; KVQ_FULL=1: 200.
 #include <fcntl.h>
-#include <inttypes.h>
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

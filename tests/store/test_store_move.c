@@ -4,12 +4,7 @@
 //
 // What is imported is what was exported; a file that was cut, spoiled at any byte, or made by
 // somebody else is refused, and nothing of it is visible. KVQ_FULL=1 spoils every byte.
-#include <errno.h>
-#include <inttypes.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "proto/status.h"
 #include "proto/sync.h"

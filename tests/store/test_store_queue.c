@@ -2,9 +2,6 @@
 //
 // Who may go and who waits: of names, and of those who write to the store. Steps are held here as
 // long as the test likes.
-#include <stdio.h>
-#include <string.h>
-
 #include "daemon/store/queue.h"
 #include "tests/kits/unit.h"
 
