@@ -9,6 +9,7 @@
 
 struct kvq_gpu_uuid gpu_uuid;
 struct kvq_soft_counts gpu_before;
+struct soft_peer exporter;
 
 void gpu_settles_at(size_t offset, uint64_t value)
 {
@@ -19,13 +20,16 @@ void gpu_settles_at(size_t offset, uint64_t value)
     } while (*(uint64_t *)((char *)&now + offset) != value);
 }
 
-void gpu_end(void)
+int gpu_stop(void **state)
 {
+    peer_free_all();
     SETTLES(registered, 0);
     SETTLES(imports, 0);
-    end_counting();
+    peer_free_all(); // the loop has had a turn
     const struct kvq_soft_counts now = soft_counts();
+    int rc = attach_stop_counting(state);
     assert_memory_equal(&now, &gpu_before, sizeof now);
+    return rc;
 }
 
 void peer_says(const struct peer *p, const char *words)
@@ -40,27 +44,22 @@ ProtobufCBinaryData bytes_of(const void *data, size_t n)
     return (ProtobufCBinaryData){n, (uint8_t *)(uintptr_t)data};
 }
 
-void peer_put_create(Kvq__Request *request, Kvq__CreateBuffer *create, uint64_t bytes)
+void peer_send_create_on(struct peer *p, uint64_t bytes)
 {
-    kvq__request__init(request);
-    kvq__create_buffer__init(create);
-    create->bytes = bytes;
-    create->gpu = bytes_of(&gpu_uuid, sizeof gpu_uuid);
-    request->command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
-    request->create_buffer = create;
+    Kvq__CreateBuffer create = KVQ__CREATE_BUFFER__INIT;
+    create.bytes = bytes;
+    create.gpu = bytes_of(&gpu_uuid, sizeof gpu_uuid);
+    peer_send_request(p, &REQUEST(CREATE_BUFFER, create_buffer, &create), NULL, 0);
 }
 
 int peer_create_on(struct peer *p, uint64_t bytes)
 {
-    Kvq__Request request;
-    Kvq__CreateBuffer create;
-    peer_put_create(&request, &create, bytes);
-    return peer_ask(p, &request, NULL, 0);
+    peer_send_create_on(p, bytes);
+    return peer_answer(p);
 }
 
 int peer_import_on(struct peer *p, const struct told *told, uint64_t offset, uint64_t bytes)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
     Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
     memory.gpu = bytes_of(&gpu_uuid, sizeof gpu_uuid);
@@ -71,34 +70,27 @@ int peer_import_on(struct peer *p, const struct told *told, uint64_t offset, uin
     message.bytes = bytes;
     message.offset = offset;
     message.gpu = &memory;
-    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
-    request.import_buffer = &message;
-    return peer_ask(p, &request, &told->fd, told->by_handle ? 0 : 1);
+    return peer_ask(p, &REQUEST(IMPORT_BUFFER, import_buffer, &message), &told->fd,
+                    told->by_handle ? 0 : 1);
 }
 
 int peer_open_timeline(struct peer *p, uint32_t queue, size_t uuid_bytes)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenTimeline open = KVQ__OPEN_TIMELINE__INIT;
     open.queue = queue;
     open.gpu = bytes_of(&gpu_uuid, uuid_bytes);
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TIMELINE;
-    request.open_timeline = &open;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(OPEN_TIMELINE, open_timeline, &open), NULL, 0);
 }
 
 int peer_open_events(struct peer *p, uint32_t queue, size_t uuid_bytes)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenEvents open = KVQ__OPEN_EVENTS__INIT;
     open.queue = queue;
     open.gpu = bytes_of(&gpu_uuid, uuid_bytes);
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_EVENTS;
-    request.open_events = &open;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(OPEN_EVENTS, open_events, &open), NULL, 0);
 }
 
-void gpu_begin(void)
+void gpu_count(void)
 {
     gpu_before = soft_counts();
     struct peer *p = peer_attached();
@@ -110,19 +102,41 @@ void gpu_begin(void)
     gpu_before = soft_counts();
 }
 
+int gpu_start(void **state)
+{
+    int rc = attach_start(state);
+    gpu_count();
+    return rc;
+}
+
+int gpu_start_exporter(void **state)
+{
+    int rc = gpu_start(state);
+    exporter = soft_start(NULL);
+    return rc;
+}
+
+int gpu_stop_exporter(void **state)
+{
+    peer_free_all();
+    int status = soft_end(&exporter), rc = gpu_stop(state);
+    assert_int_equal(status, 0);
+    return rc;
+}
+
 uint32_t peer_made(const struct peer *p)
 {
     return p->reply->create_buffer->buffer;
 }
 
-struct told told_allocate(const struct soft_peer *peer, uint64_t bytes, uint64_t *at)
+struct told told_allocate(uint64_t bytes, uint64_t *at)
 {
-    *at = soft_ask(peer, SOFT_ALLOC, bytes, 0, 0);
+    *at = soft_ask(&exporter, SOFT_ALLOC, bytes, 0, 0);
     const struct soft_question question = {.op = SOFT_MEMORY_GET, .a = *at};
-    const struct soft_answer answer = soft_ask_fd(peer, &question, -1, NULL);
+    const struct soft_answer answer = soft_ask_fd(&exporter, &question, -1, NULL);
     struct told told = {.by_handle = true, .fd = -1, .bytes = bytes};
     assert_int_equal(answer.result, KVQ_GPU_OK);
     memcpy(&told.handle, answer.handle, sizeof told.handle);
-    told.number = soft_ask(peer, SOFT_BUFFER, *at, 0, 0);
+    told.number = soft_ask(&exporter, SOFT_BUFFER, *at, 0, 0);
     return told;
 }

@@ -11,12 +11,21 @@
 extern struct kvq_gpu_uuid gpu_uuid; // set by main
 extern struct kvq_soft_counts gpu_before;
 
+// Setup and teardown: a daemon with the GPU. There is as much at the end, once those clients have
+// ended that are left and what nobody waits for is given back, as at the beginning. The daemon has
+// streams and contexts of its own, which stay.
+int gpu_start(void **state);
+int gpu_stop(void **state);
+#define ON_GPU(test) cmocka_unit_test_setup_teardown(test, gpu_start, gpu_stop)
+// The same with another process, which has memory of the GPU and ends behind the clients.
+int gpu_start_exporter(void **state);
+int gpu_stop_exporter(void **state);
+#define WITH_EXPORTER(test)                                                                        \
+    cmocka_unit_test_setup_teardown(test, gpu_start_exporter, gpu_stop_exporter)
+extern struct soft_peer exporter;
 // A first client with a timeline makes the daemon take what it keeps for the next one; then what
 // there is is counted.
-void gpu_begin(void);
-// As much as then, once what nobody waits for is given back. The daemon's own streams and contexts
-// stay.
-void gpu_end(void);
+void gpu_count(void);
 // Returns when so much more than at the beginning is there of a field of struct kvq_soft_counts.
 #define SETTLES(field, more)                                                                       \
     gpu_settles_at(offsetof(struct kvq_soft_counts, field), gpu_before.field + more)
@@ -25,8 +34,8 @@ void gpu_settles_at(size_t offset, uint64_t value);
 void peer_says(const struct peer *p, const char *words); // in the text of its last reply
 
 ProtobufCBinaryData bytes_of(const void *data, size_t n);
-void peer_put_create(Kvq__Request *request, Kvq__CreateBuffer *create, uint64_t bytes);
 int peer_create_on(struct peer *p, uint64_t bytes);
+void peer_send_create_on(struct peer *p, uint64_t bytes); // its first half
 int peer_open_timeline(struct peer *p, uint32_t queue, size_t uuid_bytes);
 int peer_open_events(struct peer *p, uint32_t queue, size_t uuid_bytes);
 uint32_t peer_made(const struct peer *p); // the buffer of the last reply
@@ -38,8 +47,8 @@ struct told {
     int fd;
     uint64_t bytes, number;
 };
-// An allocation of another process, by its handle.
-struct told told_allocate(const struct soft_peer *peer, uint64_t bytes, uint64_t *at);
+// An allocation of the exporter's, by its handle.
+struct told told_allocate(uint64_t bytes, uint64_t *at);
 int peer_import_on(struct peer *p, const struct told *told, uint64_t offset, uint64_t bytes);
 
 #endif

@@ -172,10 +172,14 @@ void attach_release_poller(void)
 
 // ---- A client ----
 
+static struct peer *peers; // that are there
+
 struct peer *peer_new(void)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     struct peer *p = calloc(1, sizeof *p);
+    p->next = peers;
+    peers = p;
     p->fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     snprintf(address.sun_path, sizeof address.sun_path, "%s/attach.sock", rig.directory);
     assert_int_equal(connect(p->fd, (struct sockaddr *)&address, sizeof address), 0);
@@ -237,6 +241,10 @@ bool peer_receive(struct peer *p)
 
 void peer_free(struct peer *p)
 {
+    struct peer **at = &peers;
+    while (*at != p)
+        at = &(*at)->next;
+    *at = p->next;
     shutdown(p->fd, SHUT_WR);
     while (peer_receive(p))
         ;
@@ -273,14 +281,11 @@ int peer_ask(struct peer *p, Kvq__Request *request, const int *fds, uint32_t n_f
 
 void peer_send_hello(struct peer *p, uint32_t min, uint32_t max)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Hello hello = KVQ__HELLO__INIT;
     hello.protocol_min = min;
     hello.protocol_max = max;
     hello.client_name = (char *)"test";
-    request.command_case = KVQ__REQUEST__COMMAND_HELLO;
-    request.hello = &hello;
-    peer_send_request(p, &request, NULL, 0);
+    peer_send_request(p, &REQUEST(HELLO, hello, &hello), NULL, 0);
 }
 
 int peer_hello(struct peer *p, uint32_t min, uint32_t max)
@@ -299,33 +304,24 @@ struct peer *peer_attached(void)
 
 int peer_import(struct peer *p, const int *fds, uint32_t n_fds, uint64_t offset, uint64_t bytes)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ImportBuffer import = KVQ__IMPORT_BUFFER__INIT;
     import.offset = offset;
     import.bytes = bytes;
-    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
-    request.import_buffer = &import;
-    return peer_ask(p, &request, fds, n_fds);
+    return peer_ask(p, &REQUEST(IMPORT_BUFFER, import_buffer, &import), fds, n_fds);
 }
 
 int peer_create_buffer(struct peer *p, uint64_t bytes)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__CreateBuffer create = KVQ__CREATE_BUFFER__INIT;
     create.bytes = bytes;
-    request.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
-    request.create_buffer = &create;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(CREATE_BUFFER, create_buffer, &create), NULL, 0);
 }
 
 void peer_send_close(struct peer *p, uint32_t buffer)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__CloseBuffer close = KVQ__CLOSE_BUFFER__INIT;
     close.buffer = buffer;
-    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_BUFFER;
-    request.close_buffer = &close;
-    peer_send_request(p, &request, NULL, 0);
+    peer_send_request(p, &REQUEST(CLOSE_BUFFER, close_buffer, &close), NULL, 0);
 }
 
 int peer_close_buffer(struct peer *p, uint32_t buffer)
@@ -336,31 +332,23 @@ int peer_close_buffer(struct peer *p, uint32_t buffer)
 
 int peer_ping(struct peer *p, uint32_t protocol, const int *fds, uint32_t n_fds)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Ping ping = KVQ__PING__INIT;
+    Kvq__Request request = REQUEST(PING, ping, &ping);
     request.protocol = protocol;
-    request.command_case = KVQ__REQUEST__COMMAND_PING;
-    request.ping = &ping;
     return peer_ask(p, &request, fds, n_fds);
 }
 
 int peer_open_queue(struct peer *p)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
-    request.open_queue = &open;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(OPEN_QUEUE, open_queue, &open), NULL, 0);
 }
 
 int peer_close_queue(struct peer *p, uint32_t queue)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__CloseQueue close = KVQ__CLOSE_QUEUE__INIT;
     close.queue = queue;
-    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_QUEUE;
-    request.close_queue = &close;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(CLOSE_QUEUE, close_queue, &close), NULL, 0);
 }
 
 int peer_open_session(struct peer *p, const char *name)
@@ -371,7 +359,6 @@ int peer_open_session(struct peer *p, const char *name)
 
 void peer_send_open(struct peer *p, const char *name, const char *format)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenSession open = KVQ__OPEN_SESSION__INIT;
     Kvq__Layer row = KVQ__LAYER__INIT, *rows[] = {&row};
     row.q_heads = row.kv_heads = 1;
@@ -381,15 +368,12 @@ void peer_send_open(struct peer *p, const char *name, const char *format)
     open.dtype = 1;
     open.layers = rows;
     open.n_layers = 1;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
-    request.open_session = &open;
-    peer_send_request(p, &request, NULL, 0);
+    peer_send_request(p, &REQUEST(OPEN_SESSION, open_session, &open), NULL, 0);
 }
 
 int peer_open_table(struct peer *p, uint64_t handle, uint32_t layers, ProtobufCBinaryData gpu,
                     bool copy)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenTable open = KVQ__OPEN_TABLE__INIT;
     open.handle = handle;
     open.pool_at = UINT64_C(1) << 40;
@@ -397,18 +381,14 @@ int peer_open_table(struct peer *p, uint64_t handle, uint32_t layers, ProtobufCB
     open.layers = layers;
     open.gpu = gpu;
     open.copy = copy;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_TABLE;
-    request.open_table = &open;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(OPEN_TABLE, open_table, &open), NULL, 0);
 }
 
 void peer_cancel(struct peer *p, uint32_t number)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Cancel cancel = KVQ__CANCEL__INIT;
+    Kvq__Request request = REQUEST(CANCEL, cancel, &cancel);
     cancel.request = number;
-    request.command_case = KVQ__REQUEST__COMMAND_CANCEL;
-    request.cancel = &cancel;
     assert_int_equal(peer_ask(p, &request, NULL, 0), 0);
     assert_int_equal(p->n_fds, 0);
 }
@@ -445,19 +425,36 @@ static int count_fds(void)
 
 static int fds_before;
 
+// The daemon closes its side of a connection last of all, and peer_free has waited for that; but
+// the loop may still be at the next line. And the first client makes the daemon and its libraries
+// open what they keep.
+void peer_free_all(void)
+{
+    while (peers)
+        peer_free(peers);
+    peer_free(peer_attached());
+}
+
 void begin_counting(void)
 {
-    // A first client makes the daemon and its libraries open what they keep.
-    peer_free(peer_attached());
+    peer_free_all();
     fds_before = count_fds();
     assert_int_equal(count_mappings(), 0);
 }
 
-// The daemon closes its side of a connection last of all, and peer_free has waited for that; but
-// the loop may still be at the next line.
-void end_counting(void)
+int attach_start_counting(void **state)
 {
-    peer_free(peer_attached());
-    assert_int_equal(count_fds(), fds_before);
-    assert_int_equal(count_mappings(), 0);
+    int rc = attach_start(state);
+    begin_counting();
+    return rc;
+}
+
+int attach_stop_counting(void **state)
+{
+    peer_free_all();
+    const int fds = count_fds(), mappings = count_mappings();
+    int rc = attach_stop(state);
+    assert_int_equal(fds, fds_before);
+    assert_int_equal(mappings, 0);
+    return rc;
 }

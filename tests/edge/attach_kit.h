@@ -12,6 +12,7 @@
 #include "daemon/config/config.h"
 #include "daemon/runtime/server.h"
 #include "proto/wire.h"
+#include "tests/kits/request.h"
 
 // Setup and teardown of a test: the daemon, with 2 workers, 8 clients, and 20 MiB of buffers of
 // which one client may have 8.
@@ -42,12 +43,14 @@ struct peer {
     int fds[16]; // beside the last reply; closed with the next
     uint32_t n_fds;
     Kvq__Reply *reply; // the last one
+    struct peer *next;
 };
 
 struct peer *peer_new(void);      // connected
 struct peer *peer_attached(void); // hello was said
 // Ends the connection from this side and waits until the daemon has let go of it.
 void peer_free(struct peer *p);
+void peer_free_all(void); // those that are left
 
 void peer_send(struct peer *p, const void *bytes, size_t n, const int *fds, uint32_t n_fds);
 // One reply into p->reply and p->fds; false at the end of the connection.
@@ -81,9 +84,13 @@ void peer_cancel(struct peer *p, uint32_t request); // fails the test if it is r
 
 // ---- What must not leak ----
 
-// Descriptors and mappings of this process, daemon and clients alike.
-void begin_counting(void);
-void end_counting(void);  // as many as at the beginning, once everybody is gone
-int count_mappings(void); // of rings and buffers
+// Setup and teardown that count descriptors and mappings of this process, daemon and clients alike:
+// there are as many at the end, once those clients have ended that are left, as at the beginning.
+int attach_start_counting(void **state);
+int attach_stop_counting(void **state);
+#define COUNTED(test)                                                                              \
+    cmocka_unit_test_setup_teardown(test, attach_start_counting, attach_stop_counting)
+void begin_counting(void); // anew: what is there now is what stays
+int count_mappings(void);  // of rings and buffers
 
 #endif

@@ -35,7 +35,6 @@ static int memfd_of(off_t bytes, int seals)
 
 static void test_hello(void **state)
 {
-    begin_counting();
     struct peer *p = peer_new();
     assert_int_equal(peer_hello(p, KVQ_PROTOCOL_MAX + 1, KVQ_PROTOCOL_MAX + 3), KVQ_E_VERSION);
     assert_says(p->reply->text, "speaks protocol 2 to 4");
@@ -59,13 +58,10 @@ static void test_hello(void **state)
 
     p = peer_attached();
     assert_int_equal(peer_ping(p, 9, NULL, 0), KVQ_E_VERSION);
-    peer_free(p);
-    end_counting();
 }
 
 static void test_daemon_page(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached();
     int fd = p->fds[0], seals = fcntl(fd, F_GET_SEALS);
     assert_true(seals & F_SEAL_SHRINK && seals & F_SEAL_GROW && seals & F_SEAL_SEAL);
@@ -77,13 +73,10 @@ static void test_daemon_page(void **state)
     assert_int_equal(page->magic, KVQ_SHM_MAGIC_DAEMON);
     assert_true(page->epoch == p->reply->epoch && page->epoch != 0);
     munmap(page, 384);
-    peer_free(p);
-    end_counting();
 }
 
 static void test_garbage(void **state)
 {
-    begin_counting();
     static const char *const packets[] = {"x", "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
                                           "\x0a\x03\x61\x62\x63"};
     for (int i = 0; i < 3; i++) {
@@ -99,13 +92,10 @@ static void test_garbage(void **state)
     peer_send(p, large, KVQ_MAX_MESSAGE + 1, NULL, 0);
     assert_false(peer_receive(p));
     free(large);
-    peer_free(p);
-    end_counting();
 }
 
 static void test_descriptors_are_counted(void **state)
 {
-    begin_counting();
     int fd = memfd_of(4096, F_SEAL_SHRINK), fds[24];
     for (int i = 0; i < 24; i++)
         fds[i] = fd;
@@ -128,9 +118,7 @@ static void test_descriptors_are_counted(void **state)
     // Descriptors beside a request that takes none.
     struct peer *p = peer_attached();
     assert_int_equal(peer_ping(p, KVQ_PROTOCOL_MAX, fds, 1), KVQ_E_PROTOCOL);
-    peer_free(p);
     close(fd);
-    end_counting();
 }
 
 // A socket whose last close would wait for an hour: there is data that nobody reads.
@@ -175,7 +163,6 @@ static void pass_packets(struct kvq__server *server, void *context)
 // reads: the daemon serves others, and does not wait for the hour.
 static void test_sockets_that_linger(void **state)
 {
-    begin_counting();
     static const struct passing cases[] = {
         {.at = 0}, {.at = 7}, {.before = 2}, {.before = 3, .at = 7}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -192,7 +179,6 @@ static void test_sockets_that_linger(void **state)
         close(other);
         close(reader);
     }
-    end_counting();
 }
 
 static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, const char *words)
@@ -206,7 +192,6 @@ static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, co
 
 static void test_imports(void **state)
 {
-    begin_counting();
     int fd = memfd_of(16384, 0);
     import_refused(fd, 0, 4096, KVQ_E_BUFFER, "F_SEAL_SHRINK");
     assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK), 0);
@@ -233,14 +218,11 @@ static void test_imports(void **state)
     assert_int_equal(peer_close_buffer(p, buffer), 0);
     assert_int_equal(peer_close_buffer(p, buffer), KVQ_E_BUFFER);
     assert_int_equal(peer_import(p, &fd, 1, 0, 16384), 0); // left for the end
-    peer_free(p);
     close(fd);
-    end_counting();
 }
 
 static void test_buffers(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
     assert_int_equal(peer_create_buffer(p, (8 << 20) + 1), KVQ_E_LIMIT);
@@ -252,15 +234,12 @@ static void test_buffers(void **state)
     assert_int_equal(peer_create_buffer(p, 3 << 20), KVQ_E_LIMIT); // together too much
     assert_int_equal(peer_close_buffer(p, first), 0);
     assert_int_equal(peer_create_buffer(p, 3 << 20), 0);
-    peer_free(p);
-    end_counting();
 }
 
 // Buffers of all clients together are bounded, made and imported ones, and come back with whoever
 // had them.
 static void test_buffers_of_all(void **state)
 {
-    begin_counting();
     int fd = memfd_of(8 << 20, F_SEAL_SHRINK);
     struct peer *p[3] = {peer_attached(), peer_attached(), peer_attached()};
     assert_int_equal(peer_create_buffer(p[0], 8 << 20), 0);
@@ -285,46 +264,32 @@ static void test_buffers_of_all(void **state)
     for (int i = 0; i < 3; i++) // what was refused was never counted
         assert_int_equal(peer_import(last, &fd, 1, 4096 * 4096, 4096), KVQ_E_BUFFER);
     assert_int_equal(peer_create_buffer(last, 8 << 20), 0);
-    peer_free(last);
     close(fd);
-    end_counting();
 }
 
 // Clients that have shut their ears while the command is at the poller: what it made is given back
 // once, by one thread.
 static void test_replies_nobody_hears(void **state)
 {
-    begin_counting();
-    Kvq__Request queue = KVQ__REQUEST__INIT, buffer = KVQ__REQUEST__INIT;
     Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
     Kvq__CreateBuffer create = KVQ__CREATE_BUFFER__INIT;
+    Kvq__Request queue = REQUEST(OPEN_QUEUE, open_queue, &open);
+    Kvq__Request buffer = REQUEST(CREATE_BUFFER, create_buffer, &create);
     create.bytes = 4096;
-    queue.id = buffer.id = 99;
-    queue.protocol = buffer.protocol = KVQ_PROTOCOL_MAX;
-    queue.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
-    queue.open_queue = &open;
-    buffer.command_case = KVQ__REQUEST__COMMAND_CREATE_BUFFER;
-    buffer.create_buffer = &create;
     for (int i = 0; i < 200; i++) {
-        uint8_t bytes[64];
-        size_t length;
         struct peer *p = peer_attached();
         assert_int_equal(shutdown(p->fd, SHUT_RD), 0); // sending to it fails from now on
-        assert_int_equal(kvq_request_pack(i % 2 ? &queue : &buffer, bytes, sizeof bytes, &length),
-                         0);
-        peer_send(p, bytes, length, NULL, 0);
+        peer_send_request(p, i % 2 ? &queue : &buffer, NULL, 0);
         struct pollfd end = {.fd = p->fd};
         while (!(end.revents & POLLHUP)) // the daemon has closed its end, last of all
             assert_true(poll(&end, 1, -1) >= 0);
         peer_free(p);
     }
-    end_counting();
 }
 
 // A cancel gives back what the request before it made, and nothing else.
 static void test_cancel(void **state)
 {
-    begin_counting();
     int fd = memfd_of(4096, F_SEAL_SHRINK);
     struct peer *p = peer_attached(), *other = peer_attached();
     peer_cancel(p, p->next_id); // of hello
@@ -355,10 +320,7 @@ static void test_cancel(void **state)
     made = p->next_id;
     peer_cancel(p, made);
     peer_cancel(p, made);
-    peer_free(other);
-    peer_free(p);
     close(fd);
-    end_counting();
 }
 
 // A ring pair of ours, mapped like a client does.
@@ -403,7 +365,6 @@ static void rings_wake(const struct rings *rings)
 
 static void test_queues(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached();
     struct rings rings = rings_open(p);
     uint32_t queue = p->reply->open_queue->queue;
@@ -426,13 +387,10 @@ static void test_queues(void **state)
     for (int i = 0; i < KVQ_MAX_QUEUES; i++)
         assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(peer_open_queue(p), KVQ_E_LIMIT);
-    peer_free(p);
-    end_counting();
 }
 
 static void test_scribbler_is_closed(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     struct rings rings = rings_open(p);
     kvq_word_store_release(&rings.req->tail, 123456789);
@@ -441,15 +399,12 @@ static void test_scribbler_is_closed(void **state)
     rings_close(&rings);
     peer_free(p);
     assert_int_equal(peer_create_buffer(other, 4096), 0);
-    peer_free(other);
-    end_counting();
 }
 
 // A client may change the flags of descriptors that it shares, fill and empty them: the daemon must
 // not wait for it.
 static void test_hostile_wakers(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     struct rings rings = rings_open(p);
     uint64_t most = UINT64_MAX - 1, got;
@@ -478,26 +433,17 @@ static void test_hostile_wakers(void **state)
         assert_int_equal(kvq_ring_room(&tx, &room), 0);
     }
     assert_int_equal(peer_create_buffer(other, 4096), 0);
-    peer_free(other);
     rings_close(&rings);
-    peer_free(p);
-    end_counting();
 }
 
 static void test_too_many_clients(void **state)
 {
-    begin_counting();
-    struct peer *peers[8];
     for (int i = 0; i < 8; i++)
-        peers[i] = peer_attached();
+        peer_attached();
     struct peer *p = peer_new();
     assert_int_equal(peer_hello(p, 1, 1), KVQ_E_LIMIT);
     assert_says(p->reply->text, "max_clients");
     assert_false(peer_receive(p)); // and the connection is closed
-    peer_free(p);
-    for (int i = 0; i < 8; i++)
-        peer_free(peers[i]);
-    end_counting();
 }
 
 // Groups of the process at the other end.
@@ -506,22 +452,19 @@ static void test_long_name(void **state)
 {
     char name[KVQ_NAME_BYTES + 1] = {0};
     struct peer *p = peer_attached();
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__DropSession drop = KVQ__DROP_SESSION__INIT;
+    Kvq__Request request = REQUEST(DROP_SESSION, drop_session, &drop);
     Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
     memset(name, 'n', KVQ_NAME_BYTES - 1);
     assert_int_equal(peer_open_session(p, name), 0);
     ref.name = memset(name, 'n', KVQ_NAME_BYTES);
     drop.which_case = KVQ__DROP_SESSION__WHICH_REF;
     drop.ref = &ref;
-    request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
-    request.drop_session = &drop;
     assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_LIMIT);
     assert_string_equal(p->reply->text,
                         "SessionRef.name is a name of 128 bytes; it can have 127 at most");
     name[KVQ_NAME_BYTES - 1] = '\0';
     assert_int_equal(peer_ask(p, &request, NULL, 0), 0);
-    peer_free(p);
 }
 
 static void test_groups(void **state)
@@ -551,7 +494,6 @@ static void test_groups(void **state)
 // The process that connected dies while a child of it holds the socket open.
 static void test_death_with_a_child(void **state)
 {
-    begin_counting();
     int report[2];
     char byte;
     assert_int_equal(pipe2(report, O_CLOEXEC), 0);
@@ -574,7 +516,6 @@ static void test_death_with_a_child(void **state)
     assert_int_equal(read(report[0], &byte, 1), 1);
     assert_int_equal(byte, 'c');
     close(report[0]);
-    end_counting();
 }
 
 static void test_second_daemon(void **state)
@@ -642,7 +583,6 @@ static void test_no_hello(void **state)
     struct peer *p = peer_accepted();
     attach_in_loop(expire, NULL);
     assert_false(peer_receive(p));
-    peer_free(p);
 }
 
 // The time that the daemon takes to answer is not the client's.
@@ -661,7 +601,6 @@ static void test_hello_at_a_slow_poller(void **state)
     while (later.now < seen.now + 10); // timers of 1 ms and 1 ms have run
     attach_release_poller();
     assert_int_equal(peer_answer(p), 0);
-    peer_free(p);
 }
 
 static sem_t loop_stands, hello_sent;
@@ -697,7 +636,6 @@ static void test_hello_at_a_slow_loop(void **state)
     sem_post(&hello_sent);
     pthread_join(thread, NULL);
     assert_int_equal(peer_answer(p), 0);
-    peer_free(p);
     sem_destroy(&loop_stands);
     sem_destroy(&hello_sent);
 }
@@ -705,29 +643,29 @@ static void test_hello_at_a_slow_loop(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_hello),
-        cmocka_unit_test(test_no_hello),
-        cmocka_unit_test(test_hello_at_a_slow_poller),
-        cmocka_unit_test(test_hello_at_a_slow_loop),
-        cmocka_unit_test(test_daemon_page),
-        cmocka_unit_test(test_garbage),
-        cmocka_unit_test(test_descriptors_are_counted),
-        cmocka_unit_test(test_sockets_that_linger),
-        cmocka_unit_test(test_imports),
-        cmocka_unit_test(test_buffers),
-        cmocka_unit_test(test_buffers_of_all),
-        cmocka_unit_test(test_cancel),
-        cmocka_unit_test(test_replies_nobody_hears),
-        cmocka_unit_test(test_queues),
-        cmocka_unit_test(test_scribbler_is_closed),
-        cmocka_unit_test(test_hostile_wakers),
-        cmocka_unit_test(test_too_many_clients),
-        cmocka_unit_test(test_long_name),
+        COUNTED(test_hello),
+        COUNTED(test_no_hello),
+        COUNTED(test_hello_at_a_slow_poller),
+        COUNTED(test_hello_at_a_slow_loop),
+        COUNTED(test_daemon_page),
+        COUNTED(test_garbage),
+        COUNTED(test_descriptors_are_counted),
+        COUNTED(test_sockets_that_linger),
+        COUNTED(test_imports),
+        COUNTED(test_buffers),
+        COUNTED(test_buffers_of_all),
+        COUNTED(test_cancel),
+        COUNTED(test_replies_nobody_hears),
+        COUNTED(test_queues),
+        COUNTED(test_scribbler_is_closed),
+        COUNTED(test_hostile_wakers),
+        COUNTED(test_too_many_clients),
+        COUNTED(test_long_name),
         cmocka_unit_test(test_groups),
-        cmocka_unit_test(test_death_with_a_child),
-        cmocka_unit_test(test_second_daemon),
+        COUNTED(test_death_with_a_child),
+        COUNTED(test_second_daemon),
         cmocka_unit_test(test_no_room_for_words),
     };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
-    return cmocka_run_group_tests(tests, attach_start, attach_stop);
+    return cmocka_run_group_tests(tests, NULL, NULL);
 }

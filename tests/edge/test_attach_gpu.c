@@ -31,20 +31,16 @@ static uint64_t word_at(kvq_gpu_ptr at)
 
 static void test_hello(void **state)
 {
-    gpu_begin();
     struct peer *p = peer_attached();
     const Kvq__HelloReply *hello = p->reply->hello;
     assert_int_equal(hello->n_gpus, 1);
     assert_int_equal(hello->gpus[0]->uuid.len, sizeof gpu_uuid);
     assert_memory_equal(hello->gpus[0]->uuid.data, &gpu_uuid, sizeof gpu_uuid);
     assert_true(hello->gpus[0]->name[0]);
-    peer_free(p);
-    gpu_end();
 }
 
 static void test_create(void **state)
 {
-    gpu_begin();
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece piece;
     struct peer *p = peer_attached();
@@ -63,15 +59,12 @@ static void test_create(void **state)
     assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
     assert_true(word_at(piece.at) == 0); // ours still
     kvq_gpu_piece_release(&drv, &piece);
-    peer_free(p);
-    gpu_end();
 }
 
 // What a client closed counts until it is gone, since it may go on using it, and is given to the
 // same client alone, cleared.
 static void test_closed_memory_counts(void **state)
 {
-    gpu_begin();
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece kept;
     struct peer *p = peer_attached();
@@ -100,15 +93,12 @@ static void test_closed_memory_counts(void **state)
     }
     assert_int_equal(peer_create_on(p, 100), 0);
     kvq_gpu_piece_release(&drv, &kept);
-    peer_free(p);
-    gpu_end();
 }
 
 // Nor does it cease to count where the driver refuses to make a buffer of it again.
 static void test_closed_memory_that_is_refused(void **state)
 {
     static const char *const calls[] = {"fill8", "memory_export"};
-    gpu_begin();
     struct peer *p = peer_attached();
     for (int i = 0; i < 4; i++)
         assert_int_equal(peer_create_on(p, SOFT_BLOCK), 0);
@@ -123,16 +113,12 @@ static void test_closed_memory_that_is_refused(void **state)
         assert_int_equal(peer_create_on(p, SOFT_BLOCK), 0);
         assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
     }
-    peer_free(p);
-    gpu_end();
 }
 
 static void test_import_by_handle(void **state)
 {
-    gpu_begin();
-    struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = told_allocate(&engine, 8 * SOFT_BLOCK, &at);
+    struct told told = told_allocate(8 * SOFT_BLOCK, &at);
     struct peer *p = peer_attached();
     uint32_t buffers[3];
     // More than client_bytes: it is the engine's own.
@@ -164,23 +150,19 @@ static void test_import_by_handle(void **state)
     assert_int_equal(peer_import_on(p, &told, 0, 4096), 0); // left for the end
     peer_free(p);
     assert_int_equal(soft_counts().imports, gpu_before.imports);
-    soft_ask(&engine, SOFT_FREE, at, 0, 0);
-    assert_int_equal(soft_end(&engine), 0);
-    gpu_end();
+    soft_ask(&exporter, SOFT_FREE, at, 0, 0);
 }
 
 // The handle of a freed allocation may be a new one's, to the byte.
 static void test_handle_used_again(void **state)
 {
-    gpu_begin();
-    struct soft_peer engine = soft_start(NULL);
     uint64_t at, again;
-    struct told old = told_allocate(&engine, SOFT_BLOCK, &at);
+    struct told old = told_allocate(SOFT_BLOCK, &at);
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(peer_import_on(p, &old, 0, 4096), 0);
     uint32_t buffer = peer_made(p);
-    soft_ask(&engine, SOFT_FREE, at, 0, 0);
-    struct told young = told_allocate(&engine, SOFT_BLOCK, &again);
+    soft_ask(&exporter, SOFT_FREE, at, 0, 0);
+    struct told young = told_allocate(SOFT_BLOCK, &again);
     assert_true(again == at);
     assert_memory_equal(&young.handle, &old.handle, sizeof old.handle);
     assert_true(young.number != old.number);
@@ -191,36 +173,27 @@ static void test_handle_used_again(void **state)
     assert_int_equal(peer_import_on(p, &young, 0, 4096), 0);
     assert_int_equal(peer_import_on(other, &young, 0, 4096), 0); // of the same process, say
     // What the daemon has open is the new memory.
-    soft_ask(&engine, SOFT_FILL, again, 5, 2);
-    soft_ask(&engine, SOFT_SYNC, 0, 0, 0);
+    soft_ask(&exporter, SOFT_FILL, again, 5, 2);
+    soft_ask(&exporter, SOFT_SYNC, 0, 0, 0);
     struct kvq_gpu_piece look;
     char text[KVQ_GPU_TEXT];
     assert_int_equal(kvq_gpu_piece_open(&drv, &young.handle, &look, text, sizeof text), 0);
     assert_true(word_at(look.at) == (5 | 5ull << 32));
     kvq_gpu_piece_release(&drv, &look);
-    peer_free(other);
-    peer_free(p);
-    assert_int_equal(soft_end(&engine), 0);
-    gpu_end();
 }
 
 // The handle of memory that was freed opens nothing.
 static void test_handle_of_freed_memory(void **state)
 {
-    gpu_begin();
-    struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = told_allocate(&engine, SOFT_BLOCK, &at);
-    soft_ask(&engine, SOFT_FREE, at, 0, 0);
+    struct told told = told_allocate(SOFT_BLOCK, &at);
+    soft_ask(&exporter, SOFT_FREE, at, 0, 0);
     struct peer *p = peer_attached();
     assert_int_equal(peer_import_on(p, &told, 0, 4096), KVQ_E_BUFFER);
     peer_says(p, "opening a CUDA IPC handle: invalid value");
     assert_int_equal(soft_counts().imports, gpu_before.imports);
-    told = told_allocate(&engine, SOFT_BLOCK, &at); // and then it works
+    told = told_allocate(SOFT_BLOCK, &at); // and then it works
     assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
-    peer_free(p);
-    assert_int_equal(soft_end(&engine), 0);
-    gpu_end();
 }
 
 // A client of another user; NULL where this one may not be anybody else.
@@ -240,10 +213,8 @@ static struct peer *peer_of_nobody(void)
 // Handles are no secrets: who has seen one of another user's does not get at the memory by it.
 static void test_handle_of_another_user(void **state)
 {
-    gpu_begin();
-    struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = told_allocate(&engine, SOFT_BLOCK, &at);
+    struct told told = told_allocate(SOFT_BLOCK, &at);
     struct peer *p = peer_attached(), *nobody = peer_of_nobody();
     assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
     if (nobody) {
@@ -253,14 +224,10 @@ static void test_handle_of_another_user(void **state)
         assert_int_equal(peer_import_on(nobody, &told, 0, 4096), KVQ_E_PERMISSION);
         peer_free(nobody);
     }
-    peer_free(p);
-    assert_int_equal(soft_end(&engine), 0);
-    gpu_end();
 }
 
 static void test_refused_imports(void **state)
 {
-    gpu_begin();
     struct told told = {.by_handle = true, .fd = -1, .number = 1};
     struct peer *p = peer_attached();
     kvq_gpu_ptr own;
@@ -273,15 +240,13 @@ static void test_refused_imports(void **state)
     memset(&told.handle, 0x77, sizeof told.handle);
     assert_int_not_equal(peer_import_on(p, &told, 0, 4096), 0);
 
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ImportBuffer message = KVQ__IMPORT_BUFFER__INIT;
+    Kvq__Request request = REQUEST(IMPORT_BUFFER, import_buffer, &message);
     Kvq__GpuMemory memory = KVQ__GPU_MEMORY__INIT;
     memory.gpu = bytes_of(&gpu_uuid, sizeof gpu_uuid);
     memory.handle = bytes_of(&told.handle, 63);
     message.bytes = 4096;
     message.gpu = &memory;
-    request.command_case = KVQ__REQUEST__COMMAND_IMPORT_BUFFER;
-    request.import_buffer = &message;
     assert_int_equal(peer_ask(p, &request, NULL, 0), KVQ_E_INVALID);
     peer_says(p, "handle of 63 bytes; it has 64");
     memory.handle = bytes_of(&told.handle, 64);
@@ -305,13 +270,10 @@ static void test_refused_imports(void **state)
     struct told memfd = {.fd = fd, .bytes = SOFT_BLOCK, .number = 3};
     assert_int_not_equal(peer_import_on(p, &memfd, 0, 4096), 0); // not a GPU's memory
     close(fd);
-    peer_free(p);
-    gpu_end();
 }
 
 static void test_import_by_descriptor(void **state)
 {
-    gpu_begin();
     char text[KVQ_GPU_TEXT];
     struct kvq_gpu_piece piece;
     assert_int_equal(kvq_gpu_piece_make(&drv, 0, 4 * SOFT_BLOCK, &piece, text, sizeof text), 0);
@@ -341,12 +303,10 @@ static void test_import_by_descriptor(void **state)
     assert_true(soft_counts().mappings == mappings);
     close(told.fd);
     kvq_gpu_piece_release(&drv, &piece);
-    gpu_end();
 }
 
 static void test_timeline(void **state)
 {
-    gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
     uint32_t queue = p->reply->open_queue->queue;
@@ -374,15 +334,12 @@ static void test_timeline(void **state)
     assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(peer_open_timeline(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
     peer_cancel(p, p->next_id); // goes with its queue
-    peer_free(p);
-    gpu_end();
 }
 
 // Events of the daemon's: the handles differ, and nothing is left of what no queue took.
 static void test_events(void **state)
 {
     enum { ALL = 2 * KVQ_QUEUE_EVENTS };
-    gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
     uint32_t queue = p->reply->open_queue->queue;
@@ -421,13 +378,10 @@ static void test_events(void **state)
     assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(peer_open_events(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
     peer_cancel(p, p->next_id); // goes with its queue
-    peer_free(p);
-    gpu_end();
 }
 
 static void test_host_memory(void **state)
 {
-    gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 10000), 0);
     assert_true(p->reply->create_buffer->on_gpu);
@@ -457,21 +411,17 @@ static void test_host_memory(void **state)
                      KVQ_E_UNSUPPORTED);
     peer_says(p, "registering 4096 bytes");
     assert_int_equal(peer_open_timeline(p, 1, sizeof gpu_uuid), 0); // and then it works
-    peer_free(p);
-    gpu_end();
 }
 
 // Whatever the driver refuses, the client hears of it and nothing is left.
 static void test_failing_driver(void **state)
 {
-    gpu_begin();
     static const char *const making[] = {"memory_granularity", "memory_create", "address_reserve",
                                          "memory_map",         "memory_access", "fill8",
                                          "memory_export"};
     static const char *const opening[] = {"ipc_memory_open", "address_range"};
-    struct soft_peer engine = soft_start(NULL);
     uint64_t at;
-    struct told told = told_allocate(&engine, SOFT_BLOCK, &at);
+    struct told told = told_allocate(SOFT_BLOCK, &at);
     struct peer *p = peer_attached();
     for (size_t i = 0; i < sizeof making / sizeof *making; i++) {
         assert_int_equal(soft_fail(making[i], 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
@@ -487,9 +437,6 @@ static void test_failing_driver(void **state)
     }
     assert_int_equal(peer_create_on(p, 6 << 20), 0); // none of it was counted
     assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
-    peer_free(p);
-    assert_int_equal(soft_end(&engine), 0);
-    gpu_end();
 }
 
 // While the driver takes its time over one client's memory, the others are served; and if that
@@ -497,20 +444,11 @@ static void test_failing_driver(void **state)
 // GPU has come to an end, and nobody waits for that.
 static void test_slow_driver(void **state)
 {
-    gpu_begin();
-    uint8_t bytes[128];
-    size_t length;
-    Kvq__Request request;
-    Kvq__CreateBuffer create;
     for (int dies = 0; dies < 2; dies++) {
         struct peer *p = peer_attached(), *other = peer_attached();
-        peer_put_create(&request, &create, 4096);
-        request.id = p->next_id = 40;
-        request.protocol = KVQ_PROTOCOL_MAX;
-        assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
         const uint64_t memories = soft_counts().memories;
         soft_stall(NULL, true); // the stream that memory is cleared on
-        peer_send(p, bytes, length, NULL, 0);
+        peer_send_create_on(p, 4096);
         while (soft_counts().memories == memories)
             sched_yield(); // it is being made, and then waits to be cleared
         assert_int_equal(peer_create_buffer(other, 4096), 0);
@@ -525,21 +463,17 @@ static void test_slow_driver(void **state)
         peer_free(other);
         assert_true(soft_counts().memories == memories);
     }
-    gpu_end();
 }
 
 // ---- In-context mode ----
 
 static int open_pool(struct peer *p, const char *place)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenPool open = KVQ__OPEN_POOL__INIT;
     open.place = (char *)(uintptr_t)place;
     open.tables_min = KVQ_TABLE_VERSION_MIN;
     open.tables_max = KVQ_TABLE_VERSION_MAX;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
-    request.open_pool = &open;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(OPEN_POOL, open_pool, &open), NULL, 0);
 }
 
 static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t layers, bool copy)
@@ -550,11 +484,8 @@ static int open_table(struct peer *p, uint64_t handle, bool on_gpu, uint32_t lay
 
 static int close_table(struct peer *p, uint64_t handle)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__CloseTable close = {PROTOBUF_C_MESSAGE_INIT(&kvq__close_table__descriptor), handle};
-    request.command_case = KVQ__REQUEST__COMMAND_CLOSE_TABLE;
-    request.close_table = &close;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(CLOSE_TABLE, close_table, &close), NULL, 0);
 }
 
 // What the client reads on the host of a table, and cannot write.
@@ -574,7 +505,7 @@ static void test_tables(void **state)
     struct peer *first = peer_attached(); // with a session the daemon takes what it keeps for all
     assert_int_equal(peer_open_session(first, "first"), 0);
     peer_free(first);
-    gpu_begin();
+    gpu_count();
     char text[KVQ_TEXT_BYTES], ours[KVQ_GPU_KERNELS_TEXT];
     struct kvq_gpu_piece piece;
     struct kvq_table_page head;
@@ -615,30 +546,27 @@ static void test_tables(void **state)
     check_copy(p->fds[1], p->reply->open_table->bytes);
     assert_int_equal(close_table(p, handle), 0);
     assert_int_equal(open_table(p, handle, true, 1, true), 0); // goes with its client
-    peer_free(p);
-    gpu_end();
 }
 
 int main(int argc, char **argv)
 {
-#define WITH_DAEMON(test) cmocka_unit_test_setup_teardown(test, attach_start, attach_stop)
     const struct CMUnitTest tests[] = {
-        WITH_DAEMON(test_hello),
-        WITH_DAEMON(test_create),
-        WITH_DAEMON(test_closed_memory_counts),
-        WITH_DAEMON(test_closed_memory_that_is_refused),
-        WITH_DAEMON(test_import_by_handle),
-        WITH_DAEMON(test_handle_used_again),
-        WITH_DAEMON(test_handle_of_freed_memory),
-        WITH_DAEMON(test_handle_of_another_user),
-        WITH_DAEMON(test_refused_imports),
-        WITH_DAEMON(test_import_by_descriptor),
-        WITH_DAEMON(test_timeline),
-        WITH_DAEMON(test_events),
-        WITH_DAEMON(test_host_memory),
-        WITH_DAEMON(test_failing_driver),
-        WITH_DAEMON(test_slow_driver),
-        WITH_DAEMON(test_tables),
+        ON_GPU(test_hello),
+        ON_GPU(test_create),
+        ON_GPU(test_closed_memory_counts),
+        ON_GPU(test_closed_memory_that_is_refused),
+        WITH_EXPORTER(test_import_by_handle),
+        WITH_EXPORTER(test_handle_used_again),
+        WITH_EXPORTER(test_handle_of_freed_memory),
+        WITH_EXPORTER(test_handle_of_another_user),
+        ON_GPU(test_refused_imports),
+        ON_GPU(test_import_by_descriptor),
+        ON_GPU(test_timeline),
+        ON_GPU(test_events),
+        ON_GPU(test_host_memory),
+        WITH_EXPORTER(test_failing_driver),
+        ON_GPU(test_slow_driver),
+        ON_GPU(test_tables),
     };
     soft_serve_if_peer(argc, argv);
     soft_open();

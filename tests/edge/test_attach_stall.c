@@ -99,7 +99,6 @@ static void goes_on(struct peer *p)
 static void test_given_back_beside_a_stalled(void **state)
 {
     enum { MIB = 1 << 20 };
-    gpu_begin();
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
@@ -119,17 +118,14 @@ static void test_given_back_beside_a_stalled(void **state)
     assert_int_equal(peer_create_buffer(p, 8 * MIB), 0); // nothing counts any more
     peer_free(p);
     SETTLES(registered, 0);
-    gpu_end();
 }
 
 // So is closing an import by handle. Whoever closes it waits, since only then the memory may be
 // freed; others go on.
 static void test_import_beside_a_stalled(void **state)
 {
-    gpu_begin();
     uint64_t at;
-    struct soft_peer exporter = soft_start(NULL);
-    struct told told = told_allocate(&exporter, SOFT_BLOCK, &at);
+    struct told told = told_allocate(SOFT_BLOCK, &at);
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(peer_import_on(p, &told, 0, 4096), 0);
@@ -140,21 +136,15 @@ static void test_import_beside_a_stalled(void **state)
     engine_signal(&engine);
     assert_int_equal(peer_answer(p), 0);
     assert_int_equal(soft_counts().imports, gpu_before.imports);
-    peer_free(p);
-    peer_free(other);
     engine_close(&engine);
-    assert_int_equal(soft_end(&exporter), 0);
-    gpu_end();
 }
 
 // A client that ends has its slot back soon, with its imports open. Its memory's handle may be that
 // of other memory by now: nobody gets the old memory by it.
 static void test_ends_beside_a_stalled(void **state)
 {
-    gpu_begin();
     uint64_t at, again;
-    struct soft_peer exporter = soft_start(NULL);
-    struct told told = told_allocate(&exporter, SOFT_BLOCK, &at);
+    struct told told = told_allocate(SOFT_BLOCK, &at);
     struct engine engine = stall_gpu();
     for (int closes = 0; closes < 2; closes++) {
         struct peer *p = peer_attached();
@@ -167,7 +157,7 @@ static void test_ends_beside_a_stalled(void **state)
     struct peer *other = peer_attached();
     goes_on(other);
     soft_ask(&exporter, SOFT_FREE, at, 0, 0);
-    struct told young = told_allocate(&exporter, SOFT_BLOCK, &again);
+    struct told young = told_allocate(SOFT_BLOCK, &again);
     assert_memory_equal(&young.handle, &told.handle, sizeof told.handle);
     assert_int_equal(peer_import_on(other, &young, 0, 4096), KVQ_E_BUFFER);
     peer_says(other, "was freed while its buffers were open");
@@ -178,15 +168,12 @@ static void test_ends_beside_a_stalled(void **state)
     peer_free(other);
     SETTLES(imports, 0);
     engine_close(&engine);
-    assert_int_equal(soft_end(&exporter), 0);
-    gpu_end();
 }
 
 // One client stands still, memory is to be given back, another one stands still: when the first
 // goes on others do as well, and when both have gone on the memory comes back.
 static void test_one_after_another(void **state)
 {
-    gpu_begin();
     struct engine first = stall_gpu(), second = engine_open();
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(peer_create_buffer(p, 4096), 0);
@@ -204,11 +191,8 @@ static void test_one_after_another(void **state)
     assert_true(soft_counts().registered > gpu_before.registered);
     engine_signal(&first);
     SETTLES(registered, 0);
-    peer_free(p);
-    peer_free(other);
     engine_close(&first);
     engine_close(&second);
-    gpu_end();
 }
 
 // An engine that gives requests ahead always has one that waits for it, and signals it only when it
@@ -216,7 +200,6 @@ static void test_one_after_another(void **state)
 static void test_beside_one_that_is_ahead(void **state)
 {
     enum { AHEAD = 2 };
-    gpu_begin();
     struct engine engine = engine_open();
     uint64_t *word = (uint64_t *)(uintptr_t)engine.word, given = 0, signalled = 0;
     struct peer *p = peer_attached();
@@ -238,16 +221,13 @@ static void test_beside_one_that_is_ahead(void **state)
         }
     }
     kvq_word64_store_release(word, given);
-    peer_free(p);
     engine_close(&engine);
-    gpu_end();
 }
 
 // What the driver does not say about a stream counts as a stream that waits, but for a driver that
 // says nothing any more; and no event is needed that might not be had.
 static void test_silent_driver(void **state)
 {
-    gpu_begin();
     struct engine engine = engine_open();
     while (!kvq__gate_is_clear(engine.gate, NULL)) // streams of clients before may clear memory
         sched_yield();
@@ -275,17 +255,13 @@ static void test_silent_driver(void **state)
     assert_int_equal(soft_fail("event_record", 0, false, 0), 0);
     engine_signal(&engine);
     SETTLES(registered, 0);
-    peer_free(p);
-    peer_free(other);
     engine_close(&engine);
-    gpu_end();
 }
 
 // A client that is gone gives all signals of its timelines, also while something holds the poller
 // up.
 static void test_gone_beside_a_held_poller(void **state)
 {
-    gpu_begin();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(peer_open_timeline(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
@@ -299,15 +275,12 @@ static void test_gone_beside_a_held_poller(void **state)
         sched_yield();
     attach_release_poller();
     munmap(page, KVQ_TIMELINE_BYTES);
-    peer_free(p);
-    gpu_end();
 }
 
 // A user who opens and closes host memory while the GPU stands still gets a bounded number of it;
 // what orders that client's requests next needs none.
 static void test_flood_beside_a_stalled(void **state)
 {
-    gpu_begin();
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached();
     uint32_t n = 0;
@@ -330,21 +303,19 @@ static void test_flood_beside_a_stalled(void **state)
     assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), 0);
     peer_free(p);
     SETTLES(registered, 0);
-    gpu_end();
 }
 
 int main(int argc, char **argv)
 {
-#define WITH_DAEMON(test) cmocka_unit_test_setup_teardown(test, attach_start, attach_stop)
     const struct CMUnitTest tests[] = {
-        WITH_DAEMON(test_given_back_beside_a_stalled),
-        WITH_DAEMON(test_flood_beside_a_stalled),
-        WITH_DAEMON(test_import_beside_a_stalled),
-        WITH_DAEMON(test_ends_beside_a_stalled),
-        WITH_DAEMON(test_one_after_another),
-        WITH_DAEMON(test_beside_one_that_is_ahead),
-        WITH_DAEMON(test_silent_driver),
-        WITH_DAEMON(test_gone_beside_a_held_poller),
+        ON_GPU(test_given_back_beside_a_stalled),
+        ON_GPU(test_flood_beside_a_stalled),
+        WITH_EXPORTER(test_import_beside_a_stalled),
+        WITH_EXPORTER(test_ends_beside_a_stalled),
+        ON_GPU(test_one_after_another),
+        ON_GPU(test_beside_one_that_is_ahead),
+        ON_GPU(test_silent_driver),
+        ON_GPU(test_gone_beside_a_held_poller),
     };
     soft_serve_if_peer(argc, argv);
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1); // all streams have hardware queues alone

@@ -42,7 +42,7 @@ int __wrap_munmap(void *at, size_t bytes)
 
 static int start(void **state)
 {
-    int rc = attach_start(state);
+    int rc = attach_start_counting(state);
     sem_init(&begun, 0, 0);
     sem_init(&goes_on, 0, 0);
     loop = attach_loop_thread();
@@ -54,7 +54,7 @@ static int start(void **state)
 static int stop(void **state)
 {
     sem_post(&goes_on); // after a test that failed in between
-    return attach_stop(state);
+    return attach_stop_counting(state);
 }
 
 static void unmapped(int small_on_loop, int large_elsewhere)
@@ -71,7 +71,6 @@ static void unmapped(int small_on_loop, int large_elsewhere)
 // A close answers when the memory is back, and what counts against the limit is free again.
 static void test_closed(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached();
     for (int i = 0; i < 3; i++) {
         assert_int_equal(peer_create_buffer(p, LARGE), 0); // of 8 MiB that it may have
@@ -83,8 +82,6 @@ static void test_closed(void **state)
         assert_int_equal(peer_close_buffer(p, small), 0);
         unmapped(i + 1, i + 1);
     }
-    peer_free(p);
-    end_counting();
 }
 
 // However long it takes, others are served; the one who closes it waits, and until it is back it
@@ -92,7 +89,6 @@ static void test_closed(void **state)
 static void test_takes_long(void **state)
 {
     enum { LIMIT = 20 * MIB }; // of all clients
-    begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached(), *third = peer_attached();
     struct pollfd answer = {.fd = p->fd, .events = POLLIN};
     assert_int_equal(peer_create_buffer(p, LARGE), 0);
@@ -112,16 +108,11 @@ static void test_takes_long(void **state)
     sem_post(&goes_on);
     assert_int_equal(peer_answer(p), 0);
     assert_int_equal(peer_create_buffer(other, LIMIT - LARGE - 8 * MIB + 1), 0);
-    peer_free(p);
-    peer_free(other);
-    peer_free(third);
-    end_counting();
 }
 
 // The end of a client that has closed nothing waits as well.
 static void test_dies(void **state)
 {
-    begin_counting();
     for (int i = 0; i < 3; i++) {
         struct peer *p = peer_attached();
         assert_int_equal(peer_create_buffer(p, LARGE), 0);
@@ -129,13 +120,11 @@ static void test_dies(void **state)
         peer_free(p);
         unmapped(i + 1, i + 1);
     }
-    end_counting();
 }
 
 // The core refuses one buffer more than there may be, after its memory was made.
 static void test_refused(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached();
     uint32_t n = 0;
     while (peer_create_buffer(p, 4096) == 0)
@@ -145,8 +134,6 @@ static void test_refused(void **state)
         assert_int_equal(peer_create_buffer(p, LARGE), KVQ_E_LIMIT);
         unmapped(0, i + 1);
     }
-    peer_free(p);
-    end_counting();
 }
 
 int main(void)

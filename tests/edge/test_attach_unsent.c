@@ -38,7 +38,7 @@ ssize_t __wrap_sendmsg(int socket, const struct msghdr *message, int flags)
 
 static int start(void **state)
 {
-    int rc = attach_start(state);
+    int rc = attach_start_counting(state);
     kvq_word_store(&full, 0);
     loop = attach_loop_thread();
     return rc;
@@ -53,12 +53,9 @@ static int open_table(struct peer *p, uint64_t handle)
 
 static int map_extents(struct peer *p, uint64_t handle)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__MapExtents map = KVQ__MAP_EXTENTS__INIT;
     map.handle = handle;
-    request.command_case = KVQ__REQUEST__COMMAND_MAP_EXTENTS;
-    request.map_extents = &map;
-    return peer_ask(p, &request, NULL, 0);
+    return peer_ask(p, &REQUEST(MAP_EXTENTS, map_extents, &map), NULL, 0);
 }
 
 static void told_why(const struct peer *p, int status)
@@ -72,7 +69,6 @@ static void told_why(const struct peer *p, int status)
 // More often than a client may have of each.
 static void test_queues_and_buffers(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     kvq_word_store(&full, 1);
     for (int i = 0; i <= KVQ_MAX_BUFFERS; i++) {
@@ -87,14 +83,10 @@ static void test_queues_and_buffers(void **state)
     for (int i = 0; i < KVQ_MAX_QUEUES; i++)
         assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(peer_create_buffer(p, 8 << 20), 0);
-    peer_free(other);
-    peer_free(p);
-    end_counting();
 }
 
 static void test_hello(void **state)
 {
-    begin_counting();
     struct peer *other = peer_attached();
     kvq_word_store(&full, 1);
     for (int i = 0; i < 20; i++) { // more than there may be clients
@@ -106,13 +98,10 @@ static void test_hello(void **state)
     }
     kvq_word_store(&full, 0);
     peer_free(peer_attached());
-    peer_free(other);
-    end_counting();
 }
 
 static void test_tables(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_session(p, ""), 0);
     uint64_t handle = p->reply->session->handle;
@@ -123,8 +112,6 @@ static void test_tables(void **state)
     assert_int_equal(open_table(p, handle), 0); // a session has one table
     assert_int_equal(p->n_fds, 1);
     assert_int_equal(open_table(p, handle), KVQ_E_EXISTS);
-    peer_free(p);
-    end_counting();
 }
 
 // ---- The kernel itself ----
@@ -168,7 +155,6 @@ static void test_limit_of_files(void **state)
     struct rlimit before, low;
     char byte;
     int pair[2];
-    begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair), 0);
     getrlimit(RLIMIT_NOFILE, &before);
@@ -189,9 +175,6 @@ static void test_limit_of_files(void **state)
     setrlimit(RLIMIT_NOFILE, &before);
     close(pair[0]);
     close(pair[1]);
-    peer_free(other);
-    peer_free(p);
-    end_counting();
 }
 
 // ---- A client that does not read ----
@@ -206,12 +189,9 @@ static int unread_bytes(const struct peer *p)
 // Asks for a queue, and lets the answer lie.
 static void ask_and_leave(struct peer *p)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
     int before = unread_bytes(p);
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_QUEUE;
-    request.open_queue = &open;
-    peer_send_request(p, &request, NULL, 0);
+    peer_send_request(p, &REQUEST(OPEN_QUEUE, open_queue, &open), NULL, 0);
     while (unread_bytes(p) == before)
         sched_yield();
 }
@@ -220,7 +200,6 @@ static void ask_and_leave(struct peer *p)
 static void test_reads_nothing(void **state)
 {
     enum { SENT = KVQ_MAX_UNREAD_FDS / 4 }; // queues
-    begin_counting();
     struct peer *p = peer_attached();
     for (int i = 0; i < SENT + KVQ_MAX_QUEUES; i++)
         ask_and_leave(p);
@@ -234,8 +213,6 @@ static void test_reads_nothing(void **state)
         assert_int_equal(peer_open_queue(p), 0);
     assert_int_equal(peer_open_queue(p), KVQ_E_LIMIT);
     assert_says(p->reply->text, "queues");
-    peer_free(p);
-    end_counting();
 }
 
 // ---- Extents ----
@@ -282,13 +259,10 @@ static void change_block(void)
 
 static bool tells_again(struct peer *p)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenPool open = KVQ__OPEN_POOL__INIT;
     open.place = (char *)"host";
     open.tables_min = open.tables_max = KVQ_TABLE_VERSION_MAX;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_POOL;
-    request.open_pool = &open;
-    assert_int_equal(peer_ask(p, &request, NULL, 0), 0);
+    assert_int_equal(peer_ask(p, &REQUEST(OPEN_POOL, open_pool, &open), NULL, 0), 0);
     return p->reply->open_pool->tells_again;
 }
 
@@ -328,11 +302,11 @@ static void test_extents(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_queues_and_buffers, start, attach_stop),
-        cmocka_unit_test_setup_teardown(test_hello, start, attach_stop),
-        cmocka_unit_test_setup_teardown(test_tables, start, attach_stop),
-        cmocka_unit_test_setup_teardown(test_limit_of_files, start, attach_stop),
-        cmocka_unit_test_setup_teardown(test_reads_nothing, start, attach_stop),
+        cmocka_unit_test_setup_teardown(test_queues_and_buffers, start, attach_stop_counting),
+        cmocka_unit_test_setup_teardown(test_hello, start, attach_stop_counting),
+        cmocka_unit_test_setup_teardown(test_tables, start, attach_stop_counting),
+        cmocka_unit_test_setup_teardown(test_limit_of_files, start, attach_stop_counting),
+        cmocka_unit_test_setup_teardown(test_reads_nothing, start, attach_stop_counting),
         cmocka_unit_test_setup_teardown(test_extents, start, attach_stop),
     };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);

@@ -238,7 +238,6 @@ static void test_nobody_waits(void **state)
 {
     uv_loop_t loop;
     uv_work_t work[POOL];
-    begin_counting();
     struct peer *p = peer_attached(), *other = peer_attached();
     assert_int_equal(uv_loop_init(&loop), 0);
     sem_init(&held, 0, 0);
@@ -262,15 +261,11 @@ static void test_nobody_waits(void **state)
     assert_int_equal(peer_answer(p), KVQ_E_FORMAT);
     uv_run(&loop, UV_RUN_DEFAULT);
     assert_int_equal(uv_loop_close(&loop), 0);
-    peer_free(p);
-    peer_free(other);
-    end_counting();
 }
 
 // A client that dies while its codebook is being read takes nothing with it.
 static void test_death_while_reading(void **state)
 {
-    begin_counting();
     for (int i = 0; i < 20; i++) {
         struct peer *p = peer_attached();
         char name[32];
@@ -278,15 +273,11 @@ static void test_death_while_reading(void **state)
         peer_send_open(p, "", name);
         peer_free(p);
     }
-    end_counting();
 }
 
 // Asks for layers of so many codebooks, b0 and those that follow.
 static int open_many(struct peer *p, uint32_t n)
 {
-    uint8_t bytes[KVQ_MAX_MESSAGE];
-    size_t length;
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__OpenSession open = KVQ__OPEN_SESSION__INIT;
     Kvq__Layer rows[FILES], *row[FILES];
     char names[FILES][32];
@@ -302,20 +293,13 @@ static int open_many(struct peer *p, uint32_t n)
     open.dtype = 1;
     open.layers = row;
     open.n_layers = n;
-    request.id = ++p->next_id;
-    request.protocol = KVQ_PROTOCOL_MAX;
-    request.command_case = KVQ__REQUEST__COMMAND_OPEN_SESSION;
-    request.open_session = &open;
-    assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
-    peer_send(p, bytes, length, NULL, 0);
-    return peer_answer(p);
+    return peer_ask(p, &REQUEST(OPEN_SESSION, open_session, &open), NULL, 0);
 }
 
 // The poller reads no file: an open that names more codebooks than there may be is refused before
 // any is read, and others are served. The books have one layer each, so only the first fits.
 static void test_too_many(void **state)
 {
-    begin_counting();
     struct peer *p = peer_attached();
     for (int i = 0; i < 2; i++) {
         assert_int_equal(open_many(p, KVQ_MAX_CODEBOOKS + 1), KVQ_E_LIMIT);
@@ -327,8 +311,6 @@ static void test_too_many(void **state)
     assert_int_equal(open_many(p, 1), 0);
     peer_send_open(p, "", "vecinfer-1@b66"); // none of the 64 is held any more
     assert_int_equal(peer_answer(p), 0);
-    peer_free(p);
-    end_counting();
 }
 
 // ---- The folder ----
@@ -370,9 +352,9 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_failures, open_books, close_books),
         cmocka_unit_test_setup_teardown(test_loads_stay, open_books, close_books),
         cmocka_unit_test_setup_teardown(test_threads, open_books, close_books),
-        cmocka_unit_test_setup_teardown(test_nobody_waits, attach_start, attach_stop),
-        cmocka_unit_test_setup_teardown(test_too_many, attach_start, attach_stop),
-        cmocka_unit_test_setup_teardown(test_death_while_reading, attach_start, attach_stop),
+        COUNTED(test_nobody_waits),
+        COUNTED(test_too_many),
+        COUNTED(test_death_while_reading),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

@@ -8,6 +8,7 @@
 #include "daemon/control/roles.h"
 #include "daemon/store/store.h"
 #include "proto/json.h"
+#include "tests/kits/request.h"
 #include "tests/kits/unit.h"
 
 static bool is_taken(Kvq__Request__CommandCase command)
@@ -110,15 +111,13 @@ static void test_role_of_pull(void **state)
                 {"", "a", KVQ__ROLE_ADMIN},
                 {"", "", KVQ__ROLE_ADMIN}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        Kvq__Request request = KVQ__REQUEST__INIT;
         Kvq__PullSession pull = KVQ__PULL_SESSION__INIT;
+        Kvq__Request request = REQUEST(PULL_SESSION, pull_session, &pull);
         Kvq__SessionRef from = KVQ__SESSION_REF__INIT, into = KVQ__SESSION_REF__INIT;
         from.namespace_ = (char *)rows[i].from;
         into.namespace_ = (char *)rows[i].into;
         pull.ref = &from;
         pull.into = &into;
-        request.command_case = KVQ__REQUEST__COMMAND_PULL_SESSION;
-        request.pull_session = &pull;
         assert_int_equal(kvq__role_needed(&request), rows[i].role);
         pull.into = NULL;
         assert_int_equal(kvq__role_needed(&request), KVQ__ROLE_ADMIN);
@@ -251,15 +250,12 @@ static void test_audit_budget(void **state)
 {
     struct kvq_log_budget budget = {0};
     struct kvq__asker asker = {.role = KVQ__ROLE_NONE};
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__DropSession drop = KVQ__DROP_SESSION__INIT;
     uint32_t dear = 0;
-    request.command_case = KVQ__REQUEST__COMMAND_DROP_SESSION;
-    request.drop_session = &drop;
     cJSON_InitHooks(&(cJSON_Hooks){count_allocation, free});
     for (int i = 0; i < 100; i++) {
         json_allocations = 0;
-        kvq__audit(&budget, &asker, &request, KVQ_E_PERMISSION);
+        kvq__audit(&budget, &asker, &REQUEST(DROP_SESSION, drop_session, &drop), KVQ_E_PERMISSION);
         dear += json_allocations > 0;
     }
     cJSON_InitHooks(NULL);

@@ -91,11 +91,9 @@ static void ask(void)
 {
     uint8_t bytes[KVQ_MAX_MESSAGE];
     size_t length;
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Ping ping = KVQ__PING__INIT;
+    Kvq__Request request = REQUEST(PING, ping, &ping);
     request.protocol = KVQ_PROTOCOL_MAX;
-    request.command_case = KVQ__REQUEST__COMMAND_PING;
-    request.ping = &ping;
     assert_int_equal(kvq_request_pack(&request, bytes, sizeof bytes, &length), 0);
     assert_int_equal(zmq_send(client, bytes, length, 0), length);
 }

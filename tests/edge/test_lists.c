@@ -6,6 +6,7 @@
 #include "daemon/commands/dispatch.h"
 #include "proto/status.h"
 #include "tests/core/core_kit.h"
+#include "tests/kits/request.h"
 #include "tests/kits/unit.h"
 
 enum { MIB = 1 << 20, SESSIONS = 3000, MOST = 3 * SESSIONS, EPOCH = 77 };
@@ -60,13 +61,10 @@ static const Kvq__Reply *ask(const struct kvq__peer *peer, const Kvq__Request *r
 static const Kvq__Reply *ask_sessions(const struct kvq__peer *peer, const char *ns,
                                       Kvq__Cursor *cursor)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListSessions command = KVQ__LIST_SESSIONS__INIT;
-    request.command_case = KVQ__REQUEST__COMMAND_LIST_SESSIONS;
-    request.list_sessions = &command;
     command.namespace_ = (char *)(uintptr_t)ns;
     command.cursor = cursor;
-    return ask(peer, &request);
+    return ask(peer, &REQUEST(LIST_SESSIONS, list_sessions, &command));
 }
 
 // A cursor that outlives its reply; NULL stays NULL.
@@ -263,7 +261,6 @@ static void test_clients(void **state)
     enum { CLIENTS = KVQ_MAX_CLIENTS - 1 };
     static struct kvq__client *clients[CLIENTS];
     static bool listed[10 * KVQ_MAX_CLIENTS];
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListClients command = KVQ__LIST_CLIENTS__INIT;
     Kvq__Cursor copy;
     char name[KVQ_NAME_BYTES];
@@ -274,10 +271,9 @@ static void test_clients(void **state)
     for (uint32_t i = 0; i < CLIENTS; i++)
         assert_int_equal(
             kvq__client_attach(kit.core, &m.client->peer, name, &clients[i], &id, text), 0);
-    request.command_case = KVQ__REQUEST__COMMAND_LIST_CLIENTS;
-    request.list_clients = &command;
     do {
-        const Kvq__ClientList *list = ask(&m.client->peer, &request)->clients;
+        const Kvq__ClientList *list =
+            ask(&m.client->peer, &REQUEST(LIST_CLIENTS, list_clients, &command))->clients;
         for (size_t i = 0; i < list->n_clients; i++) {
             assert_false(listed[list->clients[i]->id]);
             listed[list->clients[i]->id] = true;
@@ -309,15 +305,13 @@ static void make_namespaces(uint32_t n)
 // The number of elements of all pages, each another one than those before it.
 static uint32_t count_quotas(void)
 {
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__ListQuotas command = KVQ__LIST_QUOTAS__INIT;
     Kvq__Cursor copy;
     char last[KVQ_NAME_BYTES] = "";
     uint32_t n = 0;
-    request.command_case = KVQ__REQUEST__COMMAND_LIST_QUOTAS;
-    request.list_quotas = &command;
     do {
-        const Kvq__QuotaList *list = ask(&admin, &request)->quotas;
+        const Kvq__QuotaList *list =
+            ask(&admin, &REQUEST(LIST_QUOTAS, list_quotas, &command))->quotas;
         assert_int_equal(list->truncated, list->next != NULL);
         assert_string_not_equal(list->quotas[0]->namespace_, last);
         n += (uint32_t)list->n_quotas;
@@ -330,16 +324,14 @@ static uint32_t count_quotas(void)
 static void test_namespaces(void **state)
 {
     enum { NAMESPACES = 2500 };
-    Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__Status command = KVQ__STATUS__INIT;
+    Kvq__Request request = REQUEST(STATUS, status, &command);
     Kvq__Cursor copy;
     uint32_t n = 0, pages = 0, there = 0;
     const struct kvq__namespace *ns;
     make_namespaces(NAMESPACES);
     TAILQ_FOREACH (ns, &kit.core->namespaces, link)
         there++;
-    request.command_case = KVQ__REQUEST__COMMAND_STATUS;
-    request.status = &command;
     do {
         const Kvq__StatusReply *s = ask(&admin, &request)->status_reply;
         assert_int_equal(s->truncated, s->next != NULL);
