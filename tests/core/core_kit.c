@@ -172,8 +172,11 @@ void kit_saves(bool saves)
     own_saves = saves;
 }
 
+static struct kit *opened; // last
+
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes)
 {
+    opened = kit;
     char text[KVQ_TEXT_BYTES] = "";
     if (check)
         kvq__check_forget(check);
@@ -215,12 +218,33 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
     kvq__core_clock(kit->core, kit->now);
 }
 
+// A copy: what a test has of it may be gone with the test.
+struct kit_member {
+    struct kit_member *next;
+    struct member m;
+};
+
 void kit_close(struct kit *kit)
 {
+    if (!kit->unchecked)
+        core_check(kit->core);
+    while (kit->members) {
+        struct member m = kit->members->m;
+        member_close(&m);
+    }
+    if (!kit->unchecked)
+        core_check(kit->core);
     kvq__core_close(&kit->core);
     MUST(kit->extents_out == 0);
     MUST(kit->allocated_out == 0);
     free(kit->workspace);
+}
+
+int kit_teardown(void **state)
+{
+    (void)state;
+    kit_close(opened);
+    return 0;
 }
 
 void kit_pass(struct kit *kit, uint64_t ns)
@@ -254,6 +278,10 @@ int member_open(struct kit *kit, struct member *m, uint32_t uid, uint64_t bytes)
     memset(m->memory, 0, bytes);
     rc = kit_buffer(m, bytes, &m->buffer);
     MUST(rc == 0);
+    struct kit_member *there = malloc(sizeof *there);
+    MUST(there);
+    *there = (struct kit_member){kit->members, *m};
+    kit->members = there;
     return 0;
 }
 
@@ -274,6 +302,12 @@ void member_fill(struct member *m)
 
 void member_free(struct member *m)
 {
+    struct kit_member **at = &m->kit->members, *gone;
+    while ((*at)->m.memory != m->memory)
+        at = &(*at)->next;
+    gone = *at;
+    *at = gone->next;
+    free(gone);
     memory_free(m->memory);
     *m = (struct member){0};
 }
@@ -566,6 +600,32 @@ int kit_whole(struct member *m, uint64_t handle, uint32_t n, uint32_t heads, uin
     }
     put_ids(m, &r, &e);
     return kit_ask(m, &r, &e);
+}
+
+// ---- Changes ----
+
+uint64_t kit_fork(struct member *m, uint64_t handle, uint64_t tokens)
+{
+    uint64_t fork = 0;
+    const struct kvq_entry_wire e = {.handle = handle, .position = tokens};
+    MUST(kit_simple(m, KVQ_OP_FORK, 0, e, &fork) == 0);
+    return fork;
+}
+
+int kit_truncate(struct member *m, uint64_t handle, uint32_t n)
+{
+    const struct kvq_entry_wire e = {
+        .handle = handle, .position = kit_of(m, handle)->tokens, .list_token = n};
+    return kit_simple(m, KVQ_OP_TRUNCATE, 0, e, NULL);
+}
+
+void kit_limit(struct kit *kit, const char *ns, uint32_t resource, uint64_t most)
+{
+    char text[KVQ_TEXT_BYTES];
+    struct kvq__override o = {.set = 1u << resource};
+    snprintf(o.ns, sizeof o.ns, "%s", ns);
+    o.quota.limit[resource] = most;
+    MUST(kvq__quota_apply(kit->core, &o, text) == 0);
 }
 
 // ---- Counting everything anew ----

@@ -17,6 +17,8 @@ struct kit {
     uint64_t extents_out, allocated_out;
     uint64_t again; // how often a request that kit_request drives gave others a turn
     void (*table_gone)(void *context, const struct kvq__table_memory *memory); // may be NULL
+    struct kit_member *members;                                                // that are there
+    bool unchecked; // kit_close does not count all anew
     uint64_t buffers_gone, tables_gone, events[KVQ__EVENTS];
     int holds;         // of codebooks
     uint64_t book_id;  // theirs
@@ -57,7 +59,10 @@ struct kit_gpus {
 };
 void kit_gpus(const struct kit_gpus *gpus); // NULL = none
 void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limit_bytes);
-void kit_close(struct kit *kit); // asserts that all memory came back
+// Checks the core, closes the members that are left, of whose requests nothing may be in flight,
+// and asserts that all memory came back.
+void kit_close(struct kit *kit);
+int kit_teardown(void **state); // of a test: closes the kit that was opened last
 
 // So many ns pass; and the core does what is due by then.
 void kit_pass(struct kit *kit, uint64_t ns);
@@ -113,6 +118,12 @@ void kit_codebooks(struct kit *kit);
 // Opens one that can be opened, or aborts with what the core said.
 uint64_t kit_opened(struct member *m, const struct kvq__session_spec *spec);
 void kit_drop(struct member *m, uint64_t handle); // which can be dropped
+// A fork of a session that can be forked there.
+uint64_t kit_fork(struct member *m, uint64_t handle, uint64_t tokens);
+// Takes the last n tokens of a session back. 0 or the first code.
+int kit_truncate(struct member *m, uint64_t handle, uint32_t n);
+// So much a namespace may have of a resource (bytes, sessions) from now on.
+void kit_limit(struct kit *kit, const char *ns, uint32_t resource, uint64_t most);
 struct kvq__session *kit_of(struct member *m, uint64_t handle);
 // Gives a session, which has none, a name.
 static inline void kit_name(struct kvq__session *s, const char *name)

@@ -41,6 +41,8 @@ void drop(struct member *m, uint64_t handle);
 
 // Attention of one query behind all tokens.
 void attend(struct member *m, uint64_t handle, uint32_t layer, float *out);
+// Both sessions, of whichever member, have the same outputs of this layer.
+void same_numbers(struct member *m, uint64_t a, struct member *n, uint64_t b, uint32_t layer);
 
 // The daemon ends, and another begins with what is stored.
 void restart(void);

@@ -28,12 +28,6 @@ void open_kit(void)
     member_fill(&m);
 }
 
-void close_kit(void)
-{
-    member_close(&m);
-    kit_close(&kit);
-}
-
 int setup(void **state)
 {
     set_rows("oscar2");
@@ -43,7 +37,7 @@ int setup(void **state)
 
 int teardown(void **state)
 {
-    close_kit();
+    kit_close(&kit);
     vault_close(&vault);
     return 0;
 }
@@ -136,9 +130,7 @@ void drop(uint64_t handle)
 
 void truncate_by(uint64_t handle, uint32_t n)
 {
-    struct kvq_entry_wire e = {
-        .handle = handle, .position = kit_of(&m, handle)->tokens, .list_token = n};
-    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&m, handle, n), 0);
 }
 
 void go_on_alike(uint64_t a, uint64_t b, uint32_t rollback)

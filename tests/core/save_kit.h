@@ -34,7 +34,6 @@ extern const struct kvq__peer admin;
 // and V.
 void set_rows(const char *format);
 void open_kit(void);
-void close_kit(void);
 int setup(void **state);
 int teardown(void **state);
 uint64_t open_as(const char *name, uint32_t n_layers, uint32_t rollback);

@@ -73,7 +73,6 @@ static int teardown(void **state)
 {
     ASSERT_SOUND();
     kvq__check_free(&check);
-    member_close(&m);
     kit_close(&kit);
     return 0;
 }

@@ -78,7 +78,6 @@ static uint64_t written_anew(const char *format)
     set_rows(format);
     rows[1].window = 0;
     uint64_t a = fed("it", 1000, 0);
-    kit_pack(&kit);
     save("it");
     uint64_t put = vault.put;
     feed(a, 1001);

@@ -37,15 +37,6 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
-{
-    core_check(kit.core);
-    member_close(&m);
-    member_close(&other);
-    kit_close(&kit);
-    return 0;
-}
-
 static uint64_t opened(struct member *member, uint64_t prompt, uint32_t flags)
 {
     struct kvq__session_spec spec = {
@@ -216,13 +207,13 @@ static void test_ended(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_another_session, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_itself, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_in_a_step, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_one_of_two, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_not_in_vain, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_quota, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_ended, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_another_session, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_itself, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_in_a_step, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_one_of_two, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_not_in_vain, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_quota, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_ended, setup, kit_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -322,11 +322,9 @@ static void test_shared_with_a_stalled(void **state)
 {
     enum { SHEET = (KVQ__SHEET_PAGES + 1) * KVQ_BLOCK_TOKENS };
     const struct kvq__pool *pool = &kit.core->pools[1];
-    uint64_t fork;
     stream_needed();
     assert_int_equal(kit_step(&one.m, one.session, SHEET, HEADS, DIM), 0);
-    struct kvq_entry_wire e = {.handle = one.session, .position = SHEET};
-    assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, &fork), 0);
+    uint64_t fork = kit_fork(&one.m, one.session, SHEET);
     assert_int_equal(kvq__page_owners(&kit_of(&one.m, one.session)->layers[0], 0), 2);
     assert_int_equal(attend(&one, 0), 0);
     const uint64_t used = pool->used_bytes;

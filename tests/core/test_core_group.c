@@ -481,18 +481,15 @@ static void test_counts(void **state)
     core_check(kit.core);
     step_both(N, N);
     // One is shortened before the other, and even begins before.
-    struct kvq_entry_wire e = {.handle = one.handle, .position = 2 * N, .list_token = 4};
-    assert_int_equal(kit_simple(&one.m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&one.m, one.handle, 4), 0);
     assert_int_equal(fill(&one, 2 * N - 4, 5), 0);
-    e.handle = two.handle;
-    assert_int_equal(kit_simple(&two.m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&two.m, two.handle, 4), 0);
     assert_int_equal(fill(&two, 2 * N - 4, 5), 0);
     assert_int_equal(end(&one, 2 * N - 4), 0);
     assert_int_equal(end(&two, 2 * N - 4), 0);
     assert_int_equal(tokens(&one), 2 * N + 1);
     // One is not shortened: nothing is committed, though both would end at the same count.
-    e = (struct kvq_entry_wire){.handle = one.handle, .position = 2 * N + 1, .list_token = 3};
-    assert_int_equal(kit_simple(&one.m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&one.m, one.handle, 3), 0);
     assert_int_equal(fill(&one, 2 * N - 2, 4), 0);
     assert_int_equal(fill(&two, 2 * N + 1, 1), 0);
     assert_int_equal(end(&two, 2 * N + 1), 0);
@@ -534,15 +531,9 @@ static void test_open(void **state)
     refused(spec, KVQ_E_EXISTS, "2 shards, 4 are asked for");
     spec.shards = spec.shard = 0;
     refused(spec, KVQ_E_EXISTS, "2 shards, 1 are");
-    spec = spec_of(1);
-    spec.model = "mistral";
-    refused(spec, KVQ_E_EXISTS, "model fingerprint");
-    spec = spec_of(1);
-    spec.max_rollback = 21;
-    refused(spec, KVQ_E_EXISTS, "max_rollback");
-    spec = spec_of(1);
-    spec.prompt_tokens = 5;
-    refused(spec, KVQ_E_EXISTS, "prompt_tokens");
+    refused(WITH(spec_of(1), model = "mistral"), KVQ_E_EXISTS, "model fingerprint");
+    refused(WITH(spec_of(1), max_rollback = 21), KVQ_E_EXISTS, "max_rollback");
+    refused(WITH(spec_of(1), prompt_tokens = 5), KVQ_E_EXISTS, "prompt_tokens");
     spec = spec_of(1);
     spec.v_rotation = KVQ__V_ENGINE;
     spec.format = "oscar2";
@@ -550,15 +541,9 @@ static void test_open(void **state)
     spec.v_rotation = KVQ__V_DAEMON; // in layers of one format
     spec.format = "f16";
     refused(spec, KVQ_E_EXISTS, "v_rotation");
-    spec = spec_of(1);
-    spec.on_detach = KVQ__DETACH_DROP;
-    refused(spec, KVQ_E_EXISTS, "on_detach");
-    spec = spec_of(1);
-    spec.flags = KVQ__OPEN_MUST_EXIST;
-    refused(spec, KVQ_E_NO_SESSION, "with this shard");
-    spec = spec_of(0);
-    spec.flags = KVQ__OPEN_MUST_CREATE;
-    refused(spec, KVQ_E_EXISTS, "with this shard");
+    refused(WITH(spec_of(1), on_detach = KVQ__DETACH_DROP), KVQ_E_EXISTS, "on_detach");
+    refused(WITH(spec_of(1), flags = KVQ__OPEN_MUST_EXIST), KVQ_E_NO_SESSION, "with this shard");
+    refused(WITH(spec_of(0), flags = KVQ__OPEN_MUST_CREATE), KVQ_E_EXISTS, "with this shard");
     spec = (struct kvq__session_spec){.ns = "team", .name = "model", .shard = 1};
     refused(spec, KVQ_E_NO_SESSION, "with this shard");
     spec = spec_of(1);
@@ -577,7 +562,6 @@ static void test_alone(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
     struct kvq__session_info info;
-    uint64_t fork;
     spec.name = NULL;
     assert_int_equal(open_as(&one, &spec, &info), 0);
     one.handle = info.handle;
@@ -586,8 +570,7 @@ static void test_alone(void **state)
     assert_int_equal(tokens(&one), N);
     open_both();
     step_both(0, N);
-    struct kvq_entry_wire e = {.handle = one.handle, .position = N};
-    assert_int_equal(kit_simple(&one.m, KVQ_OP_FORK, 0, e, &fork), 0);
+    uint64_t fork = kit_fork(&one.m, one.handle, N);
     one.handle = fork;
     assert_int_equal(fill(&one, N, N), 0);
     assert_int_equal(end(&one, N), 0);

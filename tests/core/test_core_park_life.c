@@ -17,7 +17,6 @@ static void test_forgotten(void **state)
     uint64_t all[] = {a, b, handle, kept, asked};
     for (uint32_t i = 0; i < 5; i++)
         feed(all[i], 300);
-    kit_pack(&kit);
     save("kept");
     for (uint32_t i = 0; i < 5; i++)
         away(all[i]);
@@ -329,7 +328,7 @@ static void test_core_closes(void **state)
     fed("", 300, 0);
     kvq__fetch_ask(kit_of(&m, a));
     assert_true(kvq__park_next(kit.core, &order));
-    close_kit(); // tickets, orders and what is away go; what is stored stays
+    kit_close(&kit); // tickets, orders and what is away go; what is stored stays
     assert_int_equal(vault.n_sessions, 2);
     open_kit();
 }

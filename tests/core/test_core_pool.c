@@ -231,8 +231,6 @@ static void test_sessions(void **state)
         // Two layers take up to two pages of each kind, and raw blocks that longer ones have
         // replaced leave gaps.
         assert_true(free_bytes() < 3 * LARGEST * extents + 2 * 2 * 2 * LARGEST);
-        core_check(kit.core);
-        member_close(&m);
         kit_close(&kit);
     }
 }
@@ -290,8 +288,6 @@ static void test_long_steps(void **state)
         assert_false(e->passing);
     assert_true(extents_taken() <= needs + 1);
     assert_int_equal(told, extents_taken());
-    core_check(kit.core);
-    member_close(&m);
     kit_close(&kit);
 }
 
@@ -317,8 +313,6 @@ static void test_passing_is_unseen(void **state)
     const struct kvq__extent *e;
     TAILQ_FOREACH (e, &pool()->empty, link)
         assert_false(e->exported);
-    core_check(kit.core);
-    member_close(&m);
     kit_close(&kit);
 }
 
@@ -378,8 +372,6 @@ static void test_seen_while_passing(void **state)
     uint32_t after = told_of(&m, handle, &known);
     assert_int_equal(before + after, extents_taken());
     assert_int_equal(kvq__queue_results(m.queue)[0].extents, known);
-    core_check(kit.core);
-    member_close(&m);
     kit_close(&kit);
     free(memory.host);
 }

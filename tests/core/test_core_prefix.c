@@ -30,7 +30,6 @@ static void shares_as(const char *format)
     struct kvq__session_spec spec = spec_of(&one, 1000), other = spec_of(&two, 1000);
     spec.format = other.format = format;
     struct kvq__session_info info;
-    float want[4 * DIM], got[4 * DIM];
     uint64_t fork, a = feed(&one, &spec, 1000);
     uint64_t used = kit.core->pools[0].used_bytes;
     assert_int_equal(lookup(&one, &spec), 7 * PAGE);
@@ -41,21 +40,14 @@ static void shares_as(const char *format)
     check_same_blocks(a, b, 7);
     core_check(kit.core);
     // The same numbers as a fork at that token has.
-    struct kvq_entry_wire e = {.handle = a, .position = 7 * PAGE};
-    assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
-    for (uint32_t layer = 0; layer < 3; layer++) {
-        attend(&one, fork, layer, want);
-        attend(&two, b, layer, got);
-        assert_memory_equal(want, got, sizeof want);
-    }
+    fork = kit_fork(&one, a, 7 * PAGE);
+    for (uint32_t layer = 0; layer < 3; layer++)
+        same_numbers(&one, fork, &two, b, layer);
     // Both go on, each on its own.
     assert_int_equal(kit_step(&two, b, 104, HEADS, DIM), 0);
     kit_pack(&kit);
-    for (uint32_t layer = 0; layer < 3; layer++) {
-        attend(&two, b, layer, got);
-        attend(&one, a, layer, want);
-        assert_memory_equal(want, got, sizeof want); // no unit is only partly there
-    }
+    for (uint32_t layer = 0; layer < 3; layer++)
+        same_numbers(&two, b, &one, a, layer); // no unit is only partly there
     assert_int_equal(kvq__session_info(two.client, b, &info, text), 0);
     assert_int_equal(info.shared_bytes, info.packed_bytes); // nothing else is packed yet
     drop(&one, a);
@@ -145,9 +137,7 @@ static void forks_know(void **state)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t fork, a = feed(&one, &spec, 600);
-    struct kvq_entry_wire e = {.handle = a, .position = 300};
-    e.position = 2 * PAGE;
-    assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
+    fork = kit_fork(&one, a, 2 * PAGE);
     for (int32_t i = 2 * PAGE; i < TOKENS; i++)
         ids(&one)[i] = 5; // it goes another way
     assert_int_equal(kit_step(&one, fork, 2 * PAGE, HEADS, DIM), 0);
@@ -338,8 +328,7 @@ static void changes_of_course(void **state)
     assert_int_equal(had[100], 1000 + 7 * 105);
     assert_int_equal(had[102], 1000 + 7 * 109);
     // Truncated, and told anew.
-    e = (struct kvq_entry_wire){.handle = a, .position = 103, .list_token = 3};
-    assert_int_equal(kit_simple(&one, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&one, a, 3), 0);
     for (uint32_t i = 0; i < 2; i++)
         assert_int_equal(kit_step(&one, a, 100, HEADS, DIM), 0);
     kit_pack(&kit);
@@ -358,13 +347,12 @@ static void windows(void **state)
     };
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info info;
-    float want[4 * DIM], got[4 * DIM];
     spec.layers = sliding;
     spec.n_layers = 2;
     // All at once: by the time its pages are packed the layer has let go of the first ones.
     struct kvq__session_spec bare = spec;
     bare.prefix = (struct kvq__prefix_spec){0};
-    uint64_t fork, a = open_as(&one, &bare, NULL);
+    uint64_t a = open_as(&one, &bare, NULL);
     assert_int_equal(kit_step(&one, a, 8 * PAGE, HEADS, DIM), 0);
     kit_pack(&kit);
     assert_int_equal(lookup(&one, &spec), 8 * PAGE);
@@ -373,13 +361,9 @@ static void windows(void **state)
     spec.prefix.tokens = TOKENS;
     uint64_t b = open_as(&one, &spec, &info);
     assert_int_equal(info.tokens, 8 * PAGE);
-    struct kvq_entry_wire e = {.handle = a, .position = 8 * PAGE};
-    assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
-    for (uint32_t layer = 0; layer < 2; layer++) {
-        attend(&one, fork, layer, want);
-        attend(&one, b, layer, got);
-        assert_memory_equal(want, got, sizeof want);
-    }
+    uint64_t fork = kit_fork(&one, a, 8 * PAGE);
+    for (uint32_t layer = 0; layer < 2; layer++)
+        same_numbers(&one, fork, &one, b, layer);
     core_check(kit.core);
     // Step by step a prefix can end at any page.
     spec.salt = "again";
@@ -393,19 +377,13 @@ static void windows(void **state)
 static void raw_formats(void **state)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
-    float want[4 * DIM], got[4 * DIM];
     spec.format = other.format = "f16";
-    uint64_t fork, a = feed(&one, &spec, 700), b = open_as(&two, &other, NULL);
+    uint64_t a = feed(&one, &spec, 700), b = open_as(&two, &other, NULL);
     assert_int_equal(kit_of(&two, b)->tokens, 5 * PAGE);
-    struct kvq_entry_wire e = {.handle = a, .position = 5 * PAGE};
-    assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
-    attend(&one, fork, 1, want);
-    attend(&two, b, 1, got);
-    assert_memory_equal(want, got, sizeof want);
+    uint64_t fork = kit_fork(&one, a, 5 * PAGE);
+    same_numbers(&one, fork, &two, b, 1);
     assert_int_equal(kit_step(&two, b, 60, HEADS, DIM), 0);
-    attend(&two, b, 1, got);
-    attend(&one, a, 1, want);
-    assert_memory_equal(want, got, sizeof want);
+    same_numbers(&two, b, &one, a, 1);
 }
 
 // What can still be taken back is nobody else's yet, though it fills a page.
@@ -418,8 +396,7 @@ static void behind_the_rollback(void **state)
         spec.format = formats[i];
         uint64_t a = feed(&one, &spec, 2 * PAGE);
         assert_int_equal(lookup(&one, &spec), 0);
-        struct kvq_entry_wire e = {.handle = a, .position = 2 * PAGE, .list_token = 200};
-        assert_int_equal(kit_simple(&one, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+        assert_int_equal(kit_truncate(&one, a, 200), 0);
         ids(&one)[100]++; // another token in its place
         assert_int_equal(kit_step(&one, a, 300, HEADS, DIM), 0);
         kit_pack(&kit);
@@ -467,7 +444,6 @@ static void under_way(void **state)
     assert_memory_equal(one.memory + OUT, want, sizeof want);
     assert_int_equal(kvq__request_continue(third.queue), KVQ__DONE); // and now there is room
     assert_int_equal(kvq__queue_results(third.queue)[0].status, 0);
-    member_close(&third);
 }
 
 // The same of the pool, whoever's index has it.
@@ -509,7 +485,6 @@ static void dropped(void **state)
     assert_int_equal(kit.core->pools[0].used_bytes, used - idle);
     assert_int_equal(lookup(&one, &spec), 0);
     assert_int_equal(lookup(&one, &held), 4 * PAGE);
-    core_check(kit.core);
 }
 
 // Once a second, however many pages went and why.
@@ -701,7 +676,6 @@ static void in_pieces(void **state)
     drop(&one, open_as(&one, &with, &info));
     assert_int_equal(info.prefix_tokens, 0);
     kvq__prefix_ask_end(&ask);
-    core_check(kit.core);
 }
 
 int main(void)

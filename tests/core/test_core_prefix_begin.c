@@ -10,9 +10,8 @@
 static void want_all(uint32_t pages, float want[3][4 * DIM])
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
-    uint64_t fork, a = feed(&one, &spec, 1500);
-    struct kvq_entry_wire e = {.handle = a, .position = (uint64_t)pages * PAGE};
-    assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
+    uint64_t a = feed(&one, &spec, 1500);
+    uint64_t fork = kit_fork(&one, a, (uint64_t)pages * PAGE);
     for (uint32_t layer = 0; layer < 3; layer++)
         attend(&one, fork, layer, want[layer]);
     save("it");
@@ -175,9 +174,7 @@ static struct kvq__namespace_info team_info(void)
 
 static void limit_tables(uint64_t bytes)
 {
-    struct kvq__override o = {.ns = "team", .set = 1u << KVQ__TABLE_BYTES};
-    o.quota.limit[KVQ__TABLE_BYTES] = bytes;
-    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kit_limit(&kit, "team", KVQ__TABLE_BYTES, bytes);
 }
 
 static const struct kvq__prefixes *team_index(void)

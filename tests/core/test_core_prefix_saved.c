@@ -33,8 +33,6 @@ static uint64_t open_it(struct member *m)
 static void comes_back(void **state)
 {
     struct kvq__session_spec spec = named(&one, TOKENS), other = spec_of(&two, TOKENS);
-    float want[4 * DIM], got[4 * DIM];
-    uint64_t fork;
     spec.prefix.spans = &cat;
     spec.prefix.n_spans = 1;
     leave_saved(&spec, 1500);
@@ -58,11 +56,8 @@ static void comes_back(void **state)
     assert_int_equal(kit_of(&two, b)->tokens, 11 * PAGE);
     assert_ptr_equal(kvq__page(&kit_of(&one, a)->layers[1], 9)->packed.data,
                      kvq__page(&kit_of(&two, b)->layers[1], 9)->packed.data);
-    struct kvq_entry_wire e = {.handle = a, .position = 11 * PAGE};
-    assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
-    attend(&one, fork, 2, want);
-    attend(&two, b, 2, got);
-    assert_memory_equal(want, got, sizeof want);
+    uint64_t fork = kit_fork(&one, a, 11 * PAGE);
+    same_numbers(&one, fork, &two, b, 2);
     // It goes on to tell, and so does its fork.
     assert_int_equal(kit_step(&one, a, 80, HEADS, DIM), 0);
     kit_pack(&kit);
@@ -103,8 +98,7 @@ static void written_once(void **state)
     save("it");
     assert_int_equal(stored_ids("it", again), 2);
     assert_int_equal(again[0], stored[0]);
-    struct kvq_entry_wire e = {.handle = a, .position = 1500};
-    assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
+    fork = kit_fork(&one, a, 1500);
     snprintf(name, sizeof name, "#%llu", (unsigned long long)kit_of(&one, fork)->id);
     assert_int_equal(stored_ids(name, again), 2);
     assert_int_equal(again[0], stored[0]);
@@ -125,8 +119,7 @@ static void behind_the_floor(void **state)
     save("it");
     assert_int_equal(stored_ids("it", stored), 2);
     assert_int_equal(stored[0], 0);
-    struct kvq_entry_wire e = {.handle = a, .position = 1050, .list_token = 50};
-    assert_int_equal(kit_simple(&one, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&one, a, 50), 0);
     for (int32_t i = 1000; i < TOKENS; i++)
         ids(&one)[i] = 5;
     assert_int_equal(kit_step(&one, a, 50, HEADS, DIM), 0);
@@ -284,7 +277,6 @@ static void hashes_count(void **state)
 {
     struct kvq__session_spec spec = spec_of(&two, 9 * PAGE);
     struct kvq__prefix_ask *few, *many;
-    struct kvq__override o = {.ns = "team", .set = 1u << KVQ__TABLE_BYTES};
     const struct kvq__namespace *ns;
     TAILQ_FOREACH (ns, &kit.core->namespaces, link)
         if (strcmp(ns->name, "team") == 0)
@@ -300,8 +292,7 @@ static void hashes_count(void **state)
     assert_int_equal((with_many - with_few) % (8 * 32), 0); // in each namespace that may be asked
     assert_true(with_many - with_few >= 8 * 32);
     kvq__prefix_ask_end(&few);
-    o.quota.limit[KVQ__TABLE_BYTES] = before + with_many - 1;
-    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kit_limit(&kit, "team", KVQ__TABLE_BYTES, before + with_many - 1);
     spec.prefix.tokens = 9 * PAGE;
     assert_int_equal(kvq__prefix_ask(two.client, &spec, &many, text), KVQ_E_QUOTA);
     assert_says(text, "the hashes of a prefix");
@@ -345,12 +336,10 @@ static void prefix_alone(void **state)
         struct kvq__session_info info;
         struct kvq__restore *r;
         float want[4 * DIM], got[4 * DIM];
-        uint64_t fork;
         spec.format = formats[i];
         spec.max_rollback = 30;
         uint64_t a = feed(&one, &spec, 1500);
-        struct kvq_entry_wire e = {.handle = a, .position = 9 * PAGE};
-        assert_int_equal(kit_simple(&one, KVQ_OP_FORK, 0, e, &fork), 0);
+        uint64_t fork = kit_fork(&one, a, 9 * PAGE);
         attend(&one, fork, 1, want);
         save("it");
         restart();

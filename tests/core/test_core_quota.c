@@ -32,14 +32,6 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
-{
-    core_check(kit.core);
-    member_close(&m);
-    kit_close(&kit);
-    return 0;
-}
-
 static struct kvq__namespace_info info_of(const char *ns)
 {
     struct kvq__namespace_info info;
@@ -351,16 +343,16 @@ static void test_reconfigure(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_set, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_refused_settings, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_never_more, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_growing, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_lowered, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_own_alone, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_sessions, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_told, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_disk, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_reconfigure, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_set, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_settings, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_never_more, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_growing, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_lowered, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_own_alone, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_sessions, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_told, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_disk, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_reconfigure, setup, kit_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -33,17 +33,6 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
-{
-    core_check(kit.core);
-    if (m.client)
-        member_close(&m);
-    member_close(&other);
-    core_check(kit.core);
-    kit_close(&kit);
-    return 0;
-}
-
 static uint64_t open_named(struct member *who, uint32_t flags, uint32_t max_rollback)
 {
     struct kvq__session_spec spec = {.name = "shared",
@@ -253,20 +242,19 @@ static void test_zeroed(void **state)
         kvq__page(&kit_of(&stranger, handle)->layers[0], 0)->raw.block->extent;
     for (size_t i = 0; i < raw->memory.bytes; i++)
         assert_int_equal(raw->memory.base[i], 0);
-    member_close(&stranger);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_commit_while_reading, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_drop_while_reading, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_drop_between_passes, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_begin_waits, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_fork_waits, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_fork_shares_nothing_that_changes, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_death_in_accept, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_zeroed, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_commit_while_reading, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_drop_while_reading, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_drop_between_passes, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_begin_waits, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_fork_waits, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_fork_shares_nothing_that_changes, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_death_in_accept, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_zeroed, setup, kit_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

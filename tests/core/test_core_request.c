@@ -40,10 +40,7 @@ static int teardown(void **state)
 {
     assert_int_equal(kit_of(&m, session)->tokens, TOKENS);
     assert_int_equal(kit_of(&m, session)->refs, 0);
-    core_check(kit.core);
-    member_close(&m);
-    kit_close(&kit);
-    return 0;
+    return kit_teardown(state);
 }
 
 static struct kvq_entry_wire entry(uint32_t append, uint16_t queries)
@@ -78,26 +75,15 @@ static void test_header(void **state)
 {
     struct kvq_request good = kit_header(KVQ_OP_NOP, 1), r;
     assert_int_equal(status_of(good, entry(0, 0)), 0);
-    r = good;
-    r.op = KVQ_OP_COUNT;
-    assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_UNSUPPORTED);
-    r.op = 255;
-    assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_UNSUPPORTED);
-    r = good;
-    r.pad0 = 1;
+    assert_int_equal(status_of(WITH(good, op = KVQ_OP_COUNT), entry(0, 0)), KVQ_E_UNSUPPORTED);
+    assert_int_equal(status_of(WITH(good, op = 255), entry(0, 0)), KVQ_E_UNSUPPORTED);
+    assert_int_equal(status_of(WITH(good, pad0 = 1), entry(0, 0)), KVQ_E_INVALID);
+    assert_int_equal(status_of(WITH(good, pad1 = 1), entry(0, 0)), KVQ_E_INVALID);
+    r = WITH(good, signal = 1ull << 63); // without its flag
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
-    r = good;
-    r.pad1 = 1;
+    r = WITH(good, flags = KVQ_REQ_PAST_ONLY); // not for this operation
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
-    r = good;
-    r.signal = 1ull << 63; // without its flag
-    assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
-    r = good;
-    r.flags = KVQ_REQ_PAST_ONLY; // not for this operation
-    assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
-    r = good;
-    r.slots++;
-    assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_PROTOCOL);
+    assert_int_equal(status_of(WITH(good, slots++), entry(0, 0)), KVQ_E_PROTOCOL);
     r = good;
     r.count = KVQ_MAX_BATCH + 1;
     r.slots = (uint16_t)kvq_request_slots(r.count, 0);

@@ -69,7 +69,6 @@ static void test_another_codebook(void **state)
     kit_codebooks(&kit);
     set_rows("vecinfer-2@a");
     uint64_t a = fed("it", 300, 0);
-    kit_pack(&kit);
     save("it");
     drop(a);
     kit.book_id++;
@@ -90,7 +89,7 @@ static void configure(struct kvq__own_format *own, const char *row)
     *own = (struct kvq__own_format){.name = "mine", .has_rest = true};
     assert_int_equal(kvq_format_parse(row, &own->rest, why, sizeof why), 0);
     snprintf(own->rest.name, sizeof own->rest.name, "mine");
-    close_kit();
+    kit_close(&kit);
     kit_formats(own, 1);
     open_kit();
 }
@@ -101,12 +100,11 @@ static void test_formats_of_an_older_table(void **state)
     char why[256];
     set_rows("kvq2-fm-s0");
     fed("it", 600, 0);
-    kit_pack(&kit);
     save("it");
     struct vault_session *from = vault_find(&vault, "it", 0);
     for (uint32_t i = 0; i < from->saved.n_layers; i++)
         snprintf(from->saved.layers[i].format.name, KVQ_FORMAT_NAME, "kvq2");
-    close_kit();
+    kit_close(&kit);
     open_kit();
     uint64_t a = restore("it");
     const struct kvq_format *had = kit_of(&m, a)->layers[0].format;
@@ -129,13 +127,12 @@ static void test_formats_of_the_configuration(void **state)
     configure(&own, "kivi2");
     set_rows("mine");
     fed("it", 600, 0);
-    kit_pack(&kit);
     save("it");
     configure(&own, "kivi4");
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
                      KVQ_E_FORMAT);
     assert_says(text, "mine");
-    close_kit();
+    kit_close(&kit);
     kit_formats(NULL, 0);
     open_kit();
     uint64_t a = restore("it");

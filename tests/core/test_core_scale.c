@@ -30,14 +30,6 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
-{
-    core_check(kit.core);
-    member_close(&m);
-    kit_close(&kit);
-    return 0;
-}
-
 // ---- Forks ----
 
 // A session with ids for all of its tokens.
@@ -56,19 +48,11 @@ static uint64_t make(uint32_t tokens)
     return handle;
 }
 
-static uint64_t fork_at(uint64_t handle, uint64_t tokens)
-{
-    uint64_t fork = 0;
-    struct kvq_entry_wire e = {.handle = handle, .position = tokens};
-    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
-    return fork;
-}
-
 // Bookkeeping bytes that a fork takes, which stays.
 static uint64_t cost_of(uint64_t handle, uint64_t tokens)
 {
     uint64_t before = kit.allocated_out;
-    fork_at(handle, tokens);
+    kit_fork(&m, handle, tokens);
     return kit.allocated_out - before;
 }
 
@@ -76,7 +60,7 @@ static uint64_t cost_of(uint64_t handle, uint64_t tokens)
 static void test_forks_share(void **state)
 {
     uint64_t a = make(TOKENS);
-    fork_at(a, 2048); // whatever is made once
+    kit_fork(&m, a, 2048); // whatever is made once
     uint64_t small = cost_of(a, 2048), large = cost_of(a, 7168);
     assert_in_range(large, small, small + 1024); // the ids alone are 20,480 bytes more
     struct kvq__session_info info;
@@ -98,7 +82,8 @@ static void same_view(uint64_t a, uint64_t b, uint64_t tokens)
 // Whoever ends first, and whatever is forked from what: the others have what they had.
 static void test_forks_live_on(void **state)
 {
-    uint64_t a = make(4000), b = fork_at(a, 3968), c = fork_at(b, 3968), d = fork_at(a, 1024);
+    uint64_t a = make(4000), b = kit_fork(&m, a, 3968), c = kit_fork(&m, b, 3968),
+             d = kit_fork(&m, a, 1024);
     uint64_t used = kit.core->pools[0].used_bytes;
     same_view(b, c, 3968);
     core_check(kit.core);
@@ -112,10 +97,7 @@ static void test_forks_live_on(void **state)
     core_check(kit.core);
     same_view(b, c, 3968);
     kit_drop(&m, b);
-    assert_int_equal(
-        kit_simple(&m, KVQ_OP_TRUNCATE, 0,
-                   (struct kvq_entry_wire){.handle = c, .position = 4268, .list_token = 0}, NULL),
-        0);
+    assert_int_equal(kit_truncate(&m, c, 0), 0);
     core_check(kit.core);
     kit_drop(&m, c);
     assert_true(kit.core->pools[0].used_bytes < used / 2); // what one alone had is free
@@ -158,7 +140,6 @@ static void test_forks_in_pieces(void **state)
     core_check(kit.core);
     for (uint32_t i = 0; i < MANY; i++)
         kit_drop(&m, kvq__queue_results(m.queue)[i].value);
-    core_check(kit.core);
 }
 
 // Another client's handle of the session, which may only read it.
@@ -199,8 +180,6 @@ static void test_forks_meanwhile(void **state)
                              2944);
     }
     assert_true(good >= 1 && gone > MANY / 2);
-    core_check(kit.core);
-    member_close(&other);
 }
 
 // Nothing stays of new sessions that nobody has seen, whose client has gone or that found no room.
@@ -302,11 +281,9 @@ static void test_forks_end_in_pieces(void **state)
 static void test_room_of_what_ended(void **state)
 {
     uint64_t a = make(7000), b = kit_session(&m, rows, 2, 0), idle = make(300);
-    struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__HOST_BYTES};
     struct kvq_entry_wire e = {.handle = b, .append = 400};
     struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, KIT_STEP);
-    o.quota.limit[KVQ__HOST_BYTES] = info_of().used[KVQ__HOST_BYTES];
-    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, info_of().used[KVQ__HOST_BYTES]);
     kit.core->config.release_work = 8;
     kit_poll(kit.core);
     kit_drop(&m, a);
@@ -321,7 +298,6 @@ static void test_room_of_what_ended(void **state)
     assert_int_equal(p, KVQ__DONE);
     assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
     assert_non_null(kit_of(&m, idle));
-    core_check(kit.core);
 }
 
 // Who is refused by a limit of its own looks at none of the many sessions that others have ended.
@@ -331,12 +307,10 @@ static void test_refused_beside_what_ended(void **state)
     uint64_t a = make(7000);
     assert_int_equal(member_open(&kit, &other, 2000, BUFFER), 0);
     uint64_t idle = kit_session(&other, rows, 2, 0), asks = kit_session(&other, rows, 2, 0);
-    struct kvq__override o = {.ns = "uid-2000", .set = 1u << KVQ__HOST_BYTES};
     struct kvq_entry_wire e = {.handle = asks, .append = 200};
     struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 1, KIT_STEP);
     assert_int_equal(kit_step(&other, idle, 400, HEADS, DIM), 0);
-    o.quota.limit[KVQ__HOST_BYTES] = kit_of(&other, idle)->ns->used[KVQ__HOST_BYTES];
-    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kit_limit(&kit, "uid-2000", KVQ__HOST_BYTES, kit_of(&other, idle)->ns->used[KVQ__HOST_BYTES]);
     kit_pass(&kit, 60000000000);
     fork_many(&m, a, 6912);
     for (uint32_t i = 0; i < MANY; i++)
@@ -358,10 +332,8 @@ static void test_refused_beside_what_ended(void **state)
 static void test_tables_of_what_ended(void **state)
 {
     uint64_t fork;
-    uint64_t a = make(3000), b = fork_at(a, 2944);
-    struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__TABLE_BYTES};
-    o.quota.limit[KVQ__TABLE_BYTES] = info_of().used[KVQ__TABLE_BYTES];
-    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    uint64_t a = make(3000), b = kit_fork(&m, a, 2944);
+    kit_limit(&kit, "uid-1000", KVQ__TABLE_BYTES, info_of().used[KVQ__TABLE_BYTES]);
     struct kvq_entry_wire e = {.handle = a, .position = 2944};
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), KVQ_E_QUOTA);
     kit.core->config.release_work = 1;
@@ -369,7 +341,6 @@ static void test_tables_of_what_ended(void **state)
     kit_drop(&m, b);
     assert_false(TAILQ_EMPTY(&kit.core->ended));
     assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &fork), 0);
-    core_check(kit.core);
 }
 
 // Where memory is missing nothing is left behind, wherever it is.
@@ -397,9 +368,7 @@ static void test_forks_fail(void **state)
 
 static void limit_tables(uint64_t bytes)
 {
-    struct kvq__override o = {.ns = "uid-1000", .set = 1u << KVQ__TABLE_BYTES};
-    o.quota.limit[KVQ__TABLE_BYTES] = bytes;
-    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kit_limit(&kit, "uid-1000", KVQ__TABLE_BYTES, bytes);
 }
 
 static int open_named(const char *name, uint32_t layers, uint64_t *handle)
@@ -463,7 +432,7 @@ static void test_growth_counts(void **state)
     limit_tables(0);
     assert_int_equal(kit_step(&m, a, 400, HEADS, DIM), 0);
     assert_true(info_of().used[KVQ__TABLE_BYTES] > used);
-    fork_at(a, kit_of(&m, a)->tokens);
+    kit_fork(&m, a, kit_of(&m, a)->tokens);
     kit_drop(&m, a);
     assert_true(info_of().used[KVQ__TABLE_BYTES] > 0); // the fork's
 }
@@ -638,22 +607,22 @@ static void test_evict_looks(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_forks_share, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_forks_live_on, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_forks_in_pieces, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_forks_meanwhile, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_forks_undone, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_forks_end_in_pieces, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_room_of_what_ended, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_refused_beside_what_ended, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_tables_of_what_ended, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_forks_fail, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_growth_counts, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_idle_sessions, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_order_of_ends, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_unsaved_looks, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_evict_looks, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_forks_share, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_forks_live_on, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_forks_in_pieces, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_forks_meanwhile, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_forks_undone, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_forks_end_in_pieces, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_room_of_what_ended, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_refused_beside_what_ended, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_tables_of_what_ended, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_forks_fail, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_growth_counts, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_idle_sessions, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_order_of_ends, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_unsaved_looks, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_evict_looks, setup, kit_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -56,15 +56,6 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
-{
-    core_check(kit.core);
-    member_close(&m);
-    member_close(&other);
-    kit_close(&kit);
-    return 0;
-}
-
 static int open_as(struct member *who, const struct kvq__session_spec *spec,
                    struct kvq__session_info *info)
 {
@@ -75,84 +66,69 @@ static int open_as(struct member *who, const struct kvq__session_spec *spec,
     return rc;
 }
 
-// Opens with one row changed and expects to be refused.
-static void refused(const struct kvq__layer_row *row, int code, const char *says)
-{
-    struct kvq__session_info info;
-    const struct kvq__session_spec spec = {.layers = row, .n_layers = 1, .format = "oscar2"};
-    assert_int_equal(open_as(&m, &spec, &info), code);
-    assert_says(text, says);
-}
-
 static void test_shapes(void **state)
 {
-    struct kvq__layer_row row;
-    row = row_of("oscar9");
-    refused(&row, KVQ_E_FORMAT, "known are mymix, part, f16, bf16, oscar2");
-    row = row_of(NULL);
-    row.k_dim = row.v_dim = 272;
-    refused(&row, KVQ_E_SHAPE, "head_dim 272 is not supported; it can be 1 to 256");
-    row = row_of(NULL);
-    row.v_dim = 64;
-    refused(&row, KVQ_E_SHAPE, "unequal");
-    row = row_of(NULL);
-    row.q_heads = 7;
-    refused(&row, KVQ_E_SHAPE, "multiple");
-    row = row_of(NULL);
-    row.kv_heads = 0;
-    refused(&row, KVQ_E_SHAPE, "at least 1");
-    row = row_of(NULL);
-    row.q_heads = row.kv_heads = 300;
-    refused(&row, KVQ_E_LIMIT, "256");
-    row = row_of(NULL);
-    row.repeat = UINT32_MAX;
-    refused(&row, KVQ_E_LIMIT, "256");
-    row = row_of(NULL);
-    row.kv_from = 5;
-    refused(&row, KVQ_E_SHAPE, "kv_from");
-    row = row_of(NULL);
-    row.kv_heads = 64;
-    row.q_heads = 64;
-    refused(&row, KVQ_E_LIMIT, "extent"); // a raw block of 4 MiB in extents of 2 MiB
+    static const struct {
+        struct kvq__layer_row row;
+        int code;
+        const char *says;
+    } refused[] = {
+        {{8, 2, DIM, DIM, .format = "oscar9", .kv_from = -1},
+         KVQ_E_FORMAT,
+         "known are mymix, part, f16, bf16, oscar2"},
+        {{8, 2, 272, 272, .kv_from = -1}, KVQ_E_SHAPE, "head_dim 272 is not supported"},
+        {{8, 2, DIM, 64, .kv_from = -1}, KVQ_E_SHAPE, "unequal"},
+        {{7, 2, DIM, DIM, .kv_from = -1}, KVQ_E_SHAPE, "multiple"},
+        {{8, 0, DIM, DIM, .kv_from = -1}, KVQ_E_SHAPE, "at least 1"},
+        {{300, 300, DIM, DIM, .kv_from = -1}, KVQ_E_LIMIT, "256"},
+        {{8, 2, DIM, DIM, .kv_from = -1, .repeat = UINT32_MAX}, KVQ_E_LIMIT, "256"},
+        {{8, 2, DIM, DIM, .kv_from = 5}, KVQ_E_SHAPE, "kv_from"},
+        // A raw block of 4 MiB in extents of 2 MiB.
+        {{64, 64, DIM, DIM, .kv_from = -1}, KVQ_E_LIMIT, "extent"},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        struct kvq__session_info info;
+        const struct kvq__session_spec spec = {
+            .layers = &refused[i].row, .n_layers = 1, .format = "oscar2"};
+        assert_int_equal(open_as(&m, &spec, &info), refused[i].code);
+        assert_says(text, refused[i].says);
+    }
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
 static void test_numbers_of_spec(void **state)
 {
-    struct kvq__layer_row row = row_of("f16");
+    const struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_spec good = {.layers = &row, .n_layers = 1};
     struct kvq__session_info info;
-    struct kvq__session_spec good = {.layers = &row, .n_layers = 1}, spec;
-    char long_name[KVQ_NAME_BYTES + 1];
-    memset(long_name, 'x', sizeof long_name - 1);
-    long_name[sizeof long_name - 1] = 0;
-    spec = good;
-    spec.name = long_name;
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_LIMIT);
-    spec.name = "line\nbreak";
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
-    spec.name = "#7";
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
-    spec = good;
-    spec.max_rollback = KVQ_MAX_ROLLBACK + 1;
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_LIMIT);
-    spec = good;
-    spec.shards = 2;
-    spec.shard = 2;
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
-    spec = good;
-    spec.v_rotation = KVQ__V_NONE + 1;
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
-    spec = good;
-    spec.dtype = KVQ_BF16; // f16 does not hold it
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_SHAPE);
-    spec = good;
-    spec.on_detach = KVQ__DETACH_KEEP; // unnamed
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
-    spec = good;
-    spec.flags = KVQ__OPEN_MUST_EXIST | KVQ__OPEN_MUST_CREATE;
-    spec.name = "a";
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_INVALID);
+    char long_name[KVQ_NAME_BYTES + 1] = {0};
+    memset(long_name, 'x', KVQ_NAME_BYTES);
+    const struct {
+        struct kvq__session_spec spec;
+        int code;
+    } refused[] = {
+        {WITH(good, name = long_name), KVQ_E_LIMIT},
+        {WITH(good, name = "line\nbreak"), KVQ_E_INVALID},
+        {WITH(good, name = "#7"), KVQ_E_INVALID},
+        {WITH(good, max_rollback = KVQ_MAX_ROLLBACK + 1), KVQ_E_LIMIT},
+        {WITH(WITH(good, shards = 2), shard = 2), KVQ_E_INVALID},
+        {WITH(good, v_rotation = KVQ__V_NONE + 1), KVQ_E_INVALID},
+        {WITH(good, dtype = KVQ_BF16), KVQ_E_SHAPE},               // f16 does not hold it
+        {WITH(good, on_detach = KVQ__DETACH_KEEP), KVQ_E_INVALID}, // unnamed
+        {WITH(WITH(good, flags = KVQ__OPEN_MUST_EXIST | KVQ__OPEN_MUST_CREATE), name = "a"),
+         KVQ_E_INVALID},
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
+        assert_int_equal(open_as(&m, &refused[i].spec, &info), refused[i].code);
     assert_int_equal(open_as(&m, &good, &info), 0);
+}
+
+// With words in the text.
+static void refuses(const struct kvq__session_spec *spec, int code, const char *words)
+{
+    struct kvq__session_info info;
+    assert_int_equal(open_as(&m, spec, &info), code);
+    assert_says(text, words);
 }
 
 static void test_open_again(void **state)
@@ -172,11 +148,9 @@ static void test_open_again(void **state)
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
     spec.flags = KVQ__OPEN_READ_ONLY;
     rows[1].window = 64;
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
-    assert_says(text, "shape of layer 1");
+    refuses(&spec, KVQ_E_EXISTS, "shape of layer 1");
     rows[1] = row_of("oscar2");
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
-    assert_says(text, "f16 there, oscar2 asked");
+    refuses(&spec, KVQ_E_EXISTS, "f16 there, oscar2 asked");
     spec.n_layers = 0;
     spec.model = "mistral";
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
@@ -198,7 +172,7 @@ static void test_handles_of_attachments(void **state)
     struct kvq__session_info info;
     for (uint32_t i = 0; i < ATTACHMENTS; i++) {
         if (i == ATTACHMENTS / 2) { // another run, whose clients have the same ids
-            assert_int_equal(teardown(NULL), 0);
+            assert_int_equal(kit_teardown(NULL), 0);
             assert_int_equal(setup(NULL), 0);
             kit.core->config.run++;
         }
@@ -411,9 +385,7 @@ static void test_own_formats(void **state)
     assert_int_equal(s->layers[5].format->k.bits, 3);
     assert_int_equal(s->composed.n, 3);
     assert_int_equal(kit_step(&m, info.handle, 10, 2, DIM), 0);
-    struct kvq_entry_wire e = {.handle = info.handle, .position = 10};
-    uint64_t forked;
-    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
+    uint64_t forked = kit_fork(&m, info.handle, 10);
     assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
     assert_int_equal(kvq__session_drop_named(kit.core, &m.client->peer, NULL, "a", text), 0);
     assert_int_equal(kvq__session_info(m.client, forked, &fork, text), 0);
@@ -442,17 +414,13 @@ static void test_own_formats_again(void **state)
     spec.format = "part";
     spec.name = "b";
     rows[0].format = rows[1].format = NULL;
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_says(text, "format part says nothing of layer 0");
+    refuses(&spec, KVQ_E_FORMAT, "format part says nothing of layer 0");
     rows[0].format = "int8";
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_says(text, "format vecinfer-2 needs a codebook");
+    refuses(&spec, KVQ_E_FORMAT, "format vecinfer-2 needs a codebook");
     spec.format = "part@mine";
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_says(text, "no codebooks"); // the name got as far as the folder
+    refuses(&spec, KVQ_E_FORMAT, "no codebooks"); // the name got as far as the folder
     rows[0].format = "mymix-g64";
-    assert_int_equal(open_as(&m, &spec, &info), KVQ_E_FORMAT);
-    assert_says(text, "mymix-g64 is unknown; known are mymix, part, f16");
+    refuses(&spec, KVQ_E_FORMAT, "mymix-g64 is unknown; known are mymix, part, f16");
 }
 
 // Pairs and stages keep their meaning where outliers are taken away.
@@ -508,7 +476,6 @@ static void test_codebook_holds(void **state)
     struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("kivi2")};
     struct kvq__session_info info, again;
     struct kvq__session_spec spec = {.name = "a", .layers = rows, .n_layers = 2};
-    uint64_t forked;
     kit_codebooks(&kit);
     rows[0].repeat = 2;
     assert_int_equal(open_as(&m, &spec, &info), 0);
@@ -516,8 +483,7 @@ static void test_codebook_holds(void **state)
     spec.flags = KVQ__OPEN_READ_ONLY;
     assert_int_equal(open_as(&m, &spec, &again), 0); // what was asked for is compared and dropped
     assert_int_equal(kit.holds, 2);
-    struct kvq_entry_wire e = {.handle = info.handle};
-    assert_int_equal(kit_simple(&m, KVQ_OP_FORK, 0, e, &forked), 0);
+    kit_fork(&m, info.handle, 0);
     assert_int_equal(kit.holds, 4);
     kit_drop(&m, info.handle);
     assert_int_equal(kit.holds, 2);
@@ -704,27 +670,27 @@ static void test_rotation_of_existing(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_shapes, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_numbers_of_spec, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_open_again, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_handles_of_attachments, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_handle_generations_wrap, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_take_over, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_permission, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_quota, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_keep, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_info, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_shared_cache, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_own_formats, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_own_formats_again, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_plain_layers, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_made_up_formats, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_codebook_holds, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_reading, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_list_of_formats, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_rotation_by_paper, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_rotation_of_existing, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_drain, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_shapes, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_numbers_of_spec, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_open_again, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_handles_of_attachments, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_handle_generations_wrap, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_take_over, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_permission, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_quota, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_keep, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_info, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_shared_cache, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_own_formats, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_own_formats_again, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_plain_layers, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_made_up_formats, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_codebook_holds, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_reading, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_list_of_formats, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_rotation_by_paper, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_rotation_of_existing, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_drain, setup, kit_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -43,14 +43,6 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
-{
-    core_check(kit.core);
-    member_close(&m);
-    kit_close(&kit);
-    return 0;
-}
-
 static uint64_t fed(uint32_t piece, uint32_t tokens, uint32_t max_rollback)
 {
     uint64_t handle = kit_session(&m, two_layers, 2, max_rollback);
@@ -401,26 +393,25 @@ static void test_packer_fails(void **state)
     memcpy(after, m.memory + OUT_AT, sizeof after);
     assert_memory_equal(before, after, sizeof before);
     assert_true(kit_of(&m, handle)->layers[0].packed > 0);
-    core_check(kit.core);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_pieces, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_batch, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_brief, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_items_by_work, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_truncate, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_accept, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_fork, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_stop_at_layer, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_nonfinite, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_memory_full, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_readers, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_window, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_begin_twice, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_packer_fails, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_pieces, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_batch, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_brief, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_items_by_work, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_truncate, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_accept, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_fork, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_stop_at_layer, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_nonfinite, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_memory_full, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_readers, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_window, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_begin_twice, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_packer_fails, setup, kit_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -60,14 +60,6 @@ static int setup(void **state)
     return 0;
 }
 
-static int teardown(void **state)
-{
-    core_check(kit.core);
-    member_close(&m);
-    kit_close(&kit);
-    return 0;
-}
-
 static uint64_t open_named(struct member *member, const char *name, uint32_t rollback,
                            uint32_t flags)
 {
@@ -352,15 +344,10 @@ static void test_back_and_forth(void **state)
     open_map(&m, one, &map);
     for (uint32_t i = 0; i < fewer(40, 4); i++) {
         uint32_t n = 20 + kit_below(&kit, 20), back = kit_below(&kit, n);
-        struct kvq_entry_wire e = {.list_token = (uint16_t)back};
         assert_int_equal(kit_whole(&m, one, n, HEADS, DIM), 0);
         assert_int_equal(kit_step(&m, twin, n, HEADS, DIM), 0);
-        uint64_t handles[] = {one, twin};
-        for (uint32_t j = 0; j < 2; j++) {
-            e.handle = handles[j];
-            e.position = kit_of(&m, one)->tokens + (j ? back : 0);
-            assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
-        }
+        assert_int_equal(kit_truncate(&m, one, back), 0);
+        assert_int_equal(kit_truncate(&m, twin, back), 0);
         assert_int_equal(kit_whole(&m, one, 0, HEADS, DIM), 0);
         map_extents(&map);
         compare(&map, twin, 2);
@@ -397,8 +384,6 @@ static void test_leases(void **state)
     const uint64_t *used = &copy.ns->used[kvq__pool_limit(copy.pool)], before = *used;
     close_map(&map);
     assert_true(*used < before);
-    core_check(kit.core);
-    member_close(&other);
 }
 
 // Others see tokens where they are, so they are not taken back under their eyes.
@@ -417,11 +402,9 @@ static void test_readers(void **state)
     assert_int_equal(head_of(&theirs)->tokens, 200);
     attend_here(&theirs, 0, 0, before, lse);
     assert_int_equal(kit_whole(&reader, seen, 1, HEADS, DIM), KVQ_E_READ_ONLY);
-    struct kvq_entry_wire e = {.handle = one, .position = 200, .list_token = 10};
-    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), KVQ_E_BUSY);
+    assert_int_equal(kit_truncate(&m, one, 10), KVQ_E_BUSY);
     assert_int_equal(kit_whole(&m, one, 30, HEADS, DIM), 0); // what was there stays
-    e.position = 230;
-    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&m, one, 10), 0);
     assert_int_equal(head_of(&theirs)->tokens, 200);
     attend_here(&theirs, 0, 0, after, lse);
     assert_memory_equal(before, after, sizeof before);
@@ -429,7 +412,6 @@ static void test_readers(void **state)
     assert_int_equal(head_of(&theirs)->tokens, 220);
     close_map(&mine);
     close_map(&theirs);
-    member_close(&reader);
 }
 
 // Another handle of the writer's own client is another reader as well: two threads have them.
@@ -440,10 +422,9 @@ static void test_own_reader(void **state)
     assert_int_equal(kit_whole(&m, one, 200, HEADS, DIM), 0);
     uint64_t seen = open_named(&m, "one", 64, KVQ__OPEN_READ_ONLY | KVQ__OPEN_MUST_EXIST);
     open_map(&m, seen, &map);
-    struct kvq_entry_wire e = {.handle = one, .position = 200, .list_token = 10};
-    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), KVQ_E_BUSY);
+    assert_int_equal(kit_truncate(&m, one, 10), KVQ_E_BUSY);
     close_map(&map);
-    assert_int_equal(kit_simple(&m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+    assert_int_equal(kit_truncate(&m, one, 10), 0);
 }
 
 // The writer goes on while a reader's request packs, so far that more is due to be packed, and that
@@ -480,7 +461,6 @@ static void test_overtaken(void **state)
     assert_int_equal(head_of(&theirs)->tokens, 250);
     core_check(kit.core);
     close_map(&theirs);
-    member_close(&reader);
 }
 
 static int begin_long(struct member *member, uint64_t handle, uint64_t step)
@@ -496,7 +476,6 @@ static void test_extents_stay(void **state)
     struct member stranger;
     char text[KVQ_TEXT_BYTES];
     struct mapping map;
-    member_close(&m);
     kit_close(&kit);
     kit_open(&kit, 12, 32 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
@@ -527,9 +506,6 @@ static void test_extents_stay(void **state)
     kvq__queue_close(&m.queue);
     member_free(&m);
     assert_int_equal(kit_whole(&stranger, next, 1000, HEADS, DIM), 0);
-    core_check(kit.core);
-    member_close(&stranger);
-    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
 }
 
 static void test_refusals(void **state)
@@ -571,7 +547,6 @@ static void test_refusals(void **state)
     assert_int_equal(kit_whole(&m, one, 29, HEADS, DIM), KVQ_E_LIMIT); // 129 tokens, one page
     assert_int_equal(kit_whole(&m, one, 28, HEADS, DIM), 0);
     close_map(&map);
-    core_check(kit.core);
 }
 
 // A session that stands in two entries, with units that are due: one entry is refused, so that
@@ -608,7 +583,6 @@ static void test_twice(void **state)
 static void test_counts(void **state)
 {
     struct mapping map;
-    char text[KVQ_TEXT_BYTES];
     uint64_t one = open_named(&m, "one", 0, 0);
     const struct kvq__namespace *ns = kit_of(&m, one)->ns;
     uint64_t before = ns->used[KVQ__TABLE_BYTES];
@@ -617,10 +591,7 @@ static void test_counts(void **state)
     assert_true(with - before >= (uint64_t)PAGES * sizeof(struct kvq__pageref));
     close_map(&map);
     assert_int_equal(ns->used[KVQ__TABLE_BYTES], before);
-    struct kvq__override o = {.set = 1u << KVQ__TABLE_BYTES};
-    memcpy(o.ns, ns->name, strlen(ns->name) + 1);
-    o.quota.limit[KVQ__TABLE_BYTES] = with - 1;
-    assert_int_equal(kvq__quota_apply(kit.core, &o, text), 0);
+    kit_limit(&kit, ns->name, KVQ__TABLE_BYTES, with - 1);
     assert_int_equal(try_map(&m, one, &map, PAGES), KVQ_E_QUOTA);
     assert_int_equal(ns->used[KVQ__TABLE_BYTES], before);
 }
@@ -649,17 +620,17 @@ int main(void)
 {
     kit_gpus(sim_gpus());
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_same_as_layer_by_layer, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_back_and_forth, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_leases, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_readers, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_own_reader, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_overtaken, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_extents_stay, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_twice, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_counts, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_no_room, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_same_as_layer_by_layer, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_back_and_forth, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_leases, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_readers, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_own_reader, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_overtaken, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_extents_stay, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_refusals, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_twice, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_counts, setup, kit_teardown),
+        cmocka_unit_test_setup_teardown(test_no_room, setup, kit_teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

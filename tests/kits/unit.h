@@ -21,6 +21,14 @@
 // Every test gets a state that few look at, and a stand-in for a function gets what that is given.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
+// A value with one member changed: WITH(request, count = 3).
+#define WITH(value, change)                                                                        \
+    ({                                                                                             \
+        __typeof__(value) with_ = (value);                                                         \
+        with_.change;                                                                              \
+        with_;                                                                                     \
+    })
+
 // Whether what takes minutes is asked for: KVQ_FULL=1.
 static inline bool long_tier(void)
 {
