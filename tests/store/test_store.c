@@ -4,19 +4,11 @@
 // reopenings and compactions; caps, locks, prefixes, and what is refused.
 #include "tests/store/store_check.h"
 
-// A disk for a store that is opened like this.
-static void begin_with(struct kit options, uint64_t seed)
-{
-    k = options;
-    w = (struct world){.random = seed};
-    fault_open(&disk, 7);
-}
-
 static void random_changes(void **state)
 {
     struct world after;
     // EINTR and short transfers everywhere are nothing that anybody should notice.
-    begin_with((struct kit){0}, 1);
+    begin_disk(7, (struct kit){0}, 1);
     disk.interrupt_percent = disk.short_percent = 20;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.created);
@@ -31,7 +23,6 @@ static void random_changes(void **state)
     reopen_store();
     assert_string_equal(k.report.text, "");
     check(&k, &w, "");
-    end_store();
 }
 
 // Segments of 64 KiB, so there are many; when all sessions are gone, so are they.
@@ -39,7 +30,6 @@ static void space_comes_back(void **state)
 {
     struct world after;
     struct kvq_store_freed freed;
-    struct kvq_store_status status;
     begin_store(7, 2);
     for (int i = 0; i < 60; i++) {
         assert_int_equal(kit_change(&k, &w, &after), 0);
@@ -50,25 +40,23 @@ static void space_comes_back(void **state)
             assert_int_equal(drop_session(w.sessions[i].name), 0);
     compact_all(1 << 20, 1);
     assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), 0);
-    assert_int_equal(kvq_store_status(k.store, &status, k.text, sizeof k.text), 0);
+    struct kvq_store_status status = status_of_store();
     assert_int_equal(status.sessions, 0);
     assert_int_equal(status.blocks, 0);
     assert_true(status.segments <= 2); // records of what was deleted
     assert_int_equal(status.physical_bytes, fault_physical(&disk));
-    end_store();
 }
 
 // What the status says that gc would free is what it frees: whole segments.
 static void foretold(struct kit *k, bool some)
 {
     struct kvq_store_freed freed;
-    struct kvq_store_status status;
-    assert_int_equal(kvq_store_status(k->store, &status, k->text, sizeof k->text), 0);
+    struct kvq_store_status status = status_of_store();
     assert_int_equal(kvq_store_gc(k->store, &freed, k->text, sizeof k->text), 0);
     assert_int_equal(status.empty_bytes, freed.bytes);
     assert_true(freed.bytes > 0 || !some);
     assert_true(status.dead_bytes >= status.empty_bytes || !some);
-    assert_int_equal(kvq_store_status(k->store, &status, k->text, sizeof k->text), 0);
+    status = status_of_store();
     assert_int_equal(status.empty_bytes, 0);
 }
 
@@ -90,14 +78,13 @@ static void gc_is_foretold(void **state)
         assert_int_equal(kit_save(&k, &w, "large"), 0);
         foretold(&k, round > 0);
     }
-    end_store();
 }
 
 // A chain of hashes: sessions that share a part of it are found by the longest part.
 static void prefixes(void **state)
 {
     uint8_t hashes[6][KVQ_PREFIX_BYTES];
-    struct kvq_store_session found;
+    struct kvq_store_session it;
     uint32_t matched;
     struct world_session *s = &w.sessions[0];
     begin_store(7, 3);
@@ -106,23 +93,22 @@ static void prefixes(void **state)
     for (uint64_t i = 0; i < 6; i++)
         world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
     for (uint32_t n = 0; n <= 6; n++) {
-        assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, n, &matched,
-                                         &found, k.text, sizeof k.text),
+        assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, n, &matched, &it,
+                                         k.text, sizeof k.text),
                          0);
         assert_int_equal(matched, n < 4 ? n : 4);
-        assert_string_equal(found.name, n ? "a" : "");
+        assert_string_equal(it.name, n ? "a" : "");
     }
-    assert_int_equal(kvq_store_match(k.store, "uid-2", (const void *)hashes, 6, &matched, &found,
+    assert_int_equal(kvq_store_match(k.store, "uid-2", (const void *)hashes, 6, &matched, &it,
                                      k.text, sizeof k.text),
                      0);
     assert_int_equal(matched, 0); // another namespace
     s->pages = 2;                 // saved again with fewer
     assert_int_equal(kit_save(&k, &w, "a"), 0);
-    assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, 6, &matched, &found,
+    assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, 6, &matched, &it,
                                      k.text, sizeof k.text),
                      0);
     assert_int_equal(matched, 2);
-    end_store();
 }
 
 static void save_blocks(struct kit *k, struct world *w, const char *name, int n, int *rc)
@@ -160,8 +146,8 @@ static void cap(void **state)
 {
     char name[16];
     int rc = 0, saved = 0, beyond = 0, i;
-    begin_with((struct kit){.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}},
-               4);
+    begin_disk(
+        7, (struct kit){.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}}, 4);
     assert_int_equal(kit_open(&k, &disk.io), 0);
     for (i = 0; i < 100 && rc == 0; i++) {
         snprintf(name, sizeof name, "s%d", i);
@@ -187,7 +173,6 @@ static void cap(void **state)
     save_blocks(&k, &w, "again", 40, &rc);
     assert_int_equal(rc, 0);
     assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
-    end_store();
 }
 
 static uint64_t usage(struct kit *k, const char *space, uint64_t sessions)
@@ -322,7 +307,6 @@ static void limits(void **state)
     assert_int_equal(usage(&k, "uid-1", 2), 4500);
     check_spaces(&k, 4500);
     forgotten(&k, &w);
-    end_store();
 }
 
 // Puts n blocks of 1000 bytes into a session of its own: the id of the last, and what it said.
@@ -387,7 +371,6 @@ static void one_of_many(void **state)
     assert_false(kvq_save_cut(save, 1));
     assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_NO_SPACE);
     assert_false(is_there(&k, "d"));
-    end_store();
 }
 
 static void one_writer(void **state)
@@ -405,26 +388,24 @@ static void one_writer(void **state)
     assert_int_equal(kvq_store_gc(k.store, &freed, k.text, sizeof k.text), KVQ_E_BUSY);
     kvq_save_abort(&save);
     assert_int_equal(drop_session("x"), KVQ_E_NO_SESSION);
-    end_store();
 }
 
 // What is found belongs together: whoever has found a session that was saved again is told so.
 static void stale(void **state)
 {
-    struct kvq_store_session found;
     struct kvq_stored *blocks;
     size_t n;
     int rc;
     begin_store(7, 5);
     save_blocks(&k, &w, "a", 3, &rc);
     assert_int_equal(rc, 0);
-    assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
+    struct kvq_store_session it = found("a");
     assert_int_equal(kit_save(&k, &w, "a"), 0); // keeps all
-    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text),
+    assert_int_equal(kvq_store_blocks(k.store, &it, &blocks, &n, k.text, sizeof k.text),
                      KVQ_E_STALE);
     assert_null(blocks);
-    assert_int_equal(kvq_store_find(k.store, "uid-1", "a", 0, &found, k.text, sizeof k.text), 0);
-    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
+    it = found("a");
+    blocks = blocks_of(&it, &n);
     assert_int_equal(n, 3);
     assert_int_equal(drop_session("a"), 0);
     // A block that was deleted can be read for as long as its bytes are there, and then is gone.
@@ -438,7 +419,6 @@ static void stale(void **state)
     assert_int_equal(kvq_store_read(k.store, &blocks[0], bytes, k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
     free(blocks);
-    end_store();
 }
 
 static void refusals(void **state)
@@ -486,7 +466,6 @@ static void refusals(void **state)
     kvq_store_close(&k.store);
     k.options.cap_bytes = 1000;
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
-    end_store();
 }
 
 // However many sessions were used, noting it costs one transaction; those that are gone are passed
@@ -522,7 +501,6 @@ static void used(void **state)
     assert_int_equal(n, SESSIONS - 1);
     for (uint32_t i = 0; i < n; i++)
         assert_int_equal(all[i].used_at, 1000 + i + (i >= GONE));
-    end_store();
 }
 
 // A folder that the store has made is there after a loss of power, with what was saved in it.
@@ -539,7 +517,7 @@ static void new_folder(void **state)
         static struct fault_io fresh;
         struct kvq_store *store;
         struct kvq_save *save;
-        struct kvq_store_session found;
+        struct kvq_store_session it;
         char text[KVQ_TEXT_BYTES];
         const struct kvq_store_options options = {.io = &fresh.io, .segment_bytes = 64 << 10};
         const struct kvq_store_meta m = {.space = "uid-1", .name = "s", .shards = 1};
@@ -554,7 +532,7 @@ static void new_folder(void **state)
                 assert_int_equal(kvq_save_begin(store, &save, text, sizeof text), 0);
                 assert_int_equal(kvq_save_session(save, &m, text, sizeof text), 0);
                 assert_int_equal(kvq_save_commit(&save, text, sizeof text), 0);
-            } else if (kvq_store_find(store, "uid-1", "s", 0, &found, text, sizeof text)) {
+            } else if (kvq_store_find(store, "uid-1", "s", 0, &it, text, sizeof text)) {
                 fail_msg("%s: %s", folders[i].path, text);
             }
             kvq_store_close(&store);
@@ -576,7 +554,7 @@ static void existing_only(void **state)
     struct world after;
     struct kvq_store *store;
     int names = 0;
-    begin_with((struct kit){.options.existing_only = true}, 4);
+    begin_disk(7, (struct kit){.options.existing_only = true}, 4);
     assert_int_equal(kit_open(&k, &disk.io), KVQ_E_INVALID);
     assert_says(k.text, "no store is there");
     assert_null(k.store);
@@ -604,7 +582,6 @@ static void existing_only(void **state)
         if (lost == 0)
             assert_int_equal(kvq_io_unlink(&disk.io, catalog), 0);
     }
-    fault_close(&disk);
 }
 
 int main(void)
@@ -624,5 +601,5 @@ int main(void)
         cmocka_unit_test(existing_only),
         cmocka_unit_test(new_folder),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, NULL, end_store);
 }

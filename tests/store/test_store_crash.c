@@ -101,7 +101,6 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_to
     if (kit_open(&k, &disk.io))
         fail_msg("%s: it cannot be made anew: %s", when, k.text);
     one_of(&k, &now, &now, when);
-    end_store();
     return crashed;
 }
 
@@ -161,7 +160,6 @@ static void between_changes(void **state)
                 fail_msg("%s: it does not open: %s", when, k.text);
             one_of(&k, &w, &w, when);
         }
-        end_store();
     }
 }
 
@@ -206,7 +204,6 @@ static void only_segments(struct kit *k, const struct world *w, uint64_t seed)
     if (!kit_same(k, w, false, why))
         fail_msg("%s: %s", when, why);
     kvq_store_close(&k->store);
-    fault_close(&disk);
 }
 
 static void drop_some(struct world *w, const char *series)
@@ -280,5 +277,5 @@ int main(void)
         cmocka_unit_test(dropped_stays_dropped),
         cmocka_unit_test(refused_stays_refused),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, NULL, end_store);
 }

@@ -238,12 +238,12 @@ static void save_new(struct kit *k, const char *name)
 static void check_new(struct kit *k, const char *name)
 {
     static uint8_t is[9000], want[9000];
-    struct kvq_store_session found;
+    struct kvq_store_session it;
     struct kvq_stored *blocks = NULL;
     size_t n = 0;
     const size_t room = sizeof k->text;
-    if (kvq_store_find(k->store, "uid-1", name, 0, &found, k->text, room) ||
-        kvq_store_blocks(k->store, &found, &blocks, &n, k->text, room))
+    if (kvq_store_find(k->store, "uid-1", name, 0, &it, k->text, room) ||
+        kvq_store_blocks(k->store, &it, &blocks, &n, k->text, room))
         fail_msg("seed %" PRIu64 ":%s %s", seed, did, k->text);
     assert_int_equal(n, 12);
     for (size_t i = 0; i < n; i++) {
@@ -331,7 +331,6 @@ static void trial(void)
     save_new(&k, "last");
     open_again();
     check_new(&k, "last");
-    end_store();
 }
 
 static void edited(void **unused)
@@ -373,7 +372,6 @@ static void newest_missing(void **unused)
         verify(&k, &v);
         open_again();
         check_new(&k, "new");
-        end_store();
     }
 }
 
@@ -382,7 +380,6 @@ static void newest_missing(void **unused)
 static void gone_meanwhile(void **unused)
 {
     struct kvq_store_verified v;
-    char why[256];
     seed = 0;
     did[0] = '\0';
     begin_store(7, 7);
@@ -396,20 +393,18 @@ static void gone_meanwhile(void **unused)
     if (rc || v.missing != 1 || v.bad_blocks == 0)
         fail_msg("%s: %s", kvq_status_name(rc), k.text);
     uint64_t marked = v.bad_blocks;
-    if (!kit_same(&k, &w, true, why))
-        fail_msg("%s", why);
+    same_world(&k, &w, true, "cut");
     assert_int_equal(disk.io.rename(&disk.io, "/store/elsewhere", path), 0);
     verify(&k, &v);
     assert_true(v.good_again == marked && v.sessions == 0);
     check(&k, &w, "with the file there again");
-    end_store();
 }
 
 // Of the segment with most that is dead a record that is alive cannot be read: others are compacted
 // all the same, and only when there are no others is that an error.
 static void compacts_past_a_sick_sector(void **unused)
 {
-    struct kvq_store_session found;
+    struct kvq_store_session it;
     struct kvq_stored *blocks[2];
     struct kvq_store_freed freed;
     char name[KVQ__NAME_BYTES], path[2][KVQ__PATH_BYTES];
@@ -429,8 +424,8 @@ static void compacts_past_a_sick_sector(void **unused)
             assert_int_equal(drop_session(name), 0);
     }
     for (int i = 0; i < 2; i++) {
-        assert_int_equal(kvq_store_find(k.store, "uid-1", i ? "s7" : "s0", 0, &found, NULL, 0), 0);
-        assert_int_equal(kvq_store_blocks(k.store, &found, &blocks[i], &n, NULL, 0), 0);
+        it = found(i ? "s7" : "s0");
+        blocks[i] = blocks_of(&it, &n);
         kvq__segment_name(blocks[i]->segment, name);
         kvq__path(k.store, name, path[i]);
     }
@@ -449,7 +444,6 @@ static void compacts_past_a_sick_sector(void **unused)
     assert_null(fault_find(&disk, path[0]));
     free(blocks[0]);
     free(blocks[1]);
-    end_store();
 }
 
 int main(void)
@@ -460,5 +454,5 @@ int main(void)
         cmocka_unit_test(compacts_past_a_sick_sector),
         cmocka_unit_test(edited),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, NULL, end_store);
 }

@@ -132,7 +132,6 @@ static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
     if (kit_open(&k, &disk.io))
         fail_msg("%s: it cannot be made anew: %s", when, k.text);
     check(&k, &now, when);
-    end_store();
     return rc != 0;
 }
 
@@ -215,11 +214,8 @@ static void storm(void **state)
         fault_reset_counts(&disk);
         write_something(&k, &w);
         check(&k, &w, when);
-        kvq_store_close(&k.store);
-        lose_catalog();
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        reopen_without_catalog();
         check(&k, &w, when);
-        end_store();
     }
     print_message("%" PRIu64 " failures, %" PRIu64 " crashes\n", failures, crashes);
     assert_true(failures > seeds && crashes > seeds);
@@ -227,12 +223,9 @@ static void storm(void **state)
 
 static uint64_t segment_of(struct kit *k, const char *name)
 {
-    struct kvq_store_session found;
-    struct kvq_stored *blocks;
     size_t n;
-    assert_int_equal(kvq_store_find(k->store, "uid-1", name, 0, &found, k->text, sizeof k->text),
-                     0);
-    assert_int_equal(kvq_store_blocks(k->store, &found, &blocks, &n, k->text, sizeof k->text), 0);
+    struct kvq_store_session it = found(name);
+    struct kvq_stored *blocks = blocks_of(&it, &n);
     assert_int_equal(n, 1);
     uint64_t segment = blocks[0].segment;
     free(blocks);
@@ -275,11 +268,8 @@ static void deleted_when_full(void **state)
         check(&k, &w, "saved");
         reopen_store();
         assert_int_equal(k.store->n_owed, 0);
-        kvq_store_close(&k.store);
-        lose_catalog();
-        assert_int_equal(kit_open(&k, &disk.io), 0);
+        reopen_without_catalog();
         check(&k, &w, "made anew");
-        end_store();
     }
 }
 
@@ -303,7 +293,6 @@ static void anew_when_full(void **state)
     check(&k, &w, "made anew");
     kvq_store_close(&k.store);
     assert_null(fault_find(&disk, "/store/catalog.db.bad"));
-    fault_close(&disk);
 }
 
 // Nobody knows what a write or sync that failed has left, so that nothing is written there again: a
@@ -344,7 +333,6 @@ static void failed_segment(void **state)
         if ((segment_of(&k, "after") == segment_of(&k, "before")) != cases[i].again)
             fail_msg("%s: the segment was %s", cases[i].name, cases[i].again ? "left" : "reused");
         check(&k, &w, cases[i].name);
-        end_store();
     }
 }
 
@@ -388,14 +376,13 @@ static void refuse_to_write(struct kit *k, const struct world *w)
 static void damage_is_marked(struct kit *k, const struct world *w)
 {
     struct kvq_store_session all[WORLD_SESSIONS];
-    struct kvq_stored *blocks;
     uint64_t good;
     uint32_t n, cut = 0;
     size_t count, i = 0;
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     const size_t room = sizeof k->text;
     assert_int_equal(kvq_store_list(k->store, NULL, 0, all, WORLD_SESSIONS, &n, k->text, room), 0);
-    assert_int_equal(kvq_store_blocks(k->store, &all[n - 1], &blocks, &count, k->text, room), 0);
+    struct kvq_stored *blocks = blocks_of(&all[n - 1], &count);
     while (i + 1 < count && blocks[i].bytes == 0)
         i++;
     assert_true(count > 0 && blocks[i].bytes > 0);
@@ -404,8 +391,7 @@ static void damage_is_marked(struct kit *k, const struct world *w)
     uint8_t *byte = fault_find(&disk, path)->data + blocks[i].offset + KVQ_RECORD_HEAD;
     free(blocks);
     *byte ^= 1;
-    struct kvq_store_verified v;
-    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, room), 0);
+    struct kvq_store_verified v = verified();
     assert_int_equal(v.bad_blocks, 1);
     *byte ^= 1;
     for (uint32_t j = 0; j < n; j++) {
@@ -414,8 +400,7 @@ static void damage_is_marked(struct kit *k, const struct world *w)
     }
     assert_true(cut > 0);
     assert_int_equal(v.sessions, cut);
-    if (!kit_same(k, w, true, why))
-        fail_msg("marked: %s", why);
+    same_world(k, w, true, "marked");
     kvq_store_close(&k->store);
     assert_int_equal(kit_open(k, &disk.io), 0);
     check(k, w, "opened read-only again");
@@ -464,13 +449,11 @@ static void read_only_disk(void **state)
     disk.read_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     check(&k, &w, "writable again");
-    end_store();
 }
 
 // A failed read is an error of that read alone, and no reason to mark a block.
 static void read_fails(void **state)
 {
-    struct kvq_store_session found;
     struct kvq_stored *blocks;
     uint8_t bytes[WORLD_MAX_BYTES];
     size_t n;
@@ -479,8 +462,8 @@ static void read_fails(void **state)
     *s = (struct world_session){.used = true, .name = "x", .shards = 1, .n = 1};
     s->blocks[0] = (struct world_block){.seed = 1, .bytes = 5000};
     assert_int_equal(kit_save(&k, &w, "x"), 0);
-    assert_int_equal(kvq_store_find(k.store, "uid-1", "x", 0, &found, k.text, sizeof k.text), 0);
-    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
+    struct kvq_store_session it = found("x");
+    blocks = blocks_of(&it, &n);
     fault_reset_counts(&disk);
     disk.fail_read = 1;
     disk.fail_with = EIO;
@@ -488,7 +471,6 @@ static void read_fails(void **state)
     fault_reset_counts(&disk);
     check(&k, &w, "read again");
     free(blocks);
-    end_store();
 }
 
 // ---- Damage ----
@@ -497,10 +479,9 @@ static void read_fails(void **state)
 static bool has_byte(struct kit *k, const struct kvq_store_session *s, uint64_t segment,
                      uint64_t at)
 {
-    struct kvq_stored *blocks;
     size_t n;
     bool has = false;
-    assert_int_equal(kvq_store_blocks(k->store, s, &blocks, &n, k->text, sizeof k->text), 0);
+    struct kvq_stored *blocks = blocks_of(s, &n);
     for (size_t i = 0; i < n; i++)
         has |= blocks[i].segment == segment && at >= blocks[i].offset &&
                at < blocks[i].offset + kvq_record_bytes(blocks[i].bytes);
@@ -512,13 +493,12 @@ static void flip_at(struct kit *k, const struct world *w, uint64_t segment, stru
                     uint64_t at)
 {
     char why[256], when[80];
-    struct kvq_store_verified v;
     struct kvq_store_session all[WORLD_SESSIONS];
     uint32_t n;
     uint8_t bit = (uint8_t)(1u << (at * 7 % 8));
     snprintf(when, sizeof when, "segment %" PRIu64 ", byte %" PRIu64, segment, at);
     file->data[at] ^= bit;
-    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text), 0);
+    struct kvq_store_verified v = verified();
     if (v.damaged_bytes == 0 || !v.text[0])
         fail_msg("%s: verify did not find it", when);
     if (!kit_same(k, w, true, why) || !kit_sound(k, why))
@@ -539,7 +519,7 @@ static void flip_at(struct kit *k, const struct world *w, uint64_t segment, stru
         fail_msg("%s: verify tells of fewer sessions than are cut", when);
     file->data[at] ^= bit; // as it was written: the marks go, and nothing is cut any more
     uint64_t marked = v.bad_blocks;
-    assert_int_equal(kvq_store_verify(k->store, NULL, NULL, &v, k->text, sizeof k->text), 0);
+    v = verified();
     if (v.good_again != marked || v.sessions || v.damaged_bytes)
         fail_msg("%s: %" PRIu64 " blocks marked, %" PRIu64 " good again; %s", when, marked,
                  v.good_again, v.text);
@@ -565,14 +545,13 @@ static void flipped_bits(void **state)
     print_message("%" PRIu64 " bits\n", flips);
     assert_true(flips > 100);
     check(&k, &w, "all bits as they were");
-    end_store();
 }
 
 // A block whose bytes are records of another segment, sound ones that would make a session: when
 // its header is damaged and the catalog is lost, the search for the next record must not take them.
 static void planted_records(void **state)
 {
-    struct kvq_store_session found;
+    struct kvq_store_session it;
     const char *path = "/store/segment-0000000000000001.kvqs";
     const struct kvq_store_meta mine = {.space = "uid-1", .name = "mine", .shards = 1};
     const struct kvq_place place = {0};
@@ -604,9 +583,8 @@ static void planted_records(void **state)
     lose_catalog();
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.rebuilt && k.report.damaged_bytes > 0);
-    assert_int_equal(kvq_store_find(k.store, "uid-1", "evil", 0, &found, k.text, sizeof k.text),
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "evil", 0, &it, k.text, sizeof k.text),
                      KVQ_E_NO_SESSION);
-    end_store();
 }
 
 // A sector that the disk cannot read: a reader is told so and marks nothing, for it may be the
@@ -614,17 +592,15 @@ static void planted_records(void **state)
 static void sick_sector(void **state)
 {
     struct kvq_store_verified v;
-    struct kvq_store_session found;
-    struct kvq_stored *blocks;
+    struct kvq_store_session it;
     uint32_t sessions;
     size_t n;
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
     begin_store(8, 8);
     change(&k, &w, 40);
-    assert_int_equal(kvq_store_list(k.store, NULL, 0, &found, 1, &sessions, k.text, sizeof k.text),
-                     0);
+    assert_int_equal(kvq_store_list(k.store, NULL, 0, &it, 1, &sessions, k.text, sizeof k.text), 0);
     assert_int_equal(sessions, 1);
-    assert_int_equal(kvq_store_blocks(k.store, &found, &blocks, &n, k.text, sizeof k.text), 0);
+    struct kvq_stored *blocks = blocks_of(&it, &n);
     struct kvq_stored block = blocks[n / 2];
     uint8_t *out = malloc(block.bytes + 1);
     kvq__segment_name(block.segment, name);
@@ -639,16 +615,16 @@ static void sick_sector(void **state)
         if (rc)
             assert_says(k.text, "kvqctl storage verify");
         uint64_t good;
-        assert_int_equal(kvq_store_good_tokens(k.store, &found, &good, k.text, sizeof k.text), 0);
-        assert_int_equal(good, found.tokens);
-        assert_int_equal(kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text), 0);
+        assert_int_equal(kvq_store_good_tokens(k.store, &it, &good, k.text, sizeof k.text), 0);
+        assert_int_equal(good, it.tokens);
+        v = verified();
         assert_int_equal(v.bad_blocks, head || pad ? 0 : 1);
         assert_true(v.damaged_bytes > 0);
         if (!kit_same(&k, &w, true, why))
             fail_msg("byte %" PRIu64 ": %s", disk.sick_at, why);
         disk.sick = NULL;
         uint64_t marked = v.bad_blocks;
-        assert_int_equal(kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text), 0);
+        v = verified();
         assert_true(v.good_again == marked && v.damaged_bytes == 0 && v.sessions == 0);
     }
     free(out);
@@ -658,19 +634,16 @@ static void sick_sector(void **state)
     disk.sick_at = 100;
     if (kit_open(&k, &disk.io))
         fail_msg("with its front sick: %s", k.text);
-    if (!kit_same(&k, &w, false, why))
-        fail_msg("with its front sick: %s", why);
+    same_world(&k, &w, false, "with its front sick");
     change(&k, &w, 1);
     disk.sick = NULL;
     check(&k, &w, "with the disk mended");
-    end_store();
 }
 
 // A segment is gone: the sessions that had nothing in it do not notice.
 static void missing_segment(void **state)
 {
-    struct kvq_store_verified v;
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], elsewhere[KVQ__PATH_BYTES + 8], why[256];
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], elsewhere[KVQ__PATH_BYTES + 8];
     begin_store(7, 7);
     change(&k, &w, 40);
     kvq__segment_name(kvq__segment_after(k.store, 0), name);
@@ -681,25 +654,22 @@ static void missing_segment(void **state)
     disk.read_only = true;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_int_equal(k.report.missing, 1);
-    if (!kit_same(&k, &w, true, why))
-        fail_msg("read-only: %s", why);
+    same_world(&k, &w, true, "read-only");
     kvq_store_close(&k.store);
     disk.read_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_int_equal(k.report.missing, 1);
     assert_says(k.report.text, "1 segments are missing");
-    if (!kit_same(&k, &w, true, why))
-        fail_msg("%s", why);
+    same_world(&k, &w, true, "cut");
     kvq_store_close(&k.store);
     // Somebody finds the file and puts it back.
     assert_int_equal(disk.io.rename(&disk.io, elsewhere, path), 0);
     assert_int_equal(kit_open(&k, &disk.io), 0);
-    assert_int_equal(kvq_store_verify(k.store, NULL, NULL, &v, k.text, sizeof k.text), 0);
+    struct kvq_store_verified v = verified();
     assert_true(v.good_again > 0 && v.sessions == 0);
     assert_says(v.text, "their marks are taken off");
     check(&k, &w, "with the segment again");
     change(&k, &w, 0);
-    end_store();
 }
 
 int main(void)
@@ -717,5 +687,5 @@ int main(void)
         cmocka_unit_test(missing_segment),
         cmocka_unit_test(planted_records),
     };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return cmocka_run_group_tests(tests, NULL, end_store);
 }
