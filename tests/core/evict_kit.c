@@ -175,16 +175,29 @@ void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTE
     }
 }
 
+void same_bits(struct member *member, uint64_t handle, uint8_t then[LAYERS][OUT_BYTES])
+{
+    static uint8_t now[LAYERS][OUT_BYTES];
+    attend(member, handle, now);
+    assert_memory_equal(now, then, sizeof now);
+}
+
 bool is_home(struct member *member, uint64_t handle)
 {
     const struct kvq__session *s = kit_of(member, handle);
     return s->pool == &kit.core->pools[home] && !kvq__is_offloaded(s);
 }
 
+struct kvq__counts counts(void)
+{
+    struct kvq__counts counts;
+    kvq__core_counts(kit.core, &counts);
+    return counts;
+}
+
 uint64_t evicted(void)
 {
-    struct kvq__counts stats;
-    kvq__core_counts(kit.core, &stats);
+    const struct kvq__counts stats = counts();
     return kit.core->counts.demoted + stats.parked_room + stats.parked_quota;
 }
 

@@ -77,10 +77,13 @@ void let_go(const uint64_t handles[4]);
 
 // What a token behind the session sees, of all layers.
 void attend(struct member *member, uint64_t handle, uint8_t out[LAYERS][OUT_BYTES]);
+// The same outputs as then.
+void same_bits(struct member *member, uint64_t handle, uint8_t then[LAYERS][OUT_BYTES]);
 bool is_home(struct member *member, uint64_t handle);
 
 // How many have gone since others needed the room.
 uint64_t evicted(void);
+struct kvq__counts counts(void);
 uint32_t refused(void);
 
 #define TEST(name)  cmocka_unit_test_setup_teardown(name, setup, teardown)

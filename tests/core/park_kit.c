@@ -91,17 +91,13 @@ struct kvq__restore *begin_fetch(uint64_t handle, struct kvq__store_job *job)
 struct kvq__save *begin_writing(uint64_t handle, struct kvq__store_job *job, uint64_t *ticket)
 {
     struct kvq__move_info info;
-    struct kvq__save *save;
     struct kvq__save_spec spec = {.unnamed = true, .parks = true};
     assert_int_equal(kvq__session_park(m.client, handle, &info, text), 0);
     *ticket = info.id;
     assert_true(kvq__park_next(kit.core, job));
     assert_int_equal(job->kind, KVQ__JOB_SAVE);
     spec.name = job->session;
-    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
-    assert_int_equal(kvq__save_copy(save), 0);
-    kvq__save_copied(save);
-    return save;
+    return vault_copied(kit.core, &spec);
 }
 
 void end_writing(struct kvq__save *save, const struct kvq__store_job *job)

@@ -3,8 +3,7 @@
 // See prefix_kit.h.
 #include "tests/core/prefix_kit.h"
 
-static const struct kvq__layer_row rows[] = {
-    {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 3}};
+static const struct kvq__layer_row rows[] = {{4, HEADS, DIM, DIM, .kv_from = -1, .repeat = 3}};
 
 struct kit kit;
 struct member one, two;

@@ -48,13 +48,8 @@ static const char *look(void)
 
 static int setup(void **state)
 {
-    static const struct kvq__layer_row row = {.q_heads = 8,
-                                              .kv_heads = HEADS,
-                                              .k_dim = DIM,
-                                              .v_dim = DIM,
-                                              .format = "oscar2",
-                                              .repeat = 2,
-                                              .kv_from = -1};
+    static const struct kvq__layer_row row = {
+        8, HEADS, DIM, DIM, .format = "oscar2", .repeat = 2, .kv_from = -1};
     kit_open(&kit, 5, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     handle = kit_session(&m, &row, 1, 8);

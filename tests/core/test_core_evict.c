@@ -32,7 +32,7 @@ static void test_score(void **state)
 // Six sessions where four fit, used in turns by two engines: all of them work, to the bit.
 static void test_turns(void **state)
 {
-    static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    static uint8_t bits[6][LAYERS][OUT_BYTES];
     struct member *of[6] = {&m, &other, &m, &other, &m, &other};
     uint64_t handles[6];
     for (uint32_t i = 0; i < 6; i++) {
@@ -45,8 +45,7 @@ static void test_turns(void **state)
     assert_true(kit.core->counts.demoted >= 2);
     for (uint32_t turn = 0; turn < 2; turn++)
         for (uint32_t i = 0; i < 6; i++) {
-            attend(of[i], handles[i], now);
-            assert_memory_equal(now, bits[i], sizeof now);
+            same_bits(of[i], handles[i], bits[i]);
             assert_true(is_home(of[i], handles[i]));
             pass(2 * SECOND);
         }
@@ -404,8 +403,6 @@ static void test_quota(void **state)
     // More than its limit at all.
     assert_int_equal(begin(&m, b, 9, SESSION, 10 * SECOND), 0);
     assert_int_equal(status_of(&m), KVQ_E_QUOTA);
-    kit_of(&m, a)->ns->quota.limit[KVQ__HOST_BYTES] = 0;
-    member_close(&stranger);
 }
 
 // All shards go, and each comes back when it is used.
@@ -511,15 +508,13 @@ static void test_lowered(void **state)
     uint64_t a = fed(&m, "a"), b = fed(&m, "b"), c = fed(&m, "c");
     const struct kvq__namespace *ns = kit_of(&m, a)->ns;
     enum kvq__limit which = kvq__pool_limit(&kit.core->pools[home]);
-    struct kvq__override limit = {.ns = "uid-1000", .set = 1u << which};
     uint8_t before[LAYERS][OUT_BYTES], after[LAYERS][OUT_BYTES];
     attend(&m, a, before);
     assert_int_equal(ns->used[which], 3 * SESSION_BYTES);
     assert_int_equal(begin(&m, c, 7, 1, 0), 0); // into another page
     uint64_t in_step = ns->used[which] - 2 * SESSION_BYTES;
     core_check(kit.core);
-    limit.quota.limit[which] = in_step / 2;
-    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    kit_limit(&kit, "uid-1000", which, in_step / 2);
     for (uint32_t i = 0; i < 10; i++) {
         pass(SECOND);
         kvq__core_tick(kit.core);
@@ -530,13 +525,10 @@ static void test_lowered(void **state)
     struct kvq_entry_wire e = entry(&m, c, 1);
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 7, e, NULL), 0);
     kit_drop(&m, c);
-    limit.quota.limit[which] = SESSION_BYTES;
-    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    kit_limit(&kit, "uid-1000", which, SESSION_BYTES);
     attend(&m, a, after);
     assert_memory_equal(before, after, sizeof before);
     assert_true(ns->used[which] <= SESSION_BYTES && is_home(&m, a));
-    limit.set = 0;
-    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
 }
 
 // Prefixes are given up only where the limit counts them that is met.
@@ -559,22 +551,16 @@ static void test_prefixes_elsewhere(void **state)
     uint64_t kept = ns->used[KVQ__DEVICE_BYTES];
     assert_true(kept > 0);
     m.ids_at = 0;
-    struct kvq__override limit = {.ns = "uid-1000", .set = 1u << KVQ__HOST_BYTES};
-    limit.quota.limit[KVQ__HOST_BYTES] = 1;
-    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 1);
     spec.name = spec.place = "host";
     assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
     assert_int_equal(kit_step(&m, info.handle, 1, HEADS, DIM), KVQ_E_QUOTA);
     assert_int_equal(ns->used[KVQ__DEVICE_BYTES], kept);
     // On their own tier they go at once, when its limit is lowered.
-    limit = (struct kvq__override){.ns = "uid-1000", .set = 1u << KVQ__DEVICE_BYTES};
-    limit.quota.limit[KVQ__DEVICE_BYTES] = kept / 2;
     core_check(kit.core);
-    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
+    kit_limit(&kit, "uid-1000", KVQ__DEVICE_BYTES, kept / 2);
     kvq__core_tick(kit.core);
     assert_true(ns->used[KVQ__DEVICE_BYTES] <= kept / 2);
-    limit.set = 0;
-    assert_int_equal(kvq__quota_apply(kit.core, &limit, text), 0);
 }
 
 int main(void)

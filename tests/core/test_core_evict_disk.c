@@ -7,7 +7,6 @@
 static void test_disk(void **state)
 {
     static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
-    struct kvq__counts stats;
     uint64_t handles[6];
     for (uint32_t i = 0; i < 6; i++) {
         handles[i] = fed(&m, "");
@@ -16,12 +15,11 @@ static void test_disk(void **state)
     }
     for (uint32_t turn = 0; turn < 2; turn++)
         for (uint32_t i = 0; i < 6; i++) {
-            attend(&m, handles[i], now);
-            assert_memory_equal(now, bits[i], sizeof now);
+            same_bits(&m, handles[i], bits[i]);
             assert_true(is_home(&m, handles[i]));
             pass(2 * SECOND);
         }
-    kvq__core_counts(kit.core, &stats);
+    struct kvq__counts stats = counts();
     assert_true(stats.parked_room >= 8);
     assert_int_equal(stats.parked_quota + stats.parked_idle, 0);
     assert_int_equal(stats.parked_room_bytes, stats.parked_room * SESSION_BYTES);
@@ -32,8 +30,7 @@ static void test_disk(void **state)
     kit.core->pools[0].budget = 32 * MIB;
     pass(2 * SECOND);
     attend(&m, handles[1], now);
-    kvq__core_counts(kit.core, &stats);
-    assert_int_equal(stats.parked_quota, 1);
+    assert_int_equal(counts().parked_quota, 1);
     // And when nobody needs the room.
     kit.core->config.park_idle_ns = 5 * SECOND;
     pass(6 * SECOND);
@@ -41,8 +38,7 @@ static void test_disk(void **state)
         kvq__core_tick(kit.core);
         poll_core();
     }
-    kvq__core_counts(kit.core, &stats);
-    assert_int_equal(stats.parked_idle, 4);
+    assert_int_equal(counts().parked_idle, 4);
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
 }
 
@@ -50,8 +46,7 @@ static void test_disk(void **state)
 // back to the host first, and then home.
 static void test_both(void **state)
 {
-    static uint8_t bits[10][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
-    struct kvq__counts stats;
+    static uint8_t bits[10][LAYERS][OUT_BYTES];
     uint64_t handles[10];
     home = 1;
     for (uint32_t i = 0; i < 10; i++) { // 4 fit there, 4 on the host
@@ -59,34 +54,24 @@ static void test_both(void **state)
         attend(&m, handles[i], bits[i]);
         pass(2 * SECOND);
     }
-    kvq__core_counts(kit.core, &stats);
-    assert_true(kit.core->counts.demoted >= 4 && stats.parked_room >= 2);
+    assert_true(kit.core->counts.demoted >= 4 && counts().parked_room >= 2);
     for (uint32_t i = 0; i < 10; i++) {
-        attend(&m, handles[i], now);
-        assert_memory_equal(now, bits[i], sizeof now);
+        same_bits(&m, handles[i], bits[i]);
         assert_true(is_home(&m, handles[i]));
         pass(2 * SECOND);
     }
     assert_int_equal(refused(), 0);
 }
 
-static uint64_t forked(struct member *member, uint64_t handle)
-{
-    struct kvq_entry_wire e = entry(member, handle, 0);
-    uint64_t fork;
-    assert_int_equal(kit_simple(member, KVQ_OP_FORK, 0, e, &fork), 0);
-    return fork;
-}
-
 // Memory is full of sessions that share all they have with a fork: alone none of them frees
 // anything, and still they make room.
 static void test_forks(void **state)
 {
-    static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    static uint8_t bits[LAYERS][OUT_BYTES];
     uint64_t handles[4], forks[4];
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
-        forks[i] = forked(&m, handles[i]);
+        forks[i] = kit_fork(&m, handles[i], SESSION);
     }
     attend(&m, handles[0], bits);
     pass(2 * SECOND);
@@ -94,8 +79,7 @@ static void test_forks(void **state)
     assert_int_equal(refused(), 0);
     for (uint32_t i = 0; i < 2; i++) {
         pass(2 * SECOND);
-        attend(&m, i ? forks[0] : handles[0], now);
-        assert_memory_equal(now, bits, sizeof now);
+        same_bits(&m, i ? forks[0] : handles[0], bits);
     }
     assert_int_equal(refused(), 0);
 }
@@ -103,7 +87,6 @@ static void test_forks(void **state)
 // The host has bytes, but no extent that is this namespace's: it goes to disk instead.
 static void test_no_host(void **state)
 {
-    struct kvq__counts stats;
     struct member stranger;
     attach(&stranger, 2000);
     uint64_t theirs = opened(&stranger, "");
@@ -114,19 +97,16 @@ static void test_no_host(void **state)
         fed(&m, "");
     pass(2 * SECOND);
     assert_int_equal(step(&other, opened(&other, ""), 1), 0);
-    kvq__core_counts(kit.core, &stats);
-    assert_int_equal(stats.parked_room, 1);
+    assert_int_equal(counts().parked_room, 1);
     assert_int_equal(kit.core->counts.demoted, 0);
     assert_int_equal(kit.core->counts.evictions_failed, 1);
     kvq__session_unref(kit_of(&stranger, theirs));
-    member_close(&stranger);
 }
 
 // The store fails: who is refused is told, nobody is tried again and again, and nothing is lost.
 static void test_store_fails(void **state)
 {
-    struct kvq__counts stats;
-    uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
+    uint8_t bits[LAYERS][OUT_BYTES];
     uint64_t handles[4];
     fill_home(handles);
     attend(&m, handles[0], bits);
@@ -136,24 +116,20 @@ static void test_store_fails(void **state)
     assert_int_equal(kit.core->counts.evictions_failed, 4);
     assert_int_equal(finish(&other, begin(&other, opened(&other, "y"), 9, 1, 0)), KVQ_E_NO_MEMORY);
     assert_int_equal(kit.core->counts.evictions_failed, 4);
-    attend(&m, handles[0], now);
-    assert_memory_equal(now, bits, sizeof now);
+    same_bits(&m, handles[0], bits);
     vault.fail = 0;
     pass(11 * SECOND);
     assert_int_equal(step(&other, opened(&other, "z"), 1), 0);
-    kvq__core_counts(kit.core, &stats);
-    assert_int_equal(stats.parked_room, 1);
+    assert_int_equal(counts().parked_room, 1);
 }
 
 // Above evict_above percent idle sessions go one at a time, and prefixes before them.
 static void test_above(void **state)
 {
-    struct kvq__counts stats;
     kit.core->config.evict_above = 60;
     for (uint32_t i = 0; i < 3; i++)
         fed(&m, "");
     kvq__core_tick(kit.core);
-    kvq__core_counts(kit.core, &stats);
     assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 0); // too young
     pass(2 * SECOND);
     kvq__core_tick(kit.core);
@@ -163,8 +139,7 @@ static void test_above(void **state)
     poll_core();
     kvq__core_tick(kit.core);
     poll_core();
-    kvq__core_counts(kit.core, &stats);
-    assert_int_equal(stats.parked_room, 1); // 50 percent now
+    assert_int_equal(counts().parked_room, 1); // 50 percent now
     assert_int_equal(kit.core->pools[0].used_bytes, 2 * SESSION_BYTES);
 }
 
@@ -242,8 +217,7 @@ static void leave_step(struct member *member, uint64_t handle)
 // All that could go is just being written: it goes when that has ended.
 static void test_beside_a_save(void **state)
 {
-    static uint8_t bits[LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
-    struct kvq__save *save;
+    static uint8_t bits[LAYERS][OUT_BYTES];
     uint64_t handles[4];
     for (uint32_t i = 0; i < 4; i++) {
         handles[i] = fed(&m, "");
@@ -255,19 +229,15 @@ static void test_beside_a_save(void **state)
     attend(&m, handles[0], bits);
     pass(2 * SECOND);
     struct kvq__save_spec spec = {.name = id_of(&m, handles[0]), .unnamed = true};
-    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
-    assert_int_equal(kvq__save_copy(save), 0);
-    kvq__save_copied(save);
+    struct kvq__save *save = vault_copied(kit.core, &spec);
     uint64_t x = opened(&other, "");
-    int rc = begin(&other, x, 9, SESSION, 0);
-    assert_int_equal(rc, 1);
+    assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
     vault_write(&vault, &save);
-    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(finish(&other, 1), 0);
     assert_true(kvq__is_offloaded(kit_of(&m, handles[0])));
     leave_step(&other, x);
     pass(2 * SECOND);
-    attend(&m, handles[0], now);
-    assert_memory_equal(now, bits, sizeof now);
+    same_bits(&m, handles[0], bits);
     assert_int_equal(refused(), 0);
 }
 
@@ -295,13 +265,12 @@ static void test_beside_a_restore(void **state)
                                      .good_tokens = UINT64_MAX};
     assert_int_equal(kvq__restore_begin(kit.core, &admin, &spec, &r, text), 0);
     assert_int_equal(kvq__restore_reserve(r, text), KVQ__MORE);
-    assert_int_equal(r->reserved, 31 * BLOCK);  // of the first extent, and one of the second
-    int rc = begin(&other, x, 9, 20 * PAGE, 0); // 40 of the 31 that are left
-    assert_int_equal(rc, 1);
+    assert_int_equal(r->reserved, 31 * BLOCK); // of the first extent, and one of the second
+    assert_int_equal(begin(&other, x, 9, 20 * PAGE, 0), 1); // 40 of the 31 that are left
     assert_int_equal(kvq__restore_reserve(r, text), KVQ__COMPLETE);
     assert_int_equal(vault_rest(&vault, &r, s), 0);
     core_check(kit.core);
-    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(finish(&other, 1), 0);
     assert_int_equal(refused(), 0);
     leave_step(&other, x);
 }
@@ -326,7 +295,6 @@ static uint64_t fed_with_sinks(struct kvq__layer_row *row)
 static void test_beside_a_save_of_sinks(void **state)
 {
     struct kvq__layer_row row;
-    struct kvq__save *save;
     kit.core->pools[0].budget = 32 * MIB;
     uint64_t a = fed_with_sinks(&row);
     const struct kvq__session_spec alike = {.place = place(home), .layers = &row, .n_layers = 1};
@@ -334,18 +302,15 @@ static void test_beside_a_save_of_sinks(void **state)
     const struct kvq__session *x = kit_of(&other, handle), *s = kit_of(&m, a);
     pass(2 * SECOND);
     struct kvq__save_spec spec = {.name = id_of(&m, a), .unnamed = true};
-    assert_int_equal(kvq__save_begin(kit.core, &admin, &spec, &save, text), 0);
-    assert_int_equal(kvq__save_copy(save), 0);
-    kvq__save_copied(save);
+    struct kvq__save *save = vault_copied(kit.core, &spec);
     assert_int_equal(kvq__page(&s->layers[0], 0)->packed.block->refs, 3);
     uint64_t need = kvq__session_bytes_at(x, x->pool, SESSION);
     uint64_t gain = kvq__session_bytes_at(s, s->pool, SESSION);
     assert_true(need >= gain);
     s->ns->quota.limit[KVQ__HOST_BYTES] = s->ns->used[KVQ__HOST_BYTES] - gain + need;
-    int rc = begin(&other, handle, 9, SESSION, 0);
-    assert_int_equal(rc, 1);
+    assert_int_equal(begin(&other, handle, 9, SESSION, 0), 1);
     vault_write(&vault, &save);
-    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(finish(&other, 1), 0);
     assert_true(kvq__is_offloaded(s));
     assert_int_equal(refused(), 0);
     leave_step(&other, handle);
@@ -381,9 +346,8 @@ static void test_beside_a_move(void **state)
     uint64_t a = begin_move();
     assert_int_equal(move_until(KVQ__COPYING)->reserved_bytes, SESSION_BYTES); // 8 of them
     home = 0;
-    int rc = begin(&other, x, 9, 12 * PAGE, 0); // 24, where 22 are left
-    assert_int_equal(rc, 1);
-    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(begin(&other, x, 9, 12 * PAGE, 0), 1); // 24, where 22 are left
+    assert_int_equal(finish(&other, 1), 0);
     assert_true(kvq__is_offloaded(kit_of(&m, a)));
     assert_int_equal(refused(), 0);
     leave_step(&other, x);
@@ -397,9 +361,8 @@ static void test_behind_a_move(void **state)
     assert_int_equal(step(&other, x, 1), 0);
     begin_move();
     move_until(KVQ__RELEASING);
-    int rc = begin(&other, x, 9, 12 * PAGE, 0);
-    assert_int_equal(rc, 1);
-    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(begin(&other, x, 9, 12 * PAGE, 0), 1);
+    assert_int_equal(finish(&other, 1), 0);
     assert_int_equal(refused(), 0);
     leave_step(&other, x);
 }

@@ -53,10 +53,26 @@ static int attend(struct streamer *s, uint32_t appended)
     return kit_ask(&s->m, &r, &e);
 }
 
-static struct kvq_request end_of(void)
+static void begin_and_append(struct streamer *s)
 {
-    struct kvq_request r = kit_of_step(KVQ_OP_STEP_END, 0, 1);
-    return r;
+    assert_int_equal(begin(s), 0);
+    assert_int_equal(append(s), 0);
+}
+
+static int end(struct streamer *s)
+{
+    const struct kvq_request r = kit_of_step(KVQ_OP_STEP_END, 0, 1);
+    return kit_request(&s->m, &r, NULL);
+}
+
+// A whole step of TOKENS.
+static void commit(struct streamer *s)
+{
+    const uint64_t before = kit_of(&s->m, s->session)->tokens;
+    begin_and_append(s);
+    stream_ends(s);
+    assert_int_equal(end(s), 0);
+    assert_int_equal(kit_of(&s->m, s->session)->tokens, before + TOKENS);
 }
 
 static uint32_t buffer_uses(const struct streamer *s)
@@ -71,16 +87,14 @@ static uint32_t buffer_uses(const struct streamer *s)
 static void test_append_is_held(void **state)
 {
     stream_needed();
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
+    begin_and_append(&one);
     const struct kvq__session *s = kit_of(&one.m, one.session);
     assert_false(kvq__queue_gpu_idle(one.m.queue));
     assert_int_equal(s->entries.tail, 1);
     assert_int_equal(s->refs, 1);
     assert_true(buffer_uses(&one) > 0);
     assert_false(kvq__core_idle(kit.core));
-    struct kvq_request r = end_of();
-    assert_int_equal(kit_request(&one.m, &r, NULL), 1); // waits
+    assert_int_equal(end(&one), 1); // waits
     assert_int_equal(stream_done(&one), 0);
     stream_ends(&one);
     assert_int_equal(s->entries.tail, 0);
@@ -96,8 +110,7 @@ static void test_append_is_held(void **state)
 static void test_dropped_while_under_way(void **state)
 {
     stream_needed();
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
+    begin_and_append(&one);
     assert_int_equal(attend(&one, TOKENS), 0);
     const uint64_t used = kit.core->pools[1].used_bytes;
     kit_drop(&one.m, one.session);
@@ -114,28 +127,21 @@ static void test_nan_on_a_stream(void **state)
 {
     float *k = (float *)(void *)one.m.memory;
     const struct kvq__session *s = kit_of(&one.m, one.session);
-    struct kvq_request r = end_of();
     stream_needed();
     k[5] = NAN;
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
+    begin_and_append(&one);
     stream_ends(&one);
-    assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
+    assert_int_equal(end(&one), KVQ_E_NONFINITE);
     assert_int_equal(s->tokens, 0);
     assert_null(s->step);
     k[5] = 1;
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
-    stream_ends(&one);
-    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
-    assert_int_equal(s->tokens, TOKENS);
+    commit(&one);
 }
 
 // Counters do not wrap around to "none".
 static void test_very_many_nan(void **state)
 {
     float *k = (float *)(void *)one.m.memory;
-    struct kvq_request r = end_of();
     stream_needed();
     assert_int_equal(begin(&one), 0);
     kit_of(&one.m, one.session)->in_step.counts->host->nonfinite = UINT32_MAX - 15;
@@ -143,7 +149,7 @@ static void test_very_many_nan(void **state)
         k[i] = NAN;
     assert_int_equal(append(&one), 0);
     stream_ends(&one);
-    assert_int_equal(kit_request(&one.m, &r, NULL), KVQ_E_NONFINITE);
+    assert_int_equal(end(&one), KVQ_E_NONFINITE);
 }
 
 // ---- Refused requests ----
@@ -154,8 +160,7 @@ static void test_refused_are_done_in_order(void **state)
     struct kvq_request r;
     struct kvq_entry_wire e = entry_of(&one);
     stream_needed();
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
+    begin_and_append(&one);
     r = append_of(&one);
     r.layer = 9;
     assert_int_equal(kit_request(&one.m, &r, &e), 0);
@@ -244,15 +249,9 @@ static void test_buffer_at_an_odd_address(void **state)
 // While one client's stream does not signal, another's steps go through.
 static void test_stalled_alone(void **state)
 {
-    struct kvq_request r = end_of();
     stream_needed();
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
-    assert_int_equal(begin(&two), 0);
-    assert_int_equal(append(&two), 0);
-    stream_ends(&two);
-    assert_int_equal(kit_request(&two.m, &r, NULL), 0);
-    assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
+    begin_and_append(&one);
+    commit(&two);
     assert_int_equal(stream_done(&one), 0);
 }
 
@@ -265,8 +264,7 @@ static void test_given_back_beside_a_stalled(void **state)
     struct kvq__session_spec spec = {
         .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
     stream_needed();
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
+    begin_and_append(&one);
     const uint64_t gpu = pools[1].used_bytes, host = pools[0].used_bytes;
     for (int i = 0; i < 3; i++) {
         assert_int_equal(kit_step(&two.m, two.session, MANY, HEADS, DIM), 0);
@@ -293,12 +291,10 @@ static void test_given_back_beside_a_stalled(void **state)
 static void test_gone_beside_a_stalled(void **state)
 {
     stream_needed();
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
+    begin_and_append(&one);
     for (int under_way = 0; under_way < 2; under_way++) {
         const uint64_t gone = kit.buffers_gone;
-        assert_int_equal(begin(&two), 0);
-        assert_int_equal(append(&two), 0);
+        begin_and_append(&two);
         if (!under_way) {
             stream_ready(&two);
             stream_settle(&two);
@@ -339,7 +335,6 @@ static void test_shared_with_a_stalled(void **state)
 // nothing else.
 static void test_refused_launch(void **state)
 {
-    struct kvq_request r = end_of();
     assert_int_equal(begin(&one), 0);
     stream_refuse("launch", 1, KVQ_GPU_INVALID_VALUE);
     const struct kvq_request refused = append_of(&one);
@@ -350,11 +345,7 @@ static void test_refused_launch(void **state)
     kvq__core_tick(kit.core);
     assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
     stream_ready(&one);
-    assert_int_equal(begin(&two), 0);
-    assert_int_equal(append(&two), 0);
-    stream_ends(&two);
-    assert_int_equal(kit_request(&two.m, &r, NULL), 0);
-    assert_int_equal(kit_of(&two.m, two.session)->tokens, TOKENS);
+    commit(&two);
 }
 
 // A client that goes while some of its request is on the host and some on a GPU: what is held there
@@ -402,8 +393,7 @@ static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
     assert_int_equal(kit_ask(&s->m, &r, &e), 0);
     stream_ends(s);
     stream_stall(stream, true);
-    r = end_of();
-    assert_int_equal(kit_request(&s->m, &r, NULL), 0);
+    assert_int_equal(end(s), 0);
     assert_true(kit_of(&s->m, s->session)->layers[0].packed > 0);
     assert_true(kvq__work_stream_busy(s->m.client->streams[0]));
     return stream;
@@ -486,12 +476,8 @@ static void test_dropped_while_packing(void **state)
 static void test_packs_unasked(void **state)
 {
     enum { MORE = 2000, OWN_HEADS = 1 };
-    static const struct kvq__layer_row rows = {.q_heads = OWN_HEADS,
-                                               .kv_heads = OWN_HEADS,
-                                               .k_dim = DIM,
-                                               .v_dim = DIM,
-                                               .kv_from = -1,
-                                               .repeat = 3};
+    static const struct kvq__layer_row rows = {OWN_HEADS, OWN_HEADS,     DIM,
+                                               DIM,       .kv_from = -1, .repeat = 3};
     kit.core->config.work_stream_bytes = 20 << 10;
     struct streamer three;
     stream_open(&three, "three");
@@ -523,8 +509,7 @@ static void test_no_memory_beside_a_stalled(void **state)
                                      .layers = &stream_row,
                                      .n_layers = 1};
     stream_needed();
-    assert_int_equal(begin(&one), 0);
-    assert_int_equal(append(&one), 0);
+    begin_and_append(&one);
     assert_int_equal(member_open(&kit, &three.m, 1000, BUFFER), 0);
     stream_refuse("memory_alloc", 2, KVQ_GPU_OUT_OF_MEMORY);
     assert_int_equal(kvq__session_open(three.m.client, &spec, &info, text), KVQ_E_NO_MEMORY);
@@ -544,8 +529,7 @@ static void test_append_again(void **state)
     assert_int_equal(append(&one), 0);
     assert_int_equal(append(&one), KVQ_E_INVALID); // once is enough
     stream_ends(&one);
-    struct kvq_request r = end_of();
-    assert_int_equal(kit_request(&one.m, &r, NULL), 0);
+    assert_int_equal(end(&one), 0);
     assert_int_equal(kit_of(&one.m, one.session)->tokens, TOKENS);
 }
 
@@ -606,15 +590,6 @@ static void test_codebook(void **state)
 }
 
 // ---- Large batches ----
-
-static void commit(struct streamer *s)
-{
-    struct kvq_request r = end_of();
-    assert_int_equal(begin(s), 0);
-    assert_int_equal(append(s), 0);
-    stream_ends(s);
-    assert_int_equal(kit_request(&s->m, &r, NULL), 0);
-}
 
 // n entries of which every `one_in` is fine, and the others name no session.
 static void attend_many(uint16_t n, uint32_t one_in)

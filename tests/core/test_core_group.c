@@ -9,8 +9,7 @@
 
 enum { HEADS = 2, DIM = 64, N = 10, MIB = 1 << 20, BUFFER = MIB, SHARDS = 2 };
 
-static const struct kvq__layer_row rows[] = {
-    {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 2}};
+static const struct kvq__layer_row rows[] = {{4, HEADS, DIM, DIM, .kv_from = -1, .repeat = 2}};
 
 static struct kit kit;
 static char text[KVQ_TEXT_BYTES];

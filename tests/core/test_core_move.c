@@ -75,6 +75,18 @@ static void poll(void)
         sched_yield(); // to the driver's threads
 }
 
+static void polls(uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++)
+        poll();
+}
+
+static void end_moves(void)
+{
+    while (kvq__core_moves(kit.core))
+        poll();
+}
+
 // All that GPUs and moves do has ended.
 static void rest(void)
 {
@@ -133,8 +145,7 @@ static struct kvq__move_info move_to(uint32_t pool)
 {
     struct kvq__move_info info;
     assert_int_equal(start(pool, &info), 0);
-    while (kvq__core_moves(kit.core))
-        poll();
+    end_moves();
     return info_of(&info);
 }
 
@@ -195,6 +206,12 @@ static void attend(uint64_t handle, uint8_t out[LAYERS][OUT_BYTES])
 static uint8_t before[IMAGE], after[IMAGE];
 static uint8_t bits[LAYERS][OUT_BYTES], again[LAYERS][OUT_BYTES];
 
+static void same_bits(uint64_t handle)
+{
+    attend(handle, again);
+    assert_memory_equal(bits, again, sizeof bits);
+}
+
 // ---- Round trips ----
 
 static void test_round_trip(void **state)
@@ -231,8 +248,7 @@ static void test_round_trip(void **state)
         assert_int_equal(move_to(0).status, 0);
         attend(session, bits); // what a GPU has packed, before the host packs anything
         uint64_t same = fed("same", TOKENS + (i + 1) * 150);
-        attend(same, again);
-        assert_memory_equal(bits, again, sizeof bits);
+        same_bits(same);
         kit_drop(&m, same);
     }
 }
@@ -264,15 +280,13 @@ static void test_packing(void **state)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 5, e, NULL), 0);
     assert_true(it()->layers[0].packed > TOKENS); // or is about to be
     assert_int_equal(start(0, &info), 0);
-    for (uint32_t i = 0; i < 50; i++)
-        poll();
+    polls(50);
     assert_string_equal(info_of(&info).phase, "waiting");
     stall(&m, false);
     rest();
     assert_int_equal(info_of(&info).status, 0);
     attend(session, bits);
-    attend(fed("same", TOKENS + 300), again);
-    assert_memory_equal(bits, again, sizeof bits);
+    same_bits(fed("same", TOKENS + 300));
 }
 
 static void open_with_codebook(void)
@@ -306,8 +320,7 @@ static void test_codebooks(void **state)
     }
     assert_int_equal(move_to(0).status, 0);
     assert_null(l->gpu_book.k);
-    attend(session, again);
-    assert_memory_equal(bits, again, sizeof bits);
+    same_bits(session);
     kit_drop(&m, session);
     assert_int_equal(kit.holds, 0);
 }
@@ -327,8 +340,7 @@ static void test_shared(void **state)
     assert_int_equal(info.shared_bytes, 2 * bytes - both);
     assert_int_equal(used(1), bytes);
     assert_int_equal(used(0), both - bytes + info.shared_bytes);
-    attend(fork, again);
-    assert_memory_equal(bits, again, sizeof bits);
+    same_bits(fork);
     // The limit counts a block that only changes its place once, and one that is doubled twice.
     limit(KVQ__DEVICE_BYTES, bytes);
     assert_int_equal(move_to(2).status, 0);
@@ -380,8 +392,7 @@ static void test_tiers(void **state)
     limit(KVQ__HOST_BYTES, bytes + host);
     assert_int_equal(move_to(0).status, 0);
     limit(KVQ__DEVICE_BYTES, 0);
-    attend(session, again);
-    assert_memory_equal(bits, again, sizeof bits);
+    same_bits(session);
 }
 
 // ---- Waiting ----
@@ -393,8 +404,7 @@ static void test_waits(void **state)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
     assert_int_equal(start(1, &info), 0);
     assert_int_equal(start(2, &second), KVQ_E_BUSY);
-    for (uint32_t i = 0; i < 10; i++)
-        poll();
+    polls(10);
     assert_string_equal(info_of(&info).phase, "waiting");
     attend(session, bits); // the step goes on meanwhile
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
@@ -421,8 +431,7 @@ static void test_waits(void **state)
 
 static void assert_unchanged(size_t n, uint64_t bytes)
 {
-    while (kvq__core_moves(kit.core))
-        poll();
+    end_moves();
     assert_ptr_equal(it()->pool, &kit.core->pools[0]);
     assert_null(it()->move);
     assert_int_equal(kit.core->n_moving, 0);
@@ -430,8 +439,7 @@ static void assert_unchanged(size_t n, uint64_t bytes)
     assert_int_equal(used(1), 0);
     assert_int_equal(image_of(it(), after), n);
     assert_memory_equal(before, after, n);
-    attend(session, again);
-    assert_memory_equal(bits, again, sizeof bits);
+    same_bits(session);
 }
 
 static void test_no_room(void **state)
@@ -479,8 +487,7 @@ static void test_dropped(void **state)
             if (to == 0)
                 assert_int_equal(move_to(1).status, 0);
             assert_int_equal(start(to, &info), 0);
-            for (uint32_t i = 0; i < turns; i++)
-                poll();
+            polls(turns);
             over = info_of(&info).finished;
             kit_drop(&m, session);
             assert_int_equal(info_of(&info).status, over ? 0 : KVQ_E_CANCELLED);
@@ -497,8 +504,7 @@ static void test_close(void **state)
 {
     struct kvq__move_info info;
     assert_int_equal(start(2, &info), 0);
-    for (uint32_t i = 0; i < 5; i++)
-        poll();
+    polls(5);
     assert_string_equal(info_of(&info).phase, "copying");
     kvq__client_detach(m.client);
     kvq__client_detach(other.client);
@@ -526,22 +532,19 @@ static void test_shards(void **state)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 5, e, NULL), 0);
     assert_int_equal(
         kvq__session_move_named(kit.core, &admin, "uid-1000", "group", &where, &move, text), 0);
-    for (uint32_t i = 0; i < 5; i++)
-        poll();
+    polls(5);
     assert_string_equal(info_of(&move).phase, "waiting"); // the step of all is not over
     e.handle = handles[1];
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 6, e, NULL), 0); // so it may go on
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_END, 6, e, NULL), 0);
-    while (kvq__core_moves(kit.core))
-        poll();
+    end_moves();
     assert_int_equal(info_of(&move).status, 0);
     for (uint32_t i = 0; i < 2; i++)
         assert_ptr_equal(kit_of(&m, handles[i])->pool, &kit.core->pools[1]);
     // One alone, through its handle.
     where.place = place(2);
     assert_int_equal(kvq__session_move(m.client, handles[1], &where, &move, text), 0);
-    while (kvq__core_moves(kit.core))
-        poll();
+    end_moves();
     assert_ptr_equal(kit_of(&m, handles[0])->pool, &kit.core->pools[1]);
     assert_ptr_equal(kit_of(&m, handles[1])->pool, &kit.core->pools[2]);
     where = (struct kvq__move_spec){.place = "host", .one_shard = true, .shard = 2};
@@ -557,12 +560,10 @@ static void test_others(void **state)
     struct kvq__move_info move;
     struct kvq__move_spec where = {.place = place(1)};
     assert_int_equal(start(1, &move), 0);
-    for (uint32_t i = 0; i < 4; i++)
-        poll();
+    polls(4);
     uint64_t handle = kit_opened(&other, &spec);
     assert_int_equal(kvq__session_move(other.client, handle, &where, &move, text), KVQ_E_READ_ONLY);
-    while (kvq__core_moves(kit.core))
-        poll();
+    end_moves();
     struct kvq_entry_wire e = entry_of(session);
     e.handle = handle;
     struct kvq_request r = attend_of(&other, 0);

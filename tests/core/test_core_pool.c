@@ -194,17 +194,12 @@ static void test_churn(void **state)
 // ---- Sessions ----
 
 static const struct kvq__layer_row rows[][2] = {
-    {{.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "kivi2-g64", .kv_from = -1},
-     {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "f16", .kv_from = -1}},
-    {{.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "int8", .kv_from = -1},
-     {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "ott2", .kv_from = -1}},
-    {{.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "kvq2", .kv_from = -1},
-     {.q_heads = 1,
-      .kv_heads = 1,
-      .k_dim = 64,
-      .v_dim = 64,
-      .format = "kivi-sink2",
-      .kv_from = -1}},
+    {{1, 1, 64, 64, .format = "kivi2-g64", .kv_from = -1},
+     {1, 1, 64, 64, .format = "f16", .kv_from = -1}},
+    {{1, 1, 64, 64, .format = "int8", .kv_from = -1},
+     {1, 1, 64, 64, .format = "ott2", .kv_from = -1}},
+    {{1, 1, 64, 64, .format = "kvq2", .kv_from = -1},
+     {1, 1, 64, 64, .format = "kivi-sink2", .kv_from = -1}},
 };
 
 // Sessions of six formats, one after the other, take steps until one is refused: by then all of the
@@ -239,11 +234,7 @@ static void test_sessions(void **state)
 
 enum { HEADS = 8, DIM = 64, LONG = 4000, LARGE = 64 }; // tokens; extents
 
-static const struct kvq__layer_row long_row = {.q_heads = HEADS,
-                                               .kv_heads = HEADS,
-                                               .k_dim = DIM,
-                                               .v_dim = DIM,
-                                               .format = "kvq2",
+static const struct kvq__layer_row long_row = {HEADS,        HEADS, DIM, DIM, .format = "kvq2",
                                                .kv_from = -1};
 
 // Empty extents go back, as they do some time after they have become empty.

@@ -192,15 +192,9 @@ static void tokens_differ(void **state)
 static void meanings_differ(void **state)
 {
     static const struct kvq__layer_row others[][1] = {
-        {{.q_heads = 2, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 3}},
-        {{.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 2}},
-        {{.q_heads = 4,
-          .kv_heads = HEADS,
-          .k_dim = DIM,
-          .v_dim = DIM,
-          .softcap = 30,
-          .kv_from = -1,
-          .repeat = 3}}};
+        {{2, HEADS, DIM, DIM, .kv_from = -1, .repeat = 3}},
+        {{4, HEADS, DIM, DIM, .kv_from = -1, .repeat = 2}},
+        {{4, HEADS, DIM, DIM, .softcap = 30, .kv_from = -1, .repeat = 3}}};
     struct kvq__session_spec spec = spec_of(&one, 600), s = spec;
     feed(&one, &spec, 600);
     assert_int_equal(lookup(&one, &spec), 4 * PAGE);
@@ -342,8 +336,8 @@ static void changes_of_course(void **state)
 static void windows(void **state)
 {
     static const struct kvq__layer_row sliding[] = {
-        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1},
-        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 200, .kv_from = -1},
+        {4, HEADS, DIM, DIM, .kv_from = -1},
+        {4, HEADS, DIM, DIM, .window = 200, .kv_from = -1},
     };
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info info;
@@ -571,8 +565,7 @@ static void across_namespaces(void **state)
 
 static void all_shards(void **state)
 {
-    static const struct kvq__layer_row more[] = {
-        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 2}};
+    static const struct kvq__layer_row more[] = {{4, HEADS, DIM, DIM, .kv_from = -1, .repeat = 2}};
     struct kvq__session_spec first = spec_of(&one, TOKENS), second = spec_of(&two, TOKENS);
     struct kvq__session_info info;
     first.shards = second.shards = 2;

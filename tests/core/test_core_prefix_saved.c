@@ -8,6 +8,13 @@
 
 static const struct kvq__span cat = {.first = 200, .tokens = 150, .digest = {1, 2, 3}};
 
+static struct kvq__session_spec with_cat(struct kvq__session_spec spec)
+{
+    spec.prefix.spans = &cat;
+    spec.prefix.n_spans = 1;
+    return spec;
+}
+
 static struct kvq__restore *begin_restore(uint64_t good)
 {
     struct kvq__restore *r;
@@ -32,14 +39,10 @@ static uint64_t open_it(struct member *m)
 
 static void comes_back(void **state)
 {
-    struct kvq__session_spec spec = named(&one, TOKENS), other = spec_of(&two, TOKENS);
-    spec.prefix.spans = &cat;
-    spec.prefix.n_spans = 1;
+    struct kvq__session_spec spec = with_cat(named(&one, TOKENS)), other;
     leave_saved(&spec, 1500);
     spec = named(&one, TOKENS); // whose buffer is another
-    other = spec_of(&two, TOKENS);
-    other.prefix.spans = &cat;
-    other.prefix.n_spans = 1;
+    other = with_cat(spec_of(&two, TOKENS));
     assert_int_equal(lookup(&two, &other), 0);
     struct kvq__restore *r = begin_restore(UINT64_MAX);
     for (uint32_t layer = 0; layer < 3; layer++) {
@@ -212,13 +215,9 @@ static uint32_t matching(struct member *m, const struct kvq__session_spec *spec)
 
 static void known_by(void **state)
 {
-    struct kvq__session_spec spec = named(&one, TOKENS), s;
-    spec.prefix.spans = &cat;
-    spec.prefix.n_spans = 1;
+    struct kvq__session_spec spec = with_cat(named(&one, TOKENS)), s;
     leave_saved(&spec, 1500);
-    spec = spec_of(&two, TOKENS);
-    spec.prefix.spans = &cat;
-    spec.prefix.n_spans = 1;
+    spec = with_cat(spec_of(&two, TOKENS));
     assert_int_equal(matching(&two, &spec), 11);
     assert_true(kvq__saved_can_begin(&vault_find(&vault, "it", 0)->saved, 11 * PAGE));
     assert_false(kvq__saved_can_begin(&vault_find(&vault, "it", 0)->saved, 12 * PAGE));
@@ -226,7 +225,7 @@ static void known_by(void **state)
     assert_int_equal(matching(&two, &spec), 5);
     ids(&two)[5 * PAGE + 3]--;
     static const struct kvq__layer_row others[] = {
-        {.q_heads = 2, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1, .repeat = 3}};
+        {2, HEADS, DIM, DIM, .kv_from = -1, .repeat = 3}};
 #define DIFFERS(field, value, pages)                                                               \
     s = spec;                                                                                      \
     s.field = value;                                                                               \
@@ -376,9 +375,9 @@ static void prefix_alone(void **state)
 static void windows(void **state)
 {
     static const struct kvq__layer_row sliding[] = {
-        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1},
-        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 200, .kv_from = -1},
-        {.q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .window = 300, .kv_from = 1},
+        {4, HEADS, DIM, DIM, .kv_from = -1},
+        {4, HEADS, DIM, DIM, .window = 200, .kv_from = -1},
+        {4, HEADS, DIM, DIM, .window = 300, .kv_from = 1},
     };
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
@@ -493,9 +492,7 @@ static uint64_t known_after(void)
 
 static void damage(void **state)
 {
-    struct kvq__session_spec spec = named(&one, TOKENS);
-    spec.prefix.spans = &cat;
-    spec.prefix.n_spans = 1;
+    struct kvq__session_spec spec = with_cat(named(&one, TOKENS));
     leave_saved(&spec, 1500);
     assert_int_equal(known_after(), 1500);
     struct vault_block *second = block_of(KVQ__PART_IDS, 1), *spans;
@@ -527,9 +524,7 @@ static int refusal(void)
 
 static void nonsense(void **state)
 {
-    struct kvq__session_spec spec = named(&one, TOKENS);
-    spec.prefix.spans = &cat;
-    spec.prefix.n_spans = 1;
+    struct kvq__session_spec spec = with_cat(named(&one, TOKENS));
     leave_saved(&spec, 1500);
     struct vault_session *s = vault_find(&vault, "it", 0);
     static const uint64_t wrong[] = {1501, 1499, 1 << 24, UINT64_MAX};
@@ -561,9 +556,7 @@ static void nonsense(void **state)
 
 static void no_memory(void **state)
 {
-    struct kvq__session_spec spec = named(&one, TOKENS);
-    spec.prefix.spans = &cat;
-    spec.prefix.n_spans = 1;
+    struct kvq__session_spec spec = with_cat(named(&one, TOKENS));
     feed(&one, &spec, 1500);
     for (uint32_t i = 1; i < 60; i++) {
         struct kvq__save_spec again = {.ns = "team", .name = "it", .again = true};

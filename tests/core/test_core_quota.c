@@ -67,8 +67,7 @@ static void says(const char *what)
 
 static int open_in(const char *ns, const char *name, struct kvq__session_info *info)
 {
-    static const struct kvq__layer_row row = {
-        .q_heads = 8, .kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .format = "f16", .kv_from = -1};
+    static const struct kvq__layer_row row = {8, 2, DIM, DIM, .format = "f16", .kv_from = -1};
     const struct kvq__session_spec spec = {.ns = ns, .name = name, .layers = &row, .n_layers = 1};
     memset(text, 0, sizeof text);
     return kvq__session_open(m.client, &spec, info, text);

@@ -20,8 +20,7 @@ static struct kit kit;
 static struct member m, other; // of one user
 static char text[KVQ_TEXT_BYTES];
 
-static const struct kvq__layer_row row = {
-    .q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .format = "oscar2", .kv_from = -1};
+static const struct kvq__layer_row row = {4, HEADS, DIM, DIM, .format = "oscar2", .kv_from = -1};
 
 static int setup(void **state)
 {

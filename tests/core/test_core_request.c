@@ -15,19 +15,9 @@ static uint64_t session;
 
 static int setup(void **state)
 {
-    static const struct kvq__layer_row rows[] = {{.q_heads = 4,
-                                                  .kv_heads = HEADS,
-                                                  .k_dim = DIM,
-                                                  .v_dim = DIM,
-                                                  .format = "oscar2",
-                                                  .kv_from = -1,
-                                                  .repeat = 2},
-                                                 {.q_heads = 4,
-                                                  .kv_heads = HEADS,
-                                                  .k_dim = DIM,
-                                                  .v_dim = DIM,
-                                                  .format = "oscar2",
-                                                  .kv_from = 1}};
+    static const struct kvq__layer_row rows[] = {
+        {4, HEADS, DIM, DIM, .format = "oscar2", .kv_from = -1, .repeat = 2},
+        {4, HEADS, DIM, DIM, .format = "oscar2", .kv_from = 1}};
     kit_open(&kit, 11, 64 * MIB, 0);
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
     session = kit_session(&m, rows, 2, 16);
@@ -410,8 +400,7 @@ static void test_refused_appends(void **state)
 static void test_too_many_steps(void **state)
 {
     uint64_t handles[KVQ_MAX_STEPS + 1];
-    const struct kvq__layer_row row = {
-        .q_heads = 1, .kv_heads = 1, .k_dim = DIM, .v_dim = DIM, .format = "f16", .kv_from = -1};
+    const struct kvq__layer_row row = {1, 1, DIM, DIM, .format = "f16", .kv_from = -1};
     for (uint32_t i = 0; i <= KVQ_MAX_STEPS; i++) {
         handles[i] = kit_session(&m, &row, 1, 0);
         struct kvq_entry_wire e = {.handle = handles[i]};

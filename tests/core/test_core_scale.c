@@ -13,14 +13,8 @@ static struct member m;
 static char text[KVQ_TEXT_BYTES];
 
 static const struct kvq__layer_row rows[] = {
-    {.q_heads = 1,
-     .kv_heads = HEADS,
-     .k_dim = DIM,
-     .v_dim = DIM,
-     .format = "kivi2-g64",
-     .kv_from = -1,
-     .repeat = 2},
-    {.q_heads = 1, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .format = "f16", .kv_from = -1},
+    {1, HEADS, DIM, DIM, .format = "kivi2-g64", .kv_from = -1, .repeat = 2},
+    {1, HEADS, DIM, DIM, .format = "f16", .kv_from = -1},
 };
 
 static int setup(void **state)
@@ -573,12 +567,7 @@ static void test_unsaved_looks(void **state)
 static void test_evict_looks(void **state)
 {
     enum { N = 1700, TOKENS = 65 }; // which a whole raw block has room for
-    static const struct kvq__layer_row row = {.q_heads = 1,
-                                              .kv_heads = HEADS,
-                                              .k_dim = DIM,
-                                              .v_dim = DIM,
-                                              .format = "f16",
-                                              .kv_from = -1};
+    static const struct kvq__layer_row row = {1, HEADS, DIM, DIM, .format = "f16", .kv_from = -1};
     const struct kvq__lookup *l = &kit.core->lookup;
     uint64_t handle = 0, got;
     for (uint32_t i = 0; i < N; i++) {

@@ -13,8 +13,7 @@ static char text[KVQ_TEXT_BYTES];
 
 static struct kvq__layer_row row_of(const char *format)
 {
-    return (struct kvq__layer_row){
-        .q_heads = 8, .kv_heads = 2, .k_dim = DIM, .v_dim = DIM, .format = format, .kv_from = -1};
+    return (struct kvq__layer_row){8, 2, DIM, DIM, .format = format, .kv_from = -1};
 }
 
 static void parse(const char *name, const char *as, struct kvq_format *f)

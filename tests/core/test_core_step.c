@@ -23,13 +23,8 @@ enum {
 static_assert(TENSOR_BYTES <= Q_AT, "the tensors lie apart");
 
 static const struct kvq__layer_row two_layers[] = {
-    {.q_heads = 4,
-     .kv_heads = HEADS,
-     .k_dim = DIM,
-     .v_dim = DIM,
-     .format = "oscar2",
-     .kv_from = -1},
-    {.q_heads = 2, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .format = "f16", .kv_from = -1},
+    {4, HEADS, DIM, DIM, .format = "oscar2", .kv_from = -1},
+    {2, HEADS, DIM, DIM, .format = "f16", .kv_from = -1},
 };
 
 static struct kit kit;
@@ -54,6 +49,13 @@ static uint64_t fed(uint32_t piece, uint32_t tokens, uint32_t max_rollback)
     return handle;
 }
 
+static void put_views(struct kvq_request *r)
+{
+    r->q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
+    r->out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
+    r->lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
+}
+
 static void attend(uint64_t handle, uint32_t layer, uint16_t queries, uint16_t flags)
 {
     struct kvq_entry_wire e = {
@@ -61,9 +63,7 @@ static void attend(uint64_t handle, uint32_t layer, uint16_t queries, uint16_t f
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 1);
     r.layer = layer;
     r.flags = flags;
-    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
-    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
-    r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
+    put_views(&r);
     memset(m.memory + OUT_AT, 0, 64 * 1024);
     assert_int_equal(kit_ask(&m, &r, &e), 0);
     assert_true(*(float *)(void *)(m.memory + OUT_AT) != 0.0f); // it was written
@@ -119,9 +119,7 @@ static void test_batch(void **state)
     uint64_t first = fed(300, 1000, 0);
     copy_out(first, 0, alone);
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 64);
-    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
-    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
-    r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
+    put_views(&r);
     for (uint32_t i = 0; i < 64; i++) {
         uint64_t handle = i == 40 ? first : fed(200, 30 + i, 0);
         entries[i] = (struct kvq_entry_wire){.handle = handle,
@@ -322,13 +320,8 @@ static void test_readers(void **state)
 // Blocks wholly behind a layer's window are freed, and what is left attends as before.
 static void test_window(void **state)
 {
-    static const struct kvq__layer_row rows[] = {{.q_heads = 4,
-                                                  .kv_heads = HEADS,
-                                                  .k_dim = DIM,
-                                                  .v_dim = DIM,
-                                                  .window = 100,
-                                                  .format = "oscar4",
-                                                  .kv_from = -1}};
+    static const struct kvq__layer_row rows[] = {
+        {4, HEADS, DIM, DIM, .window = 100, .format = "oscar4", .kv_from = -1}};
     uint64_t handle = kit_session(&m, rows, 1, 0), most = 0;
     for (uint32_t i = 0; i < 20; i++) {
         assert_int_equal(kit_step(&m, handle, 50, HEADS, DIM), 0);
@@ -381,9 +374,7 @@ static void test_packer_fails(void **state)
     struct kvq_request r = kit_of_step(KVQ_OP_APPEND_ATTEND, 2, 5);
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
     r.v = kit_view(&m, BUFFER / 2, HEADS, DIM, KVQ_F32);
-    r.q = kit_view(&m, Q_AT, 4, DIM, KVQ_F32);
-    r.out = kit_view(&m, OUT_AT, 4, DIM, KVQ_F32);
-    r.lse = kit_view(&m, LSE_AT, 4, 1, KVQ_F32);
+    put_views(&r);
     *bad = (float)NAN;
     memset(m.memory + OUT_AT, 0, 64 * 1024);
     assert_int_equal(kit_request(&m, &r, e), 0);

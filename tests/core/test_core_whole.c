@@ -28,8 +28,7 @@ static const uint64_t POOL_AT = 0x700000000000; // nothing is there: the test re
 
 #define ROW(name, from, w)                                                                         \
     {                                                                                              \
-        .q_heads = 4, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .format = (name),             \
-        .kv_from = (from), .window = (w)                                                           \
+        4, HEADS, DIM, DIM, .format = (name), .kv_from = (from), .window = (w)                     \
     }
 static const struct kvq__layer_row rows[LAYERS] = {ROW("oscar2", -1, 0), ROW("f16", -1, 0),
                                                    ROW("oscar2", 0, 0), ROW("kivi2", -1, 200),

@@ -138,6 +138,19 @@ static void go_on(struct streamer *s)
     stream_settle(s);
 }
 
+static void whole_step(struct streamer *s, uint32_t n)
+{
+    assert_int_equal(step(s, n), 0);
+    go_on(s);
+}
+
+// A request that has gone as far as the GPU.
+static void to_the_end(struct streamer *s)
+{
+    while (kvq__request_continue(s->m.queue) == KVQ__GPU)
+        kit_settle(&s->m);
+}
+
 // What a session keeps besides its blocks, as the GPU has it.
 static void extras_of(struct streamer *s, uint8_t bytes[EXTRAS])
 {
@@ -148,14 +161,19 @@ static void extras_of(struct streamer *s, uint8_t bytes[EXTRAS])
     assert_int_equal(kvq__gpu_take(kit.core->pools[1].gpu, bytes, (uintptr_t)l->extras.data, n), 0);
 }
 
+static void free_table(const struct table *t)
+{
+    sim_gpus()->memory_free(t->page);
+    free(t->copy);
+}
+
 static void close_table(struct table *t)
 {
     uint64_t gone = kit.tables_gone;
     assert_int_equal(kvq__table_close(t->s->m.client, t->s->session, NULL), 0);
     stream_settle(t->s);
     assert_int_equal(kit.tables_gone, gone + 1);
-    sim_gpus()->memory_free(t->page);
-    free(t->copy);
+    free_table(t);
 }
 
 // ---- In order ----
@@ -193,8 +211,7 @@ static void test_readers_go_on(void **state)
 {
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_READ_ONLY};
     stream_needed();
-    assert_int_equal(step(&one, 100), 0);
-    go_on(&one);
+    whole_step(&one, 100);
     two.session = kit_opened(&two.m, &spec);
     struct table t = open_table(&two);
     assert_int_equal(step(&one, 1), 0);
@@ -247,9 +264,8 @@ static uint64_t holds_after(const struct use *use)
         stream_settle(&two);
     }
     struct kvq__session *s = kit_of(&two.m, handle);
-    struct kvq_entry_wire e = {handle, 2 * MANY, .list_token = use->goes_back};
     if (use->goes_back)
-        assert_int_equal(kit_simple(&two.m, KVQ_OP_TRUNCATE, 0, e, NULL), 0);
+        assert_int_equal(kit_truncate(&two.m, handle, use->goes_back), 0);
     if (use->moves)
         assert_int_equal(kvq__move_start(s, &to, &move, text), 0);
     while (kvq__core_moves(kit.core))
@@ -284,11 +300,9 @@ static uint64_t holds_after_steps(void)
     open_layers(&two, NULL, "oscar2");
     struct table t = open_table(&two);
     for (int i = 0; i < 3; i++) {
-        assert_int_equal(step(&two, MANY), 0);
-        go_on(&two);
+        whole_step(&two, MANY);
     }
-    assert_int_equal(step(&two, 1), 0); // since which the table names no raw tokens
-    go_on(&two);
+    whole_step(&two, 1); // since which the table names no raw tokens
     kvq__core_poll(kit.core);
     const uint64_t held = pool->used_bytes - before;
     close_table(&t);
@@ -319,14 +333,12 @@ static void test_nan(void **state)
     stream_needed();
     open_layers(&one, "packed", "ott2");
     struct table t = open_table(&one);
-    assert_int_equal(step(&one, OUTLIERS), 0);
-    go_on(&one);
+    whole_step(&one, OUTLIERS);
     const struct kvq__session *s = kit_of(&one.m, one.session);
     const uint64_t packed = s->layers[2].packed;
     extras_of(&one, before);
     k[7 * HEADS * DIM] = NAN;
-    assert_int_equal(step(&one, OUTLIERS), 0);
-    go_on(&one);
+    whole_step(&one, OUTLIERS);
     k[7 * HEADS * DIM] = 1;
     assert_true(s->tokens == OUTLIERS && s->layers[2].packed == packed);
     extras_of(&one, after);
@@ -334,8 +346,7 @@ static void test_nan(void **state)
     check_page(&t); // the copy was written before anybody knew
     assert_int_equal(request(&one, 2 * OUTLIERS, 1, true), KVQ_E_NONFINITE);
     assert_int_equal(kvq__queue_results(one.m.queue)[0].value, OUTLIERS);
-    assert_int_equal(step(&one, OUTLIERS), 0);
-    go_on(&one);
+    whole_step(&one, OUTLIERS);
     assert_true(s->tokens == 2 * OUTLIERS && s->layers[2].packed > packed);
     extras_of(&one, after);
     assert_memory_not_equal(before, after, sizeof before);
@@ -393,8 +404,7 @@ static void same_outliers(struct streamer *a, struct streamer *b)
 static void both_step(struct streamer *twin, bool both)
 {
     if (both) {
-        assert_int_equal(step(&one, OUTLIERS), 0);
-        go_on(&one);
+        whole_step(&one, OUTLIERS);
     }
     assert_int_equal(request(twin, tokens_of(twin), OUTLIERS, false), 0);
     assert_int_equal(tokens_of(twin), tokens_of(&one));
@@ -471,8 +481,7 @@ static void test_dies(void **state)
     stream_needed();
     open_layers(&one, "packed", "ott2");
     struct table t = open_table(&one);
-    assert_int_equal(step(&one, OUTLIERS), 0);
-    go_on(&one);
+    whole_step(&one, OUTLIERS);
     extras_of(&one, before);
     assert_int_equal(step(&one, OUTLIERS), 0);
     uint64_t gone = kit.tables_gone;
@@ -480,15 +489,13 @@ static void test_dies(void **state)
     kvq__queue_ending(one.m.queue);
     kit_settle(&one.m);
     assert_int_equal(kit.tables_gone, gone + 1);
-    sim_gpus()->memory_free(t.page);
-    free(t.copy);
+    free_table(&t);
     stream_reopen(&one, "one");
     stream_session(&one, "packed", NULL);
     assert_int_equal(tokens_of(&one), OUTLIERS);
     extras_of(&one, after);
     assert_memory_equal(before, after, sizeof before);
-    assert_int_equal(step(&one, 1), 0);
-    go_on(&one);
+    whole_step(&one, 1);
     assert_int_equal(tokens_of(&one), OUTLIERS + 1);
 }
 
@@ -521,11 +528,7 @@ static void test_taken_over(void **state)
     assert_int_equal(request(&two, 0, 3, false), 1); // waits for the GPU to have passed it
     go_on(&one);
     assert_int_equal(tokens_of(&two), 0);
-    enum kvq__progress p = kvq__request_continue(two.m.queue);
-    while (p == KVQ__GPU) {
-        kit_settle(&two.m);
-        p = kvq__request_continue(two.m.queue);
-    }
+    to_the_end(&two);
     assert_int_equal(kvq__queue_results(two.m.queue)[0].status, 0);
     assert_int_equal(tokens_of(&two), 3);
     // The other way: all has run by the time of the next hold, and nobody here has seen it yet.
@@ -552,8 +555,7 @@ static void test_dropped(void **state)
     stream_needed();
     stream_session(&one, "packed", "oscar2");
     struct table t = open_table(&one);
-    assert_int_equal(step(&one, MANY), 0);
-    go_on(&one);
+    whole_step(&one, MANY);
     const uint8_t *block = kvq__page(&kit_of(&one.m, one.session)->layers[0], 0)->packed.data;
     assert_int_equal(kvq__gpu_take(gpu, before, (uintptr_t)block, sizeof before), 0);
     assert_int_equal(step(&one, 50), 0);
@@ -575,8 +577,7 @@ static void test_dropped(void **state)
     kvq__queue_ending(one.m.queue);
     kit_settle(&one.m);
     assert_true(kit.core->pools[1].used_bytes < used);
-    sim_gpus()->memory_free(t.page);
-    free(t.copy);
+    free_table(&t);
     stream_reopen(&one, "one");
 }
 
@@ -624,11 +625,7 @@ static void test_dies_between_chunks(void **state)
     kit_settle(&small.m); // too late to cancel what has been stored
     kvq__client_detach(small.m.client);
     kit_settle(&small.m);
-    enum kvq__progress p = kvq__request_continue(small.m.queue);
-    while (p == KVQ__GPU) {
-        kit_settle(&small.m);
-        p = kvq__request_continue(small.m.queue);
-    }
+    to_the_end(&small);
     assert_int_equal(kvq__queue_completion(small.m.queue)->status, KVQ_E_CANCELLED);
     assert_true(s->id == id && s->tokens == 0 && !kvq__in_step(s) && s->n_pages == 0);
     stream_reopen(&small, "small");
@@ -664,11 +661,7 @@ static void test_dropped_between_chunks(void **state)
     const struct kvq__peer *peer = &small.m.client->peer;
     assert_int_equal(kvq__session_drop_named(kit.core, peer, NULL, "stored", text), 0);
     assert_int_equal(kvq__session_drop_named(kit.core, peer, NULL, "waiting", text), 0);
-    enum kvq__progress p = KVQ__GPU;
-    while (p == KVQ__GPU) {
-        kit_settle(&small.m);
-        p = kvq__request_continue(small.m.queue);
-    }
+    to_the_end(&small);
     assert_int_equal(kvq__queue_results(small.m.queue)[0].status, KVQ_E_CANCELLED);
     assert_int_equal(kvq__queue_results(small.m.queue)[1].status, KVQ_E_CANCELLED);
     stream_close(&small);
@@ -686,8 +679,7 @@ static void test_table_closed(void **state)
     go_on(&one);
     assert_int_equal(kit.tables_gone, gone + 1);
     assert_int_equal(tokens_of(&one), 10);
-    sim_gpus()->memory_free(t.page);
-    free(t.copy);
+    free_table(&t);
 }
 
 int main(void)

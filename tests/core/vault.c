@@ -125,6 +125,16 @@ void vault_write(struct vault *v, struct kvq__save **save)
     kvq__save_end(save, true);
 }
 
+struct kvq__save *vault_copied(struct kvq__core *core, const struct kvq__save_spec *spec)
+{
+    struct kvq__save *save;
+    char text[KVQ_TEXT_BYTES] = "";
+    MUST(kvq__save_begin(core, &admin, spec, &save, text) == 0 && save);
+    MUST(kvq__save_copy(save) == 0);
+    kvq__save_copied(save);
+    return save;
+}
+
 int vault_save(struct vault *v, struct kvq__core *core, const struct kvq__save_spec *spec,
                bool *stored)
 {

@@ -39,6 +39,8 @@ struct vault {
 void vault_close(struct vault *v);
 
 // Saves it to the end. 1: something has to end first. *stored may be NULL: whether anything was.
+// A save that has begun, and whose blocks are copied.
+struct kvq__save *vault_copied(struct kvq__core *core, const struct kvq__save_spec *spec);
 int vault_save(struct vault *v, struct kvq__core *core, const struct kvq__save_spec *spec,
                bool *stored);
 // Packs what has to be, and saves, which works.

@@ -20,8 +20,7 @@ enum { FILES = KVQ_MAX_CODEBOOKS + 3, POOL = 4 };
 static char folder[] = "/tmp/kvq-books-XXXXXX";
 static char text[KVQ_TEXT_BYTES];
 static struct kvq_format format;
-static const struct kvq_shape shape = {
-    .q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .dtype = KVQ_F16, .scale = 0.125f};
+static const struct kvq_shape shape = {1, 1, 64, 64, .dtype = KVQ_F16, .scale = 0.125f};
 static struct kvq__codebooks *books;
 
 static const char *path_of(int number)

@@ -34,6 +34,13 @@ static char *file_of(const char *contents)
     return path;
 }
 
+static void parse(const char *contents)
+{
+    kvq__config_defaults(&config, no_environment);
+    if (kvq__config_parse(&config, "f", "", contents, text))
+        fail_msg("%s in\n%s", text, contents);
+}
+
 static void parse_refused(const char *contents, const char *words)
 {
     kvq__config_defaults(&config, no_environment);
@@ -218,12 +225,11 @@ static void test_unknown_names(void **state)
 
 static void test_file(void **state)
 {
-    kvq__config_defaults(&config, no_environment);
     const char *good = "# a comment\n; another\npool-bytes = 1gb\n\n[kvqd]\nworkers = 3\n"
                        "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nhost_bytes = 10gb ; ok\n"
                        "[namespace b]\nmax_sessions = 4\n[namespace team-a]\nmax_sessions = 9\n"
                        "[namespace c]\ntable_bytes = 5mb\n";
-    assert_int_equal(kvq__config_parse(&config, "f", "", good, text), 0);
+    parse(good);
     assert_int_equal(config.workers, 3);
     assert_int_equal(config.n_namespaces, 3);
     assert_string_equal(config.namespaces[0].name, "team-a");
@@ -275,11 +281,10 @@ static void test_wrong_files(void **state)
 static void test_roles(void **state)
 {
     const uint32_t groups[] = {7, 8};
-    kvq__config_defaults(&config, no_environment);
     const char *good = "read_uids = 1, 2\noperate_gids = 8\nadmin_uids = 2\n"
                        "[key alice]\npublic = " HEX_0 "\n[key bob]\nrole = ADMIN\n"
                        "public = " HEX_1 "\n";
-    assert_int_equal(kvq__config_parse(&config, "f", "", good, text), 0);
+    parse(good);
     assert_int_equal(kvq__config_resolve(&config, text), 0);
     assert_int_equal(config.n_keys, 2);
     assert_int_equal(config.keys[0].role, KVQ__ROLE_READ); // the least
@@ -297,8 +302,7 @@ static void test_roles(void **state)
     memcpy(config.keys[1].name, "bob", 4);
     assert_int_equal(kvq__config_resolve(&config, text), KVQ_E_INVALID);
     assert_says(text, "[key alice] and [key bob] have the same public");
-    kvq__config_defaults(&config, no_environment);
-    assert_int_equal(kvq__config_parse(&config, "f", "", "[key a]\nrole = read\n", text), 0);
+    parse("[key a]\nrole = read\n");
     assert_int_equal(kvq__config_resolve(&config, text), KVQ_E_INVALID);
     assert_says(text, "[key a] has no public");
 }
@@ -360,15 +364,11 @@ static void check_mixes(void)
 static void test_formats(void **state)
 {
     static char printed[1 << 16];
-    kvq__config_defaults(&config, no_environment);
-    if (kvq__config_parse(&config, "f", "", mixes, text))
-        fail_msg("%s", text);
+    parse(mixes);
     check_mixes();
     // What is printed means the same.
     kvq__config_print(&config, printed, sizeof printed);
-    kvq__config_defaults(&config, no_environment);
-    if (kvq__config_parse(&config, "printed", "", printed, text))
-        fail_msg("%s in\n%s", text, printed);
+    parse(printed);
     check_mixes();
 }
 
@@ -455,8 +455,7 @@ static void test_texts_for_people(void **state)
     // What is printed is a file that means the same.
     struct kvq_config before = config;
     kvq__config_print(&config, printed, sizeof printed);
-    kvq__config_defaults(&config, no_environment);
-    assert_int_equal(kvq__config_parse(&config, "printed", "", printed, text), 0);
+    parse(printed);
     assert_true(config.pool_bytes == before.pool_bytes);
     assert_int_equal(config.admin_uids.n, 2);
     assert_int_equal(config.namespaces[0].host_bytes, 3 << 20);

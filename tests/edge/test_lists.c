@@ -81,8 +81,7 @@ static struct {
 
 static void open_one(bool pinned)
 {
-    const struct kvq__layer_row row = {
-        .q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64, .format = "f16", .kv_from = -1};
+    const struct kvq__layer_row row = {1, 1, 64, 64, .format = "f16", .kv_from = -1};
     static uint32_t n;
     char name[KVQ_NAME_BYTES];
     struct kvq__session_info info;

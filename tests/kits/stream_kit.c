@@ -11,8 +11,7 @@
 struct kit kit;
 struct streamer one, two;
 
-const struct kvq__layer_row stream_row = {
-    .q_heads = 2 * HEADS, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .kv_from = -1};
+const struct kvq__layer_row stream_row = {2 * HEADS, HEADS, DIM, DIM, .kv_from = -1};
 
 void stream_session(struct streamer *s, const char *name, const char *format)
 {
