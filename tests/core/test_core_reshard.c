@@ -4,6 +4,13 @@
 // had always had that number, for every format that knows its heads one by one.
 #include "tests/core/reshard_kit.h"
 
+// All of its shards, with so many tokens.
+static void begin(struct set *set, uint32_t tokens)
+{
+    open_all(set);
+    feed(set, tokens);
+}
+
 static struct set make(bool stages, const char *name, uint32_t shards)
 {
     return stages ? by_layers(name, shards) : by_heads(name, shards);
@@ -24,10 +31,8 @@ static void check_back(bool stages, uint32_t from)
 static void check(bool stages, uint64_t tokens, uint32_t from, uint32_t to)
 {
     struct set a = make(stages, "it", from), b = make(stages, "twin", to);
-    open_all(&a);
-    open_all(&b);
-    feed(&a, tokens);
-    feed(&b, tokens);
+    begin(&a, tokens);
+    begin(&b, tokens);
     save(&a);
     drop(&a);
     a = make(stages, "it", to);
@@ -97,10 +102,8 @@ static void test_unequal(void **state)
         format = to < 4 ? OUTLIERS : "oscar3";
         rollback = 5;
         a.more = 3; // 1 and 7
-        open_all(&a);
-        open_all(&b);
-        feed(&a, 500);
-        feed(&b, 500);
+        begin(&a, 500);
+        begin(&b, 500);
         save(&a);
         drop(&a);
         a = by_heads("it", to);
@@ -128,8 +131,7 @@ static void test_stages_keep_blocks(void **state)
     struct set a = by_layers("it", 4);
     format = "oscar2";
     rollback = 0;
-    open_all(&a);
-    feed(&a, 1000);
+    begin(&a, 1000);
     kit_pack(&kit);
     save(&a);
     drop(&a);
@@ -145,10 +147,8 @@ static void check_ahead(uint32_t from, uint32_t to)
 {
     struct set a = by_heads("it", from), b = by_heads("twin", to);
     uint32_t back = rollback;
-    open_all(&a);
-    open_all(&b);
-    feed(&a, 800);
-    feed(&b, 800);
+    begin(&a, 800);
+    begin(&b, 800);
     for (uint32_t i = 0; i < LAYERS; i++)
         attend_shard(&a, 0, i, OUT_AT);
     truncate_by(&a, back);
@@ -185,10 +185,8 @@ static void test_packed_differently(void **state)
 static void check_cut(uint64_t good)
 {
     struct set a = by_heads("it", 2), b = by_heads("twin", 4);
-    open_all(&a);
-    open_all(&b);
-    feed(&a, 1100);
-    feed(&b, 1100);
+    begin(&a, 1100);
+    begin(&b, 1100);
     kit_pack(&kit);
     save(&a);
     save(&b);
@@ -231,8 +229,7 @@ static void test_save_waits_for_packing(void **state)
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
     format = "oscar2";
     rollback = 0;
-    open_all(&a);
-    feed(&a, 600);
+    begin(&a, 600);
     attend_shard(&a, 0, 0, OUT_AT); // packs this one, whose raw blocks go
     assert_int_equal(shard_of(&a, 0)->layers[0].raw_page, 4);
     assert_int_equal(shard_of(&a, 1)->layers[0].packed, 0);
@@ -250,8 +247,7 @@ static void test_ids(void **state)
     struct set a = by_heads("it", 2);
     format = "oscar2";
     rollback = 0;
-    open_all(&a);
-    feed(&a, 300);
+    begin(&a, 300);
     for (uint32_t i = 0; i < 2; i++) {
         struct kvq__session *s = (struct kvq__session *)shard_of(&a, i);
         assert_int_equal(kvq__ids_grow(s, 300), 0);

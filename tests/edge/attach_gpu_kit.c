@@ -11,6 +11,14 @@ struct kvq_gpu_uuid gpu_uuid;
 struct kvq_soft_counts gpu_before;
 struct soft_peer exporter;
 
+void gpu_attach(void)
+{
+    soft_open();
+    if (drv.device_uuid(&gpu_uuid, 0))
+        abort();
+    attach_gpus(KVQ_EMU_LIBRARY);
+}
+
 void gpu_settles_at(size_t offset, uint64_t value)
 {
     struct kvq_soft_counts now;
@@ -94,8 +102,7 @@ void gpu_count(void)
 {
     gpu_before = soft_counts();
     struct peer *p = peer_attached();
-    assert_int_equal(peer_open_queue(p), 0);
-    assert_int_equal(peer_open_timeline(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
+    assert_int_equal(peer_open_timeline(p, peer_queue(p), sizeof gpu_uuid), 0);
     peer_free(p);
     SETTLES(registered, 0);
     begin_counting();

@@ -8,7 +8,8 @@
 #include "tests/edge/attach_kit.h"
 #include "tests/kits/soft_kit.h"
 
-extern struct kvq_gpu_uuid gpu_uuid; // set by main
+void gpu_attach(void); // by main: daemons of the tests have the driver
+extern struct kvq_gpu_uuid gpu_uuid;
 extern struct kvq_soft_counts gpu_before;
 
 // Setup and teardown: a daemon with the GPU. There is as much at the end, once those clients have

@@ -21,6 +21,7 @@
 static struct {
     struct kvq__server server;
     pthread_t thread;
+    bool up;
     uv_async_t stop;
     char directory[64], codebook_dir[64], storage_dir[64];
     uint64_t storage_bytes;
@@ -88,12 +89,16 @@ int attach_start(void **state)
     assert_int_equal(kvq__server_lock(&rig.server, text), 0);
     assert_int_equal(kvq__server_open(&rig.server, text), 0);
     uv_async_init(&rig.server.loop, &rig.stop, on_stop);
-    return pthread_create(&rig.thread, NULL, serve, NULL);
+    rig.up = pthread_create(&rig.thread, NULL, serve, NULL) == 0;
+    return rig.up ? 0 : -1;
 }
 
 int attach_stop(void **state)
 {
     char path[96];
+    if (!rig.up)
+        return 0;
+    rig.up = false;
     uv_async_send(&rig.stop);
     pthread_join(rig.thread, NULL);
     close(rig.server.lock_fd);
@@ -342,6 +347,18 @@ int peer_open_queue(struct peer *p)
 {
     Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
     return peer_ask(p, &REQUEST(OPEN_QUEUE, open_queue, &open), NULL, 0);
+}
+
+uint32_t peer_queue(struct peer *p)
+{
+    assert_int_equal(peer_open_queue(p), 0);
+    return p->reply->open_queue->queue;
+}
+
+uint32_t peer_buffer(struct peer *p, uint64_t bytes)
+{
+    assert_int_equal(peer_create_buffer(p, bytes), 0);
+    return p->reply->create_buffer->buffer;
 }
 
 int peer_close_queue(struct peer *p, uint32_t queue)

@@ -17,7 +17,7 @@
 // Setup and teardown of a test: the daemon, with 2 workers, 8 clients, and 20 MiB of buffers of
 // which one client may have 8.
 int attach_start(void **state);
-int attach_stop(void **state);
+int attach_stop(void **state); // if it runs
 const struct kvq_config *attach_config(void);
 void attach_codebooks(const char *folder); // of daemons started from now on
 void attach_gpus(const char *library);     // likewise: with the GPUs of this driver
@@ -70,6 +70,8 @@ int peer_close_buffer(struct peer *p, uint32_t buffer);
 void peer_send_close(struct peer *p, uint32_t buffer); // its first half
 int peer_ping(struct peer *p, uint32_t protocol, const int *fds, uint32_t n_fds);
 int peer_open_queue(struct peer *p);
+uint32_t peer_queue(struct peer *p);                  // one that can be had
+uint32_t peer_buffer(struct peer *p, uint64_t bytes); // likewise
 int peer_close_queue(struct peer *p, uint32_t queue);
 int peer_open_session(struct peer *p, const char *name); // one small layer of f16
 // The same in two parts, with any format: one KV head, head_dim 64.

@@ -226,8 +226,7 @@ static void test_buffers(void **state)
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
     assert_int_equal(peer_create_buffer(p, (8 << 20) + 1), KVQ_E_LIMIT);
-    assert_int_equal(peer_create_buffer(p, 6 << 20), 0);
-    uint32_t first = p->reply->create_buffer->buffer;
+    uint32_t first = peer_buffer(p, 6 << 20);
     assert_int_equal(p->n_fds, 1);
     assert_int_equal(ftruncate(p->fds[0], 0), -1); // sealed
     assert_int_equal(errno, EPERM);
@@ -251,8 +250,7 @@ static void test_buffers_of_all(void **state)
         assert_says(p[2]->reply->text, "5242880 bytes besides 16777216 that all");
         assert_says(p[2]->reply->text, "buffer_bytes allows 20971520");
     }
-    assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0); // to the last byte
-    uint32_t buffer = p[2]->reply->create_buffer->buffer;
+    uint32_t buffer = peer_buffer(p[2], 4 << 20); // to the last byte
     assert_int_equal(peer_create_buffer(p[2], 1), KVQ_E_LIMIT);
     assert_int_equal(peer_close_buffer(p[2], buffer), 0);
     assert_int_equal(peer_create_buffer(p[2], 4 << 20), 0);
@@ -363,6 +361,16 @@ static void rings_wake(const struct rings *rings)
     assert_int_equal(write(rings->event, &one, sizeof one), sizeof one);
 }
 
+static uint32_t await_ready(struct kvq_ring_rx *rx)
+{
+    uint32_t ready = 0;
+    while (ready == 0) {
+        assert_int_equal(kvq_ring_poll(rx, &ready), 0);
+        sched_yield();
+    }
+    return ready;
+}
+
 static void test_queues(void **state)
 {
     struct peer *p = peer_attached();
@@ -375,11 +383,7 @@ static void test_queues(void **state)
     kvq_ring_write(&tx, 0, &nop, sizeof nop);
     kvq_ring_publish(&tx, nop.slots);
     rings_wake(&rings);
-    uint32_t ready = 0;
-    while (ready == 0) {
-        assert_int_equal(kvq_ring_poll(&rx, &ready), 0);
-        sched_yield();
-    }
+    await_ready(&rx);
     assert_int_equal(peer_close_queue(p, queue + 1), KVQ_E_INVALID);
     assert_int_equal(peer_close_queue(p, queue), 0);
     assert_int_equal(peer_close_queue(p, queue), KVQ_E_INVALID);
@@ -424,11 +428,7 @@ static void test_hostile_wakers(void **state)
             assert_int_equal(read(rings.event, &got, sizeof got), sizeof got);
         if (i > 0)
             rings_wake(&rings);
-        uint32_t ready = 0, room;
-        while (ready == 0) {
-            assert_int_equal(kvq_ring_poll(&rx, &ready), 0);
-            sched_yield();
-        }
+        uint32_t room, ready = await_ready(&rx);
         kvq_ring_consume(&rx, ready);
         assert_int_equal(kvq_ring_room(&tx, &room), 0);
     }

@@ -308,8 +308,7 @@ static void test_import_by_descriptor(void **state)
 static void test_timeline(void **state)
 {
     struct peer *p = peer_attached();
-    assert_int_equal(peer_open_queue(p), 0);
-    uint32_t queue = p->reply->open_queue->queue;
+    uint32_t queue = peer_queue(p);
     peer_close_fds(p);
     assert_int_equal(peer_open_timeline(p, queue + 1, sizeof gpu_uuid), KVQ_E_INVALID);
     peer_says(p, "no queue");
@@ -331,8 +330,7 @@ static void test_timeline(void **state)
     SETTLES(registered, 1);
     assert_int_equal(peer_close_queue(p, queue), 0);
     SETTLES(registered, 0);
-    assert_int_equal(peer_open_queue(p), 0);
-    assert_int_equal(peer_open_timeline(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
+    assert_int_equal(peer_open_timeline(p, peer_queue(p), sizeof gpu_uuid), 0);
     peer_cancel(p, p->next_id); // goes with its queue
 }
 
@@ -341,8 +339,7 @@ static void test_events(void **state)
 {
     enum { ALL = 2 * KVQ_QUEUE_EVENTS };
     struct peer *p = peer_attached();
-    assert_int_equal(peer_open_queue(p), 0);
-    uint32_t queue = p->reply->open_queue->queue;
+    uint32_t queue = peer_queue(p);
     peer_close_fds(p);
     assert_int_equal(peer_open_events(p, queue + 1, sizeof gpu_uuid), KVQ_E_INVALID);
     peer_says(p, "no queue");
@@ -375,8 +372,7 @@ static void test_events(void **state)
     assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), KVQ_E_EXISTS);
     assert_int_equal(peer_close_queue(p, queue), 0);
     SETTLES(events, 0);
-    assert_int_equal(peer_open_queue(p), 0);
-    assert_int_equal(peer_open_events(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
+    assert_int_equal(peer_open_events(p, peer_queue(p), sizeof gpu_uuid), 0);
     peer_cancel(p, p->next_id); // goes with its queue
 }
 
@@ -451,8 +447,7 @@ static void test_slow_driver(void **state)
         peer_send_create_on(p, 4096);
         while (soft_counts().memories == memories)
             sched_yield(); // it is being made, and then waits to be cleared
-        assert_int_equal(peer_create_buffer(other, 4096), 0);
-        assert_int_equal(peer_close_buffer(other, peer_made(other)), 0);
+        assert_int_equal(peer_close_buffer(other, peer_buffer(other, 4096)), 0);
         if (dies)
             assert_int_equal(shutdown(p->fd, SHUT_WR), 0);
         assert_int_equal(peer_open_queue(other), 0);
@@ -569,9 +564,6 @@ int main(int argc, char **argv)
         ON_GPU(test_tables),
     };
     soft_serve_if_peer(argc, argv);
-    soft_open();
-    if (drv.device_uuid(&gpu_uuid, 0))
-        return 1;
-    attach_gpus(KVQ_EMU_LIBRARY);
+    gpu_attach();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

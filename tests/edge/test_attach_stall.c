@@ -101,12 +101,10 @@ static void test_given_back_beside_a_stalled(void **state)
     enum { MIB = 1 << 20 };
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached();
-    assert_int_equal(peer_open_queue(p), 0);
-    const uint32_t queue = p->reply->open_queue->queue;
+    const uint32_t queue = peer_queue(p);
     assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), 0);
     assert_int_equal(peer_close_queue(p, queue), 0);
-    assert_int_equal(peer_create_buffer(p, 5 * MIB), 0);
-    assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
+    assert_int_equal(peer_close_buffer(p, peer_buffer(p, 5 * MIB)), 0);
     assert_int_equal(peer_create_buffer(p, 5 * MIB), KVQ_E_LIMIT); // of 8 that it may have
     assert_int_equal(peer_create_on(p, 2 * MIB), 0);
     peer_free(p); // when it is gone
@@ -176,8 +174,7 @@ static void test_one_after_another(void **state)
 {
     struct engine first = stall_gpu(), second = engine_open();
     struct peer *p = peer_attached(), *other = peer_attached();
-    assert_int_equal(peer_create_buffer(p, 4096), 0);
-    assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
+    assert_int_equal(peer_close_buffer(p, peer_buffer(p, 4096)), 0);
     await_attempts(&first);
     engine_stall(&second);
     engine_signal(&first);
@@ -206,8 +203,7 @@ static void test_beside_one_that_is_ahead(void **state)
     for (int i = 0; i < 3; i++) {
         for (; given < signalled + AHEAD; given++)
             OK(drv.stream_wait64(engine.stream, engine.word, given + 1, KVQ_GPU_WAIT_AT_LEAST));
-        assert_int_equal(peer_create_buffer(p, 4096), 0);
-        assert_int_equal(peer_close_buffer(p, peer_made(p)), 0);
+        assert_int_equal(peer_close_buffer(p, peer_buffer(p, 4096)), 0);
         while (soft_counts().registered != gpu_before.registered) {
             if (kvq__gate_enter(engine.gate)) {
                 OK(drv.stream_wait64(engine.stream, engine.word, ++given, KVQ_GPU_WAIT_AT_LEAST));
@@ -263,8 +259,7 @@ static void test_silent_driver(void **state)
 static void test_gone_beside_a_held_poller(void **state)
 {
     struct peer *p = peer_attached();
-    assert_int_equal(peer_open_queue(p), 0);
-    assert_int_equal(peer_open_timeline(p, p->reply->open_queue->queue, sizeof gpu_uuid), 0);
+    assert_int_equal(peer_open_timeline(p, peer_queue(p), sizeof gpu_uuid), 0);
     assert_int_equal(p->n_fds, 1);
     struct kvq_timeline_page *page =
         mmap(NULL, KVQ_TIMELINE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, p->fds[0], 0);
@@ -291,8 +286,7 @@ static void test_flood_beside_a_stalled(void **state)
     assert_int_equal(p->reply->status, KVQ_E_LIMIT);
     peer_says(p, "yet to let go");
     assert_int_equal(n, KVQ_MAX_LETTING_GO / 2); // as much stays free for other users
-    assert_int_equal(peer_open_queue(p), 0);
-    const uint32_t queue = p->reply->open_queue->queue;
+    const uint32_t queue = peer_queue(p);
     assert_int_equal(peer_open_timeline(p, queue, sizeof gpu_uuid), KVQ_E_UNSUPPORTED);
     peer_says(p, "yet to let go");
     assert_int_equal(peer_create_on(p, 4096), 0); // memory of the GPU is no part of that
@@ -319,9 +313,6 @@ int main(int argc, char **argv)
     };
     soft_serve_if_peer(argc, argv);
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1); // all streams have hardware queues alone
-    soft_open();
-    if (drv.device_uuid(&gpu_uuid, 0))
-        return 1;
-    attach_gpus(KVQ_EMU_LIBRARY);
+    gpu_attach();
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

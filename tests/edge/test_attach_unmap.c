@@ -73,10 +73,8 @@ static void test_closed(void **state)
 {
     struct peer *p = peer_attached();
     for (int i = 0; i < 3; i++) {
-        assert_int_equal(peer_create_buffer(p, LARGE), 0); // of 8 MiB that it may have
-        uint32_t large = p->reply->create_buffer->buffer;
-        assert_int_equal(peer_create_buffer(p, SMALL), 0);
-        uint32_t small = p->reply->create_buffer->buffer;
+        uint32_t large = peer_buffer(p, LARGE); // of 8 MiB that it may have
+        uint32_t small = peer_buffer(p, SMALL);
         assert_int_equal(peer_close_buffer(p, large), 0);
         unmapped(i, i + 1);
         assert_int_equal(peer_close_buffer(p, small), 0);
@@ -91,8 +89,7 @@ static void test_takes_long(void **state)
     enum { LIMIT = 20 * MIB }; // of all clients
     struct peer *p = peer_attached(), *other = peer_attached(), *third = peer_attached();
     struct pollfd answer = {.fd = p->fd, .events = POLLIN};
-    assert_int_equal(peer_create_buffer(p, LARGE), 0);
-    uint32_t large = p->reply->create_buffer->buffer;
+    uint32_t large = peer_buffer(p, LARGE);
     assert_int_equal(peer_create_buffer(third, 8 * MIB), 0);
     pthread_mutex_lock(&lock);
     holds = true;
@@ -100,8 +97,7 @@ static void test_takes_long(void **state)
     peer_send_close(p, large);
     sem_wait(&begun);
     for (int i = 0; i < 3; i++) { // several turns of the loop
-        assert_int_equal(peer_create_buffer(other, SMALL), 0);
-        assert_int_equal(peer_close_buffer(other, other->reply->create_buffer->buffer), 0);
+        assert_int_equal(peer_close_buffer(other, peer_buffer(other, SMALL)), 0);
     }
     assert_int_equal(poll(&answer, 1, 0), 0);
     assert_int_equal(peer_create_buffer(other, LIMIT - LARGE - 8 * MIB + 1), KVQ_E_LIMIT);

@@ -17,6 +17,8 @@
 static char root[64];
 static char text[KVQ_TEXT_BYTES];
 static struct kvq__machine machine;
+static const struct kvq__machine without_groups = {
+    .total = 16384 * MIB, .free = 4096 * MIB, .group = KVQ__UNKNOWN, .group_free = KVQ__UNKNOWN};
 
 // Makes the file and the folders that lead to it.
 static void put(const char *path, const char *contents)
@@ -124,10 +126,7 @@ static void test_refusals(void **state)
 
 static void test_tight(void **state)
 {
-    machine = (struct kvq__machine){.total = 16384 * MIB,
-                                    .free = 4096 * MIB,
-                                    .group = KVQ__UNKNOWN,
-                                    .group_free = KVQ__UNKNOWN};
+    machine = without_groups;
     assert_false(kvq__machine_is_tight(&machine, "pool_bytes", 4096 * MIB, 0, text));
     assert_true(kvq__machine_is_tight(&machine, "pool_bytes", 4097 * MIB, 0, text));
     assert_string_equal(text, "pool_bytes allows 4097 MiB, and 4096 MiB are free here now; lower "
@@ -143,10 +142,7 @@ static void test_tight(void **state)
 static void test_promised_twice(void **state)
 {
     (void)state;
-    machine = (struct kvq__machine){.total = 16384 * MIB,
-                                    .free = 4096 * MIB,
-                                    .group = KVQ__UNKNOWN,
-                                    .group_free = KVQ__UNKNOWN};
+    machine = without_groups;
     assert_false(kvq__machine_is_promised_twice(&machine, 8192 * MIB, 0, 8192 * MIB, text));
     assert_true(kvq__machine_is_promised_twice(&machine, 8193 * MIB, 0, 8192 * MIB, text));
     assert_non_null(strstr(text, "pool_bytes allows 8193 MiB and buffer_bytes 8192 MiB, together "

@@ -39,6 +39,9 @@ struct fake_client {
     int event, wake_daemon_side, wake;
 };
 
+static struct rig rig;
+static struct fake_client c; // the first one of most tests
+
 static void wait_for_word(const uint32_t *word, uint32_t value)
 {
     while (kvq_word_load_acquire(word) != value)
@@ -138,17 +141,17 @@ static void client_close(struct fake_client *c)
     close(c->wake);
 }
 
-// A rig with one client.
-static void begin(struct rig *rig, struct fake_client *c, uint32_t workers, uint64_t spin_ns)
+// The rig with one client.
+static void begin(uint32_t workers, uint64_t spin_ns)
 {
-    rig_open(rig, workers, spin_ns);
-    client_open(c, rig);
+    rig_open(&rig, workers, spin_ns);
+    client_open(&c, &rig);
 }
 
-static void end(struct rig *rig, struct fake_client *c)
+static void end(void)
 {
-    client_close(c);
-    kvq__poller_close(&rig->poller);
+    client_close(&c);
+    kvq__poller_close(&rig.poller);
 }
 
 // ---- Requests ----
@@ -224,9 +227,7 @@ static struct kvq_completion call(struct fake_client *c, uint8_t op, uint32_t se
 static void test_requests_and_jobs(void **state)
 {
     for (uint32_t workers = 1; workers <= 3; workers++) {
-        struct rig rig;
-        struct fake_client c;
-        begin(&rig, &c, workers, 100000);
+        begin(workers, 100000);
         for (uint32_t i = 0; i < 2000; i++) {
             call(&c, KVQ_OP_NOP, i, 0, (uint16_t)(i % 65));
             uint32_t items = 1 + i % 37;
@@ -235,15 +236,13 @@ static void test_requests_and_jobs(void **state)
         }
         call(&c, KVQ_OP_NOP, 7, 0, KVQ_MAX_BATCH);
         call(&c, KVQ_OP_APPEND, 8, 5, 1); // waits and is looked at again
-        end(&rig, &c);
+        end();
     }
 }
 
 static void test_eight_in_flight(void **state)
 {
-    struct rig rig;
-    struct fake_client c;
-    begin(&rig, &c, 2, 0);
+    begin(2, 0);
     for (uint32_t round = 0; round < 200; round++) {
         for (uint32_t i = 0; i < KVQ_QUEUE_CREDITS; i++) {
             struct kvq_request r =
@@ -256,14 +255,12 @@ static void test_eight_in_flight(void **state)
             assert_int_equal(done.seq, round * 8 + i); // in the order submitted
         }
     }
-    end(&rig, &c);
+    end();
 }
 
 static void test_sleep_and_wake(void **state)
 {
-    struct rig rig;
-    struct fake_client c;
-    begin(&rig, &c, 2, 0); // never spins
+    begin(2, 0); // never spins
     for (uint32_t i = 0; i < 50; i++) {
         struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 4, 1);
         struct kvq_completion done;
@@ -278,7 +275,7 @@ static void test_sleep_and_wake(void **state)
         assert_true(try_completion(&c, &done)); // published before the wake-up
         assert_int_equal(done.value, 4);
     }
-    end(&rig, &c);
+    end();
 }
 
 static void count_mail(struct kvq__mail *mail)
@@ -296,7 +293,6 @@ static bool try_again(uint32_t tries, uint32_t seen)
 
 static void test_posts_wake_the_poller(void **state)
 {
-    struct rig rig;
     struct {
         struct kvq__mail mail;
         uint32_t delivered;
@@ -316,11 +312,9 @@ static void test_posts_wake_the_poller(void **state)
 
 static void test_workers_wake_the_poller(void **state)
 {
-    struct rig rig;
-    struct fake_client c;
     struct kvq_completion done;
     uint32_t woken = 0, held = 0;
-    begin(&rig, &c, 2, 0);
+    begin(2, 0);
     for (uint32_t i = 0; try_again(i, woken + (held == 0)); i++) {
         uint32_t gate = 0;
         c.queue->worker_gate = &gate;
@@ -341,16 +335,14 @@ static void test_workers_wake_the_poller(void **state)
     }
     assert_true(held == 0 || woken > 0);
     c.queue->worker_gate = NULL;
-    end(&rig, &c);
+    end();
 }
 
 // Clients are told of workers that compute, and of none that sleep.
 static void test_who_is_awake(void **state)
 {
-    struct rig rig;
-    struct fake_client c;
     uint32_t gate = 0;
-    begin(&rig, &c, 3, 0);
+    begin(3, 0);
     wait_for_word(&rig.page.awake, 1);
     c.queue->worker_gate = &gate;
     while (kvq_word_load_acquire(&c.queue->held_by_worker) == 0) {
@@ -368,23 +360,21 @@ static void test_who_is_awake(void **state)
         await_completion(&c, &done);
     }
     wait_for_word(&rig.page.awake, 1);
-    end(&rig, &c);
+    end();
     assert_int_equal(rig.page.awake, 1);
 }
 
 static void test_background_work(void **state)
 {
     for (uint32_t workers = 1; workers <= 3; workers++) {
-        struct rig rig;
-        struct fake_client c;
-        begin(&rig, &c, workers, 0);
+        begin(workers, 0);
         for (uint32_t round = 1; round <= 20; round++) {
             kvq_word_store_release(&rig.core.background_items, 9);
             call(&c, KVQ_OP_NOP, 1, 0, 1);
             wait_for_word(&rig.core.background_done, round);
             assert_int_equal(kvq_word_load_acquire(&rig.core.background_run), 9 * round);
         }
-        end(&rig, &c);
+        end();
     }
 }
 
@@ -393,7 +383,6 @@ static void test_background_work(void **state)
 // the background's 200 items are done long before the other's 2,000,000.
 static void test_background_under_load(void **state)
 {
-    struct rig rig;
     struct fake_client busy, waiting;
     struct kvq_completion done;
     uint32_t gate = 0;
@@ -422,12 +411,10 @@ static void test_background_under_load(void **state)
 // look at the rings takes so long and an item 5 us. Returns how many were run between two looks.
 static uint32_t most_between_looks(uint64_t look_ns, bool background)
 {
-    struct rig rig;
-    struct fake_client c;
     struct kvq_completion done;
     uint32_t gate = 0;
     fake_time = (struct fake_time){.now = 1, .look_ns = look_ns, .item_ns = 5000};
-    begin(&rig, &c, 1, 0);
+    begin(1, 0);
     if (background) {
         rig.core.background_gate = &gate;
         kvq_word_store_release(&rig.core.background_items, 1000);
@@ -439,7 +426,7 @@ static uint32_t most_between_looks(uint64_t look_ns, bool background)
     put_request(&c, &r);
     kvq_word_store_release(&gate, 1);
     await_completion(&c, &done);
-    end(&rig, &c);
+    end();
     fake_time.item_ns = 0;
     return fake_time.most;
 }
@@ -470,7 +457,6 @@ static void hold_poller(struct kvq__mail *mail)
 // One that has nothing to run has begun at once.
 static void test_queue_time(void **state)
 {
-    struct rig rig;
     struct fake_client c[2];
     struct held held = {0};
     struct kvq_completion done;
@@ -555,7 +541,6 @@ static void test_scribblers_are_cut_off(void **state)
         [WRONG_LENGTH] = "does not match",     [UNFINISHED] = "not published whole",
         [HEAD_FAR] = "completion ring's head", [CREDITS] = "8 credits",
     };
-    struct rig rig;
     struct fake_client good;
     rig_open(&rig, 1, 0);
     client_open(&good, &rig);
@@ -577,8 +562,7 @@ static void test_scribblers_are_cut_off(void **state)
 static void test_removal_waits_for_the_job(void **state)
 {
     uint32_t gate = 0;
-    struct rig rig;
-    struct fake_client c, other;
+    struct fake_client other;
     rig_open(&rig, 3, 0);
     client_open(&other, &rig);
     client_open(&c, &rig);
@@ -624,7 +608,6 @@ static void *busy_client(void *context)
 static void test_many_clients(void **state)
 {
     enum { CLIENTS = 6 };
-    struct rig rig;
     static struct fake_client clients[CLIENTS];
     pthread_t threads[CLIENTS];
     rig_open(&rig, 3, 20000);

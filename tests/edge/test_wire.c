@@ -54,12 +54,14 @@ static int unpack(const struct bytes *b, Kvq__Request **request)
     return error;
 }
 
-static void refused(const struct bytes *b, int code, const char *words)
+// They are, and begin anew.
+static void refused(struct bytes *b, int code, const char *words)
 {
     Kvq__Request *request;
     assert_int_equal(unpack(b, &request), code);
     assert_null(request);
     assert_says(text, words);
+    b->n = 0;
 }
 
 // A request that opens a session whose name is the given bytes.
@@ -200,33 +202,25 @@ static void test_broken_structure(void **state)
     refused(&b, KVQ_E_PROTOCOL, "no command");
     put_number(&b, 1, 5);
     refused(&b, KVQ_E_PROTOCOL, "no command");
-    b.n = 0;
     put_block(&b, 30, "", 0);
     put_block(&b, 31, "", 0);
     refused(&b, KVQ_E_PROTOCOL, "status besides another");
-    b.n = 0;
     put_block(&b, 30, "", 0);
     put_number(&b, 1, 1);
     put_number(&b, 1, 2);
     refused(&b, KVQ_E_PROTOCOL, "Request.id appears twice");
-    b.n = 0;
     put_number(&b, 30, 1); // ping is a message
     refused(&b, KVQ_E_PROTOCOL, "Request.ping has wire type 0");
-    b.n = 0;
     put_varint(&b, 30 << 3 | 3); // a group
     refused(&b, KVQ_E_PROTOCOL, "wire type 3");
-    b.n = 0;
     put_varint(&b, 16 << 3 | 2);
     put_varint(&b, 1000); // longer than what follows
     refused(&b, KVQ_E_PROTOCOL, "cut short");
-    b.n = 0;
     put_varint(&b, 16 << 3 | 2);
     put_varint(&b, UINT64_MAX);
     refused(&b, KVQ_E_PROTOCOL, "cut short");
-    b.n = 0;
     put_varint(&b, 0); // field number 0
     refused(&b, KVQ_E_PROTOCOL, "broken field number");
-    b.n = 0;
     memset(b.data, 0xff, 11); // a number that never ends
     b.n = 11;
     refused(&b, KVQ_E_PROTOCOL, "broken field number");
@@ -247,12 +241,11 @@ static void test_too_many_elements(void **state)
     b.n = 0;
     put_block(&b, 16, inner.data, inner.n);
     refused(&b, KVQ_E_PROTOCOL, "more than 1536");
-    b.n = 0;
     put_block(&b, 30, "", 0);
     for (int i = 0; i <= KVQ_MAX_LIST; i++)
         put_number(&b, 1000, 0); // unknown fields cost memory as well
     refused(&b, KVQ_E_PROTOCOL, "unknown fields");
-    inner.n = b.n = 0; // counted over all depths together
+    inner.n = 0; // counted over all depths together
     for (int i = 0; i < KVQ_MAX_LIST / 2; i++)
         put_block(&inner, 6, "", 0);
     put_block(&b, 16, inner.data, inner.n);

@@ -6,6 +6,7 @@
 #define KVQ_TESTS_STORE_CHECK_H
 
 #include "proto/status.h"
+#include "storage/store_internal.h"
 #include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
@@ -93,6 +94,13 @@ static inline struct kvq_stored *blocks_of(const struct kvq_store_session *sessi
     if (kvq_store_blocks(k.store, session, &blocks, n, k.text, sizeof k.text))
         fail_msg("%s: %s", session->name, k.text);
     return blocks;
+}
+
+static inline void segment_path(uint64_t number, char path[KVQ__PATH_BYTES])
+{
+    char name[KVQ__NAME_BYTES];
+    kvq__segment_name(number, name);
+    kvq__path(k.store, name, path);
 }
 
 static inline int drop_session(const char *name)

@@ -23,7 +23,6 @@ enum {
 
 static char folder[] = "/tmp/kvq-compact-XXXXXX";
 static char text[KVQ_TEXT_BYTES];
-static bool up; // the daemon
 
 // ---- What the daemon does to the store ----
 
@@ -114,22 +113,13 @@ static int start(void **state)
     sem_init(&begun, 0, 0);
     sem_init(&goes_on, 0, 0);
     attach_storage(folder, CAP);
-    int rc = attach_start(state);
-    up = rc == 0;
-    return rc;
-}
-
-static int stop_daemon(void **state)
-{
-    int rc = up ? attach_stop(state) : 0;
-    up = false;
-    return rc;
+    return attach_start(state);
 }
 
 static int stop(void **state)
 {
     sem_post(&goes_on); // after a test that failed in between
-    int rc = stop_daemon(state);
+    int rc = attach_stop(state);
     return remove_folder(folder) || rc;
 }
 
@@ -210,7 +200,7 @@ static void test_turns(void **state)
     assert_int_equal(compaction.reply.status, 0);
     assert_int_equal(compaction.reply.storage->freed_segments, 1);
     assert_true(compaction.reply.storage->moved_bytes > LIVE * 1000);
-    assert_int_equal(stop_daemon(state), 0);
+    assert_int_equal(attach_stop(state), 0);
 }
 
 static void test_drained(void **state)
@@ -220,14 +210,14 @@ static void test_drained(void **state)
     sem_post(&goes_on);
     sem_wait(&compaction.done);
     assert_string_equal(did, "c");
-    assert_int_equal(stop_daemon(state), 0);
+    assert_int_equal(attach_stop(state), 0);
 }
 
 static void test_closed(void **state)
 {
     begin_compaction();
     closing = true;
-    assert_int_equal(stop_daemon(state), 0);
+    assert_int_equal(attach_stop(state), 0);
     sem_wait(&compaction.done);
     assert_string_equal(did, "c");
 }

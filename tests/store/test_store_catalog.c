@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // A catalog that is damaged, missing, older than the segments, or of another version.
-#include "storage/store_internal.h"
 #include "tests/store/store_check.h"
 
 struct spoil {
@@ -436,12 +435,11 @@ static void first_version(void **state)
 
 static void newer_segment(void **state)
 {
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    char path[KVQ__PATH_BYTES];
     struct kvq_record front;
     begin_store(41, 41);
     change(&k, &w, 20);
-    kvq__segment_name(kvq__segment_after(k.store, 0), name);
-    kvq__path(k.store, name, path);
+    segment_path(kvq__segment_after(k.store, 0), path);
     kvq_store_close(&k.store);
     struct fault_file *file = fault_find(&disk, path);
     memcpy(&front, file->data, sizeof front);

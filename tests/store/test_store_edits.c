@@ -5,7 +5,6 @@
 // and save, verify, compact and delete as any other.
 //
 // 150 seeds; KVQ_FULL=1: 4000. KVQ_SEED=N: that one alone.
-#include "storage/store_internal.h"
 #include "tests/store/store_check.h"
 
 static uint64_t state, seed;
@@ -426,8 +425,7 @@ static void compacts_past_a_sick_sector(void **unused)
     for (int i = 0; i < 2; i++) {
         it = found(i ? "s7" : "s0");
         blocks[i] = blocks_of(&it, &n);
-        kvq__segment_name(blocks[i]->segment, name);
-        kvq__path(k.store, name, path[i]);
+        segment_path(blocks[i]->segment, path[i]);
     }
     assert_string_not_equal(path[0], path[1]);
     disk.sick = fault_find(&disk, path[0]);

@@ -4,7 +4,6 @@
 // acknowledged is lost or served wrong, and the store goes on or says that it does not.
 //
 // KVQ_FULL=1 flips 30 times as many bits of the segments, and fails at every write and sync.
-#include "storage/store_internal.h"
 #include "tests/store/store_check.h"
 
 // ---- A disk that fails ----
@@ -38,8 +37,7 @@ static void nothing_behind(struct kit *k, const char *when)
     for (size_t i = 0; i < k->store->n_segments; i++) {
         const struct kvq__segment *g = k->store->segments[i];
         char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
-        kvq__segment_name(g->number, name);
-        kvq__path(k->store, name, path);
+        segment_path(g->number, path);
         const struct fault_file *file = fault_find(&disk, path);
         known++;
         if (!file || file->bytes != g->bytes)
@@ -379,15 +377,14 @@ static void damage_is_marked(struct kit *k, const struct world *w)
     uint64_t good;
     uint32_t n, cut = 0;
     size_t count, i = 0;
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    char path[KVQ__PATH_BYTES];
     const size_t room = sizeof k->text;
     assert_int_equal(kvq_store_list(k->store, NULL, 0, all, WORLD_SESSIONS, &n, k->text, room), 0);
     struct kvq_stored *blocks = blocks_of(&all[n - 1], &count);
     while (i + 1 < count && blocks[i].bytes == 0)
         i++;
     assert_true(count > 0 && blocks[i].bytes > 0);
-    kvq__segment_name(blocks[i].segment, name);
-    kvq__path(k->store, name, path);
+    segment_path(blocks[i].segment, path);
     uint8_t *byte = fault_find(&disk, path)->data + blocks[i].offset + KVQ_RECORD_HEAD;
     free(blocks);
     *byte ^= 1;
@@ -532,11 +529,10 @@ static void flipped_bits(void **state)
     change(&k, &w, long_tier() ? 12 : 40);
     for (uint64_t number = kvq__segment_after(k.store, 0); number;
          number = kvq__segment_after(k.store, number)) {
-        char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+        char path[KVQ__PATH_BYTES];
         struct kvq__segment *g;
         const struct kvq__complaint quiet = {0};
-        kvq__segment_name(number, name);
-        kvq__path(k.store, name, path);
+        segment_path(number, path);
         assert_int_equal(kvq__segment_pin(k.store, number, &g, &quiet), 0);
         for (uint64_t at = number % step; at < g->bytes; at += step, flips++)
             flip_at(&k, &w, number, fault_find(&disk, path), at);
@@ -595,7 +591,7 @@ static void sick_sector(void **state)
     struct kvq_store_session it;
     uint32_t sessions;
     size_t n;
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], why[256];
+    char path[KVQ__PATH_BYTES], why[256];
     begin_store(8, 8);
     change(&k, &w, 40);
     assert_int_equal(kvq_store_list(k.store, NULL, 0, &it, 1, &sessions, k.text, sizeof k.text), 0);
@@ -603,8 +599,7 @@ static void sick_sector(void **state)
     struct kvq_stored *blocks = blocks_of(&it, &n);
     struct kvq_stored block = blocks[n / 2];
     uint8_t *out = malloc(block.bytes + 1);
-    kvq__segment_name(block.segment, name);
-    kvq__path(k.store, name, path);
+    segment_path(block.segment, path);
     uint64_t end = block.offset + kvq_record_bytes(block.bytes);
     for (disk.sick_at = block.offset; disk.sick_at < end; disk.sick_at += 41) {
         bool head = disk.sick_at < block.offset + KVQ_RECORD_HEAD;
@@ -643,11 +638,10 @@ static void sick_sector(void **state)
 // A segment is gone: the sessions that had nothing in it do not notice.
 static void missing_segment(void **state)
 {
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], elsewhere[KVQ__PATH_BYTES + 8];
+    char path[KVQ__PATH_BYTES], elsewhere[KVQ__PATH_BYTES + 8];
     begin_store(7, 7);
     change(&k, &w, 40);
-    kvq__segment_name(kvq__segment_after(k.store, 0), name);
-    kvq__path(k.store, name, path);
+    segment_path(kvq__segment_after(k.store, 0), path);
     kvq_store_close(&k.store);
     snprintf(elsewhere, sizeof elsewhere, "%s.away", path);
     assert_int_equal(disk.io.rename(&disk.io, path, elsewhere), 0);

@@ -178,6 +178,13 @@ static struct kvq_store *store;
 static char text[KVQ_TEXT_BYTES];
 static uint64_t left; // on disk, before the last save was committed
 
+static const char *numbered(const char *name, uint32_t number)
+{
+    static char whole[32];
+    snprintf(whole, sizeof whole, "%s%u", name, number);
+    return whole;
+}
+
 static int open_it(void)
 {
     const struct kvq_store_options options = {.io = io()};
@@ -250,12 +257,10 @@ static void fill_up(void)
 // Of 23 MiB most can be used, and what is refused is refused for the disk's sake.
 static uint32_t save_until_full(void)
 {
-    char name[16];
     uint32_t n = 0;
     int rc = 0;
     for (; n < DISK_MIB; n++) {
-        snprintf(name, sizeof name, "big%u", n);
-        rc = save(name, (1 << 20) / BLOCK, BLOCK);
+        rc = save(numbered("big", n), (1 << 20) / BLOCK, BLOCK);
         if (rc)
             break;
         if (n == 0 && left < 1 << 20) // what was tried to be taken in advance, in vain
@@ -295,15 +300,13 @@ static void save_too_many_rows(void)
 // Nothing but the store's own reserve is there.
 static void delete_at_nothing(uint32_t big)
 {
-    char name[16];
     struct kvq_store_freed freed;
     const struct kvq_store_use use = {1, 77};
     fill_up();
     drop("large");
     for (uint32_t i = 0; i < SMALL; i++) {
-        snprintf(name, sizeof name, "small%u", i);
         fill_up();
-        drop(name);
+        drop(numbered("small", i));
     }
     fill_up();
     assert_int_equal(kvq_store_touch(store, &use, 1, text, sizeof text), 0);
@@ -315,8 +318,7 @@ static void delete_at_nothing(uint32_t big)
     assert_int_equal(open_it(), 0);
     fill_up();
     for (uint32_t i = 1; i < big; i++) {
-        snprintf(name, sizeof name, "big%u", i);
-        drop(name);
+        drop(numbered("big", i));
         fill_up();
     }
     check_session("big0", (1 << 20) / BLOCK, BLOCK);
@@ -350,7 +352,6 @@ static void refuses_to_write(void)
 
 static void run(const struct place *at)
 {
-    char name[16];
     place = at;
     if (!place->make()) {
         skip();
@@ -358,10 +359,8 @@ static void run(const struct place *at)
     }
     assert_int_equal(open_it(), 0);
     assert_int_equal(save("large", LARGE_BLOCKS, 64), 0);
-    for (uint32_t i = 0; i < SMALL; i++) {
-        snprintf(name, sizeof name, "small%u", i);
-        assert_int_equal(save(name, 1, 64), 0);
-    }
+    for (uint32_t i = 0; i < SMALL; i++)
+        assert_int_equal(save(numbered("small", i), 1, 64), 0);
     kvq_store_close(&store);
     place->fill((uint64_t)FREE_MIB << 20);
     assert_int_equal(open_it(), 0);
@@ -434,9 +433,8 @@ static void scattered(void **state)
             fail_msg("%s: %s", name, text);
     }
     for (uint32_t i = 0; i < PROMPTS; i++) {
-        snprintf(name, sizeof name, "prompt%u", i);
         fill_up();
-        drop(name);
+        drop(numbered("prompt", i));
     }
     check_store();
     kvq_store_close(&store);
