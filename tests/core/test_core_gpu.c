@@ -10,6 +10,8 @@
 #include "tests/kits/stream_kit.h"
 #include "tests/kits/unit.h"
 
+static char text[KVQ_TEXT_BYTES]; // why the last call was refused
+
 // ---- What the tests do ----
 
 static struct kvq_entry_wire entry_of(struct streamer *s)
@@ -230,7 +232,6 @@ static void test_signals_out_of_reach(void **state)
 // A GPU faults where a host would not, and takes everybody's sessions with it.
 static void test_buffer_at_an_odd_address(void **state)
 {
-    char text[KVQ_TEXT_BYTES];
     struct kvq__buffer_memory memory = {
         .host = one.m.memory + 1, .gpu = (uintptr_t)one.m.memory + 1, .bytes = BUFFER - 1};
     uint32_t odd;
@@ -259,7 +260,6 @@ static void test_stalled_alone(void **state)
 static void test_given_back_beside_a_stalled(void **state)
 {
     struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     const struct kvq__pool *pools = kit.core->pools;
     struct kvq__session_spec spec = {
         .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
@@ -418,7 +418,6 @@ static void test_stalled_while_packing(void **state)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     struct kvq__session_spec spec = {.name = "packed", .flags = KVQ__OPEN_READ_ONLY};
-    char text[KVQ_TEXT_BYTES];
     assert_null(kvq__work_stream_withholds(one.m.client->streams[0])); // nobody else has it
     uint64_t handle = kit_opened(&two.m, &spec);
     struct kvq_entry_wire e = {.handle = handle, .position = MANY, .queries = 1};
@@ -503,7 +502,6 @@ static void test_no_memory_beside_a_stalled(void **state)
 {
     struct streamer three = {0};
     struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.format = "f16",
                                      .place = kvq__pool_name(&kit.core->pools[1]),
                                      .layers = &stream_row,

@@ -13,6 +13,7 @@ static const struct kvq__layer_row rows[] = {{4, HEADS, DIM, DIM, .kv_from = -1,
 
 static struct kit kit;
 static char text[KVQ_TEXT_BYTES];
+static struct kvq__session_info info; // of the session that was asked for last
 
 // A client with one shard.
 struct rank {
@@ -46,7 +47,6 @@ static int open_as(struct rank *r, const struct kvq__session_spec *spec,
 static void open_shard(struct rank *r, uint32_t shard)
 {
     struct kvq__session_spec spec = spec_of(shard);
-    struct kvq__session_info info;
     assert_int_equal(open_as(r, &spec, &info), 0);
     r->handle = info.handle;
 }
@@ -182,7 +182,6 @@ static void test_commit(void **state)
 static void test_readers(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
-    struct kvq__session_info info;
     open_both();
     step_both(0, N);
     spec.flags = KVQ__OPEN_READ_ONLY;
@@ -239,7 +238,6 @@ static bool has_point(enum way way, enum point point)
 static void leave(enum way way, uint64_t position)
 {
     struct kvq__session_spec spec = spec_of(1);
-    struct kvq__session_info info;
     float *k = (float *)(void *)two.m.memory, good = k[3];
     switch (way) {
     case ABORT:
@@ -312,7 +310,6 @@ static void test_leaving(void **state)
 static void test_gone_behind_end(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
-    struct kvq__session_info info;
     open_both();
     for (uint64_t position = 0; position < 3 * N; position += N) {
         assert_int_equal(fill(&one, position, N), 0);
@@ -495,7 +492,6 @@ static void test_counts(void **state)
     assert_int_equal(end(&one, 2 * N - 2), KVQ_E_POSITION);
     assert_int_equal(tokens(&one), 2 * N - 2);
     assert_int_equal(tokens(&two), 2 * N + 1);
-    struct kvq__session_info info;
     assert_int_equal(kvq__session_info(two.m.client, two.handle, &info, text), 0);
     assert_int_equal(info.group_tokens, 2 * N - 2);
     // Nor if both append as many.
@@ -511,7 +507,6 @@ static void test_counts(void **state)
 
 static void refused(struct kvq__session_spec spec, int code, const char *said)
 {
-    struct kvq__session_info info;
     uint32_t sessions = kit.core->n_sessions;
     assert_int_equal(open_as(&two, &spec, &info), code);
     assert_says(text, said);
@@ -522,7 +517,6 @@ static void refused(struct kvq__session_spec spec, int code, const char *said)
 static void test_open(void **state)
 {
     struct kvq__session_spec spec = spec_of(1);
-    struct kvq__session_info info;
     open_shard(&one, 0);
     assert_int_equal(begin(&one, 0, N), KVQ_E_NO_SESSION); // nobody has opened shard 1
     assert_int_equal(result(&one)->shard, 1 + 1);
@@ -560,7 +554,6 @@ static void test_open(void **state)
 static void test_alone(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
-    struct kvq__session_info info;
     spec.name = NULL;
     assert_int_equal(open_as(&one, &spec, &info), 0);
     one.handle = info.handle;
@@ -582,7 +575,6 @@ static void test_drop(void **state)
 {
     const struct kvq__peer peer = {.uid = 1000};
     struct kvq__shard_info shards[KVQ_MAX_SHARDS];
-    struct kvq__session_info info;
     char id[24];
     for (uint32_t way = 0; way < 3; way++) {
         open_both();
@@ -611,7 +603,6 @@ static void test_drop(void **state)
 static void test_detach(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
-    struct kvq__session_info info;
     open_both();
     assert_int_equal(kvq__session_close(one.m.client, one.handle, text), 0);
     kit_tick(&kit, 2 * kit.core->config.keep_ns);
@@ -636,7 +627,6 @@ static void test_detach(void **state)
 static void test_rotations(void **state)
 {
     struct kvq__session_spec spec = spec_of(0);
-    struct kvq__session_info info;
     spec.format = "k8v4";
     assert_int_equal(open_as(&one, &spec, &info), 0);
     assert_int_equal(info.v_rotation, KVQ_V_ROT_NONE);

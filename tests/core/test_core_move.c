@@ -37,6 +37,7 @@ static struct kit kit;
 static struct member m, other;
 static uint64_t session;
 static char text[KVQ_TEXT_BYTES];
+static struct kvq__move_info info; // of the last move
 static const struct kvq__peer admin = {.admin = true};
 
 static uint64_t fed(const char *name, uint32_t tokens)
@@ -135,7 +136,6 @@ static int start(uint32_t pool, struct kvq__move_info *info)
 
 static struct kvq__move_info info_of(const struct kvq__move_info *move)
 {
-    struct kvq__move_info info;
     assert_int_equal(kvq__move_info(kit.core, &admin, move->id, &info, text), 0);
     return info;
 }
@@ -143,7 +143,6 @@ static struct kvq__move_info info_of(const struct kvq__move_info *move)
 // Moves it all the way; what became of it.
 static struct kvq__move_info move_to(uint32_t pool)
 {
-    struct kvq__move_info info;
     assert_int_equal(start(pool, &info), 0);
     end_moves();
     return info_of(&info);
@@ -266,7 +265,6 @@ static void stall(struct member *member, bool held)
 // What a GPU packs before anybody asks is waited for, too.
 static void test_packing(void **state)
 {
-    struct kvq__move_info info;
     struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
     struct kvq_entry_wire e = {.handle = session, .position = TOKENS, .row = TOKENS, .append = 300};
     assert_int_equal(move_to(1).status, 0);
@@ -358,7 +356,6 @@ static void test_shared(void **state)
 // Each tier has a limit of its own, and a move to another one is held to the limit there.
 static void test_tiers(void **state)
 {
-    struct kvq__move_info info;
     const uint64_t bytes = used(0);
     limit(KVQ__DEVICE_BYTES, bytes - 1);
     assert_int_equal(start(1, &info), KVQ_E_QUOTA); // it could never fit: said at once
@@ -444,7 +441,6 @@ static void assert_unchanged(size_t n, uint64_t bytes)
 
 static void test_no_room(void **state)
 {
-    struct kvq__move_info info;
     uint64_t bytes = used(0), budget = kit.core->pools[1].budget;
     attend(session, bits);
     size_t n = image_of(it(), before);
@@ -502,7 +498,6 @@ static void test_dropped(void **state)
 // The core closes in the midst of it.
 static void test_close(void **state)
 {
-    struct kvq__move_info info;
     assert_int_equal(start(2, &info), 0);
     polls(5);
     assert_string_equal(info_of(&info).phase, "copying");
@@ -580,7 +575,6 @@ static struct vault vault;
 
 static void park(void)
 {
-    struct kvq__move_info info;
     assert_int_equal(kvq__session_park(m.client, session, &info, text), 0);
     vault_serve(&vault, kit.core);
     rest();
@@ -592,7 +586,6 @@ static void park(void)
 static void test_parked(void **state)
 {
     static const uint32_t ways[] = {0, 1, 1, 2, 2, 0};
-    struct kvq__move_info info;
     kit.core->config.saves = true;
     attend(session, bits);
     for (uint32_t i = 0; i < 6; i++) {

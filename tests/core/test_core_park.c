@@ -4,6 +4,8 @@
 // twin that never left, waits are told apart from failures, and who is in use stays.
 #include "tests/core/park_kit.h"
 
+static struct kvq__store_job order; // that the core gave last
+
 // ---- There and back ----
 
 static void check_format(const char *format, uint64_t tokens, uint32_t rollback, const char *name)
@@ -103,7 +105,6 @@ static void test_nothing_to_write(void **state)
 static void test_layers_answer_as_they_come(void **state)
 {
     static uint8_t x[OUT_BYTES], y[OUT_BYTES];
-    struct kvq__store_job order;
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     away(a);
     struct kvq__restore *r = begin_fetch(a, &order);
@@ -175,7 +176,6 @@ static void test_in_use(void **state)
 // Between the writing and the end somebody uses it: it stays, and is saved.
 static void test_used_meanwhile(void **state)
 {
-    struct kvq__store_job order;
     uint64_t ticket;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
     for (uint32_t changes = 0; changes < 2; changes++) {
@@ -205,7 +205,6 @@ static void test_used_meanwhile(void **state)
 // Packing that nobody asked for is no use, but has to end first.
 static void test_packed_meanwhile(void **state)
 {
-    struct kvq__store_job order;
     uint64_t ticket;
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     struct kvq__save *save = begin_writing(a, &order, &ticket);
@@ -328,7 +327,6 @@ static void test_damage(void **state)
 // Damage that shows while layers come; and a disk that fails then.
 static void test_fails_midway(void **state)
 {
-    struct kvq__store_job order;
     struct kvq__restore *r;
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     for (uint32_t i = 0; i < 3; i++) {

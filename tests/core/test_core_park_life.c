@@ -4,11 +4,14 @@
 // die, groups of shards, forks, prefixes, and the end of the daemon.
 #include "tests/core/park_kit.h"
 
+static struct kvq__move_info info; // of the last move
+
+static struct kvq__store_job order; // that the core gave last
+
 // ---- What is stored of it ----
 
 static void test_forgotten(void **state)
 {
-    struct kvq__store_job order;
     struct kvq__session_spec dropping = {
         .name = "drop", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_DROP};
     uint64_t a = open_as("it", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -66,7 +69,6 @@ static void test_client_goes(void **state)
         assert_int_equal(kit_step(&other, handle, 300, HEADS, DIM), 0);
         kit_pack(&kit);
         struct kvq__move_info moved;
-        struct kvq__store_job order;
         struct kvq__restore *r = NULL;
         assert_int_equal(kvq__session_park(other.client, handle, &moved, text), 0);
         settle();
@@ -90,7 +92,6 @@ static void test_client_goes(void **state)
 // It is dropped while memory is taken for it.
 static void test_dropped_before_it_has_room(void **state)
 {
-    struct kvq__store_job order;
     struct kvq__restore *r;
     uint64_t a = fed("", 300, 0);
     away(a);
@@ -113,8 +114,6 @@ static void test_dropped_before_it_has_room(void **state)
 // It is wanted back while its blocks still go.
 static void test_wanted_while_it_goes(void **state)
 {
-    struct kvq__store_job order;
-    struct kvq__move_info info;
     uint64_t a = fed("", 700, 0);
     kit_pack(&kit);
     assert_int_equal(kvq__session_park(m.client, a, &info, text), 0);
@@ -136,7 +135,6 @@ static void test_parked_while_it_comes_back(void **state)
 {
     struct kvq__store_job order, none;
     struct kvq__restore *r;
-    struct kvq__move_info info;
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
     for (uint32_t fails = 0; fails < 2; fails++) {
         away(a);
@@ -190,7 +188,6 @@ static void step_both(const uint64_t handles[2], uint32_t n)
 
 static void test_groups(void **state)
 {
-    struct kvq__move_info info;
     uint64_t h[2] = {open_shard(0)};
     refused(h[0], KVQ_E_INCOMPLETE, "shard 1");
     h[1] = open_shard(1);
@@ -208,7 +205,6 @@ static void test_groups(void **state)
     assert_int_equal(session_of(h[1])->tokens, 700);
     away(h[1]);
     assert_int_equal(kvq__session_prefetch(m.client, h[0], &info, text), 0);
-    struct kvq__store_job order;
     struct kvq__restore *r[2];
     for (uint32_t i = 0; i < 2; i++) {
         assert_true(kvq__park_next(kit.core, &order));
@@ -285,7 +281,6 @@ static void reclaim(struct kvq__namespace *ns)
 // adds nothing to it.
 static void test_prefix(void **state)
 {
-    struct kvq__store_job order;
     struct kvq__restore *r;
     set_rows("f16");
     rows[1].window = 0;
@@ -321,7 +316,6 @@ static void test_prefix(void **state)
 
 static void test_core_closes(void **state)
 {
-    struct kvq__store_job order;
     uint64_t a = fed("", 300, 0), b = fed("it", 300, 0);
     away(a);
     away(b);

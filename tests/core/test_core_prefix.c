@@ -5,6 +5,8 @@
 #include "daemon/core/residency/saved.h"
 #include "tests/core/prefix_kit.h"
 
+static struct kvq__session_info info; // of the session that was asked for last
+
 static int refused(struct member *m, const struct kvq__session_spec *spec)
 {
     uint64_t tokens;
@@ -29,7 +31,6 @@ static void shares_as(const char *format)
 {
     struct kvq__session_spec spec = spec_of(&one, 1000), other = spec_of(&two, 1000);
     spec.format = other.format = format;
-    struct kvq__session_info info;
     uint64_t fork, a = feed(&one, &spec, 1000);
     uint64_t used = kit.core->pools[0].used_bytes;
     assert_int_equal(lookup(&one, &spec), 7 * PAGE);
@@ -66,7 +67,6 @@ static void shares(void **state)
 static void outlives(void **state)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
-    struct kvq__session_info info;
     struct kvq__prefix_info prefix;
     struct kvq__peer peer = {.uid = 1000};
     drop(&one, feed(&one, &spec, 600));
@@ -340,7 +340,6 @@ static void windows(void **state)
         {4, HEADS, DIM, DIM, .window = 200, .kv_from = -1},
     };
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
-    struct kvq__session_info info;
     spec.layers = sliding;
     spec.n_layers = 2;
     // All at once: by the time its pages are packed the layer has let go of the first ones.
@@ -542,7 +541,6 @@ static int setup_pool(void **state)
 static void across_namespaces(void **state)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
-    struct kvq__session_info info;
     spec.ns = "open";
     uint64_t a = feed(&one, &spec, 600), b = open_as(&two, &other, &info); // "team" may
     assert_int_equal(info.tokens, 4 * PAGE);
@@ -567,7 +565,6 @@ static void all_shards(void **state)
 {
     static const struct kvq__layer_row more[] = {{4, HEADS, DIM, DIM, .kv_from = -1, .repeat = 2}};
     struct kvq__session_spec first = spec_of(&one, TOKENS), second = spec_of(&two, TOKENS);
-    struct kvq__session_info info;
     first.shards = second.shards = 2;
     second.shard = 1;
     second.layers = more; // by layers: a rank has its own
@@ -638,7 +635,6 @@ static void hostile(void **state)
 static void in_pieces(void **state)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS), with = spec;
-    struct kvq__session_info info;
     struct kvq__prefix_ask *ask;
     uint64_t pages, bytes, a = feed(&one, &spec, 1500);
     assert_int_equal(kvq__prefix_ask(one.client, &spec, &ask, text), 0);

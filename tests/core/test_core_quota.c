@@ -16,6 +16,7 @@ enum {
 static struct kit kit;
 static struct member m; // user 1000
 static char text[KVQ_TEXT_BYTES];
+static struct kvq__session_info info; // of the session that was asked for last
 static const struct kvq__peer admin = {.admin = true}, user = {.uid = 1000}, stranger = {.uid = 7};
 
 static int setup(void **state)
@@ -75,7 +76,6 @@ static int open_in(const char *ns, const char *name, struct kvq__session_info *i
 
 static uint64_t fed(const char *ns, const char *name, uint32_t pages)
 {
-    struct kvq__session_info info;
     if (open_in(ns, name, &info) < 0)
         fail_msg("%s", text);
     for (uint32_t i = 0; i < pages; i++)
@@ -188,7 +188,6 @@ static void test_lowered(void **state)
 {
     uint64_t a = fed("team", "a", 3), b = fed("team", "b", 0), fork;
     struct kvq_entry_wire e = {.handle = a, .position = 3 * PAGE};
-    struct kvq__session_info info;
     assert_int_equal(kit_step(&m, b, 100, 2, DIM), 0);
     set("team", KVQ__HOST_BYTES, PAGE_BYTES / 2);
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
@@ -225,7 +224,6 @@ static void test_own_alone(void **state)
 
 static void test_sessions(void **state)
 {
-    struct kvq__session_info info;
     uint64_t a = fed("team", "a", 1), fork;
     struct kvq_entry_wire e = {.handle = a, .position = PAGE};
     fed("team", "b", 0);
@@ -250,7 +248,6 @@ static void test_sessions(void **state)
 static void test_told(void **state)
 {
     uint64_t a = fed("team", "a", 1);
-    struct kvq__session_info info;
     set("team", KVQ__HOST_BYTES, PAGE_BYTES);
     assert_int_equal(kit.events[KVQ__EVENT_QUOTA_REACHED], 0);
     for (int i = 0; i < 10; i++)

@@ -11,6 +11,7 @@ enum { MIB = 1 << 20, DIM = 64, HEADS = 1, TOKENS = 8000, BUFFER = 8 * MIB };
 static struct kit kit;
 static struct member m;
 static char text[KVQ_TEXT_BYTES];
+static struct kvq__session_info info; // of the session that was asked for last
 
 static const struct kvq__layer_row rows[] = {
     {1, HEADS, DIM, DIM, .format = "kivi2-g64", .kv_from = -1, .repeat = 2},
@@ -57,7 +58,6 @@ static void test_forks_share(void **state)
     kit_fork(&m, a, 2048); // whatever is made once
     uint64_t small = cost_of(a, 2048), large = cost_of(a, 7168);
     assert_in_range(large, small, small + 1024); // the ids alone are 20,480 bytes more
-    struct kvq__session_info info;
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
     assert_true(info.table_bytes < 8 * small); // and what is shared counts in part
 }
@@ -368,7 +368,6 @@ static void limit_tables(uint64_t bytes)
 static int open_named(const char *name, uint32_t layers, uint64_t *handle)
 {
     struct kvq__layer_row many = rows[0];
-    struct kvq__session_info info;
     const struct kvq__session_spec spec = {.name = name, .layers = &many, .n_layers = 1};
     many.repeat = layers;
     text[0] = 0;
@@ -412,7 +411,6 @@ static void test_empty_sessions_count(void **state)
 static void test_growth_counts(void **state)
 {
     uint64_t a = make(1000), used = info_of().used[KVQ__TABLE_BYTES], fork;
-    struct kvq__session_info info;
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
     assert_int_equal(info.table_bytes, used);
     limit_tables(used);
@@ -449,7 +447,6 @@ static void test_idle_sessions(void **state)
 {
     struct kvq__lookup *l = &kit.core->lookup;
     uint32_t n = count_of(10000, 100000);
-    struct kvq__session_info info;
     uint64_t handle, looks;
     char name[32];
     for (uint32_t i = 0; i < n; i++) {
@@ -484,7 +481,6 @@ static void test_idle_sessions(void **state)
 // A session that is used goes later; one of another time goes before it; one that is open stays.
 static void test_order_of_ends(void **state)
 {
-    struct kvq__session_info info;
     struct kvq__layer_row row = rows[0];
     uint64_t open, late, soon;
     struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .on_detach = KVQ__DETACH_KEEP};

@@ -10,6 +10,7 @@ enum { MIB = 1 << 20, BUFFER = 2 * MIB, DIM = 128 };
 static struct kit kit;
 static struct member m, other; // users 1000 and 1001
 static char text[KVQ_TEXT_BYTES];
+static struct kvq__session_info info; // of the session that was asked for last
 
 static struct kvq__layer_row row_of(const char *format)
 {
@@ -86,7 +87,6 @@ static void test_shapes(void **state)
         {{64, 64, DIM, DIM, .kv_from = -1}, KVQ_E_LIMIT, "extent"},
     };
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
-        struct kvq__session_info info;
         const struct kvq__session_spec spec = {
             .layers = &refused[i].row, .n_layers = 1, .format = "oscar2"};
         assert_int_equal(open_as(&m, &spec, &info), refused[i].code);
@@ -99,7 +99,6 @@ static void test_numbers_of_spec(void **state)
 {
     const struct kvq__layer_row row = row_of("f16");
     struct kvq__session_spec good = {.layers = &row, .n_layers = 1};
-    struct kvq__session_info info;
     char long_name[KVQ_NAME_BYTES + 1] = {0};
     memset(long_name, 'x', KVQ_NAME_BYTES);
     const struct {
@@ -125,7 +124,6 @@ static void test_numbers_of_spec(void **state)
 // With words in the text.
 static void refuses(const struct kvq__session_spec *spec, int code, const char *words)
 {
-    struct kvq__session_info info;
     assert_int_equal(open_as(&m, spec, &info), code);
     assert_says(text, words);
 }
@@ -133,7 +131,6 @@ static void refuses(const struct kvq__session_spec *spec, int code, const char *
 static void test_open_again(void **state)
 {
     struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("f16")};
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {
         .name = "chat", .model = "llama", .layers = rows, .n_layers = 2};
     assert_int_equal(open_as(&m, &spec, &info), 0);
@@ -168,7 +165,6 @@ static void test_handles_of_attachments(void **state)
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
     uint64_t old[ATTACHMENTS * HANDLES], n = 0;
-    struct kvq__session_info info;
     for (uint32_t i = 0; i < ATTACHMENTS; i++) {
         if (i == ATTACHMENTS / 2) { // another run, whose clients have the same ids
             assert_int_equal(kit_teardown(NULL), 0);
@@ -264,7 +260,6 @@ static void test_permission(void **state)
 static void test_quota(void **state)
 {
     struct kvq__layer_row row = row_of("f16");
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.ns = "team", .layers = &row, .n_layers = 1};
     assert_int_equal(open_as(&m, &spec, &info), 0);
     // 128 KiB a page and layer; the namespace has 4 MiB, the pool much more.
@@ -286,7 +281,6 @@ static void test_quota(void **state)
 static void test_keep(void **state)
 {
     struct kvq__layer_row row = row_of("f16");
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "kept", .layers = &row, .n_layers = 1};
     assert_int_equal(open_as(&m, &spec, &info), 0);
     assert_int_equal(kit_step(&m, info.handle, 20, 2, DIM), 0);
@@ -318,7 +312,6 @@ static void test_keep(void **state)
 static void test_info(void **state)
 {
     struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("oscar2")};
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
     struct kvq__status status;
     assert_int_equal(open_as(&m, &spec, &info), 0);
@@ -397,7 +390,6 @@ static void test_own_formats(void **state)
 static void test_own_formats_again(void **state)
 {
     struct kvq__layer_row rows[2] = {row_of(NULL), row_of(NULL)};
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "a",
                                      .format = "mymix",
                                      .layers = rows,
@@ -506,7 +498,6 @@ static void test_reading(void **state)
     struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("vecinfer-2@a")};
     struct kvq__session_spec spec = {.layers = rows, .n_layers = 2, .path = 1, .dtype = 2};
     struct kvq__layer_reading layers[KVQ_MAX_LAYERS];
-    struct kvq__session_info info;
     struct kvq_book book;
     void *hold = NULL;
     uint8_t path;
@@ -560,7 +551,6 @@ static void test_list_of_formats(void **state)
 static void test_drain(void **state)
 {
     struct kvq__layer_row row = row_of("f16");
-    struct kvq__session_info info;
     struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
     struct member late;
     assert_int_equal(open_as(&m, &spec, &info), 0);
@@ -581,7 +571,6 @@ static uint8_t rotation_of(const char *format, uint32_t asked)
 {
     const struct kvq__layer_row row = row_of(format);
     const struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .v_rotation = asked};
-    struct kvq__session_info info;
     if (open_as(&m, &spec, &info))
         fail_msg("%s: %s", format, text);
     assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
@@ -618,7 +607,6 @@ static void test_rotation_by_paper(void **state)
     assert_int_equal(rotation_of("kivi2", KVQ__V_DAEMON), KVQ_V_ROT_DAEMON);
     const struct kvq__layer_row rows[] = {row_of("k8v4"), row_of("oscar2")};
     struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
-    struct kvq__session_info info;
     assert_int_equal(open_as(&m, &spec, &info), 0);
     assert_int_equal(info.v_rotation, KVQ__V_MIXED);
     assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);

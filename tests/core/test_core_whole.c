@@ -10,6 +10,8 @@
 #include "tests/core/sim.h"
 #include "tests/kits/unit.h"
 
+static char text[KVQ_TEXT_BYTES]; // why the last call was refused
+
 enum {
     HEADS = 2,
     DIM = 64,
@@ -93,7 +95,6 @@ struct mapping {
 static void map_extents(struct mapping *map)
 {
     struct kvq__extent_export told[2];
-    char text[KVQ_TEXT_BYTES];
     bool more = true;
     while (more) {
         int n =
@@ -120,7 +121,6 @@ static void free_page(uint8_t *table)
 
 static int try_map(struct member *member, uint64_t handle, struct mapping *map, uint32_t pages)
 {
-    char text[KVQ_TEXT_BYTES];
     *map = (struct mapping){.member = member, .handle = handle};
     map->table = new_page(kvq_table_bytes(LAYERS, pages));
     struct kvq__table_memory memory = {.layers = LAYERS, .pages = pages};
@@ -361,7 +361,6 @@ static void test_leases(void **state)
     const uint32_t n = fewer(700, 300);
     struct mapping map;
     struct member other;
-    char text[KVQ_TEXT_BYTES];
     assert_int_equal(member_open(&kit, &other, 1000, BUFFER), 0);
     uint64_t one = open_named(&m, "one", 0, 0);
     assert_int_equal(kit_whole(&m, one, n, HEADS, DIM), 0);
@@ -473,7 +472,6 @@ static int begin_long(struct member *member, uint64_t handle, uint64_t step)
 static void test_extents_stay(void **state)
 {
     struct member stranger;
-    char text[KVQ_TEXT_BYTES];
     struct mapping map;
     kit_close(&kit);
     kit_open(&kit, 12, 32 * MIB, 0);

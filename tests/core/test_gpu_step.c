@@ -11,6 +11,8 @@
 #include "tests/kits/stream_kit.h"
 #include "tests/kits/unit.h"
 
+static char text[KVQ_TEXT_BYTES]; // why the last call was refused
+
 enum {
     PAGES = 16,
     OUTLIERS = 300, // tokens from which ott2 has packed some
@@ -44,7 +46,6 @@ struct table {
 
 static struct table open_table(struct streamer *s)
 {
-    char text[KVQ_TEXT_BYTES];
     uint32_t layers = layers_of(s);
     struct table t = {s, sim_gpus()->memory_new(kvq_table_bytes(layers, PAGES)),
                       calloc(1, kvq_table_bytes(layers, PAGES))};
@@ -254,7 +255,6 @@ static uint64_t holds_after(const struct use *use)
         .format = use->format, .layers = &row, .n_layers = 1, .max_rollback = 200};
     struct kvq__move_spec to = {.place = "host"};
     struct kvq__move_info move;
-    char text[KVQ_TEXT_BYTES];
     const uint64_t before = used_now();
     row.window = use->window;
     spec.place = kvq__pool_name(&kit.core->pools[1]);
@@ -503,7 +503,6 @@ static void test_dies(void **state)
 static void test_closes(void **state)
 {
     struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one"};
     stream_needed();
     assert_int_equal(step(&one, 100), 0);
@@ -518,7 +517,6 @@ static void test_closes(void **state)
 static void test_taken_over(void **state)
 {
     struct kvq__session_info info;
-    char text[KVQ_TEXT_BYTES];
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_TAKE_OVER};
     struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
     stream_needed();
@@ -549,7 +547,6 @@ static void test_taken_over(void **state)
 // client looks: also where the session was dropped.
 static void test_dropped(void **state)
 {
-    char text[KVQ_TEXT_BYTES];
     uint8_t before[64], after[64];
     struct kvq__gpu *gpu = kit.core->pools[1].gpu;
     stream_needed();
@@ -639,7 +636,6 @@ static void test_dies_between_chunks(void **state)
 // left to be packed, whatever the step before has packed.
 static void test_dropped_between_chunks(void **state)
 {
-    char text[KVQ_TEXT_BYTES];
     struct streamer small, other;
     shrink_stream(&small);
     open_layers(&small, "stored", "oscar2");

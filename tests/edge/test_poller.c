@@ -14,6 +14,8 @@
 #include "tests/kits/fake_core.h"
 #include "tests/kits/unit.h"
 
+static struct kvq_completion done; // that came last
+
 struct rig {
     struct kvq__core core;
     struct kvq_daemon_page page;
@@ -213,7 +215,7 @@ static struct kvq_completion call(struct fake_client *c, uint8_t op, uint32_t se
                                   uint16_t count)
 {
     struct kvq_request r = make_request(op, seq, layer, count);
-    struct kvq_completion done;
+    struct kvq_completion done; // clients are threads
     put_request(c, &r);
     await_completion(c, &done);
     assert_int_equal(done.seq, seq);
@@ -263,7 +265,6 @@ static void test_sleep_and_wake(void **state)
     begin(2, 0); // never spins
     for (uint32_t i = 0; i < 50; i++) {
         struct kvq_request r = make_request(KVQ_OP_ATTEND, i, 4, 1);
-        struct kvq_completion done;
         wait_for_word(&rig.page.poller_sleeping, 1);
         kvq_ring_sleep_begin(&c.req->client_sleeping);
         put_request(&c, &r);
@@ -312,7 +313,6 @@ static void test_posts_wake_the_poller(void **state)
 
 static void test_workers_wake_the_poller(void **state)
 {
-    struct kvq_completion done;
     uint32_t woken = 0, held = 0;
     begin(2, 0);
     for (uint32_t i = 0; try_again(i, woken + (held == 0)); i++) {
@@ -347,7 +347,6 @@ static void test_who_is_awake(void **state)
     c.queue->worker_gate = &gate;
     while (kvq_word_load_acquire(&c.queue->held_by_worker) == 0) {
         struct kvq_request r = make_request(KVQ_OP_ATTEND, 0, 3, 0);
-        struct kvq_completion done;
         put_request(&c, &r);
         bool over = false; // the poller may have run all items itself
         while (!(over = try_completion(&c, &done)) &&
@@ -384,7 +383,6 @@ static void test_background_work(void **state)
 static void test_background_under_load(void **state)
 {
     struct fake_client busy, waiting;
-    struct kvq_completion done;
     uint32_t gate = 0;
     rig_open(&rig, 1, 0);
     client_open(&busy, &rig);
@@ -411,7 +409,6 @@ static void test_background_under_load(void **state)
 // look at the rings takes so long and an item 5 us. Returns how many were run between two looks.
 static uint32_t most_between_looks(uint64_t look_ns, bool background)
 {
-    struct kvq_completion done;
     uint32_t gate = 0;
     fake_time = (struct fake_time){.now = 1, .look_ns = look_ns, .item_ns = 5000};
     begin(1, 0);
@@ -459,7 +456,6 @@ static void test_queue_time(void **state)
 {
     struct fake_client c[2];
     struct held held = {0};
-    struct kvq_completion done;
     struct kvq_request r = make_request(KVQ_OP_ATTEND, 1, 2, 0);
     fake_time = (struct fake_time){.now = 1, .item_ns = 5000};
     rig_open(&rig, 1, 0);
@@ -666,7 +662,6 @@ static void flood_open(struct flood *f, uint32_t background, const struct kvq_re
 // Opens the gate and waits until everything is answered.
 static void flood_run(struct flood *f)
 {
-    struct kvq_completion done;
     kvq_word_store_release(&f->gate, 1);
     while (!try_completion(&f->victim, &done))
         sched_yield();

@@ -9,6 +9,7 @@
 static uint8_t memory[KVQ_WIRE_ARENA];
 static struct kvq_arena arena;
 static char text[KVQ_TEXT_BYTES];
+static Kvq__Request *request; // unpacked last
 
 static int setup(void **state)
 {
@@ -57,7 +58,6 @@ static int unpack(const struct bytes *b, Kvq__Request **request)
 // They are, and begin anew.
 static void refused(struct bytes *b, int code, const char *words)
 {
-    Kvq__Request *request;
     assert_int_equal(unpack(b, &request), code);
     assert_null(request);
     assert_says(text, words);
@@ -105,7 +105,6 @@ static void test_id_of_what_is_refused(void **state)
 {
     (void)state;
     struct bytes b = {.n = 0}, name = {.n = 0};
-    Kvq__Request *request;
     put_block(&name, 2, "a\nb", 3);
     put_block(&b, 19, name.data, name.n);
     put_number(&b, 1, 4711);
@@ -155,7 +154,6 @@ static void test_texts(void **state)
         refused(&b, KVQ_E_PROTOCOL, "OpenSession.name");
     }
     char longest[KVQ_TEXT_BYTES];
-    Kvq__Request *request;
     memset(longest, 'x', sizeof longest);
     session_named(&b, longest, KVQ_TEXT_BYTES - 1);
     assert_int_equal(unpack(&b, &request), 0);
@@ -173,7 +171,6 @@ static void test_bytes(void **state)
 {
     struct bytes b = {.n = 0}, import = {.n = 0}, gpu = {.n = 0};
     uint8_t handle[KVQ_MAX_FIELD_BYTES + 1];
-    Kvq__Request *request;
     for (size_t i = 0; i < sizeof handle; i++)
         handle[i] = (uint8_t)(i * 37);
     for (size_t n = 0; n <= sizeof handle; n++) {
@@ -231,7 +228,6 @@ static void test_broken_structure(void **state)
 static void test_too_many_elements(void **state)
 {
     struct bytes inner = {.n = 0}, b = {.n = 0};
-    Kvq__Request *request;
     for (int i = 0; i < KVQ_MAX_LIST; i++)
         put_block(&inner, 6, "", 0);
     put_block(&b, 16, inner.data, inner.n);
@@ -283,7 +279,6 @@ static void test_the_largest_fits_the_arena(void **state)
 static void test_unknown_fields_are_ignored(void **state)
 {
     struct bytes b = {.n = 0};
-    Kvq__Request *request;
     put_block(&b, 30, "", 0);
     put_number(&b, 900, 12345);
     put_block(&b, 901, "anything\0at all", 15);
@@ -294,7 +289,6 @@ static void test_unknown_fields_are_ignored(void **state)
 static void test_arena(void **state)
 {
     struct bytes b;
-    Kvq__Request *request;
     session_named(&b, "name", 4);
     size_t before = arena.used;
     assert_int_equal(unpack(&b, &request), 0);
@@ -316,7 +310,6 @@ static void test_arena(void **state)
 static void test_random_bytes(void **state)
 {
     struct bytes b;
-    Kvq__Request *request;
     uint32_t seed = 20260101;
     for (int round = 0; round < 20000; round++) {
         session_named(&b, "a name", 6);

@@ -4,9 +4,12 @@
 // reopenings and compactions; caps, locks, prefixes, and what is refused.
 #include "tests/store/store_check.h"
 
+static struct world after; // the last change
+
+static struct kvq_store_freed freed; // by the last call
+
 static void random_changes(void **state)
 {
-    struct world after;
     // EINTR and short transfers everywhere are nothing that anybody should notice.
     begin_disk(7, (struct kit){0}, 1);
     disk.interrupt_percent = disk.short_percent = 20;
@@ -28,8 +31,6 @@ static void random_changes(void **state)
 // Segments of 64 KiB, so there are many; when all sessions are gone, so are they.
 static void space_comes_back(void **state)
 {
-    struct world after;
-    struct kvq_store_freed freed;
     begin_store(7, 2);
     for (int i = 0; i < 60; i++) {
         assert_int_equal(kit_change(&k, &w, &after), 0);
@@ -50,7 +51,6 @@ static void space_comes_back(void **state)
 // What the status says that gc would free is what it frees: whole segments.
 static void foretold(struct kit *k, bool some)
 {
-    struct kvq_store_freed freed;
     struct kvq_store_status status = status_of_store();
     assert_int_equal(kvq_store_gc(k->store, &freed, k->text, sizeof k->text), 0);
     assert_int_equal(status.empty_bytes, freed.bytes);
@@ -62,7 +62,6 @@ static void foretold(struct kit *k, bool some)
 
 static void gc_is_foretold(void **state)
 {
-    struct world after;
     begin_store(7, 4);
     for (int i = 0; i < 200; i++) {
         assert_int_equal(kit_change(&k, &w, &after), 0);
@@ -377,7 +376,6 @@ static void one_writer(void **state)
 {
     struct kit other = {0};
     struct kvq_save *save, *second = NULL;
-    struct kvq_store_freed freed;
     begin_store(7, 0);
     assert_int_equal(kit_open(&other, &disk.io), KVQ_E_BUSY);
     assert_says(other.text, "another process has it open, pid ");
@@ -409,7 +407,6 @@ static void stale(void **state)
     assert_int_equal(n, 3);
     assert_int_equal(drop_session("a"), 0);
     // A block that was deleted can be read for as long as its bytes are there, and then is gone.
-    struct kvq_store_freed freed;
     uint8_t bytes[WORLD_MAX_BYTES], want[WORLD_MAX_BYTES];
     world_fill(0, want, sizeof want);
     assert_int_equal(kvq_store_read(k.store, &blocks[0], bytes, k.text, sizeof k.text), 0);
@@ -551,7 +548,6 @@ static int count_name(void *context, const char *name)
 // Who wants a store that is there gets none made: not in an empty folder, and not where nothing is.
 static void existing_only(void **state)
 {
-    struct world after;
     struct kvq_store *store;
     int names = 0;
     begin_disk(7, (struct kit){.options.existing_only = true}, 4);

@@ -7,6 +7,8 @@
 // 150 seeds; KVQ_FULL=1: 4000. KVQ_SEED=N: that one alone.
 #include "tests/store/store_check.h"
 
+static struct kvq_store_verified v; // that verify found last
+
 static uint64_t state, seed;
 static char did[512]; // what was edited
 
@@ -292,7 +294,6 @@ static uint64_t reported;
 
 static void trial(void)
 {
-    struct kvq_store_verified v;
     char why[256];
     state = seed * 77 + 1;
     did[0] = '\0';
@@ -347,7 +348,6 @@ static void edited(void **unused)
 // The newest segment is gone: the next save begins another one.
 static void newest_missing(void **unused)
 {
-    struct kvq_store_verified v;
     seed = 0;
     did[0] = '\0';
     for (int cut = 0; cut < 2; cut++) {
@@ -378,7 +378,6 @@ static void newest_missing(void **unused)
 // the file is there again.
 static void gone_meanwhile(void **unused)
 {
-    struct kvq_store_verified v;
     seed = 0;
     did[0] = '\0';
     begin_store(7, 7);

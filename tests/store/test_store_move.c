@@ -12,6 +12,8 @@
 #include "tests/kits/unit.h"
 #include "tests/store/store_kit.h"
 
+static struct kvq_store_freed freed; // by the last call
+
 // A store, what it is to hold, and an empty one on another disk.
 static struct fault_io disk, other_disk;
 static struct kit k, other;
@@ -292,7 +294,6 @@ static void no_room(void **state)
 // two saves has the same record in both.
 static void same_saves_same_file(void **state)
 {
-    struct kvq_store_freed freed;
     make_group();
     uint64_t salts[3], bytes[3];
     struct kvq_checksum sums[3];
@@ -370,7 +371,6 @@ struct overtaking {
 static int overtake(void *context, uint64_t done, uint64_t all)
 {
     struct overtaking *o = context;
-    struct kvq_store_freed freed;
     (void)done, (void)all;
     if (o->done)
         return 0;
@@ -465,7 +465,6 @@ static void *reader_main(void *argument)
 // As the daemon does: on, until there is no more to do. What is left is worth its space.
 static void tidy(struct kit *k)
 {
-    struct kvq_store_freed freed;
     struct kvq_store_status status;
     do {
         if (kvq_store_compact(k->store, 20000, 30, &freed, k->text, sizeof k->text))
