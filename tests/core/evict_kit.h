@@ -86,7 +86,6 @@ uint64_t evicted(void);
 struct kvq__counts counts(void);
 uint32_t refused(void);
 
-#define TEST(name)  cmocka_unit_test_setup_teardown(name, setup, teardown)
 #define SAVES(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown)
 
 #endif

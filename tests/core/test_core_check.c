@@ -157,11 +157,7 @@ static void sessions(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(sums, setup, teardown),
-        cmocka_unit_test_setup_teardown(namespaces, setup, teardown),
-        cmocka_unit_test_setup_teardown(limits, setup, teardown),
-        cmocka_unit_test_setup_teardown(blocks, setup, teardown),
-        cmocka_unit_test_setup_teardown(sessions, setup, teardown),
+        TEST(sums), TEST(namespaces), TEST(limits), TEST(blocks), TEST(sessions),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

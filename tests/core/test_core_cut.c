@@ -97,8 +97,6 @@ static void test_sinks_are_written_once(void **state)
     assert_int_equal(written_anew("oscar2-s32"), written_anew("oscar2"));
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {

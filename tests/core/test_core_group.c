@@ -639,8 +639,6 @@ static void test_rotations(void **state)
     assert_int_equal(info.v_rotation, KVQ_V_ROT_DAEMON);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {

@@ -614,8 +614,6 @@ static void test_parked(void **state)
     vault_close(&vault);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
 int main(void)
 {
     kit_gpus(sim_gpus());

@@ -368,17 +368,17 @@ static void test_replaced(void **state)
     assert_non_null(vault_find(&vault, "it", 0));
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
+#define SAVES(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        TEST(test_all_formats),      TEST(test_what_is_away),
-        TEST(test_nothing_to_write), TEST(test_layers_answer_as_they_come),
-        TEST(test_in_use),           TEST(test_used_meanwhile),
-        TEST(test_packed_meanwhile), TEST(test_no_space),
-        TEST(test_no_room),          TEST(test_damage),
-        TEST(test_fails_midway),     TEST(test_replaced),
+        SAVES(test_all_formats),      SAVES(test_what_is_away),
+        SAVES(test_nothing_to_write), SAVES(test_layers_answer_as_they_come),
+        SAVES(test_in_use),           SAVES(test_used_meanwhile),
+        SAVES(test_packed_meanwhile), SAVES(test_no_space),
+        SAVES(test_no_room),          SAVES(test_damage),
+        SAVES(test_fails_midway),     SAVES(test_replaced),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -365,21 +365,21 @@ static void test_kept_till_saved(void **state)
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
+#define SAVES(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        TEST(test_forgotten),
-        TEST(test_client_goes),
-        TEST(test_dropped_before_it_has_room),
-        TEST(test_wanted_while_it_goes),
-        TEST(test_parked_while_it_comes_back),
-        TEST(test_groups),
-        TEST(test_forks),
-        TEST(test_prefix),
-        TEST(test_kept_till_saved),
-        TEST(test_core_closes),
+        SAVES(test_forgotten),
+        SAVES(test_client_goes),
+        SAVES(test_dropped_before_it_has_room),
+        SAVES(test_wanted_while_it_goes),
+        SAVES(test_parked_while_it_comes_back),
+        SAVES(test_groups),
+        SAVES(test_forks),
+        SAVES(test_prefix),
+        SAVES(test_kept_till_saved),
+        SAVES(test_core_closes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -230,10 +230,10 @@ static void index_counts(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(begins_at_once, setup, teardown),
-        cmocka_unit_test_setup_teardown(follows_two, setup, teardown),
-        cmocka_unit_test_setup_teardown(reading_fails, setup, teardown),
-        cmocka_unit_test_setup_teardown(index_counts, setup, teardown),
+        TEST(begins_at_once),
+        TEST(follows_two),
+        TEST(reading_fails),
+        TEST(index_counts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

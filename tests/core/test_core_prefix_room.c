@@ -242,12 +242,12 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(gives_way, setup_small, teardown),
-        cmocka_unit_test_setup_teardown(all_in_use, setup, teardown),
-        cmocka_unit_test_setup_teardown(of_others, setup, teardown),
-        cmocka_unit_test_setup_teardown(old_pages_go_first, setup, teardown),
-        cmocka_unit_test_setup_teardown(in_two_indexes, setup, teardown),
-        cmocka_unit_test_setup_teardown(pages_go_by_turns, setup, teardown),
-        cmocka_unit_test_setup_teardown(leaves_in_use_hold_nothing_up, setup, teardown),
+        TEST(all_in_use),
+        TEST(of_others),
+        TEST(old_pages_go_first),
+        TEST(in_two_indexes),
+        TEST(pages_go_by_turns),
+        TEST(leaves_in_use_hold_nothing_up),
         cmocka_unit_test_setup_teardown(extents_go_by_turns, setup_large, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

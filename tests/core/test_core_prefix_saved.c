@@ -616,23 +616,11 @@ static void gives_way_once_read(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(gives_way_once_read, setup, teardown),
-        cmocka_unit_test_setup_teardown(comes_back, setup, teardown),
-        cmocka_unit_test_setup_teardown(written_once, setup, teardown),
-        cmocka_unit_test_setup_teardown(behind_the_floor, setup, teardown),
-        cmocka_unit_test_setup_teardown(spans_before_tokens, setup, teardown),
-        cmocka_unit_test_setup_teardown(cut, setup, teardown),
-        cmocka_unit_test_setup_teardown(known_by, setup, teardown),
-        cmocka_unit_test_setup_teardown(nobody_asked, setup, teardown),
-        cmocka_unit_test_setup_teardown(hashes_count, setup, teardown),
-        cmocka_unit_test_setup_teardown(spaces, setup, teardown),
-        cmocka_unit_test_setup_teardown(prefix_alone, setup, teardown),
-        cmocka_unit_test_setup_teardown(windows, setup, teardown),
-        cmocka_unit_test_setup_teardown(other_ids, setup, teardown),
-        cmocka_unit_test_setup_teardown(read_fails, setup, teardown),
-        cmocka_unit_test_setup_teardown(damage, setup, teardown),
-        cmocka_unit_test_setup_teardown(nonsense, setup, teardown),
-        cmocka_unit_test_setup_teardown(no_memory, setup, teardown),
+        TEST(gives_way_once_read), TEST(comes_back), TEST(written_once), TEST(behind_the_floor),
+        TEST(spans_before_tokens), TEST(cut),        TEST(known_by),     TEST(nobody_asked),
+        TEST(hashes_count),        TEST(spaces),     TEST(prefix_alone), TEST(windows),
+        TEST(other_ids),           TEST(read_fails), TEST(damage),       TEST(nonsense),
+        TEST(no_memory),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

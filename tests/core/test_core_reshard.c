@@ -271,8 +271,6 @@ static void test_ids(void **state)
     assert_int_equal(shard_of(&a, 0)->ids.known, tokens_of(&a));
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {

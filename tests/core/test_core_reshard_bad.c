@@ -314,8 +314,6 @@ static void test_more_shards_than_any_has(void **state)
     free(t);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {

@@ -66,7 +66,7 @@ static void test_rotations(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_rotations, setup, teardown),
+        TEST(test_rotations),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -544,8 +544,6 @@ static void test_prefix(void **state)
     assert_true(open_salted("it", "salt", 0) != 0);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {

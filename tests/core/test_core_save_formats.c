@@ -141,8 +141,6 @@ static void test_formats_of_the_configuration(void **state)
     feed(a, 900);
 }
 
-#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {

@@ -114,9 +114,9 @@ static void test_long_gap(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_in_time, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_too_fast, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_long_gap, setup, teardown),
+        TEST(test_in_time),
+        TEST(test_too_fast),
+        TEST(test_long_gap),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -221,13 +221,13 @@ static void one_that_needs_too_much_ends_the_process(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(runs_until_it_waits_and_on_when_woken, setup, teardown),
-        cmocka_unit_test_setup_teardown(a_fiber_that_wakes_others_goes_on_first, setup, teardown),
-        cmocka_unit_test_setup_teardown(fibers_start_fibers, setup, teardown),
-        cmocka_unit_test_setup_teardown(stacks_are_used_again, setup, teardown),
-        cmocka_unit_test_setup_teardown(one_that_never_runs_gives_its_stack_back, setup, teardown),
-        cmocka_unit_test_setup_teardown(without_memory_none_is_made, setup, teardown),
-        cmocka_unit_test_setup_teardown(one_that_needs_too_much_ends_the_process, setup, teardown),
+        TEST(runs_until_it_waits_and_on_when_woken),
+        TEST(a_fiber_that_wakes_others_goes_on_first),
+        TEST(fibers_start_fibers),
+        TEST(stacks_are_used_again),
+        TEST(one_that_never_runs_gives_its_stack_back),
+        TEST(without_memory_none_is_made),
+        TEST(one_that_needs_too_much_ends_the_process),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

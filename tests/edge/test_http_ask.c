@@ -204,9 +204,9 @@ static void test_late(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_pages, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_no_memory_between_pages, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_late, setup, teardown),
+        TEST(test_pages),
+        TEST(test_no_memory_between_pages),
+        TEST(test_late),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

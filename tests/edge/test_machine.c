@@ -174,10 +174,10 @@ static void test_set_aside(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_machine_alone, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_groups, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_container, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_nonsense, setup, teardown),
+        TEST(test_machine_alone),
+        TEST(test_groups),
+        TEST(test_container),
+        TEST(test_nonsense),
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_tight),
         cmocka_unit_test(test_promised_twice),

@@ -105,7 +105,6 @@ static void test_a_long_path_is_told(void **state)
 
 int main(void)
 {
-#define TEST(NAME) cmocka_unit_test_setup_teardown(NAME, setup, teardown)
     const struct CMUnitTest tests[] = {
         TEST(test_what_is_told_comes_first), TEST(test_the_service_is_found_from_a_login),
         TEST(test_a_file_is_no_socket),      TEST(test_without_a_login),

@@ -93,10 +93,8 @@ static void test_line(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_both_serve, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_hangs_at_once, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_hangs_later, setup, teardown),
-        cmocka_unit_test(test_environment),
+        TEST(test_both_serve),       TEST(test_hangs_at_once),
+        TEST(test_hangs_later),      cmocka_unit_test(test_environment),
         cmocka_unit_test(test_line),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

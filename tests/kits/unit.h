@@ -21,6 +21,9 @@
 // Every test gets a state that few look at, and a stand-in for a function gets what that is given.
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
+// A test between the file's, or its kit's, setup and teardown.
+#define TEST(name) cmocka_unit_test_setup_teardown(name, setup, teardown)
+
 // A value with one member changed: WITH(request, count = 3).
 #define WITH(value, change)                                                                        \
     ({                                                                                             \

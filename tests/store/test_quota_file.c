@@ -233,12 +233,8 @@ static void test_no_text(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_round, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_most, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_power, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_disk_fails, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_hostile, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_no_text, setup, teardown),
+        TEST(test_round),      TEST(test_most),    TEST(test_power),
+        TEST(test_disk_fails), TEST(test_hostile), TEST(test_no_text),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

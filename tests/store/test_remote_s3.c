@@ -36,7 +36,7 @@ static void reopen(void)
     good(kvq_remote_open(&o, &remote, text, sizeof text));
 }
 
-static int before_each(void **state)
+static int setup(void **state)
 {
     test_clock_init(&test_clock);
     reopen();
@@ -45,7 +45,7 @@ static int before_each(void **state)
     return 0;
 }
 
-static int after_each(void **state)
+static int teardown(void **state)
 {
     kvq_remote_close(&remote);
     return 0;
@@ -694,8 +694,6 @@ static int stop(void **state)
     s3_stop(&s3);
     return 0;
 }
-
-#define TEST(name) cmocka_unit_test_setup_teardown(name, before_each, after_each)
 
 int main(void)
 {

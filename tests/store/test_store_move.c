@@ -20,7 +20,7 @@ static struct kit k, other;
 static struct world w;
 static const char *const file_path = "/exported.kvqs";
 
-static int set_up(void **state)
+static int setup(void **state)
 {
     fault_open(&disk, 1);
     fault_open(&other_disk, 2);
@@ -29,7 +29,7 @@ static int set_up(void **state)
     return kit_open(&k, &disk.io) || kit_open(&other, &other_disk.io);
 }
 
-static int tear_down(void **state)
+static int teardown(void **state)
 {
     kvq_store_close(&k.store);
     kvq_store_close(&other.store);
@@ -503,8 +503,6 @@ static void readers_beside_a_writer(void **state)
     if (!kit_same(&k, &w, false, why))
         fail_msg("%s", why);
 }
-
-#define TEST(name) cmocka_unit_test_setup_teardown(name, set_up, tear_down)
 
 int main(void)
 {
