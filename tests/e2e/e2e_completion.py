@@ -221,3 +221,5 @@ class Completion(Test):
                              ["kvqctl", "client", "list", "--columns", "name,connected"])
             self.assertEqual(shell.complete("kvqctl storage list --sort -form\t"),
                              ["kvqctl", "storage", "list", "--sort", "-formats"])
+            self.assertEqual(shell.complete("kvqctl top --so\t-compr\t"),
+                             ["kvqctl", "top", "--sort", "-compression"])

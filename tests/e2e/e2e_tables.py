@@ -103,6 +103,8 @@ class Tables(Stored):
         for arguments, text in (
                 (("session", "drop", "x", "--csv"), "--csv is for lists, not for session drop"),
                 (("status", "--filter", "a=b"), "--filter is for lists, not for status"),
+                (("top", "--filter", "a=b"), "--filter is for lists, not for top"),
+                (("top", "--sort", "name", "--columns", "name"), "--columns is for lists, not for"),
                 (("status", "--interval", "3"), "--interval is for top, not for status"),
                 (("session", "drop", "x", "--shard", "0"), "is for session move, session restore"),
                 (("session", "list", "--json", "--csv"), "--json prints all fields"),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvqctl top on a terminal: what it shows, its keys, and that the terminal is left as it was."""
+import json
 import os
 import pty
 import re
@@ -113,6 +114,35 @@ class TopOnTerminal(Test):
         self.assertEqual(names(frame)[0], f"s{N - 1 - 13:02}")
         rest, status = top.end(lambda t: os.write(t.fd, b"q"))
         self.assertEqual((rest, status), ("", 0))
+
+    def test_sort(self):
+        """--sort says what is on top at first; a column that is else not shown is shown then."""
+        for option, first, words in (("name", 0, "name, smallest"), ("-tokens", N - 1,
+                                                                     "tokens, largest"),
+                                     ("id", 0, "id, smallest")):
+            top = Top(self.daemon.directory, "--sort", option, columns=140)
+            frame = top.frame()
+            self.assertRegex(frame[-1], f" by {words} first ")
+            self.assertEqual(names(frame)[0], f"s{first:02}")
+            self.assertEqual(frame[5].endswith(" ID"), option == "id")
+            frame = top.press("s")
+            self.assertRegex(frame[-1], {"name": " by tokens,", "-tokens": " by format,",
+                                         "id": " by namespace,"}[option])
+            self.assertEqual(top.end(lambda t: os.write(t.fd, b"q")), ("", 0))
+        asked = [os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory, "top",
+                 "--count", "1", "--sort"]
+        for option, listed in (("name", range(20)), ("-name", range(N - 1, N - 21, -1))):
+            done = subprocess.run([*asked, option], capture_output=True, text=True, timeout=BOUND)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertEqual(names(done.stdout.splitlines()), [f"s{i:02}" for i in listed])
+        done = subprocess.run([*asked, "-name", "--json"], capture_output=True, text=True,
+                              timeout=BOUND)
+        self.assertEqual([s["name"] for s in json.loads(done.stdout)["sessions"]],
+                         [f"s{i:02}" for i in range(N - 1, -1, -1)])
+        done = subprocess.run([*asked, "colour"], capture_output=True, text=True, timeout=BOUND)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertRegex(done.stderr, "no column 'colour'; the nearest is .*\nThe columns are: "
+                         "namespace, .*, pinned\n")
 
     def test_size(self):
         """It is drawn anew for another size, whatever that is, and never beyond it."""

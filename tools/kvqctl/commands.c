@@ -319,8 +319,9 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .about = "status and sessions, live; q ends it",
      .more =
          "On a terminal: arrows, Page Up, Page Down, Home and End scroll, s sorts by the next\n"
-         "column, r reverses the order, q ends it. Elsewhere it prints the 20 largest sessions\n"
-         "again and again. With --json one object a line.\n"},
+         "column, r reverses the order, q ends it. Elsewhere it prints the first 20 sessions\n"
+         "again and again. With --json one object a line. Without --sort the largest come first.\n",
+     .sorts = &kvq__ctl_sessions},
 };
 
 const size_t kvq__ctl_n_commands = sizeof kvq__ctl_commands / sizeof *kvq__ctl_commands;

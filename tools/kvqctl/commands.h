@@ -22,6 +22,7 @@ struct kvq__ctl_command {
     const char *more;                   // for --help, or NULL
     bool repeats;                       // takes --watch
     const struct kvq__ctl_table *table; // of what it lists; NULL: it lists nothing
+    const struct kvq__ctl_table *sorts; // what it shows among else, by --sort; NULL: see table
     unsigned places;                    // where the session is that NAME means; 0: it means none
     bool whole_name;                    // the beginning of a name does not do
     bool by_namespace;                  // takes --namespace, as all with a session's name do

@@ -211,14 +211,15 @@ static void print_known_values(void)
     printf("'\n");
 }
 
-// "'session list') columns='namespace name ..' ;;" for every list.
+// "'session list') columns='namespace name ..' ;;" for every list, and for top.
 static void print_columns(void)
 {
     for (size_t i = 0; i < kvq__ctl_n_commands; i++) {
-        const struct kvq__ctl_table *table = kvq__ctl_commands[i].table;
+        const struct kvq__ctl_command *command = &kvq__ctl_commands[i];
+        const struct kvq__ctl_table *table = command->table ? command->table : command->sorts;
         if (!table)
             continue;
-        printf("    '%s') columns='", kvq__ctl_words(&kvq__ctl_commands[i]));
+        printf("    '%s') columns='", kvq__ctl_words(command));
         for (size_t c = 0; c < table->n; c++)
             printf("%s%s", c ? " " : "", table->columns[c].name);
         printf("' ;;\n");

@@ -75,8 +75,8 @@ static void print_exits(void)
         printf("  %d  %s\n", kvq__ctl_exits[i].status, kvq__ctl_exits[i].about);
 }
 
-// Those that are shown by themselves come first.
-static void print_columns(const struct kvq__ctl_table *table)
+// Those that are shown by themselves come first, and then those that the option adds.
+static void print_columns(const struct kvq__ctl_table *table, const char *option)
 {
     for (int extra = 0; extra < 2; extra++) {
         size_t used = 0;
@@ -85,7 +85,7 @@ static void print_columns(const struct kvq__ctl_table *table)
             if (c->extra != (extra == 1))
                 continue;
             if (used == 0)
-                used = (size_t)printf(extra ? "With --columns also:" : "Columns:");
+                used = (size_t)(extra ? printf("With %s also:", option) : printf("Columns:"));
             else if (used + strlen(c->name) > LINE_WIDTH)
                 used = (size_t)printf("\n   ") - 1;
             used += (size_t)printf(" %s", c->name);
@@ -112,7 +112,9 @@ void kvq__ctl_print_help(const struct kvq__ctl_command *only, const char *word)
     const char *more = only && only->more ? only->more : "";
     printf("\n%s%s", more, *more ? "\n" : "");
     if (only && only->table)
-        print_columns(only->table);
+        print_columns(only->table, "--columns");
+    else if (only && only->sorts)
+        print_columns(only->sorts, "--sort");
     print_options(only, word);
     if (only || word)
         print_common();

@@ -116,18 +116,20 @@ static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, c
     return result == KVQ_EXIT_STOPPED ? KVQ_EXIT_OK : result;
 }
 
-// Options that only lists take, before the daemon is asked. An exit status.
+// Options that only lists take, and top one of them, before the daemon is asked. An exit status.
 static int check_view(const struct kvq__ctl *ctl, const struct kvq__ctl_command *command)
 {
     struct kvq__ctl_view view;
     const struct kvq__ctl_table *table = command->table;
     const char *given = ctl->columns     ? "--columns"
-                        : ctl->sort      ? "--sort"
                         : ctl->filters.n ? "--filter"
                         : ctl->csv       ? "--csv"
+                        : ctl->sort      ? "--sort"
                                          : NULL;
     if (!given)
         return KVQ_EXIT_OK;
+    if (!table && strcmp(given, "--sort") == 0)
+        table = command->sorts;
     if (!table)
         return kvq__ctl_bad_usage(kvq__ctl_text("%s is for lists, not for", given),
                                   kvq__ctl_words(command));

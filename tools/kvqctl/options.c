@@ -104,7 +104,7 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"columns", "C[,C]", KVQ__CTL_TEXT, AT(columns), 0, 0, NULL,
      "lists: these columns (session list --help names a list's)", NULL},
     {"sort", "[-]C", KVQ__CTL_TEXT, AT(sort), 0, 0, NULL,
-     "lists: by this column; with - the largest first", NULL},
+     "lists, top: by this column; with - the largest first", NULL},
     {"filter", "C=VALUE", KVQ__CTL_TEXTS, AT(filters), 0, 0, FILTERS,
      "lists: only these; also !=, <, >, ~ (holds the text). Again:\n"
      "all must hold. VALUE may be a size (2gb) or a duration (10min)",
@@ -252,8 +252,9 @@ bool kvq__ctl_is_own_option(const struct kvq__ctl_option *o, const struct kvq__c
     switch (o->at) {
     case AT(ns):
         return command->places != 0 || command->by_namespace;
-    case AT(columns):
     case AT(sort):
+        return command->table || command->sorts;
+    case AT(columns):
     case AT(filters):
     case AT(csv):
         return command->table != NULL;

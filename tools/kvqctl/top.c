@@ -89,11 +89,21 @@ static int look(struct kvq__ctl *ctl, struct seen *seen)
     return result;
 }
 
-// What is sorted by memory at first, the largest on top.
-static void begin_view(struct kvq__ctl_view *view)
+static bool shows(const struct kvq__ctl_view *view, const struct kvq__ctl_column *column)
 {
-    const struct kvq__ctl by_memory = {.sort = "-memory"};
-    kvq__ctl_take_view(&by_memory, &kvq__ctl_sessions, view);
+    for (size_t i = 0; i < view->n_columns; i++)
+        if (view->columns[i] == column)
+            return true;
+    return false;
+}
+
+// Sorted as --sort says, else by memory, the largest on top. What it is sorted by is shown.
+static void begin_view(const struct kvq__ctl *ctl, struct kvq__ctl_view *view)
+{
+    const struct kvq__ctl sorted = {.sort = ctl->sort ? ctl->sort : "-memory"};
+    kvq__ctl_take_view(&sorted, &kvq__ctl_sessions, view);
+    if (!shows(view, view->sort))
+        view->columns[view->n_columns++] = view->sort;
 }
 
 // ---- Where output is no terminal ----
@@ -103,12 +113,12 @@ static void print_plain(const struct kvq__ctl *ctl, const struct kvq__ctl_view *
 {
     struct kvq__ctl_list *list = &seen->sessions;
     const Kvq__StatusReply *s = kvq__ctl_status_of(&seen->status);
+    size_t n = kvq__ctl_apply_view(view, list->elements, list->n);
     if (ctl->json) {
-        kvq__ctl_print_json_line(&s->base, list->elements, list->n);
+        kvq__ctl_print_json_line(&s->base, list->elements, n);
         return;
     }
     print_head(s, &seen->before);
-    size_t n = kvq__ctl_apply_view(view, list->elements, list->n);
     kvq__ctl_print_table(view, list->elements, n < PLAIN_ROWS ? n : PLAIN_ROWS);
     if (list->truncated)
         printf("(of the first %zu sessions; there are more)\n", list->n);
@@ -120,7 +130,7 @@ static int top_plain(struct kvq__ctl *ctl)
     struct kvq__ctl_view view;
     struct seen seen = {0};
     int result = KVQ_EXIT_OK;
-    begin_view(&view);
+    begin_view(ctl, &view);
     for (unsigned long i = 0; result == KVQ_EXIT_OK; i++) {
         result = look(ctl, &seen);
         if (result == KVQ_EXIT_OK)
@@ -335,7 +345,7 @@ static int top_on_screen(struct kvq__ctl *ctl)
         fprintf(stderr, "kvqctl: the terminal cannot be used; kvqctl top | cat does without\n");
         return KVQ_EXIT_FAILED;
     }
-    begin_view(&t.view);
+    begin_view(ctl, &t.view);
     stderr = held;
     int result = look_again_and_again(&t);
     stderr = real;
