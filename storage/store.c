@@ -49,8 +49,10 @@ int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name
                              strerror(-error));
     case EACCES:
     case EPERM:
-        return kvq__complain(c, KVQ_E_PERMISSION, "%s cannot be %s: %s", name, verb,
-                             strerror(-error));
+        return kvq__complain(c, KVQ_E_SYSTEM, // not KVQ_E_PERMISSION: it is not who asked
+                             "%s cannot be %s: %s; give this process's user the right to read and "
+                             "write that folder and what is in it",
+                             name, verb, strerror(-error));
     default:
         return kvq__complain(c, KVQ_E_SYSTEM, "%s cannot be %s: %s", name, verb, strerror(-error));
     }

@@ -334,6 +334,25 @@ static void failed_segment(void **state)
     }
 }
 
+// That this process may not use a file is no lack of rights of who asks. The text says what to do.
+static void no_right_to_files(void **state)
+{
+    static const int errors[] = {EACCES, EPERM};
+    struct world w = {0};
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
+        begin_store(60 + i, 60 + i);
+        assert_int_equal(save_one(&k, &w, 0, "before"), 0);
+        fault_reset_counts(&disk);
+        disk.fail_write = 1;
+        disk.fail_with = errors[i];
+        assert_int_equal(save_one(&k, &w, 1, "after"), KVQ_E_SYSTEM);
+        assert_says(k.text, "/store: ");
+        assert_says(k.text, strerror(errors[i]));
+        assert_says(k.text, "give this process's user the right");
+        w = (struct world){0};
+    }
+}
+
 static void refuse_to_write(struct kit *k, const struct world *w)
 {
     struct world after = *w;
@@ -674,6 +693,7 @@ int main(void)
         cmocka_unit_test(deleted_when_full),
         cmocka_unit_test(anew_when_full),
         cmocka_unit_test(failed_segment),
+        cmocka_unit_test(no_right_to_files),
         cmocka_unit_test(read_only_disk),
         cmocka_unit_test(read_fails),
         cmocka_unit_test(flipped_bits),
