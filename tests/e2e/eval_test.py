@@ -476,6 +476,25 @@ class Command(Case):
         self.command("mixed", "--formats", "", "--allocate", "1", "--windows", "1", status=1)
         self.assertIn("less than oscar2 takes", self.said)
 
+    def test_progress(self):
+        """Each line but the first says how much is done."""
+        self.command("progress", "--formats", "oscar4,oscar2", "--windows", "2", "--together", "1")
+        told = [line for line in self.said.split("\n") if line.startswith("window")]
+        self.assertEqual([re.findall(r"\((\d+ of \d+) done, about \d+ more minutes?\)", line)
+                          for line in told], [[], ["1 of 4"], ["2 of 4"], ["3 of 4"]])
+
+    def test_what_is_left(self):
+        """A line of progress says how long the rest takes, if it takes as long as what was done."""
+        now = [1000.0]
+        left = score.Left(12, lambda: now[0])
+        left.gone(3)
+        now[0] += 90
+        self.assertEqual(left.told(), " (3 of 12 done, about 5 more minutes)")
+        left.gone(7)
+        self.assertEqual(left.told(), " (10 of 12 done, about 1 more minute)")
+        left.gone(2)
+        self.assertEqual(left.told(), "")
+
     def test_goes_on(self):
         """A run that was ended says the same in the end as one that was not."""
         arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")

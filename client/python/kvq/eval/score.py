@@ -3,7 +3,9 @@
 are held than a step has."""
 from __future__ import annotations
 
+import math
 import sys
+import time
 from typing import Any, Callable, Dict, List, Sequence, Set
 
 import torch
@@ -109,10 +111,32 @@ def window(reference: Side, sides: Sequence[Side], ids: List[int], step: int, fa
     return lines
 
 
+class Left:
+    """How much of a run is left, by what it took so far."""
+
+    def __init__(self, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.passes, self.done, self.clock, self.began = passes, 0, clock, clock()
+
+    def gone(self, passes: int) -> None:
+        """So many caches went through a window."""
+        self.done += passes
+
+    def told(self) -> str:
+        """For a line of progress; nothing while nothing is known."""
+        rest = self.passes - self.done
+        if not self.done or rest <= 0:
+            return ""
+        minutes = (self.clock() - self.began) / self.done * rest / 60
+        return (f" ({self.done} of {self.passes} done, about {math.ceil(minutes)} more "
+                f"minute{'' if minutes <= 1 else 's'})")
+
+
 def run(results: Results, reference: Side, sides: Sequence[Side], texts: Sequence[List[int]],
         names: Sequence[str], step: int, together: int, failures: Failures) -> None:
     """Measures what the results lack: every side over every window of ids, whose names are given.
     At most `together` sides run beside the reference, each with a cache of its own."""
+    left = Left(sum(results.get(score_key(reference, s, name, step)) is None
+                    for s in sides if s.key not in failures.why for name in names))
     for number, (ids, name) in enumerate(zip(texts, names)):
         def missing(some, name=name):
             return [s for s in some if s.key not in failures.why
@@ -122,13 +146,14 @@ def run(results: Results, reference: Side, sides: Sequence[Side], texts: Sequenc
         if not groups and missing([reference]):
             groups = [[]]
         for group in groups:
-            say(f"window {number + 1} of {len(texts)}, {len(ids)} tokens: "
+            say(f"window {number + 1} of {len(texts)}, {len(ids)} tokens{left.told()}: "
                 + ", ".join(s.key for s in group or [reference]))
             for key, line in window(reference, group, ids, step, failures).items():
                 side = next(s for s in [reference, *group] if s.key == key)
                 own = score_key(reference, side, name, step)
                 if results.get(own) is None:
                     results.put(own, {"part": "score", "side": key, "window": name, **line})
+            left.gone(len(group))
 
 
 def score_key(reference: Side, side: Side, window_name: str, step: int) -> str:
