@@ -451,30 +451,80 @@ class Command(Case):
             self.assertEqual(" ".join(allocate.choose(sensitive, bits, budget)), want, budget)
         with self.assertRaisesRegex(ValueError, "less than two takes"):
             allocate.choose(sensitive, bits, 1.5)
+        alike = {"two": 2.0, "other": 2.0}
+        self.assertEqual(allocate.choose([{"two": 1.0, "other": 0.5}], alike, 2.0), ["other"])
         self.assertEqual(allocate.section("mix", "a", ["b", "b", "a", "c", "a", "b"]),
                          "[format mix]\nbase = a\nlayers = 0-1:b\nlayers = 3-3:c\n"
                          "layers = 5-5:b\n")
 
+    def test_a_layer_is_not_judged_by_one_token(self):
+        """A token that a cache lost by chance says nothing of the layer that was lowered."""
+        rng = np.random.default_rng(4)
+        top = [rng.exponential(0.001, 512) for _ in range(2)]
+        felt = [kl + 0.0005 for kl in top]
+        top[0][384] += 4.5
+        added = allocate.without_tail(felt) - allocate.without_tail(top)
+        self.assertAlmostEqual(added, 0.0005, delta=0.00005)
+
+    def test_other_orders(self):
+        """Controls have the mix's levels: turned round, the most bits first, and last."""
+        bits = {"two": 2.0, "three": 3.0, "four": 4.0}
+        sensitive = [{"two": x, "three": x / 9, "four": 0.0} for x in (0.2, 3.0, 0.1, 2.0, 1.0)]
+        made = allocate.other_orders(["two", "four", "two", "four", "three"], sensitive, bits)
+        self.assertEqual({name: " ".join(levels) for name, levels in made.items()}, {
+            "reversed": "four two four two three", "first": "four four three two two",
+            "last": "two two three four four"})
+
     def test_allocate(self):
         """The mix has a row, with the bits that were asked for and a KL between its levels', and a
-        section that kvqd takes."""
-        made = self.command("mixed", "--formats", "", "--windows", "1", "--allocate", "3.8",
-                            "--levels", "oscar2,oscar4", "--together", "12")
+        section that kvqd takes. It was chosen on other text, whatever the order of the levels."""
+        made = self.command("mixed", "--formats", "", "--windows", "1", "--allocate", "3.8,4.5,4.5",
+                            "--levels", "oscar4,oscar2", "--together", "12",
+                            "--allocate-controls")
         rows = self.rows(made)
         mix, low, high = (rows[name] for name in ("mix-3.8/exact", "oscar2/exact", "oscar4/exact"))
         self.assertEqual(sorted(mix["levels"]), ["oscar2", "oscar2", "oscar4"])
         self.assertAlmostEqual(mix["score"]["sizes"]["bits_packed"], (2 * 3.125 + 5.125) / 3)
         self.assertLess(high["score"]["kl"], mix["score"]["kl"])
         self.assertLess(mix["score"]["kl"], low["score"]["kl"])
-        worst = max(range(3), key=lambda i: mix["sensitivity"][i]["oscar2"])
+        chosen = made["allocation"]
+        worst = max(range(3), key=lambda i: chosen["sensitivity"][i]["oscar2"])
         self.assertEqual(mix["levels"][worst], "oscar4")
+        self.assertEqual((chosen["skip"], chosen["windows"], chosen["same_text"]),
+                         (CONTEXT, 1, False))
+        self.assertEqual(sorted(rows["mix-4.5/exact"]["levels"]), ["oscar2", "oscar4", "oscar4"])
+        for name in ("reversed", "first", "last"):
+            other = rows[f"mix-3.8-{name}/exact"]
+            self.assertEqual(sorted(other["levels"]), sorted(mix["levels"]))
+            self.assertEqual(other["score"]["sizes"]["bits_packed"],
+                             mix["score"]["sizes"]["bits_packed"])
+        with open(self.path("mixed", "report.md"), encoding="utf-8") as file:
+            page = file.read()
+        self.assertIn("| layer | `oscar2` adds | `mix-3.8` | `mix-3.8-reversed` |", page)
+        self.assertIn("on other text than is measured above", page)
         done = subprocess.run(
             [os.path.join(e2e_rig.BIN, "kvqd"), "--print-config", "--config",
              self.path("mixed", "format.conf")], capture_output=True, text=True, timeout=60)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("mix-3.8", done.stdout)
-        self.command("mixed", "--formats", "", "--allocate", "1", "--windows", "1", status=1)
-        self.assertIn("less than oscar2 takes", self.said)
+        self.assertIn("mix-4.5", done.stdout)
+
+    def test_allocate_on_the_same_text(self):
+        """Is done if it is asked for, and the page says so."""
+        made = self.command("same", "--formats", "", "--windows", "1", "--allocate", "3.8",
+                            "--levels", "oscar2,oscar4", "--together", "12", "--allocate-skip",
+                            str(CONTEXT - 1))
+        self.assertEqual(made["allocation"]["same_text"], True)
+        with open(self.path("same", "report.md"), encoding="utf-8") as file:
+            self.assertIn("on text that they are measured on above", file.read())
+
+    def test_allocate_refuses_before_it_measures(self):
+        for words, arguments in (
+                ("1 bits are less than oscar2 takes, 3.125", ("--allocate", "4,1")),
+                ("oscar9", ("--allocate", "4", "--levels", "oscar9,oscar4"))):
+            self.command("poor", "--formats", "", "--windows", "1", *arguments, status=1)
+            self.assertIn(words, self.said)
+            self.assertNotIn("window", self.said)
 
     def test_progress(self):
         """Each line but the first says how much is done."""
@@ -554,6 +604,8 @@ class Command(Case):
                 ("there twice", ("--controls", "dropped,dropped")),
                 ("tokens, as in", ("--distances", "64,far")),
                 ("an option of kvqd", ("--daemon", "codebook_dir")),
+                ("--allocate many: bits a packed value", ("--allocate", "many")),
+                ("--allocate 3,nan: bits a packed value", ("--allocate", "3,nan")),
                 ("at least two --levels", ("--allocate", "3", "--levels", "oscar2")),
                 ("no control; known are dropped", ("--controls", "lost")),
                 ("no peer; known are quanto2, quanto4", ("--peers", "quanto3")),

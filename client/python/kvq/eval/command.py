@@ -39,6 +39,24 @@ def _counting(least):
     return parse
 
 
+def _bits_by_layer(p):
+    p.add_argument("--allocate", default="", metavar="BITS,..",
+                   help="also find, by measuring each layer by itself, which layers need more "
+                        "bits: for each number a mix of --levels with so many bits a packed value "
+                        "on the mean, which becomes a row and a [format] section in "
+                        "OUT/format.conf")
+    p.add_argument("--levels", default="oscar2,oscar3,oscar4", metavar="F,..",
+                   help="formats of the mix (%(default)s)")
+    p.add_argument("--allocate-windows", type=_counting(1), metavar="N",
+                   help="pieces of the text that the mix is chosen on (as many as --windows)")
+    p.add_argument("--allocate-skip", type=_counting(0), metavar="N",
+                   help="tokens at the text's beginning that are passed over for them (up to the "
+                        "end of --windows: a mix is measured on other text)")
+    p.add_argument("--allocate-controls", action="store_true",
+                   help="measure each mix's levels in other orders of layers as well: turned "
+                        "round, and those with the most bits first or last")
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
     p = argparse.ArgumentParser("python -m kvq.eval", description=ABOUT, epilog=END,
@@ -86,12 +104,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--together", type=_counting(1), default=6, metavar="N",
                    help="caches that run beside the reference at a time; each takes memory, and "
                         "the reference runs once for all of them (%(default)s)")
-    p.add_argument("--allocate", type=float, metavar="BITS",
-                   help="also find, by measuring each layer by itself, which layers need more "
-                        "bits: a mix of --levels with so many bits a packed value on the mean, "
-                        "which becomes a row and a [format] section in OUT/format.conf")
-    p.add_argument("--levels", default="oscar2,oscar3,oscar4", metavar="F,..",
-                   help="formats of the mix, the one with the fewest bits first (%(default)s)")
+    _bits_by_layer(p)
     p.add_argument("--daemon", action="append", default=[], metavar="NAME=VALUE",
                    help="start a kvqd for this run with this option, as codebook_dir=FOLDER; may "
                         "be given several times")
@@ -166,17 +179,26 @@ class Run:
         answers.run(self.results, every, self.prompts, o.answer_tokens, o.step, self.failures)
 
     def allocate(self) -> None:
-        """Adds the mix of --allocate, and its levels, to what is measured."""
+        """Adds the mixes of --allocate, and their levels, to what is measured."""
+        from . import texts
         from .allocate import Allocation
         from .sides import Format
-        o = self.options
+        o, tokenizer = self.options, self.models.tokenizer
+        count = o.allocate_windows or o.windows
+        body = o.context - len(texts.beginning(tokenizer))
+        skip = o.allocate_skip if o.allocate_skip is not None else o.skip + o.windows * body
+        windows = texts.windows(tokenizer, texts.read(o.text)[0], count, o.context, skip)
         like = Format(self.models, o.levels[-1], o.attention, self.client)
-        made = Allocation(self.models, self.reference, like, o.levels)
-        made.measure(self.results, self.windows, self.names, o.step, o.together)
-        mix = made.mix(o.allocate, self.out)
+        made = Allocation(self.models, self.reference, like, o.levels, o.allocate)
+        made.measure(self.results, windows, [texts.name_of(ids) for ids in windows], o.step,
+                     o.together)
         there = {side.key for side in self.sides}
-        self.sides = [mix, *(side for side in made.uniform if side.key not in there), *self.sides]
-        self.sensitivity = made.sensitivity
+        self.sides = [*made.mixes(self.out, o.allocate_controls),
+                      *(side for side in made.uniform if side.key not in there), *self.sides]
+        self.allocation = {
+            "windows": count, "skip": skip, "sensitivity": made.sensitivity,
+            "bits": made.bits,
+            "same_text": skip < o.skip + o.windows * body and o.skip < skip + count * body}
 
     def found(self, keys: Iterable[str]) -> List[Dict[str, Any]]:
         """The lines of these keys; none where one of them is missing."""
@@ -190,7 +212,7 @@ class Run:
         row: Dict[str, Any] = {"name": side.name, "path": side.path, "kind": side.kind,
                                "dtype": self.models.dtype}
         if hasattr(side, "levels"):
-            row.update(levels=side.levels, sensitivity=self.sensitivity)
+            row.update(levels=side.levels)
         lines = self.found(score.score_key(reference, side, name, step) for name in self.names)
         if lines:
             row.update(report.score_of(lines))
@@ -221,6 +243,7 @@ class Run:
                 "text": self.text_name, "bos": self.bos,
                 "transformers": transformers.__version__, "torch": torch.__version__,
                 "kvq": kvq_version(kvq)},
+            **({"allocation": self.allocation} if o.allocate else {}),
             "rows": [self.row(side) for side in [self.reference, *self.sides]]}
 
     def write(self) -> None:
@@ -274,6 +297,13 @@ def checked(p: argparse.ArgumentParser, arguments: Optional[Sequence[str]]) -> a
     except ValueError as error:
         p.error(str(error))
     options.levels = _list(options.levels)
+    try:
+        budgets = list(dict.fromkeys(float(bits) for bits in _list(options.allocate)))
+    except ValueError:
+        budgets = [0.0]
+    if not all(0 < bits <= 32 for bits in budgets):
+        p.error(f"--allocate {options.allocate}: bits a packed value, as in 3.5 or 3.5,4")
+    options.allocate = budgets
     if options.allocate and len(options.levels) < 2:
         p.error("--allocate needs at least two --levels")
     for told in options.daemon:

@@ -109,6 +109,28 @@ def _about_text(report):
         "attention can see; \"packed\" are those of a packed token alone.")
 
 
+def by_layer(report: Dict[str, Any]) -> List[str]:
+    """What each layer adds at each level, and the levels of each mix."""
+    found = report.get("allocation")
+    if not found:
+        return []
+    mixes = [row for row in report["rows"] if "levels" in row]
+    lower = sorted(found["bits"], key=lambda level: found["bits"][level])[:-1]
+    top = max(found["bits"], key=lambda level: found["bits"][level])
+    rows = [[str(layer), *(number(felt[level]) for level in lower),
+             *(f"`{row['levels'][layer]}`" for row in mixes)]
+            for layer, felt in enumerate(found["sensitivity"])]
+    return ["## Bits by layer", "", *table(
+        ("layer", *(f"`{level}` adds" for level in lower), *(name_of(row) for row in mixes)),
+        rows), "",
+        f"KL that one layer at a level adds while all others have `{top}`, without the 1% of "
+        f"tokens that have the most, over {found['windows']} window(s) from token "
+        f"{found['skip']:,} of the text on. The mixes were chosen by it"
+        + (": **on text that they are measured on above**." if found["same_text"]
+           else ", on other text than is measured above.")
+        + " Rows behind `-reversed`, `-first` and `-last` have their levels in other orders.", ""]
+
+
 def needles(report: Dict[str, Any]) -> List[str]:
     """Recall by distance, and by what part of the cache is not in full."""
     rows = [row for row in report["rows"] if "needles" in row]
@@ -181,7 +203,7 @@ def plots(report: Dict[str, Any]) -> List[str]:
 
 
 Section = Callable[[Dict[str, Any]], List[str]]
-SECTIONS: Tuple[Section, ...] = (quality, needles, answers, plots, speeds, failed)
+SECTIONS: Tuple[Section, ...] = (quality, by_layer, needles, answers, plots, speeds, failed)
 
 
 def beginning(bos: Optional[Dict[str, Any]]) -> str:
