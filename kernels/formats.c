@@ -236,9 +236,12 @@ static int check_dims(const struct kvq_shape *s, char *text, size_t n)
         snprintf(text, n,
                  "head_dim is %u for K and %u for V; unequal dims (as in MLA) are not supported",
                  s->k_dim, s->v_dim);
-    else if (s->k_dim == 0 || kvq_stored_dim(s->k_dim) != s->k_dim)
+    else if (!kvq_stored_dim(s->k_dim))
         snprintf(text, n, "head_dim %u is not supported; it can be 1 to %d", s->k_dim,
                  KVQ_MAX_HEAD_DIM);
+    else if (kvq_stored_dim(s->k_dim) != s->k_dim)
+        snprintf(text, n, "head_dim %u is stored as %u; give 64, 128 or 256 here", s->k_dim,
+                 kvq_stored_dim(s->k_dim));
     else if (s->head_dim && (s->head_dim == s->k_dim || kvq_stored_dim(s->head_dim) != s->k_dim))
         snprintf(text, n, "rows of head_dim %u are not stored with %u", s->head_dim, s->k_dim);
     else if (s->head_dim && s->v_rotation == KVQ_V_ROT_ENGINE)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of other dimensions than those that are stored: the same bits as with zeros behind."""
+import os
+import subprocess
 import unittest
 
 import e2e_storage
 import numpy as np
-from e2e_rig import BACKEND, Tokens, kvq, read_all
+from e2e_rig import BIN, BOUND, BACKEND, Tokens, kvq, read_all
 
 DIMS = {96: 128, 80: 128, 100: 128, 20: 64, 200: 256}  # and what they are stored as
 FORMATS = "f16", "oscar2", "kvq2", "innerq-hybrid"
@@ -99,6 +101,36 @@ class Dims(e2e_storage.Stored):
             other = Tokens(7, LENGTH, dim=dim)
             self.fails(kvq.Code.E_EXISTS, self.opened, other, "kvq2", name="it", model="m",
                        text=("shape of layer 0",))
+
+    def captured(self, tokens, path):
+        """A capture of K and V of all tokens."""
+        with self.client.session(tokens.rows, "f16", place="host") as session, \
+                kvq.Capture(path, tokens.rows, model="m") as capture:
+            step = self.queue.step([session], tokens.n)
+            for layer in range(tokens.layers):
+                k, v = self.own(tokens.k[layer]), self.own(tokens.v[layer])
+                tensors = {name: self.client.find_buffer(array).tensor(array)
+                           for name, array in (("k", k), ("v", v))}
+                capture.append(self.queue.call("append", step.entries, step=step.number,
+                                               layer=layer, **tensors))
+            step.end()
+
+    @unittest.skipUnless(os.path.exists(os.path.join(BIN, "kvq-codebook")),
+                         "kvq-codebook is not built")
+    def test_codebook(self):
+        """Made of a capture of such heads, it fits them."""
+        tokens = Tokens(9, 2048, dim=96)
+        path = os.path.join(self.folder, "kv.capture")
+        self.captured(tokens, path)
+        subprocess.run([os.path.join(BIN, "kvq-codebook"), "make", "--capture", path, "--format",
+                        "vecinfer-2", "--out", os.path.join(self.folder, "own.kvqbook")],
+                       check=True, capture_output=True, timeout=BOUND)
+        self.again(kill=False, codebook_dir=self.folder)
+        with self.opened(tokens, "f16") as exact, self.opened(tokens, "vecinfer-2@own") as session:
+            wanted, got = (tokens.feed(self.queue, s, 512) for s in (exact, session))
+            wanted, got = (tokens.feed(self.queue, s, 8) for s in (exact, session))
+        for (out, _), (want, _) in zip(got, wanted):
+            self.assertLess(np.linalg.norm(out - want), 0.7 * np.linalg.norm(want))
 
     @unittest.skipUnless(BACKEND == "emu", "a GPU, be it in software")
     def test_gpus_refuse(self):

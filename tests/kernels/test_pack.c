@@ -640,6 +640,7 @@ static void test_shapes(void **state)
     s = good, s.q_heads = 31, refused(s, "oscar2", "31 query heads are not a multiple of 8");
     s = good, s.q_heads = 8 * 65, refused(s, "oscar2", "at most 64");
     s = good, s.k_dim = s.v_dim = 272, refused(s, "oscar2", "head_dim 272");
+    s = good, s.k_dim = s.v_dim = 96, refused(s, "oscar2", "head_dim 96 is stored as 128");
     s = good, s.head_dim = 128,
     refused(s, "oscar2", "rows of head_dim 128 are not stored with 128");
     s = good, s.head_dim = 48, refused(s, "oscar2", "rows of head_dim 48 are not stored with 128");

@@ -6,6 +6,7 @@
 // be what this run would say, so that a run taken up again writes the bytes of one that was not
 // interrupted.
 #define XXH_INLINE_ALL
+#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -32,12 +33,24 @@ struct making {
 
 // ---- The capture ----
 
+// Makes n rows of `width` values rows as they are stored, with zeros behind; in place.
+static void spread(float *rows, uint64_t n, uint32_t width, uint32_t stored)
+{
+    assert(width <= stored);
+    if (width == stored)
+        return;
+    for (uint64_t i = n; i-- > 0;) {
+        memmove(rows + i * stored, rows + i * width, width * sizeof *rows);
+        memset(rows + i * stored + width, 0, (stored - width) * sizeof *rows);
+    }
+}
+
 // Tokens of all sequences, one after the other, as the training counts them.
 static int read_capture(void *context, uint32_t layer, bool v, uint32_t head, uint64_t from,
                         uint64_t tokens, float *out, char *text, size_t n)
 {
     const struct making *m = context;
-    uint32_t dim = m->rows[layer].dim;
+    uint32_t dim = m->rows[layer].dim, width = kvq_capture_file_row(m->capture, layer)->k_dim;
     int rc = KVQ_OK;
     for (uint32_t s = 0; tokens > 0 && rc == KVQ_OK; s++) {
         uint64_t have = kvq_capture_file_tokens(m->capture, s);
@@ -48,6 +61,8 @@ static int read_capture(void *context, uint32_t layer, bool v, uint32_t head, ui
         uint64_t some = have - from < tokens ? have - from : tokens;
         rc = kvq_capture_file_read(m->capture, s, layer, v ? KVQ_CAPTURE_V : KVQ_CAPTURE_K, head,
                                    from, some, out, text, n);
+        if (rc == KVQ_OK)
+            spread(out, some, width, dim);
         out += some * dim;
         tokens -= some;
         from = 0;
@@ -85,7 +100,8 @@ static int take_rows(struct making *m)
                      m->o->capture, i, row->k_dim, row->v_dim);
             return KVQ_E_SHAPE;
         }
-        m->rows[i] = (struct kvq_codebook_row){row->kv_heads, row->k_dim};
+        uint16_t stored = kvq_stored_dim(row->k_dim);
+        m->rows[i] = (struct kvq_codebook_row){row->kv_heads, stored ? stored : row->k_dim};
     }
     for (uint32_t s = 0; s < info->sequences; s++)
         m->tokens += kvq_capture_file_tokens(m->capture, s);
