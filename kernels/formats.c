@@ -423,7 +423,7 @@ size_t kvq_block_bytes(const struct kvq_layout *l, const struct kvq_shape *s)
 double kvq_bits_per_value(const struct kvq_format *f, const struct kvq_shape *s)
 {
     struct kvq_layout l = kvq_layout_of(f, s);
-    return 8.0 * l.record_bytes / ((double)KVQ_BLOCK_TOKENS * (s->k_dim + s->v_dim));
+    return 8.0 * l.record_bytes / ((double)KVQ_BLOCK_TOKENS * 2 * kvq_row_dim(s));
 }
 
 // ---- Codecs ----

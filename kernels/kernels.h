@@ -229,7 +229,7 @@ const char *kvq_kernels_isa(const struct kvq_kernels *k); // "c", "avx2", "avx51
 bool kvq_kernels_has_fast(const struct kvq_kernels *k, const struct kvq_format *f,
                           const struct kvq_shape *s);
 
-// A strided view of [tokens][heads][head_dim]; strides in bytes, head_dim contiguous. The
+// A strided view of [tokens][heads][kvq_row_dim()]; strides in bytes, a row contiguous. The
 // strides may be anything that keeps dtype alignment; the caller has checked the bounds.
 struct kvq_view {
     const void *data;
@@ -448,7 +448,7 @@ struct kvq_reading {
     uint32_t first_page; // number of pages[0]
 };
 
-// Reads tokens [from, from + n) of one KV head as fp32 [n][dim], dequantized and rotated back to
+// Reads tokens [from, from + n) of one KV head as fp32 [n][k_dim], dequantized and rotated back to
 // the engine's basis: the values that attention computes with. Leaves rows of tokens that no page
 // holds untouched, and returns the number of tokens read.
 uint32_t kvq_read_rows(const struct kvq_kernels *k, const struct kvq_reading *r, uint64_t from,

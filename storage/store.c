@@ -50,8 +50,8 @@ int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name
     case EACCES:
     case EPERM:
         return kvq__complain(c, KVQ_E_SYSTEM, // not KVQ_E_PERMISSION: it is not who asked
-                             "%s cannot be %s: %s; give this process's user the right to read and "
-                             "write that folder and what is in it",
+                             "%s cannot be %s: %s; give the daemon's user the right to read and "
+                             "write there",
                              name, verb, strerror(-error));
     default:
         return kvq__complain(c, KVQ_E_SYSTEM, "%s cannot be %s: %s", name, verb, strerror(-error));

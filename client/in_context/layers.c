@@ -72,7 +72,7 @@ static int take_layer(struct kvq__pool *pool, const Kvq__TableLayer *m, uint32_t
     };
     uint16_t dim = kvq_narrow_short(&n, m->dim);
     kvq_shape_set_dims(&layer->shape, dim, dim);
-    if (n.wrong || m->kv_heads > KVQ_MAX_HEADS ||
+    if (n.wrong || m->kv_heads > KVQ_MAX_HEADS || (pool->here.driver && layer->shape.head_dim) ||
         kvq_shape_check(&layer->shape, layer->format, why, sizeof why))
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon's layer %u makes no sense: %s", number,
                               why);

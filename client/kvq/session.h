@@ -23,7 +23,7 @@ typedef uint64_t kvq_session;
 struct kvq_layer {
     uint16_t q_heads, kv_heads; /* q_heads is a multiple of kv_heads */
     uint16_t k_dim, v_dim;      /* 1 to 256, and equal, else KVQ_E_SHAPE; stored as 64, 128 or 256.
-                                 * On a GPU 64, 128 or 256 */
+                                 * A GPU takes 64, 128 and 256 alone */
     uint32_t window;            /* sliding window in tokens, own token included; 0: none */
     float softcap;              /* 0: none */
     float scale;                /* softmax scale; 0: 1/sqrt(k_dim) */
@@ -32,10 +32,10 @@ struct kvq_layer {
     uint32_t repeat;            /* this row stands for so many layers; 0: 1 */
 };
 
-/* Who rotates V by H / sqrt(v_dim), head by head. DEFAULT: as in the format's paper (DAEMON for
- * oscar* and quarot*, else NONE), or as an existing session was opened (NONE or DAEMON). DAEMON:
- * the daemon rotates V when it packs tokens, and rotates outputs back. ENGINE: the engine appends
- * rotated V and gets rotated outputs; with a v_dim of 64, 128 or 256. */
+/* Who rotates V by H / sqrt(d), head by head; d is v_dim as it is stored. DEFAULT: as in the
+ * format's paper (DAEMON for oscar* and quarot*, else NONE), or as an existing session was opened
+ * (NONE or DAEMON). DAEMON: the daemon rotates V when it packs tokens, and rotates outputs back.
+ * ENGINE: the engine appends rotated V and gets rotated outputs; with a v_dim of 64, 128 or 256. */
 enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ_V_ROTATION_NONE };
 
 /* The path of attention on the host (formats.md in share/doc/kvqd). DEFAULT: as the daemon is
@@ -101,7 +101,8 @@ struct kvq_session_options {
     uint64_t prompt_tokens;         /* of the prompt, which attention reads in 16 bits up to its
                                      * end if that fits; 0: not known, packed as they come */
     uint64_t keep_seconds;          /* after the last close; 0: the configured time */
-    const char *place;   /* "host", a kvq_gpu_info.place; NULL: the daemon's choice, or as it is */
+    const char *place;   /* "host", a kvq_gpu_info.place; NULL: as it is, or the daemon's choice, a
+                          * GPU if it has one and the layers' dims are 64, 128 or 256 */
     const char *salt;    /* sessions share prefixes only if salt and adapter are equal; NULL: "" */
     const char *adapter; /* of the weights, e.g. a LoRA's name and version */
     struct kvq_prefix prefix; /* a new session begins with the blocks that exist of it */

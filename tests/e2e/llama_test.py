@@ -55,6 +55,7 @@ def logs(logits):
 
 class Llama(e2e_rig.Test):
     """One model with random weights."""
+    CHANGES = {}
 
     @classmethod
     def setUpClass(cls):
@@ -65,7 +66,7 @@ class Llama(e2e_rig.Test):
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
         cls.model = os.path.join(cls.folder.name, "model.gguf")
-        llama_files.write_model(cls.model)
+        llama_files.write_model(cls.model, **cls.CHANGES)
         cls.file = os.path.join(cls.folder.name, "state")
 
     def engine(self, **environment):
@@ -163,6 +164,11 @@ class Llama(e2e_rig.Test):
         self.assertEqual(tokens, {"chat": 220, "": 1})
 
 
+class OtherHeads(Llama):
+    """Heads of other dimensions than those that are stored."""
+    CHANGES = {"head_dim": 96}
+
+
 if __name__ == "__main__":
     for module in ("llama_cpp", "gguf"):
         if not importlib.util.find_spec(module):
@@ -173,4 +179,4 @@ if __name__ == "__main__":
         print(f"kvq under llama.cpp is not tested: no {BACKEND}")
         print("0 passed, 0 failed, 1 skipped")
         sys.exit(0)
-    sys.exit(e2e_rig.run([Llama], __doc__))
+    sys.exit(e2e_rig.run([Llama, OtherHeads], __doc__))

@@ -348,7 +348,7 @@ static void no_right_to_files(void **state)
         assert_int_equal(save_one(&k, &w, 1, "after"), KVQ_E_SYSTEM);
         assert_says(k.text, "/store: ");
         assert_says(k.text, strerror(errors[i]));
-        assert_says(k.text, "give this process's user the right");
+        assert_says(k.text, "give the daemon's user the right");
         w = (struct world){0};
     }
 }

@@ -17,22 +17,23 @@ ROOM = 256     # that may be decoded behind a full cache
 TYPES = {"f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}
 
 
-def write_model(path):
-    """Random weights in bfloat16."""
+def write_model(path, **changes):
+    """Random weights in bfloat16; changes are those of SHAPE."""
+    shape = {**SHAPE, **changes}
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, "llama")
-    heads, dim, hidden = SHAPE["heads"], SHAPE["head_dim"], SHAPE["hidden"]
-    writer.add_block_count(SHAPE["layers"])
+    heads, dim, hidden = shape["heads"], shape["head_dim"], shape["hidden"]
+    writer.add_block_count(shape["layers"])
     writer.add_context_length(1 << 18)
     writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(SHAPE["intermediate"])
+    writer.add_feed_forward_length(shape["intermediate"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(SHAPE["kv_heads"])
+    writer.add_head_count_kv(shape["kv_heads"])
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     writer.add_rope_dimension_count(dim)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(SHAPE["vocabulary"])
+    writer.add_vocab_size(shape["vocabulary"])
     writer.add_tokenizer_model("no_vocab")
 
     def matrix(name, rows, columns):
@@ -43,18 +44,18 @@ def write_model(path):
 
     def norm(name):
         writer.add_tensor(name, np.ones(hidden, np.float32))
-    matrix("token_embd.weight", SHAPE["vocabulary"], hidden)
-    matrix("output.weight", SHAPE["vocabulary"], hidden)
+    matrix("token_embd.weight", shape["vocabulary"], hidden)
+    matrix("output.weight", shape["vocabulary"], hidden)
     norm("output_norm.weight")
-    for i in range(SHAPE["layers"]):
+    for i in range(shape["layers"]):
         norm(f"blk.{i}.attn_norm.weight")
         norm(f"blk.{i}.ffn_norm.weight")
         for name, rows, columns in (
-                ("attn_q", heads * dim, hidden), ("attn_k", SHAPE["kv_heads"] * dim, hidden),
-                ("attn_v", SHAPE["kv_heads"] * dim, hidden), ("attn_output", hidden, heads * dim),
-                ("ffn_gate", SHAPE["intermediate"], hidden),
-                ("ffn_up", SHAPE["intermediate"], hidden),
-                ("ffn_down", hidden, SHAPE["intermediate"])):
+                ("attn_q", heads * dim, hidden), ("attn_k", shape["kv_heads"] * dim, hidden),
+                ("attn_v", shape["kv_heads"] * dim, hidden), ("attn_output", hidden, heads * dim),
+                ("ffn_gate", shape["intermediate"], hidden),
+                ("ffn_up", shape["intermediate"], hidden),
+                ("ffn_down", hidden, shape["intermediate"])):
             matrix(f"blk.{i}.{name}.weight", rows, columns)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

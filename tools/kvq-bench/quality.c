@@ -93,6 +93,14 @@ static int read_count(const char *name, const char *text, uint32_t least, uint32
     return x == floor(x) ? 0 : wrong(name, text, "give a whole number");
 }
 
+// Heads are measured with the dimensions that blocks have.
+static int read_head_dim(const char *text, uint32_t *dim)
+{
+    if (read_count("head-dim", text, 64, KVQ_MAX_HEAD_DIM, dim))
+        return -1;
+    return kvq_stored_dim(*dim) == *dim ? 0 : wrong("head-dim", text, "give 64, 128 or 256");
+}
+
 static int add_method(struct quality_options *o, const char *name)
 {
     char text[400];
@@ -162,7 +170,7 @@ static int read_option(struct quality_options *o, int option, const char *text)
     case 's':
         return read_count("seeds", text, 1, 1000, &o->seeds);
     case 'd':
-        return read_count("head-dim", text, 64, KVQ_MAX_HEAD_DIM, &o->head_dim);
+        return read_head_dim(text, &o->head_dim);
     case 'B':
         return read_number("budget", text, 0.1, 16, &o->budget_bits);
     case 'F':

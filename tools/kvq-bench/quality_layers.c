@@ -80,11 +80,11 @@ static int read_layers(const struct quality_options *o, const struct kvq_capture
     for (uint32_t i = 0; i < info->layers; i++) {
         const struct kvq_capture_row *row = kvq_capture_file_row(f, i);
         uint32_t gqa = row->kv_heads ? row->q_heads / row->kv_heads : 0;
-        if (gqa == 0 || row->k_dim != row->v_dim || row->k_dim > KVQ_MAX_HEAD_DIM)
+        if (gqa == 0 || row->k_dim != row->v_dim || kvq_stored_dim(row->k_dim) != row->k_dim)
             return problem_set(p, RUN_FAILED,
                                "%s: layer %u reads another layer's cache, or its head_dim is "
-                               "%u and %u; up to %d and equal ones can be measured",
-                               o->capture, i, row->k_dim, row->v_dim, KVQ_MAX_HEAD_DIM);
+                               "%u and %u; 64, 128, 256 and equal ones can be measured",
+                               o->capture, i, row->k_dim, row->v_dim);
         if (take_layer(o, &layer[i], i, tokens, row->kv_heads, gqa, row->k_dim, p))
             return -1;
         for (uint32_t h = 0; h < row->kv_heads; h++)

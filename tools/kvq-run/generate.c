@@ -151,13 +151,14 @@ static int open_all(struct generation *g, struct problem *p)
         .ns = o->ns,
         .model = g->model.fingerprint,
         .attention = o->attention,
-        .v_rotation = options_fold(o) ? KVQ_V_ROTATION_ENGINE : o->v_rotation,
         .may_unfold = !o->v_rotation,
         .keep = o->keep,
     };
     if (model_open(&g->model, o->model, CACHE_STEP_TOKENS, p))
         return -1;
     co.model = g->model.fingerprint;
+    co.v_rotation =
+        options_fold(o, g->model.config.head_dim) ? KVQ_V_ROTATION_ENGINE : o->v_rotation;
     const struct capture_options captured = {o->capture, co.model, o->capture_tokens};
     if (capture_open(&captured, &g->model.config, &g->capture, p))
         return -1;

@@ -49,11 +49,12 @@ int run_logits(const struct options *o, struct problem *p)
     struct cache_options co = {
         .format = o->format,
         .attention = o->attention,
-        .v_rotation = options_fold(o) ? KVQ_V_ROTATION_ENGINE : o->v_rotation,
     };
     int rc = -1;
-    if (model_open(&model, o->model, CACHE_STEP_TOKENS, p) ||
-        ids_from_options(o, &model.config, &ids, p) ||
+    if (model_open(&model, o->model, CACHE_STEP_TOKENS, p))
+        goto out;
+    co.v_rotation = options_fold(o, model.config.head_dim) ? KVQ_V_ROTATION_ENGINE : o->v_rotation;
+    if (ids_from_options(o, &model.config, &ids, p) ||
         engine_open(&engine, &model.config, o->runtime_dir, o->in_context, CACHE_STEP_TOKENS, p) ||
         cache_open(&cache, &engine, &model.config, &co, p) ||
         (cache.rotated && model_fold(&model, p)))

@@ -218,11 +218,13 @@ static bool rotates(const char *format, bool *raw)
     return kvq_v_rotation_by_paper(&f) == KVQ_V_ROT_DAEMON;
 }
 
-bool options_fold(const struct options *o)
+bool options_fold(const struct options *o, uint32_t head_dim)
 {
     bool raw, with = o->command == COMMAND_PERPLEXITY;
-    if (o->v_rotation || o->capture || !rotates(o->format, &raw))
+    if (o->v_rotation)
         return o->v_rotation == KVQ_V_ROTATION_ENGINE;
+    if (o->capture || !rotates(o->format, &raw) || kvq_stored_dim(head_dim) != head_dim)
+        return false;
     return !with || rotates(o->against, &raw) || raw;
 }
 

@@ -32,9 +32,9 @@ struct options {
 int options_parse(int argc, char **argv, struct options *o, struct problem *p);
 
 // Whether V is to be rotated in the weights: where that is asked for or, if nothing is, where the
-// paper of the format does (of both formats, if one model serves two that are not raw). Captures
-// are of V as the model makes it, so with one the daemon rotates.
-bool options_fold(const struct options *o);
+// paper of the format does (of both formats, if one model serves two that are not raw), and heads
+// are stored as they are. Captures are of V as the model makes it, so with one the daemon rotates.
+bool options_fold(const struct options *o, uint32_t head_dim);
 
 // Help of one command, or of all (COMMAND_HELP); to standard output.
 void options_help(uint8_t command);

@@ -128,9 +128,9 @@ static int open_caches(struct comparison *c, struct problem *p)
             .format = formats[s],
             .model = c->model.fingerprint,
             .attention = c->o->attention,
-            .v_rotation = options_fold(c->o) ? KVQ_V_ROTATION_ENGINE
-                          : s == TEST        ? c->o->v_rotation
-                                             : KVQ_V_ROTATION_DEFAULT,
+            .v_rotation = options_fold(c->o, c->model.config.head_dim) ? KVQ_V_ROTATION_ENGINE
+                          : s == TEST                                  ? c->o->v_rotation
+                                                                       : KVQ_V_ROTATION_DEFAULT,
             .capture = s == TEST ? c->capture : NULL,
             .session = c->named ? c->name[s] : NULL,
         };

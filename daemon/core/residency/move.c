@@ -42,13 +42,14 @@ static void move_over(struct kvq__move *move)
     kvq__ticket_enter(&move->ticket, KVQ__OVER);
 }
 
-// Kernels of a GPU read and write rows as they are stored.
-static bool layers_suit_gpu(const struct kvq__session *s)
+// The head_dim of a layer whose rows are narrower than they are stored, which kernels of a GPU do
+// not take; 0 if there is none.
+static uint32_t narrow_dim(const struct kvq__session *s)
 {
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].shape.head_dim)
-            return false;
-    return true;
+            return s->layers[i].shape.head_dim;
+    return 0;
 }
 
 int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *to, char *text)
@@ -61,10 +62,10 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is on its way to disk or back; wait until it is there",
                          s->name);
-    if (to->gpu && !layers_suit_gpu(s))
+    if (to->gpu && narrow_dim(s))
         return kvq__fail(text, KVQ_E_SHAPE,
                          "session \"%s\" has a head_dim of %u, which is served on the host alone",
-                         s->name, kvq_row_dim(&s->layers[0].shape));
+                         s->name, narrow_dim(s));
     // What a demoted session's tables show is to come, at its home.
     if (!LIST_EMPTY(&s->tables) && s->demoted.home != to)
         return kvq__fail(text, KVQ_E_BUSY,

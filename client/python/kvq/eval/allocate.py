@@ -92,7 +92,8 @@ def other_orders(chosen: Sequence[str], sensitivity: Sensitivity, bits: Dict[str
     last."""
     every = range(len(chosen))
     most = max(bits[level] for level in sensitivity[0])
-    felt = [max(row[level] for level in row if bits[level] < most) for row in sensitivity]
+    felt = [max((row[level] for level in row if bits[level] < most), default=0.0)
+            for row in sensitivity]
     dealt = sorted(chosen, key=lambda level: -bits[level])
 
     def deal(order):

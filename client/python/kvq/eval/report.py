@@ -115,8 +115,7 @@ def by_layer(report: Dict[str, Any]) -> List[str]:
     if not found:
         return []
     mixes = [row for row in report["rows"] if "levels" in row]
-    lower = sorted(found["bits"], key=lambda level: found["bits"][level])[:-1]
-    top = max(found["bits"], key=lambda level: found["bits"][level])
+    *lower, top = sorted(found["bits"], key=lambda level: found["bits"][level])
     rows = [[str(layer), *(number(felt[level]) for level in lower),
              *(f"`{row['levels'][layer]}`" for row in mixes)]
             for layer, felt in enumerate(found["sensitivity"])]
