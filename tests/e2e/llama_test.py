@@ -56,6 +56,7 @@ def logs(logits):
 class Llama(e2e_rig.Test):
     """One model with random weights."""
     CHANGES = {}
+    TYPES = "1", "8"  # of K and V in llama.cpp's own cache: f16, q8_0
 
     @classmethod
     def setUpClass(cls):
@@ -136,7 +137,7 @@ class Llama(e2e_rig.Test):
     def test_a_shift_is_refused(self):
         """Where llama.cpp turns keys in place, and where it takes them out of the cache for it; it
         goes on itself."""
-        for kind in "1", "8":  # f16, q8_0
+        for kind in self.TYPES:
             with self.subTest(kind):
                 ours = self.engine(KVQ_TEST_TYPE=kind)
                 self.assertIsNotNone(ours.ask("decode", TEXT[:50]))
@@ -167,6 +168,7 @@ class Llama(e2e_rig.Test):
 class OtherHeads(Llama):
     """Heads of other dimensions than those that are stored."""
     CHANGES = {"head_dim": 96}
+    TYPES = ("1",)  # llama-cpp-python 0.3.36 makes no context with the other, without kvq either
 
 
 if __name__ == "__main__":
