@@ -23,6 +23,10 @@
 enum level { FINE, NOTE, PROBLEM };
 enum { MOST = 16 + 2 * KVQ_MAX_GPUS };
 
+// When the store is nearly full: by what it takes, or by what is left for another session. The
+// alert KvqdStoreNearlyFull of packaging/prometheus has the same: tests/tools/alerts.py sees to it.
+enum { STORE_TAKEN_PERCENT = 90, STORE_ROOM_PERCENT = 5 };
+
 struct findings {
     struct kvq_arena *arena;
     Kvq__DoctorReply *reply;
@@ -259,7 +263,8 @@ static void check_storage(struct findings *f, const struct kvq__server *s)
     uint64_t most = state->used_bytes + state->free_bytes;
     bool capped = state->limit_bytes && state->limit_bytes < most;
     most = capped ? state->limit_bytes : most;
-    bool full = state->used_bytes > most / 10 * 9 || state->room_bytes < most / 20;
+    bool full = state->used_bytes > most / 100 * STORE_TAKEN_PERCENT ||
+                state->room_bytes < most / 100 * STORE_ROOM_PERCENT;
     if (!s->config.storage_dir[0]) {
         add(f, "storage", FINE, "", "no session is saved: storage_dir is not set");
         return;

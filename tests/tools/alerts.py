@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 
-RULES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "packaging",
-                     "prometheus", "kvqd.rules.yml")
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+RULES = os.path.join(ROOT, "packaging", "prometheus", "kvqd.rules.yml")
+DOCTOR = os.path.join(ROOT, "daemon", "commands", "doctor.c")
 HOST = 'instance="n1:9647", job="kvqd"'
 
 
@@ -103,9 +104,11 @@ def main():
         print("alerts: skipped: there is no promtool (apt install prometheus)")
         return 77
     with open(RULES, encoding="utf-8") as file:
-        names = re.findall(r"- alert: (\w+)", file.read())
+        text = file.read()
+    names = re.findall(r"- alert: (\w+)", text)
     failed = [f"{name}: no test in tests/tools/alerts.py" for name in names if name not in CASES]
     failed += [f"{name}: is no alert" for name in CASES if name not in names]
+    failed += unlike_doctor(text)
     with tempfile.TemporaryDirectory() as folder:
         for name in set(names) & set(CASES):
             for when, fires in (("9m", False), (FIRES.get(name, "59m"), True)):
@@ -115,6 +118,18 @@ def main():
     print(*failed, sep="\n", end="\n" if failed else "")
     print(f"alerts: {len(names) - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
+
+
+def unlike_doctor(rules):
+    """Whether kvqctl doctor calls a store full where the alert does not, or the other way round."""
+    with open(DOCTOR, encoding="utf-8") as file:
+        taken, room = re.search(r"STORE_TAKEN_PERCENT = (\d+), STORE_ROOM_PERCENT = (\d+)",
+                                file.read()).groups()
+    rule = rules.split("- alert: KvqdStoreNearlyFull")[1].split("- alert:")[0]
+    wanted = [int(taken) / 100] * 2 + [1 - int(room) / 100] * 2
+    found = [float(x) for x in re.findall(r"> (0\.\d+)", rule)]
+    return [] if found == wanted else [f"KvqdStoreNearlyFull: from {found} on; "
+                                       f"kvqctl doctor says so from {wanted} on"]
 
 
 def check(folder, name, case, when, fires):
