@@ -6,8 +6,7 @@ random weights.
     tests/e2e/eval_test.py [NAME]...
 
 Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
-kvqd is.
-"""
+kvqd is."""
 import bz2
 import contextlib
 import io
@@ -527,11 +526,12 @@ class Command(Case):
             self.assertNotIn("window", self.said)
 
     def test_progress(self):
-        """Each line but the first says how much is done."""
-        self.command("progress", "--formats", "oscar4,oscar2", "--windows", "2", "--together", "1")
-        told = [line for line in self.said.split("\n") if line.startswith("window")]
-        self.assertEqual([re.findall(r"\((\d+ of \d+) done, about \d+ more minutes?\)", line)
-                          for line in told], [[], ["1 of 4"], ["2 of 4"], ["3 of 4"]])
+        """How much is done; what failed in the first window is not to come."""
+        for formats, n, status in ("oscar4,oscar2", 2, 0), ("vecinfer-2,oscar2", 3, 1):
+            self.command(f"progress-{n}", "--formats", formats, "--windows", str(n), "--together",
+                         "1", status=status)
+            self.assertEqual(re.findall(r"\((\d of \d) done, about \d+ more minutes?\)", self.said),
+                             ["1 of 4", "2 of 4", "3 of 4"])
 
     def test_what_is_left(self):
         """A line of progress says how long the rest takes, if it takes as long as what was done."""
@@ -542,12 +542,12 @@ class Command(Case):
         self.assertEqual(left.told(), " (3 of 12 done, about 5 more minutes)")
         left.gone(7)
         self.assertEqual(left.told(), " (10 of 12 done, about 1 more minute)")
-        left.gone(2)
+        left.lost(2)
         self.assertEqual(left.told(), "")
 
     def test_goes_on(self):
         """A run that was ended says the same in the end as one that was not."""
-        arguments = ("--formats", "oscar4,oscar2", "--windows", "3", "--together", "1")
+        arguments = "--formats", "oscar4,oscar2", "--windows", "3", "--together", "1"
         whole = self.command("whole", *arguments)
         with open(self.path("whole", "results.jsonl"), encoding="utf-8") as file:
             lines = file.readlines()

@@ -121,6 +121,10 @@ class Left:
         """So many caches went through a window."""
         self.done += passes
 
+    def lost(self, passes: int) -> None:
+        """So many will not be made: of caches that have failed."""
+        self.passes -= passes
+
     def told(self) -> str:
         """For a line of progress; nothing while nothing is known."""
         rest = self.passes - self.done
@@ -135,12 +139,13 @@ def run(results: Results, reference: Side, sides: Sequence[Side], texts: Sequenc
         names: Sequence[str], step: int, together: int, failures: Failures) -> None:
     """Measures what the results lack: every side over every window of ids, whose names are given.
     At most `together` sides run beside the reference, each with a cache of its own."""
-    left = Left(sum(results.get(score_key(reference, s, name, step)) is None
-                    for s in sides if s.key not in failures.why for name in names))
+    def is_missing(side, name):
+        return results.get(score_key(reference, side, name, step)) is None
+    left = Left(sum(is_missing(s, name) for s in sides if s.key not in failures.why
+                    for name in names))
     for number, (ids, name) in enumerate(zip(texts, names)):
         def missing(some, name=name):
-            return [s for s in some if s.key not in failures.why
-                    and results.get(score_key(reference, s, name, step)) is None]
+            return [s for s in some if s.key not in failures.why and is_missing(s, name)]
         todo = missing(sides)
         groups = [todo[i:i + together] for i in range(0, len(todo), together)]
         if not groups and missing([reference]):
@@ -154,6 +159,8 @@ def run(results: Results, reference: Side, sides: Sequence[Side], texts: Sequenc
                 if results.get(own) is None:
                     results.put(own, {"part": "score", "side": key, "window": name, **line})
             left.gone(len(group))
+            left.lost(sum(is_missing(s, later) for s in group if s.key in failures.why
+                          for later in names[number + 1:]))
 
 
 def score_key(reference: Side, side: Side, window_name: str, step: int) -> str:
