@@ -96,7 +96,8 @@ static inline bool kvq__fits_bytes(const struct kvq__codec *c)
 // rows are `dim` elements apart. Everything in these ranges is finite and may be computed with,
 // but only positions with their bit in `held` are keys: the others get logit -inf.
 // Outliers: positions with their bit in `pooled` (all below packed_tokens) are packed as well, but
-// what counts are their raw rows: row pool_row[t] of pool_k and pool_v.
+// what counts are their raw rows: row pool_row[t] of pool_k and pool_v, which are set for these
+// alone.
 struct kvq__group {
     uint32_t held;            // bit t: position t is a key; 0 if the group is empty
     uint32_t pooled;          // bit t: position t is an outlier
