@@ -157,7 +157,8 @@ void kvq__bytes_prepare_k(const struct kvq__tile *tile)
 // The planes of K of a group, half of their tokens, from a slab on.
 struct planes {
     struct kvq__half low, high;
-    const uint8_t *ahead; // what to fetch meanwhile
+    const uint8_t *ahead;  // codes to fetch meanwhile
+    const uint8_t *params; // and scales and zeros; NULL where they stand apart
 };
 
 // Where the four bytes of row r of the layout, position s, stand: two rows to a register, each in
@@ -204,10 +205,12 @@ KVQ__INLINE __m256i part(const struct words *w, uint32_t s, int bits)
 KVQ__INLINE void k_row(__m256i acc[][2], const struct planes *p, uint32_t r, uint32_t n,
                        const uint8_t *const *q, int rows, int bits)
 {
-    const uint32_t lines = (uint32_t)bits + 1; // to 16 channels, half of them in each half
+    const uint32_t lines = (uint32_t)bits; // of codes of 16 channels, half of them in each half
     struct words w[2] = {load_k(p, r, n, 0, bits), load_k(p, r, n, 1, bits)};
     for (uint32_t i = r * lines / 2; i < (r + 1) * lines / 2; i++)
         kvq__fetch(p->ahead + 64 * i);
+    if (r % 2 && p->params)
+        kvq__fetch(p->params + 64 * (r / 2));
     for (uint32_t s = 0; s < 4; s++) {
         __m256i c0 = part(&w[0], s, bits), c1 = part(&w[1], s, bits);
         for (int i = 0; i < rows; i++) {
@@ -261,14 +264,16 @@ KVQ__INLINE void k_sums(__m256i sum[][2], const struct kvq__tile *tile, const ui
 {
     const uint32_t dim = tile->dim, n = dim == 64 ? 4 : 8, slabs = (dim + 64) / KVQ__SLAB;
     const uint8_t *low = codes, *high = codes + 8 * dim, *q[KVQ__TILE4];
+    const struct kvq_layout *l = &tile->codec->layout;
     for (int i = 0; i < rows; i++) {
         q[i] = rows_bytes[i];
         sum[i][0] = sum[i][1] = _mm256_setzero_si256();
     }
     for (uint32_t slab = 0; slab < slabs; slab++) {
-        uint32_t lines = n * ((uint32_t)bits + 1) / HALVES;
+        uint32_t lines = n * (uint32_t)bits / HALVES, part = HALVES * slab + half;
+        const uint8_t *params = ahead + l->k_scales + 64 * part * n / 2;
         struct planes p = {kvq__half_of(low, half), kvq__half_of(high, half),
-                           ahead + 64 * (HALVES * slab + half) * lines};
+                           ahead + 64 * part * lines, l->k_set ? NULL : params};
         if (n == 4)
             k_slab(sum, &p, 4, q, rows, bits);
         else
@@ -308,11 +313,24 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, const struct kvq_packed *
     }
 }
 
+// What k_row does not fetch: norms, and where scales stand before a record's groups, a share of
+// them with each group. They are as far from the group ahead as these from this one.
+KVQ__INLINE void fetch_rest(const struct kvq_layout *l, const struct kvq_packed *packed,
+                            const uint8_t *ahead, uint32_t group)
+{
+    uint32_t share = l->k_set / KVQ_BLOCK_GROUPS;
+    const uint8_t *scales = ahead + (packed->k_scales - packed->group);
+    kvq__fetch(ahead + l->k_norms);
+    for (uint32_t i = 0; i < share; i += 64)
+        kvq__fetch(scales + group % KVQ_BLOCK_GROUPS * share + i);
+}
+
 KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq_packed *packed,
                           float *logits, int bits)
 {
     const uint8_t *ahead = tile->ahead ? tile->ahead : packed->group;
     uint32_t group = (uint32_t)(logits - tile->logits) / KVQ_GROUP_TOKENS;
+    fetch_rest(&tile->codec->layout, packed, ahead, group);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE) {
         KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, packed, ahead, group, r, logits, ROWS, bits));
         ahead = packed->group; // what was asked for once is on its way

@@ -235,6 +235,13 @@ struct slab {
     const uint8_t *low, *high, *ahead;
 };
 
+// Lines that half of the words of a position fetch: of codes, and of scales and zeros. V of four
+// levels has one line of scales in all.
+KVQ__INLINE int lines_of(struct how how)
+{
+    return how.bits + !how.lloyd;
+}
+
 static inline __m256i load(const uint8_t *p)
 {
     return _mm256_load_si256((const void *)p);
@@ -311,7 +318,7 @@ KVQ__INLINE void v_half(const struct planes *p, float *o, const uint8_t *const *
     __m256i acc[KVQ__TILE4][2], sum[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++)
         acc[i][0] = acc[i][1] = sum[i][0] = sum[i][1] = _mm256_setzero_si256();
-    for (int line = 0; line <= how.bits; line++)
+    for (int line = 0; line < lines_of(how); line++)
         kvq__fetch(p->ahead + 64 * line);
     v_sets(acc, p, 0, w, rows, wide, s, how);
     for (int i = 0; (how.bits == 4 || how.lloyd) && i < rows; i++)
@@ -337,7 +344,7 @@ KVQ__INLINE void v_position(const struct slab *v, float *o, const uint8_t *const
     for (uint32_t half = 0; half < (wide ? 2u : 1u); half++) {
         uint32_t i = (wide ? 2 : 1) * (uint32_t)s + half;
         struct planes p = {kvq__half_of(v->low, half), kvq__half_of(v->high, half),
-                           v->ahead + 64 * i * ((uint32_t)how.bits + 1)};
+                           v->ahead + 64 * i * (uint32_t)lines_of(how)};
         v_half(&p, o + 16 * i, at, unit, rows, wide, s, how);
     }
 }
@@ -366,7 +373,7 @@ KVQ__INLINE void pv_rows(const struct kvq__tile *tile, struct slab slab, uint32_
         v_slab(&slab, v->o[first] + c, w, unit, rows, true, how);
         slab.low += KVQ__SLAB * 8;
         slab.high += KVQ__SLAB * (how.bits == 3 ? 4 : 8);
-        slab.ahead += KVQ__SLAB * 4 * (how.bits + 1);
+        slab.ahead += KVQ__SLAB * 4 * lines_of(how);
         for (int i = 0; i < rows; i++)
             w[i] += how.lloyd ? 0 : KVQ__SLAB;
     }
@@ -378,6 +385,8 @@ KVQ__INLINE void pv_group(const struct kvq__tile *tile, const struct kvq_packed 
     const uint8_t *codes = packed->group + tile->codec->layout.v_codes;
     const uint8_t *ahead = tile->ahead ? tile->ahead : codes;
     uint32_t group = (uint32_t)(p - tile->logits) / KVQ_GROUP_TOKENS;
+    if (how.lloyd)
+        kvq__fetch(ahead + tile->codec->layout.v_scales - tile->codec->layout.v_codes);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4) {
         struct slab slab = {codes, codes + 8 * tile->dim, ahead};
         KVQ__BY_ROWS(tile->rows - r, pv_rows(tile, slab, group, r, ROWS, how));

@@ -101,12 +101,15 @@ struct packed {
     _Alignas(32) float params[4 * KVQ_MAX_HEAD_DIM];
 };
 
-// Scales and zeros that stand apart from the group are asked for at once, by the first of those
-// that share them; the group ahead is as far from its own.
-static void fetch_apart(const struct kvq__tile *tile, const struct kvq_packed *packed)
+// K's norms, and scales and zeros that stand apart from the group, which are asked for at once, by
+// the first of those that share them; the group ahead is as far from its own.
+static void fetch_rest(const struct kvq__tile *tile, const struct kvq_packed *packed)
 {
     const struct kvq_layout *l = &tile->codec->layout;
-    if (tile->ahead && l->k_set)
+    if (!tile->ahead)
+        return;
+    kvq__fetch(tile->ahead + l->k_norms);
+    if (l->k_set)
         fetch(tile->ahead + (packed->k_scales - packed->group), (int)l->k_set);
 }
 
@@ -210,7 +213,7 @@ static void qk_packed_avx2(const struct kvq__tile *tile, const struct kvq_packed
     const struct kvq__codec *c = tile->codec;
     _Alignas(32) float norm[KVQ_GROUP_TOKENS];
     struct packed p;
-    fetch_apart(tile, packed);
+    fetch_rest(tile, packed);
     p.low = packed->group + c->layout.k_codes;
     p.high = p.low + 8 * c->dim;
     p.ahead = tile->ahead ? tile->ahead : p.low;
