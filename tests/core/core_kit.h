@@ -63,6 +63,7 @@ void kit_open(struct kit *kit, uint64_t seed, uint64_t pool_bytes, uint64_t limi
 // and asserts that all memory came back.
 void kit_close(struct kit *kit);
 int kit_teardown(void **state); // of a test: closes the kit that was opened last
+#define KIT_TEST(name) TEST_BETWEEN(name, setup, kit_teardown) // behind the file's setup
 
 // So many ns pass; and the core does what is due by then.
 void kit_pass(struct kit *kit, uint64_t ns);

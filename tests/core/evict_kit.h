@@ -86,6 +86,6 @@ uint64_t evicted(void);
 struct kvq__counts counts(void);
 uint32_t refused(void);
 
-#define SAVES(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown)
+#define SAVING_TEST(name) TEST_BETWEEN(name, setup_saves, teardown)
 
 #endif

@@ -10,6 +10,7 @@
 
 int setup_saves(void **state);
 int teardown_saves(void **state);
+#define SAVING_TEST(name) TEST_BETWEEN(name, setup_saves, teardown_saves)
 const struct kvq__session *session_of(uint64_t handle);
 void settle(void);
 struct kvq__move_info ask(uint64_t id);

@@ -72,7 +72,7 @@ static int teardown(void **state)
     return 0;
 }
 
-static void sums(void **state)
+TEST(sums)
 {
     struct kvq__core *core = kit.core;
     ASSERT_FINDS(core->n_sessions, 2, "core->n_sessions");
@@ -91,7 +91,7 @@ static void sums(void **state)
     ASSERT_FINDS(core->pools[0].index_bytes, 64, "pool->index_bytes");
 }
 
-static void namespaces(void **state)
+TEST(namespaces)
 {
     struct kvq__namespace *ns = s->ns;
     ASSERT_FINDS(ns->used[KVQ__HOST_BYTES], ns->used[KVQ__HOST_BYTES] - 64, "ns->used[i]");
@@ -105,7 +105,7 @@ static void namespaces(void **state)
 }
 
 // Above a limit that was lowered, nothing grows.
-static void limits(void **state)
+TEST(limits)
 {
     struct kvq__namespace *ns = s->ns;
     ns->quota.limit[KVQ__SESSIONS] = 1;
@@ -118,7 +118,7 @@ static void limits(void **state)
     ns->quota.limit[KVQ__HOST_BYTES] = ns->quota.limit[KVQ__SESSIONS] = 0;
 }
 
-static void blocks(void **state)
+TEST(blocks)
 {
     struct kvq__layer *l = &s->layers[1];
     struct kvq__block *b = kvq__page(l, 0)->packed.block;
@@ -135,7 +135,7 @@ static void blocks(void **state)
     ASSERT_FINDS(s->sheets[0]->refs, 2, "owners");
 }
 
-static void sessions(void **state)
+TEST(sessions)
 {
     struct kvq__layer *l = &s->layers[0];
     ASSERT_FINDS(s->readers, 1, "s->readers");
@@ -156,8 +156,5 @@ static void sessions(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(sums), TEST(namespaces), TEST(limits), TEST(blocks), TEST(sessions),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

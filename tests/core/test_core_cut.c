@@ -18,7 +18,7 @@ static uint64_t make(uint32_t format, uint32_t rollback)
     return a;
 }
 
-static void test_cut_and_saved(void **state)
+TEST(test_cut_and_saved)
 {
     for (uint32_t i = 0; i < FORMATS; i++)
         for (uint64_t good = 512; good < 1000; good += 128)
@@ -37,7 +37,7 @@ static void test_cut_and_saved(void **state)
             }
 }
 
-static void test_forked_and_saved(void **state)
+TEST(test_forked_and_saved)
 {
     for (uint32_t i = 0; i < FORMATS; i++)
         for (uint64_t at = 352; at < 1000; at += 96) {
@@ -57,7 +57,7 @@ static void test_forked_and_saved(void **state)
         }
 }
 
-static void test_learned_nothing(void **state)
+TEST(test_learned_nothing)
 {
     struct kvq__restore *r;
     uint64_t a = make(3, 0);
@@ -92,18 +92,12 @@ static uint64_t written_anew(const char *format)
 }
 
 // Sinks are final with the first block.
-static void test_sinks_are_written_once(void **state)
+TEST(test_sinks_are_written_once)
 {
     assert_int_equal(written_anew("oscar2-s32"), written_anew("oscar2"));
 }
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_cut_and_saved),
-        TEST(test_forked_and_saved),
-        TEST(test_learned_nothing),
-        TEST(test_sinks_are_written_once),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -77,7 +77,7 @@ static void rows_are(const struct streamer *s, const float *were, uint32_t row, 
 }
 
 // So many pieces that each of them as a copy and two launches would be more than a queue takes.
-static void test_many_pieces(void **state)
+STREAM_TEST(test_many_pieces)
 {
     enum { PIECES = 400, PIECE = 1 };
     static float were[PIECES * HEADS * DIM];
@@ -101,7 +101,7 @@ static void open_many(struct kvq_entry_wire *e, uint32_t sessions, uint32_t each
 }
 
 // The same of as many sessions.
-static void test_many_sessions(void **state)
+STREAM_TEST(test_many_sessions)
 {
     enum { SESSIONS = 180, EACH = 2 };
     static float were[EACH * HEADS * DIM];
@@ -115,7 +115,7 @@ static void test_many_sessions(void **state)
 }
 
 // Where the workspace has room for all of them they are read by two launches, or less than eight.
-static void test_read_together(void **state)
+STREAM_TEST(test_read_together)
 {
     enum { SESSIONS = 100, EACH = 2 };
     static struct kvq_entry_wire e[SESSIONS];
@@ -154,7 +154,7 @@ static void attend_all(uint64_t session, uint64_t tokens, float *out)
 
 // A call whose partial results are more than the workspace is launched query token by query token,
 // each with a batch of its own: the chunk has to have room for all of these.
-static void test_room_of_cut_calls(void **state)
+STREAM_TEST_SMALL(test_room_of_cut_calls)
 {
     enum { LONG = 700, VALUES = CUT * CUT_QUERIES * 2 * HEADS * DIM };
     static float whole[VALUES], cut[VALUES];
@@ -171,7 +171,7 @@ static void test_room_of_cut_calls(void **state)
 }
 
 // A call that is launched 256 times takes nearly as many operations as a queue takes, and no more.
-static void test_many_cut_queries(void **state)
+STREAM_TEST(test_many_cut_queries)
 {
     enum { LONG = 700, QUERIES = 256 };
     stream_session(&one, "long", "f16");
@@ -185,12 +185,5 @@ static void test_many_cut_queries(void **state)
 int main(void)
 {
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        STREAM_TEST(test_many_pieces),
-        STREAM_TEST(test_many_sessions),
-        STREAM_TEST(test_read_together),
-        STREAM_TEST(test_many_cut_queries),
-        STREAM_TEST_SMALL(test_room_of_cut_calls),
-    };
-    return cmocka_run_group_tests_name("core_depth", tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

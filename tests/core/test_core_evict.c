@@ -6,7 +6,7 @@
 
 // ---- Who ----
 
-static void test_score(void **state)
+PLAIN_TEST(test_score)
 {
     static const struct {
         struct kvq__score better, worse;
@@ -30,7 +30,7 @@ static void test_score(void **state)
 }
 
 // Six sessions where four fit, used in turns by two engines: all of them work, to the bit.
-static void test_turns(void **state)
+TEST(test_turns)
 {
     static uint8_t bits[6][LAYERS][OUT_BYTES];
     struct member *of[6] = {&m, &other, &m, &other, &m, &other};
@@ -61,7 +61,7 @@ static void test_turns(void **state)
 }
 
 // The one that was used longest ago goes, one in a step never does.
-static void test_who(void **state)
+SAVING_TEST(test_who)
 {
     uint64_t a = fed(&m, "a"), b, c, d;
     b = fed(&m, "b");
@@ -88,7 +88,7 @@ static void test_who(void **state)
 // ---- Refusals ----
 
 // What is in use by work that ends by itself is waited for, but not for ever.
-static void test_in_use(void **state)
+SAVING_TEST(test_in_use)
 {
     uint64_t handles[4];
     fill_home(handles);
@@ -112,7 +112,7 @@ static void test_in_use(void **state)
 }
 
 // What could never fit is refused at once, and nobody goes for it.
-static void test_too_much(void **state)
+SAVING_TEST(test_too_much)
 {
     fed(&m, "a");
     uint64_t b = fed(&m, "b");
@@ -123,7 +123,7 @@ static void test_too_much(void **state)
 }
 
 // Nobody goes for a request that would not fit even then.
-static void test_in_vain(void **state)
+SAVING_TEST(test_in_vain)
 {
     uint64_t handles[4];
     fill_home(handles);
@@ -138,7 +138,7 @@ static void test_in_vain(void **state)
 }
 
 // One that was used a moment ago is waited for, but not for ever.
-static void test_too_young(void **state)
+SAVING_TEST(test_too_young)
 {
     uint64_t handles[4];
     fill_home(handles);
@@ -168,7 +168,7 @@ static void test_too_young(void **state)
 
 // ---- Waiting by request ----
 
-static void test_flag(void **state)
+SAVING_TEST(test_flag)
 {
     uint64_t handles[4];
     hold_all(handles);
@@ -199,7 +199,7 @@ static void test_flag(void **state)
 }
 
 // A queue that its client closes, or that goes with its client, does not wait on.
-static void test_ending(void **state)
+SAVING_TEST(test_ending)
 {
     uint64_t handles[4];
     hold_all(handles);
@@ -219,7 +219,7 @@ static void test_ending(void **state)
 // ---- Turns, and what nobody waits for for ever ----
 
 // The one that came first has the first turn, and smaller ones pass it by when it finds no room.
-static void test_order(void **state)
+SAVING_TEST(test_order)
 {
     struct kvq__session *s[4];
     uint64_t handles[4];
@@ -251,7 +251,7 @@ static void test_order(void **state)
 }
 
 // Two that wait and have what the other one needs: the first gets it, then the second.
-static void test_each_other(void **state)
+SAVING_TEST(test_each_other)
 {
     uint64_t a = fed(&m, "a"), b = fed(&other, "b"), c = fed(&m, "c"), d = fed(&m, "d");
     kvq__session_ref(kit_of(&m, c));
@@ -284,7 +284,7 @@ static void open_shards(struct member *member, const char *name, uint64_t *shard
 
 // Two sessions have each begun the step of one shard, and there is no room for the other ones: who
 // does not wait is told, and undoing that makes room for who does.
-static void test_half_begun(void **state)
+SAVING_TEST(test_half_begun)
 {
     uint64_t one[2], two[2], held[2];
     for (uint32_t i = 0; i < 2; i++) {
@@ -308,7 +308,7 @@ static void test_half_begun(void **state)
 }
 
 // A request of several sessions takes the memory of all of them, or none while it waits.
-static void test_all_or_nothing(void **state)
+SAVING_TEST(test_all_or_nothing)
 {
     uint64_t handles[4], x = opened(&other, "x"), y = opened(&other, "y");
     fill_home(handles);
@@ -334,7 +334,7 @@ static void test_all_or_nothing(void **state)
 }
 
 // Whole steps and forks wait as well.
-static void test_operations(void **state)
+SAVING_TEST(test_operations)
 {
     uint64_t fork[2];
     uint64_t a = opened(&m, "a");
@@ -366,7 +366,7 @@ static void test_operations(void **state)
 }
 
 // Who waits when the daemon drains is told, and so is nobody whose client is gone.
-static void test_drain(void **state)
+SAVING_TEST(test_drain)
 {
     uint64_t handles[4];
     hold_all(handles);
@@ -387,7 +387,7 @@ static void test_drain(void **state)
 
 // ---- Limits, groups, what has just come back ----
 
-static void test_quota(void **state)
+SAVING_TEST(test_quota)
 {
     struct member stranger;
     kit.core->pools[0].budget = 8 * MIB;
@@ -406,7 +406,7 @@ static void test_quota(void **state)
 }
 
 // All shards go, and each comes back when it is used.
-static void test_group(void **state)
+TEST(test_group)
 {
     struct kvq__session_info info;
     struct kvq__session_spec spec = {
@@ -464,7 +464,7 @@ static void test_group(void **state)
 }
 
 // The first request of a queue may be for a session that was demoted.
-static void test_first_request(void **state)
+TEST(test_first_request)
 {
     uint64_t handles[5], reader;
     uint8_t out[LAYERS][OUT_BYTES];
@@ -487,7 +487,7 @@ static void test_first_request(void **state)
 }
 
 // Sessions that have just come back stay, however long nobody had used them before.
-static void test_back(void **state)
+SAVING_TEST(test_back)
 {
     uint64_t handles[4];
     fill_home(handles);
@@ -503,7 +503,7 @@ static void test_back(void **state)
 
 // A limit that is lowered: those that nobody uses go, one after the other, and nobody else; and
 // they come back as far as it allows.
-static void test_lowered(void **state)
+SAVING_TEST(test_lowered)
 {
     uint64_t a = fed(&m, "a"), b = fed(&m, "b"), c = fed(&m, "c");
     const struct kvq__namespace *ns = kit_of(&m, a)->ns;
@@ -530,9 +530,10 @@ static void test_lowered(void **state)
     assert_memory_equal(before, after, sizeof before);
     assert_true(ns->used[which] <= SESSION_BYTES && is_home(&m, a));
 }
+TEST(test_lowered);
 
 // Prefixes are given up only where the limit counts them that is met.
-static void test_prefixes_elsewhere(void **state)
+TEST(test_prefixes_elsewhere)
 {
     struct kvq__session_info info;
     struct kvq__session_spec spec = {
@@ -566,29 +567,5 @@ static void test_prefixes_elsewhere(void **state)
 int main(void)
 {
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_score),
-        TEST(test_turns),
-        TEST(test_group),
-        TEST(test_first_request),
-        SAVES(test_who),
-        SAVES(test_in_use),
-        SAVES(test_too_much),
-        SAVES(test_in_vain),
-        SAVES(test_too_young),
-        SAVES(test_flag),
-        SAVES(test_ending),
-        SAVES(test_order),
-        SAVES(test_each_other),
-        SAVES(test_half_begun),
-        SAVES(test_all_or_nothing),
-        SAVES(test_operations),
-        SAVES(test_drain),
-        SAVES(test_quota),
-        SAVES(test_back),
-        TEST(test_lowered),
-        SAVES(test_lowered),
-        TEST(test_prefixes_elsewhere),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -4,7 +4,7 @@
 // when the store fails; and sessions that come back while others do.
 #include "tests/core/evict_kit.h"
 
-static void test_disk(void **state)
+SAVING_TEST(test_disk)
 {
     static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
     uint64_t handles[6];
@@ -44,7 +44,7 @@ static void test_disk(void **state)
 
 // A GPU's sessions go to the host's memory while there is room, then to disk; from there they come
 // back to the host first, and then home.
-static void test_both(void **state)
+SAVING_TEST(test_both)
 {
     static uint8_t bits[10][LAYERS][OUT_BYTES];
     uint64_t handles[10];
@@ -65,7 +65,7 @@ static void test_both(void **state)
 
 // Memory is full of sessions that share all they have with a fork: alone none of them frees
 // anything, and still they make room.
-static void test_forks(void **state)
+SAVING_TEST(test_forks)
 {
     static uint8_t bits[LAYERS][OUT_BYTES];
     uint64_t handles[4], forks[4];
@@ -85,7 +85,7 @@ static void test_forks(void **state)
 }
 
 // The host has bytes, but no extent that is this namespace's: it goes to disk instead.
-static void test_no_host(void **state)
+SAVING_TEST(test_no_host)
 {
     struct member stranger;
     attach(&stranger, 2000);
@@ -104,7 +104,7 @@ static void test_no_host(void **state)
 }
 
 // The store fails: who is refused is told, nobody is tried again and again, and nothing is lost.
-static void test_store_fails(void **state)
+SAVING_TEST(test_store_fails)
 {
     uint8_t bits[LAYERS][OUT_BYTES];
     uint64_t handles[4];
@@ -124,7 +124,7 @@ static void test_store_fails(void **state)
 }
 
 // Above evict_above percent idle sessions go one at a time, and prefixes before them.
-static void test_above(void **state)
+SAVING_TEST(test_above)
 {
     kit.core->config.evict_above = 60;
     for (uint32_t i = 0; i < 3; i++)
@@ -144,7 +144,7 @@ static void test_above(void **state)
 }
 
 // Two sessions come back at once, and only one fits: neither keeps what the other one waits for.
-static void test_two_fetches(void **state)
+SAVING_TEST(test_two_fetches)
 {
     struct kvq__store_job order;
     struct kvq__restore *r[2];
@@ -215,7 +215,7 @@ static void leave_step(struct member *member, uint64_t handle)
 }
 
 // All that could go is just being written: it goes when that has ended.
-static void test_beside_a_save(void **state)
+SAVING_TEST(test_beside_a_save)
 {
     static uint8_t bits[LAYERS][OUT_BYTES];
     uint64_t handles[4];
@@ -243,7 +243,7 @@ static void test_beside_a_save(void **state)
 
 // A session is being read, and nobody sees it before it has all its blocks: whoever needs those
 // waits until it is there, and can go.
-static void test_beside_a_restore(void **state)
+SAVING_TEST(test_beside_a_restore)
 {
     struct kvq__restore *r;
     kit.core->pools[0].budget = 4 * MIB; // 64 blocks
@@ -292,7 +292,7 @@ static uint64_t fed_with_sinks(struct kvq__layer_row *row)
 
 // All blocks of a session that is being written are its own: its eviction gives as much as it has,
 // its first page included, and a request that needs just that is not refused.
-static void test_beside_a_save_of_sinks(void **state)
+SAVING_TEST(test_beside_a_save_of_sinks)
 {
     struct kvq__layer_row row;
     kit.core->pools[0].budget = 32 * MIB;
@@ -339,7 +339,7 @@ static const struct kvq__move *move_until(enum kvq__phase phase)
 }
 
 // A session is on its way here: it can go on to disk once it has come.
-static void test_beside_a_move(void **state)
+SAVING_TEST(test_beside_a_move)
 {
     uint64_t x = opened(&other, ""); // on the host: 32 blocks
     assert_int_equal(step(&other, x, 1), 0);
@@ -354,7 +354,7 @@ static void test_beside_a_move(void **state)
 }
 
 // It has left, and its blocks are yet to be given back.
-static void test_behind_a_move(void **state)
+SAVING_TEST(test_behind_a_move)
 {
     home = 1;
     uint64_t x = opened(&other, ""); // on the GPU: 32 blocks
@@ -370,11 +370,5 @@ static void test_behind_a_move(void **state)
 int main(void)
 {
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        SAVES(test_disk),          SAVES(test_forks),         SAVES(test_both),
-        SAVES(test_no_host),       SAVES(test_store_fails),   SAVES(test_above),
-        SAVES(test_two_fetches),   SAVES(test_beside_a_save), SAVES(test_beside_a_restore),
-        SAVES(test_beside_a_move), SAVES(test_behind_a_move), SAVES(test_beside_a_save_of_sinks),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -81,7 +81,7 @@ static void pass(uint64_t ns)
 
 enum { MORE = 36 * PAGE }; // tokens that have no room beside a prompt that is not packed
 
-static void test_another_session(void **state)
+KIT_TEST(test_another_session)
 {
     uint64_t a, b = opened(&other, 0, 0);
     struct kvq__session *s = prompt_of(&m, &a);
@@ -101,7 +101,7 @@ static void test_another_session(void **state)
 }
 
 // The prompt that has no room for its own next piece.
-static void test_itself(void **state)
+KIT_TEST(test_itself)
 {
     uint64_t a, b = opened(&other, 0, 0);
     assert_int_equal(kit_step(&other, b, 16 * PAGE, HEADS, DIM), 0);
@@ -116,7 +116,7 @@ static void test_itself(void **state)
 
 // A session with an open step between two requests of it may give way; while one is under way it
 // is waited for.
-static void test_in_a_step(void **state)
+KIT_TEST(test_in_a_step)
 {
     uint64_t a, b = opened(&other, 0, 0);
     struct kvq__session *s = prompt_of(&m, &a);
@@ -144,7 +144,7 @@ static void test_in_a_step(void **state)
 }
 
 // The one that holds most goes, and no more than are needed.
-static void test_one_of_two(void **state)
+KIT_TEST(test_one_of_two)
 {
     uint64_t a = opened(&m, 1024, 0), b = opened(&m, 2048, 0), c = opened(&other, 0, 0);
     assert_int_equal(kit_step(&m, a, 1000, HEADS, DIM), 0);
@@ -158,7 +158,7 @@ static void test_one_of_two(void **state)
 }
 
 // What cannot be had even so is refused at once, and no prompt is packed for it.
-static void test_not_in_vain(void **state)
+KIT_TEST(test_not_in_vain)
 {
     uint64_t a, b = opened(&other, 0, 0), c = opened(&m, 0, 0);
     struct kvq__session *s = prompt_of(&m, &a);
@@ -170,7 +170,7 @@ static void test_not_in_vain(void **state)
 }
 
 // At a namespace's limit only prompts of that namespace help; and a prompt counts against it.
-static void test_quota(void **state)
+KIT_TEST(test_quota)
 {
     struct kvq__session_info info;
     uint64_t a, b = opened(&other, 0, 0);
@@ -191,7 +191,7 @@ static void test_quota(void **state)
 }
 
 // A prompt that has ended holds nothing, and none is kept that was not to be.
-static void test_ended(void **state)
+KIT_TEST(test_ended)
 {
     uint64_t a, b = opened(&other, 0, 0), c = opened(&m, PROMPT, KVQ__OPEN_PACKED_PROMPT);
     struct kvq__session *s = prompt_of(&m, &a);
@@ -206,14 +206,5 @@ static void test_ended(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_another_session, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_itself, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_in_a_step, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_one_of_two, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_not_in_vain, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_quota, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_ended, setup, kit_teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

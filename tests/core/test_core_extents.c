@@ -140,6 +140,7 @@ static int setup_none_ready(void **state)
 {
     return setup_with(0);
 }
+#define STARVED_TEST(test) TEST_BETWEEN(test, setup_none_ready, teardown)
 
 static int teardown(void **state)
 {
@@ -151,7 +152,7 @@ static int teardown(void **state)
 // ---- Tests ----
 
 // Sessions grow, are forked, and end; all of it without a call that waits.
-static void test_poller_waits_for_no_driver(void **state)
+TEST(test_poller_waits_for_no_driver)
 {
     uint64_t handles[4], before = slow_calls();
     for (uint32_t i = 0; i < 4; i++) {
@@ -171,10 +172,11 @@ static void test_poller_waits_for_no_driver(void **state)
     others_work();
     assert_true(helped > 6); // it has seen what it is there for
 }
+STARVED_TEST(test_poller_waits_for_no_driver);
 
 // Of a prompt that needs more extents than are kept ready: they are made in one go, and no more
 // than it needs stay when it has gone again.
-static void test_many_at_once(void **state)
+TEST(test_many_at_once)
 {
     uint64_t handles[3];
     for (uint32_t i = 0; i < 3; i++)
@@ -192,7 +194,7 @@ static void test_many_at_once(void **state)
 
 // An extent that is empty becomes another namespace's when there is no other: it is freed, and a
 // new one is made, which holds zeros.
-static void test_of_another_namespace(void **state)
+TEST(test_of_another_namespace)
 {
     uint64_t handles[EXTENTS / 2], before = slow_calls();
     for (uint32_t i = 0; i < EXTENTS / 2; i++) {
@@ -209,9 +211,10 @@ static void test_of_another_namespace(void **state)
     uint64_t n = EXTENT - b->extent->used_bytes;
     assert_true(n > 1 && behind[0] == 0 && memcmp(behind, behind + 1, n - 1) == 0);
 }
+STARVED_TEST(test_of_another_namespace);
 
 // What the driver refuses is told to whoever asks; it is tried again when somebody asks later.
-static void test_refused(void **state)
+STARVED_TEST(test_refused)
 {
     uint64_t handle = session(&member);
     stream_refuse("memory_create", 1, 2);
@@ -223,7 +226,7 @@ static void test_refused(void **state)
 }
 
 // A block for somebody who cannot come again is had at once, and counted.
-static void test_in_place(void **state)
+STARVED_TEST(test_in_place)
 {
     struct kvq__pool *pool = &kit.core->pools[1];
     struct kvq__namespace *ns = kit_of(&member, session(&member))->ns;
@@ -243,7 +246,7 @@ static void test_in_place(void **state)
 }
 
 // A request that waits for an extent ends with its deadline, whoever makes the extent.
-static void test_deadline(void **state)
+STARVED_TEST(test_deadline)
 {
     uint64_t handle = session(&member);
     struct kvq_entry_wire e = {.handle = handle, .append = 128};
@@ -256,7 +259,7 @@ static void test_deadline(void **state)
 }
 
 // While the daemon drains open sessions may end their steps, whose memory is yet to be made.
-static void test_drain(void **state)
+STARVED_TEST(test_drain)
 {
     uint64_t handle = session(&member);
     struct kvq_entry_wire e = {.handle = handle, .append = 128};
@@ -271,22 +274,8 @@ static void test_drain(void **state)
     assert_int_equal(kit_request(&member, &r, NULL), 0);
 }
 
-#define GROWN(test)   TEST(test)
-#define STARVED(test) cmocka_unit_test_setup_teardown(test, setup_none_ready, teardown)
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        GROWN(test_poller_waits_for_no_driver),
-        STARVED(test_poller_waits_for_no_driver),
-        GROWN(test_many_at_once),
-        GROWN(test_of_another_namespace),
-        STARVED(test_of_another_namespace),
-        STARVED(test_refused),
-        STARVED(test_in_place),
-        STARVED(test_deadline),
-        STARVED(test_drain),
-    };
     kit_gpus(sim_gpus());
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -47,7 +47,7 @@ static enum kvq__progress append_behind(struct streamer *s)
     return kvq__request_start(s->m.queue);
 }
 
-static void test_waits_before_the_gate(void **state)
+STREAM_TEST(test_waits_before_the_gate)
 {
     struct kvq_entry_wire e = {.handle = two.session, .append = TOKENS};
     stream_needed();
@@ -74,7 +74,7 @@ static void test_waits_before_the_gate(void **state)
 }
 
 // The request of a client that goes meanwhile ends.
-static void test_gone_before_the_gate(void **state)
+STREAM_TEST(test_gone_before_the_gate)
 {
     stream_needed();
     begin(&one);
@@ -90,7 +90,7 @@ static void test_gone_before_the_gate(void **state)
 }
 
 // Memory that is to be freed stays while a stream waits for a client.
-static void test_freed_when_clear(void **state)
+STREAM_TEST(test_freed_when_clear)
 {
     struct kvq__gpu *gpu = kit.core->pools[1].gpu;
     const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
@@ -113,12 +113,6 @@ static void test_freed_when_clear(void **state)
 
 int main(void)
 {
-#define ON_STREAMS(test) STREAM_TEST(test)
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        ON_STREAMS(test_waits_before_the_gate),
-        ON_STREAMS(test_gone_before_the_gate),
-        ON_STREAMS(test_freed_when_clear),
-    };
-    return cmocka_run_group_tests_name("core_gate", tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

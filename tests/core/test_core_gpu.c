@@ -86,7 +86,7 @@ static uint32_t buffer_uses(const struct streamer *s)
 
 // Until the GPU has stored them, the tokens' blocks and the buffer they come from are held, and the
 // step does not end.
-static void test_append_is_held(void **state)
+STREAM_TEST(test_append_is_held)
 {
     stream_needed();
     begin_and_append(&one);
@@ -109,7 +109,7 @@ static void test_append_is_held(void **state)
 }
 
 // A session that is dropped meanwhile keeps its blocks from others until the GPU is done with them.
-static void test_dropped_while_under_way(void **state)
+STREAM_TEST(test_dropped_while_under_way)
 {
     stream_needed();
     begin_and_append(&one);
@@ -125,7 +125,7 @@ static void test_dropped_while_under_way(void **state)
 
 // The append is answered before anybody has seen them; the end of the step tells, and the session
 // stands as before.
-static void test_nan_on_a_stream(void **state)
+STREAM_TEST(test_nan_on_a_stream)
 {
     float *k = (float *)(void *)one.m.memory;
     const struct kvq__session *s = kit_of(&one.m, one.session);
@@ -141,7 +141,7 @@ static void test_nan_on_a_stream(void **state)
 }
 
 // Counters do not wrap around to "none".
-static void test_very_many_nan(void **state)
+STREAM_TEST(test_very_many_nan)
 {
     float *k = (float *)(void *)one.m.memory;
     stream_needed();
@@ -157,7 +157,7 @@ static void test_very_many_nan(void **state)
 // ---- Refused requests ----
 
 // They are done behind what was enqueued before them, and the words stay in use until then.
-static void test_refused_are_done_in_order(void **state)
+STREAM_TEST(test_refused_are_done_in_order)
 {
     struct kvq_request r;
     struct kvq_entry_wire e = entry_of(&one);
@@ -177,7 +177,7 @@ static void test_refused_are_done_in_order(void **state)
 }
 
 // A queue whose work stream has yet to write `done` is not settled: its timeline cannot go.
-static void test_done_is_under_way(void **state)
+STREAM_TEST(test_done_is_under_way)
 {
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
@@ -195,7 +195,7 @@ static void test_done_is_under_way(void **state)
 }
 
 // However many are refused, a client fills no more than its work stream.
-static void test_many_refused(void **state)
+STREAM_TEST(test_many_refused)
 {
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
@@ -218,7 +218,7 @@ static void test_many_refused(void **state)
 }
 
 // A GPU compares differences: nothing that a queue's end writes would ever reach these.
-static void test_signals_out_of_reach(void **state)
+STREAM_TEST(test_signals_out_of_reach)
 {
     struct kvq_request r = append_of(&one);
     struct kvq_entry_wire e = entry_of(&one);
@@ -230,7 +230,7 @@ static void test_signals_out_of_reach(void **state)
 }
 
 // A GPU faults where a host would not, and takes everybody's sessions with it.
-static void test_buffer_at_an_odd_address(void **state)
+STREAM_TEST(test_buffer_at_an_odd_address)
 {
     struct kvq__buffer_memory memory = {
         .host = one.m.memory + 1, .gpu = (uintptr_t)one.m.memory + 1, .bytes = BUFFER - 1};
@@ -248,7 +248,7 @@ static void test_buffer_at_an_odd_address(void **state)
 // ---- Others ----
 
 // While one client's stream does not signal, another's steps go through.
-static void test_stalled_alone(void **state)
+STREAM_TEST(test_stalled_alone)
 {
     stream_needed();
     begin_and_append(&one);
@@ -257,7 +257,7 @@ static void test_stalled_alone(void **state)
 }
 
 // While it does not signal, what others' sessions had comes back, on its GPU and on the host.
-static void test_given_back_beside_a_stalled(void **state)
+STREAM_TEST(test_given_back_beside_a_stalled)
 {
     struct kvq__session_info info;
     const struct kvq__pool *pools = kit.core->pools;
@@ -288,7 +288,7 @@ static void test_given_back_beside_a_stalled(void **state)
 
 // A client that goes beside a stalled one is rid of its buffer and its queue as soon as its own
 // work stream has ended, whether that was under way when the client went or not.
-static void test_gone_beside_a_stalled(void **state)
+STREAM_TEST(test_gone_beside_a_stalled)
 {
     stream_needed();
     begin_and_append(&one);
@@ -314,7 +314,7 @@ static void test_gone_beside_a_stalled(void **state)
 
 // Blocks that a stream may look at by way of a session that is gone stay when a fork that shares
 // them goes as well, which nobody looks at.
-static void test_shared_with_a_stalled(void **state)
+STREAM_TEST(test_shared_with_a_stalled)
 {
     enum { SHEET = (KVQ__SHEET_PAGES + 1) * KVQ_BLOCK_TOKENS };
     const struct kvq__pool *pool = &kit.core->pools[1];
@@ -333,7 +333,7 @@ static void test_shared_with_a_stalled(void **state)
 
 // A kernel that the GPU refuses to start is the end of its own request, which is told, and of
 // nothing else.
-static void test_refused_launch(void **state)
+STREAM_TEST(test_refused_launch)
 {
     assert_int_equal(begin(&one), 0);
     stream_refuse("launch", 1, KVQ_GPU_INVALID_VALUE);
@@ -350,7 +350,7 @@ static void test_refused_launch(void **state)
 
 // A client that goes while some of its request is on the host and some on a GPU: what is held there
 // is held on.
-static void test_gone_with_work_on_a_gpu(void **state)
+STREAM_TEST(test_gone_with_work_on_a_gpu)
 {
     struct kvq__session_spec spec = {
         .format = "f16", .place = "host", .layers = &stream_row, .n_layers = 1};
@@ -400,7 +400,7 @@ static struct kvq_gpu_stream *packing_is_held_back(struct streamer *s)
 }
 
 // Units that a stream has yet to pack are not copied before they are there.
-static void test_fork_waits_for_packing(void **state)
+STREAM_TEST(test_fork_waits_for_packing)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     struct kvq_entry_wire e = {.handle = one.session, .position = MANY};
@@ -414,7 +414,7 @@ static void test_fork_waits_for_packing(void **state)
 }
 
 // Others who read the session do wait, and the log names who keeps them waiting, and with what.
-static void test_stalled_while_packing(void **state)
+STREAM_TEST(test_stalled_while_packing)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     struct kvq__session_spec spec = {.name = "packed", .flags = KVQ__OPEN_READ_ONLY};
@@ -438,7 +438,7 @@ static void test_stalled_while_packing(void **state)
 
 // Nobody waits for packing, so its client can go: the work stream stays until it has ended, and
 // what it reads and writes stays as well.
-static void test_gone_while_packing(void **state)
+STREAM_TEST(test_gone_while_packing)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     const struct kvq__work_stream *work = one.m.client->streams[0];
@@ -457,7 +457,7 @@ static void test_gone_while_packing(void **state)
 }
 
 // No request holds a session that a stream packs: what it had stays all the same until that ended.
-static void test_dropped_while_packing(void **state)
+STREAM_TEST(test_dropped_while_packing)
 {
     struct kvq_gpu_stream *stream = packing_is_held_back(&one);
     assert_int_equal(kit_of(&one.m, one.session)->refs, 0);
@@ -472,7 +472,7 @@ static void test_dropped_while_packing(void **state)
 // What a session that nobody reads has been given is packed all the same, and its raw blocks are
 // given back: at once, as much as a chunk of the work stream holds, and the rest when there is room
 // again.
-static void test_packs_unasked(void **state)
+STREAM_TEST(test_packs_unasked)
 {
     enum { MORE = 2000, OWN_HEADS = 1 };
     static const struct kvq__layer_row rows = {OWN_HEADS, OWN_HEADS,     DIM,
@@ -498,7 +498,7 @@ static void test_packs_unasked(void **state)
 
 // A client that finds no memory on the GPU is refused at once, whoever is stalled there: to free
 // what it got would be to wait for them.
-static void test_no_memory_beside_a_stalled(void **state)
+STREAM_TEST(test_no_memory_beside_a_stalled)
 {
     struct streamer three = {0};
     struct kvq__session_info info;
@@ -518,7 +518,7 @@ static void test_no_memory_beside_a_stalled(void **state)
 
 // An append that the driver had no room for is as if it had not been asked for: the same step can
 // append that layer after all.
-static void test_append_again(void **state)
+STREAM_TEST(test_append_again)
 {
     assert_int_equal(begin(&one), 0);
     stream_refuse("copy_in", 1, KVQ_GPU_OUT_OF_MEMORY);
@@ -572,7 +572,7 @@ static void attend_by_book(const char *place, float *out)
 }
 
 // A GPU has tables of its own, and gives the same as the host to rounding.
-static void test_codebook(void **state)
+STREAM_TEST(test_codebook)
 {
     static float host[2 * HEADS * DIM], gpu[2 * HEADS * DIM];
     double error = 0, size = 0;
@@ -609,14 +609,14 @@ static void attend_many(uint16_t n, uint32_t one_in)
 }
 
 // More entries than a chunk of the work stream holds at a time.
-static void test_more_than_a_chunk(void **state)
+STREAM_TEST_SMALL(test_more_than_a_chunk)
 {
     commit(&one);
     attend_many(24, 1);
 }
 
 // What failed takes no room of what the others need.
-static void test_many_that_failed(void **state)
+STREAM_TEST_SMALL(test_many_that_failed)
 {
     commit(&one);
     attend_many(400, 20);
@@ -625,32 +625,5 @@ static void test_many_that_failed(void **state)
 int main(void)
 {
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        STREAM_TEST(test_append_is_held),
-        STREAM_TEST(test_dropped_while_under_way),
-        STREAM_TEST(test_nan_on_a_stream),
-        STREAM_TEST(test_refused_are_done_in_order),
-        STREAM_TEST(test_done_is_under_way),
-        STREAM_TEST(test_many_refused),
-        STREAM_TEST(test_signals_out_of_reach),
-        STREAM_TEST(test_buffer_at_an_odd_address),
-        STREAM_TEST(test_stalled_alone),
-        STREAM_TEST(test_given_back_beside_a_stalled),
-        STREAM_TEST(test_gone_beside_a_stalled),
-        STREAM_TEST(test_shared_with_a_stalled),
-        STREAM_TEST(test_refused_launch),
-        STREAM_TEST(test_gone_with_work_on_a_gpu),
-        STREAM_TEST(test_very_many_nan),
-        STREAM_TEST(test_fork_waits_for_packing),
-        STREAM_TEST(test_stalled_while_packing),
-        STREAM_TEST(test_gone_while_packing),
-        STREAM_TEST(test_dropped_while_packing),
-        STREAM_TEST(test_packs_unasked),
-        STREAM_TEST(test_no_memory_beside_a_stalled),
-        STREAM_TEST(test_append_again),
-        STREAM_TEST(test_codebook),
-        STREAM_TEST_SMALL(test_more_than_a_chunk),
-        STREAM_TEST_SMALL(test_many_that_failed),
-    };
-    return cmocka_run_group_tests_name("core_gpu", tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -158,7 +158,7 @@ static void step_both(uint64_t position, uint32_t n)
 
 // ---- Commit ----
 
-static void test_commit(void **state)
+TEST(test_commit)
 {
     open_both();
     assert_int_equal(fill(&one, 0, N), 0);
@@ -179,7 +179,7 @@ static void test_commit(void **state)
 }
 
 // Readers of a shard that has ended its step see what is committed, and do not wait.
-static void test_readers(void **state)
+TEST(test_readers)
 {
     struct kvq__session_spec spec = spec_of(0);
     open_both();
@@ -199,7 +199,7 @@ static void test_readers(void **state)
 }
 
 // A step that appends nothing ends like others.
-static void test_empty_step(void **state)
+TEST(test_empty_step)
 {
     open_both();
     assert_int_equal(begin(&one, 0, 0), 0);
@@ -283,7 +283,7 @@ static void check_told(enum point point, uint64_t position)
     assert_int_equal(result(&one)->value, position);
 }
 
-static void test_leaving(void **state)
+TEST(test_leaving)
 {
     uint64_t position = N;
     open_both();
@@ -307,7 +307,7 @@ static void test_leaving(void **state)
 }
 
 // Who has ended its step may go: its part of it stands, and commits with the others'.
-static void test_gone_behind_end(void **state)
+TEST(test_gone_behind_end)
 {
     struct kvq__session_spec spec = spec_of(0);
     open_both();
@@ -352,7 +352,7 @@ static void test_gone_behind_end(void **state)
 }
 
 // A step with other sessions goes on without the shard, which is told why.
-static void test_told_in_step(void **state)
+TEST(test_told_in_step)
 {
     struct kvq__layer_row row = rows[0];
     open_both();
@@ -396,7 +396,7 @@ static int request(uint8_t op, uint16_t count)
     return rc;
 }
 
-static void test_one_request(void **state)
+TEST(test_one_request)
 {
     float *k = (float *)(void *)one.m.memory;
     open_both_here();
@@ -434,7 +434,7 @@ static void test_one_request(void **state)
 }
 
 // One queue that asks for what only itself could let happen is refused; two may well wait.
-static void test_one_queue(void **state)
+TEST(test_one_queue)
 {
     struct kvq__queue *queue;
     open_both_here();
@@ -462,7 +462,7 @@ static void test_one_queue(void **state)
 
 // ---- Counts that differ ----
 
-static void test_counts(void **state)
+TEST(test_counts)
 {
     open_both();
     step_both(0, N);
@@ -514,7 +514,7 @@ static void refused(struct kvq__session_spec spec, int code, const char *said)
     core_check(kit.core);
 }
 
-static void test_open(void **state)
+TEST(test_open)
 {
     struct kvq__session_spec spec = spec_of(1);
     open_shard(&one, 0);
@@ -551,7 +551,7 @@ static void test_open(void **state)
 }
 
 // Sessions without a name are each alone, whatever they say of shards; so are forks.
-static void test_alone(void **state)
+TEST(test_alone)
 {
     struct kvq__session_spec spec = spec_of(0);
     spec.name = NULL;
@@ -571,7 +571,7 @@ static void test_alone(void **state)
 
 // ---- Ends ----
 
-static void test_drop(void **state)
+TEST(test_drop)
 {
     const struct kvq__peer peer = {.uid = 1000};
     struct kvq__shard_info shards[KVQ_MAX_SHARDS];
@@ -600,7 +600,7 @@ static void test_drop(void **state)
 }
 
 // Kept and dropped together, from when nobody has any shard.
-static void test_detach(void **state)
+TEST(test_detach)
 {
     struct kvq__session_spec spec = spec_of(0);
     open_both();
@@ -624,7 +624,7 @@ static void test_detach(void **state)
 }
 
 // Shards by layers have other formats, whose papers differ; the engine is one.
-static void test_rotations(void **state)
+TEST(test_rotations)
 {
     struct kvq__session_spec spec = spec_of(0);
     spec.format = "k8v4";
@@ -641,12 +641,5 @@ static void test_rotations(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_commit),      TEST(test_readers),         TEST(test_empty_step),
-        TEST(test_leaving),     TEST(test_gone_behind_end), TEST(test_told_in_step),
-        TEST(test_one_request), TEST(test_one_queue),       TEST(test_counts),
-        TEST(test_open),        TEST(test_alone),           TEST(test_drop),
-        TEST(test_detach),      TEST(test_rotations),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -213,7 +213,7 @@ static void same_bits(uint64_t handle)
 
 // ---- Round trips ----
 
-static void test_round_trip(void **state)
+TEST(test_round_trip)
 {
     static const uint32_t ways[] = {1, 2, 1, 0};
     attend(session, bits);
@@ -263,7 +263,7 @@ static void stall(struct member *member, bool held)
 }
 
 // What a GPU packs before anybody asks is waited for, too.
-static void test_packing(void **state)
+TEST(test_packing)
 {
     struct kvq_request r = kit_header(KVQ_OP_APPEND, 1);
     struct kvq_entry_wire e = {.handle = session, .position = TOKENS, .row = TOKENS, .append = 300};
@@ -299,7 +299,7 @@ static void open_with_codebook(void)
 }
 
 // Codebooks go along: the GPU computes with its own copy, and the host with its own again.
-static void test_codebooks(void **state)
+TEST(test_codebooks)
 {
     open_with_codebook();
     for (uint32_t i = 0; i < 2; i++)
@@ -324,7 +324,7 @@ static void test_codebooks(void **state)
 }
 
 // What a fork shares is copied, and stays where it is as well.
-static void test_shared(void **state)
+TEST(test_shared)
 {
     uint64_t fork, bytes = used(0);
     struct kvq_entry_wire e = {.handle = session, .position = TOKENS};
@@ -354,7 +354,7 @@ static void test_shared(void **state)
 }
 
 // Each tier has a limit of its own, and a move to another one is held to the limit there.
-static void test_tiers(void **state)
+TEST(test_tiers)
 {
     const uint64_t bytes = used(0);
     limit(KVQ__DEVICE_BYTES, bytes - 1);
@@ -394,7 +394,7 @@ static void test_tiers(void **state)
 
 // ---- Waiting ----
 
-static void test_waits(void **state)
+TEST(test_waits)
 {
     struct kvq__move_info info, second;
     struct kvq_entry_wire e = {.handle = session, .position = TOKENS, .row = TOKENS, .append = 1};
@@ -439,7 +439,7 @@ static void assert_unchanged(size_t n, uint64_t bytes)
     same_bits(session);
 }
 
-static void test_no_room(void **state)
+TEST(test_no_room)
 {
     uint64_t bytes = used(0), budget = kit.core->pools[1].budget;
     attend(session, bits);
@@ -475,7 +475,7 @@ static void test_no_room(void **state)
 }
 
 // The session goes at every point of its move, each time with the last of its handles or dropped.
-static void test_dropped(void **state)
+TEST(test_dropped)
 {
     for (uint32_t turns = 0, over = 0; over == 0 && turns < 200; turns += turns < 4 ? 1 : 11) {
         for (uint32_t to = 0; to < 2; to++) {
@@ -496,7 +496,7 @@ static void test_dropped(void **state)
 }
 
 // The core closes in the midst of it.
-static void test_close(void **state)
+TEST_BETWEEN(test_close, setup, NULL)
 {
     assert_int_equal(start(2, &info), 0);
     polls(5);
@@ -512,7 +512,7 @@ static void test_close(void **state)
 
 // ---- Groups and handles ----
 
-static void test_shards(void **state)
+TEST(test_shards)
 {
     struct kvq__session_spec spec = {
         .name = "group", .shards = 2, .place = "host", .layers = rows, .n_layers = LAYERS};
@@ -549,7 +549,7 @@ static void test_shards(void **state)
 }
 
 // Whoever opens it while it moves, or has it open, can use it there.
-static void test_others(void **state)
+TEST(test_others)
 {
     struct kvq__session_spec spec = {.name = "chat", .flags = KVQ__OPEN_READ_ONLY};
     struct kvq__move_info move;
@@ -583,7 +583,7 @@ static void park(void)
 }
 
 // To disk from wherever it is, moved meanwhile, and back on the other place: the same bytes.
-static void test_parked(void **state)
+TEST(test_parked)
 {
     static const uint32_t ways[] = {0, 1, 1, 2, 2, 0};
     kit.core->config.saves = true;
@@ -617,11 +617,5 @@ static void test_parked(void **state)
 int main(void)
 {
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        TEST(test_round_trip), TEST(test_packing), TEST(test_codebooks),
-        TEST(test_shared),     TEST(test_tiers),   TEST(test_waits),
-        TEST(test_no_room),    TEST(test_dropped), cmocka_unit_test_setup(test_close, setup),
-        TEST(test_shards),     TEST(test_others),  TEST(test_parked),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

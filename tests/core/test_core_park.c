@@ -26,7 +26,7 @@ static void check_format(const char *format, uint64_t tokens, uint32_t rollback,
     assert_int_equal(vault.n_sessions, 0);
 }
 
-static void test_all_formats(void **state)
+SAVING_TEST(test_all_formats)
 {
     static const uint64_t counts[] = {40, 513, 1100};
     uint32_t n = 0;
@@ -44,7 +44,7 @@ static void test_all_formats(void **state)
 }
 
 // All that is counted while it is away, and what it keeps.
-static void test_what_is_away(void **state)
+SAVING_TEST(test_what_is_away)
 {
     struct kvq__session_info info;
     struct kvq__counts stats;
@@ -75,7 +75,7 @@ static void test_what_is_away(void **state)
 }
 
 // What is saved and unchanged needs no writing; blocks that are stored are not written again.
-static void test_nothing_to_write(void **state)
+SAVING_TEST(test_nothing_to_write)
 {
     struct kvq__move_info info;
     uint64_t a = fed("it", 900, 0);
@@ -102,7 +102,7 @@ static void test_nothing_to_write(void **state)
 }
 
 // Requests on layers that are there go on, others wait.
-static void test_layers_answer_as_they_come(void **state)
+SAVING_TEST(test_layers_answer_as_they_come)
 {
     static uint8_t x[OUT_BYTES], y[OUT_BYTES];
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
@@ -127,7 +127,7 @@ static void test_layers_answer_as_they_come(void **state)
 
 // ---- Who stays ----
 
-static void test_in_use(void **state)
+SAVING_TEST(test_in_use)
 {
     struct kvq__save *save;
     struct kvq__move_info info;
@@ -174,7 +174,7 @@ static void test_in_use(void **state)
 }
 
 // Between the writing and the end somebody uses it: it stays, and is saved.
-static void test_used_meanwhile(void **state)
+SAVING_TEST(test_used_meanwhile)
 {
     uint64_t ticket;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -203,7 +203,7 @@ static void test_used_meanwhile(void **state)
 }
 
 // Packing that nobody asked for is no use, but has to end first.
-static void test_packed_meanwhile(void **state)
+SAVING_TEST(test_packed_meanwhile)
 {
     uint64_t ticket;
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
@@ -223,7 +223,7 @@ static void test_packed_meanwhile(void **state)
 }
 
 // The disk is full: it stays as it was, and works on.
-static void test_no_space(void **state)
+SAVING_TEST(test_no_space)
 {
     uint64_t a = fed("", 600, 0), b = fed("", 600, 0);
     vault.fail = KVQ_E_NO_SPACE;
@@ -251,7 +251,7 @@ static int ask_in_vain(uint64_t handle)
 }
 
 // Who waits is told; the session stays where it is, and comes back when there is room.
-static void test_no_room(void **state)
+SAVING_TEST(test_no_room)
 {
     struct kvq__counts stats;
     uint64_t a = open_as("", LAYERS, 0), b = open_as("", LAYERS, 0);
@@ -296,7 +296,7 @@ static void test_no_room(void **state)
 
 // The disk fails to be read for a while: nothing is lost. What is damaged stays so: handles say
 // so, and opening it again brings back what is good.
-static void test_damage(void **state)
+SAVING_TEST(test_damage)
 {
     struct kvq__session_info info;
     uint64_t a = fed("it", 700, 0), b = fed("", 700, 0);
@@ -325,7 +325,7 @@ static void test_damage(void **state)
 }
 
 // Damage that shows while layers come; and a disk that fails then.
-static void test_fails_midway(void **state)
+SAVING_TEST(test_fails_midway)
 {
     struct kvq__restore *r;
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
@@ -359,7 +359,7 @@ static void test_fails_midway(void **state)
 }
 
 // Somebody has put another session of that name into the store.
-static void test_replaced(void **state)
+SAVING_TEST(test_replaced)
 {
     uint64_t a = fed("it", 700, 0);
     away(a);
@@ -368,17 +368,7 @@ static void test_replaced(void **state)
     assert_non_null(vault_find(&vault, "it", 0));
 }
 
-#define SAVES(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        SAVES(test_all_formats),      SAVES(test_what_is_away),
-        SAVES(test_nothing_to_write), SAVES(test_layers_answer_as_they_come),
-        SAVES(test_in_use),           SAVES(test_used_meanwhile),
-        SAVES(test_packed_meanwhile), SAVES(test_no_space),
-        SAVES(test_no_room),          SAVES(test_damage),
-        SAVES(test_fails_midway),     SAVES(test_replaced),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -10,7 +10,7 @@ static struct kvq__store_job order; // that the core gave last
 
 // ---- What is stored of it ----
 
-static void test_forgotten(void **state)
+SAVING_TEST(test_forgotten)
 {
     struct kvq__session_spec dropping = {
         .name = "drop", .layers = rows, .n_layers = LAYERS, .on_detach = KVQ__DETACH_DROP};
@@ -58,7 +58,7 @@ static void test_forgotten(void **state)
 }
 
 // Its client goes while it is away, and while it comes back.
-static void test_client_goes(void **state)
+SAVING_TEST(test_client_goes)
 {
     struct member other;
     struct kvq__session_spec spec = {.layers = rows, .n_layers = LAYERS};
@@ -90,7 +90,7 @@ static void test_client_goes(void **state)
 }
 
 // It is dropped while memory is taken for it.
-static void test_dropped_before_it_has_room(void **state)
+SAVING_TEST(test_dropped_before_it_has_room)
 {
     struct kvq__restore *r;
     uint64_t a = fed("", 300, 0);
@@ -112,7 +112,7 @@ static void test_dropped_before_it_has_room(void **state)
 }
 
 // It is wanted back while its blocks still go.
-static void test_wanted_while_it_goes(void **state)
+SAVING_TEST(test_wanted_while_it_goes)
 {
     uint64_t a = fed("", 700, 0);
     kit_pack(&kit);
@@ -131,7 +131,7 @@ static void test_wanted_while_it_goes(void **state)
 }
 
 // It is asked to be parked while it comes back: once it is there, if it ever is.
-static void test_parked_while_it_comes_back(void **state)
+SAVING_TEST(test_parked_while_it_comes_back)
 {
     struct kvq__store_job order, none;
     struct kvq__restore *r;
@@ -186,7 +186,7 @@ static void step_both(const uint64_t handles[2], uint32_t n)
     append_both(8, e);
 }
 
-static void test_groups(void **state)
+SAVING_TEST(test_groups)
 {
     uint64_t h[2] = {open_shard(0)};
     refused(h[0], KVQ_E_INCOMPLETE, "shard 1");
@@ -237,7 +237,7 @@ static void test_groups(void **state)
 // ---- With everything else ----
 
 // Blocks that others have stay with them; what comes back has its own.
-static void test_forks(void **state)
+SAVING_TEST(test_forks)
 {
     uint64_t fork;
     rows[1].window = 0;
@@ -279,7 +279,7 @@ static void reclaim(struct kvq__namespace *ns)
 
 // A prefix's blocks stay with the index; a session that is away, or whose layers are not there yet,
 // adds nothing to it.
-static void test_prefix(void **state)
+SAVING_TEST(test_prefix)
 {
     struct kvq__restore *r;
     set_rows("f16");
@@ -314,7 +314,7 @@ static void test_prefix(void **state)
     same_bits(a, b);
 }
 
-static void test_core_closes(void **state)
+SAVING_TEST(test_core_closes)
 {
     uint64_t a = fed("", 300, 0), b = fed("it", 300, 0);
     away(a);
@@ -329,7 +329,7 @@ static void test_core_closes(void **state)
 
 // A session that is only kept is saved before it leaves memory; if that cannot be done it goes a
 // minute later, and one that could never be saved at once. Each time the log says why.
-static void test_kept_till_saved(void **state)
+SAVING_TEST(test_kept_till_saved)
 {
     const uint64_t second = 1000000000u;
     struct kvq__unsaved list[4];
@@ -365,21 +365,7 @@ static void test_kept_till_saved(void **state)
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
-#define SAVES(name) cmocka_unit_test_setup_teardown(name, setup_saves, teardown_saves)
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        SAVES(test_forgotten),
-        SAVES(test_client_goes),
-        SAVES(test_dropped_before_it_has_room),
-        SAVES(test_wanted_while_it_goes),
-        SAVES(test_parked_while_it_comes_back),
-        SAVES(test_groups),
-        SAVES(test_forks),
-        SAVES(test_prefix),
-        SAVES(test_kept_till_saved),
-        SAVES(test_core_closes),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -90,7 +90,7 @@ static uint64_t free_bytes(void)
 }
 
 // Nothing was given back yet: what is free and refused is one stretch of each extent at most.
-static void test_fills(void **state)
+PLAIN_TEST(test_fills)
 {
     for (uint64_t seed = 1; seed <= 200; seed++) {
         uint64_t extents = 1 + seed % 8, sizes[12];
@@ -179,7 +179,7 @@ static uint64_t churn(uint64_t seed, uint32_t namespaces)
     return worst;
 }
 
-static void test_churn(void **state)
+PLAIN_TEST(test_churn)
 {
     uint64_t sum = 0;
     for (uint64_t seed = 1; seed <= 100; seed++) {
@@ -204,7 +204,7 @@ static const struct kvq__layer_row rows[][2] = {
 
 // Sessions of six formats, one after the other, take steps until one is refused: by then all of the
 // pool is in use but the ends of extents, gaps, and what the refused step has given back.
-static void test_sessions(void **state)
+PLAIN_TEST(test_sessions)
 {
     enum { N = sizeof rows / sizeof *rows, STEP = 100, LARGEST = 128 * 64 * 2 * 2 };
     for (uint64_t extents = 1; extents <= 4; extents++) {
@@ -260,7 +260,7 @@ static uint32_t extents_taken(void)
 
 // The tokens of a long step as they came take five times what is left of them once they are packed.
 // The rest goes back to the system, and no client that maps the session's extents keeps it.
-static void test_long_steps(void **state)
+PLAIN_TEST(test_long_steps)
 {
     struct member m;
     uint64_t handle, known;
@@ -284,7 +284,7 @@ static void test_long_steps(void **state)
 
 // An extent that a client has mapped is not given back before the client lets go of it. So a long
 // step does not put what passes there, though the extent is empty.
-static void test_passing_is_unseen(void **state)
+PLAIN_TEST(test_passing_is_unseen)
 {
     struct member m;
     uint64_t handle, known;
@@ -309,7 +309,7 @@ static void test_passing_is_unseen(void **state)
 
 // What a client did not hear it is told again, once. It may have mapped it all the same, so no
 // extent of that goes back while the client lives.
-static void test_told_again(void **state)
+PLAIN_TEST(test_told_again)
 {
     struct member m;
     uint64_t handle, known;
@@ -342,7 +342,7 @@ static void test_told_again(void **state)
 
 // A page table that names tokens which are yet to be packed, of a prompt that has not ended: its
 // client has to know where they lie.
-static void test_seen_while_passing(void **state)
+PLAIN_TEST(test_seen_while_passing)
 {
     struct member m;
     uint64_t known;
@@ -368,7 +368,7 @@ static void test_seen_while_passing(void **state)
 }
 
 // Where half of the pool is taken, what passes and what stays lie side by side again.
-static void test_apart_while_there_is_room(void **state)
+PLAIN_TEST(test_apart_while_there_is_room)
 {
     for (uint64_t extents = 1; extents <= 8; extents++) {
         start(extents, extents);
@@ -391,7 +391,7 @@ static int refuse(void *context, size_t bytes, struct kvq__memory *memory)
 }
 
 // Where the system has no memory for a further extent, either goes where there is room.
-static void test_together_for_want_of_memory(void **state)
+PLAIN_TEST(test_together_for_want_of_memory)
 {
     for (int first = 0; first < 2; first++) {
         start(3, LARGE);
@@ -431,7 +431,7 @@ static void assert_refused(const struct kvq__grant *grant, const struct kvq__nam
 }
 
 // Who can wait is told that an extent is being made; who cannot has it made at once.
-static void test_a_grant_says_what_was_refused(void **state)
+PLAIN_TEST(test_a_grant_says_what_was_refused)
 {
     start(5, 2);
     struct kvq__namespace *ns = namespace_of(1000);
@@ -463,15 +463,5 @@ static void test_a_grant_says_what_was_refused(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_a_grant_says_what_was_refused),
-                                       cmocka_unit_test(test_fills),
-                                       cmocka_unit_test(test_churn),
-                                       cmocka_unit_test(test_sessions),
-                                       cmocka_unit_test(test_long_steps),
-                                       cmocka_unit_test(test_passing_is_unseen),
-                                       cmocka_unit_test(test_told_again),
-                                       cmocka_unit_test(test_seen_while_passing),
-                                       cmocka_unit_test(test_apart_while_there_is_room),
-                                       cmocka_unit_test(test_together_for_want_of_memory)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -57,14 +57,14 @@ static void shares_as(const char *format)
 }
 
 // With sinks: they go with the first page.
-static void shares(void **state)
+TEST(shares)
 {
     shares_as("oscar2");
     shares_as("kivi-sink2");
     shares_as("oscar2-fit-s96");
 }
 
-static void outlives(void **state)
+TEST(outlives)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__prefix_info prefix;
@@ -92,7 +92,7 @@ static void outlives(void **state)
     assert_int_equal(kit.core->pools[0].used_bytes, 0);
 }
 
-static void whole_steps(void **state)
+TEST(whole_steps)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 100);
@@ -113,7 +113,7 @@ static int end_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint16_t n
     return rc || n == 0 ? rc : kvq__queue_results(one.queue)[0].status;
 }
 
-static void told_at_the_end(void **state)
+TEST(told_at_the_end)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 0);
@@ -133,7 +133,7 @@ static void told_at_the_end(void **state)
     one.ids_at = IDS;
 }
 
-static void forks_know(void **state)
+TEST(forks_know)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t fork, a = feed(&one, &spec, 600);
@@ -148,7 +148,7 @@ static void forks_know(void **state)
 }
 
 // Of two drafts in one request, whose lists are not in memory at once, the right ids stay.
-static void accepted_in_waves(void **state)
+TEST(accepted_in_waves)
 {
     static const uint32_t kept[] = {0, 2, 5, 1, 7};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
@@ -174,7 +174,7 @@ static void accepted_in_waves(void **state)
 
 // ---- Other tokens, or other meanings ----
 
-static void tokens_differ(void **state)
+TEST(tokens_differ)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     feed(&one, &spec, 1000);
@@ -189,7 +189,7 @@ static void tokens_differ(void **state)
     assert_int_equal(lookup(&one, &spec), 3 * PAGE);
 }
 
-static void meanings_differ(void **state)
+TEST(meanings_differ)
 {
     static const struct kvq__layer_row others[][1] = {
         {{2, HEADS, DIM, DIM, .kv_from = -1, .repeat = 3}},
@@ -219,7 +219,7 @@ static void meanings_differ(void **state)
     assert_int_equal(lookup(&one, &spec), 4 * PAGE);
 }
 
-static void images_differ(void **state)
+TEST(images_differ)
 {
     const struct kvq__span cat[] = {{.first = 200, .tokens = 150, .digest = {1}}};
     struct kvq__span other[2] = {cat[0], {.first = 900, .tokens = 1, .digest = {9}}};
@@ -245,7 +245,7 @@ static void images_differ(void **state)
 }
 
 // Told to an open session, before the tokens come.
-static void spans_of_a_session(void **state)
+TEST(spans_of_a_session)
 {
     struct kvq__span span = {.first = 100, .tokens = 50, .digest = {3}};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
@@ -271,7 +271,7 @@ static void spans_of_a_session(void **state)
     assert_int_equal(kvq__session_spans(one.client, a + (1ull << 32), &span, 1, text), KVQ_E_STALE);
 }
 
-static void cannot_share(void **state)
+TEST(cannot_share)
 {
     static const char *const own[] = {"ott2", "innerq-base", "oscar2:sink=32:outliers=3"};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
@@ -291,7 +291,7 @@ static void cannot_share(void **state)
 
 // ---- What is not known ----
 
-static void gaps(void **state)
+TEST(gaps)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 200);
@@ -303,7 +303,7 @@ static void gaps(void **state)
     assert_int_equal(lookup(&one, &spec), PAGE);
 }
 
-static void changes_of_course(void **state)
+TEST(changes_of_course)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq_request r = kit_header(KVQ_OP_ACCEPT, 1);
@@ -333,7 +333,7 @@ static void changes_of_course(void **state)
 
 // ---- Windows ----
 
-static void windows(void **state)
+TEST(windows)
 {
     static const struct kvq__layer_row sliding[] = {
         {4, HEADS, DIM, DIM, .kv_from = -1},
@@ -367,7 +367,7 @@ static void windows(void **state)
     }
 }
 
-static void raw_formats(void **state)
+TEST(raw_formats)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
     spec.format = other.format = "f16";
@@ -380,7 +380,7 @@ static void raw_formats(void **state)
 }
 
 // What can still be taken back is nobody else's yet, though it fills a page.
-static void behind_the_rollback(void **state)
+TEST(behind_the_rollback)
 {
     static const char *const formats[] = {"f16", "oscar2"};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
@@ -403,7 +403,7 @@ static void behind_the_rollback(void **state)
 
 // What a request under way reads stays as it is, though only the index has it by now, and others
 // want memory meanwhile: they wait for it.
-static void under_way(void **state)
+TEST_BETWEEN(under_way, setup_small, teardown)
 {
     static struct member third;
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other;
@@ -439,8 +439,14 @@ static void under_way(void **state)
     assert_int_equal(kvq__queue_results(third.queue)[0].status, 0);
 }
 
+static int setup_pool(void **state)
+{
+    open_kit(6 * MIB, 0);
+    return 0;
+}
+
 // The same of the pool, whoever's index has it.
-static void pool_is_small(void **state)
+TEST_BETWEEN(pool_is_small, setup_pool, teardown)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     char salt[16];
@@ -456,7 +462,7 @@ static void pool_is_small(void **state)
 }
 
 // What no session has goes when it is asked for, and what they have stays.
-static void dropped(void **state)
+TEST(dropped)
 {
     struct kvq__peer first = {.uid = 1000, .gids = {1000}, .n_gids = 1}, other = {.uid = 77};
     struct kvq__session_spec spec = spec_of(&one, TOKENS), held = spec;
@@ -481,7 +487,7 @@ static void dropped(void **state)
 }
 
 // Once a second, however many pages went and why.
-static void told(void **state)
+TEST(told)
 {
     struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
@@ -506,7 +512,7 @@ static void told(void **state)
 }
 
 // Listings say what is shared, of as many sessions as they have time to look at.
-static void listed(void **state)
+TEST(listed)
 {
     struct kvq__peer peer = {.uid = 1000, .gids = {1000}, .n_gids = 1};
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
@@ -530,15 +536,9 @@ static void listed(void **state)
     assert_true(whole.shared_unknown);
 }
 
-static int setup_pool(void **state)
-{
-    open_kit(6 * MIB, 0);
-    return 0;
-}
-
 // ---- Namespaces and shards ----
 
-static void across_namespaces(void **state)
+TEST(across_namespaces)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
     spec.ns = "open";
@@ -561,7 +561,7 @@ static void across_namespaces(void **state)
     assert_int_equal(lookup(&two, &other), 0);
 }
 
-static void all_shards(void **state)
+TEST(all_shards)
 {
     static const struct kvq__layer_row more[] = {{4, HEADS, DIM, DIM, .kv_from = -1, .repeat = 2}};
     struct kvq__session_spec first = spec_of(&one, TOKENS), second = spec_of(&two, TOKENS);
@@ -593,7 +593,7 @@ static int begin_with(uint64_t handle, uint64_t offset, uint32_t q_row, uint32_t
     return kit_ask(&one, &r, &e);
 }
 
-static void hostile(void **state)
+TEST(hostile)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 0);
@@ -632,7 +632,7 @@ static void hostile(void **state)
 
 // The index is looked at some pages at a time, whatever happens to it in between, and what was
 // found is not hashed again when a session is opened with it.
-static void in_pieces(void **state)
+TEST(in_pieces)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS), with = spec;
     struct kvq__prefix_ask *ask;
@@ -669,32 +669,5 @@ static void in_pieces(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(shares),
-        TEST(outlives),
-        TEST(whole_steps),
-        TEST(told_at_the_end),
-        TEST(forks_know),
-        TEST(accepted_in_waves),
-        TEST(in_pieces),
-        TEST(tokens_differ),
-        TEST(meanings_differ),
-        TEST(images_differ),
-        TEST(spans_of_a_session),
-        TEST(cannot_share),
-        TEST(gaps),
-        TEST(changes_of_course),
-        TEST(windows),
-        TEST(raw_formats),
-        TEST(behind_the_rollback),
-        cmocka_unit_test_setup_teardown(under_way, setup_small, teardown),
-        cmocka_unit_test_setup_teardown(pool_is_small, setup_pool, teardown),
-        TEST(dropped),
-        TEST(told),
-        TEST(listed),
-        TEST(across_namespaces),
-        TEST(all_shards),
-        TEST(hostile),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

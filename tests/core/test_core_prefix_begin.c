@@ -48,7 +48,7 @@ static void answer_layer(struct member *m, int status)
 
 // A session begins with what is yet to be read: each layer answers when it has come, with the bits
 // of the session that was saved. Blocks are there once, whoever began when.
-static void begins_at_once(void **state)
+TEST(begins_at_once)
 {
     float want[3][4 * DIM], got[4 * DIM];
     want_all(9, want);
@@ -93,7 +93,7 @@ static void begins_at_once(void **state)
 }
 
 // Two that are read side by side: who begins with pages of both waits for both.
-static void follows_two(void **state)
+TEST(follows_two)
 {
     float want[3][4 * DIM], got[4 * DIM];
     want_all(9, want);
@@ -127,7 +127,7 @@ static void follows_two(void **state)
 
 // What cannot be read ends those that began with it, with its code, and is in the index no more;
 // whatever the way in which it ends.
-static void reading_fails(void **state)
+TEST(reading_fails)
 {
     static const struct kvq__peer peer = {.admin = true};
     float want[3][4 * DIM];
@@ -188,7 +188,7 @@ static const struct kvq__prefixes *team_index(void)
 
 // Pages of the index count under the limit of bookkeeping bytes. At the limit they go for sessions,
 // whoever else has their blocks, and none comes in but for another one.
-static void index_counts(void **state)
+TEST(index_counts)
 {
     struct kvq__session_spec spec = spec_of(&one, 1000);
     const struct kvq__prefixes *p = team_index();
@@ -229,11 +229,5 @@ static void index_counts(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(begins_at_once),
-        TEST(follows_two),
-        TEST(reading_fails),
-        TEST(index_counts),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

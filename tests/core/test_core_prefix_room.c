@@ -53,7 +53,7 @@ static uint64_t idle_of(const char *ns)
 }
 
 // An index whose blocks all have sessions is not looked at, however often somebody asks for room.
-static void all_in_use(void **state)
+TEST(all_in_use)
 {
     struct kvq__namespace *team = namespace_of("team");
     struct kvq__pool *pool = &kit.core->pools[0];
@@ -85,7 +85,7 @@ static void all_in_use(void **state)
 }
 
 // At a namespace's limit the blocks of others do not help, and nobody looks for them.
-static void of_others(void **state)
+TEST(of_others)
 {
     struct kvq__pool *pool = &kit.core->pools[0];
     for (uint32_t i = 0; i < SESSIONS / 4; i++)
@@ -99,7 +99,7 @@ static void of_others(void **state)
 }
 
 // The page before an evicted one is as old, and is put beside it at once.
-static void old_pages_go_first(void **state)
+TEST(old_pages_go_first)
 {
     enum { PAGES = 5 };
     struct kvq__namespace *team = namespace_of("team");
@@ -119,7 +119,7 @@ static void old_pages_go_first(void **state)
 }
 
 // A block that two indexes have is idle in neither, until one of them gives it up.
-static void in_two_indexes(void **state)
+TEST(in_two_indexes)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
     struct kvq__namespace *open = namespace_of("open");
@@ -147,7 +147,7 @@ static void in_two_indexes(void **state)
 
 // What nobody has used for long goes, and what is left of a limit that was lowered, but not all of
 // it in one tick.
-static void pages_go_by_turns(void **state)
+TEST(pages_go_by_turns)
 {
     enum { AT_ONCE = 64, PAGES = AT_ONCE + 20 };
     struct kvq__namespace *team = namespace_of("team");
@@ -169,7 +169,7 @@ static void pages_go_by_turns(void **state)
 }
 
 // Leaves that sessions have are looked at by turns as well, and hold nobody else's up.
-static void leaves_in_use_hold_nothing_up(void **state)
+TEST(leaves_in_use_hold_nothing_up)
 {
     struct kvq__namespace *team = namespace_of("team");
     for (uint32_t i = 0; i < 100; i++)
@@ -181,8 +181,14 @@ static void leaves_in_use_hold_nothing_up(void **state)
     assert_int_equal(team->prefixes.n_nodes, 100);
 }
 
+static int setup_large(void **state)
+{
+    open_kit(512 * MIB, 0);
+    return 0;
+}
+
 // Empty extents go back to the system after some seconds, a few in each tick.
-static void extents_go_by_turns(void **state)
+TEST_BETWEEN(extents_go_by_turns, setup_large, teardown)
 {
     enum { EXTENT = 2 * MIB, AT_ONCE = 64, ALL = 2 * AT_ONCE + 5 };
     struct kvq__pool *pool = &kit.core->pools[0];
@@ -203,7 +209,7 @@ static void extents_go_by_turns(void **state)
 }
 
 // Nothing fails for room as long as the index has some that nobody uses.
-static void gives_way(void **state)
+TEST_BETWEEN(gives_way, setup_small, teardown)
 {
     struct kvq__session_spec spec = spec_of(&one, TOKENS);
     struct kvq__session_info info;
@@ -232,23 +238,7 @@ static void gives_way(void **state)
     drop(&one, held);
 }
 
-static int setup_large(void **state)
-{
-    open_kit(512 * MIB, 0);
-    return 0;
-}
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(gives_way, setup_small, teardown),
-        TEST(all_in_use),
-        TEST(of_others),
-        TEST(old_pages_go_first),
-        TEST(in_two_indexes),
-        TEST(pages_go_by_turns),
-        TEST(leaves_in_use_hold_nothing_up),
-        cmocka_unit_test_setup_teardown(extents_go_by_turns, setup_large, teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -37,7 +37,7 @@ static uint64_t open_it(struct member *m)
     return open_as(m, &spec, NULL);
 }
 
-static void comes_back(void **state)
+TEST(comes_back)
 {
     struct kvq__session_spec spec = with_cat(named(&one, TOKENS)), other;
     leave_saved(&spec, 1500);
@@ -86,7 +86,7 @@ static uint32_t stored_ids(const char *name, uint64_t *out)
     return count;
 }
 
-static void written_once(void **state)
+TEST(written_once)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t stored[4], again[4], fork, a = feed(&one, &spec, 1500);
@@ -113,7 +113,7 @@ static void written_once(void **state)
 }
 
 // What can still be taken back may be other tokens when it is saved again.
-static void behind_the_floor(void **state)
+TEST(behind_the_floor)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t stored[4];
@@ -135,7 +135,7 @@ static void behind_the_floor(void **state)
 }
 
 // A span that is told, and whose tokens come after a restart.
-static void spans_before_tokens(void **state)
+TEST(spans_before_tokens)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t a = feed(&one, &spec, 100);
@@ -153,7 +153,7 @@ static void spans_before_tokens(void **state)
     assert_int_equal(lookup(&one, &spec), 3 * PAGE);
 }
 
-static void cut(void **state)
+TEST(cut)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     uint64_t had = feed(&one, &spec, 1500);
@@ -213,7 +213,7 @@ static uint32_t matching(struct member *m, const struct kvq__session_spec *spec)
     return best;
 }
 
-static void known_by(void **state)
+TEST(known_by)
 {
     struct kvq__session_spec spec = with_cat(named(&one, TOKENS)), s;
     leave_saved(&spec, 1500);
@@ -247,7 +247,7 @@ static void known_by(void **state)
     assert_int_equal(matching(&two, &spec), 0);
 }
 
-static void nobody_asked(void **state)
+TEST(nobody_asked)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__prefix_ask *ask;
@@ -272,7 +272,7 @@ static void nobody_asked(void **state)
 }
 
 // The hashes of what is asked for count for the namespace that asks, up to its limit.
-static void hashes_count(void **state)
+TEST(hashes_count)
 {
     struct kvq__session_spec spec = spec_of(&two, 9 * PAGE);
     struct kvq__prefix_ask *few, *many;
@@ -300,7 +300,7 @@ static void hashes_count(void **state)
 }
 
 // What may be shared across namespaces is asked for there, too, and nowhere else.
-static void spaces(void **state)
+TEST(spaces)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     spec.ns = "open";
@@ -327,7 +327,7 @@ static void spaces(void **state)
 
 // ---- Reading a prefix alone ----
 
-static void prefix_alone(void **state)
+TEST(prefix_alone)
 {
     static const char *const formats[] = {"oscar2", "f16", "oscar2-s96"};
     for (uint32_t i = 0; i < 3; i++) {
@@ -372,7 +372,7 @@ static void prefix_alone(void **state)
 }
 
 // By a window that lets go of pages a prefix can end only where the session had them.
-static void windows(void **state)
+TEST(windows)
 {
     static const struct kvq__layer_row sliding[] = {
         {4, HEADS, DIM, DIM, .kv_from = -1},
@@ -402,7 +402,7 @@ static void windows(void **state)
 // ---- Damage and nonsense ----
 
 // Whatever a store says it has: what counts are the ids that come with it.
-static void other_ids(void **state)
+TEST(other_ids)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
@@ -420,7 +420,7 @@ static void other_ids(void **state)
 }
 
 // A prefix that cannot be read to the end leaves nothing behind.
-static void read_fails(void **state)
+TEST(read_fails)
 {
     struct kvq__session_spec spec = named(&one, TOKENS);
     struct kvq__restore *r;
@@ -490,7 +490,7 @@ static uint64_t known_after(void)
     return known;
 }
 
-static void damage(void **state)
+TEST(damage)
 {
     struct kvq__session_spec spec = with_cat(named(&one, TOKENS));
     leave_saved(&spec, 1500);
@@ -522,7 +522,7 @@ static int refusal(void)
     return rc;
 }
 
-static void nonsense(void **state)
+TEST(nonsense)
 {
     struct kvq__session_spec spec = with_cat(named(&one, TOKENS));
     leave_saved(&spec, 1500);
@@ -554,7 +554,7 @@ static void nonsense(void **state)
     assert_int_equal(known_after(), 0);
 }
 
-static void no_memory(void **state)
+TEST(no_memory)
 {
     struct kvq__session_spec spec = with_cat(named(&one, TOKENS));
     feed(&one, &spec, 1500);
@@ -582,7 +582,7 @@ static void no_memory(void **state)
 
 // A prefix is read into memory that is full then: a step that needs it waits until it is in the
 // index, which gives way.
-static void gives_way_once_read(void **state)
+TEST(gives_way_once_read)
 {
     struct kvq__session_spec spec = named(&one, TOKENS), mine;
     struct kvq__restore *r;
@@ -615,12 +615,5 @@ static void gives_way_once_read(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(gives_way_once_read), TEST(comes_back), TEST(written_once), TEST(behind_the_floor),
-        TEST(spans_before_tokens), TEST(cut),        TEST(known_by),     TEST(nobody_asked),
-        TEST(hashes_count),        TEST(spaces),     TEST(prefix_alone), TEST(windows),
-        TEST(other_ids),           TEST(read_fails), TEST(damage),       TEST(nonsense),
-        TEST(no_memory),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -85,7 +85,7 @@ static uint64_t fed(const char *ns, const char *name, uint32_t pages)
 
 // ---- Setting ----
 
-static void test_set(void **state)
+KIT_TEST(test_set)
 {
     struct kvq__namespace_info info = info_of("team");
     struct kvq__override both = {.ns = "team",
@@ -112,7 +112,7 @@ static void test_set(void **state)
     assert_int_equal(info_of("uid-77").quota.limit[KVQ__SESSIONS], 1);
 }
 
-static void test_refused_settings(void **state)
+KIT_TEST(test_refused_settings)
 {
     struct kvq__override o = {.ns = "team", .set = 1, .quota = {.limit = {1}}};
     assert_int_equal(change(&user, &o), KVQ_E_PERMISSION); // its own namespace
@@ -148,7 +148,7 @@ static void test_refused_settings(void **state)
 
 // ---- Holding to it ----
 
-static void test_never_more(void **state)
+KIT_TEST(test_never_more)
 {
     uint64_t a = fed("team", "a", 2), b = fed("team", "b", 1);
     struct kvq__namespace_info info;
@@ -166,7 +166,7 @@ static void test_never_more(void **state)
 }
 
 // A block that grows with its session counts once, as what it becomes.
-static void test_growing(void **state)
+KIT_TEST(test_growing)
 {
     uint64_t a = fed("team", "a", 0);
     set("team", KVQ__HOST_BYTES, PAGE_BYTES);
@@ -184,7 +184,7 @@ static void test_growing(void **state)
     assert_int_equal(kit_step(&m, a, 1, 2, DIM), KVQ_E_QUOTA);
 }
 
-static void test_lowered(void **state)
+KIT_TEST(test_lowered)
 {
     uint64_t a = fed("team", "a", 3), b = fed("team", "b", 0), fork;
     struct kvq_entry_wire e = {.handle = a, .position = 3 * PAGE};
@@ -211,7 +211,7 @@ static void test_lowered(void **state)
 }
 
 // Pages of other namespaces are none of this one's limit, and the other way round.
-static void test_own_alone(void **state)
+KIT_TEST(test_own_alone)
 {
     uint64_t a = fed("team", "a", 1), mine = fed(NULL, "mine", 1);
     set("uid-1000", KVQ__HOST_BYTES, PAGE_BYTES);
@@ -222,7 +222,7 @@ static void test_own_alone(void **state)
     assert_int_equal(kit_step(&m, mine, 1, 2, DIM), 0);
 }
 
-static void test_sessions(void **state)
+KIT_TEST(test_sessions)
 {
     uint64_t a = fed("team", "a", 1), fork;
     struct kvq_entry_wire e = {.handle = a, .position = PAGE};
@@ -245,7 +245,7 @@ static void test_sessions(void **state)
 
 // ---- Telling ----
 
-static void test_told(void **state)
+KIT_TEST(test_told)
 {
     uint64_t a = fed("team", "a", 1);
     set("team", KVQ__HOST_BYTES, PAGE_BYTES);
@@ -276,7 +276,7 @@ static void test_told(void **state)
     assert_says(kit.event_text, "of 67108864 bytes on host are used");
 }
 
-static void test_disk(void **state)
+KIT_TEST(test_disk)
 {
     kvq__disk_used(kit.core, "team", 12345);
     kvq__disk_used(kit.core, "uid-5", 7); // whom nobody has seen yet
@@ -290,7 +290,7 @@ static void test_disk(void **state)
 }
 
 // A configuration that is read again changes limits and users, all or nothing.
-static void test_reconfigure(void **state)
+KIT_TEST(test_reconfigure)
 {
     static const uint32_t uids[] = {7};
     static const char *const with[] = {"*"};
@@ -338,17 +338,5 @@ static void test_reconfigure(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_set, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_refused_settings, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_never_more, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_growing, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_lowered, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_own_alone, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_sessions, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_told, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_disk, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_reconfigure, setup, kit_teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -75,7 +75,7 @@ static void attend_now(struct member *who, uint64_t handle, uint64_t position, u
 }
 
 // While a reader packs, the writer goes on so far that its floor passes what the reader needs.
-static void test_commit_while_reading(void **state)
+KIT_TEST(test_commit_while_reading)
 {
     uint8_t want[OUT_BYTES];
     uint64_t same = kit_session(&m, &row, 1, 0), writer = open_named(&m, 0, 0);
@@ -97,7 +97,7 @@ static void test_commit_while_reading(void **state)
 }
 
 // A session dropped under a reader: its blocks go to nobody else until the reader is done.
-static void test_drop_while_reading(void **state)
+KIT_TEST(test_drop_while_reading)
 {
     uint8_t want[OUT_BYTES];
     uint64_t writer = open_named(&m, 0, 0);
@@ -121,7 +121,7 @@ static void test_drop_while_reading(void **state)
 }
 
 // The same between two passes: nothing to attend over any more.
-static void test_drop_between_passes(void **state)
+KIT_TEST(test_drop_between_passes)
 {
     uint64_t writer = open_named(&m, 0, 0), reader = open_named(&other, KVQ__OPEN_READ_ONLY, 0);
     assert_int_equal(kit_step(&m, writer, 300, HEADS, DIM), 0);
@@ -133,7 +133,7 @@ static void test_drop_between_passes(void **state)
 
 // A step may not begin while something still uses the tail of the last one, nor while the session
 // is being changed.
-static void test_begin_waits(void **state)
+KIT_TEST(test_begin_waits)
 {
     struct member second = m;
     uint64_t handle = kit_session(&m, &row, 1, 8);
@@ -162,7 +162,7 @@ static void test_begin_waits(void **state)
 }
 
 // Whoever guesses a fork's handle before its copies are done, waits.
-static void test_fork_waits(void **state)
+KIT_TEST(test_fork_waits)
 {
     struct member second = m;
     uint8_t want[OUT_BYTES];
@@ -183,7 +183,7 @@ static void test_fork_waits(void **state)
 }
 
 // What a fork shares is what neither can change: the source goes back and appends other tokens.
-static void test_fork_shares_nothing_that_changes(void **state)
+KIT_TEST(test_fork_shares_nothing_that_changes)
 {
     uint8_t want[OUT_BYTES], got[OUT_BYTES];
     uint64_t fork;
@@ -201,7 +201,7 @@ static void test_fork_shares_nothing_that_changes(void **state)
 }
 
 // A client that dies while its accept moves tokens: the session ends up as accepted.
-static void test_death_in_accept(void **state)
+KIT_TEST(test_death_in_accept)
 {
     static const int32_t kept[] = {1, 3};
     uint64_t handle = open_named(&m, 0, 8);
@@ -223,7 +223,7 @@ static void test_death_in_accept(void **state)
 }
 
 // Memory of one namespace is zeroed before another gets it, and not before.
-static void test_zeroed(void **state)
+KIT_TEST(test_zeroed)
 {
     struct member stranger;
     kit.core->pools[0].budget = 2 * MIB; // an extent, which either has in its turn
@@ -245,15 +245,5 @@ static void test_zeroed(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_commit_while_reading, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_drop_while_reading, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_drop_between_passes, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_begin_waits, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_fork_waits, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_fork_shares_nothing_that_changes, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_death_in_accept, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_zeroed, setup, kit_teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

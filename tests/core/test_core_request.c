@@ -61,7 +61,7 @@ static int status_of(struct kvq_request r, struct kvq_entry_wire e)
     return rc || r.count == 0 ? rc : kvq__queue_results(m.queue)[0].status;
 }
 
-static void test_header(void **state)
+TEST(test_header)
 {
     struct kvq_request good = kit_header(KVQ_OP_NOP, 1), r;
     assert_int_equal(status_of(good, entry(0, 0)), 0);
@@ -85,7 +85,7 @@ static void test_header(void **state)
     }
 }
 
-static void test_deadline(void **state)
+TEST(test_deadline)
 {
     struct kvq_request r = attend();
     kvq__core_clock(kit.core, 1000);
@@ -96,7 +96,7 @@ static void test_deadline(void **state)
     assert_int_equal(status_of(r, entry(0, 1)), 0);
 }
 
-static void test_handles(void **state)
+TEST(test_handles)
 {
     static const uint64_t wrong[] = {0,
                                      1,
@@ -119,7 +119,7 @@ static void test_handles(void **state)
 }
 
 // One failing entry harms no other.
-static void test_entries_apart(void **state)
+TEST(test_entries_apart)
 {
     struct kvq_entry_wire e[3] = {entry(0, 1), entry(0, 1), entry(0, 1)};
     e[1].handle = 77;
@@ -170,7 +170,7 @@ static void break_view(struct kvq_request *r, struct kvq_wire_view *v, struct kv
     assert_int_equal(status_of(*r, e), 0);
 }
 
-static void test_views(void **state)
+TEST(test_views)
 {
     struct kvq_request r = attend();
     break_view(&r, &r.q, entry(0, 1));
@@ -191,7 +191,7 @@ static void test_views(void **state)
 }
 
 // The last row that fits, and one more; rows whose product overflows 64 bits.
-static void test_bounds(void **state)
+TEST(test_bounds)
 {
     struct kvq_request r = kit_header(KVQ_OP_READ, 1);
     r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
@@ -216,7 +216,7 @@ static void test_bounds(void **state)
 }
 
 // A buffer of an odd size ends where it ends, whatever lies behind it.
-static void test_last_byte(void **state)
+TEST(test_last_byte)
 {
     uint32_t odd;
     assert_int_equal(kit_buffer(&m, 10 * ROW - 1, &odd), 0);
@@ -232,7 +232,7 @@ static void test_last_byte(void **state)
 }
 
 // What a request writes overlaps neither itself nor what it reads; what takes turns does not.
-static void test_outputs_apart(void **state)
+TEST(test_outputs_apart)
 {
     enum { Q_ROW = 4 * DIM * 4 };
     struct kvq_entry_wire e = entry(0, 4);
@@ -282,7 +282,7 @@ static void test_outputs_apart(void **state)
 }
 
 // Of two entries that write the same rows the second one fails, and the first has its output.
-static void test_rows_of_entries_apart(void **state)
+TEST(test_rows_of_entries_apart)
 {
     struct kvq_entry_wire e[4] = {entry(0, 4), entry(0, 4), entry(0, 2), entry(0, 1)};
     const struct kvq_result *results = kvq__queue_results(m.queue);
@@ -309,7 +309,7 @@ static void test_rows_of_entries_apart(void **state)
     assert_int_equal(results[1].status, KVQ_E_INVALID);
 }
 
-static void test_numbers_of_attend(void **state)
+TEST(test_numbers_of_attend)
 {
     struct kvq_request r = attend();
     assert_int_equal(status_of(r, entry(0, 0)), KVQ_E_INVALID);
@@ -324,7 +324,7 @@ static void test_numbers_of_attend(void **state)
     assert_int_equal(status_of(r, entry(0, 1)), KVQ_E_NO_STEP);
 }
 
-static void test_steps(void **state)
+TEST(test_steps)
 {
     struct kvq_request r = kit_header(KVQ_OP_STEP_BEGIN, 1);
     assert_int_equal(status_of(r, entry(1, 0)), KVQ_E_INVALID); // number 0
@@ -359,7 +359,7 @@ static void test_steps(void **state)
 
 // A step that was asked to append what it cannot does not commit; one whose append can be made good
 // does.
-static void test_refused_appends(void **state)
+TEST(test_refused_appends)
 {
     for (uint32_t way = 0; way < 4; way++) {
         struct kvq_request begin = kit_header(KVQ_OP_STEP_BEGIN, 1), a = append(7);
@@ -397,7 +397,7 @@ static void test_refused_appends(void **state)
     assert_int_equal(status_of(kit_header(KVQ_OP_TRUNCATE, 1), e), 0);
 }
 
-static void test_too_many_steps(void **state)
+TEST(test_too_many_steps)
 {
     uint64_t handles[KVQ_MAX_STEPS + 1];
     const struct kvq__layer_row row = {1, 1, DIM, DIM, .format = "f16", .kv_from = -1};
@@ -441,7 +441,7 @@ static uint32_t short_list(void)
     return id;
 }
 
-static void test_pages_refused(void **state)
+TEST(test_pages_refused)
 {
     begin(1, 40);
     struct kvq_entry_wire e = entry(40, 0);
@@ -482,7 +482,7 @@ static void test_pages_refused(void **state)
 }
 
 // Pages in any order, entered in the middle, give the bytes of a plain tensor.
-static void test_pages(void **state)
+TEST(test_pages)
 {
     static const int32_t pages[] = {7, 2, 30, 5};
     struct kvq_entry_wire e = entry(50, 0);
@@ -508,7 +508,7 @@ static void test_pages(void **state)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 1, entry(0, 0), NULL), 0);
 }
 
-static void test_accept_refused(void **state)
+TEST(test_accept_refused)
 {
     struct kvq_request r = kit_header(KVQ_OP_ACCEPT, 1);
     r.list = (struct kvq_wire_view){.offset = LIST_AT, .buffer = m.buffer};
@@ -535,7 +535,7 @@ static void test_accept_refused(void **state)
 }
 
 // A buffer that is removed while a job uses it stays until the request has ended.
-static void test_buffer_in_use(void **state)
+TEST(test_buffer_in_use)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq_request r = attend();
@@ -559,7 +559,7 @@ static void test_buffer_in_use(void **state)
 }
 
 // Who would change what a request reads waits for it, and readers wait for who changes.
-static void test_waiting(void **state)
+TEST(test_waiting)
 {
     struct kvq__queue *second;
     struct member late = m;
@@ -591,25 +591,5 @@ static void test_waiting(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_header),
-        TEST(test_deadline),
-        TEST(test_handles),
-        TEST(test_entries_apart),
-        TEST(test_views),
-        TEST(test_bounds),
-        TEST(test_last_byte),
-        TEST(test_outputs_apart),
-        TEST(test_rows_of_entries_apart),
-        TEST(test_numbers_of_attend),
-        TEST(test_steps),
-        TEST(test_refused_appends),
-        TEST(test_too_many_steps),
-        TEST(test_pages_refused),
-        TEST(test_pages),
-        TEST(test_accept_refused),
-        TEST(test_buffer_in_use),
-        TEST(test_waiting),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

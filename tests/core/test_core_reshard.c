@@ -64,7 +64,7 @@ static bool is_like_last(const struct kvq_format *f)
            strcmp(f[-1].name + n + 1, f->name + n + 1) == 0;
 }
 
-static void test_all_formats(void **state)
+TEST(test_all_formats)
 {
     static const uint64_t counts[] = {40, 513, 300, 640};
     uint32_t n = 0;
@@ -80,7 +80,7 @@ static void test_all_formats(void **state)
 }
 
 // Of each kind of format, every number to every other; without KVQ_FULL some of them.
-static void test_all_numbers(void **state)
+TEST(test_all_numbers)
 {
     static const char *const kinds[] = {"f16", "kivi-sink2", OUTLIERS, "innerq-hybrid"};
     for (uint32_t i = 0; i < 4; i++)
@@ -95,7 +95,7 @@ static void test_all_numbers(void **state)
 }
 
 // Shards that had unequal parts become such that have equal ones.
-static void test_unequal(void **state)
+TEST(test_unequal)
 {
     for (uint32_t to = 1; to <= 8; to += to == 1 ? 3 : 4) { // 1, 4, 8
         struct set a = by_heads("it", 2), b = by_heads("twin", to);
@@ -114,7 +114,7 @@ static void test_unequal(void **state)
     }
 }
 
-static void test_stages(void **state)
+TEST(test_stages)
 {
     static const char *const kinds[] = {"f16", "oscar2-xh", "quarot4", "innerq-hybrid"};
     for (uint32_t i = 0; i < 4; i++) {
@@ -126,7 +126,7 @@ static void test_stages(void **state)
 }
 
 // Stages' blocks stay as they are, so that they need not be written anew.
-static void test_stages_keep_blocks(void **state)
+TEST(test_stages_keep_blocks)
 {
     struct set a = by_layers("it", 4);
     format = "oscar2";
@@ -170,7 +170,7 @@ static void check_ahead(uint32_t from, uint32_t to)
     drop(&b);
 }
 
-static void test_packed_differently(void **state)
+TEST(test_packed_differently)
 {
     static const char *const kinds[] = {"oscar2", OUTLIERS, "kivi2",
                                         "kivi4:outliers=5:unit=32:recent=128", "innerq-base"};
@@ -211,7 +211,7 @@ static void check_cut(uint64_t good)
     drop(&b);
 }
 
-static void test_cut(void **state)
+TEST(test_cut)
 {
     static const char *const kinds[] = {"f16", "oscar2", OUTLIERS, "kivi-sink2", "innerq-small"};
     for (uint32_t i = 0; i < 5; i++) {
@@ -223,7 +223,7 @@ static void test_cut(void **state)
 }
 
 // A save waits until all shards have packed what is due; else they would part.
-static void test_save_waits_for_packing(void **state)
+TEST(test_save_waits_for_packing)
 {
     struct set a = by_heads("it", 2);
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
@@ -242,7 +242,7 @@ static void test_save_waits_for_packing(void **state)
 }
 
 // Ids of tokens come from the shard that knows most of them.
-static void test_ids(void **state)
+TEST(test_ids)
 {
     struct set a = by_heads("it", 2);
     format = "oscar2";
@@ -273,16 +273,5 @@ static void test_ids(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_all_formats),
-        TEST(test_all_numbers),
-        TEST(test_unequal),
-        TEST(test_stages),
-        TEST(test_stages_keep_blocks),
-        TEST(test_packed_differently),
-        TEST(test_cut),
-        TEST(test_save_waits_for_packing),
-        TEST(test_ids),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

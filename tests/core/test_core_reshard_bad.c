@@ -24,7 +24,7 @@ static void prepare(const char *name, uint32_t shards)
     drop(&a);
 }
 
-static void test_refusals(void **state)
+TEST(test_refusals)
 {
     for (uint32_t i = 0; i < 3; i++) {
         static const char *const crosses[] = {"oscar2-xh", "oscar4-xh", "quarot4-xh"};
@@ -63,7 +63,7 @@ static void prepare_stages(const char *name)
     drop(&a);
 }
 
-static void test_refusals_of_stages(void **state)
+TEST(test_refusals_of_stages)
 {
     struct set two = by_layers("it", 2), eight = by_layers("it", 8);
     prepare_stages("ott2");
@@ -80,7 +80,7 @@ static void test_refusals_of_stages(void **state)
     refused(&three, 0, KVQ_E_EXISTS, "equal part of the 8 of all");
 }
 
-static void test_what_does_not_fit(void **state)
+TEST(test_what_does_not_fit)
 {
     prepare("oscar2", 2);
     struct vault_session *one = vault_find(&vault, "it", 1);
@@ -215,14 +215,14 @@ static void check_hostile(const char *name)
     free(good[1].parts);
 }
 
-static void test_hostile(void **state)
+TEST(test_hostile)
 {
     check_hostile(OUTLIERS);
     check_hostile("innerq-hybrid");
     check_hostile("f16");
 }
 
-static void test_no_memory(void **state)
+TEST(test_no_memory)
 {
     prepare(OUTLIERS, 2);
     struct set one = by_heads("it", 1);
@@ -246,7 +246,7 @@ static bool makes_way(const struct kvq__peer *peer, const char *name, uint32_t s
 }
 
 // In memory with one number: it makes way for another if it is saved, and nobody has it open.
-static void test_makes_way(void **state)
+TEST(test_makes_way)
 {
     struct set a = by_heads("it", 2), four = by_heads("it", 4);
     format = "oscar2";
@@ -298,7 +298,7 @@ static void test_makes_way(void **state)
 }
 
 // A catalog that somebody edited may name any number of shards.
-static void test_more_shards_than_any_has(void **state)
+TEST(test_more_shards_than_any_has)
 {
     struct kvq__jobs jobs = {.store = NULL}; // which is not asked
     struct kvq__task *t = calloc(1, sizeof *t);
@@ -316,14 +316,5 @@ static void test_more_shards_than_any_has(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_refusals),
-        TEST(test_refusals_of_stages),
-        TEST(test_what_does_not_fit),
-        TEST(test_hostile),
-        TEST(test_no_memory),
-        TEST(test_makes_way),
-        TEST(test_more_shards_than_any_has),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

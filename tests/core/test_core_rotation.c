@@ -49,7 +49,7 @@ static void check_rotations(const uint8_t *rotations, uint32_t asked, uint32_t v
 
 // A session comes back with the rotation that it had, whatever is the default by then. Only what
 // the first version cannot say is written as the second.
-static void test_rotations(void **state)
+TEST(test_rotations)
 {
     enum { NO = KVQ_V_ROT_NONE, BY_ENGINE = KVQ_V_ROT_ENGINE, YES = KVQ_V_ROT_DAEMON };
     check_rotations((const uint8_t[LAYERS]){YES, YES, YES, YES}, KVQ__V_BY_PAPER, 1);
@@ -65,8 +65,5 @@ static void test_rotations(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_rotations),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -6,7 +6,7 @@
 #include "tests/core/save_kit.h"
 
 // More may be packed than would be due at the count that it was truncated to.
-static void test_after_a_truncate(void **state)
+TEST(test_after_a_truncate)
 {
     uint64_t a = fed("it", 800, 150), b = fed("", 800, 150);
     kit_pack(&kit);
@@ -19,7 +19,7 @@ static void test_after_a_truncate(void **state)
 }
 
 // A page that was full, and saved, may yet be written anew.
-static void test_written_anew(void **state)
+TEST(test_written_anew)
 {
     set_rows("f16");
     uint64_t a = fed("it", 384, 100), b = fed("", 384, 100);
@@ -36,7 +36,7 @@ static void test_written_anew(void **state)
 }
 
 // A fork's first tokens are only there packed.
-static void test_forks(void **state)
+TEST(test_forks)
 {
     uint64_t a = open_as("it", LAYERS, 5), fork, twin;
     rows[1].window = 0;
@@ -58,7 +58,7 @@ static void test_forks(void **state)
     go_on_alike(fork, twin, 0);
 }
 
-static void test_incremental(void **state)
+TEST(test_incremental)
 {
     bool stored;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
@@ -87,7 +87,7 @@ static void test_incremental(void **state)
 }
 
 // A step is open, and goes on while the save is written.
-static void test_beside_a_step(void **state)
+TEST(test_beside_a_step)
 {
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
@@ -114,7 +114,7 @@ static void test_beside_a_step(void **state)
 }
 
 // The session ends while it is saved: what is written is whole.
-static void test_dropped_meanwhile(void **state)
+TEST(test_dropped_meanwhile)
 {
     struct kvq__save *save;
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it"};
@@ -131,7 +131,7 @@ static void test_dropped_meanwhile(void **state)
     go_on_alike(a, b, 0);
 }
 
-static void test_layers_answer_as_they_come(void **state)
+TEST(test_layers_answer_as_they_come)
 {
     static uint8_t out[OUT_BYTES];
     struct kvq__restore *r;
@@ -162,7 +162,7 @@ static void test_layers_answer_as_they_come(void **state)
     go_on_alike(a, b, 0);
 }
 
-static void test_dropped_while_it_loads(void **state)
+TEST(test_dropped_while_it_loads)
 {
     struct kvq__restore *r;
     uint64_t a = fed("it", 700, 0);
@@ -199,7 +199,7 @@ static void check_cut(const char *format, uint64_t good, uint64_t expect)
     drop(fork);
 }
 
-static void test_cut(void **state)
+TEST(test_cut)
 {
     check_cut("oscar2", 640, 640);
     check_cut("oscar2", 0, 0);
@@ -216,7 +216,7 @@ static void test_cut(void **state)
     feed(a, 300);
 }
 
-static void test_damage_is_told(void **state)
+TEST(test_damage_is_told)
 {
     struct kvq__restore *r;
     struct kvq__session_info info;
@@ -263,7 +263,7 @@ static void step_both(const uint64_t handles[2], uint32_t n)
     append_both(8, e);
 }
 
-static void test_groups(void **state)
+TEST(test_groups)
 {
     struct kvq__save *save;
     struct kvq__restore *r;
@@ -306,7 +306,7 @@ static void test_groups(void **state)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 3, e, NULL), KVQ_E_DAMAGED);
 }
 
-static void test_refusals(void **state)
+TEST(test_refusals)
 {
     struct kvq__save *save;
     struct kvq__restore *r;
@@ -341,7 +341,7 @@ static void test_refusals(void **state)
 }
 
 // Of a layer whose first pages a window has let go: tokens there cannot be packed any more.
-static void test_unpacked_behind_the_window(void **state)
+TEST(test_unpacked_behind_the_window)
 {
     struct kvq__restore *r;
     set_rows("oscar2");
@@ -358,7 +358,7 @@ static void test_unpacked_behind_the_window(void **state)
 }
 
 // Whatever stands in a store: refused, or a session that can be read.
-static void test_hostile(void **state)
+TEST(test_hostile)
 {
     static uint8_t out[OUT_BYTES];
     struct kvq__restore *r;
@@ -419,7 +419,7 @@ static void test_hostile(void **state)
     from->saved = good;
 }
 
-static void test_no_room(void **state)
+TEST(test_no_room)
 {
     struct kvq__restore *r;
     uint64_t a = fed("it", 1500, 5);
@@ -458,7 +458,7 @@ static uint32_t idle_after(uint64_t seconds)
 }
 
 // What cannot be saved is tried again after 1, 2, 4, .. 60 seconds, and told of once a minute.
-static void test_failing(void **state)
+TEST(test_failing)
 {
     uint64_t a = open_as("it", LAYERS, 0), waited = 0;
     feed(a, 10);
@@ -483,7 +483,7 @@ static void test_failing(void **state)
     assert_int_equal(idle_after(1), 1);
 }
 
-static void test_unsaved(void **state)
+TEST(test_unsaved)
 {
     struct kvq__unsaved list[4];
     uint64_t a = open_as("it", LAYERS, 0);
@@ -525,7 +525,7 @@ static uint64_t open_salted(const char *name, const char *salt, uint64_t prefix)
 }
 
 // A session that began with another's tokens is saved like any, and has its salt and adapter again.
-static void test_prefix(void **state)
+TEST(test_prefix)
 {
     set_rows("oscar2");
     m.ids_at = 64; // any numbers will do
@@ -546,25 +546,5 @@ static void test_prefix(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_after_a_truncate),
-        TEST(test_written_anew),
-        TEST(test_forks),
-        TEST(test_incremental),
-        TEST(test_beside_a_step),
-        TEST(test_dropped_meanwhile),
-        TEST(test_layers_answer_as_they_come),
-        TEST(test_dropped_while_it_loads),
-        TEST(test_cut),
-        TEST(test_damage_is_told),
-        TEST(test_groups),
-        TEST(test_refusals),
-        TEST(test_unpacked_behind_the_window),
-        TEST(test_hostile),
-        TEST(test_no_room),
-        TEST(test_unsaved),
-        TEST(test_failing),
-        TEST(test_prefix),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

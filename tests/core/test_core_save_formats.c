@@ -20,7 +20,7 @@ static void check_format(const char *format, uint64_t tokens, uint32_t rollback)
     core_check(kit.core);
 }
 
-static void test_all_formats(void **state)
+TEST(test_all_formats)
 {
     static const uint64_t counts[] = {40, 513, 1100};
     uint32_t n = 0;
@@ -43,7 +43,7 @@ static void test_all_formats(void **state)
 // Codes of a codebook come back and mean the same, and every hold is given back. Searching 4096
 // centroids takes its time: KVQ_FULL=1 takes these formats, too. The kit's codebook has no
 // room for 65,536.
-static void test_codebook_formats(void **state)
+TEST(test_codebook_formats)
 {
     uint32_t n = 0;
     kit_codebooks(&kit);
@@ -63,7 +63,7 @@ static void test_codebook_formats(void **state)
 }
 
 // A codebook that was made anew under its old name would make other values of the codes.
-static void test_another_codebook(void **state)
+TEST(test_another_codebook)
 {
     struct kvq__restore *r;
     kit_codebooks(&kit);
@@ -95,7 +95,7 @@ static void configure(struct kvq__own_format *own, const char *row)
 }
 
 // A session keeps its stages where the table has others under that name by now.
-static void test_formats_of_an_older_table(void **state)
+TEST(test_formats_of_an_older_table)
 {
     char why[256];
     set_rows("kvq2-fm-s0");
@@ -120,7 +120,7 @@ static void test_formats_of_an_older_table(void **state)
 }
 
 // What the configuration says of a format now must be what it said then, or nothing.
-static void test_formats_of_the_configuration(void **state)
+TEST(test_formats_of_the_configuration)
 {
     struct kvq__own_format own;
     struct kvq__restore *r;
@@ -143,12 +143,5 @@ static void test_formats_of_the_configuration(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_all_formats),
-        TEST(test_codebook_formats),
-        TEST(test_another_codebook),
-        TEST(test_formats_of_an_older_table),
-        TEST(test_formats_of_the_configuration),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -52,7 +52,7 @@ static uint64_t cost_of(uint64_t handle, uint64_t tokens)
 }
 
 // Of page tables and ids a fork has its own end, however long the beginning is.
-static void test_forks_share(void **state)
+KIT_TEST(test_forks_share)
 {
     uint64_t a = make(TOKENS);
     kit_fork(&m, a, 2048); // whatever is made once
@@ -74,7 +74,7 @@ static void same_view(uint64_t a, uint64_t b, uint64_t tokens)
 }
 
 // Whoever ends first, and whatever is forked from what: the others have what they had.
-static void test_forks_live_on(void **state)
+KIT_TEST(test_forks_live_on)
 {
     uint64_t a = make(4000), b = kit_fork(&m, a, 3968), c = kit_fork(&m, b, 3968),
              d = kit_fork(&m, a, 1024);
@@ -117,7 +117,7 @@ static struct kvq_request load_many(uint64_t handle, uint64_t at, struct kvq_ent
     return kit_header(KVQ_OP_FORK, MANY);
 }
 
-static void test_forks_in_pieces(void **state)
+KIT_TEST(test_forks_in_pieces)
 {
     static struct kvq_entry_wire e[MANY];
     uint64_t a = make(7000), tokens = 6912;
@@ -147,7 +147,7 @@ static uint64_t read_as(struct member *other, uint64_t handle)
 
 // A step of the session takes its floor beyond where the rest would be forked: that is told. Then
 // it ends: so is that.
-static void test_forks_meanwhile(void **state)
+KIT_TEST(test_forks_meanwhile)
 {
     static struct kvq_entry_wire e[MANY];
     struct member other;
@@ -177,7 +177,7 @@ static void test_forks_meanwhile(void **state)
 }
 
 // Nothing stays of new sessions that nobody has seen, whose client has gone or that found no room.
-static void test_forks_undone(void **state)
+KIT_TEST(test_forks_undone)
 {
     static struct kvq_entry_wire e[MANY];
     struct member other;
@@ -238,7 +238,7 @@ static void fork_many(struct member *who, uint64_t handle, uint64_t at)
 
 // A client dies with many forks, closes them or drops them: they are gone at once for everybody,
 // and their memory comes back in pieces. So does that of the session they came from.
-static void test_forks_end_in_pieces(void **state)
+KIT_TEST(test_forks_end_in_pieces)
 {
     struct member other;
     uint64_t tables = info_of().used[KVQ__TABLE_BYTES], used = kit.core->pools[0].used_bytes;
@@ -272,7 +272,7 @@ static void test_forks_end_in_pieces(void **state)
 
 // Who needs the room waits for these pieces instead of being refused, and a session that nobody
 // uses has not to go for it.
-static void test_room_of_what_ended(void **state)
+KIT_TEST(test_room_of_what_ended)
 {
     uint64_t a = make(7000), b = kit_session(&m, rows, 2, 0), idle = make(300);
     struct kvq_entry_wire e = {.handle = b, .append = 400};
@@ -295,7 +295,7 @@ static void test_room_of_what_ended(void **state)
 }
 
 // Who is refused by a limit of its own looks at none of the many sessions that others have ended.
-static void test_refused_beside_what_ended(void **state)
+KIT_TEST(test_refused_beside_what_ended)
 {
     struct member other;
     uint64_t a = make(7000);
@@ -323,7 +323,7 @@ static void test_refused_beside_what_ended(void **state)
 }
 
 // Page tables: what has ended makes room for them at once.
-static void test_tables_of_what_ended(void **state)
+KIT_TEST(test_tables_of_what_ended)
 {
     uint64_t fork;
     uint64_t a = make(3000), b = kit_fork(&m, a, 2944);
@@ -338,7 +338,7 @@ static void test_tables_of_what_ended(void **state)
 }
 
 // Where memory is missing nothing is left behind, wherever it is.
-static void test_forks_fail(void **state)
+KIT_TEST(test_forks_fail)
 {
     uint64_t a = make(3000), before = kit.allocated_out, used = kit.core->pools[0].used_bytes;
     uint32_t failed = 0;
@@ -377,7 +377,7 @@ static int open_named(const char *name, uint32_t layers, uint64_t *handle)
 }
 
 // Named sessions of many layers stay when nobody has them open: their limit ends it.
-static void test_empty_sessions_count(void **state)
+KIT_TEST(test_empty_sessions_count)
 {
     enum { LIMIT = 4 * MIB };
     uint64_t handle, before = kit.allocated_out;
@@ -408,7 +408,7 @@ static void test_empty_sessions_count(void **state)
 }
 
 // Each thing that grows is refused by the limit's code, and works once there is room.
-static void test_growth_counts(void **state)
+KIT_TEST(test_growth_counts)
 {
     uint64_t a = make(1000), used = info_of().used[KVQ__TABLE_BYTES], fork;
     assert_int_equal(kvq__session_info(m.client, a, &info, text), 0);
@@ -443,7 +443,7 @@ static void tick(uint64_t ms)
 
 // Many named sessions that nobody has open: what is opened is found without looking at the others,
 // and time passes without it, until theirs is over.
-static void test_idle_sessions(void **state)
+KIT_TEST(test_idle_sessions)
 {
     struct kvq__lookup *l = &kit.core->lookup;
     uint32_t n = count_of(10000, 100000);
@@ -479,7 +479,7 @@ static void test_idle_sessions(void **state)
 }
 
 // A session that is used goes later; one of another time goes before it; one that is open stays.
-static void test_order_of_ends(void **state)
+KIT_TEST(test_order_of_ends)
 {
     struct kvq__layer_row row = rows[0];
     uint64_t open, late, soon;
@@ -517,7 +517,7 @@ static void test_order_of_ends(void **state)
 // ---- Sessions that do not matter ----
 
 // Of so many idle ones, what is asked for every few moments looks at those that it is about.
-static void test_unsaved_looks(void **state)
+KIT_TEST(test_unsaved_looks)
 {
     enum { N = 3000 };
     const struct kvq__lookup *l = &kit.core->lookup;
@@ -560,7 +560,7 @@ static void test_unsaved_looks(void **state)
 }
 
 // A request that is refused has as many idle sessions looked at as it takes, and not all.
-static void test_evict_looks(void **state)
+KIT_TEST(test_evict_looks)
 {
     enum { N = 1700, TOKENS = 65 }; // which a whole raw block has room for
     static const struct kvq__layer_row row = {1, HEADS, DIM, DIM, .format = "f16", .kv_from = -1};
@@ -591,23 +591,5 @@ static void test_evict_looks(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_forks_share, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_forks_live_on, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_forks_in_pieces, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_forks_meanwhile, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_forks_undone, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_forks_end_in_pieces, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_room_of_what_ended, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_refused_beside_what_ended, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_tables_of_what_ended, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_forks_fail, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_empty_sessions_count, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_growth_counts, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_idle_sessions, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_order_of_ends, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_unsaved_looks, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_evict_looks, setup, kit_teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

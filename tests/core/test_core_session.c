@@ -66,7 +66,7 @@ static int open_as(struct member *who, const struct kvq__session_spec *spec,
     return rc;
 }
 
-static void test_shapes(void **state)
+KIT_TEST(test_shapes)
 {
     static const struct {
         struct kvq__layer_row row;
@@ -95,7 +95,7 @@ static void test_shapes(void **state)
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
-static void test_numbers_of_spec(void **state)
+KIT_TEST(test_numbers_of_spec)
 {
     const struct kvq__layer_row row = row_of("f16");
     struct kvq__session_spec good = {.layers = &row, .n_layers = 1};
@@ -128,7 +128,7 @@ static void refuses(const struct kvq__session_spec *spec, int code, const char *
     assert_says(text, words);
 }
 
-static void test_open_again(void **state)
+KIT_TEST(test_open_again)
 {
     struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("f16")};
     struct kvq__session_spec spec = {
@@ -159,7 +159,7 @@ static void test_open_again(void **state)
 }
 
 // A handle of one attachment names no session of another, of this run or of the next.
-static void test_handles_of_attachments(void **state)
+KIT_TEST(test_handles_of_attachments)
 {
     enum { ATTACHMENTS = 50, HANDLES = 3 };
     struct kvq__layer_row row = row_of("f16");
@@ -184,7 +184,7 @@ static void test_handles_of_attachments(void **state)
 }
 
 // No generation is 0, which in front of index 0 would be the handle that is none.
-static void test_handle_generations_wrap(void **state)
+KIT_TEST(test_handle_generations_wrap)
 {
     struct kvq__handle *h;
     m.client->first_generation = UINT32_MAX;
@@ -196,7 +196,7 @@ static void test_handle_generations_wrap(void **state)
     kvq__handle_free(h);
 }
 
-static void test_take_over(void **state)
+KIT_TEST(test_take_over)
 {
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_info first, second;
@@ -224,7 +224,7 @@ static uint32_t listed(const struct kvq__peer *peer, struct kvq__session_info *l
     return kvq__core_sessions(kit.core, peer, NULL, (struct kvq__list_at){0}, &looks, list, max);
 }
 
-static void test_permission(void **state)
+KIT_TEST(test_permission)
 {
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_info info, list[4];
@@ -257,7 +257,7 @@ static void test_permission(void **state)
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
-static void test_quota(void **state)
+KIT_TEST(test_quota)
 {
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_spec spec = {.ns = "team", .layers = &row, .n_layers = 1};
@@ -278,7 +278,7 @@ static void test_quota(void **state)
     assert_int_equal(ns[0].quota.limit[KVQ__HOST_BYTES], 4 * MIB);
 }
 
-static void test_keep(void **state)
+KIT_TEST(test_keep)
 {
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_spec spec = {.name = "kept", .layers = &row, .n_layers = 1};
@@ -309,7 +309,7 @@ static void test_keep(void **state)
     assert_int_equal(kit.extents_out, 0); // empty extents go back after a while
 }
 
-static void test_info(void **state)
+KIT_TEST(test_info)
 {
     struct kvq__layer_row rows[2] = {row_of("oscar2"), row_of("oscar2")};
     struct kvq__session_spec spec = {.layers = rows, .n_layers = 2};
@@ -337,7 +337,7 @@ static void test_info(void **state)
 }
 
 // A cache is kept as far back as the layer that looks back farthest.
-static void test_shared_cache(void **state)
+KIT_TEST(test_shared_cache)
 {
     struct kvq__layer_row rows[5];
     for (uint32_t i = 0; i < 5; i++)
@@ -359,7 +359,7 @@ static void expect_format(uint64_t handle, uint32_t layer, const char *name)
     assert_string_equal(kit_of(&m, handle)->layers[layer].format->name, name);
 }
 
-static void test_own_formats(void **state)
+KIT_TEST(test_own_formats)
 {
     struct kvq__layer_row rows[3] = {row_of(NULL), row_of(NULL), row_of("int8")};
     struct kvq__session_info info, fork;
@@ -387,7 +387,7 @@ static void test_own_formats(void **state)
 }
 
 // A session opened by the names that an own format stands for is the same session.
-static void test_own_formats_again(void **state)
+KIT_TEST(test_own_formats_again)
 {
     struct kvq__layer_row rows[2] = {row_of(NULL), row_of(NULL)};
     struct kvq__session_spec spec = {.name = "a",
@@ -415,7 +415,7 @@ static void test_own_formats_again(void **state)
 }
 
 // Pairs and stages keep their meaning where outliers are taken away.
-static void test_plain_layers(void **state)
+KIT_TEST(test_plain_layers)
 {
     static const struct {
         const char *format, *plain;
@@ -437,7 +437,7 @@ static void test_plain_layers(void **state)
 }
 
 // However many formats clients make up, others still get theirs, and all memory comes back.
-static void test_made_up_formats(void **state)
+KIT_TEST(test_made_up_formats)
 {
     enum { SESSIONS = 700 };
     uint64_t handles[SESSIONS];
@@ -462,7 +462,7 @@ static void test_made_up_formats(void **state)
 // ---- Codebooks ----
 
 // Each layer holds its codebook as long as its session lives, however that came to be.
-static void test_codebook_holds(void **state)
+KIT_TEST(test_codebook_holds)
 {
     struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("kivi2")};
     struct kvq__session_info info, again;
@@ -493,7 +493,7 @@ static void test_codebook_holds(void **state)
 }
 
 // What a client is told that attends in its own context.
-static void test_reading(void **state)
+KIT_TEST(test_reading)
 {
     struct kvq__layer_row rows[2] = {row_of("vecinfer-2@a"), row_of("vecinfer-2@a")};
     struct kvq__session_spec spec = {.layers = rows, .n_layers = 2, .path = 1, .dtype = 2};
@@ -531,7 +531,7 @@ static void test_reading(void **state)
     assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
 }
 
-static void test_list_of_formats(void **state)
+KIT_TEST(test_list_of_formats)
 {
     static struct kvq__format_info list[100];
     uint32_t n = kvq__core_formats(kit.core, list, 100);
@@ -548,7 +548,7 @@ static void test_list_of_formats(void **state)
     assert_int_equal(kvq__core_formats(kit.core, list, 1), n);
 }
 
-static void test_drain(void **state)
+KIT_TEST(test_drain)
 {
     struct kvq__layer_row row = row_of("f16");
     struct kvq__session_spec spec = {.layers = &row, .n_layers = 1};
@@ -578,7 +578,7 @@ static uint8_t rotation_of(const char *format, uint32_t asked)
 }
 
 // Who says nothing gets what the format's paper does, and is told what that is.
-static void test_rotation_by_paper(void **state)
+KIT_TEST(test_rotation_by_paper)
 {
     static const char *const rotated[] = {
         "oscar2",       "oscar4-xh",     "quarot4", "oscar2-g128-fm", "oscar3:sink=32:recent=64",
@@ -617,7 +617,7 @@ static void test_rotation_by_paper(void **state)
 }
 
 // What an engine cannot see it need not ask for; what it sees must be what it asks for.
-static void test_rotation_of_existing(void **state)
+KIT_TEST(test_rotation_of_existing)
 {
     static const struct {
         uint8_t there, asked, reported;
@@ -656,28 +656,5 @@ static void test_rotation_of_existing(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_shapes, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_numbers_of_spec, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_open_again, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_handles_of_attachments, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_handle_generations_wrap, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_take_over, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_permission, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_quota, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_keep, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_info, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_shared_cache, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_own_formats, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_own_formats_again, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_plain_layers, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_made_up_formats, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_codebook_holds, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_reading, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_list_of_formats, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_rotation_by_paper, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_rotation_of_existing, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_drain, setup, kit_teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

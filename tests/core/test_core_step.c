@@ -98,7 +98,7 @@ static void assert_same_bytes(uint64_t a, uint64_t b)
                             x->packed_bytes);
 }
 
-static void test_pieces(void **state)
+KIT_TEST(test_pieces)
 {
     static const uint32_t pieces[] = {1, 17, 128, 512};
     uint64_t whole = fed(TOKENS, TOKENS, 0);
@@ -112,7 +112,7 @@ static void test_pieces(void **state)
 }
 
 // The same bits alone, in a batch of 64, and however finely the work is cut.
-static void test_batch(void **state)
+KIT_TEST(test_batch)
 {
     static uint8_t alone[64 * 1024];
     struct kvq_entry_wire entries[64];
@@ -139,7 +139,7 @@ static void test_batch(void **state)
 }
 
 // A long session among short ones has most of the items, for no worker to be left with all of it.
-static void test_items_by_work(void **state)
+KIT_TEST(test_items_by_work)
 {
     struct kvq_entry_wire entries[16];
     struct kvq_request r = kit_header(KVQ_OP_ATTEND, 16);
@@ -158,7 +158,7 @@ static void test_items_by_work(void **state)
 }
 
 // Attention is brief for few tokens and few queries, and then in one piece.
-static void test_brief(void **state)
+KIT_TEST(test_brief)
 {
     kit.core->config.workers = 2;
     for (uint32_t tokens = 1024; tokens <= 1025; tokens++)
@@ -173,7 +173,7 @@ static void test_brief(void **state)
         }
 }
 
-static void test_truncate(void **state)
+KIT_TEST(test_truncate)
 {
     uint64_t value;
     uint64_t plain = fed(90, 500, 40), drafted = fed(90, 500, 40);
@@ -196,7 +196,7 @@ static void test_truncate(void **state)
 }
 
 // Accepting tokens 0, 2, 5 of a draft is the same as appending just these.
-static void test_accept(void **state)
+KIT_TEST(test_accept)
 {
     static const int32_t kept[] = {0, 2, 5};
     uint64_t drafted = fed(125, 125, 8);
@@ -216,7 +216,7 @@ static void test_accept(void **state)
     assert_same_attention(fed(128, 128, 8), drafted);
 }
 
-static void test_fork(void **state)
+KIT_TEST(test_fork)
 {
     uint64_t value;
     uint64_t source = fed(200, 600, 0), used = kit.core->pools[0].used_bytes;
@@ -238,7 +238,7 @@ static void test_fork(void **state)
 
 // A client that stops at layer l, in any of the ways there are, leaves the session at its last
 // commit, with the memory it had.
-static void test_stop_at_layer(void **state)
+KIT_TEST(test_stop_at_layer)
 {
     static uint8_t before[64 * 1024], after[64 * 1024];
     uint64_t handle = fed(130, 130, 0);
@@ -263,7 +263,7 @@ static void test_stop_at_layer(void **state)
     }
 }
 
-static void test_nonfinite(void **state)
+KIT_TEST(test_nonfinite)
 {
     uint64_t handle = fed(50, 50, 0);
     float *k = (float *)(void *)m.memory;
@@ -280,7 +280,7 @@ static void test_nonfinite(void **state)
 }
 
 // The step that does not fit fails at its beginning, and nothing else changes.
-static void test_memory_full(void **state)
+KIT_TEST(test_memory_full)
 {
     uint64_t handle = kit_session(&m, two_layers, 2, 0);
     kit.core->pools[0].budget = 6 * MIB; // three extents: one for each size of block
@@ -297,7 +297,7 @@ static void test_memory_full(void **state)
 }
 
 // A reader stands at the committed count while a step is open, and packs what it needs itself.
-static void test_readers(void **state)
+KIT_TEST(test_readers)
 {
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "shared", .layers = two_layers, .n_layers = 2};
@@ -318,7 +318,7 @@ static void test_readers(void **state)
 }
 
 // Blocks wholly behind a layer's window are freed, and what is left attends as before.
-static void test_window(void **state)
+KIT_TEST(test_window)
 {
     static const struct kvq__layer_row rows[] = {
         {4, HEADS, DIM, DIM, .window = 100, .format = "oscar4", .kv_from = -1}};
@@ -335,7 +335,7 @@ static void test_window(void **state)
 }
 
 // A session that stands in two entries: one of them is refused, whichever appends.
-static void test_begin_twice(void **state)
+KIT_TEST(test_begin_twice)
 {
     for (uint32_t tokens = 0; tokens <= 128; tokens += 64)
         for (uint32_t which = 0; which < 4; which++) {
@@ -357,7 +357,7 @@ static void test_begin_twice(void **state)
 
 // The entry that was to pack what is due fails: the other one of the session packs it, and reads
 // what was written there.
-static void test_packer_fails(void **state)
+KIT_TEST(test_packer_fails)
 {
     static uint8_t before[64 * 1024], after[64 * 1024];
     uint64_t handle = fed(300, 300, 0), twin = fed(300, 300, 0);
@@ -388,21 +388,5 @@ static void test_packer_fails(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_pieces, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_batch, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_brief, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_items_by_work, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_truncate, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_accept, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_fork, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_stop_at_layer, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_nonfinite, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_memory_full, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_readers, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_window, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_begin_twice, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_packer_fails, setup, kit_teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -313,7 +313,7 @@ static void compare(const struct mapping *map, uint64_t twin, uint32_t fresh)
 
 // ---- Tests ----
 
-static void test_same_as_layer_by_layer(void **state)
+KIT_TEST(test_same_as_layer_by_layer)
 {
     struct mapping map;
     uint64_t one = open_named(&m, "one", 3, 0), twin = open_named(&m, "twin", 3, 0);
@@ -336,7 +336,7 @@ static void test_same_as_layer_by_layer(void **state)
     close_map(&map);
 }
 
-static void test_back_and_forth(void **state)
+KIT_TEST(test_back_and_forth)
 {
     struct mapping map;
     uint64_t one = open_named(&m, "one", 40, 0), twin = open_named(&m, "twin", 40, 0);
@@ -356,7 +356,7 @@ static void test_back_and_forth(void **state)
 }
 
 // What a table names stays as it is, whoever drops the session, and goes when it is closed.
-static void test_leases(void **state)
+KIT_TEST(test_leases)
 {
     const uint32_t n = fewer(700, 300);
     struct mapping map;
@@ -385,7 +385,7 @@ static void test_leases(void **state)
 }
 
 // Others see tokens where they are, so they are not taken back under their eyes.
-static void test_readers(void **state)
+KIT_TEST(test_readers)
 {
     struct mapping mine, theirs;
     struct member reader;
@@ -413,7 +413,7 @@ static void test_readers(void **state)
 }
 
 // Another handle of the writer's own client is another reader as well: two threads have them.
-static void test_own_reader(void **state)
+KIT_TEST(test_own_reader)
 {
     struct mapping map;
     uint64_t one = open_named(&m, "one", 64, 0);
@@ -428,7 +428,7 @@ static void test_own_reader(void **state)
 // The writer goes on while a reader's request packs, so far that more is due to be packed, and that
 // the table has no room for it: the table shows what the request has packed for, and no more, and
 // what that reads stays there.
-static void test_overtaken(void **state)
+KIT_TEST(test_overtaken)
 {
     struct mapping theirs;
     struct member reader;
@@ -469,7 +469,7 @@ static int begin_long(struct member *member, uint64_t handle, uint64_t step)
 
 // An extent that a client was told of is never another namespace's; when nobody is left to look,
 // its memory makes room for others.
-static void test_extents_stay(void **state)
+KIT_TEST(test_extents_stay)
 {
     struct member stranger;
     struct mapping map;
@@ -505,7 +505,7 @@ static void test_extents_stay(void **state)
     assert_int_equal(kit_whole(&stranger, next, 1000, HEADS, DIM), 0);
 }
 
-static void test_refusals(void **state)
+KIT_TEST(test_refusals)
 {
     struct mapping map;
     uint64_t one = open_named(&m, "one", 0, 0);
@@ -548,7 +548,7 @@ static void test_refusals(void **state)
 
 // A session that stands in two entries, with units that are due: one entry is refused, so that
 // nothing is published before it is packed.
-static void test_twice(void **state)
+KIT_TEST(test_twice)
 {
     struct mapping map;
     uint64_t one = open_named(&m, "one", 0, 0);
@@ -577,7 +577,7 @@ static void test_twice(void **state)
 }
 
 // A page table counts for the session's namespace, up to its limit.
-static void test_counts(void **state)
+KIT_TEST(test_counts)
 {
     struct mapping map;
     uint64_t one = open_named(&m, "one", 0, 0);
@@ -594,7 +594,7 @@ static void test_counts(void **state)
 }
 
 // All of it or nothing, also where memory ends in the middle.
-static void test_no_room(void **state)
+KIT_TEST(test_no_room)
 {
     uint64_t one = open_named(&m, "one", 0, 0), good = 0;
     struct mapping map;
@@ -616,18 +616,5 @@ static void test_no_room(void **state)
 int main(void)
 {
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_same_as_layer_by_layer, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_back_and_forth, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_leases, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_readers, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_own_reader, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_overtaken, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_extents_stay, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_refusals, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_twice, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_counts, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_no_room, setup, kit_teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

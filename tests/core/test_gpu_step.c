@@ -181,7 +181,7 @@ static void close_table(struct table *t)
 
 // It is answered at once with the count that it will have, and nothing is so before the stream has
 // signalled; the next one waits on the host, and so does whoever names the new count.
-static void test_settles(void **state)
+STREAM_TEST(test_settles)
 {
     stream_needed();
     stream_session(&one, "packed", "oscar2");
@@ -208,7 +208,7 @@ static void test_settles(void **state)
 }
 
 // Readers at the committed count do not wait for the writer's step.
-static void test_readers_go_on(void **state)
+STREAM_TEST(test_readers_go_on)
 {
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_READ_ONLY};
     stream_needed();
@@ -277,7 +277,7 @@ static uint64_t holds_after(const struct use *use)
 }
 
 // No more of what sessions in use give up is kept while another client's stream does not signal.
-static void test_in_use_beside_a_stalled(void **state)
+STREAM_TEST(test_in_use_beside_a_stalled)
 {
     static const struct use uses[] = {
         {"oscar2", 0, 0, 0}, {"f16", 200, 0, 0}, {"oscar2", 0, 200, 0}, {"oscar2", 0, 0, 1}};
@@ -312,7 +312,7 @@ static uint64_t holds_after_steps(void)
 }
 
 // While another client's stream does not signal.
-static void test_steps_beside_a_stalled(void **state)
+STREAM_TEST(test_steps_beside_a_stalled)
 {
     stream_needed();
     const uint64_t alone = holds_after_steps();
@@ -326,7 +326,7 @@ static void test_steps_beside_a_stalled(void **state)
 
 // Of a format that learns and competes: nothing of it, its pool or its table has changed, and the
 // writer's next request is told once.
-static void test_nan(void **state)
+STREAM_TEST(test_nan)
 {
     static uint8_t before[EXTRAS], after[EXTRAS];
     float *k = (float *)(void *)one.m.memory;
@@ -454,7 +454,7 @@ static bool refused_step(const struct refusal *r, uint64_t n)
 
 // ott2 learns in its first step, and outliers compete in a launch of their own before codes are
 // made: whatever is refused behind them, they are there once.
-static void test_refused(void **state)
+STREAM_TEST(test_refused)
 {
     static const struct refusal refusals[] = {
         {"launch", KVQ_GPU_INVALID_VALUE, "oscar2:sink=32", 2},
@@ -475,7 +475,7 @@ static void test_refused(void **state)
 
 // A client that dies with a step that its stream has not come to: the named session stands as
 // before, whatever lay in the tensors, and what its table named is given back.
-static void test_dies(void **state)
+STREAM_TEST(test_dies)
 {
     static uint8_t before[EXTRAS], after[EXTRAS];
     stream_needed();
@@ -500,7 +500,7 @@ static void test_dies(void **state)
 }
 
 // Who closes a session does not take the step back that it was promised.
-static void test_closes(void **state)
+STREAM_TEST(test_closes)
 {
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "one"};
@@ -514,7 +514,7 @@ static void test_closes(void **state)
 }
 
 // Who takes a session over has it without the step, or, where the GPU was past it already, with it.
-static void test_taken_over(void **state)
+STREAM_TEST(test_taken_over)
 {
     struct kvq__session_info info;
     struct kvq__session_spec spec = {.name = "one", .flags = KVQ__OPEN_TAKE_OVER};
@@ -545,7 +545,7 @@ static void test_taken_over(void **state)
 
 // What a table names is not given to others while its step is under way, nor afterwards while the
 // client looks: also where the session was dropped.
-static void test_dropped(void **state)
+STREAM_TEST(test_dropped)
 {
     uint8_t before[64], after[64];
     struct kvq__gpu *gpu = kit.core->pools[1].gpu;
@@ -586,7 +586,7 @@ static void shrink_stream(struct streamer *s)
 }
 
 // A step that asks for more than a chunk goes through several, and is one step all the same.
-static void test_cut(void **state)
+STREAM_TEST(test_cut)
 {
     struct streamer small;
     shrink_stream(&small);
@@ -607,7 +607,7 @@ static void test_cut(void **state)
 }
 
 // Its client dies between two chunks: what has been stored of it is nothing.
-static void test_dies_between_chunks(void **state)
+STREAM_TEST(test_dies_between_chunks)
 {
     struct streamer small;
     shrink_stream(&small);
@@ -634,7 +634,7 @@ static void test_dies_between_chunks(void **state)
 
 // Both sessions of a step are dropped between two chunks, one of them behind its stores: nothing is
 // left to be packed, whatever the step before has packed.
-static void test_dropped_between_chunks(void **state)
+STREAM_TEST(test_dropped_between_chunks)
 {
     struct streamer small, other;
     shrink_stream(&small);
@@ -664,7 +664,7 @@ static void test_dropped_between_chunks(void **state)
 }
 
 // A closed table is no one's to free while a GPU writes it.
-static void test_table_closed(void **state)
+STREAM_TEST(test_table_closed)
 {
     stream_needed();
     struct table t = open_table(&one);
@@ -681,21 +681,5 @@ static void test_table_closed(void **state)
 int main(void)
 {
     kit_gpus(sim_gpus());
-    const struct CMUnitTest tests[] = {
-        STREAM_TEST(test_settles),
-        STREAM_TEST(test_readers_go_on),
-        STREAM_TEST(test_in_use_beside_a_stalled),
-        STREAM_TEST(test_steps_beside_a_stalled),
-        STREAM_TEST(test_nan),
-        STREAM_TEST(test_refused),
-        STREAM_TEST(test_dies),
-        STREAM_TEST(test_closes),
-        STREAM_TEST(test_taken_over),
-        STREAM_TEST(test_dropped),
-        STREAM_TEST(test_cut),
-        STREAM_TEST(test_dies_between_chunks),
-        STREAM_TEST(test_dropped_between_chunks),
-        STREAM_TEST(test_table_closed),
-    };
-    return cmocka_run_group_tests_name("gpu_step", tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -17,12 +17,11 @@ extern struct kvq_soft_counts gpu_before;
 // streams and contexts of its own, which stay.
 int gpu_start(void **state);
 int gpu_stop(void **state);
-#define ON_GPU(test) cmocka_unit_test_setup_teardown(test, gpu_start, gpu_stop)
+#define GPU_TEST(test) TEST_BETWEEN(test, gpu_start, gpu_stop)
 // The same with another process, which has memory of the GPU and ends behind the clients.
 int gpu_start_exporter(void **state);
 int gpu_stop_exporter(void **state);
-#define WITH_EXPORTER(test)                                                                        \
-    cmocka_unit_test_setup_teardown(test, gpu_start_exporter, gpu_stop_exporter)
+#define EXPORTER_TEST(test) TEST_BETWEEN(test, gpu_start_exporter, gpu_stop_exporter)
 extern struct soft_peer exporter;
 // A first client with a timeline makes the daemon take what it keeps for the next one; then what
 // there is is counted.

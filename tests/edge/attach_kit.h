@@ -90,8 +90,7 @@ void peer_cancel(struct peer *p, uint32_t request); // fails the test if it is r
 // there are as many at the end, once those clients have ended that are left, as at the beginning.
 int attach_start_counting(void **state);
 int attach_stop_counting(void **state);
-#define COUNTED(test)                                                                              \
-    cmocka_unit_test_setup_teardown(test, attach_start_counting, attach_stop_counting)
+#define COUNTED_TEST(test) TEST_BETWEEN(test, attach_start_counting, attach_stop_counting)
 void begin_counting(void); // anew: what is there now is what stays
 int count_mappings(void);  // of rings and buffers
 

@@ -33,7 +33,7 @@ static int memfd_of(off_t bytes, int seals)
     return fd;
 }
 
-static void test_hello(void **state)
+COUNTED_TEST(test_hello)
 {
     struct peer *p = peer_new();
     assert_int_equal(peer_hello(p, KVQ_PROTOCOL_MAX + 1, KVQ_PROTOCOL_MAX + 3), KVQ_E_VERSION);
@@ -60,7 +60,7 @@ static void test_hello(void **state)
     assert_int_equal(peer_ping(p, 9, NULL, 0), KVQ_E_VERSION);
 }
 
-static void test_daemon_page(void **state)
+COUNTED_TEST(test_daemon_page)
 {
     struct peer *p = peer_attached();
     int fd = p->fds[0], seals = fcntl(fd, F_GET_SEALS);
@@ -75,7 +75,7 @@ static void test_daemon_page(void **state)
     munmap(page, 384);
 }
 
-static void test_garbage(void **state)
+COUNTED_TEST(test_garbage)
 {
     static const char *const packets[] = {"x", "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",
                                           "\x0a\x03\x61\x62\x63"};
@@ -94,7 +94,7 @@ static void test_garbage(void **state)
     free(large);
 }
 
-static void test_descriptors_are_counted(void **state)
+COUNTED_TEST(test_descriptors_are_counted)
 {
     int fd = memfd_of(4096, F_SEAL_SHRINK), fds[24];
     for (int i = 0; i < 24; i++)
@@ -161,7 +161,7 @@ static void pass_packets(struct kvq__server *server, void *context)
 
 // Beside a packet that is refused, beyond those that are looked at, and beside one that nobody
 // reads: the daemon serves others, and does not wait for the hour.
-static void test_sockets_that_linger(void **state)
+COUNTED_TEST(test_sockets_that_linger)
 {
     static const struct passing cases[] = {
         {.at = 0}, {.at = 7}, {.before = 2}, {.before = 3, .at = 7}};
@@ -190,7 +190,7 @@ static void import_refused(int fd, uint64_t offset, uint64_t bytes, int code, co
     peer_free(p);
 }
 
-static void test_imports(void **state)
+COUNTED_TEST(test_imports)
 {
     int fd = memfd_of(16384, 0);
     import_refused(fd, 0, 4096, KVQ_E_BUFFER, "F_SEAL_SHRINK");
@@ -221,7 +221,7 @@ static void test_imports(void **state)
     close(fd);
 }
 
-static void test_buffers(void **state)
+COUNTED_TEST(test_buffers)
 {
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 0), KVQ_E_INVALID);
@@ -237,7 +237,7 @@ static void test_buffers(void **state)
 
 // Buffers of all clients together are bounded, made and imported ones, and come back with whoever
 // had them.
-static void test_buffers_of_all(void **state)
+COUNTED_TEST(test_buffers_of_all)
 {
     int fd = memfd_of(8 << 20, F_SEAL_SHRINK);
     struct peer *p[3] = {peer_attached(), peer_attached(), peer_attached()};
@@ -267,7 +267,7 @@ static void test_buffers_of_all(void **state)
 
 // Clients that have shut their ears while the command is at the poller: what it made is given back
 // once, by one thread.
-static void test_replies_nobody_hears(void **state)
+COUNTED_TEST(test_replies_nobody_hears)
 {
     Kvq__OpenQueue open = KVQ__OPEN_QUEUE__INIT;
     Kvq__CreateBuffer create = KVQ__CREATE_BUFFER__INIT;
@@ -286,7 +286,7 @@ static void test_replies_nobody_hears(void **state)
 }
 
 // A cancel gives back what the request before it made, and nothing else.
-static void test_cancel(void **state)
+COUNTED_TEST(test_cancel)
 {
     int fd = memfd_of(4096, F_SEAL_SHRINK);
     struct peer *p = peer_attached(), *other = peer_attached();
@@ -371,7 +371,7 @@ static uint32_t await_ready(struct kvq_ring_rx *rx)
     return ready;
 }
 
-static void test_queues(void **state)
+COUNTED_TEST(test_queues)
 {
     struct peer *p = peer_attached();
     struct rings rings = rings_open(p);
@@ -393,7 +393,7 @@ static void test_queues(void **state)
     assert_int_equal(peer_open_queue(p), KVQ_E_LIMIT);
 }
 
-static void test_scribbler_is_closed(void **state)
+COUNTED_TEST(test_scribbler_is_closed)
 {
     struct peer *p = peer_attached(), *other = peer_attached();
     struct rings rings = rings_open(p);
@@ -407,7 +407,7 @@ static void test_scribbler_is_closed(void **state)
 
 // A client may change the flags of descriptors that it shares, fill and empty them: the daemon must
 // not wait for it.
-static void test_hostile_wakers(void **state)
+COUNTED_TEST(test_hostile_wakers)
 {
     struct peer *p = peer_attached(), *other = peer_attached();
     struct rings rings = rings_open(p);
@@ -436,7 +436,7 @@ static void test_hostile_wakers(void **state)
     rings_close(&rings);
 }
 
-static void test_too_many_clients(void **state)
+COUNTED_TEST(test_too_many_clients)
 {
     for (int i = 0; i < 8; i++)
         peer_attached();
@@ -448,7 +448,7 @@ static void test_too_many_clients(void **state)
 
 // Groups of the process at the other end.
 // A name that no session can have is refused as one, and the connection goes on.
-static void test_long_name(void **state)
+COUNTED_TEST(test_long_name)
 {
     char name[KVQ_NAME_BYTES + 1] = {0};
     struct peer *p = peer_attached();
@@ -467,7 +467,7 @@ static void test_long_name(void **state)
     assert_int_equal(peer_ask(p, &request, NULL, 0), 0);
 }
 
-static void test_groups(void **state)
+PLAIN_TEST(test_groups)
 {
     char text[KVQ_TEXT_BYTES];
     gid_t before[KVQ_MAX_GROUPS], groups[KVQ_MAX_GROUPS] = {4242, 70000};
@@ -492,7 +492,7 @@ static void test_groups(void **state)
 }
 
 // The process that connected dies while a child of it holds the socket open.
-static void test_death_with_a_child(void **state)
+COUNTED_TEST(test_death_with_a_child)
 {
     int report[2];
     char byte;
@@ -518,7 +518,7 @@ static void test_death_with_a_child(void **state)
     close(report[0]);
 }
 
-static void test_second_daemon(void **state)
+COUNTED_TEST(test_second_daemon)
 {
     static struct kvq__server second;
     char text[KVQ_TEXT_BYTES], pid[32];
@@ -529,7 +529,7 @@ static void test_second_daemon(void **state)
 }
 
 // A request may leave no room for words of the reply to it; it gets the status's own.
-static void test_no_room_for_words(void **state)
+PLAIN_TEST(test_no_room_for_words)
 {
     uint8_t memory[64];
     struct kvq_arena arena;
@@ -578,7 +578,7 @@ static struct peer *peer_accepted(void)
     return p;
 }
 
-static void test_no_hello(void **state)
+COUNTED_TEST(test_no_hello)
 {
     struct peer *p = peer_accepted();
     attach_in_loop(expire, NULL);
@@ -586,7 +586,7 @@ static void test_no_hello(void **state)
 }
 
 // The time that the daemon takes to answer is not the client's.
-static void test_hello_at_a_slow_poller(void **state)
+COUNTED_TEST(test_hello_at_a_slow_poller)
 {
     struct seen seen, later;
     struct peer *p = peer_accepted();
@@ -623,7 +623,7 @@ static void *run_stand(void *context)
     return NULL;
 }
 
-static void test_hello_at_a_slow_loop(void **state)
+COUNTED_TEST(test_hello_at_a_slow_loop)
 {
     pthread_t thread;
     sem_init(&loop_stands, 0, 0);
@@ -642,30 +642,6 @@ static void test_hello_at_a_slow_loop(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        COUNTED(test_hello),
-        COUNTED(test_no_hello),
-        COUNTED(test_hello_at_a_slow_poller),
-        COUNTED(test_hello_at_a_slow_loop),
-        COUNTED(test_daemon_page),
-        COUNTED(test_garbage),
-        COUNTED(test_descriptors_are_counted),
-        COUNTED(test_sockets_that_linger),
-        COUNTED(test_imports),
-        COUNTED(test_buffers),
-        COUNTED(test_buffers_of_all),
-        COUNTED(test_cancel),
-        COUNTED(test_replies_nobody_hears),
-        COUNTED(test_queues),
-        COUNTED(test_scribbler_is_closed),
-        COUNTED(test_hostile_wakers),
-        COUNTED(test_too_many_clients),
-        COUNTED(test_long_name),
-        cmocka_unit_test(test_groups),
-        COUNTED(test_death_with_a_child),
-        COUNTED(test_second_daemon),
-        cmocka_unit_test(test_no_room_for_words),
-    };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -29,7 +29,7 @@ static uint64_t word_at(kvq_gpu_ptr at)
 
 // ---- Tests ----
 
-static void test_hello(void **state)
+GPU_TEST(test_hello)
 {
     struct peer *p = peer_attached();
     const Kvq__HelloReply *hello = p->reply->hello;
@@ -39,7 +39,7 @@ static void test_hello(void **state)
     assert_true(hello->gpus[0]->name[0]);
 }
 
-static void test_create(void **state)
+GPU_TEST(test_create)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece piece;
@@ -63,7 +63,7 @@ static void test_create(void **state)
 
 // What a client closed counts until it is gone, since it may go on using it, and is given to the
 // same client alone, cleared.
-static void test_closed_memory_counts(void **state)
+GPU_TEST(test_closed_memory_counts)
 {
     char text[KVQ_TEXT_BYTES];
     struct kvq_gpu_piece kept;
@@ -96,7 +96,7 @@ static void test_closed_memory_counts(void **state)
 }
 
 // Nor does it cease to count where the driver refuses to make a buffer of it again.
-static void test_closed_memory_that_is_refused(void **state)
+GPU_TEST(test_closed_memory_that_is_refused)
 {
     static const char *const calls[] = {"fill8", "memory_export"};
     struct peer *p = peer_attached();
@@ -115,7 +115,7 @@ static void test_closed_memory_that_is_refused(void **state)
     }
 }
 
-static void test_import_by_handle(void **state)
+EXPORTER_TEST(test_import_by_handle)
 {
     uint64_t at;
     struct told told = told_allocate(8 * SOFT_BLOCK, &at);
@@ -154,7 +154,7 @@ static void test_import_by_handle(void **state)
 }
 
 // The handle of a freed allocation may be a new one's, to the byte.
-static void test_handle_used_again(void **state)
+EXPORTER_TEST(test_handle_used_again)
 {
     uint64_t at, again;
     struct told old = told_allocate(SOFT_BLOCK, &at);
@@ -183,7 +183,7 @@ static void test_handle_used_again(void **state)
 }
 
 // The handle of memory that was freed opens nothing.
-static void test_handle_of_freed_memory(void **state)
+EXPORTER_TEST(test_handle_of_freed_memory)
 {
     uint64_t at;
     struct told told = told_allocate(SOFT_BLOCK, &at);
@@ -211,7 +211,7 @@ static struct peer *peer_of_nobody(void)
 }
 
 // Handles are no secrets: who has seen one of another user's does not get at the memory by it.
-static void test_handle_of_another_user(void **state)
+EXPORTER_TEST(test_handle_of_another_user)
 {
     uint64_t at;
     struct told told = told_allocate(SOFT_BLOCK, &at);
@@ -226,7 +226,7 @@ static void test_handle_of_another_user(void **state)
     }
 }
 
-static void test_refused_imports(void **state)
+GPU_TEST(test_refused_imports)
 {
     struct told told = {.by_handle = true, .fd = -1, .number = 1};
     struct peer *p = peer_attached();
@@ -272,7 +272,7 @@ static void test_refused_imports(void **state)
     close(fd);
 }
 
-static void test_import_by_descriptor(void **state)
+GPU_TEST(test_import_by_descriptor)
 {
     char text[KVQ_GPU_TEXT];
     struct kvq_gpu_piece piece;
@@ -305,7 +305,7 @@ static void test_import_by_descriptor(void **state)
     kvq_gpu_piece_release(&drv, &piece);
 }
 
-static void test_timeline(void **state)
+GPU_TEST(test_timeline)
 {
     struct peer *p = peer_attached();
     uint32_t queue = peer_queue(p);
@@ -335,7 +335,7 @@ static void test_timeline(void **state)
 }
 
 // Events of the daemon's: the handles differ, and nothing is left of what no queue took.
-static void test_events(void **state)
+GPU_TEST(test_events)
 {
     enum { ALL = 2 * KVQ_QUEUE_EVENTS };
     struct peer *p = peer_attached();
@@ -376,7 +376,7 @@ static void test_events(void **state)
     peer_cancel(p, p->next_id); // goes with its queue
 }
 
-static void test_host_memory(void **state)
+GPU_TEST(test_host_memory)
 {
     struct peer *p = peer_attached();
     assert_int_equal(peer_create_buffer(p, 10000), 0);
@@ -410,7 +410,7 @@ static void test_host_memory(void **state)
 }
 
 // Whatever the driver refuses, the client hears of it and nothing is left.
-static void test_failing_driver(void **state)
+EXPORTER_TEST(test_failing_driver)
 {
     static const char *const making[] = {"memory_granularity", "memory_create", "address_reserve",
                                          "memory_map",         "memory_access", "fill8",
@@ -438,7 +438,7 @@ static void test_failing_driver(void **state)
 // While the driver takes its time over one client's memory, the others are served; and if that
 // client goes meanwhile, nothing is left of it. Memory that was registered is given back when the
 // GPU has come to an end, and nobody waits for that.
-static void test_slow_driver(void **state)
+GPU_TEST(test_slow_driver)
 {
     for (int dies = 0; dies < 2; dies++) {
         struct peer *p = peer_attached(), *other = peer_attached();
@@ -495,7 +495,7 @@ static void check_copy(int fd, uint64_t bytes)
 }
 
 // A page table lies in the GPU's memory, where its client maps it; what is refused leaves nothing.
-static void test_tables(void **state)
+GPU_TEST(test_tables)
 {
     struct peer *first = peer_attached(); // with a session the daemon takes what it keeps for all
     assert_int_equal(peer_open_session(first, "first"), 0);
@@ -545,25 +545,7 @@ static void test_tables(void **state)
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {
-        ON_GPU(test_hello),
-        ON_GPU(test_create),
-        ON_GPU(test_closed_memory_counts),
-        ON_GPU(test_closed_memory_that_is_refused),
-        WITH_EXPORTER(test_import_by_handle),
-        WITH_EXPORTER(test_handle_used_again),
-        WITH_EXPORTER(test_handle_of_freed_memory),
-        WITH_EXPORTER(test_handle_of_another_user),
-        ON_GPU(test_refused_imports),
-        ON_GPU(test_import_by_descriptor),
-        ON_GPU(test_timeline),
-        ON_GPU(test_events),
-        ON_GPU(test_host_memory),
-        WITH_EXPORTER(test_failing_driver),
-        ON_GPU(test_slow_driver),
-        ON_GPU(test_tables),
-    };
     soft_serve_if_peer(argc, argv);
     gpu_attach();
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -96,7 +96,7 @@ static void goes_on(struct peer *p)
 
 // To take host memory from GPUs is to wait for all that they do. Nobody waits for that but that
 // memory: memory of the GPU comes back, clients end. It counts on meanwhile.
-static void test_given_back_beside_a_stalled(void **state)
+GPU_TEST(test_given_back_beside_a_stalled)
 {
     enum { MIB = 1 << 20 };
     struct engine engine = stall_gpu();
@@ -120,7 +120,7 @@ static void test_given_back_beside_a_stalled(void **state)
 
 // So is closing an import by handle. Whoever closes it waits, since only then the memory may be
 // freed; others go on.
-static void test_import_beside_a_stalled(void **state)
+EXPORTER_TEST(test_import_beside_a_stalled)
 {
     uint64_t at;
     struct told told = told_allocate(SOFT_BLOCK, &at);
@@ -139,7 +139,7 @@ static void test_import_beside_a_stalled(void **state)
 
 // A client that ends has its slot back soon, with its imports open. Its memory's handle may be that
 // of other memory by now: nobody gets the old memory by it.
-static void test_ends_beside_a_stalled(void **state)
+EXPORTER_TEST(test_ends_beside_a_stalled)
 {
     uint64_t at, again;
     struct told told = told_allocate(SOFT_BLOCK, &at);
@@ -170,7 +170,7 @@ static void test_ends_beside_a_stalled(void **state)
 
 // One client stands still, memory is to be given back, another one stands still: when the first
 // goes on others do as well, and when both have gone on the memory comes back.
-static void test_one_after_another(void **state)
+GPU_TEST(test_one_after_another)
 {
     struct engine first = stall_gpu(), second = engine_open();
     struct peer *p = peer_attached(), *other = peer_attached();
@@ -194,7 +194,7 @@ static void test_one_after_another(void **state)
 
 // An engine that gives requests ahead always has one that waits for it, and signals it only when it
 // has given the next, or there is no room for that. Memory comes back beside it.
-static void test_beside_one_that_is_ahead(void **state)
+GPU_TEST(test_beside_one_that_is_ahead)
 {
     enum { AHEAD = 2 };
     struct engine engine = engine_open();
@@ -222,7 +222,7 @@ static void test_beside_one_that_is_ahead(void **state)
 
 // What the driver does not say about a stream counts as a stream that waits, but for a driver that
 // says nothing any more; and no event is needed that might not be had.
-static void test_silent_driver(void **state)
+GPU_TEST(test_silent_driver)
 {
     struct engine engine = engine_open();
     while (!kvq__gate_is_clear(engine.gate, NULL)) // streams of clients before may clear memory
@@ -256,7 +256,7 @@ static void test_silent_driver(void **state)
 
 // A client that is gone gives all signals of its timelines, also while something holds the poller
 // up.
-static void test_gone_beside_a_held_poller(void **state)
+GPU_TEST(test_gone_beside_a_held_poller)
 {
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_timeline(p, peer_queue(p), sizeof gpu_uuid), 0);
@@ -274,7 +274,7 @@ static void test_gone_beside_a_held_poller(void **state)
 
 // A user who opens and closes host memory while the GPU stands still gets a bounded number of it;
 // what orders that client's requests next needs none.
-static void test_flood_beside_a_stalled(void **state)
+GPU_TEST(test_flood_beside_a_stalled)
 {
     struct engine engine = stall_gpu();
     struct peer *p = peer_attached();
@@ -301,18 +301,8 @@ static void test_flood_beside_a_stalled(void **state)
 
 int main(int argc, char **argv)
 {
-    const struct CMUnitTest tests[] = {
-        ON_GPU(test_given_back_beside_a_stalled),
-        ON_GPU(test_flood_beside_a_stalled),
-        WITH_EXPORTER(test_import_beside_a_stalled),
-        WITH_EXPORTER(test_ends_beside_a_stalled),
-        ON_GPU(test_one_after_another),
-        ON_GPU(test_beside_one_that_is_ahead),
-        ON_GPU(test_silent_driver),
-        ON_GPU(test_gone_beside_a_held_poller),
-    };
     soft_serve_if_peer(argc, argv);
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1); // all streams have hardware queues alone
     gpu_attach();
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -69,7 +69,7 @@ static void unmapped(int small_on_loop, int large_elsewhere)
 }
 
 // A close answers when the memory is back, and what counts against the limit is free again.
-static void test_closed(void **state)
+TEST_BETWEEN(test_closed, start, stop)
 {
     struct peer *p = peer_attached();
     for (int i = 0; i < 3; i++) {
@@ -84,7 +84,7 @@ static void test_closed(void **state)
 
 // However long it takes, others are served; the one who closes it waits, and until it is back it
 // counts.
-static void test_takes_long(void **state)
+TEST_BETWEEN(test_takes_long, start, stop)
 {
     enum { LIMIT = 20 * MIB }; // of all clients
     struct peer *p = peer_attached(), *other = peer_attached(), *third = peer_attached();
@@ -107,7 +107,7 @@ static void test_takes_long(void **state)
 }
 
 // The end of a client that has closed nothing waits as well.
-static void test_dies(void **state)
+TEST_BETWEEN(test_dies, start, stop)
 {
     for (int i = 0; i < 3; i++) {
         struct peer *p = peer_attached();
@@ -119,7 +119,7 @@ static void test_dies(void **state)
 }
 
 // The core refuses one buffer more than there may be, after its memory was made.
-static void test_refused(void **state)
+TEST_BETWEEN(test_refused, start, stop)
 {
     struct peer *p = peer_attached();
     uint32_t n = 0;
@@ -134,11 +134,5 @@ static void test_refused(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_closed, start, stop),
-        cmocka_unit_test_setup_teardown(test_takes_long, start, stop),
-        cmocka_unit_test_setup_teardown(test_dies, start, stop),
-        cmocka_unit_test_setup_teardown(test_refused, start, stop),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -67,7 +67,7 @@ static void told_why(const struct peer *p, int status)
 }
 
 // More often than a client may have of each.
-static void test_queues_and_buffers(void **state)
+TEST_BETWEEN(test_queues_and_buffers, start, attach_stop_counting)
 {
     struct peer *p = peer_attached(), *other = peer_attached();
     kvq_word_store(&full, 1);
@@ -85,7 +85,7 @@ static void test_queues_and_buffers(void **state)
     assert_int_equal(peer_create_buffer(p, 8 << 20), 0);
 }
 
-static void test_hello(void **state)
+TEST_BETWEEN(test_hello, start, attach_stop_counting)
 {
     struct peer *other = peer_attached();
     kvq_word_store(&full, 1);
@@ -100,7 +100,7 @@ static void test_hello(void **state)
     peer_free(peer_attached());
 }
 
-static void test_tables(void **state)
+TEST_BETWEEN(test_tables, start, attach_stop_counting)
 {
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_session(p, ""), 0);
@@ -150,7 +150,7 @@ static void leave_unread(int socket)
     assert_int_equal(sendmsg(socket, &message, 0), 1);
 }
 
-static void test_limit_of_files(void **state)
+TEST_BETWEEN(test_limit_of_files, start, attach_stop_counting)
 {
     struct rlimit before, low;
     char byte;
@@ -197,7 +197,7 @@ static void ask_and_leave(struct peer *p)
 }
 
 // However often it asks, few descriptors are on their way to it, and it has what it was told of.
-static void test_reads_nothing(void **state)
+TEST_BETWEEN(test_reads_nothing, start, attach_stop_counting)
 {
     enum { SENT = KVQ_MAX_UNREAD_FDS / 4 }; // queues
     struct peer *p = peer_attached();
@@ -276,7 +276,7 @@ static void mapped(struct peer *p, uint64_t handle, uint32_t extents)
 
 // What a client did not hear is told again: after a reply that could not be sent, and after one
 // that it did not wait for. What it did hear is not.
-static void test_extents(void **state)
+TEST_BETWEEN(test_extents, start, attach_stop)
 {
     struct peer *p = peer_attached();
     assert_int_equal(peer_open_session(p, ""), 0);
@@ -301,14 +301,6 @@ static void test_extents(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_queues_and_buffers, start, attach_stop_counting),
-        cmocka_unit_test_setup_teardown(test_hello, start, attach_stop_counting),
-        cmocka_unit_test_setup_teardown(test_tables, start, attach_stop_counting),
-        cmocka_unit_test_setup_teardown(test_limit_of_files, start, attach_stop_counting),
-        cmocka_unit_test_setup_teardown(test_reads_nothing, start, attach_stop_counting),
-        cmocka_unit_test_setup_teardown(test_extents, start, attach_stop),
-    };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

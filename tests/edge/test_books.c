@@ -76,7 +76,19 @@ static int get(int number, void **hold)
 
 // ---- Holding and making room ----
 
-static void test_room(void **state)
+static int open_books(void **state)
+{
+    books = kvq__codebooks_new(folder);
+    return books ? 0 : -1;
+}
+
+static int close_books(void **state)
+{
+    kvq__codebooks_free(&books);
+    return 0;
+}
+
+TEST_BETWEEN(test_room, open_books, close_books)
 {
     void *hold[KVQ_MAX_CODEBOOKS], *one;
     for (int i = 0; i < KVQ_MAX_CODEBOOKS; i++)
@@ -111,7 +123,7 @@ static void test_room(void **state)
 
 // What a load could not read is told to those who wanted it, however many there are; then the file
 // is looked at again.
-static void test_failures(void **state)
+TEST_BETWEEN(test_failures, open_books, close_books)
 {
     enum { MISSING = 40 };
     struct kvq__book_holds holds = {0}, others = {0};
@@ -150,7 +162,7 @@ static void test_failures(void **state)
 }
 
 // What an open has loaded stays for it, though nothing uses it yet, and others come and go.
-static void test_loads_stay(void **state)
+TEST_BETWEEN(test_loads_stay, open_books, close_books)
 {
     struct kvq__book_holds holds = {0};
     void *hold;
@@ -199,7 +211,7 @@ static void *hammer(void *argument)
     return NULL;
 }
 
-static void test_threads(void **state)
+TEST_BETWEEN(test_threads, open_books, close_books)
 {
     pthread_t thread[4];
     void *failed;
@@ -233,7 +245,7 @@ static bool has_answer(const struct peer *p)
 }
 
 // While all threads that read files are taken, only who asks for a codebook waits.
-static void test_nobody_waits(void **state)
+COUNTED_TEST(test_nobody_waits)
 {
     uv_loop_t loop;
     uv_work_t work[POOL];
@@ -263,7 +275,7 @@ static void test_nobody_waits(void **state)
 }
 
 // A client that dies while its codebook is being read takes nothing with it.
-static void test_death_while_reading(void **state)
+COUNTED_TEST(test_death_while_reading)
 {
     for (int i = 0; i < 20; i++) {
         struct peer *p = peer_attached();
@@ -297,7 +309,7 @@ static int open_many(struct peer *p, uint32_t n)
 
 // The poller reads no file: an open that names more codebooks than there may be is refused before
 // any is read, and others are served. The books have one layer each, so only the first fits.
-static void test_too_many(void **state)
+COUNTED_TEST(test_too_many)
 {
     struct peer *p = peer_attached();
     for (int i = 0; i < 2; i++) {
@@ -332,28 +344,7 @@ static int tear_down(void **state)
     return rmdir(folder);
 }
 
-static int open_books(void **state)
-{
-    books = kvq__codebooks_new(folder);
-    return books ? 0 : -1;
-}
-
-static int close_books(void **state)
-{
-    kvq__codebooks_free(&books);
-    return 0;
-}
-
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_room, open_books, close_books),
-        cmocka_unit_test_setup_teardown(test_failures, open_books, close_books),
-        cmocka_unit_test_setup_teardown(test_loads_stay, open_books, close_books),
-        cmocka_unit_test_setup_teardown(test_threads, open_books, close_books),
-        COUNTED(test_nobody_waits),
-        COUNTED(test_too_many),
-        COUNTED(test_death_while_reading),
-    };
-    return cmocka_run_group_tests(tests, set_up, tear_down);
+    return run_all(set_up, tear_down);
 }

@@ -23,7 +23,7 @@ static bool is_command(const ProtobufCFieldDescriptor *field)
     return field && field->type == PROTOBUF_C_TYPE_MESSAGE;
 }
 
-static void test_every_command(void **state)
+PLAIN_TEST(test_every_command)
 {
     const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
     uint32_t commands = 0;
@@ -47,7 +47,7 @@ static bool is_for_clients(Kvq__Request__CommandCase command)
 }
 
 // Of those that dispatch or the store takes, these give or take a handle whatever they say.
-static void test_for_clients(void **state)
+PLAIN_TEST(test_for_clients)
 {
     const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
     for (unsigned i = 0; i < request->n_fields; i++) {
@@ -62,7 +62,7 @@ static void test_for_clients(void **state)
 }
 
 // The commands of the control socket by the least role for them, each in one of three lists.
-static void test_roles(void **state)
+PLAIN_TEST(test_roles)
 {
     static const char *const readers[] = {
         "ping",         "status",       "doctor",        "list_sessions",
@@ -100,7 +100,7 @@ static void test_roles(void **state)
 }
 
 // From one namespace into another it is as an import.
-static void test_role_of_pull(void **state)
+PLAIN_TEST(test_role_of_pull)
 {
     static const struct {
         const char *from, *into;
@@ -134,7 +134,7 @@ static int check_of(Kvq__Request__CommandCase command, void *message, char *text
 }
 
 // A name that does not fit KVQ_NAME_BYTES would be cut later on, and be another's.
-static void test_long_names(void **state)
+PLAIN_TEST(test_long_names)
 {
     char name[KVQ_NAME_BYTES + 1] = {0}, text[KVQ_TEXT_BYTES];
     Kvq__SessionRef ref = KVQ__SESSION_REF__INIT;
@@ -213,7 +213,7 @@ static void check_json(const ProtobufCMessage *message, const ProtobufCFieldDesc
 }
 
 // The members of a oneof share their memory: a handle must not be taken for the session's name.
-static void test_json_of_choices(void **state)
+PLAIN_TEST(test_json_of_choices)
 {
     const ProtobufCMessageDescriptor *request = &kvq__request__descriptor;
     uint32_t choices = 0;
@@ -246,7 +246,7 @@ static void *count_allocation(size_t bytes)
 }
 
 // Who may not do what it asks for is told of within a budget, and costs no text beyond it.
-static void test_audit_budget(void **state)
+PLAIN_TEST(test_audit_budget)
 {
     struct kvq_log_budget budget = {0};
     struct kvq__asker asker = {.role = KVQ__ROLE_NONE};
@@ -263,7 +263,7 @@ static void test_audit_budget(void **state)
     assert_int_equal(budget.held_back, 100 - dear);
 }
 
-static void test_no_other(void **state)
+PLAIN_TEST(test_no_other)
 {
     for (unsigned id = 0; id < 300; id++)
         if (!is_command(protobuf_c_message_descriptor_get_field(&kvq__request__descriptor, id)))
@@ -272,11 +272,5 @@ static void test_no_other(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_command),   cmocka_unit_test(test_no_other),
-        cmocka_unit_test(test_long_names),      cmocka_unit_test(test_for_clients),
-        cmocka_unit_test(test_json_of_choices), cmocka_unit_test(test_audit_budget),
-        cmocka_unit_test(test_roles),           cmocka_unit_test(test_role_of_pull),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

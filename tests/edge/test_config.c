@@ -55,7 +55,7 @@ static void flags_refused(const char *flag, const char *value, const char *words
     assert_says(text, words);
 }
 
-static void test_precedence(void **state)
+PLAIN_TEST(test_precedence)
 {
     char *path = file_of("pool_bytes = 128mb\nspin_us = 7\nkeep_seconds = 5\n");
     char variable[128];
@@ -74,7 +74,7 @@ static void test_precedence(void **state)
 }
 
 // A pipe would be read once, in part; it is refused, with and without somebody who writes.
-static void test_no_regular_file(void **state)
+PLAIN_TEST(test_no_regular_file)
 {
     char folder[] = "/tmp/kvq-test-config-XXXXXX", fifo[64], of_pipe[32];
     int ends[2];
@@ -95,7 +95,7 @@ static void test_no_regular_file(void **state)
     assert_int_equal(load(nothing, no_environment), 0);
 }
 
-static void test_values(void **state)
+PLAIN_TEST(test_values)
 {
     static const struct {
         const char *value;
@@ -135,7 +135,7 @@ static void test_values(void **state)
     assert_true(config.buffer_bytes == 1ull << 40);
 }
 
-static void test_runtime_dir(void **state)
+PLAIN_TEST(test_runtime_dir)
 {
     char *with[] = {"XDG_RUNTIME_DIR=/run/user/5", NULL};
     char *arguments[] = {"kvqd", NULL};
@@ -150,7 +150,7 @@ static void test_runtime_dir(void **state)
         "bytes long; allowed is 80");
 }
 
-static void test_wrong_values(void **state)
+PLAIN_TEST(test_wrong_values)
 {
     flags_refused("--pool-bytes", "64q", "pool_bytes is \"64q\"; a size is");
     flags_refused("--pool-bytes", "-1", "a size is");
@@ -184,7 +184,7 @@ static void remote_refused(const char *const *flags, const char *words)
     assert_says(text, words);
 }
 
-static void test_remote(void **state)
+PLAIN_TEST(test_remote)
 {
     char *good[] = {"kvqd",
                     "--runtime-dir=/r",
@@ -207,7 +207,7 @@ static void test_remote(void **state)
     flags_refused("--remote-stall-seconds", "0", "allowed is 1 to 3600");
 }
 
-static void test_unknown_names(void **state)
+PLAIN_TEST(test_unknown_names)
 {
     flags_refused("--pool-byte", "1", "the nearest is --pool-bytes");
     flags_refused("--worker", "1", "the nearest is --workers");
@@ -223,7 +223,7 @@ static void test_unknown_names(void **state)
                       "KVQD_SPIN_US");
 }
 
-static void test_file(void **state)
+PLAIN_TEST(test_file)
 {
     const char *good = "# a comment\n; another\npool-bytes = 1gb\n\n[kvqd]\nworkers = 3\n"
                        "[namespace team-a]\nuids = 1000, 1001\ngids=2000\nhost_bytes = 10gb ; ok\n"
@@ -243,7 +243,7 @@ static void test_file(void **state)
     assert_int_equal(config.namespaces[2].table_bytes, 5 << 20);
 }
 
-static void test_wrong_files(void **state)
+PLAIN_TEST(test_wrong_files)
 {
     parse_refused("\n\npool_bites = 1gb\n", "f:3: pool_bites is not known; the nearest is "
                                             "pool_bytes");
@@ -278,7 +278,7 @@ static void test_wrong_files(void **state)
 #define HEX_1 "10112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"
 
 // Sections [key NAME], and the roles that options give.
-static void test_roles(void **state)
+PLAIN_TEST(test_roles)
 {
     const uint32_t groups[] = {7, 8};
     const char *good = "read_uids = 1, 2\noperate_gids = 8\nadmin_uids = 2\n"
@@ -307,7 +307,7 @@ static void test_roles(void **state)
     assert_says(text, "[key a] has no public");
 }
 
-static void test_too_many_keys(void **state)
+PLAIN_TEST(test_too_many_keys)
 {
     char contents[(KVQ_MAX_KEYS + 1) * 32];
     size_t used = 0;
@@ -316,7 +316,7 @@ static void test_too_many_keys(void **state)
     parse_refused(contents, "more than 64 keys");
 }
 
-static void test_too_many_namespaces(void **state)
+PLAIN_TEST(test_too_many_namespaces)
 {
     char *contents = calloc(KVQ_MAX_NAMESPACES + 1, 40);
     size_t used = 0;
@@ -361,7 +361,7 @@ static void check_mixes(void)
     assert_string_equal(config.own_formats[3].ranges[1].row.name, "vecinfer-k<4,10>v<8,12>@b");
 }
 
-static void test_formats(void **state)
+PLAIN_TEST(test_formats)
 {
     static char printed[1 << 16];
     parse(mixes);
@@ -372,7 +372,7 @@ static void test_formats(void **state)
     check_mixes();
 }
 
-static void test_wrong_formats(void **state)
+PLAIN_TEST(test_wrong_formats)
 {
     static const struct {
         const char *contents, *says;
@@ -421,7 +421,7 @@ static void test_wrong_formats(void **state)
         parse_refused(cases[i].contents, cases[i].says);
 }
 
-static void test_too_many_formats(void **state)
+PLAIN_TEST(test_too_many_formats)
 {
     char *contents = calloc(300, 40);
     size_t used = 0;
@@ -438,7 +438,7 @@ static void test_too_many_formats(void **state)
     free(contents);
 }
 
-static void test_texts_for_people(void **state)
+PLAIN_TEST(test_texts_for_people)
 {
     static char help[65536], printed[65536];
     char *arguments[] = {"kvqd", "--pool-bytes", "96mb", "--admin-uids", "3,4", NULL};
@@ -474,7 +474,7 @@ static void note_told(void *context, const struct kvq__config_change *change)
              change->after, change->live ? "live" : "restart");
 }
 
-static void test_every_option_says_when(void **state)
+PLAIN_TEST(test_every_option_says_when)
 {
     static char help[65536];
     static struct kvq__option_text option;
@@ -502,7 +502,7 @@ static void test_every_option_says_when(void **state)
     assert_says(text, "bogus is not known; kvqctl config get lists all options");
 }
 
-static void test_compare(void **state)
+PLAIN_TEST(test_compare)
 {
     static struct kvq_config next;
     kvq__config_defaults(&config, no_environment);
@@ -546,7 +546,7 @@ static void test_compare(void **state)
                               "[format g]: there -> not there (restart)\n");
 }
 
-static void test_too_many_together(void **state)
+PLAIN_TEST(test_too_many_together)
 {
     static struct kvq_config next;
     kvq__config_defaults(&config, no_environment);
@@ -562,7 +562,7 @@ static void test_too_many_together(void **state)
     assert_int_equal(kvq__config_merge(&next, &config, text), 0);
 }
 
-static void test_set_one(void **state)
+PLAIN_TEST(test_set_one)
 {
     kvq__config_defaults(&config, no_environment);
     assert_int_equal(kvq__config_set(&config, "drain_ms", "77", text), 0);
@@ -633,7 +633,7 @@ static int drop_folder(void **state)
 }
 
 // What a later file says holds, by names in bytes; what is no NAME.conf is left alone.
-static void test_folder(void **state)
+TEST_BETWEEN(test_folder, make_folder, drop_folder)
 {
     put_file("conf.d/9.conf", "drain_ms = 9\n");
     put_file("conf.d/10.conf", "drain_ms = 10\nspin_us = 10\n");
@@ -651,7 +651,7 @@ static void test_folder(void **state)
     assert_string_equal(source_of("workers"), "default");
 }
 
-static void test_no_folder(void **state)
+TEST_BETWEEN(test_no_folder, make_folder, drop_folder)
 {
     assert_int_equal(rmdir(path_of("conf.d")), 0);
     assert_int_equal(load_folder(), 0);
@@ -661,7 +661,7 @@ static void test_no_folder(void **state)
 
 // A key of a namespace is replaced as an option is; a format stands in one file, and may build on
 // those of earlier files.
-static void test_folder_sections(void **state)
+TEST_BETWEEN(test_folder_sections, make_folder, drop_folder)
 {
     put_file("conf.d/1.conf", "[namespace a]\nuids = 1, 2\nhost_bytes = 10mb\n"
                               "share_prefixes_with = b, c\n[format mine]\nbase = oscar2\n");
@@ -681,7 +681,7 @@ static void test_folder_sections(void **state)
 }
 
 // Complaints name the file and the line.
-static void test_folder_errors(void **state)
+TEST_BETWEEN(test_folder_errors, make_folder, drop_folder)
 {
     char name[KVQ_CONFIG_NAME + 16];
     put_file("conf.d/1.conf", "\nspin_us = many\n");
@@ -697,7 +697,7 @@ static void test_folder_errors(void **state)
     folder_refused("is longer than 63 bytes");
 }
 
-static void test_folder_of_strangers(void **state)
+TEST_BETWEEN(test_folder_of_strangers, make_folder, drop_folder)
 {
     assert_int_equal(chmod(path_of("conf.d"), 0777), 0);
     folder_refused("conf.d: everybody may write to it (mode 0777)");
@@ -709,7 +709,7 @@ static void test_folder_of_strangers(void **state)
     folder_refused("conf.d: belongs to user 4321");
 }
 
-static void test_many_files(void **state)
+TEST_BETWEEN(test_many_files, make_folder, drop_folder)
 {
     char name[64];
     for (int i = 0; i < KVQ_MAX_CONFIG_FILES; i++) {
@@ -723,33 +723,5 @@ static void test_many_files(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_precedence),
-        cmocka_unit_test(test_values),
-        cmocka_unit_test(test_no_regular_file),
-        cmocka_unit_test(test_runtime_dir),
-        cmocka_unit_test(test_wrong_values),
-        cmocka_unit_test(test_unknown_names),
-        cmocka_unit_test(test_remote),
-        cmocka_unit_test(test_file),
-        cmocka_unit_test(test_wrong_files),
-        cmocka_unit_test(test_too_many_namespaces),
-        cmocka_unit_test(test_roles),
-        cmocka_unit_test(test_too_many_keys),
-        cmocka_unit_test(test_formats),
-        cmocka_unit_test(test_wrong_formats),
-        cmocka_unit_test(test_too_many_formats),
-        cmocka_unit_test(test_texts_for_people),
-        cmocka_unit_test(test_every_option_says_when),
-        cmocka_unit_test(test_compare),
-        cmocka_unit_test(test_too_many_together),
-        cmocka_unit_test(test_set_one),
-        cmocka_unit_test_setup_teardown(test_folder, make_folder, drop_folder),
-        cmocka_unit_test_setup_teardown(test_no_folder, make_folder, drop_folder),
-        cmocka_unit_test_setup_teardown(test_folder_sections, make_folder, drop_folder),
-        cmocka_unit_test_setup_teardown(test_folder_errors, make_folder, drop_folder),
-        cmocka_unit_test_setup_teardown(test_folder_of_strangers, make_folder, drop_folder),
-        cmocka_unit_test_setup_teardown(test_many_files, make_folder, drop_folder),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

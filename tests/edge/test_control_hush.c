@@ -138,7 +138,7 @@ static void one_waits(void)
 // ---- Tests ----
 
 // Hushed, it is idle when what was under way has ended, whatever waits.
-static void test_hushed(void **state)
+TEST_BETWEEN(test_hushed, start, stop)
 {
     uint8_t reply[KVQ_MAX_MESSAGE];
     kvq__control_hush(NULL);
@@ -156,7 +156,7 @@ static void test_hushed(void **state)
 }
 
 // A daemon that closes waits for what is under way, and takes nothing that waits.
-static void test_closes(void **state)
+TEST_BETWEEN(test_closes, start, stop)
 {
     one_under_way();
     one_waits();
@@ -167,10 +167,6 @@ static void test_closes(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_hushed, start, stop),
-        cmocka_unit_test_setup_teardown(test_closes, start, stop),
-    };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -11,7 +11,7 @@ enum { USERS = 6 };
 #define MOST 4096ull
 
 // Users who take all they can get, in turn or one after the other: whoever comes next gets some.
-static void test_shares(void **state)
+PLAIN_TEST(test_shares)
 {
     for (int in_turn = 0; in_turn < 2; in_turn++) {
         uint64_t own[USERS] = {0}, used = 0;
@@ -40,7 +40,7 @@ static void test_shares(void **state)
     assert_false(kvq__share_allows(0, 3, 0, 4));
 }
 
-static void test_counting(void **state)
+PLAIN_TEST(test_counting)
 {
     int fds[8];
     uint32_t before = kvq__descriptors_free();
@@ -57,9 +57,5 @@ static void test_counting(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shares),
-        cmocka_unit_test(test_counting),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -62,7 +62,7 @@ static uint32_t count_kept(uint64_t after)
 
 // ---- Tests ----
 
-static void test_in_time(void **state)
+TEST(test_in_time)
 {
     for (int i = 0; i < 10; i++) {
         tell(KVQ__EVENT_SESSION_OPENED, 100);
@@ -75,7 +75,7 @@ static void test_in_time(void **state)
 }
 
 // What is dropped leaves a gap, where it happened; warnings are dropped last.
-static void test_too_fast(void **state)
+TEST(test_too_fast)
 {
     tell(KVQ__EVENT_SESSION_OPENED, 300);
     tell(KVQ__EVENT_STORAGE_FAILED, 3);
@@ -100,7 +100,7 @@ static void test_too_fast(void **state)
 }
 
 // A gap that is longer than what is kept, too.
-static void test_long_gap(void **state)
+TEST(test_long_gap)
 {
     tell(KVQ__EVENT_SESSION_OPENED, 2000);
     kvq__mailbox_deliver(&server.box);
@@ -113,10 +113,5 @@ static void test_long_gap(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_in_time),
-        TEST(test_too_fast),
-        TEST(test_long_gap),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -76,7 +76,7 @@ static void begin(struct actor *a)
     kvq__fiber_run(&fibers, &a->fiber, act, has_ended, a);
 }
 
-static void runs_until_it_waits_and_on_when_woken(void **state)
+TEST(runs_until_it_waits_and_on_when_woken)
 {
     struct actor a = {.name = "a", .waits = 2}, b = {.name = "b"};
     begin(&a);
@@ -93,7 +93,7 @@ static void runs_until_it_waits_and_on_when_woken(void **state)
 }
 
 // Who is woken by a fiber goes on behind it, in the order of waking: no stack stands on another.
-static void a_fiber_that_wakes_others_goes_on_first(void **state)
+TEST(a_fiber_that_wakes_others_goes_on_first)
 {
     struct actor c = {.name = "c", .waits = 1}, b = {.name = "b", .waits = 1, .wakes = &c};
     struct actor a = {.name = "a", .waits = 2, .wakes = &b};
@@ -128,7 +128,7 @@ static void start_the_last(void *context)
 }
 
 // By one that runs, and by what comes once it has ended: both run behind it.
-static void fibers_start_fibers(void **state)
+TEST(fibers_start_fibers)
 {
     struct starter s = {.first = {.name = "a"}, .last = {.name = "b"}};
     assert_int_equal(kvq__fiber_make(&fibers, &s.fiber), 0);
@@ -138,7 +138,7 @@ static void fibers_start_fibers(void **state)
 }
 
 // Stacks are kept for the next ones, and no more of them than are worth keeping.
-static void stacks_are_used_again(void **state)
+TEST(stacks_are_used_again)
 {
     struct actor *all = calloc(MANY, sizeof *all);
     assert_non_null(all);
@@ -160,7 +160,7 @@ static void stacks_are_used_again(void **state)
     free(all);
 }
 
-static void one_that_never_runs_gives_its_stack_back(void **state)
+TEST(one_that_never_runs_gives_its_stack_back)
 {
     struct kvq__fiber f = {0};
     assert_int_equal(kvq__fiber_make(&fibers, &f), 0);
@@ -169,7 +169,7 @@ static void one_that_never_runs_gives_its_stack_back(void **state)
     assert_int_equal(fibers.n_kept, 1);
 }
 
-static void without_memory_none_is_made(void **state)
+TEST(without_memory_none_is_made)
 {
     if (SANITIZED)
         skip();
@@ -198,7 +198,7 @@ static void no_end(void *context)
 {
 }
 
-static void one_that_needs_too_much_ends_the_process(void **state)
+TEST(one_that_needs_too_much_ends_the_process)
 {
     int status = 0;
     if (SANITIZED)
@@ -220,14 +220,5 @@ static void one_that_needs_too_much_ends_the_process(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(runs_until_it_waits_and_on_when_woken),
-        TEST(a_fiber_that_wakes_others_goes_on_first),
-        TEST(fibers_start_fibers),
-        TEST(stacks_are_used_again),
-        TEST(one_that_never_runs_gives_its_stack_back),
-        TEST(without_memory_none_is_made),
-        TEST(one_that_needs_too_much_ends_the_process),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

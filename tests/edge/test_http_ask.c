@@ -152,7 +152,7 @@ static void deliver_all(void)
 
 // ---- Tests ----
 
-static void test_pages(void **state)
+TEST(test_pages)
 {
     pages = 5;
     struct kvq__http_ask *ask = ask_for(KVQ__HTTP_METRICS);
@@ -163,7 +163,7 @@ static void test_pages(void **state)
     kvq__http_ask_leave(ask);
 }
 
-static void test_no_memory_between_pages(void **state)
+TEST(test_no_memory_between_pages)
 {
     pages = 5;
     struct kvq__http_ask *ask = ask_for(KVQ__HTTP_METRICS);
@@ -178,7 +178,7 @@ static void test_no_memory_between_pages(void **state)
 }
 
 // The one at the poller and the one behind it are told once each; what comes back is nobody's.
-static void test_late(void **state)
+TEST(test_late)
 {
     struct kvq__http_ask *asks[2], *fresh;
     for (int i = 0; i < 2; i++) {
@@ -203,10 +203,5 @@ static void test_late(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_pages),
-        TEST(test_no_memory_between_pages),
-        TEST(test_late),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -63,7 +63,7 @@ static uint32_t n_ending(void)
 // ---- Tests ----
 
 // Of strangers who fill all places, the one goes who has been without a whole request for longest.
-static void test_displaced(void **state)
+TEST_BETWEEN(test_displaced, NULL, teardown)
 {
     struct kvq__http_guest *slow[KVQ__HTTP_MOST];
     for (uint32_t i = 0; i < KVQ__HTTP_MOST; i++) {
@@ -87,7 +87,7 @@ static void test_displaced(void **state)
 }
 
 // Users of the Unix socket have shares, and none displaces another; an administrator has all.
-static void test_shares(void **state)
+TEST_BETWEEN(test_shares, NULL, teardown)
 {
     for (uint32_t i = 0; i < KVQ__HTTP_MOST / 2; i++) {
         assert_int_equal(check(true, 7, KVQ__ROLE_NONE, start), 0);
@@ -101,7 +101,7 @@ static void test_shares(void **state)
 }
 
 // However slowly it drips, a request has to be whole in time; an answer may take longer.
-static void test_late(void **state)
+TEST_BETWEEN(test_late, NULL, teardown)
 {
     struct kvq__http_guest *slow = add(false, 0, start, false);
     struct kvq__http_guest *fresh = add(true, 7, start + 1, false);
@@ -128,7 +128,7 @@ static void leave_free(uint32_t n)
 }
 
 // Where engines have taken all that they may, monitors still get a few, and what is said is true.
-static void test_descriptors(void **state)
+TEST_BETWEEN(test_descriptors, NULL, teardown)
 {
     struct rlimit before;
     assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
@@ -156,7 +156,7 @@ static void test_descriptors(void **state)
 }
 
 // libmicrohttpd may have told already that a connection is closed which it then refuses.
-static void test_leaves_twice(void **state)
+TEST_BETWEEN(test_leaves_twice, NULL, teardown)
 {
     struct kvq__http_guest *guest = add(false, 0, start, false), *other;
     other = add(false, 0, start, false);
@@ -168,12 +168,5 @@ static void test_leaves_twice(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_teardown(test_displaced, teardown),
-        cmocka_unit_test_teardown(test_shares, teardown),
-        cmocka_unit_test_teardown(test_late, teardown),
-        cmocka_unit_test_teardown(test_descriptors, teardown),
-        cmocka_unit_test_teardown(test_leaves_twice, teardown),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

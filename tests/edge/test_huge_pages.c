@@ -68,7 +68,7 @@ static void check_extent(const struct kvq__memory *m)
     assert_int_equal(munmap((void *)(uintptr_t)theirs, m->bytes), 0);
 }
 
-static void test_small(void **state)
+PLAIN_TEST(test_small)
 {
     struct kvq__memory_source source;
     struct kvq__memory m;
@@ -86,7 +86,7 @@ static void test_small(void **state)
     }
 }
 
-static void test_check(void **state)
+PLAIN_TEST(test_check)
 {
     struct kvq__memory_source source = {.pool_bytes = 64 * MIB, .huge = KVQ__HUGE_REQUIRE};
     struct kvq__huge_counts counts = {.total = 40, .available = 31};
@@ -112,7 +112,7 @@ static bool lacks_pages(void)
     return true;
 }
 
-static void test_huge(void **state)
+PLAIN_TEST(test_huge)
 {
     struct kvq__memory_source source;
     struct kvq__memory m;
@@ -134,7 +134,7 @@ static void test_huge(void **state)
 }
 
 // Takes all there are: then small ones are given and it is said once, or none.
-static void test_run_out(void **state)
+PLAIN_TEST(test_run_out)
 {
     enum { MOST = 512 };
     static struct kvq__memory m[MOST];
@@ -161,7 +161,7 @@ static void test_run_out(void **state)
 }
 
 // Without any, a session's first extent is small, and how to change that is logged.
-static void test_told_once(void **state)
+PLAIN_TEST(test_told_once)
 {
     char path[] = "/tmp/kvq-huge-XXXXXX", log[4096] = "";
     struct kvq__memory_source source;
@@ -210,11 +210,6 @@ static int tear_down(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_small),     cmocka_unit_test(test_check),
-        cmocka_unit_test(test_huge),      cmocka_unit_test(test_run_out),
-        cmocka_unit_test(test_told_once),
-    };
-    int failed = cmocka_run_group_tests(tests, set_up, tear_down);
+    int failed = run_all(set_up, tear_down);
     return failed ? failed : !changed && lacks_pages() ? 77 : 0;
 }

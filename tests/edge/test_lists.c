@@ -142,7 +142,7 @@ static uint32_t list_all(const char *ns, uint32_t times)
     return pages;
 }
 
-static void test_sessions(void **state)
+KIT_TEST(test_sessions)
 {
     uint32_t missing = 0;
     kit.core->config.quota.limit[KVQ__SESSIONS] = 0;
@@ -176,7 +176,7 @@ static void test_sessions(void **state)
 }
 
 // The session that a cursor names, and all behind it, are gone.
-static void test_gone(void **state)
+KIT_TEST(test_gone)
 {
     Kvq__Cursor copy;
     memset(known, 0, sizeof known);
@@ -221,7 +221,7 @@ static void refuse(Kvq__Cursor cursor, int code, const char *words)
     assert_int_equal(reply->result_case, KVQ__REPLY__RESULT__NOT_SET);
 }
 
-static void test_refusals(void **state)
+KIT_TEST(test_refusals)
 {
     Kvq__Cursor good = KVQ__CURSOR__INIT, bad;
     memset(known, 0, sizeof known);
@@ -250,7 +250,7 @@ static void test_refusals(void **state)
 
 // ---- Clients, and namespaces: three lists of them ----
 
-static void test_clients(void **state)
+KIT_TEST(test_clients)
 {
     enum { CLIENTS = KVQ_MAX_CLIENTS - 1 };
     static struct kvq__client *clients[CLIENTS];
@@ -315,7 +315,7 @@ static uint32_t count_quotas(void)
     return n;
 }
 
-static void test_namespaces(void **state)
+TEST_BETWEEN(test_namespaces, setup, teardown_plain)
 {
     enum { NAMESPACES = 2500 };
     Kvq__Status command = KVQ__STATUS__INIT;
@@ -348,12 +348,5 @@ static void test_namespaces(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_sessions, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_gone, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_refusals, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_clients, setup, kit_teardown),
-        cmocka_unit_test_setup_teardown(test_namespaces, setup, teardown_plain),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -49,7 +49,7 @@ static int teardown(void **state)
     return remove_folder(root);
 }
 
-static void test_machine_alone(void **state)
+TEST(test_machine_alone)
 {
     kvq__machine_read(root, &machine);
     assert_true(machine.total == 16384 * MIB && machine.free == 4096 * MIB);
@@ -59,7 +59,7 @@ static void test_machine_alone(void **state)
 
 // The lowest limit on the way up counts, and so does the least that is left; they need not be of
 // one group.
-static void test_groups(void **state)
+TEST(test_groups)
 {
     put("/proc/self/cgroup", "1:name=systemd:/x\n0::/a.slice/kvqd.service\n");
     put("/sys/fs/cgroup/a.slice/kvqd.service/memory.max", "max\n");
@@ -83,7 +83,7 @@ static void test_groups(void **state)
 }
 
 // In a container, which sees its own group as the one at the top.
-static void test_container(void **state)
+TEST(test_container)
 {
     put("/proc/self/cgroup", "0::/\n");
     put("/sys/fs/cgroup/memory.max", "536870912\n");
@@ -93,7 +93,7 @@ static void test_container(void **state)
 }
 
 // What the kernel would never write does no harm.
-static void test_nonsense(void **state)
+TEST(test_nonsense)
 {
     put("/proc/meminfo", "MemTotal\nMemAvailable: many\n");
     put("/proc/self/cgroup", "10::/x\n");
@@ -103,7 +103,7 @@ static void test_nonsense(void **state)
     assert_true(machine.total > 0 && machine.group == KVQ__UNKNOWN);
 }
 
-static void test_refusals(void **state)
+PLAIN_TEST(test_refusals)
 {
     machine = (struct kvq__machine){.total = 16384 * MIB,
                                     .free = 4096 * MIB,
@@ -124,7 +124,7 @@ static void test_refusals(void **state)
                               "has; lower pool_bytes, or set it to 0, and kvqd chooses");
 }
 
-static void test_tight(void **state)
+PLAIN_TEST(test_tight)
 {
     machine = without_groups;
     assert_false(kvq__machine_is_tight(&machine, "pool_bytes", 4096 * MIB, 0, text));
@@ -139,7 +139,7 @@ static void test_tight(void **state)
     assert_false(kvq__machine_is_tight(&machine, "pool_bytes", 16384 * MIB, 0, text));
 }
 
-static void test_promised_twice(void **state)
+PLAIN_TEST(test_promised_twice)
 {
     (void)state;
     machine = without_groups;
@@ -155,7 +155,7 @@ static void test_promised_twice(void **state)
     assert_false(kvq__machine_is_promised_twice(&machine, 8 * MIB, MIB, 3 * MIB, text));
 }
 
-static void test_set_aside(void **state)
+PLAIN_TEST(test_set_aside)
 {
     struct kvq__memory_source source = {.huge = KVQ__HUGE_AUTO, .pool_bytes = 8 * KVQ__HUGE_PAGE};
     struct kvq__huge_counts counts = {.total = 9, .available = 5};
@@ -173,15 +173,5 @@ static void test_set_aside(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_machine_alone),
-        TEST(test_groups),
-        TEST(test_container),
-        TEST(test_nonsense),
-        cmocka_unit_test(test_refusals),
-        cmocka_unit_test(test_tight),
-        cmocka_unit_test(test_promised_twice),
-        cmocka_unit_test(test_set_aside),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

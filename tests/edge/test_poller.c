@@ -226,7 +226,7 @@ static struct kvq_completion call(struct fake_client *c, uint8_t op, uint32_t se
 
 // ---- Tests ----
 
-static void test_requests_and_jobs(void **state)
+PLAIN_TEST(test_requests_and_jobs)
 {
     for (uint32_t workers = 1; workers <= 3; workers++) {
         begin(workers, 100000);
@@ -242,7 +242,7 @@ static void test_requests_and_jobs(void **state)
     }
 }
 
-static void test_eight_in_flight(void **state)
+PLAIN_TEST(test_eight_in_flight)
 {
     begin(2, 0);
     for (uint32_t round = 0; round < 200; round++) {
@@ -260,7 +260,7 @@ static void test_eight_in_flight(void **state)
     end();
 }
 
-static void test_sleep_and_wake(void **state)
+PLAIN_TEST(test_sleep_and_wake)
 {
     begin(2, 0); // never spins
     for (uint32_t i = 0; i < 50; i++) {
@@ -292,7 +292,7 @@ static bool try_again(uint32_t tries, uint32_t seen)
     return tries < 50 || (seen == 0 && tries < 400);
 }
 
-static void test_posts_wake_the_poller(void **state)
+PLAIN_TEST(test_posts_wake_the_poller)
 {
     struct {
         struct kvq__mail mail;
@@ -311,7 +311,7 @@ static void test_posts_wake_the_poller(void **state)
     kvq__poller_close(&rig.poller);
 }
 
-static void test_workers_wake_the_poller(void **state)
+PLAIN_TEST(test_workers_wake_the_poller)
 {
     uint32_t woken = 0, held = 0;
     begin(2, 0);
@@ -339,7 +339,7 @@ static void test_workers_wake_the_poller(void **state)
 }
 
 // Clients are told of workers that compute, and of none that sleep.
-static void test_who_is_awake(void **state)
+PLAIN_TEST(test_who_is_awake)
 {
     uint32_t gate = 0;
     begin(3, 0);
@@ -363,7 +363,7 @@ static void test_who_is_awake(void **state)
     assert_int_equal(rig.page.awake, 1);
 }
 
-static void test_background_work(void **state)
+PLAIN_TEST(test_background_work)
 {
     for (uint32_t workers = 1; workers <= 3; workers++) {
         begin(workers, 0);
@@ -380,7 +380,7 @@ static void test_background_work(void **state)
 // A request that waits for background work which has begun gets it, however busy others are. A
 // turn of the poller runs one item of the background and far fewer than 1,000 of the others', so
 // the background's 200 items are done long before the other's 2,000,000.
-static void test_background_under_load(void **state)
+PLAIN_TEST(test_background_under_load)
 {
     struct fake_client busy, waiting;
     uint32_t gate = 0;
@@ -429,7 +429,7 @@ static uint32_t most_between_looks(uint64_t look_ns, bool background)
 }
 
 // Items have a slice of 20 us of each turn, or as long as the look took, but 1 ms at most.
-static void test_slices(void **state)
+PLAIN_TEST(test_slices)
 {
     for (uint32_t background = 0; background < 2; background++) {
         assert_in_range(most_between_looks(0, background), 4, 5);
@@ -452,7 +452,7 @@ static void hold_poller(struct kvq__mail *mail)
 
 // Of two requests that the poller sees at once, one begins when items of the other have been run.
 // One that has nothing to run has begun at once.
-static void test_queue_time(void **state)
+PLAIN_TEST(test_queue_time)
 {
     struct fake_client c[2];
     struct held held = {0};
@@ -529,7 +529,7 @@ static void scribble(struct fake_client *c, enum scribble what)
     wake_poller(c);
 }
 
-static void test_scribblers_are_cut_off(void **state)
+PLAIN_TEST(test_scribblers_are_cut_off)
 {
     static const char *const words[] = {
         [TAIL_FAR] = "request ring's tail",    [TAIL_BACK] = "request ring's tail",
@@ -555,7 +555,7 @@ static void test_scribblers_are_cut_off(void **state)
     kvq__poller_close(&rig.poller);
 }
 
-static void test_removal_waits_for_the_job(void **state)
+PLAIN_TEST(test_removal_waits_for_the_job)
 {
     uint32_t gate = 0;
     struct fake_client other;
@@ -601,7 +601,7 @@ static void *busy_client(void *context)
     return NULL;
 }
 
-static void test_many_clients(void **state)
+PLAIN_TEST(test_many_clients)
 {
     enum { CLIENTS = 6 };
     static struct fake_client clients[CLIENTS];
@@ -682,7 +682,7 @@ static void flood_close(struct flood *f)
 }
 
 // Clients take turns, however many queues they have.
-static void test_clients_before_queues(void **state)
+PLAIN_TEST(test_clients_before_queues)
 {
     static struct flood f;
     struct kvq_request r = make_request(KVQ_OP_NOP, 1, 0, 0);
@@ -695,7 +695,7 @@ static void test_clients_before_queues(void **state)
 
 // A request that waits for the background does not get one item of it for each turn in which the
 // flood's queues are looked at: its 200 items end before the flood's 512 requests.
-static void test_background_under_flood(void **state)
+PLAIN_TEST(test_background_under_flood)
 {
     static struct flood f;
     struct kvq_request r = make_request(KVQ_OP_READ, 1, 0, 0); // waits for the background's end
@@ -708,25 +708,8 @@ static void test_background_under_flood(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_requests_and_jobs),
-        cmocka_unit_test(test_eight_in_flight),
-        cmocka_unit_test(test_sleep_and_wake),
-        cmocka_unit_test(test_posts_wake_the_poller),
-        cmocka_unit_test(test_workers_wake_the_poller),
-        cmocka_unit_test(test_who_is_awake),
-        cmocka_unit_test(test_background_work),
-        cmocka_unit_test(test_background_under_load),
-        cmocka_unit_test(test_slices),
-        cmocka_unit_test(test_queue_time),
-        cmocka_unit_test(test_scribblers_are_cut_off),
-        cmocka_unit_test(test_removal_waits_for_the_job),
-        cmocka_unit_test(test_many_clients),
-        cmocka_unit_test(test_clients_before_queues),
-        cmocka_unit_test(test_background_under_flood),
-    };
     // A test that fails leaves threads that work on its stack: what came next would crash, and say
     // nothing. The same for assertions that fail on other threads.
     setenv("CMOCKA_TEST_ABORT", "1", 1);
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

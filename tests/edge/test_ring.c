@@ -36,7 +36,7 @@ static void fill(uint8_t *bytes, size_t n, uint32_t seed)
         bytes[i] = (uint8_t)(seed * 31 + i * 7 + (i >> 8));
 }
 
-static void test_wrap_around(void **unused)
+PLAIN_TEST(test_wrap_around)
 {
     // The indices themselves wrap past 2^32 on the way.
     static struct small s;
@@ -70,7 +70,7 @@ static void test_wrap_around(void **unused)
 }
 
 // For every index near the honest ones: taken if and only if honest work could have put it there.
-static void test_hostile_tail(void **unused)
+PLAIN_TEST(test_hostile_tail)
 {
     static struct small s;
     const uint32_t starts[] = {0, 5, UINT32_MAX - 3, 0x7fffffff};
@@ -94,7 +94,7 @@ static void test_hostile_tail(void **unused)
     }
 }
 
-static void test_hostile_head(void **unused)
+PLAIN_TEST(test_hostile_head)
 {
     static struct small s;
     const uint32_t starts[] = {0, 5, UINT32_MAX - 3, 0x7fffffff};
@@ -114,7 +114,7 @@ static void test_hostile_head(void **unused)
 }
 
 // What the peer writes after the copy does not reach it, and the peer cannot move our own index.
-static void test_own_index_is_private(void **unused)
+PLAIN_TEST(test_own_index_is_private)
 {
     static struct small s;
     uint32_t word = 7, got, room, ready;
@@ -133,7 +133,7 @@ static void test_own_index_is_private(void **unused)
     assert_int_equal(s.head, 1);
 }
 
-static void test_both_sides_meet(void **unused)
+PLAIN_TEST(test_both_sides_meet)
 {
     struct kvq_req_page *req = calloc(1, KVQ_REQ_RING_BYTES);
     struct kvq_cq_page *cq = calloc(1, KVQ_CQ_RING_BYTES);
@@ -169,7 +169,7 @@ static void test_both_sides_meet(void **unused)
     free(cq);
 }
 
-static void test_spin_rule(void **unused)
+PLAIN_TEST(test_spin_rule)
 {
     struct kvq_daemon_page page = {.cpus = 4, .awake = 2};
     kvq_ring_set_runnable(&page, 2);
@@ -245,7 +245,7 @@ static void *echo(void *arg)
     return NULL;
 }
 
-static void test_no_wake_up_is_lost(void **unused)
+PLAIN_TEST(test_no_wake_up_is_lost)
 {
     static struct small forth, back;
     static uint32_t flags[2];
@@ -293,7 +293,7 @@ static void *stream(void *arg)
 }
 
 // The bytes are ordered by the indices alone: ThreadSanitizer would see it if they were not.
-static void test_stream(void **unused)
+PLAIN_TEST(test_stream)
 {
     static struct small s;
     pthread_t thread;
@@ -317,11 +317,5 @@ static void test_stream(void **unused)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_wrap_around),        cmocka_unit_test(test_hostile_tail),
-        cmocka_unit_test(test_hostile_head),       cmocka_unit_test(test_own_index_is_private),
-        cmocka_unit_test(test_both_sides_meet),    cmocka_unit_test(test_spin_rule),
-        cmocka_unit_test(test_no_wake_up_is_lost), cmocka_unit_test(test_stream),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

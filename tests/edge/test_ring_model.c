@@ -413,19 +413,19 @@ static void expect_sound(int producers, int messages)
     assert_true(states > 50);
 }
 
-static void test_one_producer(void **unused)
+PLAIN_TEST(test_one_producer)
 {
     expect_sound(1, 1);
     expect_sound(1, 2);
     expect_sound(1, 3);
 }
 
-static void test_two_producers(void **unused)
+PLAIN_TEST(test_two_producers)
 {
     expect_sound(2, 1);
 }
 
-static void test_broken_protocols_are_found(void **unused)
+PLAIN_TEST(test_broken_protocols_are_found)
 {
     for (int mistake = PUBLISHER_WITHOUT_FENCE; mistake <= DRAIN_BEFORE_SLEEP; mistake++) {
         size_t states;
@@ -438,10 +438,5 @@ static void test_broken_protocols_are_found(void **unused)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_one_producer),
-        cmocka_unit_test(test_two_producers),
-        cmocka_unit_test(test_broken_protocols_are_found),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

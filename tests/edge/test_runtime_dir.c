@@ -59,7 +59,7 @@ static void expect(const char *given, const char *want)
     assert_string_equal(path, want);
 }
 
-static void test_what_is_told_comes_first(void **state)
+TEST(test_what_is_told_comes_first)
 {
     put_socket(service);
     setenv("KVQ_RUNTIME_DIR", "/told", 1);
@@ -69,7 +69,7 @@ static void test_what_is_told_comes_first(void **state)
     expect(NULL, service);
 }
 
-static void test_the_service_is_found_from_a_login(void **state)
+TEST(test_the_service_is_found_from_a_login)
 {
     expect(NULL, user_run); // neither has a daemon
     put_socket(service);
@@ -78,7 +78,7 @@ static void test_the_service_is_found_from_a_login(void **state)
     expect(NULL, user_run);
 }
 
-static void test_a_file_is_no_socket(void **state)
+TEST(test_a_file_is_no_socket)
 {
     char path[108];
     path_of(path, service);
@@ -88,7 +88,7 @@ static void test_a_file_is_no_socket(void **state)
     expect(NULL, user_run);
 }
 
-static void test_without_a_login(void **state)
+TEST(test_without_a_login)
 {
     unsetenv("XDG_RUNTIME_DIR");
     expect(NULL, service);
@@ -96,7 +96,7 @@ static void test_without_a_login(void **state)
     expect(NULL, service);
 }
 
-static void test_a_long_path_is_told(void **state)
+TEST(test_a_long_path_is_told)
 {
     char path[8];
     put_socket(service);
@@ -105,10 +105,5 @@ static void test_a_long_path_is_told(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_what_is_told_comes_first), TEST(test_the_service_is_found_from_a_login),
-        TEST(test_a_file_is_no_socket),      TEST(test_without_a_login),
-        TEST(test_a_long_path_is_told),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -48,7 +48,7 @@ static void run(struct side *sides, int n_sides, int picks)
     }
 }
 
-static void test_time_is_shared_evenly(void **state)
+PLAIN_TEST(test_time_is_shared_evenly)
 {
     struct side sides[3];
     kvq__schedule_init(&schedule);
@@ -63,7 +63,7 @@ static void test_time_is_shared_evenly(void **state)
 }
 
 // All may be in debt at once, and still somebody is next.
-static void test_debts(void **state)
+PLAIN_TEST(test_debts)
 {
     struct side sides[2];
     kvq__schedule_init(&schedule);
@@ -74,7 +74,7 @@ static void test_debts(void **state)
     assert_true(sides[1].picks > 280 && sides[1].picks < 320);
 }
 
-static void test_queues_of_a_client_take_turns(void **state)
+PLAIN_TEST(test_queues_of_a_client_take_turns)
 {
     struct side side;
     kvq__schedule_init(&schedule);
@@ -84,7 +84,7 @@ static void test_queues_of_a_client_take_turns(void **state)
     assert_int_equal(side.work[1].picked, 500);
 }
 
-static void test_decode_goes_first(void **state)
+PLAIN_TEST(test_decode_goes_first)
 {
     struct side sides[2];
     kvq__schedule_init(&schedule);
@@ -95,7 +95,7 @@ static void test_decode_goes_first(void **state)
     assert_int_equal(sides[1].picks, 8000 - 8000 / KVQ__PREFILL_SHARE);
 }
 
-static void test_nobody_saves_up(void **state)
+PLAIN_TEST(test_nobody_saves_up)
 {
     struct side sides[2];
     uint32_t item;
@@ -117,7 +117,7 @@ static void test_nobody_saves_up(void **state)
 }
 
 // Of brief work others only hear if something else waits as well.
-static void test_only_work(void **state)
+PLAIN_TEST(test_only_work)
 {
     struct side sides[2];
     uint32_t item;
@@ -139,7 +139,7 @@ static void test_only_work(void **state)
     assert_false(kvq__schedule_only(&schedule, &sides[0].work[0]));
 }
 
-static void test_urgency_of_requests(void **state)
+PLAIN_TEST(test_urgency_of_requests)
 {
     struct kvq_request request = {.count = 3};
     struct kvq_entry_wire entries[3] = {{.append = 1}, {.queries = 16}, {.append = 16}};
@@ -155,14 +155,5 @@ static void test_urgency_of_requests(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_time_is_shared_evenly),
-        cmocka_unit_test(test_debts),
-        cmocka_unit_test(test_queues_of_a_client_take_turns),
-        cmocka_unit_test(test_decode_goes_first),
-        cmocka_unit_test(test_nobody_saves_up),
-        cmocka_unit_test(test_only_work),
-        cmocka_unit_test(test_urgency_of_requests),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

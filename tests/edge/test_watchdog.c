@@ -31,7 +31,7 @@ static int teardown(void **state)
 }
 
 // As long as both serve their boxes, every look is good.
-static void test_both_serve(void **state)
+TEST(test_both_serve)
 {
     kvq__watchdog_begin(&w, &there, &here);
     for (int i = 0; i < 10; i++) {
@@ -42,14 +42,14 @@ static void test_both_serve(void **state)
 }
 
 // From the start on: the first look has to find it, too.
-static void test_hangs_at_once(void **state)
+TEST(test_hangs_at_once)
 {
     kvq__watchdog_begin(&w, &there, &here);
     assert_false(kvq__watchdog_look(&w));
     assert_false(kvq__watchdog_look(&w));
 }
 
-static void test_hangs_later(void **state)
+TEST(test_hangs_later)
 {
     kvq__watchdog_begin(&w, &there, &here);
     kvq__mailbox_deliver(&there);
@@ -63,7 +63,7 @@ static void test_hangs_later(void **state)
     assert_false(kvq__watchdog_look(&w));
 }
 
-static void test_environment(void **state)
+PLAIN_TEST(test_environment)
 {
     char own[32], other[32];
     snprintf(own, sizeof own, "%d", (int)getpid());
@@ -78,7 +78,7 @@ static void test_environment(void **state)
         assert_int_equal(kvq__watchdog_usec(wrong[i], own), 0);
 }
 
-static void test_line(void **state)
+PLAIN_TEST(test_line)
 {
     char line[KVQ__SERVICE_LINE];
     struct kvq__service_figures f = {
@@ -92,10 +92,5 @@ static void test_line(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_both_serve),       TEST(test_hangs_at_once),
-        TEST(test_hangs_later),      cmocka_unit_test(test_environment),
-        cmocka_unit_test(test_line),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

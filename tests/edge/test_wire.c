@@ -73,7 +73,7 @@ static void session_named(struct bytes *b, const void *name, size_t n)
     put_block(b, 16, inner.data, inner.n);
 }
 
-static void test_what_is_packed_comes_back(void **state)
+TEST_BETWEEN(test_what_is_packed_comes_back, setup, NULL)
 {
     uint8_t out[1024];
     size_t n;
@@ -101,7 +101,7 @@ static void test_what_is_packed_comes_back(void **state)
 }
 
 // Whoever sent what does not pass the checks can be told, if its fields can be told apart.
-static void test_id_of_what_is_refused(void **state)
+TEST_BETWEEN(test_id_of_what_is_refused, setup, NULL)
 {
     (void)state;
     struct bytes b = {.n = 0}, name = {.n = 0};
@@ -127,7 +127,7 @@ static void test_id_of_what_is_refused(void **state)
     assert_int_equal(kvq_request_id(b.data, b.n), 0);
 }
 
-static void test_texts(void **state)
+TEST_BETWEEN(test_texts, setup, NULL)
 {
     static const struct {
         const char *bytes;
@@ -167,7 +167,7 @@ static void test_texts(void **state)
 }
 
 // Fields of plain bytes: UUIDs and handles.
-static void test_bytes(void **state)
+TEST_BETWEEN(test_bytes, setup, NULL)
 {
     struct bytes b = {.n = 0}, import = {.n = 0}, gpu = {.n = 0};
     uint8_t handle[KVQ_MAX_FIELD_BYTES + 1];
@@ -193,7 +193,7 @@ static void test_bytes(void **state)
     refused(&b, KVQ_E_PROTOCOL, "GpuMemory.");
 }
 
-static void test_broken_structure(void **state)
+TEST_BETWEEN(test_broken_structure, setup, NULL)
 {
     struct bytes b = {.n = 0};
     refused(&b, KVQ_E_PROTOCOL, "no command");
@@ -225,7 +225,7 @@ static void test_broken_structure(void **state)
     refused(&b, KVQ_E_LIMIT, "65537 bytes");
 }
 
-static void test_too_many_elements(void **state)
+TEST_BETWEEN(test_too_many_elements, setup, NULL)
 {
     struct bytes inner = {.n = 0}, b = {.n = 0};
     for (int i = 0; i < KVQ_MAX_LIST; i++)
@@ -251,7 +251,7 @@ static void test_too_many_elements(void **state)
 }
 
 // A list's elements with as many fields as fit: no other message needs as much memory.
-static void test_the_largest_fits_the_arena(void **state)
+TEST_BETWEEN(test_the_largest_fits_the_arena, setup, NULL)
 {
     enum { FIELDS = 18 };
     const ProtobufCMessageDescriptor *d = &kvq__session__descriptor;
@@ -276,7 +276,7 @@ static void test_the_largest_fits_the_arena(void **state)
     assert_true(arena.used > KVQ_WIRE_ARENA / 2);
 }
 
-static void test_unknown_fields_are_ignored(void **state)
+TEST_BETWEEN(test_unknown_fields_are_ignored, setup, NULL)
 {
     struct bytes b = {.n = 0};
     put_block(&b, 30, "", 0);
@@ -286,7 +286,7 @@ static void test_unknown_fields_are_ignored(void **state)
     assert_int_equal(request->command_case, KVQ__REQUEST__COMMAND_PING);
 }
 
-static void test_arena(void **state)
+TEST_BETWEEN(test_arena, setup, NULL)
 {
     struct bytes b;
     session_named(&b, "name", 4);
@@ -307,7 +307,7 @@ static void test_arena(void **state)
     assert_true(arena.full);
 }
 
-static void test_random_bytes(void **state)
+TEST_BETWEEN(test_random_bytes, setup, NULL)
 {
     struct bytes b;
     uint32_t seed = 20260101;
@@ -326,17 +326,5 @@ static void test_random_bytes(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup(test_what_is_packed_comes_back, setup),
-        cmocka_unit_test_setup(test_id_of_what_is_refused, setup),
-        cmocka_unit_test_setup(test_texts, setup),
-        cmocka_unit_test_setup(test_bytes, setup),
-        cmocka_unit_test_setup(test_broken_structure, setup),
-        cmocka_unit_test_setup(test_too_many_elements, setup),
-        cmocka_unit_test_setup(test_the_largest_fits_the_arena, setup),
-        cmocka_unit_test_setup(test_unknown_fields_are_ignored, setup),
-        cmocka_unit_test_setup(test_arena, setup),
-        cmocka_unit_test_setup(test_random_bytes, setup),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

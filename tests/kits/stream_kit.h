@@ -36,9 +36,8 @@ extern const struct kvq__layer_row stream_row;
 int stream_setup(void **state);
 int stream_setup_small(void **state); // little memory for what a request hands to the GPU
 int stream_teardown(void **state);
-#define STREAM_TEST(name) cmocka_unit_test_setup_teardown(name, stream_setup, stream_teardown)
-#define STREAM_TEST_SMALL(name)                                                                    \
-    cmocka_unit_test_setup_teardown(name, stream_setup_small, stream_teardown)
+#define STREAM_TEST(name)       TEST_BETWEEN(name, stream_setup, stream_teardown)
+#define STREAM_TEST_SMALL(name) TEST_BETWEEN(name, stream_setup_small, stream_teardown)
 
 void stream_open(struct streamer *s, const char *name); // with a session of f16
 void stream_close(struct streamer *s);

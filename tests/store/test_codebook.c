@@ -122,7 +122,7 @@ static void round_trip(const char *format, uint32_t flags)
     assert_null(book);
 }
 
-static void test_round_trips(void **unused)
+PLAIN_TEST(test_round_trips)
 {
     const char *formats[] = {"vecinfer-2", "vecinfer-1.25", "million-4", "int8+vecinfer-2"};
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
@@ -130,7 +130,7 @@ static void test_round_trips(void **unused)
             round_trip(formats[i], flags);
 }
 
-static void test_id_follows_values(void **unused)
+PLAIN_TEST(test_id_follows_values)
 {
     const struct kvq_codebook_row row = {1, 64};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, &row, 1);
@@ -182,7 +182,7 @@ static int open_bytes(const uint8_t *data, size_t n)
     return rc;
 }
 
-static void test_prefixes(void **unused)
+PLAIN_TEST(test_prefixes)
 {
     struct bytes b = small_file();
     assert_int_equal(open_bytes(b.at, b.n), KVQ_OK);
@@ -193,7 +193,7 @@ static void test_prefixes(void **unused)
     free(b.at);
 }
 
-static void test_flipped_bits(void **unused)
+PLAIN_TEST(test_flipped_bits)
 {
     struct bytes b = small_file();
     for (size_t i = 0; i < b.n; i++) {
@@ -233,7 +233,7 @@ static void expect_refused(const struct bytes *good, size_t at, const void *with
 
 #define FIELD(name) offsetof(struct kvq_codebook_header, name)
 
-static void test_hostile_headers(void **unused)
+PLAIN_TEST(test_hostile_headers)
 {
     struct bytes b = small_file();
     const size_t row = sizeof(struct kvq_codebook_header);
@@ -273,7 +273,7 @@ static void test_hostile_headers(void **unused)
     free(b.at);
 }
 
-static void test_hostile_values(void **unused)
+PLAIN_TEST(test_hostile_values)
 {
     struct bytes b = small_file();
     const size_t factors = 1088, tables = factors + 64 * sizeof(float);
@@ -289,7 +289,7 @@ static void test_hostile_values(void **unused)
     free(b.at);
 }
 
-static void test_no_files(void **unused)
+PLAIN_TEST(test_no_files)
 {
     struct kvq_codebook *book;
     assert_int_equal(kvq_codebook_open("/nonexistent/x", &book, text, sizeof text), KVQ_E_SYSTEM);
@@ -311,7 +311,7 @@ static void expect_no_plan(const char *name, uint32_t flags, const struct kvq_co
     assert_says(text, saying);
 }
 
-static void test_impossible_plans(void **unused)
+PLAIN_TEST(test_impossible_plans)
 {
     static struct kvq_codebook_row large[KVQ_MAX_LAYERS];
     const struct kvq_codebook_row fine = {2, 64}, odd = {2, 80}, mixed[] = {{2, 64}, {4, 64}};
@@ -341,7 +341,7 @@ static void expect_full_disk(struct kvq_codebook *book)
     assert_says(text, "cannot be written");
 }
 
-static void test_save_keeps_the_old_file(void **unused)
+PLAIN_TEST(test_save_keeps_the_old_file)
 {
     const struct kvq_codebook_row row = {1, 64};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, &row, 1), *back;
@@ -366,7 +366,7 @@ static void test_save_keeps_the_old_file(void **unused)
     kvq_codebook_close(&book);
 }
 
-static void test_parts(void **unused)
+PLAIN_TEST(test_parts)
 {
     const struct kvq_codebook_row row = {1, 64};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, &row, 1), *back;
@@ -405,7 +405,7 @@ static void expect_fit(const struct kvq_codebook *book, uint32_t layer, const ch
         fail_msg("%s, layer %u: %s", name, layer, *text ? text : "fits");
 }
 
-static void test_fits(void **unused)
+PLAIN_TEST(test_fits)
 {
     const struct kvq_codebook_row rows[] = {{2, 64}, {0, 0}};
     struct kvq_codebook *book = new_book("vecinfer-2", 0, rows, 2);
@@ -449,18 +449,5 @@ static int tear_down(void **unused)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_round_trips),
-        cmocka_unit_test(test_id_follows_values),
-        cmocka_unit_test(test_prefixes),
-        cmocka_unit_test(test_flipped_bits),
-        cmocka_unit_test(test_hostile_headers),
-        cmocka_unit_test(test_hostile_values),
-        cmocka_unit_test(test_no_files),
-        cmocka_unit_test(test_impossible_plans),
-        cmocka_unit_test(test_save_keeps_the_old_file),
-        cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_fits),
-    };
-    return cmocka_run_group_tests(tests, set_up, tear_down);
+    return run_all(set_up, tear_down);
 }

@@ -188,7 +188,7 @@ static void drain(struct kvq__server *server, void *context)
 
 // ---- Tests ----
 
-static void test_turns(void **state)
+TEST_BETWEEN(test_turns, start, stop)
 {
     begin_compaction();
     give(&collection, KVQ__STORAGE_ACTION__STORAGE_GC);
@@ -203,7 +203,7 @@ static void test_turns(void **state)
     assert_int_equal(attach_stop(state), 0);
 }
 
-static void test_drained(void **state)
+TEST_BETWEEN(test_drained, start, stop)
 {
     begin_compaction();
     attach_in_loop(drain, NULL);
@@ -213,7 +213,7 @@ static void test_drained(void **state)
     assert_int_equal(attach_stop(state), 0);
 }
 
-static void test_closed(void **state)
+TEST_BETWEEN(test_closed, start, stop)
 {
     begin_compaction();
     closing = true;
@@ -224,11 +224,6 @@ static void test_closed(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup_teardown(test_turns, start, stop),
-        cmocka_unit_test_setup_teardown(test_drained, start, stop),
-        cmocka_unit_test_setup_teardown(test_closed, start, stop),
-    };
     kvq__log_open(NULL, KVQ_LOG_ERROR, NULL);
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -48,7 +48,7 @@ static bool same(const struct kvq__override *a, const struct kvq__override *b)
            memcmp(&a->quota, &b->quota, sizeof a->quota) == 0;
 }
 
-static void test_round(void **state)
+TEST(test_round)
 {
     struct kvq__override all[3] = {some("team-a", 5ull << 30, 3), some("none", 1, 1),
                                    some("größe", KVQ_MAX_QUOTA_BYTES, UINT32_MAX)};
@@ -65,7 +65,7 @@ static void test_round(void **state)
 }
 
 // As many as there may be, with the longest names that a file can hold, fit and come back.
-static void test_most(void **state)
+TEST(test_most)
 {
     static struct kvq__override all[KVQ_MAX_OVERRIDES];
     for (uint32_t i = 0; i < KVQ_MAX_OVERRIDES; i++) {
@@ -85,7 +85,7 @@ static void test_most(void **state)
 // ---- Power and disks ----
 
 // Whatever was interrupted: all of the old, or all of the new.
-static void test_power(void **state)
+TEST(test_power)
 {
     struct kvq__override old[2] = {some("a", 1000, 1), some("b", 2000, 2)};
     struct kvq__override new[2] = {some("a", 7777, 7), some("c", 3000, 3)};
@@ -124,7 +124,7 @@ static void fails(int error, int code)
     assert_true(same(&read_back[0], &old));
 }
 
-static void test_disk_fails(void **state)
+TEST(test_disk_fails)
 {
     const struct kvq__override new = some("a", 2, 2);
     fails(ENOSPC, KVQ_E_NO_SPACE);
@@ -174,7 +174,7 @@ static void refused(const char *contents, const char *says)
         fail_msg("\"%s\" does not say \"%s\"", text, says);
 }
 
-static void test_hostile(void **state)
+TEST(test_hostile)
 {
     char many[64 * (KVQ_MAX_OVERRIDES + 1)], *at = many;
     uint32_t n;
@@ -217,7 +217,7 @@ static void put_file(const void *data, size_t n)
     disk.io.close(&disk.io, file);
 }
 
-static void test_no_text(void **state)
+TEST(test_no_text)
 {
     static char big[KVQ_MAX_CONFIG + 10];
     uint32_t n;
@@ -232,9 +232,5 @@ static void test_no_text(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(test_round),      TEST(test_most),    TEST(test_power),
-        TEST(test_disk_fails), TEST(test_hostile), TEST(test_no_text),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -67,7 +67,7 @@ static const struct get_case get_cases[] = {
     {{.bytes = "HTTP/1.1 206 Part\r\nContent-Length: 2\r\n\r\nab"}, KVQ_E_REMOTE, "a part", 1},
 };
 
-static void bad_answers_end_in_errors(void **state)
+PLAIN_TEST(bad_answers_end_in_errors)
 {
     for (size_t i = 0; i < sizeof get_cases / sizeof *get_cases; i++) {
         const struct get_case *c = &get_cases[i];
@@ -82,7 +82,7 @@ static void bad_answers_end_in_errors(void **state)
     }
 }
 
-static void a_server_that_stalls_is_left(void **state)
+PLAIN_TEST(a_server_that_stalls_is_left)
 {
     static const struct script_reply hang = {.bytes = "", .end = SCRIPT_HANG};
     static const struct script_reply drip = {.bytes = OK "Content-Length: 50\r\n\r\n",
@@ -103,7 +103,7 @@ static void a_server_that_stalls_is_left(void **state)
     }
 }
 
-static void nobody_listens(void **state)
+PLAIN_TEST(nobody_listens)
 {
     static const struct script_reply none = {.bytes = ""};
     begin(&none, 1);
@@ -115,7 +115,7 @@ static void nobody_listens(void **state)
 
 // ---- Trying again ----
 
-static void tries_are_spread_in_time(void **state)
+PLAIN_TEST(tries_are_spread_in_time)
 {
     static const struct script_reply replies[] = {
         {.bytes = BUSY},
@@ -142,7 +142,7 @@ static int cancel(void *context, uint64_t done, uint64_t all)
     return 1;
 }
 
-static void a_call_can_be_cancelled(void **state)
+PLAIN_TEST(a_call_can_be_cancelled)
 {
     static const struct script_reply hang = {.bytes = "", .end = SCRIPT_HANG};
     static const struct kvq_remote_watch watch = {cancel, NULL};
@@ -163,7 +163,7 @@ static void a_call_can_be_cancelled(void **state)
 
 // ---- What is sent ----
 
-static void requests_are_signed(void **state)
+PLAIN_TEST(requests_are_signed)
 {
     static const struct script_reply good = {.bytes = OK "Content-Length: 0\r\n\r\n"};
     script_start(&server, &good, 1);
@@ -188,7 +188,7 @@ static void requests_are_signed(void **state)
     assert_null(strstr(asked, REMOTE_SECRET));
 }
 
-static void the_bucket_may_be_in_the_name(void **state)
+PLAIN_TEST(the_bucket_may_be_in_the_name)
 {
     static const struct script_reply good = {.bytes = OK "Content-Length: 0\r\n\r\n"};
     char endpoint[64];
@@ -245,7 +245,7 @@ static const struct push_case push_cases[] = {
      "forgets uploads"},
 };
 
-static void bad_uploads_end_in_errors(void **state)
+PLAIN_TEST(bad_uploads_end_in_errors)
 {
     make_file(source, KVQ_REMOTE_PART_MIN + 10, 1);
     for (size_t i = 0; i < sizeof push_cases / sizeof *push_cases; i++) {
@@ -263,7 +263,7 @@ static void bad_uploads_end_in_errors(void **state)
 }
 
 // The reply to "complete" got lost, the repeated request finds no upload, and all is well.
-static void a_lost_reply_is_no_failure(void **state)
+PLAIN_TEST(a_lost_reply_is_no_failure)
 {
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},
@@ -286,7 +286,7 @@ static void a_lost_reply_is_no_failure(void **state)
 }
 
 // AWS may say 200, and then that it failed: what would be tried again with status 500 is here, too.
-static void a_late_failure_is_tried_again(void **state)
+PLAIN_TEST(a_late_failure_is_tried_again)
 {
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},
@@ -310,7 +310,7 @@ static void a_late_failure_is_tried_again(void **state)
 }
 
 // Parts that a server has from before, and does not like in the end, are sent again.
-static void a_refused_upload_is_begun_anew(void **state)
+PLAIN_TEST(a_refused_upload_is_begun_anew)
 {
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},
@@ -394,7 +394,7 @@ static const struct pull_case pull_cases[] = {
     {{ABSENT}, KVQ_E_NO_SESSION, "404"},
 };
 
-static void bad_downloads_end_in_errors(void **state)
+PLAIN_TEST(bad_downloads_end_in_errors)
 {
     for (size_t i = 0; i < sizeof pull_cases / sizeof *pull_cases; i++) {
         const struct pull_case *c = &pull_cases[i];
@@ -423,7 +423,7 @@ static int count_one(void *context, const struct kvq_remote_object *object)
     return 0;
 }
 
-static void lists_have_an_end(void **state)
+PLAIN_TEST(lists_have_an_end)
 {
     static const struct script_reply again = {
         .bytes = XML "<ListBucketResult><Contents><Key>a</Key></Contents><IsTruncated>true"
@@ -440,7 +440,7 @@ static void lists_have_an_end(void **state)
 
 // A server of the first version of lists says that there is more, and not how to get it: what it
 // does not list is not to look as if it were not there.
-static void a_list_that_is_cut_is_none(void **state)
+PLAIN_TEST(a_list_that_is_cut_is_none)
 {
     static const struct script_reply cut = {
         .bytes = XML "<ListBucketResult><Contents><Key>a</Key></Contents><IsTruncated>true"
@@ -462,7 +462,7 @@ static int note_session(void *context, const char *space, const char *name, uint
 }
 
 // A list goes on behind a session, also where the server does not know how to.
-static void lists_go_on(void **state)
+PLAIN_TEST(lists_go_on)
 {
     static const struct script_reply all = {
         .bytes = XML "<ListBucketResult>" KEY("s/a/data/1", "5") KEY("s/a/head", "1")
@@ -493,7 +493,7 @@ static void lists_go_on(void **state)
 
 // ---- Documents ----
 
-static void documents_without_sense_are_refused(void **state)
+PLAIN_TEST(documents_without_sense_are_refused)
 {
     static const char *const bad[] = {
         "",
@@ -523,7 +523,7 @@ static void documents_without_sense_are_refused(void **state)
 
 // ---- Options and keys ----
 
-static void bad_options_are_named(void **state)
+PLAIN_TEST(bad_options_are_named)
 {
     struct kvq_remote_options good = remote_options(1, &test_clock), o;
     static const char *const endpoints[] = {"ftp://h",       "http://",    "http://u:p@h",
@@ -562,7 +562,7 @@ static int load(const char *content, mode_t mode, struct kvq_remote_keys *keys)
     return kvq_remote_keys_load(source, NULL, keys, text, sizeof text);
 }
 
-static void keys_come_from_files_and_variables(void **state)
+PLAIN_TEST(keys_come_from_files_and_variables)
 {
     static const char good[] = "[other]\naws_access_key_id = no\n[default]\n"
                                "aws_access_key_id = ID\naws_secret_access_key = S/+=x\n";
@@ -623,7 +623,7 @@ static uint64_t on_disk(const char *name)
     return (uint64_t)st.st_blocks * 512;
 }
 
-static void leftovers_have_an_end(void **state)
+PLAIN_TEST(leftovers_have_an_end)
 {
     make_old("push-1-2.kvq", 1000);
     make_old("pull-2.kvq.part", 10);
@@ -647,26 +647,5 @@ static void leftovers_have_an_end(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(bad_answers_end_in_errors),
-        cmocka_unit_test(a_server_that_stalls_is_left),
-        cmocka_unit_test(nobody_listens),
-        cmocka_unit_test(tries_are_spread_in_time),
-        cmocka_unit_test(a_call_can_be_cancelled),
-        cmocka_unit_test(leftovers_have_an_end),
-        cmocka_unit_test(requests_are_signed),
-        cmocka_unit_test(the_bucket_may_be_in_the_name),
-        cmocka_unit_test(bad_uploads_end_in_errors),
-        cmocka_unit_test(a_lost_reply_is_no_failure),
-        cmocka_unit_test(a_late_failure_is_tried_again),
-        cmocka_unit_test(a_refused_upload_is_begun_anew),
-        cmocka_unit_test(bad_downloads_end_in_errors),
-        cmocka_unit_test(lists_have_an_end),
-        cmocka_unit_test(a_list_that_is_cut_is_none),
-        cmocka_unit_test(lists_go_on),
-        cmocka_unit_test(documents_without_sense_are_refused),
-        cmocka_unit_test(bad_options_are_named),
-        cmocka_unit_test(keys_come_from_files_and_variables),
-    };
-    return cmocka_run_group_tests(tests, start, stop);
+    return run_all(start, stop);
 }

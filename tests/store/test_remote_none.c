@@ -6,7 +6,7 @@
 #include "storage/remote.h"
 #include "tests/kits/unit.h"
 
-static void every_call_says_so(void **state)
+PLAIN_TEST(every_call_says_so)
 {
     char text[512] = "";
     struct kvq_remote *remote = (struct kvq_remote *)text;
@@ -33,6 +33,5 @@ static void every_call_says_so(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(every_call_says_so)};
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

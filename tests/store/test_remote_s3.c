@@ -118,7 +118,7 @@ static int count_objects(const char *start)
     return n;
 }
 
-static void objects_come_back(void **state)
+TEST(objects_come_back)
 {
     char *big = malloc(300 * 1024);
     void *data = NULL;
@@ -153,7 +153,7 @@ static void objects_come_back(void **state)
     free(big);
 }
 
-static void wrong_keys_and_buckets_are_named(void **state)
+TEST(wrong_keys_and_buckets_are_named)
 {
     struct kvq_remote_options o = remote_options(s3.port, &test_clock);
     struct kvq_remote *other;
@@ -219,7 +219,7 @@ static void data_path(const char *name, char *out, size_t size)
     assert_true(*out);
 }
 
-static void a_session_goes_there_and_back(void **state)
+TEST(a_session_goes_there_and_back)
 {
     make_file(source, FILE_BYTES, 1);
     push("chat", FILE_BYTES);
@@ -233,7 +233,7 @@ static void a_session_goes_there_and_back(void **state)
     pull("chat", FILE_BYTES);
 }
 
-static void a_session_of_one_part(void **state)
+TEST(a_session_of_one_part)
 {
     make_file(source, 1000, 3);
     good(push_file("s", "tiny", NULL));
@@ -241,7 +241,7 @@ static void a_session_of_one_part(void **state)
     assert_true(same_file(source, target));
 }
 
-static void a_push_goes_on_where_it_broke(void **state)
+TEST(a_push_goes_on_where_it_broke)
 {
     make_file(source, FILE_BYTES, 4);
     push("broken", FILE_BYTES);
@@ -260,7 +260,7 @@ static void a_push_goes_on_where_it_broke(void **state)
     pull("broken", FILE_BYTES);
 }
 
-static void a_pull_goes_on_where_it_broke(void **state)
+TEST(a_pull_goes_on_where_it_broke)
 {
     make_file(source, FILE_BYTES, 6);
     push("long", FILE_BYTES);
@@ -316,7 +316,7 @@ static void edit(size_t at, size_t n, bool insert)
     fclose(file);
 }
 
-static void only_what_is_new_is_sent(void **state)
+TEST(only_what_is_new_is_sent)
 {
     make_file(source, FILE_BYTES / 2, 8);
     assert_int_equal(push_some("new"), FILE_BYTES / 2);
@@ -339,7 +339,7 @@ static void only_what_is_new_is_sent(void **state)
 }
 
 // However often it is pushed: what is dead there is never more than what is alive.
-static void packs_have_an_end(void **state)
+TEST(packs_have_an_end)
 {
     make_file(source, FILE_BYTES / 2, 10);
     for (uint32_t i = 0; i < 30; i++) {
@@ -351,7 +351,7 @@ static void packs_have_an_end(void **state)
 }
 
 // A pack that somebody has removed is sent again, whatever the head says.
-static void a_pack_that_is_gone_is_sent_again(void **state)
+TEST(a_pack_that_is_gone_is_sent_again)
 {
     char path[1024];
     make_file(source, FILE_BYTES / 2, 11);
@@ -369,7 +369,7 @@ static void a_pack_that_is_gone_is_sent_again(void **state)
 }
 
 // What was pushed before there were packs is pulled, and replaced by a push.
-static void older_pushes_are_read(void **state)
+TEST(older_pushes_are_read)
 {
     char head[1024], hex[KVQ__SHA_HEX], key[256];
     uint8_t bytes[3000], sha[KVQ__SHA_BYTES];
@@ -397,7 +397,7 @@ static void older_pushes_are_read(void **state)
     (void)pull_some("old");
 }
 
-static void a_server_that_dies_is_survived(void **state)
+TEST(a_server_that_dies_is_survived)
 {
     make_file(source, FILE_BYTES, 7);
     assert_int_equal(push_file("team a", "dies", breaks_at(2 * PART, true)), KVQ_E_REMOTE);
@@ -424,7 +424,7 @@ static int try_pull(const char *name)
     return pull_file("team a", name, NULL);
 }
 
-static void damage_is_found(void **state)
+TEST(damage_is_found)
 {
     char path[1024], head[1024];
     make_file(source, FILE_BYTES, 8);
@@ -462,7 +462,7 @@ static int note_name(void *context, const char *space, const char *name, uint64_
     return 0;
 }
 
-static void names_of_all_kinds(void **state)
+TEST(names_of_all_kinds)
 {
     char all[256] = "";
     make_file(source, 100, 9);
@@ -596,7 +596,7 @@ static int left_behind(const char *name)
     return n;
 }
 
-static void a_session_moves_between_stores(void **state)
+TEST(a_session_moves_between_stores)
 {
     struct kvq_remote_pull what = {.space = "u", .name = "s", .as_name = "copy"};
     struct kvq_store *here = open_store("here"), *there = open_store("there");
@@ -648,7 +648,7 @@ static void a_session_moves_between_stores(void **state)
 }
 
 // A file that is whole, by its head, and is no session: nothing of it gets into the store.
-static void what_is_no_session_is_not_imported(void **state)
+TEST(what_is_no_session_is_not_imported)
 {
     struct kvq_remote_pull what = {.space = "u", .name = "noise"};
     struct kvq_store *there = open_store("there");
@@ -663,7 +663,7 @@ static void what_is_no_session_is_not_imported(void **state)
 }
 
 // More parts than a server lists at a time, and more bytes than it likes to have in memory.
-static void large_sessions(void **state)
+TEST(large_sessions)
 {
     const size_t bytes = 1100ul * PART;
     if (!getenv("KVQ_FULL"))
@@ -697,29 +697,11 @@ static int stop(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(objects_come_back),
-        TEST(wrong_keys_and_buckets_are_named),
-        TEST(a_session_goes_there_and_back),
-        TEST(a_session_of_one_part),
-        TEST(a_push_goes_on_where_it_broke),
-        TEST(a_pull_goes_on_where_it_broke),
-        TEST(only_what_is_new_is_sent),
-        TEST(packs_have_an_end),
-        TEST(a_pack_that_is_gone_is_sent_again),
-        TEST(older_pushes_are_read),
-        TEST(a_server_that_dies_is_survived),
-        TEST(damage_is_found),
-        TEST(names_of_all_kinds),
-        TEST(a_session_moves_between_stores),
-        TEST(what_is_no_session_is_not_imported),
-        TEST(large_sessions),
-    };
     if (!kvq_remote_built()) {
         printf("skipped: this build has no remote tier\n");
         return 77;
     }
     if (!s3_start(&s3))
         return 77;
-    return cmocka_run_group_tests(tests, start, stop);
+    return run_all(start, stop);
 }

@@ -10,7 +10,7 @@
 // ---- Chunks ----
 
 // Of a file of any size a chunk is no longer than what a pull reads.
-static void chunks_can_be_read(void **state)
+PLAIN_TEST(chunks_can_be_read)
 {
     enum { ROOM = 513 << 20 };
     static const uint64_t sizes[] = {1ull << 30, 256ull << 30, 1ull << 40, 8ull << 40};
@@ -58,7 +58,7 @@ static const char *head_put(int request)
 }
 
 // Another push has put its head behind ours, and may need the packs that we would remove.
-static void packs_of_another_push_stay(void **state)
+PLAIN_TEST(packs_of_another_push_stay)
 {
     char *ours = NULL;
     make_file(source, SMALL, 1);
@@ -87,7 +87,7 @@ static void packs_of_another_push_stay(void **state)
 }
 
 // Packs of pushes that ended before their heads are removed when they are a day old.
-static void packs_without_a_head(void **state)
+PLAIN_TEST(packs_without_a_head)
 {
 #define AGED(NAME, YEAR)                                                                           \
     "<Contents><Key>s/n/data/" NAME "</Key><LastModified>" YEAR "-02-03T04:05:06.000Z"             \
@@ -122,7 +122,7 @@ static void packs_without_a_head(void **state)
 
 // Whoever cannot get the old head does not know its packs, and pushes nothing; one that is too long
 // to be any is replaced.
-static void the_old_head_is_known_first(void **state)
+PLAIN_TEST(the_old_head_is_known_first)
 {
     static const struct script_reply busy[] = {
         {.bytes = BUSY},   {.bytes = BUSY},      {.bytes = BUSY},        {.bytes = BUSY},
@@ -145,7 +145,7 @@ static void the_old_head_is_known_first(void **state)
 }
 
 // Somebody removes each pack as soon as it is there: that is no session's absence here.
-static void packs_that_are_removed_meanwhile(void **state)
+PLAIN_TEST(packs_that_are_removed_meanwhile)
 {
     static const struct script_reply replies[] = {
         {.bytes = ABSENT},                                          // the head
@@ -213,7 +213,7 @@ static void push_in_vain(struct kvq_store *store, const char *transfers)
 
 // A push that fails leaves its export for the next one, but not for a store that was begun anew in
 // the same folder, whose sessions and saves have the same numbers.
-static void an_export_is_of_one_store(void **state)
+PLAIN_TEST(an_export_is_of_one_store)
 {
     char here[64], transfers[64], first[512], again[512];
     snprintf(here, sizeof here, "%s/here", folder);
@@ -240,7 +240,7 @@ static void an_export_is_of_one_store(void **state)
 
 // A removal that failed behind the head goes on with the data, whose list may be longer than one
 // look, and says that there is no session only where there is nothing.
-static void a_removal_is_finished(void **state)
+PLAIN_TEST(a_removal_is_finished)
 {
     static const struct script_reply replies[] = {
         {.bytes = OK "Content-Length: 9\r\n\r\n"},
@@ -272,7 +272,7 @@ static void a_removal_is_finished(void **state)
 }
 
 // A store that lists what it was told to delete again and again is left in the end.
-static void a_removal_has_an_end(void **state)
+PLAIN_TEST(a_removal_has_an_end)
 {
     static const struct script_reply again[] = {
         {.bytes = OK "Content-Length: 9\r\n\r\n"},
@@ -287,15 +287,5 @@ static void a_removal_has_an_end(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(chunks_can_be_read),
-        cmocka_unit_test(packs_of_another_push_stay),
-        cmocka_unit_test(packs_without_a_head),
-        cmocka_unit_test(the_old_head_is_known_first),
-        cmocka_unit_test(packs_that_are_removed_meanwhile),
-        cmocka_unit_test(an_export_is_of_one_store),
-        cmocka_unit_test(a_removal_is_finished),
-        cmocka_unit_test(a_removal_has_an_end),
-    };
-    return cmocka_run_group_tests(tests, start, stop);
+    return run_all(start, stop);
 }

@@ -8,7 +8,7 @@ static struct world after; // the last change
 
 static struct kvq_store_freed freed; // by the last call
 
-static void random_changes(void **state)
+PLAIN_TEST(random_changes)
 {
     // EINTR and short transfers everywhere are nothing that anybody should notice.
     begin_disk(7, (struct kit){0}, 1);
@@ -29,7 +29,7 @@ static void random_changes(void **state)
 }
 
 // Segments of 64 KiB, so there are many; when all sessions are gone, so are they.
-static void space_comes_back(void **state)
+PLAIN_TEST(space_comes_back)
 {
     begin_store(7, 2);
     for (int i = 0; i < 60; i++) {
@@ -60,7 +60,7 @@ static void foretold(struct kit *k, bool some)
     assert_int_equal(status.empty_bytes, 0);
 }
 
-static void gc_is_foretold(void **state)
+PLAIN_TEST(gc_is_foretold)
 {
     begin_store(7, 4);
     for (int i = 0; i < 200; i++) {
@@ -80,7 +80,7 @@ static void gc_is_foretold(void **state)
 }
 
 // A chain of hashes: sessions that share a part of it are found by the longest part.
-static void prefixes(void **state)
+PLAIN_TEST(prefixes)
 {
     uint8_t hashes[6][KVQ_PREFIX_BYTES];
     struct kvq_store_session it;
@@ -141,7 +141,7 @@ static void promise(struct kit *k, int blocks, int rc, int *beyond)
 }
 
 // The cap counts every byte of every file, and is refused before it is reached.
-static void cap(void **state)
+PLAIN_TEST(cap)
 {
     char name[16];
     int rc = 0, saved = 0, beyond = 0, i;
@@ -247,7 +247,7 @@ static void forgotten(struct kit *k, struct world *w)
 
 // What a namespace may have: bytes of blocks, shared ones once, and a save or import above it is
 // refused before a byte of it counts.
-static void limits(void **state)
+PLAIN_TEST(limits)
 {
     struct world before;
     struct kvq_store_session none;
@@ -330,7 +330,7 @@ static bool is_there(struct kit *k, const char *name)
 
 // One session of a save that is refused is taken out of it; the others are saved, those that come
 // after it and have a block of its included, and what it had put is dead.
-static void one_of_many(void **state)
+PLAIN_TEST(one_of_many)
 {
     struct kvq_save *save;
     uint64_t id;
@@ -372,7 +372,7 @@ static void one_of_many(void **state)
     assert_false(is_there(&k, "d"));
 }
 
-static void one_writer(void **state)
+PLAIN_TEST(one_writer)
 {
     struct kit other = {0};
     struct kvq_save *save, *second = NULL;
@@ -389,7 +389,7 @@ static void one_writer(void **state)
 }
 
 // What is found belongs together: whoever has found a session that was saved again is told so.
-static void stale(void **state)
+PLAIN_TEST(stale)
 {
     struct kvq_stored *blocks;
     size_t n;
@@ -418,7 +418,7 @@ static void stale(void **state)
     free(blocks);
 }
 
-static void refusals(void **state)
+PLAIN_TEST(refusals)
 {
     struct kvq_save *save;
     struct kvq_store_meta m = {.space = "s", .name = "n", .shards = 1};
@@ -467,7 +467,7 @@ static void refusals(void **state)
 
 // However many sessions were used, noting it costs one transaction; those that are gone are passed
 // over.
-static void used(void **state)
+PLAIN_TEST(used)
 {
     enum { SESSIONS = 40, GONE = 7 };
     struct kvq_save *save;
@@ -501,7 +501,7 @@ static void used(void **state)
 }
 
 // A folder that the store has made is there after a loss of power, with what was saved in it.
-static void new_folder(void **state)
+PLAIN_TEST(new_folder)
 {
     static const struct {
         const char *path, *above;
@@ -546,7 +546,7 @@ static int count_name(void *context, const char *name)
 }
 
 // Who wants a store that is there gets none made: not in an empty folder, and not where nothing is.
-static void existing_only(void **state)
+PLAIN_TEST(existing_only)
 {
     struct kvq_store *store;
     int names = 0;
@@ -582,20 +582,5 @@ static void existing_only(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(random_changes),
-        cmocka_unit_test(space_comes_back),
-        cmocka_unit_test(gc_is_foretold),
-        cmocka_unit_test(prefixes),
-        cmocka_unit_test(cap),
-        cmocka_unit_test(limits),
-        cmocka_unit_test(one_of_many),
-        cmocka_unit_test(one_writer),
-        cmocka_unit_test(used),
-        cmocka_unit_test(stale),
-        cmocka_unit_test(refusals),
-        cmocka_unit_test(existing_only),
-        cmocka_unit_test(new_folder),
-    };
-    return cmocka_run_group_tests(tests, NULL, end_store);
+    return run_all(NULL, end_store);
 }

@@ -67,7 +67,7 @@ static void rename_owed(struct fault_file *db, struct fault_file *wal)
     rename_in_schema(db, "CREATE TABLE ", "owed(");
 }
 
-static void spoiled_catalog(void **state)
+PLAIN_TEST(spoiled_catalog)
 {
     static const struct spoil spoils[] = {
         {"head", "damaged", spoil_head},
@@ -110,7 +110,7 @@ static void save_small(struct kit *k, struct world *w, int i)
 
 // A bit flips in an index, and its table has a row that the index does not know: a session that is
 // listed is not found by its name, and a block that is to go cannot be deleted, at every start.
-static void spoiled_index(void **state)
+PLAIN_TEST(spoiled_index)
 {
     static const char *const names[] = {"sqlite_autoindex_sessions_1", "blocks_place"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
@@ -138,7 +138,7 @@ static void spoiled_index(void **state)
 }
 
 // Somebody put an older catalog in place: what came after it is in the segments, and not cut off.
-static void older_catalog(void **state)
+PLAIN_TEST(older_catalog)
 {
     begin_store(30, 30);
     change(&k, &w, 15);
@@ -179,7 +179,7 @@ static void edit_is_undone(const char *sql)
     check(&k, &w, sql);
 }
 
-static void values_that_none_can_have(void **state)
+PLAIN_TEST(values_that_none_can_have)
 {
     edit_is_undone("UPDATE sessions SET tokens=9223372036854775807"); // which nobody can add up
     edit_is_undone("UPDATE sessions SET tokens=16777217 WHERE shard=1");
@@ -204,7 +204,7 @@ static uint8_t *find_commit(struct fault_file *file, int n)
 
 // Three saves, of which the COMMITs of some are damaged: what the next one proves is there, and
 // what is lost is told.
-static void damaged_commits(void **state)
+PLAIN_TEST(damaged_commits)
 {
     static const struct {
         unsigned damaged, lost; // by bits: which saves
@@ -238,7 +238,7 @@ static void damaged_commits(void **state)
 }
 
 // The catalog is lost, and the disk cannot read a sector of a segment: what else there is is back.
-static void sick_without_a_catalog(void **state)
+PLAIN_TEST(sick_without_a_catalog)
 {
     static const char *const path = "/store/segment-0000000000000002.kvqs";
     for (int front = 0; front < 2; front++) {
@@ -356,7 +356,7 @@ static void forge(struct fault_file *file, const struct forgery *f)
 
 // Numbers that somebody made up, with sums that are right: the store opens, with what else it has,
 // goes on, and does not make its catalog anew at every start.
-static void forged_numbers(void **state)
+PLAIN_TEST(forged_numbers)
 {
     for (size_t i = 0; i < 2 * sizeof forgeries / sizeof *forgeries; i++) {
         const struct forgery *f = &forgeries[i / 2];
@@ -382,7 +382,7 @@ static void forged_numbers(void **state)
 }
 
 // A file whose name has a number that no segment has is none.
-static void forged_name(void **state)
+PLAIN_TEST(forged_name)
 {
     static const char *const path = "/store/segment-ffffffffffffffff.kvqs";
     begin_store(52, 1);
@@ -399,7 +399,7 @@ static void forged_name(void **state)
 
 // ---- Versions ----
 
-static void newer_catalog(void **state)
+PLAIN_TEST(newer_catalog)
 {
     begin_store(40, 40);
     change(&k, &w, 10);
@@ -412,7 +412,7 @@ static void newer_catalog(void **state)
 }
 
 // A catalog as the first version made it is brought up to date, with what namespaces use.
-static void first_version(void **state)
+PLAIN_TEST(first_version)
 {
     uint64_t before, after, sessions;
     begin_store(42, 42);
@@ -433,7 +433,7 @@ static void first_version(void **state)
     check(&k, &w, "changed since");
 }
 
-static void newer_segment(void **state)
+PLAIN_TEST(newer_segment)
 {
     char path[KVQ__PATH_BYTES];
     struct kvq_record front;
@@ -456,18 +456,5 @@ static void newer_segment(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(spoiled_catalog),
-        cmocka_unit_test(spoiled_index),
-        cmocka_unit_test(sick_without_a_catalog),
-        cmocka_unit_test(older_catalog),
-        cmocka_unit_test(values_that_none_can_have),
-        cmocka_unit_test(damaged_commits),
-        cmocka_unit_test(forged_numbers),
-        cmocka_unit_test(forged_name),
-        cmocka_unit_test(first_version),
-        cmocka_unit_test(newer_catalog),
-        cmocka_unit_test(newer_segment),
-    };
-    return cmocka_run_group_tests(tests, NULL, end_store);
+    return run_all(NULL, end_store);
 }

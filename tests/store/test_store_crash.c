@@ -104,7 +104,7 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_to
     return crashed;
 }
 
-static void every_sync(void **state)
+PLAIN_TEST(every_sync)
 {
     uint64_t at = 0, runs = 0;
     for (uint64_t seed = 1; seed <= (long_tier() ? 60 : 3); seed++)
@@ -114,7 +114,7 @@ static void every_sync(void **state)
     assert_true(runs > 100);
 }
 
-static void every_change(void **state)
+PLAIN_TEST(every_change)
 {
     uint64_t runs = 0, step = long_tier() ? 1 : 17;
     for (uint64_t seed = 101; seed <= (long_tier() ? 110 : 101); seed++)
@@ -124,7 +124,7 @@ static void every_change(void **state)
 }
 
 // The catalog is lost with the crash: all that was acknowledged is in the segments.
-static void catalog_lost(void **state)
+PLAIN_TEST(catalog_lost)
 {
     uint64_t runs = 0, step = long_tier() ? 1 : 3;
     for (uint64_t seed = 201; seed <= (long_tier() ? 230 : 202); seed++)
@@ -134,7 +134,7 @@ static void catalog_lost(void **state)
 }
 
 // Power fails between two changes, and nothing at all survives that was not synced.
-static void between_changes(void **state)
+PLAIN_TEST(between_changes)
 {
     for (uint64_t seed = 301; seed <= (long_tier() ? 340 : 302); seed++) {
         struct world after;
@@ -227,7 +227,7 @@ static void add_some(struct kit *k, struct world *w, const char *series, int n)
 
 // Removed files come back one by one, as file systems may have it: the first segment, which had
 // sessions that were dropped, without the second, which had their DROPs.
-static void dropped_stays_dropped(void **state)
+PLAIN_TEST(dropped_stays_dropped)
 {
     for (uint64_t seed = 1; seed <= 64; seed++) {
         begin_store(seed, seed);
@@ -245,7 +245,7 @@ static void dropped_stays_dropped(void **state)
 }
 
 // A save fails and its bytes are cut off, but the power fails before the cut was synced.
-static void refused_stays_refused(void **state)
+PLAIN_TEST(refused_stays_refused)
 {
     uint64_t refused = 0;
     for (uint64_t seed = 1; seed <= 64; seed++) {
@@ -269,13 +269,5 @@ static void refused_stays_refused(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(every_sync),
-        cmocka_unit_test(every_change),
-        cmocka_unit_test(catalog_lost),
-        cmocka_unit_test(between_changes),
-        cmocka_unit_test(dropped_stays_dropped),
-        cmocka_unit_test(refused_stays_refused),
-    };
-    return cmocka_run_group_tests(tests, NULL, end_store);
+    return run_all(NULL, end_store);
 }

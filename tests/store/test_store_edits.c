@@ -333,7 +333,7 @@ static void trial(void)
     check_new(&k, "last");
 }
 
-static void edited(void **unused)
+PLAIN_TEST(edited)
 {
     const char *full = getenv("KVQ_FULL"), *one = getenv("KVQ_SEED");
     uint64_t first = one ? strtoull(one, NULL, 10) : 1;
@@ -346,7 +346,7 @@ static void edited(void **unused)
 }
 
 // The newest segment is gone: the next save begins another one.
-static void newest_missing(void **unused)
+PLAIN_TEST(newest_missing)
 {
     seed = 0;
     did[0] = '\0';
@@ -376,7 +376,7 @@ static void newest_missing(void **unused)
 
 // A segment goes while the store is open: verify marks what was in it, and takes the marks off when
 // the file is there again.
-static void gone_meanwhile(void **unused)
+PLAIN_TEST(gone_meanwhile)
 {
     seed = 0;
     did[0] = '\0';
@@ -400,7 +400,7 @@ static void gone_meanwhile(void **unused)
 
 // Of the segment with most that is dead a record that is alive cannot be read: others are compacted
 // all the same, and only when there are no others is that an error.
-static void compacts_past_a_sick_sector(void **unused)
+PLAIN_TEST(compacts_past_a_sick_sector)
 {
     struct kvq_store_session it;
     struct kvq_stored *blocks[2];
@@ -445,11 +445,5 @@ static void compacts_past_a_sick_sector(void **unused)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(newest_missing),
-        cmocka_unit_test(gone_meanwhile),
-        cmocka_unit_test(compacts_past_a_sick_sector),
-        cmocka_unit_test(edited),
-    };
-    return cmocka_run_group_tests(tests, NULL, end_store);
+    return run_all(NULL, end_store);
 }

@@ -133,7 +133,7 @@ static bool fail_once(uint64_t seed, uint64_t at, const struct fault *fault)
     return rc != 0;
 }
 
-static void disk_fails(void **state)
+PLAIN_TEST(disk_fails)
 {
     static const struct fault faults[] = {
         {"full", ENOSPC, KVQ_E_NO_SPACE, false, false, 0},
@@ -184,7 +184,7 @@ static void plan(void)
 }
 
 // One store through one fault after the other: full, failing, crashing, and whole in between.
-static void storm(void **state)
+PLAIN_TEST(storm)
 {
     uint64_t failures = 0, crashes = 0, seeds = long_tier() ? 300 : 8;
     for (uint64_t seed = 1; seed <= seeds; seed++) {
@@ -242,7 +242,7 @@ static int save_one(struct kit *k, struct world *w, int at, const char *name)
 
 // A session that is deleted on a full disk stays deleted, also if the catalog is lost: its DROP is
 // written as soon as there is room, by whoever writes, also after the store was opened again.
-static void deleted_when_full(void **state)
+PLAIN_TEST(deleted_when_full)
 {
     for (int reopen = 0; reopen < 2; reopen++) {
         begin_store(60, 60);
@@ -272,7 +272,7 @@ static void deleted_when_full(void **state)
 }
 
 // A damaged catalog is made anew on a disk without a free byte: its own space has to do.
-static void anew_when_full(void **state)
+PLAIN_TEST(anew_when_full)
 {
     uint64_t free_bytes = 0;
     begin_store(61, 61);
@@ -296,7 +296,7 @@ static void anew_when_full(void **state)
 // Nobody knows what a write or sync that failed has left, so that nothing is written there again: a
 // segment that has failed is never added to, and the next save begins another one. After a disk
 // that was full, and after a save that was given up, the segment goes on.
-static void failed_segment(void **state)
+PLAIN_TEST(failed_segment)
 {
     static const struct {
         const char *name;
@@ -335,7 +335,7 @@ static void failed_segment(void **state)
 }
 
 // That this process may not use a file is no lack of rights of who asks. The text says what to do.
-static void no_right_to_files(void **state)
+PLAIN_TEST(no_right_to_files)
 {
     static const int errors[] = {EACCES, EPERM};
     struct world w = {0};
@@ -422,7 +422,7 @@ static void damage_is_marked(struct kit *k, const struct world *w)
     check(k, w, "opened read-only again");
 }
 
-static void read_only_disk(void **state)
+PLAIN_TEST(read_only_disk)
 {
     begin_store(4, 4);
     change(&k, &w, 20);
@@ -468,7 +468,7 @@ static void read_only_disk(void **state)
 }
 
 // A failed read is an error of that read alone, and no reason to mark a block.
-static void read_fails(void **state)
+PLAIN_TEST(read_fails)
 {
     struct kvq_stored *blocks;
     uint8_t bytes[WORLD_MAX_BYTES];
@@ -541,7 +541,7 @@ static void flip_at(struct kit *k, const struct world *w, uint64_t segment, stru
                  v.good_again, v.text);
 }
 
-static void flipped_bits(void **state)
+PLAIN_TEST(flipped_bits)
 {
     uint64_t step = long_tier() ? 29 : 911, flips = 0;
     begin_store(6, 6);
@@ -564,7 +564,7 @@ static void flipped_bits(void **state)
 
 // A block whose bytes are records of another segment, sound ones that would make a session: when
 // its header is damaged and the catalog is lost, the search for the next record must not take them.
-static void planted_records(void **state)
+PLAIN_TEST(planted_records)
 {
     struct kvq_store_session it;
     const char *path = "/store/segment-0000000000000001.kvqs";
@@ -604,7 +604,7 @@ static void planted_records(void **state)
 
 // A sector that the disk cannot read: a reader is told so and marks nothing, for it may be the
 // cable. verify goes past it and marks what lies there, and takes the marks off when it is mended.
-static void sick_sector(void **state)
+PLAIN_TEST(sick_sector)
 {
     struct kvq_store_verified v;
     struct kvq_store_session it;
@@ -655,7 +655,7 @@ static void sick_sector(void **state)
 }
 
 // A segment is gone: the sessions that had nothing in it do not notice.
-static void missing_segment(void **state)
+PLAIN_TEST(missing_segment)
 {
     char path[KVQ__PATH_BYTES], elsewhere[KVQ__PATH_BYTES + 8];
     begin_store(7, 7);
@@ -687,19 +687,5 @@ static void missing_segment(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(storm),
-        cmocka_unit_test(disk_fails),
-        cmocka_unit_test(deleted_when_full),
-        cmocka_unit_test(anew_when_full),
-        cmocka_unit_test(failed_segment),
-        cmocka_unit_test(no_right_to_files),
-        cmocka_unit_test(read_only_disk),
-        cmocka_unit_test(read_fails),
-        cmocka_unit_test(flipped_bits),
-        cmocka_unit_test(sick_sector),
-        cmocka_unit_test(missing_segment),
-        cmocka_unit_test(planted_records),
-    };
-    return cmocka_run_group_tests(tests, NULL, end_store);
+    return run_all(NULL, end_store);
 }

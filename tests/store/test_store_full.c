@@ -380,17 +380,17 @@ static void run(const struct place *at)
     place->end();
 }
 
-static void in_memory(void **state)
+PLAIN_TEST(in_memory)
 {
     run(&places[0]);
 }
 
-static void on_tmpfs(void **state)
+PLAIN_TEST(on_tmpfs)
 {
     run(&places[1]);
 }
 
-static void on_ext4(void **state)
+PLAIN_TEST(on_ext4)
 {
     run(&places[2]);
 }
@@ -421,7 +421,7 @@ static int save_prompt(const char *name, uint32_t number)
     return rc;
 }
 
-static void scattered(void **state)
+PLAIN_TEST(scattered)
 {
     char name[16];
     place = &places[0];
@@ -457,11 +457,5 @@ static int tear_down(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(in_memory),
-        cmocka_unit_test(on_tmpfs),
-        cmocka_unit_test(on_ext4),
-        cmocka_unit_test(scattered),
-    };
-    return cmocka_run_group_tests(tests, set_up, tear_down);
+    return run_all(set_up, tear_down);
 }

@@ -162,7 +162,7 @@ static int remove_one(void *context, const char *name)
     return unlink(path);
 }
 
-static void killed(void **state)
+PLAIN_TEST(killed)
 {
     uint64_t acknowledged[SESSIONS] = {0}, random = 12345;
     assert_non_null(mkdtemp(folder));
@@ -199,8 +199,5 @@ int main(int argc, char **argv)
 {
     if (argc == 2)
         return saver(argv[1]);
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(killed),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

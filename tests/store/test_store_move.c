@@ -94,7 +94,7 @@ static void take_over(const char *name)
     carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
 }
 
-static void there_and_back(void **state)
+TEST(there_and_back)
 {
     char why[256];
     make_group();
@@ -142,7 +142,7 @@ static void refused(const char *what, uint64_t at)
     assert_false(status.read_only);
 }
 
-static void spoiled_files(void **state)
+TEST(spoiled_files)
 {
     make_group();
     assert_int_equal(export_it("group"), 0);
@@ -174,7 +174,7 @@ static void forge_record(uint8_t *at, const void *payload, size_t n, uint64_t sa
 
 // A file whose records are all sound, but whose end counts others than there are: somebody has put
 // it together from parts.
-static void wrong_count(void **state)
+TEST(wrong_count)
 {
     struct kvq_file_head head;
     struct kvq_record r;
@@ -201,7 +201,7 @@ static void wrong_count(void **state)
 }
 
 // A shard by itself, which nobody could open.
-static void a_shard_is_missing(void **state)
+TEST(a_shard_is_missing)
 {
     w.sessions[0] =
         (struct world_session){.used = true, .name = "half", .shard = 1, .shards = 2, .n = 1};
@@ -213,7 +213,7 @@ static void a_shard_is_missing(void **state)
 }
 
 // Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
-static void too_many_tokens(void **state)
+TEST(too_many_tokens)
 {
     static uint8_t bytes[1 << 16];
     static const uint64_t counts[] = {INT64_MAX, KVQ_MAX_SESSION_TOKENS + 1};
@@ -246,7 +246,7 @@ static void too_many_tokens(void **state)
 }
 
 // Names that no message may hold: the session could never be named again, not even to delete it.
-static void names_without_sense(void **state)
+TEST(names_without_sense)
 {
     static uint8_t bytes[1 << 16];
     static const size_t fields[] = {
@@ -281,7 +281,7 @@ static void names_without_sense(void **state)
 }
 
 // A disk that fills up while the file is written leaves no file, and not the old one spoiled.
-static void no_room(void **state)
+TEST(no_room)
 {
     make_group();
     disk.capacity = fault_physical(&disk) + 4096;
@@ -292,7 +292,7 @@ static void no_room(void **state)
 
 // What did not change makes the same file, whoever exports it when; a block that is in the files of
 // two saves has the same record in both.
-static void same_saves_same_file(void **state)
+TEST(same_saves_same_file)
 {
     make_group();
     uint64_t salts[3], bytes[3];
@@ -330,7 +330,7 @@ static int look_on(void *context, uint64_t done, uint64_t all)
 }
 
 // Both can be ended at every step, and nothing has changed then.
-static void cancelled(void **state)
+TEST(cancelled)
 {
     struct onlooker o;
     const struct kvq_store_watch watch = {look_on, &o};
@@ -386,7 +386,7 @@ static int overtake(void *context, uint64_t done, uint64_t all)
 
 // A session is saved again while it is exported, and the blocks that it had are gone with their
 // segments: who exports it is told to do so again, and not that there is no such session.
-static void overtaken(void **state)
+TEST(overtaken)
 {
     struct world_session *s = &w.sessions[0];
     *s = (struct world_session){.used = true, .name = "it", .shards = 1, .tokens = 20, .n = 20};
@@ -475,7 +475,7 @@ static void tidy(struct kit *k)
     assert_in_range(status.segments, 0, 2 + status.live_bytes / (40 << 10));
 }
 
-static void readers_beside_a_writer(void **state)
+TEST(readers_beside_a_writer)
 {
     struct world after;
     struct reader readers[2];
@@ -506,18 +506,5 @@ static void readers_beside_a_writer(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        TEST(there_and_back),
-        TEST(spoiled_files),
-        TEST(wrong_count),
-        TEST(too_many_tokens),
-        TEST(a_shard_is_missing),
-        TEST(names_without_sense),
-        TEST(overtaken),
-        TEST(no_room),
-        TEST(same_saves_same_file),
-        TEST(cancelled),
-        TEST(readers_beside_a_writer),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }

@@ -42,7 +42,7 @@ static void assert_went(const char *expected)
 
 // Those who look do so side by side; whoever drops waits for them, and whoever looks after that
 // waits for the drop.
-static void test_drop_between_looks(void **state)
+TEST_BETWEEN(test_drop_between_looks, setup, NULL)
 {
     take(0, KVQ__HOLD_LOOK, "it");
     take(1, KVQ__HOLD_LOOK, "it");
@@ -65,7 +65,7 @@ static void test_drop_between_looks(void **state)
     assert_true(kvq__names_empty(&names));
 }
 
-static void test_other_names(void **state)
+TEST_BETWEEN(test_other_names, setup, NULL)
 {
     struct kvq__hold elsewhere = {.kind = KVQ__HOLD_ALONE};
     take(0, KVQ__HOLD_ALONE, "it");
@@ -83,7 +83,7 @@ static void test_other_names(void **state)
 }
 
 // Whoever stops waiting lets in those who waited for it alone.
-static void test_giving_up(void **state)
+TEST_BETWEEN(test_giving_up, setup, NULL)
 {
     take(0, KVQ__HOLD_LOOK, "it");
     take(1, KVQ__HOLD_ALONE, "it");
@@ -131,7 +131,7 @@ static void goes(struct kvq__hold *h)
 {
 }
 
-static void test_at_random(void **state)
+TEST_BETWEEN(test_at_random, setup, NULL)
 {
     static const char *const called[] = {"a", "b", "c"};
     for (uint64_t i = 0; i < STEPS; i++) {
@@ -174,7 +174,7 @@ static void end_turn(void)
 }
 
 // One namespace with a long queue does not keep the others waiting: they have every other turn.
-static void test_turns(void **state)
+PLAIN_TEST(test_turns)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "y", "z", "y"};
     memset(order, 0, sizeof order);
@@ -193,7 +193,7 @@ static void test_turns(void **state)
 }
 
 // Several at a time: the one who came to the end makes room for the next namespace's first.
-static void test_several_turns(void **state)
+PLAIN_TEST(test_several_turns)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "x", "x", "x", "x", "y"};
     memset(waiting, 0, sizeof waiting);
@@ -213,7 +213,7 @@ static void test_several_turns(void **state)
 }
 
 // What one namespace reads, however slowly, leaves room for the others.
-static void test_room_for_others(void **state)
+PLAIN_TEST(test_room_for_others)
 {
     static const char *const ns[TURNS] = {"x", "x", "x", "y", "x", "y", "z", "y"};
     memset(waiting, 0, sizeof waiting);
@@ -244,14 +244,5 @@ static void test_room_for_others(void **state)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test_setup(test_drop_between_looks, setup),
-        cmocka_unit_test_setup(test_other_names, setup),
-        cmocka_unit_test_setup(test_giving_up, setup),
-        cmocka_unit_test_setup(test_at_random, setup),
-        cmocka_unit_test(test_turns),
-        cmocka_unit_test(test_several_turns),
-        cmocka_unit_test(test_room_for_others),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }
