@@ -393,7 +393,7 @@ void kit_load(struct member *m, const struct kvq_request *header,
         memcpy(kvq__queue_layers(m->queue), m->layers, header->layer * sizeof *m->layers);
 }
 
-static int drive(struct member *m, enum kvq__progress p)
+int kit_go_on(struct member *m, enum kvq__progress p)
 {
     while (p == KVQ__RUN || p == KVQ__GPU || p == KVQ__AGAIN ||
            (p == KVQ__WAIT && !TAILQ_EMPTY(&m->kit->core->ended))) {
@@ -413,12 +413,12 @@ int kit_request(struct member *m, const struct kvq_request *header,
                 const struct kvq_entry_wire *entries)
 {
     kit_load(m, header, entries);
-    return drive(m, kvq__request_start(m->queue));
+    return kit_go_on(m, kvq__request_start(m->queue));
 }
 
 int kit_again(struct member *m)
 {
-    return drive(m, kvq__request_continue(m->queue));
+    return kit_go_on(m, kvq__request_continue(m->queue));
 }
 
 int kit_ask(struct member *m, const struct kvq_request *header, const struct kvq_entry_wire *entry)

@@ -95,7 +95,8 @@ int kit_request(struct member *m, const struct kvq_request *header,
                 const struct kvq_entry_wire *entries);
 // The same; if that is 0, the status of its first entry.
 int kit_ask(struct member *m, const struct kvq_request *header, const struct kvq_entry_wire *entry);
-// As kit_request, of a request that has begun.
+// The same of a request that has begun: from there, or from what it comes to when it is asked.
+int kit_go_on(struct member *m, enum kvq__progress p);
 int kit_again(struct member *m);
 struct kvq_request kit_header(uint8_t op, uint16_t count);
 // The same of a step.

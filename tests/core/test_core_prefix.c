@@ -431,9 +431,7 @@ TEST_BETWEEN(under_way, setup_small, teardown)
     }
     assert_int_equal(rc, 1);
     assert_int_equal(kvq__request_continue(third.queue), KVQ__WAIT);
-    kit_run_job(&kit, kvq__queue_job(one.queue));
-    while (kvq__request_continue(one.queue) == KVQ__RUN)
-        kit_run_job(&kit, kvq__queue_job(one.queue));
+    assert_int_equal(kit_go_on(&one, KVQ__RUN), 0);
     assert_memory_equal(one.memory + OUT, want, sizeof want);
     assert_int_equal(kvq__request_continue(third.queue), KVQ__DONE); // and now there is room
     assert_int_equal(kvq__queue_results(third.queue)[0].status, 0);

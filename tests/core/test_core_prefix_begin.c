@@ -39,10 +39,7 @@ static void ask_layer(struct member *m, uint64_t handle, uint32_t layer)
 
 static void answer_layer(struct member *m, int status)
 {
-    enum kvq__progress p = kvq__request_continue(m->queue);
-    for (; p == KVQ__RUN; p = kvq__request_continue(m->queue))
-        kit_run_job(&kit, kvq__queue_job(m->queue));
-    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kit_again(m), 0);
     assert_int_equal(kvq__queue_results(m->queue)[0].status, status);
 }
 

@@ -137,37 +137,33 @@ TEST(test_entries_apart)
 // Breaks one view in every way.
 static void break_view(struct kvq_request *r, struct kvq_wire_view *v, struct kvq_entry_wire e)
 {
-    const struct kvq_wire_view good = *v;
-    assert_int_equal(status_of(*r, e), 0);
-    v->buffer = 12345;
-    assert_int_equal(status_of(*r, e), KVQ_E_BUFFER);
-    *v = good;
-    for (uint32_t dtype = 0; dtype < 256; dtype += dtype == 0 ? 4 : 251) {
-        v->dtype = (uint8_t)dtype;
-        assert_int_equal(status_of(*r, e), KVQ_E_DTYPE);
+    struct kvq_wire_view good = *v;
+    const struct {
+        const char *what;
+        struct kvq_wire_view view;
+        int code;
+    } cases[] = {
+        {"as it was", good, 0},
+        {"no such buffer", WITH(good, buffer = 12345), KVQ_E_BUFFER},
+        {"dtype 0", WITH(good, dtype = 0), KVQ_E_DTYPE},
+        {"dtype 4", WITH(good, dtype = 4), KVQ_E_DTYPE},
+        {"dtype 255", WITH(good, dtype = 255), KVQ_E_DTYPE},
+        {"a pad", WITH(good, pad[2] = 1), KVQ_E_INVALID},
+        {"misaligned", WITH(good, offset += 1), KVQ_E_INVALID},
+        {"at the buffer's end", WITH(good, offset = BUFFER - 4), KVQ_E_BOUNDS},
+        {"an offset that overflows", WITH(good, offset = UINT64_MAX - 3), KVQ_E_BOUNDS},
+        {"rows that overflow", WITH(good, token_stride = UINT64_MAX - 3), KVQ_E_BOUNDS},
+        {"heads far apart", WITH(good, head_stride = 1ull << 39),
+         v == &r->lse ? KVQ_E_INVALID : KVQ_E_BOUNDS},
+        {"heads on one another, or misaligned", WITH(good, head_stride = 2), KVQ_E_INVALID},
+        {"as it was, again", good, 0},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        *v = cases[i].view;
+        int rc = status_of(*r, e);
+        if (rc != cases[i].code)
+            fail_msg("%s: %d instead of %d", cases[i].what, rc, cases[i].code);
     }
-    *v = good;
-    v->pad[2] = 1;
-    assert_int_equal(status_of(*r, e), KVQ_E_INVALID);
-    *v = good;
-    v->offset += 1;
-    assert_int_equal(status_of(*r, e), KVQ_E_INVALID);
-    v->offset = BUFFER - 4;
-    assert_int_equal(status_of(*r, e), KVQ_E_BOUNDS);
-    v->offset = UINT64_MAX - 3;
-    assert_int_equal(status_of(*r, e), KVQ_E_BOUNDS);
-    *v = good;
-    v->token_stride = UINT64_MAX - 3;
-    assert_int_equal(status_of(*r, e), KVQ_E_BOUNDS);
-    *v = good;
-    v->head_stride = 1ull << 39;
-    int rc = status_of(*r, e);
-    assert_true(rc == KVQ_E_BOUNDS || (v == &r->lse && rc == KVQ_E_INVALID));
-    *v = good;
-    v->head_stride = 2; // heads lie on one another, or misaligned
-    assert_int_equal(status_of(*r, e), KVQ_E_INVALID);
-    *v = good;
-    assert_int_equal(status_of(*r, e), 0);
 }
 
 TEST(test_views)
@@ -575,17 +571,11 @@ TEST(test_waiting)
     kit_load(&late, &cut, &e);
     assert_int_equal(kvq__request_start(second), KVQ__WAIT);
     assert_int_equal(kvq__request_continue(second), KVQ__WAIT);
-    while (kit_run_job(&kit, kvq__queue_job(m.queue)), kvq__request_continue(m.queue) == KVQ__RUN)
-        ;
+    assert_int_equal(kit_go_on(&m, KVQ__RUN), 0);
     assert_int_equal(kit_request(&m, &read, &e), 1); // no new reader gets in between
     assert_int_equal(kvq__request_continue(second), KVQ__DONE);
     assert_int_equal(kvq__queue_results(second)[0].status, 0);
-    enum kvq__progress p = kvq__request_continue(m.queue);
-    while (p == KVQ__RUN) {
-        kit_run_job(&kit, kvq__queue_job(m.queue));
-        p = kvq__request_continue(m.queue);
-    }
-    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kit_again(&m), 0);
     kvq__queue_close(&second);
 }
 

@@ -450,10 +450,7 @@ KIT_TEST(test_overtaken)
         assert_int_equal(kit_step(&m, one, 100, HEADS, DIM), 0);
         kit_pack(&kit);
     }
-    enum kvq__progress p = KVQ__RUN;
-    for (; p == KVQ__RUN; p = kvq__request_continue(reader.queue))
-        kit_run_job(&kit, kvq__queue_job(reader.queue));
-    assert_int_equal(p, KVQ__DONE);
+    assert_int_equal(kit_go_on(&reader, KVQ__RUN), 0);
     assert_int_equal(kvq__queue_results(reader.queue)[0].status, 0);
     assert_int_equal(kvq__queue_results(reader.queue)[0].value, 250);
     assert_int_equal(head_of(&theirs)->tokens, 250);
