@@ -13,15 +13,20 @@ static void refused(const struct set *s, uint32_t shard, int rc, const char *why
     assert_says(text, why);
 }
 
-static void prepare(const char *name, uint32_t shards)
+// The set is fed so many tokens of the format, saved and dropped.
+static void prepare_set(struct set a, const char *name, uint64_t tokens)
 {
-    struct set a = by_heads("it", shards);
     format = name;
     rollback = 0;
     open_all(&a);
-    feed(&a, 600);
+    feed(&a, tokens);
     save(&a);
     drop(&a);
+}
+
+static void prepare(const char *name, uint32_t shards)
+{
+    prepare_set(by_heads("it", shards), name, 600);
 }
 
 TEST(test_refusals)
@@ -52,23 +57,12 @@ TEST(test_refusals)
     refused(&four, 2, KVQ_E_EXISTS, "vecinfer-k4b8v4b8@book of layer 1 has a codebook");
 }
 
-static void prepare_stages(const char *name)
-{
-    struct set a = by_layers("it", 4);
-    format = name;
-    rollback = 0;
-    open_all(&a);
-    feed(&a, 300);
-    save(&a);
-    drop(&a);
-}
-
 TEST(test_refusals_of_stages)
 {
     struct set two = by_layers("it", 2), eight = by_layers("it", 8);
-    prepare_stages("ott2");
+    prepare_set(by_layers("it", 4), "ott2", 300);
     refused(&two, 1, KVQ_E_EXISTS, "is another one for a shard's first layers");
-    prepare_stages("oscar2");
+    prepare_set(by_layers("it", 4), "oscar2", 300);
     struct kvq__saved *saved = &vault_find(&vault, "it", 1)->saved;
     saved->layers[1].row.kv_from = 0;
     refused(&eight, 3, KVQ_E_EXISTS, "layer 1 of shard 1 reads the cache of a layer that would");
