@@ -6,6 +6,7 @@
 struct spoil {
     const char *name, *says;
     void (*spoil)(struct fault_file *db, struct fault_file *wal);
+    const char *before, *renamed; // where that is NULL: this name in the schema, behind this
 };
 
 static void spoil_head(struct fault_file *db, struct fault_file *wal)
@@ -52,44 +53,32 @@ static void raise_write_version(struct fault_file *db, struct fault_file *wal)
     db->data[18] ^= 4;
 }
 
-static void rename_table(struct fault_file *db, struct fault_file *wal)
-{
-    rename_in_schema(db, "CREATE TABLE ", "entries(");
-}
-
-static void rename_column(struct fault_file *db, struct fault_file *wal)
-{
-    rename_in_schema(db, "meta BLOB, ", "manifest INT");
-}
-
-static void rename_owed(struct fault_file *db, struct fault_file *wal)
-{
-    rename_in_schema(db, "CREATE TABLE ", "owed(");
-}
-
 PLAIN_TEST(spoiled_catalog)
 {
     static const struct spoil spoils[] = {
-        {"head", "damaged", spoil_head},
-        {"schema", "damaged", spoil_root},
-        {"inside", "damaged", spoil_inside},
-        {"cut short", "damaged", cut_short},
-        {"empty", "missing", empty},
-        {"a table's name", "damaged", rename_table},
-        {"a column", "damaged", rename_column},
-        {"the last table", "damaged", rename_owed},
-        {"write version", "damaged", raise_write_version},
+        {"head", "damaged", spoil_head, NULL, NULL},
+        {"schema", "damaged", spoil_root, NULL, NULL},
+        {"inside", "damaged", spoil_inside, NULL, NULL},
+        {"cut short", "damaged", cut_short, NULL, NULL},
+        {"empty", "missing", empty, NULL, NULL},
+        {"a table's name", "damaged", NULL, "CREATE TABLE ", "entries("},
+        {"a column", "damaged", NULL, "meta BLOB, ", "manifest INT"},
+        {"the last table", "damaged", NULL, "CREATE TABLE ", "owed("},
+        {"write version", "damaged", raise_write_version, NULL, NULL},
     };
     for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
         begin_store(i, 20 + i);
         change(&k, &w, 40);
         kvq_store_close(&k.store);
-        spoils[i].spoil(fault_find(&disk, catalog), fault_find(&disk, "/store/catalog.db-wal"));
+        struct fault_file *db = fault_find(&disk, catalog);
+        if (spoils[i].spoil)
+            spoils[i].spoil(db, fault_find(&disk, "/store/catalog.db-wal"));
+        else
+            rename_in_schema(db, spoils[i].before, spoils[i].renamed);
         if (kit_open(&k, &disk.io))
             fail_msg("%s: %s", spoils[i].name, k.text);
-        assert_true(k.report.rebuilt);
-        assert_says(k.report.text, spoils[i].says);
-        assert_int_equal(k.report.bad_blocks, 0);
+        if (!k.report.rebuilt || !strstr(k.report.text, spoils[i].says) || k.report.bad_blocks)
+            fail_msg("%s: \"%s\"", spoils[i].name, k.report.text);
         check(&k, &w, spoils[i].name);
         if (strcmp(spoils[i].says, "damaged") == 0)
             assert_non_null(fault_find(&disk, "/store/catalog.db.bad"));
