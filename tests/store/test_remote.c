@@ -208,41 +208,34 @@ PLAIN_TEST(the_bucket_may_be_in_the_name)
 // ---- Uploads ----
 
 struct push_case {
+    const char *words;      // in the sentence
     const char *replies[8]; // behind a head and data that are not there
-    int code;
-    const char *words;
 };
 
 static const struct push_case push_cases[] = {
-    {{"HTTP/1.1 200 OK\r\n\r\n<html>It works!</html>"}, KVQ_E_REMOTE, "makes no sense"},
-    {{XML "<ListMultipartUploadsResult>"}, KVQ_E_REMOTE, "makes no sense"},
-    {{XML "<ListMultipartUploadsResult><Upload><Key><a/></Key></Upload></"
-          "ListMultipartUploadsResult>"},
-     KVQ_E_REMOTE,
-     "elements where there should be text"},
-    {{NO_UPLOADS, XML "<InitiateMultipartUploadResult/>"}, KVQ_E_REMOTE, "names no upload"},
-    {{NO_UPLOADS, BEGUN, OK "Content-Length: 0\r\n\r\n"}, KVQ_E_REMOTE, "no ETag"},
-    {{NO_UPLOADS, BEGUN, OK "ETag: </ETag><x>\r\nContent-Length: 0\r\n\r\n"},
-     KVQ_E_REMOTE,
-     "no ETag that can be used"},
+    {"makes no sense", {"HTTP/1.1 200 OK\r\n\r\n<html>It works!</html>"}},
+    {"makes no sense", {XML "<ListMultipartUploadsResult>"}},
+    {"elements where there should be text",
+     {XML "<ListMultipartUploadsResult><Upload><Key><a/></Key></Upload></"
+          "ListMultipartUploadsResult>"}},
+    {"names no upload", {NO_UPLOADS, XML "<InitiateMultipartUploadResult/>"}},
+    {"no ETag", {NO_UPLOADS, BEGUN, OK "Content-Length: 0\r\n\r\n"}},
+    {"no ETag that can be used",
+     {NO_UPLOADS, BEGUN, OK "ETag: </ETag><x>\r\nContent-Length: 0\r\n\r\n"}},
     // It says 200 and then that it failed.
-    {{NO_UPLOADS, BEGUN, PART_DONE, PART_DONE,
-      XML "<Error><Code>InternalError</Code><Message>oh</Message></Error>"},
-     KVQ_E_REMOTE,
-     "InternalError: oh"},
+    {"InternalError: oh",
+     {NO_UPLOADS, BEGUN, PART_DONE, PART_DONE,
+      XML "<Error><Code>InternalError</Code><Message>oh</Message></Error>"}},
     // It says that all is well, and has less than it was given.
-    {{NO_UPLOADS, BEGUN, PART_DONE, PART_DONE, XML "<CompleteMultipartUploadResult/>",
-      OK "Content-Length: 5\r\n\r\n"},
-     KVQ_E_REMOTE,
-     "has 5 bytes of"},
-    {{NO_UPLOADS, BEGUN, PART_DONE, PART_DONE, XML "<CompleteMultipartUploadResult/>", OK "\r\n"},
-     KVQ_E_REMOTE,
-     "names no length"},
+    {"has 5 bytes of",
+     {NO_UPLOADS, BEGUN, PART_DONE, PART_DONE, XML "<CompleteMultipartUploadResult/>",
+      OK "Content-Length: 5\r\n\r\n"}},
+    {"names no length",
+     {NO_UPLOADS, BEGUN, PART_DONE, PART_DONE, XML "<CompleteMultipartUploadResult/>", OK "\r\n"}},
     // It forgets the upload each time.
-    {{NO_UPLOADS, BEGUN, "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchUpload</Code></Error>", ABSENT,
-      BEGUN, "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchUpload</Code></Error>", ABSENT},
-     KVQ_E_REMOTE,
-     "forgets uploads"},
+    {"forgets uploads",
+     {NO_UPLOADS, BEGUN, "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchUpload</Code></Error>", ABSENT,
+      BEGUN, "HTTP/1.1 404 No\r\n\r\n<Error><Code>NoSuchUpload</Code></Error>", ABSENT}},
 };
 
 PLAIN_TEST(bad_uploads_end_in_errors)
@@ -255,8 +248,8 @@ PLAIN_TEST(bad_uploads_end_in_errors)
         for (int k = 0; k < 8 && c->replies[k]; k++)
             replies[count++].bytes = c->replies[k];
         int rc = push_to(replies, count);
-        if (rc != c->code || !strstr(text, c->words))
-            fail_msg("case %zu: %s: %s", i, kvq_status_name(rc), text);
+        if (rc != KVQ_E_REMOTE || !strstr(text, c->words))
+            fail_msg("case %zu, \"%s\": %s: %s", i, c->words, kvq_status_name(rc), text);
         for (int k = 0; k < server.n_asked && k < SCRIPT_REQUESTS; k++)
             assert_null(strstr(server.asked[k], "PUT /sessions/s/n/head")); // never the head
     }
@@ -523,30 +516,27 @@ PLAIN_TEST(documents_without_sense_are_refused)
 
 // ---- Options and keys ----
 
+static void does_not_open(struct kvq_remote_options o, int code, const char *what)
+{
+    int rc = kvq_remote_open(&o, &remote, text, sizeof text);
+    if (rc != code)
+        fail_msg("%s: %s", what, kvq_status_name(rc));
+    assert_null(strstr(text, ":p@"));
+}
+
 PLAIN_TEST(bad_options_are_named)
 {
-    struct kvq_remote_options good = remote_options(1, &test_clock), o;
+    struct kvq_remote_options good = remote_options(1, &test_clock);
     static const char *const endpoints[] = {"ftp://h",       "http://",    "http://u:p@h",
                                             "http://h/path", "http://h?q", "",
                                             "h h",           "http://h#x"};
-    for (size_t i = 0; i < sizeof endpoints / sizeof *endpoints; i++) {
-        o = good;
-        o.endpoint = endpoints[i];
-        assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_INVALID);
-        assert_null(strstr(text, ":p@"));
-    }
+    for (size_t i = 0; i < sizeof endpoints / sizeof *endpoints; i++)
+        does_not_open(WITH(good, endpoint = endpoints[i]), KVQ_E_INVALID, endpoints[i]);
     static const char *const prefixes[] = {"/a", "a//b", "../a", "a/./b", "a b", "a%2f"};
-    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes; i++) {
-        o = good;
-        o.prefix = prefixes[i];
-        assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_INVALID);
-    }
-    o = good;
-    o.bucket = "Has Capitals";
-    assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_INVALID);
-    o = good;
-    o.keys.secret[0] = '\0';
-    assert_int_equal(kvq_remote_open(&o, &remote, text, sizeof text), KVQ_E_PERMISSION);
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes; i++)
+        does_not_open(WITH(good, prefix = prefixes[i]), KVQ_E_INVALID, prefixes[i]);
+    does_not_open(WITH(good, bucket = "Has Capitals"), KVQ_E_INVALID, "Has Capitals");
+    does_not_open(WITH(good, keys.secret[0] = '\0'), KVQ_E_PERMISSION, "no secret");
     open_with(&good);
     assert_int_equal(kvq_remote_delete(remote, "a/../b", text, sizeof text), KVQ_E_INVALID);
     kvq_remote_close(&remote);

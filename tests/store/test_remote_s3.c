@@ -502,6 +502,21 @@ static struct kvq_store *open_store(const char *name)
     return store;
 }
 
+static struct kvq_store_meta meta_of(uint32_t shard, int64_t saved_at, const char *bytes)
+{
+    return (struct kvq_store_meta){.space = "u",
+                                   .name = "s",
+                                   .model = "m",
+                                   .formats = "f",
+                                   .shard = shard,
+                                   .shards = SHARDS,
+                                   .tokens = 384,
+                                   .saved_at = saved_at,
+                                   .version = 1,
+                                   .bytes = bytes,
+                                   .n_bytes = strlen(bytes)};
+}
+
 static void save_session(struct kvq_store *store, uint32_t seed)
 {
     uint8_t block[BLOCK_BYTES];
@@ -509,17 +524,7 @@ static void save_session(struct kvq_store *store, uint32_t seed)
     struct kvq_save *save;
     good(kvq_save_begin(store, &save, text, sizeof text));
     for (uint32_t shard = 0; shard < SHARDS; shard++) {
-        struct kvq_store_meta meta = {.space = "u",
-                                      .name = "s",
-                                      .model = "m",
-                                      .formats = "f",
-                                      .shard = shard,
-                                      .shards = SHARDS,
-                                      .tokens = 384,
-                                      .saved_at = 1,
-                                      .version = 1,
-                                      .bytes = "meta",
-                                      .n_bytes = 4};
+        const struct kvq_store_meta meta = meta_of(shard, 1, "meta");
         good(kvq_save_session(save, &meta, text, sizeof text));
         for (uint32_t page = 0; page < BLOCKS; page++) {
             struct kvq_place place = {.page = page, .from = page * 128};
@@ -543,15 +548,7 @@ static void save_again(struct kvq_store *store)
         size_t n;
         good(kvq_store_find(store, "u", "s", shard, &was, text, sizeof text));
         good(kvq_store_blocks(store, &was, &blocks, &n, text, sizeof text));
-        struct kvq_store_meta meta = {.space = "u",
-                                      .name = "s",
-                                      .model = "m",
-                                      .formats = "f",
-                                      .shard = shard,
-                                      .shards = SHARDS,
-                                      .tokens = 384,
-                                      .saved_at = 2,
-                                      .version = 1};
+        const struct kvq_store_meta meta = meta_of(shard, 2, "");
         good(kvq_save_session(save, &meta, text, sizeof text));
         for (uint32_t i = 0; i + 1 < n; i++)
             good(kvq_save_keep(save, &blocks[i].place, blocks[i].id, text, sizeof text));
