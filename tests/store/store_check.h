@@ -87,6 +87,15 @@ static inline struct kvq_store_session found(const char *name)
     return session;
 }
 
+static inline bool is_there(const char *name)
+{
+    struct kvq_store_session session;
+    int rc = kvq_store_find(k.store, "uid-1", name, 0, &session, k.text, sizeof k.text);
+    if (rc && rc != KVQ_E_NO_SESSION)
+        fail_msg("%s: %s", name, k.text);
+    return rc == 0;
+}
+
 // Its blocks, to be freed.
 static inline struct kvq_stored *blocks_of(const struct kvq_store_session *session, size_t *n)
 {

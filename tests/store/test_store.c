@@ -4,8 +4,6 @@
 // reopenings and compactions; caps, locks, prefixes, and what is refused.
 #include "tests/store/store_check.h"
 
-static struct world after; // the last change
-
 static struct kvq_store_freed freed; // by the last call
 
 PLAIN_TEST(random_changes)
@@ -16,6 +14,7 @@ PLAIN_TEST(random_changes)
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.created);
     for (int i = 0; i < 150; i++) {
+        struct world after;
         if (kit_change(&k, &w, &after))
             fail_msg("change %d: %s", i, k.text);
         w = after;
@@ -32,10 +31,7 @@ PLAIN_TEST(random_changes)
 PLAIN_TEST(space_comes_back)
 {
     begin_store(7, 2);
-    for (int i = 0; i < 60; i++) {
-        assert_int_equal(kit_change(&k, &w, &after), 0);
-        w = after;
-    }
+    change(&k, &w, 60);
     for (int i = 0; i < WORLD_SESSIONS; i++)
         if (w.sessions[i].used && w.sessions[i].shard == 0)
             assert_int_equal(drop_session(w.sessions[i].name), 0);
@@ -64,8 +60,7 @@ PLAIN_TEST(gc_is_foretold)
 {
     begin_store(7, 4);
     for (int i = 0; i < 200; i++) {
-        assert_int_equal(kit_change(&k, &w, &after), 0);
-        w = after;
+        change(&k, &w, 1);
         foretold(&k, false);
     }
     struct world_session *s = &w.sessions[0];
@@ -79,12 +74,21 @@ PLAIN_TEST(gc_is_foretold)
     }
 }
 
+// How many of n hashes a session of the namespace has, which is *it.
+static uint32_t matches(const char *space, const uint8_t (*hashes)[KVQ_PREFIX_BYTES], uint32_t n,
+                        struct kvq_store_session *it)
+{
+    uint32_t matched;
+    if (kvq_store_match(k.store, space, hashes, n, &matched, it, k.text, sizeof k.text))
+        fail_msg("%s", k.text);
+    return matched;
+}
+
 // A chain of hashes: sessions that share a part of it are found by the longest part.
 PLAIN_TEST(prefixes)
 {
     uint8_t hashes[6][KVQ_PREFIX_BYTES];
     struct kvq_store_session it;
-    uint32_t matched;
     struct world_session *s = &w.sessions[0];
     begin_store(7, 3);
     *s = (struct world_session){.used = true, .name = "a", .shards = 1, .seed = 5, .pages = 4};
@@ -92,25 +96,16 @@ PLAIN_TEST(prefixes)
     for (uint64_t i = 0; i < 6; i++)
         world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
     for (uint32_t n = 0; n <= 6; n++) {
-        assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, n, &matched, &it,
-                                         k.text, sizeof k.text),
-                         0);
-        assert_int_equal(matched, n < 4 ? n : 4);
+        assert_int_equal(matches("uid-1", hashes, n, &it), n < 4 ? n : 4);
         assert_string_equal(it.name, n ? "a" : "");
     }
-    assert_int_equal(kvq_store_match(k.store, "uid-2", (const void *)hashes, 6, &matched, &it,
-                                     k.text, sizeof k.text),
-                     0);
-    assert_int_equal(matched, 0); // another namespace
-    s->pages = 2;                 // saved again with fewer
+    assert_int_equal(matches("uid-2", hashes, 6, &it), 0); // another namespace
+    s->pages = 2;                                          // saved again with fewer
     assert_int_equal(kit_save(&k, &w, "a"), 0);
-    assert_int_equal(kvq_store_match(k.store, "uid-1", (const void *)hashes, 6, &matched, &it,
-                                     k.text, sizeof k.text),
-                     0);
-    assert_int_equal(matched, 2);
+    assert_int_equal(matches("uid-1", hashes, 6, &it), 2);
 }
 
-static void save_blocks(struct kit *k, struct world *w, const char *name, int n, int *rc)
+static int save_blocks(struct kit *k, struct world *w, const char *name, int n)
 {
     struct world_session *s = &w->sessions[0];
     *s = (struct world_session){.used = true, .shards = 1, .tokens = 10};
@@ -118,7 +113,7 @@ static void save_blocks(struct kit *k, struct world *w, const char *name, int n,
     for (int i = 0; i < n; i++)
         s->blocks[s->n++] = (struct world_block){
             .place = {0, (uint32_t)i, 1, 0}, .seed = (uint64_t)i, .bytes = WORLD_MAX_BYTES};
-    *rc = kit_save(k, w, name);
+    return kit_save(k, w, name);
 }
 
 // What the store says it has room for it takes, and little more: what was taken in advance for a
@@ -150,7 +145,7 @@ PLAIN_TEST(cap)
     assert_int_equal(kit_open(&k, &disk.io), 0);
     for (i = 0; i < 100 && rc == 0; i++) {
         snprintf(name, sizeof name, "s%d", i);
-        save_blocks(&k, &w, name, 40, &rc);
+        rc = save_blocks(&k, &w, name, 40);
         saved += rc == 0;
         if (rc)
             assert_says(k.text, "the cap is 16777216 bytes");
@@ -160,17 +155,14 @@ PLAIN_TEST(cap)
     assert_true(saved > 20);
     assert_true(beyond < 8);
     assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
-    struct kvq_store_session none;
-    assert_int_equal(kvq_store_find(k.store, "uid-1", name, 0, &none, k.text, sizeof k.text),
-                     KVQ_E_NO_SESSION);
+    assert_false(is_there(name));
     // Deleting works at the cap, compaction too, and then there is room again.
     for (i = 0; i < 8; i++) {
         snprintf(name, sizeof name, "s%d", i);
         assert_int_equal(drop_session(name), 0);
     }
     compact_all(1 << 18, 20);
-    save_blocks(&k, &w, "again", 40, &rc);
-    assert_int_equal(rc, 0);
+    assert_int_equal(save_blocks(&k, &w, "again", 40), 0);
     assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
 }
 
@@ -250,7 +242,6 @@ static void forgotten(struct kit *k, struct world *w)
 PLAIN_TEST(limits)
 {
     struct world before;
-    struct kvq_store_session none;
     begin_store(7, 6);
     assert_int_equal(kvq_store_limit(k.store, "uid-1", 20000, k.text, sizeof k.text), 0);
     assert_int_equal(usage(&k, "uid-1", 0), 0);
@@ -264,8 +255,7 @@ PLAIN_TEST(limits)
     assert_says(k.text, "namespace uid-1 may keep 20000 bytes, 14000 are used, and this "
                         "save needs 7000 more");
     assert_int_equal(disk.n_writes, written);
-    assert_int_equal(kvq_store_find(k.store, "uid-1", "b", 0, &none, k.text, sizeof k.text),
-                     KVQ_E_NO_SESSION);
+    assert_false(is_there("b"));
     w = before;
     check(&k, &w, "limits");
     assert_int_equal(usage(&k, "uid-1", 2), 14000);
@@ -322,12 +312,6 @@ static int put_some(struct kit *k, struct kvq_save *save, const char *name, uint
     return rc;
 }
 
-static bool is_there(struct kit *k, const char *name)
-{
-    struct kvq_store_session s;
-    return kvq_store_find(k->store, "uid-1", name, 0, &s, k->text, sizeof k->text) == 0;
-}
-
 // One session of a save that is refused is taken out of it; the others are saved, those that come
 // after it and have a block of its included, and what it had put is dead.
 PLAIN_TEST(one_of_many)
@@ -346,7 +330,7 @@ PLAIN_TEST(one_of_many)
     const struct kvq_place place = {.page = 9};
     assert_int_equal(kvq_save_keep(save, &place, id - 4, k.text, sizeof k.text), 0); // of b's
     assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), 0);
-    assert_true(is_there(&k, "a") && is_there(&k, "c") && !is_there(&k, "b"));
+    assert_true(is_there("a") && is_there("c") && !is_there("b"));
     assert_int_equal(usage(&k, "uid-1", 2), 6000);
     if (!kit_sound(&k, why))
         fail_msg("%s", why);
@@ -369,7 +353,7 @@ PLAIN_TEST(one_of_many)
     disk.capacity = 0;
     assert_false(kvq_save_cut(save, 1));
     assert_int_equal(kvq_save_commit(&save, k.text, sizeof k.text), KVQ_E_NO_SPACE);
-    assert_false(is_there(&k, "d"));
+    assert_false(is_there("d"));
 }
 
 PLAIN_TEST(one_writer)
@@ -393,10 +377,8 @@ PLAIN_TEST(stale)
 {
     struct kvq_stored *blocks;
     size_t n;
-    int rc;
     begin_store(7, 5);
-    save_blocks(&k, &w, "a", 3, &rc);
-    assert_int_equal(rc, 0);
+    assert_int_equal(save_blocks(&k, &w, "a", 3), 0);
     struct kvq_store_session it = found("a");
     assert_int_equal(kit_save(&k, &w, "a"), 0); // keeps all
     assert_int_equal(kvq_store_blocks(k.store, &it, &blocks, &n, k.text, sizeof k.text),
@@ -565,10 +547,7 @@ PLAIN_TEST(existing_only)
     }
     k.options.existing_only = false;
     assert_int_equal(kit_open(&k, &disk.io), 0);
-    for (int i = 0; i < 20; i++) {
-        assert_int_equal(kit_change(&k, &w, &after), 0);
-        w = after;
-    }
+    change(&k, &w, 20);
     kvq_store_close(&k.store);
     k.options.existing_only = true;
     for (int lost = 0; lost < 2; lost++) { // the second has segments alone
