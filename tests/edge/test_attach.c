@@ -446,7 +446,6 @@ COUNTED_TEST(test_too_many_clients)
     assert_false(peer_receive(p)); // and the connection is closed
 }
 
-// Groups of the process at the other end.
 // A name that no session can have is refused as one, and the connection goes on.
 COUNTED_TEST(test_long_name)
 {
@@ -467,6 +466,7 @@ COUNTED_TEST(test_long_name)
     assert_int_equal(peer_ask(p, &request, NULL, 0), 0);
 }
 
+// Groups of the process at the other end.
 PLAIN_TEST(test_groups)
 {
     char text[KVQ_TEXT_BYTES];

@@ -130,10 +130,8 @@ static void client_open(struct fake_client *c, struct rig *rig)
     queue_open(c, rig, NULL);
 }
 
-static void client_close(struct fake_client *c)
+static void client_free(struct fake_client *c)
 {
-    kvq__mailbox_post(kvq__poller_box(c->rig->poller), &c->remove, remove_port);
-    wait_for_word(&c->closed, 1);
     assert_true(c->queue->closed);
     fake_queue_free(c->queue);
     free(c->req);
@@ -141,6 +139,13 @@ static void client_close(struct fake_client *c)
     close(c->event);
     close(c->wake_daemon_side);
     close(c->wake);
+}
+
+static void client_close(struct fake_client *c)
+{
+    kvq__mailbox_post(kvq__poller_box(c->rig->poller), &c->remove, remove_port);
+    wait_for_word(&c->closed, 1);
+    client_free(c);
 }
 
 // The rig with one client.
@@ -163,6 +168,15 @@ static void wake_poller(struct fake_client *c)
     const uint64_t one = 1;
     if (kvq_ring_sleeps(&c->rig->page.poller_sleeping))
         assert_int_equal(write(c->event, &one, sizeof one), sizeof one);
+}
+
+// Background work of so many items has begun, which waits at the gate.
+static void begin_background(struct fake_client *c, uint32_t items, const uint32_t *gate)
+{
+    c->rig->core.background_gate = gate;
+    kvq_word_store_release(&c->rig->core.background_items, items);
+    while (kvq_word_load_acquire(&c->rig->core.background_begun) == 0)
+        wake_poller(c);
 }
 
 static struct kvq_request make_request(uint8_t op, uint32_t seq, uint32_t layer, uint16_t count)
@@ -387,10 +401,7 @@ PLAIN_TEST(test_background_under_load)
     rig_open(&rig, 1, 0);
     client_open(&busy, &rig);
     client_open(&waiting, &rig);
-    rig.core.background_gate = &gate;
-    kvq_word_store_release(&rig.core.background_items, 200);
-    while (kvq_word_load_acquire(&rig.core.background_begun) == 0)
-        wake_poller(&busy);
+    begin_background(&busy, 200, &gate);
     struct kvq_request work = make_request(KVQ_OP_ATTEND, 1, 2000000, 0);
     struct kvq_request r = make_request(KVQ_OP_READ, 1, 0, 0); // waits for the background's end
     put_request(&busy, &work);
@@ -412,12 +423,8 @@ static uint32_t most_between_looks(uint64_t look_ns, bool background)
     uint32_t gate = 0;
     fake_time = (struct fake_time){.now = 1, .look_ns = look_ns, .item_ns = 5000};
     begin(1, 0);
-    if (background) {
-        rig.core.background_gate = &gate;
-        kvq_word_store_release(&rig.core.background_items, 1000);
-        while (kvq_word_load_acquire(&rig.core.background_begun) == 0)
-            wake_poller(&c);
-    }
+    if (background)
+        begin_background(&c, 1000, &gate);
     struct kvq_request r =
         make_request(background ? KVQ_OP_READ : KVQ_OP_ATTEND, 1, background ? 0 : 1000, 0);
     put_request(&c, &r);
@@ -576,12 +583,7 @@ PLAIN_TEST(test_removal_waits_for_the_job)
     wait_for_word(&c.closed, 1);
     assert_int_equal(kvq_word_load_acquire(&c.cq->req_head), r.slots); // and nothing more
     call(&other, KVQ_OP_ATTEND, 3, 8, 1);
-    fake_queue_free(c.queue);
-    free(c.req);
-    free(c.cq);
-    close(c.event);
-    close(c.wake_daemon_side);
-    close(c.wake);
+    client_free(&c);
     client_close(&other);
     kvq__poller_close(&rig.poller);
 }
@@ -642,10 +644,7 @@ static void flood_open(struct flood *f, uint32_t background, const struct kvq_re
     for (int i = 0; i < FLOOD_QUEUES; i++)
         queue_open(&f->flooder[i], &f->rig, i ? &f->flooder[0] : NULL);
     if (background) {
-        f->rig.core.background_gate = &f->gate;
-        kvq_word_store_release(&f->rig.core.background_items, background);
-        while (kvq_word_load_acquire(&f->rig.core.background_begun) == 0)
-            wake_poller(&f->holder);
+        begin_background(&f->holder, background, &f->gate);
     } else {
         f->holder.queue->gate = &f->gate;
         put_request(&f->holder, &hold);
