@@ -100,6 +100,21 @@ void save(const char *name)
     vault_save_packed(&vault, &kit, "uid-1000", name);
 }
 
+struct vault_session *stored(uint64_t tokens, uint32_t rollback)
+{
+    uint64_t handle = fed("it", tokens, rollback);
+    save("it");
+    drop(handle);
+    return vault_find(&vault, "it", 0);
+}
+
+void restore_refused(int code, const char *words)
+{
+    struct kvq__restore *r;
+    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), code);
+    assert_says(text, words);
+}
+
 uint64_t restore_up_to(const char *name, uint64_t good)
 {
     struct kvq__restore *r;

@@ -51,6 +51,9 @@ void same_bits(uint64_t a, uint64_t b);
 void save(const char *name);
 // The same when all is packed; then the session is dropped, and restored.
 uint64_t save_and_restore(uint64_t handle, const char *name);
+// "it", which was fed so many tokens, saved and dropped.
+struct vault_session *stored(uint64_t tokens, uint32_t rollback);
+void restore_refused(int code, const char *words); // of "it"
 uint64_t restore_up_to(const char *name, uint64_t good);
 uint64_t restore(const char *name);
 void drop(uint64_t handle);

@@ -165,14 +165,11 @@ TEST(test_layers_answer_as_they_come)
 TEST(test_dropped_while_it_loads)
 {
     struct kvq__restore *r;
-    uint64_t a = fed("it", 700, 0);
-    save("it");
-    drop(a);
-    const struct vault_session *from = vault_find(&vault, "it", 0);
+    const struct vault_session *from = stored(700, 0);
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
     assert_int_equal(vault_layer(&vault, r, from, 0), 0);
     assert_false(kvq__restore_lost(r));
-    a = open_as("it", 0, 0);
+    uint64_t a = open_as("it", 0, 0);
     drop(a);
     core_check(kit.core);
     assert_true(kvq__restore_lost(r));
@@ -208,10 +205,8 @@ TEST(test_cut)
     check_cut("ott2", 256, 256);
     check_cut("ott2", 64, 0); // in what it has learned from
     set_rows("oscar2");       // with a window whose first pages are gone
-    uint64_t a = fed("it", 1000, 0);
-    save("it");
-    drop(a);
-    a = restore_up_to("it", 128);
+    stored(1000, 0);
+    uint64_t a = restore_up_to("it", 128);
     assert_int_equal(kit_of(&m, a)->tokens, 0);
     feed(a, 300);
 }
@@ -220,12 +215,9 @@ TEST(test_damage_is_told)
 {
     struct kvq__restore *r;
     struct kvq__session_info info;
-    uint64_t a = fed("it", 700, 0);
-    save("it");
-    drop(a);
-    const struct vault_session *from = vault_find(&vault, "it", 0);
+    const struct vault_session *from = stored(700, 0);
     assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text), 0);
-    a = open_as("it", 0, 0);
+    uint64_t a = open_as("it", 0, 0);
     assert_int_equal(vault_layer(&vault, r, from, 0), 0);
     struct kvq_entry_wire e = {.handle = a, .position = 700, .row = 700, .append = 1};
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 4, e, NULL), 0);
@@ -309,7 +301,6 @@ TEST(test_groups)
 TEST(test_refusals)
 {
     struct kvq__save *save;
-    struct kvq__restore *r;
     const struct kvq__peer other = {.uid = 2000};
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "none"};
     uint64_t a = open_as("it", LAYERS, 0);
@@ -319,19 +310,15 @@ TEST(test_refusals)
     feed(a, 300);
     kit_pack(&kit);
     assert_int_equal(vault_save(&vault, kit.core, &spec, NULL), 0);
-    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
-                     KVQ_E_EXISTS);
+    restore_refused(KVQ_E_EXISTS, "");
     drop(a);
     struct vault_session *from = vault_find(&vault, "it", 0);
     from->n--;
-    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
-                     KVQ_E_DAMAGED);
-    assert_says(text, "page");
+    restore_refused(KVQ_E_DAMAGED, "page");
     from->n++;
     for (uint32_t l = 0; l < LAYERS; l++)
         from->saved.layers[l].format.v.bits ^= 1; // its parts have other lengths then
-    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
-                     KVQ_E_DAMAGED);
+    restore_refused(KVQ_E_DAMAGED, "");
     core_check(kit.core);
     struct kvq__session_info info;
     struct kvq__session_spec open = {
@@ -343,18 +330,12 @@ TEST(test_refusals)
 // Of a layer whose first pages a window has let go: tokens there cannot be packed any more.
 TEST(test_unpacked_behind_the_window)
 {
-    struct kvq__restore *r;
     set_rows("oscar2");
-    uint64_t a = fed("it", 1000, 0);
-    save("it");
-    drop(a);
-    struct kvq__saved_layer *l = &vault_find(&vault, "it", 0)->saved.layers[1];
+    struct kvq__saved_layer *l = &stored(1000, 0)->saved.layers[1];
     assert_true(l->first_page > 0);
     l->raw_page = l->first_page;
     l->packed = 0;
-    assert_int_equal(vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text),
-                     KVQ_E_DAMAGED);
-    assert_says(text, "unpacked tokens");
+    restore_refused(KVQ_E_DAMAGED, "unpacked tokens");
 }
 
 // Whatever stands in a store: refused, or a session that can be read.
@@ -364,10 +345,7 @@ TEST(test_hostile)
     struct kvq__restore *r;
     uint32_t refused = 0, taken = 0;
     set_rows("ott2");
-    uint64_t a = fed("it", 700, 5);
-    save("it");
-    drop(a);
-    struct vault_session *from = vault_find(&vault, "it", 0);
+    struct vault_session *from = stored(700, 5);
     const struct kvq__saved good = from->saved;
     struct kvq__saved_layer layers[LAYERS];
     memcpy(layers, good.layers, sizeof layers);
@@ -401,7 +379,7 @@ TEST(test_hostile)
         taken += rc == 0;
         if (rc == 0) {
             vault_rest(&vault, &r, from);
-            a = open_as("it", 0, 0);
+            uint64_t a = open_as("it", 0, 0);
             for (uint32_t l = 0; a && l < LAYERS; l++)
                 attend(a, l, out);
             kit_pack(&kit);
@@ -422,9 +400,7 @@ TEST(test_hostile)
 TEST(test_no_room)
 {
     struct kvq__restore *r;
-    uint64_t a = fed("it", 1500, 5);
-    save("it");
-    drop(a);
+    stored(1500, 5);
     for (uint32_t i = 1; i < 60; i++) {
         kit.fail_one_in = i;
         int rc = vault_restore(&vault, kit.core, "it", 0, NULL, UINT64_MAX, &r, text);
@@ -436,7 +412,7 @@ TEST(test_no_room)
         }
         core_check(kit.core);
     }
-    a = restore("it");
+    restore("it");
     struct kvq__save_spec spec = {.ns = "uid-1000", .name = "it", .again = true};
     for (uint32_t i = 1; i < 30; i++) {
         struct kvq__save *save;
