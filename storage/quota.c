@@ -260,3 +260,46 @@ int kvq__quota_end(struct kvq_save *v, const struct kvq__complaint *c)
     }
     return rc;
 }
+
+static int look_quota(struct kvq_store *s, struct kvq__save_session *session, uint64_t bytes,
+                      const struct kvq__complaint *c)
+{
+    struct kvq_save v = {.store = s};
+    int rc = kvq__quota_begin(&v, session, c);
+    session->put = bytes;
+    v.sessions = session;
+    v.n = 1;
+    return rc ? rc : kvq__quota_put(&v, c);
+}
+
+// What is empty, or dead, an import finds room in.
+static int look_disk(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
+{
+    struct kvq_store_status status;
+    int rc = kvq_store_status(s, &status, c->text, c->size);
+    if (rc)
+        return rc;
+    if (status.read_only)
+        return kvq__complain(c, KVQ_E_READ_ONLY, "is read-only until it is opened again: %s",
+                             status.why);
+    uint64_t room = status.room_bytes + status.empty_bytes + status.dead_bytes;
+    return bytes <= room ? KVQ_OK
+                         : kvq__complain(c, KVQ_E_NO_SPACE,
+                                         "there is room for %llu bytes, and the session has %llu: "
+                                         "drop saved sessions, or raise storage_bytes",
+                                         (unsigned long long)room, (unsigned long long)bytes);
+}
+
+int kvq_store_look_room(struct kvq_store *store, const struct kvq_store_file *file,
+                        const char *space, const char *name, char *text, size_t n)
+{
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
+    struct kvq__save_session *session = calloc(1, sizeof *session);
+    if (!session)
+        return kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    snprintf(session->head.space, sizeof session->head.space, "%s", space);
+    snprintf(session->head.name, sizeof session->head.name, "%s", name);
+    int rc = look_quota(store, session, file->session.bytes, &c);
+    free(session);
+    return rc ? rc : look_disk(store, file->session.bytes, &c);
+}

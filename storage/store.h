@@ -323,6 +323,22 @@ int kvq_store_export(struct kvq_store *store, const char *space, const char *nam
 // zeros. Does not check the rest of the file.
 int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_store_session *out,
                        char *text, size_t n);
+// What a whole file holds: of the session, names and shards as above, tokens, blocks and bytes of
+// all shards together, and the first shard's opaque bytes, to be freed with free().
+struct kvq_store_file {
+    struct kvq_store_session session;
+    void *opaque; // session.version, session.n_bytes
+};
+// Reads and checks the file as an import does, and saves nothing.
+int kvq_store_look(struct kvq_store *store, const char *path, struct kvq_store_file *out,
+                   char *text, size_t n);
+// Then whether an import as this session may have the name (KVQ_E_EXISTS), and as the store is now
+// the room for it (KVQ_E_QUOTA, KVQ_E_NO_SPACE).
+int kvq_store_look_name(struct kvq_store *store, const char *path,
+                        const struct kvq_store_file *file, const char *space, const char *name,
+                        bool replace, char *text, size_t n);
+int kvq_store_look_room(struct kvq_store *store, const struct kvq_store_file *file,
+                        const char *space, const char *name, char *text, size_t n);
 // Saves the session of an exported file. space and name, if not NULL, replace those of the file.
 // KVQ_E_EXISTS without `replace` if the store has such a session. The file is foreign: the import
 // checks everything, and saves all of it or nothing.

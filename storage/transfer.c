@@ -329,8 +329,9 @@ struct import {
     const char *space, *name; // NULL: as in the file
     bool replace;
     struct kvq_walk walk;
-    struct kvq_save *save;
-    void **manifests; // bytes of each, checked
+    struct kvq_save *save; // NULL: it is only looked at
+    uint64_t bytes;        // of its blocks
+    void **manifests;      // bytes of each, checked
     struct kvq_manifest *parts;
     size_t n, room_manifests, room_parts;
     struct pair *pairs; // ascending
@@ -417,8 +418,11 @@ static int take_block(struct import *m)
         return rc;
     struct pair *p = &m->pairs[m->n_pairs];
     p->theirs = id;
-    rc = kvq__save_block(m->save, bytes, m->walk.record.length, &p->ours, m->c);
+    p->ours = 0;
+    if (m->save)
+        rc = kvq__save_block(m->save, bytes, m->walk.record.length, &p->ours, m->c);
     m->n_pairs += rc == KVQ_OK;
+    m->bytes += m->walk.record.length;
     free(bytes);
     return rc;
 }
@@ -480,6 +484,7 @@ static int by_theirs(const void *a, const void *b)
     return (x->theirs > y->theirs) - (x->theirs < y->theirs);
 }
 
+// Keeps the blocks, or, where the file is only looked at, sees that they are there.
 static int save_entries(struct import *m, const struct kvq_manifest *parts)
 {
     int rc = KVQ_OK;
@@ -492,8 +497,9 @@ static int save_entries(struct import *m, const struct kvq_manifest *parts)
         if (!p)
             return kvq__complain(m->c, KVQ_E_DAMAGED, "block %llu of layer %u is not in it",
                                  (unsigned long long)e->block, e->layer);
-        assert(p->theirs == e->block && p->ours > 0);
-        rc = kvq_save_keep(m->save, &place, p->ours, m->c->text, m->c->size);
+        assert(p->theirs == e->block && (p->ours > 0 || !m->save));
+        if (m->save)
+            rc = kvq_save_keep(m->save, &place, p->ours, m->c->text, m->c->size);
     }
     return rc;
 }
@@ -521,30 +527,36 @@ static int save_shard(struct import *m, const struct kvq_manifest *parts)
 }
 
 // Whether there is such a session already.
-static int check_name(struct import *m)
+static int check_name(struct kvq_store *s, const char *space, const char *name, uint32_t shards,
+                      bool replace, const struct kvq__complaint *c)
 {
-    assert(m->ended && m->n > 0);
-    const struct kvq_manifest_head *h = m->parts[0].head;
-    const char *space = m->space ? m->space : h->space, *name = m->name ? m->name : h->name;
     for (uint32_t i = 0; i < KVQ_MAX_SHARDS; i++) {
         struct kvq_store_session there;
-        int rc = kvq_store_find(m->s, space, name, i, &there, m->c->text, m->c->size);
+        int rc = kvq_store_find(s, space, name, i, &there, c->text, c->size);
         if (rc == KVQ_E_NO_SESSION)
             continue;
         if (rc)
             return rc;
-        if (!m->replace)
-            return kvq__complain(m->c, KVQ_E_EXISTS,
+        if (!replace)
+            return kvq__complain(c, KVQ_E_EXISTS,
                                  "there is a session %s of %s; give another "
                                  "name, or replace it",
                                  name, space);
-        if (there.shards != h->shards)
-            return kvq__complain(m->c, KVQ_E_EXISTS,
+        if (there.shards != shards)
+            return kvq__complain(c, KVQ_E_EXISTS,
                                  "the session %s of %s has %u shards, this "
                                  "one %u; delete it first",
-                                 name, space, there.shards, h->shards);
+                                 name, space, there.shards, shards);
     }
     return KVQ_OK;
+}
+
+static int check_own_name(struct import *m)
+{
+    assert(m->ended && m->n > 0);
+    const struct kvq_manifest_head *h = m->parts[0].head;
+    return check_name(m->s, m->space ? m->space : h->space, m->name ? m->name : h->name, h->shards,
+                      m->replace, m->c);
 }
 
 // A session is opened with all its shards. Each is there once: a save has no two of one number.
@@ -565,7 +577,7 @@ static int import_sessions(struct import *m)
     if (rc == KVQ_OK)
         rc = check_shards(m);
     if (rc == KVQ_OK)
-        rc = check_name(m);
+        rc = check_own_name(m);
     for (size_t i = 0; i < m->n && rc == KVQ_OK; i++)
         rc = save_shard(m, &m->parts[i]);
     return rc ? rc : kvq_save_commit(&m->save, m->c->text, m->c->size);
@@ -619,6 +631,16 @@ static void close_import(struct import *m)
     free(m->walk.buffer);
 }
 
+static void fill_session(const struct import *m, struct kvq_store_session *out)
+{
+    const struct kvq_manifest_head *h = m->parts[0].head;
+    memcpy(out->space, h->space, sizeof out->space);
+    memcpy(out->name, h->name, sizeof out->name);
+    out->tokens = h->tokens;
+    out->shard = h->shard;
+    out->shards = h->shards;
+}
+
 int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_store_session *out,
                        char *text, size_t n)
 {
@@ -633,16 +655,52 @@ int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_sto
         rc = spoiled(&m, "no session stands there");
     if (rc == KVQ_OK)
         rc = take_manifest(&m);
-    if (rc == KVQ_OK) {
-        const struct kvq_manifest_head *h = m.parts[0].head;
-        memcpy(out->space, h->space, sizeof out->space);
-        memcpy(out->name, h->name, sizeof out->name);
-        out->tokens = h->tokens;
-        out->shard = h->shard;
-        out->shards = h->shards;
-    }
+    if (rc == KVQ_OK)
+        fill_session(&m, out);
     close_import(&m);
     return rc;
+}
+
+static int fill_file(const struct import *m, struct kvq_store_file *out)
+{
+    const struct kvq_manifest_head *h = m->parts[0].head;
+    out->opaque = malloc(h->opaque_bytes + 1);
+    if (!out->opaque)
+        return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");
+    memcpy(out->opaque, m->parts[0].opaque, h->opaque_bytes);
+    fill_session(m, &out->session);
+    out->session.version = h->opaque_version;
+    out->session.n_bytes = h->opaque_bytes;
+    out->session.blocks = m->n_pairs;
+    out->session.bytes = m->bytes;
+    return KVQ_OK;
+}
+
+int kvq_store_look(struct kvq_store *store, const char *path, struct kvq_store_file *out,
+                   char *text, size_t n)
+{
+    const struct kvq__complaint c = {path, text, n};
+    struct import m = {.s = store, .c = &c};
+    memset(out, 0, sizeof *out);
+    int rc = open_import(&m, path);
+    if (rc == KVQ_OK)
+        rc = take_all_records(&m);
+    if (rc == KVQ_OK)
+        rc = check_shards(&m);
+    for (size_t i = 0; i < m.n && rc == KVQ_OK; i++)
+        rc = save_entries(&m, &m.parts[i]);
+    if (rc == KVQ_OK)
+        rc = fill_file(&m, out);
+    close_import(&m);
+    return rc;
+}
+
+int kvq_store_look_name(struct kvq_store *store, const char *path,
+                        const struct kvq_store_file *file, const char *space, const char *name,
+                        bool replace, char *text, size_t n)
+{
+    const struct kvq__complaint c = {path, text, n};
+    return check_name(store, space, name, file->session.shards, replace, &c);
 }
 
 int kvq_store_import(struct kvq_store *store, const char *path, const char *space, const char *name,

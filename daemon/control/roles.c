@@ -49,6 +49,7 @@ static const uint8_t needs[] = {
     // Files of the daemon's, limits, and the daemon itself.
     NEEDS(EXPORT_SESSION, ADMIN),
     NEEDS(IMPORT_SESSION, ADMIN),
+    NEEDS(LOOK_AT_IMPORT, ADMIN),
     NEEDS(SET_QUOTA, ADMIN),
     NEEDS(DELETE_QUOTA, ADMIN),
     NEEDS(SET_CONFIG, ADMIN),

@@ -236,7 +236,7 @@ static Kvq__SaveReply *save_reply(struct kvq__task *t)
 }
 
 // What is stored under a number was parked, and goes when its session ends.
-static int check_stored_name(struct kvq__task *t, const char *name)
+int kvq__jobs_check_name(struct kvq__task *t, const char *name)
 {
     if (name[0] != '#')
         return 0;
@@ -274,7 +274,7 @@ static void export_to_file(struct kvq__task *t)
     const Kvq__ExportSession *ask = t->request->export_session;
     bool reserved = false;
     t->begun = kvq_now_ns();
-    int rc = check_stored_name(t, t->name);
+    int rc = kvq__jobs_check_name(t, t->name);
     if (rc == 0 && !ask->replace)
         rc = reserve_file(t, ask->path, &reserved);
     bool again = rc == 0;
@@ -300,7 +300,7 @@ static void name_imported(struct kvq__task *t)
     snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : of.space);
     snprintf(t->name, sizeof t->name, "%s", name[0] ? name : of.name);
     if (t->rc == 0)
-        t->rc = check_stored_name(t, t->name);
+        t->rc = kvq__jobs_check_name(t, t->name);
 }
 
 static int import_file(struct kvq__task *t)
@@ -338,7 +338,7 @@ static void check_namespace(struct kvq__task *t)
 }
 
 // Poller's thread. In a namespace that there is not nobody could open it, nor drop it.
-static void check_imported_namespace(struct kvq__task *t)
+void kvq__jobs_check_imported(struct kvq__task *t)
 {
     check_namespace(t);
     size_t used = strlen(t->text);
@@ -351,7 +351,7 @@ static void import_session(struct kvq__task *t)
 {
     kvq__task_at_work(t, name_imported);
     if (t->rc == 0)
-        kvq__task_at_poller(t, check_imported_namespace);
+        kvq__task_at_poller(t, kvq__jobs_check_imported);
     if (t->rc < 0)
         return;
     kvq__task_take_name(t, KVQ__HOLD_ALONE);
@@ -485,6 +485,7 @@ static const struct command commands[] = {
                                .needs = STORE,
                                .doing = "importing",
                                .is_for_admins = always},
+    COMMAND(LOOK_AT_IMPORT) = {.run = kvq__jobs_look, .needs = STORE, .is_for_admins = always},
     COMMAND(LIST_SAVED) = {.run = kvq__jobs_list, .needs = STORE},
     COMMAND(STORAGE) = {.run = run_storage,
                         .needs = STORE,

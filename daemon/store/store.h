@@ -35,6 +35,7 @@ struct kvq__transfer;
 struct kvq__prefix_ask;
 struct kvq_store_space;
 struct kvq_store_freed;
+struct kvq__look;
 
 // A command that has to do with the store, embedded by who gives it; or the store jobs' own save.
 struct kvq__task {
@@ -87,6 +88,7 @@ struct kvq__task {
     struct kvq__change *change;       // of the configuration
     struct kvq_store_space *spaces;   // what namespaces have on disk now
     size_t n_spaces;
+    struct kvq__look *look;        // at a file that may be imported
     struct kvq_store_freed *freed; // of a pass over the store, and whether there is more to do
 };
 

@@ -131,6 +131,26 @@ class Dims(e2e_storage.Stored):
             wanted, got = (tokens.feed(self.queue, s, 8) for s in (exact, session))
         for (out, _), (want, _) in zip(got, wanted):
             self.assertLess(np.linalg.norm(out - want), 0.7 * np.linalg.norm(want))
+        with self.opened(tokens, "vecinfer-2@own", name="it") as session:
+            tokens.feed(self.queue, session, 512)
+            session.save()
+        self.imports_without_codebook()
+
+    def imports_without_codebook(self):
+        """A dry run of the import says that nobody could open the session then."""
+        path = os.path.join(self.folder, "exported")
+        look = ("session", "import", path, "--as", "other", "--dry-run")
+        self.daemon.ctl("session", "export", "it", path)
+        self.assertEqual(self.daemon.ctl(*look)["would"][0]["note"], "512 tokens")
+        self.again(kill=False)
+        note = self.daemon.ctl(*look)["would"][0]["note"]
+        self.assertRegex(note, "^512 tokens; it could not be opened: layer 0: format .*; set "
+                               "codebook_dir$")
+        os.rename(os.path.join(self.folder, "own.kvqbook"), os.path.join(self.folder, "gone"))
+        self.again(kill=False, codebook_dir=self.folder)
+        note = self.daemon.ctl(*look)["would"][0]["note"]
+        self.assertIn("; it could not be opened: layer 0: ", note)
+        self.assertIn("own.kvqbook", note)
 
     @unittest.skipUnless(BACKEND == "emu", "a GPU, be it in software")
     def test_gpus_refuse(self):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """kvqctl --dry-run: it says what would go, and nothing goes; then the command takes just that."""
+import json
 import os
 import re
 import subprocess
@@ -223,11 +224,12 @@ class DryRun(Stored):
         self.assertEqual(told(self.dry(*export)), [("not overwrite", "the file", "", path)])
         self.assertEqual(told(self.dry(*export, "--replace")),
                          [("overwrite", "the file", "", path)])
-        into = ("session", "import", path, "--namespace", OWN, "--as", "it")
+        into = ("session", "import", path, "--as", "other")
+        self.daemon.ctl(*into)
         self.assertEqual(told(self.dry(*into, "--replace")),
-                         [("replace", "saved session", OWN, "it")])
-        self.assertEqual(told(self.dry(*into)), [])
-        self.assertEqual(self.daemon.ctl(*into[:3], "--dry-run", check=False)[0], 2)
+                         [("import", "session", OWN, "other"),
+                          ("replace", "saved session", OWN, "other")])
+        self.daemon.ctl("session", "drop", "other")
         self.daemon.ctl("session", "drop", "it")
         dead = self.daemon.ctl("storage", "status")["dead_bytes"]
         self.assertGreater(dead, 0)
@@ -243,6 +245,53 @@ class DryRun(Stored):
         self.assertEqual(told(self.dry("storage", "gc")), [])  # the drop has done that
         self.assertEqual(self.daemon.ctl("storage", "gc")["freed_bytes"], 0)
         self.assertEqual(self.daemon.ctl("storage", "status")["dead_bytes"], dead)
+
+    def refused_import(self, status, text, *arguments):
+        """What stands in the way of an import; the import fails so, too."""
+        import_ = ("session", "import", *arguments)
+        before = self.state()
+        status_, out, complaint = self.daemon.ctl(*import_, "--dry-run", check=False)
+        self.assertEqual(status_, status, complaint)
+        self.assertEqual(self.state(), before)
+        status_, _, failure = self.daemon.ctl(*import_, check=False)
+        self.assertEqual(status_, status, failure)
+        if not out:
+            self.assertIn(text, complaint)
+            return None
+        answer = json.loads(out)
+        self.assertEqual(answer["bytes"], 0)
+        self.assertEqual({w["action"] for w in answer["would"]}, {"not import"})
+        self.assertIn(text, answer["would"][0]["note"])
+        return [w["note"] for w in answer["would"]]
+
+    def test_import(self):
+        """The names that the session would get, and what stands in the way of it."""
+        path = os.path.join(self.folder, "file")
+        session = self.make("it")
+        session.save()
+        self.daemon.ctl("session", "export", "it", path)
+        self.refused_import(1, "is in memory, or parked for it", path)
+        notes = self.refused_import(1, "is in memory", path)
+        self.assertIn(f"there is a session it of {OWN}", notes[1])
+        self.assertEqual(len(notes), 2)
+        session.close()
+        self.daemon.ctl("session", "drop", "it")
+        answer = self.dry("session", "import", path)
+        self.assertEqual(told(answer), [("import", "session", OWN, "it")])
+        self.assertEqual(answer["would"][0]["note"], "128 tokens")
+        self.assertGreater(answer["bytes"], 0)
+        self.assertEqual(told(self.dry("session", "import", path, "--as", "other")),
+                         [("import", "session", OWN, "other")])
+        self.assertEqual(told(self.dry("session", "import", path, "--namespace", "uid-4711")),
+                         [("import", "session", "uid-4711", "it")])
+        self.refused_import(5, "no namespace \"nobody\"", path, "--namespace", "nobody")
+        self.daemon.ctl("quota", "set", OWN, "--disk-bytes", "1kb")
+        self.refused_import(1, f"namespace {OWN} may keep 1024 bytes", path)
+        self.daemon.ctl("quota", "delete", OWN)
+        self.refused_import(1, "cannot be opened", path + "-not")
+        with open(path, "r+b") as file:
+            file.truncate(os.path.getsize(path) - 64)
+        self.refused_import(1, "it is damaged or cut off here", path)
 
     def test_prefix(self):
         """The bytes that are free afterwards, of one namespace or of all."""

@@ -133,7 +133,8 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .about = "adds an exported session to the storage",
      .more =
          "Under the names in the file, or --namespace NAME and --as NAME; --replace replaces a\n"
-         "saved session of that name. It takes the role admin.\n",
+         "saved session of that name. --dry-run says what stands in the way. It takes the role\n"
+         "admin.\n",
      .preview = kvq__ctl_preview_import},
     {.words = {"session", "push"},
      .argument = "NAME",

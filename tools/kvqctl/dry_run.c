@@ -423,14 +423,57 @@ int kvq__ctl_preview_export(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
+// What an import would do, as found by the daemon. A question asked meanwhile would take its place.
+struct import {
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
+    uint64_t bytes, tokens;
+    int status; // that the import would fail with; 0: it would not
+};
+
+static void tell_import(struct plan *plan, const struct import *i, const char *action,
+                        const char *note)
+{
+    tell(plan, &(struct item){.action = action,
+                              .what = "session",
+                              .ns = i->ns,
+                              .name = i->name,
+                              .bytes = i->status ? 0 : i->bytes,
+                              .note = note});
+}
+
+// All that stands in the way of the import, or how it would end.
+static void tell_look(struct plan *plan, const Kvq__ImportLook *look, struct import *i)
+{
+    const char *opening = "";
+    for (size_t k = 0; k < look->n_obstacles; k++) {
+        const Kvq__Obstacle *o = look->obstacles[k];
+        if (o->opening) {
+            opening = kvq__ctl_text("; it could not be opened: %s", kvq__ctl_clean(o->text));
+            continue;
+        }
+        i->status = i->status ? i->status : o->status;
+        tell_import(plan, i, "not import", kvq__ctl_text("and fail: %s", kvq__ctl_clean(o->text)));
+    }
+    if (!i->status)
+        tell_import(plan, i, "import", kvq__ctl_text("%" PRIu64 " tokens%s", i->tokens, opening));
+}
+
+// Ends as the import would.
 int kvq__ctl_preview_import(struct kvq__ctl *ctl, char **args)
 {
-    (void)args;
-    if (!ctl->ns || !ctl->as)
-        return kvq__ctl_bad_usage("only the daemon reads the names in the file: with --dry-run say "
-                                  "--namespace NAME and --as NAME",
-                                  NULL);
-    return preview_replace(ctl, ctl->ns, ctl->as);
+    const Kvq__ImportLook *look;
+    int result = kvq__ctl_ask_import_look(ctl, args[0], &look);
+    if (result)
+        return result;
+    struct import i = {.bytes = look->bytes, .tokens = look->tokens};
+    snprintf(i.ns, sizeof i.ns, "%s", look->namespace_);
+    snprintf(i.name, sizeof i.name, "%s", look->name);
+    struct plan plan = begin(ctl);
+    tell_look(&plan, look, &i);
+    if (ctl->replace && !i.status)
+        tell_all_saved(ctl, &plan, "replace", i.ns, i.name);
+    end(&plan);
+    return i.status ? kvq__ctl_exit_of(i.status) : KVQ_EXIT_OK;
 }
 
 // An element of the remote store's list, told if it is asked for. An exit status.

@@ -236,6 +236,8 @@ int kvq__ctl_ask_session(struct kvq__ctl *ctl, char *name, const Kvq__Session **
 int kvq__ctl_ask_quota(struct kvq__ctl *ctl, char *ns, const Kvq__QuotaStatus **quota);
 // Whether there is the namespace that was given, and this user may look at it. An exit status.
 int kvq__ctl_check_namespace(struct kvq__ctl *ctl);
+// What an import of the file would do.
+int kvq__ctl_ask_import_look(struct kvq__ctl *ctl, char *file, const Kvq__ImportLook **look);
 int kvq__ctl_ask_storage_status(struct kvq__ctl *ctl, const Kvq__StorageReply **storage);
 // Whether any limit is given. An exit status, with the complaint printed.
 int kvq__ctl_check_quota(const struct kvq__ctl *ctl);

@@ -141,6 +141,27 @@ int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
+// Another command than an import, not an option of that: a daemon of an earlier release, which
+// knows none of them, refuses it, and does not import.
+int kvq__ctl_ask_import_look(struct kvq__ctl *ctl, char *file, const Kvq__ImportLook **look)
+{
+    char path[PATH_MAX];
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__LookAtImport command = KVQ__LOOK_AT_IMPORT__INIT;
+    Kvq__SessionRef ref = kvq__ctl_ref(ctl, ctl->as ? (char *)ctl->as : "");
+    Kvq__Reply *reply;
+    request.command_case = KVQ__REQUEST__COMMAND_LOOK_AT_IMPORT;
+    request.look_at_import = &command;
+    command.ref = &ref;
+    command.replace = ctl->replace;
+    if (!(command.path = whole_path(ctl, file, path)))
+        return KVQ_EXIT_USAGE;
+    int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_IMPORT_LOOK, &reply);
+    if (result == KVQ_EXIT_OK)
+        *look = reply->import_look;
+    return result;
+}
+
 int kvq__ctl_session_import(struct kvq__ctl *ctl, char **args)
 {
     char path[PATH_MAX];
