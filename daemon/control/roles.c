@@ -54,6 +54,7 @@ static const uint8_t needs[] = {
     NEEDS(DELETE_QUOTA, ADMIN),
     NEEDS(SET_CONFIG, ADMIN),
     NEEDS(RELOAD_CONFIG, ADMIN),
+    NEEDS(LOOK_AT_RELOAD, ADMIN),
     NEEDS(DRAIN, ADMIN),
 };
 

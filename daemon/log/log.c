@@ -6,6 +6,8 @@
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <libgen.h>
+#include <limits.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -38,6 +40,25 @@ int kvq__log_prepare(const char *path, char *text)
         return fd;
     snprintf(text, KVQ_TEXT_BYTES, "cannot open the log file %s: %s", file ? path : "(stderr)",
              strerror(errno));
+    return KVQ_E_SYSTEM;
+}
+
+int kvq__log_check(const char *path, char *text)
+{
+    char folder[PATH_MAX];
+    int fd = -1;
+    if (path && *path) // a pipe that nobody reads must not make the daemon wait
+        fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    if (fd >= 0)
+        close(fd);
+    if (fd >= 0 || !path || !*path)
+        return 0;
+    int error = errno; // one that is not there is made
+    snprintf(folder, sizeof folder, "%s", path);
+    if (error == ENOENT && access(dirname(folder), W_OK | X_OK) == 0)
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES, "cannot open the log file %s: %s", path,
+             strerror(error == ENOENT ? errno : error));
     return KVQ_E_SYSTEM;
 }
 

@@ -22,6 +22,8 @@ void kvq__log_close(void);
 // Opens where lines are to go from some time on, as kvq__log_open does: a descriptor for
 // kvq__log_use or close(), or a negative code with text. Any thread.
 int kvq__log_prepare(const char *path, char *text);
+// Whether that would do: 0, or a negative code with text. No file is made. Any thread.
+int kvq__log_check(const char *path, char *text);
 // From here on lines go there, while other threads may log; takes the descriptor. One thread at a
 // time.
 void kvq__log_use(int fd, enum kvq_log_level level);

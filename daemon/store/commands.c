@@ -504,6 +504,7 @@ static const struct command commands[] = {
     COMMAND(SET_CONFIG) = {.run = kvq__jobs_set_config, .is_for_admins = always},
     COMMAND(DRAIN) = {.run = drain_daemon, .is_for_admins = always},
     COMMAND(RELOAD_CONFIG) = {.run = kvq__jobs_reload_config, .is_for_admins = always},
+    COMMAND(LOOK_AT_RELOAD) = {.run = kvq__jobs_look_at_reload, .is_for_admins = always},
 };
 
 static const struct command *find_job_command(Kvq__Request__CommandCase command)

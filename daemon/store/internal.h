@@ -224,10 +224,11 @@ void kvq__jobs_count(struct kvq__task *task);
 
 // ---- settings.c ----
 
-// GET_CONFIG, SET_CONFIG and RELOAD_CONFIG. The last two wait.
+// GET_CONFIG, SET_CONFIG, RELOAD_CONFIG and LOOK_AT_RELOAD. The last three wait.
 void kvq__jobs_get_config(struct kvq__task *task);
 void kvq__jobs_set_config(struct kvq__task *task);
 void kvq__jobs_reload_config(struct kvq__task *task);
+void kvq__jobs_look_at_reload(struct kvq__task *task);
 
 // ---- restore.c ----
 
@@ -284,19 +285,19 @@ int kvq__jobs_refuse_remote(struct kvq__task *task);
 
 // Finds the namespace that the peer means, and may use: task->ns, or task->rc < 0. Waits.
 void kvq__jobs_resolve(struct kvq__task *task, const char *ns, const char *name);
-// What a task that writes does, for people.
 // KVQ_E_INVALID with a text if a session of that name is neither exported nor imported.
 int kvq__jobs_check_name(struct kvq__task *task, const char *name);
 // Poller's thread: task->rc < 0 with a text if nothing is imported into task->ns.
 void kvq__jobs_check_imported(struct kvq__task *task);
+// What a task that writes does, for people.
 const char *kvq__jobs_doing(const struct kvq__task *task);
 
-// ---- transfer.c ----
 // ---- look.c ----
 
 // LOOK_AT_IMPORT. Waits.
 void kvq__jobs_look(struct kvq__task *task);
 
+// ---- transfer.c ----
 
 // All end soon, and no new ones begin.
 void kvq__transfers_stop(struct kvq__jobs *jobs);

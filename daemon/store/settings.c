@@ -163,21 +163,32 @@ static void change_rest(struct kvq__task *t)
                  kvq__log_quote(quoted, sizeof quoted, text));
 }
 
+static void check_log(struct kvq__task *t)
+{
+    t->rc = kvq__log_check(t->change->next->log_file, t->text);
+}
+
 static void open_log(struct kvq__task *t)
 {
     t->change->log_fd = kvq__log_prepare(t->change->next->log_file, t->text);
     t->rc = t->change->log_fd < 0 ? t->change->log_fd : 0;
 }
 
-// Puts task->change->next in effect, or none of it. Waits.
-static void apply_settings(struct kvq__task *t)
+// Notes in what the two differ, and makes of task->change->next what can be in effect of it.
+static int merge_settings(struct kvq__task *t)
 {
     struct kvq__change *c = t->change;
     const struct kvq_config *running = &t->jobs->server->config;
     kvq__config_compare(running, c->next, note_change, c);
-    t->rc = kvq__config_merge(c->next, running, t->text);
-    if (t->rc == 0)
-        t->rc = kvq__config_check_memory(c->next, t->text);
+    int rc = kvq__config_merge(c->next, running, t->text);
+    return rc ? rc : kvq__config_check_memory(c->next, t->text);
+}
+
+// Puts task->change->next in effect, or none of it. Waits.
+static void apply_settings(struct kvq__task *t)
+{
+    struct kvq__change *c = t->change;
+    t->rc = merge_settings(t);
     if (t->rc == 0)
         kvq__task_at_work(t, open_log);
     if (t->rc == 0 && !(c->settings = kvq__config_settings(c->next))) {
@@ -283,6 +294,19 @@ void kvq__jobs_reload_config(struct kvq__task *t)
         keep_log(t);
     log_reload(t);
     kvq__service_reloaded(service);
+    end_settings(t);
+}
+
+// The same up to where something would change.
+void kvq__jobs_look_at_reload(struct kvq__task *t)
+{
+    begin_change(t);
+    if (t->rc == 0)
+        kvq__task_at_work(t, read_config);
+    if (t->rc == 0)
+        t->rc = merge_settings(t);
+    if (t->rc == 0)
+        kvq__task_at_work(t, check_log);
     end_settings(t);
 }
 

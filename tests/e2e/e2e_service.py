@@ -664,6 +664,37 @@ class Reloads(Configured):
         option, = daemon.ctl("config", "get", "max_clients")["options"]
         self.assertEqual(option["value"], "8")
 
+    def test_config_reload_dry_run(self):
+        """What a reload would change or refuse, and nothing changes."""
+        daemon = self.start("max_clients = 7\n")
+        before = daemon.ctl("config", "get")
+        log = os.path.join(self.folder, "log")
+        self.write(f"max_clients = 8\nworkers = 5\nlog_file = {log}\n[namespace a]\nuids = 3\n")
+        got = daemon.ctl("config", "reload", "--dry-run")
+        self.assertIs(got.pop("dry_run"), True)
+        self.assertEqual([c["name"] for c in got["changed"]],
+                         ["max_clients", "log_file", "[namespace a]"])
+        self.assertEqual([c["name"] for c in got["needs_restart"]], ["workers"])
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", daemon.directory,
+                               "config", "reload", "--dry-run"], capture_output=True, text=True,
+                              timeout=BOUND)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertRegex(done.stdout, "^would be in effect:\n  max_clients: 7 to 8\n")
+        self.assertIn("would need a restart of kvqd, and be as it is until then:\n  workers: ",
+                      done.stdout)
+        self.assertTrue(done.stdout.endswith("\nthis was a dry run: nothing was done\n"))
+        self.assertFalse(os.path.exists(log))
+        self.assertEqual(daemon.ctl("config", "get"), before)
+        for text, words in ((f"max_clients = 9\nworkers = x\n", f"{self.path}:2: workers is \"x\""),
+                            ("log_file = /nonexistent/log\n", "cannot open the log file /nonexis"),
+                            (f"log_file = {self.folder}\n", "Is a directory")):
+            self.write(text)
+            status, _, complaint = daemon.ctl("config", "reload", "--dry-run", check=False)
+            self.assertEqual(status, 1)
+            self.assertIn(words, complaint)
+            self.assertEqual(daemon.ctl("config", "reload", check=False)[2], complaint)
+        self.assertEqual(daemon.ctl("config", "get"), before)
+
     def test_more_changes_than_a_reply_holds(self):
         daemon = self.start("".join(f"[namespace n{i}]\nuids = {i + 1}\n" for i in range(120)))
         self.write("".join(f"[namespace n{i}]\nuids = {i + 2}\ngids = 1\nhost_bytes = 1gb\n"

@@ -270,7 +270,9 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .run = kvq__ctl_config_reload,
      .about = "reads the configuration again, and reopens the log",
      .more = "As SIGHUP does. Prints what has changed and what needs a restart. If the\n"
-             "configuration has an error, nothing changes. It takes the role admin.\n"},
+             "configuration has an error, nothing changes. --dry-run checks it, and says what\n"
+             "would change. It takes the role admin.\n",
+     .preview = kvq__ctl_preview_reload},
     {.words = {"size"},
      .run = kvq__ctl_size,
      .about = "how much memory sessions will take",

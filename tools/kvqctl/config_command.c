@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commands about the daemon's configuration: get, set, reload.
+#include <cJSON.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
+#include "proto/json.h"
+#include "tools/kvqctl/dry_run.h"
 #include "tools/kvqctl/kvqctl.h"
 
 static int at_least(int width, const char *text)
@@ -66,24 +69,37 @@ static void print_changes(const char *title, Kvq__ConfigChange *const *changes, 
     }
 }
 
+static void print_changes_json(const struct kvq__ctl *ctl, const Kvq__ConfigChanges *c)
+{
+    cJSON *json = kvq_json_of_message(&c->base);
+    if (ctl->dry_run)
+        cJSON_AddBoolToObject(json, "dry_run", true);
+    kvq__ctl_print_and_free(json);
+}
+
 static int tell_changes(struct kvq__ctl *ctl, Kvq__Request *request, const char *nothing)
 {
     Kvq__Reply *reply;
+    bool dry = ctl->dry_run;
     int result = kvq__ctl_ask(ctl, request, KVQ__REPLY__RESULT_CONFIG_CHANGES, &reply);
     if (result)
         return result;
     const Kvq__ConfigChanges *c = reply->config_changes;
     if (ctl->json) {
-        kvq__ctl_print_json(&c->base);
+        print_changes_json(ctl, c);
         return KVQ_EXIT_OK;
     }
-    print_changes("in effect", c->changed, c->n_changed);
-    print_changes("needs a restart of kvqd, and is as it was until then", c->needs_restart,
-                  c->n_needs_restart);
+    print_changes(dry ? "would be in effect" : "in effect", c->changed, c->n_changed);
+    print_changes(dry ? "would need a restart of kvqd, and be as it is until then"
+                      : "needs a restart of kvqd, and is as it was until then",
+                  c->needs_restart, c->n_needs_restart);
     if (c->left_out)
-        printf("and %" PRIu32 " more; the daemon's log has the first of them\n", c->left_out);
+        printf("and %" PRIu32 " more%s\n", c->left_out,
+               dry ? "" : "; the daemon's log has the first of them");
     if (c->n_changed + c->n_needs_restart == 0)
         printf("%s\n", nothing);
+    if (dry)
+        printf("this was a dry run: nothing was done\n");
     return KVQ_EXIT_OK;
 }
 
@@ -105,5 +121,16 @@ int kvq__ctl_config_reload(struct kvq__ctl *ctl, char **args)
     Kvq__ReloadConfig command = KVQ__RELOAD_CONFIG__INIT;
     request.command_case = KVQ__REQUEST__COMMAND_RELOAD_CONFIG;
     request.reload_config = &command;
+    return tell_changes(ctl, &request, "nothing is new");
+}
+
+// A command of its own, as kvq__ctl_ask_import_look's, and for the same reason.
+int kvq__ctl_preview_reload(struct kvq__ctl *ctl, char **args)
+{
+    (void)args;
+    Kvq__Request request = KVQ__REQUEST__INIT;
+    Kvq__ReloadConfig command = KVQ__RELOAD_CONFIG__INIT;
+    request.command_case = KVQ__REQUEST__COMMAND_LOOK_AT_RELOAD;
+    request.look_at_reload = &command;
     return tell_changes(ctl, &request, "nothing is new");
 }

@@ -18,6 +18,7 @@ kvq__ctl_run kvq__ctl_preview_prefix_drop;
 kvq__ctl_run kvq__ctl_preview_pull;
 kvq__ctl_run kvq__ctl_preview_quota_delete;
 kvq__ctl_run kvq__ctl_preview_quota_set;
+kvq__ctl_run kvq__ctl_preview_reload;
 kvq__ctl_run kvq__ctl_preview_remove;
 kvq__ctl_run kvq__ctl_preview_shutdown;
 
