@@ -128,6 +128,9 @@ class TopOnTerminal(Test):
             frame = top.press("s")
             self.assertRegex(frame[-1], {"name": " by tokens,", "-tokens": " by format,",
                                          "id": " by namespace,"}[option])
+            self.assertNotIn(" ID", frame[5])
+            if option == "id":
+                self.comes_back(top)
             self.assertEqual(top.end(lambda t: os.write(t.fd, b"q")), ("", 0))
         asked = [os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory, "top",
                  "--count", "1", "--sort"]
@@ -143,6 +146,16 @@ class TopOnTerminal(Test):
         self.assertEqual((done.returncode, done.stdout), (2, ""))
         self.assertRegex(done.stderr, "no column 'colour'; the nearest is .*\nThe columns are: "
                          "namespace, .*, pinned\n")
+
+    def comes_back(self, top):
+        """A column that --sort has added is there while sessions are sorted by it, and is one of
+        those that s goes through."""
+        sorts = []
+        while not sorts or sorts[-1] != "namespace":
+            frame = top.press("s")
+            sorts.append(re.search(r" by ([\w-]+), ", frame[-1])[1])
+            self.assertEqual(frame[5].endswith(" ID"), sorts[-1] == "id", sorts)
+        self.assertEqual(sorts[-2:], ["id", "namespace"])
 
     def test_size(self):
         """It is drawn anew for another size, whatever that is, and never beyond it."""

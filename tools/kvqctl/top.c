@@ -97,13 +97,17 @@ static bool shows(const struct kvq__ctl_view *view, const struct kvq__ctl_column
     return false;
 }
 
-// Sorted as --sort says, else by memory, the largest on top. What it is sorted by is shown.
-static void begin_view(const struct kvq__ctl *ctl, struct kvq__ctl_view *view)
+// Sorted as --sort says, else by memory, the largest on top. What it is sorted by is shown; returns
+// the column that is only shown for that, or NULL.
+static const struct kvq__ctl_column *begin_view(const struct kvq__ctl *ctl,
+                                                struct kvq__ctl_view *view)
 {
     const struct kvq__ctl sorted = {.sort = ctl->sort ? ctl->sort : "-memory"};
     kvq__ctl_take_view(&sorted, &kvq__ctl_sessions, view);
-    if (!shows(view, view->sort))
-        view->columns[view->n_columns++] = view->sort;
+    if (shows(view, view->sort))
+        return NULL;
+    view->columns[view->n_columns++] = view->sort;
+    return view->sort;
 }
 
 // ---- Where output is no terminal ----
@@ -150,6 +154,7 @@ struct top {
     struct kvq__ctl *ctl;
     struct kvq__screen screen;
     struct kvq__ctl_view view;
+    const struct kvq__ctl_column *added; // the last one while it is what is sorted by; NULL: none
     struct seen seen;
     size_t first; // of the sessions, that is shown on top
     char *text;   // what there is to show
@@ -255,10 +260,14 @@ static void draw(struct top *t)
 
 static void sort_by_next(struct top *t)
 {
-    size_t i = 0;
-    while (i < t->view.n_columns && t->view.columns[i] != t->view.sort)
+    struct kvq__ctl_view *view = &t->view;
+    size_t i = 0, stay = view->n_columns - (view->sort == t->added);
+    while (i < stay && view->columns[i] != view->sort)
         i++;
-    t->view.sort = t->view.columns[(i + 1) % t->view.n_columns];
+    i = (i + 1) % (stay + (t->added != NULL)); // the one that was added comes last
+    view->columns[stay] = t->added;
+    view->n_columns = stay + (i == stay);
+    view->sort = view->columns[i];
 }
 
 // Moves, or sorts anew. False: the user wants an end.
@@ -345,7 +354,7 @@ static int top_on_screen(struct kvq__ctl *ctl)
         fprintf(stderr, "kvqctl: the terminal cannot be used; kvqctl top | cat does without\n");
         return KVQ_EXIT_FAILED;
     }
-    begin_view(ctl, &t.view);
+    t.added = begin_view(ctl, &t.view);
     stderr = held;
     int result = look_again_and_again(&t);
     stderr = real;
