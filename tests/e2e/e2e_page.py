@@ -65,6 +65,18 @@ window.fetch = async (path, options) => {
 };
 </script>"""
 
+# The store is not answered for from the third look on.
+NO_STORE = TELL + """
+const told = { looks: 0, without: 0 };
+window.fetch = async (path, options) => {
+  if (path === "status" && options.headers) told.looks++;
+  if (path !== "storage" || told.looks < 3) return real(path, options);
+  told.without++;
+  tell(told);
+  return new Response("it is busy", { status: 503 });
+};
+</script>"""
+
 
 @unittest.skipUnless(shutil.which("chromium"), "there is no chromium (apt install chromium)")
 class Page(Watched):
@@ -92,6 +104,16 @@ class Page(Watched):
         self.assertIn('<div id="all">', page)
         self.assertGreater(told["looks"], 2)
         self.assertEqual(told["most"], 1)
+
+    def test_no_store(self):
+        """What is known of the store is not needed for the rest, which goes on."""
+        page, told = self.show(NO_STORE, f"#token={self.secret()}")
+        self.assertGreater(told["without"], 1)
+        self.assertIn('<div id="all">', page)
+        self.assertRegex(page, r'role="status" class="">running<')
+        self.assertRegex(page, r'<p id="saving" role="status" class="bad">the store cannot be '
+                               r'looked at: storage: it is busy</p>')
+        self.assertIn('<dl id="store" class="cards"></dl>', page)
 
     def test_silence(self):
         """A question is given up after a while and asked again, and the page says how old it is."""

@@ -5,6 +5,7 @@
 const LOOK_MS = 2000, MINUTE = 30; // looks that a minute has
 const ANSWER_MS = 10000, LIST_MS = 60000; // that an answer may take, and a list of sessions
 const SILENT_MS = 5000;            // without an answer, until that is said
+const STORE_MS = 2500;             // that the rest waits for the store's answer
 const ROWS = 200, EVENTS = 100;    // that are shown
 const SHARE = 20;                  // a long list is asked for in a 20th of the time
 const $ = (id) => document.getElementById(id);
@@ -174,6 +175,16 @@ function savingState(s, unsaved) {
   return ["no save fails just now" + (unsaved ? "; " + waits : ""), false];
 }
 
+// Why nothing is known of the store just now; empties what was shown of it before.
+function showNoStore(why) {
+  const text = `the store cannot be looked at: ${why}`;
+  if ($("saving").textContent !== text) $("saving").textContent = text;
+  $("saving").className = "bad";
+  $("store").replaceChildren();
+  $("jobs").parentNode.hidden = true;
+  $("remote").textContent = "";
+}
+
 function showStore(s, unsaved) {
   const [text, bad] = savingState(s, unsaved), d = s.store;
   if ($("saving").textContent !== text) $("saving").textContent = text;
@@ -284,10 +295,17 @@ async function listSessions() {
   return list;
 }
 
+// The rest is shown without it. The token is another matter, and so is a daemon that is gone, which
+// the other questions find out.
+function withoutStore(error) {
+  if (error instanceof Refused) throw error;
+  return { failed: error.message };
+}
+
 async function look() {
   const [status, quotas, list, clients, prefixes, events, metrics, storage] = await Promise.all(
     [ask("status"), ask("quotas"), listSessions(), ask("clients"), ask("prefixes"),
-      ask("events?after=" + last), ask("metrics", false), ask("storage")]);
+      ask("events?after=" + last), ask("metrics", false), ask("storage", true, STORE_MS).catch(withoutStore)]);
   const now = { at: performance.now(), counters: status.counters, times: histograms(metrics) };
   if (looks.length && status.counters.steps < looks[0].counters.steps) looks.length = 0;
   looks.push(now);
@@ -300,7 +318,8 @@ async function look() {
   answered = now.at;
   showNow(status, now);
   showMemory(status, quotas);
-  showStore(storage, status.counters.unsaved_now);
+  if (storage.failed) showNoStore(storage.failed);
+  else showStore(storage, status.counters.unsaved_now);
   showTime(now, looks[0]);
   sessions = list;
   showSessions();
