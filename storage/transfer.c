@@ -340,6 +340,18 @@ struct import {
     const struct kvq_store_watch *watch;
 };
 
+// A file to be imported is only read.
+static int complain_of_reading(const struct kvq__complaint *c, int error, const char *verb)
+{
+    assert(error < 0);
+    if (error != -EACCES && error != -EPERM)
+        return kvq__io_complain(c, error, "the file", verb);
+    return kvq__complain(c, KVQ_E_SYSTEM, // not KVQ_E_PERMISSION: it is not who asked
+                         "the file cannot be %s: %s; give the daemon's user the right to read it, "
+                         "and to enter the folders above it",
+                         verb, strerror(-error));
+}
+
 static int spoiled(const struct import *m, const char *what)
 {
     return kvq__complain(m->c, KVQ_E_DAMAGED, "at byte %llu: %s", (unsigned long long)m->walk.at,
@@ -366,7 +378,7 @@ static int load_payload(struct import *m, void **bytes)
     int rc = kvq_io_read(m->walk.io, m->walk.file, *bytes, r->length, m->walk.at + KVQ_RECORD_HEAD,
                          &got);
     if (rc)
-        rc = kvq__io_complain(m->c, rc, "the file", "read");
+        rc = complain_of_reading(m->c, rc, "read");
     else if (got != r->length || !kvq_checksum_equal(kvq_checksum(*bytes, got), r->payload))
         rc = spoiled(m, "the record changed while it was read");
     if (rc) {
@@ -468,7 +480,7 @@ static int take_all_records(struct import *m)
     int find, rc = KVQ_OK;
     while (rc == KVQ_OK && (find = kvq_walk_next(&m->walk)) != KVQ_WALK_END) {
         if (find < 0)
-            rc = kvq__io_complain(m->c, find, "the file", "read");
+            rc = complain_of_reading(m->c, find, "read");
         else if (find != KVQ_WALK_RECORD)
             rc = spoiled(m, "it is damaged or cut off here");
         else
@@ -591,10 +603,10 @@ static int open_walk(struct import *m)
     uint16_t version;
     int rc = kvq_io_status(m->s->io, m->walk.file, &status);
     if (rc)
-        return kvq__io_complain(m->c, rc, "the file", "looked at");
+        return complain_of_reading(m->c, rc, "looked at");
     rc = kvq_segment_front(m->s->io, m->walk.file, &head, &version);
     if (rc < 0)
-        return kvq__io_complain(m->c, rc, "the file", "read");
+        return complain_of_reading(m->c, rc, "read");
     if (version > KVQ_RECORD_VERSION)
         return kvq__complain(m->c, KVQ_E_VERSION, "is of version %u; this program knows up to %d",
                              version, KVQ_RECORD_VERSION);
@@ -615,8 +627,7 @@ static int open_import(struct import *m, const char *path)
     if (!m->walk.buffer)
         return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");
     m->walk.file = kvq_io_open(io, path, KVQ_IO_READ);
-    return m->walk.file < 0 ? kvq__io_complain(m->c, m->walk.file, "the file", "opened")
-                            : open_walk(m);
+    return m->walk.file < 0 ? complain_of_reading(m->c, m->walk.file, "opened") : open_walk(m);
 }
 
 static void close_import(struct import *m)
@@ -650,7 +661,7 @@ int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_sto
     int rc = open_import(&m, path);
     int find = rc ? 0 : kvq_walk_next(&m.walk);
     if (find < 0)
-        rc = kvq__io_complain(&c, find, "the file", "read");
+        rc = complain_of_reading(&c, find, "read");
     else if (rc == KVQ_OK && (find != KVQ_WALK_RECORD || m.walk.record.kind != KVQ_RECORD_MANIFEST))
         rc = spoiled(&m, "no session stands there");
     if (rc == KVQ_OK)

@@ -504,6 +504,27 @@ TEST(readers_beside_a_writer)
         fail_msg("%s", why);
 }
 
+// Who imports need not write to the file.
+TEST(not_readable)
+{
+    struct kvq_store_session of;
+    struct kvq_store_file file;
+    make_group();
+    take_over("group");
+    for (int which = 0; which < 3; which++) {
+        fault_reset_counts(&other_disk);
+        other_disk.fail_read = 1;
+        other_disk.fail_with = EACCES;
+        int rc =
+            which == 0 ? import_it(false)
+            : which == 1
+                ? kvq_store_exported(other.store, file_path, &of, other.text, sizeof other.text)
+                : kvq_store_look(other.store, file_path, &file, other.text, sizeof other.text);
+        assert_int_equal(rc, KVQ_E_SYSTEM);
+        assert_non_null(strstr(other.text, "give the daemon's user the right to read it, and"));
+    }
+}
+
 int main(void)
 {
     return run_all(NULL, NULL);
