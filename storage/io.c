@@ -98,6 +98,13 @@ int kvq_io_rename(struct kvq_io *io, const char *from, const char *to)
     return rc;
 }
 
+int kvq_io_rename_new(struct kvq_io *io, const char *from, const char *to)
+{
+    int rc;
+    PERSIST(rc, io->rename_new(io, from, to));
+    return rc;
+}
+
 int kvq_io_sync_dir(struct kvq_io *io, const char *path)
 {
     int rc;

@@ -59,6 +59,8 @@ struct kvq_io {
     // back, and so does the end of the process.
     int (*lock)(struct kvq_io *io, int file);
     int (*rename)(struct kvq_io *io, const char *from, const char *to); // over what is there
+    // -EEXIST, and nothing has changed, if `to` is there.
+    int (*rename_new)(struct kvq_io *io, const char *from, const char *to);
     int (*unlink)(struct kvq_io *io, const char *path);
     int (*make_dir)(struct kvq_io *io, const char *path); // mode 0700
     int (*sync_dir)(struct kvq_io *io, const char *path);
@@ -90,6 +92,7 @@ int kvq_io_allocate(struct kvq_io *io, int file, uint64_t bytes);
 int kvq_io_status(struct kvq_io *io, int file, struct kvq_io_status *status);
 int kvq_io_unlink(struct kvq_io *io, const char *path);
 int kvq_io_rename(struct kvq_io *io, const char *from, const char *to);
+int kvq_io_rename_new(struct kvq_io *io, const char *from, const char *to);
 int kvq_io_make_dir(struct kvq_io *io, const char *path);
 int kvq_io_sync_dir(struct kvq_io *io, const char *path);
 // Syncs the folder that has the last name of a path, which may end with slashes or have no folder.

@@ -111,6 +111,33 @@ static int posix_rename(struct kvq_io *io, const char *from, const char *to)
     return result(rename(from, to));
 }
 
+// Where a file system has no such rename, by a second name; where it has no second names either, by
+// taking the place first, which a process that is killed leaves empty.
+static int posix_rename_new(struct kvq_io *io, const char *from, const char *to)
+{
+    (void)io;
+    int rc = result(renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE));
+    if (rc != -EINVAL && rc != -ENOSYS)
+        return rc;
+    rc = result(link(from, to));
+    if (rc == 0) {
+        rc = result(unlink(from));
+        if (rc)
+            (void)unlink(to);
+        return rc;
+    }
+    if (rc != -EPERM && rc != -EOPNOTSUPP && rc != -ENOSYS)
+        return rc;
+    int place = result(open(to, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+    if (place < 0)
+        return place;
+    close(place);
+    rc = result(rename(from, to));
+    if (rc)
+        (void)unlink(to);
+    return rc;
+}
+
 static int posix_unlink(struct kvq_io *io, const char *path)
 {
     (void)io;
@@ -200,6 +227,7 @@ struct kvq_io *kvq_io_posix(void)
         .status = posix_status,
         .lock = posix_lock,
         .rename = posix_rename,
+        .rename_new = posix_rename_new,
         .unlink = posix_unlink,
         .make_dir = posix_make_dir,
         .sync_dir = posix_sync_dir,

@@ -158,7 +158,7 @@ int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const ch
     struct kvq_remote_watch looks_on = watch ? *watch : remote->watch;
     const struct kvq_store_watch on_export = {tell_export, &looks_on};
     if (!is_there(io, path))
-        rc = kvq_store_export_watched(store, space, name, path, &on_export, text, n);
+        rc = kvq_store_export_watched(store, space, name, path, true, &on_export, text, n);
     if (rc == 0)
         rc = kvq_remote_push_file(remote, path, space, name, watch, moved, text, n);
     if (rc == 0 || rc == KVQ_E_DAMAGED)

@@ -315,10 +315,12 @@ void kvq_store_limit_forget(struct kvq_store *store, const char *space);
 // ---- Moving sessions between stores ----
 
 // Writes all shards of a session into one file (format: segment.h, manifest.h), synced, then
-// renamed over path. Refuses a session with damaged blocks (KVQ_E_DAMAGED). KVQ_E_STALE: the
+// renamed to path: over a file that is there with `replace`, else KVQ_E_EXISTS. Until then its name
+// is the path with a number and .kvq.tmp behind it; such files that a process has left which was
+// killed are removed. Refuses a session with damaged blocks (KVQ_E_DAMAGED). KVQ_E_STALE: the
 // session was saved again meanwhile, and what it had before is gone; export it again.
 int kvq_store_export(struct kvq_store *store, const char *space, const char *name, const char *path,
-                     char *text, size_t n);
+                     bool replace, char *text, size_t n);
 // Reads the names, shards and tokens of the first session in an exported file; the rest of *out is
 // zeros. Does not check the rest of the file.
 int kvq_store_exported(struct kvq_store *store, const char *path, struct kvq_store_session *out,
@@ -352,8 +354,8 @@ struct kvq_store_watch {
     void *context;
 };
 int kvq_store_export_watched(struct kvq_store *store, const char *space, const char *name,
-                             const char *path, const struct kvq_store_watch *watch, char *text,
-                             size_t n);
+                             const char *path, bool replace, const struct kvq_store_watch *watch,
+                             char *text, size_t n);
 int kvq_store_import_watched(struct kvq_store *store, const char *path, const char *space,
                              const char *name, bool replace, const struct kvq_store_watch *watch,
                              char *text, size_t n);

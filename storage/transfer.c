@@ -13,8 +13,9 @@
 
 #include "proto/status.h"
 #include "storage/save.h"
+#include "storage/unfinished.h"
 
-enum { BUFFER = 4 << 20, PATH = 4096 };
+enum { BUFFER = 4 << 20 };
 
 static int tell_transfer(const struct kvq_store_watch *watch, uint64_t done, uint64_t all,
                          const struct kvq__complaint *c)
@@ -264,36 +265,19 @@ static int write_export(struct export *e, const char *space, const char *name)
     return rc ? kvq__io_complain(e->c, rc, "the file", "synced") : KVQ_OK;
 }
 
-// Puts the finished file where it belongs.
-static int place_file(struct kvq_io *io, const char *from, const char *path,
-                      const struct kvq__complaint *c)
-{
-    int rc = kvq_io_rename(io, from, path);
-    if (rc == 0)
-        rc = kvq_io_sync_parent(io, path);
-    return rc ? kvq__io_complain(c, rc, "the file", "renamed") : KVQ_OK;
-}
-
 int kvq_store_export(struct kvq_store *store, const char *space, const char *name, const char *path,
-                     char *text, size_t n)
+                     bool replace, char *text, size_t n)
 {
-    return kvq_store_export_watched(store, space, name, path, NULL, text, n);
+    return kvq_store_export_watched(store, space, name, path, replace, NULL, text, n);
 }
 
 int kvq_store_export_watched(struct kvq_store *store, const char *space, const char *name,
-                             const char *path, const struct kvq_store_watch *watch, char *text,
-                             size_t n)
+                             const char *path, bool replace, const struct kvq_store_watch *watch,
+                             char *text, size_t n)
 {
     const struct kvq__complaint c = {path, text, n};
-    char unfinished[PATH];
+    char unfinished[KVQ__FILE_PATH];
     struct export e = {.s = store, .c = &c, .file = -1, .watch = watch};
-    uint64_t random = 0; // in the name, so that nobody's file has it
-    int failed = store->io->random(store->io, &random, sizeof random);
-    int used = snprintf(unfinished, sizeof unfinished, "%s-%016" PRIx64 ".kvq.tmp", path, random);
-    if (failed)
-        return kvq__io_complain(&c, failed, "a name", "made");
-    if (used < 0 || (size_t)used >= sizeof unfinished)
-        return kvq__complain(&c, KVQ_E_LIMIT, "the path is too long");
     e.buffer = malloc(BUFFER);
     e.shards = calloc(KVQ_MAX_SHARDS, sizeof *e.shards);
     int rc = KVQ_E_NO_MEMORY;
@@ -301,15 +285,15 @@ int kvq_store_export_watched(struct kvq_store *store, const char *space, const c
         (void)kvq__complain(&c, rc, "no memory");
         goto out;
     }
-    e.file = kvq_io_open(store->io, unfinished, KVQ_IO_WRITE | KVQ_IO_NEW);
+    e.file = kvq__make_unfinished(store->io, path, unfinished);
     rc = e.file < 0 ? kvq__io_complain(&c, e.file, "the file", "made")
                     : write_export(&e, space, name);
-    if (e.file >= 0)
-        store->io->close(store->io, e.file);
     if (rc == KVQ_OK)
-        rc = place_file(store->io, unfinished, path, &c);
+        rc = kvq__place_finished(store->io, unfinished, path, replace, &c);
     if (rc && e.file >= 0)
         (void)kvq_io_unlink(store->io, unfinished);
+    if (e.file >= 0)
+        store->io->close(store->io, e.file);
 out:
     free(e.blocks);
     free(e.shards);

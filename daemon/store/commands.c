@@ -3,12 +3,9 @@
 // The commands that the store jobs take, and the short ones among them: those that drop, that only
 // read, or that tidy.
 #include <assert.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include "daemon/commands/dispatch.h"
 #include "daemon/runtime/workers.h"
@@ -247,43 +244,33 @@ int kvq__jobs_check_name(struct kvq__task *t, const char *name)
     return KVQ_E_INVALID;
 }
 
-// Takes the place of the file, so that nobody's file is overwritten unasked.
-static int reserve_file(struct kvq__task *t, const char *path, bool *reserved)
+// Before all is written. Nobody's file that comes later is overwritten unasked either.
+static int refuse_existing(struct kvq__task *t, const char *path)
 {
     struct stat there;
-    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600), error = errno;
-    *reserved = fd >= 0;
-    if (fd >= 0) {
-        close(fd);
+    if (lstat(path, &there) != 0)
         return 0;
-    }
-    bool is_folder = error == EEXIST && stat(path, &there) == 0 && S_ISDIR(there.st_mode);
-    if (error == EEXIST)
-        snprintf(t->text, sizeof t->text, "%.400s is %s", path,
-                 is_folder ? "a folder; name a file"
-                           : "there already; give another name, or --replace, which overwrites it");
-    else
-        snprintf(t->text, sizeof t->text, "%.400s: the file cannot be made: %s", path,
-                 strerror(error));
-    return error == EEXIST ? KVQ_E_EXISTS : KVQ_E_SYSTEM;
+    snprintf(t->text, sizeof t->text, "%.400s is %s", path,
+             stat(path, &there) == 0 && S_ISDIR(there.st_mode)
+                 ? "a folder; name a file"
+                 : "there already; give another name, or --replace, which overwrites it");
+    return KVQ_E_EXISTS;
 }
 
 static void export_to_file(struct kvq__task *t)
 {
     enum { TRIES = 3 }; // where it is saved again while it is exported
     const Kvq__ExportSession *ask = t->request->export_session;
-    bool reserved = false;
     t->begun = kvq_now_ns();
     int rc = kvq__jobs_check_name(t, t->name);
     if (rc == 0 && !ask->replace)
-        rc = reserve_file(t, ask->path, &reserved);
+        rc = refuse_existing(t, ask->path);
     bool again = rc == 0;
     for (int tries = 0; tries < TRIES && again; tries++) {
-        rc = kvq_store_export(t->jobs->store, t->ns, t->name, ask->path, t->text, sizeof t->text);
+        rc = kvq_store_export(t->jobs->store, t->ns, t->name, ask->path, ask->replace, t->text,
+                              sizeof t->text);
         again = rc == KVQ_E_STALE;
     }
-    if (rc && reserved)
-        (void)unlink(ask->path);
     t->rc = rc;
     if (t->rc == 0 && !save_reply(t))
         t->rc = KVQ_E_NO_MEMORY;

@@ -157,6 +157,30 @@ class Saves(Stored):
             gone = daemon.wait_log('event=session_dropped .*session="?kept')
             self.assertIn("time that it is kept is over; its 300 tokens were not saved", gone)
 
+    def test_killed_in_an_export(self):
+        """FILE is there as a whole or not at all; the next export to it removes what is left."""
+        with self.client.session(Tokens(1, 1).rows, "f16", name="it") as session:
+            Tokens(1, 16384).feed(self.queue, session, 16384, attend=False)
+            session.save()
+        out = os.path.join(self.folder, "out")
+        os.mkdir(out)
+        path = os.path.join(out, "it.kvq")
+        words = [os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory, "session",
+                 "export", "it", path]
+        asking = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.addCleanup(asking.kill)
+        end = time.monotonic() + BOUND
+        while not os.listdir(out):
+            self.assertLess(time.monotonic(), end)
+        self.again()
+        asking.kill()
+        asking.wait()
+        if os.path.exists(path):  # it was faster than the end, and is whole
+            self.daemon.ctl("session", "import", path, "--as", "other")
+            os.unlink(path)
+        self.daemon.ctl("session", "export", "it", path)
+        self.assertEqual(os.listdir(out), ["it.kvq"])
+
     @long_emulated
     def test_export_and_import(self):
         tokens = Tokens(4, 900)

@@ -426,12 +426,14 @@ static int fault_lock(struct kvq_io *io, int handle)
     return rc;
 }
 
-static int fault_rename(struct kvq_io *io, const char *from, const char *to)
+static int rename_file(struct kvq_io *io, const char *from, const char *to, bool replaces)
 {
     struct fault_io *f = self(io);
     pthread_mutex_lock(&f->lock);
     struct fault_file *file = fault_find(f, from);
     int rc = f->crashed ? -EIO : file ? before_change(f) : -ENOENT;
+    if (rc == 0 && !replaces && fault_find(f, to))
+        rc = -EEXIST;
     if (rc == 0) {
         uint32_t group = ++f->groups;
         change_name(f, to, file, group);
@@ -439,6 +441,16 @@ static int fault_rename(struct kvq_io *io, const char *from, const char *to)
     }
     pthread_mutex_unlock(&f->lock);
     return rc;
+}
+
+static int fault_rename(struct kvq_io *io, const char *from, const char *to)
+{
+    return rename_file(io, from, to, true);
+}
+
+static int fault_rename_new(struct kvq_io *io, const char *from, const char *to)
+{
+    return rename_file(io, from, to, false);
 }
 
 static int fault_unlink(struct kvq_io *io, const char *path)
@@ -533,6 +545,7 @@ void fault_open(struct fault_io *f, uint64_t seed)
                             .status = fault_status,
                             .lock = fault_lock,
                             .rename = fault_rename,
+                            .rename_new = fault_rename_new,
                             .unlink = fault_unlink,
                             .make_dir = fault_make_dir,
                             .sync_dir = fault_sync_dir,

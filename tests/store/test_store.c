@@ -263,7 +263,7 @@ PLAIN_TEST(limits)
     assert_int_equal(save_fork(&k, &w, 1, "fork", 20, NULL), KVQ_E_QUOTA);
     assert_int_equal(save_fork(&k, &w, 1, "fork", 10, NULL), 0);
     assert_int_equal(usage(&k, "uid-1", 2), 20000);
-    assert_int_equal(kvq_store_export(k.store, "uid-1", "a", "/a", k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_export(k.store, "uid-1", "a", "/a", true, k.text, sizeof k.text), 0);
     assert_int_equal(
         kvq_store_import(k.store, "/a", NULL, "imported", false, k.text, sizeof k.text),
         KVQ_E_QUOTA);

@@ -378,10 +378,10 @@ static void refuse_to_write(struct kit *k, const struct world *w)
     assert_int_equal(kvq_store_usage(k->store, "uid-1", &bytes, &sessions, text, room), 0);
     assert_true(bytes > 0);
     // To where it can be written, which is not this disk, it can be exported.
-    assert_int_equal(kvq_store_export(k->store, "uid-1", name, "/file", text, room),
+    assert_int_equal(kvq_store_export(k->store, "uid-1", name, "/file", true, text, room),
                      KVQ_E_READ_ONLY);
     disk.read_only = false;
-    assert_int_equal(kvq_store_export(k->store, "uid-1", name, "/file", text, room), 0);
+    assert_int_equal(kvq_store_export(k->store, "uid-1", name, "/file", true, text, room), 0);
     disk.read_only = true;
     assert_int_equal(kvq_store_import(k->store, "/file", NULL, "x", false, text, room),
                      KVQ_E_READ_ONLY);

@@ -4,7 +4,9 @@
 //
 // What is imported is what was exported; a file that was cut, spoiled at any byte, or made by
 // somebody else is refused, and nothing of it is visible. KVQ_FULL=1 spoils every byte.
+#include <fcntl.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include "proto/status.h"
 #include "proto/sync.h"
@@ -40,7 +42,7 @@ static int teardown(void **state)
 
 static int export_it(const char *name)
 {
-    return kvq_store_export(k.store, "uid-1", name, file_path, k.text, sizeof k.text);
+    return kvq_store_export(k.store, "uid-1", name, file_path, true, k.text, sizeof k.text);
 }
 
 static int import_it(bool replace)
@@ -339,7 +341,7 @@ TEST(cancelled)
     make_group();
     do {
         o = (struct onlooker){.until = n++};
-        rc = kvq_store_export_watched(k.store, "uid-1", "group", file_path, &watch, k.text,
+        rc = kvq_store_export_watched(k.store, "uid-1", "group", file_path, true, &watch, k.text,
                                       sizeof k.text);
         if (rc < 0)
             assert_null(fault_find(&disk, file_path));
@@ -398,7 +400,7 @@ TEST(overtaken)
         const struct kvq_store_watch watch = {overtake, &o};
         for (uint32_t i = 0; i < 20; i++)
             s->blocks[i] = (struct world_block){.place = {0, i, 1, i}, .seed = 50 + i, .bytes = 99};
-        int rc = kvq_store_export_watched(k.store, "uid-1", "it", file_path, &watch, k.text,
+        int rc = kvq_store_export_watched(k.store, "uid-1", "it", file_path, true, &watch, k.text,
                                           sizeof k.text);
         assert_true(o.done);
         if (rc != (deleted ? KVQ_E_NO_SESSION : KVQ_E_STALE) ||
@@ -523,6 +525,144 @@ TEST(not_readable)
         assert_int_equal(rc, KVQ_E_SYSTEM);
         assert_non_null(strstr(other.text, "give the daemon's user the right to read it, and"));
     }
+}
+
+static int make_file(const char *path)
+{
+    int file = disk.io.open(&disk.io, path, KVQ_IO_WRITE | KVQ_IO_NEW);
+    assert_true(file >= 0);
+    return file;
+}
+
+static int export_new(const char *path, bool replace)
+{
+    return kvq_store_export(k.store, "uid-1", "group", path, replace, k.text, sizeof k.text);
+}
+
+// An export takes no place before it has all, overwrites nothing unasked, and removes what killed
+// ones to its path have left, and nothing else.
+TEST(unfinished)
+{
+    static const char *const path = "/out/it", *const left = "/out/it-0123456789abcdef.kvq.tmp";
+    static const char *const stay[] = {
+        "/out/it-00000000000000ff.kvq.tmp",  // locked: it is being written
+        "/out/it-1.kvq.tmp",                 // these have other names
+        "/out/it2-0123456789abcdef.kvq.tmp", //
+        "/out/it-0123456789ABCDEF.kvq.tmp",
+    };
+    enum { N = sizeof stay / sizeof *stay };
+    make_group();
+    int locked = make_file(stay[0]);
+    assert_int_equal(disk.io.lock(&disk.io, locked), 0);
+    disk.io.close(&disk.io, make_file(left));
+    for (int i = 1; i < N; i++)
+        disk.io.close(&disk.io, make_file(stay[i]));
+    assert_int_equal(export_new(path, false), 0);
+    uint64_t bytes = fault_find(&disk, path)->bytes;
+    assert_true(bytes > 0);
+    assert_null(fault_find(&disk, left));
+    for (int i = 0; i < N; i++)
+        assert_non_null(fault_find(&disk, stay[i]));
+    disk.io.close(&disk.io, locked);
+    const struct fault_file *before = fault_find(&disk, path);
+    assert_int_equal(export_new(path, false), KVQ_E_EXISTS);
+    assert_says(k.text, "/out/it: is there; give another name, or replace it");
+    assert_ptr_equal(fault_find(&disk, path), before);
+    assert_int_equal(export_new(path, true), 0);
+    assert_ptr_not_equal(fault_find(&disk, path), before);
+    for (int i = 0; i < FAULT_FILES; i++) // but for those that are not its own
+        if (disk.now[i].file && strstr(disk.now[i].path, ".kvq.tmp"))
+            assert_true(strcmp(disk.now[i].path, stay[1]) == 0 ||
+                        strcmp(disk.now[i].path, stay[2]) == 0 ||
+                        strcmp(disk.now[i].path, stay[3]) == 0);
+}
+
+// Another export to the path takes a file that is not locked yet for one that was left.
+static struct {
+    int (*lock)(struct kvq_io *io, int file);
+    int times;   // that it comes in between
+    bool has_it; // still, while this one would lock it
+} other_export;
+
+static int lock_behind_another(struct kvq_io *io, int file)
+{
+    if (other_export.times == 0)
+        return other_export.lock(io, file);
+    other_export.times--;
+    for (int i = 0; i < FAULT_FILES; i++)
+        if (disk.now[i].file && strstr(disk.now[i].path, ".kvq.tmp"))
+            assert_int_equal(io->unlink(io, disk.now[i].path), 0);
+    return other_export.has_it ? -EWOULDBLOCK : other_export.lock(io, file);
+}
+
+TEST(taken_for_one_that_was_left)
+{
+    make_group();
+    other_export.lock = disk.io.lock;
+    disk.io.lock = lock_behind_another;
+    for (int has_it = 0; has_it < 2; has_it++) {
+        other_export.times = 2;
+        other_export.has_it = has_it;
+        assert_int_equal(export_new(has_it ? "/out/locked" : "/out/gone", false), 0);
+        assert_int_equal(other_export.times, 0);
+        assert_non_null(fault_find(&disk, has_it ? "/out/locked" : "/out/gone"));
+    }
+    disk.io.lock = other_export.lock;
+}
+
+static int sync_nothing(struct kvq_io *io, const char *path)
+{
+    return -EACCES;
+}
+
+// An export that has failed has taken no place.
+TEST(folder_not_synced)
+{
+    make_group();
+    int (*sync_dir)(struct kvq_io *, const char *) = disk.io.sync_dir;
+    disk.io.sync_dir = sync_nothing;
+    assert_int_equal(export_new("/out/it", false), KVQ_E_SYSTEM);
+    disk.io.sync_dir = sync_dir;
+    assert_says(k.text, "the folder of the file cannot be synced");
+    assert_null(fault_find(&disk, "/out/it"));
+    assert_int_equal(export_new("/out/it", false), 0);
+}
+
+static void write_file(const char *path, const char *text)
+{
+    int file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    assert_int_equal(write(file, text, 1), 1);
+    close(file);
+}
+
+static char first_of(const char *path)
+{
+    char c = 0;
+    int file = open(path, O_RDONLY | O_CLOEXEC);
+    assert_int_equal(read(file, &c, 1), 1);
+    close(file);
+    return c;
+}
+
+// The operating system's way to give a name that is free.
+PLAIN_TEST(rename_new)
+{
+    struct kvq_io *io = kvq_io_posix();
+    char folder[] = "/tmp/kvq-move-XXXXXX", from[64], to[64];
+    assert_non_null(mkdtemp(folder));
+    snprintf(from, sizeof from, "%s/from", folder);
+    snprintf(to, sizeof to, "%s/to", folder);
+    write_file(from, "1");
+    write_file(to, "2");
+    assert_int_equal(kvq_io_rename_new(io, from, to), -EEXIST);
+    assert_int_equal(first_of(from), '1');
+    assert_int_equal(first_of(to), '2');
+    assert_int_equal(unlink(to), 0);
+    assert_int_equal(kvq_io_rename_new(io, from, to), 0);
+    assert_int_equal(first_of(to), '1');
+    assert_int_equal(access(from, F_OK), -1);
+    assert_int_equal(unlink(to), 0);
+    assert_int_equal(rmdir(folder), 0);
 }
 
 int main(void)
