@@ -54,7 +54,8 @@ class Users(Configured):
                 ("read", (("config", "get"), ("events",))),
                 ("operate", (("client", "kick", "1"), ("storage", "gc"))),
                 ("admin", (("drain",), ("shutdown",), ("config", "reload"),
-                           ("quota", "delete", OWN), ("session", "import", "/x"),
+                           ("config", "reload", "--dry-run"), ("quota", "delete", OWN),
+                           ("session", "import", "/x"), ("session", "import", "/x", "--dry-run"),
                            ("session", "export", "mine", "/x")))):
             for words in commands:
                 self.refuse(daemon, *words, role="no role", needed=needed)

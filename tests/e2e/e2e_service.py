@@ -664,6 +664,23 @@ class Reloads(Configured):
         option, = daemon.ctl("config", "get", "max_clients")["options"]
         self.assertEqual(option["value"], "8")
 
+    def test_events_of_a_namespace_that_is_gone(self):
+        """A run has its namespaces as long as its events, also without the section."""
+        daemon = self.start(f"[namespace a]\nuids = {UID}\n")
+        with daemon.client() as client:
+            client.session(Tokens(1, 1).rows, "f16", name="it", ns="a").close()
+        self.write("")
+        self.assertEqual(daemon.ctl("config", "reload")["needs_restart"],
+                         [{"name": "[namespace a]", "before": "there", "after": "not there"}])
+        status, out, complaint = daemon.ctl("events", "--no-follow", "--since", "1h", "--namespace",
+                                            "a", check=False)
+        self.assertEqual((status, complaint), (0, ""))
+        self.assertEqual([json.loads(line)["kind"] for line in out.splitlines()],
+                         ["session_opened", "session_closed"])
+        status, _, complaint = daemon.ctl("events", "--no-follow", "--namespace", "b", check=False)
+        self.assertEqual(status, 5)
+        self.assertIn('there is no namespace "b"', complaint)
+
     def test_config_reload_dry_run(self):
         """What a reload would change or refuse, and nothing changes."""
         daemon = self.start("max_clients = 7\n")
