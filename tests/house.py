@@ -19,7 +19,6 @@ import subprocess
 import sys
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-COUNTERS = ("appended_tokens", "refused_requests", "kicked_clients", "prompts_packed")
 LIBRARIES = ("proto", "kernels", "storage", "client", "daemon")
 SHARED = ("daemon/core/core.h", "daemon/core/state.h")  # any room of the core may include them
 # What is not yet as the rule says: (rule, file, header or symbol). This may only shrink.
@@ -31,7 +30,7 @@ LIMITS = {
     "asserts": (0.3, False),        # a function of daemon, storage and client
     "names_not_unique": (0.002, True),  # of the daemon's static functions, a share
     "command_files": (3, True),       # half of the commands are named in no more files than this
-    "counter_files": (4, True),       # likewise for a counter; aim: 1
+    "counter_files": (2, True),       # of half of the counters: the row, and the line that counts
 }
 
 
@@ -209,7 +208,9 @@ def measures(objects):
                if not p.startswith("tests/")]
     every = sorted(commands(sources).values())
     found["command_files"] = every[len(every) // 2]
-    every = sorted(touched(sources, rf"\b{name}\b") for name in COUNTERS)
+    rows = re.findall(r"^    X\((\w+),", read("daemon/core/base/counters.h"), re.M)
+    every = sorted(touched(sources, rf"\bX\({name},|(\.|->){name}(\+\+| [-+]?= )") for name in rows)
+    assert len(rows) > 20 and every[0] > 0
     found["counter_files"] = every[len(every) // 2]
     return found
 
