@@ -331,9 +331,10 @@ struct kvq_store_file {
     struct kvq_store_session session;
     void *opaque; // session.version, session.n_bytes
 };
-// Reads and checks the file as an import does, and saves nothing.
-int kvq_store_look(struct kvq_store *store, const char *path, struct kvq_store_file *out,
-                   char *text, size_t n);
+// Reads and checks the file as an import does, and saves nothing. watch: as below.
+struct kvq_store_watch;
+int kvq_store_look(struct kvq_store *store, const char *path, const struct kvq_store_watch *watch,
+                   struct kvq_store_file *out, char *text, size_t n);
 // Then whether an import as this session may have the name (KVQ_E_EXISTS), and as the store is now
 // the room for it (KVQ_E_QUOTA, KVQ_E_NO_SPACE).
 int kvq_store_look_name(struct kvq_store *store, const char *path,

@@ -671,11 +671,11 @@ static int fill_file(const struct import *m, struct kvq_store_file *out)
     return KVQ_OK;
 }
 
-int kvq_store_look(struct kvq_store *store, const char *path, struct kvq_store_file *out,
-                   char *text, size_t n)
+int kvq_store_look(struct kvq_store *store, const char *path, const struct kvq_store_watch *watch,
+                   struct kvq_store_file *out, char *text, size_t n)
 {
     const struct kvq__complaint c = {path, text, n};
-    struct import m = {.s = store, .c = &c};
+    struct import m = {.s = store, .c = &c, .watch = watch};
     memset(out, 0, sizeof *out);
     int rc = open_import(&m, path);
     if (rc == KVQ_OK)

@@ -123,8 +123,7 @@ static void tell_store_status(struct kvq__task *t)
     storage_reply(t);
 }
 
-// A daemon that ends does not wait until all of the store has been read. Any thread.
-static int look_for_end(void *context, uint64_t done, uint64_t all)
+int kvq__jobs_look_for_end(void *context, uint64_t done, uint64_t all)
 {
     const struct kvq__jobs *jobs = context;
     (void)done;
@@ -135,7 +134,8 @@ static int look_for_end(void *context, uint64_t done, uint64_t all)
 static void verify_store(struct kvq__task *t)
 {
     struct kvq_store_verified v;
-    int rc = kvq_store_verify(t->jobs->store, look_for_end, t->jobs, &v, t->text, sizeof t->text);
+    int rc = kvq_store_verify(t->jobs->store, kvq__jobs_look_for_end, t->jobs, &v, t->text,
+                              sizeof t->text);
     Kvq__StorageReply *r = rc == 0 ? storage_reply(t) : NULL;
     t->rc = rc ? rc : t->rc;
     if (!r)

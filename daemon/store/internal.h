@@ -289,6 +289,9 @@ void kvq__jobs_resolve(struct kvq__task *task, const char *ns, const char *name)
 int kvq__jobs_check_name(struct kvq__task *task, const char *name);
 // Poller's thread: task->rc < 0 with a text if nothing is imported into task->ns.
 void kvq__jobs_check_imported(struct kvq__task *task);
+// Looks on for who reads long, with the jobs as its context: a daemon that ends does not wait until
+// all of a store, or of a file, has been read. Any thread.
+int kvq__jobs_look_for_end(void *context, uint64_t done, uint64_t all);
 // What a task that writes does, for people.
 const char *kvq__jobs_doing(const struct kvq__task *task);
 

@@ -52,8 +52,9 @@ static void look_at_file(struct kvq__task *t)
 {
     const Kvq__LookAtImport *ask = t->request->look_at_import;
     const char *ns = ask->ref ? ask->ref->namespace_ : "", *name = ask->ref ? ask->ref->name : "";
+    const struct kvq_store_watch watch = {kvq__jobs_look_for_end, t->jobs};
     struct kvq_store_file *file = &t->look->file;
-    t->rc = kvq_store_look(t->jobs->store, ask->path, file, t->text, sizeof t->text);
+    t->rc = kvq_store_look(t->jobs->store, ask->path, &watch, file, t->text, sizeof t->text);
     snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : file->session.space);
     snprintf(t->name, sizeof t->name, "%s", name[0] ? name : file->session.name);
 }

@@ -331,7 +331,7 @@ static int look_on(void *context, uint64_t done, uint64_t all)
     return o->told++ == o->until;
 }
 
-// Both can be ended at every step, and nothing has changed then.
+// All can be ended at every step, and nothing has changed then.
 TEST(cancelled)
 {
     struct onlooker o;
@@ -352,6 +352,16 @@ TEST(cancelled)
     carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
     n = 0;
     do {
+        struct kvq_store_file file;
+        o = (struct onlooker){.until = n++};
+        rc = kvq_store_look(other.store, file_path, &watch, &file, other.text, sizeof other.text);
+        assert_true((rc == 0) == (file.opaque != NULL));
+        free(file.opaque);
+    } while (rc == KVQ_E_CANCELLED);
+    assert_int_equal(rc, 0);
+    assert_int_equal(n, 13); // two manifests and the commit, too
+    n = 0;
+    do {
         struct kvq_store_status status;
         o = (struct onlooker){.until = n++};
         rc = kvq_store_import_watched(other.store, file_path, NULL, NULL, false, &watch, other.text,
@@ -360,7 +370,7 @@ TEST(cancelled)
         assert_int_equal(status.sessions, rc < 0 ? 0 : 2);
     } while (rc == KVQ_E_CANCELLED);
     assert_int_equal(rc, 0);
-    assert_int_equal(n, 13); // two manifests and the commit, too
+    assert_int_equal(n, 13);
 }
 
 // What happens to the session while it is exported, at the first block.
@@ -517,11 +527,11 @@ TEST(not_readable)
         fault_reset_counts(&other_disk);
         other_disk.fail_read = 1;
         other_disk.fail_with = EACCES;
-        int rc =
-            which == 0 ? import_it(false)
-            : which == 1
-                ? kvq_store_exported(other.store, file_path, &of, other.text, sizeof other.text)
-                : kvq_store_look(other.store, file_path, &file, other.text, sizeof other.text);
+        int rc = which == 0   ? import_it(false)
+                 : which == 1 ? kvq_store_exported(other.store, file_path, &of, other.text,
+                                                   sizeof other.text)
+                              : kvq_store_look(other.store, file_path, NULL, &file, other.text,
+                                               sizeof other.text);
         assert_int_equal(rc, KVQ_E_SYSTEM);
         assert_non_null(strstr(other.text, "give the daemon's user the right to read it, and"));
     }
