@@ -12,7 +12,7 @@
 enum { MOST_OBSTACLES = 8 };
 
 struct kvq__look {
-    struct kvq_store_file file;
+    struct kvq_store_file file; // its names first; the rest once all of it has been read
     Kvq__ImportLook *told;
 };
 
@@ -48,15 +48,28 @@ static bool open_look(struct kvq__task *t)
 
 // ---- On one of libuv's threads ----
 
-static void look_at_file(struct kvq__task *t)
+static void look_at_names(struct kvq__task *t)
 {
     const Kvq__LookAtImport *ask = t->request->look_at_import;
     const char *ns = ask->ref ? ask->ref->namespace_ : "", *name = ask->ref ? ask->ref->name : "";
+    struct kvq_store_session *of = &t->look->file.session;
+    t->rc = kvq_store_exported(t->jobs->store, ask->path, of, t->text, sizeof t->text);
+    snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : of->space);
+    snprintf(t->name, sizeof t->name, "%s", name[0] ? name : of->name);
+    if (t->rc == 0)
+        t->rc = kvq__jobs_check_name(t, t->name);
+}
+
+static void look_at_body(struct kvq__task *t)
+{
     const struct kvq_store_watch watch = {kvq__jobs_look_for_end, t->jobs};
-    struct kvq_store_file *file = &t->look->file;
-    t->rc = kvq_store_look(t->jobs->store, ask->path, &watch, file, t->text, sizeof t->text);
-    snprintf(t->ns, sizeof t->ns, "%s", ns[0] ? ns : file->session.space);
-    snprintf(t->name, sizeof t->name, "%s", name[0] ? name : file->session.name);
+    struct kvq_store_file whole;
+    t->rc = kvq_store_look(t->jobs->store, t->request->look_at_import->path, &watch, &whole,
+                           t->text, sizeof t->text);
+    if (t->rc == 0)
+        t->look->file = whole;
+    if (t->rc != KVQ_E_CANCELLED)
+        note_obstacle(t, false);
 }
 
 static void look_for_room(struct kvq__task *t)
@@ -116,7 +129,7 @@ static void look_at_codebooks(struct kvq__task *t)
 {
     struct kvq__saved saved = {0};
     struct kvq__book_holds holds = {0};
-    t->rc = read_saved(t, &saved);
+    t->rc = t->look->file.opaque ? read_saved(t, &saved) : 0;
     for (uint32_t i = 0; i < saved.n_layers && t->rc == 0; i++) {
         const char *at = strchr(saved.layers[i].format.name, '@');
         if (!at || saved.layers[i].row.kv_from >= 0)
@@ -165,11 +178,12 @@ void kvq__jobs_look(struct kvq__task *t)
     t->rc = KVQ_E_NO_MEMORY;
     if (!open_look(t))
         return;
-    kvq__task_at_work(t, look_at_file);
-    if (t->rc == 0)
-        t->rc = kvq__jobs_check_name(t, t->name);
+    kvq__task_at_work(t, look_at_names);
     if (t->rc == 0) {
         kvq__task_at_poller(t, look_at_memory);
+        kvq__task_at_work(t, look_at_body);
+    }
+    if (t->rc == 0) {
         kvq__task_at_work(t, look_for_room);
         kvq__task_at_work(t, look_at_codebooks);
         answer_look(t);

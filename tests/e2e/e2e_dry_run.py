@@ -291,7 +291,13 @@ class DryRun(Stored):
         self.refused_import(1, "cannot be opened", path + "-not")
         with open(path, "r+b") as file:
             file.truncate(os.path.getsize(path) - 64)
-        self.refused_import(1, "it is damaged or cut off here", path)
+        damaged = "it is damaged or cut off here"
+        self.assertEqual(len(self.refused_import(1, damaged, path)), 1)
+        notes = self.refused_import(5, "no namespace \"nobody\"", path, "--namespace", "nobody")
+        self.assertIn(damaged, notes[1])
+        with self.make("it"):
+            notes = self.refused_import(1, "is in memory", path)
+        self.assertIn(damaged, notes[1])
 
     def test_prefix(self):
         """The bytes that are free afterwards, of one namespace or of all."""
