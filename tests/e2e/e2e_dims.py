@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of other dimensions than those that are stored: the same bits as with zeros behind."""
+import json
 import os
 import subprocess
 import unittest
@@ -151,6 +152,12 @@ class Dims(e2e_storage.Stored):
         note = self.daemon.ctl(*look)["would"][0]["note"]
         self.assertIn("; it could not be opened: layer 0: ", note)
         self.assertIn("own.kvqbook", note)
+        look = ("session", "import", path, "--dry-run")  # "it" is saved
+        status, out, complaint = self.daemon.ctl(*look, check=False)
+        self.assertEqual(status, 1, complaint)
+        would = json.loads(out)["would"]
+        self.assertEqual([w["action"] for w in would], ["not import", "not open"])
+        self.assertRegex(would[1]["note"], "^were it imported: layer 0: .*own.kvqbook")
 
     @unittest.skipUnless(BACKEND == "emu", "a GPU, be it in software")
     def test_gpus_refuse(self):

@@ -444,18 +444,23 @@ static void tell_import(struct plan *plan, const struct import *i, const char *a
 // All that stands in the way of the import, or how it would end.
 static void tell_look(struct plan *plan, const Kvq__ImportLook *look, struct import *i)
 {
-    const char *opening = "";
+    const char *opening = NULL;
     for (size_t k = 0; k < look->n_obstacles; k++) {
         const Kvq__Obstacle *o = look->obstacles[k];
         if (o->opening) {
-            opening = kvq__ctl_text("; it could not be opened: %s", kvq__ctl_clean(o->text));
+            opening = kvq__ctl_clean(o->text);
             continue;
         }
         i->status = i->status ? i->status : o->status;
         tell_import(plan, i, "not import", kvq__ctl_text("and fail: %s", kvq__ctl_clean(o->text)));
     }
-    if (!i->status)
-        tell_import(plan, i, "import", kvq__ctl_text("%" PRIu64 " tokens%s", i->tokens, opening));
+    if (i->status && opening)
+        tell_import(plan, i, "not open", kvq__ctl_text("were it imported: %s", opening));
+    else if (!i->status)
+        tell_import(plan, i, "import",
+                    kvq__ctl_text("%" PRIu64 " tokens%s%s", i->tokens,
+                                  opening ? "; it could not be opened: " : "",
+                                  opening ? opening : ""));
 }
 
 // Ends as the import would.
