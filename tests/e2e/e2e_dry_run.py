@@ -44,6 +44,8 @@ class DryRun(Stored):
         for line, would in zip(lines, answer["would"]):
             self.assertIn(f"would {would['action']} ", line)
             self.assertIn(would["name"], line)
+            self.assertEqual(would["action"].startswith("not "), ", and fail: " in line)
+            self.assertNotIn(": 0 B, and", line)
         return answer
 
     def make(self, name, n=128, **options):
@@ -249,6 +251,10 @@ class DryRun(Stored):
     def refused_import(self, status, text, *arguments):
         """What stands in the way of an import; the import fails so, too."""
         import_ = ("session", "import", *arguments)
+        said = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory,
+                               *import_, "--dry-run"], capture_output=True, text=True,
+                              timeout=BOUND)
+        self.assertNotIn(": 0 B", said.stdout)
         before = self.state()
         status_, out, complaint = self.daemon.ctl(*import_, "--dry-run", check=False)
         self.assertEqual(status_, status, complaint)

@@ -30,6 +30,7 @@ struct item {
     uint64_t bytes;
     const char *note; // in words, or ""
     bool is_within;   // name is the place where it lies
+    bool is_refused;  // as the note says: there are no bytes
 };
 
 static void tell(struct plan *plan, const struct item *item)
@@ -41,7 +42,9 @@ static void tell(struct plan *plan, const struct item *item)
                kvq__ctl_clean(item->name));
         if (*item->ns)
             printf(" of %s", kvq__ctl_clean(item->ns));
-        printf(": %s%s%s\n", kvq__ctl_bytes(item->bytes), *item->note ? ", " : "", item->note);
+        if (!item->is_refused)
+            printf(": %s", kvq__ctl_bytes(item->bytes));
+        printf("%s%s\n", *item->note ? ", " : "", item->note);
         return;
     }
     cJSON *object = cJSON_CreateObject();
@@ -412,13 +415,13 @@ int kvq__ctl_preview_export(struct kvq__ctl *ctl, char **args)
         fprintf(stderr, "kvqctl: whether %s is there already only that machine knows\n",
                 kvq__ctl_clean(args[1]));
     else if (stat(args[1], &there) == 0)
-        tell(&plan,
-             &(struct item){.action = ctl->replace ? "overwrite" : "not overwrite",
-                            .what = "the file",
-                            .ns = "",
-                            .name = args[1],
-                            .bytes = ctl->replace ? (uint64_t)there.st_size : 0,
-                            .note = ctl->replace ? "" : "and fail: --replace overwrites it"});
+        tell(&plan, &(struct item){.action = ctl->replace ? "overwrite" : "not overwrite",
+                                   .what = "the file",
+                                   .ns = "",
+                                   .name = args[1],
+                                   .bytes = ctl->replace ? (uint64_t)there.st_size : 0,
+                                   .note = ctl->replace ? "" : "and fail: --replace overwrites it",
+                                   .is_refused = !ctl->replace});
     end(&plan);
     return KVQ_EXIT_OK;
 }
@@ -438,7 +441,8 @@ static void tell_import(struct plan *plan, const struct import *i, const char *a
                               .ns = i->ns,
                               .name = i->name,
                               .bytes = i->status ? 0 : i->bytes,
-                              .note = note});
+                              .note = note,
+                              .is_refused = i->status != 0});
 }
 
 // All that stands in the way of the import, or how it would end.
