@@ -555,11 +555,16 @@ static int check_own_name(struct import *m)
                       m->replace, m->c);
 }
 
-// A session is opened with all its shards. Each is there once: a save has no two of one number.
+// A session is opened with all its shards, of which a file has each once.
 static int check_shards(const struct import *m)
 {
     assert(m->ended && m->n > 0);
     uint32_t shards = m->parts[0].head->shards;
+    for (size_t i = 1; i < m->n; i++)
+        for (size_t j = 0; j < i; j++)
+            if (m->parts[i].head->shard == m->parts[j].head->shard)
+                return kvq__complain(m->c, KVQ_E_DAMAGED, "it holds shard %u twice",
+                                     m->parts[i].head->shard);
     return m->n == shards ? KVQ_OK
                           : kvq__complain(m->c, KVQ_E_DAMAGED,
                                           "it holds %zu of %u shards, and a session is opened with "

@@ -214,6 +214,38 @@ TEST(a_shard_is_missing)
     assert_says(other.text, "it holds 1 of 2 shards");
 }
 
+static int look_at_it(struct kvq_store_file *file)
+{
+    int rc = kvq_store_look(other.store, file_path, NULL, file, other.text, sizeof other.text);
+    free(file->opaque);
+    return rc;
+}
+
+// One shard in the place of another: a file may say so, and no save can.
+TEST(a_shard_twice)
+{
+    static uint8_t bytes[1 << 16];
+    struct kvq_file_head head;
+    struct kvq_store_file look;
+    struct kvq_record r;
+    uint32_t shard = 0;
+    make_group();
+    take_over("group");
+    struct fault_file *file = fault_find(&other_disk, file_path);
+    uint8_t *at = file->data + KVQ_SEGMENT_FRONT;
+    memcpy(&head, file->data + sizeof r, sizeof head);
+    memcpy(&r, at, sizeof r);
+    at += kvq_record_bytes(r.length);
+    memcpy(&r, at, sizeof r);
+    assert_true(r.kind == KVQ_RECORD_MANIFEST && r.length <= sizeof bytes);
+    memcpy(bytes, at + sizeof r, r.length);
+    memcpy(bytes + offsetof(struct kvq_manifest_head, shard), &shard, sizeof shard);
+    forge_record(at, bytes, r.length, head.salt);
+    assert_int_equal(look_at_it(&look), KVQ_E_DAMAGED);
+    refused("a shard", 0);
+    assert_says(other.text, "it holds shard 0 twice");
+}
+
 // Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
 TEST(too_many_tokens)
 {
