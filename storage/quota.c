@@ -272,8 +272,30 @@ static int look_quota(struct kvq_store *s, struct kvq__save_session *session, ui
     return rc ? rc : kvq__quota_put(&v, c);
 }
 
-// What is empty, or dead, an import finds room in.
-static int look_disk(struct kvq_store *s, uint64_t bytes, const struct kvq__complaint *c)
+// What a save of so many blocks takes, the catalog's rows included: not all of the padding.
+static uint64_t need_of(const struct kvq_store_session *session)
+{
+    enum { A_BLOCK = KVQ_RECORD_HEAD + KVQ__RESERVE_ROW };
+    return session->bytes + session->blocks * A_BLOCK;
+}
+
+static int refuse_disk(const struct kvq_store_status *status, uint64_t room, uint64_t need,
+                       const struct kvq__complaint *c)
+{
+    uint64_t used = status->physical_bytes, cap = status->cap_bytes;
+    bool by_cap = cap && (used >= cap || cap - used <= status->free_bytes);
+    assert(need > room);
+    return kvq__complain(c, KVQ_E_NO_SPACE,
+                         "%s about %llu bytes, and the session needs about %llu: %s",
+                         by_cap ? "there is room for" : "the disk is full but for",
+                         (unsigned long long)room, (unsigned long long)need,
+                         by_cap ? "drop saved sessions, or raise storage_bytes"
+                                : "free some of the disk, or drop saved sessions");
+}
+
+// An import finds room in what is dead, too; what is empty, and may be larger on disk, is dead.
+static int look_disk(struct kvq_store *s, const struct kvq_store_session *session,
+                     const struct kvq__complaint *c)
 {
     struct kvq_store_status status;
     int rc = kvq_store_status(s, &status, c->text, c->size);
@@ -282,12 +304,9 @@ static int look_disk(struct kvq_store *s, uint64_t bytes, const struct kvq__comp
     if (status.read_only)
         return kvq__complain(c, KVQ_E_READ_ONLY, "is read-only until it is opened again: %s",
                              status.why);
-    uint64_t room = status.room_bytes + status.empty_bytes + status.dead_bytes;
-    return bytes <= room ? KVQ_OK
-                         : kvq__complain(c, KVQ_E_NO_SPACE,
-                                         "there is room for %llu bytes, and the session has %llu: "
-                                         "drop saved sessions, or raise storage_bytes",
-                                         (unsigned long long)room, (unsigned long long)bytes);
+    uint64_t dead = status.dead_bytes, empty = status.empty_bytes, need = need_of(session);
+    uint64_t room = status.room_bytes + (empty > dead ? empty : dead);
+    return need <= room ? KVQ_OK : refuse_disk(&status, room, need, c);
 }
 
 int kvq_store_look_room(struct kvq_store *store, const struct kvq_store_file *file,
@@ -301,5 +320,5 @@ int kvq_store_look_room(struct kvq_store *store, const struct kvq_store_file *fi
     snprintf(session->head.name, sizeof session->head.name, "%s", name);
     int rc = look_quota(store, session, file->session.bytes, &c);
     free(session);
-    return rc ? rc : look_disk(store, file->session.bytes, &c);
+    return rc ? rc : look_disk(store, &file->session, &c);
 }

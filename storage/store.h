@@ -336,7 +336,8 @@ struct kvq_store_watch;
 int kvq_store_look(struct kvq_store *store, const char *path, const struct kvq_store_watch *watch,
                    struct kvq_store_file *out, char *text, size_t n);
 // Then whether an import as this session may have the name (KVQ_E_EXISTS), and as the store is now
-// the room for it (KVQ_E_QUOTA, KVQ_E_NO_SPACE).
+// the room for it (KVQ_E_QUOTA, KVQ_E_READ_ONLY, KVQ_E_NO_SPACE): about, since what is dead
+// counts as room.
 int kvq_store_look_name(struct kvq_store *store, const char *path,
                         const struct kvq_store_file *file, const char *space, const char *name,
                         bool replace, char *text, size_t n);

@@ -246,6 +246,71 @@ TEST(a_shard_twice)
     assert_says(other.text, "it holds shard 0 twice");
 }
 
+static int room_for(uint64_t blocks, uint64_t bytes)
+{
+    const struct kvq_store_file file = {.session = {.blocks = blocks, .bytes = bytes}};
+    return kvq_store_look_room(other.store, &file, "uid-1", "new", other.text, sizeof other.text);
+}
+
+static struct kvq_store_status other_status(void)
+{
+    struct kvq_store_status status;
+    assert_int_equal(kvq_store_status(other.store, &status, other.text, sizeof other.text), 0);
+    return status;
+}
+
+TEST(room_in_a_namespace)
+{
+    assert_int_equal(kvq_store_limit(other.store, "uid-1", 10000, NULL, 0), 0);
+    assert_int_equal(room_for(10, 10000), 0);
+    assert_int_equal(room_for(10, 10001), KVQ_E_QUOTA);
+    assert_says(other.text, "namespace uid-1 may keep 10000 bytes");
+}
+
+// What is dead is room, and is so once, though a part of it is empty, too.
+TEST(room_on_a_disk)
+{
+    struct world_session *gone = &w.sessions[0];
+    *gone = (struct world_session){.used = true, .name = "it", .shards = 1, .n = 20};
+    for (uint32_t i = 0; i < 20; i++)
+        gone->blocks[i] = (struct world_block){.place = {0, i, 1, i}, .seed = i, .bytes = 9000};
+    assert_int_equal(kit_save(&other, &w, "it"), 0);
+    assert_int_equal(kvq_store_delete(other.store, "uid-1", "it", NULL, 0), 0);
+    struct kvq_store_status s = other_status();
+    assert_true(s.dead_bytes > 0 && s.empty_bytes > 0);
+    uint64_t dead = s.dead_bytes > s.empty_bytes ? s.dead_bytes : s.empty_bytes;
+    other_disk.capacity = fault_physical(&other_disk) + s.free_bytes - s.room_bytes + (1 << 20);
+    assert_int_equal(other_status().room_bytes, 1 << 20);
+    uint64_t most = (1 << 20) + dead - 100ull * (512 + KVQ_RECORD_HEAD);
+    assert_int_equal(room_for(100, most), 0);
+    assert_int_equal(room_for(100, most + 1), KVQ_E_NO_SPACE);
+    assert_says(other.text, "the disk is full but for about ");
+    assert_says(other.text, "free some of the disk");
+}
+
+TEST(room_under_a_cap)
+{
+    kvq_store_close(&other.store);
+    other.options.cap_bytes = KVQ_STORE_MIN_CAP;
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    uint64_t most = other_status().room_bytes;
+    assert_int_equal(room_for(0, most), 0);
+    assert_int_equal(room_for(0, most + 1), KVQ_E_NO_SPACE);
+    assert_says(other.text, "drop saved sessions, or raise storage_bytes");
+    other_disk.capacity = fault_physical(&other_disk) + (8 << 20); // less than the cap leaves
+    assert_int_equal(room_for(0, most), KVQ_E_NO_SPACE);
+    assert_says(other.text, "free some of the disk");
+}
+
+TEST(room_where_nothing_is_written)
+{
+    kvq_store_close(&other.store);
+    other_disk.read_only = true;
+    assert_int_equal(kit_open(&other, &other_disk.io), 0);
+    assert_int_equal(room_for(1, 1), KVQ_E_READ_ONLY);
+    assert_says(other.text, "is read-only until it is opened again: ");
+}
+
 // Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
 TEST(too_many_tokens)
 {
