@@ -49,8 +49,8 @@ static int remove_left(void *context, const char *name)
     return 0;
 }
 
-// Room that a process has left which was killed in an export to this path. What cannot be looked
-// at stays.
+// Removes what processes that were killed in an export to this path have left. A file that cannot
+// be opened or locked stays.
 static void remove_unfinished(struct kvq_io *io, const char *path)
 {
     char folder[KVQ__FILE_PATH];

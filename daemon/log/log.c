@@ -46,14 +46,15 @@ int kvq__log_prepare(const char *path, char *text)
 int kvq__log_check(const char *path, char *text)
 {
     char folder[PATH_MAX];
-    int fd = -1;
-    if (path && *path) // a pipe that nobody reads must not make the daemon wait
-        fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
-    if (fd >= 0)
-        close(fd);
-    if (fd >= 0 || !path || !*path)
+    if (!path || !*path)
         return 0;
-    int error = errno; // one that is not there is made
+    // A pipe that nobody reads must not make the daemon wait.
+    int fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    if (fd >= 0) {
+        close(fd);
+        return 0;
+    }
+    int error = errno; // a file that is not there is made
     snprintf(folder, sizeof folder, "%s", path);
     if (error == ENOENT && access(dirname(folder), W_OK | X_OK) == 0)
         return 0;
