@@ -73,8 +73,7 @@ static bool crash_once(uint64_t seed, uint64_t at, bool changes, bool catalog_to
     char when[80];
     snprintf(when, sizeof when, "seed %" PRIu64 ", %s %" PRIu64 "%s", seed,
              changes ? "change" : "sync", at, catalog_too ? ", catalog lost" : "");
-    k = (struct kit){0};
-    fault_open(&disk, seed * 1000003 + at);
+    begin_disk(seed * 1000003 + at, (struct kit){0}, seed);
     *(changes ? &disk.crash_at_change : &disk.crash_at_sync) = at;
     int rc = run(&k, &now, &after, CHANGES);
     bool crashed = disk.crashed;
@@ -138,9 +137,7 @@ PLAIN_TEST(between_changes)
 {
     for (uint64_t seed = 301; seed <= (long_tier() ? 340 : 302); seed++) {
         struct world after;
-        k = (struct kit){0};
-        w = (struct world){.random = seed};
-        fault_open(&disk, seed);
+        begin_disk(seed, (struct kit){0}, seed);
         disk.lose_all = true;
         for (int i = 0; i < 40; i++) {
             char when[80];
