@@ -5,6 +5,7 @@ import os
 import subprocess
 import unittest
 
+import e2e_reshard
 import e2e_storage
 import numpy as np
 from e2e_rig import BIN, BOUND, BACKEND, Tokens, kvq, read_all
@@ -22,9 +23,14 @@ def padded(tokens, stored):
     for name in "kvq":
         rows = getattr(tokens, name)
         setattr(wide, name, np.pad(rows, ((0, 0),) * 3 + ((0, stored - dim),)))
-    wide.rows = [kvq.Layer(8, 2, stored, scale=float(np.float32(1) / np.sqrt(np.float32(dim))),
-                           repeat=tokens.layers)]
+    wide.rows = scaled_as(dim, stored)
     return wide
+
+
+def scaled_as(dim, stored):
+    """Two layers of other heads, with the scale of those of `dim`."""
+    return [kvq.Layer(8, 2, stored, scale=float(np.float32(1) / np.sqrt(np.float32(dim))),
+                      repeat=2)]
 
 
 class Dims(e2e_storage.Stored):
@@ -102,6 +108,49 @@ class Dims(e2e_storage.Stored):
             other = Tokens(7, LENGTH, dim=dim)
             self.fails(kvq.Code.E_EXISTS, self.opened, other, "kvq2", name="it", model="m",
                        text=("shape of layer 0",))
+
+    def test_prefix_and_fork(self):
+        """Their blocks are shared by those of their own shape, and by no other."""
+        tokens, ids = Tokens(7, 600, dim=96), np.arange(256, dtype=np.int32)
+        with self.opened(tokens, "kvq2", model="m") as first, \
+                self.opened(tokens, "kvq2") as twin:
+            with self.queue.step([first], [256], ids=[ids]) as step:
+                for layer in range(2):
+                    step.append(layer, tokens.k[layer, :256], tokens.v[layer, :256])
+            tokens.feed(self.queue, twin, 256, attend=False)
+            for dim, found in ((96, 256), (100, 0), (128, 0)):
+                self.assertEqual(self.client.lookup(scaled_as(96, dim), "kvq2", prefix=ids,
+                                                    model="m", place="host"), found, dim)
+            with self.opened(tokens, "kvq2", prefix=ids, model="m") as second:
+                self.assertEqual(second.info()["prefix_tokens"], 256)
+                self.same(second, twin, tokens)
+            fork, = self.queue.fork([twin])
+            with fork:
+                self.same(fork, twin, tokens)
+
+    def test_parked(self):
+        """On disk and back, a session goes on with the same bits."""
+        tokens = Tokens(8, 700, dim=96)
+        with self.opened(tokens, "kvq2") as one, self.opened(tokens, "kvq2") as twin:
+            for session in (one, twin):
+                tokens.feed(self.queue, session, LENGTH, attend=False)
+            one.park()
+            self.assertEqual(one.info()["tier"], "disk")
+            self.same(one, twin, tokens)
+
+    def test_shards(self):
+        """Saved with 2 shards, opened with 4."""
+        whole = Tokens(9, 500, 2, 16, 8, 96)
+        before = e2e_reshard.Deal(self, whole, "kvq2", "it", 2, place="host")
+        before.feed(LENGTH)
+        before.save()
+        self.again()
+        after, twin = (e2e_reshard.Deal(self, whole, "kvq2", name, 4, place="host")
+                       for name in ("it", "twin"))
+        self.assertEqual(after.tokens, LENGTH)
+        twin.feed(LENGTH)
+        self.assertTrue(after.read() == twin.read())
+        self.assertTrue(after.feed(1) == twin.feed(1))
 
     def captured(self, tokens, path):
         """A capture of K and V of all tokens."""

@@ -16,7 +16,7 @@ class Part(Tokens):
         own = slice(shard * n, (shard + 1) * n)
         queries = slice(own.start * RATIO, own.stop * RATIO)
         self.n, self.layers = whole.n, whole.layers
-        self.rows = [kvq.Layer(n * RATIO, n, DIM, repeat=LAYERS)]
+        self.rows = [kvq.Layer(n * RATIO, n, whole.k.shape[-1], repeat=LAYERS)]
         self.k, self.v, self.q = whole.k[:, :, own], whole.v[:, :, own], whole.q[:, :, queries]
 
 
