@@ -22,25 +22,44 @@ import numpy as np
 import e2e_rig
 from e2e_rig import BOUND, ROOT, Daemon
 
-# A client: makes the session `name` longer by 150 tokens of values that anybody can make again,
-# attends to all of it, and prints what it was told: tokens before and after, a sum of the output.
+# A client: makes the session `name` longer by 149 tokens of values that anybody can make again, and
+# by one which attends to them, `where` is "daemon" or the engine's own "context". It prints what it
+# was told: tokens before and after, a sum of the output and of the log-sum-exps.
 ENGINE = """
 import sys
 import numpy as np
 import kvq
-directory, name = sys.argv[1:]
+directory, name, form, where = sys.argv[1:]
 layers = [kvq.Layer(4, 2, 64)]
 def rows(n, heads, seed):
     return np.random.default_rng(seed).standard_normal((n, heads, 64)).astype(np.float32)
 with kvq.Client(directory) as client, client.queue() as queue:
-    session = client.session(layers, "oscar2", name=name)
+    session = client.session(layers, form, name=name)
     there = session.tokens
     k, v = (rows(there + 150, 2, seed)[there:] for seed in (1, 2))
-    with queue.step([session], tokens=150) as step:
-        out, lse = step.append_attend(0, k, v, rows(150, 4, 3))
+    q = rows(150, 4, 3)
+    with queue.step([session], tokens=149) as step:
+        step.append_attend(0, k[:-1], v[:-1], q[:-1])
+    one = []
+    for values in (k[-1:], v[-1:], q[-1:]):
+        one.append(client.array(values.shape))
+        one[-1][...] = values
+    if where == "context":
+        with queue.local(max_tokens=1024, require=True) as local:
+            local.add(session)
+            with local.step([session], [1]) as step:
+                out, lse = step.attend(0, one[2], *one[:2])
+            local.remove(session)
+        session.refresh()
+    else:
+        with queue.step([session], tokens=1) as step:
+            out, lse = step.append_attend(0, *one)
     print(there, session.tokens, np.abs(out).sum(), lse.sum())
     session.close()
 """
+
+
+FORMATS = "f16", "oscar2", "kvq2", "ott2"
 
 
 class Build:
@@ -63,11 +82,11 @@ class Build:
         finally:
             e2e_rig.BIN = before
 
-    def engine(self, daemon, name):
+    def engine(self, daemon, name, form="oscar2", where="daemon"):
         """What a client of this build is told: tokens before and after, and two sums."""
         done = subprocess.run(
-            [sys.executable, "-c", ENGINE, daemon.directory, name], capture_output=True, text=True,
-            timeout=BOUND, check=False, stdin=subprocess.DEVNULL,
+            [sys.executable, "-c", ENGINE, daemon.directory, name, form, where],
+            capture_output=True, text=True, timeout=BOUND, check=False, stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": self.python, "KVQ_LIBRARY": self.library})
         if done.returncode:
             raise AssertionError(f"a client of {self.name}: {done.stderr[-1000:]}")
@@ -116,6 +135,17 @@ class Meet(unittest.TestCase):
                 self.same(client.engine(daemon, "it"), expected)
                 self.assertEqual(client.engine(daemon, "it")[:2], (150, 300))
 
+    def test_in_context(self):
+        """Blocks that one's daemon has packed are read in the context of the other's engine."""
+        alone = self.start(HERE)
+        expected = {f: [HERE.engine(alone, f, f) for _ in range(2)] for f in FORMATS}
+        for client, server in self.pairs + ((OTHER, OTHER),):
+            daemon = self.start(server)
+            for form in FORMATS:
+                with self.subTest(form, client=client.name, daemon=server.name):
+                    for tokens in expected[form]:
+                        self.same(client.engine(daemon, form, form, "context"), tokens)
+
     def test_one_session_of_both(self):
         """Clients of both go on with one session by turns."""
         daemon = self.start(HERE)
@@ -137,14 +167,15 @@ class Meet(unittest.TestCase):
     def test_store(self):
         """A folder of saved sessions goes from one to the other and back."""
         alone = self.start(OTHER)
-        expected = [OTHER.engine(alone, "kept") for _ in range(3)]
+        expected = {f: [OTHER.engine(alone, f, f) for _ in range(3)] for f in FORMATS}
         for first, second in self.pairs:
-            with self.subTest(first=first.name, second=second.name):
-                folder = self.folder()
-                for build, tokens in zip((first, second, first), expected):
-                    daemon = self.start(build, storage_dir=folder)
-                    self.same(build.engine(daemon, "kept"), tokens)
-                    daemon.stop()
+            folder = self.folder()
+            for i, build in enumerate((first, second, first)):
+                daemon = self.start(build, storage_dir=folder)
+                for form in FORMATS:
+                    with self.subTest(form, first=first.name, second=second.name, turn=i):
+                        self.same(build.engine(daemon, form, form), expected[form][i])
+                daemon.stop()
 
     def test_exports(self):
         """A file that one has exported is imported by the other."""
@@ -167,7 +198,8 @@ def main():
     folder = os.path.abspath(sys.argv.pop())
     OTHER = Build("the other build", folder, os.path.join(folder, "python"))
     result = unittest.main(exit=False, verbosity=2).result
-    failed = len(result.failures) + len(result.errors)
+    bad = result.failures + result.errors
+    failed = len({getattr(test, "test_case", test) for test, _ in bad})  # a test, not its subtests
     print(f"{result.testsRun - failed} passed, {failed} failed")
     return 1 if failed or not result.testsRun else 0
 
