@@ -19,6 +19,16 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1",
          "kvq-codebook": "kvq-codebook.1"}
 SOURCE_PAGES = r"docs/(rooms|decisions)/|docs/(architecture|glossary|walk)\.md|CONTRIBUTING\.md"
+# Where the version stands besides CMakeLists.txt; packages of Debian depend on its minor one alone.
+VERSIONS = {
+    "CHANGELOG.md": r"(?m)\A(?:(?!## ).*\n)*## ([\d.]+)",
+    "client/kvq/error.h": None,
+    "client/python/pyproject.toml": r'(?m)^version = "(.*)"',
+    "docs/engines.md": r"kvq-([\d.]+)-py3",
+    "docs/eval.md": r"kvq-([\d.]+)-py3",
+    "packaging/deb/libkvq0/shlibs": r"libkvq0 \(>= ([\d.]+)\)",
+    "packaging/deb/libkvq0/symbols": r"libkvq0 \(>= ([\d.]+)\)",
+    **{f"docs/man/{page}": r'"kvq ([\d.]+)"' for page in PAGES.values()}}
 FOREIGN = ("uv.h", "zmq.h")  # headers of others
 COMMANDS = {
     "kvq-run": ["generate", "perplexity", "logits"],
@@ -46,6 +56,21 @@ def help_of(build, program):
             raise ValueError(f"{program} {' '.join(words)} --help ended with {done.returncode}")
         texts.append(done.stdout)
     return "\n".join(texts)
+
+
+def check_versions():
+    """Every place that names the version names the one of CMakeLists.txt."""
+    version = re.search(r"project\(kvq VERSION ([\d.]+)", read("CMakeLists.txt")).group(1)
+    major, minor, _ = map(int, version.split("."))
+    for path, pattern in VERSIONS.items():
+        text = read(path)
+        found = re.findall(pattern, text) if pattern else \
+            [".".join(re.findall(r"define KVQ_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", text))]
+        if set(found) != {version}:
+            yield f"{path} names version {', '.join(found) or 'none'}; CMakeLists.txt is {version}"
+        before = re.findall(r"libkvq0 \(<< ([\d.]+)~\)", text)
+        if "libkvq0/" in path and before != [f"{major}.{minor + 1}"]:
+            yield f"{path} allows libkvq0 before {before}; it is {major}.{minor + 1}"
 
 
 def check_page(build, program):
@@ -310,6 +335,7 @@ def main():
     checks = {f"{p}: manual page and --help": (check_page, build, p) for p in PAGES}
     checks.update({f"{p}: manual page renders": (check_page_renders, p) for p in PAGES})
     checks["manual pages of the library"] = (check_library_pages, build)
+    checks["versions"] = (check_versions,)
     checks["status codes"] = (check_statuses,)
     checks["names in documents"] = (check_doc_names,)
     checks["names in pages about the code"] = (check_source_names,)

@@ -59,9 +59,10 @@ class Wheel(unittest.TestCase):
         self.assertEqual(self.run_bare("-c", PROGRAM).strip(), "3 (3, 8, 128) True")
 
     def test_programs(self):
+        version = os.path.basename(self.wheel).split("-")[1]
         for name in ("kvqd", "kvqctl"):
             path = os.path.join(os.path.dirname(self.python), name)
-            self.assertEqual(self.run_bare("--version", program=path).strip(), f"{name} 0.1.0")
+            self.assertEqual(self.run_bare("--version", program=path).strip(), f"{name} {version}")
 
     def test_contents(self):
         """One wheel for all versions of Python, with types and licences, and no link."""
