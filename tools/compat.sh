@@ -2,23 +2,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # Shows that this version and another one work with each other: clients, daemons, kvqctl, stores.
 #
-#   tools/compat.sh [REF]
+#   tools/compat.sh [REF]     runs the tests
+#   tools/compat.sh --last    says which commit is the last release
 #
-# REF is a tag or commit of this repository; by default the last release, the newest tag v*. Builds
-# it in build/compat/REF, once, without GPU kernels, and this version in build/test unless it is
-# there; then runs tests/e2e/compat.py. The last line is "N passed, M failed". Exit status 3: there
-# is no release yet, and no REF was given.
+# REF is a tag or commit of this repository; by default the last release: the newest tag v*, or, in
+# a clone without tags, the newest commit "release: kvq X.Y.Z". Builds it in build/compat/REF, once,
+# without GPU kernels, and this version in build/test unless it is there; then runs
+# tests/e2e/compat.py. The last line is "N passed, M failed". Exit status 3: no release is here (a
+# shallow clone has none), and no REF was given.
 set -eu
-usage() { sed -n '3,11s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '3,13s/^# \{0,1\}//p' "$0"; }
 case "${1:-}" in
 -h | --help) usage && exit 0 ;;
+--last) said=only && shift ;;
 -*) echo "compat.sh: unknown argument '$1'; --help says what there is" >&2 && exit 2 ;;
 esac
 cd "$(dirname "$0")/.."
-ref=${1:-$(git describe --tags --match 'v*' --abbrev=0 2>/dev/null || true)}
-[ -n "$ref" ] || { echo "compat.sh: no tag v* is here; give a commit" >&2 && exit 3; }
+last_release() {
+    git describe --tags --match 'v*' --abbrev=0 2>/dev/null ||
+        git log -1 --format=%H -E --grep='^release: kvq [0-9]+\.[0-9]+\.[0-9]+$' 2>/dev/null || true
+}
+ref=${1:-$(last_release)}
+[ -n "$ref" ] || { echo "compat.sh: no release is here, neither a tag v* nor a commit; give one" \
+    "(git fetch --unshallow --tags, if this clone is shallow)" >&2 && exit 3; }
 commit=$(git rev-parse --verify --quiet "$ref^{commit}") ||
     { echo "compat.sh: '$ref' names no tag or commit here" >&2 && exit 2; }
+[ -z "${said:-}" ] || { echo "$commit" && exit 0; }
 folder=build/compat/$commit
 if [ ! -e "$folder/made" ]; then
     rm -rf "$folder"

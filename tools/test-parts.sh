@@ -214,8 +214,8 @@ part_deb() {
 }
 
 part_compat() {
-    if [ -z "$(git tag --list 'v*' 2>/dev/null)" ]; then
-        echo "there is no release yet to work with"
+    if ! tools/compat.sh --last >/dev/null 2>&1; then
+        echo "no release is here to work with"
         skipped=$((skipped + 1))
         return
     fi
