@@ -42,7 +42,8 @@ static const char help[] =
     "  --queries N       of each KV head (16)\n"
     "  --seed N          the first seed of synthetic (1)\n"
     "  --seeds N         how many (3)\n"
-    "  --head-dim N      of formats and synthetic (128)\n"
+    "  --head-dim N      of formats and synthetic, 4 to 256 (128); others than 64, 128 and 256\n"
+    "                    are stored, as kvqd does, with zeros behind\n"
     "  --budget B        bits a value for comparison at equal bytes (3.5)\n"
     "  --from N          tokens of the text to skip (0)\n"
     "  --bytes N         perplexity: tokens of the text (32768)\n"
@@ -91,14 +92,6 @@ static int read_count(const char *name, const char *text, uint32_t least, uint32
         return -1;
     *value = (uint32_t)x;
     return x == floor(x) ? 0 : wrong(name, text, "give a whole number");
-}
-
-// Heads are measured with the dimensions that blocks have.
-static int read_head_dim(const char *text, uint32_t *dim)
-{
-    if (read_count("head-dim", text, 64, KVQ_MAX_HEAD_DIM, dim))
-        return -1;
-    return kvq_stored_dim(*dim) == *dim ? 0 : wrong("head-dim", text, "give 64, 128 or 256");
 }
 
 static int add_method(struct quality_options *o, const char *name)
@@ -170,7 +163,7 @@ static int read_option(struct quality_options *o, int option, const char *text)
     case 's':
         return read_count("seeds", text, 1, 1000, &o->seeds);
     case 'd':
-        return read_head_dim(text, &o->head_dim);
+        return read_count("head-dim", text, QUALITY_LEAST_DIM, KVQ_MAX_HEAD_DIM, &o->head_dim);
     case 'B':
         return read_number("budget", text, 0.1, 16, &o->budget_bits);
     case 'F':

@@ -39,7 +39,7 @@ struct quality_method {
 // 0, or -1 with a sentence in text.
 int quality_method_parse(const char *name, struct quality_method *m, char *text, size_t n);
 
-// Bytes of a packed token of one KV head, K and V, with all parameters.
+// Bytes of a packed token of one KV head, K and V, with all parameters and the zeros behind rows.
 double quality_packed_bytes(const struct quality_method *m, const struct kvq_shape *s);
 // Bytes that a KV head takes at so many tokens: packed ones, windows (a unit that is being filled
 // counts half) and what the format keeps besides.
@@ -62,7 +62,7 @@ struct quality_layer {
     uint8_t *raw, *seen, *blocks, *extras;
     struct kvq_page *pages, *seen_pages;
     const struct kvq_book *book;
-    float *rows; // one unit of K and of V of one head
+    float *rows; // a block of K and of V of one head, as stored
     void *workspace;
 };
 
@@ -75,7 +75,8 @@ int quality_layer_open(struct quality_layer *l, const struct quality_method *m,
 void quality_layer_close(struct quality_layer *l);
 void quality_layer_clear(struct quality_layer *l); // as after opening
 
-// Appends n tokens [n][kv_heads][dim].
+// Appends n tokens [n][kv_heads][dim]. Here and below dim is the engine's, kvq_row_dim(); zeros are
+// stored behind, and what they became is not read back.
 void quality_layer_append(struct quality_layer *l, const float *k, const float *v, uint32_t n);
 // Packs what is due: whole units that end `recent` tokens before the end of the cache.
 void quality_layer_settle(struct quality_layer *l, uint64_t recent);
@@ -89,7 +90,7 @@ void quality_layer_attend(const struct quality_layer *l, const float *q, uint32_
 // ---- Data (quality_data.c) ----
 
 // K and V of one layer, [heads][tokens][dim], and queries of each KV head, [heads][queries][dim],
-// each of which sees the tokens up to and with its position.
+// each of which sees the tokens up to and with its position. dim is the engine's, 1 to 256.
 struct quality_data {
     char name[64];
     uint32_t heads, tokens, dim, queries, layer;
@@ -139,7 +140,8 @@ struct quality_error {
     double out_bytes;   // with windows as large as the budget allows; NaN if it is beyond
 };
 
-// Sets both sides' inputs up, packs, measures. 0, or -1 with a sentence.
+// Sets both sides' inputs up, packs, measures. budget_bits are for each value that the engine has.
+// 0, or -1 with a sentence.
 int quality_measure(const struct quality_method *m, const struct quality_data *d,
                     const struct kvq_book *book, double softmax_scale, double budget_bits,
                     struct quality_error *e, char *text, size_t n);
@@ -164,7 +166,10 @@ const char *quality_base_name(const char *path);
 
 // ---- The command (quality.c) and its parts ----
 
-enum { QUALITY_MAX_METHODS = 128 };
+enum {
+    QUALITY_MAX_METHODS = 128,
+    QUALITY_LEAST_DIM = 4, // of synthetic caches: so many channels of theirs are outliers
+};
 
 struct quality_options {
     const char *results, *model, *text, *capture, *items;

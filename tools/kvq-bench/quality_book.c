@@ -60,6 +60,7 @@ static int read_data(void *context, uint32_t layer, bool v, uint32_t head, uint6
     (void)text;
     (void)n;
     memcpy(out, rows, tokens * d->dim * sizeof *out);
+    train_pad_rows(out, tokens, d->dim, kvq_stored_dim(d->dim));
     return 0;
 }
 
@@ -67,7 +68,7 @@ bool quality_book_train(struct quality_book *b, const struct quality_method *m,
                         const struct quality_data *d, uint64_t seed, char *text, size_t n)
 {
     struct kvq_format f;
-    struct kvq_codebook_row row = {(uint16_t)d->heads, (uint16_t)d->dim};
+    struct kvq_codebook_row row = {(uint16_t)d->heads, kvq_stored_dim(d->dim)};
     const struct kvq_codebook_plan plan = {.format = &f, .rows = &row, .layers = 1};
     const struct train_source source = {
         .context = (void *)d, .tokens = d->tokens, .read = read_data};

@@ -34,13 +34,13 @@ void quality_engine_close(struct engine *e)
 
 static struct kvq_shape shape_of(const struct config *c, uint32_t layer)
 {
-    return (struct kvq_shape){.q_heads = (uint16_t)c->q_heads,
-                              .kv_heads = (uint16_t)c->kv_heads,
-                              .k_dim = (uint16_t)c->head_dim,
-                              .v_dim = (uint16_t)c->head_dim,
-                              .dtype = KVQ_F16,
-                              .window = layer >= c->window_from ? c->window : 0,
-                              .scale = 1.0f / sqrtf((float)c->head_dim)};
+    struct kvq_shape s = {.q_heads = (uint16_t)c->q_heads,
+                          .kv_heads = (uint16_t)c->kv_heads,
+                          .dtype = KVQ_F16,
+                          .window = layer >= c->window_from ? c->window : 0,
+                          .scale = 1.0f / sqrtf((float)c->head_dim)};
+    kvq_shape_set_dims(&s, (uint16_t)c->head_dim, (uint16_t)c->head_dim);
+    return s;
 }
 
 int quality_cache_open(struct quality_cache *q, struct engine *e, const struct config *c,
@@ -109,7 +109,7 @@ int cache_attend(struct cache *k, uint32_t layer, struct problem *p)
     const struct engine *e = k->engine;
     quality_layer_append(l, e->k, e->v, k->step_tokens);
     quality_layer_attend(l, e->q, k->step_tokens, e->out);
-    size_t row = (size_t)l->shape.q_heads * l->shape.k_dim;
+    size_t row = (size_t)l->shape.q_heads * kvq_row_dim(&l->shape);
     if (q->queries)
         memcpy(q->queries + (layer * q->room + k->tokens) * row, e->q,
                k->step_tokens * row * sizeof(float));

@@ -13,12 +13,12 @@ enum { MASSES = sizeof masses / sizeof *masses };
 
 static struct kvq_shape shape_of(uint32_t heads, uint32_t dim)
 {
-    return (struct kvq_shape){.q_heads = (uint16_t)heads,
-                              .kv_heads = (uint16_t)heads,
-                              .k_dim = (uint16_t)dim,
-                              .v_dim = (uint16_t)dim,
-                              .dtype = KVQ_F16,
-                              .scale = 1.0f / sqrtf((float)dim)};
+    struct kvq_shape s = {.q_heads = (uint16_t)heads,
+                          .kv_heads = (uint16_t)heads,
+                          .dtype = KVQ_F16,
+                          .scale = 1.0f / sqrtf((float)dim)};
+    kvq_shape_set_dims(&s, (uint16_t)dim, (uint16_t)dim);
+    return s;
 }
 
 // ---- Bytes ----
@@ -40,7 +40,7 @@ int quality_part_formats(const struct quality_options *o, struct quality_results
         cJSON_AddNumberToObject(j, "head_dim", o->head_dim);
         cJSON_AddStringToObject(j, "source", m->kind ? "control" : m->f.source);
         cJSON_AddNumberToObject(j, "bytes", quality_packed_bytes(m, &s));
-        cJSON_AddNumberToObject(j, "bits", quality_packed_bytes(m, &s) * 8 / (s.k_dim + s.v_dim));
+        cJSON_AddNumberToObject(j, "bits", quality_packed_bytes(m, &s) * 8 / (2.0 * o->head_dim));
         cJSON_AddNumberToObject(j, "sink", m->f.sink_tokens);
         cJSON_AddNumberToObject(j, "recent", m->f.recent_tokens);
         cJSON_AddNumberToObject(j, "unit", m->f.unit_tokens);

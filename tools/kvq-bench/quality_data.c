@@ -8,7 +8,7 @@
 
 #include "tools/kvq-bench/quality.h"
 
-enum { SINKS = 4, OUTLIER_CHANNELS = 4, SEGMENT = 256 };
+enum { SINKS = 4, OUTLIER_CHANNELS = QUALITY_LEAST_DIM, SEGMENT = 256 };
 
 const char *const quality_synthetic[] = {"smooth",         "outlier-channels", "offset-channels",
                                          "low-norm-sinks", "mixed-modalities", "huge-tokens",

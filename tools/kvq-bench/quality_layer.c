@@ -122,11 +122,12 @@ static void set_page_tokens(struct quality_layer *l)
 
 void quality_layer_append(struct quality_layer *l, const float *k, const float *v, uint32_t n)
 {
-    int64_t row = (int64_t)sizeof(float) * l->shape.k_dim, token = row * l->shape.kv_heads;
+    uint32_t dim = kvq_row_dim(&l->shape);
+    int64_t row = (int64_t)sizeof(float) * dim, token = row * l->shape.kv_heads;
     for (uint32_t done = 0, some; done < n; done += some) {
         some = KVQ_BLOCK_TOKENS - (uint32_t)(l->tokens % KVQ_BLOCK_TOKENS);
         some = some < n - done ? some : n - done;
-        size_t at = (size_t)done * l->shape.kv_heads * l->shape.k_dim;
+        size_t at = (size_t)done * l->shape.kv_heads * dim;
         struct kvq_view view_k = {k + at, token, row, KVQ_F32};
         struct kvq_view view_v = {v + at, token, row, KVQ_F32};
         for (uint32_t h = 0; h < l->shape.kv_heads; h++) {
@@ -153,19 +154,6 @@ static void round_int2(float *x, uint32_t n)
         x[i] = min + step * rintf((x[i] - min) / step);
 }
 
-static void read_rows(const struct quality_layer *l, const struct kvq_format *f,
-                      const struct kvq_page *pages, uint64_t from, uint32_t n, uint32_t head,
-                      float *k, float *v)
-{
-    const struct kvq_reading r = {.format = f,
-                                  .shape = &l->shape,
-                                  .pages = pages,
-                                  .n_pages = (uint32_t)blocks_of(l),
-                                  .extras = f == &l->m.f ? l->extras : NULL,
-                                  .book = f == &l->m.f ? l->book : NULL};
-    kvq_read_rows(kernels(), &r, from, n, head, k, v, l->workspace);
-}
-
 // A unit of one head as attention will see it, into l->rows.
 static void rebuild_unit(struct quality_layer *l, uint64_t at, uint32_t head)
 {
@@ -179,9 +167,15 @@ static void rebuild_unit(struct quality_layer *l, uint64_t at, uint32_t head)
                             .extras = l->extras,
                             .learned = l->learn,
                             .book = l->book};
+    const struct kvq_reading packed = {.format = &l->m.f,
+                                       .shape = &l->shape,
+                                       .pages = l->pages,
+                                       .n_pages = (uint32_t)blocks_of(l),
+                                       .extras = l->extras,
+                                       .book = l->book};
     if (l->m.kind == QUALITY_FORMAT)
         kvq_pack(kernels(), &l->m.f, &l->shape, &unit, l->workspace);
-    read_rows(l, &l->m.f, l->pages, at, n, head, k, v);
+    kvq_read_rows(kernels(), &packed, at, n, head, k, v, l->workspace);
     for (uint32_t t = 0; t < n && l->m.kind == QUALITY_INT2; t++) {
         round_int2(k + (size_t)t * dim, dim);
         round_int2(v + (size_t)t * dim, dim);
@@ -228,27 +222,25 @@ static const struct kvq_format *f16(void)
 
 void quality_layer_read(const struct quality_layer *l, bool seen, uint32_t head, float *k, float *v)
 {
-    size_t n = (size_t)l->tokens * l->shape.k_dim;
-    memset(k, 0, n * sizeof *k);
-    memset(v, 0, n * sizeof *v);
-    struct kvq_page *pages = l->seen_pages;
-    if (seen) {
-        read_rows(l, f16(), pages, 0, (uint32_t)l->tokens, head, k, v);
-        return;
-    }
+    uint32_t stored = l->shape.k_dim, dim = kvq_row_dim(&l->shape);
+    float *rows_k = l->rows, *rows_v = rows_k + (size_t)KVQ_BLOCK_TOKENS * stored;
     for (uint64_t at = 0; at < l->tokens; at += KVQ_BLOCK_TOKENS) {
-        struct kvq_page page = l->pages[at / KVQ_BLOCK_TOKENS];
+        struct kvq_page page = (seen ? l->seen_pages : l->pages)[at / KVQ_BLOCK_TOKENS];
         const struct kvq_reading r = {
             .format = f16(), .shape = &l->shape, .pages = &page, .n_pages = 1};
         page.packed_tokens = 0;
-        kvq_read_rows(kernels(), &r, 0, page.tokens, head, k + at * l->shape.k_dim,
-                      v + at * l->shape.k_dim, l->workspace);
+        memset(l->rows, 0, 2 * sizeof(float) * KVQ_BLOCK_TOKENS * stored);
+        kvq_read_rows(kernels(), &r, 0, page.tokens, head, rows_k, rows_v, l->workspace);
+        for (uint64_t t = 0; t < KVQ_BLOCK_TOKENS && at + t < l->tokens; t++) {
+            memcpy(k + (at + t) * dim, rows_k + t * stored, dim * sizeof *k);
+            memcpy(v + (at + t) * dim, rows_v + t * stored, dim * sizeof *v);
+        }
     }
 }
 
 void quality_layer_attend(const struct quality_layer *l, const float *q, uint32_t n, float *out)
 {
-    int64_t row = (int64_t)sizeof(float) * l->shape.k_dim, token = row * l->shape.q_heads;
+    int64_t row = (int64_t)sizeof(float) * kvq_row_dim(&l->shape), token = row * l->shape.q_heads;
     const struct kvq_attend a = {.format = f16(),
                                  .shape = &l->shape,
                                  .pages = l->seen_pages,

@@ -63,6 +63,28 @@ static int read_head(const struct kvq_capture_file *f, uint32_t sequence, struct
     return rc;
 }
 
+// Layers that have no numbers of their own, or that kvqd would not store, are not measured.
+static int check_row(const struct quality_options *o, uint32_t layer,
+                     const struct kvq_capture_row *row, struct problem *p)
+{
+    if (row->kv_heads == 0)
+        return problem_set(p, RUN_FAILED,
+                           "%s: layer %u has 0 KV heads, it reads another layer's cache; capture a "
+                           "model whose layers all have caches of their own",
+                           o->capture, layer);
+    if (row->k_dim != row->v_dim)
+        return problem_set(p, RUN_FAILED,
+                           "%s: layer %u has head_dim %u for K and %u for V, and kvqd stores equal "
+                           "ones; capture a model that has them",
+                           o->capture, layer, row->k_dim, row->v_dim);
+    if (!kvq_stored_dim(row->k_dim))
+        return problem_set(p, RUN_FAILED,
+                           "%s: layer %u has head_dim %u, and kvqd stores up to %d; capture a "
+                           "model with narrower heads",
+                           o->capture, layer, row->k_dim, KVQ_MAX_HEAD_DIM);
+    return 0;
+}
+
 static int read_layers(const struct quality_options *o, const struct kvq_capture_file *f,
                        struct quality_data *layer, struct problem *p)
 {
@@ -80,12 +102,8 @@ static int read_layers(const struct quality_options *o, const struct kvq_capture
     for (uint32_t i = 0; i < info->layers; i++) {
         const struct kvq_capture_row *row = kvq_capture_file_row(f, i);
         uint32_t gqa = row->kv_heads ? row->q_heads / row->kv_heads : 0;
-        if (gqa == 0 || row->k_dim != row->v_dim || kvq_stored_dim(row->k_dim) != row->k_dim)
-            return problem_set(p, RUN_FAILED,
-                               "%s: layer %u reads another layer's cache, or its head_dim is "
-                               "%u and %u; 64, 128, 256 and equal ones can be measured",
-                               o->capture, i, row->k_dim, row->v_dim);
-        if (take_layer(o, &layer[i], i, tokens, row->kv_heads, gqa, row->k_dim, p))
+        if (check_row(o, i, row, p) ||
+            take_layer(o, &layer[i], i, tokens, row->kv_heads, gqa, row->k_dim, p))
             return -1;
         for (uint32_t h = 0; h < row->kv_heads; h++)
             if (read_head(f, longest, &layer[i], h, gqa, text, sizeof text))

@@ -149,7 +149,7 @@ static void make_windows(struct measuring *x, const struct kvq_shape *s, double 
 {
     const struct kvq_format *f = &x->m->f;
     uint64_t n = x->d->tokens, unit = f->unit_tokens;
-    double budget = budget_bits / 8 * (s->k_dim + s->v_dim) * (double)n;
+    double budget = budget_bits / 8 * 2 * x->d->dim * (double)n;
     uint64_t own = n > f->recent_tokens ? (n - f->recent_tokens) / unit * unit : 0;
     int64_t recent = quality_window_for(x->m, s, n, budget);
     bool raw = x->m->kind == QUALITY_FORMAT && kvq_is_raw(f);
@@ -216,12 +216,11 @@ int quality_measure(const struct quality_method *m, const struct quality_data *d
 {
     struct measuring x = {.m = m, .d = d, .scale = softmax_scale};
     struct quality_layer l = {0};
-    const struct kvq_shape s = {.q_heads = (uint16_t)d->heads,
-                                .kv_heads = (uint16_t)d->heads,
-                                .k_dim = (uint16_t)d->dim,
-                                .v_dim = (uint16_t)d->dim,
-                                .dtype = KVQ_F16,
-                                .scale = (float)softmax_scale};
+    struct kvq_shape s = {.q_heads = (uint16_t)d->heads,
+                          .kv_heads = (uint16_t)d->heads,
+                          .dtype = KVQ_F16,
+                          .scale = (float)softmax_scale};
+    kvq_shape_set_dims(&s, (uint16_t)d->dim, (uint16_t)d->dim);
     int rc = quality_layer_open(&l, m, &s, d->layer, d->tokens, d->tokens, book, text, n);
     if (rc == 0 && (!take_rows(&x) || !append_all(&l, d))) {
         snprintf(text, n, "no memory for %u tokens", d->tokens);

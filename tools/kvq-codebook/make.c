@@ -6,7 +6,6 @@
 // be what this run would say, so that a run taken up again writes the bytes of one that was not
 // interrupted.
 #define XXH_INLINE_ALL
-#include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -33,18 +32,6 @@ struct making {
 
 // ---- The capture ----
 
-// Makes n rows of `width` values rows as they are stored, with zeros behind; in place.
-static void spread(float *rows, uint64_t n, uint32_t width, uint32_t stored)
-{
-    assert(width <= stored);
-    if (width == stored)
-        return;
-    for (uint64_t i = n; i-- > 0;) {
-        memmove(rows + i * stored, rows + i * width, width * sizeof *rows);
-        memset(rows + i * stored + width, 0, (stored - width) * sizeof *rows);
-    }
-}
-
 // Tokens of all sequences, one after the other, as the training counts them.
 static int read_capture(void *context, uint32_t layer, bool v, uint32_t head, uint64_t from,
                         uint64_t tokens, float *out, char *text, size_t n)
@@ -62,7 +49,7 @@ static int read_capture(void *context, uint32_t layer, bool v, uint32_t head, ui
         rc = kvq_capture_file_read(m->capture, s, layer, v ? KVQ_CAPTURE_V : KVQ_CAPTURE_K, head,
                                    from, some, out, text, n);
         if (rc == KVQ_OK)
-            spread(out, some, width, dim);
+            train_pad_rows(out, some, width, dim);
         out += some * dim;
         tokens -= some;
         from = 0;

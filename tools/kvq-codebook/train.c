@@ -3,6 +3,7 @@
 // Training: factors first, then one sample of sub-vectors and one k-means for each table.
 #include "tools/kvq-codebook/train.h"
 
+#include <assert.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,6 +41,17 @@ static int fail(const struct training *t, int code, const char *what)
 }
 
 // ---- Rows ----
+
+void train_pad_rows(float *rows, uint64_t n, uint32_t width, uint32_t stored)
+{
+    assert(width <= stored);
+    if (width == stored)
+        return;
+    for (uint64_t i = n; i-- > 0;) {
+        memmove(rows + i * stored, rows + i * width, width * sizeof *rows);
+        memset(rows + i * stored + width, 0, (stored - width) * sizeof *rows);
+    }
+}
 
 static int read_rows(struct training *t, const struct part *p, uint32_t layer, uint32_t head,
                      uint64_t from, uint64_t tokens)

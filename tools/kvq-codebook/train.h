@@ -17,8 +17,8 @@ enum {
 struct train_source {
     void *context;
     uint64_t tokens;
-    // Tokens [from, from + tokens) of K, or V, of one KV head as fp32 [tokens][dim]. 0, or a
-    // negative KVQ_E code with a sentence.
+    // Tokens [from, from + tokens) of K, or V, of one KV head as fp32 [tokens][dim], with the dim
+    // of the codebook's row. 0, or a negative KVQ_E code with a sentence.
     int (*read)(void *context, uint32_t layer, bool v, uint32_t head, uint64_t from,
                 uint64_t tokens, float *out, char *text, size_t n);
 };
@@ -49,5 +49,9 @@ struct train_options {
 // E_NO_MEMORY, or what the source returned.
 int train_layer(struct kvq_codebook *book, uint32_t layer, const struct train_source *source,
                 const struct train_options *options, char *text, size_t n);
+
+// For sources: makes n rows of `width` values rows as the daemon stores them, of `stored` values
+// with zeros behind; in place.
+void train_pad_rows(float *rows, uint64_t n, uint32_t width, uint32_t stored);
 
 #endif
