@@ -428,6 +428,17 @@ static void test_codebooks(void **unused)
                      0);
     assert_true(fabs(e.logits - want.logits) < 1e-9 && fabs(e.out_k - want.out_k) < 1e-9);
     assert_true(e.logits > 0.01 && e.logits < 1);
+    // A capture may be of another model than the one that codebooks are made of.
+    const struct quality_books books = {.layer = &own, .book = &own.book, .layers = 1};
+    struct problem p = {0};
+    assert_int_equal(quality_books_check(&books, &m, &d, 1, &p), 0);
+    assert_int_equal(quality_books_check(&books, &m, &d, 2, &p), -1);
+    assert_non_null(strstr(p.text, "--model has 1 layers, and what is measured has 2"));
+    p = (struct problem){0};
+    d.dim = 200;
+    assert_int_equal(quality_books_check(&books, &m, &d, 1, &p), -1);
+    assert_non_null(strstr(p.text, "2 KV heads stored with head_dim 128, and what is measured 2 "
+                                   "with 256"));
     quality_book_free(&own);
     quality_book_free(&padded);
     quality_data_free(&d);

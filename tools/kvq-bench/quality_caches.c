@@ -188,7 +188,8 @@ static int make_inputs(struct measuring *x, struct quality_data **layer, uint32_
         quality_layers_make(o, layer, layers, p))
         return -1;
     for (uint32_t i = 0; i < o->n_methods; i++)
-        if (quality_books_make(&x->books[i], &o->method[i], o, p))
+        if (quality_books_make(&x->books[i], &o->method[i], o, p) ||
+            quality_books_check(&x->books[i], &o->method[i], *layer, *layers, p))
             return -1;
     return 0;
 }

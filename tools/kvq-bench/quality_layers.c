@@ -267,3 +267,24 @@ void quality_books_free(struct quality_books *b)
     free(b->book);
     *b = (struct quality_books){0};
 }
+
+int quality_books_check(const struct quality_books *b, const struct quality_method *m,
+                        const struct quality_data *layer, uint32_t layers, struct problem *p)
+{
+    if (b->layer && b->layers != layers)
+        return problem_set(p, RUN_FAILED,
+                           "%s: --model has %u layers, and what is measured has %u; codebooks need "
+                           "the model of the capture",
+                           m->name, b->layers, layers);
+    for (uint32_t i = 0; b->layer && i < layers; i++) {
+        const struct kvq_codebook_row *row = kvq_codebook_row(b->layer[i].codebook, 0);
+        uint32_t dim = kvq_stored_dim(layer[i].dim);
+        if (row->kv_heads != layer[i].heads || row->dim != dim)
+            return problem_set(p, RUN_FAILED,
+                               "%s: layer %u of --model has %u KV heads stored with head_dim %u, "
+                               "and what is measured %u with %u; codebooks need the model of the "
+                               "capture",
+                               m->name, i, row->kv_heads, row->dim, layer[i].heads, dim);
+    }
+    return 0;
+}

@@ -65,6 +65,9 @@ struct quality_books {
 int quality_books_make(struct quality_books *b, const struct quality_method *m,
                        const struct quality_options *o, struct problem *p);
 void quality_books_free(struct quality_books *b);
+// Whether they fit these layers: a capture may be of another model. 0, or -1 with a sentence.
+int quality_books_check(const struct quality_books *b, const struct quality_method *m,
+                        const struct quality_data *layer, uint32_t layers, struct problem *p);
 
 // Hashes of what a part measures, and of what its codebooks are trained on. They belong to the keys
 // of results: what was measured of another model, or of a file that holds something else now, is no
