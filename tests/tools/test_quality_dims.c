@@ -5,18 +5,11 @@
 // rows that were padded by hand; its bits are those of each of the engine's values; its codebooks
 // are those of padded rows; and what cannot be stored is refused with the number.
 #include <math.h>
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
-#include <cmocka.h>
-
 #include "client/internal.h"
+#include "tests/kits/unit.h"
 #include "tools/kvq-bench/quality.h"
 #include "tools/kvq-bench/quality_model.h"
 
@@ -315,9 +308,8 @@ static void expect_number(const struct files *f, const char *name, double aim, c
 
 // ---- Tests ----
 
-static void test_captured(void **unused)
+PLAIN_TEST(captured)
 {
-    (void)unused;
     static const struct {
         const char *name;
         double packed_bytes;
@@ -353,9 +345,8 @@ static void test_captured(void **unused)
     close_files(&f);
 }
 
-static void test_bits(void **unused)
+PLAIN_TEST(bits)
 {
-    (void)unused;
     struct files f = open_files();
     struct quality_options o = {.head_dim = DIM,
                                 .method = {method("kvq2"), method("f16"), method("int2-token")},
@@ -390,9 +381,8 @@ static void expect_refused(const struct kvq_layer *rows, uint32_t n_rows, const 
     close_files(&f);
 }
 
-static void test_refused(void **unused)
+PLAIN_TEST(refused)
 {
-    (void)unused;
     const struct kvq_layer good = {
         .q_heads = HEADS * GQA, .kv_heads = HEADS, .k_dim = DIM, .v_dim = DIM, .repeat = 1};
     struct kvq_layer rows[2] = {good, good};
@@ -406,9 +396,8 @@ static void test_refused(void **unused)
 }
 
 // Trained as if the zeros had been handed over, and measured likewise.
-static void test_codebooks(void **unused)
+PLAIN_TEST(codebooks)
 {
-    (void)unused;
     struct quality_method m = method("vecinfer-2");
     struct quality_data d = make(), wide = pad(&d);
     struct quality_book own, padded;
@@ -446,9 +435,8 @@ static void test_codebooks(void **unused)
 }
 
 // A model with such heads: its caches in this process have rows as wide as the model's.
-static void test_model(void **unused)
+PLAIN_TEST(model)
 {
-    (void)unused;
     enum { N = 40 };
     const struct config c = {.q_heads = HEADS * GQA,
                              .kv_heads = HEADS,
@@ -501,10 +489,5 @@ static void test_model(void **unused)
 
 int main(void)
 {
-    const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_captured), cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_refused),  cmocka_unit_test(test_codebooks),
-        cmocka_unit_test(test_model),
-    };
-    return cmocka_run_group_tests(tests, NULL, NULL);
+    return run_all(NULL, NULL);
 }
