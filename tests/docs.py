@@ -19,7 +19,7 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1",
          "kvq-codebook": "kvq-codebook.1"}
 SOURCE_PAGES = r"docs/(rooms|decisions)/|docs/(architecture|glossary|walk)\.md|CONTRIBUTING\.md"
-# Where the version stands besides CMakeLists.txt; packages of Debian depend on its minor one alone.
+# Where the version stands besides CMakeLists.txt. Debian's take libkvq0 of one minor version alone.
 VERSIONS = {
     "CHANGELOG.md": r"(?m)\A(?:(?!## ).*\n)*## ([\d.]+)",
     "client/kvq/error.h": None,

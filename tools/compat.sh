@@ -14,7 +14,7 @@ set -eu
 usage() { sed -n '3,13s/^# \{0,1\}//p' "$0"; }
 case "${1:-}" in
 -h | --help) usage && exit 0 ;;
---last) said=only && shift ;;
+--last) only_say=1 && shift ;;
 -*) echo "compat.sh: unknown argument '$1'; --help says what there is" >&2 && exit 2 ;;
 esac
 cd "$(dirname "$0")/.."
@@ -27,7 +27,7 @@ ref=${1:-$(last_release)}
     "(git fetch --unshallow --tags, if this clone is shallow)" >&2 && exit 3; }
 commit=$(git rev-parse --verify --quiet "$ref^{commit}") ||
     { echo "compat.sh: '$ref' names no tag or commit here" >&2 && exit 2; }
-[ -z "${said:-}" ] || { echo "$commit" && exit 0; }
+[ -z "${only_say:-}" ] || { echo "$commit" && exit 0; }
 folder=build/compat/$commit
 if [ ! -e "$folder/made" ]; then
     rm -rf "$folder"

@@ -22,9 +22,10 @@ import numpy as np
 import e2e_rig
 from e2e_rig import BOUND, ROOT, Daemon
 
-# A client: makes the session `name` longer by 149 tokens of values that anybody can make again, and
-# by one which attends to them, `where` is "daemon" or the engine's own "context". It prints what it
-# was told: tokens before and after, a sum of the output and of the log-sum-exps.
+# A client: makes the session `name` longer by 149 tokens of values that anybody can make again,
+# then by one that attends to all of them. Attention of the last one is computed in the "daemon" or
+# in the engine's own "context", as `where` says. The client prints the tokens before and after, and
+# a sum of the output and one of the log-sum-exps.
 ENGINE = """
 import sys
 import numpy as np

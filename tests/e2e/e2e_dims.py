@@ -28,7 +28,7 @@ def padded(tokens, stored):
 
 
 def scaled_as(dim, stored):
-    """Two layers of other heads, with the scale of those of `dim`."""
+    """Two layers with heads of `stored`, and the softmax scale of heads of `dim`."""
     return [kvq.Layer(8, 2, stored, scale=float(np.float32(1) / np.sqrt(np.float32(dim))),
                       repeat=2)]
 
@@ -110,7 +110,7 @@ class Dims(e2e_storage.Stored):
                        text=("shape of layer 0",))
 
     def test_prefix_and_fork(self):
-        """Their blocks are shared by those of their own shape, and by no other."""
+        """Sessions of one shape share blocks; those of another head_dim find nothing."""
         tokens, ids = Tokens(7, 600, dim=96), np.arange(256, dtype=np.int32)
         with self.opened(tokens, "kvq2", model="m") as first, \
                 self.opened(tokens, "kvq2") as twin:
