@@ -29,6 +29,17 @@ VERSIONS = {
     "packaging/deb/libkvq0/shlibs": r"libkvq0 \(>= ([\d.]+)\)",
     "packaging/deb/libkvq0/symbols": r"libkvq0 \(>= ([\d.]+)\)",
     **{f"docs/man/{page}": r'"kvq ([\d.]+)"' for page in PAGES.values()}}
+# What has a version of its own, where that stands, and which pages name it.
+FORMATS = {"protocol": ("proto/shm.h", "KVQ_PROTOCOL_MAX"),
+           "layout of packed blocks": ("kernels/layout.h", "KVQ_LAYOUT_ID"),
+           "catalog of the store": ("storage/catalog.h", "KVQ_CATALOG_VERSION"),
+           "records": ("storage/segment.h", "KVQ_RECORD_VERSION"),
+           "what is saved of a session": ("daemon/store/saved_wire.h", "KVQ__SAVED_NEWEST")}
+FORMAT_LISTS = {
+    "docs/upgrading.md": "".join(rf"\| {name}[^|]*\| (\d+) \|.*\n" for name in FORMATS),
+    "docs/protocol.md": r"This is protocol (\d+), block layout (\d+)\.",
+    "CHANGELOG.md": r"Protocol (\d+), block layout (\d+), catalog of the store (\d+), "
+                    r"records (\d+), saved sessions (\d+)\."}
 FOREIGN = ("uv.h", "zmq.h")  # headers of others
 COMMANDS = {
     "kvq-run": ["generate", "perplexity", "logits"],
@@ -71,6 +82,15 @@ def check_versions():
         before = re.findall(r"libkvq0 \(<< ([\d.]+)~\)", text)
         if "libkvq0/" in path and before != [f"{major}.{minor + 1}"]:
             yield f"{path} allows libkvq0 before {before}; it is {major}.{minor + 1}"
+
+
+def check_formats():
+    """Pages name the versions that the code has; of the changelog's the newest."""
+    now = [re.search(rf"{name} = (\d+)", read(path))[1] for path, name in FORMATS.values()]
+    for path, pattern in FORMAT_LISTS.items():
+        found = re.search(pattern, read(path))
+        if not found or list(found.groups()) != now[:len(found.groups())]:
+            yield f"{path} has {found and found.groups()}; {', '.join(FORMATS)} are {now}"
 
 
 def check_page(build, program):
@@ -336,6 +356,7 @@ def main():
     checks.update({f"{p}: manual page renders": (check_page_renders, p) for p in PAGES})
     checks["manual pages of the library"] = (check_library_pages, build)
     checks["versions"] = (check_versions,)
+    checks["versions of formats"] = (check_formats,)
     checks["status codes"] = (check_statuses,)
     checks["names in documents"] = (check_doc_names,)
     checks["names in pages about the code"] = (check_source_names,)
