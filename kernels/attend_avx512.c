@@ -140,16 +140,6 @@ KVQ__INLINE void qk_rows(const struct kvq__codec *c, const uint8_t *group, const
     }
 }
 
-// What is to be read next stands where it does here: norms behind the scales, and scales that stand
-// apart from the group as far from it as these from this one.
-static void fetch_params(const struct kvq__codec *c, const struct kvq_packed *packed,
-                         const uint8_t *ahead)
-{
-    kvq__fetch(ahead + c->layout.k_norms);
-    if (c->layout.k_set)
-        kvq__fetch_lines(ahead + (packed->k_scales - packed->group), (int)c->layout.k_set / 64);
-}
-
 KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq_packed *packed,
                           float *logits, int bits)
 {
@@ -158,8 +148,7 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq_packed 
     const float *q = tile->qt;
     const uint8_t *ahead = tile->ahead;
     struct affine f[SLABS];
-    if (ahead)
-        fetch_params(c, packed, ahead);
+    kvq__fetch_beside_k(tile, packed);
     for (uint32_t i = 0; i < c->dim; i += 16) {
         const uint8_t *scale = packed->k_scales, *zero = packed->k_zeros;
         _mm512_store_ps(f[i / KVQ__SLAB].scale + i % KVQ__SLAB, kvq__load_f16(scale + 2 * i));

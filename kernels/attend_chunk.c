@@ -11,8 +11,6 @@
 // head_dim 128 in 16 bits) fits the second level cache.
 #include "kernels/internal.h"
 
-enum { DISTANCE = 2 }; // groups ahead, in a chunk that no other came before
-
 static const uint8_t *keys_of(const struct kvq__group *g)
 {
     return g->packed_tokens ? g->packed.group : (const uint8_t *)g->raw_k;
@@ -22,25 +20,6 @@ static const uint8_t *values_of(const struct kvq__tile *tile, const struct kvq__
 {
     return g->packed_tokens ? g->packed.group + tile->codec->layout.v_codes
                             : (const uint8_t *)g->raw_v;
-}
-
-static void fetch(const uint8_t *at, size_t bytes)
-{
-    for (size_t offset = 0; at && offset < bytes; offset += 64)
-        __builtin_prefetch(at + offset, 0, 2);
-}
-
-// Group i of a chunk that nobody fetched, in one burst.
-static void fetch_group(const struct kvq__tile *tile, const struct kvq__chunk *chunk, uint32_t i)
-{
-    if (i >= chunk->groups)
-        return;
-    const struct kvq__group *g = &chunk->group[i];
-    bool packed = g->packed_tokens;
-    size_t raw = KVQ_GROUP_TOKENS * tile->dim * 2;
-    size_t bytes = tile->codec->layout.group_bytes, k = tile->codec->layout.v_codes;
-    fetch(keys_of(g), packed ? k : raw);
-    fetch(values_of(tile, g), packed ? bytes - k : raw);
 }
 
 void kvq__logits_of_outliers(const struct kvq_kernels *k, const struct kvq__tile *tile,
@@ -157,12 +136,9 @@ static void all_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk)
 {
     const struct kvq__chunk *next = chunk->next;
-    bool cold = !chunk->fetched;
     uint8_t kind = tile->codec->k.kind;
     bool done = k->qk_chunk[kind] && k->qk_chunk[kind](tile, chunk);
     for (uint32_t i = 0; i < chunk->groups; i++) {
-        if (cold)
-            fetch_group(tile, chunk, i + DISTANCE);
         tile->ahead = next && i < next->groups ? keys_of(&next->group[i]) : NULL;
         logits_of_group(k, tile, &chunk->group[i], done, tile->logits + i * KVQ_GROUP_TOKENS);
     }

@@ -10,13 +10,6 @@
 #include "kernels/internal.h"
 #include "kernels/simd.h"
 
-// One line into the second level cache; see attend_chunk.c. Inlined by force: gcc 12 takes a
-// function that only prefetches for one without effects, and drops the calls.
-KVQ__INLINE void kvq__fetch(const uint8_t *at)
-{
-    _mm_prefetch((const char *)at, _MM_HINT_T1);
-}
-
 // Half of the words of a plane's rows: 16 of the 32 of a row, or of V at head_dim 64 all. Rows' 16
 // bytes are permuted by XOR 2 * m, which exchanges the halves for m of 2 and 3; at[m / 2] is where
 // the half starts in row 0.

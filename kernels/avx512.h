@@ -12,19 +12,11 @@
 
 enum { KVQ__SWAP_HALVES = 0x4e };
 
-// One line into the second level cache. Inlined by force: gcc 12 takes a function that only
-// prefetches for one without effects, and drops the calls.
-KVQ__INLINE void kvq__fetch(const uint8_t *at)
-{
-    _mm_prefetch((const char *)at, _MM_HINT_T1);
-}
-
 // A step of a kernel over packed groups of b bits fetches b + 1 lines for each 16 channels of K, or
 // for each four tokens of 128 channels of V: that many hold its codes, scales and zeros.
 KVQ__INLINE void kvq__fetch_lines(const uint8_t *at, int n)
 {
-    for (int i = 0; i < n; i++)
-        kvq__fetch(at + 64 * i);
+    kvq__fetch_bytes(at, 64 * (size_t)n);
 }
 
 // Half z (words 16 z to 16 z + 15 in natural order) of a 128-byte row whose 16-byte chunks are

@@ -3,7 +3,7 @@
 // Storing what an engine hands over, and packing units of it: the stages of a format in order.
 #include <assert.h>
 
-#include "kernels/internal.h"
+#include "kernels/simd.h"
 
 // Norms of 32 tokens.
 struct norms {
@@ -37,13 +37,13 @@ enum {
 };
 
 // A hint: the address may lie behind what there is, so it is no pointer.
-static void fetch(uintptr_t at, uint32_t bytes)
+KVQ__INLINE void fetch(uintptr_t at, uint32_t bytes)
 {
     for (uint32_t i = 0; i < bytes; i += 64)
         __builtin_prefetch((const void *)(at + i));
 }
 
-static void fetch_row(uintptr_t row, uint8_t dtype, uint32_t dim)
+KVQ__INLINE void fetch_row(uintptr_t row, uint8_t dtype, uint32_t dim)
 {
     fetch(row, dim * (dtype == KVQ_F32 ? 4 : 2));
 }

@@ -86,13 +86,6 @@ KVQ__INLINE __m256i load(const uint8_t *p)
     return _mm256_load_si256((const void *)p);
 }
 
-// n bytes from `at` on, a line at a time.
-KVQ__INLINE void fetch(const uint8_t *at, int n)
-{
-    for (int i = 0; i < n; i += 64)
-        kvq__fetch(at + i);
-}
-
 // The planes of one operand of a group, and its parameters.
 struct packed {
     const uint8_t *low, *high, *ahead;
@@ -100,18 +93,6 @@ struct packed {
     uint32_t apart; // V: parameters from one channel group to the next; 0 where all share them
     _Alignas(32) float params[4 * KVQ_MAX_HEAD_DIM];
 };
-
-// K's norms, and scales and zeros that stand apart from the group, which are asked for at once, by
-// the first of those that share them; the group ahead is as far from its own.
-static void fetch_rest(const struct kvq__tile *tile, const struct kvq_packed *packed)
-{
-    const struct kvq_layout *l = &tile->codec->layout;
-    if (!tile->ahead)
-        return;
-    kvq__fetch(tile->ahead + l->k_norms);
-    if (l->k_set)
-        fetch(tile->ahead + (packed->k_scales - packed->group), (int)l->k_set);
-}
 
 // ---- K ----
 
@@ -162,7 +143,7 @@ KVQ__INLINE void k_row(__m256 acc[][MAX_WORDS], const struct packed *p, const fl
     __m256i even[MAX_WORDS], odd[MAX_WORDS];
     for (uint32_t z = 0; z < n; z++)
         load_k(p, r, y + z, &even[z], &odd[z], bits);
-    fetch(p->ahead + 16 * (r * 4 + y) * ((uint32_t)bits + 1), 16 * (int)n * (bits + 1));
+    kvq__fetch_bytes(p->ahead + 16 * (r * 4 + y) * ((uint32_t)bits + 1), 16 * n * (bits + 1u));
     q += 16 * r;
     k_position(acc, even, params, q, p->dim, 0, rows, n, bits);
     k_position(acc, odd, params, q, p->dim, 1, rows, n, bits);
@@ -213,7 +194,7 @@ static void qk_packed_avx2(const struct kvq__tile *tile, const struct kvq_packed
     const struct kvq__codec *c = tile->codec;
     _Alignas(32) float norm[KVQ_GROUP_TOKENS];
     struct packed p;
-    fetch_rest(tile, packed);
+    kvq__fetch_beside_k(tile, packed);
     p.low = packed->group + c->layout.k_codes;
     p.high = p.low + 8 * c->dim;
     p.ahead = tile->ahead ? tile->ahead : p.low;
@@ -285,8 +266,8 @@ KVQ__INLINE void v_words(const struct packed *v, uint32_t group, const float *p,
         uint32_t first = 8 * (set / 2), odd = set % 2;
         const float *params = v->params + (group * v->apart + first) * param_floats(bits) +
                               odd * (bits == 2 ? 16 : 4);
-        fetch(v->ahead + 4 * ((8 * group + set) * 4 + y) * ((uint32_t)bits + 1),
-              4 * (int)n * (bits + 1));
+        kvq__fetch_bytes(v->ahead + 4 * ((8 * group + set) * 4 + y) * ((uint32_t)bits + 1),
+                         4 * n * (bits + 1u));
         v_set(acc, v, params, p + first + odd, group / 4, set, y, rows, n, wide, s, bits);
     }
     for (int i = 0; i < rows; i++)

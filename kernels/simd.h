@@ -5,11 +5,39 @@
 #ifndef KVQ_KERNELS_SIMD_H
 #define KVQ_KERNELS_SIMD_H
 
+#include "kernels/internal.h"
+
 // Constant arguments only pay if the compiler really inlines. (A build that is for tests alone and
 // need not be fast says otherwise: tests/CMakeLists.txt.)
 #ifndef KVQ__INLINE
 #define KVQ__INLINE static inline __attribute__((always_inline))
 #endif
+
+// Lines into the second level cache; attend_chunk.c says when. Inlined by force, as everything that
+// only prefetches has to be: gcc 12 takes such a function for one without effects, and drops the
+// calls.
+KVQ__INLINE void kvq__fetch(const uint8_t *at)
+{
+    __builtin_prefetch(at, 0, 2);
+}
+
+KVQ__INLINE void kvq__fetch_bytes(const uint8_t *at, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i += 64)
+        kvq__fetch(at + i);
+}
+
+// What stands beside K's codes in the group ahead: its norms, and scales and zeros where they stand
+// before a record's groups, which the first of those that share them asks for. They are as far from
+// the group ahead as `packed`'s from it.
+KVQ__INLINE void kvq__fetch_beside_k(const struct kvq__tile *tile, const struct kvq_packed *packed)
+{
+    const struct kvq_layout *l = &tile->codec->layout;
+    if (!tile->ahead)
+        return;
+    kvq__fetch(tile->ahead + l->k_norms);
+    kvq__fetch_bytes(tile->ahead + (packed->k_scales - packed->group), l->k_set);
+}
 
 // A loop whose bounds are constants, to be written out whole.
 #ifdef __clang__

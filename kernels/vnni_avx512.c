@@ -38,7 +38,7 @@ static void set_ahead(struct kvq__vnni *v, uint32_t n)
 }
 
 // Keys of a chunk that nobody fetched, in one burst.
-static void fetch_cold(const struct kvq__tile *tile, const struct kvq__chunk *chunk)
+KVQ__INLINE void fetch_cold(const struct kvq__tile *tile, const struct kvq__chunk *chunk)
 {
     for (uint32_t i = 0; i < chunk->groups; i++)
         for (uint32_t at = 0; at < tile->codec->layout.v_codes; at += 64)
