@@ -186,6 +186,28 @@ static void formats_with_extras(void **state)
     cJSON_Delete(rows);
 }
 
+// Heads that are stored with zeros behind: the rows are the engine's, and the bits are those of the
+// engine's values. What cannot be compared with a peer, or packed, is refused.
+static void narrow_heads(void **state)
+{
+    (void)state;
+    static const char narrow[] = "--format f16,kvq2 --path exact --threads 1 --json --isa c "
+                                 "--tokens 130 --q-heads 4 --kv-heads 2 --head-dim 96 --reps 1 "
+                                 "--walk 1";
+    assert_int_equal(run("", NULL, narrow), 0);
+    cJSON *rows = cJSON_Parse(out);
+    const cJSON *row = find(rows, "f16", "exact"), *packed = find(rows, "kvq2", "exact");
+    assert_true(number(row, "head_dim") == 96 && number(row, "rel_err") < 1e-5);
+    assert_true(fabs(number(row, "bits_per_value") - 16 * 128 / 96.0) < 1e-9);
+    assert_true(number(packed, "rel_err") > 0 && number(packed, "rel_err") < 1e-5);
+    assert_true(fabs(number(packed, "bits_per_value") - 2.75 * 128 / 96) < 1e-9);
+    cJSON_Delete(rows);
+    assert_int_equal(run("", one(), narrow), 2);
+    assert_says(err, "--head-dim 96: pack and --peer are for heads without zeros behind them");
+    assert_int_equal(run("", NULL, "pack --head-dim 96"), 2);
+    assert_says(err, "give 64, 128 or 256");
+}
+
 static int lines_with(const char *text, const char *part)
 {
     int n = 0;
@@ -353,6 +375,7 @@ int main(void)
         cmocka_unit_test(no_peer),
         cmocka_unit_test(rows_of_a_peer),
         cmocka_unit_test(formats_with_extras),
+        cmocka_unit_test(narrow_heads),
         cmocka_unit_test(what_is_called),
         cmocka_unit_test(wrong_results),
         cmocka_unit_test(errors_of_the_library),

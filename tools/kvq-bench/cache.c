@@ -95,7 +95,8 @@ static void make_raw_source(const struct bench_cache *c, const struct kvq_kernel
                             float *tokens)
 {
     const struct kvq_shape *s = &c->shape;
-    size_t n = (size_t)KVQ_BLOCK_TOKENS * s->kv_heads * s->k_dim, row = sizeof(float) * s->k_dim;
+    uint32_t dim = kvq_row_dim(s);
+    size_t n = (size_t)KVQ_BLOCK_TOKENS * s->kv_heads * dim, row = sizeof(float) * dim;
     struct kvq_store_counts counts = {0};
     bench_normal(i + 1, tokens, 2 * n);
     struct kvq_view view_k = {tokens, (int64_t)(row * s->kv_heads), (int64_t)row, KVQ_F32};
@@ -255,8 +256,8 @@ uint32_t bench_walk_layers(uint32_t walk_mib, size_t layer_bytes)
 static void make_attends(struct bench_cache *c)
 {
     const struct kvq_shape *s = &c->shape;
-    int64_t row = (int64_t)sizeof(float) * s->k_dim, token = row * s->q_heads;
-    size_t n = (size_t)c->q_tokens * s->q_heads * s->k_dim;
+    int64_t row = (int64_t)sizeof(float) * kvq_row_dim(s), token = row * s->q_heads;
+    size_t n = (size_t)c->q_tokens * s->q_heads * kvq_row_dim(s);
     bool prompt = c->q_tokens > 1; // its tokens stand after what is cached, and see all of it
     bench_normal(0, c->queries, c->layers * n);
     for (uint32_t i = 0; i < c->layers; i++)

@@ -29,7 +29,7 @@ static const float *row_of(const struct bench_exact *e, const float *const *rows
 // One query head; `logits` is for all tokens.
 static void attend_head(const struct bench_exact *e, const float *q, double *logits, double *sums)
 {
-    uint32_t dim = e->c->shape.k_dim;
+    uint32_t dim = kvq_row_dim(&e->c->shape);
     double max = -INFINITY, sum = 0;
     for (uint64_t t = 0; t < e->c->tokens; t++) {
         const float *k = row_of(e, e->k, t);
@@ -54,15 +54,16 @@ static void attend_head(const struct bench_exact *e, const float *q, double *log
 double bench_exact_error(const struct bench_exact *e)
 {
     const struct kvq_shape *s = &e->c->shape;
+    uint32_t dim = kvq_row_dim(s);
     uint32_t group = s->q_heads / s->kv_heads, first = e->head * group;
-    double error = 0, size = 0, *logits = malloc((e->c->tokens + s->k_dim) * sizeof *logits);
+    double error = 0, size = 0, *logits = malloc((e->c->tokens + dim) * sizeof *logits);
     if (!logits)
         return NAN;
     double *sums = logits + e->c->tokens;
     for (uint32_t h = first; h < first + group; h++) {
-        attend_head(e, e->q + (size_t)h * s->k_dim, logits, sums);
-        for (uint32_t i = 0; i < s->k_dim; i++) {
-            double want = sums[i], got = (double)e->out[(size_t)h * s->k_dim + i];
+        attend_head(e, e->q + (size_t)h * dim, logits, sums);
+        for (uint32_t i = 0; i < dim; i++) {
+            double want = sums[i], got = (double)e->out[(size_t)h * dim + i];
             error += (got - want) * (got - want);
             size += want * want;
         }

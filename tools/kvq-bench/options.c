@@ -37,7 +37,7 @@ static const char help[] =
     "  --threads T,..    threads, each on a CPU of its own (default 1, and all CPUs)\n"
     "  --q-heads N       query heads (default 32)\n"
     "  --kv-heads N      KV heads (default 8)\n"
-    "  --head-dim N      64, 128 or 256 (default 128)\n"
+    "  --head-dim N      1 to 256 (default 128); for pack and --peer 64, 128 or 256\n"
     "  --queries N       attend, without --peer: query tokens of a call, all of which see all\n"
     "                    cached tokens (default 1, up to 4096); with more a walk is one layer\n"
     "  --path P,..       exact, fast (default both; formats without a fast path have one row)\n"
@@ -260,18 +260,25 @@ static int read_defaults(struct bench_options *o)
 
 struct kvq_shape bench_shape(const struct bench_options *o, uint8_t dtype)
 {
-    return (struct kvq_shape){.q_heads = (uint16_t)o->q_heads,
-                              .kv_heads = (uint16_t)o->kv_heads,
-                              .k_dim = (uint16_t)o->head_dim,
-                              .v_dim = (uint16_t)o->head_dim,
-                              .dtype = dtype,
-                              .scale = 1.0f / sqrtf((float)o->head_dim)};
+    struct kvq_shape s = {.q_heads = (uint16_t)o->q_heads,
+                          .kv_heads = (uint16_t)o->kv_heads,
+                          .dtype = dtype,
+                          .scale = 1.0f / sqrtf((float)o->head_dim)};
+    kvq_shape_set_dims(&s, (uint16_t)o->head_dim, (uint16_t)o->head_dim);
+    return s;
 }
 
 static int check_shape(const struct bench_options *o)
 {
     struct kvq_shape shape = bench_shape(o, KVQ_F16);
     char text[256];
+    if ((o->peer || strcmp(o->command, "pack") == 0) && kvq_row_dim(&shape) < shape.k_dim) {
+        fprintf(stderr,
+                "kvq-bench: --head-dim %u: pack and --peer are for heads without zeros behind "
+                "them; give 64, 128 or 256\n",
+                o->head_dim);
+        return -1;
+    }
     for (uint32_t i = 0; i < o->n_formats; i++) {
         shape.dtype = o->format[i]->raw_dtype ? o->format[i]->raw_dtype : KVQ_F16;
         if (kvq_shape_check(&shape, o->format[i], text, sizeof text)) {

@@ -50,7 +50,7 @@ static double walk(const struct run *r, const struct bench_cache *c, bool apart,
 // Whether a batch over a shared cache gives the bits of each session alone.
 static bool same_bits(const struct run *r, const struct bench_cache *c, enum kvq_path path)
 {
-    size_t bytes = sizeof(float) * r->sessions * c->shape.q_heads * c->shape.v_dim;
+    size_t bytes = sizeof(float) * r->sessions * c->shape.q_heads * kvq_row_dim(&c->shape);
     void *batch = malloc(bytes);
     bool ok = batch && attend(r, c, 0, false, path, 0, r->sessions) == 0;
     if (ok)
