@@ -37,7 +37,9 @@ KVQ_API KVQ_CHECK int kvq_buffer_create_on(kvq_client *client, const char *gpu, 
 /* Registers the engine's own device memory: `bytes` from a device pointer of the calling thread's
  * current CUDA context, anywhere in an allocation. Copies nothing. The engine must not free the
  * memory before kvq_buffer_close has returned; an engine that cannot promise that uses
- * kvq_buffer_create_on. Any number of buffers may lie in one allocation.
+ * kvq_buffer_create_on. Any number of buffers may lie in one allocation. kvq_buffer_close of the
+ * buffer also waits until no work of the daemon on GPUs waits for an engine: an engine that stands
+ * still within a call .._on_stream holds it up until that engine goes on or ends.
  * The daemon can import memory by cudaMalloc (PyTorch's, unless expandable_segments is on), and
  * memory by cuMemCreate that may be exported as a file descriptor. For other memory the call fails
  * with KVQ_E_BUFFER or KVQ_E_UNSUPPORTED, and the error text says why and what to do. The daemon

@@ -96,9 +96,19 @@ class Chaos(Worker):
     def __init__(self, directory, seed):
         super().__init__(directory, seed)
         self.over = threading.Event()  # the test wants it to end
-        threading.Thread(target=lambda: (sys.stdin.read(), self.over.set()), daemon=True).start()
+        self.closing, self.leaving = False, threading.Lock()
+        threading.Thread(target=self.leave, daemon=True).start()
         self.random = random.Random(seed)
         self.word = self.cuda.alloc(8)
+
+    def leave(self):
+        """When the test wants it to, also out of a call that waits for those who stand still: the
+        test kills them later."""
+        sys.stdin.read()
+        with self.leaving:
+            self.over.set()
+            if self.closing:
+                os._exit(0)
 
     def hold(self):
         """What is given to its stream from now on waits for a word."""
@@ -157,10 +167,16 @@ class Chaos(Worker):
             session.drop()
 
     def memory(self):
-        """Memory comes and goes."""
+        """Memory comes, and goes when no stream of any client waits."""
         at = self.cuda.alloc(PIECE)
         buffer = self.engine.client.import_tensor(CudaTensor(at, 1024))
+        with self.leaving:
+            if self.over.is_set():
+                return
+            self.closing = True
         buffer.close()
+        with self.leaving:
+            self.closing = False
 
     def once(self):
         draw = self.random.choices(
