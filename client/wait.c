@@ -240,8 +240,8 @@ static int sleep_once(kvq_queue *queue, uint64_t left_ns)
                           {.fd = queue->client->socket, .events = POLLRDHUP}};
     struct timespec t = {(time_t)(left_ns / 1000000000u), (long)(left_ns % 1000000000u)};
     int n = ppoll(p, 2, left_ns == UINT64_MAX ? NULL : &t, NULL);
-    if (n < 0 && errno != EINTR)
-        return kvq__set_error_errno("cannot wait for the daemon");
+    if (n < 0 && errno != EINTR) // the answer would be written where no caller waits any more
+        return kvq__queue_kill(queue, kvq__set_error_errno("cannot wait for the daemon"));
     if (n <= 0)
         return KVQ_OK;
     if (p[0].revents && !drain_wakeups(queue->wake_client))

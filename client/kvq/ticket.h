@@ -40,9 +40,10 @@ KVQ_API KVQ_CHECK int kvq_submit(kvq_queue *queue, enum kvq_operation op, struct
 
 /* Waits for a ticket. timeout_ns: 0 polls, UINT64_MAX waits as long as the daemon lives. Returns
  * the request's status and closes the ticket. KVQ_E_DEADLINE: the request is not done yet (entries
- * are untouched, the ticket stays open). KVQ_E_DISCONNECTED (the daemon died) and KVQ_E_CANCELLED
- * (kvq_reattach was called) close the ticket. If the request's own deadline passed, the code is
- * KVQ_E_DEADLINE, too, but so is the status of each entry, and the ticket is closed. */
+ * are untouched, the ticket stays open). KVQ_E_DISCONNECTED (the daemon died), KVQ_E_SYSTEM (the
+ * system cannot wait; kvq_reattach connects again) and KVQ_E_CANCELLED (kvq_reattach was called)
+ * close the ticket. If the request's own deadline passed, the code is KVQ_E_DEADLINE, too, but so
+ * is the status of each entry, and the ticket is closed. */
 KVQ_API KVQ_CHECK int kvq_wait(kvq_queue *queue, kvq_ticket ticket, uint64_t timeout_ns);
 
 #ifdef __cplusplus

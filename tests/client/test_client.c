@@ -2,7 +2,9 @@
 //
 // libkvq's rings and in-context mode against a daemon that misbehaves at every place where it
 // could: each call ends with the right code and a text, nothing hangs, no descriptor is left open.
+#include <errno.h>
 #include <math.h>
+#include <poll.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -11,6 +13,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -220,6 +224,40 @@ static void test_tickets(void **unused)
         assert_int_equal(kvq_wait(r.queue, tickets[i], 0), KVQ_E_DISCONNECTED);
     assert_int_equal(kvq_wait(r.queue, tickets[3], 0), KVQ_E_INVALID);
     kvq_disconnect(&r.client);
+}
+
+static _Thread_local bool ppoll_fails;
+
+// In place of the C library's, also for libkvq.so.
+__attribute__((visibility("default"))) int ppoll(struct pollfd *fds, nfds_t n,
+                                                 const struct timespec *timeout,
+                                                 const sigset_t *mask)
+{
+    if (ppoll_fails) {
+        errno = ENOMEM;
+        return -1;
+    }
+    struct timespec left = timeout ? *timeout : (struct timespec){0};
+    return (int)syscall(SYS_ppoll, fds, n, timeout ? &left : NULL, mask, sizeof(uint64_t));
+}
+
+// The system refuses to wait: the ticket ends and so does the queue, for an answer that came later
+// would be written to entries that the caller has given up.
+static void test_no_waiting(void **unused)
+{
+    (void)unused;
+    static struct rig r;
+    kvq_ticket ticket;
+    rig_up(&r, FAKE_SILENT, 0);
+    assert_int_equal(kvq_submit(r.queue, KVQ_DO_NOP, NULL, r.entries, 1, &ticket), KVQ_OK);
+    ppoll_fails = true;
+    assert_int_equal(kvq_wait(r.queue, ticket, UINT64_MAX), KVQ_E_SYSTEM);
+    ppoll_fails = false;
+    expect_text("cannot wait for the daemon");
+    assert_int_equal(r.entries[0].status, KVQ_E_SYSTEM);
+    assert_int_equal(kvq_wait(r.queue, ticket, 0), KVQ_E_INVALID);
+    assert_int_equal(kvq_nop(r.queue, r.entries + 1, 1), KVQ_E_SYSTEM);
+    rig_down(&r);
 }
 
 static void test_completions_out_of_order(void **unused)
@@ -534,6 +572,7 @@ int main(void)
         cmocka_unit_test(test_death_while_waiting),
         cmocka_unit_test(test_death_while_spinning),
         cmocka_unit_test(test_tickets),
+        cmocka_unit_test(test_no_waiting),
         cmocka_unit_test(test_completions_out_of_order),
         cmocka_unit_test(test_reattach),
         cmocka_unit_test(test_other_versions),
