@@ -107,7 +107,7 @@ static void put_options(const struct kvq_session_options *o, Kvq__OpenSession *m
     m->format = text_of(o->format);
     m->shard = o->shard;
     m->shards = o->shards;
-    m->dtype = o->dtype ? o->dtype : KVQ_DTYPE_F16;
+    m->dtype = o->dtype;
     m->v_rotation = o->v_rotation;
     m->attention = o->attention;
     m->prompt_tokens = o->prompt_tokens;

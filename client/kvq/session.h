@@ -82,22 +82,26 @@ struct kvq_prefix {
 };
 
 /* Zero-initialize: only size, layers, n_layers and format are needed for a new session without a
- * name. */
+ * name. A session that exists, in memory or saved, keeps the on_detach, keep_seconds, max_rollback,
+ * prompt_tokens and attention of the open that created it. */
 struct kvq_session_options {
     uint32_t size;     /* sizeof(struct kvq_session_options) */
     const char *ns;    /* namespace; NULL: "uid-N" of this user */
     const char *name;  /* NULL: a session of this client alone, dropped with the client */
-    const char *model; /* fingerprint of weights, rope, ...; must match when opened again */
+    const char *model; /* fingerprint of weights, rope, ..; compared if given, as are salt and
+                        * adapter, when a session is opened again: always give it with a name */
     const struct kvq_layer *layers; /* NULL with n_layers 0: open an existing session as it is */
     uint32_t n_layers;              /* rows; the sum of repeats is the number of layers */
     const char *format;             /* of formats.md in share/doc/kvqd, or of the configuration */
-    uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 (0 too) or KVQ_DTYPE_BF16 */
+    uint8_t dtype;                  /* of windows: KVQ_DTYPE_F16 or KVQ_DTYPE_BF16; 0: BF16 if the
+                                     * first layer has format bf16, else F16 */
     uint8_t v_rotation;             /* KVQ_V_ROTATION */
     uint8_t attention;              /* KVQ_ATTENTION */
     uint8_t on_detach;              /* KVQ_ON_DETACH */
     uint16_t shard, shards;         /* this one, from 0, of so many (0: 1); see shards.h */
     uint32_t flags;                 /* KVQ_OPEN */
-    uint32_t max_rollback;          /* tokens that kvq_truncate and kvq_accept may take back */
+    uint32_t max_rollback;          /* tokens that kvq_truncate and kvq_accept may take back, at
+                                     * most 1,024 */
     uint64_t prompt_tokens;         /* of the prompt, which attention reads in 16 bits up to its
                                      * end if that fits; 0: not known, packed as they come */
     uint64_t keep_seconds;          /* after the last close; 0: the configured time */
@@ -139,8 +143,10 @@ struct kvq_session_info {
 };
 
 /* Opens a session, or creates it. info may be NULL. Release the handle with kvq_session_close.
- * KVQ_E_EXISTS (the session has another shape, format or model), KVQ_E_BUSY (another client writes
- * it), KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_LIMIT, KVQ_E_QUOTA. */
+ * KVQ_E_EXISTS (the session has another shape, format or model, or was not to exist),
+ * KVQ_E_NO_SESSION (it was to exist, and does not), KVQ_E_BUSY (another client writes it),
+ * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_INVALID, KVQ_E_LIMIT, KVQ_E_NO_MEMORY,
+ * KVQ_E_QUOTA, KVQ_E_DRAINING. */
 KVQ_API KVQ_CHECK int kvq_session_open(kvq_client *client,
                                        const struct kvq_session_options *options,
                                        kvq_session *session, struct kvq_session_info *info);

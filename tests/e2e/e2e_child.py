@@ -290,7 +290,6 @@ def soak_client(directory, seed, sessions, seconds):
         queue = client.queue()
         formats = ["f16", "oscar2", "oscar3", "oscar4", "bf16", "oscar2-xh"]
         mine = [client.session(tokens.rows, formats[i % len(formats)],
-                               dtype="bf16" if formats[i % len(formats)] == "bf16" else "f16",
                                name=f"soak-{seed}-{i}" if i % 4 == 0 else None,
                                max_rollback=rng.choice([0, 8]))
                 for i in range(sessions)]

@@ -276,7 +276,7 @@ class Client:
         self.control(lib.kvq_session_restore, text("ns", ns), text("name", name),
                      integer("shard", shard), integer("shards", shards))
 
-    def _describe(self, layers, format, ns=None, name=None, model=None, dtype="f16",
+    def _describe(self, layers, format, ns=None, name=None, model=None, dtype=None,
                   v_rotation="default", attention="default", on_detach="default", shard=0, shards=0,
                   max_rollback=0, prompt_tokens=0, keep_seconds=0, place=None, salt=None,
                   adapter=None, prefix=None, spans=(), **flags):
@@ -290,7 +290,8 @@ class Client:
         described = _ffi.SessionOptions(
             ns=text("ns", ns), name=text("name", name), model=text("model", model),
             layers=rows if layers else None, n_layers=len(layers), format=text("format", format),
-            dtype=dtype_code(dtype), v_rotation=choice("v_rotation", v_rotation, _ROTATIONS),
+            dtype=0 if dtype is None else dtype_code(dtype),
+            v_rotation=choice("v_rotation", v_rotation, _ROTATIONS),
             attention=choice("attention", attention, _ATTENTION),
             on_detach=choice("on_detach", on_detach, _DETACH), shard=integer("shard", shard, 16),
             shards=integer("shards", shards, 16), flags=sum(_FLAGS[f] for f in flags if flags[f]),
@@ -313,7 +314,8 @@ class Client:
         prefix     array-like of the ids of its first tokens, of which a new session has as many as
                    are there (session.tokens)
         spans      (first, tokens, digest of 32 bytes) of images and audio
-        dtype      of the engine's values: "f16" (the default), "bf16", "f32"
+        dtype      of the window's values: "f16" or "bf16"; by default that of format "f16" or
+                   "bf16", else "f16"
         v_rotation "default", "engine", "daemon", "none"
         attention  "default", "exact", "fast"
         on_detach  "default", "drop", "keep", "save"; keep_seconds: for how many seconds

@@ -195,14 +195,21 @@ static uint8_t v_rotation_of(const struct kvq__session_spec *spec, const struct 
                                               : KVQ_V_ROT_NONE);
 }
 
-static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
-                                 const struct kvq__layer_row *row, const struct kvq_format *f)
+// A session has one dtype: who does not say which gets that of the first layer's format.
+static uint8_t dtype_of(const struct kvq__session_spec *spec, const struct kvq_format *first)
 {
-    uint32_t natural = f->raw_dtype ? f->raw_dtype : KVQ_F16;
+    uint32_t natural = first->raw_dtype ? first->raw_dtype : KVQ_F16;
+    return (uint8_t)(spec->dtype ? spec->dtype : natural);
+}
+
+static struct kvq_shape shape_of(const struct kvq__session_spec *spec,
+                                 const struct kvq__layer_row *row, const struct kvq_format *f,
+                                 uint8_t dtype)
+{
     struct kvq_shape shape = {
         .q_heads = row->q_heads,
         .kv_heads = row->kv_heads,
-        .dtype = (uint8_t)(spec->dtype ? spec->dtype : natural),
+        .dtype = dtype,
         .v_rotation = v_rotation_of(spec, row, f),
         .window = row->window,
         .softcap = row->softcap,
@@ -249,7 +256,7 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     int rc = find_format(s, spec, row, layer, text);
     if (rc < 0)
         return rc;
-    l->shape = shape_of(spec, row, l->format);
+    l->shape = shape_of(spec, row, l->format, dtype_of(spec, s->layers[0].format));
     rc = check_shape(s->pool, l, layer, text);
     if (rc < 0)
         return rc;
