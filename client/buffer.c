@@ -71,7 +71,9 @@ static int take_id(kvq_buffer *buffer, const Kvq__CreateBufferReply *reply)
         return kvq__set_error(KVQ_E_PROTOCOL,
                               "the daemon gave buffer %u of %llu bytes for %zu bytes",
                               reply->buffer, (unsigned long long)reply->bytes, buffer->bytes);
+    pthread_mutex_lock(&buffer->client->table); // errors of other threads look buffers up
     buffer->id = reply->buffer;
+    pthread_mutex_unlock(&buffer->client->table);
     return KVQ_OK;
 }
 

@@ -124,10 +124,10 @@ int kvq_nop(kvq_queue *queue, struct kvq_entry *entries, uint32_t n)
 struct kvq_tensor kvq_tensor_make(const kvq_buffer *buffer, uint64_t offset, uint32_t heads,
                                   uint32_t dim, uint8_t dtype)
 {
-    uint64_t value = dtype == KVQ_DTYPE_F32 ? 4 : 2;
+    uint64_t row = (dtype == KVQ_DTYPE_F32 ? 4 : 2) * (uint64_t)dim;
     return (struct kvq_tensor){.buffer = buffer,
                                .offset = offset,
-                               .token_stride = heads * dim * value,
-                               .head_stride = dim * value,
+                               .token_stride = heads * row,
+                               .head_stride = row,
                                .dtype = dtype};
 }
