@@ -218,7 +218,7 @@ static bool explain_rollback(const struct subject *s)
                  s->request->op == KVQ_OP_TRUNCATE ? e->list_token : e->append, e->position);
     kvq__set_error(KVQ_E_ROLLBACK,
                    "%s: %s; %" PRIu64
-                   " tokens are possible, nothing was changed; a session opened with "
+                   " tokens are possible, nothing was changed; a session created with "
                    "a larger max_rollback (at most %d) can go further back",
                    s->where, what, e->value, KVQ_MAX_ROLLBACK);
     return true;
@@ -374,8 +374,18 @@ static bool explain_code(const struct subject *s)
     }
 }
 
+static const char *advice_of_incomplete(const struct kvq_request *r)
+{
+    if (r->op == KVQ_OP_ATTEND)
+        return "append K and V of this layer, or of the one in its kv_from, before it attends";
+    if (r->count == 0)
+        return "the step is still open: append what is missing and end the step again, or abort it";
+    return "append every layer that has a cache of its own, once, before the step's end; the "
+           "session stands as before the step";
+}
+
 // What else the caller may want to know, by code; NULL if the code's own text says it all.
-static const char *advice_for(int code)
+static const char *advice_for(int code, const struct kvq_request *r)
 {
     switch (code) {
     case KVQ_E_NO_MEMORY:
@@ -386,11 +396,13 @@ static const char *advice_for(int code)
     case KVQ_E_NONFINITE:
         return "look at the engine's K and V before this layer";
     case KVQ_E_INCOMPLETE:
-        return "append every layer that has a cache of its own, once, before the step's end; the "
-               "session stands as before the step";
+        return advice_of_incomplete(r);
     case KVQ_E_NO_STEP:
         return "begin a step with this session, and give its number in work->step";
     case KVQ_E_BUSY:
+        if (r->op == KVQ_OP_TRUNCATE || r->op == KVQ_OP_ACCEPT)
+            return "end or abort the open step first; if none is open, another client reads the "
+                   "session's last tokens in its own context, and they go when that client is done";
         return "end or abort the open step first";
     case KVQ_E_READ_ONLY:
         return "open the session without KVQ_OPEN_READ_ONLY to write";
@@ -424,7 +436,7 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
     snprintf(s.where, sizeof s.where, "%s, entry %u (session %#" PRIx64 ")", request, index,
              s.entry->session);
     if (!explain_code(&s)) {
-        const char *more = advice_for(s.entry->status);
+        const char *more = advice_for(s.entry->status, s.request);
         kvq__set_error(s.entry->status, "%s: position %" PRIu64 ", %u tokens, %u queries: %s%s%s",
                        s.where, s.entry->position, s.entry->append, s.entry->queries,
                        kvq_strerror(s.entry->status), more ? "; " : "", more ? more : "");
@@ -436,9 +448,11 @@ static void explain_request(const struct kvq__pending *p)
 {
     assert(p->status);
     char where[80];
-    const char *more = advice_for(p->status);
+    const char *more = advice_for(p->status, &p->request);
     if (p->status == KVQ_E_DEADLINE && (p->request.flags & KVQ_REQ_WAIT_ROOM))
         more = "there may have been no room in memory all the time: kvqctl status says so";
+    if (p->status == KVQ_E_LIMIT && p->request.op == KVQ_OP_STEP_BEGIN)
+        more = "a client may have 64 open steps: end one, or put more sessions into one step";
     name_request(where, sizeof where, &p->request);
     if (p->status == KVQ_E_DISCONNECTED || p->status == KVQ_E_CANCELLED)
         kvq__set_error(p->status,

@@ -58,6 +58,8 @@ int main(void)
             batch[s].row = batch[s].q_row = row;
         }
         check(kvq_local_begin(local, batch, BATCH));
+        for (int s = 0; s < BATCH; s++)
+            check(batch[s].status);
         for (uint32_t i = 0; i < LAYERS; i++) {
             // K and V of each layer have a place of their own: they stay until the step's end.
             const uint64_t at = i * bytes;

@@ -53,6 +53,8 @@ int main(void)
             batch[s].row = batch[s].q_row = row;
         }
         check(kvq_step_begin(queue, batch, BATCH, &work.step));
+        for (int s = 0; s < BATCH; s++)
+            check(batch[s].status);
         for (work.layer = 0; work.layer < LAYERS; work.layer++) {
             compute(kvq_buffer_data(buffer), token);
             check(kvq_append_attend(queue, &work, batch, BATCH));

@@ -20,9 +20,9 @@ typedef struct kvq_buffer kvq_buffer;
 KVQ_API KVQ_CHECK int kvq_buffer_create(kvq_client *client, size_t bytes, kvq_buffer **buffer);
 
 /* Registers the engine's own memfd; the engine keeps its descriptor and its mapping. offset is a
- * multiple of the page size. The memfd must be writable and sealed against shrinking (the call adds
- * F_SEAL_SHRINK if the memfd allows seals), else KVQ_E_BUFFER. kvq_buffer_data is NULL. Release
- * with kvq_buffer_close. */
+ * multiple of the page size. The memfd must be writable, made without MFD_HUGETLB, and sealed
+ * against shrinking (the call adds F_SEAL_SHRINK if the memfd allows seals), else KVQ_E_BUFFER.
+ * kvq_buffer_data is NULL. Release with kvq_buffer_close. */
 KVQ_API KVQ_CHECK int kvq_buffer_import_memfd(kvq_client *client, int memfd, uint64_t offset,
                                               size_t bytes, kvq_buffer **buffer);
 

@@ -7,7 +7,8 @@
  *
  * Control calls are those on clients, queues, buffers and sessions. A control call that ends with
  * KVQ_E_DEADLINE holds nothing: the daemon takes back whatever it makes for the call later. Only a
- * named session that the call created stays, as after kvq_session_close.
+ * named session that the call created stays, as after kvq_session_close. What the call does to a
+ * session (move, park, save, drop, pin) may still be done.
  */
 #ifndef KVQ_PUBLIC_CLIENT_H
 #define KVQ_PUBLIC_CLIENT_H
@@ -34,9 +35,10 @@ struct kvq_connect_options {
  * KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING. */
 KVQ_API KVQ_CHECK int kvq_connect(const struct kvq_connect_options *options, kvq_client **client);
 
-/* Closes the client's queues, buffers and session handles (on_detach decides what becomes of each
- * session) and frees the client. Accepts NULL and pointers to NULL. No other thread may be in a
- * call on the client. */
+/* Closes the client's queues, buffers, contexts (kvq_local) and session handles (on_detach decides
+ * what becomes of each session) and frees the client. Their pointers are then invalid, and are not
+ * to be closed again. Buckets (in_context.h) are closed before. Accepts NULL and pointers to NULL.
+ * No other thread may be in a call on the client. */
 KVQ_API void kvq_disconnect(kvq_client **client);
 
 /* The daemon that answered kvq_connect or kvq_reattach. Thread-safe; sends no request. */

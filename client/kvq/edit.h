@@ -15,7 +15,9 @@ extern "C" {
 /* Shortens each session to `tokens[i]` tokens, at most entry.position (else KVQ_E_INVALID for the
  * whole call). Within max_rollback the session is as if the engine had never appended the tokens
  * behind. Deeper: KVQ_E_ROLLBACK; the session is unchanged, and entry.value is the smallest count
- * that a truncation can reach. Overwrites entry.list_token. The sessions must have no open step. */
+ * that a truncation can reach. Overwrites entry.list_token. KVQ_E_BUSY: the session has an open
+ * step, or another client reads tokens behind `tokens[i]` in its own context (in_context.h); the
+ * engine may try again when that is over. */
 KVQ_API KVQ_CHECK int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries,
                                    const uint64_t *tokens, uint32_t n);
 
@@ -27,7 +29,7 @@ KVQ_API KVQ_CHECK int kvq_fork(kvq_queue *queue, struct kvq_entry *entries, uint
 
 /* Accepts a branch of a tree of drafts. Of the last entry.append tokens (at most max_rollback) each
  * session keeps `list_token` tokens and moves them together; their indices are ascending int32 at
- * element `row` of the list. */
+ * element `row` of the list. KVQ_E_ROLLBACK and KVQ_E_BUSY as of kvq_truncate. */
 KVQ_API KVQ_CHECK int kvq_accept(kvq_queue *queue, const kvq_buffer *list, uint64_t list_offset,
                                  struct kvq_entry *entries, uint32_t n);
 

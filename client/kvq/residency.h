@@ -19,10 +19,11 @@ extern "C" {
  * During the move, requests of all clients on the session wait; they go on at the new place. There
  * tensors must lie in memory that the place can access, and calls .._on_stream need a stream of its
  * GPU. Blocks that forks or a cached prefix share are copied, and stay at the old place as well.
- * If the call fails, nothing has changed: KVQ_E_INVALID (no such place), KVQ_E_NO_MEMORY and
- * KVQ_E_QUOTA (no room there), KVQ_E_BUSY (the session is being moved, or a client reads it in its
- * own context), KVQ_E_READ_ONLY, KVQ_E_STALE, KVQ_E_CANCELLED (a client dropped the session
- * meanwhile). */
+ * After KVQ_E_DEADLINE and KVQ_E_DISCONNECTED the move may still go on: kvq_session_info says where
+ * the session is. If the call fails otherwise, nothing has changed: KVQ_E_INVALID (no such place),
+ * KVQ_E_NO_MEMORY and KVQ_E_QUOTA (no room there), KVQ_E_BUSY (the session is being moved, or a
+ * client reads it in its own context), KVQ_E_READ_ONLY, KVQ_E_STALE, KVQ_E_CANCELLED (a client
+ * dropped the session meanwhile). */
 KVQ_API KVQ_CHECK int kvq_session_move(kvq_client *client, kvq_session session, const char *place);
 
 /* Parks the session with all its shards: the daemon writes the unsaved part to its storage_dir and

@@ -59,7 +59,8 @@ struct kvq_ids {
 struct kvq_work {
     uint64_t step; /* from kvq_step_begin */
     uint32_t layer, flags;
-    /* CLOCK_MONOTONIC; 0: none. The daemon ends the request then (KVQ_E_DEADLINE). A call that
+    /* CLOCK_MONOTONIC; 0: none. A request whose work has not begun by then ends with KVQ_E_DEADLINE
+     * and has done nothing; one whose work has begun goes on to its end. A call that
      * waits returns with the daemon's answer, however late that is: a daemon that is stopped
      * (SIGSTOP) holds up the call. kvq_wait has a deadline of its own, without the daemon. */
     uint64_t deadline_ns;
@@ -74,7 +75,8 @@ struct kvq_work {
  * that brings token ids (KVQ_DO_STEP_END of ticket.h) needs room for the ids, and an entry that
  * gets none fails with KVQ_E_NO_MEMORY or KVQ_E_QUOTA and stays in the step. *step is the step's
  * number. Entries that failed are not in the step: KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY,
- * KVQ_E_LIMIT, ... per entry. */
+ * KVQ_E_LIMIT, ... per entry: look at each entry's status. KVQ_E_LIMIT of the call: the client has
+ * 64 open steps, the most that it can have. */
 KVQ_API KVQ_CHECK int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
                                      uint64_t *step);
 
@@ -90,7 +92,8 @@ KVQ_API KVQ_CHECK int kvq_append(kvq_queue *queue, const struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n);
 
 /* Attention of one layer over the session's tokens and those of the step. Without a step
- * (work->step 0, entries with append 0) over the committed tokens. */
+ * (work->step 0, entries with append 0) over the committed tokens. KVQ_E_INCOMPLETE: K and V of the
+ * layer are not appended yet; the session stays in the step. */
 KVQ_API KVQ_CHECK int kvq_attend(kvq_queue *queue, const struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n);
 

@@ -544,7 +544,7 @@ static void test_refused_attention(void **state)
     w = local_small_work(&m, 0);
     w.k.buffer = w.v.buffer = NULL;
     fine(kvq_local_attend(rig.local, &w, &e, 1));
-    refused(KVQ_E_INCOMPLETE, e.status, "append every layer");
+    refused(KVQ_E_INCOMPLETE, e.status, "append K and V of this layer");
     w = local_small_work(&m, 0);
     w.pages.page_tokens = 16;
     w.pages.list = rig.buffer;

@@ -211,7 +211,7 @@ class BadWork(Test):
             step.append(0, k, v)
             self.fails(kvq.Code.E_INVALID, step.append, 0, k, v, text="once")  # a second time
             # Attention over a layer whose K and V are not there yet.
-            self.fails(kvq.Code.E_INCOMPLETE, step.attend, 1, q)
+            self.fails(kvq.Code.E_INCOMPLETE, step.attend, 1, q, text="of this layer")
             step.abort()
         self.fails(kvq.Code.E_NO_STEP, self.queue.call, "step_end", np.zeros(0, kvq.ENTRY),
                    step=number)
@@ -222,6 +222,17 @@ class BadWork(Test):
         step.append(1, k, v)
         self.fails(kvq.Code.E_INCOMPLETE, step.end, text="every layer")
         self.assertEqual(self.session.refresh(), 150)
+        step = self.queue.step([self.session], 10)
+        self.fails(kvq.Code.E_INCOMPLETE, self.queue.call, "step_end", np.zeros(0, kvq.ENTRY),
+                   step=step.number, text="still open")
+        step.abort()
+
+    def test_too_many_steps(self):
+        sessions = [self.client.session(self.tokens.rows, "f16") for _ in range(65)]
+        steps = [self.queue.step([s], 1) for s in sessions[:64]]
+        self.fails(kvq.Code.E_LIMIT, self.queue.step, sessions[64:], 1, text="64 open steps")
+        for step in steps:
+            step.abort()
 
     def test_nonfinite(self):
         """NaN or infinity fails its own session; the others of the batch go on."""
