@@ -85,7 +85,7 @@ static uint64_t bytes_of(const struct drain *d, uint32_t from, uint32_t to)
 {
     uint64_t bytes = 0;
     for (uint32_t i = from; i < to; i++)
-        bytes += is_to_write(d->batch[i]) ? kvq__jobs_unsaved_bytes(d->batch[i]) : 0;
+        bytes += is_to_write(d->batch[i]) ? d->batch[i]->needed : 0;
     return bytes;
 }
 
@@ -227,7 +227,8 @@ static void take_hold_of_unsaved(struct kvq__task *task)
         }
         t->rc = kvq__save_begin(task->jobs->server->core, &self, &spec, &t->save, t->text);
         t->unchanged = t->rc == 0 && !t->save;
-        bytes += t->save ? kvq__jobs_unsaved_bytes(t) : 0;
+        t->needed = t->save ? kvq__jobs_unsaved_bytes(t) : 0;
+        bytes += t->needed;
         sessions += t->save ? kvq__save_shards(t->save) : 0;
     }
 }
@@ -273,7 +274,7 @@ static void make_room_for_refused(struct drain *d)
     uint32_t n = 0;
     for (uint32_t i = 0; i < d->n_batch; i++)
         if (d->batch[i]->save && d->batch[i]->rc == KVQ_E_NO_SPACE) {
-            bytes += kvq__jobs_unsaved_bytes(d->batch[i]);
+            bytes += d->batch[i]->needed;
             n++;
         }
     if (n == 0 || !kvq__transfers_make_room(&d->task, bytes))

@@ -189,7 +189,8 @@ int kvq__jobs_write(struct kvq__task *task, struct kvq_save *out, struct kvq__sa
                     uint8_t scratch[KVQ__SCRATCH_BYTES]);
 // The same for kvq__save_copy: the poller then lets the session go on.
 int kvq__jobs_copy(struct kvq__task *task);
-// Bytes of its parts that the store does not have, or may not.
+// Bytes of its parts that the store does not have, or may not. Asked for before any is written:
+// from then on parts have ids, which they keep if the save is undone.
 uint64_t kvq__jobs_unsaved_bytes(const struct kvq__task *task);
 // Reads all that is stored of a session without a name and checks it: once it is parked nobody has
 // another copy. 0, KVQ_E_DAMAGED, after which a save puts what is damaged anew, or another code. On

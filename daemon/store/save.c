@@ -255,7 +255,6 @@ int kvq__jobs_copy(struct kvq__task *t)
 
 static void write_copied(struct kvq__task *t)
 {
-    uint64_t needed = kvq__jobs_unsaved_bytes(t);
     uint8_t *scratch = malloc(KVQ__SCRATCH_BYTES);
     if (!scratch) {
         snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
@@ -263,7 +262,7 @@ static void write_copied(struct kvq__task *t)
         return;
     }
     t->rc = write_all(t, scratch);
-    if (t->rc == KVQ_E_NO_SPACE && kvq__jobs_make_room(t->jobs, needed))
+    if (t->rc == KVQ_E_NO_SPACE && kvq__jobs_make_room(t->jobs, t->needed))
         t->rc = write_all(t, scratch);
     if (t->rc == 0 && t->job && t->name[0] == '#')
         t->rc = write_and_read_back(t, scratch);
@@ -273,6 +272,7 @@ static void write_copied(struct kvq__task *t)
 static void write_save(struct kvq__task *t)
 {
     t->rc = kvq__jobs_copy(t);
+    t->needed = kvq__jobs_unsaved_bytes(t);
     if (t->rc == 0)
         write_copied(t);
 }
@@ -435,7 +435,7 @@ void kvq__jobs_save(struct kvq__task *t)
     t->unchanged = t->rc == 0 && !t->save;
     if (t->save) {
         kvq__task_at_work(t, write_save);
-        if (t->rc == KVQ_E_NO_SPACE && kvq__transfers_make_room(t, kvq__jobs_unsaved_bytes(t)))
+        if (t->rc == KVQ_E_NO_SPACE && kvq__transfers_make_room(t, t->needed))
             kvq__task_at_work(t, write_copied);
         if (t->rc == 0)
             kvq__histogram_add(&t->jobs->times.of[KVQ__TIME_SAVE], kvq_now_ns() - t->begun);

@@ -76,6 +76,7 @@ struct kvq__task {
     bool set_aside; // a save whose session cannot be taken hold of as yet
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;
     struct kvq__save *save;
+    uint64_t needed; // bytes that the save is to write, counted before it writes any
     struct kvq__found *found;
     const struct kvq__begin *begin;   // as what it is loaded
     struct kvq__loading *loading;     // that is begun

@@ -306,6 +306,30 @@ class FullDisk(unittest.TestCase):
         self.assertTrue([x for x in daemon.lines if "event=all_saved" in x], daemon.lines)
         self.assertFalse([x for x in daemon.lines if "event=not_saved" in x])
 
+    def large(self):
+        """From now on a session that the disk has room for but for what was left, and of which most
+        is written before the disk is full."""
+        self.DISK, self.TOKENS = 64 << 20, 22500
+        self.tokens = Tokens(33, self.TOKENS, q_heads=2)
+
+    @long_emulated
+    def test_most_was_written(self):
+        """What is needed is all of the session, not what of it was not tried yet."""
+        self.large()
+        daemon = self.small_disk()
+        with daemon.client() as client:
+            self.fill(client, "it").save()
+            live = daemon.ctl("storage", "status")["live_bytes"]
+            self.assertGreater(live, self.DISK - self.LEFT)
+            self.assertLess(live + (16 << 20), 2 * (self.DISK - self.LEFT))
+            daemon.wait_log(f"event=leftovers_removed .*bytes={self.LEFT}")
+
+    @long_emulated
+    def test_drain_most_was_written(self):
+        """Nor is a session lost of which most was written."""
+        self.large()
+        self.test_drain()
+
     @long_emulated
     def test_cap(self):
         """It stays where the disk has room, and it is storage_bytes that a save has met."""
