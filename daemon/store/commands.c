@@ -131,6 +131,14 @@ int kvq__jobs_look_for_end(void *context, uint64_t done, uint64_t all)
     return kvq_word_load(&jobs->ended) != 0;
 }
 
+int kvq__jobs_look_for_leave(void *context, uint64_t done, uint64_t all)
+{
+    const struct kvq__jobs *jobs = context;
+    (void)done;
+    (void)all;
+    return kvq_word_load(&jobs->leaving) != 0;
+}
+
 static void verify_store(struct kvq__task *t)
 {
     struct kvq_store_verified v;
@@ -257,18 +265,27 @@ static int refuse_existing(struct kvq__task *t, const char *path)
     return KVQ_E_EXISTS;
 }
 
+// Of one that a watcher has ended: the daemon alone does so, and only at its end.
+static void say_leaving(struct kvq__task *t, const char *what)
+{
+    assert(t->rc == KVQ_E_CANCELLED && t->jobs->leaving);
+    t->rc = KVQ_E_DRAINING;
+    snprintf(t->text, sizeof t->text, "the daemon is shutting down; nothing is %s", what);
+}
+
 static void export_to_file(struct kvq__task *t)
 {
     enum { TRIES = 3 }; // where it is saved again while it is exported
     const Kvq__ExportSession *ask = t->request->export_session;
+    const struct kvq_store_watch watch = {kvq__jobs_look_for_end, t->jobs};
     t->begun = kvq_now_ns();
     int rc = kvq__jobs_check_name(t, t->name);
     if (rc == 0 && !ask->replace)
         rc = refuse_existing(t, ask->path);
     bool again = rc == 0;
     for (int tries = 0; tries < TRIES && again; tries++) {
-        rc = kvq_store_export(t->jobs->store, t->ns, t->name, ask->path, ask->replace, t->text,
-                              sizeof t->text);
+        rc = kvq_store_export_watched(t->jobs->store, t->ns, t->name, ask->path, ask->replace,
+                                      &watch, t->text, sizeof t->text);
         again = rc == KVQ_E_STALE;
     }
     t->rc = rc;
@@ -293,8 +310,9 @@ static void name_imported(struct kvq__task *t)
 static int import_file(struct kvq__task *t)
 {
     const Kvq__ImportSession *ask = t->request->import_session;
-    return kvq_store_import(t->jobs->store, ask->path, t->ns, t->name, ask->replace, t->text,
-                            sizeof t->text);
+    const struct kvq_store_watch watch = {kvq__jobs_look_for_leave, t->jobs};
+    return kvq_store_import_watched(t->jobs->store, ask->path, t->ns, t->name, ask->replace, &watch,
+                                    t->text, sizeof t->text);
 }
 
 static void read_import(struct kvq__task *t)
@@ -346,9 +364,13 @@ static void import_session(struct kvq__task *t)
     if (t->rc < 0)
         return;
     kvq__task_take_turn(t);
-    kvq__task_at_work(t, read_import);
+    t->rc = t->jobs->leaving ? KVQ_E_CANCELLED : 0; // before a file is opened that may be far away
+    if (t->rc == 0)
+        kvq__task_at_work(t, read_import);
     if (t->rc == KVQ_E_NO_SPACE && kvq__transfers_make_room(t, t->written_bytes))
         kvq__task_at_work(t, read_import);
+    if (t->rc == KVQ_E_CANCELLED)
+        say_leaving(t, "imported");
 }
 
 int kvq__jobs_refuse_here(struct kvq__task *t)
@@ -392,6 +414,8 @@ static void export_session(struct kvq__task *t)
     kvq__jobs_resolve(t, ref ? ref->namespace_ : "", ref ? ref->name : "");
     if (t->rc == 0)
         kvq__task_at_work(t, export_to_file);
+    if (t->rc == KVQ_E_CANCELLED)
+        say_leaving(t, "exported");
 }
 
 static void drain_daemon(struct kvq__task *t)
@@ -419,8 +443,9 @@ static void drain_daemon(struct kvq__task *t)
 
 // ---- The table ----
 
-// DESK: the remote store. REMOTE: that as well, and a daemon that is not shutting down.
-enum needs { NOTHING, STORE, DESK, REMOTE };
+// DESK: the remote store. LASTING_STORE, REMOTE: one of the two, and a daemon that is not shutting
+// down.
+enum needs { NOTHING, STORE, LASTING_STORE, DESK, REMOTE };
 
 struct command {
     void (*run)(struct kvq__task *task);
@@ -469,7 +494,7 @@ static const struct command commands[] = {
     COMMAND(RESTORE_SESSION) = {.run = restore_session, .needs = STORE},
     COMMAND(EXPORT_SESSION) = {.run = export_session, .needs = STORE, .is_for_admins = always},
     COMMAND(IMPORT_SESSION) = {.run = import_session,
-                               .needs = STORE,
+                               .needs = LASTING_STORE,
                                .doing = "importing",
                                .is_for_admins = always},
     COMMAND(LOOK_AT_IMPORT) = {.run = kvq__jobs_look, .needs = STORE, .is_for_admins = always},
@@ -525,6 +550,7 @@ const char *kvq__jobs_doing(const struct kvq__task *t)
 static int check_command(struct kvq__task *t, const struct command *command)
 {
     const struct kvq__jobs *jobs = t->jobs;
+    bool lasts = command->needs == LASTING_STORE || command->needs == REMOTE;
     const char *why = NULL;
     int code = 0;
     if (jobs->ended) {
@@ -532,10 +558,11 @@ static int check_command(struct kvq__task *t, const struct command *command)
         why = "the daemon is shutting down";
     } else if (command->needs >= DESK && !jobs->desk) {
         return kvq__jobs_refuse_remote(t);
-    } else if (command->needs == REMOTE && jobs->server->draining) {
+    } else if (lasts && jobs->server->draining) {
         code = KVQ_E_DRAINING;
-        why = "the daemon is shutting down; nothing is transferred";
-    } else if (command->needs == STORE && !jobs->store) {
+        why = command->needs == REMOTE ? "the daemon is shutting down; nothing is transferred"
+                                       : "the daemon is shutting down; nothing is imported";
+    } else if (command->needs >= STORE && !jobs->store) {
         code = KVQ_E_UNSUPPORTED;
         why = "this daemon saves no sessions; set storage_dir in its configuration";
     } else if (command->is_for_admins && command->is_for_admins(t->request) && !t->peer->admin) {

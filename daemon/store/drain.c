@@ -12,6 +12,7 @@
 #include "daemon/runtime/service.h"
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
+#include "proto/sync.h"
 
 enum {
     BATCH = 256,            // sessions in one transaction,
@@ -428,6 +429,8 @@ void kvq__jobs_drain_on(struct kvq__jobs *jobs)
 
 void kvq__jobs_drain(struct kvq__jobs *jobs, void (*done)(struct kvq__server *server))
 {
+    assert(!jobs->drained && !jobs->ended);
+    kvq_word_store(&jobs->leaving, 1);
     kvq__transfers_stop(jobs);
     if (!jobs->store || !jobs->server->config.save_on_drain) {
         done(jobs->server);

@@ -187,6 +187,7 @@ void kvq__jobs_end(struct kvq__jobs *jobs)
 {
     if (!jobs || jobs->ended)
         return;
+    kvq_word_store(&jobs->leaving, 1);
     kvq_word_store(&jobs->ended, 1);
     kvq__jobs_stop_orders(jobs);
     kvq__transfers_stop(jobs);
