@@ -58,8 +58,8 @@ static int check_others(struct kvq__task *t, const struct best *best, uint32_t *
         if (i == best->session.shard)
             continue;
         found = calloc(1, sizeof *found);
-        rc = found ? kvq_store_find(t->jobs->store, t->ns, t->name, i, &shard, t->text,
-                                    sizeof t->text)
+        rc = found ? kvq_store_find(t->jobs->store, best->session.space, best->session.name, i,
+                                    &shard, t->text, sizeof t->text)
                    : KVQ_E_NO_MEMORY;
         rc = rc ? rc : check_shard(t, &shard, found, pages);
         kvq__found_free(&found);
@@ -70,8 +70,6 @@ static int check_others(struct kvq__task *t, const struct best *best, uint32_t *
 // How much of it can be had; task->found is then what it is read from.
 static int find_prefix(struct kvq__task *t, const struct best *best, uint32_t *pages)
 {
-    snprintf(t->ns, sizeof t->ns, "%s", best->session.space);
-    snprintf(t->name, sizeof t->name, "%s", best->session.name);
     *pages = best->pages;
     int rc = check_others(t, best, pages);
     t->found = rc ? NULL : calloc(1, sizeof *t->found);
@@ -103,6 +101,8 @@ static int ask_space(struct kvq__task *t, uint32_t space, uint8_t (*hashes)[KVQ_
         return rc;
     }
     kvq__found_free(&had);
+    snprintf(t->ns, sizeof t->ns, "%s", best.session.space);
+    snprintf(t->name, sizeof t->name, "%s", best.session.name);
     t->pages = pages;
     t->stored = best.session.id;
     return 0;

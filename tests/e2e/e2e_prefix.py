@@ -390,6 +390,29 @@ class Stored(e2e_storage.Stored):
         kept = {p["namespace"]: p["pages"] for p in self.daemon.ctl("prefix", "status")}
         self.assertEqual((kept.get("a", 0), kept["b"]), (0, self.TOKENS // 128))
 
+    def test_other_namespace_has_none(self):
+        """Another namespace knows more of the tokens, whose window is gone: nobody can begin with
+        these, and what is read is one's own."""
+        path = os.path.join(self.folder, "kvqd.conf")
+        with open(path, "w", encoding="ascii") as file:
+            for name, more in (("a", ""), ("b", "share_prefixes_with = a\n")):
+                file.write(f"[namespace {name}]\nuids = {os.getuid()}\n{more}")
+        rows = [kvq.Layer(4, HEADS, DIM), kvq.Layer(4, HEADS, DIM, window=256)]
+        self.again(config=path)
+        for ns, tokens in (("a", 512), ("b", self.TOKENS)):
+            with Engine(self.daemon) as engine:
+                engine.rows = rows
+                session = engine.open(name=f"of-{ns}", ns=ns)
+                engine.feed(session, tokens)
+                session.save()
+        self.again(config=path)
+        self.engine.rows = rows
+        self.assertEqual(self.engine.lookup(self.TOKENS, ns="b"), self.TOKENS)
+        self.assertEqual(self.engine.lookup(1024, ns="b"), 0)
+        self.assertEqual(self.engine.open(1024, ns="a").tokens, 512)
+        line = self.daemon.wait_log("event=prefix_restored")
+        self.assertIn('namespace="a" session="of-a"', line)
+
     @long_emulated
     def test_damage_of_one_shard(self):
         """No shard begins with more than is good of the others."""
