@@ -41,7 +41,7 @@ static void refuse_job(struct kvq__core *core, const struct kvq__store_job *o, i
         kvq__fetch_failed(core, o->id, status, text);
         break;
     case KVQ__JOB_FORGET:
-        kvq__park_forgot(core, o->stamp);
+        kvq__park_forgot(core, o->stamp, false);
         break;
     }
 }
@@ -97,7 +97,8 @@ static void delete_parked(struct kvq__task *t)
 // Poller's thread.
 static void forgot(struct kvq__task *t)
 {
-    kvq__park_forgot(t->jobs->server->core, t->job->stamp);
+    bool gone = t->rc == 0 || t->rc == KVQ_E_NO_SESSION;
+    t->again = kvq__park_forgot(t->jobs->server->core, t->job->stamp, gone);
 }
 
 static void forget_parked(struct kvq__task *t)
@@ -106,10 +107,10 @@ static void forget_parked(struct kvq__task *t)
     kvq__task_take_name(t, KVQ__HOLD_ALONE);
     kvq__task_take_turn(t);
     kvq__task_at_work(t, delete_parked);
-    if (t->rc < 0 && t->rc != KVQ_E_NO_SESSION)
+    kvq__task_at_poller(t, forgot);
+    if (t->again)
         kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s", t->name,
                  kvq__log_quote(quoted, sizeof quoted, t->text));
-    kvq__task_at_poller(t, forgot);
 }
 
 // ---- From the poller to the loop ----

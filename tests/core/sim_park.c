@@ -126,6 +126,17 @@ static void fetch(struct sim *sim)
     k->layer = 0;
 }
 
+// What cannot be deleted comes again.
+static void forget_ordered(struct sim *sim)
+{
+    struct keep *k = &sim->keep;
+    bool gone = !kit_chance(&sim->kit, 5);
+    if (gone)
+        vault_forget(&k->vault, k->order.name, k->order.stamp);
+    kvq__park_forgot(sim->kit.core, k->order.stamp, gone);
+    MUST(kvq__park_forgotten(sim->kit.core, k->order.stamp));
+}
+
 bool park_serve(struct sim *sim)
 {
     struct keep *k = &sim->keep;
@@ -137,8 +148,7 @@ bool park_serve(struct sim *sim)
     if (!kvq__park_next(sim->kit.core, &k->order))
         return false;
     if (k->order.kind == KVQ__JOB_FORGET) {
-        vault_forget(&k->vault, k->order.name, k->order.stamp);
-        kvq__park_forgot(sim->kit.core, k->order.stamp);
+        forget_ordered(sim);
     } else if (k->order.kind == KVQ__JOB_FETCH) {
         fetch(sim);
     } else {

@@ -57,6 +57,42 @@ SAVING_TEST(test_forgotten)
     assert_int_equal(vault.n_sessions, 2);
 }
 
+// The disk fails while what is stored of it is to go: it stays hidden, and goes later.
+SAVING_TEST(test_not_forgotten)
+{
+    uint64_t a = fed("it", 300, 0);
+    away(a);
+    uint64_t stamp = vault_find(&vault, "it", 0)->saved.stamp;
+    vault.fail = KVQ_E_SYSTEM;
+    drop(a);
+    assert_int_equal(vault_serve(&vault, kit.core), 1);
+    assert_int_equal(vault_serve(&vault, kit.core), 0); // not at once again
+    for (uint32_t i = 0; i < 3; i++) {
+        kit_tick(&kit, 100000000000u);
+        assert_true(kvq__park_forgotten(kit.core, stamp));
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(order.kind, KVQ__JOB_FORGET);
+        assert_int_equal(order.stamp, stamp);
+        assert_false(kvq__park_next(kit.core, &order));         // while it is tried
+        assert_false(kvq__park_forgot(kit.core, stamp, false)); // that was told
+    }
+    assert_int_equal(vault.n_sessions, 1);
+    vault.fail = 0;
+    kit_tick(&kit, 100000000000u);
+    assert_int_equal(vault_serve(&vault, kit.core), 1);
+    assert_int_equal(vault.n_sessions, 0);
+    assert_true(kvq__park_forgotten(kit.core, stamp));
+    kit_tick(&kit, 100000000000u);
+    assert_false(kvq__park_forgotten(kit.core, stamp));
+    assert_int_equal(vault_serve(&vault, kit.core), 0);
+    // The first failure is told.
+    a = fed("it", 300, 0);
+    away(a);
+    drop(a);
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_true(kvq__park_forgot(kit.core, order.stamp, false));
+}
+
 // Its client goes while it is away, and while it comes back.
 SAVING_TEST(test_client_goes)
 {

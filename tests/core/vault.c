@@ -328,8 +328,9 @@ uint32_t vault_serve(struct vault *v, struct kvq__core *core)
     for (; kvq__park_next(core, &order); n++) {
         core_check(core);
         if (order.kind == KVQ__JOB_FORGET) {
-            vault_forget(v, order.name, order.stamp);
-            kvq__park_forgot(core, order.stamp);
+            if (v->fail == 0)
+                vault_forget(v, order.name, order.stamp);
+            kvq__park_forgot(core, order.stamp, v->fail == 0);
         } else if (order.kind == KVQ__JOB_SAVE) {
             int rc = park(v, core, &order);
             if (rc == 1)

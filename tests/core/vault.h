@@ -31,7 +31,7 @@ struct vault {
     uint32_t n_sessions;
     uint64_t last_id;
     uint64_t put, kept; // blocks that were written, and that were there already
-    int fail;           // what saves and fetches for parking fail with; 0 = they do not
+    int fail;           // what orders of parking fail with; 0 = they do not
     bool serves;        // fetches and restores that wait for room have others served meanwhile
     uint64_t lost_from; // tokens from here on are damaged, for those fetches; 0: none are
 };

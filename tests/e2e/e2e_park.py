@@ -2,11 +2,13 @@
 """Sessions that go to disk while engines have them open, and come back when they are used."""
 import contextlib
 import os
+import resource
 import sqlite3
+import time
 
 import numpy as np
 
-from e2e_rig import Child, Tokens, emulated, feed, kvq, long_emulated, read_all
+from e2e_rig import BOUND, Child, Tokens, emulated, feed, kvq, long_emulated, read_all
 from e2e_storage import Stored
 
 
@@ -179,6 +181,25 @@ class Parks(Stored):
         for _ in range(1000):
             if self.stored() == 0:
                 break
+        self.assertEqual(self.stored(), 0)
+
+    def test_not_deleted(self):
+        """The disk fails while what is stored is to go: nobody gets it back, and it goes later."""
+        tokens = Tokens(12, 300)
+        session = self.fed(tokens, "oscar2", 200, name="it", on_detach="drop")
+        self.park(session)
+        process = self.daemon.process.pid
+        before = resource.prlimit(process, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        session.close()
+        self.daemon.wait_log("event=not_forgotten")
+        self.assertEqual(self.stored(), 1)
+        session = self.client.session(tokens.rows, "oscar2", name="it", on_detach="drop")
+        self.assertEqual(session.tokens, 0)
+        session.close()
+        resource.prlimit(process, resource.RLIMIT_FSIZE, before)
+        end = time.monotonic() + BOUND
+        while self.stored() and time.monotonic() < end:
+            pass
         self.assertEqual(self.stored(), 0)
 
     def test_damage(self):

@@ -40,7 +40,8 @@ struct kvq__forget {
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
     uint64_t stamp;
     bool taken;
-    uint64_t done_at; // 0 = not yet; remembered for a while, see kvq__park_forgotten
+    uint64_t again_at; // not before, since it has failed; 0 = it has not
+    uint64_t done_at;  // 0 = not yet; remembered for a while, see kvq__park_forgotten
 };
 
 // Whether a session, with all its shards, could be parked now: 0, or a code and a text that says

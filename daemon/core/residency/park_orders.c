@@ -2,6 +2,7 @@
 //
 // What the core asks of whoever saves sessions, so that they can be parked (saved.h), and what
 // clients and administration ask of the core.
+#include <assert.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -11,6 +12,7 @@
 #include "daemon/core/session/group.h"
 
 #define FORGOT_NS 60000000000ull // what was forgotten is remembered as that for so long
+#define AGAIN_NS  10000000000ull // and what could not be is tried again so much later
 
 void kvq__park_want(struct kvq__core *core)
 {
@@ -57,11 +59,19 @@ static struct kvq__forget *forget_of(const struct kvq__core *core, uint64_t stam
     return NULL;
 }
 
-void kvq__park_forgot(struct kvq__core *core, uint64_t stamp)
+bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone)
 {
     struct kvq__forget *f = forget_of(core, stamp);
-    if (f)
+    if (!f)
+        return false;
+    assert(f->taken && f->done_at == 0);
+    bool first = !gone && f->again_at == 0;
+    f->taken = gone;
+    if (gone)
         f->done_at = core->now ? core->now : 1;
+    else
+        f->again_at = core->now + AGAIN_NS;
+    return first;
 }
 
 bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp)
@@ -76,6 +86,11 @@ static void forget_free(struct kvq__core *core, struct kvq__forget *f)
     kvq__deallocate(core, f, sizeof *f);
 }
 
+static bool has_to_go(const struct kvq__core *core, const struct kvq__forget *f)
+{
+    return !f->taken && f->again_at <= core->now;
+}
+
 void kvq__forgets_tick(struct kvq__core *core)
 {
     struct kvq__forget *f, *next;
@@ -83,6 +98,8 @@ void kvq__forgets_tick(struct kvq__core *core)
         next = TAILQ_NEXT(f, link);
         if (f->done_at && core->now - f->done_at >= FORGOT_NS)
             forget_free(core, f);
+        else if (has_to_go(core, f))
+            kvq__park_want(core);
     }
 }
 
@@ -98,7 +115,7 @@ static bool next_forget(struct kvq__core *core, struct kvq__store_job *job)
 {
     struct kvq__forget *f;
     TAILQ_FOREACH (f, &core->forgets, link) {
-        if (f->taken)
+        if (!has_to_go(core, f))
             continue;
         f->taken = true;
         *job = (struct kvq__store_job){.kind = KVQ__JOB_FORGET, .stamp = f->stamp};
