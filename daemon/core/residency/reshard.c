@@ -30,17 +30,10 @@ static const char *source_difference(const struct kvq__saved *a, const struct kv
                                                   : NULL;
 }
 
-static int compare_parts(const struct kvq__part *a, const struct kvq__part *b)
-{
-    return a->layer != b->layer ? (a->layer > b->layer ? 1 : -1)
-           : a->page != b->page ? (a->page > b->page ? 1 : -1)
-                                : (a->kind > b->kind) - (a->kind < b->kind);
-}
-
 static bool is_in_order(const struct kvq__saved_shard *s)
 {
     for (uint32_t i = 1; i < s->n_parts; i++)
-        if (compare_parts(&s->parts[i - 1], &s->parts[i]) >= 0)
+        if (kvq__part_order(&s->parts[i - 1], &s->parts[i]) >= 0)
             return false;
     return true;
 }
@@ -214,9 +207,9 @@ static const struct kvq__part *seek(struct making *m, uint32_t source, const str
 {
     const struct kvq__saved_shard *s = &m->sources[source];
     uint32_t *at = &m->at[source];
-    while (*at < s->n_parts && compare_parts(&s->parts[*at], part) < 0)
+    while (*at < s->n_parts && kvq__part_order(&s->parts[*at], part) < 0)
         ++*at;
-    return *at < s->n_parts && compare_parts(&s->parts[*at], part) == 0 ? &s->parts[*at] : NULL;
+    return *at < s->n_parts && kvq__part_order(&s->parts[*at], part) == 0 ? &s->parts[*at] : NULL;
 }
 
 // How many strips, each with all heads, a part has; 1 of what has none. 0: a length that cannot be.

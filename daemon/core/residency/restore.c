@@ -222,13 +222,6 @@ struct matching {
     struct kvq__part wanted; // that is missing
 };
 
-static bool comes_before(const struct kvq__part *a, const struct kvq__part *b)
-{
-    return a->layer != b->layer ? a->layer < b->layer
-           : a->page != b->page ? a->page < b->page
-                                : a->kind < b->kind;
-}
-
 static int count_restored_part(void *context, const struct kvq__part_of *p)
 {
     (void)p;
@@ -250,12 +243,12 @@ static int match(void *context, const struct kvq__part_of *p)
 {
     struct matching *m = context;
     const struct kvq__part *parts = m->spec->parts;
-    while (m->at < m->spec->n_parts && comes_before(&parts[m->at], &p->part))
+    while (m->at < m->spec->n_parts && kvq__part_order(&parts[m->at], &p->part) < 0)
         m->at++;
     const struct kvq__part *found = &parts[m->at];
     m->wanted = p->part;
     m->wanted.bytes = stored_bytes(m, &p->part);
-    m->missing = m->at == m->spec->n_parts || comes_before(&p->part, found) ||
+    m->missing = m->at == m->spec->n_parts || kvq__part_order(&p->part, found) < 0 ||
                  found->bytes != m->wanted.bytes;
     if (m->missing)
         return KVQ_E_DAMAGED;

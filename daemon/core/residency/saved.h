@@ -71,6 +71,13 @@ struct kvq__part {
     uint64_t from; // the first token that cannot be had without it; 0: none can
     uint64_t id;   // that the saver gave it; 0: not saved before, or it may have changed since
 };
+// Lists of parts go by layer, page and kind: below 0 if a comes before b, 0 if they are one part.
+static inline int kvq__part_order(const struct kvq__part *a, const struct kvq__part *b)
+{
+    return a->layer != b->layer ? (a->layer < b->layer ? -1 : 1)
+           : a->page != b->page ? (a->page < b->page ? -1 : 1)
+                                : (a->kind > b->kind) - (a->kind < b->kind);
+}
 
 // ---- Saving ----
 

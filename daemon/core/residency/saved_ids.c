@@ -35,27 +35,18 @@ struct kvq__part kvq__saved_ids_part(const struct kvq__saved *saved, uint32_t i)
 
 // ---- Reading ----
 
-static int compare_id_parts(const struct kvq__part *a, const struct kvq__part *b)
-{
-    if (a->layer != b->layer)
-        return a->layer < b->layer ? -1 : 1;
-    if (a->page != b->page)
-        return a->page < b->page ? -1 : 1;
-    return a->kind < b->kind ? -1 : a->kind > b->kind;
-}
-
 // Its place in the list; n: it is not there.
 static uint32_t place_of_ids(const struct kvq__ids_reader *r, const struct kvq__part *wanted)
 {
     uint32_t low = 0, high = r->n;
     while (low < high) {
         uint32_t middle = low + (high - low) / 2;
-        if (compare_id_parts(&r->parts[middle], wanted) < 0)
+        if (kvq__part_order(&r->parts[middle], wanted) < 0)
             low = middle + 1;
         else
             high = middle;
     }
-    bool there = low < r->n && compare_id_parts(&r->parts[low], wanted) == 0 &&
+    bool there = low < r->n && kvq__part_order(&r->parts[low], wanted) == 0 &&
                  r->parts[low].bytes == wanted->bytes;
     return there ? low : r->n;
 }
