@@ -196,6 +196,12 @@ struct kvq_stored {
     uint64_t segment, offset;
     struct kvq_checksum checksum;
 };
+// Below 0 if a lies before b on disk, 0 if both lie at one place.
+static inline int kvq_stored_order(const struct kvq_stored *a, const struct kvq_stored *b)
+{
+    return a->segment != b->segment ? (a->segment > b->segment) - (a->segment < b->segment)
+                                    : (a->offset > b->offset) - (a->offset < b->offset);
+}
 
 // Lists all blocks of a session by layer, page, kind. The caller releases *blocks with free().
 int kvq_store_blocks(struct kvq_store *store, const struct kvq_store_session *session,

@@ -32,10 +32,8 @@ struct lying {
 
 static int order_by_place(const void *a, const void *b)
 {
-    const struct kvq_stored *x = &((const struct lying *)a)->block;
-    const struct kvq_stored *y = &((const struct lying *)b)->block;
-    return x->segment != y->segment ? (x->segment > y->segment) - (x->segment < y->segment)
-                                    : (x->offset > y->offset) - (x->offset < y->offset);
+    const struct lying *x = a, *y = b;
+    return kvq_stored_order(&x->block, &y->block);
 }
 
 static void reading_free(struct reading *r)

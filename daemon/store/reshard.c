@@ -129,10 +129,8 @@ struct gathering {
 
 static int sources_by_place(const void *a, const void *b)
 {
-    const struct kvq_stored *x = &((const struct piece *)a)->block;
-    const struct kvq_stored *y = &((const struct piece *)b)->block;
-    return x->segment != y->segment ? (x->segment > y->segment) - (x->segment < y->segment)
-                                    : (x->offset > y->offset) - (x->offset < y->offset);
+    const struct piece *x = a, *y = b;
+    return kvq_stored_order(&x->block, &y->block);
 }
 
 static size_t source_bytes(const struct kvq__found *f, uint32_t part)
