@@ -334,22 +334,38 @@ static int choose_moves(struct kvq_store *s, uint64_t segment, uint64_t budget, 
     return rc < 0 ? rc : KVQ_OK;
 }
 
+// Reads a record that is to move, also one that is marked: if it is not copied now it is gone for
+// good, and it may be as it was written again, though nobody has looked since (or verify has, after
+// the moves were chosen). Of a marked one, what the disk cannot read is lost, and so is a file that
+// is not there; other failures say nothing about it.
+static int read_record(struct kvq_store *s, struct move *m, void *bytes,
+                       const struct kvq__complaint *c)
+{
+    struct kvq_stored from = m->from;
+    bool marked = from.bad;
+    assert(from.segment > 0);
+    from.bad = false;
+    int rc = kvq__block_read(s, &from, bytes, marked, c);
+    if (rc == KVQ_E_SYSTEM && marked && kvq__segment_missing(s, from.segment))
+        rc = KVQ_E_DAMAGED;
+    m->from.bad = rc == KVQ_E_DAMAGED;
+    return rc;
+}
+
 static int copy_record(struct kvq_store *s, struct move *m, struct kvq_store_freed *freed,
                        const struct kvq__complaint *c)
 {
     bool own = m->kind == KVQ_RECORD_DROP || m->kind == KVQ_RECORD_COMMIT;
     assert(m->to.segment == 0);
     m->needless = own && kvq__segment_after(s, 0) == m->from.segment;
-    if (m->needless || m->from.bad)
+    if (m->needless)
         return KVQ_OK;
     void *bytes = malloc(m->from.bytes + 1);
     if (!bytes)
         return kvq__complain(c, KVQ_E_NO_MEMORY, "no memory for a block of %llu bytes",
                              (unsigned long long)m->from.bytes);
-    int rc = kvq_store_read(s, &m->from, bytes, c->text, c->size);
-    if (rc == KVQ_E_DAMAGED)
-        m->from.bad = true;
-    else if (rc == KVQ_E_SYSTEM)
+    int rc = read_record(s, m, bytes, c);
+    if (rc == KVQ_E_SYSTEM)
         (void)kvq__segment_sick(s, m->from.segment, true);
     else if (rc == KVQ_OK)
         rc = kvq__append(s, m->kind, m->from.id, bytes, m->from.bytes, &m->to, c);

@@ -146,6 +146,18 @@ uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number)
     return next;
 }
 
+bool kvq__segment_missing(struct kvq_store *s, uint64_t number)
+{
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    assert(number > 0);
+    kvq__segment_name(number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
+    if (file >= 0)
+        s->io->close(s->io, file);
+    return file == -ENOENT;
+}
+
 bool kvq__segment_sick(struct kvq_store *s, uint64_t number, bool now)
 {
     pthread_mutex_lock(&s->lock);

@@ -184,6 +184,8 @@ void kvq__segment_unpin(struct kvq_store *s, struct kvq__segment *segment);
 // The lowest number of a segment above `number`, 0 if there is none.
 uint64_t kvq__segment_after(struct kvq_store *s, uint64_t number);
 void kvq__segments_free(struct kvq_store *s);
+// Whether there is no file of that segment.
+bool kvq__segment_missing(struct kvq_store *s, uint64_t number);
 // Whether a segment is known to be sick; `now`: it has turned out to be.
 bool kvq__segment_sick(struct kvq_store *s, uint64_t number, bool now);
 // Bytes on disk of what was committed in a segment; 0: there is none of that number.

@@ -194,13 +194,7 @@ static int walk_committed(struct verify *f, const struct kvq__segment *g, uint64
 static int lose_segment(struct verify *f, int rc)
 {
     struct kvq_store *s = f->s;
-    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
-    kvq__segment_name(f->segment, name);
-    kvq__path(s, name, path);
-    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
-    if (file >= 0)
-        s->io->close(s->io, file);
-    if (file != -ENOENT)
+    if (!kvq__segment_missing(s, f->segment))
         return rc;
     f->v->missing++;
     pthread_mutex_lock(&s->catalog_lock);
