@@ -197,7 +197,7 @@ int kvq_remote_pull(struct kvq_remote *remote, struct kvq_store *store, const ch
 // transfer. kvq_remote_fetch downloads the session to a file in the folder, *path, which the caller
 // releases with free(), also after a failure, which may have left some of the file there (NULL: it
 // came not so far). kvq_remote_take imports that file and removes it, unless a later try may
-// succeed (a full disk, a busy or read-only store).
+// succeed: it stays but for success, KVQ_E_DAMAGED, _INVALID, _VERSION, _LIMIT and _QUOTA.
 int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                      const struct kvq_remote_pull *what, const struct kvq_remote_watch *watch,
                      struct kvq_remote_moved *moved, char **path, char *text, size_t n);

@@ -5,6 +5,7 @@
 // Files in between are named by what they hold, so that a later call finds what an earlier one has
 // left: push-WHAT-VERSION.kvq and pull-WHAT.kvq. WHAT is of the namespace and name, VERSION of the
 // store and of the saves of all shards.
+#include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -207,6 +208,26 @@ int kvq_remote_fetch(struct kvq_remote *remote, struct kvq_store *store, const c
     return kvq_remote_pull_file(remote, what->space, what->name, *path, watch, moved, text, n);
 }
 
+// Whether an import that ended so needs its file no more: it is done, or cannot go better with that
+// file. One that a limit refuses would take from the disk what its namespace may not have. After
+// other failures (no memory, no descriptors, somebody has that name meanwhile) the next pull need
+// not begin anew.
+static bool has_had_its_use(int rc)
+{
+    assert(rc <= 0);
+    switch (rc) {
+    case KVQ_OK:
+    case KVQ_E_DAMAGED:
+    case KVQ_E_INVALID:
+    case KVQ_E_VERSION:
+    case KVQ_E_LIMIT:
+    case KVQ_E_QUOTA:
+        return true;
+    default:
+        return false;
+    }
+}
+
 int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what, const char *path,
                     const struct kvq_remote_watch *watch, char *text, size_t n)
 {
@@ -217,9 +238,7 @@ int kvq_remote_take(struct kvq_store *store, const struct kvq_remote_pull *what,
     const char *name = what->as_name ? what->as_name : what->name;
     int rc = kvq_store_import_watched(store, path, space, name, what->replace,
                                       watch ? &import : NULL, text, n);
-    // Kept where a later try may go better. One that a limit refuses is not: it would take from the
-    // disk what its namespace may not have.
-    if (rc != KVQ_E_CANCELLED && rc != KVQ_E_NO_SPACE && rc != KVQ_E_BUSY && rc != KVQ_E_READ_ONLY)
+    if (has_had_its_use(rc))
         (void)kvq_io_unlink(kvq_io_posix(), path);
     return rc;
 }

@@ -3,6 +3,7 @@
 // Pushing and removing sessions where others do so at the same time, or something was left undone,
 // against a server whose answers are written out here.
 #include <dirent.h>
+#include <sys/resource.h>
 
 #include "storage/store.h"
 #include "tests/store/remote_check.h"
@@ -234,6 +235,48 @@ PLAIN_TEST(an_export_is_of_one_store)
     }
     remove_folder(here);
     remove_folder(transfers);
+}
+
+// ---- Downloads that were not imported ----
+
+// A file that was fetched stays while an import of it may go better, and goes when it is imported,
+// or cannot be, or may not be.
+PLAIN_TEST(a_download_stays)
+{
+    static const struct {
+        const char *as_name;
+        int rc;
+        bool replace, no_room, spoiled, stays;
+    } tries[] = {{"n", KVQ_E_EXISTS, .stays = true}, // somebody has saved that name meanwhile
+                 {"n", KVQ_E_SYSTEM, .replace = true, .no_room = true, .stays = true},
+                 {"n", KVQ_E_DAMAGED, .replace = true, .spoiled = true},
+                 {"", KVQ_E_INVALID, .replace = false},
+                 {"n", 0, .replace = true},
+                 {"copy", 0, .replace = false}};
+    char here[64], file[64];
+    snprintf(here, sizeof here, "%s/here", folder);
+    snprintf(file, sizeof file, "%s/pull.kvq", folder);
+    struct kvq_store *store = begin_store(here, 128);
+    for (size_t i = 0; i < sizeof tries / sizeof *tries; i++) {
+        struct rlimit files;
+        struct kvq_remote_pull what = {
+            .space = "s", .name = "n", .as_name = tries[i].as_name, .replace = tries[i].replace};
+        assert_int_equal(kvq_store_export(store, "s", "n", file, true, text, sizeof text), 0);
+        if (tries[i].spoiled)
+            assert_int_equal(truncate(file, 4096), 0);
+        assert_int_equal(getrlimit(RLIMIT_NOFILE, &files), 0);
+        const struct rlimit none = {0, files.rlim_max};
+        if (tries[i].no_room) // for another descriptor
+            assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+        int rc = kvq_remote_take(store, &what, file, NULL, text, sizeof text);
+        assert_int_equal(setrlimit(RLIMIT_NOFILE, &files), 0);
+        if (rc != tries[i].rc)
+            fail_msg("%zu: %s: %s", i, kvq_status_name(rc), text);
+        assert_int_equal(access(file, F_OK) == 0, tries[i].stays);
+    }
+    kvq_store_close(&store);
+    unlink(file);
+    remove_folder(here);
 }
 
 // ---- Removing ----
