@@ -92,7 +92,9 @@ struct kvq_remote_options {
     uint32_t stall_ms;   // 60 s; a request that moves less than 1 KiB in that time fails
     int32_t retries;     // 5 more tries; below 0: none
     uint32_t part_bytes; // 16 MiB; at least KVQ_REMOTE_PART_MIN (AWS refuses less than 5 MiB).
-                         // A transfer needs that much memory; larger objects get larger parts
+                         // A push needs that much memory, or two of the longest chunk of the
+                         // session's file (remote_index.h) if that is more; a pull needs one such
+                         // chunk, and a part or another one. Larger objects get larger parts
     struct kvq_remote_clock *clock;
     struct kvq_io *io;
     struct kvq_remote_watch watch; // of calls without a watcher of their own

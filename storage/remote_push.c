@@ -13,13 +13,14 @@
 
 // ---- The file ----
 
-// Cuts an open file into chunks.
+// Cuts an open file into chunks. The buffer has room for two of the longest: what is left of one
+// read and moved to the front is shorter than what the next one brings.
 static int cut_file(struct kvq__call *call, const char *path, int file, uint64_t bytes,
                     struct kvq__index *index)
 {
     struct kvq_io *io = call->remote->io;
     uint64_t about = kvq__chunk_about(bytes, call->remote->part_bytes), at = 0; // of the buffer
-    size_t longest = kvq__chunk_most(about), room = 4 * longest, had = 0, used = 0;
+    size_t longest = kvq__chunk_most(about), room = 2 * longest, had = 0, used = 0;
     uint8_t *buffer = malloc(room);
     int rc = buffer ? 0 : -ENOMEM;
     while (rc == 0 && at + used < bytes) {

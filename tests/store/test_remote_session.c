@@ -58,6 +58,39 @@ static const char *head_put(int request)
     return body + 4;
 }
 
+// Counts what reads ask for: a buffer is as long as the longest of them.
+struct counting_io {
+    struct kvq_io io; // first
+    size_t longest;
+};
+
+static int64_t read_counted(struct kvq_io *io, int file, void *data, size_t n, uint64_t at)
+{
+    struct counting_io *c = (struct counting_io *)io;
+    c->longest = n > c->longest ? n : c->longest;
+    return kvq_io_posix()->read(io, file, data, n, at);
+}
+
+// A file is cut in memory for two of its longest chunks, each of which may be 256 MiB.
+PLAIN_TEST(memory_to_cut_a_file)
+{
+    enum { BYTES = 1 << 20 };
+    static const struct script_reply refuses[] = {{.bytes = "HTTP/1.1 403 No\r\n\r\n"}};
+    struct counting_io counting = {*kvq_io_posix(), 0};
+    counting.io.read = read_counted;
+    make_file(source, BYTES, 1);
+    script_start(&server, refuses, 1);
+    test_clock_init(&test_clock);
+    struct kvq_remote_options o = remote_options(server.port, &test_clock);
+    o.io = &counting.io;
+    open_with(&o);
+    assert_int_equal(push(), KVQ_E_PERMISSION); // as soon as it is cut
+    end();
+    size_t chunk = kvq__chunk_most(kvq__chunk_about(BYTES, KVQ_REMOTE_PART_MIN));
+    assert_true(chunk < BYTES / 8);
+    assert_in_range(counting.longest, chunk, 2 * chunk);
+}
+
 // Another push has put its head behind ours, and may need the packs that we would remove.
 PLAIN_TEST(packs_of_another_push_stay)
 {
