@@ -16,7 +16,8 @@ enum { KVQ__FILE_PATH = 4096 };
 int kvq__make_unfinished(struct kvq_io *io, const char *path, char name[KVQ__FILE_PATH]);
 
 // Gives it the name `path`: with `replace` over what is there, else KVQ_E_EXISTS if something is.
-// If this fails, nothing new stands there.
+// If this fails without `replace`, nothing new stands there. With it the new file may, in place of
+// the old one, if only the sync of the folder failed: a loss of power then leaves either of them.
 int kvq__place_finished(struct kvq_io *io, const char *from, const char *path, bool replace,
                         const struct kvq__complaint *c);
 
