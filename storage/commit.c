@@ -51,7 +51,7 @@ int kvq__catalog_hold(struct kvq_store *s, const struct kvq__largest *largest,
 {
     assert(s->writing);
     uint64_t left, need = KVQ__RESERVE + s->writer.rows * KVQ__RESERVE_ROW;
-    if (s->io->space(s->io, s->folder, &left) == 0 && left < need)
+    if (kvq_io_space(s->io, s->folder, &left) == 0 && left < need)
         kvq__writer_spare(s);
     int rc = hold_catalog(s, largest);
     if (rc == -ENOSPC || rc == -EDQUOT) { // a quota, of which the space above says nothing

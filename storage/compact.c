@@ -16,7 +16,7 @@ enum { MOVES = 256 }; // records that one call moves at most
 static int64_t worthwhile(const struct kvq_store *s)
 {
     uint64_t left, part = s->segment_bytes;
-    if (s->io->space(s->io, s->folder, &left) == 0 && left < part)
+    if (kvq_io_space(s->io, s->folder, &left) == 0 && left < part)
         part = left;
     return (int64_t)(part / 8 + 4 * KVQ_IO_PAGE);
 }

@@ -84,6 +84,14 @@ int kvq_io_status(struct kvq_io *io, int file, struct kvq_io_status *status)
     return rc;
 }
 
+int kvq_io_lock(struct kvq_io *io, int file)
+{
+    assert(file >= 0);
+    int rc;
+    PERSIST(rc, io->lock(io, file));
+    return rc;
+}
+
 int kvq_io_unlink(struct kvq_io *io, const char *path)
 {
     int rc;
@@ -116,6 +124,21 @@ int kvq_io_make_dir(struct kvq_io *io, const char *path)
 {
     int rc;
     PERSIST(rc, io->make_dir(io, path));
+    return rc;
+}
+
+int kvq_io_space(struct kvq_io *io, const char *path, uint64_t *free_bytes)
+{
+    int rc;
+    PERSIST(rc, io->space(io, path, free_bytes));
+    return rc;
+}
+
+int kvq_io_random(struct kvq_io *io, void *data, size_t n)
+{
+    assert(n > 0);
+    int rc;
+    PERSIST(rc, io->random(io, data, n));
     return rc;
 }
 

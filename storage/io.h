@@ -9,8 +9,9 @@
 //
 // Rules of the table
 //   - Failures are a negative errno: the caller must tell a full disk from a broken one.
-//   - Any function may give -EINTR; read and write may transfer less than asked for. The
-//     kvq_io_* wrappers below deal with both, and nothing in storage/ calls the table past them.
+//   - Any function but list may give -EINTR; read and write may transfer less than asked for. The
+//     kvq_io_* wrappers below deal with both, and nothing in storage/ calls the table past them but
+//     for close and will_read, which cannot fail, and list, which cannot be begun again.
 //   - Written bytes are durable after sync() of their file returned 0, and only then. A name that
 //     was created, renamed or removed is durable after sync_dir() of its folder returned 0.
 //   - After a sync() that failed, what is on disk is unknown; a second sync() proves nothing.
@@ -90,11 +91,14 @@ int kvq_io_sync(struct kvq_io *io, int file);
 int kvq_io_truncate(struct kvq_io *io, int file, uint64_t bytes);
 int kvq_io_allocate(struct kvq_io *io, int file, uint64_t bytes);
 int kvq_io_status(struct kvq_io *io, int file, struct kvq_io_status *status);
+int kvq_io_lock(struct kvq_io *io, int file);
 int kvq_io_unlink(struct kvq_io *io, const char *path);
 int kvq_io_rename(struct kvq_io *io, const char *from, const char *to);
 int kvq_io_rename_new(struct kvq_io *io, const char *from, const char *to);
 int kvq_io_make_dir(struct kvq_io *io, const char *path);
 int kvq_io_sync_dir(struct kvq_io *io, const char *path);
+int kvq_io_space(struct kvq_io *io, const char *path, uint64_t *free_bytes);
+int kvq_io_random(struct kvq_io *io, void *data, size_t n);
 // Syncs the folder that has the last name of a path, which may end with slashes or have no folder.
 int kvq_io_sync_parent(struct kvq_io *io, const char *path);
 

@@ -165,7 +165,10 @@ static int posix_list(struct kvq_io *io, const char *path,
                       int (*each)(void *context, const char *name), void *context)
 {
     (void)io;
-    DIR *dir = opendir(path);
+    DIR *dir;
+    do
+        dir = opendir(path);
+    while (!dir && errno == EINTR);
     if (!dir)
         return -errno;
     int rc = 0;

@@ -163,7 +163,7 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
 // From the last to the first, so that the newest says whose store it is.
 static int read_segments(struct rebuild *r, const uint64_t *numbers, size_t n)
 {
-    int rc = r->s->io->random(r->s->io, r->s->id, sizeof r->s->id);
+    int rc = kvq_io_random(r->s->io, r->s->id, sizeof r->s->id);
     if (rc)
         return kvq__io_complain(r->c, rc, "a random number", "had");
     for (size_t i = n; i-- > 0 && rc == KVQ_OK;) {

@@ -184,7 +184,7 @@ static bool has_room_for_two(struct kvq_store *s)
         need += kvq_io_status(s->io, file, &status) == 0 ? 2 * status.physical : 0;
         s->io->close(s->io, file);
     }
-    return s->io->space(s->io, s->folder, &free_bytes) != 0 || free_bytes >= need;
+    return kvq_io_space(s->io, s->folder, &free_bytes) != 0 || free_bytes >= need;
 }
 
 // Renames the catalog to catalog.db.bad, over one that was set aside before, and its WAL likewise.

@@ -90,10 +90,7 @@ static int saves_hash(struct kvq_store *store, const char *space, const char *na
 
 static int make_folder(struct kvq_io *io, const char *folder, char *text, size_t n)
 {
-    int rc;
-    do
-        rc = io->make_dir(io, folder);
-    while (rc == -EINTR);
+    int rc = kvq_io_make_dir(io, folder);
     return rc == 0 || rc == -EEXIST
                ? 0
                : say(text, n, KVQ_E_SYSTEM, folder, "making the folder for transfers", -rc);

@@ -222,7 +222,7 @@ static int make_room(struct pull *p)
         return kvq__remote_say_file(p->call, p->path, "looking at it", rc);
     p->had = status.bytes;
     char *folder = folder_of(p->path);
-    if (folder && p->index->bytes > p->had && io->space(io, folder, &room) == 0 &&
+    if (folder && p->index->bytes > p->had && kvq_io_space(io, folder, &room) == 0 &&
         room < p->index->bytes - p->had)
         rc = kvq__remote_say_file(p->call, p->path, "making room for the session", -ENOSPC);
     free(folder);
@@ -326,7 +326,7 @@ int kvq_remote_pull_file(struct kvq_remote *remote, const char *space, const cha
     }
     (void)kvq_io_rename(io, path, part); // what an earlier call has made is checked again
     file = kvq_io_open(io, part, KVQ_IO_WRITE | KVQ_IO_CREATE);
-    rc = file < 0 ? file : io->lock(io, file);
+    rc = file < 0 ? file : kvq_io_lock(io, file);
     if (rc < 0) {
         rc = kvq__remote_say_file(&call, part, "opening it for this transfer alone", rc);
         goto out;

@@ -191,7 +191,7 @@ static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
     }
     if (s->lock_file < 0)
         return kvq__io_complain(c, s->lock_file, "lock", "opened");
-    int rc = s->io->lock(s->io, s->lock_file);
+    int rc = kvq_io_lock(s->io, s->lock_file);
     if (rc == -EWOULDBLOCK)
         return complain_locked(s, c);
     if (rc || s->read_only)

@@ -43,7 +43,7 @@ static int remove_left(void *context, const char *name)
     int file = kvq_io_open(u->io, path, KVQ_IO_WRITE);
     if (file < 0)
         return 0;
-    if (u->io->lock(u->io, file) == 0)
+    if (kvq_io_lock(u->io, file) == 0)
         (void)kvq_io_unlink(u->io, path);
     u->io->close(u->io, file);
     return 0;
@@ -68,14 +68,14 @@ int kvq__make_unfinished(struct kvq_io *io, const char *path, char name[KVQ__FIL
     remove_unfinished(io, path);
     for (int i = 0; i < TRIES; i++) {
         uint64_t random = 0;
-        int rc = io->random(io, &random, sizeof random);
+        int rc = kvq_io_random(io, &random, sizeof random);
         int n = snprintf(name, KVQ__FILE_PATH, "%s-%016" PRIx64 ".kvq.tmp", path, random);
         if (n < 0 || n >= KVQ__FILE_PATH)
             return -ENAMETOOLONG;
         int file = rc ? rc : kvq_io_open(io, name, KVQ_IO_WRITE | KVQ_IO_NEW);
         if (file < 0)
             return file;
-        rc = io->lock(io, file); // where there are locks
+        rc = kvq_io_lock(io, file); // where there are locks
         int there = rc == -EWOULDBLOCK ? -ENOENT : kvq_io_open(io, name, KVQ_IO_READ);
         if (there >= 0)
             io->close(io, there);

@@ -359,7 +359,7 @@ static int fill_status(struct kvq_store *store,
     status->cap_bytes = store->cap_bytes;
     status->catalog_bytes = kvq__physical_catalog(store);
     status->physical_bytes = kvq__physical(store);
-    rc = store->io->space(store->io, store->folder, &status->free_bytes);
+    rc = kvq_io_space(store->io, store->folder, &status->free_bytes);
     if (rc)
         return kvq__io_complain(c, rc, "free space", "asked for");
     pthread_mutex_lock(&store->catalog_lock); // what the catalog holds changes under it

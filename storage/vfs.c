@@ -29,16 +29,6 @@ static struct kvq_io *io_of(sqlite3_vfs *vfs)
     return ((struct kvq__vfs *)vfs->pAppData)->io;
 }
 
-// Syncs the folder that a file is in.
-static int sync_folder_of(struct kvq_io *io, const char *path)
-{
-    char folder[4096];
-    const char *slash = strrchr(path, '/');
-    int n = slash ? (int)(slash - path) : 0;
-    snprintf(folder, sizeof folder, "%.*s", n ? n : 1, n ? path : slash ? "/" : ".");
-    return kvq_io_sync_dir(io, folder);
-}
-
 // ---- Files ----
 
 static int file_close(sqlite3_file *base)
@@ -117,7 +107,7 @@ static int file_sync(sqlite3_file *base, int flags)
     struct vfs_file *f = file_of(base);
     if (kvq_io_sync(f->io, f->file))
         return SQLITE_IOERR_FSYNC;
-    if (f->created && sync_folder_of(f->io, f->path))
+    if (f->created && kvq_io_sync_parent(f->io, f->path))
         return SQLITE_IOERR_DIR_FSYNC;
     f->created = false;
     return SQLITE_OK;
@@ -241,7 +231,7 @@ static int vfs_delete(sqlite3_vfs *vfs, const char *path, int sync)
         return SQLITE_IOERR_DELETE_NOENT;
     if (rc)
         return SQLITE_IOERR_DELETE;
-    return sync && sync_folder_of(io_of(vfs), path) ? SQLITE_IOERR_DIR_FSYNC : SQLITE_OK;
+    return sync && kvq_io_sync_parent(io_of(vfs), path) ? SQLITE_IOERR_DIR_FSYNC : SQLITE_OK;
 }
 
 static int vfs_access(sqlite3_vfs *vfs, const char *path, int flags, int *yes)
@@ -268,7 +258,7 @@ static int vfs_path(sqlite3_vfs *vfs, const char *path, int room, char *out)
 static int vfs_random(sqlite3_vfs *vfs, int n, char *out)
 {
     struct kvq_io *io = io_of(vfs);
-    return io->random(io, out, (size_t)n) ? 0 : n;
+    return kvq_io_random(io, out, (size_t)n) ? 0 : n;
 }
 
 static int vfs_sleep(sqlite3_vfs *vfs, int microseconds)

@@ -351,7 +351,7 @@ static int make_segment(struct kvq_store *s, const struct kvq__complaint *c)
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
     assert(!w->segment && head.number > 0);
     memcpy(head.store, s->id, sizeof head.store);
-    int rc = s->io->random(s->io, &head.salt, sizeof head.salt);
+    int rc = kvq_io_random(s->io, &head.salt, sizeof head.salt);
     if (rc)
         return kvq__io_complain(c, rc, "a random number", "had");
     kvq__segment_name(head.number, name);

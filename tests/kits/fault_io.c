@@ -419,7 +419,10 @@ static int fault_lock(struct kvq_io *io, int handle)
     struct fault_io *f = self(io);
     pthread_mutex_lock(&f->lock);
     struct fault_file *file = f->handles[handle];
-    int rc = f->crashed ? -EIO : file->locked && !f->locks[handle] ? -EWOULDBLOCK : 0;
+    int rc = f->crashed                          ? -EIO
+             : chance(f, f->interrupt_percent)   ? -EINTR
+             : file->locked && !f->locks[handle] ? -EWOULDBLOCK
+                                                 : 0;
     if (rc == 0)
         file->locked = f->locks[handle] = true;
     pthread_mutex_unlock(&f->lock);
@@ -511,19 +514,24 @@ static int fault_space(struct kvq_io *io, const char *path, uint64_t *free_bytes
 {
     struct fault_io *f = self(io);
     (void)path;
-    uint64_t used = fault_physical(f), all = f->capacity ? f->capacity : 1ull << 40;
-    *free_bytes = all > used ? all - used : 0;
-    return 0;
+    pthread_mutex_lock(&f->lock);
+    uint64_t used = physical(f), all = f->capacity ? f->capacity : 1ull << 40;
+    int rc = chance(f, f->interrupt_percent) ? -EINTR : 0;
+    pthread_mutex_unlock(&f->lock);
+    if (rc == 0)
+        *free_bytes = all > used ? all - used : 0;
+    return rc;
 }
 
 static int fault_random(struct kvq_io *io, void *data, size_t n)
 {
     struct fault_io *f = self(io);
     pthread_mutex_lock(&f->lock);
-    for (size_t i = 0; i < n; i++)
+    int rc = chance(f, f->interrupt_percent) ? -EINTR : 0;
+    for (size_t i = 0; i < n && rc == 0; i++)
         ((uint8_t *)data)[i] = (uint8_t)next_random(f);
     pthread_mutex_unlock(&f->lock);
-    return 0;
+    return rc;
 }
 
 // ---- Opening, closing, crashing ----
