@@ -3,14 +3,11 @@
 // A store that takes several passes to be compacted, by a command: who else writes has a turn
 // between two of them, and a daemon that ends waits for one alone. The first pass is held until
 // the test has done what is to happen meanwhile.
-#include <semaphore.h>
-
 #include "daemon/http/http.h"
 #include "daemon/log/log.h"
-#include "daemon/store/store.h"
 #include "proto/status.h"
 #include "storage/store.h"
-#include "tests/edge/attach_kit.h"
+#include "tests/edge/order.h"
 #include "tests/kits/folder.h"
 #include "tests/kits/unit.h"
 
@@ -125,73 +122,34 @@ static int stop(void **state)
 
 // ---- Commands ----
 
-static const struct kvq__peer admin = {.admin = true};
-
-struct order {
-    struct kvq__task task;
-    Kvq__Request request;
-    Kvq__Storage storage;
-    Kvq__Reply reply;
-    struct kvq_arena arena;
-    uint8_t memory[KVQ_WIRE_ARENA];
-    sem_t done;
-};
 static struct order compaction, collection;
 
-static void order_done(struct kvq__task *task)
+static void give(struct order *o, Kvq__Storage *storage, Kvq__StorageAction action)
 {
-    struct order *o = (struct order *)task; // its first member
-    sem_post(&o->done);
-}
-
-static void start_order(struct kvq__server *server, void *context)
-{
-    struct order *o = context;
-    kvq__jobs_start(server->jobs, &o->task);
-}
-
-static void give(struct order *o, Kvq__StorageAction action)
-{
-    memset(o, 0, sizeof *o);
-    sem_init(&o->done, 0, 0);
-    kvq_arena_init(&o->arena, o->memory, sizeof o->memory);
-    kvq__request__init(&o->request);
-    kvq__storage__init(&o->storage);
-    kvq__reply__init(&o->reply);
-    o->storage.action = action;
-    o->storage.dead_percent = PERCENT;
+    order_make(o);
+    kvq__storage__init(storage);
+    storage->action = action;
+    storage->dead_percent = PERCENT;
     o->request.command_case = KVQ__REQUEST__COMMAND_STORAGE;
-    o->request.storage = &o->storage;
-    o->task = (struct kvq__task){.request = &o->request,
-                                 .arena = &o->arena,
-                                 .reply = &o->reply,
-                                 .peer = &admin,
-                                 .done = order_done};
-    attach_in_loop(start_order, o);
+    o->request.storage = storage;
+    order_give(o);
 }
 
 // The first pass is under way.
 static void begin_compaction(void)
 {
-    give(&compaction, KVQ__STORAGE_ACTION__STORAGE_COMPACT);
+    static Kvq__Storage storage;
+    give(&compaction, &storage, KVQ__STORAGE_ACTION__STORAGE_COMPACT);
     sem_wait(&begun);
-}
-
-static void nothing(struct kvq__server *server)
-{
-}
-
-static void drain(struct kvq__server *server, void *context)
-{
-    kvq__jobs_drain(server->jobs, nothing);
 }
 
 // ---- Tests ----
 
 TEST_BETWEEN(test_turns, start, stop)
 {
+    Kvq__Storage storage;
     begin_compaction();
-    give(&collection, KVQ__STORAGE_ACTION__STORAGE_GC);
+    give(&collection, &storage, KVQ__STORAGE_ACTION__STORAGE_GC);
     sem_post(&goes_on);
     sem_wait(&collection.done);
     sem_wait(&compaction.done);
@@ -206,7 +164,7 @@ TEST_BETWEEN(test_turns, start, stop)
 TEST_BETWEEN(test_drained, start, stop)
 {
     begin_compaction();
-    attach_in_loop(drain, NULL);
+    order_jobs_to_drain();
     sem_post(&goes_on);
     sem_wait(&compaction.done);
     assert_string_equal(did, "c");

@@ -3,16 +3,14 @@
 // Imports and exports of files in a daemon that ends: what it saves then does not wait until a file
 // has been read, nor does its end until one has been written. Each is held in the middle until the
 // test has done what is to happen meanwhile.
-#include <semaphore.h>
 #include <unistd.h>
 
 #include "daemon/http/http.h"
 #include "daemon/lifecycle.h"
 #include "daemon/log/log.h"
-#include "daemon/store/store.h"
 #include "proto/status.h"
 #include "storage/store.h"
-#include "tests/edge/attach_kit.h"
+#include "tests/edge/order.h"
 #include "tests/kits/folder.h"
 #include "tests/kits/unit.h"
 
@@ -131,58 +129,31 @@ static bool is_stored(const char *name)
 
 // ---- Commands ----
 
-static const struct kvq__peer admin = {.admin = true};
-
-struct order {
-    struct kvq__task task;
-    Kvq__Request request;
+// An order with what its command points to.
+struct file_order {
+    struct order order;
     Kvq__SessionRef ref;
     Kvq__ImportSession import;
     Kvq__ExportSession export;
-    Kvq__Reply reply;
-    struct kvq_arena arena;
-    uint8_t memory[KVQ_WIRE_ARENA];
-    sem_t done;
 };
-static struct order first, second;
+static struct file_order first, second;
 
-static void order_done(struct kvq__task *task)
+static void make_order(struct file_order *o, char *name)
 {
-    struct order *o = (struct order *)task; // its first member
-    sem_post(&o->done);
-}
-
-static void start_order(struct kvq__server *server, void *context)
-{
-    struct order *o = context;
-    kvq__jobs_start(server->jobs, &o->task);
-}
-
-static void make_order(struct order *o, char *name)
-{
-    memset(o, 0, sizeof *o);
-    sem_init(&o->done, 0, 0);
-    kvq_arena_init(&o->arena, o->memory, sizeof o->memory);
-    kvq__request__init(&o->request);
+    order_make(&o->order);
     kvq__session_ref__init(&o->ref);
-    kvq__reply__init(&o->reply);
     o->ref.name = name;
-    o->task = (struct kvq__task){.request = &o->request,
-                                 .arena = &o->arena,
-                                 .reply = &o->reply,
-                                 .peer = &admin,
-                                 .done = order_done};
 }
 
-static void give_import(struct order *o, char *name)
+static void give_import(struct file_order *o, char *name)
 {
     make_order(o, name);
     kvq__import_session__init(&o->import);
     o->import.path = file;
     o->import.ref = &o->ref;
-    o->request.command_case = KVQ__REQUEST__COMMAND_IMPORT_SESSION;
-    o->request.import_session = &o->import;
-    attach_in_loop(start_order, o);
+    o->order.request.command_case = KVQ__REQUEST__COMMAND_IMPORT_SESSION;
+    o->order.request.import_session = &o->import;
+    order_give(&o->order);
 }
 
 static void begin_export(void)
@@ -191,10 +162,10 @@ static void begin_export(void)
     kvq__export_session__init(&first.export);
     first.export.path = out;
     first.export.ref = &first.ref;
-    first.request.command_case = KVQ__REQUEST__COMMAND_EXPORT_SESSION;
-    first.request.export_session = &first.export;
+    first.order.request.command_case = KVQ__REQUEST__COMMAND_EXPORT_SESSION;
+    first.order.request.export_session = &first.export;
     holds = true;
-    attach_in_loop(start_order, &first);
+    order_give(&first.order);
     sem_wait(&begun);
 }
 
@@ -205,26 +176,17 @@ static void begin_import(void)
     sem_wait(&begun);
 }
 
-static void nothing(struct kvq__server *server)
-{
-}
-
-static void drain_jobs(struct kvq__server *server, void *context)
-{
-    kvq__jobs_drain(server->jobs, nothing);
-}
-
 static void drain_daemon(struct kvq__server *server, void *context)
 {
     kvq__server_drain(server);
 }
 
-static void assert_not(const struct order *o, const char *what)
+static void assert_not(const struct file_order *o, const char *what)
 {
     char expected[KVQ_TEXT_BYTES];
     snprintf(expected, sizeof expected, "the daemon is shutting down; nothing is %s", what);
-    assert_int_equal(o->reply.status, KVQ_E_DRAINING);
-    assert_string_equal(o->reply.text, expected);
+    assert_int_equal(o->order.reply.status, KVQ_E_DRAINING);
+    assert_string_equal(o->order.reply.text, expected);
 }
 
 // ---- Tests ----
@@ -233,8 +195,8 @@ TEST_BETWEEN(test_without_an_end, start, stop)
 {
     begin_import();
     sem_post(&goes_on);
-    sem_wait(&first.done);
-    assert_int_equal(first.reply.status, 0);
+    sem_wait(&first.order.done);
+    assert_int_equal(first.order.reply.status, 0);
     assert_int_equal(attach_stop(state), 0);
     assert_true(is_stored("one"));
 }
@@ -244,10 +206,10 @@ TEST_BETWEEN(test_import_drained, start, stop)
 {
     begin_import();
     give_import(&second, "two");
-    attach_in_loop(drain_jobs, NULL);
+    order_jobs_to_drain();
     sem_post(&goes_on);
-    sem_wait(&first.done);
-    sem_wait(&second.done);
+    sem_wait(&first.order.done);
+    sem_wait(&second.order.done);
     assert_not(&first, "imported");
     assert_not(&second, "imported");
     assert_int_equal(n_begun, 1);
@@ -260,7 +222,7 @@ TEST_BETWEEN(test_import_closed, start, stop)
     begin_import();
     closing = true;
     assert_int_equal(attach_stop(state), 0);
-    sem_wait(&first.done);
+    sem_wait(&first.order.done);
     assert_not(&first, "imported");
     assert_false(is_stored("one"));
 }
@@ -269,7 +231,7 @@ TEST_BETWEEN(test_import_refused, start, stop)
 {
     attach_in_loop(drain_daemon, NULL);
     give_import(&first, "one");
-    sem_wait(&first.done);
+    sem_wait(&first.order.done);
     assert_not(&first, "imported");
     assert_int_equal(attach_stop(state), 0);
     assert_false(is_stored("one"));
@@ -279,10 +241,10 @@ TEST_BETWEEN(test_import_refused, start, stop)
 TEST_BETWEEN(test_export_drained, start, stop)
 {
     begin_export();
-    attach_in_loop(drain_jobs, NULL);
+    order_jobs_to_drain();
     sem_post(&goes_on);
-    sem_wait(&first.done);
-    assert_int_equal(first.reply.status, 0);
+    sem_wait(&first.order.done);
+    assert_int_equal(first.order.reply.status, 0);
     assert_int_equal(access(out, F_OK), 0);
     assert_int_equal(attach_stop(state), 0);
 }
@@ -292,7 +254,7 @@ TEST_BETWEEN(test_export_closed, start, stop)
     begin_export();
     closing = true;
     assert_int_equal(attach_stop(state), 0);
-    sem_wait(&first.done);
+    sem_wait(&first.order.done);
     assert_not(&first, "exported");
     assert_int_not_equal(access(out, F_OK), 0);
 }
