@@ -401,8 +401,8 @@ static const char *advice_for(int code, const struct kvq_request *r)
         return "begin a step with this session, and give its number in work->step";
     case KVQ_E_BUSY:
         if (r->op == KVQ_OP_TRUNCATE || r->op == KVQ_OP_ACCEPT)
-            return "end or abort the open step first; if none is open, another client reads the "
-                   "session's last tokens in its own context, and they go when that client is done";
+            return "end or abort the open step first; if none is open, another client reads "
+                   "tokens that would go in its own context: try again when it has moved on";
         return "end or abort the open step first";
     case KVQ_E_READ_ONLY:
         return "open the session without KVQ_OPEN_READ_ONLY to write";
@@ -451,6 +451,7 @@ static void explain_request(const struct kvq__pending *p)
     const char *more = advice_for(p->status, &p->request);
     if (p->status == KVQ_E_DEADLINE && (p->request.flags & KVQ_REQ_WAIT_ROOM))
         more = "there may have been no room in memory all the time: kvqctl status says so";
+    static_assert(KVQ_MAX_STEPS == 64, "the text below, and step.h");
     if (p->status == KVQ_E_LIMIT && p->request.op == KVQ_OP_STEP_BEGIN)
         more = "a client may have 64 open steps: end one, or put more sessions into one step";
     name_request(where, sizeof where, &p->request);

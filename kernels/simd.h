@@ -27,9 +27,9 @@ KVQ__INLINE void kvq__fetch_bytes(const uint8_t *at, size_t bytes)
         kvq__fetch(at + i);
 }
 
-// What stands beside K's codes in the group ahead: its norms, and scales and zeros where they stand
-// before a record's groups, which the first of those that share them asks for. They are as far from
-// the group ahead as `packed`'s from it.
+// What stands beside K's codes in the group ahead: its norms, and the scales and zeros of a record
+// that has them before its groups. Each group asks for these, and the first one brings them. They
+// are as far from the group ahead as packed->k_scales is from packed->group.
 KVQ__INLINE void kvq__fetch_beside_k(const struct kvq__tile *tile, const struct kvq_packed *packed)
 {
     const struct kvq_layout *l = &tile->codec->layout;

@@ -443,8 +443,8 @@ static void drain_daemon(struct kvq__task *t)
 
 // ---- The table ----
 
-// DESK: the remote store. LASTING_STORE, REMOTE: one of the two, and a daemon that is not shutting
-// down.
+// STORE: the store on disk. DESK: the remote store. LASTING_STORE and REMOTE are STORE and DESK of
+// a daemon that is not shutting down.
 enum needs { NOTHING, STORE, LASTING_STORE, DESK, REMOTE };
 
 struct command {

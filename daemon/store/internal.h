@@ -58,9 +58,8 @@ struct kvq__jobs {
     uint32_t n_tasks, n_own;    // n_own: of these, the store jobs' own saves
     uv_timer_t alarm, tick;     // alarm: for the sleeper who is first
     bool timers;
-    // Words, which other threads may look at: 1 once the daemon saves before its end, or closes;
-    // and 1 once it closes.
-    uint32_t leaving, ended;
+    uint32_t leaving; // a word, which other threads may look at: 1 once the daemon begins to end
+    uint32_t ended;   // likewise: 1 once it closes, behind the saves before its end
     struct kvq__store_times times;
 
     struct kvq__mail unsaved_mail; // at the poller while asking
@@ -295,7 +294,8 @@ void kvq__jobs_check_imported(struct kvq__task *task);
 // Looks on for who reads long, with the jobs as its context: a daemon that ends does not wait until
 // all of a store, or of a file, has been read. Any thread.
 int kvq__jobs_look_for_end(void *context, uint64_t done, uint64_t all);
-// The same for who does so in a turn to write: what the daemon saves before its end waits for that.
+// The same for who holds the turn to write: it looks for the daemon's first wish to end, since the
+// saves before its end wait for that turn.
 int kvq__jobs_look_for_leave(void *context, uint64_t done, uint64_t all);
 // What a task that writes does, for people.
 const char *kvq__jobs_doing(const struct kvq__task *task);

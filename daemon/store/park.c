@@ -98,7 +98,7 @@ static void delete_parked(struct kvq__task *t)
 static void forgot(struct kvq__task *t)
 {
     bool gone = t->rc == 0 || t->rc == KVQ_E_NO_SESSION;
-    t->again = kvq__park_forgot(t->jobs->server->core, t->job->stamp, gone);
+    t->quiet = !kvq__park_forgot(t->jobs->server->core, t->job->stamp, gone);
 }
 
 static void forget_parked(struct kvq__task *t)
@@ -108,7 +108,7 @@ static void forget_parked(struct kvq__task *t)
     kvq__task_take_turn(t);
     kvq__task_at_work(t, delete_parked);
     kvq__task_at_poller(t, forgot);
-    if (t->again)
+    if (!t->quiet)
         kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s", t->name,
                  kvq__log_quote(quoted, sizeof quoted, t->text));
 }

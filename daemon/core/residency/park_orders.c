@@ -11,8 +11,8 @@
 #include "daemon/core/residency/saved.h"
 #include "daemon/core/session/group.h"
 
-#define FORGOT_NS 60000000000ull // what was forgotten is remembered as that for so long
-#define AGAIN_NS  10000000000ull // and what could not be is tried again so much later
+#define FORGOT_NS 60000000000ull // a copy that was deleted counts as gone for so long
+#define AGAIN_NS  10000000000ull // a deletion that failed is tried again so much later
 
 void kvq__park_want(struct kvq__core *core)
 {

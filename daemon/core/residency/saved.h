@@ -208,8 +208,9 @@ struct kvq__store_job {
 bool kvq__park_next(struct kvq__core *core, struct kvq__store_job *job);
 // How a SAVE has ended; after kvq__save_end. `text` is copied.
 void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text);
-// A FORGET has been tried. What it was about counts as gone for a while longer. What is not gone
-// counts as that until it is, and the order comes again. Returns whether to tell somebody: once.
+// A FORGET has been tried; `gone` says whether the copy was deleted. If so, it counts as gone for a
+// while longer. If not, it counts as gone for as long as it stands, and the order comes again.
+// Returns whether this is the copy's first failure, which the caller logs.
 bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone);
 // Whether what was found in a store is to be forgotten, or was just now: then it is not there.
 bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp);
