@@ -46,8 +46,8 @@ struct kvq_daemon_info {
     uint32_t size; /* sizeof(struct kvq_daemon_info): set before the call */
     uint32_t protocol;
     char version[32];
-    char backend[32]; /* "cpu" */
-    char isa[32];     /* "amx", "avx512", "avx2", "c" */
+    char backend[32]; /* "cpu" or "gpu" */
+    char isa[32];     /* of its CPU kernels: "amx", "avx512", "avx2", "c" */
     uint64_t epoch;   /* changes with every start of the daemon */
     uint64_t client_id;
 };

@@ -27,8 +27,8 @@ struct kvq_entry {
     uint64_t position; /* the session's committed token count, else KVQ_E_POSITION */
     uint32_t row, q_row;
     uint32_t append;     /* tokens of this step (0: attend only) */
-    uint16_t queries;    /* query tokens: the last of the step; with append 0, behind all
-                          * tokens */
+    uint16_t queries;    /* query tokens: the last of the step; with append 0 they stand behind
+                          * the session's tokens and see all of them */
     uint16_t list_token; /* paged: tokens to skip in the first page */
     /* Results. */
     int32_t status;
