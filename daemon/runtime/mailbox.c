@@ -45,6 +45,23 @@ bool kvq__mailbox_pending(const struct kvq__mailbox *box)
     return kvq_word_load_acquire(&box->pending) != 0;
 }
 
+bool kvq__mailbox_deliver_one(struct kvq__mailbox *box)
+{
+    if (!kvq__mailbox_pending(box))
+        return false;
+    pthread_mutex_lock(&box->lock);
+    struct kvq__mail *mail = box->first;
+    assert(mail && mail->deliver);
+    box->first = mail->next;
+    if (!box->first) {
+        box->last = &box->first;
+        kvq_word_store_release(&box->pending, 0);
+    }
+    pthread_mutex_unlock(&box->lock);
+    mail->deliver(mail); // which may free or post it
+    return true;
+}
+
 void kvq__mailbox_deliver(struct kvq__mailbox *box)
 {
     if (!kvq__mailbox_pending(box))

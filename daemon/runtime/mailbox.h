@@ -37,5 +37,7 @@ void kvq__mailbox_post(struct kvq__mailbox *box, struct kvq__mail *mail,
 bool kvq__mailbox_pending(const struct kvq__mailbox *box);
 // Delivers the mails that are in the box now; mails posted meanwhile wait for the next call.
 void kvq__mailbox_deliver(struct kvq__mailbox *box);
+// Delivers the first one, for a receiver that has other things to do. false: the box was empty.
+bool kvq__mailbox_deliver_one(struct kvq__mailbox *box);
 
 #endif

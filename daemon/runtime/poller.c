@@ -651,20 +651,27 @@ static void rest_poller(struct kvq__poller *p)
     p->spun_at = 0;
 }
 
+// Mail for as long as a slice at most: what comes faster waits behind everybody's items.
+static bool deliver_mail(struct kvq__poller *p)
+{
+    if (!kvq__mailbox_pending(&p->box))
+        return false;
+    p->now = p->config.clock();
+    kvq__core_clock(p->core, p->now);
+    uint64_t until = p->now + SLICE_MOST_NS;
+    while (p->now < until && kvq__mailbox_deliver_one(&p->box))
+        p->now = p->config.clock();
+    return true;
+}
+
 static void *poller_main(void *context)
 {
     struct kvq__poller *p = context;
     if (p->config.pin)
         kvq__pin_thread(0);
     while (!kvq_word_load_acquire(&p->stop)) {
-        bool busy = false;
         p->turn_at = p->now;
-        if (kvq__mailbox_pending(&p->box)) {
-            p->now = p->config.clock();
-            kvq__core_clock(p->core, p->now);
-            kvq__mailbox_deliver(&p->box);
-            busy = true;
-        }
+        bool busy = deliver_mail(p);
         if (kvq__core_poll(p->core)) {
             p->ended++;
             busy = true;

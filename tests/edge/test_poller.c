@@ -457,6 +457,38 @@ static void hold_poller(struct kvq__mail *mail)
     wait_for_word(&held->gate, 1);
 }
 
+struct slow_mail {
+    struct kvq__mail mail; // first
+    uint64_t at;
+};
+
+static void take_a_millisecond(struct kvq__mail *mail)
+{
+    ((struct slow_mail *)mail)->at = fake_time.now;
+    fake_time.now += 1000000;
+}
+
+// Mail has a slice of a turn as well: however much there is, items have as much time.
+PLAIN_TEST(test_slices_of_mail)
+{
+    enum { MAILS = 50, ITEMS = 200 }; // of 5 us
+    static struct slow_mail mails[MAILS];
+    struct held held = {0};
+    struct kvq_request r = make_request(KVQ_OP_ATTEND, 1, MAILS * ITEMS, 0);
+    fake_time = (struct fake_time){.now = 1, .item_ns = 5000};
+    begin(1, 0);
+    kvq__mailbox_post(kvq__poller_box(rig.poller), &held.mail, hold_poller);
+    wait_for_word(&held.there, 1);
+    put_request(&c, &r);
+    for (uint32_t i = 0; i < MAILS; i++)
+        kvq__mailbox_post(kvq__poller_box(rig.poller), &mails[i].mail, take_a_millisecond);
+    kvq_word_store_release(&held.gate, 1);
+    await_completion(&c, &done);
+    end();
+    fake_time.item_ns = 0;
+    assert_true(mails[MAILS - 1].at - mails[0].at >= (MAILS - 1) * 2000000);
+}
+
 // Of two requests that the poller sees at once, one begins when items of the other have been run.
 // One that has nothing to run has begun at once.
 PLAIN_TEST(test_queue_time)
