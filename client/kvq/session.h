@@ -103,7 +103,7 @@ struct kvq_session_options {
     uint32_t max_rollback;          /* tokens that kvq_truncate and kvq_accept may take back, at
                                      * most 1,024 */
     uint64_t prompt_tokens;         /* of the prompt, which attention reads in 16 bits up to its
-                                     * end if that fits; 0: not known, packed as they come */
+                                     * end if that fits; 0: not known, it is packed as it comes */
     uint64_t keep_seconds;          /* after the last close; 0: the configured time */
     const char *place;   /* "host", a kvq_gpu_info.place; NULL: as it is, or the daemon's choice, a
                           * GPU if it has one and the layers' dims are 64, 128 or 256 */
@@ -136,7 +136,8 @@ struct kvq_session_info {
     uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */
     uint64_t prefix_tokens; /* shared at creation: kvq_session_options.prefix */
     uint64_t exact_tokens;  /* of the prompt, if attention reads the prompt in 16 bits; else 0 */
-    uint64_t shared_bytes;  /* part of packed_bytes; only kvq_session_info fills it */
+    uint64_t shared_bytes;  /* part of packed_bytes; only kvq_session_info fills it, for a
+                             * session of up to 65,536 blocks */
     char tier[8];           /* "device", "host", or "disk" (parked) */
     uint8_t pinned;         /* 1: by kvq_session_pin */
     char v_rotation[8];     /* "none", "engine", "daemon"; "mixed": daemon in some layers */
@@ -163,7 +164,7 @@ KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
 
 /* Fills the first `max` rows with the layers of an open session, one row each, and *n with their
  * number. Sets heads, dimensions and kv_from, and the other fields to 0 (repeat to 1). Sends no
- * request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (an earlier daemon did not say what the layers are). */
+ * request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (the daemon did not say what the layers are). */
 KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session,
                                          struct kvq_layer *rows, uint32_t max, uint32_t *n);
 

@@ -216,7 +216,7 @@ struct kvq__session_info {
     uint64_t exact_tokens;  // of a prompt that is read in 16 bits until it has ended; 0: none
     bool packs_early;       // of a prompt of which that is no longer so, for room
     uint64_t shared_bytes;  // of packed_bytes, in blocks that others have as well
-    bool shared_unknown;    // not counted: see kvq__core_sessions
+    bool shared_unknown;    // not counted: the session has more blocks than KVQ__LIST_LOOKS
     uint8_t path;           // enum kvq_path
     uint8_t v_rotation;     // enum kvq_v_rotation, or KVQ__V_MIXED: DAEMON and NONE by layer
     bool step_open, created, read_only;

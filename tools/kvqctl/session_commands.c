@@ -93,6 +93,8 @@ static void print_session(const Kvq__Session *s)
     if (s->shared_bytes)
         printf("shared      %s of the packed bytes are there once for several, %s are its own\n",
                kvq__ctl_bytes(s->shared_bytes), kvq__ctl_bytes(s->packed_bytes - s->shared_bytes));
+    if (s->shared_unknown)
+        printf("shared      not counted: the session has too many blocks to look at\n");
     if (s->exact_tokens)
         printf("prompt      read in 16 bits until its %" PRIu64 " tokens are there\n",
                s->exact_tokens);

@@ -465,8 +465,9 @@ void kvq__session_count_shared(const struct kvq__session *s, struct kvq__session
 
 static void fill_whole_info(const struct kvq__session *s, struct kvq__session_info *info)
 {
+    uint64_t looks = KVQ__LIST_LOOKS;
     kvq__session_fill_info(s, info);
-    info->shared_bytes = shared_bytes(s);
+    kvq__session_count_shared(s, info, &looks);
 }
 
 // ---- By handle ----
