@@ -60,6 +60,23 @@ TEST(test_turns)
     assert_int_equal(kit.core->n_demoted, 0);
 }
 
+// A request that names two sessions which have gone waits for room for both.
+TEST(test_two_at_once)
+{
+    uint64_t handles[6];
+    for (uint32_t i = 0; i < 6; i++) {
+        handles[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, handles[0]) || is_home(&m, handles[1]));
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 2, 99);
+    struct kvq_entry_wire e[2] = {entry(&m, handles[0], 1), entry(&m, handles[1], 1)};
+    assert_int_equal(finish(&m, kit_request(&m, &r, e)), 0);
+    assert_true(is_home(&m, handles[0]) && is_home(&m, handles[1]));
+    r = kit_of_step(KVQ_OP_STEP_ABORT, 2, 99);
+    assert_int_equal(finish(&m, kit_request(&m, &r, e)), 0);
+}
+
 // The one that was used longest ago goes, one in a step never does.
 SAVING_TEST(test_who)
 {

@@ -62,6 +62,8 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, const struct kvq__handl
         q->work[i].no_room = rc == KVQ_E_NO_MEMORY || (rc < 0 && only_home) ? rc : 0;
         return rc != KVQ_E_NO_MEMORY && !core->draining;
     }
+    if (q->turn.listed) // another session of the request waits for room
+        return true;
     bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->demoted.home), bytes);
     struct kvq__shortage refused = {s->ns, s->demoted.home, bytes,
                                     quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
