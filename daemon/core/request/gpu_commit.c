@@ -53,8 +53,11 @@ static int status_of(const struct kvq__session *s)
 
 static void undo(struct kvq__session *s, struct kvq__table *table)
 {
+    // Who cancelled it has undone the other shards, which may be in their next step by now.
+    bool cancelled = s->in_step.counts->host->cancelled;
     kvq__step_over(s);
-    kvq__group_undo(s);
+    if (!cancelled)
+        kvq__group_undo(s);
     if (table)
         kvq__table_lost(table);
 }
