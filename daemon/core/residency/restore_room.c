@@ -140,6 +140,8 @@ static void take_restore_ticket(struct kvq__restore *r)
 static void give_blocks_back(struct kvq__restore *r)
 {
     struct kvq__session *s = r->session;
+    if (r->reserved == 0 && r->layer == 0 && r->page == 0) // as after the last look
+        return;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         struct kvq__layer *l = &s->layers[i];
         for (uint32_t p = 0; kvq__layer_owns(s, i) && p < s->n_pages; p++) {
