@@ -34,8 +34,12 @@ static const char *level_name(enum kvq_log_level level)
 int kvq__log_prepare(const char *path, char *text)
 {
     bool file = path && *path;
-    int fd = file ? open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY, 0640)
-                  : fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    // A pipe that nobody reads must not make the daemon wait here; writes may wait, as to a file.
+    const int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK;
+    int fd =
+        file ? open(path, flags, 0640) : fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+    if (fd >= 0 && file)
+        fcntl(fd, F_SETFL, O_APPEND);
     if (fd >= 0)
         return fd;
     snprintf(text, KVQ_TEXT_BYTES, "cannot open the log file %s: %s", file ? path : "(stderr)",
@@ -48,7 +52,6 @@ int kvq__log_check(const char *path, char *text)
     char folder[PATH_MAX];
     if (!path || !*path)
         return 0;
-    // A pipe that nobody reads must not make the daemon wait.
     int fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
     if (fd >= 0) {
         close(fd);

@@ -685,7 +685,8 @@ class Reloads(Configured):
         """What a reload would change or refuse, and nothing changes."""
         daemon = self.start("max_clients = 7\n")
         before = daemon.ctl("config", "get")
-        log = os.path.join(self.folder, "log")
+        log, fifo = os.path.join(self.folder, "log"), os.path.join(self.folder, "fifo")
+        os.mkfifo(fifo)  # which nobody reads
         self.write(f"max_clients = 8\nworkers = 5\nlog_file = {log}\n[namespace a]\nuids = 3\n")
         got = daemon.ctl("config", "reload", "--dry-run")
         self.assertIs(got.pop("dry_run"), True)
@@ -704,7 +705,8 @@ class Reloads(Configured):
         self.assertEqual(daemon.ctl("config", "get"), before)
         for text, words in ((f"max_clients = 9\nworkers = x\n", f"{self.path}:2: workers is \"x\""),
                             ("log_file = /nonexistent/log\n", "cannot open the log file /nonexis"),
-                            (f"log_file = {self.folder}\n", "Is a directory")):
+                            (f"log_file = {self.folder}\n", "Is a directory"),
+                            (f"log_file = {fifo}\n", f"cannot open the log file {fifo}: No such")):
             self.write(text)
             status, _, complaint = daemon.ctl("config", "reload", "--dry-run", check=False)
             self.assertEqual(status, 1)
