@@ -136,19 +136,26 @@ static bool has_token(const struct kvq__http *h, struct MHD_Connection *connecti
 }
 
 // A page of another site that a browser shows may send requests here, by a name that it has led to
-// this address. Its Host header then has that name.
-static bool is_for_us(const struct kvq__http_guest *guest, struct MHD_Connection *connection)
+// this address. Its Host header then has that name. No name leads to an address in figures.
+static bool is_for_us(const struct kvq__http *h, const struct kvq__http_guest *guest,
+                      struct MHD_Connection *connection)
 {
-    static const char *const names[] = {"localhost", "127.0.0.1", "[::1]"};
+    const char *own = h->server->config.http_address, *colon = strrchr(own, ':');
+    const struct {
+        const char *name;
+        size_t n;
+    } hosts[] = {{"localhost", 9},
+                 {"127.0.0.1", 9},
+                 {"[::1]", 5},
+                 {own, colon ? (size_t)(colon - own) : strlen(own)}};
     const char *host =
         MHD_lookup_connection_value(connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_HOST);
     if (guest->local || !host)
         return true;
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        size_t n = strlen(names[i]);
-        if (strncmp(host, names[i], n) == 0 && (host[n] == 0 || host[n] == ':'))
+    for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++)
+        if (strncmp(host, hosts[i].name, hosts[i].n) == 0 &&
+            (host[hosts[i].n] == 0 || host[hosts[i].n] == ':'))
             return true;
-    }
     return false;
 }
 
@@ -306,9 +313,9 @@ static enum MHD_Result route_request(struct kvq__http *h, struct MHD_Connection 
     if (strcmp(method, MHD_HTTP_METHOD_GET) != 0 && strcmp(method, MHD_HTTP_METHOD_HEAD) != 0)
         return answer_text(connection, MHD_HTTP_METHOD_NOT_ALLOWED,
                            "this shows and changes nothing: GET or HEAD; kvqctl changes things");
-    if (!is_for_us(guest, connection))
+    if (!is_for_us(h, guest, connection))
         return answer_text(connection, MHD_HTTP_MISDIRECTED_REQUEST,
-                           "ask for localhost, 127.0.0.1 or [::1]");
+                           "ask for localhost, 127.0.0.1, [::1] or the address of http_address");
     for (size_t i = 0; i < sizeof routes / sizeof *routes && !route; i++)
         if (strcmp(path, routes[i].path) == 0)
             route = &routes[i];

@@ -688,6 +688,16 @@ class Addresses(unittest.TestCase):
             with self.assertRaisesRegex(AssertionError, f"http_address {taken}: Address already"):
                 Daemon(http_address=taken)
 
+    def test_asked_by_its_address(self):
+        port = free_port()
+        daemon = Daemon(http_address=f"127.0.0.2:{port}")
+        connection = http.client.HTTPConnection("127.0.0.2", port, timeout=BOUND)
+        self.assertEqual(get(connection, "/health")[0], 200)
+        for host in ("127.0.0.20", "127.0.0.2.evil.example", ""):
+            self.assertEqual(get(connection, "/health", Host=host)[0], 421, host)
+        connection.close()
+        daemon.stop()
+
     def test_off_the_machine(self):
         """Never."""
         for address in ("0.0.0.0:9647", "[::]:9647", "10.0.0.1:80", "9647", "localhost:9647",
