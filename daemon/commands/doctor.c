@@ -21,7 +21,7 @@
 #include "proto/status.h"
 
 enum level { FINE, NOTE, PROBLEM };
-enum { MOST = 16 + 2 * KVQ_MAX_GPUS };
+enum { MOST = 16 + 3 * KVQ_MAX_GPUS };
 
 // When the store is nearly full: by what it takes, or by what is left for another session. The
 // alert KvqdStoreNearlyFull of packaging/prometheus has the same: tests/tools/alerts.py sees to it.
@@ -56,7 +56,7 @@ __attribute__((format(printf, 5, 6))) static void add(struct findings *f, const 
 static void check_cpu(struct findings *f, const struct kvq__server *s)
 {
     const char *isa = s->identity.isa;
-    bool wide = strcmp(isa, "avx512") == 0;
+    bool wide = strcmp(isa, "avx512") == 0 || strcmp(isa, "amx") == 0;
     add(f, "cpu", wide ? FINE : NOTE,
         wide ? "" : "a CPU with AVX-512 VNNI computes attention faster; nothing is wrong",
         "kernels of %s are in use", isa);
