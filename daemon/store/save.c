@@ -341,7 +341,9 @@ static int find_by_handle(struct kvq__task *t, uint64_t handle)
         return KVQ_E_INVALID;
     }
     int rc = kvq__session_info(t->client, handle, &info, t->text);
-    if (rc == 0 && !info.name[0]) {
+    if (rc < 0)
+        return rc;
+    if (!info.name[0]) {
         snprintf(t->text, sizeof t->text,
                  "the session has no name, by which it could be found again; only sessions with "
                  "names are saved");
@@ -350,7 +352,7 @@ static int find_by_handle(struct kvq__task *t, uint64_t handle)
     snprintf(t->ns, sizeof t->ns, "%s", info.ns);
     snprintf(t->name, sizeof t->name, "%s", info.name);
     t->tokens = info.tokens;
-    return rc;
+    return 0;
 }
 
 // The same by what a request calls it, "#ID" included.
