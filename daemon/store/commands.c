@@ -198,7 +198,8 @@ static void tidy_store(struct kvq__task *t)
 
 static void run_storage(struct kvq__task *t)
 {
-    kvq__jobs_working(t->jobs, t->working, sizeof t->working, &t->queued);
+    // Names of sessions may be secrets.
+    kvq__jobs_working(t->jobs, t->peer->admin, t->working, sizeof t->working, &t->queued);
     switch (t->request->storage->action) {
     case KVQ__STORAGE_ACTION__STORAGE_VERIFY:
         kvq__task_at_work(t, verify_store);

@@ -164,7 +164,8 @@ void kvq__jobs_tidy(struct kvq__jobs *jobs);
 // of a task that writes.
 bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes);
 // What is being written and read just now, empty: nothing; and how many wait to write.
-void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32_t *queued);
+void kvq__jobs_working(const struct kvq__jobs *jobs, bool names, char *out, size_t n,
+                       uint32_t *queued);
 
 // ---- list.c ----
 

@@ -198,7 +198,8 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
 
 // ---- What it is doing ----
 
-void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32_t *queued)
+void kvq__jobs_working(const struct kvq__jobs *jobs, bool names, char *out, size_t n,
+                       uint32_t *queued)
 {
     struct kvq__write_turn *now = jobs->turns.now;
     const struct kvq__task *first = now ? kvq__task_of_turn(now) : NULL, *t;
@@ -209,7 +210,7 @@ void kvq__jobs_working(const struct kvq__jobs *jobs, char *out, size_t n, uint32
         *queued += t->set_aside;
     if (first && first->at_poller) // which may be finding out whose it is
         first = NULL;
-    if (first && first->name[0])
+    if (first && first->name[0] && names)
         used = (size_t)snprintf(out, n, "%s %s/%s", kvq__jobs_doing(first), first->ns, first->name);
     else if (first)
         used = (size_t)snprintf(out, n, "%s", kvq__jobs_doing(first));

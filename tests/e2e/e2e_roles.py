@@ -60,6 +60,23 @@ class Users(Configured):
             for words in commands:
                 self.refuse(daemon, *words, role="no role", needed=needed)
 
+    def test_what_is_written(self):
+        """Who has no role sees what is being done, and not to whose session."""
+        daemon = self.begin("")
+        seen = threading.Event()
+
+        def save():
+            while not seen.is_set():
+                daemon.ctl("session", "save", "mine", "--again")
+        saver = threading.Thread(target=save)
+        saver.start()
+        end, working = time.monotonic() + BOUND, ""
+        while not working and time.monotonic() < end:
+            working = json.loads(self.ask(daemon, "storage", "status", "--json")[1])["working"]
+        seen.set()
+        saver.join()
+        self.assertEqual(working, "saving")
+
     def test_read(self):
         """Sees everything and changes nothing that is another's; what is its own it changes."""
         daemon = self.begin(f"read_uids = {STRANGER}\n")
