@@ -498,7 +498,8 @@ static const struct command commands[] = {
                                .needs = LASTING_STORE,
                                .doing = "importing",
                                .is_for_admins = always},
-    COMMAND(LOOK_AT_IMPORT) = {.run = kvq__jobs_look, .needs = STORE, .is_for_admins = always},
+    COMMAND(
+        LOOK_AT_IMPORT) = {.run = kvq__jobs_look, .needs = LASTING_STORE, .is_for_admins = always},
     COMMAND(LIST_SAVED) = {.run = kvq__jobs_list, .needs = STORE},
     COMMAND(STORAGE) = {.run = run_storage,
                         .needs = STORE,

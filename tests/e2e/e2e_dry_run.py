@@ -305,6 +305,19 @@ class DryRun(Stored):
             notes = self.refused_import(1, "is in memory", path)
         self.assertIn(damaged, notes[1])
 
+    def test_import_while_the_daemon_ends(self):
+        self.again(drain_ms=60000)
+        path = os.path.join(self.folder, "file")
+        session = self.make("it")
+        session.save()
+        self.daemon.ctl("session", "export", "it", path)
+        step = self.queue.step([session], 1)  # which the daemon waits for
+        self.daemon.process.terminate()
+        self.daemon.wait_log("event=draining")
+        self.assertIsNone(self.refused_import(1, "nothing is imported", path))
+        step.abort()
+        self.assertEqual(self.daemon.process.wait(BOUND), 0)
+
     def test_prefix(self):
         """The bytes that are free afterwards, of one namespace or of all."""
         with Engine(self.daemon) as engine:
