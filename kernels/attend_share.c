@@ -25,7 +25,7 @@ static bool may_share(const struct kvq_attend_job *x, const struct kvq_attend_jo
     const struct kvq_attend *a = &x->call, *b = &y->call;
     return a->format == b->format && a->path == b->path && a->q_tokens == b->q_tokens &&
            x->plan.split_tokens == y->plan.split_tokens && !x->plan.tall &&
-           kvq_extras_shared(a->format, a->extras, b->extras) && gains(a) &&
+           kvq_extras_shared(a->format, a->extras, b->extras) &&
            kvq_shape_same(a->shape, b->shape) && same_book(a->book, b->book);
 }
 
@@ -40,8 +40,6 @@ static uint32_t common_splits(const struct kvq_attend_job *x, const struct kvq_a
 {
     const struct kvq_attend *a = &x->call, *b = &y->call;
     uint32_t n = a->n_pages < b->n_pages ? a->n_pages : b->n_pages, i = 0;
-    if (n == 0 || !same_page(&a->pages[0], &b->pages[0]) || !may_share(x, y))
-        return 0;
     while (i < n && same_page(&a->pages[i], &b->pages[i]))
         i++;
     uint64_t tokens = (uint64_t)i * KVQ_BLOCK_TOKENS;
@@ -49,7 +47,9 @@ static uint32_t common_splits(const struct kvq_attend_job *x, const struct kvq_a
         tokens = a->fresh_start;
     if (b->fresh_tokens && b->fresh_start < tokens)
         tokens = b->fresh_start;
-    return (uint32_t)(tokens / x->plan.split_tokens);
+    return tokens >= x->plan.split_tokens && may_share(x, y)
+               ? (uint32_t)(tokens / x->plan.split_tokens)
+               : 0;
 }
 
 static void make_member(struct kvq_attend_job *job, uint32_t splits)
@@ -103,6 +103,8 @@ static uint32_t choose_splits(struct kvq_attend_job *const *jobs, uint32_t n)
 static uint32_t gather(struct kvq_attend_job **jobs, uint32_t n)
 {
     uint32_t members = 1;
+    if (!gains(&jobs[0]->call))
+        return members;
     for (uint32_t i = 1; i < n; i++)
         jobs[i]->plan.first_split = common_splits(jobs[0], jobs[i]);
     uint32_t splits = choose_splits(jobs, n);
