@@ -230,6 +230,21 @@ class Interrupts(Test):
         self.assertEqual(self.session.refresh(), expected)
         begin().abort()
 
+    def test_what_is_opened(self):
+        """Nobody has the handle or the queue: they are closed."""
+        def open_one():
+            return self.client.session(self.tokens.rows, "f16", name="one writer")
+        self.tokens.feed(self.queue, self.session, 5)
+        for behind in (False, True):
+            self.interrupted("kvq_session_open", behind, open_one)
+            open_one().close()
+            before = len(self.daemon.ctl("session", "list"))
+            self.interrupted("kvq_fork", behind, lambda: self.queue.fork([self.session] * 3))
+            self.assertEqual(len(self.daemon.ctl("session", "list")), before)
+            for _ in range(70):  # a client has 64
+                self.interrupted("kvq_queue_open", behind, self.client.queue)
+            self.client.queue().close()
+
     def test_steps(self):
         def begin(**options):
             return self.queue.step([self.session], 2, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, SupportsIndex, Tuple,
@@ -329,13 +329,18 @@ class Client:
         handle, info = c_uint64(), _ffi.SessionInfo()
         try:
             self.control(lib.kvq_session_open, byref(described), byref(handle), byref(info))
+            # Copies: whoever changes a Layer later does not change what the session has.
+            table = [replace(layer) for layer in layers for _ in range(max(layer.repeat, 1))]
+            return Session(self, handle.value, info.tokens, table or self._layers_of(handle),
+                           bool(info.read_only))
+        except BaseException:  # an interrupt comes right behind the call, and nobody has the handle
+            if handle.value:
+                with suppress(Error):
+                    self.control(lib.kvq_session_close, handle)
+            raise
         finally:
             if ids:
                 ids.close()
-        # Copies: whoever changes a Layer later does not change what the session has.
-        table = [replace(layer) for layer in layers for _ in range(max(layer.repeat, 1))]
-        return Session(self, handle.value, info.tokens, table or self._layers_of(handle),
-                       bool(info.read_only))
 
     def _layers_of(self, handle):
         """Of a session that was opened as it is; [] if the daemon does not say."""

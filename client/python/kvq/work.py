@@ -108,8 +108,13 @@ class Queue:
         self._locals: List[kvq.Local] = []
         self._tickets: List[Ticket] = []  # open ones: the library writes to their entries
         with client._gate:
-            client.control(lib.kvq_queue_open, byref(self.pointer))
-            client._queues.append(self)
+            try:
+                client.control(lib.kvq_queue_open, byref(self.pointer))
+                client._queues.append(self)
+            except BaseException:  # an interrupt comes right behind the call
+                if self.pointer and self not in client._queues:
+                    lib.kvq_queue_close(byref(self.pointer))
+                raise
 
     def close(self) -> None:
         """Closes its Locals, too."""
@@ -330,17 +335,18 @@ class Queue:
         entries = make_entries(sessions)
         if at is not None:
             entries["position"] = integers("at", at, np.uint64, (len(entries),))
-        code = lib.kvq_fork(self.pointer, entries.ctypes.data, len(entries))
+        code = 0
         try:
+            code = lib.kvq_fork(self.pointer, entries.ctypes.data, len(entries))
             check(code, entries)
-        except Error:
+            return [type(s)(self.client, int(e["value"]), int(e["position"]), s.layers)
+                    for s, e in zip(sessions, entries)]
+        except BaseException:  # an interrupt, too: nobody has the handles
             made = entries["value"][entries["status"] == 0].tolist() if not code else ()
-            for handle in made:
+            for handle in filter(None, made):
                 with suppress(Error):  # what failed first is what the caller is told
                     self.client.control(lib.kvq_session_close, handle)
             raise
-        return [type(s)(self.client, int(e["value"]), int(e["position"]), s.layers)
-                for s, e in zip(sessions, entries)]
 
     @alone
     def accept(self, sessions: Iterable[kvq.Session], drafted: Counts,
