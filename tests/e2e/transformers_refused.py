@@ -11,6 +11,7 @@ from transformers_rig import SIZES, WINDOW, Case, models, prompt
 import torch
 import transformers
 from kvq.transformers import KvqCache, attach, detach
+from kvq.transformers.masks import check_positions
 
 
 class Refused(Case):
@@ -191,6 +192,21 @@ class Refused(Case):
         self.model(self.ids[:, :3], past_key_values=cache, position_ids=torch.tensor([[5, 6, 9]]),
                    attention_mask=torch.cat([mask[:1], torch.ones(1, 3, dtype=torch.long)], 1))
         self.assertEqual(cache.sessions[0].tokens, 8)
+        kinds = {"sliding_attention": mask[:1] != 0, "full_attention": mask[:1] != 0}
+        check_positions(packed, kinds)  # masks that a model's wrapper has made
+        kinds = dict.fromkeys(kinds, torch.empty(0, 0, dtype=torch.bool))
+        self.refused("row 0 go from 6 to 0", check_positions, packed, kinds)
+
+    def test_places_of_columns(self):
+        """transformers 4 rotates K by cache_position where it is given no position_ids."""
+        for options in ({}, {"name": "places"}, {"prefix": self.ids}):
+            with self.cache(self.model, **options) as cache:
+                self.refused("cache_position goes from 7 to 18, and this cache has 0 columns",
+                             self.model, self.ids, past_key_values=cache,
+                             cache_position=torch.arange(12) + 7)
+                for at in (torch.arange(12), torch.arange(12, 24)):
+                    self.model(self.ids, past_key_values=cache, cache_position=at)
+                self.assertEqual(cache.get_seq_length(), 24)
 
     def test_windows_of_masks(self):
         """A layer whose mask has another window than its attention says: eager goes by the mask."""

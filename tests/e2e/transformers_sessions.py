@@ -2,6 +2,7 @@
 """Caches with names and prefixes; transformers_test.py runs these."""
 import contextlib
 import copy
+import gc
 import inspect
 import io
 import json
@@ -188,7 +189,10 @@ class Sessions(Case):
                 model(ids[:, tokens:], past_key_values=cache)
                 return tokens
         self.assertEqual([found(), found()], [0, 256])
-        model.set_adapter("two")
+        with self.cache(model, prefix=ids) as cache:
+            model.set_adapter("two")
+            with self.assertRaisesRegex(NotImplementedError, "other adapters are active"):
+                model(ids[:, 256:], past_key_values=cache)
         self.assertEqual([found(), found()], [0, 256])
         with model.disable_adapter():
             self.assertEqual([found(), found()], [0, 256])
@@ -430,6 +434,32 @@ class Shared(Case):
                         kvq.Code.E_DISCONNECTED, "gone")):
                     KvqCache(model, "16bit", client=client)
             client.close()
+
+    def test_a_forked_process(self):
+        """Has a client of its own, cannot use its parent's cache, and ends nothing of it."""
+        model, ids = models("llama")[1], prompt(9)
+        with unittest.mock.patch.object(kvq.transformers.rows, "_shared", None), \
+                unittest.mock.patch.dict(os.environ, KVQ_RUNTIME_DIR=self.daemon.directory):
+            cache = KvqCache(model, "16bit")
+            model(ids, past_key_values=cache)
+            child = os.fork()
+            if not child:
+                try:
+                    own = KvqCache(model, "16bit").state.rows
+                    own.open(1, torch.float32)
+                    self.assertIsNot(own.client, cache.state.rows.client)
+                    self.assertEqual(own.sessions[0].refresh(), 0)
+                    self.assertRaisesRegex(ValueError, "was forked from", cache.reset)
+                    cache.close()
+                    del cache
+                    gc.collect()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            self.assertEqual(os.waitpid(child, 0)[1], 0)
+            self.assertEqual(cache.sessions[0].refresh(), 9)
+            cache.close()
+            cache.state.rows.client.close()
 
 
 class Examples(unittest.TestCase):

@@ -91,7 +91,7 @@ def mode_crop(test, family):
     ids, other = prompt(40), prompt(14, 3)
     cache = test.cache(model)
     model(ids, past_key_values=cache)
-    cache.crop(-9)
+    cache.crop(tokens=-9)
     test.assertEqual(cache.get_seq_length(), 31)
     got = model(other, past_key_values=cache).logits
     want = test.logits(family, torch.cat([ids[:, :31], other], 1))[:, 31:]
@@ -376,11 +376,11 @@ class Llama(Case):
         ids, more = prompt(10, rows=2), prompt(4, 2, rows=4)
         cache = self.cache(model)
         model(ids, past_key_values=cache)
-        cache.batch_repeat_interleave(2)
+        cache.batch_repeat_interleave(repeats=2)
         all_ids = torch.cat([ids.repeat_interleave(2, 0), more], 1)
         self.same_logits(self.logits("llama", all_ids)[:, 10:],
                          model(more, past_key_values=cache).logits)
-        cache.batch_select_indices(torch.tensor([3, 1]))
+        cache.batch_select_indices(indices=torch.tensor([3, 1]))
         all_ids = torch.cat([ids[[1, 0]], more[[3, 1]], more[:2]], 1)
         self.same_logits(self.logits("llama", all_ids)[:, 14:],
                          model(more[:2], past_key_values=cache).logits)

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import kvq
 
-from .masks import beside_ids, check_goes_on, check_positions
+from .masks import beside_ids, check_goes_on, check_places, check_positions
 from ..hints import Threads
 from ..memory import CODES
 from .owner import Owner
@@ -180,9 +180,9 @@ class State:
 def _alone(method):
     """Of a KvqCache: no other thread may be in a forward or a call of it."""
     @functools.wraps(method)
-    def wrapped(self, *arguments):
+    def wrapped(self, *arguments, **options):
         with self.state.owner.use():
-            return method(self, *arguments)
+            return method(self, *arguments, **options)
     return wrapped
 
 
@@ -207,7 +207,8 @@ class KvqCache(Cache):
                    not be computed again, and what this one computes is there for others. The cache
                    has one row
 
-    on_detach, keep_seconds, salt and adapter are those of kvq.Client.session.
+    on_detach, keep_seconds, salt and adapter are those of kvq.Client.session. A session that is
+    there keeps the attention, max_rollback, on_detach and keep_seconds that it was made with.
 
     copy.deepcopy() of a cache is a fork: it shares what is packed.
     """
@@ -402,6 +403,7 @@ def _begins(decoder, args, options):
         name = rows.options.get("name")
         if rows.real is None and (name or "model" in rows.options and rows.seen):
             check_goes_on(name, rows.seen, positions, mask)
+        check_places(given.get("cache_position"), rows.seen)
         cache.state.begins(given)
 
 

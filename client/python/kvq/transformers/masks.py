@@ -73,12 +73,27 @@ def _without_pads(window):
     return _no_pads[window]
 
 
+def _one_of(mask):
+    """A mask, or one of a dict with one for each kind of layer, whose pads are the same."""
+    return next(iter(mask.values()), None) if isinstance(mask, dict) else mask
+
+
+def check_places(places, seen):
+    """Refuses a cache_position [columns] that does not begin behind the cache's `seen` columns:
+    transformers 4 rotates K by it where no position_ids come, and masks go by it."""
+    if isinstance(places, torch.Tensor) and places.ndim == 1 and places.numel() \
+            and not torch.equal(places.cpu(), torch.arange(seen, seen + len(places))):
+        refuse(f"cache_position goes from {int(places[0])} to {int(places[-1])}, and this cache "
+               f"has {seen} columns: new ones come behind them; leave cache_position out, or "
+               f"give torch.arange({seen}, {seen + len(places)})")
+
+
 def check_positions(positions, attention_mask):
     """Refuses positions [rows][columns] that begin anew within a row: several sequences in one,
     each of which is to see itself alone."""
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or positions.shape[1] < 2:
         return
-    rows = positions
+    rows, attention_mask = positions, _one_of(attention_mask)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 \
             and attention_mask.shape[1] >= positions.shape[1]:  # pads have any position
         shown = attention_mask[:, -positions.shape[1]:] != 0
@@ -130,8 +145,7 @@ def beside_ids(given, tokens, seen):
     columns = ids.shape[1]
     if positions is None:
         positions = torch.arange(seen, seen + columns)[None]
-    if isinstance(mask, dict):  # one for each kind of layer, whose pads are the same
-        mask = next(iter(mask.values()), None)
+    mask = _one_of(mask)
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel():
         shown = mask[:, -columns:] != 0
     else:

@@ -10,6 +10,7 @@ commits row by row: rows go back from it if another failed, so in a batch it has
 can be cropped.
 """
 import functools
+import os
 import threading
 from ctypes import byref, c_uint64
 
@@ -32,10 +33,21 @@ OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a for
 
 _shared = None
 _shared_lock = threading.Lock()
+_inherited = []  # clients of the processes that this one was forked from, never closed here
+
+
+def _begin_anew():
+    """In a forked process: the connection is its parent's, and so may the lock be."""
+    global _shared, _shared_lock
+    _inherited.append(_shared)
+    _shared, _shared_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def shared_client():
-    """One connection for all caches that are given none."""
+    """One connection for all caches of a process that are given none."""
     global _shared
     with _shared_lock:
         if _shared is None or not _shared.pointer:
@@ -65,6 +77,7 @@ def in_turn(method):
     another thread."""
     @functools.wraps(method)
     def wrapped(self, *arguments):
+        self.check_process()
         with self.queue.turn:
             return method(self, *arguments)
     return wrapped
@@ -103,6 +116,7 @@ class Rows:
 
     def __init__(self, table, client, options, max_tokens):
         self.table, self.options = table, options
+        self.process = os.getpid()
         self.format, self.threads = options.pop("format"), options.pop("threads")
         self.max_tokens = max_tokens
         self.client, self.queue = (client, client.queue()) if client else shared_queue()
@@ -226,6 +240,8 @@ class Rows:
                 end(session)
             except kvq.Error as error:
                 failed = failed or (error if error.code != kvq.Code.E_STALE else None)
+            except KeyboardInterrupt as interrupt:  # for which nobody would end the others
+                failed = interrupt
         if failed:
             raise failed
 
@@ -250,7 +266,8 @@ class Rows:
         except kvq.Error as error:
             if error.code == kvq.Code.E_ROLLBACK:
                 error.add_note(f"KvqCache(max_rollback={self.options['max_rollback']}) says how "
-                               "many tokens can be cropped") \
+                               "many tokens can be cropped; a session that was there keeps the "
+                               "max_rollback that it was made with") \
                     if hasattr(error, "add_note") else None
             raise
         self.seen -= columns
@@ -272,9 +289,14 @@ class Rows:
         self.seen, self.real, self.broken = 0, None, None
         self._end_all([s for s in sessions if s.handle], kvq.Session.drop)
 
-    @in_turn
     def close(self):
-        """Gives everything back. May be called again."""
+        """Gives everything back. May be called again. In a process that was forked since, nothing
+        is this one's to give back."""
+        if self.process == os.getpid():
+            self._close()
+
+    @in_turn
+    def _close(self):
         if not self.queue.pointer:
             return
         self.abort()
@@ -450,6 +472,12 @@ class Rows:
         new = step.keep if step.keep is not None else torch.ones(batch, step.columns,
                                                                  dtype=torch.bool)
         self.real = torch.cat([old, new], 1)
+
+    def check_process(self):
+        """The connection is one process's: two would take each other's replies."""
+        if self.process != os.getpid():
+            raise ValueError("the cache is of the process that this one was forked from; make one "
+                             "here, with a kvq.Client of this process if you give it one")
 
     def check_open(self):
         """The library is told pointers: of what is closed there are none."""

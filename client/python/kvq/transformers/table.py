@@ -129,6 +129,7 @@ class Table:
                    "served")
         self._modules = [weakref.ref(m) for m in modules]
         self._adapted = [weakref.ref(m) for m in adapted(model)]
+        self._switched = [tuple(_switches(m)) for m in adapted(model)]
         self.scales = [float(m.scaling) for m in modules]
         self.windows = [self._window(m) for m in modules]
         self.softcaps = [self._softcap(m) for m in modules]
@@ -159,11 +160,16 @@ class Table:
     def check_adapters(self):
         """Of a cache that others find, or that is there again: its K and V are those of the
         adapters that were active when it was made."""
-        name = chosen_by_call(module() for module in self._adapted)
+        modules = [module() for module in self._adapted]
+        name = chosen_by_call(modules)
         if name:
             refuse(f"{name} chooses adapters for this call, but a cache with a name or a prefix is "
                    "for those that are active when it is made: call set_adapter() and make another "
                    "one, or make the cache without name and prefix")
+        if any(module is not None and tuple(_switches(module)) != switched
+               for module, switched in zip(modules, self._switched)):
+            refuse("other adapters are active, merged or weighted than when this cache was made; "
+                   "with a name or a prefix it is for those: make another cache")
 
     def check_module(self, layer, module):
         """The attention that asks is that of the model which the cache was made for."""
