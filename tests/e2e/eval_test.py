@@ -165,8 +165,11 @@ class Command(Case):
         self.said = errors.getvalue()
         if status == 2 or not os.path.exists(self.path(out, "report.json")):
             return None
-        with open(self.path(out, "report.json"), encoding="utf-8") as file:
-            return json.load(file)
+        return json.loads(self.read(out, "report.json"))
+
+    def read(self, out, name):
+        with open(self.path(out, name), encoding="utf-8") as file:
+            return file.read()
 
     def rows(self, made):
         return {row["name"] + "/" + row["path"]: row for row in made["rows"]}
@@ -349,8 +352,7 @@ class Command(Case):
         self.assertEqual(rows["f16/exact"]["needles"]["by_outside"][0]["outside"], "0%")
         self.assertEqual([g["outside"] for g in rows["oscar2/exact"]["needles"]["by_outside"]],
                          ["50 to 90%", "90 to 100%"])
-        with open(self.path("parts", "report.md"), encoding="utf-8") as file:
-            page = file.read()
+        page = self.read("parts", "report.md")
         for words in ("## Needles", "300 tokens away", "50 to 90% outside", "## Long answers"):
             self.assertIn(words, page)
         self.assertEqual(self.command("parts", *arguments), made)
@@ -497,8 +499,7 @@ class Command(Case):
             self.assertEqual(sorted(other["levels"]), sorted(mix["levels"]))
             self.assertEqual(other["score"]["sizes"]["bits_packed"],
                              mix["score"]["sizes"]["bits_packed"])
-        with open(self.path("mixed", "report.md"), encoding="utf-8") as file:
-            page = file.read()
+        page = self.read("mixed", "report.md")
         self.assertIn("| layer | `oscar2` adds | `mix-3.8` | `mix-3.8-reversed` |", page)
         self.assertIn("on other text than is measured above", page)
         done = subprocess.run(
@@ -514,8 +515,7 @@ class Command(Case):
                             "--levels", "oscar2,oscar4", "--together", "12", "--allocate-skip",
                             str(CONTEXT - 1))
         self.assertEqual(made["allocation"]["same_text"], True)
-        with open(self.path("same", "report.md"), encoding="utf-8") as file:
-            self.assertIn("on text that they are measured on above", file.read())
+        self.assertIn("on text that they are measured on above", self.read("same", "report.md"))
 
     def test_allocate_refuses_before_it_measures(self):
         for words, arguments in (
@@ -562,8 +562,10 @@ class Command(Case):
             for row in made["rows"]:
                 del row["speed"]
         self.assertEqual(whole, again)
-        self.command("ended", *arguments)
-        self.assertNotIn("window", self.said, "it was measured once more")
+        for more, speeds in (((), 3), (("--threads", "2"), 0)):  # a speed is of so many threads
+            made = self.command("ended", *arguments, *more)
+            self.assertNotIn("window", self.said, "it was measured once more")
+            self.assertEqual(sum("speed" in row for row in made["rows"]), speeds)
 
     def test_other_settings_are_other_measurements(self):
         first = self.command("settings", "--formats", "oscar2", "--windows", "1")
@@ -578,8 +580,7 @@ class Command(Case):
         self.assertIn("oscar9", rows["oscar9/exact"]["failed"])
         self.assertIn("codebook", rows["vecinfer-2/exact"]["failed"])
         self.assertIn("score", rows["oscar4/exact"])
-        with open(self.path("failing", "report.md"), encoding="utf-8") as file:
-            page = file.read()
+        page = self.read("failing", "report.md")
         self.assertIn("## Not measured", page)
         self.assertRegex(page, r"\| `oscar9` \| exact \| .*oscar9")
 
@@ -587,8 +588,7 @@ class Command(Case):
         """Every table has as many cells in each line; exact and fast are told apart; speeds have a
         section of their own."""
         self.command("page", "--formats", "oscar4,oscar2/fast", "--windows", "1")
-        with open(self.path("page", "report.md"), encoding="utf-8") as file:
-            text, speeds = file.read().split("## Speed")
+        text, speeds = self.read("page", "report.md").split("## Speed")
         for part in (text, speeds):
             table = [line for line in part.split("\n") if line.startswith("|")]
             self.assertEqual(len(table), 5)

@@ -121,6 +121,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
+        import transformers
         import kvq
         from . import models, results, score
         torch.set_grad_enabled(False)
@@ -131,7 +132,11 @@ class Run:
         self.client = kvq.Client(where, name="kvq.eval")
         self.out = options.out or "kvq-eval-" + self.models.name.removesuffix(".gguf")
         os.makedirs(self.out, exist_ok=True)
-        self.results = results.Results(os.path.join(self.out, "results.jsonl"))
+        self.versions = {"transformers": transformers.__version__, "torch": torch.__version__,
+                         "kvq": kvq_version(kvq)}
+        self.results = results.Results(
+            os.path.join(self.out, "results.jsonl"),
+            {"machine": machine(), "threads": options.threads, **self.versions})
         self.reference, self.sides = self.open_sides()
 
     def open_sides(self) -> Any:
@@ -216,6 +221,8 @@ class Run:
         lines = self.found(score.score_key(reference, side, name, step) for name in self.names)
         if lines:
             row.update(report.score_of(lines))
+            if not self.results.are_of_here(lines):
+                del row["speed"]
         lines = self.found(needles.needle_key(reference, side, item, step) for item in self.items)
         if lines:
             row["needles"] = needles.summary(lines)
@@ -223,16 +230,14 @@ class Run:
                                               step) for prompt in self.prompts)
         if lines:
             row["answers"] = answers.summary(lines)
-            row.setdefault("speed", {}).update(answers.speed(lines))
+            if self.results.are_of_here(lines):
+                row.setdefault("speed", {}).update(answers.speed(lines))
         if side.key in self.failures.why:
             row["failed"] = self.failures.why[side.key]
         return row
 
     def report(self) -> Dict[str, Any]:
         """The report, as report.py says."""
-        import torch
-        import transformers
-        import kvq
         o = self.options
         return {
             "model": self.models.name, "machine": machine(),
@@ -240,9 +245,7 @@ class Run:
                 "dtype": self.models.dtype, "attention": self.models.attention, "step": o.step,
                 "context": o.context, "windows": o.windows, "skip": o.skip, "threads": o.threads,
                 "prompt": o.prompt, "distances": o.distances, "needles": o.needles,
-                "text": self.text_name, "bos": self.bos,
-                "transformers": transformers.__version__, "torch": torch.__version__,
-                "kvq": kvq_version(kvq)},
+                "text": self.text_name, "bos": self.bos, **self.versions},
             **({"allocation": self.allocation} if o.allocate else {}),
             "rows": [self.row(side) for side in [self.reference, *self.sides]]}
 

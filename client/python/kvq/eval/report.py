@@ -180,12 +180,15 @@ def speeds(report: Dict[str, Any]) -> List[str]:
             rows.append([name_of(row), row["path"],
                          number(speed.get("prefill_tokens_per_second", math.nan)),
                          number(speed.get("decode_tokens_per_second", math.nan))])
+    others = sum("score" in row and not row.get("speed") for row in report["rows"])
+    left = ([f"{others} of the caches were measured on another machine, by other threads or with "
+             "other versions: their speed is not here.", ""] if others else [])
     if not rows:
-        return []
+        return left
     return ["## Speed on this machine", "", *table(
         ("cache", "path", "prefill, tokens a second", "decoding, tokens a second"), rows), "",
         f"{report['machine']}. The whole model, with its matrix products; caches took turns, and "
-        "what else the machine did meanwhile is in these numbers.", ""]
+        "what else the machine did meanwhile is in these numbers.", "", *left]
 
 
 def failed(report: Dict[str, Any]) -> List[str]:

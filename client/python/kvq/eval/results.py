@@ -23,8 +23,9 @@ class Results:
     """The lines of a file by their keys. A line that a killed run left half written is passed over,
     and measured again."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, taken: Optional[Dict[str, Any]] = None) -> None:
         self.path = path
+        self.taken = taken  # on which machine, by how many threads and what versions
         self.lines: Dict[str, Dict[str, Any]] = {}
         whole = True
         if os.path.exists(path):
@@ -46,11 +47,15 @@ class Results:
 
     def put(self, key: str, line: Dict[str, Any]) -> None:
         """Keeps a measurement, on disk before this returns."""
-        line = {"key": key, **line}
+        line = {"key": key, **line, **({"taken": self.taken} if self.taken else {})}
         text = json.dumps(line)
         self._file.write(text + "\n")
         self._file.flush()
         self.lines[key] = json.loads(text)
+
+    def are_of_here(self, lines: Iterable[Dict[str, Any]]) -> bool:
+        """Whether speeds of these lines are of this machine, these threads and versions."""
+        return all(line.get("taken") == self.taken for line in lines)
 
     def close(self) -> None:
         """Closes the file."""
