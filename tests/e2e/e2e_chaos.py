@@ -29,12 +29,13 @@ class Worker:
         self.cuda, self.queue = self.engine.cuda, self.engine.queue
         self.other = self.engine.client.queue()
         self.tokens = self.engine.tokens = Tokens(seed, MOST + 20, layers=LAYERS)
-        self.session = None
+        self.session, self.named = None, False
 
     def open(self, name=""):
         self.session = self.engine.client.session(
             self.tokens.rows, "f16", place=self.engine.place,
             **({"name": name, "take_over": True} if name else {}))
+        self.named = bool(name)
 
     def close(self):
         session, self.session = self.session, None
@@ -70,7 +71,7 @@ class Worker:
             return
         forked = self.queue.fork([session])[0]
         session.close()
-        self.session = forked
+        self.session, self.named = forked, False
 
 
 def victim(say, wait, directory, seed):
@@ -96,19 +97,25 @@ class Chaos(Worker):
     def __init__(self, directory, seed):
         super().__init__(directory, seed)
         self.over = threading.Event()  # the test wants it to end
-        self.closing, self.leaving = False, threading.Lock()
+        self.depends, self.leaving = False, threading.Lock()
         threading.Thread(target=self.leave, daemon=True).start()
         self.random = random.Random(seed)
         self.word = self.cuda.alloc(8)
 
     def leave(self):
-        """When the test wants it to, also out of a call that waits for those who stand still: the
-        test kills them later."""
+        """When the test wants it to, also out of a call that may wait for those who stand still:
+        the test kills them later."""
         sys.stdin.read()
         with self.leaving:
             self.over.set()
-            if self.closing:
+            if self.depends:
                 os._exit(0)
+
+    def depend(self, yes):
+        """Whether what comes next may wait for those who stand still. False: it is not to come."""
+        with self.leaving:
+            self.depends = yes
+            return not self.over.is_set()
 
     def hold(self):
         """What is given to its stream from now on waits for a word."""
@@ -151,7 +158,8 @@ class Chaos(Worker):
         os._exit(0)
 
     def shared(self):
-        """A session that others use as well, and take away."""
+        """A session that others use as well, and take away: a step in it comes behind the work of
+        who had it before."""
         self.close()
         number = self.random.randrange(4)
         self.tokens = self.engine.tokens = Tokens(1000 + number, MOST + 20, layers=LAYERS)
@@ -169,14 +177,7 @@ class Chaos(Worker):
     def memory(self):
         """Memory comes, and goes when no stream of any client waits."""
         at = self.cuda.alloc(PIECE)
-        buffer = self.engine.client.import_tensor(CudaTensor(at, 1024))
-        with self.leaving:
-            if self.over.is_set():
-                return
-            self.closing = True
-        buffer.close()
-        with self.leaving:
-            self.closing = False
+        self.engine.client.import_tensor(CudaTensor(at, 1024)).close()
 
     def once(self):
         draw = self.random.choices(
@@ -184,6 +185,8 @@ class Chaos(Worker):
              lambda: self.on_host(self.random.randrange(1, 20)),
              self.late, self.fork, self.anew, self.shared, self.drop, self.memory),
             (8, 6, 3, 3, 2, 2, 1, 1))[0]
+        if not self.depend(self.named or draw in (self.shared, self.memory)):
+            return 0.0
         try:
             return draw() or 0.0
         except kvq.Error as error:
@@ -191,6 +194,8 @@ class Chaos(Worker):
                 raise
             self.session = None
             return 0.0
+        finally:
+            self.depend(False)
 
 
 def chaos(say, _wait, directory, seed):
