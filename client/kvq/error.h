@@ -32,7 +32,7 @@ extern "C" {
 #endif
 
 #define KVQ_VERSION_MAJOR 0
-#define KVQ_VERSION_MINOR 1
+#define KVQ_VERSION_MINOR 2
 #define KVQ_VERSION_PATCH 0
 
 enum {
@@ -85,7 +85,7 @@ KVQ_API const char *kvq_strerror(int code);
  * until the thread's next kvq call. */
 KVQ_API const char *kvq_error_text(void);
 
-/* The version of the library, not of the daemon: "0.1.0". */
+/* The version of the library, not of the daemon: "0.2.0". */
 KVQ_API const char *kvq_version(void);
 
 #ifdef __cplusplus

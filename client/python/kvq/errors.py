@@ -58,7 +58,7 @@ def strerror(code: int) -> str:
 
 
 def version() -> str:
-    """The library's version, as "0.1.0"."""
+    """The library's version, as "0.2.0"."""
     return lib.kvq_version().decode()
 
 
