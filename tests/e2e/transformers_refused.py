@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What kvq.transformers does not serve; transformers_test.py runs these."""
 import copy
+import inspect
 import unittest
 import unittest.mock
 import warnings
@@ -71,10 +72,17 @@ class Refused(Case):
         self.still_serves(cache)
 
     def test_weights_of_attention(self):
-        cache = self.cache(self.model)
-        self.refused("output_attentions", self.model, self.ids, past_key_values=cache,
-                     output_attentions=True)
-        self.still_serves(cache)
+        """Refused before transformers 4 replaces the layers' forward(), which it does not undo
+        where a forward raises: copies of the model would compute with its own layers."""
+        model = copy.deepcopy(self.model)
+        cache = self.cache(model)
+        for call in (model, model.model, model.generate):
+            self.refused("output_attentions", call, self.ids, past_key_values=cache,
+                         output_attentions=True)
+        self.assertEqual([m for m in model.modules() if not inspect.ismethod(m.forward)], [])
+        self.still_serves(cache, model)
+        twin = copy.deepcopy(model)
+        self.still_serves(self.cache(twin), twin)
 
     def test_unknown_keywords(self):
         """They may change attention, as head_mask does with eager in transformers 4."""

@@ -5,7 +5,7 @@ transformers does not hand it the cache: KvqLayer.update() tags the new K with i
 """
 import torch
 
-from .table import check_dropped, refuse
+from .table import check_dropped, check_weights, refuse
 
 # What models hand to their attention that does not change its result: the Q and K that come have
 # their positions already, and the rest concerns what the model gives out.
@@ -28,9 +28,7 @@ def _check(query, dropout, asked):
 def _check_keyword(name, value):
     """One that is given, and not harmless."""
     if name == "output_attentions":
-        if value:
-            refuse("output_attentions=True asks for the weights of attention, which kvqd does not "
-                   "give out; attn_implementation=\"eager\" does")
+        check_weights(value)
     elif name == "is_causal":
         if not value:
             refuse("bidirectional attention is not served")

@@ -19,7 +19,8 @@ from ..hints import Threads
 from ..memory import CODES
 from .owner import Owner
 from .rows import MAX_TOKENS, Rows
-from .table import Table, check_implementation, check_prefix, fingerprint, refuse
+from .table import (
+    Table, check_implementation, check_prefix, check_weights, fingerprint, refuse)
 
 CACHE_NAMES = "cache", "past_key_values"  # of the argument: from transformers 5.24 on, and before
 _FINGERPRINT = ("kvq.transformers' fingerprint is of the configuration (but for the version of "
@@ -395,6 +396,9 @@ def _begins(decoder, args, options):
     given = _named(decoder, args, options)
     cache = cache_among(given)
     if isinstance(cache, KvqCache):
+        # Here, since transformers 4 puts what gathers weights in place of the layers' forward(),
+        # and leaves it there if the decoder raises: a copy of the model would call this one's.
+        check_weights(given.get("output_attentions"))
         positions, mask = given.get("position_ids"), given.get("attention_mask")
         check_positions(positions, mask)
         rows = cache.state.rows

@@ -34,6 +34,13 @@ def check_implementation(config):
                "model.set_attn_implementation(\"kvq\")")
 
 
+def check_weights(asked):
+    """Refuses output_attentions=True."""
+    if asked:
+        refuse("output_attentions=True asks for the weights of attention, which kvqd does not give "
+               "out; attn_implementation=\"eager\" does")
+
+
 def shape(config):
     """Query heads, KV heads and dimensions of all layers. A configuration of transformers 5.24 may
     have some of these layer by layer, and raises an error of its own where it is asked for one."""
