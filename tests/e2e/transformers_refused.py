@@ -40,8 +40,27 @@ class Refused(Case):
             self.refused("KvqCache", self.model.generate, self.ids, max_new_tokens=2, **options)
         self.refused("KvqCache", self.model, self.ids,
                      past_key_values=transformers.DynamicCache())
-        self.refused("KvqCache", self.model.generate, self.ids, max_new_tokens=2,
-                     cache_implementation="static")
+
+    def test_a_static_cache(self):
+        """transformers 4 keeps it in the model, and where its first forward was refused, or failed
+        for any reason in a stock model, it fails in all later calls without a sentence."""
+        def fail(*_):
+            raise ZeroDivisionError
+        eager, model = (copy.deepcopy(m) for m in models("llama"))
+        options = {"max_new_tokens": 2, "cache_implementation": "static"}
+        self.refused("KvqCache", model.generate, self.ids, **options)
+        hook = eager.model.layers[0].register_forward_pre_hook(fail)
+        self.assertRaises(ZeroDivisionError, eager.generate, self.ids, **options)
+        hook.remove()
+        if transformers.__version__ >= "5":
+            self.refused("KvqCache", model.generate, self.ids, **options)
+            self.assertEqual(eager.generate(self.ids, **options).shape, (1, 14))
+            return
+        for one in (eager, model):
+            with self.assertRaisesRegex(AttributeError, "StaticLayer.*max_batch_size"):
+                one.generate(self.ids, **options)
+        del model._cache
+        self.refused("KvqCache", model.generate, self.ids, **options)
 
     @unittest.skipIf(transformers.__version__ < "5", "transformers 4 fails without a sentence")
     def test_continuous_batching(self):

@@ -389,7 +389,7 @@ class Llama(Case):
         self.same_logits(self.logits("llama", ids), model(ids, past_key_values=cache).logits)
 
     def test_assistant(self):
-        """Another model drafts; both have a cache of kvq's, the assistant's its own."""
+        """Another model drafts, by eager attention and with a cache of transformers' own."""
         eager, _ = models("llama")
         assistant = copy.deepcopy(eager)
         torch.manual_seed(3)

@@ -2,6 +2,7 @@
 """generate() of a model with a KvqCache of its own for each call that is given none."""
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from typing import Any, Optional
@@ -14,11 +15,17 @@ from kvq.configuration import rope_by_length
 
 from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
 from .masks import tensors_besides
-from .table import BY_CALL, Table, adapted, check_prefix, chosen_by_call
+from .table import BY_CALL, Table, adapted, check_prefix, chosen_by_call, refuse, text_config
 
 
 # What asks for assisted decoding, which hands over the whole prompt, whatever the cache has of it.
 ASSISTED = "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"
+
+# Names of caches that a call may have without asking for one of transformers': "hybrid" stands in
+# configurations of models with windows on the hub, and is what such models have anyway;
+# "dynamic_full", which can be cropped, is what assisted decoding of transformers 4 asks assistants
+# for.
+OURS_AS_WELL = "hybrid", "dynamic_full"
 
 
 def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *,
@@ -96,6 +103,7 @@ class _Attached:
             raise
         for name in CACHE_NAMES:  # given as None
             given.pop(name, None)
+        generation_config = asked.without_name()
         given[cache_name(self)] = cache
         done = None
         try:
@@ -125,12 +133,31 @@ class _Asked:
         return otherwise
 
     def makes_its_own(self):
-        """A cache was given, or is asked for by another name; generate() or kvq's attention says
-        what is wrong with it. The name "hybrid" stands in configurations of models with windows on
-        the hub, and transformers takes it for none."""
-        return cache_among(self.given) is not None \
-            or self.option("cache_implementation") not in (None, "hybrid") \
-            or self.option("use_cache") is False
+        """A cache was given, and generate() or kvq's attention says what is wrong with it; or one
+        by another name is asked for, and the model has another implementation of attention by now.
+        What kvq cannot attend to is refused here: transformers 4 would keep a static cache that no
+        forward came to use, and fail in every later call that asks for one."""
+        if cache_among(self.given) is not None:
+            return True
+        name = self.option("cache_implementation")
+        if name in (None, *OURS_AS_WELL) and self.option("use_cache") is not False:
+            return False
+        if text_config(self.model)._attn_implementation == "kvq":
+            wanted = "use_cache=False" if name in (None, *OURS_AS_WELL) else \
+                f"cache_implementation={name!r}"
+            refuse(f"{wanted}, of a model that attach() has changed: its calls have a KvqCache; "
+                   "leave that out, or detach() the model")
+        return True
+
+    def without_name(self):
+        """The call's configuration for a cache that is given, beside which transformers 4 takes no
+        name of one. The call's own options lose the name as well."""
+        self.given.pop("cache_implementation", None)
+        if getattr(self.config, "cache_implementation", None) is None:
+            return self.config
+        config = copy.copy(self.config)
+        config.cache_implementation = None
+        return config
 
     def _has_more_than_ids(self):
         """Images, say, or positions: they change the K of tokens whose ids are the same."""
