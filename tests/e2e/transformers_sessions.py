@@ -236,6 +236,43 @@ class Sessions(Case):
         with self.cache(model) as cache:  # is nobody else's
             adapted(input_ids=ids, past_key_values=cache, adapter_names=["two"])
 
+    @unittest.skipUnless(peft, "PEFT is not installed")
+    def test_a_prompt_that_peft_has_learned(self):
+        """Stands before each call's: an attached model shares nothing of such a call, though its
+        weights and ids are those of calls without."""
+        ids, config = prompt(300, 24), peft.PromptTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=5)
+        eager, tuned = (peft.get_peft_model(copy.deepcopy(model), config).eval()
+                        for model in models("llama"))
+        tuned.load_state_dict(eager.state_dict())
+        plain = tuned.get_base_model()
+        attach(plain, "16bit", client=self.client, salt="learned")
+        call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8,
+                "do_sample": False}
+        for _ in range(2):
+            self.same_tokens(eager.get_base_model(), eager.get_base_model().generate(**call),
+                             plain.generate(**call))
+            self.assertEqual(eager.generate(**call).tolist(), tuned.generate(**call).tolist())
+        with self.assertRaisesRegex(NotImplementedError, "prefix, of a model whose prompt PEFT"):
+            self.cache(tuned, prefix=ids)
+        with self.cache(tuned) as cache:
+            got = tuned.generate(**call, **{cache_name(tuned): cache})
+            self.assertEqual(eager.generate(**call).tolist(), got.tolist())
+
+    @unittest.skipUnless(peft, "PEFT is not installed")
+    def test_keys_that_peft_has_learned(self):
+        """Come in a cache of PEFT's, beside or instead of kvq's."""
+        model, ids = copy.deepcopy(self.model), prompt(40, 25)
+        tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+        attach(model, "16bit", client=self.client)
+        for call in (lambda: self.cache(tuned), lambda: attach(tuned, "16bit"),
+                     lambda: tuned.generate(input_ids=ids, max_new_tokens=2)):
+            with self.assertRaisesRegex(NotImplementedError, r"learned \(PREFIX_TUNING\)"):
+                call()
+        with tuned.disable_adapter():
+            self.assertEqual(tuned.generate(input_ids=ids, max_new_tokens=2).shape, (1, 42))
+
     def test_prefix(self):
         """What one cache has computed the next finds; so does a fork's, and one after a crop."""
         for family in ("llama", "mistral", "gemma3"):

@@ -230,7 +230,7 @@ class KvqCache(Cache):
             "keep_seconds": keep_seconds, "salt": salt, "adapter": adapter, "threads": threads}
         ids = [] if prefix is None else _one_row(prefix)
         if prefix is not None:
-            check_prefix(table.config)
+            check_prefix(table.config, model)
             options["prefix"] = ids[:-1]  # the last token's logits are needed
         if name is not None or prefix is not None:
             options["model"] = fingerprint(model)

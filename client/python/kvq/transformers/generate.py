@@ -15,7 +15,8 @@ from kvq.configuration import rope_by_length
 
 from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
 from .masks import tensors_besides
-from .table import BY_CALL, Table, adapted, check_prefix, chosen_by_call, refuse, text_config
+from .table import (
+    BY_CALL, Table, adapted, check_prefix, chosen_by_call, learned_prompt, refuse, text_config)
 
 
 # What asks for assisted decoding, which hands over the whole prompt, whatever the cache has of it.
@@ -166,9 +167,10 @@ class _Asked:
 
     def prompt(self):
         """The ids of the call's one row; None where it has more rows, pads, or more than ids, or
-        adapters of its own, or is assisted."""
+        adapters or a learned prompt of its own, or is assisted."""
         if any(self.given.get(name) is not None for name in BY_CALL) \
-                or chosen_by_call(adapted(self.model)) or self._has_more_than_ids():
+                or chosen_by_call(adapted(self.model)) or learned_prompt(self.model) \
+                or self._has_more_than_ids():
             return None
         ids, mask = self.ids, self.given.get("attention_mask")
         if self.given.get("inputs_embeds") is not None or not isinstance(ids, torch.Tensor) \

@@ -88,8 +88,32 @@ def chosen_by_call(modules):
     return None
 
 
-def check_prefix(config):
+def learned_prompt(model):
+    """PEFT's configuration of a prompt that was learned, which PEFT puts before each call's; None.
+    PEFT's model is this one, or it calls this one's generate() and prepares the forwards of it."""
+    prepares = vars(model).get("prepare_inputs_for_generation")
+    for wrapper in (model, getattr(prepares, "__self__", None)):
+        config = getattr(wrapper, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            return config
+    return None
+
+
+def check_learned(model):
+    """Refuses a prompt that PEFT has learned as keys and values, which PEFT hands over in a cache
+    of transformers': some versions take it instead of the one that is given, others drop it."""
+    kind = getattr(learned_prompt(model), "peft_type", None)
+    if kind in ("PREFIX_TUNING", "CARTRIDGE"):
+        refuse(f"keys and values that PEFT has learned ({kind.value}) are not served: they come in "
+               "a cache of PEFT's own; attn_implementation=\"eager\" or \"sdpa\" runs this model "
+               "without kvq")
+
+
+def check_prefix(config, model=None):
     """Tokens have the same K in every prompt that begins with them."""
+    if model is not None and learned_prompt(model):
+        refuse("a prefix, of a model whose prompt PEFT has learned: tokens of its own stand before "
+               "those of ids; make the cache without prefix")
     kind = rope_by_length(config)
     if kind:
         refuse(f"a prefix, of a model whose RoPE is {kind!r}: its frequencies depend on the length "
@@ -115,6 +139,7 @@ class Table:
     def __init__(self, model):
         self.config = config = text_config(model)
         check_implementation(config)
+        check_learned(model)
         if getattr(model.config, "is_encoder_decoder", False):
             refuse("encoder-decoder models are not served: their cross-attention has no cache here")
         if getattr(config, "kv_lora_rank", None):
