@@ -348,6 +348,17 @@ part_e2e() {
     done
 }
 
+# The oldest version of transformers that is served, in the place of python3's own.
+under_transformers4() {
+    if ! kvq_install_transformers4; then
+        skipped=$((skipped + 1))
+        return
+    fi
+    check_counted "Python under transformers 4" 1200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
+        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" PYTHONPATH="$PWD/build/transformers4" \
+        python3 tests/e2e/transformers_test.py
+}
+
 part_python() {
     [ -d build/test ] || build test || return
     check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
@@ -359,6 +370,7 @@ part_python() {
     python3 -c 'import torch, transformers' 2>/dev/null || return 0
     check_counted "Python under transformers" 1200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
         KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/transformers_test.py
+    [ "$full" = 0 ] || under_transformers4
     check_counted "measuring models" 600 env KVQ_BIN_DIR="$PWD/build/test/bin" \
         KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/eval_test.py
     check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/test/bin" \

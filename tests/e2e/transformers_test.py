@@ -645,11 +645,12 @@ class Weights(Case):
 
     def test_example(self):
         program = os.path.join(e2e_rig.ROOT, "examples", "transformers_chat.py")
+        paths = [os.path.join(e2e_rig.ROOT, "client", "python"), os.environ.get("PYTHONPATH", "")]
         done = subprocess.run(
             [sys.executable, program, SMOLLM2, "oscar4", "What is the capital of France?"],
             capture_output=True, text=True, check=True, env=dict(
                 os.environ, KVQ_RUNTIME_DIR=self.daemon.directory,
-                PYTHONPATH=os.path.join(e2e_rig.ROOT, "client", "python")))
+                PYTHONPATH=os.pathsep.join(filter(None, paths))))
         self.assertIn("Paris", done.stdout)
         self.assertRegex(done.stdout, r"\n\d+ tokens in oscar4, \d\.\d\d bits per packed value\n$")
 
