@@ -139,17 +139,21 @@ KVQ_INLINE bool kvq__saturates(float x, uint8_t dtype)
     return kvq__is_finite(x) && fabsf(x) > (dtype == KVQ_F16 ? 65504.0f : 0x1.fep127f);
 }
 
-// What is packed of a raw number. bf16 reaches 2^128, and 256 such numbers are added in a
-// transform: limits keep what follows finite. NaN, which kvq_store reports and callers refuse,
-// becomes the lower limit there.
-KVQ_INLINE float kvq__packable(uint16_t raw, uint8_t dtype)
+// bf16 reaches 2^128, and 256 such numbers are added in a transform: limits keep what follows
+// finite. NaN becomes the lower limit.
+KVQ_INLINE float kvq__limited(float x)
 {
     const float most = 0x1p119f;
-    if (dtype == KVQ_F16)
-        return kvq__f16_to_f32(raw);
-    float x = kvq__bf16_to_f32(raw);
     x = x > -most ? x : -most;
     return x < most ? x : most;
+}
+
+// What is packed of a raw number. NaN is what kvq_store reports and callers refuse.
+KVQ_INLINE float kvq__packable(uint16_t raw, uint8_t dtype)
+{
+    if (dtype == KVQ_F16)
+        return kvq__f16_to_f32(raw);
+    return kvq__limited(kvq__bf16_to_f32(raw));
 }
 
 // ---- Transforms and norms ----

@@ -230,15 +230,21 @@ static void norms_at(const struct packing *p, uint32_t first, const float *rows,
 
 // ---- K and V ----
 
+// A factor below 1 takes bf16 beyond the limits again; fp16 does not get there.
 static void divide_by_factors(const struct packing *p, float *rows, uint32_t n)
 {
     _Alignas(64) float factors[KVQ_MAX_HEAD_DIM];
     uint32_t dim = p->codec.dim;
+    bool grows = false;
     if (!kvq__factors(p->k, p->f, &p->extras, p->unit->book, p->unit->head, dim, factors))
         return;
-    for (uint32_t c = 0; c < dim; c++)
+    for (uint32_t c = 0; c < dim; c++) {
+        grows |= factors[c] < 1.0f && p->s->dtype == KVQ_BF16;
         factors[c] = 1.0f / factors[c];
+    }
     p->k->scale_columns(rows, factors, n, dim);
+    for (size_t i = 0; grows && i < (size_t)n * dim; i++)
+        rows[i] = kvq__limited(rows[i]);
 }
 
 // One span of tokens that share scales, from `first` of the block on.

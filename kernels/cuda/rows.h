@@ -167,7 +167,8 @@ KVQ_DEVICE float kvq_gpu_factor(const kvq_recipe &r, const uint8_t *extras, cons
     return 1.0f;
 }
 
-// Divides 32 rows of K by their channels' factors, or, back, multiplies. Between syncs.
+// Divides 32 rows of K by their channels' factors, or, back, multiplies. What a factor below 1
+// takes beyond the limits of packing is limited again. Between syncs.
 template <int D>
 KVQ_DEVICE void kvq_gpu_scale_channels(const kvq_recipe &r, const uint8_t *extras,
                                        const kvq_book *book, uint32_t head, kvq_gpu_rows rows,
@@ -180,7 +181,8 @@ KVQ_DEVICE void kvq_gpu_scale_channels(const kvq_recipe &r, const uint8_t *extra
         const float factor = back ? own : 1.0f / own;
         for (uint32_t t = 0; t < KVQ_GROUP_TOKENS; t++) {
             const gpu::smem at = kvq_gpu_at(rows, t, c);
-            kvq_gpu_put(at, kvq_gpu_get(at) * factor);
+            const float x = kvq_gpu_get(at) * factor;
+            kvq_gpu_put(at, back ? x : kvq__limited(x));
         }
     }
     gpu::block_sync();

@@ -255,6 +255,7 @@ MUTATIONS = [
     pack("factors-not-inverse", "rows.h",
          "const float factor = back ? own : 1.0f / own;",
          "const float factor = own;"),
+    pack("divided-without-limits", "rows.h", "back ? x : kvq__limited(x)", "x"),
     pack("transform-without-sync", "rows.h",
          "kvq_gpu_butterflies<16>(x);\n"
          "        KVQ_UNROLL\n"

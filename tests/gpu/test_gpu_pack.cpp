@@ -254,10 +254,9 @@ static void same_cache(const host_cache &c, const on_device &d)
         same_bytes(c, "extras", c.extras, d.extras, kvq_extras_bytes(c.format, &c.shape));
 }
 
-static void check_pack(const char *format, const kvq_shape &shape, uint32_t tokens, kvt_kind kind,
+static void check_pack(const char *format, kvq_shape s, uint32_t tokens, kvt_kind kind,
                        uint64_t seed)
 {
-    kvq_shape s = shape;
     if (kvt_format(format)->raw_dtype)
         s.dtype = kvt_format(format)->raw_dtype;
     host_cache c = kvt_cache(cpu, format, s, tokens, -1, kind, seed);
@@ -326,11 +325,11 @@ static void test_pack_kinds(void **)
             }
 }
 
-// Units whose tokens compete with those of a lesson of `learn` tokens.
-static uint64_t check_competition(const char *format, uint32_t learn, uint64_t shift,
-                                  enum kvt_kind kind, uint64_t seed)
+// Units behind a lesson of `learn` tokens, and when their outliers froze.
+static uint64_t check_learned(const char *format, uint32_t learn, uint64_t shift,
+                              enum kvt_kind kind, uint64_t seed)
 {
-    const kvq_shape s = kvt_shape(1, 2, 64, KVQ_F16);
+    const kvq_shape s = kvt_shape(1, 2, 64, kind == KVT_RISING ? KVQ_BF16 : KVQ_F16);
     host_cache c = kvt_cache(cpu, format, s, 1024, -1, kind, seed);
     on_device d = put_on_device(c);
     workload w;
@@ -354,23 +353,25 @@ static void test_outliers(void **)
     bool frozen = false, open = false;
     for (const char *name : {"ott2-oscar", "ott2", "ott2-s32"})
         for (uint64_t seed = 0; seed < 2; seed++)
-            check_competition(name, 128 + 128 * seed, seed << 33, seed ? KVT_EXTREME : KVT_NORMAL,
-                              kvt_seed() + seed);
+            check_learned(name, 128 + 128 * seed, seed << 33, seed ? KVT_EXTREME : KVT_NORMAL,
+                          kvt_seed() + seed);
     for (uint32_t room = 0; room < 20; room++) {
         const std::string name = "ott2-oscar:outliers=4:displaced=" + std::to_string(room);
-        const uint64_t at = check_competition(name.c_str(), 128, 0, KVT_NORMAL, kvt_seed());
+        const uint64_t at = check_learned(name.c_str(), 128, 0, KVT_NORMAL, kvt_seed());
         frozen |= at != UINT64_MAX;
         open |= at == UINT64_MAX;
     }
     assert_true(frozen && open);
 }
 
-// A lesson of many pages, the last of them not whole.
+// A lesson of many pages, the last of them not whole; and one with factors far below 1.
 static void test_lesson(void **)
 {
     const kvq_shape s = kvt_shape(1, 1, 64, KVQ_BF16);
     for (const char *name : {"ott2-oscar", "innerq-small", "innerq-small:rot=signed"})
         check_pack(name, s, full() ? 4096 + 192 : 864, KVT_NORMAL, kvt_seed());
+    for (const char *name : {"innerq-base", "innerq-hybrid", "innerq-small:rot=signed"})
+        check_learned(name, 128, 0, KVT_RISING, kvt_seed());
 }
 
 // Layers of different formats, shapes and sessions in one launch; some entries are empty.
@@ -684,10 +685,9 @@ static void check_rows(const host_cache &c, const on_device &d, uint64_t from, u
     same_bytes(c, "values read", (const uint8_t *)v.data(), job.v_out, floats * sizeof(float));
 }
 
-static void check_read(const char *format, const kvq_shape &shape, uint64_t seed)
+static void check_read(const char *format, kvq_shape s, uint64_t seed)
 {
     kvt_rng rng = {seed};
-    kvq_shape s = shape;
     if (kvt_format(format)->raw_dtype)
         s.dtype = kvt_format(format)->raw_dtype;
     const uint32_t tokens = 129 + kvt_below(&rng, 120);

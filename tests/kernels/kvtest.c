@@ -100,6 +100,8 @@ static float one_of(struct kvt_rng *rng, enum kvt_kind kind, uint32_t token, uin
         return 4.0f + 0.05f * x;
     case KVT_EXTREME:
         return token % 5 == 4 ? 0.25f : extreme(rng);
+    case KVT_RISING:
+        return x * (token < 128 ? 1e-12f : 0x1p124f);
     default:
         return x;
     }

@@ -29,6 +29,7 @@ enum kvt_kind {
     KVT_OFFSETS,  // far from zero compared with their spread
     KVT_EXTREME,  // zeros, subnormals, the largest fp16, constants, mixed with N(0, 1)
     KVT_KINDS,
+    KVT_RISING, // tiny for 128 tokens, then up to where bf16 ends; of no loop over kinds
 };
 // [tokens][channels], strides in that order.
 void kvt_fill(struct kvt_rng *rng, enum kvt_kind kind, float *x, uint32_t tokens,

@@ -225,6 +225,36 @@ static void test_factors(void **state)
     check_factors(4256, 9000, 4096);
 }
 
+// Factors far below 1 and the largest keys: all that is stored, and so all that is read, is finite.
+static void test_small_factors(void **state)
+{
+    static const char *const names[] = {"innerq-base", "innerq-small", "innerq-hybrid-full",
+                                        "innerq-base:rot=signed", "innerq-small:rot=hadamard"};
+    enum { N = 256, DIM = 64 };
+    float *rows = malloc(4 * N * DIM * sizeof *rows);
+    struct kvt_rng rng = {.state = kvt_seed()};
+    (void)state;
+    assert_non_null(rows);
+    for (uint32_t i = 0; i < 2; i++)
+        kvt_fill(&rng, KVT_RISING, rows + i * N * DIM, N, DIM);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        float *k = rows + 2 * N * DIM, *v = k + N * DIM;
+        struct session x = open_session(names[i], 1, DIM, KVQ_BF16, N, 0);
+        append(&x, rows, rows + N * DIM, N);
+        assert_true(x.learn == 128 && x.done == N);
+        assert_true(kvt_f16(((uint16_t *)(void *)x.extras)[0]) < 1e-5);
+        const struct kvq_reading r = {
+            .format = x.f, .shape = &x.s, .pages = x.pages, .n_pages = 2, .extras = x.extras};
+        assert_int_equal(kvq_read_rows(kernels, &r, 0, N, 0, k, v, x.workspace), N);
+        for (uint32_t j = 0; j < N * DIM; j++)
+            if (!isfinite(k[j]) || !isfinite(v[j]))
+                fail_msg("%s: token %u reads back as %g and %g", names[i], j / DIM, (double)k[j],
+                         (double)v[j]);
+        close_session(&x);
+    }
+    free(rows);
+}
+
 // ---- Outliers (OTT) ----
 
 // One KV head's pool as it should be.
@@ -703,6 +733,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_pieces),
         cmocka_unit_test(test_factors),
+        cmocka_unit_test(test_small_factors),
         cmocka_unit_test(test_competition),
         cmocka_unit_test(test_publishing),
         cmocka_unit_test(test_placeholders),
