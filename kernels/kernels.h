@@ -79,7 +79,7 @@ enum kvq_zero {
 // How one side, K or V, becomes codes.
 struct kvq_side {
     uint8_t codec;  // enum kvq_codec
-    uint8_t bits;   // of a code: 1, 2, 3, 4, 8; of a codebook 8, 10, 12; 16 if raw
+    uint8_t bits;   // of a code: 1, 2, 3, 4, 8; of a codebook 3 to 16; 16 if raw
     uint8_t axis;   // enum kvq_axis
     uint8_t zero;   // enum kvq_zero, affine only
     uint8_t full;   // symmetric and hybrid: use also the code that the papers leave unused
@@ -420,7 +420,8 @@ void kvq_attend_plan_batch(const struct kvq_kernels *k, struct kvq_attend_job *c
 // so that an item unpacks these blocks once for the query rows of all. Sorts the array, which must
 // stay until the items are done. Returns whether there are such sessions: their plans are then
 // parallel, and the caller allocates partials for them (or calls kvq_attend_plan again for every
-// job). Sessions of formats with extras share nothing, nor do sessions that would not get faster.
+// job). Sessions with different extras, or with extras that are more than sinks, share nothing, nor
+// do sessions that would not get faster.
 bool kvq_attend_share(struct kvq_attend_job **jobs, uint32_t n);
 
 // Computes one item. `workspace` is the thread's own.
