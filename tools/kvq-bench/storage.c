@@ -25,7 +25,7 @@ static const char help[] =
     "\n"
     "  --dir PATH        where to work: a folder that is made and removed (default\n"
     "                    kvq-bench-storage in the current one)\n"
-    "  --bytes N         of the session (default 4294967296)\n"
+    "  --bytes N         of the session, in whole blocks (default 4294967296)\n"
     "  --block-bytes N   of a block (default 262144)\n"
     "  --reps N          pairs, whose median is shown (default 5)\n"
     "  --json            an array of objects instead of the table\n"
@@ -110,28 +110,33 @@ static int read_options(struct run *r, int argc, char **argv)
         fprintf(stderr, "kvq-bench: \"%s\" is no option of storage\n", argv[optind]);
         status = -1;
     }
+    if (!status && r->bytes < r->block_bytes) {
+        fprintf(stderr, "kvq-bench: --bytes %llu is less than a block of %llu; give more\n",
+                (unsigned long long)r->bytes, (unsigned long long)r->block_bytes);
+        status = -1;
+    }
     r->bytes = r->bytes / r->block_bytes * r->block_bytes;
     return status;
 }
 
 // ---- dd ----
 
-// Seconds that it took; negative: it failed.
+// Seconds that it took; negative: it failed. It reads all that it has written: the end of a file
+// may be no whole sector, which can be read up to and not asked for.
 static double run_dd(struct run *r, bool write)
 {
     char in[PATH + 16], out[PATH + 16], count[40];
     snprintf(in, sizeof in, "if=%s%s", write ? "/dev/zero" : r->dir, write ? "" : "/dd");
     snprintf(out, sizeof out, "of=%s%s", write ? r->dir : "/dev/null", write ? "/dd" : "");
-    snprintf(count, sizeof count, "count=%llu", (unsigned long long)(r->bytes >> 22));
-    char *arguments[] = {"dd",          in,
-                         out,           "bs=4M",
-                         count,         write ? "oflag=direct" : "iflag=direct",
-                         "status=none", write ? "conv=fsync" : NULL,
-                         NULL};
+    snprintf(count, sizeof count, "count=%llu", (unsigned long long)r->bytes);
+    char *reads[] = {"dd", in, out, "bs=4M", "iflag=direct", "status=none", NULL};
+    char *writes[] = {
+        "dd",           in,           out,           "bs=4M", count, "iflag=count_bytes",
+        "oflag=direct", "conv=fsync", "status=none", NULL};
     pid_t child;
     int status;
     double start = bench_seconds();
-    if (posix_spawnp(&child, "dd", NULL, NULL, arguments, environ) != 0)
+    if (posix_spawnp(&child, "dd", NULL, NULL, write ? writes : reads, environ) != 0)
         return complain(r, "dd");
     if (waitpid(child, &status, 0) != child || status != 0)
         return complain(r, "dd failed");
