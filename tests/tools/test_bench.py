@@ -28,6 +28,52 @@ def bench(*options, **environment):
                           env={**os.environ, "LC_ALL": "C", **environment})
 
 
+# Formats with each thing that a session keeps besides blocks, and with several of them.
+FORMATS = ["f16", "kvq2", "oscar2", "oscar2-xh", "kivi-sink2", "ott2", "ott2-oscar",
+           "innerq-base", "innerq-base:outliers=3", "innerq-base:outliers=3:sink=0",
+           "innerq-hybrid:outliers=4:displaced=9", "kvq2:outliers=2", "quarot2-s32",
+           "turboquant2.5", "vecinfer-2", "vecinfer-2:outliers=3"]
+SMALL = ["--format", ",".join(FORMATS), "--threads", "1", "--reps", "1", "--walk", "1",
+         "--q-heads", "4", "--kv-heads", "2", "--json"]
+
+
+class Formats(unittest.TestCase):
+    """Every format by every command, at lengths with and without packed tokens."""
+
+    def rows(self, command, *options, statuses=(0,)):
+        done = bench(command, *SMALL, *options)
+        self.assertIn(done.returncode, statuses, done.stderr)
+        rows = json.loads(done.stdout)
+        self.assertEqual({row["format"] for row in rows}, set(FORMATS), done.stderr)
+        return rows
+
+    def test_attend(self):
+        for options in (("--tokens", "31,600", "--head-dim", "64"),
+                        ("--tokens", "300", "--head-dim", "80", "--queries", "3")):
+            # So little may be read faster than memory's floor, which the command calls a failure.
+            for row in self.rows("attend", *options, statuses=(0, 1)):
+                most = 0.1 if row["path"] == "fast" else 1e-4
+                self.assertLess(row["rel_err"], most, row)
+
+    def test_shared(self):
+        for row in self.rows("shared", "--tokens", "300", "--head-dim", "64", "--sessions", "3"):
+            self.assertTrue(row["same_bits"], row)
+
+    def test_pack(self):
+        self.rows("pack", "--head-dim", "64")
+
+    def test_refused(self):
+        for options, says in ((("attend", "--q-heads", "65", "--kv-heads", "1"), "at most 64 can"),
+                              (("attend", "--q-heads", "7", "--kv-heads", "2"), "not a multiple"),
+                              (("attend", "--format", "oscar2:kbits=9"), "--format has"),
+                              (("shared", "--queries", "2"), "is for attend without --peer"),
+                              (("pack", "--head-dim", "65"), "give 64, 128 or 256"),
+                              (("attend", "--tokens", "0"), '--tokens is "0"')):
+            done = bench(*options)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(says, done.stderr)
+
+
 class Storage(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()

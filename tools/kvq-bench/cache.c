@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/recipe.h"
 #include "tools/kvq-bench/cache.h"
 
 enum {
@@ -47,15 +48,19 @@ static uint8_t *extras_of(const struct bench_cache *c, uint32_t layer)
     return c->extras_bytes ? (uint8_t *)c->extras.data + layer * c->extras_bytes : NULL;
 }
 
-// Heads' records follow each other; the pool comes first where a format learns no factors.
+// A head's part of them; heads' records follow each other.
+static uint8_t *record_of(const struct bench_cache *c, uint32_t layer, uint32_t head)
+{
+    return extras_of(c, layer) + c->extras_bytes / c->shape.kv_heads * head;
+}
+
 const struct kvq_outliers *bench_outliers_of(const struct bench_cache *c, uint32_t layer,
                                              uint32_t head)
 {
     if (!c->format->outliers)
         return NULL;
-    assert(c->format->k_channel != KVQ_CHANNEL_PROMPT);
-    const uint8_t *record = extras_of(c, layer) + c->extras_bytes / c->shape.kv_heads * head;
-    return (const struct kvq_outliers *)(const void *)record;
+    const struct kvq_extras_layout l = kvq_recipe_of(c->format, &c->shape).extras;
+    return (const struct kvq_outliers *)(const void *)(record_of(c, layer, head) + l.pool);
 }
 
 // ---- Making a cache ----
@@ -114,7 +119,8 @@ static void learn_factors(const struct bench_cache *c, const struct kvq_kernels 
     if (!c->extras_bytes)
         return;
     kvq_extras_init(c->format, &c->shape, extras_of(c, c->layers));
-    for (uint32_t h = 0; h < c->shape.kv_heads && !c->format->outliers; h++)
+    bool learns = c->format->k_channel == KVQ_CHANNEL_PROMPT;
+    for (uint32_t h = 0; h < c->shape.kv_heads && learns; h++)
         kvq_learn(k, c->format, &c->shape, &page, KVQ_BLOCK_TOKENS, h, extras_of(c, c->layers),
                   workspace);
 }
@@ -131,8 +137,9 @@ static void pack_source(const struct bench_cache *c, const struct kvq_kernels *k
                                    .head = h,
                                    .first = t,
                                    .block_start = FAR,
-                                   // Outliers are chosen layer by layer.
-                                   .extras = c->format->outliers ? NULL : extras_of(c, c->layers),
+                                   // Outliers are chosen layer by layer: nobody competes here.
+                                   .learned = UINT32_MAX,
+                                   .extras = extras_of(c, c->layers),
                                    .book = bench_book_of(&c->books, 0)},
                 workspace);
 }
@@ -157,6 +164,7 @@ static void keep_sinks(const struct bench_cache *c, const struct kvq_kernels *k,
 static bool make_extras(const struct bench_cache *c, const struct kvq_kernels *k)
 {
     struct bench_memory pages, codes;
+    const struct kvq_extras_layout l = kvq_recipe_of(c->format, &c->shape).extras;
     struct kvq_format all = *c->format; // all at once
     uint32_t packed = 0;
     if (!c->extras_bytes)
@@ -178,8 +186,12 @@ static bool make_extras(const struct bench_cache *c, const struct kvq_kernels *k
             raw[j] = (struct kvq_page){.raw = (const uint8_t *)c->sources.data +
                                               bench_source_of(i, j) * raw_bytes(c),
                                        .tokens = KVQ_BLOCK_TOKENS};
-        for (uint32_t h = 0; h < c->shape.kv_heads && all.outliers; h++)
+        for (uint32_t h = 0; h < c->shape.kv_heads && all.outliers; h++) {
             kvq_learn(k, &all, &c->shape, raw, packed * KVQ_BLOCK_TOKENS, h, extras, pages.data);
+            // Its factors are not those that the blocks were packed with.
+            memcpy(record_of(c, i, h) + l.factors, record_of(c, c->layers, h) + l.factors,
+                   l.pool - l.factors);
+        }
         kvq_outliers_publish(c->format, &c->shape, extras);
     }
     bench_memory_give(&pages);
