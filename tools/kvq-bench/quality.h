@@ -41,11 +41,11 @@ int quality_method_parse(const char *name, struct quality_method *m, char *text,
 
 // Bytes of a packed token of one KV head, K and V, with all parameters and the zeros behind rows.
 double quality_packed_bytes(const struct quality_method *m, const struct kvq_shape *s);
-// Bytes that a KV head takes at so many tokens: packed ones, windows (a unit that is being filled
-// counts half) and what the format keeps besides.
-double quality_bytes_at(const struct quality_method *m, const struct kvq_shape *s, double tokens);
-// How many of the newest of `tokens` tokens can stay in full precision for `budget` bytes; -1 if
-// the method takes more than that.
+// Bytes that a KV head takes in a session of so many tokens: packed and raw blocks, and what the
+// format keeps besides.
+double quality_bytes_at(const struct quality_method *m, const struct kvq_shape *s, uint64_t tokens);
+// How many of the newest of `tokens` tokens can stay in full precision, where the others are packed
+// in whole units, for `budget` bytes of such a session; -1 if the method takes more than that.
 int64_t quality_window_for(const struct quality_method *m, const struct kvq_shape *s,
                            uint64_t tokens, double budget);
 

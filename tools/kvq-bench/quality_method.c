@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Methods by name, and the bytes they take.
-#include <math.h>
 #include <string.h>
 
+#include "kernels/sizes.h"
 #include "tools/kvq-bench/quality.h"
 
 // ---- Names ----
@@ -36,11 +36,6 @@ int quality_method_parse(const char *name, struct quality_method *m, char *text,
 
 // ---- Bytes ----
 
-static double raw_token_bytes(const struct kvq_shape *s)
-{
-    return 2.0 * (s->k_dim + s->v_dim);
-}
-
 double quality_packed_bytes(const struct quality_method *m, const struct kvq_shape *s)
 {
     if (m->kind == QUALITY_DROPPED)
@@ -51,35 +46,47 @@ double quality_packed_bytes(const struct quality_method *m, const struct kvq_sha
     return (double)l.record_bytes / KVQ_BLOCK_TOKENS;
 }
 
-// What one KV head keeps besides blocks: factors, outliers and sinks. The sinks' bytes are in it.
-static double extras_bytes(const struct quality_method *m, const struct kvq_shape *s)
+static bool is_raw(const struct quality_method *m)
 {
-    return (double)kvq_extras_bytes(&m->f, s) / s->kv_heads;
+    return m->kind == QUALITY_FORMAT && kvq_is_raw(&m->f);
 }
 
-// Tokens in full precision: in the recent window and the unit that is being filled.
-static double window_tokens(const struct quality_method *m)
+static uint64_t pages_of(uint64_t tokens)
 {
-    bool raw = m->kind == QUALITY_FORMAT && kvq_is_raw(&m->f);
-    return raw ? 0 : m->f.recent_tokens + (m->f.unit_tokens - 1) / 2.0;
+    return (tokens + KVQ_BLOCK_TOKENS - 1) / KVQ_BLOCK_TOKENS;
 }
 
-double quality_bytes_at(const struct quality_method *m, const struct kvq_shape *s, double tokens)
+// With the first `packed` tokens packed. Blocks are whole, of raw ones all but the newest; packed
+// ones have slots for sinks, too, whose rows they stand beside.
+static double bytes_with(const struct quality_method *m, const struct kvq_shape *s, uint64_t tokens,
+                         uint64_t packed)
 {
-    double window = fmin(tokens, window_tokens(m) + m->f.sink_tokens);
-    double recent = fmin(tokens, window_tokens(m));
-    return (tokens - window) * quality_packed_bytes(m, s) + recent * raw_token_bytes(s) +
-           extras_bytes(m, s);
+    struct kvq_layer_bytes one = kvq_layer_bytes_of(&m->f, s);
+    struct kvq_raw_layout raw = kvq_raw_layout_of(s);
+    uint64_t raws = pages_of(tokens) - packed / KVQ_BLOCK_TOKENS;
+    uint64_t bytes = (packed ? one.sinks : 0) + (tokens ? one.extras : 0);
+    if (raws)
+        bytes += (raws - 1) * one.raw +
+                 kvq_raw_bytes(&raw, kvq_raw_room((uint32_t)((tokens - 1) % KVQ_BLOCK_TOKENS) + 1));
+    return (double)bytes / s->kv_heads +
+           (double)(pages_of(packed) * KVQ_BLOCK_TOKENS) * quality_packed_bytes(m, s);
+}
+
+double quality_bytes_at(const struct quality_method *m, const struct kvq_shape *s, uint64_t tokens)
+{
+    uint64_t packed = tokens > m->f.recent_tokens ? tokens - m->f.recent_tokens : 0;
+    bool waits = is_raw(m) || tokens < kvq_learn_tokens(&m->f, 0);
+    return bytes_with(m, s, tokens, waits ? 0 : packed / m->f.unit_tokens * m->f.unit_tokens);
 }
 
 int64_t quality_window_for(const struct quality_method *m, const struct kvq_shape *s,
                            uint64_t tokens, double budget)
 {
-    double packed = quality_packed_bytes(m, s), raw = raw_token_bytes(s);
-    double sinks = m->f.sink_tokens;
-    double left = budget - extras_bytes(m, s) - ((double)tokens - sinks) * packed;
-    if (left < 0)
-        return -1;
-    double window = packed < raw ? floor(left / (raw - packed)) : 0;
-    return (int64_t)fmin(window, (double)tokens - sinks);
+    uint64_t unit = m->f.unit_tokens, packed = 0;
+    while (bytes_with(m, s, tokens, packed) > budget) {
+        packed += unit;
+        if (packed > tokens || is_raw(m))
+            return -1;
+    }
+    return (int64_t)(tokens - packed);
 }

@@ -157,7 +157,7 @@ static void make_windows(struct measuring *x, const struct kvq_shape *s, double 
     x->window[EQUAL] = (struct window){EQUAL_SINK, n > EQUAL_RECENT ? n - EQUAL_RECENT : 0};
     x->within = recent >= 0;
     x->window[BUDGET] = (struct window){f->sink_tokens, x->within ? n - (uint64_t)recent : n};
-    // What does not fill a unit was not packed, whatever the window.
+    // What does not fill a unit was not packed, whatever the window; the budget has paid for it.
     for (int w = 0; w < WINDOWS; w++)
         x->window[w].last = x->window[w].last < x->packed ? x->window[w].last : x->packed;
 }

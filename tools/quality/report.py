@@ -126,9 +126,9 @@ def section_claims(report, results, out):
 
 def section_formats(report, results, out):
     report.heading(2, "Bits and bytes")
-    report.say("Bits a value with all parameters, and kilobytes of one KV head (K and V) at so "
-               "many tokens with windows: first and newest tokens, half a unit being filled, and "
-               "what the format keeps besides.")
+    report.say("Bits a value with all parameters, and kilobytes of one KV head (K and V) in a "
+               "session of so many tokens: whole blocks of 128 tokens, packed ones and those of "
+               "the newest tokens, and what the format keeps besides.")
     rows = []
     for m in by_bits(results, results.formats):
         f = results.formats[m]
@@ -210,8 +210,8 @@ FIELDS = [("k", "K"), ("k_token", "K, key by key"), ("v", "V"), ("logits", "logi
 READING = ("Relative errors (2-norm of the difference over 2-norm). K, V and logits over packed "
            "tokens alone, logits without their common shift. The output three times: with the "
            "format's own windows, with the same windows for all (32 first, 128 newest tokens), and "
-           "with as many newest tokens in full precision as 3.5 bits a value pay for over the "
-           "whole cache (`-`: the format takes more).")
+           "with as many newest tokens in full precision as 3.5 bits a value pay for in a session "
+           "with this cache (`-`: the format takes more).")
 
 
 def section_captured(report, results, out):
