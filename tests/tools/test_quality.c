@@ -730,20 +730,13 @@ static void test_outliers(void **unused)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_names),
-        cmocka_unit_test(test_channels),
-        cmocka_unit_test(test_tokens),
-        cmocka_unit_test(test_aim),
-        cmocka_unit_test(test_f16_is_exact),
-        cmocka_unit_test(test_controls),
-        cmocka_unit_test(test_windows),
-        cmocka_unit_test(test_codebooks),
-        cmocka_unit_test(test_appendix_i),
-        cmocka_unit_test(test_results),
-        cmocka_unit_test(test_text),
-        cmocka_unit_test(test_outliers),
-        cmocka_unit_test(test_synthetic_keys),
-        cmocka_unit_test(test_text_keys),
+        cmocka_unit_test(test_names),          cmocka_unit_test(test_channels),
+        cmocka_unit_test(test_tokens),         cmocka_unit_test(test_aim),
+        cmocka_unit_test(test_f16_is_exact),   cmocka_unit_test(test_controls),
+        cmocka_unit_test(test_windows),        cmocka_unit_test(test_codebooks),
+        cmocka_unit_test(test_appendix_i),     cmocka_unit_test(test_results),
+        cmocka_unit_test(test_text),           cmocka_unit_test(test_outliers),
+        cmocka_unit_test(test_synthetic_keys), cmocka_unit_test(test_text_keys),
         cmocka_unit_test(test_book_keys),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
