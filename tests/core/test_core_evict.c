@@ -581,6 +581,86 @@ TEST(test_prefixes_elsewhere)
     assert_true(ns->used[KVQ__DEVICE_BYTES] <= kept / 2);
 }
 
+// ---- Prefixes ----
+
+// A prefix of 512 KiB that no session has. Returns the bytes that only the index has.
+static uint64_t idle_prefix(void)
+{
+    m.ids_at = 3 * MIB;
+    for (uint32_t i = 0; i < SESSION; i++)
+        ((int32_t *)(void *)(m.memory + m.ids_at))[i] = (int32_t)i;
+    struct kvq__session_spec spec = {
+        .name = "a", .model = "m", .place = place(home), .layers = rows, .n_layers = 1};
+    uint64_t a = kit_opened(&m, &spec);
+    assert_int_equal(kit_step(&m, a, SESSION, HEADS, DIM), 0);
+    rest();
+    kvq__core_tick(kit.core);
+    kit_drop(&m, a);
+    rest();
+    m.ids_at = 0;
+    return kit.core->pools[home].index_bytes;
+}
+
+// A request that could not be served without them either leaves prefixes alone.
+SAVING_TEST(test_spared)
+{
+    const struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t kept = idle_prefix(), small = opened(&m, "small"), large = opened(&m, "large");
+    assert_int_equal(kept, SESSION_BYTES);
+    assert_int_equal(begin(&m, large, 9, 5 * SESSION, 10 * SECOND), 0);
+    assert_int_equal(status_of(&m), KVQ_E_NO_MEMORY);
+    assert_int_equal(pool->index_bytes, kept);
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 2, 99);
+    struct kvq_entry_wire e[2] = {entry(&m, small, SESSION), entry(&m, large, 7 * SESSION / 2)};
+    assert_int_equal(finish(&m, kit_request(&m, &r, e)), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, KVQ_E_NO_MEMORY);
+    assert_int_equal(pool->index_bytes, kept);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 99, entry(&m, small, 1), NULL), 0);
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 2 * SESSION_BYTES);
+    assert_int_equal(begin(&m, large, 9, 3 * SESSION, 10 * SECOND), 0);
+    assert_int_equal(status_of(&m), KVQ_E_QUOTA);
+    assert_int_equal(pool->index_bytes, kept);
+    assert_int_equal(pool->used_bytes, kept);
+    // What one entry can have alone it gets, whatever the others are refused.
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 0);
+    e[0] = entry(&m, small, 7 * SESSION / 2);
+    e[1] = entry(&m, large, SESSION);
+    assert_int_equal(finish(&m, kit_request(&m, &r, e)), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, 0);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, KVQ_E_NO_MEMORY);
+    assert_int_equal(pool->index_bytes, kept / 2);
+}
+
+// One that waits takes nothing, however often it looks; with the last it needs prefixes give way.
+SAVING_TEST(test_spared_while_waiting)
+{
+    const struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t kept = idle_prefix(), held[2] = {fed(&m, "a"), fed(&m, "b")};
+    uint64_t used = pool->used_bytes, large[2] = {opened(&other, "c"), opened(&other, "d")};
+    for (uint32_t i = 0; i < 2; i++)
+        kvq__session_ref(kit_of(&m, held[i]));
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 2, 9);
+    struct kvq_entry_wire e[2] = {entry(&other, large[0], SESSION / 2 * 3),
+                                  entry(&other, large[1], SESSION / 2 * 3)};
+    r.flags = KVQ_REQ_WAIT_ROOM;
+    r.deadline_ns = kit.now + 60 * SECOND;
+    int rc = kit_request(&other, &r, e);
+    for (uint32_t i = 0; i < 20; i++) {
+        assert_int_equal(rc, 1);
+        assert_int_equal(pool->used_bytes, used);
+        assert_int_equal(pool->index_bytes, kept);
+        pass(100 * MS);
+        rc = kit_again(&other);
+    }
+    for (uint32_t i = 0; i < 2; i++)
+        kvq__session_unref(kit_of(&m, held[i]));
+    pass(2 * SECOND);
+    assert_int_equal(finish(&other, rc), 0);
+    assert_int_equal(evicted(), 1);
+    assert_int_equal(pool->index_bytes, 0);
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());

@@ -455,6 +455,14 @@ static int block_take(struct kvq__core *core, struct kvq__namespace *ns, struct 
     return 0;
 }
 
+// True if something was freed since the block was refused.
+static bool free_some(struct kvq__core *core, const struct wanted *wanted, struct kvq__shortage *s)
+{
+    bool spares = wanted->grant && wanted->grant->spares_prefixes;
+    return kvq__deferred_free(core, true) ||
+           (!spares && core->up->block_reclaim(core, s->ns, s->pool, s->code, &s->later));
+}
+
 static int note_refused_block(struct kvq__grant *grant, const struct kvq__shortage *shortage)
 {
     int rc = shortage->code;
@@ -467,16 +475,13 @@ static int block_new(struct kvq__core *core, struct kvq__namespace *ns, struct k
                      const struct wanted *wanted, struct kvq__ref *ref)
 {
     enum kvq__limit which = kvq__pool_limit(pool);
-    uint64_t bytes = wanted->bytes;
-    bool later = false;
-    int rc;
+    struct kvq__shortage s = {.ns = ns, .pool = pool, .bytes = wanted->bytes};
     do
-        rc = kvq__quota_allows(ns, which, bytes) ? block_take(core, ns, pool, wanted, ref)
-                                                 : KVQ_E_QUOTA;
-    while ((rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY) &&
-           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc, &later)));
-    assert((rc == 0) == (ref->block != NULL));
-    return note_refused_block(wanted->grant, &(struct kvq__shortage){ns, pool, bytes, rc, later});
+        s.code = kvq__quota_allows(ns, which, s.bytes) ? block_take(core, ns, pool, wanted, ref)
+                                                       : KVQ_E_QUOTA;
+    while ((s.code == KVQ_E_QUOTA || s.code == KVQ_E_NO_MEMORY) && free_some(core, wanted, &s));
+    assert((s.code == 0) == (ref->block != NULL));
+    return note_refused_block(wanted->grant, &s);
 }
 
 int kvq__block_new(struct kvq__core *core, struct kvq__namespace *ns, struct kvq__pool *pool,
@@ -504,15 +509,13 @@ int kvq__block_replace(struct kvq__core *core, struct kvq__namespace *ns, struct
         kvq__pool_limit(arena->pool) != which ||
         (old->bytes < bytes && !kvq__quota_allows(ns, which, bytes - old->bytes)))
         return kvq__block_new(core, ns, pool, bytes, grant, ref);
-    bool later = false;
-    int rc;
+    struct kvq__shortage s = {.ns = ns, .pool = pool, .bytes = bytes};
     do
-        rc = block_take(core, ns, pool, &wanted, ref);
-    while (rc == KVQ_E_NO_MEMORY &&
-           (kvq__deferred_free(core, true) || core->up->block_reclaim(core, ns, pool, rc, &later)));
-    if (rc == 0)
+        s.code = block_take(core, ns, pool, &wanted, ref);
+    while (s.code == KVQ_E_NO_MEMORY && free_some(core, &wanted, &s));
+    if (s.code == 0)
         kvq__block_exempt(old, true);
-    return note_refused_block(grant, &(struct kvq__shortage){ns, pool, bytes, rc, later});
+    return note_refused_block(grant, &s);
 }
 
 struct kvq__ref kvq__block_share(struct kvq__ref ref)
@@ -786,10 +789,4 @@ void kvq__flight_end(struct kvq__core *core, struct kvq__flight *flight)
     TAILQ_REMOVE(&core->flights, flight, link);
     flight->number = 0;
     kvq__deferred_free(core, false);
-}
-
-uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
-{
-    assert(s->code < 0 && s->pool);
-    return s->code == KVQ_E_QUOTA ? s->ns->quota.limit[kvq__pool_limit(s->pool)] : s->pool->budget;
 }

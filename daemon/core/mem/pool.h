@@ -145,6 +145,7 @@ struct kvq__shortage {
 // How a caller takes blocks, and what came of it.
 struct kvq__grant {
     bool may_wait;                // the caller can try again later: KVQ_E_BUSY is an answer
+    bool spares_prefixes;         // no page of an index of prefixes gives way for it
     struct kvq__shortage refused; // the last block that the pool refused the caller; zero at first
 };
 
@@ -234,7 +235,4 @@ void kvq__pool_want(const struct kvq__namespace *ns, const struct kvq__pool *poo
 bool kvq__pools_poll(struct kvq__core *core);
 // Gives back extents that have been empty since before `now - age`, until these are so many bytes.
 void kvq__pools_trim(struct kvq__core *core, uint64_t age_ns, uint64_t bytes);
-// The most bytes that the refused namespace can have there at all.
-uint64_t kvq__shortage_limit(const struct kvq__shortage *shortage);
-
 #endif

@@ -156,9 +156,10 @@ static void take_request_ticket(struct kvq__queue *q)
     q->turn.since = q->core->now;
 }
 
-bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own,
-                         const struct kvq__shortage *refused, uint64_t missing, uint64_t whole)
+static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
+                          const struct kvq__shortage *refused, struct need need, bool reports)
 {
+    uint64_t missing = need.missing, whole = need.whole;
     struct kvq__core *core = q->core;
     struct kvq__in_the_way way = {0};
     uint64_t look_at = UINT64_MAX;
@@ -178,7 +179,8 @@ bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own,
         help = KVQ__HELP_NONE;
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
     if (help == KVQ__HELP_NONE && !patient) {
-        kvq__admission_refuse(core, refused, missing, fits ? &way : NULL);
+        if (reports)
+            kvq__admission_refuse(core, refused, missing, fits ? &way : NULL);
         return false;
     }
     core->counts.waited_for_room += first;
@@ -186,16 +188,75 @@ bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own,
     return true;
 }
 
+bool kvq__admission_wait(struct kvq__queue *q, const struct kvq__session *own,
+                         const struct kvq__shortage *refused, uint64_t missing, uint64_t whole)
+{
+    return wait_for_room(q, own, refused, (struct need){missing, whole}, true);
+}
+
+static bool ask_for_room(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused,
+                         struct need need, bool reports)
+{
+    q->turn.entry = i;
+    q->turn.refused = *refused;
+    return wait_for_room(q, q->work[i].session, refused, need, reports);
+}
+
 bool kvq__admission_ask(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused,
                         uint64_t least)
 {
     if (refused->code == 0) // what was missing is no block
         return false;
-    struct need need = need_of_request(q, refused, least);
-    return kvq__admission_wait(q, q->work[i].session, refused, need.missing, need.whole);
+    return ask_for_room(q, i, refused, need_of_request(q, refused, least), true);
 }
 
 // ---- Taking pages ----
+
+static bool is_short(struct kvq__core *core, const struct kvq__shortage *s, uint64_t missing)
+{
+    return missing > kvq__shortage_free(s) &&
+           !(kvq__deferred_free(core, true) && missing <= kvq__shortage_free(s));
+}
+
+// Whether the session could not have so many tokens even if all prefixes gave way: then none does,
+// and nothing is taken to be given back.
+static bool is_hopeless(const struct kvq__session *s, uint64_t tokens,
+                        struct kvq__shortage *refused)
+{
+    static const int codes[] = {KVQ_E_QUOTA, KVQ_E_NO_MEMORY};
+    uint64_t now = kvq__session_held_bytes(s), then = kvq__session_bytes_at(s, s->pool, tokens);
+    uint64_t limit = s->ns->quota.limit[kvq__pool_limit(s->pool)];
+    for (uint32_t i = 0; i < 2; i++) {
+        *refused = (struct kvq__shortage){.ns = s->ns, .pool = s->pool, .code = codes[i]};
+        if ((i > 0 || limit) && is_short(s->core, refused, then > now ? then - now : 0))
+            return true;
+    }
+    return false;
+}
+
+static bool is_full(const struct kvq__shortage *refused)
+{
+    return refused->code == KVQ_E_QUOTA || refused->code == KVQ_E_NO_MEMORY;
+}
+
+// Whether the request waits until it can have all it needs, prefixes included that would give way.
+static bool waits_for_all(struct kvq__queue *q, uint32_t i, const struct kvq__shortage *refused)
+{
+    struct need need = need_of_request(q, refused, 0);
+    return is_short(q->core, refused, need.missing) && ask_for_room(q, i, refused, need, false);
+}
+
+// The same of a request that has waited, without another try.
+static bool waits_still(struct kvq__queue *q)
+{
+    const struct kvq__shortage refused = q->turn.refused;
+    uint32_t i = q->turn.entry;
+    if (!q->turn.ticket || !is_full(&refused) || !kvq__entry_alive(q, i))
+        return false;
+    const struct kvq__session *s = q->work[i].session;
+    return s->ns == refused.ns && kvq__shortage_counts(&refused, s) &&
+           waits_for_all(q, i, &refused);
+}
 
 static bool take_entry(struct kvq__queue *q, uint32_t i)
 {
@@ -203,8 +264,16 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     if (!kvq__entry_alive(q, i) || q->entries[i].append == 0 || s->evict.taker == q)
         return true;
     assert(!s->evict.taker);
-    struct kvq__grant grant = {.may_wait = true};
-    int rc = kvq__pages_reserve(s, s->tokens + q->entries[i].append, &grant);
+    uint64_t tokens = s->tokens + q->entries[i].append;
+    struct kvq__grant grant = {.may_wait = true, .spares_prefixes = true};
+    bool hopeless = kvq__pages_of(tokens) > s->n_pages && is_hopeless(s, tokens, &grant.refused);
+    int rc = hopeless ? grant.refused.code : kvq__pages_reserve(s, tokens, &grant);
+    if (rc < 0 && !hopeless && is_full(&grant.refused)) {
+        if (waits_for_all(q, i, &grant.refused))
+            return false;
+        grant = (struct kvq__grant){.may_wait = true};
+        rc = kvq__pages_reserve(s, tokens, &grant);
+    }
     if (rc < 0 && kvq__admission_ask(q, i, &grant.refused, grant.refused.bytes))
         return false;
     if (rc < 0)
@@ -224,6 +293,8 @@ bool kvq__admission_take(struct kvq__queue *q)
 {
     uint32_t i;
     bool all = true;
+    if (waits_still(q))
+        return false;
     for (i = 0; i < q->header.count && all; i++)
         all = take_entry(q, i);
     while (i-- > 0) {

@@ -166,6 +166,8 @@ struct kvq__turn {
     uint64_t seen;    // core->freed (or extents_made) when it was tried last
     uint64_t look_at; // when it is tried again even if nothing was freed
     const struct kvq__pool *place; // where it found no room
+    uint32_t entry;                // the one that was refused, unless refused.code is 0
+    struct kvq__shortage refused;  // what it was refused
 };
 
 struct kvq__queue {

@@ -396,15 +396,6 @@ static int start_eviction(struct kvq__core *core, const struct choice *c,
     return 0;
 }
 
-static uint64_t free_of(const struct kvq__shortage *s)
-{
-    enum kvq__limit which = kvq__pool_limit(s->pool);
-    uint64_t limit = s->code == KVQ_E_QUOTA ? s->ns->quota.limit[which] + s->ns->exempt[which] : 0;
-    if (s->code == KVQ_E_QUOTA)
-        return limit > s->ns->used[which] ? limit - s->ns->used[which] : 0;
-    return s->pool->budget - s->pool->used_bytes;
-}
-
 // Blocks that a move which has ended has yet to give back.
 static bool gives_back(const struct kvq__move *move, const struct kvq__pool *pool)
 {
@@ -438,7 +429,7 @@ static bool is_deferred(const struct kvq__core *core, const struct kvq__pool *po
 static bool is_enough(const struct choice *c, uint64_t busy)
 {
     const struct kvq__eviction_request *asked = c->asked;
-    return free_of(asked->shortage) + c->all + busy >= asked->need &&
+    return kvq__shortage_free(asked->shortage) + c->all + busy >= asked->need &&
            (c->best || *asked->look_at != UINT64_MAX);
 }
 
@@ -480,7 +471,7 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
     claim_all(core, asked);
     choose(core, asked, false, &c);
     enum kvq__help prompts =
-        kvq__exact_give_way(core, asked, free_of(asked->shortage), c.all + c.busy);
+        kvq__exact_give_way(core, asked, kvq__shortage_free(asked->shortage), c.all + c.busy);
     if (prompts == KVQ__HELP_NOW)
         return prompts;
     enum kvq__help others = evict(core, asked, &c);

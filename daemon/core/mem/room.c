@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// How much there is where a block was refused. See room.h.
+#include "daemon/core/mem/room.h"
+
+#include <assert.h>
+
+#include "daemon/core/state.h"
+
+uint64_t kvq__shortage_limit(const struct kvq__shortage *s)
+{
+    assert(s->code < 0 && s->pool);
+    return s->code == KVQ_E_QUOTA ? s->ns->quota.limit[kvq__pool_limit(s->pool)] : s->pool->budget;
+}
+
+// What indexes have alone of the blocks that a limit of the namespace counts.
+static uint64_t index_bytes_of(const struct kvq__namespace *ns, enum kvq__limit which)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < ns->core->n_pools; i++)
+        if (kvq__pool_limit(&ns->core->pools[i]) == which)
+            bytes += ns->arenas[i].index_bytes;
+    return bytes;
+}
+
+uint64_t kvq__shortage_free(const struct kvq__shortage *s)
+{
+    enum kvq__limit which = kvq__pool_limit(s->pool);
+    assert(s->pool->used_bytes <= s->pool->budget && s->pool->index_bytes <= s->pool->used_bytes);
+    if (s->code != KVQ_E_QUOTA)
+        return s->pool->budget - s->pool->used_bytes + s->pool->index_bytes;
+    uint64_t may = s->ns->quota.limit[which] + s->ns->exempt[which] + index_bytes_of(s->ns, which);
+    return may > s->ns->used[which] ? may - s->ns->used[which] : 0;
+}
