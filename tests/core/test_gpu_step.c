@@ -324,6 +324,27 @@ STREAM_TEST(test_steps_beside_a_stalled)
 
 // ---- Values that are not finite ----
 
+// A request that names the session, and waits for another until its deadline.
+static void wait_in_vain(struct streamer *st)
+{
+    struct kvq__session_spec spec = {
+        .name = "beside", .format = "f16", .layers = &stream_row, .n_layers = 1};
+    uint64_t beside = kit_opened(&st->m, &spec);
+    struct kvq__session *s = kit_of(&st->m, beside);
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 2, 77);
+    struct kvq_entry_wire e[2] = {
+        {.handle = st->session, .position = kit_of(&st->m, st->session)->tokens, .append = 1},
+        {.handle = beside, .append = 1}};
+    r.deadline_ns = kit.now + 1;
+    kvq__session_ref(s);
+    s->entries.tail++;
+    assert_int_equal(kit_request(&st->m, &r, e), 1);
+    kit_pass(&kit, 2);
+    assert_int_equal(kit_again(&st->m), KVQ_E_DEADLINE);
+    kvq__hold_end(s, false, true);
+    kit_drop(&st->m, beside);
+}
+
 // Of a format that learns and competes: nothing of it, its pool or its table has changed, and the
 // writer's next request is told once.
 STREAM_TEST(test_nan)
@@ -344,6 +365,7 @@ STREAM_TEST(test_nan)
     extras_of(&one, after);
     assert_memory_equal(before, after, sizeof before);
     check_page(&t); // the copy was written before anybody knew
+    wait_in_vain(&one);
     assert_int_equal(request(&one, 2 * OUTLIERS, 1, true), KVQ_E_NONFINITE);
     assert_int_equal(kvq__queue_results(one.m.queue)[0].value, OUTLIERS);
     whole_step(&one, OUTLIERS);

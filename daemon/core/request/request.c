@@ -572,6 +572,17 @@ static void count_refusal(struct kvq__queue *q)
     kvq__refused_add(&q->core->refused, status);
 }
 
+// Nobody reads the results of a request that has failed as a whole: what its entries report is
+// left to the next one.
+static void take_reports_back(struct kvq__queue *q)
+{
+    struct kvq__handle *h;
+    for (uint32_t i = 0; i < q->completion.count && i < KVQ_MAX_BATCH; i++)
+        if (q->work[i].reports_nonfinite &&
+            kvq__handle_get(q->client, q->entries[i].handle, &h) == 0 && !h->read_only)
+            h->session->in_step.nonfinite_unreported = true;
+}
+
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
 {
     assert(q->busy && status <= 0);
@@ -590,8 +601,10 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
         kvq__flight_end(q->core, &q->flight);
     q->busy = q->running = false;
     q->completion.status = status;
-    if (status < 0)
+    if (status < 0) {
+        take_reports_back(q);
         q->completion.count = 0;
+    }
     count_refusal(q);
     return KVQ__DONE;
 }
