@@ -157,6 +157,32 @@ KIT_TEST(test_one_of_two)
     assert_int_equal(kit.core->counts.prompts_packed, 1);
 }
 
+enum { MANY = 40, OF_MANY = 600 };
+
+// Of many some give way at a look, and no look walks over all for each.
+KIT_TEST(test_many)
+{
+    const struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t held = 0, b = opened(&other, 0, 0);
+    kit.core->pools[0].budget = 64 * MIB;
+    for (uint32_t i = 0; i < MANY; i++) {
+        uint64_t a = opened(&m, OF_MANY, 0);
+        assert_int_equal(kit_step(&m, a, OF_MANY, HEADS, DIM), 0);
+        held += kvq__exact_bytes(kit_of(&m, a));
+    }
+    kit.core->pools[0].budget = pool->extents_taken;
+    uint64_t looks = kit.core->lookup.looks;
+    int rc = begin(&other, b, (uint32_t)(held / (LAYERS * RAW) * 8 / 10 * PAGE));
+    assert_int_equal(rc, 1);
+    assert_in_range(kit.core->lookup.looks - looks, MANY, 4 * MANY);
+    assert_in_range(kit.core->counts.prompts_packed, 1, MANY / 2);
+    for (uint32_t i = 0; i < 3 && rc == 1; i++) {
+        kit_pack(&kit);
+        rc = again(&other);
+    }
+    assert_int_equal(rc, 0);
+}
+
 // What cannot be had even so is refused at once, and no prompt is packed for it.
 KIT_TEST(test_not_in_vain)
 {

@@ -117,19 +117,49 @@ static bool exact_prompt_has_ended(const struct kvq__session *s)
     return s->prompt.packs_early || s->floor >= s->prompt.exact + s->max_rollback;
 }
 
-// What prompts hold in the place of a shortage.
-struct prompts {
-    struct kvq__session *largest; // holds most of all sessions that do not give way yet; or NULL
-    uint64_t there;               // bytes that these sessions hold
-    uint64_t coming;              // bytes that sessions which give way will free
-    bool sure;                    // all of those are being packed
+// How many sessions give way at once; more do at the next look.
+enum { AT_ONCE = 16 };
+
+struct held_prompt {
+    struct kvq__session *session;
+    uint64_t bytes; // that it holds
 };
 
-static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__shortage *shortage)
+// What prompts hold in the place of a shortage.
+struct prompts {
+    struct held_prompt largest[AT_ONCE]; // of sessions that do not give way yet, in this order
+    uint32_t n;
+    uint64_t there;  // bytes that all such sessions hold
+    uint64_t coming; // bytes that sessions which give way will free
+    bool sure;       // all of those are being packed
+};
+
+static void note_largest(struct prompts *p, struct kvq__session *s, uint64_t bytes)
 {
-    struct prompts p = {.sure = true};
+    uint32_t at = p->n;
+    assert(p->n <= AT_ONCE && bytes > 0);
+    if (p->n < AT_ONCE)
+        p->n++;
+    else if (bytes > p->largest[AT_ONCE - 1].bytes)
+        at = AT_ONCE - 1;
+    else
+        return;
+    for (; at > 0 && p->largest[at - 1].bytes < bytes; at--)
+        p->largest[at] = p->largest[at - 1];
+    p->largest[at] = (struct held_prompt){s, bytes};
+}
+
+static void note_coming(struct prompts *p, const struct kvq__session *s, uint64_t bytes)
+{
+    assert(s->prompt.gives_way || s->prompt.packs_early);
+    p->coming += bytes;
+    p->sure &= packs_prompt(s);
+}
+
+static void look_at_prompts(struct kvq__core *core, const struct kvq__shortage *shortage,
+                            struct prompts *p)
+{
     struct kvq__session *s, *next;
-    uint64_t most = 0;
     for (s = TAILQ_FIRST(&core->prompts); s; s = next) {
         assert(s->prompt.listed && s->published);
         next = TAILQ_NEXT(s, prompt.link);
@@ -143,28 +173,28 @@ static struct prompts look_at_prompts(struct kvq__core *core, const struct kvq__
         if (never || bytes == 0 || !kvq__shortage_counts(shortage, s))
             continue;
         if (s->prompt.gives_way || s->prompt.packs_early) {
-            p.coming += bytes;
-            p.sure &= packs_prompt(s);
+            note_coming(p, s, bytes);
             continue;
         }
-        p.there += bytes;
-        p.largest = bytes > most ? s : p.largest;
-        most = kvq__max(most, bytes);
+        p->there += bytes;
+        note_largest(p, s, bytes);
     }
-    return p;
 }
 
 enum kvq__help kvq__exact_give_way(struct kvq__core *core,
                                    const struct kvq__eviction_request *asked, uint64_t free,
                                    uint64_t others)
 {
-    struct prompts p = look_at_prompts(core, asked->shortage);
+    struct prompts p = {.sure = true};
+    look_at_prompts(core, asked->shortage, &p);
     if (p.there + p.coming + free + others < asked->need) // nobody gives way in vain
         return KVQ__HELP_NONE;
     // What is free may be of no use, lying in extents of other namespaces.
-    while (p.largest && (p.coming == 0 || p.coming + free < asked->need)) {
-        give_way(p.largest);
-        p = look_at_prompts(core, asked->shortage);
+    for (uint32_t i = 0; i < p.n && (p.coming == 0 || p.coming + free < asked->need); i++) {
+        const struct held_prompt *h = &p.largest[i];
+        if (!h->session->prompt.gives_way && !h->session->prompt.packs_early)
+            give_way(h->session); // else with another shard
+        note_coming(&p, h->session, h->bytes);
     }
     if (p.coming == 0)
         return KVQ__HELP_NONE;
