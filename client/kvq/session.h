@@ -136,8 +136,8 @@ struct kvq_session_info {
     uint64_t group_tokens;  /* committed by all shards; 0 while one is missing */
     uint64_t prefix_tokens; /* shared at creation: kvq_session_options.prefix */
     uint64_t exact_tokens;  /* of the prompt, if attention reads the prompt in 16 bits; else 0 */
-    uint64_t shared_bytes;  /* part of packed_bytes; only kvq_session_info fills it, for a
-                             * session of up to 65,536 blocks */
+    uint64_t shared_bytes;  /* part of packed_bytes, in blocks that others have as well; only
+                             * kvq_session_info counts it; 0 if there are over 65,536 blocks */
     char tier[8];           /* "device", "host", or "disk" (parked) */
     uint8_t pinned;         /* 1: by kvq_session_pin */
     char v_rotation[8];     /* "none", "engine", "daemon"; "mixed": daemon in some layers */

@@ -135,8 +135,9 @@ static bool has_token(const struct kvq__http *h, struct MHD_Connection *connecti
     return differ == 0;
 }
 
-// A page of another site that a browser shows may send requests here, by a name that it has led to
-// this address. Its Host header then has that name. No name leads to an address in figures.
+// A page of another site that a browser shows may send requests here, by a name that its owner lets
+// lead to this address. The Host header then has that name. Whoever sends an address in figures was
+// led here by no name.
 static bool is_for_us(const struct kvq__http *h, const struct kvq__http_guest *guest,
                       struct MHD_Connection *connection)
 {

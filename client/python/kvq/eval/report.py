@@ -184,7 +184,7 @@ def speeds(report: Dict[str, Any]) -> List[str]:
     left = ([f"{others} of the caches were measured on another machine, by other threads or with "
              "other versions: their speed is not here.", ""] if others else [])
     if not rows:
-        return left
+        return ["## Speed on this machine", "", *left] if left else []
     return ["## Speed on this machine", "", *table(
         ("cache", "path", "prefill, tokens a second", "decoding, tokens a second"), rows), "",
         f"{report['machine']}. The whole model, with its matrix products; caches took turns, and "
