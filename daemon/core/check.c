@@ -428,8 +428,8 @@ static void audit_away(struct kvq__check *c, const struct kvq__session *s,
 {
     HOLDS(c,
           !l->packer && !l->loading && !kvq__in_step(s) && !kvq__is_unsaved(s) && s->saving.stored);
-    HOLDS(c, !s->exclusive && !s->pack.queued && !s->move && s->entries.reading == 0 &&
-                 s->entries.tail == 0);
+    HOLDS(c,
+          !s->exclusive && !s->pack.queued && !s->move && !kvq__is_read(s) && s->entries.tail == 0);
     HOLDS(c, s->refs == (s->restore != NULL));
     if (!s->park && !s->restore)
         HOLDS(c, s->n_pages == 0 && !s->sheets && !l->sheets && !l->extras.data);

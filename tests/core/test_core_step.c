@@ -98,6 +98,34 @@ static void assert_same_bytes(uint64_t a, uint64_t b)
                             x->packed_bytes);
 }
 
+// Readers of whom each begins before the last has ended: raw pages go all the same, and none that
+// one of them may read.
+KIT_TEST(test_unbroken_readers)
+{
+    uint64_t handle = fed(256, 256, 0);
+    struct kvq__session *s = kit_of(&m, handle);
+    const struct kvq__layer *l = &s->layers[0];
+    uint8_t last = 0;
+    for (uint32_t i = 0; i < 6; i++) {
+        const uint64_t floor = s->floor;
+        kvq__session_ref(s);
+        const uint8_t reading = kvq__reading_begin(s);
+        assert_int_equal(kit_step(&m, handle, KVQ_BLOCK_TOKENS, HEADS, DIM), 0);
+        kit_pack(&kit);
+        if (last)
+            kvq__hold_end(s, last, false);
+        last = reading;
+        assert_true(kvq__release_floor(s) <= floor);
+        for (uint32_t page = l->raw_page; page < s->n_pages; page++)
+            assert_non_null(kvq__page(l, page)->raw.data);
+        assert_true((uint64_t)l->raw_page * KVQ_BLOCK_TOKENS <= kvq__packed_at(s, l, floor));
+        assert_true(l->raw_page + 1 >= i);
+    }
+    kvq__hold_end(s, last, false);
+    assert_int_equal(kvq__release_floor(s), s->floor);
+    assert_int_equal(l->raw_page, l->packed / KVQ_BLOCK_TOKENS);
+}
+
 KIT_TEST(test_pieces)
 {
     static const uint32_t pieces[] = {1, 17, 128, 512};

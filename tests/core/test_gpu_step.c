@@ -341,7 +341,7 @@ static void wait_in_vain(struct streamer *st)
     assert_int_equal(kit_request(&st->m, &r, e), 1);
     kit_pass(&kit, 2);
     assert_int_equal(kit_again(&st->m), KVQ_E_DEADLINE);
-    kvq__hold_end(s, false, true);
+    kvq__hold_end(s, 0, true);
     kit_drop(&st->m, beside);
 }
 

@@ -233,7 +233,7 @@ static bool prepare_attend(struct kvq__queue *q, uint32_t i)
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
     bool tail = q->entries[i].append > 0;
-    assert(w->reading && s->entries.reading > 0);
+    assert(w->reading && kvq__is_read(s));
     if (s->dropped || (tail && s->in_step.serial != w->step_serial)) {
         kvq__entry_fail(q, i, KVQ_E_CANCELLED, w->past);
         return true;

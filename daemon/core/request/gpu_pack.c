@@ -201,7 +201,7 @@ bool kvq__packs_must_wait(const struct kvq__session *s, const struct kvq__layer 
 {
     return l->packer || s->in_step.committing ||
            (l->pack_stream != stream && !kvq__work_stream_ended(l->pack_stream, l->pack_number)) ||
-           (l->format->outliers && s->entries.reading > 0);
+           (l->format->outliers && kvq__is_read(s));
 }
 
 // ---- In a request ----

@@ -188,9 +188,7 @@ void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
     struct kvq__session *s = q->work[i].session;
     assert(!q->work[i].reading);
     kvq__hold(q, i);
-    q->work[i].reading = true;
-    if (s->entries.reading++ == 0)
-        s->entries.floor = s->floor; // it only rises
+    q->work[i].reading = kvq__reading_begin(s);
 }
 
 void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
@@ -225,7 +223,7 @@ static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session 
 {
     bool others = l->pack_stream && l->pack_stream->client != q->client;
     return (others && !kvq__work_stream_ended(l->pack_stream, l->pack_number)) ||
-           (due && l->format->outliers && s->entries.reading > 0);
+           (due && l->format->outliers && kvq__is_read(s));
 }
 
 bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
@@ -254,7 +252,7 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
     assert(w->held || !(w->reading || w->tail_use || w->exclusive || w->packing));
     assert(!w->exclusive || s->exclusive == q);
     if (w->reading)
-        kvq__reading_end(s);
+        kvq__reading_end(s, w->reading);
     if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
         kvq__step_leave(s);
     if (w->commits_on_gpu)
@@ -274,7 +272,8 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
     w->table = NULL;
     if (w->held)
         kvq__session_unref(s);
-    w->reading = w->tail_use = w->exclusive = w->packing = w->held = false;
+    w->tail_use = w->exclusive = w->packing = w->held = false;
+    w->reading = 0;
 }
 
 void kvq__request_release(struct kvq__queue *q)
@@ -641,7 +640,8 @@ static void reset_works(struct kvq__queue *q)
         assert(!w->held && !w->forked && !w->table && !w->sample);
         q->results[i] = (struct kvq_result){0};
         w->session = NULL;
-        w->held = w->reading = w->tail_use = w->exclusive = w->packing = false;
+        w->held = w->tail_use = w->exclusive = w->packing = false;
+        w->reading = 0;
         w->packing_all = w->commits_on_gpu = false;
         w->table = NULL;
         w->sample = NULL;

@@ -51,19 +51,20 @@ struct kvq__layer_pack {
 
 // One entry's part of a request under way.
 struct kvq__entry {
-    struct kvq__session *session;               // NULL if the entry failed before it got that far
-    struct kvq__handle *handle;                 // valid only while the request starts
-    bool held;                                  // it has a reference to the session,
-    bool reading, tail_use, exclusive, packing; // and holds this of it
-    bool packing_all;                           // layers whose packer is the request
-    struct kvq__table *table;                   // of a STEP, used until it ends; NULL = none
-    bool reports_nonfinite;          // it reports that values of an earlier STEP were not finite
-    bool fetch_asked;                // the request waits for a session that is parked
-    uint64_t fetch_serial;           // the session's when it began to
-    int no_room;                     // why its session cannot come back to its GPU; 0: it can
-    struct kvq__pack_sample *sample; // taken for a unit that it packs; NULL: none
-    bool commits_on_gpu;             // a STEP of its session is under way on a GPU for it
-    struct {                         // on a GPU, of the wave: layers of a STEP, or tokens of a READ
+    struct kvq__session *session;      // NULL if the entry failed before it got that far
+    struct kvq__handle *handle;        // valid only while the request starts
+    bool held;                         // it has a reference to the session,
+    uint8_t reading;                   // and reads it (kvq__reading_begin); 0: it does not
+    bool tail_use, exclusive, packing; // and holds this of it
+    bool packing_all;                  // layers whose packer is the request
+    struct kvq__table *table;          // of a STEP, used until it ends; NULL = none
+    bool reports_nonfinite;            // it reports that values of an earlier STEP were not finite
+    bool fetch_asked;                  // the request waits for a session that is parked
+    uint64_t fetch_serial;             // the session's when it began to
+    int no_room;                       // why its session cannot come back to its GPU; 0: it can
+    struct kvq__pack_sample *sample;   // taken for a unit that it packs; NULL: none
+    bool commits_on_gpu;               // a STEP of its session is under way on a GPU for it
+    struct { // on a GPU, of the wave: layers of a STEP, or tokens of a READ
         uint32_t from, to;
         size_t room;
         uint32_t ops;

@@ -50,7 +50,7 @@ static bool take_sessions(struct kvq__queue *q)
             continue;
         }
         kvq__hold_exclusive(q, i);
-        ready = ready && s->entries.reading == 0 && s->entries.tail == 0;
+        ready = ready && !kvq__is_read(s) && s->entries.tail == 0;
     }
     return ready;
 }

@@ -240,23 +240,24 @@ static int take_shard(struct kvq__save *save, struct kvq__session *s)
     return rc ? rc : take_saved_ids(shard, s);
 }
 
-static void hold_saved(struct kvq__save *save, struct kvq__session *s)
+static void hold_saved(struct kvq__save *save, struct kvq__save_shard *shard)
 {
+    struct kvq__session *s = shard->session;
     s->refs++; // not a use that would end its idle time
-    if (s->entries.reading++ == 0)
-        s->entries.floor = s->floor;
+    shard->reading = kvq__reading_begin(s);
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (kvq__layer_owns(s, i))
             s->layers[i].packer = save;
 }
 
-static void let_saved_go(const struct kvq__save *save, struct kvq__session *s)
+static void let_saved_go(const struct kvq__save *save, const struct kvq__save_shard *shard)
 {
+    struct kvq__session *s = shard->session;
     for (uint32_t i = 0; i < s->n_layers; i++)
         if (s->layers[i].packer == save)
             s->layers[i].packer = NULL;
     kvq__pack_queue(s);
-    kvq__hold_end(s, true, false);
+    kvq__hold_end(s, shard->reading, false);
 }
 
 // Something under way changes what is committed, or the form that it is in.
@@ -386,7 +387,7 @@ static int begin_save(struct kvq__session *s, bool parks, struct kvq__save **out
         return kvq__fail(text, rc, "no memory to save session \"%s\"", s->name);
     }
     for (uint32_t i = 0; i < save->n_shards; i++)
-        hold_saved(save, save->shards[i].session);
+        hold_saved(save, &save->shards[i]);
     save->holding = true;
     LIST_INSERT_HEAD(&s->core->saves, save, link);
     *out = save;
@@ -518,7 +519,7 @@ void kvq__save_copied(struct kvq__save *save)
         for (uint32_t j = 0; j < shard->n; j++)
             if (!shard->held[j].final)
                 kvq__block_let_go(save->core, &shard->held[j].ref);
-        let_saved_go(save, shard->session);
+        let_saved_go(save, shard);
         shard->session = NULL; // it may end
     }
 }

@@ -52,6 +52,7 @@ struct kvq__kept {
 };
 struct kvq__save_shard {
     struct kvq__session *session; // held, until it is copied; then only if it is still there
+    uint8_t reading;              // of kvq__reading_begin
     struct kvq__saved saved;
     struct kvq__part *parts; // those of blocks, then those of ids
     struct kvq__kept *held;  // of blocks

@@ -24,7 +24,7 @@ uint32_t kvq__session_uses(const struct kvq__session *s, uint32_t of)
     uses |= LIST_EMPTY(&s->handles) ? 0 : KVQ__USE_OPEN;
     uses |= kvq__in_step(s) ? KVQ__USE_STEP : 0;
     uses |= s->in_step.committing ? KVQ__USE_COMMIT : 0;
-    uses |= s->refs > own || s->entries.reading || s->entries.tail ? KVQ__USE_REQUEST : 0;
+    uses |= s->refs > own || kvq__is_read(s) || s->entries.tail ? KVQ__USE_REQUEST : 0;
     uses |= own ? KVQ__USE_OWN : 0;
     uses |= s->exclusive ? KVQ__USE_CHANGE : 0;
     uses |= LIST_EMPTY(&s->tables) ? 0 : KVQ__USE_TABLE;

@@ -447,13 +447,11 @@ static void release_raw(struct kvq__session *s, struct kvq__layer *l, uint64_t f
 
 void kvq__pages_release(struct kvq__session *s)
 {
-    uint64_t floor = s->floor;
+    uint64_t floor = kvq__release_floor(s);
     if (kvq__is_offloaded(s))
         return;
     kvq__prefix_seal(s); // before anything of it goes
-    s->entries.release_due = s->entries.reading > 0 && s->entries.floor < floor;
-    if (s->entries.release_due)
-        floor = s->entries.floor;
+    s->entries.readers.release_due = floor < s->floor;
     struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
     for (uint32_t i = 0; i < s->n_layers; i++) {
         if (!kvq__layer_owns(s, i))

@@ -238,11 +238,34 @@ void kvq__session_unref(struct kvq__session *s)
         kvq__exact_unused(s);
 }
 
-void kvq__reading_end(struct kvq__session *s)
+uint8_t kvq__reading_begin(struct kvq__session *s)
 {
-    assert(s->entries.reading > 0 && s->refs > 0);
-    if (--s->entries.reading == 0 && s->entries.release_due && !s->dropped)
+    struct kvq__readers *r = &s->entries.readers;
+    uint8_t other = r->newer ^ 1;
+    assert(s->refs > 0 && r->newer < 2);
+    if (r->group[r->newer].n > 0 && r->group[other].n == 0 && r->group[r->newer].floor < s->floor)
+        r->newer = other;
+    if (r->group[r->newer].n++ == 0)
+        r->group[r->newer].floor = s->floor; // it only rises
+    return r->newer + 1;
+}
+
+void kvq__reading_end(struct kvq__session *s, uint8_t reading)
+{
+    struct kvq__readers *r = &s->entries.readers;
+    assert(reading >= 1 && reading <= 2 && s->refs > 0);
+    assert(r->group[reading - 1].n > 0);
+    if (--r->group[reading - 1].n == 0 && r->release_due && !s->dropped)
         kvq__pages_release(s);
+}
+
+uint64_t kvq__release_floor(const struct kvq__session *s)
+{
+    uint64_t floor = s->floor;
+    for (uint32_t i = 0; i < 2; i++)
+        if (s->entries.readers.group[i].n > 0)
+            floor = kvq__min(floor, s->entries.readers.group[i].floor);
+    return floor;
 }
 
 // On a GPU what the step has made is only now there for others.
@@ -253,10 +276,10 @@ void kvq__tail_end(struct kvq__session *s)
         kvq__prefix_seal(s);
 }
 
-void kvq__hold_end(struct kvq__session *s, bool reading, bool tail_use)
+void kvq__hold_end(struct kvq__session *s, uint8_t reading, bool tail_use)
 {
     if (reading)
-        kvq__reading_end(s);
+        kvq__reading_end(s, reading);
     if (tail_use)
         kvq__tail_end(s);
     kvq__session_unref(s);

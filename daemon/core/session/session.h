@@ -82,6 +82,19 @@ enum kvq__residency {
     KVQ__RESIDENCIES,
 };
 
+// Those who read committed tokens. What is below the floor is kept for them as it was when they
+// began. They stand in two groups, so that an unbroken row of readers keeps no page for ever: while
+// the older group reads, new ones join the newer; once the older has ended, the next one that finds
+// a higher floor begins a group anew.
+struct kvq__readers {
+    struct {
+        uint32_t n;
+        uint64_t floor; // of the session when the first of them began; if n > 0
+    } group[2];
+    uint8_t newer;    // the group that new ones join
+    bool release_due; // pages below the session's floor were kept for them
+};
+
 struct kvq__session {
     TAILQ_ENTRY(kvq__session) link; // in its namespace; among those that have ended
     struct kvq__core *core;
@@ -143,11 +156,9 @@ struct kvq__session {
         uint32_t undone_by;        // 1 + shard that ended its last step by leaving; 0 = none
         struct kvq__gpu_counts *counts; // of the open step, on a GPU; NULL on the host
     } in_step;
-    struct {              // entries of requests under way
-        uint32_t reading; // that read committed tokens
-        uint64_t floor;   // the floor when the first of them began; if reading > 0
-        bool release_due; // pages below the floor were kept for them
-        uint32_t tail;    // that write or read the open step's tokens
+    struct {                         // entries of requests under way
+        struct kvq__readers readers; // that read committed tokens
+        uint32_t tail;               // that write or read the open step's tokens
     } entries;
     struct kvq__move *move;             // to another place, under way or queued; NULL = none
     struct kvq__park *park;             // to disk, or back; NULL = none
@@ -297,11 +308,20 @@ void kvq__session_give_up(struct kvq__session *session, int status);
 
 void kvq__session_ref(struct kvq__session *session);
 void kvq__session_unref(struct kvq__session *session);
+// Somebody who has a reference begins to read its pages. Returns what ends that, not 0.
+uint8_t kvq__reading_begin(struct kvq__session *session);
 // A request or a work stream no longer reads its pages (or the tokens of its open step).
-void kvq__reading_end(struct kvq__session *session);
+void kvq__reading_end(struct kvq__session *session, uint8_t reading);
 void kvq__tail_end(struct kvq__session *session);
 // Ends a hold: both of the above, as it was held, and the reference.
-void kvq__hold_end(struct kvq__session *session, bool reading, bool tail_use);
+void kvq__hold_end(struct kvq__session *session, uint8_t reading, bool tail_use);
+static inline bool kvq__is_read(const struct kvq__session *session)
+{
+    return session->entries.readers.group[0].n + session->entries.readers.group[1].n > 0;
+}
+// Down to here the session's pages may be released: its floor, or what that was when the oldest
+// group of readers began.
+uint64_t kvq__release_floor(const struct kvq__session *session);
 // Whether nothing under way reads its blocks: no request holds the session, and no stream packs it.
 // Blocks that it gives up are free at once then, even while the stream of some client hangs.
 bool kvq__session_quiet(const struct kvq__session *session);

@@ -384,7 +384,8 @@ static void take_holds(struct kvq__work_stream *stream, struct kvq__queue *q,
         assert(w->session->refs > 0);
         stream->held[at] =
             (struct kvq__held){w->session, w->table, w->reading, w->tail_use, w->commits_on_gpu};
-        w->held = w->reading = w->tail_use = w->commits_on_gpu = false;
+        w->held = w->tail_use = w->commits_on_gpu = false;
+        w->reading = 0;
         w->table = NULL;
         p->n_held++;
     }

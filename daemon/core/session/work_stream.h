@@ -27,7 +27,8 @@ enum {
 struct kvq__held {
     struct kvq__session *session;
     struct kvq__table *table; // NULL = none
-    bool reading, tail_use, commits_on_gpu;
+    uint8_t reading;          // of kvq__reading_begin; 0: it does not read it
+    bool tail_use, commits_on_gpu;
 };
 
 // Enqueued work, and what it holds until it has ended.
