@@ -145,6 +145,34 @@ TEST(in_two_indexes)
 
 // ---- Some at a time ----
 
+// Sessions whose pages were evicted add them again, some in each tick, in turn.
+TEST(pages_come_by_turns)
+{
+    enum { AT_ONCE = 2, PAGES = 4 };
+    struct kvq__namespace *team = namespace_of("team");
+    uint64_t handles[2];
+    for (uint32_t i = 0; i < 2; i++)
+        handles[i] = feed_own("team", i, PAGES);
+    assert_int_equal(team->prefixes.n_nodes, 2 * PAGES);
+    while (kvq__prefix_reclaim_node(team))
+        core_check(kit.core);
+    kit.core->config.seal_pages = AT_ONCE;
+    for (uint32_t i = 0; i < 2; i++)
+        assert_int_equal(kit_step(&one, handles[i], 2 * PAGE, HEADS, DIM), 0);
+    assert_int_equal(team->prefixes.n_nodes, 0);
+    kit_pack(&kit);
+    assert_int_equal(team->prefixes.n_nodes, 2 * AT_ONCE); // each when it is packed
+    for (uint32_t n = 3; n <= 6; n++) {
+        kvq__prefix_seal_all(kit.core);
+        core_check(kit.core);
+        assert_int_equal(team->prefixes.n_nodes, n * AT_ONCE);
+        if (n == 4) // in turn
+            assert_int_equal(kit_of(&one, handles[0])->ids.sealed, 2 * AT_ONCE);
+    }
+    kvq__prefix_seal_all(kit.core);
+    assert_int_equal(team->prefixes.n_nodes, 2 * (PAGES + 2));
+}
+
 // What nobody has used for long goes, and what is left of a limit that was lowered, but not all of
 // it in one tick.
 TEST(pages_go_by_turns)

@@ -328,7 +328,9 @@ void kvq__prefix_note(struct kvq__session *s)
     s->seal.listed = may;
 }
 
-static void seal(struct kvq__session *s)
+// Adds at most *left pages. A session whose pages were evicted begins with its first one again, and
+// may have as many as there are.
+static void seal(struct kvq__session *s, uint32_t *left)
 {
     bool under_way = s->pool->gpu && s->entries.tail > 0;
     if (s->ids.known < KVQ_BLOCK_TOKENS || under_way || !is_final(s, s->ids.sealed) ||
@@ -337,24 +339,40 @@ static void seal(struct kvq__session *s)
     if (kvq__ids_identify(s, NULL) < 0)
         return;
     struct kvq__node *parent = last_sealed(s);
-    while (is_final(s, s->ids.sealed) && seal_page(s, &parent))
-        ;
+    while (*left > 0 && is_final(s, s->ids.sealed) && seal_page(s, &parent))
+        --*left;
 }
 
 void kvq__prefix_seal(struct kvq__session *s)
 {
-    seal(s);
+    uint32_t left = s->core->config.seal_pages;
+    seal(s, &left);
     kvq__prefix_note(s);
+}
+
+// Moves those before the session behind the others.
+static void start_with(struct kvq__core *core, const struct kvq__session *first)
+{
+    struct kvq__session *s;
+    assert(first->seal.listed);
+    while ((s = TAILQ_FIRST(&core->seals)) != first) {
+        TAILQ_REMOVE(&core->seals, s, seal.link);
+        TAILQ_INSERT_TAIL(&core->seals, s, seal.link);
+    }
 }
 
 void kvq__prefix_seal_all(struct kvq__core *core)
 {
     struct kvq__session *s = TAILQ_FIRST(&core->seals), *next;
-    for (; s; s = next) {
+    uint32_t left = core->config.seal_pages;
+    for (; s && left > 0; s = next) {
         next = TAILQ_NEXT(s, seal.link);
         core->lookup.looks++;
-        kvq__prefix_seal(s);
+        seal(s, &left);
+        kvq__prefix_note(s);
     }
+    if (s) // the others come first next time
+        start_with(core, s);
 }
 
 // ---- Giving way ----

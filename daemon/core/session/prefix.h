@@ -167,9 +167,10 @@ struct kvq__node *kvq__prefix_offer(struct kvq__session *session, uint32_t page,
 // Takes an offer back: the node drops its blocks, and is evicted if it is a leaf.
 void kvq__prefix_withdraw(struct kvq__core *core, struct kvq__prefixes *prefixes,
                           struct kvq__node *node);
-// Adds the session's final pages to the index. If there is no memory, a later call tries again.
+// Adds the session's final pages to the index: config.seal_pages at most, and as many as there is
+// memory for; a later call goes on.
 void kvq__prefix_seal(struct kvq__session *session);
-// The same for all sessions of core->seals.
+// The same for all sessions of core->seals, so many pages together.
 void kvq__prefix_seal_all(struct kvq__core *core);
 // Puts the session into core->seals if its next page may become final without another commit, or
 // takes it out.
