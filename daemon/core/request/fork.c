@@ -462,13 +462,13 @@ static int check_again(struct kvq__queue *q, uint32_t i)
 }
 
 // Makes new sessions until that has been work enough for a turn, or all are there; if the request
-// is to wait for room there is none.
+// is to wait for room, or is late, there is none.
 enum kvq__progress kvq__fork_on(struct kvq__queue *q)
 {
     static const struct kvq__pass *const passes[] = {&kvq__pass_fork};
     uint64_t work = 0;
     assert(q->cloning && q->cloned <= q->header.count);
-    q->undoing |= q->client->gone || q->ending;
+    q->undoing |= q->client->gone || q->ending || kvq__request_is_late(q);
     if (q->undoing)
         return undo_on(q);
     for (; q->cloned < q->header.count; q->cloned++) {

@@ -704,6 +704,12 @@ static void keep_others(const struct kvq__queue *q)
             kvq__session_used(h->session);
 }
 
+bool kvq__request_is_late(const struct kvq__queue *q)
+{
+    assert(q->busy);
+    return q->header.deadline_ns && q->core->now > q->header.deadline_ns;
+}
+
 // Tries the request from the start, after giving back what an earlier attempt holds.
 static enum kvq__progress attempt(struct kvq__queue *q)
 {
@@ -711,7 +717,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     kvq__request_release(q);
     if (q->client->gone || q->ending)
         return kvq__request_end(q, KVQ_E_CANCELLED);
-    if (q->header.deadline_ns && q->core->now > q->header.deadline_ns)
+    if (kvq__request_is_late(q))
         return kvq__request_end(q, KVQ_E_DEADLINE);
     if (q->turn.listed && !q->turn.extents && q->core->draining)
         return kvq__request_end(q, KVQ_E_DRAINING);

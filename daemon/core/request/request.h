@@ -236,6 +236,8 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status);
 // Runs the passes, skipping failed entries, and ends the request.
 enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass *const *passes,
                                     uint32_t n);
+// Whether the request's deadline has passed.
+bool kvq__request_is_late(const struct kvq__queue *queue);
 // Sets an entry's result and returns code.
 int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value);
 // The same for a failure that another shard of the session's group has caused.
