@@ -52,12 +52,14 @@ static uint64_t idle_of(const char *ns)
     return 0;
 }
 
-// An index whose blocks all have sessions is not looked at, however often somebody asks for room.
+// An index whose blocks all have sessions is not looked at, however often somebody asks for room or
+// drops it.
 TEST(all_in_use)
 {
     struct kvq__namespace *team = namespace_of("team");
     struct kvq__pool *pool = &kit.core->pools[0];
-    uint64_t handles[SESSIONS];
+    static const struct kvq__peer admin = {.admin = true};
+    uint64_t handles[SESSIONS], pages, bytes;
     for (uint32_t i = 0; i < SESSIONS; i++)
         handles[i] = feed_own("team", i, 2);
     assert_int_equal(team->prefixes.n_nodes, 2 * SESSIONS);
@@ -65,6 +67,8 @@ TEST(all_in_use)
     for (uint32_t i = 0; i < 100; i++) {
         assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_NO_MEMORY, NULL));
         assert_false(kvq__prefix_reclaim(kit.core, team, pool, KVQ_E_QUOTA, NULL));
+        assert_int_equal(kvq__core_drop_prefixes(kit.core, &admin, "team", &pages, &bytes, text),
+                         0);
     }
     assert_int_equal(looks(), before);
     assert_int_equal(idle_of("team"), 0);

@@ -598,6 +598,7 @@ static void drop_leaves(struct kvq__core *core, struct kvq__prefixes *p)
     struct kvq__node *node = TAILQ_FIRST(&p->leaves), *next;
     for (; node; node = next) {
         next = TAILQ_NEXT(node, leaf); // no parent of it, which is no leaf yet
+        core->lookup.looks++;
         while (node && node->children == 0 && (is_empty_node(node) || frees_any(core, node))) {
             struct kvq__node *parent = node->parent;
             node_evict(core, p, node, KVQ__EVICT_DROP);
@@ -627,12 +628,14 @@ int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer
     TAILQ_FOREACH (ns, &core->namespaces, link) {
         struct kvq__prefixes *p = &ns->prefixes;
         uint32_t had = p->n_nodes;
-        if (only ? ns != only : !kvq__namespace_allows(ns, peer))
+        if (p->alone_bytes == 0 || (only ? ns != only : !kvq__namespace_allows(ns, peer)))
             continue;
         drop_leaves(core, p);
-        for (uint32_t b = 0; b < p->n_buckets; b++)
-            LIST_FOREACH (node, &p->buckets[b], link)
+        for (uint32_t b = 0; b < p->n_buckets && p->alone_bytes > 0; b++)
+            LIST_FOREACH (node, &p->buckets[b], link) {
+                core->lookup.looks++;
                 shed_node(core, p, node, &(struct sought){0});
+            }
         assert(p->n_nodes <= had);
         *pages += had - p->n_nodes;
     }
