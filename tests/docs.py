@@ -19,7 +19,7 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 PAGES = {"kvqctl": "kvqctl.1", "kvqd": "kvqd.8", "kvq-run": "kvq-run.1", "kvq-bench": "kvq-bench.1",
          "kvq-codebook": "kvq-codebook.1"}
 SOURCE_PAGES = r"docs/(rooms|decisions)/|docs/(architecture|glossary|walk)\.md|CONTRIBUTING\.md"
-# Where the version stands besides CMakeLists.txt. Debian's take libkvq0 of one minor version alone.
+# Where the version stands besides CMakeLists.txt.
 VERSIONS = {
     "CHANGELOG.md": r"(?m)\A(?:(?!## ).*\n)*## ([\d.]+)",
     "client/kvq/error.h": None,
@@ -69,18 +69,27 @@ def help_of(build, program):
     return "\n".join(texts)
 
 
+def version_of_cmake():
+    return re.search(r"project\(kvq VERSION ([\d.]+)", read("CMakeLists.txt")).group(1)
+
+
 def check_versions():
     """Every place that names the version names the one of CMakeLists.txt."""
-    version = re.search(r"project\(kvq VERSION ([\d.]+)", read("CMakeLists.txt")).group(1)
-    major, minor, _ = map(int, version.split("."))
+    version = version_of_cmake()
     for path, pattern in VERSIONS.items():
         text = read(path)
         found = re.findall(pattern, text) if pattern else \
             [".".join(re.findall(r"define KVQ_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", text))]
         if set(found) != {version}:
             yield f"{path} names version {', '.join(found) or 'none'}; CMakeLists.txt is {version}"
-        before = re.findall(r"libkvq0 \(<< ([\d.]+)~\)", text)
-        if "libkvq0/" in path and before != [f"{major}.{minor + 1}"]:
+
+
+def check_packages():
+    """Debian's packages take libkvq0 of this minor version alone."""
+    major, minor, _ = map(int, version_of_cmake().split("."))
+    for path in ("packaging/deb/libkvq0/shlibs", "packaging/deb/libkvq0/symbols"):
+        before = re.findall(r"libkvq0 \(<< ([\d.]+)~\)", read(path))
+        if before != [f"{major}.{minor + 1}"]:
             yield f"{path} allows libkvq0 before {before}; it is {major}.{minor + 1}"
 
 
@@ -356,6 +365,7 @@ def main():
     checks.update({f"{p}: manual page renders": (check_page_renders, p) for p in PAGES})
     checks["manual pages of the library"] = (check_library_pages, build)
     checks["versions"] = (check_versions,)
+    checks["versions of packages"] = (check_packages,)
     checks["versions of formats"] = (check_formats,)
     checks["status codes"] = (check_statuses,)
     checks["names in documents"] = (check_doc_names,)
