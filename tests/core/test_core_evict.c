@@ -77,6 +77,25 @@ TEST(test_two_at_once)
     assert_int_equal(finish(&m, kit_request(&m, &r, e)), 0);
 }
 
+// What a refused batch was short of is no business of the queue's next request, which has fewer
+// entries.
+TEST(test_after_a_batch)
+{
+    uint64_t gone = fed(&m, "gone"), held[4];
+    pass(2 * SECOND);
+    hold_all(held);
+    assert_false(is_home(&m, gone));
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 2, 99);
+    struct kvq_entry_wire e[2] = {entry(&m, opened(&m, "x"), SESSION),
+                                  entry(&m, opened(&m, "y"), SESSION)};
+    assert_int_equal(finish(&m, kit_request(&m, &r, e)), KVQ_E_NO_MEMORY);
+    assert_int_equal(kvq__queue_results(m.queue)[1].status, KVQ_E_NO_MEMORY);
+    assert_int_equal(step(&m, gone, 1), KVQ_E_NO_MEMORY);
+    let_go(held);
+    pass(2 * SECOND);
+    assert_int_equal(step(&m, gone, 1), 0);
+}
+
 // The one that was used longest ago goes, one in a step never does.
 SAVING_TEST(test_who)
 {
@@ -599,6 +618,27 @@ static uint64_t idle_prefix(void)
     rest();
     m.ids_at = 0;
     return kit.core->pools[home].index_bytes;
+}
+
+// They give way to a session that comes back, before any other session does.
+TEST(test_back_before_prefixes)
+{
+    static uint8_t out[LAYERS][OUT_BYTES];
+    uint64_t handles[5];
+    for (uint32_t i = 0; i < 5; i++) {
+        handles[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, handles[0]));
+    uint64_t demoted = kit.core->counts.demoted;
+    kit_drop(&m, handles[4]);
+    assert_int_equal(idle_prefix(), SESSION_BYTES);
+    assert_int_equal(kit.core->pools[home].used_bytes, GPU);
+    pass(2 * SECOND);
+    attend(&m, handles[0], out);
+    assert_true(is_home(&m, handles[0]));
+    assert_int_equal(kit.core->counts.demoted, demoted);
+    assert_int_equal(kit.core->pools[home].index_bytes, 0);
 }
 
 // A request that could not be served without them either leaves prefixes alone.

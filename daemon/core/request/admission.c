@@ -114,6 +114,7 @@ void kvq__admission_leave(struct kvq__queue *q)
 {
     delist(q);
     q->turn.ticket = 0;
+    q->turn.refused.code = 0;
 }
 
 // ---- Asking ----
@@ -218,19 +219,19 @@ static bool is_short(struct kvq__core *core, const struct kvq__shortage *s, uint
            !(kvq__deferred_free(core, true) && missing <= kvq__shortage_free(s));
 }
 
-// Whether the session could not have so many tokens even if all prefixes gave way: then none does,
-// and nothing is taken to be given back.
-static bool is_hopeless(const struct kvq__session *s, uint64_t tokens,
-                        struct kvq__shortage *refused)
+// Whether the session could not have so many tokens now even if all prefixes gave way: then none
+// does, and nothing is taken to be given back. `refused` is 0 if it could.
+static bool needs_more_room(const struct kvq__session *s, uint64_t tokens,
+                            struct kvq__shortage *refused)
 {
     static const int codes[] = {KVQ_E_QUOTA, KVQ_E_NO_MEMORY};
     uint64_t now = kvq__session_held_bytes(s), then = kvq__session_bytes_at(s, s->pool, tokens);
-    uint64_t limit = s->ns->quota.limit[kvq__pool_limit(s->pool)];
     for (uint32_t i = 0; i < 2; i++) {
         *refused = (struct kvq__shortage){.ns = s->ns, .pool = s->pool, .code = codes[i]};
-        if ((i > 0 || limit) && is_short(s->core, refused, then > now ? then - now : 0))
+        if (is_short(s->core, refused, then > now ? then - now : 0))
             return true;
     }
+    *refused = (struct kvq__shortage){0};
     return false;
 }
 
@@ -249,10 +250,14 @@ static bool waits_for_all(struct kvq__queue *q, uint32_t i, const struct kvq__sh
 // The same of a request that has waited, without another try.
 static bool waits_still(struct kvq__queue *q)
 {
-    const struct kvq__shortage refused = q->turn.refused;
+    struct kvq__shortage refused = q->turn.refused;
     uint32_t i = q->turn.entry;
-    if (!q->turn.ticket || !is_full(&refused) || !kvq__entry_alive(q, i))
+    if (!is_full(&refused))
         return false;
+    assert(q->turn.ticket && i < q->header.count);
+    if (!kvq__entry_alive(q, i))
+        return false;
+    refused.later = false; // that may be over
     const struct kvq__session *s = q->work[i].session;
     return s->ns == refused.ns && kvq__shortage_counts(&refused, s) &&
            waits_for_all(q, i, &refused);
@@ -266,9 +271,9 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     assert(!s->evict.taker);
     uint64_t tokens = s->tokens + q->entries[i].append;
     struct kvq__grant grant = {.may_wait = true, .spares_prefixes = true};
-    bool hopeless = kvq__pages_of(tokens) > s->n_pages && is_hopeless(s, tokens, &grant.refused);
-    int rc = hopeless ? grant.refused.code : kvq__pages_reserve(s, tokens, &grant);
-    if (rc < 0 && !hopeless && is_full(&grant.refused)) {
+    bool more = kvq__pages_of(tokens) > s->n_pages && needs_more_room(s, tokens, &grant.refused);
+    int rc = more ? grant.refused.code : kvq__pages_reserve(s, tokens, &grant);
+    if (rc < 0 && !more && is_full(&grant.refused)) {
         if (waits_for_all(q, i, &grant.refused))
             return false;
         grant = (struct kvq__grant){.may_wait = true};
