@@ -202,6 +202,7 @@ KIT_TEST(test_forks_undone)
 KIT_TEST(test_forks_late)
 {
     static struct kvq_entry_wire e[MANY];
+    static uint8_t data[1];
     uint64_t a = make(3000);
     struct kvq__session *s = kit_of(&m, a);
     struct kvq_request r = load_many(a, 2944, e);
@@ -211,13 +212,13 @@ KIT_TEST(test_forks_late)
     kit_load(&m, &r, e);
     assert_int_equal(kvq__request_start(m.queue), KVQ__AGAIN);
     s->layers[0].packer = &r;
-    s->layers[0].extras.data += 1; // as if there were some
+    s->layers[0].extras.data = data; // as if there were some
     assert_int_equal(kvq__request_continue(m.queue), KVQ__WAIT);
     kit_pass(&kit, 1001);
     assert_int_equal(kit_again(&m), 1); // it is undone, and then refused
     int rc = kit_again(&m);
     s->layers[0].packer = NULL;
-    s->layers[0].extras.data -= 1;
+    s->layers[0].extras.data = NULL;
     assert_int_equal(rc, KVQ_E_DEADLINE);
     assert_int_equal(kit.core->pools[0].used_bytes, used);
     assert_int_equal(kit.core->n_sessions, 1);
