@@ -145,7 +145,7 @@ struct kvq__shortage {
 // How a caller takes blocks, and what came of it.
 struct kvq__grant {
     bool may_wait;                // the caller can try again later: KVQ_E_BUSY is an answer
-    bool spares_prefixes;         // no page of an index of prefixes gives way for it
+    bool spares_prefixes;         // no block of an index of prefixes gives way for it
     struct kvq__shortage refused; // the last block that the pool refused the caller; zero at first
 };
 

@@ -28,7 +28,10 @@ uint64_t kvq__shortage_free(const struct kvq__shortage *s)
     enum kvq__limit which = kvq__pool_limit(s->pool);
     assert(s->pool->used_bytes <= s->pool->budget && s->pool->index_bytes <= s->pool->used_bytes);
     if (s->code != KVQ_E_QUOTA)
-        return s->pool->budget - s->pool->used_bytes + s->pool->index_bytes;
-    uint64_t may = s->ns->quota.limit[which] + s->ns->exempt[which] + index_bytes_of(s->ns, which);
+        return s->pool->budget - s->pool->used_bytes + (s->later ? 0 : s->pool->index_bytes);
+    if (s->ns->quota.limit[which] == 0)
+        return UINT64_MAX / 2; // so that sums with it are as good
+    uint64_t may = s->ns->quota.limit[which] + s->ns->exempt[which];
+    may += s->later ? 0 : index_bytes_of(s->ns, which);
     return may > s->ns->used[which] ? may - s->ns->used[which] : 0;
 }

@@ -9,8 +9,9 @@
 
 // The most bytes that the refused namespace can have there at all.
 uint64_t kvq__shortage_limit(const struct kvq__shortage *shortage);
-// The bytes that are free there, and those that indexes of prefixes would give up. What is taken
-// may be less: free stretches lie in extents of other namespaces, or are too short.
+// The bytes that are free there, and those that indexes of prefixes would give up, unless these
+// become free only later. What can be taken may be less: free stretches lie in extents of other
+// namespaces, or are too short.
 uint64_t kvq__shortage_free(const struct kvq__shortage *shortage);
 
 // How many sessions could not make room for a request, by the reason.

@@ -27,10 +27,16 @@ static bool was_refused(const struct kvq__session *s)
            s->core->now - s->demoted.refused_at < AGAIN_NS;
 }
 
-static bool has_place_room(const struct kvq__session *s, uint64_t bytes)
+// Room for so many bytes at its home; if it `needs` them, prefixes included that give way for it.
+// Else `refused` says what is in the way.
+static bool has_place_room(const struct kvq__session *s, uint64_t bytes, bool needs,
+                           struct kvq__shortage *refused)
 {
-    return s->demoted.home->budget - s->demoted.home->used_bytes >= bytes && !was_refused(s) &&
-           kvq__quota_allows(s->ns, kvq__pool_limit(s->demoted.home), bytes);
+    *refused = (struct kvq__shortage){s->ns, s->demoted.home, bytes, KVQ_E_QUOTA, !needs};
+    if (kvq__shortage_free(refused) < bytes)
+        return false;
+    refused->code = KVQ_E_NO_MEMORY;
+    return kvq__shortage_free(refused) >= bytes && !was_refused(s);
 }
 
 void kvq__demoted_refused(struct kvq__session *s)
@@ -42,7 +48,9 @@ void kvq__demoted_refused(struct kvq__session *s)
 void kvq__demoted_ask(struct kvq__session *s)
 {
     uint64_t bytes = s->demoted.home ? kvq__session_bytes_at(s, s->demoted.home, s->tokens) : 0;
-    if (s->demoted.home && !kvq__is_offloaded(s) && !s->move && has_place_room(s, bytes))
+    struct kvq__shortage refused;
+    if (s->demoted.home && !kvq__is_offloaded(s) && !s->move &&
+        has_place_room(s, bytes, false, &refused))
         go_home(s);
 }
 
@@ -56,7 +64,8 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, const struct kvq__handl
     if (s->move || s->park || s->n_loading)
         return true;
     uint64_t bytes = kvq__session_bytes_at(s, s->demoted.home, s->tokens);
-    if (has_place_room(s, bytes)) {
+    struct kvq__shortage refused;
+    if (has_place_room(s, bytes, true, &refused)) {
         int rc = go_home(s);
         bool only_home = h->table && !h->table->memory.host; // that is what it publishes into
         q->work[i].no_room = rc == KVQ_E_NO_MEMORY || (rc < 0 && only_home) ? rc : 0;
@@ -64,9 +73,6 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, const struct kvq__handl
     }
     if (q->turn.listed) // another session of the request waits for room
         return true;
-    bool quota = !kvq__quota_allows(s->ns, kvq__pool_limit(s->demoted.home), bytes);
-    struct kvq__shortage refused = {s->ns, s->demoted.home, bytes,
-                                    quota ? KVQ_E_QUOTA : KVQ_E_NO_MEMORY, false};
     if (kvq__admission_wait(q, s, &refused, bytes, bytes))
         return true;
     q->work[i].no_room = refused.code;
