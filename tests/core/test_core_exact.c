@@ -157,6 +157,44 @@ KIT_TEST(test_one_of_two)
     assert_int_equal(kit.core->counts.prompts_packed, 1);
 }
 
+// What all shards of a session free counts: no second session goes where those are enough.
+KIT_TEST(test_shards)
+{
+    enum { FED_EACH = 600 };
+    const struct kvq__pool *pool = &kit.core->pools[0];
+    uint64_t handles[4], b = opened(&other, 0, 0); // of two sessions: 0, 1, 0, 1
+    struct kvq_entry_wire e[4];
+    for (uint32_t i = 0; i < 4; i++) {
+        struct kvq__session_spec spec = {.name = i % 2 ? "y" : "x",
+                                         .shard = i / 2,
+                                         .shards = 2,
+                                         .layers = rows,
+                                         .n_layers = 1,
+                                         .prompt_tokens = FED_EACH + 24};
+        handles[i] = kit_opened(&m, &spec);
+        e[i] = (struct kvq_entry_wire){.handle = handles[i], .append = FED_EACH};
+    }
+    struct kvq_request r = kit_of_step(KVQ_OP_STEP_BEGIN, 4, KIT_STEP);
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    for (uint32_t layer = 0; layer < LAYERS; layer++) {
+        r = kit_of_step(KVQ_OP_APPEND, 4, KIT_STEP);
+        r.layer = layer;
+        r.k = kit_view(&m, 0, HEADS, DIM, KVQ_F32);
+        r.v = kit_view(&m, m.bytes / 2, HEADS, DIM, KVQ_F32);
+        assert_int_equal(kit_request(&m, &r, e), 0);
+    }
+    r = kit_of_step(KVQ_OP_STEP_END, 4, KIT_STEP);
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    uint64_t held = kvq__exact_bytes(kit_of(&m, handles[0]));
+    kit.core->pools[0].budget = pool->extents_taken;
+    uint64_t need = pool->budget - pool->used_bytes + held + 1;
+    assert_int_equal(begin(&other, b, (uint32_t)(need / (LAYERS * RAW) + 1) * PAGE), 1);
+    for (uint32_t i = 0; i < 4; i++)
+        assert_int_equal(kit_of(&m, handles[i])->prompt.exact, i % 2 ? FED_EACH + 24 : 0);
+    kit_pack(&kit);
+    assert_int_equal(again(&other), 0);
+}
+
 enum { MANY = 40, OF_MANY = 600 };
 
 // Of many some give way at a look, and no look walks over all for each.

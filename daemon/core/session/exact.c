@@ -93,18 +93,6 @@ void kvq__exact_unused(struct kvq__session *s)
         pack_early(s);
 }
 
-// All shards of a session alike, so that they stay packed to the same count.
-static void give_way(const struct kvq__session *s)
-{
-    for (uint32_t i = 0; i < s->shards; i++) {
-        struct kvq__session *m = kvq__group_member(s, i);
-        if (!m || !m->prompt.exact)
-            continue;
-        m->prompt.gives_way = true;
-        kvq__exact_unused(m);
-    }
-}
-
 // Whether background packing will free its raw blocks. On a GPU that waits for the writer's stream.
 static bool packs_prompt(const struct kvq__session *s)
 {
@@ -156,6 +144,23 @@ static void note_coming(struct prompts *p, const struct kvq__session *s, uint64_
     p->sure &= packs_prompt(s);
 }
 
+// All shards of a session alike, so that they stay packed to the same count.
+static void give_way(struct prompts *p, const struct kvq__shortage *shortage,
+                     const struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (!m || !m->prompt.exact || m->prompt.gives_way)
+            continue;
+        bool counts = kvq__shortage_counts(shortage, m) && (!m->pool->gpu || m->writer);
+        uint64_t bytes = counts ? kvq__exact_bytes(m) : 0;
+        m->prompt.gives_way = true;
+        kvq__exact_unused(m);
+        if (bytes)
+            note_coming(p, m, bytes);
+    }
+}
+
 static void look_at_prompts(struct kvq__core *core, const struct kvq__shortage *shortage,
                             struct prompts *p)
 {
@@ -191,10 +196,9 @@ enum kvq__help kvq__exact_give_way(struct kvq__core *core,
         return KVQ__HELP_NONE;
     // What is free may be of no use, lying in extents of other namespaces.
     for (uint32_t i = 0; i < p.n && (p.coming == 0 || p.coming + free < asked->need); i++) {
-        const struct held_prompt *h = &p.largest[i];
-        if (!h->session->prompt.gives_way && !h->session->prompt.packs_early)
-            give_way(h->session); // else with another shard
-        note_coming(&p, h->session, h->bytes);
+        const struct kvq__session *s = p.largest[i].session;
+        if (!s->prompt.gives_way && !s->prompt.packs_early) // else it does with another shard
+            give_way(&p, asked->shortage, s);
     }
     if (p.coming == 0)
         return KVQ__HELP_NONE;
