@@ -324,8 +324,9 @@ STREAM_TEST(test_steps_beside_a_stalled)
 
 // ---- Values that are not finite ----
 
-// A request that names the session, and waits for another until its deadline.
-static void wait_in_vain(struct streamer *st)
+// A request that names the session, and waits for another until its deadline. Meanwhile so many
+// steps of the session begin.
+static void wait_in_vain(struct streamer *st, uint64_t steps)
 {
     struct kvq__session_spec spec = {
         .name = "beside", .format = "f16", .layers = &stream_row, .n_layers = 1};
@@ -339,6 +340,7 @@ static void wait_in_vain(struct streamer *st)
     kvq__session_ref(s);
     s->entries.tail++;
     assert_int_equal(kit_request(&st->m, &r, e), 1);
+    kit_of(&st->m, st->session)->in_step.serial += steps;
     kit_pass(&kit, 2);
     assert_int_equal(kit_again(&st->m), KVQ_E_DEADLINE);
     kvq__hold_end(s, 0, true);
@@ -365,7 +367,7 @@ STREAM_TEST(test_nan)
     extras_of(&one, after);
     assert_memory_equal(before, after, sizeof before);
     check_page(&t); // the copy was written before anybody knew
-    wait_in_vain(&one);
+    wait_in_vain(&one, 0);
     assert_int_equal(request(&one, 2 * OUTLIERS, 1, true), KVQ_E_NONFINITE);
     assert_int_equal(kvq__queue_results(one.m.queue)[0].value, OUTLIERS);
     whole_step(&one, OUTLIERS);
@@ -373,6 +375,13 @@ STREAM_TEST(test_nan)
     extras_of(&one, after);
     assert_memory_not_equal(before, after, sizeof before);
     check_table(&t);
+    // Where another step has begun since, nobody is told of the one before it.
+    k[7 * HEADS * DIM] = NAN;
+    whole_step(&one, OUTLIERS);
+    k[7 * HEADS * DIM] = 1;
+    wait_in_vain(&one, 1);
+    whole_step(&one, OUTLIERS);
+    assert_int_equal(s->tokens, 3 * OUTLIERS);
     close_table(&t);
 }
 

@@ -142,8 +142,11 @@ static bool report_nonfinite(struct kvq__queue *q, uint32_t i)
 {
     struct kvq__entry *w = &q->work[i];
     struct kvq__session *s = w->session;
-    w->reports_nonfinite |= s->in_step.nonfinite_unreported && !w->handle->read_only;
-    s->in_step.nonfinite_unreported &= !w->reports_nonfinite;
+    if (s->in_step.nonfinite_unreported && !w->handle->read_only) {
+        w->reports_nonfinite = true;
+        w->reported_serial = s->in_step.serial;
+        s->in_step.nonfinite_unreported = false;
+    }
     return w->reports_nonfinite;
 }
 
@@ -572,14 +575,15 @@ static void count_refusal(struct kvq__queue *q)
 }
 
 // Nobody reads the results of a request that has failed as a whole: what its entries report is
-// left to the next one.
+// left to the next one, unless another step has begun since.
 static void take_reports_back(struct kvq__queue *q)
 {
     struct kvq__handle *h;
     for (uint32_t i = 0; i < q->completion.count && i < KVQ_MAX_BATCH; i++)
         if (q->work[i].reports_nonfinite &&
             kvq__handle_get(q->client, q->entries[i].handle, &h) == 0 && !h->read_only)
-            h->session->in_step.nonfinite_unreported = true;
+            h->session->in_step.nonfinite_unreported |=
+                h->session->in_step.serial == q->work[i].reported_serial;
 }
 
 enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)

@@ -59,6 +59,7 @@ struct kvq__entry {
     bool packing_all;                  // layers whose packer is the request
     struct kvq__table *table;          // of a STEP, used until it ends; NULL = none
     bool reports_nonfinite;            // it reports that values of an earlier STEP were not finite
+    uint64_t reported_serial;          // the session's step then: in_step.serial
     bool fetch_asked;                  // the request waits for a session that is parked
     uint64_t fetch_serial;             // the session's when it began to
     int no_room;                       // why its session cannot come back to its GPU; 0: it can
