@@ -20,7 +20,7 @@
 enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
 enum { DEFAULT_WORK_STREAM = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
 enum { DEFAULT_RELEASE_WORK = 2048 };
-enum { DEFAULT_SEAL_PAGES = KVQ_MAX_STEP_TOKENS / KVQ_BLOCK_TOKENS }; // those of any one step
+enum { DEFAULT_SEAL_PAGES = 512 };
 enum { TRIM_AT_ONCE = 128 << 20 }; // bytes that a tick gives back to the system
 #define EMPTY_EXTENT_NS  10000000000ull
 #define DEFAULT_STALL_NS 2000000000ull

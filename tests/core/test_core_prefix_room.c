@@ -149,10 +149,11 @@ TEST(in_two_indexes)
 
 // ---- Some at a time ----
 
-// Sessions whose pages were evicted add them again, some in each tick, in turn.
+// Sessions whose pages were evicted add them again, some in each tick, in turn; and with the last
+// of them what is new, all at once.
 TEST(pages_come_by_turns)
 {
-    enum { AT_ONCE = 2, PAGES = 4 };
+    enum { AT_ONCE = 2, PAGES = 6, NEW = 3 };
     struct kvq__namespace *team = namespace_of("team");
     uint64_t handles[2];
     for (uint32_t i = 0; i < 2; i++)
@@ -162,19 +163,38 @@ TEST(pages_come_by_turns)
         core_check(kit.core);
     kit.core->config.seal_pages = AT_ONCE;
     for (uint32_t i = 0; i < 2; i++)
-        assert_int_equal(kit_step(&one, handles[i], 2 * PAGE, HEADS, DIM), 0);
+        assert_int_equal(kit_step(&one, handles[i], NEW * PAGE, HEADS, DIM), 0);
     assert_int_equal(team->prefixes.n_nodes, 0);
     kit_pack(&kit);
     assert_int_equal(team->prefixes.n_nodes, 2 * AT_ONCE); // each when it is packed
     for (uint32_t n = 3; n <= 6; n++) {
         kvq__prefix_seal_all(kit.core);
         core_check(kit.core);
-        assert_int_equal(team->prefixes.n_nodes, n * AT_ONCE);
+        assert_int_equal(team->prefixes.n_nodes, n * AT_ONCE + (n > 4 ? (n - 4) * NEW : 0));
         if (n == 4) // in turn
             assert_int_equal(kit_of(&one, handles[0])->ids.sealed, 2 * AT_ONCE);
     }
-    kvq__prefix_seal_all(kit.core);
-    assert_int_equal(team->prefixes.n_nodes, 2 * (PAGES + 2));
+    assert_int_equal(team->prefixes.n_nodes, 2 * (PAGES + NEW));
+}
+
+// So do pages with which a session begins, where its index has none of them; then its own.
+TEST(foreign_pages_come_by_turns)
+{
+    struct kvq__session_spec spec = spec_of(&one, TOKENS), other = spec_of(&two, TOKENS);
+    const struct kvq__prefixes *index = &namespace_of("team")->prefixes;
+    struct kvq__session_info info;
+    spec.ns = "open";
+    feed(&one, &spec, 600);
+    uint64_t b = open_as(&two, &other, &info); // "team" may
+    assert_int_equal(info.tokens, 4 * PAGE);
+    kit.core->config.seal_pages = 1;
+    assert_int_equal(kit_step(&two, b, 200, HEADS, DIM), 0);
+    for (uint32_t n = 1; n <= 4; n++) {
+        assert_int_equal(index->n_nodes, n);
+        kvq__prefix_seal_all(kit.core);
+    }
+    kit_pack(&kit);
+    assert_int_equal(index->n_nodes, 5);
 }
 
 // What nobody has used for long goes, and what is left of a limit that was lowered, but not all of

@@ -93,7 +93,7 @@ struct kvq__core_config {
     uint64_t pool_bytes;   // budget of all extents
     uint64_t extent_bytes; // multiple of 2 MiB; 0 = 64 MiB
     uint32_t release_work; // sheets, blocks and id parts that a turn frees at most; 0 = 2048
-    uint32_t seal_pages;   // that a turn adds to indexes of prefixes at most; 0: one step's
+    uint32_t seal_pages;   // no new ones, given to an index of prefixes in a turn; 0 = 512
     uint32_t fork_work;    // sheets and id parts that a FORK shares in a turn; 0 = 8192
     uint64_t keep_ns;      // how long a named session stays after its last close; 0 = for ever
     uint32_t workers;      // threads that run jobs; attention is cut into pieces for so many

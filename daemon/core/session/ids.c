@@ -103,6 +103,7 @@ int kvq__ids_set(struct kvq__session *s, const int32_t *ids, uint64_t known)
     for (uint64_t t = 0; t < known && rc == 0; t++)
         *own_at(&s->ids, t) = ids[t];
     s->ids.known = rc == 0 ? known : 0;
+    s->ids.again = (uint32_t)(s->ids.known / KVQ_BLOCK_TOKENS);
     return rc;
 }
 
@@ -114,13 +115,19 @@ void kvq__ids_commit(struct kvq__session *s, uint64_t had, uint64_t tokens)
     s->ids.pending = false;
 }
 
+void kvq__ids_restart(struct kvq__ids *ids)
+{
+    ids->again = kvq__max(ids->again, ids->sealed);
+    ids->sealed = 0;
+}
+
 void kvq__ids_cut(struct kvq__session *s, uint64_t tokens)
 {
     struct kvq__ids *ids = &s->ids;
     if (ids->known > tokens)
         ids->known = tokens;
     if ((uint64_t)ids->sealed * KVQ_BLOCK_TOKENS > ids->known)
-        ids->sealed = 0;
+        kvq__ids_restart(ids);
 }
 
 void kvq__ids_accept(struct kvq__session *s, uint32_t append, const int32_t *list, uint32_t n)
@@ -167,6 +174,7 @@ int kvq__ids_fork(struct kvq__session *to, const struct kvq__session *from, uint
         b->sealed = a->sealed;
         memcpy(b->chain, a->chain, sizeof b->chain);
     }
+    b->again = kvq__max(a->again, a->sealed);
     return 0;
 }
 

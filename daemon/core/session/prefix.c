@@ -273,7 +273,7 @@ static struct kvq__node *last_sealed(struct kvq__session *s)
     struct kvq__node *node = s->ids.sealed ? find_own_node(s, s->ids.chain) : NULL;
     assert(!node || node->page + 1 == s->ids.sealed);
     if (!node) {
-        s->ids.sealed = 0;
+        kvq__ids_restart(&s->ids);
         memcpy(s->ids.chain, s->ids.root, sizeof s->ids.root);
     }
     return node;
@@ -328,8 +328,9 @@ void kvq__prefix_note(struct kvq__session *s)
     s->seal.listed = may;
 }
 
-// Adds at most *left pages. A session whose pages were evicted begins with its first one again, and
-// may have as many as there are.
+// Adds what has become final, and at most *left pages that are no new ones: a session whose pages
+// were evicted begins with its first one again, and one that was restored has never begun. Both may
+// have as many as there are.
 static void seal(struct kvq__session *s, uint32_t *left)
 {
     bool under_way = s->pool->gpu && s->entries.tail > 0;
@@ -339,8 +340,12 @@ static void seal(struct kvq__session *s, uint32_t *left)
     if (kvq__ids_identify(s, NULL) < 0)
         return;
     struct kvq__node *parent = last_sealed(s);
-    while (*left > 0 && is_final(s, s->ids.sealed) && seal_page(s, &parent))
-        --*left;
+    for (;;) {
+        bool again = s->ids.sealed < s->ids.again;
+        if ((again && *left == 0) || !is_final(s, s->ids.sealed) || !seal_page(s, &parent))
+            return;
+        *left -= again;
+    }
 }
 
 void kvq__prefix_seal(struct kvq__session *s)

@@ -56,6 +56,7 @@ struct kvq__ids {
     uint32_t n_spans;
     uint8_t root[KVQ__HASH_BYTES], layers[KVQ__HASH_BYTES];
     uint32_t sealed; // pages that the index was given
+    uint32_t again;  // pages up to here are no new ones: they come by turns
     uint8_t chain[KVQ__HASH_BYTES];
 };
 
@@ -73,6 +74,8 @@ void kvq__ids_read(const struct kvq__ids *ids, int32_t *out);
 int kvq__ids_take(struct kvq__session *session, const volatile int32_t *from, uint32_t tokens);
 // So many tokens were committed behind `had`.
 void kvq__ids_commit(struct kvq__session *session, uint64_t had, uint64_t tokens);
+// The index is to be given the pages from the first one on again.
+void kvq__ids_restart(struct kvq__ids *ids);
 // The session has no more than so many tokens from now on.
 void kvq__ids_cut(struct kvq__session *session, uint64_t tokens);
 // Of the last `append` tokens only those at the indices of the list stay: moves their ids to the
@@ -167,10 +170,11 @@ struct kvq__node *kvq__prefix_offer(struct kvq__session *session, uint32_t page,
 // Takes an offer back: the node drops its blocks, and is evicted if it is a leaf.
 void kvq__prefix_withdraw(struct kvq__core *core, struct kvq__prefixes *prefixes,
                           struct kvq__node *node);
-// Adds the session's final pages to the index: config.seal_pages at most, and as many as there is
-// memory for; a later call goes on.
+// Adds the session's final pages to the index, as many as there is memory for. Of those that have
+// not come with a step since the last call, as restored ones and ones that were evicted, it adds
+// config.seal_pages at most; a later call goes on.
 void kvq__prefix_seal(struct kvq__session *session);
-// The same for all sessions of core->seals, so many pages together.
+// The same for all sessions of core->seals, which share config.seal_pages.
 void kvq__prefix_seal_all(struct kvq__core *core);
 // Puts the session into core->seals if its next page may become final without another commit, or
 // takes it out.

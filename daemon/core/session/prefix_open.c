@@ -70,6 +70,7 @@ static int adopt(struct kvq__session *s, const struct kvq__prefix_ask *ask)
         return rc;
     kvq__prefix_counts(s, tokens);
     s->prefix_tokens = s->ids.known = tokens;
+    s->ids.again = ask->here;
     s->foreign = ns != s->ns;
     kvq__session_changed(s); // none of it is saved
     for (const struct kvq__node *node = last; node; node = node->parent)
