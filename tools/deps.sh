@@ -134,7 +134,7 @@ kvq_install_s3() {
 kvq_install_transformers4() {
     local folder=build/transformers4
     PYTHONPATH=$folder python3 -c "import torch, transformers
-assert transformers.__version__ < '5'" 2>/dev/null && return 0
+assert transformers.__version__ == '4.57.6'" 2>/dev/null && return 0
     python3 -m pip --version >/dev/null 2>&1 || kvq_install_packages cuda || return 1
     echo "Installing: ${kvq_transformers4_wheels[*]}"
     mkdir -p build
@@ -153,14 +153,14 @@ assert transformers.__version__ < '5'" 2>/dev/null && return 0
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     cd "$(dirname "$0")/.." || exit 1
     case "${1:-build}" in
-    build | loop | deb | test | full) kvq_install_packages "${1:-build}" ;;
+    build | loop | deb | vm | test | full) kvq_install_packages "${1:-build}" ;;
     cuda) kvq_install_cuda ;;
     s3) kvq_install_s3 ;;
     transformers4) kvq_install_transformers4 ;;
     -h | --help) sed -n '3,15s/^# \{0,1\}//p' "$0" ;;
     *)
-        echo "deps.sh: '$1' is none of build, loop, deb, test, full, cuda, s3," \
-            "transformers4"
+        echo "deps.sh: '$1' is none of build, loop, deb, vm, test, full, cuda," \
+            "s3, transformers4"
         exit 2
         ;;
     esac

@@ -64,9 +64,10 @@ KVQ_API void *kvq_buffer_device(const kvq_buffer *buffer);
  * statuses are those of the checks. kvq_step_end, which waits for the step's work, reports what
  * only the GPU can find (KVQ_E_NONFINITE). When the daemon refuses a request, the stream goes on
  * and the tensors are untouched. When the daemon dies, the stream goes on as well, and calls return
- * KVQ_E_DISCONNECTED; do not use what the stream has computed since. A step of a
- * session to which another client has written begins when that client's stream has done its calls
- * for the session, however long the stream stands still.
+ * KVQ_E_DISCONNECTED; do not use what the stream has computed since.
+ *
+ * A step of a session to which another client has written begins when that client's stream has done
+ * its calls for the session, however long the stream stands still.
  *
  * Tensors lie in buffers of the session's GPU, or in buffers on the host that the daemon could
  * register with its GPU. They must stay until the stream has passed the call. All streams of one

@@ -272,7 +272,8 @@ struct kvq__prefix_info {
     uint64_t lookups, hits, evicted;
     uint64_t asked_tokens, hit_tokens; // in whole pages: that new sessions were to begin with; did
 };
-// Gives up what no session has, of a namespace (NULL or empty: of all that the peer may use).
+// Gives up what no session has, of a namespace (NULL or empty: of all that the peer may use). An
+// index without such blocks is left as it is, pages that have lost theirs included.
 // KVQ_E_PERMISSION, or what else a namespace's name may be refused with.
 int kvq__core_drop_prefixes(struct kvq__core *core, const struct kvq__peer *peer, const char *ns,
                             uint64_t *pages, uint64_t *bytes, char *text);
