@@ -7,7 +7,7 @@
 // tile of a session's query tokens, or of many sessions that share blocks. It takes 512 positions
 // at a time, and of these one head after the other, because that is how blocks lie in memory: the
 // records of all heads of 128 tokens stand side by side. Where the kernels multiply matrices, an
-// item of a call with many query rows has 256 rows of one head, and takes 256 positions at a time.
+// item of a call with many query rows has 512 rows of one head.
 #include <assert.h>
 
 #include "kernels/attend.h"
@@ -46,10 +46,11 @@ static uint64_t total_tokens(const struct kvq_attend *a)
     return a->past_tokens + a->step_tokens;
 }
 
-// About 16 splits or more: enough for threads, few enough that merging costs nothing.
-static uint32_t split_tokens_of(uint64_t total)
+// About 16 splits or more: enough for threads, few enough that merging costs nothing. Tall tiles
+// have many rows to merge, and most calls have many such tiles.
+static uint32_t split_tokens_of(uint64_t total, bool tall)
 {
-    uint32_t split = KVQ_SPLIT_MIN;
+    uint32_t split = tall ? 2 * KVQ_SPLIT_MIN : KVQ_SPLIT_MIN;
     while (split < KVQ_SPLIT_MAX && (uint64_t)split * 32 <= total)
         split *= 2;
     return split;
@@ -127,7 +128,7 @@ void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, ui
     assert(a->q_tokens > 0 && a->q_tokens <= KVQ_MAX_QUERY_TOKENS);
     per_tile = (tall ? (uint32_t)KVQ__TALL_ROWS : (uint32_t)KVQ_TILE_ROWS) / gqa;
     *plan = (struct kvq_attend_plan){
-        .split_tokens = split_tokens_of(total), .tile_tokens = per_tile, .tall = tall};
+        .split_tokens = split_tokens_of(total, tall), .tile_tokens = per_tile, .tall = tall};
     plan->n_splits = (uint32_t)((total + plan->split_tokens - 1) / plan->split_tokens);
     if (plan->n_splits == 0)
         plan->n_splits = 1;
@@ -446,20 +447,20 @@ struct stop {
     uint32_t head; // of the item
 };
 
-static struct stop after(const struct item *it, struct stop here, uint32_t step)
+static struct stop after(const struct item *it, struct stop here)
 {
     if (here.head + 1 < it->heads)
         return (struct stop){here.at, here.head + 1};
-    return (struct stop){here.at + step, 0};
+    return (struct stop){here.at + KVQ__CHUNK, 0};
 }
 
-static void build(struct item *it, struct stop here, uint64_t to, uint32_t step,
-                  struct kvq__assembled *room, struct kvq__chunk *chunk)
+static void build(struct item *it, struct stop here, uint64_t to, struct kvq__assembled *room,
+                  struct kvq__chunk *chunk)
 {
     it->reader.head = it->head + here.head;
     it->reader.codec = &it->w->lane[here.head].codec;
     it->reader.extras = &it->w->lane[here.head].extras;
-    uint32_t tokens = to - here.at < step ? (uint32_t)(to - here.at) : step;
+    uint32_t tokens = to - here.at < KVQ__CHUNK ? (uint32_t)(to - here.at) : KVQ__CHUNK;
     kvq__build_chunk(&it->reader, here.at, tokens, room, chunk);
 }
 
@@ -480,18 +481,17 @@ static void attend_range(struct item *it, uint64_t begin, uint64_t end, bool mer
 {
     struct kvq__chunk chunks[2];
     uint32_t split = it->split_tokens, now = 0;
-    uint32_t step = it->tall ? (uint32_t)KVQ__TALL_CHUNK : (uint32_t)KVQ__CHUNK;
-    uint64_t from = it->seen_from > begin ? it->seen_from / step * step : begin;
+    uint64_t from = it->seen_from > begin ? it->seen_from / KVQ__CHUNK * KVQ__CHUNK : begin;
     uint64_t to = it->seen_to < end ? it->seen_to : end;
     struct stop here = {.at = from};
     clear_sums(it, &it->w->part);
     if (from >= to)
         return;
-    build(it, here, to, step, &it->w->assembled[now], &chunks[now]);
+    build(it, here, to, &it->w->assembled[now], &chunks[now]);
     while (here.at < to) {
-        struct stop next = after(it, here, step);
+        struct stop next = after(it, here);
         if (next.at < to) {
-            build(it, next, to, step, &it->w->assembled[now ^ 1], &chunks[now ^ 1]);
+            build(it, next, to, &it->w->assembled[now ^ 1], &chunks[now ^ 1]);
             chunks[now].next = &chunks[now ^ 1];
             chunks[now ^ 1].fetched = true;
         }

@@ -16,15 +16,16 @@
 //     values   16 query rows, words of tokens (as computed)  x  words of tokens, 16 channels
 //
 // Keys alone have to be transposed, once for all rows of the item. Four accumulators, of two by two
-// tiles, meet four factors in the eight registers: 18 loads for 24 instructions of 16 cycles each.
-// Groups that are part packed and part raw, and outliers, take the loops of AVX-512.
-#include "kernels/avx512.h"
+// tiles, meet four factors in the eight registers: 14 loads for 24 instructions of 16 cycles each.
+// On the fast path the softmax step writes the words of packed groups' weights itself. Groups that
+// are part packed and part raw, and outliers, take the loops of AVX-512.
+#include "kernels/softmax_avx512.h"
 
 enum {
     SIDE = 16,           // rows of a tile, and words of one of its rows
     WORDS = SIDE * SIDE, // of a tile
     SPAN = 32,           // numbers that one instruction sums: channels, or a group's tokens
-    GROUPS = KVQ__TALL_CHUNK / KVQ_GROUP_TOKENS,
+    GROUPS = KVQ__CHUNK_GROUPS,
     STRIPE = KVQ_TILE_ROWS, // rows whose logits there are at a time
     SPANS = KVQ_MAX_HEAD_DIM / SPAN,
     COLUMNS = KVQ_MAX_HEAD_DIM / SIDE,
@@ -34,57 +35,64 @@ static_assert((int)SPAN == (int)KVQ_GROUP_TOKENS, "a group is summed by one inst
 static_assert(KVQ__TALL_ROWS % STRIPE == 0 && STRIPE % (2 * SIDE) == 0,
               "rows go in pairs of tiles");
 
-// A factor of a product, by its parts.
-typedef uint32_t words[WORDS];
-struct factor {
-    _Alignas(64) words part[MOST_PARTS];
-};
+typedef uint32_t words[WORDS]; // of a tile
 
 enum { OF_RAW, OF_PACKED, BASES }; // queries as they came, and transformed as packed keys are
 
-// In the tile's scratch memory. Keys and values are those of the chunk.
+// In the tile's scratch memory: factors by their parts. Keys and values are those of the chunk.
+// Tiles that a loop takes one after the other stand one after the other.
 struct amx {
     uint32_t dim;
     bool exact;
-    struct factor q[BASES][KVQ__TALL_ROWS / SIDE][SPANS];
-    struct factor k[GROUPS][2][SPANS]; // of 16 tokens each
-    struct factor v[GROUPS][COLUMNS];
-    struct factor p[STRIPE / SIDE][GROUPS];
+    bool summed[BASES]; // values were added to the sums of raw, of packed ones
+    _Alignas(64) words q[BASES][MOST_PARTS][KVQ__TALL_ROWS / SIDE][SPANS];
+    words k[MOST_PARTS][GROUPS][2][SPANS]; // of 16 tokens each
+    words v[MOST_PARTS][COLUMNS / 2][GROUPS][2];
+    words p[MOST_PARTS][STRIPE / SIDE][GROUPS];
+};
+
+// Tiles from one part of a factor to its next one.
+enum {
+    Q_PART = KVQ__TALL_ROWS / SIDE * SPANS,
+    K_PART = GROUPS * 2 * SPANS,
+    V_PART = COLUMNS * GROUPS,
+    P_PART = STRIPE / SIDE * GROUPS,
 };
 static_assert(sizeof(struct amx) <= KVQ__SCRATCH_BYTES, "the workspace holds the state");
 
 // ---- Into bf16 ----
 
-// The upper halves of 16 numbers, rounded. NaN stays NaN, whatever its other bits: some would
-// become 0 by rounding.
-KVQ__INLINE __m512i round_up(__m512 x)
+// Words of 32 numbers, with a's lanes below and b's above: rounded to nearest even, subnormal ones
+// to 0, as tiles take them. NaN stays NaN.
+KVQ__INLINE __m512i round_words(__m512 a, __m512 b)
 {
-    const __m512i half = _mm512_set1_epi32(0x8000), upper = _mm512_set1_epi32((int)0xffff0000);
-    const __m512i nan = _mm512_set1_epi32(0x7fc00000);
-    __m512i up = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), half), upper);
-    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
 
-// Row `at` of the parts of 32 numbers, of words with a's lanes below and b's above. Rounds halves
-// away from 0.
-KVQ__INLINE void split(__m512 a, __m512 b, int parts, words *part, uint32_t at)
+// Row `at` of the parts of 32 numbers, `step` tiles apart.
+KVQ__INLINE void split(__m512 a, __m512 b, int parts, words *part, size_t step, uint32_t at)
 {
     for (int i = 0; i < parts; i++) {
-        __m512i x = round_up(a), y = round_up(b);
-        _mm512_store_si512(part[i] + SIDE * at, _mm512_or_si512(y, _mm512_srli_epi32(x, 16)));
-        a = _mm512_sub_ps(a, _mm512_castsi512_ps(x));
-        b = _mm512_sub_ps(b, _mm512_castsi512_ps(y));
+        __m512i w = round_words(a, b);
+        _mm512_store_si512(part[i * step] + SIDE * at, w);
+        __m512i above = _mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000));
+        a = _mm512_sub_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)));
+        b = _mm512_sub_ps(b, _mm512_castsi512_ps(above));
     }
 }
 
-// Parts of 16 rows of 32 numbers, `stride` floats apart; rows from n on are 0.
-KVQ__INLINE void split_rows(const float *rows, size_t stride, uint32_t n, int parts, words *part)
+// The same of 16 rows, `stride` floats apart; rows from n on are 0.
+KVQ__INLINE void split_rows(const float *rows, size_t stride, uint32_t n, int parts, words *part,
+                            size_t step)
 {
     for (uint32_t r = 0; r < SIDE; r++) {
         const float *x = rows + r * stride;
         __m512 a = r < n ? _mm512_loadu_ps(x) : _mm512_setzero_ps();
         __m512 b = r < n ? _mm512_loadu_ps(x + SIDE) : _mm512_setzero_ps();
-        split(a, b, parts, part, r);
+        split(a, b, parts, part, step, r);
     }
 }
 
@@ -125,7 +133,7 @@ static bool is_whole(const struct kvq__group *g)
 }
 
 // Parts of queries and weights, and of the keys and values that they meet. What is stored in 16
-// bits is multiplied exactly on either path, as the loops of few rows do.
+// bits is multiplied exactly on either path, by exact weights, as the loops of few rows do.
 static int parts_of_rows(const struct amx *x, bool packed)
 {
     return x->exact || !packed ? MOST_PARTS : 1;
@@ -157,24 +165,26 @@ static int parts_of_group(const struct amx *x, const struct kvq__codec *c, bool 
         }                                                                                          \
     } while (0)
 
-KVQ__INLINE void make_keys(const float *rows, uint32_t dim, struct factor (*to)[SPANS], int parts)
+KVQ__INLINE void make_keys(const float *rows, uint32_t dim, words (*to)[SPANS], int parts)
 {
+    _Alignas(64) words rounded[MOST_PARTS];
     for (uint32_t half = 0; half < 2; half++)
         for (uint32_t s = 0; s < dim / SPAN; s++) {
-            struct factor f;
             split_rows(rows + (size_t)SIDE * half * dim + (size_t)SPAN * s, dim, SIDE, parts,
-                       f.part);
+                       rounded, 1);
             for (int i = 0; i < parts; i++)
-                transpose(f.part[i], to[half][s].part[i]);
+                transpose(rounded[i], (&to[half][s])[(size_t)i * K_PART]);
         }
 }
 
-KVQ__INLINE void make_values(const float *rows, uint32_t dim, struct factor *to, int parts)
+// Tiles of 16 channels; those of channel 32 and the next 16 stand behind those of all other groups.
+KVQ__INLINE void make_values(const float *rows, uint32_t dim, words (*to)[GROUPS][2], int parts)
 {
     for (uint32_t c = 0; c < dim / SIDE; c++)
         for (uint32_t t = 0; t < SIDE; t++) {
             const float *a = rows + (size_t)t * dim + (size_t)SIDE * c;
-            split(_mm512_load_ps(a), _mm512_load_ps(a + (size_t)SIDE * dim), parts, to[c].part, t);
+            split(_mm512_load_ps(a), _mm512_load_ps(a + (size_t)SIDE * dim), parts,
+                  &to[c / 2][0][c % 2], V_PART, t);
         }
 }
 
@@ -188,12 +198,12 @@ static void make_group(const struct kvq_kernels *k, const struct kvq__tile *tile
         k->dequant_k[c->k.kind](c, &g->packed, tile->group_f32);
     else
         k->load(g->raw_k, c->raw_dtype, tile->group_f32, n);
-    BY_PARTS(parts, make_keys(tile->group_f32, x->dim, x->k[i], PARTS));
+    BY_PARTS(parts, make_keys(tile->group_f32, x->dim, x->k[0][i], PARTS));
     if (g->packed_tokens)
         k->dequant_v[c->v.kind](c, &g->packed, tile->group_f32);
     else
         k->load(g->raw_v, c->raw_dtype, tile->group_f32, n);
-    BY_PARTS(parts, make_values(tile->group_f32, x->dim, x->v[i], PARTS));
+    BY_PARTS(parts, make_values(tile->group_f32, x->dim, (void *)&x->v[0][0][i], PARTS));
 }
 
 static void make_queries(const float *q, const struct kvq__tile *tile, struct amx *x, int base)
@@ -201,9 +211,10 @@ static void make_queries(const float *q, const struct kvq__tile *tile, struct am
     for (uint32_t r = 0; r < tile->rows; r += SIDE) {
         uint32_t n = tile->rows - r < SIDE ? tile->rows - r : SIDE;
         for (uint32_t s = 0; s < x->dim / SPAN; s++) {
-            words *to = x->q[base][r / SIDE][s].part;
+            words *to = &x->q[base][0][r / SIDE][s];
             const float *at = q + (size_t)r * x->dim + (size_t)SPAN * s;
-            BY_PARTS(parts_of_rows(x, base == OF_PACKED), split_rows(at, x->dim, n, PARTS, to));
+            BY_PARTS(parts_of_rows(x, base == OF_PACKED),
+                     split_rows(at, x->dim, n, PARTS, to, Q_PART));
         }
     }
 }
@@ -282,17 +293,33 @@ KVQ__INLINE void load_factors_b(const words b0, const words b1)
     _tile_loadd(B1, b1, SIDE * sizeof(uint32_t));
 }
 
+// Two factors: the first tile of each, and how many tiles its next part is behind.
+struct pair {
+    const words *first, *second;
+    size_t step;
+};
+
+// Parts that are multiplied, in an order in which each step changes one of the two.
+static const struct {
+    int a, b;
+} steps[] = {{0, 2}, {0, 1}, {1, 1}, {1, 0}, {2, 0}, {0, 0}};
+enum { STEPS = sizeof steps / sizeof *steps };
+
 // Adds two factors times two others to the accumulators: of `parts` parts, and of `others` no more.
-KVQ__INLINE void multiply(const words *a0, const words *a1, const words *b0, const words *b1,
-                          int parts, int others)
+KVQ__INLINE void multiply(struct pair a, struct pair b, int parts, int others)
 {
-    finish_stores();
-    for (int i = 0; i < parts; i++) {
-        load_factors_a(a0[i], a1[i]);
-        for (int j = others < parts - i ? others : parts - i; j-- > 0;) {
-            load_factors_b(b0[j], b1[j]);
-            dots();
-        }
+    int i = -1, j = -1;
+#pragma GCC unroll 6
+    for (int s = 0; s < STEPS; s++) {
+        if (steps[s].a >= parts || steps[s].b >= others)
+            continue;
+        if (steps[s].a != i)
+            load_factors_a(a.first[steps[s].a * a.step], a.second[steps[s].a * a.step]);
+        if (steps[s].b != j)
+            load_factors_b(b.first[steps[s].b * b.step], b.second[steps[s].b * b.step]);
+        i = steps[s].a;
+        j = steps[s].b;
+        dots();
     }
 }
 
@@ -313,20 +340,22 @@ KVQ__INLINE void store_sums(float *at, size_t stride)
 }
 
 // Logits of 32 rows for a group.
-KVQ__INLINE void qk_tiles(const struct factor (*q)[SPANS], const struct factor (*k)[SPANS],
-                          uint32_t spans, float *logits, int parts, int others)
+KVQ__INLINE void qk_tiles(const words (*q)[SPANS], const words (*k)[SPANS], uint32_t spans,
+                          float *logits, int parts, int others)
 {
     _tile_zero(C00);
     _tile_zero(C01);
     _tile_zero(C10);
     _tile_zero(C11);
+    finish_stores();
     for (uint32_t s = 0; s < spans; s++)
-        multiply(q[0][s].part, q[1][s].part, k[0][s].part, k[1][s].part, parts, others);
+        multiply((struct pair){&q[0][s], &q[1][s], Q_PART},
+                 (struct pair){&k[0][s], &k[1][s], K_PART}, parts, others);
     store_sums(logits, KVQ__LOGITS_STRIDE);
 }
 
-static void qk_group(const struct factor (*q)[SPANS], const struct factor (*k)[SPANS],
-                     uint32_t spans, float *logits, bool exact, int others)
+static void qk_group(const words (*q)[SPANS], const words (*k)[SPANS], uint32_t spans,
+                     float *logits, bool exact, int others)
 {
     if (exact)
         BY_PARTS(others, qk_tiles(q, k, spans, logits, MOST_PARTS, PARTS));
@@ -335,19 +364,21 @@ static void qk_group(const struct factor (*q)[SPANS], const struct factor (*k)[S
 }
 
 // Adds p * v of 32 rows and 32 channels over the groups whose bits are set.
-KVQ__INLINE void pv_tiles(const struct factor (*p)[GROUPS], const struct factor (*v)[COLUMNS],
-                          uint32_t groups, float *o, uint32_t dim, int parts, int others)
+KVQ__INLINE void pv_tiles(const words (*p)[GROUPS], const words (*v)[2], uint32_t groups, float *o,
+                          uint32_t dim, int parts, int others)
 {
+    finish_stores();
     load_sums(o, dim);
     for (; groups; groups &= groups - 1) {
         uint32_t g = (uint32_t)__builtin_ctz(groups);
-        multiply(p[0][g].part, p[1][g].part, v[g][0].part, v[g][1].part, parts, others);
+        multiply((struct pair){&p[0][g], &p[1][g], P_PART},
+                 (struct pair){&v[g][0], &v[g][1], V_PART}, parts, others);
     }
     store_sums(o, dim);
 }
 
-static void pv_groups(const struct factor (*p)[GROUPS], const struct factor (*v)[COLUMNS],
-                      uint32_t groups, float *o, uint32_t dim, bool exact, int others)
+static void pv_groups(const words (*p)[GROUPS], const words (*v)[2], uint32_t groups, float *o,
+                      uint32_t dim, bool exact, int others)
 {
     if (exact)
         BY_PARTS(others, pv_tiles(p, v, groups, o, dim, MOST_PARTS, PARTS));
@@ -366,9 +397,8 @@ static void logits_of_stripe(const struct kvq_kernels *k, const struct kvq__tile
         float *logits = stripe->logits + (size_t)i * KVQ_GROUP_TOKENS;
         bool packed = g->packed_tokens > 0;
         for (uint32_t r = 0; is_whole(g) && r < stripe->rows; r += 2 * SIDE) {
-            const struct factor(*q)[SPANS] =
-                &x->q[packed ? packed_base : OF_RAW][(first + r) / SIDE];
-            qk_group(q, x->k[i], x->dim / SPAN, logits + (size_t)r * KVQ__LOGITS_STRIDE,
+            const words(*q)[SPANS] = &x->q[packed ? packed_base : OF_RAW][0][(first + r) / SIDE];
+            qk_group(q, x->k[0][i], x->dim / SPAN, logits + (size_t)r * KVQ__LOGITS_STRIDE,
                      x->exact || !packed, parts_of_group(x, stripe->codec, packed));
         }
         if (g->pooled)
@@ -376,6 +406,41 @@ static void logits_of_stripe(const struct kvq_kernels *k, const struct kvq__tile
         if (g->raw_from < g->raw_to && !is_raw(g))
             k->qk_raw(stripe, g->raw_k, g->raw_from, g->raw_to, logits);
     }
+}
+
+// Whether the softmax step itself makes the words of the group's weights.
+static bool has_words(const struct amx *x, const struct kvq__group *g)
+{
+    return !x->exact && g->packed_tokens == KVQ_GROUP_TOKENS && !g->pooled;
+}
+
+KVQ__INLINE void take_words(void *to, uint32_t group, __m512 a, __m512 b)
+{
+    words *p = to;
+    _mm512_store_si512(p[group], round_words(a, b));
+}
+
+// As kvq__weigh. The others' weights are as exact as on the exact path.
+static void weigh_stripe(const struct kvq_kernels *k, struct kvq__tile *stripe,
+                         const struct kvq__chunk *chunk, struct amx *x)
+{
+    struct kvq__taker taker = {.take = take_words};
+    uint32_t n = chunk->groups * KVQ_GROUP_TOKENS;
+    for (uint32_t i = 0; i < chunk->groups; i++)
+        taker.groups |= (uint32_t)has_words(x, &chunk->group[i]) << i;
+    kvq__finish_logits(k, stripe, chunk);
+    if (taker.groups == 0)
+        k->softmax(stripe, n);
+    for (uint32_t r = 0; taker.groups && r < stripe->rows; r++) {
+        taker.to = &x->p[0][r / SIDE][0][(size_t)SIDE * (r % SIDE)];
+        stripe->factor[r] =
+            kvq__softmax_row(stripe->logits + (size_t)r * KVQ__LOGITS_STRIDE, (int32_t)n,
+                             stripe->lo[r], stripe->hi[r], &stripe->m[r], &stripe->l[r], taker);
+    }
+    if (x->summed[OF_RAW] || (x->summed[OF_PACKED] && stripe->ot == stripe->o))
+        kvq__rescale(k, stripe, stripe->o);
+    if (x->summed[OF_PACKED] && stripe->ot != stripe->o)
+        kvq__rescale(k, stripe, stripe->ot);
 }
 
 // Adds the values of the groups whose bits are set, all packed ones or all raw ones.
@@ -386,8 +451,8 @@ static void sum_groups(const struct kvq__tile *stripe, const struct amx *x, uint
     int others = parts_of_group(x, stripe->codec, packed);
     for (uint32_t c = 0; groups && c < x->dim; c += SPAN)
         for (uint32_t r = 0; r < stripe->rows; r += 2 * SIDE)
-            pv_groups(&x->p[r / SIDE], (const void *)&x->v[0][c / SIDE], groups,
-                      o + (size_t)r * x->dim + c, x->dim, x->exact || !packed, others);
+            pv_groups(&x->p[0][r / SIDE], x->v[0][c / SPAN], groups, o + (size_t)r * x->dim + c,
+                      x->dim, x->exact || !packed, others);
 }
 
 static void values_of_stripe(const struct kvq_kernels *k, const struct kvq__tile *stripe,
@@ -403,11 +468,11 @@ static void values_of_stripe(const struct kvq_kernels *k, const struct kvq__tile
         if (!is_whole(g))
             continue;
         *(g->packed_tokens ? &packed : &raw) |= 1u << i;
-        for (uint32_t r = 0; r < stripe->rows; r += SIDE) {
+        for (uint32_t r = 0; !has_words(x, g) && r < stripe->rows; r += SIDE) {
             uint32_t n = stripe->rows - r < SIDE ? stripe->rows - r : SIDE;
             const float *at = p + (size_t)r * KVQ__LOGITS_STRIDE;
             BY_PARTS(parts_of_rows(x, g->packed_tokens > 0),
-                     split_rows(at, KVQ__LOGITS_STRIDE, n, PARTS, x->p[r / SIDE][i].part));
+                     split_rows(at, KVQ__LOGITS_STRIDE, n, PARTS, &x->p[0][r / SIDE][i], P_PART));
         }
     }
     sum_groups(stripe, x, packed, true);
@@ -438,6 +503,7 @@ static void attend_chunk_tall_amx(const struct kvq_kernels *k, struct kvq__tile 
     if (!tile->ready) {
         x->dim = tile->dim;
         x->exact = !fast;
+        memset(x->summed, 0, sizeof x->summed);
         make_queries(tile->q, tile, x, OF_RAW);
         if (tile->qt != tile->q)
             make_queries(tile->qt, tile, x, OF_PACKED);
@@ -451,10 +517,15 @@ static void attend_chunk_tall_amx(const struct kvq_kernels *k, struct kvq__tile 
     for (uint32_t first = 0; first < tile->rows; first += STRIPE) {
         struct kvq__tile stripe = stripe_of(tile, first);
         logits_of_stripe(k, &stripe, chunk, x, first);
-        kvq__weigh(k, &stripe, chunk);
+        weigh_stripe(k, &stripe, chunk, x);
         values_of_stripe(k, &stripe, chunk, x);
     }
     give_tiles_back(&before);
+    for (uint32_t i = 0; i < chunk->groups; i++) {
+        const struct kvq__group *g = &chunk->group[i];
+        x->summed[OF_PACKED] |= g->packed_tokens > 0;
+        x->summed[OF_RAW] |= g->raw_from < g->raw_to || g->pooled;
+    }
 }
 
 void kvq__init_amx(struct kvq_kernels *k)

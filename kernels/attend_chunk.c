@@ -63,19 +63,15 @@ static void hide(const struct kvq__tile *tile, uint32_t held, float *logits)
                 logits[(size_t)r * KVQ__LOGITS_STRIDE + t] = -INFINITY;
 }
 
-static void rescale(const struct kvq_kernels *k, struct kvq__tile *tile)
+void kvq__rescale(const struct kvq_kernels *k, const struct kvq__tile *tile, float *o)
 {
-    for (uint32_t r = 0; r < tile->rows; r++) {
-        size_t at = (size_t)r * tile->dim;
-        if (tile->factor[r] == 1.0f)
-            continue;
-        k->scale_rows(tile->o + at, &tile->factor[r], 1, tile->dim);
-        if (tile->ot != tile->o)
-            k->scale_rows(tile->ot + at, &tile->factor[r], 1, tile->dim);
-    }
+    for (uint32_t r = 0; r < tile->rows; r++)
+        if (tile->factor[r] != 1.0f)
+            k->scale_rows(o + (size_t)r * tile->dim, &tile->factor[r], 1, tile->dim);
 }
 
-void kvq__weigh(const struct kvq_kernels *k, struct kvq__tile *tile, const struct kvq__chunk *chunk)
+void kvq__finish_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
+                        const struct kvq__chunk *chunk)
 {
     uint32_t n = chunk->groups * KVQ_GROUP_TOKENS;
     if (tile->cap != 0.0f)
@@ -83,8 +79,15 @@ void kvq__weigh(const struct kvq_kernels *k, struct kvq__tile *tile, const struc
     for (uint32_t i = 0; i < chunk->groups; i++)
         if (chunk->group[i].held != UINT32_MAX)
             hide(tile, chunk->group[i].held, tile->logits + i * KVQ_GROUP_TOKENS);
-    k->softmax(tile, n);
-    rescale(k, tile);
+}
+
+void kvq__weigh(const struct kvq_kernels *k, struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    kvq__finish_logits(k, tile, chunk);
+    k->softmax(tile, chunk->groups * KVQ_GROUP_TOKENS);
+    kvq__rescale(k, tile, tile->o);
+    if (tile->ot != tile->o)
+        kvq__rescale(k, tile, tile->ot);
 }
 
 void kvq__pv_packed(const struct kvq_kernels *k, const struct kvq__tile *tile,

@@ -30,11 +30,10 @@ enum {
     KVQ__CHUNK = 512, // tokens whose logits are computed before one softmax step
     KVQ__CHUNK_GROUPS = KVQ__CHUNK / KVQ_GROUP_TOKENS,
     KVQ__LOGITS_STRIDE = 528, // floats from row to row; not a power of two, for the cache's sake
-    KVQ__SCRATCH_BYTES = 1792 * 1024, // an instruction set's own memory in the workspace
+    KVQ__SCRATCH_BYTES = 3520 * 1024, // an instruction set's own memory in the workspace
     // Tall tiles, of calls with many query rows, where attend_chunk_tall is there.
-    KVQ__TALL_FROM = 64,   // rows of a call that make them pay
-    KVQ__TALL_ROWS = 256,  // rows of a tile
-    KVQ__TALL_CHUNK = 256, // tokens of a chunk
+    KVQ__TALL_FROM = 64,  // rows of a call that make them pay
+    KVQ__TALL_ROWS = 512, // rows of a tile
 };
 
 // Kinds of codecs that instruction sets may have functions of their own for.
@@ -280,6 +279,12 @@ void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
 // Parts of that. Outliers are packed, too, but their raw rows count.
 void kvq__logits_of_outliers(const struct kvq_kernels *k, const struct kvq__tile *tile,
                              const struct kvq__group *g, float *logits);
+// All that comes between the products of a chunk and the softmax step: the soft-cap, and -inf for
+// what nobody holds.
+void kvq__finish_logits(const struct kvq_kernels *k, struct kvq__tile *tile,
+                        const struct kvq__chunk *chunk);
+// Scales sums of the tile, [rows][dim], by its factors.
+void kvq__rescale(const struct kvq_kernels *k, const struct kvq__tile *tile, float *o);
 // Logits of a chunk become weights; what was summed before is scaled to go with them.
 void kvq__weigh(const struct kvq_kernels *k, struct kvq__tile *tile,
                 const struct kvq__chunk *chunk);

@@ -74,8 +74,8 @@ static bool has_amx(void)
     enum { REQUEST = 0x1023, TILE_DATA = 18 };   // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     const unsigned wanted = 1u << 22 | 1u << 24; // AMX-BF16, AMX-TILE
     unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted &&
-           syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return __builtin_cpu_supports("avx512bf16") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+           (d & wanted) == wanted && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 #endif
 

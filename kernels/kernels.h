@@ -327,7 +327,7 @@ struct kvq_unit {
 // may be packed again, from any one to the last, with the same result.
 // Packing also copies the sink tokens of the unit to the extras, and copies the blocks of raw
 // formats.
-// `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 4 MB,
+// `workspace` is at least kvq_workspace_bytes() long, 64-byte aligned, one per thread; about 8 MB,
 // of which decoding touches little.
 void kvq_pack(const struct kvq_kernels *k, const struct kvq_format *f, const struct kvq_shape *s,
               const struct kvq_unit *unit, void *workspace);
@@ -370,7 +370,7 @@ struct kvq_attend {
 // How an attention is split into items, which threads may compute in any order.
 struct kvq_attend_job;
 struct kvq_attend_plan {
-    uint32_t split_tokens; // fixed token positions, from the session's own count alone
+    uint32_t split_tokens; // fixed token positions, from the call's own counts alone
     uint32_t n_splits;
     uint32_t tile_tokens; // query tokens of a tile, the last of which may have fewer
     uint32_t n_tiles;     // tiles of query rows per KV head

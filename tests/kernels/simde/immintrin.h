@@ -259,6 +259,32 @@ KVQ__SHIM simde__m512 kvq__shuffle_f32x4(simde__m512 a, simde__m512 b, int order
 #undef _mm512_shuffle_i32x4
 #define _mm512_shuffle_i32x4(a, b, order) _mm512_shuffle_i64x2(a, b, order)
 
+// ---- bf16 ----
+
+// To nearest even; subnormal numbers to 0, NaN to a quiet one.
+KVQ__SHIM uint16_t kvq__round_bf16(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (isnan(x))
+        return (uint16_t)(bits >> 16 | 0x40);
+    if ((bits & 0x7f800000) == 0)
+        return (uint16_t)(bits >> 16 & 0x8000);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+KVQ__SHIM simde__m512i kvq__cvtne2ps_pbh(simde__m512 above, simde__m512 below)
+{
+    union kvq__lanes512 a = {.ps = above}, b = {.ps = below}, x;
+    for (int i = 0; i < 16; i++) {
+        x.u16[i] = kvq__round_bf16(b.f32[i]);
+        x.u16[i + 16] = kvq__round_bf16(a.f32[i]);
+    }
+    return x.si;
+}
+#undef _mm512_cvtne2ps_pbh
+#define _mm512_cvtne2ps_pbh(above, below) kvq__cvtne2ps_pbh(above, below)
+
 // ---- AMX: eight registers of 16 rows of 16 words ----
 
 static _Thread_local struct {
