@@ -15,8 +15,8 @@
 enum { KVQ__SOFTMAX_CHAINS = 2 };
 static_assert(16 * KVQ__SOFTMAX_CHAINS == KVQ_GROUP_TOKENS, "a step of the loops is a group");
 
-// Somebody who takes the weights of some groups, and whom bf16 is good enough: what it does with a
-// group's, of which the first 16 are a.
+// A second reader of the weights of some groups, which rounds them to bf16. `take` gets the 32
+// weights of a group, the first 16 in a.
 struct kvq__taker {
     void (*take)(void *to, uint32_t group, __m512 a, __m512 b);
     void *to;

@@ -271,9 +271,9 @@ static bool take_entry(struct kvq__queue *q, uint32_t i)
     assert(!s->evict.taker);
     uint64_t tokens = s->tokens + q->entries[i].append;
     struct kvq__grant grant = {.may_wait = true, .spares_prefixes = true};
-    bool more = kvq__pages_of(tokens) > s->n_pages && needs_more_room(s, tokens, &grant.refused);
-    int rc = more ? grant.refused.code : kvq__pages_reserve(s, tokens, &grant);
-    if (rc < 0 && !more && is_full(&grant.refused)) {
+    bool lacks = kvq__pages_of(tokens) > s->n_pages && needs_more_room(s, tokens, &grant.refused);
+    int rc = lacks ? grant.refused.code : kvq__pages_reserve(s, tokens, &grant);
+    if (rc < 0 && !lacks && is_full(&grant.refused)) {
         if (waits_for_all(q, i, &grant.refused))
             return false;
         grant = (struct kvq__grant){.may_wait = true};
