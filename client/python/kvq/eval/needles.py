@@ -16,7 +16,7 @@ import torch
 
 from .models import Failed
 from .results import Results, key_of, rounded
-from .score import METHOD, Failures, say
+from .score import METHOD, Failures, Left, say
 from .sides import Side
 from .texts import beginning, encode
 
@@ -88,17 +88,22 @@ def needle_key(reference: Side, side: Side, item: Item, step: int) -> str:
 def run(results: Results, sides: Sequence[Side], items: Sequence[Item], step: int,
         failures: Failures) -> None:
     """Asks every side for every item that the results lack; the first side is the reference."""
+    def missing(side):
+        return [] if side.key in failures.why else [
+            item for item in items if results.get(needle_key(sides[0], side, item, step)) is None]
+    left = Left(sum(len(missing(side)) for side in sides))
     for side in sides:
-        missing = [item for item in items
-                   if results.get(needle_key(sides[0], side, item, step)) is None]
-        if missing and side.key not in failures.why:
-            say(f"needles: {side.key}, {len(missing)} of {len(items)}")
-        for item in missing:
+        todo = missing(side)
+        if todo:
+            say(f"needles: {side.key}, {len(todo)} of {len(items)}{left.told()}")
+        for number, item in enumerate(todo):
+            left.midst(number, len(todo), len(todo), "needles")
             told = failures.attempt(side, partial(ask, side, item, step))
             if told:
                 results.put(needle_key(sides[0], side, item, step),
                             {"part": "needle", "side": side.key, "distance": item["distance"],
                              **told})
+        left.gone(len(todo))
 
 
 def _recall(lines: Sequence[Dict[str, Any]]) -> Dict[str, Any]:

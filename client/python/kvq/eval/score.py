@@ -19,6 +19,7 @@ from .sides import Side
 METHOD = 1  # raised when a number would come out otherwise than before: lines of old runs are not
 #             taken then
 _ROWS = 16  # tokens whose distributions are held in double precision
+_EVERY = 30  # seconds between two lines of progress in the midst of a window
 
 
 def say(text: str) -> None:
@@ -84,8 +85,40 @@ def step_of(reference: Side, sides: Sequence[Side], ids: torch.Tensor, at: int, 
             kept[side.key][name] += numbers
 
 
-def window(reference: Side, sides: Sequence[Side], ids: List[int], step: int, failures: Failures
-           ) -> Dict[str, Dict[str, Any]]:
+class Left:
+    """How much of a run is left, by what it took so far."""
+
+    def __init__(self, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.passes, self.done, self.clock, self.began = passes, 0, clock, clock()
+        self.spoke = self.began
+
+    def gone(self, passes: int) -> None:
+        """So many caches went through a window."""
+        self.done += passes
+
+    def lost(self, passes: int) -> None:
+        """So many will not be made: of caches that have failed."""
+        self.passes -= passes
+
+    def told(self, part: float = 0) -> str:
+        """For a line of progress; nothing while nothing is known. `part` of a pass is under way."""
+        self.spoke = self.clock()
+        done, rest = self.done + part, self.passes - self.done - part
+        if not done or rest <= 0:
+            return ""
+        minutes = (self.spoke - self.began) / done * rest / 60
+        return (f" ({self.done} of {self.passes} done, about {math.ceil(minutes)} more "
+                f"minute{'' if minutes <= 1 else 's'})")
+
+    def midst(self, done: int, of: int, passes: int, what: str = "tokens") -> None:
+        """In the midst of so many passes, `done` tokens of `of` behind them: a line where there was
+        none for a while."""
+        if self.clock() - self.spoke >= _EVERY:
+            say(f"  {done} of {of} {what}{self.told(passes * done / of)}")
+
+
+def window(reference: Side, sides: Sequence[Side], ids: List[int], step: int, failures: Failures,
+           left: Left) -> Dict[str, Dict[str, Any]]:
     """One window through the reference and all sides; what a line keeps of each, by its key."""
     running = [reference, *sides]
     kept: Dict[str, Dict[str, Any]] = {
@@ -95,6 +128,7 @@ def window(reference: Side, sides: Sequence[Side], ids: List[int], step: int, fa
         for side in running:
             failures.attempt(side, side.begin)
         for at in range(0, len(ids), step):
+            left.midst(at, len(ids), len(sides))
             step_of(reference, sides, given, at, step, failures, kept)
         lines = {}
         for side in running:
@@ -109,30 +143,6 @@ def window(reference: Side, sides: Sequence[Side], ids: List[int], step: int, fa
         for side in running:
             side.end()
     return lines
-
-
-class Left:
-    """How much of a run is left, by what it took so far."""
-
-    def __init__(self, passes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.passes, self.done, self.clock, self.began = passes, 0, clock, clock()
-
-    def gone(self, passes: int) -> None:
-        """So many caches went through a window."""
-        self.done += passes
-
-    def lost(self, passes: int) -> None:
-        """So many will not be made: of caches that have failed."""
-        self.passes -= passes
-
-    def told(self) -> str:
-        """For a line of progress; nothing while nothing is known."""
-        rest = self.passes - self.done
-        if not self.done or rest <= 0:
-            return ""
-        minutes = (self.clock() - self.began) / self.done * rest / 60
-        return (f" ({self.done} of {self.passes} done, about {math.ceil(minutes)} more "
-                f"minute{'' if minutes <= 1 else 's'})")
 
 
 def run(results: Results, reference: Side, sides: Sequence[Side], texts: Sequence[List[int]],
@@ -153,7 +163,7 @@ def run(results: Results, reference: Side, sides: Sequence[Side], texts: Sequenc
         for group in groups:
             say(f"window {number + 1} of {len(texts)}, {len(ids)} tokens{left.told()}: "
                 + ", ".join(s.key for s in group or [reference]))
-            for key, line in window(reference, group, ids, step, failures).items():
+            for key, line in window(reference, group, ids, step, failures, left).items():
                 side = next(s for s in [reference, *group] if s.key == key)
                 own = score_key(reference, side, name, step)
                 if results.get(own) is None:
