@@ -43,13 +43,13 @@ enum { KVQ_V_ROTATION_DEFAULT, KVQ_V_ROTATION_ENGINE, KVQ_V_ROTATION_DAEMON, KVQ
 enum { KVQ_ATTENTION_DEFAULT = 0, KVQ_ATTENTION_EXACT = 1, KVQ_ATTENTION_FAST = 2 };
 
 /* What the daemon does with a session when the last client has closed it. DEFAULT: drops a session
- * without a name, and keeps a named one for the configured time. What was saved of a session (by
+ * without a name, and keeps a named one for keep_seconds. What was saved of a session (by
  * kvq_session_save, or by a daemon that ended while the session was open) stays on disk with DROP,
  * too; kvq_session_drop deletes it. */
 enum {
     KVQ_ON_DETACH_DEFAULT = 0,
     KVQ_ON_DETACH_DROP = 1,
-    KVQ_ON_DETACH_KEEP = 2, /* for keep_seconds */
+    KVQ_ON_DETACH_KEEP = 2, /* as DEFAULT, but refused (KVQ_E_INVALID) without a name */
     KVQ_ON_DETACH_SAVE = 3, /* keep, and save once no client has the session open; needs
                              * storage_dir */
 };
@@ -82,8 +82,9 @@ struct kvq_prefix {
 };
 
 /* Zero-initialize: only size, layers, n_layers and format are needed for a new session without a
- * name. A session that exists, in memory or saved, keeps the on_detach, keep_seconds, max_rollback,
- * prompt_tokens and attention of the open that created it. */
+ * name. Texts are UTF-8 and copied; "" is as NULL. ns, name, salt and adapter take up to 127 bytes,
+ * model up to 255, format up to 63. A session that exists, in memory or saved, keeps the on_detach,
+ * keep_seconds, max_rollback, prompt_tokens and attention of the open that created it. */
 struct kvq_session_options {
     uint32_t size;     /* sizeof(struct kvq_session_options) */
     const char *ns;    /* namespace; NULL: "uid-N" of this user */
@@ -98,13 +99,15 @@ struct kvq_session_options {
     uint8_t v_rotation;             /* KVQ_V_ROTATION */
     uint8_t attention;              /* KVQ_ATTENTION */
     uint8_t on_detach;              /* KVQ_ON_DETACH */
-    uint16_t shard, shards;         /* this one, from 0, of so many (0: 1); see shards.h */
+    uint16_t shard, shards;         /* this one, from 0, of so many (0: 1); see shards.h. Without a
+                                     * name no shard waits for the others */
     uint32_t flags;                 /* KVQ_OPEN */
     uint32_t max_rollback;          /* tokens that kvq_truncate and kvq_accept may take back, at
                                      * most 1,024 */
     uint64_t prompt_tokens;         /* of the prompt, which attention reads in 16 bits up to its
                                      * end if that fits; 0: not known, it is packed as it comes */
-    uint64_t keep_seconds;          /* after the last close; 0: the configured time */
+    uint64_t keep_seconds;          /* after the last close, of a session with a name that is not
+                                     * to be dropped; 0: the configured time */
     const char *place;   /* "host", a kvq_gpu_info.place; NULL: as it is, or the daemon's choice, a
                           * GPU if it has one and the layers' dims are 64, 128 or 256 */
     const char *salt;    /* sessions share prefixes only if salt and adapter are equal; NULL: "" */
@@ -125,7 +128,8 @@ struct kvq_session_info {
     double bits_per_value;               /* of packed blocks, with their parameters */
     double bytes_per_token_head;         /* of packed blocks: K and V of one KV head */
     double bytes_per_token_head_total;   /* of all memory */
-    double compression;                  /* bytes of a 16-bit cache of these tokens / memory */
+    double compression;                  /* bytes of a 16-bit cache of these tokens / memory; 0
+                                          * if nothing is in memory */
     uint8_t created;                     /* 1: this open created the session */
     uint8_t read_only;                   /* 1: this handle only reads */
     char ns[128], name[128], format[64];
@@ -163,8 +167,8 @@ KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
 
 /* Fills the first `max` rows with the layers of an open session, one row each, and *n with their
- * number. Sets heads, dimensions and kv_from, and the other fields to 0 (repeat to 1). Sends no
- * request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (the daemon did not say what the layers are). */
+ * number. Sets heads, dimensions and kv_from, and the other fields to 0 (repeat to 1): a window, a
+ * soft-cap or a scale that the layer has is not told. Sends no request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (the daemon did not say what the layers are). */
 KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session,
                                          struct kvq_layer *rows, uint32_t max, uint32_t *n);
 

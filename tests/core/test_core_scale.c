@@ -511,10 +511,12 @@ KIT_TEST(test_order_of_ends)
     row.repeat = 1;
     assert_int_equal(open_named("open", 1, &open), 0);
     spec.name = "late";
-    spec.keep_seconds = 2000; // beyond the wheel
+    spec.on_detach = KVQ__DETACH_DEFAULT; // counts for all that are kept
+    spec.keep_seconds = 2000;             // beyond the wheel
     assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
     late = info.handle;
     spec.name = "soon";
+    spec.on_detach = KVQ__DETACH_KEEP;
     spec.keep_seconds = 1;
     assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
     soon = info.handle;

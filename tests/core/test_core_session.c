@@ -144,7 +144,7 @@ KIT_TEST(test_open_again)
     assert_int_equal(open_as(&m, &spec, &info), KVQ_E_EXISTS);
     spec.flags = KVQ__OPEN_READ_ONLY;
     rows[1].window = 64;
-    refuses(&spec, KVQ_E_EXISTS, "shape of layer 1");
+    refuses(&spec, KVQ_E_EXISTS, "window in layer 1 (0 there, 64 asked for)");
     rows[1] = row_of("oscar2");
     refuses(&spec, KVQ_E_EXISTS, "f16 there, oscar2 asked");
     spec.n_layers = 0;

@@ -107,7 +107,7 @@ class Dims(e2e_storage.Stored):
         for dim in (112, 128):
             other = Tokens(7, LENGTH, dim=dim)
             self.fails(kvq.Code.E_EXISTS, self.opened, other, "kvq2", name="it", model="m",
-                       text=("shape of layer 0",))
+                       text=(f"head_dim in layer 0 (96 there, {dim} asked for)",))
 
     def test_prefix_and_fork(self):
         """Sessions of one shape share blocks; those of another head_dim find nothing."""

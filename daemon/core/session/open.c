@@ -40,6 +40,22 @@ static int check_text(const char *what, const char *name, size_t room, char *tex
     return 0;
 }
 
+static int check_choices(const struct kvq__session_spec *spec, char *text)
+{
+    const struct {
+        const char *name;
+        uint32_t is, most;
+    } choices[] = {{"v_rotation", spec->v_rotation, KVQ__V_NONE},
+                   {"attention", spec->path, KVQ_PATH_FAST + 1},
+                   {"on_detach", spec->on_detach, KVQ__DETACH_SAVE},
+                   {"dtype", spec->dtype, KVQ_BF16}};
+    for (size_t i = 0; i < sizeof choices / sizeof *choices; i++)
+        if (choices[i].is > choices[i].most)
+            return kvq__fail(text, KVQ_E_INVALID, "%s is %u; this daemon knows 0 to %u",
+                             choices[i].name, choices[i].is, choices[i].most);
+    return 0;
+}
+
 static int check_numbers(const struct kvq__session_spec *spec, char *text)
 {
     bool as_it_is = spec->shards == 0 && spec->n_layers == 0;
@@ -53,13 +69,7 @@ static int check_numbers(const struct kvq__session_spec *spec, char *text)
     if (spec->prompt_tokens > KVQ_MAX_SESSION_TOKENS)
         return kvq__fail(text, KVQ_E_LIMIT, "prompt_tokens is %llu; a session holds %d at most",
                          (unsigned long long)spec->prompt_tokens, KVQ_MAX_SESSION_TOKENS);
-    if (spec->v_rotation > KVQ__V_NONE || spec->path > 2 || spec->on_detach > KVQ__DETACH_SAVE ||
-        spec->dtype > KVQ_BF16)
-        return kvq__fail(text, KVQ_E_INVALID,
-                         "v_rotation %u (0 to 3), path %u (0 to 2), on_detach %u (0 to 3) or "
-                         "dtype %u (0 to 2) is none that this daemon knows",
-                         spec->v_rotation, spec->path, spec->on_detach, spec->dtype);
-    return 0;
+    return check_choices(spec, text);
 }
 
 static int check_flags(const struct kvq__session_spec *spec, char *text)
@@ -362,7 +372,7 @@ static void set_keep(struct kvq__session *s, const struct kvq__session_spec *spe
     s->spec.drop_on_detach = is_empty_text(spec->name) || spec->on_detach == KVQ__DETACH_DROP;
     s->spec.save_on_detach = spec->on_detach == KVQ__DETACH_SAVE;
     s->spec.keep_ns = s->spec.drop_on_detach ? 0 : s->core->config.keep_ns;
-    if (spec->on_detach >= KVQ__DETACH_KEEP && spec->keep_seconds)
+    if (!s->spec.drop_on_detach && spec->keep_seconds)
         s->spec.keep_ns = (spec->keep_seconds < most ? spec->keep_seconds : most) * NS_PER_SECOND;
 }
 
@@ -459,25 +469,67 @@ static int differs(const struct kvq__session *s, const char *what, char *text)
                      s->name, what);
 }
 
+// What the session holds is of no use to whoever asks.
+static int is_of_another(const struct kvq__session *s, const char *what, char *text)
+{
+    return kvq__fail(text, KVQ_E_EXISTS,
+                     "session \"%s\" exists with another %s; use another name, or drop it", s->name,
+                     what);
+}
+
+static const char *dtype_name(uint8_t dtype)
+{
+    return dtype == KVQ_BF16 ? "bf16" : "f16";
+}
+
+// Two layers that differ: in what, and both values. False if nothing of this differs.
+static bool tell_difference(uint32_t layer, const struct kvq__layer *there,
+                            const struct kvq__layer *asked, char *what, size_t n)
+{
+    const struct kvq_shape *a = &there->shape, *b = &asked->shape;
+    const struct {
+        const char *name;
+        double there, asked;
+    } fields[] = {{"number of query heads", a->q_heads, b->q_heads},
+                  {"number of KV heads", a->kv_heads, b->kv_heads},
+                  {"head_dim", kvq_row_dim(a), kvq_row_dim(b)},
+                  {"window", a->window, b->window},
+                  {"softcap", a->softcap, b->softcap},
+                  {"scale", a->scale, b->scale},
+                  {"source of K and V", there->source, asked->source}};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].there != fields[i].asked) {
+            snprintf(what, n, "%s in layer %u (%g there, %g asked for)", fields[i].name, layer,
+                     fields[i].there, fields[i].asked);
+            return true;
+        }
+    if (a->dtype != b->dtype)
+        snprintf(what, n, "dtype of windows in layer %u (%s there, %s asked for)", layer,
+                 dtype_name(a->dtype), dtype_name(b->dtype));
+    return a->dtype != b->dtype;
+}
+
 static int compare_layers(const struct kvq__session *s, const struct kvq__session *wanted,
                           char *text)
 {
     char what[96 + 2 * KVQ_FORMAT_NAME];
-    if (s->n_layers != wanted->n_layers)
-        return differs(s, "number of layers", text);
+    if (s->n_layers != wanted->n_layers) {
+        snprintf(what, sizeof what, "number of layers (%u there, %u asked for)", s->n_layers,
+                 wanted->n_layers);
+        return differs(s, what, text);
+    }
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *a = &s->layers[i], *b = &wanted->layers[i];
         bool shape = kvq_shape_same(&a->shape, &b->shape) && a->source == b->source;
         bool format = strcmp(a->format->name, b->format->name) == 0;
         if (format && shape)
             continue;
-        if (format && a->shape.v_rotation != b->shape.v_rotation)
+        if (!shape && tell_difference(i, a, b, what, sizeof what))
+            return differs(s, what, text);
+        if (format)
             return differs(s, "v_rotation", text);
-        if (shape)
-            snprintf(what, sizeof what, "format of layer %u (%s there, %s asked for)", i,
-                     a->format->name, b->format->name);
-        else
-            snprintf(what, sizeof what, "shape of layer %u", i);
+        snprintf(what, sizeof what, "format of layer %u (%s there, %s asked for)", i,
+                 a->format->name, b->format->name);
         return differs(s, what, text);
     }
     return 0;
@@ -497,11 +549,11 @@ static int compare_with_spec(const struct kvq__session *s, const struct kvq__ses
 {
     struct kvq__session *wanted;
     if (!is_empty_text(spec->model) && strcmp(s->spec.model, spec->model) != 0)
-        return differs(s, "model fingerprint", text);
+        return is_of_another(s, "model fingerprint", text);
     if (!is_empty_text(spec->salt) && strcmp(s->spec.salt, spec->salt) != 0)
-        return differs(s, "salt", text);
+        return is_of_another(s, "salt", text);
     if (!is_empty_text(spec->adapter) && strcmp(s->spec.adapter, spec->adapter) != 0)
-        return differs(s, "adapter", text);
+        return is_of_another(s, "adapter", text);
     if (spec->n_layers == 0)
         return 0;
     assert(!s->ns->lenient);

@@ -572,6 +572,23 @@ static struct kvq__session *find_by_number(struct kvq__core *core, const struct 
     return *end || end == name + 1 ? NULL : find_by_id(core, peer, id);
 }
 
+// It may be in another namespace, or on disk alone, as all are after a start.
+static int not_there(const struct kvq__peer *peer, const char *ns_name, const char *name,
+                     char *text)
+{
+    char who[32] = "there is", where[KVQ_NAME_BYTES + 24] = "";
+    if (peer->uid != KVQ__NO_UID)
+        snprintf(who, sizeof who, "user %u sees", peer->uid);
+    if (*name != '#')
+        snprintf(where, sizeof where, " of namespace \"%s\"", ns_name);
+    return kvq__fail(
+        text, KVQ_E_NO_SESSION,
+        "%s no session \"%.*s\"%s in memory; `kvqctl session list` shows the names with "
+        "their namespaces (--namespace), `kvqctl storage list` those on disk, which "
+        "`kvqctl session restore` loads",
+        who, KVQ_NAME_BYTES, name, where);
+}
+
 int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const char *ns_name,
                      const char *name, struct kvq__session **s, char *text)
 {
@@ -590,15 +607,7 @@ int kvq__session_get(struct kvq__core *core, const struct kvq__peer *peer, const
             return rc;
         *s = ns ? kvq__session_named(ns, name) : NULL;
     }
-    if (*s)
-        return 0;
-    if (peer->uid == KVQ__NO_UID)
-        return kvq__fail(text, KVQ_E_NO_SESSION,
-                         "no session \"%.*s\" there; `kvqctl session list` shows all",
-                         KVQ_NAME_BYTES, name);
-    return kvq__fail(text, KVQ_E_NO_SESSION,
-                     "no session \"%.*s\" that user %u may see; `kvqctl session list` shows all",
-                     KVQ_NAME_BYTES, name, peer->uid);
+    return *s ? 0 : not_there(peer, full, name, text);
 }
 
 int kvq__namespace_check(struct kvq__core *core, const struct kvq__peer *peer, const char *ns_name,
