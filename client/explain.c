@@ -210,17 +210,20 @@ static bool explain_stale(const struct subject *s)
 static bool explain_rollback(const struct subject *s)
 {
     const struct kvq_entry *e = s->entry;
-    char what[80];
     if (s->request->op == KVQ_OP_FORK)
-        snprintf(what, sizeof what, "it cannot be forked at %" PRIu64, e->position);
+        kvq__set_error(KVQ_E_ROLLBACK,
+                       "%s: it cannot be forked at %" PRIu64 " tokens, but at %" PRIu64
+                       "; nothing was changed; forks begin where packed blocks end, and anywhere "
+                       "in the newest tokens (max_rollback of them, and those not packed yet)",
+                       s->where, e->position, e->value);
     else
-        snprintf(what, sizeof what, "%u tokens back from %" PRIu64 " is too far",
-                 s->request->op == KVQ_OP_TRUNCATE ? e->list_token : e->append, e->position);
-    kvq__set_error(KVQ_E_ROLLBACK,
-                   "%s: %s; %" PRIu64
-                   " tokens are possible, nothing was changed; a session created with "
-                   "a larger max_rollback (at most %d) can go further back",
-                   s->where, what, e->value, KVQ_MAX_ROLLBACK);
+        kvq__set_error(KVQ_E_ROLLBACK,
+                       "%s: %u tokens back from %" PRIu64
+                       " is too far; it can be shortened to %" PRIu64
+                       " tokens and no further, nothing was changed; a session created with a "
+                       "larger max_rollback (at most %d) can go further back",
+                       s->where, s->request->op == KVQ_OP_TRUNCATE ? e->list_token : e->append,
+                       e->position, e->value, KVQ_MAX_ROLLBACK);
     return true;
 }
 
@@ -394,7 +397,8 @@ static const char *advice_for(int code, const struct kvq_request *r)
                "a larger pool_bytes, or a storage_dir where idle sessions go; its log says what is "
                "in the way";
     case KVQ_E_NONFINITE:
-        return "look at the engine's K and V before this layer";
+        return r->op == KVQ_OP_STEP ? "look at the engine's K and V, layer by layer"
+                                    : "look at the engine's K and V before this layer";
     case KVQ_E_INCOMPLETE:
         return advice_of_incomplete(r);
     case KVQ_E_NO_STEP:
@@ -444,7 +448,58 @@ static void explain_entry(kvq_queue *queue, const struct kvq__pending *p, uint32
     pthread_mutex_unlock(&queue->client->table);
 }
 
-static void explain_request(const struct kvq__pending *p)
+// What is wrong with a view whatever the entries are. A buffer that this client does not have is
+// none of it.
+static bool explain_view(const kvq_queue *queue, int code, const char *where, const char *name,
+                         const struct kvq_wire_view *v)
+{
+    const struct {
+        const char *name;
+        uint64_t bytes;
+    } parts[] = {
+        {"offset", v->offset}, {"token_stride", v->token_stride}, {"head_stride", v->head_stride}};
+    size_t bytes = v->buffer ? buffer_bytes(queue->client, v->buffer) : 0;
+    bool outside = bytes && code == KVQ_E_BOUNDS && v->offset > bytes;
+    if (outside)
+        kvq__set_error(code, "%s: %s begins at byte %" PRIu64 ", its buffer has %zu bytes", where,
+                       name, v->offset, bytes);
+    for (size_t i = 0; bytes && code == KVQ_E_INVALID && i < sizeof parts / sizeof *parts; i++)
+        if (parts[i].bytes % value_bytes(v->dtype)) {
+            kvq__set_error(code,
+                           "%s: %s has the %s %" PRIu64 ", which is no multiple of the %u bytes of "
+                           "its dtype",
+                           where, name, parts[i].name, parts[i].bytes, value_bytes(v->dtype));
+            return true;
+        }
+    return outside;
+}
+
+static bool explain_views(const kvq_queue *queue, const struct kvq__pending *p, const char *where)
+{
+    const struct kvq_request *r = &p->request;
+    const struct {
+        const char *name;
+        const struct kvq_wire_view *view;
+    } views[] = {{"k", &r->k}, {"v", &r->v}, {"q", &r->q}, {"out", &r->out}, {"lse", &r->lse}};
+    uint32_t layers = p->step ? p->step->n_layers : 0;
+    bool told = false;
+    if (p->status != KVQ_E_INVALID && p->status != KVQ_E_BOUNDS)
+        return false;
+    pthread_mutex_lock(&queue->client->table);
+    for (size_t i = 0; has_layer(r->op) && !told && i < sizeof views / sizeof *views; i++)
+        told = explain_view(queue, p->status, where, views[i].name, views[i].view);
+    for (uint32_t i = 0; !told && i < layers; i++) {
+        const struct kvq_step_layer l = kvq__step_layer(queue, p->step, i);
+        char layer[112];
+        snprintf(layer, sizeof layer, "%s, layer %u", where, i);
+        told = explain_view(queue, p->status, layer, "k", &l.k) ||
+               explain_view(queue, p->status, layer, "v", &l.v);
+    }
+    pthread_mutex_unlock(&queue->client->table);
+    return told;
+}
+
+static void explain_request(const kvq_queue *queue, const struct kvq__pending *p)
 {
     assert(p->status);
     char where[80];
@@ -455,6 +510,8 @@ static void explain_request(const struct kvq__pending *p)
     if (p->status == KVQ_E_LIMIT && p->request.op == KVQ_OP_STEP_BEGIN)
         more = "a client may have 64 open steps: end one, or put more sessions into one step";
     name_request(where, sizeof where, &p->request);
+    if (explain_views(queue, p, where))
+        return;
     if (p->status == KVQ_E_DISCONNECTED || p->status == KVQ_E_CANCELLED)
         kvq__set_error(p->status,
                        "%s of %u sessions: the connection was lost before the answer came%s", where,
@@ -468,7 +525,7 @@ static void explain_request(const struct kvq__pending *p)
 void kvq__explain(kvq_queue *queue, const struct kvq__pending *p)
 {
     if (p->status) {
-        explain_request(p);
+        explain_request(queue, p);
         return;
     }
     for (uint32_t i = 0; i < p->n; i++) {

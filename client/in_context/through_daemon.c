@@ -4,6 +4,7 @@
 #include "client/in_context/in_context.h"
 
 #include <assert.h>
+#include <stdio.h>
 
 // ---- Parts of a batch ----
 
@@ -194,10 +195,13 @@ static int append_rest(struct kvq_local *local, const struct kvq_step_work *work
     return rc;
 }
 
-// Those of the step that were not committed and may not try again.
+// Those of the step that were not committed and may not try again. What the step's end said of them
+// stays said: they may have left the step by themselves, and then cannot be aborted.
 static void abort_others(struct kvq_local *local, const struct kvq_entry *entries, uint32_t n)
 {
+    char told[KVQ__TEXT_BYTES];
     struct batch b = first_batch(local);
+    snprintf(told, sizeof told, "%s", kvq_error_text());
     for (uint32_t i = 0; i < n; i++) {
         struct kvq__local_session *s = kvq__local_find(local, entries[i].session);
         if (s && (entries[i].status == KVQ_OK || kvq__local_may_retry(entries[i].status)))
@@ -212,6 +216,8 @@ static void abort_others(struct kvq_local *local, const struct kvq_entry *entrie
     }
     if (b.n && kvq_step_abort(local->queue, local->step, b.entries, b.n))
         return; // the connection is gone, and the step with it
+    if (any_failed(b.entries, b.n))
+        kvq__set_error(KVQ_E_NO_STEP, "%s", told);
 }
 
 int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,

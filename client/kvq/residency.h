@@ -62,7 +62,9 @@ KVQ_API KVQ_CHECK int kvq_session_save(kvq_client *client, kvq_session session);
  * all of it is in memory. It blocks other control calls, and waits for an hour at most, as
  * kvq_session_save does. Engines need not call this function: kvq_session_open restores a saved
  * session without waiting, and requests wait for the layers that they need. ns NULL: the user's own
- * namespace. shards: how many shards the session gets, by KV heads (shards.h); 0: as it was saved.
+ * namespace. A session that is in memory or parked is left as it is (kvq_session_prefetch brings
+ * one that is parked back). shards: how many shards the session gets, by KV heads (shards.h); 0: as
+ * it was saved.
  * KVQ_E_NO_SESSION, KVQ_E_EXISTS (the session has another number of shards),
  * KVQ_E_DAMAGED, KVQ_E_NO_MEMORY, KVQ_E_QUOTA, KVQ_E_UNSUPPORTED, KVQ_E_FORMAT, KVQ_E_VERSION
  * (another version of kvqd saved the session), KVQ_E_PERMISSION. */

@@ -27,7 +27,9 @@
  *   and kvq_accept act on one shard: call them alike on all shards. A rank may begin the next step
  *   before the others have made that call.
  * - One queue can write several shards: in one request, or by ending the step of all shards before
- *   it begins the next step of any (else KVQ_E_BUSY). Forks have no name and therefore no shards.
+ *   it begins the next step of any (else KVQ_E_BUSY). Sessions without a name, and so forks, have
+ *   no other shards: each is alone. `shard` and `shards` only keep the prefixes of its tokens apart
+ *   from those of other shards.
  * - kvq_session_drop of one shard drops all. keep_seconds counts from the last close of any shard.
  *   An open with n_layers 0 and shards 0 opens a shard as it is.
  * - A saved session can be opened with another number of shards (operations.md in share/doc/kvqd).

@@ -28,9 +28,11 @@ struct kvq_entry {
     uint32_t row, q_row;
     uint32_t append;     /* tokens of this step (0: attend only) */
     uint16_t queries;    /* query tokens: the last of the step; with append 0 they stand behind
-                          * the session's tokens and see all of them */
+                          * the session's tokens, one behind the other, and see all of these that
+                          * the layer's window leaves them. For nodes of a tree that stand at one
+                          * depth, on a layer with a window, make one call for each depth */
     uint16_t list_token; /* paged: tokens to skip in the first page */
-    /* Results. */
+    /* Results. A call that fails as a whole leaves them as they are. */
     int32_t status;
     uint64_t value; /* token count after the call; fork: the new session; read: tokens read */
 };

@@ -529,7 +529,7 @@ KIT_TEST(test_refusals)
     r.slots++;
     m.layers[1] = (struct kvq_step_layer){0}; // one that is needed
     assert_int_equal(kit_request(&m, &r, &e), 0);
-    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_INVALID);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_INCOMPLETE);
     e.position = 99;
     assert_int_equal(kit_request(&m, &r, &e), 0);
     assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_POSITION);
