@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a queue keeps while requests are under way; python.py runs these."""
+import copy
 import gc
+import pickle
 import signal
 import sys
 import unittest.mock
@@ -204,6 +206,97 @@ class Buffers(Test):
         del array
         gc.collect()
         self.assertEqual(self.memory, ["gone"])
+
+
+class Failures(Test):
+    """What can be done behind a call that failed."""
+    DAEMON = {"pool_bytes": "4mb", "extent_bytes": "2mb", "backend": "cpu"}
+
+    def test_an_error_in_another_process(self):
+        """Pools of processes pickle what their workers raise."""
+        error = self.fails(kvq.Code.E_NO_SESSION, self.client.session, name="nobody")
+        for made in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            self.assertEqual((made.code, made.text, str(made)),
+                             (error.code, error.text, str(error)))
+
+    def test_a_drop_that_is_refused(self):
+        """Leaves the handle, which can be closed."""
+        tokens = Tokens(1, 1)
+        with self.client.session(tokens.rows, "f16", name="it"), \
+                self.daemon.client() as other:
+            reader = other.session(name="it", read_only=True)
+            self.fails(kvq.Code.E_READ_ONLY, reader.drop)
+            reader.close()
+            shown = self.daemon.ctl("session", "show", "it")
+            self.assertEqual(shown["readers"], 0, shown)
+
+    def test_no_room_in_this_process(self):
+        """The step stays for the sessions that found none, and ends when there is room."""
+        tokens = Tokens(3, 1200)
+        n = 1100  # 2.2 MiB in two layers
+        large, small, other = (self.client.session(tokens.rows, "f16") for _ in range(3))
+        tokens.feed(self.queue, other, n, attend=False)
+        own = {x: self.client.array((n + 1, 2, 128)) for x in "kv"}
+        for x in "kv":
+            own[x][...] = getattr(tokens, x)[0, :n + 1]
+        q = np.zeros((2, 8, 128), np.float32)
+        with self.queue.local(max_tokens=2048, require=True) as local:
+            for session in (large, small):
+                local.add(session)
+            step = local.step([large, small], [n, 1])
+            for layer in range(2):
+                step.attend(layer, q, own["k"], own["v"], queries=[1, 1])
+            self.fails(kvq.Code.E_NO_MEMORY, step.end)
+            self.assertEqual((large.tokens, small.tokens, step.open), (0, 1, True))
+            self.fails(kvq.Code.E_NO_MEMORY, step.end)
+            other.drop()
+            step.end()
+            self.assertEqual((large.refresh(), small.refresh(), step.open), (n, 1, False))
+            np.testing.assert_array_equal(self.queue.read(large, 1)[0],
+                                          np.float32(np.float16(own["k"][:n])))
+            with self.assertRaises(kvq.Error):  # and a block that ends in an error leaves nothing
+                with local.step([small], [n]) as step:
+                    for layer in range(2):
+                        step.attend(layer, q[:1], own["k"][:n], own["v"][:n], queries=[1])
+            self.assertFalse(step.open)
+            with local.step([small], [0]):
+                pass
+            self.assertEqual(small.refresh(), 1)
+
+    def test_what_differs(self):
+        """Is named with both values; of another model nothing can be taken as it is."""
+        rows = [kvq.Layer(8, 2, 128, window=16, softcap=5, repeat=2)]
+        with self.client.session(rows, "f16", name="differs", model="m"):
+            for more, words in (({"window": 32}, "window in layer 0 (16 there, 32 asked for)"),
+                                ({"softcap": 2}, "softcap in layer 0 (5 there, 2 asked for)"),
+                                ({"q_heads": 4}, "query heads in layer 0 (8 there, 4 asked for)"),
+                                ({"repeat": 3}, "number of layers (2 there, 3 asked for)")):
+                other = kvq.Layer(**{"q_heads": 8, "kv_heads": 2, "head_dim": 128, "window": 16,
+                                     "softcap": 5, "repeat": 2, **more})
+                self.fails(kvq.Code.E_EXISTS, self.client.session, [other], "f16",
+                           name="differs", text=(words, "open it without layers"))
+            error = self.fails(kvq.Code.E_EXISTS, self.client.session, rows, "f16",
+                               name="differs", model="another",
+                               text=("model fingerprint", "use another name"))
+            self.assertNotIn("without layers", error.text)
+
+    def test_a_tensor_that_is_named(self):
+        """A request that is refused as a whole says which tensor it was."""
+        tokens = Tokens(1, 4, layers=1)
+        session = self.client.session(tokens.rows, "f16")
+        own = self.client.array((4, 2, 128))
+        tensor = self.client.find_buffer(own).tensor(own)
+        with self.queue.step([session], 4) as step:
+            for fields, words in (({"token_stride": 3}, "k has the token_stride 3, which is no "
+                                                        "multiple of the 4 bytes of its dtype"),
+                                  ({"offset": 2 ** 40}, f"k begins at byte {2 ** 40}")):
+                bad = self.client.find_buffer(own).tensor(own)
+                for name, value in fields.items():
+                    setattr(bad, name, value)
+                with self.assertRaisesRegex(kvq.Error, words):
+                    self.queue.call("append", step.entries, step=step.number, layer=0, k=bad,
+                                    v=tensor)
+            step.abort()
 
 
 class Interrupts(Test):

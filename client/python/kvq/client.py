@@ -81,7 +81,9 @@ def _values(structure):
 
 class Session:
     """A session handle. `tokens` is the committed count as this process knows it. A session that
-    was closed, or that Client.reattach() has lost, has the handle 0, and close() does nothing."""
+    was closed, or that Client.reattach() has lost, has the handle 0, and close() does nothing. One
+    that nothing refers to any more stays open in the daemon until the client is closed: close()
+    sessions and forks, or use them as context managers."""
 
     def __init__(self, client: Client, handle: int, tokens: int, layers: List[Layer],
                  read_only: bool = False) -> None:
@@ -148,9 +150,9 @@ class Session:
         self.client.control(lib.kvq_session_save, self.handle)
 
     def drop(self) -> None:
-        """Destroys the session, with all its shards."""
-        handle, self.handle = self.handle, 0
-        self.client.control(lib.kvq_session_drop, handle)
+        """Destroys the session, with all its shards. Where that fails the handle stays open."""
+        self.client.control(lib.kvq_session_drop, self.handle)
+        self.handle = 0
 
     def __enter__(self) -> Session:
         return self

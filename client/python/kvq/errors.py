@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Optional, Union
+from typing import Any, Optional, Tuple, Union
 
 from ._ffi import lib
 from .hints import Entries
@@ -83,6 +83,10 @@ class Error(Exception):
         self.entries = entries
         name = self.code.name if isinstance(self.code, Code) else str(code)
         super().__init__(f"{name}: {text or strerror(code)}")
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """As pickle and copy make it anew; a pool of processes hands errors on in this way."""
+        return type(self), (int(self.code), self.text, self.entries)
 
 
 def last_text() -> str:

@@ -12,7 +12,7 @@ import kvq
 from . import _ffi
 from ._ffi import lib
 from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
-from .errors import check
+from .errors import Code, check
 from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output, Threads
 from .openmp import torch_threads
 from .work import (alone, attend, device_fields, make_entries, make_work, refresh, step_work,
@@ -207,12 +207,16 @@ class _Done:
         self.entries = entries
 
 
+_ROOM = (Code.E_NO_MEMORY, Code.E_QUOTA, Code.E_DEADLINE)  # there may be some later
+
+
 class LocalStep:
     """An open step of a Local."""
 
     def __init__(self, local: Local, sessions: Iterable[kvq.Session], tokens: Counts,
                  ids: Optional[Ids] = None) -> None:
         self.local, self.turn, self.ids, self.open = local, local.turn, ids, False
+        self._left: List[int] = []  # numbers of the sessions that are not committed yet
         with self.turn():
             local._check_open()
             self._begin(local, sessions, tokens)
@@ -226,6 +230,7 @@ class LocalStep:
             check(code)
             local._given = []
             self.open = bool((self.entries["status"] == 0).any())
+            self._left = list(range(len(self.entries)))
             check(0, self.entries)
         except BaseException:
             if not code:  # else another step may be open, and stays so
@@ -257,7 +262,8 @@ class LocalStep:
     def end(self, k: Optional[Sequence[Optional[HostArray]]] = None,
             v: Optional[Sequence[Optional[HostArray]]] = None) -> None:
         """Commits. k and v: for each layer the step's K and V, [tokens][kv_heads][dim] in buffers,
-        if attend() did not get them."""
+        if attend() did not get them. Where there was no room (E_NO_MEMORY, E_QUOTA, E_DEADLINE)
+        the step stays open for the sessions that it lacked for: end() again, or abort()."""
         if (k is None) != (v is None):
             raise ValueError("one of k and v was given; expected both, or neither")
         entries = make_entries(self.sessions, append=self.entries["append"])
@@ -267,19 +273,23 @@ class LocalStep:
         else:
             self.local._check_given()
         work.ids = self.local.queue._place_ids(entries, self.ids)
+        entries = entries[self._left]
         try:
             code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
                                      len(entries))
-            take_counts(self.sessions, entries, code)
+            take_counts([self.sessions[i] for i in self._left], entries, code)
         except BaseException:  # an interrupt: before the commit, or behind it
             self.abort()
             refresh(self.sessions)
             raise
-        self.open = False
+        if not code:
+            self._left = [i for i, status in zip(self._left, entries["status"]) if status in _ROOM]
+        self.open = bool(self._left) and (not code or code in _ROOM)
         try:
             check(code, entries)
         except Exception:
-            self.abort()
+            if not self.open:
+                self.abort()
             raise
 
     def abort(self) -> None:
@@ -295,7 +305,9 @@ class LocalStep:
     def __exit__(self, kind: Optional[Type[BaseException]], *_: object) -> None:
         if not self.open:
             return
-        if kind is None:
-            self.end()
-        else:
-            self.abort()
+        try:
+            if kind is None:
+                self.end()
+        finally:
+            if self.open:
+                self.abort()
