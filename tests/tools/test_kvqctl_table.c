@@ -133,12 +133,12 @@ static void test_filters(void **state)
         const char *filter;
         int pass;
     } rows[] = {
-        {"memory>1gb", 2},    {"memory<1gb", 1}, {"memory=2 GB", 1}, {"memory!=2gib", 3},
-        {"idle>1min", 2},     {"idle<120s", 2},  {"idle=60000", 1},  {"name~quoted", 1},
-        {"name=#43", 1},      {"name!=b", 3},    {"bits=3.06", 4},   {"bits>3.06", 0},
-        {"pinned=yes", 1},    {"pinned=no", 3},  {"memory>1gx", -1}, {"idle>1parsec", -1},
-        {"pinned=maybe", -1}, {"tokens~1", -1},  {"tokens=", -1},    {"=3", -1},
-        {"tokens", -1},       {"tokens!3", -1},  {"nothing=3", -1},
+        {"memory>1gb", 2},    {"memory<1gb", 1}, {"memory=2 GB", 1},  {"memory!=2gib", 3},
+        {"idle>1min", 2},     {"idle<120s", 2},  {"idle=60000ms", 1}, {"name~quoted", 1},
+        {"name=#43", 1},      {"name!=b", 3},    {"bits=3.06", 4},    {"bits>3.06", 0},
+        {"pinned=yes", 1},    {"pinned=no", 3},  {"memory>1gx", -1},  {"idle>1parsec", -1},
+        {"pinned=maybe", -1}, {"tokens~1", -1},  {"tokens=", -1},     {"=3", -1},
+        {"tokens", -1},       {"tokens!3", -1},  {"nothing=3", -1},   {"idle>60", -1},
     };
     (void)state;
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)

@@ -116,7 +116,8 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .more = "Ends when all of it is in memory. Engines need not wait for this: opening a saved\n"
              "session restores it, too. --shard N restores that shard (default 0). --shards N\n"
              "restores it with N shards instead of those saved, each with its part of the KV\n"
-             "heads; without --shard all.\n",
+             "heads; without --shard all. A session that is in memory or parked is left as it\n"
+             "is: session prefetch brings one that is parked back.\n",
      .places = KVQ__CTL_SAVED},
     {.words = {"session", "export"},
      .argument = "NAME FILE",

@@ -222,7 +222,8 @@ int kvq__ctl_events(struct kvq__ctl *ctl, char **args)
     if (result)
         return result;
     if (ctl->since && !kvq__ctl_parse_duration(ctl->since, &since_ms))
-        return kvq__ctl_bad_usage("--since is a duration, as 90s, 10min or 2h, not", ctl->since);
+        return kvq__ctl_bad_usage("--since is a duration with its unit, as 90s, 10min or 2h, not",
+                                  ctl->since);
     if (ctl->since)
         wanted.since_ms = wall_ms() > since_ms ? wall_ms() - since_ms : 0;
     result = kvq__ctl_catch_stop(ctl);

@@ -62,6 +62,19 @@ static const char *shared_text(const ProtobufCMessage *message)
     return s->shared_unknown ? "?" : kvq__ctl_bytes(s->shared_bytes);
 }
 
+// Of what is on disk alone, or empty, nothing is in memory that could be compared.
+static const char *token_bytes_text(const ProtobufCMessage *message)
+{
+    double bytes = session(message)->bytes_per_token_head_total;
+    return bytes > 0 ? kvq__ctl_text("%.1f", bytes) : "-";
+}
+
+static const char *compression_text(const ProtobufCMessage *message)
+{
+    double times = session(message)->compression;
+    return times > 0 ? kvq__ctl_text("%.2fx", times) : "-";
+}
+
 // What a list shows comes first, in this order.
 static const struct kvq__ctl_column columns[] = {
     {.name = "namespace", .heading = "NAMESPACE", .field = "namespace", .width = -14},
@@ -81,6 +94,7 @@ static const struct kvq__ctl_column columns[] = {
      .heading = "B/TOK/HD",
      .field = "bytes_per_token_head_total",
      .show = KVQ__CTL_AS_1_PLACE,
+     .people = token_bytes_text,
      .width = 8},
     {.name = "memory",
      .heading = "MEMORY",
@@ -97,6 +111,7 @@ static const struct kvq__ctl_column columns[] = {
      .heading = "COMPR.",
      .field = "compression",
      .show = KVQ__CTL_AS_TIMES,
+     .people = compression_text,
      .width = 7},
     {.name = "state", .heading = "STATE", .text = state_text, .width = -5, .apart = true},
 #define EXTRA(NAME, HEADING, FIELD, SHOW, WIDTH)                                                   \

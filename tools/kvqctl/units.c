@@ -27,8 +27,9 @@ static const struct unit sizes[] = {
     {NULL, 0},
 };
 
+// A bare number is none: who types 60 means seconds or minutes, and not the milliseconds of fields.
 static const struct unit durations[] = {
-    {"", 1},        {"ms", 1},       {"s", 1000},        {"m", 60000}, {"min", 60000},
+    {"ms", 1},      {"s", 1000},     {"m", 60000},       {"min", 60000},
     {"h", 3600000}, {"d", 86400000}, {"days", 86400000}, {NULL, 0},
 };
 

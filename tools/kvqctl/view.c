@@ -115,7 +115,7 @@ static const char *must_be(enum kvq__ctl_show show, const char *text, long doubl
         good = kvq__ctl_parse_size(text, &whole);
         *number = whole;
     } else if (show == KVQ__CTL_AS_DURATION) {
-        must = "a duration, as 90s, 10min, 2h or 1d (without a unit: of milliseconds)";
+        must = "a duration with its unit, as 90s, 10min, 2h or 1d";
         good = kvq__ctl_parse_duration(text, &whole);
         *number = whole;
     } else if (show == KVQ__CTL_AS_TIME) {
