@@ -107,13 +107,18 @@ static void forget(const struct kvq__extras *e, uint32_t dim, uint64_t at)
     for (uint32_t i = 0; i < p->count; i++) {
         if (p->position[i] >= at)
             continue;
+        if (kept == i) {
+            kept++;
+            continue;
+        }
         p->position[kept] = p->position[i];
         p->score[kept] = p->score[i];
         memmove(e->pool_k + (size_t)kept * dim, e->pool_k + (size_t)i * dim, 2 * dim);
         memmove(e->pool_v + (size_t)kept * dim, e->pool_v + (size_t)i * dim, 2 * dim);
         kept++;
     }
-    p->count = p->published = kept;
+    p->count = kept;
+    p->published = p->published < kept ? p->published : kept;
     if (p->frozen_at >= at)
         p->frozen_at = UINT64_MAX;
 }
@@ -124,8 +129,10 @@ void kvq_extras_fork(const struct kvq_format *f, const struct kvq_shape *s, cons
     memmove(to, from, kvq_extras_bytes(f, s));
     for (uint32_t h = 0; h < s->kv_heads; h++) {
         struct kvq__extras e = kvq__extras_of(f, s, to, NULL, h);
-        if (e.pool)
+        if (e.pool) {
             forget(&e, s->k_dim, at);
+            e.pool->published = e.pool->count;
+        }
     }
 }
 
@@ -223,8 +230,7 @@ void kvq__compete(const struct kvq_format *f, const struct kvq__extras *e, uint3
     uint32_t entering = 0;
     if (p->frozen_at < start || start < unit->learned)
         return;
-    while (p->count > 0 && p->position[p->count - 1] >= start) // left by a try on a GPU that failed
-        p->count--;
+    forget(e, dim, start); // left by a try on a GPU that failed, or of a foreign file
     p->frozen_at = UINT64_MAX;
     for (uint32_t i = 0; i < p->count; i++)
         rank(&best, p->score[i], p->position[i]);

@@ -450,6 +450,28 @@ static void test_publishing(void **state)
     free_ott(&o);
 }
 
+// A position of a foreign file, far behind the unit that is packed: it is no row to be read, and is
+// gone from the pool.
+static void test_foreign_positions(void **state)
+{
+    (void)state;
+    struct ott o = ott_keys(768, true, kvt_seed());
+    struct session x = open_session("ott2", 2, 64, KVQ_F16, 768, 0);
+    append(&x, o.k, o.v, 640);
+    for (uint32_t h = 0; h < 2; h++) {
+        struct kvq_outliers *p = (struct kvq_outliers *)pool_of(&x, h);
+        p->position[0] = h ? 1u << 20 : 640 + 300;
+        p->score[0] = -1;
+    }
+    assert_int_equal(kvq_extras_check(x.f, &x.s, x.extras), 0);
+    append(&x, o.k, o.v, 128);
+    for (uint32_t h = 0; h < 2; h++)
+        for (uint32_t i = 0; i < pool_of(&x, h)->count; i++)
+            assert_true(pool_of(&x, h)->position[i] < 768);
+    close_session(&x);
+    free_ott(&o);
+}
+
 // Outliers do not widen the scales of the others: their slots hold the mean of the rest.
 static void test_placeholders(void **state)
 {
@@ -736,6 +758,7 @@ int main(void)
         cmocka_unit_test(test_small_factors),
         cmocka_unit_test(test_competition),
         cmocka_unit_test(test_publishing),
+        cmocka_unit_test(test_foreign_positions),
         cmocka_unit_test(test_placeholders),
         cmocka_unit_test(test_tries),
         cmocka_unit_test(test_forks),

@@ -580,7 +580,8 @@ uint32_t kvq__restore_rooms(struct kvq__restore *r, const uint32_t *which, uint3
     return count;
 }
 
-// Extras hold numbers of tokens, which kernels believe.
+// Extras hold numbers of tokens, which kernels believe: none may be of tokens behind those that are
+// packed.
 static int check_extras(const struct kvq__restore *r, const struct kvq__arriving *a,
                         uint8_t *extras)
 {
@@ -588,10 +589,9 @@ static int check_extras(const struct kvq__restore *r, const struct kvq__arriving
     const struct kvq__layer *l = &s->layers[a->layer];
     if (kvq_extras_check(l->format, &l->shape, extras))
         return KVQ_E_DAMAGED;
-    bool back = r->cut || r->spec.ahead;
-    if (back && l->packed == 0)
+    if (l->packed == 0 && (r->cut || r->spec.ahead))
         kvq_extras_init(l->format, &l->shape, extras);
-    else if (back)
+    else
         kvq_extras_fork(l->format, &l->shape, extras, extras, l->packed);
     return 0;
 }
