@@ -119,6 +119,16 @@ static bool is_tall(const struct kvq_kernels *k, const struct kvq_attend *a)
            (uint64_t)a->q_tokens * gqa_of(a->shape) >= KVQ__TALL_FROM;
 }
 
+// Fewer heads to an item, until there are as many items as were asked for.
+static void part_heads(const struct kvq_attend *a, struct kvq_attend_plan *plan)
+{
+    kvq__count_items(a, plan);
+    while (plan->items < plan->wanted && plan->heads > 1) {
+        plan->heads = (plan->heads + 1) / 2;
+        kvq__count_items(a, plan);
+    }
+}
+
 void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items,
                      struct kvq_attend_plan *plan)
 {
@@ -127,8 +137,10 @@ void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, ui
     bool tall = is_tall(k, a);
     assert(a->q_tokens > 0 && a->q_tokens <= KVQ_MAX_QUERY_TOKENS);
     per_tile = (tall ? (uint32_t)KVQ__TALL_ROWS : (uint32_t)KVQ_TILE_ROWS) / gqa;
-    *plan = (struct kvq_attend_plan){
-        .split_tokens = split_tokens_of(total, tall), .tile_tokens = per_tile, .tall = tall};
+    *plan = (struct kvq_attend_plan){.split_tokens = split_tokens_of(total, tall),
+                                     .tile_tokens = per_tile,
+                                     .tall = tall,
+                                     .wanted = items};
     plan->n_splits = (uint32_t)((total + plan->split_tokens - 1) / plan->split_tokens);
     if (plan->n_splits == 0)
         plan->n_splits = 1;
@@ -136,11 +148,15 @@ void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, ui
     plan->heads = heads_at_once(a, plan);
     kvq__count_items(a, plan);
     plan->parallel = plan->items < items && plan->n_splits > 1;
-    kvq__count_items(a, plan);
-    while (plan->items < items && plan->heads > 1) {
-        plan->heads = (plan->heads + 1) / 2;
-        kvq__count_items(a, plan);
-    }
+    part_heads(a, plan);
+}
+
+void kvq_attend_plan_whole(const struct kvq_attend *a, struct kvq_attend_plan *plan)
+{
+    assert(plan->n_members == 0 && plan->first_split == 0);
+    plan->parallel = false;
+    plan->heads = heads_at_once(a, plan);
+    part_heads(a, plan);
 }
 
 // Unpacking, once for all queries, takes about as long as the products of one.

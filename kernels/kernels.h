@@ -377,6 +377,7 @@ struct kvq_attend_plan {
     bool tall;            // whether tiles are those of the table's attend_chunk_tall
     uint32_t heads;       // KV heads in one item
     uint32_t items;       // how many items there are, those for other members included
+    uint32_t wanted;      // items that were asked for
     bool parallel;        // splits are separate items whose partials must be merged
     size_t partial_bytes; // memory for all partials; 0 if not parallel
     // Set by kvq_attend_share. Splits below first_split are done by the items of the member that
@@ -411,6 +412,10 @@ uint32_t kvq_attend_part(uint32_t items, uint64_t work, uint64_t all);
 // plan does not change a bit of the result. Items must then be computed with the same kernels.
 void kvq_attend_plan(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items,
                      struct kvq_attend_plan *plan);
+// Does without partials, for which there is no room: splits are one item's, and heads and tiles
+// alone make as many items as were asked for, if possible. The same bits. Not for a plan that
+// kvq_attend_share has changed.
+void kvq_attend_plan_whole(const struct kvq_attend *a, struct kvq_attend_plan *plan);
 // Splits the calls of n jobs for so many threads: together into at least kvq_attend_items() if
 // possible, each into its part of them.
 void kvq_attend_plan_batch(const struct kvq_kernels *k, struct kvq_attend_job *const *jobs,

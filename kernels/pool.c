@@ -25,7 +25,7 @@
 
 enum {
     SPINS = 4000,                        // about 50 us; longer than it takes to prepare a job
-    PARTIAL_BYTES_MAX = 64 * 1024 * 1024 // more than that, and nothing is cut or shared
+    PARTIAL_BYTES_MAX = 64 * 1024 * 1024 // more than that, and nothing is shared
 };
 
 struct worker {
@@ -317,21 +317,24 @@ static size_t partial_room(const struct kvq_attend_job *job)
     return (job->plan.partial_bytes + 63) / 64 * 64;
 }
 
-// Plans all sessions for so many threads. Returns the bytes that partials take.
+// Plans all sessions. Returns the bytes that partials take: of plans that share nothing no more than
+// PARTIAL_BYTES_MAX.
 static size_t plan_all(struct kvq_pool *pool, const struct kvq_kernels *k,
-                       const struct kvq_attend *const *attends, uint32_t n, uint32_t threads,
-                       bool share)
+                       const struct kvq_attend *const *attends, uint32_t n, bool share)
 {
     size_t bytes = 0;
     for (uint32_t i = 0; i < n; i++) {
         pool->jobs[i] = &pool->seats[i].job;
         pool->jobs[i]->call = *attends[i];
     }
-    kvq_attend_plan_batch(k, pool->jobs, n, threads);
-    if (n > 1 && share)
-        kvq_attend_share(pool->jobs, n);
-    for (uint32_t i = 0; i < n; i++)
-        bytes += partial_room(&pool->seats[i].job);
+    kvq_attend_plan_batch(k, pool->jobs, n, pool->n);
+    bool shares = n > 1 && share && kvq_attend_share(pool->jobs, n);
+    for (uint32_t i = 0; i < n; i++) {
+        struct kvq_attend_job *job = &pool->seats[i].job;
+        if (!shares && bytes + partial_room(job) > PARTIAL_BYTES_MAX)
+            kvq_attend_plan_whole(&job->call, &job->plan);
+        bytes += partial_room(job);
+    }
     return bytes;
 }
 
@@ -389,9 +392,9 @@ int kvq_pool_attend(struct kvq_pool *pool, const struct kvq_kernels *k,
         return 0;
     if (grow_seats(pool, n))
         return -ENOMEM;
-    size_t bytes = plan_all(pool, k, attends, n, pool->n, true);
+    size_t bytes = plan_all(pool, k, attends, n, true);
     if (bytes > PARTIAL_BYTES_MAX)
-        bytes = plan_all(pool, k, attends, n, 1, false);
+        bytes = plan_all(pool, k, attends, n, false);
     if (grow_partials(pool, bytes))
         return -ENOMEM;
     number_all(pool, n, &items, &merges);

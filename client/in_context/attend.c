@@ -407,7 +407,7 @@ static void plan_all(struct kvq_local *local, uint32_t n)
     for (uint32_t i = 0; i < n; i++) {
         struct kvq_attend_job *job = local->sorted[i];
         if (!take_partials(local, job, &used))
-            kvq_attend_plan(local->kernels, &job->call, 1, &job->plan);
+            kvq_attend_plan_whole(&job->call, &job->plan);
     }
 }
 

@@ -17,7 +17,7 @@
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
-enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 8 << 20 };
+enum { MIN_EXTENT = 2 << 20, DEFAULT_EXTENT = 64 << 20, DEFAULT_PARTIALS = 20 << 20 };
 enum { DEFAULT_WORK_STREAM = 16 << 20, DEFAULT_WORKSPACE = 64 << 20, DEFAULT_FORK_WORK = 8192 };
 enum { DEFAULT_RELEASE_WORK = 2048 };
 enum { DEFAULT_SEAL_PAGES = 512 };

@@ -461,18 +461,31 @@ void kvt_request_free(struct kvt_request *r)
     kvt_guarded_free(r->lse);
 }
 
+static void attend_as_planned(const struct kvq_kernels *k, struct kvq_attend_job *job)
+{
+    job->partials = job->plan.partial_bytes ? kvt_guarded(job->plan.partial_bytes, 0) : NULL;
+    void *workspace = kvt_workspace();
+    for (uint32_t i = job->plan.items; i-- > 0;)
+        kvq_attend_item(k, job, i, workspace);
+    for (uint32_t i = 0; i < kvq_attend_merges(job); i++)
+        kvq_attend_merge(k, job, i, workspace);
+    kvt_guarded_free(workspace);
+    kvt_guarded_free(job->partials);
+}
+
 void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items)
 {
     struct kvq_attend_job job = {.call = *a};
     kvq_attend_plan(k, a, items, &job.plan);
-    job.partials = job.plan.partial_bytes ? kvt_guarded(job.plan.partial_bytes, 0) : NULL;
-    void *workspace = kvt_workspace();
-    for (uint32_t i = job.plan.items; i-- > 0;)
-        kvq_attend_item(k, &job, i, workspace);
-    for (uint32_t i = 0; i < kvq_attend_merges(&job); i++)
-        kvq_attend_merge(k, &job, i, workspace);
-    kvt_guarded_free(workspace);
-    kvt_guarded_free(job.partials);
+    attend_as_planned(k, &job);
+}
+
+void kvt_attend_whole(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items)
+{
+    struct kvq_attend_job job = {.call = *a};
+    kvq_attend_plan(k, a, items, &job.plan);
+    kvq_attend_plan_whole(a, &job.plan);
+    attend_as_planned(k, &job);
 }
 
 void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a, unsigned n)

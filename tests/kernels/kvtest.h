@@ -97,6 +97,8 @@ struct kvt_request kvt_request(const struct kvt_cache *c, uint32_t q_tokens, uin
 void kvt_request_free(struct kvt_request *r);
 // Cuts it into at least so many items and runs them in this thread, the last one first.
 void kvt_attend(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items);
+// The same without partials.
+void kvt_attend_whole(const struct kvq_kernels *k, const struct kvq_attend *a, uint32_t items);
 // Runs it in n threads of a pool.
 void kvt_attend_threads(const struct kvq_kernels *k, const struct kvq_attend *a, unsigned n);
 

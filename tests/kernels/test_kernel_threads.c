@@ -100,6 +100,9 @@ static void test_plans_and_threads(void **state)
                 memset(s->r.out, 0xee, sizeof(float) * s->values);
                 kvt_attend(all_kernels[isa], &s->r.a, UINT32_MAX);
                 assert_same_bits(s);
+                memset(s->r.out, 0xee, sizeof(float) * s->values);
+                kvt_attend_whole(all_kernels[isa], &s->r.a, UINT32_MAX);
+                assert_same_bits(s);
                 for (int n = 0; n < 3; n++) {
                     memset(s->r.out, 0xee, sizeof(float) * s->values);
                     kvt_attend_threads(all_kernels[isa], &s->r.a, threads[n]);
@@ -107,6 +110,30 @@ static void test_plans_and_threads(void **state)
                 }
                 close_session(s);
             }
+}
+
+// Where there is no room for partials, heads and tiles alone keep threads at work.
+static void test_plans_without_partials(void **state)
+{
+    static const struct {
+        uint32_t gqa, tokens, queries;
+    } calls[] = {{1, 500, 1}, {4, 500, 4}, {4, 1000000, 1}, {8, 500000, 1}, {8, 130000, 4}};
+    (void)state;
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++)
+        for (uint32_t wanted = 1; wanted <= 64; wanted *= 2) {
+            const struct kvq_shape shape = kvt_shape(calls[i].gqa, 8, 128, KVQ_F16);
+            const struct kvq_attend a = {.format = kvt_format("kvq2"),
+                                         .shape = &shape,
+                                         .past_tokens = calls[i].tokens,
+                                         .q_start = calls[i].tokens,
+                                         .q_tokens = calls[i].queries};
+            struct kvq_attend_plan plan;
+            kvq_attend_plan(kvq_kernels_get(KVQ_ISA_C), &a, wanted, &plan);
+            uint32_t most = shape.kv_heads * plan.n_tiles;
+            kvq_attend_plan_whole(&a, &plan);
+            assert_true(!plan.parallel && plan.partial_bytes == 0);
+            assert_true(plan.items >= (wanted < most ? wanted : most) && plan.items <= most);
+        }
 }
 
 static void attend_batch(const struct kvq_kernels *k, struct session **s, uint32_t n,
@@ -428,6 +455,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_plans_and_threads),
+        cmocka_unit_test(test_plans_without_partials),
         cmocka_unit_test(test_batch),
         cmocka_unit_test(test_tiles),
         cmocka_unit_test(test_shared),

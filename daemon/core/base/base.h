@@ -103,7 +103,7 @@ struct kvq__core_config {
                            // from another's
     uint64_t stall_ns;     // a client that stalls for so long is reported; 0 = 2 s
     struct kvq__quota quota; // of namespaces that are not configured
-    uint64_t partial_bytes;  // scratch of one queue for partial results; 0 = 8 MiB
+    uint64_t partial_bytes;  // scratch of one queue for partial results; 0 = 20 MiB
     const struct kvq_kernels *kernels;
     struct kvq__gpu *const *gpus; // stay there until the core is closed; sessions may live on them
     uint32_t n_gpus;              // at most KVQ_MAX_GPUS

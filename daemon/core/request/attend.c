@@ -224,8 +224,8 @@ static void plan_attend(struct kvq__queue *q, struct kvq__entry *w)
     kvq_attend_plan(q->core->config.kernels, &job->call, items, &job->plan);
     if (job->plan.partial_bytes && !job->partials)
         job->partials = kvq__arena_take(q, job->plan.partial_bytes);
-    if (!job->partials) // the same bits, from fewer items
-        kvq_attend_plan(q->core->config.kernels, &job->call, 1, &job->plan);
+    if (job->plan.partial_bytes && !job->partials)
+        kvq_attend_plan_whole(&job->call, &job->plan);
 }
 
 static bool prepare_attend(struct kvq__queue *q, uint32_t i)
