@@ -391,6 +391,20 @@ PLAIN_TEST(test_background_work)
     }
 }
 
+// What has begun is ended before the poller is closed; what has not does not begin. The items take
+// long enough for the close to come before their end.
+PLAIN_TEST(test_background_ends_with_the_poller)
+{
+    for (uint32_t workers = 1; workers <= 3; workers++) {
+        begin(workers, 0);
+        begin_background(&c, 1000000, NULL);
+        kvq_word_store_release(&rig.core.background_items, 5);
+        end();
+        assert_int_equal(kvq_word_load_acquire(&rig.core.background_run) % 1000000,
+                         rig.core.background_done == 1 ? 0 : 5);
+    }
+}
+
 // A request that waits for background work which has begun gets it, however busy others are. A
 // turn of the poller runs one item of the background and far fewer than 1,000 of the others', so
 // the background's 200 items are done long before the other's 2,000,000.
