@@ -77,10 +77,14 @@ bool kvq__core_idle(const struct kvq__core *core);
 int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__client **client, uint64_t *id, char *text);
 // The client is gone: aborts its steps, closes its handles (unnamed sessions die, named ones stay
-// at their last commit), removes its buffers as soon as nothing in flight uses them. The client
-// and its queues stay valid until every queue is closed: the poller still ends what is in flight
-// (kvq__request_continue then soon answers KVQ__DONE) and closes the queues. Without queues the
-// client is freed at once.
+// at their last commit), and opens no others. What a command of the client's that is still under way
+// needs stays: buffers and queues. May be called again.
+void kvq__client_leave(struct kvq__client *client);
+
+// As kvq__client_leave, once no command of the client's is under way, and removes its buffers as
+// soon as nothing in flight uses them. The client and its queues stay valid until every queue is
+// closed: the poller still ends what is in flight (kvq__request_continue then soon answers
+// KVQ__DONE) and closes the queues. Without queues the client is freed at once.
 void kvq__client_detach(struct kvq__client *client);
 
 // At most KVQ_MAX_QUEUES. Allocates all that requests of this queue will ever need.

@@ -376,6 +376,8 @@ static void leave_if_done(struct actor *a)
 
 static void die(struct sim *sim, struct actor *a)
 {
+    if (kit_chance(&sim->kit, 50)) // a command of it is under way
+        kvq__client_leave(a->member.client);
     kvq__client_detach(a->member.client);
     kvq__queue_ending(a->member.queue);
     order_end(a);

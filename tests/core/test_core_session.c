@@ -217,6 +217,29 @@ KIT_TEST(test_take_over)
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 2, e, NULL), KVQ_E_STALE); // not m's
 }
 
+// A client that is gone while a command of it is still under way: its step is undone, others may
+// write, and the command opens nothing for it.
+KIT_TEST(test_leave)
+{
+    struct kvq__layer_row row = row_of("f16");
+    struct kvq__session_info first, second;
+    struct kvq__session_spec spec = {.ns = "team", .name = "x", .layers = &row, .n_layers = 1};
+    assert_int_equal(open_as(&m, &spec, &first), 0);
+    assert_int_equal(kit_step(&m, first.handle, 20, 2, DIM), 0);
+    struct kvq_entry_wire e = {.handle = first.handle, .position = 20, .append = 10};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 1, e, NULL), 0);
+    kvq__client_leave(m.client);
+    assert_int_equal(open_as(&other, &spec, &second), 0);
+    assert_int_equal(second.tokens, 20);
+    assert_false(second.step_open);
+    assert_int_equal(open_as(&m, &spec, &first), KVQ_E_DISCONNECTED);
+    assert_int_equal(kvq__session_info(m.client, e.handle, &first, text), KVQ_E_STALE);
+    assert_int_equal(kit.buffers_gone, 0);
+    kvq__client_leave(m.client);
+    member_close(&m);
+    assert_int_equal(kit.buffers_gone, 1);
+}
+
 // The first page of all namespaces.
 static uint32_t listed(const struct kvq__peer *peer, struct kvq__session_info *list, uint32_t max)
 {

@@ -53,7 +53,7 @@ int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, con
 
 static void client_free(struct kvq__client *c)
 {
-    assert(c->gone && c->n_queues == 0 && c->n_buffers == 0 && c->buffer_bytes == 0);
+    assert(c->detached && c->n_queues == 0 && c->n_buffers == 0 && c->buffer_bytes == 0);
     for (uint32_t i = 0; i < KVQ_MAX_GPUS; i++)
         kvq__work_stream_leave(&c->streams[i]);
     for (uint32_t i = 0; i < KVQ__HANDLE_CHUNKS; i++)
@@ -90,15 +90,21 @@ static void buffer_retire(struct kvq__client *c, struct kvq__buffer *b)
         buffer_forget(c, b);
 }
 
-void kvq__client_detach(struct kvq__client *c)
+void kvq__client_leave(struct kvq__client *c)
 {
-    struct kvq__core *core = c->core;
-    assert(!c->gone);
+    assert(!c->detached);
     c->gone = true;
     close_handles(c);
     kvq__tables_close(c);
     kvq__exports_drop(c);
     assert(c->n_steps == 0 && c->n_handles == 0);
+}
+
+void kvq__client_detach(struct kvq__client *c)
+{
+    struct kvq__core *core = c->core;
+    kvq__client_leave(c);
+    c->detached = true;
     for (uint32_t i = 0; i < KVQ_MAX_BUFFERS; i++)
         if (c->buffers[i].id && !c->buffers[i].removed)
             buffer_retire(c, &c->buffers[i]);
@@ -151,7 +157,7 @@ void kvq__queue_close(struct kvq__queue **pointer)
     kvq__deallocate(core, q->own_arena, q->own_arena_bytes);
     kvq__deallocate(core, q, sizeof *q);
     assert(client->n_queues > 0);
-    if (--client->n_queues == 0 && client->gone)
+    if (--client->n_queues == 0 && client->detached)
         client_free(client);
 }
 

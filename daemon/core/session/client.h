@@ -40,7 +40,8 @@ struct kvq__client {
     struct kvq__peer peer;
     char name[KVQ_NAME_BYTES];
     uint64_t id, requests, connected_at;
-    bool gone;
+    bool gone;     // its handles are closed, and it gets no others
+    bool detached; // the last of its queues takes it along
     uint32_t n_queues, n_buffers, n_handles, n_steps;
     uint32_t first_generation; // of each of its handles
     uint64_t buffer_bytes;

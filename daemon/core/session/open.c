@@ -705,6 +705,8 @@ int kvq__session_open(struct kvq__client *client, const struct kvq__session_spec
     bool created;
     if (core->draining)
         return kvq__fail(text, KVQ_E_DRAINING, "the daemon is shutting down; no session is opened");
+    if (client->gone)
+        return kvq__fail(text, KVQ_E_DISCONNECTED, "the client that asked is gone");
     int rc = kvq__spec_check(spec, text);
     if (rc == 0)
         rc = kvq__namespace_get(core, &client->peer, spec->ns, &ns, text);
