@@ -317,8 +317,8 @@ static size_t partial_room(const struct kvq_attend_job *job)
     return (job->plan.partial_bytes + 63) / 64 * 64;
 }
 
-// Plans all sessions. Returns the bytes that partials take: of plans that share nothing no more than
-// PARTIAL_BYTES_MAX.
+// Plans all sessions. Returns the bytes that partials take, of plans that share nothing no more
+// than PARTIAL_BYTES_MAX.
 static size_t plan_all(struct kvq_pool *pool, const struct kvq_kernels *k,
                        const struct kvq_attend *const *attends, uint32_t n, bool share)
 {

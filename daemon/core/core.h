@@ -77,7 +77,7 @@ bool kvq__core_idle(const struct kvq__core *core);
 int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__client **client, uint64_t *id, char *text);
 // The client is gone: aborts its steps, closes its handles (unnamed sessions die, named ones stay
-// at their last commit), and opens no others. What a command of the client's that is still under way
+// at their last commit), and opens no others. What a command of the client's that is under way
 // needs stays: buffers and queues. May be called again.
 void kvq__client_leave(struct kvq__client *client);
 
