@@ -42,6 +42,7 @@ import kvq.vllm
 from kvq.vllm import checks
 from kvq.vllm.plan import Layers, Planner
 from kvq.vllm.worker import NEAR_ROWS, Table, Worker
+from vllm_names import Names
 
 LAYERS, Q_HEADS, KV_HEADS, DIM, IDS, LONGEST = 3, 4, 2, 64, 50, 1024
 NEAR = 2e-3  # of outputs: K and V are rounded alike, sums are not
@@ -408,34 +409,6 @@ def config(**changes):
             part = getattr(part, p)
         setattr(part, last, value)
     return made
-
-
-class Names(unittest.TestCase):
-    """What tells models apart whose K and V differ."""
-
-    def name(self, longest=4096, told="m", **changes):
-        said = {"model_type": "phi3", "vocab_size": 50, **changes}
-        model = SimpleNamespace(hf_config=SimpleNamespace(to_json_string=lambda: json.dumps(said)),
-                                dtype=torch.bfloat16, quantization=None, max_model_len=longest)
-        return checks.model_name(SimpleNamespace(model_config=model), told)
-
-    def test_configurations(self):
-        """Not the version of transformers, nor what concerns generate() alone."""
-        self.assertEqual(self.name(), self.name(transformers_version="9.9", eos_token_id=3))
-        self.assertEqual(self.name(text={"model_type": "m", "dtype": "float32"}),
-                         self.name(text={"model_type": "m"}))
-        self.assertNotEqual(self.name(experts={"dtype": "fp8"}), self.name(experts={}))
-        self.assertNotEqual(self.name(), self.name(rope_theta=5e5))
-        self.assertNotEqual(self.name(text={"a": 1}), self.name(text={"a": 2}))
-
-    def test_long_rope(self):
-        """vLLM chooses its frequencies by max_model_len, for the first token as for the last."""
-        long = {"rope_scaling": {"type": "longrope", "long_factor": [2.0]}}
-        self.assertEqual(self.name(**long), self.name(**long))
-        self.assertNotEqual(self.name(**long), self.name(9000, **long))
-        nested = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
-        self.assertNotEqual(self.name(**nested), self.name(9000, **nested))
-        self.assertEqual(self.name(), self.name(9000))
 
 
 LAYER = {"head_size": 64, "alibi_slopes": None, "sinks": None, "sliding_window": None,

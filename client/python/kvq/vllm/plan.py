@@ -5,6 +5,7 @@ A request that begins gets what kvqd has of its prompt. Between the scheduler's 
 worker's opening a session these tokens could be given up; a session of the scheduler's holds them
 until the worker's step has been made.
 """
+import hashlib
 import logging
 import secrets
 from dataclasses import dataclass, field
@@ -64,7 +65,9 @@ class Planner:
         self.ended = set()
 
     def _salt(self, request):
-        return getattr(request, "cache_salt", None)
+        """Of any length and any characters, as the HTTP server takes it: kvqd's has neither."""
+        salt = getattr(request, "cache_salt", None)
+        return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest() if salt else None
 
     def matched(self, request):
         """How many of a request's first tokens kvqd has. A session holds them from here on, so that
