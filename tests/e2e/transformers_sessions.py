@@ -204,6 +204,27 @@ class Sessions(Case):
         self.assertEqual(found(), 0)
 
     @unittest.skipUnless(peft, "PEFT is not installed")
+    def test_adapters_that_come_and_go(self):
+        """A cache that was made before an adapter was put in, or with one that was taken out, is
+        refused: others would find K and V of another model under this one's name."""
+        config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+        for how in ("put in", "taken out", "its wrapper gone"):
+            model, ids = copy.deepcopy(self.model), prompt(300, 23)
+            wrapped = None if how == "put in" else peft.get_peft_model(model, config, "one").eval()
+            with self.cache(wrapped or model, prefix=ids) as cache:
+                if how == "put in":
+                    wrapped = peft.get_peft_model(model, config, "one").eval()
+                    plain = wrapped
+                else:
+                    plain = wrapped.unload()
+                    if how == "its wrapper gone":
+                        del wrapped
+                        gc.collect()
+                with self.assertRaisesRegex(NotImplementedError, "other adapters are active"):
+                    plain(ids, past_key_values=cache)
+                self.assertEqual(cache.get_seq_length(), 0)
+
+    @unittest.skipUnless(peft, "PEFT is not installed")
     def test_adapters_that_a_call_chooses(self):
         """Share nothing with the active one's, and are refused by caches that would."""
         model, ids = copy.deepcopy(self.model), prompt(300, 18)
@@ -464,13 +485,41 @@ class Shared(Case):
             new, = {cache.state.rows.client for cache in made}
             self.assertIsNot(new, first.state.rows.client)
             new.close()
-            first.state.rows.client.close()
+            # The ended daemon's memory goes with the last cache of it.
+            self.fails(kvq.Code.E_DISCONNECTED, first.close)
+            self.assertTrue(other.state.rows.client.pointer)
+            other.close()
+            self.assertFalse(other.state.rows.client.pointer)
             with self.assertRaises(kvq.Error):  # a client that is given is not replaced
                 client = self.daemon.client()
                 with unittest.mock.patch.object(client, "queue", side_effect=kvq.Error(
                         kvq.Code.E_DISCONNECTED, "gone")):
                     KvqCache(model, "16bit", client=client)
             client.close()
+
+    def test_an_answer_whose_daemon_is_gone(self):
+        """An answer that is there is given, and an exception that is under way goes on; that the
+        cache could not be given back is a warning."""
+        for ends in (True, False):
+            daemon, model, ids = e2e_rig.Daemon(), copy.deepcopy(models("llama")[1]), prompt(9)
+
+            def kill(*_, ends=ends, daemon=daemon, **__):
+                daemon.kill()
+                daemon.stop()
+                if not ends:
+                    raise KeyboardInterrupt
+                return torch.ones(1, dtype=torch.bool)
+            with daemon.client() as client:
+                attach(model, "16bit", client=client, reuse=False)
+                with warnings.catch_warnings(record=True) as said:
+                    warnings.simplefilter("always")
+                    with contextlib.nullcontext() if ends else self.assertRaises(KeyboardInterrupt):
+                        answer = model.generate(ids, max_new_tokens=5, do_sample=False,
+                                                stopping_criteria=[kill])
+                        self.assertEqual(answer.shape[1], 10)
+                self.assertTrue(any("could not be given back" in str(w.message) for w in said),
+                                [str(w.message) for w in said])
+            gc.collect()
 
     def test_a_forked_process(self):
         """Has a client of its own, cannot use its parent's cache, and ends nothing of it."""

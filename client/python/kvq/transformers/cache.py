@@ -341,7 +341,11 @@ class KvqCache(Cache):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        try:
+            self.close()
+        except kvq.Error as error:  # closed either way, as of a Session
+            if error.code not in (kvq.Code.E_DISCONNECTED, kvq.Code.E_STALE):
+                raise
 
 
 def _one_row(ids):

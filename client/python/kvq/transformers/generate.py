@@ -72,6 +72,16 @@ def detach(model: transformers.PreTrainedModel) -> None:
         delattr(model, "_kvq_attached")
 
 
+def _quietly(end):
+    """Behind an answer that is there, or an exception under way, which are the caller's: a daemon
+    that is gone by now is only told of."""
+    try:
+        end()
+    except kvq.Error as error:
+        warnings.warn(f"kvq: the cache of this call could not be given back: {error}",
+                      stacklevel=3)
+
+
 class _How:
     """The arguments of attach(). A copy of the model has the same client."""
 
@@ -93,7 +103,7 @@ class _Attached:
                 return plain.generate(inputs, generation_config, *rest, **given)
             except BaseException:
                 if isinstance(cache_among(given), KvqCache):  # Ctrl-C: PyTorch calls no hooks
-                    cache_among(given).abort()
+                    _quietly(cache_among(given).abort)
                 raise
         try:
             cache = KvqCache(self, how.format, prefix=asked.prompt() if how.reuse else None,
@@ -111,11 +121,11 @@ class _Attached:
             done = plain.generate(inputs, generation_config, *rest, **given)
             return done
         except BaseException:
-            cache.abort()
+            _quietly(cache.abort)
             raise
         finally:
             if not any(getattr(done, name, None) is cache for name in CACHE_NAMES):
-                cache.close()
+                _quietly(cache.close)
 
 
 class _Asked:

@@ -12,6 +12,7 @@ can be cropped.
 import functools
 import os
 import threading
+from contextlib import suppress
 from ctypes import byref, c_uint64
 
 import torch
@@ -28,19 +29,22 @@ from .table import refuse
 NEAR_ROWS = 256     # tokens of a step that attends here
 QUERIES = 512       # of a session in a request; more are merged with PyTorch's attention
 MAX_TOKENS = 131072
+MOST_ROWS = 1024    # of a batch: sessions of a step
+MOST_TOKENS = 65536 # of a row in a forward: tokens of a session in a step
 ROOMY = 8192        # buffers of more rows have a multiple of it
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
 
 _shared = None
 _shared_lock = threading.Lock()
+_retired = []    # clients whose daemons have ended, of caches that are still there
 _inherited = []  # clients of the processes that this one was forked from, never closed here
 
 
 def _begin_anew():
     """In a forked process: the connection is its parent's, and so may the lock be."""
-    global _shared, _shared_lock
-    _inherited.append(_shared)
-    _shared, _shared_lock = None, threading.Lock()
+    global _shared, _shared_lock, _retired
+    _inherited.extend([_shared, *_retired])
+    _shared, _shared_lock, _retired = None, threading.Lock(), []
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -68,8 +72,22 @@ def shared_queue():
     with _shared_lock:
         if _shared is client:
             _shared = None
+            _retired.append(client)
+    close_retired()
     client = shared_client()
     return client, client.queue()
+
+
+def close_retired():
+    """A client whose daemon has ended holds that daemon's memory as long as it is open: it goes
+    with the last cache of it."""
+    with _shared_lock:
+        gone = [c for c in _retired if not c._queues]
+        for client in gone:
+            _retired.remove(client)
+    for client in gone:
+        with suppress(kvq.Error, RuntimeError, ValueError):
+            client.close()
 
 
 def in_turn(method):
@@ -293,7 +311,10 @@ class Rows:
         """Gives everything back. May be called again. In a process that was forked since, nothing
         is this one's to give back."""
         if self.process == os.getpid():
-            self._close()
+            try:
+                self._close()
+            finally:
+                close_retired()
 
     @in_turn
     def _close(self):
@@ -344,6 +365,10 @@ class Rows:
         if self.sessions and len(self.sessions) != batch:
             refuse(f"the cache has {len(self.sessions)} rows, the forward {batch}")
         counts, keep = self._counts(batch, columns, mask)
+        if batch > MOST_ROWS or max(counts) > MOST_TOKENS:
+            refuse(f"a forward of {batch} rows with up to {max(counts)} tokens; a step of kvqd "
+                   f"takes {MOST_ROWS} rows with {MOST_TOKENS} each (generate() cuts prompts into "
+                   "pieces with prefill_chunk_size)")
         if not self.sessions:
             self._open_anew(batch, key.dtype, max(counts))
         if key.dtype != self.dtype:

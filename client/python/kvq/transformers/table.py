@@ -160,8 +160,8 @@ class Table:
             refuse(f"this model's heads have {self.head_dim} dimensions; up to {MAX_HEAD_DIM} are "
                    "served")
         self._modules = [weakref.ref(m) for m in modules]
-        self._adapted = [weakref.ref(m) for m in adapted(model)]
-        self._switched = [tuple(_switches(m)) for m in adapted(model)]
+        self._model = weakref.ref(model)
+        self._adapted = [(weakref.ref(m), tuple(_switches(m))) for m in adapted(model)]
         self.scales = [float(m.scaling) for m in modules]
         self.windows = [self._window(m) for m in modules]
         self.softcaps = [self._softcap(m) for m in modules]
@@ -192,14 +192,16 @@ class Table:
     def check_adapters(self):
         """Of a cache that others find, or that is there again: its K and V are those of the
         adapters that were active when it was made."""
-        modules = [module() for module in self._adapted]
+        model = self._model()
+        modules = adapted(model) if model is not None else [was() for was, _ in self._adapted]
         name = chosen_by_call(modules)
         if name:
             refuse(f"{name} chooses adapters for this call, but a cache with a name or a prefix is "
                    "for those that are active when it is made: call set_adapter() and make another "
                    "one, or make the cache without name and prefix")
-        if any(module is not None and tuple(_switches(module)) != switched
-               for module, switched in zip(modules, self._switched)):
+        if len(modules) != len(self._adapted) or any(
+                module is None or was() is not module or switched != tuple(_switches(module))
+                for module, (was, switched) in zip(modules, self._adapted)):
             refuse("other adapters are active, merged or weighted than when this cache was made; "
                    "with a name or a prefix it is for those: make another cache")
 
