@@ -572,6 +572,21 @@ class Command(Case):
             headings = self.read("ended", "report.md").count("## Speed on this machine")
             self.assertEqual((sum("speed" in r for r in made["rows"]), headings), (speeds, 1))
 
+    def test_lines_of_other_versions(self):
+        """Are taken, and the page says whose they are."""
+        self.command("older", "--formats", "oscar4,oscar2", "--windows", "1")
+        with open(self.path("older", "results.jsonl"), encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file]
+        for line in lines:
+            if line["side"] == "oscar4/exact":
+                line["taken"]["kvq"] = "0.0.9"
+        with open(self.path("older", "results.jsonl"), "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        made = self.command("older", "--formats", "oscar4,oscar2", "--windows", "1")
+        self.assertEqual([r["name"] for r in made["rows"] if "other_versions" in r], ["oscar4"])
+        self.assertRegex(self.read("older", "report.md"),
+                         r"other versions than these:\*\* `oscar4` \(exact\) by kvq 0\.0\.9, tran")
+
     def test_other_settings_are_other_measurements(self):
         first = self.command("settings", "--formats", "oscar2", "--windows", "1")
         other = self.command("settings", "--formats", "oscar2", "--windows", "1", "--skip", "50")

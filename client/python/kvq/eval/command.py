@@ -219,19 +219,25 @@ class Run:
         if hasattr(side, "levels"):
             row.update(levels=side.levels)
         lines = self.found(score.score_key(reference, side, name, step) for name in self.names)
+        taken = list(lines)
         if lines:
             row.update(report.score_of(lines))
             if not self.results.are_of_here(lines):
                 del row["speed"]
         lines = self.found(needles.needle_key(reference, side, item, step) for item in self.items)
+        taken += lines
         if lines:
             row["needles"] = needles.summary(lines)
         lines = self.found(answers.answer_key(reference, side, prompt, self.options.answer_tokens,
                                               step) for prompt in self.prompts)
+        taken += lines
         if lines:
             row["answers"] = answers.summary(lines)
             if self.results.are_of_here(lines):
                 row.setdefault("speed", {}).update(answers.speed(lines))
+        versions = self.results.other_versions(taken)
+        if versions:
+            row["other_versions"] = versions
         if side.key in self.failures.why:
             row["failed"] = self.failures.why[side.key]
         return row

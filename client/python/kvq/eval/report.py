@@ -106,7 +106,15 @@ def _about_text(report):
            if first["errors_by"] != "windows" else "")
         + ". KL and log p in nats. Bits a value are the bytes that the cache took at a window's "
         "end, those of tokens in full precision included, over the numbers of K and V that "
-        "attention can see; \"packed\" are those of a packed token alone.")
+        "attention can see; \"packed\" are those of a packed token alone."
+        + _about_versions(report))
+
+
+def _about_versions(report):
+    """Lines that an earlier run has left are taken, whatever it ran."""
+    older = [f"{name_of(row)} ({row['path']}) by {' and '.join(row['other_versions'])}"
+             for row in report["rows"] if row.get("other_versions")]
+    return f" **Measured with other versions than these:** {'; '.join(older)}." if older else ""
 
 
 def by_layer(report: Dict[str, Any]) -> List[str]:

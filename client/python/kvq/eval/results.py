@@ -57,6 +57,15 @@ class Results:
         """Whether speeds of these lines are of this machine, these threads and versions."""
         return all(line.get("taken") == self.taken for line in lines)
 
+    def other_versions(self, lines: Iterable[Dict[str, Any]]) -> List[str]:
+        """The versions of kvq, transformers and PyTorch that lines were measured with, where they
+        are not this run's."""
+        def told(taken):
+            return ", ".join(f"{name} {taken[name]}" for name in ("kvq", "transformers", "torch")
+                             if name in taken)
+        here = told(self.taken or {})
+        return sorted({told(line["taken"]) for line in lines if line.get("taken")} - {here, ""})
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
