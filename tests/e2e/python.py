@@ -21,7 +21,7 @@ import e2e_rig
 from e2e_cuda import SOFT_DRIVER, Cuda, CudaTensor
 from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
 from python_hints import Hints
-from python_work import Buffers, Failures, Interrupts, Queues, Readers, Tickets
+from python_work import Buffers, Failures, InUse, Interrupts, Queues, Readers, Tickets
 
 from kvq import _ffi
 
@@ -795,5 +795,6 @@ class Examples(Test):
 
 
 if __name__ == "__main__":
-    sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Failures, Interrupts, Queues,
-                          Readers, Private, Captures, WithoutGpu, OnGpu, Examples], __doc__))
+    sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Failures, InUse, Interrupts,
+                          Queues, Readers, Private, Captures, WithoutGpu, OnGpu, Examples],
+                         __doc__))

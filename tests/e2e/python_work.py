@@ -2,9 +2,11 @@
 """What a queue keeps while requests are under way; python.py runs these."""
 import copy
 import gc
+import os
 import pickle
 import signal
 import sys
+import threading
 import unittest.mock
 import weakref
 
@@ -208,6 +210,42 @@ class Buffers(Test):
         self.assertEqual(self.memory, ["gone"])
 
 
+class InUse(Test):
+    """A buffer that another thread's call works with."""
+
+    def test_attention_in_this_process(self):
+        """Its buffers cannot be closed meanwhile: the library would read memory that is gone."""
+        tokens = Tokens(1, 10)
+        session = self.client.session(tokens.rows, "f16")
+        made = self.client.buffer(1 << 20, daemon_made=True)
+        said = []
+
+        def attend(*arguments):
+            def close():
+                try:
+                    made.close()
+                    said.append(None)
+                except BufferError as error:
+                    said.append(str(error))
+            thread = threading.Thread(target=close)
+            thread.start()
+            thread.join()
+            return call(*arguments)
+        call = lib.kvq_local_attend
+        with self.queue.local(require=True) as local:
+            local.add(session)
+            step = local.step([session], 10)
+            k, v, q = (made.take((10, heads, 128)) for heads in (2, 2, 8))
+            with unittest.mock.patch.object(lib, "kvq_local_attend", attend):
+                step.attend(0, q, k, v)
+            step.abort()
+        self.assertEqual(len(said), 1)
+        self.assertIn("1 calls of other threads use this buffer", said[0])
+        del k, v, q
+        gc.collect()
+        made.close()
+
+
 class Failures(Test):
     """What can be done behind a call that failed."""
     DAEMON = {"pool_bytes": "4mb", "extent_bytes": "2mb", "backend": "cpu"}
@@ -229,6 +267,14 @@ class Failures(Test):
             reader.close()
             shown = self.daemon.ctl("session", "show", "it")
             self.assertEqual(shown["readers"], 0, shown)
+
+    def test_a_fork_while_a_daemon_starts(self):
+        """The child has a lock that nobody holds, though a thread of its parent had it."""
+        with kvq.private._lock:
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if kvq.private._lock.acquire(False) else 1)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
 
     def test_no_room_in_this_process(self):
         """The step stays for the sessions that found none, and ends when there is room."""

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from ctypes import byref, c_void_p
-from typing import Any, Dict, Optional, SupportsIndex, Tuple, cast
+from typing import Any, Dict, Iterable, Optional, SupportsIndex, Tuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,29 @@ def _with(shape: Shape, last: int) -> Tuple[int, ...]:
     return (*(integer("shape", n, 62) for n in sizes), last)
 
 
+_calls = threading.Lock()  # over the callers of all buffers
+
+
+class InUse:
+    """Around a call that hands buffers to the library: no other thread closes them meanwhile."""
+
+    def __init__(self, buffers: Iterable[Any]) -> None:
+        self._buffers = [b for b in dict.fromkeys(buffers) if isinstance(b, Buffer)]
+
+    def __enter__(self) -> None:
+        with _calls:
+            for buffer in self._buffers:
+                if not buffer.pointer:
+                    raise ValueError("the buffer is closed")
+            for buffer in self._buffers:
+                buffer._callers += 1
+
+    def __exit__(self, *_: object) -> None:
+        with _calls:
+            for buffer in self._buffers:
+                buffer._callers -= 1
+
+
 class Buffer:
     """Shared memory that the daemon reads and writes in place.
 
@@ -80,6 +103,7 @@ class Buffer:
         self.pointer = c_void_p()
         self._used = 0
         self._closing = threading.Lock()
+        self._callers = 0  # calls that hand its address to the library right now
         self._memory: Any
         self._daemon_made = daemon_made
         with client._gate:
@@ -194,18 +218,24 @@ class Buffer:
         return made
 
     def close(self) -> None:
-        """Unregisters it; waits until nothing in flight uses it.
+        """Unregisters it; waits until no request in flight uses it.
 
-        A buffer made by the daemon raises BufferError while arrays still refer to it.
+        BufferError while another thread is in a call with it, such as attention in this process,
+        and, of a buffer made by the daemon, while arrays still refer to it.
         """
         if not self.pointer:
             return
         with self.client._gate, self._closing:
             if not self.pointer:  # another thread was first
                 return
-            if self._daemon_made:
-                self._let_go()
-            lib.kvq_buffer_close(byref(self.pointer))
+            with _calls:
+                if self._callers:
+                    raise BufferError(f"{self._callers} calls of other threads use this buffer of "
+                                      f"{self.nbytes} bytes; let them end first")
+                if self._daemon_made:
+                    self._let_go()
+                pointer, self.pointer = self.pointer, c_void_p()
+            lib.kvq_buffer_close(byref(pointer))
             self.client._buffers.remove(self)
             self._forget()
 

@@ -11,6 +11,7 @@ import kvq
 
 from . import _ffi
 from ._ffi import lib
+from .buffers import InUse
 from .checks import Shapes, batch, device_tensor, entries as check_entries, integer, text
 from .errors import Code, check
 from .hints import Counts, CudaTensor, Entries, Floats, HostArray, Ids, Output, Threads
@@ -123,7 +124,10 @@ class Local:
         self._check_given()
         work, tensors = make_work(fields)
         self._given += [t.owner for n, t in tensors.items() if n in ("k", "v")]
-        check(lib.kvq_local_attend(self.pointer, byref(work), entries.ctypes.data, len(entries)))
+        with InUse([*self._given, *(t.owner for t in tensors.values())]):
+            code = lib.kvq_local_attend(self.pointer, byref(work), entries.ctypes.data,
+                                        len(entries))
+        check(code)
         return _Done(entries)
 
 

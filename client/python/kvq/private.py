@@ -32,6 +32,15 @@ _lock = threading.Lock()
 _running = None
 
 
+def _begin_anew():
+    """In a forked process: another thread of its parent may have had the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
 def program(name: str) -> Optional[str]:
     """Path of kvqd or kvqctl: in $KVQ_BIN_DIR, else in this package, else on the PATH; or None."""
     asked = os.environ.get("KVQ_BIN_DIR")

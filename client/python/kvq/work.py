@@ -20,7 +20,7 @@ import kvq
 
 from . import _ffi
 from ._ffi import ENTRY, U64_MAX, lib
-from .buffers import BF16, F16, F32, Buffer, dtype_code, numpy_dtype, own_code
+from .buffers import BF16, F16, F32, Buffer, InUse, dtype_code, numpy_dtype, own_code
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
 from .errors import Code, Error, check
@@ -166,7 +166,8 @@ class Queue:
         ticket = Ticket(self, entries, fields, tensors, keep)
         self._tickets.append(ticket)  # before it is sent: an interrupt may come right behind that
         function = lib.kvq_submit if stream is None else lib.kvq_submit_on_stream
-        code = function(*front, *numbers, byref(ticket._number))
+        with InUse(t.owner for t in tensors.values()):
+            code = function(*front, *numbers, byref(ticket._number))
         if not ticket.number:
             self._tickets.remove(ticket)
         check(code)
