@@ -83,9 +83,10 @@ static void post_end(struct kvq__connection *c, struct kvq__mail *mail,
     kvq__mailbox_post(kvq__poller_box(c->server->poller), mail, run);
 }
 
-// Poller's thread. The command under way may take hours (a save behind others), and nobody waits that
-// long for the client's steps and sessions. Then the loop gives the signals that GPUs wait for in the
-// place of the client: the command may be one that comes back only when their work has ended.
+// Poller's thread. The command under way may take hours (a save behind others), and nobody waits
+// that long for the client's steps and sessions. Then the loop gives the signals that GPUs wait for
+// in the place of the client: the command may be one that comes back only when their work has
+// ended.
 static void break_member(struct kvq__mail *mail)
 {
     struct kvq__connection *c =
