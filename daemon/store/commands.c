@@ -202,6 +202,7 @@ static void run_storage(struct kvq__task *t)
     kvq__jobs_working(t->jobs, t->peer->admin, t->working, sizeof t->working, &t->queued);
     switch (t->request->storage->action) {
     case KVQ__STORAGE_ACTION__STORAGE_VERIFY:
+        kvq__task_take_turn_of(t, &t->jobs->scans, "");
         kvq__task_at_work(t, verify_store);
         break;
     case KVQ__STORAGE_ACTION__STORAGE_GC:
@@ -413,8 +414,10 @@ static void export_session(struct kvq__task *t)
 {
     const Kvq__SessionRef *ref = t->request->export_session->ref;
     kvq__jobs_resolve(t, ref ? ref->namespace_ : "", ref ? ref->name : "");
-    if (t->rc == 0)
+    if (t->rc == 0) {
+        kvq__task_take_turn_of(t, &t->jobs->scans, "");
         kvq__task_at_work(t, export_to_file);
+    }
     if (t->rc == KVQ_E_CANCELLED)
         say_leaving(t, "exported");
 }

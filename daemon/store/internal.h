@@ -17,6 +17,7 @@ struct kvq__used_name;
 
 enum {
     KVQ__UNSAVED_BATCH = 64,     // sessions that are asked for at a time
+    KVQ__SCANS_AT_ONCE = 2,      // verifies and exports, of the threads that all share
     KVQ__READ_AT_ONCE = 3,       // restores that read side by side,
     KVQ__READ_AT_ONCE_OF = 2,    // and of one namespace
     KVQ__SPARE_BYTES = 16 << 20, // what a save needs on disk besides its blocks
@@ -54,6 +55,7 @@ struct kvq__jobs {
     struct kvq__fibers fibers;
     struct kvq__names names;
     struct kvq__turns turns;    // of those that write
+    struct kvq__turns scans;    // of those that read all of the store, or of a session, to its end
     struct kvq__tasks sleepers; // who wait for time to pass
     uint32_t n_tasks, n_own;    // n_own: of these, the store jobs' own saves
     uv_timer_t alarm, tick;     // alarm: for the sleeper who is first

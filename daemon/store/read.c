@@ -121,13 +121,19 @@ static int read_batch(const struct reading *r, uint32_t *from)
     return rc;
 }
 
+// Nobody is left who would use what is read: the session is gone, or the daemon closes.
+static bool is_in_vain(const struct kvq__loading *l)
+{
+    return kvq__restore_lost(l->restore) || kvq_word_load(&l->task.jobs->ended);
+}
+
 // The parts of one layer, from the i-th on; *i is then the next layer's first.
 static int read_layer(struct kvq__loading *l, uint32_t layer, uint32_t *i)
 {
     struct reading r = {.l = l, .layer = layer};
     int rc = reading_make(&r, *i);
     for (uint32_t at = 0; rc == 0 && at < r.n;)
-        rc = kvq__restore_lost(l->restore) ? KVQ_E_CANCELLED : read_batch(&r, &at);
+        rc = is_in_vain(l) ? KVQ_E_CANCELLED : read_batch(&r, &at);
     if (rc == KVQ_E_NO_MEMORY)
         snprintf(l->task.text, sizeof l->task.text, "no memory to read layer %u", layer);
     *i += r.n;
