@@ -91,6 +91,21 @@ class Statistics(unittest.TestCase):
         self.assertEqual(told["errors_by"], "blocks of 128 tokens")
 
 
+    def test_by_place(self):
+        """Each part of the windows has its own mean; short windows are not told apart."""
+        windows = [np.repeat([1.0, 2.0, 3.0, 4.0], 600)[:2399] + x for x in (0, 1)]
+        told = stats.by_place(windows)
+        self.assertEqual([(p["first"], p["last"], p["kl"]) for p in told],
+                         [(1, 600, 1.5), (601, 1200, 2.5), (1201, 1800, 3.5), (1801, 2399, 4.5)])
+        for place, at in zip(told, range(0, 2400, 600)):
+            self.assertEqual(place["kl_error"], stats.mean([w[at:at + 600] for w in windows])[1])
+        self.assertEqual(stats.by_place([w[:1600] for w in windows]), [])
+        row = {"name": "f16", "path": "exact", "kind": "format", "score": {"by_place": told}}
+        page = report.by_place({"rows": [row, {"name": "none", "kind": "format"}]})
+        self.assertIn("| cache | path | KL, tokens 1 to 600 | KL, tokens 601 to 1,200 |", page[2])
+        self.assertEqual(sum("`f16`" in line for line in page), 1)
+
+
 class Kept(unittest.TestCase):
     """The file that measurements are kept in."""
 

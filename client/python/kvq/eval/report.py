@@ -26,7 +26,9 @@ def score_of(lines: Sequence[Dict[str, Any]]) -> Row:
     largest = max(lines, key=lambda line: line["sizes"]["tokens"])
     tokens, seconds = (sum(values) for values in zip(
         *((line["sizes"]["tokens"], line["seconds"]) for line in lines)))
-    return {"score": {**stats.summary(**measured), "sizes": largest["sizes"]},
+    places = stats.by_place(measured["kl"])
+    return {"score": {**stats.summary(**measured), "sizes": largest["sizes"],
+                      **({"by_place": places} if places else {})},
             "speed": {"prefill_tokens_per_second": tokens / seconds if seconds else math.nan,
                       "prefill_step": lines[0]["step"]}}
 
@@ -115,6 +117,20 @@ def _about_versions(report):
     older = [f"{name_of(row)} ({row['path']}) by {' and '.join(row['other_versions'])}"
              for row in report["rows"] if row.get("other_versions")]
     return f" **Measured with other versions than these:** {'; '.join(older)}." if older else ""
+
+
+def by_place(report: Dict[str, Any]) -> List[str]:
+    """Whether what a cache loses grows along a window."""
+    rows = [row for row in report["rows"]
+            if row.get("score", {}).get("by_place") and row["kind"] != "reference"]
+    if not rows:
+        return []
+    return ["### By place in the window", "", *table(
+        ("cache", "path", *(f"KL, tokens {p['first']:,} to {p['last']:,}"
+                            for p in rows[0]["score"]["by_place"])),
+        [[name_of(row), row["path"],
+          *(with_error(p["kl"], p["kl_error"]) for p in row["score"]["by_place"])]
+         for row in rows]), ""]
 
 
 def by_layer(report: Dict[str, Any]) -> List[str]:
@@ -213,7 +229,8 @@ def plots(report: Dict[str, Any]) -> List[str]:
 
 
 Section = Callable[[Dict[str, Any]], List[str]]
-SECTIONS: Tuple[Section, ...] = (quality, by_layer, needles, answers, plots, speeds, failed)
+SECTIONS: Tuple[Section, ...] = (
+    quality, by_place, by_layer, needles, answers, plots, speeds, failed)
 
 
 def beginning(bos: Optional[Dict[str, Any]]) -> str:

@@ -12,6 +12,8 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 
+PLACES = 4   # parts of a window that are told apart,
+PLACE = 512  # of at least so many tokens each
 MANY = 8     # windows; from so many on they are the clusters
 BLOCK = 128  # tokens of a cluster where there are fewer windows
 
@@ -61,3 +63,18 @@ def summary(nll: Sequence[np.ndarray], gain: Sequence[np.ndarray], kl: Sequence[
         "gain": gained, "gain_error": gain_error,
         "kl": divergence, "kl_error": kl_error, "kl_99": float(np.quantile(every, 0.99)),
         "kl_max": float(every.max()), "same_top": alike, "same_top_error": same_error}
+
+
+def by_place(kl: Sequence[np.ndarray]) -> List[Dict[str, Any]]:
+    """The mean of the KL [tokens] of each window by the tokens' places, "first" to "last" counted
+    from 1; empty where windows are too short to tell."""
+    length = max(len(w) for w in kl)
+    part = -(-length // PLACES)
+    if min(len(w) for w in kl) < (PLACES - 1) * part + PLACE or part < PLACE:
+        return []
+    made = []
+    for at in range(0, length, part):
+        middle, error = mean([w[at:at + part] for w in kl])
+        made.append({"first": at + 1, "last": min(at + part, length), "kl": middle,
+                     "kl_error": error})
+    return made
