@@ -70,7 +70,7 @@ def by_place(kl: Sequence[np.ndarray]) -> List[Dict[str, Any]]:
     from 1; empty where windows are too short to tell."""
     length = max(len(w) for w in kl)
     part = -(-length // PLACES)
-    if min(len(w) for w in kl) < (PLACES - 1) * part + PLACE or part < PLACE:
+    if min(len(w) for w in kl) < (PLACES - 1) * part + part // 2 or part < PLACE:
         return []
     made = []
     for at in range(0, length, part):
