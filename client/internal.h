@@ -56,6 +56,8 @@ struct kvq__shape {
     uint32_t refs, layers;
     struct {
         uint16_t q_heads, kv_heads, k_dim, v_dim;
+        uint32_t window;
+        float softcap, scale;
         uint32_t source; // layer whose cache it reads
     } layer[];
 };

@@ -152,7 +152,8 @@ static void give_info(const Kvq__Session *s, bool read_only, struct kvq_session_
                                  .prefix_tokens = s->prefix_tokens,
                                  .exact_tokens = s->exact_tokens,
                                  .shared_bytes = s->shared_bytes,
-                                 .pinned = s->pinned};
+                                 .pinned = s->pinned,
+                                 .max_rollback = s->max_rollback};
     copy_reply_text(i.ns, sizeof i.ns, s->namespace_);
     copy_reply_text(i.name, sizeof i.name, s->name);
     copy_reply_text(i.format, sizeof i.format, s->format);
@@ -177,6 +178,9 @@ static struct kvq__shape *shape_of(const struct kvq_session_options *o, const Kv
                                      .kv_heads = (uint16_t)from->kv_heads,
                                      .k_dim = (uint16_t)from->k_dim,
                                      .v_dim = (uint16_t)from->v_dim,
+                                     .window = from->window,
+                                     .softcap = from->softcap,
+                                     .scale = from->scale,
                                      .kv_from = from->kv_from_plus1,
                                      .repeat = from->repeat};
     }
@@ -355,6 +359,9 @@ int kvq_session_layers(kvq_client *client, kvq_session session, struct kvq_layer
                 .kv_heads = shape->layer[i].kv_heads,
                 .k_dim = shape->layer[i].k_dim,
                 .v_dim = shape->layer[i].v_dim,
+                .window = shape->layer[i].window,
+                .softcap = shape->layer[i].softcap,
+                .scale = shape->layer[i].scale,
                 .kv_from = shape->layer[i].source == i ? 0 : shape->layer[i].source + 1,
                 .repeat = 1};
     int rc = shape ? KVQ_OK

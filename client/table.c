@@ -36,6 +36,9 @@ struct kvq__shape *kvq__shape_make(const struct kvq_layer *rows, uint32_t n_rows
             shape->layer[layer].kv_heads = rows[i].kv_heads;
             shape->layer[layer].k_dim = rows[i].k_dim;
             shape->layer[layer].v_dim = rows[i].v_dim;
+            shape->layer[layer].window = rows[i].window;
+            shape->layer[layer].softcap = rows[i].softcap;
+            shape->layer[layer].scale = rows[i].scale;
             shape->layer[layer].source = rows[i].kv_from ? rows[i].kv_from - 1 : layer;
         }
     }

@@ -145,6 +145,7 @@ struct kvq_session_info {
     char tier[8];           /* "device", "host", or "disk" (parked) */
     uint8_t pinned;         /* 1: by kvq_session_pin */
     char v_rotation[8];     /* "none", "engine", "daemon"; "mixed": daemon in some layers */
+    uint32_t max_rollback;  /* as of kvq_session_options */
 };
 
 /* Opens a session, or creates it. info may be NULL. Release the handle with kvq_session_close.
@@ -167,8 +168,9 @@ KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
                                        struct kvq_session_info *info);
 
 /* Fills the first `max` rows with the layers of an open session, one row each, and *n with their
- * number. Sets heads, dimensions and kv_from, and the other fields to 0 (repeat to 1): a window, a
- * soft-cap or a scale that the layer has is not told. Sends no request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (the daemon did not say what the layers are). */
+ * number. All fields but format (NULL) are as they were given to the open; of a session that was
+ * opened as it is they are as the daemon has them (scale is then never 0; daemons before 0.2 do not
+ * tell window, softcap and scale, which are 0). Sends no request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (the daemon did not say what the layers are). */
 KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session,
                                          struct kvq_layer *rows, uint32_t max, uint32_t *n);
 

@@ -131,6 +131,9 @@ static int add_layer_rows(struct kvq__call *call, uint64_t handle)
         row->kv_heads = from[i].shape.kv_heads;
         row->k_dim = kvq_row_dim(&from[i].shape);
         row->v_dim = kvq_row_dim(&from[i].shape);
+        row->window = from[i].shape.window;
+        row->softcap = from[i].shape.softcap;
+        row->scale = from[i].shape.scale;
         row->kv_from_plus1 = own ? 0 : from[i].source + 1;
         row->repeat = 1;
         s->layer_rows[s->n_layer_rows++] = row;

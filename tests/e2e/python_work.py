@@ -326,6 +326,19 @@ class Failures(Test):
                                text=("model fingerprint", "use another name"))
             self.assertNotIn("without layers", error.text)
 
+    def test_what_there_is(self):
+        """A session that is opened as it is says what it was made with."""
+        rows = [kvq.Layer(8, 2, 128, window=16, softcap=5, scale=0.5), kvq.Layer(8, 2, 128),
+                kvq.Layer(8, 2, 128, kv_from=1)]
+        with self.client.session(rows, "f16", name="there", max_rollback=7) as made:
+            self.assertEqual(made.layers, rows)
+            with self.client.session(name="there", read_only=True) as found:
+                self.assertEqual(found.info()["max_rollback"], 7)
+                rows[1].scale = rows[2].scale = float(np.float32(128 ** -0.5))
+                self.assertEqual([(r.window, r.softcap, r.scale, r.kv_from, r.dim_of_v)
+                                  for r in found.layers],
+                                 [(r.window, r.softcap, r.scale, r.kv_from, 128) for r in rows])
+
     def test_a_tensor_that_is_named(self):
         """A request that is refused as a whole says which tensor it was."""
         tokens = Tokens(1, 4, layers=1)

@@ -85,7 +85,7 @@ class SessionInfo(Sized):
                 ("isa", c_char * 16), ("place", c_char * 48), ("shard", c_uint32),
                 ("shards", c_uint32), ("group_tokens", c_uint64), ("prefix_tokens", c_uint64),
                 ("exact_tokens", c_uint64), ("shared_bytes", c_uint64), ("tier", c_char * 8),
-                ("pinned", c_uint8), ("v_rotation", c_char * 8)]
+                ("pinned", c_uint8), ("v_rotation", c_char * 8), ("max_rollback", c_uint32)]
 
 
 class Pages(Structure):

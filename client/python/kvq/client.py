@@ -352,7 +352,7 @@ class Client:
         except Error as error:
             if error.code != Code.E_UNSUPPORTED:
                 raise
-        return [Layer(r.q_heads, r.kv_heads, r.k_dim, r.v_dim,
+        return [Layer(r.q_heads, r.kv_heads, r.k_dim, r.v_dim, r.window, r.softcap, r.scale,
                       kv_from=r.kv_from - 1 if r.kv_from else None)
                 for r in rows[:n.value]]
 
