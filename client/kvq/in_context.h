@@ -22,9 +22,9 @@
  * A step of kvq_step_begin reserves memory at its beginning, this step at its end: if kvq_local_end
  * fails for a session with KVQ_E_NO_MEMORY or KVQ_E_QUOTA, the daemon has committed nothing of that
  * session's step. The session stays in the step, also where the calls go through the daemon, and
- * the engine may call kvq_local_end again; so it may where the call fails with KVQ_E_DEADLINE, after
- * kvq_queue_wait_for_room or at work->deadline_ns. kvq_local_end also finds K and V that are not finite
- * (KVQ_E_NONFINITE), after attention has read them.
+ * the engine may call kvq_local_end again; so it may where the call fails with KVQ_E_DEADLINE,
+ * after kvq_queue_wait_for_room or at work->deadline_ns. kvq_local_end also finds K and V that are
+ * not finite (KVQ_E_NONFINITE), after attention has read them.
  *
  * If the daemon dies, the mapped memory stays: kvq_local_attend goes on for the step under way, and
  * kvq_local_end returns KVQ_E_DISCONNECTED. After kvq_reattach all calls return KVQ_E_CANCELLED:

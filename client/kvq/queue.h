@@ -28,12 +28,13 @@ KVQ_API KVQ_CHECK int kvq_queue_open(kvq_client *client, kvq_queue **queue);
 KVQ_API void kvq_queue_close(kvq_queue **queue);
 
 /* Sets how long kvq_step_begin, kvq_step, kvq_local_end and kvq_fork of this queue wait for memory
- * when no idle session can be evicted. 0, the default: these calls do not wait, and fail with KVQ_E_NO_MEMORY or
- * KVQ_E_QUOTA. Else they wait until memory is free, and fail with KVQ_E_DEADLINE after timeout_ns
- * or at their own deadline, whichever comes first. The time counts from the call and is for all
- * that the call waits for, also for a parked session to be loaded: give more than a load takes. A
- * request that waits holds no memory; a request that could never fit fails at once. Have no step
- * open in another queue meanwhile: the request may be waiting for that step's memory. */
+ * when no idle session can be evicted. 0, the default: these calls do not wait, and fail with
+ * KVQ_E_NO_MEMORY or KVQ_E_QUOTA. Else they wait until memory is free, and fail with KVQ_E_DEADLINE
+ * after timeout_ns or at their own deadline, whichever comes first. The time counts from the call
+ * and is for all that the call waits for, also for a parked session to be loaded: give more than a
+ * load takes. A request that waits holds no memory; a request that could never fit fails at once.
+ * Have no step open in another queue meanwhile: the request may be waiting for that step's memory.
+ * */
 KVQ_API int kvq_queue_wait_for_room(kvq_queue *queue, uint64_t timeout_ns);
 
 #ifdef __cplusplus

@@ -170,7 +170,8 @@ KVQ_API KVQ_CHECK int kvq_session_info(kvq_client *client, kvq_session session,
 /* Fills the first `max` rows with the layers of an open session, one row each, and *n with their
  * number. All fields but format (NULL) are as they were given to the open; of a session that was
  * opened as it is they are as the daemon has them (scale is then never 0; daemons before 0.2 do not
- * tell window, softcap and scale, which are 0). Sends no request. KVQ_E_STALE, KVQ_E_UNSUPPORTED (the daemon did not say what the layers are). */
+ * tell window, softcap and scale, which are 0). repeat is 1. Sends no request. KVQ_E_STALE,
+ * KVQ_E_UNSUPPORTED (the daemon did not say what the layers are). */
 KVQ_API KVQ_CHECK int kvq_session_layers(kvq_client *client, kvq_session session,
                                          struct kvq_layer *rows, uint32_t max, uint32_t *n);
 
