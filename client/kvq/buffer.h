@@ -33,9 +33,9 @@ KVQ_API size_t kvq_buffer_size(const kvq_buffer *buffer);
 
 /* Waits until no request in flight uses the buffer, then frees it. The call takes as long as these
  * requests do, kvq_connect_options.timeout_ms or not: it returns when the daemon has answered or
- * the connection has ended. Only requests are waited for: no other thread may be in a call with the
- * buffer, nor may the buffer hold K and V of a kvq_local's step that has not ended. Accepts NULL and
- * pointers to NULL. */
+ * the connection has ended. Only requests are waited for: no other thread may be in a call with
+ * the buffer, nor may the buffer hold K and V of a kvq_local's step that has not ended. Accepts
+ * NULL and pointers to NULL. */
 KVQ_API void kvq_buffer_close(kvq_buffer **buffer);
 
 enum { KVQ_DTYPE_F16 = 1, KVQ_DTYPE_BF16 = 2, KVQ_DTYPE_F32 = 3 };

@@ -25,10 +25,10 @@ KVQ_API KVQ_CHECK int kvq_truncate(kvq_queue *queue, struct kvq_entry *entries,
  * the packed blocks. entry.value is its handle, which the engine closes like any other. The source
  * must have no open step. A session can be forked where packed blocks end (each multiple of 128
  * tokens in most formats; formats.md has the tokens of a unit) and anywhere within its newest
- * tokens: max_rollback of them, and those that are not packed yet; but not where tokens are gone that
- * a layer's window sees there, nor within what a format has learned from (0 excepted). Elsewhere:
- * KVQ_E_ROLLBACK; entry.value is then a position before it where a fork is possible, 0 if no other
- * is. */
+ * tokens: max_rollback of them, and those that are not packed yet; but not where tokens are gone
+ * that a layer's window sees there, nor within what a format has learned from (0 excepted).
+ * Elsewhere: KVQ_E_ROLLBACK; entry.value is then a position before it where a fork is possible, 0
+ * if no other is. */
 KVQ_API KVQ_CHECK int kvq_fork(kvq_queue *queue, struct kvq_entry *entries, uint32_t n);
 
 /* Accepts a branch of a tree of drafts. Of the last entry.append tokens (at most max_rollback) each

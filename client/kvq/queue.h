@@ -33,8 +33,7 @@ KVQ_API void kvq_queue_close(kvq_queue **queue);
  * after timeout_ns or at their own deadline, whichever comes first. The time counts from the call
  * and is for all that the call waits for, also for a parked session to be loaded: give more than a
  * load takes. A request that waits holds no memory; a request that could never fit fails at once.
- * Have no step open in another queue meanwhile: the request may be waiting for that step's memory.
- * */
+ * Have no step open in another queue meanwhile: the request may wait for that step's memory. */
 KVQ_API int kvq_queue_wait_for_room(kvq_queue *queue, uint64_t timeout_ns);
 
 #ifdef __cplusplus
