@@ -34,6 +34,7 @@ TEST(test_all_formats)
     for (uint32_t tokens = 0; tokens < 3; tokens++)
         check_format("oscar2", tokens, 0);
     check_format("ott2", 700, 0);
+    check_format("ott2-oscar", 200, 0); // it has learned from more tokens than are packed
     check_format("innerq-hybrid", 700, 150);
     check_format("kivi2-fit-s32", 700, 3);
 }

@@ -581,7 +581,7 @@ uint32_t kvq__restore_rooms(struct kvq__restore *r, const uint32_t *which, uint3
 }
 
 // Extras hold numbers of tokens, which kernels believe: none may be of tokens behind those that are
-// packed.
+// packed, or that the format has learned from.
 static int check_extras(const struct kvq__restore *r, const struct kvq__arriving *a,
                         uint8_t *extras)
 {
@@ -589,10 +589,12 @@ static int check_extras(const struct kvq__restore *r, const struct kvq__arriving
     const struct kvq__layer *l = &s->layers[a->layer];
     if (kvq_extras_check(l->format, &l->shape, extras))
         return KVQ_E_DAMAGED;
-    if (l->packed == 0 && (r->cut || r->spec.ahead))
+    bool back = r->cut || r->spec.ahead;
+    uint64_t end = l->learned && !back ? kvq__max(l->packed, l->learn) : l->packed;
+    if (back && l->packed == 0)
         kvq_extras_init(l->format, &l->shape, extras);
     else
-        kvq_extras_fork(l->format, &l->shape, extras, extras, l->packed);
+        kvq_extras_fork(l->format, &l->shape, extras, extras, end);
     return 0;
 }
 
