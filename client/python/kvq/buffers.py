@@ -59,7 +59,17 @@ def _with(shape: Shape, last: int) -> Tuple[int, ...]:
     return (*(integer("shape", n, 62) for n in sizes), last)
 
 
-_calls = threading.Lock()  # over the callers of all buffers
+_calls = threading.RLock()  # over the callers of all buffers; a buffer that is collected takes it
+#                              in whatever its thread does
+
+
+def _begin_anew():
+    """In a forked process: another thread of its parent may have had the lock."""
+    global _calls
+    _calls = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class InUse:
@@ -235,7 +245,11 @@ class Buffer:
                 if self._daemon_made:
                     self._let_go()
                 pointer, self.pointer = self.pointer, c_void_p()
-            lib.kvq_buffer_close(byref(pointer))
+            try:
+                lib.kvq_buffer_close(byref(pointer))
+            except BaseException:  # an interrupt
+                self.pointer = pointer
+                raise
             self.client._buffers.remove(self)
             self._forget()
 

@@ -164,9 +164,9 @@ class Queue:
         if len(entries):
             entries["status"] = 0  # what _close_ticket() sees there is the answer
         ticket = Ticket(self, entries, fields, tensors, keep)
-        self._tickets.append(ticket)  # before it is sent: an interrupt may come right behind that
         function = lib.kvq_submit if stream is None else lib.kvq_submit_on_stream
         with InUse(t.owner for t in tensors.values()):
+            self._tickets.append(ticket)  # before it is sent: an interrupt may come behind that
             code = function(*front, *numbers, byref(ticket._number))
         if not ticket.number:
             self._tickets.remove(ticket)

@@ -407,7 +407,8 @@ def _begins(decoder, args, options):
         check_positions(positions, mask)
         rows = cache.state.rows
         if "model" in rows.options:
-            cache.state.table.check_adapters()
+            ids = given.get("input_ids")
+            cache.state.table.check_adapters(anew=ids is None or ids.shape[-1] > 1)
         name = rows.options.get("name")
         if rows.real is None and (name or "model" in rows.options and rows.seen):
             check_goes_on(name, rows.seen, positions, mask)

@@ -35,7 +35,7 @@ ROOMY = 8192        # buffers of more rows have a multiple of it
 OF_NAMES = ("name", "prefix", "on_detach", "keep_seconds")  # options that a fork does not have
 
 _shared = None
-_shared_lock = threading.Lock()
+_shared_lock = threading.RLock()  # a cache that is collected takes it in whatever its thread does
 _retired = []    # clients whose daemons have ended, of caches that are still there
 _inherited = []  # clients of the processes that this one was forked from, never closed here
 
@@ -44,7 +44,7 @@ def _begin_anew():
     """In a forked process: the connection is its parent's, and so may the lock be."""
     global _shared, _shared_lock, _retired
     _inherited.extend([_shared, *_retired])
-    _shared, _shared_lock, _retired = None, threading.Lock(), []
+    _shared, _shared_lock, _retired = None, threading.RLock(), []
 
 
 os.register_at_fork(after_in_child=_begin_anew)
@@ -69,6 +69,9 @@ def shared_queue():
     except kvq.Error as error:
         if error.code != kvq.Code.E_DISCONNECTED:
             raise
+    except ValueError:
+        if client.pointer:  # else another thread has found it so, and closed it
+            raise
     with _shared_lock:
         if _shared is client:
             _shared = None
@@ -81,13 +84,11 @@ def shared_queue():
 def close_retired():
     """A client whose daemon has ended holds that daemon's memory as long as it is open: it goes
     with the last cache of it."""
-    with _shared_lock:
-        gone = [c for c in _retired if not c._queues]
-        for client in gone:
-            _retired.remove(client)
-    for client in gone:
-        with suppress(kvq.Error, RuntimeError, ValueError):
+    for client in [c for c in _retired if not c._queues]:
+        with suppress(kvq.Error, RuntimeError, ValueError):  # another thread may be in a call
             client.close()
+    with _shared_lock:
+        _retired[:] = [c for c in _retired if c.pointer]
 
 
 def in_turn(method):

@@ -189,10 +189,11 @@ class Table:
                     found = module
         return found
 
-    def check_adapters(self):
+    def check_adapters(self, anew):
         """Of a cache that others find, or that is there again: its K and V are those of the
-        adapters that were active when it was made."""
-        model = self._model()
+        adapters that were active when it was made. `anew` looks for modules that were put in
+        since, through the whole model: not for each single token."""
+        model = self._model() if anew else None
         modules = adapted(model) if model is not None else [was() for was, _ in self._adapted]
         name = chosen_by_call(modules)
         if name:
