@@ -143,8 +143,11 @@ def check_layer(layer):
 
 
 def _weights(folder):
-    return sorted(path for kind in ("safetensors", "bin", "pt", "pth", "gguf")
-                  for path in glob.glob(os.path.join(glob.escape(folder), f"*.{kind}")))
+    """Its files of weights: those that vLLM would take, so no others beside safetensors files."""
+    def of(*kinds):
+        return sorted(path for kind in kinds
+                      for path in glob.glob(os.path.join(glob.escape(folder), f"*.{kind}")))
+    return of("safetensors") or of("bin", "pt", "pth", "gguf")
 
 
 def _folder(model):
