@@ -415,7 +415,7 @@ static void export_session(struct kvq__task *t)
     const Kvq__SessionRef *ref = t->request->export_session->ref;
     kvq__jobs_resolve(t, ref ? ref->namespace_ : "", ref ? ref->name : "");
     if (t->rc == 0) {
-        kvq__task_take_turn_of(t, &t->jobs->scans, "");
+        kvq__task_take_turn_of(t, &t->jobs->scans, t->ns);
         kvq__task_at_work(t, export_to_file);
     }
     if (t->rc == KVQ_E_CANCELLED)

@@ -150,7 +150,7 @@ int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **out, char *tex
     jobs->server = server;
     kvq__names_init(&jobs->names);
     kvq__turns_init(&jobs->turns, 1, 1);
-    kvq__turns_init(&jobs->scans, KVQ__SCANS_AT_ONCE, KVQ__SCANS_AT_ONCE);
+    kvq__turns_init(&jobs->scans, KVQ__SCANS_AT_ONCE, 1);
     kvq__turns_init(&jobs->reads, KVQ__READ_AT_ONCE, KVQ__READ_AT_ONCE_OF);
     TAILQ_INIT(&jobs->sleepers);
     TAILQ_INIT(&jobs->beginning);

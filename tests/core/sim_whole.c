@@ -40,7 +40,7 @@ int whole_predict(struct actor *a, uint32_t i)
         return KVQ_E_BUSY;
     for (uint32_t l = 0; l < MODEL_LAYERS; l++)
         if ((t->model.layers[l].source == l) != (a->member.layers[l].k.buffer != 0))
-            return KVQ_E_INCOMPLETE;
+            return t->model.layers[l].source == l ? KVQ_E_INCOMPLETE : KVQ_E_INVALID;
     return 0;
 }
 

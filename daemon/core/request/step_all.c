@@ -58,7 +58,7 @@ static int check_tensors(struct kvq__queue *q, uint32_t i)
     for (uint32_t l = 0; l < s->n_layers && rc == 0; l++) {
         select_layer(q, l);
         if (has_tensors(q, l) != kvq__layer_owns(s, l))
-            return KVQ_E_INCOMPLETE;
+            return kvq__layer_owns(s, l) ? KVQ_E_INCOMPLETE : KVQ_E_INVALID;
         if (kvq__layer_owns(s, l))
             rc = kvq__append_reach(q, i, &s->layers[l].shape);
     }

@@ -499,7 +499,7 @@ static bool tell_difference(uint32_t layer, const struct kvq__layer *there,
                   {"source of K and V", there->source, asked->source}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].there != fields[i].asked) {
-            snprintf(what, n, "%s in layer %u (%g there, %g asked for)", fields[i].name, layer,
+            snprintf(what, n, "%s in layer %u (%.9g there, %.9g asked for)", fields[i].name, layer,
                      fields[i].there, fields[i].asked);
             return true;
         }
