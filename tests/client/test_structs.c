@@ -133,7 +133,7 @@ static void test_nonsense(void **unused)
     begin(fast_flags);
     struct kvq_session_options o = session_options(rows);
     o.attention = 3;
-    refused(KVQ_E_INVALID, kvq_session_open(client, &o, &session, NULL), "path 3");
+    refused(KVQ_E_INVALID, kvq_session_open(client, &o, &session, NULL), "attention is 3");
     o = session_options(rows);
     rows[1].kv_from = LAYERS + 1; // layer LAYERS: there is none
     refused(KVQ_E_SHAPE, kvq_session_open(client, &o, &session, NULL), "kv_from");
