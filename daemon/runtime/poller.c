@@ -695,7 +695,7 @@ static void *poller_main(void *context)
             p->tick_at = p->now + TICK_NS;
         }
     }
-    while (p->background_open && !end_background(p)) // workers have its items
+    while (p->background_open && !end_background(p)) // workers may hold its items
         if (!run_background_item(p))
             kvq_cpu_relax();
     return NULL;

@@ -48,8 +48,8 @@ bool kvq__workers_take(struct kvq__workers *workers, struct kvq__work **work, ui
 // last item; afterwards only the poller may touch the work.
 bool kvq__work_run(struct kvq__work *work, uint32_t item, void *workspace);
 
-// Memory that one thread's kernels work in; released with free. NULL: no memory. The system gives
-// what of it is touched, of some MB mostly that of 64 query rows.
+// Memory that one thread's kernels work in, some MB; released with free. NULL: no memory. Pages of
+// it are resident once kernels have touched them, and most kernels touch those of 64 query rows.
 void *kvq__workspace_new(void);
 
 // Binds the calling thread to the i-th CPU that the process may use (they start again from the

@@ -17,7 +17,7 @@ struct kvq__used_name;
 
 enum {
     KVQ__UNSAVED_BATCH = 64,     // sessions that are asked for at a time
-    KVQ__SCANS_AT_ONCE = 2,      // verifies and exports, one of a namespace
+    KVQ__SCANS_AT_ONCE = 2,      // verifies and exports side by side, of a namespace one
     KVQ__READ_AT_ONCE = 3,       // restores that read side by side,
     KVQ__READ_AT_ONCE_OF = 2,    // and of one namespace
     KVQ__SPARE_BYTES = 16 << 20, // what a save needs on disk besides its blocks

@@ -124,7 +124,8 @@ class Local:
         self._check_given()
         work, tensors = make_work(fields)
         self._given += [t.owner for n, t in tensors.items() if n in ("k", "v")]
-        with InUse([*self._given, *(t.owner for t in tensors.values())]):
+        earlier = [] if "k" in tensors else self._given  # else this layer's K and V are among them
+        with InUse([*earlier, *(t.owner for t in tensors.values())]):
             code = lib.kvq_local_attend(self.pointer, byref(work), entries.ctypes.data,
                                         len(entries))
         check(code)

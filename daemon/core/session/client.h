@@ -41,7 +41,7 @@ struct kvq__client {
     char name[KVQ_NAME_BYTES];
     uint64_t id, requests, connected_at;
     bool gone;     // its handles are closed, and it gets no others
-    bool detached; // the last of its queues takes it along
+    bool detached; // it is freed with the last of its queues
     uint32_t n_queues, n_buffers, n_handles, n_steps;
     uint32_t first_generation; // of each of its handles
     uint64_t buffer_bytes;

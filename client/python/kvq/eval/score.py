@@ -111,8 +111,8 @@ class Left:
                 f"minute{'' if minutes <= 1 else 's'})")
 
     def midst(self, done: int, of: int, passes: int, what: str = "tokens") -> None:
-        """In the midst of so many passes, `done` tokens of `of` behind them: a line where there was
-        none for a while."""
+        """So many passes have `done` of their `of` tokens (or what is said) behind them: a line of
+        progress, unless there was one a short while ago."""
         if self.clock() - self.spoke >= _EVERY:
             say(f"  {done} of {of} {what}{self.told(passes * done / of)}")
 

@@ -12,10 +12,10 @@ from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 
-PLACES = 4   # parts of a window that are told apart,
-PLACE = 512  # of at least so many tokens each
-MANY = 8     # windows; from so many on they are the clusters
-BLOCK = 128  # tokens of a cluster where there are fewer windows
+PARTS = 4          # of a window, whose KL is told apart,
+PART_TOKENS = 512  # if they have so many tokens each
+MANY = 8           # windows; from so many on they are the clusters
+BLOCK = 128        # tokens of a cluster where there are fewer windows
 
 
 def clusters(windows: Sequence[np.ndarray]) -> List[np.ndarray]:
@@ -69,8 +69,8 @@ def by_place(kl: Sequence[np.ndarray]) -> List[Dict[str, Any]]:
     """The mean of the KL [tokens] of each window by the tokens' places, "first" to "last" counted
     from 1; empty where windows are too short to tell."""
     length = max(len(w) for w in kl)
-    part = -(-length // PLACES)
-    if min(len(w) for w in kl) < (PLACES - 1) * part + part // 2 or part < PLACE:
+    part = -(-length // PARTS)
+    if min(len(w) for w in kl) < (PARTS - 1) * part + part // 2 or part < PART_TOKENS:
         return []
     made = []
     for at in range(0, length, part):
