@@ -169,7 +169,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->flights);
     TAILQ_INIT(&core->pack_queue);
     TAILQ_INIT(&core->tickets);
-    TAILQ_INIT(&core->forgets);
+    kvq__forgets_open(core);
     TAILQ_INIT(&core->prompts);
     TAILQ_INIT(&core->fetches);
     core->last_stamp = c.run;

@@ -135,6 +135,35 @@ struct kvq__evicting {
 LIST_HEAD(kvq__session_bucket, kvq__session);
 enum { KVQ__DUE_SLOTS = 4096 }; // nine minutes
 
+// ---- What is to be deleted of the store (park_orders.c) ----
+
+// What is stored under a name because a session was parked, and is to go now that it has ended.
+enum kvq__forget_phase {
+    KVQ__FORGET_WAITS,
+    KVQ__FORGET_TAKEN, // an order for it is out
+    KVQ__FORGET_LATER, // that has failed: it waits again from `at` on
+    KVQ__FORGET_DONE,  // and is remembered until `at`, see kvq__park_forgotten
+    KVQ__FORGET_PHASES,
+};
+
+struct kvq__forget {
+    RB_ENTRY(kvq__forget) tree;    // by stamp
+    TAILQ_ENTRY(kvq__forget) link; // of its phase
+    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
+    uint64_t stamp;
+    enum kvq__forget_phase phase;
+    bool failed; // once at least
+    uint64_t at;
+};
+TAILQ_HEAD(kvq__forget_list, kvq__forget);
+RB_HEAD(kvq__forget_tree, kvq__forget);
+
+struct kvq__forgets {
+    struct kvq__forget_tree tree;
+    struct kvq__forget_list in[KVQ__FORGET_PHASES];
+    uint32_t n_out; // TAKEN
+};
+
 // Hash tables of sessions, by id and by name. n_buckets is a power of two and grows with the
 // sessions.
 struct kvq__lookup {
@@ -226,10 +255,10 @@ struct kvq__core {
     struct kvq__mover *mover; // made at the first move
     uint32_t n_demoted;       // sessions that have a home elsewhere
     uint32_t n_loading;       // sessions with layers that are yet to be read
-    TAILQ_HEAD(, kvq__forget) forgets;
+    struct kvq__forgets forgets;
     struct kvq__session_list fetches; // sessions that are wanted back
     struct kvq__session_list prompts; // whose prompts may hold memory (exact.c)
-    uint32_t n_offloaded, n_forgets;
+    uint32_t n_offloaded;
     uint64_t last_stamp;
     bool closing;
     LIST_HEAD(, kvq__save) saves;

@@ -93,6 +93,39 @@ SAVING_TEST(test_not_forgotten)
     assert_true(kvq__park_forgot(kit.core, order.stamp, false));
 }
 
+// Of many that end at once a few are deleted at a time, in the order in which they ended.
+SAVING_TEST(test_many_forgotten)
+{
+    enum { MANY = 10, OUT = 4 };
+    uint64_t handles[MANY], stamps[MANY];
+    for (uint32_t i = 0; i < MANY; i++) {
+        handles[i] = fed("", 130, 0);
+        away(handles[i]);
+        stamps[i] = session_of(handles[i])->saving.stamp;
+    }
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
+    for (uint32_t i = 0; i < OUT; i++) {
+        assert_true(kvq__park_next(kit.core, &order));
+        assert_int_equal(order.stamp, stamps[i]);
+    }
+    assert_false(kvq__park_next(kit.core, &order));
+    kvq__park_forgot(kit.core, stamps[2], false); // its turn comes again, behind the others
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(order.stamp, stamps[OUT]);
+    assert_false(kvq__park_next(kit.core, &order));
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_true(kvq__park_forgotten(kit.core, stamps[i]));
+    vault_forget(&vault, order.name, order.stamp);
+    kvq__park_forgot(kit.core, stamps[OUT], true);
+    assert_int_equal(vault_serve(&vault, kit.core), MANY - OUT - 1);
+    kit_tick(&kit, 100000000000u);
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(order.stamp, stamps[2]);
+    assert_false(kvq__park_next(kit.core, &order));
+    assert_false(kvq__park_forgotten(kit.core, stamps[OUT]));
+}
+
 // Its client goes while it is away, and while it comes back.
 SAVING_TEST(test_client_goes)
 {

@@ -34,16 +34,6 @@ struct kvq__park {
 // The first ticket's park or fetch behind this one's (NULL: of all); NULL = there is none.
 struct kvq__park *kvq__park_after(const struct kvq__core *core, const struct kvq__park *park);
 
-// What is stored under a name because a session was parked, and is to go now that it has ended.
-struct kvq__forget {
-    TAILQ_ENTRY(kvq__forget) link;
-    char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
-    uint64_t stamp;
-    bool taken;
-    uint64_t again_at; // not before, since it has failed; 0 = it has not
-    uint64_t done_at;  // 0 = not yet; remembered for a while, see kvq__park_forgotten
-};
-
 // Whether a session, with all its shards, could be parked now: 0, or a code and a text that says
 // what is in the way: KVQ_E_UNSUPPORTED (nobody saves sessions here), KVQ_E_DRAINING,
 // KVQ_E_INCOMPLETE (a shard is missing), KVQ_E_BUSY (in use, pinned, away already).
@@ -76,6 +66,7 @@ void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, c
 bool kvq__park_is_loading(const struct kvq__park *park);
 // Whether any of the ticket's sessions has changed since it was stored.
 bool kvq__park_unsaved(const struct kvq__park *park);
+void kvq__forgets_open(struct kvq__core *core);
 void kvq__forgets_tick(struct kvq__core *core);
 void kvq__forgets_close(struct kvq__core *core);
 void kvq__park_want(struct kvq__core *core); // tells that there are orders

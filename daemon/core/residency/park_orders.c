@@ -14,6 +14,10 @@
 #define FORGOT_NS 60000000000ull // a copy that was deleted counts as gone for so long
 #define AGAIN_NS  10000000000ull // a deletion that failed is tried again so much later
 
+// Copies that are being deleted at a time. Each deletion is a task of the store's, with a stack,
+// and a client with a hundred thousand parked sessions may end.
+enum { FORGETS_OUT = 4 };
+
 void kvq__park_want(struct kvq__core *core)
 {
     if (core->config.wants)
@@ -30,33 +34,58 @@ void kvq__stored_name(const struct kvq__session *s, char *name)
 
 // ---- What is to be forgotten ----
 
+static int compare_forgets(const struct kvq__forget *a, const struct kvq__forget *b)
+{
+    return (a->stamp > b->stamp) - (a->stamp < b->stamp);
+}
+
+RB_GENERATE_STATIC(kvq__forget_tree, kvq__forget, tree, compare_forgets)
+
+static void set_phase(struct kvq__core *core, struct kvq__forget *f, enum kvq__forget_phase phase)
+{
+    struct kvq__forgets *all = &core->forgets;
+    assert(phase < KVQ__FORGET_PHASES);
+    TAILQ_REMOVE(&all->in[f->phase], f, link);
+    all->n_out -= f->phase == KVQ__FORGET_TAKEN;
+    f->phase = phase;
+    all->n_out += f->phase == KVQ__FORGET_TAKEN;
+    TAILQ_INSERT_TAIL(&all->in[phase], f, link);
+}
+
+static bool has_to_go(const struct kvq__core *core)
+{
+    return core->forgets.n_out < FORGETS_OUT && !TAILQ_EMPTY(&core->forgets.in[KVQ__FORGET_WAITS]);
+}
+
+static struct kvq__forget *forget_of(const struct kvq__core *core, uint64_t stamp)
+{
+    struct kvq__forget key = {.stamp = stamp};
+    struct kvq__forget_tree tree = core->forgets.tree; // finding changes nothing
+    return RB_FIND(kvq__forget_tree, &tree, &key);
+}
+
+void kvq__forgets_open(struct kvq__core *core)
+{
+    RB_INIT(&core->forgets.tree);
+    for (uint32_t i = 0; i < KVQ__FORGET_PHASES; i++)
+        TAILQ_INIT(&core->forgets.in[i]);
+}
+
 void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, const char *name,
                       uint64_t stamp)
 {
-    struct kvq__forget *f;
-    if (core->closing || stamp == 0)
+    if (core->closing || stamp == 0 || forget_of(core, stamp))
         return;
-    TAILQ_FOREACH (f, &core->forgets, link)
-        if (f->stamp == stamp)
-            return;
-    f = kvq__allocate(core, sizeof *f);
+    struct kvq__forget *f = kvq__allocate(core, sizeof *f);
     if (!f) // the next start sees to those without names
         return;
     snprintf(f->ns, sizeof f->ns, "%s", ns->name);
     snprintf(f->name, sizeof f->name, "%s", name);
     f->stamp = stamp;
-    TAILQ_INSERT_TAIL(&core->forgets, f, link);
-    core->n_forgets++;
-    kvq__park_want(core);
-}
-
-static struct kvq__forget *forget_of(const struct kvq__core *core, uint64_t stamp)
-{
-    struct kvq__forget *f;
-    TAILQ_FOREACH (f, &core->forgets, link)
-        if (f->stamp == stamp)
-            return f;
-    return NULL;
+    RB_INSERT(kvq__forget_tree, &core->forgets.tree, f);
+    TAILQ_INSERT_TAIL(&core->forgets.in[f->phase], f, link);
+    if (has_to_go(core))
+        kvq__park_want(core);
 }
 
 bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone)
@@ -64,13 +93,13 @@ bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone)
     struct kvq__forget *f = forget_of(core, stamp);
     if (!f)
         return false;
-    assert(f->taken && f->done_at == 0);
-    bool first = !gone && f->again_at == 0;
-    f->taken = gone;
-    if (gone)
-        f->done_at = core->now ? core->now : 1;
-    else
-        f->again_at = core->now + AGAIN_NS;
+    assert(f->phase == KVQ__FORGET_TAKEN);
+    bool first = !gone && !f->failed;
+    f->failed |= !gone;
+    f->at = core->now + (gone ? FORGOT_NS : AGAIN_NS);
+    set_phase(core, f, gone ? KVQ__FORGET_DONE : KVQ__FORGET_LATER);
+    if (has_to_go(core))
+        kvq__park_want(core);
     return first;
 }
 
@@ -81,49 +110,50 @@ bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp)
 
 static void forget_free(struct kvq__core *core, struct kvq__forget *f)
 {
-    TAILQ_REMOVE(&core->forgets, f, link);
-    core->n_forgets--;
+    RB_REMOVE(kvq__forget_tree, &core->forgets.tree, f);
+    TAILQ_REMOVE(&core->forgets.in[f->phase], f, link);
+    core->forgets.n_out -= f->phase == KVQ__FORGET_TAKEN;
     kvq__deallocate(core, f, sizeof *f);
 }
 
-static bool has_to_go(const struct kvq__core *core, const struct kvq__forget *f)
+// The first of those in a phase whose time has come: it is the same time for all of a phase, so
+// they stand in its order. NULL = none.
+static struct kvq__forget *first_due(const struct kvq__core *core, enum kvq__forget_phase phase)
 {
-    return !f->taken && f->again_at <= core->now;
+    struct kvq__forget *f = TAILQ_FIRST(&core->forgets.in[phase]);
+    return f && core->now >= f->at ? f : NULL;
 }
 
 void kvq__forgets_tick(struct kvq__core *core)
 {
-    struct kvq__forget *f, *next;
-    for (f = TAILQ_FIRST(&core->forgets); f; f = next) {
-        next = TAILQ_NEXT(f, link);
-        if (f->done_at && core->now - f->done_at >= FORGOT_NS)
-            forget_free(core, f);
-        else if (has_to_go(core, f))
-            kvq__park_want(core);
-    }
+    struct kvq__forget *f;
+    while ((f = first_due(core, KVQ__FORGET_DONE)))
+        forget_free(core, f);
+    while ((f = first_due(core, KVQ__FORGET_LATER)))
+        set_phase(core, f, KVQ__FORGET_WAITS);
+    if (has_to_go(core))
+        kvq__park_want(core);
 }
 
 void kvq__forgets_close(struct kvq__core *core)
 {
-    while (!TAILQ_EMPTY(&core->forgets))
-        forget_free(core, TAILQ_FIRST(&core->forgets));
+    struct kvq__forget *f;
+    while ((f = RB_MIN(kvq__forget_tree, &core->forgets.tree)))
+        forget_free(core, f);
 }
 
 // ---- What is wanted of whoever saves sessions ----
 
 static bool next_forget(struct kvq__core *core, struct kvq__store_job *job)
 {
-    struct kvq__forget *f;
-    TAILQ_FOREACH (f, &core->forgets, link) {
-        if (!has_to_go(core, f))
-            continue;
-        f->taken = true;
-        *job = (struct kvq__store_job){.kind = KVQ__JOB_FORGET, .stamp = f->stamp};
-        memcpy(job->ns, f->ns, sizeof job->ns);
-        memcpy(job->name, f->name, sizeof job->name);
-        return true;
-    }
-    return false;
+    if (!has_to_go(core))
+        return false;
+    struct kvq__forget *f = TAILQ_FIRST(&core->forgets.in[KVQ__FORGET_WAITS]);
+    set_phase(core, f, KVQ__FORGET_TAKEN);
+    *job = (struct kvq__store_job){.kind = KVQ__JOB_FORGET, .stamp = f->stamp};
+    memcpy(job->ns, f->ns, sizeof job->ns);
+    memcpy(job->name, f->name, sizeof job->name);
+    return true;
 }
 
 static void name_job(struct kvq__store_job *job, const struct kvq__session *s)
