@@ -303,15 +303,33 @@ static void save_batch(struct drain *d)
 
 // ---- Rounds ----
 
-static void give_up_all(struct drain *d)
+static bool is_in_use(struct drain *d, const struct kvq__unsaved *u)
+{
+    struct kvq__hold hold = {.kind = KVQ__HOLD_ALONE};
+    kvq__name_take(&d->task.jobs->names, &hold, u->ns, u->name, drain_has_name);
+    bool held = hold.held;
+    kvq__name_give(&d->task.jobs->names, &hold);
+    return !held;
+}
+
+// All but those whose names another command has: what it does ends, be it a save of that session
+// that takes minutes, and the session's later tokens wait for it. Whether there were any.
+static bool give_up_waiting(struct drain *d)
 {
     char text[KVQ_TEXT_BYTES];
+    uint32_t n = 0;
     snprintf(text, sizeof text,
-             "it was changed, packed, moved, read from disk, or in use by another command for %g s "
-             "without a break",
+             "it was changed, packed, moved or read from disk for %g s without a break",
              PATIENCE_MS / 1000.0);
-    for (uint32_t i = 0; i < d->n; i++)
-        give_up(d, &d->list[i], text);
+    for (uint32_t i = 0; i < d->n; i++) {
+        if (is_in_use(d, &d->list[i]))
+            d->list[n++] = d->list[i];
+        else
+            give_up(d, &d->list[i], text);
+    }
+    bool some = n < d->n;
+    d->n = n;
+    return some;
 }
 
 // All of the list, and those that something under way still changes again. False if some of them
@@ -319,6 +337,7 @@ static void give_up_all(struct drain *d)
 static bool save_list(struct drain *d)
 {
     uint64_t waits_since = kvq_now_ns(); // nothing has moved
+    bool all = true;
     while (d->n > 0 && !d->task.jobs->ended) {
         d->moved = false;
         for (d->at = d->kept = 0; d->at < d->n && !d->task.jobs->ended;) {
@@ -331,13 +350,13 @@ static bool save_list(struct drain *d)
         if (d->moved)
             waits_since = now;
         if (d->n > 0 && now - waits_since >= PATIENCE_MS * 1000000ull) {
-            give_up_all(d);
-            return false;
+            all &= !give_up_waiting(d);
+            waits_since = now;
         }
         if (d->n > 0 && !d->moved)
             kvq__task_sleep(&d->task, AGAIN_MS);
     }
-    return d->n == 0;
+    return all && d->n == 0;
 }
 
 // ---- What there is to be saved ----
