@@ -17,8 +17,10 @@ uint32_t kvq__attach_count(const struct kvq__attach *attach);
 bool kvq__attach_idle(const struct kvq__attach *attach);
 // Ends the client of that id, if it is there.
 void kvq__attach_kick(struct kvq__attach *attach, uint64_t client);
-// Whether a command is one of this socket's own; dispatch runs others on it as well.
+// Whether this room has a part in a command; others may run on its socket as well.
 bool kvq__attach_takes(Kvq__Request__CommandCase command);
+// Whether it is administration, which this socket refuses.
+bool kvq__attach_refuses(Kvq__Request__CommandCase command);
 // After the loop has closed its handles; count is 0. NULL is fine.
 void kvq__attach_free(struct kvq__attach **attach);
 // Poller's thread: the core's buffer_gone.

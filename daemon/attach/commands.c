@@ -36,14 +36,8 @@ struct command {
     kvq__made *made;
     Kvq__Request__CommandCase closed_by;
     Kvq__Reply__ResultCase result; // of a success, where prepare makes it
+    bool passes;                   // it is for dispatch or the store jobs alone
 };
-
-static int refuse_kick(struct kvq__connection *c, char *text)
-{
-    (void)c;
-    snprintf(text, KVQ_TEXT_BYTES, "clients are kicked on the control socket");
-    return KVQ_E_INVALID;
-}
 
 // Makes the request one of the given command, about `what`. False: no room left for its message.
 static bool become_closing(struct kvq__connection *c, Kvq__Request__CommandCase command,
@@ -84,11 +78,12 @@ static int prepare_cancel(struct kvq__connection *c, char *text)
 #define COMMAND(name) [KVQ__REQUEST__COMMAND_##name]
 #define RESULT(name)  .result = KVQ__REPLY__RESULT_##name
 
-// Commands that are not here have no part in this room: dispatch runs them, or the store jobs.
+// Commands that are not here are administration: they belong to the control socket, which looks up
+// the asker's role for each of them and writes down what they change. Here a role is that of the
+// moment when the engine connected.
 static const struct command commands[] = {
     COMMAND(HELLO) = {.prepare = kvq__hello_prepare, .run = kvq__hello_run, RESULT(HELLO)},
     COMMAND(CANCEL) = {.prepare = prepare_cancel, .run = kvq__map_extents_unsay},
-    COMMAND(KICK_CLIENT) = {.prepare = refuse_kick},
     COMMAND(OPEN_QUEUE) = {.prepare = kvq__open_queue_prepare,
                            .run = kvq__open_queue_run,
                            .sent = kvq__open_queue_sent,
@@ -160,6 +155,25 @@ static const struct command commands[] = {
                          .run = kvq__map_book_run,
                          .sent = kvq__map_book_sent,
                          RESULT(MAP_BOOK)},
+    COMMAND(CLOSE_SESSION) = {.passes = true},
+    COMMAND(DROP_SESSION) = {.passes = true},
+    COMMAND(SESSION_INFO) = {.passes = true},
+    COMMAND(SAVE_SESSION) = {.passes = true},
+    COMMAND(RESTORE_SESSION) = {.passes = true},
+    COMMAND(MOVE_SESSION) = {.passes = true},
+    COMMAND(PARK_SESSION) = {.passes = true},
+    COMMAND(PREFETCH_SESSION) = {.passes = true},
+    COMMAND(PIN_SESSION) = {.passes = true},
+    COMMAND(ASK_MOVE) = {.passes = true},
+    COMMAND(TELL_SPANS) = {.passes = true},
+    COMMAND(LIST_PREFIXES) = {.passes = true},
+    COMMAND(DROP_PREFIXES) = {.passes = true},
+    COMMAND(PING) = {.passes = true},
+    COMMAND(STATUS) = {.passes = true},
+    COMMAND(LIST_SESSIONS) = {.passes = true},
+    COMMAND(LIST_CLIENTS) = {.passes = true},
+    COMMAND(LIST_FORMATS) = {.passes = true},
+    COMMAND(DOCTOR) = {.passes = true},
 };
 
 static const struct command nothing; // of commands that are not in the table
@@ -179,7 +193,22 @@ static const struct command *command_of(const struct kvq__connection *c)
 bool kvq__attach_takes(Kvq__Request__CommandCase command)
 {
     const struct command *found = find_command(command);
-    return found->prepare || found->run;
+    return found->prepare || found->make || found->run;
+}
+
+bool kvq__attach_refuses(Kvq__Request__CommandCase command)
+{
+    return !kvq__attach_takes(command) && !find_command(command)->passes &&
+           (kvq__dispatch_takes(command) || kvq__jobs_knows(command));
+}
+
+static int check_socket(Kvq__Request__CommandCase command, char *text)
+{
+    if (!kvq__attach_refuses(command))
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "that command is administration and belongs to the control socket, as kvqctl's do");
+    return KVQ_E_INVALID;
 }
 
 static struct kvq__connection *connection_of_mail(struct kvq__mail *mail)
@@ -422,7 +451,7 @@ static uint32_t fds_of(const Kvq__Request *r)
     return r->import_buffer->gpu && r->import_buffer->gpu->handle.len > 0 ? 0 : 1;
 }
 
-// What the message alone tells: its turn, its version, the descriptors beside it.
+// What the message alone tells: its turn, its version, its socket, the descriptors beside it.
 static int check_request(const struct kvq__connection *c, const struct kvq__packet *packet,
                          char *text)
 {
@@ -466,6 +495,8 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
         error = check_request(c, packet, text);
     }
     bool fatal = error != 0;
+    if (error == 0)
+        error = check_socket(c->request->command_case, text);
     if (error == 0)
         error = kvq__dispatch_check_names(c->request, text);
     if (error == 0 && c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR)

@@ -447,6 +447,27 @@ COUNTED_TEST(test_too_many_clients)
 }
 
 // A name that no session can have is refused as one, and the connection goes on.
+// Root's engine, too: administration belongs to the control socket. The connection goes on.
+COUNTED_TEST(test_administration_is_elsewhere)
+{
+    struct peer *p = peer_attached();
+    Kvq__SetQuota quota = KVQ__SET_QUOTA__INIT;
+    Kvq__SetConfig config = KVQ__SET_CONFIG__INIT;
+    Kvq__KickClient kick = KVQ__KICK_CLIENT__INIT;
+    quota.namespace_ = (char *)"uid-0";
+    config.name = (char *)"admin_uids";
+    config.value = (char *)"12345";
+    Kvq__Request requests[] = {REQUEST(SET_QUOTA, set_quota, &quota),
+                               REQUEST(SET_CONFIG, set_config, &config),
+                               REQUEST(KICK_CLIENT, kick_client, &kick)};
+    for (uint32_t i = 0; i < 3; i++) {
+        assert_int_equal(peer_ask(p, &requests[i], NULL, 0), KVQ_E_INVALID);
+        assert_non_null(strstr(p->reply->text, "control socket"));
+    }
+    assert_int_equal(peer_ping(p, KVQ_PROTOCOL_MAX, NULL, 0), 0);
+    peer_free(p);
+}
+
 COUNTED_TEST(test_long_name)
 {
     char name[KVQ_NAME_BYTES + 1] = {0};

@@ -61,6 +61,27 @@ PLAIN_TEST(test_for_clients)
     }
 }
 
+// What an engine may ask for by its connection, whose role is that of the moment when it connected:
+// nothing but what is about sessions and about itself.
+PLAIN_TEST(test_administration)
+{
+    static const char *const passes[] = {
+        "drop_session",  "session_info", "save_session",     "restore_session", "move_session",
+        "park_session",  "pin_session",  "prefetch_session", "ask_move",        "list_prefixes",
+        "drop_prefixes", "ping",         "status",           "list_sessions",   "list_clients",
+        "list_formats",  "doctor",       "list_events",
+    };
+    const ProtobufCMessageDescriptor *all = &kvq__request__descriptor;
+    for (unsigned i = 0; i < all->n_fields; i++) {
+        Kvq__Request__CommandCase command = (Kvq__Request__CommandCase)all->fields[i].id;
+        bool expected = is_command(&all->fields[i]) && !is_for_clients(command);
+        for (size_t n = 0; n < sizeof passes / sizeof *passes; n++)
+            expected &= strcmp(all->fields[i].name, passes[n]) != 0;
+        if (kvq__attach_refuses(command) != expected)
+            fail_msg("%s", all->fields[i].name);
+    }
+}
+
 // The commands of the control socket by the least role for them, each in one of three lists.
 PLAIN_TEST(test_roles)
 {
