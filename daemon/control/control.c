@@ -55,7 +55,7 @@ struct back {
     uint32_t number; // the front's
     struct kvq__asker asker;
     uint32_t requests; // under way
-    bool awaits;       // the daemon's end
+    bool awaits;       // the daemon's end, or a reply shortly before it
     void *router;
     uv_poll_t poll;
 };
@@ -216,6 +216,9 @@ static void task_done(struct kvq__task *task)
         kvq__audit(&c->audit_budget, &e->asker, e->request, e->reply.status);
     if (c->open)
         send_to(c, &e->sender, &e->reply, &e->arena);
+    struct back *b = find_back(c, e->sender.back);
+    if (b && c->server->draining) // the end cuts off what is on its way to somebody
+        b->awaits = true;
     free(e);
 }
 

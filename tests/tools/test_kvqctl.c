@@ -32,7 +32,9 @@ enum manner {
     PAGES,
     CIRCLE,
     OTHER_RESULT,
-    ESCAPES
+    ESCAPES,
+    ENDS,            // instead of answering
+    ANSWERS_AND_ENDS // at once
 };
 
 struct daemon {
@@ -210,6 +212,16 @@ static void remember(struct daemon *daemon, const Kvq__Request *request)
     snprintf(daemon->last_name, sizeof daemon->last_name, "%s", name);
 }
 
+// The daemon's end, once what it has said is sent.
+static void end_socket(struct daemon *daemon)
+{
+    const int wait = 10000;
+    zmq_setsockopt(daemon->socket, ZMQ_LINGER, &wait, sizeof wait);
+    zmq_close(daemon->socket);
+    zmq_ctx_term(daemon->context);
+    daemon->socket = NULL;
+}
+
 // Serves until an empty message comes from the test itself.
 static void *serve(void *argument)
 {
@@ -230,8 +242,12 @@ static void *serve(void *argument)
         if (daemon->manner == GARBAGE) {
             zmq_send(daemon->socket, identity, (size_t)n, ZMQ_SNDMORE);
             zmq_send(daemon->socket, "\377\377\377", 3, 0);
-        } else if (daemon->manner != SILENT) {
+        } else if (daemon->manner != SILENT && daemon->manner != ENDS) {
             answer(daemon, identity, (size_t)n, request);
+        }
+        if (daemon->manner == ENDS || daemon->manner == ANSWERS_AND_ENDS) {
+            end_socket(daemon);
+            return NULL;
         }
     }
 }
@@ -252,6 +268,10 @@ static void stop(struct fixture *f)
 {
     char endpoint[160];
     int none = 0;
+    if (f->daemon.manner == ENDS || f->daemon.manner == ANSWERS_AND_ENDS) {
+        pthread_join(f->daemon.thread, NULL);
+        return;
+    }
     void *context = zmq_ctx_new();
     void *socket = zmq_socket(context, ZMQ_DEALER);
     snprintf(endpoint, sizeof endpoint, "ipc://%s", f->path);
@@ -466,6 +486,17 @@ static void test_silence_and_nonsense(void **state)
     assert_int_equal(f->daemon.requests, 2);
 }
 
+// Nobody waits for a daemon that has ended: not for an hour, as a save may take.
+static void test_end_of_the_daemon(void **state)
+{
+    struct fixture *f = *state;
+    char out[4096];
+    assert_int_equal(run_with(f, ENDS, 0, "", "--timeout 600000 ping", out, sizeof out), 3);
+    assert_non_null(strstr(out, "broke before it answered"));
+    assert_int_equal(run_with(f, ANSWERS_AND_ENDS, 0, "", "session list", out, sizeof out), 0);
+    assert_non_null(strstr(out, "chat"));
+}
+
 static void test_session_json(void **state)
 {
     struct fixture *f = *state;
@@ -584,6 +615,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_suggestions, setup, teardown),
         cmocka_unit_test_setup_teardown(test_refusals, setup, teardown),
         cmocka_unit_test_setup_teardown(test_silence_and_nonsense, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_end_of_the_daemon, setup, teardown),
         cmocka_unit_test_setup_teardown(test_session_json, setup, teardown),
         cmocka_unit_test_setup_teardown(test_formats, setup, teardown),
         cmocka_unit_test_setup_teardown(test_cut_lists, setup, teardown),

@@ -74,6 +74,18 @@ static int explain_silence(const struct kvq__ctl *ctl)
     return KVQ_EXIT_TIMEOUT;
 }
 
+// Nobody knows how far the daemon came with what was asked for.
+static int explain_loss(const struct kvq__ctl *ctl)
+{
+    if (!ctl->ends_it)
+        fprintf(stderr,
+                "kvqctl: the connection to the daemon %s broke before it answered: it has ended, "
+                "or was ended.\nWhat it was asked for may be done or not; its log says so "
+                "(event=audit).\n",
+                kvq__ctl_where(ctl));
+    return KVQ_EXIT_NO_DAEMON;
+}
+
 static int explain_far(const struct kvq__ctl *ctl, int error, const char *text)
 {
     const char *at = kvq__ctl_clean(ctl->connect), *file = ctl->key_file;
@@ -228,6 +240,8 @@ static int receive_reply(struct kvq__ctl *ctl, uint32_t id, Kvq__Reply **reply)
             return KVQ_EXIT_STOPPED;
         if (size == -ETIMEDOUT || size == -EINTR)
             return explain_silence(ctl);
+        if (size == -ECONNRESET)
+            return explain_loss(ctl);
         if (size < 0)
             return explain_nonsense(strerror(-size));
         struct kvq_arena *arena = next_arena(ctl);

@@ -103,6 +103,7 @@ static int wait_drained(struct kvq__ctl *ctl, int process, int64_t until,
 {
     uint64_t epoch = 0;
     ctl->stop_fd = process; // nobody waits for an answer of a process that has ended
+    ctl->ends_it = true;
     int result = ask_drain(ctl, &epoch, drain);
     while (result == KVQ_EXIT_OK && (*drain)->phase < OVER) {
         if (has_ended(ctl, process, LOOK_MS))
@@ -111,7 +112,9 @@ static int wait_drained(struct kvq__ctl *ctl, int process, int64_t until,
             return still_ends(*drain);
         result = ask_drain(ctl, &epoch, drain);
     }
-    return result == KVQ_EXIT_STOPPED ? ended_early() : result;
+    bool asked = *drain != NULL;
+    return result == KVQ_EXIT_STOPPED || (asked && result == KVQ_EXIT_NO_DAEMON) ? ended_early()
+                                                                                 : result;
 }
 
 static int say_end(const struct kvq__ctl *ctl, const Kvq__DrainReply *drain)

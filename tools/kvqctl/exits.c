@@ -8,7 +8,7 @@ const struct kvq__ctl_exit kvq__ctl_exits[] = {
     {KVQ_EXIT_OK, "done"},
     {KVQ_EXIT_FAILED, "refused or failed, or the list is not whole"},
     {KVQ_EXIT_USAGE, "the command line is wrong"},
-    {KVQ_EXIT_NO_DAEMON, "no daemon there"},
+    {KVQ_EXIT_NO_DAEMON, "no daemon there, or it ended before it answered"},
     {KVQ_EXIT_TIMEOUT, "the daemon did not answer in time"},
     {KVQ_EXIT_NOT_FOUND, "no such session, client or namespace"},
     {KVQ_EXIT_PERMISSION, "this user may not do that"},

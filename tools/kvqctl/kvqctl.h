@@ -86,6 +86,7 @@ struct kvq__ctl {
     char *full_name;   // that it stands for; the command is to be run again with it
     bool quiet;        // refusals are not printed
     int stop_fd;       // readable once the user wants an end; -1: a signal ends the program
+    bool ends_it;      // the daemon is asked to end: that its connection breaks needs no words
     struct kvq__transport *transport;
     uint32_t next_id;
     struct kvq_arena arenas[2]; // hold the last two replies; their memory lives as long as the run

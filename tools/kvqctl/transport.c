@@ -21,6 +21,7 @@
 struct kvq__transport {
     void *context;
     void *socket;
+    void *monitor; // of what happens to its connection
 };
 
 int64_t kvq__ctl_now_ms(void)
@@ -197,29 +198,36 @@ static int wait_for_keys(void *monitor, int timeout_ms)
     }
 }
 
-static int connect_with_keys(struct kvq__transport *t, const char *endpoint,
-                             const struct kvq_key_file *key, int timeout_ms)
+// Connects, watched. 0 or a negative errno.
+static int connect_watched(struct kvq__transport *t, const char *endpoint)
 {
-    static const char watch[] = "inproc://keys";
+    static const char watch[] = "inproc://connection";
     const int events = ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL |
                        ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH |
                        ZMQ_EVENT_DISCONNECTED;
-    void *monitor = zmq_socket(t->context, ZMQ_PAIR);
-    int result = -EIO;
-    if (monitor && set_keys(t->socket, key) && zmq_socket_monitor(t->socket, watch, events) == 0 &&
-        zmq_connect(monitor, watch) == 0 && zmq_connect(t->socket, endpoint) == 0)
-        result = wait_for_keys(monitor, timeout_ms);
-    zmq_socket_monitor(t->socket, NULL, 0);
-    if (monitor)
-        zmq_close(monitor);
-    return result;
+    t->monitor = zmq_socket(t->context, ZMQ_PAIR);
+    bool watched = t->monitor && zmq_socket_monitor(t->socket, watch, events) == 0 &&
+                   zmq_connect(t->monitor, watch) == 0;
+    return watched && zmq_connect(t->socket, endpoint) == 0 ? 0 : -zmq_errno();
+}
+
+static int make_sockets(struct kvq__transport *t, const struct kvq__transport_at *at,
+                        const char *endpoint, int timeout_ms)
+{
+    int none = 0;
+    t->context = zmq_ctx_new();
+    t->socket = t->context ? zmq_socket(t->context, ZMQ_DEALER) : NULL;
+    if (!t->socket || zmq_setsockopt(t->socket, ZMQ_LINGER, &none, sizeof none) != 0 ||
+        (at->far && !set_keys(t->socket, at->key)))
+        return -zmq_errno();
+    int result = connect_watched(t, endpoint);
+    return result == 0 && at->far ? wait_for_keys(t->monitor, timeout_ms) : result;
 }
 
 int kvq__transport_open(struct kvq__transport **transport, const struct kvq__transport_at *at,
                         int timeout_ms, char text[KVQ_TEXT_BYTES])
 {
     char endpoint[MOST_NAME];
-    int none = 0;
     int result = try_at(at, timeout_ms, endpoint, text);
     *transport = NULL;
     if (result)
@@ -227,14 +235,7 @@ int kvq__transport_open(struct kvq__transport **transport, const struct kvq__tra
     struct kvq__transport *made = calloc(1, sizeof *made);
     if (!made)
         return -ENOMEM;
-    made->context = zmq_ctx_new();
-    made->socket = made->context ? zmq_socket(made->context, ZMQ_DEALER) : NULL;
-    bool made_socket =
-        made->socket && zmq_setsockopt(made->socket, ZMQ_LINGER, &none, sizeof none) == 0;
-    if (made_socket && at->far)
-        result = connect_with_keys(made, endpoint, at->key, timeout_ms);
-    else if (!made_socket || zmq_connect(made->socket, endpoint) != 0)
-        result = -zmq_errno();
+    result = make_sockets(made, at, endpoint, timeout_ms);
     if (result)
         kvq__transport_close(&made);
     *transport = made;
@@ -245,6 +246,10 @@ void kvq__transport_close(struct kvq__transport **transport)
 {
     if (!*transport)
         return;
+    if ((*transport)->monitor) {
+        zmq_socket_monitor((*transport)->socket, NULL, 0);
+        zmq_close((*transport)->monitor);
+    }
     if ((*transport)->socket)
         zmq_close((*transport)->socket);
     if ((*transport)->context)
@@ -253,8 +258,23 @@ void kvq__transport_close(struct kvq__transport **transport)
     *transport = NULL;
 }
 
+// Takes all that has happened to the connection. Whether it was lost; ZeroMQ makes another.
+static bool was_lost(struct kvq__transport *t)
+{
+    uint8_t event[6], address[MOST_NAME];
+    bool lost = false;
+    int got;
+    while ((got = receive_pair(t->monitor, event, sizeof event, address, sizeof address)) >= 0) {
+        uint16_t kind;
+        memcpy(&kind, event, sizeof kind);
+        lost |= kind == ZMQ_EVENT_DISCONNECTED;
+    }
+    return lost;
+}
+
 int kvq__transport_send(struct kvq__transport *transport, const void *data, size_t size)
 {
+    (void)was_lost(transport); // before: that concerns what was asked before
     return zmq_send(transport->socket, data, size, 0) < 0 ? -zmq_errno() : 0;
 }
 
@@ -262,15 +282,19 @@ int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t 
                            int timeout_ms, int stop_fd)
 {
     zmq_pollitem_t items[] = {{.socket = transport->socket, .events = ZMQ_POLLIN},
+                              {.socket = transport->monitor, .events = ZMQ_POLLIN},
                               {.fd = stop_fd, .events = ZMQ_POLLIN}};
-    int ready = zmq_poll(items, stop_fd < 0 ? 1 : 2, timeout_ms);
+    int ready = zmq_poll(items, stop_fd < 0 ? 2 : 3, timeout_ms);
     if (ready < 0)
         return -zmq_errno();
-    if (stop_fd >= 0 && items[1].revents)
+    if (stop_fd >= 0 && items[2].revents)
         return -ECANCELED;
     if (ready == 0)
         return -ETIMEDOUT;
+    bool lost = items[1].revents && was_lost(transport);
     int size = zmq_recv(transport->socket, data, capacity, ZMQ_DONTWAIT);
+    if (size < 0 && zmq_errno() == EAGAIN)
+        return lost ? -ECONNRESET : -EINTR; // or a handshake alone
     if (size < 0)
         return -zmq_errno();
     // zmq_recv cuts a longer message short and returns its full size.

@@ -39,7 +39,8 @@ void kvq__transport_close(struct kvq__transport **transport);
 int kvq__transport_send(struct kvq__transport *transport, const void *data, size_t size);
 
 // Receives one message of at most `capacity` bytes within the time. Returns its size, or
-// -ETIMEDOUT, -EMSGSIZE, -EINTR, -ECANCELED once stop_fd (-1: none) is readable, or another
+// -ETIMEDOUT, -EMSGSIZE, -EINTR (nothing has come yet), -ECANCELED once stop_fd (-1: none) is
+// readable, -ECONNRESET once the connection that was there at the last send is lost, or another
 // negative errno.
 int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t capacity,
                            int timeout_ms, int stop_fd);
