@@ -305,8 +305,8 @@ class Watch(Test):
         self.assertEqual(ctl.end()[0], 0)
 
     def wait_asking(self, pid):
-        """Until it waits for a reply, and not for the next look: it polls three descriptors then, the
-        daemon's, that of what happens to the connection, and that of signals."""
+        """Until it waits for a reply, and not for the next look: then it polls three descriptors,
+        the daemon's, that of what happens to the connection, and that of signals."""
         end = time.monotonic() + BOUND
         while time.monotonic() < end:
             with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
@@ -322,7 +322,7 @@ class Watch(Test):
             ctl.out()  # the time
             self.assertEqual(ctl.out(), "no clients")
         status, _, complaint = ctl.wait()
-        self.assertIn(status, (3, 4), complaint)  # it had asked when the daemon ended, or asked later
+        self.assertIn(status, (3, 4), complaint)  # it asked before the daemon ended, or after
 
     def test_ends_while_it_waits(self):
         """Also while the daemon does not answer."""
