@@ -166,7 +166,7 @@ static void conclude(struct kvq__task *t)
     else if (!x->text[0])
         snprintf(x->text, sizeof x->text, "%s", kvq_status_text(x->rc));
     if (has_ticket(x)) {
-        desk->failed += x->rc < 0;
+        desk->failed += x->rc < 0 && x->left;
         tell_transfer(x);
     } else {
         struct kvq__task *asker = x->asker;
@@ -283,6 +283,7 @@ static void talk(void *context)
     if (x->rc == 0)
         x->rc = jobs[x->kind](x, remote);
     kvq_remote_close(&remote);
+    x->left |= x->rc != KVQ_E_NO_SESSION;
     if (x->rc == KVQ_E_NO_SESSION)
         say_absent(x);
     if (x->rc == KVQ_E_PERMISSION) // it is the daemon who may not, not who asked

@@ -55,6 +55,7 @@ struct kvq__transfer {
     struct kvq__mail mail;
     struct kvq__task task; // all of it
     char *path;            // what a pull has fetched, or some of it
+    bool left;             // a failure may leave a file
 
     uint64_t done, all; // long words: bytes, as the thread tells them
     struct kvq_remote_moved moved;
@@ -70,7 +71,7 @@ struct kvq__desk {
     struct kvq__jobs *jobs;
     struct kvq__transfers transfers; // in the order of their ids; ended ones stay a while
     uint32_t n_talking, n_asking;    // of those with and without a ticket
-    uint32_t failed;                 // since the folder was swept
+    uint32_t failed;                 // and may have left files since the folder was swept
     bool sweeping;
     uint64_t wanted, swept; // bytes, where somebody sweeps who needs room,
     const char *kept;       // and the file that he goes on with; NULL: none

@@ -685,6 +685,24 @@ class Trouble(Remote):
         self.assertGreaterEqual(most, 8)
         self.assertLessEqual(most, 16)
 
+    def test_failures_that_leave_nothing(self):
+        """Pushes of what is nowhere leave no files, so nobody waits until these are swept."""
+        one, tokens = self.start("one", remote_stall_seconds=600), Tokens(6, 4)
+        with one.client() as client, client.queue() as queue:
+            for name in ("slow", "next"):
+                tokens.feed(queue, client.session(tokens.rows, "f16", name=name), 4, attend=False)
+        self.gate.close_after(up=0)
+        slow = self.begin(one, "session", "push", "slow")
+        self.gate.wait_held()
+        for i in range(9):
+            self.refused(one, 5, "session", "push", f"nowhere-{i}", text="neither in memory nor")
+        following = self.begin(one, "session", "push", "next")
+        self.gate.wait_held(2)  # it talks beside the one that is held
+        self.gate.open()
+        for process in (slow, following):
+            process.communicate(timeout=BOUND)
+            self.assertEqual(process.returncode, 0)
+
     def test_no_remote_store_any_more(self):
         """What transfers have left goes with the remote store."""
         folder = os.path.join(self.folder, "one", "remote")
