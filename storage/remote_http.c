@@ -247,6 +247,7 @@ static void set_up_transfer(struct attempt *a, const char *url, struct curl_slis
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(easy, CURLOPT_PATH_AS_IS, 1L); // what is signed is what is sent
     curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS, (long)r->connect_ms);
+    curl_easy_setopt(easy, CURLOPT_QUICK_EXIT, 1L); // nobody waits for a resolver to give up
     curl_easy_setopt(easy, CURLOPT_EXPECT_100_TIMEOUT_MS, (long)CONTINUE_MS);
     curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, a->error);
     if (r->ca_file)

@@ -2,6 +2,10 @@
 //
 // The remote tier against servers that misbehave, on loopback: what they answer is written out
 // here. Every answer must end in success or in an error with a sentence.
+#include <dlfcn.h>
+#include <netdb.h>
+#include <pthread.h>
+
 #include "tests/store/remote_check.h"
 
 // ---- Answers to a GET of a small object ----
@@ -162,6 +166,65 @@ PLAIN_TEST(a_call_can_be_cancelled)
 }
 
 // ---- What is sent ----
+
+// ---- A resolver that does not answer ----
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t news;
+    bool asked, may_end, ended;
+} resolver = {.lock = PTHREAD_MUTEX_INITIALIZER, .news = PTHREAD_COND_INITIALIZER};
+
+typedef int resolve(const char *, const char *, const struct addrinfo *, struct addrinfo **);
+
+// libcurl finds this one in place of the system's, on a thread of its own.
+__attribute__((visibility("default"))) int getaddrinfo(const char *node, const char *service,
+                                                       const struct addrinfo *hints,
+                                                       struct addrinfo **found)
+{
+    struct timespec until;
+    if (!node || strcmp(node, "nobody.invalid") != 0)
+        return ((resolve *)dlsym(RTLD_NEXT, "getaddrinfo"))(node, service, hints, found);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += 30; // where somebody waits for it, the test is to fail, and not to hang
+    pthread_mutex_lock(&resolver.lock);
+    resolver.asked = true;
+    int rc = 0;
+    while (!resolver.may_end && rc == 0)
+        rc = pthread_cond_timedwait(&resolver.news, &resolver.lock, &until);
+    resolver.ended = true;
+    pthread_cond_broadcast(&resolver.news);
+    pthread_mutex_unlock(&resolver.lock);
+    return EAI_AGAIN;
+}
+
+static int cancel_once_asked(void *context, uint64_t done, uint64_t all)
+{
+    (void)context, (void)done, (void)all;
+    pthread_mutex_lock(&resolver.lock);
+    bool asked = resolver.asked;
+    pthread_mutex_unlock(&resolver.lock);
+    return asked;
+}
+
+PLAIN_TEST(a_resolver_is_not_waited_for)
+{
+    static const struct kvq_remote_watch watch = {cancel_once_asked, NULL};
+    test_clock_init(&test_clock);
+    struct kvq_remote_options o = remote_options(1, &test_clock);
+    o.endpoint = "http://nobody.invalid:1";
+    open_with(&o);
+    assert_int_equal(kvq_remote_put(remote, "x", "y", 1, &watch, text, sizeof text),
+                     KVQ_E_CANCELLED);
+    pthread_mutex_lock(&resolver.lock);
+    assert_true(resolver.asked && !resolver.ended);
+    resolver.may_end = true;
+    pthread_cond_broadcast(&resolver.news);
+    while (!resolver.ended)
+        pthread_cond_wait(&resolver.news, &resolver.lock);
+    pthread_mutex_unlock(&resolver.lock);
+    kvq_remote_close(&remote);
+}
 
 PLAIN_TEST(requests_are_signed)
 {
