@@ -83,6 +83,24 @@ static int read_blocks(struct kvq__task *t, const struct kvq_store_session *s, s
     return 0;
 }
 
+// A catalog that was made anew may have an older form of a shard whose last one is damaged.
+static int check_same_save(struct kvq__task *t, const struct kvq_store_session *shard,
+                           const struct kvq__saved *first)
+{
+    struct kvq__found *other = calloc(1, sizeof *other);
+    int rc = other ? kvq__found_meta(t, shard, other) : KVQ_E_NO_MEMORY;
+    if (rc == 0 && other->saved.stamp != first->stamp) {
+        snprintf(t->text, sizeof t->text,
+                 "shards %u and %u of session \"%s\" are from different saves, since what was "
+                 "saved last of one of them is damaged: take the session from an export or from "
+                 "the remote store, or drop it",
+                 first->shard, shard->shard, t->name);
+        rc = KVQ_E_DAMAGED;
+    }
+    kvq__found_free(&other);
+    return rc;
+}
+
 // All shards come back at one count.
 static int read_good(struct kvq__task *t, const struct kvq_store_session *s, struct kvq__found *f)
 {
@@ -93,6 +111,8 @@ static int read_good(struct kvq__task *t, const struct kvq_store_session *s, str
         uint64_t good = 0;
         if (i != s->shard)
             rc = kvq_store_find(t->jobs->store, t->ns, t->name, i, &shard, t->text, sizeof t->text);
+        if (rc == 0 && i != s->shard)
+            rc = check_same_save(t, &shard, &f->saved);
         if (rc == 0)
             rc = kvq_store_good_tokens(t->jobs->store, &shard, &good, t->text, sizeof t->text);
         f->good = good < f->good ? good : f->good;

@@ -541,6 +541,32 @@ class Trouble(Stored):
         self.assertEqual(status, 7)
         self.assertIn('"bad_blocks"', out)
 
+    def test_shards_of_different_saves(self):
+        """A catalog made anew finds an older form of a shard whose last manifest is damaged. Its
+        K and V are not those that belong to the other shard's, so they are not put together."""
+        tokens = Tokens(22, 600)
+        shards = [self.client.session(tokens.rows, "f16", name="two", shard=i, shards=2)
+                  for i in range(2)]
+        for _ in range(2):
+            feed(self.queue, [tokens, tokens], shards, [200, 200], attend=False)
+            for s in shards:
+                s.refresh()
+            self.daemon.ctl("session", "save", "two")
+        other = self.client.session(tokens.rows, "f16", name="other")
+        tokens.feed(self.queue, other, 10, attend=False)
+        other.save()  # it proves that the save before was whole
+        self.daemon.kill()
+        path = self.segments()[-1]
+        with open(path, "rb") as file:
+            self.spoil(path, file.read().rfind(b"two"))
+        os.remove(os.path.join(self.folder, "store", "catalog.db"))
+        self.again(kill=False)
+        with self.assertRaises(kvq.Error) as caught:
+            self.client.session(tokens.rows, "f16", name="two", shard=0, shards=2)
+        self.assertEqual(caught.exception.code, kvq.Code.E_DAMAGED)
+        self.assertIn("from different saves", str(caught.exception))
+        self.assertEqual(self.daemon.ctl("session", "drop", "two", check=False)[0], 0)
+
     def test_damage_is_mended(self):
         """What is damaged on disk and still in memory is written again, behind the others."""
         tokens = Tokens(10, 1500)
