@@ -2,99 +2,16 @@
 //
 // Sessions that move from store to store in a file, and readers beside a writer.
 //
-// What is imported is what was exported; a file that was cut, spoiled at any byte, or made by
-// somebody else is refused, and nothing of it is visible. KVQ_FULL=1 spoils every byte.
+// What is imported is what was exported; a file that was cut, or spoiled at any byte, is refused,
+// and nothing of it is visible. KVQ_FULL=1 spoils every byte.
 #include <fcntl.h>
 #include <pthread.h>
 #include <unistd.h>
 
-#include "proto/status.h"
 #include "proto/sync.h"
-#include "storage/manifest.h"
-#include "tests/kits/unit.h"
-#include "tests/store/store_kit.h"
+#include "tests/store/move_check.h"
 
 static struct kvq_store_freed freed; // by the last call
-
-// A store, what it is to hold, and an empty one on another disk.
-static struct fault_io disk, other_disk;
-static struct kit k, other;
-static struct world w;
-static const char *const file_path = "/exported.kvqs";
-
-static int setup(void **state)
-{
-    fault_open(&disk, 1);
-    fault_open(&other_disk, 2);
-    k = other = (struct kit){.stays_open = true};
-    w = (struct world){.random = 1};
-    return kit_open(&k, &disk.io) || kit_open(&other, &other_disk.io);
-}
-
-static int teardown(void **state)
-{
-    kvq_store_close(&k.store);
-    kvq_store_close(&other.store);
-    fault_close(&disk);
-    fault_close(&other_disk);
-    return 0;
-}
-
-static int export_it(const char *name)
-{
-    return kvq_store_export(k.store, "uid-1", name, file_path, true, k.text, sizeof k.text);
-}
-
-static int import_it(bool replace)
-{
-    return kvq_store_import(other.store, file_path, NULL, NULL, replace, other.text,
-                            sizeof other.text);
-}
-
-// A group of two shards whose first blocks are one, and a session beside it.
-static void make_group(void)
-{
-    for (uint32_t shard = 0; shard < 2; shard++) {
-        struct world_session *s = &w.sessions[shard];
-        *s = (struct world_session){.used = true,
-                                    .name = "group",
-                                    .shard = shard,
-                                    .shards = 2,
-                                    .tokens = 700,
-                                    .seed = 77 + shard,
-                                    .pages = 3};
-        for (uint32_t i = 0; i < 5; i++)
-            s->blocks[s->n++] = (struct world_block){
-                .place = {shard, i, 1, i * 128}, .seed = i + shard * 10, .bytes = 100 + i * 333};
-    }
-    assert_int_equal(kit_save(&k, &w, "group"), 0);
-    w.sessions[1].blocks[0].id = w.sessions[0].blocks[0].id;
-    w.sessions[1].blocks[0].seed = w.sessions[0].blocks[0].seed;
-    w.sessions[1].blocks[0].bytes = w.sessions[0].blocks[0].bytes;
-    assert_int_equal(kit_save(&k, &w, "group"), 0);
-    struct world beside = {0};
-    beside.sessions[0] = (struct world_session){.used = true, .name = "beside", .shards = 1};
-    assert_int_equal(kit_save(&k, &beside, "beside"), 0);
-}
-
-// Copies a file from one disk to the other.
-static void carry(struct fault_io *from, struct fault_io *to, uint64_t bytes)
-{
-    struct fault_file *file = fault_find(from, file_path);
-    assert_non_null(file);
-    int handle = to->io.open(&to->io, file_path, KVQ_IO_WRITE | KVQ_IO_CREATE);
-    assert_true(handle >= 0);
-    assert_int_equal(to->io.truncate(&to->io, handle, 0), 0);
-    assert_int_equal(kvq_io_write(&to->io, handle, file->data, bytes, 0), 0);
-    to->io.close(&to->io, handle);
-}
-
-// Exports the session, and takes the file to the other disk.
-static void take_over(const char *name)
-{
-    assert_int_equal(export_it(name), 0);
-    carry(&disk, &other_disk, fault_find(&disk, file_path)->bytes);
-}
 
 TEST(there_and_back)
 {
@@ -127,23 +44,6 @@ TEST(there_and_back)
     assert_int_equal(export_it("none"), KVQ_E_NO_SESSION);
 }
 
-// Nothing of a spoiled file is visible, and the store goes on.
-static void refused(const char *what, uint64_t at)
-{
-    struct kvq_store_status status;
-    struct kvq_store_session of; // its first session alone may be good
-    if (kvq_store_exported(other.store, file_path, &of, other.text, sizeof other.text) == 0 &&
-        !of.name[0])
-        fail_msg("%s %" PRIu64 ": a session without a name", what, at);
-    other.text[0] = '\0';
-    int rc = import_it(false);
-    if (rc == 0 || !other.text[0])
-        fail_msg("%s %" PRIu64 ": it was taken", what, at);
-    assert_int_equal(kvq_store_status(other.store, &status, other.text, sizeof other.text), 0);
-    assert_int_equal(status.sessions, 0);
-    assert_false(status.read_only);
-}
-
 TEST(spoiled_files)
 {
     make_group();
@@ -161,89 +61,6 @@ TEST(spoiled_files)
         file->data[at] ^= (uint8_t)(1u << (at % 8));
     }
     assert_int_equal(import_it(false), 0);
-}
-
-// Replaces a record's payload of n bytes, and makes its checksums right.
-static void forge_record(uint8_t *at, const void *payload, size_t n, uint64_t salt)
-{
-    struct kvq_record r;
-    memcpy(&r, at, sizeof r);
-    kvq_record_make(&r, (enum kvq_record_kind)r.kind, r.id, r.transaction, r.length,
-                    kvq_checksum(payload, n), salt);
-    memcpy(at, &r, sizeof r);
-    memcpy(at + sizeof r, payload, n);
-}
-
-// A file whose records are all sound, but whose end counts others than there are: somebody has put
-// it together from parts.
-TEST(wrong_count)
-{
-    struct kvq_file_head head;
-    struct kvq_record r;
-    struct kvq_commit commit;
-    make_group();
-    take_over("group");
-    struct fault_file *file = fault_find(&other_disk, file_path);
-    uint8_t *end = file->data + file->bytes - kvq_record_bytes(sizeof commit);
-    memcpy(&head, file->data + sizeof r, sizeof head);
-    for (int field = 0; field < 2; field++)
-        for (int by = -1; by <= 1; by++) {
-            memcpy(&commit, end + sizeof r, sizeof commit);
-            *(field ? &commit.records : &commit.sessions) += (uint64_t)by;
-            uint8_t keep[sizeof r + sizeof commit];
-            memcpy(keep, end, sizeof keep);
-            forge_record(end, &commit, sizeof commit, head.salt);
-            if (by) {
-                refused(field ? "records" : "sessions", (uint64_t)by);
-                assert_says(other.text, "its end counts other sessions and records");
-            }
-            memcpy(end, keep, sizeof keep);
-        }
-    assert_int_equal(import_it(false), 0);
-}
-
-// A shard by itself, which nobody could open.
-TEST(a_shard_is_missing)
-{
-    w.sessions[0] =
-        (struct world_session){.used = true, .name = "half", .shard = 1, .shards = 2, .n = 1};
-    w.sessions[0].blocks[0] = (struct world_block){.seed = 1, .bytes = 500};
-    assert_int_equal(kit_save(&k, &w, "half"), 0);
-    take_over("half");
-    refused("half of a session", 0);
-    assert_says(other.text, "it holds 1 of 2 shards");
-}
-
-static int look_at_it(struct kvq_store_file *file)
-{
-    int rc = kvq_store_look(other.store, file_path, NULL, file, other.text, sizeof other.text);
-    free(file->opaque);
-    return rc;
-}
-
-// One shard in the place of another: a file may say so, and no save can.
-TEST(a_shard_twice)
-{
-    static uint8_t bytes[1 << 16];
-    struct kvq_file_head head;
-    struct kvq_store_file look;
-    struct kvq_record r;
-    uint32_t shard = 0;
-    make_group();
-    take_over("group");
-    struct fault_file *file = fault_find(&other_disk, file_path);
-    uint8_t *at = file->data + KVQ_SEGMENT_FRONT;
-    memcpy(&head, file->data + sizeof r, sizeof head);
-    memcpy(&r, at, sizeof r);
-    at += kvq_record_bytes(r.length);
-    memcpy(&r, at, sizeof r);
-    assert_true(r.kind == KVQ_RECORD_MANIFEST && r.length <= sizeof bytes);
-    memcpy(bytes, at + sizeof r, r.length);
-    memcpy(bytes + offsetof(struct kvq_manifest_head, shard), &shard, sizeof shard);
-    forge_record(at, bytes, r.length, head.salt);
-    assert_int_equal(look_at_it(&look), KVQ_E_DAMAGED);
-    refused("a shard", 0);
-    assert_says(other.text, "it holds shard 0 twice");
 }
 
 static int room_for(uint64_t blocks, uint64_t bytes)
@@ -309,74 +126,6 @@ TEST(room_where_nothing_is_written)
     assert_int_equal(kit_open(&other, &other_disk.io), 0);
     assert_int_equal(room_for(1, 1), KVQ_E_READ_ONLY);
     assert_says(other.text, "is read-only until it is opened again: ");
-}
-
-// Two shards whose tokens no 64 bits can add up: whoever took them in could save nothing more.
-TEST(too_many_tokens)
-{
-    static uint8_t bytes[1 << 16];
-    static const uint64_t counts[] = {INT64_MAX, KVQ_MAX_SESSION_TOKENS + 1};
-    struct kvq_file_head head;
-    struct kvq_record r;
-    make_group();
-    take_over("group");
-    struct fault_file *file = fault_find(&other_disk, file_path);
-    memcpy(&head, file->data + sizeof r, sizeof head);
-    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
-        uint8_t *at = file->data + KVQ_SEGMENT_FRONT;
-        for (int shard = 0; shard < 2; shard++) {
-            memcpy(&r, at, sizeof r);
-            assert_int_equal(r.kind, KVQ_RECORD_MANIFEST);
-            assert_true(r.length <= sizeof bytes);
-            memcpy(bytes, at + sizeof r, r.length);
-            memcpy(bytes + offsetof(struct kvq_manifest_head, tokens), &counts[i],
-                   sizeof counts[i]);
-            forge_record(at, bytes, r.length, head.salt);
-            at += kvq_record_bytes(r.length);
-        }
-        refused("tokens", counts[i]);
-        assert_says(other.text, "tokens; at most 16777216 are allowed");
-    }
-    struct world beside = {.random = 1};
-    beside.sessions[0] = (struct world_session){.used = true, .name = "beside", .shards = 1};
-    assert_int_equal(kit_save(&other, &beside, "beside"), 0);
-    beside.sessions[0].tokens = KVQ_MAX_SESSION_TOKENS + 1;
-    assert_int_equal(kit_save(&other, &beside, "beside"), KVQ_E_LIMIT);
-}
-
-// Names that no message may hold: the session could never be named again, not even to delete it.
-TEST(names_without_sense)
-{
-    static uint8_t bytes[1 << 16];
-    static const size_t fields[] = {
-        offsetof(struct kvq_manifest_head, space), offsetof(struct kvq_manifest_head, name),
-        offsetof(struct kvq_manifest_head, model), offsetof(struct kvq_manifest_head, formats)};
-    static const char *const texts[] = {"\xff", "\xc3", "a\xc2\x85", "\xed\xa0\x80", "\n"};
-    struct kvq_file_head head;
-    struct kvq_record r;
-    w.sessions[0] = (struct world_session){.used = true, .name = "one", .shards = 1};
-    assert_int_equal(kit_save(&k, &w, "one"), 0);
-    take_over("one");
-    uint8_t *file = fault_find(&other_disk, file_path)->data, *at = file + KVQ_SEGMENT_FRONT;
-    memcpy(&head, file + sizeof r, sizeof head);
-    memcpy(&r, at, sizeof r);
-    assert_true(r.kind == KVQ_RECORD_MANIFEST && r.length <= sizeof bytes);
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        for (size_t j = 0; j < sizeof texts / sizeof *texts; j++) {
-            uint8_t keep[sizeof r + sizeof bytes];
-            memcpy(keep, at, sizeof r + r.length);
-            memcpy(bytes, at + sizeof r, r.length);
-            memcpy(bytes + fields[i], texts[j], strlen(texts[j]) + 1);
-            forge_record(at, bytes, r.length, head.salt);
-            refused("text", i * 10 + j);
-            assert_says(other.text, "control characters or is not UTF-8");
-            memcpy(at, keep, sizeof r + r.length);
-        }
-    struct world beside = {.random = 1};
-    beside.sessions[0] = (struct world_session){.used = true, .name = "\xe4", .shards = 1};
-    assert_int_equal(kit_save(&other, &beside, "\xe4"), KVQ_E_INVALID);
-    snprintf(beside.sessions[0].name, sizeof beside.sessions[0].name, "\xc3\xa4");
-    assert_int_equal(kit_save(&other, &beside, "\xc3\xa4"), 0);
 }
 
 // A disk that fills up while the file is written leaves no file, and not the old one spoiled.
