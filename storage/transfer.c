@@ -607,11 +607,20 @@ static int open_walk(struct import *m)
     return KVQ_OK;
 }
 
-// Opens the file, with a walk that is to start behind its front. close_file frees what that took.
+// A file with damage is refused, so an import does not look for what stands behind the damage: the
+// file may have any length, and nobody else writes to the store meanwhile.
+static uint64_t nothing_behind(void *context, uint64_t from)
+{
+    (void)context, (void)from;
+    return UINT64_MAX;
+}
+
+// Opens the file, with a walk that is to start behind its front. close_import frees what that took.
 static int open_import(struct import *m, const char *path)
 {
     struct kvq_io *io = m->s->io;
-    m->walk = (struct kvq_walk){.io = io, .file = -1, .buffer_bytes = KVQ__WALK_BYTES};
+    m->walk = (struct kvq_walk){
+        .io = io, .file = -1, .known = nothing_behind, .buffer_bytes = KVQ__WALK_BYTES};
     m->walk.buffer = malloc(KVQ__WALK_BYTES);
     if (!m->walk.buffer)
         return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");

@@ -156,6 +156,46 @@ TEST(names_without_sense)
     assert_int_equal(kit_save(&other, &beside, "\xc3\xa4"), 0);
 }
 
+// ---- Damage with much behind it ----
+
+// What is read from the other disk.
+static struct {
+    int64_t (*read)(struct kvq_io *io, int file, void *data, size_t n, uint64_t at);
+    uint64_t bytes;
+} other_reads;
+
+static int64_t read_counted(struct kvq_io *io, int file, void *data, size_t n, uint64_t at)
+{
+    int64_t got = other_reads.read(io, file, data, n, at);
+    other_reads.bytes += got > 0 ? (uint64_t)got : 0;
+    return got;
+}
+
+// Damage ends an import at once, however much of the file is behind it.
+TEST(a_long_tail)
+{
+    enum { TAIL = 64 << 20, READ_MOST = 1 << 20 };
+    make_group();
+    take_over("group");
+    struct fault_file *file = fault_find(&other_disk, file_path);
+    const uint64_t bytes = file->bytes, spoiled[] = {bytes, KVQ_SEGMENT_FRONT};
+    int handle = other_disk.io.open(&other_disk.io, file_path, KVQ_IO_WRITE);
+    assert_true(handle >= 0);
+    assert_int_equal(other_disk.io.truncate(&other_disk.io, handle, bytes + TAIL), 0);
+    other_disk.io.close(&other_disk.io, handle);
+    other_reads.read = other_disk.io.read;
+    other_disk.io.read = read_counted;
+    for (size_t i = 0; i < sizeof spoiled / sizeof *spoiled; i++) {
+        file->data[spoiled[i]] ^= 1;
+        other_reads.bytes = 0;
+        refused("spoiled at", spoiled[i]);
+        if (other_reads.bytes > READ_MOST)
+            fail_msg("%" PRIu64 " bytes were read", other_reads.bytes);
+        file->data[spoiled[i]] ^= 1;
+    }
+    other_disk.io.read = other_reads.read;
+}
+
 int main(void)
 {
     return run_all(NULL, NULL);
