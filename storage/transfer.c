@@ -405,6 +405,8 @@ static int take_block(struct import *m)
     void *bytes;
     if (m->n == 0)
         return spoiled(m, "a block before any session");
+    if (m->walk.record.length == 0) // each would take more memory than it has bytes in the file
+        return spoiled(m, "a block of 0 bytes");
     if (m->n_pairs && id <= m->pairs[m->n_pairs - 1].theirs)
         return spoiled(m, "blocks are not in the order of their ids");
     if (!kvq__grow((void **)&m->pairs, &m->room_pairs, m->n_pairs, sizeof *m->pairs))

@@ -56,6 +56,19 @@ TEST(a_shard_is_missing)
     assert_says(other.text, "it holds 1 of 2 shards");
 }
 
+// Of blocks without bytes a file may have so many that noting them takes more memory than the file
+// has bytes.
+TEST(a_block_without_bytes)
+{
+    w.sessions[0] = (struct world_session){.used = true, .name = "one", .shards = 1, .n = 2};
+    w.sessions[0].blocks[0] = (struct world_block){.seed = 1, .bytes = 500};
+    w.sessions[0].blocks[1] = (struct world_block){.place = {.page = 1}, .seed = 2, .bytes = 0};
+    assert_int_equal(kit_save(&k, &w, "one"), 0);
+    take_over("one");
+    refused("a block", 0);
+    assert_says(other.text, "a block of 0 bytes");
+}
+
 static int look_at_it(struct kvq_store_file *file)
 {
     int rc = kvq_store_look(other.store, file_path, NULL, file, other.text, sizeof other.text);
