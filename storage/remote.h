@@ -15,8 +15,8 @@
 //     session of the push before.
 //   - A pull checks every byte of the file against the head, and the store checks the file once
 //     more when it imports the session. The file has another name until it is complete.
-//   - A push sends neither chunks of earlier pushes nor parts that the server has of a push that
-//     was cut off; a pull fetches no chunk that the file has.
+//   - A push sends neither chunks of earlier pushes (unless it is to replace them) nor parts that
+//     the server has of a push that was cut off; a pull fetches no chunk that the file has.
 //   - Whatever a server answers, a call ends with success, or with an error after a bounded time
 //     and with bounded memory. No call follows a redirect, which could send data to a foreign host.
 //   - No text and no file of ours contains keys; closing the remote wipes them from memory.
@@ -146,10 +146,11 @@ struct kvq_remote_moved {
 int kvq_remote_session_key(const char *space, const char *name, char out[KVQ_REMOTE_KEY_BYTES]);
 
 // Pushes a file as a session: uploads the chunks that the remote lacks, and afterwards removes the
-// packs of earlier pushes that the session does not use. KVQ_E_REMOTE if others remove its packs
-// meanwhile, never KVQ_E_NO_SESSION.
+// packs of earlier pushes that the session does not use. With `again` the push uploads all chunks,
+// over what is there: the remote tells the length of an object, and not whether its bytes are still
+// right. KVQ_E_REMOTE if others remove its packs meanwhile, never KVQ_E_NO_SESSION.
 int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char *space,
-                         const char *name, const struct kvq_remote_watch *watch,
+                         const char *name, bool again, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n);
 // Downloads a session to PATH.part, and renames that to `path` when it is complete. After a failure
 // PATH.part stays, and the next call goes on with it. The call takes a file at `path` for the
@@ -178,11 +179,13 @@ int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
 // `folder` holds temporary files; the calls create it if its parent exists. It should be a folder
 // of its own next to the store's. The store's cap does not count the space of these files.
 
-// Exports a session (all shards) and pushes the file. After a failure the file stays, and the next
-// call goes on where this one ended, unless the session was saved again or the store begun anew.
+// Exports a session (all shards) and pushes the file, `again` as above. After a failure the file
+// stays, and the next call goes on where this one ended, unless the session was saved again or the
+// store begun anew.
 int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
-                    const char *space, const char *name, const struct kvq_remote_watch *watch,
-                    struct kvq_remote_moved *moved, char *text, size_t n);
+                    const char *space, const char *name, bool again,
+                    const struct kvq_remote_watch *watch, struct kvq_remote_moved *moved,
+                    char *text, size_t n);
 
 // Pulls a session and imports it. as_space and as_name, if not NULL, replace its namespace and
 // name. KVQ_E_EXISTS without `replace` if the store has a session of that name.

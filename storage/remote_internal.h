@@ -137,10 +137,11 @@ struct kvq__source {
 int kvq__source_read(struct kvq_io *io, const struct kvq__source *source, void *out, size_t n,
                      uint64_t at);
 
-// Uploads an object whose parts are known, with parts that are there already left out. *sent is
+// Uploads an object whose parts are known, with parts that are there already left out. With
+// `replace` an object of the same length may be there, whose bytes are not trusted. *sent is
 // increased by the bytes that were sent.
 int kvq__remote_upload(struct kvq__call *call, const char *key, const struct kvq__source *source,
-                       const struct kvq__parts *parts, uint64_t *sent);
+                       const struct kvq__parts *parts, bool replace, uint64_t *sent);
 // Gives up all uploads of objects whose keys start so.
 int kvq__remote_abort_uploads(struct kvq__call *call, const char *start);
 

@@ -133,8 +133,9 @@ static int remove_stale(void *context, const char *name)
 }
 
 int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
-                    const char *space, const char *name, const struct kvq_remote_watch *watch,
-                    struct kvq_remote_moved *moved, char *text, size_t n)
+                    const char *space, const char *name, bool again,
+                    const struct kvq_remote_watch *watch, struct kvq_remote_moved *moved,
+                    char *text, size_t n)
 {
     struct kvq_io *io = remote->io;
     char what[KVQ__SHA_HEX], version[KVQ__SHA_HEX], start[64], file[128];
@@ -158,7 +159,7 @@ int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const ch
     if (!is_there(io, path))
         rc = kvq_store_export_watched(store, space, name, path, true, &on_export, text, n);
     if (rc == 0)
-        rc = kvq_remote_push_file(remote, path, space, name, watch, moved, text, n);
+        rc = kvq_remote_push_file(remote, path, space, name, again, watch, moved, text, n);
     if (rc == 0 || rc == KVQ_E_DAMAGED)
         (void)kvq_io_unlink(io, path);
     free(path);

@@ -90,10 +90,10 @@ int kvq_remote_session_key(const char *space, const char *name, char out[KVQ_REM
 }
 
 int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char *space,
-                         const char *name, const struct kvq_remote_watch *watch,
+                         const char *name, bool again, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n)
 {
-    (void)remote, (void)path, (void)space, (void)name, (void)watch, (void)moved;
+    (void)remote, (void)path, (void)space, (void)name, (void)again, (void)watch, (void)moved;
     return none(text, n);
 }
 
@@ -123,10 +123,12 @@ int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
 }
 
 int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
-                    const char *space, const char *name, const struct kvq_remote_watch *watch,
-                    struct kvq_remote_moved *moved, char *text, size_t n)
+                    const char *space, const char *name, bool again,
+                    const struct kvq_remote_watch *watch, struct kvq_remote_moved *moved,
+                    char *text, size_t n)
 {
-    (void)remote, (void)store, (void)folder, (void)space, (void)name, (void)watch, (void)moved;
+    (void)remote, (void)store, (void)folder, (void)space, (void)name, (void)again, (void)watch;
+    (void)moved;
     return none(text, n);
 }
 

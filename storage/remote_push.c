@@ -58,6 +58,7 @@ struct push {
     struct kvq__call *call;
     struct kvq__session_keys *keys;
     const char *path;
+    bool again;              // all of it is sent, whatever is there
     struct kvq__index index; // of the file
     struct kvq__source fresh;
     struct kvq__parts parts; // of that
@@ -118,7 +119,8 @@ static int make_pack(struct push *p)
     return 0;
 }
 
-// Whether the store has the pack as a whole. 0, KVQ_E_NO_SESSION, or a code with a sentence.
+// Whether the store has the pack as a whole, by its length: the store tells that without sending
+// the pack, and nothing of its bytes. 0, KVQ_E_NO_SESSION, or a code with a sentence.
 static int look_for_pack(struct push *p, const struct kvq__pack *pack)
 {
     struct kvq_remote_object there;
@@ -221,9 +223,11 @@ static int send_pack(struct push *p)
     int rc = make_pack(p);
     if (rc != 0)
         return rc;
-    rc = look_for_pack(p, &p->index.packs[p->index.n_packs - 1]);
+    const struct kvq__pack *pack = &p->index.packs[p->index.n_packs - 1];
+    kvq__session_name_data(p->keys, pack->digest);
+    rc = p->again ? KVQ_E_NO_SESSION : look_for_pack(p, pack);
     return rc == KVQ_E_NO_SESSION ? kvq__remote_upload(call, p->keys->data, &p->fresh, &p->parts,
-                                                       &p->moved->transferred)
+                                                       p->again, &p->moved->transferred)
                                   : rc;
 }
 
@@ -296,7 +300,7 @@ static int get_old_head(struct push *p)
 static int push_file(struct push *p)
 {
     int rc = get_old_head(p);
-    rc = rc ? rc : push_once(p, false);
+    rc = rc ? rc : push_once(p, p->again);
     if (rc == KVQ_E_NO_SESSION)
         rc = push_once(p, true);
     if (rc == KVQ_E_NO_SESSION) // which is what the session's absence here would be
@@ -306,12 +310,12 @@ static int push_file(struct push *p)
 }
 
 int kvq_remote_push_file(struct kvq_remote *remote, const char *path, const char *space,
-                         const char *name, const struct kvq_remote_watch *watch,
+                         const char *name, bool again, const struct kvq_remote_watch *watch,
                          struct kvq_remote_moved *moved, char *text, size_t n)
 {
     struct kvq__call call = {.remote = remote, .watch = watch, .text = text, .n = n};
     struct kvq__session_keys keys;
-    struct push p = {.call = &call, .keys = &keys, .path = path, .moved = moved};
+    struct push p = {.call = &call, .keys = &keys, .path = path, .again = again, .moved = moved};
     struct kvq_io_status status = {0};
     memset(moved, 0, sizeof *moved);
     int rc = kvq__session_keys_make(&call, space, name, &keys);

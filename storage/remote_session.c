@@ -192,7 +192,8 @@ static int get_chunks(struct pull *p, const struct kvq__chunk *c, uint32_t n, ui
     }
     return kvq__remote_say(call, KVQ_E_DAMAGED, "GET", p->keys->data,
                            "bytes %" PRIu64 " to %" PRIu64 " have a wrong checksum, %d times; "
-                           "push the session again",
+                           "send all of the session once more, where it is whole: kvqctl session "
+                           "push NAME --again",
                            c->at, c->at + size - 1, DAMAGED_TRIES);
 }
 

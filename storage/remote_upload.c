@@ -40,6 +40,7 @@ struct upload {
     const char *key;
     const struct kvq__source *source;
     const struct kvq__parts *parts;
+    bool replace; // an object that is there already is not this one
     uint64_t *sent;
     char id[KVQ__UPLOAD_BYTES];
     bool resumed;                   // some of it is from before
@@ -367,10 +368,11 @@ static int upload_parts(struct upload *u)
         if (rc != KVQ_E_NO_SESSION)
             return rc;
         // The server does not know the upload (any more). Either it forgot it, and we begin anew;
-        // or it has completed it, and only its reply got lost.
+        // or it has completed it, and only its reply got lost, which cannot be told from an object
+        // that was there before.
         struct kvq__call quiet = *u->call;
         quiet.n = 0;
-        rc = check_object(&quiet, u->key, u->parts->bytes);
+        rc = u->replace ? KVQ_E_NO_SESSION : check_object(&quiet, u->key, u->parts->bytes);
         if (rc == 0)
             return 0;
         rc = rc == KVQ_E_NO_SESSION ? 0 : rc;
@@ -406,9 +408,14 @@ static int upload_whole(struct upload *u)
 }
 
 int kvq__remote_upload(struct kvq__call *call, const char *key, const struct kvq__source *source,
-                       const struct kvq__parts *parts, uint64_t *sent)
+                       const struct kvq__parts *parts, bool replace, uint64_t *sent)
 {
-    struct upload u = {.call = call, .key = key, .source = source, .parts = parts, .sent = sent};
+    struct upload u = {.call = call,
+                       .key = key,
+                       .source = source,
+                       .parts = parts,
+                       .replace = replace,
+                       .sent = sent};
     assert(parts->count > 0);
     u.etags = calloc(parts->count, sizeof *u.etags);
     u.buffer = malloc(kvq__part_size(parts, 0));

@@ -250,6 +250,7 @@ static void resolve(struct kvq__task *t)
     const Kvq__Request *r = t->request;
     struct kvq__transfer *x = t->transfer;
     if (x->kind == KVQ__TRANSFER_PUSH) {
+        x->again = r->push_session->again;
         t->rc = resolve_push(t, r->push_session->ref);
     } else if (x->kind == KVQ__TRANSFER_PULL) {
         t->rc = resolve_pull(t, r->pull_session);

@@ -220,8 +220,8 @@ static int push_session(struct kvq__transfer *x, struct kvq_remote *remote)
     struct kvq__desk *desk = x->desk;
     int rc = KVQ_E_STALE;
     for (int i = 0; i < TRIES && rc == KVQ_E_STALE; i++)
-        rc = kvq_remote_push(remote, desk->jobs->store, desk->folder, x->ns, x->name, NULL,
-                             &x->moved, x->text, sizeof x->text);
+        rc = kvq_remote_push(remote, desk->jobs->store, desk->folder, x->ns, x->name, x->again,
+                             NULL, &x->moved, x->text, sizeof x->text);
     return rc;
 }
 

@@ -45,7 +45,8 @@ struct kvq__transfer {
     uint8_t key[32];                                  // or a key from another machine
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];    // here
     char far_ns[KVQ_NAME_BYTES], far[KVQ_NAME_BYTES]; // there; a list's may be empty: all
-    bool replace;
+    bool replace;                                     // of a pull
+    bool again;                                       // of a push
     struct kvq__task *asker; // who waits for a list or a removal, which have no ticket
 
     bool in_line;    // waits for one of the threads

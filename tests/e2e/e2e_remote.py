@@ -2,6 +2,7 @@
 """Sessions that move between daemons by a remote store: rclone's S3 server, on loopback, behind a
 gate that can be closed in the middle of a transfer."""
 import functools
+import glob
 import json
 import os
 import random
@@ -536,6 +537,27 @@ class Transfers(Remote):
         self.assertEqual(one.ctl("remote", "list"), [])
         self.assertEqual(os.listdir(os.path.join(self.bucket, "sessions")), [])
         client.close()
+
+    def test_damage_there(self):
+        """A push sees how long what is there is; one that is told to sends all of it."""
+        tokens = Tokens(2, 300)
+        one, two = self.start("one"), self.start("two")
+        with one.client() as client:
+            feed(client.queue(), [tokens], [client.session(tokens.rows, "oscar2", name="it")],
+                 [300], attend=False)
+            one.ctl("session", "push", "it")
+            pack, = glob.glob(os.path.join(self.bucket, "sessions", "**", "data", "*"),
+                              recursive=True)
+            with open(pack, "r+b") as file:
+                byte = file.read(1)[0] ^ 1
+                file.seek(0)
+                file.write(bytes([byte]))
+            self.refused(two, 1, "session", "pull", "it", text="push NAME --again")
+            self.assertEqual(one.ctl("session", "push", "it")["sent_bytes"], 0)
+            pushed = one.ctl("session", "push", "it", "--again")
+            self.assertEqual(pushed["sent_bytes"], pushed["bytes"])
+            two.ctl("session", "pull", "it")
+            two.ctl("remote", "remove", "it")
 
     def test_pushes_that_wait(self):
         """Pushes whose sessions cannot be saved, as long as their client likes, keep nobody else

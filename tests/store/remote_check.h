@@ -63,9 +63,12 @@ static void end(void)
 static char folder[] = "/tmp/kvq-remote-XXXXXX";
 static char source[64], target[64], part[64];
 
+static bool push_again; // all of it, over what is there
+
 static int push(void)
 {
-    return kvq_remote_push_file(remote, source, "s", "n", NULL, &moved, text, sizeof text);
+    return kvq_remote_push_file(remote, source, "s", "n", push_again, NULL, &moved, text,
+                                sizeof text);
 }
 
 // A push to a server that says this.

@@ -18,7 +18,7 @@ PLAIN_TEST(every_call_says_so)
     assert_null(remote);
     assert_says(text, "-DKVQ_REMOTE=ON");
     kvq_remote_close(&remote);
-    assert_int_equal(kvq_remote_push(NULL, NULL, "f", "s", "n", NULL, &moved, NULL, 0),
+    assert_int_equal(kvq_remote_push(NULL, NULL, "f", "s", "n", false, NULL, &moved, NULL, 0),
                      KVQ_E_UNSUPPORTED);
     char *path = text;
     assert_int_equal(

@@ -83,7 +83,8 @@ static const struct kvq_remote_watch *breaks_at(uint64_t at, bool kill_server)
 
 static int push_file(const char *space, const char *name, const struct kvq_remote_watch *watch)
 {
-    return kvq_remote_push_file(remote, source, space, name, watch, &moved, text, sizeof text);
+    return kvq_remote_push_file(remote, source, space, name, false, watch, &moved, text,
+                                sizeof text);
 }
 
 static int pull_file(const char *space, const char *name, const struct kvq_remote_watch *watch)
@@ -94,7 +95,8 @@ static int pull_file(const char *space, const char *name, const struct kvq_remot
 static int push_session(struct kvq_store *store, const char *name,
                         const struct kvq_remote_watch *watch)
 {
-    return kvq_remote_push(remote, store, moving, "u", name, watch, &moved, text, sizeof text);
+    return kvq_remote_push(remote, store, moving, "u", name, false, watch, &moved, text,
+                           sizeof text);
 }
 
 static int pull_session(struct kvq_store *store, const struct kvq_remote_pull *what,
@@ -424,19 +426,56 @@ static int try_pull(const char *name)
     return pull_file("team a", name, NULL);
 }
 
+static void flip_byte(const char *path, long at)
+{
+    FILE *file = fopen(path, "r+b");
+    assert_non_null(file);
+    fseek(file, at, SEEK_SET);
+    int was = getc(file);
+    fseek(file, -1, SEEK_CUR);
+    putc(was ^ 1, file);
+    fclose(file);
+}
+
+// What a pull has found damaged a push replaces when it is told to, though the damaged objects are
+// as long as they should be: a pack of several parts, one of a single part, and two packs.
+TEST(damage_is_mended)
+{
+    static const size_t sizes[] = {FILE_BYTES, PART / 2, FILE_BYTES};
+    char path[1024];
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "mend-%zu", i);
+        make_file(source, sizes[i], 20 + (uint32_t)i);
+        assert_int_equal(push_some(name), sizes[i]);
+        data_path(name, path, sizeof path);
+        if (i == 2) {
+            edit(1000, 10, false);
+            (void)push_some(name);
+            assert_int_equal(count_objects("team_20a/mend-2/data/"), 2);
+        }
+        flip_byte(path, (long)sizes[i] / 2);
+        assert_int_equal(try_pull(name), KVQ_E_DAMAGED);
+        assert_says(text, "kvqctl session push NAME --again");
+        assert_int_equal(push_some(name), 0); // it looks as if all were there
+        assert_int_equal(try_pull(name), KVQ_E_DAMAGED);
+        good(kvq_remote_push_file(remote, source, "team a", name, true, NULL, &moved, text,
+                                  sizeof text));
+        assert_int_equal(moved.transferred, moved.bytes);
+        good(try_pull(name));
+        assert_true(same_file(source, target));
+        assert_int_equal(bytes_there(name), moved.bytes); // of the damaged packs nothing is left
+        assert_int_equal(push_some(name), 0);
+    }
+}
+
 TEST(damage_is_found)
 {
     char path[1024], head[1024];
     make_file(source, FILE_BYTES, 8);
     push("hurt", FILE_BYTES);
     data_path("hurt", path, sizeof path);
-    FILE *file = fopen(path, "r+b");
-    assert_non_null(file);
-    fseek(file, 4 * PART + 7, SEEK_SET);
-    int was = getc(file);
-    fseek(file, -1, SEEK_CUR);
-    putc(was ^ 1, file);
-    fclose(file);
+    flip_byte(path, 4 * PART + 7);
     assert_int_equal(try_pull("hurt"), KVQ_E_DAMAGED);
     assert_says(text, "wrong checksum");
     assert_int_not_equal(access(target, F_OK), 0);

@@ -193,6 +193,33 @@ PLAIN_TEST(packs_that_are_removed_meanwhile)
     assert_int_equal(server.n_asked, sizeof replies / sizeof *replies);
 }
 
+// A store that has forgotten an upload may have completed it, unless the object is to be replaced:
+// the one that is there then was there before.
+PLAIN_TEST(an_object_to_replace_is_not_the_new_one)
+{
+    static const struct script_reply replies[] = {
+        {.bytes = ABSENT}, // the head; nobody asks for the pack
+        {.bytes = NO_UPLOADS},
+        {.bytes = BEGUN},
+        {.bytes = PART_DONE},
+        {.bytes = PART_DONE},
+        {.bytes = ABSENT}, // the upload is forgotten
+        {.bytes = BEGUN},
+        {.bytes = PART_DONE},
+        {.bytes = PART_DONE},
+        {.bytes = XML "<CompleteMultipartUploadResult></CompleteMultipartUploadResult>"},
+        {.bytes = OK "Content-Length: 131072\r\n\r\n"},
+        {.bytes = PART_DONE}, // the head
+        {.bytes = OK "Content-Length: 131072\r\n\r\n"},
+    };
+    make_file(source, 2 * KVQ_REMOTE_PART_MIN, 1);
+    push_again = true;
+    pushed_to(replies, sizeof replies / sizeof *replies);
+    push_again = false;
+    assert_int_equal(moved.transferred, 4 * KVQ_REMOTE_PART_MIN);
+    assert_non_null(head_put(11));
+}
+
 // ---- Exports that were left ----
 
 // A store with one session of so many tokens, in the folder of the one before.
@@ -240,7 +267,8 @@ static void push_in_vain(struct kvq_store *store, const char *transfers)
 {
     static const struct script_reply refuses[] = {{.bytes = "HTTP/1.1 403 No\r\n\r\n"}};
     begin(refuses, 1);
-    int rc = kvq_remote_push(remote, store, transfers, "s", "n", NULL, &moved, text, sizeof text);
+    int rc =
+        kvq_remote_push(remote, store, transfers, "s", "n", false, NULL, &moved, text, sizeof text);
     end();
     assert_int_equal(rc, KVQ_E_PERMISSION);
 }

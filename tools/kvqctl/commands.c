@@ -144,7 +144,8 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .more =
          "Saves the session first if it has changed. The session may be open. Shows the\n"
          "progress; the push goes on without this command, and remote cancel ID ends it. After\n"
-         "a failure the next push sends only the missing parts.\n",
+         "a failure the next push sends only the missing parts. --again sends all of the\n"
+         "session, over what is there: for a pull that has met a wrong checksum.\n",
      .places = KVQ__CTL_MEMORY | KVQ__CTL_SAVED},
     {.words = {"session", "pull"},
      .argument = "NAME",

@@ -64,7 +64,7 @@ struct kvq__ctl {
     unsigned shards;         // restore: so many; 0: as many as were saved
     unsigned wait_ms;        // move: for steps to end; 0: the daemon's default. drain: 0: for ever
     bool now;                // shutdown: without a drain
-    bool again;              // save: also what has not changed
+    bool again;              // save, push: also what is there already
     bool replace;            // import, pull: what is saved under that name
     const char *as;          // import, pull: another name; NULL: the file's, or the same
     const char *from;        // pull: the namespace on the remote store; NULL: the same

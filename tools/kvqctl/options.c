@@ -64,7 +64,9 @@ const struct kvq__ctl_option kvq__ctl_options[] = {
     {"now", NULL, KVQ__CTL_FLAG, AT(now), 0, 0, NULL,
      "shutdown: without letting steps end, and without saving", "shutdown"},
     {"again", NULL, KVQ__CTL_FLAG, AT(again), 0, 0, NULL,
-     "session save: write an unchanged session, too", "session save"},
+     "session save: write an unchanged session, too;\n"
+     "session push: send all of it, over what is there",
+     "session save, session push"},
     {"as", "NAME", KVQ__CTL_TEXT, AT(as), 0, 0, NULL,
      "session import, pull: name of the session here", "session import, session pull"},
     {"from", "NAME", KVQ__CTL_TEXT, AT(from), 0, 0, NULL,

@@ -86,6 +86,7 @@ int kvq__ctl_session_push(struct kvq__ctl *ctl, char **args)
     request.command_case = KVQ__REQUEST__COMMAND_PUSH_SESSION;
     request.push_session = &command;
     command.ref = &ref;
+    command.again = ctl->again;
     return follow(ctl, &request, "pushed");
 }
 
