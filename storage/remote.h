@@ -180,8 +180,8 @@ int kvq_remote_sessions(struct kvq_remote *remote, const char *space,
 // of its own next to the store's. The store's cap does not count the space of these files.
 
 // Exports a session (all shards) and pushes the file, `again` as above. After a failure the file
-// stays, and the next call goes on where this one ended, unless the session was saved again or the
-// store begun anew.
+// stays, and the next call goes on where this one ended, unless the session was saved again, the
+// store begun anew, or the file spoiled.
 int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const char *folder,
                     const char *space, const char *name, bool again,
                     const struct kvq_remote_watch *watch, struct kvq_remote_moved *moved,

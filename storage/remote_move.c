@@ -114,6 +114,19 @@ static int tell_export(void *context, uint64_t done, uint64_t all)
     return w->tell ? w->tell(w->context, 0, all) : 0;
 }
 
+// Whether an earlier push has left its file, and every record of it is as it was written: what lay
+// on the disk since then is not sent on trust. 0, KVQ_E_CANCELLED, or KVQ_E_NO_SESSION: export it.
+static int look_for_export(struct kvq_io *io, struct kvq_store *store, const char *path,
+                           const struct kvq_store_watch *watch, char *text, size_t n)
+{
+    struct kvq_store_file file;
+    if (!is_there(io, path))
+        return KVQ_E_NO_SESSION;
+    int rc = kvq_store_look(store, path, watch, &file, text, n);
+    free(file.opaque);
+    return rc == 0 || rc == KVQ_E_CANCELLED ? rc : KVQ_E_NO_SESSION;
+}
+
 // Files of earlier saves of the same session.
 struct stale {
     struct kvq_io *io;
@@ -156,7 +169,8 @@ int kvq_remote_push(struct kvq_remote *remote, struct kvq_store *store, const ch
     (void)io->list(io, folder, remove_stale, &stale);
     struct kvq_remote_watch looks_on = watch ? *watch : remote->watch;
     const struct kvq_store_watch on_export = {tell_export, &looks_on};
-    if (!is_there(io, path))
+    rc = look_for_export(io, store, path, &on_export, text, n);
+    if (rc == KVQ_E_NO_SESSION)
         rc = kvq_store_export_watched(store, space, name, path, true, &on_export, text, n);
     if (rc == 0)
         rc = kvq_remote_push_file(remote, path, space, name, again, watch, moved, text, n);

@@ -298,6 +298,79 @@ PLAIN_TEST(an_export_is_of_one_store)
     remove_folder(transfers);
 }
 
+// A disk that cannot read a file until another one takes its name.
+static struct sick_io {
+    struct kvq_io io; // first
+    char path[512];   // empty: none
+    int file;
+} sick;
+
+static int open_sick(struct kvq_io *io, const char *path, unsigned flags)
+{
+    int file = kvq_io_posix()->open(kvq_io_posix(), path, flags);
+    bool same = strcmp(path, sick.path) == 0;
+    sick.file = same ? file : sick.file == file ? -1 : sick.file; // numbers are used again
+    return file;
+}
+
+static int64_t read_sick(struct kvq_io *io, int file, void *data, size_t n, uint64_t at)
+{
+    return sick.path[0] && file == sick.file
+               ? -EIO
+               : kvq_io_posix()->read(kvq_io_posix(), file, data, n, at);
+}
+
+static int rename_sick(struct kvq_io *io, const char *from, const char *to)
+{
+    if (strcmp(to, sick.path) == 0)
+        sick.path[0] = '\0';
+    return kvq_io_posix()->rename(kvq_io_posix(), from, to);
+}
+
+// An export that was left is looked through before it is sent: one that was spoiled since then,
+// was cut, or cannot be read, is made anew.
+PLAIN_TEST(an_export_is_looked_through)
+{
+    char here[64], transfers[64], path[512], good[512];
+    sick = (struct sick_io){.io = *kvq_io_posix(), .file = -1};
+    sick.io.open = open_sick;
+    sick.io.read = read_sick;
+    sick.io.rename = rename_sick;
+    snprintf(here, sizeof here, "%s/here", folder);
+    snprintf(transfers, sizeof transfers, "%s/transfers", folder);
+    snprintf(good, sizeof good, "%s/good", folder);
+    struct kvq_store *store = begin_store(here, 128);
+    kvq_store_close(&store);
+    const struct kvq_store_options options = {.io = &sick.io};
+    assert_int_equal(kvq_store_open(here, &options, &store, NULL, text, sizeof text), 0);
+    assert_int_equal(kvq_store_export(store, "s", "n", good, true, text, sizeof text), 0);
+    for (int how = 0; how < 3; how++) {
+        struct stat status;
+        push_in_vain(store, transfers);
+        assert_int_equal(exported(store, transfers, path), 128);
+        assert_true(same_file(path, good));
+        assert_int_equal(stat(path, &status), 0);
+        if (how == 0) { // a byte in its last record
+            FILE *file = fopen(path, "r+b");
+            assert_non_null(file);
+            assert_int_equal(fseek(file, -64, SEEK_END), 0);
+            putc('!', file);
+            fclose(file);
+        } else if (how == 1) {
+            assert_int_equal(truncate(path, status.st_size - 1), 0);
+        } else {
+            snprintf(sick.path, sizeof sick.path, "%s", path);
+        }
+        push_in_vain(store, transfers);
+        assert_true(same_file(path, good));
+        assert_int_equal(sick.path[0], 0);
+    }
+    kvq_store_close(&store);
+    unlink(good);
+    remove_folder(here);
+    remove_folder(transfers);
+}
+
 // ---- Downloads that were not imported ----
 
 // A file that was fetched stays while an import of it may go better, and goes when it is imported,
