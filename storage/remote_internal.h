@@ -119,8 +119,7 @@ struct kvq__doomed {
 };
 // Adds one, for kvq_remote_list. 1: there are enough for now.
 int kvq__remote_doom(void *doomed, const struct kvq_remote_object *object);
-// Deletes them, and empties *doomed. 0 or the first failure.
-int kvq__remote_delete_doomed(struct kvq__call *call, struct kvq__doomed *doomed);
+void kvq__doomed_free(struct kvq__doomed *doomed);
 
 // ---- Uploads (remote_upload.c) ----
 

@@ -164,7 +164,7 @@ static bool has_pack(const struct kvq__index *x, const char *digest)
 }
 
 // Whether the head that is there still is the one that was put: if another push has put one since,
-// it names what that one needs.
+// that head names what the other push needs.
 static bool is_head_ours(struct push *p, struct kvq__call *quiet)
 {
     char *there = NULL;
@@ -193,6 +193,20 @@ static int on_pack(void *context, const struct kvq_remote_object *object)
     return goes ? kvq__remote_doom(&l->doomed, object) : 0;
 }
 
+// Deletes the packs one by one, for as long as the head is ours: another push, which has planned
+// with packs of the old head, may put its own head at any time. Returns whether it still is ours.
+static bool delete_needless(struct push *p, struct kvq__call *quiet, struct kvq__doomed *d)
+{
+    bool ours = true;
+    for (size_t i = 0; i < d->count && ours; i++) {
+        ours = is_head_ours(p, quiet);
+        if (ours)
+            (void)kvq_remote_delete(quiet->remote, d->keys[i], NULL, 0);
+    }
+    kvq__doomed_free(d);
+    return ours;
+}
+
 // Once the new head is there: the packs that only the old one named, and those that pushes have
 // left which ended before their heads. That it fails costs space, and no more.
 static void remove_old(struct push *p)
@@ -208,8 +222,8 @@ static void remove_old(struct push *p)
     if (p->old)
         (void)kvq__index_read(p->old, p->old_bytes, &l.had, &why);
     (void)kvq_remote_list(quiet.remote, start, "", on_pack, &l, NULL, 0);
-    (void)kvq__remote_delete_doomed(&quiet, &l.doomed);
-    (void)kvq__remote_abort_uploads(&quiet, start);
+    if (delete_needless(p, &quiet, &l.doomed))
+        (void)kvq__remote_abort_uploads(&quiet, start);
     kvq__index_free(&l.had);
 }
 

@@ -371,15 +371,21 @@ int kvq__remote_doom(void *context, const struct kvq_remote_object *object)
     return 0;
 }
 
-int kvq__remote_delete_doomed(struct kvq__call *call, struct kvq__doomed *d)
+void kvq__doomed_free(struct kvq__doomed *d)
+{
+    free(d->keys);
+    *d = (struct kvq__doomed){0};
+}
+
+// Deletes them, and empties *d. 0 or the first failure.
+static int delete_doomed(struct kvq__call *call, struct kvq__doomed *d)
 {
     int rc = 0;
     for (size_t i = 0; i < d->count; i++) {
         int gone = kvq_remote_delete(call->remote, d->keys[i], call->text, call->n);
         rc = rc == 0 ? gone : rc;
     }
-    free(d->keys);
-    *d = (struct kvq__doomed){0};
+    kvq__doomed_free(d);
     return rc;
 }
 
@@ -393,7 +399,7 @@ static int delete_all(struct kvq__call *call, const char *start, size_t *deleted
         int rc =
             kvq_remote_list(call->remote, start, "", kvq__remote_doom, &d, call->text, call->n);
         size_t count = d.count;
-        int gone = kvq__remote_delete_doomed(call, &d);
+        int gone = delete_doomed(call, &d);
         rc = rc < 0 ? rc : gone;
         *deleted += count;
         if (rc != 0 || count == 0)

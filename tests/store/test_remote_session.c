@@ -43,8 +43,11 @@ PLAIN_TEST(chunks_can_be_read)
 
 #define HEX32 "0123456789abcdef0123456789abcdef"
 #define OLD   HEX32 HEX32
+#define OLDER "fedcba9876543210fedcba9876543210" HEX32
 // The head of a session that was pushed before, of which nothing is in the file that is pushed now.
-#define OLD_HEAD "kvq-session 2\nbytes 10\npacks 1\n" OLD " 10\nchunks 1\n10 0 0 " OLD "\nend\n"
+#define OLD_HEAD                                                                                   \
+    "kvq-session 2\nbytes 20\npacks 2\n" OLD " 10\n" OLDER " 10\nchunks 2\n"                       \
+    "10 0 0 " OLD "\n10 1 0 " OLDER "\nend\n"
 
 enum { SMALL = 1000 };
 #define SMALL_THERE OK "Content-Length: 1000\r\n\r\n"
@@ -91,33 +94,40 @@ PLAIN_TEST(memory_to_cut_a_file)
     assert_in_range(counting.longest, chunk, 2 * chunk);
 }
 
-// Another push has put its head behind ours, and may need the packs that we would remove.
+// Another push has put its head behind ours, and may need the packs that we would remove: before we
+// have listed them, before we have deleted the first one, or the second.
 PLAIN_TEST(packs_of_another_push_stay)
 {
+    enum { LOOKS = 3, REPLIES = 13 };
+    static const int looks[LOOKS] = {6, 8, 10}; // at the head, once ours is there
     char *ours = NULL;
     make_file(source, SMALL, 1);
-    for (int round = 0; round < 2; round++) {
-        const struct script_reply replies[] = {
+    for (int is_ours = 0; is_ours <= LOOKS; is_ours++) { // at so many looks
+        struct script_reply replies[REPLIES] = {
             {.bytes = OLD_HEAD, .end = SCRIPT_BODY},
             {.bytes = ABSENT}, // the new pack
             {.bytes = PART_DONE},
             {.bytes = SMALL_THERE},
             {.bytes = PART_DONE}, // the new head
             {.bytes = SMALL_THERE},
-            {.bytes = ours ? ours : OLD_HEAD, .end = SCRIPT_BODY},
-            {.bytes = LIST(KEY("s/n/data/" OLD, "10"))},
-            {.bytes = PART_DONE}, // the old pack is deleted
-            {.bytes = NO_UPLOADS},
+            [7] = {.bytes = LIST(KEY("s/n/data/" OLD, "10") KEY("s/n/data/" OLDER, "10"))},
+            [9] = {.bytes = PART_DONE}, // an old pack is deleted
+            [11] = {.bytes = PART_DONE},
+            [12] = {.bytes = NO_UPLOADS},
         };
-        pushed_to(replies, sizeof replies / sizeof *replies);
-        bool deleted = false;
+        for (int i = 0; i < LOOKS; i++)
+            replies[looks[i]] =
+                (struct script_reply){.bytes = i < is_ours ? ours : OLD_HEAD, .end = SCRIPT_BODY};
+        pushed_to(replies, REPLIES);
+        int deleted = 0;
         for (int i = 0; i < server.n_asked; i++)
-            deleted |= strncmp(server.asked[i], "DELETE /sessions/s/n/data/" OLD, 90) == 0;
-        assert_int_equal(deleted, round);
-        free(ours);
-        ours = round ? NULL : strdup(head_put(4));
-        assert_true(round || ours);
+            deleted += strncmp(server.asked[i], "DELETE /sessions/s/n/data/", 26) == 0;
+        assert_int_equal(deleted, is_ours > 1 ? is_ours - 1 : 0);
+        assert_int_equal(server.n_asked, is_ours < LOOKS ? looks[is_ours] + 1 : REPLIES);
+        ours = ours ? ours : strdup(head_put(4));
+        assert_non_null(ours);
     }
+    free(ours);
 }
 
 // Packs of pushes that ended before their heads are removed when they are a day old.
@@ -141,6 +151,7 @@ PLAIN_TEST(packs_without_a_head)
             {.bytes = PART_DONE}, // the new head
             {.bytes = ours ? ours : "", .end = SCRIPT_BODY},
             {.bytes = list},
+            {.bytes = ours ? ours : "", .end = SCRIPT_BODY},
             {.bytes = PART_DONE},
             {.bytes = NO_UPLOADS},
         };
@@ -150,8 +161,8 @@ PLAIN_TEST(packs_without_a_head)
         if (!round)
             assert_int_equal(sscanf(server.asked[1], "HEAD /sessions/s/n/data/%64s ", digest), 1);
     }
-    assert_says(server.asked[7], "DELETE /sessions/s/n/data/old HTTP");
-    assert_int_equal(server.n_asked, 9); // that one alone
+    assert_says(server.asked[8], "DELETE /sessions/s/n/data/old HTTP");
+    assert_int_equal(server.n_asked, 10); // that one alone
 }
 
 // Whoever cannot get the old head does not know its packs, and pushes nothing; one that is too long
