@@ -2,7 +2,6 @@
 //
 // One transaction of the catalog, made only when the records that it names are synced.
 #include <assert.h>
-#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -54,7 +53,7 @@ int kvq__catalog_hold(struct kvq_store *s, const struct kvq__largest *largest,
     if (kvq_io_space(s->io, s->folder, &left) == 0 && left < need)
         kvq__writer_spare(s);
     int rc = hold_catalog(s, largest);
-    if (rc == -ENOSPC || rc == -EDQUOT) { // a quota, of which the space above says nothing
+    if (kvq_io_is_full(rc)) { // a quota, of which the space above says nothing
         kvq__writer_spare(s);
         rc = hold_catalog(s, largest);
     }
@@ -175,7 +174,7 @@ int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c
     assert(rc || !sqlite3_get_autocommit(k->db));
     // A checkpoint that finds no room for the database would leave no room in the WAL.
     int held = rc == KVQ_OK ? hold_database(s, database_pages(s)) : 0;
-    if ((held == -ENOSPC || held == -EDQUOT) && !s->writer.frees) {
+    if (kvq_io_is_full(held) && !s->writer.frees) {
         snprintf(k->error, sizeof k->error, "there is no room to make it longer: free some");
         rc = KVQ_E_NO_SPACE;
     }

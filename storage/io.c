@@ -157,3 +157,8 @@ int kvq_io_sync_parent(struct kvq_io *io, const char *path)
     snprintf(folder, sizeof folder, "%.*s", n ? (int)n : 1, n ? path : ".");
     return kvq_io_sync_dir(io, folder);
 }
+
+bool kvq_io_is_full(int error)
+{
+    return error == -ENOSPC || error == -EDQUOT;
+}

@@ -101,5 +101,7 @@ int kvq_io_space(struct kvq_io *io, const char *path, uint64_t *free_bytes);
 int kvq_io_random(struct kvq_io *io, void *data, size_t n);
 // Syncs the folder that has the last name of a path, which may end with slashes or have no folder.
 int kvq_io_sync_parent(struct kvq_io *io, const char *path);
+// Whether an error says that there is no room: the disk is full, or the user's quota on it is.
+bool kvq_io_is_full(int error);
 
 #endif

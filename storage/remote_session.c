@@ -111,9 +111,9 @@ int kvq__session_get_head(struct kvq__call *call, const struct kvq__session_keys
 
 int kvq__remote_say_file(struct kvq__call *call, const char *path, const char *what, int error)
 {
-    int code = error == -ENOSPC || error == -EDQUOT ? KVQ_E_NO_SPACE
-               : error == -EWOULDBLOCK              ? KVQ_E_BUSY
-                                                    : KVQ_E_SYSTEM;
+    int code = kvq_io_is_full(error)   ? KVQ_E_NO_SPACE
+               : error == -EWOULDBLOCK ? KVQ_E_BUSY
+                                       : KVQ_E_SYSTEM;
     if (call->n)
         snprintf(call->text, call->n, "%.300s: %s: %s", path, what, strerror(-error));
     return code;

@@ -200,7 +200,7 @@ static int lock_folder(struct kvq_store *s, const struct kvq__complaint *c)
     rc = kvq_io_truncate(s->io, s->lock_file, 0);
     if (rc == 0)
         rc = kvq_io_write(s->io, s->lock_file, pid, (size_t)n, 0);
-    if (rc == -ENOSPC) // only who is refused would want to read it
+    if (kvq_io_is_full(rc)) // only who is refused would want to read it
         rc = 0;
     return rc ? kvq__io_complain(c, rc, "lock", "written") : KVQ_OK;
 }

@@ -62,7 +62,7 @@ static int file_write(sqlite3_file *base, const void *data, int n, sqlite3_int64
     struct vfs_file *f = file_of(base);
     assert(f->file >= 0);
     int rc = kvq_io_write(f->io, f->file, data, (size_t)n, (uint64_t)at);
-    return rc == 0 ? SQLITE_OK : rc == -ENOSPC || rc == -EDQUOT ? SQLITE_FULL : SQLITE_IOERR_WRITE;
+    return rc == 0 ? SQLITE_OK : kvq_io_is_full(rc) ? SQLITE_FULL : SQLITE_IOERR_WRITE;
 }
 
 // A WAL without a sound header is an empty one, whatever stands behind it.
@@ -212,7 +212,7 @@ static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int 
     }
     bool opened = f->file >= 0 || (f->file == -EROFS && open_read_only(f, path, &flags));
     if (!opened)
-        return f->file == -ENOSPC ? SQLITE_FULL : SQLITE_CANTOPEN;
+        return kvq_io_is_full(f->file) ? SQLITE_FULL : SQLITE_CANTOPEN;
     f->base.pMethods = &methods;
     if (f->kind != KVQ__VFS_OTHER && flags & SQLITE_OPEN_READWRITE) {
         f->held = &v->held[f->kind];

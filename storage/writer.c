@@ -130,7 +130,7 @@ void kvq__writer_free(struct kvq_store *s)
 static int note_write_failure(struct kvq_store *s, int error, const char *verb,
                               const struct kvq__complaint *c)
 {
-    if (error != -ENOSPC && error != -EDQUOT)
+    if (!kvq_io_is_full(error))
         s->writer.broken = true;
     return kvq__io_complain(c, error, "a segment", verb);
 }

@@ -129,7 +129,7 @@ int kvq__quota_file_parse(const char *name, const char *contents, struct kvq__ov
 static int refuse_file(const char *path, int error, const char *what, char *text)
 {
     snprintf(text, KVQ_TEXT_BYTES, "%.256s cannot be %s: %s", path, what, strerror(-error));
-    if (error == -ENOSPC || error == -EDQUOT)
+    if (kvq_io_is_full(error))
         return KVQ_E_NO_SPACE;
     return error == -EROFS || error == -EACCES || error == -EPERM ? KVQ_E_READ_ONLY : KVQ_E_SYSTEM;
 }

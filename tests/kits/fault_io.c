@@ -204,6 +204,11 @@ static bool hit(const struct fault_io *f, uint64_t from, uint64_t now)
     return from && now >= from && (f->fail_count == 0 || now < from + f->fail_count);
 }
 
+static int no_room(const struct fault_io *f)
+{
+    return f->full_with ? -f->full_with : -ENOSPC;
+}
+
 // ---- The table ----
 
 static int fault_open_file(struct kvq_io *io, const char *path, unsigned flags)
@@ -223,7 +228,7 @@ static int fault_open_file(struct kvq_io *io, const char *path, unsigned flags)
     else if (!file && !(flags & (KVQ_IO_CREATE | KVQ_IO_NEW)))
         rc = -ENOENT;
     else if (!file)
-        rc = before_change(f);
+        rc = f->no_new ? no_room(f) : before_change(f);
     if (rc == 0 && !file) {
         file = need(calloc(1, sizeof *file));
         file->last = &file->writes;
@@ -298,7 +303,7 @@ static int64_t write_now(struct fault_io *f, struct fault_file *file, const void
         n = 1 + next_random(f) % n;
     n = fitting(f, file, at, n);
     if (n == 0)
-        return -ENOSPC;
+        return no_room(f);
     struct fault_write *w = need(calloc(1, sizeof *w));
     w->at = at;
     w->n = n;
@@ -386,8 +391,8 @@ static int fault_allocate(struct kvq_io *io, int handle, uint64_t bytes)
     int rc = before_change(f);
     uint64_t some = rc ? 0 : fitting(f, file, 0, bytes) / KVQ_IO_PAGE * KVQ_IO_PAGE;
     if (rc == 0 && some < bytes) // the file keeps what there was, as on ext4
-        rc = -ENOSPC;
-    if (rc == 0 || rc == -ENOSPC) {
+        rc = no_room(f);
+    if (rc == 0 || rc == no_room(f)) {
         some = rc ? some : bytes;
         file->allocated = some > file->allocated ? some : file->allocated;
     }

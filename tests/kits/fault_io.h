@@ -70,7 +70,9 @@ struct fault_io {
 
     // What is to go wrong; 0: nothing. Numbers count from 1.
     uint64_t crash_at_sync, crash_at_change;
-    uint64_t capacity;                         // bytes of all files; more: ENOSPC
+    uint64_t capacity;                         // bytes of all files; more: full_with
+    int full_with;                             // errno; 0: ENOSPC
+    bool no_new;                               // a file cannot be made: full_with
     uint64_t fail_write, fail_sync, fail_read; // that one and those after it
     uint64_t fail_count;                       // how many of them; 0: all
     int fail_with;                             // errno

@@ -26,6 +26,7 @@ enum {
 };
 
 static struct fault_io disk;
+static int disk_says; // where the one in memory is full; 0: ENOSPC
 static char top[] = "/tmp/kvq-full-XXXXXX", dir[64], image[64];
 
 // ---- Places ----
@@ -63,6 +64,7 @@ static uint64_t free_bytes(void)
 static bool make_memory(void)
 {
     fault_open(&disk, 1);
+    disk.full_with = disk_says;
     disk.capacity = (uint64_t)DISK_MIB << 20;
     return true;
 }
@@ -393,6 +395,49 @@ PLAIN_TEST(on_tmpfs)
 PLAIN_TEST(on_ext4)
 {
     run(&places[2]);
+}
+
+// A quota on a disk is a full disk to who writes: all of the above once more.
+PLAIN_TEST(over_quota)
+{
+    disk_says = EDQUOT;
+    run(&places[0]);
+    disk_says = 0;
+}
+
+// Opening a store where nothing can be written: the process id, which nobody needs, and the
+// catalog's WAL, without which the store is not opened, and nothing is lost.
+PLAIN_TEST(opened_at_nothing)
+{
+    static const int errors[] = {ENOSPC, EDQUOT};
+    static const char *const lock = "/store/lock", *const wal = "/store/catalog.db-wal";
+    place = &places[0];
+    for (int i = 0; i < 2; i++) {
+        disk_says = errors[i];
+        assert_true(place->make());
+        assert_int_equal(open_it(), 0);
+        assert_int_equal(save("it", 4, BLOCK), 0);
+        kvq_store_close(&store);
+        fault_find(&disk, lock)->bytes = 0;
+        fill_up();
+        if (open_it())
+            fail_msg("%s: %s", strerror(disk_says), text);
+        assert_int_equal(fault_find(&disk, lock)->bytes, 0);
+        kvq_store_close(&store);
+        assert_int_equal(disk.io.unlink(&disk.io, wal), 0);
+        disk.no_new = true;
+        int rc = open_it();
+        if (rc != KVQ_E_NO_SPACE)
+            fail_msg("%s: %s: %s", strerror(disk_says), kvq_status_name(rc), text);
+        assert_says(text, "full");
+        disk.no_new = false;
+        place->drain();
+        assert_int_equal(open_it(), 0);
+        check_session("it", 4, BLOCK);
+        kvq_store_close(&store);
+        place->end();
+    }
+    disk_says = 0;
 }
 
 // ---- A catalog that is much larger than what deleting has ----
