@@ -176,6 +176,8 @@ int kvq_walk_next(struct kvq_walk *w)
     w->bytes = kvq_record_bytes(w->record.length);
     w->next = w->at + w->bytes;
     assert(w->next <= w->end);
+    if (w->too_long && w->record.length >= w->too_long)
+        return KVQ_WALK_PAYLOAD;
     rc = payload_sound(w, w->at + KVQ_RECORD_HEAD);
     return rc < 0 ? rc : rc ? KVQ_WALK_RECORD : KVQ_WALK_PAYLOAD;
 }

@@ -165,6 +165,8 @@ struct kvq_walk {
     // or UINT64_MAX for none. NULL: the file is searched for the next sound header.
     uint64_t (*known)(void *context, uint64_t from);
     void *context;
+    // Payloads of so many bytes and more are KVQ_WALK_PAYLOAD, and are not read; 0: none.
+    uint64_t too_long;
     bool past_errors;    // what the disk cannot read (EIO) is damage as any other
     uint8_t *buffer;     // of the caller, what payloads are read through
     size_t buffer_bytes; // at least KVQ_IO_PAGE, a multiple of it

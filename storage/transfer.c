@@ -349,12 +349,7 @@ static int load_payload(struct import *m, void **bytes)
     const struct kvq_record *r = &m->walk.record;
     size_t got = 0;
     *bytes = NULL;
-    if (r->length >> KVQ_MAX_STORE_BLOCK_LOG2)
-        return kvq__complain(m->c, KVQ_E_LIMIT,
-                             "at byte %llu: a record of %llu bytes; fewer than "
-                             "2^%d are allowed",
-                             (unsigned long long)m->walk.at, (unsigned long long)r->length,
-                             KVQ_MAX_STORE_BLOCK_LOG2);
+    assert(r->length < m->walk.too_long);
     *bytes = malloc(r->length + 1);
     if (!*bytes)
         return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory for a record of %llu bytes",
@@ -461,16 +456,27 @@ static int take_imported(struct import *m)
     }
 }
 
+// Of a record whose payload is not as it was written, or too long to be looked at.
+static int refuse_payload(const struct import *m)
+{
+    if (m->walk.record.length < m->walk.too_long)
+        return spoiled(m, "it is damaged or cut off here");
+    return kvq__complain(m->c, KVQ_E_LIMIT,
+                         "at byte %llu: a record of %llu bytes; fewer than 2^%d are allowed",
+                         (unsigned long long)m->walk.at, (unsigned long long)m->walk.record.length,
+                         KVQ_MAX_STORE_BLOCK_LOG2);
+}
+
 static int take_all_records(struct import *m)
 {
     int find, rc = KVQ_OK;
     while (rc == KVQ_OK && (find = kvq_walk_next(&m->walk)) != KVQ_WALK_END) {
         if (find < 0)
             rc = complain_of_reading(m->c, find, "read");
-        else if (find != KVQ_WALK_RECORD)
+        else if (find == KVQ_WALK_DAMAGE)
             rc = spoiled(m, "it is damaged or cut off here");
         else
-            rc = take_imported(m);
+            rc = find == KVQ_WALK_RECORD ? take_imported(m) : refuse_payload(m);
         rc = rc ? rc : tell_transfer(m->watch, m->walk.next, m->walk.end, m->c);
     }
     return rc ? rc : m->ended ? KVQ_OK : spoiled(m, "it is cut off here");
@@ -623,6 +629,7 @@ static int open_import(struct import *m, const char *path)
     struct kvq_io *io = m->s->io;
     m->walk = (struct kvq_walk){
         .io = io, .file = -1, .known = nothing_behind, .buffer_bytes = KVQ__WALK_BYTES};
+    m->walk.too_long = 1ull << KVQ_MAX_STORE_BLOCK_LOG2;
     m->walk.buffer = malloc(KVQ__WALK_BYTES);
     if (!m->walk.buffer)
         return kvq__complain(m->c, KVQ_E_NO_MEMORY, "no memory");

@@ -175,11 +175,16 @@ TEST(names_without_sense)
 static struct {
     int64_t (*read)(struct kvq_io *io, int file, void *data, size_t n, uint64_t at);
     uint64_t bytes;
+    bool hole; // behind each file are zeros without end
 } other_reads;
 
 static int64_t read_counted(struct kvq_io *io, int file, void *data, size_t n, uint64_t at)
 {
     int64_t got = other_reads.read(io, file, data, n, at);
+    if (got == 0 && other_reads.hole) {
+        memset(data, 0, n);
+        got = (int64_t)n;
+    }
     other_reads.bytes += got > 0 ? (uint64_t)got : 0;
     return got;
 }
@@ -207,6 +212,41 @@ TEST(a_long_tail)
         file->data[spoiled[i]] ^= 1;
     }
     other_disk.io.read = other_reads.read;
+}
+
+static int status_of_long_file(struct kvq_io *io, int file, struct kvq_io_status *status)
+{
+    (void)io, (void)file;
+    *status = (struct kvq_io_status){.bytes = 4ull << 30};
+    return 0;
+}
+
+// Nor is a record read that is longer than any may be. Its header may be right, and its payload a
+// hole.
+TEST(a_long_record)
+{
+    enum { READ_MOST = 1 << 20 };
+    struct kvq_file_head head;
+    struct kvq_record r;
+    make_group();
+    take_over("group");
+    uint8_t *data = fault_find(&other_disk, file_path)->data;
+    memcpy(&head, data + sizeof r, sizeof head);
+    kvq_record_make(&r, KVQ_RECORD_BLOCK, 1, 1, 1ull << 30, (struct kvq_checksum){0}, head.salt);
+    memcpy(data + KVQ_SEGMENT_FRONT, &r, sizeof r);
+    int (*status)(struct kvq_io *, int, struct kvq_io_status *) = other_disk.io.status;
+    other_reads.read = other_disk.io.read;
+    other_reads.bytes = 0;
+    other_disk.io.read = read_counted;
+    other_disk.io.status = status_of_long_file;
+    other_reads.hole = true;
+    int rc = import_it(false);
+    other_disk.io.read = other_reads.read;
+    other_disk.io.status = status;
+    other_reads.hole = false;
+    assert_int_equal(rc, KVQ_E_LIMIT);
+    assert_says(other.text, "a record of 1073741824 bytes; fewer than 2^30 are allowed");
+    assert_in_range(other_reads.bytes, 1, READ_MOST);
 }
 
 int main(void)
