@@ -487,12 +487,27 @@ def check_symbols(build):
                 yield path, 1, f"exports {fields[2]}, an internal name"
 
 
+EXPORTS, DEB_SYMBOLS = "client/kvq.map", "packaging/deb/libkvq0/symbols"
+
+
+def check_exports(tree):
+    """The Debian package's list of symbols names what the library exports, and nothing else: a
+    program that uses a name left out would get no dependency on the release that brought it."""
+    exported = set(re.findall(r"^    (kvq_\w+);$", tree.text(EXPORTS), re.M))
+    listed = set(re.findall(r"^ (kvq_\w+)@", tree.text(DEB_SYMBOLS), re.M))
+    for name in sorted(exported - listed):
+        yield DEB_SYMBOLS, 1, f"lacks {name}, which {EXPORTS} exports"
+    for name in sorted(listed - exported):
+        yield DEB_SYMBOLS, 1, f"names {name}, which {EXPORTS} does not export"
+
+
 RULES = {
     "functions": check_functions, "files": check_files, "lines": check_lines, "spdx": check_spdx,
     "arrows": check_arrows, "thirdparty": check_thirdparty, "banned": check_banned,
     "quiet": check_quiet, "atomics": check_atomics, "isa": check_isa, "prefetch": check_prefetch,
     "dead": check_dead, "words": check_words, "headers": check_headers, "python": check_python,
     "shell": check_shell, "links": check_links, "names": check_names,
+    "exports": check_exports,
 }
 
 
@@ -526,6 +541,8 @@ CLEAN = {
                  '    return value == 0; // printf(strcpy), see a.h and kvq_a\n}\n',
     "client/kvq.h": KVQ_H_HEAD + '#include "kvq/b.h"\n',
     "client/kvq/b.h": KVQ_H_HEAD + "#include <stdint.h>\nint kvq_b(uint32_t value);\n",
+    EXPORTS: "KVQ_0 {\n  global:\n    kvq_b;\n};\n",
+    DEB_SYMBOLS: "libkvq.so.0 libkvq0\n KVQ_0@KVQ_0 0\n kvq_b@KVQ_0 0\n",
     "tools/run.sh": "#!/bin/bash\n" + PY_HEAD + "echo fine\n",
     "README.md": "See [the source](proto/a.c) and [the web](https://example.org).\n",
 }
@@ -594,6 +611,8 @@ PLANTED = (
     ("shell", "tools/planted.sh", PY_HEAD + "if true; then\n"),
     ("shell", "tools/planted", "#!/bin/bash\n" + PY_HEAD + "case\n"),
     ("links", "docs/planted.md", "See [this](../nowhere.md).\n"),
+    ("exports", DEB_SYMBOLS, "libkvq.so.0 libkvq0\n KVQ_0@KVQ_0 0\n"),
+    ("exports", DEB_SYMBOLS, "libkvq.so.0 libkvq0\n kvq_b@KVQ_0 0\n kvq_c@KVQ_0 0\n"),
     ("names", "proto/planted.c", C_HEAD + "// As nowhere.c has it.\n"),
     ("names", "proto/planted.c", C_HEAD + "// As kvq_nothing has it.\n"),
     ("names", "kernels/cuda/planted.cu", C_HEAD + "/* See\n * KVQ__NOTHING. */\n"),
