@@ -77,9 +77,13 @@ if(KVQ_DEB) # what is saved when the daemon ends outlives an upgrade
     set(kvq_conf ${CMAKE_BINARY_DIR}/kvqd.conf)
     file(CONFIGURE OUTPUT ${kvq_conf} CONTENT "${text}" @ONLY)
 endif()
+# Where the unit looks. A folder below the prefix is named relative to that, so that cmake --install
+# may be given another prefix. For /usr and /opt/NAME the folder is not below, but /etc and
+# /etc/opt/NAME.
 set(kvq_etc ${CMAKE_INSTALL_SYSCONFDIR})
-if(KVQ_DEB)
-    set(kvq_etc ${CMAKE_INSTALL_FULL_SYSCONFDIR}) # not below /usr
+if(NOT CMAKE_INSTALL_FULL_SYSCONFDIR STREQUAL
+   "${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_SYSCONFDIR}")
+    set(kvq_etc ${CMAKE_INSTALL_FULL_SYSCONFDIR})
 endif()
 install(FILES ${kvq_conf} DESTINATION ${kvq_etc}/kvqd COMPONENT kvqd)
 install(FILES packaging/kvqd.logrotate DESTINATION ${kvq_etc}/logrotate.d RENAME kvqd

@@ -38,6 +38,10 @@ INSTALLED = (
 SIZES = {"kvqctl": 3 << 20}
 MOST = 16 << 20  # bytes of any other program or library
 
+# Of a line of cmake_install.cmake: the folder, another name than the file's, the files.
+INSTALLS = re.compile(r'file\(INSTALL DESTINATION "([^"]+)" TYPE \w+(?: RENAME "([^"]+)")? '
+                      r'FILES((?:\s+"[^"]+")+)')
+
 
 class Failure(Exception):
     """A check that did not hold; its text says what was seen."""
@@ -68,6 +72,26 @@ class Install:
         missing = [name for name in INSTALLED if not os.path.exists(self.path(name))]
         if missing:
             raise Failure("not installed: " + ", ".join(missing))
+
+    def check_unit(self):
+        """The unit finds what it names, whatever the prefix that was configured."""
+        for prefix, etc in (("/usr", "/etc"), ("/opt/kvq", "/etc/opt/kvq"),
+                            ("/usr/local", "/usr/local/etc")):
+            build = self.path("configured", prefix.strip("/").replace("/", "-"))
+            run(["cmake", "-S", ROOT, "-B", build, f"-DCMAKE_INSTALL_PREFIX={prefix}",
+                 "-DKVQ_TESTS=OFF", "-DKVQ_EMU=OFF", "-DKVQ_CUDA=OFF"], limit=180)
+            with open(os.path.join(build, "cmake_install.cmake"), encoding="utf-8") as file:
+                script = file.read().replace("${CMAKE_INSTALL_PREFIX}", prefix)
+            there = {os.path.join(folder, name or os.path.basename(path))
+                     for folder, name, paths in INSTALLS.findall(script)
+                     for path in re.findall('"([^"]+)"', paths)}
+            with open(os.path.join(build, "kvqd.service"), encoding="utf-8") as file:
+                unit = re.findall(r"^Exec\w+=(.*)", file.read(), re.M)
+            named = {word for line in unit for word in line.split() if word.startswith("/")}
+            wanted = named - {"/run/kvqd"} | {f"{etc}/kvqd/kvqd.conf", f"{etc}/logrotate.d/kvqd"}
+            if not named or wanted - there:
+                raise Failure(f"with the prefix {prefix} there would be no " +
+                              ", ".join(sorted(wanted - there)))
 
     def check_stripped(self):
         for folder in ("bin", "lib"):
@@ -159,10 +183,11 @@ def main():
     install = Install(os.path.abspath(sys.argv[1]), prefix)
     passed = failed = 0
     try:
-        for check in (install.check_files, install.check_stripped, install.check_soname,
-                      install.check_compiles, install.check_cxx, install.check_daemon_starts,
-                      install.check_client_runs, install.check_kvqctl,
-                      install.check_completion, install.check_daemon_ends):
+        for check in (install.check_files, install.check_unit, install.check_stripped,
+                      install.check_soname, install.check_compiles, install.check_cxx,
+                      install.check_daemon_starts, install.check_client_runs,
+                      install.check_kvqctl, install.check_completion,
+                      install.check_daemon_ends):
             try:
                 check()
                 passed += 1
