@@ -222,6 +222,14 @@ class Events(Test):
             self.assertIn("--namespace is for sessions, prefixes and events, not for " +
                           " ".join(words), complaint)
 
+    def test_empty_namespace(self):
+        """A script's variable that is not set names no namespace: not all of them, nor uid-N."""
+        for words in (("prefix", "drop"), ("prefix", "drop", "--dry-run"), ("prefix", "status"),
+                      ("session", "list"), ("session", "drop", "x"), ("events", "--no-follow")):
+            status, out, complaint = self.daemon.ctl(*words, "--namespace", "", check=False)
+            self.assertEqual((status, out), (2, ""), words)
+            self.assertIn("--namespace is a name, not the empty text", complaint, words)
+
     def test_refused(self):
         """A kind that is none, no daemon, and a user who may not."""
         status, _, complaint = self.daemon.ctl("events", "--kind", "sesion_saved", check=False)

@@ -285,6 +285,11 @@ int kvq__ctl_check_options(const struct kvq__ctl *ctl, const struct kvq__ctl_com
         return kvq__ctl_bad_usage(kvq__ctl_text("--%s is for %s, not for", o->name, o->of),
                                   kvq__ctl_words(command));
     }
+    // An empty text, as of a script's unset variable, would mean all namespaces, or uid-N.
+    if (ctl->ns && !*ctl->ns)
+        return kvq__ctl_bad_usage("--namespace is a name, not the empty text ''; leave it out for "
+                                  "the namespaces that kvqctl --help names",
+                                  NULL);
     return KVQ_EXIT_OK;
 }
 
