@@ -5,6 +5,7 @@
 #
 #   tools/deps.sh [build|test|full]   `build` is enough for the programs and the demo
 #   tools/deps.sh loop                what tools/loop.sh needs
+#   tools/deps.sh wheel               what tools/wheel.sh needs, from Debian
 #   tools/deps.sh deb                 what tools/deb.sh needs
 #   tools/deps.sh vm                  what tests/deb.py needs
 #   tools/deps.sh cuda                the CUDA compiler for the GPU kernels, into build/cuda
@@ -24,10 +25,11 @@ kvq_test_packages=(
     clang-14 clang-format-14 clang-tidy-14 libclang-rt-14-dev llvm-14 binutils python3-numpy
     libsimde-dev python3-yaml ccache
 )
+kvq_wheel_packages=(python3-venv)
 kvq_deb_packages=(dpkg-dev file)
 kvq_vm_packages=(debootstrap systemd-container lintian)
 kvq_loop_packages=(ninja-build ccache clang-format-14)
-kvq_full_packages=(qemu-user python3-venv)
+kvq_full_packages=(qemu-user "${kvq_wheel_packages[@]}")
 kvq_cuda_packages=(g++ python3-pip)
 # The CUDA compiler as Python wheels; CMake finds it where kvq_install_cuda puts it.
 kvq_cuda_wheels=(
@@ -50,6 +52,7 @@ kvq_missing_packages() {
     local wanted=("${kvq_build_packages[@]}") package
     [ "$1" = test ] || [ "$1" = full ] && wanted+=("${kvq_test_packages[@]}")
     [ "$1" = full ] && wanted+=("${kvq_full_packages[@]}")
+    [ "$1" = wheel ] && wanted+=("${kvq_wheel_packages[@]}")
     [ "$1" = deb ] && wanted+=("${kvq_deb_packages[@]}")
     [ "$1" = vm ] && wanted+=("${kvq_vm_packages[@]}")
     [ "$1" = loop ] && wanted+=("${kvq_loop_packages[@]}")
@@ -153,13 +156,13 @@ assert transformers.__version__ == '4.57.6'" 2>/dev/null && return 0
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     cd "$(dirname "$0")/.." || exit 1
     case "${1:-build}" in
-    build | loop | deb | vm | test | full) kvq_install_packages "${1:-build}" ;;
+    build | loop | wheel | deb | vm | test | full) kvq_install_packages "${1:-build}" ;;
     cuda) kvq_install_cuda ;;
     s3) kvq_install_s3 ;;
     transformers4) kvq_install_transformers4 ;;
-    -h | --help) sed -n '3,15s/^# \{0,1\}//p' "$0" ;;
+    -h | --help) sed -n '3,16s/^# \{0,1\}//p' "$0" ;;
     *)
-        echo "deps.sh: '$1' is none of build, loop, deb, vm, test, full, cuda," \
+        echo "deps.sh: '$1' is none of build, loop, wheel, deb, vm, test, full, cuda," \
             "s3, transformers4"
         exit 2
         ;;

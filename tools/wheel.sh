@@ -7,7 +7,7 @@
 #
 # Prints the wheel's path, in build/wheel-out. It runs on the Linux that it is made on and on newer
 # ones (the tag manylinux_2_NN in its name says which). What builds it comes from PyPI into
-# build/wheel-tools; the libraries to compile with, from tools/deps.sh.
+# build/wheel-tools; the libraries to compile with, and python3-venv, from tools/deps.sh wheel.
 set -eu
 case "${1:-}" in
 -h | --help) sed -n '3,11s/^# \{0,1\}//p' "$0" && exit 0 ;;
@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 mkdir -p build
 log=build/wheel.log
 options=()
-for option in "$@"; do options+=(-C "cmake.define.$option"); done
+for option in "$@"; do options+=(--config-settings "cmake.define.$option"); done
 
 quietly() {
     echo "\$ $*" >>$log
