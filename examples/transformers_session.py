@@ -8,7 +8,8 @@ The first call with a NAME begins a chat, further ones go on with it. MODEL is a
 as transformers takes it, or a file that ends in .gguf. The chat's words and ids are kept in
 NAME.json, its K and V in the session NAME of a kvqd with a --storage-dir. Both belong together: a
 session that is there without its NAME.json, or with an older one, is refused, or goes on wrongly
-(kvqctl session drop NAME ends it).
+(kvqctl session drop NAME ends it). A model whose chat template changes earlier turns, as Qwen3's
+drops their thinking, has one turn alone: a second one is refused.
 """
 import json
 import os
@@ -45,6 +46,10 @@ def main(model, name, question):
     before = tokenizer.apply_chat_template(said, tokenize=False) if ids else ""
     said.append({"role": "user", "content": question})
     text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    if not text.startswith(before):  # as where thinking is left out of all answers but the last
+        sys.exit(f"{name} cannot go on: this model's chat template renders earlier turns otherwise "
+                 "once a new one stands behind them, and the session has the tokens of the former "
+                 "text. Take a model whose template leaves earlier turns as they were.")
     ids += tokenizer(text[len(before):], add_special_tokens=False)["input_ids"]
 
     with kvq.transformers.KvqCache(model, "oscar4", name=name, prefix=ids) as cache:

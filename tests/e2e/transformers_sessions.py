@@ -585,6 +585,16 @@ class Letters:
         return turns + "assistant: " * add_generation_prompt
 
 
+class Thinking(Letters):
+    """Its template shows the thinking of the answer alone that ends the chat."""
+
+    def apply_chat_template(self, said, **options):
+        last = len(said) - 1
+        return super().apply_chat_template(
+            [{**turn, "content": "hm, hm, hm, hm. " * (i == last and turn["role"] == "assistant") +
+              turn["content"]} for i, turn in enumerate(said)], **options)
+
+
 class Saved(Case):
     """Sessions on disk."""
 
@@ -598,11 +608,12 @@ class Saved(Case):
         super().tearDownClass()
         cls.folder.cleanup()
 
-    def test_the_example_of_a_chat(self):
-        """A turn whose answer was cut stands behind the mark that ends an answer."""
+    def ask(self, tokenizer, name, *questions):
+        """Asks the example, one call a question. The file where the chat is, and with which ids
+        each call opened its cache."""
         main = runpy.run_path(os.path.join(e2e_rig.ROOT, "examples",
                                            "transformers_session.py"))["main"]
-        tokenizer, came = Letters(), []
+        name, came = os.path.join(self.folder.name, name), []
 
         def cache(model, *arguments, **options):
             came.append(list(options["prefix"]))
@@ -613,15 +624,30 @@ class Saved(Case):
                                            lambda *_, **__: models("llama")[1]), \
                 unittest.mock.patch.object(kvq.transformers, "KvqCache", cache), \
                 contextlib.redirect_stdout(io.StringIO()):
-            name = os.path.join(self.folder.name, "alice")
-            for question in ("When?", "And on Sundays?"):
+            for question in questions:
                 main("letters", name, question)
-        with open(f"{name}.json", encoding="utf-8") as kept:
+        return f"{name}.json", came
+
+    def test_the_example_of_a_chat(self):
+        """A turn whose answer was cut stands behind the mark that ends an answer."""
+        tokenizer = Letters()
+        path, came = self.ask(tokenizer, "alice", "When?", "And on Sundays?")
+        with open(path, encoding="utf-8") as kept:
             ids, said = json.load(kept)
         self.assertEqual(ids[-1], tokenizer.eos_token_id)
         self.assertEqual(ids, tokenizer(tokenizer.apply_chat_template(said))["input_ids"])
         text = tokenizer.apply_chat_template(said[:-1], add_generation_prompt=True)
         self.assertEqual(came[1], tokenizer(text)["input_ids"])
+
+    def test_the_example_with_a_template_that_changes_turns(self):
+        """It says so instead of losing the question, and leaves the chat as it was."""
+        path, _ = self.ask(Thinking(), "bob", "When?")
+        with open(path, encoding="utf-8") as file:
+            kept = file.read()
+        with self.assertRaisesRegex(SystemExit, "bob cannot go on: this model's chat template"):
+            self.ask(Thinking(), "bob", "And on Sundays?")
+        with open(path, encoding="utf-8") as file:
+            self.assertEqual(file.read(), kept)
 
     def test_another_daemon_goes_on(self):
         eager, model = models("llama")
