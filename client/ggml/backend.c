@@ -7,8 +7,11 @@
 //
 // A SET_ROWS must be taken if, and only if, the attention that reads its rows is. ggml asks about
 // every node of a graph before it computes it, and about several graphs before the first, so what
-// it asked last is known when it asks about rows: the layouts below.
+// it asked last is known when it asks about rows: the layouts below. Each is of one context: what
+// the graphs of another one show says nothing of it.
 #include "client/ggml/cache.h"
+#include "kernels/kernels.h"
+#include "proto/limits.h"
 
 #include <assert.h>
 #include <ggml-backend-impl.h>
@@ -21,33 +24,47 @@
 
 enum { CACHES = 8 }; // of a context
 
-// What the graphs showed of a cache, whose tensors all lie in one buffer.
+// What the graphs of a context showed of a cache, whose tensors all lie in one buffer.
 struct layout {
     struct layout *next;
+    const struct backend *context; // NULL: there was none
     const struct ggml_backend_buffer *buffer;
     void *base; // and size, of the buffer: another one may lie at its address later
     size_t size;
     int64_t cells;
-    bool in_use; // by a cache: all nodes that touch it are taken, and refused if they must be
-    bool told;   // that layers are left to llama.cpp: one line on stderr is enough
+    bool in_use;  // by a cache: all nodes that touch it are taken, and refused if they must be
+    bool told;    // that layers are left to llama.cpp: one line on stderr is enough
+    bool window;  // the layers have a sliding window, as far as the graphs showed it
+    bool settled; // .window stays: a graph was asked about in full
     uint32_t n;
-    bool taken[KVQ_GGML_LAYERS]; // as ggml was told last
-    bool read[KVQ_GGML_LAYERS];  // by something else than flash attention: never taken again
+    bool served[KVQ_GGML_LAYERS]; // the attention that was asked about last is one that kvqd serves
+    bool read[KVQ_GGML_LAYERS];   // by something else than flash attention: never taken again
     struct kvq_ggml_layer layers[KVQ_GGML_LAYERS];
 };
 
 static pthread_mutex_t layouts_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct layout *layouts;
-// Contexts with a backend of ours: without one, no layout is of a cache that is still there.
-static uint32_t contexts;
 
 // The backend of one llama_context.
 struct backend {
+    struct backend *next;
+    pthread_t maker; // the thread that made the context
     struct kvq_ggml_daemon daemon;
     struct kvq_ggml_cache *caches[CACHES];
     const struct ggml_backend_buffer *buffers[CACHES];
     uint32_t n;
 };
+static struct backend *contexts; // the newest first; under layouts_lock
+
+// The context whose graph this thread asks about. ggml does not say it, but llama.cpp asks about a
+// context's first graphs in the thread that makes the context, before that makes another one.
+static const struct backend *planning_context(void)
+{
+    const struct backend *at = contexts;
+    while (at && !pthread_equal(at->maker, pthread_self()))
+        at = at->next;
+    return at ? at : contexts;
+}
 
 static const struct ggml_tensor *root(const struct ggml_tensor *tensor)
 {
@@ -106,18 +123,11 @@ static bool is_another(const struct layout *layout, const struct kvq_ggml_layer 
            (i < layout->n && (layout->layers[i].k != layer->k || layout->layers[i].v != layer->v));
 }
 
-// Keeps what an attention says of its layer. Whether the layer is taken.
-static bool keep_layer(const struct kvq_ggml_layer *layer, bool taken)
+static struct layout *add_layout(const struct kvq_ggml_layer *layer)
 {
-    struct layout *layout = layout_of(layer->k->buffer);
-    if (layout && is_another(layout, layer)) {
-        forget_layout(layer->k->buffer);
-        layout = NULL;
-    }
-    if (!layout) {
-        layout = calloc(1, sizeof *layout);
-        if (!layout)
-            return false;
+    struct layout *layout = calloc(1, sizeof *layout);
+    if (layout) {
+        layout->context = planning_context();
         layout->buffer = layer->k->buffer;
         layout->base = ggml_backend_buffer_get_base(layer->k->buffer);
         layout->size = ggml_backend_buffer_get_size(layer->k->buffer);
@@ -125,23 +135,40 @@ static bool keep_layer(const struct kvq_ggml_layer *layer, bool taken)
         layout->next = layouts;
         layouts = layout;
     }
+    return layout;
+}
+
+// Keeps what an attention says of its layer, whose place is *at then. NULL: there is no room.
+static struct layout *keep_layer(const struct kvq_ggml_layer *layer, bool served, uint32_t *at)
+{
+    struct layout *layout = layout_of(layer->k->buffer);
+    if (layout && is_another(layout, layer)) {
+        forget_layout(layer->k->buffer);
+        layout = NULL;
+    }
+    if (!layout)
+        layout = add_layout(layer);
+    if (!layout)
+        return NULL;
     uint32_t i = index_in_layout(layout, layer->number);
     if (i == layout->n) {
         if (layout->n == KVQ_GGML_LAYERS)
-            return false;
+            return NULL;
         for (; i && layout->layers[i - 1].number > layer->number; i--) {
             layout->layers[i] = layout->layers[i - 1];
-            layout->taken[i] = layout->taken[i - 1];
+            layout->served[i] = layout->served[i - 1];
             layout->read[i] = layout->read[i - 1];
         }
         layout->read[i] = false;
+        layout->settled = false;
         layout->n++;
     }
     assert(i < layout->n && layout->n <= KVQ_GGML_LAYERS);
     assert(i == 0 || layout->layers[i - 1].number < layer->number);
     layout->layers[i] = *layer;
-    layout->taken[i] = taken && !layout->read[i];
-    return layout->taken[i];
+    layout->served[i] = served;
+    *at = i;
+    return layout;
 }
 
 // NULL if an attention is one that kvqd serves, else what it has that kvqd does not serve.
@@ -155,22 +182,25 @@ static const char *unserved(const struct ggml_tensor *op, const struct kvq_ggml_
         return "K, V or Q that are not laid out as kvq knows them";
     if (layer->k->ne[2] > KVQ_GGML_STREAMS)
         return "more than 64 sequences";
+    if (q->ne[2] > KVQ_MAX_HEADS) // KV heads are as many at most
+        return "more than 256 query heads";
+    if (q->ne[2] / k->ne[2] > KVQ_MAX_GQA)
+        return "more than 64 query heads for each KV head";
     if (!mask || mask->type != GGML_TYPE_F16)
         return "a mask of another kind";
     return kvq_ggml_extra(op);
 }
 
-// Whether a layer has a sliding window, as far as the plan shows it: models with both kinds have
+// Whether layers have a sliding window, as far as the plan shows it: models with both kinds have
 // two caches, with other layers in each, and fewer cells in that of the windows. llama.cpp keeps
 // those: they are small, and a cell is no position there. Where both have as many, it keeps both.
-static bool has_window(const struct kvq_ggml_layer *layer)
+static bool has_window(const struct layout *own)
 {
-    const struct layout *own = layout_of(layer->k->buffer);
     for (const struct layout *at = layouts; at; at = at->next) {
-        if (at == own || at->cells < layer->k->ne[1] || index_in_layout(at, layer->number) < at->n)
+        if (at == own || at->context != own->context || at->cells < own->cells)
             continue;
         bool apart = true;
-        for (uint32_t i = 0; own && apart && i < at->n; i++)
+        for (uint32_t i = 0; apart && i < at->n; i++)
             apart = index_in_layout(own, at->layers[i].number) == own->n;
         if (apart)
             return true;
@@ -178,26 +208,37 @@ static bool has_window(const struct kvq_ggml_layer *layer)
     return false;
 }
 
+// Whether a layer's rows and its attention are taken.
+static bool is_taken(const struct layout *layout, uint32_t i)
+{
+    assert(i < layout->n);
+    return layout->served[i] && !layout->read[i] && !layout->window;
+}
+
 static bool takes_attention(const struct ggml_tensor *op)
 {
     struct kvq_ggml_layer layer = {
         .k = root(op->src[1]), .v = root(op->src[2]), .shape = kvq_ggml_shape(op)};
     int number;
+    uint32_t i;
     if (!is_cache(layer.k, 'k', &layer.number) || !is_cache(layer.v, 'v', &number) ||
         number != layer.number || layer.k->buffer != layer.v->buffer)
         return false;
     const char *why = unserved(op, &layer);
-    if (!why && has_window(&layer))
+    struct layout *layout = keep_layer(&layer, !why, &i);
+    if (!layout)
+        return false;
+    if (!layout->settled)
+        layout->window = has_window(layout);
+    else if (!why && layout->window)
         why = "a sliding window, or a cache as large as that of layers that have one";
-    const bool taken = keep_layer(&layer, !why);
-    struct layout *layout = layout_of(layer.k->buffer);
-    if (why && layout && !layout->told) {
+    if (why && !layout->told) {
         layout->told = true;
         kvq_ggml_refuse("attention of layer %d, and of others like it, is left to llama.cpp; it "
                         "has %s",
                         layer.number, why);
     }
-    return taken;
+    return is_taken(layout, i);
 }
 
 // The layout that a cache's tensor is in, and its layer's place there; NULL: none.
@@ -211,12 +252,20 @@ static struct layout *find_layer(const struct ggml_tensor *tensor, uint32_t *i)
     return layout && *i < layout->n ? layout : NULL;
 }
 
-// Whether a tensor is in a cache whose attention is taken.
-static bool is_taken(const struct ggml_tensor *tensor)
+// Whether a SET_ROWS is taken, as the attention behind it will be. Rows are asked about before
+// their attention: where that is known, an earlier graph was asked about in full, and all caches of
+// the context have shown themselves. What is said now must hold for the attention.
+static bool takes_rows(const struct ggml_tensor *op)
 {
     uint32_t i;
-    const struct layout *layout = find_layer(tensor, &i);
-    return layout && layout->taken[i];
+    struct layout *layout = find_layer(root(op), &i);
+    if (!layout)
+        return false;
+    if (!layout->settled)
+        layout->window = has_window(layout);
+    layout->settled = true;
+    return is_taken(layout, i) && op->src[0]->type == GGML_TYPE_F32 &&
+           op->src[1]->type == GGML_TYPE_I64;
 }
 
 // Whether a node computes nothing; such nodes go to whichever backend ggml likes.
@@ -249,15 +298,12 @@ static bool takes(const struct ggml_tensor *op)
     case GGML_OP_FLASH_ATTN_EXT:
         return takes_attention(op);
     case GGML_OP_SET_ROWS:
-        return is_taken(root(op)) && op->src[0]->type == GGML_TYPE_F32 &&
-               op->src[1]->type == GGML_TYPE_I64;
+        return takes_rows(op);
     default: // an attention of another kind reads the cache: its rows must be there
         for (int i = 0; i < GGML_MAX_SRC; i++) {
             layout = find_layer(root(op->src[i]), &at);
-            if (layout) {
+            if (layout)
                 layout->read[at] = true;
-                layout->taken[at] = false;
-            }
         }
         return false;
     }
@@ -285,11 +331,13 @@ static struct kvq_ggml_cache *make_cache(struct backend *backend,
     struct layout *layout = layout_of(buffer);
     bool all = layout != NULL;
     for (uint32_t i = 0; all && i < layout->n; i++)
-        all = layout->taken[i];
+        all = is_taken(layout, i);
     if (all)
         cache = kvq_ggml_cache_new(&backend->daemon, layout->layers, layout->n);
-    if (cache)
+    if (cache) {
+        layout->context = layout->in_use ? layout->context : backend;
         layout->in_use = true;
+    }
     pthread_mutex_unlock(&layouts_lock);
     if (!all)
         kvq_ggml_refuse("some layers of this model's cache are not served; unset "
@@ -372,18 +420,33 @@ static const char *backend_name(ggml_backend_t backend)
     return "kvq";
 }
 
+// Forgets a context that goes, and its caches, also those that it never computed with. Without any
+// context, no layout is of a cache that is still there.
+static void forget_context(const struct backend *own)
+{
+    struct backend **place = &contexts;
+    while (*place && *place != own)
+        place = &(*place)->next;
+    assert(*place == own);
+    *place = own->next;
+    for (struct layout **at = &layouts; *at;) {
+        struct layout *layout = *at;
+        if (layout->context == own || !contexts) {
+            *at = layout->next;
+            free(layout);
+        } else {
+            at = &layout->next;
+        }
+    }
+}
+
 static void backend_free(ggml_backend_t backend)
 {
     struct backend *own = backend->context;
     for (uint32_t i = 0; i < own->n; i++)
         kvq_ggml_cache_free(own->caches[i]);
     pthread_mutex_lock(&layouts_lock);
-    for (uint32_t i = 0; i < own->n; i++)
-        forget_layout(own->buffers[i]);
-    assert(contexts > 0);
-    contexts--;
-    while (contexts == 0 && layouts)
-        forget_layout(layouts->buffer);
+    forget_context(own);
     pthread_mutex_unlock(&layouts_lock);
     kvq_queue_close(&own->daemon.queue);
     kvq_disconnect(&own->daemon.client);
@@ -461,7 +524,9 @@ static ggml_backend_t device_init(ggml_backend_dev_t device, const char *params)
         goto fail;
     }
     pthread_mutex_lock(&layouts_lock);
-    contexts++;
+    own->maker = pthread_self();
+    own->next = contexts;
+    contexts = own;
     pthread_mutex_unlock(&layouts_lock);
     backend->guid = &guid;
     backend->iface.get_name = backend_name;

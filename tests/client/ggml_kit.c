@@ -52,6 +52,26 @@ bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
     return type == NULL;
 }
 
+struct ggml_tensor kit_tensor(enum ggml_type type, void *data, int64_t a, int64_t b, int64_t c,
+                              int64_t d)
+{
+    const size_t one = type == GGML_TYPE_F32 ? 4 : type == GGML_TYPE_F16 ? 2 : 8;
+    struct ggml_tensor t = {.type = type, .data = data, .ne = {a, b, c, d}};
+    t.nb[0] = one;
+    for (int i = 1; i < 4; i++)
+        t.nb[i] = t.nb[i - 1] * (size_t)t.ne[i - 1];
+    t.flags = GGML_TENSOR_FLAG_COMPUTE;
+    return t;
+}
+
+struct ggml_tensor kit_view(struct ggml_tensor *of, enum ggml_op op)
+{
+    struct ggml_tensor t = *of;
+    t.view_src = of;
+    t.op = op;
+    return t;
+}
+
 // In the library's stead, for the backend alone, which is in this program.
 int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
                      kvq_session *session, struct kvq_session_info *info)

@@ -6,6 +6,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "tests/client/ggml/ggml-backend-impl.h"
 
@@ -20,5 +21,10 @@ struct ggml_kit {
     int opens_before_one_fails; // of sessions; below 0: none does
 };
 extern struct ggml_kit ggml_kit;
+
+// A tensor of these dimensions without gaps, and a view of all of one, as the result of an op.
+struct ggml_tensor kit_tensor(enum ggml_type type, void *data, int64_t a, int64_t b, int64_t c,
+                              int64_t d);
+struct ggml_tensor kit_view(struct ggml_tensor *of, enum ggml_op op);
 
 #endif

@@ -54,26 +54,6 @@ static float value(void)
     return (float)((int)(rig.seed >> 33) % 256 - 128) / 64; // fp16 holds it
 }
 
-static struct ggml_tensor tensor(enum ggml_type type, void *data, int64_t a, int64_t b, int64_t c,
-                                 int64_t d)
-{
-    const size_t one = type == GGML_TYPE_F32 ? 4 : type == GGML_TYPE_F16 ? 2 : 8;
-    struct ggml_tensor t = {.type = type, .data = data, .ne = {a, b, c, d}};
-    t.nb[0] = one;
-    for (int i = 1; i < 4; i++)
-        t.nb[i] = t.nb[i - 1] * (size_t)t.ne[i - 1];
-    t.flags = GGML_TENSOR_FLAG_COMPUTE;
-    return t;
-}
-
-static struct ggml_tensor view(struct ggml_tensor *of, enum ggml_op op)
-{
-    struct ggml_tensor t = *of;
-    t.view_src = of;
-    t.op = op;
-    return t;
-}
-
 // The tensors that live as long as a context.
 static void make_caches(void)
 {
@@ -88,7 +68,7 @@ static void make_caches(void)
                 data =
                     mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             memset(data, 1, bytes);
-            *both[j] = tensor(GGML_TYPE_F16, data, KV, CELLS, STREAMS, 1);
+            *both[j] = kit_tensor(GGML_TYPE_F16, data, KV, CELLS, STREAMS, 1);
             both[j]->buffer = (void *)&buffer;
             snprintf(both[j]->name, sizeof both[j]->name, "cache_%c_l%d", "kv"[j], i + 2);
         }
@@ -100,32 +80,32 @@ static void make_graph(int64_t each, int64_t n, int64_t stream)
 {
     const int64_t rows = each * n;
     const float params[3] = {SCALE, 0, CAP};
-    rig.cells = tensor(GGML_TYPE_I64, rig.cell, rows, 1, 1, 1);
-    rig.mask = tensor(GGML_TYPE_F16, rig.visible, CELLS, each, 1, n);
+    rig.cells = kit_tensor(GGML_TYPE_I64, rig.cell, rows, 1, 1, 1);
+    rig.mask = kit_tensor(GGML_TYPE_F16, rig.visible, CELLS, each, 1, n);
     rig.graph.n = 0;
     for (int i = 0; i < LAYERS; i++) {
         struct layer *l = &rig.layers[i];
-        l->k_rows = tensor(GGML_TYPE_F32, l->given_k, KV, rows, 1, 1);
-        l->v_rows = tensor(GGML_TYPE_F32, l->given_v, KV, rows, 1, 1);
-        l->set_k = view(&l->k_cache, GGML_OP_SET_ROWS);
-        l->set_v = view(&l->v_cache, GGML_OP_SET_ROWS);
+        l->k_rows = kit_tensor(GGML_TYPE_F32, l->given_k, KV, rows, 1, 1);
+        l->v_rows = kit_tensor(GGML_TYPE_F32, l->given_v, KV, rows, 1, 1);
+        l->set_k = kit_view(&l->k_cache, GGML_OP_SET_ROWS);
+        l->set_v = kit_view(&l->v_cache, GGML_OP_SET_ROWS);
         l->set_k.src[0] = &l->k_rows;
         l->set_v.src[0] = &l->v_rows;
         l->set_k.src[1] = l->set_v.src[1] = &rig.cells;
-        l->q = tensor(GGML_TYPE_F32, l->queries, DIM, Q_HEADS, each, n); // then permuted
+        l->q = kit_tensor(GGML_TYPE_F32, l->queries, DIM, Q_HEADS, each, n); // then permuted
         l->q = (struct ggml_tensor){.type = GGML_TYPE_F32,
                                     .data = l->queries,
                                     .ne = {DIM, each, Q_HEADS, n},
                                     .nb = {4, l->q.nb[2], l->q.nb[1], l->q.nb[3]}};
-        l->k = view(&l->k_cache, GGML_OP_PERMUTE);
-        l->v = view(&l->v_cache, GGML_OP_PERMUTE);
+        l->k = kit_view(&l->k_cache, GGML_OP_PERMUTE);
+        l->v = kit_view(&l->v_cache, GGML_OP_PERMUTE);
         struct ggml_tensor *both[2] = {&l->k, &l->v};
         for (int j = 0; j < 2; j++) {
             const int64_t ne[4] = {DIM, CELLS, KV_HEADS, n};
             memcpy(both[j]->ne, ne, sizeof ne);
             both[j]->data = (char *)both[j]->data + stream * 2 * KV * CELLS;
         }
-        l->attention = tensor(GGML_TYPE_F32, l->out, DIM, Q_HEADS, each, n);
+        l->attention = kit_tensor(GGML_TYPE_F32, l->out, DIM, Q_HEADS, each, n);
         l->attention.op = GGML_OP_FLASH_ATTN_EXT;
         memcpy(l->attention.op_params, params, sizeof params);
         struct ggml_tensor *from[4] = {&l->q, &l->k, &l->v, &rig.mask};
@@ -317,9 +297,10 @@ static void test_attention_of_other_kinds_is_left(void **state)
     struct layer *l = &rig.layers[1];
     const struct ggml_tensor plain = l->attention;
     float *params = (float *)(void *)l->attention.op_params;
-    for (int i = 0; i < 5; i++) {
+    for (int i = 0; i < 7; i++) {
         l->attention = plain;
         l->q.type = GGML_TYPE_F32;
+        l->q.ne[2] = Q_HEADS;
         assert_true(takes(&l->attention));
         assert_true(takes(&l->set_k));
         if (i == 0)
@@ -330,6 +311,10 @@ static void test_attention_of_other_kinds_is_left(void **state)
             l->attention.src[3] = NULL; // no mask
         else if (i == 3)
             l->q.type = GGML_TYPE_F16;
+        else if (i == 4)
+            l->q.ne[2] = 258; // heads
+        else if (i == 5)
+            l->q.ne[2] = 65 * KV_HEADS;
         else
             l->k.ne[0] = l->v.ne[0] = 96;
         assert_false(takes(&l->attention));
@@ -395,6 +380,55 @@ static void test_layers_with_windows_are_left(void **state)
     ask();
     ask();
     assert_int_equal(ask(), rig.graph.n);
+}
+
+// Plans a forward of a token at `at` through n layers as ggml's scheduler does, which asks about
+// all rows before it asks about attention. How many nodes are taken; ggml itself has the others.
+static int plan(int first, int n, int64_t at)
+{
+    int taken = 0;
+    make_graph(1, 1, 0);
+    make_tokens(0, at, 1, 0);
+    rig.graph.n = n * PER_LAYER;
+    memmove(rig.graph.nodes, rig.graph.nodes + first * PER_LAYER,
+            (size_t)rig.graph.n * sizeof *rig.graph.nodes);
+    for (int i = 0; i < 2 * rig.graph.n; i++) {
+        struct ggml_tensor *node = rig.graph.nodes[i % rig.graph.n];
+        if ((node->op == GGML_OP_SET_ROWS) == (i < rig.graph.n)) {
+            node->flags = takes(node) ? GGML_TENSOR_FLAG_COMPUTE : 0;
+            taken += node->flags != 0;
+        }
+    }
+    return taken;
+}
+
+// A model, and a head of it that predicts more tokens in a context of its own, with other layers in
+// as many cells: these are no sliding windows. The head's context ends before it computes.
+static void test_two_contexts(void **state)
+{
+    (void)state;
+    static char model, head;
+    for (int i = 0; i < LAYERS; i++)
+        rig.layers[i].k_cache.buffer = rig.layers[i].v_cache.buffer =
+            (void *)(i < 2 ? &model : &head);
+    for (int i = 0; i < 3; i++)
+        plan(0, 2, 0);
+    ggml_backend_t second = rig.device->iface.init_backend(rig.device, NULL);
+    plan(2, 1, 0);
+    assert_int_equal(plan(2, 1, 0), PER_LAYER);
+    for (int at = 0; at < 3; at++) {
+        if (at == 2) {
+            struct ggml_tensor product = {.op = GGML_OP_MUL_MAT, .src = {&rig.layers[2].k}};
+            assert_false(takes(&product)); // nothing of that is left behind
+            second->iface.free(second);
+        }
+        assert_int_equal(plan(0, 2, at), 2 * PER_LAYER);
+        assert_int_equal(compute(), GGML_STATUS_SUCCESS);
+    }
+    second = rig.device->iface.init_backend(rig.device, NULL);
+    plan(2, 1, 0);
+    assert_int_equal(plan(2, 1, 0), PER_LAYER);
+    second->iface.free(second);
 }
 
 // ---- Attention ---------------------------------------------------------------------------------
@@ -648,7 +682,7 @@ static void test_a_context_shift(void **state)
 {
     (void)state;
     forward(0, 0, 10);
-    rig.shift = view(&rig.layers[0].k_cache, GGML_OP_ROPE);
+    rig.shift = kit_view(&rig.layers[0].k_cache, GGML_OP_ROPE);
     assert_true(takes(&rig.shift));
     rig.graph.nodes[0] = &rig.shift;
     rig.graph.n = 1;
@@ -729,6 +763,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_attention_of_other_kinds_is_left, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_cache_where_another_was, setup, teardown),
         cmocka_unit_test_setup_teardown(test_layers_with_windows_are_left, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_two_contexts, setup, teardown),
         cmocka_unit_test_setup_teardown(test_prompt_and_decoding, setup, teardown),
         cmocka_unit_test_setup_teardown(test_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_going_back, setup, teardown),
