@@ -486,9 +486,9 @@ class Trouble(Stored):
         os.mkdir(hidden)
         self.again(kill=False, within=("unshare", "--mount", "sh", "-c",
                                        f'mount -t tmpfs none {hidden} && exec "$0" "$@"'))
-        status, _, complaint = self.daemon.ctl("session", "export", "it", f"{hidden}/it",
-                                               check=False)
-        self.assertEqual(status, 0, complaint)
+        status, out, complaint = self.daemon.ctl("session", "export", "it", f"{hidden}/it",
+                                                 check=False)
+        self.assertEqual((status, out), (1, ""), complaint)
         self.assertIn("is not there for you", complaint)
         status, _, complaint = self.daemon.ctl("session", "export", "it", f"{self.folder}/it",
                                                check=False)

@@ -106,14 +106,16 @@ static char *whole_path(const struct kvq__ctl *ctl, const char *path, char out[P
 }
 
 // The daemon has written a file. A service often has a /tmp of its own, a container all folders.
-static void look_for_export(const struct kvq__ctl *ctl, const char *path)
+// An exit status: a script that goes on to drop the session must not do so without the file.
+static int look_for_export(const struct kvq__ctl *ctl, const char *path)
 {
     if (ctl->connect || access(path, F_OK) == 0 || errno != ENOENT)
-        return;
+        return KVQ_EXIT_OK;
     fprintf(stderr,
             "kvqctl: %s is not there for you: the daemon has another folder of that name, as a "
             "service with PrivateTmp=yes or in a container has; name one that both see\n",
             kvq__ctl_clean(path));
+    return KVQ_EXIT_FAILED;
 }
 
 int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
@@ -130,9 +132,9 @@ int kvq__ctl_session_export(struct kvq__ctl *ctl, char **args)
     if (!(command.path = whole_path(ctl, args[1], path)))
         return KVQ_EXIT_USAGE;
     int result = ask_long(ctl, &request, KVQ__REPLY__RESULT_SAVE, &reply);
+    result = result ? result : look_for_export(ctl, command.path);
     if (result)
         return result;
-    look_for_export(ctl, command.path);
     if (ctl->json)
         kvq__ctl_print_json(&reply->save->base);
     else
