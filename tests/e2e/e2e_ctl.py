@@ -100,6 +100,18 @@ class Found(Test):
                 own.stop()
 
 
+class Ping(Test):
+    """kvqctl ping."""
+
+    def test_how_fast(self):
+        """A script is told what people are, beside what the daemon says of itself."""
+        begin = time.monotonic()
+        told = self.daemon.ctl("ping")
+        most = (time.monotonic() - begin) * 1e6
+        self.assertEqual(told["pid"], self.daemon.status()["pid"])
+        self.assertTrue(0 < told["round_trip_us"] < most, told)
+
+
 class Doctor(Test):
     """What kvqctl doctor finds about engines, beside as many workers as there are CPUs."""
     CPUS = len(os.sched_getaffinity(0))

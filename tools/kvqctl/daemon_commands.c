@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Commands about the daemon as a whole: status, formats, ping, version.
+#include <cJSON.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 
+#include "proto/json.h"
 #include "tools/kvqctl/table.h"
 
 static void print_namespaces(const Kvq__StatusReply *s)
@@ -197,6 +199,13 @@ static int ask_pong(struct kvq__ctl *ctl, Kvq__Reply **reply, double *microsecon
     return result;
 }
 
+static void print_pong_json(const Kvq__Pong *pong, double us)
+{
+    cJSON *json = kvq_json_of_message(&pong->base);
+    cJSON_AddNumberToObject(json, "round_trip_us", us); // which no message has
+    kvq__ctl_print_and_free(json);
+}
+
 int kvq__ctl_ping(struct kvq__ctl *ctl, char **args)
 {
     (void)args;
@@ -209,7 +218,7 @@ int kvq__ctl_ping(struct kvq__ctl *ctl, char **args)
     if (result)
         return result;
     if (ctl->json)
-        kvq__ctl_print_json(&reply->pong->base);
+        print_pong_json(reply->pong, us);
     else
         printf("kvqd %s, pid %" PRIu64 ", up %s, answered in %.0f us\n",
                kvq__ctl_clean(reply->pong->version), reply->pong->pid,
