@@ -102,6 +102,8 @@ class Size(Test):
     def test_refused(self):
         for arguments, words in ((("--format", "oscar9"), "oscar9"),
                                  (("--head-dim", "257"), "1 to 256"),
+                                 (("--sessions", "0"), "--sessions is at least 1"),
+                                 (("--sessions", "none"), "--sessions is at least 1"),
                                  (("--sessions", str(10 ** 17)), "ask for fewer")):
             status, _, complaint = size(*arguments)
             self.assertEqual(status, 2)

@@ -158,6 +158,8 @@ int kvq__ctl_size(struct kvq__ctl *ctl, char **args)
     (void)args;
     if (lacks)
         return kvq__ctl_bad_usage("size needs", lacks);
+    if (ctl->quota.which & 1u << SESSIONS && !ctl->quota.limit[SESSIONS]) // of quota set: no limit
+        return kvq__ctl_bad_usage("--sessions is at least 1 for size, not 0 or none", NULL);
     if (work_out(ctl, &answer, why, sizeof why)) {
         fprintf(stderr, "kvqctl: %s\n", why);
         return KVQ_EXIT_USAGE;
