@@ -36,6 +36,7 @@ import e2e_prefix
 import e2e_prompt
 import e2e_quota
 import e2e_remote
+import e2e_remote_disk
 import e2e_reshard
 import e2e_rig
 import e2e_roles
@@ -68,7 +69,7 @@ SUITES = [e2e_main.TwoEngines, e2e_main.SameBits, e2e_main.Shapes, e2e_work.Chan
           e2e_storage.Saves,
           e2e_storage.Tidy, e2e_storage.Killed, e2e_storage.Ends, e2e_storage.Trouble,
           e2e_quota.Quotas, e2e_remote.Transfers, e2e_remote.Trouble, e2e_remote.Keys,
-          e2e_remote.FullDisk, e2e_remote.PullFullDisk, e2e_reshard.Shards,
+          e2e_remote_disk.FullDisk, e2e_remote_disk.PullFullDisk, e2e_reshard.Shards,
           e2e_floods.Floods, e2e_http.Monitors, e2e_http.Stores, e2e_http.StorePage,
           e2e_http.PackError, e2e_http.Addresses, e2e_axe.Axe, e2e_size.Size, e2e_sinks.Sinks,
           e2e_sinks.Stored, e2e_dims.Dims, e2e_soak.Soak]
