@@ -97,6 +97,7 @@ static int make_pack(struct push *p)
     struct kvq__call *call = p->call;
     uint8_t *buffer = NULL, sha[KVQ__SHA_BYTES];
     uint64_t from = 0;
+    bool cancelled = false;
     assert(x->n_packs > 0 && x->packs[x->n_packs - 1].bytes == p->fresh_bytes);
     int rc = kvq__parts_make(&p->parts, p->fresh_bytes, call->remote->part_bytes) ? -ENOMEM : 0;
     for (uint32_t i = 0; i < x->n_chunks && rc == 0; from += x->chunks[i++].size)
@@ -104,8 +105,9 @@ static int make_pack(struct push *p)
             rc = add_stretch(&p->fresh, &x->chunks[i], from);
     buffer = rc ? NULL : malloc(kvq__part_size(&p->parts, 0));
     rc = rc || buffer ? rc : -ENOMEM;
-    for (uint32_t i = 0; i < p->parts.count && rc == 0; i++) {
+    for (uint32_t i = 0; i < p->parts.count && rc == 0 && !cancelled; i++) {
         size_t size = kvq__part_size(&p->parts, i);
+        cancelled = kvq__remote_tell(call, 0) != 0;
         rc = kvq__source_read(call->remote->io, &p->fresh, buffer, size, i * p->parts.part_bytes);
         if (rc == 0 && kvq__sha256(buffer, size, p->parts.sha[i]) != 0)
             rc = -ENOSYS;
@@ -115,6 +117,8 @@ static int make_pack(struct push *p)
         rc = -ENOSYS;
     if (rc)
         return kvq__remote_say_file(call, p->path, "reading what is new of it", rc);
+    if (cancelled)
+        return KVQ_E_CANCELLED;
     kvq__sha_hex(sha, x->packs[x->n_packs - 1].digest);
     return 0;
 }

@@ -49,7 +49,7 @@ PLAIN_TEST(chunks_can_be_read)
     "kvq-session 2\nbytes 20\npacks 2\n" OLD " 10\n" OLDER " 10\nchunks 2\n"                       \
     "10 0 0 " OLD "\n10 1 0 " OLDER "\nend\n"
 
-enum { SMALL = 1000 };
+enum { SMALL = 1000, CANCELLED_BYTES = 1 << 20 };
 #define SMALL_THERE OK "Content-Length: 1000\r\n\r\n"
 
 // The head that the request puts.
@@ -65,12 +65,14 @@ static const char *head_put(int request)
 struct counting_io {
     struct kvq_io io; // first
     size_t longest;
+    uint64_t bytes; // of all
 };
 
 static int64_t read_counted(struct kvq_io *io, int file, void *data, size_t n, uint64_t at)
 {
     struct counting_io *c = (struct counting_io *)io;
     c->longest = n > c->longest ? n : c->longest;
+    c->bytes += n;
     return kvq_io_posix()->read(io, file, data, n, at);
 }
 
@@ -79,7 +81,7 @@ PLAIN_TEST(memory_to_cut_a_file)
 {
     enum { BYTES = 1 << 20 };
     static const struct script_reply refuses[] = {{.bytes = "HTTP/1.1 403 No\r\n\r\n"}};
-    struct counting_io counting = {*kvq_io_posix(), 0};
+    struct counting_io counting = {.io = *kvq_io_posix()};
     counting.io.read = read_counted;
     make_file(source, BYTES, 1);
     script_start(&server, refuses, 1);
@@ -92,6 +94,32 @@ PLAIN_TEST(memory_to_cut_a_file)
     size_t chunk = kvq__chunk_most(kvq__chunk_about(BYTES, KVQ_REMOTE_PART_MIN));
     assert_true(chunk < BYTES / 8);
     assert_in_range(counting.longest, chunk, 2 * chunk);
+}
+
+static int cancel_in_second_half(void *context, uint64_t done, uint64_t all)
+{
+    const struct counting_io *c = context;
+    (void)done, (void)all;
+    return c->bytes > CANCELLED_BYTES + CANCELLED_BYTES / 4;
+}
+
+// A file is read twice before anything of it is sent: to cut it, and for its pack's checksums.
+PLAIN_TEST(a_push_that_reads_can_be_cancelled)
+{
+    static const struct script_reply none[] = {{.bytes = ABSENT}};
+    struct counting_io counting = {.io = *kvq_io_posix()};
+    const struct kvq_remote_watch watch = {cancel_in_second_half, &counting};
+    counting.io.read = read_counted;
+    make_file(source, CANCELLED_BYTES, 1);
+    script_start(&server, none, 1);
+    test_clock_init(&test_clock);
+    struct kvq_remote_options o = remote_options(server.port, &test_clock);
+    o.io = &counting.io;
+    o.watch = watch;
+    open_with(&o);
+    assert_int_equal(push(), KVQ_E_CANCELLED);
+    end();
+    assert_true(counting.bytes < CANCELLED_BYTES + CANCELLED_BYTES / 2);
 }
 
 // Another push has put its head behind ours, and may need the packs that we would remove: before we
