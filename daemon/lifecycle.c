@@ -489,6 +489,8 @@ void kvq__server_close(struct kvq__server *server)
     uv_timer_stop(&server->drain_timer);
     kvq__poller_close(&server->poller);
     if (server->core)
+        kvq__jobs_forget_last(server->jobs);
+    if (server->core)
         kvq__core_close(&server->core);
     kvq__refill_close(&server->refill);
     kvq__gpus_close(&server->gpus);

@@ -303,17 +303,9 @@ static void save_batch(struct drain *d)
 
 // ---- Rounds ----
 
-static bool is_in_use(struct drain *d, const struct kvq__unsaved *u)
-{
-    struct kvq__hold hold = {.kind = KVQ__HOLD_ALONE};
-    kvq__name_take(&d->task.jobs->names, &hold, u->ns, u->name, drain_has_name);
-    bool held = hold.held;
-    kvq__name_give(&d->task.jobs->names, &hold);
-    return !held;
-}
-
-// All but those whose names another command has: what it does ends, be it a save of that session
-// that takes minutes, and the session's later tokens wait for it. Whether there were any.
+// Gives up the sessions that are left, but for those that another command uses. Such a command
+// ends, even if it is a save of the session that takes minutes, and then the session's later tokens
+// can be saved. Returns whether it has given up some.
 static bool give_up_waiting(struct drain *d)
 {
     char text[KVQ_TEXT_BYTES];
@@ -322,10 +314,11 @@ static bool give_up_waiting(struct drain *d)
              "it was changed, packed, moved or read from disk for %g s without a break",
              PATIENCE_MS / 1000.0);
     for (uint32_t i = 0; i < d->n; i++) {
-        if (is_in_use(d, &d->list[i]))
-            d->list[n++] = d->list[i];
+        const struct kvq__unsaved u = d->list[i];
+        if (kvq__name_is_free(&d->task.jobs->names, u.ns, u.name))
+            give_up(d, &u, text);
         else
-            give_up(d, &d->list[i], text);
+            d->list[n++] = u;
     }
     bool some = n < d->n;
     d->n = n;

@@ -101,9 +101,20 @@ static void forgot(struct kvq__task *t)
     t->quiet = !kvq__park_forgot(t->jobs->server->core, t->job->stamp, gone);
 }
 
+// Poller's thread.
+static void forget_later(struct kvq__task *t)
+{
+    kvq__park_forget_later(t->jobs->server->core, t->job->stamp);
+}
+
+// Orders that wait for a name would keep all others waiting.
 static void forget_parked(struct kvq__task *t)
 {
     char quoted[KVQ_TEXT_BYTES + 16];
+    if (!kvq__name_is_free(&t->jobs->names, t->ns, t->name)) {
+        kvq__task_at_poller(t, forget_later);
+        return;
+    }
     kvq__task_take_name(t, KVQ__HOLD_ALONE);
     kvq__task_take_turn(t);
     kvq__task_at_work(t, delete_parked);
@@ -111,6 +122,21 @@ static void forget_parked(struct kvq__task *t)
     if (!t->quiet)
         kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s", t->name,
                  kvq__log_quote(quoted, sizeof quoted, t->text));
+}
+
+void kvq__jobs_forget_last(struct kvq__jobs *jobs)
+{
+    struct job_task *e = jobs && jobs->store ? calloc(1, sizeof *e) : NULL;
+    while (e && kvq__park_last_forget(jobs->server->core, &e->job)) {
+        e->task = (struct kvq__task){.jobs = jobs, .job = &e->job};
+        snprintf(e->task.ns, sizeof e->task.ns, "%s", e->job.ns);
+        snprintf(e->task.name, sizeof e->task.name, "%s", e->job.name);
+        delete_parked(&e->task);
+        if (e->task.rc < 0 && e->task.rc != KVQ_E_NO_SESSION)
+            kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s status=%s", e->task.name,
+                     kvq_status_name(e->task.rc));
+    }
+    free(e);
 }
 
 // ---- From the poller to the loop ----

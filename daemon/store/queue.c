@@ -71,6 +71,15 @@ void kvq__name_take(struct kvq__names *names, struct kvq__hold *h, const char *n
     }
 }
 
+bool kvq__name_is_free(struct kvq__names *names, const char *ns, const char *name)
+{
+    const struct kvq__hold *h;
+    TAILQ_FOREACH (h, bucket_of(names, ns, name), link)
+        if (strcmp(h->name, name) == 0 && strcmp(h->ns, ns) == 0)
+            return false;
+    return true;
+}
+
 // One of those who may go now, and does not yet.
 static struct kvq__hold *next_to_go(struct kvq__holds *bucket)
 {

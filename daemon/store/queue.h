@@ -52,6 +52,8 @@ bool kvq__names_empty(const struct kvq__names *names);
 // in its way have given it back.
 void kvq__name_take(struct kvq__names *names, struct kvq__hold *hold, const char *ns,
                     const char *name, void (*go)(struct kvq__hold *hold));
+// Whether nobody holds it, nor waits for it.
+bool kvq__name_is_free(struct kvq__names *names, const char *ns, const char *name);
 // Gives it back, or stops waiting for it. Fine if it has none.
 void kvq__name_give(struct kvq__names *names, struct kvq__hold *hold);
 

@@ -101,6 +101,9 @@ const struct kvq__store_times *kvq__jobs_times(const struct kvq__jobs *jobs);
 
 // Opens the store, if the configuration has one. 0, or a code with a text.
 int kvq__jobs_open(struct kvq__server *server, struct kvq__jobs **jobs, char *text);
+// Before the core is closed, with nothing under way and the poller ended: deletes what is stored of
+// sessions that have ended and whose turn has not come. NULL is fine.
+void kvq__jobs_forget_last(struct kvq__jobs *jobs);
 // Nothing is under way. NULL is fine.
 void kvq__jobs_close(struct kvq__jobs **jobs);
 // True once nothing is under way. Before it, nothing new is begun: see kvq__jobs_end.

@@ -126,6 +126,37 @@ SAVING_TEST(test_many_forgotten)
     assert_false(kvq__park_forgotten(kit.core, stamps[OUT]));
 }
 
+// At the daemon's end the rest of them: those with names, which the next start would find.
+SAVING_TEST(test_last_forgets)
+{
+    enum { MANY = 12 };
+    uint64_t handles[MANY];
+    char name[16];
+    for (uint32_t i = 0; i < MANY; i++) {
+        snprintf(name, sizeof name, "s%u", i);
+        handles[i] = fed(i % 2 ? name : "", 130, 0);
+        away(handles[i]);
+    }
+    for (uint32_t i = 0; i < MANY; i++) {
+        if (i % 2)
+            drop(handles[i]);
+        else
+            assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
+    }
+    assert_true(kvq__park_next(kit.core, &order));
+    kvq__park_forget_later(kit.core, order.stamp); // somebody uses it
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_string_equal(order.name, "s1");
+    kvq__park_forgot(kit.core, order.stamp, false);
+    for (uint32_t i = 0; i < MANY / 2; i++) {
+        assert_true(kvq__park_last_forget(kit.core, &order));
+        assert_int_equal(order.kind, KVQ__JOB_FORGET);
+        snprintf(name, sizeof name, "s%u", i < MANY / 2 - 1 ? 2 * i + 3 : 1);
+        assert_string_equal(order.name, name);
+    }
+    assert_false(kvq__park_last_forget(kit.core, &order));
+}
+
 // Its client goes while it is away, and while it comes back.
 SAVING_TEST(test_client_goes)
 {

@@ -103,6 +103,18 @@ bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone)
     return first;
 }
 
+void kvq__park_forget_later(struct kvq__core *core, uint64_t stamp)
+{
+    struct kvq__forget *f = forget_of(core, stamp);
+    if (!f)
+        return;
+    assert(f->phase == KVQ__FORGET_TAKEN);
+    f->at = core->now + AGAIN_NS;
+    set_phase(core, f, KVQ__FORGET_LATER);
+    if (has_to_go(core))
+        kvq__park_want(core);
+}
+
 bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp)
 {
     return stamp && forget_of(core, stamp);
@@ -144,16 +156,35 @@ void kvq__forgets_close(struct kvq__core *core)
 
 // ---- What is wanted of whoever saves sessions ----
 
-static bool next_forget(struct kvq__core *core, struct kvq__store_job *job)
+static void take_forget(struct kvq__core *core, struct kvq__forget *f, struct kvq__store_job *job)
 {
-    if (!has_to_go(core))
-        return false;
-    struct kvq__forget *f = TAILQ_FIRST(&core->forgets.in[KVQ__FORGET_WAITS]);
     set_phase(core, f, KVQ__FORGET_TAKEN);
     *job = (struct kvq__store_job){.kind = KVQ__JOB_FORGET, .stamp = f->stamp};
     memcpy(job->ns, f->ns, sizeof job->ns);
     memcpy(job->name, f->name, sizeof job->name);
-    return true;
+}
+
+static bool next_forget(struct kvq__core *core, struct kvq__store_job *job)
+{
+    bool some = has_to_go(core);
+    if (some)
+        take_forget(core, TAILQ_FIRST(&core->forgets.in[KVQ__FORGET_WAITS]), job);
+    return some;
+}
+
+bool kvq__park_last_forget(struct kvq__core *core, struct kvq__store_job *job)
+{
+    struct kvq__forgets *all = &core->forgets;
+    struct kvq__forget *f;
+    while ((f = TAILQ_FIRST(&all->in[KVQ__FORGET_WAITS])) ||
+           (f = TAILQ_FIRST(&all->in[KVQ__FORGET_LATER]))) {
+        if (f->name[0] != '#') {
+            take_forget(core, f, job);
+            return true;
+        }
+        forget_free(core, f);
+    }
+    return false;
 }
 
 static void name_job(struct kvq__store_job *job, const struct kvq__session *s)

@@ -212,6 +212,12 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
 // while longer. If not, it counts as gone for as long as it stands, and the order comes again.
 // Returns whether this is the copy's first failure, which the caller logs.
 bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone);
+// It could not be tried now, since somebody uses what is stored under that name: the order comes
+// again a while later.
+void kvq__park_forget_later(struct kvq__core *core, uint64_t stamp);
+// At the daemon's end, after all other orders: a FORGET that is left and whose copy has a name.
+// Copies without names are deleted at the next start.
+bool kvq__park_last_forget(struct kvq__core *core, struct kvq__store_job *job);
 // Whether what was found in a store is to be forgotten, or was just now: then it is not there.
 bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp);
 // ---- Restoring ----
