@@ -170,6 +170,14 @@ static void refuse_request(struct kvq__control *c, int status, const char *text)
     send_reply(c);
 }
 
+// The end cuts off what is on its way to somebody: it waits a moment until he has gone.
+static void wait_for_reader(struct kvq__control *c, uint64_t serial)
+{
+    struct back *b = c->server->draining ? find_back(c, serial) : NULL;
+    if (b)
+        b->awaits = true;
+}
+
 static void back(struct kvq__mail *mail)
 {
     struct kvq__control *c =
@@ -184,6 +192,7 @@ static void back(struct kvq__mail *mail)
     kvq__role_explain(&c->asker, c->request, &c->arena, &c->reply);
     kvq__audit(&c->audit_budget, &c->asker, c->request, c->reply.status);
     send_reply(c);
+    wait_for_reader(c, c->sender.back);
     drain_control(c);
 }
 
@@ -216,9 +225,7 @@ static void task_done(struct kvq__task *task)
         kvq__audit(&c->audit_budget, &e->asker, e->request, e->reply.status);
     if (c->open)
         send_to(c, &e->sender, &e->reply, &e->arena);
-    struct back *b = find_back(c, e->sender.back);
-    if (b && c->server->draining) // the end cuts off what is on its way to somebody
-        b->awaits = true;
+    wait_for_reader(c, e->sender.back);
     free(e);
 }
 

@@ -492,7 +492,7 @@ static void test_end_of_the_daemon(void **state)
     struct fixture *f = *state;
     char out[4096];
     assert_int_equal(run_with(f, ENDS, 0, "", "--timeout 600000 ping", out, sizeof out), 3);
-    assert_non_null(strstr(out, "broke before it answered"));
+    assert_non_null(strstr(out, "has ended before it answered"));
     assert_int_equal(run_with(f, ANSWERS_AND_ENDS, 0, "", "session list", out, sizeof out), 0);
     assert_non_null(strstr(out, "chat"));
 }

@@ -79,9 +79,9 @@ static int explain_loss(const struct kvq__ctl *ctl)
 {
     if (!ctl->ends_it)
         fprintf(stderr,
-                "kvqctl: the connection to the daemon %s broke before it answered: it has ended, "
-                "or was ended.\nWhat it was asked for may be done or not; its log says so "
-                "(event=audit).\n",
+                "kvqctl: the daemon %s has ended before it answered, or it has ended the "
+                "connection.\nIt may have done what it was asked for: look at the result before "
+                "you ask again.\n",
                 kvq__ctl_where(ctl));
     return KVQ_EXIT_NO_DAEMON;
 }

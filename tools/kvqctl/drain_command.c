@@ -103,8 +103,9 @@ static int wait_drained(struct kvq__ctl *ctl, int process, int64_t until,
 {
     uint64_t epoch = 0;
     ctl->stop_fd = process; // nobody waits for an answer of a process that has ended
-    ctl->ends_it = true;
     int result = ask_drain(ctl, &epoch, drain);
+    bool asked = result == KVQ_EXIT_OK;
+    ctl->ends_it = asked;
     while (result == KVQ_EXIT_OK && (*drain)->phase < OVER) {
         if (has_ended(ctl, process, LOOK_MS))
             return ended_early();
@@ -112,7 +113,6 @@ static int wait_drained(struct kvq__ctl *ctl, int process, int64_t until,
             return still_ends(*drain);
         result = ask_drain(ctl, &epoch, drain);
     }
-    bool asked = *drain != NULL;
     return result == KVQ_EXIT_STOPPED || (asked && result == KVQ_EXIT_NO_DAEMON) ? ended_early()
                                                                                  : result;
 }

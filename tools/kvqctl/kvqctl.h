@@ -16,7 +16,7 @@ enum {
     KVQ_EXIT_OK = 0,
     KVQ_EXIT_FAILED = 1,     // the daemon refused, or something else failed
     KVQ_EXIT_USAGE = 2,      // the command line is wrong
-    KVQ_EXIT_NO_DAEMON = 3,  // nothing listens there
+    KVQ_EXIT_NO_DAEMON = 3,  // nothing listens there, or it ended before it answered
     KVQ_EXIT_TIMEOUT = 4,    // it listens but did not answer in time
     KVQ_EXIT_NOT_FOUND = 5,  // no such session, client or namespace
     KVQ_EXIT_PERMISSION = 6, // this user may not

@@ -22,6 +22,8 @@ struct kvq__transport {
     void *context;
     void *socket;
     void *monitor; // of what happens to its connection
+    bool met;      // both ends have said who they are
+    bool lost;     // after that, and since the last send
 };
 
 int64_t kvq__ctl_now_ms(void)
@@ -208,7 +210,7 @@ static int connect_watched(struct kvq__transport *t, const char *endpoint)
     t->monitor = zmq_socket(t->context, ZMQ_PAIR);
     bool watched = t->monitor && zmq_socket_monitor(t->socket, watch, events) == 0 &&
                    zmq_connect(t->monitor, watch) == 0;
-    return watched && zmq_connect(t->socket, endpoint) == 0 ? 0 : -zmq_errno();
+    return watched && zmq_connect(t->socket, endpoint) == 0 ? 0 : -EIO;
 }
 
 static int make_sockets(struct kvq__transport *t, const struct kvq__transport_at *at,
@@ -219,9 +221,11 @@ static int make_sockets(struct kvq__transport *t, const struct kvq__transport_at
     t->socket = t->context ? zmq_socket(t->context, ZMQ_DEALER) : NULL;
     if (!t->socket || zmq_setsockopt(t->socket, ZMQ_LINGER, &none, sizeof none) != 0 ||
         (at->far && !set_keys(t->socket, at->key)))
-        return -zmq_errno();
+        return -EIO;
     int result = connect_watched(t, endpoint);
-    return result == 0 && at->far ? wait_for_keys(t->monitor, timeout_ms) : result;
+    result = result == 0 && at->far ? wait_for_keys(t->monitor, timeout_ms) : result;
+    t->met = result == 0 && at->far;
+    return result;
 }
 
 int kvq__transport_open(struct kvq__transport **transport, const struct kvq__transport_at *at,
@@ -258,23 +262,28 @@ void kvq__transport_close(struct kvq__transport **transport)
     *transport = NULL;
 }
 
-// Takes all that has happened to the connection. Whether it was lost; ZeroMQ makes another.
-static bool was_lost(struct kvq__transport *t)
+// Takes all that has happened to the connection. Where it is lost ZeroMQ makes another one, and
+// what was asked on it is asked by nobody. A connection that ends before both ends have met is one
+// that the daemon has no room for: what was asked goes out on the next.
+static void look_at_connection(struct kvq__transport *t)
 {
     uint8_t event[6], address[MOST_NAME];
-    bool lost = false;
-    int got;
-    while ((got = receive_pair(t->monitor, event, sizeof event, address, sizeof address)) >= 0) {
+    while (receive_pair(t->monitor, event, sizeof event, address, sizeof address) >= 0) {
         uint16_t kind;
         memcpy(&kind, event, sizeof kind);
-        lost |= kind == ZMQ_EVENT_DISCONNECTED;
+        if (kind == ZMQ_EVENT_HANDSHAKE_SUCCEEDED)
+            t->met = true;
+        if (kind != ZMQ_EVENT_DISCONNECTED)
+            continue;
+        t->lost |= t->met;
+        t->met = false;
     }
-    return lost;
 }
 
 int kvq__transport_send(struct kvq__transport *transport, const void *data, size_t size)
 {
-    (void)was_lost(transport); // before: that concerns what was asked before
+    look_at_connection(transport);
+    transport->lost = false; // that was about what was asked before
     return zmq_send(transport->socket, data, size, 0) < 0 ? -zmq_errno() : 0;
 }
 
@@ -291,10 +300,10 @@ int kvq__transport_receive(struct kvq__transport *transport, void *data, size_t 
         return -ECANCELED;
     if (ready == 0)
         return -ETIMEDOUT;
-    bool lost = items[1].revents && was_lost(transport);
+    look_at_connection(transport);
     int size = zmq_recv(transport->socket, data, capacity, ZMQ_DONTWAIT);
     if (size < 0 && zmq_errno() == EAGAIN)
-        return lost ? -ECONNRESET : -EINTR; // or a handshake alone
+        return transport->lost ? -ECONNRESET : -EINTR; // or both ends have met
     if (size < 0)
         return -zmq_errno();
     // zmq_recv cuts a longer message short and returns its full size.
