@@ -36,6 +36,7 @@ static Kvq__Transfer *transfer_message(struct kvq_arena *arena, const struct kvq
     m->remote_name = kvq_arena_text(arena, x->far);
     m->phase = kvq_arena_text(arena, kvq__transfer_phase(x));
     m->finished = ended;
+    m->again = x->again;
     m->bytes = fetched ? x->moved.bytes : kvq_long_load(&x->all);
     m->moved_bytes = fetched ? x->moved.bytes : kvq_long_load(&x->done);
     m->ms = ((ended ? x->ended : kvq_now_ns()) - x->begun) / 1000000;

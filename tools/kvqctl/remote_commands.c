@@ -49,6 +49,19 @@ static void print_done(const Kvq__Transfer *x, const char *done)
            kvq__ctl_bytes(x->bytes), kvq__ctl_bytes(x->sent_bytes), kvq__ctl_duration(x->ms));
 }
 
+// A daemon of an earlier release sends what is new alone, whatever it is asked for.
+static int check_again(const Kvq__Request *request, const Kvq__Transfer *x)
+{
+    bool wanted =
+        request->command_case == KVQ__REQUEST__COMMAND_PUSH_SESSION && request->push_session->again;
+    if (!wanted || x->again || x->status)
+        return KVQ_EXIT_OK;
+    fprintf(stderr, "kvqctl: this daemon does not know --again, and has sent what was new alone: "
+                    "use a newer one, or remove the session from the remote store (kvqctl remote "
+                    "remove) and push it\n");
+    return KVQ_EXIT_FAILED;
+}
+
 // Sends the request and follows what it began to its end.
 static int follow(struct kvq__ctl *ctl, Kvq__Request *request, const char *done)
 {
@@ -75,7 +88,7 @@ static int follow(struct kvq__ctl *ctl, Kvq__Request *request, const char *done)
         kvq__ctl_print_json(&x->base);
     else if (x->status == KVQ_OK)
         print_done(x, done);
-    return x->status ? kvq__ctl_refused(x->status, x->text) : KVQ_EXIT_OK;
+    return x->status ? kvq__ctl_refused(x->status, x->text) : check_again(request, x);
 }
 
 int kvq__ctl_session_push(struct kvq__ctl *ctl, char **args)
