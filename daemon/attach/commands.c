@@ -167,7 +167,6 @@ static const struct command commands[] = {
     COMMAND(ASK_MOVE) = {.passes = true},
     COMMAND(TELL_SPANS) = {.passes = true},
     COMMAND(LIST_PREFIXES) = {.passes = true},
-    COMMAND(DROP_PREFIXES) = {.passes = true},
     COMMAND(PING) = {.passes = true},
     COMMAND(STATUS) = {.passes = true},
     COMMAND(LIST_SESSIONS) = {.passes = true},

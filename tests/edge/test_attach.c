@@ -446,7 +446,6 @@ COUNTED_TEST(test_too_many_clients)
     assert_false(peer_receive(p)); // and the connection is closed
 }
 
-// A name that no session can have is refused as one, and the connection goes on.
 // Root's engine, too: administration belongs to the control socket. The connection goes on.
 COUNTED_TEST(test_administration_is_elsewhere)
 {
@@ -468,6 +467,7 @@ COUNTED_TEST(test_administration_is_elsewhere)
     peer_free(p);
 }
 
+// A name that no session can have is refused as one, and the connection goes on.
 COUNTED_TEST(test_long_name)
 {
     char name[KVQ_NAME_BYTES + 1] = {0};

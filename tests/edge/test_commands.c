@@ -66,10 +66,10 @@ PLAIN_TEST(test_for_clients)
 PLAIN_TEST(test_administration)
 {
     static const char *const passes[] = {
-        "drop_session",  "session_info", "save_session",     "restore_session", "move_session",
-        "park_session",  "pin_session",  "prefetch_session", "ask_move",        "list_prefixes",
-        "drop_prefixes", "ping",         "status",           "list_sessions",   "list_clients",
-        "list_formats",  "doctor",       "list_events",
+        "drop_session", "session_info", "save_session",     "restore_session", "move_session",
+        "park_session", "pin_session",  "prefetch_session", "ask_move",        "list_prefixes",
+        "ping",         "status",       "list_sessions",    "list_clients",    "list_formats",
+        "doctor",       "list_events",
     };
     const ProtobufCMessageDescriptor *all = &kvq__request__descriptor;
     for (unsigned i = 0; i < all->n_fields; i++) {
