@@ -85,6 +85,19 @@ if(NOT CMAKE_INSTALL_FULL_SYSCONFDIR STREQUAL
    "${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_SYSCONFDIR}")
     set(kvq_etc ${CMAKE_INSTALL_FULL_SYSCONFDIR})
 endif()
-install(FILES ${kvq_conf} DESTINATION ${kvq_etc}/kvqd COMPONENT kvqd)
+if(KVQ_DEB) # dpkg asks before it replaces what somebody has changed
+    install(FILES ${kvq_conf} DESTINATION ${kvq_etc}/kvqd COMPONENT kvqd)
+else()
+    set(to ${kvq_etc}/kvqd)
+    if(NOT IS_ABSOLUTE ${kvq_etc})
+        set(to "\${CMAKE_INSTALL_PREFIX}/${kvq_etc}/kvqd")
+    endif()
+    install(CODE "
+        if(EXISTS \"\$ENV{DESTDIR}${to}/kvqd.conf\")
+            message(STATUS \"Kept as it is: \$ENV{DESTDIR}${to}/kvqd.conf\")
+        else()
+            file(INSTALL DESTINATION \"${to}\" TYPE FILE FILES \"${CMAKE_SOURCE_DIR}/${kvq_conf}\")
+        endif()" COMPONENT kvqd)
+endif()
 install(FILES packaging/kvqd.logrotate DESTINATION ${kvq_etc}/logrotate.d RENAME kvqd
         COMPONENT kvqd)
