@@ -56,14 +56,15 @@ struct backend {
 };
 static struct backend *contexts; // the newest first; under layouts_lock
 
-// The context whose graph this thread asks about. ggml does not say it, but llama.cpp asks about a
-// context's first graphs in the thread that makes the context, before that makes another one.
+// The context whose graph this thread asks about; NULL: not known, until one computes with the
+// cache. ggml does not say it, but llama.cpp asks about a context's first graphs in the thread that
+// makes the context, before that makes another one.
 static const struct backend *planning_context(void)
 {
     const struct backend *at = contexts;
     while (at && !pthread_equal(at->maker, pthread_self()))
         at = at->next;
-    return at ? at : contexts;
+    return at;
 }
 
 static const struct ggml_tensor *root(const struct ggml_tensor *tensor)
@@ -252,9 +253,9 @@ static struct layout *find_layer(const struct ggml_tensor *tensor, uint32_t *i)
     return layout && *i < layout->n ? layout : NULL;
 }
 
-// Whether a SET_ROWS is taken, as the attention behind it will be. Rows are asked about before
-// their attention: where that is known, an earlier graph was asked about in full, and all caches of
-// the context have shown themselves. What is said now must hold for the attention.
+// Whether a SET_ROWS is taken, as the attention behind it will be. Of a graph llama.cpp asks about
+// the rows first. Where a layer's attention is known already, that was of an earlier graph, which
+// was asked about in full: all caches of the context are known, and the answer is settled.
 static bool takes_rows(const struct ggml_tensor *op)
 {
     uint32_t i;

@@ -165,8 +165,6 @@ PLAIN_TEST(a_call_can_be_cancelled)
     end();
 }
 
-// ---- What is sent ----
-
 // ---- A resolver that does not answer ----
 
 static struct {
@@ -225,6 +223,8 @@ PLAIN_TEST(a_resolver_is_not_waited_for)
     pthread_mutex_unlock(&resolver.lock);
     kvq_remote_close(&remote);
 }
+
+// ---- What is sent ----
 
 PLAIN_TEST(requests_are_signed)
 {
