@@ -313,6 +313,7 @@ int kvq__open_table_run(struct kvq__connection *c, char *text)
     const Kvq__OpenTable *open = c->request->open_table;
     assert(c->table->bytes == kvq_table_bytes(open->layers, pages_of(open)));
     struct kvq__table_memory memory = {.host = c->table->gpu ? NULL : c->table->host.shm.map,
+                                       .on = c->table->gpu,
                                        .gpu = c->table->gpu ? c->table->at : 0,
                                        .copy = c->table->gpu ? c->table->host.shm.map : NULL,
                                        .layers = open->layers,

@@ -302,15 +302,16 @@ int kvq__pool_span(const struct kvq__core *core, const char *place, struct kvq__
 
 // Memory of a table, kvq_table_bytes(layers, pages) long, zeroed.
 struct kvq__table_memory {
-    uint8_t *host; // NULL: memory of a GPU
+    uint8_t *host;             // NULL: memory of a GPU
+    const struct kvq__gpu *on; // that one; NULL: the host's
     uint64_t gpu;
     uint8_t *copy; // of a GPU's, on the host; NULL: none
     uint32_t layers, pages;
 };
 // Makes the table of an open session, which a STEP then publishes; `pool_at`: where the client maps
 // the pool. The memory must stay until table_gone was called. KVQ_E_STALE, KVQ_E_EXISTS,
-// KVQ_E_SHAPE (layers), KVQ_E_LIMIT (it has more tokens than that), KVQ_E_NO_MEMORY,
-// KVQ_E_UNSUPPORTED.
+// KVQ_E_INVALID (the memory lies elsewhere than the session), KVQ_E_SHAPE (layers), KVQ_E_LIMIT (it
+// has more tokens than that), KVQ_E_NO_MEMORY, KVQ_E_UNSUPPORTED.
 int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t pool_at,
                     const struct kvq__table_memory *memory, char *text);
 // table_gone follows when nothing in flight uses it, maybe at once; closing the session or the

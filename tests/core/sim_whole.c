@@ -164,7 +164,8 @@ void table_open(struct sim *sim, struct actor *a, struct hold *h)
     if (h->table || !h->track)
         return;
     // Where it belongs: what has made room is elsewhere only until it is used.
-    bool on_gpu = kvq__home_of(find_session(sim, h->track->id))->gpu;
+    memory.on = kvq__home_of(find_session(sim, h->track->id))->gpu;
+    bool on_gpu = memory.on != NULL;
     void *page = on_gpu ? sim_gpus()->memory_new(bytes) : malloc(bytes);
     memset(page, 0, bytes);
     if (on_gpu)

@@ -123,8 +123,8 @@ static int try_map(struct member *member, uint64_t handle, struct mapping *map, 
 {
     *map = (struct mapping){.member = member, .handle = handle};
     map->table = new_page(kvq_table_bytes(LAYERS, pages));
-    struct kvq__table_memory memory = {.layers = LAYERS, .pages = pages};
-    if (pool()->gpu)
+    struct kvq__table_memory memory = {.on = pool()->gpu, .layers = LAYERS, .pages = pages};
+    if (memory.on)
         memory.gpu = (uintptr_t)map->table;
     else
         memory.host = map->table;

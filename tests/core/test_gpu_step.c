@@ -50,8 +50,11 @@ static struct table open_table(struct streamer *s)
     struct table t = {s, sim_gpus()->memory_new(kvq_table_bytes(layers, PAGES)),
                       calloc(1, kvq_table_bytes(layers, PAGES))};
     memset(t.page, 0, kvq_table_bytes(layers, PAGES));
-    struct kvq__table_memory memory = {
-        .gpu = (uintptr_t)t.page, .copy = t.copy, .layers = layers, .pages = PAGES};
+    struct kvq__table_memory memory = {.on = kit.core->pools[1].gpu,
+                                       .gpu = (uintptr_t)t.page,
+                                       .copy = t.copy,
+                                       .layers = layers,
+                                       .pages = PAGES};
     assert_int_equal(kvq__table_open(s->m.client, s->session, 1ull << 40, &memory, text), 0);
     return t;
 }
@@ -226,6 +229,26 @@ STREAM_TEST(test_readers_go_on)
         kit_settle(&two.m);
     assert_int_equal(request(&two, 101, 0, false), 0);
     check_table(&t);
+    close_table(&t);
+}
+
+// A table is where its session is: a stream that writes into another GPU's memory faults, and takes
+// all clients' sessions with it.
+STREAM_TEST(test_table_elsewhere)
+{
+    const uint32_t layers = layers_of(&one);
+    uint8_t *page = sim_gpus()->memory_new(kvq_table_bytes(layers, PAGES));
+    struct kvq__table_memory memory = {
+        .on = kit.core->pools[2].gpu, .gpu = (uintptr_t)page, .layers = layers, .pages = PAGES};
+    assert_int_equal(kvq__table_open(one.m.client, one.session, 1ull << 40, &memory, text),
+                     KVQ_E_INVALID);
+    assert_says(text, kvq__pool_name(&kit.core->pools[1]));
+    assert_says(text, kvq__pool_name(&kit.core->pools[2]));
+    memory = (struct kvq__table_memory){.host = page, .layers = layers, .pages = PAGES};
+    assert_int_equal(kvq__table_open(one.m.client, one.session, 1ull << 40, &memory, text),
+                     KVQ_E_INVALID);
+    sim_gpus()->memory_free(page);
+    struct table t = open_table(&one);
     close_table(&t);
 }
 

@@ -56,6 +56,7 @@ static struct kvq__table *new_table(struct kvq__client *client, struct kvq__name
 static int check_open(const struct kvq__handle *h, const struct kvq__table_memory *m, char *text)
 {
     const struct kvq__session *s = h->session;
+    assert(!m->host == (m->on != NULL));
     if (h->table)
         return kvq__fail(text, KVQ_E_EXISTS, "this session has a page table already");
     if (s->move)
@@ -68,8 +69,11 @@ static int check_open(const struct kvq__handle *h, const struct kvq__table_memor
     if (m->layers != s->n_layers)
         return kvq__fail(text, KVQ_E_SHAPE, "a page table for %u layers; the session has %u",
                          m->layers, s->n_layers);
-    if (!m->host != (kvq__home_of(s)->gpu != NULL))
-        return kvq__fail(text, KVQ_E_INVALID, "a page table elsewhere than its session, on %s",
+    // The session's stream writes the table: memory of another GPU would be a sticky fault.
+    if (m->on != kvq__home_of(s)->gpu)
+        return kvq__fail(text, KVQ_E_INVALID,
+                         "a page table in memory of %s; it must lie where its session does, on %s",
+                         m->on ? kvq__gpu_uuid_text(m->on) : "the host",
                          kvq__pool_name(kvq__home_of(s)));
     if (m->pages < kvq__pages_of(s->tokens))
         return kvq__fail(
