@@ -77,13 +77,19 @@ int kvq__pool_gpu_extent(struct kvq__pool *pool, uint32_t number, int fd)
         return kvq__set_error(KVQ_E_PROTOCOL, "the daemon gave extent %u of a pool with %llu",
                               number, (unsigned long long)(pool->span / pool->extent_bytes));
     struct kvq_gpu_context *before = kvq__context_enter(&pool->here);
+    const struct kvq_gpu_driver *driver = pool->here.driver;
     kvq_gpu_ptr there = (uintptr_t)pool->at + at;
-    // Other memory may have the number by now: what was there is nobody's any more.
-    if (pool->mapped[number])
-        pool->here.driver->memory_unmap(there, pool->extent_bytes);
-    int result = kvq_gpu_memory_map_at(pool->here.driver, pool->here.device, fd, there,
-                                       pool->extent_bytes, text, sizeof text);
-    pool->mapped[number] = result == KVQ_GPU_OK;
+    kvq_gpu_memory memory;
+    int result = kvq_gpu_memory_import(driver, fd, &memory, text, sizeof text);
+    if (result == KVQ_GPU_OK) {
+        // Other memory may have the number by now: what was there is nobody's any more. That is so
+        // only if what came is memory of a GPU, and kernels may be reading there if not.
+        if (pool->mapped[number])
+            driver->memory_unmap(there, pool->extent_bytes);
+        result = kvq_gpu_memory_map_at(driver, pool->here.device, memory, there, pool->extent_bytes,
+                                       text, sizeof text);
+        pool->mapped[number] = result == KVQ_GPU_OK;
+    }
     kvq__context_leave(&pool->here, before);
     return result
                ? kvq__set_error(kvq__gpu_code(result), "an extent of the daemon's pool: %s", text)

@@ -322,8 +322,8 @@ struct kvq__extent_export {
     const struct kvq__memory *memory; // the pool's: valid until anything else of the core is called
     uint32_t number;
 };
-// Up to `max` extents that the client was not told of yet. *known and *more: see MapExtentsReply.
-// Returns how many, KVQ_E_STALE or KVQ_E_NO_MEMORY.
+// Up to `max` extents of the pool where the session belongs, which the client was not told of yet.
+// *known and *more: see MapExtentsReply. Returns how many, KVQ_E_STALE or KVQ_E_NO_MEMORY.
 int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__extent_export *out,
                       uint32_t max, uint64_t *known, bool *more, char *text);
 // The client did not hear what the last call told: it is told again.

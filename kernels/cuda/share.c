@@ -77,8 +77,8 @@ static int map(const struct kvq_gpu_driver *driver, int device, kvq_gpu_memory m
     return KVQ_GPU_OK;
 }
 
-static int import(const struct kvq_gpu_driver *driver, int fd, kvq_gpu_memory *memory, char *text,
-                  size_t n)
+int kvq_gpu_memory_import(const struct kvq_gpu_driver *driver, int fd, kvq_gpu_memory *memory,
+                          char *text, size_t n)
 {
     int result = driver->memory_import(memory, (void *)(uintptr_t)fd, KVQ_GPU_HANDLE_FD);
     return result == KVQ_GPU_OK
@@ -87,15 +87,11 @@ static int import(const struct kvq_gpu_driver *driver, int fd, kvq_gpu_memory *m
                        n);
 }
 
-int kvq_gpu_memory_map_at(const struct kvq_gpu_driver *driver, int device, int fd, kvq_gpu_ptr at,
-                          size_t bytes, char *text, size_t n)
+int kvq_gpu_memory_map_at(const struct kvq_gpu_driver *driver, int device, kvq_gpu_memory memory,
+                          kvq_gpu_ptr at, size_t bytes, char *text, size_t n)
 {
-    kvq_gpu_memory memory;
     assert(at && bytes > 0);
-    int result = import(driver, fd, &memory, text, n);
-    if (result != KVQ_GPU_OK)
-        return result;
-    result = map_at(driver, device, memory, at, bytes, true, text, n);
+    int result = map_at(driver, device, memory, at, bytes, true, text, n);
     driver->memory_release(memory); // the mapping holds it
     return result;
 }
@@ -167,7 +163,7 @@ int kvq_gpu_piece_map(const struct kvq_gpu_driver *driver, int device, int fd, s
             bytes, unit);
         return KVQ_GPU_INVALID_VALUE;
     }
-    result = import(driver, fd, &memory, text, n);
+    result = kvq_gpu_memory_import(driver, fd, &memory, text, n);
     if (result != KVQ_GPU_OK)
         return result;
     result = map(driver, device, memory, bytes, read_only, piece, text, n);

@@ -61,10 +61,14 @@ int kvq_gpu_piece_export(const struct kvq_gpu_driver *driver, const struct kvq_g
 int kvq_gpu_piece_map(const struct kvq_gpu_driver *driver, int device, int fd, size_t bytes,
                       bool read_only, struct kvq_gpu_piece *piece, char *text, size_t n);
 
-// The same for reading alone, over addresses that the caller has reserved. It makes no piece:
-// memory_unmap takes it away.
-int kvq_gpu_memory_map_at(const struct kvq_gpu_driver *driver, int device, int fd, kvq_gpu_ptr at,
-                          size_t bytes, char *text, size_t n);
+// The same for reading alone, over addresses that the caller has reserved, in two calls: who has
+// other memory mapped there can keep that until it is known that the descriptor is any good. The
+// second one maps all of the memory, and releases it whether it could or not. It makes no piece:
+// memory_unmap takes the mapping away.
+int kvq_gpu_memory_import(const struct kvq_gpu_driver *driver, int fd, kvq_gpu_memory *memory,
+                          char *text, size_t n);
+int kvq_gpu_memory_map_at(const struct kvq_gpu_driver *driver, int device, kvq_gpu_memory memory,
+                          kvq_gpu_ptr at, size_t bytes, char *text, size_t n);
 
 // Opens an allocation of another process by its CUDA IPC handle, whole; how long it is, the driver
 // says. Opening the same allocation several times gives the same address and is counted by the

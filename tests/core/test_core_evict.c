@@ -29,6 +29,30 @@ PLAIN_TEST(test_score)
     assert_true(kvq__score(&pairs[5].worse) == 0);
 }
 
+// Who maps the GPU's pool is told of extents of that pool, also of a session that has gone from
+// there: numbers of the host's would be mapped over them.
+TEST(test_extents_of_home)
+{
+    struct kvq__extent_export told[8];
+    const struct kvq__extent *e;
+    uint64_t handles[5], known;
+    bool more;
+    int found = 0;
+    for (uint32_t i = 0; i < 5; i++) {
+        handles[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, handles[0]));
+    const struct kvq__arena *arena = &kit_of(&m, handles[0])->ns->arenas[home];
+    int n = kvq__extents_tell(m.client, handles[0], told, 8, &known, &more, text);
+    assert_in_range(n, 1, 8);
+    assert_int_equal(known, arena->last_serial);
+    for (int i = 0; i < n; i++)
+        TAILQ_FOREACH (e, &arena->extents, link)
+            found += told[i].memory == &e->memory;
+    assert_int_equal(found, n);
+}
+
 // Six sessions where four fit, used in turns by two engines: all of them work, to the bit.
 TEST(test_turns)
 {

@@ -135,6 +135,14 @@ static void test_map(void **state)
 }
 
 // Over addresses that are kept for it: for reading, and nothing stays of what fails.
+static int map_at(int fd, kvq_gpu_ptr there, size_t bytes)
+{
+    kvq_gpu_memory memory;
+    int result = kvq_gpu_memory_import(&drv, fd, &memory, text, sizeof text);
+    return result ? result
+                  : kvq_gpu_memory_map_at(&drv, 0, memory, there, bytes, text, sizeof text);
+}
+
 static void test_map_at(void **state)
 {
     (void)state;
@@ -146,12 +154,11 @@ static void test_map_at(void **state)
     for (int i = 0; i < 2; i++) {
         assert_int_equal(
             soft_fail(i ? "memory_map" : "memory_access", 1, false, KVQ_GPU_INVALID_VALUE), 0);
-        assert_int_equal(kvq_gpu_memory_map_at(&drv, 0, fd, there, piece.bytes, text, sizeof text),
+        assert_int_equal(map_at(fd, there, piece.bytes),
                          i ? KVQ_GPU_INVALID_VALUE : KVQ_GPU_NOT_SUPPORTED);
         says(i ? "mapping GPU memory" : "allowing access to GPU memory");
     }
-    assert_int_equal(kvq_gpu_memory_map_at(&drv, 0, fd, there, piece.bytes, text, sizeof text),
-                     KVQ_GPU_OK);
+    assert_int_equal(map_at(fd, there, piece.bytes), KVQ_GPU_OK);
     put_word(piece.at + SOFT_BLOCK, 79);
     assert_true(word_at(there + SOFT_BLOCK) == (79 | 79ull << 32));
     kvq_gpu_piece_release(&drv, &piece); // the mapping keeps the memory

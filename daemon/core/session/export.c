@@ -80,7 +80,9 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
         return kvq__fail(text, rc, "handle %#llx is no open session of this client",
                          (unsigned long long)handle);
     struct kvq__namespace *ns = h->session->ns;
-    struct kvq__pool *pool = h->session->pool;
+    // The client maps the pool of the place where the session belongs: numbers of another pool's
+    // extents would go over what is mapped there.
+    struct kvq__pool *pool = kvq__home_of(h->session);
     struct kvq__export_record *t = export_of(client, ns, pool);
     if (!t)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to note what this client maps");
