@@ -6,6 +6,10 @@
 #include <assert.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
+
+// Between two attempts at a table of a session that is being moved.
+enum { BUSY_ASK_NS = 1000000, BUSY_ASK_MOST_NS = 20000000 };
 
 static_assert(sizeof(struct kvq_table_entry) == sizeof(struct kvq_page) &&
                   offsetof(struct kvq_table_entry, raw) == offsetof(struct kvq_page, raw) &&
@@ -131,12 +135,22 @@ static int open_table(struct kvq_local *local, struct kvq__local_session *s)
     return rc;
 }
 
+// A session that had to leave its GPU goes back there when it is opened, and the table can wait for
+// that as well as its caller. Other threads use the connection meanwhile.
 int kvq__page_table_open(struct kvq_local *local, struct kvq__local_session *s)
 {
-    pthread_mutex_lock(&local->client->control);
-    int rc = open_table(local, s);
-    pthread_mutex_unlock(&local->client->control);
-    return rc;
+    uint64_t deadline = kvq_now_ns() + (uint64_t)local->client->timeout_ms * 1000000u;
+    struct timespec pause = {.tv_nsec = BUSY_ASK_NS};
+    for (;;) {
+        pthread_mutex_lock(&local->client->control);
+        int rc = open_table(local, s);
+        pthread_mutex_unlock(&local->client->control);
+        if (rc != KVQ_E_BUSY || kvq_now_ns() >= deadline)
+            return rc;
+        nanosleep(&pause, NULL);
+        if (pause.tv_nsec < BUSY_ASK_MOST_NS)
+            pause.tv_nsec *= 2;
+    }
 }
 
 // ---- Closing ----

@@ -77,8 +77,10 @@ KVQ_API void kvq_local_close(kvq_local **local);
 KVQ_API const char *kvq_local_why(const kvq_local *local);
 
 /* Adds an open session, and maps those of its blocks that are not mapped yet. Makes system calls;
- * not for every step. KVQ_E_LIMIT: the session is longer than max_tokens. KVQ_E_EXISTS: another
- * kvq_local of this client has the session. kvq_session_close removes the session as well. */
+ * not for every step. A session that is being moved, as one that had to leave its GPU is when it is
+ * opened, is waited for; KVQ_E_BUSY: for kvq_connect_options.timeout_ms in vain. KVQ_E_LIMIT: the
+ * session is longer than max_tokens. KVQ_E_EXISTS: another kvq_local of this client has the
+ * session. kvq_session_close removes the session as well. */
 KVQ_API KVQ_CHECK int kvq_local_add(kvq_local *local, kvq_session session);
 KVQ_API int kvq_local_remove(kvq_local *local, kvq_session session);
 

@@ -429,6 +429,20 @@ static void test_late_extents(void **unused)
     }
 }
 
+// A session that is on its way to its place is waited for, but no longer than the client waits.
+static void test_local_of_a_moving_session(void **unused)
+{
+    (void)unused;
+    static struct local_rig l;
+    struct fake_script s = fake_good();
+    s.moving = 3;
+    assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_OK);
+    local_down(&l);
+    s.moving = UINT32_MAX;
+    assert_int_equal(local_up(&l, s, KVQ_LOCAL_REQUIRE), KVQ_E_BUSY);
+    local_down(&l);
+}
+
 static void expect_nonsense(struct fake_script s, const char *words)
 {
     static struct local_rig l;
@@ -577,6 +591,7 @@ int main(void)
         cmocka_unit_test(test_reattach),
         cmocka_unit_test(test_other_versions),
         cmocka_unit_test(test_late_extents),
+        cmocka_unit_test(test_local_of_a_moving_session),
         cmocka_unit_test(test_local_nonsense),
         cmocka_unit_test(test_local_appends_again),
         cmocka_unit_test(test_merge),

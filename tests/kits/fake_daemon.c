@@ -37,6 +37,7 @@ struct fake_daemon {
     uint8_t held[KVQ_MAX_MESSAGE]; // the request whose reply is late
     size_t held_bytes;
     uint32_t held_id, made;            // requests: whose reply is late, that made a buffer
+    uint32_t moving;                   // attempts to open a table that it has refused
     uint32_t cancels, closes, appends; // words: a test reads them while the thread serves
     struct kvq_arena arena;
     uint8_t packet[KVQ_MAX_MESSAGE];
@@ -296,6 +297,12 @@ static void answer_open_table(struct fake_daemon *d, Kvq__Reply *reply)
     Kvq__TableFormat format = KVQ__TABLE_FORMAT__INIT;
     Kvq__TableSide side = KVQ__TABLE_SIDE__INIT;
     const struct fake_script *s = &d->script;
+    if (d->moving < s->moving) {
+        d->moving++;
+        reply->status = KVQ_E_BUSY;
+        send_reply(d, reply, NULL, 0);
+        return;
+    }
     size_t bytes = s->table_bytes ? s->table_bytes : kvq_table_bytes(1, 8);
     side.codec = s->codec; // 0 is raw
     side.bits = 16;

@@ -62,7 +62,8 @@ struct fake_script {
     uint64_t span, extent_bytes;
     uint32_t table_magic, table_version, table_layers, table_pages;
     uint64_t table_tokens, table_bytes;
-    uint32_t layer_pages;           // of the layer in the table; the right number is 1
+    uint32_t moving;      // so many attempts to open a table find that the session is being moved
+    uint32_t layer_pages; // of the layer in the table; the right number is 1
     uint32_t repeat, source, codec; // of the layer's row
     uint32_t extents, extent_fds;   // numbers and descriptors that MapExtents answers
     uint32_t extent;                // the first of these numbers
