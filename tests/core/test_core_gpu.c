@@ -5,6 +5,9 @@
 // becomes of requests that are refused.
 #include <dlfcn.h>
 #include <math.h>
+#include <sched.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "proto/ring.h"
 #include "tests/kits/stream_kit.h"
@@ -531,6 +534,104 @@ STREAM_TEST(test_append_again)
     assert_int_equal(kit_of(&one.m, one.session)->tokens, TOKENS);
 }
 
+// ---- No memory for what orders streams ----
+
+// The stream cannot wait for the client, who is yet to write K and V: the request stores nothing,
+// and is done. The same step can append after all.
+STREAM_TEST(test_no_memory_to_wait)
+{
+    stream_needed();
+    assert_int_equal(begin(&one), 0);
+    stream_refuse("stream_wait64", 1, KVQ_GPU_OUT_OF_MEMORY);
+    assert_int_equal(append(&one), KVQ_E_NO_MEMORY);
+    kit_settle(&one.m);
+    assert_int_equal(stream_done(&one), 1);
+    assert_int_equal(kit_of(&one.m, one.session)->layers[0].append, KVQ__NOT_APPENDED);
+    stream_refuse("stream_wait64", 1, KVQ_GPU_OUT_OF_MEMORY);
+    assert_int_equal(attend(&one, 0), KVQ_E_NO_MEMORY);
+    stream_ends(&one);
+    assert_int_equal(append(&one), 0);
+    stream_ends(&one);
+    assert_int_equal(end(&one), 0);
+    assert_int_equal(kit_of(&one.m, one.session)->tokens, TOKENS);
+    assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
+}
+
+static void on_wake(void *context)
+{
+    kvq_word_store_release(context, 1);
+}
+
+// A wake-up that could not be asked for is asked for again.
+STREAM_TEST(test_no_memory_to_wake)
+{
+    uint32_t woken = 0;
+    stream_needed();
+    begin_and_append(&one);
+    stream_refuse("launch_host", 1, KVQ_GPU_OUT_OF_MEMORY);
+    for (int i = 0; i < 2; i++) {
+        assert_true(kvq__core_wake(kit.core, on_wake, &woken));
+        assert_int_equal(one.m.client->streams[0]->use->watching, i);
+    }
+    stream_ends(&one);
+    while (!kvq_word_load_acquire(&woken))
+        sched_yield();
+    assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
+}
+
+// Where a signal is refused somebody would wait for ever: for the first one the client's stream,
+// and for the second one the daemon, since that is the number of the work. So these are faults,
+// also for want of memory. A fault is for good: each has a process of its own, before there is a
+// driver in this one.
+static const struct refusal {
+    const char *call;
+    uint64_t n;
+    bool by_events;    // the GPU has no memory operations, and hardware queues for no client
+    const char *fault; // NULL: the request is served
+} refusals[] = {{"stream_write64", 1, false, "signalling a client"},
+                {"stream_write64", 2, false, "ending work on the GPU"},
+                {"event_record", 1, true, "ending work on the GPU"},
+                {"event_create", 1, true, NULL}};
+enum { REFUSALS = sizeof refusals / sizeof *refusals };
+static int outcomes[REFUSALS];
+
+static void refuse_signal(const struct refusal *r)
+{
+    if (r->by_events) {
+        setenv("KVQ_EMU_LACKS", "memory_ops", 1);
+        setenv("CUDA_DEVICE_MAX_CONNECTIONS", "5", 1);
+    }
+    kit_gpus(sim_gpus());
+    stream_setup(NULL);
+    if (one.alone == r->by_events) // this machine's GPU has no hardware queues for clients
+        _exit(0);
+    if (begin(&one))
+        _exit(1);
+    stream_refuse(r->call, r->n, KVQ_GPU_OUT_OF_MEMORY);
+    struct kvq_request request = append_of(&one);
+    struct kvq_entry_wire e = entry_of(&one);
+    kit_load(&one.m, &request, &e);
+    kvq__request_start(one.m.queue);
+    const char *fault = kvq__gpu_fault(kit.core->pools[1].gpu);
+    _exit(r->fault ? !fault || !strstr(fault, r->fault) : fault != NULL);
+}
+
+static void refuse_signals(void)
+{
+    for (int i = 0; i < REFUSALS; i++) {
+        pid_t pid = fork();
+        if (pid == 0)
+            refuse_signal(&refusals[i]);
+        waitpid(pid, &outcomes[i], 0);
+    }
+}
+
+PLAIN_TEST(test_no_memory_to_signal)
+{
+    for (int i = 0; i < REFUSALS; i++)
+        assert_int_equal(outcomes[i], 0);
+}
+
 // ---- Codebooks ----
 
 static int give_codebook(void *context, const char *name, uint32_t layer,
@@ -624,6 +725,7 @@ STREAM_TEST_SMALL(test_many_that_failed)
 
 int main(void)
 {
+    refuse_signals();
     kit_gpus(sim_gpus());
     return run_all(NULL, NULL);
 }

@@ -218,6 +218,14 @@ int kvq__gpu_failed(struct kvq__gpu *gpu, int result, const char *what)
     return KVQ_E_SYSTEM;
 }
 
+int kvq__gpu_order_lost(struct kvq__gpu *gpu, int result, const char *what)
+{
+    assert(result != KVQ_GPU_OK);
+    if (!gpu->fault[0])
+        kvq_gpu_fault(gpu->driver, result, what, gpu->fault, sizeof gpu->fault);
+    return KVQ_E_SYSTEM;
+}
+
 int kvq__gpu_faulted(struct kvq__gpu *gpu, const char *text)
 {
     assert(text[0]); // an empty one would say that nothing has failed

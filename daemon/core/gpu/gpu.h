@@ -120,6 +120,9 @@ const char *kvq__gpu_look(struct kvq__gpu *gpu);
 const char *kvq__gpu_fault(const struct kvq__gpu *gpu);
 // Notes a result that is not success; returns KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__gpu_failed(struct kvq__gpu *gpu, int result, const char *what);
+// The same of a call that an order depends on, such as a signal that somebody waits for: it is a
+// fault, whatever the result. Returns KVQ_E_SYSTEM.
+int kvq__gpu_order_lost(struct kvq__gpu *gpu, int result, const char *what);
 // The same of something that has a sentence; returns KVQ_E_SYSTEM.
 int kvq__gpu_faulted(struct kvq__gpu *gpu, const char *text);
 

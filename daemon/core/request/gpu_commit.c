@@ -86,6 +86,25 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
         s->in_step.nonfinite_unreported = rc == KVQ_E_NONFINITE && s->writer;
 }
 
+// A later entry may have undone a prepared shard.
+void kvq__gpu_commit_all(struct kvq__queue *q)
+{
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        struct kvq__entry *w = &q->work[i];
+        struct kvq_result result, *had = &q->results[i];
+        if (!w->commits_on_gpu)
+            continue;
+        w->commits_on_gpu = false;
+        kvq__gpu_commit(w->session, w->table, &result);
+        result.extents = had->extents;
+        *had = had->status < 0 ? *had : result;
+    }
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (q->header.op == KVQ_OP_STEP && q->entries[i].append > 0 && kvq__entry_alive(q, i) &&
+            !q->work[i].session->dropped)
+            kvq__step_recheck(q->work[i].session, &q->results[i]);
+}
+
 bool kvq__gpu_commit_asks(const struct kvq__queue *q, uint32_t i, const struct kvq__handle *h)
 {
     const struct kvq__session *s = h->session;

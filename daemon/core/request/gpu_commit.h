@@ -27,6 +27,8 @@ void kvq__gpu_commit_cancel(struct kvq__session *session);
 // that values were not finite.
 void kvq__gpu_commit(struct kvq__session *session, struct kvq__table *table,
                      struct kvq_result *result);
+// All work of the queue's request has ended: ends its STEPs, and fills in their results.
+void kvq__gpu_commit_all(struct kvq__queue *queue);
 // Whether entry i of a request, on this handle, has to wait for a STEP to commit.
 bool kvq__gpu_commit_asks(const struct kvq__queue *queue, uint32_t i,
                           const struct kvq__handle *handle);

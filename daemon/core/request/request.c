@@ -315,6 +315,17 @@ static void run_wave_item(struct kvq__job *job, uint32_t item, void *workspace)
     stage->item(q, q->wave_from + entry, item - q->first_item[entry], workspace);
 }
 
+// Opens a chunk for the next wave; false if there is no room yet. If the stream cannot wait for the
+// client, no entry may run: the client is yet to write what the work would read.
+static bool open_chunk(struct kvq__queue *q)
+{
+    int rc = kvq__work_stream_open_for(q);
+    for (uint32_t i = 0; rc < 0 && i < q->header.count; i++)
+        if (kvq__entry_alive(q, i))
+            kvq__entry_fail(q, i, rc, q->work[i].past);
+    return rc != 0;
+}
+
 // Finds the place of the next entries; a wave is for one place. False if its work stream has no
 // room yet. After the last pass the chunk stays open: closing it hands over what the request holds.
 static bool wave_place(struct kvq__queue *q)
@@ -327,7 +338,7 @@ static bool wave_place(struct kvq__queue *q)
     if (any && q->stream && q->stream->gpu != q->gpu)
         kvq__work_stream_close(q->stream, q, false);
     if (q->gpu && !q->stream)
-        return kvq__work_stream_open_for(q);
+        return open_chunk(q);
     if (!q->stream)
         q->arena_used = 0;
     return true;
@@ -470,25 +481,6 @@ static void tell_nonfinite(struct kvq__queue *q)
     }
 }
 
-// Ends the STEPs and fills in their results. A later entry may have undone a prepared shard.
-static void commit_on_gpu(struct kvq__queue *q)
-{
-    for (uint32_t i = 0; i < q->header.count; i++) {
-        struct kvq__entry *w = &q->work[i];
-        struct kvq_result result, *had = &q->results[i];
-        if (!w->commits_on_gpu)
-            continue;
-        w->commits_on_gpu = false;
-        kvq__gpu_commit(w->session, w->table, &result);
-        result.extents = had->extents;
-        *had = had->status < 0 ? *had : result;
-    }
-    for (uint32_t i = 0; i < q->header.count; i++)
-        if (q->header.op == KVQ_OP_STEP && q->entries[i].append > 0 && kvq__entry_alive(q, i) &&
-            !q->work[i].session->dropped)
-            kvq__step_recheck(q->work[i].session, &q->results[i]);
-}
-
 static void end_entries(struct kvq__queue *q)
 {
     const struct kvq__pass *pass = q->passes[q->n_passes - 1];
@@ -503,7 +495,7 @@ static enum kvq__progress all_ended(struct kvq__queue *q)
 {
     assert(q->running && kvq__queue_gpu_idle(q));
     tell_nonfinite(q);
-    commit_on_gpu(q);
+    kvq__gpu_commit_all(q);
     end_entries(q);
     return kvq__request_end(q, 0);
 }

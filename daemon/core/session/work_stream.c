@@ -35,6 +35,11 @@ static int open_own_streams(struct kvq__work_stream *stream)
         result = d->stream_create(&stream->watch, KVQ_GPU_STREAM_OWN);
     if (result == KVQ_GPU_OK && !stream->event)
         result = d->event_create(&stream->event, KVQ_GPU_EVENT_UNTIMED);
+    // All of them now: where work has been enqueued, its number must not want for an event.
+    bool by_events = !kvq__gpu_has_memory_ops(stream->gpu);
+    for (uint32_t i = 0; by_events && result == KVQ_GPU_OK && i < KVQ_MAX_GPU_PENDING; i++)
+        if (!stream->marks[i])
+            result = d->event_create(&stream->marks[i], KVQ_GPU_EVENT_UNTIMED);
     return result;
 }
 
@@ -311,7 +316,7 @@ static int wait_for_client(struct kvq__work_stream *stream, struct kvq__queue *q
     return result ? kvq__gpu_failed(stream->gpu, result, "waiting for a client") : 0;
 }
 
-bool kvq__work_stream_open_for(struct kvq__queue *q)
+int kvq__work_stream_open_for(struct kvq__queue *q)
 {
     uint32_t i = kvq__gpu_index(q->core, q->gpu);
     struct kvq__work_stream *stream = q->client->streams[i];
@@ -319,14 +324,14 @@ bool kvq__work_stream_open_for(struct kvq__queue *q)
     bool waits = (q->header.flags & KVQ_REQ_ON_STREAM) && !q->stream_noted;
     if (waits && !kvq__gate_enter(kvq__gpu_gate(q->gpu))) {
         q->gpu_wait = KVQ__GPU_GATE;
-        return false;
+        return 0;
     }
-    bool opened = kvq__work_stream_open(stream, q);
+    int opened = kvq__work_stream_open(stream, q);
     if (opened) {
         kvq__gpu_enter(q->gpu);
         q->stream_noted = true;
-        if (waits)
-            wait_for_client(stream, q);
+        int rc = waits ? wait_for_client(stream, q) : 0;
+        opened = rc < 0 ? rc : 1;
     } else {
         q->given[i] = stream->given;
         q->gpu_wait = KVQ__GPU_ROOM;
@@ -402,8 +407,7 @@ static int write_number(struct kvq__work_stream *stream, uint32_t at)
     stream->given++;
     if (kvq__gpu_has_memory_ops(stream->gpu))
         return d->stream_write64(stream->gpu_stream, stream->word_at, stream->given, 0);
-    int result = stream->marks[at] ? 0 : d->event_create(&stream->marks[at], KVQ_GPU_EVENT_UNTIMED);
-    return result ? result : d->event_record(stream->marks[at], stream->gpu_stream);
+    return d->event_record(stream->marks[at], stream->gpu_stream);
 }
 
 // Gives work that was enqueued without a chunk a number of its own. If the ring of pending work is
@@ -436,8 +440,8 @@ void kvq__work_stream_signal(struct kvq__queue *q)
     result = result ? result : kvq__stream_sync_tell(stream, q);
     if (result == KVQ_GPU_OK && !q->stream)
         result = number_alone(stream, q);
-    if (result)
-        kvq__gpu_failed(gpu, result, "signalling a client");
+    if (result) // the client's stream would wait for ever
+        kvq__gpu_order_lost(gpu, result, "signalling a client");
 }
 
 int kvq__work_stream_close(struct kvq__work_stream *stream, struct kvq__queue *q, bool hold)
@@ -459,7 +463,8 @@ int kvq__work_stream_close(struct kvq__work_stream *stream, struct kvq__queue *q
     q->arena = q->own_arena;
     q->arena_bytes = q->own_arena_bytes;
     q->arena_used = 0;
-    return result ? kvq__gpu_failed(stream->gpu, result, "ending work on the GPU") : 0;
+    // Without the number the work would never be seen to end.
+    return result ? kvq__gpu_order_lost(stream->gpu, result, "ending work on the GPU") : 0;
 }
 
 static void let_pending_go(struct kvq__work_stream *stream, struct kvq__pending *p)
@@ -591,7 +596,9 @@ bool kvq__work_stream_wake(struct kvq__work_stream *stream, void (*wake)(void *c
     result = result ? result : d->event_record(stream->event, stream->gpu_stream);
     result = result ? result : d->stream_wait(stream->watch, stream->event, 0);
     result = result ? result : d->launch_host(stream->watch, on_watch, use);
-    if (result)
+    if (result) { // the next call asks again
+        kvq_word_store_release(&use->watching, 0);
         kvq__gpu_failed(stream->gpu, result, "watching the GPU");
+    }
     return true;
 }

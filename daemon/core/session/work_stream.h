@@ -102,11 +102,12 @@ void kvq__work_streams_drain(struct kvq__core *core);
 void kvq__work_streams_close(struct kvq__core *core);
 
 // Opens a chunk on the client's work stream of the GPU q->gpu. For the first chunk of a request
-// with KVQ_REQ_ON_STREAM the work stream also waits for the client's stream. False if there is no
-// room: then q->gpu_wait is KVQ__GPU_ROOM, and the queue goes on when it has settled. False as well
-// if no stream may be made to wait for a client now: then it is KVQ__GPU_GATE.
-bool kvq__work_stream_open_for(struct kvq__queue *queue);
-// Closes the queue's chunk, so that the queue gets a larger one. Returns false, as above.
+// with KVQ_REQ_ON_STREAM the work stream also waits for the client's stream. Returns 1, or 0 if
+// there is no room: then q->gpu_wait is KVQ__GPU_ROOM, and the queue goes on when it has settled. 0
+// as well if no stream may be made to wait for a client now: then it is KVQ__GPU_GATE. A negative
+// code if the driver refused the wait: the chunk is open, but nothing of the request may run in it.
+int kvq__work_stream_open_for(struct kvq__queue *queue);
+// Closes the queue's chunk, so that the queue gets a larger one. Returns false: it waits for room.
 bool kvq__work_stream_again(struct kvq__queue *queue);
 // Opens a chunk as the arena of the queue's request. False if no chunk is free, the ring of holds
 // has no room, or much is under way on the stream; then something has to end first.
