@@ -24,7 +24,9 @@
  * session's step. The session stays in the step, also where the calls go through the daemon, and
  * the engine may call kvq_local_end again; so it may where the call fails with KVQ_E_DEADLINE,
  * after kvq_queue_wait_for_room or at work->deadline_ns. kvq_local_end also finds K and V that are
- * not finite (KVQ_E_NONFINITE), after attention has read them.
+ * not finite (KVQ_E_NONFINITE), after attention has read them. KVQ_E_UNSUPPORTED with a value past
+ * the entry's position: the step is committed, but the GPU took no work to show it here; the next
+ * kvq_local_begin, at that value, asks for it again.
  *
  * If the daemon dies, the mapped memory stays: kvq_local_attend goes on for the step under way, and
  * kvq_local_end returns KVQ_E_DISCONNECTED. After kvq_reattach all calls return KVQ_E_CANCELLED:

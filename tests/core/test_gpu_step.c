@@ -473,7 +473,8 @@ struct refusal {
 };
 
 // The n-th call of a step is refused: false if it has fewer. There is no step then, or all of it;
-// what was not packed is packed by the next, and the table says what there is.
+// what was not packed is packed by the next, and the table says what there is. Who is told that
+// there is no memory may try again, so then there is no step.
 static bool refused_step(const struct refusal *r, uint64_t n)
 {
     struct streamer twin = one;
@@ -488,9 +489,12 @@ static bool refused_step(const struct refusal *r, uint64_t n)
     stream_refuse(r->call, n, r->result);
     const uint64_t before = tokens_of(&one);
     const int rc = step(&one, OUTLIERS);
+    const uint64_t value = kvq__queue_results(one.m.queue)[0].value;
     stream_refuse(r->call, 0, 0);
     go_on(&one);
     assert_true(rc == 0 || rc == KVQ_E_UNSUPPORTED || rc == KVQ_E_NO_MEMORY);
+    assert_true(rc != KVQ_E_NO_MEMORY || tokens_of(&one) == before);
+    assert_true(tokens_of(&one) == before || tokens_of(&one) == value);
     if (rc == 0 || tokens_of(&one) > before)
         both_step(&twin, false);
     both_step(&twin, true);
@@ -523,6 +527,25 @@ STREAM_TEST(test_refused)
             n++;
         assert_true(n > 3); // to store, to pack and to publish
     }
+}
+
+// Where there is no table to publish, a step does not fail for want of packing: its units stay due.
+STREAM_TEST(test_unpacked)
+{
+    struct streamer twin = one;
+    stream_needed();
+    open_layers(&one, NULL, "oscar2:sink=32");
+    open_layers(&twin, NULL, "oscar2:sink=32");
+    both_step(&twin, true);
+    const struct kvq__session *s = kit_of(&one.m, one.session);
+    const uint64_t packed = s->layers[0].packed;
+    stream_refuse("copy_in", 2, KVQ_GPU_OUT_OF_MEMORY);
+    assert_int_equal(step(&one, OUTLIERS), 0);
+    go_on(&one);
+    both_step(&twin, false);
+    both_step(&twin, true);
+    assert_true(s->layers[0].packed > packed);
+    same_codes(&one, &twin);
 }
 
 // ---- Who goes meanwhile ----

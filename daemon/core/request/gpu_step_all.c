@@ -184,7 +184,7 @@ bool kvq__gpu_pack_all_prepare(struct kvq__queue *q, uint32_t i)
     if (!q->packs.queue)
         kvq__packs_begin(&q->packs, q);
     kvq__gpu_part_none(q, i);
-    if (waits_for_group(q, i))
+    if (waits_for_group(q, i) || w->unpacked)
         return true;
     uint32_t had = q->packs.n_parts;
     w->part.more =
@@ -192,6 +192,30 @@ bool kvq__gpu_pack_all_prepare(struct kvq__queue *q, uint32_t i)
     return !w->part.more || q->packs.n_parts > had;
 }
 
+static bool has_units_due(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq__session *s = q->work[i].session;
+    for (uint32_t l = 0; l < s->n_layers; l++) {
+        const struct kvq__layer *layer = &s->layers[l];
+        uint64_t due = kvq__layer_owns(s, l)
+                           ? kvq__packed_at(s, layer, q->work[i].past + q->entries[i].append)
+                           : 0;
+        if (due > layer->packed && due > layer->enqueued)
+            return true;
+    }
+    return false;
+}
+
+// Fails an entry behind its stores. They are enqueued and will commit, so no code may say to try
+// again: the value is the count that the session will have.
+static void fail_behind_stores(struct kvq__queue *q, uint32_t i, int rc)
+{
+    uint32_t n = q->entries[i].append;
+    kvq__entry_fail(q, i, n > 0 && rc == KVQ_E_NO_MEMORY ? KVQ_E_UNSUPPORTED : rc,
+                    q->work[i].past + n);
+}
+
+// What was stored commits all the same. Its units stay due, and somebody else packs them.
 int kvq__gpu_pack_all_wave(struct kvq__queue *q)
 {
     if (!q->packs.queue) // the sessions of all its entries were dropped
@@ -202,7 +226,10 @@ int kvq__gpu_pack_all_wave(struct kvq__queue *q)
     else
         kvq__packs_done(&q->packs);
     q->packs.queue = NULL;
-    return rc;
+    for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
+        if (kvq__entry_alive(q, i) && has_units_due(q, i))
+            q->work[i].unpacked = true;
+    return rc == KVQ_E_SYSTEM ? rc : 0;
 }
 
 // ---- Publishing ----
@@ -238,11 +265,15 @@ static size_t publish_room(const struct kvq__queue *q, uint32_t i, uint32_t laye
            sizeof(struct kvq_table_layer) + 3 * 64 + 6 * sizeof(struct kvq_gpu_copy);
 }
 
+// A table names units that are due as packed ones. Where they are not it stays as it was.
 bool kvq__gpu_publish_prepare(struct kvq__queue *q, uint32_t i)
 {
-    if (table_of(q, i))
+    bool has_table = table_of(q, i) != NULL;
+    if (has_table && !q->work[i].unpacked)
         return take_layers(q, i, publish_room);
     kvq__gpu_part_none(q, i);
+    if (has_table)
+        fail_behind_stores(q, i, KVQ_E_NO_MEMORY);
     return true;
 }
 
@@ -323,7 +354,9 @@ int kvq__gpu_publish_wave(struct kvq__queue *q)
                                                    THERE(&p.wave, p.jobs), p.wave.text,
                                                    sizeof p.wave.text));
     for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
-        if (entry_stores(q, i) && table_of(q, i))
+        if (entry_stores(q, i) && table_of(q, i)) {
             kvq__table_lost(table_of(q, i)); // the next step writes all of it
-    return rc;
+            fail_behind_stores(q, i, rc);
+        }
+    return rc == KVQ_E_SYSTEM ? rc : 0;
 }

@@ -59,7 +59,7 @@ bool kvq__packs_add_all(struct kvq__packs *packs, struct kvq__session *session, 
 // work stream, or readers of the outliers that packing would add to.
 bool kvq__packs_must_wait(const struct kvq__session *session, const struct kvq__layer *layer,
                           const struct kvq__work_stream *stream);
-// 0, KVQ_E_SYSTEM. The layers are as before.
+// 0, KVQ_E_NO_MEMORY, KVQ_E_UNSUPPORTED, KVQ_E_SYSTEM. The layers are as before.
 int kvq__packs_launch(struct kvq__packs *packs);
 // Marks the units that were launched without a guard as packed, and frees what their sessions no
 // longer need.

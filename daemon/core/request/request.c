@@ -638,7 +638,7 @@ static void reset_works(struct kvq__queue *q)
         w->session = NULL;
         w->held = w->tail_use = w->exclusive = w->packing = false;
         w->reading = 0;
-        w->packing_all = w->commits_on_gpu = false;
+        w->packing_all = w->commits_on_gpu = w->unpacked = false;
         w->table = NULL;
         w->sample = NULL;
         w->forked = NULL;

@@ -65,6 +65,7 @@ struct kvq__entry {
     int no_room;                       // why its session cannot come back to its GPU; 0: it can
     struct kvq__pack_sample *sample;   // taken for a unit that it packs; NULL: none
     bool commits_on_gpu;               // a STEP of its session is under way on a GPU for it
+    bool unpacked;                     // units that the STEP has made due could not be packed
     struct { // on a GPU, of the wave: layers of a STEP, or tokens of a READ
         uint32_t from, to;
         size_t room;
