@@ -252,14 +252,32 @@ TEST(test_round_trip)
     }
 }
 
-// Holds a client's stream on the first GPU back, or lets it go on.
-static void stall(struct member *member, bool held)
+static void find_call(const char *name, void *call)
+{
+    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, name);
+    assert_non_null(symbol);
+    memcpy(call, &symbol, sizeof symbol);
+}
+
+// Holds a stream on the first GPU back, or lets it go on.
+static void stall_stream(struct kvq_gpu_stream *stream, bool held)
 {
     void (*call)(struct kvq_gpu_stream *, bool);
-    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_stall");
-    assert_non_null(symbol);
-    memcpy(&call, &symbol, sizeof call);
-    call(member->client->streams[0]->gpu_stream, held);
+    find_call("kvq_soft_stall", &call);
+    call(stream, held);
+}
+
+static void stall(struct member *member, bool held)
+{
+    stall_stream(member->client->streams[0]->gpu_stream, held);
+}
+
+// Makes the driver refuse the n-th call of that name for want of memory.
+static void refuse(const char *name, uint64_t n)
+{
+    int (*call)(const char *, uint64_t, bool, int);
+    find_call("kvq_soft_fail", &call);
+    assert_int_equal(call(name, n, false, KVQ_GPU_OUT_OF_MEMORY), 0);
 }
 
 // What a GPU packs before anybody asks is waited for, too.
@@ -422,6 +440,27 @@ TEST(test_waits)
     assert_int_equal(info_of(&info).status, KVQ_E_BUSY);
     assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 6, e, NULL), 0);
     assert_int_equal(move_to(0).status, 0);
+}
+
+// Copies whose end no event can tell are waited for like others: what they write to is not used
+// again before.
+TEST(test_copies_without_events)
+{
+    struct kvq_gpu_stream *copies = kvq__gpu_stream(kit.core->pools[1].gpu, KVQ__GPU_STREAM_COPIES);
+    for (uint32_t i = 0; i < 4; i++) {
+        size_t n = image_of(it(), before);
+        stall_stream(copies, true);
+        refuse("event_record", 1 + i / 2);
+        assert_int_equal(start((i + 1) % 2, &info), 0);
+        polls(200);
+        bool finished = info_of(&info).finished;
+        stall_stream(copies, false);
+        assert_false(finished);
+        end_moves();
+        assert_int_equal(info_of(&info).status, 0);
+        assert_int_equal(image_of(it(), after), n);
+        assert_memory_equal(before, after, n);
+    }
 }
 
 // ---- Failures, after which nothing has changed ----

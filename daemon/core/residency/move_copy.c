@@ -23,6 +23,7 @@ struct slot {
     size_t bytes;
     struct kvq__gpu *source, *target;           // NULL: the host
     struct kvq_gpu_event *events[KVQ_MAX_GPUS]; // made when they are first needed
+    bool noted; // the event says when the copy under way has ended; else the whole stream does
 };
 
 struct kvq__mover {
@@ -122,19 +123,26 @@ static int enqueue(struct kvq__core *core, struct kvq__gpu *gpu, struct slot *sl
     if (result == 0)
         result = fill ? d->copy_out(slot->memory, (uintptr_t)slot->from, slot->bytes, stream)
                       : d->copy_in((uintptr_t)slot->to, slot->memory, slot->bytes, stream);
-    result = result ? result : note_end(gpu, i, core->mover, slot);
     if (result)
         return kvq__gpu_failed(gpu, result, "copying a session");
+    // From here on the GPU writes to the slot or to the block, with or without an event.
     slot->state = fill ? FILLING : EMPTYING;
+    result = note_end(gpu, i, core->mover, slot);
+    slot->noted = result == KVQ_GPU_OK;
+    if (result && result != KVQ_GPU_OUT_OF_MEMORY)
+        return kvq__gpu_failed(gpu, result, "copying a session");
     return 0;
 }
 
 // 1 if the GPU is done with the slot.
 static int slot_has_ended(struct kvq__core *core, struct kvq__gpu *gpu, const struct slot *slot)
 {
+    const struct kvq_gpu_driver *d = kvq__gpu_driver(gpu);
+    uint32_t i = kvq__gpu_index(core, gpu);
     int result = kvq__gpu_enter(gpu);
     if (result == 0)
-        result = kvq__gpu_driver(gpu)->event_query(slot->events[kvq__gpu_index(core, gpu)]);
+        result = slot->noted ? d->event_query(slot->events[i])
+                             : d->stream_query(core->mover->streams[i]);
     if (result == KVQ_GPU_NOT_READY)
         return 0;
     return result ? kvq__gpu_failed(gpu, result, "copying a session") : 1;
