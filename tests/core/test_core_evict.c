@@ -445,6 +445,35 @@ SAVING_TEST(test_drain)
     let_go(handles);
 }
 
+// A session that has gone to the host does not come back then. A request in the order of a stream
+// cannot be served there: the host would not wait for what the stream is yet to write.
+TEST(test_stream_while_draining)
+{
+    uint64_t handles[5], *words = sim_gpus()->memory_new(4096);
+    struct kvq__gpu *gpu = kit.core->pools[home].gpu;
+    memset(words, 0, 4096);
+    for (uint32_t i = 0; i < 5; i++) {
+        handles[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    kit_drop(&m, handles[4]); // there is room to go back to
+    assert_false(is_home(&m, handles[0]));
+    int rc =
+        kvq__queue_timeline(m.queue, gpu, (uintptr_t)words, (uintptr_t)(words + 1), words, text);
+    kvq__core_drain(kit.core);
+    struct kvq_entry_wire e = entry(&m, handles[0], 0);
+    struct kvq_request r = kit_attend(&m, 0, Q_AT, OUT_AT, 2 * HEADS, DIM);
+    e.queries = QUERIES;
+    assert_int_equal(finish(&m, kit_request(&m, &r, &e)), 0);
+    r.flags = KVQ_REQ_ON_STREAM;
+    r.signal = 1;
+    if (rc == 0) // else this GPU has too few hardware queues
+        assert_int_equal(finish(&m, kit_request(&m, &r, &e)), KVQ_E_DRAINING);
+    kit_settle(&m);
+    assert_int_equal(words[1], rc == 0);
+    sim_gpus()->memory_free(words);
+}
+
 // ---- Limits, groups, what has just come back ----
 
 SAVING_TEST(test_quota)

@@ -121,6 +121,8 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
     q->results[i].value = h->session->tokens;
     if (q->work[i].no_room)
         return kvq__entry_fail(q, i, q->work[i].no_room, h->session->tokens);
+    if (is_on_stream(q) && h->session->pool->gpu != q->timeline.gpu) // it does not go home any more
+        return kvq__entry_fail(q, i, KVQ_E_DRAINING, h->session->tokens);
     if (kvq__group_asks(q, h) != KVQ__PREPARED_NOT) // never to be ended: others have waited
         return kvq__entry_fail_by(q, i, KVQ_E_BUSY, h->session->tokens,
                                   kvq__group_awaited(h->session));
