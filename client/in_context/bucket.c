@@ -218,8 +218,7 @@ int kvq__bucket_follow(const struct kvq_bucket *b, struct kvq_gpu_stream *stream
         return KVQ_OK;
     int result = d->event_record(b->slots[b->slot].passed, b->stream);
     result = result ? result : d->stream_wait(stream, b->slots[b->slot].passed, 0);
-    return result ? kvq__local_fault(b->local, result, "waiting for another bucket's stream")
-                  : KVQ_OK;
+    return result ? kvq__local_fault(b->local, result, "waiting for a bucket's stream") : KVQ_OK;
 }
 
 int kvq__bucket_turn(struct kvq_bucket *b, struct kvq_gpu_stream *stream)

@@ -295,6 +295,24 @@ int kvq_local_attend_on_stream(kvq_local *local, kvq_bucket *bucket, const struc
 
 // ---- End ----
 
+// The end is behind the step's attention, since the daemon writes table and blocks anew; and what
+// comes next in the bucket is behind the end, whichever stream that was on.
+static int end_in_bucket(struct kvq_local *local, const struct kvq_step_work *work,
+                         struct kvq_entry *entries, uint32_t n, struct kvq_gpu_stream *stream)
+{
+    struct kvq_bucket *b = local->bucket;
+    struct kvq_gpu_stream *begun_on = local->stream;
+    int rc = kvq__bucket_follow(b, stream);
+    if (rc)
+        return rc;
+    local->stream = stream;
+    rc = kvq__local_end(local, work, entries, n);
+    local->stream = begun_on; // of those who stay in the step
+    if (!local->stepping && b->used)
+        b->stream = stream;
+    return rc;
+}
+
 int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,
                             struct kvq_entry *entries, uint32_t n, void *stream)
 {
@@ -309,10 +327,13 @@ int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,
     assert(local->bucket);
     struct kvq_gpu_context *before = kvq__context_enter(&local->here);
     struct kvq_gpu_stream *begun_on = local->stream;
-    local->stream = stream;
-    rc = *local->why ? kvq__through_end(local, work, entries, n)
-                     : kvq__local_end(local, work, entries, n);
-    local->stream = begun_on; // of those who stay in the step
+    if (*local->why) {
+        local->stream = stream;
+        rc = kvq__through_end(local, work, entries, n);
+        local->stream = begun_on; // of those who stay in the step
+    } else {
+        rc = end_in_bucket(local, work, entries, n, stream);
+    }
     kvq__context_leave(&local->here, before);
     return rc;
 }

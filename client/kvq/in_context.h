@@ -113,11 +113,11 @@ KVQ_API void kvq_local_abort(kvq_local *local);
 /* On a GPU the three calls take a stream (as kvq_attend_on_stream, and in its order) and a bucket:
  * device memory for the attentions of a step within the bucket's limits. A bucket serves one
  * stream at a time: kvq_local_attend_on_stream takes the stream that the step was begun on, or one
- * that is being captured (KVQ_E_INVALID). The next step may be begun on another stream, which then
- * waits for this one, and so does the stream of a step with another bucket for the last steps of
- * its sessions; so destroy a stream only when the bucket has moved on or is closed. A layer may be
- * attended to in several calls; from the third of such layers on, a call may wait until the stream
- * has come to the earlier ones.
+ * that is being captured (KVQ_E_INVALID). The step may be ended, and the next one begun, on another
+ * stream, which then waits for this one, and so does the stream of a step with another bucket for
+ * the last steps of its sessions; so destroy a stream only when the bucket has moved on or is
+ * closed. A layer may be attended to in several calls; from the third of such layers on, a call may
+ * wait until the stream has come to the earlier ones.
  *
  * A CUDA graph may capture the attentions of a bucket. On a stream that is being captured,
  * kvq_local_attend_on_stream only records the tensors and the launches. Before each replay, outside

@@ -424,7 +424,52 @@ static void test_another_stream(void **state)
     lg_close_pair(p);
 }
 
-// The same with another bucket: the session's table and blocks are what the last step leaves.
+// The end of a step on another stream is behind the step's attention, and the next step behind it.
+static void test_end_on_another_stream(void **state)
+{
+    struct kvq_gpu_stream *first = rig.stream, *other;
+    struct lg_pair p[1];
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 40, NULL);
+    if (kvq_queue_order(rig.queue) == KVQ_ORDER_HOST)
+        skip(); // the end of a step waits for the stream there
+    OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
+    for (int i = 0; i < 2; i++) {
+        struct kvq_gpu_stream *held = i ? other : first;
+        struct lg_batch b = lg_batch_of(p, 1, 1, true);
+        OK(drv.stream_sync(first));
+        OK(drv.stream_sync(other));
+        lg_all_fine(lg_begin(&b), &b);
+        soft_stall(held, true);
+        for (uint32_t layer = 0; layer < rig.layers; layer++) {
+            const struct kvq_work w = lg_work_of(layer, true);
+            lg_all_fine(lg_attend(&w, &b), &b);
+        }
+        lg_all_fine(kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, other), &b);
+        p->tokens++;
+        b = lg_batch_of(p, 1, 1, true);
+        lg_all_fine(lg_begin(&b), &b);
+        const struct kvq_work w = lg_work_of(0, true);
+        lg_all_fine(lg_attend(&w, &b), &b);
+        int looks = 0;
+        while (looks < 100000 && drv.stream_query(i ? first : other) == KVQ_GPU_NOT_READY)
+            looks++;
+        soft_stall(held, false);
+        assert_int_equal(looks, 100000);
+        kvq_local_abort(rig.local);
+    }
+    kvq_bucket_close(&rig.bucket);
+    OK(drv.stream_sync(first));
+    OK(drv.stream_sync(other));
+    OK(drv.stream_destroy(other));
+    lg_close_pair(p);
+}
+
+// A step on another stream, with another bucket: the session's table and blocks are what the last
+// step leaves.
 static void test_another_bucket(void **state)
 {
     struct kvq_gpu_stream *first = rig.stream, *other;
@@ -576,6 +621,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_another_stream, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_end_on_another_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_another_bucket, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_table_read_by_another_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_not_finite, lg_setup, lg_teardown),
