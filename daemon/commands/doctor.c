@@ -123,17 +123,28 @@ static void check_huge_pages(struct findings *f, const struct kvq__server *s)
         few ? "; small ones cost some time at long contexts" : "");
 }
 
+// Those of full pools: one for each extent.
+static uint64_t extents_of_pools(const struct kvq__server *s)
+{
+    uint64_t bytes = s->config.extent_bytes, n = s->config.pool_bytes / bytes;
+    for (uint32_t i = 0; i < kvq__gpus_count(s->gpus); i++) {
+        const struct kvq__gpu *gpu = kvq__gpus_get(s->gpus, i);
+        n += kvq__gpu_exports(gpu) ? kvq__gpu_budget(gpu) / bytes : 0;
+    }
+    return n;
+}
+
 static void check_limits(struct findings *f, const struct kvq__server *s)
 {
     struct rlimit files = {0, 0}, locked = {0, 0};
     getrlimit(RLIMIT_NOFILE, &files);
     getrlimit(RLIMIT_MEMLOCK, &locked);
     // A client holds a socket and a pidfd, each queue 4 descriptors, each extent one.
-    uint64_t need = 64 + s->config.max_clients * 6 + s->config.pool_bytes / s->config.extent_bytes;
+    uint64_t need = 64 + s->config.max_clients * 6 + extents_of_pools(s);
     bool few = files.rlim_cur != RLIM_INFINITY && files.rlim_cur < need;
     add(f, "descriptors", few ? PROBLEM : FINE,
         few ? "raise LimitNOFILE= of the service, or ulimit -n" : "",
-        "%llu descriptors may be open; max_clients with one queue each and a full pool need %llu",
+        "%llu descriptors may be open; max_clients with one queue each and full pools need %llu",
         (unsigned long long)files.rlim_cur, (unsigned long long)need);
     bool small = locked.rlim_cur != RLIM_INFINITY && locked.rlim_cur < s->config.pool_bytes;
     if (small)

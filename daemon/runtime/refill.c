@@ -12,6 +12,8 @@
 #include <string.h>
 
 #include "daemon/core/gpu/extents.h"
+#include "daemon/log/log.h"
+#include "daemon/runtime/descriptors.h"
 
 // Of one GPU.
 struct filler {
@@ -20,6 +22,7 @@ struct filler {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     bool asked, stop;
+    struct kvq_log_budget log_budget;
 };
 
 struct kvq__refill {
@@ -54,6 +57,21 @@ static void ask_for_refill(void *context)
     pthread_mutex_unlock(&f->lock);
 }
 
+// An extent is a descriptor for as long as it is there. Some are kept for clients and libraries, as
+// for extents on the host.
+static bool has_descriptor(void *context)
+{
+    struct filler *f = context;
+    if (kvq__descriptors_free() > kvq__descriptors_kept())
+        return true;
+    pthread_mutex_lock(&f->lock);
+    kvq__log_client(&f->log_budget, KVQ_LOG_ERROR, "no_descriptors",
+                    "what=extent place=%s free=%u limit=%u remedy=\"raise LimitNOFILE=\"",
+                    kvq__gpu_uuid_text(f->gpu), kvq__descriptors_free(), kvq__descriptors_limit());
+    pthread_mutex_unlock(&f->lock);
+    return false;
+}
+
 static int start_filler(struct filler *f)
 {
     sigset_t all, before;
@@ -81,6 +99,7 @@ int kvq__refill_open(struct kvq__gpus *gpus, uint64_t extent_bytes, struct kvq__
         struct kvq__reserve_config config = {.extent_bytes = extent_bytes,
                                              .mark = KVQ__RESERVE,
                                              .ask = ask_for_refill,
+                                             .may_make = has_descriptor,
                                              .context = f};
         f->gpu = kvq__gpus_get(gpus, i);
         error = kvq__reserve_open(f->gpu, &config) ? ENOMEM : start_filler(f);

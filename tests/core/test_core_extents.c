@@ -115,10 +115,20 @@ static void pass_time(void)
 
 // ---- Before and after ----
 
+static bool is_refused; // to make extents
+
+static bool may_make(void *context)
+{
+    (void)context;
+    return !is_refused;
+}
+
 static int setup_with(uint32_t mark)
 {
     sim_begin(0);
-    const struct kvq__reserve_config config = {.extent_bytes = EXTENT, .mark = mark};
+    const struct kvq__reserve_config config = {
+        .extent_bytes = EXTENT, .mark = mark, .may_make = may_make};
+    is_refused = false;
     assert_int_equal(kvq__reserve_open(sim_gpus()->gpus[0], &config), 0);
     kit_open(&kit, 7, 32 * MIB, 0);
     assert_int_equal(member_open(&kit, &member, 1000, BUFFER), 0);
@@ -173,6 +183,18 @@ TEST(test_poller_waits_for_no_driver)
     assert_true(helped > 6); // it has seen what it is there for
 }
 STARVED_TEST(test_poller_waits_for_no_driver);
+
+// Without a descriptor to spare there is no memory, and no fault. The next tick tries again.
+STARVED_TEST(test_no_descriptors)
+{
+    uint64_t handle = session(&member);
+    is_refused = true;
+    assert_int_equal(step(&member, handle, 128), KVQ_E_NO_MEMORY);
+    assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
+    is_refused = false;
+    kvq__core_tick(kit.core);
+    assert_int_equal(step(&member, handle, 128), 0);
+}
 
 // Of a prompt that needs more extents than are kept ready: they are made in one go, and no more
 // than it needs stay when it has gone again.

@@ -84,6 +84,18 @@ static int make_extent(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t 
     return result;
 }
 
+// The same for a GPU whose reserve, if it has one, may refuse. Without a descriptor to spare the
+// driver could not export the extent, and its other calls that need one would be faults.
+static int make_if_allowed(struct kvq__gpu *gpu, enum kvq__gpu_stream which, size_t bytes,
+                           struct kvq__memory *memory, const char **what)
+{
+    const struct kvq__reserve *r = *kvq__gpu_reserve(gpu);
+    *what = "exporting memory for caches";
+    if (r && r->config.may_make && kvq__gpu_exports(gpu) && !r->config.may_make(r->config.context))
+        return KVQ_GPU_OUT_OF_MEMORY;
+    return make_extent(gpu, which, bytes, memory, what);
+}
+
 static void unmake_extent(struct kvq__gpu *gpu, struct kvq__memory *memory)
 {
     assert(memory->base && memory->bytes > 0);
@@ -134,7 +146,8 @@ static void work_make(struct kvq__gpu *gpu, struct kvq__reserve *r)
     assert(should_make(r));
     r->there++;
     pthread_mutex_unlock(&r->lock);
-    int result = make_extent(gpu, KVQ__GPU_STREAM_COPIES, r->config.extent_bytes, &memory, &what);
+    int result =
+        make_if_allowed(gpu, KVQ__GPU_STREAM_COPIES, r->config.extent_bytes, &memory, &what);
     pthread_mutex_lock(&r->lock);
     if (result) {
         r->there--;
@@ -303,7 +316,7 @@ static int acquire_extent(void *context, size_t bytes, struct kvq__memory *memor
         if (ready)
             return 0;
     }
-    int result = make_extent(gpu, KVQ__GPU_STREAM_SMALL, bytes, memory, &what);
+    int result = make_if_allowed(gpu, KVQ__GPU_STREAM_SMALL, bytes, memory, &what);
     if (!result)
         return 0;
     if (r) {

@@ -27,6 +27,9 @@ struct kvq__reserve_config {
     // Asks for kvq__reserve_work, on the poller's thread; the work may be done already. NULL:
     // somebody calls kvq__reserve_work without being asked.
     void (*ask)(void *context);
+    // Whether a descriptor may be taken for another extent; if not there is no memory. Poller's
+    // thread and the worker's. NULL: always.
+    bool (*may_make)(void *context);
     void *context;
 };
 
