@@ -202,6 +202,18 @@ class Parks(Stored):
             pass
         self.assertEqual(self.stored(), 0)
 
+    def test_deleted_before_the_end(self):
+        """Parked sessions with names that are to be dropped do not come back with the next
+        daemon, however many end with this one."""
+        tokens = Tokens(13, 140)
+        sessions = [self.fed(tokens, "f16", 140, name=f"it-{i}", on_detach="drop")
+                    for i in range(40)]
+        for session in sessions:
+            self.park(session)
+        self.assertEqual(self.stored(), len(sessions))
+        self.again(kill=False)
+        self.assertEqual(self.stored(), 0)
+
     def test_damage(self):
         """A block is damaged on disk: who uses it is told, and an open brings back the rest."""
         tokens = Tokens(6, 1500)
