@@ -548,6 +548,26 @@ STREAM_TEST(test_unpacked)
     same_codes(&one, &twin);
 }
 
+// The stream cannot wait for the client: nothing of the step is stored, the session is in none
+// afterwards, and the same step can be made again.
+STREAM_TEST(test_refused_wait)
+{
+    stream_needed();
+    open_layers(&one, NULL, "oscar2:sink=32");
+    struct table t = open_table(&one);
+    whole_step(&one, OUTLIERS);
+    stream_refuse("stream_wait64", 1, KVQ_GPU_OUT_OF_MEMORY);
+    assert_int_equal(step(&one, OUTLIERS), KVQ_E_NO_MEMORY);
+    go_on(&one);
+    assert_int_equal(tokens_of(&one), OUTLIERS);
+    assert_int_equal(kit.core->n_steps, 0);
+    core_check(kit.core);
+    whole_step(&one, OUTLIERS);
+    assert_int_equal(tokens_of(&one), 2 * OUTLIERS);
+    check_table(&t);
+    close_table(&t);
+}
+
 // ---- Who goes meanwhile ----
 
 // A client that dies with a step that its stream has not come to: the named session stands as

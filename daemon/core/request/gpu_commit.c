@@ -86,7 +86,8 @@ void kvq__gpu_commit(struct kvq__session *s, struct kvq__table *table, struct kv
         s->in_step.nonfinite_unreported = rc == KVQ_E_NONFINITE && s->writer;
 }
 
-// A later entry may have undone a prepared shard.
+// A later entry may have undone a prepared shard. An entry that has failed behind its stores says
+// that these commit; where they do not, that counts.
 void kvq__gpu_commit_all(struct kvq__queue *q)
 {
     for (uint32_t i = 0; i < q->header.count; i++) {
@@ -97,7 +98,7 @@ void kvq__gpu_commit_all(struct kvq__queue *q)
         w->commits_on_gpu = false;
         kvq__gpu_commit(w->session, w->table, &result);
         result.extents = had->extents;
-        *had = had->status < 0 ? *had : result;
+        *had = had->status < 0 && result.status == 0 ? *had : result;
     }
     for (uint32_t i = 0; i < q->header.count; i++)
         if (q->header.op == KVQ_OP_STEP && q->entries[i].append > 0 && kvq__entry_alive(q, i) &&

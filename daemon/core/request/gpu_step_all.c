@@ -215,7 +215,8 @@ static void fail_behind_stores(struct kvq__queue *q, uint32_t i, int rc)
                     q->work[i].past + n);
 }
 
-// What was stored commits all the same. Its units stay due, and somebody else packs them.
+// What was stored commits all the same. Its units stay due, and somebody else packs them. An entry
+// that stores nothing was there to pack, and fails.
 int kvq__gpu_pack_all_wave(struct kvq__queue *q)
 {
     if (!q->packs.queue) // the sessions of all its entries were dropped
@@ -227,8 +228,11 @@ int kvq__gpu_pack_all_wave(struct kvq__queue *q)
         kvq__packs_done(&q->packs);
     q->packs.queue = NULL;
     for (uint32_t i = q->wave_from; rc < 0 && i < q->wave_to; i++)
-        if (kvq__entry_alive(q, i) && has_units_due(q, i))
+        if (kvq__entry_alive(q, i) && has_units_due(q, i)) {
             q->work[i].unpacked = true;
+            if (q->entries[i].append == 0)
+                kvq__entry_fail(q, i, rc, q->work[i].past);
+        }
     return rc == KVQ_E_SYSTEM ? rc : 0;
 }
 
@@ -272,7 +276,7 @@ bool kvq__gpu_publish_prepare(struct kvq__queue *q, uint32_t i)
     if (has_table && !q->work[i].unpacked)
         return take_layers(q, i, publish_room);
     kvq__gpu_part_none(q, i);
-    if (has_table)
+    if (has_table && kvq__entry_alive(q, i))
         fail_behind_stores(q, i, KVQ_E_NO_MEMORY);
     return true;
 }

@@ -251,6 +251,14 @@ void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
     q->work[i].packing = true;
 }
 
+// A STEP that did not get as far as its commit. Before the stream takes over what the request
+// holds: its end tells nobody.
+static void leave_own_step(struct kvq__queue *q, struct kvq__entry *w)
+{
+    if (w->tail_use && w->session->step == &q->own_step)
+        kvq__step_leave(w->session);
+}
+
 static void release_work(struct kvq__queue *q, struct kvq__entry *w)
 {
     struct kvq__session *s = w->session;
@@ -258,8 +266,7 @@ static void release_work(struct kvq__queue *q, struct kvq__entry *w)
     assert(!w->exclusive || s->exclusive == q);
     if (w->reading)
         kvq__reading_end(s, w->reading);
-    if (w->tail_use && s->step == &q->own_step) // a STEP that did not get as far as its commit
-        kvq__step_leave(s);
+    leave_own_step(q, w);
     if (w->commits_on_gpu)
         kvq__gpu_commit(s, w->table, &(struct kvq_result){0});
     w->commits_on_gpu = false;
@@ -588,6 +595,8 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
         for (uint32_t i = 0; i < q->header.count; i++)
             if (q->results[i].status < 0)
                 kvq__append_failed(q, i);
+    for (uint32_t i = 0; q->holding && i < q->header.count; i++)
+        leave_own_step(q, &q->work[i]);
     if (is_on_stream(q) && q->timeline.gpu)
         kvq__work_stream_signal(q);
     if (q->stream)
