@@ -302,15 +302,25 @@ static int end_in_bucket(struct kvq_local *local, const struct kvq_step_work *wo
 {
     struct kvq_bucket *b = local->bucket;
     struct kvq_gpu_stream *begun_on = local->stream;
-    int rc = kvq__bucket_follow(b, stream);
+    bool capturing = false, other = false;
+    int rc = is_capturing(local, stream, &capturing);
+    if (rc == KVQ_OK && b->used)
+        rc = is_capturing(local, b->stream, &other);
+    if (rc == KVQ_OK && (capturing || other))
+        rc = kvq__set_error(KVQ_E_UNSUPPORTED,
+                            "step end: a stream is being captured into a graph, and a request of "
+                            "the daemon cannot be; make the call between graphs");
+    rc = rc ? rc : kvq__bucket_follow(b, stream);
     if (rc)
         return rc;
     local->stream = stream;
     rc = kvq__local_end(local, work, entries, n);
-    local->stream = begun_on; // of those who stay in the step
-    if (!local->stepping && b->used)
+    local->stream = begun_on;
+    if (b->used)
         b->stream = stream;
-    return rc;
+    // Those who stay in the step go on there where it was begun.
+    int followed = local->stepping ? kvq__bucket_follow(b, begun_on) : KVQ_OK;
+    return rc ? rc : followed;
 }
 
 int kvq_local_end_on_stream(kvq_local *local, const struct kvq_step_work *work,

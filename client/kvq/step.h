@@ -122,8 +122,10 @@ KVQ_API KVQ_CHECK int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq
 
 /* A whole step in one request: K and V of all layers. All sessions of the step have n_layers
  * layers. Afterwards each session stands as after kvq_step_begin, kvq_append of each layer and
- * kvq_step_end, or as before: codes per entry as of these calls. Tensors of layers with kv_from
- * have no buffer. `pages` holds for all layers (page_tokens 0: not paged). */
+ * kvq_step_end, or as before: codes per entry as of these calls. On a GPU an entry that fails with
+ * KVQ_E_UNSUPPORTED and a value past its position has been committed; its page table could not be
+ * written (see kvq_local_end_on_stream). Tensors of layers with kv_from have no buffer. `pages`
+ * holds for all layers (page_tokens 0: not paged). */
 struct kvq_step_work {
     const struct kvq_tensor *k, *v; /* n_layers each */
     uint32_t n_layers;

@@ -192,7 +192,8 @@ class Bucket:
 
     @alone
     def end(self, entries: Entries, stream: SupportsIndex, ids: Optional[Ids] = None) -> None:
-        """Commits; the entries' values are the sessions' new counts. ids: as in Queue.step."""
+        """Commits; the entries' values are the sessions' new counts. ids: as in Queue.step. An
+        entry that fails with E_UNSUPPORTED and a value past its position has been committed."""
         check_entries(entries)
         work = _ffi.StepWork()
         work.ids = self.local.queue._place_ids(entries, ids)

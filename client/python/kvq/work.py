@@ -596,9 +596,11 @@ def device_fields(client, check_shape, tensors):
 
 
 def take_counts(sessions, entries, code):
-    """Sessions take what a commit says: their new counts, where it did not fail."""
+    """Sessions take what a commit says: their new counts, where it did not fail, or on a GPU failed
+    behind what it had stored."""
     for session, entry in zip(sessions, entries):
-        if code == 0 and entry["status"] == 0:
+        behind = entry["status"] == Code.E_UNSUPPORTED and entry["value"] > session.tokens
+        if code == 0 and (entry["status"] == 0 or behind):
             session.tokens = int(entry["value"])
 
 
