@@ -568,6 +568,24 @@ STREAM_TEST(test_refused_wait)
     close_table(&t);
 }
 
+// The GPU packs nothing any more: a step that only packs fails with the code of that.
+STREAM_TEST(test_refused_for_good)
+{
+    stream_needed();
+    open_layers(&one, NULL, "oscar2:sink=32");
+    struct table t = open_table(&one);
+    stream_refuse_from("launch", 2, KVQ_GPU_INVALID_VALUE);
+    assert_int_equal(step(&one, OUTLIERS), KVQ_E_UNSUPPORTED);
+    go_on(&one);
+    assert_int_equal(tokens_of(&one), OUTLIERS);
+    assert_int_equal(step(&one, 0), KVQ_E_UNSUPPORTED);
+    go_on(&one);
+    stream_refuse("launch", 0, 0);
+    whole_step(&one, 0);
+    check_table(&t);
+    close_table(&t);
+}
+
 // ---- Who goes meanwhile ----
 
 // A client that dies with a step that its stream has not come to: the named session stands as

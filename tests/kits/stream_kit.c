@@ -80,13 +80,23 @@ void stream_stall(struct kvq_gpu_stream *stream, bool held)
     call(stream, held);
 }
 
-void stream_refuse(const char *name, uint64_t n, int result)
+static void refuse(const char *name, uint64_t n, bool every_later, int result)
 {
     int (*call)(const char *, uint64_t, bool, int);
     void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_fail");
     assert_non_null(symbol);
     memcpy(&call, &symbol, sizeof call);
-    assert_int_equal(call(name, n, false, result), 0);
+    assert_int_equal(call(name, n, every_later, result), 0);
+}
+
+void stream_refuse(const char *name, uint64_t n, int result)
+{
+    refuse(name, n, false, result);
+}
+
+void stream_refuse_from(const char *name, uint64_t n, int result)
+{
+    refuse(name, n, true, result);
 }
 
 void stream_settle(struct streamer *s)

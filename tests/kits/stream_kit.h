@@ -59,5 +59,7 @@ void stream_stall(struct kvq_gpu_stream *stream, bool held);
 void stream_settle(struct streamer *s);
 // Makes the driver refuse the n-th call of that name from now on.
 void stream_refuse(const char *name, uint64_t n, int result);
+// The same, and all that come after it, until stream_refuse is called with 0.
+void stream_refuse_from(const char *name, uint64_t n, int result);
 
 #endif

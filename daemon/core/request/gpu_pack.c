@@ -277,6 +277,9 @@ static bool open_background(struct kvq__packs *packs, struct kvq__work_stream *s
     return true;
 }
 
+// A launch that is refused may be refused for as long as the daemon runs.
+#define PACK_AGAIN_NS 1000000000ull
+
 // The work stream takes over the flight: what the session gives back now may still be read there.
 static void close_background(struct kvq__packs *packs)
 {
@@ -284,6 +287,8 @@ static void close_background(struct kvq__packs *packs)
     int rc = kvq__gpu_enter(q->stream->gpu) ? KVQ_E_SYSTEM : kvq__packs_launch(packs);
     if (rc == 0)
         kvq__packs_done(packs);
+    else
+        q->stream->pack_again_at = q->core->now + PACK_AGAIN_NS;
     kvq__work_stream_close(q->stream, q, true);
 }
 
@@ -327,6 +332,6 @@ void kvq__pack_on_gpus(struct kvq__core *core)
         return;
     forget_unwritten(core);
     LIST_FOREACH (stream, &core->streams, link)
-        while (pack_on(stream))
+        while (core->now >= stream->pack_again_at && pack_on(stream))
             ;
 }

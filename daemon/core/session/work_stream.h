@@ -74,6 +74,7 @@ struct kvq__work_stream {
     kvq_gpu_ptr word_at;     // the same for the GPU
     uint64_t given, ended;   // numbers
     uint64_t stall_reported; // number of the last work that was said to stall
+    uint64_t pack_again_at;  // the GPU has refused to pack in the background; not before then
     uint8_t *host;           // config.work_stream_bytes, and the GPU's side of them
     kvq_gpu_ptr device;
     uint64_t head, tail;   // of the chunks, counted on without end
