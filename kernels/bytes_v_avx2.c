@@ -172,7 +172,7 @@ KVQ__INLINE void weigh_lloyd(const struct kvq__tile *tile, uint32_t group, uint3
     __m256i high = kvq__to_int16(_mm256_load_ps(x + 16), _mm256_load_ps(x + 24), f[2], f[3]);
     uint8_t *bytes = kvq__row_bytes(tile, group, row);
     _mm256_store_si256((void *)bytes, _mm256_packus_epi16(low, high));
-    v->unit[group][row] = top * (KVQ__LLOYD2_TOP / (KVQ__LLOYD2_OUTER * 255.0f));
+    v->unit[group][row] = top * (KVQ__LLOYD2_UNIT / 255.0f);
 }
 
 static void prepare_lloyd(const struct kvq__tile *tile)

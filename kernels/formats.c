@@ -429,8 +429,11 @@ double kvq_bits_per_value(const struct kvq_format *f, const struct kvq_shape *s)
 // ---- Codecs ----
 
 // The best quantizers of the normal distribution N(0, 1) (Lloyd and Max).
-// tests/kernels/test_formats.c computes them again.
-static const float lloyd2[] = {-1.5104176f, -0.4527800f, 0.4527800f, 1.5104176f};
+// tests/kernels/test_codecs.c computes them again. The inner levels of 2 bits are 0.4527800 there;
+// 3 / 10 of the outer ones lets all four be small whole numbers, at the same error.
+static const float lloyd2[] = {
+    -KVQ__LLOYD2_OUTER * KVQ__LLOYD2_UNIT, -KVQ__LLOYD2_INNER *KVQ__LLOYD2_UNIT,
+    KVQ__LLOYD2_INNER *KVQ__LLOYD2_UNIT, KVQ__LLOYD2_OUTER *KVQ__LLOYD2_UNIT};
 static const float lloyd3[] = {-2.1519457f, -1.3439093f, -0.7560053f, -0.2450942f,
                                0.2450942f,  0.7560053f,  1.3439093f,  2.1519457f};
 static const float lloyd4[] = {-2.7325896f, -2.0690172f, -1.6180464f, -1.2562312f,

@@ -70,9 +70,8 @@ struct kvq__codec {
     struct kvq__side k, v;
 };
 
-// The four levels of Lloyd-Max as bytes. The inner ones are 0.2998 of the outer ones; 3 / 10 is
-// near enough.
-#define KVQ__LLOYD2_TOP 1.5104176f
+// The four levels of Lloyd-Max are whole numbers of this unit.
+#define KVQ__LLOYD2_UNIT 0.15104176f
 enum { KVQ__LLOYD2_INNER = 3, KVQ__LLOYD2_OUTER = 10 };
 
 static inline int kvq__lloyd2_byte(int code)

@@ -159,7 +159,7 @@ KVQ__INLINE void weigh_lloyd(const struct kvq__tile *tile, uint32_t group, uint3
     _Alignas(16) float weigh[KVQ__TILE4];
     __m128 x = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
     _mm_store_ps(weigh, _mm_div_ps(_mm_set1_ps(255.0f), x));
-    const float unit = KVQ__LLOYD2_TOP / (KVQ__LLOYD2_OUTER * 255.0f);
+    const float unit = KVQ__LLOYD2_UNIT / 255.0f;
     _mm_store_ps(v->unit[group] + first, _mm_mul_ps(x, _mm_set1_ps(unit)));
     KVQ__UNROLL
     for (int i = 0; i < rows; i++) {

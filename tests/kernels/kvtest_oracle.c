@@ -184,6 +184,10 @@ double kvt_lloyd(uint32_t bits, uint32_t code)
         x[i] = 4.0 * (i + 0.5) / n - 2.0;
     for (int round = 0; round < 4000; round++)
         lloyd_step(x, n);
+    if (bits == 2) { // docs/formats.md, 1: 3 and 10 of one unit
+        x[1] = 0.3 * x[0];
+        x[2] = 0.3 * x[3];
+    }
     return x[code];
 }
 
