@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Attention over packed groups in fp32, AVX-512: the exact path.
+// Attention over packed groups in fp32, AVX-512: the exact path of formats that the loops over
+// digits (vnni_avx512.c) do not know as a whole, and of what prompts with AMX leave over.
 //
 // A lane is a token (K) or a channel (V), so nothing is ever added across lanes. Codes become
 // values by vpermps, which looks up the low 4 bits of each word in a table of 16 floats: scale *

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Attention over packed groups with byte dot products (AVX-512 VNNI): the fast path.
+// Attention over packed groups with byte dot products (AVX-512 VNNI): the fast path of oscar's and
+// KIVI's formats and of kvq2, and their exact one.
 //
 // vpdpbusd multiplies 64 unsigned bytes with 64 signed ones and adds them up in fours, so one
 // instruction does four times the work of an fp32 FMA. What it needs are bytes on both sides:
@@ -24,6 +25,16 @@
 // Both operands are turned into bytes for all groups of a chunk (512 tokens) before the first of
 // them is multiplied, and in steps that each run over all groups: from scales to bytes is a chain
 // of some hundred cycles, which thus hides behind those of other groups.
+//
+// On the exact path q * scale and p * scale are whole numbers of 24 bits, with a step of 2^-23 (or
+// 2^-24) of the largest of their row: as fine as what fp32 loses in sums of so many products. Such
+// a number is three digits of base 256, so three dot products of bytes do what four FMA would, and
+// codes need not become floats. Sums of digits are exact, and put together once: those of K for
+// each group, where the digits are balanced, from -128 to 127, for codes are the unsigned side;
+// those of V for each chunk, whose weights have one step. Codes of K are not centred here: what
+// code 0 stands for goes into the bias. An error is relative to the largest q * scale of the group
+// (p * scale of the chunk), so where one token is far from all others of its group, the others'
+// logits are as exact as its own.
 #include "kernels/vnni_avx512.h"
 
 // Records 2 n and 2 n + 1 of the next chunk; where there is none, what was read already.
@@ -46,7 +57,7 @@ KVQ__INLINE void fetch_cold(const struct kvq__tile *tile, const struct kvq__chun
                 kvq__fetch(chunk->group[i].packed.group + at);
 }
 
-static bool qk_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk)
+static void begin_k(struct kvq__tile *tile, const struct kvq__chunk *chunk)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     v->chunk = chunk;
@@ -55,6 +66,18 @@ static bool qk_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk
     kvq__find_own_k(chunk, v->k_of);
     if (!chunk->fetched)
         fetch_cold(tile, chunk);
+}
+
+static void begin_v(struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    v->chunk = chunk;
+    set_ahead(v, 1);
+}
+
+static bool qk_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    begin_k(tile, chunk);
     kvq__vnni_prepare_k(tile);
     kvq__vnni_qk(tile);
     return true;
@@ -62,11 +85,29 @@ static bool qk_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk
 
 static bool pv_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk)
 {
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    v->chunk = chunk;
-    set_ahead(v, 1);
+    begin_v(tile, chunk);
     kvq__vnni_prepare_v(tile);
     kvq__vnni_pv(tile);
+    kvq__vnni_flush(tile);
+    return true;
+}
+
+// The exact path of formats that have a fast one.
+static bool qk_chunk_digits(struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    if (!kvq__fits_bytes(tile->codec))
+        return false;
+    begin_k(tile, chunk);
+    kvq__digits_qk(tile);
+    return true;
+}
+
+static bool pv_chunk_digits(struct kvq__tile *tile, const struct kvq__chunk *chunk)
+{
+    if (!kvq__fits_bytes(tile->codec))
+        return false;
+    begin_v(tile, chunk);
+    kvq__digits_pv(tile);
     kvq__vnni_flush(tile);
     return true;
 }
@@ -120,6 +161,8 @@ static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *til
 
 void kvq__init_avx512_vnni(struct kvq_kernels *k)
 {
+    k->qk_chunk[KVQ__PER_CHANNEL_32] = k->qk_chunk[KVQ__PER_CHANNEL] = qk_chunk_digits;
+    k->pv_chunk[KVQ__PER_TOKEN_32] = k->pv_chunk[KVQ__FOUR_LEVELS] = pv_chunk_digits;
     k->has_fast = has_fast_vnni;
     k->prepare_fast = prepare_vnni;
     k->attend_chunk_fast = attend_chunk_vnni;

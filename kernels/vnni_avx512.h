@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The state of the VNNI path and what its files share: vnni_avx512.c (the chunk, and the method
-// in words), vnni_k_avx512.c and vnni_v_avx512.c (the two operands).
+// The state of attention with byte dot products and what its files share: vnni_avx512.c (the chunk,
+// and the method in words), vnni_k_avx512.c and vnni_v_avx512.c (the two operands as bytes, the
+// fast path), digits_k_avx512.c and digits_v_avx512.c (as numbers of three digits, the exact path).
 #ifndef KVQ_KERNELS_VNNI_AVX512_H
 #define KVQ_KERNELS_VNNI_AVX512_H
 
@@ -11,15 +12,24 @@
 
 enum {
     KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
+    KVQ__DIGITS = 3,        // of a number on the exact path
     KVQ__MAX_VGROUPS = KVQ_MAX_HEAD_DIM / KVQ_GROUP_CHANNELS,
 };
+
+// What the largest |q * scale| becomes: the largest number of three digits up to 127, less what two
+// roundings of fp32 may add.
+#define KVQ__DIGITS_TOP 8355708.0f
 
 // What all rows share of a group's K (or V): scales as int16, in the order in which they meet q16
 // (or p), and in fp32 what the middle of the codes stands for, of channels (or of [channel group]
 // [slot]). Besides, the value of 1 in K's scales, and each token's largest scale of V, by slots,
 // which those of V are parts of. V of four levels has nothing but `largest`, by tokens.
+// The exact path has scales in fp32, what code 0 of K stands for, and tokens of V by sets.
 struct kvq__opened {
-    _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
+    union {
+        _Alignas(64) int16_t scale16[KVQ_MAX_HEAD_DIM];
+        _Alignas(64) float scale[KVQ_MAX_HEAD_DIM];
+    };
     _Alignas(64) float middle[KVQ_MAX_HEAD_DIM];
     _Alignas(64) float largest[KVQ_GROUP_TOKENS];
     float unit;
@@ -46,6 +56,8 @@ struct kvq__vnni {
     float p[KVQ__CHUNK_GROUPS][KVQ__TILE4][KVQ_GROUP_TOKENS]; // of four rows, in the order of slots
     float weigh[KVQ__CHUNK_GROUPS][KVQ__TILE4];               // that makes int16 of them
     uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
+    // Of four rows: 16 bytes for four numbers, the word of their lowest digits first.
+    _Alignas(64) uint8_t digits[KVQ__CHUNK_GROUPS][KVQ__TILE4][4 * KVQ_MAX_HEAD_DIM];
     // Sums of the chunk: values, in the order of the layout; p * middle.
     float o[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];
     float middle[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
@@ -113,6 +125,14 @@ KVQ__INLINE __m512i kvq__broadcast_word(const uint8_t *p)
     int32_t word;
     memcpy(&word, p, sizeof word);
     return _mm512_set1_epi32(word);
+}
+
+// A number from its three digits of base 256, lowest first.
+KVQ__INLINE __m512 kvq__of_digits(const __m512i *d)
+{
+    const __m512 base = _mm512_set1_ps(256.0f);
+    __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(d[2]), base, _mm512_cvtepi32_ps(d[1]));
+    return _mm512_fmadd_ps(x, base, _mm512_cvtepi32_ps(d[0]));
 }
 
 // The planes of one operand of a group, from a slab on.
@@ -193,6 +213,19 @@ KVQ__INLINE void kvq__fetch_place(const struct kvq__planes *p, unsigned place, i
         kvq__fetch(p->ahead + 64 * i);
 }
 
+// K's high plane of row r of a slab of n rows, as 2-bit fields.
+KVQ__INLINE __m512i kvq__load_k_high(const struct kvq__planes *p, unsigned r, unsigned n,
+                                     unsigned z, int bits)
+{
+    if (bits == 4)
+        return kvq__load_row(p->high + KVQ__ROW_BYTES * r, z, r & 3);
+    // Two rows of a slab share one row of bits.
+    unsigned row = r % (n / 2);
+    __m512i x = kvq__load_row(p->high + KVQ__ROW_BYTES * row, z, row & 3);
+    x = r >= n / 2 ? _mm512_srli_epi16(x, 1) : x;
+    return _mm512_and_si512(x, _mm512_set1_epi8(0x55));
+}
+
 // Logits of a chunk: queries into bytes for all its groups, then dot products group by group.
 void kvq__vnni_prepare_k(const struct kvq__tile *tile);
 void kvq__vnni_qk(const struct kvq__tile *tile);
@@ -201,5 +234,9 @@ void kvq__vnni_qk(const struct kvq__tile *tile);
 void kvq__vnni_prepare_v(const struct kvq__tile *tile);
 void kvq__vnni_pv(const struct kvq__tile *tile);
 void kvq__vnni_flush(const struct kvq__tile *tile);
+
+// Logits and values of a chunk on the exact path. Values are left in the state as well.
+void kvq__digits_qk(const struct kvq__tile *tile);
+void kvq__digits_pv(const struct kvq__tile *tile);
 
 #endif

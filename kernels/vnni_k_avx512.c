@@ -153,19 +153,6 @@ void kvq__vnni_prepare_k(const struct kvq__tile *tile)
 
 // ---- K: dot products ----
 
-// The high plane of row r of a slab of n rows, as 2-bit fields.
-KVQ__INLINE __m512i load_k_high(const struct kvq__planes *p, unsigned r, unsigned n, unsigned z,
-                                int bits)
-{
-    if (bits == 4)
-        return kvq__load_row(p->high + KVQ__ROW_BYTES * r, z, r & 3);
-    // Two rows of a slab share one row of bits.
-    unsigned row = r % (n / 2);
-    __m512i x = kvq__load_row(p->high + KVQ__ROW_BYTES * row, z, row & 3);
-    x = r >= n / 2 ? _mm512_srli_epi16(x, 1) : x;
-    return _mm512_and_si512(x, _mm512_set1_epi8(0x55));
-}
-
 // One half of the words of a row (for 2 bits: positions 2 n and 2 n + 1; else n and n + 2).
 KVQ__INLINE void k_dots(__m512i plain[][2], __m512i high[][2], const __m512i *x,
                         const uint8_t *const *q, uint32_t at, uint32_t step, int rows, int bits)
@@ -197,7 +184,7 @@ KVQ__INLINE void k_row(__m512i plain[][2], __m512i high[][2], const struct kvq__
             even[z] = low;
             odd[z] = _mm512_srli_epi16(low, 4);
         } else {
-            struct kvq__nibbles x = kvq__join_planes(low, load_k_high(p, r, n, z, bits));
+            struct kvq__nibbles x = kvq__join_planes(low, kvq__load_k_high(p, r, n, z, bits));
             even[z] = x.even;
             odd[z] = x.odd;
         }

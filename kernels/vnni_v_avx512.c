@@ -5,16 +5,9 @@
 // Registers of the dot products: 8 accumulators (4 rows, 32 words) and as many sums, 2 registers of
 // codes, their table, the broadcast weights. The weights are the unsigned operand, which cannot
 // come from memory as a broadcast, so each broadcast serves two registers of codes.
-#include "kernels/vnni_avx512.h"
+#include "kernels/vnni_v_avx512.h"
 
 enum { V16_TOP = 2890 }; // what the largest weight and 1 become as int16: 2890^2 / 2^15 < 255
-
-// What the loops are written out for: codes of so many bits with a scale and a zero for 32
-// channels, or of four levels with one scale for a token.
-struct how {
-    int bits;
-    bool lloyd;
-};
 
 // ---- V: p * scale as u8, for all groups of the chunk ----
 //
@@ -47,17 +40,6 @@ KVQ__INLINE uint32_t weight_at(uint32_t group, uint32_t set)
     return 64 * (group / 2) + 16 * (set % 4) + 8 * (group % 2) + 4 * (set / 4);
 }
 
-// The largest scale of each of 32 tokens, none of them 0: fp16 that is not negative is ordered like
-// its bits.
-KVQ__INLINE void find_largest(const uint8_t *scales, uint32_t dim, float *largest)
-{
-    __m512i m = _mm512_set1_epi16(1); // a scale of 0 would give 0 / 0
-    for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS)
-        m = _mm512_max_epu16(m, _mm512_load_si512(scales + 2 * i));
-    _mm512_store_ps(largest, _mm512_cvtph_ps(_mm512_castsi512_si256(m)));
-    _mm512_store_ps(largest + 16, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(m, 1)));
-}
-
 // Scales as int16 in the order of sets, and middles in the order of slots.
 KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint32_t dim)
 {
@@ -65,7 +47,7 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
     const uint8_t *scales = packed->v_scales, *zeros = packed->v_zeros;
     const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
-    find_largest(scales, dim, g->largest);
+    kvq__find_largest(scales, dim, g->largest);
     __m512 fa = _mm512_div_ps(_mm512_set1_ps(V16_TOP), _mm512_load_ps(g->largest));
     __m512 fb = _mm512_div_ps(_mm512_set1_ps(V16_TOP), _mm512_load_ps(g->largest + 16));
     for (uint32_t i = 0; i < dim; i += KVQ_GROUP_CHANNELS) {
@@ -186,37 +168,6 @@ static void prepare_lloyd(const struct kvq__tile *tile)
 
 // ---- V: both ----
 
-enum { AT_ONCE = 4 }; // channel groups
-
-// The sums of p * middle of up to four rows and four channel groups, over all groups of tokens.
-KVQ__INLINE void sum_middles(const struct kvq__tile *tile, uint32_t first, uint32_t from,
-                             uint32_t n, int rows)
-{
-    struct kvq__vnni *v = kvq__vnni_of(tile);
-    __m512 sum[KVQ__TILE4][AT_ONCE];
-    for (int i = 0; i < rows; i++)
-        for (uint32_t g = 0; g < n; g++)
-            sum[i][g] = _mm512_setzero_ps();
-    for (uint32_t group = 0; group < v->chunk->groups; group++) {
-        if (!v->chunk->group[group].packed_tokens)
-            continue;
-        for (uint32_t half = 0; half < KVQ_GROUP_TOKENS; half += 16) {
-            const float *middle = v->opened[group].middle + from * KVQ_GROUP_TOKENS + half;
-            __m512 m[AT_ONCE];
-            for (uint32_t g = 0; g < n; g++)
-                m[g] = _mm512_load_ps(middle + g * KVQ_GROUP_TOKENS);
-            for (int i = 0; i < rows; i++) {
-                __m512 p = _mm512_load_ps(v->p[group][i] + half);
-                for (uint32_t g = 0; g < n; g++)
-                    sum[i][g] = _mm512_fmadd_ps(p, m[g], sum[i][g]);
-            }
-        }
-    }
-    for (int i = 0; i < rows; i++)
-        for (uint32_t g = 0; g < n; g++)
-            _mm512_store_ps(v->middle[first + (uint32_t)i][from + g], sum[i][g]);
-}
-
 KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
@@ -227,9 +178,9 @@ KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, uint
         if (v->chunk->group[i].packed_tokens)
             scale_weights(tile, i, first, dim, rows);
     if (dim == 64)
-        sum_middles(tile, first, 0, 2, rows);
+        kvq__sum_middles(tile, first, 0, 2, rows);
     for (uint32_t slab = 0; slab < dim / KVQ__SLAB; slab++)
-        sum_middles(tile, first, AT_ONCE * slab, AT_ONCE, rows);
+        kvq__sum_middles(tile, first, KVQ__AT_ONCE * slab, KVQ__AT_ONCE, rows);
 }
 
 KVQ__INLINE void prepare_v(const struct kvq__tile *tile, uint32_t dim)
@@ -253,101 +204,39 @@ void kvq__vnni_prepare_v(const struct kvq__tile *tile)
 
 // ---- V: dot products ----
 
-// Entry i is 2 * code - (2^bits - 1), or the level, for the code that stands in i from bit `at` on.
-KVQ__INLINE __m512i table_of(int at, struct how how)
-{
-    _Alignas(64) int8_t table[64];
-    for (int i = 0; i < 64; i++) {
-        int code = i >> at & (how.bits == 2 ? 3 : 15);
-        table[i] = (int8_t)(how.lloyd ? kvq__lloyd2_byte(code) : 2 * code - ((1 << how.bits) - 1));
-    }
-    return _mm512_load_si512(table);
-}
-
-// What codes at position s of a word's bytes stand for. vpermb looks at 6 bits of a byte.
-KVQ__INLINE __m512i part(__m512i low, __m512i high, int s, struct how how)
-{
-    if (how.bits == 2) {
-        __m512i x = s == 3 ? _mm512_srli_epi16(low, 2) : low;
-        return _mm512_permutexvar_epi8(x, table_of(s == 3 ? 4 : 2 * s, how));
-    }
-    struct kvq__nibbles n = kvq__join_planes(low, high);
-    __m512i x = s % 2 ? n.odd : n.even;
-    return _mm512_permutexvar_epi8(s < 2 ? x : _mm512_srli_epi16(x, 4), table_of(0, how));
-}
-
 KVQ__INLINE __m512 add_scaled(__m512 sum, __m512i acc, float unit)
 {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc), _mm512_set1_ps(unit), sum);
 }
 
-// Words of set `set`: half z of 32, or all 16 of them for head_dim 64.
-KVQ__INLINE __m512i load_set(const uint8_t *plane, unsigned set, unsigned z, uint32_t dim)
-{
-    unsigned j = set / 2;
-    if (dim == 64)
-        return kvq__load_row_64(plane, set ^ (j & 1), j);
-    return kvq__load_row(plane + KVQ__ROW_BYTES * set, z, j);
-}
-
-// Their high plane, as 2-bit fields. Of 3-bit codes two sets share a row.
-KVQ__INLINE __m512i load_high(const uint8_t *plane, unsigned set, unsigned z, uint32_t dim,
-                              int bits)
-{
-    unsigned j = set / 2;
-    if (bits == 4)
-        return load_set(plane, set, z, dim);
-    __m512i x =
-        dim == 64 ? kvq__load_row_64(plane, j, j) : kvq__load_row(plane + KVQ__ROW_BYTES * j, z, j);
-    return _mm512_and_si512(set % 2 ? _mm512_srli_epi16(x, 1) : x, _mm512_set1_epi8(0x55));
-}
-
-// Lines that are fetched for each four tokens: those of codes, or all of a record of kvq2.
-KVQ__INLINE uint32_t lines_of(struct how how)
-{
-    return (uint32_t)how.bits + (how.lloyd ? 1 : 0);
-}
-
 // The V planes of one group from a slab on, and the bytes of the first row that meet a position.
 struct operands {
-    const uint8_t *low, *high, *weights;
-    uint32_t stride;      // bytes of a row
-    const uint8_t *ahead; // what to fetch meanwhile
+    struct kvq__v_planes planes;
+    const uint8_t *weights;
+    uint32_t stride; // bytes of a row
 };
 
-// Every pass over the groups, one for each 32 channels, fetches the next part of the record.
 KVQ__INLINE struct operands operands_of(const struct kvq__tile *tile, uint32_t group,
-                                        uint32_t first, uint32_t pass, uint32_t dim, struct how how)
+                                        uint32_t first, uint32_t pass, uint32_t dim,
+                                        struct kvq__v_how how)
 {
-    const struct kvq__vnni *v = kvq__vnni_of(tile);
-    const uint8_t *codes = v->chunk->group[group].packed.group + tile->codec->layout.v_codes;
-    uint32_t slab = pass / 4, s = pass % 4, share = 2 * lines_of(how) * 64;
-    uint32_t stride = how.lloyd ? KVQ_GROUP_TOKENS : dim;
-    size_t line = pass * KVQ__GROUPS_A_RECORD + group % KVQ__GROUPS_A_RECORD;
+    uint32_t slab = pass / 4, s = pass % 4, stride = how.lloyd ? KVQ_GROUP_TOKENS : dim;
     return (struct operands){
-        .low = codes + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / 4,
-        .high = codes + 8 * dim + slab * KVQ_GROUP_TOKENS * KVQ__SLAB / (how.bits == 3 ? 8 : 4),
+        .planes = kvq__v_planes_of(tile, group, pass, dim, how),
         .weights = kvq__vnni_bytes(tile, group, first, stride) +
                    (how.lloyd ? 0 : slab * KVQ__SLAB + weight_at(s, 0)),
         .stride = stride,
-        .ahead = v->ahead[group / KVQ__GROUPS_A_RECORD] + v->ahead_of_dots + line * share,
     };
 }
 
-// One set of four tokens, 32 channels: position s of two registers, or of head_dim 64 positions
-// 2 s and 2 s + 1 of one.
+// One set of four tokens, 32 channels.
 KVQ__INLINE void v_set(__m512i acc[][2], const struct operands *p, unsigned set, uint32_t dim,
-                       int rows, int s, struct how how)
+                       int rows, int s, struct kvq__v_how how)
 {
-    unsigned lines = 2 * lines_of(how);
     __m512i code[2];
-    for (unsigned i = set * lines / 8; i < (set + 1) * lines / 8; i++)
-        kvq__fetch(p->ahead + 64 * i);
-    for (unsigned z = 0; z < 2; z++) {
-        __m512i low = load_set(p->low, set, z, dim);
-        __m512i high = how.bits > 2 ? load_high(p->high, set, z, dim, how.bits) : low;
-        code[z] = part(low, high, dim == 64 ? 2 * s + (int)z : s, how);
-    }
+    kvq__v_fetch(&p->planes, set, 8, how);
+    for (unsigned z = 0; z < 2; z++)
+        code[z] = kvq__v_code(&p->planes, set, z, dim, s, how);
     for (int i = 0; i < rows; i++) {
         const uint8_t *at = p->weights + (size_t)i * p->stride;
         at += how.lloyd ? 4 * set : weight_at(0, set);
@@ -360,7 +249,7 @@ KVQ__INLINE void v_set(__m512i acc[][2], const struct operands *p, unsigned set,
 // Up to four rows times 32 channels of all groups of the chunk. Only so few, for the sums to stay
 // in registers; the codes of a chunk stay in the first level cache.
 KVQ__INLINE void pv_pass(const struct kvq__tile *tile, uint32_t first, uint32_t pass, uint32_t dim,
-                         int rows, int s, struct how how)
+                         int rows, int s, struct kvq__v_how how)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     __m512 sum[KVQ__TILE4][2];
@@ -387,7 +276,7 @@ KVQ__INLINE void pv_pass(const struct kvq__tile *tile, uint32_t first, uint32_t 
 }
 
 KVQ__INLINE void pv_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows,
-                         struct how how)
+                         struct kvq__v_how how)
 {
     for (uint32_t pass = 0; pass < dim / KVQ_GROUP_CHANNELS; pass += 2) {
         if (pass % 4 == 0) {
@@ -400,7 +289,7 @@ KVQ__INLINE void pv_rows(const struct kvq__tile *tile, uint32_t first, uint32_t 
     }
 }
 
-KVQ__INLINE void pv_groups(const struct kvq__tile *tile, uint32_t dim, struct how how)
+KVQ__INLINE void pv_groups(const struct kvq__tile *tile, uint32_t dim, struct kvq__v_how how)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < KVQ_BLOCK_GROUPS && i < v->chunk->groups; i++)
@@ -413,12 +302,12 @@ KVQ__INLINE void pv_groups(const struct kvq__tile *tile, uint32_t dim, struct ho
 static void pv_affine(const struct kvq__tile *tile)
 {
     KVQ__BY_BITS(tile->codec->v_bits,
-                 KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, (struct how){BITS, false})));
+                 KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, (struct kvq__v_how){BITS, false})));
 }
 
 static void pv_lloyd(const struct kvq__tile *tile)
 {
-    KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, (struct how){2, true}));
+    KVQ__BY_DIM(tile->dim, pv_groups(tile, DIM, (struct kvq__v_how){2, true}));
 }
 
 void kvq__vnni_pv(const struct kvq__tile *tile)
@@ -434,8 +323,8 @@ void kvq__vnni_pv(const struct kvq__tile *tile)
 // The sums of p * middle over all tokens, of four channel groups.
 KVQ__INLINE __m512 middles(const struct kvq__vnni *v, uint32_t r, uint32_t from, uint32_t n)
 {
-    __m512 x[AT_ONCE];
-    for (uint32_t g = 0; g < AT_ONCE; g++)
+    __m512 x[KVQ__AT_ONCE];
+    for (uint32_t g = 0; g < KVQ__AT_ONCE; g++)
         x[g] = g < n ? _mm512_load_ps(v->middle[r][from + g]) : _mm512_setzero_ps();
     return kvq__sum4(x[0], x[1], x[2], x[3]);
 }
@@ -469,12 +358,12 @@ KVQ__INLINE void flush(const struct kvq__tile *tile, uint32_t r, uint32_t slab, 
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
     bool lloyd = tile->codec->v.kind == KVQ__FOUR_LEVELS;
-    __m512 sums = lloyd ? _mm512_setzero_ps() : middles(v, r, slab * AT_ONCE, n);
+    __m512 sums = lloyd ? _mm512_setzero_ps() : middles(v, r, slab * KVQ__AT_ONCE, n);
     for (uint32_t g = 0; g < n; g++) {
         __m512 bias = _mm512_permutexvar_ps(_mm512_set1_epi32((int32_t)g), sums);
         uint32_t c = slab * KVQ__SLAB + g * KVQ_GROUP_CHANNELS;
         float *out = tile->ot + (size_t)r * tile->dim + c;
-        if (n < AT_ONCE)
+        if (n < KVQ__AT_ONCE)
             add_narrow(v->o[r] + c, bias, out);
         else
             add_wide(v->o[r] + c, bias, out);
@@ -487,6 +376,6 @@ void kvq__vnni_flush(const struct kvq__tile *tile)
         if (tile->dim == 64)
             flush(tile, r, 0, 2);
         for (uint32_t slab = 0; slab < tile->dim / KVQ__SLAB; slab++)
-            flush(tile, r, slab, AT_ONCE);
+            flush(tile, r, slab, KVQ__AT_ONCE);
     }
 }

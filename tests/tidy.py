@@ -430,7 +430,8 @@ def check_headers(tree):
             if re.search(r"^#include <(vector|string|random|map)>", tree.text(path), re.M):
                 languages = ("c++",)
             if path.startswith("kernels/") and "immintrin.h" in tree.text(path):
-                extra_isa = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mf16c"]
+                extra_isa = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni",
+                             "-mavx512vbmi", "-mf16c"]
             else:
                 extra_isa = []
             for language in languages:
