@@ -6,13 +6,18 @@
   tools/fairness.py lookups           beside a neighbour that steps, and one that looks up 1M ids
   tools/fairness.py nops              the same with NOPs on 64 queues of one client
   tools/fairness.py forks             the same with three FORKs of 256 sessions of 1M tokens
+  tools/fairness.py saves             beside nothing, and beside a save, and a park and the way back
+                                      of a session of 64 layers and 8,192 tokens (360 MB)
 
 KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for tests/e2e/python.py. Figures are of the
 moment: read the ratios of pairs, not the microseconds.
 """
+import concurrent.futures
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -45,8 +50,21 @@ class Steps:
 
     def window(self):
         """Latencies in microseconds."""
-        taken, end = [], time.perf_counter() + WINDOW
-        while (now := time.perf_counter()) < end:
+        end = time.perf_counter() + WINDOW
+        return self.steps(lambda: time.perf_counter() < end)
+
+    def during(self, work):
+        """The same while a thread does something that takes its time elsewhere."""
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            future = threads.submit(work)
+            taken = self.steps(lambda: not future.done())
+            future.result()
+            return taken
+
+    def steps(self, go_on):
+        taken = []
+        while go_on():
+            now = time.perf_counter()
             self.one()
             taken.append((time.perf_counter() - now) * 1e6)
         return np.array(taken)
@@ -184,9 +202,37 @@ def beside(kind):
     daemon.process.kill()
 
 
+def saves(layers="64", tokens="8192"):
+    store = tempfile.mkdtemp(prefix="kvq-fairness-")
+    daemon = Daemon(pool_bytes="4gb", extent_bytes="64mb", storage_dir=store)
+    victim = Steps(daemon.directory, "victim")
+    client = daemon.client()
+    queue, rows = client.queue(), [kvq.Layer(8, 8, 128)] * int(layers)
+    k = client.buffer(2 * 512 * 8 * 128).array((512, 8, 128), np.float16)
+    k[:] = np.random.default_rng(1).standard_normal(k.shape)
+    seen = {"a save": [], "a park and its way back": []}
+    for i in range(PAIRS):
+        session = client.session(rows, "kvq2", name=f"long {i}")
+        while session.tokens < int(tokens):
+            queue.step_whole([session], 512, [k] * len(rows), [k] * len(rows))
+        seen["a save"].append((victim.window(), victim.during(session.save)))
+
+        def there_and_back():
+            session.park()
+            queue.read(session, 0, 0, 1)
+        seen["a park and its way back"].append((victim.window(), victim.during(there_and_back)))
+        session.drop()
+    for what, pairs in seen.items():
+        told(("nothing beside", f"beside {what}"), pairs)
+    daemon.process.kill()
+    shutil.rmtree(store)
+
+
 def main(what, *arguments):
     if what == "idle":
         idle(*arguments)
+    elif what == "saves":
+        saves(*arguments)
     elif what == "neighbour":
         neighbour(*arguments)
     else:
