@@ -181,7 +181,6 @@ KVQ__INLINE float kvq__sum_all(__m256 x)
 void kvq__init_avx2_rows(struct kvq_kernels *k);
 void kvq__init_avx2_pack(struct kvq_kernels *k);
 void kvq__init_avx2_attend(struct kvq_kernels *k);
-void kvq__init_avx2_bytes(struct kvq_kernels *k);
 void kvq__init_avx2_packed(struct kvq_kernels *k);
 void kvq__init_avx2_scalar(struct kvq_kernels *k);
 void kvq__init_avx2_scalar_quant(struct kvq_kernels *k);

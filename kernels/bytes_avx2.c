@@ -7,7 +7,8 @@
 // them is multiplied; the middle of the codes stays in fp32. What differs is what the instruction
 // leaves: sums of two products in 16 bits, which are added up in 16 bits as long as they cannot
 // overflow (32, 16 and 8 steps for K with 2, 3 and 4 bits, 8, 8 and 4 for V, 4 where V has four
-// levels) and then widened.
+// levels) and then widened. With AVX-VNNI the instruction is the same as there, and what is to be
+// widened has 32 bits already.
 #include "kernels/bytes_avx2.h"
 
 static void softmax_bytes(struct kvq__tile *tile, uint32_t n)

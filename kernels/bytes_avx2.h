@@ -1,13 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The state of AVX2's byte products and what their files share: bytes_avx2.c (the chunk, and the
-// method in words), bytes_k_avx2.c and bytes_v_avx2.c (the two operands).
+// method in words), bytes_k_avx2.c and bytes_v_avx2.c (the two operands). These three are compiled
+// twice: as they are, and as kvq__avxvnni_* with KVQ__AVXVNNI for CPUs that have vpdpbusd without
+// AVX-512 (AVX-VNNI). Both sum the same whole numbers, so their results are the same to the bit.
 #ifndef KVQ_KERNELS_BYTES_AVX2_H
 #define KVQ_KERNELS_BYTES_AVX2_H
 
 #include <immintrin.h>
 
 #include "kernels/avx2.h"
+
+#ifdef KVQ__AVXVNNI
+#define kvq__init_avx2_bytes kvq__init_avxvnni_bytes
+#define kvq__bytes_prepare_k kvq__avxvnni_prepare_k
+#define kvq__bytes_qk        kvq__avxvnni_qk
+#define kvq__bytes_prepare_v kvq__avxvnni_prepare_v
+#define kvq__bytes_pv        kvq__avxvnni_pv
+#define kvq__bytes_flush     kvq__avxvnni_flush
+#endif
 
 enum {
     KVQ__INT16_TOP = 32000, // what the largest |q| and K scale become as int16
@@ -99,6 +110,18 @@ KVQ__INLINE __m256i kvq__broadcast_word(const uint8_t *p)
     return _mm256_set1_epi32(word);
 }
 
+#ifdef KVQ__AVXVNNI
+// Adds 8 sums of four products, each product an unsigned times a signed byte, to 32 bits.
+KVQ__INLINE __m256i kvq__add_products(__m256i acc, __m256i u8, __m256i s8)
+{
+    return _mm256_dpbusd_avx_epi32(acc, u8, s8);
+}
+
+KVQ__INLINE __m256i kvq__widen(__m256i sum, __m256i acc)
+{
+    return _mm256_add_epi32(sum, acc);
+}
+#else
 // Adds 16 sums of two products, each product an unsigned times a signed byte, to 16 bits. The empty
 // statement keeps gcc from putting off the additions, which costs a register for each product.
 KVQ__INLINE __m256i kvq__add_products(__m256i acc, __m256i u8, __m256i s8)
@@ -113,6 +136,7 @@ KVQ__INLINE __m256i kvq__widen(__m256i sum, __m256i acc)
 {
     return _mm256_add_epi32(sum, _mm256_madd_epi16(acc, _mm256_set1_epi16(1)));
 }
+#endif
 
 // Logits of a chunk: queries into bytes for all its groups, then products group by group.
 void kvq__bytes_prepare_k(const struct kvq__tile *tile);

@@ -273,6 +273,10 @@ void kvq__init_avx2(struct kvq_kernels *k);   // on top of C
 void kvq__init_avx512(struct kvq_kernels *k); // on top of AVX2
 void kvq__init_amx(struct kvq_kernels *k);    // on top of AVX-512
 
+// AVX2's fast path, by vpmaddubsw or by AVX-VNNI's vpdpbusd: the same results to the bit.
+void kvq__init_avx2_bytes(struct kvq_kernels *k);
+void kvq__init_avxvnni_bytes(struct kvq_kernels *k);
+
 void kvq__attend_chunk(const struct kvq_kernels *k, struct kvq__tile *tile,
                        const struct kvq__chunk *chunk);
 // Parts of that. Outliers are packed, too, but their raw rows count.

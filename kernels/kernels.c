@@ -46,6 +46,15 @@ static bool has_avx2(void)
 }
 #endif
 
+#ifdef KVQ_HAVE_AVXVNNI
+// vpdpbusd in the encoding of AVX, which CPUs without AVX-512 may have.
+static bool has_avxvnni(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1u << 4;
+}
+#endif
+
 #if defined(KVQ_AVX512_IN_SOFTWARE) // for tests alone: tests/kernels/simde/immintrin.h
 static bool has_avx512(void)
 {
@@ -96,6 +105,10 @@ static void fill_tables(void)
     if (!has_avx2())
         return;
     add_table(KVQ_ISA_AVX2, "avx2", kvq__init_avx2);
+#endif
+#ifdef KVQ_HAVE_AVXVNNI
+    if (has_avxvnni())
+        kvq__init_avxvnni_bytes(&tables[KVQ_ISA_AVX2]);
 #endif
 #ifdef KVQ_HAVE_AVX512
     if (!has_avx512())

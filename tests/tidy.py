@@ -321,9 +321,10 @@ def check_dead(tree):
     """Every source is listed in a CMakeLists.txt, every header included by somebody.
 
     tests/kits/plain/cmocka.h is included by its name alone, where cmocka is not installed, and
-    tests/kernels/simde/immintrin.h in the place of the compiler's; those of tests/client/ggml in
+    tests/kernels/*/immintrin.h in the place of the compiler's; those of tests/client/ggml in
     the place of llama.cpp's."""
     by_name = ("client/kvq.h", "tests/kits/plain/cmocka.h", "tests/kernels/simde/immintrin.h",
+               "tests/kernels/avxvnni/immintrin.h",
                "tests/client/ggml/ggml.h", "tests/client/ggml/ggml-backend-impl.h")
     lists = {p: tree.text(p) for p in tree.paths if os.path.basename(p) == "CMakeLists.txt"}
     every = tree.having(*C_ENDINGS)
