@@ -128,6 +128,7 @@ struct kvq__timeline {
     uint32_t n_events;
     struct kvq_gpu_event *ready_events[KVQ_QUEUE_EVENTS], *done_events[KVQ_QUEUE_EVENTS];
     uint64_t last; // number of the latest request
+    uint32_t sent; // a word, with words: `seq` of the latest request, for other threads
 };
 
 struct kvq_queue {
@@ -142,6 +143,8 @@ struct kvq_queue {
     struct kvq_ring_rx rx;
     int wake_daemon, wake_client; // an eventfd to write; a socket to wait for
     uint32_t seq, steps;
+    uint32_t answered; // a word: `seq` of the latest completion that was taken, for other threads
+    uint32_t before;   // under the table lock: `seq` of the last request before another timeline
     uint64_t tickets;
     uint64_t gap_ns;  // how long waits took lately
     uint32_t shard;   // of the latest request that kvq_wait collected, as in struct kvq__pending
@@ -182,7 +185,7 @@ struct kvq_client {
     struct kvq__watch watch;
     struct kvq__queues queues;
     struct kvq__buffers buffers;
-    uint32_t timelines; // a word: queues that words order
+    uint32_t timelines; // a word: queues whose streams and the daemon's wait for each other
     uint32_t open_handles;
     struct kvq__handle handles[KVQ__HANDLES];
     // In-context mode (in_context/).
@@ -343,6 +346,9 @@ int kvq__queue_take(kvq_queue *queue);
 // Waits until `pending` is done, the deadline (KVQ_E_DEADLINE; 0 has passed already, UINT64_MAX
 // never comes), or the end of the connection.
 int kvq__queue_wait(kvq_queue *queue, struct kvq__pending *pending, uint64_t deadline_ns);
+// Whether the daemon has answered that request and those before it. For threads that the queue does
+// not belong to, while it cannot be detached.
+bool kvq__queue_answered(const kvq_queue *queue, uint32_t seq);
 // From now on every call on the queue returns `code`; open tickets too. Returns `code`.
 int kvq__queue_kill(kvq_queue *queue, int code);
 

@@ -160,13 +160,58 @@ static int try_orders(kvq_queue *queue, struct kvq__timeline *t, int asked)
     return KVQ_OK;
 }
 
-// With the table's lock: the client's queues that words order.
+static bool is_ordered(const kvq_queue *queue)
+{
+    return queue->timeline.order == KVQ_ORDER_WORDS || queue->timeline.order == KVQ_ORDER_EVENTS;
+}
+
+// With the table's lock: the client's queues whose streams and the daemon's wait for each other.
 static void count_timeline(const kvq_queue *queue, int more)
 {
     uint32_t *n = &queue->client->timelines;
-    assert(more > 0 || queue->timeline.order != KVQ_ORDER_WORDS || kvq_word_load(n) > 0);
-    if (queue->timeline.order == KVQ_ORDER_WORDS)
+    assert(more > 0 || !is_ordered(queue) || kvq_word_load(n) > 0);
+    if (is_ordered(queue))
         kvq_word_store_release(n, kvq_word_load(n) + (uint32_t)more);
+}
+
+// With the table's lock: a request that another queue sent while it was the only one with a
+// timeline, and that the daemon may not have enqueued yet. Not of a daemon that is gone.
+static bool is_behind(const kvq_queue *other)
+{
+    const struct kvq__timeline *t = &other->timeline;
+    return t->order == KVQ_ORDER_WORDS && kvq_long_load(&t->page->done) != INT64_MAX &&
+           !kvq__queue_answered(other, other->before);
+}
+
+// With the table's lock, when the queue was counted. Either another queue's thread sees the count
+// after it has sent a request (wait_enqueued), or we see that request here: both have a fence
+// between.
+static void note_others(const kvq_queue *queue)
+{
+    struct kvq_queue *other;
+    kvq_word_fence();
+    TAILQ_FOREACH (other, &queue->client->queues, entry)
+        other->before = kvq_word_load(&other->timeline.sent);
+}
+
+static bool others_enqueued(const kvq_queue *queue)
+{
+    struct kvq_queue *other;
+    bool behind = false;
+    pthread_mutex_lock(&queue->client->table);
+    TAILQ_FOREACH (other, &queue->client->queues, entry)
+        behind |= other != queue && is_behind(other);
+    pthread_mutex_unlock(&queue->client->table);
+    return !behind;
+}
+
+// The streams of requests that were sent before the queue had a timeline wait for the daemon
+// already (see wait_enqueued): until these requests are enqueued, nothing of this queue is sent.
+static void wait_for_others(const kvq_queue *queue)
+{
+    const struct timespec pause = {.tv_nsec = 100 * 1000};
+    while (is_ordered(queue) && !others_enqueued(queue))
+        nanosleep(&pause, NULL);
 }
 
 // In the context of `here`.
@@ -184,7 +229,9 @@ static int open_timeline(kvq_queue *queue, const struct kvq__gpu_context *here)
     assert(queue->timeline.order == KVQ_ORDER_NONE && !queue->timeline.page);
     queue->timeline = made;
     count_timeline(queue, 1);
+    note_others(queue);
     pthread_mutex_unlock(&queue->client->table);
+    wait_for_others(queue);
     return KVQ_OK;
 }
 
@@ -302,7 +349,8 @@ static int tell_in_turn(struct kvq__timeline *t, struct kvq_gpu_stream *stream)
 // The daemon works for all queues of a client on one stream. If a request on another queue, on a
 // stream that comes behind this one, were enqueued there first, both would wait for ever. So where
 // there are several queues the stream waits for the daemon only once this request was enqueued:
-// what comes behind the stream then comes behind the request there, too.
+// what comes behind the stream then comes behind the request there, too. A queue that becomes the
+// second one first waits for what was sent on the first (wait_for_others).
 static int wait_enqueued(kvq_queue *queue, struct kvq__pending *p)
 {
     int rc = kvq__queue_wait(queue, p, UINT64_MAX);
@@ -320,7 +368,8 @@ static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gp
     if (result != KVQ_GPU_OK)
         return kvq__driver_fault(&t->here, result,
                                  "having the stream tell the daemon that it has come so far");
-    int rc = kvq__submit_send(queue, p);
+    kvq_word_store(&t->sent, p->request.seq);
+    int rc = kvq__submit_send(queue, p); // with a fence behind it
     if (rc == KVQ_OK && kvq_word_load_acquire(&queue->client->timelines) > 1)
         rc = wait_enqueued(queue, p);
     if (rc)

@@ -40,6 +40,7 @@ int kvq__queue_kill(kvq_queue *queue, int code)
         p->status = code;
         fail_entries(p, code);
     }
+    kvq_word_store(&queue->answered, queue->seq); // no answer to any is waited for
     if (!queue->dead)
         queue->dead = code;
     return code;
@@ -143,6 +144,7 @@ static int take_completion(kvq_queue *queue, uint32_t ready, uint32_t *slots)
         kvq_word_add(&queue->client->all_changes, 1);
     p->status = head.status;
     p->done = true;
+    kvq_word_store(&queue->answered, head.seq); // before its slots are given back
     return KVQ_OK;
 }
 
@@ -163,6 +165,39 @@ int kvq__queue_take(kvq_queue *queue)
         ready -= slots;
     }
     return KVQ_OK;
+}
+
+// Whether a request has been answered when that one has: no more than the credits are in flight,
+// and they are answered in their order.
+static bool is_past(uint32_t answered, uint32_t seq)
+{
+    return seq - answered - 1 >= KVQ_QUEUE_CREDITS;
+}
+
+// What the queue's thread has not taken yet is looked for on the ring. That thread may take it
+// meanwhile, and the daemon write other completions over it: then what was read says nothing.
+bool kvq__queue_answered(const kvq_queue *queue, uint32_t seq)
+{
+    const uint32_t head = kvq_word_load_acquire(&queue->req->cq_head);
+    struct kvq_ring_rx rx = {
+        (const uint8_t *)(queue->cq + 1), KVQ_CQ_SLOTS, head, head, NULL, &queue->cq->tail};
+    struct kvq_completion completion;
+    uint32_t ready = 0;
+    bool found = false;
+    if (is_past(kvq_word_load(&queue->answered), seq))
+        return true;
+    if (kvq_ring_poll(&rx, &ready))
+        return false;
+    while (!found && ready > 0) {
+        kvq_ring_copy(&rx, 0, &completion, sizeof completion);
+        found = is_past(completion.seq, seq);
+        if (completion.slots == 0 || completion.slots > ready)
+            break;
+        rx.head += completion.slots;
+        ready -= completion.slots;
+    }
+    kvq_word_fence();
+    return found && kvq_word_load(&queue->req->cq_head) == head;
 }
 
 // ---- Waiting ----

@@ -87,7 +87,8 @@ enum { KVQ_ORDER_NONE = 0, KVQ_ORDER_WORDS = 1, KVQ_ORDER_EVENTS = 2, KVQ_ORDER_
 KVQ_API int kvq_queue_order(const kvq_queue *queue);
 
 /* Does now, for the GPU of the current context, what the first call .._on_stream would do: some
- * system and driver calls. For engines that capture graphs later, or that measure. */
+ * system and driver calls. It waits until the daemon has enqueued what other queues of the client
+ * have submitted on streams. For engines that capture graphs later, or that measure. */
 KVQ_API KVQ_CHECK int kvq_queue_prepare_streams(kvq_queue *queue);
 
 KVQ_API KVQ_CHECK int kvq_append_on_stream(kvq_queue *queue, const struct kvq_work *work,

@@ -57,13 +57,25 @@ static kvq_client *connect_client(void)
     return client;
 }
 
-// K, V and Q of a session's step lie in the first half of its part of the buffer.
-static void put_session(uint32_t i)
+// Of a session with a name: that shard of two.
+static struct kvq_session_options session_options(const char *name, uint16_t shard)
 {
     static const struct kvq_layer layer = {
         .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
-    const struct kvq_session_options options = {
-        .size = sizeof options, .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
+    return (struct kvq_session_options){.size = sizeof(struct kvq_session_options),
+                                        .name = name,
+                                        .layers = &layer,
+                                        .n_layers = 1,
+                                        .format = "f16",
+                                        .place = rig.gpu,
+                                        .shard = name ? shard : 0,
+                                        .shards = name ? 2 : 0};
+}
+
+// K, V and Q of a session's step lie in the first half of its part of the buffer.
+static void put_session(uint32_t i)
+{
+    const struct kvq_session_options options = session_options(NULL, 0);
     struct kvq_work *w = &rig.works[i];
     uint64_t at = (uint64_t)i * PART;
     w->k = kvq_tensor_make(rig.buffer, at, KV_HEADS, DIM, KVQ_DTYPE_F32);
@@ -258,12 +270,10 @@ struct engine {
     struct kvq_entry entry;
 };
 
-static void engine_open(struct engine *e)
+// With a session of its own, or with the second of two shards of the one that has that name.
+static void engine_open(struct engine *e, const char *name)
 {
-    static const struct kvq_layer layer = {
-        .q_heads = Q_HEADS, .kv_heads = KV_HEADS, .k_dim = DIM, .v_dim = DIM};
-    const struct kvq_session_options options = {
-        .size = sizeof options, .layers = &layer, .n_layers = 1, .format = "f16", .place = rig.gpu};
+    const struct kvq_session_options options = session_options(name, 1);
     *e = (struct engine){.client = connect_client(), .entry = {.append = 1, .queries = 1}};
     fine(kvq_queue_open(e->client, &e->queue));
     fine(kvq_buffer_create_on(e->client, NULL, PART, &e->buffer));
@@ -314,7 +324,7 @@ static void test_stalled_clients(void **state)
     bool words[ENGINES];
     (void)state;
     for (int i = 0; i < ENGINES; i++) {
-        engine_open(&engines[i]);
+        engine_open(&engines[i], NULL);
         words[i] = kvq_queue_order(engines[i].queue) == KVQ_ORDER_WORDS;
         if (words[i] && i + 1 < ENGINES)
             engine_begin(&engines[i], true);
@@ -331,6 +341,77 @@ static void test_stalled_clients(void **state)
     for (int i = 0; i < ENGINES; i++)
         engine_close(&engines[i]);
 }
+
+// ---- A queue that becomes the second one ----
+
+// A step of the second session on a queue that has no timeline yet, behind all that the first
+// stream has.
+static void *second_queue(void *context)
+{
+    struct kvq_gpu_stream *stream = rig.streams[0];
+    kvq_queue *queue = context;
+    OK(drv.context_set(soft_context));
+    fine(kvq_step_begin(queue, &rig.entries[1], 1, &rig.works[1].step));
+    put(1, bits_of_1, stream);
+    fine(kvq_append_attend_on_stream(queue, &rig.works[1], &rig.entries[1], 1, stream));
+    fine(rig.entries[1].status);
+    return NULL;
+}
+
+// The first queue's request was sent while there was no other, so its stream waits for the daemon,
+// and the daemon does not enqueue it yet: the session waits for its other shard. The second queue's
+// request comes behind that stream, and the daemon must not enqueue it before.
+static void becomes_two_queues(const char *order)
+{
+    struct engine other;
+    const struct kvq_session_options options = session_options("shared", 0);
+    struct kvq_work work = rig.works[0];
+    struct kvq_entry entry = {.append = 1, .queries = 1};
+    kvq_queue *queue;
+    kvq_ticket ticket;
+    pthread_t thread;
+    if (kvq_queue_order(rig.queue) != KVQ_ORDER_WORDS)
+        skip(); // the host waits for each stream
+    fine(kvq_queue_open(rig.client, &queue));
+    fine(kvq_session_open(rig.client, &options, &entry.session, NULL));
+    engine_open(&other, "shared");
+    engine_begin(&other, false);
+    fine(kvq_step_begin(rig.queue, &entry, 1, &work.step));
+    put(0, bits_of_1, rig.streams[0]);
+    fine(kvq_append_attend_on_stream(rig.queue, &work, &entry, 1, rig.streams[0]));
+    fine(kvq_step_end(rig.queue, work.step, &entry, 1));
+    fine(entry.status);
+    work.step = 0;
+    entry = (struct kvq_entry){.session = entry.session, .position = 1, .queries = 1};
+    fine(kvq_submit_on_stream(rig.queue, KVQ_DO_ATTEND, &work, &entry, 1, rig.streams[0], &ticket));
+    setenv("KVQ_GPU_ORDER", order, 1);
+    assert_int_equal(pthread_create(&thread, NULL, second_queue, queue), 0);
+    others_work(); // without the wait the second queue's request is enqueued by now
+    engine_end(&other);
+    fine(kvq_wait(rig.queue, ticket, UINT64_MAX));
+    fine(entry.status);
+    pthread_join(thread, NULL);
+    unsetenv("KVQ_GPU_ORDER");
+    for (uint32_t i = 0; i < SESSIONS; i++)
+        assert_true(output(i, rig.streams[0]) == 1); // would wait for ever
+    fine(kvq_step_end(queue, rig.works[1].step, &rig.entries[1], 1));
+    fine(rig.entries[1].status);
+    engine_close(&other);
+}
+
+static void test_becomes_two_queues(void **state)
+{
+    (void)state;
+    becomes_two_queues("words");
+}
+
+static void test_becomes_two_with_events(void **state)
+{
+    (void)state;
+    becomes_two_queues("events");
+}
+
+// ---- Clients that go ----
 
 // What a client asks for and does not wait for the answer of.
 static void ask(const kvq_client *client, Kvq__Request *request)
@@ -352,7 +433,7 @@ static void test_gone_while_closing(void **state)
     Kvq__Request request = KVQ__REQUEST__INIT;
     Kvq__CloseBuffer close_buffer = KVQ__CLOSE_BUFFER__INIT;
     (void)state;
-    engine_open(&e);
+    engine_open(&e, NULL);
     if (kvq_queue_order(e.queue) != KVQ_ORDER_WORDS) {
         engine_close(&e);
         skip(); // the host waits for each stream
@@ -376,6 +457,8 @@ int main(int argc, char **argv)
         cmocka_unit_test_setup_teardown(test_two_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_two_queues, setup, teardown),
         cmocka_unit_test_setup_teardown(test_stalled_clients, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_becomes_two_queues, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_becomes_two_with_events, setup, teardown),
         cmocka_unit_test_setup_teardown(test_gone_while_closing, setup, teardown),
     };
     soft_serve_if_peer(argc, argv);
