@@ -41,7 +41,7 @@ static void refuse_job(struct kvq__core *core, const struct kvq__store_job *o, i
         kvq__fetch_failed(core, o->id, status, text);
         break;
     case KVQ__JOB_FORGET:
-        kvq__park_forgot(core, o->stamp, false);
+        kvq__park_forgot(core, o->stamp, KVQ__FORGET_FAILED);
         break;
     }
 }
@@ -97,14 +97,15 @@ static void delete_parked(struct kvq__task *t)
 // Poller's thread.
 static void forgot(struct kvq__task *t)
 {
-    bool gone = t->rc == 0 || t->rc == KVQ_E_NO_SESSION;
-    t->quiet = !kvq__park_forgot(t->jobs->server->core, t->job->stamp, gone);
+    const bool gone = t->rc == 0 || t->rc == KVQ_E_NO_SESSION;
+    t->quiet = !kvq__park_forgot(t->jobs->server->core, t->job->stamp,
+                                 gone ? KVQ__FORGET_GONE : KVQ__FORGET_FAILED);
 }
 
 // Poller's thread.
 static void forget_later(struct kvq__task *t)
 {
-    kvq__park_forget_later(t->jobs->server->core, t->job->stamp);
+    kvq__park_forgot(t->jobs->server->core, t->job->stamp, KVQ__FORGET_IN_USE);
 }
 
 // Orders that wait for a name would keep all others waiting.

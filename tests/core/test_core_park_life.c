@@ -73,8 +73,8 @@ SAVING_TEST(test_not_forgotten)
         assert_true(kvq__park_next(kit.core, &order));
         assert_int_equal(order.kind, KVQ__JOB_FORGET);
         assert_int_equal(order.stamp, stamp);
-        assert_false(kvq__park_next(kit.core, &order));         // while it is tried
-        assert_false(kvq__park_forgot(kit.core, stamp, false)); // that was told
+        assert_false(kvq__park_next(kit.core, &order));                      // while it is tried
+        assert_false(kvq__park_forgot(kit.core, stamp, KVQ__FORGET_FAILED)); // that was told
     }
     assert_int_equal(vault.n_sessions, 1);
     vault.fail = 0;
@@ -85,12 +85,16 @@ SAVING_TEST(test_not_forgotten)
     kit_tick(&kit, 100000000000u);
     assert_false(kvq__park_forgotten(kit.core, stamp));
     assert_int_equal(vault_serve(&vault, kit.core), 0);
-    // The first failure is told.
+    // The first failure is told, and a copy that somebody uses is none.
     a = fed("it", 300, 0);
     away(a);
     drop(a);
     assert_true(kvq__park_next(kit.core, &order));
-    assert_true(kvq__park_forgot(kit.core, order.stamp, false));
+    assert_false(kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_IN_USE));
+    assert_false(kvq__park_next(kit.core, &order)); // not at once again
+    kit_tick(&kit, 100000000000u);
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_true(kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_FAILED));
 }
 
 // Of many that end at once a few are deleted at a time, in the order in which they ended.
@@ -110,14 +114,15 @@ SAVING_TEST(test_many_forgotten)
         assert_int_equal(order.stamp, stamps[i]);
     }
     assert_false(kvq__park_next(kit.core, &order));
-    kvq__park_forgot(kit.core, stamps[2], false); // its turn comes again, behind the others
+    kvq__park_forgot(kit.core, stamps[2],
+                     KVQ__FORGET_FAILED); // its turn comes again, behind the others
     assert_true(kvq__park_next(kit.core, &order));
     assert_int_equal(order.stamp, stamps[OUT]);
     assert_false(kvq__park_next(kit.core, &order));
     for (uint32_t i = 0; i < MANY; i++)
         assert_true(kvq__park_forgotten(kit.core, stamps[i]));
     vault_forget(&vault, order.name, order.stamp);
-    kvq__park_forgot(kit.core, stamps[OUT], true);
+    kvq__park_forgot(kit.core, stamps[OUT], KVQ__FORGET_GONE);
     assert_int_equal(vault_serve(&vault, kit.core), MANY - OUT - 1);
     kit_tick(&kit, 100000000000u);
     assert_true(kvq__park_next(kit.core, &order));
@@ -144,10 +149,10 @@ SAVING_TEST(test_last_forgets)
             assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
     }
     assert_true(kvq__park_next(kit.core, &order));
-    kvq__park_forget_later(kit.core, order.stamp); // somebody uses it
+    assert_false(kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_IN_USE));
     assert_true(kvq__park_next(kit.core, &order));
     assert_string_equal(order.name, "s1");
-    kvq__park_forgot(kit.core, order.stamp, false);
+    kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_FAILED);
     for (uint32_t i = 0; i < MANY / 2; i++) {
         assert_true(kvq__park_last_forget(kit.core, &order));
         assert_int_equal(order.kind, KVQ__JOB_FORGET);

@@ -12,7 +12,7 @@
 #include "daemon/core/session/group.h"
 
 #define FORGOT_NS 60000000000ull // a copy that was deleted counts as gone for so long
-#define AGAIN_NS  10000000000ull // a deletion that failed is tried again so much later
+#define AGAIN_NS  10000000000ull // one that was not is tried again so much later
 
 // Copies that are being deleted at a time. Each deletion is a task of the store's, with a stack,
 // and a client with a hundred thousand parked sessions may end.
@@ -88,31 +88,20 @@ void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, c
         kvq__park_want(core);
 }
 
-bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone)
+bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, enum kvq__forget_outcome outcome)
 {
     struct kvq__forget *f = forget_of(core, stamp);
     if (!f)
         return false;
     assert(f->phase == KVQ__FORGET_TAKEN);
-    bool first = !gone && !f->failed;
-    f->failed |= !gone;
+    const bool gone = outcome == KVQ__FORGET_GONE;
+    const bool first = outcome == KVQ__FORGET_FAILED && !f->failed;
+    f->failed |= first;
     f->at = core->now + (gone ? FORGOT_NS : AGAIN_NS);
     set_phase(core, f, gone ? KVQ__FORGET_DONE : KVQ__FORGET_LATER);
     if (has_to_go(core))
         kvq__park_want(core);
     return first;
-}
-
-void kvq__park_forget_later(struct kvq__core *core, uint64_t stamp)
-{
-    struct kvq__forget *f = forget_of(core, stamp);
-    if (!f)
-        return;
-    assert(f->phase == KVQ__FORGET_TAKEN);
-    f->at = core->now + AGAIN_NS;
-    set_phase(core, f, KVQ__FORGET_LATER);
-    if (has_to_go(core))
-        kvq__park_want(core);
 }
 
 bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp)

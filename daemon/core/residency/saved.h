@@ -208,13 +208,12 @@ struct kvq__store_job {
 bool kvq__park_next(struct kvq__core *core, struct kvq__store_job *job);
 // How a SAVE has ended; after kvq__save_end. `text` is copied.
 void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const char *text);
-// A FORGET has been tried; `gone` says whether the copy was deleted. If so, it counts as gone for a
-// while longer. If not, it counts as gone for as long as it stands, and the order comes again.
-// Returns whether this is the copy's first failure, which the caller logs.
-bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, bool gone);
-// It could not be tried now, since somebody uses what is stored under that name: the order comes
-// again a while later.
-void kvq__park_forget_later(struct kvq__core *core, uint64_t stamp);
+// How a FORGET has ended. GONE: the copy was deleted, and counts as gone for a while longer.
+// FAILED, or not tried since somebody has it IN_USE: the copy counts as gone for as long as it
+// stands, and the order comes again a while later. Returns whether this is the copy's first
+// failure, which the caller logs.
+enum kvq__forget_outcome { KVQ__FORGET_GONE, KVQ__FORGET_FAILED, KVQ__FORGET_IN_USE };
+bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, enum kvq__forget_outcome outcome);
 // At the daemon's end, after all other orders: a FORGET that is left and whose copy has a name.
 // Copies without names are deleted at the next start.
 bool kvq__park_last_forget(struct kvq__core *core, struct kvq__store_job *job);
