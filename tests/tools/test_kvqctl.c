@@ -33,6 +33,7 @@ enum manner {
     CIRCLE,
     OTHER_RESULT,
     ESCAPES,
+    KNOWS_NO_AGAIN,  // as a daemon of 0.1.0, which pushes what is new alone
     ENDS,            // instead of answering
     ANSWERS_AND_ENDS // at once
 };
@@ -150,6 +151,7 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     Kvq__Cursor next;
     Kvq__FormatList formats = KVQ__FORMAT_LIST__INIT;
     Kvq__Format format = KVQ__FORMAT__INIT, *all_formats[] = {&format};
+    Kvq__Transfer transfer = KVQ__TRANSFER__INIT;
     fill_session(&pair[0]);
     format.name = "mymix";
     format.layers = "2-31";
@@ -183,6 +185,12 @@ static void answer(struct daemon *daemon, const uint8_t *identity, size_t n,
     } else if (request->command_case == KVQ__REQUEST__COMMAND_LIST_FORMATS) {
         reply.result_case = KVQ__REPLY__RESULT_FORMATS;
         reply.formats = &formats;
+    } else if (request->command_case == KVQ__REQUEST__COMMAND_PUSH_SESSION) {
+        reply.result_case = KVQ__REPLY__RESULT_TRANSFER;
+        reply.transfer = &transfer;
+        transfer.name = request->push_session->ref->name;
+        transfer.finished = true;
+        transfer.again = request->push_session->again && daemon->manner != KNOWS_NO_AGAIN;
     }
     list.truncated = formats.truncated = daemon->manner == CUT_LISTS;
     if (daemon->manner == CUT_LISTS)
@@ -593,6 +601,21 @@ static void test_escapes_are_tamed(void **state)
     assert_non_null(strstr(out, "chat "));
 }
 
+// An earlier daemon has not done what was asked for: nothing says that it was pushed.
+static void test_push_again(void **state)
+{
+    struct fixture *f = *state;
+    char out[8192];
+    assert_int_equal(run_with(f, ANSWER, 0, "", "session push it --again", out, sizeof out), 0);
+    assert_non_null(strstr(out, "pushed it: "));
+    assert_int_equal(run_with(f, KNOWS_NO_AGAIN, 0, "", "session push it --again", out, sizeof out),
+                     1);
+    assert_null(strstr(out, "pushed"));
+    assert_non_null(strstr(out, "does not know --again"));
+    assert_int_equal(run_with(f, KNOWS_NO_AGAIN, 0, "", "session push it", out, sizeof out), 0);
+    assert_non_null(strstr(out, "pushed it: "));
+}
+
 static void test_top(void **state)
 {
     struct fixture *f = *state;
@@ -621,6 +644,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_cut_lists, setup, teardown),
         cmocka_unit_test_setup_teardown(test_pages, setup, teardown),
         cmocka_unit_test_setup_teardown(test_escapes_are_tamed, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_push_again, setup, teardown),
         cmocka_unit_test_setup_teardown(test_top, setup, teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -50,16 +50,30 @@ static void print_done(const Kvq__Transfer *x, const char *done)
 }
 
 // A daemon of an earlier release sends what is new alone, whatever it is asked for.
-static int check_again(const Kvq__Request *request, const Kvq__Transfer *x)
+static bool did_as_asked(const Kvq__Request *request, const Kvq__Transfer *x)
 {
-    bool wanted =
-        request->command_case == KVQ__REQUEST__COMMAND_PUSH_SESSION && request->push_session->again;
-    if (!wanted || x->again || x->status)
-        return KVQ_EXIT_OK;
-    fprintf(stderr, "kvqctl: this daemon does not know --again, and has sent what was new alone: "
-                    "use a newer one, or remove the session from the remote store (kvqctl remote "
-                    "remove) and push it\n");
-    return KVQ_EXIT_FAILED;
+    return request->command_case != KVQ__REQUEST__COMMAND_PUSH_SESSION ||
+           !request->push_session->again || x->again;
+}
+
+// Says how it has ended. With --json stdout has what the daemon says, also of a failure.
+static int tell_end(struct kvq__ctl *ctl, const Kvq__Request *request, const Kvq__Transfer *x,
+                    const char *done)
+{
+    if (ctl->json)
+        kvq__ctl_print_json(&x->base);
+    if (x->status)
+        return kvq__ctl_refused(x->status, x->text);
+    if (!did_as_asked(request, x)) {
+        fprintf(stderr,
+                "kvqctl: this daemon does not know --again, and has sent what was new alone: use a "
+                "newer one, or remove the session from the remote store (kvqctl remote remove) and "
+                "push it\n");
+        return KVQ_EXIT_FAILED;
+    }
+    if (!ctl->json)
+        print_done(x, done);
+    return KVQ_EXIT_OK;
 }
 
 // Sends the request and follows what it began to its end.
@@ -84,11 +98,7 @@ static int follow(struct kvq__ctl *ctl, Kvq__Request *request, const char *done)
     bool told = false;
     if (x->status == KVQ_E_NO_SESSION && (kvq__ctl_complete_name(ctl, &told) || told))
         return KVQ_EXIT_NOT_FOUND;
-    if (ctl->json)
-        kvq__ctl_print_json(&x->base);
-    else if (x->status == KVQ_OK)
-        print_done(x, done);
-    return x->status ? kvq__ctl_refused(x->status, x->text) : check_again(request, x);
+    return tell_end(ctl, request, x, done);
 }
 
 int kvq__ctl_session_push(struct kvq__ctl *ctl, char **args)
