@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Requests: what is checked of every one, what they hold while under way, and how their work is cut
-// into jobs. The operations stand in files of their own.
+// Requests: how they start, wait, are cut into jobs, and end with what they hold given back.
+// entries.c has what every operation does with its entries; the operations have files of their own.
 #include <assert.h>
 #include <string.h>
 
@@ -80,176 +80,7 @@ const struct kvq_result *kvq__queue_results(const struct kvq__queue *q)
     return q->results;
 }
 
-// ---- Entries ----
-
-int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value)
-{
-    assert(code < 0 && i < q->header.count);
-    q->results[i].status = code;
-    q->results[i].value = value;
-    return code;
-}
-
-int kvq__entry_fail_by(struct kvq__queue *q, uint32_t i, int code, uint64_t value, uint32_t shard)
-{
-    assert(shard < KVQ_MAX_SHARDS);
-    q->results[i].shard = shard + 1;
-    return kvq__entry_fail(q, i, code, value);
-}
-
-static bool is_on_stream(const struct kvq__queue *q)
-{
-    return q->header.flags & KVQ_REQ_ON_STREAM;
-}
-
-int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
-{
-    struct kvq__handle *h;
-    int rc = kvq__handle_get(q->client, q->entries[i].handle, &h);
-    if (rc == 0 && write && h->read_only)
-        rc = KVQ_E_READ_ONLY;
-    if (rc < 0)
-        return kvq__entry_fail(q, i, rc, 0);
-    if (is_on_stream(q) && kvq__home_of(h->session)->gpu != q->timeline.gpu)
-        return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
-    if (kvq__is_offloaded(h->session))                 // it was to come back, and could not
-        return kvq__entry_fail(q, i, h->session->fetch.error, h->session->tokens);
-    q->work[i].handle = h;
-    q->work[i].session = h->session;
-    q->work[i].past = h->session->tokens;
-    q->work[i].step_serial = h->session->in_step.serial;
-    q->results[i].value = h->session->tokens;
-    if (q->work[i].no_room)
-        return kvq__entry_fail(q, i, q->work[i].no_room, h->session->tokens);
-    if (is_on_stream(q) && h->session->pool->gpu != q->timeline.gpu) // it does not go home any more
-        return kvq__entry_fail(q, i, KVQ_E_DRAINING, h->session->tokens);
-    if (kvq__group_asks(q, h) != KVQ__PREPARED_NOT) // never to be ended: others have waited
-        return kvq__entry_fail_by(q, i, KVQ_E_BUSY, h->session->tokens,
-                                  kvq__group_awaited(h->session));
-    return 0;
-}
-
-// Fails the entry. If another shard has ended the session's step, the writer learns that first.
-static int step_lost(struct kvq__queue *q, uint32_t i, int code)
-{
-    const struct kvq__session *s = q->work[i].session;
-    if (s->in_step.undone_by && !q->work[i].handle->read_only)
-        return kvq__entry_fail_by(q, i, KVQ_E_CANCELLED, s->tokens, s->in_step.undone_by - 1);
-    return kvq__entry_fail(q, i, code, s->tokens);
-}
-
-// Whether the entry reports to the session's writer that values of its last STEP were not finite.
-// One request reports it, however often it is tried.
-static bool report_nonfinite(struct kvq__queue *q, uint32_t i)
-{
-    struct kvq__entry *w = &q->work[i];
-    struct kvq__session *s = w->session;
-    if (s->in_step.nonfinite_unreported && !w->handle->read_only) {
-        w->reports_nonfinite = true;
-        w->reported_serial = s->in_step.serial;
-        s->in_step.nonfinite_unreported = false;
-    }
-    return w->reports_nonfinite;
-}
-
-int kvq__entry_open_at(struct kvq__queue *q, uint32_t i, bool write)
-{
-    int rc = kvq__entry_open(q, i, write);
-    if (rc < 0)
-        return rc;
-    struct kvq__session *s = q->work[i].session;
-    if (report_nonfinite(q, i))
-        return kvq__entry_fail(q, i, KVQ_E_NONFINITE, s->tokens);
-    if (q->step && s->step != q->step)
-        return step_lost(q, i, KVQ_E_NO_STEP);
-    if (q->entries[i].position != s->tokens)
-        return step_lost(q, i, KVQ_E_POSITION);
-    return 0;
-}
-
-int kvq__request_step(struct kvq__queue *q)
-{
-    q->step = NULL;
-    if (q->header.step == 0)
-        return 0;
-    q->step = kvq__step_find(q->client, q->header.step);
-    return q->step ? 0 : KVQ_E_NO_STEP;
-}
-
-// ---- What a request holds ----
-
-void kvq__hold(struct kvq__queue *q, uint32_t i)
-{
-    struct kvq__entry *w = &q->work[i];
-    assert(i < q->header.count && w->session && (w->session->refs > 0 || !w->held));
-    if (!w->held)
-        kvq__session_ref(w->session);
-    w->held = true;
-    q->holding = true;
-}
-
-void kvq__hold_reading(struct kvq__queue *q, uint32_t i)
-{
-    struct kvq__session *s = q->work[i].session;
-    assert(!q->work[i].reading);
-    kvq__hold(q, i);
-    q->work[i].reading = kvq__reading_begin(s);
-}
-
-void kvq__hold_tail(struct kvq__queue *q, uint32_t i)
-{
-    assert(!q->work[i].tail_use);
-    kvq__hold(q, i);
-    q->work[i].tail_use = true;
-    q->work[i].session->entries.tail++;
-}
-
-void kvq__hold_exclusive(struct kvq__queue *q, uint32_t i)
-{
-    struct kvq__session *s = q->work[i].session;
-    if (s->exclusive == q)
-        return;
-    assert(!s->exclusive);
-    kvq__hold(q, i);
-    q->work[i].exclusive = true;
-    s->exclusive = q;
-}
-
-void kvq__hold_buffers(struct kvq__queue *q)
-{
-    for (uint32_t v = 0; v < KVQ__VIEWS; v++)
-        kvq__buffer_use(q->client, q->buffers[v], &q->held_buffers);
-}
-
-// On a GPU the work of two work streams has no order: what another work stream packs must have
-// ended, and outliers are added only while nobody reads them.
-static bool gpu_must_wait(const struct kvq__queue *q, const struct kvq__session *s,
-                          const struct kvq__layer *l, bool due)
-{
-    bool others = l->pack_stream && l->pack_stream->client != q->client;
-    return (others && !kvq__work_stream_ended(l->pack_stream, l->pack_number)) ||
-           (due && l->format->outliers && kvq__is_read(s));
-}
-
-bool kvq__read_must_wait(const struct kvq__queue *q, uint32_t i, uint32_t layer)
-{
-    const struct kvq__session *s = q->work[i].session;
-    const struct kvq__layer *l = kvq__source_layer(s, layer);
-    bool due = kvq__packed_at(s, l, q->work[i].past) > l->packed;
-    return (s->exclusive && s->exclusive != q) || (due && (l->packer || s->in_step.committing)) ||
-           (s->pool->gpu && gpu_must_wait(q, s, l, due));
-}
-
-void kvq__hold_layer(struct kvq__queue *q, uint32_t i, uint32_t layer)
-{
-    struct kvq__session *s = q->work[i].session;
-    struct kvq__layer *l = kvq__source_layer(s, layer);
-    kvq__hold_reading(q, i);
-    if (kvq__packed_at(s, l, q->work[i].past) <= l->packed || l->packer)
-        return; // another entry of this request packs it
-    l->packer = q;
-    q->work[i].packing = true;
-}
+// ---- What it gives back ----
 
 // A STEP that did not get as far as its commit. Before the stream takes over what the request
 // holds: its end tells nobody.
@@ -513,7 +344,7 @@ static enum kvq__progress passes_end(struct kvq__queue *q)
 {
     assert(q->pass == q->n_passes);
     q->gpu = NULL;
-    if (is_on_stream(q)) // the work stream takes over what it holds
+    if (kvq__is_on_stream(q)) // the work stream takes over what it holds
         return kvq__request_end(q, 0);
     if (q->stream)
         kvq__work_stream_close(q->stream, q, false);
@@ -597,10 +428,10 @@ enum kvq__progress kvq__request_end(struct kvq__queue *q, int status)
                 kvq__append_failed(q, i);
     for (uint32_t i = 0; q->holding && i < q->header.count; i++)
         leave_own_step(q, &q->work[i]);
-    if (is_on_stream(q) && q->timeline.gpu)
+    if (kvq__is_on_stream(q) && q->timeline.gpu)
         kvq__work_stream_signal(q);
     if (q->stream)
-        kvq__work_stream_close(q->stream, q, is_on_stream(q));
+        kvq__work_stream_close(q->stream, q, kvq__is_on_stream(q));
     kvq__request_release(q);
     kvq__admission_leave(q);
     if (q->flight.number)
@@ -711,6 +542,15 @@ static void keep_others(const struct kvq__queue *q)
             kvq__session_used(h->session);
 }
 
+int kvq__request_step(struct kvq__queue *q)
+{
+    q->step = NULL;
+    if (q->header.step == 0)
+        return 0;
+    q->step = kvq__step_find(q->client, q->header.step);
+    return q->step ? 0 : KVQ_E_NO_STEP;
+}
+
 bool kvq__request_is_late(const struct kvq__queue *q)
 {
     assert(q->busy);
@@ -746,7 +586,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
 // signal.
 static enum kvq__progress begin_request(struct kvq__queue *q)
 {
-    if (is_on_stream(q) && q->timeline.gpu && !kvq__work_stream_takes(q))
+    if (kvq__is_on_stream(q) && q->timeline.gpu && !kvq__work_stream_takes(q))
         return KVQ__GPU;
     q->gpu_wait = KVQ__GPU_NONE;
     int rc = check_header(q);

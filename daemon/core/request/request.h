@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Requests under way: what their operations share; see request.c. Part of state.h.
+// Requests under way: what their operations share; see request.c and entries.c. Part of state.h.
 #ifndef KVQ_DAEMON_CORE_REQUEST_REQUEST_H
 #define KVQ_DAEMON_CORE_REQUEST_REQUEST_H
 
@@ -240,6 +240,11 @@ enum kvq__progress kvq__request_run(struct kvq__queue *q, const struct kvq__pass
                                     uint32_t n);
 // Whether the request's deadline has passed.
 bool kvq__request_is_late(const struct kvq__queue *queue);
+// Whether it runs in the order of its client's stream.
+static inline bool kvq__is_on_stream(const struct kvq__queue *q)
+{
+    return q->header.flags & KVQ_REQ_ON_STREAM;
+}
 // Sets an entry's result and returns code.
 int kvq__entry_fail(struct kvq__queue *q, uint32_t i, int code, uint64_t value);
 // The same for a failure that another shard of the session's group has caused.
