@@ -14,6 +14,9 @@
 #include "daemon/runtime/workers.h"
 
 struct command {
+    // Poller's thread, before anything is made: whether the core would take it now. 0, or a code
+    // with a text. For what costs much to make and is asked for until the core takes it.
+    kvq__run *look;
     // Loop's thread: checks the request, and makes what the system gives at once. 0, or a code with
     // a text; then nothing was made.
     kvq__prepare *prepare;
@@ -135,7 +138,8 @@ static const struct command commands[] = {
                           .run = kvq__open_pool_run,
                           .put = kvq__open_pool_put,
                           RESULT(OPEN_POOL)},
-    COMMAND(OPEN_TABLE) = {.prepare = kvq__open_table_prepare,
+    COMMAND(OPEN_TABLE) = {.look = kvq__open_table_look,
+                           .prepare = kvq__open_table_prepare,
                            .is_slow = kvq__open_table_is_slow,
                            .make = kvq__open_table_make,
                            .run = kvq__open_table_run,
@@ -304,10 +308,18 @@ static void send_answer(struct kvq__connection *c)
     kvq__connection_back(c);
 }
 
+static void finish_command(struct kvq__connection *c)
+{
+    assert(c->state == KVQ__CONNECTION_BUSY && !c->finish_due);
+    c->finish_due = true;
+    if (c->awaited == 0)
+        send_answer(c);
+}
+
 static void command_came_back(struct kvq__connection *c)
 {
     const struct command *command = command_of(c);
-    assert(c->state == KVQ__CONNECTION_BUSY && !c->finish_due);
+    assert(c->state == KVQ__CONNECTION_BUSY);
     kvq__codebooks_let_go(&c->books);
     c->id = c->client_id;
     if (c->reply.status != 0) {
@@ -315,9 +327,7 @@ static void command_came_back(struct kvq__connection *c)
         if (command->undo)
             command->undo(c);
     }
-    c->finish_due = true;
-    if (c->awaited == 0)
-        send_answer(c);
+    finish_command(c);
 }
 
 void kvq__connection_gave_back(struct kvq__connection *c, bool awaited)
@@ -419,7 +429,7 @@ static void task_came_back(struct kvq__task *task)
 // Sends a command that was prepared on its way.
 static void send_command_on(struct kvq__connection *c)
 {
-    assert(c->state != KVQ__CONNECTION_BUSY && c->state != KVQ__CONNECTION_ENDING);
+    assert(c->state != KVQ__CONNECTION_ENDING);
     c->state = KVQ__CONNECTION_BUSY;
     c->work.data = c;
     if (kvq__jobs_takes(c->server->jobs, c->request)) {
@@ -438,6 +448,38 @@ static void send_command_on(struct kvq__connection *c)
     } else {
         kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, run_at_poller);
     }
+}
+
+// ---- Before it is made ----
+
+static void looked(struct kvq__mail *mail)
+{
+    struct kvq__connection *c = connection_of_mail(mail);
+    const struct command *command = command_of(c);
+    char text[KVQ_TEXT_BYTES] = "";
+    int error = c->error ? c->error : command->prepare(c, text);
+    assert(c->state == KVQ__CONNECTION_BUSY);
+    if (error == 0) {
+        send_command_on(c);
+        return;
+    }
+    set_status(c, error, c->error ? c->text : text);
+    c->n_fds = 0;
+    finish_command(c);
+}
+
+static void look_at_poller(struct kvq__mail *mail)
+{
+    struct kvq__connection *c = connection_of_mail(mail);
+    c->error = command_of(c)->look(c, c->text);
+    kvq__mailbox_post(&c->server->box, &c->mail, looked);
+}
+
+static void send_to_look(struct kvq__connection *c)
+{
+    assert(c->state != KVQ__CONNECTION_BUSY && c->state != KVQ__CONNECTION_ENDING);
+    c->state = KVQ__CONNECTION_BUSY;
+    kvq__mailbox_post(kvq__poller_box(c->server->poller), &c->mail, look_at_poller);
 }
 
 // ---- Taking requests ----
@@ -500,13 +542,16 @@ void kvq__connection_request(struct kvq__connection *c, struct kvq__packet *pack
         error = kvq__dispatch_check_names(c->request, text);
     if (error == 0 && c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR)
         kvq__doctor(c->server, &c->arena, &c->reply);
-    else if (error == 0 && command_of(c)->prepare)
+    else if (error == 0 && command_of(c)->prepare && !command_of(c)->look)
         error = command_of(c)->prepare(c, text);
     kvq__packet_close_fds(packet);
     bool local = error || c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR ||
                  (c->request->command_case == KVQ__REQUEST__COMMAND_CANCEL && !is_about_made(c));
     if (!local) {
-        send_command_on(c);
+        if (command_of(c)->look)
+            send_to_look(c);
+        else
+            send_command_on(c);
         return;
     }
     if (error)

@@ -308,6 +308,12 @@ static int describe_table(struct kvq__connection *c, uint64_t handle, char *text
     return n < 0 ? n : put_layers(c, layers, (uint32_t)n, text);
 }
 
+// A client asks again and again while its session is being moved.
+int kvq__open_table_look(struct kvq__connection *c, char *text)
+{
+    return kvq__table_ask(c->client, c->request->open_table->handle, text);
+}
+
 int kvq__open_table_run(struct kvq__connection *c, char *text)
 {
     const Kvq__OpenTable *open = c->request->open_table;

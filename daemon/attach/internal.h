@@ -303,8 +303,8 @@ kvq__prepare kvq__open_pool_prepare, kvq__open_table_prepare, kvq__map_extents_p
     kvq__map_book_prepare;
 kvq__is_slow kvq__open_table_is_slow;
 kvq__part kvq__open_table_make;
-kvq__run kvq__open_pool_run, kvq__open_table_run, kvq__close_table_run, kvq__map_extents_run,
-    kvq__map_extents_unsay, kvq__map_book_run;
+kvq__run kvq__open_table_look, kvq__open_pool_run, kvq__open_table_run, kvq__close_table_run,
+    kvq__map_extents_run, kvq__map_extents_unsay, kvq__map_book_run;
 kvq__part kvq__open_pool_put, kvq__open_table_put;
 kvq__part kvq__open_table_sent, kvq__map_book_sent, kvq__open_table_undo;
 kvq__made kvq__open_table_made, kvq__map_extents_made;

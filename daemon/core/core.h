@@ -308,10 +308,13 @@ struct kvq__table_memory {
     uint8_t *copy; // of a GPU's, on the host; NULL: none
     uint32_t layers, pages;
 };
+// Whether an open session can have a table now, wherever its memory is: 0, KVQ_E_STALE,
+// KVQ_E_EXISTS, KVQ_E_BUSY (it is being moved), KVQ_E_UNSUPPORTED.
+int kvq__table_ask(struct kvq__client *client, uint64_t handle, char *text);
 // Makes the table of an open session, which a STEP then publishes; `pool_at`: where the client maps
-// the pool. The memory must stay until table_gone was called. KVQ_E_STALE, KVQ_E_EXISTS,
-// KVQ_E_INVALID (the memory lies elsewhere than the session), KVQ_E_SHAPE (layers), KVQ_E_LIMIT (it
-// has more tokens than that), KVQ_E_NO_MEMORY, KVQ_E_UNSUPPORTED.
+// the pool. The memory must stay until table_gone was called. As kvq__table_ask; KVQ_E_INVALID (the
+// memory lies elsewhere than the session), KVQ_E_SHAPE (layers), KVQ_E_LIMIT (it has more tokens
+// than that), KVQ_E_NO_MEMORY.
 int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t pool_at,
                     const struct kvq__table_memory *memory, char *text);
 // table_gone follows when nothing in flight uses it, maybe at once; closing the session or the

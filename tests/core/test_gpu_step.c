@@ -82,6 +82,23 @@ STREAM_TEST(test_table_elsewhere)
     close_table(&t);
 }
 
+// A session that is being moved gets no table, whatever its memory, until it is there.
+STREAM_TEST(test_table_of_a_moving_session)
+{
+    struct kvq__move_spec to = {.place = kvq__pool_name(&kit.core->pools[2])};
+    struct kvq__move_info move;
+    stream_needed();
+    assert_int_equal(kvq__table_ask(one.m.client, one.session, text), 0);
+    assert_int_equal(step(&one, 10), 0);
+    assert_int_equal(kvq__move_start(kit_of(&one.m, one.session), &to, &move, text), 0);
+    assert_int_equal(kvq__table_ask(one.m.client, one.session, text), KVQ_E_BUSY);
+    go_on(&one);
+    while (kvq__core_moves(kit.core))
+        kvq__core_poll(kit.core);
+    assert_int_equal(kvq__table_ask(one.m.client, one.session, text), 0);
+    assert_int_equal(kvq__table_ask(one.m.client, one.session + 1, text), KVQ_E_STALE);
+}
+
 // ---- Beside a stalled client ----
 
 // What happens to a session in use: it packs, a window passes, it goes back, or it moves.

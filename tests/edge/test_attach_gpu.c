@@ -532,8 +532,10 @@ GPU_TEST(test_tables)
     assert_int_equal(head.pages, (100000 + 127) / 128);
     assert_int_equal(head.tokens, 0);
     kvq_gpu_piece_release(&drv, &piece);
+    const uint64_t created = soft_calls("memory_create");
     assert_int_equal(open_table(p, handle, true, 1, false), KVQ_E_EXISTS);
     assert_int_equal(open_table(p, handle, true, 1, true), KVQ_E_EXISTS);
+    assert_int_equal(soft_calls("memory_create"), created); // what cannot be is not made
     assert_int_equal(close_table(p, handle), 0);
     assert_int_equal(close_table(p, handle), KVQ_E_STALE);
     assert_int_equal(open_table(p, handle, true, 1, true), 0);

@@ -53,10 +53,19 @@ static struct kvq__table *new_table(struct kvq__client *client, struct kvq__name
     return t;
 }
 
-static int check_open(const struct kvq__handle *h, const struct kvq__table_memory *m, char *text)
+static int handle_of_table(struct kvq__client *client, uint64_t handle, struct kvq__handle **h,
+                           char *text)
+{
+    int rc = kvq__handle_get(client, handle, h);
+    return rc == 0 ? 0
+                   : kvq__fail(text, rc, "handle %#llx is no open session of this client",
+                               (unsigned long long)handle);
+}
+
+// What does not depend on the table's memory.
+static int check_new_table(const struct kvq__handle *h, char *text)
 {
     const struct kvq__session *s = h->session;
-    assert(!m->host == (m->on != NULL));
     if (h->table)
         return kvq__fail(text, KVQ_E_EXISTS, "this session has a page table already");
     if (s->move)
@@ -66,6 +75,13 @@ static int check_open(const struct kvq__handle *h, const struct kvq__table_memor
         return kvq__fail(text, KVQ_E_UNSUPPORTED,
                          "the session began with another namespace's prefix, whose memory this "
                          "client cannot map; attend through the daemon");
+    return 0;
+}
+
+static int check_table_memory(const struct kvq__session *s, const struct kvq__table_memory *m,
+                              char *text)
+{
+    assert(!m->host == (m->on != NULL));
     if (m->layers != s->n_layers)
         return kvq__fail(text, KVQ_E_SHAPE, "a page table for %u layers; the session has %u",
                          m->layers, s->n_layers);
@@ -82,15 +98,20 @@ static int check_open(const struct kvq__handle *h, const struct kvq__table_memor
     return 0;
 }
 
+int kvq__table_ask(struct kvq__client *client, uint64_t handle, char *text)
+{
+    struct kvq__handle *h;
+    int rc = handle_of_table(client, handle, &h, text);
+    return rc ? rc : check_new_table(h, text);
+}
+
 int kvq__table_open(struct kvq__client *client, uint64_t handle, uint64_t pool_at,
                     const struct kvq__table_memory *memory, char *text)
 {
     struct kvq__handle *h;
-    int rc = kvq__handle_get(client, handle, &h);
-    if (rc < 0)
-        return kvq__fail(text, rc, "handle %#llx is no open session of this client",
-                         (unsigned long long)handle);
-    rc = check_open(h, memory, text);
+    int rc = handle_of_table(client, handle, &h, text);
+    rc = rc ? rc : check_new_table(h, text);
+    rc = rc ? rc : check_table_memory(h->session, memory, text);
     if (rc < 0)
         return rc;
     struct kvq__table *t = new_table(client, h->session->ns, memory, &rc);
