@@ -579,6 +579,35 @@ STREAM_TEST(test_no_memory_to_wake)
     assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
 }
 
+static uint64_t writes_of_words(void)
+{
+    void *symbol = dlsym(kvq__gpu_driver(kit.core->pools[1].gpu)->library, "kvq_soft_calls");
+    uint64_t (*calls)(const char *);
+    memcpy(&calls, &symbol, sizeof calls);
+    return calls("stream_write64");
+}
+
+// The word that lets the stream of a client that is gone go on could not be written: it is written
+// again, since a store of the host's need not wake a stream.
+STREAM_TEST(test_no_memory_to_let_go)
+{
+    stream_needed();
+    begin_and_append(&one);
+    struct kvq_gpu_stream *stream = one.m.client->streams[0]->gpu_stream;
+    stream_stall(stream, true); // the store does not wake it either
+    kvq__client_detach(one.m.client);
+    const uint64_t before = writes_of_words();
+    stream_refuse("stream_write64", 1, KVQ_GPU_OUT_OF_MEMORY);
+    for (uint64_t i = 1; i <= 2; i++) {
+        kvq__queue_ending(one.m.queue);
+        assert_int_equal(writes_of_words(), before + i);
+    }
+    assert_null(kvq__gpu_fault(kit.core->pools[1].gpu));
+    stream_stall(stream, false);
+    kit_settle(&one.m);
+    stream_reopen(&one, "one");
+}
+
 // Where a signal is refused somebody would wait for ever: for the first one the client's stream,
 // and for the second one the daemon, since that is the number of the work. So these are faults,
 // also for want of memory. A fault is for good: each has a process of its own, before there is a

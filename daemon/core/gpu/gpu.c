@@ -263,12 +263,13 @@ int kvq__gpu_take(struct kvq__gpu *gpu, void *to, kvq_gpu_ptr from, size_t bytes
     return result ? kvq__gpu_failed(gpu, result, "copying from the GPU") : 0;
 }
 
-int kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value)
+void kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value)
 {
     int result = kvq__gpu_enter(gpu);
     assert(at % sizeof value == 0);
     result = result ? result : gpu->driver->stream_write64(gpu->stream, at, value, 0);
-    return result ? kvq__gpu_failed(gpu, result, "writing a word of a timeline") : 0;
+    if (result)
+        kvq__gpu_failed(gpu, result, "writing a word of a timeline");
 }
 
 // ---- Memory that is freed when nothing runs ----

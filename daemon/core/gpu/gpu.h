@@ -89,8 +89,9 @@ struct kvq__reserve **kvq__gpu_reserve(struct kvq__gpu *gpu);
 // stream is idle, and for no other. 0 or KVQ_E_SYSTEM. One thread at a time, as for all below.
 int kvq__gpu_put(struct kvq__gpu *gpu, kvq_gpu_ptr to, const void *from, size_t bytes);
 int kvq__gpu_take(struct kvq__gpu *gpu, void *to, kvq_gpu_ptr from, size_t bytes);
-// Writes a word that a stream may wait for.
-int kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value);
+// Writes a word that a stream may wait for. Where the driver has no memory for that the word stays
+// as it is, which is no fault: call it again until the stream has gone on.
+void kvq__gpu_poke(struct kvq__gpu *gpu, kvq_gpu_ptr at, uint64_t value);
 
 // Copies a layer's codebooks to the GPU; callers with the same tables share one copy. 0 with device
 // pointers in *copy, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM. kvq__gpu_book_release with the same *book

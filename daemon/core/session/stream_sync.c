@@ -64,7 +64,9 @@ int kvq__queue_events(struct kvq__queue *q, struct kvq__gpu *gpu, const struct k
 
 // By a store, since a stream's write could stand behind the very wait that it is to end; and by the
 // daemon's own stream, since a store of the host's need not wake a stream. The store comes first:
-// it needs no driver, which another thread's call may hold until the stream goes on.
+// it needs no driver, which another thread's call may hold until the stream goes on. The write may
+// find no memory, and a client that lives on may write over it, so the poller calls this again and
+// again until the queue is idle.
 void kvq__queue_ending(struct kvq__queue *q)
 {
     q->ending = true;
