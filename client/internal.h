@@ -124,6 +124,7 @@ struct kvq__timeline {
     struct kvq_timeline_page *page;
     kvq_gpu_ptr ready, done;      // its words, for streams
     struct kvq_gpu_stream *spare; // never waits: lets the others go when the daemon is gone
+    bool let_go;                  // it has been asked to
     // With events.
     uint32_t n_events;
     struct kvq_gpu_event *ready_events[KVQ_QUEUE_EVENTS], *done_events[KVQ_QUEUE_EVENTS];

@@ -20,15 +20,17 @@ enum { AGAIN_MS = 5 };
 
 // A store of the host alone may not wake a stream that waits; a write of another stream does. The
 // store is for waits that begin later, and for contexts that do nothing any more. It comes first:
-// the driver's call may have to wait for a thread that waits for the stream.
-static void let_stream_go(const struct kvq__timeline *t)
+// the driver's call may have to wait for a thread that waits for the stream. If the driver has no
+// memory for the write, it is made again.
+static void let_stream_go(struct kvq__timeline *t)
 {
-    if (!t->page || kvq_long_load(&t->page->done) == INT64_MAX)
+    if (!t->page || (t->let_go && kvq_long_load(&t->page->done) == INT64_MAX))
         return;
     assert(t->spare && t->done);
     kvq_long_store(&t->page->done, INT64_MAX);
     struct kvq_gpu_context *before = kvq__context_enter(&t->here);
-    t->here.driver->stream_write64(t->spare, t->done, INT64_MAX, 0);
+    t->let_go =
+        t->here.driver->stream_write64(t->spare, t->done, INT64_MAX, 0) != KVQ_GPU_OUT_OF_MEMORY;
     kvq__context_leave(&t->here, before);
 }
 

@@ -4,6 +4,7 @@
 // streams of one queue, several queues, and streams that stand still. CUDA_DEVICE_MAX_CONNECTIONS
 // in the environment is the daemon's; streams of this process have a hardware queue each.
 #include <pthread.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -451,6 +452,27 @@ static void test_gone_while_closing(void **state)
     engine_close(&e);
 }
 
+// The daemon dies, and the driver has no memory for the write that lets a stream go: the write is
+// made again. A store of the host's alone need not wake a stream.
+static void test_no_memory_to_let_go(void **state)
+{
+    struct engine e;
+    (void)state;
+    engine_open(&e, NULL);
+    if (kvq_queue_order(e.queue) != KVQ_ORDER_WORDS) {
+        engine_close(&e);
+        skip(); // no stream waits
+    }
+    const uint64_t before = soft_calls("stream_write64");
+    assert_int_equal(soft_fail("stream_write64", 1, false, KVQ_GPU_OUT_OF_MEMORY), 0);
+    daemon_end(&rig.daemon, SIGKILL);
+    // Both clients write once, and the one that was refused twice.
+    while (soft_calls("stream_write64") < before + 3) // would wait for ever
+        sched_yield();
+    engine_close(&e);
+    daemon_start(&rig.daemon);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -460,6 +482,7 @@ int main(int argc, char **argv)
         cmocka_unit_test_setup_teardown(test_becomes_two_queues, setup, teardown),
         cmocka_unit_test_setup_teardown(test_becomes_two_with_events, setup, teardown),
         cmocka_unit_test_setup_teardown(test_gone_while_closing, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_no_memory_to_let_go, setup, teardown),
     };
     soft_serve_if_peer(argc, argv);
     setenv("KVQ_GPU_DRIVER", KVQ_EMU_LIBRARY, 1);
