@@ -24,8 +24,9 @@ const struct kvq__ctl_command kvq__ctl_commands[] = {
      .about = "follows what happens in the daemon, a line for each event",
      .more = "Until it is interrupted, or --count N events were printed. --kind K[,K] and\n"
              "--namespace NS choose. --since TIME begins with the last events, of which the\n"
-             "daemon keeps 512; with --no-follow it ends behind them. Goes on when the daemon is\n"
-             "started again. It takes the role read.\n"},
+             "daemon keeps 512; with --no-follow it ends behind them, and begins with all of\n"
+             "them without --since. Goes on when the daemon is started again. It takes the role\n"
+             "read.\n"},
     {.words = {"session", "list"},
      .by_namespace = true,
      .run = kvq__ctl_session_list,

@@ -165,10 +165,10 @@ static void take_events(const struct kvq__ctl *ctl, const struct wanted *wanted,
 // The first answer of a daemon: where to begin.
 static void begin(struct kvq__ctl *ctl, struct following *f, const Kvq__Reply *reply)
 {
-    bool first = f->epoch == 0;
+    bool first = f->epoch == 0, only_new = first && !ctl->since && !ctl->no_follow;
     f->epoch = reply->epoch;
-    f->after = first && !ctl->since ? reply->events->last : 0;
-    f->whole = !first || !ctl->since;
+    f->after = only_new ? reply->events->last : 0;
+    f->whole = !first || only_new;
     if (!ctl->no_follow)
         fprintf(stderr,
                 first ? "kvqctl: following the daemon %s\n"
