@@ -67,13 +67,15 @@ static int passing(const char *filter)
     return view_of(&ctl, &view) ? -1 : (int)kvq__ctl_apply_view(&view, left, N);
 }
 
-static const char *printed(const struct kvq__ctl *ctl)
+// Rows of so many characters at most; 0: of any number.
+static const char *printed_within(const struct kvq__ctl *ctl, int most)
 {
     struct kvq__ctl_view view;
     ProtobufCMessage *left[N];
     FILE *real = stdout;
     memcpy(left, elements, sizeof left);
     assert_int_equal(view_of(ctl, &view), 0);
+    view.most = most;
     size_t n = kvq__ctl_apply_view(&view, left, N);
     memset(text, 0, sizeof text);
     stdout = fmemopen(text, sizeof text, "w");
@@ -82,6 +84,11 @@ static const char *printed(const struct kvq__ctl *ctl)
     fclose(stdout);
     stdout = real;
     return text;
+}
+
+static const char *printed(const struct kvq__ctl *ctl)
+{
+    return printed_within(ctl, 0);
 }
 
 static void test_cells(void **state)
@@ -114,6 +121,35 @@ static void test_long_names(void **state)
         if (strncmp(line, "会话", strlen("会话")) != 0)
             assert_int_equal(length, 100 + 1 + 8);
     sessions[0].name = mutable("b");
+}
+
+// Where rows have an end, texts give way, and numbers do not: down to the width of their columns,
+// the longest ones first. A cut has a mark, and halves no character.
+static void test_cut_names(void **state)
+{
+    char name[101] = "";
+    struct kvq__ctl ctl = {.columns = "name,id,namespace,tokens", .sort = "id"};
+    (void)state;
+    memset(name, 'x', 100);
+    sessions[0].name = name;
+    sessions[1].name = mutable("会话会话会话会话会话会话");
+    sessions[2].namespace_ = mutable("the-other-people");
+    assert_string_equal(printed_within(&ctl, 56),
+                        "NAME                        ID NAMESPACE          TOKENS\n"
+                        "xxxxxxxxxxxxxxxxxxxx~       40 team                    0\n"
+                        "会话会话会话会话会话~       41 team                   10\n"
+                        "会话                        42 the-other-peop~         0\n"
+                        "#43                         43 team                   10\n");
+    const char *least = "NAME                       ID NAMESPACE         TOKENS\n"
+                        "xxxxxxxxxxxxxxxxxxx~       40 team                   0\n"
+                        "会话会话会话会话会~        41 team                  10\n"
+                        "会话                       42 the-other-peo~         0\n"
+                        "#43                        43 team                  10\n";
+    assert_string_equal(printed_within(&ctl, 54), least);
+    assert_string_equal(printed_within(&ctl, 1), least);
+    sessions[0].name = mutable("b");
+    sessions[1].name = mutable("a, \"quoted\"");
+    sessions[2].namespace_ = mutable("team");
 }
 
 // Equals stay in the order that they came in, whichever way it is sorted.
@@ -181,13 +217,10 @@ static void test_sizes(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_cells),
-        cmocka_unit_test(test_long_names),
-        cmocka_unit_test(test_equals),
-        cmocka_unit_test(test_filters),
-        cmocka_unit_test(test_all_filters_hold),
-        cmocka_unit_test(test_unknown_column),
-        cmocka_unit_test(test_sizes),
+        cmocka_unit_test(test_cells),          cmocka_unit_test(test_long_names),
+        cmocka_unit_test(test_cut_names),      cmocka_unit_test(test_equals),
+        cmocka_unit_test(test_filters),        cmocka_unit_test(test_all_filters_hold),
+        cmocka_unit_test(test_unknown_column), cmocka_unit_test(test_sizes),
     };
     return cmocka_run_group_tests(tests, setup, NULL);
 }

@@ -162,10 +162,9 @@ size_t kvq__ctl_fitting(const char *text, int columns)
     return at;
 }
 
-// How many characters of a terminal the text takes.
-static int width_of(const char *text)
+// How many characters of a terminal the first n bytes of a text take.
+static int width_of(const char *text, size_t n)
 {
-    size_t n = strlen(text);
     int width = 0;
     for (size_t at = 0; at < n;) {
         int wide;
@@ -185,10 +184,11 @@ struct cells {
 
 static void take_cell(struct cells *cells, size_t column, const char *text, FILE *out)
 {
-    int width = width_of(text);
+    size_t n = strlen(text);
+    int width = width_of(text, n);
     if (width > cells->widths[column])
         cells->widths[column] = width;
-    fwrite_unlocked(text, 1, strlen(text) + 1, out);
+    fwrite_unlocked(text, 1, n + 1, out);
 }
 
 // False: out of memory.
@@ -209,6 +209,36 @@ static bool gather(struct cells *cells, ProtobufCMessage *const *elements, size_
     return fclose(out) == 0 && whole;
 }
 
+static int gap_before(const struct cells *cells, size_t column)
+{
+    return column == 0 ? 0 : cells->view->columns[column]->apart ? 2 : 1;
+}
+
+// How far a column's widest text is above the width that the column has at least.
+static int above_least(const struct cells *cells, size_t column)
+{
+    const struct kvq__ctl_column *c = cells->view->columns[column];
+    return c->show == KVQ__CTL_AS_TEXT ? cells->widths[column] - abs(c->width) : 0;
+}
+
+// One long text would push all columns behind it out of sight: the column that is farthest above
+// its least width gives a character away, until all fit.
+static void fit(struct cells *cells)
+{
+    int width = 0;
+    for (size_t c = 0; c < cells->view->n_columns; c++)
+        width += gap_before(cells, c) + cells->widths[c];
+    for (; width > cells->view->most; width--) {
+        size_t widest = 0;
+        for (size_t c = 1; c < cells->view->n_columns; c++)
+            if (above_least(cells, c) > above_least(cells, widest))
+                widest = c;
+        if (above_least(cells, widest) <= 0)
+            break;
+        cells->widths[widest]--;
+    }
+}
+
 static void print_blanks(int n)
 {
     for (; n > 0; n--)
@@ -219,13 +249,18 @@ static void print_blanks(int n)
 static void print_cell(const struct cells *cells, size_t column, const char *text)
 {
     const struct kvq__ctl_column *c = cells->view->columns[column];
-    int blanks = cells->widths[column] - width_of(text);
     bool last = column + 1 == cells->view->n_columns;
-    if (column > 0)
-        print_blanks(c->apart ? 2 : 1);
+    size_t n = strlen(text);
+    int width = cells->widths[column];
+    bool cut = width_of(text, n) > width;
+    n = cut ? kvq__ctl_fitting(text, width - 1) : n;
+    int blanks = width - width_of(text, n) - cut;
+    print_blanks(gap_before(cells, column));
     if (c->width >= 0)
         print_blanks(blanks);
-    fputs_unlocked(text, stdout);
+    fwrite_unlocked(text, 1, n, stdout);
+    if (cut)
+        putchar_unlocked('~');
     if (c->width < 0 && !last)
         print_blanks(blanks);
     if (last)
@@ -237,6 +272,8 @@ void kvq__ctl_print_table(const struct kvq__ctl_view *view, ProtobufCMessage *co
 {
     struct cells cells = {.view = view};
     if (gather(&cells, elements, n)) {
+        if (view->most)
+            fit(&cells);
         const char *at = cells.text;
         for (size_t i = 0; i < (n + 1) * view->n_columns; i++) {
             print_cell(&cells, i % view->n_columns, at);

@@ -76,6 +76,7 @@ struct kvq__ctl_view {
     struct kvq__ctl_filter filters[KVQ__CTL_MAX_FILTERS];
     const struct kvq__ctl_column *sort; // NULL: the order that the daemon gave
     bool descending;
+    int most; // characters of a row, where texts give way to the other columns; 0: no limit
 };
 // The view that the command line asks for. An exit status, with the complaint printed.
 int kvq__ctl_take_view(const struct kvq__ctl *ctl, const struct kvq__ctl_table *table,
@@ -84,7 +85,8 @@ int kvq__ctl_take_view(const struct kvq__ctl *ctl, const struct kvq__ctl_table *
 size_t kvq__ctl_apply_view(const struct kvq__ctl_view *view, ProtobufCMessage **elements, size_t n);
 
 // Columns, headings first. Each cell is at least as wide as its column says and as the widest one
-// of that column is.
+// of that column is. Where view->most is less than that, texts are cut, down to their columns'
+// widths, with a ~ at the end.
 void kvq__ctl_print_table(const struct kvq__ctl_view *view, ProtobufCMessage *const *elements,
                           size_t n);
 // How many bytes of the text fit into so many characters of a terminal.

@@ -171,7 +171,7 @@ static int width_of(const struct kvq__ctl_view *view)
 }
 
 // Without the columns farthest right that the terminal has no room for; the one that sessions are
-// sorted by stays, and so do their names.
+// sorted by stays, and so do their names. A name that is too long is cut.
 static struct kvq__ctl_view fitting_view(const struct top *t)
 {
     struct kvq__ctl_view view = t->view;
@@ -182,6 +182,7 @@ static struct kvq__ctl_view fitting_view(const struct top *t)
         memmove(view.columns + i, view.columns + i + 1,
                 (view.n_columns - i) * sizeof *view.columns);
     }
+    view.most = t->screen.columns;
     return view;
 }
 
