@@ -307,6 +307,42 @@ class Events(Test):
             self.assertEqual(ctl.end()[0], 0)
 
 
+class Output(Test):
+    """What cannot be printed."""
+    ENDS = (["session", "list"], ["session", "list", "--json"], ["--version"], ["--help"])
+    GO_ON = (["events", "--since", "1h"], ["events", "--since", "1h", "--json"],
+             ["status", "--watch", "0.1"], ["client", "list", "--watch", "0.1", "--csv"],
+             ["top", "--interval", "0.1"], ["top", "--interval", "0.1", "--json"])
+
+    def ended(self, words, out, **how):
+        """The exit status of a command that prints there, and its complaint."""
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), "--runtime-dir", self.daemon.directory,
+                               *words], stdout=out, stderr=subprocess.PIPE, text=True,
+                              timeout=BOUND, stdin=subprocess.DEVNULL, **how)
+        return done.returncode, done.stderr.replace(f"kvqctl: following the daemon in "
+                                                    f"{self.daemon.directory}\n", "")
+
+    def test_full_disk(self):
+        """It is said once, and also a command that goes on ends."""
+        come_and_go(self.daemon, "it")
+        with open("/dev/full", "wb") as full:
+            for words in (*self.ENDS, *self.GO_ON):
+                self.assertEqual(self.ended(words, full),
+                                 (1, "kvqctl: cannot write: No space left on device\n"), words)
+
+    def test_closed_pipe(self):
+        """Nobody reads any more: it ends without a word, also where the signal is ignored."""
+        come_and_go(self.daemon, "it")
+        readable, writable = os.pipe()
+        os.close(readable)
+        try:
+            for words in (*self.ENDS, *self.GO_ON):
+                self.assertEqual(self.ended(words, writable), (-signal.SIGPIPE, ""), words)
+                self.assertEqual(self.ended(words, writable, restore_signals=False), (1, ""), words)
+        finally:
+            os.close(writable)
+
+
 class Watch(Test):
     """--watch."""
 

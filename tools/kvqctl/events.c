@@ -87,7 +87,8 @@ static void format_time(uint64_t unix_ms, char out[32])
     snprintf(out + used, 32 - used, ".%03u", (unsigned)(unix_ms % 1000));
 }
 
-static void print_event(const struct kvq__ctl *ctl, const Kvq__Event *e)
+// An exit status: whether it could be printed.
+static int print_event(const struct kvq__ctl *ctl, const Kvq__Event *e)
 {
     char time[32], client[32] = "";
     if (ctl->json) {
@@ -101,7 +102,7 @@ static void print_event(const struct kvq__ctl *ctl, const Kvq__Event *e)
                *e->namespace_ ? kvq__ctl_clean(e->namespace_) : "-",
                *e->session ? kvq__ctl_clean(e->session) : "-", client, kvq__ctl_clean(e->text));
     }
-    fflush(stdout);
+    return kvq__ctl_flush() ? KVQ_EXIT_OK : KVQ_EXIT_FAILED;
 }
 
 static bool is_wanted(const struct kvq__ctl *ctl, const struct wanted *wanted, const Kvq__Event *e)
@@ -142,10 +143,11 @@ static bool is_enough(const struct kvq__ctl *ctl, const struct following *f)
     return ctl->count > 0 && f->printed >= ctl->count;
 }
 
-// Prints what is wanted of a reply.
-static void take_events(const struct kvq__ctl *ctl, const struct wanted *wanted,
-                        struct following *f, const Kvq__EventList *list)
+// Prints what is wanted of a reply. An exit status.
+static int take_events(const struct kvq__ctl *ctl, const struct wanted *wanted, struct following *f,
+                       const Kvq__EventList *list)
 {
+    int result = KVQ_EXIT_OK;
     uint64_t first = list->n_events ? list->events[0]->number : 0;
     if (first > f->after + 1 && f->whole)
         fprintf(stderr,
@@ -153,13 +155,14 @@ static void take_events(const struct kvq__ctl *ctl, const struct wanted *wanted,
                 "the last look than the daemon keeps, or faster than it could note\n",
                 first - f->after - 1);
     f->whole = true;
-    for (size_t i = 0; i < list->n_events && !is_enough(ctl, f); i++) {
+    for (size_t i = 0; i < list->n_events && result == KVQ_EXIT_OK && !is_enough(ctl, f); i++) {
         f->after = list->events[i]->number;
         if (is_wanted(ctl, wanted, list->events[i])) {
-            print_event(ctl, list->events[i]);
+            result = print_event(ctl, list->events[i]);
             f->printed++;
         }
     }
+    return result;
 }
 
 // The first answer of a daemon: where to begin.
@@ -187,8 +190,9 @@ static int look(struct kvq__ctl *ctl, const struct wanted *wanted, struct follow
         result = ask_events(ctl, f->after, &reply);
     }
     while (result == KVQ_EXIT_OK) {
-        take_events(ctl, wanted, f, reply->events);
-        if (f->after >= reply->events->last || reply->events->n_events == 0 || is_enough(ctl, f))
+        result = take_events(ctl, wanted, f, reply->events);
+        if (result || f->after >= reply->events->last || reply->events->n_events == 0 ||
+            is_enough(ctl, f))
             break;
         result = ask_events(ctl, f->after, &reply);
     }

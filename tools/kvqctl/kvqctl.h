@@ -271,6 +271,10 @@ void kvq__ctl_print_json_message(const ProtobufCMessage *message);
 void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *const *sessions,
                               size_t n);
 
+// Writes out what was printed. False: that could not be, now or before; the first time it says why,
+// unless nobody reads any more.
+bool kvq__ctl_flush(void);
+
 // As printf, cut at 511 bytes, in one of a few static buffers, as all that follow.
 const char *kvq__ctl_text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

@@ -109,7 +109,8 @@ static int watch(struct kvq__ctl *ctl, const struct kvq__ctl_command *command, c
         else if (!first && ctl->csv)
             printf("\n");
         result = kvq__ctl_run_named(ctl, command, args);
-        fflush(stdout);
+        if (!kvq__ctl_flush() && result == KVQ_EXIT_OK)
+            result = KVQ_EXIT_FAILED;
         if (result == KVQ_EXIT_OK && kvq__ctl_wait(ctl, ctl->watch))
             break;
     }
@@ -187,7 +188,7 @@ int main(int argc, char **argv)
         return result;
     if (asked.version) {
         printf("kvqctl %s\n", KVQ_VERSION);
-        return KVQ_EXIT_OK;
+        return kvq__ctl_flush() ? KVQ_EXIT_OK : KVQ_EXIT_FAILED;
     }
     if (!ctl.connect && !ctl.runtime_dir) // what the command line says comes first
         ctl.connect = set_variable("KVQ_CONNECT");
@@ -196,5 +197,5 @@ int main(int argc, char **argv)
     ctl.runtime_dir = kvq__ctl_runtime_dir(ctl.runtime_dir);
     result = run_command(&ctl, argv + first, argc - first, asked.help);
     kvq__transport_close(&ctl.transport);
-    return fflush(stdout) == 0 && !ferror(stdout) ? result : KVQ_EXIT_FAILED;
+    return kvq__ctl_flush() ? result : KVQ_EXIT_FAILED;
 }

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Printing: messages as JSON by their own descriptors, and numbers in short forms for people.
 #include <cJSON.h>
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "proto/json.h"
 #include "tools/kvqctl/kvqctl.h"
@@ -29,6 +31,22 @@ const char *kvq__ctl_text(const char *format, ...)
     vsnprintf(text, size, format, arguments);
     va_end(arguments);
     return text;
+}
+
+bool kvq__ctl_flush(void)
+{
+    static bool said;
+    int error = fflush(stdout) == 0 ? 0 : errno;
+    if (error == 0 && !ferror(stdout))
+        return true;
+    // Why something failed within a printf is not known; one byte more fails for the same reason.
+    if (error == 0 && write(STDOUT_FILENO, "\n", 1) < 0)
+        error = errno;
+    if (!said && error != EPIPE)
+        fprintf(stderr, "kvqctl: cannot write%s\n",
+                error ? kvq__ctl_text(": %s", strerror(error)) : " all of the output");
+    said = true;
+    return false;
 }
 
 const char *kvq__ctl_bytes(uint64_t bytes)
@@ -168,7 +186,6 @@ void kvq__ctl_print_json_line(const ProtobufCMessage *status, ProtobufCMessage *
     printf("{\"status\":%s,\"sessions\":", text ? text : "null");
     print_elements(sessions, n, false);
     fputs("}\n", stdout);
-    fflush(stdout);
     cJSON_free(text);
     cJSON_Delete(json);
 }

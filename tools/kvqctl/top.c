@@ -112,21 +112,22 @@ static const struct kvq__ctl_column *begin_view(const struct kvq__ctl *ctl,
 
 // ---- Where output is no terminal ----
 
-static void print_plain(const struct kvq__ctl *ctl, const struct kvq__ctl_view *view,
-                        struct seen *seen)
+// An exit status: whether it could be printed.
+static int print_plain(const struct kvq__ctl *ctl, const struct kvq__ctl_view *view,
+                       struct seen *seen)
 {
     struct kvq__ctl_list *list = &seen->sessions;
     const Kvq__StatusReply *s = kvq__ctl_status_of(&seen->status);
     size_t n = kvq__ctl_apply_view(view, list->elements, list->n);
     if (ctl->json) {
         kvq__ctl_print_json_line(&s->base, list->elements, n);
-        return;
+    } else {
+        print_head(s, &seen->before);
+        kvq__ctl_print_table(view, list->elements, n < PLAIN_ROWS ? n : PLAIN_ROWS);
+        if (list->truncated)
+            printf("(of the first %zu sessions; there are more)\n", list->n);
     }
-    print_head(s, &seen->before);
-    kvq__ctl_print_table(view, list->elements, n < PLAIN_ROWS ? n : PLAIN_ROWS);
-    if (list->truncated)
-        printf("(of the first %zu sessions; there are more)\n", list->n);
-    fflush(stdout);
+    return kvq__ctl_flush() ? KVQ_EXIT_OK : KVQ_EXIT_FAILED;
 }
 
 static int top_plain(struct kvq__ctl *ctl)
@@ -138,7 +139,7 @@ static int top_plain(struct kvq__ctl *ctl)
     for (unsigned long i = 0; result == KVQ_EXIT_OK; i++) {
         result = look(ctl, &seen);
         if (result == KVQ_EXIT_OK)
-            print_plain(ctl, &view, &seen);
+            result = print_plain(ctl, &view, &seen);
         if (ctl->count && i + 1 >= ctl->count)
             break;
         if (result == KVQ_EXIT_OK && kvq__ctl_wait(ctl, ctl->interval))
