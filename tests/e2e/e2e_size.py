@@ -4,10 +4,11 @@ import dataclasses
 import json
 import os
 import subprocess
+import tempfile
 import time
 import unittest
 
-from e2e_rig import BACKEND, BIN, BOUND, Test, Tokens
+from e2e_rig import BACKEND, BIN, BOUND, Daemon, Test, Tokens
 
 SHORT, LONG = 300, 2115
 BOOKS_SHARE = 0.5  # the daemon keeps at least this much of what size says of bookkeeping
@@ -26,12 +27,12 @@ def size(*arguments, name="oscar2", layers=4, heads=2, dim=128, tokens=SHORT):
 class Size(Test):
     """kvqctl size."""
 
-    def settled(self, session, expected):
+    def settled(self, session, expected, daemon=None):
         """What the daemon shows of it once what is due is packed, which it does when nothing else
         is to be done."""
         end = time.monotonic() + BOUND
         while True:
-            shown = self.daemon.ctl("session", "show", f"#{session.info()['id']}")
+            shown = (daemon or self.daemon).ctl("session", "show", f"#{session.info()['id']}")
             if shown["window_bytes"] == expected or time.monotonic() > end:
                 return shown
 
@@ -99,6 +100,35 @@ class Size(Test):
                          100 * (told["packed_bytes"] + told["window_bytes"]))
         self.assertEqual(told["all_table_bytes"], 100 * told["table_bytes"])
 
+    def test_codebooks(self):
+        """They change no size, wherever they stand in the name."""
+        for name in ("vecinfer-2@mine", "vecinfer-2@mine+oscar2", "oscar2+vecinfer-2@mine:sink=64"):
+            told = json.loads(size("--json", name=name)[1])
+            plain = json.loads(size("--json", name=name.replace("@mine", ""))[1])
+            self.assertEqual(told.pop("format"), name)
+            plain.pop("format")
+            self.assertEqual(told, plain)
+
+    def test_own_formats(self):
+        """Of a format of the configuration, what the list of formats says of it is passed."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "kvqd.conf")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write("[format mine]\nk = oscar4\nv = kivi2\nsink = 64\n")
+            with Daemon(config=path) as daemon:
+                mine, = [x for x in daemon.ctl("format", "list") if x["name"] == "mine"]
+                status, _, complaint = size(name="mine")
+                self.assertEqual(status, 2)
+                self.assertIn("under IS, or else under SOURCE", complaint)
+                told = json.loads(size("--json", name=mine["source"], tokens=LONG)[1])
+                tokens = Tokens(3, LONG, layers=4)
+                with daemon.client() as client, client.queue() as queue, \
+                        client.session(tokens.rows, "mine") as session:
+                    tokens.feed(queue, session, LONG, attend=False)
+                    shown = self.settled(session, told["window_bytes"], daemon)
+                self.assertEqual([told[x] for x in ("window_bytes", "packed_bytes")],
+                                 [shown[x] for x in ("window_bytes", "packed_bytes")])
+
     def test_refused(self):
         for arguments, words in ((("--format", "oscar9"), "oscar9"),
                                  (("--head-dim", "257"), "1 to 256"),
@@ -107,6 +137,12 @@ class Size(Test):
                                  (("--sessions", str(10 ** 17)), "ask for fewer")):
             status, _, complaint = size(*arguments)
             self.assertEqual(status, 2)
+            self.assertIn(words, complaint)
+        for name, words in (("kvq2@foo", "kvq2 has no use for a codebook; leave out '@foo'"),
+                            ("oscar2@a+kivi2@b:sink=64", "leave out '@a'"),
+                            ("oscar2" * 11 + "@a", "is longer than")):
+            status, out, complaint = size(name=name)
+            self.assertEqual((status, out), (2, ""))
             self.assertIn(words, complaint)
         done = subprocess.run([os.path.join(BIN, "kvqctl"), "size", "--format", "oscar2"],
                               capture_output=True, text=True, timeout=BOUND)

@@ -32,16 +32,39 @@ static const char *missing(const struct kvq__ctl_shape *asked)
                               : NULL;
 }
 
-// Codebooks change no size: what stands behind an @ is left out.
+// A name without its codebooks. What format list has as a source may hold one in the middle, as in
+// vecinfer-2@mine+oscar2:sink=64. False: it is too long.
+static bool without_books(const char *name, char plain[KVQ_FORMAT_NAME])
+{
+    size_t used = 0;
+    for (bool book = false; *name; name++) {
+        book = *name == '@' || (book && *name != '+' && *name != ':');
+        if (!book && used + 1 == KVQ_FORMAT_NAME)
+            return false;
+        if (!book)
+            plain[used++] = *name;
+    }
+    plain[used] = 0;
+    return true;
+}
+
+// Codebooks change no size: they are left out.
 static int find_format(const char *name, struct kvq_format *format, char *why, size_t n)
 {
     char plain[KVQ_FORMAT_NAME];
-    size_t length = strcspn(name, "@");
-    if (length < sizeof plain) {
-        snprintf(plain, sizeof plain, "%.*s", (int)length, name);
+    if (without_books(name, plain))
         return kvq_format_parse(plain, format, why, n);
-    }
     snprintf(why, n, "format name %.20s... is longer than %d bytes", name, KVQ_FORMAT_NAME - 1);
+    return -1;
+}
+
+static int check_books(const char *name, const struct kvq_format *format, char *why, size_t n)
+{
+    const char *book = strchr(name, '@');
+    if (!book || kvq_has_centroids(format))
+        return 0;
+    snprintf(why, n, "format %s has no use for a codebook; leave out '%.*s'", format->name,
+             (int)strcspn(book, "+:"), book);
     return -1;
 }
 
@@ -56,18 +79,29 @@ static const char *nearest_format(const char *name)
     return best;
 }
 
+// The one that was meant may also be of a daemon's configuration.
+static void add_known_formats(const char *name, char *why, size_t n)
+{
+    size_t used = strlen(why);
+    const char *meant = nearest_format(name);
+    if (meant)
+        snprintf(why + used, n - used, "; did you mean '%s'?", meant);
+    used = strlen(why);
+    snprintf(why + used, n - used,
+             "\nkvqctl format list shows the formats. size asks no daemon: for a format of the "
+             "daemon's configuration pass what that list shows under IS, or else under SOURCE, as "
+             "in --format oscar4+kivi2:sink=64.");
+}
+
 static int work_out(const struct kvq__ctl *ctl, struct answer *a, char *why, size_t n)
 {
     const struct kvq__ctl_shape *asked = &ctl->shape;
     if (find_format(asked->format, &a->format, why, n)) {
-        size_t used = strlen(why);
-        const char *meant = nearest_format(asked->format);
-        if (meant)
-            snprintf(why + used, n - used, "; did you mean '%s'?", meant);
-        used = strlen(why);
-        snprintf(why + used, n - used, "\nkvqctl format list shows the formats.");
+        add_known_formats(asked->format, why, n);
         return -1;
     }
+    if (check_books(asked->format, &a->format, why, n))
+        return -1;
     a->shape = (struct kvq_shape){.q_heads = (uint16_t)asked->kv_heads,
                                   .kv_heads = (uint16_t)asked->kv_heads,
                                   .window = asked->window,
