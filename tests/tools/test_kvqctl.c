@@ -388,7 +388,20 @@ static void test_usage(void **state)
     assert_non_null(strstr(out, "no option '--namspace'; did you mean '--namespace'?"));
     run(f, "--zzzzzz status", out, sizeof out);
     assert_null(strstr(out, "did you mean"));
+    static const struct {
+        const char *given, *words;
+    } letters[] = {{"-json status", "no option '-json'; did you mean '--json'?"},
+                   {"status -xv", "no option '-xv'\n"},
+                   {"status -x", "no option '-x'\n"},
+                   {"--kind -x status -yx", "no option '-yx'\n"},
+                   {"session show -dash", "as in kvqctl session show -- -dash.\n"},
+                   {"session show -hash", "no option '-hash'"}};
+    for (size_t i = 0; i < sizeof letters / sizeof *letters; i++) {
+        assert_int_equal(run(f, letters[i].given, out, sizeof out), 2);
+        assert_non_null(strstr(out, letters[i].words));
+    }
     assert_int_equal(run(f, "--json=3 status", out, sizeof out), 2);
+    assert_non_null(strstr(out, "--json takes no value: --json=3"));
     assert_int_equal(run(f, "status --kind", out, sizeof out), 2);
     assert_non_null(strstr(out, "--kind needs a value behind it: K[,K]"));
     assert_int_equal(run(f, "--help", out, sizeof out), 0);

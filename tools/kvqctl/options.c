@@ -213,14 +213,28 @@ static int unknown_option(const char *given)
             kvq__ctl_clean(given));
     if (best)
         fprintf(stderr, "; did you mean '--%s'?", best->name);
-    fprintf(stderr, "\nkvqctl --help lists the options.\n");
+    fprintf(stderr, "\nkvqctl --help lists the options.");
+    if (given[0] == '-' && given[1] != '-')
+        fprintf(stderr,
+                " A name that begins with - goes behind --, as in kvqctl session show -- %s.",
+                kvq__ctl_clean(given));
+    fprintf(stderr, "\n");
     return KVQ_EXIT_USAGE;
 }
 
-// What getopt_long refused stands at argv[optind - 1].
-static int refuse(int option, int index, char **argv)
+// The word that getopt_long refused: it goes on to the next one behind a word's last letter, as it
+// does behind a long option.
+static const char *refused_word(int letter, char **argv)
 {
     const char *given = argv[optind - 1];
+    size_t n = strlen(given);
+    bool last = n > 1 && given[0] == '-' && given[1] != '-' && given[n - 1] == (char)letter;
+    return letter == 0 || letter >= FIRST || last ? given : argv[optind];
+}
+
+static int refuse(int option, int index, char **argv)
+{
+    const char *given = refused_word(optopt, argv);
     if (option == ':') {
         const struct kvq__ctl_option *o = &kvq__ctl_options[index];
         fprintf(stderr, "kvqctl: --%s needs a value behind it: %s\n", o->name, o->value);
