@@ -218,11 +218,15 @@ class Quotas(Stored):
 
     def test_without_storage(self):
         with Daemon() as daemon:
+            before = daemon.ctl("quota", "get", OWN)["limit"]
             status, printed, warning = daemon.ctl("quota", "set", OWN, "--sessions", "2",
                                                   check=False)
             self.assertEqual(status, 0)
             self.assertEqual(json.loads(printed)["limit"]["sessions"], 2)
             self.assertIn("until the daemon ends", warning)
+            status, printed, warning = daemon.ctl("quota", "delete", OWN, check=False)
+            self.assertEqual((status, warning), (0, ""))  # that holds for ever
+            self.assertEqual(json.loads(printed)["limit"], before)
 
     @unittest.skipUnless(os.geteuid() == 0, "needs root to become another user")
     def test_permission(self):

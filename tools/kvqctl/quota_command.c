@@ -204,17 +204,6 @@ int kvq__ctl_quota_get(struct kvq__ctl *ctl, char **args)
     return result ? result : tell_one(ctl, quota);
 }
 
-static int changed(const struct kvq__ctl *ctl, const Kvq__QuotaList *list)
-{
-    int result = check_one(list);
-    if (result)
-        return result;
-    if (!list->kept)
-        fprintf(stderr, "kvqctl: this holds until the daemon ends: it has no storage_dir to keep "
-                        "it in; put it into its configuration, too\n");
-    return tell_one(ctl, list->quotas[0]);
-}
-
 int kvq__ctl_check_quota(const struct kvq__ctl *ctl)
 {
     if (ctl->quota.which)
@@ -245,7 +234,11 @@ int kvq__ctl_quota_set(struct kvq__ctl *ctl, char **args)
     limit.sessions = q->limit[3];
     limit.table_bytes = q->limit[4];
     result = ask(ctl, &request, &list);
-    return result ? result : changed(ctl, list);
+    result = result ? result : check_one(list);
+    if (result == KVQ_EXIT_OK && !list->kept)
+        fprintf(stderr, "kvqctl: this holds until the daemon ends: it has no storage_dir to keep "
+                        "it in; put it into its configuration, too\n");
+    return result ? result : tell_one(ctl, list->quotas[0]);
 }
 
 int kvq__ctl_quota_delete(struct kvq__ctl *ctl, char **args)
@@ -256,8 +249,10 @@ int kvq__ctl_quota_delete(struct kvq__ctl *ctl, char **args)
     request.command_case = KVQ__REQUEST__COMMAND_DELETE_QUOTA;
     request.delete_quota = &command;
     command.namespace_ = args[0];
+    // Whatever is stored, the configuration's limits are those of the next daemon as well.
     int result = ask(ctl, &request, &list);
-    return result ? result : changed(ctl, list);
+    result = result ? result : check_one(list);
+    return result ? result : tell_one(ctl, list->quotas[0]);
 }
 
 // ---- The command line ----
