@@ -103,11 +103,48 @@ static void test_digits(void **state)
     assert_string_equal(text, "[]\n");
 }
 
+// What a terminal would obey is no part of a name, whatever stands around it.
+static void test_clean(void **state)
+{
+    static const char *const rows[][2] = {
+        {"a\033[31m\tb\177", "a?[31m?b?"},
+        {"a\u202eb\u202ac", "a?b?c"},
+        {"\u2066a\u2069", "?a?"},
+        {"\u200e\u200f\u061c", "???"},
+        {"a\xc2\x80\xc2\x9b\x33\x31m\xc2\x9f", "a??31m?"},
+        {"\u00a0\u00e9\u2014\u2029\u202f\u2065\u206a\u4f1a\u061b",
+         "\u00a0\u00e9\u2014\u2029\u202f\u2065\u206a\u4f1a\u061b"},
+        {"\xe2", "\xe2"},
+        {"\xe2\x80", "\xe2\x80"},
+        {"\xc2", "\xc2"},
+        {"", ""},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        assert_string_equal(kvq__ctl_clean(rows[i][0]), rows[i][1]);
+    assert_string_equal(kvq__ctl_clean(NULL), "");
+    char name[600]; // longer than what is printed of a text
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = 0;
+    assert_int_equal(strlen(kvq__ctl_clean(name)), 511);
+}
+
+// JSON is for programs, and exact.
+static void test_json_is_exact(void **state)
+{
+    (void)state;
+    sessions[0].name = (char *)(uintptr_t) "a\u202eb";
+    print_many(1);
+    assert_non_null(strstr(text, "\"a\u202eb\""));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(test_list, setup),
         cmocka_unit_test_setup(test_digits, setup),
+        cmocka_unit_test(test_clean),
+        cmocka_unit_test_setup(test_json_is_exact, setup),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -285,7 +285,8 @@ const char *kvq__ctl_duration(uint64_t ms);
 const char *kvq__ctl_of_bytes(uint64_t used, uint64_t limit);
 const char *kvq__ctl_of(uint64_t used, uint64_t limit);
 
-// Foreign text that goes to a terminal: control characters become '?'. Static buffers as above.
+// Foreign text that goes to a terminal: control characters become '?', also those that change the
+// order in which text stands. Static buffers as above.
 const char *kvq__ctl_clean(const char *text);
 
 #endif

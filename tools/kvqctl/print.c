@@ -103,15 +103,35 @@ const char *kvq__ctl_duration(uint64_t ms)
     return text;
 }
 
+// The bytes of the character at the text's front if a terminal would obey it, and not show it; else
+// 0. They are ASCII's and U+0080 to U+009F, and those that let text stand in another order than it
+// has: U+061C, U+200E, U+200F, U+202A to U+202E, U+2066 to U+2069.
+static size_t control_bytes(const unsigned char *text)
+{
+    if (text[0] < 0x80)
+        return text[0] < 32 || text[0] == 127;
+    if (text[0] == 0xc2)
+        return text[1] >= 0x80 && text[1] <= 0x9f ? 2 : 0;
+    if (text[0] == 0xd8)
+        return text[1] == 0x9c ? 2 : 0;
+    if (text[0] != 0xe2 || (text[1] != 0x80 && text[1] != 0x81))
+        return 0;
+    unsigned char last = text[2];
+    bool turns = text[1] == 0x80 ? last == 0x8e || last == 0x8f || (last >= 0xaa && last <= 0xae)
+                                 : last >= 0xa6 && last <= 0xa9;
+    return turns ? 3 : 0;
+}
+
 const char *kvq__ctl_clean(const char *text)
 {
-    size_t size, i = 0;
+    size_t size, used = 0;
     char *clean = short_buffer(&size);
-    for (; text && text[i] && i + 1 < size; i++) {
-        unsigned char c = (unsigned char)text[i];
-        clean[i] = c < 32 || c == 127 ? '?' : text[i];
+    while (text && *text && used + 1 < size) {
+        size_t control = control_bytes((const unsigned char *)text);
+        clean[used++] = control ? '?' : *text;
+        text += control ? control : 1;
     }
-    clean[i] = 0;
+    clean[used] = 0;
     return clean;
 }
 
