@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -122,11 +123,11 @@ __attribute__((format(printf, 3, 4))) static enum MHD_Result answer_text(
 
 static bool has_token(const struct kvq__http *h, struct MHD_Connection *connection)
 {
-    static const char scheme[] = "Bearer ";
+    static const char scheme[] = "Bearer "; // in whatever case: RFC 9110, 11.1
     const char *given =
         MHD_lookup_connection_value(connection, MHD_HEADER_KIND, MHD_HTTP_HEADER_AUTHORIZATION);
     unsigned differ = 0;
-    if (!given || strncmp(given, scheme, sizeof scheme - 1) != 0 ||
+    if (!given || strncasecmp(given, scheme, sizeof scheme - 1) != 0 ||
         strlen(given + sizeof scheme - 1) != sizeof h->token - 1)
         return false;
     given += sizeof scheme - 1;
@@ -154,7 +155,7 @@ static bool is_for_us(const struct kvq__http *h, const struct kvq__http_guest *g
     if (guest->local || !host)
         return true;
     for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++)
-        if (strncmp(host, hosts[i].name, hosts[i].n) == 0 &&
+        if (strncasecmp(host, hosts[i].name, hosts[i].n) == 0 &&
             (host[hosts[i].n] == 0 || host[hosts[i].n] == ':'))
             return true;
     return false;

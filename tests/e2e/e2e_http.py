@@ -275,6 +275,9 @@ class Monitors(Watched):
             for wrong in ("Bearer ", "Bearer " + "0" * 64, "Basic eDp5"):
                 self.assertEqual(get(self.remote, path, Authorization=wrong)[0], 401, path)
             self.assertEqual(get(self.remote, path, **self.token())[0], 200, path)
+            for scheme in ("bearer ", "BEARER "):  # RFC 9110, 11.1
+                token = self.token()["Authorization"].replace("Bearer ", scheme)
+                self.assertEqual(get(self.remote, path, Authorization=token)[0], 200, path)
             self.assertEqual(get(self.local, path)[0], 200, path)
         self.assertIn('"mine"', get(self.remote, "/sessions", **self.token())[2])
 
@@ -323,7 +326,8 @@ class Monitors(Watched):
         self.assertEqual(reply.status, 405)
         reply.read()
         self.assertEqual(get(self.remote, "/health", Host="evil.example")[0], 421)
-        self.assertEqual(get(self.remote, "/health", Host="localhost:1")[0], 200)
+        for host in ("localhost:1", "LOCALHOST", "LocalHost:1"):
+            self.assertEqual(get(self.remote, "/health", Host=host)[0], 200, host)
         self.assertEqual(get(self.remote, "/health", method="HEAD")[0], 200)
 
     def test_many_connections(self):
