@@ -4,6 +4,7 @@
 // order: a family's kind, unit and help, then its samples. Units are seconds and bytes. Labels
 // never name sessions, which are secrets of their users and without end.
 #include <assert.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "daemon/http/internal.h"
@@ -34,6 +35,17 @@ static void begin_family(struct writer *w, const char *family, enum kind kind, c
         fprintf(w->out, "# UNIT %s %s\n", family, unit);
 }
 
+// The shortest text that is read as the same number: 1e-06, and not 9.9999999999999995e-07.
+static void write_shortest(FILE *out, double value)
+{
+    char text[32];
+    int digits = 15; // every text of so many stays what it is as a double
+    do
+        snprintf(text, sizeof text, "%.*g", digits, value);
+    while (digits++ < 17 && strtod(text, NULL) != value);
+    fputs(text, out);
+}
+
 // A label's value, with what the format escapes.
 static void write_label(FILE *out, const char *name, const char *value, bool first)
 {
@@ -61,7 +73,9 @@ static void write_sample(const struct writer *w, const char *const labels[][2], 
             write_label(w->out, labels[i][0], labels[i][1], i == 0);
         fputc('}', w->out);
     }
-    fprintf(w->out, " %.17g\n", value);
+    fputc(' ', w->out);
+    write_shortest(w->out, value);
+    fputc('\n', w->out);
 }
 
 static void write_one(struct writer *w, const char *family, enum kind kind, const char *unit,
@@ -83,11 +97,12 @@ static void write_histogram(const struct writer *w, const char *label, const cha
             write_label(w->out, label, value, true);
             fputc(',', w->out);
         }
+        fputs("le=\"", w->out);
         if (i + 1 < KVQ__BUCKETS)
-            fprintf(w->out, "le=\"%.17g\"} %llu\n", (double)(1ull << i) / 1e6,
-                    (unsigned long long)n);
+            write_shortest(w->out, (double)(1ull << i) / 1e6);
         else
-            fprintf(w->out, "le=\"+Inf\"} %llu\n", (unsigned long long)n);
+            fputs("+Inf", w->out);
+        fprintf(w->out, "\"} %llu\n", (unsigned long long)n);
     }
     static const char *const ends[] = {"_sum", "_count"};
     for (int i = 0; i < 2; i++) {
@@ -97,7 +112,9 @@ static void write_histogram(const struct writer *w, const char *label, const cha
             write_label(w->out, label, value, true);
             fputc('}', w->out);
         }
-        fprintf(w->out, " %.17g\n", i ? (double)n : (double)h->sum_ns / 1e9);
+        fputc(' ', w->out);
+        write_shortest(w->out, i ? (double)n : (double)h->sum_ns / 1e9);
+        fputc('\n', w->out);
     }
 }
 
@@ -281,7 +298,9 @@ static void write_pack_errors(struct writer *w, const struct kvq__snapshot *s)
             static const char *const of[] = {"k", "v"};
             fprintf(w->out, "%s_sum{", w->family);
             write_label(w->out, "format", e->format, true);
-            fprintf(w->out, ",layer=\"%u\",of=\"%s\"} %.17g\n", e->layer, of[v], v ? e->v : e->k);
+            fprintf(w->out, ",layer=\"%u\",of=\"%s\"} ", e->layer, of[v]);
+            write_shortest(w->out, v ? e->v : e->k);
+            fputc('\n', w->out);
             fprintf(w->out, "%s_count{", w->family);
             write_label(w->out, "format", e->format, true);
             fprintf(w->out, ",layer=\"%u\",of=\"%s\"} %llu\n", e->layer, of[v],

@@ -109,6 +109,9 @@ class Monitors(Watched):
         status, kind, text = get(self.remote, "/metrics")
         self.assertEqual((status, kind), (200, "text/plain; version=0.0.4; charset=utf-8"))
         self.assertNotIn("secret", text)
+        bounds = set(re.findall('le="([^"]*)"', text)) - {"+Inf"}
+        self.assertEqual(bounds, {repr(float(x)) for x in bounds})  # in the fewest digits
+        self.assertIn("1e-06", bounds)
         self.assertFalse({"job", "instance"} & names_of_labels(text))  # Prometheus sets these
         after = samples(text)
         calls = 'kvqd_request_seconds_count{op="append_attend"}'
