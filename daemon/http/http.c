@@ -8,6 +8,7 @@
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
@@ -459,6 +460,19 @@ static void on_loopback(void *context, int fd)
 
 // ---- Opening and closing ----
 
+// The address as it is: port 0 is one that the kernel chose.
+static void tell_address(const struct kvq__http *h)
+{
+    const char *given = h->server->config.http_address, *colon = strrchr(given, ':');
+    struct sockaddr_storage at = {0};
+    socklen_t size = sizeof at;
+    assert(colon && h->loopback.open);
+    getsockname(h->loopback.fd, (struct sockaddr *)&at, &size);
+    uint16_t port = at.ss_family == AF_INET6 ? ((const struct sockaddr_in6 *)&at)->sin6_port
+                                             : ((const struct sockaddr_in *)&at)->sin_port;
+    kvq__log(KVQ_LOG_INFO, "http", "address=%.*s:%u", (int)(colon - given), given, ntohs(port));
+}
+
 static int open_loopback(struct kvq__http *h, char *text)
 {
     const struct kvq_config *c = &h->server->config;
@@ -470,8 +484,10 @@ static int open_loopback(struct kvq__http *h, char *text)
     assert(good && address.loopback); // kvq__config_check
     (void)good;
     int error = kvq__door_open_tcp(&h->loopback, &h->server->loop, &address, why);
-    if (error == 0)
+    if (error == 0) {
+        tell_address(h);
         return 0;
+    }
     snprintf(text, KVQ_TEXT_BYTES,
              "cannot listen at http_address %.60s: %.200s; another kvqd may: choose another port, "
              "or leave it empty",

@@ -705,6 +705,17 @@ class Addresses(unittest.TestCase):
         connection.close()
         daemon.stop()
 
+    def test_any_port(self):
+        """Port 0 is one that nobody has; the log says which."""
+        for host in ("127.0.0.1", "[::1]") if socket.has_ipv6 else ("127.0.0.1",):
+            daemon = Daemon(http_address=f"{host}:0")
+            line = daemon.wait_log("event=http address=")
+            port = int(re.search(rf" address={re.escape(host)}:(\d+)$", line)[1])
+            connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=BOUND)
+            self.assertEqual(get(connection, "/health")[0], 200)
+            connection.close()
+            daemon.stop()
+
     def test_off_the_machine(self):
         """Never."""
         for address in ("0.0.0.0:9647", "[::]:9647", "10.0.0.1:80", "9647", "localhost:9647",
