@@ -178,6 +178,14 @@ static void wait_for_reader(struct kvq__control *c, uint64_t serial)
         b->awaits = true;
 }
 
+// In the log: changes, and no questions.
+static void tell_of(struct kvq__control *c, const struct kvq__asker *asker,
+                    const Kvq__Request *request, int status)
+{
+    if (!kvq__role_only_asks(request))
+        kvq__audit(&c->audit_budget, asker, request, status);
+}
+
 static void back(struct kvq__mail *mail)
 {
     struct kvq__control *c =
@@ -190,7 +198,7 @@ static void back(struct kvq__mail *mail)
     if (c->request->command_case == KVQ__REQUEST__COMMAND_KICK_CLIENT && c->reply.status == 0)
         kvq__attach_kick(c->server->attach, c->request->kick_client->id);
     kvq__role_explain(&c->asker, c->request, &c->arena, &c->reply);
-    kvq__audit(&c->audit_budget, &c->asker, c->request, c->reply.status);
+    tell_of(c, &c->asker, c->request, c->reply.status);
     send_reply(c);
     wait_for_reader(c, c->sender.back);
     drain_control(c);
@@ -222,7 +230,7 @@ static void task_done(struct kvq__task *task)
     count_request(c, e->sender.back, true);
     kvq__role_explain(&e->asker, e->request, &e->arena, &e->reply);
     if (!e->asks_again)
-        kvq__audit(&c->audit_budget, &e->asker, e->request, e->reply.status);
+        tell_of(c, &e->asker, e->request, e->reply.status);
     if (c->open)
         send_to(c, &e->sender, &e->reply, &e->arena);
     wait_for_reader(c, e->sender.back);
@@ -350,7 +358,7 @@ static void take_request(struct kvq__control *c, zmq_msg_t *body, bool extra)
         refuse_request(c, KVQ_E_INVALID, "that command belongs to the attach socket");
     } else if ((error = kvq__role_check(&c->asker, c->request, text)) != 0) {
         kvq__reply_status(&c->reply, &c->arena, error, text);
-        kvq__audit(&c->audit_budget, &c->asker, c->request, error);
+        tell_of(c, &c->asker, c->request, error);
         send_reply(c);
     } else if (c->request->command_case == KVQ__REQUEST__COMMAND_DOCTOR) {
         kvq__doctor(c->server, &c->arena, &c->reply);

@@ -12,6 +12,8 @@
 
 #define NEEDS(name, role) [KVQ__REQUEST__COMMAND_##name] = KVQ__ROLE_##role
 
+enum { ONLY_ASKS = 0x80 }; // beside a role that is not READ: it changes nothing all the same
+
 // 0, KVQ__ROLE_NONE: not named here.
 static const uint8_t needs[] = {
     NEEDS(PING, READ),
@@ -49,12 +51,12 @@ static const uint8_t needs[] = {
     // Files of the daemon's, limits, and the daemon itself.
     NEEDS(EXPORT_SESSION, ADMIN),
     NEEDS(IMPORT_SESSION, ADMIN),
-    NEEDS(LOOK_AT_IMPORT, ADMIN),
+    NEEDS(LOOK_AT_IMPORT, ADMIN) | ONLY_ASKS,
     NEEDS(SET_QUOTA, ADMIN),
     NEEDS(DELETE_QUOTA, ADMIN),
     NEEDS(SET_CONFIG, ADMIN),
     NEEDS(RELOAD_CONFIG, ADMIN),
-    NEEDS(LOOK_AT_RELOAD, ADMIN),
+    NEEDS(LOOK_AT_RELOAD, ADMIN) | ONLY_ASKS,
     NEEDS(DRAIN, ADMIN),
 };
 
@@ -65,17 +67,28 @@ static bool crosses_namespaces(const Kvq__PullSession *pull)
            strcmp(pull->ref->namespace_, pull->into->namespace_) != 0;
 }
 
-enum kvq__role kvq__role_needed(const Kvq__Request *request)
+// Its row; 0: it has none.
+static unsigned needs_of(const Kvq__Request *request)
 {
     size_t command = (size_t)request->command_case;
+    return command < sizeof needs / sizeof *needs ? needs[command] : 0;
+}
+
+enum kvq__role kvq__role_needed(const Kvq__Request *request)
+{
+    unsigned role = needs_of(request) & ~(unsigned)ONLY_ASKS;
     if (request->command_case == KVQ__REQUEST__COMMAND_PULL_SESSION &&
         crosses_namespaces(request->pull_session))
         return KVQ__ROLE_ADMIN;
     if (request->command_case == KVQ__REQUEST__COMMAND_STORAGE &&
         request->storage->action == KVQ__STORAGE_ACTION__STORAGE_STATUS)
         return KVQ__ROLE_READ;
-    bool named = command < sizeof needs / sizeof *needs && needs[command] != KVQ__ROLE_NONE;
-    return named ? (enum kvq__role)needs[command] : KVQ__ROLE_ADMIN;
+    return role != KVQ__ROLE_NONE ? (enum kvq__role)role : KVQ__ROLE_ADMIN;
+}
+
+bool kvq__role_only_asks(const Kvq__Request *request)
+{
+    return needs_of(request) & ONLY_ASKS || kvq__role_needed(request) == KVQ__ROLE_READ;
 }
 
 const char *kvq__asker_text(const struct kvq__asker *asker, char *out, size_t size)

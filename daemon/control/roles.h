@@ -27,6 +27,9 @@ struct kvq__asker {
 // command that roles.c does not name is for administrators.
 enum kvq__role kvq__role_needed(const Kvq__Request *request);
 
+// Whether it only asks, and changes nothing, whatever role it takes.
+bool kvq__role_only_asks(const Kvq__Request *request);
+
 // "uid=1000 pid=7" or "key=alice address=10.0.0.7:40100", for a line of the log.
 const char *kvq__asker_text(const struct kvq__asker *asker, char *out, size_t size);
 

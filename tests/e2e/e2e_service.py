@@ -388,8 +388,10 @@ class Audited(Configured):
         with daemon.client() as client:
             client.session(Tokens(1, 1).rows, "f16", name="it").close()
         for words in (("status",), ("session", "list"), ("quota", "list"), ("client", "list"),
-                      ("config", "get"), ("session", "show", "it")):
+                      ("config", "get"), ("session", "show", "it"),
+                      ("config", "reload", "--dry-run")):
             daemon.ctl(*words)
+        self.assertEqual(daemon.ctl("session", "import", "/x", "--dry-run", check=False)[0], 1)
         self.assertEqual(self.audited(daemon), [])  # they have been answered, and are not told of
         daemon.ctl("session", "drop", "it")
         daemon.ctl("config", "set", "log_level", "debug")
@@ -688,6 +690,7 @@ class Reloads(Configured):
         log, fifo = os.path.join(self.folder, "log"), os.path.join(self.folder, "fifo")
         os.mkfifo(fifo)  # which nobody reads
         self.write(f"max_clients = 8\nworkers = 5\nlog_file = {log}\n[namespace a]\nuids = 3\n")
+        lines = len(daemon.lines)
         got = daemon.ctl("config", "reload", "--dry-run")
         self.assertIs(got.pop("dry_run"), True)
         self.assertEqual([c["name"] for c in got["changed"]],
@@ -703,6 +706,9 @@ class Reloads(Configured):
         self.assertTrue(done.stdout.endswith("\nthis was a dry run: nothing was done\n"))
         self.assertFalse(os.path.exists(log))
         self.assertEqual(daemon.ctl("config", "get"), before)
+        daemon.ctl("quota", "delete", f"uid-{UID}")  # the next line of the log
+        daemon.wait_log("event=audit .*delete_quota")
+        self.assertIn("event=quota ", daemon.lines[lines], "a dry run is told of")
         for text, words in ((f"max_clients = 9\nworkers = x\n", f"{self.path}:2: workers is \"x\""),
                             ("log_file = /nonexistent/log\n", "cannot open the log file /nonexis"),
                             (f"log_file = {self.folder}\n", "Is a directory"),
