@@ -23,7 +23,7 @@ void kvq__audit(struct kvq_log_budget *budget, const struct kvq__asker *asker,
     if (kvq__role_needed(request) == KVQ__ROLE_READ || !field)
         return;
     bool allowed = asker->role >= kvq__role_needed(request);
-    if (!allowed && !kvq__log_allows(budget, KVQ_LOG_INFO)) // before the work of the text
+    if (!allowed && !kvq__log_allows(budget, KVQ_LOG_ALWAYS)) // before the work of the text
         return;
     // All commands are members of one union.
     cJSON *object = kvq_json_of_message((const ProtobufCMessage *)request->hello);
@@ -31,12 +31,12 @@ void kvq__audit(struct kvq_log_budget *budget, const struct kvq__asker *asker,
     kvq__log_quote(quoted, sizeof quoted, text ? text : "");
     kvq__asker_text(asker, who, sizeof who);
     if (allowed)
-        kvq__log(KVQ_LOG_INFO, "audit", "%s role=%s command=%s status=%s request=%s", who,
+        kvq__log(KVQ_LOG_ALWAYS, "audit", "%s role=%s command=%s status=%s request=%s", who,
                  kvq__role_name(asker->role), field->name, kvq_status_name(status), quoted);
     else
-        kvq__log_client(budget, KVQ_LOG_INFO, "audit", "%s role=%s command=%s status=%s request=%s",
-                        who, kvq__role_name(asker->role), field->name, kvq_status_name(status),
-                        quoted);
+        kvq__log_client(budget, KVQ_LOG_ALWAYS, "audit",
+                        "%s role=%s command=%s status=%s request=%s", who,
+                        kvq__role_name(asker->role), field->name, kvq_status_name(status), quoted);
     cJSON_free(text);
     cJSON_Delete(object);
 }

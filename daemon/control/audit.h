@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Who changed what by the control socket: a line of the log, event=audit, for each command that
-// may change something, done or refused. Loop's thread.
+// may change something, done or refused, whatever log_level is. Loop's thread.
 #ifndef KVQ_DAEMON_CONTROL_AUDIT_H
 #define KVQ_DAEMON_CONTROL_AUDIT_H
 

@@ -27,8 +27,15 @@ static struct {
 
 static const char *level_name(enum kvq_log_level level)
 {
-    static const char *const names[] = {"error", "warn", "info", "debug"};
+    static const char *const names[] = {"error", "warn", "info",
+                                        "debug", [KVQ_LOG_ALWAYS] = "info"};
+    assert((size_t)level < sizeof names / sizeof *names);
     return names[level];
+}
+
+static bool is_left_out(enum kvq_log_level level)
+{
+    return level != KVQ_LOG_ALWAYS && level > kvq_word_load(&sink.level);
 }
 
 int kvq__log_prepare(const char *path, char *text)
@@ -68,7 +75,7 @@ int kvq__log_check(const char *path, char *text)
 
 void kvq__log_use(int fd, enum kvq_log_level level)
 {
-    assert(fd > STDERR_FILENO && fd != sink.fd);
+    assert(fd > STDERR_FILENO && fd != sink.fd && level < KVQ_LOG_ALWAYS);
     kvq_word_store(&sink.level, level);
     if (sink.fd == STDERR_FILENO) { // it was not opened
         sink.fd = fd;
@@ -141,7 +148,7 @@ static void emit(enum kvq_log_level level, const char *event, uint32_t held_back
 
 void kvq__log(enum kvq_log_level level, const char *event, const char *format, ...)
 {
-    if (level > kvq_word_load(&sink.level))
+    if (is_left_out(level))
         return;
     va_list arguments;
     va_start(arguments, format);
@@ -162,7 +169,7 @@ static uint64_t full_after_line(const struct kvq_log_budget *budget)
 
 bool kvq__log_allows(struct kvq_log_budget *budget, enum kvq_log_level level)
 {
-    if (level > kvq_word_load(&sink.level))
+    if (is_left_out(level))
         return false;
     bool allowed = full_after_line(budget) != 0;
     budget->held_back += !allowed;

@@ -10,7 +10,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum kvq_log_level { KVQ_LOG_ERROR, KVQ_LOG_WARN, KVQ_LOG_INFO, KVQ_LOG_DEBUG };
+// KVQ_LOG_ALWAYS is of lines alone: they are told as info, and no level of the log leaves them out.
+// Who changed what is told so, for whoever may change something may change the level as well.
+enum kvq_log_level { KVQ_LOG_ERROR, KVQ_LOG_WARN, KVQ_LOG_INFO, KVQ_LOG_DEBUG, KVQ_LOG_ALWAYS };
 
 enum { KVQ_LOG_LINE = 1024 };
 

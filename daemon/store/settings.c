@@ -154,7 +154,11 @@ static void change_rest(struct kvq__task *t)
 {
     struct kvq__change *c = t->change;
     struct kvq_config *config = &t->jobs->server->config;
-    char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16];
+    char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16], path[KVQ_CONFIG_PATH + 16];
+    if (strcmp(config->log_file, c->next->log_file) != 0)
+        kvq__log(
+            KVQ_LOG_ALWAYS, "log_moved", "to=%s",
+            kvq__log_quote(path, sizeof path, *c->next->log_file ? c->next->log_file : "(stderr)"));
     kvq__config_adopt(config, c->next);
     kvq__log_use(c->log_fd, (enum kvq_log_level)config->log_level);
     c->log_fd = -1;
@@ -238,7 +242,7 @@ static void keep_log(struct kvq__task *t)
 static void log_changes(const struct kvq__change *c)
 {
     if (c->changed.used)
-        log_words(KVQ_LOG_INFO, "changed", "options", &c->changed);
+        log_words(KVQ_LOG_ALWAYS, "changed", "options", &c->changed);
     if (c->restart.used)
         log_words(KVQ_LOG_WARN, "needs_restart", "options", &c->restart);
 }

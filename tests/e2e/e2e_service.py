@@ -404,6 +404,27 @@ class Audited(Configured):
         self.assertEqual(json.loads(told[0][3])["ref"]["name"], "it")
         self.assertEqual(json.loads(told[1][3]), {"name": "log_level", "value": "debug"})
 
+    def test_whatever_the_level(self):
+        """Nobody hides a change behind log_level: no level leaves these lines out."""
+        daemon = self.start("")
+        for level in ("error", "info"):
+            daemon.ctl("config", "set", "log_level", level)
+        daemon.wait_log('event=audit .* request=.*"info')
+        self.assertEqual([json.loads(x[3])["value"] for x in self.audited(daemon)],
+                         ["error", "info"])
+        told = [x for x in daemon.lines if "event=changed" in x]
+        self.assertEqual([re.search('options="(.*)"', x)[1] for x in told],
+                         ["log_level info to error", "log_level error to info"])
+
+    def test_another_log(self):
+        """The log that lines no longer go to says so."""
+        daemon = self.start("")
+        daemon.ctl("config", "set", "log_level", "error")
+        daemon.ctl("config", "set", "log_file", os.path.join(self.folder, "other log"))
+        daemon.wait_log(rf'event=log_moved to="{self.folder}/other log"')
+        with open(os.path.join(self.folder, "other log"), encoding="utf-8") as file:
+            self.assertIn("event=changed", file.read())
+
     @unittest.skipUnless(UID == 0, "asks as another user: needs root")
     def test_refused(self):
         """What somebody may not do is told of as well."""
