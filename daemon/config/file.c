@@ -122,7 +122,14 @@ static int parse_share_with(struct parse *p, const char *value, struct kvq_confi
                                       "share_prefixes_with is \"%.64s\"; allowed are %d names of "
                                       "namespaces with commas between, or *",
                                       value, KVQ_MAX_SHARE_WITH);
-        snprintf(ns->share_with[ns->n_share_with++], KVQ_NAME_BYTES, "%.*s", length, at);
+        char *name = ns->share_with[ns->n_share_with++];
+        snprintf(name, KVQ_NAME_BYTES, "%.*s", length, at);
+        if (!kvq__config_is_namespace(name)) // "*" is like one
+            return kvq__config_refuse(p->text, nowhere,
+                                      "share_prefixes_with has \"%.48s\", which cannot be a "
+                                      "namespace's name: these are without blanks and slashes, and "
+                                      "without a # in front; put commas between names",
+                                      name);
         at += n;
     }
     return 0;
@@ -192,10 +199,31 @@ static int handle_format(struct parse *p, const char *section, const char *name,
     return p->error == 0;
 }
 
+// What other programs would not take for a part of the value.
+static int check_value(struct parse *p, const char *name, const char *value)
+{
+    size_t length = strlen(value);
+    bool quoted = length > 1 && strchr("\"'", value[0]) && value[length - 1] == value[0];
+    for (const char *at = value; (at = strchr(at, '#')); at++)
+        if (at == value || at[-1] == ' ' || at[-1] == '\t')
+            return kvq__config_refuse(p->text, nowhere,
+                                      "%.64s is \"%.100s\": a # behind a value would be part of "
+                                      "it; begin a comment there with a blank and ;",
+                                      name, value);
+    if (quoted)
+        return kvq__config_refuse(p->text, nowhere,
+                                  "%.64s is %.100s: the quotes would be part of it; leave them out",
+                                  name, value);
+    return 0;
+}
+
 static int handle_key(void *context, const char *section, const char *name, const char *value)
 {
     struct parse *p = context;
     if (p->error) // told already
+        return 0;
+    p->error = check_value(p, name, value);
+    if (p->error)
         return 0;
     if (!*section || kvq__same_name(section, "kvqd"))
         return handle_option(p, name, value);

@@ -263,6 +263,9 @@ PLAIN_TEST(test_wrong_files)
     parse_refused("[namespace a]\nmax_sessions = 1tb\n", "allowed is 0 to 4294967295");
     parse_refused("[namespace aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa]\nuids=1\n",
                   "f:1: a section's name is longer");
+    parse_refused("[namespace a]\nshare_prefixes_with = b c\n",
+                  "f:2: share_prefixes_with has \"b c\", which cannot be a namespace's name");
+    parse_refused("[namespace a]\nshare_prefixes_with = b, c/d\n", "has \"c/d\", which cannot");
     parse_refused("[key a]\npublic = 00\n", "f:2: public is \"00\"; it has to be the 64");
     parse_refused("[key a]\nrole = king\n", "f:2: role is \"king\"; allowed is read, operate");
     parse_refused("[key a]\nrole = none\n", "f:2: role is \"none\"; allowed is read, operate");
