@@ -267,7 +267,7 @@ static int serve_until_stopped(char *text)
     return error;
 }
 
-// An exit status. The configuration is shown also to who may not read the daemon's key.
+// An exit status. The configuration is shown also to who may not read the daemon's keys.
 static int show(const struct kvq_config *config)
 {
     static char out[1 << 19]; // all sections that a file can have
@@ -281,7 +281,7 @@ static int show(const struct kvq_config *config)
     else
         kvq__config_print(config, out, sizeof out);
     fputs(out, stdout);
-    if (config->help || kvq__config_check_key_file(config, text) == 0)
+    if (config->help || kvq__config_check_files(config, text) == 0)
         return 0;
     fprintf(stderr, "kvqd: %s\n", text);
     return 2;

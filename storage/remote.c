@@ -296,7 +296,7 @@ out:
     return rc;
 }
 
-static int check_options(const struct kvq_remote_options *o, char *text, size_t n)
+static int check_names(const struct kvq_remote_options *o, char *text, size_t n)
 {
     const char *bucket = o->bucket ? o->bucket : "", *prefix = o->prefix ? o->prefix : "";
     const char *region = o->region ? o->region : "";
@@ -316,6 +316,14 @@ static int check_options(const struct kvq_remote_options *o, char *text, size_t 
                         prefix);
     if (strlen(region) > 60 || !made_of(region, key_letters) || strchr(region, '/'))
         return complain(text, n, KVQ_E_INVALID, "region \"%.80s\" is no region's name", region);
+    return 0;
+}
+
+static int check_options(const struct kvq_remote_options *o, char *text, size_t n)
+{
+    int rc = check_names(o, text, n);
+    if (rc != 0)
+        return rc;
     if (!o->keys.id[0] || !o->keys.secret[0])
         return complain(text, n, KVQ_E_PERMISSION, "there are no keys for the remote store");
     if (strpbrk(o->keys.id, "\r\n:") || strpbrk(o->keys.token, "\r\n"))
@@ -334,6 +342,16 @@ static void init_curl(void)
 static uint32_t or_default(uint32_t value, uint32_t instead)
 {
     return value ? value : instead;
+}
+
+int kvq_remote_check(const struct kvq_remote_options *o, char *text, size_t n)
+{
+    struct kvq_remote r = {0};
+    int rc = check_names(o, text, n);
+    if (rc == 0)
+        rc = make_base(&r, o, text, n);
+    free(r.base);
+    return rc;
 }
 
 int kvq_remote_open(const struct kvq_remote_options *o, struct kvq_remote **remote, char *text,

@@ -102,6 +102,8 @@ struct kvq_remote_options {
 
 bool kvq_remote_built(void); // whether this build has the remote tier
 
+// Whether the options but the keys can be a remote's: 0, or a code with a sentence in text.
+int kvq_remote_check(const struct kvq_remote_options *options, char *text, size_t n);
 // Checks the options, and opens no connection. Release *remote with kvq_remote_close.
 int kvq_remote_open(const struct kvq_remote_options *options, struct kvq_remote **remote,
                     char *text, size_t n);

@@ -4,12 +4,20 @@
 // kvqd --print-config and `kvqctl config reload`, so that a configuration which both of them take
 // is one that the daemon comes back with.
 #include <assert.h>
+#include <errno.h>
+#include <grp.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "daemon/config/address.h"
 #include "daemon/config/internal.h"
 #include "daemon/config/machine.h"
 #include "proto/key_file.h"
+#include "proto/status.h"
+#include "storage/remote.h"
 #include "storage/store.h"
 
 // What can be told without opening it; see kvq__jobs_remote_open.
@@ -42,6 +50,43 @@ int kvq__config_check_remote(const struct kvq_config *config, char *text)
     return 0;
 }
 
+// What the store's options say, as far as it can be told without its keys and without a request.
+static int check_remote_names(const struct kvq_config *c, char *text)
+{
+    char why[KVQ_TEXT_BYTES];
+    struct kvq_remote_options options = {.endpoint = c->remote_endpoint,
+                                         .bucket = c->remote_bucket,
+                                         .prefix = c->remote_prefix,
+                                         .region = c->remote_region,
+                                         .virtual_host = c->remote_virtual_host};
+    if (!c->remote_endpoint[0] || kvq_remote_check(&options, why, sizeof why) == 0)
+        return 0;
+    return kvq__config_refuse(text, "remote store", "%.460s", why);
+}
+
+// The runtime directory is not looked at: the service manager may make it only for a start.
+static int check_runtime(const struct kvq_config *c, char *text)
+{
+    struct group group, *found = NULL;
+    char memory[1 << 14];
+    if (c->runtime_mode & (S_IWGRP | S_IWOTH)) {
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "runtime_mode = %04o lets others write to %.200s and so replace its sockets; take "
+                 "write from group and others (0750, 0755)",
+                 (unsigned)c->runtime_mode, c->runtime_dir);
+        return KVQ_E_INVALID;
+    }
+    if (!c->runtime_group[0])
+        return 0;
+    int error = getgrnam_r(c->runtime_group, &group, memory, sizeof memory, &found);
+    if (found || error == ERANGE) // there is one, of many
+        return 0;
+    return kvq__config_refuse(text, "runtime_group",
+                              "\"%.64s\" is no group of this system (getent group lists them); "
+                              "make it (groupadd), or name another",
+                              c->runtime_group);
+}
+
 static int check_addresses(const struct kvq_config *c, char *text)
 {
     struct kvq__listen_address address;
@@ -61,13 +106,30 @@ static int check_addresses(const struct kvq_config *c, char *text)
     return 0;
 }
 
-int kvq__config_check_key_file(const struct kvq_config *c, char *text)
+static int check_remote_files(const struct kvq_config *c, char *text)
+{
+    struct kvq_remote_keys keys;
+    char why[KVQ_TEXT_BYTES];
+    const char *section = c->remote_keys_section;
+    if (c->remote_ca_file[0] && access(c->remote_ca_file, R_OK) != 0)
+        return kvq__config_refuse(text, "remote_ca_file", "cannot read %.200s: %s",
+                                  c->remote_ca_file, strerror(errno));
+    if (!c->remote_keys_file[0]) // the environment of who asks now is not the service's
+        return 0;
+    int error = kvq_remote_keys_load(c->remote_keys_file, section[0] ? section : NULL, &keys, why,
+                                     sizeof why);
+    explicit_bzero(&keys, sizeof keys);
+    return error ? kvq__config_refuse(text, "remote_keys_file", "%.400s", why) : 0;
+}
+
+int kvq__config_check_files(const struct kvq_config *c, char *text)
 {
     struct kvq_key_file key;
     char why[KVQ_TEXT_BYTES];
-    if (!c->control_address[0])
-        return 0;
-    int error = kvq_key_read(c->control_key_file, &key, why);
+    int error = c->remote_endpoint[0] ? check_remote_files(c, text) : 0;
+    if (error || !c->control_address[0])
+        return error;
+    error = kvq_key_read(c->control_key_file, &key, why);
     kvq_key_forget(&key);
     return error ? kvq__config_refuse(text, "control_key_file", "%.400s", why) : 0;
 }
@@ -90,6 +152,8 @@ int kvq__config_check(const struct kvq_config *c, char *text)
                                   "%llu bytes are too few; allowed is %dmb and more, or 0 for no "
                                   "limit but the disk's",
                                   (unsigned long long)c->storage_bytes, KVQ_STORE_MIN_CAP >> 20);
-    int error = check_addresses(c, text);
+    int error = check_runtime(c, text);
+    error = error ? error : check_addresses(c, text);
+    error = error ? error : check_remote_names(c, text);
     return error ? error : kvq__config_check_memory(c, text);
 }

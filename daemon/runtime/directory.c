@@ -3,6 +3,7 @@
 // Making and checking directories; see directory.h.
 #include "daemon/runtime/directory.h"
 
+#include <assert.h>
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -32,7 +33,7 @@ static int set_group(const struct kvq_config *config, int fd, char *text)
     errno = 0;
     struct group *group = getgrnam(config->runtime_group);
     if (!group) {
-        snprintf(text, KVQ_TEXT_BYTES, "runtime_group \"%.64s\" is no group of this system",
+        snprintf(text, KVQ_TEXT_BYTES, "runtime_group \"%.64s\" is gone from this system",
                  config->runtime_group);
         return KVQ_E_INVALID;
     }
@@ -100,13 +101,7 @@ static int check_owner(const char *path, int fd, char *text)
 int kvq__directory_open(const struct kvq_config *config, char *text)
 {
     const char *path = config->runtime_dir;
-    if (config->runtime_mode & OF_OTHERS) {
-        snprintf(text, KVQ_TEXT_BYTES,
-                 "runtime_mode = %04o lets others write to %.200s and so replace its sockets; take "
-                 "write from group and others (0750, 0755)",
-                 (unsigned)config->runtime_mode, path);
-        return KVQ_E_INVALID;
-    }
+    assert(!(config->runtime_mode & OF_OTHERS)); // or kvq__config_check had refused it
     if (mkdir(path, 0700) != 0 && errno != EEXIST)
         return kvq__directory_fail("make the runtime directory", path, text);
     int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);

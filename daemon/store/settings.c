@@ -213,7 +213,7 @@ static void read_config(struct kvq__task *t)
     t->rc =
         kvq__config_load(t->change->next, server->argc, server->argv, server->environment, t->text);
     if (t->rc == 0)
-        t->rc = kvq__config_check_key_file(t->change->next, t->text);
+        t->rc = kvq__config_check_files(t->change->next, t->text);
 }
 
 static void open_old_log(struct kvq__task *t)

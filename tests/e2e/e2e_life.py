@@ -198,14 +198,14 @@ class Life(unittest.TestCase):
             self.assertIn("LimitNOFILE", caught.exception.text)
             client.info()
 
-    def refused_directory(self, path, words, **flags):
+    def refused_directory(self, path, words, status=1, **flags):
         """kvqd does not start there, says why, and changes nothing of the directory."""
         before = os.stat(path)
         done = subprocess.run(
             [os.path.join(BIN, "kvqd"), "--runtime-dir", path, "--pool-bytes", "64mb",
              *[x for n, v in flags.items() for x in ("--" + n.replace("_", "-"), v)]],
             capture_output=True, text=True, timeout=BOUND, stdin=subprocess.DEVNULL)
-        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertEqual(done.returncode, status, done.stderr)
         self.assertRegex(done.stderr, words)
         after = os.stat(path)
         self.assertEqual((before.st_mode, before.st_uid, before.st_gid),
@@ -223,7 +223,7 @@ class Life(unittest.TestCase):
             self.refused_directory(path, "has files in it")
             self.assertEqual(os.listdir(path), ["passwd"])
             os.remove(os.path.join(path, "passwd"))
-            self.refused_directory(path, "runtime_mode = 0770", runtime_mode="0770")
+            self.refused_directory(path, "runtime_mode = 0770", 2, runtime_mode="0770")
             store = os.path.join(path, "store")
             os.mkdir(store)
             os.chmod(store, 0o1777)

@@ -571,12 +571,12 @@ class Trouble(Remote):
     def test_configuration(self):
         """What is wrong is said at the start; keys are never shown."""
         self.write_keys(SECRET, mode=0o644)
-        cases = (({}, "chmod 600"), ({"remote_bucket": "x"}, "bucket"),
-                 ({"remote_endpoint": "nowhere"}, "endpoint"),
-                 ({"remote_ca_file": "/nowhere"}, "remote_ca_file"))
-        for options, words in cases:
+        cases = (({}, "chmod 600", 1), ({"remote_bucket": "x"}, "bucket", 2),
+                 ({"remote_endpoint": "nowhere"}, "endpoint", 2),
+                 ({"remote_ca_file": "/nowhere"}, "remote_ca_file", 1))
+        for options, words, status in cases:
             daemon = Daemon(ready=False, **self.options("one", **options))
-            self.assertEqual(daemon.process.wait(BOUND), 1)
+            self.assertEqual(daemon.process.wait(BOUND), status)
             daemon.reader.join(BOUND)
             daemon.process.stderr.close()
             shutil.rmtree(daemon.directory)

@@ -175,6 +175,7 @@ class Machine(Configured):
         configuration is shown all the same."""
         daemon = self.start("")
         missing = os.path.join(daemon.directory, "no-key")
+        remote = f"remote_endpoint = https://there\nstorage_dir = {daemon.directory}/store\n"
         for line, words in (
                 ("pool_bytes = 64tb", r"pool_bytes: 67108864 MiB are more than"),
                 ("http_address = 0.0.0.0:9647", r'http_address: "0.0.0.0:9647" has to be a loop'),
@@ -183,9 +184,20 @@ class Machine(Configured):
                 (f"control_address = 127.0.0.1:0\ncontrol_key_file = {missing}",
                  rf"control_key_file: cannot read {missing}: No such file"),
                 (f"storage_bytes = 5mb\nstorage_dir = {missing}",
-                 r"storage_bytes: 5242880 bytes are too few; .* 16mb")):
+                 r"storage_bytes: 5242880 bytes are too few; .* 16mb"),
+                ("runtime_mode = 0770", "runtime_mode = 0770 lets others write to"),
+                ("runtime_group = no-such-group", 'runtime_group: "no-such-group" is no group'),
+                (remote + "remote_bucket = x", 'remote store: bucket "x" has not 3 to 63'),
+                (remote + "remote_bucket = b/../c", 'remote store: bucket "b/../c" has not 3'),
+                (remote.replace("//", "//h/") + "remote_bucket = bucket",
+                 'remote store: endpoint "https://h/there" is not http'),
+                (remote + f"remote_bucket = bucket\nremote_ca_file = {missing}",
+                 "remote_ca_file.* cannot (be )?read"),
+                (remote + f"remote_bucket = bucket\nremote_keys_file = {missing}",
+                 f"remote_keys_file: {missing}: cannot open the file of keys")):
+            late = "_file" in words  # a start that comes again may find it
             self.write(line + "\n")
-            if "pool" not in line and "http" not in line:  # which this daemon has by flags
+            if "pool" not in line and "http_address" not in line:  # this daemon has them by flags
                 self.assertRegex(self.hang_up(daemon, "reload_failed"),
                                  words.replace('"', r'\\"'))
             for more in ((), ("--print-config",)):
@@ -193,10 +205,10 @@ class Machine(Configured):
                     [os.path.join(BIN, "kvqd"), "--runtime-dir", daemon.directory + "/two",
                      "--config", self.path, *more], text=True, capture_output=True, timeout=BOUND,
                     check=False, stdin=subprocess.DEVNULL)
-                # A key may be late, and a start that comes again then finds it.
-                self.assertEqual(done.returncode, 1 if "key" in words and not more else 2)
-                self.assertRegex(done.stderr, words.replace("control_key_file: ", ""))
-                self.assertEqual("pool_bytes =" in done.stdout, "key" in words and more != ())
+                self.assertEqual(done.returncode, 1 if late and not more else 2)
+                self.assertRegex(done.stderr, re.sub("(control|remote)_key.?_file: ", "", words))
+                self.assertEqual("pool_bytes =" in done.stdout, late and more != ())
+
     def test_promised_twice(self):
         """Pool and buffers that fit one by one, and not together."""
         mib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20

@@ -7,6 +7,7 @@
 #include "daemon/config/change.h"
 #include "daemon/config/config.h"
 #include "proto/status.h"
+#include "storage/remote.h"
 #include "tests/kits/folder.h"
 #include "tests/kits/unit.h"
 
@@ -144,6 +145,12 @@ PLAIN_TEST(test_runtime_dir)
     assert_int_equal(load(arguments, no_environment), 0);
     assert_string_equal(config.runtime_dir, "/run/kvqd");
     flags_refused("--runtime-dir", "here", "not an absolute path");
+    flags_refused("--runtime-mode", "0720", "runtime_mode = 0720 lets others write to");
+    flags_refused("--runtime-mode", "0752", "take write from group and others (0750, 0755)");
+    flags_refused("--runtime-group", "no-such-group",
+                  "runtime_group: \"no-such-group\" is no group of this system");
+    char *group[] = {"kvqd", "--runtime-group", "root", NULL};
+    assert_int_equal(load(group, no_environment), 0);
     flags_refused(
         "--runtime-dir",
         "/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
@@ -192,7 +199,13 @@ PLAIN_TEST(test_remote)
                     "--remote-bucket=bucket",
                     "--storage-dir=/s",
                     NULL};
-    assert_int_equal(load(good, no_environment), 0);
+    assert_int_equal(load(good, no_environment), kvq_remote_built() ? 0 : KVQ_E_INVALID);
+    if (kvq_remote_built())
+        remote_refused((const char *[3]){"--remote-endpoint=http://h", "--remote-bucket=B",
+                                         "--storage-dir=/s"},
+                       "remote store: bucket \"B\" has not 3 to 63");
+    else
+        assert_says(text, "this build knows no remote store");
     remote_refused((const char *[3]){"--remote-bucket=b"}, "remote_bucket: is set, but");
     remote_refused((const char *[3]){"--remote-keys-file=k"}, "remote_keys_file: is set, but");
     remote_refused((const char *[3]){"--remote-endpoint=http://h", "--storage-dir=/s"},
