@@ -500,17 +500,18 @@ uint32_t kvq__usable_cpus(void)
     return 1;
 }
 
-// What buffer_bytes = 0 stands for: what one client was explicitly allowed, it may have.
-static uint64_t usual_buffer_bytes(const struct kvq_config *config, uint64_t memory)
+uint64_t kvq__usual_buffer_bytes(const struct kvq_config *config, uint64_t memory)
 {
-    return config->client_bytes > memory / 2 ? config->client_bytes : memory / 2;
+    if (!kvq__config_was_given(config, "client_bytes") || config->client_bytes < memory / 2)
+        return memory / 2;
+    return config->client_bytes < memory ? config->client_bytes : memory;
 }
 
 bool kvq__config_sets_buffer_bytes(const struct kvq_config *config,
                                    const struct kvq__machine *machine)
 {
     return kvq__config_was_given(config, "buffer_bytes") &&
-           config->buffer_bytes != usual_buffer_bytes(config, kvq__machine_most(machine));
+           config->buffer_bytes != kvq__usual_buffer_bytes(config, kvq__machine_most(machine));
 }
 
 int kvq__config_resolve(struct kvq_config *config, char *text)
@@ -525,7 +526,7 @@ int kvq__config_resolve(struct kvq_config *config, char *text)
     if (config->pool_bytes == 0)
         config->pool_bytes = memory / 4 / config->extent_bytes * config->extent_bytes;
     if (config->buffer_bytes == 0)
-        config->buffer_bytes = usual_buffer_bytes(config, memory);
+        config->buffer_bytes = kvq__usual_buffer_bytes(config, memory);
     if (config->pool_bytes < config->extent_bytes)
         return kvq__config_refuse(
             text, "pool_bytes",

@@ -172,6 +172,9 @@ int kvq__config_load(struct kvq_config *config, int argc, char *const *argv,
 
 // Whether file, environment or flags gave an option a value.
 bool kvq__config_was_given(const struct kvq_config *config, const char *name);
+// What buffer_bytes = 0 stands for: half of the memory, or what one client was explicitly allowed,
+// but never more than all of it.
+uint64_t kvq__usual_buffer_bytes(const struct kvq_config *config, uint64_t memory);
 // Whether they gave buffer_bytes a value of their own: not 0, for which kvqd chooses one.
 struct kvq__machine;
 bool kvq__config_sets_buffer_bytes(const struct kvq_config *config,

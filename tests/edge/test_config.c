@@ -127,13 +127,27 @@ PLAIN_TEST(test_values)
     assert_true(kvq__usual_workers(1) == 1 && kvq__usual_workers(7) == 7);
     assert_true(kvq__usual_workers(8) == 7 && kvq__usual_workers(64) == 63);
     assert_true(config.pool_bytes >= config.extent_bytes);
-    assert_true(config.buffer_bytes >= config.client_bytes && config.client_bytes == 4ull << 30);
+    assert_true(config.client_bytes == 4ull << 30);
     char *small[] = {"kvqd", "--buffer-bytes", "3mb", NULL};
     assert_int_equal(load(small, no_environment), 0);
     assert_int_equal(config.buffer_bytes, 3 << 20);
-    char *large[] = {"kvqd", "--client-bytes", "1tb", NULL};
+}
+
+// What one client is allowed widens it, if somebody said so, up to the memory.
+PLAIN_TEST(test_usual_buffer_bytes)
+{
+    const uint64_t gib = 1 << 30;
+    char *usual[] = {"kvqd", NULL};
+    char *large[] = {"kvqd", "--client-bytes", "3gb", NULL};
+    assert_int_equal(load(usual, no_environment), 0);
+    assert_true(kvq__usual_buffer_bytes(&config, 2 * gib) == gib); // client_bytes is 4gb
     assert_int_equal(load(large, no_environment), 0);
-    assert_true(config.buffer_bytes == 1ull << 40);
+    assert_true(kvq__usual_buffer_bytes(&config, 8 * gib) == 4 * gib);
+    assert_true(kvq__usual_buffer_bytes(&config, 4 * gib) == 3 * gib);
+    assert_true(kvq__usual_buffer_bytes(&config, 2 * gib) == 2 * gib);
+    large[2] = "1tb";
+    assert_int_equal(load(large, no_environment), 0);
+    assert_true(config.buffer_bytes <= 1ull << 40);
 }
 
 PLAIN_TEST(test_runtime_dir)
