@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The configuration file: options of the table at the top (or under [kvqd]), then sections
-// [namespace NAME], [format NAME] (formats.c) and [key NAME] (roles.c). inih reads it; what inih
-// would silently cut or split is refused first.
+// [namespace NAME], [format NAME] (formats.c) and [key NAME] (roles.c).
 #include <assert.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <ini.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,8 +14,6 @@
 #include "daemon/config/internal.h"
 #include "proto/status.h"
 #include "proto/wire.h"
-
-enum { LONGEST_LINE = 190, LONGEST_SECTION = 48 }; // below inih's own buffers
 
 struct parse {
     struct kvq_config *config;
@@ -30,8 +26,7 @@ struct parse {
     int error;
 };
 
-// inih tells the line of the first refusal only afterwards, so complaints are written without
-// their place, which kvq__config_parse puts in front.
+// Complaints are written without their place, which kvq__config_parse puts in front.
 static const char nowhere[] = "";
 
 static int refuse_key(struct parse *p, const char *section, const char *name)
@@ -185,18 +180,16 @@ static int handle_namespace(struct parse *p, const char *section, const char *na
     return p->error == 0;
 }
 
-static int handle_format(struct parse *p, const char *section, const char *name, const char *value)
+static int check_format_file(struct parse *p, const char *format)
 {
-    const char *format = section + strlen("format ");
     const struct kvq__own_format *own = kvq__config_own_format(p->config, format);
-    if (own && own < p->config->own_formats + p->first_format)
-        p->error = kvq__config_refuse(p->text, nowhere,
-                                      "[format %.48s] stands in an earlier file as well; put all "
-                                      "of it into one file",
-                                      format);
-    else
-        p->error = kvq__config_format_line(p->config, section, name, value, p->text);
-    return p->error == 0;
+    if (!own || own >= p->config->own_formats + p->first_format)
+        return 0;
+    return kvq__config_refuse(
+        p->text, nowhere,
+        "[format %.48s] stands in an earlier file as well; put all of it into "
+        "one file",
+        format);
 }
 
 // What other programs would not take for a part of the value.
@@ -217,63 +210,56 @@ static int check_value(struct parse *p, const char *name, const char *value)
     return 0;
 }
 
-static int handle_key(void *context, const char *section, const char *name, const char *value)
+// What follows the word that a section's name begins with; NULL: it begins with another.
+static const char *name_in(const char *section, const char *kind)
+{
+    size_t length = strlen(kind);
+    return strncmp(section, kind, length) == 0 ? section + length : NULL;
+}
+
+// A section is there from its header on, whether keys follow or not.
+static int handle_header(struct parse *p, const char *section)
+{
+    const char *name;
+    if (kvq__same_name(section, "kvqd"))
+        return 0;
+    if ((name = name_in(section, "namespace ")))
+        return find_namespace_section(p, name) ? 0 : KVQ_E_INVALID;
+    if ((name = name_in(section, "format "))) {
+        int error = check_format_file(p, name);
+        return error ? error : kvq__config_format_begin(p->config, name, p->text);
+    }
+    if ((name = name_in(section, "key ")))
+        return kvq__config_key_begin(p->config, name, p->text);
+    return kvq__config_refuse(p->text, nowhere,
+                              "section [%.64s] is not known; known are [kvqd], "
+                              "[namespace NAME], [format NAME] and [key NAME]",
+                              section);
+}
+
+static bool handle_line(void *context, const char *section, const char *key, const char *value)
 {
     struct parse *p = context;
-    if (p->error) // told already
-        return 0;
-    p->error = check_value(p, name, value);
-    if (p->error)
-        return 0;
-    if (!*section || kvq__same_name(section, "kvqd"))
-        return handle_option(p, name, value);
-    if (strncmp(section, "namespace ", strlen("namespace ")) == 0)
-        return handle_namespace(p, section, name, value);
-    if (strncmp(section, "format ", strlen("format ")) == 0)
-        return handle_format(p, section, name, value);
-    if (strncmp(section, "key ", strlen("key ")) == 0) {
-        p->error = kvq__config_key_line(p->config, section, name, value, p->set_in_key, p->text);
+    assert(p->error == 0);
+    p->error = key ? check_value(p, key, value) : handle_header(p, section);
+    if (p->error || !key)
         return p->error == 0;
-    }
-    p->error = kvq__config_refuse(p->text, nowhere,
-                                  "section [%.64s] is not known; known are [kvqd], "
-                                  "[namespace NAME], [format NAME] and [key NAME]",
-                                  section);
-    return 0;
+    if (!*section || kvq__same_name(section, "kvqd"))
+        return handle_option(p, key, value);
+    if (name_in(section, "namespace "))
+        return handle_namespace(p, section, key, value);
+    if (name_in(section, "format "))
+        p->error = kvq__config_format_line(p->config, section, key, value, p->text);
+    else
+        p->error = kvq__config_key_line(p->config, section, key, value, p->set_in_key, p->text);
+    return p->error == 0;
 }
 
-int kvq__config_overlong(const char *contents, const char **what)
+static bool is_other_line(void *format, const char *section, const char *key, const char *value)
 {
-    int line = 1;
-    for (const char *at = contents; *at; line++) {
-        size_t length = strcspn(at, "\n");
-        const char *start = at + strspn(at, " \t");
-        *what = "a line is longer than 190 bytes; give ids as groups, or shorten it";
-        if (length > LONGEST_LINE)
-            return line;
-        *what = "a section's name is longer than 46 bytes";
-        if (*start == '[' && strcspn(start, "]\n") > LONGEST_SECTION)
-            return line;
-        at += length + (at[length] == '\n');
-    }
-    return 0;
-}
-
-// The first line of the section [format NAME].
-static int line_of_format(const char *contents, const char *name)
-{
-    char header[KVQ_FORMAT_NAME + 16];
-    int line = 1;
-    assert(*name);
-    snprintf(header, sizeof header, "[format %s]", name);
-    for (const char *at = contents; *at; line++) {
-        size_t length = strcspn(at, "\n");
-        const char *start = at + strspn(at, " \t");
-        if (strncmp(start, header, strlen(header)) == 0)
-            return line;
-        at += length + (at[length] == '\n');
-    }
-    return 1;
+    const char *name = key ? NULL : name_in(section, "format ");
+    (void)value;
+    return !name || strcmp(name, format) != 0;
 }
 
 int kvq__config_parse(struct kvq_config *config, const char *name, const char *source_file,
@@ -285,23 +271,19 @@ int kvq__config_parse(struct kvq_config *config, const char *name, const char *s
                       .text = complaint,
                       .source_file = source_file,
                       .first_format = config->n_formats};
-    const char *what = NULL;
-    int line = kvq__config_overlong(contents, &what);
-    if (line == 0) {
-        line = ini_parse_string(contents, handle_key, &p);
-        assert(p.error == 0 || strncmp(complaint, ": ", 2) == 0);
-        what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
+    const char *what = NULL, *format = "";
+    int line = kvq__ini_read(contents, handle_line, &p, &what);
+    if (line && !what) {
+        assert(strncmp(complaint, ": ", 2) == 0);
+        what = complaint + strlen(": ");
     }
-    const char *format = "";
     if (line == 0 && kvq__config_formats_end(config, p.first_format, &format, complaint) != 0) {
-        line = line_of_format(contents, format);
+        line = kvq__ini_read(contents, is_other_line, (void *)format, &what);
         snprintf(what_format, sizeof what_format, "[format %s]%s", format, complaint);
         what = what_format;
     }
     if (line == 0)
         return 0;
-    if (line < 0)
-        return kvq__config_refuse(text, name, "out of memory");
     snprintf(where, sizeof where, "%s:%d", name, line);
     return kvq__config_refuse(text, where, "%s", what);
 }

@@ -246,6 +246,11 @@ static int add_stage(struct kvq_config_format *f, const char *section, const cha
     return 0;
 }
 
+int kvq__config_format_begin(struct kvq_config *config, const char *name, char *text)
+{
+    return find_or_make(config, name, text) ? 0 : KVQ_E_INVALID;
+}
+
 int kvq__config_format_line(struct kvq_config *config, const char *section, const char *name,
                             const char *value, char *text)
 {

@@ -16,9 +16,15 @@ int kvq__parse_size(const char *where, const char *name, const char *value, uint
 __attribute__((format(printf, 3, 4))) int kvq__config_refuse(char *text, const char *where,
                                                              const char *format, ...);
 
-// Finds the first line that inih would cut or split without saying so: returns its number, and what
-// is wrong with it; 0: there is none.
-int kvq__config_overlong(const char *contents, const char **what);
+// Is told of each [section] (key and value NULL), and of each `key = value` there; section "" comes
+// before the first header. A line that begins with a blank goes on with the key before. False: the
+// line is refused, and the file is read no further.
+typedef bool kvq__ini_handler(void *context, const char *section, const char *key,
+                              const char *value);
+// Reads a file's lines. # and ; begin comments, behind a value ; alone and after a blank. Returns
+// the number of the first line that is refused, with *what is wrong, or NULL where the handler
+// refused it; 0: there is none.
+int kvq__ini_read(const char *contents, kvq__ini_handler *handle, void *context, const char **what);
 // Whether a name can be a namespace's, in a file.
 bool kvq__config_is_namespace(const char *name);
 

@@ -54,6 +54,9 @@ int kvq__option_set(struct kvq_config *config, const struct kvq__option *option,
 int kvq__parse_ids(const char *where, const char *name, const char *value,
                    struct kvq_config_ids *ids, char *text);
 
+// A header [format NAME], [key NAME]: from there on it is in the configuration.
+int kvq__config_format_begin(struct kvq_config *config, const char *name, char *text);
+int kvq__config_key_begin(struct kvq_config *config, const char *name, char *text);
 // A line of a section "format NAME". Refusals have no place in front, as those of a handler.
 int kvq__config_format_line(struct kvq_config *config, const char *section, const char *name,
                             const char *value, char *text);

@@ -116,6 +116,11 @@ static int take_role(struct kvq_config_key *k, const char *value, char *text)
                               value);
 }
 
+int kvq__config_key_begin(struct kvq_config *config, const char *name, char *text)
+{
+    return key_section(config, name, text) ? 0 : KVQ_E_INVALID;
+}
+
 int kvq__config_key_line(struct kvq_config *config, const char *section, const char *name,
                          const char *value, uint8_t *set_here, char *text)
 {

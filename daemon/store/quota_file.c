@@ -4,7 +4,6 @@
 #include "daemon/store/quota_file.h"
 
 #include <errno.h>
-#include <ini.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -35,7 +34,7 @@ struct parse {
     int error;
 };
 
-// inih tells the line afterwards, and kvq__quota_file_parse puts it in front.
+// Complaints are written without their place, which kvq__quota_file_parse puts in front.
 static const char nowhere[] = "";
 
 static struct kvq__override *entry_of(struct parse *p, const char *name)
@@ -83,17 +82,17 @@ static void take(struct parse *p, struct kvq__override *o, const char *key, cons
                                       key, value, (unsigned long long)most);
 }
 
-static int handle(void *context, const char *section, const char *name, const char *value)
+static bool handle(void *context, const char *section, const char *name, const char *value)
 {
     static const char prefix[] = "namespace ";
     struct parse *p = context;
-    if (p->error) // told already
-        return 0;
+    if (!name) // a header
+        return true;
     if (strncmp(section, prefix, strlen(prefix)) != 0) {
         p->error = kvq__config_refuse(p->text, nowhere,
                                       "%.64s stands below [%.48s]; known is [namespace NAME]", name,
                                       section);
-        return 0;
+        return false;
     }
     struct kvq__override *o = entry_of(p, section + strlen(prefix));
     if (o)
@@ -108,17 +107,12 @@ int kvq__quota_file_parse(const char *name, const char *contents, struct kvq__ov
     struct parse p = {.out = out, .text = complaint};
     const char *what = NULL;
     *n = 0;
-    int line = kvq__config_overlong(contents, &what);
-    if (line == 0) {
-        line = ini_parse_string(contents, handle, &p);
-        what = p.error ? complaint + strlen(": ") : "neither `name = value` nor a [section]";
-    }
+    int line = kvq__ini_read(contents, handle, &p, &what);
     if (line == 0) {
         *n = p.n;
         return 0;
     }
-    if (line < 0)
-        return kvq__config_refuse(text, name, "out of memory");
+    what = what ? what : complaint + strlen(": ");
     snprintf(where, sizeof where, "%s:%d", name, line);
     return kvq__config_refuse(text, where,
                               "%.300s; mend it, or remove the file, and the configuration's limits "

@@ -699,6 +699,15 @@ class Reloads(Configured):
         option, = daemon.ctl("config", "get", "max_clients")["options"]
         self.assertEqual(option["value"], "8")
 
+    def test_a_section_without_keys(self):
+        """Whose uid is made a comment may use the namespace no more."""
+        daemon = self.start("[namespace a]\nuids = 4321\n")
+        self.write("[namespace a]\n; uids = 4321\n")
+        got = daemon.ctl("config", "reload")
+        self.assertEqual(got["changed"],
+                         [{"name": "[namespace a] uids", "before": "4321", "after": ""}])
+        self.assertEqual(got["needs_restart"], [])
+
     def test_events_of_a_namespace_that_is_gone(self):
         """A run has its namespaces as long as its events, also without the section."""
         daemon = self.start(f"[namespace a]\nuids = {UID}\n")
