@@ -81,6 +81,17 @@ static void add_words(struct words *w, const struct kvq__config_change *change)
         w->text[w->used] = 0;
 }
 
+// A value for a reply, whose texts have KVQ_TEXT_BYTES; ".." at its end says that it was cut.
+static char *value_text(struct kvq_arena *arena, const char *value)
+{
+    char cut[KVQ_TEXT_BYTES];
+    int room = (int)sizeof cut - (int)strlen(" ..") - 1;
+    if (strlen(value) < sizeof cut)
+        return kvq_arena_text(arena, value);
+    snprintf(cut, sizeof cut, "%.*s ..", room, value);
+    return kvq_arena_text(arena, cut);
+}
+
 static void tell_change(struct kvq__change *c, const struct kvq__config_change *change)
 {
     Kvq__ConfigChanges *told = c->told;
@@ -98,8 +109,8 @@ static void tell_change(struct kvq__change *c, const struct kvq__config_change *
     c->told_bytes += bytes;
     kvq__config_change__init(m);
     m->name = kvq_arena_text(arena, change->name);
-    m->before = kvq_arena_text(arena, change->before);
-    m->after = kvq_arena_text(arena, change->after);
+    m->before = value_text(arena, change->before);
+    m->after = value_text(arena, change->after);
     if (change->live)
         told->changed[told->n_changed++] = m;
     else
@@ -339,8 +350,8 @@ static Kvq__ConfigOption *option_message(struct kvq_arena *arena,
         return NULL;
     kvq__config_option__init(m);
     m->name = kvq_arena_text(arena, option->name);
-    m->value = kvq_arena_text(arena, option->value);
-    m->initial = kvq_arena_text(arena, option->initial);
+    m->value = value_text(arena, option->value);
+    m->initial = value_text(arena, option->initial);
     m->source = kvq_arena_text(arena, option->source);
     m->live = option->live;
     return m;

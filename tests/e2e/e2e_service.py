@@ -645,7 +645,8 @@ class Reloads(Configured):
 
     def test_config_get(self):
         """Every option with its value, its default, and where the value comes from."""
-        daemon = self.start("keep_seconds = 7\n", drain_ms=4000)
+        whole = ", ".join(["4294967294"] * 64)
+        daemon = self.start(f"keep_seconds = 7\nread_uids = {whole}\n", drain_ms=4000)
         got = daemon.ctl("config", "get")
         self.assertEqual(got["file"], self.path)
         options = {o["name"]: o for o in got["options"]}
@@ -661,6 +662,8 @@ class Reloads(Configured):
                                              "source": source, "live": live})
         self.assertEqual(daemon.ctl("config", "get", "keep-seconds")["options"],
                          [options["keep_seconds"]])
+        option, = daemon.ctl("config", "get", "read_uids")["options"]
+        self.assertEqual(option["value"], whole[:508] + " ..")  # it says that it is cut
         status, _, complaint = daemon.ctl("config", "get", "keep_second", check=False)
         self.assertEqual(status, 1)
         self.assertIn("the nearest is keep_seconds", complaint)
