@@ -204,13 +204,14 @@ static int check_machine(struct kvq__server *server, char *text)
     server->memory = (struct kvq__memory_source){.huge = (enum kvq__huge_pages)c->huge_pages,
                                                  .transparent = counts.transparent,
                                                  .pool_bytes = c->pool_bytes};
+    server->memory.set_aside = kvq__memory_set_aside(&server->memory, &counts);
     kvq__machine_read("", &machine);
     const struct {
         const char *name;
         uint64_t bytes, set_aside;
         bool given;
     } options[] = {
-        {"pool_bytes", c->pool_bytes, kvq__memory_set_aside(&server->memory, &counts), true},
+        {"pool_bytes", c->pool_bytes, server->memory.set_aside, true},
         {"buffer_bytes", c->buffer_bytes, 0, kvq__config_sets_buffer_bytes(c, &machine)},
     };
     int error = kvq__memory_check(&server->memory, &counts, text);

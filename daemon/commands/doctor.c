@@ -80,15 +80,18 @@ static void check_memory(struct findings *f, const struct kvq__server *s)
 {
     struct kvq__machine machine;
     uint64_t pool = s->config.pool_bytes, buffers = s->config.buffer_bytes;
+    char unused[KVQ_TEXT_BYTES];
     kvq__machine_read("", &machine);
     uint64_t most = kvq__machine_most(&machine);
-    bool tight = pool > most / 10 * 9;
+    uint64_t set_aside = s->memory.set_aside;
+    bool tight = pool - set_aside > most / 10 * 9; // huge pages are for nothing else
     add(f, "pool", tight ? PROBLEM : FINE,
         tight ? "lower pool_bytes to 9/10 of the memory or less" : "",
-        "the pool may grow to %llu MiB of %llu MiB that the %s allows",
+        "the pool may grow to %llu MiB of %llu MiB that the %s allows; huge pages that were set "
+        "aside are %llu MiB of it",
         (unsigned long long)(pool >> 20), (unsigned long long)(most >> 20),
-        most < machine.total ? "control group" : "machine");
-    bool over = buffers > most || pool > most - buffers;
+        most < machine.total ? "control group" : "machine", (unsigned long long)(set_aside >> 20));
+    bool over = kvq__machine_is_promised_twice(&machine, pool, set_aside, buffers, unused);
     add(f, "buffers", over ? NOTE : FINE,
         over ? "lower pool_bytes or buffer_bytes if clients may ever fill all of it" : "",
         "clients' buffers may grow to %llu MiB besides the pool",
@@ -136,9 +139,8 @@ static uint64_t extents_of_pools(const struct kvq__server *s)
 
 static void check_limits(struct findings *f, const struct kvq__server *s)
 {
-    struct rlimit files = {0, 0}, locked = {0, 0};
+    struct rlimit files = {0, 0};
     getrlimit(RLIMIT_NOFILE, &files);
-    getrlimit(RLIMIT_MEMLOCK, &locked);
     // A client holds a socket and a pidfd, each queue 4 descriptors, each extent one.
     uint64_t need = 64 + s->config.max_clients * 6 + extents_of_pools(s);
     bool few = files.rlim_cur != RLIM_INFINITY && files.rlim_cur < need;
@@ -146,13 +148,29 @@ static void check_limits(struct findings *f, const struct kvq__server *s)
         few ? "raise LimitNOFILE= of the service, or ulimit -n" : "",
         "%llu descriptors may be open; max_clients with one queue each and full pools need %llu",
         (unsigned long long)files.rlim_cur, (unsigned long long)need);
-    bool small = locked.rlim_cur != RLIM_INFINITY && locked.rlim_cur < s->config.pool_bytes;
-    if (small)
-        add(f, "memlock", NOTE, "raise LimitMEMLOCK= if swapping caches out would hurt",
-            "caches are not locked in memory (limit %llu KiB), so they can be swapped out",
-            (unsigned long long)(locked.rlim_cur >> 10));
-    else
-        add(f, "memlock", FINE, "", "the limit of locked memory covers the pool");
+}
+
+// The first line of /proc/swaps is a heading, and each other one a file or device.
+static bool has_swap(void)
+{
+    char line[256];
+    int lines = 0;
+    FILE *file = fopen("/proc/swaps", "re");
+    while (file && fgets(line, sizeof line, file))
+        lines++;
+    if (file)
+        fclose(file);
+    return lines > 1;
+}
+
+static void check_swap(struct findings *f)
+{
+    bool there = has_swap();
+    add(f, "swap", there ? NOTE : FINE,
+        there ? "MemorySwapMax=0 for the service, or reserved huge pages, or swapoff -a" : "",
+        there ? "caches that nobody uses for a while can be swapped out, and the next step waits "
+                "for them"
+              : "this machine has no swap");
 }
 
 static void check_permissions(struct findings *f, const struct kvq__server *s)
@@ -328,6 +346,7 @@ void kvq__doctor(const struct kvq__server *server, struct kvq_arena *arena, Kvq_
     check_memory(&f, server);
     check_huge_pages(&f, server);
     check_limits(&f, server);
+    check_swap(&f);
     check_permissions(&f, server);
     check_storage(&f, server);
     check_transfers(&f, server);

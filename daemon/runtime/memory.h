@@ -24,7 +24,8 @@ struct kvq__memory_source {
     enum kvq__huge_pages huge;
     bool transparent; // the kernel gives shared memory huge pages by itself
     uint64_t pool_bytes;
-    bool told; // that there are too few huge pages
+    uint64_t set_aside; // of it: in huge pages, as many as were available at the start
+    bool told;          // that there are too few huge pages
     struct kvq_log_budget log_budget;
 };
 
