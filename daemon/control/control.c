@@ -742,7 +742,7 @@ bool kvq__control_idle(const struct kvq__control *c)
 void kvq__control_free(struct kvq__control **control)
 {
     struct kvq__control *c = *control;
-    char path[KVQ_CONFIG_PATH + 32];
+    char path[KVQ_CONFIG_PATH + 32], quoted[sizeof path + 16];
     if (!c)
         return;
     assert(!c->busy && !c->open);
@@ -753,7 +753,8 @@ void kvq__control_free(struct kvq__control **control)
         zmq_ctx_term(c->context);
     snprintf(path, sizeof path, "%s/" KVQ_ADMIN_DIR, c->server->config.runtime_dir);
     if (remove(path) != 0 && errno != ENOENT)
-        kvq__log(KVQ_LOG_WARN, "not_removed", "path=%s error=\"%s\"", path, strerror(errno));
+        kvq__log(KVQ_LOG_WARN, "not_removed", "path=%s error=\"%s\"",
+                 kvq__log_quote(quoted, sizeof quoted, path), strerror(errno));
     free(c);
     *control = NULL;
 }

@@ -48,6 +48,7 @@ static int read_key(const char *path, uint8_t *key, char *text)
 {
     struct key_file file, more;
     struct stat status;
+    char quoted[KVQ_CONFIG_PATH + 64];
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0)
         return errno == ENOENT ? 1 : complain(path, "opened", text);
@@ -66,7 +67,7 @@ static int read_key(const char *path, uint8_t *key, char *text)
             KVQ_LOG_WARN, "prefix_key",
             "path=%s text=\"damaged: a new one is made, and prefixes that are stored are found "
             "again once their sessions are saved again\"",
-            path);
+            kvq__log_quote(quoted, sizeof quoted, path));
     return rc ? rc : !whole;
 }
 

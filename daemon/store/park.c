@@ -111,7 +111,7 @@ static void forget_later(struct kvq__task *t)
 // Orders that wait for a name would keep all others waiting.
 static void forget_parked(struct kvq__task *t)
 {
-    char quoted[KVQ_TEXT_BYTES + 16];
+    char quoted[KVQ_TEXT_BYTES + 16], name[KVQ_NAME_BYTES + 16];
     if (!kvq__name_is_free(&t->jobs->names, t->ns, t->name)) {
         kvq__task_at_poller(t, forget_later);
         return;
@@ -121,12 +121,14 @@ static void forget_parked(struct kvq__task *t)
     kvq__task_at_work(t, delete_parked);
     kvq__task_at_poller(t, forgot);
     if (!t->quiet)
-        kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s", t->name,
+        kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s text=%s",
+                 kvq__log_quote(name, sizeof name, t->name),
                  kvq__log_quote(quoted, sizeof quoted, t->text));
 }
 
 void kvq__jobs_forget_last(struct kvq__jobs *jobs)
 {
+    char name[KVQ_NAME_BYTES + 16];
     struct job_task *e = jobs && jobs->store ? calloc(1, sizeof *e) : NULL;
     while (e && kvq__park_last_forget(jobs->server->core, &e->job)) {
         e->task = (struct kvq__task){.jobs = jobs, .job = &e->job};
@@ -134,8 +136,8 @@ void kvq__jobs_forget_last(struct kvq__jobs *jobs)
         snprintf(e->task.name, sizeof e->task.name, "%s", e->job.name);
         delete_parked(&e->task);
         if (e->task.rc < 0 && e->task.rc != KVQ_E_NO_SESSION)
-            kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s status=%s", e->task.name,
-                     kvq_status_name(e->task.rc));
+            kvq__log(KVQ_LOG_WARN, "not_forgotten", "session=%s status=%s",
+                     kvq__log_quote(name, sizeof name, e->task.name), kvq_status_name(e->task.rc));
     }
     free(e);
 }

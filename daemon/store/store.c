@@ -107,20 +107,20 @@ static int open_store(struct kvq__jobs *jobs, char *text)
     const struct kvq_config *c = &jobs->server->config;
     struct kvq_store_options options = {.cap_bytes = c->storage_bytes};
     struct kvq_store_report report;
-    char why[KVQ_TEXT_BYTES], quoted[KVQ_TEXT_BYTES + 16];
+    char why[KVQ_TEXT_BYTES], quoted[KVQ_TEXT_BYTES + 16], dir[KVQ_CONFIG_PATH + 16];
     int rc = kvq_store_open(c->storage_dir, &options, &jobs->store, &report, why, sizeof why);
     if (rc < 0) {
         snprintf(text, KVQ_TEXT_BYTES, "storage_dir: %.460s", why);
         return rc;
     }
+    kvq__log_quote(dir, sizeof dir, c->storage_dir);
     if (report.text[0])
-        kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", c->storage_dir,
+        kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", dir,
                  kvq__log_quote(quoted, sizeof quoted, report.text));
     else
-        kvq__log(KVQ_LOG_INFO, "storage", "dir=%s created=%s", c->storage_dir,
-                 report.created ? "yes" : "no");
+        kvq__log(KVQ_LOG_INFO, "storage", "dir=%s created=%s", dir, report.created ? "yes" : "no");
     if (kvq__jobs_sweep(jobs->store, why) < 0) // they take room, and do no harm
-        kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", c->storage_dir,
+        kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", dir,
                  kvq__log_quote(quoted, sizeof quoted, why));
     return 0;
 }
@@ -129,13 +129,14 @@ static int open_store(struct kvq__jobs *jobs, char *text)
 static void use_key(struct kvq__jobs *jobs)
 {
     const char *folder = jobs->server->config.storage_dir;
-    char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16];
+    char text[KVQ_TEXT_BYTES] = "", quoted[KVQ_TEXT_BYTES + 16], dir[KVQ_CONFIG_PATH + 16];
     uint8_t key[KVQ_PREFIX_BYTES];
     if (kvq__prefix_key(folder, key, text) == 0)
         kvq__core_prefix_key(jobs->server->core, key);
     else
         kvq__log(KVQ_LOG_WARN, "prefix_key",
-                 "dir=%s text=%s effect=\"prefixes that are stored are not found\"", folder,
+                 "dir=%s text=%s effect=\"prefixes that are stored are not found\"",
+                 kvq__log_quote(dir, sizeof dir, folder),
                  kvq__log_quote(quoted, sizeof quoted, text));
 }
 

@@ -449,6 +449,7 @@ static void sweep_for_room(struct kvq__task *t)
 static bool clear_leftovers(struct kvq__task *t, const struct kvq__transfer *own, uint64_t bytes)
 {
     struct kvq__desk *desk = t->jobs->desk;
+    char quoted[sizeof desk->folder + 16];
     if (!desk || desk->sweeping || !is_folder_free(desk, own))
         return false;
     desk->sweeping = true;
@@ -459,7 +460,8 @@ static bool clear_leftovers(struct kvq__task *t, const struct kvq__transfer *own
     bool swept = desk->swept > 0;
     if (swept) {
         desk->failed = 0;
-        kvq__log(KVQ_LOG_INFO, "leftovers_removed", "folder=%s bytes=%llu", desk->folder,
+        kvq__log(KVQ_LOG_INFO, "leftovers_removed", "folder=%s bytes=%llu",
+                 kvq__log_quote(quoted, sizeof quoted, desk->folder),
                  (unsigned long long)desk->swept);
     }
     desk->sweeping = false;

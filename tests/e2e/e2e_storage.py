@@ -475,6 +475,19 @@ class Ends(Stored):
 
 
 class Trouble(Stored):
+    def test_folder_with_blanks(self):
+        """A folder's name does not read as further words of a line."""
+        folder = self.folder
+        store = os.path.join(folder, 'a "b" level=error')
+        for created in ("yes", "no"):
+            with Daemon(storage_dir=store) as daemon:
+                told = daemon.wait_log("event=storage dir=.* created=" + created)
+                self.assertIn(f'dir="{folder}/a \\"b\\" level=error" created', told)
+            with open(os.path.join(store, "prefix.key"), "wb") as file:
+                file.write(b"damaged")
+        with Daemon(storage_dir=store) as daemon:
+            self.assertIn(f'path="{folder}/', daemon.wait_log("event=prefix_key "))
+
     @unittest.skipUnless(os.geteuid() == 0, "needs root for a mount namespace")
     def test_folders_of_its_own(self):
         """The daemon exports into a folder that kvqctl sees otherwise, as with PrivateTmp=yes."""
