@@ -55,6 +55,18 @@ static int refuse_twice(struct parse *p, const char *name)
     return 0;
 }
 
+// The service manager starts kvqd in another folder than somebody in a terminal does, and sessions
+// that were saved are to be found again.
+static int check_whole_path(struct parse *p, const char *name, const char *value)
+{
+    if (!kvq__same_name(name, "storage_dir") || !*value || *value == '/')
+        return 0;
+    return kvq__config_refuse(p->text, nowhere,
+                              "storage_dir is \"%.100s\", which depends on the folder that kvqd is "
+                              "started in; give a path that begins with /",
+                              value);
+}
+
 static int handle_option(struct parse *p, const char *name, const char *value)
 {
     const struct kvq__option *o = kvq__option_find(name);
@@ -65,7 +77,9 @@ static int handle_option(struct parse *p, const char *name, const char *value)
     if (p->set & bit)
         return refuse_twice(p, name);
     p->set |= bit;
-    p->error = kvq__option_set(p->config, o, KVQ_FROM_FILE, nowhere, value, p->text);
+    p->error = check_whole_path(p, name, value);
+    if (p->error == 0)
+        p->error = kvq__option_set(p->config, o, KVQ_FROM_FILE, nowhere, value, p->text);
     snprintf(p->config->source_file[o - kvq__options], KVQ_CONFIG_NAME, "%s", p->source_file);
     return p->error == 0;
 }

@@ -27,11 +27,11 @@ static void parse_refused(const char *contents, const char *words)
 // What shells and other programs take for a comment, or leave out.
 PLAIN_TEST(test_part_of_a_value)
 {
-    const char *good = "log_file = /x/a#b ; comment\nremote_prefix = it's\nstorage_dir = \"/x\n"
+    const char *good = "log_file = /x/a#b ; comment\nremote_prefix = it's\ncodebook_dir = \"/x\n"
                        "[namespace a]\nshare_prefixes_with = b#c , *\n";
     parse(good);
     assert_string_equal(config.log_file, "/x/a#b");
-    assert_string_equal(config.storage_dir, "\"/x");
+    assert_string_equal(config.codebook_dir, "\"/x");
     assert_string_equal(config.namespaces[0].share_with[0], "b#c");
     assert_string_equal(config.namespaces[0].share_with[1], "*");
     parse_refused("\nstorage_dir = /x/store # the big disk\n",
@@ -44,6 +44,14 @@ PLAIN_TEST(test_part_of_a_value)
                   "f:1: log_file is \"kvqd.log\": the quotes would be part of it; leave them out");
     parse_refused("log_file = 'kvqd.log'\n", "f:1: log_file is 'kvqd.log': the quotes");
     parse_refused("[namespace a]\nshare_prefixes_with = \"b\"\n", "the quotes would be part");
+}
+
+PLAIN_TEST(test_where_sessions_are)
+{
+    parse("storage_dir =\n");
+    parse("storage_dir = /x\n");
+    assert_string_equal(config.storage_dir, "/x");
+    parse_refused("\nstorage-dir = x/y\n", "f:2: storage_dir is \"x/y\", which depends on the");
 }
 
 #define UUID "GPU-01234567-89ab-cdef-0123-456789abcdef"
