@@ -318,11 +318,20 @@ static ssize_t read_whole(int fd, char *contents, size_t room)
 }
 
 // What comes through a pipe may come later, and comes once, but a reload reads the file again.
-// /dev/null may stand for an empty file.
-static bool is_readable_twice(int fd)
+// /dev/null may stand for an empty file. Whoever may write to a file decides who has which role.
+// Its owner may be anybody: who named the file chose its owner, and where user ids are mapped, as
+// in a container without root, the machine's root is nobody.
+static int check_kind(int fd, const char *path, char *text)
 {
     struct stat status;
-    return fstat(fd, &status) == 0 && (S_ISREG(status.st_mode) || S_ISCHR(status.st_mode));
+    if (fstat(fd, &status) != 0 || (!S_ISREG(status.st_mode) && !S_ISCHR(status.st_mode)))
+        return kvq__config_refuse(text, path,
+                                  "is no regular file; give the path of one (a reload could not "
+                                  "read a pipe again)");
+    if (S_ISREG(status.st_mode) && status.st_mode & S_IWOTH)
+        return kvq__config_refuse(text, path, "everybody may write to it (mode %04o); chmod o-w",
+                                  status.st_mode & 07777);
+    return 0;
 }
 
 int kvq__config_read_file(struct kvq_config *config, const char *path, const char *source_file,
@@ -332,11 +341,11 @@ int kvq__config_read_file(struct kvq_config *config, const char *path, const cha
     char *contents = NULL;
     ssize_t length = -1;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
-    if (fd >= 0 && !is_readable_twice(fd)) {
+    if (fd >= 0)
+        error = check_kind(fd, path, text);
+    if (error) {
         close(fd);
-        return kvq__config_refuse(text, path,
-                                  "is no regular file; give the path of one (a reload could not "
-                                  "read a pipe again)");
+        return error;
     }
     if (fd >= 0)
         contents = calloc(1, KVQ_MAX_CONFIG + 1);

@@ -736,6 +736,19 @@ TEST_BETWEEN(test_folder_of_strangers, make_folder, drop_folder)
     folder_refused("conf.d: belongs to user 4321");
 }
 
+// A file that everybody may write to is everybody's, whoever owns its folder.
+TEST_BETWEEN(test_file_of_everybody, make_folder, drop_folder)
+{
+    put_file("conf.d/1.conf", "spin_us = 10\n");
+    assert_int_equal(chmod(path_of("kvqd.conf"), 0660), 0);
+    assert_int_equal(chmod(path_of("conf.d/1.conf"), 0660), 0);
+    assert_int_equal(load_folder(), 0);
+    assert_int_equal(chmod(path_of("conf.d/1.conf"), 0666), 0);
+    folder_refused("conf.d/1.conf: everybody may write to it (mode 0666); chmod o-w");
+    assert_int_equal(chmod(path_of("kvqd.conf"), 0602), 0);
+    folder_refused("kvqd.conf: everybody may write to it (mode 0602); chmod o-w");
+}
+
 TEST_BETWEEN(test_many_files, make_folder, drop_folder)
 {
     char name[64];
