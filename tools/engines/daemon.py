@@ -24,7 +24,8 @@ class Daemon:
         ready, told = os.pipe()
         self.process = subprocess.Popen(
             [program("kvqd"), "--runtime-dir", self.directory, "--ready-fd", str(told),
-             "--workers", str(workers), "--pool-bytes", "8gb", "--log-level", "warn"],
+             "--workers", str(workers), "--pool-bytes", "8gb", "--log-level", "warn",
+             "--http", "no"],
             pass_fds=[told])
         os.close(told)
         if not os.read(ready, 64):
