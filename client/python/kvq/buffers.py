@@ -235,6 +235,9 @@ class Buffer:
         """
         if not self.pointer:
             return
+        if self.client._gate.is_left():
+            self._forget()
+            return
         with self.client._gate, self._closing:
             if not self.pointer:  # another thread was first
                 return

@@ -9,6 +9,7 @@ with what was expected and what was given.
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from contextlib import contextmanager
 from typing import Any, List
@@ -121,12 +122,29 @@ def owner(name, tensor):
     return tensor.owner
 
 
-class Turn:
+class Home:
+    """The process that something of the library's is of. Two processes on one connection would take
+    each other's replies."""
+
+    def __init__(self, what):
+        self._what, self._process = what, os.getpid()
+
+    def is_left(self):
+        """Whether this process was forked from that one."""
+        return self._process != os.getpid()
+
+    def check_process(self):
+        if self._process != os.getpid():
+            raise ValueError(f"the {self._what} is of the process that this one was forked from; "
+                             "make a kvq.Client in this process, and open its sessions there")
+
+
+class Turn(Home):
     """Of what one thread may use at a time. That thread may take it again meanwhile. It is taken in
     each layer of a model, so it has no generator."""
 
     def __init__(self, what):
-        self._what = what
+        super().__init__(what)
         self._lock = threading.RLock()
         self._leave = self._lock.release
 
@@ -134,6 +152,7 @@ class Turn:
         return self
 
     def __enter__(self):
+        self.check_process()
         if not self._lock.acquire(False):
             raise RuntimeError(f"another thread is using this {self._what}; open one for each "
                                "thread")
@@ -142,13 +161,15 @@ class Turn:
         self._leave()
 
 
-class Gate:
+class Gate(Home):
     """Counts the calls under way, so that none is left behind when the library's object goes."""
 
     def __init__(self, what):
-        self._what, self._lock, self._inside, self.closed = what, threading.Lock(), 0, False
+        super().__init__(what)
+        self._lock, self._inside, self.closed = threading.Lock(), 0, False
 
     def __enter__(self):
+        self.check_process()
         with self._lock:
             if self.closed:
                 raise ValueError(f"the {self._what} is closed")

@@ -119,7 +119,8 @@ class Session:
         """Detaches; the session goes by its on_detach."""
         if self.handle:
             handle, self.handle = self.handle, 0
-            self.client.control(lib.kvq_session_close, handle)
+            if not self.client._gate.is_left():
+                self.client.control(lib.kvq_session_close, handle)
 
     def tell_spans(self, spans: Iterable[Span]) -> None:
         """Says what tokens to come stand for: (first, tokens, digest of 32 bytes) of each image or
@@ -178,7 +179,9 @@ def make_spans(spans: Sequence[Span]) -> Any:
 
 
 class Client:
-    """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own.
+    """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own. It is
+    for the process that made it: in a forked one calls raise ValueError, and close() of it and of
+    what it has made only lets go.
 
     runtime_dir names the daemon's directory, else KVQ_RUNTIME_DIR. Without either it is the
     machine's daemon, or, where none is running, one that is started for this process
@@ -390,6 +393,7 @@ class Client:
     @contextmanager
     def _alone(self):
         """While no other thread is in a call of the client or of its queues; else RuntimeError."""
+        self._gate.check_process()
         with ExitStack() as stack:
             for queue in list(self._queues):
                 stack.enter_context(queue.turn())
@@ -401,20 +405,35 @@ class Client:
         the daemon made; RuntimeError while another thread is in a call."""
         if not self.pointer:
             return
+        if self._gate.is_left():
+            self._leave_alone()
+            return
         for buffer in [b for b in list(self._buffers) if b._daemon_made]:
             buffer.close()
         with self._alone():
             for queue in self._queues:
                 queue._close_locals()
             open_tickets = [queue._tickets for queue in self._queues]
-            for owner in self._buffers + self._device_buffers + self._queues:
-                owner._forget()
-            self._buffers.clear()
-            self._device_buffers.clear()
-            self._queues.clear()
+            self._forget()
             lib.kvq_disconnect(byref(self.pointer))
             del open_tickets  # what streams still owed has come
         self._gate.closed = True
+
+    def _forget(self):
+        for owner in self._buffers + self._device_buffers + self._queues:
+            owner._forget()
+        self._buffers.clear()
+        self._device_buffers.clear()
+        self._queues.clear()
+
+    def _leave_alone(self):
+        """In a forked process: the connection stays its parent's, so the library is told
+        nothing."""
+        for queue in self._queues:
+            for local in queue._locals:
+                local._forget()
+        self._forget()
+        self.pointer = c_void_p()
 
     def __enter__(self) -> Client:
         return self

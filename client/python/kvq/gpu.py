@@ -69,6 +69,9 @@ class DeviceBuffer:
         """Unregisters it; waits until nothing in flight uses it."""
         if not self.pointer:
             return
+        if self.client._gate.is_left():
+            self._forget()
+            return
         with self.client._gate, self._closing:
             if self.pointer:
                 lib.kvq_buffer_close(byref(self.pointer))

@@ -99,6 +99,9 @@ class Local:
 
     def close(self) -> None:
         """Closes its Buckets, too."""
+        if self.turn.is_left():
+            self._forget()
+            return
         with self.turn():
             if not self.pointer:
                 return
@@ -106,6 +109,12 @@ class Local:
                 bucket.close()
             lib.kvq_local_close(byref(self.pointer))
             self.queue._locals.remove(self)
+
+    def _forget(self):
+        """In a forked process, which has nothing to give back."""
+        for bucket in self._buckets:
+            bucket._forget()
+        self.pointer = c_void_p()
 
     def __enter__(self) -> Local:
         return self
@@ -202,10 +211,16 @@ class Bucket:
 
     def close(self) -> None:
         """When its stream has passed its last work."""
+        if self.turn.is_left():
+            self._forget()
+            return
         with self.turn():
             if self.pointer:
                 lib.kvq_bucket_close(byref(self.pointer))
                 self.local._buckets.remove(self)
+
+    def _forget(self):
+        self.pointer = c_void_p()
 
 
 class _Done:
@@ -301,6 +316,8 @@ class LocalStep:
     def abort(self) -> None:
         """Leaves every session as it was."""
         self.open = False
+        if self.turn.is_left():
+            return
         with self.turn():
             if self.local.pointer:
                 lib.kvq_local_abort(self.local.pointer)

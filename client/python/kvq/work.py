@@ -118,6 +118,9 @@ class Queue:
 
     def close(self) -> None:
         """Closes its Locals, too."""
+        if self.turn.is_left():
+            self._forget()
+            return
         with self.turn():
             if not self.pointer:
                 return

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs with a daemon of their own; python.py runs these."""
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import e2e_rig
+from e2e_rig import kvq
+
+
+class Private(unittest.TestCase):
+    """Programs that find no daemon."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="kvq-")
+        self.addCleanup(folder.cleanup)
+        self.folder = folder.name
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_RUN", "KVQD_"))}
+        self.env.update(XDG_RUNTIME_DIR=self.folder, KVQ_BIN_DIR=os.path.abspath(e2e_rig.BIN),
+                        KVQD_POOL_BYTES="64mb", KVQD_EXTENT_BYTES="4mb",
+                        PYTHONPATH=os.path.dirname(os.path.dirname(kvq.__file__)))
+
+    def start(self, code, **more):
+        """A process that runs it and says what it prints."""
+        return subprocess.Popen([sys.executable, "-c", "import kvq, os, sys, time\n" + code],
+                                env={**self.env, **more}, stdin=subprocess.PIPE, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def run_to_end(self, code, **more):
+        process = self.start(code, **more)
+        out, err = process.communicate(timeout=e2e_rig.BOUND)
+        return process.returncode, out.strip(), err
+
+    def wait_for_end(self, lock):
+        """Returns when no daemon holds its lock any more."""
+        with open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+
+    def test_ends_with_the_program(self):
+        """Two clients and a forked process share it, one line says so, and nothing is left."""
+        code = """
+layers = [kvq.Layer(q_heads=2, kv_heads=1, head_dim=64)]
+a, b = kvq.Client(), kvq.Client()
+a.session(layers, "f16", name="chat")
+print(b.session(name="chat", must_exist=True, read_only=True).tokens, flush=True)
+epoch = a.info()["epoch"]
+if os.fork() == 0:
+    with kvq.Client() as c:
+        print(c.info()["epoch"] == epoch, flush=True)
+    os._exit(0)
+os.wait()
+print(os.listdir(os.environ["XDG_RUNTIME_DIR"]))
+"""
+        status, out, err = self.run_to_end(code)
+        self.assertEqual(status, 0, err)
+        self.assertRegex(out, r"^0\nTrue\n\['kvq-private-[^']*'\]$")
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertIn("started one for this process alone", err)
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_ends_with_a_killed_program(self):
+        """In mid-step. The next one that starts a daemon, a minute later, removes the folder."""
+        process = self.start("""
+client = kvq.Client()
+queue = client.queue()
+step = queue.step([client.session([kvq.Layer(2, 1, 64)], "f16")], tokens=1)
+print(kvq.private_daemon(), flush=True)
+time.sleep(600)
+""")
+        directory = process.stdout.readline().strip()
+        process.kill()
+        process.communicate()
+        lock = os.path.join(directory, "kvqd.lock")
+        self.wait_for_end(lock)
+        self.run_to_end("kvq.private_daemon()")
+        self.assertEqual(os.listdir(self.folder),
+                         [os.path.basename(os.path.dirname(directory))])
+        os.utime(lock, (1, 1))
+        self.run_to_end("kvq.private_daemon()")
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_who_gets_one(self):
+        """A program that names a daemon, or says private=False, gets no daemon of its own."""
+        for code, env in (("kvq.Client('/nowhere')", {}), ("kvq.Client(private=False)", {}),
+                          ("kvq.Client()", {"KVQ_RUNTIME_DIR": "/nowhere"})):
+            status, _, err = self.run_to_end(code, **env)
+            self.assertEqual(status, 1)
+            self.assertIn("E_NO_DAEMON", err)
+            self.assertNotIn("started", err)
+        self.assertEqual(self.run_to_end("kvq.Client('/nowhere', private=True)")[0], 1)
+
+    def test_options(self):
+        code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))
+held = [os.dup(0) for _ in range(1100)]  # a program with many descriptors
+kvq.private_daemon(max_clients=1)
+a = kvq.Client()
+try:
+    kvq.Client()
+except kvq.Error as error:
+    print(error.text)
+try:
+    kvq.private_daemon(max_clients=2)
+except ValueError as error:
+    print(error)
+"""
+        status, out, err = self.run_to_end(code)
+        self.assertEqual(status, 0, err)
+        limit, other = out.splitlines()
+        self.assertIn("max_clients", limit)
+        self.assertIn("ask before the first Client", other)
+        status, _, err = self.run_to_end("kvq.private_daemon(pool_bites=1)")
+        self.assertEqual(status, 1)
+        self.assertIn("the nearest is --pool-bytes", err)
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_without_a_program(self):
+        status, _, err = self.run_to_end("kvq.Client()", KVQ_BIN_DIR="/nowhere")
+        self.assertEqual(status, 1)
+        self.assertIn("there is no kvqd to start", err)
