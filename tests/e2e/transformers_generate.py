@@ -153,6 +153,19 @@ class Attached(Case):
                 self.same_tokens(self.eager, want, self.model.generate(ids, **STEPS, **options))
                 self.assertLessEqual(self.found() - before, 256)  # the assistant's
 
+    def test_an_early_exit(self):
+        """Drafts of the model's own first layers are served, and where one fails, the model has
+        all of its layers again, which transformers does not see to."""
+        ids, options = prompt(40, 11), {**STEPS, "assistant_early_exit": 1}
+        want = self.eager.generate(ids, **STEPS)
+        for cache in ({}, {"past_key_values": self.cache(self.model)}):
+            self.same_tokens(self.eager, want, self.model.generate(ids, **options, **cache))
+        with unittest.mock.patch.object(self.model.model.layers[0], "forward",
+                                        side_effect=ZeroDivisionError):
+            self.assertRaises(ZeroDivisionError, self.model.generate, ids, **options)
+        self.assertEqual(self.model.config.num_hidden_layers, SIZES["num_hidden_layers"])
+        self.check(ids)
+
     def test_more_than_ids(self):
         """A call whose tokens have another K than their ids say, because of positions, types or
         images, begins with nothing and leaves nothing for others."""

@@ -290,6 +290,18 @@ class Refused(Case):
         model.config.num_hidden_layers += 1
         self.still_serves(cache, model)
 
+    def test_an_early_exit_of_generate(self):
+        """transformers leaves the model with the layers of a draft that failed. Caches refuse it
+        then: the answers would be those of fewer layers, and nobody would be told."""
+        model = copy.deepcopy(self.model)
+        self.refused("KvqCache", model.generate, self.ids, past_key_values=self.cache(model),
+                     max_new_tokens=2, assistant_early_exit=1)
+        self.assertEqual(model.config.num_hidden_layers, 1)
+        self.refused("set num_hidden_layers back to 3", self.cache, model)
+        self.refused("set num_hidden_layers back to 3", attach, model)
+        model.config.num_hidden_layers = 3
+        self.still_serves(self.cache(model), model)
+
     def test_another_model(self):
         _, model = models("llama")
         _, other = models("llama", torch.float16)

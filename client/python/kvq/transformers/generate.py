@@ -16,7 +16,8 @@ from kvq.configuration import rope_by_length
 from .cache import CACHE_NAMES, KvqCache, cache_among, cache_name
 from .masks import tensors_besides
 from .table import (
-    BY_CALL, Table, adapted, check_prefix, chosen_by_call, learned_prompt, refuse, text_config)
+    BY_CALL, Table, adapted, check_prefix, chosen_by_call, early_exit, learned_prompt, refuse,
+    text_config)
 
 
 # What asks for assisted decoding, which hands over the whole prompt, whatever the cache has of it.
@@ -100,7 +101,8 @@ class _Attached:
         asked = _Asked(self, inputs, generation_config, given)
         if asked.makes_its_own():
             try:
-                return plain.generate(inputs, generation_config, *rest, **given)
+                with early_exit(self, asked.option("assistant_early_exit")):
+                    return plain.generate(inputs, generation_config, *rest, **given)
             except BaseException:
                 if isinstance(cache_among(given), KvqCache):  # Ctrl-C: PyTorch calls no hooks
                     _quietly(cache_among(given).abort)
@@ -118,7 +120,8 @@ class _Attached:
         given[cache_name(self)] = cache
         done = None
         try:
-            done = plain.generate(inputs, generation_config, *rest, **given)
+            with early_exit(self, asked.option("assistant_early_exit")):
+                done = plain.generate(inputs, generation_config, *rest, **given)
             return done
         except BaseException:
             _quietly(cache.abort)

@@ -2,6 +2,7 @@
 """What a model's attention is like, layer by layer, and which models are refused."""
 import hashlib
 import weakref
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from kvq.client import MAX_HEAD_DIM
 from kvq.configuration import identity, rope_by_length
 
 KINDS = {"full_attention", "sliding_attention"}
+EARLY_EXIT = "_kvq_early_exit"  # a model's attribute: with how many layers it drafts now
 
 
 def refuse(why):
@@ -56,7 +58,8 @@ def shape(config):
 
 
 def attention_modules(model, layers):
-    """The module of each layer's attention, by its number."""
+    """The module of each layer's attention, by its number. The configuration may not have fewer:
+    the model would compute these alone, and nobody would be told."""
     found = {}
     for module in model.modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx") \
@@ -66,7 +69,33 @@ def attention_modules(model, layers):
     if missing:
         refuse(f"layers {missing[:8]} of this {type(model).__name__} have no attention that says "
                "its layer_idx and scaling; models whose layers all attend are served")
+    kinds = {type(found[i]) for i in range(layers)}
+    most = max(i + 1 for i, m in found.items() if isinstance(i, int) and type(m) in kinds)
+    if most > layers and layers != getattr(model, EARLY_EXIT, None):
+        refuse(f"this {type(model).__name__} has {most} layers, and its configuration says "
+               f"num_hidden_layers={layers}: the others would be left out. generate() with "
+               "assistant_early_exit leaves it so where it fails in between, and fails with a "
+               "KvqCache for lack of another one (attach(model) serves it): set "
+               f"num_hidden_layers back to {most} in the model's configuration "
+               "(model.config.get_text_config())")
     return [found[i] for i in range(layers)]
+
+
+@contextmanager
+def early_exit(model, layers):
+    """While generate() drafts with a model's first `layers` layers (None: with none such): by the
+    configuration, which transformers does not set back where a draft fails."""
+    if layers is None:
+        yield
+        return
+    config = text_config(model)
+    have = config.num_hidden_layers
+    setattr(model, EARLY_EXIT, layers)
+    try:
+        yield
+    finally:
+        config.num_hidden_layers = have
+        delattr(model, EARLY_EXIT)
 
 
 BY_CALL = "adapter_names", "alora_offsets"  # PEFT's: what a call chooses adapters by
