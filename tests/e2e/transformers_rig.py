@@ -46,6 +46,8 @@ FAMILIES = {  # the class of the configuration, and what differs from SIZES
     "gemma_small": ("Gemma3TextConfig", {"sliding_window": WINDOW, "head_dim": 48,
                                          "query_pre_attn_scalar": 48,
                                          "sliding_window_pattern": 2}),
+    "exaone4": ("Exaone4Config", {"sliding_window": WINDOW, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"]}),
     "gpt_neox": ("GPTNeoXConfig", {"hidden_size": 256, "head_dim": None,
                                    "num_key_value_heads": None}),
 }

@@ -199,6 +199,8 @@ class Table:
     def _window(self, module):
         window = getattr(module, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
+        if kinds and kinds[module.layer_idx] == "full_attention":  # EXAONE 4 has the field anyway
+            return 0
         if not hasattr(module, "sliding_window") and (
                 not kinds or kinds[module.layer_idx] == "sliding_attention"):
             window = getattr(self.config, "sliding_window", None)
