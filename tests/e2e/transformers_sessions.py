@@ -121,7 +121,7 @@ class Sessions(Case):
         other.model.layers[1].mlp.up_proj.weight.data += 0.01
         error = self.fails(kvq.Code.E_EXISTS, self.cache, other, name="one")
         if hasattr(error, "add_note"):
-            self.assertIn("samples of all parameters", error.__notes__[0])
+            self.assertIn("all values of all parameters", error.__notes__[0])
         cache = self.cache(self.model, name="one")
         self.assertEqual(cache.get_seq_length(), 9)
         self.fails(kvq.Code.E_BUSY, self.cache, self.model, name="one",
@@ -145,6 +145,26 @@ class Sessions(Case):
             setattr(model.config, name, value)
             self.assertNotEqual(seen(model), before)
             before = seen(model)
+
+    def test_a_few_weights(self):
+        """One value, also where PyTorch does not count that it is written, and what changes its
+        place with another, make another model; all as it was is the same one."""
+        seen, model = kvq.transformers.table.fingerprint, copy.deepcopy(self.model)
+        before, table = seen(model), model.get_input_embeddings().weight
+        was = table.detach().clone()
+        for rows, columns in (([77], [3]), ([77, 78], [3]), ([77], [3, 5]), ([77], [2, 3])):
+            with self.subTest(rows=rows, columns=columns):
+                at = torch.meshgrid(torch.tensor(rows), torch.tensor(columns), indexing="ij")
+                values = table.data[at].flatten()
+                changed = values.roll(1) if len(values) > 1 else values + 1e-3
+                table.data[at] = changed.reshape(at[0].shape)
+                self.assertNotEqual(seen(model), before)
+                table.data.copy_(was)
+                self.assertEqual(seen(model), before)
+        model.half()
+        halves = seen(model)
+        model.lm_head.weight.data[-1, -1] *= 2  # of bytes that are no whole sum, too
+        self.assertNotEqual(seen(model), halves)
 
     def test_adapters_and_quantized_weights(self):
         """Models tell what they compute K and V with: an adapter that is switched, switched off or

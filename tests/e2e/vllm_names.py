@@ -42,15 +42,16 @@ class Names(unittest.TestCase):
                 model_config=model, load_config=SimpleNamespace(load_format="auto")), None)
 
     def test_weights(self):
-        """A change of one small tensor between large ones, as of a norm or a bias, is another
-        model; what is no safetensors file is looked at whole."""
-        def saved(changed):
+        """A change of one small tensor between large ones, as of a norm or a bias, or of a few
+        values of a large one, is another model, and so is what has changed its place."""
+        def saved(changed, at=-1):
             def write(path):
                 header, data = {}, b""
                 for i in range(9):
                     piece = bytes([i]) * (40 if i % 2 else 300000)
                     if i == changed:
-                        piece = piece[:-1] + b"x"
+                        piece = bytearray(piece)
+                        piece[at] = ord("x")
                     header[f"t{i}"] = {"dtype": "U8", "shape": [len(piece)],
                                        "data_offsets": [len(data), len(data) + len(piece)]}
                     data += piece
@@ -66,6 +67,7 @@ class Names(unittest.TestCase):
             return write
         names = [self.of_weights(saved(i)) for i in (None, 0, 1, 3, 7, 8)]
         names += [self.of_weights(other(tail)) for tail in (b"a", b"b")]
+        names += [self.of_weights(saved(2, at)) for at in (70000, 70001, 70008)]
         self.assertEqual(len(set(names)), len(names))
         self.assertEqual(names[0], self.of_weights(saved(None)))
 

@@ -24,7 +24,7 @@ from .table import (
 
 CACHE_NAMES = "cache", "past_key_values"  # of the argument: from transformers 5.24 on, and before
 _FINGERPRINT = ("kvq.transformers' fingerprint is of the configuration (but for the version of "
-                "transformers and what concerns generate() alone), of samples of all parameters "
+                "transformers and what concerns generate() alone), of all values of all parameters "
                 "and saved buffers, and of PEFT's active adapters; one of them is another now, or "
                 "the session is of a kvq or a transformers that wrote these down otherwise: then "
                 "drop the session, or use another name")

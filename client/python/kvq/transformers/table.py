@@ -2,6 +2,7 @@
 """What a model's attention is like, layer by layer, and which models are refused."""
 import hashlib
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 import kvq
 from kvq.client import MAX_HEAD_DIM
 from kvq.configuration import identity, rope_by_length
+from kvq.digests import PIECE, sums
 
 KINDS = {"full_attention", "sliding_attention"}
 EARLY_EXIT = "_kvq_early_exit"  # a model's attribute: with how many layers it drafts now
@@ -281,11 +283,14 @@ class Table:
                    f"understood as {have} when the cache was made")
 
 
-def _sample(tensor):
-    """Bytes of up to 4,096 of a tensor's values, evenly spread."""
+def _pieces(tensor):
+    """The bytes of a tensor's values, a piece at a time; of one on a GPU, where no model is served,
+    a sample."""
     flat = tensor.detach().reshape(-1)
-    some = flat[::max(flat.numel() // 4096, 1)][:4096].contiguous()
-    return some.cpu().view(torch.uint8).numpy().tobytes()
+    if not flat.is_cpu:
+        flat = flat[::max(flat.numel() // 4096, 1)][:4096].cpu()
+    raw = flat.contiguous().view(torch.uint8).numpy()
+    return [raw[at:at + PIECE] for at in range(0, raw.nbytes, PIECE)]
 
 
 def _weights(model):
@@ -312,12 +317,16 @@ def _switches(module):
 
 def fingerprint(model):
     """Tells models apart whose keys and values differ: the configuration but for fields that change
-    neither, of every parameter and saved buffer its name, shape and up to 4,096 of its values, and
-    which adapters are active."""
+    neither, of every parameter and saved buffer its name, shape and sums over all of its bits, and
+    which adapters are active. Weights are looked at anew each time: PyTorch does not count what is
+    written to them through .data."""
     told = hashlib.sha256(identity(text_config(model)).encode())
-    for name, tensor in _weights(model):
-        told.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        told.update(_sample(tensor))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # NumPy sums on one thread
+        for name, tensor in _weights(model):
+            told.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            pieces = _pieces(tensor)
+            for found in (pool.map if len(pieces) > 1 else map)(sums, pieces):
+                told.update(found)
     for name, module in model.named_modules():
         for switch in _switches(module):
             told.update(f"{name} {switch}".encode())

@@ -2,22 +2,19 @@
 """What is asked of kvq in vLLM's configuration, and what is refused before an engine starts."""
 import glob
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from typing import Literal, Optional, Union, get_args, get_origin
 
 from ..client import MAX_HEAD_DIM
 from ..configuration import identity, rope_by_length
+from ..digests import PIECE, sums
 from . import CONNECTOR
 
 MOST_QUERIES = 32768  # tokens of one session in a request
 MOST_SESSIONS = 1024  # of a request
 _TORCH = Literal["torch"]
 _KINDS = {str: "a text", int: "an integer", bool: "true or false", _TORCH: "\"torch\""}
-_SAMPLES, _SAMPLE = 4, 4096  # of a tensor of weights: places, and bytes at each
-_PIECE = 1 << 22             # bytes that a file is read by
-_MOST_HEADER = 100 << 20     # bytes of a safetensors file's, which has no more
 
 
 def refuse(what, why, instead):
@@ -161,44 +158,16 @@ def _folder(model):
         return None
 
 
-def _tensors(file, size):
-    """Where each tensor of a safetensors file lies, [(first, end)], and the header; or None."""
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(size - 8, _MOST_HEADER):
-        return None
-    header = file.read(length)
-    try:
-        places = [entry["data_offsets"] for name, entry in json.loads(header).items()
-                  if name != "__metadata__"]
-        found = [(8 + length + int(a), 8 + length + int(b)) for a, b in places]
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    return (found, header) if all(8 <= a <= b <= size for a, b in found) else None
-
-
 def _digest_weights(digest, path):
-    """Samples of each tensor, so that no small one (a norm, a bias) is passed over; of files that
-    do not say where their tensors lie, all bytes."""
-    size = os.path.getsize(path)
-    digest.update(f"{os.path.basename(path)} {size}\n".encode())
+    """All bytes, since K and V of a token may depend on any of them."""
+    digest.update(f"{os.path.basename(path)} {os.path.getsize(path)}\n".encode())
     with open(path, "rb") as file:
-        found = _tensors(file, size) if path.endswith(".safetensors") else None
-        if found is None:
-            file.seek(0)
-            for piece in iter(lambda: file.read(_PIECE), b""):
-                digest.update(piece)
-            return
-        digest.update(found[1])
-        for first, end in found[0]:
-            last = max(end - _SAMPLE, first)
-            for i in range(_SAMPLES if last > first else 1):
-                at = first + (last - first) * i // (_SAMPLES - 1)
-                file.seek(at)
-                digest.update(file.read(min(_SAMPLE, end - at)))
+        for piece in iter(lambda: file.read(PIECE), b""):
+            digest.update(sums(piece))
 
 
 def model_name(config, told):
-    """What tells models apart whose K and V differ: the configuration, and samples of all tensors
+    """What tells models apart whose K and V differ: the configuration, and all bytes of the files
     of weights. `told` is the user's own word for it. None: it cannot be known."""
     model = config.model_config
     digest = hashlib.sha256()
