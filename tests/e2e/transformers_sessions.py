@@ -12,6 +12,7 @@ import tempfile
 import unittest
 import unittest.mock
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import e2e_rig
 from e2e_rig import kvq
@@ -668,6 +669,29 @@ class Saved(Case):
             self.ask(Thinking(), "bob", "And on Sundays?")
         with open(path, encoding="utf-8") as file:
             self.assertEqual(file.read(), kept)
+
+    def test_nothing_to_save(self):
+        """A save of nothing is told of, whatever the reason; so is one from another thread while a
+        forward is under way."""
+        model, ids = models("llama")[1], prompt(9)
+        unnamed = self.cache(model)
+        self.assertRaisesRegex(ValueError, "has no name", unnamed.save)
+        model(ids, past_key_values=unnamed)
+        self.assertRaisesRegex(ValueError, "has no name", unnamed.save)
+        cache = self.cache(model, name="not saved", on_detach="drop")
+        model(ids, past_key_values=cache)
+        cache.state.owner.take()
+        with self.assertRaises(RuntimeError), ThreadPoolExecutor() as other:
+            other.submit(cache.save).result()
+        cache.state.owner.leave()
+        cache.save()
+        cache.reset()
+        self.assertRaisesRegex(ValueError, "no session 'not saved' since", cache.save)
+        model(ids, past_key_values=cache)
+        cache.sessions[0].close()
+        self.assertRaisesRegex(ValueError, "sessions of this cache are closed", cache.save)
+        cache.close()
+        self.assertRaisesRegex(ValueError, "the cache, or .* is closed", cache.save)
 
     def test_another_daemon_goes_on(self):
         eager, model = models("llama")

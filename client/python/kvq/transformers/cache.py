@@ -325,10 +325,11 @@ class KvqCache(Cache):
         self.state.owner.take()
         self.state.over(failed=True)
 
+    @_alone
     def save(self) -> None:
-        """Saves a named session to the daemon's storage; returns when that is durable."""
-        for session in self.state.rows.sessions:
-            session.save()
+        """Saves a named session to the daemon's storage; returns when that is durable. ValueError
+        where there is none: of a cache without a name, or one that was reset or closed."""
+        self.state.rows.save()
 
     @_alone
     def __deepcopy__(self, _):

@@ -301,6 +301,20 @@ class Rows:
             raise
 
     @in_turn
+    def save(self):
+        """Saves the session with a name."""
+        self.check_there()
+        self.abort()
+        if not self.options.get("name"):
+            raise ValueError("the cache has no name, under which its tokens could be found again: "
+                             "make it with name=")
+        if not self.sessions:
+            raise ValueError(f"there is no session {self.options['name']!r} since the cache was "
+                             "reset; its next forward makes one")
+        for session in self.sessions:
+            session.save()
+
+    @in_turn
     def drop(self):
         """Ends all sessions: those with names are destroyed."""
         self.abort()
