@@ -388,6 +388,31 @@ class Llama(Case):
         self.assertEqual(cache.get_seq_length(), 0)
         self.same_logits(self.logits("llama", ids), model(ids, past_key_values=cache).logits)
 
+    def test_rows_that_are_not_there(self):
+        """Before anything is forked: the rows are as they were, each with a session of its own. Nor
+        can a cache be left without rows, whose next forward would begin with wrong positions."""
+        _, model = models("llama")
+        ids, more = prompt(10, rows=2), prompt(4, 2, rows=2)
+        cache = self.cache(model)
+        model(ids, past_key_values=cache)
+        before = [s.handle for s in cache.sessions]
+        for wrong in ([1, -1], [0, 2], [0.0, 1.0], [True, False]):
+            with self.assertRaisesRegex(IndexError, "has 2 rows, 0 to 1"):
+                cache.reorder_cache(torch.tensor(wrong))
+        for call, rows in ((cache.reorder_cache, torch.tensor([])),
+                           (cache.batch_repeat_interleave, 0), (cache.batch_repeat_interleave, -1),
+                           (cache.batch_select_indices, torch.tensor([False, False]))):
+            self.assertRaisesRegex(ValueError, "none of the cache's 2 rows would stay", call, rows)
+        self.assertEqual([s.handle for s in cache.sessions], before)
+        cache.batch_select_indices(torch.tensor([-2, -1]))  # as of any tensor: the first two
+        self.same_logits(self.logits("llama", torch.cat([ids, more], 1))[:, 10:],
+                         model(more, past_key_values=cache).logits)
+        for session in cache.sessions:
+            session.close()
+        cache.state.rows.sessions = []
+        self.assertRaisesRegex(ValueError, "14 tokens and no session", model, more,
+                               past_key_values=cache)
+
     def test_assistant(self):
         """Another model drafts, by eager attention and with a cache of transformers' own."""
         eager, _ = models("llama")

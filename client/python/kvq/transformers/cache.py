@@ -292,12 +292,12 @@ class KvqCache(Cache):
 
     @_alone
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes row i a fork of row beam_idx[i]: an integer tensor [rows]."""
+        """Makes row i a fork of row beam_idx[i]: an integer tensor [rows], from 0 on."""
         self.state.rows.select(beam_idx.tolist())
 
     @_alone
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Makes `repeats` forks of each row, one behind the other."""
+        """Makes each row `repeats` rows, at least 1, one behind the other."""
         rows = self.state.rows
         rows.select([i for i in range(len(rows.sessions)) for _ in range(repeats)])
 

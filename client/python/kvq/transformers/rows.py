@@ -217,7 +217,17 @@ class Rows:
         there, and closes the sessions of rows that are not."""
         self.check_there()
         self.abort()
-        if not self.sessions or list(indices) == list(range(len(self.sessions))):
+        have = len(self.sessions)
+        if not have:
+            return
+        wrong = [i for i in indices if type(i) is not int or not 0 <= i < have]
+        if wrong:
+            raise IndexError(f"row {wrong[0]!r} is asked for; this cache has {have} rows, 0 to "
+                             f"{have - 1}")
+        if not indices:
+            raise ValueError(f"none of the cache's {have} rows would stay: close() or reset() it "
+                             "instead")
+        if list(indices) == list(range(have)):
             return
         if self.options.get("name"):
             refuse("the session has a name, which one row has; beams and batches need a cache "
@@ -385,6 +395,8 @@ class Rows:
                    f"takes {MOST_ROWS} rows with {MOST_TOKENS} each (generate() cuts prompts into "
                    "pieces with prefill_chunk_size)")
         if not self.sessions:
+            if self.seen:  # positions of this forward were made for these tokens
+                raise ValueError(f"the cache has {self.seen} tokens and no session: reset() it")
             self._open_anew(batch, key.dtype, max(counts))
         if key.dtype != self.dtype:
             refuse(f"the cache was begun with {self.dtype}, this forward has {key.dtype}")
