@@ -22,7 +22,8 @@ from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
 from python_forks import Forks
 from python_hints import Hints
 from python_private import Private
-from python_work import Buffers, Failures, InUse, Interrupts, Queues, Readers, Tickets
+from python_work import (
+    Buffers, Failures, InUse, Interrupts, Queues, Readers, Readings, Tickets)
 
 from kvq import _ffi
 
@@ -685,5 +686,5 @@ class Examples(Test):
 
 if __name__ == "__main__":
     sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Failures, Forks, InUse,
-                          Interrupts, Queues, Readers, Private, Captures, WithoutGpu, OnGpu,
-                          Examples], __doc__))
+                          Interrupts, Queues, Readers, Readings, Private, Captures, WithoutGpu,
+                          OnGpu, Examples], __doc__))

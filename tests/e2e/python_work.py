@@ -53,6 +53,36 @@ class Readers(Test):
             writer.drop()
 
 
+class Readings(Test):
+    """Reading more than there is."""
+
+    def test_the_room_for_it(self):
+        """Is that for the tokens that are there, and a large one is given back."""
+        tokens = Tokens(1, 300)
+        session = self.client.session(tokens.rows, "f16")
+        tokens.feed(self.queue, session, 300)
+        queue = self.client.queue()
+        for asked in (301, 1 << 20, 2**32 - 1):
+            k, v = queue.read(session, 0, 100, asked)
+            self.assertEqual((k.shape, v.shape), ((200, 2, 128),) * 2)
+            self.assertLess(np.abs(k - tokens.k[0, 100:300]).max(), 1e-2)
+        self.assertLess(queue._staging.nbytes, 1 << 20)
+        self.assertEqual(queue.read(session, 0, 300, 2**32 - 1)[0].shape, (0, 2, 128))
+        self.fails(kvq.Code.E_POSITION, queue.read, session, 0, 301, 5)
+        with unittest.mock.patch.object(kvq.work, "KEPT", 1000):
+            self.assertEqual(queue.read(session, 0, 0, 20)[0].shape, (20, 2, 128))
+        self.assertIsNone(queue._staging)
+        self.assertEqual(queue.read(session, 0, 7, 20)[0].shape, (20, 2, 128))
+
+    def test_a_count_that_is_behind(self):
+        """Of a session whose step was ended past its object."""
+        tokens = Tokens(1, 300)
+        session = self.client.session(tokens.rows, "f16")
+        tokens.feed(self.queue, session, 300)
+        session.tokens = 10
+        self.assertEqual(self.queue.read(session, 0, 5, 200)[0].shape, (200, 2, 128))
+
+
 class Queues(Test):
     def test_one_more_than_a_client_has(self):
         """The refusal says what to do, and doing it helps."""

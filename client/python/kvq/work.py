@@ -33,6 +33,7 @@ OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_atten
               "step": 11}
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
+KEPT = 64 << 20  # bytes of a staging buffer that a queue keeps behind a read
 NANS = {F16: 0x7e00, BF16: 0x7fc0, F32: 0x7fc00000}
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -385,7 +386,7 @@ class Queue:
             if session.read_only:  # its writer goes on without our being told
                 session.refresh()
             tokens = max(session.tokens - start, 0)
-        tokens = integer("tokens", tokens)
+        tokens = self._there(session, start, integer("tokens", tokens))
         row = session.layer(integer("layer", layer))
         shape = (row.kv_heads, row.head_dim, row.dim_of_v)
         kind = numpy_dtype(dtype)
@@ -400,7 +401,20 @@ class Queue:
         check(lib.kvq_read(self.pointer, byref(work), entries.ctypes.data, 1), entries)
         count = int(entries["value"][0])
         first = int((marks != NANS[dtype_code(dtype)]).argmax()) if count else 0
-        return tuple(array[first:first + count].copy() for array, _, _ in placed)
+        result = tuple(array[first:first + count].copy() for array, _, _ in placed)
+        if self._staging is not None and self._staging.nbytes > KEPT:
+            staging, self._staging = self._staging, None
+            staging.close()
+        return result
+
+    @staticmethod
+    def _there(session, start, tokens):
+        """How many tokens a read has to ask for: no more than the session may have from start on,
+        since there is room for all that are asked for. At least 1, if any are, so that the daemon
+        says whether start is right. Of a session that has gone on without us the daemon knows."""
+        if start + tokens > session.tokens:
+            tokens = min(tokens, max(session.info()["tokens"] - start, 1))
+        return tokens
 
 
 def make_work(fields: Dict[str, Any]) -> Tuple[_ffi.Work, Dict[str, Any]]:
