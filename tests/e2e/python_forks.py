@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forked processes; python.py runs these."""
+"""Forked processes, and clients that are let go of; python.py runs these."""
+import ctypes
+import gc
 import os
 import select
 import signal
 
 import e2e_rig
 from e2e_rig import Test, Tokens, kvq, np
+
+from kvq._ffi import lib
 
 
 def in_child(call):
@@ -119,3 +123,77 @@ class Forks(Test):
                 assert session.refresh() == 5
         self.assertEqual(in_child(work), "done")
         self.check_parent()
+
+
+class LetGo(Test):
+    """Clients that nobody has closed."""
+
+    def setUp(self):
+        super().setUp()
+        self.others = len(self.daemon.ctl("client", "list"))
+        gc.disable()  # it is told when to collect
+        self.addCleanup(gc.enable)
+
+    def left(self):
+        """How many clients the daemon has more than before; it takes one down before its end of the
+        connection closes."""
+        return len(self.daemon.ctl("client", "list")) - self.others
+
+    def test_with_all_that_it_has(self):
+        class Engine:
+            def __init__(self, client):
+                self.client, self.queue = client, client.queue()
+                self.local, self.session = self.queue.local(), client.session(tokens.rows, "f16")
+                self.array = client.array((4, 4))
+                tokens.feed(self.queue, self.session, 5)
+
+            def __del__(self):
+                closed.append(self.client.pointer.value is None or bool(self.local.close()))
+                self.queue.close()
+                self.session.close()
+                self.client.close()
+        tokens, closed = Tokens(1, 5), []
+        engine = Engine(self.daemon.client())
+        array = engine.array
+        array[...] = 3
+        self.assertEqual(self.left(), 1)
+        del engine
+        gc.collect()
+        self.assertEqual(len(closed), 1)
+        self.assertEqual(self.left(), 0)
+        self.assertEqual(float(array.sum()), 48)  # the mapping is the array's
+
+    def test_without_an_end_of_its_own(self):
+        client = self.daemon.client()
+        queue, buffer = client.queue(), client.buffer(4096, daemon_made=True)
+        session = client.session(Tokens(1, 5).rows, "f16")
+        del client, queue, buffer
+        gc.collect()
+        self.assertEqual(self.left(), 1)  # the session refers to it
+        del session
+        gc.collect()
+        self.assertEqual(self.left(), 0)
+
+    def test_while_arrays_are_there(self):
+        """Of memory of the daemon's: the client stays, else they would be of nothing."""
+        client = self.daemon.client()
+        pointer = client.pointer
+        array = client.buffer(4096, daemon_made=True).array((4,))
+        del client
+        gc.collect()
+        array[...] = 5
+        self.assertEqual(float(array.sum()), 20)
+        lib.kvq_disconnect(ctypes.byref(pointer))  # the test's own: no array is looked at again
+
+    def test_in_a_forked_process(self):
+        """It is the parent's, and stays."""
+        kept = [self.daemon.client()]
+        kept.append(kept[0].queue())
+
+        def let_go():
+            kept.clear()
+            gc.collect()
+        self.assertEqual(in_child(let_go), "done")
+        kept[1].nop()
+        self.assertEqual(self.left(), 1)
+        kept[0].close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import weakref
 from contextlib import ExitStack, contextmanager, suppress
 from ctypes import byref, c_uint8, c_uint32, c_uint64, c_void_p
@@ -181,7 +182,9 @@ def make_spans(spans: Sequence[Span]) -> Any:
 class Client:
     """A connection to kvqd. Any number of threads may use it; each needs a Queue of its own. It is
     for the process that made it: in a forked one calls raise ValueError, and close() of it and of
-    what it has made only lets go.
+    what it has made only lets go. Close it, or use it as a context manager: one that nothing refers
+    to any more, nor to its queues, sessions and buffers, is closed when Python collects it, which
+    may be late. While arrays of a buffer that the daemon made are there it stays open.
 
     runtime_dir names the daemon's directory, else KVQ_RUNTIME_DIR. Without either it is the
     machine's daemon, or, where none is running, one that is started for this process
@@ -434,6 +437,13 @@ class Client:
                 local._forget()
         self._forget()
         self.pointer = c_void_p()
+
+    def __del__(self) -> None:
+        # Nobody is in a call: who is refers to it. At the interpreter's end daemon threads may be,
+        # and the connection ends with the process.
+        if not sys.is_finalizing() and getattr(self, "pointer", None):
+            with suppress(Exception):  # arrays refer to memory of the daemon's: it stays, then
+                self.close()
 
     def __enter__(self) -> Client:
         return self
