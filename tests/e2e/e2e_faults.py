@@ -142,7 +142,7 @@ class DeadDaemon(Test):
             self.assertLess(end["at"] - killed, 1.0)
             self.assertEqual(child.hear(), kvq.Code.E_DISCONNECTED)  # and from then on
             child.end()
-        self.fails(kvq.Code.E_DISCONNECTED, self.queue.nop, text="kvq_reattach")
+        self.fails(kvq.Code.E_DISCONNECTED, self.queue.nop, text="Client.reattach()")
         self.fails(kvq.Code.E_DISCONNECTED, self.client.session, Tokens(1, 1).rows, "f16")
 
     def test_reattach_after_restart(self):

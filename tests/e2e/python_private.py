@@ -82,6 +82,40 @@ time.sleep(600)
         self.run_to_end("kvq.private_daemon()")
         self.assertEqual(os.listdir(self.folder), [])
 
+    def test_one_that_was_killed(self):
+        """Its client attaches again to another one in its place, with the options of the first.
+        Other clients find it, too."""
+        code = """
+kvq.private_daemon(max_clients=2)
+client = kvq.Client()
+session = client.session([kvq.Layer(2, 1, 64)], "f16")
+for again in (client.reattach, kvq.Client):
+    kvq.private._running.process.kill()
+    try:
+        while True:
+            client.info(), session.info()
+    except kvq.Error as error:
+        print(error)
+    print(again() if again == client.reattach else "a client")
+    print(client.reattach(), session.handle)
+    session = client.session([kvq.Layer(2, 1, 64)], "f16")
+others = [kvq.Client()]
+try:
+    others.append(kvq.Client())
+except kvq.Error as error:
+    print(error.text)
+"""
+        status, out, err = self.run_to_end(code)
+        self.assertEqual(status, 0, err)
+        first, again, alike, second, other, restarted, limit = out.splitlines()
+        for said in (first, second):
+            self.assertRegex(said, r"^E_DISCONNECTED: .*; Client.reattach\(\) connects again$")
+        self.assertEqual((again, alike), ("(True, 1)", "(False, 0) 0"))
+        self.assertEqual((other, restarted), ("a client", "(True, 1) 0"))
+        self.assertIn("max_clients", limit)
+        self.assertEqual(err.count("has ended (status -9); starting another"), 2, err)
+        self.assertEqual(os.listdir(self.folder), [])
+
     def test_who_gets_one(self):
         """A program that names a daemon, or says private=False, gets no daemon of its own."""
         for code, env in (("kvq.Client('/nowhere')", {}), ("kvq.Client(private=False)", {}),

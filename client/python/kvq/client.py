@@ -22,7 +22,7 @@ from .checks import Gate, choice, integer, integers, number, text
 from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
 from .hints import Array, CudaTensor, Ids, Shape, Span
-from .private import private_daemon
+from .private import private_daemon, start_again
 from .work import Queue
 
 MAX_HEAD_DIM = 256  # kvqd stores heads of up to 64, 128 and 256 dimensions as these
@@ -196,6 +196,7 @@ class Client:
                  name: Optional[str] = None, timeout_ms: SupportsIndex = 0,
                  spin_us: SupportsIndex = 0, private: Optional[bool] = None) -> None:
         self.pointer = c_void_p()
+        self._private: Optional[str] = None  # the directory of this process's own daemon
         self._connection = 0  # which one it is: reattach() makes the next
         self._gate = Gate("client")
         self._buffers: List[Buffer] = []
@@ -214,8 +215,11 @@ class Client:
         if not private:
             code = lib.kvq_connect(byref(options), byref(self.pointer))
         if code == Code.E_NO_DAEMON and (private or private is None and not told):
-            options.runtime_dir = text("runtime_dir", private_daemon())
+            self._private = private_daemon()
+            options.runtime_dir = text("runtime_dir", self._private)
             code = lib.kvq_connect(byref(options), byref(self.pointer))
+            if code == Code.E_NO_DAEMON and start_again(self._private):  # it was about to end
+                code = lib.kvq_connect(byref(options), byref(self.pointer))
         check(code)
 
     def control(self, function: Callable[..., int], *arguments: Any) -> None:
@@ -378,10 +382,13 @@ class Client:
     def reattach(self) -> Tuple[bool, int]:
         """Connects again after E_DISCONNECTED. Returns (restarted, lost): whether the daemon was
         restarted, and how many session handles are lost. Queues and buffers go on working. Sessions
-        are as closed: open named ones again."""
+        are as closed: open named ones again. A daemon of this process's own is started again if it
+        has ended."""
         lost = c_uint32()
         with self._alone():
             code = lib.kvq_reattach(self.pointer, byref(lost))
+            if code == Code.E_NO_DAEMON and self._private and start_again(self._private):
+                code = lib.kvq_reattach(self.pointer, byref(lost))
             if code in (Code.OK, Code.E_EPOCH):
                 self._connection += 1
                 for queue in self._queues:  # the library has cancelled what was under way

@@ -91,7 +91,8 @@ class Error(Exception):
 
 def last_text() -> str:
     """What went wrong in this thread's last failed call."""
-    return lib.kvq_error_text().decode(errors="replace")
+    said = lib.kvq_error_text().decode(errors="replace")
+    return said.replace("kvq_reattach", "Client.reattach()")  # what there is to call here
 
 
 def check(code: int, entries: Optional[Entries] = None) -> None:

@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from typing import Optional
 
 from .errors import Code, Error
@@ -73,7 +74,10 @@ def _sweep(parent):
 
 
 class _Daemon:
-    def __init__(self, options):
+    """A daemon, in a folder that it makes, or in that of one that has ended, whose clients find it
+    there."""
+
+    def __init__(self, options, folder=None):
         self.options = options
         self.pid = os.getpid()
         self.process = None  # until it is started
@@ -84,7 +88,9 @@ class _Daemon:
                         "directory by Client(runtime_dir) or KVQ_RUNTIME_DIR")
         parent = _parent()
         _sweep(parent)
-        self.folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)  # its log, and its directory
+        if not folder or not os.path.isdir(folder):
+            folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        self.folder = folder  # its log, and its directory
         self.directory = os.path.join(self.folder, "run")
         self.log = os.path.join(self.folder, "kvqd.log")
         flags = [x for name, value in options.items()
@@ -93,7 +99,7 @@ class _Daemon:
         ready, told = os.pipe()
         try:
             # A session of its own: an interrupt from the terminal is for the program, not for it.
-            with open(self.log, "wb") as log:
+            with open(self.log, "ab") as log:
                 self.process = subprocess.Popen(
                     [kvqd, "--runtime-dir", self.directory, "--lifetime-fd", str(held),
                      "--http", "no", "--ready-fd", str(told), *flags],
@@ -121,6 +127,24 @@ class _Daemon:
     def lives(self):
         """Whether the daemon runs. A forked process cannot tell, and takes it for running."""
         return self.pid != os.getpid() or self.process.poll() is None
+
+    def has_ended(self):
+        """Whether the daemon, which answers no more, has ended; waits for that. A forked process
+        cannot tell."""
+        if self.pid != os.getpid():
+            return False
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END)
+        return not self.lives()
+
+    def succeeded(self):
+        """Another one, in its folder, in its place."""
+        _log.warning("kvq: the daemon of this process has ended (status %s); starting another",
+                     self.process.returncode)
+        if self.lifetime is not None:
+            os.close(self.lifetime)
+            self.lifetime = None
+        return _Daemon(self.options, self.folder)
 
     def stop(self):
         if self.lifetime is not None:
@@ -151,13 +175,25 @@ def private_daemon(**options: object) -> str:
                                  f"not with {options}: ask before the first Client")
             return _running.directory
         if _running:
-            _log.warning("kvq: the daemon of this process has ended (status %s); starting another",
-                         _running.process.returncode)
-            _running.stop()
-        _running = _Daemon(options)
+            _running.options = options or _running.options
+            _running = _running.succeeded()
+        else:
+            _running = _Daemon(options)
         _log.warning("kvq: no daemon is running; started one for this process alone, in %s (set "
                      "KVQ_RUNTIME_DIR to share one)", _running.directory)
         return _running.directory
+
+
+def start_again(directory: str) -> bool:
+    """Starts the daemon of that directory again, with the options that it had, if it was this
+    process's own and has ended. Whether one runs there now."""
+    global _running
+    with _lock:
+        if not _running or _running.directory != directory:
+            return False
+        if _running.has_ended():
+            _running = _running.succeeded()
+        return _running.directory == directory
 
 
 @atexit.register
