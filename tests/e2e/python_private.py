@@ -82,6 +82,34 @@ time.sleep(600)
         self.run_to_end("kvq.private_daemon()")
         self.assertEqual(os.listdir(self.folder), [])
 
+    def test_ends_while_a_step_is_open(self):
+        """The program's end, which the daemon would wait for, closes the step's client first."""
+        status, out, err = self.run_to_end("""
+client = kvq.Client()
+queue = client.queue()
+step = queue.step([client.session([kvq.Layer(2, 1, 64)], "f16")], tokens=1)
+stop = kvq.private._Daemon.stop
+kvq.private._Daemon.stop = lambda daemon: (print(client.pointer), stop(daemon))
+""")
+        self.assertEqual((status, out), (0, "c_void_p(None)"), err)
+        self.assertEqual(os.listdir(self.folder), [])
+
+    def test_ends_before_a_forked_process(self):
+        """Which holds the daemon: the program does not wait for its end, which would be a day."""
+        program = self.start("""
+kvq.private._END = 86400
+print(kvq.private_daemon(), flush=True)
+if os.fork() == 0:
+    sys.stdin.read()
+    os._exit(0)
+""")
+        lock = os.path.join(program.stdout.readline().strip(), "kvqd.lock")
+        self.assertEqual(program.wait(e2e_rig.BOUND), 0)
+        with open(lock, "rb") as file:
+            self.assertRaises(OSError, fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        program.communicate()
+        self.wait_for_end(lock)
+
     def test_one_that_was_killed(self):
         """Its client attaches again to another one in its place, with the options of the first.
         Other clients find it, too."""

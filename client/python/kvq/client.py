@@ -22,7 +22,7 @@ from .checks import Gate, choice, integer, integers, number, text
 from .errors import Code, Error, check, last_text
 from .gpu import DeviceBuffer
 from .hints import Array, CudaTensor, Ids, Shape, Span
-from .private import private_daemon, start_again
+from .private import clients, private_daemon, start_again
 from .work import Queue
 
 MAX_HEAD_DIM = 256  # kvqd stores heads of up to 64, 128 and 256 dimensions as these
@@ -221,6 +221,8 @@ class Client:
             if code == Code.E_NO_DAEMON and start_again(self._private):  # it was about to end
                 code = lib.kvq_connect(byref(options), byref(self.pointer))
         check(code)
+        if self._private:
+            clients.add(self)
 
     def control(self, function: Callable[..., int], *arguments: Any) -> None:
         """Calls a function of the library's that takes the client first. ValueError if the client

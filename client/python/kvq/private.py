@@ -18,8 +18,9 @@ import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from contextlib import suppress
-from typing import Optional
+from typing import Any, Optional
 
 from .errors import Code, Error
 
@@ -31,6 +32,7 @@ _LONGEST = 60       # bytes of its directory's path; a socket's path has at most
 _log = logging.getLogger("kvq")
 _lock = threading.Lock()
 _running = None
+clients: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process's daemon
 
 
 def _begin_anew():
@@ -95,15 +97,15 @@ class _Daemon:
         self.log = os.path.join(self.folder, "kvqd.log")
         flags = [x for name, value in options.items()
                  for x in ("--" + name.replace("_", "-"), str(value))]
-        held, self.lifetime = os.pipe()
+        self.held, self.lifetime = os.pipe()
         ready, told = os.pipe()
         try:
             # A session of its own: an interrupt from the terminal is for the program, not for it.
             with open(self.log, "ab") as log:
                 self.process = subprocess.Popen(
-                    [kvqd, "--runtime-dir", self.directory, "--lifetime-fd", str(held),
+                    [kvqd, "--runtime-dir", self.directory, "--lifetime-fd", str(self.held),
                      "--http", "no", "--ready-fd", str(told), *flags],
-                    pass_fds=[held, told], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    pass_fds=[self.held, told], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                     start_new_session=True)
             os.close(told)
             told = None
@@ -115,7 +117,7 @@ class _Daemon:
             self.stop()
             raise
         finally:
-            for fd in (held, ready, told):
+            for fd in (ready, told):
                 if fd is not None:
                     os.close(fd)
 
@@ -141,22 +143,31 @@ class _Daemon:
         """Another one, in its folder, in its place."""
         _log.warning("kvq: the daemon of this process has ended (status %s); starting another",
                      self.process.returncode)
-        if self.lifetime is not None:
-            os.close(self.lifetime)
-            self.lifetime = None
+        self._let_go()
         return _Daemon(self.options, self.folder)
 
+    def _let_go(self):
+        """Whether no process holds the daemon any more: nobody has an end of the pipe to write to
+        then, which its other end shows."""
+        if self.lifetime is None:
+            return True
+        os.close(self.lifetime)
+        self.lifetime = None
+        over = select.poll()
+        over.register(self.held, 0)
+        alone = bool(over.poll(0))
+        os.close(self.held)
+        return alone
+
     def stop(self):
-        if self.lifetime is not None:
-            os.close(self.lifetime)
-            self.lifetime = None
-        if self.pid != os.getpid():
-            return  # the process that started it, or the last one that was forked, ends it
+        alone = self._let_go()
+        if self.pid != os.getpid() or not alone:
+            return  # the last process that was forked ends it
         try:
             if self.process:
                 self.process.wait(_END)
         except subprocess.TimeoutExpired:
-            return  # a step is open, or much is saved: it ends once this process is gone
+            return  # much is saved: it ends behind this process
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -199,4 +210,7 @@ def start_again(directory: str) -> bool:
 @atexit.register
 def _end():
     if _running:
+        for client in list(clients):  # the daemon waits for steps that are open
+            with suppress(Exception):  # a thread is in a call: the process's end closes it
+                client.close()
         _running.stop()
