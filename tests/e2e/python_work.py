@@ -306,6 +306,21 @@ class Failures(Test):
                 os._exit(0 if kvq.private._lock.acquire(False) else 1)
         self.assertEqual(os.waitpid(child, 0)[1], 0)
 
+    def test_options_that_are_none(self):
+        """A flag is no word, an empty name is none, and a prefix is one session's."""
+        rows, ids = Tokens(1, 5).rows, np.ones((2, 200), np.int32)
+        for flag in ("read_only", "take_over", "must_exist"):
+            for value in ("no", 0, 1, None):
+                with self.assertRaisesRegex(TypeError, f"^{flag} is {value!r}; .* True or False"):
+                    self.client.session(rows, "f16", name="it", **{flag: value})
+        with self.assertRaisesRegex(ValueError, "^name is ''; "):
+            self.client.session(rows, "f16", name="")
+        with self.assertRaisesRegex(ValueError, r"shape \(2, 200\); expected the ids of one"):
+            self.client.session(rows, "f16", prefix=ids, model="m")
+        with self.client.session(rows, "f16", prefix=ids[:1], model="m", must_create=np.True_,
+                                 read_only=False) as session:
+            self.assertEqual((session.tokens, session.info()["name"]), (0, ""))
+
     def test_no_room_in_this_process(self):
         """The step stays for the sessions that found none, and ends when there is room."""
         tokens = Tokens(3, 1200)

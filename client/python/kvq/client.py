@@ -298,8 +298,17 @@ class Client:
         unknown = set(flags) - set(_FLAGS)
         if unknown:
             raise TypeError(f"unknown arguments: {', '.join(sorted(unknown))}")
+        for flag, value in flags.items():
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{flag} is {value!r}; it must be True or False")
+        if name == "":
+            raise ValueError("name is ''; a session without one has None, and nobody finds it")
         layers, rows = _rows(layers)
-        ids = integers("prefix", [] if prefix is None else prefix, np.int32).ravel()
+        ids = integers("prefix", [] if prefix is None else prefix, np.int32)
+        if ids.ndim > 1 and ids.size != ids.shape[-1]:
+            raise ValueError(f"prefix has shape {ids.shape}; expected the ids of one session, "
+                             "[tokens] or [1][tokens]")
+        ids = ids.ravel()
         spans = list(spans)
         described = _ffi.SessionOptions(
             ns=text("ns", ns), name=text("name", name), model=text("model", model),
