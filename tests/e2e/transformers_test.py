@@ -10,6 +10,7 @@ kvqd is, KVQ_SMOLLM2 where a GGUF file of SmolLM2-135M-Instruct is.
 """
 import contextlib
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -387,6 +388,28 @@ class Llama(Case):
         cache.reset()
         self.assertEqual(cache.get_seq_length(), 0)
         self.same_logits(self.logits("llama", ids), model(ids, past_key_values=cache).logits)
+
+    def test_more_caches_than_a_client_has(self):
+        """Those that nothing but themselves refers to are collected first; then it is said."""
+        model, made = models("llama")[1], []
+        gc.collect()
+        with self.daemon.client() as client:
+            def make():
+                return KvqCache(model, "16bit", client=client)
+            gc.disable()
+            try:
+                for _ in range(64):
+                    cache = make()
+                    cache.itself = cache
+                del cache
+                made = [make() for _ in range(64)]
+            finally:
+                gc.enable()
+            self.assertEqual(len(client._queues), 64)
+            self.fails(kvq.Code.E_LIMIT, make, text=("64 queues", "close() caches", "kvq.Client()"))
+            made.pop().close()
+            made.append(make())
+            self.assertEqual(len(client._queues), 64)
 
     def test_rows_that_are_not_there(self):
         """Before anything is forked: the rows are as they were, each with a session of its own. Nor

@@ -10,6 +10,7 @@ commits row by row: rows go back from it if another failed, so in a batch it has
 can be cropped.
 """
 import functools
+import gc
 import os
 import threading
 from contextlib import suppress
@@ -65,7 +66,7 @@ def shared_queue():
     global _shared
     client = shared_client()
     try:
-        return client, client.queue()
+        return client, _queue_of(client)
     except kvq.Error as error:
         if error.code != kvq.Code.E_DISCONNECTED:
             raise
@@ -78,7 +79,25 @@ def shared_queue():
             _retired.append(client)
     close_retired()
     client = shared_client()
-    return client, client.queue()
+    return client, _queue_of(client)
+
+
+def _queue_of(client):
+    """A queue for a cache. Where the client has as many as it can, those of caches that nothing
+    refers to any more, but for circles, are given back first."""
+    try:
+        return client.queue()
+    except kvq.Error as error:
+        if error.code != kvq.Code.E_LIMIT:
+            raise
+    gc.collect()
+    try:
+        return client.queue()
+    except kvq.Error as error:
+        if error.code != kvq.Code.E_LIMIT:
+            raise
+        raise kvq.Error(error.code, f"{error.text}. A KvqCache has a queue: close() caches that "
+                        "are done with, or make further ones with client=kvq.Client()") from None
 
 
 def close_retired():
@@ -138,7 +157,7 @@ class Rows:
         self.process = os.getpid()
         self.format, self.threads = options.pop("format"), options.pop("threads")
         self.max_tokens = max_tokens
-        self.client, self.queue = (client, client.queue()) if client else shared_queue()
+        self.client, self.queue = (client, _queue_of(client)) if client else shared_queue()
         self.local = None
         self.connection = None  # of the client's that the local is of
         self.broken = None      # or why the cache can only be closed or reset
