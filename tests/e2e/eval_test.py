@@ -247,7 +247,7 @@ class Command(Case):
         self.assertLess(5 * four["kl"], int2["kl"])
         self.assertLess(int2["kl"], gone["kl"])
         self.assertEqual([x["sizes"]["in_full"] for x in (gone, int2, two)], [CONTEXT % 128] * 3)
-        self.assertAlmostEqual(gone["sizes"]["bits"], 32 * (CONTEXT % 128) / CONTEXT)
+        self.assertAlmostEqual(gone["sizes"]["bits"], 16 * (CONTEXT % 128) / CONTEXT)
         self.assertAlmostEqual(int2["sizes"]["bits_packed"], 2.5)
 
     def test_dropped(self):
@@ -335,6 +335,12 @@ class Command(Case):
         self.assertEqual([(g["outside"], g["items"], g["right"]) for g in told["by_outside"]],
                          [("0%", 1, 1), ("up to 50%", 1, 0), ("50 to 90%", 1, 1),
                           ("90 to 100%", 1, 1)])
+        self.assertEqual([f"{g['right_low']:.3f} {g['right_high']:.3f}"
+                          for g in told["by_distance"]], ["0.095 0.905", "0.342 1.000"])
+        for right, n, low, high in ((0, 20, 0, 0.161), (7, 30, 0.118, 0.409), (20, 20, 0.839, 1)):
+            got = stats.wilson(right, n)
+            self.assertAlmostEqual(got[0], low, 3)
+            self.assertAlmostEqual(got[1], high, 3)
 
     def test_answers(self):
         """The reference says what generate() says; others are followed to where they part."""
@@ -367,6 +373,7 @@ class Command(Case):
         self.assertEqual([g["outside"] for g in rows["oscar2/exact"]["needles"]["by_outside"]],
                          ["50 to 90%", "90 to 100%"])
         page = self.read("parts", "report.md")
+        self.assertRegex(page, r"% \(\d+ to \d+%\) of 2, [\d.]+ bits")
         for words in ("## Needles", "300 tokens away", "50 to 90% outside", "## Long answers"):
             self.assertIn(words, page)
         self.assertEqual(self.command("parts", *arguments), made)

@@ -35,8 +35,8 @@ class Dropped(Side):
         return mask
 
     def nbytes(self) -> int:
-        """Of the tokens that are not gone."""
-        return self.models.values_at(self.in_full()) * self.models.reference.dtype.itemsize
+        """Of the tokens that are not gone, in 16 bits, as formats have theirs in full."""
+        return self.models.values_at(self.in_full()) * 2
 
     def in_full(self) -> int:
         """The unit that is being filled."""

@@ -18,6 +18,7 @@ from .models import Failed
 from .results import Results, key_of, rounded
 from .score import METHOD, Failures, Left, say
 from .sides import Side
+from .stats import wilson
 from .texts import beginning, encode
 
 DISTANCES = (64, 256, 1024, 3072)
@@ -108,9 +109,9 @@ def run(results: Results, sides: Sequence[Side], items: Sequence[Item], step: in
 
 def _recall(lines: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
     right = [all(c == "1" for c in line["right"]) for line in lines]
-    p = sum(right) / len(right)
-    return {"items": len(right), "right": p,
-            "right_error": float(np.sqrt(p * (1 - p) / len(right))),
+    low, high = wilson(sum(right), len(right))
+    return {"items": len(right), "right": sum(right) / len(right), "right_low": low,
+            "right_high": high,
             "tokens": float(np.mean([c == "1" for line in lines for c in line["right"]])),
             "bits": float(np.mean([line["bits"] for line in lines]))}
 

@@ -169,11 +169,13 @@ def needles(report: Dict[str, Any]) -> List[str]:
         for row in rows:
             found = {g[name]: g for g in row["needles"][by]}
             cells.append([name_of(row), row["path"], *(
-                f"{share(found[g]['right'], 0)} of {found[g]['items']}, "
+                f"{share(found[g]['right'], 0)} ({100 * found[g]['right_low']:.0f} to "
+                f"{share(found[g]['right_high'], 0)}) of {found[g]['items']}, "
                 f"{number(found[g]['bits'])} bits" if g in found else "-" for g in groups)])
         lines += [*table(("cache", "path", *(head.format(g) for g in groups)), cells), ""]
     return [*lines, "How many needles were found (each token of the answer is the likeliest one), "
-            "and the bits that the answer cost on the mean, for the reference first. \"Outside\" "
+            "between which shares the true one lies in 95 of 100 cases (Wilson's interval), and "
+            "the bits that the answer cost on the mean, for the reference first. \"Outside\" "
             "is the part of the cache that is not in full precision when the answer begins, so a "
             "format stands in the column of its window.", ""]
 
