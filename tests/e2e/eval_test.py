@@ -32,7 +32,8 @@ import torch
 import transformers
 
 import kvq.eval
-from kvq.eval import allocate, answers, needles, plots, report, results, score, stats, texts
+from kvq.eval import (
+    allocate, answers, command, needles, plots, report, results, score, stats, texts)
 from kvq.eval.controls import Dropped, Int2, rounded
 from kvq.eval.models import Models
 from kvq.eval.sides import Format, Side
@@ -608,6 +609,16 @@ class Command(Case):
         self.assertEqual([r["name"] for r in made["rows"] if "other_versions" in r], ["oscar4"])
         self.assertRegex(self.read("older", "report.md"),
                          r"other versions than these:\*\* `oscar4` \(exact\) by kvq 0\.0\.9, tran")
+
+    def test_the_version_of_a_checkout(self):
+        """Another build is another version, as in development."""
+        with unittest.mock.patch("importlib.metadata.version", side_effect=ImportError):
+            told = command.kvq_version(self.client)
+            self.assertRegex(told, r"^\d+\.\d+\.\d+ from a checkout, library [0-9a-f]{8}$")
+            with unittest.mock.patch.object(command, "_build", return_value="of another build"):
+                self.assertNotEqual(command.kvq_version(self.client), told)
+        with unittest.mock.patch("importlib.metadata.version", return_value="1.2"):
+            self.assertEqual(command.kvq_version(self.client), "1.2")
 
     def test_other_settings_are_other_measurements(self):
         first = self.command("settings", "--formats", "oscar2", "--windows", "1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import sys
@@ -100,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--reference", choices=("eager", "sdpa"), default="eager",
                    help="attention of the reference (%(default)s)")
     p.add_argument("--threads", type=_counting(1), default=1, metavar="N",
-                   help="of PyTorch and of kvq's attention (%(default)s)")
+                   help="of PyTorch, and of kvq's attention in steps of up to 256 tokens; in "
+                        "larger ones that is the daemon's (--daemon workers=N) (%(default)s)")
     p.add_argument("--together", type=_counting(1), default=6, metavar="N",
                    help="caches that run beside the reference at a time; each takes memory, and "
                         "the reference runs once for all of them (%(default)s)")
@@ -133,7 +135,7 @@ class Run:
         self.out = options.out or "kvq-eval-" + self.models.name.removesuffix(".gguf")
         os.makedirs(self.out, exist_ok=True)
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__,
-                         "kvq": kvq_version(kvq)}
+                         "kvq": kvq_version(self.client)}
         self.results = results.Results(
             os.path.join(self.out, "results.jsonl"),
             {"machine": machine(), "threads": options.threads, **self.versions})
@@ -278,13 +280,25 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} CPUs"
 
 
-def kvq_version(kvq: Any) -> str:
-    """Of the library in use."""
+def kvq_version(client: Any) -> str:
+    """Of the package; from a checkout, which has none, of the daemon, and which build of the
+    library this is: a digest of its file."""
     try:
         from importlib.metadata import version
         return version("kvq")
     except ImportError:
-        return "from a checkout"
+        return f"{client.info()['version']} from a checkout, library {_build()}"
+
+
+def _build():
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        found = (line.rstrip("\n").split(maxsplit=5)[-1] for line in maps if "/libkvq.so" in line)
+        path = next(found, "")
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:8]
+    except OSError:  # another one has taken its place since
+        return "of an unknown build"
 
 
 def _list(text):
