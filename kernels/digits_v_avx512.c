@@ -30,6 +30,12 @@ KVQ__INLINE __m512i sets_from_slots(__m512i x)
     return _mm512_permutexvar_epi16(_mm512_loadu_si512(order), x);
 }
 
+// Scales of a group: of four levels one for a token, else for 32 channels of it.
+KVQ__INLINE uint32_t scales_of(uint32_t dim, struct kvq__v_how how)
+{
+    return how.lloyd ? KVQ_GROUP_TOKENS : dim;
+}
+
 KVQ__INLINE void load_sets(const uint8_t *p, __m512 *out)
 {
     __m512i x = sets_from_slots(_mm512_load_si512(p));
@@ -37,15 +43,14 @@ KVQ__INLINE void load_sets(const uint8_t *p, __m512 *out)
     out[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1));
 }
 
-// Scales, what the middle of the codes stands for, and each token's largest scale.
+// Scales, and what the middle of the codes stands for.
 KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, uint32_t dim, struct kvq__v_how how)
 {
     const struct kvq_packed *packed = &v->chunk->group[index].packed;
     const uint8_t *ahead = kvq__ahead_of_step(v, 0, index, dim);
     struct kvq__opened *g = &v->opened[index];
     const __m512 centre = _mm512_set1_ps(kvq__centre_of((uint32_t)how.bits));
-    __m512 most[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (uint32_t i = 0; i < (how.lloyd ? KVQ_GROUP_TOKENS : dim); i += KVQ_GROUP_TOKENS) {
+    for (uint32_t i = 0; i < scales_of(dim, how); i += KVQ_GROUP_TOKENS) {
         __m512 scale[2], zero[2];
         load_sets(packed->v_scales + 2 * i, scale);
         if (!how.lloyd) {
@@ -53,21 +58,32 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, uint32_t dim, struc
             kvq__fetch(ahead + 2 * i);
         }
         for (int n = 0; n < 2; n++) {
-            most[n] = _mm512_max_ps(most[n], scale[n]);
             _mm512_store_ps(g->scale + i + 16 * n, scale[n]);
             if (!how.lloyd)
                 _mm512_store_ps(g->middle + i + 16 * n, _mm512_fmadd_ps(scale[n], centre, zero[n]));
         }
     }
-    _mm512_store_ps(g->largest, most[0]);
-    _mm512_store_ps(g->largest + 16, most[1]);
 }
 
-// p of up to four rows into the order of sets. What makes numbers of three digits of the largest p
-// * scale of the whole chunk; that of tokens which are not packed, and of outliers, is 0 by now
-// (attend_chunk.c).
-KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t first, float *factor, int rows,
-                              struct kvq__v_how how)
+// p of up to four rows into the order of sets. That of tokens which are not packed, and of outliers,
+// is 0 by now (attend_chunk.c).
+KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t first, int rows)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    const float *p = tile->logits + (size_t)first * KVQ__LOGITS_STRIDE;
+    for (uint32_t group = 0; group < v->chunk->groups; group++, p += KVQ_GROUP_TOKENS)
+        for (int i = 0; v->chunk->group[group].packed_tokens && i < rows; i++)
+            for (int n = 0; n < 2; n++) {
+                __m512 x = _mm512_load_ps(p + i * KVQ__LOGITS_STRIDE + 16 * n);
+                _mm512_store_ps(v->p[group][i] + 16 * n, sets_from_tokens(x));
+            }
+}
+
+// What makes numbers of three digits of the largest p * scale of up to four rows and the scales
+// from `at` on, those of 32 channels, in the whole chunk. With one step for all channels, those
+// whose values are much smaller than others' would be lost.
+KVQ__INLINE void find_factors(const struct kvq__tile *tile, uint32_t first, uint32_t at,
+                              float *factor, int rows, struct kvq__v_how how)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     __m512 top[KVQ__TILE4];
@@ -76,23 +92,23 @@ KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t first, floa
     for (uint32_t group = 0; group < v->chunk->groups; group++) {
         if (!v->chunk->group[group].packed_tokens)
             continue;
-        const float *largest = v->opened[group].largest;
-        const float *p =
-            tile->logits + (size_t)first * KVQ__LOGITS_STRIDE + group * KVQ_GROUP_TOKENS;
-        for (int i = 0; i < rows; i++)
-            for (int n = 0; n < 2; n++) {
-                __m512 x = sets_from_tokens(_mm512_load_ps(p + i * KVQ__LOGITS_STRIDE + 16 * n));
-                _mm512_store_ps(v->p[group][i] + 16 * n, x);
-                top[i] = _mm512_max_ps(top[i], _mm512_mul_ps(x, _mm512_load_ps(largest + 16 * n)));
+        for (int n = 0; n < 2; n++) {
+            __m512 scale = _mm512_load_ps(v->opened[group].scale + at + 16 * n);
+            for (int i = 0; i < rows; i++) {
+                __m512 x = _mm512_mul_ps(_mm512_load_ps(v->p[group][i] + 16 * n), scale);
+                top[i] = _mm512_max_ps(top[i], x);
             }
+        }
     }
     __m128 most = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
     // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
     const float step = how.lloyd ? KVQ__LLOYD2_UNIT : 0.5f;
-    _mm_store_ps(v->unit[0] + first, _mm_mul_ps(most, _mm_set1_ps(step / WEIGHT_TOP)));
+    float *unit = v->unit[at / KVQ_GROUP_CHANNELS] + first;
+    _mm_store_ps(unit, _mm_mul_ps(most, _mm_set1_ps(step / WEIGHT_TOP)));
     _mm_store_ps(factor, _mm_div_ps(_mm_set1_ps(WEIGHT_TOP), most));
 }
 
+// `factor`: [32 channels][row].
 KVQ__INLINE void write_weights(const struct kvq__tile *tile, uint32_t group, const float *factor,
                                uint32_t dim, int rows, struct kvq__v_how how)
 {
@@ -102,11 +118,11 @@ KVQ__INLINE void write_weights(const struct kvq__tile *tile, uint32_t group, con
     const float *scale = v->opened[group].scale;
     const uint8_t *ahead = kvq__ahead_of_step(v, 1, group, dim);
     for (int i = 0; i < rows; i++) {
-        const __m512 f = _mm512_set1_ps(factor[i]);
-        __m512 p[2] = {_mm512_mul_ps(_mm512_load_ps(v->p[group][i]), f),
-                       _mm512_mul_ps(_mm512_load_ps(v->p[group][i] + 16), f)};
-        for (uint32_t c = 0; c < (how.lloyd ? KVQ_GROUP_TOKENS : dim); c += 16) {
-            __m512i d = _mm512_cvtps_epi32(_mm512_mul_ps(p[c / 16 % 2], _mm512_load_ps(scale + c)));
+        __m512 p[2] = {_mm512_load_ps(v->p[group][i]), _mm512_load_ps(v->p[group][i] + 16)};
+        for (uint32_t c = 0; c < scales_of(dim, how); c += 16) {
+            __m512 f = _mm512_set1_ps(factor[c / KVQ_GROUP_CHANNELS * KVQ__TILE4 + (uint32_t)i]);
+            __m512 x = _mm512_mul_ps(p[c / 16 % 2], _mm512_load_ps(scale + c));
+            __m512i d = _mm512_cvtps_epi32(_mm512_mul_ps(x, f));
             _mm512_store_si512(v->digits[group][i] + 4 * c, _mm512_shuffle_epi8(d, order));
         }
         if (!how.lloyd)
@@ -143,7 +159,7 @@ KVQ__INLINE void pv_half(const struct kvq__tile *tile, uint32_t first, uint32_t 
         }
     }
     for (int i = 0; i < rows; i++) {
-        __m512 unit = _mm512_set1_ps(v->unit[0][first + (uint32_t)i]);
+        __m512 unit = _mm512_set1_ps(v->unit[how.lloyd ? 0 : pass][first + (uint32_t)i]);
         float *o = v->o[first + (uint32_t)i] + 32 * pass + 16 * z;
         _mm512_store_ps(o, _mm512_mul_ps(kvq__of_digits(acc[i]), unit));
     }
@@ -160,8 +176,10 @@ KVQ__INLINE void pv_rows(const struct kvq__tile *tile, uint32_t first, uint32_t 
                          struct kvq__v_how how)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    _Alignas(16) float factor[KVQ__TILE4];
-    sort_weights(tile, first, factor, rows, how);
+    _Alignas(16) float factor[KVQ__MAX_VGROUPS * KVQ__TILE4];
+    sort_weights(tile, first, rows);
+    for (uint32_t at = 0; at < scales_of(dim, how); at += KVQ_GROUP_CHANNELS)
+        find_factors(tile, first, at, factor + at / KVQ_GROUP_CHANNELS * KVQ__TILE4, rows, how);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (v->chunk->group[i].packed_tokens)
             write_weights(tile, i, factor, dim, rows, how);

@@ -27,14 +27,14 @@
 // of some hundred cycles, which thus hides behind those of other groups.
 //
 // On the exact path q * scale and p * scale are whole numbers of 24 bits, with a step of 2^-23 (or
-// 2^-24) of the largest of their row: as fine as what fp32 loses in sums of so many products. Such
-// a number is three digits of base 256, so three dot products of bytes do what four FMA would, and
-// codes need not become floats. Sums of digits are exact, and put together once: those of K for
+// 2^-24) of the largest of their row: about as fine as what fp32 loses in sums of so many products.
+// Such a number is three digits of base 256, so three dot products of bytes do what four FMA would,
+// and codes need not become floats. Sums of digits are exact, and put together once: those of K for
 // each group, where the digits are balanced, from -128 to 127, for codes are the unsigned side;
-// those of V for each chunk, whose weights have one step. Codes of K are not centred here: what
-// code 0 stands for goes into the bias. An error is relative to the largest q * scale of the group
-// (p * scale of the chunk), so where one token is far from all others of its group, the others'
-// logits are as exact as its own.
+// those of V for each chunk, in which a row's weights have one step for each 32 channels. Codes of
+// K are not centred here: what code 0 stands for goes into the bias. An error is relative to the
+// largest q * scale of the group (p * scale of the chunk), so where one token is far from all
+// others of its group, the others' logits are as exact as its own.
 #include "kernels/vnni_avx512.h"
 
 // Records 2 n and 2 n + 1 of the next chunk; where there is none, what was read already.

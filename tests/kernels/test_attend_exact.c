@@ -185,6 +185,44 @@ static void test_gqa(void **state)
                             300, 1);
 }
 
+enum { STRONG = 32 }; // channels
+
+static void fill_strong_values(const void *data, const struct kvq_shape *s, float *k, float *v,
+                               uint32_t tokens)
+{
+    struct kvt_rng rng = {.state = kvt_seed()};
+    kvt_fill(&rng, KVT_NORMAL, k, tokens, s->k_dim);
+    kvt_fill(&rng, KVT_NORMAL, v, tokens, s->k_dim);
+    for (uint32_t i = 0; i < tokens * s->k_dim; i++)
+        v[i] *= i % s->k_dim < STRONG ? *(const float *)data : 1.0f;
+}
+
+// Values of 32 channels that are 1,000 times as large cost the other channels nothing.
+static void test_strong_values(void **state)
+{
+    static const char *const names[] = {"kivi2", "kivi4", "oscar3"};
+    const float strong = 1000.0f;
+    (void)state;
+    for (uint32_t n = 0; n < 9; n++) {
+        const uint32_t dim = 64u << n / 3;
+        struct kvt_cache c =
+            kvt_cache_of(all_kernels[0], names[n % 3], kvt_shape(3, 1, dim, KVQ_F16), 700, -1,
+                         fill_strong_values, &strong);
+        struct kvt_request r = kvt_request(&c, 1, kvt_seed());
+        struct answer want = ask(&r.a);
+        for (int i = 0; i < n_kernels; i++) {
+            kvt_attend(all_kernels[i], &r.a, 1);
+            for (uint32_t at = 0; at < 3 * dim; at++)
+                if (at % dim < STRONG)
+                    r.out[at] = 0, want.out[at] = 0;
+            compare_with(&r, &want, LIMIT);
+        }
+        free_answer(&want);
+        kvt_request_free(&r);
+        kvt_cache_free(&c);
+    }
+}
+
 static void test_several_heads_and_long(void **state)
 {
     (void)state;
@@ -728,6 +766,7 @@ int main(void)
         cmocka_unit_test(test_composed_formats),
         cmocka_unit_test(test_random_compositions),
         cmocka_unit_test(test_gqa),
+        cmocka_unit_test(test_strong_values),
         cmocka_unit_test(test_several_heads_and_long),
         cmocka_unit_test(test_several_chunks),
         cmocka_unit_test(test_query_tokens),
