@@ -89,8 +89,10 @@ class _Daemon:
                         "is neither in this package nor on the PATH; start one, and name its "
                         "directory by Client(runtime_dir) or KVQ_RUNTIME_DIR")
         parent = _parent()
-        _sweep(parent)
-        if not folder or not os.path.isdir(folder):
+        if folder:
+            os.makedirs(folder, 0o700, exist_ok=True)  # another process may have swept it away
+        else:
+            _sweep(parent)
             folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
         self.folder = folder  # its log, and its directory
         self.directory = os.path.join(self.folder, "run")
