@@ -153,7 +153,8 @@ class Sessions(Case):
         seen, model = kvq.transformers.table.fingerprint, copy.deepcopy(self.model)
         before, table = seen(model), model.get_input_embeddings().weight
         was = table.detach().clone()
-        for rows, columns in (([77], [3]), ([77, 78], [3]), ([77], [3, 5]), ([77], [2, 3])):
+        for rows, columns in (([77], [3]), ([77, 78], [3]), ([77], [3, 5]), ([77], [2, 3]),
+                              ([77], range(1, 128, 2))):
             with self.subTest(rows=rows, columns=columns):
                 at = torch.meshgrid(torch.tensor(rows), torch.tensor(columns), indexing="ij")
                 values = table.data[at].flatten()
@@ -162,6 +163,9 @@ class Sessions(Case):
                 self.assertNotEqual(seen(model), before)
                 table.data.copy_(was)
                 self.assertEqual(seen(model), before)
+                table.data[at] *= -1  # the highest bits of some words alone
+                self.assertNotEqual(seen(model), before)
+                table.data.copy_(was)
         model.half()
         halves = seen(model)
         model.lm_head.weight.data[-1, -1] *= 2  # of bytes that are no whole sum, too
