@@ -67,20 +67,28 @@ static int check_remote_names(const struct kvq_config *c, char *text)
 // The runtime directory is not looked at: the service manager may make it only for a start.
 static int check_runtime(const struct kvq_config *c, char *text)
 {
+    if (!(c->runtime_mode & (S_IWGRP | S_IWOTH)))
+        return 0;
+    snprintf(text, KVQ_TEXT_BYTES,
+             "runtime_mode = %04o lets others write to %.200s and so replace its sockets; take "
+             "write from group and others (0750, 0755)",
+             (unsigned)c->runtime_mode, c->runtime_dir);
+    return KVQ_E_INVALID;
+}
+
+// Where it comes from a directory service, that may start later than kvqd.
+static int check_group(const struct kvq_config *c, char *text)
+{
     struct group group, *found = NULL;
     char memory[1 << 14];
-    if (c->runtime_mode & (S_IWGRP | S_IWOTH)) {
-        snprintf(text, KVQ_TEXT_BYTES,
-                 "runtime_mode = %04o lets others write to %.200s and so replace its sockets; take "
-                 "write from group and others (0750, 0755)",
-                 (unsigned)c->runtime_mode, c->runtime_dir);
-        return KVQ_E_INVALID;
-    }
     if (!c->runtime_group[0])
         return 0;
     int error = getgrnam_r(c->runtime_group, &group, memory, sizeof memory, &found);
     if (found || error == ERANGE) // there is one, of many
         return 0;
+    if (error)
+        return kvq__config_refuse(text, "runtime_group", "looking \"%.64s\" up: %s",
+                                  c->runtime_group, strerror(error));
     return kvq__config_refuse(text, "runtime_group",
                               "\"%.64s\" is no group of this system (getent group lists them); "
                               "make it (groupadd), or name another",
@@ -126,7 +134,8 @@ int kvq__config_check_files(const struct kvq_config *c, char *text)
 {
     struct kvq_key_file key;
     char why[KVQ_TEXT_BYTES];
-    int error = c->remote_endpoint[0] ? check_remote_files(c, text) : 0;
+    int error = check_group(c, text);
+    error = error || !c->remote_endpoint[0] ? error : check_remote_files(c, text);
     if (error || !c->control_address[0])
         return error;
     error = kvq_key_read(c->control_key_file, &key, why);

@@ -193,9 +193,9 @@ int kvq__config_resolve(struct kvq_config *config, char *text);
 // Whether a start with it would fail, as far as that can be told before: KVQ_E_INVALID with a text.
 // Of a resolved configuration. Reads the machine's memory.
 int kvq__config_check(const struct kvq_config *config, char *text);
-// Whether the files of keys and certificates that it names can be read now: KVQ_E_INVALID with a
-// text. A part of its own, since a start may come again for a file that is late, and others may
-// look at a configuration.
+// Whether the files of keys and certificates that it names can be read now, and its group is there:
+// KVQ_E_INVALID with a text. A part of its own, since a start may come again for what is late, and
+// others may look at a configuration.
 int kvq__config_check_files(const struct kvq_config *config, char *text);
 // The part of it that is about memory which the machine never has. Of the pool and a control
 // group's limit only a start can tell: huge pages that were set aside do not count there.

@@ -33,7 +33,7 @@ static int set_group(const struct kvq_config *config, int fd, char *text)
     errno = 0;
     struct group *group = getgrnam(config->runtime_group);
     if (!group) {
-        snprintf(text, KVQ_TEXT_BYTES, "runtime_group \"%.64s\" is gone from this system",
+        snprintf(text, KVQ_TEXT_BYTES, "runtime_group \"%.64s\" is no group of this system",
                  config->runtime_group);
         return KVQ_E_INVALID;
     }

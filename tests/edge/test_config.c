@@ -161,10 +161,13 @@ PLAIN_TEST(test_runtime_dir)
     flags_refused("--runtime-dir", "here", "not an absolute path");
     flags_refused("--runtime-mode", "0720", "runtime_mode = 0720 lets others write to");
     flags_refused("--runtime-mode", "0752", "take write from group and others (0750, 0755)");
-    flags_refused("--runtime-group", "no-such-group",
-                  "runtime_group: \"no-such-group\" is no group of this system");
     char *group[] = {"kvqd", "--runtime-group", "root", NULL};
     assert_int_equal(load(group, no_environment), 0);
+    assert_int_equal(kvq__config_check_files(&config, text), 0);
+    group[2] = "no-such-group"; // a start may be early
+    assert_int_equal(load(group, no_environment), 0);
+    assert_int_equal(kvq__config_check_files(&config, text), KVQ_E_INVALID);
+    assert_non_null(strstr(text, "runtime_group: \"no-such-group\" is no group of this system"));
     flags_refused(
         "--runtime-dir",
         "/aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
