@@ -48,6 +48,10 @@ static int read_header(struct reader *r, char *text)
     if (!end)
         return r->number;
     *end = 0;
+    *r->what = "text stands behind the ] of a section; put it on a line of its own";
+    const char *rest = without_blanks(end + 1);
+    if (*rest && *rest != ';')
+        return r->number;
     *r->what = "a section's name is longer than 47 bytes; choose a shorter one";
     if (strlen(text) > LONGEST_SECTION)
         return r->number;

@@ -100,12 +100,13 @@ PLAIN_TEST(test_sections_without_keys)
     parse_refused("[namespace a/b]\n", "f:1: [namespace a/b]: a name is");
     parse_refused("\n [format f]\n", "f:2: [format f]: it says neither `base` nor");
     parse_refused("[key a b]\n", "f:1: [key a b]: a name is");
+    parse_refused("[namespace a] uids = 5\n", "f:1: text stands behind the ]");
 }
 
 // What inih takes, and a comment behind a value that goes on.
 PLAIN_TEST(test_lines)
 {
-    parse("\xef\xbb\xbfworkers: 2\r\n\r\nlog_file =;x;y\t; z\r\n[namespace a]x\nuids=1");
+    parse("\xef\xbb\xbfworkers: 2\r\n\r\nlog_file =;x;y\t; z\r\n[namespace a] ; x\nuids=1");
     assert_int_equal(config.workers, 2);
     assert_string_equal(config.log_file, ";x;y");
     assert_int_equal(config.namespaces[0].uids.n, 1);
