@@ -191,7 +191,7 @@ static void note_others(const kvq_queue *queue)
     struct kvq_queue *other;
     kvq_word_fence();
     TAILQ_FOREACH (other, &queue->client->queues, entry)
-        other->before = kvq_word_load(&other->timeline.sent);
+        other->before = kvq_word_load_acquire(&other->timeline.sent);
 }
 
 static bool others_enqueued(const kvq_queue *queue)
@@ -368,8 +368,8 @@ static int send_in_words(kvq_queue *queue, struct kvq__pending *p, struct kvq_gp
     if (result != KVQ_GPU_OK)
         return kvq__driver_fault(&t->here, result,
                                  "having the stream tell the daemon that it has come so far");
-    kvq_word_store(&t->sent, p->request.seq);
-    int rc = kvq__submit_send(queue, p); // with a fence behind it
+    kvq_word_store_release(&t->sent, p->request.seq); // `answered` is no older for who sees it
+    int rc = kvq__submit_send(queue, p);              // with a fence behind it
     if (rc == KVQ_OK && kvq_word_load_acquire(&queue->client->timelines) > 1)
         rc = wait_enqueued(queue, p);
     if (rc)
