@@ -404,7 +404,8 @@ class Queue:
         result = tuple(array[first:first + count].copy() for array, _, _ in placed)
         if self._staging is not None and self._staging.nbytes > KEPT:
             staging, self._staging = self._staging, None
-            staging.close()
+            with suppress(Error):  # the daemon has ended meanwhile; what was read stands
+                staging.close()
         return result
 
     @staticmethod
