@@ -65,8 +65,8 @@ KVQ__INLINE void open_v(struct kvq__vnni *v, uint32_t index, uint32_t dim, struc
     }
 }
 
-// p of up to four rows into the order of sets. That of tokens which are not packed, and of outliers,
-// is 0 by now (attend_chunk.c).
+// p of up to four rows into the order of sets. That of tokens which are not packed, and of
+// outliers, is 0 by now (attend_chunk.c).
 KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t first, int rows)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
