@@ -193,7 +193,7 @@ class DryRun(Stored):
     def test_kick(self):
         """A client, and its sessions without a name; those with names stay."""
         self.make("named")
-        unnamed = self.make("")
+        unnamed = self.make(None)
         client, = self.daemon.ctl("client", "list")
         number = str(client["id"])
         answer = self.dry("client", "kick", number)

@@ -176,11 +176,11 @@ class TopOnTerminal(Test):
         """One long name pushes no column of the others off the screen."""
         name = "n" * 127
         with self.client.session(ROWS, "f16", name=name) as session:
-            Tokens(1, 99).feed(self.queue, session, 99, attend=False)
+            Tokens(1, 999).feed(self.queue, session, 999, attend=False)
             top = Top(self.daemon.directory, columns=80)
             frame = top.frame()
             self.assertRegex(frame[5], "^NAMESPACE +NAME +TOKENS +FORMAT +BITS/VAL +MEMORY$")
-            self.assertRegex(frame[6], r" n{10,}~ +99 +f16 .* [KM]iB$")
+            self.assertRegex(frame[6], r" n{10,}~ +999 +f16 .* [KM]iB$")
             self.assertEqual({len(line) for line in frame[5:-1]}, {80})
             self.assertIn(f" {name} ", top.resize(24, 300)[6])
             self.assertEqual(top.end(lambda t: os.write(t.fd, b"q")), ("", 0))
