@@ -50,8 +50,9 @@ struct kvq__vnni {
     float q_unit[KVQ_TILE_ROWS + KVQ__TILE4];                  // max |q| / KVQ__INT16_TOP
     // Of the chunk: first of K, then of V.
     _Alignas(64) struct kvq__opened opened[KVQ__CHUNK_GROUPS];
-    int32_t factor[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];         // that makes int16 of q * scale bytes
-    float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // value of 1 in a dot product
+    int32_t factor[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS]; // that makes int16 of q * scale bytes
+    // Value of 1 in a dot product; of V on the exact path [32 channels][row], for the chunk.
+    float unit[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];
     float bias[KVQ__CHUNK_GROUPS][KVQ_TILE_ROWS];             // of logits
     float p[KVQ__CHUNK_GROUPS][KVQ__TILE4][KVQ_GROUP_TOKENS]; // of four rows, in the order of slots
     float weigh[KVQ__CHUNK_GROUPS][KVQ__TILE4];               // that makes int16 of them

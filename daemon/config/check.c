@@ -76,7 +76,7 @@ static int check_runtime(const struct kvq_config *c, char *text)
     return KVQ_E_INVALID;
 }
 
-// Where it comes from a directory service, that may start later than kvqd.
+// A group may come from a directory service that starts later than kvqd.
 static int check_group(const struct kvq_config *c, char *text)
 {
     struct group group, *found = NULL;
