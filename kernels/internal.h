@@ -166,7 +166,6 @@ struct kvq__tile {
 };
 
 struct kvq_kernels {
-    const char *name;
     int isa; // KVQ_ISA_*
 
     // ---- Numbers ----
@@ -267,6 +266,10 @@ struct kvq_kernels {
     void (*attend_chunk_fast)(const struct kvq_kernels *k, struct kvq__tile *tile,
                               const struct kvq__chunk *chunk);
 };
+
+// What the CPU has of what was built, whatever KVQ_CPU_MASK says; AMX only where that asks for it.
+int kvq__cpu_isa(void);
+bool kvq__cpu_has_avxvnni(void); // vpdpbusd in AVX's encoding, as CPUs without AVX-512 may have it
 
 void kvq__init_c(struct kvq_kernels *k);
 void kvq__init_avx2(struct kvq_kernels *k);   // on top of C

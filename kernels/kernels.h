@@ -221,11 +221,15 @@ enum {
     KVQ_ISA_BEST = KVQ_ISA_AMX,
 };
 
-// The best table that the CPU (and `max_isa`, one of KVQ_ISA_*) allows. Environment variable
+// The best that the CPU (and `max_isa`, one of KVQ_ISA_*) allows. Environment variable
 // KVQ_CPU_MASK=c|avx2|avx512 lowers it further, for tests. AMX is there with KVQ_CPU_MASK=amx
-// alone, set before the first call. Never NULL; valid for ever.
+// alone, set before the first call.
+int kvq_isa_best(int max_isa);
+const char *kvq_isa_name(int isa); // "c", "avx2", "avx512", "amx"
+
+// The table of kvq_isa_best. Never NULL; valid for ever.
 const struct kvq_kernels *kvq_kernels_get(int max_isa);
-const char *kvq_kernels_isa(const struct kvq_kernels *k); // "c", "avx2", "avx512", "amx"
+const char *kvq_kernels_isa(const struct kvq_kernels *k);
 bool kvq_kernels_has_fast(const struct kvq_kernels *k, const struct kvq_format *f,
                           const struct kvq_shape *s);
 

@@ -424,7 +424,7 @@ static void add_jobs(struct job *jobs, struct CMUnitTest *tests, size_t *n, cons
         job->check = i < CHECKS ? &entries[i] : &check_calls[i - CHECKS];
         job->pair = *pair;
         job->pair.kind = job->check->kind;
-        snprintf(job->name, sizeof job->name, "%s %s%s", pair->k->name, job->check->name,
+        snprintf(job->name, sizeof job->name, "%s %s%s", kvq_kernels_isa(pair->k), job->check->name,
                  same_entry(job) ? " (C's own)" : "");
         tests[*n] = (struct CMUnitTest){job->name, run_job, NULL, NULL, job};
     }

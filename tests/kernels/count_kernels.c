@@ -175,8 +175,8 @@ int main(int argc, char **argv)
         setenv("KVQ_CPU_MASK", argv[1], 1);
     const struct kvq_kernels *k = kvq_kernels_get(KVQ_ISA_BEST);
     double ghz = clock_ghz();
-    printf("%s, %.2f GHz, %d query heads to a KV head; per token and KV head:\n", k->name, ghz,
-           ROWS);
+    printf("%s, %.2f GHz, %d query heads to a KV head; per token and KV head:\n",
+           kvq_kernels_isa(k), ghz, ROWS);
     printf("%-8s %8s  %-6s %6s %13s\n", "format", "head_dim", "path", "cycles", "instructions");
     for (uint16_t dim = 64; dim <= 256; dim *= 2)
         for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)

@@ -159,8 +159,9 @@ static void assert_close(const struct setup *s, const float *got, const float *w
 {
     for (size_t i = 0; i < n; i++)
         if (!(fabsf(got[i] - want[i]) <= TOLERANCE * scale))
-            fail_msg("%s %s, head_dim %u, tables %zu apart: %.9g, C has %.9g", s->k->name, s->name,
-                     s->codec.dim, s->book.k_sub, (double)got[i], (double)want[i]);
+            fail_msg("%s %s, head_dim %u, tables %zu apart: %.9g, C has %.9g",
+                     kvq_kernels_isa(s->k), s->name, s->codec.dim, s->book.k_sub, (double)got[i],
+                     (double)want[i]);
 }
 
 static void compare_rows(const struct setup *s, uint32_t rows, bool v)
@@ -384,8 +385,8 @@ static void compare_codes(struct setup *s)
     s->k->quant_v[KVQ__BOOK](c, rows, b, 2);
     for (size_t i = 0; i < n; i++)
         if (a[i] != b[i])
-            fail_msg("%s %s, head_dim %u, tables %zu apart: byte %zu is %u, C has %u", s->k->name,
-                     s->name, c->dim, s->book.k_sub, i, b[i], a[i]);
+            fail_msg("%s %s, head_dim %u, tables %zu apart: byte %zu is %u, C has %u",
+                     kvq_kernels_isa(s->k), s->name, c->dim, s->book.k_sub, i, b[i], a[i]);
     kvt_guarded_free(rows);
     kvt_guarded_free(a);
     kvt_guarded_free(b);

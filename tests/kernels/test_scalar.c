@@ -74,7 +74,7 @@ static void fail_at(const struct run *r, const char *what, double got, double wa
     const struct kvq_side *s = &r->side;
     fail_msg("%s, %s of %c, codec %u, %u bits, %s, group %u, zero %u, full %u, wide %u, dim %u: "
              "%.9g, C has %.9g",
-             r->k->name, what, r->v ? 'V' : 'K', s->codec, s->bits,
+             kvq_kernels_isa(r->k), what, r->v ? 'V' : 'K', s->codec, s->bits,
              s->axis == KVQ_PER_CHANNEL ? "per channel" : "per token", s->group, s->zero, s->full,
              s->wide, r->dim, got, want);
 }

@@ -49,7 +49,7 @@ add(struct report *report, const char *check, uint32_t level, const char *remedy
 
 static void check_cpu(struct report *report)
 {
-    const char *isa = kvq_kernels_isa(kvq_kernels_get(KVQ_ISA_BEST));
+    const char *isa = kvq_isa_name(kvq_isa_best(KVQ_ISA_BEST));
     const char *mask = getenv("KVQ_CPU_MASK");
     cpu_set_t set;
     int cpus = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
