@@ -30,6 +30,8 @@
 
 #include "session.h"
 
+#define KVQ_DIGEST_BYTES 16
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -46,6 +48,12 @@ KVQ_API KVQ_CHECK int kvq_lookup(kvq_client *client, const struct kvq_session_op
  * KVQ_E_INVALID, KVQ_E_LIMIT. */
 KVQ_API KVQ_CHECK int kvq_session_spans(kvq_client *client, kvq_session session,
                                         const struct kvq_span *spans, uint32_t n);
+
+/* Digest of bytes, for `model` (of all weights) and for spans: XXH3's of 128 bits, most significant
+ * byte first; the same on every machine and in every version of libkvq. Reads as fast as memory
+ * does; 0 bytes have a digest, too. Where a user could gain by an image that has another one's
+ * digest, take SHA-256: XXH3's can be forged. Pure function, for any thread. */
+KVQ_API void kvq_digest(const void *data, size_t bytes, uint8_t digest[KVQ_DIGEST_BYTES]);
 
 #ifdef __cplusplus
 }

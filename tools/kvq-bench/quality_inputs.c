@@ -49,7 +49,7 @@ static int add_books(uint64_t *h, const struct quality_options *o, struct proble
 int quality_inputs_read(struct quality_inputs *in, const struct quality_options *o, bool model,
                         const char *path, struct problem *p)
 {
-    *in = (struct quality_inputs){FINGERPRINT_START, FINGERPRINT_START};
+    *in = (struct quality_inputs){0};
     if ((model && add_model(&in->data, o->model, p)) || add_file(&in->data, path, p))
         return -1;
     for (uint32_t i = 0; i < o->n_methods && o->model && (o->book_text || o->text); i++)

@@ -9,14 +9,13 @@
 
 #include "tools/kvq-run/model.h"
 
-// FNV-1a over n bytes, on from h; the first h is FINGERPRINT_START. It is no protection against
-// somebody who forges what is hashed.
-#define FINGERPRINT_START UINT64_C(0xcbf29ce484222325)
+// XXH3 over n bytes, on from h, which is 0 at first. It is no protection against somebody who
+// forges what is hashed.
 uint64_t fingerprint_bytes(uint64_t h, const void *data, size_t n);
 
 // Writes the model's fingerprint: shapes in words, and a hash of all of RoPE, norms and windows and
-// of every tensor that is bound, with its name, shape and dtype: small ones whole, of large ones
-// pieces spread over them. Weights as they are in the file, not yet folded.
+// of every tensor that is bound, with its name, shape and dtype. Weights as they are in the file,
+// not yet folded.
 void fingerprint_model(const struct model *m, char *out, size_t n);
 
 #endif

@@ -216,6 +216,7 @@ FUNCTIONS = {
     "kvq_capture_append": (c_int, [c_void_p, POINTER(Work), c_void_p, c_uint32]),
     "kvq_capture_tokens": (c_uint64, [c_void_p]),
     "kvq_capture_close": (c_int, [POINTER(c_void_p)]),
+    "kvq_digest": (None, [c_void_p, c_size_t, c_char_p]),
     "kvq_merge_states": (None, [c_void_p] * 6 + [c_size_t, c_size_t]),
 }
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import kvq
 from kvq.client import MAX_HEAD_DIM
 from kvq.configuration import identity, rope_by_length
-from kvq.digests import PIECE, sums
+from kvq.digests import PIECE, digest
 
 KINDS = {"full_attention", "sliding_attention"}
 EARLY_EXIT = "_kvq_early_exit"  # a model's attribute: with how many layers it drafts now
@@ -317,15 +317,15 @@ def _switches(module):
 
 def fingerprint(model):
     """Tells models apart whose keys and values differ: the configuration but for fields that change
-    neither, of every parameter and saved buffer its name, shape and sums over all of its bits, and
-    which adapters are active. Weights are looked at anew each time: PyTorch does not count what is
-    written to them through .data."""
+    neither, of every parameter and saved buffer its name, shape and a digest of all of its bits,
+    and which adapters are active. Weights are looked at anew each time: PyTorch does not count what
+    is written to them through .data."""
     told = hashlib.sha256(identity(text_config(model)).encode())
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # NumPy sums on one thread
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, tensor in _weights(model):
             told.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             pieces = _pieces(tensor)
-            for found in (pool.map if len(pieces) > 1 else map)(sums, pieces):
+            for found in (pool.map if len(pieces) > 1 else map)(digest, pieces):
                 told.update(found)
     for name, module in model.named_modules():
         for switch in _switches(module):

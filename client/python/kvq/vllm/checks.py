@@ -8,7 +8,7 @@ from typing import Literal, Optional, Union, get_args, get_origin
 
 from ..client import MAX_HEAD_DIM
 from ..configuration import identity, rope_by_length
-from ..digests import PIECE, sums
+from ..digests import PIECE, digest
 from . import CONNECTOR
 
 MOST_QUERIES = 32768  # tokens of one session in a request
@@ -158,30 +158,30 @@ def _folder(model):
         return None
 
 
-def _digest_weights(digest, path):
+def _tell_weights(found, path):
     """All bytes, since K and V of a token may depend on any of them."""
-    digest.update(f"{os.path.basename(path)} {os.path.getsize(path)}\n".encode())
+    found.update(f"{os.path.basename(path)} {os.path.getsize(path)}\n".encode())
     with open(path, "rb") as file:
         for piece in iter(lambda: file.read(PIECE), b""):
-            digest.update(sums(piece))
+            found.update(digest(piece))
 
 
 def model_name(config, told):
     """What tells models apart whose K and V differ: the configuration, and all bytes of the files
     of weights. `told` is the user's own word for it. None: it cannot be known."""
     model = config.model_config
-    digest = hashlib.sha256()
+    found = hashlib.sha256()
     if told:
-        digest.update(told.encode())
+        found.update(told.encode())
     else:
         folder = _folder(model) if config.load_config.load_format != "dummy" else None
         files = _weights(folder) if folder else []
         if not files:
             return None
         for path in files:
-            _digest_weights(digest, path)
-    digest.update(identity(model.hf_config).encode())
-    digest.update(f"{model.dtype} {model.quantization}".encode())
+            _tell_weights(found, path)
+    found.update(identity(model.hf_config).encode())
+    found.update(f"{model.dtype} {model.quantization}".encode())
     if rope_by_length(model.hf_config):  # vLLM chooses LongRoPE's frequencies by it, for all tokens
-        digest.update(f" {model.max_model_len}".encode())
-    return f"vllm {digest.hexdigest()[:32]}"
+        found.update(f" {model.max_model_len}".encode())
+    return f"vllm {found.hexdigest()[:32]}"
