@@ -459,6 +459,14 @@ def check_shell(tree):
             yield path, 1, done.stderr.strip().split("\n")[0]
 
 
+def check_modes(tree):
+    """A file that names its interpreter can be run."""
+    for path in tree.paths:
+        if tree.text(path).startswith("#!") and not os.access(os.path.join(tree.root, path),
+                                                              os.X_OK):
+            yield path, 1, "names an interpreter, and is not executable: chmod +x, or leave it out"
+
+
 def check_links(tree):
     """Relative links in the documentation lead to files."""
     for path in tree.having(".md"):
@@ -508,7 +516,7 @@ RULES = {
     "arrows": check_arrows, "thirdparty": check_thirdparty, "banned": check_banned,
     "quiet": check_quiet, "atomics": check_atomics, "isa": check_isa, "prefetch": check_prefetch,
     "dead": check_dead, "words": check_words, "headers": check_headers, "python": check_python,
-    "shell": check_shell, "links": check_links, "names": check_names,
+    "shell": check_shell, "modes": check_modes, "links": check_links, "names": check_names,
     "exports": check_exports,
 }
 
@@ -612,6 +620,7 @@ PLANTED = (
     ("python", "tools/planted.py", PY_HEAD + "def f(:\n"),
     ("shell", "tools/planted.sh", PY_HEAD + "if true; then\n"),
     ("shell", "tools/planted", "#!/bin/bash\n" + PY_HEAD + "case\n"),
+    ("modes", "tools/planted.py", "#!/usr/bin/env python3\n" + PY_HEAD),
     ("links", "docs/planted.md", "See [this](../nowhere.md).\n"),
     ("exports", DEB_SYMBOLS, "libkvq.so.0 libkvq0\n KVQ_0@KVQ_0 0\n"),
     ("exports", DEB_SYMBOLS, "libkvq.so.0 libkvq0\n kvq_b@KVQ_0 0\n kvq_c@KVQ_0 0\n"),
@@ -640,6 +649,8 @@ def self_test():
         try:
             for name, clean in CLEAN.items():
                 write(root, name, clean)
+                if clean.startswith("#!"):
+                    os.chmod(os.path.join(root, name), 0o755)
             if path:
                 write(root, path, text)
             tree = Tree(root)
