@@ -7,6 +7,8 @@ import unittest.mock
 from e2e_rig import Test, Tokens, kvq, np
 from transformers_rig import torch
 
+from kvq.transformers import fresh
+
 N = 50  # tokens of a step
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -225,6 +227,57 @@ class TensorsOnTheHost(Test):
     def elsewhere(self, step):
         """K in a buffer, with gaps between the values of a head."""
         return self.client.buffer(1 << 20).torch((N, 2, 128 * step), "f32")[:, :, ::step]
+
+
+class AtHand(unittest.TestCase):
+    """A prompt's attention to its own tokens, as PyTorch does it and by logits made in full."""
+
+    @staticmethod
+    def in_double(query, key, value, scale, window, softcap):
+        heads, n, _ = query.shape
+        key, value = (x.double().repeat_interleave(heads // key.shape[0], 0) for x in (key, value))
+        logits = query.double() @ key.transpose(1, 2) * scale
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        at = torch.arange(key.shape[1] - n, key.shape[1])[:, None]
+        keys = torch.arange(key.shape[1])
+        logits[:, (keys > at) | (keys <= at - (window or key.shape[1]))] = -torch.inf
+        return logits.softmax(-1) @ value, logits.logsumexp(-1)
+
+    def check(self, dtype, bound, heads, kv_heads, n, past, dim, window=0, softcap=0.0):
+        torch.manual_seed(3)
+        given = [torch.randn(h, n + p, dim).to(dtype)
+                 for h, p in ((heads, 0), (kv_heads, past), (kv_heads, past))]
+        asked = dict(scale=0.3, window=window, softcap=softcap)
+        want, want_lse = self.in_double(*given, **asked)
+        with self.subTest(dtype=dtype, heads=heads, n=n, past=past, **asked):
+            for want_sums in (True, False):
+                out, lse = fresh.causal(*given, **asked, want_lse=want_sums)
+                self.assertEqual((out.dtype, out.shape), (dtype, given[0].shape))
+                self.assertLess((out - want).abs().max(), bound)
+                if want_sums:
+                    self.assertEqual(lse.dtype, torch.float32)
+                    self.assertLess((lse - want_lse).abs().max(), bound / 10)
+
+    def check_all(self):
+        for dtype, bound in ((torch.float32, 3e-5), (torch.bfloat16, 3e-2)):
+            for heads, kv_heads in ((6, 2), (3, 3), (4, 1)):
+                self.check(dtype, bound, heads, kv_heads, 300, 0, 32)
+            self.check(dtype, bound, 4, 2, 450, 0, 64, window=100)
+            self.check(dtype, bound, 4, 2, 450, 99, 64, window=100)
+            self.check(dtype, bound, 4, 2, 450, 37, 64, window=100)
+            self.check(dtype, bound, 4, 2, 450, 0, 64, window=450)
+            self.check(dtype, bound, 2, 1, 200, 1, 64, window=4000)
+            self.check(dtype, bound, 4, 2, 250, 9, 64, window=10, softcap=5.0)
+            self.check(dtype, bound, 4, 2, 250, 0, 64, softcap=5.0)
+
+    def test_by_pytorch(self):
+        self.assertTrue(fresh._FLASH, "this PyTorch has no such operator: prompts take longer")
+        self.check_all()
+
+    def test_by_logits(self):
+        with unittest.mock.patch.object(fresh, "_FLASH", None):
+            self.check_all()
 
 
 class WithoutTorch(unittest.TestCase):
