@@ -8,6 +8,8 @@
   tools/fairness.py forks             the same with three FORKs of 256 sessions of 1M tokens
   tools/fairness.py saves             beside nothing, and beside a save, and a park and the way back
                                       of a session of 64 layers and 8,192 tokens (360 MB)
+  tools/fairness.py stored [SESSIONS] beside no and beside so many saved sessions of 16 tokens; how
+                                      long a daemon takes to save them, and to its first answers
 
 KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for tests/e2e/python.py. Figures are of the
 moment: read the ratios of pairs, not the microseconds.
@@ -104,6 +106,59 @@ def idle(sessions="100000"):
          [(a.window(), b.window()) for _ in range(PAIRS)])
     for d in (empty, full):
         d.process.kill()
+
+
+def make_saved(options, n):
+    """n sessions of 16 tokens each, which the daemon saves when it ends."""
+    daemon, at_once, tokens = Daemon(**options), 256, 16
+    client = daemon.client()
+    queue = client.queue()
+    rows = client.buffer(8 * at_once * tokens * DIM).array((at_once * tokens, 1, DIM), np.float16)
+    rows[:] = 1
+    start = time.perf_counter()
+    for first in range(0, n, at_once):
+        sessions = [client.session(ROWS, "f16", name=f"saved {i}", keep_seconds=3600)
+                    for i in range(first, min(first + at_once, n))]
+        count = tokens * len(sessions)
+        queue.step_whole(sessions, tokens, [rows[:count]], [rows[:count]])
+        for session in sessions:
+            session.close()
+    print(f"{n} sessions made in {time.perf_counter() - start:.1f} s")
+    client.close()
+    start = time.perf_counter()
+    daemon.process.terminate()
+    daemon.process.wait()
+    print(f"saved, and ended, in {time.perf_counter() - start:.1f} s")
+
+
+def stored(sessions="100000"):
+    n, folder = int(sessions), tempfile.mkdtemp(prefix="kvq-fairness-")
+    options = {"pool_bytes": "4gb", "max_sessions": 0, "table_bytes": "1gb", "max_clients": 8}
+    saving = {"storage_dir": folder, "drain_ms": 600000, "storage_bytes": "16gb"}
+    make_saved({**options, **saving}, n)
+    for _ in range(3):
+        start = time.perf_counter()
+        full = Daemon(**options, **saving)
+        ready = time.perf_counter() - start
+        client = full.client()
+        connected = time.perf_counter() - start
+        last = client.session(name=f"saved {n - 1}", must_exist=True)
+        queue = client.queue()
+        queue.read(last, 0, 0, 16)
+        print(f"ready after {ready:.2f} s, a client connected {connected:.2f}, a session read "
+              f"{time.perf_counter() - start:.2f}; {rss(full) / 2**20:.0f} MiB of RSS")
+        if _ < 2:
+            client.close()
+            full.process.terminate()
+            full.process.wait()
+    empty = Daemon(**options)
+    a, b = Steps(empty.directory, "a"), Steps(full.directory, "b")
+    a.window(), b.window()
+    told(("no saved session", f"{n} saved sessions"),
+         [(a.window(), b.window()) for _ in range(PAIRS)])
+    for d in (empty, full):
+        d.process.kill()
+    shutil.rmtree(folder)
 
 
 # ---- Neighbours: processes that do something while they are told to ----
@@ -233,6 +288,8 @@ def main(what, *arguments):
         idle(*arguments)
     elif what == "saves":
         saves(*arguments)
+    elif what == "stored":
+        stored(*arguments)
     elif what == "neighbour":
         neighbour(*arguments)
     else:
