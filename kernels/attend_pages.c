@@ -79,8 +79,9 @@ static void set_pooled(const struct kvq__reader *r, uint64_t position, struct kv
     g->pool_v = r->extras->pool_v;
 }
 
-// The group at `position` as the page table has it, into an empty one. Returns false if a raw
-// format's rows come from both blocks of the page and must be put together.
+// The group at `position` as the page table has it, into an empty one. Returns false if its raw rows
+// come from two places (a raw format's from both blocks of the page, sinks' from the extras and the
+// raw block) and must be put together.
 static bool find_group(const struct kvq__reader *r, uint64_t position, struct kvq__group *g)
 {
     const struct kvq_page *page = page_of(r->a, position);
@@ -96,7 +97,7 @@ static bool find_group(const struct kvq__reader *r, uint64_t position, struct kv
     }
     if (position < r->a->format->sink_tokens) {
         set_sink(r, page, at, held, packed > 0, g);
-        return true;
+        return packed == 0 || packed == held;
     }
     if (packed) {
         const uint8_t *record = page->packed + (size_t)r->head * r->codec->layout.record_bytes;
@@ -126,13 +127,19 @@ static void copy_raw(const struct kvq__reader *r, uint64_t position, uint16_t *k
 {
     const struct kvq_page *page = page_of(r->a, position);
     uint32_t at = (uint32_t)(position % KVQ_BLOCK_TOKENS);
-    const uint8_t *block = at < page->packed_tokens ? page->packed : page->raw;
-    memcpy(k, raw_rows(r, block, at, false), sizeof *k * r->dim);
-    memcpy(v, raw_rows(r, block, at, true), sizeof *v * r->dim);
+    const bool packed = at < page->packed_tokens;
+    const uint8_t *block = packed ? page->packed : page->raw;
+    const bool sink = packed && r->packs;
+    const uint16_t *from_k =
+        sink ? r->extras->sink_k + (size_t)at * r->dim : raw_rows(r, block, at, false);
+    const uint16_t *from_v =
+        sink ? r->extras->sink_v + (size_t)at * r->dim : raw_rows(r, block, at, true);
+    memcpy(k, from_k, sizeof *k * r->dim);
+    memcpy(v, from_v, sizeof *v * r->dim);
 }
 
-// Puts the raw rows of a group together at k and v, each [32][dim]: fresh ones, and those of
-// either block of the page. Rows that nobody holds are zero.
+// Puts the raw rows of a group together at k and v, each [32][dim]: fresh ones, those of either
+// block of the page, and sinks. Rows that nobody holds are zero.
 static void assemble(const struct kvq__reader *r, uint64_t position, uint16_t *k, uint16_t *v,
                      struct kvq__group *g)
 {
