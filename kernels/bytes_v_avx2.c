@@ -186,8 +186,8 @@ static void prepare_lloyd(const struct kvq__tile *tile)
         if (v->chunk->group[i].packed_tokens == 0)
             continue;
         const uint8_t *scales = v->chunk->group[i].packed.v_scales;
-        find_largest(scales, KVQ_GROUP_CHANNELS, v->opened[i].largest);
-        find_largest(scales + 32, KVQ_GROUP_CHANNELS, v->opened[i].largest + 16);
+        for (uint32_t n = 0; n < KVQ_GROUP_TOKENS; n += 8)
+            _mm256_store_ps(v->opened[i].largest + n, load_sets(scales + 2 * n));
         for (uint32_t r = 0; r < tile->rows; r++)
             weigh_lloyd(tile, i, r);
     }

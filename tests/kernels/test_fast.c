@@ -158,9 +158,41 @@ static void test_fast(void **state)
                     compare(all_kernels[i], formats[f], dim, &all_data[d]);
 }
 
+static void fill_zero_values(const void *data, const struct kvq_shape *s, float *k, float *v,
+                             uint32_t tokens)
+{
+    struct kvt_rng rng = {.state = kvt_seed()};
+    (void)data;
+    kvt_fill(&rng, KVT_NORMAL, k, tokens, s->k_dim);
+    memset(v, 0, sizeof *v * tokens * s->k_dim);
+}
+
+// Values of 0 have scales of 0, and stay 0 by whatever they are multiplied.
+static void test_zero_values(void **state)
+{
+    static const char *const formats[] = {"oscar2", "kivi4", "kvq2", "kvq2-s0"};
+    (void)state;
+    for (size_t f = 0; f < sizeof formats / sizeof *formats; f++)
+        for (uint32_t dim = 64; dim <= KVQ_MAX_HEAD_DIM; dim *= 2) {
+            struct kvt_cache c =
+                kvt_cache_of(all_kernels[0], formats[f], kvt_shape(GQA, 1, dim, KVQ_F16), TOKENS,
+                             -1, fill_zero_values, NULL);
+            struct kvt_request r = kvt_request(&c, QUERIES, kvt_seed());
+            r.a.path = KVQ_PATH_FAST;
+            for (int i = 0; i < n_kernels; i++) {
+                kvt_attend(all_kernels[i], &r.a, 1);
+                for (size_t at = 0; at < (size_t)QUERIES * GQA * dim; at++)
+                    assert_true(r.out[at] == 0);
+            }
+            kvt_request_free(&r);
+            kvt_cache_free(&c);
+        }
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fast)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_fast),
+                                       cmocka_unit_test(test_zero_values)};
     if (kvt_lacks_amx())
         return 77; // skipped
     for (int isa = KVQ_ISA_AVX2; isa <= KVQ_ISA_BEST; isa++) {
