@@ -163,27 +163,36 @@ static int refuse_stage(const char *name, size_t length, char *text, size_t n)
 
 // ---- Changes ----
 
-// Which of the stages for zeros were asked for.
-struct zeros {
-    bool k, v, both;
+// Which stages were asked for, of those that are looked at after all changes.
+struct asked {
+    bool k_zero, v_zero, zero, displaced;
 };
 
-static void note_zero(struct zeros *asked, const struct stage *s)
+static void note_asked(struct asked *asked, const struct stage *s)
 {
-    asked->both |= s->second == AT(v.zero);
-    asked->k |= s->offset == AT(k.zero) && !s->second;
-    asked->v |= s->offset == AT(v.zero);
+    asked->zero |= s->second == AT(v.zero);
+    asked->k_zero |= s->offset == AT(k.zero) && !s->second;
+    asked->v_zero |= s->offset == AT(v.zero);
+    asked->displaced |= s->offset == AT(extra_outliers);
+}
+
+// Without any room for displaced tokens the first choice of outliers would be the last.
+static void make_room(struct kvq_format *f, const struct kvq_format *before,
+                      const struct asked *asked)
+{
+    if (f->outliers && !before->outliers && !f->extra_outliers && !asked->displaced)
+        f->extra_outliers = KVQ_POOL_ENTRIES / 2;
 }
 
 // Affine codes alone have a choice of zeros; whether a side has these is known after all changes.
-static int settle_zeros(struct kvq_format *f, const struct zeros *asked, char *text, size_t n)
+static int settle_zeros(struct kvq_format *f, const struct asked *asked, char *text, size_t n)
 {
     bool k = f->k.codec == KVQ_CODEC_AFFINE, v = f->v.codec == KVQ_CODEC_AFFINE;
-    if ((asked->k && !k) || (asked->v && !v) || (asked->both && !k && !v)) {
+    if ((asked->k_zero && !k) || (asked->v_zero && !v) || (asked->zero && !k && !v)) {
         snprintf(text, n, "stage %s goes with affine codes, and its side has others",
-                 asked->k && !k   ? "k_zero"
-                 : asked->v && !v ? "v_zero"
-                                  : "zero");
+                 asked->k_zero && !k   ? "k_zero"
+                 : asked->v_zero && !v ? "v_zero"
+                                       : "zero");
         return -1;
     }
     f->k.zero = k ? f->k.zero : 0;
@@ -192,7 +201,7 @@ static int settle_zeros(struct kvq_format *f, const struct zeros *asked, char *t
 }
 
 // "stage=value", n bytes of it.
-static int change_one(struct kvq_format *f, const char *change, size_t length, struct zeros *asked,
+static int change_one(struct kvq_format *f, const char *change, size_t length, struct asked *asked,
                       char *text, size_t n)
 {
     const char *equals = memchr(change, '=', length);
@@ -210,22 +219,19 @@ static int change_one(struct kvq_format *f, const char *change, size_t length, s
     snprintf(value, sizeof value, "%.*s", (int)given, equals + 1);
     if (given >= sizeof value || !value_of(&stages[i], value, &x))
         return refuse_value(&stages[i], value, text, n);
-    // Without any room for displaced tokens the first choice would be the last.
-    if (stages[i].offset == AT(outliers) && x && !f->outliers && !f->extra_outliers)
-        f->extra_outliers = KVQ_POOL_ENTRIES / 2;
     if (leaves_paper(f, &stages[i], x))
         f->paper_rotates_v = 0;
     put(f, &stages[i], stages[i].offset, x);
     if (stages[i].second)
         put(f, &stages[i], stages[i].second, x);
-    note_zero(asked, &stages[i]);
+    note_asked(asked, &stages[i]);
     return 0;
 }
 
 int kvq_format_change(struct kvq_format *format, const char *changes, char *text, size_t n)
 {
     struct kvq_format f = *format;
-    struct zeros asked = {0};
+    struct asked asked = {0};
     if (kvq_is_raw(&f)) {
         snprintf(text, n, "format %s is raw: it has no stages to change", f.name);
         return -1;
@@ -238,6 +244,7 @@ int kvq_format_change(struct kvq_format *format, const char *changes, char *text
         if (*at == '\0')
             break;
     }
+    make_room(&f, format, &asked);
     if (settle_zeros(&f, &asked, text, n))
         return -1;
     *format = f;

@@ -253,6 +253,8 @@ static void test_stages(void **state)
     SUFFIX("turboquant3:kbits=2:k_wide=1", "turboquant3", f.k.bits = 2; f.k.wide = 1);
     SUFFIX("kivi2:outliers=3", "kivi2", f.outliers = 3; f.extra_outliers = 32);
     SUFFIX("kivi2:displaced=7:outliers=3", "kivi2", f.outliers = 3; f.extra_outliers = 7);
+    SUFFIX("kivi2:displaced=0:outliers=5", "kivi2", f.outliers = 5);
+    SUFFIX("kivi2:outliers=5:displaced=0", "kivi2", f.outliers = 5);
     SUFFIX("ott2:outliers=0", "ott2", f.outliers = 0);
     parse("oscar4-g64+int8:vrot=signed:unit=128", &f);
     assert_int_equal(f.v_rotation, KVQ_ROTATE_SIGNED);
