@@ -175,8 +175,8 @@ KVQ__INLINE void qk_group(const struct kvq__tile *tile, const struct kvq_packed 
     }
 }
 
-static void qk_packed_avx512(const struct kvq__tile *tile, const struct kvq_packed *packed,
-                             float *logits)
+void kvq__qk_packed_avx512(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                           float *logits)
 {
     switch (tile->codec->k_bits) {
     case 2:
@@ -388,7 +388,7 @@ static void pv_four_levels(const struct kvq__tile *tile, const struct kvq_packed
 
 void kvq__init_avx512_attend(struct kvq_kernels *k)
 {
-    k->qk_packed[KVQ__PER_CHANNEL_32] = k->qk_packed[KVQ__PER_CHANNEL] = qk_packed_avx512;
+    k->qk_packed[KVQ__PER_CHANNEL_32] = k->qk_packed[KVQ__PER_CHANNEL] = kvq__qk_packed_avx512;
     k->pv_packed[KVQ__PER_TOKEN_32] = pv_packed_avx512;
     k->pv_packed[KVQ__FOUR_LEVELS] = pv_four_levels;
 }

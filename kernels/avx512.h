@@ -161,4 +161,8 @@ void kvq__init_avx512_book(struct kvq_kernels *k);
 void kvq__init_avx512_book_pack(struct kvq_kernels *k);
 void kvq__init_avx512_book_pairs(struct kvq_kernels *k);
 
+// The table's qk_packed of affine codes, in fp32 (attend_avx512.c).
+void kvq__qk_packed_avx512(const struct kvq__tile *tile, const struct kvq_packed *packed,
+                           float *logits);
+
 #endif

@@ -172,6 +172,35 @@ KVQ__INLINE void qk_groups(const struct kvq__tile *tile, uint32_t first, uint32_
     }
 }
 
+// ---- Tokens far from the others ----
+
+// A key is code * scale + zero. Where one token of a group is far from the others the scales are
+// large, and the others' logits are small differences of two large sums, which both were rounded:
+// by 2^-24 of what the largest code adds. A row to which it adds more than this in one channel (in
+// powers of two, as logits are) is multiplied in fp32, which makes each key first. Keys that are
+// divided by their norms have no such tokens.
+#define FAR 16.0f
+
+// A row's way depends on itself and the group alone, and so do its bits.
+static void redo_far(const struct kvq__tile *tile)
+{
+    const struct kvq__vnni *v = kvq__vnni_of(tile);
+    const float most = FAR / (KVQ__DIGITS_TOP * (float)((1 << tile->codec->k_bits) - 1));
+    struct kvq__tile one = *tile;
+    one.rows = 1;
+    one.ahead = NULL;
+    for (uint32_t i = 0; i < v->chunk->groups; i++) {
+        const struct kvq__group *group = &v->chunk->group[i];
+        for (uint32_t r = 0; group->packed_tokens && r < tile->rows; r++) {
+            if (v->unit[v->k_of[i]][r] <= most)
+                continue;
+            one.qt = tile->qt + (size_t)r * tile->dim;
+            float *logits = tile->logits + (size_t)r * KVQ__LOGITS_STRIDE + i * KVQ_GROUP_TOKENS;
+            kvq__qk_packed_avx512(&one, &group->packed, logits);
+        }
+    }
+}
+
 KVQ__INLINE void qk_chunk(const struct kvq__tile *tile, uint32_t dim, int bits)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
@@ -185,4 +214,5 @@ KVQ__INLINE void qk_chunk(const struct kvq__tile *tile, uint32_t dim, int bits)
 void kvq__digits_qk(const struct kvq__tile *tile)
 {
     KVQ__BY_BITS(tile->codec->k_bits, KVQ__BY_DIM(tile->dim, qk_chunk(tile, DIM, BITS)));
+    redo_far(tile);
 }
