@@ -245,6 +245,16 @@ def check_anchors():
                 yield f"{page}: no heading #{anchor} in {there}"
 
 
+def check_sections():
+    """Sections of installed pages to which texts send people are there."""
+    for path in tracked():
+        if not path.startswith("packaging/"):
+            continue
+        for page, section in re.findall(r'(\w+\.md) in share/doc/kvqd, ([^"]+)"', read(path)):
+            if not re.search(rf"^#+ {re.escape(section)}$", read("docs", page), re.M):
+                yield f"{path}: docs/{page} has no section '{section}'"
+
+
 def check_layers():
     """CONTRIBUTING.md says of each folder what tests/tidy.py lets it include."""
     told = dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", read("CONTRIBUTING.md"), re.M))
@@ -371,6 +381,7 @@ def main():
     checks["names in documents"] = (check_doc_names,)
     checks["names in pages about the code"] = (check_source_names,)
     checks["links to headings"] = (check_anchors,)
+    checks["sections that alerts name"] = (check_sections,)
     checks["counters and events"] = (check_tables,)
     checks["folders and their layers"] = (check_layers,)
     checks["texts of errors"] = (check_troubleshooting,)
