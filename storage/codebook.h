@@ -132,6 +132,11 @@ struct kvq_codebook_tables {
 };
 void kvq_codebook_tables(struct kvq_codebook *book, uint32_t layer, struct kvq_codebook_tables *t);
 
+// Makes the folders of path that are missing, and says whether kvq_codebook_save can create a file
+// there: for a maker who computes for long before there is something to save. 0 or a KVQ_E code
+// with a sentence; path is left as it is.
+int kvq_codebook_try_save(const char *path, char *text, size_t n);
+
 // Writes it: to PATH.tmp-PID in the same folder, synced, then renamed over path; a crash leaves the
 // old file or the new. `made` tells how it was made, at most KVQ_CODEBOOK_MADE_BYTES - 1 bytes.
 // Refuses values that kvq_codebook_open would refuse. 0 or a KVQ_E code with a sentence.

@@ -183,22 +183,32 @@ static void sync_book_folder(const char *path)
     close(fd);
 }
 
-static int write_book_file(const struct kvq_codebook *book, const char *path,
-                           const struct kvq__complaint *c)
+// Opens the file beside path that will be renamed over path; its name goes to temporary.
+static int open_beside(const char *path, char temporary[PATH_MAX], int *fd,
+                       const struct kvq__complaint *c)
 {
-    char temporary[PATH_MAX];
     struct stat st;
-    int length = snprintf(temporary, sizeof temporary, "%s.tmp-%d", path, (int)getpid());
-    if (length < 0 || (size_t)length >= sizeof temporary)
+    int length = snprintf(temporary, PATH_MAX, "%s.tmp-%d", path, (int)getpid());
+    if (length < 0 || length >= PATH_MAX)
         return kvq__complain(c, KVQ_E_LIMIT, "the path is too long; at most %d bytes are allowed",
                              PATH_MAX - 20);
     if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
         return kvq__complain(c, KVQ_E_INVALID, "is there and is not a file; nothing was written");
     unlink(temporary); // of a process of that number that died
-    int fd = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (fd < 0)
+    *fd = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
+    if (*fd < 0)
         return kvq__complain(c, KVQ_E_SYSTEM, "cannot be created: %s", strerror(errno));
-    int rc = write_book(fd, book, c);
+    return KVQ_OK;
+}
+
+static int write_book_file(const struct kvq_codebook *book, const char *path,
+                           const struct kvq__complaint *c)
+{
+    char temporary[PATH_MAX];
+    int fd, rc = open_beside(path, temporary, &fd, c);
+    if (rc)
+        return rc;
+    rc = write_book(fd, book, c);
     close(fd);
     if (rc == KVQ_OK && rename(temporary, path) < 0)
         rc = kvq__complain(c, KVQ_E_SYSTEM, "cannot be put in place: %s", strerror(errno));
@@ -207,6 +217,31 @@ static int write_book_file(const struct kvq_codebook *book, const char *path,
     else
         sync_book_folder(path);
     return rc;
+}
+
+static void make_folders_of(const char *path)
+{
+    char folder[PATH_MAX];
+    if (strlen(path) >= sizeof folder)
+        return;
+    for (const char *slash = strchr(path, '/'); slash; slash = strchr(slash + 1, '/')) {
+        snprintf(folder, sizeof folder, "%.*s", (int)(slash - path), path);
+        mkdir(folder, 0777); // where this fails the open says why
+    }
+}
+
+int kvq_codebook_try_save(const char *path, char *text, size_t n)
+{
+    const struct kvq__complaint c = {path, text, n};
+    char temporary[PATH_MAX];
+    int fd;
+    make_folders_of(path);
+    int rc = open_beside(path, temporary, &fd, &c);
+    if (rc)
+        return rc;
+    close(fd);
+    unlink(temporary);
+    return KVQ_OK;
 }
 
 static int save_book(struct kvq_codebook *book, const char *path, const char *made, bool part,

@@ -565,6 +565,22 @@ static void test_program_refuses(void **unused)
     assert_non_null(strstr(text, "is no codebook"));
 }
 
+// Where the codebook cannot be written, nothing is computed first.
+static void test_program_tries_its_files_first(void **unused)
+{
+    (void)unused;
+    const char *outs[] = {"--out /proc/none/book", "--resume /proc/none/part"};
+    for (size_t i = 0; i < sizeof outs / sizeof *outs; i++) {
+        make(1, "b", outs[i]);
+        assert_non_null(strstr(text, "cannot be created: No such file or directory"));
+        assert_null(strstr(text, "iteration"));
+    }
+    make(0, "new/folder/book", "--iterations 1");
+    assert_int_equal(unlink(in_folder("new/folder/book")), 0);
+    assert_int_equal(rmdir(in_folder("new/folder")), 0);
+    assert_int_equal(rmdir(in_folder("new")), 0);
+}
+
 static int set_up(void **unused)
 {
     (void)unused;
@@ -599,6 +615,7 @@ int main(void)
         cmocka_unit_test(test_program_is_deterministic),
         cmocka_unit_test(test_program_resumes),
         cmocka_unit_test(test_program_refuses),
+        cmocka_unit_test(test_program_tries_its_files_first),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

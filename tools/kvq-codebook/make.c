@@ -257,6 +257,10 @@ static int make(struct making *m)
                                            .model = info->model};
     rc = kvq_codebook_new(&plan, &m->book, m->text, sizeof m->text);
     if (rc == KVQ_OK)
+        rc = kvq_codebook_try_save(m->o->out, m->text, sizeof m->text);
+    if (rc == KVQ_OK && m->o->resume)
+        rc = kvq_codebook_try_save(m->o->resume, m->text, sizeof m->text);
+    if (rc == KVQ_OK)
         rc = train_all(m);
     if (rc == KVQ_OK)
         rc = kvq_codebook_save(m->book, m->o->out, m->made, m->text, sizeof m->text);
