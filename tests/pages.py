@@ -7,9 +7,10 @@
 PAGE is a page of docs/ (default: all below; nodes.md only where there is rclone). Of a page, blocks
 of `console` are typed into one shell in a new home directory: lines that begin with `$ ` are
 commands, which must succeed, and what stands behind them is their output, in which `..` is any
-text, a line of `..` any lines, and blanks are any number of blanks. Blocks whose first line is `#
-NAME.py` or `# NAME.conf` become that file in the directory where the shell stands. Other blocks are
-not run. Programs are those of BUILD. Prints `N passed, M failed`.
+text, a line of `..` any lines, and blanks are any number of blanks. The home has a folder `kvq`, as
+a reader's checkout, which must still be there at the end. Blocks whose first line is `# NAME.py` or
+`# NAME.conf` become that file in the directory where the shell stands. Other blocks are not run.
+Programs are those of BUILD. Prints `N passed, M failed`.
 """
 import os
 import re
@@ -68,6 +69,8 @@ class Shell:
             KVQ_LIBRARY=os.path.join(build, "lib", "libkvq.so"), KVQD_HTTP_ADDRESS="",
             PYTHONPATH=os.path.join(ROOT, "client", "python"), PYTHONDONTWRITEBYTECODE="1")
         os.symlink(RCLONE, os.path.join(self.home, "rclone"))
+        self.checkout = os.path.join(self.home, "kvq")
+        os.mkdir(self.checkout)
         self.process = subprocess.Popen(
             ["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=self.home,
             stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True)
@@ -118,6 +121,8 @@ def run_page(shell, page):
             good = status == 0 and re.fullmatch(pattern_of(shown), output)
             yield None if good else (f"docs/{page}: $ {command}\nexit status {status}\n{output}"
                                      "--- the page shows\n" + "\n".join(shown))
+    if not os.path.isdir(shell.checkout):
+        yield f"docs/{page} removes ~/kvq, where readers have their checkout\n"
 
 
 def main():
