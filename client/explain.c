@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "proto/rows.h"
+
 enum { EXTENTS = 5 }; // views of a request: k, v, q, out, lse
 
 struct subject {
@@ -143,6 +145,104 @@ static bool explain_bounds(const struct subject *s)
     return explain_extents(s, s->where, extents, n);
 }
 
+// ---- Bytes that overlap ----
+
+// Of one tensor: strides by which rows or heads overlap.
+static bool explain_strides(const struct subject *s)
+{
+    struct extent extents[EXTENTS];
+    uint32_t n = s->handle ? extents_of(s, extents) : 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const struct extent *e = &extents[i];
+        uint64_t width = (uint64_t)e->dim * e->value_bytes;
+        bool lse = e->view == &s->request->lse && e->view->head_stride != width;
+        if (e->view->buffer == 0 || e->rows == 0 ||
+            !((e->heads > 1 && (e->view->head_stride < width || lse)) ||
+              (e->rows > 1 && e->view->token_stride < width)))
+            continue;
+        kvq__set_error(KVQ_E_INVALID,
+                       "%s: %s has strides of %" PRIu64 " bytes from token to token and %" PRIu64
+                       " from head to head; a head's row has %" PRIu64
+                       " bytes, and rows and heads do not overlap%s",
+                       s->where, e->name, e->view->token_stride, e->view->head_stride, width,
+                       lse ? "; heads of lse stand side by side" : "");
+        return true;
+    }
+    return false;
+}
+
+// Of a request that writes: rows that an entry before this one writes.
+static bool explain_shared_rows(const struct subject *s)
+{
+    const struct kvq_entry *e = s->entry, *first = e - s->index;
+    bool read = s->request->op == KVQ_OP_READ;
+    uint64_t from = read ? e->row : e->q_row, to = from + (read ? e->append : e->queries);
+    for (uint32_t i = 0; s->request->op != KVQ_OP_APPEND && i < s->index; i++) {
+        uint64_t other = read ? first[i].row : first[i].q_row;
+        uint64_t end = other + (read ? first[i].append : first[i].queries);
+        if (first[i].status || from >= end || other >= to)
+            continue;
+        kvq__set_error(KVQ_E_INVALID,
+                       "%s: rows %" PRIu64 " to %" PRIu64
+                       " are written for this entry, and rows %" PRIu64 " to %" PRIu64
+                       " for entry %u; give each entry rows of its own (%s)",
+                       s->where, from, to - 1, other, end - 1, i, read ? "row" : "q_row");
+        return true;
+    }
+    return false;
+}
+
+// Adds what an entry touches, as if each had the largest shape.
+static void widen(struct kvq_rows *r, const struct extent *e)
+{
+    uint64_t to = r->first + r->n;
+    uint32_t width = e->dim * e->value_bytes;
+    if (e->view->buffer == 0 || e->rows == 0)
+        return;
+    r->start = e->view->offset;
+    r->row_stride = e->view->token_stride;
+    r->head_stride = e->view->head_stride;
+    r->first = r->n == 0 || e->first < r->first ? e->first : r->first;
+    r->n = (e->first + e->rows > to ? e->first + e->rows : to) - r->first;
+    r->heads = e->heads > r->heads ? e->heads : r->heads;
+    r->width = width > r->width ? width : r->width;
+}
+
+// Of a whole request, which the daemon refuses if what it writes overlaps itself or what it reads.
+static bool explain_overlap(kvq_queue *queue, const struct kvq__pending *p, const char *where)
+{
+    const struct kvq_request *r = &p->request;
+    const struct kvq_wire_view *views[EXTENTS] = {&r->k, &r->v, &r->q, &r->out, &r->lse};
+    static const char *const names[EXTENTS] = {"k", "v", "q", "out", "lse"};
+    struct kvq_rows rows[EXTENTS] = {0};
+    struct extent extents[EXTENTS];
+    uint32_t from = r->op == KVQ_OP_READ ? 0 : 3, to = r->op == KVQ_OP_READ ? 2 : EXTENTS;
+    if (p->status != KVQ_E_INVALID || !has_layer(r->op) || (r->flags & KVQ_REQ_PAGED_KV))
+        return false;
+    pthread_mutex_lock(&queue->client->table);
+    for (uint32_t i = 0; i < p->n; i++) {
+        struct subject s = {.queue = queue, .request = r, .entry = &p->entries[i]};
+        s.handle = kvq__handle_find(queue->client, p->entries[i].session);
+        uint32_t n = s.handle ? extents_of(&s, extents) : 0;
+        for (uint32_t j = 0; j < n; j++)
+            widen(&rows[j], &extents[j]);
+    }
+    pthread_mutex_unlock(&queue->client->table);
+    for (uint32_t i = from; i < to; i++)
+        for (uint32_t j = 0; j < EXTENTS; j++) {
+            bool same = views[i]->buffer && views[i]->buffer == views[j]->buffer;
+            if (!same || !(i == j ? kvq_rows_fold(&rows[i]) : kvq_rows_meet(&rows[i], &rows[j])))
+                continue;
+            kvq__set_error(KVQ_E_INVALID,
+                           "%s: %s is written and overlaps %s in its buffer (offsets %" PRIu64
+                           " and %" PRIu64 ")",
+                           where, names[i], i == j ? "itself" : names[j], views[i]->offset,
+                           views[j]->offset);
+            return true;
+        }
+    return false;
+}
+
 // ---- What failed, by code ----
 
 static bool explain_layer(const struct subject *s)
@@ -227,13 +327,17 @@ static bool explain_rollback(const struct subject *s)
     return true;
 }
 
+static bool appends(const struct kvq_request *r)
+{
+    return r->op == KVQ_OP_APPEND || r->op == KVQ_OP_APPEND_ATTEND;
+}
+
 // Whether K and V were handed to a layer that reads another's cache.
 static bool appends_elsewhere(const struct subject *s, uint32_t *source)
 {
     const struct kvq_request *r = s->request;
     const struct kvq__shape *shape = s->handle ? s->handle->shape : NULL;
-    if ((r->op != KVQ_OP_APPEND && r->op != KVQ_OP_APPEND_ATTEND) || !shape ||
-        r->layer >= shape->layers || s->entry->append == 0)
+    if (!appends(r) || !shape || r->layer >= shape->layers || s->entry->append == 0)
         return false;
     *source = shape->layer[r->layer].source;
     return *source != r->layer;
@@ -245,13 +349,14 @@ static bool explain_invalid(const struct subject *s)
     const struct kvq_request *r = s->request;
     const struct kvq_entry *e = s->entry;
     bool attends = r->op == KVQ_OP_ATTEND || r->op == KVQ_OP_APPEND_ATTEND;
+    bool paged = r->flags & KVQ_REQ_PAGED_KV;
     uint32_t source;
     if (attends && e->queries == 0)
         kvq__set_error(KVQ_E_INVALID, "%s: 0 query tokens, at least 1 is needed", s->where);
     else if (attends && e->append && e->queries > e->append)
         kvq__set_error(KVQ_E_INVALID, "%s: %u query tokens, but the step has only %u tokens",
                        s->where, e->queries, e->append);
-    else if ((r->flags & KVQ_REQ_PAGED_KV) && e->list_token >= r->page_tokens)
+    else if (paged && e->list_token >= r->page_tokens)
         kvq__set_error(KVQ_E_INVALID, "%s: %u tokens to skip in the first page, pages hold %u",
                        s->where, e->list_token, r->page_tokens);
     else if (r->op == KVQ_OP_ACCEPT)
@@ -263,6 +368,13 @@ static bool explain_invalid(const struct subject *s)
             "%s: the layer has no cache of its own, it reads that of layer %u (kv_from): hand "
             "K and V to that layer alone; this step can only be aborted",
             s->where, source);
+    else if (explain_strides(s) || explain_shared_rows(s))
+        return true;
+    else if (appends(r) && e->append && !paged)
+        kvq__set_error(KVQ_E_INVALID,
+                       "%s: the step has K and V of this layer already (all %u tokens are given at "
+                       "once, once for each layer), or was begun with another number of tokens",
+                       s->where, e->append);
     else if (r->op == KVQ_OP_APPEND || attends)
         kvq__set_error(
             KVQ_E_INVALID,
@@ -402,7 +514,8 @@ static const char *advice_for(int code, const struct kvq_request *r)
     case KVQ_E_INCOMPLETE:
         return advice_of_incomplete(r);
     case KVQ_E_NO_STEP:
-        return "begin a step with this session, and give its number in work->step";
+        return "begin a step with this session, and give its number in work->step; a step that was "
+               "begun has ended, or another writer took the session over: the next begin says so";
     case KVQ_E_BUSY:
         if (r->op == KVQ_OP_TRUNCATE || r->op == KVQ_OP_ACCEPT)
             return "end or abort the open step first; if none is open, another client reads "
@@ -499,7 +612,7 @@ static bool explain_views(const kvq_queue *queue, const struct kvq__pending *p, 
     return told;
 }
 
-static void explain_request(const kvq_queue *queue, const struct kvq__pending *p)
+static void explain_request(kvq_queue *queue, const struct kvq__pending *p)
 {
     assert(p->status);
     char where[80];
@@ -510,7 +623,7 @@ static void explain_request(const kvq_queue *queue, const struct kvq__pending *p
     if (p->status == KVQ_E_LIMIT && p->request.op == KVQ_OP_STEP_BEGIN)
         more = "a client may have 64 open steps: end one, or put more sessions into one step";
     name_request(where, sizeof where, &p->request);
-    if (explain_views(queue, p, where))
+    if (explain_views(queue, p, where) || explain_overlap(queue, p, where))
         return;
     if (p->status == KVQ_E_DISCONNECTED || p->status == KVQ_E_CANCELLED)
         kvq__set_error(p->status,

@@ -225,6 +225,30 @@ static bool explain_limit(const struct kvq_local *local, const struct kvq_entry 
     return true;
 }
 
+// Of a session that is open, but not in this kvq_local or not in its step.
+static bool explain_member(const struct kvq_local *local, unsigned op,
+                           const struct kvq_entry *entries, uint32_t n)
+{
+    const char *more = NULL;
+    uint32_t i = 0;
+    while (i < n && entries[i].status == KVQ_OK)
+        i++;
+    if (i == n)
+        return false;
+    pthread_mutex_lock(&local->client->table);
+    bool open = kvq__handle_find(local->client, entries[i].session);
+    pthread_mutex_unlock(&local->client->table);
+    bool here = kvq__local_find(local, entries[i].session);
+    if (entries[i].status == KVQ_E_STALE && open && !here)
+        more = "the session is not in this kvq_local; kvq_local_add it first";
+    else if (entries[i].status == KVQ_E_NO_STEP && here)
+        more = "the session is in no step of this kvq_local; kvq_local_begin begins one";
+    if (more)
+        kvq__set_error(entries[i].status, "%s, entry %u (session %#llx): %s", kvq__op_name(op), i,
+                       (unsigned long long)entries[i].session, more);
+    return more != NULL;
+}
+
 void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_work *work,
                         struct kvq_entry *entries, uint32_t n)
 {
@@ -237,6 +261,6 @@ void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_w
     local->blamed = 0;
     if (work)
         kvq__put_work(local->queue, work, &p.request);
-    if (!explain_limit(local, entries, n))
+    if (!explain_limit(local, entries, n) && !explain_member(local, op, entries, n))
         kvq__explain(local->queue, &p);
 }

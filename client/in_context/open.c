@@ -288,6 +288,11 @@ int kvq_local_add(kvq_local *local, kvq_session session)
     rc = take_in(local, s);
     if (rc)
         forget_session(local, s);
+    if (rc == KVQ_E_EXISTS) // the daemon knows of page tables, not of who opened them
+        return kvq__set_error(rc,
+                              "another kvq_local of this client has session %#llx; "
+                              "kvq_local_remove it there first",
+                              (unsigned long long)session);
     return rc;
 }
 

@@ -73,6 +73,9 @@ KVQ_API KVQ_CHECK int kvq_local_open(kvq_queue *queue, const struct kvq_local_op
  * An engine that is compiled with OpenMP writes `#pragma omp parallel for` instead. */
 KVQ_API void kvq_local_openmp(void *gomp_parallel, uint32_t n, void (*item)(void *arg, uint32_t i),
                               void *arg);
+
+/* Ends a step that is open, as kvq_local_abort does, and lets go of the kvq_local's sessions, which
+ * stay open in the client. Accepts NULL and pointers to NULL. */
 KVQ_API void kvq_local_close(kvq_local **local);
 
 /* NULL if attention runs here, else a sentence that says why it goes through the daemon. */
@@ -84,18 +87,22 @@ KVQ_API const char *kvq_local_why(const kvq_local *local);
  * session is longer than max_tokens. KVQ_E_EXISTS: another kvq_local of this client has the
  * session. kvq_session_close removes the session as well. */
 KVQ_API KVQ_CHECK int kvq_local_add(kvq_local *local, kvq_session session);
+
+/* Takes a session out, which stays open in the client. KVQ_E_BUSY: the session is in the step.
+ * KVQ_E_STALE: the session is not in this kvq_local. */
 KVQ_API int kvq_local_remove(kvq_local *local, kvq_session session);
 
 /* Begins a step of sessions that were added; an entry with append 0 only reads. If another call
  * changed a session since its last step here (a truncation, an append through the queue), the
  * library first asks the daemon for the new page table, with one request. Statuses per entry, as of
- * kvq_step_begin. One step at a time. */
+ * kvq_step_begin; KVQ_E_STALE, too, for a session that was not added. One step at a time. */
 KVQ_API KVQ_CHECK int kvq_local_begin(kvq_local *local, struct kvq_entry *entries, uint32_t n);
 
 /* As kvq_append_attend, or kvq_attend for entries with append 0; ignores work->step. The bytes of k
  * and v must not change before kvq_local_end. If k and v have no buffer, attention reads the K and
  * V of an earlier call of this step, for this layer or the layer whose cache it reads.
- * KVQ_E_INVALID for paged K and V. */
+ * KVQ_E_INVALID for paged K and V; per entry KVQ_E_STALE for a session that was not added, and
+ * KVQ_E_NO_STEP for one that kvq_local_begin did not begin a step with. */
 KVQ_API KVQ_CHECK int kvq_local_attend(kvq_local *local, const struct kvq_work *work,
                                        struct kvq_entry *entries, uint32_t n);
 

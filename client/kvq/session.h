@@ -57,8 +57,9 @@ enum {
 /* Flags of an open. */
 enum {
     KVQ_OPEN_READ_ONLY = 1,
-    KVQ_OPEN_TAKE_OVER = 2, /* take the session from its writer, whose handle then fails
-                             * with KVQ_E_TAKEN */
+    KVQ_OPEN_TAKE_OVER = 2, /* take the session from its writer. A step that the writer has open
+                             * is undone: its next calls for the session fail with
+                             * KVQ_E_NO_STEP. Then its handle fails with KVQ_E_TAKEN */
     KVQ_OPEN_MUST_EXIST = 4,
     KVQ_OPEN_MUST_CREATE = 8,
     KVQ_OPEN_EXACT_PROMPT = 16, /* refuse an open without prompt_tokens */
@@ -152,7 +153,8 @@ struct kvq_session_info {
  * KVQ_E_EXISTS (the session has another shape, format or model, or was not to exist),
  * KVQ_E_NO_SESSION (it was to exist, and does not), KVQ_E_BUSY (another client writes it),
  * KVQ_E_PERMISSION, KVQ_E_FORMAT, KVQ_E_SHAPE, KVQ_E_INVALID, KVQ_E_LIMIT, KVQ_E_NO_MEMORY,
- * KVQ_E_QUOTA, KVQ_E_DRAINING. */
+ * KVQ_E_QUOTA, KVQ_E_DRAINING, KVQ_E_NO_NAMESPACE, KVQ_E_UNSUPPORTED (the text says what is
+ * missing: a storage_dir for KVQ_ON_DETACH_SAVE, a model for a prefix, a GPU). */
 KVQ_API KVQ_CHECK int kvq_session_open(kvq_client *client,
                                        const struct kvq_session_options *options,
                                        kvq_session *session, struct kvq_session_info *info);

@@ -32,7 +32,8 @@ struct kvq_entry {
                           * the layer's window leaves them. For nodes of a tree that stand at one
                           * depth, on a layer with a window, make one call for each depth */
     uint16_t list_token; /* paged: tokens to skip in the first page */
-    /* Results. A call that fails as a whole leaves them as they are. */
+    /* Results, for use after a call that returned 0. A call that fails as a whole sets status to
+     * its code and value to 0; where the library refuses the call itself, both stay as they are. */
     int32_t status;
     uint64_t value; /* token count after the call; fork: the new session; read: tokens read */
 };
@@ -77,8 +78,8 @@ struct kvq_work {
  * that brings token ids (KVQ_DO_STEP_END of ticket.h) needs room for the ids, and an entry that
  * gets none fails with KVQ_E_NO_MEMORY or KVQ_E_QUOTA and stays in the step. *step is the step's
  * number. Entries that failed are not in the step: KVQ_E_POSITION, KVQ_E_NO_MEMORY, KVQ_E_BUSY,
- * KVQ_E_LIMIT, ... per entry: look at each entry's status. KVQ_E_LIMIT of the call: the client has
- * 64 open steps, the most that it can have. */
+ * KVQ_E_LIMIT, KVQ_E_TAKEN, ... per entry: look at each entry's status. KVQ_E_LIMIT of the call:
+ * the client has 64 open steps, the most that it can have. */
 KVQ_API KVQ_CHECK int kvq_step_begin(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
                                      uint64_t *step);
 

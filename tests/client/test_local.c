@@ -493,11 +493,13 @@ static void test_refusals(void **state)
     struct kvq_work w = local_small_work(&m, 0);
     fine(kvq_local_begin(rig.local, &e, 1));
     refused(KVQ_E_STALE, e.status, "step begin, entry 0");
+    refused(KVQ_E_STALE, e.status, "kvq_local_add it first");
     fine(kvq_local_add(rig.local, e.session));
     fine(kvq_local_add(rig.local, e.session));
     refused(KVQ_E_NO_STEP, kvq_local_end(rig.local, NULL, &e, 1), "kvq_local_begin");
     fine(kvq_local_attend(rig.local, &w, &e, 1));
-    refused(KVQ_E_NO_STEP, e.status, "attend");
+    refused(KVQ_E_NO_STEP, e.status, "attend, entry 0");
+    refused(KVQ_E_NO_STEP, e.status, "kvq_local_begin begins one");
     e.position = 7;
     fine(kvq_local_begin(rig.local, &e, 1));
     refused(KVQ_E_POSITION, e.status, "holds 0 tokens");
@@ -572,7 +574,7 @@ static void test_options(void **state)
     refused(KVQ_E_LIMIT, e.status, "at most 128");
     kvq_local *second;
     fine(kvq_local_open(rig.queue, NULL, &second));
-    refused(KVQ_E_EXISTS, kvq_local_add(second, e.session), "already");
+    refused(KVQ_E_EXISTS, kvq_local_add(second, e.session), "kvq_local_remove it there");
     kvq_local_close(&second);
     fine(kvq_local_remove(rig.local, e.session));
     refused(KVQ_E_STALE, kvq_local_remove(rig.local, e.session), "not in this");

@@ -203,13 +203,34 @@ class BadWork(Test):
 
     def test_step_numbers(self):
         k, v, q = self.arrays()
+    def test_overlaps(self):
+        """The text names the rule that was broken, and by which tensors or entries."""
+        buffer = self.client.buffer(1 << 20)
+        q, out = (buffer.tensor(buffer.take((2, 8, 128))) for _ in range(2))
+        entries = kvq.make_entries([self.session] * 2, queries=1)
+        entries["q_row"] = 0
+        self.queue.call("attend", entries, layer=0, q=q, out=out)
+        self.assertEqual(list(entries["status"]), [0, kvq.Code.E_INVALID])
+        self.assertRegex(kvq.errors.last_text(), r"entry 1 .* for entry 0; .*\(q_row\)")
+        entries["q_row"] = 0, 1
+        self.fails(kvq.Code.E_INVALID, self.queue.call, "attend", entries, layer=0, q=q, out=q,
+                   text="out is written and overlaps q")
+        out.token_stride = out.head_stride
+        self.fails(kvq.Code.E_INVALID, self.queue.call, "attend", entries, layer=0, q=q, out=out,
+                   text="out is written and overlaps itself")
+        entries = kvq.make_entries([self.session], queries=2)
+        out.token_stride = 4
+        self.queue.call("attend", entries, layer=0, q=q, out=out)
+        self.assertEqual(entries["status"][0], kvq.Code.E_INVALID)
+        self.assertRegex(kvq.errors.last_text(), "out has strides of 4 bytes.* has 512 bytes")
+
         with self.queue.step([self.session], 10) as step:
             self.fails(kvq.Code.E_BUSY, self.queue.step, [self.session], 1, text="step")
             number, step.number = step.number, step.number + 1000
             self.fails(kvq.Code.E_NO_STEP, step.append, 0, k, v, text="step")
             step.number = number
             step.append(0, k, v)
-            self.fails(kvq.Code.E_INVALID, step.append, 0, k, v, text="once")  # a second time
+            self.fails(kvq.Code.E_INVALID, step.append, 0, k, v, text="of this layer already")
             # Attention over a layer whose K and V are not there yet.
             self.fails(kvq.Code.E_INCOMPLETE, step.attend, 1, q, text="of this layer")
             step.abort()
