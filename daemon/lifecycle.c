@@ -179,6 +179,12 @@ static int open_gpus(struct kvq__server *server, char *text)
     if (c->backend == KVQ__BACKEND_EMU && !c->gpu_driver[0]) {
         emulator_path(path, sizeof path);
         config.driver = path;
+        if (access(path, F_OK) != 0) {
+            snprintf(text, KVQ_TEXT_BYTES,
+                     "backend = emu: this build has no emulator (KVQ_EMU=OFF): there is no %s",
+                     path);
+            return KVQ_E_UNSUPPORTED;
+        }
     }
     int error = kvq__gpus_open(&config, &server->gpus, text);
     for (uint32_t i = 0; i < kvq__gpus_count(server->gpus); i++) {

@@ -38,7 +38,7 @@
     X(E_DRAINING, -28, "the daemon is shutting down and takes nothing new")                        \
     X(E_BUFFER, -29, "no such buffer, or its memory cannot be used (seals, size)")                 \
     X(E_SYSTEM, -30, "a system call failed; the text says which")                                  \
-    X(E_UNSUPPORTED, -31, "not supported by this build or backend")                                \
+    X(E_UNSUPPORTED, -31, "not supported by this build, configuration or backend")                 \
     X(E_TAKEN, -32, "another writer took the session over")                                        \
     X(E_INTERNAL, -33, "internal error: please report it with the daemon's log")                   \
     X(E_NO_CLIENT, -34, "no such client is attached")                                              \

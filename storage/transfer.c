@@ -118,8 +118,11 @@ static int gather_shards(struct export *e, const char *space, const char *name)
         rc = kvq__catalog_complain(e->s, rc, e->c);
     pthread_mutex_unlock(&e->s->catalog_lock);
     if (rc >= 0 && e->n_shards == 0)
-        return kvq__complain(e->c, KVQ_E_NO_SESSION, "the store holds no session %s of %s", name,
-                             space);
+        return kvq__complain(
+            e->c, KVQ_E_NO_SESSION,
+            "the store holds no session %s of %s; save one that is in memory first "
+            "(kvqctl session save)",
+            name, space);
     return rc < 0 ? rc : KVQ_OK;
 }
 

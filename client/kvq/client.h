@@ -32,7 +32,8 @@ struct kvq_connect_options {
 };
 
 /* Connects to the daemon. options may be NULL. Release the client with kvq_disconnect.
- * KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING. */
+ * KVQ_E_NO_DAEMON, KVQ_E_PERMISSION, KVQ_E_VERSION, KVQ_E_DRAINING, KVQ_E_LIMIT (the daemon has as
+ * many clients as it may have), KVQ_E_INVALID (an option, such as a size of 0). */
 KVQ_API KVQ_CHECK int kvq_connect(const struct kvq_connect_options *options, kvq_client **client);
 
 /* Closes the client's queues, buffers, contexts (kvq_local) and session handles (on_detach decides

@@ -48,7 +48,9 @@ static int check_clients(const struct kvq__connection *c, char *text)
     uint32_t own = kvq__attach_held(c->attach, c->peer.uid).connections - 1;
     assert(c->attach->count > 0);
     if (all >= most) {
-        snprintf(text, KVQ_TEXT_BYTES, "%llu clients are attached already (max_clients)",
+        snprintf(text, KVQ_TEXT_BYTES,
+                 "%llu clients are attached already (max_clients); end one (kvqctl client list), "
+                 "or raise max_clients",
                  (unsigned long long)most);
         return KVQ_E_LIMIT;
     }

@@ -222,6 +222,10 @@ class DryRun(Stored):
         export = ("session", "export", "it", path)
         self.assertEqual(told(self.dry(*export)), [])
         self.assertEqual(self.daemon.ctl(*export[:2], "no", path, "--dry-run", check=False)[0], 5)
+        fresh = self.make("fresh")
+        _, _, complaint = self.daemon.ctl(*export[:2], "fresh", path, check=False)
+        self.assertIn("kvqctl session save", complaint)  # what is in memory alone is not exported
+        fresh.drop()
         self.daemon.ctl(*export)
         self.assertEqual(told(self.dry(*export)), [("not overwrite", "the file", "", path)])
         self.assertEqual(told(self.dry(*export, "--replace")),

@@ -2,8 +2,10 @@
 """What bad input gets: a code, a text that says what was wrong, and nothing lost."""
 import json
 import os
+import shutil
 import socket
 import subprocess
+import tempfile
 import unittest
 
 from e2e_rig import (BACKEND, BIN, BOUND, Child, Daemon, Test, Tokens, everybodys_kvqctl, feed, kvq,
@@ -201,8 +203,6 @@ class BadWork(Test):
         self.fails(kvq.Code.E_INVALID, self.queue.attend, [self.session], 0, q, 0,
                    text="0 query tokens")
 
-    def test_step_numbers(self):
-        k, v, q = self.arrays()
     def test_overlaps(self):
         """The text names the rule that was broken, and by which tensors or entries."""
         buffer = self.client.buffer(1 << 20)
@@ -224,6 +224,8 @@ class BadWork(Test):
         self.assertEqual(entries["status"][0], kvq.Code.E_INVALID)
         self.assertRegex(kvq.errors.last_text(), "out has strides of 4 bytes.* has 512 bytes")
 
+    def test_step_numbers(self):
+        k, v, q = self.arrays()
         with self.queue.step([self.session], 10) as step:
             self.fails(kvq.Code.E_BUSY, self.queue.step, [self.session], 1, text="step")
             number, step.number = step.number, step.number + 1000
@@ -486,6 +488,17 @@ class BadPeople(Test):
             s.close()
         self.daemon.wait_log("event=connection_end", 6)
         self.daemon.wait_fds(before)
+
+    def test_no_emulator(self):
+        """A build without the emulator says so, not that NVIDIA's driver is missing."""
+        with tempfile.TemporaryDirectory() as folder:
+            program = os.path.join(folder, "bin", "kvqd")
+            os.mkdir(os.path.dirname(program))
+            shutil.copy(os.path.join(BIN, "kvqd"), program)
+            done = subprocess.run([program, "--runtime-dir", folder + "/run", "--backend", "emu"],
+                                  capture_output=True, text=True, timeout=BOUND)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("this build has no emulator (KVQ_EMU=OFF)", done.stderr)
 
     def test_no_daemon_there(self):
         before = own_fds()
