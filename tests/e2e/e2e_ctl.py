@@ -100,6 +100,29 @@ class Found(Test):
                 own.stop()
 
 
+class Absent(Test):
+    """kvqctl where no daemon is."""
+
+    def complaint(self, *arguments, **variables):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("KVQ_", "XDG_"))}
+        done = subprocess.run([os.path.join(BIN, "kvqctl"), *arguments, "status"],
+                              env={**env, **variables}, capture_output=True, text=True,
+                              timeout=BOUND)
+        self.assertEqual(done.returncode, 3)
+        return done.stderr
+
+    def test_where_it_looked(self):
+        """It says which of the option, the variable and the default was used; the service's
+        command stands only where the service would be found."""
+        for told, said in ((self.complaint("--runtime-dir", "/none"), "from --runtime-dir."),
+                           (self.complaint(KVQ_RUNTIME_DIR="/none"), "from $KVQ_RUNTIME_DIR.")):
+            self.assertIn(said, told)
+            self.assertNotIn("systemctl", told)
+        for variables in ({"XDG_RUNTIME_DIR": "/none"}, {"KVQ_RUNTIME_DIR": "/run/kvqd"}):
+            if not os.path.exists("/run/kvqd"):
+                self.assertIn("systemctl start kvqd", self.complaint(**variables))
+
+
 class Ping(Test):
     """kvqctl ping."""
 

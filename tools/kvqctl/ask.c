@@ -52,17 +52,22 @@ static void explain_absence(const struct kvq__ctl *ctl, const char *path, int er
     fprintf(stderr, "kvqctl: no daemon answers in %s: %s\n", dir,
             error == -ECONNREFUSED ? "the socket there was left behind by one that is gone"
                                    : strerror(-error));
-    fprintf(stderr,
-            "Looked for: %s\n"
-            "It comes from --runtime-dir, else $KVQ_RUNTIME_DIR, else it is that of "
-            "$XDG_RUNTIME_DIR/kvqd and " KVQ_SYSTEM_RUNTIME_DIR " in which there are sockets.\n",
-            path);
+    fprintf(stderr, "Looked for: %s\n", path);
+    if (ctl->told_dir)
+        fprintf(stderr, "The directory comes from %s.\n", ctl->told_dir);
+    else
+        fputs("Neither --runtime-dir nor $KVQ_RUNTIME_DIR names the directory, so it is that of "
+              "$XDG_RUNTIME_DIR/kvqd and " KVQ_SYSTEM_RUNTIME_DIR " in which there are sockets.\n",
+              stderr);
     if (access(KVQ_SYSTEM_RUNTIME_DIR, X_OK) != 0 && errno == EACCES)
         fprintf(stderr,
                 "%s is there, and this user (uid %u) may not enter it: join the group that owns "
                 "it, and log in again.\n",
                 KVQ_SYSTEM_RUNTIME_DIR, (unsigned)geteuid());
-    fprintf(stderr, "Start one:  kvqd --runtime-dir %s     (or: systemctl start kvqd)\n", dir);
+    fprintf(stderr, "Start one:  kvqd --runtime-dir %s%s\n", dir,
+            !ctl->told_dir || strcmp(dir, KVQ_SYSTEM_RUNTIME_DIR) == 0
+                ? "     (or: systemctl start kvqd)"
+                : "");
 }
 
 static int explain_silence(const struct kvq__ctl *ctl)

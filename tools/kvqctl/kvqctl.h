@@ -51,6 +51,7 @@ enum { KVQ__CTL_MEMORY = 1, KVQ__CTL_SAVED = 2, KVQ__CTL_REMOTE = 4 };
 struct kvq__ctl {
     uint64_t given; // options, a bit for each row of their table
     const char *runtime_dir;
+    const char *told_dir; // what runtime_dir comes from: an option, a variable; NULL: neither
     const char *connect;  // HOST:PORT of a daemon on another machine; NULL: runtime_dir
     const char *key_file; // with the key for it
     const char *server;   // key make: the daemon's public key

@@ -194,6 +194,9 @@ int main(int argc, char **argv)
         ctl.connect = set_variable("KVQ_CONNECT");
     if (!ctl.key_file)
         ctl.key_file = set_variable("KVQ_KEY");
+    ctl.told_dir = ctl.runtime_dir                   ? "--runtime-dir"
+                   : set_variable("KVQ_RUNTIME_DIR") ? "$KVQ_RUNTIME_DIR"
+                                                     : NULL;
     ctl.runtime_dir = kvq__ctl_runtime_dir(ctl.runtime_dir);
     result = run_command(&ctl, argv + first, argc - first, asked.help);
     kvq__transport_close(&ctl.transport);
