@@ -158,6 +158,7 @@ except kvq.Error as error:
             self.assertEqual(status, 1)
             self.assertIn("E_NO_DAEMON", err)
             self.assertNotIn("started", err)
+            self.assertEqual("unset KVQ_RUNTIME_DIR" in err, bool(env), err)
         self.assertEqual(self.run_to_end("kvq.Client('/nowhere', private=True)")[0], 1)
 
     def test_options(self):

@@ -220,6 +220,8 @@ class Client:
             code = lib.kvq_connect(byref(options), byref(self.pointer))
             if code == Code.E_NO_DAEMON and start_again(self._private):  # it was about to end
                 code = lib.kvq_connect(byref(options), byref(self.pointer))
+        if code == Code.E_NO_DAEMON and private is None and told and not runtime_dir:
+            raise Error(code, f"{last_text()}; or unset KVQ_RUNTIME_DIR, and Python starts one")
         check(code)
         if self._private:
             clients.add(self)

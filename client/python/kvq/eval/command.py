@@ -15,7 +15,7 @@ Measures what kvq's formats do to a model: perplexity, KL divergence from the sa
 engine's own cache, how often the likeliest token stays the same, whether facts are found again
 (needles), how long greedy answers stay the same, the memory of the cache, and speed. Text goes
 through the model with the tokens that stand in it (teacher-forced), and all attention to the past
-is kvqd's; a daemon is started where none runs.
+is kvqd's; a daemon is started where KVQ_RUNTIME_DIR names none and none runs.
 
 MODEL is a folder with a model in it, a GGUF file, or a name of the Hugging Face hub that was
 downloaded before: nothing is downloaded here.
@@ -129,9 +129,9 @@ class Run:
         torch.set_grad_enabled(False)
         torch.set_num_threads(options.threads)
         self.options, self.failures = options, score.Failures()
-        self.models = models.load(options.model, options.dtype, options.reference)
         where = kvq.private_daemon(**options.daemon) if options.daemon else None
-        self.client = kvq.Client(where, name="kvq.eval")
+        self.client = kvq.Client(where, name="kvq.eval")  # weights take long to read
+        self.models = models.load(options.model, options.dtype, options.reference)
         self.out = options.out or "kvq-eval-" + self.models.name.removesuffix(".gguf")
         os.makedirs(self.out, exist_ok=True)
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__,

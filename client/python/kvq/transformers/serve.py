@@ -30,8 +30,8 @@ def parse(words: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
         description="transformers serve, with the KV caches of its models in kvqd. Each request "
                     "has a session, and begins with what kvqd has of its prompt.",
         epilog="All other arguments go to `transformers serve`, whose --help lists them. Models "
-               "are put on the CPU. Without a daemon under KVQ_RUNTIME_DIR one is started that "
-               "ends with the server.")
+               "are put on the CPU. Where KVQ_RUNTIME_DIR names no daemon and none runs, one is "
+               "started that ends with the server.")
     parser.add_argument("--kvq-format", metavar="FORMAT", default="oscar4",
                         help="of K and V: oscar4 unless said, 16bit for the model's own precision")
     parser.add_argument("--kvq-attention", choices=("default", "exact", "fast"), default="default",
