@@ -64,9 +64,15 @@ install(FILES ${CMAKE_BINARY_DIR}/kvqd.service packaging/kvqd-nvidia.service
 install(FILES packaging/kvqd.sysusers DESTINATION lib/sysusers.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd.tmpfiles DESTINATION lib/tmpfiles.d RENAME kvqd.conf COMPONENT kvqd)
 install(FILES packaging/kvqd-cpu.conf DESTINATION share/doc/kvqd/examples COMPONENT kvqd)
-# Where help, manual pages and alerts send people.
-install(FILES docs/operations.md docs/troubleshooting.md docs/formats.md docs/protocol.md
-        DESTINATION share/doc/kvqd COMPONENT kvqd)
+# Where help, manual pages and alerts send people, and what these pages send operators to.
+install(CODE "
+    set(KVQ_SOURCE \"${CMAKE_SOURCE_DIR}\")
+    set(KVQ_BINARY \"${CMAKE_BINARY_DIR}\")
+    set(KVQ_PAGES operations.md troubleshooting.md formats.md protocol.md sizing.md upgrading.md
+                  containers.md nodes.md)
+    set(KVQ_TO \"\${CMAKE_INSTALL_PREFIX}/share/doc/kvqd\")
+    include(\"${CMAKE_SOURCE_DIR}/cmake/install_pages.cmake\")" COMPONENT kvqd)
+install(FILES docs/sizing.svg DESTINATION share/doc/kvqd COMPONENT kvqd)
 install(FILES packaging/prometheus/kvqd.rules.yml packaging/prometheus/kvqd.dashboard.json
         DESTINATION ${CMAKE_INSTALL_DATADIR}/kvqd/prometheus COMPONENT kvqd)
 set(kvq_conf packaging/kvqd.conf)

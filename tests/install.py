@@ -28,7 +28,8 @@ INSTALLED = (
     "share/man/man1/kvq-run.1", "share/man/man1/kvq-bench.1", "share/man/man1/kvq-codebook.1",
     "share/man/man8/kvqd.8", "share/doc/kvqd/examples/kvqd-cpu.conf",
     *(f"share/doc/kvqd/{name}.md" for name in ("operations", "troubleshooting", "formats",
-                                               "protocol")),
+                                               "protocol", "sizing", "upgrading", "containers",
+                                               "nodes")),
     "share/man/man3/kvq.3", "share/man/man3/kvq_step.3", "share/man/man3/kvq_append_attend.3",
     "share/bash-completion/completions/kvqctl", "share/bash-completion/completions/kvqd",
     "share/zsh/site-functions/_kvqctl", "share/zsh/site-functions/_kvqd",
@@ -72,6 +73,16 @@ class Install:
         missing = [name for name in INSTALLED if not os.path.exists(self.path(name))]
         if missing:
             raise Failure("not installed: " + ", ".join(missing))
+
+    def check_links(self):
+        """Pages link to nothing that is not installed beside them."""
+        folder = self.path("share", "doc", "kvqd")
+        for page in (name for name in os.listdir(folder) if name.endswith(".md")):
+            with open(os.path.join(folder, page), encoding="utf-8") as file:
+                targets = re.findall(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)", file.read())
+            for target in targets:
+                if not os.path.exists(os.path.join(folder, target)):
+                    raise Failure(f"share/doc/kvqd/{page} links to {target}")
 
     def check_unit(self):
         """The unit finds what it names, whatever the prefix that was configured."""
@@ -183,9 +194,9 @@ def main():
     install = Install(os.path.abspath(sys.argv[1]), prefix)
     passed = failed = 0
     try:
-        for check in (install.check_files, install.check_unit, install.check_stripped,
-                      install.check_soname, install.check_compiles, install.check_cxx,
-                      install.check_daemon_starts, install.check_client_runs,
+        for check in (install.check_files, install.check_links, install.check_unit,
+                      install.check_stripped, install.check_soname, install.check_compiles,
+                      install.check_cxx, install.check_daemon_starts, install.check_client_runs,
                       install.check_kvqctl, install.check_completion,
                       install.check_daemon_ends):
             try:
