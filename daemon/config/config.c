@@ -84,7 +84,7 @@ const struct kvq__option kvq__options[] = {
      .max = KVQ_MAX_BUFFER_BYTES, .help = "bytes of all buffers of one client"},
     {FIELD(buffer_bytes), KVQ_OPTION_SIZE, "SIZE", LIVE, .max = 1ull << 46,
      .help = "bytes of all buffers of all clients; 0: half of the machine's memory, or of what its "
-             "control group allows"},
+             "control group allows; or client_bytes, where that was set and is more"},
     {FIELD(fast), KVQ_OPTION_WORD, "WORD", LIVE, .words = path_words, .initial = 1,
      .alias = "attention", .help = "attention path of sessions that do not choose one"},
     {FIELD(codebook_dir), KVQ_OPTION_TEXT, "PATH", RESTART, .initial_text = "",
