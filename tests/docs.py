@@ -40,6 +40,7 @@ FORMAT_LISTS = {
     "docs/protocol.md": r"This is protocol (\d+), block layout (\d+)\.",
     "CHANGELOG.md": r"Protocol (\d+), block layout (\d+), catalog of the store (\d+), "
                     r"records (\d+), saved sessions (\d+)\."}
+WITH_ENGINE = ("tools/bench-transformers-layer.py",)  # imports PyTorch before all else
 FOREIGN = ("uv.h", "zmq.h")  # headers of others
 COMMANDS = {
     "kvq-run": ["generate", "perplexity", "logits"],
@@ -255,6 +256,18 @@ def check_sections():
                 yield f"{path}: docs/{page} has no section '{section}'"
 
 
+def check_tools():
+    """Programs of tools/ explain themselves without a library, an engine or a daemon."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KVQ_")}
+    for path in tracked():
+        if re.fullmatch(r"tools/[\w-]+\.py", path) and path not in WITH_ENGINE:
+            done = subprocess.run([sys.executable, os.path.join(ROOT, path), "--help"], env=env,
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                  timeout=60)
+            if done.returncode or "tools/" not in done.stdout and "usage" not in done.stdout:
+                yield f"{path} --help ended with {done.returncode}: {done.stderr[-200:]}"
+
+
 def check_layers():
     """CONTRIBUTING.md says of each folder what tests/tidy.py lets it include."""
     told = dict(re.findall(r"^\| `(\w+)/` \| (.*) \|$", read("CONTRIBUTING.md"), re.M))
@@ -386,6 +399,7 @@ def main():
     checks["folders and their layers"] = (check_layers,)
     checks["texts of errors"] = (check_troubleshooting,)
     checks["sizing"] = (check_sizing, build)
+    checks["helps of tools"] = (check_tools,)
     checks["exit statuses"] = (check_exits, build)
     checks["configuration file"] = (check_config, build)
     passed = failed = 0

@@ -25,6 +25,9 @@ import time
 
 import numpy as np
 
+if "--help" in sys.argv[1:]:
+    print(__doc__)
+    sys.exit(0)
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.join(ROOT, "tests", "e2e"), os.path.join(ROOT, "client", "python")]
 import kvq  # noqa: E402
