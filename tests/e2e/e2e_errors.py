@@ -239,6 +239,19 @@ class BadWork(Test):
         self.fails(kvq.Code.E_NO_STEP, self.queue.call, "step_end", np.zeros(0, kvq.ENTRY),
                    step=number)
 
+    def test_results_of_failed_calls(self):
+        """As step.h says: the call's code and 0, or as they were where the library refuses."""
+        tensor = self.client.buffer(1 << 16)
+        tensor = tensor.tensor(tensor.take((1, 8, 128)))
+        entries = kvq.make_entries([self.session], queries=1)
+        for code, operation, more, left in (
+                (kvq.Code.E_NO_STEP, "step_end", {"step": 999}, (kvq.Code.E_NO_STEP, 0)),
+                (kvq.Code.E_DEADLINE, "nop", {"deadline_ns": 1}, (kvq.Code.E_DEADLINE, 0)),
+                (kvq.Code.E_BUFFER, "attend", {"layer": 0, "q": tensor}, (0, 777))):
+            entries["status"], entries["value"] = 1234, 777  # status 0 is set by Python's submit()
+            self.fails(code, self.queue.call, operation, entries, **more)
+            self.assertEqual((entries["status"][0], entries["value"][0]), left, operation)
+
     def test_lacking_layer(self):
         k, v, _ = self.arrays()
         step = self.queue.step([self.session], 10)
