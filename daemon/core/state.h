@@ -147,7 +147,7 @@ enum kvq__forget_phase {
 };
 
 struct kvq__forget {
-    RB_ENTRY(kvq__forget) tree;    // by stamp
+    RB_ENTRY(kvq__forget) tree;    // by namespace, name and stamp
     TAILQ_ENTRY(kvq__forget) link; // of its phase
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES];
     uint64_t stamp;

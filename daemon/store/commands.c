@@ -33,6 +33,12 @@ static void delete_saved(struct kvq__task *t)
         kvq_store_gc(t->jobs->store, &freed, NULL, 0);
 }
 
+void kvq__jobs_keep(struct kvq__task *t)
+{
+    assert(t->hold.held && t->hold.kind == KVQ__HOLD_ALONE);
+    kvq__park_keep(t->jobs->server->core, t->ns, t->name);
+}
+
 // Poller's thread: who is dropped, under the name that it is stored by.
 static void find_dropped(struct kvq__task *t)
 {
@@ -73,17 +79,25 @@ static void drop_in_memory(struct kvq__task *t)
         snprintf(t->text, sizeof t->text, "%s", t->reply->text);
 }
 
+// It may still be on disk where memory has none.
+static bool is_refused(int rc)
+{
+    return rc < 0 && rc != KVQ_E_NO_SESSION && rc != KVQ_E_NO_NAMESPACE;
+}
+
 static void drop_everywhere(struct kvq__task *t)
 {
     kvq__task_at_poller(t, find_dropped);
     if (t->name[0])
         kvq__task_take_name(t, KVQ__HOLD_ALONE);
     kvq__task_at_poller(t, drop_in_memory);
-    if (!t->name[0] || (t->rc < 0 && t->rc != KVQ_E_NO_SESSION && t->rc != KVQ_E_NO_NAMESPACE))
+    if (!t->name[0] || is_refused(t->rc))
         return;
     kvq__reply_status(t->reply, t->arena, 0, "");
     kvq__task_take_turn(t);
     kvq__task_at_work(t, delete_saved);
+    if (!is_refused(t->rc)) // else it is still there
+        kvq__task_at_poller(t, kvq__jobs_keep);
 }
 
 // ---- What only reads, or tidies ----
@@ -371,6 +385,8 @@ static void import_session(struct kvq__task *t)
         kvq__task_at_work(t, read_import);
     if (t->rc == KVQ_E_NO_SPACE && kvq__transfers_make_room(t, t->written_bytes))
         kvq__task_at_work(t, read_import);
+    if (t->rc == 0)
+        kvq__task_at_poller(t, kvq__jobs_keep);
     if (t->rc == KVQ_E_CANCELLED)
         say_leaving(t, "imported");
 }

@@ -294,6 +294,9 @@ void kvq__jobs_resolve(struct kvq__task *task, const char *ns, const char *name)
 int kvq__jobs_check_name(struct kvq__task *task, const char *name);
 // Poller's thread: task->rc < 0 with a text if nothing is imported into task->ns.
 void kvq__jobs_check_imported(struct kvq__task *task);
+// Poller's thread, with the name held alone. What is stored as task->ns and name was imported, or
+// is gone: nothing that stood there before, because a session was parked, is deleted any more.
+void kvq__jobs_keep(struct kvq__task *task);
 // Looks on for who reads long, with the jobs as its context: a daemon that ends does not wait until
 // all of a store, or of a file, has been read. Any thread.
 int kvq__jobs_look_for_end(void *context, uint64_t done, uint64_t all);

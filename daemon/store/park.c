@@ -2,6 +2,7 @@
 //
 // What the core wants so that sessions can be parked (saved.h): the poller takes its jobs and
 // sends each to the loop as a task, which writes, reads or deletes as commands do.
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,7 +42,7 @@ static void refuse_job(struct kvq__core *core, const struct kvq__store_job *o, i
         kvq__fetch_failed(core, o->id, status, text);
         break;
     case KVQ__JOB_FORGET:
-        kvq__park_forgot(core, o->stamp, KVQ__FORGET_FAILED);
+        kvq__park_forgot(core, o, KVQ__FORGET_FAILED);
         break;
     }
 }
@@ -98,14 +99,21 @@ static void delete_parked(struct kvq__task *t)
 static void forgot(struct kvq__task *t)
 {
     const bool gone = t->rc == 0 || t->rc == KVQ_E_NO_SESSION;
-    t->quiet = !kvq__park_forgot(t->jobs->server->core, t->job->stamp,
+    t->quiet = !kvq__park_forgot(t->jobs->server->core, t->job,
                                  gone ? KVQ__FORGET_GONE : KVQ__FORGET_FAILED);
 }
 
 // Poller's thread.
 static void forget_later(struct kvq__task *t)
 {
-    kvq__park_forgot(t->jobs->server->core, t->job->stamp, KVQ__FORGET_IN_USE);
+    kvq__park_forgot(t->jobs->server->core, t->job, KVQ__FORGET_IN_USE);
+}
+
+// Poller's thread, with the name held alone: whoever has imported a copy since has called it off.
+static void look_at_order(struct kvq__task *t)
+{
+    assert(t->hold.held && t->job->kind == KVQ__JOB_FORGET);
+    t->quiet = !kvq__park_forgotten(t->jobs->server->core, t->job->ns, t->job->name, t->job->stamp);
 }
 
 // Orders that wait for a name would keep all others waiting.
@@ -117,6 +125,9 @@ static void forget_parked(struct kvq__task *t)
         return;
     }
     kvq__task_take_name(t, KVQ__HOLD_ALONE);
+    kvq__task_at_poller(t, look_at_order);
+    if (t->quiet)
+        return;
     kvq__task_take_turn(t);
     kvq__task_at_work(t, delete_parked);
     kvq__task_at_poller(t, forgot);

@@ -464,7 +464,7 @@ static void find_session(struct kvq__task *t, void (*look)(struct kvq__task *tas
 // Poller's thread. What is stored is about to be deleted, or was just now.
 static bool is_forgotten(const struct kvq__task *t)
 {
-    return kvq__park_forgotten(t->jobs->server->core, t->found->saved.stamp);
+    return kvq__park_forgotten(t->jobs->server->core, t->ns, t->name, t->found->saved.stamp);
 }
 
 // Poller's thread. task->found is then what is to be loaded, NULL: nothing is, or not yet.

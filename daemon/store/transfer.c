@@ -376,6 +376,8 @@ static int import_fetched(struct kvq__transfer *x)
         if (t->rc == KVQ_E_NO_SPACE && clear_leftovers(t, x, x->moved.bytes))
             kvq__task_at_work(t, import);
     }
+    if (t->rc == 0)
+        kvq__task_at_poller(t, kvq__jobs_keep);
     kvq__task_end_turn(t);
     if (t->rc < 0)
         snprintf(x->text, sizeof x->text, "%s", t->text);

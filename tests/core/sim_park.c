@@ -133,8 +133,8 @@ static void forget_ordered(struct sim *sim)
     bool gone = !kit_chance(&sim->kit, 5);
     if (gone)
         vault_forget(&k->vault, k->order.name, k->order.stamp);
-    kvq__park_forgot(sim->kit.core, k->order.stamp, gone ? KVQ__FORGET_GONE : KVQ__FORGET_FAILED);
-    MUST(kvq__park_forgotten(sim->kit.core, k->order.stamp));
+    kvq__park_forgot(sim->kit.core, &k->order, gone ? KVQ__FORGET_GONE : KVQ__FORGET_FAILED);
+    MUST(kvq__park_forgotten(sim->kit.core, k->order.ns, k->order.name, k->order.stamp));
 }
 
 bool park_serve(struct sim *sim)

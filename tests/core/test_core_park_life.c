@@ -8,6 +8,12 @@ static struct kvq__move_info info; // of the last move
 
 static struct kvq__store_job order; // that the core gave last
 
+// Of a copy in the namespace of all of them.
+static bool is_forgotten(const char *name, uint64_t stamp)
+{
+    return kvq__park_forgotten(kit.core, "uid-1000", name, stamp);
+}
+
 // ---- What is stored of it ----
 
 SAVING_TEST(test_forgotten)
@@ -26,9 +32,9 @@ SAVING_TEST(test_forgotten)
     assert_int_equal(vault.n_sessions, 5);
     save("asked"); // there is nothing to write, but from now on it is to stay
     uint64_t stamp = vault_find(&vault, "it", 0)->saved.stamp;
-    assert_false(kvq__park_forgotten(kit.core, stamp));
+    assert_false(is_forgotten("it", stamp));
     drop(a);
-    assert_true(kvq__park_forgotten(kit.core, stamp));
+    assert_true(is_forgotten("it", stamp));
     drop(kept);
     drop(asked);
     assert_int_equal(kvq__session_close(m.client, b, text), 0);
@@ -37,9 +43,9 @@ SAVING_TEST(test_forgotten)
     assert_int_equal(vault_serve(&vault, kit.core), 3);
     assert_int_equal(vault.n_sessions, 2);
     assert_true(vault_find(&vault, "kept", 0) && vault_find(&vault, "asked", 0));
-    assert_true(kvq__park_forgotten(kit.core, stamp)); // for whoever has found it before
+    assert_true(is_forgotten("it", stamp)); // for whoever has found it before
     kit_tick(&kit, 100000000000u);
-    assert_false(kvq__park_forgotten(kit.core, stamp));
+    assert_false(is_forgotten("it", stamp));
     // One that ends while it is written, and one whose time is over.
     a = fed("", 300, 0);
     kit_pack(&kit);
@@ -69,66 +75,106 @@ SAVING_TEST(test_not_forgotten)
     assert_int_equal(vault_serve(&vault, kit.core), 0); // not at once again
     for (uint32_t i = 0; i < 3; i++) {
         kit_tick(&kit, 100000000000u);
-        assert_true(kvq__park_forgotten(kit.core, stamp));
+        assert_true(is_forgotten("it", stamp));
         assert_true(kvq__park_next(kit.core, &order));
         assert_int_equal(order.kind, KVQ__JOB_FORGET);
         assert_int_equal(order.stamp, stamp);
-        assert_false(kvq__park_next(kit.core, &order));                      // while it is tried
-        assert_false(kvq__park_forgot(kit.core, stamp, KVQ__FORGET_FAILED)); // that was told
+        assert_false(kvq__park_next(kit.core, &order));                       // while it is tried
+        assert_false(kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED)); // that was told
     }
     assert_int_equal(vault.n_sessions, 1);
     vault.fail = 0;
     kit_tick(&kit, 100000000000u);
     assert_int_equal(vault_serve(&vault, kit.core), 1);
     assert_int_equal(vault.n_sessions, 0);
-    assert_true(kvq__park_forgotten(kit.core, stamp));
+    assert_true(is_forgotten("it", stamp));
     kit_tick(&kit, 100000000000u);
-    assert_false(kvq__park_forgotten(kit.core, stamp));
+    assert_false(is_forgotten("it", stamp));
     assert_int_equal(vault_serve(&vault, kit.core), 0);
     // The first failure is told, and a copy that somebody uses is none.
     a = fed("it", 300, 0);
     away(a);
     drop(a);
     assert_true(kvq__park_next(kit.core, &order));
-    assert_false(kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_IN_USE));
+    assert_false(kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE));
     assert_false(kvq__park_next(kit.core, &order)); // not at once again
     kit_tick(&kit, 100000000000u);
     assert_true(kvq__park_next(kit.core, &order));
-    assert_true(kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_FAILED));
+    assert_true(kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED));
 }
 
 // Of many that end at once a few are deleted at a time, in the order in which they ended.
 SAVING_TEST(test_many_forgotten)
 {
     enum { MANY = 10, OUT = 4 };
-    uint64_t handles[MANY], stamps[MANY];
+    uint64_t handles[MANY], stamps[MANY], ids[MANY];
+    struct kvq__store_job third = {0};
+    char name[16];
     for (uint32_t i = 0; i < MANY; i++) {
         handles[i] = fed("", 130, 0);
         away(handles[i]);
         stamps[i] = session_of(handles[i])->saving.stamp;
+        ids[i] = session_of(handles[i])->id;
     }
     for (uint32_t i = 0; i < MANY; i++)
         assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
     for (uint32_t i = 0; i < OUT; i++) {
         assert_true(kvq__park_next(kit.core, &order));
         assert_int_equal(order.stamp, stamps[i]);
+        third = i == 2 ? order : third;
     }
     assert_false(kvq__park_next(kit.core, &order));
-    kvq__park_forgot(kit.core, stamps[2],
+    kvq__park_forgot(kit.core, &third,
                      KVQ__FORGET_FAILED); // its turn comes again, behind the others
     assert_true(kvq__park_next(kit.core, &order));
     assert_int_equal(order.stamp, stamps[OUT]);
     assert_false(kvq__park_next(kit.core, &order));
-    for (uint32_t i = 0; i < MANY; i++)
-        assert_true(kvq__park_forgotten(kit.core, stamps[i]));
+    for (uint32_t i = 0; i < MANY; i++) {
+        snprintf(name, sizeof name, "#%llu", (unsigned long long)ids[i]);
+        assert_true(is_forgotten(name, stamps[i]));
+    }
     vault_forget(&vault, order.name, order.stamp);
-    kvq__park_forgot(kit.core, stamps[OUT], KVQ__FORGET_GONE);
+    kvq__park_forgot(kit.core, &order, KVQ__FORGET_GONE);
     assert_int_equal(vault_serve(&vault, kit.core), MANY - OUT - 1);
     kit_tick(&kit, 100000000000u);
     assert_true(kvq__park_next(kit.core, &order));
     assert_int_equal(order.stamp, stamps[2]);
     assert_false(kvq__park_next(kit.core, &order));
-    assert_false(kvq__park_forgotten(kit.core, stamps[OUT]));
+    snprintf(name, sizeof name, "#%llu", (unsigned long long)ids[OUT]);
+    assert_false(is_forgotten(name, stamps[OUT]));
+}
+
+// Something else was put under its name, with the same stamp, as an import of an export does: it
+// stays and is seen, however far the deletion of the copy before it has come.
+SAVING_TEST(test_kept_after_all)
+{
+    for (uint32_t phase = 0; phase < KVQ__FORGET_PHASES; phase++) {
+        uint64_t a = fed("it", 300, 0);
+        away(a);
+        uint64_t stamp = session_of(a)->saving.stamp;
+        drop(a);
+        assert_true(is_forgotten("it", stamp));
+        assert_false(is_forgotten("other", stamp)); // the export went there
+        assert_false(kvq__park_forgotten(kit.core, "uid-1001", "it", stamp));
+        if (phase != KVQ__FORGET_WAITS)
+            assert_true(kvq__park_next(kit.core, &order));
+        if (phase == KVQ__FORGET_LATER)
+            kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE);
+        if (phase == KVQ__FORGET_DONE)
+            kvq__park_forgot(kit.core, &order, KVQ__FORGET_GONE);
+        kvq__park_keep(kit.core, "uid-1000", "its");
+        kvq__park_keep(kit.core, "uid-1000", "i");
+        kvq__park_keep(kit.core, "uid-1001", "it");
+        assert_true(is_forgotten("it", stamp));
+        kvq__park_keep(kit.core, "uid-1000", "it");
+        assert_false(is_forgotten("it", stamp));
+        if (phase == KVQ__FORGET_TAKEN) // its end comes late
+            assert_false(kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED));
+        kit_tick(&kit, 100000000000u);
+        assert_false(kvq__park_next(kit.core, &order));
+        assert_false(kvq__park_last_forget(kit.core, &order));
+        assert_false(is_forgotten("it", stamp));
+    }
 }
 
 // At the daemon's end the rest of them: those with names, which the next start would find.
@@ -149,10 +195,10 @@ SAVING_TEST(test_last_forgets)
             assert_int_equal(kvq__session_close(m.client, handles[i], text), 0);
     }
     assert_true(kvq__park_next(kit.core, &order));
-    assert_false(kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_IN_USE));
+    assert_false(kvq__park_forgot(kit.core, &order, KVQ__FORGET_IN_USE));
     assert_true(kvq__park_next(kit.core, &order));
     assert_string_equal(order.name, "s1");
-    kvq__park_forgot(kit.core, order.stamp, KVQ__FORGET_FAILED);
+    kvq__park_forgot(kit.core, &order, KVQ__FORGET_FAILED);
     for (uint32_t i = 0; i < MANY / 2; i++) {
         assert_true(kvq__park_last_forget(kit.core, &order));
         assert_int_equal(order.kind, KVQ__JOB_FORGET);

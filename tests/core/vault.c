@@ -330,7 +330,7 @@ uint32_t vault_serve(struct vault *v, struct kvq__core *core)
         if (order.kind == KVQ__JOB_FORGET) {
             if (v->fail == 0)
                 vault_forget(v, order.name, order.stamp);
-            kvq__park_forgot(core, order.stamp, v->fail ? KVQ__FORGET_FAILED : KVQ__FORGET_GONE);
+            kvq__park_forgot(core, &order, v->fail ? KVQ__FORGET_FAILED : KVQ__FORGET_GONE);
         } else if (order.kind == KVQ__JOB_SAVE) {
             int rc = park(v, core, &order);
             if (rc == 1)

@@ -214,6 +214,44 @@ class Parks(Stored):
         self.again(kill=False)
         self.assertEqual(self.stored(), 0)
 
+    def exported(self, tokens, name="it", **options):
+        """A file of a session that was written to park it, and the session."""
+        session = self.fed(tokens, "oscar2", 200, name=name, **options)
+        self.park(session)
+        file = os.path.join(self.folder, "file")
+        self.daemon.ctl("session", "export", name, file, "--replace")
+        return file, session
+
+    def test_imported_after_a_drop(self):
+        """What is exported, dropped and imported stays, under its name or another, also when the
+        daemon deletes at its end what was left to be deleted."""
+        tokens = Tokens(14, 300)
+        for name in ("it", "other"):
+            file, session = self.exported(tokens)
+            session.drop()
+            self.daemon.ctl("session", "import", file, "--as", name)
+            self.again(kill=False)
+            self.assertEqual([e["name"] for e in self.daemon.ctl("storage", "list")], [name])
+            session = self.client.session(name=name, must_exist=True)
+            self.assertEqual(session.tokens, 200)
+            session.drop()
+
+    def test_imported_after_a_close(self):
+        """The copy of a session that was closed has just been deleted: one that is imported then
+        is there, and no open makes an empty session in its place."""
+        tokens = Tokens(15, 300)
+        for name in ("it", "other"):
+            file, session = self.exported(tokens, on_detach="drop")
+            session.close()
+            end = time.monotonic() + BOUND
+            while self.stored() and time.monotonic() < end:
+                pass
+            self.assertEqual(self.stored(), 0)
+            self.daemon.ctl("session", "import", file, "--as", name)
+            session = self.client.session(tokens.rows, "oscar2", name=name)
+            self.assertEqual(session.tokens, 200)
+            session.drop()
+
     def test_damage(self):
         """A block is damaged on disk: who uses it is told, and an open brings back the rest."""
         tokens = Tokens(6, 1500)

@@ -36,7 +36,9 @@ void kvq__stored_name(const struct kvq__session *s, char *name)
 
 static int compare_forgets(const struct kvq__forget *a, const struct kvq__forget *b)
 {
-    return (a->stamp > b->stamp) - (a->stamp < b->stamp);
+    int order = strcmp(a->ns, b->ns);
+    order = order ? order : strcmp(a->name, b->name);
+    return order ? order : (a->stamp > b->stamp) - (a->stamp < b->stamp);
 }
 
 RB_GENERATE_STATIC(kvq__forget_tree, kvq__forget, tree, compare_forgets)
@@ -57,9 +59,18 @@ static bool has_to_go(const struct kvq__core *core)
     return core->forgets.n_out < FORGETS_OUT && !TAILQ_EMPTY(&core->forgets.in[KVQ__FORGET_WAITS]);
 }
 
-static struct kvq__forget *forget_of(const struct kvq__core *core, uint64_t stamp)
+static struct kvq__forget forget_key(const char *ns, const char *name, uint64_t stamp)
 {
     struct kvq__forget key = {.stamp = stamp};
+    snprintf(key.ns, sizeof key.ns, "%s", ns);
+    snprintf(key.name, sizeof key.name, "%s", name);
+    return key;
+}
+
+static struct kvq__forget *forget_of(const struct kvq__core *core, const char *ns, const char *name,
+                                     uint64_t stamp)
+{
+    struct kvq__forget key = forget_key(ns, name, stamp);
     struct kvq__forget_tree tree = core->forgets.tree; // finding changes nothing
     return RB_FIND(kvq__forget_tree, &tree, &key);
 }
@@ -74,26 +85,25 @@ void kvq__forgets_open(struct kvq__core *core)
 void kvq__park_forget(struct kvq__core *core, const struct kvq__namespace *ns, const char *name,
                       uint64_t stamp)
 {
-    if (core->closing || stamp == 0 || forget_of(core, stamp))
+    if (core->closing || stamp == 0 || forget_of(core, ns->name, name, stamp))
         return;
     struct kvq__forget *f = kvq__allocate(core, sizeof *f);
     if (!f) // the next start sees to those without names
         return;
-    snprintf(f->ns, sizeof f->ns, "%s", ns->name);
-    snprintf(f->name, sizeof f->name, "%s", name);
-    f->stamp = stamp;
+    *f = forget_key(ns->name, name, stamp);
     RB_INSERT(kvq__forget_tree, &core->forgets.tree, f);
     TAILQ_INSERT_TAIL(&core->forgets.in[f->phase], f, link);
     if (has_to_go(core))
         kvq__park_want(core);
 }
 
-bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, enum kvq__forget_outcome outcome)
+bool kvq__park_forgot(struct kvq__core *core, const struct kvq__store_job *order,
+                      enum kvq__forget_outcome outcome)
 {
-    struct kvq__forget *f = forget_of(core, stamp);
-    if (!f)
+    assert(order->kind == KVQ__JOB_FORGET);
+    struct kvq__forget *f = forget_of(core, order->ns, order->name, order->stamp);
+    if (!f || f->phase != KVQ__FORGET_TAKEN) // nobody wanted it any more
         return false;
-    assert(f->phase == KVQ__FORGET_TAKEN);
     const bool gone = outcome == KVQ__FORGET_GONE;
     const bool first = outcome == KVQ__FORGET_FAILED && !f->failed;
     f->failed |= first;
@@ -104,9 +114,10 @@ bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, enum kvq__forget_o
     return first;
 }
 
-bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp)
+bool kvq__park_forgotten(const struct kvq__core *core, const char *ns, const char *name,
+                         uint64_t stamp)
 {
-    return stamp && forget_of(core, stamp);
+    return stamp && forget_of(core, ns, name, stamp);
 }
 
 static void forget_free(struct kvq__core *core, struct kvq__forget *f)
@@ -115,6 +126,20 @@ static void forget_free(struct kvq__core *core, struct kvq__forget *f)
     TAILQ_REMOVE(&core->forgets.in[f->phase], f, link);
     core->forgets.n_out -= f->phase == KVQ__FORGET_TAKEN;
     kvq__deallocate(core, f, sizeof *f);
+}
+
+void kvq__park_keep(struct kvq__core *core, const char *ns, const char *name)
+{
+    struct kvq__forget_tree *tree = &core->forgets.tree;
+    struct kvq__forget key = forget_key(ns, name, 0), *next;
+    assert(ns[0] && name[0]);
+    struct kvq__forget *f = RB_NFIND(kvq__forget_tree, tree, &key);
+    for (; f && strcmp(f->ns, ns) == 0 && strcmp(f->name, name) == 0; f = next) {
+        next = RB_NEXT(kvq__forget_tree, tree, f);
+        forget_free(core, f);
+    }
+    if (has_to_go(core))
+        kvq__park_want(core);
 }
 
 // The first of those in a phase whose time has come: it is the same time for all of a phase, so

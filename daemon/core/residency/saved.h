@@ -193,7 +193,8 @@ int kvq__ids_restore(struct kvq__session *session, const struct kvq__saved *save
 // SAVE: save it (kvq__save_spec with `parks` and `unnamed`), then say so by kvq__park_saved. If it
 // counts as stored, look whether it really is, with that stamp and whole; if not, save it `again`.
 // FETCH: read it back, by kvq__fetch_begin or kvq__fetch_failed. FORGET: delete what is stored
-// under that name if it has that stamp, then say so by kvq__park_forgot.
+// under that name if the order still stands and it has that stamp, then say so by
+// kvq__park_forgot.
 enum kvq__store_job_kind { KVQ__JOB_SAVE, KVQ__JOB_FETCH, KVQ__JOB_FORGET };
 struct kvq__store_job {
     enum kvq__store_job_kind kind;
@@ -211,14 +212,21 @@ void kvq__park_saved(struct kvq__core *core, uint64_t ticket, int status, const 
 // How a FORGET has ended. GONE: the copy was deleted, and counts as gone for a while longer.
 // FAILED, or not tried since somebody has it IN_USE: the copy counts as gone for as long as it
 // stands, and the order comes again a while later. Returns whether this is the copy's first
-// failure, which the caller logs.
+// failure, which the caller logs. Of an order that kvq__park_keep has called off nothing is noted.
 enum kvq__forget_outcome { KVQ__FORGET_GONE, KVQ__FORGET_FAILED, KVQ__FORGET_IN_USE };
-bool kvq__park_forgot(struct kvq__core *core, uint64_t stamp, enum kvq__forget_outcome outcome);
+bool kvq__park_forgot(struct kvq__core *core, const struct kvq__store_job *order,
+                      enum kvq__forget_outcome outcome);
 // At the daemon's end, after all other orders: a FORGET that is left and whose copy has a name.
 // Copies without names are deleted at the next start.
 bool kvq__park_last_forget(struct kvq__core *core, struct kvq__store_job *job);
-// Whether what was found in a store is to be forgotten, or was just now: then it is not there.
-bool kvq__park_forgotten(const struct kvq__core *core, uint64_t stamp);
+// Whether what was found in a store under a name is to be forgotten, or was just now: then it is
+// not there. A FORGET whose copy is not does not stand any more.
+bool kvq__park_forgotten(const struct kvq__core *core, const char *ns, const char *name,
+                         uint64_t stamp);
+// What is stored under the name from here on was not written to park a session: it was imported,
+// maybe from an export of what was to be forgotten, which has the same stamp; or there is nothing
+// any more. All FORGETs of the name are called off, those that were taken included.
+void kvq__park_keep(struct kvq__core *core, const char *ns, const char *name);
 // ---- Restoring ----
 
 struct kvq__restore;
