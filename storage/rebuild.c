@@ -113,16 +113,17 @@ static int walk_segment(struct rebuild *r, struct kvq__segment *g, int file)
     return rc;
 }
 
-// What is no segment of this store, or has lost its front, is kept under another name.
-static int set_segment_aside(struct rebuild *r, const char *name, const char *path)
+// What is no segment of this store, or has lost its front. Empty files are removed later.
+static int pass_by(struct rebuild *r, uint64_t number, bool foreign, uint64_t bytes)
 {
-    char to[KVQ__PATH_BYTES + 8];
-    snprintf(to, sizeof to, "%s.bad", path);
-    int rc = kvq_io_rename(r->s->io, path, to);
-    return rc ? kvq__io_complain(r->c, rc, name, "set aside") : KVQ_OK;
+    if (foreign)
+        r->report->foreign++;
+    else
+        r->report->damaged_bytes += bytes;
+    return bytes ? kvq__segment_set_aside(r->s, number, r->c) : KVQ_OK;
 }
 
-static int read_segment(struct rebuild *r, uint64_t number, bool first)
+static int read_segment(struct rebuild *r, uint64_t number)
 {
     struct kvq_store *s = r->s;
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
@@ -142,12 +143,9 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
     } else if (version > KVQ_RECORD_VERSION) {
         rc = kvq__complain(r->c, KVQ_E_VERSION, "%s is of version %u; this program knows up to %d",
                            name, version, KVQ_RECORD_VERSION);
-    } else if (front || head.number != number ||
-               (!first && memcmp(head.store, s->id, sizeof s->id) != 0)) {
-        r->report->damaged_bytes += status.bytes;
-        rc = status.bytes ? set_segment_aside(r, name, path) : KVQ_OK;
+    } else if (front || head.number != number || memcmp(head.store, s->id, sizeof s->id) != 0) {
+        rc = pass_by(r, number, front == 0, status.bytes);
     } else {
-        memcpy(s->id, head.store, sizeof s->id);
         struct kvq__segment *g = kvq__segment_add(s, number, head.salt);
         if (g) {
             g->sealed = true;
@@ -160,15 +158,69 @@ static int read_segment(struct rebuild *r, uint64_t number, bool first)
     return rc;
 }
 
-// From the last to the first, so that the newest says whose store it is.
+// Stores that the files say they are of.
+struct owner {
+    uint8_t id[KVQ_STORE_ID_BYTES];
+    size_t segments;
+};
+
+// Counts the file for its store if it has a front that says so; what it has else is seen later.
+static void count_owner(struct kvq_store *s, uint64_t number, struct owner *owners, size_t *n)
+{
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
+    struct kvq_file_head head = {0};
+    uint16_t version = 0;
+    size_t i = 0;
+    assert(number > 0);
+    kvq__segment_name(number, name);
+    kvq__path(s, name, path);
+    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
+    int front = file < 0 ? file : kvq_segment_front(s->io, file, &head, &version);
+    if (file >= 0)
+        s->io->close(s->io, file);
+    if (front || head.number != number)
+        return;
+    while (i < *n && memcmp(owners[i].id, head.store, sizeof head.store) != 0)
+        i++;
+    if (i == *n) {
+        owners[i].segments = 0;
+        memcpy(owners[i].id, head.store, sizeof head.store);
+        *n += 1;
+    }
+    owners[i].segments++;
+}
+
+// Whose store it is: s->id, if a catalog has said so and there is a segment of it; else that which
+// most segments are of, and of two with as many the one with the newest.
+static int find_owner(struct rebuild *r, const uint64_t *numbers, size_t n)
+{
+    struct kvq_store *s = r->s;
+    struct owner *owners = calloc(n + 1, sizeof *owners);
+    size_t n_owners = 0, best = 0;
+    int rc = owners ? KVQ_OK : no_memory_to_rebuild(r);
+    for (size_t i = n; i-- > 0 && rc == KVQ_OK;)
+        count_owner(s, numbers[i], owners, &n_owners);
+    for (size_t i = 0; i < n_owners; i++) {
+        if (memcmp(owners[i].id, s->id, sizeof s->id) == 0)
+            owners[i].segments = SIZE_MAX;
+        best = owners[i].segments > owners[best].segments ? i : best;
+    }
+    if (n_owners) {
+        memcpy(s->id, owners[best].id, sizeof s->id);
+    } else if (rc == KVQ_OK) {
+        rc = kvq_io_random(s->io, s->id, sizeof s->id);
+        rc = rc ? kvq__io_complain(r->c, rc, "a random number", "had") : KVQ_OK;
+    }
+    free(owners);
+    return rc;
+}
+
 static int read_segments(struct rebuild *r, const uint64_t *numbers, size_t n)
 {
-    int rc = kvq_io_random(r->s->io, r->s->id, sizeof r->s->id);
-    if (rc)
-        return kvq__io_complain(r->c, rc, "a random number", "had");
+    int rc = find_owner(r, numbers, n);
     for (size_t i = n; i-- > 0 && rc == KVQ_OK;) {
         assert(i == 0 || numbers[i - 1] < numbers[i]);
-        rc = read_segment(r, numbers[i], r->s->n_segments == 0);
+        rc = read_segment(r, numbers[i]);
     }
     return rc;
 }

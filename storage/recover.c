@@ -7,6 +7,8 @@
 //      there may be COMMIT records. One that names a transaction before it which the catalog does
 //      not have means that the catalog has lost transactions: it is made anew as well.
 //   3. Otherwise all of that was never acknowledged. It is cut off, and the files are removed.
+//   4. Files of another store, in the folder by mistake, say nothing about this one: they are set
+//      aside. Only if no segment is of the catalog's store is the catalog the stranger.
 #include <assert.h>
 #include <errno.h>
 #include <stdarg.h>
@@ -18,6 +20,13 @@
 #include "storage/store_internal.h"
 
 enum { BEHIND = 1, OTHER = 2 }; // what makes a catalog that is sound useless
+
+// A file with the name of a segment.
+struct seen {
+    uint64_t behind; // bytes that do not count
+    bool own;        // its front is that of a segment of this store, as far as can be told
+    bool foreign;    // it is sound, and of another store, or of a segment with another number
+};
 
 static const char *const catalog_files[] = {"catalog.db", "catalog.db-wal", "catalog.db-journal"};
 
@@ -259,16 +268,14 @@ static int look_behind(struct kvq_store *s, int file, uint64_t salt, uint64_t fr
     return find < 0 ? find : 0;
 }
 
-// Whether a sound front is that of the segment which the catalog has.
-static bool is_front_of(const struct kvq_store *s, const struct kvq__segment *g,
-                        const struct kvq_file_head *head)
+static bool is_foreign(const struct kvq_store *s, uint64_t number, const struct kvq_file_head *head)
 {
-    return head->number == g->number && head->salt == g->salt &&
-           memcmp(head->store, s->id, sizeof s->id) == 0;
+    assert(number > 0);
+    return head->number != number || memcmp(head->store, s->id, sizeof s->id) != 0;
 }
 
-// One file: known to the catalog or not. *behind gets the bytes that do not count.
-static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8_t *buffer,
+// One file: known to the catalog or not.
+static int look_at(struct kvq_store *s, uint64_t number, struct seen *seen, uint8_t *buffer,
                    const struct kvq__complaint *c)
 {
     char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES];
@@ -287,14 +294,16 @@ static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8
         front = KVQ_WALK_DAMAGE;
     uint64_t from = g ? g->bytes : KVQ_SEGMENT_FRONT;
     uint64_t salt = g ? g->salt : head.salt;
-    *behind = status.bytes > from ? status.bytes - from : 0;
+    *seen = (struct seen){.behind = status.bytes > from ? status.bytes - from : 0,
+                          .foreign = front == 0 && is_foreign(s, number, &head)};
+    seen->own = !seen->foreign && (front == 0 || g);
     rc = front < 0 ? front : 0;
     if (front > 0 && version > KVQ_RECORD_VERSION) {
         rc = kvq__complain(c, KVQ_E_VERSION, "%s is of version %u; this program knows up to %d",
                            name, version, KVQ_RECORD_VERSION);
         goto out;
     }
-    if (rc == 0 && (g || front == 0) && *behind)
+    if (rc == 0 && seen->own && seen->behind)
         rc = look_behind(s, file, salt, from, status.bytes, buffer);
     if (rc == -EIO) // it might be cut off where something stands that counts
         rc =
@@ -308,7 +317,7 @@ static int look_at(struct kvq_store *s, uint64_t number, uint64_t *behind, uint8
         g->physical = status.physical;
         g->length = status.bytes;
         g->sealed |= front != 0; // without its front a catalog made anew has nothing of it
-        if (rc == 0 && front == 0 && !is_front_of(s, g, &head))
+        if (rc == 0 && front == 0 && !seen->foreign && head.salt != g->salt)
             rc = OTHER;
     }
 out:
@@ -347,40 +356,73 @@ static int remove_unknown(struct kvq_store *s, uint64_t number, const struct kvq
 }
 
 // Cuts tails and removes files: only after nothing was found that the catalog lacks.
-static int drop_behind(struct kvq_store *s, const struct files *f, const uint64_t *behind,
+static int drop_behind(struct kvq_store *s, const struct files *f, const struct seen *seen,
                        struct kvq_store_report *report, const struct kvq__complaint *c)
 {
     int rc = KVQ_OK;
     assert(!s->read_only);
     for (size_t i = 0; i < f->n && rc == KVQ_OK; i++) {
         struct kvq__segment *g = known_segment(s, f->numbers[i]);
-        if (g && behind[i] == 0)
+        bool foreign = seen[i].foreign;
+        if (g && !foreign && seen[i].behind == 0)
             continue;
-        rc = g ? cut_tail(s, g, c) : remove_unknown(s, f->numbers[i], c);
-        report->tails += g != NULL;
-        report->tail_bytes += g ? behind[i] : 0;
-        report->removed += g == NULL;
+        rc = foreign ? kvq__segment_set_aside(s, f->numbers[i], c)
+             : g     ? cut_tail(s, g, c)
+                     : remove_unknown(s, f->numbers[i], c);
+        report->foreign += foreign;
+        report->tails += g && !foreign;
+        report->tail_bytes += g && !foreign ? seen[i].behind : 0;
+        report->removed += !g && !foreign;
     }
-    if (rc == KVQ_OK && report->removed) {
+    if (rc == KVQ_OK && (report->removed || report->foreign)) {
         rc = kvq_io_sync_dir(s->io, s->folder);
         rc = rc ? kvq__io_complain(c, rc, "the folder", "synced") : KVQ_OK;
     }
     return rc;
 }
 
-// BEHIND: the catalog has lost transactions; OTHER: it has another segment in the place of one; 0:
-// all that does not count was dropped; negative.
+// The catalog's segments that others stand in the place of are missing.
+static void lose_replaced(struct kvq_store *s, const struct files *f, const struct seen *seen)
+{
+    for (size_t i = 0; i < f->n; i++) {
+        struct kvq__segment *g = known_segment(s, f->numbers[i]);
+        if (g && seen[i].foreign)
+            g->length = g->physical = 0;
+    }
+}
+
+// What all files say of the catalog: BEHIND, OTHER, 0, negative.
+static int look_at_all(struct kvq_store *s, const struct files *f, struct seen *seen,
+                       uint8_t *buffer, const struct kvq__complaint *c)
+{
+    size_t own = 0, foreign = 0;
+    int rc = KVQ_OK, verdict = 0;
+    for (size_t i = 0; i < f->n && rc >= 0; i++) {
+        rc = look_at(s, f->numbers[i], &seen[i], buffer, c);
+        verdict = verdict ? verdict : rc;
+        own += seen[i].own;
+        foreign += seen[i].foreign;
+    }
+    if (rc < 0) // of what has to be read anew, errors are looked at then
+        return verdict > 0 ? verdict : rc;
+    return foreign && !own ? OTHER : verdict;
+}
+
+// BEHIND: the catalog has lost transactions; OTHER: it has another segment in the place of one, or
+// is of another store than all of them; 0: all that does not count was dropped; negative.
 static int check_segments(struct kvq_store *s, const struct files *f,
                           struct kvq_store_report *report, const struct kvq__complaint *c)
 {
     uint8_t *buffer = malloc(KVQ__WALK_BYTES);
-    uint64_t *behind = calloc(f->n + 1, sizeof *behind);
-    int rc = buffer && behind ? KVQ_OK : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
-    for (size_t i = 0; i < f->n && rc == KVQ_OK; i++)
-        rc = look_at(s, f->numbers[i], &behind[i], buffer, c);
+    struct seen *seen = calloc(f->n + 1, sizeof *seen);
+    int rc = buffer && seen ? KVQ_OK : kvq__complain(c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc == KVQ_OK)
+        rc = look_at_all(s, f, seen, buffer, c);
     if (rc == KVQ_OK && !s->read_only)
-        rc = drop_behind(s, f, behind, report, c);
-    free(behind);
+        rc = drop_behind(s, f, seen, report, c);
+    if (rc == KVQ_OK)
+        lose_replaced(s, f, seen);
+    free(seen);
     free(buffer);
     return rc;
 }
@@ -504,6 +546,11 @@ static void summarize_recovery(struct kvq_store_report *r)
     else if (r->missing)
         add_sentence(r, "%u segments are missing or too short; %llu blocks are lost.", r->missing,
                      (unsigned long long)r->bad_blocks);
+    if (r->foreign)
+        add_sentence(r,
+                     "%u files are segments of another store, or have the name of another segment; "
+                     "they are kept as .bad, and do not count.",
+                     r->foreign);
     if (r->tails || r->removed)
         add_sentence(r,
                      "%llu bytes at the end of %u segments, and %u whole segments, had not been "

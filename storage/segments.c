@@ -3,6 +3,7 @@
 // The table of segments that exist: readers pin them, and what they take on disk is added up.
 #include <assert.h>
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -156,6 +157,17 @@ bool kvq__segment_missing(struct kvq_store *s, uint64_t number)
     if (file >= 0)
         s->io->close(s->io, file);
     return file == -ENOENT;
+}
+
+int kvq__segment_set_aside(struct kvq_store *s, uint64_t number, const struct kvq__complaint *c)
+{
+    char name[KVQ__NAME_BYTES], path[KVQ__PATH_BYTES], to[KVQ__PATH_BYTES + 8];
+    assert(!s->read_only && number > 0);
+    kvq__segment_name(number, name);
+    kvq__path(s, name, path);
+    snprintf(to, sizeof to, "%s.bad", path);
+    int rc = kvq_io_rename(s->io, path, to);
+    return rc ? kvq__io_complain(c, rc, name, "set aside") : KVQ_OK;
 }
 
 bool kvq__segment_sick(struct kvq_store *s, uint64_t number, bool now)

@@ -177,6 +177,8 @@ struct kvq__segment *kvq__segment_add(struct kvq_store *s, uint64_t number, uint
 // Takes a segment out of the table and removes its file. Readers that pinned it may finish. A file
 // that cannot be removed stays until the store is opened again.
 void kvq__segment_remove(struct kvq_store *s, uint64_t number);
+// Keeps a file that is no segment of this store under another name, with .bad behind it.
+int kvq__segment_set_aside(struct kvq_store *s, uint64_t number, const struct kvq__complaint *c);
 // Pins a segment and opens it for reading. KVQ_E_NO_SESSION: there is none (any more).
 int kvq__segment_pin(struct kvq_store *s, uint64_t number, struct kvq__segment **out,
                      const struct kvq__complaint *c);

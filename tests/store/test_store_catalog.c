@@ -126,8 +126,8 @@ PLAIN_TEST(spoiled_index)
     }
 }
 
-// Somebody put an older catalog in place: what came after it is in the segments, and not cut off.
-PLAIN_TEST(older_catalog)
+// A store whose catalog somebody has put an older one in the place of.
+static void begin_older(void)
 {
     begin_store(30, 30);
     change(&k, &w, 15);
@@ -144,10 +144,36 @@ PLAIN_TEST(older_catalog)
     memcpy(db->data, copy, bytes < db->bytes ? bytes : db->bytes);
     db->bytes = bytes;
     free(copy);
+}
+
+// What came after an older catalog is in the segments, and not cut off.
+PLAIN_TEST(older_catalog)
+{
+    begin_older();
     assert_int_equal(kit_open(&k, &disk.io), 0);
     assert_true(k.report.rebuilt);
     assert_says(k.report.text, "older than the segments");
     check(&k, &w, "older catalog");
+}
+
+// The disk cannot read all of the last segment, and one before it tells that the catalog is old.
+PLAIN_TEST(older_catalog_on_a_sick_disk)
+{
+    begin_older();
+    const struct fault_name *last = NULL;
+    for (int i = 0; i < FAULT_FILES; i++) {
+        const struct fault_name *name = &disk.now[i];
+        bool is_segment = name->file && strstr(name->path, "/segment-");
+        if (is_segment && (!last || strcmp(name->path, last->path) > 0))
+            last = name;
+    }
+    assert_non_null(last);
+    disk.sick = last->file;
+    disk.sick_at = KVQ_SEGMENT_FRONT + 17; // not where the last save may end
+    if (kit_open(&k, &disk.io))
+        fail_msg("%s", k.text);
+    assert_true(k.report.rebuilt);
+    assert_says(k.report.text, "older than the segments");
 }
 
 // An edit after which saves go on; the next opening says what is wrong, and undoes it.
@@ -384,6 +410,127 @@ PLAIN_TEST(forged_name)
     assert_int_equal(kit_open(&k, &disk.io), 0);
     same_world(&k, &w, false, "forged name");
     assert_non_null(fault_find(&disk, path));
+}
+
+// ---- Segments of another store ----
+
+enum { FOREIGN_BYTES = 1 << 20 };
+static uint8_t foreign_bytes[FOREIGN_BYTES];
+static uint64_t n_foreign; // of these, that a segment of another store has
+
+static const char *const first = "/store/segment-0000000000000001.kvqs";
+static const char *const second = "/store/segment-0000000000000002.kvqs";
+
+static void save_some(int from, int to)
+{
+    for (int i = from; i < to; i++)
+        save_small(&k, &w, i);
+}
+
+// A store whose segments have two saves each.
+static void begin_small_segments(uint64_t seed)
+{
+    begin_disk(seed, (struct kit){.options = {.segment_bytes = 16 << 10}}, seed);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+}
+
+// The third and the fourth transaction of another store.
+static void make_foreign(void)
+{
+    begin_small_segments(60);
+    save_some(0, 6);
+    struct fault_file *file = fault_find(&disk, second);
+    assert_non_null(file);
+    n_foreign = file->bytes;
+    assert_true(n_foreign <= FOREIGN_BYTES);
+    memcpy(foreign_bytes, file->data, n_foreign);
+}
+
+// Under that name; over the file that has it.
+static void put_foreign(const char *path)
+{
+    int file = disk.io.open(&disk.io, path, KVQ_IO_WRITE | KVQ_IO_NEW);
+    assert_true(file >= 0);
+    assert_int_equal(disk.io.write(&disk.io, file, foreign_bytes, n_foreign, 0), (int)n_foreign);
+    disk.io.close(&disk.io, file);
+    fault_settle(fault_find(&disk, path));
+}
+
+static void is_set_aside(const char *path)
+{
+    char bad[KVQ__PATH_BYTES + 8];
+    snprintf(bad, sizeof bad, "%s.bad", path);
+    assert_non_null(fault_find(&disk, bad));
+    assert_int_equal(k.report.foreign, 1);
+    assert_says(k.report.text, "kept as .bad");
+}
+
+// A segment of another store with a number that this one has not: with transactions above ours,
+// which is what a catalog looks like that has lost some, and below. Neither is it read or removed,
+// nor is anything else set aside.
+PLAIN_TEST(foreign_segment)
+{
+    for (int i = 0; i < 4; i++) {
+        bool lost = i / 2; // and without the catalog
+        make_foreign();
+        begin_store(61, 61);
+        save_some(0, i % 2 ? 1 : 7);
+        kvq_store_close(&k.store);
+        put_foreign(second);
+        if (lost)
+            lose_catalog();
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        assert_int_equal(k.report.rebuilt, lost);
+        // With one segment of each store nothing but the catalog says whose folder it is.
+        if (!lost) {
+            is_set_aside(second);
+            assert_null(fault_find(&disk, "/store/catalog.db.bad"));
+            same_world(&k, &w, false, "beside a foreign segment");
+        } else {
+            is_set_aside(first);
+        }
+    }
+}
+
+// It stands in the place of one of ours, whose blocks are lost then; what others have is there.
+PLAIN_TEST(foreign_in_place)
+{
+    for (int lost = 0; lost < 2; lost++) {
+        make_foreign();
+        begin_small_segments(62);
+        save_some(0, 9);
+        kvq_store_close(&k.store);
+        assert_int_equal(disk.io.unlink(&disk.io, second), 0);
+        put_foreign(second);
+        if (lost)
+            lose_catalog();
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        is_set_aside(second);
+        assert_int_equal(k.report.rebuilt, lost);
+        if (!lost)
+            assert_true(k.report.missing == 1 && k.report.bad_blocks > 0);
+        assert_true(is_there("s1") && is_there("s4"));
+        assert_int_equal(is_there("s2"), !lost);
+        save_small(&k, &w, 9);
+        reopen_store();
+        assert_true(is_there("s9") && !k.report.rebuilt && !k.report.foreign);
+    }
+}
+
+// A catalog that is of none of the segments is the stranger.
+PLAIN_TEST(foreign_catalog)
+{
+    begin_store(63, 63);
+    save_some(0, 2);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_int_equal(
+        sqlite3_exec(k.store->catalog.db, "UPDATE store SET id=randomblob(16)", NULL, NULL, NULL),
+        SQLITE_OK);
+    kvq_store_close(&k.store);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.rebuilt && !k.report.foreign);
+    same_world(&k, &w, false, "another catalog");
 }
 
 // ---- Versions ----
