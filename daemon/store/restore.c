@@ -168,7 +168,7 @@ int kvq__jobs_stamp(struct kvq__task *t, uint64_t *stamp)
 bool kvq__jobs_is_whole(struct kvq__task *t, uint64_t stamp)
 {
     struct kvq_store_session s;
-    struct kvq__found f = {0};
+    struct kvq__found f = {.saved.stamp = stamp}; // that all shards have to have
     uint64_t there;
     int rc = kvq__jobs_stamp(t, &there);
     rc = rc ? rc : kvq_store_find(t->jobs->store, t->ns, t->name, 0, &s, t->text, sizeof t->text);

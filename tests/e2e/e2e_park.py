@@ -126,6 +126,22 @@ class Parks(Stored):
         feed(self.queue, [tokens, tokens], shards, [100, 100], attend=False)
         self.assertEqual([s.info()["tokens"] for s in shards], [800, 800])
 
+    def test_saved_before(self):
+        """What is saved already is not written again to be parked, with one shard or two."""
+        tokens = Tokens(18, 900)
+        for n in (1, 2):
+            shards = [self.client.session(tokens.rows, "oscar2", name=f"of-{n}", shard=i, shards=n)
+                      for i in range(n)]
+            feed(self.queue, [tokens] * n, shards, [700] * n, attend=False)
+            before = [read_all(self.queue, s, 2) for s in shards]
+            self.daemon.ctl("session", "save", f"of-{n}")
+            saved = self.daemon.ctl("storage", "status")
+            self.park(shards[0])
+            parked = self.daemon.ctl("storage", "status")
+            for what in ("blocks", "live_bytes", "dead_bytes"):
+                self.assertEqual(parked[what], saved[what])
+            self.assertTrue([read_all(self.queue, s, 2) for s in shards] == before)
+
     @long_emulated
     def test_killed(self):
         """The daemon dies while they are parked: one with a name comes back from disk, of one
