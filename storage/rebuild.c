@@ -116,10 +116,12 @@ static int walk_segment(struct rebuild *r, struct kvq__segment *g, int file)
 // What is no segment of this store, or has lost its front. Empty files are removed later.
 static int pass_by(struct rebuild *r, uint64_t number, bool foreign, uint64_t bytes)
 {
-    if (foreign)
+    if (foreign) {
         r->report->foreign++;
-    else
+    } else {
         r->report->damaged_bytes += bytes;
+        r->report->aside += bytes > 0;
+    }
     return bytes ? kvq__segment_set_aside(r->s, number, r->c) : KVQ_OK;
 }
 

@@ -546,6 +546,9 @@ static void summarize_recovery(struct kvq_store_report *r)
     else if (r->missing)
         add_sentence(r, "%u segments are missing or too short; %llu blocks are lost.", r->missing,
                      (unsigned long long)r->bad_blocks);
+    if (r->aside)
+        add_sentence(r, "%u segments made no sense and are kept as .bad; what was in them is lost.",
+                     r->aside);
     if (r->foreign)
         add_sentence(r,
                      "%u files are segments of another store, or have the name of another segment; "

@@ -66,6 +66,7 @@ struct kvq_store_report {
     uint64_t tail_bytes;       // of these
     uint32_t removed;          // segments that no committed transaction had reached
     uint32_t foreign;          // files of other stores, or of other numbers, which are now .bad
+    uint32_t aside;            // segments whose front is damaged, in a rebuild; now .bad
     uint32_t missing;          // segments of the catalog that do not exist or are too short
     uint64_t bad_blocks;       // blocks lost with them, or that a rebuild found damaged
     uint64_t damaged_bytes;    // that a rebuild could not read

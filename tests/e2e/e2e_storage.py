@@ -729,6 +729,21 @@ class Trouble(Stored):
         code = os.spawnv(os.P_WAIT, os.path.join(BIN, "kvqctl"),
                          ["kvqctl", "storage", "verify", "--json", "--offline", where])
         self.assertEqual(code, 0)
+        # What opening a copy has to give up counts, though nothing of it is left to be read.
+        for how in ((), ("--json",)):
+            copy = shutil.copytree(where, os.path.join(self.folder, f"copy{len(how)}"))
+            for name in os.listdir(copy):
+                if name.startswith("catalog.db"):
+                    os.remove(os.path.join(copy, name))
+                elif name.startswith("segment"):
+                    with open(os.path.join(copy, name), "r+b") as file:
+                        file.write(b"x")
+            for status in (7, 0):  # the second time there is nothing that could be lost
+                done = subprocess.run([os.path.join(BIN, "kvqctl"), "storage", "verify", *how,
+                                       "--offline", copy], capture_output=True, text=True,
+                                      timeout=BOUND)
+                self.assertEqual(done.returncode, status, done.stdout)
+                self.assertEqual("what was in them is lost" in done.stdout, status == 7)
         os.mkdir(empty := os.path.join(self.folder, "empty"))
         for wrong in (empty, os.path.join(self.folder, "stroe")):
             done = subprocess.run([os.path.join(BIN, "kvqctl"), "storage", "verify", "--offline",

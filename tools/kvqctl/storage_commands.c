@@ -295,9 +295,10 @@ int kvq__ctl_storage_status(struct kvq__ctl *ctl, char **args)
     return KVQ_EXIT_OK;
 }
 
-static int print_verified(const struct kvq__ctl *ctl, const Kvq__StorageReply *r)
+// lost: something was, that is not there any more to be read.
+static int print_verified(const struct kvq__ctl *ctl, const Kvq__StorageReply *r, bool lost)
 {
-    bool bad = r->damaged_bytes || r->missing_segments || r->bad_blocks || r->catalog_bad;
+    bool bad = lost || r->damaged_bytes || r->missing_segments || r->bad_blocks || r->catalog_bad;
     if (ctl->json)
         kvq__ctl_print_json(&r->base);
     else if (!bad)
@@ -325,15 +326,15 @@ static int act_as_owner(const char **folder)
     return 0;
 }
 
-// Without a daemon.
+// Without a daemon. Opening the store mends it, so what it has found is not there to be verified.
 static int verify_offline(struct kvq__ctl *ctl)
 {
     const char *folder = ctl->offline;
     struct kvq_store *store;
-    struct kvq_store_report report;
+    struct kvq_store_report found;
     struct kvq_store_verified v;
     struct kvq_store_status s;
-    char text[KVQ_TEXT_BYTES] = "";
+    char text[KVQ_TEXT_BYTES] = "", all[2 * KVQ_TEXT_BYTES];
     Kvq__StorageReply r = KVQ__STORAGE_REPLY__INIT;
     const struct kvq_store_options options = {.existing_only = true};
     if (act_as_owner(&folder)) {
@@ -341,28 +342,29 @@ static int verify_offline(struct kvq__ctl *ctl)
                 strerror(errno));
         return KVQ_EXIT_FAILED;
     }
-    int rc = kvq_store_open(folder, &options, &store, &report, text, sizeof text);
+    int rc = kvq_store_open(folder, &options, &store, &found, text, sizeof text);
     if (rc < 0)
         return kvq__ctl_refused(rc, text);
-    if (report.text[0])
-        fprintf(stderr, "kvqctl: %s\n", report.text);
     rc = kvq_store_verify(store, NULL, NULL, &v, text, sizeof text);
     rc = rc ? rc : kvq_store_status(store, &s, text, sizeof text);
     kvq_store_close(&store);
     if (rc < 0)
         return kvq__ctl_refused(rc, text);
+    snprintf(all, sizeof all, "%s%s%s", found.text, found.text[0] && v.text[0] ? " " : "", v.text);
     r.folder = (char *)ctl->offline;
     r.sessions = s.sessions;
     r.blocks = s.blocks;
     r.bad_blocks = s.bad_blocks;
     r.segments = s.segments;
     r.verified_bytes = v.bytes;
-    r.damaged_bytes = v.damaged_bytes;
+    r.damaged_bytes = found.damaged_bytes + v.damaged_bytes;
     r.missing_segments = v.missing;
     r.cut_sessions = v.sessions;
     r.catalog_bad = v.catalog_bad;
-    r.text = v.text;
-    return print_verified(ctl, &r);
+    r.text = all;
+    return print_verified(ctl, &r,
+                          found.lost_sessions || found.bad_blocks || found.missing || found.aside ||
+                              found.foreign);
 }
 
 int kvq__ctl_storage_verify(struct kvq__ctl *ctl, char **args)
@@ -372,7 +374,7 @@ int kvq__ctl_storage_verify(struct kvq__ctl *ctl, char **args)
     if (ctl->offline)
         return verify_offline(ctl);
     int result = ask_storage(ctl, KVQ__STORAGE_ACTION__STORAGE_VERIFY, &reply);
-    return result ? result : print_verified(ctl, reply->storage);
+    return result ? result : print_verified(ctl, reply->storage, false);
 }
 
 static int tidy(struct kvq__ctl *ctl, Kvq__StorageAction action)
