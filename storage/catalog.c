@@ -168,13 +168,15 @@ static const char settings[] = SETTINGS_TO_READ "PRAGMA auto_vacuum=INCREMENTAL;
 
 static int check_version(struct kvq__catalog *k, int64_t *version)
 {
-    int64_t application;
+    int64_t application, tables = 0;
     int rc = pragma_number(k, "PRAGMA application_id", &application);
     if (rc == KVQ_OK)
         rc = pragma_number(k, "PRAGMA user_version", version);
+    if (rc == KVQ_OK && application == 0 && *version == 0) // the marks alone may have been lost
+        rc = pragma_number(k, "SELECT count(*) FROM sqlite_master", &tables);
     if (rc)
         return rc;
-    if (application == 0 && *version == 0) {
+    if (application == 0 && *version == 0 && tables == 0) {
         snprintf(k->error, sizeof k->error, "it is empty");
         return KVQ_E_NO_SESSION;
     }

@@ -53,6 +53,13 @@ static void raise_write_version(struct fault_file *db, struct fault_file *wal)
     db->data[18] ^= 4;
 }
 
+// What says whose database it is, and of which version.
+static void clear_marks(struct fault_file *db, struct fault_file *wal)
+{
+    memset(db->data + 60, 0, 4);
+    memset(db->data + 68, 0, 4);
+}
+
 PLAIN_TEST(spoiled_catalog)
 {
     static const struct spoil spoils[] = {
@@ -65,6 +72,7 @@ PLAIN_TEST(spoiled_catalog)
         {"a column", "damaged", NULL, "meta BLOB, ", "manifest INT"},
         {"the last table", "damaged", NULL, "CREATE TABLE ", "owed("},
         {"write version", "damaged", raise_write_version, NULL, NULL},
+        {"marks", "damaged", clear_marks, NULL, NULL},
     };
     for (size_t i = 0; i < sizeof spoils / sizeof *spoils; i++) {
         begin_store(i, 20 + i);
