@@ -193,11 +193,12 @@ static int check_version(struct kvq__catalog *k, int64_t *version)
     return KVQ_OK;
 }
 
-int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path, bool read_only)
+static int connect_catalog(struct kvq__catalog *k, struct kvq_io *io, const char *path,
+                           bool read_only, int64_t *version)
 {
     int how = read_only ? SQLITE_OPEN_READONLY : SQLITE_OPEN_READWRITE | SQLITE_OPEN_CREATE;
     memset(k, 0, sizeof *k);
-    int rc = kvq__vfs_add(&k->vfs, io);
+    int rc = kvq__vfs_add(&k->vfs, io, read_only);
     if (rc == SQLITE_OK)
         rc = sqlite3_open_v2(path, &k->db, how | SQLITE_OPEN_NOMUTEX, k->vfs.name);
     if (rc != SQLITE_OK) {
@@ -205,10 +206,27 @@ int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *pat
         return read_only && (rc & 0xff) == SQLITE_CANTOPEN ? KVQ_E_NO_SESSION : code;
     }
     (void)sqlite3_extended_result_codes(k->db, 1);
-    int64_t version = 0;
     int code = execute(k, read_only ? SETTINGS_TO_READ : settings);
+    return code ? code : check_version(k, version);
+}
+
+// A connection that can write checkpoints the WAL and changes the database's settings, which a
+// newer version may not want: the first look only reads. What else it finds is not its business.
+static int refuse_newer(struct kvq__catalog *k, struct kvq_io *io, const char *path)
+{
+    int64_t version = 0;
+    if (connect_catalog(k, io, path, true, &version) == KVQ_E_VERSION)
+        return KVQ_E_VERSION;
+    kvq__catalog_close(k);
+    return KVQ_OK;
+}
+
+int kvq__catalog_open(struct kvq__catalog *k, struct kvq_io *io, const char *path, bool read_only)
+{
+    int64_t version = 0;
+    int code = read_only ? KVQ_OK : refuse_newer(k, io, path);
     if (code == KVQ_OK)
-        code = check_version(k, &version);
+        code = connect_catalog(k, io, path, read_only, &version);
     if (code)
         return code;
     assert(version >= 1 && version <= KVQ_CATALOG_VERSION);

@@ -205,7 +205,7 @@ static int vfs_open(sqlite3_vfs *vfs, const char *path, sqlite3_file *base, int 
                                           : KVQ__VFS_OTHER;
     f->remove = flags & SQLITE_OPEN_DELETEONCLOSE;
     unsigned how = flags & SQLITE_OPEN_READWRITE ? KVQ_IO_WRITE : KVQ_IO_READ;
-    f->file = kvq_io_open(f->io, path, how);
+    f->file = v->read_only ? -EROFS : kvq_io_open(f->io, path, how);
     if (f->file == -ENOENT && flags & SQLITE_OPEN_CREATE) {
         f->file = kvq_io_open(f->io, path, how | KVQ_IO_CREATE);
         f->created = true;
@@ -282,11 +282,12 @@ static int vfs_error(sqlite3_vfs *vfs, int n, char *out)
     return 0;
 }
 
-int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io)
+int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io, bool read_only)
 {
     assert(io && !v->vfs.zName);
     snprintf(v->name, sizeof v->name, "kvq-%p", (void *)v);
     v->io = io;
+    v->read_only = read_only;
     for (int i = 0; i < KVQ__VFS_OTHER; i++)
         v->held[i] = (struct kvq__vfs_held){.file = -1};
     v->vfs = (sqlite3_vfs){

@@ -27,6 +27,7 @@ enum kvq__vfs_kind { KVQ__VFS_DATABASE, KVQ__VFS_WAL, KVQ__VFS_OTHER };
 struct kvq__vfs {
     sqlite3_vfs vfs;
     struct kvq_io *io;
+    bool read_only; // as a file system that is: nothing is opened to be written
     char name[32];
     struct kvq__vfs_held {
         int file;       // -1: it is not open, or not to be written
@@ -36,7 +37,7 @@ struct kvq__vfs {
 
 // Registers v with SQLite under v->name, which is unique. v must stay where it is until
 // kvq__vfs_remove. 0 or an SQLite code.
-int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io);
+int kvq__vfs_add(struct kvq__vfs *v, struct kvq_io *io, bool read_only);
 void kvq__vfs_remove(struct kvq__vfs *v);
 
 // Reserves space on disk for the first `bytes` bytes of a file, without changing its length. 0 or a

@@ -555,6 +555,40 @@ PLAIN_TEST(newer_catalog)
     assert_null(fault_find(&disk, "/store/catalog.db.bad"));
 }
 
+// Of all files but the lock, what they hold and the space that is taken for them.
+static uint64_t sum_of_files(void)
+{
+    uint64_t sum = 0;
+    for (int i = 0; i < FAULT_FILES; i++) {
+        const struct fault_name *name = &disk.now[i];
+        if (!name->file || strcmp(name->path, "/store/lock") == 0)
+            continue;
+        uint64_t of_name = kvq_checksum(name->path, strlen(name->path)).low;
+        uint64_t of_data = kvq_checksum(name->file->data, name->file->bytes).low;
+        sum += (of_data ^ name->file->allocated) * (2 * of_name + 1);
+    }
+    return sum;
+}
+
+// What a newer version has written last may be in the WAL alone, and its space on disk is its own.
+PLAIN_TEST(newer_is_left_alone)
+{
+    begin_store(43, 43);
+    change(&k, &w, 10);
+    assert_int_equal(sqlite3_exec(k.store->catalog.db, "PRAGMA user_version=3", NULL, NULL, NULL),
+                     SQLITE_OK);
+    disk.crashed = true;
+    kvq_store_close(&k.store);
+    fault_crash(&disk);
+    assert_int_equal(fault_find(&disk, catalog)->data[63], 2);
+    uint64_t before = sum_of_files();
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(kit_open(&k, &disk.io), KVQ_E_VERSION);
+        assert_says(k.text, "is of version 3");
+        assert_int_equal(sum_of_files(), before);
+    }
+}
+
 // A catalog as the first version made it is brought up to date, with what namespaces use.
 PLAIN_TEST(first_version)
 {
