@@ -446,27 +446,6 @@ static int mark_missing(struct kvq_store *s, const struct files *f, struct kvq_s
 
 // ---- All of it ----
 
-// Adds up what neither is a segment nor belongs to the catalog in use.
-static int measure_other(void *context, const char *name)
-{
-    struct kvq_store *s = context;
-    char path[KVQ__PATH_BYTES];
-    struct kvq_io_status status;
-    bool ours = kvq__segment_number(name) != 0;
-    for (int i = 0; i < 3; i++)
-        ours |= strcmp(name, catalog_files[i]) == 0;
-    if (ours || strlen(name) >= KVQ__NAME_BYTES)
-        return 0;
-    kvq__path(s, name, path);
-    int file = kvq_io_open(s->io, path, KVQ_IO_READ);
-    if (file < 0)
-        return 0;
-    if (kvq_io_status(s->io, file, &status) == 0)
-        s->other_bytes += status.physical;
-    s->io->close(s->io, file);
-    return 0;
-}
-
 // Makes the catalog anew and drops what no transaction had committed.
 static int start_over(struct kvq_store *s, const struct files *f, struct kvq_store_report *report,
                       const struct kvq__complaint *c)
@@ -574,7 +553,7 @@ int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
         if (!s->read_only)
             kvq__catalog_hold_some(s);
         summarize_recovery(report);
-        rc = s->io->list(s->io, s->folder, measure_other, s);
+        rc = kvq__measure_other(s);
         rc = rc ? kvq__io_complain(c, rc, "the folder", "listed") : KVQ_OK;
     }
     free(f.numbers);

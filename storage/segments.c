@@ -224,10 +224,41 @@ uint64_t kvq__segment_physical(struct kvq_store *s, uint64_t number)
     return bytes;
 }
 
+struct others {
+    struct kvq_store *s;
+    uint64_t bytes;
+};
+
+// Adds up what neither is a segment nor belongs to the catalog in use.
+static int measure_file(void *context, const char *name)
+{
+    static const char *const of_catalog[] = {"catalog.db", "catalog.db-wal", "catalog.db-journal"};
+    struct others *o = context;
+    bool ours = kvq__segment_number(name) != 0;
+    for (int i = 0; i < 3; i++)
+        ours |= strcmp(name, of_catalog[i]) == 0;
+    if (!ours && strlen(name) < KVQ__NAME_BYTES)
+        o->bytes += physical_of(o->s, name);
+    return 0;
+}
+
+int kvq__measure_other(struct kvq_store *s)
+{
+    struct others o = {.s = s};
+    int rc = s->io->list(s->io, s->folder, measure_file, &o);
+    if (rc)
+        return rc;
+    pthread_mutex_lock(&s->lock);
+    s->other_bytes = o.bytes;
+    pthread_mutex_unlock(&s->lock);
+    return 0;
+}
+
 uint64_t kvq__physical(struct kvq_store *s)
 {
-    uint64_t sum = s->other_bytes + kvq__physical_catalog(s);
+    uint64_t sum = kvq__physical_catalog(s);
     pthread_mutex_lock(&s->lock);
+    sum += s->other_bytes;
     for (size_t i = 0; i < s->n_segments; i++)
         sum += s->segments[i]->physical;
     pthread_mutex_unlock(&s->lock);

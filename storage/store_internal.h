@@ -121,9 +121,9 @@ struct kvq_store {
     uint32_t buffer_bytes;
     int lock_file;
     uint8_t id[KVQ_STORE_ID_BYTES];
-    uint64_t other_bytes; // physical, of files that are neither segments nor the catalog
 
     pthread_mutex_t lock;
+    uint64_t other_bytes;           // physical, of files that are neither segments nor the catalog
     struct kvq__segment **segments; // by number
     size_t n_segments, room_segments;
     struct kvq__limit *limits;
@@ -192,7 +192,10 @@ bool kvq__segment_missing(struct kvq_store *s, uint64_t number);
 bool kvq__segment_sick(struct kvq_store *s, uint64_t number, bool now);
 // Bytes on disk of what was committed in a segment; 0: there is none of that number.
 uint64_t kvq__segment_physical(struct kvq_store *s, uint64_t number);
-// Physical bytes of all files.
+// Looks what other files take in the folder now: people put some there, and remove some. 0 or a
+// negative errno, after which the last figure stays.
+int kvq__measure_other(struct kvq_store *s);
+// Physical bytes of all files, others as they were measured.
 uint64_t kvq__physical(struct kvq_store *s);
 uint64_t kvq__physical_catalog(struct kvq_store *s);
 

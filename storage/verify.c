@@ -356,6 +356,7 @@ static int fill_status(struct kvq_store *store,
     status->read_only = store->read_only;
     memcpy(status->why, store->why, sizeof status->why);
     pthread_mutex_unlock(&store->lock);
+    (void)kvq__measure_other(store); // else it is as it was
     status->cap_bytes = store->cap_bytes;
     status->catalog_bytes = kvq__physical_catalog(store);
     status->physical_bytes = kvq__physical(store);

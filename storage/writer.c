@@ -175,6 +175,8 @@ static int check_cap(struct kvq_store *s, uint64_t more, const struct kvq__compl
         catalog_share(s, w->frees ? KVQ__RESERVE_FREE + w->rows * KVQ__RESERVE_FREE_ROW
                                   : KVQ__RESERVE + w->rows * KVQ__RESERVE_ROW);
     uint64_t used = s->cap_bytes ? kvq__physical(s) : 0;
+    if (s->cap_bytes && used + catalog + more > s->cap_bytes && kvq__measure_other(s) == 0)
+        used = kvq__physical(s); // files may have gone that somebody was told to remove
     if (s->cap_bytes == 0 || used + catalog + more <= s->cap_bytes)
         return KVQ_OK;
     return kvq__complain(c, KVQ_E_NO_SPACE,

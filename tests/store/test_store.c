@@ -166,6 +166,28 @@ PLAIN_TEST(cap)
     assert_true(disk.peak <= KVQ_STORE_MIN_CAP);
 }
 
+// A file that is none of the store's counts while it is there, and no longer.
+PLAIN_TEST(cap_and_others)
+{
+    static const char *const other = "/store/catalog.db.bad";
+    enum { OTHER_BYTES = 13 << 20 };
+    begin_disk(
+        8, (struct kit){.options = {.cap_bytes = KVQ_STORE_MIN_CAP, .segment_bytes = 1 << 20}}, 5);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    uint64_t before = status_of_store().physical_bytes;
+    int file = disk.io.open(&disk.io, other, KVQ_IO_WRITE | KVQ_IO_NEW);
+    assert_true(file >= 0);
+    assert_int_equal(disk.io.allocate(&disk.io, file, OTHER_BYTES), 0);
+    disk.io.close(&disk.io, file);
+    assert_int_equal(status_of_store().physical_bytes, before + OTHER_BYTES);
+    reopen_store();
+    assert_int_equal(save_blocks(&k, &w, "it", 40), KVQ_E_NO_SPACE);
+    assert_says(k.text, "the cap is 16777216 bytes");
+    assert_int_equal(disk.io.unlink(&disk.io, other), 0);
+    assert_int_equal(save_blocks(&k, &w, "it", 40), 0);
+    assert_true(status_of_store().physical_bytes < OTHER_BYTES);
+}
+
 static uint64_t usage(struct kit *k, const char *space, uint64_t sessions)
 {
     uint64_t bytes, count;
