@@ -148,8 +148,7 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(PREFIX_PUT, "REPLACE INTO prefixes VALUES(?,?,?,?)")                                         \
     X(PREFIX_CUT, "DELETE FROM prefixes WHERE session=? AND page>=?")                              \
     X(PREFIX_ALL, "SELECT hash FROM prefixes WHERE session=? ORDER BY page")                       \
-    X(PREFIX_FIND, "SELECT session FROM prefixes WHERE space=? AND hash=? ORDER BY session "       \
-                   "LIMIT 1")                                                                      \
+    X(PREFIX_FIND, "SELECT session FROM prefixes WHERE space=? AND hash=? ORDER BY session")       \
     X(PAGES, "PRAGMA page_count")                                                                  \
     X(SESSION_ID, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"      \
                   "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE id=?")

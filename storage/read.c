@@ -162,31 +162,45 @@ int kvq_store_touch(struct kvq_store *store, const struct kvq_store_use *uses, s
 
 // ---- Prefixes ----
 
-// The session that has a page with that hash, 0: none.
-static int prefix_of(struct kvq_store *s, const char *space, const uint8_t hash[KVQ_PREFIX_BYTES],
+static bool is_passed(const struct kvq_store_prefix *prefix, uint64_t session)
+{
+    bool is = false;
+    for (uint32_t i = 0; i < prefix->n_passed; i++)
+        is |= prefix->passed[i] == session;
+    return is;
+}
+
+// The oldest session that has that page and counts, 0: none.
+static int prefix_of(struct kvq_store *s, const struct kvq_store_prefix *prefix, uint32_t page,
                      int64_t *session)
 {
     struct kvq__catalog *k = &s->catalog;
-    return kvq__number(
-        k,
-        kvq__rows(k, KVQ_Q_PREFIX_FIND, "tb", space, (const void *)hash, (size_t)KVQ_PREFIX_BYTES),
-        0, session);
+    assert(page < prefix->pages);
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_PREFIX_FIND, "tb", prefix->space,
+                                   (const void *)prefix->hashes[page], (size_t)KVQ_PREFIX_BYTES);
+    int rc = kvq__next(k, rows);
+    while (rc == 1 && is_passed(prefix, (uint64_t)sqlite3_column_int64(rows, 0)))
+        rc = kvq__next(k, rows);
+    *session = rc == 1 ? sqlite3_column_int64(rows, 0) : 0;
+    if (rc == 1)
+        (void)sqlite3_reset(rows);
+    return rc < 0 ? rc : KVQ_OK;
 }
 
-int kvq_store_match(struct kvq_store *store, const char *space,
-                    const uint8_t (*hashes)[KVQ_PREFIX_BYTES], uint32_t pages, uint32_t *matched,
-                    struct kvq_store_session *out, char *text, size_t n)
+int kvq_store_match(struct kvq_store *store, const struct kvq_store_prefix *prefix,
+                    uint32_t *matched, struct kvq_store_session *out, char *text, size_t n)
 {
     const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     struct kvq__catalog *k = &store->catalog;
-    uint32_t low = 0, high = pages, count = 0; // the first `low` are there, page `high` is not
+    // The first `low` are there, page `high` is not.
+    uint32_t low = 0, high = prefix->pages, count = 0;
     int64_t best = 0, session = 0;
     int rc = KVQ_OK;
     memset(out, 0, sizeof *out);
     pthread_mutex_lock(&store->catalog_lock);
     while (low < high && rc == KVQ_OK) { // who has a page has all before it
         uint32_t middle = low + (high - low) / 2;
-        rc = prefix_of(store, space, hashes[middle], &session);
+        rc = prefix_of(store, prefix, middle, &session);
         if (session) {
             best = session;
             low = middle + 1;
@@ -194,7 +208,7 @@ int kvq_store_match(struct kvq_store *store, const char *space,
             high = middle;
         }
     }
-    assert(low <= pages && (best != 0) == (low > 0));
+    assert(low <= prefix->pages && (best != 0) == (low > 0));
     if (rc == KVQ_OK && best)
         rc = session_rows(k, kvq__rows(k, KVQ_Q_SESSION_ID, "i", best), out, 1, &count);
     *matched = count ? low : 0;

@@ -181,12 +181,20 @@ struct kvq_store_use {
 int kvq_store_touch(struct kvq_store *store, const struct kvq_store_use *uses, size_t count,
                     char *text, size_t n);
 
+// What kvq_store_match looks for. hashes[i] covers pages 0 to i. Sessions whose ids are among
+// `passed` do not count: those that were found before, and are damaged, say.
+struct kvq_store_prefix {
+    const char *space;
+    const uint8_t (*hashes)[KVQ_PREFIX_BYTES];
+    uint32_t pages;
+    const uint64_t *passed;
+    uint32_t n_passed;
+};
 // Finds the session of the namespace that shares the longest prefix: *matched is the number of
-// leading pages, and *out the session, the oldest of those that have so many. hashes[i] covers
-// pages 0 to i. *matched 0: no session has the first page; *out is zeros.
-int kvq_store_match(struct kvq_store *store, const char *space,
-                    const uint8_t (*hashes)[KVQ_PREFIX_BYTES], uint32_t pages, uint32_t *matched,
-                    struct kvq_store_session *out, char *text, size_t n);
+// leading pages, and *out the session, the oldest of those that have so many. *matched 0: no
+// session has the first page; *out is zeros.
+int kvq_store_match(struct kvq_store *store, const struct kvq_store_prefix *prefix,
+                    uint32_t *matched, struct kvq_store_session *out, char *text, size_t n);
 
 // A block of a session. segment, offset and checksum say where it lies, as a hint to
 // kvq_store_read.

@@ -8,6 +8,7 @@
 //
 // Any number of prefixes is read at a time, in the order of queue.h. Whoever wants what
 // another one is about to put into the index waits for that moment, and then finds it there.
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,7 +17,10 @@
 #include "daemon/runtime/workers.h"
 #include "daemon/store/internal.h"
 
-enum { TRIES = 3 }; // looks at what changes meanwhile
+enum {
+    TRIES = 3, // looks at what changes meanwhile
+    MOST = 8,  // sessions of a namespace that are looked at for one prefix
+};
 
 static bool only_asks(const struct kvq__task *t)
 {
@@ -81,30 +85,49 @@ static int find_prefix(struct kvq__task *t, const struct best *best, uint32_t *p
     return rc;
 }
 
-static int ask_space(struct kvq__task *t, uint32_t space, uint8_t (*hashes)[KVQ_PREFIX_BYTES])
+// Takes what can be had of a session that was found, if that is more than what there is.
+static int take_better(struct kvq__task *t, const struct best *best)
 {
-    const struct kvq__prefix_ask *ask = t->ask;
-    struct best best;
-    uint32_t pages = 0;
-    kvq__prefix_ask_stored(ask, space, hashes);
-    int rc = kvq_store_match(t->jobs->store, ask->spaces[space].name,
-                             (const uint8_t(*)[KVQ_PREFIX_BYTES])hashes, ask->pages, &best.pages,
-                             &best.session, t->text, sizeof t->text);
-    if (rc < 0 || best.pages <= ask->here || best.pages <= t->pages)
-        return rc;
     struct kvq__found *had = t->found;
+    uint32_t pages = 0;
+    assert(best->pages > t->pages && best->pages > t->ask->here);
     t->found = NULL;
-    rc = find_prefix(t, &best, &pages);
-    if (rc < 0 || pages <= t->pages || pages <= ask->here) {
+    int rc = find_prefix(t, best, &pages);
+    if (rc < 0 || pages <= t->pages || pages <= t->ask->here) {
         kvq__found_free(&t->found);
         t->found = had;
         return rc;
     }
     kvq__found_free(&had);
-    snprintf(t->ns, sizeof t->ns, "%s", best.session.space);
-    snprintf(t->name, sizeof t->name, "%s", best.session.name);
+    snprintf(t->ns, sizeof t->ns, "%s", best->session.space);
+    snprintf(t->name, sizeof t->name, "%s", best->session.name);
     t->pages = pages;
-    t->stored = best.session.id;
+    t->stored = best->session.id;
+    return 0;
+}
+
+// Hashes say which pages a session had, not whether they are good, or whether a window has moved on
+// past them: others that have the same pages may have more that can be had.
+static int ask_space(struct kvq__task *t, uint32_t space, uint8_t (*hashes)[KVQ_PREFIX_BYTES])
+{
+    const struct kvq__prefix_ask *ask = t->ask;
+    uint64_t passed[MOST];
+    struct kvq_store_prefix prefix = {.space = ask->spaces[space].name,
+                                      .hashes = (const uint8_t(*)[KVQ_PREFIX_BYTES])hashes,
+                                      .pages = ask->pages,
+                                      .passed = passed};
+    kvq__prefix_ask_stored(ask, space, hashes);
+    while (prefix.n_passed < MOST) {
+        struct best best;
+        int rc = kvq_store_match(t->jobs->store, &prefix, &best.pages, &best.session, t->text,
+                                 sizeof t->text);
+        if (rc < 0 || best.pages <= ask->here || best.pages <= t->pages)
+            return rc;
+        rc = take_better(t, &best);
+        if (rc == KVQ_E_STALE || rc == KVQ_E_NO_MEMORY || (rc == 0 && t->pages == best.pages))
+            return rc;
+        passed[prefix.n_passed++] = best.session.id;
+    }
     return 0;
 }
 

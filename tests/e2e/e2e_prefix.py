@@ -321,6 +321,32 @@ class Stored(e2e_storage.Stored):
         # What was read twice, where the poller had yet to see that all was there, goes again.
         self.daemon.wait_status("pool_used_bytes", longer.info()["packed_bytes"])
 
+    def test_damage_of_the_oldest(self):
+        """Two sessions have the same beginning on disk, and that of the older one is damaged: the
+        younger one's is found."""
+        with Engine(self.daemon, format="f16") as engine:
+            for name in ("older", "younger"):
+                session = engine.open(name=name)
+                engine.feed(session, 1024)
+                session.save()
+            rows = engine.queue.read(session, 1, 0)
+            engine.fill(0, STEP)
+            row = engine.k[0][10, 0].astype(np.float16).tobytes()
+        self.again()
+        folder = os.path.join(self.folder, "store")
+        path, = (os.path.join(folder, name) for name in os.listdir(folder) if "segment" in name)
+        with open(path, "r+b") as file:
+            data = file.read()
+            self.assertEqual(data.count(row), 2)
+            file.seek(data.find(row))
+            file.write(bytes(8))
+        self.assertEqual(self.daemon.ctl("storage", "verify", check=False)[0], 7)
+        with Engine(self.daemon, format="f16") as engine:
+            self.assertEqual(engine.lookup(1024), 1024)
+            session = engine.open(1024)
+            self.assertEqual(session.tokens, 1024)
+            np.testing.assert_array_equal(engine.queue.read(session, 1, 0), rows)
+
     @long_emulated
     def test_ids_come_back(self):
         """The session itself is restored: others share its blocks."""

@@ -74,12 +74,17 @@ PLAIN_TEST(gc_is_foretold)
     }
 }
 
+static struct kvq_store_prefix prefix; // that is looked for
+
 // How many of n hashes a session of the namespace has, which is *it.
 static uint32_t matches(const char *space, const uint8_t (*hashes)[KVQ_PREFIX_BYTES], uint32_t n,
                         struct kvq_store_session *it)
 {
     uint32_t matched;
-    if (kvq_store_match(k.store, space, hashes, n, &matched, it, k.text, sizeof k.text))
+    prefix.space = space;
+    prefix.hashes = hashes;
+    prefix.pages = n;
+    if (kvq_store_match(k.store, &prefix, &matched, it, k.text, sizeof k.text))
         fail_msg("%s", k.text);
     return matched;
 }
@@ -103,6 +108,37 @@ PLAIN_TEST(prefixes)
     s->pages = 2;                                          // saved again with fewer
     assert_int_equal(kit_save(&k, &w, "a"), 0);
     assert_int_equal(matches("uid-1", hashes, 6, &it), 2);
+}
+
+// Of those that have a prefix the longest, then the oldest comes first; those that are passed by
+// do not count, and others are found by their own length.
+PLAIN_TEST(prefixes_of_others)
+{
+    static const struct {
+        const char *name;
+        uint32_t pages;
+    } order[] = {{"c", 5}, {"b", 4}, {"d", 4}, {"a", 2}, {"", 0}};
+    uint8_t hashes[6][KVQ_PREFIX_BYTES];
+    uint64_t passed[4];
+    struct kvq_store_session it;
+    begin_store(9, 3);
+    for (int i = 0; i < 4; i++) {
+        struct world_session *s = &w.sessions[i];
+        *s = (struct world_session){.used = true, .shards = 1, .seed = 5};
+        snprintf(s->name, sizeof s->name, "%c", 'a' + i);
+        s->pages = (const uint32_t[]){2, 4, 5, 4}[i];
+        assert_int_equal(kit_save(&k, &w, s->name), 0);
+    }
+    for (uint64_t i = 0; i < 6; i++)
+        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+    prefix.passed = passed;
+    for (int i = 0; i < 5; i++) {
+        assert_int_equal(matches("uid-1", hashes, 6, &it), order[i].pages);
+        assert_string_equal(it.name, order[i].name);
+        if (i < 4)
+            passed[prefix.n_passed++] = it.id;
+    }
+    prefix = (struct kvq_store_prefix){0};
 }
 
 static int save_blocks(struct kit *k, struct world *w, const char *name, int n)
