@@ -178,7 +178,8 @@ int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c
         snprintf(k->error, sizeof k->error, "there is no room to make it longer: free some");
         rc = KVQ_E_NO_SPACE;
     }
-    if (rc == KVQ_OK)
+    bool committing = rc == KVQ_OK;
+    if (committing)
         rc = kvq__run(k, KVQ_Q_COMMIT, "");
     if (rc == KVQ_OK) {
         s->last_transaction = s->next_transaction++;
@@ -189,8 +190,10 @@ int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c
     if (rc != KVQ_E_QUOTA) // that has said what is wrong, and nothing is unclear
         rc = kvq__catalog_complain(s, rc, c);
     // A full disk is found before the commit is written. After anything else the commit may be on
-    // disk or not: only opening the store again tells, and nothing may be undone before that.
-    bool unclear = rc != KVQ_E_NO_SPACE && rc != KVQ_E_NO_MEMORY && rc != KVQ_E_QUOTA;
+    // disk or not: only opening the store again tells, and nothing may be undone before that. Where
+    // memory is lacking it may be for the index of the WAL, whose frames are on disk then.
+    bool undone = rc == KVQ_E_NO_MEMORY && !committing;
+    bool unclear = rc != KVQ_E_NO_SPACE && rc != KVQ_E_QUOTA && !undone;
     char why[sizeof k->error];
     snprintf(why, sizeof why, "%s", k->error);
     if (sqlite3_get_autocommit(k->db) == 0)

@@ -683,7 +683,55 @@ PLAIN_TEST(missing_segment)
     change(&k, &w, 0);
 }
 
+// ---- No memory ----
+
+static sqlite3_mem_methods sqlite_memory;
+static uint32_t refused; // requests of SQLite for memory
+static bool no_index;    // no page of the WAL's index is to be had, each 32 KiB
+
+static void *give_memory(int n)
+{
+    bool refuse = no_index && n >= 32 << 10 && n < 40 << 10;
+    refused += refuse;
+    return refuse ? NULL : sqlite_memory.xMalloc(n);
+}
+
+// SQLite has synced the commit and finds no memory to note it in the WAL's index: the commit has
+// failed, and is there after a loss of power. So nothing that it names may be taken back.
+PLAIN_TEST(no_memory_for_the_index)
+{
+    struct world after;
+    int rc = 0;
+    begin_store(70, 70);
+    assert_int_equal(
+        sqlite3_exec(k.store->catalog.db, "PRAGMA wal_autocheckpoint=0", NULL, NULL, NULL),
+        SQLITE_OK);
+    refused = 0;
+    no_index = true;
+    for (uint64_t i = 1; rc == 0 && i < 5000; i++) { // the index's first page has 4,062 frames
+        after = w;
+        after.sessions[0] = (struct world_session){.used = true, .name = "it", .shards = 1, .n = 8};
+        for (uint32_t j = 0; j < 8; j++)
+            after.sessions[0].blocks[j] =
+                (struct world_block){.place = {0, j, 1, 0}, .seed = 8 * i + j, .bytes = 100};
+        rc = kit_save(&k, &after, "it");
+        if (rc == 0)
+            w = after;
+    }
+    no_index = false;
+    assert_int_equal(rc, KVQ_E_NO_MEMORY);
+    assert_true(refused > 0 && store_read_only(&k));
+    after_failure(&k, &w, &after, true, "no memory for the index");
+}
+
 int main(void)
 {
+    sqlite3_mem_methods counted;
+    if (sqlite3_config(SQLITE_CONFIG_GETMALLOC, &sqlite_memory) != SQLITE_OK)
+        return 1;
+    counted = sqlite_memory;
+    counted.xMalloc = give_memory;
+    if (sqlite3_config(SQLITE_CONFIG_MALLOC, &counted) != SQLITE_OK)
+        return 1;
     return run_all(NULL, end_store);
 }
