@@ -104,6 +104,16 @@ static int write_part(const struct writing *w, uint32_t shard, uint32_t i, struc
     return rc;
 }
 
+// Whether a list has that name, not one that it begins.
+static bool is_listed(const char *list, const char *name)
+{
+    size_t n = strlen(name);
+    for (const char *at = strstr(list, name); at; at = strstr(at + 1, name))
+        if ((at == list || at[-1] == ' ') && (at[n] == 0 || at[n] == ','))
+            return true;
+    return false;
+}
+
 // The formats of a session, each once, for people.
 static void list_formats(const struct kvq__saved *saved, char *out, size_t room)
 {
@@ -112,7 +122,7 @@ static void list_formats(const struct kvq__saved *saved, char *out, size_t room)
     for (uint32_t i = 0; i < saved->n_layers; i++) {
         const char *name = saved->layers[i].format.name;
         size_t n = strlen(name);
-        if (strstr(out, name) || used + n + 3 > room)
+        if (is_listed(out, name) || used + n + 3 > room)
             continue;
         used += (size_t)snprintf(out + used, room - used, "%s%s", used ? ", " : "", name);
     }

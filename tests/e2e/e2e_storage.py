@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions that outlive their daemon: saved, killed with it, restored, to the bit."""
 import contextlib
+import dataclasses
 import os
 import random
 import resource
@@ -11,6 +12,8 @@ import tempfile
 import threading
 import time
 import unittest
+
+import numpy as np
 
 from e2e_rig import (BIN, BOUND, Daemon, Test, Tokens, emulated, feed, kvq, long_emulated,
                      read_all)
@@ -91,6 +94,19 @@ class Saves(Stored):
         self.assertLess(second["written_bytes"], first["written_bytes"] / 2)
         self.assertGreater(second["kept_blocks"], second["written_blocks"])
         self.assertEqual(second["tokens"], 1201)
+
+    def test_formats_of_layers(self):
+        """The list tells each format of a session once, also one that begins another's name."""
+        row = Tokens(18, 10).rows[0]
+        formats = ("oscar2-xh", "oscar2", "oscar2-xh", "f16")
+        rows = [dataclasses.replace(row, repeat=1, format=format) for format in formats]
+        with self.client.session(rows, name="mixed") as session, self.queue.step([session], 5) as s:
+            kv = np.ones((5, row.kv_heads, row.head_dim), np.float32)
+            for layer in range(len(rows)):
+                s.append(layer, kv, kv)
+        self.daemon.ctl("session", "save", "mixed")
+        stored, = self.daemon.ctl("storage", "list")
+        self.assertEqual(stored["formats"], "oscar2-xh, oscar2, f16")
 
     def test_without_being_asked(self):
         """By on_detach, when idle, and when the daemon ends."""
