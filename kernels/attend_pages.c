@@ -79,9 +79,9 @@ static void set_pooled(const struct kvq__reader *r, uint64_t position, struct kv
     g->pool_v = r->extras->pool_v;
 }
 
-// The group at `position` as the page table has it, into an empty one. Returns false if its raw rows
-// come from two places (a raw format's from both blocks of the page, sinks' from the extras and the
-// raw block) and must be put together.
+// The group at `position` as the page table has it, into an empty one. Returns false if its raw
+// rows come from two places (a raw format's from both blocks of the page, sinks' from the extras
+// and the raw block) and must be put together.
 static bool find_group(const struct kvq__reader *r, uint64_t position, struct kvq__group *g)
 {
     const struct kvq_page *page = page_of(r->a, position);
