@@ -16,11 +16,16 @@
  * fail with KVQ_E_DAMAGED: open the session anew.
  *
  * Sessions share whole pages of 128 tokens that cannot change any more: behind max_rollback, and
- * packed in all layers. Sessions share only if they agree in namespace (unless the configuration
- * says otherwise), model, salt, adapter, layers, formats, dtype, v_rotation, attention and shard,
- * and in the digests of images and audio among the tokens. `model` must be set. In a layer with a
- * sliding window a prefix can end only where the daemon has all tokens that the window still sees.
- * Sessions of formats that keep outliers or factors of the prompt share by kvq_fork alone.
+ * packed in all layers. When a session on the host ends because nobody needs it any more (its last
+ * handle is closed, and it has no name or KVQ_ON_DETACH_DROP; kvq_session_drop; its client ended),
+ * the daemon packs the rest of its whole pages in the background, those within max_rollback as
+ * well, and other sessions find them a moment after the call. It gives that up if somebody is
+ * refused the memory, or if it drains. Sessions share only if they agree in namespace (unless the
+ * configuration says otherwise), model, salt, adapter, layers, formats, dtype, v_rotation,
+ * attention and shard, and in the digests of images and audio among the tokens. `model` must be
+ * set. In a layer with a sliding window a prefix can end only where the daemon has all tokens that
+ * the window still sees. Sessions of formats that keep outliers or factors of the prompt share by
+ * kvq_fork alone.
  *
  * For a sharded session the daemon answers the smallest count of its shards. Ranks that must begin
  * at the same token ask first, open with prefix.tokens set to that count, and check info.tokens.

@@ -92,6 +92,8 @@ static void break_member(struct kvq__mail *mail)
     struct kvq__connection *c =
         (struct kvq__connection *)((char *)mail - offsetof(struct kvq__connection, ended_mail));
     assert(!c->detaching);
+    if (c->client && c->member.broken)
+        kvq__client_distrust(c->client);
     c->member.broken = true;
     if (c->client)
         kvq__client_leave(c->client);
@@ -310,6 +312,8 @@ static void detach_client(struct kvq__mail *mail)
     assert(!c->detaching && c->state == KVQ__CONNECTION_ENDING);
     c->detaching = true;
     c->holding = true; // until all lines were told, nobody posts the end
+    if (c->client && c->member.broken)
+        kvq__client_distrust(c->client);
     c->member.broken = true;
     if (c->client)
         kvq__client_detach(c->client);

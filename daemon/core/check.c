@@ -110,6 +110,14 @@ static bool counts_moved(struct kvq__check *c, const struct kvq__moved *m, uint6
     return page == m->n_pages || counts(c, m->sheets[page / KVQ__SHEET_PAGES], m);
 }
 
+// Those that have ended, first the ones that are being finished; NULL: the first.
+static const struct kvq__session *ended_after(const struct kvq__core *core,
+                                              const struct kvq__session *s)
+{
+    const struct kvq__session *next = s ? TAILQ_NEXT(s, link) : TAILQ_FIRST(&core->finishing);
+    return next || (s && s->ended.listed) ? next : TAILQ_FIRST(&core->ended);
+}
+
 static void audit_sheets(struct kvq__check *c, const struct kvq__core *core)
 {
     const struct kvq__namespace *ns;
@@ -119,7 +127,7 @@ static void audit_sheets(struct kvq__check *c, const struct kvq__core *core)
     TAILQ_FOREACH (ns, &core->namespaces, link)
         TAILQ_FOREACH (s, &ns->sessions, link)
             note_sheets(c, s->sheets, s->n_sheets, s);
-    TAILQ_FOREACH (s, &core->ended, link)
+    for (s = ended_after(core, NULL); s; s = ended_after(core, s))
         note_sheets(c, s->sheets, s->n_sheets, s);
     for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
         for (uint32_t i = 0; i < move->n; i++)
@@ -253,7 +261,7 @@ static void count_references(struct kvq__check *c, const struct kvq__core *core)
             see_session(c, s);
         see_prefixes(c, &ns->prefixes);
     }
-    TAILQ_FOREACH (s, &core->ended, link)
+    for (s = ended_after(core, NULL); s; s = ended_after(core, s))
         see_session(c, s);
     see_tables(c, core);
     kvq__saves_each_ref(core, see_any, c);
@@ -623,6 +631,23 @@ static void audit_clients(struct kvq__check *c, const struct kvq__core *core)
     HOLDS(c, clients == core->n_clients && steps == core->n_steps);
 }
 
+// All that is to be packed has room, and is there.
+static void audit_finishing(struct kvq__check *c, const struct kvq__session *s)
+{
+    bool first = s == TAILQ_FIRST(&s->core->finishing);
+    HOLDS(c, s->dropped && !s->pool->gpu && s->n_loading == 0 && !s->core->draining);
+    HOLDS(c, s->ended.finish.due <= s->ids.known && s->ended.finish.due <= s->tokens);
+    HOLDS(c, first || s->ended.finish.phase == KVQ__FINISH_QUEUED);
+    for (uint32_t i = 0; i < s->n_layers; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        if (!kvq__layer_owns(s, i) || l->packed_bytes == 0)
+            continue;
+        HOLDS(c, l->extras_bytes == 0 && l->raw_page <= kvq__pages_of(l->packed));
+        for (uint32_t p = l->first_page; p < s->ended.finish.due / KVQ_BLOCK_TOKENS; p++)
+            HOLDS(c, kvq__page(l, p)->packed.data);
+    }
+}
+
 // Nobody finds those that have ended; whoever is refused a block sees where some have pages.
 static void audit_ended(struct kvq__check *c, const struct kvq__core *core)
 {
@@ -632,16 +657,18 @@ static void audit_ended(struct kvq__check *c, const struct kvq__core *core)
         uint32_t n = 0, noted = 0;
         TAILQ_FOREACH (ns, &core->namespaces, link) {
             noted += ns->arenas[i].n_ended;
-            TAILQ_FOREACH (s, &core->ended, link)
+            for (s = ended_after(core, NULL); s; s = ended_after(core, s))
                 n += s->ns == ns && s->pool == &core->pools[i] && s->n_pages > 0;
             HOLDS(c, n == noted);
         }
         HOLDS(c, noted == core->pools[i].n_ended);
     }
-    TAILQ_FOREACH (s, &core->ended, link)
-        HOLDS(c, s->ended.listed && LIST_EMPTY(&s->handles) && !s->park && !s->seal.listed &&
-                     !s->last_used.listed && !s->timer.listed && !s->pack.queued &&
-                     s->ids.known == 0);
+    for (s = ended_after(core, NULL); s; s = ended_after(core, s))
+        HOLDS(c, s->ended.listed == !s->ended.finish.phase && LIST_EMPTY(&s->handles) && !s->park &&
+                     !s->seal.listed && !s->last_used.listed && !s->timer.listed &&
+                     !s->pack.queued && (s->ids.known == 0 || s->ended.finish.phase));
+    TAILQ_FOREACH (s, &core->finishing, link)
+        audit_finishing(c, s);
 }
 
 void kvq__check_core(struct kvq__check *c, const struct kvq__core *core)

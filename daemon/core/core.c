@@ -13,6 +13,7 @@
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/residency.h"
+#include "daemon/core/session/finish.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
@@ -163,6 +164,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->deferred);
     TAILQ_INIT(&core->givers);
     TAILQ_INIT(&core->ended);
+    TAILQ_INIT(&core->finishing);
     core->release_left = c.release_work;
     TAILQ_INIT(&core->clients);
     TAILQ_INIT(&core->namespaces);
@@ -196,6 +198,7 @@ void kvq__core_close(struct kvq__core **pointer)
         return;
     *pointer = NULL;
     core->closing = true; // what is stored stays: the next run sees to it
+    kvq__ended_give_up(core);
     kvq__moves_close(core);
     kvq__parks_close(core);
     while ((client = TAILQ_FIRST(&core->clients)))
@@ -220,6 +223,7 @@ void kvq__core_close(struct kvq__core **pointer)
     assert(core->n_moving == 0 && core->n_demoted == 0 && core->n_loading == 0);
     assert(core->n_offloaded == 0 && TAILQ_EMPTY(&core->tickets) && core->n_givers == 0);
     assert(TAILQ_EMPTY(&core->deferred) && TAILQ_EMPTY(&core->ended));
+    assert(TAILQ_EMPTY(&core->finishing));
     kvq__namespaces_close(core);
     close_memory(core);
 }
@@ -283,6 +287,7 @@ void kvq__core_drain(struct kvq__core *core)
     if (!core->draining)
         kvq__event(core, KVQ__EVENT_DRAINING, "", "", 0, "");
     core->draining = true;
+    kvq__ended_give_up(core);
 }
 
 bool kvq__core_poll(struct kvq__core *core)
@@ -294,6 +299,7 @@ bool kvq__core_poll(struct kvq__core *core)
         next = LIST_NEXT(stream, link);
         any |= kvq__work_stream_poll(stream);
     }
+    any |= kvq__finish_poll(core);
     any |= kvq__ended_poll(core);
     any |= kvq__moves_poll(core);
     any |= kvq__parks_poll(core);

@@ -76,6 +76,9 @@ bool kvq__core_idle(const struct kvq__core *core);
 // *id is never 0 and never used again.
 int kvq__client_attach(struct kvq__core *core, const struct kvq__peer *peer, const char *name,
                        struct kvq__client **client, uint64_t *id, char *text);
+// The client is cut off for what it did: when it leaves, its sessions end without leaving their
+// last pages to the index of prefixes (session/finish.h).
+void kvq__client_distrust(struct kvq__client *client);
 // The client is gone: aborts its steps, closes its handles (unnamed sessions die, named ones stay
 // at their last commit), and opens no others. What a command of the client's that is under way
 // needs stays: buffers and queues. May be called again.

@@ -224,10 +224,11 @@ struct kvq__core {
         deferred; // by retired.at; some stand behind others that are retired later
     struct kvq__session_list givers; // that may have blocks there (session->giver.given)
     uint32_t n_givers;
-    struct kvq__session_list ended; // sessions whose memory is yet to be freed, oldest first
-    uint64_t release_left;          // work left for freeing in this turn (ended.c)
-    uint64_t released;              // work that freeing has taken in all
-    uint64_t shortage_looks;        // calls of kvq__shortage_counts; for tests
+    struct kvq__session_list ended;     // sessions whose memory is yet to be freed, oldest first
+    struct kvq__session_list finishing; // ended sessions, before they are there (finish.c)
+    uint64_t release_left;              // work left for freeing in this turn (ended.c)
+    uint64_t released;                  // work that freeing has taken in all
+    uint64_t shortage_looks;            // calls of kvq__shortage_counts; for tests
     uint64_t now;
     bool draining, faulted;
     uint64_t refusal_event_at; // when a refused launch was told last

@@ -144,6 +144,32 @@ class Prefixes(Test):
             got, _ = step.attend(0, q[:1])
         np.testing.assert_array_equal(got, want)
 
+    def test_closed_at_once(self):
+        """A prompt with a short answer, whose session or client ends with the last step."""
+        with Engine(self.daemon) as other:
+            for other.seed in range(30, 36):
+                with Engine(self.daemon, other.seed) as engine:
+                    session = engine.open(max_rollback=32, prompt_tokens=400, place="host")
+                    engine.feed(session, 404)
+                    if other.seed % 2:
+                        session.close()
+                self.found(other, 404, 384)
+                longer = other.open(salt="longer", place="host")
+                other.feed(longer, 404)
+                other.feed(longer, 512)
+                with other.open(404, place="host") as twin, longer:
+                    self.assertEqual(twin.tokens, 384)
+                    read = [other.queue.read(s, 1, 0) for s in (twin, longer)]
+                for got, want in zip(*read):
+                    np.testing.assert_array_equal(got, want[:384])
+
+    def found(self, engine, ask, tokens):
+        """Sessions that have ended are packed in the background."""
+        for _ in range(10000):
+            if engine.lookup(ask, place="host") == tokens:
+                return
+        self.fail(f"{tokens} tokens of {ask} are not there")
+
     def test_other_tokens_and_other_meanings(self):
         image = (200, 90, bytes(range(32)))
         with Engine(self.daemon, seed=3) as engine, engine.open(spans=[image]) as session:

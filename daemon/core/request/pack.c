@@ -9,6 +9,7 @@
 #include "daemon/core/request/gpu_wave.h"
 #include "daemon/core/request/pack_error.h"
 #include "daemon/core/request/step_all.h"
+#include "daemon/core/session/finish.h"
 #include "daemon/core/session/work_stream.h"
 #include "daemon/core/state.h"
 
@@ -98,7 +99,7 @@ static uint64_t pages_end(const struct kvq__layer *l, uint64_t end)
 static void note_packed(const struct kvq__session *s, struct kvq__layer *l, uint64_t end)
 {
     l->packer = NULL;
-    if (s->dropped || l->packed >= end)
+    if ((s->dropped && !s->ended.finish.phase) || l->packed >= end)
         return;
     l->packed = end;
     l->learned = l->learn > 0;
@@ -111,6 +112,7 @@ static void finish_layer(struct kvq__session *s, struct kvq__layer *l, uint64_t 
     note_packed(s, l, end);
     if (!s->dropped)
         kvq__pages_release(s);
+    kvq__finish_packed(s);
 }
 
 // ---- In a request ----
@@ -310,6 +312,7 @@ static void finish_all(struct kvq__queue *q, uint32_t i)
     kvq__packing_release_all(q, w);
     if (!s->dropped)
         kvq__pages_release(s);
+    kvq__finish_packed(s);
 }
 
 const struct kvq__pass kvq__pass_pack_all = {.prepare = prepare_all,
@@ -379,6 +382,9 @@ struct kvq__job *kvq__background_start(struct kvq__core *core)
         if (!try_session(core, s, &begun))
             kvq__pack_unqueue(s);
     }
+    s = begun ? NULL : kvq__finish_next(core); // those that live come first
+    if (s)
+        try_session(core, s, &begun);
     return begun ? &core->packer.job : NULL;
 }
 

@@ -538,8 +538,10 @@ static void relieve(struct kvq__core *core, const struct choice *c)
     for (uint32_t i = 0; i < RECLAIM_AT_ONCE; i++)
         if (!is_above(core, pool) || !kvq__prefix_reclaim(core, NULL, pool, KVQ_E_NO_MEMORY, NULL))
             break;
-    if (is_above(core, pool))
+    if (is_above(core, pool)) {
+        kvq__ended_give_way(core, c->asked->shortage); // what it leaves would have to go again
         start_eviction(core, c, KVQ__PARK_ROOM);
+    }
 }
 
 // Where nobody needs the room disk is where what is idle goes.

@@ -90,6 +90,11 @@ static void buffer_retire(struct kvq__client *c, struct kvq__buffer *b)
         buffer_forget(c, b);
 }
 
+void kvq__client_distrust(struct kvq__client *c)
+{
+    c->faulty = true;
+}
+
 void kvq__client_leave(struct kvq__client *c)
 {
     assert(!c->detached);
@@ -348,11 +353,12 @@ void kvq__handle_close(struct kvq__handle *h)
 {
     struct kvq__session *s = h->session;
     uint64_t client = h->client->id;
+    bool faulty = h->client->faulty;
     detach_sessions(h, s && s->in_step.committing && !h->client->gone);
     kvq__handle_free(h);
     if (s) {
         kvq__event(s->core, KVQ__EVENT_SESSION_CLOSED, s->ns->name, s->name, client, "");
-        kvq__session_detached(s);
+        kvq__session_detached(s, !faulty);
     }
 }
 

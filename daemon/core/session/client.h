@@ -40,6 +40,7 @@ struct kvq__client {
     struct kvq__peer peer;
     char name[KVQ_NAME_BYTES];
     uint64_t id, requests, connected_at;
+    bool faulty;   // it is cut off for what it did: kvq__client_distrust
     bool gone;     // its handles are closed, and it gets no others
     bool detached; // it is freed with the last of its queues
     uint32_t n_queues, n_buffers, n_handles, n_steps;

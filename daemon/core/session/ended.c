@@ -3,8 +3,10 @@
 // Sessions that have ended. A session is gone for everybody at once; its memory goes back in pieces
 // between two looks at the rings, since a client may leave thousands of sessions behind, each of
 // thousands of sheets and blocks. Requests that need this memory wait for the pieces (evict.c).
+// Some sessions are finished before (finish.c), and given up where somebody needs their memory.
 #include <assert.h>
 
+#include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
 // ---- One session ----
@@ -19,7 +21,7 @@ static void spend_work(struct kvq__core *core, uint64_t work)
 static void note_pages(struct kvq__session *s)
 {
     struct kvq__arena *was = s->ended.arena, *now = NULL;
-    if (s->ended.listed && s->n_pages > 0)
+    if ((s->ended.listed || s->ended.finish.phase) && s->n_pages > 0)
         now = &s->ns->arenas[s->pool - s->core->pools];
     if (was == now)
         return;
@@ -102,19 +104,87 @@ static void go_on_with_ended(struct kvq__core *core)
     }
 }
 
+// ---- What is finished before ----
+
+// All of it is in the host's memory and stays as it is: on a GPU units are packed on the stream of
+// a session's writer, who is gone.
+static bool can_be_finished(const struct kvq__session *s)
+{
+    const struct kvq__core *core = s->core;
+    if (core->draining || core->closing || s->pool->gpu || s->residency != KVQ__RESIDENT)
+        return false;
+    if (s->exclusive || s->move || s->park || s->restore || s->n_loading > 0 ||
+        !LIST_EMPTY(&s->follows))
+        return false;
+    return kvq__ended_pages(s) > s->ids.sealed && kvq__ids_shareable(s, NULL) == 0;
+}
+
+void kvq__ended_finish_first(struct kvq__session *s)
+{
+    for (uint32_t i = 0; i < s->shards; i++) {
+        struct kvq__session *m = kvq__group_member(s, i);
+        if (m)
+            m->ended.finish.wanted = can_be_finished(m);
+    }
+}
+
+static void list_finishing(struct kvq__session *s)
+{
+    assert(s->dropped && !s->published && !s->ended.finish.phase && !s->ended.listed);
+    s->ended.finish.wanted = false;
+    s->ended.finish.phase = KVQ__FINISH_QUEUED;
+    TAILQ_INSERT_TAIL(&s->core->finishing, s, link);
+    note_pages(s);
+}
+
+static void list_ended(struct kvq__session *s)
+{
+    assert(!s->published && !s->writer && LIST_EMPTY(&s->handles) && LIST_EMPTY(&s->tables));
+    assert(!s->ended.listed && !s->ended.finish.phase);
+    s->ended.listed = true;
+    s->ended.flight = s->core->last_flight;
+    kvq__ids_cut(s, 0);
+    TAILQ_INSERT_TAIL(&s->core->ended, s, link);
+    note_pages(s);
+}
+
+void kvq__ended_finished(struct kvq__session *s)
+{
+    assert(s->ended.finish.phase != KVQ__FINISH_NOT && !s->ended.listed);
+    TAILQ_REMOVE(&s->core->finishing, s, link);
+    s->ended.finish.phase = KVQ__FINISH_NOT;
+    list_ended(s);
+}
+
+void kvq__ended_give_up(struct kvq__core *core)
+{
+    struct kvq__session *s;
+    while ((s = TAILQ_FIRST(&core->finishing)))
+        kvq__ended_finished(s);
+}
+
+void kvq__ended_give_way(struct kvq__core *core, const struct kvq__shortage *shortage)
+{
+    struct kvq__session *s = TAILQ_FIRST(&core->finishing), *next;
+    for (; s; s = next) {
+        next = TAILQ_NEXT(s, link);
+        if (kvq__shortage_counts(shortage, s))
+            kvq__ended_finished(s);
+    }
+}
+
 // ---- All of them ----
 
 void kvq__ended_add(struct kvq__session *s)
 {
     struct kvq__core *core = s->core;
-    if (s->ended.listed)
+    if (s->ended.listed || s->ended.finish.phase)
         return;
-    assert(!s->published && !s->writer && LIST_EMPTY(&s->handles) && LIST_EMPTY(&s->tables));
-    s->ended.listed = true;
-    s->ended.flight = core->last_flight;
-    kvq__ids_cut(s, 0);
-    TAILQ_INSERT_TAIL(&core->ended, s, link);
-    note_pages(s);
+    if (s->ended.finish.wanted) {
+        list_finishing(s);
+        return;
+    }
+    list_ended(s);
     go_on_with_ended(core);
 }
 
@@ -126,9 +196,11 @@ bool kvq__ended_poll(struct kvq__core *core)
     return any;
 }
 
-bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *shortage)
+bool kvq__ended_helps(struct kvq__core *core, const struct kvq__shortage *shortage)
 {
     uint32_t n = 0;
+    if (shortage->code == KVQ_E_NO_MEMORY || shortage->code == KVQ_E_QUOTA)
+        kvq__ended_give_way(core, shortage);
     if (shortage->code == KVQ_E_NO_MEMORY)
         return shortage->pool->n_ended > 0;
     for (uint32_t i = 0; shortage->code == KVQ_E_QUOTA && i < core->n_pools; i++) {
@@ -139,16 +211,26 @@ bool kvq__ended_helps(const struct kvq__core *core, const struct kvq__shortage *
     return n > 0;
 }
 
+// The first of the namespace's that no request references.
+static struct kvq__session *find_unused(const struct kvq__session_list *list,
+                                        const struct kvq__namespace *ns)
+{
+    struct kvq__session *s;
+    TAILQ_FOREACH (s, list, link)
+        if (s->ns == ns && s->refs == 0)
+            return s;
+    return NULL;
+}
+
 // Frees the first one's bookkeeping memory, also when the turn's work is used up. That memory is
 // some kilobytes at the least, so a caller that asks for little causes little work.
 bool kvq__ended_reclaim(struct kvq__namespace *ns)
 {
     struct kvq__core *core = ns->core;
-    struct kvq__session *s;
+    struct kvq__session *s = find_unused(&core->ended, ns);
     uint64_t left = core->release_left;
-    TAILQ_FOREACH (s, &core->ended, link)
-        if (s->ns == ns && s->refs == 0)
-            break;
+    if (!s && (s = find_unused(&core->finishing, ns)))
+        kvq__ended_finished(s);
     if (!s)
         return false;
     core->release_left = UINT64_MAX;

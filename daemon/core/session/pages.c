@@ -522,7 +522,12 @@ bool kvq__outliers_view(struct kvq__queue *q, const struct kvq__layer *layer,
 uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer)
 {
     const struct kvq__layer *l = &s->layers[layer];
-    return kvq__layer_owns(s, layer) ? kvq__packed_at(s, l, s->tokens) : 0;
+    if (!kvq__layer_owns(s, layer))
+        return 0;
+    if (s->dropped)
+        return l->packed_bytes && s->ended.finish.phase == KVQ__FINISH_PACKS ? s->ended.finish.due
+                                                                             : 0;
+    return kvq__packed_at(s, l, s->tokens);
 }
 
 static struct kvq__session_list *list_of(const struct kvq__session *s)

@@ -153,7 +153,8 @@ uint32_t kvq__pages_view(const struct kvq__session *s, uint32_t layer, uint64_t 
 
 // Queues the session for packing in the background if any layer has whole units to pack.
 void kvq__pack_queue(struct kvq__session *s);
-// How many tokens of a layer are to be packed at the committed count.
+// How many tokens of a layer are to be packed at the committed count, or before an ended session's
+// memory goes (finish.h).
 uint64_t kvq__pack_due(const struct kvq__session *s, uint32_t layer);
 void kvq__pack_unqueue(struct kvq__session *s);
 

@@ -199,7 +199,8 @@ void kvq__prefix_touch(struct kvq__core *core, struct kvq__prefixes *p, struct k
 static bool is_final(const struct kvq__session *s, uint32_t page)
 {
     uint64_t end = ((uint64_t)page + 1) * KVQ_BLOCK_TOKENS;
-    if (end > s->ids.known || end > s->floor || s->n_loading > 0 || kvq__is_offloaded(s))
+    uint64_t settled = s->ended.finish.phase ? s->ended.finish.due : s->floor;
+    if (end > s->ids.known || end > settled || s->n_loading > 0 || kvq__is_offloaded(s))
         return false;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         const struct kvq__layer *l = &s->layers[i];

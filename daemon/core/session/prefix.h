@@ -99,8 +99,9 @@ void kvq__ids_free(struct kvq__session *session);
 
 // ---- What a page is known by (prefix_hash.c) ----
 
-// Computes ids->root and ids->layers. 0, or KVQ_E_UNSUPPORTED with a text: the session cannot
-// share.
+// 0, or KVQ_E_UNSUPPORTED with a text: the session cannot share.
+int kvq__ids_shareable(const struct kvq__session *session, char *text);
+// The same, and computes ids->root and ids->layers.
 int kvq__ids_identify(struct kvq__session *session, char *text);
 // The hash of the first page's predecessor, for the sessions of a namespace.
 void kvq__prefix_root(const struct kvq__session *session, const char *ns, uint8_t *root);

@@ -114,7 +114,7 @@ static void hash_layers(struct kvq__session *s)
     crypto_generichash_final(&state, s->ids.layers, KVQ__HASH_BYTES);
 }
 
-int kvq__ids_identify(struct kvq__session *s, char *text)
+int kvq__ids_shareable(const struct kvq__session *s, char *text)
 {
     if (s->spec.model[0] == '\0')
         return kvq__fail(text, KVQ_E_UNSUPPORTED,
@@ -126,12 +126,18 @@ int kvq__ids_identify(struct kvq__session *s, char *text)
                              "layer %u: format %s keeps outliers or factors of the prompt, which "
                              "are one session's own; share its beginning by a fork",
                              i, s->layers[i].format->name);
-    if (!s->ids.identified) {
+    return 0;
+}
+
+int kvq__ids_identify(struct kvq__session *s, char *text)
+{
+    int rc = kvq__ids_shareable(s, text);
+    if (rc == 0 && !s->ids.identified) {
         kvq__prefix_root(s, s->ns->name, s->ids.root);
         hash_layers(s);
         s->ids.identified = true;
     }
-    return 0;
+    return rc;
 }
 
 // What of a span lies in a page: where, how much, and which of the span's own tokens come first.

@@ -295,7 +295,7 @@ struct kvq__drop kvq__session_drop_by(struct kvq__session *s, uint64_t last)
     return kvq__drop_by(s, kvq__session_quiet(s) ? 0 : last);
 }
 
-void kvq__session_detached(struct kvq__session *s)
+void kvq__session_detached(struct kvq__session *s, bool sound)
 {
     if (!LIST_EMPTY(&s->handles))
         return;
@@ -309,6 +309,8 @@ void kvq__session_detached(struct kvq__session *s)
     kvq__due_set(s);
     if (!s->in_step.committing) // nobody is left to end the others' part
         s->core->up->step_leave(s);
+    if (s->spec.drop_on_detach && sound)
+        kvq__ended_finish_first(s);
     if (s->spec.drop_on_detach)
         kvq__group_end(s, !s->name[0] ? "nobody has it open any more, and it has no name"
                           : s->saving.kept
@@ -537,6 +539,7 @@ int kvq__session_drop(struct kvq__client *client, uint64_t value, char *text)
                          "a session opened read-only cannot be dropped through that handle; drop "
                          "it by name, or open it for writing");
     kvq__table_close(client, value, NULL);
+    kvq__ended_finish_first(h->session);
     kvq__group_end(h->session, "its client dropped it");
     return 0;
 }

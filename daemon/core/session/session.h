@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Sessions and their layers: what they are, their life, what can be told about them (session.c).
-// Their pages: pages.h. The lists that they stand in: recent.h, due.h, lookup.h, ended.h. Part of
-// state.h.
+// Their pages: pages.h. The lists that they stand in: recent.h, due.h, lookup.h, ended.h, finish.h.
+// Part of state.h.
 #ifndef KVQ_DAEMON_CORE_SESSION_SESSION_H
 #define KVQ_DAEMON_CORE_SESSION_SESSION_H
 
@@ -80,6 +80,15 @@ enum kvq__residency {
     KVQ__FETCHING,     // that job reads its layers
     KVQ__ENDED,        // the session ends
     KVQ__RESIDENCIES,
+};
+
+// An ended session whose last pages are to go to the index of prefixes stands in core->finishing,
+// and the first one there in a phase other than QUEUED.
+enum kvq__finish {
+    KVQ__FINISH_NOT,    // it lives, or its memory goes
+    KVQ__FINISH_QUEUED, // others come first
+    KVQ__FINISH_PACKS,  // units are yet to be packed
+    KVQ__FINISH_SEALS,  // pages are yet to go to the index
 };
 
 // Those who read committed tokens. What is below the floor is kept for them as it was when they
@@ -233,7 +242,13 @@ struct kvq__session {
         TAILQ_ENTRY(kvq__session) link;
         bool listed; // it stands in core->givers
     } giver;
-    struct {                      // ended.c
+    struct {     // ended.c
+        struct { // finish.c: before its memory goes
+            enum kvq__finish phase;
+            bool wanted;     // it is to be finished when it ends
+            uint64_t due;    // from PACKS on: tokens to be packed, of whole pages
+            uint32_t sealed; // in SEALS: pages that the index had after the last turn
+        } finish;
         bool listed;              // it stands in core->ended
         uint64_t flight;          // the last flight that began before its end
         struct kvq__arena *arena; // counts it in n_ended while it still has pages; else NULL
@@ -296,8 +311,9 @@ int kvq__extras_init(const struct kvq__session *s, const struct kvq__layer *laye
 int kvq__extras_fork(const struct kvq__session *s, const struct kvq__layer *from,
                      const struct kvq__layer *to);
 void kvq__session_publish(struct kvq__session *session);
-// Nobody has it open any more: drops it or starts its keep time.
-void kvq__session_detached(struct kvq__session *session);
+// Nobody has it open any more: drops it or starts its keep time. sound: it was not left by a client
+// that was cut off for a fault, so that its last pages may go to the index of prefixes.
+void kvq__session_detached(struct kvq__session *session, bool sound);
 // Ends the session: takes it out of its namespace, makes its handles stale, frees its memory. The
 // event says why.
 void kvq__session_end(struct kvq__session *session, const char *why);

@@ -37,7 +37,8 @@ def attach(model: transformers.PreTrainedModel, format: str = "oscar4", *,
     output holds it.
 
     reuse   a call with one row begins with what kvqd has of its prompt, and computes the rest; what
-            it computes is there for later calls. Formats that cannot share prefixes need False;
+            it computes is there, in whole pages of 128 tokens, for calls that begin a moment after
+            its end. Formats that cannot share prefixes need False;
             None: True but for a model whose RoPE depends on the length of what is computed, which
             shares nothing, and a warning says so
 
