@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import unittest
+import unittest.mock
 from types import SimpleNamespace
 
 import torch
@@ -31,15 +32,72 @@ class Names(unittest.TestCase):
         self.assertNotEqual(self.name(), self.name(rope_theta=5e5))
         self.assertNotEqual(self.name(text={"a": 1}), self.name(text={"a": 2}))
 
+    def loaded(self, where, load_format="auto", download_dir=None, **changes):
+        """The name of a model that is loaded from a folder, or by its name on the hub."""
+        model = SimpleNamespace(model=where, revision=None, dtype=torch.bfloat16,
+                                quantization=None, max_model_len=64,
+                                hf_config=SimpleNamespace(to_json_string=lambda: "{}"), **changes)
+        load = SimpleNamespace(load_format=load_format, download_dir=download_dir)
+        return checks.model_name(SimpleNamespace(model_config=model, load_config=load), None)
+
     def of_weights(self, write):
         """The name of a model whose folder write(path) fills."""
         with tempfile.TemporaryDirectory() as folder:
             write(os.path.join(folder, "model.safetensors"))
-            model = SimpleNamespace(model=folder, revision=None, dtype=torch.bfloat16,
-                                    quantization=None, max_model_len=64,
-                                    hf_config=SimpleNamespace(to_json_string=lambda: "{}"))
-            return checks.model_name(SimpleNamespace(
-                model_config=model, load_config=SimpleNamespace(load_format="auto")), None)
+            return self.loaded(folder)
+
+    def folder(self, *names, seed="a"):
+        """A folder with such files of weights."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        for name in names:
+            path = os.path.join(folder.name, name)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w") as file:
+                file.write(f"{name} {seed}" if name != "models--o--m/refs/main" else "abc")
+        return folder.name
+
+    def test_formats(self):
+        """The files that load_format takes are looked at, and nothing where it takes others."""
+        one = self.folder("model.safetensors", "model.pt")
+        for format, name, same in (("auto", "model.pt", True), ("safetensors", "model.pt", True),
+                                   ("pt", "model.pt", False), ("pt", "model.safetensors", True)):
+            other = self.folder("model.safetensors", "model.pt")
+            with self.subTest(format=format, name=name):
+                with open(os.path.join(other, name), "w") as file:
+                    file.write("other weights")
+                told = [self.loaded(folder, format) for folder in (one, other)]
+                self.assertEqual(told[0] == told[1], same)
+                self.assertNotIn(None, told)
+        both = self.folder("model.safetensors", "consolidated.safetensors")
+        self.assertEqual(self.loaded(both), self.loaded(both, "mistral"))
+        self.assertNotEqual(self.loaded(both), self.loaded(both, "hf"))
+        for format in ("tensorizer", "modelexpress", "ipc_cache", "runai_streamer", "npcache",
+                       "dummy", "of another plug-in"):
+            self.assertIsNone(self.loaded(one, format))
+
+    def test_download_dir(self):
+        """vLLM loads from there, whatever the hub's own cache has."""
+        try:
+            from huggingface_hub import constants
+        except ImportError as missing:
+            self.skipTest(str(missing))
+        files = "models--o--m/refs/main", "models--o--m/snapshots/abc/model.safetensors"
+        old, new = self.folder(*files), self.folder(*files, seed="b")
+        with unittest.mock.patch.object(constants, "HF_HUB_CACHE", old):
+            told = [self.loaded("o/m", download_dir=folder) for folder in (None, old, new)]
+            self.assertIsNotNone(told[0])
+            self.assertEqual(told[0], told[1])
+            self.assertNotEqual(told[1], told[2])
+            with unittest.mock.patch.dict(os.environ, VLLM_USE_MODELSCOPE="True"):
+                self.assertIsNone(self.loaded("o/m"))
+
+    def test_quantization_of_the_engine(self):
+        folder = self.folder("model.safetensors")
+        told = [self.loaded(folder, quantization_config=how)
+                for how in (None, {"linear": "fp8"}, {"linear": "mxfp8"})]
+        self.assertEqual(len(set(told)), 3)
+        self.assertEqual(told[0], self.loaded(folder))
 
     def test_weights(self):
         """A change of one small tensor between large ones, as of a norm or a bias, or of a few

@@ -139,21 +139,39 @@ def check_layer(layer):
         refuse("layers that read other layers' K and V", "not done", served)
 
 
-def _weights(folder):
-    """Its files of weights: those that vLLM would take, so no others beside safetensors files."""
-    def of(*kinds):
-        return sorted(path for kind in kinds
-                      for path in glob.glob(os.path.join(glob.escape(folder), f"*.{kind}")))
-    return of("safetensors") or of("bin", "pt", "pth", "gguf")
+# What vLLM loads weights from, by load_format: the first of these patterns that has files. Other
+# formats, also "npcache" with its own copies, take them from elsewhere.
+_LOADED = {
+    "auto": ("consolidated*.safetensors", "*.safetensors", "*.bin", "*.pt"),
+    "hf": ("*.safetensors", "*.bin", "*.pt"),
+    "safetensors": ("*.safetensors",), "fastsafetensors": ("*.safetensors",),
+    "instanttensor": ("*.safetensors",), "mistral": ("consolidated*.safetensors",),
+    "pt": ("*.pt",),
+}
 
 
-def _folder(model):
-    """Where a model's files are on this machine, or None."""
+def _weights(folder, load_format):
+    """The files of weights that vLLM takes from a folder; maybe more of their kind than it needs.
+    """
+    for pattern in _LOADED[load_format]:
+        found = sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+        if found:
+            return found
+    return []
+
+
+def _folder(model, load):
+    """Where the files are that vLLM loads a model from, or None if that cannot be known."""
+    if load.load_format not in _LOADED:
+        return None
     if os.path.isdir(model.model):
         return model.model
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("true", "1"):
+        return None  # they are in a cache of ModelScope's
     try:
         from huggingface_hub import snapshot_download
-        return snapshot_download(model.model, revision=model.revision, local_files_only=True)
+        return snapshot_download(model.model, revision=model.revision, cache_dir=load.download_dir,
+                                 local_files_only=True)
     except Exception:  # whatever the hub's client finds wrong: there are no files to look at
         return None
 
@@ -174,14 +192,17 @@ def model_name(config, told):
     if told:
         found.update(told.encode())
     else:
-        folder = _folder(model) if config.load_config.load_format != "dummy" else None
-        files = _weights(folder) if folder else []
+        folder = _folder(model, config.load_config)
+        files = _weights(folder, config.load_config.load_format) if folder else []
         if not files:
             return None
         for path in files:
             _tell_weights(found, path)
     found.update(identity(model.hf_config).encode())
     found.update(f"{model.dtype} {model.quantization}".encode())
+    quantized = getattr(model, "quantization_config", None)  # arguments of the engine's own
+    if quantized is not None:
+        found.update(f" {quantized!r}".encode())
     if rope_by_length(model.hf_config):  # vLLM chooses LongRoPE's frequencies by it, for all tokens
         found.update(f" {model.max_model_len}".encode())
     return f"vllm {found.hexdigest()[:32]}"

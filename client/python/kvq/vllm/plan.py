@@ -53,9 +53,10 @@ class Planner:
         self.name = model
         self.model = model if asked.prefix else None
         if asked.prefix and self.model is None:
-            _log.warning("kvq: prompts that begin alike are not shared: the model's weights are in "
-                         "no files on this machine that tell it from others. Name it by \"model\" "
-                         "in kv_connector_extra_config")
+            _log.warning("kvq: prompts that begin alike are not shared: it cannot be known which "
+                         "files the model's weights come from (none are on this machine, or "
+                         "load_format takes them from elsewhere), and so which model it is. Name "
+                         "it by \"model\" in kv_connector_extra_config")
         self.held = {}      # of a request that waits: a session that keeps what it will begin with
         self.done = []      # held sessions whose requests begin in the step that is planned
         self.old = []       # .. that began in the step before it, which has been made
