@@ -222,6 +222,26 @@ class Steps(e2e_rig.Test):
         unshared.planner.reset()
         self.assertIsNone(unshared.planner.model)
 
+    def test_a_reset_while_requests_run(self):
+        """Other engines find of them what they had before it; of those that begin behind it, all
+        is found in this engine."""
+        engine = self.engine()
+        runs = engine.ask("runs", ids(600, 23), 140)
+        self.near(engine.step([(runs, None)]))
+        engine.planner.reset()
+        begins = engine.ask("begins", ids(300, 24))
+        self.near(engine.step([(runs, 100), (begins, 200)]))
+        self.near(engine.step([(runs, 300), (begins, 100)]))
+        alike = engine.ask("alike", ids(300, 24))
+        self.near(engine.step([(runs, 1), (alike, None)]))
+        self.assertEqual(engine.worker.sessions["alike"].info()["prefix_tokens"], 256)
+        self.near(engine.step([(runs, 400)], preempted=[runs]))  # all of it is computed anew
+        other = self.engine()
+        for where, found in ((other, 128), (engine, 384)):
+            again = where.ask("again", ids(600, 23))
+            self.near(where.step([(again, None)]))
+            self.assertEqual(where.worker.sessions["again"].info()["prefix_tokens"], found)
+
     def test_the_connector_resets(self):
         """As vLLM's scheduler asks it to, and says that it did."""
         names = ("KVConnectorBase_V1", "KVConnectorHandshakeMetadata", "KVConnectorMetadata",

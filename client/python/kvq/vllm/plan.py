@@ -62,6 +62,7 @@ class Planner:
         self.old = []       # .. that began in the step before it, which has been made
         self.requests = {}  # that have pages
         self.first = {}     # of each, its first page
+        self.untold = set()  # that ran when reset() came: nobody is to find what they append
         self.opened = []    # since the last plan
         self.ended = set()
 
@@ -109,6 +110,7 @@ class Planner:
         if held is not None:
             self.done.append(held)
         self.requests[name] = request
+        self.untold.discard(name)
         self.first[name] = blocks.get_block_ids()[0][0]
         ids = list(request.all_token_ids)
         self.opened.append(Opening(name, request.num_prompt_tokens, ids[:found], self.model,
@@ -121,6 +123,7 @@ class Planner:
         if held is not None:
             held.close()
         self.requests.pop(name, None)
+        self.untold.discard(name)
         self.first.pop(name, None)
         self.opened = [o for o in self.opened if o.request != name]
         self.ended.add(name)
@@ -149,15 +152,19 @@ class Planner:
             if page in plan.tokens:
                 raise RuntimeError(f"kvq: requests {name} and {plan.tokens[page][0]} both begin "
                                    f"with page {page}")
+            if name in self.untold:  # ids that no prompt has
+                ids = [~secrets.randbits(31) for _ in ids]
             plan.tokens[page] = (name, at, ids)
         return plan
 
     def reset(self):
         """What was computed so far is of other weights, say: requests that begin from here on find
-        nothing of it, in this engine. Those that run end with what they have."""
+        nothing of it, in this engine. Those that run end with what they have. What they append is
+        found by nobody: their sessions have the name of the weights that they began with."""
         for session in self.held.values():
             session.close()
         self.held = {}
+        self.untold |= set(self.first)
         if self.model is not None:
             self.model = f"{self.name} {secrets.token_hex(8)}"
 
