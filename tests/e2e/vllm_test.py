@@ -195,6 +195,41 @@ class Steps(e2e_rig.Test):
         engine.worker.prepare(plan)
         self.assertEqual(engine.worker.sessions["second"].tokens, 256)
 
+    def test_no_room_to_hold_a_prefix(self):
+        """The request begins without one, and goes on."""
+        common = ids(300, 25)
+        engine = self.engine()
+        self.near(engine.step([(engine.ask("first", common), None)]))
+        (quota,) = (q for q in self.daemon.ctl("quota", "list")
+                    if q["namespace"] == f"uid-{os.getuid()}")
+        limit = ["quota", "set", quota["namespace"], "--table-bytes"]
+        self.daemon.ctl(*limit, "1")
+        try:
+            second = engine.ask("second", common + ids(20, 26))
+            with self.assertLogs("vllm.kvq", "WARNING") as said:
+                self.assertEqual(engine.planner.matched(second), 0)
+                self.assertEqual(engine.planner.matched(engine.ask("third", common)), 0)
+            self.assertEqual(len(said.output), 1)
+            self.assertIn("E_QUOTA", said.output[0])
+        finally:
+            self.daemon.ctl(*limit, str(quota["limit"]["table_bytes"]))
+        self.near(engine.step([(second, None)]))
+        self.assertEqual(engine.worker.sessions["second"].info()["prefix_tokens"], 0)
+
+    def test_a_prefix_given_up_between_plan_and_step(self):
+        """The error says what to do."""
+        common = ids(300, 27)
+        engine = self.engine()
+        first = engine.ask("first", common)
+        self.near(engine.step([(first, None)]))
+        _, plan = engine.plan([(engine.ask("second", common), 5)], finished=[first])
+        for session in engine.planner.done + engine.planner.old:
+            session.close()
+        engine.worker._end("first")
+        self.daemon.ctl("prefix", "drop")
+        with self.assertRaisesRegex(RuntimeError, "256 tokens .*has 0 now.* --table-bytes"):
+            engine.worker.prepare(plan)
+
     def test_a_reset(self):
         """Requests that begin behind it find nothing of before it, and each other's tokens again;
         one that waits does not keep what it was promised."""

@@ -14,6 +14,8 @@ from typing import Dict, List, Optional, Set, Tuple
 import kvq
 
 PAGE = 128  # tokens that prefixes are shared by
+# A request begins without a prefix if kvqd has no room to hold one.
+NO_ROOM = (kvq.Code.E_NO_MEMORY, kvq.Code.E_QUOTA, kvq.Code.E_LIMIT, kvq.Code.E_DEADLINE)
 
 _log = logging.getLogger("vllm.kvq")
 
@@ -58,6 +60,7 @@ class Planner:
                          "load_format takes them from elsewhere), and so which model it is. Name "
                          "it by \"model\" in kv_connector_extra_config")
         self.held = {}      # of a request that waits: a session that keeps what it will begin with
+        self.told = set()   # why nothing is shared, in the log already
         self.done = []      # held sessions whose requests begin in the step that is planned
         self.old = []       # .. that began in the step before it, which has been made
         self.requests = {}  # that have pages
@@ -74,28 +77,40 @@ class Planner:
     def matched(self, request):
         """How many of a request's first tokens kvqd has. A session holds them from here on, so that
         they are still there when the worker opens its own."""
+        name = request.request_id
         if self.model is None or self.layers is None or request.skip_reading_prefix_cache:
             return 0
-        held = self.held.get(request.request_id)
-        if held is None:
+        if name not in self.held:
             ids = list(request.all_token_ids)[:-1]  # the last one's logits are needed
             if len(ids) < PAGE:
                 return 0
-            try:
-                held = self.client.session(
-                    self.layers.rows, prefix=ids, model=self.model, salt=self._salt(request),
-                    on_detach="drop", **self.layers.session)
-            except kvq.Error as error:
-                if error.code != kvq.Code.E_UNSUPPORTED:
-                    raise
-                _log.warning("kvq: prompts that begin alike are not shared: %s", error)
+            held = self._hold(request, ids)
+            if held is None:
+                return 0
+            self.held[name] = held
+        return self.held[name].tokens
+
+    def _hold(self, request, ids):
+        """A session that begins with what kvqd has of these tokens, or None."""
+        try:
+            held = self.client.session(self.layers.rows, prefix=ids, model=self.model,
+                                       salt=self._salt(request), on_detach="drop",
+                                       **self.layers.session)
+        except kvq.Error as error:
+            if error.code == kvq.Code.E_UNSUPPORTED:
                 self.model = None
-                return 0
-            if not held.tokens:  # nothing to keep, and maybe there is something next time
-                held.close()
-                return 0
-            self.held[request.request_id] = held
-        return held.tokens
+            elif error.code not in NO_ROOM:
+                raise
+            if error.code not in self.told:
+                self.told.add(error.code)
+                often = "" if self.model is None else ", at times"
+                _log.warning("kvq: prompts that begin alike are not shared%s: %s", often,
+                             str(error))
+            return None
+        if held.tokens:
+            return held
+        held.close()  # nothing to keep, and maybe there is something later
+        return None
 
     def placed(self, request, blocks, found):
         """A request has got pages, and begins with `found` tokens that kvqd has; or, with input

@@ -105,7 +105,9 @@ class Worker:
         if session.tokens != len(opening.prefix):
             raise RuntimeError(f"kvq: request {opening.request} was planned with "
                                f"{len(opening.prefix)} tokens that kvqd had; it has "
-                               f"{session.tokens} now")
+                               f"{session.tokens} now. A namespace near its table_bytes gives up "
+                               "prefixes that are in use: raise the limit (kvqctl quota set "
+                               "NAMESPACE --table-bytes SIZE)")
         self.local.add(session)
 
     def begin(self, plan, batch, dtype):
