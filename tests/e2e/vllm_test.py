@@ -230,6 +230,22 @@ class Steps(e2e_rig.Test):
         with self.assertRaisesRegex(RuntimeError, "256 tokens .*has 0 now.* --table-bytes"):
             engine.worker.prepare(plan)
 
+    def test_nothing_is_there(self):
+        """A request that waits asks once a second, not at every step."""
+        engine, now = self.engine(), [5.0]
+        engine.planner.clock = lambda: now[0]
+        waits = engine.ask("waits", ids(300, 28))
+        asked = unittest.mock.Mock(side_effect=engine.planner.client.session)
+        engine.planner.client.session = asked
+        for now[0], times in ((5.0, 1), (5.9, 1), (6.1, 2), (7.0, 2)):
+            self.assertEqual(engine.planner.matched(waits), 0)
+            self.assertEqual(asked.call_count, times)
+        self.near(engine.step([(engine.ask("first", ids(300, 28)), None)]))
+        now[0] = 7.5
+        self.assertEqual(engine.planner.matched(waits), 256)
+        engine.planner.over(waits)
+        self.assertEqual(engine.planner.vain, {})
+
     def test_a_reset(self):
         """Requests that begin behind it find nothing of before it, and each other's tokens again;
         one that waits does not keep what it was promised."""

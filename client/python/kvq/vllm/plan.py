@@ -8,12 +8,14 @@ until the worker's step has been made.
 import hashlib
 import logging
 import secrets
+import time
 from dataclasses import dataclass, field
 from typing import Dict, List, Optional, Set, Tuple
 
 import kvq
 
 PAGE = 128  # tokens that prefixes are shared by
+ASK_AGAIN = 1.0  # seconds until kvqd is asked again for a prompt of which it had nothing
 # A request begins without a prefix if kvqd has no room to hold one.
 NO_ROOM = (kvq.Code.E_NO_MEMORY, kvq.Code.E_QUOTA, kvq.Code.E_LIMIT, kvq.Code.E_DEADLINE)
 
@@ -60,7 +62,9 @@ class Planner:
                          "load_format takes them from elsewhere), and so which model it is. Name "
                          "it by \"model\" in kv_connector_extra_config")
         self.held = {}      # of a request that waits: a session that keeps what it will begin with
+        self.vain = {}      # of a request that waits: when kvqd was last asked and had nothing
         self.told = set()   # why nothing is shared, in the log already
+        self.clock = time.monotonic
         self.done = []      # held sessions whose requests begin in the step that is planned
         self.old = []       # .. that began in the step before it, which has been made
         self.requests = {}  # that have pages
@@ -82,10 +86,12 @@ class Planner:
             return 0
         if name not in self.held:
             ids = list(request.all_token_ids)[:-1]  # the last one's logits are needed
-            if len(ids) < PAGE:
+            now = self.clock()
+            if len(ids) < PAGE or now - self.vain.get(name, -ASK_AGAIN) < ASK_AGAIN:
                 return 0
             held = self._hold(request, ids)
             if held is None:
+                self.vain[name] = now
                 return 0
             self.held[name] = held
         return self.held[name].tokens
@@ -121,6 +127,7 @@ class Planner:
                 raise RuntimeError(f"kvq: request {name} goes on behind "
                                    f"{request.num_computed_tokens} tokens, and has no session")
             return
+        self.vain.pop(name, None)
         held = self.held.pop(name, None)
         if held is not None:
             self.done.append(held)
@@ -137,6 +144,7 @@ class Planner:
         held = self.held.pop(name, None)
         if held is not None:
             held.close()
+        self.vain.pop(name, None)
         self.requests.pop(name, None)
         self.untold.discard(name)
         self.first.pop(name, None)
