@@ -39,9 +39,9 @@ except ImportError as missing:
 
 import kvq.vllm
 from kvq.vllm import checks
-from kvq.vllm.worker import NEAR_ROWS
+from kvq.vllm.worker import NEAR_ROWS, Table
 from vllm_names import Names
-from vllm_steps import LAYERS, Engine, Tokens, ids
+from vllm_steps import KV_HEADS, LAYERS, Engine, Tokens, ids
 
 NEAR = 2e-3  # of outputs: K and V are rounded alike, sums are not
 
@@ -194,6 +194,23 @@ class Steps(e2e_rig.Test):
         self.daemon.ctl("prefix", "drop")
         engine.worker.prepare(plan)
         self.assertEqual(engine.worker.sessions["second"].tokens, 256)
+
+    def test_sessions_that_kvqd_does_not_serve(self):
+        """Are refused when the engine starts, not by its first request."""
+        engine = self.engine()
+        worker, table = engine.worker, engine.worker.table
+        with unittest.mock.patch("kvq.vllm.worker.Table", return_value=table):
+            worker.understand([])
+            for where, name, value, says in (
+                    (worker.asked, "format", "oscar9", "'oscar9'.*E_FORMAT"),
+                    (worker.asked, "attention", "exat", "exat"),
+                    (worker.asked, "namespace", "nobodys", "E_NO_NAMESPACE"),
+                    (table, "q_heads", 71 * KV_HEADS, "E_SHAPE"),
+                    (table, "scales", table.scales * 100, "E_LIMIT")):
+                with self.subTest(name), unittest.mock.patch.object(where, name, value), \
+                        self.assertRaisesRegex(NotImplementedError, says):
+                    worker.understand([])
+        self.assertEqual(self.daemon.ctl("session", "list"), [])
 
     def test_no_room_to_hold_a_prefix(self):
         """The request begins without one, and goes on."""
@@ -412,6 +429,36 @@ class Refused(unittest.TestCase):
         for dtype in ("auto", "float16", "bfloat16"):
             checks.check_layer({**LAYER, "kv_cache_dtype": dtype})
 
+    def test_kinds_of_layers(self):
+        """Only attention of vLLM's own class, by kvq, with keys and values of one size."""
+        class Attention(SimpleNamespace):
+            head_size_v = 64
+
+        class Chunked(Attention):
+            pass
+
+        class Impl(SimpleNamespace):
+            num_heads, num_kv_heads, head_size, scale, softcap = 4, 2, 64, 0.125, 0.0
+        modules = {"vllm.model_executor.layers.attention": SimpleNamespace(Attention=Attention),
+                   "vllm.model_executor.models.utils": SimpleNamespace(
+                       extract_layer_index=lambda name: int(name[-1])),
+                   "kvq.vllm.backend": SimpleNamespace(KvqImpl=Impl)}
+        with unittest.mock.patch.dict(sys.modules, modules):
+            for layer, says in (
+                    (Attention(impl=Impl()), None), (Chunked(impl=Impl()), "layer.1, a Chunked"),
+                    (None, "layer.1, a NoneType"),
+                    (Attention(impl=SimpleNamespace()), "is SimpleNamespace: .* CPUs alone"),
+                    (Attention(impl=Impl(), head_size_v=128), "64 dimensions and values of 128"),
+                    (Attention(impl=Impl(num_heads=8)), "other numbers of heads")):
+                made = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={
+                    "layer.0": Attention(impl=Impl()), "layer.1": layer}))
+                with self.subTest(says):
+                    if says is None:
+                        self.assertEqual(len(Table(made, ["layer.0", "layer.1"]).rows()), 2)
+                        continue
+                    with self.assertRaisesRegex(NotImplementedError, says):
+                        Table(made, ["layer.0", "layer.1"])
+
     def test_options(self):
         made = config()
         made.kv_transfer_config.kv_connector_extra_config = {"format": "f16", "fromat": "f16"}
@@ -473,10 +520,10 @@ KVQ = {"kv_transfer_config": {
     "kv_connector_extra_config": {"format": "16bit", "attention": "exact"}}}
 
 
-def over(directory):
-    """KVQ over another daemon."""
+def asking(**options):
+    """KVQ with other options of kvq's."""
     made = copy.deepcopy(KVQ)
-    made["kv_transfer_config"]["kv_connector_extra_config"]["runtime_dir"] = directory
+    made["kv_transfer_config"]["kv_connector_extra_config"].update(options)
     return made
 
 
@@ -508,7 +555,9 @@ class Engines(e2e_rig.Test):
         (cls.plain, cls.small, cls.full), cls.refused = cls.run_engines(
             [(KVQ, ["single", "ragged", "first", "alike"]), ({**KVQ, **SMALL}, ["many", "alike"]),
              ({**KVQ, "enable_prefix_caching": True}, []), ({}, []),
-             (over(cramped.directory), ["large"])], KVQ_VLLM="1")
+             (asking(runtime_dir=cramped.directory), ["large"]),
+             # The last: vLLM leaves a connector behind whose worker was refused.
+             (asking(format="oscar9"), [])], KVQ_VLLM="1")
 
     @classmethod
     def environment(cls):
@@ -590,9 +639,10 @@ class Engines(e2e_rig.Test):
         self.assertLessEqual(self.small["many"]["longest"], SMALL["max_num_batched_tokens"])
 
     def test_refused(self):
-        self.assertEqual(len(self.refused), 2)
+        self.assertEqual(len(self.refused), 3)
         self.assertIn("enable_prefix_caching=False", self.refused[0])
         self.assertIn("kv_transfer_config", self.refused[1])
+        self.assertIn("oscar9", self.refused[2])
 
     def test_a_daemon_without_room(self):
         """What kvqd says is what the engine says, not that a forward ended early."""
@@ -607,9 +657,10 @@ class Processes(Engines):
 
     def test_refused(self):
         """The engine's processes say why on their way out."""
-        self.assertEqual(len(self.refused), 2)
+        self.assertEqual(len(self.refused), 3)
         self.assertRegex(self.said, "NotImplementedError: kvq: .*enable_prefix_caching=False")
         self.assertRegex(self.said, "NotImplementedError: kvq: .*kv_transfer_config")
+        self.assertRegex(self.said, "NotImplementedError: kvq: .*oscar9")
 
     def test_a_daemon_without_room(self):
         """What the worker tells the scheduler."""

@@ -18,6 +18,7 @@ from ..memory import CODES, Desk
 from .checks import refuse
 
 NEAR_ROWS = 256  # tokens of a step that attends here
+FULL = (kvq.Code.E_NO_MEMORY, kvq.Code.E_QUOTA, kvq.Code.E_DEADLINE)
 
 
 class Table:
@@ -27,12 +28,21 @@ class Table:
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.models.utils import extract_layer_index
 
+        from .backend import KvqImpl
+
         context = config.compilation_config.static_forward_context
         names = sorted(names, key=extract_layer_index)
-        wrong = [n for n in names if not isinstance(context.get(n), Attention)]
-        if wrong:
-            refuse(f"layer {wrong[0]}", "kvqd serves layers of attention alone",
-                   "serve this model without KVQ_VLLM")
+        for name in names:
+            layer, served = context.get(name), "serve this model without KVQ_VLLM"
+            if type(layer) is not Attention:  # classes made from it attend by rules of their own
+                refuse(f"layer {name}, a {type(layer).__name__}", "kvqd serves plain attention "
+                       "alone", served)
+            if not isinstance(layer.impl, KvqImpl):
+                refuse(f"layer {name}, whose attention is {type(layer.impl).__name__}", "vLLM asks "
+                       "kvq for attention on CPUs alone", served)
+            if layer.head_size_v != layer.impl.head_size:
+                refuse(f"layer {name}, with keys of {layer.impl.head_size} dimensions and values "
+                       f"of {layer.head_size_v}", "kvqd stores as many of both", served)
         self.numbers = {name: i for i, name in enumerate(names)}
         impls = [context[name].impl for name in names]
         shapes = {(i.num_heads, i.num_kv_heads, i.head_size) for i in impls}
@@ -68,8 +78,17 @@ class Worker:
         self.made = False   # the step that is planned
 
     def understand(self, caches):
-        """Learns what the layers are, whose pages vLLM has made."""
+        """Learns what the layers are, whose pages vLLM has made, and that kvqd serves them."""
         self.table = Table(self.config, caches)
+        asked = {n: v for n, v in self.options().items() if n in ("format", "attention", "ns")}
+        try:
+            self.client.session(self.table.rows(), on_detach="drop", **self.options()).close()
+        except (kvq.Error, ValueError) as error:
+            if getattr(error, "code", None) in FULL:  # maybe there is room when requests come
+                return
+            refuse(f"sessions of {self.table.layers} layers with {asked}", str(error),
+                   "change the options in kv_connector_extra_config, or serve this model without "
+                   "KVQ_VLLM")
 
     def options(self):
         """Of all sessions."""
