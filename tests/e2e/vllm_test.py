@@ -310,8 +310,8 @@ class Steps(e2e_rig.Test):
             self.near(where.step([(again, None)]))
             self.assertEqual(where.worker.sessions["again"].info()["prefix_tokens"], found)
 
-    def test_the_connector_resets(self):
-        """As vLLM's scheduler asks it to, and says that it did."""
+    def connector(self, planner):
+        """vLLM's scheduler's."""
         names = ("KVConnectorBase_V1", "KVConnectorHandshakeMetadata", "KVConnectorMetadata",
                  "KVConnectorRole")
         made = {"KVConnectorBase_V1": object, "KVConnectorRole": object}
@@ -324,10 +324,32 @@ class Steps(e2e_rig.Test):
             from kvq.vllm.connector import KvqConnector
             del sys.modules["kvq.vllm.connector"]
         connector = KvqConnector.__new__(KvqConnector)
-        connector.planner = self.engine().planner
+        connector.planner = planner
+        return connector
+
+    def test_the_connector_resets(self):
+        """As vLLM's scheduler asks it to, and says that it did."""
+        connector = self.connector(self.engine().planner)
         before = connector.planner.model
         self.assertIs(connector.reset_cache(), True)
         self.assertNotEqual(connector.planner.model, before)
+
+    def test_pages_for_more_tokens_than_there_is_memory_for(self):
+        """What vLLM makes of its defaults, or of what stock engines are given."""
+        planner = self.engine().planner
+        connector, layers = self.connector(planner), planner.layers
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=128))
+        for pages, says in ((1000, []), (1 << 44, ["num_gpu_blocks_override"])):
+            connector.pages = SimpleNamespace(num_blocks=pages, kv_cache_groups=[group])
+            with unittest.mock.patch("logging.Logger.warning") as said:
+                connector.set_xfer_handshake_metadata({0: layers})
+            self.assertEqual(len(said.mock_calls), len(says))
+            for text in says:
+                self.assertIn(text, said.mock_calls[0].args[0])
+        rows = [kvq.Layer(32, 8, 128)] * 32  # 65,536 values a token: 8 KiB at one bit each
+        self.assertIsNone(checks.overcommitted(1 << 16, 16, rows, 8 << 30))
+        self.assertRegex(checks.overcommitted((1 << 16) + 1, 16, rows, 8 << 30),
+                         "1048592 tokens, .* 8 GiB .* less than 65536;")
 
     def test_a_request_given_up_while_it_waits(self):
         common = ids(300, 10)

@@ -139,6 +139,22 @@ def check_layer(layer):
         refuse("layers that read other layers' K and V", "not done", served)
 
 
+def overcommitted(pages, block, rows, memory):
+    """A warning, if so many pages of `block` tokens need more than a machine's memory even at one
+    bit a value, the least that any format stores; else None. rows: a token's layers."""
+    values = 2 * sum(row.kv_heads * row.head_dim for row in rows)
+    least = pages * block * values // 8
+    if least <= memory:
+        return None
+    fit = memory * 8 // values // block
+    return (f"kvq: vLLM's pages have room for {pages * block} tokens, for which kvqd needs "
+            f"{least >> 30} GiB at the least; this machine has {memory >> 30}. These pages are "
+            "stubs of one value a token and layer: kv_cache_memory_bytes, VLLM_CPU_KVCACHE_SPACE "
+            "and vLLM's default count those alone. Give num_gpu_blocks_override as many pages as "
+            f"kvqd's pool has tokens for (kvqctl size), less than {fit}; else vLLM never preempts, "
+            "and the engine ends with E_NO_MEMORY when the pool is full")
+
+
 # What vLLM loads weights from, by load_format: the first of these patterns that has files. Other
 # formats, also "npcache" with its own copies, take them from elsewhere.
 _LOADED = {

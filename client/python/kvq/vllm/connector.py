@@ -6,6 +6,8 @@ processes of their own. The planning one finds what kvqd already has of a prompt
 step, which sessions end and begin and what tokens each of them gets; the other one has the
 sessions.
 """
+import logging
+import os
 import sys
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,8 +15,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from . import BACKEND
-from .checks import check_config, model_name, options, refuse
+from .checks import check_config, model_name, options, overcommitted, refuse
 from .plan import Layers, Plan, Planner
+
+_log = logging.getLogger("vllm.kvq")
 
 KVConnectorMetadata.register(Plan)
 KVConnectorHandshakeMetadata.register(Layers)
@@ -29,6 +33,7 @@ class KvqConnector(KVConnectorBase_V1):
         if AttentionBackendEnum.CPU_ATTN.get_path() != BACKEND:
             refuse("the connector without kvq's attention", "vLLM's own would find nothing in the "
                    "pages", "set KVQ_VLLM=1 in the environment of all processes")
+        self.pages = kv_cache_config
         if len(kv_cache_config.kv_cache_groups) != 1:
             refuse(f"a cache of {len(kv_cache_config.kv_cache_groups)} groups of layers",
                    "one whose layers all attend to everything is served",
@@ -87,6 +92,12 @@ class KvqConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata):
         (self.planner.layers,) = metadata.values()
+        (group,) = self.pages.kv_cache_groups
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        warning = overcommitted(self.pages.num_blocks, group.kv_cache_spec.block_size,
+                                self.planner.layers.rows, memory)
+        if warning:
+            _log.warning(warning)
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         if num_computed_tokens:
