@@ -373,6 +373,18 @@ class Steps(e2e_rig.Test):
                 engine.step([(one, 20 if leave else None)], leave=leave)
             self.assertEqual(engine.worker.sessions["one"].refresh(), 0)
 
+    def test_values_that_are_not_finite(self):
+        """End the engine, with the request's name; in this process and through the daemon."""
+        tokens = Tokens()
+        engine = Engine(self.daemon.directory, tokens, prefix=False)
+        self.addCleanup(engine.close)
+        good, bad = engine.ask("good", ids(700, 1), 20), engine.ask("bad", ids(700, 2), 20)
+        self.near(engine.step([(good, None), (bad, None)]))
+        tokens.by_place[20] = torch.inf
+        for count in (NEAR_ROWS + 1, 1):
+            with self.assertRaisesRegex(kvq.Error, "NONFINITE.*request bad, .*float32: .*bfloat16"):
+                engine.step([(bad, count)])
+
     def test_a_forward_that_is_not_the_planned_one(self):
         engine = self.engine()
         one = engine.ask("one", ids(60, 1), 50)

@@ -12,7 +12,7 @@ import torch
 import kvq
 from kvq import _ffi
 from kvq._ffi import lib
-from kvq.errors import check
+from kvq.errors import check, last_text
 
 from ..memory import CODES, Desk
 from .checks import refuse
@@ -175,6 +175,7 @@ class Worker:
             step.abort()
 
     def close(self):
+        self.step = None  # kvqd gives it up with the client
         self.client.close()
 
 
@@ -244,8 +245,15 @@ class Step:
         self.worker.step, self.worker.made = None, True
 
     def _check(self):
-        if self.status.any():
+        if not self.status.any():
+            return
+        at = int((self.status != 0).argmax())
+        if self.status[at] != kvq.Code.E_NONFINITE:
             check(0, self.entries)
+        (name,) = (n for n, s in self.worker.sessions.items() if s is self.sessions[at])
+        raise kvq.Error(kvq.Code.E_NONFINITE, f"{last_text()}. This is request {name}, "
+                        f"of a model in {str(self.worker.dtype)[6:]}: where float16 is too small "
+                        "for a model's values, start with dtype=\"bfloat16\"", self.entries)
 
     def abort(self):
         """Leaves the sessions as they were."""
