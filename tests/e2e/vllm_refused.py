@@ -71,7 +71,8 @@ class Refused(unittest.TestCase):
         for name, value, says in (
                 ("head_size", 320, "320"), ("alibi_slopes", [1.0], "ALiBi"),
                 ("sinks", object(), "sinks"), ("sliding_window", 4096, "4096"),
-                ("kv_cache_dtype", "fp8", "fp8"), ("attn_type", "encoder_only", "encoder_only"),
+                ("kv_cache_dtype", "fp8", "'fp8'.* kv_cache_dtype=\"bfloat16\" .*checkpoint"),
+                ("attn_type", "encoder_only", "encoder_only"),
                 ("kv_sharing_target_layer_name", "l", "other layers")):
             with self.subTest(name), self.assertRaisesRegex(NotImplementedError, says):
                 checks.check_layer({**LAYER, name: value})

@@ -125,8 +125,9 @@ def check_layer(layer):
     # in none here.
     if layer["kv_cache_dtype"] not in ("auto", "float16", "bfloat16"):
         refuse(f"kv_cache_dtype={layer['kv_cache_dtype']!r}", "kvqd's format says how K and V are "
-               "stored", "leave kv_cache_dtype at \"auto\", float16 or bfloat16, and choose a "
-               "format in kv_connector_extra_config")
+               "stored", "start with kv_cache_dtype=\"bfloat16\" (or \"float16\"), also where "
+               "nothing was given and the checkpoint asks for this one, and choose a format in "
+               "kv_connector_extra_config")
     served = "serve this model without KVQ_VLLM"
     if layer["sliding_window"]:
         refuse(f"a sliding window of {layer['sliding_window']} tokens", "vLLM gives a request's "
