@@ -42,12 +42,20 @@ struct asked {
     uint32_t rollback;
 };
 
+// NULL also if it is empty: compose files and systemd units leave variables so that nobody set.
+static const char *from_environment(const char *variable)
+{
+    const char *value = getenv(variable);
+    return value && *value ? value : NULL;
+}
+
 static bool ask_environment(struct asked *asked)
 {
-    const char *format = getenv("KVQ_LLAMA_FORMAT"), *path = getenv("KVQ_LLAMA_ATTENTION");
-    const char *back = getenv("KVQ_LLAMA_ROLLBACK");
+    const char *format = from_environment("KVQ_LLAMA_FORMAT");
+    const char *path = from_environment("KVQ_LLAMA_ATTENTION");
+    const char *back = from_environment("KVQ_LLAMA_ROLLBACK");
     *asked = (struct asked){.format = format ? format : "kvq2",
-                            .name = getenv("KVQ_LLAMA_SESSION"),
+                            .name = from_environment("KVQ_LLAMA_SESSION"),
                             .attention = KVQ_ATTENTION_DEFAULT,
                             .rollback = ROLLBACK};
     if (path && strcmp(path, "exact") && strcmp(path, "fast"))
@@ -56,7 +64,7 @@ static bool ask_environment(struct asked *asked)
         asked->attention = *path == 'e' ? KVQ_ATTENTION_EXACT : KVQ_ATTENTION_FAST;
     if (back) {
         const unsigned long told = strtoul(back, NULL, 10);
-        if (!*back || strspn(back, "0123456789") != strlen(back) || told > MOST_ROLLBACK)
+        if (strspn(back, "0123456789") != strlen(back) || told > MOST_ROLLBACK)
             return kvq_ggml_refuse("KVQ_LLAMA_ROLLBACK is \"%s\"; give tokens, 0 to %d", back,
                                    MOST_ROLLBACK);
         asked->rollback = (uint32_t)told;

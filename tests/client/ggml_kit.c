@@ -52,6 +52,12 @@ bool ggml_backend_buft_is_host(ggml_backend_buffer_type_t type)
     return type == NULL;
 }
 
+float kit_value(void)
+{
+    ggml_kit.seed = ggml_kit.seed * 6364136223846793005u + 1442695040888963407u;
+    return (float)((int)(ggml_kit.seed >> 33) % 256 - 128) / 64;
+}
+
 struct ggml_tensor kit_tensor(enum ggml_type type, void *data, int64_t a, int64_t b, int64_t c,
                               int64_t d)
 {
@@ -82,6 +88,7 @@ int kvq_session_open(kvq_client *client, const struct kvq_session_options *optio
     assert_non_null(open);
     assert_non_null(options->place); // else a daemon with GPUs would choose one of them
     assert_string_equal(options->place, "host");
+    ggml_kit.names += options->name != NULL;
     if (ggml_kit.opens_before_one_fails-- == 0)
         return KVQ_E_NO_MEMORY;
     return open(client, options, session, info);

@@ -19,9 +19,13 @@ struct ggml_kit {
     size_t buffer_size;         // of all buffers
     bool other_version;         // of ggml, than the backend was built for
     int opens_before_one_fails; // of sessions; below 0: none does
+    int names;                  // sessions with a name that were opened
+    uint64_t seed;
 };
 extern struct ggml_kit ggml_kit;
 
+// By chance; fp16 holds it.
+float kit_value(void);
 // A tensor of these dimensions without gaps, and a view of all of one, as the result of an op.
 struct ggml_tensor kit_tensor(enum ggml_type type, void *data, int64_t a, int64_t b, int64_t c,
                               int64_t d);

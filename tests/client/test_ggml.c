@@ -45,14 +45,7 @@ static struct {
     int64_t cell[MOST];
     uint16_t visible[MOST * CELLS];
     struct ggml_cgraph graph;
-    uint64_t seed;
 } rig;
-
-static float value(void)
-{
-    rig.seed = rig.seed * 6364136223846793005u + 1442695040888963407u;
-    return (float)((int)(rig.seed >> 33) % 256 - 128) / 64; // fp16 holds it
-}
 
 // The tensors that live as long as a context.
 static void make_caches(void)
@@ -140,11 +133,11 @@ static void make_tokens(int64_t stream, int64_t first, int64_t each, int64_t row
         for (int i = 0; i < LAYERS; i++) {
             struct layer *l = &rig.layers[i];
             for (int64_t j = 0; j < KV; j++) {
-                l->given_k[(row + t) * KV + j] = l->all_k[stream][first + t][j] = value();
-                l->given_v[(row + t) * KV + j] = l->all_v[stream][first + t][j] = value();
+                l->given_k[(row + t) * KV + j] = l->all_k[stream][first + t][j] = kit_value();
+                l->given_v[(row + t) * KV + j] = l->all_v[stream][first + t][j] = kit_value();
             }
             for (int64_t j = 0; j < Q; j++)
-                l->queries[(row + t) * Q + j] = value();
+                l->queries[(row + t) * Q + j] = kit_value();
         }
     }
 }
@@ -242,7 +235,7 @@ static int setup(void **state)
 {
     static const char *const flags[] = {"--pool-bytes", "128mb", "--workers", "1", NULL};
     (void)state;
-    rig.seed = 7;
+    ggml_kit.seed = 7;
     rig.daemon.flags = flags;
     daemon_start(&rig.daemon);
     setenv("KVQ_RUNTIME_DIR", rig.daemon.directory, 1);
@@ -590,6 +583,14 @@ static void test_options_are_checked(void **state)
     refused_forward(0, 0, 3);
     unsetenv("KVQ_LLAMA_SESSION");
     forward(0, 0, 3);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        setenv(wrong[i][0], "", 1); // as if not set
+    setenv("KVQ_LLAMA_SESSION", "", 1);
+    setenv("KVQ_LLAMA_FORMAT", "", 1);
+    ggml_kit.names = 0;
+    forward(0, 0, 1);
+    forward(1, 0, 3);
+    assert_int_equal(ggml_kit.names, 0);
 }
 
 static void test_another_version_of_ggml(void **state)
