@@ -196,11 +196,13 @@ static bool is_near(const struct kvq_ggml_cache *cache)
 // Leaves the sessions as they were before the step; always false.
 static bool give_up_step(struct kvq_ggml_cache *cache)
 {
-    if (cache->state == UNDER_WAY && is_near(cache))
+    if (cache->state == UNDER_WAY && is_near(cache)) {
         kvq_local_abort(cache->all.local);
-    else if (cache->state == UNDER_WAY &&
-             kvq_step_abort(cache->all.daemon->queue, cache->number, NULL, 0))
-        kvq_ggml_failed("a step stays open");
+    } else if (cache->state == UNDER_WAY) {
+        const int code = kvq_step_abort(cache->all.daemon->queue, cache->number, NULL, 0);
+        if (code && code != KVQ_E_DISCONNECTED) // the daemon gives up what a client had
+            kvq_ggml_failed("a step stays open");
+    }
     cache->state = IDLE;
     cache->next = 0;
     cache->has_k = cache->has_v = false;
@@ -362,7 +364,10 @@ static bool begin_step(struct kvq_ggml_cache *cache)
                                                          cache->n, &told, &cache->number);
     if (code)
         return kvq_ggml_failed("no step");
-    cache->state = UNDER_WAY;
+    bool any = is_near(cache); // of the streams is in it; else the daemon has no such step
+    for (uint32_t i = 0; i < cache->n; i++)
+        any = any || cache->entries[i].status == 0;
+    cache->state = any ? UNDER_WAY : GIVEN;
     return went(cache, code) || refuse_step(cache, "no step");
 }
 

@@ -93,3 +93,23 @@ int kvq_session_open(kvq_client *client, const struct kvq_session_options *optio
         return KVQ_E_NO_MEMORY;
     return open(client, options, session, info);
 }
+
+int kvq_step_begin_ids(kvq_queue *queue, struct kvq_entry *entries, uint32_t n,
+                       const struct kvq_ids *ids, uint64_t *step)
+{
+    int (*begin)(kvq_queue *, struct kvq_entry *, uint32_t, const struct kvq_ids *, uint64_t *);
+    *(void **)&begin = dlsym(RTLD_NEXT, "kvq_step_begin_ids");
+    assert_non_null(begin);
+    for (uint32_t i = 0; i < n && ggml_kit.without_room; i++)
+        entries[i].status = KVQ_E_NO_MEMORY;
+    return ggml_kit.without_room ? 0 : begin(queue, entries, n, ids, step);
+}
+
+int kvq_step_abort(kvq_queue *queue, uint64_t step, struct kvq_entry *entries, uint32_t n)
+{
+    int (*leave)(kvq_queue *, uint64_t, struct kvq_entry *, uint32_t);
+    *(void **)&leave = dlsym(RTLD_NEXT, "kvq_step_abort");
+    assert_non_null(leave);
+    ggml_kit.aborts++;
+    return leave(queue, step, entries, n);
+}

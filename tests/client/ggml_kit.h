@@ -20,6 +20,8 @@ struct ggml_kit {
     bool other_version;         // of ggml, than the backend was built for
     int opens_before_one_fails; // of sessions; below 0: none does
     int names;                  // sessions with a name that were opened
+    bool without_room;          // kvqd has none for a step
+    int aborts;                 // of steps
     uint64_t seed;
 };
 extern struct ggml_kit ggml_kit;

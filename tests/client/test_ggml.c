@@ -475,8 +475,9 @@ static void test_going_back(void **state)
     forward(0, 21, 1);
 }
 
-// A session is not given up before what its replacement begins with is there.
-static void test_going_back_without_room(void **state)
+// A session is not given up before what its replacement begins with is there, nor in a step that
+// kvqd has no room for.
+static void test_going_on_without_room(void **state)
 {
     (void)state;
     forward(0, 0, 400);
@@ -491,6 +492,12 @@ static void test_going_back_without_room(void **state)
     refused_forward(0, 200, 1);
     refused_forward(0, 200, 1);
     forward(0, 0, 20);
+    ggml_kit.without_room = true;
+    ggml_kit.aborts = 0;
+    refused_forward(0, 20, 100);
+    assert_int_equal(ggml_kit.aborts, 0); // no step is open
+    ggml_kit.without_room = false;
+    forward(0, 20, 100);
 }
 
 static void test_a_forward_that_ends_early(void **state)
@@ -768,7 +775,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_prompt_and_decoding, setup, teardown),
         cmocka_unit_test_setup_teardown(test_streams, setup, teardown),
         cmocka_unit_test_setup_teardown(test_going_back, setup, teardown),
-        cmocka_unit_test_setup_teardown(test_going_back_without_room, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_going_on_without_room, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_forward_that_ends_early, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_session_with_a_name, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_cut_in_a_step_that_fails, setup, teardown),
