@@ -191,8 +191,10 @@ static bool open_anew(struct kvq_ggml_sessions *all, struct kvq_ggml_stream *str
 
 void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
 {
-    if (stream->session)
+    if (stream->session) {
+        (void)kvq_local_remove(all->local, stream->session); // its page table stays mapped else
         (void)kvq_session_close(all->daemon->client, stream->session);
+    }
     free(stream->ids);
     *stream = (struct kvq_ggml_stream){0};
 }
@@ -200,8 +202,10 @@ void kvq_ggml_stream_close(const struct kvq_ggml_sessions *all, struct kvq_ggml_
 // Destroys the session. llama.cpp's cells are not taken on trust again before the next step.
 static void drop_session(const struct kvq_ggml_sessions *all, struct kvq_ggml_stream *stream)
 {
-    if (stream->session)
+    if (stream->session) {
+        (void)kvq_local_remove(all->local, stream->session);
         (void)kvq_session_drop(all->daemon->client, stream->session);
+    }
     stream->session = 0;
     stream->tokens = 0;
     stream->stamp = KVQ_GGML_LOST;

@@ -85,11 +85,14 @@ KVQ_API const char *kvq_local_why(const kvq_local *local);
  * not for every step. A session that is being moved, as one that had to leave its GPU is when it is
  * opened, is waited for; KVQ_E_BUSY: for kvq_connect_options.timeout_ms in vain. KVQ_E_LIMIT: the
  * session is longer than max_tokens. KVQ_E_EXISTS: another kvq_local of this client has the
- * session. kvq_session_close removes the session as well. */
+ * session. */
 KVQ_API KVQ_CHECK int kvq_local_add(kvq_local *local, kvq_session session);
 
-/* Takes a session out, which stays open in the client. KVQ_E_BUSY: the session is in the step.
- * KVQ_E_STALE: the session is not in this kvq_local. */
+/* Takes a session out, which stays open in the client, and unmaps its page table. Call it before
+ * kvq_session_close: no step takes a closed session, but its page table stays mapped until a
+ * session that gets the same place in the client's table of sessions is added, or the kvq_local is
+ * closed. KVQ_E_BUSY: the session is in the step. KVQ_E_STALE: the session is not in this
+ * kvq_local. */
 KVQ_API int kvq_local_remove(kvq_local *local, kvq_session session);
 
 /* Begins a step of sessions that were added; an entry with append 0 only reads. If another call

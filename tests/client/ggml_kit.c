@@ -7,6 +7,8 @@
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 
 #include <cmocka.h>
 
@@ -78,6 +80,19 @@ struct ggml_tensor kit_view(struct ggml_tensor *of, enum ggml_op op)
     return t;
 }
 
+// Page tables that this process has mapped.
+static int count_tables(void)
+{
+    char line[512];
+    int n = 0;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    assert_non_null(maps);
+    while (fgets(line, sizeof line, maps))
+        n += strstr(line, "kvq-table") != NULL;
+    fclose(maps);
+    return n;
+}
+
 // In the library's stead, for the backend alone, which is in this program.
 int kvq_session_open(kvq_client *client, const struct kvq_session_options *options,
                      kvq_session *session, struct kvq_session_info *info)
@@ -89,8 +104,10 @@ int kvq_session_open(kvq_client *client, const struct kvq_session_options *optio
     assert_non_null(options->place); // else a daemon with GPUs would choose one of them
     assert_string_equal(options->place, "host");
     ggml_kit.names += options->name != NULL;
-    if (ggml_kit.opens_before_one_fails-- == 0)
+    if (ggml_kit.opens_before_one_fails-- == 0) {
+        ggml_kit.tables = count_tables();
         return KVQ_E_NO_MEMORY;
+    }
     return open(client, options, session, info);
 }
 

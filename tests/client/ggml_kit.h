@@ -19,6 +19,7 @@ struct ggml_kit {
     size_t buffer_size;         // of all buffers
     bool other_version;         // of ggml, than the backend was built for
     int opens_before_one_fails; // of sessions; below 0: none does
+    int tables;                 // page tables that were mapped when one failed
     int names;                  // sessions with a name that were opened
     bool without_room;          // kvqd has none for a step
     int aborts;                 // of steps

@@ -490,6 +490,7 @@ static void test_going_on_without_room(void **state)
     forward(0, 301, 1);
     ggml_kit.opens_before_one_fails = 1; // behind that, it is
     refused_forward(0, 200, 1);
+    assert_int_equal(ggml_kit.tables, 0);
     refused_forward(0, 200, 1);
     forward(0, 0, 20);
     ggml_kit.without_room = true;

@@ -148,6 +148,8 @@ class Steps(e2e_rig.Test):
         self.near(engine.step([(two, 1)], finished=[one]))
         self.assertEqual(list(engine.worker.sessions), ["two"])
         self.assertEqual(len(self.daemon.ctl("session", "list")), 1)
+        with open("/proc/self/maps") as maps:  # page tables, in this process
+            self.assertEqual(sum("kvq-table" in line for line in maps), 1)
 
     def test_prompts_that_begin_alike(self):
         """Within an engine, and for one that starts later; under a salt of its own, not."""

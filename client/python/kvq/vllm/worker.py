@@ -110,6 +110,8 @@ class Worker:
     def _end(self, name):
         session = self.sessions.pop(name, None)
         if session is not None:
+            # Its page table stays mapped else. Of no effect where the session was not added.
+            lib.kvq_local_remove(self.local.pointer, session.handle)
             session.close()
 
     def _open(self, opening):
