@@ -35,6 +35,7 @@ struct layout {
     bool in_use;  // by a cache: all nodes that touch it are taken, and refused if they must be
     bool told;    // that layers are left to llama.cpp: one line on stderr is enough
     bool window;  // the layers have a sliding window, as far as the graphs showed it
+    bool many;    // there are more layers than a session has: all are left
     bool settled; // .window stays: a graph was asked about in full
     uint32_t n;
     bool served[KVQ_GGML_LAYERS]; // the attention that was asked about last is one that kvqd serves
@@ -153,8 +154,13 @@ static struct layout *keep_layer(const struct kvq_ggml_layer *layer, bool served
         return NULL;
     uint32_t i = index_in_layout(layout, layer->number);
     if (i == layout->n) {
-        if (layout->n == KVQ_GGML_LAYERS)
+        if (layout->n == KVQ_GGML_LAYERS) {
+            if (!layout->many)
+                kvq_ggml_refuse("a cache of more than %d layers is left to llama.cpp",
+                                KVQ_GGML_LAYERS);
+            layout->many = true;
             return NULL;
+        }
         for (; i && layout->layers[i - 1].number > layer->number; i--) {
             layout->layers[i] = layout->layers[i - 1];
             layout->served[i] = layout->served[i - 1];
@@ -213,7 +219,7 @@ static bool has_window(const struct layout *own)
 static bool is_taken(const struct layout *layout, uint32_t i)
 {
     assert(i < layout->n);
-    return layout->served[i] && !layout->read[i] && !layout->window;
+    return layout->served[i] && !layout->read[i] && !layout->window && !layout->many;
 }
 
 static bool takes_attention(const struct ggml_tensor *op)

@@ -13,6 +13,7 @@
 #define KVQ_GGML_CACHE_H
 
 #include "client/kvq.h"
+#include "proto/limits.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -20,8 +21,8 @@
 struct ggml_tensor;
 
 enum {
-    KVQ_GGML_LAYERS = 512, // of a cache
-    KVQ_GGML_STREAMS = 64, // sequences of a cache that llama.cpp keeps apart
+    KVQ_GGML_LAYERS = KVQ_MAX_LAYERS, // of a cache
+    KVQ_GGML_STREAMS = 64,            // sequences of a cache that llama.cpp keeps apart
 };
 
 // A layer of a cache, as llama.cpp's graphs show it.

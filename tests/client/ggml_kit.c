@@ -4,6 +4,7 @@
 #include "tests/client/ggml_kit.h"
 
 #include <dlfcn.h>
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -78,6 +79,24 @@ struct ggml_tensor kit_view(struct ggml_tensor *of, enum ggml_op op)
     t.view_src = of;
     t.op = op;
     return t;
+}
+
+void kit_attend(const float *keys, const float *values, int64_t seen, const float *q, double *out)
+{
+    double sum = 0, weights[KIT_CELLS];
+    assert_true(seen <= KIT_CELLS);
+    for (int64_t t = 0; t < seen; t++) {
+        double dot = 0;
+        for (int i = 0; i < KIT_DIM; i++)
+            dot += (double)q[i] * keys[t * KIT_STRIDE + i];
+        const double cap = (double)KIT_CAP;
+        sum += weights[t] = exp(cap * tanh(dot * (double)KIT_SCALE / cap));
+    }
+    for (int i = 0; i < KIT_DIM; i++) {
+        out[i] = 0;
+        for (int64_t t = 0; t < seen; t++)
+            out[i] += weights[t] / sum * values[t * KIT_STRIDE + i];
+    }
 }
 
 // Page tables that this process has mapped.

@@ -10,6 +10,10 @@
 
 #include "tests/client/ggml/ggml-backend-impl.h"
 
+enum { KIT_DIM = 64, KIT_STRIDE = 2 * KIT_DIM, KIT_CELLS = 1024 }; // of K and V
+#define KIT_SCALE 0.2f // not what kvqd takes unless it is told
+#define KIT_CAP   3.0f
+
 struct ggml_cgraph {
     int n;
     struct ggml_tensor *nodes[16];
@@ -33,5 +37,7 @@ float kit_value(void);
 struct ggml_tensor kit_tensor(enum ggml_type type, void *data, int64_t a, int64_t b, int64_t c,
                               int64_t d);
 struct ggml_tensor kit_view(struct ggml_tensor *of, enum ggml_op op);
+// Attention of one query over the first tokens of a KV head, in a plain loop.
+void kit_attend(const float *keys, const float *values, int64_t seen, const float *q, double *out);
 
 #endif

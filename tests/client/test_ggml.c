@@ -16,15 +16,15 @@
 
 #include <cmocka.h>
 
+#include "proto/limits.h"
 #include "tests/client/ggml/ggml-backend-impl.h"
 #include "tests/client/ggml_kit.h"
 #include "tests/kits/daemon_kit.h"
 
-enum { LAYERS = 3, Q_HEADS = 4, KV_HEADS = 2, DIM = 64, KV = KV_HEADS * DIM, Q = Q_HEADS * DIM };
-enum { CELLS = 1024, STREAMS = 2, MOST = 512 };    // of a forward: tokens
-enum { ZERO = 0, HIDDEN = 0xfc00, PER_LAYER = 3 }; // a mask's values; nodes of a layer
-static const float SCALE = 0.2f, CAP = 3;          // not what kvqd takes unless it is told
-static float near = 2e-3f;                         // K and V are rounded to 16 bits
+enum { LAYERS = 3, Q_HEADS = 4, KV_HEADS = 2, DIM = KIT_DIM, KV = KIT_STRIDE, Q = Q_HEADS * DIM };
+enum { CELLS = KIT_CELLS, STREAMS = 2, MOST = 512 }; // of a forward: tokens
+enum { ZERO = 0, HIDDEN = 0xfc00, PER_LAYER = 3 };   // a mask's values; nodes of a layer
+static float near = 2e-3f;                           // K and V are rounded to 16 bits
 
 ggml_backend_reg_t ggml_backend_init(void);
 
@@ -72,7 +72,7 @@ static void make_caches(void)
 static void make_graph(int64_t each, int64_t n, int64_t stream)
 {
     const int64_t rows = each * n;
-    const float params[3] = {SCALE, 0, CAP};
+    const float params[3] = {KIT_SCALE, 0, KIT_CAP};
     rig.cells = kit_tensor(GGML_TYPE_I64, rig.cell, rows, 1, 1, 1);
     rig.mask = kit_tensor(GGML_TYPE_F16, rig.visible, CELLS, each, 1, n);
     rig.graph.n = 0;
@@ -147,25 +147,6 @@ static enum ggml_status compute(void)
     return rig.backend->iface.graph_compute(rig.backend, &rig.graph);
 }
 
-// Attention of one query over the tokens of a stream up to its own.
-static void attend(const struct layer *l, int64_t stream, int64_t seen, const float *q, int head,
-                   double *out)
-{
-    const int from = head / (Q_HEADS / KV_HEADS) * DIM;
-    double sum = 0, weights[CELLS];
-    for (int64_t t = 0; t < seen; t++) {
-        double dot = 0;
-        for (int i = 0; i < DIM; i++)
-            dot += (double)q[i] * l->all_k[stream][t][from + i];
-        sum += weights[t] = exp((double)CAP * tanh(dot * (double)SCALE / (double)CAP));
-    }
-    for (int i = 0; i < DIM; i++) {
-        out[i] = 0;
-        for (int64_t t = 0; t < seen; t++)
-            out[i] += weights[t] / sum * l->all_v[stream][t][from + i];
-    }
-}
-
 // The outputs of tokens at `first` and behind, in rows from `row` on.
 static void check(int64_t stream, int64_t first, int64_t each, int64_t row)
 {
@@ -174,8 +155,10 @@ static void check(int64_t stream, int64_t first, int64_t each, int64_t row)
         for (int64_t t = 0; t<each; t += each> 8 ? each / 5 : 1) {
             for (int h = 0; h < Q_HEADS; h++) {
                 const int64_t at = ((row + t) * Q_HEADS + h) * DIM;
+                const int from = h / (Q_HEADS / KV_HEADS) * DIM;
                 double want[DIM];
-                attend(l, stream, first + t + 1, l->queries + at, h, want);
+                kit_attend(&l->all_k[stream][0][from], &l->all_v[stream][0][from], first + t + 1,
+                           l->queries + at, want);
                 for (int d = 0; d < DIM; d++)
                     assert_true(fabs(want[d] - (double)l->out[at + d]) < (double)near);
             }
@@ -329,6 +312,21 @@ static void make_small_cache(int layers, void *buffer)
         }
     }
     make_graph(1, 1, 0);
+}
+
+static void test_more_layers_than_a_session_has(void **state)
+{
+    (void)state;
+    struct layer *l = &rig.layers[1];
+    assert_true(takes(&rig.layers[0].set_k));
+    for (int i = 0; i <= KVQ_MAX_LAYERS - LAYERS; i++) { // behind the three that are known
+        assert_true(takes(&rig.layers[0].attention));
+        snprintf(l->k_cache.name, sizeof l->k_cache.name, "cache_k_l%d", i + 10);
+        snprintf(l->v_cache.name, sizeof l->v_cache.name, "cache_v_l%d", i + 10);
+        takes(&l->attention);
+    }
+    assert_false(takes(&rig.layers[0].attention));
+    assert_false(takes(&rig.layers[0].set_k));
 }
 
 // A cache that only was planned with, and another one where it lay.
@@ -770,6 +768,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(test_rows_are_taken_with_their_attention, setup, teardown),
         cmocka_unit_test_setup_teardown(test_attention_of_other_kinds_is_left, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_more_layers_than_a_session_has, setup, teardown),
         cmocka_unit_test_setup_teardown(test_a_cache_where_another_was, setup, teardown),
         cmocka_unit_test_setup_teardown(test_layers_with_windows_are_left, setup, teardown),
         cmocka_unit_test_setup_teardown(test_two_contexts, setup, teardown),
