@@ -505,9 +505,13 @@ class BadPeople(Test):
     def test_no_emulator(self):
         """A build without the emulator says so, not that NVIDIA's driver is missing."""
         with tempfile.TemporaryDirectory() as folder:
-            program = os.path.join(folder, "bin", "kvqd")
+            program, beside = os.path.join(folder, "bin", "kvqd"), os.path.join(BIN, "..", "lib")
             os.mkdir(os.path.dirname(program))
+            os.mkdir(os.path.join(folder, "lib"))
             shutil.copy(os.path.join(BIN, "kvqd"), program)
+            for name in set(os.listdir(beside)) - {"libkvq-emu.so"}:  # kvqd itself needs some
+                os.symlink(os.path.abspath(os.path.join(beside, name)),
+                           os.path.join(folder, "lib", name))
             done = subprocess.run([program, "--runtime-dir", folder + "/run", "--backend", "emu"],
                                   capture_output=True, text=True, timeout=BOUND)
         self.assertEqual(done.returncode, 1)
