@@ -139,7 +139,8 @@ def stored(sessions="100000"):
     options = {"pool_bytes": "4gb", "max_sessions": 0, "table_bytes": "1gb", "max_clients": 8}
     saving = {"storage_dir": folder, "drain_ms": 600000, "storage_bytes": "16gb"}
     make_saved({**options, **saving}, n)
-    for _ in range(3):
+    starts = 3
+    for i in range(starts):
         start = time.perf_counter()
         full = Daemon(**options, **saving)
         ready = time.perf_counter() - start
@@ -150,7 +151,7 @@ def stored(sessions="100000"):
         queue.read(last, 0, 0, 16)
         print(f"ready after {ready:.2f} s, a client connected {connected:.2f}, a session read "
               f"{time.perf_counter() - start:.2f}; {rss(full) / 2**20:.0f} MiB of RSS")
-        if _ < 2:
+        if i < starts - 1:
             client.close()
             full.process.terminate()
             full.process.wait()
