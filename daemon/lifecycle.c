@@ -173,7 +173,7 @@ static int open_gpus(struct kvq__server *server, char *text)
     struct kvq__gpus_config config = {.driver = c->gpu_driver,
                                       .devices = c->gpus,
                                       .bytes = c->gpu_bytes,
-                                      .extent_bytes = c->extent_bytes};
+                                      .extent_bytes = c->gpu_extent_bytes};
     if (c->backend == KVQ__BACKEND_CPU || server->gpus) // tests bring their own
         return 0;
     if (c->backend == KVQ__BACKEND_EMU && !c->gpu_driver[0]) {
@@ -245,7 +245,8 @@ static int open_core_with(struct kvq__server *server, const struct kvq__core_set
     const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_BEST);
     server->identity.isa = kvq_kernels_isa(kernels);
     struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
-                                      .extent_bytes = c->extent_bytes,
+                                      .extent_bytes = c->host_extent_bytes,
+                                      .gpu_extent_bytes = c->gpu_extent_bytes,
                                       .keep_ns = settings->keep_ns,
                                       .prefix_keep_ns = settings->prefix_keep_ns,
                                       .evict_idle_ns = settings->evict_idle_ns,
@@ -345,7 +346,8 @@ int kvq__server_open(struct kvq__server *server, char *text)
     error = error ? error : open_gpus(server, text);
     server->identity.backend = server->gpus ? "gpu" : "cpu";
     if (!error)
-        error = kvq__refill_open(server->gpus, server->config.extent_bytes, &server->refill, text);
+        error =
+            kvq__refill_open(server->gpus, server->config.gpu_extent_bytes, &server->refill, text);
     error = error ? error : open_core(server, text);
     if (error)
         return error;

@@ -22,6 +22,11 @@
 static const char *const bool_words[] = {"no", "yes", NULL};
 static const char *const level_words[] = {"error", "warn", "info", "debug", NULL};
 static const char *const huge_words[] = {"auto", "off", "require", NULL};
+// Extents of the host's pool are as small as so many make it up: what an extent has not handed out
+// is taken all the same, and each costs a descriptor and a mapping in each client that attends.
+enum { LEAST_GIVEN = 2 << 20, LEAST_EXTENT = 8 << 20, MOST_EXTENT = 64 << 20 };
+enum { USUAL_EXTENTS = 1024 };
+
 static const char *const backend_words[] = {"auto", "cpu", "gpu", "emu", NULL};
 static const char *const path_words[] = {"exact", "fast", NULL};
 
@@ -40,9 +45,10 @@ const struct kvq__option kvq__options[] = {
     {FIELD(pool_bytes), KVQ_OPTION_SIZE, "SIZE", RESTART, .initial = 0, .max = 1ull << 46,
      .help = "host memory for caches; 0: a quarter of the machine's, or of what its control group "
              "allows"},
-    {FIELD(extent_bytes), KVQ_OPTION_SIZE, "SIZE", RESTART, .initial = 64ull << 20,
-     .min = 2ull << 20, .max = 1ull << 30,
-     .help = "unit in which pools hand memory to namespaces; a multiple of 2mb"},
+    {FIELD(extent_bytes), KVQ_OPTION_SIZE, "SIZE", RESTART, .max = 1ull << 30,
+     .help =
+         "unit in which pools hand memory to namespaces, a multiple of 2mb; 0: 64mb on GPUs, 8mb "
+         "to 64mb on the host, by pool_bytes"},
     {FIELD(huge_pages), KVQ_OPTION_WORD, "WORD", RESTART, .words = huge_words,
      .help =
          "use reserved huge pages (vm.nr_hugepages), where the kernel gives no transparent ones"},
@@ -514,24 +520,43 @@ bool kvq__config_sets_buffer_bytes(const struct kvq_config *config,
            config->buffer_bytes != kvq__usual_buffer_bytes(config, kvq__machine_most(machine));
 }
 
+uint64_t kvq__usual_extent(uint64_t pool_bytes)
+{
+    uint64_t bytes = LEAST_EXTENT;
+    while (bytes < MOST_EXTENT && pool_bytes / bytes > USUAL_EXTENTS)
+        bytes *= 2;
+    return bytes;
+}
+
+static int resolve_pool(struct kvq_config *config, uint64_t memory, char *text)
+{
+    uint64_t pool = config->pool_bytes ? config->pool_bytes : memory / 4;
+    uint64_t extent = config->extent_bytes ? config->extent_bytes : kvq__usual_extent(pool);
+    if (extent % LEAST_GIVEN)
+        return kvq__config_refuse(text, "extent_bytes", "%llu is not a multiple of 2mb",
+                                  (unsigned long long)extent);
+    if (config->pool_bytes == 0)
+        config->pool_bytes = pool / extent * extent;
+    if (config->pool_bytes < extent)
+        return kvq__config_refuse(
+            text, "pool_bytes",
+            "%llu is less than one extent (of %llu bytes); raise it, or lower extent_bytes",
+            (unsigned long long)config->pool_bytes, (unsigned long long)extent);
+    config->host_extent_bytes = extent;
+    config->gpu_extent_bytes = config->extent_bytes ? config->extent_bytes : MOST_EXTENT;
+    return 0;
+}
+
 int kvq__config_resolve(struct kvq_config *config, char *text)
 {
-    assert(config->extent_bytes > 0);
-    if (config->extent_bytes % (2 << 20))
-        return kvq__config_refuse(text, "extent_bytes", "%llu is not a multiple of 2mb",
-                                  (unsigned long long)config->extent_bytes);
     struct kvq__machine machine;
     kvq__machine_read("", &machine);
     uint64_t memory = kvq__machine_most(&machine);
-    if (config->pool_bytes == 0)
-        config->pool_bytes = memory / 4 / config->extent_bytes * config->extent_bytes;
+    int wrong = resolve_pool(config, memory, text);
+    if (wrong)
+        return wrong;
     if (config->buffer_bytes == 0)
         config->buffer_bytes = kvq__usual_buffer_bytes(config, memory);
-    if (config->pool_bytes < config->extent_bytes)
-        return kvq__config_refuse(
-            text, "pool_bytes",
-            "%llu is less than one extent (extent_bytes is %llu); raise it, or lower extent_bytes",
-            (unsigned long long)config->pool_bytes, (unsigned long long)config->extent_bytes);
     uint32_t cpus = kvq__usable_cpus();
     if (config->workers == 0)
         config->workers = kvq__usual_workers(cpus);

@@ -75,7 +75,8 @@ int attach_start(void **state)
     snprintf(rig.server.config.runtime_dir, sizeof rig.server.config.runtime_dir, "%s",
              rig.directory);
     rig.server.config.pool_bytes = 64 << 20;
-    rig.server.config.extent_bytes = 2 << 20;
+    rig.server.config.host_extent_bytes = 2 << 20;
+    rig.server.config.gpu_extent_bytes = 2 << 20;
     rig.server.config.client_bytes = 8 << 20;
     rig.server.config.buffer_bytes = 20 << 20;
     rig.server.config.max_clients = 8;

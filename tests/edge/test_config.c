@@ -56,6 +56,19 @@ static void flags_refused(const char *flag, const char *value, const char *words
     assert_says(text, words);
 }
 
+PLAIN_TEST(test_usual_extent)
+{
+    const uint64_t gib = 1 << 30;
+    assert_true(kvq__usual_extent(64 << 20) == 8 << 20);
+    assert_true(kvq__usual_extent(8 * gib) == 8 << 20);
+    assert_true(kvq__usual_extent(9 * gib) == 16 << 20);
+    assert_true(kvq__usual_extent(64 * gib) == 64 << 20);
+    assert_true(kvq__usual_extent(4096 * gib) == 64 << 20);
+    char *given[] = {"kvqd", "--extent-bytes", "4mb", NULL};
+    assert_int_equal(load(given, no_environment), 0);
+    assert_true(config.host_extent_bytes == 4 << 20 && config.gpu_extent_bytes == 4 << 20);
+}
+
 PLAIN_TEST(test_precedence)
 {
     char *path = file_of("pool_bytes = 128mb\nspin_us = 7\nkeep_seconds = 5\n");
@@ -64,10 +77,11 @@ PLAIN_TEST(test_precedence)
     char *environment[] = {variable, "KVQD_SPIN_US=8", "KVQD_KEEP_SECONDS=6", "OTHER=1", NULL};
     char *arguments[] = {"kvqd", "--keep-seconds=9", NULL};
     assert_int_equal(load(arguments, environment), 0);
-    assert_int_equal(config.pool_bytes, 128 << 20);  // file
-    assert_int_equal(config.spin_us, 8);             // environment over file
-    assert_int_equal(config.keep_seconds, 9);        // flag over both
-    assert_int_equal(config.extent_bytes, 64 << 20); // default
+    assert_int_equal(config.pool_bytes, 128 << 20);      // file
+    assert_int_equal(config.spin_us, 8);                 // environment over file
+    assert_int_equal(config.keep_seconds, 9);            // flag over both
+    assert_int_equal(config.host_extent_bytes, 8 << 20); // default, of so small a pool
+    assert_int_equal(config.gpu_extent_bytes, 64 << 20);
     unlink(path);
     char *missing[] = {"kvqd", "--config", "/nonexistent/kvqd.conf", NULL};
     assert_int_equal(load(missing, no_environment), KVQ_E_INVALID);
@@ -126,7 +140,9 @@ PLAIN_TEST(test_values)
     assert_int_equal(config.workers, kvq__usual_workers(kvq__usable_cpus()));
     assert_true(kvq__usual_workers(1) == 1 && kvq__usual_workers(7) == 7);
     assert_true(kvq__usual_workers(8) == 7 && kvq__usual_workers(64) == 63);
-    assert_true(config.pool_bytes >= config.extent_bytes);
+    assert_true(config.pool_bytes >= config.host_extent_bytes);
+    assert_true(config.pool_bytes % config.host_extent_bytes == 0);
+    assert_true(kvq__usual_extent(config.pool_bytes) == config.host_extent_bytes);
     assert_true(config.client_bytes == 4ull << 30);
     char *small[] = {"kvqd", "--buffer-bytes", "3mb", NULL};
     assert_int_equal(load(small, no_environment), 0);
@@ -478,7 +494,7 @@ PLAIN_TEST(test_texts_for_people)
     config.n_namespaces = 1;
     kvq__config_help(help, sizeof help);
     assert_says(help, "--pool-bytes SIZE");
-    assert_says(help, "(default 64mb; restart)");
+    assert_says(help, "(default 16mb; restart)");
     assert_says(help, "127.0.0.1:9647; restart)"); // a text's
     for (const char *line = help; *line; line += strcspn(line, "\n") + 1)
         assert_true(strcspn(line, "\n") <= 80);

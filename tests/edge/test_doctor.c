@@ -32,7 +32,8 @@ static uint64_t prepare(void)
     memset(&server, 0, sizeof server);
     server.identity.isa = "c";
     server.identity.workers = 1;
-    server.config.extent_bytes = 64 << 20;
+    server.config.host_extent_bytes = 64 << 20;
+    server.config.gpu_extent_bytes = 64 << 20;
     server.config.pool_bytes = kvq__machine_most(&machine);
     server.config.buffer_bytes = 1;
     return server.config.pool_bytes;
