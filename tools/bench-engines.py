@@ -149,6 +149,7 @@ def measure(given, engines, tokens, failed):
             if "error" in answer:
                 failed[row] = answer["error"]
                 del results[row]
+                engines[engine_of(row)].ask(do="close", name=row)
             else:
                 results[row]["ms"].append(answer["ms"])
     for row in results:

@@ -4,11 +4,14 @@
 
     tools/bench-prompt.py --rows f16,f16/fa,kvq:f16,kvq:kvq2/fast --tokens 8192 --threads 2
     tools/bench-prompt.py --rows transformers:dynamic,transformers:kvq:kvq2/fast --tokens 4096
+    tools/bench-prompt.py --rows transformers:dynamic,transformers:kvq:kvq2/fast \\
+        --pieces 2048,2048 --model weights/gemma3-270m.gguf        a second turn after a first one
 
-The model is that of bench-engines.py. Rows are those of tools/engines/in_llama.py without `llama:`,
-or `transformers:dynamic` and `transformers:kvq:FORMAT[/PATH]`. Each runs in a process of its own
-and takes the prompt once for each round: llama.cpp 512 tokens at a time, transformers in one
-forward. It prints how long the pieces took together, and the last one. Rows take turns round by
+The model is that of bench-engines.py, or what --model names. Rows are those of
+tools/engines/in_llama.py without `llama:`, or `transformers:dynamic` and
+`transformers:kvq:FORMAT[/PATH]`. Each runs in a process of its own and takes the prompt once for
+each round: llama.cpp 512 tokens at a time, transformers in one forward, unless --pieces says
+otherwise. It prints how long the pieces took together, and the last one. Rows take turns round by
 round. Needs llama-cpp-python and gguf, or PyTorch and transformers, in the interpreter that runs
 this, and for rows of kvq its package and kvqd, in llama.cpp the backend of ggml (docs/engines.md),
 too. kvqd and llama.cpp take KVQ_CPU_MASK from the environment.
@@ -35,15 +38,34 @@ def arguments():
                         help="(%(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, metavar="N",
                         help="of the prompt, a multiple of 512 (%(default)s)")
+    parser.add_argument("--pieces", metavar="N,..",
+                        help="tokens of each piece, in place of --tokens; in llama.cpp at most 512")
+    parser.add_argument("--model", metavar="FILE",
+                        help="a model in GGUF, or in transformers a folder, too")
+    parser.add_argument("--dtype", default="bfloat16", metavar="TYPE",
+                        help="of the model's weights in transformers (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(%(default)s)")
     parser.add_argument("--ggml-backend", metavar="FILE", help="libkvq-ggml.so")
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
-    parser.add_argument("--model", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.tokens < AT_ONCE or given.tokens % AT_ONCE:
+    given.rows = given.rows.split(",")
+    if given.pieces:
+        given.pieces = [int(n) for n in given.pieces.split(",")]
+        given.tokens = sum(given.pieces)
+        if min(given.pieces) < 1:
+            parser.error(f"--pieces: {min(given.pieces)} tokens; a piece has 1 or more")
+        if not all(in_transformers(row) for row in given.rows) and max(given.pieces) > AT_ONCE:
+            parser.error(f"--pieces: {max(given.pieces)} tokens; llama.cpp takes {AT_ONCE} at once")
+    elif given.tokens < AT_ONCE or given.tokens % AT_ONCE:
         parser.error(f"--tokens {given.tokens}: expected a multiple of {AT_ONCE}")
     return given
+
+
+def in_transformers(row):
+    """Whether a row runs there; else it does in llama.cpp."""
+    return row.startswith("transformers:")
 
 
 def context_of(api, model, given, row):
@@ -62,9 +84,9 @@ def context_of(api, model, given, row):
     return context
 
 
-def ids_of(tokens):
+def ids_of(tokens, vocabulary=30001):
     """A prompt."""
-    return [1 + i * 31 % 30000 for i in range(tokens)]
+    return [1 + i * 31 % min(30000, vocabulary - 1) for i in range(tokens)]
 
 
 def tell(pieces):
@@ -72,16 +94,30 @@ def tell(pieces):
     print("pieces " + json.dumps(pieces), flush=True)
 
 
+def models_of(engine, given):
+    """The model, over its own cache and over kvqd."""
+    if not given.model:
+        return engine.Transformers(given.threads).models
+    from kvq.eval.models import Failed, load
+    engine.torch.set_grad_enabled(False)
+    engine.torch.set_num_threads(given.threads)
+    try:
+        return load(given.model, given.dtype, "sdpa")
+    except Failed as error:
+        raise SystemExit(str(error)) from None
+
+
 def work_in_transformers(given):
     """As work() in llama.cpp."""
     import torch
     import transformers
     import in_transformers as engine
-    models = engine.Transformers(given.threads).models
+    models = models_of(engine, given)
     name = given.worker.partition(":")[2]
     over_kvq = name.startswith("kvq:")
     form, _, path = name.partition("/")
-    ids = torch.tensor([ids_of(given.tokens)])
+    pieces = torch.tensor([ids_of(given.tokens, models.reference.config.vocab_size)]).split(
+        given.pieces or given.tokens, dim=1)
     daemon = engine.Daemon(given.threads) if over_kvq else None
     client = engine.kvq.Client(runtime_dir=daemon.directory) if over_kvq else None
     model = models.over_kvq if over_kvq else models.reference
@@ -91,10 +127,15 @@ def work_in_transformers(given):
                                     max_rollback=0, threads=given.threads)
         else:
             cache = transformers.DynamicCache(config=model.config)
-        began = time.perf_counter()
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        tell([time.perf_counter() - began])
+        seconds = []
+        for ids in pieces:
+            began = time.perf_counter()
+            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            seconds.append(time.perf_counter() - began)
+        tell(seconds)
         if over_kvq:
+            if cache.why is not None:
+                raise SystemExit(f"attention is not where it should be: {cache.why}")
             cache.close()
     if over_kvq:
         client.close()
@@ -118,13 +159,14 @@ def work(given):
     model = api.llama_model_load_from_file(given.model.encode(),
                                            api.llama_model_default_params())
     for _ in sys.stdin:
-        context, pieces = context_of(api, model, given, given.worker), []
-        for at in range(0, given.tokens, AT_ONCE):
+        context, pieces, at = context_of(api, model, given, given.worker), [], 0
+        for tokens in given.pieces or [AT_ONCE] * (given.tokens // AT_ONCE):
             began = time.perf_counter()
-            if llama_files.decode(api, context, at, ids[at:at + AT_ONCE]):
+            if llama_files.decode(api, context, at, ids[at:at + tokens]):
                 raise RuntimeError(f"llama.cpp could not decode from position {at} on")
             api.llama_synchronize(context)
             pieces.append(time.perf_counter() - began)
+            at += tokens
         api.llama_free(context)
         tell(pieces)
     if kind.startswith("kvq:"):
@@ -136,14 +178,20 @@ class Row:
 
     def __init__(self, name, given, model):
         environment = os.environ | {"OMP_NUM_THREADS": str(given.threads),
-                                    "OMP_WAIT_POLICY": "passive"}
+                                    "OMP_WAIT_POLICY": "passive",
+                                    "KVQ_BENCH_SMALL": "1" if given.small else ""}
         if name.startswith("kvq:"):
             environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
         self.name, self.rounds = name, []
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", name, "--model", model, "--tokens",
-             str(given.tokens), "--threads", str(given.threads)], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        command = [sys.executable, __file__, "--worker", name, "--rows", name,
+                   "--tokens", str(given.tokens), "--threads", str(given.threads),
+                   "--dtype", given.dtype]
+        if given.pieces:
+            command += ["--pieces", ",".join(str(n) for n in given.pieces)]
+        if model:
+            command += ["--model", model]
+        self.process = subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE)
 
     def run(self):
         """One round."""
@@ -165,14 +213,15 @@ def main():
     """Exit status."""
     given = arguments()
     if given.worker:
-        (work_in_transformers if given.worker.startswith("transformers:") else work)(given)
+        (work_in_transformers if in_transformers(given.worker) else work)(given)
         return 0
     with tempfile.TemporaryDirectory(prefix="kvq-bench-") as folder:
-        model = os.path.join(folder, "model.gguf")
-        if not given.rows.startswith("transformers:"):
+        made = os.path.join(folder, "model.gguf")
+        if not given.model and not all(in_transformers(row) for row in given.rows):
             import llama_files
-            llama_files.write_model(model)
-        rows = [Row(name, given, model) for name in given.rows.split(",")]
+            llama_files.write_model(made)
+        rows = [Row(name, given, given.model or ("" if in_transformers(name) else made))
+                for name in given.rows]
         for _ in range(given.rounds):
             for row in rows:
                 row.run()

@@ -102,6 +102,21 @@ class BenchEngines(unittest.TestCase):
         self.assertLess(rows["kvq:kvq2/fast"]["bytes"], 2 * values)  # two of three pages are packed
         self.assertGreater(rows["kvq:kvq2/fast"]["resident"], 8 << 20)  # kvqd has taken an extent
 
+    def test_prompts(self):
+        """tools/bench-prompt.py: a row for each cache, a time for the last of two pieces; a worker
+        that ends says why, and is named."""
+        done = self.bench("--small", "--rounds", "1", "--pieces", "200,100", "--rows",
+                          "transformers:dynamic,transformers:kvq:kvq2/fast", tool="bench-prompt.py")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        rows = re.findall(r"^\| `(\S+)` \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|$", done.stdout,
+                          re.MULTILINE)
+        self.assertEqual(rows, ["transformers:dynamic", "transformers:kvq:kvq2/fast"])
+        done = self.bench("--small", "--rounds", "1", "--rows", "transformers:kvq:nonsense",
+                          tool="bench-prompt.py")
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("nonsense", done.stderr)
+        self.assertIn("transformers:kvq:nonsense: the process ended with status 1", done.stderr)
+
     def test_python_of_a_layer(self):
         """tools/bench-transformers-layer.py, whose difference is what its line says."""
         done = self.bench("--layers", "2", "--tokens", "200", "--steps", "3",

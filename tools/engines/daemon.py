@@ -16,18 +16,20 @@ AT_ONCE = 4096  # tokens of a step that fills, unless said
 
 
 class Daemon:
-    """A kvqd in a folder of its own."""
+    """A kvqd in a folder of its own. It ends with this process, if not before."""
 
     def __init__(self, workers):
         self.folder = tempfile.TemporaryDirectory(prefix="kvq-bench-")
         self.directory = os.path.join(self.folder.name, "run")
         ready, told = os.pipe()
+        lives, self.lives = os.pipe()
         self.process = subprocess.Popen(
             [program("kvqd"), "--runtime-dir", self.directory, "--ready-fd", str(told),
              "--workers", str(workers), "--pool-bytes", "8gb", "--log-level", "warn",
-             "--http", "no"],
-            pass_fds=[told])
+             "--http", "no", "--lifetime-fd", str(lives)],
+            pass_fds=[told, lives])
         os.close(told)
+        os.close(lives)
         if not os.read(ready, 64):
             raise RuntimeError("kvqd did not start")
         os.close(ready)
@@ -55,6 +57,7 @@ class Daemon:
         """Ends it."""
         self.process.terminate()
         self.process.wait()
+        os.close(self.lives)
         self.folder.cleanup()
 
 

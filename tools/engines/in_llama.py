@@ -68,15 +68,23 @@ class OverKvq(Cache):
     """A context whose K and V are a session of kvqd."""
 
     def __init__(self, worker, form, path, tokens):
-        self.worker = worker
-        path = path or "exact"
+        self.worker, self.daemon = worker, None
+        try:
+            self._open(form, path or "exact", tokens)
+        except BaseException:
+            if self.daemon:
+                self.daemon.stop()
+            raise
+
+    def _open(self, form, path, tokens):
         os.environ.pop("KVQ_LLAMA_SESSION", None)
         os.environ.update(KVQ_LLAMA_FORMAT=form, KVQ_LLAMA_ATTENTION=path, KVQ_LLAMA_ROLLBACK="0")
         self._begin_daemon()
-        super().__init__(worker, "f16", True, tokens)
+        super().__init__(self.worker, "f16", True, tokens)
         state = bytes(self.state())
         api.llama_free(self.context)
         self.daemon.stop()
+        self.daemon = None
         # As if llama.cpp had been started anew over a session that it filled before.
         self._begin_daemon()
         self._fill(form, path, tokens)

@@ -49,9 +49,10 @@ class Engine(Row):
     def __init__(self, worker, name, tokens):
         kind = name[5:]
         options = {"kv_cache_dtype": kind}
-        values = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"] * (tokens + 2 * ROOM)
-        self.bytes = values * (1 if kind.startswith("fp8") else 2)
-        options["kv_cache_memory_bytes"] = self.bytes + (64 << 20)
+        of_token = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"]
+        of_token *= 1 if kind.startswith("fp8") else 2
+        self.bytes = of_token * tokens
+        options["kv_cache_memory_bytes"] = of_token * (tokens + 2 * ROOM) + (64 << 20)
         if kind.startswith("kvq:"):
             options = self._over_kvq(worker, kind[4:], tokens)
         from vllm import EngineArgs, LLMEngine, SamplingParams

@@ -93,8 +93,12 @@ class Worker:
         """Fills a cache and decodes a token."""
         before = self._resident()
         row = self.rows[name] = self.make(name, tokens)
-        row.step()
-        row.settle()
+        try:
+            row.step()
+            row.settle()
+        except BaseException:
+            self.close(name)
+            raise
         return {"bytes": row.nbytes(),
                 "resident": None if self.with_model else self._resident() - before}
 
