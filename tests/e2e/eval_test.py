@@ -35,7 +35,7 @@ import kvq.eval
 from kvq.eval import (
     allocate, answers, command, needles, plots, report, results, score, stats, texts)
 from kvq.eval.controls import Dropped, Int2, rounded
-from kvq.eval.models import Models
+from kvq.eval.models import Failed, Models
 from kvq.eval.sides import Format, Side
 
 TEXT = os.path.join(e2e_rig.ROOT, "LICENSE")
@@ -636,6 +636,18 @@ class Command(Case):
         page = self.read("failing", "report.md")
         self.assertIn("## Not measured", page)
         self.assertRegex(page, r"\| `oscar9` \| exact \| .*oscar9")
+
+    def test_a_model_that_fails_itself(self):
+        """No cache is blamed for logits that are not finite before any cache had a part in them."""
+        class Broken:
+            key = "reference"
+
+            def forward(self, piece):
+                return torch.full((len(piece), 9), math.nan)
+        failures = score.Failures()
+        with self.assertRaisesRegex(Failed, "own logits are not finite .*tokens 4 to 8"):
+            score.step_of(Broken(), [], torch.arange(12), 4, 4, failures, {})
+        self.assertEqual(failures.why, {})
 
     def test_the_page(self):
         """Every table has as many cells in each line; exact and fast are told apart; speeds have a

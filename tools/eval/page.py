@@ -80,9 +80,9 @@ class Model:
         return self.rows.get(key, {}).get("score")
 
     def windows(self):
-        """In how many windows all of it was measured: the fewest."""
-        scores = [row["score"] for row in self.rows.values() if "score" in row]
-        return f"{min(s['windows'] for s in scores)} for {self.name}"
+        """In how many windows rows were measured."""
+        counts = sorted({row["score"]["windows"] for row in self.rows.values() if "score" in row})
+        return f"{' or '.join(str(n) for n in counts)} for {self.name}"
 
     def about(self):
         """How much was measured."""

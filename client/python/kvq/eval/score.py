@@ -75,7 +75,13 @@ def step_of(reference: Side, sides: Sequence[Side], ids: torch.Tensor, at: int, 
     """One step of the reference and of all sides; adds what it says of each."""
     piece = ids[at:at + step]
     following = ids[at + 1:at + 1 + len(piece)]  # the last step's last token has none
-    want = reference.forward(piece)[:len(following)]
+    try:
+        want = reference.forward(piece)[:len(following)]
+    except RuntimeError as error:
+        raise Failed(f"the model itself cannot run: {error}") from None
+    if not bool(torch.isfinite(want).all()):
+        raise Failed(f"the model's own logits are not finite in {want.dtype} "
+                     f"(tokens {at} to {at + len(piece)} of a window); try another --dtype")
     for side in [reference, *sides]:
         def measured(side=side):
             own = want if side is reference else side.forward(piece)[:len(following)]
