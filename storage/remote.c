@@ -331,6 +331,9 @@ static int check_options(const struct kvq_remote_options *o, char *text, size_t 
     if (o->part_bytes && (o->part_bytes < KVQ_REMOTE_PART_MIN || o->part_bytes > MAX_PART))
         return complain(text, n, KVQ_E_INVALID,
                         "parts of %u bytes; from 64 KiB to 256 MiB are possible", o->part_bytes);
+    if (o->connections > KVQ_REMOTE_CONNECTIONS)
+        return complain(text, n, KVQ_E_INVALID, "%u connections; at most %d are possible",
+                        o->connections, KVQ_REMOTE_CONNECTIONS);
     return 0;
 }
 
@@ -371,6 +374,7 @@ int kvq_remote_open(const struct kvq_remote_options *o, struct kvq_remote **remo
     r->stall_ms = or_default(o->stall_ms, 60 * 1000);
     r->retries = o->retries < 0 ? 0 : or_default((uint32_t)o->retries, 5);
     r->part_bytes = or_default(o->part_bytes, 16 << 20);
+    r->lanes = or_default(o->connections, 4);
     r->clock = o->clock ? o->clock : kvq_remote_clock_real();
     r->io = o->io ? o->io : kvq_io_posix();
     r->watch = o->watch;
@@ -384,8 +388,10 @@ int kvq_remote_open(const struct kvq_remote_options *o, struct kvq_remote **remo
         r->prefix = NULL;
     r->ca_file = o->ca_file ? strdup(o->ca_file) : NULL;
     r->multi = curl_multi_init();
-    r->easy = curl_easy_init();
-    if (!r->prefix || (o->ca_file && !r->ca_file) || !r->multi || !r->easy) {
+    bool whole = r->prefix && (!o->ca_file || r->ca_file) && r->multi;
+    for (uint32_t i = 0; whole && i < r->lanes; i++)
+        whole = (r->easy[i] = curl_easy_init()) != NULL;
+    if (!whole) {
         rc = complain(text, n, KVQ_E_NO_MEMORY, "no memory for a remote");
         goto error;
     }
@@ -401,7 +407,8 @@ void kvq_remote_close(struct kvq_remote **remote)
     struct kvq_remote *r = remote ? *remote : NULL;
     if (!r)
         return;
-    curl_easy_cleanup(r->easy);
+    for (uint32_t i = 0; i < r->lanes; i++)
+        curl_easy_cleanup(r->easy[i]);
     curl_multi_cleanup(r->multi);
     free(r->base);
     free(r->prefix);

@@ -45,7 +45,9 @@ struct kvq_store;
 enum {
     KVQ_REMOTE_KEY_BYTES = 1024, // of an object's key, a NUL included
     KVQ_REMOTE_PART_MIN = 64 << 10,
-    KVQ_REMOTE_MAX_PARTS = 10000, // of one object, by S3's rules
+    KVQ_REMOTE_CONNECTIONS = 16,
+    KVQ_REMOTE_MAX_BUFFERS = 256 << 20, // bytes of parts under way
+    KVQ_REMOTE_MAX_PARTS = 10000,       // of one object, by S3's rules
     KVQ_REMOTE_MAX_SMALL = 64 << 20,
 };
 
@@ -92,9 +94,12 @@ struct kvq_remote_options {
     uint32_t stall_ms;   // 60 s; a request that moves less than 1 KiB in that time fails
     int32_t retries;     // 5 more tries; below 0: none
     uint32_t part_bytes; // 16 MiB; at least KVQ_REMOTE_PART_MIN (AWS refuses less than 5 MiB).
-                         // A push needs that much memory, or two of the longest chunk of the
-                         // session's file (remote_index.h) if that is more; a pull needs one such
-                         // chunk, and a part or another one. Larger objects get larger parts
+                         // A push needs that much memory for each connection, or two of the longest
+                         // chunk of the session's file (remote_index.h) if that is more; a pull
+                         // needs one such chunk, and for each connection a part or another one.
+                         // Larger objects get larger parts
+    uint32_t connections; // 4, at most KVQ_REMOTE_CONNECTIONS: parts that are sent or fetched side
+                          // by side; fewer where they would hold KVQ_REMOTE_MAX_BUFFERS or more
     struct kvq_remote_clock *clock;
     struct kvq_io *io;
     struct kvq_remote_watch watch; // of calls without a watcher of their own

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One request to the remote store: signed, sent, watched, and sent again where that may help.
+// Requests to the remote store: signed, sent, watched, and sent again where that may help; several
+// side by side, each on a connection of its own.
 //
-// curl's multi interface drives a single transfer, so that between its steps we can look at the
-// watcher and at our own clock. A request's body and a reply's body are in memory as a whole, which
-// the size of parts bounds.
+// curl's multi interface drives the transfers, so that between its steps we can look at the watcher
+// and at our own clock. A request's body and a reply's body are in memory as a whole, which the
+// size of parts bounds.
 #include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -23,17 +24,22 @@ enum {
     LONGEST_WAIT_MS = 20 * 1000,
 };
 
-// One try of a request.
-struct attempt {
+// A connection with its request, and the try of it that is under way.
+struct lane {
     struct kvq__call *call;
-    const struct kvq__request *request;
-    struct kvq__answer *answer;
-    size_t room;    // of answer->body
-    uint64_t heard; // bytes of headers and body
-    bool too_long;  // the reply went past its limit
-    bool no_memory, stalled, cancelled;
+    CURL *easy;
+    enum { IDLE, MOVING, WAITING } state; // WAITING: to be sent once more
+    struct kvq__request request;
+    struct kvq__answer answer;
+    char *url;
+    struct curl_slist *headers;
+    size_t room;            // of answer.body
+    uint64_t heard;         // bytes of headers and body
+    uint64_t since, before; // since when it is being looked at, and what had moved by then
+    bool too_long;          // the reply went past its limit
+    bool no_memory, stalled;
     uint32_t tries; // before this one
-    uint32_t retry_after_ms;
+    uint32_t retry_after_ms, wait_ms;
     char error[CURL_ERROR_SIZE];
 };
 
@@ -79,15 +85,21 @@ int kvq__remote_tell(struct kvq__call *call, uint64_t moved)
 
 // ---- Waiting ----
 
-int kvq__remote_wait(struct kvq__call *call, uint32_t tries, uint32_t at_least_ms)
+// How long to wait before try number `tries`.
+static uint32_t wait_before(struct kvq_remote_clock *clock, uint32_t tries, uint32_t at_least_ms)
 {
     assert(tries > 0);
-    struct kvq_remote_clock *clock = call->remote->clock;
     uint32_t most = tries < 8 ? FIRST_WAIT_MS << (tries - 1) : LONGEST_WAIT_MS;
     most = most < LONGEST_WAIT_MS ? most : LONGEST_WAIT_MS;
     // Between half and all of it, so that many clients do not come back at the same time.
-    uint32_t left = most / 2 + clock->random(clock) % (most / 2 + 1);
-    left = left > at_least_ms ? left : at_least_ms;
+    uint32_t ms = most / 2 + clock->random(clock) % (most / 2 + 1);
+    return ms > at_least_ms ? ms : at_least_ms;
+}
+
+int kvq__remote_wait(struct kvq__call *call, uint32_t tries, uint32_t at_least_ms)
+{
+    struct kvq_remote_clock *clock = call->remote->clock;
+    uint32_t left = wait_before(clock, tries, at_least_ms);
     int rc = kvq__remote_tell(call, 0);
     while (left > 0 && rc == 0) {
         uint32_t now = left < STEP_MS ? left : STEP_MS;
@@ -107,12 +119,12 @@ static bool is_success(long status)
 
 static size_t on_body(char *data, size_t size, size_t count, void *context)
 {
-    struct attempt *a = context;
-    struct kvq__answer *answer = a->answer;
+    struct lane *a = context;
+    struct kvq__answer *answer = &a->answer;
     size_t n = size * count;
     long status = 0;
-    curl_easy_getinfo(a->call->remote->easy, CURLINFO_RESPONSE_CODE, &status);
-    size_t max = is_success(status) ? a->request->max : ERROR_BODY;
+    curl_easy_getinfo(a->easy, CURLINFO_RESPONSE_CODE, &status);
+    size_t max = is_success(status) ? a->request.max : ERROR_BODY;
     a->heard += n;
     if (n > max - answer->bytes) {
         a->too_long = true;
@@ -157,8 +169,8 @@ static bool header_value(const char *line, size_t n, const char *name, char *out
 
 static size_t on_header(char *data, size_t size, size_t count, void *context)
 {
-    struct attempt *a = context;
-    struct kvq__answer *answer = a->answer;
+    struct lane *a = context;
+    struct kvq__answer *answer = &a->answer;
     size_t n = size * count;
     char digits[24];
     uint64_t seconds;
@@ -235,12 +247,12 @@ static void set_method(CURL *easy, const struct kvq__request *q)
     curl_easy_setopt(easy, CURLOPT_RANGE, q->range);
 }
 
-static void set_up_transfer(struct attempt *a, const char *url, struct curl_slist *headers)
+static void set_up_transfer(struct lane *a)
 {
     struct kvq_remote *r = a->call->remote;
-    CURL *easy = r->easy;
+    CURL *easy = a->easy;
     curl_easy_reset(easy); // connections stay
-    curl_easy_setopt(easy, CURLOPT_URL, url);
+    curl_easy_setopt(easy, CURLOPT_URL, a->url);
     curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
     curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 0L);
@@ -255,43 +267,23 @@ static void set_up_transfer(struct attempt *a, const char *url, struct curl_slis
     curl_easy_setopt(easy, CURLOPT_AWS_SIGV4, r->sigv4);
     curl_easy_setopt(easy, CURLOPT_USERNAME, r->keys.id);
     curl_easy_setopt(easy, CURLOPT_PASSWORD, r->keys.secret);
-    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, headers);
-    set_method(easy, a->request);
+    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, a->headers);
+    set_method(easy, &a->request);
     curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_body);
     curl_easy_setopt(easy, CURLOPT_WRITEDATA, a);
     curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, on_header);
     curl_easy_setopt(easy, CURLOPT_HEADERDATA, a);
 }
 
-// Drives a transfer to its end, or until it stalls or somebody has had enough.
-static CURLMcode drive_transfer(struct attempt *a)
+// What has moved of a transfer that is under way.
+static uint64_t moved_by(const struct lane *a)
 {
-    struct kvq_remote *r = a->call->remote;
-    uint64_t patience = (uint64_t)r->stall_ms * (a->request->patience ? a->request->patience : 1);
-    uint64_t since = r->clock->now_ms(r->clock), before = 0;
-    int running = 1;
-    for (;;) {
-        CURLMcode rc = curl_multi_perform(r->multi, &running);
-        if (rc != CURLM_OK || running == 0)
-            return rc;
-        curl_off_t sent = 0;
-        curl_easy_getinfo(r->easy, CURLINFO_SIZE_UPLOAD_T, &sent);
-        uint64_t moved = a->heard + (uint64_t)sent, now = r->clock->now_ms(r->clock);
-        if (now - since >= patience) {
-            a->stalled = moved - before < STALL_BYTES;
-            since = now;
-            before = moved;
-        }
-        a->cancelled = kvq__remote_tell(a->call, a->request->watched ? moved : 0) != 0;
-        if (a->stalled || a->cancelled)
-            return CURLM_OK;
-        rc = curl_multi_poll(r->multi, NULL, 0, STEP_MS, NULL);
-        if (rc != CURLM_OK)
-            return rc;
-    }
+    curl_off_t sent = 0;
+    curl_easy_getinfo(a->easy, CURLINFO_SIZE_UPLOAD_T, &sent);
+    return a->heard + (uint64_t)sent;
 }
 
-static int say_broken(struct attempt *a, CURLcode result, bool again)
+static int say_broken(struct lane *a, CURLcode result, bool again)
 {
     char repeated[32] = "";
     const char *what = a->error[0] ? a->error : curl_easy_strerror(result);
@@ -299,54 +291,74 @@ static int say_broken(struct attempt *a, CURLcode result, bool again)
         what = "nothing, or next to nothing, moved for too long";
     if (again && a->tries > 0)
         snprintf(repeated, sizeof repeated, ", after %u tries", a->tries + 1);
-    return kvq__remote_say(a->call, KVQ_E_REMOTE, a->request->method, a->request->key,
+    return kvq__remote_say(a->call, KVQ_E_REMOTE, a->request.method, a->request.key,
                            "%s%s; check the endpoint, and that the store is up", what, repeated);
 }
 
-// Sends it once. 0 with an answer of whatever status, or a code; *again says whether to repeat it.
-static int try_once(struct attempt *a, bool *again)
+static void free_try(struct lane *a)
+{
+    curl_easy_reset(a->easy); // it points to this lane, the headers and the keys
+    curl_slist_free_all(a->headers);
+    free(a->url);
+    a->headers = NULL;
+    a->url = NULL;
+    a->state = IDLE;
+}
+
+// Sends the request, for the first time or once more.
+static int begin_try(struct lane *a)
 {
     struct kvq__call *call = a->call;
-    const struct kvq__request *q = a->request;
-    struct kvq_remote *r = call->remote;
-    struct curl_slist *headers = NULL;
-    CURLcode result = CURLE_FAILED_INIT;
-    assert(!a->answer->body);
-    *again = false;
-    a->answer->length = UINT64_MAX;
-    char *url = make_url(r, q);
-    int rc = url ? make_headers(call, q, &headers)
-                 : kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key, "no memory");
-    if (rc != 0)
-        goto out;
-    set_up_transfer(a, url, headers);
-    if (curl_multi_add_handle(r->multi, r->easy) != CURLM_OK || drive_transfer(a) != CURLM_OK)
-        a->no_memory = true;
-    int left = 0;
-    CURLMsg *message = curl_multi_info_read(r->multi, &left);
-    if (message && message->msg == CURLMSG_DONE)
-        result = message->data.result;
-    curl_multi_remove_handle(r->multi, r->easy);
-    curl_easy_getinfo(r->easy, CURLINFO_RESPONSE_CODE, &a->answer->status);
-    curl_easy_reset(r->easy); // it points to this attempt, the headers and the keys
-    if (a->cancelled)
-        rc = KVQ_E_CANCELLED; // the sentence stands already
-    else if (a->no_memory)
-        rc = kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key, "no memory for a transfer");
-    else if (a->too_long && !is_success(a->answer->status))
-        rc = 0; // who cares for the rest of an error
-    else if (a->too_long)
-        rc = kvq__remote_say(call, KVQ_E_REMOTE, q->method, q->key,
-                             "the reply is longer than the %zu bytes that it may have", q->max);
-    else if (a->stalled || result != CURLE_OK) {
-        *again = a->stalled ||
-                 (result != CURLE_PEER_FAILED_VERIFICATION && result != CURLE_SSL_CACERT_BADFILE);
-        rc = say_broken(a, result, *again);
+    const struct kvq__request *q = &a->request;
+    assert(a->state != MOVING && !a->answer.body && !a->url);
+    a->answer = (struct kvq__answer){.length = UINT64_MAX};
+    a->room = 0;
+    a->heard = a->before = 0;
+    a->too_long = a->no_memory = a->stalled = false;
+    a->retry_after_ms = 0;
+    a->error[0] = '\0';
+    a->url = make_url(call->remote, q);
+    int rc = a->url ? make_headers(call, q, &a->headers)
+                    : kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key, "no memory");
+    if (rc == 0) {
+        set_up_transfer(a);
+        if (curl_multi_add_handle(call->remote->multi, a->easy) != CURLM_OK)
+            rc = kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key,
+                                 "no memory for a transfer");
     }
-out:
-    curl_slist_free_all(headers);
-    free(url);
-    return rc;
+    if (rc != 0) {
+        free_try(a);
+        return rc;
+    }
+    a->state = MOVING;
+    a->since = call->remote->clock->now_ms(call->remote->clock);
+    return 0;
+}
+
+// A transfer has ended or been broken off. 0 with an answer of whatever status, or a code; *again
+// says whether to repeat the request.
+static int end_try(struct lane *a, CURLcode result, bool *again)
+{
+    struct kvq__call *call = a->call;
+    const struct kvq__request *q = &a->request;
+    assert(a->state == MOVING);
+    *again = false;
+    curl_multi_remove_handle(call->remote->multi, a->easy);
+    curl_easy_getinfo(a->easy, CURLINFO_RESPONSE_CODE, &a->answer.status);
+    free_try(a);
+    if (a->no_memory)
+        return kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key,
+                               "no memory for a transfer");
+    if (a->too_long && !is_success(a->answer.status))
+        return 0; // who cares for the rest of an error
+    if (a->too_long)
+        return kvq__remote_say(call, KVQ_E_REMOTE, q->method, q->key,
+                               "the reply is longer than the %zu bytes that it may have", q->max);
+    if (!a->stalled && result == CURLE_OK)
+        return 0;
+    *again = a->stalled ||
+             (result != CURLE_PEER_FAILED_VERIFICATION && result != CURLE_SSL_CACERT_BADFILE);
+    return say_broken(a, result, *again);
 }
 
 // ---- What an answer means ----
@@ -392,10 +404,10 @@ static const char *advice_for(long status, const char *code)
 }
 
 // A code and a sentence for an answer that is none of success.
-static int judge_answer(struct attempt *a, bool *again)
+static int judge_answer(struct lane *a, bool *again)
 {
-    const struct kvq__request *q = a->request;
-    struct kvq__answer *answer = a->answer;
+    const struct kvq__request *q = &a->request;
+    struct kvq__answer *answer = &a->answer;
     assert(!is_success(answer->status));
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     const char *why;
@@ -428,31 +440,215 @@ void kvq__answer_free(struct kvq__answer *answer)
     answer->body = NULL;
 }
 
+// ---- All requests of a call ----
+
+struct crew {
+    struct kvq__call *call;
+    struct kvq__requests *all;
+    struct lane lanes[KVQ_REMOTE_CONNECTIONS];
+    uint32_t n;
+    bool none_left;
+};
+
+// Gives lanes that are free their next requests, and sends those again whose time has come.
+static int send_more(struct crew *c)
+{
+    int rc = 0;
+    for (uint32_t i = 0; rc == 0 && i < c->n; i++) {
+        struct lane *a = &c->lanes[i];
+        if (a->state == WAITING && a->wait_ms == 0) {
+            rc = begin_try(a);
+        } else if (a->state == IDLE && !c->none_left) {
+            a->request = (struct kvq__request){0};
+            a->tries = 0;
+            rc = c->all->make(c->all->context, i, &a->request);
+            c->none_left = rc != 0;
+            rc = rc == 1 ? 0 : rc ? rc : begin_try(a);
+        }
+    }
+    return rc;
+}
+
+// What becomes of a request whose transfer has ended.
+static int settle(struct crew *c, struct lane *a, CURLcode result)
+{
+    bool again = false;
+    int rc = end_try(a, result, &again);
+    bool good = rc == 0 && is_success(a->answer.status);
+    if (good && !a->answer.body)
+        a->answer.body = calloc(1, 1);
+    if (good && !a->answer.body)
+        rc = kvq__remote_say(c->call, KVQ_E_NO_MEMORY, a->request.method, a->request.key,
+                             "no memory");
+    else if (good)
+        rc = c->all->take(c->all->context, (uint32_t)(a - c->lanes), &a->answer);
+    else if (rc == 0)
+        rc = judge_answer(a, &again);
+    c->all->status = a->answer.status;
+    kvq__answer_free(&a->answer);
+    if (rc != 1 && (!again || a->tries >= c->call->remote->retries))
+        return rc;
+    a->tries++;
+    a->wait_ms = wait_before(c->call->remote->clock, a->tries, a->retry_after_ms);
+    a->state = WAITING;
+    return 0;
+}
+static int settle_ended(struct crew *c, bool *some)
+{
+    int left = 0, rc = 0;
+    CURLMsg *message;
+    *some = false;
+    while (rc == 0 && (message = curl_multi_info_read(c->call->remote->multi, &left))) {
+        for (uint32_t i = 0; message->msg == CURLMSG_DONE && i < c->n; i++) {
+            if (c->lanes[i].easy != message->easy_handle)
+                continue;
+            *some = true;
+            rc = settle(c, &c->lanes[i], message->data.result);
+            break; // the message is gone
+        }
+    }
+    return rc;
+}
+
+// Breaks stalled transfers off, and tells the watcher what has moved.
+static int look_after(struct crew *c)
+{
+    struct kvq_remote *r = c->call->remote;
+    uint64_t now = r->clock->now_ms(r->clock), all = 0;
+    int rc = 0;
+    for (uint32_t i = 0; rc == 0 && i < c->n; i++) {
+        struct lane *a = &c->lanes[i];
+        if (a->state != MOVING)
+            continue;
+        uint64_t moved = moved_by(a), most = a->request.patience ? a->request.patience : 1;
+        if (now - a->since >= r->stall_ms * most) {
+            a->stalled = moved - a->before < STALL_BYTES;
+            a->since = now;
+            a->before = moved;
+        }
+        all += a->request.watched ? moved : 0;
+        if (a->stalled)
+            rc = settle(c, a, CURLE_OPERATION_TIMEDOUT);
+    }
+    return rc ? rc : kvq__remote_tell(c->call, all);
+}
+
+// Until something moves, or a request is to be sent again.
+static int pause_crew(struct crew *c)
+{
+    struct kvq_remote *r = c->call->remote;
+    uint32_t ms = STEP_MS;
+    bool moving = false;
+    for (uint32_t i = 0; i < c->n; i++) {
+        const struct lane *a = &c->lanes[i];
+        moving |= a->state == MOVING;
+        if (a->state == WAITING && a->wait_ms < ms)
+            ms = a->wait_ms;
+    }
+    uint64_t began = r->clock->now_ms(r->clock), waited = ms;
+    if (!moving) {
+        r->clock->sleep_ms(r->clock, ms);
+    } else {
+        if (curl_multi_poll(r->multi, NULL, 0, (int)ms, NULL) != CURLM_OK)
+            return kvq__remote_say(c->call, KVQ_E_NO_MEMORY, "GET", NULL, "no memory to wait");
+        waited = r->clock->now_ms(r->clock) - began;
+    }
+    for (uint32_t i = 0; i < c->n; i++) {
+        struct lane *a = &c->lanes[i];
+        if (a->state == WAITING)
+            a->wait_ms -= waited < a->wait_ms ? (uint32_t)waited : a->wait_ms;
+    }
+    return 0;
+}
+
+static bool is_busy(const struct crew *c)
+{
+    for (uint32_t i = 0; i < c->n; i++)
+        if (c->lanes[i].state != IDLE)
+            return true;
+    return false;
+}
+
+// Breaks off what is under way still.
+static void dismiss(struct crew *c)
+{
+    for (uint32_t i = 0; i < c->n; i++) {
+        struct lane *a = &c->lanes[i];
+        if (a->state == MOVING) {
+            curl_multi_remove_handle(c->call->remote->multi, a->easy);
+            free_try(a);
+        }
+        kvq__answer_free(&a->answer);
+    }
+}
+
+uint32_t kvq__lanes_of(const struct kvq_remote *remote, uint64_t bytes)
+{
+    assert(bytes > 0 && remote->lanes > 0);
+    uint64_t most = KVQ_REMOTE_MAX_BUFFERS / bytes;
+    return most >= remote->lanes ? remote->lanes : most > 1 ? (uint32_t)most : 1;
+}
+
+int kvq__requests(struct kvq__call *call, struct kvq__requests *all)
+{
+    struct kvq_remote *r = call->remote;
+    struct crew c = {.call = call, .all = all, .n = all->lanes};
+    assert(c.n > 0 && c.n <= r->lanes);
+    for (uint32_t i = 0; i < c.n; i++)
+        c.lanes[i] = (struct lane){.call = call, .easy = r->easy[i]};
+    int rc = send_more(&c), running = 0;
+    while (rc == 0 && is_busy(&c)) {
+        bool some = false;
+        if (curl_multi_perform(r->multi, &running) != CURLM_OK)
+            rc = kvq__remote_say(call, KVQ_E_NO_MEMORY, "GET", NULL, "no memory for transfers");
+        rc = rc ? rc : settle_ended(&c, &some);
+        rc = rc || (some && !is_busy(&c)) ? rc : look_after(&c);
+        rc = rc || some ? rc : pause_crew(&c);
+        rc = rc ? rc : send_more(&c);
+    }
+    dismiss(&c);
+    return rc;
+}
+
+// ---- A single one ----
+
+struct single {
+    const struct kvq__request *request;
+    struct kvq__answer *answer;
+    bool made;
+};
+
+static int make_single(void *context, uint32_t lane, struct kvq__request *request)
+{
+    struct single *s = context;
+    assert(lane == 0);
+    if (s->made)
+        return 1;
+    s->made = true;
+    *request = *s->request;
+    return 0;
+}
+
+static int take_single(void *context, uint32_t lane, struct kvq__answer *answer)
+{
+    struct single *s = context;
+    assert(lane == 0);
+    *s->answer = *answer;
+    answer->body = NULL; // it is the caller's now
+    return 0;
+}
+
 int kvq__request(struct kvq__call *call, const struct kvq__request *request,
                  struct kvq__answer *answer)
 {
     assert(request->body || request->body_bytes == 0);
-    for (uint32_t tries = 0;; tries++) {
-        memset(answer, 0, sizeof *answer);
-        struct attempt a = {.call = call, .request = request, .answer = answer, .tries = tries};
-        bool again = false;
-        int rc = try_once(&a, &again);
-        if (rc == 0 && is_success(answer->status)) {
-            if (!answer->body)
-                answer->body = calloc(1, 1);
-            return answer->body ? 0
-                                : kvq__remote_say(call, KVQ_E_NO_MEMORY, request->method,
-                                                  request->key, "no memory");
-        }
-        if (rc == 0)
-            rc = judge_answer(&a, &again);
-        kvq__answer_free(answer);
-        if (!again || tries >= call->remote->retries)
-            return rc;
-        int waited = kvq__remote_wait(call, tries + 1, a.retry_after_ms);
-        if (waited != 0)
-            return waited;
-    }
+    struct single s = {.request = request, .answer = answer};
+    struct kvq__requests all = {
+        .context = &s, .make = make_single, .take = take_single, .lanes = 1};
+    memset(answer, 0, sizeof *answer);
+    int rc = kvq__requests(call, &all);
+    answer->status = all.status;
+    return rc;
 }
 
 int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request,

@@ -14,7 +14,8 @@
 
 struct kvq_remote {
     CURLM *multi;
-    CURL *easy;
+    CURL *easy[KVQ_REMOTE_CONNECTIONS]; // the first `lanes` of them
+    uint32_t lanes;
     char *base;    // http://HOST[:PORT]/BUCKET or http://BUCKET.HOST[:PORT]
     char *prefix;  // empty, or with a slash at its end
     char *ca_file; // may be NULL
@@ -69,6 +70,23 @@ int kvq__request(struct kvq__call *call, const struct kvq__request *request,
                  struct kvq__answer *answer);
 void kvq__answer_free(struct kvq__answer *answer);
 
+// Requests of one call that may stand side by side.
+struct kvq__requests {
+    void *context;
+    // Makes the next one. Body, query and range stay until it is taken; what is kept by lane, below
+    // `lanes`, is free for it. 0; 1: there is none any more; or a code with a sentence.
+    int (*make)(void *context, uint32_t lane, struct kvq__request *request);
+    // Looks at a good answer, which is freed afterwards. 0; 1: the request is to be sent once more,
+    // after a wait; or a code with a sentence.
+    int (*take)(void *context, uint32_t lane, struct kvq__answer *answer);
+    uint32_t lanes; // how many at a time, at most remote->lanes
+    long status;    // out: HTTP's, of the last answer
+};
+// How many may, if each holds so many bytes in memory.
+uint32_t kvq__lanes_of(const struct kvq_remote *remote, uint64_t bytes);
+// 0 when all have been taken, or the first code: what is under way then is broken off.
+int kvq__requests(struct kvq__call *call, struct kvq__requests *all);
+
 // Tells the watcher. KVQ_E_CANCELLED if it has had enough.
 int kvq__remote_tell(struct kvq__call *call, uint64_t moved);
 // Waits before try number `tries` (1: the first repetition). 0 or KVQ_E_CANCELLED.
@@ -87,10 +105,16 @@ int kvq__remote_parse(struct kvq__call *call, const struct kvq__request *request
 // Whether such an answer, which came with a status of success, tells of a failure that may pass.
 bool kvq__remote_may_pass(const struct kvq__reply *reply);
 
-// Gets bytes [from, from + n) of an object that is `all` bytes long. What is not exactly that is
-// refused. The answer's body is freed by kvq__answer_free in any case.
-int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, size_t n,
-                      uint64_t all, struct kvq__answer *answer);
+// Bytes [from, from + n) of an object that is `all` bytes long.
+struct kvq__range {
+    const char *key;
+    uint64_t from, n, all;
+    char text[64]; // as the request names it
+};
+// The request for it, and whether an answer is exactly that: 0, or a code with a sentence.
+struct kvq__request kvq__range_request(struct kvq__range *range);
+int kvq__range_check(struct kvq__call *call, const struct kvq__range *range,
+                     const struct kvq__answer *answer);
 
 // ---- Sessions (remote_session.c) ----
 

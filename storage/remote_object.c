@@ -97,33 +97,33 @@ int kvq_remote_delete(struct kvq_remote *remote, const char *key, char *text, si
     return rc == KVQ_E_NO_SESSION ? 0 : rc;
 }
 
-int kvq__remote_range(struct kvq__call *call, const char *key, uint64_t from, size_t n,
-                      uint64_t all, struct kvq__answer *answer)
+struct kvq__request kvq__range_request(struct kvq__range *r)
 {
-    char range[64];
-    assert(n > 0 && from < all && n <= all - from);
-    uint64_t first = 0, last = n - 1, length = 0;
-    snprintf(range, sizeof range, "%" PRIu64 "-%" PRIu64, from, from + n - 1);
-    struct kvq__request q = {
-        .method = "GET", .key = key, .range = range, .max = n, .watched = true};
-    int rc = kvq__request(call, &q, answer);
-    if (rc != 0)
-        return rc;
+    assert(r->n > 0 && r->from < r->all && r->n <= r->all - r->from);
+    snprintf(r->text, sizeof r->text, "%" PRIu64 "-%" PRIu64, r->from, r->from + r->n - 1);
+    return (struct kvq__request){
+        .method = "GET", .key = r->key, .range = r->text, .max = (size_t)r->n, .watched = true};
+}
+
+int kvq__range_check(struct kvq__call *call, const struct kvq__range *r,
+                     const struct kvq__answer *answer)
+{
+    uint64_t first = 0, last = r->n - 1, length = 0;
     // Some servers say 200 though they send, and name, just the range.
-    bool right = kvq__reply_range(answer->range, &first, &last, &length) && first == from &&
-                 last == from + n - 1 && length == all;
-    bool whole = from == 0 && n == all && answer->status == 200 && !answer->range[0];
-    if (answer->bytes == n && (right || whole))
+    bool right = kvq__reply_range(answer->range, &first, &last, &length) && first == r->from &&
+                 last == r->from + r->n - 1 && length == r->all;
+    bool whole = r->from == 0 && r->n == r->all && answer->status == 200 && !answer->range[0];
+    if (answer->bytes == r->n && (right || whole))
         return 0;
-    if (length != 0 && length != all)
-        return kvq__remote_say(call, KVQ_E_DAMAGED, "GET", key,
+    if (length != 0 && length != r->all)
+        return kvq__remote_say(call, KVQ_E_DAMAGED, "GET", r->key,
                                "it is %" PRIu64 " bytes long instead of %" PRIu64
                                "; push the session again",
-                               length, all);
-    return kvq__remote_say(call, KVQ_E_REMOTE, "GET", key,
+                               length, r->all);
+    return kvq__remote_say(call, KVQ_E_REMOTE, "GET", r->key,
                            "bytes %s were asked for, HTTP %ld came with %zu bytes; does the store "
                            "know ranges?",
-                           range, answer->status, answer->bytes);
+                           r->text, answer->status, answer->bytes);
 }
 
 // ---- Lists ----
@@ -168,7 +168,7 @@ static int on_object(void *context, const struct kvq__reply_item *item)
 static int list_page(struct lister *l, char *next, size_t size)
 {
     struct kvq__call *call = l->call;
-    CURL *easy = call->remote->easy;
+    CURL *easy = call->remote->easy[0];
     char *query = NULL;
     char *token = curl_easy_escape(easy, next, 0), *start = NULL, *behind = NULL;
     struct kvq__answer answer = {0};

@@ -130,6 +130,15 @@ static char *folder_of(const char *path)
 
 // ---- Pull ----
 
+// Chunks that are being fetched, in one request.
+struct fetch {
+    const struct kvq__chunk *chunks;
+    uint32_t n, tries;
+    uint64_t at; // in the file
+    struct kvq__range range;
+    char key[sizeof((struct kvq__session_keys *)0)->data];
+};
+
 // A pull under way.
 struct pull {
     struct kvq__call *call;
@@ -137,9 +146,12 @@ struct pull {
     const struct kvq__index *index;
     const char *path;
     int file;
-    uint64_t had; // bytes of the file before
-    uint8_t *buffer;
+    uint64_t had;           // bytes of the file before
+    uint64_t most, next_at; // bytes of the longest chunk; where the next one goes
+    uint32_t next;          // the first chunk that nobody has looked at yet
+    uint8_t *buffer;        // for one chunk
     struct kvq_remote_moved *moved;
+    struct fetch lanes[KVQ_REMOTE_CONNECTIONS];
 };
 
 static bool is_right(const void *bytes, const struct kvq__chunk *c)
@@ -163,38 +175,6 @@ static bool are_right(const uint8_t *bytes, const struct kvq__chunk *c, uint32_t
     for (uint32_t i = 0; i < n && right; bytes += c[i++].size)
         right = is_right(bytes, &c[i]);
     return right;
-}
-
-// n chunks that lie one behind the other in a pack, as they do in the file.
-static int get_chunks(struct pull *p, const struct kvq__chunk *c, uint32_t n, uint64_t at)
-{
-    struct kvq__call *call = p->call;
-    assert(n > 0 && c->pack < p->index->n_packs);
-    const struct kvq__pack *pack = &p->index->packs[c->pack];
-    size_t size = (size_t)(c[n - 1].at + c[n - 1].size - c->at);
-    int rc = 0;
-    kvq__session_name_data(p->keys, pack->digest);
-    for (uint32_t tries = 0; tries < DAMAGED_TRIES; tries++) {
-        struct kvq__answer answer = {0};
-        rc = tries ? kvq__remote_wait(call, tries, 0) : 0;
-        if (rc == 0)
-            rc = kvq__remote_range(call, p->keys->data, c->at, size, pack->bytes, &answer);
-        bool right = rc == 0 && are_right((const uint8_t *)answer.body, c, n);
-        if (right) {
-            rc = kvq_io_write(call->remote->io, p->file, answer.body, size, at);
-            p->moved->transferred += size;
-        }
-        kvq__answer_free(&answer);
-        if (rc < 0 && right)
-            return kvq__remote_say_file(call, p->path, "writing it", rc);
-        if (rc != 0 || right)
-            return rc;
-    }
-    return kvq__remote_say(call, KVQ_E_DAMAGED, "GET", p->keys->data,
-                           "bytes %" PRIu64 " to %" PRIu64 " have a wrong checksum, %d times; "
-                           "send all of the session once more, where it is whole: kvqctl session "
-                           "push NAME --again",
-                           c->at, c->at + size - 1, DAMAGED_TRIES);
 }
 
 // How many chunks from the i-th on, which is missing, are fetched in one request.
@@ -230,26 +210,70 @@ static int make_room(struct pull *p)
     return rc;
 }
 
+// The next chunks that are missing, for kvq__requests: n of them that lie one behind the other in a
+// pack, as they do in the file.
+static int make_fetch(void *context, uint32_t lane, struct kvq__request *request)
+{
+    struct pull *p = context;
+    struct fetch *f = &p->lanes[lane];
+    const struct kvq__index *x = p->index;
+    int rc = 0;
+    while (rc == 0 && p->next < x->n_chunks && chunk_is_there(p, &x->chunks[p->next], p->next_at)) {
+        p->next_at += x->chunks[p->next].size;
+        p->call->done += x->chunks[p->next++].size;
+        rc = kvq__remote_tell(p->call, 0);
+    }
+    if (rc != 0 || p->next == x->n_chunks)
+        return rc ? rc : 1;
+    const struct kvq__chunk *c = &x->chunks[p->next];
+    assert(c->pack < x->n_packs);
+    *f = (struct fetch){.chunks = c, .n = count_together(p, p->next, p->next_at), .at = p->next_at};
+    f->range = (struct kvq__range){.key = f->key, .from = c->at, .all = x->packs[c->pack].bytes};
+    f->range.n = c[f->n - 1].at + c[f->n - 1].size - c->at;
+    kvq__session_name_data(p->keys, x->packs[c->pack].digest);
+    snprintf(f->key, sizeof f->key, "%s", p->keys->data);
+    p->next += f->n;
+    p->next_at += f->range.n;
+    *request = kvq__range_request(&f->range);
+    return 0;
+}
+
+static int take_fetch(void *context, uint32_t lane, struct kvq__answer *answer)
+{
+    struct pull *p = context;
+    struct fetch *f = &p->lanes[lane];
+    struct kvq__call *call = p->call;
+    int rc = kvq__range_check(call, &f->range, answer);
+    if (rc == 0 && are_right((const uint8_t *)answer->body, f->chunks, f->n)) {
+        rc = kvq_io_write(call->remote->io, p->file, answer->body, f->range.n, f->at);
+        p->moved->transferred += f->range.n;
+        call->done += f->range.n;
+        return rc < 0 ? kvq__remote_say_file(call, p->path, "writing it", rc) : 0;
+    }
+    if (rc != 0 || ++f->tries < DAMAGED_TRIES)
+        return rc ? rc : 1;
+    return kvq__remote_say(call, KVQ_E_DAMAGED, "GET", f->key,
+                           "bytes %" PRIu64 " to %" PRIu64 " have a wrong checksum, %d times; "
+                           "send all of the session once more, where it is whole: kvqctl session "
+                           "push NAME --again",
+                           f->range.from, f->range.from + f->range.n - 1, DAMAGED_TRIES);
+}
+
 static int get_file(struct pull *p)
 {
-    struct kvq_io *io = p->call->remote->io;
-    uint64_t at = 0;
+    struct kvq_remote *r = p->call->remote;
+    struct kvq_io *io = r->io;
+    struct kvq__requests all = {
+        .context = p,
+        .make = make_fetch,
+        .take = take_fetch,
+        .lanes = kvq__lanes_of(r, p->most > r->part_bytes ? p->most : r->part_bytes)};
     int rc = make_room(p);
-    for (uint32_t i = 0, n; rc == 0 && i < p->index->n_chunks; i += n) {
-        const struct kvq__chunk *c = &p->index->chunks[i];
-        bool there = chunk_is_there(p, c, at);
-        n = there ? 1 : count_together(p, i, at);
-        if (!there)
-            rc = get_chunks(p, c, n, at);
-        for (uint32_t k = 0; k < n; k++)
-            at += c[k].size;
-        p->call->done = at;
-        if (rc == 0)
-            rc = kvq__remote_tell(p->call, 0);
-    }
+    rc = rc ? rc : kvq__requests(p->call, &all);
+    rc = rc ? rc : kvq__remote_tell(p->call, 0);
     if (rc != 0)
         return rc;
-    assert(at == p->index->bytes);
+    assert(p->next_at == p->index->bytes && p->call->done == p->next_at);
     rc = kvq_io_truncate(io, p->file, p->index->bytes);
     if (rc == 0)
         rc = kvq_io_sync(io, p->file);
@@ -262,7 +286,6 @@ static int pull_head(struct kvq__call *call, struct kvq__session_keys *keys, con
 {
     struct kvq__index index;
     const char *why = "";
-    uint64_t most = 0;
     int rc = kvq__index_read(head, n, &index, &why);
     if (rc != 0)
         return kvq__remote_say(call, rc, "GET", keys->head, "%s", why);
@@ -271,8 +294,8 @@ static int pull_head(struct kvq__call *call, struct kvq__session_keys *keys, con
     moved->bytes = call->all = index.bytes;
     call->done = 0;
     for (uint32_t i = 0; i < index.n_chunks; i++)
-        most = index.chunks[i].size > most ? index.chunks[i].size : most;
-    p.buffer = malloc((size_t)most + 1);
+        p.most = index.chunks[i].size > p.most ? index.chunks[i].size : p.most;
+    p.buffer = malloc((size_t)p.most + 1);
     rc = p.buffer ? get_file(&p)
                   : kvq__remote_say(call, KVQ_E_NO_MEMORY, "GET", keys->data, "no memory");
     free(p.buffer);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Uploads: in one request if there is one part, else in parts, one after the other.
+// Uploads: in one request if there is one part, else in parts, several side by side.
 //
 // The key of a session's data holds its checksum, so an upload of that key which a server still
 // has is of the same file: parts of the right size are left out. Should one of them be wrong
@@ -46,7 +46,12 @@ struct upload {
     bool resumed;                   // some of it is from before
     uint32_t after;                 // the number behind which parts are being listed
     char (*etags)[KVQ__ETAG_BYTES]; // of parts that are there; else empty
-    uint8_t *buffer;
+    uint32_t next;                  // part that is sent next, unless it is there
+    struct sending {
+        uint32_t part;
+        char *query;
+        uint8_t *buffer;
+    } lanes[KVQ_REMOTE_CONNECTIONS];
 };
 
 static int no_memory_for_upload(struct kvq__call *call, const char *key)
@@ -55,17 +60,19 @@ static int no_memory_for_upload(struct kvq__call *call, const char *key)
 }
 
 // Reads a part and compares it with its checksum: the file may have changed, or its disk be bad.
-static int read_part(struct upload *u, uint32_t i)
+static int read_part(struct upload *u, uint32_t i, uint8_t **buffer)
 {
     struct kvq__call *call = u->call;
     size_t size = kvq__part_size(u->parts, i);
     uint8_t sha[KVQ__SHA_BYTES];
-    int rc =
-        kvq__source_read(call->remote->io, u->source, u->buffer, size, i * u->parts->part_bytes);
+    *buffer = *buffer ? *buffer : malloc(kvq__part_size(u->parts, 0));
+    if (!*buffer)
+        return no_memory_for_upload(call, u->key);
+    int rc = kvq__source_read(call->remote->io, u->source, *buffer, size, i * u->parts->part_bytes);
     if (rc != 0)
         return kvq__remote_say(call, KVQ_E_SYSTEM, "PUT", u->key, "reading the file: %s",
                                strerror(-rc));
-    if (kvq__sha256(u->buffer, size, sha) != 0 || memcmp(sha, u->parts->sha[i], sizeof sha) != 0)
+    if (kvq__sha256(*buffer, size, sha) != 0 || memcmp(sha, u->parts->sha[i], sizeof sha) != 0)
         return kvq__remote_say(call, KVQ_E_DAMAGED, "PUT", u->key,
                                "the file has changed while it was uploaded; push again");
     return 0;
@@ -98,7 +105,7 @@ static int list_uploads(struct kvq__call *call, const char *start,
                         int (*each)(void *context, const struct kvq__reply_item *item),
                         void *context)
 {
-    char *escaped = curl_easy_escape(call->remote->easy, start, 0), *query = NULL;
+    char *escaped = curl_easy_escape(call->remote->easy[0], start, 0), *query = NULL;
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     struct kvq__answer answer = {0};
     int rc = KVQ_E_NO_MEMORY;
@@ -126,7 +133,7 @@ out:
 // A request that names the upload, and perhaps a part: QUERY&uploadId=ID.
 static char *upload_query(struct kvq__call *call, const char *before, const char *id)
 {
-    char *query = NULL, *escaped = curl_easy_escape(call->remote->easy, id, 0);
+    char *query = NULL, *escaped = curl_easy_escape(call->remote->easy[0], id, 0);
     if (!escaped || asprintf(&query, "%suploadId=%s", before, escaped) < 0)
         query = NULL;
     curl_free(escaped);
@@ -215,49 +222,55 @@ static int begin_upload(struct upload *u)
     return rc;
 }
 
-static int send_part(struct upload *u, uint32_t i)
+// The next part that is not there, for kvq__requests.
+static int make_part(void *context, uint32_t lane, struct kvq__request *request)
 {
+    struct upload *u = context;
+    struct sending *l = &u->lanes[lane];
     char before[40];
     assert(u->id[0]);
-    snprintf(before, sizeof before, "partNumber=%" PRIu32 "&", i + 1);
-    int rc = read_part(u, i);
-    char *query = rc == 0 ? upload_query(u->call, before, u->id) : NULL;
-    if (!query)
-        return rc != 0 ? rc : no_memory_for_upload(u->call, u->key);
-    size_t size = kvq__part_size(u->parts, i);
-    struct kvq__request q = {.method = "PUT",
-                             .key = u->key,
-                             .query = query,
-                             .body = u->buffer,
-                             .body_bytes = size,
-                             .sha = u->parts->sha[i],
-                             .max = KVQ__REPLY_MAX,
-                             .watched = true};
-    struct kvq__answer answer;
-    rc = kvq__request(u->call, &q, &answer);
-    if (rc == 0 && !etag_is_plain(answer.etag))
-        rc = kvq__remote_say(u->call, KVQ_E_REMOTE, "PUT", u->key,
-                             "the reply to part %" PRIu32 " has no ETag that can be used", i + 1);
-    if (rc == 0) {
-        memcpy(u->etags[i], answer.etag, KVQ__ETAG_BYTES);
-        *u->sent += size;
-    }
-    kvq__answer_free(&answer);
-    free(query);
+    for (; u->next < u->parts->count && u->etags[u->next][0]; u->next++)
+        u->call->done += kvq__part_size(u->parts, u->next);
+    if (u->next == u->parts->count)
+        return 1;
+    l->part = u->next++;
+    snprintf(before, sizeof before, "partNumber=%" PRIu32 "&", l->part + 1);
+    free(l->query);
+    l->query = upload_query(u->call, before, u->id);
+    int rc = l->query ? read_part(u, l->part, &l->buffer) : no_memory_for_upload(u->call, u->key);
+    *request = (struct kvq__request){.method = "PUT",
+                                     .key = u->key,
+                                     .query = l->query,
+                                     .body = l->buffer,
+                                     .body_bytes = kvq__part_size(u->parts, l->part),
+                                     .sha = u->parts->sha[l->part],
+                                     .max = KVQ__REPLY_MAX,
+                                     .watched = true};
     return rc;
+}
+
+static int take_part(void *context, uint32_t lane, struct kvq__answer *answer)
+{
+    struct upload *u = context;
+    uint32_t i = u->lanes[lane].part;
+    if (!etag_is_plain(answer->etag))
+        return kvq__remote_say(u->call, KVQ_E_REMOTE, "PUT", u->key,
+                               "the reply to part %" PRIu32 " has no ETag that can be used", i + 1);
+    memcpy(u->etags[i], answer->etag, KVQ__ETAG_BYTES);
+    *u->sent += kvq__part_size(u->parts, i);
+    u->call->done += kvq__part_size(u->parts, i);
+    return 0;
 }
 
 static int send_parts(struct upload *u)
 {
-    int rc = 0;
-    for (uint32_t i = 0; rc == 0 && i < u->parts->count; i++) {
-        if (!u->etags[i][0])
-            rc = send_part(u, i);
-        u->call->done += kvq__part_size(u->parts, i);
-        if (rc == 0)
-            rc = kvq__remote_tell(u->call, 0);
-    }
-    return rc;
+    struct kvq__requests all = {.context = u,
+                                .make = make_part,
+                                .take = take_part,
+                                .lanes = kvq__lanes_of(u->call->remote, u->parts->part_bytes)};
+    u->next = 0;
+    int rc = kvq__requests(u->call, &all);
+    return rc ? rc : kvq__remote_tell(u->call, 0);
 }
 
 static char *part_list(struct upload *u, size_t *bytes)
@@ -388,12 +401,13 @@ static int upload_whole(struct upload *u)
 {
     struct kvq__answer answer;
     assert(u->parts->count == 1);
-    int rc = read_part(u, 0);
+    uint8_t **buffer = &u->lanes[0].buffer;
+    int rc = read_part(u, 0, buffer);
     if (rc != 0)
         return rc;
     struct kvq__request q = {.method = "PUT",
                              .key = u->key,
-                             .body = u->buffer,
+                             .body = *buffer,
                              .body_bytes = (size_t)u->parts->bytes,
                              .sha = u->parts->sha[0],
                              .max = KVQ__REPLY_MAX,
@@ -418,12 +432,14 @@ int kvq__remote_upload(struct kvq__call *call, const char *key, const struct kvq
                        .sent = sent};
     assert(parts->count > 0);
     u.etags = calloc(parts->count, sizeof *u.etags);
-    u.buffer = malloc(kvq__part_size(parts, 0));
-    int rc = u.etags && u.buffer ? 0 : no_memory_for_upload(call, key);
+    int rc = u.etags ? 0 : no_memory_for_upload(call, key);
     if (rc == 0)
         rc = parts->count == 1 ? upload_whole(&u) : upload_parts(&u);
+    for (uint32_t i = 0; i < KVQ_REMOTE_CONNECTIONS; i++) {
+        free(u.lanes[i].query);
+        free(u.lanes[i].buffer);
+    }
     free(u.etags);
-    free(u.buffer);
     return rc;
 }
 

@@ -136,7 +136,7 @@ struct kvq_config {
     bool remote_virtual_host;
     char remote_keys_file[KVQ_CONFIG_PATH]; // "": AWS_* of the environment
     char remote_keys_section[64];
-    uint64_t remote_part_bytes, remote_stall_seconds;
+    uint64_t remote_part_bytes, remote_connections, remote_stall_seconds;
     struct kvq_config_ids read_uids, read_gids, operate_uids, operate_gids, admin_uids, admin_gids;
     char control_address[KVQ_CONFIG_PATH];  // "": the Unix socket alone
     char control_key_file[KVQ_CONFIG_PATH]; // "": none; then control_address is, too

@@ -203,7 +203,8 @@ int kvq__remote_connect(const struct kvq_config *config, struct kvq__transfer *x
                                    .ca_file = ca_file[0] ? ca_file : NULL,
                                    .virtual_host = config->remote_virtual_host,
                                    .stall_ms = (uint32_t)config->remote_stall_seconds * 1000,
-                                   .part_bytes = (uint32_t)config->remote_part_bytes};
+                                   .part_bytes = (uint32_t)config->remote_part_bytes,
+                                   .connections = (uint32_t)config->remote_connections};
     if (x)
         o.watch = (struct kvq_remote_watch){watch, x};
     *remote = NULL;

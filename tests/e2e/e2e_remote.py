@@ -175,7 +175,7 @@ class Remote(unittest.TestCase):
         return {"storage_dir": os.path.join(self.folder, name), "remote_bucket": "sessions",
                 "remote_endpoint": f"http://127.0.0.1:{self.gate.port}",
                 "remote_prefix": self.id().rsplit(".", 1)[1], "remote_keys_file": self.keys,
-                "remote_part_bytes": PART, **more}
+                "remote_part_bytes": PART, "remote_connections": 1, **more}
 
     def start(self, name, **more):
         daemon = Daemon(**self.options(name, **more))

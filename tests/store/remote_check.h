@@ -87,7 +87,7 @@ static inline void pushed_to(const struct script_reply *replies, int count)
         fail_msg("%s", text);
 }
 
-static int start(void **state)
+static inline int start(void **state)
 {
     assert_non_null(mkdtemp(folder));
     snprintf(source, sizeof source, "%s/source", folder);
@@ -96,7 +96,7 @@ static int start(void **state)
     return 0;
 }
 
-static int stop(void **state)
+static inline int stop(void **state)
 {
     unlink(source);
     unlink(part);

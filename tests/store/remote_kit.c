@@ -91,32 +91,55 @@ static bool serve(struct script *s, int fd, const struct script_reply *reply)
     return over;
 }
 
+// The next request, whose reply is *reply. Its connection, or -1 when the test has ended.
+static int next_request(struct script *s, const struct script_reply **reply)
+{
+    if (wait_for(s, s->listener, POLLIN))
+        return -1;
+    int fd = accept(s->listener, NULL, NULL);
+    need(fd >= 0, "accept");
+    int i = s->n_asked < s->count ? s->n_asked : s->count - 1;
+    int slot = s->n_asked < SCRIPT_REQUESTS ? s->n_asked : SCRIPT_REQUESTS - 1;
+    read_request(fd, s->asked[slot], sizeof s->asked[slot]);
+    s->n_asked++;
+    *reply = &s->replies[i];
+    return fd;
+}
+
 static void *run_script(void *context)
 {
     struct script *s = context;
-    while (!wait_for(s, s->listener, POLLIN)) {
-        int fd = accept(s->listener, NULL, NULL);
-        need(fd >= 0, "accept");
-        int i = s->n_asked < s->count ? s->n_asked : s->count - 1;
-        int slot = s->n_asked < SCRIPT_REQUESTS ? s->n_asked : SCRIPT_REQUESTS - 1;
-        read_request(fd, s->asked[slot], sizeof s->asked[slot]);
-        s->n_asked++;
-        bool over = serve(s, fd, &s->replies[i]);
-        shutdown(fd, SHUT_WR);
-        close(fd);
-        if (over)
-            break;
+    const struct script_reply *reply[SCRIPT_REQUESTS];
+    int fd[SCRIPT_REQUESTS], n = 0;
+    bool over = false;
+    while (!over) {
+        int most = s->n_asked == 0 && s->at_first ? s->at_first : 1;
+        for (n = 0; !over && n < most; n += !over)
+            over = (fd[n] = next_request(s, &reply[n])) < 0;
+        for (int i = 0; i < n; i++) {
+            over = over || serve(s, fd[i], reply[i]);
+            shutdown(fd[i], SHUT_WR);
+            close(fd[i]);
+        }
     }
     return NULL;
 }
 
 void script_start(struct script *s, const struct script_reply *replies, int count)
 {
+    script_start_together(s, replies, count, 1);
+}
+
+void script_start_together(struct script *s, const struct script_reply *replies, int count,
+                           int at_first)
+{
+    need(at_first <= SCRIPT_REQUESTS, "fewer requests at first");
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t n = sizeof at;
     memset(s, 0, sizeof *s);
     s->replies = replies;
     s->count = count;
+    s->at_first = at_first;
     s->listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     need(s->listener >= 0 && bind(s->listener, (struct sockaddr *)&at, n) == 0 &&
              listen(s->listener, 16) == 0 &&
@@ -266,6 +289,7 @@ struct kvq_remote_options remote_options(int port, struct test_clock *clock)
     struct kvq_remote_options o = {.endpoint = endpoint,
                                    .bucket = REMOTE_BUCKET,
                                    .retries = 3,
+                                   .connections = 1,
                                    .part_bytes = KVQ_REMOTE_PART_MIN,
                                    .clock = &clock->clock};
     snprintf(endpoint, sizeof endpoint, "http://127.0.0.1:%d", port);

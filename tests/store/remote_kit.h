@@ -39,7 +39,7 @@ enum { SCRIPT_REQUESTS = 64 };
 // Gives the replies one after the other, one to a connection; the last one again and again.
 struct script {
     const struct script_reply *replies;
-    int count;
+    int count, at_first;
     int port;
     // What was asked, up to 2 KiB each with a NUL; to be read after script_stop.
     char asked[SCRIPT_REQUESTS][2048];
@@ -50,6 +50,9 @@ struct script {
 };
 
 void script_start(struct script *s, const struct script_reply *replies, int count);
+// The same; it answers nobody until so many requests are there, each on a connection of its own.
+void script_start_together(struct script *s, const struct script_reply *replies, int count,
+                           int at_first);
 void script_stop(struct script *s);
 
 // ---- A clock that does not wait ----
@@ -80,7 +83,7 @@ void s3_stop(struct s3 *s);  // and removes the folder
 
 // ---- Both ----
 
-// Options for a server on that port, with the clock, 3 retries and the smallest parts.
+// Options for a server on that port, with the clock, 3 retries, the smallest parts, one connection.
 struct kvq_remote_options remote_options(int port, struct test_clock *clock);
 // Makes a file of pseudo-random bytes.
 void make_file(const char *path, size_t bytes, uint32_t seed);

@@ -21,6 +21,7 @@ static char text[512];
 static char folder[] = "/tmp/kvq-remote-XXXXXX";
 static char source[64], target[64], part[64], moving[64];
 static struct kvq_remote_moved moved; // by the last transfer
+static uint32_t connections = 1;      // which tests of what a broken transfer keeps count on
 
 static void good(int rc)
 {
@@ -33,6 +34,7 @@ static void reopen(void)
     kvq_remote_close(&remote);
     struct kvq_remote_options o = remote_options(s3.port, &test_clock);
     o.prefix = "team/kv";
+    o.connections = connections;
     good(kvq_remote_open(&o, &remote, text, sizeof text));
 }
 
@@ -280,6 +282,27 @@ TEST(a_pull_goes_on_where_it_broke)
     reopen();
     uint64_t rest = pull_some("long");
     assert_in_range(rest, FILE_BYTES - first + 1, FILE_BYTES - first + PART / 4); // a chunk more
+}
+
+// Many parts over several connections, broken off in the middle, and gone on with.
+TEST(parts_go_side_by_side)
+{
+    enum { MANY = 40 * PART + 17 };
+    connections = 4;
+    reopen();
+    connections = 1;
+    make_file(source, MANY, 8);
+    assert_int_equal(push_file("s", "side", breaks_at(20 * PART, false)), KVQ_E_CANCELLED);
+    uint64_t first = moved.transferred;
+    assert_in_range(first, 12 * PART, 24 * PART); // parts that were under way do not count
+    good(push_file("s", "side", NULL));
+    assert_in_range(moved.transferred, MANY - first - 4 * PART, MANY - first);
+    assert_int_equal(pull_file("s", "side", breaks_at(20 * PART, false)), KVQ_E_CANCELLED);
+    first = moved.transferred;
+    assert_in_range(first, 12 * PART, 24 * PART);
+    good(pull_file("s", "side", NULL));
+    assert_int_equal(moved.transferred, MANY - first);
+    assert_true(same_file(source, target));
 }
 
 // ---- What is new ----
