@@ -33,10 +33,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
+sys.path.insert(0, HERE)
+from process import Process  # noqa: E402
+
 ENGINES = {"ik": "in_ik.py", "llama": "in_llama.py", "transformers": "in_transformers.py",
            "vllm": "in_vllm.py"}  # by the first word of an engine's name
 ROWS = ("static,dynamic,quanto4,kvq:16bit,kvq:oscar3/fast,kvq:oscar2/fast,kvq:kvq2/exact,"
@@ -84,43 +86,18 @@ def arguments():
     return given
 
 
-class Engine:
+def start(name, given, threads):
     """A worker's process."""
-
-    def __init__(self, name, given, threads):
-        python = given.python.get(name.split()[0], sys.executable)
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads),
-                                    "KVQ_BENCH_SMALL": "1" if given.small else ""}
-        environment.pop("OMP_WAIT_POLICY", None)
-        if given.waiting != "default":
-            environment["OMP_WAIT_POLICY"] = given.waiting
-        if name == "llama over kvq":  # whose attention ggml gives to kvq, of all contexts
-            environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
-        self.process = subprocess.Popen(
-            [python, os.path.join(HERE, ENGINES[name.split()[0]])], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self.error = None
-        self.what = self.ask(do="start", threads=threads).get("what")
-
-    def ask(self, **request):
-        """The answer; with "error" in it if there is none."""
-        try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            return {"error": f"the process ended with status {self.process.wait()}"}
-        return json.loads(line)
-
-    def stop(self):
-        """Ends it."""
-        try:
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass
-        self.process.wait()
+    python = given.python.get(name.split()[0], sys.executable)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads),
+                                "KVQ_BENCH_SMALL": "1" if given.small else ""}
+    environment.pop("OMP_WAIT_POLICY", None)
+    if given.waiting != "default":
+        environment["OMP_WAIT_POLICY"] = given.waiting
+    if name == "llama over kvq":  # whose attention ggml gives to kvq, of all contexts
+        environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
+    return Process([python, os.path.join(HERE, ENGINES[name.split()[0]])], environment,
+                   threads=threads)
 
 
 def engine_of(row):
@@ -176,7 +153,7 @@ def main():
     given = arguments()
     everything, failed = [], {}
     for threads in given.threads:
-        engines = {name: Engine(name, given, threads)
+        engines = {name: start(name, given, threads)
                    for name in sorted({engine_of(row) for row in given.rows})}
         for name, engine in engines.items():
             print(f"{name}: {engine.what or 'did not start'}", file=sys.stderr)
