@@ -14,7 +14,7 @@
 
 #include "tools/kvq-bench/peer_ggml.h"
 
-#define KNOWN "ggml of August 2024, 0.9.3 and 0.21.0 are known to work"
+#define KNOWN "ggml of August 2024, 0.9.3, 0.21.0 and 0.25.3 are known to work"
 
 enum { MAX_LIBRARIES = 8, PATH_BYTES = 4096 };
 
