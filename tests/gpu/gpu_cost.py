@@ -158,6 +158,16 @@ class Model(unittest.TestCase):
         begun = self.predict(Fake(), cost.POINTS[0], start=1)["us"]
         self.assertAlmostEqual(begun - base, cost.START_US + cost.MERGE_US)
 
+    def test_raw_first_tokens(self):
+        """Two tiles, two reads each; sums once more; and a read until groups come again."""
+        kernel, point = Fake(), cost.POINTS[1]
+        kernel.raw, kernel.split = 300, 1000
+        with_, without = (cost.predict({(128, "s3"): kernel}, cost.H100, name, point)["us"]
+                          for name in ("kvq2", "kvq2-fm-s0"))
+        cycles = 2 * (300 * 1000 / 500 + 2 * cost.READ_CYCLES) + 1000 * cost.FIXED_CYCLES
+        self.assertAlmostEqual(with_ - without,
+                               (cycles + cost.READ_CYCLES) / cost.H100.ghz / 1e3)
+
     def test_last_items(self):
         """512 items on 396 places: some blocks of threads have two."""
         found = self.predict(Fake(), cost.POINTS[3])
