@@ -458,6 +458,8 @@ def run(suites, about):
     result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2, resultclass=Timed).run(suite)
     failed = len({test.id() for test, _ in result.failures + result.errors})
     skipped = len(result.skipped)
+    for test, why in result.skipped:
+        print(f"skipped: {test.id()}: {why}")
     print(f"{time.monotonic() - started:.1f} s")
     passed = max(0, result.testsRun - failed - skipped)  # a class that fails has run no test
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
