@@ -11,9 +11,6 @@
 #   tools/deps.sh cuda                the CUDA compiler for the GPU kernels, into build/cuda
 #   tools/deps.sh s3                  rclone, whose S3 server the remote tier is tested with, into
 #                                     build/s3
-#   tools/deps.sh transformers4       the oldest transformers that the Python package is tested
-#                                     with, into build/transformers4, beside a newer one that
-#                                     python3 has
 
 kvq_build_packages=(
     gcc g++ libc6-dev make cmake pkg-config python3
@@ -39,13 +36,6 @@ kvq_cuda_wheels=(
 
 # rclone as a Python wheel: Debian 12's is too old to serve S3.
 kvq_s3_wheel='rclone-adapter==0.2.0'
-
-# transformers 4, and what it needs in another version than transformers 5 or beside it. PyTorch and
-# the rest are those that python3 has.
-kvq_transformers4_wheels=(
-    'transformers==4.57.6' 'huggingface_hub==0.36.*' 'tokenizers==0.22.*' requests urllib3 idna
-    certifi charset-normalizer
-)
 
 # Prints the packages of the given kind that are not installed.
 kvq_missing_packages() {
@@ -132,38 +122,15 @@ kvq_install_s3() {
     fi
 }
 
-# Puts transformers 4 into build/transformers4, 140 MB. Returns 1, having said what is wrong, if it
-# cannot.
-kvq_install_transformers4() {
-    local folder=build/transformers4
-    PYTHONPATH=$folder python3 -c "import torch, transformers
-assert transformers.__version__ == '4.57.6'" 2>/dev/null && return 0
-    python3 -m pip --version >/dev/null 2>&1 || kvq_install_packages cuda || return 1
-    echo "Installing: ${kvq_transformers4_wheels[*]}"
-    mkdir -p build
-    if ! python3 -m pip install --no-deps --upgrade --target $folder \
-        "${kvq_transformers4_wheels[@]}" >build/pip-transformers4.log 2>&1 ||
-        ! PYTHONPATH=$folder python3 -c 'import torch, transformers' \
-            >>build/pip-transformers4.log 2>&1; then
-        tail -n 15 build/pip-transformers4.log
-        echo "pip could not install transformers 4; the log is in build/pip-transformers4.log. The"
-        echo "Python package is not tested with it. It needs a python3 that has PyTorch and"
-        echo "transformers 5."
-        return 1
-    fi
-}
-
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     cd "$(dirname "$0")/.." || exit 1
     case "${1:-build}" in
     build | loop | wheel | deb | vm | test | full) kvq_install_packages "${1:-build}" ;;
     cuda) kvq_install_cuda ;;
     s3) kvq_install_s3 ;;
-    transformers4) kvq_install_transformers4 ;;
-    -h | --help) sed -n '3,16s/^# \{0,1\}//p' "$0" ;;
+    -h | --help) sed -n '3,13s/^# \{0,1\}//p' "$0" ;;
     *)
-        echo "deps.sh: '$1' is none of build, loop, wheel, deb, vm, test, full, cuda," \
-            "s3, transformers4"
+        echo "deps.sh: '$1' is none of build, loop, wheel, deb, vm, test, full, cuda, s3"
         exit 2
         ;;
     esac

@@ -65,17 +65,23 @@ architectures() {
     if [ "$full" = 1 ]; then echo '80;90a;100;120'; else echo "${counted[commits % 2]}"; fi
 }
 
+# Sets launchers: what the release build compiles the test build has compiled, and another clone may
+# have.
+compiler_cache() {
+    launchers=()
+    command -v ccache >/dev/null || return 0
+    export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
+    launchers=("-DCMAKE_C_COMPILER_LAUNCHER=ccache" "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
+}
+
 # build PRESET [TARGET...]: configures and builds build/PRESET. Counts only a failure, or with no
 # test to follow (count=1) the build as one test.
 build() {
-    local preset=$1 targets=() options=()
+    local preset=$1 targets=() options=() launchers
     shift
     [ $# -gt 0 ] && targets=(--target "$@")
-    # What the release build compiles the test build has compiled, and another clone may have.
-    if command -v ccache >/dev/null; then
-        export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
-        options=("-DCMAKE_C_COMPILER_LAUNCHER=ccache" "-DCMAKE_CXX_COMPILER_LAUNCHER=ccache")
-    fi
+    compiler_cache
+    options=("${launchers[@]}")
     [ "$preset" = test ] && options+=(-DKVQ_PORTABLE=ON) # tests/gpu/gpu_pack.py moves it
     [ "$preset" = asan ] && [ "$full" = 1 ] && options+=(-DKVQ_SANITIZE_VECTORS=ON)
     # CI compiles the GPU kernels and counts their instructions, for one architecture, another one
@@ -348,17 +354,6 @@ part_e2e() {
     done
 }
 
-# The oldest version of transformers that is served, in the place of python3's own.
-under_transformers4() {
-    if ! kvq_install_transformers4; then
-        skipped=$((skipped + 1))
-        return
-    fi
-    check_counted "Python under transformers 4" 1200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" PYTHONPATH="$PWD/build/transformers4" \
-        python3 tests/e2e/transformers_test.py
-}
-
 part_python() {
     [ -d build/test ] || build test || return
     check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
@@ -367,16 +362,6 @@ part_python() {
         KVQ_BIN_DIR="$PWD/build/test/bin" \
         KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/python_misuse.py \
         --cases $((full ? 3000 : 400))
-    python3 -c 'import torch, transformers' 2>/dev/null || return 0
-    check_counted "Python under transformers" 1200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/transformers_test.py
-    [ "$full" = 0 ] || under_transformers4
-    check_counted "measuring models" 600 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/eval_test.py
-    check_counted "Python under vLLM" 1800 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/vllm_test.py
-    check_counted "kvq under llama.cpp" 600 env KVQ_BIN_DIR="$PWD/build/test/bin" \
-        KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/llama_test.py
 }
 
 # What users build, and nothing else.

@@ -3,6 +3,7 @@
 # Builds and tests everything, part by part.
 #
 #   tools/test.sh [--full] [--only PART]... [--list] [--jobs N] [--fuzz-seconds N] [--seeds N]
+#                 [--engines LIST]
 #
 #   --full            the long tier, two hours at most on two cores: longer fuzzing, more seeds,
 #                     longer attacks, clang-tidy over all but tests. Resumable: a part that passed
@@ -13,6 +14,8 @@
 #   --jobs N          compile and test with N jobs (default: all cores)
 #   --fuzz-seconds N  seconds for each fuzzer (default: a share of 48, of 600 with --full)
 #   --seeds N         --full: seeds that the kernel checks run with (default: 3)
+#   --engines LIST    of the part engines: some of transformers, transformers4, vllm, llama
+#                     (default: KVQ_ENGINES, or all)
 #
 # On Debian 12, as root or with sudo, it installs what it needs. Builds go to build/, so a second
 # run is quick; what the parts print goes to build/log/PART.log. The last line is
@@ -21,11 +24,12 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 . tools/deps.sh
 . tools/test-parts.sh
+. tools/test-engines.sh
 
-usage() { sed -n '3,19s/^# \{0,1\}//p' tools/test.sh; }
+usage() { sed -n '3,22s/^# \{0,1\}//p' tools/test.sh; }
 
 parts=(tidy format tests planted asan tsan fuzz e2e python install docs lint)
-long_parts=(kernels clang loop wheel deb compat attacks) # under --full alone
+long_parts=(kernels clang loop wheel deb compat engines attacks) # by --full or --only
 declare -A part_about=(
     [tidy]="house rules a script can see, and a self-test that plants a violation of each"
     [format]="clang-format over every source"
@@ -43,12 +47,13 @@ declare -A part_about=(
     [wheel]="a wheel with the daemon in it, in an environment of its own; under --full alone"
     [deb]="Debian packages, in a Debian with a systemd; under --full alone"
     [compat]="this version with the last release; under --full alone"
+    [engines]="kvq under transformers, vLLM and llama.cpp, which it installs; under --full alone"
     [loop]="tools/loop.sh, which builds and tests after an edit; under --full alone"
     [clang]="the optimized build with clang 14; under --full alone"
     [attacks]="simulations and attacks on the store for longer; under --full alone"
 )
 
-full=0 jobs=$(nproc) fuzz_seconds= seeds=3
+full=0 jobs=$(nproc) fuzz_seconds= seeds=3 engines=${KVQ_ENGINES:-${engine_names[*]}}
 only=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -56,6 +61,7 @@ while [ $# -gt 0 ]; do
     --only) only+=("${2:?--only needs a part}") && shift ;;
     --jobs) jobs=${2:?--jobs needs a number} && shift ;;
     --seeds) seeds=${2:?--seeds needs a number} && shift ;;
+    --engines) engines=${2:?--engines needs a list} && shift ;;
     --fuzz-seconds) fuzz_seconds=${2:?--fuzz-seconds needs a number} && shift ;;
     --list)
         for part in "${parts[@]}" "${long_parts[@]}"; do
@@ -74,6 +80,13 @@ done
 for part in "${only[@]}"; do
     if [ -z "${part_about[$part]:-}" ]; then
         echo "test.sh: there is no part '$part'; the parts are: ${parts[*]} ${long_parts[*]}" >&2
+        exit 2
+    fi
+done
+engines=$(xargs <<<"${engines//,/ }")
+for engine in ${engines:-''}; do
+    if [[ " ${engine_names[*]} " != *" $engine "* ]]; then
+        echo "test.sh: there is no engine '$engine'; the engines are: ${engine_names[*]}" >&2
         exit 2
     fi
 done
@@ -106,6 +119,7 @@ failures=()
 shown="$(source_state) $fuzz_seconds $seeds" # what a part that has passed has passed with
 for part in "${parts[@]}"; do
     stamp=build/full/$part
+    [ "$part" = engines ] && stamp+="-${engines// /-}" # these have passed, and not the others
     passed=0 failed=0 skipped=0
     part_started=$SECONDS
     if [ $full = 1 ] && [ "$(head -n 1 "$stamp" 2>/dev/null)" = "$shown" ]; then
@@ -131,7 +145,7 @@ done
 total_seconds=$((SECONDS - started))
 echo
 print_summary | tee build/log/summary.txt
-[ $full = 1 ] && [ ${#only[@]} = 0 ] && record_full_result
+[ $full = 1 ] && [ ${#only[@]} = 0 ] && [ "$engines" = "${engine_names[*]}" ] && record_full_result
 for failure in "${failures[@]}"; do echo "failed: $failure"; done
 echo "$total_passed passed, $total_failed failed"
 [ $total_failed = 0 ] && [ $total_passed -gt 0 ]
