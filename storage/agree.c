@@ -5,6 +5,7 @@
 // references and sums, and a wrong one would refuse every save, or delete what is alive. Each
 // query gives 0 or 1, in time linear in the catalog. Sums are taken of numbers modulo a prime, so
 // that one block in the place of another changes them.
+#include <assert.h>
 #include <stdio.h>
 
 #include "proto/status.h"
@@ -80,20 +81,29 @@ static const struct {
      "sessions)"},
 };
 
+size_t kvq__catalog_rules(void)
+{
+    return sizeof rules / sizeof *rules;
+}
+
+int kvq__catalog_keeps(struct kvq__catalog *k, size_t rule)
+{
+    int64_t wrong = 0;
+    sqlite3_stmt *s = NULL;
+    assert(rule < kvq__catalog_rules());
+    int rc = sqlite3_prepare_v2(k->db, rules[rule].sql, -1, &s, NULL);
+    int code = rc == SQLITE_OK ? kvq__number(k, s, 1, &wrong) : kvq__catalog_failed(k, rc);
+    (void)sqlite3_finalize(s);
+    if (code || !wrong)
+        return code;
+    snprintf(k->error, sizeof k->error, "%s", rules[rule].what);
+    return KVQ_E_DAMAGED;
+}
+
 int kvq__catalog_agree(struct kvq__catalog *k)
 {
-    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
-        int64_t wrong = 0;
-        sqlite3_stmt *s = NULL;
-        int rc = sqlite3_prepare_v2(k->db, rules[i].sql, -1, &s, NULL);
-        int code = rc == SQLITE_OK ? kvq__number(k, s, 1, &wrong) : kvq__catalog_failed(k, rc);
-        (void)sqlite3_finalize(s);
-        if (code)
-            return code;
-        if (wrong) {
-            snprintf(k->error, sizeof k->error, "%s", rules[i].what);
-            return KVQ_E_DAMAGED;
-        }
-    }
-    return KVQ_OK;
+    int rc = KVQ_OK;
+    for (size_t i = 0; i < kvq__catalog_rules() && rc == KVQ_OK; i++)
+        rc = kvq__catalog_keeps(k, i);
+    return rc;
 }

@@ -177,8 +177,11 @@ void kvq__catalog_close(struct kvq__catalog *k);
 // Whether SQLite finds the whole of it in order: 0, KVQ_E_DAMAGED, or what went wrong.
 int kvq__catalog_check(struct kvq__catalog *k);
 // Whether its rows agree with each other: 0, KVQ_E_DAMAGED with what does not, or what went wrong
-// (agree.c). Of one that is sound to SQLite.
+// (agree.c). Of one that is sound to SQLite. The second looks whether they keep one rule, of those
+// from 0 to kvq__catalog_rules() - 1.
 int kvq__catalog_agree(struct kvq__catalog *k);
+int kvq__catalog_keeps(struct kvq__catalog *k, size_t rule);
+size_t kvq__catalog_rules(void);
 // Keeps what SQLite says about one of its codes, and gives ours for it.
 int kvq__catalog_failed(struct kvq__catalog *k, int code);
 // Makes the tables, within a transaction that the caller began.

@@ -2,7 +2,8 @@
 //
 // What open does before anything else: makes catalog and segments agree.
 //
-//   1. The catalog is opened and checked. If it is damaged or missing it is made anew (rebuild.c).
+//   1. The catalog is opened, and checked unless it is as an orderly end has left it (closed.c). If
+//      it is damaged or missing it is made anew (rebuild.c).
 //   2. Behind what the catalog has committed in a segment, and in segments that it does not name,
 //      there may be COMMIT records. One that names a transaction before it which the catalog does
 //      not have means that the catalog has lost transactions: it is made anew as well.
@@ -157,15 +158,24 @@ static int load_segments(struct kvq_store *s)
     return rc;
 }
 
-static int load_catalog(struct kvq_store *s)
+// Whether all that it has is as it must be.
+static int check_catalog(struct kvq_store *s)
 {
-    char path[KVQ__PATH_BYTES];
-    kvq__path(s, catalog_files[0], path);
-    int rc = kvq__catalog_open(&s->catalog, s->io, path, s->read_only);
-    if (rc == KVQ_OK)
-        rc = kvq__catalog_check(&s->catalog);
+    int rc = kvq__catalog_check(&s->catalog);
     if (rc == KVQ_OK && !s->read_only) // where it cannot be made anew, what it has is better
         rc = kvq__catalog_agree(&s->catalog);
+    return rc;
+}
+
+static int load_catalog(struct kvq_store *s, struct kvq_store_report *report)
+{
+    char path[KVQ__PATH_BYTES];
+    bool in_order = kvq__closed_in_order(s);
+    kvq__path(s, catalog_files[0], path);
+    int rc = kvq__catalog_open(&s->catalog, s->io, path, s->read_only);
+    report->checked = rc == KVQ_OK && !in_order;
+    if (report->checked)
+        rc = check_catalog(s);
     if (rc == KVQ_OK)
         rc = load_counters(s);
     if (rc == KVQ_OK)
@@ -474,7 +484,7 @@ static int recover_read_only(struct kvq_store *s, const struct files *f,
                              struct kvq_store_report *report, const struct kvq__complaint *c)
 {
     assert(s->read_only);
-    int rc = load_catalog(s);
+    int rc = load_catalog(s, report);
     if (rc == KVQ_E_NO_SESSION)
         return refuse_anew("the catalog is missing", c);
     if (rc == KVQ_E_DAMAGED)
@@ -491,7 +501,7 @@ static int recover_read_only(struct kvq_store *s, const struct files *f,
 static int recover_writable(struct kvq_store *s, const struct files *f,
                             struct kvq_store_report *report, const struct kvq__complaint *c)
 {
-    int rc = load_catalog(s);
+    int rc = load_catalog(s, report);
     if (rc == KVQ_E_NO_SESSION) {
         report->created = f->n == 0;
         if (f->n)
@@ -552,6 +562,7 @@ int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
     if (rc == KVQ_OK) {
         if (!s->read_only)
             kvq__catalog_hold_some(s);
+        s->sound = !s->read_only;
         summarize_recovery(report);
         rc = kvq__measure_other(s);
         rc = rc ? kvq__io_complain(c, rc, "the folder", "listed") : KVQ_OK;

@@ -61,6 +61,10 @@ int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name
 int kvq__catalog_complain(struct kvq_store *s, int code, const struct kvq__complaint *c)
 {
     assert(code < 0);
+    if (code == KVQ_E_DAMAGED && s->sound) {
+        s->sound = false;
+        kvq__closed_forget(s);
+    }
     return kvq__complain(c, code, "the catalog: %s", s->catalog.error);
 }
 
@@ -249,6 +253,8 @@ void kvq_store_close(struct kvq_store **store)
         kvq__writer_undo(s);
     kvq__writer_free(s);
     kvq__catalog_close(&s->catalog);
+    if (s->sound && !s->read_only)
+        kvq__closed_note(s);
     kvq__segments_free(s);
     if (s->lock_file >= 0)
         s->io->close(s->io, s->lock_file);

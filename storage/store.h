@@ -58,9 +58,10 @@ struct kvq_store_options {
 
 enum { KVQ_STORE_MIN_CAP = 16 << 20 }; // bytes; the catalog needs some of it to be able to delete
 
-// What kvq_store_open found and did. All 0 if nothing was wrong.
+// What kvq_store_open found and did. All 0 but `checked` if nothing was wrong.
 struct kvq_store_report {
     bool created;
+    bool checked;              // all of the catalog was: it was not as an orderly end had left it
     bool rebuilt;              // the catalog was rebuilt from the segments
     uint32_t tails;            // segments with bytes behind the committed ones, which were cut
     uint64_t tail_bytes;       // of these
@@ -75,13 +76,15 @@ struct kvq_store_report {
 };
 
 // Opens or creates the store in a folder; creates the folder if its parent exists. Cuts off bytes
-// that were not committed. Renames a catalog that is missing, damaged, or older than the segments
-// to catalog.db.bad, and rebuilds the catalog from the segments, which reads all of them. report
-// may be NULL. Release with kvq_store_close. KVQ_E_BUSY: another process has the store open.
-// KVQ_E_VERSION: a newer version made the store; it is left as it is. On a read-only file system
-// the store opens read-only, and the report says so: calls that find, read, verify or export work,
-// and calls that write fail with KVQ_E_READ_ONLY. If the catalog would have to be rebuilt there,
-// the open fails with that code. Marks of damaged blocks then last until the store is closed.
+// that were not committed. Checks all rows of the catalog, unless it is to the byte what the last
+// run had left when it closed the store. Renames a catalog that is missing, damaged, or older than
+// the segments to catalog.db.bad, and rebuilds the catalog from the segments, which reads all of
+// them. report may be NULL. Release with kvq_store_close. KVQ_E_BUSY: another process has the store
+// open. KVQ_E_VERSION: a newer version made the store; it is left as it is. On a read-only file
+// system the store opens read-only, and the report says so: calls that find, read, verify or export
+// work, and calls that write fail with KVQ_E_READ_ONLY. If the catalog would have to be rebuilt
+// there, the open fails with that code. Marks of damaged blocks then last until the store is
+// closed.
 int kvq_store_open(const char *folder, const struct kvq_store_options *options,
                    struct kvq_store **store, struct kvq_store_report *report, char *text, size_t n);
 // The store's own number, which no other store has: not one that was begun anew in its folder.
@@ -291,7 +294,7 @@ struct kvq_store_verified {
     uint64_t bad_blocks;    // newly marked
     uint64_t good_again;    // marked before, sound now: their marks are removed
     uint32_t missing;       // segments that are not there, or shorter than the catalog says
-    bool catalog_bad;       // SQLite finds the catalog damaged; the next open makes it anew
+    bool catalog_bad;       // it is damaged, or its rows disagree; the next open makes it anew
     uint64_t sessions;      // that lack tokens by bad blocks, also of earlier runs
     char text[KVQ_TEXT_BYTES];
 };

@@ -135,6 +135,7 @@ struct kvq_store {
 
     pthread_mutex_t catalog_lock;
     struct kvq__catalog catalog;
+    bool sound; // it was when it was opened, and nothing has said otherwise since
 
     // The writer's.
     struct kvq__writer writer;
@@ -265,6 +266,15 @@ int kvq__by_number(const void *a, const void *b);
 // the table of segments with those that could be read.
 int kvq__rebuild(struct kvq_store *s, const uint64_t *numbers, size_t n,
                  struct kvq_store_report *report, const struct kvq__complaint *c);
+
+// ---- closed.c: catalog.sum, what the catalog is after an orderly end ----
+
+// Whether the catalog, which is not open, is to the byte what an orderly end has left.
+bool kvq__closed_in_order(struct kvq_store *s);
+// Notes what it is now, after it was closed. Of one that is sound, as far as is known.
+void kvq__closed_note(struct kvq_store *s);
+// It has turned out to be damaged: the next opening is to check all of it.
+void kvq__closed_forget(struct kvq_store *s);
 
 // ---- read.c ----
 

@@ -243,24 +243,33 @@ static uint64_t all_bytes(struct kvq_store *s)
     return sum;
 }
 
-// The catalog itself, and how many sessions bad blocks cut.
+// How many sessions bad blocks cut.
+static int count_cut(struct verify *f)
+{
+    struct kvq__catalog *k = &f->s->catalog;
+    int64_t cut = 0;
+    int rc = kvq__number(k, kvq__rows(k, KVQ_Q_SESSION_CUT, ""), 0, &cut);
+    f->v->sessions = (uint64_t)cut;
+    return rc;
+}
+
+// The catalog itself, and what it says of bad blocks. Others have the catalog between two rules.
 static int verify_catalog(struct verify *f)
 {
     struct kvq_store *s = f->s;
-    struct kvq__catalog *k = &s->catalog;
-    int64_t cut = 0;
-    pthread_mutex_lock(&s->catalog_lock);
-    int rc = kvq__catalog_check(k);
+    const size_t rules = kvq__catalog_rules();
+    int rc = KVQ_OK;
+    for (size_t i = 0; i <= rules + 1 && rc == KVQ_OK; i++) {
+        pthread_mutex_lock(&s->catalog_lock);
+        rc = i == 0       ? kvq__catalog_check(&s->catalog)
+             : i <= rules ? kvq__catalog_keeps(&s->catalog, i - 1)
+                          : count_cut(f);
+        if (rc)
+            rc = kvq__catalog_complain(s, rc, f->c);
+        pthread_mutex_unlock(&s->catalog_lock);
+    }
     f->v->catalog_bad = rc == KVQ_E_DAMAGED;
-    if (f->v->catalog_bad)
-        rc = KVQ_OK;
-    else if (rc == KVQ_OK)
-        rc = kvq__number(k, kvq__rows(k, KVQ_Q_SESSION_CUT, ""), 0, &cut);
-    if (rc)
-        rc = kvq__catalog_complain(s, rc, f->c);
-    pthread_mutex_unlock(&s->catalog_lock);
-    f->v->sessions = (uint64_t)cut;
-    return rc;
+    return f->v->catalog_bad ? KVQ_OK : rc;
 }
 
 static void summarize_damage(struct kvq_store_verified *v)

@@ -118,7 +118,8 @@ static int open_store(struct kvq__jobs *jobs, char *text)
         kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", dir,
                  kvq__log_quote(quoted, sizeof quoted, report.text));
     else
-        kvq__log(KVQ_LOG_INFO, "storage", "dir=%s created=%s", dir, report.created ? "yes" : "no");
+        kvq__log(KVQ_LOG_INFO, "storage", "dir=%s created=%s checked=%s", dir,
+                 report.created ? "yes" : "no", report.checked ? "yes" : "no");
     if (kvq__jobs_sweep(jobs->store, why) < 0) // they take room, and do no harm
         kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", dir,
                  kvq__log_quote(quoted, sizeof quoted, why));

@@ -491,6 +491,19 @@ class Ends(Stored):
 
 
 class Trouble(Stored):
+    def test_checked_after_a_kill(self):
+        """All of the catalog is looked at after a kill, and not after an end in order."""
+        tokens = Tokens(1, 40)
+        session = self.client.session(tokens.rows, "f16", name="it")
+        tokens.feed(self.queue, session, 10, attend=False)
+        session.save()
+        for kill, checked in (False, "no"), (True, "yes"), (False, "no"):
+            self.again(kill=kill)
+            self.daemon.wait_log("event=storage dir=.* checked=" + checked)
+            session = self.client.session(tokens.rows, "f16", name="it", must_exist=True)
+            tokens.feed(self.queue, session, 10, attend=False)
+            session.save()
+
     def test_folder_with_blanks(self):
         """A folder's name does not read as further words of a line."""
         folder = self.folder

@@ -184,7 +184,8 @@ PLAIN_TEST(older_catalog_on_a_sick_disk)
     assert_says(k.report.text, "older than the segments");
 }
 
-// An edit after which saves go on; the next opening says what is wrong, and undoes it.
+// An edit of an open store, after which saves go on: verify finds it, as nothing else does before
+// the next end that is none in order, and the next opening says what is wrong, and undoes it.
 static void edit_is_undone(const char *sql)
 {
     begin_store(31, 31);
@@ -196,6 +197,7 @@ static void edit_is_undone(const char *sql)
     assert_int_equal(sqlite3_exec(k.store->catalog.db, sql, NULL, NULL, NULL), SQLITE_OK);
     if (kit_save(&k, &w, "other"))
         fail_msg("%s: %s", sql, k.text);
+    assert_true(verified().catalog_bad);
     reopen_store();
     if (!k.report.rebuilt || !strstr(k.report.text, "a session has a value that none can have"))
         fail_msg("%s: \"%s\"", sql, k.report.text);
@@ -207,6 +209,133 @@ PLAIN_TEST(values_that_none_can_have)
     edit_is_undone("UPDATE sessions SET tokens=9223372036854775807"); // which nobody can add up
     edit_is_undone("UPDATE sessions SET tokens=16777217 WHERE shard=1");
     edit_is_undone("UPDATE sessions SET shards=65 WHERE name='group'");
+}
+
+// ---- What an orderly end leaves ----
+
+static const char *const sum_file = "/store/catalog.sum";
+
+static void power_fails(void)
+{
+    disk.crashed = true;
+    kvq_store_close(&k.store);
+    fault_crash(&disk);
+}
+
+static void edit_catalog(const char *sql)
+{
+    struct kvq__catalog edited;
+    assert_int_equal(kvq__catalog_open(&edited, &disk.io, catalog, false), 0);
+    assert_int_equal(sqlite3_exec(edited.db, sql, NULL, NULL, NULL), SQLITE_OK);
+    kvq__catalog_close(&edited);
+}
+
+// All rows are looked at after an end that was none in order, and only then.
+PLAIN_TEST(checked_after_a_crash)
+{
+    begin_store(32, 32);
+    save_small(&k, &w, 0);
+    for (int i = 1; i < 4; i++) {
+        reopen_store();
+        assert_false(k.report.checked);
+        save_small(&k, &w, i);
+    }
+    power_fails();
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_true(k.report.checked && !k.report.rebuilt);
+    check(&k, &w, "after a crash");
+    reopen_store();
+    assert_false(k.report.checked);
+    kvq_store_close(&k.store);
+    disk.read_only = true;
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    assert_false(k.report.checked);
+}
+
+// Rows that disagree, under an end in order and under a crash.
+PLAIN_TEST(damage_is_found_after_any_end)
+{
+    for (int crash = 0; crash < 2; crash++) {
+        begin_store(33, 33);
+        save_small(&k, &w, 0);
+        reopen_store();
+        save_small(&k, &w, 1);
+        if (crash)
+            power_fails();
+        else
+            kvq_store_close(&k.store);
+        edit_catalog("UPDATE blocks SET refs=refs+1");
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        assert_true(k.report.checked && k.report.rebuilt);
+        check(&k, &w, "edited");
+    }
+}
+
+// The note of an earlier end comes back, beside a later catalog: with what came since in the WAL,
+// in the database, and with the database as it was then.
+PLAIN_TEST(note_of_an_earlier_end)
+{
+    for (int i = 0; i < 3; i++) {
+        begin_store(34, 34);
+        save_small(&k, &w, 0);
+        kvq_store_close(&k.store);
+        struct fault_file note = *fault_find(&disk, sum_file);
+        uint8_t bytes[64];
+        assert_true(note.bytes <= sizeof bytes);
+        memcpy(bytes, note.data, note.bytes);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        save_small(&k, &w, 1);
+        save_small(&k, &w, 2);
+        if (i == 1)
+            assert_int_equal(
+                sqlite3_exec(k.store->catalog.db, "PRAGMA wal_checkpoint", NULL, NULL, NULL),
+                SQLITE_OK);
+        power_fails();
+        int file = disk.io.open(&disk.io, sum_file, KVQ_IO_WRITE | KVQ_IO_CREATE);
+        assert_int_equal(disk.io.write(&disk.io, file, bytes, note.bytes, 0), (int)note.bytes);
+        disk.io.close(&disk.io, file);
+        if (i == 2)
+            (void)disk.io.unlink(&disk.io, "/store/catalog.db-wal");
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        assert_int_equal(k.report.checked, i < 2);
+        assert_int_equal(k.report.rebuilt, i == 2); // for it is older than the segments
+        check(&k, &w, "an earlier note");
+    }
+}
+
+// Whatever the note says that no end has written, all is checked.
+PLAIN_TEST(note_that_is_none)
+{
+    begin_store(35, 35);
+    save_small(&k, &w, 0);
+    for (uint64_t i = 0; i < 50; i++) {
+        kvq_store_close(&k.store);
+        struct fault_file *note = fault_find(&disk, sum_file);
+        assert_int_equal(note->bytes, 48);
+        if (i < 48)
+            note->data[i] ^= (uint8_t)(1u << i % 8);
+        else if (i == 48)
+            note->bytes = 47;
+        else
+            assert_int_equal(disk.io.unlink(&disk.io, sum_file), 0);
+        assert_int_equal(kit_open(&k, &disk.io), 0);
+        assert_true(k.report.checked && !k.report.rebuilt);
+    }
+    check(&k, &w, "no note");
+}
+
+// At the cap no page is taken for it.
+PLAIN_TEST(note_at_the_cap)
+{
+    begin_disk(36, (struct kit){.options = {.cap_bytes = KVQ_STORE_MIN_CAP}}, 36);
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    save_small(&k, &w, 0);
+    k.store->cap_bytes = status_of_store().physical_bytes;
+    kvq_store_close(&k.store);
+    assert_null(fault_find(&disk, sum_file));
+    assert_int_equal(kit_open(&k, &disk.io), 0);
+    kvq_store_close(&k.store);
+    assert_non_null(fault_find(&disk, sum_file));
 }
 
 // ---- Damage that the segments have as well ----
