@@ -110,6 +110,8 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(SESSION_LIST, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"    \
                     "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE id>? "     \
                     "AND (space=?2 OR ?2 IS NULL) ORDER BY id LIMIT ?3")                           \
+    X(SESSION_LEFT, "SELECT s.id,manifest,blocks FROM spaces p CROSS JOIN sessions s ON "          \
+                    "s.space=p.space WHERE name>=? AND name<? AND save<=? LIMIT ?")                \
     X(SESSION_META, "SELECT meta FROM sessions WHERE id=?")                                        \
     X(SESSION_SAVE, "SELECT save,tokens FROM sessions WHERE id=?")                                 \
     X(SESSION_DROP, "DELETE FROM sessions WHERE id=?")                                             \

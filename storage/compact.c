@@ -8,7 +8,10 @@
 #include "proto/status.h"
 #include "storage/save.h"
 
-enum { MOVES = 256 }; // records that one call moves at most
+enum {
+    MOVES = 256,          // records that one call moves at most
+    SWEEP_BLOCKS = 16384, // of the sessions that one transaction deletes
+};
 
 // What has to be dead in a segment for it to be worth copying the rest: more than the copy adds,
 // the front of a segment, a COMMIT and what fills its page, or compaction would never end; and an
@@ -59,7 +62,7 @@ static int write_drops(struct kvq_store *s, struct shard *shards, size_t n,
                        const struct kvq__complaint *c)
 {
     int rc = KVQ_OK;
-    assert(n > 0 && n <= KVQ_MAX_SHARDS);
+    assert(n > 0);
     for (size_t i = 0; i < n && rc == KVQ_OK; i++)
         rc = kvq__append(s, KVQ_RECORD_DROP, s->next_block++, &shards[i].session,
                          sizeof shards[i].session, &shards[i].drop, c);
@@ -130,6 +133,64 @@ int kvq_store_delete(struct kvq_store *store, const char *space, const char *nam
                 : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     if (rc == KVQ_OK)
         rc = delete_shards(store, shards, count, &c);
+    free(shards);
+    kvq__write_end(store);
+    return rc;
+}
+
+// Up to *count of them into shards, which has room for so many, and no more blocks than fit well
+// into one transaction.
+static int find_left(struct kvq_store *s, const char *from, const char *below, struct shard *shards,
+                     size_t *count, const struct kvq__complaint *c)
+{
+    struct kvq__catalog *k = &s->catalog;
+    uint64_t blocks = 0;
+    size_t n = 0;
+    pthread_mutex_lock(&s->catalog_lock);
+    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SESSION_LEFT, "ttii", from, below,
+                                   (int64_t)s->found_transaction, (int64_t)*count);
+    int rc = kvq__next(k, rows);
+    while (rc == 1) {
+        uint64_t more = (uint64_t)sqlite3_column_int64(rows, 2);
+        if (n && blocks + more > SWEEP_BLOCKS)
+            break;
+        assert(n < *count);
+        blocks += more;
+        shards[n++] = (struct shard){.session = (uint64_t)sqlite3_column_int64(rows, 0),
+                                     .manifest = (uint64_t)sqlite3_column_int64(rows, 1),
+                                     .blocks = more};
+        rc = kvq__next(k, rows);
+    }
+    if (rc == 1)
+        (void)sqlite3_reset(rows);
+    if (rc < 0)
+        rc = kvq__catalog_complain(s, rc, c);
+    pthread_mutex_unlock(&s->catalog_lock);
+    *count = n;
+    return rc < 0 ? rc : KVQ_OK;
+}
+
+int kvq_store_sweep(struct kvq_store *store, const char *from, const char *below, uint32_t most,
+                    uint32_t *deleted, char *text, size_t n)
+{
+    const struct kvq__complaint c = kvq__store_complaint(store, text, n);
+    size_t count = most;
+    *deleted = 0;
+    assert(most > 0);
+    int rc = kvq__write_begin(store, &c);
+    if (rc)
+        return rc;
+    struct shard *shards = calloc(most, sizeof *shards);
+    rc = shards ? find_left(store, from, below, shards, &count, &c)
+                : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
+    if (rc == KVQ_OK && count > 0)
+        rc = delete_shards(store, shards, count, &c);
+    if (rc == KVQ_E_NO_SPACE && count > 1) { // there is always room to delete one
+        count = 1;
+        rc = delete_shards(store, shards, count, &c);
+    }
+    if (rc == KVQ_OK)
+        *deleted = (uint32_t)count;
     free(shards);
     kvq__write_end(store);
     return rc;

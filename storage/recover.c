@@ -563,6 +563,7 @@ int kvq__recover(struct kvq_store *s, struct kvq_store_report *report,
         if (!s->read_only)
             kvq__catalog_hold_some(s);
         s->sound = !s->read_only;
+        s->found_transaction = s->last_transaction;
         summarize_recovery(report);
         rc = kvq__measure_other(s);
         rc = rc ? kvq__io_complain(c, rc, "the folder", "listed") : KVQ_OK;

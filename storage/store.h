@@ -249,6 +249,12 @@ int kvq_store_good_tokens(struct kvq_store *store, const struct kvq_store_sessio
 int kvq_store_delete(struct kvq_store *store, const char *space, const char *name, char *text,
                      size_t n);
 
+// Deletes sessions with from <= name < below, of all namespaces, that were last saved before the
+// store was opened: up to `most` shards in one transaction. *deleted says how many; 0: there are
+// none.
+int kvq_store_sweep(struct kvq_store *store, const char *from, const char *below, uint32_t most,
+                    uint32_t *deleted, char *text, size_t n);
+
 struct kvq_store_freed {
     uint32_t segments; // files removed
     uint64_t bytes;    // physical, of these

@@ -87,6 +87,9 @@ struct kvq__jobs {
     struct kvq__used_name *named; // likewise
     uint32_t n_named, room_named;
     bool untidy;         // something was written since there was nothing to be compacted
+    bool unswept;        // there may be unnamed sessions of an earlier run,
+    bool sweeping;       // of which some are being deleted,
+    uint32_t swept;      // and so many were
     bool watching;       // somebody looks at the store
     uint64_t watched_ns; // when that began, the last time
 
@@ -267,8 +270,12 @@ bool kvq__jobs_is_whole(struct kvq__task *task, uint64_t stamp);
 
 // No more orders are taken; those that were end.
 void kvq__jobs_stop_orders(struct kvq__jobs *jobs);
-// Deletes sessions without a name that a run before has left. 0 or a code with a text.
-int kvq__jobs_sweep(struct kvq_store *store, char *text);
+// Begins to delete sessions without a name that a run before has left, if there may be some: some
+// in each transaction, in the turns of others. The loop's thread.
+void kvq__jobs_sweep(struct kvq__jobs *jobs);
+// Deletes all of them now, for who lacks room. How many. On a thread of libuv's, in the turn of a
+// task that writes.
+uint32_t kvq__jobs_sweep_all(struct kvq_store *store);
 
 // ---- remote.c: commands ----
 

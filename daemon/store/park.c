@@ -10,6 +10,8 @@
 #include "daemon/log/log.h"
 #include "daemon/store/internal.h"
 
+enum { SWEEP_MOST = 512 }; // unnamed sessions that one transaction deletes
+
 // A task that carries a job out, allocated.
 struct job_task {
     struct kvq__task task;
@@ -238,33 +240,78 @@ void kvq__jobs_stop_orders(struct kvq__jobs *jobs)
 
 // ---- What a run before has left ----
 
-// Deletes sessions without names among those found. The last id that was looked at.
-static uint64_t delete_unnamed(struct kvq_store *store, const struct kvq_store_session *found,
-                               uint32_t n, uint32_t *deleted, char *text)
+// Any thread, in the turn of a task that writes. How many; none that cannot be deleted.
+static uint32_t sweep_some(struct kvq_store *store, char *text, int *rc)
 {
-    for (uint32_t i = 0; i < n; i++)
-        if (found[i].name[0] == '#')
-            *deleted +=
-                kvq_store_delete(store, found[i].space, found[i].name, text, KVQ_TEXT_BYTES) == 0;
-    return n ? found[n - 1].id : 0;
+    uint32_t n = 0;
+    *rc = kvq_store_sweep(store, "#", "$", SWEEP_MOST, &n, text, KVQ_TEXT_BYTES);
+    return n;
 }
 
-int kvq__jobs_sweep(struct kvq_store *store, char *text)
+uint32_t kvq__jobs_sweep_all(struct kvq_store *store)
 {
-    enum { MOST = 256 };
-    struct kvq_store_session *found = calloc(MOST, sizeof *found);
+    char text[KVQ_TEXT_BYTES];
+    uint32_t sum = 0, n;
+    int rc;
+    while ((n = sweep_some(store, text, &rc)) > 0)
+        sum += n;
+    return sum;
+}
+
+struct sweep {
+    struct kvq__task task;
+    uint32_t n;
+};
+
+static struct sweep *sweep_of(struct kvq__task *t)
+{
+    return (struct sweep *)t; // its first member
+}
+
+// On a thread of libuv's.
+static void sweep_at_work(struct kvq__task *t)
+{
     struct kvq_store_freed freed;
-    uint32_t n = MOST, gone = 0;
-    uint64_t after = 0;
-    int rc = found ? 0 : KVQ_E_NO_MEMORY;
-    while (rc == 0 && n == MOST) {
-        rc = kvq_store_list(store, NULL, after, found, MOST, &n, text, KVQ_TEXT_BYTES);
-        after = rc ? 0 : delete_unnamed(store, found, n, &gone, text);
+    sweep_of(t)->n = sweep_some(t->jobs->store, t->text, &t->rc);
+    if (sweep_of(t)->n == 0 && t->rc == 0 && t->jobs->swept)
+        kvq_store_gc(t->jobs->store, &freed, NULL, 0);
+}
+
+static void sweep(struct kvq__task *t)
+{
+    kvq__task_take_turn(t);
+    kvq__task_at_work(t, sweep_at_work);
+}
+
+// They take room, and do no harm: what cannot be deleted stays until the next start.
+static void sweep_done(struct kvq__task *t)
+{
+    char quoted[KVQ_TEXT_BYTES + 16];
+    struct kvq__jobs *jobs = t->jobs;
+    jobs->swept += sweep_of(t)->n;
+    jobs->sweeping = false;
+    jobs->unswept = sweep_of(t)->n > 0;
+    if (t->rc < 0 && t->rc != KVQ_E_READ_ONLY)
+        kvq__log(KVQ_LOG_WARN, "storage", "text=%s",
+                 kvq__log_quote(quoted, sizeof quoted, t->text));
+    if (!jobs->unswept && jobs->swept)
+        kvq__log(KVQ_LOG_INFO, "storage", "unnamed_sessions_deleted=%u", jobs->swept);
+    free(sweep_of(t));
+    kvq__jobs_sweep(jobs);
+}
+
+void kvq__jobs_sweep(struct kvq__jobs *jobs)
+{
+    if (!jobs->unswept || jobs->sweeping || jobs->ended || jobs->draining)
+        return;
+    struct sweep *s = calloc(1, sizeof *s);
+    if (!s || kvq__task_make(jobs, &s->task) < 0) {
+        free(s);
+        return;
     }
-    if (gone) {
-        kvq_store_gc(store, &freed, NULL, 0);
-        kvq__log(KVQ_LOG_INFO, "storage", "unnamed_sessions_deleted=%u", gone);
-    }
-    free(found);
-    return rc;
+    jobs->sweeping = true;
+    s->task.peer = &self;
+    s->task.done = sweep_done;
+    s->task.doing = "deleting what an earlier run has parked";
+    kvq__task_start(&s->task, sweep);
 }

@@ -96,6 +96,7 @@ static void on_tick(uv_timer_t *timer)
     bool idle = jobs->server->config.save_idle_seconds > 0;
     if (jobs->n_own == 0 && !jobs->draining)
         look_for_unsaved(jobs, KVQ__UNSAVED_LEFT | (idle ? KVQ__UNSAVED_IDLE : 0));
+    kvq__jobs_sweep(jobs);
     kvq__jobs_tidy(jobs);
     kvq__jobs_watch(jobs);
 }
@@ -120,9 +121,7 @@ static int open_store(struct kvq__jobs *jobs, char *text)
     else
         kvq__log(KVQ_LOG_INFO, "storage", "dir=%s created=%s checked=%s", dir,
                  report.created ? "yes" : "no", report.checked ? "yes" : "no");
-    if (kvq__jobs_sweep(jobs->store, why) < 0) // they take room, and do no harm
-        kvq__log(KVQ_LOG_WARN, "storage", "dir=%s text=%s", dir,
-                 kvq__log_quote(quoted, sizeof quoted, why));
+    jobs->unswept = true;
     return 0;
 }
 

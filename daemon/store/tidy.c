@@ -184,6 +184,7 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
 {
     struct kvq_store_freed freed;
     uint64_t sum = 0;
+    (void)kvq__jobs_sweep_all(jobs->store);
     if (kvq_store_gc(jobs->store, &freed, NULL, 0) < 0)
         return false;
     sum = freed.bytes;

@@ -540,6 +540,60 @@ PLAIN_TEST(used)
         assert_int_equal(all[i].used_at, 1000 + i + (i >= GONE));
 }
 
+static int save_empty(const char *space, const char *name, uint32_t shards)
+{
+    struct kvq_save *save;
+    const size_t room = sizeof k.text;
+    int rc = kvq_save_begin(k.store, &save, k.text, room);
+    for (uint32_t i = 0; i < shards && rc == 0; i++) {
+        const struct kvq_store_meta m = {
+            .space = space, .name = name, .shard = i, .shards = shards, .tokens = 1};
+        rc = kvq_save_session(save, &m, k.text, room);
+    }
+    return rc ? rc : kvq_save_commit(&save, k.text, room);
+}
+
+// Until none is left, in steps of two. How many steps it took.
+static uint32_t sweep_by_two(void)
+{
+    for (uint32_t steps = 0, n;; steps++) {
+        fault_reset_counts(&disk);
+        assert_int_equal(kvq_store_sweep(k.store, "#", "$", 2, &n, k.text, sizeof k.text), 0);
+        if (n == 0) {
+            assert_int_equal(disk.n_syncs, 0);
+            return steps;
+        }
+    }
+}
+
+// What an earlier run has left goes, some in each transaction, in all namespaces, and stays away if
+// the catalog is lost; nothing that has a name, or that this run has saved, goes.
+PLAIN_TEST(swept)
+{
+    static const char *const names[] = {"#1", "#2", "#2222", "named", "#3", "\"", "$", "a#"};
+    struct kvq_store_session all[32];
+    uint32_t n;
+    begin_store(8, 0);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        assert_int_equal(save_empty("uid-1", names[i], 1), 0);
+        assert_int_equal(save_empty("uid-2", names[i], 3), 0);
+    }
+    assert_int_equal(sweep_by_two(), 0);
+    reopen_store();
+    assert_int_equal(save_empty("uid-1", "#3", 1), 0);
+    assert_int_equal(save_empty("uid-1", "#4", 1), 0);
+    assert_int_equal(sweep_by_two(), (3 + 4 * 3 + 1) / 2);
+    for (int lost = 0; lost < 2; lost++) {
+        assert_int_equal(kvq_store_list(k.store, NULL, 0, all, 32, &n, k.text, sizeof k.text), 0);
+        assert_int_equal(n, 4 + 4 * 3 + 2);
+        for (uint32_t i = 0; i < n; i++)
+            if (all[i].name[0] == '#')
+                assert_true(strcmp(all[i].space, "uid-1") == 0 &&
+                            (strcmp(all[i].name, "#3") == 0 || strcmp(all[i].name, "#4") == 0));
+        reopen_without_catalog();
+    }
+}
+
 // A folder that the store has made is there after a loss of power, with what was saved in it.
 PLAIN_TEST(new_folder)
 {

@@ -444,19 +444,19 @@ PLAIN_TEST(opened_at_nothing)
 
 // A session of a long prompt: it shares its first page with all others, and has the hashes of all
 // pages, which lie wherever they belong among those of all sessions.
-static int save_prompt(const char *name, uint32_t number)
+static int save_prompt(const char *name, uint32_t number, uint32_t pages)
 {
     struct kvq_save *save;
     uint8_t data[64], hash[KVQ_PREFIX_BYTES];
     uint64_t id;
     const struct kvq_place at = {0, 0, 1, 0};
     const struct kvq_store_meta meta = {
-        .space = "full", .name = name, .shards = 1, .tokens = PROMPT_PAGES * 128};
+        .space = "full", .name = name, .shards = 1, .tokens = pages * 128};
     assert_int_equal(kvq_save_begin(store, &save, text, sizeof text), 0);
     int rc = kvq_save_session(save, &meta, text, sizeof text);
     world_fill(number, data, sizeof data);
     rc = rc ? rc : kvq_save_put(save, &at, data, sizeof data, &id, text, sizeof text);
-    for (uint32_t i = 0; i < PROMPT_PAGES && rc == 0; i++) {
+    for (uint32_t i = 0; i < pages && rc == 0; i++) {
         world_fill(number * PROMPT_PAGES + i, hash, sizeof hash);
         rc = kvq_save_prefix(save, hash, text, sizeof text);
     }
@@ -474,13 +474,42 @@ PLAIN_TEST(scattered)
     assert_int_equal(open_it(), 0);
     for (uint32_t i = 0; i < PROMPTS; i++) {
         snprintf(name, sizeof name, "prompt%u", i);
-        if (save_prompt(name, i))
+        if (save_prompt(name, i, PROMPT_PAGES))
             fail_msg("%s: %s", name, text);
     }
     for (uint32_t i = 0; i < PROMPTS; i++) {
         fill_up();
         drop(numbered("prompt", i));
     }
+    check_store();
+    kvq_store_close(&store);
+    place->end();
+}
+
+// More of them than one transaction has room to delete.
+PLAIN_TEST(swept_at_nothing)
+{
+    char name[16];
+    const uint32_t sessions = 4 * PROMPTS, pages = PROMPT_PAGES / 4;
+    uint32_t n, sum = 0;
+    place = &places[0];
+    assert_true(place->make());
+    assert_int_equal(open_it(), 0);
+    for (uint32_t i = 0; i < sessions; i++) {
+        snprintf(name, sizeof name, "#%u", i);
+        assert_int_equal(save_prompt(name, i, pages), 0);
+    }
+    assert_int_equal(save_prompt("prompt", sessions, pages), 0);
+    kvq_store_close(&store);
+    assert_int_equal(open_it(), 0);
+    do {
+        fill_up();
+        if (kvq_store_sweep(store, "#", "$", sessions, &n, text, sizeof text))
+            fail_msg("%u are deleted: %s", sum, text);
+        sum += n;
+    } while (n);
+    assert_int_equal(sum, sessions);
+    drop("prompt");
     check_store();
     kvq_store_close(&store);
     place->end();
