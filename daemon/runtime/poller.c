@@ -689,8 +689,8 @@ static void *poller_main(void *context)
         } else {
             rest_poller(p);
         }
+        kvq__core_clock(p->core, p->now); // by which deadlines of what waits are over
         if (p->now >= p->tick_at) {
-            kvq__core_clock(p->core, p->now);
             kvq__core_tick(p->core);
             p->tick_at = p->now + TICK_NS;
         }

@@ -459,6 +459,19 @@ PLAIN_TEST(test_slices)
     }
 }
 
+// What waits is looked at by the core's time of this turn, so that a deadline is not answered a
+// tick late.
+PLAIN_TEST(test_time_goes_on_while_requests_wait)
+{
+    enum { LOOK_NS = 2000000 };
+    fake_time = (struct fake_time){.now = 1, .look_ns = LOOK_NS, .item_ns = 5000};
+    begin(1, 0);
+    call(&c, KVQ_OP_APPEND, 1, 30, 0); // waits for so many looks
+    end();
+    fake_time.item_ns = 0;
+    assert_in_range(fake_time.behind, 1, LOOK_NS);
+}
+
 struct held {
     struct kvq__mail mail; // first
     uint32_t there, gate;

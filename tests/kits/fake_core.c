@@ -50,7 +50,7 @@ void fake_queue_free(struct kvq__queue *queue)
 void kvq__core_clock(struct kvq__core *core, uint64_t now_ns)
 {
     (void)core;
-    (void)now_ns;
+    fake_time.told = now_ns;
     poller_thread = true;
 }
 
@@ -162,6 +162,8 @@ enum kvq__progress kvq__request_start(struct kvq__queue *queue)
 enum kvq__progress kvq__request_continue(struct kvq__queue *queue)
 {
     assert(queue->under_way);
+    if (fake_time.item_ns && fake_time.now - fake_time.told > fake_time.behind)
+        fake_time.behind = fake_time.now - fake_time.told;
     if (queue->header.op == KVQ_OP_APPEND)
         return --queue->waits > 0 ? KVQ__WAIT : done(queue, 0);
     if (queue->header.op == KVQ_OP_READ)

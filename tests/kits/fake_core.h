@@ -43,6 +43,8 @@ struct kvq__core {
 struct fake_time {
     uint64_t now, look_ns, item_ns; // what a look and an item take
     uint32_t items, most;           // since the last look; between any two
+    uint64_t told, behind; // what the core was told last; how far at most that was behind the time
+                           // when a request went on
 };
 extern struct fake_time fake_time;
 uint64_t fake_clock(void);
