@@ -20,18 +20,19 @@
 #include "proto/sync.h"
 
 enum {
-    TICK_NS = 100000000,     // the core's bookkeeping
-    RETRY_NS = 1000000,      // a waiting request looks again
-    SLICE_NS = 20000,        // items are run for so long between two looks at the rings, or for
-    SLICE_MOST_NS = 1000000, // as long as the look took, up to so long
-    TURN_UNITS = 64,         // a client's part of a look: each request that is started or continued
-    REQUEST_UNITS = 4,       // counts so many, and one more for each entry
-    COUNT_NS = 50000,        // runnable clients are counted anew
-    ACTIVE_NS = 1000000,     // a client thread that sent something this recently is runnable
-    SPIN_FLOOR_NS = 10000,   // after work the poller looks at least so long, if it may spin
-    LOST_NS = 100000,        // a turn of an idle spin that takes longer had lost its CPU
-    LOST_AGAIN_NS = 2000000, // lost twice within this time: the CPUs are crowded
-    CROWDED_NS = 20000000,   // nobody spins for so long then
+    TICK_NS = 100000000,      // the core's bookkeeping
+    RETRY_NS = 1000000,       // a waiting request looks again
+    SLICE_NS = 20000,         // items are run for so long between two looks at the rings, or for
+    SLICE_MOST_NS = 10000000, // as long as the look took, up to so long
+    MAIL_NS = 1000000,        // and mail is taken for so long
+    TURN_UNITS = 64,          // a client's part of a look: each request that begins or goes on
+    REQUEST_UNITS = 4,        // counts so many, and one more for each entry
+    COUNT_NS = 50000,         // runnable clients are counted anew
+    ACTIVE_NS = 1000000,      // a client thread that sent something this recently is runnable
+    SPIN_FLOOR_NS = 10000,    // after work the poller looks at least so long, if it may spin
+    LOST_NS = 100000,         // a turn of an idle spin that takes longer had lost its CPU
+    LOST_AGAIN_NS = 2000000,  // lost twice within this time: the CPUs are crowded
+    CROWDED_NS = 20000000,    // nobody spins for so long then
     BACKGROUND_SLOT = KVQ_MAX_PORTS,
     EVENTS = 64,
 };
@@ -422,33 +423,6 @@ static bool look_port(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
     return !(retry && progress == KVQ__WAIT);
 }
 
-// Looks at the client's ports, from where the last look ended, until its part of the turn is used.
-static bool look_member(struct kvq__poller *p, struct kvq__member *member)
-{
-    uint32_t used = 0;
-    bool busy = false;
-    for (uint32_t n = member->n_ports; n > 0 && used < TURN_UNITS; n--) {
-        assert(member->next);
-        struct kvq__port *port = member->next;
-        member->next = port_after(port); // before it closes
-        busy |= look_port(p, port, &used);
-    }
-    return busy;
-}
-
-static bool look_at_ports(struct kvq__poller *p)
-{
-    struct kvq__member *member = TAILQ_FIRST(&p->members), *next;
-    bool busy = false;
-    for (; member; member = next) {
-        next = TAILQ_NEXT(member, link); // its last port may close
-        busy |= look_member(p, member);
-    }
-    return busy;
-}
-
-// ---- Items ----
-
 // Whether other threads are to help with the work.
 static bool wants_workers(const struct kvq__poller *p, const struct kvq__work *work)
 {
@@ -470,6 +444,35 @@ static void feed_workers(struct kvq__poller *p)
     if (given)
         kvq__workers_wake(p->workers, given);
 }
+
+// Looks at the client's ports, from where the last look ended, until its part of the turn is used.
+static bool look_member(struct kvq__poller *p, struct kvq__member *member)
+{
+    uint32_t used = 0;
+    bool busy = false;
+    for (uint32_t n = member->n_ports; n > 0 && used < TURN_UNITS; n--) {
+        assert(member->next);
+        struct kvq__port *port = member->next;
+        member->next = port_after(port); // before it closes
+        busy |= look_port(p, port, &used);
+    }
+    return busy;
+}
+
+static bool look_at_ports(struct kvq__poller *p)
+{
+    struct kvq__member *member = TAILQ_FIRST(&p->members), *next;
+    bool busy = false;
+    for (; member; member = next) {
+        next = TAILQ_NEXT(member, link); // its last port may close
+        busy |= look_member(p, member);
+        if (!kvq__schedule_empty(&p->schedule) && kvq_word_load(&p->config.page->awake) > 1)
+            feed_workers(p); // who are awake need not wait for the end of the look
+    }
+    return busy;
+}
+
+// ---- Items ----
 
 // A slice of time for items: as long as the turn has taken so far, within its bounds, so that
 // whatever clients make the poller look at takes half of its time at most.
@@ -629,9 +632,8 @@ static void sleep_until_woken(struct kvq__poller *p)
     count_runnable(p);
     kvq_ring_sleep_begin(flag);
     kvq__core_wake(p->core, notify, p);
-    if (!look_before_sleep(p)) {
+    if (!look_before_sleep(p))
         epoll_wait(p->epoll, events, EVENTS, (int)((until + 999999) / 1000000));
-    }
     kvq_ring_sleep_end(flag);
     p->now = p->config.clock();
     p->count_at = 0;
@@ -651,14 +653,14 @@ static void rest_poller(struct kvq__poller *p)
     p->spun_at = 0;
 }
 
-// Mail for as long as a slice at most: what comes faster waits behind everybody's items.
+// Mail for a while: what comes faster waits behind everybody's items.
 static bool deliver_mail(struct kvq__poller *p)
 {
     if (!kvq__mailbox_pending(&p->box))
         return false;
     p->now = p->config.clock();
     kvq__core_clock(p->core, p->now);
-    uint64_t until = p->now + SLICE_MOST_NS;
+    uint64_t until = p->now + MAIL_NS;
     while (p->now < until && kvq__mailbox_deliver_one(&p->box))
         p->now = p->config.clock();
     return true;

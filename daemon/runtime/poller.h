@@ -6,8 +6,9 @@
 // spare, and else sleeps until an eventfd is written (proto/shm.h has the protocol).
 //
 // Fairness: in a turn the poller starts or continues requests of each client up to the same number
-// of units, which count a request and its entries, however many queues the client has. Then it runs
-// items for at least as long as that took. The schedule shares the time for items among clients
+// of units, which count a request and its entries, however many queues the client has. Meanwhile
+// workers that are awake get items. Then the poller runs items for at least as long as all that
+// took, or for 10 ms if that is less. The schedule shares the time for items among clients
 // (schedule.h). While requests wait, background work gets a slice of each turn as well.
 //
 // Other threads reach it through its mailbox alone: what is posted there is delivered on the

@@ -143,6 +143,8 @@ static enum kvq__progress done(struct kvq__queue *queue, uint64_t value)
 enum kvq__progress kvq__request_start(struct kvq__queue *queue)
 {
     assert(!queue->under_way && !queue->closed);
+    while (queue->start_gate && kvq_word_load_acquire(queue->start_gate) == 0)
+        sched_yield();
     queue->under_way = true;
     queue->started_at = ++started;
     if (queue->header.op == KVQ_OP_ATTEND) {

@@ -29,6 +29,7 @@ struct kvq__queue {
     const uint32_t *gate;
     // The same, but only those that a worker runs; it counts them.
     const uint32_t *worker_gate;
+    const uint32_t *start_gate; // a request begins once it is not 0
     uint32_t held_by_worker;
 };
 
