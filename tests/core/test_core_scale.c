@@ -497,8 +497,36 @@ KIT_TEST(test_idle_sessions)
     tick(800);
     assert_int_equal(kit.core->n_sessions, n); // not before their time
     tick(300);
-    assert_int_equal(kit.core->n_sessions, 0);
+    for (uint32_t left = n; left > 0; tick(100)) { // some in each tick
+        assert_in_range(left - kit.core->n_sessions, 1, 512);
+        left = kit.core->n_sessions;
+    }
     assert_in_range(l->looks - looks, n, 2 * n);
+}
+
+// More sessions than a tick looks at, each to be visited once a turn of the wheel: those behind
+// have their time all the same.
+KIT_TEST(test_late_ones_hold_up_nobody)
+{
+    enum { LATE = 2000 };
+    struct kvq__layer_row row = rows[0];
+    struct kvq__session_spec spec = {
+        .layers = &row, .n_layers = 1, .on_detach = KVQ__DETACH_KEEP, .keep_seconds = 2000};
+    char name[32];
+    row.repeat = 1;
+    spec.name = name;
+    for (uint32_t i = 0; i <= LATE; i++) {
+        snprintf(name, sizeof name, "session %u", i);
+        spec.keep_seconds = i < LATE ? 2000 : 600;
+        assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+        assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+    }
+    for (uint32_t ms = 0; ms < 599000; ms += 1000)
+        tick(1000);
+    assert_int_equal(kit.core->n_sessions, LATE + 1);
+    for (int i = 0; i < 6; i++)
+        tick(1000);
+    assert_int_equal(kit.core->n_sessions, LATE);
 }
 
 // A session that is used goes later; one of another time goes before it; one that is open stays.

@@ -2,13 +2,18 @@
 //
 // A timer wheel for keep times. A slot is 134 ms and has the sessions whose keep time ends then.
 // The use of a session does not move it: when its slot comes it goes to a later one. A session
-// whose time is further ahead than the wheel reaches is visited once a turn of the wheel.
+// whose time is further ahead than the wheel reaches is visited once a turn of the wheel. A tick
+// looks at so many sessions at most; the rest of a slot, and the slots behind it, wait for the
+// next.
 #include <assert.h>
 
 #include "daemon/core/session/group.h"
 #include "daemon/core/state.h"
 
-enum { SLOT_BITS = 27 };
+enum {
+    SLOT_BITS = 27,
+    AT_ONCE = 512, // sessions that one tick looks at
+};
 #define LONGEST_NS 1000000000ull // between two looks at one that is kept by something else
 
 static uint64_t slot_of_time(uint64_t ns)
@@ -62,9 +67,9 @@ static void act_when_due(struct kvq__session *s)
 {
     assert(!s->timer.listed && s->published);
     s->core->lookup.looks++;
-    if (kvq__group_expired(s)) { // and then so are its other shards, each in its turn
-        kvq__session_end(s, kvq__is_kept(s) ? "the time that it is kept is over; it is saved"
-                                            : "the time that it is kept is over");
+    if (kvq__group_expired(s)) { // and then so are its other shards
+        kvq__group_end(s, kvq__is_kept(s) ? "the time that it is kept is over; it is saved"
+                                          : "the time that it is kept is over");
     } else if (kvq__group_is_open(s)) {
         return; // whoever closes it last sets it again
     } else if (s->core->now - s->idle_since < s->spec.keep_ns) {
@@ -75,24 +80,35 @@ static void act_when_due(struct kvq__session *s)
     }
 }
 
+// Those that are set again are for another look.
+static void take_slot(struct kvq__core *core, uint64_t at)
+{
+    struct kvq__session_bucket *slot = &core->dues[at % KVQ__DUE_SLOTS];
+    struct kvq__session *first = LIST_FIRST(slot);
+    assert(LIST_EMPTY(&core->due_now));
+    core->due_now.lh_first = first;
+    if (first)
+        first->timer.link.le_prev = &core->due_now.lh_first;
+    LIST_INIT(slot);
+}
+
 void kvq__dues_tick(struct kvq__core *core)
 {
     uint64_t last = slot_of_time(core->now), at = core->due_slot;
+    struct kvq__session *s;
     assert(at <= last);
     if (last - at >= KVQ__DUE_SLOTS)
         at = last - KVQ__DUE_SLOTS + 1;
-    for (; at <= last; at++) {
-        struct kvq__session_bucket *slot = &core->dues[at % KVQ__DUE_SLOTS], here;
-        struct kvq__session *s;
-        LIST_INIT(&here);
-        while ((s = LIST_FIRST(slot))) { // those that are set again are for another tick
-            LIST_REMOVE(s, timer.link);
-            LIST_INSERT_HEAD(&here, s, timer.link);
-        }
-        while ((s = LIST_FIRST(&here))) {
+    for (uint32_t n = 0; n < AT_ONCE;) {
+        if ((s = LIST_FIRST(&core->due_now))) {
             kvq__due_clear(s);
             act_when_due(s);
+            n++;
+        } else if (at <= last) {
+            take_slot(core, at++);
+        } else {
+            break;
         }
     }
-    core->due_slot = last; // the slot of now is not over
+    core->due_slot = kvq__min(at, last); // the slot of now is not over
 }

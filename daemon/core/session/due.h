@@ -10,7 +10,7 @@
 // Schedules the look at the end of its keep time, and of its other shards'.
 void kvq__due_set(struct kvq__session *session);
 void kvq__due_clear(struct kvq__session *session);
-// Ends the sessions whose keep time is over.
+// Ends sessions whose keep time is over, some of them if there are many.
 void kvq__dues_tick(struct kvq__core *core);
 
 #endif
