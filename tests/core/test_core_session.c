@@ -677,6 +677,32 @@ KIT_TEST(test_rotation_of_existing)
     }
 }
 
+// A row that is as the one before makes a layer of its own, as it would without that one.
+KIT_TEST(test_rows_that_repeat)
+{
+    struct kvq__layer_row three = row_of("ott2"), rows[6] = {0};
+    struct kvq__session_spec spec = {.layers = rows, .n_layers = 6};
+    three.repeat = 3;
+    rows[0] = rows[4] = rows[5] = three;
+    rows[1] = rows[2] = rows[3] = row_of("kivi2-g64");
+    rows[2].window = 512;
+    assert_int_equal(open_as(&m, &spec, &info), 0);
+    assert_string_equal(info.format, "ott2");
+    const struct kvq__session *s = kit_of(&m, info.handle);
+    assert_int_equal(s->n_layers, 12);
+    for (uint32_t i = 0; i < 12; i++) {
+        const struct kvq__layer *l = &s->layers[i];
+        struct kvq_layer_bytes bytes = kvq_layer_bytes_of(l->format, &l->shape);
+        assert_string_equal(l->format->name, i < 2              ? "ott2-o0"
+                                             : i >= 3 && i <= 5 ? "kivi2-g64"
+                                                                : "ott2");
+        assert_int_equal(l->shape.window, i == 4 ? 512 : 0);
+        assert_int_equal(l->source, i);
+        assert_true(l->raw_bytes == bytes.raw && l->packed_bytes == bytes.packed &&
+                    l->extras_bytes == bytes.extras);
+    }
+}
+
 int main(void)
 {
     return run_all(NULL, NULL);

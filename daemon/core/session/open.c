@@ -286,6 +286,34 @@ static int build_layer(struct kvq__session *s, const struct kvq__session_spec *s
     return 0;
 }
 
+// Whether a row whose layer before was built of an equal one makes the same layer. Formats of the
+// configuration go by a layer's number, as do the first layers of some others, and codebooks.
+static bool repeats(const struct kvq__session *s, const struct kvq__session_spec *spec,
+                    const struct kvq__layer_row *row, const struct kvq__layer_row *before,
+                    uint32_t layer)
+{
+    if (layer == 0 || row->kv_from >= 0 || before->kv_from >= 0)
+        return false;
+    const struct kvq_format *f = s->layers[layer - 1].format;
+    const char *name = is_empty_text(row->format) ? spec->format : row->format;
+    const char *name_before = is_empty_text(before->format) ? spec->format : before->format;
+    return row->q_heads == before->q_heads && row->kv_heads == before->kv_heads &&
+           row->k_dim == before->k_dim && row->v_dim == before->v_dim &&
+           row->window == before->window && row->softcap == before->softcap &&
+           row->scale == before->scale && row->exact == before->exact &&
+           row->v_rotation == before->v_rotation && !is_empty_text(name) &&
+           strcmp(name, name_before) == 0 && !kvq__own_format(s->core, name) &&
+           !kvq_has_centroids(f) && layer > f->plain_layers;
+}
+
+static void repeat_layer(struct kvq__session *s, uint32_t layer)
+{
+    struct kvq__layer *l = &s->layers[layer];
+    assert(layer > 0 && !l[-1].book_hold && l[-1].source == layer - 1);
+    *l = l[-1];
+    l->source = layer;
+}
+
 static bool same_cache(const struct kvq__layer *a, const struct kvq__layer *b)
 {
     // Within one session formats of one name are one.
@@ -331,12 +359,16 @@ static int link_layers(struct kvq__session *s, char *text)
 
 static int build_layers(struct kvq__session *s, const struct kvq__session_spec *spec, char *text)
 {
+    const struct kvq__layer_row *before = spec->layers;
     uint32_t layer = 0;
     for (uint32_t i = 0; i < spec->n_layers; i++) {
         const struct kvq__layer_row *row = &spec->layers[i];
         uint32_t repeat = row->repeat ? row->repeat : 1;
-        for (uint32_t j = 0; j < repeat; j++, layer++) {
-            int rc = build_layer(s, spec, row, layer, text);
+        for (uint32_t j = 0; j < repeat; j++, layer++, before = row) {
+            bool again = repeats(s, spec, row, before, layer);
+            if (again)
+                repeat_layer(s, layer);
+            int rc = again ? 0 : build_layer(s, spec, row, layer, text);
             if (rc < 0)
                 return rc;
         }

@@ -387,6 +387,8 @@ static const char *commonest_format(const struct kvq__session *s)
     uint32_t best = 0, best_count = 0;
     for (uint32_t i = 0; i < s->n_layers; i++) {
         uint32_t count = 0;
+        if (i && s->layers[i].format == s->layers[i - 1].format)
+            continue; // it is counted
         for (uint32_t j = 0; j < s->n_layers; j++)
             count += s->layers[j].format == s->layers[i].format;
         if (count >= best_count) { // of several the last: the first layers may be special
