@@ -310,6 +310,35 @@ SAVING_TEST(test_order)
     assert_int_equal(evicted(), 1);
 }
 
+// One whose namespace is at its limit is in nobody's way but its namespace's.
+SAVING_TEST(test_order_beside_a_limit)
+{
+    struct member third; // of another namespace
+    struct kvq__session *s[4];
+    uint64_t handles[4];
+    attach(&third, 1001);
+    for (uint32_t i = 0; i < 4; i++) {
+        handles[i] = fed(&m, "");
+        s[i] = kit_of(&m, handles[i]);
+        kvq__session_ref(s[i]);
+    }
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 4 * SESSION_BYTES);
+    assert_int_equal(begin(&m, opened(&m, "x"), 9, SESSION, 10 * SECOND), 1);
+    assert_int_equal(m.queue->turn.refused.code, KVQ_E_QUOTA);
+    assert_int_equal(begin(&third, opened(&third, "y"), 9, SESSION, 10 * SECOND), 1);
+    kvq__session_unref(s[0]);
+    kit_drop(&m, handles[0]);
+    (void)kit_again(&third);
+    const bool looked = third.queue->turn.seen == kit.core->freed;
+    for (uint32_t i = 1; i < 4; i++)
+        kvq__session_unref(s[i]);
+    kvq__queue_ending(m.queue);
+    kvq__queue_ending(third.queue);
+    assert_int_equal(kit_again(&m), KVQ_E_CANCELLED);
+    assert_int_equal(kit_again(&third), KVQ_E_CANCELLED);
+    assert_true(looked); // though the first had not
+}
+
 // Two that wait and have what the other one needs: the first gets it, then the second.
 SAVING_TEST(test_each_other)
 {

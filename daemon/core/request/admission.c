@@ -80,6 +80,8 @@ static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, ui
         TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
     q->turn.listed = true;
     q->turn.place = refused->pool;
+    q->turn.ns = refused->ns;
+    q->turn.quota = refused->code == KVQ_E_QUOTA;
     q->turn.extents = refused->code == KVQ_E_BUSY;
     q->turn.seen = changes(q);
     q->turn.look_at = kvq__min(look_at, most);
@@ -93,6 +95,15 @@ static void delist(struct kvq__queue *q)
     q->turn.listed = false;
 }
 
+// Whether what got free may be for the older of two that wait. One whose namespace is at its limit
+// waits for the namespace's own memory.
+static bool goes_before(const struct kvq__queue *before, const struct kvq__queue *q)
+{
+    return before->turn.place == q->turn.place &&
+           (!before->turn.quota || before->turn.ns == q->turn.ns) &&
+           before->turn.seen != changes(before);
+}
+
 bool kvq__admission_turn(struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
@@ -104,7 +115,7 @@ bool kvq__admission_turn(struct kvq__queue *q)
     assert(q->turn.ticket > 0 && q->turn.since <= core->now);
     for (before = TAILQ_FIRST(&core->waiters); before != q;
          before = TAILQ_NEXT(before, waiter_link))
-        if (before->turn.place == q->turn.place && before->turn.seen != changes(before))
+        if (goes_before(before, q))
             return false;
     delist(q);
     return true;

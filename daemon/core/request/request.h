@@ -168,9 +168,11 @@ struct kvq__turn {
     bool extents;     // it waits for extents that are being made, not for memory of others
     uint64_t seen;    // core->freed (or extents_made) when it was tried last
     uint64_t look_at; // when it is tried again even if nothing was freed
-    const struct kvq__pool *place; // where it found no room
-    uint32_t entry;                // the one that was refused, unless refused.code is 0
-    struct kvq__shortage refused;  // what it was refused
+    const struct kvq__pool *place; // where it found no room,
+    const struct kvq__namespace *ns;
+    bool quota;                   // for it is at its limit there
+    uint32_t entry;               // the one that was refused, unless refused.code is 0
+    struct kvq__shortage refused; // what it was refused
 };
 
 struct kvq__queue {
