@@ -99,10 +99,10 @@ static int open_loop(struct kvq__server *server, char *text)
     return KVQ_E_SYSTEM;
 }
 
-static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
+static void on_buffer_gone(void *context, void *owner, uint32_t buffer)
 {
-    struct kvq__server *server = context;
-    kvq__attach_buffer_gone(server->attach, client, buffer);
+    (void)context;
+    kvq__attach_buffer_gone(owner, buffer);
 }
 
 static void on_table_gone(void *context, uint64_t client, const struct kvq__table_memory *memory)

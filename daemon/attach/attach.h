@@ -23,8 +23,8 @@ bool kvq__attach_takes(Kvq__Request__CommandCase command);
 bool kvq__attach_refuses(Kvq__Request__CommandCase command);
 // After the loop has closed its handles; count is 0. NULL is fine.
 void kvq__attach_free(struct kvq__attach **attach);
-// Poller's thread: the core's buffer_gone.
-void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, uint32_t buffer);
+// Poller's thread: the core's buffer_gone, with the connection as the owner.
+void kvq__attach_buffer_gone(void *owner, uint32_t buffer);
 // Likewise its table_gone.
 void kvq__attach_table_gone(struct kvq__attach *attach, uint64_t client,
                             const struct kvq__table_memory *memory);

@@ -79,8 +79,11 @@ int kvq__buffer_run(struct kvq__connection *c, char *text)
 {
     struct kvq__region *region = c->region;
     assert(region && region->id == 0);
-    struct kvq__buffer_memory memory = {
-        .host = region->host.shm.map, .gpu = region->at, .bytes = region->bytes, .on = region->gpu};
+    struct kvq__buffer_memory memory = {.host = region->host.shm.map,
+                                        .gpu = region->at,
+                                        .bytes = region->bytes,
+                                        .on = region->gpu,
+                                        .owner = c};
     int error = kvq__buffer_add(c->client, &memory, &region->id, text);
     if (error)
         return error;
@@ -136,13 +139,10 @@ static void region_gone_on_loop(struct kvq__mail *mail)
     kvq__region_give_back((struct kvq__region *)mail); // its first member
 }
 
-void kvq__attach_buffer_gone(struct kvq__attach *attach, uint64_t client, uint32_t buffer)
+void kvq__attach_buffer_gone(void *owner, uint32_t buffer)
 {
-    struct kvq__connection *c;
-    LIST_FOREACH (c, &attach->clients, client_link)
-        if (c->client_id == client)
-            break;
-    struct kvq__region *region = c ? find_region(c, buffer) : NULL;
+    struct kvq__connection *c = owner;
+    struct kvq__region *region = find_region(c, buffer);
     assert(region);
     LIST_REMOVE(region, link);
     bool asked = c->region == region && !c->detaching;

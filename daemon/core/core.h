@@ -101,6 +101,7 @@ struct kvq__buffer_memory {
     uint64_t gpu;  // its address for kernels; 0: no GPU can reach it
     uint64_t bytes;
     struct kvq__gpu *on; // whose memory it is; NULL: the host's
+    void *owner;         // for buffer_gone()
 };
 
 // Registers memory that the caller mapped (and that cannot shrink). *buffer is never 0.

@@ -113,10 +113,11 @@ static void on_event(void *context, const struct kvq__event *event)
     snprintf(kit->event_text, sizeof kit->event_text, "%s", event->text);
 }
 
-static void on_buffer_gone(void *context, uint64_t client, uint32_t buffer)
+static void on_buffer_gone(void *context, void *owner, uint32_t buffer)
 {
     struct kit *kit = context;
-    MUST(client && buffer);
+    (void)owner;
+    MUST(buffer);
     kit->buffers_gone++;
 }
 

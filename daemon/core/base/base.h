@@ -130,7 +130,7 @@ struct kvq__core_config {
     // No request uses the buffer any more: its memory may be unmapped. Called once for each buffer
     // that was added, by kvq__buffer_remove, kvq__client_detach, kvq__request_continue or
     // kvq__core_poll.
-    void (*buffer_gone)(void *context, uint64_t client, uint32_t buffer);
+    void (*buffer_gone)(void *context, void *owner, uint32_t buffer);
     // The same for the memory of a page table, which its address names.
     void (*table_gone)(void *context, uint64_t client, const struct kvq__table_memory *memory);
     // Codebooks by name, for formats "NAME@CODEBOOK". codebook fills *book for one layer and counts

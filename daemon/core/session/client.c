@@ -73,13 +73,14 @@ static void buffer_forget(struct kvq__client *client, struct kvq__buffer *b)
 {
     struct kvq__core_config *config = &client->core->config;
     uint32_t id = b->id;
+    void *owner = b->memory.owner;
     assert(b->id && b->removed && b->uses == 0);
     assert(client->n_buffers > 0 && client->buffer_bytes >= b->memory.bytes);
     b->id = 0;
     client->n_buffers--;
     client->buffer_bytes -= b->memory.bytes;
     if (config->buffer_gone)
-        config->buffer_gone(config->context, client->id, id);
+        config->buffer_gone(config->context, owner, id);
 }
 
 static void buffer_retire(struct kvq__client *c, struct kvq__buffer *b)
