@@ -315,19 +315,26 @@ static void check_storage(struct findings *f, const struct kvq__server *s)
         capped ? "store may have (storage_bytes)" : "disk has for it");
 }
 
+// Whether they fail.
+static bool tell_transfers(struct findings *f, const char *what,
+                           const struct kvq__store_failures *failures)
+{
+    bool fail = kvq__store_fails(failures, kvq_now_ns());
+    if (fail)
+        add(f, "remote", PROBLEM, "kvqd's log says why (event=remote_failed); kvqctl remote status",
+            "%s fail: %llu since the start, the last with %s (%s)", what,
+            (unsigned long long)failures->count, kvq_status_name(failures->status),
+            kvq_status_text(failures->status));
+    return fail;
+}
+
 static void check_transfers(struct findings *f, const struct kvq__server *s)
 {
-    const struct kvq__store_failures *push = &s->storage.failed[KVQ__TIME_PUSH],
-                                     *pull = &s->storage.failed[KVQ__TIME_PULL],
-                                     *last = push->at_ns > pull->at_ns ? push : pull;
     if (!s->config.remote_endpoint[0])
         return;
-    if (kvq__store_fails(last, kvq_now_ns()))
-        add(f, "remote", PROBLEM, "kvqd's log says why (event=remote_failed); kvqctl remote status",
-            "pushes and pulls fail: %llu and %llu since the start, the last with %s (%s)",
-            (unsigned long long)push->count, (unsigned long long)pull->count,
-            kvq_status_name(last->status), kvq_status_text(last->status));
-    else
+    bool pushes = tell_transfers(f, "pushes", &s->storage.failed[KVQ__TIME_PUSH]);
+    bool pulls = tell_transfers(f, "pulls", &s->storage.failed[KVQ__TIME_PULL]);
+    if (!pushes && !pulls)
         add(f, "remote", FINE, "", "there is a remote store, and no push or pull failed lately");
 }
 

@@ -3,6 +3,8 @@
 // What kvqctl doctor finds of the machine's memory, of a daemon that is no more than its options.
 #include "daemon/commands/doctor.h"
 #include "daemon/config/machine.h"
+#include "proto/clock.h"
+#include "proto/status.h"
 #include "tests/kits/unit.h"
 
 enum { PROBLEM = 2 };
@@ -10,8 +12,8 @@ enum { PROBLEM = 2 };
 static struct kvq__server server;
 static uint8_t memory[1 << 16];
 
-// The finding of that check; NULL: there is none.
-static const Kvq__Finding *find(const char *check)
+// The n-th finding of that check; NULL: there is none.
+static const Kvq__Finding *find_one(const char *check, uint32_t n)
 {
     static Kvq__Reply reply;
     struct kvq_arena arena;
@@ -20,9 +22,14 @@ static const Kvq__Finding *find(const char *check)
     kvq__doctor(&server, &arena, &reply);
     assert_int_equal(reply.result_case, KVQ__REPLY__RESULT_DOCTOR);
     for (size_t i = 0; i < reply.doctor->n_findings; i++)
-        if (strcmp(reply.doctor->findings[i]->check, check) == 0)
+        if (strcmp(reply.doctor->findings[i]->check, check) == 0 && n-- == 0)
             return reply.doctor->findings[i];
     return NULL;
+}
+
+static const Kvq__Finding *find(const char *check)
+{
+    return find_one(check, 0);
 }
 
 static uint64_t prepare(void)
@@ -64,6 +71,28 @@ PLAIN_TEST(test_swap)
     assert_null(find("memlock"));
     assert_int_equal(find("swap")->level, has_swap);
     assert_says(find("swap")->text, has_swap ? "can be swapped out" : "this machine has no swap");
+}
+
+// Pulls that fail are told of, also where a later push went well or fails as well.
+PLAIN_TEST(test_transfers)
+{
+    struct kvq__store_failures *push = &server.storage.failed[KVQ__TIME_PUSH],
+                               *pull = &server.storage.failed[KVQ__TIME_PULL];
+    prepare();
+    assert_null(find("remote"));
+    snprintf(server.config.remote_endpoint, sizeof server.config.remote_endpoint, "https://s3");
+    assert_int_equal(find("remote")->level, 0);
+    *pull = (struct kvq__store_failures){
+        .count = 3, .at_ns = kvq_now_ns() - 2000, .status = KVQ_E_REMOTE};
+    *push =
+        (struct kvq__store_failures){.count = 1, .at_ns = kvq_now_ns() - 1000, .went_well = true};
+    assert_int_equal(find("remote")->level, PROBLEM);
+    assert_says(find("remote")->text, "pulls fail: 3");
+    assert_null(find_one("remote", 1));
+    push->went_well = false;
+    push->status = KVQ_E_SYSTEM;
+    assert_says(find("remote")->text, "pushes fail: 1");
+    assert_says(find_one("remote", 1)->text, "pulls fail: 3");
 }
 
 int main(void)
