@@ -221,6 +221,7 @@ class DryRun(Stored):
         path = os.path.join(self.folder, "file")
         export = ("session", "export", "it", path)
         self.assertEqual(told(self.dry(*export)), [])
+        self.assertEqual(told(self.dry(*export[:2], "i", path)), [])  # as the command takes it
         self.assertEqual(self.daemon.ctl(*export[:2], "no", path, "--dry-run", check=False)[0], 5)
         fresh = self.make("fresh")
         _, _, complaint = self.daemon.ctl(*export[:2], "fresh", path, check=False)
@@ -230,6 +231,13 @@ class DryRun(Stored):
         self.assertEqual(told(self.dry(*export)), [("not overwrite", "the file", "", path)])
         self.assertEqual(told(self.dry(*export, "--replace")),
                          [("overwrite", "the file", "", path)])
+        self.daemon.ctl("session", "import", path, "--as", "far", "--namespace", "uid-4711")
+        far = (*export[:2], "far", path, "--replace")
+        self.assertEqual(self.daemon.ctl(*far, check=False)[0], 5)
+        self.assertEqual(self.daemon.ctl(*far, "--dry-run", check=False)[0], 5)
+        self.assertEqual(told(self.dry(*far, "--namespace", "uid-4711")),
+                         [("overwrite", "the file", "", path)])
+        self.daemon.ctl("session", "drop", "far", "--namespace", "uid-4711")
         into = ("session", "import", path, "--as", "other")
         self.daemon.ctl(*into)
         self.assertEqual(told(self.dry(*into, "--replace")),

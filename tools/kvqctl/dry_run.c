@@ -400,13 +400,18 @@ int kvq__ctl_preview_export(struct kvq__ctl *ctl, char **args)
 {
     struct stat there;
     struct kvq__ctl_list list;
-    bool saved = false;
+    const char *given = ctl->ns;
+    bool saved = false, explained = false;
+    ctl->ns = given ? given : own_namespace();
     int result = kvq__ctl_ask_saved(ctl, &list);
+    ctl->ns = given;
     if (result)
         return result;
     for (size_t i = 0; i < list.n && !saved; i++)
         saved = strcmp(((const Kvq__SavedEntry *)list.elements[i])->name, args[0]) == 0;
     kvq__ctl_list_free(&list);
+    if (!saved && (kvq__ctl_complete_name(ctl, &explained) || explained))
+        return KVQ_EXIT_NOT_FOUND;
     if (!saved)
         return kvq__ctl_refused(KVQ_E_NO_SESSION,
                                 kvq__ctl_text("no session \"%s\" is saved", args[0]));
