@@ -214,8 +214,9 @@ class TopOnTerminal(Test):
             top = Top(daemon.directory, "--timeout", "200", interval="0.1")
             top.frame()
         rest, status = top.end()
-        self.assertEqual(status, 4)
-        self.assertIn("did not answer within 200 ms", rest)
+        # Whether it still finds the socket is a matter of moments.
+        self.assertIn(status, (3, 4))
+        self.assertRegex(rest, "did not answer within 200 ms|no daemon answers")
         rest, status = Top("/nonexistent").end()
         self.assertEqual(status, 3)
         self.assertIn("no daemon answers", rest)
