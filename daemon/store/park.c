@@ -277,7 +277,7 @@ static void sweep_at_work(struct kvq__task *t)
         kvq_store_gc(t->jobs->store, &freed, NULL, 0);
 }
 
-static void sweep(struct kvq__task *t)
+static void sweep_parked(struct kvq__task *t)
 {
     kvq__task_take_turn(t);
     kvq__task_at_work(t, sweep_at_work);
@@ -313,5 +313,5 @@ void kvq__jobs_sweep(struct kvq__jobs *jobs)
     s->task.peer = &self;
     s->task.done = sweep_done;
     s->task.doing = "deleting what an earlier run has parked";
-    kvq__task_start(&s->task, sweep);
+    kvq__task_start(&s->task, sweep_parked);
 }

@@ -97,7 +97,7 @@ static void delist(struct kvq__queue *q)
 
 // Whether what got free may be for the older of two that wait. One whose namespace is at its limit
 // waits for the namespace's own memory.
-static bool goes_before(const struct kvq__queue *before, const struct kvq__queue *q)
+static bool comes_first(const struct kvq__queue *before, const struct kvq__queue *q)
 {
     return before->turn.place == q->turn.place &&
            (!before->turn.quota || before->turn.ns == q->turn.ns) &&
@@ -115,7 +115,7 @@ bool kvq__admission_turn(struct kvq__queue *q)
     assert(q->turn.ticket > 0 && q->turn.since <= core->now);
     for (before = TAILQ_FIRST(&core->waiters); before != q;
          before = TAILQ_NEXT(before, waiter_link))
-        if (goes_before(before, q))
+        if (comes_first(before, q))
             return false;
     delist(q);
     return true;
