@@ -282,6 +282,39 @@ PLAIN_TEST(test_long_steps)
     kit_close(&kit);
 }
 
+// More extents than one walk finds are told in pieces, the first to be mapped first, each once.
+PLAIN_TEST(test_told_in_pieces)
+{
+    enum { MOST = 50, PIECE = 7 };
+    struct member m;
+    struct kvq__layer_row row = long_row;
+    struct kvq__extent_export told[PIECE];
+    bool seen[2 * LARGE] = {false}, more = true;
+    uint64_t handle, known = 0;
+    char text[KVQ_TEXT_BYTES];
+    uint32_t sum = 0;
+    start(1, LARGE);
+    assert_int_equal(member_open(&kit, &m, 1000, BUFFER), 0);
+    row.format = "f16";
+    row.repeat = 64;
+    assert_true((handle = kit_session(&m, &row, 1, 0)) != 0);
+    while (extents_taken() < MOST)
+        assert_int_equal(kit_step(&m, handle, 128, HEADS, DIM), 0);
+    while (more) {
+        int n = kvq__extents_tell(m.client, handle, told, PIECE, &known, &more, text);
+        assert_in_range(n, 1, PIECE);
+        for (int i = 0; i < n; i++) {
+            assert_true(told[i].number < 2 * LARGE && !seen[told[i].number]);
+            seen[told[i].number] = true;
+            sum++;
+        }
+        assert_int_equal(known, sum); // in their order
+    }
+    assert_true(sum > 40);
+    assert_int_equal(known, kit_of(&m, handle)->ns->arenas[0].last_serial);
+    kit_close(&kit);
+}
+
 // An extent that a client has mapped is not given back before the client lets go of it. So a long
 // step does not put what passes there, though the extent is empty.
 PLAIN_TEST(test_passing_is_unseen)

@@ -41,39 +41,67 @@ static struct kvq__export_record *export_of(struct kvq__client *client, struct k
     return t;
 }
 
+enum { AT_ONCE = 32 }; // extents that one walk finds
+
 // The namespace's extents of a pool are in its arena, and among the pool's empty ones.
 struct walk {
     const struct kvq__namespace *ns;
-    const struct kvq__pool *pool;
-    uint32_t after;            // looked for: the one with the lowest serial above this
-    struct kvq__extent *found; // NULL: none
+    uint32_t after;                     // looked for: those with the lowest serials above this,
+    struct kvq__extent *found[AT_ONCE]; // ascending
+    uint32_t n;
 };
 
 static void export_if_new(struct walk *w, struct kvq__extent *e)
 {
-    if (e->last == w->ns && e->serial > w->after && (!w->found || e->serial < w->found->serial))
-        w->found = e;
+    uint32_t i;
+    if (e->last != w->ns || e->serial <= w->after)
+        return;
+    if (w->n == AT_ONCE && e->serial > w->found[AT_ONCE - 1]->serial)
+        return;
+    w->n -= w->n == AT_ONCE;
+    for (i = w->n++; i > 0 && w->found[i - 1]->serial > e->serial; i--)
+        w->found[i] = w->found[i - 1];
+    w->found[i] = e;
 }
 
-static struct kvq__extent *next_extent(const struct kvq__namespace *ns, struct kvq__pool *pool,
-                                       uint32_t after)
+static void find_extents(struct walk *w, struct kvq__pool *pool)
 {
-    struct walk w = {ns, pool, after, NULL};
+    const struct kvq__arena *arena = &w->ns->arenas[pool - w->ns->core->pools];
     struct kvq__extent *e;
-    TAILQ_FOREACH (e, &ns->arenas[pool - ns->core->pools].extents, link)
-        export_if_new(&w, e);
+    w->n = 0;
+    TAILQ_FOREACH (e, &arena->extents, link)
+        export_if_new(w, e);
     TAILQ_FOREACH (e, &pool->empty, link)
-        export_if_new(&w, e);
-    assert(!w.found || w.found->serial <= ns->arenas[pool - ns->core->pools].last_serial);
-    return w.found;
+        export_if_new(w, e);
+    assert(w->n == 0 || w->found[w->n - 1]->serial <= arena->last_serial);
+}
+
+// Tells of extents behind *serial, up to `max`, and moves *serial. How many; *more: there are
+// others.
+static uint32_t tell_extents(const struct kvq__namespace *ns, struct kvq__pool *pool,
+                             uint32_t *serial, struct kvq__extent_export *out, uint32_t max,
+                             bool *more)
+{
+    struct walk w = {.ns = ns};
+    uint32_t n = 0;
+    do {
+        w.after = *serial;
+        find_extents(&w, pool);
+        uint32_t some = w.n < max - n ? w.n : max - n;
+        for (uint32_t i = 0; i < some; i++) {
+            w.found[i]->exported = true;
+            *serial = w.found[i]->serial;
+            out[n++] = (struct kvq__extent_export){&w.found[i]->memory, w.found[i]->number};
+        }
+        *more = some < w.n;
+    } while (!*more && w.n == AT_ONCE);
+    return n;
 }
 
 int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__extent_export *out,
                       uint32_t max, uint64_t *known, bool *more, char *text)
 {
     struct kvq__handle *h;
-    struct kvq__extent *e = NULL;
-    uint32_t n = 0;
     client->told = NULL;
     int rc = kvq__handle_get(client, handle, &h);
     if (rc < 0)
@@ -87,12 +115,7 @@ int kvq__extents_tell(struct kvq__client *client, uint64_t handle, struct kvq__e
     if (!t)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory to note what this client maps");
     t->before = t->serial;
-    while ((e = next_extent(ns, pool, t->serial)) && n < max) {
-        e->exported = true;
-        t->serial = e->serial;
-        out[n++] = (struct kvq__extent_export){&e->memory, e->number};
-    }
-    *more = e != NULL;
+    uint32_t n = tell_extents(ns, pool, &t->serial, out, max, more);
     *known = *more ? t->serial : ns->arenas[pool - client->core->pools].last_serial;
     assert(t->serial <= *known);
     t->serial = (uint32_t)*known;
