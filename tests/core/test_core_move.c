@@ -7,7 +7,9 @@
 #include <math.h>
 #include <sched.h>
 
+#include "daemon/core/residency/evict.h"
 #include "daemon/core/residency/move.h"
+#include "daemon/core/residency/park.h"
 #include "daemon/core/session/work_stream.h"
 #include "tests/core/sim.h"
 #include "tests/kits/unit.h"
@@ -650,6 +652,46 @@ TEST(test_parked)
     assert_int_equal(kvq__session_park(m.client, session, &parked, text), KVQ_E_BUSY);
     assert_says(text, "moved");
     rest();
+    vault_close(&vault);
+}
+
+// While it comes back it begins no move, whoever opens it: neither one that somebody asks for, nor
+// its way home.
+TEST(test_coming_back)
+{
+    struct kvq__session_spec spec = {.name = "chat", .flags = KVQ__OPEN_READ_ONLY};
+    struct kvq__move_spec demotes = {.place = "host", .demotes = true};
+    struct kvq__restore *r;
+    struct kvq__store_job job;
+    kit.core->config.saves = true;
+    for (uint32_t i = 0; i < 2; i++) {
+        attend(session, bits);
+        if (i == 1) {
+            assert_int_equal(move_to(1).status, 0);
+            assert_int_equal(kvq__session_move(m.client, session, &demotes, &info, text), 0);
+            end_moves();
+            assert_ptr_equal(it()->demoted.home, &kit.core->pools[1]);
+        }
+        park();
+        kvq__fetch_ask(it());
+        assert_true(kvq__park_next(kit.core, &job));
+        assert_int_equal(vault_fetch(&vault, kit.core, &job, &r), 0);
+        if (i == 0)
+            assert_int_equal(start(1, &info), KVQ_E_BUSY);
+        else
+            kit_opened(&other, &spec);
+        assert_null(it()->move);
+        assert_int_equal(kvq__session_prefetch(m.client, session, &info, text), 0);
+        assert_int_equal(vault_rest(&vault, &r, vault_find(&vault, "chat", 0)), 0);
+        core_check(kit.core);
+        assert_int_equal(info_of(&info).status, 0);
+        kvq__demoted_ask(it());
+        rest();
+        assert_ptr_equal(it()->pool, &kit.core->pools[i]);
+        attend(session, again);
+        if (i == 0) // where it was
+            assert_memory_equal(bits, again, sizeof bits);
+    }
     vault_close(&vault);
 }
 

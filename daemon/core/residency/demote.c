@@ -49,7 +49,7 @@ void kvq__demoted_ask(struct kvq__session *s)
 {
     uint64_t bytes = s->demoted.home ? kvq__session_bytes_at(s, s->demoted.home, s->tokens) : 0;
     struct kvq__shortage refused;
-    if (s->demoted.home && !kvq__is_offloaded(s) && !s->move &&
+    if (s->demoted.home && !kvq__is_offloaded(s) && !kvq__is_fetching(s) && !s->move &&
         has_place_room(s, bytes, false, &refused))
         go_home(s);
 }
@@ -61,7 +61,7 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, const struct kvq__handl
     if (!s->demoted.home || kvq__is_offloaded(s))
         return false;
     kvq__session_used(s); // nobody else's need makes it go now
-    if (s->move || s->park || s->n_loading)
+    if (s->move || s->park || s->n_loading || kvq__is_fetching(s))
         return true;
     uint64_t bytes = kvq__session_bytes_at(s, s->demoted.home, s->tokens);
     struct kvq__shortage refused;

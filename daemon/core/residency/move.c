@@ -58,7 +58,7 @@ int kvq__session_movable(const struct kvq__session *s, const struct kvq__pool *t
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is being moved already, to %s; wait until it is there",
                          s->name, kvq__pool_name(s->move->to));
-    if (s->park || (kvq__is_offloaded(s) && kvq__is_fetching(s)))
+    if (s->park || kvq__is_fetching(s))
         return kvq__fail(text, KVQ_E_BUSY,
                          "session \"%s\" is on its way to disk or back; wait until it is there",
                          s->name);

@@ -20,6 +20,7 @@ void kvq__residency_set(struct kvq__session *s, enum kvq__residency to)
     struct kvq__core *core = s->core;
     enum kvq__residency from = s->residency;
     assert(to < KVQ__RESIDENCIES && ways[from] & 1u << to);
+    assert(!s->move || to == KVQ__RESIDENT || to == KVQ__LOADING || to == KVQ__ENDED);
     if (from == KVQ__FETCH_WANTED)
         TAILQ_REMOVE(&core->fetches, s, fetch.link);
     core->n_offloaded -= kvq__is_offloaded(s);

@@ -14,7 +14,8 @@
 //   any of them --> ENDED
 //
 // Moves between places in memory (move.h) and tickets for parking (park.h) have phases of their
-// own: a session takes part in one of them at a time, and in none while it is LOADING or FETCHING.
+// own: a session takes part in one of them at a time. While it is LOADING both can be asked for,
+// and wait; while it is FETCHING a parking can. What is OFFLOADED or FETCHING has no move.
 #ifndef KVQ_DAEMON_CORE_RESIDENCY_RESIDENCY_H
 #define KVQ_DAEMON_CORE_RESIDENCY_RESIDENCY_H
 
