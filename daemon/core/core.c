@@ -212,6 +212,7 @@ void kvq__core_close(struct kvq__core **pointer)
         while ((s = TAILQ_FIRST(&ns->sessions)))
             kvq__session_end(s,
                              kvq__is_kept(s) ? "the daemon ends; it is saved" : "the daemon ends");
+    kvq__restores_poll(core); // which had turned back
     kvq__ended_close(core);
     TAILQ_FOREACH (ns, &core->namespaces, link)
         kvq__prefixes_close(core, ns);

@@ -265,6 +265,7 @@ struct kvq__core {
     bool closing;
     LIST_HEAD(, kvq__save) saves;
     LIST_HEAD(, kvq__restore) restores;
+    uint32_t n_turning_back;            // of these
     LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
     uint64_t extents_made;              // changes when extents that requests wait for are there
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended

@@ -165,16 +165,16 @@ void park_written(struct sim *sim, bool good)
         saved(sim, good ? 0 : KVQ_E_NO_SPACE);
 }
 
-// The disk fails to be read, where nobody has begun to do anything with the session.
+// The disk fails to be read, where nobody has begun a step of the session.
 bool park_fails(struct sim *sim)
 {
     struct keep *k = &sim->keep;
     const struct kvq__session *s = k->restore->session;
-    bool untouched = !s->dropped && s->refs == 1 && !kvq__in_step(s) && !s->move;
-    if (!k->fetches || !untouched || s->n_loading == 0 || !kit_chance(&sim->kit, 4))
+    if (!k->fetches || s->dropped || kvq__in_step(s) || s->n_loading == 0 ||
+        !kit_chance(&sim->kit, 4))
         return false;
     kvq__restore_end(&k->restore, KVQ_E_SYSTEM);
-    MUST(kvq__is_offloaded(s));
+    MUST(kvq__is_offloaded(s) || s->restore->turns_back); // once nobody looks at it
     return true;
 }
 

@@ -324,38 +324,81 @@ SAVING_TEST(test_damage)
     assert_int_equal(vault.n_sessions, 1);
 }
 
-// Damage that shows while layers come; and a disk that fails then.
+// One layer is there, in the middle of a fetch.
+static struct kvq__restore *begin_reading(uint64_t handle)
+{
+    away(handle);
+    struct kvq__restore *r = begin_fetch(handle, &order);
+    assert_int_equal(vault_layer(&vault, r, vault_find(&vault, order.name, 0), 0), 0);
+    return r;
+}
+
+static void is_whole(uint64_t a, uint64_t b)
+{
+    assert_true(kvq__is_offloaded(session_of(a)));
+    assert_null(session_of(a)->restore);
+    core_check(kit.core);
+    assert_int_equal(vault.n_sessions, 1);
+    wake(a);
+    go_on_alike(a, b, 0);
+}
+
+// The disk fails while layers come, whoever is there: it is away again, and only an open step is
+// lost.
 SAVING_TEST(test_fails_midway)
 {
-    struct kvq__restore *r;
     uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
-    for (uint32_t i = 0; i < 3; i++) {
-        away(a);
-        r = begin_fetch(a, &order);
-        assert_int_equal(vault_layer(&vault, r, vault_find(&vault, order.name, 0), 0), 0);
-        if (i == 0) { // nobody was there: it is away again
-            kvq__restore_end(&r, KVQ_E_SYSTEM);
-            assert_true(kvq__is_offloaded(session_of(a)));
-            core_check(kit.core);
-            wake(a);
-            go_on_alike(a, b, 0);
-            continue;
-        }
-        uint64_t at = session_of(a)->tokens;
-        struct kvq_entry_wire e = {.handle = a, .position = at, .append = 1};
-        if (i == 1) {
-            drop(a);
-            core_check(kit.core);
-            kvq__restore_end(&r, KVQ_E_CANCELLED);
-            settle();
-            assert_int_equal(vault.n_sessions, 0);
-            a = fed("", 700, 0);
-            continue;
-        }
-        assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
-        kvq__restore_end(&r, KVQ_E_SYSTEM); // a step was begun on what is not there
-        assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), KVQ_E_NO_STEP);
+    struct kvq__restore *r = begin_reading(a);
+    kvq__restore_end(&r, KVQ_E_SYSTEM);
+    is_whole(a, b);
+    r = begin_reading(a);
+    struct kvq_entry_wire e = {.handle = a, .position = session_of(a)->tokens, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    kvq__restore_end(&r, KVQ_E_NO_MEMORY); // a step was begun on what is not there
+    assert_true(kvq__is_offloaded(session_of(a)));
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 1); // has it brought back
+    settle();
+    assert_int_equal(kit_again(&m), KVQ_E_NO_STEP);
+    go_on_alike(a, b, 0);
+    r = begin_reading(a);
+    drop(a);
+    core_check(kit.core);
+    kvq__restore_end(&r, KVQ_E_CANCELLED);
+    settle();
+    assert_int_equal(vault.n_sessions, 0);
+}
+
+// The same beside a request that reads what has come: that ends first, and others wait.
+SAVING_TEST(test_fails_beside_a_request)
+{
+    static uint8_t x[OUT_BYTES];
+    uint64_t a = fed("", 700, 0), b = fed("", 700, 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        struct kvq__restore *r = begin_reading(a);
+        kvq__session_ref(kit_of(&m, a)); // as requests under way do
+        kvq__restore_end(&r, KVQ_E_SYSTEM);
+        assert_null(r);
+        assert_int_equal(attend(a, 0, x), 1);
+        core_check(kit.core);
+        assert_false(kvq__parks_poll(kit.core));
+        assert_true(kvq__core_moves(kit.core)); // it is looked at again
+        if (i == 1)
+            break;
+        kvq__session_unref(kit_of(&m, a));
+        assert_true(kvq__parks_poll(kit.core));
+        core_check(kit.core);
+        assert_int_equal(kit_again(&m), 1); // it asks for it anew
+        settle();
+        assert_int_equal(kit_again(&m), 0);
+        go_on_alike(a, b, 0);
     }
+    struct kvq__session *s = kit_of(&m, a);
+    drop(a);
+    assert_int_equal(kit_again(&m), 0);
+    kvq__session_unref(s);
+    assert_true(kvq__parks_poll(kit.core));
+    settle();
+    assert_int_equal(vault.n_sessions, 0);
 }
 
 // Somebody has put another session of that name into the store.

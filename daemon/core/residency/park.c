@@ -397,7 +397,7 @@ static void release_parked(struct kvq__park *t)
 bool kvq__parks_poll(struct kvq__core *core)
 {
     struct kvq__park *t;
-    bool any = false;
+    bool any = kvq__restores_poll(core);
     for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t)) {
         if (t->ticket.phase == KVQ__LEAVING)
             any |= go_on_leaving(t);
@@ -415,7 +415,7 @@ bool kvq__parks_busy(const struct kvq__core *core)
     for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t))
         if (t->ticket.phase == KVQ__LEAVING || t->ticket.phase == KVQ__RELEASING)
             return true;
-    return false;
+    return core->n_turning_back > 0;
 }
 
 // ---- Coming back ----
@@ -444,6 +444,8 @@ static bool is_room(int status)
 bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__entry *w = &q->work[i];
+    if (s->restore && s->restore->turns_back)
+        return true;
     if (!kvq__is_offloaded(s))
         return false;
     if (!w->fetch_asked)

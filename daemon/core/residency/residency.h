@@ -9,7 +9,7 @@
 //              OFFLOADED --- somebody asks ---> FETCH_WANTED --- a job ---> FETCH_TAKEN
 //                  ^                                                            |
 //                  |<------------------- it could not be read ------------------|
-//                  |<--- likewise, and nobody has used it ---- FETCHING <-------' layers come
+//                  |<--- a layer could not, just now --------- FETCHING <-------' layers come
 //
 //   any of them --> ENDED
 //
@@ -32,6 +32,8 @@ int kvq__follow(struct kvq__session *session, const struct kvq__node *last);
 void kvq__follow_leave(struct kvq__session *session);
 // The session is about to end: what reads its blocks may stop.
 void kvq__restore_drop(struct kvq__session *session);
+// Ends restores that turn back; true if any has ended.
+bool kvq__restores_poll(struct kvq__core *core);
 
 // Ways to and from GPUs, which nobody uses any more.
 void kvq__stagings_close(struct kvq__core *core);

@@ -7,9 +7,11 @@
 #include <string.h>
 
 #include "daemon/core/request/fork.h"
+#include "daemon/core/request/step.h"
 #include "daemon/core/residency/park.h"
 #include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"
+#include "daemon/core/session/activity.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/open.h"
 #include "daemon/core/session/work_stream.h"
@@ -662,21 +664,69 @@ static void turn_back(struct kvq__restore *r, struct kvq__session *s)
     kvq__park_empty(s);
 }
 
-// A fetch that has not come to its end. What keeps it from being read may be gone when somebody
-// asks again, if nobody has done anything with it meanwhile.
+// Whether work under way still looks at the layers that have come.
+static bool is_looked_at(const struct kvq__session *s)
+{
+    return s->refs > 1 || kvq__session_uses(s, KVQ__USE_STREAM);
+}
+
+// False while that is so.
+static bool end_turning_back(struct kvq__restore *r)
+{
+    struct kvq__session *s = r->session;
+    assert(r->turns_back && r->core->n_turning_back > 0);
+    if (!s->dropped && is_looked_at(s))
+        return false;
+    LIST_REMOVE(r, link);
+    r->core->n_turning_back--;
+    if (!s->dropped) {
+        turn_back(r, s);
+        kvq__fetch_ended(s, r->status, 0, r->why);
+        s->restore = NULL;
+    }
+    restore_free(r);
+    kvq__session_unref(s);
+    return true;
+}
+
+bool kvq__restores_poll(struct kvq__core *core)
+{
+    struct kvq__restore *r, *next;
+    bool any = false;
+    for (r = core->n_turning_back ? LIST_FIRST(&core->restores) : NULL; r; r = next) {
+        next = LIST_NEXT(r, link);
+        if (r->turns_back)
+            any |= end_turning_back(r);
+    }
+    return any;
+}
+
+// A fetch has failed for a reason that may be gone when somebody asks again, and what is stored is
+// as good as before: nothing can have been committed since. So nothing is lost but an open step.
+static void begin_turning_back(struct kvq__restore *r, int status)
+{
+    assert(r->fetches && r->session->restore == r && !r->session->move);
+    assert(LIST_EMPTY(&r->followers) && LIST_EMPTY(&r->nodes));
+    r->turns_back = true;
+    r->status = status;
+    r->core->n_turning_back++;
+    kvq__step_leave(r->session);
+    kvq__pack_unqueue(r->session);
+    end_turning_back(r);
+}
+
+// A fetch that has not come to its end, of which no layer has come or what is stored is no good.
 static void fetch_failed(struct kvq__restore *r, struct kvq__session *s, int status)
 {
-    bool untouched = s->refs == 1 && !kvq__in_step(s) && !s->move;
+    assert(kvq__is_offloaded(s) || is_lost(status));
     if (kvq__is_offloaded(s)) {
         kvq__park_empty(s);
         kvq__residency_set(s, KVQ__OFFLOADED);
-    } else if (untouched && !is_lost(status)) {
-        turn_back(r, s);
     } else {
         kvq__residency_set(s, KVQ__RESIDENT);
     }
     kvq__fetch_ended(s, status, 0, r->why);
-    if (!kvq__is_offloaded(s) || is_lost(status))
+    if (is_lost(status))
         lose(s);
 }
 
@@ -700,13 +750,17 @@ void kvq__restore_end(struct kvq__restore **pointer, int status)
         return;
     *pointer = NULL;
     struct kvq__session *s = r->session;
+    bool whole = s->n_loading == 0 && !kvq__is_offloaded(s);
+    if (r->fetches && r->entered && !s->dropped && !whole && !is_lost(status)) {
+        begin_turning_back(r, status);
+        return;
+    }
     LIST_REMOVE(r, link);
     if (!r->entered && !r->fetches) { // nobody has seen it
         kvq__session_free(s);
         restore_free(r);
         return;
     }
-    bool whole = s->n_loading == 0 && !kvq__is_offloaded(s);
     assert(s->dropped || whole || status < 0);
     if (!s->dropped && whole)
         kvq__follow_done(r);

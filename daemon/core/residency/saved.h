@@ -291,7 +291,9 @@ bool kvq__restore_lost(const struct kvq__restore *restore);
 // All of a layer is there, and its requests go on. Layers in order, each once.
 void kvq__restore_layer(struct kvq__restore *restore, uint32_t layer);
 // Ends it and frees it. With a status below 0 before all layers are there the session ends, with
-// all its shards, and its handles answer with that status. Accepts pointers to NULL.
+// all its shards, and its handles answer with that status; but one that was parked is parked again,
+// its open step undone, unless what is stored of it is no good (as for kvq__fetch_failed). Accepts
+// pointers to NULL.
 void kvq__restore_end(struct kvq__restore **restore, int status);
 
 // ---- What saves and restores hold, for core/check.h ----

@@ -99,6 +99,8 @@ struct kvq__restore {
     bool cut;                     // it has less tokens than were saved
     bool entered;                 // the session is there for others
     bool fetches;                 // a session that is parked
+    bool turns_back;              // that could not be read just now: it is to be parked again once
+    int status;                   // nobody looks at what has come; why it could not
     char why[KVQ_TEXT_BYTES / 2]; // it could not be
     uint64_t bytes;
     struct kvq__restore_spec spec;
