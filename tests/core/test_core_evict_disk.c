@@ -367,6 +367,37 @@ SAVING_TEST(test_behind_a_move)
     leave_step(&other, x);
 }
 
+// ---- What a look costs, and what stops one ----
+
+// A request that waits for sessions in use does not look at them at each turn, nor at any of them
+// while one goes.
+SAVING_TEST(test_looks)
+{
+    uint64_t handles[4], x = opened(&other, "x");
+    hold_all(handles);
+    pass(2 * SECOND);
+    assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
+    uint64_t looks = kit.core->evict_looks;
+    for (uint32_t i = 0; i < 1000; i++) { // 100 ms, in which blocks come free all the time
+        pass(MS / 10);
+        kit.core->freed++;
+        assert_int_equal(kit_again(&other), 1);
+    }
+    assert_in_range(kit.core->evict_looks - looks, 2, 100 / 5 * 2 + 2);
+    let_go(handles);
+    pass(10 * MS);
+    assert_int_equal(kit_again(&other), 1);
+    assert_true(kit.core->evicting[0].ticket);
+    looks = kit.core->evict_looks;
+    for (uint32_t i = 0; i < 100; i++) {
+        pass(10 * MS);
+        assert_int_equal(kit_again(&other), 1);
+    }
+    assert_int_equal(kit.core->evict_looks, looks);
+    assert_int_equal(finish(&other, 1), 0);
+    leave_step(&other, x);
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());

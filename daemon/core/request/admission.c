@@ -125,6 +125,7 @@ void kvq__admission_leave(struct kvq__queue *q)
 {
     delist(q);
     q->turn.ticket = 0;
+    q->turn.looked = 0;
     q->turn.refused.code = 0;
 }
 
@@ -168,6 +169,14 @@ static void take_request_ticket(struct kvq__queue *q)
     q->turn.since = q->core->now;
 }
 
+// Whether it was told to wait just now, and no session has gone since.
+static bool has_just_looked(const struct kvq__queue *q)
+{
+    const struct kvq__core *core = q->core;
+    return q->turn.looked && core->now < q->turn.looked + KVQ__LEAST_LOOK_NS &&
+           q->turn.evictions == core->evictions_ended;
+}
+
 static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
                           const struct kvq__shortage *refused, struct need need, bool reports)
 {
@@ -185,10 +194,16 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
         return true;
     }
     struct kvq__eviction_request asked = {refused, missing, q->turn.ticket, own, q, &way, &look_at};
+    if (fits && !core->draining && has_just_looked(q)) {
+        enlist(q, refused, q->turn.looked + KVQ__LEAST_LOOK_NS);
+        return true;
+    }
     if (fits && !core->draining)
         help = core->up->evict_for(core, &asked);
     if (help == KVQ__HELP_LATER && kvq__admission_too_late(q->turn.since, look_at))
         help = KVQ__HELP_NONE;
+    q->turn.looked = help == KVQ__HELP_NONE ? 0 : core->now;
+    q->turn.evictions = core->evictions_ended;
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
     if (help == KVQ__HELP_NONE && !patient) {
         if (reports)

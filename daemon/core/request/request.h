@@ -164,10 +164,12 @@ enum kvq__gpu_wait {
 struct kvq__turn {
     uint64_t ticket; // smaller ones came earlier; 0: it does not wait
     bool listed;
-    uint64_t since;   // when it began to wait
-    bool extents;     // it waits for extents that are being made, not for memory of others
-    uint64_t seen;    // core->freed (or extents_made) when it was tried last
-    uint64_t look_at; // when it is tried again even if nothing was freed
+    uint64_t since;     // when it began to wait
+    bool extents;       // it waits for extents that are being made, not for memory of others
+    uint64_t seen;      // core->freed (or extents_made) when it was tried last
+    uint64_t look_at;   // when it is tried again even if nothing was freed
+    uint64_t looked;    // when it last looked for sessions that may go; 0 = never
+    uint64_t evictions; // core->evictions_ended then
     const struct kvq__pool *place; // where it found no room,
     const struct kvq__namespace *ns;
     bool quota;                   // for it is at its limit there

@@ -119,6 +119,12 @@ struct choice {
     bool some;     // more sessions may help than were looked at
 };
 
+// Whoever waits for what ends by itself is to look again.
+static void look_soon(const struct kvq__core *core, const struct kvq__eviction_request *asked)
+{
+    *asked->look_at = kvq__min(*asked->look_at, core->now + KVQ__LEAST_LOOK_NS);
+}
+
 // Of a group as a whole.
 struct look {
     bool used, held, pinned, own, claimed; // held: in use for as long as a client likes
@@ -180,7 +186,7 @@ static bool consider(struct choice *c, struct kvq__session *s)
         asked->in_the_way->in_use += !look.pinned;
         if (!look.pinned && !look.held && !look.claimed) { // that ends by itself
             c->busy += look.gain;
-            *asked->look_at = core->now < *asked->look_at ? core->now : *asked->look_at;
+            look_soon(core, asked);
         }
         return false;
     }
@@ -227,7 +233,7 @@ static void consider_coming(const struct kvq__core *core, struct choice *c)
         return;
     c->busy += bytes;
     asked->in_the_way->in_use++;
-    *asked->look_at = core->now < *asked->look_at ? core->now : *asked->look_at;
+    look_soon(core, asked);
 }
 
 // ---- Which of them are looked at ----
@@ -301,7 +307,7 @@ static void choose(struct kvq__core *core, const struct kvq__eviction_request *a
                 consider_some(c, &ns->arenas[i], most);
     if (c->some && !c->best) { // others at the next look
         c->busy = asked->need;
-        *asked->look_at = core->now < *asked->look_at ? core->now : *asked->look_at;
+        look_soon(core, asked);
     }
     consider_coming(core, c);
 }
@@ -436,16 +442,14 @@ static bool is_enough(const struct choice *c, uint64_t busy)
 static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_request *asked,
                             struct choice *c)
 {
-    if (under_way(core, asked->shortage))
-        return KVQ__HELP_NOW;
     if (is_deferred(core, asked->shortage->pool)) {
-        *asked->look_at = core->now;
+        look_soon(core, asked);
         return KVQ__HELP_LATER;
     }
     if (!is_enough(c, c->busy)) // forks of each other: one alone frees nothing, but all do
         choose(core, asked, true, c);
     if (!is_enough(c, 0) && asked->shortage->later) {
-        *asked->look_at = core->now;
+        look_soon(core, asked);
         return KVQ__HELP_LATER;
     }
     if (!is_enough(c, 0)) // nobody goes in vain
@@ -468,6 +472,8 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
         return KVQ__HELP_NONE;
     if (kvq__ended_helps(core, asked->shortage)) // before anybody has to go
         return KVQ__HELP_NOW;
+    if (under_way(core, asked->shortage))
+        return KVQ__HELP_NOW;
     claim_all(core, asked);
     choose(core, asked, false, &c);
     enum kvq__help prompts =
@@ -477,7 +483,7 @@ enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction
     enum kvq__help others = evict(core, asked, &c);
     if (prompts == KVQ__HELP_NONE || others != KVQ__HELP_NONE)
         return others;
-    *asked->look_at = core->now;
+    look_soon(core, asked);
     return prompts;
 }
 

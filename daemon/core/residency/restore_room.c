@@ -167,6 +167,9 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
     if (r->spec.prefix_tokens)
         return false;
     take_restore_ticket(r);
+    if (r->looked && core->now < r->looked + KVQ__LEAST_LOOK_NS &&
+        r->evictions == core->evictions_ended)
+        return true;
     struct kvq__eviction_request asked = {.shortage = refused,
                                           .need = need - r->reserved,
                                           .ticket = r->ticket,
@@ -176,6 +179,8 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
     enum kvq__help help = kvq__evict_for(core, &asked);
     if (help == KVQ__HELP_LATER && kvq__admission_too_late(r->since, look_at))
         help = KVQ__HELP_NONE;
+    r->looked = core->now;
+    r->evictions = core->evictions_ended;
     return help != KVQ__HELP_NONE || others_hold(r);
 }
 

@@ -104,11 +104,12 @@ struct kvq__restore {
     char why[KVQ_TEXT_BYTES / 2]; // it could not be
     uint64_t bytes;
     struct kvq__restore_spec spec;
-    uint32_t layer, page;    // of the block that is reserved next
-    uint64_t reserved;       // bytes
-    struct kvq__grant grant; // of the last try to take some
-    uint64_t ticket;         // among those that wait for room; 0 = it has found some so far
-    uint64_t since;          // when it began to
+    uint32_t layer, page;       // of the block that is reserved next
+    uint64_t reserved;          // bytes
+    struct kvq__grant grant;    // of the last try to take some
+    uint64_t ticket;            // among those that wait for room; 0 = it has found some so far
+    uint64_t since;             // when it began to
+    uint64_t looked, evictions; // when it last looked who may go, and evictions_ended then
     struct kvq__staging *staging;
     // Of a prefix: pages that the index was given, the hash of the last of them, those of them that
     // are this session's, and sessions that began with some.
