@@ -398,6 +398,53 @@ SAVING_TEST(test_looks)
     leave_step(&other, x);
 }
 
+// Blocks that were given up and may still be read are waited for if they are enough, and not for
+// long.
+SAVING_TEST(test_given_up)
+{
+    uint64_t a = opened(&m, ""), handles[3], x = opened(&other, "x");
+    struct kvq__flight flight = {0};
+    for (uint32_t i = 0; i < 3; i++)
+        handles[i] = fed(&m, "");
+    pass(2 * SECOND);
+    assert_int_equal(begin(&m, a, 9, SESSION, 0), 0);
+    struct kvq__session *s = kit_of(&m, a);
+    kvq__flight_begin(kit.core, &flight);
+    kvq__session_ref(s); // as a request under way does
+    leave_step(&m, a);
+    assert_int_equal(s->ns->arenas[0].deferred_bytes, SESSION_BYTES);
+    assert_int_equal(begin(&other, x, 9, SESSION, 0), 1); // as much as that
+    assert_int_equal(kit.core->last_ticket_id, 0);
+    assert_int_equal(begin(&m, handles[2], 9, SESSION + PAGE, 0), 1); // more
+    assert_int_equal(kit.core->last_ticket_id, 1);
+    kvq__session_unref(s);
+    kvq__flight_end(kit.core, &flight);
+    assert_int_equal(finish(&other, kit_again(&other)), 0);
+    leave_step(&other, x);
+    assert_int_equal(finish(&m, 1), 0);
+    leave_step(&m, handles[2]);
+    assert_int_equal(refused(), 0);
+}
+
+// They may never come free.
+SAVING_TEST(test_given_up_for_ever)
+{
+    uint64_t a = opened(&m, ""), x = opened(&other, "x");
+    struct kvq__flight flight = {0};
+    for (uint32_t i = 0; i < 3; i++)
+        fed(&m, "");
+    pass(2 * SECOND);
+    assert_int_equal(begin(&m, a, 9, SESSION, 0), 0);
+    kvq__flight_begin(kit.core, &flight);
+    kvq__session_ref(kit_of(&m, a));
+    leave_step(&m, a);
+    assert_int_equal(finish(&other, begin(&other, x, 9, SESSION, 0)), 0);
+    assert_int_equal(evicted(), 1);
+    kvq__session_unref(kit_of(&m, a));
+    kvq__flight_end(kit.core, &flight);
+    leave_step(&other, x);
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());

@@ -594,6 +594,7 @@ static void deferred_add(struct kvq__core *core, struct kvq__block *b, struct kv
         TAILQ_INSERT_HEAD(&core->deferred, b, deferred_link);
     else
         TAILQ_INSERT_TAIL(&core->deferred, b, deferred_link);
+    b->extent->owner->deferred_bytes += b->bytes;
     b->given_link.le_prev = NULL;
     if (!giver || giver->serial != b->retired.by)
         return;
@@ -617,6 +618,8 @@ static void deferred_end(struct kvq__core *core, struct kvq__block *b)
     assert(b->refs == 0 && !b->free);
     take_back(b);
     TAILQ_REMOVE(&core->deferred, b, deferred_link);
+    assert(b->extent->owner->deferred_bytes >= b->bytes);
+    b->extent->owner->deferred_bytes -= b->bytes;
     block_free(core, b, true);
 }
 

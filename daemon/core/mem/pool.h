@@ -112,6 +112,7 @@ struct kvq__arena {
     uint32_t n_sessions;               // in this list
     uint32_t n_ended;                  // ended sessions that still have pages there
     uint64_t index_bytes;              // of blocks with one reference, by an index of prefixes
+    uint64_t deferred_bytes;           // of deferred frees
 };
 
 // The memory of one place: the host or a GPU. Blocks on a GPU have device addresses, which the host

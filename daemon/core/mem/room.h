@@ -34,6 +34,7 @@ enum kvq__help {
 struct kvq__eviction_request {
     const struct kvq__shortage *shortage;
     uint64_t need;                  // bytes that are missing there, at most
+    uint64_t since;                 // when the caller began to wait
     uint64_t ticket;                // sessions that requests with a ticket up to it use, stay
     const struct kvq__session *own; // the caller's session: it stays, with its group; NULL = none
     const struct kvq__queue *queue; // the queue whose request asks; NULL = none

@@ -193,7 +193,8 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
         enlist(q, refused, look_at);
         return true;
     }
-    struct kvq__eviction_request asked = {refused, missing, q->turn.ticket, own, q, &way, &look_at};
+    struct kvq__eviction_request asked = {refused, missing, q->turn.since, q->turn.ticket,
+                                          own,     q,       &way,          &look_at};
     if (fits && !core->draining && has_just_looked(q)) {
         enlist(q, refused, q->turn.looked + KVQ__LEAST_LOOK_NS);
         return true;

@@ -21,6 +21,7 @@ enum {
 };
 enum { NODES_AT_ONCE = 256 }; // pages of prefixes that one tick gives up
 #define NS_PER_MS    1000000ull
+#define GIVEN_UP_NS  200000000ull   // how long blocks that were given up are waited for
 #define TRY_AGAIN_NS 10000000000ull // a session that could not be evicted is left alone for so long
 
 // ---- What a session is worth ----
@@ -416,17 +417,31 @@ static bool gives_back(const struct kvq__move *move, const struct kvq__pool *poo
     return false;
 }
 
-// Blocks that nobody has any more, but work under way may still look at, or nobody has got round to
-// giving back. With a client whose stream stands still that may take for ever.
-static bool is_deferred(const struct kvq__core *core, const struct kvq__pool *pool)
+// Bytes of blocks that nobody has any more, but work under way may still look at. With a client
+// whose stream stands still that may take for ever, and others may be quicker to take them: whoever
+// has waited for a while does so no longer.
+static uint64_t given_up(const struct kvq__core *core, const struct kvq__eviction_request *asked)
 {
-    const struct kvq__block *b;
+    const struct kvq__namespace *ns;
+    uint64_t bytes = 0;
+    if (core->now - asked->since > GIVEN_UP_NS)
+        return 0;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        for (uint32_t i = 0; i < core->n_pools; i++)
+            if (may_help(asked->shortage, &ns->arenas[i]))
+                bytes += ns->arenas[i].deferred_bytes;
+    return bytes;
+}
+
+// Whether what is missing is about to be free, without anybody having to go.
+static bool comes_free(const struct kvq__core *core, const struct kvq__eviction_request *asked)
+{
     const struct kvq__move *move;
-    TAILQ_FOREACH (b, &core->deferred, deferred_link)
-        if (b->extent->owner->pool == pool)
-            return true;
+    uint64_t given = given_up(core, asked);
+    if (given && kvq__shortage_free(asked->shortage) + given >= asked->need)
+        return true;
     for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
-        if (gives_back(move, pool))
+        if (gives_back(move, asked->shortage->pool))
             return true;
     return false;
 }
@@ -442,7 +457,7 @@ static bool is_enough(const struct choice *c, uint64_t busy)
 static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_request *asked,
                             struct choice *c)
 {
-    if (is_deferred(core, asked->shortage->pool)) {
+    if (comes_free(core, asked)) {
         look_soon(core, asked);
         return KVQ__HELP_LATER;
     }
@@ -600,7 +615,7 @@ static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, stru
     struct kvq__in_the_way way;
     uint64_t look_at = UINT64_MAX;
     const struct kvq__eviction_request asked = {
-        .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
+        .shortage = &shortage, .since = core->now, .in_the_way = &way, .look_at = &look_at};
     for (uint32_t i = 0; i < RECLAIM_AT_ONCE && kvq__quota_excess(ns, kvq__pool_limit(pool)); i++)
         if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA, NULL)) {
             kvq__evict_for(core, &asked);

@@ -24,14 +24,16 @@
 // goes before anybody needs the room (kvq__evict_tick).
 //
 // Waiting. A request that was refused a block gives back all that it has just taken and waits, if
-// sessions that have ended have yet to give their memory back (ended.c), or
-// an eviction that may help it is under way or can be begun, or will be once a session is old
-// enough, or once work under way has ended that uses a session, reads one from disk, saves or moves
-// one, or may look at blocks which are given back (for two seconds at most). What a client holds,
-// by a step or in its own context, is not waited for. With KVQ_REQ_WAIT_ROOM it also waits if
-// nothing can be evicted, until its deadline. It is looked at again, from the start, when a block
-// has become free or an eviction has ended (core->freed), and every 50 ms. What could never fit is
-// refused at once, and nobody has to go for it.
+// sessions that have ended have yet to give their memory back (ended.c), or an eviction that may
+// help it is under way or can be begun, or will be once a session is old enough, or once work under
+// way has ended that uses a session, reads one from disk, saves or moves one, or may look at blocks
+// which are given back (for two seconds at most; the last of these, for 200 ms, and only if they
+// are enough). What a client holds, by a step or in its own context, is not waited for. With
+// KVQ_REQ_WAIT_ROOM it also waits if nothing can be evicted, until its deadline. It is looked at
+// again, from the start, when a block has become free or an eviction has ended (core->freed), and
+// every 50 ms; but who may go is looked for every 5 ms at most (KVQ__LEAST_LOOK_NS) unless an
+// eviction has ended, and not at all while one is under way there. What could never fit is refused
+// at once, and nobody has to go for it.
 //
 // Why nobody waits for ever:
 //

@@ -171,6 +171,7 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
         r->evictions == core->evictions_ended)
         return true;
     struct kvq__eviction_request asked = {.shortage = refused,
+                                          .since = r->since,
                                           .need = need - r->reserved,
                                           .ticket = r->ticket,
                                           .own = r->session,
