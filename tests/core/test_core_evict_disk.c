@@ -369,6 +369,48 @@ SAVING_TEST(test_behind_a_move)
 
 // ---- What a look costs, and what stops one ----
 
+// Where no ticket can be had nothing is held against the sessions that were to go: one goes as soon
+// as there is one.
+SAVING_TEST(test_no_ticket)
+{
+    uint64_t handles[4], x = opened(&other, "x");
+    fill_home(handles);
+    pass(2 * SECOND);
+    uint64_t looks = kit.core->evict_looks;
+    kit.fail_one_in = 1;
+    assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
+    kit.fail_one_in = 0;
+    assert_in_range(kit.core->evict_looks - looks, 1, 2);
+    for (uint32_t i = 0; i < 4; i++)
+        assert_int_equal(kit_of(&m, handles[i])->evict.try_after, 0);
+    pass(10 * MS);
+    assert_int_equal(finish(&other, kit_again(&other)), 0);
+    assert_int_equal(evicted(), 1);
+    leave_step(&other, x);
+}
+
+// Whoever has many sessions parked, or brought back, leaves tickets for those that have to go.
+SAVING_TEST(test_many_tickets)
+{
+    enum { N = 64 };
+    struct kvq__move_info info;
+    kit.core->pools[0].budget = 16 * MIB;
+    uint64_t b = fed(&m, "b"), x = opened(&other, "x");
+    for (uint32_t i = 0; i < N; i++) { // which nobody writes as yet
+        uint64_t a = opened(&m, "");
+        assert_int_equal(step(&m, a, 1), 0);
+        assert_int_equal(kvq__session_park(m.client, a, NULL, text), 0);
+    }
+    assert_int_equal(kvq__session_park(m.client, b, &info, text), KVQ_E_LIMIT);
+    struct kvq__namespace *ns = kit_of(&m, b)->ns;
+    ns->quota.limit[KVQ__HOST_BYTES] = ns->used[KVQ__HOST_BYTES];
+    pass(2 * SECOND);
+    assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
+    assert_true(kit_of(&m, b)->park);
+    assert_int_equal(finish(&other, 1), 0);
+    leave_step(&other, x);
+}
+
 // A request that waits for sessions in use does not look at them at each turn, nor at any of them
 // while one goes.
 SAVING_TEST(test_looks)

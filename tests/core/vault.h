@@ -27,7 +27,7 @@ struct vault_session {
 struct vault {
     struct vault_block *blocks;
     uint32_t n_blocks;
-    struct vault_session sessions[64];
+    struct vault_session sessions[80];
     uint32_t n_sessions;
     uint64_t last_id;
     uint64_t put, kept; // blocks that were written, and that were there already

@@ -381,6 +381,12 @@ static void note_failed(struct kvq__session *s, bool demotes, int status)
         s->evict.try_after = after;
 }
 
+// Nothing is known against the session: there is no ticket for it just now.
+static bool lacks_ticket(const struct choice *c, int status)
+{
+    return status == KVQ_E_LIMIT || (status == KVQ_E_NO_MEMORY && c->way == TO_DISK);
+}
+
 static int start_eviction(struct kvq__core *core, const struct choice *c,
                           enum kvq__park_reason reason)
 {
@@ -389,6 +395,8 @@ static int start_eviction(struct kvq__core *core, const struct choice *c,
     if (e->ticket)
         return KVQ_E_BUSY;
     int rc = send(c->best, c->way, reason, &ticket);
+    if (lacks_ticket(c, rc))
+        return rc;
     if (rc < 0) {
         note_failed(c->best, c->way == TO_HOST, rc);
         c->best->evict.try_after =
@@ -475,6 +483,10 @@ static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_r
         int rc = start_eviction(core, c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
         if (rc == 0 || rc == KVQ_E_BUSY)
             return KVQ__HELP_NOW;
+        if (lacks_ticket(c, rc)) {
+            look_soon(core, asked);
+            return KVQ__HELP_LATER;
+        }
         choose(core, asked, c->shared, c);
     }
     return *asked->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;

@@ -587,7 +587,7 @@ int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
     struct kvq__pool *to = kvq__place_find(core, spec->place, text);
     if (!to)
         return KVQ_E_INVALID;
-    int rc = kvq__ticket_room(core, KVQ__TICKET_MOVE, text);
+    int rc = kvq__ticket_room(core, KVQ__TICKET_MOVE, spec->demotes, text);
     if (rc < 0)
         return rc;
     struct kvq__move *move = move_new(core, s, to, s->shards);

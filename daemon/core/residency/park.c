@@ -169,11 +169,11 @@ struct kvq__park *kvq__park_after(const struct kvq__core *core, const struct kvq
                                                  KVQ__PARK_TICKETS);
 }
 
-static int park_new(struct kvq__session *s, enum kvq__ticket_kind kind, struct kvq__park **out,
-                    char *text)
+static int park_new(struct kvq__session *s, enum kvq__ticket_kind kind, bool evicts,
+                    struct kvq__park **out, char *text)
 {
     struct kvq__core *core = s->core;
-    int rc = kvq__ticket_room(core, kind, text);
+    int rc = kvq__ticket_room(core, kind, evicts, text);
     *out = NULL;
     if (rc < 0)
         return rc;
@@ -254,7 +254,7 @@ int kvq__park_start(struct kvq__session *s, enum kvq__park_reason reason,
         here |= m && (!kvq__is_offloaded(m) || m->park || kvq__is_fetching(m));
     }
     int rc = here ? check_start(s, reason == KVQ__PARK_ASKED, text) : 0;
-    rc = rc ? rc : park_new(s, KVQ__TICKET_PARK, &t, text);
+    rc = rc ? rc : park_new(s, KVQ__TICKET_PARK, reason != KVQ__PARK_ASKED, &t, text);
     if (rc < 0)
         return rc;
     t->reason = reason;
@@ -547,7 +547,7 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
                              m->park->ticket.name,
                              m->park->ticket.kind == KVQ__TICKET_FETCH ? "read back" : "parked");
     }
-    int rc = park_new(s, KVQ__TICKET_FETCH, &t, text);
+    int rc = park_new(s, KVQ__TICKET_FETCH, false, &t, text);
     if (rc < 0)
         return rc;
     kvq__ticket_enter(&t->ticket, KVQ__READING);

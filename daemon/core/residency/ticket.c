@@ -5,7 +5,10 @@
 
 #include <assert.h>
 
-enum { MOST = 64 }; // tickets of moves, and of parks and fetches, that there are at a time
+enum {
+    MOST = 64,                        // tickets of moves, and of parks and fetches, at a time
+    FOR_EVICTIONS = 1 + KVQ_MAX_GPUS, // and so many more of each: one for each pool
+};
 
 #define KEEP_NS 60000000000ull // so long a ticket that is over is kept
 
@@ -49,7 +52,7 @@ struct kvq__ticket *kvq__ticket_after(const struct kvq__core *core,
 }
 
 // Moves have a limit of their own; parks and fetches share one.
-int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, char *text)
+int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, bool evicts, char *text)
 {
     const bool moves = kind == KVQ__TICKET_MOVE;
     const uint32_t *n = core->n_tickets;
@@ -60,6 +63,8 @@ int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, char *t
         return 0;
     while (t && t->phase != KVQ__OVER)
         t = kvq__ticket_after(core, t, kinds);
+    if (!t && evicts && all < MOST + FOR_EVICTIONS)
+        return 0;
     if (!t)
         return kvq__fail(
             text, KVQ_E_LIMIT,

@@ -54,8 +54,8 @@ enum {
 // Takes a ticket on; asserts that there is that way.
 void kvq__ticket_enter(struct kvq__ticket *ticket, enum kvq__phase to);
 // Forgets the oldest one of the kind that is over if there are too many. KVQ_E_LIMIT with a text if
-// none is over.
-int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, char *text);
+// none is over. `evicts`: some are kept for evictions, which requests wait for.
+int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, bool evicts, char *text);
 // Begins: gives it a number. Its core, namespace, kind, size, place and name are set.
 void kvq__ticket_begin(struct kvq__ticket *ticket);
 void kvq__ticket_finish(struct kvq__ticket *ticket, int status);
