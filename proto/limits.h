@@ -91,6 +91,7 @@ enum {
 
 // The largest limit of a namespace.
 #define KVQ_MAX_QUOTA_BYTES  (1ull << 50)
+#define KVQ_MAX_MOVE_WAIT_MS 3600000ull // how long a move may wait for steps and requests
 #define KVQ_MAX_BUFFER_BYTES (1ull << KVQ_MAX_BUFFER_BYTES_LOG2)
 
 #endif

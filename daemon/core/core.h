@@ -359,7 +359,7 @@ struct kvq__move_spec {
     const char *place;
     bool one_shard; // only this one; else all that the session has
     uint32_t shard;
-    uint64_t wait_ms; // how long its steps and requests may take to end; 0 = 10 s
+    uint64_t wait_ms; // how long its steps and requests may take to end; 0 = 10 s. An hour at most
     bool demotes;     // it goes back when it is used (evict.h)
 };
 struct kvq__move_info {

@@ -444,6 +444,47 @@ TEST(test_waits)
     assert_int_equal(move_to(0).status, 0);
 }
 
+// A move whose session is not idle for as long as its client likes keeps no other one waiting, and
+// one that others wait for comes first.
+TEST(test_side_by_side)
+{
+    struct kvq__move_info waits, first, second;
+    struct kvq__move_spec to = {.place = place(1), .wait_ms = UINT64_MAX}, back = {.place = "host"};
+    struct kvq_entry_wire e = {.handle = session, .position = TOKENS, .row = TOKENS, .append = 1};
+    uint64_t a = fed("a", 200), b = fed("b", 200);
+    assert_int_equal(kvq__session_move(m.client, b, &to, &second, text), 0);
+    rest();
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 5, e, NULL), 0);
+    assert_int_equal(kvq__session_move(m.client, session, &to, &waits, text), 0);
+    polls(10);
+    assert_string_equal(info_of(&waits).phase, "waiting");
+    to.wait_ms = 1000;
+    back.demotes = true;
+    assert_int_equal(kvq__session_move(m.client, a, &to, &first, text), 0);
+    assert_int_equal(kvq__session_move(m.client, b, &back, &second, text), 0);
+    poll();
+    assert_string_not_equal(info_of(&second).phase, "waiting");
+    assert_string_equal(info_of(&first).phase, "waiting");
+    struct kvq_entry_wire of_a = {.handle = a, .position = 200, .row = 200, .append = 1};
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_BEGIN, 6, of_a, NULL), 0); // it is used meanwhile
+    kit_pass(&kit, 10 * 1000000000ull);
+    while (!info_of(&second).finished)
+        poll();
+    polls(10);
+    assert_string_equal(info_of(&first).phase, "waiting"); // that time does not count
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 6, of_a, NULL), 0);
+    while (!info_of(&first).finished)
+        poll();
+    assert_int_equal(info_of(&first).status, 0);
+    assert_int_equal(info_of(&second).status, 0);
+    assert_string_equal(info_of(&waits).phase, "waiting");
+    polls(10);
+    kit_pass(&kit, KVQ_MAX_MOVE_WAIT_MS * 1000000);
+    poll();
+    assert_int_equal(info_of(&waits).status, KVQ_E_BUSY);
+    assert_int_equal(kit_simple(&m, KVQ_OP_STEP_ABORT, 5, e, NULL), 0);
+}
+
 // Copies whose end no event can tell are waited for like others: what they write to is not used
 // again before.
 TEST(test_copies_without_events)

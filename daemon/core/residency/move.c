@@ -401,8 +401,6 @@ static bool move_goes_on(struct kvq__move *move)
     enum kvq__phase phase = move->ticket.phase;
     bool any = false;
     switch (phase) {
-    case KVQ__WAITING:
-        return wait_for_moved(move);
     case KVQ__RESERVING:
         return reserve_place(move);
     case KVQ__COPYING:
@@ -419,33 +417,78 @@ static bool move_goes_on(struct kvq__move *move)
     }
 }
 
-static bool is_active(const struct kvq__move *move)
+// One at a time: they share the streams and the pinned memory.
+static bool has_copier(const struct kvq__move *move)
 {
-    return move->ticket.phase != KVQ__QUEUED && move->ticket.phase != KVQ__RELEASING &&
-           move->ticket.phase != KVQ__OVER;
+    return move->ticket.phase == KVQ__RESERVING || move->ticket.phase == KVQ__COPYING ||
+           move->ticket.phase == KVQ__DRAINING;
 }
 
-// One move at a time waits and copies, the one that has been there for longest.
-static bool start_next_move(struct kvq__core *core)
+static bool is_copier_free(const struct kvq__core *core)
 {
-    struct kvq__move *move, *next = NULL;
-    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move)) {
-        if (is_active(move))
+    const struct kvq__move *move;
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
+        if (has_copier(move))
             return false;
-        if (move->ticket.phase == KVQ__QUEUED && !next)
-            next = move;
-    }
-    if (!next)
-        return false;
-    move_enter(next, KVQ__WAITING);
-    next->deadline = core->now + next->wait_ns;
     return true;
+}
+
+// Requests wait for it: it makes room for them, or brings back what they use.
+static bool is_urgent(const struct kvq__move *move)
+{
+    return move->demotes || (move->n > 0 && move->moved[0].session &&
+                             move->moved[0].session->demoted.home == move->to);
+}
+
+// Another one copies: the session's requests go on, and the time does not count.
+static void hold_up(struct kvq__move *move)
+{
+    uint64_t now = move->ticket.core->now;
+    if (move->held_up)
+        return;
+    move->held_up = true;
+    move->left = move->deadline > now ? move->deadline - now : 0;
+}
+
+static void wait_on(struct kvq__move *move)
+{
+    if (move->held_up)
+        move->deadline = move->ticket.core->now + move->left;
+    move->held_up = false;
+}
+
+// All wait side by side for their sessions to be idle, and the first of those whose sessions are
+// copies. True if there was something to do.
+static bool go_on_waiting(struct kvq__core *core, bool urgent)
+{
+    struct kvq__move *move;
+    bool any = false, is_free = is_copier_free(core);
+    for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move)) {
+        if (is_free && move->ticket.phase == KVQ__QUEUED) {
+            move_enter(move, KVQ__WAITING);
+            move->deadline = core->now + move->wait_ns;
+            any = true;
+        }
+        if (move->ticket.phase != KVQ__WAITING || is_urgent(move) != urgent)
+            continue;
+        if (!is_free) {
+            hold_up(move);
+            continue;
+        }
+        wait_on(move);
+        any |= wait_for_moved(move);
+        is_free = !has_copier(move);
+    }
+    return any;
 }
 
 bool kvq__moves_poll(struct kvq__core *core)
 {
     struct kvq__move *move;
-    bool any = core->n_tickets[KVQ__TICKET_MOVE] > 0 && start_next_move(core);
+    if (core->n_tickets[KVQ__TICKET_MOVE] == 0)
+        return false;
+    bool any = go_on_waiting(core, true);
+    any |= go_on_waiting(core, false);
     for (move = kvq__move_after(core, NULL); move; move = kvq__move_after(core, move))
         any |= move_goes_on(move);
     return any;
@@ -492,7 +535,7 @@ bool kvq__move_asks(const struct kvq__session *s)
         const struct kvq__session *m = kvq__group_member(s, i);
         in_step |= m && kvq__in_step(m);
     }
-    return s->move->ticket.phase == KVQ__WAITING && !in_step;
+    return s->move->ticket.phase == KVQ__WAITING && !s->move->held_up && !in_step;
 }
 
 // ---- Asking for one ----
@@ -594,7 +637,8 @@ int kvq__move_start(struct kvq__session *s, const struct kvq__move_spec *spec,
     if (!move)
         return kvq__fail(text, KVQ_E_NO_MEMORY, "no memory for a move");
     move->demotes = spec->demotes;
-    move->wait_ns = spec->wait_ms ? spec->wait_ms * NS_PER_MS : DEFAULT_WAIT_NS;
+    move->wait_ns =
+        spec->wait_ms ? kvq__min(spec->wait_ms, KVQ_MAX_MOVE_WAIT_MS) * NS_PER_MS : DEFAULT_WAIT_NS;
     rc = add_sessions(move, s, spec, text);
     if (rc < 0) {
         kvq__deallocate(core, move->moved, s->shards * sizeof *move->moved);

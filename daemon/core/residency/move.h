@@ -41,6 +41,8 @@ struct kvq__move {
     bool demotes;
     uint64_t wait_ns;  // how long it waits for steps and requests
     uint64_t deadline; // when that is over
+    bool held_up;      // while it waits another one copies
+    uint64_t left;     // of its time when it was held up
     uint32_t n, room;  // sessions, and how many there is memory for
     struct kvq__moved *moved;
     uint32_t at; // session and reference that come next
