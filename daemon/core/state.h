@@ -59,6 +59,8 @@ struct kvq__namespace {
     struct kvq__arena arenas[1 + KVQ_MAX_GPUS]; // of each pool
     struct kvq__session_list sessions;          // in the order of their ids
     struct kvq__session_tree by_id;             // the same sessions, as a tree
+    struct kvq__session_list fetches; // sessions that are wanted back, in the order of asking
+    uint32_t n_reading;               // sessions that store jobs fetch
     struct kvq__prefixes prefixes;
     char (*share_with)[KVQ_NAME_BYTES]; // namespaces whose sessions may begin with its prefixes
     uint32_t n_share_with;
@@ -258,8 +260,8 @@ struct kvq__core {
     uint32_t n_demoted;       // sessions that have a home elsewhere
     uint32_t n_loading;       // sessions with layers that are yet to be read
     struct kvq__forgets forgets;
-    struct kvq__session_list fetches; // sessions that are wanted back
-    struct kvq__session_list prompts; // whose prompts may hold memory (exact.c)
+    uint32_t n_fetch_wanted, n_reading; // of all namespaces
+    struct kvq__session_list prompts;   // whose prompts may hold memory (exact.c)
     uint32_t n_offloaded;
     uint64_t last_stamp;
     bool closing;

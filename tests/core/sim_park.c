@@ -186,5 +186,5 @@ int park_predict(const struct sim *sim, const struct track *t)
 
 bool park_waits(const struct sim *sim)
 {
-    return !TAILQ_EMPTY(&sim->kit.core->fetches) || sim->keep.ordered;
+    return sim->kit.core->n_fetch_wanted || sim->keep.ordered;
 }

@@ -401,6 +401,74 @@ SAVING_TEST(test_fails_beside_a_request)
     assert_int_equal(vault.n_sessions, 0);
 }
 
+enum { OF_ONE = 18, OF_ALL = 3 * OF_ONE };
+
+// The orders to read something back that there are: of two namespaces.
+static uint32_t take_fetches(struct kvq__store_job *jobs, uint32_t *n, const char *ns)
+{
+    uint32_t of_it = 0;
+    for (; kvq__park_next(kit.core, &jobs[*n]); ++*n) {
+        assert_int_equal(jobs[*n].kind, KVQ__JOB_FETCH);
+        of_it += strcmp(jobs[*n].ns, ns) == 0;
+    }
+    return of_it;
+}
+
+// Sessions of three namespaces, all of which are parked.
+static void many_away(struct member *others, struct kvq__session *sessions[OF_ALL])
+{
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_int_equal(member_open(&kit, &others[i], 2000 + i, BUFFER), 0);
+        member_fill(&others[i]);
+    }
+    for (uint32_t i = 0; i < OF_ALL; i++) {
+        struct member *of = i < OF_ONE ? &m : &others[i / OF_ONE - 1];
+        uint64_t handle = kit_session(of, rows, LAYERS, 0);
+        assert_int_equal(kit_step(of, handle, 3, HEADS, DIM), 0);
+        sessions[i] = kit_of(of, handle);
+        assert_int_equal(kvq__park_start(sessions[i], KVQ__PARK_ASKED, NULL, text), 0);
+        settle();
+        assert_true(kvq__is_offloaded(sessions[i]));
+    }
+}
+
+// Of many that are wanted some are read at a time, and one namespace leaves some of it to others.
+SAVING_TEST(test_many_fetches)
+{
+    static struct kvq__store_job jobs[OF_ALL];
+    struct kvq__session *s[OF_ALL];
+    struct member others[2];
+    uint32_t n = 0;
+    many_away(others, s);
+    for (uint32_t i = 0; i < OF_ONE; i++)
+        kvq__fetch_ask(s[i]);
+    assert_int_equal(take_fetches(jobs, &n, "uid-1000"), 16);
+    for (uint32_t i = OF_ONE; i < OF_ALL; i++)
+        kvq__fetch_ask(s[i]);
+    assert_int_equal(take_fetches(jobs, &n, "uid-2000"), 8);
+    assert_int_equal(n, 32);
+    kvq__fetch_failed(kit.core, jobs[0].id, KVQ_E_SYSTEM, "it failed");
+    assert_int_equal(take_fetches(jobs, &n, "uid-1000"), 0); // it has the most
+    assert_int_equal(n, 33);
+    kvq__session_end(s[OF_ONE], "one that is read");
+    kvq__session_end(s[OF_ALL - 1], "one that waits");
+    for (uint32_t i = 0; i < 2; i++) {
+        assert_true(kvq__park_next(kit.core, &jobs[n]));
+        assert_int_equal(jobs[n].kind, KVQ__JOB_FORGET);
+        vault_forget(&vault, jobs[n].name, jobs[n].stamp);
+        kvq__park_forgot(kit.core, &jobs[n], KVQ__FORGET_GONE);
+    }
+    take_fetches(jobs, &n, "uid-1000");
+    assert_int_equal(n, 34);
+    for (uint32_t i = 1; i < n; i++)
+        kvq__fetch_failed(kit.core, jobs[i].id, KVQ_E_SYSTEM, "it failed");
+    settle(); // the others
+    assert_int_equal(kit.core->n_offloaded, 33);
+    assert_int_equal(kit.core->n_fetch_wanted + kit.core->n_reading, 0);
+    member_close(&others[0]);
+    member_close(&others[1]);
+}
+
 // Somebody has put another session of that name into the store.
 SAVING_TEST(test_replaced)
 {

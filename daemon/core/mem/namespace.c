@@ -135,6 +135,7 @@ static struct kvq__namespace *make_namespace(struct kvq__core *core,
         kvq__arena_open(&ns->arenas[i], ns, &core->pools[i]);
     LIST_INIT(&ns->exports);
     TAILQ_INIT(&ns->sessions);
+    TAILQ_INIT(&ns->fetches);
     RB_INIT(&ns->by_id);
     kvq__prefixes_init(&ns->prefixes, ns);
     bool copied = copy_lists(core, c, &lists);

@@ -232,7 +232,7 @@ static void finish_park(struct kvq__park *t, int status)
     kvq__ticket_enter(&t->ticket, KVQ__OVER);
     if (t->ticket.kind == KVQ__TICKET_PARK)
         tell_parked(t);
-    if (!TAILQ_EMPTY(&t->ticket.core->fetches)) // somebody may have asked for it meanwhile
+    if (t->ticket.core->n_fetch_wanted) // somebody may have asked for it meanwhile
         kvq__park_want(t->ticket.core);
 }
 
@@ -432,7 +432,7 @@ void kvq__fetch_ask(struct kvq__session *s)
     for (uint32_t i = 0; i < s->shards; i++)
         if (kvq__group_member(s, i))
             ask_one(kvq__group_member(s, i));
-    if (!TAILQ_EMPTY(&s->core->fetches))
+    if (s->core->n_fetch_wanted)
         kvq__park_want(s->core);
 }
 

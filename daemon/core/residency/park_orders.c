@@ -18,6 +18,10 @@
 // and a client with a hundred thousand parked sessions may end.
 enum { FORGETS_OUT = 4 };
 
+// Sessions that are being fetched at a time, and those of one namespace: each fetch is such a task,
+// too, which looks for room every few milliseconds, and the store reads three at a time.
+enum { FETCHES_OUT = 32, FETCHES_OF_ONE = 16 };
+
 void kvq__park_want(struct kvq__core *core)
 {
     if (core->config.wants)
@@ -234,21 +238,36 @@ static bool next_save(struct kvq__core *core, struct kvq__store_job *job)
     return false;
 }
 
-static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
+// The first that can be read back; the blocks of others are still going.
+static struct kvq__session *first_fetch(const struct kvq__namespace *ns)
 {
     struct kvq__session *s;
-    TAILQ_FOREACH (s, &core->fetches, fetch.link) {
-        if (s->park && s->park->ticket.kind == KVQ__TICKET_PARK) // its blocks are still going
-            continue;
-        kvq__residency_set(s, KVQ__FETCH_TAKEN);
-        *job = (struct kvq__store_job){.kind = KVQ__JOB_FETCH,
-                                       .id = s->id,
-                                       .shard = s->group ? s->shard : 0,
-                                       .stamp = s->saving.stamp};
-        name_job(job, s);
-        return true;
-    }
-    return false;
+    TAILQ_FOREACH (s, &ns->fetches, fetch.link)
+        if (!s->park || s->park->ticket.kind != KVQ__TICKET_PARK)
+            return s;
+    return NULL;
+}
+
+// Of the namespace that has the fewest under way.
+static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
+{
+    const struct kvq__namespace *ns;
+    struct kvq__session *s = NULL, *first;
+    if (core->n_fetch_wanted == 0 || core->n_reading >= FETCHES_OUT)
+        return false;
+    TAILQ_FOREACH (ns, &core->namespaces, link)
+        if (ns->n_reading < FETCHES_OF_ONE && (!s || ns->n_reading < s->ns->n_reading) &&
+            (first = first_fetch(ns)))
+            s = first;
+    if (!s)
+        return false;
+    kvq__residency_set(s, KVQ__FETCH_TAKEN);
+    *job = (struct kvq__store_job){.kind = KVQ__JOB_FETCH,
+                                   .id = s->id,
+                                   .shard = s->group ? s->shard : 0,
+                                   .stamp = s->saving.stamp};
+    name_job(job, s);
+    return true;
 }
 
 bool kvq__park_next(struct kvq__core *core, struct kvq__store_job *job)

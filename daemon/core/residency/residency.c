@@ -5,6 +5,25 @@
 
 #include <assert.h>
 
+#include "daemon/core/residency/park.h"
+
+static bool is_read_back(enum kvq__residency residency)
+{
+    return residency == KVQ__FETCH_TAKEN || residency == KVQ__FETCHING;
+}
+
+// Where one fewer is read, another one may be.
+static void count_reading(struct kvq__session *s, enum kvq__residency from, enum kvq__residency to)
+{
+    struct kvq__core *core = s->core;
+    s->ns->n_reading += is_read_back(to);
+    s->ns->n_reading -= is_read_back(from);
+    core->n_reading += is_read_back(to);
+    core->n_reading -= is_read_back(from);
+    if (is_read_back(from) && !is_read_back(to) && core->n_fetch_wanted)
+        kvq__park_want(core);
+}
+
 void kvq__residency_set(struct kvq__session *s, enum kvq__residency to)
 {
     enum { END = 1 << KVQ__ENDED };
@@ -21,13 +40,17 @@ void kvq__residency_set(struct kvq__session *s, enum kvq__residency to)
     enum kvq__residency from = s->residency;
     assert(to < KVQ__RESIDENCIES && ways[from] & 1u << to);
     assert(!s->move || to == KVQ__RESIDENT || to == KVQ__LOADING || to == KVQ__ENDED);
-    if (from == KVQ__FETCH_WANTED)
-        TAILQ_REMOVE(&core->fetches, s, fetch.link);
+    if (from == KVQ__FETCH_WANTED) {
+        TAILQ_REMOVE(&s->ns->fetches, s, fetch.link);
+        core->n_fetch_wanted--;
+    }
     core->n_offloaded -= kvq__is_offloaded(s);
     s->residency = to;
     core->n_offloaded += kvq__is_offloaded(s);
     if (to == KVQ__FETCH_WANTED) {
         s->fetch.at = core->now;
-        TAILQ_INSERT_TAIL(&core->fetches, s, fetch.link);
+        TAILQ_INSERT_TAIL(&s->ns->fetches, s, fetch.link);
+        core->n_fetch_wanted++;
     }
+    count_reading(s, from, to);
 }
