@@ -224,6 +224,7 @@ void kvq__core_close(struct kvq__core **pointer)
     assert(core->n_sessions == 0 && core->n_steps == 0 && core->tokens == 0);
     assert(core->n_unsaved == 0 && core->n_prepared == 0 && core->n_committing == 0);
     assert(core->n_moving == 0 && core->n_demoted == 0 && core->n_loading == 0);
+    assert(core->n_prompts == 0 && TAILQ_EMPTY(&core->prompts));
     assert(core->n_fetch_wanted == 0 && core->n_reading == 0 && core->n_turning_back == 0);
     assert(core->n_offloaded == 0 && TAILQ_EMPTY(&core->tickets) && core->n_givers == 0);
     assert(TAILQ_EMPTY(&core->deferred) && TAILQ_EMPTY(&core->ended));

@@ -262,6 +262,7 @@ struct kvq__core {
     struct kvq__forgets forgets;
     uint32_t n_fetch_wanted, n_reading; // of all namespaces
     struct kvq__session_list prompts;   // whose prompts may hold memory (exact.c)
+    uint32_t n_prompts;
     uint32_t n_offloaded;
     uint64_t last_stamp;
     bool closing;

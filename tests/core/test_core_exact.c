@@ -221,6 +221,36 @@ KIT_TEST(test_many)
     assert_int_equal(rc, 0);
 }
 
+// Of very many some are looked at, and others at the next look, until it is enough.
+KIT_TEST(test_very_many)
+{
+    enum { N = 600, EACH = 160 };
+    static const struct kvq__layer_row row = {1, 1, DIM, DIM, .format = "oscar2", .kv_from = -1};
+    const struct kvq__pool *pool = &kit.core->pools[0];
+    struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .prompt_tokens = 2 * EACH};
+    struct kvq__session_spec plain = {.layers = &row, .n_layers = 1};
+    uint64_t held = 0, b = kit_opened(&other, &plain);
+    kit.core->pools[0].budget = 64 * MIB;
+    for (uint32_t i = 0; i < N; i++) {
+        uint64_t a = kit_opened(&m, &spec);
+        assert_int_equal(kit_step(&m, a, EACH, 1, DIM), 0);
+        held += kvq__exact_bytes(kit_of(&m, a));
+    }
+    assert_int_equal(kit.core->n_prompts, N);
+    kit.core->pools[0].budget = pool->extents_taken;
+    uint64_t looks = kit.core->lookup.looks, most = 0;
+    int rc = begin(&other, b, (uint32_t)(held * 3 / 4 / (4 * DIM)));
+    for (uint32_t i = 0; i < 100 && rc == 1; i++) {
+        most = kvq__max(most, kit.core->lookup.looks - looks);
+        kit_pack(&kit);
+        pass(10 * 1000000);
+        looks = kit.core->lookup.looks;
+        rc = again(&other);
+    }
+    assert_int_equal(rc, 0);
+    assert_in_range(most, 256, 2 * 256);
+}
+
 // What cannot be had even so is refused at once, and no prompt is packed for it.
 KIT_TEST(test_not_in_vain)
 {
@@ -263,6 +293,8 @@ KIT_TEST(test_ended)
     assert_int_equal(kit_step(&m, a, 256 + 1, HEADS, DIM), 0);
     kit_pack(&kit);
     assert_int_equal(kvq__exact_bytes(s), 0);
+    assert_int_equal(kit_step(&m, a, 1, HEADS, DIM), 0);
+    assert_int_equal(kit.core->n_prompts, 0); // nobody looks at it any more
     assert_int_equal(begin(&other, b, MORE), 0);
     assert_int_equal(kit.core->counts.prompts_packed, 0);
     assert_int_equal(s->prompt.exact, PROMPT);

@@ -43,6 +43,23 @@ SAVING_TEST(test_all_formats)
     check_format("kivi2:sink=32", 700, 3, "");
 }
 
+// A prompt in full precision holds no memory while it is away.
+SAVING_TEST(test_prompt)
+{
+    struct kvq__session_spec spec = {
+        .layers = rows, .n_layers = LAYERS, .prompt_tokens = 1500, .max_rollback = 0};
+    uint64_t a = kit_opened(&m, &spec), b = kit_opened(&m, &spec);
+    feed(a, 700);
+    feed(b, 700);
+    assert_int_equal(session_of(a)->prompt.exact, 1500);
+    assert_int_equal(kit.core->n_prompts, 2);
+    away(a);
+    assert_int_equal(kit.core->n_prompts, 1);
+    wake(a);
+    assert_int_equal(kit.core->n_prompts, 2);
+    go_on_alike(a, b, 0);
+}
+
 // All that is counted while it is away, and what it keeps.
 SAVING_TEST(test_what_is_away)
 {

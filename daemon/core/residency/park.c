@@ -12,6 +12,7 @@
 #include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/activity.h"
+#include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/table.h"
 #include "daemon/core/session/work_stream.h"
@@ -328,6 +329,7 @@ static void forget_layers(struct kvq__session *s)
 void kvq__park_leave(struct kvq__session *s)
 {
     kvq__pack_unqueue(s);
+    kvq__exact_leave(s);
     forget_layers(s);
     kvq__residency_set(s, KVQ__OFFLOADED);
 }

@@ -12,6 +12,7 @@
 #include "daemon/core/residency/residency.h"
 #include "daemon/core/residency/saved_internal.h"
 #include "daemon/core/session/activity.h"
+#include "daemon/core/session/exact.h"
 #include "daemon/core/session/group.h"
 #include "daemon/core/session/open.h"
 #include "daemon/core/session/work_stream.h"
@@ -737,6 +738,7 @@ static void end_whole(struct kvq__restore *r, struct kvq__session *s)
     s->foreign = false; // all its blocks are its own
     kvq__pages_release(s);
     kvq__pack_queue(s);
+    kvq__exact_note(s);
     if (r->fetches)
         kvq__fetch_ended(s, 0, r->bytes, "");
     else if (s->park) // it was asked to be parked meanwhile

@@ -53,13 +53,22 @@ uint64_t kvq__exact_bytes(const struct kvq__session *s)
     return s->prompt.exact && !kvq__is_offloaded(s) ? held_bytes(s) : 0;
 }
 
+// Whether prompt.exact keeps no token in 16 bits any more.
+static bool exact_prompt_has_ended(const struct kvq__session *s)
+{
+    return s->prompt.packs_early || s->floor >= s->prompt.exact + s->max_rollback;
+}
+
 void kvq__exact_note(struct kvq__session *s)
 {
     bool within = s->tokens > 0 && s->tokens <= s->prompt.exact + 2 * (uint64_t)s->max_rollback;
     assert(!s->prompt.listed || s->published);
+    if (s->prompt.listed && exact_prompt_has_ended(s) && held_bytes(s) == 0)
+        kvq__exact_leave(s); // for good, or until it goes back
     if (!s->published || s->prompt.listed || !s->prompt.exact || !within)
         return;
     TAILQ_INSERT_TAIL(&s->core->prompts, s, prompt.link);
+    s->core->n_prompts++;
     s->prompt.listed = true;
 }
 
@@ -67,6 +76,7 @@ void kvq__exact_leave(struct kvq__session *s)
 {
     if (s->prompt.listed)
         TAILQ_REMOVE(&s->core->prompts, s, prompt.link);
+    s->core->n_prompts -= s->prompt.listed;
     s->prompt.listed = false;
 }
 
@@ -99,14 +109,10 @@ static bool packs_prompt(const struct kvq__session *s)
     return s->prompt.packs_early && s->pack.queued && !kvq__is_offloaded(s) && !s->pool->gpu;
 }
 
-// Whether prompt.exact keeps no token in 16 bits any more.
-static bool exact_prompt_has_ended(const struct kvq__session *s)
-{
-    return s->prompt.packs_early || s->floor >= s->prompt.exact + s->max_rollback;
-}
-
-// How many sessions give way at once; more do at the next look.
-enum { AT_ONCE = 16 };
+enum {
+    AT_ONCE = 16, // sessions that give way at once; more do at the next look
+    LOOKS = 256,  // sessions that are looked at, and others at the next look
+};
 
 struct held_prompt {
     struct kvq__session *session;
@@ -155,35 +161,54 @@ static void give_way(struct prompts *p, const struct kvq__shortage *shortage,
         bool counts = kvq__shortage_counts(shortage, m) && (!m->pool->gpu || m->writer);
         uint64_t bytes = counts ? kvq__exact_bytes(m) : 0;
         m->prompt.gives_way = true;
+        if (m->prompt.listed) {
+            TAILQ_REMOVE(&m->core->prompts, m, prompt.link);
+            TAILQ_INSERT_HEAD(&m->core->prompts, m, prompt.link);
+        }
         kvq__exact_unused(m);
         if (bytes)
             note_coming(p, m, bytes);
     }
 }
 
+// False if the next look need not begin with it.
+static bool look_at_prompt(struct kvq__session *s, const struct kvq__shortage *shortage,
+                           struct prompts *p)
+{
+    assert(s->prompt.listed && s->published);
+    uint64_t bytes = held_bytes(s);
+    if (bytes == 0 && exact_prompt_has_ended(s)) { // for good, or until it goes back
+        kvq__exact_leave(s);
+        return true;
+    }
+    if (bytes == 0 || (s->pool->gpu && !s->writer) || !kvq__shortage_counts(shortage, s))
+        return false;
+    if (s->prompt.gives_way || s->prompt.packs_early) {
+        note_coming(p, s, bytes);
+        return true;
+    }
+    p->there += bytes;
+    note_largest(p, s, bytes);
+    return false;
+}
+
+// Those that give way already stand first. Of many others some are looked at, and what the rest
+// hold is estimated from these.
 static void look_at_prompts(struct kvq__core *core, const struct kvq__shortage *shortage,
                             struct prompts *p)
 {
-    struct kvq__session *s, *next;
-    for (s = TAILQ_FIRST(&core->prompts); s; s = next) {
-        assert(s->prompt.listed && s->published);
+    struct kvq__session *s = TAILQ_FIRST(&core->prompts), *next;
+    uint32_t n = core->n_prompts, looks = 0;
+    for (; s && looks < n && looks < LOOKS; looks++, s = next) {
         next = TAILQ_NEXT(s, prompt.link);
         core->lookup.looks++;
-        bool never = kvq__is_offloaded(s) || (s->pool->gpu && !s->writer);
-        uint64_t bytes = kvq__is_offloaded(s) ? 0 : held_bytes(s);
-        if (bytes == 0 && exact_prompt_has_ended(s)) { // for good, or until it goes back
-            kvq__exact_leave(s);
+        if (look_at_prompt(s, shortage, p) || n <= LOOKS)
             continue;
-        }
-        if (never || bytes == 0 || !kvq__shortage_counts(shortage, s))
-            continue;
-        if (s->prompt.gives_way || s->prompt.packs_early) {
-            note_coming(p, s, bytes);
-            continue;
-        }
-        p->there += bytes;
-        note_largest(p, s, bytes);
+        TAILQ_REMOVE(&core->prompts, s, prompt.link);
+        TAILQ_INSERT_TAIL(&core->prompts, s, prompt.link);
     }
+    if (looks < n)
+        p->there += p->there / looks * (n - looks);
 }
 
 enum kvq__help kvq__exact_give_way(struct kvq__core *core,

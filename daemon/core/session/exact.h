@@ -21,7 +21,8 @@ enum kvq__help kvq__exact_give_way(struct kvq__core *core,
                                    const struct kvq__eviction_request *asked, uint64_t free,
                                    uint64_t others);
 
-// The session's count has changed, or it was published; and it ends.
+// The session's count has changed, it was published, or has come back from disk; and it ends, or
+// goes there.
 void kvq__exact_note(struct kvq__session *session);
 void kvq__exact_leave(struct kvq__session *session);
 // No request uses the session any more: its prompt may be packed if it gives way.
