@@ -9,8 +9,8 @@
 #include "storage/save.h"
 
 enum {
-    MOVES = 256,          // records that one call moves at most
-    SWEEP_BLOCKS = 16384, // of the sessions that one transaction deletes
+    MOVES = 256,         // records that one call moves at most
+    SWEEP_BLOCKS = 4096, // of the sessions that one transaction deletes, while others wait
 };
 
 // What has to be dead in a segment for it to be worth copying the rest: more than the copy adds,
