@@ -143,7 +143,7 @@ struct kvq_store {
     size_t n_owed, room_owed;
     uint32_t n_sick;     // times that a segment has turned out to be that
     bool names_unsynced; // a removed file may come back after a loss of power: sync the folder
-    uint64_t last_transaction; // in the catalog
+    uint64_t last_transaction;  // in the catalog
     uint64_t found_transaction; // that, when the store was opened
     uint64_t next_transaction, next_block, next_session, next_segment;
 };
