@@ -39,7 +39,8 @@ struct lane {
     bool too_long;          // the reply went past its limit
     bool no_memory, stalled;
     uint32_t tries; // before this one
-    uint32_t retry_after_ms, wait_ms;
+    uint32_t retry_after_ms;
+    uint64_t until; // WAITING: when it is sent again, by crew_now()
     char error[CURL_ERROR_SIZE];
 };
 
@@ -448,7 +449,22 @@ struct crew {
     struct lane lanes[KVQ_REMOTE_CONNECTIONS];
     uint32_t n;
     bool none_left;
+    uint64_t slept; // ms that a clock slept without going on, as those of tests do
 };
+
+static uint64_t crew_now(const struct crew *c)
+{
+    struct kvq_remote_clock *clock = c->call->remote->clock;
+    return clock->now_ms(clock) + c->slept;
+}
+
+// The time since `began` was spent on reading, checking or writing: nothing could move meanwhile.
+static void forgive(struct crew *c, uint64_t began)
+{
+    uint64_t spent = crew_now(c) - began;
+    for (uint32_t i = 0; i < c->n; i++)
+        c->lanes[i].since += spent;
+}
 
 // Gives lanes that are free their next requests, and sends those again whose time has come.
 static int send_more(struct crew *c)
@@ -456,16 +472,26 @@ static int send_more(struct crew *c)
     int rc = 0;
     for (uint32_t i = 0; rc == 0 && i < c->n; i++) {
         struct lane *a = &c->lanes[i];
-        if (a->state == WAITING && a->wait_ms == 0) {
+        if (a->state == WAITING && crew_now(c) >= a->until) {
             rc = begin_try(a);
         } else if (a->state == IDLE && !c->none_left) {
+            uint64_t began = crew_now(c);
             a->request = (struct kvq__request){0};
             a->tries = 0;
             rc = c->all->make(c->all->context, i, &a->request);
+            forgive(c, began);
             c->none_left = rc != 0;
             rc = rc == 1 ? 0 : rc ? rc : begin_try(a);
         }
     }
+    return rc;
+}
+
+static int take_answer(struct crew *c, struct lane *a)
+{
+    uint64_t began = crew_now(c);
+    int rc = c->all->take(c->all->context, (uint32_t)(a - c->lanes), &a->answer);
+    forgive(c, began);
     return rc;
 }
 
@@ -481,7 +507,7 @@ static int settle(struct crew *c, struct lane *a, CURLcode result)
         rc = kvq__remote_say(c->call, KVQ_E_NO_MEMORY, a->request.method, a->request.key,
                              "no memory");
     else if (good)
-        rc = c->all->take(c->all->context, (uint32_t)(a - c->lanes), &a->answer);
+        rc = take_answer(c, a);
     else if (rc == 0)
         rc = judge_answer(a, &again);
     c->all->status = a->answer.status;
@@ -489,7 +515,7 @@ static int settle(struct crew *c, struct lane *a, CURLcode result)
     if (rc != 1 && (!again || a->tries >= c->call->remote->retries))
         return rc;
     a->tries++;
-    a->wait_ms = wait_before(c->call->remote->clock, a->tries, a->retry_after_ms);
+    a->until = crew_now(c) + wait_before(c->call->remote->clock, a->tries, a->retry_after_ms);
     a->state = WAITING;
     return 0;
 }
@@ -537,27 +563,24 @@ static int look_after(struct crew *c)
 static int pause_crew(struct crew *c)
 {
     struct kvq_remote *r = c->call->remote;
-    uint32_t ms = STEP_MS;
+    uint64_t now = crew_now(c), ms = STEP_MS;
     bool moving = false;
     for (uint32_t i = 0; i < c->n; i++) {
         const struct lane *a = &c->lanes[i];
+        uint64_t left = a->state == WAITING && a->until > now ? a->until - now : 0;
         moving |= a->state == MOVING;
-        if (a->state == WAITING && a->wait_ms < ms)
-            ms = a->wait_ms;
+        if (a->state == WAITING && left < ms)
+            ms = left;
     }
-    uint64_t began = r->clock->now_ms(r->clock), waited = ms;
-    if (!moving) {
-        r->clock->sleep_ms(r->clock, ms);
-    } else {
+    if (moving) {
         if (curl_multi_poll(r->multi, NULL, 0, (int)ms, NULL) != CURLM_OK)
             return kvq__remote_say(c->call, KVQ_E_NO_MEMORY, "GET", NULL, "no memory to wait");
-        waited = r->clock->now_ms(r->clock) - began;
+        return 0;
     }
-    for (uint32_t i = 0; i < c->n; i++) {
-        struct lane *a = &c->lanes[i];
-        if (a->state == WAITING)
-            a->wait_ms -= waited < a->wait_ms ? (uint32_t)waited : a->wait_ms;
-    }
+    r->clock->sleep_ms(r->clock, (uint32_t)ms);
+    uint64_t then = crew_now(c);
+    if (then < now + ms)
+        c->slept += now + ms - then;
     return 0;
 }
 
@@ -602,9 +625,9 @@ int kvq__requests(struct kvq__call *call, struct kvq__requests *all)
         if (curl_multi_perform(r->multi, &running) != CURLM_OK)
             rc = kvq__remote_say(call, KVQ_E_NO_MEMORY, "GET", NULL, "no memory for transfers");
         rc = rc ? rc : settle_ended(&c, &some);
-        rc = rc || (some && !is_busy(&c)) ? rc : look_after(&c);
-        rc = rc || some ? rc : pause_crew(&c);
         rc = rc ? rc : send_more(&c);
+        rc = rc || !is_busy(&c) ? rc : look_after(&c);
+        rc = rc || some || !is_busy(&c) ? rc : pause_crew(&c);
     }
     dismiss(&c);
     return rc;
