@@ -150,7 +150,9 @@ enum { KVQ_CATALOG_VERSION = 2 };
     X(PREFIX_PUT, "REPLACE INTO prefixes VALUES(?,?,?,?)")                                         \
     X(PREFIX_CUT, "DELETE FROM prefixes WHERE session=? AND page>=?")                              \
     X(PREFIX_ALL, "SELECT hash FROM prefixes WHERE session=? ORDER BY page")                       \
-    X(PREFIX_FIND, "SELECT session FROM prefixes WHERE space=? AND hash=? ORDER BY session")       \
+    X(PREFIX_FIND, "SELECT session FROM prefixes CROSS JOIN sessions s ON s.id=session WHERE "     \
+                   "prefixes.space=?1 AND hash=?2 AND NOT (name>=?3 AND name<?4 AND save<=?5) "    \
+                   "ORDER BY session")                                                             \
     X(PAGES, "PRAGMA page_count")                                                                  \
     X(SESSION_ID, "SELECT id,save,space,name,shard,shards,model,formats,tokens,blocks,bytes,"      \
                   "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE id=?")

@@ -199,8 +199,10 @@ int kvq__catalog_end(struct kvq_store *s, int rc, const struct kvq__complaint *c
     if (sqlite3_get_autocommit(k->db) == 0)
         (void)kvq__run(k, KVQ_Q_ROLLBACK, "");
     s->next_transaction++;
-    if (unclear)
+    if (unclear) {
+        kvq__catalog_doubt(s);
         kvq__set_read_only(s, why);
+    }
     pthread_mutex_unlock(&s->catalog_lock);
     return rc;
 }

@@ -128,6 +128,8 @@ int kvq_store_meta_read(struct kvq_store *store, const struct kvq_store_session 
                 memcpy(out, sqlite3_column_blob(rows, 0), session->n_bytes);
             rc = KVQ_OK;
         } else {
+            if (rc >= 0)
+                kvq__catalog_doubt(store);
             rc = rc < 0 ? kvq__catalog_complain(store, rc, &c)
                         : kvq__complain(&c, KVQ_E_DAMAGED, "the catalog contradicts itself");
         }
@@ -170,14 +172,17 @@ static bool is_passed(const struct kvq_store_prefix *prefix, uint64_t session)
     return is;
 }
 
-// The oldest session that has that page and counts, 0: none.
+// The oldest session that has that page and counts, 0: none. What kvq_store_sweep is to delete does
+// not: it would go while it is read.
 static int prefix_of(struct kvq_store *s, const struct kvq_store_prefix *prefix, uint32_t page,
                      int64_t *session)
 {
     struct kvq__catalog *k = &s->catalog;
     assert(page < prefix->pages);
-    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_PREFIX_FIND, "tb", prefix->space,
-                                   (const void *)prefix->hashes[page], (size_t)KVQ_PREFIX_BYTES);
+    sqlite3_stmt *rows =
+        kvq__rows(k, KVQ_Q_PREFIX_FIND, "tbtti", prefix->space, (const void *)prefix->hashes[page],
+                  (size_t)KVQ_PREFIX_BYTES, KVQ_STORE_LEFT_FROM, KVQ_STORE_LEFT_BELOW,
+                  (int64_t)s->found_transaction);
     int rc = kvq__next(k, rows);
     while (rc == 1 && is_passed(prefix, (uint64_t)sqlite3_column_int64(rows, 0)))
         rc = kvq__next(k, rows);
@@ -311,11 +316,13 @@ int kvq_store_blocks(struct kvq_store *store, const struct kvq_store_session *se
         (void)sqlite3_reset(rows);
         if (rc < 0)
             rc = kvq__catalog_complain(store, rc, &c);
-        else if (*count != session->blocks)
+        else if (*count != session->blocks) {
+            kvq__catalog_doubt(store);
             rc = kvq__complain(&c, KVQ_E_DAMAGED,
                                "the catalog has %zu blocks of %s and %llu of "
                                "them listed",
                                *count, session->name, (unsigned long long)session->blocks);
+        }
     }
     pthread_mutex_unlock(&store->catalog_lock);
     if (rc) {
@@ -350,9 +357,11 @@ void kvq__block_mark(struct kvq_store *s, uint64_t id, uint64_t segment, uint64_
 {
     pthread_mutex_lock(&s->catalog_lock);
     // If it fails, the next reader finds the damage as this one did.
-    (void)kvq__run(&s->catalog, KVQ_Q_BLOCK_BAD, "iii", (int64_t)id, (int64_t)segment,
-                   (int64_t)offset);
+    int rc = kvq__run(&s->catalog, KVQ_Q_BLOCK_BAD, "iii", (int64_t)id, (int64_t)segment,
+                      (int64_t)offset);
     pthread_mutex_unlock(&s->catalog_lock);
+    if (rc == KVQ_E_DAMAGED)
+        kvq__catalog_doubt(s);
 }
 
 // Tells the system what is likely to be read next, some way ahead and not for every block.

@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "proto/ring.h"
 #include "proto/status.h"
 #include "storage/store_internal.h"
 
@@ -61,11 +62,15 @@ int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name
 int kvq__catalog_complain(struct kvq_store *s, int code, const struct kvq__complaint *c)
 {
     assert(code < 0);
-    if (code == KVQ_E_DAMAGED && s->sound) {
-        s->sound = false;
-        kvq__closed_forget(s);
-    }
+    if (code == KVQ_E_DAMAGED)
+        kvq__catalog_doubt(s);
     return kvq__complain(c, code, "the catalog: %s", s->catalog.error);
+}
+
+void kvq__catalog_doubt(struct kvq_store *s)
+{
+    kvq_word_store(&s->doubted, 1);
+    kvq__closed_forget(s);
 }
 
 // ---- Who writes ----
@@ -253,7 +258,7 @@ void kvq_store_close(struct kvq_store **store)
         kvq__writer_undo(s);
     kvq__writer_free(s);
     kvq__catalog_close(&s->catalog);
-    if (s->sound && !s->read_only)
+    if (s->sound && !s->read_only && !kvq_word_load(&s->doubted))
         kvq__closed_note(s);
     kvq__segments_free(s);
     if (s->lock_file >= 0)

@@ -249,6 +249,11 @@ int kvq_store_good_tokens(struct kvq_store *store, const struct kvq_store_sessio
 int kvq_store_delete(struct kvq_store *store, const char *space, const char *name, char *text,
                      size_t n);
 
+// Names of sessions that nobody can ask for once the run that saved them is over: a number behind
+// #, which no session of users has.
+#define KVQ_STORE_LEFT_FROM  "#"
+#define KVQ_STORE_LEFT_BELOW "$"
+
 // Deletes sessions with from <= name < below, of all namespaces, that were last saved before the
 // store was opened: up to `most` shards in one transaction. *deleted says how many; 0: there are
 // none.

@@ -135,7 +135,8 @@ struct kvq_store {
 
     pthread_mutex_t catalog_lock;
     struct kvq__catalog catalog;
-    bool sound; // it was when it was opened, and nothing has said otherwise since
+    bool sound;       // it was when it was opened,
+    uint32_t doubted; // and a word: something has said otherwise since
 
     // The writer's.
     struct kvq__writer writer;
@@ -165,6 +166,8 @@ static inline struct kvq__complaint kvq__store_complaint(const struct kvq_store 
 int kvq__io_complain(const struct kvq__complaint *c, int error, const char *name, const char *verb);
 // Complains about a failure of the catalog with what SQLite said.
 int kvq__catalog_complain(struct kvq_store *s, int code, const struct kvq__complaint *c);
+// It may be damaged, or contradict itself: the next opening is to check all of it. Any thread.
+void kvq__catalog_doubt(struct kvq_store *s);
 
 // Makes the caller the writer, until kvq__write_end. KVQ_E_BUSY, KVQ_E_READ_ONLY.
 int kvq__write_begin(struct kvq_store *s, const struct kvq__complaint *c);

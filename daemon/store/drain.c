@@ -96,6 +96,15 @@ static bool is_about_some(int rc)
     return rc == KVQ_E_NO_SPACE || rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_LIMIT;
 }
 
+// Whether a limit of a namespace was too low for all, or for some.
+static bool is_at_limit(const struct drain *d, uint32_t from, uint32_t to, int rc)
+{
+    bool is = rc == KVQ_E_QUOTA;
+    for (uint32_t i = from; i < to; i++)
+        is |= d->batch[i]->save && d->batch[i]->rc == KVQ_E_QUOTA;
+    return is;
+}
+
 // Whoever the limit was too low for may fit without the others.
 static void forget_refusals(struct drain *d, uint32_t from, uint32_t to)
 {
@@ -110,6 +119,10 @@ static void write_halves(struct drain *d, uint32_t from, uint32_t to, uint8_t *s
     char text[KVQ_TEXT_BYTES];
     uint64_t bytes = bytes_of(d, from, to);
     int rc = write_some(d, from, to, scratch, text);
+    if (is_at_limit(d, from, to, rc) && kvq__jobs_help(d->task.jobs, KVQ_E_QUOTA, bytes)) {
+        forget_refusals(d, from, to);
+        rc = write_some(d, from, to, scratch, text);
+    }
     if (rc == KVQ_E_NO_SPACE && !d->full) {
         d->full = !kvq__jobs_make_room(d->task.jobs, bytes);
         rc = d->full ? rc : write_some(d, from, to, scratch, text);

@@ -168,6 +168,9 @@ void kvq__jobs_tidy(struct kvq__jobs *jobs);
 // Frees that much on disk if it can. Whether it freed anything. On a thread of libuv's, in the turn
 // of a task that writes.
 bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes);
+// The same for what was refused with that code, also at a limit of its namespace, which sessions of
+// an earlier run may take up. Whether it may fit now.
+bool kvq__jobs_help(struct kvq__jobs *jobs, int refused, uint64_t bytes);
 // What is being written and read just now, empty: nothing; and how many wait to write.
 void kvq__jobs_working(const struct kvq__jobs *jobs, bool names, char *out, size_t n,
                        uint32_t *queued);
@@ -275,7 +278,7 @@ void kvq__jobs_stop_orders(struct kvq__jobs *jobs);
 void kvq__jobs_sweep(struct kvq__jobs *jobs);
 // Deletes all of them now, for who lacks room. How many. On a thread of libuv's, in the turn of a
 // task that writes.
-uint32_t kvq__jobs_sweep_all(struct kvq_store *store);
+uint32_t kvq__jobs_sweep_all(struct kvq__jobs *jobs);
 
 // ---- remote.c: commands ----
 

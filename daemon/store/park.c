@@ -244,16 +244,17 @@ void kvq__jobs_stop_orders(struct kvq__jobs *jobs)
 static uint32_t sweep_some(struct kvq_store *store, char *text, int *rc)
 {
     uint32_t n = 0;
-    *rc = kvq_store_sweep(store, "#", "$", SWEEP_MOST, &n, text, KVQ_TEXT_BYTES);
+    *rc = kvq_store_sweep(store, KVQ_STORE_LEFT_FROM, KVQ_STORE_LEFT_BELOW, SWEEP_MOST, &n, text,
+                          KVQ_TEXT_BYTES);
     return n;
 }
 
-uint32_t kvq__jobs_sweep_all(struct kvq_store *store)
+uint32_t kvq__jobs_sweep_all(struct kvq__jobs *jobs)
 {
     char text[KVQ_TEXT_BYTES];
     uint32_t sum = 0, n;
     int rc;
-    while ((n = sweep_some(store, text, &rc)) > 0)
+    while (!kvq__jobs_look_for_end(jobs, 0, 0) && (n = sweep_some(jobs->store, text, &rc)) > 0)
         sum += n;
     return sum;
 }

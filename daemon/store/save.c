@@ -272,8 +272,7 @@ static void write_copied(struct kvq__task *t)
         return;
     }
     t->rc = write_all(t, scratch);
-    if ((t->rc == KVQ_E_NO_SPACE && kvq__jobs_make_room(t->jobs, t->needed)) ||
-        (t->rc == KVQ_E_QUOTA && kvq__jobs_sweep_all(t->jobs->store) > 0))
+    if (kvq__jobs_help(t->jobs, t->rc, t->needed))
         t->rc = write_all(t, scratch);
     if (t->rc == 0 && t->job && t->name[0] == '#')
         t->rc = write_and_read_back(t, scratch);

@@ -184,7 +184,7 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
 {
     struct kvq_store_freed freed;
     uint64_t sum = 0;
-    (void)kvq__jobs_sweep_all(jobs->store);
+    (void)kvq__jobs_sweep_all(jobs);
     if (kvq_store_gc(jobs->store, &freed, NULL, 0) < 0)
         return false;
     sum = freed.bytes;
@@ -195,6 +195,13 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
         sum += freed.bytes > freed.moved ? freed.bytes - freed.moved : 0;
     } while (freed.more);
     return sum > 0;
+}
+
+bool kvq__jobs_help(struct kvq__jobs *jobs, int refused, uint64_t bytes)
+{
+    if (refused == KVQ_E_QUOTA)
+        return kvq__jobs_sweep_all(jobs) > 0;
+    return refused == KVQ_E_NO_SPACE && kvq__jobs_make_room(jobs, bytes);
 }
 
 // ---- What it is doing ----

@@ -110,6 +110,30 @@ PLAIN_TEST(prefixes)
     assert_int_equal(matches("uid-1", hashes, 6, &it), 2);
 }
 
+// What an earlier run has left without a name counts no more, since it is about to be deleted.
+PLAIN_TEST(prefixes_of_a_run)
+{
+    uint8_t hashes[3][KVQ_PREFIX_BYTES];
+    struct kvq_store_session it;
+    struct world_session *s = &w.sessions[0];
+    begin_store(10, 3);
+    *s = (struct world_session){.used = true, .name = "#7", .shards = 1, .seed = 5, .pages = 3};
+    assert_int_equal(kit_save(&k, &w, "#7"), 0);
+    for (uint64_t i = 0; i < 3; i++)
+        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+    assert_int_equal(matches("uid-1", hashes, 3, &it), 3);
+    reopen_store();
+    assert_int_equal(matches("uid-1", hashes, 3, &it), 0);
+    assert_int_equal(kit_save(&k, &w, "#7"), 0);
+    assert_int_equal(matches("uid-1", hashes, 3, &it), 3);
+    w.sessions[1] = *s;
+    snprintf(w.sessions[1].name, sizeof s->name, "%s", "named");
+    assert_int_equal(kit_save(&k, &w, "named"), 0);
+    reopen_store();
+    assert_int_equal(matches("uid-1", hashes, 3, &it), 3);
+    assert_string_equal(it.name, "named");
+}
+
 // Of those that have a prefix the longest, then the oldest comes first; those that are passed by
 // do not count, and others are found by their own length.
 PLAIN_TEST(prefixes_of_others)

@@ -271,6 +271,25 @@ PLAIN_TEST(damage_is_found_after_any_end)
     }
 }
 
+// A run that meets rows which contradict each other leaves no note: the next one makes them anew.
+PLAIN_TEST(contradictions_leave_no_note)
+{
+    struct kvq_store_session it;
+    struct kvq_stored *blocks;
+    size_t n;
+    begin_store(37, 37);
+    save_small(&k, &w, 0);
+    assert_int_equal(
+        sqlite3_exec(k.store->catalog.db, "UPDATE sessions SET blocks=blocks+1", NULL, NULL, NULL),
+        SQLITE_OK);
+    assert_int_equal(kvq_store_find(k.store, "uid-1", "s0", 0, &it, k.text, sizeof k.text), 0);
+    assert_int_equal(kvq_store_blocks(k.store, &it, &blocks, &n, k.text, sizeof k.text),
+                     KVQ_E_DAMAGED);
+    reopen_store();
+    assert_true(k.report.checked && k.report.rebuilt);
+    check(&k, &w, "contradicted");
+}
+
 // The note of an earlier end comes back, beside a later catalog: with what came since in the WAL,
 // in the database, and with the database as it was then.
 PLAIN_TEST(note_of_an_earlier_end)
