@@ -245,8 +245,7 @@ static int open_core_with(struct kvq__server *server, const struct kvq__core_set
     const struct kvq_kernels *kernels = kvq_kernels_get(KVQ_ISA_BEST);
     server->identity.isa = kvq_kernels_isa(kernels);
     struct kvq__core_config config = {.pool_bytes = c->pool_bytes,
-                                      .extent_bytes = c->host_extent_bytes,
-                                      .gpu_extent_bytes = c->gpu_extent_bytes,
+                                      .extent_bytes = kvq__server_extent(server),
                                       .keep_ns = settings->keep_ns,
                                       .prefix_keep_ns = settings->prefix_keep_ns,
                                       .evict_idle_ns = settings->evict_idle_ns,

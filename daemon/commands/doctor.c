@@ -129,8 +129,7 @@ static void check_huge_pages(struct findings *f, const struct kvq__server *s)
 // Those of full pools: one for each extent.
 static uint64_t extents_of_pools(const struct kvq__server *s)
 {
-    uint64_t bytes = s->config.gpu_extent_bytes;
-    uint64_t n = s->config.pool_bytes / s->config.host_extent_bytes;
+    uint64_t bytes = kvq__server_extent(s), n = s->config.pool_bytes / bytes;
     for (uint32_t i = 0; i < kvq__gpus_count(s->gpus); i++) {
         const struct kvq__gpu *gpu = kvq__gpus_get(s->gpus, i);
         n += kvq__gpu_exports(gpu) ? kvq__gpu_budget(gpu) / bytes : 0;

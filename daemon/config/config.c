@@ -46,9 +46,8 @@ const struct kvq__option kvq__options[] = {
      .help = "host memory for caches; 0: a quarter of the machine's, or of what its control group "
              "allows"},
     {FIELD(extent_bytes), KVQ_OPTION_SIZE, "SIZE", RESTART, .max = 1ull << 30,
-     .help =
-         "unit in which pools hand memory to namespaces, a multiple of 2mb; 0: 64mb on GPUs, 8mb "
-         "to 64mb on the host, by pool_bytes"},
+     .help = "unit in which pools hand memory to namespaces, a multiple of 2mb; 0: 64mb with GPUs, "
+             "else 8mb to 64mb by pool_bytes"},
     {FIELD(huge_pages), KVQ_OPTION_WORD, "WORD", RESTART, .words = huge_words,
      .help =
          "use reserved huge pages (vm.nr_hugepages), where the kernel gives no transparent ones"},
@@ -545,7 +544,9 @@ static int resolve_pool(struct kvq_config *config, uint64_t memory, char *text)
             "%llu is less than one extent (of %llu bytes); raise it, or lower extent_bytes",
             (unsigned long long)config->pool_bytes, (unsigned long long)extent);
     config->host_extent_bytes = extent;
-    config->gpu_extent_bytes = config->extent_bytes ? config->extent_bytes : MOST_EXTENT;
+    config->gpu_extent_bytes = config->extent_bytes                ? config->extent_bytes
+                               : config->pool_bytes >= MOST_EXTENT ? MOST_EXTENT
+                                                                   : extent;
     return 0;
 }
 

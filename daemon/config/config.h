@@ -99,14 +99,15 @@ struct kvq_config {
     uint64_t runtime_mode;
     char runtime_group[KVQ_CONFIG_PATH]; // "": leave it as it is
     uint64_t pool_bytes;                 // 0: resolved to a quarter of the memory (machine.h)
-    uint64_t extent_bytes;               // 0: kvq__usual_extent on the host, 64 MiB on GPUs
-    uint64_t host_extent_bytes, gpu_extent_bytes; // resolved from it; no options of their own
-    uint64_t huge_pages;                          // enum kvq__huge_pages
-    uint64_t backend;                             // enum kvq__backend
-    char gpu_driver[KVQ_CONFIG_PATH];             // "": libcuda.so.1
-    char gpus[KVQ_CONFIG_GPUS];                   // UUIDs with commas between; "": all
-    uint64_t gpu_bytes;                           // on each; 0: half of what is free at start
-    uint64_t workers;                             // 0: resolved to usable CPUs - 1, at least 1
+    uint64_t extent_bytes;               // 0: kvq__usual_extent, with GPUs 64 MiB
+    uint64_t host_extent_bytes;          // resolved from it, without GPUs,
+    uint64_t gpu_extent_bytes;           // and with some: of the host, too
+    uint64_t huge_pages;                 // enum kvq__huge_pages
+    uint64_t backend;                    // enum kvq__backend
+    char gpu_driver[KVQ_CONFIG_PATH];    // "": libcuda.so.1
+    char gpus[KVQ_CONFIG_GPUS];          // UUIDs with commas between; "": all
+    uint64_t gpu_bytes;                  // on each; 0: half of what is free at start
+    uint64_t workers;                    // 0: resolved to usable CPUs - 1, at least 1
     bool pin;
     uint64_t spin_us;
     uint64_t keep_seconds;

@@ -30,11 +30,10 @@ enum { TRIM_AT_ONCE = 128 << 20 }; // bytes that a tick gives back to the system
 
 static int check_config(const struct kvq__core_config *c, char *text)
 {
-    if (c->extent_bytes % MIN_EXTENT || c->gpu_extent_bytes % MIN_EXTENT)
+    if (c->extent_bytes % MIN_EXTENT)
         return kvq__fail(text, KVQ_E_INVALID,
-                         "extents of %llu bytes, of GPUs %llu; sizes must be multiples of 2 MiB",
-                         (unsigned long long)c->extent_bytes,
-                         (unsigned long long)c->gpu_extent_bytes);
+                         "extents of %llu bytes; their size must be a multiple of 2 MiB",
+                         (unsigned long long)c->extent_bytes);
     if (c->pool_bytes < c->extent_bytes)
         return kvq__fail(text, KVQ_E_INVALID,
                          "a pool of %llu bytes holds no extent of %llu; make the pool larger or "
@@ -84,8 +83,6 @@ static void set_defaults(struct kvq__core_config *c)
     kvq__memory_defaults(&c->memory);
     if (c->extent_bytes == 0)
         c->extent_bytes = DEFAULT_EXTENT;
-    if (c->gpu_extent_bytes == 0)
-        c->gpu_extent_bytes = c->extent_bytes;
     if (c->partial_bytes == 0)
         c->partial_bytes = DEFAULT_PARTIALS;
     if (c->stall_ns == 0)
@@ -114,7 +111,7 @@ static void open_pools(struct kvq__core *core)
         pool->gpu = i ? c->gpus[i - 1] : NULL;
         pool->memory = i ? kvq__gpu_memory(pool->gpu) : c->memory;
         pool->budget = i ? kvq__gpu_budget(pool->gpu) : c->pool_bytes;
-        pool->extent_bytes = i ? c->gpu_extent_bytes : c->extent_bytes;
+        pool->extent_bytes = c->extent_bytes;
         TAILQ_INIT(&pool->empty);
     }
 }

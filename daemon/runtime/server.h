@@ -126,4 +126,11 @@ struct kvq__server {
 // The role of a user: admin for root and the daemon's own, else what the options give it.
 enum kvq__role kvq__server_role(const struct kvq__server *server, const struct kvq__peer *peer);
 
+// Bytes of an extent, in all places.
+static inline uint64_t kvq__server_extent(const struct kvq__server *server)
+{
+    const struct kvq_config *c = &server->config;
+    return server->gpus ? c->gpu_extent_bytes : c->host_extent_bytes;
+}
+
 #endif

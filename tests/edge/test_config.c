@@ -67,6 +67,9 @@ PLAIN_TEST(test_usual_extent)
     char *given[] = {"kvqd", "--extent-bytes", "4mb", NULL};
     assert_int_equal(load(given, no_environment), 0);
     assert_true(config.host_extent_bytes == 4 << 20 && config.gpu_extent_bytes == 4 << 20);
+    char *small[] = {"kvqd", "--pool-bytes", "32mb", NULL}; // which holds none of 64 MiB
+    assert_int_equal(load(small, no_environment), 0);
+    assert_true(config.host_extent_bytes == 8 << 20 && config.gpu_extent_bytes == 8 << 20);
 }
 
 PLAIN_TEST(test_precedence)

@@ -90,19 +90,19 @@ struct kvq__override {
 };
 
 struct kvq__core_config {
-    uint64_t pool_bytes;       // budget of all extents
-    uint64_t extent_bytes;     // multiple of 2 MiB; 0 = 64 MiB
-    uint64_t gpu_extent_bytes; // likewise, of GPUs' pools; 0 = extent_bytes
-    uint32_t release_work;     // sheets, blocks and id parts that a turn frees at most; 0 = 2048
-    uint32_t seal_pages;       // no new ones, given to an index of prefixes in a turn; 0 = 512
-    uint32_t fork_work;        // sheets and id parts that a FORK shares in a turn; 0 = 8192
-    uint64_t keep_ns;          // how long a named session stays after its last close; 0 = for ever
-    uint32_t workers;          // threads that run jobs; attention is cut into pieces for so many
-    uint8_t path;              // enum kvq_path for sessions that leave it to the daemon
-    bool saves;        // there is a store that saves sessions and fetches parked ones (saved.h)
-    uint64_t run;      // differs from run to run; tells the saves and the handles of one run
-                       // from another's
-    uint64_t stall_ns; // a client that stalls for so long is reported; 0 = 2 s
+    uint64_t pool_bytes;   // budget of all extents
+    uint64_t extent_bytes; // multiple of 2 MiB; 0 = 64 MiB. All pools have the same, so that a
+    // session that fits into one place fits into others
+    uint32_t release_work; // sheets, blocks and id parts that a turn frees at most; 0 = 2048
+    uint32_t seal_pages;   // no new ones, given to an index of prefixes in a turn; 0 = 512
+    uint32_t fork_work;    // sheets and id parts that a FORK shares in a turn; 0 = 8192
+    uint64_t keep_ns;      // how long a named session stays after its last close; 0 = for ever
+    uint32_t workers;      // threads that run jobs; attention is cut into pieces for so many
+    uint8_t path;          // enum kvq_path for sessions that leave it to the daemon
+    bool saves;            // there is a store that saves sessions and fetches parked ones (saved.h)
+    uint64_t run;          // differs from run to run; tells the saves and the handles of one run
+                           // from another's
+    uint64_t stall_ns;     // a client that stalls for so long is reported; 0 = 2 s
     struct kvq__quota quota; // of namespaces that are not configured
     uint64_t partial_bytes;  // scratch of one queue for partial results; 0 = 20 MiB
     const struct kvq_kernels *kernels;
