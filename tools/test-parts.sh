@@ -279,7 +279,7 @@ same_traces() {
 
 # Under --full the slow ones as well, but no test twice that the tests part runs in several orders
 # or with less shared memory. Without them, only what the fast ones need is built: programs,
-# tests of these names, and test_soft_order, which several of them run.
+# tests of these names, and programs that they run: test_soft_order, gpu_cost_plan.
 part_asan() {
     local which=(-L fast) targets=()
     if [ $full = 1 ]; then
@@ -289,7 +289,7 @@ part_asan() {
         mapfile -t targets < <(comm -12 <(cmake --build build/asan --target help |
             sed -n 's/^\.\.\. \([a-z0-9_]*\).*/\1/p' | sort -u) <(ctest --test-dir build/asan \
             -N -L fast | sed -n 's/^ *Test *#[0-9]*: //p' | sort -u))
-        targets+=(kvqd kvqctl kvq kvq-bench kvq-run kvq_soft_driver test_soft_order)
+        targets+=(kvqd kvqctl kvq kvq-bench kvq-run kvq_soft_driver test_soft_order gpu_cost_plan)
     fi
     build asan "${targets[@]}" || return
     ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 \
