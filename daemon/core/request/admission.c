@@ -203,8 +203,6 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
         help = core->up->evict_for(core, &asked);
     if (help == KVQ__HELP_LATER && kvq__admission_too_late(q->turn.since, look_at))
         help = KVQ__HELP_NONE;
-    q->turn.looked = help == KVQ__HELP_NONE ? 0 : core->now;
-    q->turn.evictions = core->evictions_ended;
     bool patient = fits && !core->draining && (q->header.flags & KVQ_REQ_WAIT_ROOM);
     if (help == KVQ__HELP_NONE && !patient) {
         if (reports)
@@ -212,6 +210,8 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
         return false;
     }
     core->counts.waited_for_room += first;
+    q->turn.looked = core->now;
+    q->turn.evictions = core->evictions_ended;
     enlist(q, refused, look_at);
     return true;
 }

@@ -626,8 +626,9 @@ static void work_towards(struct kvq__core *core, struct kvq__namespace *ns, stru
     struct kvq__shortage shortage = {.pool = pool, .ns = ns, .code = KVQ_E_QUOTA};
     struct kvq__in_the_way way;
     uint64_t look_at = UINT64_MAX;
+    // Whatever there is goes; blocks that were given up are not waited for.
     const struct kvq__eviction_request asked = {
-        .shortage = &shortage, .since = core->now, .in_the_way = &way, .look_at = &look_at};
+        .shortage = &shortage, .in_the_way = &way, .look_at = &look_at};
     for (uint32_t i = 0; i < RECLAIM_AT_ONCE && kvq__quota_excess(ns, kvq__pool_limit(pool)); i++)
         if (!kvq__prefix_reclaim(core, ns, pool, KVQ_E_QUOTA, NULL)) {
             kvq__evict_for(core, &asked);

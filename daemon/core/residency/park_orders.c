@@ -248,7 +248,13 @@ static struct kvq__session *first_fetch(const struct kvq__namespace *ns)
     return NULL;
 }
 
-// Of the namespace that has the fewest under way.
+// Whether one goes before another: of the namespace that has fewer under way, or asked for earlier.
+static bool is_before(const struct kvq__session *a, const struct kvq__session *b)
+{
+    return a->ns->n_reading != b->ns->n_reading ? a->ns->n_reading < b->ns->n_reading
+                                                : a->fetch.at < b->fetch.at;
+}
+
 static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
 {
     const struct kvq__namespace *ns;
@@ -256,8 +262,8 @@ static bool next_fetch(struct kvq__core *core, struct kvq__store_job *job)
     if (core->n_fetch_wanted == 0 || core->n_reading >= FETCHES_OUT)
         return false;
     TAILQ_FOREACH (ns, &core->namespaces, link)
-        if (ns->n_reading < FETCHES_OF_ONE && (!s || ns->n_reading < s->ns->n_reading) &&
-            (first = first_fetch(ns)))
+        if (ns->n_reading < FETCHES_OF_ONE && (first = first_fetch(ns)) &&
+            (!s || is_before(first, s)))
             s = first;
     if (!s)
         return false;

@@ -107,12 +107,19 @@ static bool is_beside(const struct kvq__restore *r, const struct kvq__restore *o
     return other != r && !other->entered && other->session->pool == r->session->pool;
 }
 
-// Whether another one has waited for room there for longer.
+// Whether all that it waits for is a limit of its own namespace.
+static bool waits_at_limit(const struct kvq__restore *r)
+{
+    return r->grant.refused.code == KVQ_E_QUOTA;
+}
+
+// Whether another one has waited for room there for longer: for room that both may have.
 static bool comes_later(const struct kvq__restore *r)
 {
     const struct kvq__restore *other;
     LIST_FOREACH (other, &r->core->restores, link)
-        if (is_beside(r, other) && other->ticket && (!r->ticket || other->ticket < r->ticket))
+        if (is_beside(r, other) && other->ticket && (!r->ticket || other->ticket < r->ticket) &&
+            (!waits_at_limit(other) || other->session->ns == r->session->ns))
             return true;
     return false;
 }

@@ -126,6 +126,7 @@ struct prompts {
     uint64_t there;  // bytes that all such sessions hold
     uint64_t coming; // bytes that sessions which give way will free
     bool sure;       // all of those are being packed
+    bool some;       // there are others, which were not looked at
 };
 
 static void note_largest(struct prompts *p, struct kvq__session *s, uint64_t bytes)
@@ -199,6 +200,7 @@ static void look_at_prompts(struct kvq__core *core, const struct kvq__shortage *
 {
     struct kvq__session *s = TAILQ_FIRST(&core->prompts), *next;
     uint32_t n = core->n_prompts, looks = 0;
+    p->some = n > LOOKS;
     for (; s && looks < n && looks < LOOKS; looks++, s = next) {
         next = TAILQ_NEXT(s, prompt.link);
         core->lookup.looks++;
@@ -217,8 +219,10 @@ enum kvq__help kvq__exact_give_way(struct kvq__core *core,
 {
     struct prompts p = {.sure = true};
     look_at_prompts(core, asked->shortage, &p);
+    const enum kvq__help none =
+        p.some ? KVQ__HELP_LATER : KVQ__HELP_NONE;        // others at the next look
     if (p.there + p.coming + free + others < asked->need) // nobody gives way in vain
-        return KVQ__HELP_NONE;
+        return none;
     // What is free may be of no use, lying in extents of other namespaces.
     for (uint32_t i = 0; i < p.n && (p.coming == 0 || p.coming + free < asked->need); i++) {
         const struct kvq__session *s = p.largest[i].session;
@@ -226,6 +230,6 @@ enum kvq__help kvq__exact_give_way(struct kvq__core *core,
             give_way(&p, asked->shortage, s);
     }
     if (p.coming == 0)
-        return KVQ__HELP_NONE;
+        return none;
     return p.sure ? KVQ__HELP_NOW : KVQ__HELP_LATER;
 }
