@@ -120,29 +120,29 @@ static bool is_success(long status)
 
 static size_t on_body(char *data, size_t size, size_t count, void *context)
 {
-    struct lane *a = context;
-    struct kvq__answer *answer = &a->answer;
+    struct lane *l = context;
+    struct kvq__answer *answer = &l->answer;
     size_t n = size * count;
     long status = 0;
-    curl_easy_getinfo(a->easy, CURLINFO_RESPONSE_CODE, &status);
-    size_t max = is_success(status) ? a->request.max : ERROR_BODY;
-    a->heard += n;
+    curl_easy_getinfo(l->easy, CURLINFO_RESPONSE_CODE, &status);
+    size_t max = is_success(status) ? l->request.max : ERROR_BODY;
+    l->heard += n;
     if (n > max - answer->bytes) {
-        a->too_long = true;
+        l->too_long = true;
         return 0;
     }
-    if (answer->bytes + n + 1 > a->room) {
+    if (answer->bytes + n + 1 > l->room) {
         size_t room = 2 * (answer->bytes + n + 1);
         room = room < max + 1 ? room : max + 1;
         char *bigger = realloc(answer->body, room);
         if (!bigger) {
-            a->no_memory = true;
+            l->no_memory = true;
             return 0;
         }
         answer->body = bigger;
-        a->room = room;
+        l->room = room;
     }
-    assert(answer->bytes + n < a->room);
+    assert(answer->bytes + n < l->room);
     memcpy(answer->body + answer->bytes, data, n);
     answer->bytes += n;
     answer->body[answer->bytes] = '\0';
@@ -170,12 +170,12 @@ static bool header_value(const char *line, size_t n, const char *name, char *out
 
 static size_t on_header(char *data, size_t size, size_t count, void *context)
 {
-    struct lane *a = context;
-    struct kvq__answer *answer = &a->answer;
+    struct lane *l = context;
+    struct kvq__answer *answer = &l->answer;
     size_t n = size * count;
     char digits[24];
     uint64_t seconds;
-    a->heard += n;
+    l->heard += n;
     if (header_value(data, n, "ETag", answer->etag, sizeof answer->etag) ||
         header_value(data, n, "Content-Range", answer->range, sizeof answer->range))
         return n;
@@ -186,7 +186,7 @@ static size_t on_header(char *data, size_t size, size_t count, void *context)
         answer->chunked = strcasecmp(digits, "chunked") == 0;
     } else if (header_value(data, n, "Retry-After", digits, sizeof digits) &&
                kvq__reply_number(digits, 60, &seconds)) {
-        a->retry_after_ms = (uint32_t)seconds * 1000;
+        l->retry_after_ms = (uint32_t)seconds * 1000;
     }
     return n;
 }
@@ -248,12 +248,12 @@ static void set_method(CURL *easy, const struct kvq__request *q)
     curl_easy_setopt(easy, CURLOPT_RANGE, q->range);
 }
 
-static void set_up_transfer(struct lane *a)
+static void set_up_transfer(struct lane *l)
 {
-    struct kvq_remote *r = a->call->remote;
-    CURL *easy = a->easy;
+    struct kvq_remote *r = l->call->remote;
+    CURL *easy = l->easy;
     curl_easy_reset(easy); // connections stay
-    curl_easy_setopt(easy, CURLOPT_URL, a->url);
+    curl_easy_setopt(easy, CURLOPT_URL, l->url);
     curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
     curl_easy_setopt(easy, CURLOPT_FOLLOWLOCATION, 0L);
@@ -262,104 +262,104 @@ static void set_up_transfer(struct lane *a)
     curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS, (long)r->connect_ms);
     curl_easy_setopt(easy, CURLOPT_QUICK_EXIT, 1L); // nobody waits for a resolver to give up
     curl_easy_setopt(easy, CURLOPT_EXPECT_100_TIMEOUT_MS, (long)CONTINUE_MS);
-    curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, a->error);
+    curl_easy_setopt(easy, CURLOPT_ERRORBUFFER, l->error);
     if (r->ca_file)
         curl_easy_setopt(easy, CURLOPT_CAINFO, r->ca_file);
     curl_easy_setopt(easy, CURLOPT_AWS_SIGV4, r->sigv4);
     curl_easy_setopt(easy, CURLOPT_USERNAME, r->keys.id);
     curl_easy_setopt(easy, CURLOPT_PASSWORD, r->keys.secret);
-    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, a->headers);
-    set_method(easy, &a->request);
+    curl_easy_setopt(easy, CURLOPT_HTTPHEADER, l->headers);
+    set_method(easy, &l->request);
     curl_easy_setopt(easy, CURLOPT_WRITEFUNCTION, on_body);
-    curl_easy_setopt(easy, CURLOPT_WRITEDATA, a);
+    curl_easy_setopt(easy, CURLOPT_WRITEDATA, l);
     curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, on_header);
-    curl_easy_setopt(easy, CURLOPT_HEADERDATA, a);
+    curl_easy_setopt(easy, CURLOPT_HEADERDATA, l);
 }
 
 // What has moved of a transfer that is under way.
-static uint64_t moved_by(const struct lane *a)
+static uint64_t moved_by(const struct lane *l)
 {
     curl_off_t sent = 0;
-    curl_easy_getinfo(a->easy, CURLINFO_SIZE_UPLOAD_T, &sent);
-    return a->heard + (uint64_t)sent;
+    curl_easy_getinfo(l->easy, CURLINFO_SIZE_UPLOAD_T, &sent);
+    return l->heard + (uint64_t)sent;
 }
 
-static int say_broken(struct lane *a, CURLcode result, bool again)
+static int say_broken(struct lane *l, CURLcode result, bool again)
 {
     char repeated[32] = "";
-    const char *what = a->error[0] ? a->error : curl_easy_strerror(result);
-    if (a->stalled)
+    const char *what = l->error[0] ? l->error : curl_easy_strerror(result);
+    if (l->stalled)
         what = "nothing, or next to nothing, moved for too long";
-    if (again && a->tries > 0)
-        snprintf(repeated, sizeof repeated, ", after %u tries", a->tries + 1);
-    return kvq__remote_say(a->call, KVQ_E_REMOTE, a->request.method, a->request.key,
+    if (again && l->tries > 0)
+        snprintf(repeated, sizeof repeated, ", after %u tries", l->tries + 1);
+    return kvq__remote_say(l->call, KVQ_E_REMOTE, l->request.method, l->request.key,
                            "%s%s; check the endpoint, and that the store is up", what, repeated);
 }
 
-static void free_try(struct lane *a)
+static void free_try(struct lane *l)
 {
-    curl_easy_reset(a->easy); // it points to this lane, the headers and the keys
-    curl_slist_free_all(a->headers);
-    free(a->url);
-    a->headers = NULL;
-    a->url = NULL;
-    a->state = IDLE;
+    curl_easy_reset(l->easy); // it points to this lane, the headers and the keys
+    curl_slist_free_all(l->headers);
+    free(l->url);
+    l->headers = NULL;
+    l->url = NULL;
+    l->state = IDLE;
 }
 
 // Sends the request, for the first time or once more.
-static int begin_try(struct lane *a)
+static int begin_try(struct lane *l)
 {
-    struct kvq__call *call = a->call;
-    const struct kvq__request *q = &a->request;
-    assert(a->state != MOVING && !a->answer.body && !a->url);
-    a->answer = (struct kvq__answer){.length = UINT64_MAX};
-    a->room = 0;
-    a->heard = a->before = 0;
-    a->too_long = a->no_memory = a->stalled = false;
-    a->retry_after_ms = 0;
-    a->error[0] = '\0';
-    a->url = make_url(call->remote, q);
-    int rc = a->url ? make_headers(call, q, &a->headers)
+    struct kvq__call *call = l->call;
+    const struct kvq__request *q = &l->request;
+    assert(l->state != MOVING && !l->answer.body && !l->url);
+    l->answer = (struct kvq__answer){.length = UINT64_MAX};
+    l->room = 0;
+    l->heard = l->before = 0;
+    l->too_long = l->no_memory = l->stalled = false;
+    l->retry_after_ms = 0;
+    l->error[0] = '\0';
+    l->url = make_url(call->remote, q);
+    int rc = l->url ? make_headers(call, q, &l->headers)
                     : kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key, "no memory");
     if (rc == 0) {
-        set_up_transfer(a);
-        if (curl_multi_add_handle(call->remote->multi, a->easy) != CURLM_OK)
+        set_up_transfer(l);
+        if (curl_multi_add_handle(call->remote->multi, l->easy) != CURLM_OK)
             rc = kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key,
                                  "no memory for a transfer");
     }
     if (rc != 0) {
-        free_try(a);
+        free_try(l);
         return rc;
     }
-    a->state = MOVING;
-    a->since = call->remote->clock->now_ms(call->remote->clock);
+    l->state = MOVING;
+    l->since = call->remote->clock->now_ms(call->remote->clock);
     return 0;
 }
 
 // A transfer has ended or been broken off. 0 with an answer of whatever status, or a code; *again
 // says whether to repeat the request.
-static int end_try(struct lane *a, CURLcode result, bool *again)
+static int end_try(struct lane *l, CURLcode result, bool *again)
 {
-    struct kvq__call *call = a->call;
-    const struct kvq__request *q = &a->request;
-    assert(a->state == MOVING);
+    struct kvq__call *call = l->call;
+    const struct kvq__request *q = &l->request;
+    assert(l->state == MOVING);
     *again = false;
-    curl_multi_remove_handle(call->remote->multi, a->easy);
-    curl_easy_getinfo(a->easy, CURLINFO_RESPONSE_CODE, &a->answer.status);
-    free_try(a);
-    if (a->no_memory)
+    curl_multi_remove_handle(call->remote->multi, l->easy);
+    curl_easy_getinfo(l->easy, CURLINFO_RESPONSE_CODE, &l->answer.status);
+    free_try(l);
+    if (l->no_memory)
         return kvq__remote_say(call, KVQ_E_NO_MEMORY, q->method, q->key,
                                "no memory for a transfer");
-    if (a->too_long && !is_success(a->answer.status))
+    if (l->too_long && !is_success(l->answer.status))
         return 0; // who cares for the rest of an error
-    if (a->too_long)
+    if (l->too_long)
         return kvq__remote_say(call, KVQ_E_REMOTE, q->method, q->key,
                                "the reply is longer than the %zu bytes that it may have", q->max);
-    if (!a->stalled && result == CURLE_OK)
+    if (!l->stalled && result == CURLE_OK)
         return 0;
-    *again = a->stalled ||
+    *again = l->stalled ||
              (result != CURLE_PEER_FAILED_VERIFICATION && result != CURLE_SSL_CACERT_BADFILE);
-    return say_broken(a, result, *again);
+    return say_broken(l, result, *again);
 }
 
 // ---- What an answer means ----
@@ -405,10 +405,10 @@ static const char *advice_for(long status, const char *code)
 }
 
 // A code and a sentence for an answer that is none of success.
-static int judge_answer(struct lane *a, bool *again)
+static int judge_answer(struct lane *l, bool *again)
 {
-    const struct kvq__request *q = &a->request;
-    struct kvq__answer *answer = &a->answer;
+    const struct kvq__request *q = &l->request;
+    struct kvq__answer *answer = &l->answer;
     assert(!is_success(answer->status));
     struct kvq__reply *reply = calloc(1, sizeof *reply);
     const char *why;
@@ -425,12 +425,12 @@ static int judge_answer(struct lane *a, bool *again)
                   strcmp(code, "NoSuchBucket") != 0;
     if (absent && q->absent_is_fine)
         return KVQ_E_NO_SESSION;
-    if (*again && a->tries > 0)
-        snprintf(repeated, sizeof repeated, ", after %u tries", a->tries + 1);
+    if (*again && l->tries > 0)
+        snprintf(repeated, sizeof repeated, ", after %u tries", l->tries + 1);
     int rc = answer->status == 401 || answer->status == 403 ? KVQ_E_PERMISSION
              : absent                                       ? KVQ_E_NO_SESSION
                                                             : KVQ_E_REMOTE;
-    return kvq__remote_say(a->call, rc, q->method, q->key, "HTTP %ld%s%s%s%s%s%s", answer->status,
+    return kvq__remote_say(l->call, rc, q->method, q->key, "HTTP %ld%s%s%s%s%s%s", answer->status,
                            code[0] ? " " : "", code, message[0] ? ": " : "", message, repeated,
                            advice_for(answer->status, code));
 }
@@ -471,52 +471,52 @@ static int send_more(struct crew *c)
 {
     int rc = 0;
     for (uint32_t i = 0; rc == 0 && i < c->n; i++) {
-        struct lane *a = &c->lanes[i];
-        if (a->state == WAITING && crew_now(c) >= a->until) {
-            rc = begin_try(a);
-        } else if (a->state == IDLE && !c->none_left) {
+        struct lane *l = &c->lanes[i];
+        if (l->state == WAITING && crew_now(c) >= l->until) {
+            rc = begin_try(l);
+        } else if (l->state == IDLE && !c->none_left) {
             uint64_t began = crew_now(c);
-            a->request = (struct kvq__request){0};
-            a->tries = 0;
-            rc = c->all->make(c->all->context, i, &a->request);
+            l->request = (struct kvq__request){0};
+            l->tries = 0;
+            rc = c->all->make(c->all->context, i, &l->request);
             forgive(c, began);
             c->none_left = rc != 0;
-            rc = rc == 1 ? 0 : rc ? rc : begin_try(a);
+            rc = rc == 1 ? 0 : rc ? rc : begin_try(l);
         }
     }
     return rc;
 }
 
-static int take_answer(struct crew *c, struct lane *a)
+static int take_answer(struct crew *c, struct lane *l)
 {
     uint64_t began = crew_now(c);
-    int rc = c->all->take(c->all->context, (uint32_t)(a - c->lanes), &a->answer);
+    int rc = c->all->take(c->all->context, (uint32_t)(l - c->lanes), &l->answer);
     forgive(c, began);
     return rc;
 }
 
 // What becomes of a request whose transfer has ended.
-static int settle(struct crew *c, struct lane *a, CURLcode result)
+static int settle(struct crew *c, struct lane *l, CURLcode result)
 {
     bool again = false;
-    int rc = end_try(a, result, &again);
-    bool good = rc == 0 && is_success(a->answer.status);
-    if (good && !a->answer.body)
-        a->answer.body = calloc(1, 1);
-    if (good && !a->answer.body)
-        rc = kvq__remote_say(c->call, KVQ_E_NO_MEMORY, a->request.method, a->request.key,
+    int rc = end_try(l, result, &again);
+    bool good = rc == 0 && is_success(l->answer.status);
+    if (good && !l->answer.body)
+        l->answer.body = calloc(1, 1);
+    if (good && !l->answer.body)
+        rc = kvq__remote_say(c->call, KVQ_E_NO_MEMORY, l->request.method, l->request.key,
                              "no memory");
     else if (good)
-        rc = take_answer(c, a);
+        rc = take_answer(c, l);
     else if (rc == 0)
-        rc = judge_answer(a, &again);
-    c->all->status = a->answer.status;
-    kvq__answer_free(&a->answer);
-    if (rc != 1 && (!again || a->tries >= c->call->remote->retries))
+        rc = judge_answer(l, &again);
+    c->all->status = l->answer.status;
+    kvq__answer_free(&l->answer);
+    if (rc != 1 && (!again || l->tries >= c->call->remote->retries))
         return rc;
-    a->tries++;
-    a->until = crew_now(c) + wait_before(c->call->remote->clock, a->tries, a->retry_after_ms);
-    a->state = WAITING;
+    l->tries++;
+    l->until = crew_now(c) + wait_before(c->call->remote->clock, l->tries, l->retry_after_ms);
+    l->state = WAITING;
     return 0;
 }
 static int settle_ended(struct crew *c, bool *some)
@@ -543,18 +543,18 @@ static int look_after(struct crew *c)
     uint64_t now = r->clock->now_ms(r->clock), all = 0;
     int rc = 0;
     for (uint32_t i = 0; rc == 0 && i < c->n; i++) {
-        struct lane *a = &c->lanes[i];
-        if (a->state != MOVING)
+        struct lane *l = &c->lanes[i];
+        if (l->state != MOVING)
             continue;
-        uint64_t moved = moved_by(a), most = a->request.patience ? a->request.patience : 1;
-        if (now - a->since >= r->stall_ms * most) {
-            a->stalled = moved - a->before < STALL_BYTES;
-            a->since = now;
-            a->before = moved;
+        uint64_t moved = moved_by(l), most = l->request.patience ? l->request.patience : 1;
+        if (now - l->since >= r->stall_ms * most) {
+            l->stalled = moved - l->before < STALL_BYTES;
+            l->since = now;
+            l->before = moved;
         }
-        all += a->request.watched ? moved : 0;
-        if (a->stalled)
-            rc = settle(c, a, CURLE_OPERATION_TIMEDOUT);
+        all += l->request.watched ? moved : 0;
+        if (l->stalled)
+            rc = settle(c, l, CURLE_OPERATION_TIMEDOUT);
     }
     return rc ? rc : kvq__remote_tell(c->call, all);
 }
@@ -566,10 +566,10 @@ static int pause_crew(struct crew *c)
     uint64_t now = crew_now(c), ms = STEP_MS;
     bool moving = false;
     for (uint32_t i = 0; i < c->n; i++) {
-        const struct lane *a = &c->lanes[i];
-        uint64_t left = a->state == WAITING && a->until > now ? a->until - now : 0;
-        moving |= a->state == MOVING;
-        if (a->state == WAITING && left < ms)
+        const struct lane *l = &c->lanes[i];
+        uint64_t left = l->state == WAITING && l->until > now ? l->until - now : 0;
+        moving |= l->state == MOVING;
+        if (l->state == WAITING && left < ms)
             ms = left;
     }
     if (moving) {
@@ -596,12 +596,12 @@ static bool is_busy(const struct crew *c)
 static void dismiss(struct crew *c)
 {
     for (uint32_t i = 0; i < c->n; i++) {
-        struct lane *a = &c->lanes[i];
-        if (a->state == MOVING) {
-            curl_multi_remove_handle(c->call->remote->multi, a->easy);
-            free_try(a);
+        struct lane *l = &c->lanes[i];
+        if (l->state == MOVING) {
+            curl_multi_remove_handle(c->call->remote->multi, l->easy);
+            free_try(l);
         }
-        kvq__answer_free(&a->answer);
+        kvq__answer_free(&l->answer);
     }
 }
 
