@@ -140,15 +140,16 @@ int kvq_store_delete(struct kvq_store *store, const char *space, const char *nam
 
 // Up to *count of them into shards, which has room for so many, and no more blocks than fit well
 // into one transaction.
-static int find_left(struct kvq_store *s, const char *from, const char *below, struct shard *shards,
-                     size_t *count, const struct kvq__complaint *c)
+static int find_left(struct kvq_store *s, struct shard *shards, size_t *count,
+                     const struct kvq__complaint *c)
 {
     struct kvq__catalog *k = &s->catalog;
     uint64_t blocks = 0;
     size_t n = 0;
     pthread_mutex_lock(&s->catalog_lock);
-    sqlite3_stmt *rows = kvq__rows(k, KVQ_Q_SESSION_LEFT, "ttii", from, below,
-                                   (int64_t)s->found_transaction, (int64_t)*count);
+    sqlite3_stmt *rows =
+        kvq__rows(k, KVQ_Q_SESSION_LEFT, "ttii", KVQ_STORE_LEFT_FROM, KVQ_STORE_LEFT_BELOW,
+                  (int64_t)s->found_transaction, (int64_t)*count);
     int rc = kvq__next(k, rows);
     while (rc == 1) {
         uint64_t more = (uint64_t)sqlite3_column_int64(rows, 2);
@@ -170,8 +171,7 @@ static int find_left(struct kvq_store *s, const char *from, const char *below, s
     return rc < 0 ? rc : KVQ_OK;
 }
 
-int kvq_store_sweep(struct kvq_store *store, const char *from, const char *below, uint32_t most,
-                    uint32_t *deleted, char *text, size_t n)
+int kvq_store_sweep(struct kvq_store *store, uint32_t most, uint32_t *deleted, char *text, size_t n)
 {
     const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     size_t count = most;
@@ -181,7 +181,7 @@ int kvq_store_sweep(struct kvq_store *store, const char *from, const char *below
     if (rc)
         return rc;
     struct shard *shards = calloc(most, sizeof *shards);
-    rc = shards ? find_left(store, from, below, shards, &count, &c)
+    rc = shards ? find_left(store, shards, &count, &c)
                 : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     if (rc == KVQ_OK && count > 0)
         rc = delete_shards(store, shards, count, &c);

@@ -244,8 +244,7 @@ void kvq__jobs_stop_orders(struct kvq__jobs *jobs)
 static uint32_t sweep_some(struct kvq_store *store, char *text, int *rc)
 {
     uint32_t n = 0;
-    *rc = kvq_store_sweep(store, KVQ_STORE_LEFT_FROM, KVQ_STORE_LEFT_BELOW, SWEEP_MOST, &n, text,
-                          KVQ_TEXT_BYTES);
+    *rc = kvq_store_sweep(store, SWEEP_MOST, &n, text, KVQ_TEXT_BYTES);
     return n;
 }
 

@@ -89,6 +89,13 @@ static uint32_t matches(const char *space, const uint8_t (*hashes)[KVQ_PREFIX_BY
     return matched;
 }
 
+// Those of the first n pages of sessions with seed 5.
+static void fill_hashes(uint8_t (*hashes)[KVQ_PREFIX_BYTES], uint64_t n)
+{
+    for (uint64_t i = 0; i < n; i++)
+        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+}
+
 // A chain of hashes: sessions that share a part of it are found by the longest part.
 PLAIN_TEST(prefixes)
 {
@@ -98,8 +105,7 @@ PLAIN_TEST(prefixes)
     begin_store(7, 3);
     *s = (struct world_session){.used = true, .name = "a", .shards = 1, .seed = 5, .pages = 4};
     assert_int_equal(kit_save(&k, &w, "a"), 0);
-    for (uint64_t i = 0; i < 6; i++)
-        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+    fill_hashes(hashes, 6);
     for (uint32_t n = 0; n <= 6; n++) {
         assert_int_equal(matches("uid-1", hashes, n, &it), n < 4 ? n : 4);
         assert_string_equal(it.name, n ? "a" : "");
@@ -119,8 +125,7 @@ PLAIN_TEST(prefixes_of_a_run)
     begin_store(10, 3);
     *s = (struct world_session){.used = true, .name = "#7", .shards = 1, .seed = 5, .pages = 3};
     assert_int_equal(kit_save(&k, &w, "#7"), 0);
-    for (uint64_t i = 0; i < 3; i++)
-        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+    fill_hashes(hashes, 3);
     assert_int_equal(matches("uid-1", hashes, 3, &it), 3);
     reopen_store();
     assert_int_equal(matches("uid-1", hashes, 3, &it), 0);
@@ -153,8 +158,7 @@ PLAIN_TEST(prefixes_of_others)
         s->pages = (const uint32_t[]){2, 4, 5, 4}[i];
         assert_int_equal(kit_save(&k, &w, s->name), 0);
     }
-    for (uint64_t i = 0; i < 6; i++)
-        world_fill(5 + i, hashes[i], KVQ_PREFIX_BYTES);
+    fill_hashes(hashes, 6);
     prefix.passed = passed;
     for (int i = 0; i < 5; i++) {
         assert_int_equal(matches("uid-1", hashes, 6, &it), order[i].pages);
@@ -582,7 +586,7 @@ static uint32_t sweep_by_two(void)
 {
     for (uint32_t steps = 0, n;; steps++) {
         fault_reset_counts(&disk);
-        assert_int_equal(kvq_store_sweep(k.store, "#", "$", 2, &n, k.text, sizeof k.text), 0);
+        assert_int_equal(kvq_store_sweep(k.store, 2, &n, k.text, sizeof k.text), 0);
         if (n == 0) {
             assert_int_equal(disk.n_syncs, 0);
             return steps;
