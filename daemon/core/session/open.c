@@ -251,8 +251,7 @@ static int check_shape(const struct kvq__pool *pool, const struct kvq__layer *l,
     if (most > pool->extent_bytes || bytes.extras > pool->extent_bytes)
         return kvq__fail(text, KVQ_E_LIMIT,
                          "layer %u: a block of 128 tokens takes %llu bytes, outliers and factors "
-                         "%llu, and an extent of the pool has %llu; make the extents larger in the "
-                         "configuration",
+                         "%llu, and an extent of the pool has %llu; raise extent_bytes",
                          layer, (unsigned long long)most, (unsigned long long)bytes.extras,
                          (unsigned long long)pool->extent_bytes);
     return 0;
