@@ -338,6 +338,7 @@ class Command(Case):
                           ("90 to 100%", 1, 1)])
         self.assertEqual([f"{g['right_low']:.3f} {g['right_high']:.3f}"
                           for g in told["by_distance"]], ["0.095 0.905", "0.342 1.000"])
+        self.assertEqual((told["all"]["items"], told["all"]["right"]), (4, 0.75))
         for right, n, low, high in ((0, 20, 0, 0.161), (7, 30, 0.118, 0.409), (20, 20, 0.839, 1)):
             got = stats.wilson(right, n)
             self.assertAlmostEqual(got[0], low, 3)

@@ -260,11 +260,11 @@ class Page(Folder):
 
     def test_needles(self):
         rows = [eval_row("sdpa", 0, "reference"), eval_row("kvq2", 0.1)]
-        rows[1]["needles"] = {"by_distance": [{"items": 6, "right": 1 / 3},
-                                              {"items": 6, "right": 1.0}]}
+        rows[1]["needles"] = {"all": {"items": 12, "right": 2 / 3, "right_low": 0.391,
+                                      "right_high": 0.862}}
         rows[1]["answers"] = {"same": 4.6, "tokens": 96}
         self.model("a", rows)
-        self.assertIn("| `kvq2` | 8 of 12 | 5 of 96 |", self.make("--models", "One=a")[1])
+        self.assertIn("| `kvq2` | 8 of 12 (39 to 86%) | 5 of 96 |", self.make("--models", "One=a")[1])
 
     def test_claims(self):
         """Errors of 0.01 each: what is nearer than twice their sum in squares is level."""

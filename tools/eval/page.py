@@ -116,10 +116,10 @@ def text(models):
 
 
 def found(row):
-    """Needles that were found, of all distances."""
-    groups = row["needles"]["by_distance"]
-    items = sum(g["items"] for g in groups)
-    return f"{sum(round(g['right'] * g['items']) for g in groups)} of {items}"
+    """Needles that were found, of all distances, and Wilson's interval of their share."""
+    told = row["needles"]["all"]
+    low, high = (round(100 * told[f"right_{end}"]) for end in ("low", "high"))
+    return f"{round(told['right'] * told['items'])} of {told['items']} ({low} to {high}%)"
 
 
 def asked(models):

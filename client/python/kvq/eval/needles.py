@@ -125,12 +125,14 @@ def bucket(outside: float) -> str:
 
 
 def summary(lines: Sequence[Dict[str, Any]]) -> Dict[str, Any]:
-    """Recall by distance, and by the share of the cache outside of the format's window."""
+    """Recall of all items, by distance, and by the share of the cache outside of the format's
+    window."""
     groups: Tuple[Dict[Any, List[Dict[str, Any]]], ...] = ({}, {})
     for line in lines:
         groups[0].setdefault(line["distance"], []).append(line)
         groups[1].setdefault(bucket(line["outside"]), []).append(line)
     order = [name for _, _, name in SHARES]
-    return {"by_distance": [{"distance": d, **_recall(groups[0][d])} for d in sorted(groups[0])],
+    return {"all": _recall(lines),
+            "by_distance": [{"distance": d, **_recall(groups[0][d])} for d in sorted(groups[0])],
             "by_outside": [{"outside": n, **_recall(groups[1][n])}
                            for n in sorted(groups[1], key=order.index)]}
