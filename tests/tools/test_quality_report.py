@@ -264,7 +264,8 @@ class Page(Folder):
                                       "right_high": 0.862}}
         rows[1]["answers"] = {"same": 4.6, "tokens": 96}
         self.model("a", rows)
-        self.assertIn("| `kvq2` | 8 of 12 (39 to 86%) | 5 of 96 |", self.make("--models", "One=a")[1])
+        self.assertIn("| `kvq2` | 8 of 12 (39 to 86%) | 5 of 96 |",
+                      self.make("--models", "One=a")[1])
 
     def test_claims(self):
         """Errors of 0.01 each: what is nearer than twice their sum in squares is level."""
