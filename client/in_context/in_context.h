@@ -133,6 +133,7 @@ struct kvq_local {
     uint32_t n_members;
     struct kvq__local_session *members[KVQ_MAX_BATCH];
     uint64_t step; // through the daemon: its number there; 0: none
+    uint64_t left; // one whose abort lacked a ticket; 0: none
     uint32_t n_layers;
     bool mixed; // a layer was given twice, differently
     struct kvq_tensor k[KVQ_MAX_LAYERS], v[KVQ_MAX_LAYERS];

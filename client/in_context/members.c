@@ -252,7 +252,8 @@ static bool explain_member(const struct kvq_local *local, unsigned op,
 void kvq__local_explain(struct kvq_local *local, unsigned op, const struct kvq_work *work,
                         struct kvq_entry *entries, uint32_t n)
 {
-    struct kvq__pending p = {.request.op = (uint8_t)op, .n = n, .entries = entries};
+    struct kvq__pending p = {
+        .request = {.op = (uint8_t)op, .count = (uint16_t)n}, .n = n, .entries = entries};
     uint32_t first = 0;
     while (first < n && entries[first].status == KVQ_OK)
         first++;

@@ -50,10 +50,23 @@ static bool any_failed(const struct kvq_entry *entries, uint32_t n)
 
 // ---- Begin ----
 
+// A step whose abort lacked a ticket is aborted now.
+static int abort_left(struct kvq_local *local)
+{
+    int rc = local->left ? kvq_step_abort(local->queue, local->left, NULL, 0) : KVQ_OK;
+    if (rc == KVQ_E_CREDITS)
+        return rc;
+    local->left = 0; // it is over, whatever was said of it
+    return KVQ_OK;
+}
+
 int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint32_t n)
 {
     struct batch b = first_batch(local);
     assert(!local->stepping && local->step == 0);
+    int rc = abort_left(local);
+    if (rc)
+        return rc;
     for (uint32_t i = 0; i < n; i++) {
         entries[i].status = kvq__local_judge(local, &entries[i]);
         entries[i].value = entries[i].position;
@@ -61,7 +74,7 @@ int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint3
             batch_put(&b, entries, i);
     }
     bool failed = any_failed(entries, n);
-    int rc = b.n ? kvq_step_begin(local->queue, b.entries, b.n, &local->step) : KVQ_OK;
+    rc = b.n ? kvq_step_begin(local->queue, b.entries, b.n, &local->step) : KVQ_OK;
     if (rc) {
         local->step = 0;
         return rc;
@@ -214,9 +227,8 @@ static void abort_others(struct kvq_local *local, const struct kvq_entry *entrie
             local->some[b.n++] =
                 (struct kvq_entry){.session = s->handle, .position = s->past, .append = s->append};
     }
-    if (b.n && kvq_step_abort(local->queue, local->step, b.entries, b.n))
-        return; // the connection is gone, and the step with it
-    if (any_failed(b.entries, b.n))
+    int rc = b.n ? kvq_step_abort(local->queue, local->step, b.entries, b.n) : KVQ_OK;
+    if (rc || any_failed(b.entries, b.n))
         kvq__set_error(KVQ_E_NO_STEP, "%s", told);
 }
 
@@ -257,7 +269,8 @@ int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
 
 void kvq__through_abort(struct kvq_local *local)
 {
-    assert(local->step);
-    int rc = kvq_step_abort(local->queue, local->step, NULL, 0);
-    (void)rc; // whatever it is, the step is over
+    assert(local->step && !local->left);
+    local->left = local->step;
+    int rc = abort_left(local);
+    (void)rc; // without a ticket the next step's begin tries again
 }
