@@ -142,8 +142,9 @@ static void in_parallel(void *context, uint32_t n, void (*item)(void *arg, uint3
 
 static bool open_local(struct kvq_ggml_sessions *all)
 {
+    enum { MOST_THREADS = 256 }; // of kvq_local_open
     assert(!all->local);
-    all->threads = all->daemon->threads;
+    all->threads = all->daemon->threads < MOST_THREADS ? all->daemon->threads : MOST_THREADS;
     const struct kvq_local_options options = {.size = sizeof options,
                                               .max_tokens = all->cells,
                                               .threads = (uint32_t)all->threads,
