@@ -191,3 +191,17 @@ except ValueError as error:
         status, _, err = self.run_to_end("kvq.Client()", KVQ_BIN_DIR="/nowhere")
         self.assertEqual(status, 1)
         self.assertIn("there is no kvqd to start", err)
+
+    def test_a_program_that_does_not_start(self):
+        """kvq.Error says why: the system's word, or the program's end."""
+        for program, said in (("no program", "Exec format error"),
+                              ("#!/bin/sh\nexit 3\n", "it ended with status 3 and said nothing")):
+            with tempfile.TemporaryDirectory(prefix="kvq-") as folder:
+                path = os.path.join(folder, "kvqd")
+                with open(path, "w", encoding="ascii") as file:
+                    file.write(program)
+                os.chmod(path, 0o700)
+                code = "try: kvq.Client()\nexcept kvq.Error as error: print(error)"
+                status, out, err = self.run_to_end(code, KVQ_BIN_DIR=folder)
+                self.assertEqual((status, err), (0, ""))
+                self.assertRegex(out, f"E_NO_DAEMON: .*{said}")

@@ -113,8 +113,9 @@ class _Daemon:
             told = None
             answer = select.poll()  # which takes descriptors of any number, unlike select()
             answer.register(ready, select.POLLIN)
-            if not answer.poll(_BOUND * 1000) or not os.read(ready, 64):
-                raise Error(Code.E_NO_DAEMON, f"{kvqd} did not start: {self._last_words()}")
+            answered = bool(answer.poll(_BOUND * 1000))
+            if not answered or not os.read(ready, 64):
+                raise Error(Code.E_NO_DAEMON, f"{kvqd} did not start: {self._last_words(answered)}")
         except BaseException:
             self.stop()
             raise
@@ -123,10 +124,17 @@ class _Daemon:
                 if fd is not None:
                     os.close(fd)
 
-    def _last_words(self):
+    def _last_words(self, ended):
+        if ended:  # or is about to: it has let go of its end of the pipe
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_END)
         with open(self.log, errors="replace") as log:
             lines = log.read().splitlines()
-        return lines[-1] if lines else f"it said nothing in {_BOUND} seconds"
+        if lines:
+            return lines[-1]
+        status = self.process.poll()
+        return (f"it said nothing in {_BOUND} seconds" if status is None else
+                f"it ended with status {status} and said nothing")
 
     def lives(self):
         """Whether the daemon runs. A forked process cannot tell, and takes it for running."""
@@ -146,7 +154,7 @@ class _Daemon:
         _log.warning("kvq: the daemon of this process has ended (status %s); starting another",
                      self.process.returncode)
         self._let_go()
-        return _Daemon(self.options, self.folder)
+        return _start(self.options, self.folder)
 
     def _let_go(self):
         """Whether no process holds the daemon any more: nobody has an end of the pipe to write to
@@ -173,6 +181,13 @@ class _Daemon:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _start(options, folder=None):
+    try:
+        return _Daemon(options, folder)
+    except OSError as error:
+        raise Error(Code.E_NO_DAEMON, f"{program('kvqd')} did not start: {error}") from error
+
+
 def private_daemon(**options: object) -> str:
     """Starts this process's own daemon, unless it has one, and returns its directory.
 
@@ -191,7 +206,7 @@ def private_daemon(**options: object) -> str:
             _running.options = options or _running.options
             _running = _running.succeeded()
         else:
-            _running = _Daemon(options)
+            _running = _start(options)
         _log.warning("kvq: no daemon is running; started one for this process alone, in %s (set "
                      "KVQ_RUNTIME_DIR to share one)", _running.directory)
         return _running.directory
