@@ -152,6 +152,11 @@ class _Asked:
         by another name is asked for, and the model has another implementation of attention by now.
         What kvq cannot attend to is refused here: transformers 4 would keep a static cache that no
         forward came to use, and fail in every later call that asks for one."""
+        if self.option("guidance_scale", 1) != 1 \
+                and text_config(self.model)._attn_implementation == "kvq":
+            refuse(f"guidance_scale={self.option('guidance_scale')}: classifier-free guidance runs "
+                   "a second sequence beside the prompt's, with a cache of its own; leave it out, "
+                   "or detach() the model")
         if cache_among(self.given) is not None:
             return True
         name = self.option("cache_implementation")
