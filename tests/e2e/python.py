@@ -19,6 +19,7 @@ import unittest
 import e2e_rig
 from e2e_cuda import SOFT_DRIVER, Cuda, CudaTensor
 from e2e_rig import ROOT, Test, Tokens, attend64, kvq, np
+from python_ends import Ends, Meanwhile, Words
 from python_forks import Forks, LetGo
 from python_hints import Hints
 from python_private import Private
@@ -685,6 +686,6 @@ class Examples(Test):
 
 
 if __name__ == "__main__":
-    sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Failures, Forks, InUse,
-                          Interrupts, LetGo, Queues, Readers, Readings, Private, Captures,
-                          WithoutGpu, OnGpu, Examples], __doc__))
+    sys.exit(e2e_rig.run([Header, Hints, Package, Tickets, Buffers, Ends, Failures, Forks, InUse,
+                          Interrupts, LetGo, Meanwhile, Queues, Readers, Readings, Private, Words,
+                          Captures, WithoutGpu, OnGpu, Examples], __doc__))

@@ -27,7 +27,8 @@ from .gpu import DeviceBuffer
 from .hints import Floats
 from .local import Bucket, Local, LocalStep
 from .private import private_daemon, program
-from .work import PAST_ONLY, Pages, Queue, Step, Ticket, make_entries
+from .steps import Step
+from .work import PAST_ONLY, Pages, Queue, Ticket, make_entries
 
 __all__ = ["BF16", "Bucket", "Buffer", "Capture", "Client", "Code", "DeviceBuffer", "ENTRY",
            "Error", "F16", "F32", "Layer", "Local", "LocalStep", "PAST_ONLY", "Pages", "Queue",
@@ -39,7 +40,7 @@ def merge_states(out_a: npt.ArrayLike, lse_a: npt.ArrayLike, out_b: npt.ArrayLik
                  lse_b: npt.ArrayLike) -> Tuple[Floats, Floats]:
     """Merges two attentions over disjoint keys by their LSE (natural logarithms): out [..., dim]
     and lse [...], array-likes of any float dtype, computed in float32. Returns new (out, lse)."""
-    arrays = [np.ascontiguousarray(a, np.float32) for a in (out_a, lse_a, out_b, lse_b)]
+    arrays = [np.asarray(a, np.float32, order="C") for a in (out_a, lse_a, out_b, lse_b)]
     if arrays[0].shape != arrays[2].shape or arrays[1].shape != arrays[3].shape \
             or arrays[0].shape[:-1] != arrays[1].shape:
         raise ValueError(f"shapes {[a.shape for a in arrays]}: out [..., dim] and lse [...] of "

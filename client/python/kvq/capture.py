@@ -32,7 +32,8 @@ class Capture:
         options = _ffi.CaptureOptions(layers=rows, n_layers=len(layers), queries=bool(queries),
                                       model=text("model", model),
                                       max_tokens=integer("max_tokens", max_tokens, 64))
-        check(lib.kvq_capture_open(text("path", str(path)), byref(options), byref(self.pointer)))
+        check(lib.kvq_capture_open(text("path", os.fsdecode(path)), byref(options),
+                                   byref(self.pointer)))
 
     def append(self, ticket: kvq.Ticket) -> None:
         """What an append or append_attend handed over, K, V and Q as [tokens][heads][dim]: its

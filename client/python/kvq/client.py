@@ -61,7 +61,7 @@ class Layer:
                              integer("v_dim", self.dim_of_v, 16),
                              integer("window", self.window), number("softcap", self.softcap),
                              number("scale", self.scale), text("format", self.format),
-                             0 if self.kv_from is None else integer("kv_from", self.kv_from) + 1,
+                             0 if self.kv_from is None else integer("kv_from", self.kv_from, 8) + 1,
                              integer("repeat", self.repeat))
 
 
@@ -117,11 +117,19 @@ class Session:
         return self.tokens
 
     def close(self) -> None:
-        """Detaches; the session goes by its on_detach."""
-        if self.handle:
-            handle, self.handle = self.handle, 0
-            if not self.client._gate.is_left():
-                self.client.control(lib.kvq_session_close, handle)
+        """Detaches; the session goes by its on_detach. Does nothing once the client is closed,
+        which has detached it. Where it fails with E_DEADLINE it can be called again."""
+        if not self.handle:
+            return
+        handle, self.handle = self.handle, 0
+        if self.client._gate.is_left() or not self.client.pointer:
+            return
+        try:
+            self.client.control(lib.kvq_session_close, handle)
+        except Error as error:
+            if error.code == Code.E_DEADLINE:
+                self.handle = handle
+            raise
 
     def tell_spans(self, spans: Iterable[Span]) -> None:
         """Says what tokens to come stand for: (first, tokens, digest of 32 bytes) of each image or
@@ -207,7 +215,7 @@ class Client:
             raise ValueError(f"runtime_dir is {runtime_dir!r} and private True: give one of them")
         told = runtime_dir or os.environ.get("KVQ_RUNTIME_DIR")
         options = _ffi.ConnectOptions(runtime_dir=text("runtime_dir",
-                                                       runtime_dir and str(runtime_dir)),
+                                                       runtime_dir and os.fsdecode(runtime_dir)),
                                       name=text("name", name),
                                       timeout_ms=integer("timeout_ms", timeout_ms),
                                       spin_us=integer("spin_us", spin_us))
@@ -274,8 +282,12 @@ class Client:
         and its memory goes with it."""
         kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
         sizes = [integer("shape", n, 62) for n in np.atleast_1d(np.asarray(shape, object))]
-        nbytes = math.prod(sizes) * kind.itemsize
-        return self.buffer(max(nbytes, 1)).array(shape, dtype)
+        buffer = self.buffer(max(math.prod(sizes) * kind.itemsize, 1))
+        try:
+            return buffer.array(shape, dtype)
+        except BaseException:
+            buffer.close()
+            raise
 
     def find_buffer(self, array: object) -> Optional[Buffer]:
         """The open buffer that holds all of an array, of any shape and dtype, or None."""

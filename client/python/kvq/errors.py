@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from typing import Any, Optional, Tuple, Union
 
 from ._ffi import lib
@@ -52,6 +53,29 @@ class Code(enum.IntEnum):
     E_NO_NAMESPACE = -38
 
 
+_FUNCTION = re.compile(r"\bkvq_[a-z_]+\b")
+_HERE = {  # what there is to call here, by the name in C
+    "kvq_bucket_open": "Bucket()", "kvq_buffer_create_on": "Client.buffer_on()",
+    "kvq_buffer_import": "Client.import_memfd()", "kvq_connect": "Client()",
+    "kvq_daemon_gpus": "Client.gpus()", "kvq_daemon_info": "Client.info()",
+    "kvq_disconnect": "Client.close()", "kvq_local": "Local",
+    "kvq_local_abort": "LocalStep.abort()", "kvq_local_add": "Local.add()",
+    "kvq_local_attend_on_stream": "Bucket.attend()", "kvq_local_begin": "Local.step()",
+    "kvq_local_begin_on_stream": "Bucket.begin()", "kvq_local_end": "LocalStep.end()",
+    "kvq_local_end_on_stream": "Bucket.end()", "kvq_local_open": "Queue.local()",
+    "kvq_local_remove": "Local.remove()", "kvq_lookup": "Client.lookup()",
+    "kvq_queue_open": "Client.queue()",
+    "kvq_queue_wait_for_room": "Queue.wait_for_room()", "kvq_reattach": "Client.reattach()",
+    "kvq_session_close": "Session.close()", "kvq_session_drop": "Session.drop()",
+    "kvq_session_info": "Session.info()", "kvq_session_layers": "Client.session()",
+    "kvq_session_move": "Session.move()", "kvq_session_open": "Client.session()",
+    "kvq_session_park": "Session.park()", "kvq_session_pin": "Session.pin()",
+    "kvq_session_prefetch": "Session.prefetch()", "kvq_session_restore": "Client.restore()",
+    "kvq_session_save": "Session.save()", "kvq_session_spans": "Session.tell_spans()",
+    "kvq_step": "Queue.step_whole()", "kvq_step_begin": "Queue.step()",
+}
+
+
 def strerror(code: int) -> str:
     """One sentence for a code."""
     return lib.kvq_strerror(int(code)).decode()
@@ -92,7 +116,7 @@ class Error(Exception):
 def last_text() -> str:
     """What went wrong in this thread's last failed call."""
     said = lib.kvq_error_text().decode(errors="replace")
-    return said.replace("kvq_reattach", "Client.reattach()")  # what there is to call here
+    return _FUNCTION.sub(lambda found: _HERE.get(found[0], found[0]), said)
 
 
 def check(code: int, entries: Optional[Entries] = None) -> None:

@@ -55,6 +55,7 @@ class Local:
         self.pointer = c_void_p()
         self._buckets: List[Bucket] = []
         self._given: List[Any] = []  # buffers of K and V of the step under way
+        self._orphaned = False  # nobody has the LocalStep under way any more
         options = _ffi.LocalOptions(place=text("place", place),
                                     max_tokens=integer("max_tokens", max_tokens, 64),
                                     flags=REQUIRE if require else 0,
@@ -96,6 +97,11 @@ class Local:
              ids: Optional[Ids] = None) -> LocalStep:
         """As Queue.step; tokens 0: of reading alone."""
         return LocalStep(self, sessions, tokens, ids)
+
+    def _abort_orphan(self):
+        if self._orphaned:
+            self._orphaned = False
+            lib.kvq_local_abort(self.pointer)
 
     def close(self) -> None:
         """Closes its Buckets, too."""
@@ -173,6 +179,7 @@ class Bucket:
     @alone
     def begin(self, entries: Entries, stream: SupportsIndex) -> None:
         """Begins a step over entries [sessions] in the order of the stream."""
+        self.local._abort_orphan()
         check(lib.kvq_local_begin_on_stream(self.local.pointer, self.pointer,
                                             check_entries(entries).ctypes.data, len(entries),
                                             integer("stream", stream, 64)), entries)
@@ -246,6 +253,7 @@ class LocalStep:
         self.sessions = batch(sessions, local.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
         code = None
+        local._abort_orphan()
         try:
             code = lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries))
             check(code)
@@ -284,28 +292,31 @@ class LocalStep:
             v: Optional[Sequence[Optional[HostArray]]] = None) -> None:
         """Commits. k and v: for each layer the step's K and V, [tokens][kv_heads][dim] in buffers,
         if attend() did not get them. Where there was no room (E_NO_MEMORY, E_QUOTA, E_DEADLINE)
-        the step stays open for the sessions that it lacked for: end() again, or abort()."""
+        the step stays open for the sessions that it lacked for, and without a free ticket
+        (E_CREDITS) for all: end() again, or abort()."""
         if (k is None) != (v is None):
             raise ValueError("one of k and v was given; expected both, or neither")
         entries = make_entries(self.sessions, append=self.entries["append"])
         work = _ffi.StepWork()
+        used = self.local._given
         if k is not None:
-            work, _ = step_work(self.local.client, self.sessions, entries, k, v)
+            work, used = step_work(self.local.client, self.sessions, entries, k, v)
         else:
             self.local._check_given()
         work.ids = self.local.queue._place_ids(entries, self.ids)
         entries = entries[self._left]
         try:
-            code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
-                                     len(entries))
-            take_counts([self.sessions[i] for i in self._left], entries, code)
+            with InUse(used):
+                code = lib.kvq_local_end(self.local.pointer, byref(work), entries.ctypes.data,
+                                         len(entries))
+                take_counts([self.sessions[i] for i in self._left], entries, code)
         except BaseException:  # an interrupt: before the commit, or behind it
             self.abort()
             refresh(self.sessions)
             raise
         if not code:
             self._left = [i for i, status in zip(self._left, entries["status"]) if status in _ROOM]
-        self.open = bool(self._left) and (not code or code in _ROOM)
+        self.open = bool(self._left) and (not code or code in (*_ROOM, Code.E_CREDITS))
         try:
             check(code, entries)
         except Exception:
@@ -324,6 +335,10 @@ class LocalStep:
 
     def __enter__(self) -> LocalStep:
         return self
+
+    def __del__(self) -> None:
+        if self.open:
+            self.local._orphaned = True  # whose next step begins by aborting it
 
     def __exit__(self, kind: Optional[Type[BaseException]], *_: object) -> None:
         if not self.open:

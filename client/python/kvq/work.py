@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queues, steps and tickets: what happens at every step of a model.
+"""Queues and tickets: what happens at every step of a model.
 
 Arrays, and tensors of PyTorch on the CPU, that lie in a Buffer are used in place. Others are copied
 through the queue's own staging buffer; that is convenient, and slower.
@@ -7,12 +7,13 @@ through the queue's own staging buffer; that is convenient, and slower.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from contextlib import suppress
 from ctypes import byref, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, SupportsFloat,
-                    SupportsIndex, Tuple, Type, TypeVar, cast)
+from typing import (Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, SupportsFloat,
+                    SupportsIndex, Tuple, TypeVar, cast)
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from .buffers import BF16, F16, F32, Buffer, InUse, dtype_code, numpy_dtype, own
 from .checks import (Shapes, Turn, array as check_array, batch, choice, entries as check_entries,
                      integer, integers, number, owner)
 from .errors import Code, Error, check
-from .hints import (Array, Counts, CudaTensor, Dtype, Entries, Floats, HostArray, Ids, Output,
+from .hints import (Array, Counts, Dtype, Entries, Floats, HostArray, Ids, Output,
                     Threads)
 from .views import is_tensor
 
@@ -68,7 +69,10 @@ def nanoseconds(seconds: Optional[SupportsFloat]) -> int:
     """0 to 2^64 - 1 for a number of seconds; None is for ever."""
     if seconds is None:
         return U64_MAX
-    return int(min(max(number("seconds", seconds), 0) * 1e9, 2.0**63))
+    value = number("seconds", seconds)
+    if math.isnan(value):
+        raise ValueError(f"seconds is {seconds!r}; it must be a number")
+    return int(min(max(value, 0) * 1e9, 2.0**63))
 
 
 class Ticket:
@@ -108,6 +112,8 @@ class Queue:
         self._staging: Optional[Buffer] = None
         self._locals: List[kvq.Local] = []
         self._tickets: List[Ticket] = []  # open ones: the library writes to their entries
+        self._steps: Set[int] = set()  # numbers of open Steps
+        self._left: List[int] = []  # of those that nobody has any more
         with client._gate:
             try:
                 client.control(lib.kvq_queue_open, byref(self.pointer))
@@ -126,6 +132,8 @@ class Queue:
             if not self.pointer:
                 return
             self._close_locals()
+            self._left = list(self._steps)
+            self._abort_left()
             if self._staging is not None:
                 self._staging.close()
             with self.client._gate:
@@ -137,6 +145,15 @@ class Queue:
         for local in list(self._locals):
             local.close()
 
+    def _abort_left(self):
+        """Aborts the steps that nobody has any more, as far as a ticket is free for it."""
+        while self._left:
+            number = self._left[0]  # others may come behind it meanwhile, from any thread
+            if lib.kvq_step_abort(self.pointer, number, None, 0) == Code.E_CREDITS:
+                return
+            self._steps.discard(number)
+            self._left.remove(number)
+
     def _check_open(self):
         if not self.pointer:
             raise ValueError("the queue is closed")
@@ -145,6 +162,7 @@ class Queue:
         self.pointer = c_void_p()
         self._staging = None
         self._tickets = []
+        self._steps, self._left = set(), []
 
     def __enter__(self) -> Queue:
         return self
@@ -162,8 +180,9 @@ class Queue:
         number of a CUDA stream, torch.cuda.Stream.cuda_stream; 0 is the default one)
         kvq_submit_on_stream. Returns a Ticket; up to 8 of a queue may be open."""
         fields, tensors = make_work(work)
+        entries = check_entries(entries) if len(entries) else np.zeros(0, ENTRY)
         front = [self.pointer, choice("operation", operation, OPERATIONS), byref(fields),
-                 check_entries(entries).ctypes.data if len(entries) else None, len(entries)]
+                 entries.ctypes.data if len(entries) else None, len(entries)]
         numbers = () if stream is None else (integer("stream", stream, 64),)
         if len(entries):
             entries["status"] = 0  # what _close_ticket() sees there is the answer
@@ -205,6 +224,7 @@ class Queue:
         if code not in (Code.E_DEADLINE, Code.E_SYSTEM) \
                 or (len(entries) and (entries["status"] == code).all()):
             self._tickets = [t for t in self._tickets if t is not ticket]
+            self._abort_left()
         return code
 
     @alone
@@ -260,10 +280,11 @@ class Queue:
     # ---- Steps ----
 
     def step(self, sessions: Iterable[kvq.Session], tokens: Counts,
-             ids: Optional[Ids] = None) -> Step:
+             ids: Optional[Ids] = None) -> kvq.Step:
         """Begins a step over sessions with so many tokens each (a number, or one for each). Use it
         as a context manager: it commits at the end, and aborts if the body raises. ids: of the
         tokens of all sessions, one after the other: as many integers as the step has tokens."""
+        from .steps import Step
         return Step(self, sessions, tokens, ids)
 
     @alone
@@ -275,10 +296,11 @@ class Queue:
         or uint16 (which holds bfloat16). ids: as in step."""
         sessions = batch(sessions, self.client, kvq.Session)
         entries = make_entries(sessions, append=tokens)
-        work, _ = step_work(self.client, sessions, entries, k, v)
+        work, used = step_work(self.client, sessions, entries, k, v)
         work.ids = self._place_ids(entries, ids)
-        code = lib.kvq_step(self.pointer, byref(work), entries.ctypes.data, len(entries))
-        take_counts(sessions, entries, code)
+        with InUse(used):
+            code = lib.kvq_step(self.pointer, byref(work), entries.ctypes.data, len(entries))
+            take_counts(sessions, entries, code)
         check(code, entries)
 
     def _place_ids(self, entries, ids):
@@ -470,7 +492,7 @@ def step_work(client, sessions, entries, k, v):
     return work, used
 
 
-def _page_fields(queue, sessions, layer, pages, entries):
+def _page_fields(queue, sessions, layer, pages, entries, dtype):
     """Fields of struct kvq_work for paged K and V; fills the entries' lists in."""
     if not isinstance(pages, Pages):
         raise TypeError(f"pages is {type(pages).__name__}; expected Pages")
@@ -503,7 +525,8 @@ def _page_fields(queue, sessions, layer, pages, entries):
                              f"numbers of pages below {len(k)}")
     entries["row"] = np.cumsum([0] + [len(p) for p in lists[:-1]])
     entries["list_token"] = skip
-    tensors = [buffer.tensor(a[0]) for buffer, a in zip(found, arrays)]
+    tensors = [buffer.tensor(a[0], _kind("pages", given, dtype))
+               for buffer, a, given in zip(found, arrays, (pages.k, pages.v))]
     for tensor, buffer, a in zip(tensors, found, arrays):
         tensor.offset = a.ctypes.data - buffer.address
     table = Buffer(queue.client, max(sum(p.nbytes for p in lists), 1))
@@ -569,7 +592,7 @@ def attend(queue, operation, sessions, entries, step, layer, *, k=None, v=None, 
     placed = queue._place([*(arrays[n] for n in names), log_sum], results)
     try:
         if pages is not None:
-            fields, table = _page_fields(queue, sessions, layer, pages, entries)
+            fields, table = _page_fields(queue, sessions, layer, pages, entries, dtype)
         for name, (array, buffer, _) in zip(names, placed):
             if array is not None:
                 fields[name] = buffer.tensor(array, kinds[name])
@@ -627,140 +650,3 @@ def refresh(sessions):
     for session in sessions:
         with suppress(Error):
             session.refresh()
-
-
-class Step:
-    """An open step. Sessions that fail in it raise Error with the entries; the others go on."""
-
-    def __init__(self, queue: Queue, sessions: Iterable[kvq.Session], tokens: Counts,
-                 ids: Optional[Ids] = None) -> None:
-        self.queue, self.turn = queue, queue.turn
-        self.number = None
-        begun = c_uint64()
-        with self.turn():
-            queue._check_open()
-            try:
-                self._begin(queue, sessions, tokens, ids, begun)
-            except BaseException as error:
-                if begun.value and not isinstance(error, Error):  # an interrupt: nobody has it
-                    lib.kvq_step_abort(queue.pointer, begun.value, None, 0)
-                raise
-
-    def _begin(self, queue, sessions, tokens, ids, step):
-        self.sessions = batch(sessions, queue.client, kvq.Session)
-        self.entries = make_entries(self.sessions, append=tokens)
-        told = queue._place_ids(self.entries, ids)
-        begin = (queue.pointer, self.entries.ctypes.data, len(self.entries))
-        code = (lib.kvq_step_begin(*begin, byref(step)) if ids is None else
-                lib.kvq_step_begin_ids(*begin, byref(told), byref(step)))
-        failed = code == 0 and (self.entries["status"] != 0).any()
-        if code == 0:
-            self.number = step.value
-        if failed:
-            begun = (self.entries["status"] == 0).any()
-            try:
-                check(code, self.entries)
-            finally:
-                if begun:
-                    self.abort()
-        check(code)
-
-    def _check_open(self):
-        self.queue._check_open()
-        if self.number is None:
-            raise ValueError("the step has ended")
-
-    def _entries(self, queries):
-        entries = make_entries(self.sessions, append=self.entries["append"], queries=queries)
-        return entries
-
-    @alone
-    def append(self, layer: SupportsIndex, k: Optional[HostArray] = None,
-               v: Optional[HostArray] = None, **options: Any) -> None:
-        """Hands over K and V of one layer, [all tokens][kv_heads][dim]: the sessions' rows one
-        behind the other, of float16, float32 or uint16. Options are
-
-        dtype    what uint16 arrays hold: "bf16" (None as well) or "f16"
-        pages    a Pages instead of k and v
-        timeout  in seconds, after which kvq.Error with E_DEADLINE is raised; None: none"""
-        attend(self.queue, "append", self.sessions, self._entries(0), self.number, layer, k=k, v=v,
-               **options)
-
-    @alone
-    def attend(self, layer: SupportsIndex, q: HostArray, queries: Optional[Counts] = None,
-               **options: Any) -> Tuple[Output, Optional[Floats]]:
-        """Attention of one layer for the last `queries` tokens of each session (None: all of the
-        step's): q [all queries][q_heads][head_dim] of float16, float32 or uint16. Returns (out,
-        lse): out [all queries][q_heads][v_dim], lse [all queries][q_heads] float32 (natural
-        logarithms). Options are
-
-        out        the array or CPU tensor for the output, float16, float32 or uint16; None: a new
-                   array
-        out_dtype  of a new output (None: "f32"), or what a uint16 one holds
-        lse        False: not wanted, None is returned
-        past_only  True: attend only to tokens before the step
-        dtype, timeout  as for append"""
-        entries = self._entries(self.entries["append"] if queries is None else queries)
-        return attend(self.queue, "attend", self.sessions, entries, self.number, layer, q=q,
-                      **options)
-
-    @alone
-    def append_attend(self, layer: SupportsIndex, k: Optional[HostArray], v: Optional[HostArray],
-                      q: HostArray, queries: Optional[Counts] = None,
-                      **options: Any) -> Tuple[Output, Optional[Floats]]:
-        """append and attend in one request, with the arrays and options of both. Returns
-        (out, lse)."""
-        entries = self._entries(self.entries["append"] if queries is None else queries)
-        return attend(self.queue, "append_attend", self.sessions, entries, self.number, layer,
-                      k=k, v=v, q=q, **options)
-
-    @alone
-    def on_stream(self, operation: str, layer: SupportsIndex, stream: SupportsIndex,
-                  queries: Optional[Counts] = None, flags: SupportsIndex = 0,
-                  **tensors: CudaTensor) -> None:
-        """"append", "attend" or "append_attend" in the order of a CUDA stream (its number), with k,
-        v, q, out ([tokens][heads][dim]) and lse ([tokens][heads]) as CUDA tensors in buffers of
-        Client.import_tensor or buffer_on. Results are there for later work of the stream."""
-        wanted = self.entries["append"] if queries is None else queries
-        entries = self._entries(0 if operation == "append" else wanted)
-        shapes = Shapes(self.sessions, layer, entries)
-        fields = device_fields(self.queue.client, shapes.check_device, tensors)
-        ticket = self.queue.call(operation, entries, step=self.number, layer=layer, flags=flags,
-                                 stream=stream, **fields)
-        check(0, ticket.entries)
-
-    @alone
-    def end(self) -> None:
-        """Commits; sessions get their new counts."""
-        entries = make_entries(self.sessions, append=self.entries["append"])
-        try:
-            code = lib.kvq_step_end(self.queue.pointer, self.number, entries.ctypes.data,
-                                    len(entries))
-            take_counts(self.sessions, entries, code)
-        except BaseException:  # an interrupt: before the commit, or behind it
-            lib.kvq_step_abort(self.queue.pointer, self.number, None, 0)
-            refresh(self.sessions)
-            raise
-        finally:
-            self.number = None
-        check(code, entries)
-
-    @alone
-    def abort(self) -> None:
-        """Leaves every session as it was."""
-        number, self.number = self.number, None
-        check(lib.kvq_step_abort(self.queue.pointer, number, None, 0))
-
-    def __enter__(self) -> Step:
-        return self
-
-    def __exit__(self, kind: Optional[Type[BaseException]], *_: object) -> None:
-        if self.number is None:
-            return
-        if kind is None:
-            self.end()
-            return
-        try:
-            self.abort()
-        except Exception:  # the body's own error is what the caller wants to see
-            pass

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that nobody ends, and what errors say; python.py runs these."""
+import gc
+import os
+import re
+import threading
+import unittest.mock
+
+from e2e_rig import ROOT, Test, Tokens, kvq, np
+
+import kvq.errors
+import kvq.steps
+from kvq._ffi import lib
+
+TICKETS = 8  # of a queue
+
+
+class Ends(Test):
+    """A session that is in a step is busy until the step is over: none is ever left behind."""
+
+    def setUp(self):
+        super().setUp()
+        self.tokens = Tokens(1, 10)
+        self.session = self.client.session(self.tokens.rows, "f16")
+
+    def tearDown(self):
+        self.k = self.v = self.q = None
+        super().tearDown()
+
+    def begin(self):
+        """A step of one token, all of it appended."""
+        step = self.queue.step([self.session], 1)
+        for layer in range(2):
+            step.append(layer, self.tokens.k[layer, :1], self.tokens.v[layer, :1])
+        return step
+
+    def tickets(self):
+        """All that a queue has."""
+        return [self.queue.submit("nop", []) for _ in range(TICKETS)]
+
+    def test_without_a_ticket(self):
+        """The step stays open, and ends behind a wait."""
+        step, tickets = self.begin(), self.tickets()
+        self.fails(kvq.Code.E_CREDITS, step.end)
+        self.fails(kvq.Code.E_CREDITS, step.abort)
+        tickets.pop().wait()
+        step.end()
+        self.assertEqual(self.session.refresh(), 1)
+        for ticket in tickets:
+            ticket.wait()
+
+    def test_a_block_without_a_ticket(self):
+        """Its step is aborted as soon as there is one, whether the block raised or not."""
+        for error in (None, ZeroDivisionError):
+            with self.assertRaises(error or kvq.Error), self.begin():
+                tickets = self.tickets()
+                if error:
+                    raise error
+            for ticket in tickets:
+                ticket.wait()
+            self.begin().abort()
+        self.assertEqual(self.session.refresh(), 0)
+
+    def test_that_is_let_go(self):
+        """Nobody has it any more."""
+        self.begin()
+        self.begin().abort()
+
+    def test_of_a_queue_that_closes(self):
+        """Is aborted with it."""
+        queue = self.client.queue()
+        step = queue.step([self.session], 1)
+        queue.close()
+        self.begin().abort()
+        self.assertRaisesRegex(ValueError, "the queue is closed", step.end)
+
+    def test_an_interrupt_before_the_end(self):
+        """Of a block."""
+        step = self.begin()
+        with unittest.mock.patch.object(kvq.steps, "make_entries", side_effect=KeyboardInterrupt):
+            with self.assertRaises(KeyboardInterrupt):
+                step.__exit__(None, None, None)
+        self.begin().abort()
+
+    def local_step(self, local):
+        """Likewise, of this process."""
+        step = local.step([self.session], 1)
+        for layer in range(2):
+            step.attend(layer, self.q, self.k, self.v)
+        return step
+
+    def arrays(self):
+        """K, V and Q of one token, in buffers."""
+        self.k, self.v, self.q = (self.client.array((1, heads, 128)) for heads in (2, 2, 8))
+
+    def test_of_this_process(self):
+        """Without a ticket, and let go."""
+        self.arrays()
+        for through in ({}, {"KVQ_LOCAL": "daemon"}):
+            with unittest.mock.patch.dict(os.environ, through), \
+                    self.queue.local(max_tokens=1024) as local:
+                local.add(self.session)
+                before = self.session.tokens
+                step, tickets = self.local_step(local), self.tickets()
+                self.fails(kvq.Code.E_CREDITS, step.end)
+                self.assertTrue(step.open)
+                tickets.pop().wait()
+                step.end()
+                self.assertEqual(self.session.refresh(), before + 1)
+                step = self.local_step(local)
+                tickets.append(self.queue.submit("nop", []))
+                step.abort()
+                for ticket in tickets:
+                    ticket.wait()
+                self.local_step(local)
+                gc.collect()
+                self.local_step(local).abort()
+            self.begin().abort()
+
+    def test_what_an_incomplete_end_says(self):
+        """That its session stands as before, in this process as through the daemon."""
+        self.arrays()
+        for through in ({}, {"KVQ_LOCAL": "daemon"}):
+            with unittest.mock.patch.dict(os.environ, through), \
+                    self.queue.local(max_tokens=1024) as local:
+                local.add(self.session)
+                step = local.step([self.session], 1)
+                step.attend(0, self.q, self.k, self.v)
+                self.fails(kvq.Code.E_INCOMPLETE, step.end,
+                           text="the session stands as before the step")
+                self.local_step(local).abort()
+
+
+class Meanwhile(Test):
+    """Buffers that another thread closes while a call is under way."""
+
+    def test_a_whole_step(self):
+        """BufferError, and the step has what it was given."""
+        tokens = Tokens(1, 10)
+        session = self.client.session(tokens.rows, "f16")
+        arrays = [self.client.array((1, 2, 128)) for _ in range(3)]
+        said = []
+
+        def within(name, *closed):
+            call = getattr(lib, name)
+
+            def during(*arguments):
+                def close():
+                    for array in closed:
+                        try:
+                            self.client.find_buffer(array).close()
+                        except BufferError:
+                            said.append(name)
+                thread = threading.Thread(target=close)
+                thread.start()
+                thread.join()
+                return call(*arguments)
+            return unittest.mock.patch.object(lib, name, during)
+        with within("kvq_step", *arrays):
+            self.queue.step_whole([session], 1, arrays[:2], arrays[1:])
+        with self.queue.local(require=True) as local:
+            local.add(session)
+            step = local.step([session], 1)
+            with within("kvq_local_end", *arrays):
+                step.end(arrays[:2], arrays[1:])
+        self.assertEqual(said, 3 * ["kvq_step"] + 3 * ["kvq_local_end"])
+        self.assertEqual(session.refresh(), 2)
+
+
+class Words(Test):
+    """Errors name what there is in Python."""
+
+    def test_functions_of_c(self):
+        """Each that an error text of the library's names has its name here."""
+        pattern = re.compile(r'"[^"\n]*"')
+        for folder in ("client", "client/in_context", "daemon/core/request",
+                       "daemon/core/residency", "daemon/core/session"):
+            for name in os.listdir(os.path.join(ROOT, folder)):
+                if not name.endswith(".c"):
+                    continue
+                with open(os.path.join(ROOT, folder, name), encoding="utf-8") as file:
+                    texts = " ".join(pattern.findall(file.read()))
+                for function in re.findall(r"\bkvq_[a-z_]+\b", texts):
+                    if hasattr(lib, function):
+                        self.assertIn(function, kvq.errors._HERE, f"{folder}/{name}")
+
+    def test_what_they_become(self):
+        session = self.client.session([kvq.Layer(8, 2, 128)], "f16")
+        with self.queue.local(require=True) as local:
+            error = self.fails(kvq.Code.E_STALE, local.step, [session], 1, text="Local.add() it")
+            self.assertNotIn("kvq_", error.text)
+
+    def test_arguments(self):
+        """What cannot be meant is refused, by its name."""
+        self.assertEqual(len(self.queue.submit("nop", []).wait()), 0)
+        session = self.client.session([kvq.Layer(8, 2, 128)], "f16")
+        self.assertRaisesRegex(ValueError, "seconds is nan", self.queue.attend, [session], 0,
+                               np.zeros((1, 8, 128), np.float32), timeout=float("nan"))
+        self.assertRaisesRegex(ValueError, "kv_from", self.client.session,
+                               [kvq.Layer(8, 2, 128), kvq.Layer(8, 2, 128, kv_from=2**32 - 1)])
+        with self.daemon.client() as other:
+            self.assertEqual(len(other.gpus()), len(self.client.gpus()))
+        kvq.Client(os.fsencode(self.daemon.directory)).close()
+        before = list(self.client._buffers)
+        self.assertRaises(TypeError, self.client.array, (1000, 1000), object)
+        self.assertEqual(self.client._buffers, before)
+        out, lse = kvq.merge_states(np.ones(8), 1.0, np.ones(8), 2.0)
+        self.assertEqual((out.shape, lse.shape), ((8,), ()))
+
+    def test_a_session_of_a_closed_client(self):
+        """Is closed: with its client."""
+        client = self.daemon.client()
+        with client.session([kvq.Layer(8, 2, 128)], "f16") as session:
+            client.close()
+        session.close()
+
+    def test_pages_of_float16_bits(self):
+        """Are what dtype says they are."""
+        pages = self.client.array((2, 16, 2, 128), np.uint16)
+        values = np.random.default_rng(1).standard_normal(pages.shape).astype(np.float16)
+        pages[...] = values.view(np.uint16)
+        for dtype, want in (("f16", np.float32(values)),
+                            (None, (np.uint32(pages) << 16).view(np.float32))):
+            session = self.client.session([kvq.Layer(8, 2, 128)], dtype or "bf16")
+            with self.queue.step([session], 20) as step:
+                step.append(0, pages=kvq.Pages(pages, pages, [[0, 1]]), dtype=dtype)
+            got, _ = self.queue.read(session, 0)
+            np.testing.assert_allclose(got, want.reshape(32, 2, 128)[:20], rtol=2 ** -7, atol=1e-6)
