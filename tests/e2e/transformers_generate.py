@@ -107,9 +107,13 @@ class Attached(Case):
         for _ in range(2):
             for text, options in (("use_cache=False", {"use_cache": False}),
                                   ("cache_implementation='static'",
-                                   {"cache_implementation": "static"})):
-                with self.assertRaisesRegex(NotImplementedError, f"{text}, of a model that attach"):
+                                   {"cache_implementation": "static"}),
+                                  ("guidance_scale=1.5", {"guidance_scale": 1.5})):
+                with self.assertRaisesRegex(NotImplementedError,
+                                            f"{text}, of a model that attach|{text}: classifier"):
                     model.generate(ids, **STEPS, **options)
+        self.same_tokens(self.eager, self.eager.generate(ids, **STEPS),
+                         model.generate(ids, guidance_scale=1.0, **STEPS))
         model.set_attn_implementation("eager")
         for options in ({"use_cache": False}, {"cache_implementation": "static"}):
             self.same_tokens(self.eager, self.eager.generate(ids, **STEPS),
