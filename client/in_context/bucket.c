@@ -156,6 +156,7 @@ int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options, 
     if (!b)
         return kvq__set_error(KVQ_E_SYSTEM, "this process is out of memory");
     b->local = local;
+    LIST_INSERT_HEAD(&local->buckets, b, link);
     b->max_tokens = o->max_tokens ? o->max_tokens : local->max_tokens;
     b->max_sessions = o->max_sessions ? o->max_sessions : 1;
     b->max_queries = o->max_queries ? o->max_queries : 1;
@@ -193,6 +194,7 @@ void kvq_bucket_close(kvq_bucket **bucket)
     if (b->workspace)
         d->memory_free(b->workspace);
     kvq__context_leave(&b->local->here, before);
+    LIST_REMOVE(b, link);
     free(b->layers);
     free(b->limits);
     free(b->batch_at);
@@ -202,6 +204,15 @@ void kvq_bucket_close(kvq_bucket **bucket)
     free(b->shared);
     free(b);
     *bucket = NULL;
+}
+
+bool kvq__buckets_captured(const struct kvq_local *local)
+{
+    const struct kvq_bucket *b;
+    LIST_FOREACH (b, &local->buckets, link)
+        if (memchr(b->noted, true, sizeof b->noted))
+            return true;
+    return false;
 }
 
 // ---- Steps ----

@@ -123,6 +123,7 @@ struct kvq_local {
     struct kvq__gpu_context here;  // of a GPU's sessions; driver NULL: the host's
     struct kvq_bucket *bucket;     // of the step under way, on a GPU
     struct kvq_gpu_stream *stream; // likewise
+    LIST_HEAD(, kvq_bucket) buckets;
     void (*parallel)(void *context, uint32_t n, void (*item)(void *arg, uint32_t i), void *arg);
     void *parallel_context;
     struct kvq_pool *workers; // our threads; NULL: the engine gave `parallel`, or one is enough
@@ -262,6 +263,7 @@ void kvq__local_note(struct kvq_local *local, const struct kvq_work *work);
 // ---- bucket.c ----
 
 struct kvq_bucket {
+    LIST_ENTRY(kvq_bucket) link; // of the kvq_local's
     kvq_local *local;
     uint64_t max_tokens;
     uint32_t max_sessions, max_queries;
@@ -292,6 +294,8 @@ struct kvq_bucket {
     uint32_t *narrow_rows; // of each layer's batch, if it is launched by itself
 };
 
+// Whether a bucket of the kvq_local has layers that a graph captured: it may be replayed.
+bool kvq__buckets_captured(const struct kvq_local *local);
 // Makes a stream wait for what was given to the bucket's.
 int kvq__bucket_follow(const struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
 // Takes the next slot, which no batch was written to; waits until the stream has copied its earlier

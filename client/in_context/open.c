@@ -71,7 +71,7 @@ static void forget_session(struct kvq_local *local, struct kvq__local_session *s
     free(s);
 }
 
-// Goes through the daemon from now on, with this text.
+// Goes through the daemon from now on, with this text. KVQ_E_UNSUPPORTED if it must not.
 static int go_through_daemon(struct kvq_local *local, const char *why)
 {
     char copy[KVQ__TEXT_BYTES];
@@ -81,6 +81,13 @@ static int go_through_daemon(struct kvq_local *local, const char *why)
         return kvq__set_error(KVQ_E_UNSUPPORTED,
                               "attention cannot be in this process's context, as KVQ_LOCAL_REQUIRE "
                               "asks: %s",
+                              copy);
+    // The graph has launches of its own, which would read page tables that are gone.
+    if (kvq__buckets_captured(local))
+        return kvq__set_error(KVQ_E_UNSUPPORTED,
+                              "attention to this session cannot be in this process's context, and "
+                              "a captured graph keeps this kvq_local there: put the session into "
+                              "another kvq_local, or close the graph's bucket first: %s",
                               copy);
     snprintf(local->why, sizeof local->why, "%s", copy);
     for (uint32_t i = 0; i < KVQ__HANDLES; i++)

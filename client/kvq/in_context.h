@@ -83,9 +83,11 @@ KVQ_API const char *kvq_local_why(const kvq_local *local);
 
 /* Adds an open session, and maps those of its blocks that are not mapped yet. Makes system calls;
  * not for every step. A session that is being moved, as one that had to leave its GPU is when it is
- * opened, is waited for; KVQ_E_BUSY: for kvq_connect_options.timeout_ms in vain. KVQ_E_LIMIT: the
- * session is longer than max_tokens. KVQ_E_EXISTS: another kvq_local of this client has the
- * session. */
+ * opened, is waited for; KVQ_E_BUSY: for kvq_connect_options.timeout_ms in vain. If attention to
+ * the session cannot run here, all sessions of the kvq_local go through the daemon from now on.
+ * With KVQ_LOCAL_REQUIRE, or where a graph was captured (below), the call fails instead:
+ * KVQ_E_UNSUPPORTED. KVQ_E_LIMIT: the session is longer than max_tokens. KVQ_E_EXISTS: another
+ * kvq_local of this client has the session. */
 KVQ_API KVQ_CHECK int kvq_local_add(kvq_local *local, kvq_session session);
 
 /* Takes a session out, which stays open in the client, and unmaps its page table. Call it before
@@ -134,7 +136,9 @@ KVQ_API void kvq_local_abort(kvq_local *local);
  * of the graph, kvq_local_begin_on_stream sets the bucket up for its entries: any sessions of any
  * lengths and rows within the bucket's limits. The tensors are those of the capture; an entry that
  * does not fit them is not in the step, and its status says why. Call
- * kvq_local_end_on_stream after the replay, outside of the graph.
+ * kvq_local_end_on_stream after the replay, outside of the graph. While a bucket has captured
+ * layers its kvq_local attends here and nowhere else: kvq_local_add refuses a session that cannot
+ * be attended to here with KVQ_E_UNSUPPORTED, and the other sessions go on.
  *
  * Tensors may lie in buffers on the host: the first call with such a buffer pins the buffer, and is
  * refused with KVQ_E_UNSUPPORTED if its stream is being captured. The work of the next step begins,

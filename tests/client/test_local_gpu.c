@@ -308,6 +308,35 @@ static void test_no_read_only(void **state)
     close_all(p, SESSIONS);
 }
 
+// What one session lacks does not take the others' page tables away under a captured graph.
+static void test_graph_keeps_context(void **state)
+{
+    struct lg_pair p[SESSIONS];
+    kvq_session late;
+    const struct kvq_layer row = {.q_heads = 2, .kv_heads = 1, .k_dim = DIM, .v_dim = DIM};
+    const struct kvq_session_options o = {
+        .size = sizeof o, .layers = &row, .n_layers = 1, .format = "oscar2", .place = rig.gpu};
+    (void)state;
+    lg_open_local(0);
+    open_all("oscar2", false, p);
+    lg_step(p, SESSIONS, 40, NULL);
+    struct kvq_gpu_exec *exec = lg_capture(p, SESSIONS);
+    lg_step(p, SESSIONS, 1, exec);
+    fine(kvq_session_open(rig.client, &o, &late, NULL));
+    assert_int_equal(soft_fail("memory_access", 1, true, KVQ_GPU_INVALID_VALUE), 0);
+    refused(KVQ_E_UNSUPPORTED, kvq_local_add(rig.local, late), "a captured graph keeps");
+    assert_null(kvq_local_why(rig.local));
+    for (int i = 0; i < 3; i++)
+        lg_step(p, SESSIONS, 1, exec);
+    lg_end_capture(exec);
+    kvq_bucket_close(&rig.bucket);
+    fine(kvq_local_add(rig.local, late));
+    assert_non_null(kvq_local_why(rig.local));
+    assert_int_equal(soft_fail("memory_access", 0, false, 0), 0);
+    close_all(p, SESSIONS);
+    fine(kvq_session_close(rig.client, late));
+}
+
 static void test_refusals(void **state)
 {
     struct lg_pair p[1];
@@ -618,6 +647,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_host_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_no_read_only, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_graph_keeps_context, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_another_stream, lg_setup, lg_teardown),
