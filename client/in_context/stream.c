@@ -24,6 +24,32 @@ static int check_bucket_call(const struct kvq_local *local, const struct kvq_buc
     return KVQ_OK;
 }
 
+// ---- Streams that are being captured ----
+
+static int is_capturing(const struct kvq_local *local, struct kvq_gpu_stream *stream, bool *yes)
+{
+    int status, result = local->here.driver->stream_capturing(stream, &status);
+    *yes = result == KVQ_GPU_OK && status != KVQ_GPU_CAPTURE_NONE;
+    return result ? kvq__local_fault(local, result, "looking at the stream that was given")
+                  : KVQ_OK;
+}
+
+// Steps begin and end outside of graphs: on `stream`, and behind what the bucket's last one has.
+static int refuse_captured(const struct kvq_local *local, const struct kvq_bucket *b,
+                           struct kvq_gpu_stream *stream, const char *what)
+{
+    bool capturing = false, other = false;
+    int rc = is_capturing(local, stream, &capturing);
+    if (rc == KVQ_OK && b->used && b->stream != stream)
+        rc = is_capturing(local, b->stream, &other);
+    if (rc == KVQ_OK && (capturing || other))
+        rc = kvq__set_error(KVQ_E_UNSUPPORTED,
+                            "step %s: %s is being captured into a graph, and what a step hands "
+                            "over cannot be in one; make the call between graphs",
+                            what, capturing ? "the stream" : "the bucket's last stream");
+    return rc;
+}
+
 // ---- Begin ----
 
 // Whether an entry can be attended to with the tensors that were noted: KVQ_OK or a code, with
@@ -114,7 +140,8 @@ static int follow_other_buckets(const struct kvq_local *local, const struct kvq_
         if (!s || !s->bucket || s->bucket == b || s->bucket == last)
             continue;
         last = s->bucket;
-        rc = kvq__bucket_follow(last, stream);
+        rc = refuse_captured(local, last, stream, "begin");
+        rc = rc ? rc : kvq__bucket_follow(last, stream);
     }
     return rc;
 }
@@ -127,7 +154,9 @@ static int begin_in_bucket(struct kvq_local *local, struct kvq_bucket *b, struct
     local->stream = stream;
     if (*local->why)
         return kvq__through_begin(local, entries, n);
-    int rc = follow_other_buckets(local, b, entries, n, stream);
+    int rc = refuse_captured(local, b, stream, "begin");
+    if (rc == KVQ_OK)
+        rc = follow_other_buckets(local, b, entries, n, stream);
     if (rc == KVQ_OK)
         rc = kvq__local_begin(local, entries, n);
     if (rc == KVQ_OK)
@@ -155,14 +184,6 @@ int kvq_local_begin_on_stream(kvq_local *local, kvq_bucket *bucket, struct kvq_e
 }
 
 // ---- Attend ----
-
-static int is_capturing(const struct kvq_local *local, struct kvq_gpu_stream *stream, bool *yes)
-{
-    int status, result = local->here.driver->stream_capturing(stream, &status);
-    *yes = result == KVQ_GPU_OK && status != KVQ_GPU_CAPTURE_NONE;
-    return result ? kvq__local_fault(local, result, "looking at the stream that was given")
-                  : KVQ_OK;
-}
 
 // Tensors in the host's memory are pinned when they are first given, which would spoil a capture.
 static int reach_tensor(const struct kvq_local *local, const struct kvq_tensor *t, uint32_t layer,
@@ -302,14 +323,7 @@ static int end_in_bucket(struct kvq_local *local, const struct kvq_step_work *wo
 {
     struct kvq_bucket *b = local->bucket;
     struct kvq_gpu_stream *begun_on = local->stream;
-    bool capturing = false, other = false;
-    int rc = is_capturing(local, stream, &capturing);
-    if (rc == KVQ_OK && b->used)
-        rc = is_capturing(local, b->stream, &other);
-    if (rc == KVQ_OK && (capturing || other))
-        rc = kvq__set_error(KVQ_E_UNSUPPORTED,
-                            "step end: a stream is being captured into a graph, and a request of "
-                            "the daemon cannot be; make the call between graphs");
+    int rc = refuse_captured(local, b, stream, "end");
     rc = rc ? rc : kvq__bucket_follow(b, stream);
     if (rc)
         return rc;

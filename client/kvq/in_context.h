@@ -136,9 +136,11 @@ KVQ_API void kvq_local_abort(kvq_local *local);
  * of the graph, kvq_local_begin_on_stream sets the bucket up for its entries: any sessions of any
  * lengths and rows within the bucket's limits. The tensors are those of the capture; an entry that
  * does not fit them is not in the step, and its status says why. Call
- * kvq_local_end_on_stream after the replay, outside of the graph. While a bucket has captured
- * layers its kvq_local attends here and nowhere else: kvq_local_add refuses a session that cannot
- * be attended to here with KVQ_E_UNSUPPORTED, and the other sessions go on.
+ * kvq_local_end_on_stream after the replay, outside of the graph. Both are refused with
+ * KVQ_E_UNSUPPORTED while their stream, or the one that they would wait for, is being captured:
+ * what they hand over would be a part of the graph. While a bucket has captured layers its
+ * kvq_local attends here and nowhere else: kvq_local_add refuses a session that cannot be attended
+ * to here with KVQ_E_UNSUPPORTED, and the other sessions go on.
  *
  * Tensors may lie in buffers on the host: the first call with such a buffer pins the buffer, and is
  * refused with KVQ_E_UNSUPPORTED if its stream is being captured. The work of the next step begins,

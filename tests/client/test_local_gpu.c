@@ -308,6 +308,46 @@ static void test_no_read_only(void **state)
     close_all(p, SESSIONS);
 }
 
+// What a step's begin and end hand over is of that step alone: no graph may repeat it.
+static void test_steps_in_capture(void **state)
+{
+    struct lg_pair p[1];
+    struct kvq_gpu_graph *graph;
+    struct kvq_gpu_stream *first = rig.stream, *other;
+    kvq_bucket *bucket;
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 40, NULL);
+    struct lg_batch b = lg_batch_of(p, 1, 1, true);
+    OK(drv.stream_create(&other, KVQ_GPU_STREAM_OWN));
+    OK(drv.capture_begin(first, KVQ_GPU_CAPTURE_RELAXED));
+    refused(KVQ_E_UNSUPPORTED, lg_begin(&b), "step begin: the stream is being captured");
+    rig.stream = other;
+    refused(KVQ_E_UNSUPPORTED, lg_begin(&b), "step begin: the bucket's last stream");
+    bucket = rig.bucket;
+    lg_open_bucket(p->here, 64); // behind the session's last step, which is of the first bucket
+    refused(KVQ_E_UNSUPPORTED, lg_begin(&b), "step begin: the bucket's last stream");
+    kvq_bucket_close(&rig.bucket);
+    rig.bucket = bucket;
+    rig.stream = first;
+    OK(drv.capture_end(first, &graph));
+    OK(drv.graph_destroy(graph));
+    lg_step(p, 1, 4, NULL);
+    b = lg_batch_of(p, 1, 1, true);
+    lg_all_fine(lg_begin(&b), &b);
+    OK(drv.capture_begin(first, KVQ_GPU_CAPTURE_RELAXED));
+    refused(KVQ_E_UNSUPPORTED, kvq_local_end_on_stream(rig.local, NULL, b.entries, 1, other),
+            "step end: the bucket's last stream");
+    OK(drv.capture_end(first, &graph));
+    OK(drv.graph_destroy(graph));
+    kvq_local_abort(rig.local);
+    lg_step(p, 1, 1, NULL);
+    OK(drv.stream_destroy(other));
+    lg_close_pair(p);
+}
+
 // What one session lacks does not take the others' page tables away under a captured graph.
 static void test_graph_keeps_context(void **state)
 {
@@ -647,6 +687,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_host_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_no_read_only, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_steps_in_capture, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_graph_keeps_context, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
