@@ -42,10 +42,35 @@ static kvq_buffer *make_buffer(kvq_client *client, uint64_t offset, size_t bytes
     buffer->memfd = -1;
     buffer->offset = offset;
     buffer->bytes = bytes;
+    buffer->refs = 1;
     pthread_mutex_lock(&client->table);
     TAILQ_INSERT_TAIL(&client->buffers, buffer, entry);
     pthread_mutex_unlock(&client->table);
     return buffer;
+}
+
+void kvq__buffer_keep(const kvq_buffer *buffer)
+{
+    kvq_buffer *b = (kvq_buffer *)(uintptr_t)buffer; // ours
+    if (!b)
+        return;
+    assert(!b->closed);
+    pthread_mutex_lock(&b->client->table);
+    b->refs++;
+    pthread_mutex_unlock(&b->client->table);
+}
+
+void kvq__buffer_let_go(const kvq_buffer *buffer)
+{
+    kvq_buffer *b = (kvq_buffer *)(uintptr_t)buffer; // ours
+    if (!b)
+        return;
+    pthread_mutex_lock(&b->client->table);
+    assert(b->refs > 0);
+    bool last = --b->refs == 0;
+    pthread_mutex_unlock(&b->client->table);
+    if (last)
+        free(b);
 }
 
 void kvq__buffer_free(kvq_buffer *buffer)
@@ -54,13 +79,14 @@ void kvq__buffer_free(kvq_buffer *buffer)
     assert(buffer->kind == KVQ__BUFFER_HOST || !buffer->host);
     pthread_mutex_lock(&client->table);
     TAILQ_REMOVE(&client->buffers, buffer, entry);
+    buffer->closed = true;
     pthread_mutex_unlock(&client->table);
     kvq__gpu_buffer_release(buffer);
     if (buffer->host)
         munmap(buffer->host, buffer->bytes);
     if (buffer->memfd >= 0)
         close(buffer->memfd);
-    free(buffer);
+    kvq__buffer_let_go(buffer);
 }
 
 // The daemon's number for it, from its reply.

@@ -99,7 +99,9 @@ struct kvq_buffer {
     uint64_t number;              // a tensor's: CUDA's number of its allocation
     // On the host: its first byte for the GPUs that this process uses; 0: not registered with them.
     uint64_t reach;
-    bool pinned; // the library registered it with them
+    bool pinned;   // the library registered it with them
+    uint32_t refs; // under the table lock: the engine's, and of tensors that graphs captured
+    bool closed;   // by the engine; only who has kept it may still look
 };
 
 // A request in flight, or done and not yet collected by kvq_wait.
@@ -339,6 +341,10 @@ int kvq__gpu_buffer_read(const kvq_buffer *buffer, uint64_t offset, void *to, si
 // Tells the daemon of the buffer's memory, and learns its id.
 int kvq__buffer_register(kvq_buffer *buffer);
 void kvq__buffer_free(kvq_buffer *buffer);
+// Keeps the struct, not the memory, until kvq__buffer_let_go: what a graph was captured with may be
+// closed before the next replay, and `closed` says so. NULL is fine.
+void kvq__buffer_keep(const kvq_buffer *buffer);
+void kvq__buffer_let_go(const kvq_buffer *buffer);
 
 // ---- wait.c: completions ----
 

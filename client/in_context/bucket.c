@@ -169,6 +169,16 @@ int kvq_bucket_open(kvq_local *local, const struct kvq_bucket_options *options, 
     return rc;
 }
 
+// What a layer was captured with is no longer needed.
+static void forget_noted(struct kvq_bucket *b, uint32_t layer)
+{
+    const struct kvq_work *w = &b->works[layer];
+    const struct kvq_tensor *const tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
+    for (int i = 0; b->noted[layer] && i < 5; i++)
+        kvq__buffer_let_go(tensors[i]->buffer);
+    b->noted[layer] = false;
+}
+
 void kvq_bucket_close(kvq_bucket **bucket)
 {
     kvq_bucket *b = bucket ? *bucket : NULL;
@@ -195,6 +205,8 @@ void kvq_bucket_close(kvq_bucket **bucket)
         d->memory_free(b->workspace);
     kvq__context_leave(&b->local->here, before);
     LIST_REMOVE(b, link);
+    for (uint32_t i = 0; i < KVQ_MAX_LAYERS; i++)
+        forget_noted(b, i);
     free(b->layers);
     free(b->limits);
     free(b->batch_at);
@@ -204,6 +216,36 @@ void kvq_bucket_close(kvq_bucket **bucket)
     free(b->shared);
     free(b);
     *bucket = NULL;
+}
+
+// ---- What a graph was captured with ----
+
+void kvq__bucket_note(struct kvq_bucket *b, const struct kvq_work *w)
+{
+    const struct kvq_tensor *const tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
+    assert(w->layer < b->n_layers);
+    for (int i = 0; i < 5; i++)
+        kvq__buffer_keep(tensors[i]->buffer);
+    forget_noted(b, w->layer);
+    b->noted[w->layer] = true;
+    b->works[w->layer] = *w;
+}
+
+int kvq__bucket_check_noted(const struct kvq_bucket *b)
+{
+    for (uint32_t l = 0; l < b->n_layers; l++) {
+        const struct kvq_work *w = &b->works[l];
+        const struct kvq_tensor *const tensors[] = {&w->k, &w->v, &w->q, &w->out, &w->lse};
+        static const char *const names[] = {"k", "v", "q", "out", "lse"};
+        for (int i = 0; b->noted[l] && i < 5; i++)
+            if (tensors[i]->buffer && tensors[i]->buffer->closed)
+                return kvq__set_error(KVQ_E_BUFFER,
+                                      "step begin: a graph was captured with %s of layer %u in a "
+                                      "buffer that was closed since; capture the layer again, or "
+                                      "close the bucket",
+                                      names[i], l);
+    }
+    return KVQ_OK;
 }
 
 bool kvq__buckets_captured(const struct kvq_local *local)

@@ -282,7 +282,7 @@ struct kvq_bucket {
     bool filled[KVQ_MAX_LAYERS];   // layers whose batches were written to the slot
     struct kvq_gpu_stream *stream; // that it was used on last
     bool used;
-    // Noted while a graph was captured.
+    // Noted while a graph was captured; their buffers are kept.
     bool noted[KVQ_MAX_LAYERS];
     struct kvq_work works[KVQ_MAX_LAYERS];
     // Of one layer's batch, max_sessions of each: which entries they are for, sorted so that those
@@ -296,6 +296,10 @@ struct kvq_bucket {
 
 // Whether a bucket of the kvq_local has layers that a graph captured: it may be replayed.
 bool kvq__buckets_captured(const struct kvq_local *local);
+// Notes the tensors that a graph was captured with for a layer.
+void kvq__bucket_note(struct kvq_bucket *bucket, const struct kvq_work *work);
+// Whether the buffers of all these tensors are still open: KVQ_OK or KVQ_E_BUFFER.
+int kvq__bucket_check_noted(const struct kvq_bucket *bucket);
 // Makes a stream wait for what was given to the bucket's.
 int kvq__bucket_follow(const struct kvq_bucket *bucket, struct kvq_gpu_stream *stream);
 // Takes the next slot, which no batch was written to; waits until the stream has copied its earlier

@@ -156,6 +156,8 @@ static int begin_in_bucket(struct kvq_local *local, struct kvq_bucket *b, struct
         return kvq__through_begin(local, entries, n);
     int rc = refuse_captured(local, b, stream, "begin");
     if (rc == KVQ_OK)
+        rc = kvq__bucket_check_noted(b);
+    if (rc == KVQ_OK)
         rc = follow_other_buckets(local, b, entries, n, stream);
     if (rc == KVQ_OK)
         rc = kvq__local_begin(local, entries, n);
@@ -223,9 +225,7 @@ static int capture_layer(struct kvq_local *local, struct kvq_bucket *b, const st
                               "attend: the stream is being captured into a graph, but "
                               "attention goes through the daemon (%s)",
                               local->why);
-    assert(work->layer < b->n_layers);
-    b->noted[work->layer] = true;
-    b->works[work->layer] = *work;
+    kvq__bucket_note(b, work);
     return KVQ_OK;
 }
 

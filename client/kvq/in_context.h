@@ -138,9 +138,11 @@ KVQ_API void kvq_local_abort(kvq_local *local);
  * does not fit them is not in the step, and its status says why. Call
  * kvq_local_end_on_stream after the replay, outside of the graph. Both are refused with
  * KVQ_E_UNSUPPORTED while their stream, or the one that they would wait for, is being captured:
- * what they hand over would be a part of the graph. While a bucket has captured layers its
- * kvq_local attends here and nowhere else: kvq_local_add refuses a session that cannot be attended
- * to here with KVQ_E_UNSUPPORTED, and the other sessions go on.
+ * what they hand over would be a part of the graph. The buffers of the captured tensors must stay
+ * open: after kvq_buffer_close of one of them kvq_local_begin_on_stream fails with KVQ_E_BUFFER,
+ * until the layer is captured again. While a bucket has captured layers its kvq_local attends here
+ * and nowhere else: kvq_local_add refuses a session that cannot be attended to here with
+ * KVQ_E_UNSUPPORTED, and the other sessions go on.
  *
  * Tensors may lie in buffers on the host: the first call with such a buffer pins the buffer, and is
  * refused with KVQ_E_UNSUPPORTED if its stream is being captured. The work of the next step begins,

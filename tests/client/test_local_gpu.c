@@ -348,6 +348,38 @@ static void test_steps_in_capture(void **state)
     lg_close_pair(p);
 }
 
+// A graph reads and writes where its tensors lay: begin says so when they are gone.
+static void test_captured_buffer_closed(void **state)
+{
+    struct lg_pair p[1];
+    struct kvq_gpu_graph *graph;
+    (void)state;
+    lg_open_local(KVQ_LOCAL_REQUIRE);
+    lg_open_pair("oscar2", p);
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 40, NULL);
+    fine(kvq_buffer_create(rig.client, ARENA, &rig.host));
+    rig.on_host = 8;
+    lg_step(p, 1, 1, NULL); // which pins the buffer
+    struct kvq_gpu_exec *exec = lg_capture(p, 1);
+    lg_step(p, 1, 1, exec);
+    lg_end_capture(exec);
+    kvq_buffer_close(&rig.host);
+    rig.on_host = 0;
+    struct lg_batch b = lg_batch_of(p, 1, 1, true);
+    refused(KVQ_E_BUFFER, lg_begin(&b), "with out of layer 0 in a buffer that was closed");
+    OK(drv.capture_begin(rig.stream, KVQ_GPU_CAPTURE_RELAXED));
+    const struct kvq_work w = lg_work_of(0, true);
+    fine(lg_attend(&w, &b));
+    OK(drv.capture_end(rig.stream, &graph));
+    OK(drv.graph_destroy(graph));
+    refused(KVQ_E_BUFFER, lg_begin(&b), "with out of layer 1 in a buffer that was closed");
+    exec = lg_capture(p, 1);
+    lg_step(p, 1, 1, exec);
+    lg_end_capture(exec);
+    lg_close_pair(p);
+}
+
 // What one session lacks does not take the others' page tables away under a captured graph.
 static void test_graph_keeps_context(void **state)
 {
@@ -688,6 +720,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_through_daemon, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_no_read_only, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_steps_in_capture, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_captured_buffer_closed, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_graph_keeps_context, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_calls_ahead_of_the_stream, lg_setup, lg_teardown),
