@@ -117,25 +117,18 @@ kvq_gpu_ptr kvq__gpu_buffer_at(const kvq_buffer *b, const struct kvq__gpu_contex
     return b->here.context == here->context ? b->at : 0;
 }
 
-// Kernels may still be on their way to it.
-static void unpin_buffer(kvq_buffer *b)
-{
-    assert(b->pinned && b->kind == KVQ__BUFFER_HOST);
-    struct kvq_gpu_context *before = kvq__context_enter(&b->here);
-    b->here.driver->context_sync();
-    kvq_gpu_host_unregister(b->here.driver, b->host);
-    kvq__context_leave(&b->here, before);
-}
-
 // ---- Both ----
 
+// Work of this process may still be on its way to it: unmapping memory does not wait for that.
 void kvq__gpu_buffer_release(kvq_buffer *b)
 {
-    if (b->pinned)
-        unpin_buffer(b);
-    if (b->piece.kind == KVQ_GPU_PIECE_NONE)
+    assert(!b->pinned || b->kind == KVQ__BUFFER_HOST);
+    if (!b->pinned && b->piece.kind == KVQ_GPU_PIECE_NONE)
         return;
     struct kvq_gpu_context *before = kvq__context_enter(&b->here);
+    b->here.driver->context_sync();
+    if (b->pinned)
+        kvq_gpu_host_unregister(b->here.driver, b->host);
     kvq_gpu_piece_release(b->here.driver, &b->piece);
     kvq__context_leave(&b->here, before);
 }

@@ -323,7 +323,7 @@ int kvq__gpu_buffer_map(kvq_buffer *buffer, uint64_t allocation_bytes);
 // Describes the memory for the daemon. The descriptor of an arena stays the buffer's; any other
 // becomes the caller's. The buffer's context is current.
 int kvq__gpu_buffer_export(const kvq_buffer *buffer, struct kvq_gpu_export *e);
-// Unmaps or unpins the memory.
+// Waits for the work of the buffer's context, and unmaps or unpins the memory.
 void kvq__gpu_buffer_release(kvq_buffer *buffer);
 // Pins a buffer on the host, once, so that kernels of this process read and write it in place.
 // `here` is current. Takes the control lock; not for hot paths.

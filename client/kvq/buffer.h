@@ -33,9 +33,12 @@ KVQ_API size_t kvq_buffer_size(const kvq_buffer *buffer);
 
 /* Waits until no request in flight uses the buffer, then frees it. The call takes as long as these
  * requests do, kvq_connect_options.timeout_ms or not: it returns when the daemon has answered or
- * the connection has ended. Only requests are waited for: no other thread may be in a call with
- * the buffer, nor may the buffer hold K and V of a kvq_local's step that has not ended. Accepts
- * NULL and pointers to NULL. */
+ * the connection has ended. Before memory of kvq_buffer_create_on is unmapped, or memory on the
+ * host unpinned that a kvq_local has used on a stream, the call waits, too, for all work of this
+ * process in the buffer's CUDA context; so do not call it while a stream there is being captured.
+ * Memory of kvq_buffer_import stays as it is. Nothing else is waited for: no other thread may be in
+ * a call with the buffer, nor may the buffer hold K and V of a kvq_local's step that has not ended.
+ * Accepts NULL and pointers to NULL. */
 KVQ_API void kvq_buffer_close(kvq_buffer **buffer);
 
 enum { KVQ_DTYPE_F16 = 1, KVQ_DTYPE_BF16 = 2, KVQ_DTYPE_F32 = 3 };

@@ -611,6 +611,26 @@ static void test_capture_behind_a_stream(void **state)
     kvq_buffer_close(&gpu.buffer);
 }
 
+// Work of the engine's own streams may still be on its way to memory that is unmapped.
+static void test_close_waits(void **state)
+{
+    (void)state;
+    kvq_buffer *buffer;
+    struct kvq_gpu_event *passed;
+    fine(kvq_buffer_create_on(rig.client, NULL, ARENA, &buffer));
+    const kvq_gpu_ptr at = (uintptr_t)kvq_buffer_device(buffer);
+    OK(drv.event_create(&passed, KVQ_GPU_EVENT_UNTIMED));
+    OK(drv.stream_sync(rig.stream));
+    soft_stall(rig.stream, true);
+    OK(drv.copy_device(at + ARENA / 2, at, ARENA / 2, rig.stream));
+    OK(drv.event_record(passed, rig.stream));
+    soft_call_begin(rig.stream);
+    kvq_buffer_close(&buffer);
+    assert_int_equal(drv.event_query(passed), KVQ_GPU_OK);
+    soft_call_end();
+    OK(drv.event_destroy(passed));
+}
+
 // The example is an engine of its own, in one process more.
 static void test_example(void **state)
 {
@@ -643,6 +663,7 @@ int main(int argc, char **argv)
         WITH_DAEMON(test_tickets),
         WITH_DAEMON(test_capture),
         WITH_DAEMON(test_capture_behind_a_stream),
+        WITH_DAEMON(test_close_waits),
         WITH_DAEMON(test_example),
         WITH_DAEMON(test_daemon_killed),
         WITH_DAEMON(test_reattach_with_freed_memory),

@@ -66,7 +66,8 @@ class DeviceBuffer:
         return made
 
     def close(self) -> None:
-        """Unregisters it; waits until nothing in flight uses it."""
+        """Unregisters it; waits until no request in flight uses it and, if the daemon made it, for
+        all work of this process in its CUDA context."""
         if not self.pointer:
             return
         if self.client._gate.is_left():
