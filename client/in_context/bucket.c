@@ -18,7 +18,7 @@ static struct kvq_gpu_layer gpu_layer(const struct kvq_bucket *b, const struct k
 {
     return (struct kvq_gpu_layer){
         l->format, &l->shape, &l->book,
-        kvq_gpu_attend_wide_rows(&b->local->pool->kernels, l->shape.k_dim)};
+        kvq_gpu_attend_wide_rows(&b->local->pool->kernels, l->shape.k_dim), 0};
 }
 
 // What sessions of the bucket can need: of any number of tokens and queries.

@@ -111,7 +111,8 @@ static uint32_t rows_of(const struct kvq_gpu_layer *layer, const struct kvq_atte
 // Whether the session goes to the wide kernels: a matter of its own rows alone.
 static bool is_wide(const struct kvq_gpu_layer *layer, const struct kvq_attend *a)
 {
-    return layer->wide_rows && rows_of(layer, a) > KVQ_GPU_NARROW_ROWS;
+    assert(layer->wide_rows || !layer->wide_split);
+    return layer->wide_split || (layer->wide_rows && rows_of(layer, a) > KVQ_GPU_NARROW_ROWS);
 }
 
 // Query rows of the largest tile that the session may have.
@@ -133,6 +134,8 @@ static uint32_t split_of(const struct kvq_gpu_layer *layer, const struct kvq_att
     uint64_t total = total_of(a), tiles = divided_up(rows_of(layer, a), tile_rows(layer, a));
     uint64_t items = tiles * layer->shape->kv_heads;
     uint32_t split = KVQ_GPU_SPLIT_MIN;
+    if (layer->wide_split)
+        return layer->wide_split;
     if (!is_wide(layer, a)) {
         while (split < KVQ_GPU_SPLIT_MAX && (uint64_t)split * KVQ_GPU_SPLITS < total)
             split *= 2;
@@ -141,6 +144,11 @@ static uint32_t split_of(const struct kvq_gpu_layer *layer, const struct kvq_att
     while (split < KVQ_GPU_WIDE_SPLIT_MAX && items * (total / (2 * split)) >= KVQ_GPU_WIDE_ITEMS)
         split *= 2;
     return split;
+}
+
+uint32_t kvq_gpu_attend_wide_split(const struct kvq_gpu_layer *layer, const struct kvq_attend *call)
+{
+    return is_wide(layer, call) ? split_of(layer, call) : 0;
 }
 
 // The splits that any query sees, one at least.

@@ -156,12 +156,20 @@ struct kvq_gpu_layer {
     const struct kvq_shape *shape;
     const struct kvq_book *book; // NULL: none
     uint32_t wide_rows;          // kvq_gpu_attend_wide_rows of the device that it is for
+    // Not 0: all calls are parts of one on the wide kernels, and have its splits of so many tokens,
+    // however few rows they have themselves. As kvq_gpu_attend_wide_split says of the whole one.
+    uint32_t wide_split;
 };
 
 // How many rows the device's blocks have shared memory for on the wide kernels of this head_dim:
 // 128 (never at 256); 64, as on those of capability 8.6, 8.9 and 12.x at 128; or 0, as there at
 // 256: then the narrow ones take all rows.
 uint32_t kvq_gpu_attend_wide_rows(const struct kvq_gpu *gpu, uint32_t dim);
+
+// What `wide_split` is of a layer whose calls are parts of this one: queries that are cut have the
+// bits then that they have together. 0: the narrow kernels take it, and its parts as well.
+uint32_t kvq_gpu_attend_wide_split(const struct kvq_gpu_layer *layer,
+                                   const struct kvq_attend *call);
 
 // What n attentions need. Sessions of `calls` have device pointers in pages, extras, pool, fresh
 // views, q, out and lse; format, shape, path and book are not looked at. `shared` says how many of

@@ -132,22 +132,21 @@ STREAM_TEST(test_read_together)
 
 enum { CUT = 16, CUT_QUERIES = 8 };
 
-// Eight query tokens of a session of two splits, 16 times in one request.
-static void attend_all(uint64_t session, uint64_t tokens, float *out)
+// `queries` query tokens of a session, n times in one request.
+static void attend_all(uint64_t session, uint64_t tokens, uint32_t n, uint16_t queries, float *out)
 {
     static struct kvq_entry_wire e[CUT];
-    struct kvq_request r = kit_header(KVQ_OP_ATTEND, CUT);
-    const size_t bytes = (size_t)CUT * CUT_QUERIES * 2 * HEADS * DIM * sizeof *out;
+    struct kvq_request r = kit_header(KVQ_OP_ATTEND, n);
+    const size_t bytes = (size_t)n * queries * 2 * HEADS * DIM * sizeof *out;
+    assert_true(n <= CUT && bytes <= BUFFER / 2);
     r.q = kit_view(&one.m, Q_AT, 2 * HEADS, DIM, KVQ_F32);
     r.out = kit_view(&one.m, BUFFER / 2, 2 * HEADS, DIM, KVQ_F32);
-    for (uint32_t i = 0; i < CUT; i++)
-        e[i] = (struct kvq_entry_wire){.handle = session,
-                                       .position = tokens,
-                                       .queries = CUT_QUERIES,
-                                       .q_row = i * CUT_QUERIES};
+    for (uint32_t i = 0; i < n; i++)
+        e[i] = (struct kvq_entry_wire){
+            .handle = session, .position = tokens, .queries = queries, .q_row = i * queries};
     memset(one.m.memory + BUFFER / 2, 0, bytes);
     assert_int_equal(kit_request(&one.m, &r, e), 0);
-    for (uint32_t i = 0; i < CUT; i++)
+    for (uint32_t i = 0; i < n; i++)
         assert_int_equal(kvq__queue_results(one.m.queue)[i].status, 0);
     memcpy(out, one.m.memory + BUFFER / 2, bytes);
 }
@@ -160,14 +159,30 @@ STREAM_TEST_SMALL(test_room_of_cut_calls)
     static float whole[VALUES], cut[VALUES];
     stream_session(&one, "long", "f16");
     assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
-    attend_all(one.session, LONG, whole);
+    attend_all(one.session, LONG, CUT, CUT_QUERIES, whole);
     kit.core->config.work_stream_workspace = 4096;
-    attend_all(one.session, LONG, cut);
+    attend_all(one.session, LONG, CUT, CUT_QUERIES, cut);
     assert_memory_equal(cut, whole, sizeof cut);
     float size = 0;
     for (uint32_t i = 0; i < VALUES; i++)
         size += cut[i] * cut[i];
     assert_true(size > 0);
+}
+
+// What is cut has the bits of the whole: its parts stay on the wide kernels, and in splits as long
+// as those of many rows are, whatever rows they have themselves.
+STREAM_TEST(test_bits_of_cut_calls)
+{
+    enum { LONG = 700, QUERIES = 40, VALUES = QUERIES * 2 * HEADS * DIM };
+    static float whole[VALUES], cut[VALUES];
+    stream_session(&one, "long", "oscar2");
+    assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
+    attend_all(one.session, LONG, 1, QUERIES, whole);
+    for (uint64_t workspace = 32 << 10; workspace >= 4 << 10; workspace /= 2) {
+        kit.core->config.work_stream_workspace = workspace;
+        attend_all(one.session, LONG, 1, QUERIES, cut);
+        assert_memory_equal(cut, whole, sizeof cut);
+    }
 }
 
 // A call that is launched 256 times takes nearly as many operations as a queue takes, and no more.

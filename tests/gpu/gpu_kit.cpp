@@ -139,7 +139,7 @@ const kvq_book *layer::cpu_book() const
 kvq_gpu_layer layer::gpu() const
 {
     const kvq_gpu_layer l = {&format, &shape, has_book() ? &device_book : NULL,
-                             kvq_gpu_attend_wide_rows(&dev, shape.k_dim)};
+                             kvq_gpu_attend_wide_rows(&dev, shape.k_dim), 0};
     return l;
 }
 

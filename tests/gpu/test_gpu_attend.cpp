@@ -649,6 +649,32 @@ static void test_bound(void **)
         }
 }
 
+// Parts of a call have the whole's splits, on its kernels, wherever it is cut.
+static void test_parts(void **)
+{
+    std::mt19937 random(21);
+    const layer l = make_layer("oscar2", 128, 4, 8, KVQ_F16);
+    for (int i = 0; i < 3000; i++) {
+        kvq_gpu_layer g = l.gpu();
+        kvq_gpu_attend_limits whole, first, rest;
+        kvq_attend c = {};
+        c.q_tokens = 2 + random() % (KVQ_GPU_MAX_QUERIES - 1);
+        c.past_tokens = c.q_start = random() % 200000;
+        assert_int_equal(kvq_gpu_attend_needs(&g, &c, NULL, 1, &whole, text, sizeof(text)), 0);
+        g.wide_split = kvq_gpu_attend_wide_split(&g, &c);
+        assert_true((g.wide_split != 0) == (whole.wide_items > 0));
+        kvq_attend parts[2] = {c, c};
+        parts[0].q_tokens = 1 + random() % (c.q_tokens - 1);
+        parts[1].q_tokens -= parts[0].q_tokens;
+        assert_int_equal(kvq_gpu_attend_needs(&g, parts, NULL, 1, &first, text, sizeof(text)), 0);
+        assert_int_equal(kvq_gpu_attend_needs(&g, parts + 1, NULL, 1, &rest, text, sizeof(text)),
+                         0);
+        assert_int_equal(first.partial_rows + rest.partial_rows, whole.partial_rows);
+        assert_true((first.wide_items > 0) == (whole.wide_items > 0));
+        assert_true((rest.narrow_items > 0) == (whole.narrow_items > 0));
+    }
+}
+
 // The measure itself: a value that is off by one part in a hundred is found.
 static void test_measure(void **)
 {
@@ -692,8 +718,8 @@ int main(void)
         cmocka_unit_test(test_pairs),         cmocka_unit_test(test_bf16),
         cmocka_unit_test(test_bits),          cmocka_unit_test(test_shared),
         cmocka_unit_test(test_sharing_saves), cmocka_unit_test(test_limits),
-        cmocka_unit_test(test_bound),         cmocka_unit_test(test_nan),
-        cmocka_unit_test(test_all_rows),
+        cmocka_unit_test(test_bound),         cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_nan),           cmocka_unit_test(test_all_rows),
     };
     cmocka_set_test_filter(getenv("KVQ_TEST_CASES")); // some cases alone, or with NULL all
     return cmocka_run_group_tests(tests, open_device, close_device);

@@ -464,7 +464,7 @@ static struct kvq_attend call_of(const struct rig_cache *c, uint32_t layer, uint
 static struct kvq_gpu_layer gpu_layer(const struct rig_cache *c)
 {
     return (struct kvq_gpu_layer){&c->format, &c->shape, has_book(c) ? &c->device_book : NULL,
-                                  kvq_gpu_attend_wide_rows(&c->rig->gpu, c->shape.k_dim)};
+                                  kvq_gpu_attend_wide_rows(&c->rig->gpu, c->shape.k_dim), 0};
 }
 
 // Device memory for a batch within its limits, and the batch in it.

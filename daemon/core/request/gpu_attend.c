@@ -2,7 +2,7 @@
 //
 // Attention of a wave's entries on a GPU: one launch for all that have the same format and shape,
 // or several where their partial results are more than the work stream's workspace holds. The
-// results are the same to the bit.
+// results are the same to the bit: parts of a call stay on its kernels and keep its splits.
 #include <assert.h>
 #include <stdlib.h>
 
@@ -30,7 +30,7 @@ static struct kvq_gpu_layer gpu_layer_of(const struct kvq__queue *q, const struc
 {
     return (struct kvq_gpu_layer){
         a->format, a->shape, a->book->k || a->book->v ? a->book : NULL,
-        kvq_gpu_attend_wide_rows(kvq__gpu_kernels(q->gpu), a->shape->k_dim)};
+        kvq_gpu_attend_wide_rows(kvq__gpu_kernels(q->gpu), a->shape->k_dim), 0};
 }
 
 // ---- What sessions share ----
@@ -93,8 +93,7 @@ static void cut_queries(const struct kvq_attend *a, struct kvq_attend halves[2])
         halves[1].lse = (float *)(void *)((uint8_t *)a->lse + (int64_t)n * a->lse_token_stride);
 }
 
-// Halves what needs more than the workspace, sessions first. Rows stay on the kernels that they
-// would have gone to: only tiles of 64 rows can need so much, and halves are still larger.
+// Halves what needs more than the workspace, sessions first, and then a session's queries.
 static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
 {
     struct kvq_gpu_attend_limits needs;
@@ -111,6 +110,8 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
         return KVQ_E_LIMIT; // one token's partial results over a cache of many millions
     if (n == 1) {
         cut_queries(b->calls, halves);
+        first.layer.wide_split = rest.layer.wide_split =
+            kvq_gpu_attend_wide_split(&b->layer, b->calls);
         first.calls = &halves[0];
         rest.calls = &halves[1];
         first.shared = rest.shared = NULL;
@@ -140,9 +141,11 @@ static void add_costs(const struct kvq_gpu_layer *layer, const struct kvq_attend
     assert(rc == 0); // the request was checked
     (void)rc;
     if (call->q_tokens > 1 && kvq_gpu_attend_workspace_bytes(layer, &needs) > workspace) {
+        struct kvq_gpu_layer part = *layer;
+        part.wide_split = kvq_gpu_attend_wide_split(layer, call);
         cut_queries(call, halves);
-        add_costs(layer, &halves[0], workspace, cost);
-        add_costs(layer, &halves[1], workspace, cost);
+        add_costs(&part, &halves[0], workspace, cost);
+        add_costs(&part, &halves[1], workspace, cost);
         return;
     }
     cost->launches++;
@@ -165,7 +168,8 @@ size_t kvq__gpu_attend_room(const struct kvq__queue *q, uint32_t i)
 }
 
 // A copy and zeros come before each launch, which is of one kernel: a session's rows are all narrow
-// or all wide. Sessions that are launched together may have both, and take less than each alone.
+// or all wide, also where they are cut. Sessions that are launched together may have both, and take
+// less than each alone.
 enum { OPS = 3 };
 
 uint32_t kvq__gpu_attend_ops(const struct kvq__queue *q, uint32_t i)
