@@ -96,7 +96,9 @@ KVQ_API KVQ_CHECK int kvq_append(kvq_queue *queue, const struct kvq_work *work,
 
 /* Attention of one layer over the session's tokens and those of the step. Without a step
  * (work->step 0, entries with append 0) over the committed tokens. KVQ_E_INCOMPLETE: K and V of the
- * layer are not appended yet; the session stays in the step. */
+ * layer are not appended yet; the session stays in the step. KVQ_E_LIMIT: on a GPU, the partial
+ * sums of one token are more than the daemon has memory for (128 heads of 128 over two million
+ * tokens). */
 KVQ_API KVQ_CHECK int kvq_attend(kvq_queue *queue, const struct kvq_work *work,
                                  struct kvq_entry *entries, uint32_t n);
 

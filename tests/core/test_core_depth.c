@@ -169,6 +169,46 @@ STREAM_TEST_SMALL(test_room_of_cut_calls)
     assert_true(size > 0);
 }
 
+// An entry whose sums are too many for one token alone is refused, and the others of its request
+// have the outputs that they have alone. So is one that appends, before its tokens are stored.
+STREAM_TEST(test_too_long_for_one_token)
+{
+    enum { LONG = 700, VALUES = 2 * HEADS * DIM };
+    static float alone[VALUES], beside[2 * VALUES];
+    struct kvq_entry_wire e[2];
+    stream_session(&one, "short", "f16");
+    const uint64_t short_one = one.session;
+    assert_int_equal(kit_step(&one.m, short_one, TOKENS, HEADS, DIM), 0);
+    stream_session(&one, "long", "f16");
+    assert_int_equal(kit_step(&one.m, one.session, LONG, HEADS, DIM), 0);
+    attend_all(short_one, TOKENS, 1, 1, alone);
+    kit.core->config.work_stream_workspace = 1024;
+    e[0] = (struct kvq_entry_wire){.handle = one.session, .position = LONG, .queries = 1};
+    e[1] =
+        (struct kvq_entry_wire){.handle = short_one, .position = TOKENS, .queries = 1, .q_row = 1};
+    struct kvq_request r =
+        kit_attend(&one.m, 0, Q_AT - VALUES * sizeof(float), BUFFER / 2, 2 * HEADS, DIM);
+    r.count = 2;
+    assert_int_equal(kit_request(&one.m, &r, e), 0);
+    assert_int_equal(kvq__queue_results(one.m.queue)[0].status, KVQ_E_LIMIT);
+    assert_int_equal(kvq__queue_results(one.m.queue)[1].status, 0);
+    memcpy(beside, one.m.memory + BUFFER / 2, sizeof beside);
+    assert_memory_equal(beside + VALUES, alone, sizeof alone);
+    assert_int_equal(
+        kit_simple(&one.m, KVQ_OP_STEP_BEGIN, 1,
+                   (struct kvq_entry_wire){.handle = one.session, .position = LONG, .append = 1},
+                   NULL),
+        0);
+    e[0].append = 1;
+    r = kit_attend(&one.m, 0, Q_AT, BUFFER / 2, 2 * HEADS, DIM);
+    r.op = KVQ_OP_APPEND_ATTEND;
+    r.step = 1;
+    r.k = kit_view(&one.m, 0, HEADS, DIM, KVQ_F32);
+    r.v = r.k;
+    assert_int_equal(kit_ask(&one.m, &r, e), KVQ_E_LIMIT);
+    assert_int_equal(kit_of(&one.m, one.session)->layers[0].append, KVQ__NOT_APPENDED);
+}
+
 // What is cut has the bits of the whole: its parts stay on the wide kernels, and in splits as long
 // as those of many rows are, whatever rows they have themselves.
 STREAM_TEST(test_bits_of_cut_calls)

@@ -90,6 +90,8 @@ static int check_attend(struct kvq__queue *q, uint32_t i)
         rc = check_tail(q, i);
     if (rc == 0)
         rc = check_rows(q, i, &s->layers[q->header.layer].shape);
+    if (rc == 0 && s->pool->gpu && !kvq__gpu_attend_fits(q, i))
+        rc = KVQ_E_LIMIT; // of this entry alone, before anything of it is done
     if (rc < 0 && is_append(q))
         kvq__append_refused(q, i);
     return rc < 0 ? kvq__entry_fail(q, i, rc, s->tokens) : 0;

@@ -106,8 +106,7 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
         return launch_attend(wave, b, &needs, n);
     struct batch first = *b, rest = *b;
     uint32_t half = n / 2;
-    if (n == 1 && b->calls->q_tokens == 1)
-        return KVQ_E_LIMIT; // one token's partial results over a cache of many millions
+    assert(n > 1 || b->calls->q_tokens > 1); // kvq__gpu_attend_fits
     if (n == 1) {
         cut_queries(b->calls, halves);
         first.layer.wide_split = rest.layer.wide_split =
@@ -123,6 +122,44 @@ static int attend(struct kvq__wave *wave, const struct batch *b, uint32_t n)
     }
     int rc = attend(wave, &first, half);
     return rc ? rc : attend(wave, &rest, n == 1 ? 1 : n - half);
+}
+
+// ---- What calls take ----
+
+// A window that has as many splits as this one wherever it begins within a split; 0: no window.
+static uint32_t wider(uint32_t window)
+{
+    return window && window < KVQ_MAX_SESSION_TOKENS ? window + KVQ_GPU_WIDE_SPLIT_MAX : 0;
+}
+
+bool kvq__gpu_attend_fits(const struct kvq__queue *q, uint32_t i)
+{
+    const struct kvq_entry_wire *e = &q->entries[i];
+    const struct kvq__session *s = q->work[i].session;
+    const struct kvq__layer *l = &s->layers[q->header.layer];
+    struct kvq_shape shape = l->shape;
+    const uint64_t past = q->work[i].past, tokens = past + e->append;
+    const size_t room = q->core->config.work_stream_workspace;
+    // No token has more splits than this, nor more counters than sums of two.
+    const uint64_t splits = tokens / KVQ_GPU_SPLIT_MIN + 4;
+    if (splits * shape.q_heads * (shape.k_dim + 2) * sizeof(float) + 256 <= room)
+        return true;
+    struct kvq_gpu_layer layer = {
+        .format = l->format,
+        .shape = &shape,
+        .wide_rows = kvq_gpu_attend_wide_rows(kvq__gpu_kernels(s->pool->gpu), shape.k_dim)};
+    struct kvq_attend call = {.past_tokens = past,
+                              .step_tokens = e->append,
+                              .q_start = tokens - (e->append ? e->queries : 0),
+                              .q_tokens = e->queries};
+    struct kvq_gpu_attend_limits needs;
+    char text[KVQ_GPU_TEXT];
+    layer.wide_split = kvq_gpu_attend_wide_split(&layer, &call);
+    shape.window = wider(shape.window); // wherever it ends within a split
+    call.q_start = tokens - (e->append ? 1 : 0);
+    call.q_tokens = 1; // as far as it can be cut
+    return kvq_gpu_attend_needs(&layer, &call, NULL, 1, &needs, text, sizeof text) == 0 &&
+           kvq_gpu_attend_workspace_bytes(&layer, &needs) <= room;
 }
 
 // What the launches of one call take, as `attend` cuts it.

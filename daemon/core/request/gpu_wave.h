@@ -93,6 +93,9 @@ int kvq__gpu_attend_wave(struct kvq__queue *queue);
 int kvq__gpu_read_wave(struct kvq__queue *queue);
 int kvq__gpu_accept_wave(struct kvq__queue *queue);
 int kvq__gpu_fork_wave(struct kvq__queue *queue);
+// Whether the partial sums of an entry's attention fit the workspace, if its queries are cut: an
+// entry for which they do not is refused.
+bool kvq__gpu_attend_fits(const struct kvq__queue *queue, uint32_t i);
 // Bytes of the arena that these take for an entry, at most, besides what its prepare took.
 size_t kvq__gpu_store_room(const struct kvq__queue *queue, uint32_t i);
 size_t kvq__gpu_pack_room(const struct kvq__queue *queue, uint32_t i);
