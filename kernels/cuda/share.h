@@ -6,8 +6,10 @@
 //
 // Calls work on the calling thread's current context, whose device is `device` where one is given;
 // a piece is released in the context it was made in. Different pieces may be used from different
-// threads; one piece belongs to one thread at a time. Nothing here waits for work on streams, but
-// most of it takes the driver's locks and may take milliseconds: it is not for hot paths.
+// threads; one piece belongs to one thread at a time. Most of it takes the driver's locks and may
+// take milliseconds: it is not for hot paths. Closing an OPENED piece and unregistering host
+// memory, also where kvq_gpu_host_register fails halfway, wait for all work of the device, and
+// meanwhile nobody gives work to any stream. Nothing else here waits for work on streams.
 //
 // Functions that can fail return KVQ_GPU_OK or the driver's result (KVQ_GPU_OUT_OF_MEMORY, ..;
 // KVQ_GPU_INVALID_VALUE for what is refused here), and then a sentence in text, what to do
@@ -80,7 +82,7 @@ int kvq_gpu_piece_open(const struct kvq_gpu_driver *driver, const struct kvq_gpu
                        struct kvq_gpu_piece *piece, char *text, size_t n);
 
 // Unmaps or closes it and zeroes the struct; a zeroed one is fine. No work may touch it any more:
-// that is the caller's to know.
+// that is the caller's to know, and only closing an OPENED one waits for any.
 void kvq_gpu_piece_release(const struct kvq_gpu_driver *driver, struct kvq_gpu_piece *piece);
 
 // How memory of this process can be handed to another. `at` is any address within it.
@@ -103,7 +105,7 @@ int kvq_gpu_memory_export(const struct kvq_gpu_driver *driver, kvq_gpu_ptr at, s
 // can use it: at *device for them. `at` is page-aligned. The memory is then pinned.
 int kvq_gpu_host_register(const struct kvq_gpu_driver *driver, void *at, size_t bytes,
                           kvq_gpu_ptr *device, char *text, size_t n);
-// Before the memory is unmapped, when no work uses it any more.
+// Before the memory is unmapped, when no work uses it any more. Waits, as said above.
 void kvq_gpu_host_unregister(const struct kvq_gpu_driver *driver, void *at);
 
 #ifdef __cplusplus
