@@ -39,8 +39,13 @@ KVQ_DEVICE void kvq_gpu_store_row(const kvq_gpu_store_job &job, uint64_t n,
     }
 }
 
-// From half of the range on nothing is added: a step of nothing but NaN would wrap around to none.
-// What threads that have looked already add is far less than the other half.
+// So many values that are not finite a thread counts at most. 65,536 tokens of 32 layers, 8 KV
+// heads and head_dim 128 have 2^32 values: a count of them all would wrap around to none.
+constexpr uint32_t KVQ_GPU_MOST_COUNTED = 4096;
+
+// From half of the range on nothing is added. Threads that have looked before add no more than
+// KVQ_GPU_MOST_COUNTED each where it matters, and fewer than 2^19 run on a GPU at a time: that is
+// less than the other half.
 KVQ_DEVICE void kvq_gpu_count(uint32_t *at, uint32_t n)
 {
     if (n && gpu::fetch_max(at, 0) < 0x80000000u)
@@ -60,7 +65,8 @@ KVQ_KERNEL(kvq_gpu_store_all, kvq_gpu_store_args, a)
     if (job.counts) {
         const bool first = gpu::block_y() == 0 && gpu::thread() == 0;
         counted.nonfinite += first && gpu::ldg32(&job.counts->cancelled) != 0;
-        kvq_gpu_count(&job.counts->nonfinite, counted.nonfinite);
+        const bool many = counted.nonfinite > KVQ_GPU_MOST_COUNTED;
+        kvq_gpu_count(&job.counts->nonfinite, many ? KVQ_GPU_MOST_COUNTED : counted.nonfinite);
         kvq_gpu_count(&job.counts->saturated, counted.saturated);
     }
 }
