@@ -21,6 +21,18 @@ static struct kvq_gpu_layer gpu_layer(const struct kvq_bucket *b, const struct k
         kvq_gpu_attend_wide_rows(&b->local->pool->kernels, l->shape.k_dim), 0};
 }
 
+// Whether what one session needs, times all, is more than 32 bits number: items, counters, and the
+// partial rows that tiles begin at.
+static bool exceeds_words(const struct kvq_bucket *b, const struct kvq_gpu_attend_limits *one)
+{
+    const uint64_t each[] = {one->tiles, one->narrow_items, one->wide_items, one->counters,
+                             one->partial_rows};
+    for (size_t i = 0; i < sizeof each / sizeof *each; i++)
+        if (each[i] > UINT32_MAX / b->max_sessions)
+            return true;
+    return false;
+}
+
 // What sessions of the bucket can need: of any number of tokens and queries.
 static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer *l,
                        struct kvq_gpu_attend_limits *limits)
@@ -41,6 +53,11 @@ static int count_layer(const struct kvq_bucket *b, const struct kvq__local_layer
                                              .narrow_rows = most.narrow_rows,
                                              .counters = most.counters * b->max_sessions,
                                              .partial_rows = most.partial_rows * b->max_sessions};
+    if (exceeds_words(b, &most))
+        return kvq__set_error(KVQ_E_LIMIT,
+                              "kvq_bucket_open: %u sessions of %llu tokens and %u queries can be "
+                              "cut into more items than kernels number; make it for fewer",
+                              b->max_sessions, (unsigned long long)b->max_tokens, b->max_queries);
     // So that two sessions of one query each can share blocks in a captured launch, too.
     uint32_t two = 2u * l->shape.q_heads / l->shape.kv_heads;
     if (b->max_sessions > 1 && two <= kvq_gpu_attend_stack_rows(&layer) && two > most.narrow_rows)

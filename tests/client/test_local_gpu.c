@@ -308,6 +308,24 @@ static void test_no_read_only(void **state)
     close_all(p, SESSIONS);
 }
 
+// Limits whose product is more than kernels number are refused, not cut to what is left of them.
+static void test_bucket_too_large(void **state)
+{
+    struct lg_pair p[1];
+    const struct kvq_local_options options = {
+        .size = sizeof options, .place = rig.gpu, .max_tokens = 1 << 24};
+    (void)state;
+    rig.q_heads = rig.kv_heads[0] = rig.kv_heads[1] = 8;
+    fine(kvq_local_open(rig.queue, &options, &rig.local));
+    lg_open_pair("oscar2", p);
+    const struct kvq_bucket_options o = {
+        .size = sizeof o, .session = p->here, .max_sessions = 1024, .max_queries = 512};
+    refused(KVQ_E_LIMIT, kvq_bucket_open(rig.local, &o, &rig.bucket), "more items than kernels");
+    lg_open_bucket(p->here, 64);
+    lg_step(p, 1, 4, NULL);
+    lg_close_pair(p);
+}
+
 // What a step's begin and end hand over is of that step alone: no graph may repeat it.
 static void test_steps_in_capture(void **state)
 {
@@ -719,6 +737,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_host_refusals, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_through_daemon, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_no_read_only, lg_setup, lg_teardown),
+        cmocka_unit_test_setup_teardown(test_bucket_too_large, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_steps_in_capture, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_captured_buffer_closed, lg_setup, lg_teardown),
         cmocka_unit_test_setup_teardown(test_graph_keeps_context, lg_setup, lg_teardown),
