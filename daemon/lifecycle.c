@@ -193,6 +193,10 @@ static int open_gpus(struct kvq__server *server, char *text)
                  kvq__log_quote(quoted, sizeof quoted, kvq__gpu_name(gpu)),
                  (unsigned long long)(kvq__gpu_budget(gpu) >> 20));
     }
+    const char *why;
+    for (uint32_t i = 0; (why = kvq__gpus_skipped(server->gpus, i)); i++)
+        kvq__log(KVQ_LOG_WARN, "gpu_skipped", "reason=%s",
+                 kvq__log_quote(quoted, sizeof quoted, why));
     if (!error || c->backend != KVQ__BACKEND_AUTO)
         return error;
     server->no_gpu = strdup(text);

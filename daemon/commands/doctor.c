@@ -253,6 +253,10 @@ static void check_gpus(struct findings *f, const struct kvq__server *s)
         check_gpu(f, kvq__gpus_get(s->gpus, i));
         check_queues(f, s, kvq__gpus_get(s->gpus, i));
     }
+    const char *why;
+    for (uint32_t i = 0; (why = kvq__gpus_skipped(s->gpus, i)); i++)
+        add(f, "gpus", NOTE, "restart kvqd once it can be used; gpus names those that must be",
+            "a GPU is left out: %s", why);
     if (s->gpus)
         check_mps(f);
     else if (s->no_gpu)

@@ -62,6 +62,9 @@ struct kvq__gpus {
     struct kvq__gate gate;
     struct kvq__gpu *gpu[KVQ_MAX_GPUS];
     uint32_t n;
+    // Devices that nobody named and that cannot be used, and why.
+    char skipped[KVQ_MAX_GPUS][KVQ_TEXT_BYTES];
+    uint32_t n_skipped;
 };
 
 // ---- Telling ----
@@ -80,6 +83,11 @@ struct kvq__gpu *kvq__gpus_get(const struct kvq__gpus *gpus, uint32_t i)
 {
     assert(i < kvq__gpus_count(gpus));
     return gpus->gpu[i];
+}
+
+const char *kvq__gpus_skipped(const struct kvq__gpus *gpus, uint32_t i)
+{
+    return gpus && i < gpus->n_skipped ? gpus->skipped[i] : NULL;
 }
 
 struct kvq__gpu *kvq__gpus_find(const struct kvq__gpus *gpus, const uint8_t uuid[16])
@@ -590,9 +598,19 @@ static void close_gpu(struct kvq__gpu *gpu)
     free(gpu);
 }
 
+// A device that nobody named is not missed: one that another program has for itself, or that has
+// broken, takes nothing from the others. Returns 0.
+static int skip_device(struct kvq__gpus *gpus, const char *text)
+{
+    if (gpus->n_skipped < KVQ_MAX_GPUS)
+        snprintf(gpus->skipped[gpus->n_skipped++], KVQ_TEXT_BYTES, "%s", text);
+    return 0;
+}
+
 static int add_device(struct kvq__gpus *gpus, int number, const struct kvq__gpus_config *config,
                       char *text)
 {
+    const bool named = config->devices && *config->devices;
     struct kvq__gpu *gpu = calloc(1, sizeof *gpu);
     assert(gpus->n < KVQ_MAX_GPUS);
     if (!gpu)
@@ -604,16 +622,18 @@ static int add_device(struct kvq__gpus *gpus, int number, const struct kvq__gpus
     result = result ? result : query_gpu(gpu);
     if (result || !is_named(config->devices, gpu->uuid_text)) {
         free(gpu);
-        if (result)
-            kvq_gpu_fault(&gpus->driver, result, "asking for GPUs", text, KVQ_TEXT_BYTES);
-        return result ? KVQ_E_SYSTEM : 0;
+        if (!result)
+            return 0;
+        kvq_gpu_fault(&gpus->driver, result, "asking for GPUs", text, KVQ_TEXT_BYTES);
+        return named ? KVQ_E_SYSTEM : skip_device(gpus, text);
     }
     int error = open_gpu(gpu, config, text);
-    if (error)
+    if (error) {
         close_gpu(gpu);
-    else
-        gpus->gpu[gpus->n++] = gpu;
-    return error;
+        return named ? error : skip_device(gpus, text);
+    }
+    gpus->gpu[gpus->n++] = gpu;
+    return 0;
 }
 
 // The first UUID of the list that no GPU has.
@@ -638,19 +658,15 @@ static int check_named(const struct kvq__gpus *gpus, const char *list, char *tex
 
 static int open_all(struct kvq__gpus *gpus, const struct kvq__gpus_config *config, char *text)
 {
-    bool named = config->devices && *config->devices, skipped = false;
     int count = 0, error = 0, result = gpus->driver.init(0);
     result = result ? result : gpus->driver.device_count(&count);
     if (result) {
         kvq_gpu_fault(&gpus->driver, result, "starting the GPU driver", text, KVQ_TEXT_BYTES);
         return KVQ_E_UNSUPPORTED;
     }
-    for (int i = 0; !error && i < count && gpus->n < KVQ_MAX_GPUS; i++) {
+    for (int i = 0; !error && i < count && gpus->n < KVQ_MAX_GPUS; i++)
         error = add_device(gpus, i, config, text);
-        skipped |= error == KVQ_E_UNSUPPORTED && !named;
-        error = error == KVQ_E_UNSUPPORTED && !named ? 0 : error;
-    }
-    if (error == 0 && gpus->n == 0 && skipped)
+    if (error == 0 && gpus->n == 0 && gpus->n_skipped)
         return KVQ_E_UNSUPPORTED; // the text says why the last one could not be used
     if (error == 0)
         error = check_named(gpus, config->devices, text);

@@ -29,9 +29,13 @@ struct kvq__gpus_config {
     uint64_t extent_bytes;              // as in struct kvq__core_config, never 0
 };
 
-// Opens the driver and every GPU asked for. 0, KVQ_E_UNSUPPORTED if there is no driver or GPU, or
-// this program has no kernels for it, KVQ_E_INVALID for a UUID that is not there, KVQ_E_SYSTEM.
+// Opens the driver and every GPU asked for. Without a list of them those that cannot be opened, or
+// that this program has no kernels for, are skipped. 0, KVQ_E_UNSUPPORTED if there is no driver or
+// no GPU that can be used, KVQ_E_INVALID for a UUID that is not there; of a GPU in the list
+// KVQ_E_UNSUPPORTED, KVQ_E_NO_MEMORY or KVQ_E_SYSTEM.
 int kvq__gpus_open(const struct kvq__gpus_config *config, struct kvq__gpus **gpus, char *text);
+// Why the i-th of those that were skipped was; NULL behind the last one.
+const char *kvq__gpus_skipped(const struct kvq__gpus *gpus, uint32_t i);
 // After the core and all connections are gone. NULL is fine.
 void kvq__gpus_close(struct kvq__gpus **gpus);
 
