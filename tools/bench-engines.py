@@ -37,10 +37,12 @@ import sys
 
 HERE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
 sys.path.insert(0, HERE)
+from ggml_backend import choose_rows  # noqa: E402
 from process import Process  # noqa: E402
 
 ENGINES = {"ik": "in_ik.py", "llama": "in_llama.py", "transformers": "in_transformers.py",
            "vllm": "in_vllm.py"}  # by the first word of an engine's name
+OVER_KVQ = "llama over kvq"
 ROWS = ("static,dynamic,quanto4,kvq:16bit,kvq:oscar3/fast,kvq:oscar2/fast,kvq:kvq2/exact,"
         "kvq:kvq2/fast,kvq:kvq2/fast@daemon,llama:f16,llama:f16/fa,llama:q8_0/fa,llama:q4_0/fa,"
         "llama:kvq:f16,llama:kvq:kvq2/fast")
@@ -50,8 +52,7 @@ def arguments():
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=ROWS, metavar="R,..",
-                        help="what to time (%(default)s)")
+    parser.add_argument("--rows", metavar="R,..", help=f"what to time ({ROWS})")
     parser.add_argument("--tokens", default="512,4096,16384,32768", metavar="N,..",
                         help="in the cache, multiples of 64 (%(default)s)")
     parser.add_argument("--threads", default="1,2", metavar="N,..",
@@ -63,12 +64,14 @@ def arguments():
                         help="interpreter for transformers or llama (the one that runs this)")
     parser.add_argument("--waiting", default="passive", choices=("passive", "active", "default"),
                         help="how OpenMP's threads wait for work (%(default)s)")
-    parser.add_argument("--ggml-backend", metavar="FILE", help="libkvq-ggml.so")
+    parser.add_argument("--ggml-backend", metavar="FILE",
+                        help="libkvq-ggml.so; without it, the default rows have none of llama.cpp "
+                             "over kvq")
     parser.add_argument("--small", action="store_true",
                         help="a model of two small layers, to see whether everything runs")
     parser.add_argument("--json", metavar="FILE", help="write what was measured there as well")
     given = parser.parse_args()
-    given.rows = given.rows.split(",")
+    given.failed = choose_rows(parser, given, ROWS, lambda row: engine_of(row) == OVER_KVQ)
     for name in ("tokens", "threads"):
         try:
             values = [int(x) for x in getattr(given, name).split(",")]
@@ -94,8 +97,8 @@ def start(name, given, threads):
     environment.pop("OMP_WAIT_POLICY", None)
     if given.waiting != "default":
         environment["OMP_WAIT_POLICY"] = given.waiting
-    if name == "llama over kvq":  # whose attention ggml gives to kvq, of all contexts
-        environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
+    if name == OVER_KVQ:  # whose attention ggml gives to kvq, of all contexts
+        environment["GGML_BACKEND_PATH"] = given.ggml_backend
     return Process([python, os.path.join(HERE, ENGINES[name.split()[0]])], environment,
                    threads=threads)
 
@@ -103,7 +106,7 @@ def start(name, given, threads):
 def engine_of(row):
     """The engine that a row runs in: those of one name share a process."""
     if row.startswith("llama:kvq:"):
-        return "llama over kvq"
+        return OVER_KVQ
     if row.startswith("vllm:"):
         return "vllm " + row
     return next((n for n in ("llama", "ik") if row.startswith(n + ":")), "transformers")
@@ -151,7 +154,7 @@ def table(results, base):
 def main():
     """Exit status: 0, or 1 if a row could not be measured."""
     given = arguments()
-    everything, failed = [], {}
+    everything, failed = [], given.failed
     for threads in given.threads:
         engines = {name: start(name, given, threads)
                    for name in sorted({engine_of(row) for row in given.rows})}

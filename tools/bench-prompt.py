@@ -27,15 +27,18 @@ import time
 
 ENGINES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "engines")
 sys.path.insert(0, ENGINES)
+from ggml_backend import choose_rows  # noqa: E402
+from worker import check_tokens  # noqa: E402
+
 AT_ONCE = 512
+ROWS = "f16,f16/fa,kvq:f16,kvq:kvq2/fast"
 
 
 def arguments():
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="f16,f16/fa,kvq:f16,kvq:kvq2/fast", metavar="R,..",
-                        help="(%(default)s)")
+    parser.add_argument("--rows", metavar="R,..", help=f"({ROWS})")
     parser.add_argument("--tokens", type=int, default=8192, metavar="N",
                         help="of the prompt, a multiple of 512 (%(default)s)")
     parser.add_argument("--pieces", metavar="N,..",
@@ -46,11 +49,12 @@ def arguments():
                         help="of the model's weights in transformers (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(%(default)s)")
-    parser.add_argument("--ggml-backend", metavar="FILE", help="libkvq-ggml.so")
+    parser.add_argument("--ggml-backend", metavar="FILE",
+                        help="libkvq-ggml.so; without it, the default rows are those without kvq")
     parser.add_argument("--worker", metavar="ROW", help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.rows = given.rows.split(",")
+    given.failed = choose_rows(parser, given, ROWS, lambda row: row.startswith("kvq:"))
     if given.pieces:
         given.pieces = [int(n) for n in given.pieces.split(",")]
         given.tokens = sum(given.pieces)
@@ -148,6 +152,7 @@ def work(given):
     import llama_cpp as api
     import llama_files
     kind, _, path = given.worker.partition("/")
+    daemon = None
     if kind.startswith("kvq:"):
         from daemon import Daemon
         daemon = Daemon(given.threads)
@@ -167,9 +172,11 @@ def work(given):
             api.llama_synchronize(context)
             pieces.append(time.perf_counter() - began)
             at += tokens
+            if daemon and at == tokens:  # behind the first one
+                check_tokens(daemon, at)
         api.llama_free(context)
         tell(pieces)
-    if kind.startswith("kvq:"):
+    if daemon:
         daemon.stop()
 
 
@@ -181,11 +188,13 @@ class Row:
                                     "OMP_WAIT_POLICY": "passive",
                                     "KVQ_BENCH_SMALL": "1" if given.small else ""}
         if name.startswith("kvq:"):
-            environment["GGML_BACKEND_PATH"] = given.ggml_backend or ""
+            environment["GGML_BACKEND_PATH"] = given.ggml_backend
         self.name, self.rounds = name, []
         command = [sys.executable, __file__, "--worker", name, "--rows", name,
                    "--tokens", str(given.tokens), "--threads", str(given.threads),
                    "--dtype", given.dtype]
+        if name.startswith("kvq:"):
+            command += ["--ggml-backend", given.ggml_backend]
         if given.pieces:
             command += ["--pieces", ",".join(str(n) for n in given.pieces)]
         if model:
@@ -237,7 +246,9 @@ def main():
         seconds = statistics.median(sum(r) for r in row.rounds)
         print(f"| `{row.name}` | {given.tokens / seconds:.1f} | {whole:.2f} | "
               f"{statistics.median(r[-1] for r in row.rounds):.2f} | {last:.2f} |")
-    return 0
+    for row, why in given.failed.items():
+        print(f"not measured: {row}: {why}")
+    return 1 if given.failed else 0
 
 
 if __name__ == "__main__":

@@ -38,11 +38,18 @@ class Daemon:
         """Of its process."""
         return [self.process.pid]
 
+    def _sessions(self):
+        return json.loads(subprocess.run(
+            [program("kvqctl"), "--runtime-dir", self.directory, "session", "list", "--json"],
+            stdout=subprocess.PIPE, check=True).stdout)
+
     def session_bytes(self):
         """Of all sessions."""
-        told = subprocess.run([program("kvqctl"), "--runtime-dir", self.directory, "session",
-                               "list", "--json"], stdout=subprocess.PIPE, check=True).stdout
-        return sum(s["packed_bytes"] + s["window_bytes"] for s in json.loads(told))
+        return sum(s["packed_bytes"] + s["window_bytes"] for s in self._sessions())
+
+    def session_tokens(self):
+        """Of all sessions."""
+        return sum(s["tokens"] for s in self._sessions())
 
     def settle(self):
         """Waits until it has given back what filling left behind: it does so after ten seconds."""

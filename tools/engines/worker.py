@@ -46,6 +46,15 @@ def resident(pids):
     return anonymous + sum(shared.values())
 
 
+def check_tokens(daemon, tokens):
+    """Raises unless the sessions of kvqd have grown to so many tokens: an engine that never found
+    kvq decodes as well, over a cache of its own."""
+    held = daemon.session_tokens()
+    if held < tokens:
+        raise RuntimeError(f"the engine does not run over kvq: kvqd's sessions have {held} tokens, "
+                           f"and {tokens} were decoded")
+
+
 class Row:
     """A full cache."""
     daemon = None  # a kvqd of its own, or None
@@ -95,6 +104,8 @@ class Worker:
         row = self.rows[name] = self.make(name, tokens)
         try:
             row.step()
+            if row.daemon:
+                check_tokens(row.daemon, tokens + 1)
             row.settle()
         except BaseException:
             self.close(name)

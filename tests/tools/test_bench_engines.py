@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""tools/bench-engines.py and tools/bench-prompt.py without any engine: what they refuse, and what
+they say of rows that are not over kvq. Engines are stood for by scripts and modules."""
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from unittest import mock
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TOOLS = os.path.join(HERE, "..", "..", "tools")
+sys.path.insert(0, os.path.join(TOOLS, "engines"))
+import worker  # noqa: E402
+
+# Answers as a worker does.
+FAKE = """#!{python}
+import json, os, sys
+for line in sys.stdin:
+    answer = {{"start": {{"what": "fake"}}, "open": {{"bytes": 1000000, "resident": None}},
+              "step": {{"ms": 2.0}}}}.get(json.loads(line)["do"], {{}})
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def program(name):
+    """A tool as a module."""
+    spec = importlib.util.spec_from_file_location(name.replace("-", "_"),
+                                                  os.path.join(TOOLS, name + ".py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Daemon:
+    """Stands for engines/daemon.py: a kvqd whose sessions have so many tokens."""
+    directory = "nowhere"
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def session_tokens(self):
+        return self.tokens
+
+    def settle(self):
+        pass
+
+    def stop(self):
+        pass
+
+
+class Backend(unittest.TestCase):
+    """Rows of llama.cpp over kvq, which runs as well where kvq's backend is not found."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.fake = os.path.join(folder.name, "fake")
+        with open(self.fake, "w", encoding="utf-8") as file:
+            file.write(FAKE.format(python=sys.executable))
+        os.chmod(self.fake, 0o755)
+
+    def run_tool(self, name, *options):
+        return subprocess.run([sys.executable, os.path.join(TOOLS, name), *options],
+                              capture_output=True, text=True, timeout=60)
+
+    def test_no_backend(self):
+        """A row that is named needs it; the default rows do without, and say so."""
+        for name, row in (("bench-engines.py", "llama:kvq:f16"), ("bench-prompt.py", "kvq:f16")):
+            for options, says in ((("--rows", row), f"{row} needs --ggml-backend"),
+                                  (("--ggml-backend", "/nowhere/x"), "there is no file /nowhere/")):
+                done = self.run_tool(name, *options)
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertIn(says, done.stderr)
+        done = self.run_tool("bench-engines.py", "--python", f"llama={self.fake}", "--python",
+                             f"transformers={self.fake}", "--tokens", "64", "--threads", "1")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("| `llama:f16` | 2 |", done.stdout)
+        self.assertNotIn("| `llama:kvq", done.stdout)
+        for row in ("llama:kvq:f16", "llama:kvq:kvq2/fast"):
+            self.assertIn(f"not measured: {row}: needs --ggml-backend FILE", done.stdout)
+
+    def test_default_prompts(self):
+        prompt = program("bench-prompt")
+        with mock.patch.object(sys, "argv", ["bench-prompt.py"]):
+            given = prompt.arguments()
+        self.assertEqual(given.rows, ["f16", "f16/fa"])
+        self.assertEqual(list(given.failed), ["kvq:f16", "kvq:kvq2/fast"])
+
+    def test_not_over_kvq(self):
+        """A row whose session has not grown by the token that was decoded is refused."""
+        class Row(worker.Row):
+            def step(self):
+                pass
+
+            def nbytes(self):
+                return 5
+
+        def make(_name, tokens):
+            row = Row()
+            row.daemon = Daemon(tokens + grown)
+            return row
+        engine = worker.Worker(1)
+        engine.make, engine.with_model = make, True
+        with mock.patch.object(worker.Worker, "_resident", lambda self: 0):
+            grown = 1
+            self.assertEqual(engine.open("a", 64), {"bytes": 5, "resident": None})
+            grown = 0
+            with self.assertRaisesRegex(RuntimeError, "have 64 tokens, and 65 were decoded"):
+                engine.open("b", 64)
+        self.assertEqual(list(engine.rows), ["a"])
+
+    def test_prompt_not_over_kvq(self):
+        """The same in bench-prompt.py, behind the first piece."""
+        prompt, took = program("bench-prompt"), []
+        api, files = mock.MagicMock(), types.ModuleType("llama_files")
+        files.TYPES, files.load_backends = {"f16": 1}, lambda api: None
+        files.decode = lambda api, context, at, ids: took.append(len(ids))
+        with mock.patch.object(sys, "argv", ["bench-prompt.py", "--worker", "kvq:f16",
+                                             "--ggml-backend", self.fake, "--model", "x",
+                                             "--tokens", "1024"]):
+            given = prompt.arguments()
+        for tokens in (0, 512):
+            daemon = types.ModuleType("daemon")
+            daemon.Daemon = lambda threads, tokens=tokens: Daemon(tokens)
+            with mock.patch.dict(sys.modules, llama_cpp=api, llama_files=files, daemon=daemon), \
+                    mock.patch.object(sys, "stdin", io.StringIO("go\n")), \
+                    mock.patch.object(sys, "stdout", io.StringIO()) as out:
+                if tokens:
+                    prompt.work(given)
+                    self.assertTrue(out.getvalue().startswith("pieces ["))
+                else:
+                    with self.assertRaisesRegex(RuntimeError, "0 tokens, and 512 were decoded"):
+                        prompt.work(given)
+        self.assertEqual(took, [512, 512, 512])
+
+
+if __name__ == "__main__":
+    unittest.main()
