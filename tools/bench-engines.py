@@ -40,8 +40,7 @@ sys.path.insert(0, HERE)
 from ggml_backend import choose_rows  # noqa: E402
 from process import Process  # noqa: E402
 
-ENGINES = {"ik": "in_ik.py", "llama": "in_llama.py", "transformers": "in_transformers.py",
-           "vllm": "in_vllm.py"}  # by the first word of an engine's name
+ENGINES = ("ik", "llama", "transformers", "vllm")  # the first words of an engine's name
 OVER_KVQ = "llama over kvq"
 ROWS = ("static,dynamic,quanto4,kvq:16bit,kvq:oscar3/fast,kvq:oscar2/fast,kvq:kvq2/exact,"
         "kvq:kvq2/fast,kvq:kvq2/fast@daemon,llama:f16,llama:f16/fa,llama:q8_0/fa,llama:q4_0/fa,"
@@ -61,7 +60,8 @@ def arguments():
     parser.add_argument("--base", default="static", metavar="R",
                         help="the row that others are held against (%(default)s)")
     parser.add_argument("--python", action="append", default=[], metavar="ENGINE=PATH",
-                        help="interpreter for transformers or llama (the one that runs this)")
+                        help="interpreter of " + ", ".join(ENGINES)
+                        + " (the one that runs this)")
     parser.add_argument("--waiting", default="passive", choices=("passive", "active", "default"),
                         help="how OpenMP's threads wait for work (%(default)s)")
     parser.add_argument("--ggml-backend", metavar="FILE",
@@ -99,7 +99,7 @@ def start(name, given, threads):
         environment["OMP_WAIT_POLICY"] = given.waiting
     if name == OVER_KVQ:  # whose attention ggml gives to kvq, of all contexts
         environment["GGML_BACKEND_PATH"] = given.ggml_backend
-    return Process([python, os.path.join(HERE, ENGINES[name.split()[0]])], environment,
+    return Process([python, os.path.join(HERE, "serve.py"), name.split()[0]], environment,
                    threads=threads)
 
 
@@ -159,7 +159,7 @@ def main():
         engines = {name: start(name, given, threads)
                    for name in sorted({engine_of(row) for row in given.rows})}
         for name, engine in engines.items():
-            print(f"{name}: {engine.what or 'did not start'}", file=sys.stderr)
+            print(f"{name}: {engine.what or f'did not start: {engine.error}'}", file=sys.stderr)
         for tokens in given.tokens:
             print(f"{tokens} tokens, {threads} threads", file=sys.stderr, flush=True)
             results = measure(given, engines, tokens, failed)

@@ -53,20 +53,29 @@ class Daemon:
         pass
 
 
-class Backend(unittest.TestCase):
-    """Rows of llama.cpp over kvq, which runs as well where kvq's backend is not found."""
+class Case(unittest.TestCase):
+    """With an interpreter that answers for every engine."""
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
-        self.fake = os.path.join(folder.name, "fake")
-        with open(self.fake, "w", encoding="utf-8") as file:
-            file.write(FAKE.format(python=sys.executable))
-        os.chmod(self.fake, 0o755)
+        self.folder = folder.name
+        self.fake = self.script("fake", FAKE.format(python=sys.executable))
+
+    def script(self, name, text):
+        path = os.path.join(self.folder, name)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(path, 0o755)
+        return path
 
     def run_tool(self, name, *options):
         return subprocess.run([sys.executable, os.path.join(TOOLS, name), *options],
                               capture_output=True, text=True, timeout=60)
+
+
+class Backend(Case):
+    """Rows of llama.cpp over kvq, which runs as well where kvq's backend is not found."""
 
     def test_no_backend(self):
         """A row that is named needs it; the default rows do without, and say so."""
@@ -137,6 +146,24 @@ class Backend(unittest.TestCase):
                     with self.assertRaisesRegex(RuntimeError, "0 tokens, and 512 were decoded"):
                         prompt.work(given)
         self.assertEqual(took, [512, 512, 512])
+
+
+class Engines(Case):
+    """bench-engines.py over workers that time nothing."""
+
+    def test_not_here(self):
+        """Why an engine did not start is said where it starts, and of its rows."""
+        bare = self.script("bare", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        done = self.run_tool("bench-engines.py", "--python", f"transformers={bare}", "--python",
+                             "ik=/nowhere/python", "--python", f"llama={self.fake}", "--rows",
+                             "static,ik:f16,llama:f16", "--tokens", "64", "--threads", "1")
+        self.assertEqual(done.returncode, 1, done.stderr)
+        lacks = r"ModuleNotFoundError: No module named '\w+'\n"
+        self.assertRegex(done.stderr, "transformers: did not start: " + lacks)
+        self.assertRegex(done.stdout, "not measured: static: " + lacks)
+        self.assertRegex(done.stderr, "ik: did not start: .*No such file")
+        self.assertRegex(done.stdout, "not measured: ik:f16: .*No such file")
+        self.assertIn("| `llama:f16` | 2 |", done.stdout)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Rows of bench-engines.py that run in ik_llama.cpp (ik-llama-cpp-python):
 
@@ -16,7 +15,7 @@ import numpy as np
 
 import llama_files
 from llama_files import SEED, Reader, layers_of
-from worker import Worker, serve
+from worker import Worker
 
 
 def _library():
@@ -90,5 +89,4 @@ class Ik(Worker):
         return Cache(self, kind, path, tokens)
 
 
-if __name__ == "__main__":
-    serve(Ik)
+make = Ik

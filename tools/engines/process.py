@@ -20,7 +20,7 @@ class Process:
 
     def ask(self, **request):
         """The answer; with "error" in it if there is none."""
-        if not self.process:
+        if self.error:
             return {"error": self.error}
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
