@@ -10,7 +10,7 @@
 # Compiles in build/deb, and prints the packages' names and sizes. It installs what it
 # needs, by apt, where it may.
 set -eu
-usage() { sed -n '3,11s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '3,11s/^# \{0,1\}//p' tools/deb.sh; }
 cd "$(dirname "$0")/.."
 version= out=build/deb log=build/deb.log
 while [ $# -gt 0 ]; do

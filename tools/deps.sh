@@ -128,7 +128,7 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     build | loop | wheel | deb | vm | test | full) kvq_install_packages "${1:-build}" ;;
     cuda) kvq_install_cuda ;;
     s3) kvq_install_s3 ;;
-    -h | --help) sed -n '3,13s/^# \{0,1\}//p' "$0" ;;
+    -h | --help) sed -n '3,13s/^# \{0,1\}//p' tools/deps.sh ;;
     *)
         echo "deps.sh: '$1' is none of build, loop, wheel, deb, vm, test, full, cuda, s3"
         exit 2
