@@ -151,7 +151,7 @@ engine_llama() {
 
 part_engines() {
     local engine
-    [ -d build/test ] || build test || return
+    build_test || return
     if ! kvq_install_packages wheel; then
         engine_failed "python3-venv is not installed" "install it, as it says above"
         return

@@ -97,6 +97,21 @@ build() {
     fi
 }
 
+# Brings build/test up to date with the sources, once in a run: old programs would pass for these
+# sources. Where the build has failed, no part that needs it goes on, and each is a failure.
+build_test() {
+    case ${test_build:-} in
+    done) return 0 ;;
+    failed)
+        count_fail "build/test: the build has failed before" 0
+        return 1
+        ;;
+    esac
+    test_build=failed
+    build test || return 1
+    test_build=done
+}
+
 # run_ctest PRESET SECONDS [CTEST ARGUMENTS]: counts each of its tests.
 run_ctest() {
     local preset=$1 limit=$(($2 * patience)) out="build/log/$part-ctest.txt" name
@@ -148,7 +163,7 @@ part_format() {
 part_tests() {
     local without=(-LE '^long$')
     [ "$full" = 1 ] && without=()
-    build test || return
+    build_test || return
     run_ctest test 1200 "${without[@]}"
     check "exported symbols" 60 tests/tidy.py --only symbols --symbols build/test
 }
@@ -157,7 +172,7 @@ part_tests() {
 # --full. Each takes half a second.
 part_planted() {
     local commits
-    [ -d build/test ] || build test || return
+    build_test || return
     commits=$(git rev-list --count HEAD 2>/dev/null || echo 1)
     if [ $full = 1 ]; then
         check_counted "planted errors" 7200 tests/gpu/mutate-gpu.py build/test --jobs "$jobs" \
@@ -172,7 +187,7 @@ part_planted() {
 # emulated CPU that has no AVX at all, where a stray instruction would be fatal.
 part_kernels() {
     local mask masks=(c) seed gpu_kernels='^test_gpu_(attend|long|replay|pack)$'
-    [ -d build/test ] || build test || return
+    build_test || return
     # The tests part has run the highest instruction set of this CPU.
     grep -qw avx512_vnni /proc/cpuinfo && masks+=(avx2)
     for mask in "${masks[@]}"; do
@@ -225,6 +240,7 @@ part_compat() {
         skipped=$((skipped + 1))
         return
     fi
+    build_test || return
     check_counted "the last release" 1800 tools/compat.sh
 }
 
@@ -253,7 +269,7 @@ ATTACKS
 # What CI takes seconds over takes minutes here; as many at a time as there are jobs.
 part_attacks() {
     local name status
-    [ -d build/test ] || build test || return
+    build_test || return
     build asan sim sim_gpu sim_soft || return
     while read -r name status; do
         cat "build/log/attack-$name.log" >>"$(log_file)"
@@ -266,7 +282,7 @@ part_attacks() {
 # same_traces PRESET: a seed of a simulation is the same run in that build as in the optimized one.
 same_traces() {
     local sim
-    [ -x build/test/tests/sim ] || build test || return
+    build_test || return
     for sim in sim sim_gpu sim_soft; do
         [ -x "build/$1/tests/$sim" ] || continue # without the emulator
         # shellcheck disable=SC2016
@@ -332,7 +348,7 @@ part_fuzz() {
 part_e2e() {
     local limit=$((full ? 7200 : 900)) out=build/log/e2e bins="$PWD/build/test/bin" run
     local scripts=(tests/e2e/e2e.py tests/e2e/e2e_kvq_run.py tests/e2e/e2e_models.py)
-    [ -d build/test ] || build test || return
+    build_test || return
     [ -e build/test/lib/libkvq-emu.so ] &&
         scripts=("tests/e2e/e2e.py emu 1" "tests/e2e/e2e.py emu 2" "${scripts[@]}")
     rm -rf "$out"-*
@@ -355,7 +371,7 @@ part_e2e() {
 }
 
 part_python() {
-    [ -d build/test ] || build test || return
+    build_test || return
     check_counted "the Python package" 200 env KVQ_BIN_DIR="$PWD/build/test/bin" \
         KVQ_LIBRARY="$PWD/build/test/lib/libkvq.so" python3 tests/e2e/python.py || return
     check_counted "misuse of the Python package" 1200 env \
@@ -376,7 +392,7 @@ part_install() {
 }
 
 part_docs() {
-    [ -d build/test ] || build test || return
+    build_test || return
     check_counted "documentation" 60 python3 tests/docs.py build/test
     check_counted "what pages tell to type" 120 python3 tests/pages.py build/test
     check_counted "containers" 120 python3 tests/tools/containers.py build/test
@@ -405,7 +421,7 @@ tidy_files() {
 # sees one file at a time and takes contracts between files for bugs. Tests are left out.
 part_lint() {
     local file parsers=() others=()
-    [ -f build/test/compile_commands.json ] || build test || return
+    build_test || return
     for file in $(sources | grep '\.c$'); do
         grep -q "\"file\": \".*/$file\"" build/test/compile_commands.json || continue
         case $file in

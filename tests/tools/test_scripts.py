@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """The shell scripts in tools/, over programs that only note how they were called: what their
---help does. Nothing is built or installed."""
+--help does, and how test.sh builds, counts and stops. Nothing is built or installed."""
 import os
 import shutil
 import subprocess
@@ -56,6 +56,16 @@ class Scripts(unittest.TestCase):
         os.unlink(path)
         return lines
 
+    def parts(self, text, **environment):
+        """Runs text among the functions of test-parts.sh, in a clone that was built before."""
+        os.makedirs(os.path.join(self.folder, "build", "log"), exist_ok=True)
+        os.makedirs(os.path.join(self.folder, "build", "test"), exist_ok=True)
+        return self.run_script("bash", "-uc", """
+            full=0 jobs=1 passed=0 failed=0 skipped=0 failures=() part=one
+            . tools/test-parts.sh
+            . tools/test-engines.sh
+            """ + text, **environment)
+
 
 class Help(Scripts):
     def test_help(self):
@@ -67,6 +77,30 @@ class Help(Scripts):
                 self.assertEqual((done.returncode, done.stderr), (0, ""), path)
                 self.assertIn(f"tools/{name}.sh", done.stdout)
         self.assertEqual(self.notes(), [])
+
+
+class Builds(Scripts):
+    def test_once(self):
+        """What stands in build/test is brought up to date, once, and then the parts go on."""
+        done = self.parts("""
+            build_test && echo first; part=two; build_test && echo second
+            echo "$passed passed, $failed failed"
+            """)
+        self.assertEqual(done.stdout, "first\nsecond\n1 passed, 0 failed\n", done.stderr)
+        builds = [x for x in self.notes() if x.startswith("cmake --build build/test")]
+        self.assertEqual(len(builds), 1)
+
+    def test_failed(self):
+        """No part goes on with old programs; each is a failure."""
+        done = self.parts("""
+            for part in tests planted kernels attacks e2e python docs lint engines; do
+                part_$part
+            done
+            echo "$passed passed, $failed failed"
+            """, NOTED_STATUS="1")
+        self.assertTrue(done.stdout.endswith("\n0 passed, 9 failed\n"), done.stdout)
+        self.assertEqual([x.split()[:2] for x in self.notes() if "cmake" in x],
+                         [["cmake", "--preset"]])
 
 
 if __name__ == "__main__":
