@@ -8,12 +8,13 @@ log_file() { echo "build/log/$part.log"; }
 
 count_pass() { passed=$((passed + ${1:-1})); }
 
-# Counts a failure and shows the end of the part's log.
+# Counts a failure and shows the end of the part's log. Returns 1, as what has failed does.
 count_fail() {
     failed=$((failed + 1))
     failures+=("$part: $1")
     echo "  FAILED: $1 (build/log/$part.log)"
     tail -n "${2:-25}" "$(log_file)" | sed 's/^/    /'
+    return 1
 }
 
 # Limits end what hangs. What is slow, on a machine that others use as well, must not come near
@@ -32,7 +33,7 @@ step() {
     return $status
 }
 
-# check NAME SECONDS COMMAND...: one test.
+# check NAME SECONDS COMMAND...: one test. Returns 1 if it failed, as check_counted does.
 check() {
     local name=$1
     shift
@@ -52,8 +53,8 @@ check_counted() {
     count_pass "$1"
     skipped=$((skipped + $3))
     if [ "$2" != 0 ]; then
-        count_fail "$name: $2 failed"
         failed=$((failed + $2 - 1))
+        count_fail "$name: $2 failed"
     elif [ $status != 0 ] || [ "$1" = 0 ]; then
         count_fail "$name: exit status $status with $1 tests passed"
     fi
@@ -93,7 +94,6 @@ build() {
         count_pass
     else
         count_fail "the $preset build" 40
-        return 1
     fi
 }
 
@@ -104,11 +104,11 @@ build_test() {
     done) return 0 ;;
     failed)
         count_fail "build/test: the build has failed before" 0
-        return 1
+        return
         ;;
     esac
     test_build=failed
-    build test || return 1
+    build test || return
     test_build=done
 }
 

@@ -103,5 +103,21 @@ class Builds(Scripts):
                          [["cmake", "--preset"]])
 
 
+class Counting(Scripts):
+    def test_failures(self):
+        """What fails counts, returns 1, and so ends a part that goes on with `|| return`."""
+        done = self.parts("""
+            check a 10 true && echo "a well"
+            check_counted b 10 echo "3 passed, 0 failed, 1 skipped" && echo "b well"
+            check c 10 false || echo "c fails"
+            check_counted d 10 echo "2 passed, 4 failed" || echo "d fails"
+            check_counted e 10 echo "0 passed, 0 failed" || echo "e fails"
+            echo "$passed passed, $failed failed, $skipped skipped"
+            """)
+        self.assertEqual([x for x in done.stdout.splitlines() if x[0] != " "],
+                         ["a well", "b well", "c fails", "d fails", "e fails",
+                          "6 passed, 6 failed, 1 skipped"], done.stderr)
+
+
 if __name__ == "__main__":
     unittest.main()
