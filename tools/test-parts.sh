@@ -437,7 +437,8 @@ part_lint() {
     [ $full = 0 ] || tidy_files '-clang-analyzer-*' "${others[@]}"
 }
 
-# Prints what each part took, and its share of the whole.
+# Prints what each part took, and its share of the whole; of a part that has passed before, what it
+# took then.
 print_summary() {
     local entry share
     printf '%-10s %7s %7s %8s %8s %6s\n' part passed failed skipped seconds share
@@ -446,15 +447,20 @@ print_summary() {
     for entry in "${summary[@]}"; do
         set -- $entry
         share=$((total_seconds ? $5 * 100 / total_seconds : 0))
-        printf '%-10s %7s %7s %8s %8s %5s%%\n' "$1" "$2" "$3" "$4" "$5" "$share"
+        printf '%-10s %7s %7s %8s %8s %5s%%%s\n' "$1" "$2" "$3" "$4" "$5" "$share" "${6:+  $6}"
     done
     printf '%-10s %7s %7s %8s %8s\n' all "$total_passed" "$total_failed" "$total_skipped" \
         "$total_seconds"
 }
 
-# Writes the result of a whole --full run between the two marks in docs/testing.md.
+# Writes the result of a whole --full run between the two marks in docs/testing.md. It names a
+# commit, which has to be what was tested.
 record_full_result() {
     local result
+    if [ -n "$(git status --porcelain -- . ':!docs/testing.md' 2>&1)" ]; then
+        echo "not recorded in docs/testing.md: there are changes that are not committed"
+        return
+    fi
     result=$(
         echo "Commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)," \
             "$(date -u '+%Y-%m-%d %H:%M') UTC, $(nproc) cores," \

@@ -8,7 +8,7 @@
 #   --full            the long tier, two hours at most on two cores: longer fuzzing, more seeds,
 #                     longer attacks, clang-tidy over all but tests. Resumable: a part that passed
 #                     on the same sources is not run again. Its result, with commit and date, is
-#                     written into docs/testing.md.
+#                     written into docs/testing.md, unless there are uncommitted changes.
 #   --only PART       run this part only; may be given several times
 #   --list            name the parts and what each does
 #   --jobs N          compile and test with N jobs (default: all cores)
@@ -113,7 +113,7 @@ source_state() {
         sha256sum | cut -c1-16
 }
 
-total_passed=0 total_failed=0 total_skipped=0
+total_passed=0 total_failed=0 total_skipped=0 total_seconds=$installed
 summary=()
 failures=()
 shown="$(source_state) $fuzz_seconds $seeds" # what a part that has passed has passed with
@@ -136,13 +136,13 @@ for part in "${parts[@]}"; do
     fi
     printf '%-8s  %s passed, %s failed, %s skipped, %s s  %s\n' \
         "$part" "$passed" "$failed" "$skipped" "$seconds" "$note" | tee -a "build/log/$part.log"
-    summary+=("$part $passed $failed $skipped $seconds")
+    summary+=("$part $passed $failed $skipped $seconds${note:+ before}")
+    total_seconds=$((total_seconds + seconds))
     total_passed=$((total_passed + passed))
     total_failed=$((total_failed + failed))
     total_skipped=$((total_skipped + skipped))
 done
 
-total_seconds=$((SECONDS - started))
 echo
 print_summary | tee build/log/summary.txt
 [ $full = 1 ] && [ ${#only[@]} = 0 ] && [ "$engines" = "${engine_names[*]}" ] && record_full_result

@@ -118,6 +118,52 @@ class Counting(Scripts):
                          ["a well", "b well", "c fails", "d fails", "e fails",
                           "6 passed, 6 failed, 1 skipped"], done.stderr)
 
+    def test_summary(self):
+        """The total is that of the parts, also of those that have passed before, which are
+        marked."""
+        for name, text in (("deps.sh", "kvq_install_packages() { :; }; kvq_install_s3() { :; }"),
+                           ("test-parts.sh", "part_lint() { SECONDS=$((SECONDS + 300)); "
+                                             "count_pass 5; }\n"
+                                             "part_docs() { SECONDS=$((SECONDS + 100)); $fails; "
+                                             "count_pass; }\n")):
+            with open(os.path.join(self.tools, name), "a", encoding="utf-8") as file:
+                file.write(text)
+        os.mkdir(os.path.join(self.folder, "tests"))
+        with open(os.path.join(self.folder, "tests", "CMakeLists.txt"), "w", encoding="utf-8"):
+            pass
+        told = []
+        for fails in ("count_fail x", "true"):
+            done = self.run_script("tools/test.sh", "--full", "--only", "lint", "--only", "docs",
+                                   "--fuzz-seconds", "4", fails=fails, CI="")
+            rows = [x.split() for x in done.stdout.split("\n\n")[-1].splitlines()]
+            told.append({x[0]: x[1:] for x in rows})
+        for rows in told:
+            taken = [int(rows[name][3]) for name in ("packages", "lint", "docs", "all")]
+            self.assertEqual(sum(taken[:3]), taken[3])
+            self.assertIn(taken[3], range(400, 460))
+        self.assertEqual([len(x["lint"]) for x in told], [5, 6])
+        self.assertEqual(told[1]["lint"][5], "before")
+        self.assertEqual(len(told[1]["docs"]), 5)
+
+    def test_recorded(self):
+        """Under a commit goes what that commit has."""
+        os.mkdir(os.path.join(self.folder, "docs"))
+        page = os.path.join(self.folder, "docs", "testing.md")
+        marks = "<!-- full: begin -->\n", "<!-- full: end -->\n"
+        record = """
+            fuzz_seconds=1 seeds=1 total_passed=7 total_failed=0 total_skipped=0 total_seconds=1
+            installed=0 summary=()
+            record_full_result
+            """
+        for git, recorded in (("echo ' M proto/ring.h'", False), ("true", True)):
+            self.program("git", f"#!/bin/sh\n{git}\n")
+            with open(page, "w", encoding="utf-8") as file:
+                file.write("".join(marks))
+            done = self.parts(record)
+            with open(page, encoding="utf-8") as file:
+                self.assertEqual("7 passed" in file.read(), recorded, done.stderr)
+            self.assertEqual("not recorded" in done.stdout, not recorded)
+
 
 if __name__ == "__main__":
     unittest.main()
