@@ -7,9 +7,11 @@
 
 Each peer is a process of its own, with an interpreter of its own (`--python`), over the same random
 tokens. A row has so many layers, each in memory of its own, that a walk over them reads four times
-the last level cache, or one layer where that is larger. In a round every row has a turn: one walk
-that is not timed, and walks for `--seconds`. Times are medians over the rounds, ratios medians of
-each round's. A peer or a row that is not there is in the tables with the reason.
+the last level cache, or one layer where that is larger. A row that would need more than 256 layers
+for that is named below the tables: what it reads may come from the processor's cache. In a round
+every row has a turn: one walk that is not timed, and walks for `--seconds`. Times are medians over
+the rounds, ratios medians of each round's. A peer or a row that is not there is in the tables with
+the reason.
 
 `error`: of the query head that is off the most, the distance from attention in double precision
 over the values before they were quantized, over the output's length. Values are normal numbers,
@@ -202,7 +204,8 @@ def main():
     for peer in peers.values():
         peer.stop()
     print("; ".join(what.values()) + "\n")
-    print("\n".join(table.report(cases, given.rows, given.base, missing)))
+    print("\n".join(table.report(cases, given.rows, given.base, missing,
+                                 given.walk << 20)))
     if given.json:
         with open(given.json, "w", encoding="utf-8") as file:
             json.dump({"peers": what, "missing": missing, "cases": cases}, file, indent=1)

@@ -62,6 +62,14 @@ class Formats(unittest.TestCase):
     def test_pack(self):
         self.rows("pack", "--head-dim", "64")
 
+    def test_short_walk(self):
+        """Of layers that are too small for the walk that was asked for: it says so."""
+        small = ("--format", "f16", "--threads", "1", "--reps", "1", "--q-heads", "1",
+                 "--kv-heads", "1", "--head-dim", "64", "--tokens", "64", "--json")
+        self.assertIn("1024 layers make a walk of 16.0 MiB, not of 17",
+                      bench("attend", *small, "--walk", "17").stderr)
+        self.assertNotIn("make a walk", bench("attend", *small, "--walk", "16").stderr)
+
     def test_refused(self):
         for options, says in ((("attend", "--q-heads", "65", "--kv-heads", "1"), "at most 64 can"),
                               (("attend", "--q-heads", "7", "--kv-heads", "2"), "not a multiple"),

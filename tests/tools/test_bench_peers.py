@@ -26,7 +26,8 @@ for line in sys.stdin:
     name = asked.get("name", "")
     answer = {{"what": "fake " + peer}}
     if asked["do"] == "open":
-        answer = {{"bits": 16.0, "layout": "rows", "append": peer == "ort", "error": 1e-3}}
+        answer = {{"bits": 16.0, "layout": "rows", "append": peer == "ort", "error": 1e-3,
+                  "walk": asked["walk"]}}
         if name.endswith("huge"):
             answer = {{"error": "MemoryError: no room"}}
     if asked["do"] == "step":
@@ -41,7 +42,8 @@ def case(threads=1, **rows):
     """A case, of rows as name=(bits, microseconds of each round), with _ for the colon."""
     return {"shape": {"name": "4/2/64"}, "tokens": 128, "threads": threads,
             "rows": {n.replace("_", ":", 1).replace("_", "/"):
-                     {"bits": bits, "us": us, "error": 0.5, "layout": "rows", "append": False}
+                     {"bits": bits, "us": us, "error": 0.5, "layout": "rows", "append": False,
+                      "walk": int(bits * (1 << 20))}
                      for n, (bits, us) in rows.items()}}
 
 
@@ -101,6 +103,15 @@ class Tables(unittest.TestCase):
                          ["`kvq:f16`", "16.00", "5.0e-01", "10 (4.00)", "5 (-)"])
         self.assertEqual(cells(lines, "| `torch:bf16`")[3:], ["40 (1.00)", "-"])
         self.assertEqual({x.count("|") for x in lines if x.startswith("|")}, {6})
+
+    def test_short_walks(self):
+        """Rows whose walk is shorter than was asked are named with what they read."""
+        cases = [case(kvq_f16=(16, [10]), kvq_kvq2=(2.5, [10])),
+                 case(2, kvq_f16=(16, [5]), kvq_kvq2=(2.5, [10]))]
+        lines = [x for x in table.report(cases, ["kvq:f16", "kvq:kvq2"], ["kvq:f16"], {}, 16 << 20)
+                 if x.startswith("short walk")]
+        self.assertEqual(lines, ["short walk: `kvq:kvq2` read 2.5 MiB a walk, not 16: 4/2/64, 128, "
+                                 "1 thread; 4/2/64, 128, 2 threads"])
 
 
 class Turns(unittest.TestCase):

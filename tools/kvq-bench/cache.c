@@ -262,7 +262,13 @@ uint32_t bench_walk_layers(uint32_t walk_mib, size_t layer_bytes)
 {
     size_t walk = walk_mib ? (size_t)walk_mib << 20 : WALK_CACHES * bench_last_level_cache();
     size_t layers = (walk + layer_bytes - 1) / layer_bytes;
-    return layers > MAX_LAYERS ? MAX_LAYERS : (uint32_t)layers;
+    if (layers <= MAX_LAYERS)
+        return (uint32_t)layers;
+    fprintf(stderr,
+            "kvq-bench: %d layers make a walk of %.1f MiB, not of %zu: what is read may come from "
+            "the processor's cache; give more --tokens\n",
+            MAX_LAYERS, (double)(MAX_LAYERS * layer_bytes) / (1 << 20), walk >> 20);
+    return MAX_LAYERS;
 }
 
 static void make_attends(struct bench_cache *c)

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-MAX_LAYERS = 256
+MAX_LAYERS = 256  # of a session of kvq, and so of every row
 
 
 class Data:
@@ -23,7 +23,8 @@ class Data:
                                                    (1, q_heads)))
 
     def layers(self, walk, nbytes):
-        """So many of so many bytes that a walk over them reads `walk` bytes."""
+        """So many of so many bytes that a walk over them reads `walk` bytes, or as many as there
+        may be."""
         return min(-(-walk // nbytes), MAX_LAYERS)
 
     def by_heads(self):

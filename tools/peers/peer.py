@@ -54,7 +54,8 @@ class Peer(worker.Worker):
             self.close(name)
             raise
         return {"bits": row.bits, "layout": row.layout, "append": row.append,
-                "layers": row.layers, "error": self.tokens.error(row.out())}
+                "layers": row.layers, "error": self.tokens.error(row.out()),
+                "walk": int(row.layers * self.tokens.values * row.bits / 8)}
 
     def step(self, name, threads, seconds):
         """A turn: walks for so long. The first, which wakes threads and finds the processor's

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of bench-peers.py, out of what was measured: a list of cases, each a dict with "shape" (of
 its name and numbers), "tokens", "threads" and "rows": {row: {"bits", "layout", "append", "error",
-"us": [one of each round]}}, and of what was not: {row: why}."""
+"walk": bytes, "us": [one of each round]}}, and of what was not: {row: why}."""
 import statistics
 
 OURS = "kvq"
@@ -140,8 +140,21 @@ def best(cases, rows):
     yield ""
 
 
-def report(cases, rows, bases, missing):
-    """All tables, as lines."""
+def short_walks(cases, walk):
+    """A line for each row whose layers are too few for a walk of so many bytes: what it reads may
+    come from the processor's cache, and its time is then not that of memory."""
+    found = {}
+    for case in cases:
+        for row, result in case["rows"].items():
+            if result["walk"] < 0.99 * walk:  # bits are rounded
+                found.setdefault((row, result["walk"]), []).append(case_name(case))
+    for (row, nbytes), names in found.items():
+        yield (f"short walk: `{row}` read {nbytes / 2**20:.1f} MiB a walk, not {walk >> 20}: "
+               + "; ".join(names))
+
+
+def report(cases, rows, bases, missing, walk):
+    """All tables, as lines; `walk`: bytes that a walk should read."""
     yield from ["Like for like: times as fast as theirs with about as many bits.", ""]
     yield from alike(cases, rows)
     yield from ["Best against best: each one's fastest row, and in brackets how many times as fast "
@@ -150,4 +163,5 @@ def report(cases, rows, bases, missing):
     yield from ["All rows: microseconds a layer, and in brackets times as fast as "
                 + " and ".join(f"`{b}`" for b in bases) + ".", ""]
     yield from everything(cases, rows, bases, missing)
+    yield from short_walks(cases, walk)
     yield from layouts(cases, rows)
