@@ -144,9 +144,9 @@ def start_all(given, missing):
     return peers
 
 
-def fill(given, peers, shape, missing):
-    """{row: what it is} of those that could be opened."""
-    opened = {}
+def fill(given, peers, shape):
+    """{row: what it is} of those that could be opened, and {row: why} of those that could not."""
+    opened, failed = {}, {}
     for row in given.rows:
         peer = peers.get(table.peer_of(row))
         if not peer:
@@ -154,15 +154,15 @@ def fill(given, peers, shape, missing):
         print(f"  filling {row}", file=sys.stderr, flush=True)
         answer = peer.ask(do="open", name=row, shape=shape, walk=given.walk << 20)
         if "error" in answer and "bits" not in answer:
-            missing[row] = "cannot: " + answer["error"]
+            failed[row] = "cannot: " + answer["error"]
         else:
             opened[row] = answer
-    return opened
+    return opened, failed
 
 
-def turns(given, peers, opened, threads, missing):
-    """{row: what it is, with "us"}, after all rounds. A row that fails is closed, and opened no
-    more."""
+def turns(given, peers, opened, threads, failed):
+    """{row: what it is, with "us"}, after all rounds. A row that fails is closed, and goes from
+    those that are opened to those that have failed."""
     rows = {row: {**what, "us": []} for row, what in opened.items()}
     for number in range(given.rounds):
         print(f"  round {number + 1} of {given.rounds}", file=sys.stderr, flush=True)
@@ -171,7 +171,7 @@ def turns(given, peers, opened, threads, missing):
             answer = peers[table.peer_of(row)].ask(do="step", name=row, threads=threads,
                                                    seconds=given.seconds)
             if "error" in answer:
-                missing[row] = "cannot: " + answer["error"]
+                failed[row] = "cannot: " + answer["error"]
                 peers[table.peer_of(row)].ask(do="close", name=row)
                 del rows[row], opened[row]
             else:
@@ -179,17 +179,18 @@ def turns(given, peers, opened, threads, missing):
     return rows
 
 
-def measure(given, peers, missing):
+def measure(given, peers):
     """Cases, for table.py."""
     cases = []
     for shape in given.shapes:
         for tokens in given.tokens:
             numbers_of = {**{n: shape[n] for n in FIELDS}, "tokens": tokens}
             print(f"{shape['name']}, {tokens} tokens", file=sys.stderr, flush=True)
-            opened = fill(given, peers, numbers_of, missing)
+            opened, failed = fill(given, peers, numbers_of)
             for threads in given.threads:
                 cases.append({"shape": shape, "tokens": tokens, "threads": threads,
-                              "rows": turns(given, peers, opened, threads, missing)})
+                              "rows": turns(given, peers, opened, threads, failed),
+                              "failed": dict(failed)})
             for row in opened:
                 peers[table.peer_of(row)].ask(do="close", name=row)
     return cases
@@ -200,7 +201,7 @@ def main():
     given, missing = arguments(), {}
     peers = start_all(given, missing)
     what = {name: peer.what for name, peer in peers.items()}
-    cases = measure(given, peers, missing)
+    cases = measure(given, peers)
     for peer in peers.values():
         peer.stop()
     print("; ".join(what.values()) + "\n")
@@ -209,7 +210,7 @@ def main():
     if given.json:
         with open(given.json, "w", encoding="utf-8") as file:
             json.dump({"peers": what, "missing": missing, "cases": cases}, file, indent=1)
-    return 1 if missing else 0
+    return 1 if missing or any(case["failed"] for case in cases) else 0
 
 
 if __name__ == "__main__":

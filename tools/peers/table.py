@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of bench-peers.py, out of what was measured: a list of cases, each a dict with "shape" (of
-its name and numbers), "tokens", "threads" and "rows": {row: {"bits", "layout", "append", "error",
-"walk": bytes, "us": [one of each round]}}, and of what was not: {row: why}."""
+its name and numbers), "tokens", "threads", "rows": {row: {"bits", "layout", "append", "error",
+"walk": bytes, "us": [one of each round]}} and "failed": {row: why}; and of rows that are missing,
+since their peer is: {row: why}."""
 import statistics
 
 OURS = "kvq"
@@ -66,7 +67,8 @@ def case_name(case):
 
 
 def everything(cases, rows, bases, missing):
-    """Tables of all rows, one for each shape. Their errors are the largest of its cases."""
+    """Tables of all rows, one for each shape. Their errors are the largest of its cases. Below
+    stands why a row has no figure in some of them."""
     shapes = dict.fromkeys(c["shape"]["name"] for c in cases)
     for shape in shapes:
         same = [c for c in cases if c["shape"]["name"] == shape]
@@ -74,12 +76,17 @@ def everything(cases, rows, bases, missing):
         for row in rows:
             results = [c["rows"][row] for c in same if row in c["rows"]]
             if not results:
-                yield line([f"`{row}`", missing.get(row, "-"), *[""] * (1 + len(same))])
+                why = missing.get(row) or next((c["failed"][row] for c in same
+                                                if row in c["failed"]), "-")
+                yield line([f"`{row}`", why, *[""] * (1 + len(same))])
                 continue
             yield line([f"`{row}`", f"{results[0]['bits']:.2f}",
                         f"{max(r['error'] for r in results):.1e}",
                         *(cell(c["rows"], row, bases) for c in same)])
         yield ""
+        for case in same:
+            for row, why in case["failed"].items():
+                yield f"not measured: `{row}`, {case_name(case)}: {why}"
 
 
 def cell(rows, row, bases):
