@@ -182,12 +182,9 @@ def nops(directory):
     queues = [client.queue() for _ in range(64)]
 
     def all_queues():
-        threads = [threading.Thread(target=lambda q=q: [q.nop() for _ in range(20)])
-                   for q in queues]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
+        with concurrent.futures.ThreadPoolExecutor(len(queues)) as threads:
+            for done in threads.map(lambda q: [q.nop() for _ in range(20)], queues):
+                assert len(done) == 20
     return all_queues
 
 
@@ -213,31 +210,44 @@ def forks(directory):
     return some
 
 
+KINDS = {"stepping": stepping, "lookups": lookups, "nops": nops, "forks": forks}
+
+
 def neighbour(kind, directory):
-    work = {"stepping": stepping, "lookups": lookups, "nops": nops, "forks": forks}[kind](directory)
+    """Works while it is told to, and answers each word: `ready`, or `failed` once its work has
+    failed. What went wrong is on the error output."""
+    work = KINDS[kind](directory)
     going = threading.Event()
 
     def loop():
         while True:
             going.wait()
             work()
-    threading.Thread(target=loop, daemon=True).start()
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
     print("ready", flush=True)
     for line in sys.stdin:
         going.set() if line == "go\n" else going.clear()
-        print("ready", flush=True)
+        print("ready" if thread.is_alive() else "failed", flush=True)
 
 
 class Neighbour:
     def __init__(self, kind, directory):
         self.process = subprocess.Popen([sys.executable, __file__, "neighbour", kind, directory],
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.process.stdout.readline()
+        self.kind = kind
+        self.heard()
 
     def say(self, word):
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
-        self.process.stdout.readline()
+        self.heard()
+
+    def heard(self):
+        """Ends the program unless the neighbour still works: beside none, steps are as fast as
+        alone."""
+        if self.process.stdout.readline() != "ready\n":
+            sys.exit(f"fairness.py: the neighbour {self.kind} has failed; no figure counts")
 
 
 def beside(kind):
@@ -296,8 +306,10 @@ def main(what, *arguments):
         stored(*arguments)
     elif what == "neighbour":
         neighbour(*arguments)
-    else:
+    elif what in KINDS:
         beside(what)
+    else:
+        sys.exit(f"fairness.py: {what} is none of idle, saves, stored, {', '.join(KINDS)}")
 
 
 if __name__ == "__main__":
