@@ -100,7 +100,7 @@ class Warp:
 
 def walk(steps, warps, turns):
     """Cycles that each of some warps takes for a turn, of `turns` each. The one that went last goes
-    on if it can, else the one that has waited longest."""
+    on if it can, else, of those that can, the one that went last before it."""
     units = dict.fromkeys(("matrix", "logic", "integer", "function", "move", "shared", None), 0)
     going = collections.deque(Warp(steps, w * len(steps)) for w in range(warps))
     now, begun, all_, number = 0, 0, turns * warps * len(steps), 1
