@@ -40,14 +40,16 @@ def code_of(words):
     return b"".join(struct.pack("<QQ", *pair) for pair in [*words, END])
 
 
-def nest(limit=64, step=8, start=None, inner=5):
+def nest(limit=64, step=8, start=None, inner=5, before=()):
     """A loop with a product in it and a loop of `inner` instructions and the counter's three, that
-    is gone through until the counter passes `limit`. `start`: an instruction that sets it."""
+    is gone through until the counter passes `limit`. `start`: an instruction that sets it, number
+    2; `before`: what stands behind that, from number 3 on."""
     words = [start or make("MOV", d=1, constant=0)]
     first = len(words)
     words += [make("HMMA", d=8, a=16, b=24, c=8), make("MOV", d=1, constant=0)]
     if start:
         words[-1] = start
+    words += before
     body = len(words)
     words += [make("LOP3", d=30, a=30, b=30) for _ in range(inner)]
     words += [make("VIADD", d=1, a=1, constant=step), compare(1, GREATER_OR_EQUAL, limit)]

@@ -58,6 +58,18 @@ class Passes(unittest.TestCase):
         words[3] = code.make("LOP3", d=1, a=1, b=30)
         self.assertEqual(list(kernel_of(words).passes().values()), [None])
 
+    def test_start_that_is_not_the_loop_s(self):
+        """One that is written under a guard, or that a branch goes around, or ends before."""
+        guarded = code.make("MOV", d=1, constant=32, guard=3)
+        plain = code.make("MOV", d=1, constant=32)
+        self.assertEqual(passes(limit=70, step=8, before=[plain]), [5])
+        self.assertEqual(passes(limit=70, step=8, before=[guarded]), [None])
+        around = [code.branch(3, 5, guard=3), plain]
+        self.assertEqual(passes(limit=70, step=8, before=around), [None])
+        self.assertEqual(passes(limit=70, step=8, before=[*around, code.make("NOP")]), [None])
+        skips = [code.branch(3, 5, guard=3), code.make("NOP"), plain]
+        self.assertEqual(passes(limit=70, step=8, before=skips), [5])
+
     def test_stub_behind_the_end_is_no_loop(self):
         """A branch back into code that other ways lead to as well."""
         words = [code.branch(0, 3, guard=0), code.make("MOV", d=1, constant=0),

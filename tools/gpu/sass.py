@@ -293,14 +293,22 @@ def traced(code, indices, register, before):
     return register, added
 
 
-def start_of(code, first, register):
-    """The constant that the register has before instruction `first`, or None."""
-    for at in reversed(code[max(0, first - 64):first]):
+def start_of(code, loop, register):
+    """The constant that the register has before the loop, whatever way leads there, or None."""
+    first = loop.first
+    entered = {at.target for i, at in enumerate(code)
+               if at.target is not None and i not in loop.branches}
+    for i in range(first - 1, max(0, first - 64) - 1, -1):
+        at = code[i]
+        if i + 1 in entered:  # not through what stands above
+            return None
         if at.name == BRANCH and at.target is not None and at.guard == (ALWAYS, False):
             return None
         pair = at.name == "CS2R" and at.operands[0] + 1 == register
         if at.operands[0] != register and not pair:
             continue
+        if at.guard != (ALWAYS, False):
+            return None
         if at.name == "CS2R":
             return 0
         if at.name == "MOV" and at.constant is not None:
@@ -360,7 +368,7 @@ def passes_of(code, blocks, loop):
     whole = counter and traced(code, indices, counter[0], len(indices))
     if not whole or whole[0] != counter[0] or whole[1] <= 0:
         return None
-    start, step = start_of(code, loop.first, counter[0]), whole[1]
+    start, step = start_of(code, loop, counter[0]), whole[1]
     starts = [start] if start is not None else [0, step - 1] if step > 1 else []
     passes = {passes_from(s, counter[1], step, limit, holds, stays) for s in starts}
     return passes.pop() if len(passes) == 1 else None
