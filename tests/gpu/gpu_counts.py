@@ -15,6 +15,11 @@ import sass
 
 TOOL = Path(__file__).resolve().parent.parent.parent / "tools" / "cubin-count.py"
 LANE = code.make("S2R", d=1)
+# A loop of six instructions, the branch back the last.
+LOOP = [code.make("MOV", d=2, constant=0), code.make("HMMA", d=8, a=16, b=24, c=8),
+        code.make("LOP3", d=30, a=30, b=30), code.make("LOP3", d=31, a=31, b=31),
+        code.make("IADD3", d=2, a=2, constant=1), code.compare(2, code.LESS, 100, predicate=1),
+        code.branch(6, 1, guard=1)]
 
 
 def kernel_of(words):
@@ -123,7 +128,64 @@ class Tool(unittest.TestCase):
 
     def test_registers(self):
         self.assertEqual(tool(code.nest(), "--registers", "40").returncode, 0)
-        self.assertEqual(tool(code.nest(), "--registers", "39").returncode, 1)
+        done = tool(code.nest(), "--registers", "39")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("made: 69.00 instructions per token and head (69 a pass", done.stdout)
+        self.assertIn("40 registers, 0 spills, 0 elsewhere", done.stdout)
+
+    def test_spills(self):
+        """Loads and stores of local memory, in the main loop and outside, each with its budget."""
+        for name in ("LDL", "STL"):
+            words = LOOP[:2] + [code.make(name, d=30)] + LOOP[2:-1] + [code.branch(7, 1, guard=1)]
+            inside = [*words, code.make(name), code.make(name), code.make("EXIT")]
+            outside = [*LOOP, code.make(name), code.make("EXIT")]
+            for made, options, status in ((inside, ("--spills", "1", "--elsewhere", "2"), 0),
+                                          (inside, ("--elsewhere", "2"), 1),
+                                          (inside, ("--spills", "1", "--elsewhere", "1"), 1),
+                                          (outside, ("--elsewhere", "1"), 0),
+                                          (outside, (), 1), ([*LOOP, code.make("EXIT")], (), 0)):
+                done = tool(made, *options)
+                self.assertEqual(done.returncode, status, done.stdout)
+                there = "1 spills, 2 elsewhere" if made is inside else "0 spills, "
+                self.assertIn(there, done.stdout)
+
+    def test_conversions(self):
+        """A budget allows none, however large; without one they are counted like others."""
+        for name in ("I2F", "F2I"):
+            words = LOOP[:2] + [code.make(name, d=30)] + LOOP[2:-1]
+            words += [code.branch(7, 1, guard=1), code.make("EXIT")]
+            done = tool(words, "--at-most", "1000")
+            self.assertEqual(done.returncode, 1)
+            self.assertIn("7.00 instructions per token and head (7 a pass", done.stdout)
+            self.assertEqual(tool(words).returncode, 0)
+
+    def test_rare_parts(self):
+        """What a forward branch skips is counted apart, if it is long and has no product."""
+        for size, product, says in ((16, False, "(7 a pass of the loop, rare parts of [16])"),
+                                    (15, False, "(22 a pass of the loop, rare parts of [])"),
+                                    (16, True, "(23 a pass of the loop, rare parts of [])")):
+            skipped = [code.make("HMMA" if product and i == 3 else "FADD", d=30 + i)
+                       for i in range(size)]
+            words = [*LOOP[:2], code.branch(2, 3 + size, guard=2), *skipped, *LOOP[2:-1]]
+            words += [code.branch(len(words), 1, guard=1), code.make("EXIT")]
+            done = tool(words)
+            self.assertIn(says, done.stdout)
+
+    def test_guarded_steps(self):
+        """A step of the counter that is not always made says nothing of passes."""
+        words = code.nest()
+        self.assertIn("loops in it of 8 passes", tool(words).stdout)
+        at = next(i for i, at in enumerate(sass.decode(code.code_of(words))) if at.name == "VIADD")
+        words[at] = code.make("VIADD", d=1, a=1, constant=8, guard=3)
+        done = tool(words, "--at-most", "1000")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("not counted, loops in it of ? passes", done.stdout)
+
+    def test_no_such_kernel(self):
+        done = tool(code.nest(), "--kernel", "mode", "--at-most", "1000")
+        self.assertEqual((done.returncode, done.stdout), (1, ""))
+        self.assertIn('no kernel\'s name contains "mode"', done.stderr)
+        self.assertEqual(tool(code.nest(), "--kernel", "mad").returncode, 0)
 
 
 if __name__ == "__main__":
