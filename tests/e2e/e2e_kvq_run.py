@@ -104,12 +104,15 @@ class KvqRun(unittest.TestCase):
 
     def test_bench_of_steps(self):
         """kvq-bench step compares the outputs of both ways itself."""
-        done = subprocess.run([program("kvq-bench"), "step", "--format", "kvq2", "--tokens",
-                               "300", "--reps", "2", "--path", "fast", "--json"],
+        done = subprocess.run([program("kvq-bench"), "step", "--format", "f16,kvq2", "--tokens",
+                               "300", "--reps", "1", "--path", "fast", "--json"],
                               capture_output=True, check=True)
-        row, = json.loads(done.stdout)
-        self.assertEqual((row["tokens"], row["path"]), (300, "fast"))
-        self.assertGreater(row["context_us"], row["end_us"])
+        rows = json.loads(done.stdout)
+        self.assertEqual([(row["format"], row["tokens"], row["path"]) for row in rows],
+                         [("f16", 300, "exact"), ("kvq2", 300, "fast")])  # f16 has no fast path
+        for row in rows:
+            self.assertGreater(row["context_us"], row["end_us"])
+            self.assertAlmostEqual(row["ratio"], row["daemon_us"] / row["context_us"])
 
     def test_in_context_through_the_daemon(self):
         os.environ["KVQ_LOCAL"] = "daemon"

@@ -33,15 +33,16 @@ FORMATS = ["f16", "kvq2", "oscar2", "oscar2-xh", "kivi-sink2", "ott2", "ott2-osc
            "innerq-base", "innerq-base:outliers=3", "innerq-base:outliers=3:sink=0",
            "innerq-hybrid:outliers=4:displaced=9", "kvq2:outliers=2", "quarot2-s32",
            "turboquant2.5", "vecinfer-2", "vecinfer-2:outliers=3"]
-SMALL = ["--format", ",".join(FORMATS), "--threads", "1", "--reps", "1", "--walk", "1",
-         "--q-heads", "4", "--kv-heads", "2", "--json"]
+SMALL = ["--format", ",".join(FORMATS), "--threads", "1", "--reps", "1",
+         "--kv-heads", "2", "--json"]
+CACHE = ["--q-heads", "4", "--walk", "1"]
 
 
 class Formats(unittest.TestCase):
     """Every format by every command, at lengths with and without packed tokens."""
 
     def rows(self, command, *options, statuses=(0,)):
-        done = bench(command, *SMALL, *options)
+        done = bench(command, *SMALL, *options, *([] if command == "pack" else CACHE))
         self.assertIn(done.returncode, statuses, done.stderr)
         rows = json.loads(done.stdout)
         self.assertEqual({row["format"] for row in rows}, set(FORMATS), done.stderr)
@@ -76,10 +77,32 @@ class Formats(unittest.TestCase):
                               (("attend", "--format", "oscar2:kbits=9"), "--format has"),
                               (("shared", "--queries", "2"), "is for attend without --peer"),
                               (("pack", "--head-dim", "65"), "give 64, 128 or 256"),
+                              (("pack", "--format", "f16,bf16"), "given fp16; leave bf16 out"),
                               (("attend", "--tokens", "0"), '--tokens is "0"')):
             done = bench(*options)
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn(says, done.stderr)
+
+    def test_options_of_other_commands(self):
+        """What a command does not use is refused, and says whose it is."""
+        one = {"--format": "f16", "--tokens": "64", "--threads": "1", "--q-heads": "8",
+               "--kv-heads": "8", "--head-dim": "128", "--path": "exact", "--isa": "c",
+               "--reps": "1", "--walk": "1", "--sessions": "2", "--peer": "x", "--kvqd": "x"}
+        lacks = {"attend": ("--sessions", "--kvqd"), "shared": ("--peer", "--kvqd"),
+                 "pack": ("--tokens", "--q-heads", "--path", "--walk", "--sessions", "--peer",
+                          "--kvqd"),
+                 "ring": set(one) - {"--sessions", "--kvqd"},
+                 "step": ("--threads", "--isa", "--walk", "--sessions", "--peer")}
+        for command, options in lacks.items():
+            for option in options:
+                done = bench(command, option, one[option])
+                self.assertEqual(done.returncode, 2, (command, option))
+                self.assertRegex(done.stderr, f"{option} is for [a-z, ]+, not for {command}; leave")
+            takes = [x for option in one if option not in options and option != "--peer"
+                     for x in (option, one[option])]
+            wrong = ("--kv-heads", "3") if command == "attend" else ("--queries", "2")
+            done = bench(command, *takes, *wrong)  # looked at behind what a command uses
+            self.assertRegex(done.stderr, "not a multiple|--queries 2 is for attend")
 
 
 class Storage(unittest.TestCase):

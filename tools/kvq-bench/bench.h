@@ -44,6 +44,7 @@ struct bench_options {
 };
 
 const char *bench_format_name(const struct bench_options *o, uint32_t i);
+bool bench_format_is_fast(const struct bench_options *o, uint32_t i); // has a fast path, that is
 
 // Reads the command line. 0: go on; 1: help or version was printed, end well; -1: complained.
 int bench_options_read(struct bench_options *o, int argc, char **argv);

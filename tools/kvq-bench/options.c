@@ -54,6 +54,8 @@ static const char help[] =
     "  --help            this text\n"
     "  --version         the version\n"
     "\n"
+    "An option that a command does not use is refused. pack is given fp16, and refuses bf16.\n"
+    "\n"
     "Columns of attend:\n"
     "  us         microseconds a layer\n"
     "  GB/s       cache bytes read a second\n"
@@ -280,6 +282,10 @@ static int check_shape(const struct bench_options *o)
         return -1;
     }
     for (uint32_t i = 0; i < o->n_formats; i++) {
+        if (strcmp(o->command, "pack") == 0 && o->format[i]->raw_dtype == KVQ_BF16) {
+            fprintf(stderr, "kvq-bench: pack is given fp16; leave %s out\n", o->format[i]->name);
+            return -1;
+        }
         shape.dtype = o->format[i]->raw_dtype ? o->format[i]->raw_dtype : KVQ_F16;
         if (kvq_shape_check(&shape, o->format[i], text, sizeof text)) {
             fprintf(stderr, "kvq-bench: %s\n", text);
@@ -306,6 +312,36 @@ static int read_command(struct bench_options *o, int argc, char **argv)
                 argv[optind]);
         return -1;
     }
+    return 0;
+}
+
+// Options that some commands do not use; `given` has a bit for each letter.
+static int check_given(const struct bench_options *o, uint32_t given)
+{
+    static const struct {
+        char letter;
+        const char *name, *commands;
+    } only[] = {
+        {'f', "format", "attend, shared, pack, step"},
+        {'n', "tokens", "attend, shared, step"},
+        {'t', "threads", "attend, shared, pack"},
+        {'q', "q-heads", "attend, shared, step"},
+        {'k', "kv-heads", "attend, shared, pack, step"},
+        {'d', "head-dim", "attend, shared, pack, step"},
+        {'p', "path", "attend, shared, step"},
+        {'i', "isa", "attend, shared, pack"},
+        {'r', "reps", "attend, shared, pack, step"},
+        {'w', "walk", "attend, shared"},
+        {'s', "sessions", "ring, shared"},
+        {'g', "peer", "attend"},
+        {'b', "kvqd", "ring, step"},
+    };
+    for (size_t i = 0; i < sizeof only / sizeof *only; i++)
+        if (given & 1u << (only[i].letter - 'a') && !strstr(only[i].commands, o->command)) {
+            fprintf(stderr, "kvq-bench: --%s is for %s, not for %s; leave it out\n", only[i].name,
+                    only[i].commands, o->command);
+            return -1;
+        }
     return 0;
 }
 
@@ -338,6 +374,13 @@ const char *bench_format_name(const struct bench_options *o, uint32_t i)
     return o->format[i]->name;
 }
 
+bool bench_format_is_fast(const struct bench_options *o, uint32_t i)
+{
+    struct kvq_shape shape = bench_shape(o, KVQ_F16);
+    shape.v_rotation = (uint8_t)kvq_v_rotation_by_paper(o->format[i]); // as sessions have it
+    return kvq_kernels_has_fast(kvq_kernels_get(KVQ_ISA_BEST), o->format[i], &shape);
+}
+
 int bench_options_read(struct bench_options *o, int argc, char **argv)
 {
     static const struct option options[] = {
@@ -351,11 +394,16 @@ int bench_options_read(struct bench_options *o, int argc, char **argv)
         {"help", no_argument, NULL, 'h'},           {"version", no_argument, NULL, 'v'},
         {"walk", required_argument, NULL, 'w'},     {0},
     };
+    uint32_t given = 0;
     int option, status = read_defaults(o);
-    while (!status && (option = getopt_long(argc, argv, "", options, NULL)) != -1)
+    while (!status && (option = getopt_long(argc, argv, "", options, NULL)) != -1) {
         status = read_option(o, option, optarg);
+        given |= status ? 0 : 1u << (option - 'a');
+    }
     if (!status)
         status = read_command(o, argc, argv);
+    if (!status)
+        status = check_given(o, given);
     if (!status)
         status = fill_in(o);
     if (!status)

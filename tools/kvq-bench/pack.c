@@ -278,7 +278,7 @@ int bench_pack(const struct bench_options *o)
             status = 1;
         }
         for (uint32_t j = 0; !error && j < o->n_formats; j++)
-            if (o->format[j]->raw_dtype != KVQ_BF16 && !bench_format(&r, o->format[j]))
+            if (!bench_format(&r, o->format[j]))
                 status = 1;
         kvq_pool_close(&r.pool);
     }

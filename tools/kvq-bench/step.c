@@ -216,9 +216,10 @@ static int bench_all(struct run *r)
     int rc = 0;
     for (uint32_t f = 0; f < o->n_formats; f++)
         for (uint32_t i = 0; i < o->tokens.n; i++) {
-            if (!rc && o->exact)
+            bool is_fast = bench_format_is_fast(o, f);
+            if (!rc && (o->exact || !is_fast))
                 rc = bench_row(r, bench_format_name(o, f), KVQ_ATTENTION_EXACT, o->tokens.value[i]);
-            if (!rc && o->fast)
+            if (!rc && o->fast && is_fast)
                 rc = bench_row(r, bench_format_name(o, f), KVQ_ATTENTION_FAST, o->tokens.value[i]);
         }
     return rc;
