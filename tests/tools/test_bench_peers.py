@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""tools/bench-peers.py without any peer: its tables, its turns, and what it says of peers that are
-not there. Workers are stood for by a script; the worker that starts real ones is asked for one
-whose packages are missing."""
+"""tools/bench-peers.py without any peer but kvq itself: its tables, its tokens, its turns, and what
+it says of peers that are not there. Workers are stood for by a script; the worker that starts real
+ones is asked for one whose packages are missing, and, where KVQ_BIN_DIR and KVQ_LIBRARY say which
+build, for kvq."""
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
+
+import numpy as np
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TOOLS = os.path.join(HERE, "..", "..", "tools")
-sys.path.insert(0, os.path.join(TOOLS, "peers"))
+sys.path[:0] = [os.path.join(TOOLS, "engines"), os.path.join(TOOLS, "peers")]
+import data  # noqa: E402
+import peer  # noqa: E402
 import table  # noqa: E402
 
 # Answers as a worker does: each walk takes as long as its row's name says, and each is noted.
@@ -118,6 +124,95 @@ class Tables(unittest.TestCase):
                                  "1 thread; 4/2/64, 128, 2 threads"])
 
 
+class Tokens(unittest.TestCase):
+    """tools/peers/data.py."""
+
+    def test_layers(self):
+        """As many as a walk needs, one at least, and no more than there may be."""
+        tokens = data.Data(4, 2, 8, 16)
+        self.assertEqual(tokens.values, 2 * 16 * 2 * 8)
+        self.assertEqual([tokens.layers(1000, n) for n in (100, 99, 1000, 5000, 1)],
+                         [10, 11, 1, 1, data.MAX_LAYERS])
+
+    def test_attention(self):
+        """In double precision, head by head, each of its own KV head."""
+        tokens = data.Data(4, 2, 8, 16)
+        for head in range(4):
+            k, v = (x[:, head // 2].astype(np.float64) for x in (tokens.k, tokens.v))
+            weights = np.exp(k @ tokens.q[0, head] / np.sqrt(8))
+            np.testing.assert_allclose(tokens.exact[head], weights @ v / weights.sum(), rtol=1e-6)
+
+    def test_error(self):
+        """That of the head which is off the most; what is no number is off without end."""
+        tokens = data.Data(4, 2, 8, 16)
+        out = tokens.exact.copy()
+        self.assertEqual(tokens.error(out), 0)
+        out[1] *= 1.25
+        out[2] *= 0.5
+        self.assertAlmostEqual(tokens.error(out.astype(np.float32)), 0.5, places=5)
+        out[3, 0] = np.nan
+        self.assertEqual(tokens.error(out), np.inf)
+
+    def test_bfloat16(self):
+        """Values are what bfloat16 holds, to the nearest, a tie to the even one."""
+        words = np.array([0x3f808000, 0x3f818000, 0x3f808001, 0x3f807fff], np.uint32)
+        rounded = data.rounded(words.view(np.float32))
+        self.assertEqual(data.words16(rounded).tolist(), [0x3f80, 0x3f82, 0x3f81, 0x3f80])
+        tokens = data.Data(4, 2, 8, 16)
+        for side in (tokens.k, tokens.v, tokens.q):
+            self.assertFalse((side.view(np.uint32) & 0xffff).any())
+
+
+class Row(peer.Row):
+    """Four layers of 5.5 bits, whose walks take a second each by a clock of its own."""
+    bits, layout, append, layers = 5.5, "rows", True, 4
+
+    def __init__(self, tokens):
+        self.exact, self.did = tokens.exact, []
+
+    def threads(self, number):
+        self.did.append(number)
+
+    def walk(self):
+        self.did.append("walk")
+
+    def clock(self):
+        """Seconds: one for each walk so far."""
+        self.did.append("look")
+        return float(self.did.count("walk"))
+
+    def out(self):
+        return self.exact * 1.5
+
+
+class Peers(unittest.TestCase):
+    """tools/peers/peer.py."""
+
+    def test_row(self):
+        """What is said of a row is what it is; a turn is microseconds a layer, of the walks behind
+        the first."""
+        rows = []
+
+        class Peer(peer.Peer):
+            def make(self, name, tokens):
+                rows.append(Row(tokens))
+                return rows[-1]
+        one = Peer(3)
+        shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 8, "tokens": 16}
+        told = one.open("fake:x", shape, 100)
+        self.assertAlmostEqual(told.pop("error"), 0.5)
+        self.assertEqual(told, {"bits": 5.5, "layout": "rows", "append": True, "layers": 4,
+                                "walk": 4 * 512 * 5.5 / 8})
+        row, = rows
+        self.assertEqual(row.did, [3, "walk"])
+        row.did.clear()
+        with mock.patch.object(peer.time, "perf_counter", row.clock):
+            self.assertEqual(one.step("fake:x", 2, 2.5), {"us": 1e6 / 4})
+        # Three walks of a second reach 2.5 seconds; the one before them is not timed.
+        self.assertEqual([x for x in row.did if x != "look"], [2, *["walk"] * 4])
+        self.assertEqual(row.did[:3], [2, "walk", "look"])
+
+
 class Turns(unittest.TestCase):
     """The program, over workers that time nothing."""
 
@@ -136,8 +231,8 @@ class Turns(unittest.TestCase):
         os.chmod(self.path(name), 0o755)
         return self.path(name)
 
-    def bench(self, *options):
-        environment = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"}
+    def bench(self, *options, **more):
+        environment = {n: v for n, v in os.environ.items() if n != "PYTHONPATH"} | more
         return subprocess.run([sys.executable, os.path.join(TOOLS, "bench-peers.py"), *options],
                               capture_output=True, text=True, timeout=60, env=environment)
 
@@ -155,6 +250,8 @@ class Turns(unittest.TestCase):
                          ["`kvq:f16`", "16.00", "1.0e-03", "100 (4.00)", "200 (2.00)"])
         with open(self.path("json"), encoding="utf-8") as file:
             written = json.load(file)
+        walk, = {c["rows"]["kvq:f16"]["walk"] for c in written["cases"]}
+        self.assertGreaterEqual(walk, 4 * (32 << 20))  # four of the smallest that it takes for one
         self.assertEqual(written["peers"], {"kvq": "fake kvq", "torch": "fake torch"})
         self.assertEqual([c["rows"]["torch:bf16"]["us"] for c in written["cases"]],
                          [[400, 400], [400, 400]])
@@ -181,6 +278,28 @@ class Turns(unittest.TestCase):
             asked = file.read().splitlines()
         self.assertEqual([x for x in asked if x.startswith("close")],
                          ["close kvq:breaks", "close kvq:f16"])
+
+    @unittest.skipUnless("KVQ_LIBRARY" in os.environ, "no build is named")
+    def test_kvq(self):
+        """kvq's own rows, with as many bits as their formats have and errors of that size."""
+        done = self.bench("--rows", "kvq:f16,kvq:int8,kvq:kvq2,kvq:kvq2/fast",
+                          "--base", "kvq:f16", "--rounds", "1", "--threads", "1", "--shapes",
+                          "4/2/64", "--tokens", "1024", "--walk", "1", "--seconds", "0.001",
+                          "--json", self.path("json"),
+                          PYTHONPATH=os.path.join(TOOLS, "..", "client", "python"))
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        with open(self.path("json"), encoding="utf-8") as file:
+            rows = json.load(file)["cases"][0]["rows"]
+        for name, bits, error in (("kvq:f16", (16, 16.5), (1e-8, 1e-3)),
+                                  ("kvq:int8", (8, 10), (1e-4, 2e-2)),
+                                  ("kvq:kvq2/fast", (2, 5), (2e-2, 1))):
+            row = rows[name]
+            self.assertTrue(bits[0] <= row["bits"] <= bits[1], row)
+            self.assertTrue(error[0] <= row["error"] <= error[1], row)
+            self.assertGreaterEqual(row["walk"], 0.99 * (1 << 20))
+            self.assertEqual(row["layers"], -(-(1 << 20) // int(row["walk"] / row["layers"])))
+            self.assertGreater(row["us"][0], 0)
+        self.assertNotEqual(rows["kvq:kvq2"]["error"], rows["kvq:kvq2/fast"]["error"])
 
     def test_what_cannot_be_meant(self):
         for options, says in ((("--rows", "sglang:x"), "sglang is no peer"),
