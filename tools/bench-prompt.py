@@ -218,6 +218,19 @@ class Row:
         self.process.wait()
 
 
+def table(given, rows):
+    """Lines of Markdown, out of each row's rounds. Ratios are those within a round."""
+    yield "| row | tokens a second | times the first row | last piece, s | times the first row |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        pairs = list(zip(rows[0].rounds, row.rounds))
+        whole = statistics.median(sum(a) / sum(b) for a, b in pairs)
+        last = statistics.median(a[-1] / b[-1] for a, b in pairs)
+        seconds = statistics.median(sum(r) for r in row.rounds)
+        yield (f"| `{row.name}` | {given.tokens / seconds:.1f} | {whole:.2f} | "
+               f"{statistics.median(r[-1] for r in row.rounds):.2f} | {last:.2f} |")
+
+
 def main():
     """Exit status."""
     given = arguments()
@@ -236,16 +249,7 @@ def main():
                 row.run()
         for row in rows:
             row.stop()
-    print("| row | tokens a second | times the first row | last piece, s "
-          "| times the first row |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        pairs = list(zip(rows[0].rounds, row.rounds))
-        whole = statistics.median(sum(a) / sum(b) for a, b in pairs)
-        last = statistics.median(a[-1] / b[-1] for a, b in pairs)
-        seconds = statistics.median(sum(r) for r in row.rounds)
-        print(f"| `{row.name}` | {given.tokens / seconds:.1f} | {whole:.2f} | "
-              f"{statistics.median(r[-1] for r in row.rounds):.2f} | {last:.2f} |")
+    print("\n".join(table(given, rows)))
     for row, why in given.failed.items():
         print(f"not measured: {row}: {why}")
     return 1 if given.failed else 0

@@ -55,10 +55,20 @@ class Formats(unittest.TestCase):
             for row in self.rows("attend", *options, statuses=(0, 1)):
                 most = 0.1 if row["path"] == "fast" else 1e-4
                 self.assertLess(row["rel_err"], most, row)
+                self.relations(row)
+
+    def relations(self, row):
+        """What stands beside what was timed is the quotient that it is called."""
+        self.assertAlmostEqual(row["vs_f16"], row["f16_us"] / row["us"], 6)
+        self.assertAlmostEqual(row["floor_share"], row["gb_per_s"] / row["floor_gb_per_s"], 6)
+        if row["format"] == "f16":  # which packs nothing: all tokens take the same bytes
+            read = row["bytes_per_token_head"] * row["tokens"] * row["kv_heads"]
+            self.assertAlmostEqual(row["gb_per_s"], read / row["us"] / 1e3, 6)
 
     def test_shared(self):
         for row in self.rows("shared", "--tokens", "300", "--head-dim", "64", "--sessions", "3"):
             self.assertTrue(row["same_bits"], row)
+            self.assertAlmostEqual(row["ratio"], row["apart_us"] / row["shared_us"], 6)
 
     def test_pack(self):
         self.rows("pack", "--head-dim", "64")
@@ -124,7 +134,12 @@ class Storage(unittest.TestCase):
         with open(log, encoding="utf-8") as file:
             ran = [int(line) for line in file]
         os.unlink(log)
-        return [row["bytes"] for row in json.loads(done.stdout)], ran
+        rows = json.loads(done.stdout)
+        for row in rows:
+            share = row["gb_per_s"] / row["dd_gb_per_s"]
+            for name in ("share_of_dd", "least_share", "most_share"):  # of one round
+                self.assertAlmostEqual(row[name], share, 6, row)
+        return [row["bytes"] for row in rows], ran
 
     def test_same_bytes(self):
         for size, block, want in ((8 << 20, 65536, 8 << 20), (5 << 20, 300000, 5100000),

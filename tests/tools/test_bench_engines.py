@@ -166,5 +166,28 @@ class Engines(Case):
         self.assertIn("| `llama:f16` | 2 |", done.stdout)
 
 
+class Tables(unittest.TestCase):
+    """What is printed of times that are given: ratios are medians of those within a round, which
+    one slow round does not move."""
+
+    def test_engines(self):
+        results = {"static": {"ms": [10, 20, 300], "bytes": 2e6, "resident": 3e6},
+                   "kvq": {"ms": [5, 5, 100], "bytes": 1e6, "resident": None}}
+        lines = list(program("bench-engines").table(results, "static"))
+        self.assertEqual(lines[2:], ["| `static` | 20 | 1.00 | 2 | 3 |",
+                                     "| `kvq` | 5 | 3.00 | 1 | - |"])  # 4 of the medians
+        lines = list(program("bench-engines").table({"kvq": results["kvq"]}, "static"))
+        self.assertEqual(lines[2:], ["| `kvq` | 5 | - | 1 | - |"])
+
+    def test_prompts(self):
+        rows = [mock.Mock(rounds=[[1, 3], [2, 6], [20, 60]]),
+                mock.Mock(rounds=[[1, 1], [1, 1], [10, 30]])]
+        rows[0].name, rows[1].name = "f16", "kvq:f16"
+        lines = list(program("bench-prompt").table(mock.Mock(tokens=1024), rows))
+        self.assertEqual(lines[2:], ["| `f16` | 128.0 | 1.00 | 6.00 | 1.00 |",
+                                     "| `kvq:f16` | 512.0 | 2.00 | 1.00 | 3.00 |"])
+        self.assertEqual({x.count("|") for x in lines}, {6})
+
+
 if __name__ == "__main__":
     unittest.main()
