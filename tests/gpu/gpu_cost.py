@@ -187,40 +187,67 @@ class Model(unittest.TestCase):
         self.assertAlmostEqual(abs(worst - 1), 0.1, delta=0.01)
 
 
-class Table(unittest.TestCase):
+class Page(unittest.TestCase):
+    """The tables of docs/benchmarks.md."""
+
+    def text(self, part=None):
+        text = (DOCS / "benchmarks.md").read_text()
+        return re.search(rf"<!-- {part}: begin -->(.*)<!-- {part}: end -->", text,
+                         re.S)[1] if part else " ".join(text.split())
+
+    @staticmethod
+    def rows(text):
+        return [[cell.strip() for cell in line.strip("|").split("|")]
+                for line in text.strip().splitlines() if line.startswith("|")]
+
+
+class Table(Page):
     """What the documentation says that the model says."""
 
     def setUp(self):
         self.kernels = cost.load(FOLDER)
 
-    def rows(self, part):
-        text = (DOCS / "benchmarks.md").read_text()
-        return [[cell.strip() for cell in line.strip("|").split("|")]
-                for line in re.search(rf"<!-- {part}: begin -->(.*)<!-- {part}: end -->", text,
-                                      re.S)[1].strip().splitlines() if line.startswith("|")]
-
     def compare(self, what, written, predicted):
-        self.assertAlmostEqual(written, predicted, delta=CLOSE * predicted + 0.05, msg=what)
+        """Figures as they are printed, and words."""
+        try:
+            number = float(predicted)
+        except ValueError:
+            self.assertEqual(written, predicted, what)
+            return
+        last = 10.0 ** -len(predicted.partition(".")[2])
+        self.assertAlmostEqual(float(written), number, delta=CLOSE * abs(number) + last / 2,
+                               msg=what)
+
+    def compare_tables(self, written, predicted):
+        self.assertEqual(len(written), len(predicted))
+        for row, other in zip(written, predicted):
+            self.assertEqual(len(row), len(other), row)
+            for head, cell, new in zip(predicted[0], row, other):
+                self.compare(f"{head} of {other[0]}, {other[1]}", cell, new)
 
     def test_predictions(self):
-        points, gpu, seen = {p.name: p for p in cost.ALL_POINTS}, None, 0
-        gpus = {gpu.name: gpu for gpu in cost.GPUS}
-        for point, name, us, floor, *_ in self.rows("predictions"):
-            if point in gpus:
-                gpu = gpus[point]
-            elif point in points:
-                found = cost.predict(self.kernels, gpu, name.strip("`"), points[point])
-                self.compare(f"{gpu.name}, {point}, {name}", float(us), found["us"])
-                self.compare(f"floor of {point}, {name}", float(floor), found["floor_us"])
-                seen += 1
-        self.assertEqual(seen, len(cost.GPUS) * len(points) * len(cost.RECOMMENDED))
+        """Whole rows: the parts as well as their sum."""
+        made = "\n".join(cost.predicted_table(self.kernels, gpu) for gpu in cost.GPUS)
+        self.compare_tables(self.rows(self.text("predictions")), self.rows(made))
 
     def test_checked(self):
-        found = {(point, name): us for point, name, _, us in cost.checked(self.kernels)}
-        for point, name, _, us, _ in self.rows("checked")[2:]:
-            name = name.split(",")[0].strip("`")
-            self.compare(f"{point}, {name}", float(us), found.pop((point, name)))
-        self.assertEqual(found, {})
+        made = cost.check_table(list(cost.checked(self.kernels)))
+        self.compare_tables(self.rows(self.text("checked")), self.rows(made))
+
+
+class Sentence(Page):
+    """What the page says of its own table."""
+
+    def test_error(self):
+        rows = [(point, name.split(",")[0].strip("`"), float(us), float(predicted))
+                for point, name, us, predicted, _ in self.rows(self.text("checked"))[2:]]
+        told = re.search(r"The ([\d.]+)% in the root mean square .*? 48 sessions of `kvq2-fm-s0`, "
+                         r"which took ([\d.]+) times .*? and 16 sessions of 4,096 tokens, "
+                         r"([\d.]+) times", self.text()).groups()
+        off = {(point, name): us / predicted for point, name, us, predicted in rows}
+        self.assertEqual(told, (f"{100 * cost.errors(rows)[0]:.1f}",
+                                f"{off['48 x 4,096', 'kvq2-fm-s0']:.2f}",
+                                f"{off['16 x 4,096', 'oscar2']:.2f}"))
 
 
 if __name__ == "__main__":
@@ -231,6 +258,6 @@ if __name__ == "__main__":
             sys.exit(77)
         tests = [Table]
     else:
-        PLAN, tests = sys.argv[1], [Walk, Cut, Model]
+        PLAN, tests = sys.argv[1], [Walk, Cut, Model, Sentence]
     suite = unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, tests))
     sys.exit(not unittest.TextTestRunner().run(suite).wasSuccessful())
