@@ -81,6 +81,10 @@ def arguments():
             parser.error(f"--{name} {getattr(given, name)}: expected "
                          + ("multiples of 64" if name == "tokens" else "1 or more"))
         setattr(given, name, values)
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: expected 1 or more")
+    if given.base not in given.rows and given.base != parser.get_default("base"):
+        parser.error(f"--base {given.base} is none of the rows: {', '.join(given.rows)}")
     given.python = dict(x.partition("=")[::2] for x in given.python)
     unknown = set(given.python) - set(ENGINES)
     if unknown:

@@ -104,6 +104,11 @@ def arguments():
     if unknown:
         parser.error(f"{', '.join(sorted(unknown))} is no peer; there are "
                      + ", ".join(table.INSTALL))
+    unknown = [base for base in given.base if base not in given.rows]
+    if unknown and ",".join(given.base) != parser.get_default("base"):
+        parser.error(f"--base {unknown[0]} is none of the rows: {', '.join(given.rows)}")
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: expected 1 or more")
     if not given.walk:
         given.walk = WALKS * last_level_cache() >> 20
     return given

@@ -55,6 +55,8 @@ def arguments():
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.failed = choose_rows(parser, given, ROWS, lambda row: row.startswith("kvq:"))
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: expected 1 or more")
     if given.pieces:
         given.pieces = [int(n) for n in given.pieces.split(",")]
         given.tokens = sum(given.pieces)

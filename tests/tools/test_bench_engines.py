@@ -166,6 +166,18 @@ class Engines(Case):
         self.assertIn("| `llama:f16` | 2 |", done.stdout)
 
 
+class Meant(Case):
+    def test_what_cannot_be_meant(self):
+        for name, options, says in (
+                ("bench-engines.py", ("--rounds", "0"), "--rounds 0: expected 1 or more"),
+                ("bench-prompt.py", ("--rounds", "0"), "--rounds 0: expected 1 or more"),
+                ("bench-engines.py", ("--rows", "static,llama:f16", "--base", "llama:f61"),
+                 "--base llama:f61 is none of the rows: static, llama:f16")):
+            done = self.run_tool(name, *options)
+            self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
+            self.assertIn(says, done.stderr)
+
+
 class Tables(unittest.TestCase):
     """What is printed of times that are given: ratios are medians of those within a round, which
     one slow round does not move."""

@@ -305,6 +305,8 @@ class Turns(unittest.TestCase):
         for options, says in ((("--rows", "sglang:x"), "sglang is no peer"),
                               (("--shapes", "9/2/64"), "invalid shapes value"),
                               (("--tokens", "0"), "invalid numbers value"),
+                              (("--rounds", "0"), "--rounds 0: expected 1 or more"),
+                              (("--base", "torch:b16"), "--base torch:b16 is none of the rows"),
                               (("--python", "ollama=x"), "ollama is no peer")):
             done = self.bench(*options)
             self.assertEqual(done.returncode, 2)

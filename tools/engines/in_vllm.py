@@ -78,7 +78,8 @@ class Engine(Row):
 
     def step(self):
         """See worker.py."""
-        self.engine.step()
+        if not self.engine.step():  # after ROOM tokens the request has ended
+            raise RuntimeError(f"vLLM decoded no token; a row has room for {ROOM} of them")
 
     def nbytes(self):
         """See worker.py: of its pages, or of the session."""
