@@ -1,12 +1,17 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The shell scripts in tools/, over programs that only note how they were called: what their
---help does, and how test.sh builds, counts and stops. Nothing is built or installed."""
+"""The shell scripts in tools/, and what they start, over programs that only note how they were
+called: what their --help does, and how test.sh builds, counts and stops. Nothing is built or
+installed."""
+import importlib.util
+import io
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import unittest
+from unittest import mock
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.abspath(os.path.join(HERE, "..", ".."))
@@ -163,6 +168,36 @@ class Counting(Scripts):
             with open(page, encoding="utf-8") as file:
                 self.assertEqual("7 passed" in file.read(), recorded, done.stderr)
             self.assertEqual("not recorded" in done.stdout, not recorded)
+
+
+class Demo(Scripts):
+    """The last act of demo.py, on a machine that is busy."""
+
+    def act(self, text):
+        """What it prints over a kvq-bench that is this script."""
+        self.program("kvq-bench", "#!/bin/sh\n" + text)
+        spec = importlib.util.spec_from_file_location(
+            "demo", os.path.join(ROOT, "tools", "demo.py"))
+        demo = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(demo)
+        show = demo.Demo(os.path.join(self.folder, "bin"), True)
+        self.addCleanup(shutil.rmtree, show.folder)
+        with mock.patch.object(sys, "stdout", io.StringIO()) as out:
+            try:
+                show.real_shape()
+            except demo.Trouble as trouble:
+                return str(trouble)
+        return out.getvalue()
+
+    def test_warning(self):
+        row = ('{"format": "f16", "path": "exact", "us": 5, "threads": 1, "isa": "c", '
+               '"vs_f16": 1, "bytes_per_token_head": 512}')
+        busy = "echo 'reads 106% of the floor' >&2; exit "
+        told = self.act(f"echo '[{row}]'; {busy} 1\n")
+        self.assertIn("reads 106% of the floor", told)
+        self.assertIn("5 us per layer", told)
+        self.assertIn("ended with 2:\nreads 106%", self.act(f"echo '[{row}]'; {busy} 2\n"))
+        self.assertIn("has timed nothing", self.act(f"echo '[]'; {busy} 1\n"))
 
 
 if __name__ == "__main__":
