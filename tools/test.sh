@@ -53,6 +53,13 @@ declare -A part_about=(
     [attacks]="simulations and attacks on the store for longer; under --full alone"
 )
 
+# A value that is missing is bad usage, for which ${2:?} alone would end with status 1.
+case "${!#}" in
+--only | --jobs | --seeds | --engines | --fuzz-seconds)
+    echo "test.sh: ${!#} needs a value; --help lists what there is" >&2
+    exit 2
+    ;;
+esac
 full=0 jobs=$(nproc) fuzz_seconds= seeds=3 engines=${KVQ_ENGINES:-${engine_names[*]}}
 only=()
 while [ $# -gt 0 ]; do

@@ -84,6 +84,14 @@ class Help(Scripts):
         self.assertEqual(self.notes(), [])
 
 
+    def test_no_value(self):
+        """Bad usage is status 2."""
+        for option in ("--only", "--jobs", "--seeds", "--engines", "--fuzz-seconds", "--nonsense"):
+            done = self.run_script("tools/test.sh", "--full", option)
+            self.assertEqual(done.returncode, 2, option)
+            self.assertIn(option, done.stderr)
+
+
 class Builds(Scripts):
     def test_once(self):
         """What stands in build/test is brought up to date, once, and then the parts go on."""
