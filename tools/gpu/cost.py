@@ -5,7 +5,7 @@
     tools/gpu/cost.py BUILD/kernels/cuda                 predictions, as Markdown; no GPU is used
     tools/gpu/cost.py BUILD/kernels/cuda --check         beside what was measured, and the error
     tools/gpu/cost.py BUILD/kernels/cuda --what-if kvq2  what single changes would give
-    tools/gpu/cost.py BUILD/kernels/cuda --json          all of it for programs
+    tools/gpu/cost.py BUILD/kernels/cuda --json          predictions and --check for programs
 
 BUILD/kernels/cuda has cubins for sm_90a, as a build with KVQ_CUDA leaves them there.
 
@@ -414,9 +414,10 @@ def everything(kernels):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("folder", help="that has attend_d128.sm_90a.cubin and its like")
-    parser.add_argument("--check", action="store_true", help="beside what was measured")
-    parser.add_argument("--what-if", choices=FORMATS, help="single changes, for this format")
-    parser.add_argument("--json", action="store_true")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="beside what was measured")
+    what.add_argument("--what-if", choices=FORMATS, help="single changes, for this format")
+    what.add_argument("--json", action="store_true", help="predictions and --check for programs")
     options = parser.parse_args()
     kernels = load(options.folder)
     if options.json:
