@@ -26,6 +26,13 @@ formats=$formats,kvq2-fm-s0/fast,oscar2-fit-s32,kivi2-fit-s32
 claims=oscar2-norot-noscale,oscar2-norot,oscar2-noscale,oscar2,oscar2-max,oscar2-mean,kivi2
 claims=$claims,kivi2-g128,ott2,innerq-hybrid,innerq-small,innerq-hybrid-full,innerq-small-full
 claims=$claims,turboquant3
+models=${*:-smollm2 qwen-coder gemma3-270m}
+for model in $models; do
+    case $model in
+    smollm2 | qwen-coder | gemma3-270m) ;;
+    *) echo "quality.sh: $model is no model of this page" >&2 && exit 2 ;;
+    esac
+done
 mkdir -p "$out"
 cd "$out"
 [ -e weights/articles.txt ] || "$python" "$root/tools/eval/fetch.py" weights
@@ -38,7 +45,7 @@ measure() {
         --reference sdpa --out "$folder" "$@"
 }
 
-for model in ${*:-smollm2 qwen-coder gemma3-270m}; do
+for model in $models; do
     case $model in
     smollm2) some="--windows 8 --context 2048 --needles 6 --answers 4 --answer-tokens 96" ;;
     qwen-coder)
@@ -48,7 +55,6 @@ for model in ${*:-smollm2 qwen-coder gemma3-270m}; do
     gemma3-270m)
         some="--windows 4 --context 2048 --needles 4 --answers 3 --answer-tokens 64 --prompt 768"
         ;;
-    *) echo "quality.sh: $model is no model of this page" >&2; exit 2 ;;
     esac
     # shellcheck disable=SC2086
     measure "$model" "$model" --formats "$formats" --distances 64,256,1024 $some
