@@ -29,7 +29,7 @@ for file in "${files[@]}"; do
         echo "loop.sh: there is no file '$file'" >&2
         exit 2
     fi
-    case "$file" in *.c | *.h | *.cpp | *.cuh) sources+=("$file") ;; esac
+    case "$file" in *.c | *.h | *.cpp | *.cu | *.cuh) sources+=("$file") ;; esac
     case "$file" in
     daemon/core/*) areas+=(core) targets+=(kvqd) ;;
     daemon/*) areas+=(edges) targets+=(kvqd) ;;
@@ -56,6 +56,10 @@ if [ ! -f build/dev/build.ninja ]; then
 fi
 failed=0
 if [ ${#sources[@]} -gt 0 ]; then
+    if ! command -v clang-format-14 >/dev/null; then
+        echo "loop.sh: clang-format-14 is not here: tools/deps.sh loop installs it"
+        failed=1
+    fi
     clang-format-14 --dry-run -Werror "${sources[@]}" 2>&1 | grep -m 10 error: && failed=1
     python3 tests/house.py --includes || failed=1
 fi
