@@ -58,7 +58,9 @@ class Cache(Row):
     append = True
 
     def __init__(self, worker, name, tokens):
-        name, _, how = name.partition("/")
+        row, (name, _, how) = name, name.partition("/")
+        if name not in KINDS or how not in ("", "tensor") or (how and not name.startswith("int")):
+            raise ValueError(f"{row!r} is no row; see --help")
         how = "PER_TENSOR" if how == "tensor" else "PER_CHANNEL"
         kind = KINDS[name][1]
         values = np.float16 if name == "f16" else np.float32

@@ -21,8 +21,11 @@ class Cache(Row):
     layout = "each head's tokens in one piece"
 
     def __init__(self, worker, name, tokens):
-        name, _, how = name.partition("/")
-        kind = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[name]
+        row, (name, _, how) = name, name.partition("/")
+        kinds = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+        if name not in kinds or how not in ("", "grouped"):
+            raise ValueError(f"{row!r} is no row; see --help")
+        kind = kinds[name]
         self.bits = 8 * kind.itemsize
         self.layers = tokens.layers(worker.bytes, tokens.values * kind.itemsize)
         sides = tokens.by_heads()
