@@ -99,7 +99,7 @@ class Formats(unittest.TestCase):
                "--kv-heads": "8", "--head-dim": "128", "--path": "exact", "--isa": "c",
                "--reps": "1", "--walk": "1", "--sessions": "2", "--peer": "x", "--kvqd": "x"}
         lacks = {"attend": ("--sessions", "--kvqd"), "shared": ("--peer", "--kvqd"),
-                 "pack": ("--tokens", "--q-heads", "--path", "--walk", "--sessions", "--peer",
+                 "pack": ("--tokens", "--path", "--walk", "--sessions", "--peer",
                           "--kvqd"),
                  "ring": set(one) - {"--sessions", "--kvqd"},
                  "step": ("--threads", "--isa", "--walk", "--sessions", "--peer")}

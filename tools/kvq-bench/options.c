@@ -325,7 +325,7 @@ static int check_given(const struct bench_options *o, uint32_t given)
         {'f', "format", "attend, shared, pack, step"},
         {'n', "tokens", "attend, shared, step"},
         {'t', "threads", "attend, shared, pack"},
-        {'q', "q-heads", "attend, shared, step"},
+        {'q', "q-heads", "attend, shared, pack, step"},
         {'k', "kv-heads", "attend, shared, pack, step"},
         {'d', "head-dim", "attend, shared, pack, step"},
         {'p', "path", "attend, shared, step"},
