@@ -174,14 +174,14 @@ bool park_fails(struct sim *sim)
         !kit_chance(&sim->kit, 4))
         return false;
     kvq__restore_end(&k->restore, KVQ_E_SYSTEM);
-    MUST(kvq__is_offloaded(s) || s->restore->turns_back); // once nobody looks at it
+    MUST(kvq__is_offloaded(s) || kvq__is_turning_back(s)); // once nobody looks at it
     return true;
 }
 
 int park_predict(const struct sim *sim, const struct track *t)
 {
     const struct kvq__session *s = find_session(sim, t->id);
-    return kvq__is_offloaded(s) ? s->fetch.error : 0;
+    return kvq__is_offloaded(s) || kvq__is_turning_back(s) ? s->fetch.error : 0;
 }
 
 bool park_waits(const struct sim *sim)

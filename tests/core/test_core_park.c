@@ -418,6 +418,50 @@ SAVING_TEST(test_fails_beside_a_request)
     assert_int_equal(vault.n_sessions, 0);
 }
 
+// A client's stream may keep what has come for ever. Then the fetch has ended all the same: its
+// place is another one's, its ticket says so, and a request that waits is answered.
+SAVING_TEST(test_fails_beside_a_stream_that_stands)
+{
+    enum { MOST = 16 };
+    static uint8_t x[OUT_BYTES];
+    uint64_t handles[MOST + 1];
+    struct kvq__store_job jobs[MOST + 1];
+    struct kvq__move_info info;
+    for (uint32_t i = 0; i <= MOST; i++) {
+        handles[i] = fed("", 3, 0);
+        away(handles[i]);
+    }
+    struct kvq__session *s = kit_of(&m, handles[0]);
+    assert_int_equal(kvq__session_prefetch(m.client, handles[0], &info, text), 0);
+    for (uint32_t i = 1; i <= MOST; i++)
+        kvq__fetch_ask(kit_of(&m, handles[i]));
+    for (uint32_t i = 0; i < MOST; i++)
+        assert_true(kvq__park_next(kit.core, &jobs[i]));
+    assert_false(kvq__park_next(kit.core, &jobs[MOST]));
+    struct kvq__restore *r;
+    assert_int_equal(jobs[0].id, s->id);
+    assert_int_equal(vault_fetch(&vault, kit.core, &jobs[0], &r), 0);
+    assert_int_equal(vault_layer(&vault, r, vault_find(&vault, jobs[0].name, 0), 0), 0);
+    kvq__session_ref(s); // as a request on such a stream does
+    kvq__restore_end(&r, KVQ_E_SYSTEM);
+    assert_true(kvq__park_next(kit.core, &jobs[MOST]));
+    assert_int_equal(ask(info.id).status, KVQ_E_SYSTEM);
+    refused(handles[0], KVQ_E_BUSY, "could not be read back");
+    assert_int_equal(kvq__session_prefetch(m.client, handles[0], &info, text), KVQ_E_BUSY);
+    assert_int_equal(attend(handles[0], 0, x), 1);
+    kit_pass(&kit, 1900000000u);
+    assert_int_equal(kit_again(&m), 1);
+    kit_pass(&kit, 200000000u);
+    assert_int_equal(kit_again(&m), 0);
+    assert_int_equal(kvq__queue_results(m.queue)[0].status, KVQ_E_SYSTEM);
+    kvq__session_unref(s);
+    assert_true(kvq__parks_poll(kit.core));
+    assert_true(kvq__is_offloaded(s));
+    for (uint32_t i = 1; i <= MOST; i++)
+        kvq__fetch_failed(kit.core, jobs[i].id, KVQ_E_SYSTEM, "it failed");
+    wake(handles[0]);
+}
+
 enum { OF_ONE = 18, OF_ALL = 3 * OF_ONE };
 
 // The orders to read something back that there are: of two namespaces.

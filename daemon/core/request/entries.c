@@ -35,8 +35,8 @@ int kvq__entry_open(struct kvq__queue *q, uint32_t i, bool write)
     if (rc < 0)
         return kvq__entry_fail(q, i, rc, 0);
     if (kvq__is_on_stream(q) && kvq__home_of(h->session)->gpu != q->timeline.gpu)
-        return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0); // a stream is one GPU's
-    if (kvq__is_offloaded(h->session))                 // it was to come back, and could not
+        return kvq__entry_fail(q, i, KVQ_E_BUFFER, 0);                     // a stream is one GPU's
+    if (kvq__is_offloaded(h->session) || kvq__is_turning_back(h->session)) // it could not come back
         return kvq__entry_fail(q, i, h->session->fetch.error, h->session->tokens);
     q->work[i].handle = h;
     q->work[i].session = h->session;

@@ -492,7 +492,7 @@ static void reset_works(struct kvq__queue *q)
 static bool waits_for_loading(const struct kvq__queue *q, const struct kvq__session *s)
 {
     uint32_t layer = q->header.layer;
-    if (s->n_loading == 0)
+    if (s->n_loading == 0 || kvq__is_turning_back(s)) // those never come
         return false;
     switch (q->header.op) {
     case KVQ_OP_NOP:

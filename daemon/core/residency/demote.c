@@ -58,7 +58,7 @@ bool kvq__demoted_asks(struct kvq__queue *q, uint32_t i, const struct kvq__handl
 {
     struct kvq__session *s = h->session;
     struct kvq__core *core = s->core;
-    if (!s->demoted.home || kvq__is_offloaded(s))
+    if (!s->demoted.home || kvq__is_offloaded(s) || kvq__is_turning_back(s))
         return false;
     kvq__session_used(s); // nobody else's need makes it go now
     if (s->move || s->park || s->n_loading || kvq__is_fetching(s))

@@ -21,6 +21,7 @@ enum { RELEASE_AT_ONCE = 512 }; // references between two looks at the rings
 
 #define LEAVE_NS  10000000000ull // how long what only packs it may take
 #define AGAIN_NS  50000000ull    // a request that waits for room has it fetched so often
+#define TURN_NS   2000000000ull  // how long one waits for a session that turns back
 #define NS_PER_MS 1000000ull
 
 // The name that people know it by.
@@ -68,6 +69,15 @@ static int refuse_use(const struct kvq__session *s, char *text)
                      who, s->readers, client);
 }
 
+static int refuse_turning_back(const struct kvq__session *s, char *text)
+{
+    char who[KVQ_NAME_BYTES];
+    return kvq__fail(text, KVQ_E_BUSY,
+                     "session \"%s\" could not be read back, and is on disk alone again once "
+                     "requests that read some of it have ended; try again then",
+                     shown_name(s, who));
+}
+
 // `own`: a ticket that does not count. `soon`: one that is being read may be, when it is there.
 static int check_member(const struct kvq__session *s, const struct kvq__park *own, bool soon,
                         char *text)
@@ -85,6 +95,8 @@ static int check_member(const struct kvq__session *s, const struct kvq__park *ow
     if (kvq__is_offloaded(s))
         return kvq__fail(text, KVQ_E_BUSY, "session \"%s\" is on disk already%s", who,
                          kvq__is_fetching(s) ? ", and about to come back" : "");
+    if (kvq__is_turning_back(s))
+        return refuse_turning_back(s, text);
     bool used = kvq__session_uses(s, KVQ__USES_PARK) || (is_loading_session(s) && !soon);
     return used ? refuse_use(s, text) : 0;
 }
@@ -446,17 +458,17 @@ static bool is_room(int status)
 bool kvq__park_asks(struct kvq__queue *q, uint32_t i, struct kvq__session *s)
 {
     struct kvq__entry *w = &q->work[i];
-    if (s->restore && s->restore->turns_back)
-        return true;
-    if (!kvq__is_offloaded(s))
+    bool turns = kvq__is_turning_back(s); // then it is fetched anew
+    if (!kvq__is_offloaded(s) && !turns)
         return false;
     if (!w->fetch_asked)
         w->fetch_serial = s->fetch.serial;
     w->fetch_asked = true;
-    bool failed = w->fetch_serial != s->fetch.serial;
+    bool failed = w->fetch_serial != s->fetch.serial ||
+                  (turns && s->core->now - s->fetch.failed_at >= TURN_NS);
     if (failed && !(q->header.flags & KVQ_REQ_WAIT_ROOM && is_room(s->fetch.error)))
         return false;
-    if (failed && s->core->now - s->fetch.at < AGAIN_NS)
+    if (turns || (failed && s->core->now - s->fetch.at < AGAIN_NS))
         return true;
     w->fetch_serial = s->fetch.serial;
     if (!kvq__is_fetching(s))
@@ -526,6 +538,7 @@ void kvq__fetch_ended(struct kvq__session *s, int status, uint64_t bytes, const 
 {
     if (status < 0) {
         s->fetch.error = status;
+        s->fetch.failed_at = s->core->now;
         s->fetch.serial++;
     } else {
         kvq__session_used(s);
@@ -548,6 +561,8 @@ int kvq__prefetch_start(struct kvq__session *s, struct kvq__move_info *info, cha
                              "that has ended",
                              m->park->ticket.name,
                              m->park->ticket.kind == KVQ__TICKET_FETCH ? "read back" : "parked");
+        if (m && kvq__is_turning_back(m))
+            return refuse_turning_back(m, text);
     }
     int rc = park_new(s, KVQ__TICKET_FETCH, false, &t, text);
     if (rc < 0)

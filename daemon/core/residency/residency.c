@@ -33,7 +33,8 @@ void kvq__residency_set(struct kvq__session *s, enum kvq__residency to)
         [KVQ__OFFLOADED] = END | 1 << KVQ__FETCH_WANTED,
         [KVQ__FETCH_WANTED] = END | 1 << KVQ__FETCH_TAKEN,
         [KVQ__FETCH_TAKEN] = END | 1 << KVQ__FETCHING | 1 << KVQ__OFFLOADED,
-        [KVQ__FETCHING] = END | 1 << KVQ__RESIDENT | 1 << KVQ__OFFLOADED,
+        [KVQ__FETCHING] = END | 1 << KVQ__RESIDENT | 1 << KVQ__TURNING_BACK,
+        [KVQ__TURNING_BACK] = END | 1 << KVQ__OFFLOADED,
         [KVQ__ENDED] = 0,
     };
     struct kvq__core *core = s->core;

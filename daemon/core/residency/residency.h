@@ -9,7 +9,7 @@
 //              OFFLOADED --- somebody asks ---> FETCH_WANTED --- a job ---> FETCH_TAKEN
 //                  ^                                                            |
 //                  |<------------------- it could not be read ------------------|
-//                  |<--- a layer could not, just now --------- FETCHING <-------' layers come
+//                  |<-- TURNING_BACK <-- a layer could not --- FETCHING <-------' layers come
 //
 //   any of them --> ENDED
 //

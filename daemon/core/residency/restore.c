@@ -682,7 +682,6 @@ static bool end_turning_back(struct kvq__restore *r)
     r->core->n_turning_back--;
     if (!s->dropped) {
         turn_back(r, s);
-        kvq__fetch_ended(s, r->status, 0, r->why);
         s->restore = NULL;
     }
     restore_free(r);
@@ -704,15 +703,20 @@ bool kvq__restores_poll(struct kvq__core *core)
 
 // A fetch has failed for a reason that may be gone when somebody asks again, and what is stored is
 // as good as before: nothing can have been committed since. So nothing is lost but an open step.
+// The fetch is over for all who count or await fetches: how long requests go on reading what had
+// come is up to a client's stream.
 static void begin_turning_back(struct kvq__restore *r, int status)
 {
-    assert(r->fetches && r->session->restore == r && !r->session->move);
+    struct kvq__session *s = r->session;
+    assert(r->fetches && s->restore == r && !s->move);
     assert(LIST_EMPTY(&r->followers) && LIST_EMPTY(&r->nodes));
     r->turns_back = true;
-    r->status = status;
     r->core->n_turning_back++;
-    kvq__step_leave(r->session);
-    kvq__pack_unqueue(r->session);
+    kvq__residency_set(s, KVQ__TURNING_BACK);
+    kvq__staging_give(r->core, &r->staging);
+    kvq__step_leave(s);
+    kvq__pack_unqueue(s);
+    kvq__fetch_ended(s, status, 0, r->why);
     end_turning_back(r);
 }
 

@@ -99,9 +99,8 @@ struct kvq__restore {
     bool cut;                     // it has less tokens than were saved
     bool entered;                 // the session is there for others
     bool fetches;                 // a session that is parked
-    bool turns_back;              // that could not be read just now: it is to be parked again once
-    int status;                   // nobody looks at what has come; why it could not
-    char why[KVQ_TEXT_BYTES / 2]; // it could not be
+    bool turns_back;              // a fetch that has failed: its session is to be offloaded again
+    char why[KVQ_TEXT_BYTES / 2]; // its memory could not be had
     uint64_t bytes;
     struct kvq__restore_spec spec;
     uint32_t layer, page;       // of the block that is reserved next

@@ -78,6 +78,7 @@ enum kvq__residency {
     KVQ__FETCH_WANTED, // there as well; somebody has asked for it
     KVQ__FETCH_TAKEN,  // there as well; a store job is about to read it
     KVQ__FETCHING,     // that job reads its layers
+    KVQ__TURNING_BACK, // a layer could not be read: offloaded again once nobody reads the others
     KVQ__ENDED,        // the session ends
     KVQ__RESIDENCIES,
 };
@@ -180,7 +181,8 @@ struct kvq__session {
         TAILQ_ENTRY(kvq__session) link; // while FETCH_WANTED
         uint64_t at;                    // when it became FETCH_WANTED
         uint64_t serial;                // fetches that have failed
-        int error;                      // the code of the last failure
+        uint64_t failed_at;             // when the last of them did
+        int error;                      // its code
     } fetch;
 
     // Lists that it stands in, each with its owner.
@@ -260,10 +262,14 @@ static inline bool kvq__is_offloaded(const struct kvq__session *s)
 {
     return s->residency >= KVQ__OFFLOADED && s->residency <= KVQ__FETCH_TAKEN;
 }
-// It was offloaded, and is on its way back.
+// It was offloaded, and is on its way back; or, turning back, is about to be offloaded again.
 static inline bool kvq__is_fetching(const struct kvq__session *s)
 {
-    return s->residency >= KVQ__FETCH_WANTED && s->residency <= KVQ__FETCHING;
+    return s->residency >= KVQ__FETCH_WANTED && s->residency <= KVQ__TURNING_BACK;
+}
+static inline bool kvq__is_turning_back(const struct kvq__session *s)
+{
+    return s->residency == KVQ__TURNING_BACK;
 }
 
 // Where a session belongs: the GPU that it was demoted from, or where it is.
