@@ -125,12 +125,14 @@ struct kvq__staging;
 struct kvq__park;
 struct kvq__forget;
 
-// The eviction under way in a pool: sessions that leave it to make room for others (evict.c).
+// An eviction under way: a session, with all its shards, that leaves a pool to make room for others
+// (evict.c).
+enum { KVQ__EVICT_AT_ONCE = 16 }; // at a time for each pool
 struct kvq__evicting {
-    uint64_t ticket;         // of their move or parking; 0 = none
-    uint64_t session, bytes; // id of the first session; bytes that the pool gains
-    struct kvq__namespace *ns;
-    int why; // KVQ_E_NO_MEMORY or KVQ_E_QUOTA; 0: the pool was above config.evict_above
+    uint64_t ticket;                      // of its move or parking; 0 = none
+    uint64_t session, bytes;              // id of its first shard; bytes that the pool gains
+    uint64_t asker;                       // ticket of the caller that asked for it; 0: nobody did
+    const struct kvq__namespace *ns, *by; // the session's, and the caller's or NULL
     bool demotes;
 };
 
@@ -274,10 +276,11 @@ struct kvq__core {
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended
     struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
     uint64_t last_ticket, last_claim;
-    struct kvq__evicting evicting[1 + KVQ_MAX_GPUS]; // one at a time for each pool
-    uint64_t evictions_ended;                        // of all that were begun, whatever came of it
-    uint64_t evict_looks;                            // looks for a session that may go
-    uint64_t demote_after; // there was no room on the host; not before then
+    struct kvq__evicting evicting[1 + KVQ_MAX_GPUS][KVQ__EVICT_AT_ONCE]; // of each pool
+    uint32_t n_evicting;                                                 // in all of them
+    uint64_t evictions_ended; // of all that were begun, whatever came of it
+    uint64_t evict_looks;     // looks for a session that may go
+    uint64_t demote_after;    // there was no room on the host; not before then
     struct kvq__counts counts;
     struct kvq__refused refused; // requests of rings
     struct kvq__pack_sample pack_sample;

@@ -4,6 +4,21 @@
 // when the store fails; and sessions that come back while others do.
 #include "tests/core/evict_kit.h"
 
+static const struct kvq__peer admin = {.admin = true};
+
+static const char *id_of(struct member *member, uint64_t handle)
+{
+    static char id[24];
+    snprintf(id, sizeof id, "#%llu", (unsigned long long)kit_of(member, handle)->id);
+    return id;
+}
+
+static void leave_step(struct member *member, uint64_t handle)
+{
+    struct kvq_entry_wire e = entry(member, handle, 0);
+    assert_int_equal(kit_simple(member, KVQ_OP_STEP_ABORT, 9, e, NULL), 0);
+}
+
 SAVING_TEST(test_disk)
 {
     static uint8_t bits[6][LAYERS][OUT_BYTES], now[LAYERS][OUT_BYTES];
@@ -143,6 +158,71 @@ SAVING_TEST(test_above)
     assert_int_equal(kit.core->pools[0].used_bytes, 2 * SESSION_BYTES);
 }
 
+// ---- Several at a time ----
+
+// As many go side by side as a request needs, and no more; whoever asks beside it has others go.
+SAVING_TEST(test_side_by_side)
+{
+    uint64_t handles[4], x = opened(&other, "x"), y = opened(&m, "y");
+    fill_home(handles);
+    pass(2 * SECOND);
+    assert_int_equal(begin(&other, x, 9, 2 * SESSION, 0), 1);
+    assert_int_equal(kit.core->n_evicting, 2);
+    assert_int_equal(kit.core->n_tickets[KVQ__TICKET_PARK], 2);
+    pass(10 * MS);
+    assert_int_equal(kit_again(&other), 1);
+    assert_int_equal(begin(&m, y, 9, SESSION, 0), 1);
+    assert_int_equal(kit.core->n_evicting, 3);
+    assert_int_equal(finish(&other, 1), 0);
+    assert_int_equal(finish(&m, kit_again(&m)), 0);
+    assert_int_equal(counts().parked_room, 3);
+    assert_int_equal(kit.core->n_evicting, 0);
+    assert_int_equal(refused(), 0);
+    leave_step(&other, x);
+    leave_step(&m, y);
+}
+
+// A namespace has half of the evictions that a pool may have at a time. Whoever may have no more
+// looks at nobody before one of them has ended; nor does a namespace at its limit wait for more.
+SAVING_TEST(test_shares)
+{
+    enum { ALL = 24, HALF = KVQ__EVICT_AT_ONCE / 2 };
+    struct member stranger, limited;
+    kit.core->pools[0].budget = (ALL + 4) * SESSION_BYTES;
+    attach(&stranger, 2000);
+    attach(&limited, 2001);
+    for (uint32_t i = 0; i < ALL; i++)
+        fed(&other, "");
+    pass(2 * SECOND);
+    const struct kvq__session *its = kit_of(&limited, fed(&limited, ""));
+    kit_limit(&kit, "uid-2001", KVQ__HOST_BYTES, SESSION_BYTES);
+    pass(2 * SECOND);
+    uint64_t x = opened(&m, "x"), y = opened(&stranger, "y");
+    assert_int_equal(begin(&m, x, 9, 2 * HALF * SESSION, 0), 1);
+    assert_int_equal(kit.core->n_evicting, HALF);
+    assert_int_equal(begin(&other, opened(&other, "z"), 9, SESSION, 0), 1); // of the same one
+    assert_int_equal(kit.core->n_evicting, HALF);
+    uint64_t looks = kit.core->evict_looks;
+    for (uint32_t i = 0; i < 10; i++) {
+        pass(60 * MS);
+        assert_int_equal(kit_again(&m), 1);
+        assert_int_equal(kit_again(&other), 1);
+    }
+    assert_int_equal(kit.core->evict_looks, looks);
+    assert_int_equal(begin(&stranger, y, 9, 2 * HALF * SESSION, 0), 1);
+    assert_int_equal(kit.core->n_evicting, 2 * HALF);
+    assert_int_equal(begin(&limited, opened(&limited, ""), 9, SESSION, 0), 1);
+    assert_null(its->park);
+    assert_int_equal(finish(&m, kit_again(&m)), 0);
+    leave_step(&m, x);
+    assert_int_equal(finish(&other, kit_again(&other)), 0);
+    assert_int_equal(finish(&stranger, kit_again(&stranger)), 0);
+    leave_step(&stranger, y);
+    assert_int_equal(finish(&limited, kit_again(&limited)), 0);
+    assert_true(kvq__is_offloaded(its));
+    assert_int_equal(refused(), 0);
+}
+
 // Two sessions come back at once, and only one fits: neither keeps what the other one waits for.
 SAVING_TEST(test_two_fetches)
 {
@@ -198,21 +278,6 @@ SAVING_TEST(test_two_fetches)
 }
 
 // ---- Memory that is taken, and that comes free by itself ----
-
-static const struct kvq__peer admin = {.admin = true};
-
-static const char *id_of(struct member *member, uint64_t handle)
-{
-    static char id[24];
-    snprintf(id, sizeof id, "#%llu", (unsigned long long)kit_of(member, handle)->id);
-    return id;
-}
-
-static void leave_step(struct member *member, uint64_t handle)
-{
-    struct kvq_entry_wire e = entry(member, handle, 0);
-    assert_int_equal(kit_simple(member, KVQ_OP_STEP_ABORT, 9, e, NULL), 0);
-}
 
 // All that could go is just being written: it goes when that has ended.
 SAVING_TEST(test_beside_a_save)
@@ -429,7 +494,7 @@ SAVING_TEST(test_looks)
     let_go(handles);
     pass(10 * MS);
     assert_int_equal(kit_again(&other), 1);
-    assert_true(kit.core->evicting[0].ticket);
+    assert_int_equal(kit.core->n_evicting, 1);
     looks = kit.core->evict_looks;
     for (uint32_t i = 0; i < 100; i++) {
         pass(10 * MS);

@@ -3,7 +3,7 @@
 // Who is evicted, where to, and what has become of it. See evict.h.
 #include "daemon/core/residency/evict.h"
 
-#include <stdio.h>
+#include <assert.h>
 
 #include "daemon/core/residency/move.h"
 #include "daemon/core/residency/park.h"
@@ -12,12 +12,13 @@
 #include "daemon/core/session/group.h"
 
 enum {
-    SAMPLES = 32,         // blocks of a session that are looked at, of maybe 100,000
-    FIXED_COST = 1 << 20, // in bytes: evicting many small sessions is no gain
-    RECLAIM_AT_ONCE = 64, // pages of prefixes between two looks at the rings
-    WAIT_MS = 50,         // how long a demotion waits for what is under way
-    LOOKS = 256,          // sessions that are looked at, if there are more than these
-    LEAST_LOOKS = 8,      // in each namespace
+    SAMPLES = 32,                    // blocks of a session that are looked at, of maybe 100,000
+    FIXED_COST = 1 << 20,            // in bytes: evicting many small sessions is no gain
+    RECLAIM_AT_ONCE = 64,            // pages of prefixes between two looks at the rings
+    WAIT_MS = 50,                    // how long a demotion waits for what is under way
+    LOOKS = 256,                     // sessions that are looked at, if there are more than these
+    LEAST_LOOKS = 8,                 // in each namespace
+    OF_ONE = KVQ__EVICT_AT_ONCE / 2, // evictions in a pool that one namespace asks for at a time
 };
 enum { NODES_AT_ONCE = 256 }; // pages of prefixes that one tick gives up
 #define NS_PER_MS    1000000ull
@@ -108,17 +109,36 @@ static enum way way_of(const struct kvq__session *s, const struct kvq__shortage 
 
 // ---- Looking at all of them ----
 
+struct victim {
+    struct kvq__session *session; // the first of its group
+    enum way way;
+    double score;
+    uint64_t gain;
+};
+
 struct choice {
     const struct kvq__eviction_request *asked;
     bool shared; // blocks that sessions share count: if all of these go, they are free
-    struct kvq__session *best; // the first of its group
-    enum way way;
-    double score;
-    uint64_t gain; // of the best
+    struct victim victims[KVQ__EVICT_AT_ONCE]; // those of the highest scores, the best first
+    uint32_t n;
     uint64_t all;  // that could be gained by all that may go, now or soon
     uint64_t busy; // and by all that may go once the work that uses them has ended
     bool some;     // more sessions may help than were looked at
 };
+
+// Of two alike the one that was found first stays before the other.
+static void note_victim(struct choice *c, struct victim v)
+{
+    uint32_t at = c->n;
+    assert(at <= KVQ__EVICT_AT_ONCE && v.session && v.way != NOWHERE);
+    if (at < KVQ__EVICT_AT_ONCE)
+        c->n++;
+    else if (c->victims[--at].score >= v.score)
+        return;
+    for (; at > 0 && c->victims[at - 1].score < v.score; at--)
+        c->victims[at] = c->victims[at - 1];
+    c->victims[at] = v;
+}
 
 // Whoever waits for what ends by itself is to look again.
 static void look_soon(const struct kvq__core *core, const struct kvq__eviction_request *asked)
@@ -204,13 +224,7 @@ static bool consider(struct choice *c, struct kvq__session *s)
         return true;
     }
     struct kvq__score score = {look.idle, look.gain, look.unsaved, look.bytes};
-    double value = kvq__score(&score);
-    if (c->best && value <= c->score)
-        return true;
-    c->best = s;
-    c->way = way;
-    c->score = value;
-    c->gain = look.gain;
+    note_victim(c, (struct victim){s, way, kvq__score(&score), look.gain});
     return true;
 }
 
@@ -306,7 +320,7 @@ static void choose(struct kvq__core *core, const struct kvq__eviction_request *a
         for (uint32_t i = 0; i < core->n_pools; i++)
             if (may_help(asked->shortage, &ns->arenas[i]))
                 consider_some(c, &ns->arenas[i], most);
-    if (c->some && !c->best) { // others at the next look
+    if (c->some && c->n == 0) { // others at the next look
         c->busy = asked->need;
         look_soon(core, asked);
     }
@@ -338,25 +352,67 @@ static void claim_all(struct kvq__core *core, const struct kvq__eviction_request
         claim(core, asked->queue, asked->ticket);
 }
 
-// ---- Evicting ----
+// ---- What is under way ----
 
-static struct kvq__evicting *eviction_slot(struct kvq__core *core, const struct kvq__pool *pool)
-{
-    return &core->evicting[pool - core->pools];
-}
+// Evictions under way that may help a caller.
+struct under_way {
+    uint32_t n, own; // of these the caller has asked for
+    uint64_t coming; // bytes that these gain
+    bool takes;      // another one can begin
+};
 
-// The eviction under way that may help, or NULL.
-static const struct kvq__evicting *under_way(struct kvq__core *core,
-                                             const struct kvq__shortage *shortage)
+// Where one more eviction that a namespace asks for is noted; NULL: there are enough. One to the
+// host is alone in its pool, since moves copy one at a time.
+static struct kvq__evicting *free_slot(struct kvq__core *core, const struct kvq__pool *pool,
+                                       const struct kvq__namespace *by)
 {
-    for (uint32_t i = 0; i < core->n_pools; i++) {
-        const struct kvq__evicting *e = &core->evicting[i];
-        if (e->ticket && (shortage->code == KVQ_E_QUOTA ? e->ns == shortage->ns
-                                                        : &core->pools[i] == shortage->pool))
-            return e;
+    struct kvq__evicting *free = NULL;
+    uint32_t n = 0;
+    assert(pool >= core->pools && pool < core->pools + core->n_pools);
+    for (uint32_t i = 0; i < KVQ__EVICT_AT_ONCE; i++) {
+        struct kvq__evicting *e = &core->evicting[pool - core->pools][i];
+        if (e->ticket && e->demotes)
+            return NULL;
+        n += e->ticket && e->by == by;
+        free = free || e->ticket ? free : e;
     }
-    return NULL;
+    return n < OF_ONE ? free : NULL;
 }
+
+static void count_eviction(struct under_way *u, const struct kvq__eviction_request *asked,
+                           const struct kvq__evicting *e)
+{
+    if (!e->ticket || (asked->shortage->code == KVQ_E_QUOTA && e->ns != asked->shortage->ns))
+        return;
+    u->n++;
+    if (e->asker != asked->ticket)
+        return;
+    u->own++;
+    u->coming += e->bytes;
+}
+
+static struct under_way look_under_way(struct kvq__core *core,
+                                       const struct kvq__eviction_request *asked)
+{
+    const struct kvq__shortage *shortage = asked->shortage;
+    struct under_way u = {0};
+    for (uint32_t i = 0; i < core->n_pools; i++) {
+        if (shortage->code != KVQ_E_QUOTA && &core->pools[i] != shortage->pool)
+            continue;
+        for (uint32_t k = 0; k < KVQ__EVICT_AT_ONCE && core->n_evicting; k++)
+            count_eviction(&u, asked, &core->evicting[i][k]);
+        u.takes |= free_slot(core, &core->pools[i], shortage->ns) != NULL;
+    }
+    return u;
+}
+
+// Whether those that the caller has asked for make up for what is missing.
+static bool is_on_its_way(const struct kvq__eviction_request *asked, const struct under_way *u)
+{
+    return u->own > 0 && kvq__shortage_free(asked->shortage) + u->coming >= asked->need;
+}
+
+// ---- Evicting ----
 
 static int send(struct kvq__session *s, enum way way, enum kvq__park_reason reason,
                 uint64_t *ticket)
@@ -382,33 +438,44 @@ static void note_failed(struct kvq__session *s, bool demotes, int status)
 }
 
 // Nothing is known against the session: there is no ticket for it just now.
-static bool lacks_ticket(const struct choice *c, int status)
+static bool lacks_ticket(const struct victim *v, int status)
 {
-    return status == KVQ_E_LIMIT || (status == KVQ_E_NO_MEMORY && c->way == TO_DISK);
+    return status == KVQ_E_LIMIT || (status == KVQ_E_NO_MEMORY && v->way == TO_DISK);
 }
 
-static int start_eviction(struct kvq__core *core, const struct choice *c,
-                          enum kvq__park_reason reason)
+enum start {
+    STARTED,
+    FULL,      // as many are under way there as may be
+    NO_TICKET, // there is none just now
+    REFUSED,   // it stays
+};
+
+static enum start start_eviction(struct kvq__core *core, const struct victim *v,
+                                 const struct kvq__eviction_request *asked,
+                                 enum kvq__park_reason reason)
 {
-    struct kvq__evicting *e = eviction_slot(core, c->best->pool);
+    struct kvq__session *s = v->session;
+    struct kvq__evicting *e = free_slot(core, s->pool, asked->shortage->ns);
     uint64_t ticket;
-    if (e->ticket)
-        return KVQ_E_BUSY;
-    int rc = send(c->best, c->way, reason, &ticket);
-    if (lacks_ticket(c, rc))
-        return rc;
+    if (!e)
+        return FULL;
+    int rc = send(s, v->way, reason, &ticket);
+    if (rc < 0 && lacks_ticket(v, rc))
+        return NO_TICKET;
     if (rc < 0) {
-        note_failed(c->best, c->way == TO_HOST, rc);
-        c->best->evict.try_after =
-            rc == KVQ_E_BUSY ? core->now + TRY_AGAIN_NS : c->best->evict.try_after;
-        return rc;
+        note_failed(s, v->way == TO_HOST, rc);
+        s->evict.try_after = rc == KVQ_E_BUSY ? core->now + TRY_AGAIN_NS : s->evict.try_after;
+        return REFUSED;
     }
     *e = (struct kvq__evicting){.ticket = ticket,
-                                .session = c->best->id,
-                                .bytes = c->gain,
-                                .ns = c->best->ns,
-                                .demotes = c->way == TO_HOST};
-    return 0;
+                                .session = s->id,
+                                .bytes = v->gain,
+                                .asker = asked->ticket,
+                                .ns = s->ns,
+                                .by = asked->shortage->ns,
+                                .demotes = v->way == TO_HOST};
+    core->n_evicting++;
+    return STARTED;
 }
 
 // Blocks that a move which has ended has yet to give back.
@@ -459,12 +526,29 @@ static bool is_enough(const struct choice *c, uint64_t busy)
 {
     const struct kvq__eviction_request *asked = c->asked;
     return kvq__shortage_free(asked->shortage) + c->all + busy >= asked->need &&
-           (c->best || *asked->look_at != UINT64_MAX);
+           (c->n > 0 || *asked->look_at != UINT64_MAX);
 }
 
-static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_request *asked,
-                            struct choice *c)
+// Has as many go as it takes, the best first.
+static enum start start_some(struct kvq__core *core, const struct choice *c, struct under_way *u)
 {
+    const struct kvq__eviction_request *asked = c->asked;
+    bool quota = asked->shortage->code == KVQ_E_QUOTA;
+    enum start start = REFUSED;
+    for (uint32_t i = 0; i < c->n && !is_on_its_way(asked, u); i++) {
+        const struct victim *v = &c->victims[i];
+        start = start_eviction(core, v, asked, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
+        if (start == FULL || start == NO_TICKET)
+            break;
+        u->own += start == STARTED;
+        u->coming += start == STARTED ? v->gain : 0;
+    }
+    return u->own ? STARTED : start;
+}
+
+static enum kvq__help evict(struct kvq__core *core, struct choice *c, struct under_way *u)
+{
+    const struct kvq__eviction_request *asked = c->asked;
     if (comes_free(core, asked)) {
         look_soon(core, asked);
         return KVQ__HELP_LATER;
@@ -478,12 +562,12 @@ static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_r
     if (!is_enough(c, 0)) // nobody goes in vain
         return is_enough(c, c->busy) && *asked->look_at != UINT64_MAX ? KVQ__HELP_LATER
                                                                       : KVQ__HELP_NONE;
-    bool quota = asked->shortage->code == KVQ_E_QUOTA;
-    while (c->best) {
-        int rc = start_eviction(core, c, quota ? KVQ__PARK_QUOTA : KVQ__PARK_ROOM);
-        if (rc == 0 || rc == KVQ_E_BUSY)
+    u->coming += given_up(core, asked);
+    while (c->n > 0) {
+        enum start start = start_some(core, c, u);
+        if (start == STARTED || start == FULL) // core->freed changes when one has ended
             return KVQ__HELP_NOW;
-        if (lacks_ticket(c, rc)) {
+        if (start == NO_TICKET) {
             look_soon(core, asked);
             return KVQ__HELP_LATER;
         }
@@ -492,26 +576,34 @@ static enum kvq__help evict(struct kvq__core *core, const struct kvq__eviction_r
     return *asked->look_at != UINT64_MAX ? KVQ__HELP_LATER : KVQ__HELP_NONE;
 }
 
-enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction_request *asked)
+static enum kvq__help make_room_for(struct kvq__core *core,
+                                    const struct kvq__eviction_request *asked, struct under_way *u)
 {
     struct choice c;
-    if (core->draining)
-        return KVQ__HELP_NONE;
-    if (kvq__ended_helps(core, asked->shortage)) // before anybody has to go
-        return KVQ__HELP_NOW;
-    if (under_way(core, asked->shortage))
-        return KVQ__HELP_NOW;
     claim_all(core, asked);
     choose(core, asked, false, &c);
     enum kvq__help prompts =
         kvq__exact_give_way(core, asked, kvq__shortage_free(asked->shortage), c.all + c.busy);
     if (prompts == KVQ__HELP_NOW)
         return prompts;
-    enum kvq__help others = evict(core, asked, &c);
+    enum kvq__help others = evict(core, &c, u);
     if (prompts == KVQ__HELP_NONE || others != KVQ__HELP_NONE)
         return others;
     look_soon(core, asked);
     return prompts;
+}
+
+enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction_request *asked)
+{
+    if (core->draining)
+        return KVQ__HELP_NONE;
+    if (kvq__ended_helps(core, asked->shortage)) // before anybody has to go
+        return KVQ__HELP_NOW;
+    struct under_way u = look_under_way(core, asked);
+    if (u.n > 0 && (!u.takes || is_on_its_way(asked, &u)))
+        return KVQ__HELP_NOW;
+    enum kvq__help help = make_room_for(core, asked, &u);
+    return u.n > 0 ? KVQ__HELP_NOW : help; // it may do, whoever it was begun for
 }
 
 // ---- What has become of it ----
@@ -527,7 +619,9 @@ static void ended(struct kvq__core *core, struct kvq__evicting *e, int status, u
         if (s)
             note_failed(s, e->demotes, status);
     }
+    assert(e->ticket && core->n_evicting > 0);
     e->ticket = 0;
+    core->n_evicting--;
     core->evictions_ended++;
     core->freed++; // those who wait look again, whatever came of it
 }
@@ -544,17 +638,15 @@ static bool look_at_end(struct kvq__core *core, const struct kvq__evicting *e, i
 
 bool kvq__evict_poll(struct kvq__core *core)
 {
-    bool any = false;
-    for (uint32_t i = 0; i < core->n_pools; i++) {
-        struct kvq__evicting *e = &core->evicting[i];
+    uint64_t before = core->evictions_ended;
+    for (uint32_t i = 0; i < core->n_pools * KVQ__EVICT_AT_ONCE && core->n_evicting; i++) {
+        struct kvq__evicting *e = &core->evicting[i / KVQ__EVICT_AT_ONCE][i % KVQ__EVICT_AT_ONCE];
         int status;
         uint64_t bytes;
-        if (!e->ticket || !look_at_end(core, e, &status, &bytes))
-            continue;
-        ended(core, e, status, bytes);
-        any = true;
+        if (e->ticket && look_at_end(core, e, &status, &bytes))
+            ended(core, e, status, bytes);
     }
-    return any;
+    return core->evictions_ended != before;
 }
 
 // ---- Before anybody needs the room ----
@@ -573,19 +665,20 @@ static void relieve(struct kvq__core *core, const struct choice *c)
             break;
     if (is_above(core, pool)) {
         kvq__ended_give_way(core, c->asked->shortage); // what it leaves would have to go again
-        start_eviction(core, c, KVQ__PARK_ROOM);
+        start_eviction(core, &c->victims[0], c->asked, KVQ__PARK_ROOM);
     }
 }
 
 // Where nobody needs the room disk is where what is idle goes.
-static void park_idle(struct kvq__core *core, struct choice *c)
+static void park_idle(struct kvq__core *core, const struct choice *c)
 {
     uint64_t least = core->config.park_idle_ns;
-    if (least == 0 || core->now - c->best->idle_since < least ||
-        kvq__session_parkable(c->best, NULL) < 0)
+    struct victim v = c->victims[0];
+    if (least == 0 || core->now - v.session->idle_since < least ||
+        kvq__session_parkable(v.session, NULL) < 0)
         return;
-    c->way = TO_DISK;
-    start_eviction(core, c, KVQ__PARK_IDLE);
+    v.way = TO_DISK;
+    start_eviction(core, &v, c->asked, KVQ__PARK_IDLE);
 }
 
 static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)
@@ -598,17 +691,25 @@ static void look_at_pool(struct kvq__core *core, struct kvq__pool *pool)
     struct choice c;
     claim_all(core, &asked);
     choose(core, &asked, false, &c);
-    if (c.best && is_above(core, pool))
+    if (c.n > 0 && is_above(core, pool))
         relieve(core, &c);
-    else if (c.best)
+    else if (c.n > 0)
         park_idle(core, &c);
+}
+
+static bool is_evicting(const struct kvq__core *core, uint32_t pool)
+{
+    bool any = false;
+    for (uint32_t i = 0; i < KVQ__EVICT_AT_ONCE; i++)
+        any |= core->evicting[pool][i].ticket != 0;
+    return any;
 }
 
 void kvq__evict_tick(struct kvq__core *core)
 {
     bool idle = core->config.park_idle_ns > 0;
     for (uint32_t i = 0; i < core->n_pools && !core->draining; i++)
-        if (!core->evicting[i].ticket && (idle || is_above(core, &core->pools[i])))
+        if (!is_evicting(core, i) && (idle || is_above(core, &core->pools[i])))
             look_at_pool(core, &core->pools[i]);
 }
 

@@ -23,6 +23,11 @@
 // evict_above percent of a pool, and after park_idle_ns of idle time, one session after the other
 // goes before anybody needs the room (kvq__evict_tick).
 //
+// How many. As many as a request needs go side by side, so that the store can write them in one
+// transaction: 16 in a pool at a time (KVQ__EVICT_AT_ONCE), half of them for one namespace that
+// asks. Each caller has sessions evicted for itself, and none waits for those of another. One that
+// goes to the host is alone in its pool, since moves copy one at a time.
+//
 // Waiting. A request that was refused a block gives back all that it has just taken and waits, if
 // sessions that have ended have yet to give their memory back (ended.c), or an eviction that may
 // help it is under way or can be begun, or will be once a session is old enough, or once work under
@@ -32,8 +37,8 @@
 // KVQ_REQ_WAIT_ROOM it also waits if nothing can be evicted, until its deadline. It is looked at
 // again, from the start, when a block has become free or an eviction has ended (core->freed), and
 // every 50 ms; but who may go is looked for every 5 ms at most (KVQ__LEAST_LOOK_NS) unless an
-// eviction has ended, and not at all while one is under way there. What could never fit is refused
-// at once, and nobody has to go for it.
+// eviction has ended, and not at all while those that it has asked for are enough, or no more may
+// be under way there. What could never fit is refused at once, and nobody has to go for it.
 //
 // Why nobody waits for ever:
 //
@@ -74,7 +79,7 @@ struct kvq__score {
 // 0 if it gains nothing.
 double kvq__score(const struct kvq__score *score);
 
-// Has a session evicted that makes room, if there is one and none is being evicted there already.
+// Has sessions evicted that make room, if there are some and those that go already are not enough.
 enum kvq__help kvq__evict_for(struct kvq__core *core, const struct kvq__eviction_request *asked);
 bool kvq__evict_poll(struct kvq__core *core); // looks what has ended; true if anything has
 void kvq__evict_tick(struct kvq__core *core); // before anybody needs the room

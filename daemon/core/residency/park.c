@@ -390,16 +390,16 @@ static void count_parked(const struct kvq__park *t)
     *freed[t->reason] += t->ticket.moved_bytes;
 }
 
-static void release_parked(struct kvq__park *t)
+// `done` counts references that were given back in this turn.
+static void release_parked(struct kvq__park *t, uint32_t *done)
 {
-    uint32_t done = 0;
     for (uint32_t i = 0; i < t->n; i++) {
         struct kvq__session *s = t->members[i];
         if (!s)
             continue;
         struct kvq__drop drop = kvq__session_drop_by(s, UINT64_MAX);
-        while (s->n_sheets > 0 && done < RELEASE_AT_ONCE)
-            done += kvq__sheets_pop(s, &drop);
+        while (s->n_sheets > 0 && *done < RELEASE_AT_ONCE)
+            *done += kvq__sheets_pop(s, &drop);
         if (s->n_sheets > 0)
             return;
         kvq__park_empty(s);
@@ -411,12 +411,13 @@ static void release_parked(struct kvq__park *t)
 bool kvq__parks_poll(struct kvq__core *core)
 {
     struct kvq__park *t;
+    uint32_t done = 0;
     bool any = kvq__restores_poll(core);
     for (t = kvq__park_after(core, NULL); t; t = kvq__park_after(core, t)) {
         if (t->ticket.phase == KVQ__LEAVING)
             any |= go_on_leaving(t);
         if (t->ticket.phase == KVQ__RELEASING) {
-            release_parked(t);
+            release_parked(t, &done);
             any = true;
         }
     }

@@ -6,8 +6,10 @@
 #include <assert.h>
 
 enum {
-    MOST = 64,                        // tickets of moves, and of parks and fetches, at a time
-    FOR_EVICTIONS = 1 + KVQ_MAX_GPUS, // and so many more of each: one for each pool
+    MOST = 64, // tickets of moves, and of parks and fetches, at a time
+    // And so many more for evictions, which go to the host one at a time.
+    DEMOTIONS = 1 + KVQ_MAX_GPUS,
+    EVICTIONS = (1 + KVQ_MAX_GPUS) * KVQ__EVICT_AT_ONCE,
 };
 
 #define KEEP_NS 60000000000ull // so long a ticket that is over is kept
@@ -63,7 +65,7 @@ int kvq__ticket_room(struct kvq__core *core, enum kvq__ticket_kind kind, bool ev
         return 0;
     while (t && t->phase != KVQ__OVER)
         t = kvq__ticket_after(core, t, kinds);
-    if (!t && evicts && all < MOST + FOR_EVICTIONS)
+    if (!t && evicts && all < MOST + (moves ? DEMOTIONS : EVICTIONS))
         return 0;
     if (!t)
         return kvq__fail(
