@@ -10,13 +10,17 @@
                                       of a session of 64 layers and 8,192 tokens (360 MB)
   tools/fairness.py stored [SESSIONS] beside no and beside so many saved sessions of 16 tokens; how
                                       long a daemon takes to save them, and to its first answers
+  tools/fairness.py evictions [N]     sessions of 256 KiB that go to disk in a second, where N are
+                                      idle and requests need the room of half of them
 
 KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for tests/e2e/python.py. Figures are of the
 moment: read the ratios of pairs, not the microseconds.
 """
 import concurrent.futures
+import contextlib
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -165,6 +169,52 @@ def stored(sessions="100000"):
     shutil.rmtree(folder)
 
 
+EVICTED = [kvq.Layer(1, 1, DIM)] * 8  # 128 tokens as f16 take 256 KiB
+
+
+def fed_session(client, queue, k, tokens):
+    """One of so many tokens. Its queue waits for room."""
+    session = client.session(EVICTED, "f16")
+    queue.step_whole([session], tokens, [k[:tokens]] * len(EVICTED), [k[:tokens]] * len(EVICTED))
+    return session
+
+
+def transactions(store):
+    with contextlib.closing(sqlite3.connect(f"file:{store}/catalog.db?mode=ro", uri=True)) as c:
+        return c.execute("SELECT last_transaction FROM store").fetchone()[0]
+
+
+def evictions(sessions="512"):
+    n, store = int(sessions), tempfile.mkdtemp(prefix="kvq-fairness-")
+    for threads, rooms in ((1, 1), (16, 1), (1, 32)):
+        rates, sizes = [], []
+        for _ in range(PAIRS):
+            daemon = Daemon(pool_bytes=str(n << 18), extent_bytes="8mb", storage_dir=store,
+                            evict_idle_ms=0, evict_above=0, max_sessions=0, save_on_drain="no")
+            client = daemon.client()
+            queues = [client.queue() for _ in range(threads)]
+            k = client.buffer(2 * 128 * rooms * DIM).array((128 * rooms, 1, DIM), np.float16)
+            k[:] = 1
+            held = [fed_session(client, queues[0], k, 128) for _ in range(n)]
+            start, before = time.perf_counter(), transactions(store)
+
+            def some(queue):
+                return [fed_session(client, queue, k, 128 * rooms)
+                        for _ in range(n // 2 // rooms // threads)]
+            with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+                held += pool.map(some, queues)
+            taken = time.perf_counter() - start
+            gone = daemon.status()["counters"]["parked_room"]
+            rates.append(gone / taken)
+            sizes.append(gone / (transactions(store) - before))
+            daemon.process.kill()
+            daemon.process.wait()
+        print(f"{threads} requests at a time, each of the room of {rooms}: "
+              f"{np.median(rates):.0f} sessions a second ({min(rates):.0f} to {max(rates):.0f}), "
+              f"{np.median(sizes):.1f} in a transaction")
+    shutil.rmtree(store)
+
+
 # ---- Neighbours: processes that do something while they are told to ----
 
 def stepping(directory):
@@ -304,6 +354,8 @@ def main(what, *arguments):
         saves(*arguments)
     elif what == "stored":
         stored(*arguments)
+    elif what == "evictions":
+        evictions(*arguments)
     elif what == "neighbour":
         neighbour(*arguments)
     elif what in KINDS:

@@ -393,6 +393,8 @@ bool kvq__core_moves(const struct kvq__core *core);
 //
 // Tickets are those of moves, with "disk" as the place of a session that is parked.
 
+// Sessions that may leave a pool at a time to make room for others; parked, in one transaction.
+enum { KVQ__EVICT_AT_ONCE = 16 };
 enum kvq__park_reason {
     KVQ__PARK_ASKED, // by somebody
     KVQ__PARK_ROOM,  // its pool was full

@@ -127,7 +127,6 @@ struct kvq__forget;
 
 // An eviction under way: a session, with all its shards, that leaves a pool to make room for others
 // (evict.c).
-enum { KVQ__EVICT_AT_ONCE = 16 }; // at a time for each pool
 struct kvq__evicting {
     uint64_t ticket;                      // of its move or parking; 0 = none
     uint64_t session, bytes;              // id of its first shard; bytes that the pool gains

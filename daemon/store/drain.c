@@ -15,10 +15,9 @@
 #include "proto/sync.h"
 
 enum {
-    BATCH = 256,            // sessions in one transaction,
-    BATCH_BYTES = 64 << 20, // which take in no more once they have so much to write
-    PATIENCE_MS = 10000,    // in which no session could be taken hold of,
-    AGAIN_MS = 3,           // looked at again so often
+    BATCH = 256,         // sessions in one transaction
+    PATIENCE_MS = 10000, // in which no session could be taken hold of,
+    AGAIN_MS = 3,        // looked at again so often
     // What a task's rc is beside 0, KVQ__SAVE_WAITS and codes: the transaction had no room for it.
     NEXT_BATCH = KVQ__SAVE_THERE_IS + 1,
 };
@@ -33,12 +32,11 @@ struct drain {
     uint32_t at, kept;          // the next one; and of those before, for the next round
     struct kvq__unsaved *given; // up
     uint32_t n_given, room_given;
-    struct kvq__task *batch[BATCH];
-    uint32_t n_batch;
-    bool moved, any; // some were saved or given up in this round; since the core was asked
-    bool full;       // nothing can be made room with
+    struct kvq__task *tasks[BATCH];
+    struct kvq__batch batch; // of these
+    bool moved, any;         // some were saved or given up in this round; since the core was asked
     uint64_t begun;
-    uint32_t saved, transactions;
+    uint32_t saved;
 };
 
 static struct drain *drain_of(struct kvq__task *t)
@@ -46,120 +44,12 @@ static struct drain *drain_of(struct kvq__task *t)
     return (struct drain *)((char *)t - offsetof(struct drain, task));
 }
 
-// ---- Writing, on a thread of libuv's ----
-
-static bool is_to_write(const struct kvq__task *t)
-{
-    return t->rc == 0 && t->save;
-}
-
-// Sessions [from, to) in one transaction, without those that cannot be saved themselves. 0, or why
-// none of them is.
-static int write_some(struct drain *d, uint32_t from, uint32_t to, uint8_t *scratch, char *text)
-{
-    struct kvq_save *out = NULL;
-    struct kvq__same_blocks same = {0};
-    int rc = kvq_save_begin(d->task.jobs->store, &out, text, KVQ_TEXT_BYTES);
-    for (uint32_t i = from; i < to && rc == 0; i++) {
-        struct kvq__task *t = d->batch[i];
-        uint32_t before = kvq_save_count(out);
-        if (!is_to_write(t))
-            continue;
-        int failed = kvq__jobs_write(t, out, &same, scratch);
-        if (failed && kvq_save_cut(out, before)) {
-            t->rc = failed;
-        } else if (failed) {
-            snprintf(text, KVQ_TEXT_BYTES, "%s", t->text);
-            rc = failed;
-        }
-    }
-    if (rc == 0 && kvq_save_count(out) > 0) {
-        rc = kvq_save_commit(&out, text, KVQ_TEXT_BYTES);
-        d->transactions += rc == 0;
-    }
-    kvq_save_abort(&out);
-    kvq__same_blocks_free(&same);
-    return rc;
-}
-
-static uint64_t bytes_of(const struct drain *d, uint32_t from, uint32_t to)
-{
-    uint64_t bytes = 0;
-    for (uint32_t i = from; i < to; i++)
-        bytes += is_to_write(d->batch[i]) ? d->batch[i]->needed : 0;
-    return bytes;
-}
-
-// Fewer sessions at a time may do.
-static bool is_about_some(int rc)
-{
-    return rc == KVQ_E_NO_SPACE || rc == KVQ_E_QUOTA || rc == KVQ_E_NO_MEMORY || rc == KVQ_E_LIMIT;
-}
-
-// Whether a limit of a namespace was too low for all, or for some.
-static bool is_at_limit(const struct drain *d, uint32_t from, uint32_t to, int rc)
-{
-    bool is = rc == KVQ_E_QUOTA;
-    for (uint32_t i = from; i < to; i++)
-        is |= d->batch[i]->save && d->batch[i]->rc == KVQ_E_QUOTA;
-    return is;
-}
-
-// Whoever the limit was too low for may fit without the others.
-static void forget_refusals(struct drain *d, uint32_t from, uint32_t to)
-{
-    for (uint32_t i = from; i < to; i++)
-        if (d->batch[i]->save && d->batch[i]->rc == KVQ_E_QUOTA)
-            d->batch[i]->rc = 0;
-}
-
-// The same, and if that fails its halves: what stands in the way of some is not in that of others.
-static void write_halves(struct drain *d, uint32_t from, uint32_t to, uint8_t *scratch)
-{
-    char text[KVQ_TEXT_BYTES];
-    uint64_t bytes = bytes_of(d, from, to);
-    int rc = write_some(d, from, to, scratch, text);
-    if (is_at_limit(d, from, to, rc) && kvq__jobs_help(d->task.jobs, KVQ_E_QUOTA, bytes)) {
-        forget_refusals(d, from, to);
-        rc = write_some(d, from, to, scratch, text);
-    }
-    if (rc == KVQ_E_NO_SPACE && !d->full) {
-        d->full = !kvq__jobs_make_room(d->task.jobs, bytes);
-        rc = d->full ? rc : write_some(d, from, to, scratch, text);
-    }
-    if (rc == 0)
-        return;
-    if (to - from > 1 && is_about_some(rc)) {
-        uint32_t middle = from + (to - from) / 2;
-        forget_refusals(d, from, to);
-        write_halves(d, from, middle, scratch);
-        write_halves(d, middle, to, scratch);
-        return;
-    }
-    for (uint32_t i = from; i < to; i++)
-        if (is_to_write(d->batch[i])) {
-            d->batch[i]->rc = rc;
-            snprintf(d->batch[i]->text, KVQ_TEXT_BYTES, "%s", text);
-        }
-}
-
-static void write_batch(struct kvq__task *task)
+// On a thread of libuv's.
+static void write_drained(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
-    uint8_t *scratch = malloc(KVQ__SCRATCH_BYTES);
-    for (uint32_t i = 0; i < d->n_batch; i++) {
-        struct kvq__task *t = d->batch[i];
-        if (!is_to_write(t))
-            continue;
-        t->rc = kvq__jobs_copy(t);
-        if (t->rc == 0 && !scratch) {
-            t->rc = KVQ_E_NO_MEMORY;
-            snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
-        }
-    }
-    if (scratch && d->n_batch > 0)
-        write_halves(d, 0, d->n_batch, scratch);
-    free(scratch);
+    kvq__batch_copy(&d->batch);
+    kvq__batch_write(&d->batch);
 }
 
 // ---- A batch ----
@@ -222,8 +112,8 @@ static void end_one(struct drain *d, struct kvq__task *t)
 static void end_saves(struct kvq__task *task)
 {
     struct drain *d = drain_of(task);
-    for (uint32_t i = 0; i < d->n_batch; i++)
-        kvq__save_end(&d->batch[i]->save, d->batch[i]->rc == 0);
+    for (uint32_t i = 0; i < d->batch.n; i++)
+        kvq__save_end(&d->batch.tasks[i]->save, d->batch.tasks[i]->rc == 0);
 }
 
 // Poller's thread.
@@ -232,10 +122,10 @@ static void take_hold_of_unsaved(struct kvq__task *task)
     struct drain *d = drain_of(task);
     uint64_t bytes = 0;
     uint32_t sessions = 0;
-    for (uint32_t i = 0; i < d->n_batch; i++) {
-        struct kvq__task *t = d->batch[i];
+    for (uint32_t i = 0; i < d->batch.n; i++) {
+        struct kvq__task *t = d->batch.tasks[i];
         const struct kvq__save_spec spec = {.ns = t->ns, .name = t->name};
-        if (bytes >= BATCH_BYTES || sessions > KVQ_MAX_STORE_SESSIONS - KVQ_MAX_SHARDS) {
+        if (bytes >= KVQ__BATCH_BYTES || sessions > KVQ_MAX_STORE_SESSIONS - KVQ_MAX_SHARDS) {
             t->rc = NEXT_BATCH;
             continue;
         }
@@ -256,7 +146,7 @@ static void drain_has_name(struct kvq__hold *hold)
 static void take_names(struct drain *d)
 {
     struct kvq__jobs *jobs = d->task.jobs;
-    for (; d->at < d->n && d->n_batch < BATCH; d->at++) {
+    for (; d->at < d->n && d->batch.n < BATCH; d->at++) {
         const struct kvq__unsaved u = d->list[d->at];
         struct kvq__task *t = calloc(1, sizeof *t);
         if (!t) {
@@ -272,7 +162,7 @@ static void take_names(struct drain *d)
         t->hold.kind = KVQ__HOLD_ALONE;
         kvq__name_take(&jobs->names, &t->hold, t->ns, t->name, drain_has_name);
         if (t->hold.held) {
-            d->batch[d->n_batch++] = t;
+            d->batch.tasks[d->batch.n++] = t;
         } else {
             kvq__name_give(&jobs->names, &t->hold);
             keep(d, t);
@@ -286,17 +176,17 @@ static void make_room_for_refused(struct drain *d)
 {
     uint64_t bytes = 0;
     uint32_t n = 0;
-    for (uint32_t i = 0; i < d->n_batch; i++)
-        if (d->batch[i]->save && d->batch[i]->rc == KVQ_E_NO_SPACE) {
-            bytes += d->batch[i]->needed;
+    for (uint32_t i = 0; i < d->batch.n; i++)
+        if (d->batch.tasks[i]->save && d->batch.tasks[i]->rc == KVQ_E_NO_SPACE) {
+            bytes += d->batch.tasks[i]->needed;
             n++;
         }
     if (n == 0 || !kvq__transfers_make_room(&d->task, bytes))
         return;
-    d->full = false;
-    for (uint32_t i = 0; i < d->n_batch; i++)
-        if (d->batch[i]->save && d->batch[i]->rc == KVQ_E_NO_SPACE)
-            d->batch[i]->rc = NEXT_BATCH;
+    d->batch.full = false;
+    for (uint32_t i = 0; i < d->batch.n; i++)
+        if (d->batch.tasks[i]->save && d->batch.tasks[i]->rc == KVQ_E_NO_SPACE)
+            d->batch.tasks[i]->rc = NEXT_BATCH;
 }
 
 // Saves those whose names it has. Waits.
@@ -305,13 +195,13 @@ static void save_batch(struct drain *d)
     struct kvq__task *task = &d->task;
     kvq__task_take_turn(task);
     kvq__task_at_poller(task, take_hold_of_unsaved);
-    kvq__task_at_work(task, write_batch);
+    kvq__task_at_work(task, write_drained);
     make_room_for_refused(d);
     kvq__task_at_poller(task, end_saves);
     kvq__task_step_aside(task);
-    for (uint32_t i = 0; i < d->n_batch; i++)
-        end_one(d, d->batch[i]);
-    d->n_batch = 0;
+    for (uint32_t i = 0; i < d->batch.n; i++)
+        end_one(d, d->batch.tasks[i]);
+    d->batch.n = 0;
 }
 
 // ---- Rounds ----
@@ -348,7 +238,7 @@ static bool save_list(struct drain *d)
         d->moved = false;
         for (d->at = d->kept = 0; d->at < d->n && !d->task.jobs->ended;) {
             take_names(d);
-            if (d->n_batch > 0)
+            if (d->batch.n > 0)
                 save_batch(d);
         }
         d->n = d->kept;
@@ -415,10 +305,11 @@ static void drain(struct kvq__task *task)
     } while (save_list(d) && d->any); // more may have come since
     if (d->saved > 0 || d->n_given > 0)
         kvq__log(d->n_given ? KVQ_LOG_WARN : KVQ_LOG_INFO, "all_saved",
-                 "sessions=%u transactions=%u not_saved=%u ms=%llu", d->saved, d->transactions,
-                 d->n_given, (unsigned long long)((kvq_now_ns() - d->begun) / 1000000));
+                 "sessions=%u transactions=%u not_saved=%u ms=%llu", d->saved,
+                 d->batch.transactions, d->n_given,
+                 (unsigned long long)((kvq_now_ns() - d->begun) / 1000000));
     task->rc = 0;
-    task->writes = d->transactions > 0;
+    task->writes = d->batch.transactions > 0;
 }
 
 static void end_drain(struct kvq__task *task)
@@ -447,6 +338,7 @@ void kvq__jobs_drain_on(struct kvq__jobs *jobs)
         drained(jobs->server);
         return;
     }
+    d->batch = (struct kvq__batch){.jobs = jobs, .tasks = d->tasks};
     d->task.done = end_drain;
     d->task.doing = "saving what is not saved";
     kvq__task_start(&d->task, drain);

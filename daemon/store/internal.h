@@ -121,7 +121,7 @@ void kvq__task_sleep(struct kvq__task *task, uint64_t ms);
 // For the name that task->ns and task->name are, before its turn is waited for. What the task goes
 // on to find in memory and in the store is then as it stays, until it ends.
 void kvq__task_take_name(struct kvq__task *task, enum kvq__hold_kind kind);
-// For its turn to write to the store.
+// For its turn to write to the store; or until another one has written it in his (task->along).
 void kvq__task_take_turn(struct kvq__task *task);
 // For its turn of others, in which it does not write. ns: whose it is, empty: nobody's.
 void kvq__task_take_turn_of(struct kvq__task *task, struct kvq__turns *turns, const char *ns);
@@ -133,6 +133,8 @@ void kvq__task_wait(struct kvq__task *task);
 
 // Not by the task itself: goes on with one that waits to be woken.
 void kvq__task_wake(struct kvq__task *task);
+// It waits for a turn no more: whoever calls this writes it in his own, then wakes it.
+void kvq__task_go_along(struct kvq__task *task);
 // Gives back its name and its turn, in which it has written nothing.
 void kvq__task_step_aside(struct kvq__task *task);
 static inline struct kvq__task *kvq__task_of_turn(struct kvq__write_turn *turn)
@@ -208,6 +210,24 @@ uint64_t kvq__jobs_unsaved_bytes(const struct kvq__task *task);
 int kvq__jobs_read_back(struct kvq__task *task);
 // How it has ended, as an event.
 void kvq__jobs_tell_saved(struct kvq__task *task);
+
+// ---- batch.c ----
+
+enum { KVQ__BATCH_BYTES = 64 << 20 }; // a transaction takes in no more once it has so much to write
+
+// Sessions that are written in one transaction, as tasks of which each has its save.
+struct kvq__batch {
+    struct kvq__jobs *jobs;
+    struct kvq__task **tasks;
+    uint32_t n;
+    bool full;             // nothing can be made room with
+    uint32_t transactions; // so far
+};
+// On a thread of libuv's, in the turn of a task that writes. Both leave alone tasks that have no
+// save or an rc of their own; each task's rc and text say what came of it. First what may change is
+// copied, and the poller lets the sessions go on.
+void kvq__batch_copy(struct kvq__batch *batch);
+void kvq__batch_write(struct kvq__batch *batch);
 
 // ---- drain.c ----
 

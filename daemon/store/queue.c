@@ -125,6 +125,40 @@ static struct kvq__write_turn *first_of(const struct kvq__turns *turns, const ch
     return NULL;
 }
 
+struct kvq__write_turn *kvq__turn_after(const struct kvq__turns *turns, const char *ns,
+                                        const struct kvq__write_turn *turn)
+{
+    struct kvq__write_turn *first = first_of(turns, ns);
+    if (!turn)
+        return first;
+    assert(first && turn->queued);
+    return turn == first ? TAILQ_FIRST(&first->behind) : TAILQ_NEXT(turn, link);
+}
+
+// Whoever stands next behind him in his namespace stands for it from now on; NULL: nobody does.
+static struct kvq__write_turn *heir_of(struct kvq__write_turn *t)
+{
+    struct kvq__write_turn *heir = TAILQ_FIRST(&t->behind);
+    if (heir) {
+        TAILQ_REMOVE(&t->behind, heir, link);
+        TAILQ_INIT(&heir->behind);
+        TAILQ_CONCAT(&heir->behind, &t->behind, link);
+    }
+    return heir;
+}
+
+void kvq__turn_leave(struct kvq__turns *turns, struct kvq__write_turn *t)
+{
+    struct kvq__write_turn *first = first_of(turns, t->ns);
+    assert(first && t->queued && turns->n > 0);
+    struct kvq__write_turn *heir = t == first ? heir_of(t) : NULL;
+    if (heir)
+        TAILQ_INSERT_AFTER(&turns->first, t, heir, link);
+    TAILQ_REMOVE(t == first ? &turns->first : &first->behind, t, link);
+    turns->n--;
+    t->queued = false;
+}
+
 static bool has_its_share(const struct kvq__turns *turns, const char *ns)
 {
     const struct kvq__write_turn *t;
@@ -142,13 +176,9 @@ static void start_next_turn(struct kvq__turns *turns)
     if (turns->under_way == turns->most || !t)
         return;
     TAILQ_REMOVE(&turns->first, t, link);
-    heir = TAILQ_FIRST(&t->behind);
-    if (heir) { // his namespace's next turn comes after those of all others
-        TAILQ_REMOVE(&t->behind, heir, link);
-        TAILQ_INIT(&heir->behind);
-        TAILQ_CONCAT(&heir->behind, &t->behind, link);
+    heir = heir_of(t);
+    if (heir) // his namespace's next turn comes after those of all others
         TAILQ_INSERT_TAIL(&turns->first, heir, link);
-    }
     turns->n--;
     turns->under_way++;
     TAILQ_INSERT_TAIL(&turns->going, t, link);

@@ -84,6 +84,11 @@ void kvq__turns_init(struct kvq__turns *turns, uint32_t most, uint32_t most_of);
 // Calls go() when it is its turn, maybe at once. ns is empty for what is no namespace's.
 void kvq__turn_wait(struct kvq__turns *turns, struct kvq__write_turn *turn, const char *ns,
                     void (*go)(struct kvq__write_turn *turn));
+// The next one that waits in a namespace, behind a turn or, with NULL, the first. NULL: none.
+struct kvq__write_turn *kvq__turn_after(const struct kvq__turns *turns, const char *ns,
+                                        const struct kvq__write_turn *turn);
+// It waits no more.
+void kvq__turn_leave(struct kvq__turns *turns, struct kvq__write_turn *turn);
 // Its turn is over.
 void kvq__turn_end(struct kvq__turns *turns, struct kvq__write_turn *turn);
 

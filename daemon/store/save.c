@@ -2,6 +2,7 @@
 //
 // Saving a session: the poller takes hold of it, a thread of libuv's copies what may change, lets
 // it go on, and writes, and the poller then notes what is saved.
+#include <assert.h>
 #include <search.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +21,9 @@ enum {
     PATIENCE_MS = 3000,
     PATIENCE_OWN_MS = 500,
 };
+
+enum { ALONG = KVQ__EVICT_AT_ONCE }; // sessions that one transaction parks
+static_assert(ALONG * KVQ_MAX_SHARDS <= KVQ_MAX_STORE_SESSIONS, "each with all its shards");
 
 // ---- Blocks that several sessions of one transaction have ----
 
@@ -178,20 +182,6 @@ int kvq__jobs_write(struct kvq__task *t, struct kvq_save *out, struct kvq__same_
     return rc;
 }
 
-static int write_all(struct kvq__task *t, uint8_t *scratch)
-{
-    struct kvq_save *out = NULL;
-    struct kvq__same_blocks same = {0}; // shards have none in common
-    int rc = kvq_save_begin(t->jobs->store, &out, t->text, sizeof t->text);
-    if (rc == 0)
-        rc = kvq__jobs_write(t, out, &same, scratch);
-    if (rc == 0)
-        rc = kvq_save_commit(&out, t->text, sizeof t->text);
-    kvq_save_abort(&out);
-    kvq__same_blocks_free(&same);
-    return rc;
-}
-
 uint64_t kvq__jobs_unsaved_bytes(const struct kvq__task *t)
 {
     uint64_t bytes = 0;
@@ -242,15 +232,6 @@ int kvq__jobs_read_back(struct kvq__task *t)
     return rc;
 }
 
-// What the disk has spoilt is put once more.
-static int write_and_read_back(struct kvq__task *t, uint8_t *scratch)
-{
-    int rc = kvq__jobs_read_back(t);
-    if (rc == KVQ_E_DAMAGED)
-        rc = write_all(t, scratch);
-    return rc ? rc : kvq__jobs_read_back(t);
-}
-
 int kvq__jobs_copy(struct kvq__task *t)
 {
     int rc = kvq__save_copy(t->save);
@@ -263,28 +244,30 @@ int kvq__jobs_copy(struct kvq__task *t)
     return rc;
 }
 
-static void write_copied(struct kvq__task *t)
+// What the disk has spoilt is put once more.
+static int read_back_parked(struct kvq__task *t)
 {
-    uint8_t *scratch = malloc(KVQ__SCRATCH_BYTES);
-    if (!scratch) {
-        snprintf(t->text, sizeof t->text, "no memory to save session \"%s\"", t->name);
-        t->rc = KVQ_E_NO_MEMORY;
-        return;
+    int rc = kvq__jobs_read_back(t);
+    if (rc == KVQ_E_DAMAGED) {
+        kvq__batch_write(&(struct kvq__batch){.jobs = t->jobs, .tasks = &t, .n = 1});
+        rc = t->rc ? t->rc : kvq__jobs_read_back(t);
     }
-    t->rc = write_all(t, scratch);
-    if (kvq__jobs_help(t->jobs, t->rc, t->needed))
-        t->rc = write_all(t, scratch);
-    if (t->rc == 0 && t->job && t->name[0] == '#')
-        t->rc = write_and_read_back(t, scratch);
-    free(scratch);
+    return rc;
 }
 
-static void write_save(struct kvq__task *t)
+static void write_copied(struct kvq__task *t)
 {
-    t->rc = kvq__jobs_copy(t);
-    t->needed = kvq__jobs_unsaved_bytes(t);
-    if (t->rc == 0)
-        write_copied(t);
+    struct kvq__batch *b = t->batch;
+    kvq__batch_write(b);
+    for (uint32_t i = 0; i < b->n; i++)
+        if (b->tasks[i]->rc == 0 && b->tasks[i]->job && b->tasks[i]->name[0] == '#')
+            b->tasks[i]->rc = read_back_parked(b->tasks[i]);
+}
+
+static void write_saves(struct kvq__task *t)
+{
+    kvq__batch_copy(t->batch);
+    write_copied(t);
 }
 
 // ---- Back on the loop's ----
@@ -407,10 +390,71 @@ static void look_at_saved(struct kvq__task *t)
 static void take_hold_of_session(struct kvq__task *t)
 {
     try_save(t, false);
+    t->needed = t->save ? kvq__jobs_unsaved_bytes(t) : 0;
+}
+
+// What is written in one turn: a save; or the parking of a session, and with it of others of its
+// namespace that wait for their turns right behind it. The core has many evicted side by side, and
+// of small ones the end of a transaction takes longer than all the rest.
+struct holding {
+    struct kvq__batch batch; // first
+    struct kvq__task *tasks[ALONG];
+    uint32_t at;    // the next one to be taken hold of
+    uint64_t bytes; // of those before
+};
+
+static bool parks(const struct kvq__task *t)
+{
+    return t->job && t->job->kind == KVQ__JOB_SAVE;
+}
+
+// Poller's thread, with the names held alone, and in the turn of the first.
+static bool take_hold_of_next(struct kvq__task *first)
+{
+    struct holding *h = (struct holding *)first->batch;
+    h->bytes += h->tasks[h->at - 1]->needed;
+    if (h->bytes >= KVQ__BATCH_BYTES || h->at == h->batch.n)
+        return true;
+    take_hold_of_session(h->tasks[h->at++]);
+    return false;
+}
+
+// Those that cannot be taken hold of now wait for their own turn.
+static void take_along(struct holding *h)
+{
+    uint32_t n = 1;
+    for (uint32_t i = 1; i < h->at; i++) {
+        struct kvq__task *t = h->tasks[i];
+        if (!t->save) {
+            t->rc = KVQ__SAVE_THERE_IS;
+            continue;
+        }
+        kvq__task_go_along(t);
+        h->tasks[n++] = t;
+    }
+    h->batch.n = n;
+}
+
+// In its turn. Waits.
+static void take_hold_of_sessions(struct kvq__task *first, struct holding *h)
+{
+    struct kvq__write_turn *turn = NULL;
+    *h = (struct holding){.batch = {.jobs = first->jobs, .tasks = h->tasks, .n = 1}, .at = 1};
+    h->tasks[0] = first;
+    first->batch = &h->batch;
+    kvq__task_at_poller(first, take_hold_of_session);
+    if (!first->save || !parks(first))
+        return;
+    while (h->batch.n < ALONG && (turn = kvq__turn_after(first->turns, first->ns, turn)) &&
+           parks(kvq__task_of_turn(turn)))
+        h->tasks[h->batch.n++] = kvq__task_of_turn(turn);
+    if (h->batch.n > 1)
+        kvq__task_at_poller_in_pieces(first, take_hold_of_next);
+    take_along(h);
 }
 
 // Until there is a save, nothing to be saved, or no more patience.
-static void take_hold(struct kvq__task *t)
+static void take_hold(struct kvq__task *t, struct holding *h)
 {
     uint64_t patience = t->own ? PATIENCE_OWN_MS : PATIENCE_MS, wait = RETRY_MS, waited = 0;
     for (;;) {
@@ -418,7 +462,9 @@ static void take_hold(struct kvq__task *t)
         if (t->rc == KVQ__SAVE_THERE_IS) {
             kvq__task_take_name(t, KVQ__HOLD_ALONE);
             kvq__task_take_turn(t);
-            kvq__task_at_poller(t, take_hold_of_session);
+            if (t->along)
+                return;
+            take_hold_of_sessions(t, h);
         }
         if (t->rc != KVQ__SAVE_WAITS)
             return;
@@ -440,18 +486,45 @@ static void take_hold(struct kvq__task *t)
 
 // ---- A save ----
 
+// Bytes of those that the full disk has refused, which are to be written once more then.
+static uint64_t forget_full_disk(const struct kvq__batch *b, bool again)
+{
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < b->n; i++) {
+        struct kvq__task *t = b->tasks[i];
+        if (t->rc != KVQ_E_NO_SPACE)
+            continue;
+        bytes += t->needed + 1;
+        t->rc = again ? 0 : t->rc;
+    }
+    return bytes;
+}
+
+// Waits.
+static void write_batch(struct kvq__task *t)
+{
+    struct kvq__batch *b = t->batch;
+    kvq__task_at_work(t, write_saves);
+    uint64_t bytes = forget_full_disk(b, false);
+    if (bytes && kvq__transfers_make_room(t, bytes)) {
+        forget_full_disk(b, true);
+        b->full = false;
+        kvq__task_at_work(t, write_copied);
+    }
+    for (uint32_t i = 1; i < b->n; i++)
+        kvq__task_wake(b->tasks[i]);
+}
+
 void kvq__jobs_save(struct kvq__task *t)
 {
+    struct holding h;
     t->begun = kvq_now_ns();
-    take_hold(t);
+    take_hold(t, &h);
     t->unchanged = t->rc == 0 && !t->save;
-    if (t->save) {
-        kvq__task_at_work(t, write_save);
-        if (t->rc == KVQ_E_NO_SPACE && kvq__transfers_make_room(t, t->needed))
-            kvq__task_at_work(t, write_copied);
-        if (t->rc == 0)
-            kvq__histogram_add(&t->jobs->times.of[KVQ__TIME_SAVE], kvq_now_ns() - t->begun);
-    }
+    if (t->save && !t->along)
+        write_batch(t);
+    if (t->save && t->rc == 0)
+        kvq__histogram_add(&t->jobs->times.of[KVQ__TIME_SAVE], kvq_now_ns() - t->begun);
     if (t->save || (t->own && t->rc < 0))
         kvq__jobs_note_end(t->jobs, KVQ__TIME_SAVE, t->rc);
     if (t->save || t->job || (t->own && t->rc < 0)) {

@@ -36,6 +36,7 @@ struct kvq__prefix_ask;
 struct kvq_store_space;
 struct kvq_store_freed;
 struct kvq__look;
+struct kvq__batch;
 
 // A command that has to do with the store, embedded by who gives it; or the store jobs' own save.
 struct kvq__task {
@@ -65,7 +66,7 @@ struct kvq__task {
     struct kvq__hold hold;     // of the name that it is about
     struct kvq__turns *turns;  // that it has a turn of, or waits for one; NULL: of none
     struct kvq__write_turn turn;
-    bool has_turn;
+    bool has_turn, along; // along: it is written in the turn of another task
     char ns[KVQ_NAME_BYTES], name[KVQ_NAME_BYTES], text[KVQ_TEXT_BYTES];
     const char *doing;                     // for people; NULL: what the request says
     char working[2 * KVQ_NAME_BYTES + 64]; // what was being done, and how many waited, when it came
@@ -76,7 +77,8 @@ struct kvq__task {
     bool set_aside; // a save whose session cannot be taken hold of as yet
     uint64_t tokens, written_blocks, written_bytes, kept_blocks;
     struct kvq__save *save;
-    uint64_t needed; // bytes that the save is to write, counted before it writes any
+    uint64_t needed;          // bytes that the save is to write, counted before it writes any
+    struct kvq__batch *batch; // that it writes in its turn
     struct kvq__found *found;
     const struct kvq__begin *begin;   // as what it is loaded
     struct kvq__loading *loading;     // that is begun

@@ -203,13 +203,22 @@ void kvq__task_take_turn_of(struct kvq__task *t, struct kvq__turns *turns, const
     kvq__turn_wait(turns, &t->turn, ns, has_turn);
     if (!t->has_turn)
         kvq__task_wait(t);
-    assert(t->has_turn);
+    assert(t->has_turn || t->along);
 }
 
 void kvq__task_take_turn(struct kvq__task *t)
 {
     t->writes = true;
     kvq__task_take_turn_of(t, &t->jobs->turns, t->ns);
+}
+
+void kvq__task_go_along(struct kvq__task *t)
+{
+    assert(t->turns && !t->has_turn && t->hold.held);
+    kvq__turn_leave(t->turns, &t->turn);
+    t->turns = NULL;
+    t->writes = false; // whoever writes it counts that
+    t->along = true;
 }
 
 void kvq__task_end_turn(struct kvq__task *t)

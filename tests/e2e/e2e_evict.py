@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """More sessions than memory holds: they make room for each other, and come back when used."""
+import contextlib
+import os
+import sqlite3
+
 from e2e_rig import BACKEND, Child, Test, Tokens, kvq, long_emulated, read_all
 from e2e_storage import Stored
 
@@ -52,6 +56,39 @@ class Evicts(Stored):
             engine.tell()
             engine.end()
         self.assertEqual(self.daemon.status()["pool_used_bytes"], 0)
+
+    def test_in_one_transaction(self):
+        """Eight sessions make room for one request: they are written in one transaction, and all of
+        them come back."""
+        self.again(pool_bytes="8mb")
+        held = [self.fed(i, place="host") for i in range(10)]
+        before = [read_all(self.queue, session, 2) for _, session in held]
+        path = os.path.join(self.folder, "store", "catalog.db")
+
+        def transactions():
+            with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as catalog:
+                return catalog.execute("SELECT last_transaction FROM store").fetchone()[0]
+        first = transactions()
+        self.fed(11, 8 * 384, place="host")[1].drop()
+        self.assertEqual(self.eviction()["parked_room"], 8)
+        self.assertEqual(transactions() - first, 1)
+        for (_, session), was in zip(held, before):
+            self.assertTrue(read_all(self.queue, session, 2) == was)
+
+    def test_some_have_no_room_on_disk(self):
+        """Of eight that are to be written in one transaction a limit lets some in: these go, the
+        others stay, and nothing is lost."""
+        self.again(pool_bytes="8mb")
+        held = [self.fed(i, place="host") for i in range(10)]
+        before = [read_all(self.queue, session, 2) for _, session in held]
+        self.daemon.ctl("quota", "set", f"uid-{os.getuid()}", "--disk-bytes", "3mb")
+        self.fails(kvq.Code.E_NO_MEMORY, self.fed, 11, 8 * 384, place="host")
+        evicted = self.eviction()
+        self.assertIn(evicted["parked_room"], (3, 4))
+        self.assertEqual(evicted["evictions_failed"], 8 - evicted["parked_room"])
+        self.assertEqual(sum(s.info()["tier"] == "disk" for _, s in held), evicted["parked_room"])
+        for (_, session), was in zip(held, before):
+            self.assertTrue(read_all(self.queue, session, 2) == was)
 
     def test_quota(self):
         """At its namespace's limit a session makes room for another one of that namespace."""

@@ -192,6 +192,36 @@ PLAIN_TEST(test_turns)
     end_turn();
 }
 
+// Whoever waits no more, as the first of its namespace or behind it, leaves all others their order.
+PLAIN_TEST(test_leaving)
+{
+    static const char *const ns[TURNS] = {"x", "x", "x", "x", "y", "x", "y", "x"};
+    memset(waiting, 0, sizeof waiting);
+    memset(order, 0, sizeof order);
+    kvq__turns_init(&turns, 1, 1);
+    for (uint32_t i = 0; i < TURNS; i++)
+        kvq__turn_wait(&turns, &waiting[i], ns[i], turn_comes);
+    assert_ptr_equal(kvq__turn_after(&turns, "x", NULL), &waiting[1]);
+    assert_ptr_equal(kvq__turn_after(&turns, "x", &waiting[1]), &waiting[2]);
+    assert_ptr_equal(kvq__turn_after(&turns, "x", &waiting[2]), &waiting[3]);
+    assert_null(kvq__turn_after(&turns, "x", &waiting[7]));
+    assert_null(kvq__turn_after(&turns, "z", NULL));
+    kvq__turn_leave(&turns, &waiting[1]); // the first, with others behind it
+    kvq__turn_leave(&turns, &waiting[5]); // one of these
+    assert_ptr_equal(kvq__turn_after(&turns, "x", NULL), &waiting[2]);
+    assert_ptr_equal(kvq__turn_after(&turns, "x", &waiting[3]), &waiting[7]);
+    end_turn();
+    assert_string_equal(order, "ac"); // whose namespace came first
+    kvq__turn_leave(&turns, &waiting[4]);
+    kvq__turn_leave(&turns, &waiting[6]); // the last of its namespace
+    assert_int_equal(turns.n, 2);
+    kvq__turn_wait(&turns, &waiting[1], "x", turn_comes);
+    while (turns.now)
+        end_turn();
+    assert_string_equal(order, "acdhb");
+    assert_int_equal(turns.n + turns.under_way, 0);
+}
+
 // Several at a time: the one who came to the end makes room for the next namespace's first.
 PLAIN_TEST(test_several_turns)
 {
