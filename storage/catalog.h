@@ -111,7 +111,8 @@ enum { KVQ_CATALOG_VERSION = 2 };
                     "saved_at,used_at,version,length(meta),manifest FROM sessions WHERE id>? "     \
                     "AND (space=?2 OR ?2 IS NULL) ORDER BY id LIMIT ?3")                           \
     X(SESSION_LEFT, "SELECT s.id,manifest,blocks FROM spaces p CROSS JOIN sessions s ON "          \
-                    "s.space=p.space WHERE name>=? AND name<? AND save<=? LIMIT ?")                \
+                    "s.space=p.space WHERE name>=? AND name<? AND save<=? AND "                    \
+                    "(p.space=?4 OR ?4 IS NULL) LIMIT ?5")                                         \
     X(SESSION_META, "SELECT meta FROM sessions WHERE id=?")                                        \
     X(SESSION_SAVE, "SELECT save,tokens FROM sessions WHERE id=?")                                 \
     X(SESSION_DROP, "DELETE FROM sessions WHERE id=?")                                             \

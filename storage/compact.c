@@ -140,7 +140,7 @@ int kvq_store_delete(struct kvq_store *store, const char *space, const char *nam
 
 // Up to *count of them into shards, which has room for so many, and no more blocks than fit well
 // into one transaction.
-static int find_left(struct kvq_store *s, struct shard *shards, size_t *count,
+static int find_left(struct kvq_store *s, const char *space, struct shard *shards, size_t *count,
                      const struct kvq__complaint *c)
 {
     struct kvq__catalog *k = &s->catalog;
@@ -148,8 +148,8 @@ static int find_left(struct kvq_store *s, struct shard *shards, size_t *count,
     size_t n = 0;
     pthread_mutex_lock(&s->catalog_lock);
     sqlite3_stmt *rows =
-        kvq__rows(k, KVQ_Q_SESSION_LEFT, "ttii", KVQ_STORE_LEFT_FROM, KVQ_STORE_LEFT_BELOW,
-                  (int64_t)s->found_transaction, (int64_t)*count);
+        kvq__rows(k, KVQ_Q_SESSION_LEFT, "ttiti", KVQ_STORE_LEFT_FROM, KVQ_STORE_LEFT_BELOW,
+                  (int64_t)s->found_transaction, space, (int64_t)*count);
     int rc = kvq__next(k, rows);
     while (rc == 1) {
         uint64_t more = (uint64_t)sqlite3_column_int64(rows, 2);
@@ -171,7 +171,8 @@ static int find_left(struct kvq_store *s, struct shard *shards, size_t *count,
     return rc < 0 ? rc : KVQ_OK;
 }
 
-int kvq_store_sweep(struct kvq_store *store, uint32_t most, uint32_t *deleted, char *text, size_t n)
+int kvq_store_sweep(struct kvq_store *store, const char *space, uint32_t most, uint32_t *deleted,
+                    char *text, size_t n)
 {
     const struct kvq__complaint c = kvq__store_complaint(store, text, n);
     size_t count = most;
@@ -181,7 +182,7 @@ int kvq_store_sweep(struct kvq_store *store, uint32_t most, uint32_t *deleted, c
     if (rc)
         return rc;
     struct shard *shards = calloc(most, sizeof *shards);
-    rc = shards ? find_left(store, shards, &count, &c)
+    rc = shards ? find_left(store, space, shards, &count, &c)
                 : kvq__complain(&c, KVQ_E_NO_MEMORY, "no memory");
     if (rc == KVQ_OK && count > 0)
         rc = delete_shards(store, shards, count, &c);

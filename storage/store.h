@@ -254,11 +254,11 @@ int kvq_store_delete(struct kvq_store *store, const char *space, const char *nam
 #define KVQ_STORE_LEFT_FROM  "#"
 #define KVQ_STORE_LEFT_BELOW "$"
 
-// Deletes sessions of such names, of all namespaces, that were last saved before the store was
-// opened: up to `most` shards in one transaction. *deleted says how many; 0: there are
-// none.
-int kvq_store_sweep(struct kvq_store *store, uint32_t most, uint32_t *deleted, char *text,
-                    size_t n);
+// Deletes sessions of such names, of a namespace or, with NULL, of all, that were last saved before
+// the store was opened: up to `most` shards in one transaction. *deleted says how many; 0: there
+// are none.
+int kvq_store_sweep(struct kvq_store *store, const char *space, uint32_t most, uint32_t *deleted,
+                    char *text, size_t n);
 
 struct kvq_store_freed {
     uint32_t segments; // files removed

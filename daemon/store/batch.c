@@ -5,6 +5,7 @@
 #include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "daemon/store/internal.h"
 
@@ -66,6 +67,21 @@ static bool is_at_limit(const struct kvq__batch *b, uint32_t from, uint32_t to, 
     return is;
 }
 
+// What an earlier run has left of those that were refused at a limit goes. Whether there was any.
+static bool sweep_refused(const struct kvq__batch *b, uint32_t from, uint32_t to)
+{
+    const char *last = "";
+    uint32_t n = 0;
+    for (uint32_t i = from; i < to; i++) {
+        const struct kvq__task *t = b->tasks[i];
+        if (!t->save || (t->rc && t->rc != KVQ_E_QUOTA) || strcmp(t->ns, last) == 0)
+            continue;
+        n += kvq__jobs_sweep_all(b->jobs, t->ns);
+        last = t->ns;
+    }
+    return n > 0;
+}
+
 // Whoever the limit was too low for may fit without the others.
 static void forget_refusals(struct kvq__batch *b, uint32_t from, uint32_t to)
 {
@@ -90,7 +106,7 @@ static void write_halves(struct kvq__batch *b, uint32_t from, uint32_t to, uint8
     char text[KVQ_TEXT_BYTES];
     uint64_t bytes = bytes_to_write(b, from, to);
     int rc = write_some(b, from, to, scratch, text);
-    if (is_at_limit(b, from, to, rc) && kvq__jobs_help(b->jobs, KVQ_E_QUOTA, bytes)) {
+    if (is_at_limit(b, from, to, rc) && sweep_refused(b, from, to)) {
         forget_refusals(b, from, to);
         rc = write_some(b, from, to, scratch, text);
     }

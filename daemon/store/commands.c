@@ -338,7 +338,7 @@ static void read_import(struct kvq__task *t)
     if ((t->rc == KVQ_E_NO_SPACE || t->rc == KVQ_E_QUOTA) &&
         stat(t->request->import_session->path, &st) == 0) {
         t->written_bytes = (uint64_t)st.st_size;
-        if (kvq__jobs_help(t->jobs, t->rc, t->written_bytes))
+        if (kvq__jobs_help(t, t->written_bytes))
             t->rc = import_file(t);
     }
     if (t->rc == 0 && !save_reply(t))

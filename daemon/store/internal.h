@@ -89,7 +89,7 @@ struct kvq__jobs {
     bool untidy;         // something was written since there was nothing to be compacted
     bool unswept;        // there may be unnamed sessions of an earlier run,
     bool sweeping;       // of which some are being deleted,
-    uint32_t swept;      // and so many were
+    uint32_t swept;      // and so many were; who has his turn to write counts them
     bool watching;       // somebody looks at the store
     uint64_t watched_ns; // when that began, the last time
 
@@ -170,9 +170,9 @@ void kvq__jobs_tidy(struct kvq__jobs *jobs);
 // Frees that much on disk if it can. Whether it freed anything. On a thread of libuv's, in the turn
 // of a task that writes.
 bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes);
-// The same for what was refused with that code, also at a limit of its namespace, which sessions of
-// an earlier run may take up. Whether it may fit now.
-bool kvq__jobs_help(struct kvq__jobs *jobs, int refused, uint64_t bytes);
+// The same for what a task was refused by its rc, also at a limit of its namespace, which sessions
+// of an earlier run may take up. Whether it may fit now.
+bool kvq__jobs_help(const struct kvq__task *task, uint64_t bytes);
 // What is being written and read just now, empty: nothing; and how many wait to write.
 void kvq__jobs_working(const struct kvq__jobs *jobs, bool names, char *out, size_t n,
                        uint32_t *queued);
@@ -296,9 +296,9 @@ void kvq__jobs_stop_orders(struct kvq__jobs *jobs);
 // Begins to delete sessions without a name that a run before has left, if there may be some: some
 // in each transaction, in the turns of others. The loop's thread.
 void kvq__jobs_sweep(struct kvq__jobs *jobs);
-// Deletes all of them now, for who lacks room. How many. On a thread of libuv's, in the turn of a
-// task that writes.
-uint32_t kvq__jobs_sweep_all(struct kvq__jobs *jobs);
+// Deletes all of them now, or those of a namespace if not NULL, for who lacks room. How many. On a
+// thread of libuv's, in the turn of a task that writes.
+uint32_t kvq__jobs_sweep_all(struct kvq__jobs *jobs, const char *ns);
 
 // ---- remote.c: commands ----
 

@@ -240,27 +240,29 @@ void kvq__jobs_stop_orders(struct kvq__jobs *jobs)
 
 // ---- What a run before has left ----
 
-// Any thread, in the turn of a task that writes. How many; none that cannot be deleted.
-static uint32_t sweep_some(struct kvq_store *store, char *text, int *rc)
+// Any thread, in the turn of a task that writes. How many; none that cannot be deleted. ns NULL: of
+// all namespaces.
+static uint32_t sweep_some(struct kvq__jobs *jobs, const char *ns, char *text, int *rc)
 {
     uint32_t n = 0;
-    *rc = kvq_store_sweep(store, SWEEP_MOST, &n, text, KVQ_TEXT_BYTES);
+    *rc = kvq_store_sweep(jobs->store, ns, SWEEP_MOST, &n, text, KVQ_TEXT_BYTES);
+    jobs->swept += n;
     return n;
 }
 
-uint32_t kvq__jobs_sweep_all(struct kvq__jobs *jobs)
+uint32_t kvq__jobs_sweep_all(struct kvq__jobs *jobs, const char *ns)
 {
     char text[KVQ_TEXT_BYTES];
     uint32_t sum = 0, n;
     int rc;
-    while (!kvq__jobs_look_for_end(jobs, 0, 0) && (n = sweep_some(jobs->store, text, &rc)) > 0)
+    while (!kvq__jobs_look_for_end(jobs, 0, 0) && (n = sweep_some(jobs, ns, text, &rc)) > 0)
         sum += n;
     return sum;
 }
 
 struct sweep {
     struct kvq__task task;
-    uint32_t n;
+    uint32_t n, all; // just now, and since the store was opened
 };
 
 static struct sweep *sweep_of(struct kvq__task *t)
@@ -272,8 +274,9 @@ static struct sweep *sweep_of(struct kvq__task *t)
 static void sweep_at_work(struct kvq__task *t)
 {
     struct kvq_store_freed freed;
-    sweep_of(t)->n = sweep_some(t->jobs->store, t->text, &t->rc);
-    if (sweep_of(t)->n == 0 && t->rc == 0 && t->jobs->swept)
+    sweep_of(t)->n = sweep_some(t->jobs, NULL, t->text, &t->rc);
+    sweep_of(t)->all = t->jobs->swept;
+    if (sweep_of(t)->n == 0 && t->rc == 0 && sweep_of(t)->all)
         kvq_store_gc(t->jobs->store, &freed, NULL, 0);
 }
 
@@ -288,14 +291,13 @@ static void sweep_done(struct kvq__task *t)
 {
     char quoted[KVQ_TEXT_BYTES + 16];
     struct kvq__jobs *jobs = t->jobs;
-    jobs->swept += sweep_of(t)->n;
     jobs->sweeping = false;
     jobs->unswept = sweep_of(t)->n > 0;
     if (t->rc < 0 && t->rc != KVQ_E_READ_ONLY)
         kvq__log(KVQ_LOG_WARN, "storage", "text=%s",
                  kvq__log_quote(quoted, sizeof quoted, t->text));
-    if (!jobs->unswept && jobs->swept)
-        kvq__log(KVQ_LOG_INFO, "storage", "unnamed_sessions_deleted=%u", jobs->swept);
+    if (!jobs->unswept && sweep_of(t)->all)
+        kvq__log(KVQ_LOG_INFO, "storage", "unnamed_sessions_deleted=%u", sweep_of(t)->all);
     free(sweep_of(t));
     kvq__jobs_sweep(jobs);
 }

@@ -184,7 +184,7 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
 {
     struct kvq_store_freed freed;
     uint64_t sum = 0;
-    (void)kvq__jobs_sweep_all(jobs);
+    (void)kvq__jobs_sweep_all(jobs, NULL);
     if (kvq_store_gc(jobs->store, &freed, NULL, 0) < 0)
         return false;
     sum = freed.bytes;
@@ -197,11 +197,11 @@ bool kvq__jobs_make_room(struct kvq__jobs *jobs, uint64_t bytes)
     return sum > 0;
 }
 
-bool kvq__jobs_help(struct kvq__jobs *jobs, int refused, uint64_t bytes)
+bool kvq__jobs_help(const struct kvq__task *t, uint64_t bytes)
 {
-    if (refused == KVQ_E_QUOTA)
-        return kvq__jobs_sweep_all(jobs) > 0;
-    return refused == KVQ_E_NO_SPACE && kvq__jobs_make_room(jobs, bytes);
+    if (t->rc == KVQ_E_QUOTA)
+        return kvq__jobs_sweep_all(t->jobs, t->ns) > 0;
+    return t->rc == KVQ_E_NO_SPACE && kvq__jobs_make_room(t->jobs, bytes);
 }
 
 // ---- What it is doing ----

@@ -356,7 +356,7 @@ static void import(struct kvq__task *t)
     const struct kvq_remote_watch looks_on = {watch, x};
     struct kvq_store *store = t->jobs->store;
     t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
-    if (kvq__jobs_help(t->jobs, t->rc, x->moved.bytes))
+    if (kvq__jobs_help(t, x->moved.bytes))
         t->rc = kvq_remote_take(store, &what, x->path, &looks_on, t->text, sizeof t->text);
 }
 

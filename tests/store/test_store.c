@@ -586,12 +586,33 @@ static uint32_t sweep_by_two(void)
 {
     for (uint32_t steps = 0, n;; steps++) {
         fault_reset_counts(&disk);
-        assert_int_equal(kvq_store_sweep(k.store, 2, &n, k.text, sizeof k.text), 0);
+        assert_int_equal(kvq_store_sweep(k.store, NULL, 2, &n, k.text, sizeof k.text), 0);
         if (n == 0) {
             assert_int_equal(disk.n_syncs, 0);
             return steps;
         }
     }
+}
+
+// At the limit of a namespace it is that namespace's alone that go.
+PLAIN_TEST(swept_of_one)
+{
+    uint32_t n;
+    begin_store(8, 0);
+    for (uint32_t i = 0; i < 3; i++) {
+        const char name[] = {'#', (char)('1' + i), 0};
+        assert_int_equal(save_empty("uid-1", name, 1), 0);
+        assert_int_equal(save_empty("uid-2", name, 2), 0);
+    }
+    reopen_store();
+    assert_int_equal(kvq_store_sweep(k.store, "uid-3", 9, &n, k.text, sizeof k.text), 0);
+    assert_int_equal(n, 0);
+    assert_int_equal(kvq_store_sweep(k.store, "uid-2", 4, &n, k.text, sizeof k.text), 0);
+    assert_int_equal(n, 4);
+    assert_int_equal(kvq_store_sweep(k.store, "uid-2", 9, &n, k.text, sizeof k.text), 0);
+    assert_int_equal(n, 2);
+    assert_int_equal(kvq_store_sweep(k.store, NULL, 9, &n, k.text, sizeof k.text), 0);
+    assert_int_equal(n, 3);
 }
 
 // What an earlier run has left goes, some in each transaction, in all namespaces, and stays away if

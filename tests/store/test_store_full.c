@@ -504,7 +504,7 @@ PLAIN_TEST(swept_at_nothing)
     assert_int_equal(open_it(), 0);
     do {
         fill_up();
-        if (kvq_store_sweep(store, sessions, &n, text, sizeof text))
+        if (kvq_store_sweep(store, NULL, sessions, &n, text, sizeof text))
             fail_msg("%u are deleted: %s", sum, text);
         sum += n;
     } while (n);
