@@ -340,6 +340,127 @@ SAVING_TEST(test_beside_a_restore)
     leave_step(&other, x);
 }
 
+// A session of the member that is away, and whose fetch has begun.
+static struct kvq__restore *begin_fetch(struct member *member, uint64_t handle)
+{
+    struct kvq__store_job order;
+    struct kvq__restore *r;
+    kvq__fetch_ask(kit_of(member, handle));
+    assert_true(kvq__park_next(kit.core, &order));
+    assert_int_equal(order.id, kit_of(member, handle)->id);
+    const struct vault_session *s = vault_find(&vault, order.name, order.shard);
+    struct kvq__restore_spec spec = {
+        .saved = &s->saved, .parts = s->parts, .n_parts = s->n, .good_tokens = UINT64_MAX};
+    assert_int_equal(kvq__fetch_begin(kit.core, order.id, &spec, &r, text), 0);
+    return r;
+}
+
+static void send_away(struct member *member, uint64_t handle)
+{
+    assert_int_equal(kvq__session_park(member->client, handle, NULL, text), 0);
+    rest();
+    assert_true(kvq__is_offloaded(kit_of(member, handle)));
+}
+
+// One that waits at its namespace's limit is in nobody's way but its namespace's.
+SAVING_TEST(test_beside_a_limit)
+{
+    struct member stranger;
+    attach(&stranger, 2000);
+    kit.core->pools[0].budget = 32 * MIB;
+    uint64_t a = fed(&m, ""), c = fed(&stranger, "");
+    send_away(&m, a);
+    send_away(&stranger, c);
+    fed(&m, ""); // too young to go
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, SESSION_BYTES);
+    struct kvq__restore *first = begin_fetch(&m, a), *second = begin_fetch(&stranger, c);
+    assert_int_equal(kvq__restore_reserve(first, text), KVQ__LATER);
+    assert_int_equal(first->grant.refused.code, KVQ_E_QUOTA);
+    assert_true(first->ticket > 0);
+    int rc;
+    while ((rc = kvq__restore_reserve(second, text)) == KVQ__MORE)
+        continue;
+    kvq__restore_end(&first, KVQ_E_CANCELLED);
+    kvq__restore_end(&second, KVQ_E_CANCELLED);
+    assert_int_equal(rc, KVQ__COMPLETE);
+}
+
+static struct kvq__move_info move_info(uint64_t id)
+{
+    struct kvq__move_info info;
+    assert_int_equal(kvq__move_info(kit.core, &admin, id, &info, text), 0);
+    return info;
+}
+
+// A move whose session is in a step for as long as a client likes keeps no eviction to the host
+// waiting, nor a way home.
+SAVING_TEST(test_beside_a_move_that_waits)
+{
+    struct kvq__move_spec spec = {.place = "host", .wait_ms = KVQ_MAX_MOVE_WAIT_MS};
+    struct kvq__move_info info;
+    uint8_t out[LAYERS][OUT_BYTES];
+    uint64_t handles[5], x;
+    kit.core->pools[0].budget = 32 * MIB;
+    home = 1;
+    for (uint32_t i = 0; i < 5; i++) {
+        handles[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, handles[0]));
+    assert_int_equal(finish(&m, begin(&m, handles[4], 9, 1, 0)), 0);
+    rest();
+    assert_int_equal(
+        kvq__session_move_named(kit.core, &admin, NULL, id_of(&m, handles[4]), &spec, &info, text),
+        0);
+    x = opened(&other, "");
+    pass(2 * SECOND);
+    uint64_t demoted = kit.core->counts.demoted;
+    assert_int_equal(step(&other, x, SESSION), 0);
+    assert_true(kit.core->counts.demoted > demoted);
+    assert_string_equal(move_info(info.id).phase, "waiting");
+    kit_drop(&other, x);
+    attend(&m, handles[0], out);
+    assert_true(is_home(&m, handles[0]));
+    assert_string_equal(move_info(info.id).phase, "waiting");
+    leave_step(&m, handles[4]);
+    rest();
+    assert_string_equal(move_info(info.id).phase, "done");
+}
+
+// A request waits for a way home: it copies before a move that somebody has asked for earlier.
+SAVING_TEST(test_way_home_before_a_move)
+{
+    struct kvq__move_spec spec = {.place = "host", .wait_ms = 1000};
+    struct kvq__move_info info;
+    uint64_t handles[5];
+    kit.core->pools[0].budget = 32 * MIB;
+    home = 1;
+    for (uint32_t i = 0; i < 5; i++) {
+        handles[i] = fed(&m, "");
+        pass(2 * SECOND);
+    }
+    assert_false(is_home(&m, handles[0]));
+    kit_drop(&m, handles[4]);
+    rest();
+    assert_int_equal(
+        kvq__session_move_named(kit.core, &admin, NULL, id_of(&m, handles[1]), &spec, &info, text),
+        0);
+    struct kvq_request r = kit_attend(&m, 0, Q_AT, OUT_AT, 2 * HEADS, DIM);
+    struct kvq_entry_wire e = entry(&m, handles[0], 0);
+    e.queries = QUERIES;
+    assert_int_equal(kit_request(&m, &r, &e), 1);
+    const struct kvq__move *back = kit_of(&m, handles[0])->move;
+    const struct kvq__move *asked = kit_of(&m, handles[1])->move;
+    assert_true(back && asked && back->ticket.id > asked->ticket.id);
+    while (back->ticket.phase <= KVQ__WAITING && asked->ticket.phase <= KVQ__WAITING)
+        poll_core();
+    assert_int_equal(asked->ticket.phase, KVQ__WAITING);
+    assert_int_equal(finish(&m, 1), 0);
+    assert_true(is_home(&m, handles[0]));
+    rest();
+    assert_string_equal(move_info(info.id).phase, "done");
+}
+
 // A session whose sinks stand behind the codes of its first page, which cannot change any more: a
 // save has two references to that block as long as it lasts, one for the codes, one for the sinks.
 static uint64_t fed_with_sinks(struct kvq__layer_row *row)
@@ -531,6 +652,28 @@ SAVING_TEST(test_given_up)
     assert_int_equal(finish(&m, 1), 0);
     leave_step(&m, handles[2]);
     assert_int_equal(refused(), 0);
+}
+
+// Where a limit was lowered they are not waited for.
+SAVING_TEST(test_given_up_above_a_limit)
+{
+    uint64_t a = opened(&m, "");
+    struct kvq__flight flight = {0};
+    for (uint32_t i = 0; i < 3; i++)
+        fed(&m, "");
+    pass(2 * SECOND);
+    assert_int_equal(begin(&m, a, 9, SESSION, 0), 0);
+    struct kvq__session *s = kit_of(&m, a);
+    kvq__flight_begin(kit.core, &flight);
+    kvq__session_ref(s);
+    leave_step(&m, a);
+    assert_int_equal(s->ns->arenas[0].deferred_bytes, SESSION_BYTES);
+    kit_limit(&kit, "uid-1000", KVQ__HOST_BYTES, 3 * SESSION_BYTES);
+    kvq__core_tick(kit.core);
+    assert_int_equal(kit.core->n_evicting, 1);
+    kvq__session_unref(s);
+    kvq__flight_end(kit.core, &flight);
+    rest();
 }
 
 // They may never come free.

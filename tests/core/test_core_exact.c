@@ -251,6 +251,35 @@ KIT_TEST(test_very_many)
     assert_in_range(most, 256, 2 * 256);
 }
 
+// At a limit of its namespace a request does not see its own prompt behind so many of others: it
+// looks again, and is not refused before.
+KIT_TEST(test_behind_those_of_others)
+{
+    enum { N = 400, EACH = 160 };
+    static const struct kvq__layer_row row = {1, 1, DIM, DIM, .format = "oscar2", .kv_from = -1};
+    struct kvq__session_spec spec = {.layers = &row, .n_layers = 1, .prompt_tokens = 2 * EACH};
+    struct kvq__session_spec plain = {.layers = &row, .n_layers = 1};
+    struct member third;
+    kit.core->pools[0].budget = 64 * MIB;
+    assert_int_equal(member_open(&kit, &third, 2000, BUFFER), 0);
+    for (uint32_t i = 0; i < N; i++)
+        assert_int_equal(kit_step(&m, kit_opened(&m, &spec), EACH, 1, DIM), 0);
+    uint64_t a = kit_opened(&third, &spec), b = kit_opened(&third, &plain);
+    assert_int_equal(kit_step(&third, a, EACH, 1, DIM), 0);
+    struct kvq__namespace *ns = kit_of(&third, a)->ns;
+    ns->quota.limit[KVQ__HOST_BYTES] = ns->used[KVQ__HOST_BYTES];
+    int rc = begin(&third, b, 1);
+    assert_int_equal(rc, 1);
+    assert_int_equal(kit.core->counts.prompts_packed, 0);
+    for (uint32_t i = 0; i < 4 && rc == 1; i++) {
+        pass(10 * 1000000);
+        rc = again(&third);
+        kit_pack(&kit);
+    }
+    assert_int_equal(rc, 0);
+    assert_int_equal(kit.core->counts.prompts_packed, 1);
+}
+
 // What cannot be had even so is refused at once, and no prompt is packed for it.
 KIT_TEST(test_not_in_vain)
 {

@@ -530,6 +530,29 @@ SAVING_TEST(test_many_fetches)
     member_close(&others[1]);
 }
 
+// Of namespaces that have as many under way the one that asked first comes first.
+SAVING_TEST(test_equal_namespaces)
+{
+    struct kvq__store_job job;
+    struct kvq__session *s[OF_ALL];
+    struct member others[2];
+    many_away(others, s);
+    const uint32_t asked[] = {OF_ONE, 0, 2 * OF_ONE, 1, 2 * OF_ONE + 1, OF_ONE + 1};
+    for (uint32_t i = 0; i < 6; i++) {
+        kvq__fetch_ask(s[asked[i]]);
+        kit_pass(&kit, 1000000);
+    }
+    for (uint32_t i = 0; i < 6; i++) {
+        assert_true(kvq__park_next(kit.core, &job));
+        assert_int_equal(job.id, s[asked[i]]->id);
+    }
+    for (uint32_t i = 0; i < 6; i++)
+        kvq__fetch_failed(kit.core, s[asked[i]]->id, KVQ_E_SYSTEM, "it failed");
+    member_close(&others[0]);
+    member_close(&others[1]);
+    settle();
+}
+
 // Somebody has put another session of that name into the store.
 SAVING_TEST(test_replaced)
 {
