@@ -128,9 +128,13 @@ static void write_halves(struct kvq__batch *b, uint32_t from, uint32_t to, uint8
 
 void kvq__batch_copy(struct kvq__batch *b)
 {
-    for (uint32_t i = 0; i < b->n; i++)
-        if (is_to_write(b->tasks[i]))
-            b->tasks[i]->rc = kvq__jobs_copy(b->tasks[i]);
+    for (uint32_t i = 0; i < b->n; i++) {
+        struct kvq__task *t = b->tasks[i];
+        if (!is_to_write(t))
+            continue;
+        t->rc = kvq__jobs_copy(t);
+        t->needed = kvq__jobs_unsaved_bytes(t);
+    }
 }
 
 void kvq__batch_write(struct kvq__batch *b)

@@ -390,7 +390,6 @@ static void look_at_saved(struct kvq__task *t)
 static void take_hold_of_session(struct kvq__task *t)
 {
     try_save(t, false);
-    t->needed = t->save ? kvq__jobs_unsaved_bytes(t) : 0;
 }
 
 // What is written in one turn: a save; or the parking of a session, and with it of others of its
@@ -412,7 +411,8 @@ static bool parks(const struct kvq__task *t)
 static bool take_hold_of_next(struct kvq__task *first)
 {
     struct holding *h = (struct holding *)first->batch;
-    h->bytes += h->tasks[h->at - 1]->needed;
+    const struct kvq__task *last = h->tasks[h->at - 1];
+    h->bytes += last->save ? kvq__jobs_unsaved_bytes(last) : 0;
     if (h->bytes >= KVQ__BATCH_BYTES || h->at == h->batch.n)
         return true;
     take_hold_of_session(h->tasks[h->at++]);
