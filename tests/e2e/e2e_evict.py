@@ -115,7 +115,7 @@ class Evicts(Stored):
         last = self.client.session(tokens.rows, "f16")
         other = self.client.queue()
         self.fails(kvq.Code.E_NO_MEMORY, tokens.feed, other, last, TOKENS, attend=False,
-                   text="kvq_queue_wait_for_room")
+                   text="wait_for_room")
         self.daemon.wait_log("event=memory_full .*1 are in use, 4 pinned")
         self.assertEqual(self.eviction()["refused_for_room"], 1)
         # Waits for it to the end of its patience.
