@@ -626,6 +626,35 @@ SAVING_TEST(test_looks)
     leave_step(&other, x);
 }
 
+// Many that go end one soon after the other: who waits for somebody to be idle does not look at all
+// sessions at each end.
+SAVING_TEST(test_looks_while_some_go)
+{
+    uint64_t handles[4], x = opened(&other, "x"), y = opened(&m, "y");
+    fill_home(handles);
+    for (uint32_t i = 2; i < 4; i++)
+        kvq__session_ref(kit_of(&m, handles[i]));
+    pass(2 * SECOND);
+    assert_int_equal(begin(&other, x, 9, SESSION, 0), 1);
+    assert_int_equal(begin(&m, y, 9, 3 * SESSION, 0), 1);
+    assert_int_equal(kit.core->n_evicting, 1);
+    uint64_t looks = kit.core->evict_looks;
+    for (uint32_t i = 0; i < 100; i++) { // 10 ms
+        pass(MS / 10);
+        kit.core->freed++;
+        kit.core->evictions_ended++;
+        assert_int_equal(kit_again(&other), 1);
+        assert_int_equal(kit_again(&m), 1);
+    }
+    assert_in_range(kit.core->evict_looks - looks, 1, 10 / 5 * 2 + 2);
+    for (uint32_t i = 2; i < 4; i++)
+        kvq__session_unref(kit_of(&m, handles[i]));
+    assert_int_equal(finish(&other, kit_again(&other)), 0);
+    leave_step(&other, x);
+    assert_int_equal(finish(&m, kit_again(&m)), 0);
+    leave_step(&m, y);
+}
+
 // Blocks that were given up and may still be read are waited for if they are enough, and not for
 // long.
 SAVING_TEST(test_given_up)

@@ -26,8 +26,8 @@ enum kvq__help {
                      // core->freed changes then
 };
 
-// A caller that waits looks for sessions that may go no more often than this, unless an eviction
-// has ended since.
+// A caller that waits looks for sessions that may go no more often than this, unless the last
+// eviction under way has ended since.
 #define KVQ__LEAST_LOOK_NS 5000000ull
 
 // A request for room, by a caller that was refused a block.

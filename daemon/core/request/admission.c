@@ -169,12 +169,12 @@ static void take_request_ticket(struct kvq__queue *q)
     q->turn.since = q->core->now;
 }
 
-// Whether it was told to wait just now, and no session has gone since.
+// Whether it was told to wait just now, and the last session that goes has not gone since.
 static bool has_just_looked(const struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
     return q->turn.looked && core->now < q->turn.looked + KVQ__LEAST_LOOK_NS &&
-           q->turn.evictions == core->evictions_ended;
+           (q->turn.evictions == core->evictions_ended || core->n_evicting > 0);
 }
 
 static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,

@@ -175,7 +175,7 @@ static bool waits(struct kvq__restore *r, struct kvq__in_the_way *way)
         return false;
     take_restore_ticket(r);
     if (r->looked && core->now < r->looked + KVQ__LEAST_LOOK_NS &&
-        r->evictions == core->evictions_ended)
+        (r->evictions == core->evictions_ended || core->n_evicting > 0))
         return true;
     struct kvq__eviction_request asked = {.shortage = refused,
                                           .since = r->since,
