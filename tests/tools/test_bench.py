@@ -88,7 +88,8 @@ class Formats(unittest.TestCase):
                               (("shared", "--queries", "2"), "is for attend without --peer"),
                               (("pack", "--head-dim", "65"), "give 64, 128 or 256"),
                               (("pack", "--format", "f16,bf16"), "given fp16; leave bf16 out"),
-                              (("attend", "--tokens", "0"), '--tokens is "0"')):
+                              (("attend", "--tokens", "0"), '--tokens is "0"'),
+                              (("ring", "--idle", "1001"), '--idle is "1001"')):
             done = bench(*options)
             self.assertEqual(done.returncode, 2, done.stderr)
             self.assertIn(says, done.stderr)
@@ -97,12 +98,14 @@ class Formats(unittest.TestCase):
         """What a command does not use is refused, and says whose it is."""
         one = {"--format": "f16", "--tokens": "64", "--threads": "1", "--q-heads": "8",
                "--kv-heads": "8", "--head-dim": "128", "--path": "exact", "--isa": "c",
-               "--reps": "1", "--walk": "1", "--sessions": "2", "--peer": "x", "--kvqd": "x"}
-        lacks = {"attend": ("--sessions", "--kvqd"), "shared": ("--peer", "--kvqd"),
-                 "pack": ("--tokens", "--path", "--walk", "--sessions", "--peer",
+               "--reps": "1", "--walk": "1", "--sessions": "2", "--idle": "1", "--peer": "x",
+               "--kvqd": "x"}
+        lacks = {"attend": ("--sessions", "--idle", "--kvqd"),
+                 "shared": ("--idle", "--peer", "--kvqd"),
+                 "pack": ("--tokens", "--path", "--walk", "--sessions", "--idle", "--peer",
                           "--kvqd"),
-                 "ring": set(one) - {"--sessions", "--kvqd"},
-                 "step": ("--threads", "--isa", "--walk", "--sessions", "--peer")}
+                 "ring": set(one) - {"--sessions", "--idle", "--kvqd"},
+                 "step": ("--threads", "--isa", "--walk", "--sessions", "--idle", "--peer")}
         for command, options in lacks.items():
             for option in options:
                 done = bench(command, option, one[option])
@@ -113,6 +116,14 @@ class Formats(unittest.TestCase):
             wrong = ("--kv-heads", "3") if command == "attend" else ("--queries", "2")
             done = bench(command, *takes, *wrong)  # looked at behind what a command uses
             self.assertRegex(done.stderr, "not a multiple|--queries 2 is for attend")
+
+
+class Ring(unittest.TestCase):
+    def test_beside_idle_clients(self):
+        done = bench("ring", "--sessions", "1,3", "--idle", "5", "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        modes = {row["mode"] for row in json.loads(done.stdout)}
+        self.assertIn("one-core", modes)
 
 
 class Storage(unittest.TestCase):

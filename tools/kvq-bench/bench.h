@@ -40,6 +40,7 @@ struct bench_options {
     uint32_t layers;   // at least so many in a cache; set by the command
     bool json;
     const char *peer; // ggml library to time beside us in `attend`; NULL: none
+    uint32_t idle;    // clients that do nothing beside the one of `ring`
     const char *kvqd; // program to start for `ring`; NULL: the one beside this program
 };
 

@@ -47,6 +47,7 @@ static const char help[] =
     "  --walk N          MiB that a walk of attend reads at least (default 4 times the last level\n"
     "                    cache, so that it comes from memory)\n"
     "  --sessions S,..   ring: sessions in a request (default 1,64); shared: in a batch (16)\n"
+    "  --idle N          ring: other clients that are connected and idle (default 0, up to 1000)\n"
     "  --peer LIB,..     attend: a ggml library to time beside us (libggml.so, or libggml-base.so\n"
     "                    and libggml-cpu.so, or a folder that holds them; default none)\n"
     "  --kvqd PATH       ring, step: the daemon to start (default the one beside this program)\n"
@@ -218,6 +219,8 @@ static int read_option(struct bench_options *o, int option, const char *text)
         return read_one("walk", text, 1, 1u << 20, &o->walk_mib);
     case 's':
         return read_list("sessions", text, 1, 1024, &o->sessions);
+    case 'l':
+        return read_one("idle", text, 0, 1000, &o->idle);
     case 'b':
         o->kvqd = text;
         return 0;
@@ -333,6 +336,7 @@ static int check_given(const struct bench_options *o, uint32_t given)
         {'r', "reps", "attend, shared, pack, step"},
         {'w', "walk", "attend, shared"},
         {'s', "sessions", "ring, shared"},
+        {'l', "idle", "ring"},
         {'g', "peer", "attend"},
         {'b', "kvqd", "ring, step"},
     };
@@ -384,15 +388,25 @@ bool bench_format_is_fast(const struct bench_options *o, uint32_t i)
 int bench_options_read(struct bench_options *o, int argc, char **argv)
 {
     static const struct option options[] = {
-        {"format", required_argument, NULL, 'f'},   {"tokens", required_argument, NULL, 'n'},
-        {"threads", required_argument, NULL, 't'},  {"q-heads", required_argument, NULL, 'q'},
-        {"kv-heads", required_argument, NULL, 'k'}, {"head-dim", required_argument, NULL, 'd'},
-        {"queries", required_argument, NULL, 'u'},  {"path", required_argument, NULL, 'p'},
-        {"isa", required_argument, NULL, 'i'},      {"reps", required_argument, NULL, 'r'},
-        {"sessions", required_argument, NULL, 's'}, {"peer", required_argument, NULL, 'g'},
-        {"kvqd", required_argument, NULL, 'b'},     {"json", no_argument, NULL, 'j'},
-        {"help", no_argument, NULL, 'h'},           {"version", no_argument, NULL, 'v'},
-        {"walk", required_argument, NULL, 'w'},     {0},
+        {"format", required_argument, NULL, 'f'},
+        {"tokens", required_argument, NULL, 'n'},
+        {"threads", required_argument, NULL, 't'},
+        {"q-heads", required_argument, NULL, 'q'},
+        {"kv-heads", required_argument, NULL, 'k'},
+        {"head-dim", required_argument, NULL, 'd'},
+        {"queries", required_argument, NULL, 'u'},
+        {"path", required_argument, NULL, 'p'},
+        {"isa", required_argument, NULL, 'i'},
+        {"reps", required_argument, NULL, 'r'},
+        {"sessions", required_argument, NULL, 's'},
+        {"peer", required_argument, NULL, 'g'},
+        {"kvqd", required_argument, NULL, 'b'},
+        {"json", no_argument, NULL, 'j'},
+        {"help", no_argument, NULL, 'h'},
+        {"version", no_argument, NULL, 'v'},
+        {"walk", required_argument, NULL, 'w'},
+        {"idle", required_argument, NULL, 'l'},
+        {0},
     };
     uint32_t given = 0;
     int option, status = read_defaults(o);

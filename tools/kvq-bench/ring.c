@@ -44,6 +44,7 @@ struct run {
     cpu_set_t cpus;
     kvq_client *client;
     kvq_queue *queue;
+    kvq_client **idle; // clients with a queue each that do nothing
     struct kvq_entry entries[MAX_SESSIONS];
     double us[MAX_REQUESTS];
 };
@@ -64,6 +65,8 @@ static int start_daemon(struct run *r, const struct mode *mode)
                                    mode->daemon_spin_us,
                                    "--pool-bytes",
                                    "256mb",
+                                   "--max-clients",
+                                   "1024",
                                    NULL};
     return bench_daemon_start(&r->daemon, options);
 }
@@ -81,16 +84,33 @@ static void bind_to(const struct run *r, int n)
     sched_setaffinity(0, sizeof one, &one);
 }
 
-// ---- Requests ----
+// ---- Clients ----
 
-static int connect_client(struct run *r, const struct mode *mode)
+static int open_queue(struct run *r, const struct mode *mode, kvq_client **client,
+                      kvq_queue **queue)
 {
     struct kvq_connect_options options = {.size = sizeof options,
                                           .runtime_dir = r->daemon.folder,
                                           .name = "kvq-bench",
                                           .spin_us = mode->client_spin_us};
-    if (kvq_connect(&options, &r->client) || kvq_queue_open(r->client, &r->queue))
+    if (kvq_connect(&options, client) || kvq_queue_open(*client, queue))
         return complain("connecting", kvq_error_text());
+    return 0;
+}
+
+static int connect_idle(struct run *r, const struct mode *mode)
+{
+    kvq_queue *queue;
+    for (uint32_t i = 0; i < r->o->idle; i++)
+        if (open_queue(r, mode, &r->idle[i], &queue) || kvq_nop(queue, NULL, 0))
+            return complain("a client that will be idle", kvq_error_text());
+    return 0;
+}
+
+static int connect_client(struct run *r, const struct mode *mode)
+{
+    if (connect_idle(r, mode) || open_queue(r, mode, &r->client, &r->queue))
+        return -1;
     struct kvq_layer layer = {.q_heads = 1, .kv_heads = 1, .k_dim = 64, .v_dim = 64};
     struct kvq_session_options session = {
         .size = sizeof session, .layers = &layer, .n_layers = 1, .format = "f16"};
@@ -103,6 +123,16 @@ static int connect_client(struct run *r, const struct mode *mode)
             return complain("opening a session", kvq_error_text());
     return 0;
 }
+
+static void disconnect_all(struct run *r)
+{
+    kvq_disconnect(&r->client);
+    r->queue = NULL;
+    for (uint32_t i = 0; i < r->o->idle; i++)
+        kvq_disconnect(&r->idle[i]);
+}
+
+// ---- Requests ----
 
 static int request(struct run *r, uint32_t sessions)
 {
@@ -183,8 +213,7 @@ static int bench_mode(struct run *r, const struct mode *mode)
     for (uint32_t i = 0; !rc && i < r->o->sessions.n; i++)
         rc = bench_sessions(r, mode, (uint32_t)r->o->sessions.value[i]);
 out:
-    kvq_disconnect(&r->client);
-    r->queue = NULL;
+    disconnect_all(r);
     rc = bench_daemon_stop(&r->daemon) ? -1 : rc;
     sched_setaffinity(0, sizeof r->cpus, &r->cpus);
     return rc;
@@ -200,13 +229,17 @@ int bench_ring(const struct bench_options *o)
         complain("CPUs", strerror(errno));
         return 1;
     }
-    if (bench_daemon_open(&r.daemon, o->kvqd))
+    r.idle = calloc(o->idle + 1, sizeof(kvq_client *));
+    if (!r.idle || bench_daemon_open(&r.daemon, o->kvqd)) {
+        free(r.idle);
         return 1;
+    }
     bench_output_open(&out, o->json);
     bench_note(&out, "%8s %-9s %9s %9s %9s", "sessions", "mode", "p50 us", "p99 us", "requests");
     for (int i = 0; !rc && i < MODES; i++)
         rc = bench_mode(&r, &modes[i]);
     bench_output_close(&out);
     bench_daemon_close(&r.daemon);
+    free(r.idle);
     return rc ? 1 : 0;
 }
