@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The poller's loop. One turn of it: deliver mail, look at every port, run some items, and if
-// there was nothing to do, spin or sleep.
+// The poller's loop. One turn of it: deliver mail, look at ports, run some items, and if there was
+// nothing to do, spin or sleep.
 #include "daemon/runtime/poller.h"
 
 #include <assert.h>
@@ -16,6 +16,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "daemon/runtime/ports.h"
 #include "daemon/runtime/workers.h"
 #include "proto/sync.h"
 
@@ -29,6 +30,7 @@ enum {
     REQUEST_UNITS = 4,        // counts so many, and one more for each entry
     COUNT_NS = 50000,         // runnable clients are counted anew
     ACTIVE_NS = 1000000,      // a client thread that sent something this recently is runnable
+    WARM_NS = 10000000,       // after a request a port is looked at in every turn for so long
     SPIN_FLOOR_NS = 10000,    // after work the poller looks at least so long, if it may spin
     LOST_NS = 100000,         // a turn of an idle spin that takes longer had lost its CPU
     LOST_AGAIN_NS = 2000000,  // lost twice within this time: the CPUs are crowded
@@ -43,10 +45,7 @@ struct kvq__poller {
     struct kvq__mailbox box;
     struct kvq__workers *workers;
     struct kvq__schedule schedule;
-    struct kvq__port *ports[KVQ_MAX_PORTS];
-    uint32_t n_ports;
-    struct kvq__member_list members; // with ports
-    uint32_t free_slots[KVQ_MAX_PORTS];
+    struct kvq__ports ports;
     struct kvq__work background;
     bool background_open;
     uint64_t background_at; // when it began
@@ -95,48 +94,11 @@ static void notify(void *context)
 
 // ---- Ports ----
 
-static struct kvq__port *port_after(const struct kvq__port *port)
-{
-    struct kvq__port *next = TAILQ_NEXT(port, link);
-    assert(port->member->n_ports > 0);
-    return next ? next : TAILQ_FIRST(&port->member->ports);
-}
-
-static void join_port(struct kvq__poller *p, struct kvq__port *port)
-{
-    struct kvq__member *member = port->member;
-    assert((member->n_ports == 0) == (member->next == NULL));
-    if (member->n_ports++ == 0) {
-        TAILQ_INIT(&member->ports);
-        TAILQ_INSERT_TAIL(&p->members, member, link);
-        member->next = port;
-    }
-    TAILQ_INSERT_TAIL(&member->ports, port, link);
-}
-
-static void leave_port(struct kvq__poller *p, struct kvq__port *port)
-{
-    struct kvq__member *member = port->member;
-    assert(member->n_ports > 0 && member->next);
-    if (member->next == port)
-        member->next = port_after(port);
-    TAILQ_REMOVE(&member->ports, port, link);
-    if (--member->n_ports == 0) {
-        TAILQ_REMOVE(&p->members, member, link);
-        member->next = NULL;
-    }
-}
-
 static void finish_close(struct kvq__poller *p, struct kvq__port *port)
 {
-    assert(p->n_ports > 0 && p->ports[port->index] == port);
-    struct kvq__port *last = p->ports[--p->n_ports];
-    leave_port(p, port);
+    assert(port->closing);
+    kvq__ports_leave(&p->ports, port);
     epoll_ctl(p->epoll, EPOLL_CTL_DEL, port->request_event, NULL);
-    assert(port->closing && port->work.slot < KVQ_MAX_PORTS);
-    p->free_slots[p->n_ports] = port->work.slot;
-    p->ports[port->index] = last;
-    last->index = port->index;
     kvq__queue_close(&port->queue);
     port->closed(port);
 }
@@ -144,28 +106,24 @@ static void finish_close(struct kvq__poller *p, struct kvq__port *port)
 int kvq__port_add(struct kvq__poller *p, struct kvq__port *port, char *text)
 {
     assert(port->queue && port->closed && port->request_event >= 0);
-    if (p->n_ports == KVQ_MAX_PORTS) {
+    if (p->ports.n == KVQ_MAX_PORTS) {
         snprintf(text, KVQ_TEXT_BYTES, "%d queues are open already, over all clients",
                  KVQ_MAX_PORTS);
         return KVQ_E_LIMIT;
     }
     // Edge-triggered and never read: a client that plays with the descriptor's flags or counter
     // cannot make the poller wait in a read.
-    struct epoll_event event = {.events = EPOLLIN | EPOLLET};
+    struct epoll_event event = {.events = EPOLLIN | EPOLLET, .data.ptr = port};
     if (epoll_ctl(p->epoll, EPOLL_CTL_ADD, port->request_event, &event) != 0) {
         snprintf(text, KVQ_TEXT_BYTES, "cannot watch a queue's eventfd: %s", strerror(errno));
         return KVQ_E_SYSTEM;
     }
     port->state = KVQ__PORT_IDLE;
     port->closing = false;
-    port->active_ns = 0;
-    port->index = p->n_ports;
-    port->work =
-        (struct kvq__work){.share = &port->member->share, .slot = p->free_slots[p->n_ports]};
+    port->active_ns = port->warm_until = 0;
     kvq_ring_daemon_side(port->req, port->cq, &port->rx, &port->tx);
+    kvq__ports_join(&p->ports, port);
     kvq__workers_slot(p->workers, port->work.slot, &port->work);
-    p->ports[p->n_ports++] = port;
-    join_port(p, port);
     return 0;
 }
 
@@ -181,24 +139,26 @@ static void close_settled(struct kvq__poller *p, struct kvq__port *port)
 
 void kvq__port_remove(struct kvq__poller *p, struct kvq__port *port)
 {
-    assert(!port->closing && p->ports[port->index] == port);
+    assert(!port->closing);
+    kvq__ports_warm(&p->ports, port); // the end of its GPU work is looked for
     port->closing = true;
     kvq__queue_ending(port->queue);
     if (port->state == KVQ__PORT_IDLE)
         close_settled(p, port);
 }
 
-static void break_off(struct kvq__port *port, const char *text)
+static void break_off(struct kvq__poller *p, struct kvq__port *port, const char *text)
 {
     struct kvq__member *member = port->member;
     assert(!member->broken); // nothing of it is looked at any more
     member->broken = true;
+    kvq__ports_warm_member(&p->ports, member); // what each gave to GPUs is to end
     member->complain(member, text);
 }
 
 // ---- Completions ----
 
-static void publish_port(struct kvq__port *port)
+static void publish_port(struct kvq__poller *p, struct kvq__port *port)
 {
     struct kvq_completion head = *kvq__queue_completion(port->queue);
     size_t bytes = (size_t)head.count * sizeof(struct kvq_result);
@@ -215,7 +175,7 @@ static void publish_port(struct kvq__port *port)
         send(port->client_wake, &one, sizeof one, MSG_DONTWAIT | MSG_NOSIGNAL);
     }
     if (head.status == KVQ_E_PROTOCOL)
-        break_off(port, "a request that breaks the protocol");
+        break_off(p, port, "a request that breaks the protocol");
 }
 
 // The clock is not read for it: it was when the poller looked at the port or ran an item last.
@@ -249,10 +209,11 @@ static void advance(struct kvq__poller *p, struct kvq__port *port, enum kvq__pro
     switch (progress) {
     case KVQ__DONE:
         port->state = KVQ__PORT_IDLE;
+        port->warm_until = p->now + WARM_NS;
         p->ended++; // it may have been the step that others wait for
         note_latency(p, port);
         if (!port->closing && !port->member->broken)
-            publish_port(port);
+            publish_port(p, port);
         p->gap_open = true;
         if (port->closing)
             close_settled(p, port);
@@ -309,7 +270,7 @@ static bool copy_request(struct kvq__port *port, uint32_t ready, const char **co
 
 // Room for the largest completion is there before a request is taken, so that publishing never
 // waits. A client within its credits always leaves it.
-static bool take_ring_request(struct kvq__port *port, uint32_t ready)
+static bool take_ring_request(struct kvq__poller *p, struct kvq__port *port, uint32_t ready)
 {
     uint32_t room;
     const char *complaint = "the completion ring's head moved where it cannot be";
@@ -320,7 +281,7 @@ static bool take_ring_request(struct kvq__port *port, uint32_t ready)
         good = false;
     }
     if (!good || !copy_request(port, ready, &complaint)) {
-        break_off(port, complaint);
+        break_off(p, port, complaint);
         return false;
     }
     port->work.urgency =
@@ -362,15 +323,18 @@ static bool look_idle(struct kvq__poller *p, struct kvq__port *port, uint32_t *u
         return false;
     }
     if (kvq_ring_poll(&port->rx, &ready) != 0) {
-        break_off(port, "the request ring's tail moved where it cannot be");
+        break_off(p, port, "the request ring's tail moved where it cannot be");
         return false;
     }
-    if (ready == 0)
+    if (ready == 0) {
+        if (p->now >= port->warm_until)
+            kvq__ports_cool(&p->ports, port);
         return false;
+    }
     p->now = p->config.clock();
     kvq__core_clock(p->core, p->now);
     note_arrival(p, port);
-    if (take_ring_request(port, ready)) {
+    if (take_ring_request(p, port, ready)) {
         *used += units_of_port(port);
         port->taken_ns = p->now;
         port->waited_ns = port->work.begun_ns = 0;
@@ -445,15 +409,16 @@ static void feed_workers(struct kvq__poller *p)
         kvq__workers_wake(p->workers, given);
 }
 
-// Looks at the client's ports, from where the last look ended, until its part of the turn is used.
+// Looks at the client's warm ports, from where the last look ended, until its part of the turn is
+// used.
 static bool look_member(struct kvq__poller *p, struct kvq__member *member)
 {
     uint32_t used = 0;
     bool busy = false;
-    for (uint32_t n = member->n_ports; n > 0 && used < TURN_UNITS; n--) {
+    for (uint32_t n = member->n_warm; n > 0 && used < TURN_UNITS; n--) {
         assert(member->next);
         struct kvq__port *port = member->next;
-        member->next = port_after(port); // before it closes
+        member->next = kvq__ports_after(port); // before it closes or cools
         busy |= look_port(p, port, &used);
     }
     return busy;
@@ -461,10 +426,11 @@ static bool look_member(struct kvq__poller *p, struct kvq__member *member)
 
 static bool look_at_ports(struct kvq__poller *p)
 {
-    struct kvq__member *member = TAILQ_FIRST(&p->members), *next;
+    struct kvq__member *member, *next;
     bool busy = false;
-    for (; member; member = next) {
-        next = TAILQ_NEXT(member, link); // its last port may close
+    kvq__ports_sweep(&p->ports, p->now);
+    for (member = TAILQ_FIRST(&p->ports.members); member; member = next) {
+        next = TAILQ_NEXT(member, link); // its last port may close or cool
         busy |= look_member(p, member);
         if (!kvq__schedule_empty(&p->schedule) && kvq_word_load(&p->config.page->awake) > 1)
             feed_workers(p); // who are awake need not wait for the end of the look
@@ -565,15 +531,19 @@ static bool run_items(struct kvq__poller *p)
 
 // ---- Spinning and sleeping ----
 
+// Cold ports had no request lately.
 static void count_runnable(struct kvq__poller *p)
 {
+    const struct kvq__member *member;
+    const struct kvq__port *port;
     uint32_t runnable = 0;
+    static_assert(WARM_NS >= ACTIVE_NS, "ports whose threads are runnable are warm");
     p->count_at = p->now + COUNT_NS;
-    for (uint32_t i = 0; i < p->n_ports; i++) {
-        const struct kvq__port *port = p->ports[i];
-        bool recent = port->state != KVQ__PORT_IDLE || p->now - port->active_ns < ACTIVE_NS;
-        runnable += recent && kvq_word_load(&port->req->client_sleeping) == 0;
-    }
+    TAILQ_FOREACH (member, &p->ports.members, link)
+        TAILQ_FOREACH (port, &member->warm, link) {
+            bool recent = port->state != KVQ__PORT_IDLE || p->now - port->active_ns < ACTIVE_NS;
+            runnable += recent && kvq_word_load(&port->req->client_sleeping) == 0;
+        }
     if (p->now < p->crowded_until)
         runnable = p->config.page->cpus; // too many for anybody to spin
     kvq_ring_set_runnable(p->config.page, runnable);
@@ -604,20 +574,26 @@ static uint64_t spin_window(const struct kvq__poller *p)
     return window;
 }
 
+static bool has_news(const struct kvq__port *port)
+{
+    if (port->state == KVQ__PORT_IDLE && !port->member->broken)
+        return kvq_word_load_acquire(&port->req->tail) != port->rx.head;
+    return port->state == KVQ__PORT_RUN &&
+           kvq_word_load_acquire(&port->work.done) == port->work.n_items;
+}
+
 // Anything that the poller would do if it were awake?
 static bool look_before_sleep(struct kvq__poller *p)
 {
-    if (kvq__mailbox_pending(&p->box) || kvq_word_load_acquire(&p->stop))
+    const struct kvq__member *member;
+    const struct kvq__port *port;
+    if (kvq__mailbox_pending(&p->box) || kvq_word_load_acquire(&p->stop) ||
+        kvq__ports_sweep_all(&p->ports))
         return true;
-    for (uint32_t i = 0; i < p->n_ports; i++) {
-        const struct kvq__port *port = p->ports[i];
-        if (port->state == KVQ__PORT_IDLE && !port->member->broken &&
-            kvq_word_load_acquire(&port->req->tail) != port->rx.head)
-            return true;
-        if (port->state == KVQ__PORT_RUN &&
-            kvq_word_load_acquire(&port->work.done) == port->work.n_items)
-            return true;
-    }
+    TAILQ_FOREACH (member, &p->ports.members, link)
+        TAILQ_FOREACH (port, &member->warm, link)
+            if (has_news(port))
+                return true;
     return p->background_open &&
            kvq_word_load_acquire(&p->background.done) == p->background.n_items;
 }
@@ -625,6 +601,7 @@ static bool look_before_sleep(struct kvq__poller *p)
 static void sleep_until_woken(struct kvq__poller *p)
 {
     struct epoll_event events[EVENTS];
+    int n = 0;
     uint32_t *flag = &p->config.page->poller_sleeping;
     uint64_t until = p->tick_at > p->now ? p->tick_at - p->now : 0;
     if ((p->waiting || kvq__core_moves(p->core)) && until > RETRY_NS)
@@ -633,8 +610,11 @@ static void sleep_until_woken(struct kvq__poller *p)
     kvq_ring_sleep_begin(flag);
     kvq__core_wake(p->core, notify, p);
     if (!look_before_sleep(p))
-        epoll_wait(p->epoll, events, EVENTS, (int)((until + 999999) / 1000000));
+        n = epoll_wait(p->epoll, events, EVENTS, (int)((until + 999999) / 1000000));
     kvq_ring_sleep_end(flag);
+    for (int i = 0; i < n; i++)
+        if (events[i].data.ptr) // NULL: mail
+            kvq__ports_warm(&p->ports, events[i].data.ptr);
     p->now = p->config.clock();
     p->count_at = 0;
 }
@@ -741,9 +721,7 @@ int kvq__poller_open(const struct kvq__poller_config *config, struct kvq__poller
     p->core = config->core;
     p->epoll = p->wake_event = -1;
     p->background.slot = BACKGROUND_SLOT;
-    for (uint32_t i = 0; i < KVQ_MAX_PORTS; i++)
-        p->free_slots[i] = i;
-    TAILQ_INIT(&p->members);
+    kvq__ports_init(&p->ports);
     kvq__schedule_init(&p->schedule);
     kvq__mailbox_open(&p->box, notify, p);
     struct kvq__workers_config workers = {.threads = config->workers - 1,
@@ -787,7 +765,7 @@ void kvq__poller_close(struct kvq__poller **poller)
         kvq__core_hush(p->core); // the driver's threads call notify() with this poller
         kvq__mailbox_deliver(&p->box);
     }
-    assert(p->n_ports == 0 && TAILQ_EMPTY(&p->members) && p->waiting == 0);
+    assert(p->ports.n == 0 && TAILQ_EMPTY(&p->ports.members) && p->waiting == 0);
     kvq__workers_close(&p->workers);
     if (p->epoll >= 0)
         close(p->epoll);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The poller: the thread that owns the core. It looks at every queue's request ring, copies each
+// The poller: the thread that owns the core. It looks at the queues' request rings, copies each
 // request once into private memory, hands it to the core, runs the core's jobs together with the
 // workers, and publishes completions. It spins while work comes often and there are CPUs to
 // spare, and else sleeps until an eventfd is written (proto/shm.h has the protocol).
@@ -50,10 +50,11 @@ struct kvq__member {
     void (*complain)(struct kvq__member *member, const char *text);
 
     // The poller's own.
-    TAILQ_ENTRY(kvq__member) link; // among the members that have ports
-    struct kvq__port_list ports;
     uint32_t n_ports;
-    struct kvq__port *next; // where the next turn's look begins; NULL without ports
+    TAILQ_ENTRY(kvq__member) link;    // among the members that have warm ports
+    struct kvq__port_list warm, cold; // ports.h; valid while there are ports
+    uint32_t n_warm;
+    struct kvq__port *next; // where the next turn's look begins; NULL without warm ports
 };
 TAILQ_HEAD(kvq__member_list, kvq__member);
 
@@ -82,14 +83,15 @@ struct kvq__port {
     void (*closed)(struct kvq__port *port); // poller's thread; after kvq__port_remove
 
     // The poller's own.
-    TAILQ_ENTRY(kvq__port) link; // in its member's ports
+    TAILQ_ENTRY(kvq__port) link; // in its member's warm or cold ports
     struct kvq__work work;
     struct kvq_ring_rx rx;
     struct kvq_ring_tx tx;
     enum kvq__port_state state;
     bool closing;
-    uint32_t index;      // in the poller's list
+    uint32_t cold;       // its place among the cold ports; UINT32_MAX: it is warm
     uint64_t active_ns;  // when the last request came
+    uint64_t warm_until; // without another request
     uint64_t retry_ns;   // WAIT: when to try again in any case
     uint64_t taken_ns;   // when its request was taken off the ring
     uint64_t waited_ns;  // how long its request has been in WAIT, the present time left out

@@ -31,17 +31,20 @@ struct kvq__queue {
     const uint32_t *worker_gate;
     const uint32_t *start_gate; // a request begins once it is not 0
     uint32_t held_by_worker;
+    uint32_t endings;   // calls of kvq__queue_ending
+    uint32_t done_turn; // core.turns when a request was done last
 };
 
 struct kvq__core {
-    uint32_t ticks, background_items, background_begun, background_run, background_done;
+    uint32_t turns, ticks, background_items, background_begun, background_run, background_done;
     const uint32_t *background_gate; // like a queue's
     struct kvq__job background;
 };
 
-// A clock for the poller that only its work moves, and how many items it runs between two looks at
-// the rings. To be set before it starts, and read when it has ended.
+// A clock for the poller that only its work moves, if that, and how many items it runs between two
+// looks at the rings. To be set before it starts, and read when it has ended.
 struct fake_time {
+    bool still;                     // nothing moves it
     uint64_t now, look_ns, item_ns; // what a look and an item take
     uint32_t items, most;           // since the last look; between any two
     uint64_t told, behind; // what the core was told last; how far at most that was behind the time
