@@ -12,6 +12,8 @@
                                       long a daemon takes to save them, and to its first answers
   tools/fairness.py evictions [N]     sessions of 256 KiB that go to disk in a second, where N are
                                       idle and requests need the room of half of them
+  tools/fairness.py waiting [CLIENTS] empty requests beside no and beside so many clients that wait
+                                      for room, of two daemons
 
 KVQ_BIN_DIR and KVQ_LIBRARY say which build, as for tests/e2e/python.py. Figures are of the
 moment: read the ratios of pairs, not the microseconds.
@@ -77,6 +79,13 @@ class Steps:
             self.one()
             taken.append((time.perf_counter() - now) * 1e6)
         return np.array(taken)
+
+
+class Nops(Steps):
+    """The same with requests that do nothing."""
+
+    def one(self):
+        self.queue.nop([self.session])
 
 
 def told(name, pairs):
@@ -213,6 +222,48 @@ def evictions(sessions="512"):
               f"{np.median(rates):.0f} sessions a second ({min(rates):.0f} to {max(rates):.0f}), "
               f"{np.median(sizes):.1f} in a transaction")
     shutil.rmtree(store)
+
+
+def hold_all(client):
+    """Steps that are left open and have all of the daemon's memory between them."""
+    queue, steps, tokens = client.queue(), [], 1 << 18
+    while tokens >= 128:
+        try:
+            steps.append(queue.step([client.session(ROWS, "f16")], tokens).__enter__())
+        except kvq.Error:
+            tokens //= 2
+    return steps
+
+
+def wait_for_room(directory, name):
+    client = kvq.Client(directory, name=name)
+    queue = client.queue()
+    queue.wait_for_room(3600)
+    session = client.session(ROWS, "f16")
+
+    def ask():
+        try:
+            queue.step([session], 1000).__enter__()
+        except kvq.Error:
+            pass  # the daemon was killed
+    threading.Thread(target=ask, daemon=True).start()
+    return client
+
+
+def waiting(clients="900"):
+    options = {"pool_bytes": "64mb", "max_clients": 1024}
+    quiet, full = Daemon(**options), Daemon(**options)
+    a, b = Nops(quiet.directory, "a"), Nops(full.directory, "b")
+    held = hold_all(full.client())
+    asking = [wait_for_room(full.directory, f"waits {i}") for i in range(int(clients))]
+    while full.ctl("status")["counters"]["waiting_for_room_now"] < len(asking):
+        time.sleep(0.1)
+    told(("nobody waits", f"{clients} clients wait"), [(a.window(), b.window())
+                                                       for _ in range(PAIRS)])
+    print(f"{len(held)} steps hold the memory")
+    for d in (quiet, full):
+        d.process.kill()
+    os._exit(0)  # threads wait
 
 
 # ---- Neighbours: processes that do something while they are told to ----
@@ -356,6 +407,8 @@ def main(what, *arguments):
         stored(*arguments)
     elif what == "evictions":
         evictions(*arguments)
+    elif what == "waiting":
+        waiting(*arguments)
     elif what == "neighbour":
         neighbour(*arguments)
     elif what in KINDS:

@@ -38,7 +38,7 @@ void kvq__core_counts(const struct kvq__core *core, struct kvq__counts *counts)
     counts->demoted_now = core->n_demoted;
     counts->unsaved_now = core->n_unsaved;
     TAILQ_FOREACH (q, &core->waiters, waiter_link)
-        counts->waiting_for_room_now++;
+        counts->waiting_for_room_now += q->turn.listed;
 }
 
 const struct kvq__refused *kvq__core_refused(const struct kvq__core *core)

@@ -121,6 +121,12 @@ TAILQ_HEAD(kvq__client_list, kvq__client);
 TAILQ_HEAD(kvq__namespace_list, kvq__namespace);
 TAILQ_HEAD(kvq__flight_list, kvq__flight);
 TAILQ_HEAD(kvq__waiters, kvq__queue);
+
+// How far what was freed has been shown to core->waiters.
+struct kvq__shown {
+    struct kvq__queue *next;      // those before it have seen it; NULL: all have
+    uint64_t freed, extents_made; // the core's counts then
+};
 struct kvq__staging;
 struct kvq__park;
 struct kvq__forget;
@@ -273,7 +279,9 @@ struct kvq__core {
     LIST_HEAD(, kvq__staging) stagings; // that nobody uses just now
     uint64_t extents_made;              // changes when extents that requests wait for are there
     uint64_t freed;              // changes whenever a block has become free, or an eviction ended
-    struct kvq__waiters waiters; // queues whose requests wait for room, the oldest first
+    struct kvq__waiters waiters; // queues whose requests wait for room, or have; the oldest first
+    uint32_t n_waiters;
+    struct kvq__shown shown;
     uint64_t last_ticket, last_claim;
     struct kvq__evicting evicting[1 + KVQ_MAX_GPUS][KVQ__EVICT_AT_ONCE]; // of each pool
     uint32_t n_evicting;                                                 // in all of them

@@ -10,7 +10,8 @@
 
 #define NS_PER_MS   1000000ull
 #define PATIENCE_NS 2000000000ull // for a session to become old enough
-#define LOOK_NS     50000000ull   // a request that waits looks again so often, whatever was freed
+#define LOOK_NS     50000000ull   // a request that waits looks again so often, whatever was freed,
+#define APART_NS    1000000ull    // or less often: so far apart are the looks of all together
 
 // ---- What is needed ----
 
@@ -66,64 +67,95 @@ static uint64_t changes(const struct kvq__queue *q)
     return q->turn.extents ? q->core->extents_made : q->core->freed;
 }
 
+// A look costs the more the more requests wait. So all together take the same part of the time,
+// however many they are.
+static uint64_t looks_apart(const struct kvq__core *core, uint64_t least)
+{
+    return kvq__max(least, core->n_waiters * APART_NS);
+}
+
+// At the end: its ticket is the newest.
+static void add_waiter(struct kvq__queue *q)
+{
+    struct kvq__core *core = q->core;
+    assert(TAILQ_EMPTY(&core->waiters) ||
+           TAILQ_LAST(&core->waiters, kvq__waiters)->turn.ticket < q->turn.ticket);
+    TAILQ_INSERT_TAIL(&core->waiters, q, waiter_link);
+    core->n_waiters++;
+    q->turn.in_line = true;
+}
+
+static void drop_waiter(struct kvq__queue *q)
+{
+    struct kvq__core *core = q->core;
+    assert(core->n_waiters > 0 && q->turn.in_line);
+    if (core->shown.next == q)
+        core->shown.next = TAILQ_NEXT(q, waiter_link);
+    TAILQ_REMOVE(&core->waiters, q, waiter_link);
+    core->n_waiters--;
+    q->turn.in_line = q->turn.listed = false;
+}
+
 static void enlist(struct kvq__queue *q, const struct kvq__shortage *refused, uint64_t look_at)
 {
     struct kvq__core *core = q->core;
-    struct kvq__queue *before = TAILQ_LAST(&core->waiters, kvq__waiters);
-    uint64_t most = core->now + LOOK_NS;
     assert(!q->turn.listed && q->turn.ticket > 0);
-    while (before && before->turn.ticket > q->turn.ticket)
-        before = TAILQ_PREV(before, kvq__waiters, waiter_link);
-    if (before)
-        TAILQ_INSERT_AFTER(&core->waiters, before, q, waiter_link);
-    else
-        TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
+    if (!q->turn.in_line)
+        add_waiter(q);
     q->turn.listed = true;
     q->turn.place = refused->pool;
     q->turn.ns = refused->ns;
     q->turn.quota = refused->code == KVQ_E_QUOTA;
     q->turn.extents = refused->code == KVQ_E_BUSY;
     q->turn.seen = changes(q);
-    q->turn.look_at = kvq__min(look_at, most);
+    q->turn.look_at =
+        kvq__max(kvq__min(look_at, core->now + LOOK_NS), core->now + looks_apart(core, 0));
 }
 
-static void delist(struct kvq__queue *q)
+// Of those that wait, the oldest for which something has changed; NULL: none. After a change each
+// is passed once, and not once for each of the others.
+static const struct kvq__queue *first_unseen(struct kvq__core *core)
 {
-    assert(!q->turn.listed || !TAILQ_EMPTY(&q->core->waiters));
-    if (q->turn.listed)
-        TAILQ_REMOVE(&q->core->waiters, q, waiter_link);
-    q->turn.listed = false;
+    struct kvq__shown *shown = &core->shown;
+    if (shown->freed != core->freed || shown->extents_made != core->extents_made)
+        *shown = (struct kvq__shown){TAILQ_FIRST(&core->waiters), core->freed, core->extents_made};
+    assert(!shown->next || shown->next->turn.in_line);
+    while (shown->next &&
+           (!shown->next->turn.listed || shown->next->turn.seen == changes(shown->next)))
+        shown->next = TAILQ_NEXT(shown->next, waiter_link);
+    return shown->next;
 }
 
 // Whether what got free may be for the older of two that wait. One whose namespace is at its limit
 // waits for the namespace's own memory.
 static bool comes_first(const struct kvq__queue *before, const struct kvq__queue *q)
 {
-    return before->turn.place == q->turn.place &&
+    return before->turn.listed && before->turn.place == q->turn.place &&
            (!before->turn.quota || before->turn.ns == q->turn.ns) &&
            before->turn.seen != changes(before);
 }
 
 bool kvq__admission_turn(struct kvq__queue *q)
 {
-    const struct kvq__core *core = q->core;
+    struct kvq__core *core = q->core;
     const struct kvq__queue *before;
     if (!q->turn.listed)
         return true;
     if (q->turn.seen == changes(q) && core->now < q->turn.look_at)
         return false;
     assert(q->turn.ticket > 0 && q->turn.since <= core->now);
-    for (before = TAILQ_FIRST(&core->waiters); before != q;
+    for (before = first_unseen(core); before && before->turn.ticket < q->turn.ticket;
          before = TAILQ_NEXT(before, waiter_link))
         if (comes_first(before, q))
             return false;
-    delist(q);
+    q->turn.listed = false;
     return true;
 }
 
 void kvq__admission_leave(struct kvq__queue *q)
 {
-    delist(q);
+    if (q->turn.in_line)
+        drop_waiter(q);
     q->turn.ticket = 0;
     q->turn.looked = 0;
     q->turn.refused.code = 0;
@@ -173,7 +205,7 @@ static void take_request_ticket(struct kvq__queue *q)
 static bool has_just_looked(const struct kvq__queue *q)
 {
     const struct kvq__core *core = q->core;
-    return q->turn.looked && core->now < q->turn.looked + KVQ__LEAST_LOOK_NS &&
+    return q->turn.looked && core->now < q->turn.looked + looks_apart(core, KVQ__LEAST_LOOK_NS) &&
            (q->turn.evictions == core->evictions_ended || core->n_evicting > 0);
 }
 
@@ -196,7 +228,7 @@ static bool wait_for_room(struct kvq__queue *q, const struct kvq__session *own,
     struct kvq__eviction_request asked = {refused, missing, q->turn.since, q->turn.ticket,
                                           own,     q,       &way,          &look_at};
     if (fits && !core->draining && has_just_looked(q)) {
-        enlist(q, refused, q->turn.looked + KVQ__LEAST_LOOK_NS);
+        enlist(q, refused, q->turn.looked + looks_apart(core, KVQ__LEAST_LOOK_NS));
         return true;
     }
     if (fits && !core->draining)

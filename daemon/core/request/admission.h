@@ -23,7 +23,7 @@ bool kvq__admission_wait(struct kvq__queue *queue, const struct kvq__session *ow
 // Reports a refusal. in_the_way NULL: so much could never fit.
 void kvq__admission_refuse(struct kvq__core *core, const struct kvq__shortage *shortage,
                            uint64_t missing, const struct kvq__in_the_way *in_the_way);
-// Whether it is the turn of a request that waits for room; then it is off the list of waiters.
+// Whether it is the turn of a request that waits for room; then it waits no more.
 bool kvq__admission_turn(struct kvq__queue *queue);
 void kvq__admission_leave(struct kvq__queue *queue); // it has ended
 // Bytes of a session's blocks if it had so many tokens.

@@ -162,8 +162,9 @@ enum kvq__gpu_wait {
 
 // A request's turn among those that wait for room (admission.c).
 struct kvq__turn {
-    uint64_t ticket; // smaller ones came earlier; 0: it does not wait
-    bool listed;
+    uint64_t ticket;    // smaller ones came earlier; 0: it does not wait
+    bool in_line;       // among core->waiters, until its request ends
+    bool listed;        // it waits
     uint64_t since;     // when it began to wait
     bool extents;       // it waits for extents that are being made, not for memory of others
     uint64_t seen;      // core->freed (or extents_made) when it was tried last

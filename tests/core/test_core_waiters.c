@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Many requests that wait for room at once: how often they look for it, and who gets it.
+#include "tests/core/evict_kit.h"
+
+enum { MANY = 150 };
+
+static struct member many[MANY];
+static uint64_t held[4];
+
+// Sessions that are in use take all of the memory, and so many clients wait for a page of it.
+static void all_wait(void)
+{
+    hold_all(held);
+    for (uint32_t i = 0; i < MANY; i++) {
+        assert_int_equal(member_open(&kit, &many[i], 1000, 4096), 0);
+        assert_int_equal(begin(&many[i], opened(&many[i], ""), 9, 1, 3600 * SECOND), 1);
+    }
+    assert_int_equal(counts().waiting_for_room_now, MANY);
+}
+
+static void all_leave(void)
+{
+    for (uint32_t i = 0; i < MANY; i++) {
+        kvq__queue_ending(many[i].queue);
+        if (many[i].queue->busy)
+            assert_int_equal(kit_again(&many[i]), KVQ_E_CANCELLED);
+        member_close(&many[i]);
+    }
+    assert_true(TAILQ_EMPTY(&kit.core->waiters));
+    assert_int_equal(kit.core->n_waiters, 0);
+}
+
+// A look takes the longer the more wait. All together have one in a millisecond, and each has one.
+SAVING_TEST(test_looks_of_many)
+{
+    uint64_t looked[MANY];
+    all_wait();
+    for (uint32_t i = 0; i < MANY; i++)
+        looked[i] = many[i].queue->turn.looked;
+    uint64_t before = kit.core->evict_looks;
+    for (uint32_t ms = 0; ms < 3 * MANY; ms++) {
+        pass(MS);
+        for (uint32_t i = 0; i < MANY; i++)
+            assert_int_equal(kit_again(&many[i]), 1);
+    }
+    assert_in_range(kit.core->evict_looks - before, 2 * MANY, 3 * MANY);
+    for (uint32_t i = 0; i < MANY; i++)
+        assert_true(many[i].queue->turn.looked > looked[i]);
+    all_leave();
+    let_go(held);
+}
+
+// Room for some of them is for those that came first, though the last ones ask first.
+SAVING_TEST(test_room_for_the_first_of_many)
+{
+    uint32_t served = 0;
+    all_wait();
+    kvq__session_unref(kit_of(&m, held[0]));
+    kit_drop(&m, held[0]);
+    for (uint32_t round = 0; round < 10; round++)
+        for (uint32_t i = MANY; i-- > 0;) {
+            if (!many[i].queue->busy)
+                continue;
+            int rc = kit_again(&many[i]);
+            assert_true(rc == 1 || (rc == 0 && i == served));
+            served += rc == 0;
+        }
+    assert_true(served >= 4);
+    assert_int_equal(counts().waiting_for_room_now, MANY - served);
+    // The one whose turn it is gives up.
+    kvq__queue_ending(many[served].queue);
+    assert_int_equal(kit_again(&many[served]), KVQ_E_CANCELLED);
+    assert_int_equal(kit_again(&many[MANY - 1]), 1);
+    core_check(kit.core);
+    all_leave();
+    for (uint32_t i = 1; i < 4; i++)
+        kvq__session_unref(kit_of(&m, held[i]));
+}
+
+int main(void)
+{
+    kit_gpus(sim_gpus());
+    return run_all(NULL, NULL);
+}
