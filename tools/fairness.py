@@ -414,7 +414,8 @@ def main(what, *arguments):
     elif what in KINDS:
         beside(what)
     else:
-        sys.exit(f"fairness.py: {what} is none of idle, saves, stored, {', '.join(KINDS)}")
+        sys.exit(f"fairness.py: {what} is none of idle, saves, stored, evictions, waiting, "
+                 f"{', '.join(KINDS)}")
 
 
 if __name__ == "__main__":

@@ -227,6 +227,33 @@ TEST(test_last_byte)
     assert_int_equal(status_of(r, e), KVQ_E_BOUNDS);
 }
 
+// An entry whose output rows meet those of an entry before it fails, in whatever order rows stand.
+TEST(test_outputs_of_entries)
+{
+    enum { N = 12, ROWS = 60 };
+    for (uint32_t round = 0; round < 200; round++) {
+        struct kvq_entry_wire e[N];
+        uint32_t of[ROWS + 4] = {0}; // 1 + the entry that writes a row
+        struct kvq_request r = attend();
+        r.count = N;
+        r.slots = (uint16_t)kvq_request_slots(N, 0);
+        for (uint32_t i = 0; i < N; i++) {
+            e[i] = entry(0, (uint16_t)(1 + kit_below(&kit, 4)));
+            e[i].q_row = kit_below(&kit, ROWS);
+        }
+        assert_int_equal(kit_request(&m, &r, e), 0);
+        for (uint32_t i = 0; i < N; i++) {
+            bool meets = false;
+            for (uint32_t row = e[i].q_row; row < e[i].q_row + e[i].queries; row++)
+                meets |= of[row] != 0;
+            for (uint32_t row = e[i].q_row; !meets && row < e[i].q_row + e[i].queries; row++)
+                of[row] = 1 + i;
+            int status = kvq__queue_results(m.queue)[i].status;
+            assert_int_equal(status, meets ? KVQ_E_INVALID : 0);
+        }
+    }
+}
+
 // What a request writes overlaps neither itself nor what it reads; what takes turns does not.
 TEST(test_outputs_apart)
 {

@@ -573,6 +573,25 @@ KIT_TEST(test_twice)
     close_map(&map);
 }
 
+// Of entries that only publish one session the first one does, unless another entry appends to it.
+KIT_TEST(test_published_twice)
+{
+    uint64_t one = open_named(&m, "one", 0, 0), two = open_named(&m, "two", 0, 0);
+    struct kvq_entry_wire e[5] = {
+        {.handle = two}, {.handle = one}, {.handle = one}, {.handle = two}, {.handle = one}};
+    struct kvq_request r = kit_header(KVQ_OP_STEP, 5);
+    r.layer = LAYERS;
+    r.slots = (uint16_t)kvq_request_slots(5, LAYERS);
+    memset(m.layers, 0, sizeof m.layers);
+    assert_int_equal(kit_request(&m, &r, e), 0);
+    for (uint32_t i = 0; i < 5; i++)
+        assert_int_equal(kvq__queue_results(m.queue)[i].status, i < 2 ? 0 : KVQ_E_BUSY);
+    e[4].handle = two;
+    assert_int_equal(kit_request(&m, &r, e), 0); // and again
+    for (uint32_t i = 0; i < 5; i++)
+        assert_int_equal(kvq__queue_results(m.queue)[i].status, i < 2 ? 0 : KVQ_E_BUSY);
+}
+
 // A page table counts for the session's namespace, up to its limit.
 KIT_TEST(test_counts)
 {

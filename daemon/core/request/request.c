@@ -571,8 +571,7 @@ static enum kvq__progress attempt(struct kvq__queue *q)
     if (!kvq__admission_turn(q))
         return KVQ__WAIT;
     q->step = NULL;
-    q->written_from = UINT64_MAX;
-    q->written_to = 0;
+    q->n_written = 0;
     memset(q->buffers, 0, sizeof q->buffers);
     reset_works(q);
     if (request_must_wait(q)) {

@@ -208,8 +208,9 @@ struct kvq__queue {
     bool holding; // its request holds sessions
     struct kvq__turn turn;
     TAILQ_ENTRY(kvq__queue) waiter_link;
-    uint64_t work_of_all;              // attend: of the entries that were checked
-    uint64_t written_from, written_to; // output rows of the entries that were checked
+    uint64_t work_of_all; // attend: of the entries that were checked
+    uint32_t n_written;
+    uint16_t written[KVQ_MAX_BATCH]; // entries whose outputs were checked, by their rows
     const struct kvq__pass *passes[3];
     struct kvq__packs packs; // units that the wave of a STEP packs, on a GPU
     bool wave_more;          // the wave's last entry goes on in the next one

@@ -161,17 +161,21 @@ static void hold_step_all_entry(struct kvq__queue *q, uint32_t i)
 
 // A session that stands in several entries would be published as it never was: on a GPU work of all
 // entries is enqueued before any of it has been done, and on the host one entry packs for all.
-static void check_once(struct kvq__queue *q, uint32_t i)
+// So one that publishes has the session to itself.
+static void check_once(struct kvq__queue *q)
 {
-    const struct kvq__session *s = q->work[i].session;
-    if (q->entries[i].append > 0)
-        return;
-    for (uint32_t j = 0; j < q->header.count; j++)
-        if (j != i && kvq__entry_alive(q, j) && q->work[j].session == s &&
-            (j < i || q->entries[j].append > 0)) {
+    uint64_t check = ++q->core->last_check;
+    for (uint32_t i = 0; i < q->header.count; i++)
+        if (kvq__entry_alive(q, i) && q->entries[i].append > 0)
+            q->work[i].session->entries.seen = check;
+    for (uint32_t i = 0; i < q->header.count; i++) {
+        if (!kvq__entry_alive(q, i) || q->entries[i].append > 0)
+            continue;
+        struct kvq__session *s = q->work[i].session;
+        if (s->entries.seen == check)
             kvq__entry_fail(q, i, KVQ_E_BUSY, s->tokens);
-            return;
-        }
+        s->entries.seen = check;
+    }
 }
 
 enum kvq__progress kvq__op_step(struct kvq__queue *q)
@@ -187,9 +191,7 @@ enum kvq__progress kvq__op_step(struct kvq__queue *q)
     for (uint32_t i = 0; i < q->header.count; i++)
         if (check_step_all(q, i) == 0 && step_all_must_wait(q, i))
             return KVQ__WAIT;
-    for (uint32_t i = 0; i < q->header.count; i++)
-        if (kvq__entry_alive(q, i))
-            check_once(q, i);
+    check_once(q);
     if (!kvq__admission_take(q))
         return KVQ__WAIT;
     for (uint32_t i = 0; i < q->header.layer; i++) {

@@ -5,6 +5,7 @@
 #include "daemon/core/request/views.h"
 
 #include <assert.h>
+#include <string.h>
 
 #include "daemon/core/state.h"
 #include "proto/rows.h"
@@ -110,20 +111,43 @@ static void written_rows(const struct kvq__queue *q, uint32_t i, uint64_t *from,
     *to = *from + (read ? e->append : e->queries);
 }
 
+// How many entries in q->written begin before a row. Rows mostly come in order.
+static uint32_t written_before(const struct kvq__queue *q, uint64_t row)
+{
+    uint64_t from, to;
+    uint32_t low = 0, high = q->n_written, at = high - 1;
+    while (low < high) {
+        written_rows(q, q->written[at], &from, &to);
+        if (from < row)
+            low = at + 1;
+        else
+            high = at;
+        at = (low + high) / 2;
+    }
+    return low;
+}
+
 int kvq__outputs_entry(struct kvq__queue *q, uint32_t i)
 {
     uint64_t from, to, other_from, other_to;
     written_rows(q, i, &from, &to);
     if (from == to)
         return 0;
-    bool apart = from >= q->written_to || to <= q->written_from;
-    for (uint32_t j = 0; !apart && j < i; j++) {
-        written_rows(q, j, &other_from, &other_to);
-        if (kvq__entry_alive(q, j) && from < other_to && other_from < to)
+    uint32_t at = written_before(q, from);
+    if (at > 0) {
+        written_rows(q, q->written[at - 1], &other_from, &other_to);
+        if (other_to > from)
             return KVQ_E_INVALID;
     }
-    q->written_from = from < q->written_from ? from : q->written_from;
-    q->written_to = to > q->written_to ? to : q->written_to;
+    if (at < q->n_written) {
+        written_rows(q, q->written[at], &other_from, &other_to);
+        if (other_from < to)
+            return KVQ_E_INVALID;
+    }
+    assert(q->n_written < KVQ_MAX_BATCH);
+    memmove(&q->written[at + 1], &q->written[at], (q->n_written - at) * sizeof *q->written);
+    q->written[at] = (uint16_t)i;
+    q->n_written++;
     return 0;
 }
 

@@ -169,6 +169,7 @@ struct kvq__session {
     struct {                         // entries of requests under way
         struct kvq__readers readers; // that read committed tokens
         uint32_t tail;               // that write or read the open step's tokens
+        uint64_t seen;               // step_all.c: number of the last check that met one
     } entries;
     struct kvq__move *move;             // to another place, under way or queued; NULL = none
     struct kvq__park *park;             // to disk, or back; NULL = none
