@@ -175,6 +175,7 @@ int kvq__core_open(const struct kvq__core_config *config, struct kvq__core **out
     TAILQ_INIT(&core->prompts);
     core->last_stamp = c.run;
     TAILQ_INIT(&core->waiters);
+    kvq__dues_open(core);
     for (uint32_t i = 0; i < KVQ__UNSAVED_LISTS; i++)
         TAILQ_INIT(&core->unsaved[i]);
     TAILQ_INIT(&core->gpu_packs);

@@ -224,9 +224,10 @@ struct kvq__core {
     struct kvq__core_config config;
     const struct kvq__upward *up;
     struct kvq__lookup lookup;
-    struct kvq__session_bucket dues[KVQ__DUE_SLOTS];
-    struct kvq__session_bucket due_now; // of the slot before due_slot, those yet to be looked at
-    uint64_t due_slot;                  // the first slot that may have sessions; see due.c
+    struct kvq__session_bucket due_lists[KVQ__DUE_SLOTS + 1];
+    struct kvq__session_bucket *dues[KVQ__DUE_SLOTS]; // all of these but one,
+    struct kvq__session_bucket *due_now; // of the slot before due_slot, those yet to be looked at
+    uint64_t due_slot;                   // the first slot that may have sessions; see due.c
     struct kvq__session_list seals; // sessions whose next page may be final, and go to the index
     struct kvq__pool pools[1 + KVQ_MAX_GPUS]; // the host's first
     uint32_t n_pools;

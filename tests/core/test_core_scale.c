@@ -567,6 +567,34 @@ KIT_TEST(test_order_of_ends)
     assert_int_equal(kit.core->n_sessions, 0);
 }
 
+// One that was used since, and whose time comes a little later in the same slot, is looked at once
+// a tick.
+KIT_TEST(test_due_in_the_same_slot)
+{
+    struct kvq__layer_row row = rows[0];
+    const struct kvq__session_spec spec = {.name = "s",
+                                           .layers = &row,
+                                           .n_layers = 1,
+                                           .on_detach = KVQ__DETACH_KEEP,
+                                           .keep_seconds = 1};
+    for (uint32_t round = 0; round < 8; round++) {
+        assert_int_equal(kvq__session_open(m.client, &spec, &info, text), 0);
+        struct kvq__session *s = kit_of(&m, info.handle);
+        tick(1);
+        assert_int_equal(kvq__session_close(m.client, info.handle, text), 0);
+        tick(20);
+        kvq__session_used(s);
+        tick(970);
+        uint64_t looks = kit.core->lookup.looks;
+        tick(15); // 5 ms before its end
+        assert_int_equal(kit.core->n_sessions, 1);
+        assert_in_range(kit.core->lookup.looks - looks, 0, 4);
+        tick(20);
+        assert_int_equal(kit.core->n_sessions, 0);
+        tick(37);
+    }
+}
+
 // ---- Sessions that do not matter ----
 
 // Of so many idle ones, what is asked for every few moments looks at those that it is about.

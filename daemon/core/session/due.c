@@ -16,6 +16,13 @@ enum {
 };
 #define LONGEST_NS 1000000000ull // between two looks at one that is kept by something else
 
+void kvq__dues_open(struct kvq__core *core)
+{
+    for (uint32_t i = 0; i < KVQ__DUE_SLOTS; i++)
+        core->dues[i] = &core->due_lists[i];
+    core->due_now = &core->due_lists[KVQ__DUE_SLOTS];
+}
+
 static uint64_t slot_of_time(uint64_t ns)
 {
     return ns >> SLOT_BITS;
@@ -33,7 +40,7 @@ static void set_at(struct kvq__session *s, uint64_t at)
 {
     at = kvq__max(at, s->core->now);
     kvq__due_clear(s);
-    LIST_INSERT_HEAD(&s->core->dues[slot_of_time(at) % KVQ__DUE_SLOTS], s, timer.link);
+    LIST_INSERT_HEAD(s->core->dues[slot_of_time(at) % KVQ__DUE_SLOTS], s, timer.link);
     s->timer.listed = true;
 }
 
@@ -80,16 +87,14 @@ static void act_when_due(struct kvq__session *s)
     }
 }
 
-// Those that are set again are for another look.
+// The slot's list is looked at, and the slot has the empty one: those that are set again are for
+// another look.
 static void take_slot(struct kvq__core *core, uint64_t at)
 {
-    struct kvq__session_bucket *slot = &core->dues[at % KVQ__DUE_SLOTS];
-    struct kvq__session *first = LIST_FIRST(slot);
-    assert(LIST_EMPTY(&core->due_now));
-    core->due_now.lh_first = first;
-    if (first)
-        first->timer.link.le_prev = &core->due_now.lh_first;
-    LIST_INIT(slot);
+    struct kvq__session_bucket **slot = &core->dues[at % KVQ__DUE_SLOTS], *empty = core->due_now;
+    assert(LIST_EMPTY(empty));
+    core->due_now = *slot;
+    *slot = empty;
 }
 
 void kvq__dues_tick(struct kvq__core *core)
@@ -100,7 +105,7 @@ void kvq__dues_tick(struct kvq__core *core)
     if (last - at >= KVQ__DUE_SLOTS)
         at = last - KVQ__DUE_SLOTS + 1;
     for (uint32_t n = 0; n < AT_ONCE;) {
-        if ((s = LIST_FIRST(&core->due_now))) {
+        if ((s = LIST_FIRST(core->due_now))) {
             kvq__due_clear(s);
             act_when_due(s);
             n++;

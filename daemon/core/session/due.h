@@ -7,6 +7,7 @@
 
 #include "daemon/core/session/session.h"
 
+void kvq__dues_open(struct kvq__core *core);
 // Schedules the look at the end of its keep time, and of its other shards'.
 void kvq__due_set(struct kvq__session *session);
 void kvq__due_clear(struct kvq__session *session);
