@@ -14,8 +14,9 @@
 //   signed side.
 //
 // Rounding noise is proportional to what is multiplied with it, so codes are taken as centred on
-// zero. For V a table lookup makes 2 * code - 3 (for 2 bits) of a code, at the price of a mask. K's
-// are unsigned, so there the middle times the rounded sum is taken off again. What the middle code
+// zero. For V a table lookup makes a multiple of code - 1.5 (for 2 bits) of a code, at the price of
+// a mask, or a difference does of a code in the upper bits of a byte. K's are unsigned, so there the
+// middle times the rounded sum is taken off again. What the middle code
 // stands for (zero + 1.5 * scale) goes with exact fp32 weights into a bias of the logits, and into
 // sums of its own for the values; it never passes through 8 bits.
 //

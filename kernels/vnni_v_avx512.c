@@ -2,12 +2,21 @@
 //
 // Values of packed groups with byte dot products. See vnni_avx512.c for the method.
 //
-// Registers of the dot products: 8 accumulators (4 rows, 32 words) and as many sums, 2 registers of
-// codes, their table, the broadcast weights. The weights are the unsigned operand, which cannot
-// come from memory as a broadcast, so each broadcast serves two registers of codes.
+// Registers of the dot products: 8 accumulators (4 rows, two registers of codes) and as many sums,
+// the codes, their table and masks, the broadcast weights. Of 3 and 4 bits two positions, whose
+// codes share a byte once the planes are joined, are unpacked together: beside 8 products that
+// takes 3 instructions of the pipes that shuffle. One position of 32 words took 7, and they bounded
+// the loop.
 #include "kernels/vnni_v_avx512.h"
 
 enum { V16_TOP = 2890 }; // what the largest weight and 1 become as int16: 2890^2 / 2^15 < 255
+
+// What a code less its middle is multiplied with for the product: 16 where it comes from the upper
+// half of a byte, or may.
+static inline int code_step(uint32_t bits)
+{
+    return bits == 2 ? 2 : 16;
+}
 
 // ---- V: p * scale as u8, for all groups of the chunk ----
 //
@@ -87,8 +96,7 @@ KVQ__INLINE void sort_weights(const struct kvq__tile *tile, uint32_t group, uint
     }
     __m128 x = _mm512_castps512_ps128(kvq__max4(top[0], top[1], top[2], top[3]));
     _mm_store_ps(v->weigh[group], _mm_div_ps(_mm_set1_ps(V16_TOP), x));
-    // Codes are multiplied as 2 * code - (2^bits - 1), twice the distance from their middle.
-    const float unit = 0.5f * 32768.0f / (V16_TOP * V16_TOP);
+    const float unit = 32768.0f / (V16_TOP * V16_TOP) / (float)code_step(tile->codec->v_bits);
     _mm_store_ps(v->unit[group] + first, _mm_mul_ps(x, _mm_set1_ps(unit)));
 }
 
@@ -204,12 +212,95 @@ void kvq__vnni_prepare_v(const struct kvq__tile *tile)
 
 // ---- V: dot products ----
 
+// Entry i is the code that stands in i, less its middle, times 16.
+KVQ__INLINE __m512i nibble_table(int bits)
+{
+    _Alignas(64) int8_t table[64];
+    int most = (1 << bits) - 1;
+    for (int i = 0; i < 64; i++)
+        table[i] = (int8_t)(16 * (i & most) - 8 * most);
+    return _mm512_load_si512(table);
+}
+
 KVQ__INLINE __m512 add_scaled(__m512 sum, __m512i acc, float unit)
 {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc), _mm512_set1_ps(unit), sum);
 }
 
-// The V planes of one group from a slab on, and the bytes of the first row that meet a position.
+// What one pass multiplies of a word. Affine codes of 2 bits: one position of 32 words, which have
+// their weights in common; others: two positions of 16 words, which are unpacked in common.
+KVQ__INLINE bool by_halves(struct kvq__v_how how)
+{
+    return how.bits == 2 && !how.lloyd;
+}
+
+// Positions n and n + 2 of the bytes of 16 words, n being 0 or 1, or one position of two halves:
+// codes less their middle, times what code_step says, or levels.
+struct pair {
+    __m512i first, second;
+};
+
+// vpermb looks at 6 bits of a byte.
+KVQ__INLINE struct pair pair_of_levels(__m512i x, int n, struct kvq__v_how how)
+{
+    __m512i upper = n ? _mm512_srli_epi16(x, 2) : x;
+    return (struct pair){_mm512_permutexvar_epi8(x, kvq__v_table(2 * n, how)),
+                         _mm512_permutexvar_epi8(upper, kvq__v_table(4, how))};
+}
+
+// Words of row `row` of a plane, half z, as they lie: those of set 2 j + half still have their
+// halves exchanged if swapped(j).
+KVQ__INLINE __m512i load_words(const uint8_t *plane, unsigned row, unsigned z, unsigned j,
+                               uint32_t dim)
+{
+    return _mm512_load_si512(plane +
+                             (dim == 64 ? 64 * row : KVQ__ROW_BYTES * row + 64 * (z ^ j >> 1)));
+}
+
+KVQ__INLINE bool swapped(unsigned j, uint32_t dim)
+{
+    return dim == 64 ? j >> 1 : j & 1;
+}
+
+// The high plane of a set, shifted so that the upper bits of the codes at positions n and n + 2
+// meet the lower ones in a nibble. Of 3-bit codes two sets share a row, and what stands in the
+// nibble's highest bit is another code's.
+KVQ__INLINE __m512i upper_bits(__m512i high, unsigned set, int n, int bits)
+{
+    if (bits == 3 && set % 2)
+        return n ? _mm512_srli_epi16(high, 1) : _mm512_slli_epi16(high, 1);
+    return n ? high : _mm512_slli_epi16(high, 2);
+}
+
+// Of the two nibbles of a byte the lower one is looked up. The upper one is 16 times the code
+// already, as a byte with or without a sign: the difference is the same.
+KVQ__INLINE struct pair pair_of_nibbles(__m512i x, struct kvq__v_how how)
+{
+    __m512i high = _mm512_and_si512(x, _mm512_set1_epi8(how.bits == 3 ? 0x70 : (char)0xf0));
+    return (struct pair){_mm512_permutexvar_epi8(x, nibble_table(how.bits)),
+                         _mm512_sub_epi8(high, _mm512_set1_epi8(how.bits == 3 ? 56 : 120))};
+}
+
+KVQ__INLINE struct pair pair_of(const struct kvq__v_planes *p, unsigned set, unsigned z,
+                                uint32_t dim, int n, struct kvq__v_how how)
+{
+    if (by_halves(how))
+        return (struct pair){kvq__v_code(p, set, 0, dim, n, how),
+                             kvq__v_code(p, set, 1, dim, n, how)};
+    unsigned j = set / 2, row = dim == 64 ? set ^ (j & 1) : set;
+    __m512i x = load_words(p->low, row, z, j, dim);
+    if (how.bits > 2) {
+        __m512i high = load_words(p->high, how.bits == 3 ? j : row, z, j, dim);
+        high = upper_bits(high, set, n, how.bits);
+        x = _mm512_ternarylogic_epi32(_mm512_set1_epi8(0x33), n ? _mm512_srli_epi16(x, 2) : x, high,
+                                      0xca);
+    }
+    if (swapped(j, dim))
+        x = _mm512_shuffle_i64x2(x, x, KVQ__SWAP_HALVES);
+    return how.bits == 2 ? pair_of_levels(x, n, how) : pair_of_nibbles(x, how);
+}
+
+// The V planes of one group from a slab on, and the bytes of the first row that meet position n.
 struct operands {
     struct kvq__v_planes planes;
     const uint8_t *weights;
@@ -217,75 +308,91 @@ struct operands {
 };
 
 KVQ__INLINE struct operands operands_of(const struct kvq__tile *tile, uint32_t group,
-                                        uint32_t first, uint32_t pass, uint32_t dim,
+                                        uint32_t first, uint32_t pass, uint32_t dim, int n,
                                         struct kvq__v_how how)
 {
-    uint32_t slab = pass / 4, s = pass % 4, stride = how.lloyd ? KVQ_GROUP_TOKENS : dim;
+    uint32_t stride = how.lloyd ? KVQ_GROUP_TOKENS : dim;
+    uint32_t at = pass / 4 * KVQ__SLAB + weight_at((uint32_t)n, 0);
+    if (dim == 64 && !by_halves(how))
+        at = 0; // positions 0 and 1 are of the first channel group, 2 and 3 of the second
     return (struct operands){
         .planes = kvq__v_planes_of(tile, group, pass, dim, how),
-        .weights = kvq__vnni_bytes(tile, group, first, stride) +
-                   (how.lloyd ? 0 : slab * KVQ__SLAB + weight_at(s, 0)),
+        .weights = kvq__vnni_bytes(tile, group, first, stride) + (how.lloyd ? 0 : at),
         .stride = stride,
     };
 }
 
-// One set of four tokens, 32 channels.
-KVQ__INLINE void v_set(__m512i acc[][2], const struct operands *p, unsigned set, uint32_t dim,
-                       int rows, int s, struct kvq__v_how how)
+// One set of four tokens, 16 words.
+KVQ__INLINE void v_set(__m512i acc[][2], const struct operands *p, unsigned set, unsigned z,
+                       uint32_t dim, int rows, int n, struct kvq__v_how how)
 {
-    __m512i code[2];
     kvq__v_fetch(&p->planes, set, 8, how);
-    for (unsigned z = 0; z < 2; z++)
-        code[z] = kvq__v_code(&p->planes, set, z, dim, s, how);
+    struct pair code = pair_of(&p->planes, set, z, dim, n, how);
     for (int i = 0; i < rows; i++) {
         const uint8_t *at = p->weights + (size_t)i * p->stride;
         at += how.lloyd ? 4 * set : weight_at(0, set);
         __m512i weights = kvq__broadcast_word(at);
-        acc[i][0] = _mm512_dpbusd_epi32(acc[i][0], weights, code[0]);
-        acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], weights, code[1]);
+        acc[i][0] = _mm512_dpbusd_epi32(acc[i][0], weights, code.first);
+        if (how.bits > 2) // positions n and n + 2 are two channel groups apart, or one
+            weights = kvq__broadcast_word(at + weight_at(dim == 64 ? 1 : 2, 0));
+        acc[i][1] = _mm512_dpbusd_epi32(acc[i][1], weights, code.second);
     }
 }
 
-// Up to four rows times 32 channels of all groups of the chunk. Only so few, for the sums to stay
-// in registers; the codes of a chunk stay in the first level cache.
+// Where the k-th sums of a pass are. A channel group has two halves z of one position, at head_dim
+// 64 two positions.
+KVQ__INLINE uint32_t sums_at(uint32_t pass, int n, uint32_t k, uint32_t dim, struct kvq__v_how how)
+{
+    if (by_halves(how))
+        return 32 * pass + 16 * k;
+    if (dim == 64)
+        return 16 * ((uint32_t)n + 2 * k);
+    return pass / 4 * KVQ__SLAB + 32 * ((uint32_t)n + 2 * k) + 16 * (pass % 2);
+}
+
+// Up to four rows times 32 of the chunk's channels, of all its groups: only so many
+// channels, for the sums to stay in registers.
 KVQ__INLINE void pv_pass(const struct kvq__tile *tile, uint32_t first, uint32_t pass, uint32_t dim,
-                         int rows, int s, struct kvq__v_how how)
+                         int rows, int n, struct kvq__v_how how)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
+    const unsigned z = dim == 64 ? 0 : pass % 2;
     __m512 sum[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++)
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
     for (uint32_t group = 0; group < v->chunk->groups; group++) {
         if (v->chunk->group[group].packed_tokens == 0)
             continue;
-        struct operands p = operands_of(tile, group, first, pass, dim, how);
+        struct operands p = operands_of(tile, group, first, pass, dim, n, how);
         __m512i acc[KVQ__TILE4][2];
         for (int i = 0; i < rows; i++)
             acc[i][0] = acc[i][1] = _mm512_setzero_si512();
         KVQ__UNROLL
         for (unsigned set = 0; set < 8; set++)
-            v_set(acc, &p, set, dim, rows, s, how);
+            v_set(acc, &p, set, z, dim, rows, n, how);
         const float *unit = v->unit[group] + first;
         for (int i = 0; i < rows; i++)
-            for (int z = 0; z < 2; z++)
-                sum[i][z] = add_scaled(sum[i][z], acc[i][z], unit[i]);
+            for (int k = 0; k < 2; k++)
+                sum[i][k] = add_scaled(sum[i][k], acc[i][k], unit[i]);
     }
     for (int i = 0; i < rows; i++)
-        for (int z = 0; z < 2; z++)
-            _mm512_store_ps(v->o[first + (uint32_t)i] + 32 * pass + 16 * z, sum[i][z]);
+        for (uint32_t k = 0; k < 2; k++)
+            _mm512_store_ps(v->o[first + (uint32_t)i] + sums_at(pass, n, k, dim, how), sum[i][k]);
 }
 
 KVQ__INLINE void pv_rows(const struct kvq__tile *tile, uint32_t first, uint32_t dim, int rows,
                          struct kvq__v_how how)
 {
-    for (uint32_t pass = 0; pass < dim / KVQ_GROUP_CHANNELS; pass += 2) {
-        if (pass % 4 == 0) {
-            pv_pass(tile, first, pass, dim, rows, 0, how);
-            pv_pass(tile, first, pass + 1, dim, rows, 1, how);
-        } else {
-            pv_pass(tile, first, pass, dim, rows, 2, how);
-            pv_pass(tile, first, pass + 1, dim, rows, 3, how);
-        }
+    if (dim == 64) {
+        pv_pass(tile, first, 0, dim, rows, 0, how);
+        pv_pass(tile, first, 1, dim, rows, 1, how);
+        return;
+    }
+    for (uint32_t pass = 0; pass < dim / KVQ_GROUP_CHANNELS; pass += 4) {
+        pv_pass(tile, first, pass, dim, rows, 0, how);
+        pv_pass(tile, first, pass + 1, dim, rows, by_halves(how) ? 1 : 0, how);
+        pv_pass(tile, first, pass + 2, dim, rows, by_halves(how) ? 2 : 1, how);
+        pv_pass(tile, first, pass + 3, dim, rows, by_halves(how) ? 3 : 1, how);
     }
 }
 
