@@ -15,10 +15,10 @@
 //
 // Rounding noise is proportional to what is multiplied with it, so codes are taken as centred on
 // zero. For V a table lookup makes a multiple of code - 1.5 (for 2 bits) of a code, at the price of
-// a mask, or a difference does of a code in the upper bits of a byte. K's are unsigned, so there the
-// middle times the rounded sum is taken off again. What the middle code
-// stands for (zero + 1.5 * scale) goes with exact fp32 weights into a bias of the logits, and into
-// sums of its own for the values; it never passes through 8 bits.
+// a mask, or a difference does of a code in the upper bits of a byte. K's are unsigned, so there
+// the middle times the rounded sum is taken off again. What the middle code stands for (zero + 1.5
+// * scale) goes with exact fp32 weights into a bias of the logits, and into sums of its own for the
+// values; it never passes through 8 bits.
 //
 // V of four levels (kvq2) has one scale for a token and none for channels: a weight is a byte for
 // each token, made of p * scale at once, and the table has the levels as small whole numbers.
@@ -76,9 +76,22 @@ static void begin_v(struct kvq__tile *tile, const struct kvq__chunk *chunk)
     set_ahead(v, 1);
 }
 
+// Bytes of q * scale have one step for all channels of a row and group, set by the strongest. If
+// some channels of keys that are neither rotated nor divided (KIVI's) are much stronger than the
+// others, that costs up to 0.4 of what quantizing to 4 bits does. There the others set the step,
+// and the strong ones have a second digit, which is multiplied for their words alone.
+static bool may_have_strong(const struct kvq__codec *c)
+{
+    return c->k_bits == 4 && !c->has_norms;
+}
+
 static bool qk_chunk_vnni(struct kvq__tile *tile, const struct kvq__chunk *chunk)
 {
     begin_k(tile, chunk);
+    if (may_have_strong(tile->codec)) {
+        kvq__vnni_qk_strong(tile);
+        return true;
+    }
     kvq__vnni_prepare_k(tile);
     kvq__vnni_qk(tile);
     return true;
@@ -121,7 +134,6 @@ static bool has_fast_vnni(const struct kvq__codec *c, uint32_t rows)
 static void prepare_vnni(struct kvq__tile *tile)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
-    v->ahead_of_dots = 0; // where keys take the exact path, nothing else sets it
     for (uint32_t r = 0; r < tile->rows; r++) {
         const float *q = tile->qt + (size_t)r * tile->dim;
         __m512 top = _mm512_set1_ps(1e-30f);
@@ -141,21 +153,12 @@ static void prepare_vnni(struct kvq__tile *tile)
     }
 }
 
-// Bytes of q * scale have one step for all channels of a row and group, set by the strongest. If a
-// few channels of keys that are neither rotated nor divided (KIVI's) are much stronger than the
-// others, that costs up to 0.4 of what quantizing to 4 bits does; such keys take the exact path.
-static bool keys_as_bytes(const struct kvq__codec *c)
-{
-    return c->k_bits < 4 || c->has_norms;
-}
-
 // The steps are the common ones, but packed groups are multiplied here.
 static void attend_chunk_vnni(const struct kvq_kernels *k, struct kvq__tile *tile,
                               const struct kvq__chunk *chunk)
 {
     struct kvq_kernels fast = *k;
-    if (keys_as_bytes(tile->codec))
-        fast.qk_chunk[tile->codec->k.kind] = qk_chunk_vnni;
+    fast.qk_chunk[tile->codec->k.kind] = qk_chunk_vnni;
     fast.pv_chunk[tile->codec->v.kind] = pv_chunk_vnni;
     kvq__attend_chunk(&fast, tile, chunk);
 }

@@ -57,11 +57,16 @@ struct kvq__vnni {
     float p[KVQ__CHUNK_GROUPS][KVQ__TILE4][KVQ_GROUP_TOKENS]; // of four rows, in the order of slots
     float weigh[KVQ__CHUNK_GROUPS][KVQ__TILE4];               // that makes int16 of them
     uint8_t bytes[KVQ__CHUNK * KVQ_TILE_ROWS * KVQ_MAX_HEAD_DIM / KVQ_GROUP_TOKENS];
-    // Of four rows: 16 bytes for four numbers, the word of their lowest digits first.
+    // Of four rows: 16 bytes for four numbers, the word of their lowest digits first; or the second
+    // digits of q * scale, in the order of its bytes.
     _Alignas(64) uint8_t digits[KVQ__CHUNK_GROUPS][KVQ__TILE4][4 * KVQ_MAX_HEAD_DIM];
     // Sums of the chunk: values, in the order of the layout; p * middle.
     float o[KVQ_TILE_ROWS][KVQ_MAX_HEAD_DIM];
     float middle[KVQ_TILE_ROWS][KVQ__MAX_VGROUPS][16];
+    // Of keys with strong channels, of four rows: which words of a row's bytes have second digits,
+    // bit by bit, and which rows' products are too coarse for bytes.
+    uint64_t strong_words[KVQ__CHUNK_GROUPS];
+    uint8_t coarse_rows[KVQ__CHUNK_GROUPS];
 };
 static_assert(sizeof(struct kvq__vnni) <= KVQ__SCRATCH_BYTES, "the workspace holds the state");
 
@@ -230,6 +235,9 @@ KVQ__INLINE __m512i kvq__load_k_high(const struct kvq__planes *p, unsigned r, un
 // Logits of a chunk: queries into bytes for all its groups, then dot products group by group.
 void kvq__vnni_prepare_k(const struct kvq__tile *tile);
 void kvq__vnni_qk(const struct kvq__tile *tile);
+
+// The same where a few channels may be much stronger than the others: theirs have two digits.
+void kvq__vnni_qk_strong(const struct kvq__tile *tile);
 
 // Values likewise: p into bytes, then dot products, summed in the state, and flushed from there.
 void kvq__vnni_prepare_v(const struct kvq__tile *tile);

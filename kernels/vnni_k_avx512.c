@@ -6,6 +6,10 @@
 // codes as they are and codes that stand higher in their byte), 2 registers of words and 4 of
 // codes, 2 masks, the broadcast query. A row of the layout has 32 vpdpbusd, 16 broadcasts, 10
 // unpacking instructions and at most 2 shuffles.
+//
+// Keys of 4 bits that are neither rotated nor divided by norms have channels much stronger than the
+// others. There the others set the step of q * scale, and what is beyond a byte has a second digit,
+// for which only the words that have one are unpacked once more.
 #include "kernels/vnni_avx512.h"
 
 // ---- K: q * scale as int8, for all groups of the chunk ----
@@ -28,18 +32,27 @@ KVQ__INLINE void open_k(struct kvq__vnni *v, uint32_t index, __m512 centre, uint
     }
 }
 
-// The largest int16 of each of four registers of non-negative ones, in each 128-bit lane.
-static inline __m512i max4_epi16(const __m512i *m)
+// Of four registers of int16 that are not negative: the largest of each, in each 128-bit lane, and
+// the least of the largest of eight parts of it.
+struct tops {
+    __m512i most, least;
+};
+
+static inline struct tops tops_of(const __m512i *m)
 {
     __m512i ac =
         _mm512_max_epi16(_mm512_unpacklo_epi32(m[0], m[2]), _mm512_unpackhi_epi32(m[0], m[2]));
     __m512i bd =
         _mm512_max_epi16(_mm512_unpacklo_epi32(m[1], m[3]), _mm512_unpackhi_epi32(m[1], m[3]));
     __m512i x = _mm512_max_epi16(_mm512_unpacklo_epi32(ac, bd), _mm512_unpackhi_epi32(ac, bd));
-    x = _mm512_max_epi16(x, _mm512_shuffle_i64x2(x, x, 0x4e));
-    x = _mm512_max_epi16(x, _mm512_shuffle_i64x2(x, x, 0xb1));
-    return _mm512_and_si512(_mm512_max_epi16(x, _mm512_srli_epi32(x, 16)),
-                            _mm512_set1_epi32(0xffff));
+    __m512i most = _mm512_max_epi16(x, _mm512_shuffle_i64x2(x, x, 0x4e));
+    __m512i least = _mm512_min_epi16(x, _mm512_shuffle_i64x2(x, x, 0x4e));
+    most = _mm512_max_epi16(most, _mm512_shuffle_i64x2(most, most, 0xb1));
+    least = _mm512_min_epi16(least, _mm512_shuffle_i64x2(least, least, 0xb1));
+    most = _mm512_max_epi16(most, _mm512_srli_epi32(most, 16));
+    least = _mm512_min_epi16(least, _mm512_srli_epi32(least, 16));
+    const __m512i word = _mm512_set1_epi32(0xffff);
+    return (struct tops){_mm512_and_si512(most, word), _mm512_and_si512(least, word)};
 }
 
 KVQ__INLINE __m512i scaled(const int16_t *q, const struct kvq__opened *g, uint32_t i)
@@ -47,10 +60,15 @@ KVQ__INLINE __m512i scaled(const int16_t *q, const struct kvq__opened *g, uint32
     return _mm512_mulhrs_epi16(_mm512_load_si512(q + i), _mm512_load_si512(g->scale16 + i));
 }
 
+// What becomes 127 at most: so many times what the quietest eighth of the channels has. A normal
+// channel's products rarely reach that.
+enum { QUIET_TIMES = 3, LEAST_UNITS = 64 };
+
 // What makes bytes of up to four rows: the largest |q * scale| of a row becomes 127. (Taking max
-// |q| * max scale for it instead would be cheaper and a third noisier.)
+// |q| * max scale for it instead would be cheaper and a third noisier.) With strong channels it may
+// become more. Rows whose other channels have too few units of int16 are left to fp32.
 KVQ__INLINE void find_factors(const struct kvq__tile *tile, uint32_t group, uint32_t first,
-                              uint32_t dim, int rows)
+                              uint32_t dim, int rows, bool strong)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const struct kvq__opened *g = &v->opened[group];
@@ -64,7 +82,18 @@ KVQ__INLINE void find_factors(const struct kvq__tile *tile, uint32_t group, uint
             top[n] = _mm512_max_epi16(top[n], scaled(q + n * KVQ_MAX_HEAD_DIM, g, i));
     // The whole number is what the bytes really are multiplied with, so it may be truncated.
     __m128 full = _mm_set1_ps(127.0f * 32768.0f);
-    __m128 by = _mm_div_ps(full, _mm_cvtepi32_ps(_mm512_castsi512_si128(max4_epi16(top))));
+    struct tops tops = tops_of(top);
+    __m128i most = _mm512_castsi512_si128(tops.most);
+    if (strong) {
+        __m128i least = _mm512_castsi512_si128(tops.least);
+        __m128i few = _mm_cmplt_epi32(least, _mm_set1_epi32(LEAST_UNITS));
+        uint32_t in_use = (1u << rows) - 1;
+        v->coarse_rows[group] =
+            (uint8_t)((uint32_t)_mm_movemask_ps(_mm_castsi128_ps(few)) & in_use);
+        least = _mm_mullo_epi32(least, _mm_set1_epi32(QUIET_TIMES));
+        most = _mm_min_epi32(most, _mm_max_epi32(least, _mm_set1_epi32(LEAST_UNITS)));
+    }
+    __m128 by = _mm_div_ps(full, _mm_cvtepi32_ps(most));
     __m128i factor = _mm_min_epi32(_mm_set1_epi32(INT16_MAX), _mm_cvttps_epi32(by));
     _mm_store_si128((void *)(v->factor[group] + first), factor);
     __m128 unit =
@@ -86,9 +115,33 @@ KVQ__INLINE __m512i make_bytes(const int16_t *q, const struct kvq__opened *g, __
     return sum;
 }
 
+// The same in digits of base 256, from -128 to 127. `words` gets the bits of the words that have
+// second digits.
+KVQ__INLINE __m512i make_two_digits(const int16_t *q, const struct kvq__opened *g, __m512i factor,
+                                    uint8_t *bytes, uint8_t *seconds, uint64_t *words, uint32_t dim)
+{
+    const __m512i low = _mm512_set1_epi16(0xff), half = _mm512_set1_epi16(128);
+    const __m512i ones = _mm512_set1_epi8(1);
+    __m512i sum = _mm512_setzero_si512(), upper = _mm512_setzero_si512();
+    for (uint32_t i = 0; i < dim; i += 64) {
+        __m512i a = _mm512_mulhrs_epi16(scaled(q, g, i), factor);
+        __m512i b = _mm512_mulhrs_epi16(scaled(q, g, i + 32), factor);
+        __m512i d = _mm512_packus_epi16(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
+        a = _mm512_srai_epi16(_mm512_adds_epi16(a, half), 8);
+        b = _mm512_srai_epi16(_mm512_adds_epi16(b, half), 8);
+        __m512i e = _mm512_packs_epi16(a, b);
+        _mm512_store_si512(bytes + i, d);
+        _mm512_store_si512(seconds + i, e);
+        *words |= (uint64_t)_mm512_test_epi32_mask(e, e) << i / 4;
+        sum = _mm512_dpbusd_epi32(sum, ones, d);
+        upper = _mm512_dpbusd_epi32(upper, ones, e);
+    }
+    return _mm512_add_epi32(sum, _mm512_slli_epi32(upper, 8));
+}
+
 // Bytes and bias of up to four rows in one group.
 KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uint32_t first,
-                               __m512 centre, uint32_t dim, int rows)
+                               __m512 centre, uint32_t dim, int rows, bool strong)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     const struct kvq__opened *g = &v->opened[group];
@@ -105,17 +158,22 @@ KVQ__INLINE void scale_queries(const struct kvq__tile *tile, uint32_t group, uin
         for (int n = 0; n < rows; n++)
             bias[n] = _mm512_fmadd_ps(middle, _mm512_load_ps(q + (size_t)n * dim + i), bias[n]);
     }
+    uint64_t words = 0;
     KVQ__UNROLL
     for (int n = 0; n < rows; n++) {
         __m512i factor = _mm512_set1_epi16((int16_t)v->factor[group][first + (uint32_t)n]);
         const int16_t *row = q16 + n * KVQ_MAX_HEAD_DIM;
-        __m512i sum = make_bytes(row, g, factor, bytes + (size_t)n * dim, dim);
+        __m512i sum = strong ? make_two_digits(row, g, factor, bytes + (size_t)n * dim,
+                                               v->digits[group][n], &words, dim)
+                             : make_bytes(row, g, factor, bytes + (size_t)n * dim, dim);
         kvq__fetch_share(ahead, dim, n, rows);
         __m512 unit = _mm512_set1_ps(v->unit[group][first + (uint32_t)n]);
         bias[n] = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(centre, unit), bias[n]);
     }
     __m512 sums = kvq__sum4(bias[0], bias[1], bias[2], bias[3]);
     _mm_store_ps(v->bias[group] + first, _mm512_castps512_ps128(sums));
+    if (strong)
+        v->strong_words[group] = words;
 }
 
 static inline bool has_own_k(const struct kvq__vnni *v, uint32_t group)
@@ -124,15 +182,15 @@ static inline bool has_own_k(const struct kvq__vnni *v, uint32_t group)
 }
 
 KVQ__INLINE void prepare_rows(const struct kvq__tile *tile, uint32_t first, __m512 centre,
-                              uint32_t dim, int rows)
+                              uint32_t dim, int rows, bool strong)
 {
     struct kvq__vnni *v = kvq__vnni_of(tile);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (has_own_k(v, i))
-            find_factors(tile, i, first, dim, rows);
+            find_factors(tile, i, first, dim, rows, strong);
     for (uint32_t i = 0; i < v->chunk->groups; i++)
         if (has_own_k(v, i))
-            scale_queries(tile, i, first, centre, dim, rows);
+            scale_queries(tile, i, first, centre, dim, rows, strong);
 }
 
 KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
@@ -143,7 +201,7 @@ KVQ__INLINE void prepare_k(const struct kvq__tile *tile, uint32_t dim)
         if (has_own_k(v, i))
             open_k(v, i, centre, dim);
     for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
-        KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, centre, dim, ROWS));
+        KVQ__BY_ROWS(tile->rows - r, prepare_rows(tile, r, centre, dim, ROWS, false));
 }
 
 void kvq__vnni_prepare_k(const struct kvq__tile *tile)
@@ -211,12 +269,42 @@ KVQ__INLINE void k_slab(__m512i plain[][2], __m512i high[][2], const struct kvq_
     k_row(plain, high, p, 7, n, q, rows, bits);
 }
 
+// What the second digits of up to four rows add, in units of the first. Codes have 4 bits.
+static __attribute__((noinline)) void add_seconds(const struct kvq__vnni *v, uint32_t own,
+                                                  const struct kvq__planes *p, int rows,
+                                                  __m512i sum[][2])
+{
+    const __m512i mask = _mm512_set1_epi8(0x0f);
+    __m512i acc[KVQ__TILE4][2];
+    for (int i = 0; i < rows; i++)
+        acc[i][0] = acc[i][1] = _mm512_setzero_si512();
+    for (uint64_t left = v->strong_words[own]; left; left &= left - 1) {
+        unsigned w = (unsigned)__builtin_ctzll(left);
+        unsigned r = w / 16 * 4 + w % 4, s = w / 4 % 4; // row and position, as k_row has them
+        for (unsigned z = 0; z < 2; z++) {
+            struct kvq__nibbles x =
+                kvq__join_planes(kvq__load_row(p->low + KVQ__ROW_BYTES * r, z, r & 3),
+                                 kvq__load_row(p->high + KVQ__ROW_BYTES * r, z, r & 3));
+            __m512i code = s % 2 ? x.odd : x.even;
+            code = _mm512_and_si512(s < 2 ? code : _mm512_srli_epi16(code, 4), mask);
+            for (int i = 0; i < rows; i++)
+                acc[i][z] = _mm512_dpbusd_epi32(acc[i][z], code,
+                                                kvq__broadcast_word(v->digits[own][i] + 4 * w));
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int z = 0; z < 2; z++)
+            sum[i][z] = _mm512_add_epi32(sum[i][z], _mm512_slli_epi32(acc[i][z], 8));
+}
+
 // Logits of up to four rows for one group.
 KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uint32_t group,
-                         uint32_t first, const uint8_t *norms, float *logits, int rows, int bits)
+                         uint32_t first, const uint8_t *norms, float *logits, int rows, int bits,
+                         bool strong)
 {
     const struct kvq__vnni *v = kvq__vnni_of(tile);
     const uint32_t own = v->k_of[group];
+    const struct kvq__planes all = p;
     const uint8_t *q[KVQ__TILE4];
     __m512i plain[KVQ__TILE4][2], high[KVQ__TILE4][2];
     for (int i = 0; i < rows; i++) {
@@ -231,6 +319,8 @@ KVQ__INLINE void qk_rows(const struct kvq__tile *tile, struct kvq__planes p, uin
         for (int i = 0; i < rows; i++)
             q[i] += KVQ__SLAB;
     }
+    if (strong && v->strong_words[own])
+        add_seconds(v, own, &all, rows, plain);
     __m512 norm[2] = {_mm512_set1_ps(1.0f), _mm512_set1_ps(1.0f)};
     for (int z = 0; norms && z < 2; z++)
         norm[z] = kvq__load_f16(norms + 32 * z);
@@ -257,7 +347,7 @@ KVQ__INLINE void qk_groups(const struct kvq__tile *tile, uint32_t dim, int bits)
         struct kvq__planes p = kvq__planes_of(tile, i, group + c->layout.k_codes, dim, bits);
         float *logits = tile->logits + i * KVQ_GROUP_TOKENS;
         for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4, logits += 4 * KVQ__LOGITS_STRIDE) {
-            KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, p, i, r, norms, logits, ROWS, bits));
+            KVQ__BY_ROWS(tile->rows - r, qk_rows(tile, p, i, r, norms, logits, ROWS, bits, false));
         }
     }
 }
@@ -265,4 +355,59 @@ KVQ__INLINE void qk_groups(const struct kvq__tile *tile, uint32_t dim, int bits)
 void kvq__vnni_qk(const struct kvq__tile *tile)
 {
     KVQ__BY_BITS(tile->codec->k_bits, KVQ__BY_DIM(tile->dim, qk_groups(tile, DIM, BITS)));
+}
+
+// ---- Keys with strong channels ----
+
+// Four rows' logits that are too coarse as bytes, in fp32.
+static void redo_coarse(const struct kvq__tile *tile, uint32_t first)
+{
+    const struct kvq__vnni *v = kvq__vnni_of(tile);
+    struct kvq__tile one = *tile;
+    one.rows = 1;
+    one.ahead = NULL;
+    for (uint32_t i = 0; i < v->chunk->groups; i++) {
+        const struct kvq__group *group = &v->chunk->group[i];
+        uint32_t left = group->packed_tokens ? v->coarse_rows[v->k_of[i]] : 0;
+        for (; left; left &= left - 1) {
+            uint32_t r = first + (uint32_t)__builtin_ctz(left);
+            one.qt = tile->qt + (size_t)r * tile->dim;
+            kvq__qk_packed_avx512(&one, &group->packed,
+                                  tile->logits + (size_t)r * KVQ__LOGITS_STRIDE +
+                                      i * KVQ_GROUP_TOKENS);
+        }
+    }
+}
+
+// Up to four rows, all groups. A codec with strong channels has no norms.
+KVQ__INLINE void strong_rows(const struct kvq__tile *tile, uint32_t first, __m512 centre,
+                             uint32_t dim, int rows)
+{
+    const struct kvq__chunk *chunk = kvq__vnni_of(tile)->chunk;
+    float *logits = tile->logits + (size_t)first * KVQ__LOGITS_STRIDE;
+    prepare_rows(tile, first, centre, dim, rows, true);
+    for (uint32_t i = 0; i < chunk->groups; i++, logits += KVQ_GROUP_TOKENS) {
+        if (chunk->group[i].packed_tokens == 0)
+            continue;
+        const uint8_t *codes = chunk->group[i].packed.group + tile->codec->layout.k_codes;
+        struct kvq__planes p = kvq__planes_of(tile, i, codes, dim, 4);
+        qk_rows(tile, p, i, first, NULL, logits, rows, 4, true);
+    }
+    redo_coarse(tile, first);
+}
+
+KVQ__INLINE void strong_chunk(const struct kvq__tile *tile, uint32_t dim)
+{
+    struct kvq__vnni *v = kvq__vnni_of(tile);
+    const __m512 centre = _mm512_set1_ps(kvq__centre_of(4));
+    for (uint32_t i = 0; i < v->chunk->groups; i++)
+        if (has_own_k(v, i))
+            open_k(v, i, centre, dim);
+    for (uint32_t r = 0; r < tile->rows; r += KVQ__TILE4)
+        KVQ__BY_ROWS(tile->rows - r, strong_rows(tile, r, centre, dim, ROWS));
+}
+
+void kvq__vnni_qk_strong(const struct kvq__tile *tile)
+{
+    KVQ__BY_DIM(tile->dim, strong_chunk(tile, DIM));
 }
