@@ -671,6 +671,20 @@ static void audit_ended(struct kvq__check *c, const struct kvq__core *core)
         audit_finishing(c, s);
 }
 
+// Those that wait for room stand in the order of their tickets.
+static void audit_waiters(struct kvq__check *c, const struct kvq__core *core)
+{
+    const struct kvq__queue *q;
+    uint64_t last = 0;
+    uint32_t n = 0;
+    TAILQ_FOREACH (q, &core->waiters, waiter_link) {
+        HOLDS(c, q->turn.in_line && q->turn.ticket > last);
+        last = q->turn.ticket;
+        n++;
+    }
+    HOLDS(c, n == core->n_waiters);
+}
+
 void kvq__check_core(struct kvq__check *c, const struct kvq__core *core)
 {
     struct counting t = {.core = core};
@@ -692,4 +706,5 @@ void kvq__check_core(struct kvq__check *c, const struct kvq__core *core)
           !TAILQ_EMPTY(&core->flights) || TAILQ_EMPTY(&core->deferred) || core->release_left == 0);
     audit_ended(c, core);
     audit_clients(c, core);
+    audit_waiters(c, core);
 }

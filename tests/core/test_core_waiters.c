@@ -78,6 +78,74 @@ SAVING_TEST(test_room_for_the_first_of_many)
         kvq__session_unref(kit_of(&m, held[i]));
 }
 
+// A request that was refused for one of its entries, and asks for another one once a newer request
+// waits, stands before that one.
+SAVING_TEST(test_that_was_refused_before)
+{
+    uint64_t h[4];
+    h[0] = opened(&m, "a");
+    assert_int_equal(step(&m, h[0], SESSION - 5), 0);
+    for (uint32_t i = 1; i < 4; i++)
+        h[i] = fed(&m, "");
+    for (uint32_t i = 0; i < 4; i++)
+        kit_of(&m, h[i])->pinned = true;
+    pass(2 * SECOND);
+    kit.core->config.fork_work = 1;
+    struct kvq_entry_wire e[2] = {entry(&m, h[0], 0), entry(&m, h[0], 0)};
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 2);
+    kit_load(&m, &r, e);
+    assert_int_equal(kvq__request_start(m.queue), KVQ__AGAIN);
+    assert_true(m.queue->turn.ticket > 0 && !m.queue->turn.in_line);
+    assert_int_equal(begin(&other, opened(&other, ""), 9, 1, 3600 * SECOND), 1);
+    for (uint32_t i = 0; i < 4; i++)
+        kit_of(&m, h[i])->pinned = false;
+    assert_int_equal(kvq__request_continue(m.queue), KVQ__WAIT);
+    assert_ptr_equal(TAILQ_FIRST(&kit.core->waiters), m.queue);
+    assert_int_equal(kit.core->n_waiters, 2);
+    core_check(kit.core);
+    struct member *both[] = {&m, &other};
+    for (uint32_t i = 0; i < 2; i++) {
+        kvq__queue_ending(both[i]->queue);
+        assert_int_equal(kit_again(both[i]), KVQ_E_CANCELLED);
+    }
+}
+
+// One that has waited, and uses sessions now, makes nobody be refused who would wait else.
+SAVING_TEST(test_beside_one_that_waited)
+{
+    uint64_t h[4];
+    h[0] = opened(&m, "a");
+    assert_int_equal(step(&m, h[0], SESSION - 5), 0);
+    for (uint32_t i = 1; i < 4; i++)
+        h[i] = fed(&m, "");
+    for (uint32_t i = 0; i < 4; i++)
+        kvq__session_ref(kit_of(&m, h[i]));
+    rest();
+    struct kvq_entry_wire e = entry(&m, h[0], 0);
+    struct kvq_request r = kit_header(KVQ_OP_FORK, 1);
+    kit_load(&m, &r, &e);
+    assert_int_equal(kvq__request_start(m.queue), KVQ__WAIT);
+    kvq__session_unref(kit_of(&m, h[3]));
+    kit_drop(&m, h[3]);
+    rest();
+    pass(MS);
+    enum kvq__progress p = kvq__request_continue(m.queue);
+    assert_true(p != KVQ__WAIT && m.queue->busy && m.queue->turn.in_line);
+    kvq__session_unref(kit_of(&m, h[0])); // the fork alone reads it
+    for (uint32_t i = 1; i < 3; i++)
+        kit_of(&m, h[i])->pinned = true;
+    pass(2 * SECOND);
+    assert_int_equal(begin(&other, opened(&other, "c"), 9, SESSION + 2 * PAGE, 0), 1);
+    struct member *both[] = {&m, &other};
+    for (uint32_t i = 0; i < 2; i++) {
+        kvq__queue_ending(both[i]->queue);
+        while (both[i]->queue->busy)
+            kit_again(both[i]);
+    }
+    for (uint32_t i = 1; i < 3; i++)
+        kvq__session_unref(kit_of(&m, h[i]));
+}
+
 int main(void)
 {
     kit_gpus(sim_gpus());

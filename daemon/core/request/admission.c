@@ -74,13 +74,17 @@ static uint64_t looks_apart(const struct kvq__core *core, uint64_t least)
     return kvq__max(least, core->n_waiters * APART_NS);
 }
 
-// At the end: its ticket is the newest.
+// Its ticket mostly is the newest: not that of a request that was refused before for other entries.
 static void add_waiter(struct kvq__queue *q)
 {
     struct kvq__core *core = q->core;
-    assert(TAILQ_EMPTY(&core->waiters) ||
-           TAILQ_LAST(&core->waiters, kvq__waiters)->turn.ticket < q->turn.ticket);
-    TAILQ_INSERT_TAIL(&core->waiters, q, waiter_link);
+    struct kvq__queue *before = TAILQ_LAST(&core->waiters, kvq__waiters);
+    while (before && before->turn.ticket > q->turn.ticket)
+        before = TAILQ_PREV(before, kvq__waiters, waiter_link);
+    if (before)
+        TAILQ_INSERT_AFTER(&core->waiters, before, q, waiter_link);
+    else
+        TAILQ_INSERT_HEAD(&core->waiters, q, waiter_link);
     core->n_waiters++;
     q->turn.in_line = true;
 }

@@ -347,7 +347,8 @@ static void claim_all(struct kvq__core *core, const struct kvq__eviction_request
     const struct kvq__queue *q;
     core->last_claim++;
     TAILQ_FOREACH (q, &core->waiters, waiter_link)
-        claim(core, q, q->turn.ticket);
+        if (q->turn.listed) // else it has its room: its sessions are used, and not waited for
+            claim(core, q, q->turn.ticket);
     if (asked->queue)
         claim(core, asked->queue, asked->ticket);
 }
@@ -361,8 +362,8 @@ struct under_way {
     bool takes;      // another one can begin
 };
 
-// Where one more eviction that a namespace asks for is noted; NULL: there are enough. One to the
-// host is alone in its pool, since moves copy one at a time.
+// Where one more eviction that a namespace asks for is noted; NULL: there are enough. None begins
+// beside one that goes to the host, since moves copy one at a time.
 static struct kvq__evicting *free_slot(struct kvq__core *core, const struct kvq__pool *pool,
                                        const struct kvq__namespace *by)
 {

@@ -23,10 +23,10 @@
 // evict_above percent of a pool, and after park_idle_ns of idle time, one session after the other
 // goes before anybody needs the room (kvq__evict_tick).
 //
-// How many. As many as a request needs go side by side, so that the store can write them in one
-// transaction: 16 in a pool at a time (KVQ__EVICT_AT_ONCE), half of them for one namespace that
-// asks. Each caller has sessions evicted for itself, and none waits for those of another. One that
-// goes to the host is alone in its pool, since moves copy one at a time.
+// How many. As many as a request needs go side by side, so that the store can write those of a
+// namespace in one transaction: 16 in a pool at a time (KVQ__EVICT_AT_ONCE), half of them for one
+// namespace that asks. Each caller has sessions evicted for itself, and none waits for those of
+// another. None begins beside one that goes to the host, since moves copy one at a time.
 //
 // Waiting. A request that was refused a block gives back all that it has just taken and waits, if
 // sessions that have ended have yet to give their memory back (ended.c), or an eviction that may
@@ -36,7 +36,7 @@
 // are enough). What a client holds, by a step or in its own context, is not waited for. With
 // KVQ_REQ_WAIT_ROOM it also waits if nothing can be evicted, until its deadline. It is looked at
 // again, from the start, when a block has become free or an eviction has ended (core->freed), and
-// every 50 ms; but who may go is looked for every 5 ms at most (KVQ__LEAST_LOOK_NS) unless the last
+// every 50 ms (every n ms, if n requests wait and n is over 50); but who may go is looked for every 5 ms at most (KVQ__LEAST_LOOK_NS) unless the last
 // eviction under way has ended, and not at all while those that it has asked for are enough, or no
 // more may be under way there. What could never fit is refused at once, and nobody has to go for
 // it.
