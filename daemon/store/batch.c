@@ -11,7 +11,7 @@
 
 static bool is_to_write(const struct kvq__task *t)
 {
-    return t->rc == 0 && t->save;
+    return t->rc == 0 && t->save && !t->committed;
 }
 
 // Sessions [from, to) in one transaction, without those that cannot be saved themselves. 0, or why
@@ -39,6 +39,8 @@ static int write_some(struct kvq__batch *b, uint32_t from, uint32_t to, uint8_t 
         rc = kvq_save_commit(&out, text, KVQ_TEXT_BYTES);
         b->transactions += rc == 0;
     }
+    for (uint32_t i = from; i < to && rc == 0; i++)
+        b->tasks[i]->committed |= is_to_write(b->tasks[i]);
     kvq_save_abort(&out);
     kvq__same_blocks_free(&same);
     return rc;

@@ -249,6 +249,7 @@ static int read_back_parked(struct kvq__task *t)
 {
     int rc = kvq__jobs_read_back(t);
     if (rc == KVQ_E_DAMAGED) {
+        t->committed = false;
         kvq__batch_write(&(struct kvq__batch){.jobs = t->jobs, .tasks = &t, .n = 1});
         rc = t->rc ? t->rc : kvq__jobs_read_back(t);
     }

@@ -60,6 +60,7 @@ struct kvq__task {
     uv_work_t work;
     uint64_t wake_at; // when it has slept enough
     bool writes, again, unchanged, own, quiet;
+    bool committed;            // its transaction (batch.c)
     bool answered;             // by what is in memory
     bool at_poller;            // the poller's thread may write to it; the loop's own
     struct kvq__reshard_as as; // shards 0: as many as were saved
