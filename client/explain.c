@@ -286,9 +286,9 @@ static bool explain_limits(const struct subject *s)
                        s->where, e->queries, KVQ_MAX_GPU_QUERIES);
     else if (s->request->op == KVQ_OP_ATTEND || s->request->op == KVQ_OP_APPEND_ATTEND)
         kvq__set_error(KVQ_E_LIMIT,
-                       "%s: attention of one token to %" PRIu64
-                       " needs more memory than the daemon keeps for a call; nothing was done; "
-                       "keep sessions of this shape shorter",
+                       "%s: one query token's attention to %" PRIu64
+                       " tokens needs more memory than the daemon keeps for a call; keep sessions "
+                       "of this shape shorter",
                        s->where, e->position + e->append);
     else
         return false;

@@ -226,6 +226,8 @@ int kvq__through_attend(struct kvq_local *local, const struct kvq_work *work,
 int kvq__through_end(struct kvq_local *local, const struct kvq_step_work *work,
                      struct kvq_entry *entries, uint32_t n);
 void kvq__through_abort(struct kvq_local *local);
+// Aborts a step whose abort lacked a ticket. KVQ_E_CREDITS if there is none now either.
+int kvq__through_abort_left(struct kvq_local *local);
 
 // ---- steps.c ----
 

@@ -206,15 +206,24 @@ void kvq__local_keep(struct kvq_local *local, const struct kvq_entry *entries, u
 
 // ---- What failed ----
 
-// Of a limit that only this kvq_local has.
+// Of a limit that only this kvq_local or its bucket has.
 static bool explain_limit(const struct kvq_local *local, const struct kvq_entry *entries,
                           uint32_t n)
 {
     uint32_t i = 0;
     while (i < n && entries[i].status == KVQ_OK)
         i++;
-    if (i == n || entries[i].status != KVQ_E_LIMIT ||
-        entries[i].position + entries[i].append <= local->max_tokens)
+    if (i == n || entries[i].status != KVQ_E_LIMIT)
+        return false;
+    if (local->bucket && entries[i].queries > local->bucket->max_queries) {
+        kvq__set_error(KVQ_E_LIMIT,
+                       "attend, entry %u (session %#llx): %u query tokens; the bucket was opened "
+                       "for at most %u (max_queries)",
+                       i, (unsigned long long)entries[i].session, entries[i].queries,
+                       local->bucket->max_queries);
+        return true;
+    }
+    if (entries[i].position + entries[i].append <= local->max_tokens)
         return false;
     kvq__set_error(
         KVQ_E_LIMIT,

@@ -50,8 +50,7 @@ static bool any_failed(const struct kvq_entry *entries, uint32_t n)
 
 // ---- Begin ----
 
-// A step whose abort lacked a ticket is aborted now.
-static int abort_left(struct kvq_local *local)
+int kvq__through_abort_left(struct kvq_local *local)
 {
     int rc = local->left ? kvq_step_abort(local->queue, local->left, NULL, 0) : KVQ_OK;
     if (rc == KVQ_E_CREDITS)
@@ -64,7 +63,7 @@ int kvq__through_begin(struct kvq_local *local, struct kvq_entry *entries, uint3
 {
     struct batch b = first_batch(local);
     assert(!local->stepping && local->step == 0);
-    int rc = abort_left(local);
+    int rc = kvq__through_abort_left(local);
     if (rc)
         return rc;
     for (uint32_t i = 0; i < n; i++) {
@@ -271,6 +270,6 @@ void kvq__through_abort(struct kvq_local *local)
 {
     assert(local->step && !local->left);
     local->left = local->step;
-    int rc = abort_left(local);
-    (void)rc; // without a ticket the next step's begin tries again
+    int rc = kvq__through_abort_left(local);
+    (void)rc; // without a ticket the next begin tries again, or the close
 }
