@@ -62,17 +62,41 @@ class Ends(Test):
         self.assertEqual(self.session.refresh(), 0)
 
     def test_that_is_let_go(self):
-        """Nobody has it any more."""
+        """Nobody has it any more: the queue's next call aborts it, whichever that is, and says what
+        there is to say of itself."""
         self.begin()
         self.begin().abort()
+        self.begin()
+        self.fails(kvq.Code.E_INVALID, self.queue.truncate, [self.session], 5, text="truncate")
+        with self.client.queue() as other:
+            other.step([self.session], 1).abort()
+        self.session.tokens = 3
+        self.fails(kvq.Code.E_POSITION, self.begin)  # which the daemon never began
+        self.session.tokens = 0
+        self.assertEqual((self.queue._steps, self.queue._left), (set(), []))
 
     def test_of_a_queue_that_closes(self):
-        """Is aborted with it."""
-        queue = self.client.queue()
-        step = queue.step([self.session], 1)
-        queue.close()
-        self.begin().abort()
-        self.assertRaisesRegex(ValueError, "the queue is closed", step.end)
+        """Is aborted with it, also where all tickets are open."""
+        for tickets in (0, TICKETS):
+            queue = self.client.queue()
+            step = queue.step([self.session], 1)
+            for _ in range(tickets):
+                queue.submit("nop", [])
+            queue.close()
+            self.begin().abort()
+            self.assertRaisesRegex(ValueError, "the queue is closed", step.end)
+
+    def test_of_a_connection_that_was_lost(self):
+        """Has ended; another step may have its number by now."""
+        lost = self.begin()
+        self.client._connection += 1
+        step = self.queue.step([self.client.session(self.tokens.rows, "f16")], 1)
+        step.number, number = lost.number, step.number
+        self.assertRaisesRegex(ValueError, "the step has ended", lost.end)
+        step.number = number
+        del lost
+        step.abort()
+        self.client._connection -= 1
 
     def test_an_interrupt_before_the_end(self):
         """Of a block."""
@@ -115,6 +139,14 @@ class Ends(Test):
                 self.local_step(local)
                 gc.collect()
                 self.local_step(local).abort()
+                self.local_step(local)
+                gc.collect()
+                local.remove(self.session)
+                local.add(self.session)
+                step, tickets = self.local_step(local), self.tickets()
+                step.abort()
+                for ticket in tickets:
+                    ticket.wait()
             self.begin().abort()
 
     def test_what_an_incomplete_end_says(self):
@@ -198,8 +230,8 @@ class Words(Test):
                                np.zeros((1, 8, 128), np.float32), timeout=float("nan"))
         self.assertRaisesRegex(ValueError, "kv_from", self.client.session,
                                [kvq.Layer(8, 2, 128), kvq.Layer(8, 2, 128, kv_from=2**32 - 1)])
-        with self.daemon.client() as other:
-            self.assertEqual(len(other.gpus()), len(self.client.gpus()))
+        error = self.fails(kvq.Code.E_NO_DAEMON, kvq.Client, "/tmp/kvq_local/kvq_connect")
+        self.assertIn("/tmp/kvq_local/kvq_connect/attach.sock", error.text)
         kvq.Client(os.fsencode(self.daemon.directory)).close()
         before = list(self.client._buffers)
         self.assertRaises(TypeError, self.client.array, (1000, 1000), object)

@@ -53,7 +53,7 @@ class Code(enum.IntEnum):
     E_NO_NAMESPACE = -38
 
 
-_FUNCTION = re.compile(r"\bkvq_[a-z_]+\b")
+_FUNCTION = re.compile(r'(?<![\w/."-])kvq_[a-z_]+\b(?![/"-])')  # not in a path, nor a name
 _HERE = {  # what there is to call here, by the name in C
     "kvq_bucket_open": "Bucket()", "kvq_buffer_create_on": "Client.buffer_on()",
     "kvq_buffer_import": "Client.import_memfd()", "kvq_connect": "Client()",

@@ -68,6 +68,9 @@ class Local:
     def _check_open(self):
         if not self.pointer:
             raise ValueError("the Local is closed")
+        if self._orphaned:
+            self._orphaned = False
+            lib.kvq_local_abort(self.pointer)
 
     def _check_given(self):
         if not all(buffer.pointer for buffer in self._given):
@@ -97,11 +100,6 @@ class Local:
              ids: Optional[Ids] = None) -> LocalStep:
         """As Queue.step; tokens 0: of reading alone."""
         return LocalStep(self, sessions, tokens, ids)
-
-    def _abort_orphan(self):
-        if self._orphaned:
-            self._orphaned = False
-            lib.kvq_local_abort(self.pointer)
 
     def close(self) -> None:
         """Closes its Buckets, too."""
@@ -179,7 +177,6 @@ class Bucket:
     @alone
     def begin(self, entries: Entries, stream: SupportsIndex) -> None:
         """Begins a step over entries [sessions] in the order of the stream."""
-        self.local._abort_orphan()
         check(lib.kvq_local_begin_on_stream(self.local.pointer, self.pointer,
                                             check_entries(entries).ctypes.data, len(entries),
                                             integer("stream", stream, 64)), entries)
@@ -240,10 +237,11 @@ _ROOM = (Code.E_NO_MEMORY, Code.E_QUOTA, Code.E_DEADLINE)  # there may be some l
 
 class LocalStep:
     """An open step of a Local."""
+    open = False
 
     def __init__(self, local: Local, sessions: Iterable[kvq.Session], tokens: Counts,
                  ids: Optional[Ids] = None) -> None:
-        self.local, self.turn, self.ids, self.open = local, local.turn, ids, False
+        self.local, self.turn, self.ids = local, local.turn, ids
         self._left: List[int] = []  # numbers of the sessions that are not committed yet
         with self.turn():
             local._check_open()
@@ -253,7 +251,6 @@ class LocalStep:
         self.sessions = batch(sessions, local.client, kvq.Session)
         self.entries = make_entries(self.sessions, append=tokens)
         code = None
-        local._abort_orphan()
         try:
             code = lib.kvq_local_begin(local.pointer, self.entries.ctypes.data, len(self.entries))
             check(code)
@@ -338,7 +335,7 @@ class LocalStep:
 
     def __del__(self) -> None:
         if self.open:
-            self.local._orphaned = True  # whose next step begins by aborting it
+            self.local._orphaned = True  # whose next call aborts it
 
     def __exit__(self, kind: Optional[Type[BaseException]], *_: object) -> None:
         if not self.open:

@@ -25,12 +25,13 @@ class Step:
         begun = c_uint64()
         with self.turn():
             queue._check_open()
-            queue._abort_left()
+            self._connection = queue.client._connection
             try:
                 self._begin(queue, sessions, tokens, ids, begun)
             except BaseException as error:
                 if begun.value and not isinstance(error, Error):  # an interrupt: nobody has it
                     self.number = begun.value
+                    queue._steps.add(self.number)
                     self._leave()
                 raise
 
@@ -42,11 +43,11 @@ class Step:
         code = (lib.kvq_step_begin(*begin, byref(step)) if ids is None else
                 lib.kvq_step_begin_ids(*begin, byref(told), byref(step)))
         failed = code == 0 and (self.entries["status"] != 0).any()
-        if code == 0:
+        begun = code == 0 and (self.entries["status"] == 0).any()
+        if begun:
             self.number = step.value
             queue._steps.add(self.number)
         if failed:
-            begun = (self.entries["status"] == 0).any()
             try:
                 check(code, self.entries)
             finally:
@@ -56,6 +57,8 @@ class Step:
 
     def _check_open(self):
         self.queue._check_open()
+        if self.number is not None and self._connection != self.queue.client._connection:
+            self.number = None  # it has ended with its connection, and another may have the number
         if self.number is None:
             raise ValueError("the step has ended")
 
@@ -125,7 +128,7 @@ class Step:
     def _leave(self):
         """Gives it to the queue, which aborts it: now, or once a ticket is free."""
         number, self.number = self.number, None
-        if number is not None and self.queue.pointer:
+        if number in self.queue._steps and self._connection == self.queue.client._connection:
             self.queue._left.append(number)
 
     @alone

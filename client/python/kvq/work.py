@@ -34,6 +34,7 @@ OPERATIONS = {"nop": 0, "step_begin": 1, "append": 2, "attend": 3, "append_atten
               "step": 11}
 ORDERS = {0: "none", 1: "words", 2: "events", 3: "host"}
 PAST_ONLY = 1
+TICKETS = 8  # of a queue, that may be open
 KEPT = 64 << 20  # bytes of a staging buffer that a queue keeps behind a read
 NANS = {F16: 0x7e00, BF16: 0x7fc0, F32: 0x7fc00000}
 
@@ -132,8 +133,7 @@ class Queue:
             if not self.pointer:
                 return
             self._close_locals()
-            self._left = list(self._steps)
-            self._abort_left()
+            self._close_steps()
             if self._staging is not None:
                 self._staging.close()
             with self.client._gate:
@@ -145,18 +145,34 @@ class Queue:
         for local in list(self._locals):
             local.close()
 
-    def _abort_left(self):
-        """Aborts the steps that nobody has any more, as far as a ticket is free for it."""
+    def _abort_left(self, ns=U64_MAX):
+        """Aborts the steps that nobody has any more, as far as tickets are free for it; each within
+        so many nanoseconds."""
         while self._left:
             number = self._left[0]  # others may come behind it meanwhile, from any thread
-            if lib.kvq_step_abort(self.pointer, number, None, 0) == Code.E_CREDITS:
+            ticket = c_uint64()
+            code = lib.kvq_submit(self.pointer, OPERATIONS["step_abort"],
+                                  byref(_ffi.Work(step=number)), None, 0, byref(ticket))
+            if code == Code.E_CREDITS:
+                return
+            if not code and lib.kvq_wait(self.pointer, ticket, ns) == Code.E_DEADLINE:
                 return
             self._steps.discard(number)
             self._left.remove(number)
 
+    def _close_steps(self):
+        """Aborts all that are open; if no ticket is free, one is waited for."""
+        ns = self.client._timeout_ns
+        if self._steps and len(self._tickets) == TICKETS:
+            self._close_ticket(self._tickets[0], ns)
+        self._left = list(self._steps)
+        self._abort_left(ns)
+
     def _check_open(self):
         if not self.pointer:
             raise ValueError("the queue is closed")
+        if self._left:
+            self._abort_left()
 
     def _forget(self):
         self.pointer = c_void_p()
@@ -224,7 +240,6 @@ class Queue:
         if code not in (Code.E_DEADLINE, Code.E_SYSTEM) \
                 or (len(entries) and (entries["status"] == code).all()):
             self._tickets = [t for t in self._tickets if t is not ticket]
-            self._abort_left()
         return code
 
     @alone
