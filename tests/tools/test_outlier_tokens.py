@@ -109,6 +109,16 @@ class TestOutlierTokens(unittest.TestCase):
         self.assertGreater(own[1], 10 * own[2])
         self.assertGreater(own[0], 1)
 
+    def test_all_small(self):
+        """A group without other tokens, and a sequence that is shorter than one, are no trouble."""
+        k, sums = keys(8), outlier_tokens.Sums()
+        k[:, :32] /= 100
+        with np.errstate(all="raise"):
+            sums.layer(k, keys(9))
+            sums.layer(k[:, :20], k[:, :20])
+        self.assertEqual((sums.groups, sums.hit), (6, 4))
+        self.assertTrue(np.isfinite(sums.of(sums.mse, 2, "K without")))
+
     def test_error_of_keys(self):
         """By channel, from other tokens' scales: the definition, number by number."""
         groups = keys(5)[:, :32].astype(np.float64)

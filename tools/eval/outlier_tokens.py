@@ -115,6 +115,8 @@ class Sums:
     def layer(self, k, v):
         """A layer of a sequence: K and V [KV heads, tokens, dim]."""
         whole = k.shape[1] // GROUP * GROUP
+        if whole == 0:
+            return
         k, v = (x[:, :whole].astype(np.float64) for x in (k, v))
         squares = (k ** 2).sum(-1)
         middle = np.median(np.sqrt(squares), -1, keepdims=True)
@@ -138,10 +140,11 @@ class Sums:
                 for name, where in places.items():
                     self.heads((bits, stage, name), every, squares, where)
                 if stage == 0:
-                    apart = key_errors(groups[hit], bits, stage, others)
-                    dims = np.full(apart.shape, float(k.shape[-1]))
+                    some = others.any(-1)  # of a group all of whose tokens are small none is left
+                    apart = key_errors(groups[hit][some], bits, stage, others[some])
+                    dims = np.full(others.shape, float(k.shape[-1]))
                     self.add(self.mse, (bits, "K with"), every[hit], dims)
-                    self.add(self.mse, (bits, "K without"), apart * others, dims * others)
+                    self.add(self.mse, (bits, "K without"), apart * others[some], dims * others)
             self.values(v, bits, low, hit)
 
     def values(self, v, bits, low, hit):
