@@ -44,8 +44,8 @@ KVQ_DEVICE void kvq_gpu_store_row(const kvq_gpu_store_job &job, uint64_t n,
 constexpr uint32_t KVQ_GPU_MOST_COUNTED = 4096;
 
 // From half of the range on nothing is added. Threads that have looked before add no more than
-// KVQ_GPU_MOST_COUNTED each where it matters, and fewer than 2^19 run on a GPU at a time: that is
-// less than the other half.
+// KVQ_GPU_MOST_COUNTED values that are not finite each, and fewer than 2^19 threads run on a GPU at
+// a time: that is less than the other half. (Saturated values are counted for people alone.)
 KVQ_DEVICE void kvq_gpu_count(uint32_t *at, uint32_t n)
 {
     if (n && gpu::fetch_max(at, 0) < 0x80000000u)

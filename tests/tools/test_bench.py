@@ -122,8 +122,9 @@ class Ring(unittest.TestCase):
     def test_beside_idle_clients(self):
         done = bench("ring", "--sessions", "1,3", "--idle", "5", "--json")
         self.assertEqual(done.returncode, 0, done.stderr)
-        modes = {row["mode"] for row in json.loads(done.stdout)}
-        self.assertIn("one-core", modes)
+        rows = json.loads(done.stdout)
+        self.assertIn("one-core", {row["mode"] for row in rows})
+        self.assertEqual({row["idle"] for row in rows}, {5})
 
 
 class Storage(unittest.TestCase):

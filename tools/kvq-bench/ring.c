@@ -132,6 +132,14 @@ static void disconnect_all(struct run *r)
         kvq_disconnect(&r->idle[i]);
 }
 
+static uint32_t count_idle(const struct run *r)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < r->o->idle; i++)
+        n += r->idle[i] != NULL;
+    return n;
+}
+
 // ---- Requests ----
 
 static int request(struct run *r, uint32_t sessions)
@@ -187,6 +195,7 @@ static int bench_sessions(struct run *r, const struct mode *mode, uint32_t sessi
     cJSON *row = cJSON_CreateObject();
     cJSON_AddNumberToObject(row, "sessions", sessions);
     cJSON_AddStringToObject(row, "mode", mode->name);
+    cJSON_AddNumberToObject(row, "idle", count_idle(r));
     cJSON_AddNumberToObject(row, "p50_us", p50);
     cJSON_AddNumberToObject(row, "p99_us", p99);
     cJSON_AddNumberToObject(row, "requests", n);

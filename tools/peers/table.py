@@ -87,6 +87,8 @@ def everything(cases, rows, bases, missing):
         for case in same:
             for row, why in case["failed"].items():
                 yield f"not measured: `{row}`, {case_name(case)}: {why}"
+        if any(case["failed"] for case in same):
+            yield ""
 
 
 def cell(rows, row, bases):
@@ -158,6 +160,8 @@ def short_walks(cases, walk):
     for (row, nbytes), names in found.items():
         yield (f"short walk: `{row}` read {nbytes / 2**20:.1f} MiB a walk, not {walk >> 20}: "
                + "; ".join(names))
+    if found:
+        yield ""
 
 
 def report(cases, rows, bases, missing, walk):
