@@ -186,7 +186,7 @@ class Breaks(Test):
             self.check(one, 10)
             self.assertEqual(one["pid"], 1)
             self.assertIn("different pid namespaces", one["refused"])
-            self.assertIn("kvq_buffer_create_on", one["refused"])
+            self.assertIn("Client.buffer_on()", one["refused"])
         self.assertNotEqual(said[0]["client"], said[1]["client"])
         children[0].kill()
         self.daemon.wait_gone(said[0]["client"])

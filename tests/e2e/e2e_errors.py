@@ -51,7 +51,7 @@ class BadOpen(Test):
         first = self.client.session(rows, "f16", name="many")
         readers = [self.client.session(name="many", read_only=True) for _ in range(4095)]
         self.fails(kvq.Code.E_LIMIT, self.client.session, name="many", read_only=True, text="4096")
-        self.fails(kvq.Code.E_LIMIT, self.queue.fork, [first], text=("4096", "kvq_session_close"))
+        self.fails(kvq.Code.E_LIMIT, self.queue.fork, [first], text=("4096", "Session.close()"))
         readers.pop().close()
         fork, = self.queue.fork([first])
         for reader in readers:
