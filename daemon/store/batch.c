@@ -102,7 +102,8 @@ static void refuse_all(struct kvq__batch *b, uint32_t from, uint32_t to, int rc,
         }
 }
 
-// The same, and if that fails its halves: what stands in the way of some is not in that of others.
+// write_some, and if that fails for each half: what stands in the way of some is not in the way of
+// others.
 static void write_halves(struct kvq__batch *b, uint32_t from, uint32_t to, uint8_t *scratch)
 {
     char text[KVQ_TEXT_BYTES];

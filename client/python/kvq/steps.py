@@ -126,7 +126,7 @@ class Step:
         self.number = None
 
     def _leave(self):
-        """Gives it to the queue, which aborts it: now, or once a ticket is free."""
+        """Gives the step to its queue, whose next call aborts it, once a ticket is free."""
         number, self.number = self.number, None
         if number in self.queue._steps and self._connection == self.queue.client._connection:
             self.queue._left.append(number)

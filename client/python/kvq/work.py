@@ -146,8 +146,8 @@ class Queue:
             local.close()
 
     def _abort_left(self, ns=U64_MAX):
-        """Aborts the steps that nobody has any more, as far as tickets are free for it; each within
-        so many nanoseconds."""
+        """Aborts the steps that nobody has any more, each within `ns` nanoseconds, until no ticket
+        is free."""
         while self._left:
             number = self._left[0]  # others may come behind it meanwhile, from any thread
             ticket = c_uint64()
