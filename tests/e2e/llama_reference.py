@@ -134,16 +134,21 @@ def rotate(x, freq, gain):
 
 
 def attention(q, k, v, window):
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
-    logits = np.einsum("qhd,khd->hqk", q, k) / math.sqrt(q.shape[-1])
-    at = np.arange(q.shape[0])
+    """q [tokens][heads][dim], k and v [tokens][kv_heads][dim]. One head at a time, as products of
+    matrices."""
+    tokens, heads, dim = q.shape
+    group = heads // k.shape[1]
+    at = np.arange(tokens)
     hidden = at[None, :] > at[:, None]
     if window:
         hidden |= at[None, :] <= at[:, None] - window
-    logits[:, hidden] = -np.inf
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    return np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v)
+    out = np.empty_like(q)
+    for h in range(heads):
+        logits = q[:, h] @ k[:, h // group].T / math.sqrt(dim)
+        logits[hidden] = -np.inf
+        p = np.exp(logits - logits.max(-1, keepdims=True))
+        out[:, h] = p / p.sum(-1, keepdims=True) @ v[:, h // group]
+    return out
 
 
 def logits(config, tensors, ids):
