@@ -178,14 +178,15 @@ def commands(sources):
     text = text[text.index("oneof command"):]
     found = {}
     for kind, name in re.findall(r"^\s+(\w+) (\w+) = \d+;", text[:text.index("}")], re.M):
-        pattern = rf"\b(Kvq__)?{kind}\b|COMMAND_{name.upper()}\b|\bkvq__{name}__|HasField.{name}"
-        found[name] = touched(sources, pattern)
+        pattern = rf"\b(Kvq__)?{kind}\b|COMMAND_{name.upper()}\b|\bkvq__{name}__"
+        found[name] = touched(sources, pattern, kind, f"COMMAND_{name.upper()}", f"kvq__{name}__")
     return found
 
 
-def touched(sources, pattern):
-    """How many files have it."""
-    return sum(bool(re.search(pattern, text)) for _, text in sources)
+def touched(sources, pattern, *words):
+    """How many files have it. What has it has one of the words, which are found much faster."""
+    return sum(any(word in text for word in words) and bool(re.search(pattern, text))
+               for text in sources)
 
 
 def measures(objects):
@@ -204,12 +205,12 @@ def measures(objects):
     found["asserts"] = round(asserts / functions, 3)
     found["names_not_unique"] = round(
         sum(n for n in statics.values() if n > 1) / sum(statics.values()), 3)
-    sources = [(p, read(p)) for p in tracked(".c", ".h", ".proto", ".py")
-               if not p.startswith("tests/")]
+    sources = [read(p) for p in tracked(".c", ".h", ".proto", ".py") if not p.startswith("tests/")]
     every = sorted(commands(sources).values())
     found["command_files"] = every[len(every) // 2]
     rows = re.findall(r"^    X\((\w+),", read("daemon/core/base/counters.h"), re.M)
-    every = sorted(touched(sources, rf"\bX\({name},|(\.|->){name}(\+\+| [-+]?= )") for name in rows)
+    every = sorted(touched(sources, rf"\bX\({name},|(\.|->){name}(\+\+| [-+]?= )", name)
+                   for name in rows)
     assert len(rows) > 20 and every[0] > 0
     found["counter_files"] = every[len(every) // 2]
     return found
